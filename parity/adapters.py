@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Writes parity/fixtures/adapters/, which `cargo test` reads: adapters that peft wrote, and what peft makes of them.
+"""Writes parity/fixtures/adapters/, which `cargo test` reads: adapters written by peft, with references computed by peft.
 
     parity/run make            # writes them, after the models
-    parity/run check           # recompute the references from the committed adapters
+    parity/run check           # recomputes the references from the committed adapters
 
-Each lies on the model of a committed case; README.md describes the files. Here live: which adapters there are, and the
-numbers of their references. Loading and arithmetic are reference.py's.
+Each adapts the model of a committed case; README.md describes the files. This module lists the adapters and computes their
+references. Loading and arithmetic are in reference.py.
 """
 
 import argparse
@@ -34,7 +34,7 @@ TARGETS = {
 
 
 def write_adapter(directory, base, targets, seed, **config):
-    """Adapters as peft saves them, with a B that is not zero: else half of the gradients are."""
+    """Saves adapters with peft. B is not zero; otherwise half of the gradients would be zero."""
     model = reference.load(base, torch.float32)
     config = LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, target_modules=targets, task_type="CAUSAL_LM", **config)
     model = get_peft_model(model, config)
@@ -45,17 +45,17 @@ def write_adapter(directory, base, targets, seed, **config):
             parameter.data = (0.5 * noise / parameter.shape[1] ** 0.5).float()
     model.peft_config["default"].base_model_name_or_path = None  # no path of the machine that made it
     model.save_pretrained(directory)
-    for beside in directory.iterdir():
-        if not beside.name.startswith("adapter_"):
-            beside.unlink()
+    for file in directory.iterdir():
+        if not file.name.startswith("adapter_"):
+            file.unlink()
 
 
 def compute(base, adapter, dtype):
-    """Tensors and numbers of adapters on a model."""
+    """Computes the tensors and numbers of adapters on a model."""
     batch = reference.read_samples(base / "batch.jsonl")
     model = reference.load_adapter(base, adapter, dtype)
     loss, gradient = reference.gradients(model, batch)
-    # Frozen: that it is folded in is all that merging does.
+    # A second copy of the model, because merging changes its weights.
     merged = reference.evaluate(reference.load_adapter(base, adapter, dtype).merge_and_unload(), batch)
     steps = reference.train(model, training_rows(base), TRAINING)
     numbers = {"batch": {"loss": loss}, "merged": merged, "steps": steps, "batch_after": reference.evaluate(model, batch)}
@@ -86,19 +86,19 @@ def make(name, targets):
 
 
 def check(name):
-    """The committed references against ones computed anew; the largest distance."""
+    """Returns the largest distance of the committed references from recomputed ones."""
     directory = ADAPTERS / name
-    said, stored = json.loads((directory / "reference.json").read_text()), load_file(directory / "reference.safetensors")
-    tensors, numbers = compute(FIXTURES / said["base"], directory, torch.float64)
-    anew = {f"{kind}.{key}": t for kind, named in tensors.items() for key, t in named.items()}
-    losses = [relative(numbers["merged"]["loss"], said["merged"]["loss"])]
-    losses += [relative(a["loss"], b["loss"]) for a, b in zip(numbers["steps"], said["steps"])]
-    return max(largest(normwise, anew, stored), *losses)
+    committed, stored = json.loads((directory / "reference.json").read_text()), load_file(directory / "reference.safetensors")
+    tensors, numbers = compute(FIXTURES / committed["base"], directory, torch.float64)
+    recomputed = {f"{kind}.{key}": t for kind, named in tensors.items() for key, t in named.items()}
+    losses = [relative(numbers["merged"]["loss"], committed["merged"]["loss"])]
+    losses += [relative(a["loss"], b["loss"]) for a, b in zip(numbers["steps"], committed["steps"])]
+    return max(largest(normwise, recomputed, stored), *losses)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="compare what is there with peft, write nothing")
+    parser.add_argument("--check", action="store_true", help="compare the committed files with peft, write nothing")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     failed = 0

@@ -1,7 +1,7 @@
-"""The small models that are compared, and how a directory with one is written.
+"""The small models that are compared, and their directories.
 
-Here live: shapes, config.json in both spellings, random weights, random samples. All are functions
-of a case and its seed. Not here: what is computed from them (reference.py).
+This module holds shapes, config.json in both spellings, random weights and random samples, all as functions of a case and
+its seed. Computations with them are in reference.py.
 """
 
 import json
@@ -23,7 +23,7 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 
 @dataclass(frozen=True)
 class Case:
-    """A model, as its config.json and its files. Sizes are odd on purpose: no vector width divides them."""
+    """A model: the content of its config.json and its files. Sizes are odd, so that no vector width divides them."""
 
     name: str
     about: str
@@ -82,7 +82,7 @@ CASES = [
 
 
 def config_of(case):
-    """config.json as it circulates for this type: keys of the arithmetic and the inert ones beside them."""
+    """Returns the config.json that is usual for the model type, including keys without effect."""
     config = {
         "architectures": [ARCHITECTURES[case.model_type] + "ForCausalLM"],
         "attention_dropout": 0.0,
@@ -131,7 +131,7 @@ def write_config(directory, case, **changed):
 
 
 def random_weights(model, seed, tied):
-    """Weights that show mistakes: logits spread over several units, norms away from one, biases away from zero."""
+    """Returns weights that reveal mistakes: logits spread over several units, norms not near 1, biases not near 0."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, parameter in sorted(model.named_parameters()):
@@ -142,27 +142,27 @@ def random_weights(model, seed, tied):
             noise = 0.5 * noise
         elif name.endswith("embed_tokens.weight"):
             noise = noise * (0.3 if tied else 1.0)
-        else:  # the head twice as loud: peaked predictions, but no layer that amplifies rounding
+        else:  # twice the scale for the head: peaked predictions without a layer that amplifies rounding
             noise = noise * (2.0 if name.startswith("lm_head") else 1.0) / parameter.shape[1] ** 0.5
         weights[name] = noise.float()
     return weights
 
 
 def random_samples(count, vocab, longest, rng):
-    """Samples of uneven length, unevenly labelled: all tokens, a masked prompt, a few picked tokens, a single one."""
+    """Returns samples of different length and labels: all tokens, a masked prompt, some tokens, a single token."""
     samples = []
     for index in range(count):
         tokens = [rng.randrange(3, vocab) for _ in range(longest if index == 1 else rng.randrange(4, longest + 1))]
         labels = list(tokens)
         match index % 4:
-            case 1:  # a prompt that is not learned
+            case 1:  # a masked prompt
                 prompt = rng.randrange(2, len(tokens) - 1)
                 labels[:prompt] = [IGNORED] * prompt
-            case 2:  # holes; the label of position 0 stays and counts for nothing
+            case 2:  # masked tokens; the label of position 0 stays and has no effect
                 for position in range(1, len(tokens)):
                     if rng.random() < 0.5 and position > 1:
                         labels[position] = IGNORED
-            case 3:  # one token only, and not the one that the input names
+            case 3:  # one label, which differs from the input token
                 labels = [IGNORED] * len(tokens)
                 labels[rng.randrange(1, len(tokens))] = rng.randrange(3, vocab)
         samples.append(Sample(tokens, labels))
@@ -170,7 +170,7 @@ def random_samples(count, vocab, longest, rng):
 
 
 def write_samples(path, samples):
-    """Tokens format; labels that equal the tokens are left out, as the format allows."""
+    """Writes samples in the tokens format, without labels that equal the tokens."""
     lines = []
     for sample in samples:
         record = {"input_ids": sample.tokens}
@@ -181,7 +181,7 @@ def write_samples(path, samples):
 
 
 def write_model(directory, case):
-    """config.json and random *.safetensors. A tied head is in no file, as transformers leaves it out."""
+    """Writes config.json and random safetensors files. As in transformers, files do not contain a tied head."""
     directory.mkdir(parents=True, exist_ok=True)
     write_config(directory, case)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
@@ -190,19 +190,19 @@ def write_model(directory, case):
     if case.shards == 1:
         save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
         return
-    where, names = {}, sorted(weights)
+    weight_map, names = {}, sorted(weights)
     for shard in range(case.shards):
         file = f"model-{shard + 1:05}-of-{case.shards:05}.safetensors"
-        mine = names[shard::case.shards]  # neighbours lie in different files
-        save_file({name: weights[name] for name in mine}, directory / file, metadata={"format": "pt"})
-        where |= dict.fromkeys(mine, file)
+        shard_names = names[shard::case.shards]  # neighbours are in different files
+        save_file({name: weights[name] for name in shard_names}, directory / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard_names, file)
     size = sum(w.numel() * w.element_size() for w in weights.values())
-    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 def write_case(directory, case, batch=4, training=20):
-    """The whole input of a case: the model, batch.jsonl and train.jsonl."""
+    """Writes the input of a case: the model, batch.jsonl and train.jsonl."""
     write_model(directory, case)
     rng = random.Random(case.seed)
     write_samples(directory / "batch.jsonl", random_samples(batch, case.vocab, case.sequence, rng))

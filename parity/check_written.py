@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""What transformers makes of a directory that Plimsoll wrote: does it load, and with which loss.
+"""Loads directories written by Plimsoll in transformers and evaluates them.
 
     parity/run written --data FILE.jsonl DIR...
 
-One JSON line per directory, the keys of `plimsoll eval DIR --data FILE --format tokens --json`.
-Exit 1 when a directory does not load or holds tensors too few or too many.
+Prints one JSON line per directory with the keys of `plimsoll eval DIR --data FILE --format tokens --json`. Exit code 1 if a
+directory does not load, or if tensors are missing or superfluous.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import reference
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directories", nargs="+", metavar="DIR")
-    parser.add_argument("--data", required=True, help="tokens format")
+    parser.add_argument("--data", required=True, help="samples in the tokens format")
     parser.add_argument("--dtype", choices=["float64", "float32"], default="float64")
     arguments = parser.parse_args()
     samples = reference.read_samples(arguments.data)

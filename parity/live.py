@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""The real `plimsoll` against transformers, on random models made on the spot.
+"""Compares the `plimsoll` binary with transformers on random models.
 
     parity/run live [--seed N] [--keep DIR]
 
-The binary is $PLIMSOLL, or target/release/plimsoll. One line per check: ok or FAIL, its name, the
-distance found and the most allowed. Exit 1 if any failed. Other seeds, other sizes and longer sequences than
-the committed fixtures; the same limits.
+The binary is $PLIMSOLL, or target/release/plimsoll. Prints one line per check: ok or FAIL, its name, the distance found and its
+limit. Exit code 1 if any failed. Seeds, sizes and sequence lengths differ from those of the committed fixtures; the limits are
+equal.
 
-Here live: the checks, and in `Plimsoll` all that is known about the command line.
+This module holds the checks, and in class `Plimsoll` all use of the command line.
 """
 
 import argparse
@@ -32,18 +32,18 @@ from cases import Case
 from reference import Sample, Training, normwise, relative
 
 ROOT = Path(__file__).resolve().parent.parent
-SECONDS_MAX = 120  # for one command on a model this small: more is a hang
+SECONDS_MAX = 120  # time limit of one command; with such small models, more is a hang
 
 LOSS_LIMIT = 1e-5  # relative
 NORM_LIMIT = 1e-4  # relative; a norm over all gradients
 WEIGHT_LIMIT = 1e-4  # normwise, of a parameter
 CHANGE_LIMIT = 1e-3  # normwise, of a parameter's change over all steps
-# Where the rounding of gradients alone moves a parameter by more than this part of a limit, the limit is so many times what
-# it moves it by: nobody chooses seeds here, and the gradient of a bias of keys is nearly zero.
+# AdamW amplifies the rounding of gradients near zero, such as those of key biases. The limit of a parameter is at least
+# NOISE_MARGIN times the change that gradient noise alone causes. Seeds are random here, unlike in the fixtures.
 NOISE_MARGIN, NOISE_DRAWS = 4.0, 3
-MOST_BY_NOISE = 0.1  # what is not trained at all is 1 from where it should be
+NOISE_LIMIT_MAX = 0.1  # an untrained parameter has distance 1
 
-# A model of each type, the features spread over them; seeds come from the command line.
+# Models of each type that cover all features together. Seeds come from the command line.
 MODELS = [
     Case("llama", "", "llama", 0, hidden=64, layers=3, heads=4, kv_heads=4, ffn=150, vocab=211),
     Case("llama-tied-llama3", "", "llama", 0, hidden=60, heads=6, kv_heads=3, ffn=128, vocab=300, tied=True, theta=100.0,
@@ -62,7 +62,7 @@ SEQUENCE = 64
 READ_ONLY = [("llama-bf16", 0, "bfloat16"), ("qwen2-f16", 4, "float16")]  # name, model, dtype of the files
 
 
-# Models that get adapters, and where.
+# Models (by index in MODELS) that get adapters, with the adapted matrices.
 ADAPTED = [
     (1, ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]),
     (4, ["q_proj", "v_proj", "down_proj"]),
@@ -75,25 +75,25 @@ ADAPTED = [
 
 
 class PlimsollFailed(Exception):
-    """The binary ended otherwise than with 0, or said what was not expected."""
+    """The binary failed, or its output is not as expected."""
 
 
 class Plimsoll:
-    """The binary, and what is known about its commands."""
+    """The binary with its commands."""
 
     def __init__(self, binary):
         self.binary = binary
 
     def run(self, *arguments):
-        """Standard output of a command."""
+        """Runs a command and returns its standard output."""
         command = [str(self.binary), *map(str, arguments)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_MAX, stdin=subprocess.DEVNULL)
         except subprocess.TimeoutExpired:
             raise PlimsollFailed(f"{arguments[0]}: no end after {SECONDS_MAX} s") from None
         if done.returncode != 0:
-            said = (done.stderr.strip() or done.stdout.strip()).splitlines()
-            raise PlimsollFailed(f"{arguments[0]}: exit {done.returncode}: {' / '.join(said[-3:])}")
+            output = (done.stderr.strip() or done.stdout.strip()).splitlines()
+            raise PlimsollFailed(f"{arguments[0]}: exit {done.returncode}: {' / '.join(output[-3:])}")
         return done.stdout
 
     def evaluate(self, directory, file, adapter=None):
@@ -107,9 +107,9 @@ class Plimsoll:
         self.run("train", run_file)
 
     def generate(self, directory, prompt, count):
-        """Greedy: the words after the prompt, whether or not the prompt is printed before them."""
-        said = self.run("generate", directory, "--prompt", prompt, "--max-tokens", count, "--temperature", 0)
-        return words_after(prompt, said)
+        """Decodes greedily. Returns the words after the prompt, whether or not the output repeats the prompt."""
+        output = self.run("generate", directory, "--prompt", prompt, "--max-tokens", count, "--temperature", 0)
+        return words_after(prompt, output)
 
 
 RUN_FILE = """\
@@ -154,7 +154,7 @@ devices = "cpu"
 
 @dataclass(frozen=True)
 class Layout:
-    """How samples become rows. Without a shorter sequence each sample is a row, padded."""
+    """A way to form rows from samples. By default, each sample is a padded row."""
 
     name: str
     sequence: int = SEQUENCE
@@ -169,7 +169,7 @@ CUT = [Layout("split", sequence=20), Layout("packed", sequence=50, pack=True)]  
 
 
 def run_file_of(training, layout, model, data, directory, adapter=None):
-    """The run file that asks for exactly what reference.train does; with an adapter, for training that alone."""
+    """Returns a run file with the training of reference.train. With an adapter, only the adapter is trained."""
     quoted = lambda path: json.dumps(str(path))  # a JSON string is a TOML string
     return RUN_FILE.format(
         model=quoted(model), adapter=f"adapter = {quoted(adapter)}\n" if adapter else "",
@@ -182,7 +182,7 @@ def run_file_of(training, layout, model, data, directory, adapter=None):
 
 
 def steps_of(run_directory):
-    """The step events of a run, in order."""
+    """Returns the step events of a run in order."""
     records = map(json.loads, (run_directory / "events.jsonl").read_text().splitlines())
     return [record for record in records if record.get("event") == "step"]
 
@@ -202,8 +202,8 @@ def words_of(tokens):
     return " ".join(f"t{token}" for token in tokens)
 
 
-def words_after(prompt, said):
-    words, before = re.findall(r"(?<!\S)t\d+(?!\S)", said), prompt.split()
+def words_after(prompt, output):
+    words, before = re.findall(r"(?<!\S)t\d+(?!\S)", output), prompt.split()
     return words[len(before):] if words[: len(before)] == before else words
 
 
@@ -213,7 +213,7 @@ def words_after(prompt, said):
 
 
 class Report:
-    """One line per check, and the count."""
+    """Prints one line per check and counts the results."""
 
     def __init__(self):
         self.passed = self.failed = 0
@@ -230,17 +230,17 @@ class Report:
         self.line(value == expected, name, f"{value}" if value == expected else f"{value}, expected {expected}")
 
     def guarded(self, name, check, *arguments):
-        """Runs a group of checks; whatever stops it is one failed check."""
+        """Runs a group of checks. An exception counts as one failed check."""
         try:
             check(self, name, *arguments)
         except Exception as error:  # a traceback of one group must not hide the others
             self.line(False, name, f"{type(error).__name__}: {error}")
 
 
-def check_loss(report, name, said, expected):
-    report.within(f"{name} loss", relative(said["loss"], expected["loss"]), LOSS_LIMIT)
-    report.within(f"{name} perplexity", relative(said["perplexity"], expected["perplexity"]), 1e-4)
-    report.equal(f"{name} tokens", said["tokens"], expected["tokens"])
+def check_loss(report, name, output, expected):
+    report.within(f"{name} loss", relative(output["loss"], expected["loss"]), LOSS_LIMIT)
+    report.within(f"{name} perplexity", relative(output["perplexity"], expected["perplexity"]), 1e-4)
+    report.equal(f"{name} tokens", output["tokens"], expected["tokens"])
 
 
 def check_eval(report, name, plimsoll, directory):
@@ -262,18 +262,18 @@ def check_train(report, name, plimsoll, directory, training, layout):
     report.equal(f"{name} step tokens", [s["labelled_tokens"] for s in steps], [s["tokens"] for s in expected])
 
     written = reference.load(run / "model")  # refuses tensors too few or too many
-    before, should = reference.load(directory), dict(model.named_parameters())
+    before, expected_parameters = reference.load(directory), dict(model.named_parameters())
     noisy = list(reference.trained_with_noise(directory, layout.rows(reference.read_samples(data)), training, NOISE_DRAWS))
     for what, limit, start in (("weights", WEIGHT_LIMIT, 0.0), ("change of weights", CHANGE_LIMIT, 1.0)):
         def distances(model):
-            """Of each parameter, from where it should be."""
-            from_there = lambda p, name: (p - start * before.get_parameter(name)).detach()
-            return {n: normwise(from_there(p, n), from_there(should[n], n)) for n, p in model.named_parameters()}
+            """Returns the distance of each parameter from its expected value, relative to `start` times its first value."""
+            relative_to_start = lambda p, name: (p - start * before.get_parameter(name)).detach()
+            return {n: normwise(relative_to_start(p, n), relative_to_start(expected_parameters[n], n)) for n, p in model.named_parameters()}
 
         found, by_noise = distances(written), [distances(model) for model in noisy]
-        limits = {n: max(limit, min(NOISE_MARGIN * max(noise[n] for noise in by_noise), MOST_BY_NOISE)) for n in found}
-        nearest = max(found, key=lambda n: found[n] / limits[n])
-        report.within(f"{name} {what}", found[nearest], limits[nearest])
+        limits = {n: max(limit, min(NOISE_MARGIN * max(noise[n] for noise in by_noise), NOISE_LIMIT_MAX)) for n in found}
+        closest_to_limit = max(found, key=lambda n: found[n] / limits[n])
+        report.within(f"{name} {what}", found[closest_to_limit], limits[closest_to_limit])
 
     path = directory / "uneven.jsonl"
     in_transformers = reference.evaluate(written, reference.read_samples(path))
@@ -283,12 +283,12 @@ def check_train(report, name, plimsoll, directory, training, layout):
 def check_generate(report, name, plimsoll, directory, rng, count=16):
     model = reference.load(directory)
     prompt, expected = clear_greedy(model, rng, count)
-    said = plimsoll.generate(directory, words_of(prompt), count)
-    report.equal(name, " ".join(said), words_of(expected))
+    output = plimsoll.generate(directory, words_of(prompt), count)
+    report.equal(name, " ".join(output), words_of(expected))
 
 
 def clear_greedy(model, rng, count):
-    """A prompt whose greedy continuation float32 cannot change, and that does not run into an end token."""
+    """Returns a prompt with its greedy continuation, which has no end token and a lead that float32 rounding cannot change."""
     for _ in range(200):
         prompt = [rng.randrange(3, model.config.vocab_size) for _ in range(5)]
         tokens, lead = reference.greedy(model, prompt, count)
@@ -298,7 +298,7 @@ def clear_greedy(model, rng, count):
 
 
 def odd_samples(vocab, rng):
-    """What a loader meets: one token, two, no label at all, the longest, labels only at position 0."""
+    """Returns edge cases: one token, two tokens, no labels, the longest sample, a label at position 0 only."""
     some = lambda n: [rng.randrange(3, vocab) for _ in range(n)]
     one, two, unlabelled, longest, first = some(1), some(2), some(9), some(SEQUENCE), some(7)
     return [
@@ -318,7 +318,7 @@ def check_steps(report, name, run, expected):
 
 
 def check_adapter(report, name, plimsoll, directory, training, targets):
-    """Adapters that peft wrote: computed with, trained on, written for peft, folded in."""
+    """Checks adapters written by peft: evaluation, training, writing for peft, and merging."""
     adapter, merged, run = directory / "adapter", directory / "merged", directory / "run-adapter"
     adapters.write_adapter(adapter, directory, targets, 7)
     path, data = directory / "uneven.jsonl", directory / "train.jsonl"
@@ -361,8 +361,8 @@ def check_all(report, plimsoll, directory, seed, models=MODELS):
     for index, case in enumerate(models):
         case = replace(case, seed=1000 * seed + index)
         rng, here = random.Random(case.seed), directory / case.name
-        # An epsilon above the rounding of a gradient: with 1e-8, one element in a hundred thousand is all rounding,
-        # and AdamW moves it by the full rate in either direction. The fixtures have 1e-8 and chosen seeds.
+        # The epsilon is larger than the rounding of a gradient. With 1e-8, AdamW would move one element in 100,000, with a
+        # gradient of rounding only, by the full learning rate. The fixtures use 1e-8 and chosen seeds.
         training = Training(micro_batch=(2, 1, 4)[index % 3], clip_norm=(0.5, 2.0)[index % 2], eps=1e-6)
         write_inputs(here, case, rng)
         report.guarded(f"{case.name} eval", check_eval, plimsoll, here)
@@ -373,7 +373,7 @@ def check_all(report, plimsoll, directory, seed, models=MODELS):
 
 
 def check_dtypes(report, plimsoll, directory, seed):
-    """Files in half precision are read; what training writes back is float32's business (check_all)."""
+    """Checks reading of files in half precision. Training writes float32, which check_all covers."""
     for index, (name, model, stored) in enumerate(READ_ONLY):
         case = replace(MODELS[model], name=name, stored=stored, seed=1000 * seed + 500 + index)
         write_inputs(directory / name, case, random.Random(case.seed))
@@ -383,7 +383,7 @@ def check_dtypes(report, plimsoll, directory, seed):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="leave models, run files and runs there")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="folder for models, run files and runs, which are kept")
     arguments = parser.parse_args()
     binary = Path(os.environ.get("PLIMSOLL", ROOT / "target/release/plimsoll")).resolve()
     if not binary.is_file():

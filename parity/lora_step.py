@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""One training step of adapters beside a frozen model, in torch and peft, timed.
+"""Times a training step of adapters on a frozen model in torch and peft.
 
     parity/run speed -- --method lora [--base nf4] [--dtype bf16] ...
 
-The model, the options and the figures are those of torch_step.py; peft puts adapters of rank --rank (alpha twice that, no
-dropout) on every projection. --base nf4 stores the frozen projections as bitsandbytes' Linear4bit does (blocks of 64,
-scales quantised once more, arithmetic in --dtype). Prints one JSON line.
+Model, options and figures are those of torch_step.py. peft adds adapters of rank --rank (alpha twice that, no dropout) to
+every projection. --base nf4 stores the frozen projections as bitsandbytes' Linear4bit does (blocks of 64,
+scales quantized once more, arithmetic in --dtype). Prints one JSON line.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def main():
     model = torch_step.Model(a)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    # What is frozen needs no second copy in f32: it stands in the type that is computed in, as ours does.
+    # Frozen weights are stored in the compute dtype only, without a copy in f32, as in Plimsoll.
     model.to(dtype)
     if own.base == "nf4":
         in_four_bits(torch, model, dtype)

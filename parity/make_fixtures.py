@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
-"""Writes parity/fixtures/, which `cargo test` reads, and checks that it still says what torch says.
+"""Writes parity/fixtures/, which `cargo test` reads, and compares the committed references with torch.
 
-    parity/run make            # write all cases anew
-    parity/run check           # recompute the references from the committed models and samples
+    parity/run make            # rewrites all cases
+    parity/run check           # recomputes the references from the committed models and samples
 
-Each case is a directory; README.md describes its files. References are computed in float64 from
-the files on disk alone, and stored in float32. How far torch's own float32 lies from them, and how far the
-usual mistakes do, stands in reference.json: a tolerance has to lie between the two, and that is
-asserted here.
+Each case is a directory; README.md describes its files. References are computed in float64 from the files alone and stored in
+float32. reference.json holds the distances of torch's own float32 and of the usual mistakes from the reference. Each tolerance
+must lie between the two, which this script asserts.
 """
 
 import argparse
@@ -34,7 +33,7 @@ FORMAT = 1
 TRAINING = reference.Training()
 STATED = ("steps", "rows_per_step", "micro_batch", "learning_rate", "betas", "eps", "weight_decay", "clip_norm")
 
-# What Plimsoll's f32 may differ by (issue 2), and in which measure.
+# Largest distance of Plimsoll's f32 from the reference, and its measure.
 TOLERANCES = {
     "logits": {"limit": 1e-5, "measure": "worst"},
     "loss": {"limit": 1e-5, "measure": "relative"},
@@ -42,13 +41,13 @@ TOLERANCES = {
     "gradient": {"limit": 1e-4, "measure": "normwise"},
     "after": {"limit": 1e-4, "measure": "normwise"},
 }
-MARGIN_OF_FLOAT32 = 4.0  # torch's own float32 must keep this factor below a tolerance,
-MARGIN_OF_MISTAKES = 5.0  # and every mistake this factor above it
-# AdamW divides by the gradient's own size: at the first step an element whose gradient is nothing but rounding
-# moves by the full rate, in either direction. Seeds are chosen such that no element is that close
-# to zero: noise on every element (reference.GRADIENT_NOISE) has to keep `after` within its margin.
+MARGIN_OF_FLOAT32 = 4.0  # torch's own float32 must be below a tolerance by this factor
+MARGIN_OF_MISTAKES = 5.0  # every mistake must be above the tolerance by this factor
+# AdamW divides by the size of the gradient: at the first step, an element with only rounding as its gradient moves by the full
+# learning rate in either direction. Seeds are chosen so that no gradient element is that close to zero: with noise on every
+# element (reference.GRADIENT_NOISE), `after` must stay within its margin.
 NOISE_DRAWS = 6
-CLEAR_LEAD = 2e-2  # a greedy token wins by this much at least: float32 cannot change it
+CLEAR_LEAD = 2e-2  # smallest lead of a greedy token over the second best, which float32 cannot change
 
 
 def weights_of(model):
@@ -56,12 +55,12 @@ def weights_of(model):
 
 
 def training_rows(directory):
-    """train.jsonl, a sample a row."""
+    """Returns train.jsonl with one sample per row."""
     return [[sample] for sample in reference.read_samples(directory / "train.jsonl")]
 
 
 def choose_prompt(directory, count=12):
-    """Of all four-token prefixes of the samples, the one whose clear continuation has the most different tokens."""
+    """Returns the four-token prefix of a sample with the most different tokens in its clear continuation."""
     model = reference.load(directory)
     samples = reference.read_samples(directory / "train.jsonl")
     found = []
@@ -73,7 +72,7 @@ def choose_prompt(directory, count=12):
 
 
 def compute(directory, dtype, prompt):
-    """All tensors and numbers of a case, from its files, in one dtype."""
+    """Computes all tensors and numbers of a case from its files in one dtype."""
     batch = reference.read_samples(directory / "batch.jsonl")
     training = reference.read_samples(directory / "train.jsonl")
     model = reference.load(directory, dtype)
@@ -97,7 +96,7 @@ def compute(directory, dtype, prompt):
 
 
 def distances(directory, tensors, numbers):
-    """How far torch's float32 lies from the float64 reference, in the measures of the tolerances."""
+    """Returns the distances of torch's float32 from the float64 reference, in the measures of the tolerances."""
     tensors32, numbers32 = compute(directory, torch.float32, numbers["greedy"]["prompt"])
     losses = [relative(a["loss"], b["loss"]) for a, b in zip(numbers32["steps"], numbers["steps"])]
     losses.append(relative(numbers32["batch"]["loss"], numbers["batch"]["loss"]))
@@ -116,7 +115,7 @@ def distances(directory, tensors, numbers):
 
 
 def mistakes(directory, case, tensors, numbers):
-    """How far the usual mistakes lie from the reference: what the fixture would notice."""
+    """Returns the distances of the usual mistakes from the reference."""
     found = {"logits": {}, "loss": {}, "after": {}}
 
     changes = {"rope theta doubled": {"rope_theta": 2 * case.theta}}
@@ -160,8 +159,8 @@ def mistakes(directory, case, tensors, numbers):
     return found
 
 
-def assert_tolerances_tell(name, float32, wrong, numbers):
-    """A tolerance above torch's own noise and below every mistake, or the fixture is worth nothing."""
+def assert_tolerances_separate(name, float32, wrong, numbers):
+    """Asserts that each tolerance is above the distance of torch's float32 and below that of every mistake."""
     for what, noise in float32.items():
         limit = TOLERANCES[what.removesuffix("_with_gradient_noise")]["limit"]
         assert noise * MARGIN_OF_FLOAT32 <= limit, f"{name}: float32 {what} differs by {noise:.1e}"
@@ -174,7 +173,7 @@ def assert_tolerances_tell(name, float32, wrong, numbers):
 
 
 def rounded(value):
-    """Distances to two digits: their order is what matters."""
+    """Rounds distances to two digits."""
     if isinstance(value, dict):
         return {key: rounded(v) for key, v in value.items()}
     return float(f"{value:.1e}")
@@ -186,7 +185,7 @@ def make(case, directory):
     tensors, numbers = compute(directory, torch.float64, choose_prompt(directory))
     float32 = distances(directory, tensors, numbers)
     wrong = mistakes(directory, case, tensors, numbers)
-    assert_tolerances_tell(case.name, float32, wrong, numbers)
+    assert_tolerances_separate(case.name, float32, wrong, numbers)
 
     stored = {f"{kind}.{name}": t.float().contiguous() for kind, named in tensors.items() for name, t in named.items()}
     save_file(stored, directory / "reference.safetensors")
@@ -223,23 +222,23 @@ def make(case, directory):
 
 
 def check(directory):
-    """The committed references against ones computed anew; the largest distance."""
-    said = json.loads((directory / "reference.json").read_text())
-    tensors, numbers = compute(directory, torch.float64, said["greedy"]["prompt"])
+    """Returns the largest distance of the committed references from recomputed ones."""
+    committed = json.loads((directory / "reference.json").read_text())
+    tensors, numbers = compute(directory, torch.float64, committed["greedy"]["prompt"])
     stored = load_file(directory / "reference.safetensors")
-    anew = {f"{kind}.{name}": t for kind, named in tensors.items() for name, t in named.items()}
-    distance = largest(worst, anew, stored)
-    distance = max(distance, *(relative(a["loss"], b["loss"]) for a, b in zip(numbers["steps"], said["steps"])))
-    distance = max(distance, relative(numbers["batch"]["loss"], said["batch"]["loss"]))
-    distance = max(distance, relative(numbers["train_file"]["loss"], said["train_file"]["loss"]))
-    same = numbers["greedy"]["tokens"] == said["greedy"]["tokens"]
+    recomputed = {f"{kind}.{name}": t for kind, named in tensors.items() for name, t in named.items()}
+    distance = largest(worst, recomputed, stored)
+    distance = max(distance, *(relative(a["loss"], b["loss"]) for a, b in zip(numbers["steps"], committed["steps"])))
+    distance = max(distance, relative(numbers["batch"]["loss"], committed["batch"]["loss"]))
+    distance = max(distance, relative(numbers["train_file"]["loss"], committed["train_file"]["loss"]))
+    same = numbers["greedy"]["tokens"] == committed["greedy"]["tokens"]
     return distance if same else math.inf
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="compare what is there with torch, write nothing")
-    parser.add_argument("--case", help="only this one")
+    parser.add_argument("--check", action="store_true", help="compare the committed files with torch, write nothing")
+    parser.add_argument("--case", help="only this case")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     chosen = [case for case in cases.CASES if arguments.case in (None, case.name)]
@@ -250,7 +249,7 @@ def main():
     failed = 0
     for case in chosen:
         distance = check(FIXTURES / case.name)
-        good = distance < 1e-6  # what storing in float32 costs is 6e-8
+        good = distance < 1e-6  # rounding to float32 costs 6e-8
         failed += not good
         print(f"{'ok' if good else 'FAIL'} fixture {case.name} {distance:.1e}", flush=True)
     print(f"{len(chosen) - failed} passed, {failed} failed")

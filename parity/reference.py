@@ -1,8 +1,7 @@
 """The reference arithmetic: transformers' own models and torch's own AdamW, in float64 and float32.
 
-Here live: loading a model directory, reading the tokens format, loss, gradients, training, packing
-and greedy decoding. Not here: which models are looked at (cases.py), what is stored
-(make_fixtures.py), and anything about Plimsoll itself (live.py).
+This module loads model directories, reads the tokens format, and computes loss, gradients, training, packing and greedy
+decoding. The models are in cases.py, the fixtures in make_fixtures.py, and all use of Plimsoll in live.py.
 
 Shapes: T tokens of a sample, V vocabulary.
 """
@@ -26,23 +25,23 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 logging.disable_progress_bar()
-logging.set_verbosity_error()  # what does not load is an error here, with its names
+logging.set_verbosity_error()  # tensors that do not load are an error here
 
-IGNORED = -100  # a label that counts for nothing
+IGNORED = -100  # a label without effect on the loss
 
 
 # ---------------------------------------------------------------------------------------------------
-# Float64 that is float64
+# Full float64
 # ---------------------------------------------------------------------------------------------------
 
 
 class Widened(TorchFunctionMode):
-    """Every float32 that the code inside asks for by name becomes float64.
+    """Replaces every explicit float32 in the code that runs inside by float64.
 
     `model.double()` alone is not a float64 reference: transformers computes the norms, the attention
-    softmax, the rotary angles and the loss in float32 whatever the weights are, and its error stays
-    near 1e-7. Inside this mode the very same code is float64 throughout. test_reference.py shows it
-    by finite differences.
+    softmax, the rotary angles and the loss in float32 for weights of any dtype, so its error
+    stays near 1e-7. Inside this mode, the unchanged code computes in float64 throughout. test_reference.py verifies this by
+    finite differences.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -53,14 +52,14 @@ class Widened(TorchFunctionMode):
 
 
 def arithmetic(dtype):
-    """The mode in which models of this dtype are loaded and run."""
+    """Returns the mode in which models of this dtype are loaded and run."""
     return Widened() if dtype is torch.float64 else contextlib.nullcontext()
 
 
 def load(directory, dtype=torch.float64):
-    """The model of a Hugging Face directory; refuses tensors that are missing, left over or misshapen."""
+    """Loads the model of a Hugging Face directory. Refuses missing, superfluous and misshapen tensors."""
     if not Path(directory).is_dir():
-        raise ValueError("no such directory")  # transformers would look for it on the hub
+        raise ValueError("no such directory")  # transformers would otherwise look for it on the hub
     with arithmetic(dtype):
         model, info = AutoModelForCausalLM.from_pretrained(
             directory, dtype=dtype, attn_implementation="eager", output_loading_info=True
@@ -72,7 +71,7 @@ def load(directory, dtype=torch.float64):
 
 
 def load_adapter(directory, adapter, dtype=torch.float64):
-    """The model with the adapters of a PEFT directory, which alone are trained; refuses adapters that do not go with it."""
+    """Loads the model with the trainable adapters of a PEFT directory. Refuses adapters that do not match the model."""
     model = PeftModel.from_pretrained(load(directory, dtype), adapter, is_trainable=True, autocast_adapter_dtype=False)
     model = model.to(dtype)  # the file's float32, widened exactly
     written = load_file(Path(adapter) / "adapter_model.safetensors")
@@ -83,12 +82,12 @@ def load_adapter(directory, adapter, dtype=torch.float64):
 
 
 def trained(model):
-    """The parameters that are trained, by the names that files give them."""
+    """Returns the trained parameters by their names in files."""
     return [(name.replace(".default.", "."), p) for name, p in model.named_parameters() if p.requires_grad]
 
 
 def adapter_weights(model):
-    """What is trained of a model with adapters."""
+    """Returns the trained weights of a model with adapters."""
     return {name: p.detach().clone() for name, p in trained(model)}
 
 
@@ -99,19 +98,19 @@ def adapter_weights(model):
 
 @dataclass
 class Sample:
-    """A line of the tokens format. `labels` are as given: the shift is the loss's business."""
+    """A line of the tokens format. `labels` are not shifted; the loss does that."""
 
     tokens: list[int]
     labels: list[int]
 
     @property
     def labelled(self):
-        """How many predictions count. Position 0 is predicted by nothing, so its label never does."""
+        """Returns the number of predictions that count. No token predicts position 0, so its label never counts."""
         return sum(label != IGNORED for label in self.labels[1:])
 
 
 def read_samples(path):
-    """The samples of a tokens-format .jsonl; without "labels" every token is its own label."""
+    """Reads the samples of a tokens-format .jsonl. Without "labels", every token is its own label."""
     samples = []
     for line in Path(path).read_text().splitlines():
         if line.strip():
@@ -123,7 +122,7 @@ def read_samples(path):
 
 
 def rows_of(documents, sequence, pack):
-    """Rows of `sequence` positions, each a list of samples that do not see one another.
+    """Returns rows of `sequence` positions, each a list of samples without attention between them.
 
     Padded: each document begins a row, and goes on in further rows if it is longer. Packed: documents lie back to
     back, and every `sequence` positions are a row. A part that goes on in the next row still predicts the
@@ -152,20 +151,20 @@ def rows_of(documents, sequence, pack):
 
 
 def logits_of(model, tokens, **inputs):
-    """Logits [T, V] of one row of tokens."""
+    """Returns the logits [T, V] of one row of tokens."""
     with arithmetic(model.dtype):
         return model(input_ids=torch.tensor([tokens]), use_cache=False, **inputs).logits[0]
 
 
 def nll_sum(model, sample):
-    """Sum of −log p over the labelled tokens of a sample; a scalar tensor with its graph."""
+    """Returns the sum of −log p over the labelled tokens of a sample, a scalar tensor with its graph."""
     logits = logits_of(model, sample.tokens)
     targets = torch.tensor(sample.labels)
     return F.cross_entropy(logits[:-1], targets[1:], ignore_index=IGNORED, reduction="sum")
 
 
 def evaluate(model, samples):
-    """What `plimsoll eval --json` prints: the mean over all labelled tokens of all samples."""
+    """Returns the values of `plimsoll eval --json`: means over all labelled tokens of all samples."""
     with torch.no_grad():
         nll = math.fsum(nll_sum(model, sample).item() for sample in samples)
     tokens = sum(sample.labelled for sample in samples)
@@ -173,7 +172,7 @@ def evaluate(model, samples):
 
 
 def packed_logits(model, documents):
-    """Logits [sum of T, V] of documents back to back in one row: each sees only itself and counts its own positions."""
+    """Returns the logits [sum of T, V] of documents packed in one row, each with its own attention and positions."""
     lengths = [len(document) for document in documents]
     same = torch.block_diag(*(torch.ones(n, n) for n in lengths)).bool()
     seen = same & torch.ones_like(same).tril()
@@ -184,7 +183,7 @@ def packed_logits(model, documents):
 
 
 def greedy(model, prompt, count):
-    """The `count` most likely tokens after a prompt, one by one, and the smallest lead of a winner over its runner-up."""
+    """Decodes `count` tokens greedily. Returns them with the smallest lead of a chosen token over the second best."""
     tokens, lead = list(prompt), math.inf
     with torch.no_grad():
         for _ in range(count):
@@ -200,7 +199,7 @@ def greedy(model, prompt, count):
 
 
 def gradients(model, samples):
-    """The loss of a batch and its gradient for every parameter, by Hugging Face name."""
+    """Returns the loss of a batch and the gradient of every parameter by Hugging Face name."""
     model.zero_grad(set_to_none=True)
     count, total = sum(sample.labelled for sample in samples), 0.0
     for sample in samples:
@@ -211,11 +210,11 @@ def gradients(model, samples):
 
 
 def matrices_only(name, parameter):
-    """The rule of weight decay: matrices, the embedding and the head among them; no norms, no biases."""
+    """Returns whether a parameter decays: matrices including embedding and head do, norms and biases do not."""
     return parameter.ndim == 2
 
 
-# The noise by which rounding is imitated: normwise the worst that torch's float32 shows of a gradient.
+# Relative size of the noise that imitates rounding: normwise the largest error of torch's float32 gradients.
 GRADIENT_NOISE = 2e-6
 
 
@@ -237,13 +236,13 @@ class Training:
     weight_decay: float = 0.1
     clip_norm: float = 0.5
     decays: Callable = field(default=matrices_only, repr=False)
-    average: str = "tokens of the step"  # or the well-known mistake, "means of micro-batches"
+    average: str = "tokens of the step"  # or, as a mistake, "means of micro-batches"
     gradient_noise: float = 0.0
     noise_seed: int = 0
 
 
 def train(model, rows, training=Training()):
-    """Trains in place on rows of samples, in order; returns loss, norm before clipping and labelled tokens of each step.
+    """Trains in place on rows of samples in order. Returns loss, norm before clipping and labelled tokens of each step.
 
     The loss of a step is the mean over all of its labelled tokens, however they fall on its micro-batches.
     """
@@ -285,7 +284,7 @@ def train(model, rows, training=Training()):
 
 
 def trained_with_noise(directory, rows, training, draws):
-    """The models that a right trainer in float32 may end with: of float64, with noise on every gradient."""
+    """Yields models trained in float64 with noise on every gradient, as a correct trainer in float32 may produce."""
     for seed in range(draws):
         model = load(directory)
         train(model, rows, replace(training, gradient_noise=GRADIENT_NOISE, noise_seed=seed))
@@ -293,28 +292,28 @@ def trained_with_noise(directory, rows, training, draws):
 
 
 # ---------------------------------------------------------------------------------------------------
-# Distances, as the tolerances use them
+# Distances of the tolerances
 # ---------------------------------------------------------------------------------------------------
 
 
 def relative(value, reference):
-    """|value − reference| / |reference| of two numbers."""
+    """Returns |value − reference| / |reference| of two numbers."""
     return abs(value - reference) / abs(reference)
 
 
 def worst(value, reference):
-    """Largest difference of an element over the largest element: nothing can hide in a big tensor."""
+    """Returns the largest difference of an element divided by the largest element, so that no outlier is averaged out."""
     value, reference = value.double(), reference.double()
     return ((value - reference).abs().max() / reference.abs().max()).item()
 
 
 def normwise(value, reference):
-    """‖value − reference‖₂ / ‖reference‖₂."""
+    """Returns ‖value − reference‖₂ / ‖reference‖₂."""
     value, reference = value.double(), reference.double()
     return ((value - reference).norm() / reference.norm()).item()
 
 
 def largest(distance, values, references):
-    """The largest distance over tensors of the same names."""
+    """Returns the largest distance over tensors of equal names."""
     assert values.keys() == references.keys()
     return max(distance(values[name], references[name]) for name in references)

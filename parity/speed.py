@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""One training step, ours and the peer's, in turn: medians and their ratio.
+"""Times a training step of Plimsoll and of a peer in turn, and prints medians and their ratio.
 
     parity/run speed --peer ../shared/peers/torch_step.py [--rounds 5] [-- options of both]
 
 Options after `--` go to both programs (`--layers 12`, `--checkpoint`, `--method lora --base nf4`, ...). The peer also runs
-with --compile. Adapters are held against peft (lora_step.py); --base nf4 needs bitsandbytes in the venv.
-A figure of a busy machine is a figure of the machine: each round says how many other processes wanted the cores.
+with --compile. Adapters are compared with peft (lora_step.py); --base nf4 needs bitsandbytes in the venv.
+Figures from a busy machine are unreliable: each round prints how many other processes used the cores.
 """
 
 import argparse
@@ -20,8 +20,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def measure(command):
-    said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout
-    return json.loads(said.strip().splitlines()[-1])
+    output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout
+    return json.loads(output.strip().splitlines()[-1])
 
 
 def main():

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""live.py without the binary: it passes what is right, and finds what is wrong.
+"""Tests of live.py without the binary: correct results pass, and mistakes are found.
 
     parity/run test
 
-The binary's place is taken by torch in float32 behind the same commands. It shares the reference's
-code and proves nothing about Plimsoll; it shows that the checks can pass and can fail.
+torch in float32 replaces the binary behind the same commands. It shares code with the reference, so these tests prove nothing
+about Plimsoll. They show that the checks can pass and can fail.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from reference import Training
 
 
 class StandIn(live.Plimsoll):
-    """Answers the commands of live.py, right or with one named mistake."""
+    """Answers the commands of live.py correctly or with one named mistake."""
 
     def __init__(self, mistake=""):
         self.mistake = mistake
@@ -105,7 +105,7 @@ class StandIn(live.Plimsoll):
 
 
 def outcome(plimsoll, models, check=live.check_all):
-    """The report of live.py over some models, and the names of the checks that failed."""
+    """Runs the checks of live.py on models. Returns the report and the names of the failed checks."""
     report, printed = live.Report(), io.StringIO()
     with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(printed):
         check(report, plimsoll, Path(directory), seed=77, models=models)
@@ -118,12 +118,12 @@ class Live(unittest.TestCase):
     def setUp(self):
         torch.set_num_threads(1)
 
-    def test_torch_in_float32_passes_every_check(self):
+    def test_torch_float32_passes_every_check(self):
         report, failed = outcome(StandIn(), live.MODELS)
         self.assertEqual(failed, [])
         self.assertEqual(report.passed, 25 * len(live.MODELS))
 
-    def test_a_mistake_fails_its_check(self):
+    def test_mistake_fails_its_check(self):
         for mistake, check in {
             "mean of means": "eval uneven loss",
             "norms decayed": "train weights",
@@ -134,18 +134,18 @@ class Live(unittest.TestCase):
             _, failed = outcome(StandIn(mistake), live.MODELS[:2])
             self.assertTrue(any(check in line for line in failed), (mistake, failed))
 
-    def test_what_rounding_hides_of_a_parameter_hides_no_mistake(self):
+    def test_noise_limit_hides_no_mistake(self):
         _, failed = outcome(StandIn("a bias of keys not trained"), live.MODELS[4:5])
         self.assertTrue(any("change of weights" in line for line in failed), failed)
 
-    def test_adapters_pass_and_a_scale_that_is_forgotten_fails(self):
+    def test_adapters_pass_and_missing_scale_fails(self):
         report, failed = outcome(StandIn(), live.ADAPTED, live.check_adapters)
         self.assertEqual((failed, report.passed), ([], 10 * len(live.ADAPTED)))
         _, failed = outcome(StandIn("adapters not scaled"), live.ADAPTED[:1], live.check_adapters)
         for check in ("eval loss", "merged loss", "step loss"):
             self.assertTrue(any(check in line for line in failed), (check, failed))
 
-    def test_a_binary_that_fails_is_a_failed_check(self):
+    def test_failing_binary_is_a_failed_check(self):
         with tempfile.TemporaryDirectory() as directory:
             binary = Path(directory) / "binary"
             binary.write_text("#!/bin/sh\necho 'error: does not fit' >&2\nexit 3\n")
@@ -154,11 +154,11 @@ class Live(unittest.TestCase):
         self.assertEqual((report.passed, report.failed), (0, 4))
         self.assertTrue(all("exit 3: error: does not fit" in line for line in failed), failed)
 
-    def test_a_binary_that_hangs_is_a_failed_check(self):
+    def test_hanging_binary_is_a_failed_check(self):
         with mock.patch.object(live, "SECONDS_MAX", 0.2), self.assertRaisesRegex(live.PlimsollFailed, "no end"):
             live.Plimsoll("/bin/sleep").run("30")
 
-    def test_the_run_file_is_toml_and_asks_for_the_reference(self):
+    def test_run_file_requests_reference_training(self):
         run = tomllib.loads(live.run_file_of(Training(micro_batch=1), live.CUT[1], "a \"model\"", "data.jsonl", "out"))
         self.assertEqual(run["model"]["path"], 'a "model"')
         self.assertEqual(run["train"]["batch_tokens"], 4 * 50)
@@ -166,19 +166,19 @@ class Live(unittest.TestCase):
         self.assertEqual(run["train"]["betas"], [0.9, 0.95])
         self.assertEqual(run["recipe"]["micro_batch"], 1)
 
-    def test_generated_words_are_found_with_and_without_the_prompt(self):
+    def test_words_after_accepts_output_without_prompt(self):
         self.assertEqual(live.words_after("t1 t2", "t1 t2 t3 t4\n"), ["t3", "t4"])
         self.assertEqual(live.words_after("t1 t2", "t3 t4\n"), ["t3", "t4"])
         self.assertEqual(live.words_after("t1 t2", "300 tokens/s\nt3\n"), ["t3"])
 
-    def test_the_tokenizer_knows_every_token(self):
+    def test_tokenizer_knows_every_token(self):
         with tempfile.TemporaryDirectory() as directory:
             live.write_tokenizer(Path(directory), 60)
             tokenizer = Tokenizer.from_file(f"{directory}/tokenizer.json")
         self.assertEqual(tokenizer.encode(live.words_of([59, 0, 7])).ids, [59, 0, 7])
         self.assertEqual(tokenizer.decode([59, 0, 7]), "t59 t0 t7")
 
-    def test_odd_samples_are_odd(self):
+    def test_odd_samples_cover_edge_cases(self):
         labelled = [sample.labelled for sample in live.odd_samples(50, random.Random(1))]
         self.assertEqual(labelled, [0, 1, 0, live.SEQUENCE - 1, 0])
 

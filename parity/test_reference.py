@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The references themselves: what they claim, shown without Plimsoll.
+"""Tests of the reference arithmetic, without Plimsoll.
 
     parity/run test
 """
@@ -20,7 +20,7 @@ BY_NAME = {case.name: case for case in cases.CASES}
 
 
 def directional_error(model, sample):
-    """How far a gradient is from the central difference of the loss along one random direction, relative."""
+    """Returns the relative error of a gradient along a random direction, compared with central differences of the loss."""
     generator = torch.Generator().manual_seed(7)
     _, gradient = reference.gradients(model, [sample])
     noise = lambda p: torch.randn(p.shape, generator=generator, dtype=torch.float64)
@@ -54,22 +54,22 @@ class References(unittest.TestCase):
     def samples(self, name):
         return reference.read_samples(self.directory / name / "batch.jsonl")
 
-    def test_float64_is_float64(self):
+    def test_reference_computes_in_float64(self):
         for name in ("llama-rope-llama3", "mistral", "qwen2", "qwen3"):
             model, sample = self.model(name), self.samples(name)[0]
             self.assertEqual({b.dtype for b in model.buffers()}, {torch.float64}, name)
             self.assertLess(directional_error(model, sample), 1e-7, name)
 
-    def test_double_alone_is_not_float64(self):
+    def test_double_alone_does_not_compute_in_float64(self):
         case = self.directory / "llama"
         narrow = AutoModelForCausalLM.from_pretrained(case, attn_implementation="eager").double().eval()
         tokens = self.samples("llama")[0].tokens
         logits = narrow(input_ids=torch.tensor([tokens])).logits[0]
         distance = reference.worst(logits, reference.logits_of(self.model("llama"), tokens))
-        self.assertGreater(distance, 1e-9, "transformers is float64 by itself now: Widened can go")
+        self.assertGreater(distance, 1e-9, "transformers now computes in float64 by itself: remove Widened")
         self.assertLess(distance, 1e-5)
 
-    def test_loss_is_that_of_transformers_over_a_padded_batch(self):
+    def test_loss_equals_transformers_on_padded_batch(self):
         for name in ("llama", "qwen2"):
             model, samples = self.model(name, torch.float32), self.samples(name)
             longest = max(len(sample.tokens) for sample in samples)
@@ -83,16 +83,16 @@ class References(unittest.TestCase):
             self.assertAlmostEqual(ours["loss"], theirs, places=5)
             self.assertEqual(ours["tokens"], (labels[:, 1:] != IGNORED).sum().item())
 
-    def test_packed_documents_equal_the_documents_alone(self):
+    def test_packed_documents_equal_single_documents(self):
         model, samples = self.model("qwen3"), self.samples("qwen3")
         documents = [sample.tokens for sample in samples[:3]]
         alone = torch.cat([reference.logits_of(model, document) for document in documents])
         self.assertLess(reference.worst(reference.packed_logits(model, documents), alone), 1e-12)
         run_together = reference.logits_of(model, sum(documents, []))
-        self.assertGreater(reference.worst(run_together, alone), 1e-2, "packing would go unnoticed")
+        self.assertGreater(reference.worst(run_together, alone), 1e-2, "logits would not reveal missing separation of documents")
 
-    def test_a_step_is_the_published_formula(self):
-        """AdamW by hand on all parameters of a model, from the gradients alone."""
+    def test_step_follows_published_adamw(self):
+        """Repeats AdamW on all parameters of a model from the gradients."""
         training = Training(steps=3, rows_per_step=4, micro_batch=2)
         samples = reference.read_samples(self.directory / "llama" / "train.jsonl")
         trained, by_hand = self.model("llama"), self.model("llama")
@@ -125,7 +125,7 @@ class References(unittest.TestCase):
         distance = reference.largest(reference.normwise, dict(one.named_parameters()), dict(four.named_parameters()))
         self.assertLess(distance, 1e-9)
 
-    def test_both_spellings_mean_the_same_model(self):
+    def test_both_config_spellings_give_equal_models(self):
         old, new = (self.directory / name for name in ("llama-rope-llama3", "llama-rope-llama3-new-keys"))
         self.assertIn('"rope_scaling"', (old / "config.json").read_text())
         self.assertNotIn('"rope_scaling"', (new / "config.json").read_text())
@@ -133,12 +133,12 @@ class References(unittest.TestCase):
         self.assertEqual(AutoConfig.from_pretrained(old).rope_parameters, AutoConfig.from_pretrained(new).rope_parameters)
         self.assertEqual((old / "model.safetensors").read_bytes(), (new / "model.safetensors").read_bytes())
 
-    def test_files_hold_the_dtype_they_say(self):
+    def test_files_have_declared_dtype(self):
         for name, dtype in (("llama-bf16", torch.bfloat16), ("qwen2-tied-f16", torch.float16)):
             weights = load_file(self.directory / name / "model.safetensors")
             self.assertEqual({w.dtype for w in weights.values()}, {dtype})
 
-    def test_missing_and_left_over_tensors_are_refused(self):
+    def test_missing_and_superfluous_tensors_are_refused(self):
         for change in (lambda w: w.pop("lm_head.weight"), lambda w: w.update({"model.extra": torch.zeros(3)})):
             with tempfile.TemporaryDirectory() as broken:
                 broken = Path(broken)
@@ -149,7 +149,7 @@ class References(unittest.TestCase):
                 with self.assertRaises(ValueError):
                     reference.load(broken)
 
-    def test_samples_are_uneven(self):
+    def test_samples_differ_in_length_and_labels(self):
         for case in cases.CASES:
             for file in ("batch.jsonl", "train.jsonl"):
                 samples = reference.read_samples(self.directory / case.name / file)
@@ -158,7 +158,7 @@ class References(unittest.TestCase):
                 self.assertTrue(all(sample.labelled > 0 for sample in samples))
                 self.assertTrue(any(sample.labels[0] != IGNORED for sample in samples))
 
-    def test_every_token_but_the_first_of_a_document_is_predicted_once(self):
+    def test_rows_predict_every_later_token_once(self):
         lengths = [5, 1, 2, 17, 8, 9, 24, 3]
         tokens = iter(range(1000))
         documents = [Sample(own, own) for own in ([next(tokens) for _ in range(n)] for n in lengths)]
@@ -175,7 +175,7 @@ class References(unittest.TestCase):
                 else:
                     self.assertTrue(all(len(row) == 1 for row in rows))
 
-    def test_unlabelled_samples_add_nothing(self):
+    def test_unlabelled_samples_do_not_change_evaluation(self):
         model, samples = self.model("llama"), self.samples("llama")
         silent = [Sample([5], [5]), Sample([5, 6, 7], [IGNORED] * 3), Sample([5, 6, 7], [5, IGNORED, IGNORED])]
         self.assertEqual([sample.labelled for sample in silent], [0, 0, 0])

@@ -1,11 +1,11 @@
-"""Compiles CUDA C without a GPU: NVRTC to PTX, ptxas to machine code, and what each kernel needs.
+"""Compiles CUDA C without a GPU: NVRTC to PTX, ptxas to machine code, and the resources of each kernel.
 
     compile.py DIR ARCHS OPTION...      e.g. compile.py target/cuda-check 80,86 --std=c++17
 
-DIR holds units, *.cu, whole as the executor would hand them over; options are NVRTC's. The first line
-on stdout is {"nvrtc": VERSION}; then comes one for each kernel, unit and architecture. The log of a
-unit that does not compile is shown whole on stderr, and the exit code is 1. Called by
-`cargo xtask cuda-check`, which knows the options and what may not be.
+DIR contains complete units, *.cu, as the executor passes them to NVRTC; options are NVRTC's. The first line on stdout is
+{"nvrtc": VERSION}, followed by one line per kernel, unit and architecture. The log of a unit that does not compile is
+printed on stderr, and the exit code is 1. Called by `cargo xtask cuda-check`, which supplies the options and checks the
+resources.
 """
 
 import concurrent.futures
@@ -19,7 +19,7 @@ import sys
 import tempfile
 
 def packages():
-    """The folder nvidia/ of this venv."""
+    """Returns the folder nvidia/ of this venv."""
     found = [p / "nvidia" for p in map(pathlib.Path, sys.path) if (p / "nvidia").is_dir()]
     if not found:
         sys.exit("no package nvidia in this Python: pip install -r parity/cuda/requirements.txt")
@@ -34,10 +34,10 @@ def one(pattern):
 
 
 class Nvrtc:
-    """The few calls of libnvrtc that are needed. They may be made from several threads."""
+    """Thread-safe wrapper for the few libnvrtc functions needed here."""
 
     def __init__(self):
-        # Asked for by name when a program is compiled; loaded before, it is found.
+        # NVRTC loads this library by name, so it must be loaded first.
         builtins = one("*/lib/libnvrtc-builtins.so.*")
         ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
         self.library = ctypes.CDLL(str(one("*/lib/libnvrtc.so.*")))
@@ -59,7 +59,7 @@ class Nvrtc:
         return buffer.value.decode()
 
     def ptx(self, name, source, arch, options):
-        """(PTX, log). The log is what went wrong when PTX is None."""
+        """Compiles to (PTX, log); PTX is None if compilation failed."""
         program = ctypes.c_void_p()
         self.call("nvrtcCreateProgram", ctypes.byref(program), source.encode(), name.encode(), 0, None, None)
         options = [option.encode() for option in [*options, f"--gpu-architecture=compute_{arch}"]]
@@ -72,7 +72,7 @@ class Nvrtc:
 
 
 def needs(log):
-    """What ptxas -v says about each kernel."""
+    """Parses the resource usage per kernel from the output of ptxas -v."""
     found = []
     for part in re.split(r"Compiling entry function '", log)[1:]:
         kernel = part.split("'", 1)[0]

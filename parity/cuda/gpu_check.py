@@ -1,15 +1,20 @@
 #!/usr/bin/env python3
-"""What only a GPU can show, in less than eight minutes: run this on a machine that has one.
+"""Checks that need a real GPU, in less than eight minutes.
 
     python3 gpu_check.py [--device cuda:0] [--seconds 470] [--out FOLDER] [--only found,ops,...]
 
-It lies beside the programs that it runs (plimsoll, plimsoll-check, torch_step.py), as `cargo xtask gpu-check` packed
-them, and needs neither Rust nor a network; torch and transformers where they are to be compared with. What a section
-found is written to FOLDER (or $OUT) as it ends: all figures to gpu-check.json, the table to gpu-check.txt, and what every
-program that was run said to gpu-check.log, so that a run that is cut off leaves what it had. The table comes last, also when a section fails or the run is asked to end; the
-exit code is 0 when everything held that was shown.
+`cargo xtask gpu-check` packs this script with the programs that it runs (plimsoll, plimsoll-check, torch_step.py). It
+needs neither Rust nor a network, and torch and transformers only for comparisons.
 
-`--rehearse` runs the same flow in small, on a stand-in for a GPU, so that it is known to work before there is one.
+Each section writes its results to FOLDER (or $OUT) when it ends, so that an interrupted run leaves the earlier ones:
+
+    gpu-check.json   all figures
+    gpu-check.txt    the table of results
+    gpu-check.log    output of every program
+
+The table is printed last, also if a section fails or the run is interrupted. The exit code is 0 if every check passed.
+
+`--rehearse` runs the same flow with small sizes on the stand-in for a GPU.
 """
 
 import argparse
@@ -27,7 +32,7 @@ import time
 HERE = pathlib.Path(__file__).resolve().parent
 MIB, GIB = 1 << 20, 1 << 30
 
-# Sizes of the real check, and of its rehearsal. Seconds are the most that a section may take.
+# Sizes of the real check and of the rehearsal. Seconds are time limits of the sections.
 REAL = {
     "seconds": {"found": 65, "ops": 35, "plans": 55, "soak": 20, "kill": 30, "curve": 65, "speed": 200},
     "dtypes": ["f32", "bf16"],
@@ -43,13 +48,13 @@ REAL = {
     # SmolLM2-135M (its config.json on the hub).
     "curve_model": dict(hidden=576, layers=30, heads=9, kv_heads=3, ffn=1536, vocab=49152),
     "curve_run": dict(sequence=512, rows=8, steps=40),
-    # Llama-3.2-1B and Qwen2.5-1.5B (their config.json), with a head of its own, as torch_step.py has. As many sequences as
-    # PyTorch, compiled, is expected to have room for on 80 GB; half of them where it has not.
+    # Llama-3.2-1B and Qwen2.5-1.5B (their config.json), with an untied head, as in torch_step.py. The batch is expected to
+    # fit compiled PyTorch on 80 GB; if it does not, half of it is used.
     "shapes": {
         "llama-3.2-1b": dict(vocab=128256, layers=16, hidden=2048, heads=32, kv_heads=8, ffn=8192, sequence=2048, batch=8),
         "qwen2.5-1.5b": dict(vocab=151936, layers=28, hidden=1536, heads=12, kv_heads=2, ffn=8960, sequence=2048, batch=6),
     },
-    # Of the memory of PyTorch's better way, ours gets so much; and is so fast at least.
+    # Share of PyTorch's memory that Plimsoll gets, and share of PyTorch's speed that it must reach.
     "memory": 0.6,
     "pace": 0.8,
     "step": dict(steps=6, warmup=3),
@@ -78,41 +83,41 @@ REHEARSAL = {
 
 
 class Failed(Exception):
-    """Something that was run did not end well; `said` is what it had printed by then."""
+    """A program failed; `output` is what it had printed."""
 
-    def __init__(self, why, said=""):
-        super().__init__(why)
-        self.said = said
+    def __init__(self, reason, output=""):
+        super().__init__(reason)
+        self.output = output
 
 
-class CutOff(BaseException):
-    """Somebody wants this to end: what was found is told all the same."""
+class Interrupted(BaseException):
+    """The run was interrupted; results so far are still reported."""
 
 
 class Report:
-    """Rows of the table, and figures for the JSON file."""
+    """Collects rows of the table, and figures for the JSON file."""
 
     def __init__(self):
         self.rows, self.figures, self.began = [], {}, time.monotonic()
 
-    def add(self, section, what, figure, held):
-        """`held` is None for what is no promise, only a figure, or could not be shown here."""
-        self.rows.append({"section": section, "what": what, "figure": str(figure), "held": held})
-        print(f"   {MARKS[held]} {what}: {figure}", flush=True)
+    def add(self, section, what, figure, passed):
+        """Adds a row. `passed` is None for a figure without a requirement, or a check that could not run."""
+        self.rows.append({"section": section, "what": what, "figure": str(figure), "passed": passed})
+        print(f"   {MARKS[passed]} {what}: {figure}", flush=True)
 
     def failed(self):
-        return [row for row in self.rows if row["held"] is False]
+        return [row for row in self.rows if row["passed"] is False]
 
     def table(self, what):
-        """All rows, for people."""
+        """Returns all rows as text."""
         width = max((len(f"{row['section']}: {row['what']}") for row in self.rows), default=0)
         lines = [f"{what}, {time.monotonic() - self.began:.0f} s, begun {self.figures['began']}, "
                  f"commit {self.figures['about'].get('commit', 'not known')}", ""]
-        lines += [f"{MARKS[row['held']]}  {row['section'] + ': ' + row['what']:{width}}  {row['figure']}" for row in self.rows]
+        lines += [f"{MARKS[row['passed']]}  {row['section'] + ': ' + row['what']:{width}}  {row['figure']}" for row in self.rows]
         return "\n".join([*lines, "", f"{len(self.rows)} rows, {len(self.failed())} failed", ""])
 
     def write(self, folder, what):
-        """Everything so far, in two files."""
+        """Writes all results so far to two files."""
         whole = {**self.figures, "rows": self.rows, "seconds": time.monotonic() - self.began}
         for name, text in {"gpu-check.json": json.dumps(whole, indent=1), "gpu-check.txt": self.table(what)}.items():
             (folder / name).write_text(text)
@@ -122,7 +127,7 @@ MARKS = {True: "ok  ", False: "FAIL", None: "–   "}
 
 
 class Section:
-    """What a section needs: the programs, a folder, sizes, and how long it has."""
+    """Context of a section: programs, folder, sizes and deadline."""
 
     def __init__(self, options, sizes, folder, report, name, deadline):
         self.options, self.sizes, self.report, self.name, self.deadline = options, sizes, report, name, deadline
@@ -133,31 +138,31 @@ class Section:
     def left(self):
         return max(1.0, self.deadline - time.monotonic())
 
-    def add(self, what, figure, held):
-        self.report.add(self.name, what, figure, held)
+    def add(self, what, figure, passed):
+        self.report.add(self.name, what, figure, passed)
 
     def keep(self, name, figure):
         self.report.figures.setdefault(self.name, {})[name] = figure
 
     def environment(self):
         environment = {"PLIMSOLL_CACHE": str(self.folder.parent / "cache"), **os.environ, "NO_COLOR": "1"}
-        # The libraries of the Python that runs this are those that torch works with.
+        # Prefer the libraries of this script's Python, which torch uses.
         if sys.prefix != sys.base_prefix:
             environment["VIRTUAL_ENV"] = sys.prefix
         here = str(pathlib.Path(sys.executable).parent)
         environment["PATH"] = ":".join(filter(None, [here, environment.get("PATH")]))
         if self.options.libraries:
-            # Ours alone: torch has libraries of its own.
+            # For Plimsoll alone: torch has its own libraries.
             known = environment.get("LD_LIBRARY_PATH")
             environment["LD_LIBRARY_PATH"] = ":".join(filter(None, [str(self.options.libraries), known]))
         return environment
 
-    def log(self, command, outcome, seconds, said, complained):
-        """What a program said, whole where it complains, and how it ended."""
+    def log(self, command, outcome, seconds, output, errors):
+        """Logs the output of a program (its errors in full) and its exit."""
         words = [str(word) if len(str(word)) < 200 else f"{str(word)[:200]}…" for word in command]
         with open(self.options.out / "gpu-check.log", "a") as log:
             log.write(f"== {self.name}: {' '.join(words)}\n== {outcome}, {seconds:.1f} s\n")
-            for stream in [(said or "")[-4000:], (complained or "")[-40000:]]:
+            for stream in [(output or "")[-4000:], (errors or "")[-40000:]]:
                 log.write(f"{stream.rstrip()}\n" if stream.strip() else "")
 
     def start(self, *arguments, program="plimsoll", **more):
@@ -168,45 +173,44 @@ class Section:
         )
 
     def ended(self, child, command, name, seconds):
-        """What a program said on both streams; it is in the log however it ends."""
+        """Waits for a program, logs it, and returns its stdout and stderr."""
         started = time.monotonic()
         try:
-            said, complained = child.communicate(timeout=seconds or self.left)
-        except (subprocess.TimeoutExpired, CutOff) as over:
-            said, complained = end(child)
-            self.log(command, "no end in time", time.monotonic() - started, said, complained)
-            if isinstance(over, CutOff):
+            output, errors = child.communicate(timeout=seconds or self.left)
+        except (subprocess.TimeoutExpired, Interrupted) as over:
+            output, errors = end(child)
+            self.log(command, "no end in time", time.monotonic() - started, output, errors)
+            if isinstance(over, Interrupted):
                 raise
-            raise Failed(f"{name}: no end in time", said) from None
-        self.log(command, f"exit {child.returncode}", time.monotonic() - started, said, complained)
-        return said, complained
+            raise Failed(f"{name}: no end in time", output) from None
+        self.log(command, f"exit {child.returncode}", time.monotonic() - started, output, errors)
+        return output, errors
 
     def run(self, *arguments, program="plimsoll", seconds=None, exits=(0,)):
-        """Standard output of one of our programs."""
+        """Runs a program of Plimsoll and returns its standard output."""
         child, name = self.start(*arguments, program=program), f"{program} {arguments[0]}"
-        said, complained = self.ended(child, [program, *arguments], name, seconds)
+        output, errors = self.ended(child, [program, *arguments], name, seconds)
         if child.returncode not in exits:
-            lines = (complained.strip() or said.strip()).splitlines()
+            lines = (errors.strip() or output.strip()).splitlines()
             raise Failed(f"{name}: exit {child.returncode}: {' / '.join(lines[-4:])}")
-        return said
+        return output
 
     def python(self, *arguments, seconds=None):
-        """Standard output of this Python."""
+        """Runs a script with this Python and returns its standard output."""
         command = [sys.executable, *map(str, arguments)]
         name = pathlib.Path(command[1]).name
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
             env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"},
         )
-        said, complained = self.ended(child, command, name, seconds)
+        output, errors = self.ended(child, command, name, seconds)
         if child.returncode != 0:
-            raise Failed(f"{name}: {' / '.join(complained.strip().splitlines()[-3:])}", complained)
-        return said
+            raise Failed(f"{name}: {' / '.join(errors.strip().splitlines()[-3:])}", errors)
+        return output
 
 
 def end(child):
-    """Ends a program and what it has started: a worker that hangs would keep the GPU, and the pipes. What it had printed,
-    on both streams."""
+    """Kills a program with its children, which might hang and keep the GPU and the pipes. Returns its stdout and stderr."""
     try:
         os.killpg(child.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -217,30 +221,30 @@ def end(child):
         return "", ""
 
 
-def last_json(said):
-    for line in reversed(said.strip().splitlines()):
+def last_json(output):
+    for line in reversed(output.strip().splitlines()):
         try:
             return json.loads(line)
         except json.JSONDecodeError:
             continue
-    raise Failed(f"no JSON in {said[-200:]!r}")
+    raise Failed(f"no JSON in {output[-200:]!r}")
 
 
-def whole_json(said):
-    """An object that may be spread over many lines."""
+def whole_json(output):
+    """Parses a JSON object that may span several lines."""
     try:
-        return json.loads(said)
+        return json.loads(output)
     except json.JSONDecodeError:
-        return last_json(said)
+        return last_json(output)
 
 
 # ---------------------------------------------------------------------------------------------------
-# Models and data of our own
+# Generated models and data
 # ---------------------------------------------------------------------------------------------------
 
 
 def write_config(folder, model, sequence):
-    """A config.json of the llama family."""
+    """Writes a config.json of the llama family."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": model["hidden"],
@@ -255,7 +259,7 @@ def write_config(folder, model, sequence):
 
 
 def samples(vocab, length, count, seed):
-    """Walks through a graph in which few tokens follow each token: something to learn at once."""
+    """Returns random walks through a graph with few successors per token, which a model learns quickly."""
     draw = random.Random(seed)
     followers = [[draw.randrange(3, vocab) for _ in range(3)] for _ in range(vocab)]
     rows = []
@@ -274,12 +278,12 @@ def write_samples(path, rows):
 
 
 def settings(values):
-    """--set for each key; a JSON value is a TOML value, for all that are used here."""
+    """Returns a --set option for each key. JSON values are valid TOML for all values used here."""
     return [word for key, value in values.items() for word in ("--set", f"{key}={json.dumps(value)}")]
 
 
 def run_file(folder):
-    """An empty one: without any, the built-in example is trained, within its own budget."""
+    """Writes an empty run file; without one, plimsoll would train its built-in example."""
     path = folder / "run.toml"
     path.write_text("")
     return path
@@ -291,7 +295,7 @@ def run_file(folder):
 
 
 def found(section):
-    """What is here."""
+    """The machine and its GPUs."""
     try:
         query = "--query-gpu=name,driver_version,memory.total,memory.used,temperature.gpu,clocks.sm"
         smi = subprocess.run(["nvidia-smi", query, "--format=csv,noheader"], capture_output=True, text=True, timeout=20)
@@ -299,7 +303,7 @@ def found(section):
         section.add("nvidia-smi", smi.stdout.strip().splitlines()[0], None)
     except (OSError, IndexError, subprocess.TimeoutExpired):
         section.add("nvidia-smi", "not here", None)
-    # For people, too, in the log.
+    # The readable listing, for the log.
     section.run("devices")
     machine = whole_json(section.run("devices", "--json"))
     section.keep("devices", machine)
@@ -318,17 +322,17 @@ def found(section):
 
 
 def tally(section, what, *arguments):
-    """A part of the soak."""
+    """Runs a part of the soak test and reports its checks."""
     command = ["soak", "--device", section.options.device, "--json", "--case-seconds", section.sizes["case_seconds"], *arguments]
     cut_off = None
     try:
-        said = section.run(*command, program="plimsoll-check", exits=(0, 1), seconds=section.left + 20)
+        output = section.run(*command, program="plimsoll-check", exits=(0, 1), seconds=section.left + 20)
     except Failed as failed:
-        # What it had found by then counts.
-        cut_off, said = failed, failed.said
-        if not said.strip():
+        # Results before the interruption count.
+        cut_off, output = failed, failed.output
+        if not output.strip():
             raise
-    tally = last_json(said)
+    tally = last_json(output)
     section.keep(what, tally)
     passed = sum(kind["passed"] for kind in tally["kinds"].values())
     wrong = [line for kind in tally["kinds"].values() for line in kind["failed"]]
@@ -341,7 +345,7 @@ def tally(section, what, *arguments):
 
 
 def ops(section):
-    """Every op beside the CPU's in f64, on models of odd shapes."""
+    """Every op against the CPU in f64, on models of odd shapes."""
     dtypes = section.sizes["dtypes"]
     for number, dtype in enumerate(dtypes):
         seconds = int(section.left / (len(dtypes) - number)) - 2
@@ -354,7 +358,7 @@ def ops(section):
 
 
 def soak(section):
-    """Foundation's soak, on this device."""
+    """Soak test of random cases on this device."""
     dtypes = section.sizes["dtypes"]
     for number, dtype in enumerate(dtypes):
         seconds = int(section.left / (len(dtypes) - number)) - 2
@@ -363,7 +367,7 @@ def soak(section):
 
 
 def plans(section):
-    """Planned = used, for the arena and the whole device, and never above a budget that is imposed."""
+    """Planned memory equals used memory, for the arena and the whole device, and stays within a given budget."""
     shown = tally(section, "plans", "--only", "plans", "--dtype", "bf16", "--runs", section.sizes["plans"], "--size",
                   section.sizes["plan_size"], "--seconds", max(1, int(section.left) - 3))
     unseen = sum(count for sort, count in shown["covered"].items() if sort.startswith("whole device not seen"))
@@ -375,7 +379,7 @@ def plans(section):
 
 
 def contents(run):
-    """What a run leaves that must be the same: the model and the newest checkpoint."""
+    """Returns the files of a run that must be reproducible: the model and the newest checkpoint."""
     steps = sorted((run / "checkpoints").glob("step-*"), key=lambda path: int(path.name.split("-")[1]))
     files = [*(run / "model").glob("*.safetensors"), *(steps[-1].rglob("*.safetensors") if steps else [])]
     if not files:
@@ -384,7 +388,7 @@ def contents(run):
 
 
 def kill(section):
-    """A run that is killed and goes on ends with the bits of one that was not."""
+    """A killed and resumed run ends with the same bits as an uninterrupted one."""
     sizes = section.sizes["kill_run"]
     model, data = section.folder / "shape", section.folder / "train.jsonl"
     write_config(model, section.sizes["kill_model"], sizes["sequence"])
@@ -425,10 +429,10 @@ def kill(section):
         child.communicate()
         begun = (run / "run.toml").exists()
         section.run(*(["train", "--quiet", "--resume", run] if begun else arguments(run)))
-        # What was not killed shows nothing of being killed.
-        held = contents(run) == expected
-        section.add(f"{ended} after {moment:.1f} of {lasted:.1f} s, and resumed", "the same bits" if held else "other bits",
-                    held if ended == "killed" or not held else None)
+        # A run that ended before it was killed is no evidence.
+        passed = contents(run) == expected
+        section.add(f"{ended} after {moment:.1f} of {lasted:.1f} s, and resumed", "the same bits" if passed else "other bits",
+                    passed if ended == "killed" or not passed else None)
 
 
 def has_torch(section):
@@ -440,9 +444,9 @@ def has_torch(section):
         return False
 
 
-# Runs of transformers that differ in nothing but rounding, as two runs of one seed do where sums have no fixed order:
-# bf16 by autocast, whose attention is fused or not, and with gradients of half batches; bf16 throughout, with f32 masters.
-WAYS = {
+# Training variants of transformers that differ only in rounding: bf16 autocast with fused or eager attention, or with
+# gradients of half batches; pure bf16 with f32 master weights.
+VARIANTS = {
     "autocast": dict(),
     "autocast, attention in pieces": dict(attention="eager"),
     "autocast, half batches": dict(parts=2),
@@ -452,7 +456,7 @@ WAYS = {
 
 
 def out_of_band(ours, theirs):
-    """How far ours is from the mean of theirs at most, and at which step; how far theirs are from each other at most."""
+    """Returns the largest distance of our curve from the mean of theirs, the spread of theirs, and the step of the distance."""
     steps = range(min(map(len, [ours, *theirs])))
     spread = max(max(curve[at] for curve in theirs) - min(curve[at] for curve in theirs) for at in steps)
     apart, at = max((abs(ours[at] - sum(curve[at] for curve in theirs) / len(theirs)), at + 1) for at in steps)
@@ -460,20 +464,20 @@ def out_of_band(ours, theirs):
 
 
 def curve(section):
-    """The loss curve in bf16 beside transformers' own, and a model that transformers loads."""
+    """The bf16 loss curve against that of transformers, and a model that transformers loads."""
     if not has_torch(section):
         return
     model, run = section.sizes["curve_model"], section.sizes["curve_run"]
     base = section.folder / "base"
     write_config(base, model, run["sequence"])
-    # Each sample is one row, whose last token is only a target.
+    # Each sample is one row; its last token is only a target.
     rows = samples(model["vocab"], run["sequence"] + 1, run["rows"] * run["steps"], 3)
     held_out = section.folder / "eval.jsonl"
     write_samples(held_out, samples(model["vocab"], run["sequence"] + 1, 2 * run["rows"], 3)[-run["rows"]:])
     random.Random(0).shuffle(rows)
     data = section.folder / "train.jsonl"
     write_samples(data, rows)
-    work = {"base": str(base), "data": str(data), "rows": run["rows"], "learning_rate": 1e-3, "ways": list(WAYS),
+    work = {"base": str(base), "data": str(data), "rows": run["rows"], "learning_rate": 1e-3, "variants": list(VARIANTS),
             "device": "cpu" if section.options.rehearse else section.options.device, "seconds": section.left * 0.55}
     order = section.folder / "work.json"
     order.write_text(json.dumps(work))
@@ -497,23 +501,23 @@ def curve(section):
     apart, spread, at = out_of_band(ours, list(theirs.values()))
     section.add("runs of transformers in bf16, on the same samples in the same order", ", ".join(theirs), None)
     section.add("loss off the mean of theirs, most; their own spread from run to run, most", f"{apart:.4f} (step {at}); {spread:.4f}",
-                apart <= spread if len(theirs) == len(WAYS) else None)
+                apart <= spread if len(theirs) == len(VARIANTS) else None)
     section.add("loss, first and last", f"{ours[0]:.3f}, {ours[-1]:.3f}", ours[-1] < ours[0])
-    # The run's own word for its model, and that of transformers.
-    said = whole_json(section.run("eval", folder / "model", "--data", held_out, "--format", "tokens", "--devices",
+    # Loss of the trained model, by Plimsoll and by transformers.
+    output = whole_json(section.run("eval", folder / "model", "--data", held_out, "--format", "tokens", "--devices",
                                   section.options.device, "--json"))["loss"]
     order.write_text(json.dumps({**work, "base": str(folder / "model"), "evaluate": str(held_out)}))
     loaded = json.loads(last_line(section.python(__file__, "--worker", order)))
-    section.add("the model, loaded by transformers: loss of ours, of theirs", f"{said:.4f}, {loaded:.4f}",
-                abs(said - loaded) <= 0.01 * loaded)
+    section.add("the model, loaded by transformers: loss of ours, of theirs", f"{output:.4f}, {loaded:.4f}",
+                abs(output - loaded) <= 0.01 * loaded)
 
 
-def last_line(said):
-    return said.strip().splitlines()[-1]
+def last_line(output):
+    return output.strip().splitlines()[-1]
 
 
 def worker(path):
-    """transformers' own training of a model in several ways, or its loss on a file; in a process of its own."""
+    """Trains a model with transformers in several variants, or evaluates it on a file. Runs in a separate process."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -522,7 +526,7 @@ def worker(path):
     read = lambda file: torch.tensor([json.loads(line)["input_ids"] for line in open(file)], device=device)
 
     def loss_of(model, rows):
-        # Not the model's own loss: that shifts labels, and the last token here is only a target.
+        # The model's own loss shifts labels, but the last token here is only a target.
         logits = model(input_ids=rows[:, :-1], use_cache=False).logits.float()
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
 
@@ -536,15 +540,15 @@ def worker(path):
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base)).float().save_pretrained(base)
     started, curves = time.monotonic(), {}
-    for name in work["ways"]:
+    for name in work["variants"]:
         if curves and time.monotonic() - started > work["seconds"] * len(curves) / (len(curves) + 1):
             break
-        curves[name] = loss_curve(torch, work, loss_of, read(work["data"]), **WAYS[name])
+        curves[name] = loss_curve(torch, work, loss_of, read(work["data"]), **VARIANTS[name])
     print(json.dumps(curves))
 
 
 def loss_curve(torch, work, loss_of, rows, attention="sdpa", parts=1, throughout=False):
-    """transformers' losses, step by step, trained in one of the ways in which it does bf16."""
+    """Returns the losses of a transformers training, step by step, in one bf16 variant."""
     from transformers import AutoModelForCausalLM
 
     device = work["device"]
@@ -552,7 +556,7 @@ def loss_curve(torch, work, loss_of, rows, attention="sdpa", parts=1, throughout
     model = load().float()
     masters = list(model.parameters())
     if throughout:
-        # The model computes in bf16; what is updated stays in f32, and rotary frequencies do, as where it is loaded so.
+        # The model computes in bf16; master weights stay in f32, and so do rotary frequencies, as loaded in bf16.
         model = AutoModelForCausalLM.from_pretrained(
             work["base"], attn_implementation=attention, dtype=torch.bfloat16).to(device).train()
         masters = [parameter.detach().float().requires_grad_() for parameter in load().float().parameters()]
@@ -582,7 +586,7 @@ def loss_curve(torch, work, loss_of, rows, attention="sdpa", parts=1, throughout
 
 
 def speed(section):
-    """A training step of PyTorch's, and ours in a share of its memory, in turn."""
+    """A training step of PyTorch, then of Plimsoll within a share of its memory."""
     shapes = section.sizes["shapes"]
     for number, (name, shape) in enumerate(shapes.items()):
         until = time.monotonic() + section.left / (len(shapes) - number)
@@ -591,13 +595,13 @@ def speed(section):
             speed_of(section, f"{name}, {smaller['batch']} sequences", smaller, until)
 
 
-# The peer as it is, with its model made on the device: on the processor that takes most of the time.
+# Runs the peer script with its model created on the device, because creating it on the CPU takes most of the time.
 ON_DEVICE = ("import sys, runpy, torch; torch.set_default_device(sys.argv[1]); sys.argv = sys.argv[2:]; "
              "runpy.run_path(sys.argv[0], run_name='__main__')")
 
 
 def speed_of(section, name, shape, until):
-    """Whether PyTorch had room for it in one way at least."""
+    """Compares one shape. Returns whether PyTorch had enough memory for it in at least one mode."""
     peer = section.options.programs / "torch_step.py"
     left = lambda: max(1.0, until - time.monotonic())
     words = [word for key, value in {**shape, **section.sizes["step"]}.items()
@@ -609,12 +613,12 @@ def speed_of(section, name, shape, until):
             section.add(f"{name}: PyTorch {kind}", "not here", None)
             missing.append(kind)
             continue
-        # Ours needs some time after it.
+        # Leaves time for our own measurement.
         try:
             theirs = last_json(section.python("-c", ON_DEVICE, device, peer, "--device", device, "--dtype", "bf16", *more,
                                               *words, seconds=max(1.0, left() - 25)))
         except Failed as failed:
-            has_no_room = "OutOfMemoryError" in failed.said
+            has_no_room = "OutOfMemoryError" in failed.output
             section.add(f"{name}: PyTorch {kind}", "has no room for it" if has_no_room else failed, None)
             if not has_no_room:
                 missing.append(kind)
@@ -626,7 +630,7 @@ def speed_of(section, name, shape, until):
     if not peers and not missing:
         return False
     best = max(peers.values(), key=lambda theirs: theirs["tokens_per_second"], default={})
-    # As it comes, and under a line: neither ours nor what PyTorch's own allocator reserves counts the context.
+    # Without and with a memory limit. Neither figure includes the CUDA context.
     share, pace = section.sizes["memory"], section.sizes["pace"]
     line = share * best.get("peak_device_mib", 0.0)
     for way in ["as it comes", f"in {share} of its memory"]:
@@ -637,25 +641,25 @@ def speed_of(section, name, shape, until):
             ours = last_json(section.run("bench", "step", "--device", section.options.device, "--dtype", "bf16", *words, *more,
                                          "--threads", min(8, os.cpu_count() or 1), seconds=left()))
         except Failed as failed:
-            # A card that is too small for a step as it comes says so, which is no fault; under the line it has to run.
+            # Without a limit, a GPU that is too small is no failure; within the limit the step must run.
             section.add(f"{name}: ours {way}", failed, None if not more and "exit 3" in str(failed) else False)
             continue
         section.keep(f"{name}: ours {way}", ours)
-        tell_of(section, f"{name}: ours {way}", ours)
+        report_step(section, f"{name}: ours {way}", ours)
         if section.options.rehearse:
-            # The peer was on no device.
+            # In a rehearsal the peer runs on the CPU.
             line = 0.95 * ours["arena_bytes"] / MIB
         if best:
             ratio = ours["tokens_per_second"] / best["tokens_per_second"]
-            # A rehearsal's figures are of no GPU; and beside one peer of two nothing is the better.
+            # Not judged in a rehearsal, or if one of the two PyTorch modes is missing.
             judged = None if section.options.rehearse or missing or not more else ratio >= pace
             wanted = f"at least {pace}" + (f"; not judged, without PyTorch {' and '.join(missing)}" if missing else "")
             section.add(f"{name}: ours {way}, beside PyTorch's better", f"{ratio:.2f} × its speed ({wanted})", judged)
     return True
 
 
-def tell_of(section, what, ours):
-    """Rows of a step of ours."""
+def report_step(section, what, ours):
+    """Adds the rows of a measured step of Plimsoll."""
     memory, whole = ours["arena_bytes"] / MIB, ours.get("device_mib") or 0.0
     section.add(what, f"{ours['tokens_per_second']:.0f} tokens/s, {memory:.0f} MiB ({whole:.0f} with context and libraries), "
                 f"{ours['host_bytes'] / MIB:.0f} MiB on the host", None)
@@ -676,18 +680,18 @@ SECTIONS = {"found": found, "ops": ops, "plans": plans, "soak": soak, "kill": ki
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--seconds", type=float, help="for everything; each section has its share")
-    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, with commas")
-    parser.add_argument("--out", default=os.environ.get("OUT", "."), type=pathlib.Path, help="where the figures go")
+    parser.add_argument("--seconds", type=float, help="total time limit, shared by the sections")
+    parser.add_argument("--only", default=",".join(SECTIONS), help="comma-separated sections")
+    parser.add_argument("--out", default=os.environ.get("OUT", "."), type=pathlib.Path, help="folder for the results")
     parser.add_argument("--programs", default=HERE, type=pathlib.Path)
-    parser.add_argument("--libraries", type=pathlib.Path, help="put before LD_LIBRARY_PATH, for our programs alone")
+    parser.add_argument("--libraries", type=pathlib.Path, help="folder put before LD_LIBRARY_PATH, for Plimsoll alone")
     parser.add_argument("--rehearse", action="store_true")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def watch(folder):
-    """Clocks, temperature, load and memory every other second, in a file; while it runs, the driver stays awake."""
+    """Starts nvidia-smi, which logs clocks, temperature, load and memory every other second and keeps the driver active."""
     query = "--query-gpu=timestamp,index,clocks.sm,clocks.mem,temperature.gpu,power.draw,utilization.gpu,memory.used"
     try:
         with open(folder / "nvidia-smi.csv", "w") as file:
@@ -711,7 +715,7 @@ def main():
     options.out.mkdir(parents=True, exist_ok=True)
 
     def cut_off(number, _):
-        raise CutOff(signal.Signals(number).name)
+        raise Interrupted(signal.Signals(number).name)
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, cut_off)
@@ -720,8 +724,8 @@ def main():
     report.figures["began"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     what = "a stand-in for a GPU (runs on the CPU)" if options.rehearse else options.device
     folder = pathlib.Path(tempfile.mkdtemp(prefix="plimsoll-gpu-check-"))
-    onlooker = watch(options.out)
-    # Time that a section did not need goes to those behind it.
+    monitor = watch(options.out)
+    # Time that a section does not use goes to later sections.
     deadline = began
     try:
         for name, check in SECTIONS.items():
@@ -737,16 +741,16 @@ def main():
                 section.add("ends", failed, False)
                 if name == "found":
                     break
-            except Exception as error:  # what stops one section must not hide the others
+            except Exception as error:  # a failed section must not hide the others
                 section.add("ends", f"{type(error).__name__}: {error}", False)
             finally:
                 section.keep("seconds", time.monotonic() - started)
                 report.write(options.out, what)
-    except CutOff as word:
+    except Interrupted as word:
         report.add("all", "cut off", word, False)
     finally:
-        if onlooker:
-            onlooker.kill()
+        if monitor:
+            monitor.kill()
         shutil.rmtree(folder, ignore_errors=True)
 
     report.write(options.out, what)

@@ -1,4 +1,4 @@
-"""The calls. Each is what the command of that name does; the work is done by the Rust library, without the interpreter's lock."""
+"""The functions of the package. Each does what the command of that name does, in the native module without the GIL."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 from plimsoll import _native
-from plimsoll.results import BestBatch, Event, Machine, Moved, Plan, Trained
+from plimsoll.results import BestBatch, Event, Machine, BudgetChange, Plan, Trained
 from plimsoll.run_file import AnyPath, RunFile, settings
 
 if TYPE_CHECKING:
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 def plan(run_file: AnyPath | None = None, *, explain: bool = False, **sections: Unpack[RunFile]) -> Plan:
-    """What a run would hold, to the byte, and how fast it would be; nothing is run.
+    """Plans a run: its memory to the byte, and its predicted speed. Runs nothing.
 
-    ``run_file`` is read first, then ``sections`` (``model={"preset": "llama-3.2-1b"}``) change it. Without a run file they are
-    a run of their own where they name a model, else they change the built-in example.
-    With ``explain`` the plan says what each rung of the ladder frees and costs.
+    ``sections`` (``model={"preset": "llama-3.2-1b"}``) change ``run_file``. Without a run file, they are a run of their own if
+    they name a model; otherwise they change the built-in example. With ``explain``, the plan contains the effect of each rung
+    and the alternatives for a team.
 
-    A plan that does not fit is an answer: ``fits`` is false, and ``needs`` says what would.
+    If the run does not fit, ``fits`` is false and ``needs`` lists remedies.
 
     Raises :class:`plimsoll.InputError`.
     """
@@ -36,50 +36,53 @@ def train(
     on_event: Callable[[Event], object] | None = None,
     **sections: Unpack[RunFile],
 ) -> Trained:
-    """Trains, and comes back when the run has ended.
+    """Trains, and returns when the run has ended.
 
-    ``run_file`` and ``sections`` are those of :func:`plan`; ``resume`` is the folder of a run that goes on instead;
-    of one that is done it gives what that left, without an event or samples.
-    ``save=False`` leaves no checkpoint and no model. ``on_event`` is called, in this thread, with each line of
-    ``events.jsonl`` as a dictionary, while the run goes on beside it; where it returns ``False`` or raises, the run finishes
-    its step, saves and ends, and what it raised comes out of this call.
+    ``run_file`` and ``sections`` are those of :func:`plan`. ``resume`` is the folder of a run to resume instead; for a run that
+    is done, its result is returned, without events or samples. ``save=False`` writes neither checkpoints nor a model.
 
-    Ctrl-C does the same: ``KeyboardInterrupt`` is raised when everything has been saved, and says how the run goes on.
-    At the second one it is raised at once, and the newest checkpoint stands.
+    ``on_event`` gets each line of ``events.jsonl`` as a dictionary. It is called in the calling thread while the run continues
+    on its own thread. If it returns ``False`` or raises, the run finishes its step, saves and ends. An exception of
+    ``on_event`` is then raised here.
 
-    Raises :class:`plimsoll.InputError`, :class:`plimsoll.DoesNotFit` before anything has started, and
-    :class:`plimsoll.Stopped` where the run could not go on and can later.
+    Ctrl-C also ends the run after its step: ``KeyboardInterrupt`` is raised once everything is saved, and its message says how
+    to resume. A second Ctrl-C raises at once and keeps the newest checkpoint.
+
+    Raises :class:`plimsoll.InputError` and :class:`plimsoll.DoesNotFit` before training starts, and :class:`plimsoll.Stopped`
+    if the run cannot continue now but can be resumed.
     """
-    told = None if on_event is None else lambda line: on_event(json.loads(line))
-    return cast(Trained, json.loads(_native.train(run_file, settings(sections), resume, save, told)))
+    handle_line = None if on_event is None else lambda line: on_event(json.loads(line))
+    return cast(Trained, json.loads(_native.train(run_file, settings(sections), resume, save, handle_line)))
 
 
 def devices() -> Machine:
-    """The devices of this machine, what of each is free, and what Plimsoll would take."""
+    """Returns the devices of this machine with their free memory and the default limits of a run."""
     return cast(Machine, json.loads(_native.devices()))
 
 
-def budget(run_dir: AnyPath, budget: str, *, device: str | None = None) -> Moved:
-    """Moves the load line of a run that is under way, in this process or another: to ``"6GiB"``, or ``"50%"``.
+def budget(run_dir: AnyPath, budget: str, *, device: str | None = None) -> BudgetChange:
+    """Changes the load line of a running run, in this or another process, to an amount or a share of free memory.
 
-    ``device`` names the one that is meant where several work on the run. Comes back when the run has answered, after its step.
+    ``budget`` is written as ``"6GiB"`` or ``"50%"``. ``device`` names the device if the run has several. Returns when the run
+    has answered, after its current step.
 
-    Raises :class:`plimsoll.DoesNotFit` where it cannot do with so little: then it goes on as it was.
+    Raises :class:`plimsoll.DoesNotFit` if no recipe fits under the new load line. The run then continues unchanged.
     """
-    return cast(Moved, json.loads(_native.budget(run_dir, budget, device)))
+    return cast(BudgetChange, json.loads(_native.budget(run_dir, budget, device)))
 
 
 def best_batch(run_file: AnyPath | None = None, **sections: Unpack[RunFile]) -> list[BestBatch]:
-    """The micro-batch of the fastest plan, on each device that takes part (0 on one that only holds a part of the state);
-    arguments as for :func:`plan`.
+    """Returns the micro-batch of the fastest plan on each device; 0 on a storage-only device of a sharded team.
 
-    Nothing is tried out: it is planned. What the optimizer sees, ``train.batch_tokens``, stays what it is.
+    The arguments are those of :func:`plan`. The result is planned, not measured. ``train.batch_tokens``, the tokens of an
+    optimizer step, does not change.
 
-    Raises :class:`plimsoll.DoesNotFit` where nothing fits.
+    Raises :class:`plimsoll.DoesNotFit` if no recipe fits.
     """
     planned = cast(Plan, json.loads(_native.plan(run_file, settings(sections), False, True)))
-    of = planned["of"]
-    team = [(member["recipe"], member["sequences"]) for member in planned.get("team", [])]
+    workload = planned["planned_for"]
+    workers = [(worker["recipe"], worker["sequences"]) for worker in planned.get("team", [])]
+    single = (planned["recipe"], workload["batch_tokens"] // workload["sequence"])
     return [
         BestBatch(
             device=device["name"],
@@ -88,7 +91,5 @@ def best_batch(run_file: AnyPath | None = None, **sections: Unpack[RunFile]) -> 
             peak_bytes=device["peak_bytes"],
             budget_bytes=device["budget_bytes"],
         )
-        for device, (recipe, sequences) in zip(
-            planned["devices"], team or [(planned["recipe"], of["batch_tokens"] // of["sequence"])]
-        )
+        for device, (recipe, sequences) in zip(planned["devices"], workers or [single])
     ]

@@ -1,19 +1,19 @@
-"""What can go wrong, as exceptions: each has the exit code, the message and the hints of the command line."""
+"""Exceptions of the package. Each has the exit code, the message and the hints of the command line."""
 
 from __future__ import annotations
 
 
 class PlimsollError(Exception):
-    """Something failed. ``str()`` of it is what the command line prints."""
+    """Base class. ``str()`` returns the text that the command line prints."""
 
-    #: What the command line exits with.
+    #: Exit code of the command line.
     exit_code = 1
 
     def __init__(self, message: str, hints: list[str] | None = None) -> None:
         super().__init__(message, hints or [])
-        #: What is wrong, and where.
+        #: What failed, and where.
         self.message = message
-        #: What to do about it.
+        #: Suggestions for a fix.
         self.hints = hints or []
 
     def __str__(self) -> str:
@@ -21,28 +21,28 @@ class PlimsollError(Exception):
 
 
 class Bug(PlimsollError):
-    """A bug of Plimsoll's."""
+    """A bug in Plimsoll."""
 
 
 class InputError(PlimsollError):
-    """The run file, an argument, the model, the data or the machine is not what it should be."""
+    """The run file, an argument, the model, the data or the machine is not as expected."""
 
     exit_code = 2
 
 
 class DoesNotFit(PlimsollError):
-    """It does not fit under the load line; the hints say what would."""
+    """The run does not fit under the load line. The hints name settings that fit."""
 
     exit_code = 3
 
 
 class Stopped(PlimsollError):
-    """A run ended early and can go on, with ``plimsoll.train(resume=...)``."""
+    """A run ended early. ``plimsoll.train(resume=...)`` resumes it."""
 
     exit_code = 4
 
 
-def of(exit_code: int, message: str, hints: list[str]) -> PlimsollError:
-    """The exception of an exit code."""
+def from_exit_code(exit_code: int, message: str, hints: list[str]) -> PlimsollError:
+    """Creates the exception for an exit code."""
     kinds = {kind.exit_code: kind for kind in (Bug, InputError, DoesNotFit, Stopped)}
     return kinds.get(exit_code, Bug)(message, hints)

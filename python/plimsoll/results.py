@@ -1,7 +1,8 @@
-"""What comes back: dictionaries with the names of ``plan.json``, ``result.json``, ``events.jsonl`` and ``devices --json``.
+"""Types of the results: dictionaries with the keys of ``plan.json``, ``result.json``, ``events.jsonl`` and ``devices --json``.
 
-Bytes and seconds are whole units. What is predicted says so by its place (all of a plan) or its name; all else is measured.
-A dictionary can be written with ``json.dump``, and read by whatever reads those files.
+The types mirror the structs of ``crates/plimsoll-core``; a test compares them with real results. Bytes and seconds are plain
+numbers, not multiples. All figures of a plan are predicted. All other figures are measured, unless their name contains
+``predicted``. ``json.dump`` writes a dictionary in the format of the file that it mirrors.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from plimsoll.run_file import Level, Rung
 if TYPE_CHECKING:
     from typing_extensions import NotRequired
 
-#: What recipes do to the numbers of a run.
+#: Effect of a recipe on the numbers of a run.
 Class = Literal["identical", "reordered", "lossy"]
-#: How a team shares the work.
-Sharing = Literal["batch", "state", "layers"]
+#: Parallelism of a team: data parallel, sharded (FSDP, ZeRO-3), or pipeline parallel.
+Parallelism = Literal["data", "sharded", "pipeline"]
 
 
-class InFile(TypedDict):
-    """What waits in the scratch file, in layers."""
+class ScratchOffload(TypedDict):
+    """Numbers of layers with tensors offloaded to the scratch file."""
 
     optimizer: int
     gradients: int
@@ -28,7 +29,7 @@ class InFile(TypedDict):
 
 
 class Offload(TypedDict):
-    """What waits on the host, in layers."""
+    """Tensors offloaded to the host; numbers count layers."""
 
     optimizer: int
     gradients: int
@@ -37,11 +38,11 @@ class Offload(TypedDict):
     embedding: bool
     head: bool
     update: NotRequired[bool]
-    file: NotRequired[InFile]
+    file: NotRequired[ScratchOffload]
 
 
 class Recipe(TypedDict):
-    """The planner's choices."""
+    """The planner's choices for one device."""
 
     micro_batch: int
     recompute: list[Level]
@@ -50,7 +51,7 @@ class Recipe(TypedDict):
 
 
 class DevicePlan(TypedDict):
-    """What a device, the host or a file holds under a plan. All bytes are predicted."""
+    """Predicted memory of a device, of the host or of the scratch file."""
 
     name: str
     simulated: bool
@@ -70,8 +71,8 @@ class Predicted(TypedDict):
     tokens_per_second: float
 
 
-class Algorithms(TypedDict):
-    """What the products of a GPU are done with."""
+class GemmAlgorithms(TypedDict):
+    """The cuBLASLt algorithm of each matrix product of a GPU."""
 
     library: int
     gpu: str
@@ -79,32 +80,32 @@ class Algorithms(TypedDict):
     chosen: dict[str, str]
 
 
-class Need(TypedDict):
-    """A budget that would fit when the named rungs are allowed."""
+class Remedy(TypedDict):
+    """The smallest load lines that fit if the named lossy rungs are allowed."""
 
     allow: list[Rung]
     budget_bytes: int
     host_bytes: NotRequired[int]
     file_bytes: NotRequired[int]
     peak_bytes: NotRequired[int]
-    others: NotRequired[dict[str, int]]
+    other_budget_bytes: NotRequired[dict[str, int]]
 
 
 class Fallback(TypedDict):
-    """A device whose work the processor does."""
+    """A device that the CPU replaces, because no permitted recipe fits on it."""
 
     device: str
     budget_bytes: int
-    needs_bytes: int
+    required_bytes: int
 
 
-class Effect(TypedDict):
-    """What taking a rung does; predicted."""
+class RungEffect(TypedDict):
+    """The predicted effect of taking a rung."""
 
     freed_bytes: int
     host_bytes: int
     file_bytes: NotRequired[int]
-    costs_seconds: float
+    added_seconds: float
     tokens_per_second: float
 
 
@@ -113,70 +114,70 @@ RungPrice = TypedDict(
     {
         "rung": str,
         "class": Class,
-        "loses": str,
+        "accuracy_impact": str,
         "allowed": bool,
-        "alone": Effect,
-        "in_plan": "NotRequired[Effect]",
+        "alone": RungEffect,
+        "in_plan": "NotRequired[RungEffect]",
     },
 )
-RungPrice.__doc__ = "What a rung of the ladder frees and costs; predicted."
+RungPrice.__doc__ = "A rung of the memory ladder with its predicted effects."
 
 
-class Member(TypedDict):
-    """What one device of a team is given; predicted."""
+class WorkerPlan(TypedDict):
+    """The plan of one worker (device) of a team."""
 
     device: str
     recipe: Recipe
     sequences: int
     layers: NotRequired[list[int]]
-    state: NotRequired[int]
-    why: NotRequired[str]
-    algorithms: NotRequired[Algorithms]
+    shard_1024ths: NotRequired[int]
+    reason: NotRequired[str]
+    algorithms: NotRequired[GemmAlgorithms]
     busy_seconds: float
     idle_seconds: float
     ladder: NotRequired[list[RungPrice]]
 
 
-class Evaluates(TypedDict):
-    """What a device does beside the steps; predicted."""
+class EvaluatorPlan(TypedDict):
+    """The plan of a device outside the team that evaluates while the team trains."""
 
     recipe: Recipe
     device: DevicePlan
     rows: NotRequired[int]
     seconds: float
     team_seconds: float
-    hand_over_seconds: float
+    weight_transfer_seconds: float
 
 
-class LeftOut(TypedDict):
-    """A device that takes no part in the steps."""
+class ExcludedDevice(TypedDict):
+    """A device that takes no part in the training steps."""
 
     device: str
-    number: int
-    why: str
-    used_by: NotRequired[str]
+    device_index: int
+    reason: str
+    remedy: NotRequired[str]
     tokens_per_second: NotRequired[float]
-    evaluates: NotRequired[Evaluates]
+    evaluator_plan: NotRequired[EvaluatorPlan]
 
 
 class FasterAlone(TypedDict):
-    """A device, or of several hosts one, that would be faster without the others."""
+    """A device, or a host with its devices, that would be faster without the rest of the team."""
 
     name: str
     tokens_per_second: float
 
 
-class Worth(TypedDict):
-    """What a team does, beside what its devices do alone; predicted tokens a second."""
+class ScalingEfficiency(TypedDict):
+    """Sum of the throughputs of the team's devices used separately, and the upper bound of the team."""
 
-    alone: float
-    at_most: float
+    single_device_tokens_per_second: float
+    upper_bound_tokens_per_second: float
 
 
 class Alternative(TypedDict):
-    """A way to share out that was looked at."""
+    """A considered plan for the team that was not chosen."""
 
-    sharing: NotRequired[Sharing]
+    parallelism: NotRequired[Parallelism]
     devices: list[str]
     shares: list[str]
     fits: bool
@@ -184,15 +185,15 @@ class Alternative(TypedDict):
     predicted: Predicted
 
 
-class PlanOf(TypedDict):
-    """What a plan was made for."""
+class PlannedWorkload(TypedDict):
+    """The workload that a plan was made for."""
 
     parameters: int
     sequence: int
     batch_tokens: int
 
 
-#: ``plan.json``: a plan, or the word that there is none.
+#: ``plan.json``: a plan, or with ``fits`` false a refusal with remedies in ``needs``.
 Plan = TypedDict(
     "Plan",
     {
@@ -202,21 +203,21 @@ Plan = TypedDict(
         "rungs": list[Rung],
         "checkpoint_bytes": int,
         "devices": list[DevicePlan],
-        "sharing": "NotRequired[Sharing]",
-        "team": "NotRequired[list[Member]]",
-        "worth": "NotRequired[Worth]",
+        "parallelism": "NotRequired[Parallelism]",
+        "team": "NotRequired[list[WorkerPlan]]",
+        "scaling_efficiency": "NotRequired[ScalingEfficiency]",
         "link_seconds": "NotRequired[float]",
         "faster_alone": "NotRequired[FasterAlone]",
-        "left_out": "NotRequired[list[LeftOut]]",
+        "excluded": "NotRequired[list[ExcludedDevice]]",
         "alternatives": "NotRequired[list[Alternative]]",
         "host": DevicePlan,
         "file": "NotRequired[DevicePlan]",
         "predicted": Predicted,
-        "needs": list[Need],
-        "of": "NotRequired[PlanOf]",
-        "disturbed": "NotRequired[str]",
-        "learned": "NotRequired[str]",
-        "algorithms": "NotRequired[Algorithms]",
+        "needs": list[Remedy],
+        "planned_for": "NotRequired[PlannedWorkload]",
+        "contention_note": "NotRequired[str]",
+        "shortfall_note": "NotRequired[str]",
+        "algorithms": "NotRequired[GemmAlgorithms]",
         "fallback": "NotRequired[Fallback]",
         "ladder": "NotRequired[list[RungPrice]]",
     },
@@ -224,7 +225,7 @@ Plan = TypedDict(
 
 
 class LossSpan(TypedDict):
-    """The training loss at both ends of a run; none where no step was done."""
+    """The training loss of the first and the last step; ``None`` if no step completed."""
 
     first: float | None
     last: float | None
@@ -246,7 +247,7 @@ class EvalResult(TypedDict):
 
 
 class DeviceMemory(TypedDict):
-    """What a device held, beside what the plan said."""
+    """Planned and measured memory of a device."""
 
     device: str
     budget_bytes: int
@@ -258,26 +259,26 @@ class DeviceMemory(TypedDict):
     measured_by: NotRequired[Literal["process", "free_memory"]]
 
 
-class CollectivesBy(TypedDict):
-    """How a GPU exchanges with the others of its team; `why` where it is the reason why not by NCCL."""
+class CollectiveBackend(TypedDict):
+    """The backend of a GPU's collectives. If this GPU prevents NCCL, ``reason`` says why."""
 
-    by: Literal["nccl", "host"]
-    why: NotRequired[str]
+    backend: Literal["nccl", "host"]
+    reason: NotRequired[str]
 
 
-class MemberResult(TypedDict):
-    """What a device of a team did in the last step."""
+class WorkerResult(TypedDict):
+    """A worker of the team in the last step."""
 
     device: str
     simulated: bool
     sequences: int
     recipe: Recipe
-    passes_over_predicted: float
-    collectives: NotRequired[CollectivesBy]
+    compute_slowdown: float
+    collectives: NotRequired[CollectiveBackend]
 
 
 class EvaluatorResult(TypedDict):
-    """What a device did that evaluated beside the steps."""
+    """A device that evaluated while the team trained."""
 
     device: str
     simulated: bool
@@ -285,21 +286,21 @@ class EvaluatorResult(TypedDict):
     evaluations: int
     seconds: float
     predicted_seconds: float
-    hand_over_seconds: float
-    predicted_hand_over_seconds: float
+    weight_transfer_seconds: float
+    predicted_weight_transfer_seconds: float
 
 
 class LostDevice(TypedDict):
-    """A device that was lost."""
+    """A device lost during a run."""
 
     device: str
     step: int
-    back_to: NotRequired[int]
-    back_after: NotRequired[int]
+    resumed_from_step: NotRequired[int]
+    returned_after_step: NotRequired[int]
 
 
 class RunResult(TypedDict):
-    """``result.json``: how a run ended."""
+    """``result.json``: the result of a run."""
 
     status: Literal["done", "stopped"]
     steps: int
@@ -309,18 +310,18 @@ class RunResult(TypedDict):
     eval: EvalResult | None
     memory: list[DeviceMemory]
     recipe: Recipe
-    sharing: NotRequired[Sharing]
-    team: NotRequired[list[MemberResult]]
+    parallelism: NotRequired[Parallelism]
+    team: NotRequired[list[WorkerResult]]
     evaluator: NotRequired[EvaluatorResult]
-    retreats: list[dict[str, Any]]
+    recoveries: list[dict[str, Any]]
     lost: NotRequired[list[LostDevice]]
-    not_rehearsed: NotRequired[list[str]]
-    rested_seconds: float
+    faults_not_triggered: NotRequired[list[str]]
+    thermal_pause_seconds: float
     fallback: NotRequired[Fallback]
 
 
 class Sample(TypedDict):
-    """What the model makes of a prompt of the evaluation, in the end."""
+    """The trained model's answer to a prompt of the evaluation data."""
 
     prompt: str
     expected: str
@@ -328,31 +329,31 @@ class Sample(TypedDict):
 
 
 class Trained(TypedDict):
-    """What a training run leaves."""
+    """The outcome of :func:`plimsoll.train`."""
 
-    #: As in ``result.json``.
+    #: The content of ``result.json``.
     result: RunResult
     samples: list[Sample]
-    #: The written model; none where the run was stopped, or saves nothing.
+    #: Folder of the saved model; ``None`` if the run was stopped or saves nothing.
     model: str | None
     #: The run folder.
     folder: str
 
 
-#: A line of ``events.jsonl``: ``event`` says what happened, ``time`` when (seconds since 1970); the rest depends on it.
+#: A line of ``events.jsonl``. ``event`` is its kind and ``time`` the seconds since 1970; all other keys depend on the kind.
 Event = dict[str, Any]
 
 
-class Takes(TypedDict):
-    """What Plimsoll would take of a device, and why."""
+class DefaultLimits(TypedDict):
+    """The load line and the threads that Plimsoll uses by default, with the reason."""
 
     budget_bytes: int
     threads: int
-    why: str
+    reason: str
 
 
 class Cache(TypedDict):
-    """A cache of a processor."""
+    """A cache of a CPU."""
 
     level: int
     bytes: int
@@ -360,7 +361,7 @@ class Cache(TypedDict):
 
 
 class Gpu(TypedDict):
-    """What only GPUs have."""
+    """Details of a GPU."""
 
     family: str
     compute_capability: str
@@ -374,8 +375,8 @@ class Gpu(TypedDict):
     unusable: str | None
 
 
-class Found(TypedDict):
-    """A device that is here."""
+class DeviceInfo(TypedDict):
+    """A device of this machine."""
 
     name: str
     kind: Literal["cpu", "cuda"]
@@ -387,29 +388,29 @@ class Found(TypedDict):
     threads: int
     features: list[str]
     caches: list[Cache]
-    takes: Takes
+    defaults: DefaultLimits
     gpu: NotRequired[Gpu]
 
 
 class Machine(TypedDict):
-    """The devices of this machine: the processor, then every GPU; and NVIDIA's software."""
+    """The devices of this machine (first the CPU, then every GPU), and the installed NVIDIA software."""
 
-    devices: list[Found]
+    devices: list[DeviceInfo]
     nvidia: dict[str, Any]
 
 
-class Moved(TypedDict):
-    """A load line that was moved."""
+class BudgetChange(TypedDict):
+    """A load line that was changed during a run."""
 
     budget_bytes: int
     message: str
 
 
 class BestBatch(TypedDict):
-    """The fastest micro-batch that fits on a device, predicted."""
+    """The micro-batch of the fastest plan on a device, predicted."""
 
     device: str
-    #: Sequences that go through the model at once.
+    #: Sequences per forward and backward pass.
     micro_batch: int
     #: Sequences of each optimizer step that this device computes.
     sequences: int

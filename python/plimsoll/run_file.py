@@ -1,6 +1,6 @@
-"""The run file as keyword arguments: sections and keys have its names, and what a key means is in the book (``run-file.md``).
+"""The run file as keyword arguments, with the names of its sections and keys. ``docs/run-file.md`` describes each key.
 
-Every key may be left out. A value is what the run file has there; a path may be a ``Path``.
+Every key is optional. Values are those of the run file; a path may also be a ``Path``.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Literal, TypedDict, Union
 
 #: A file or folder.
 AnyPath = Union[str, "os.PathLike[str]"]
-#: Coarser arithmetic that the planner may take where nothing else fits.
+#: Lossy rungs that the planner may take if no lossless recipe fits.
 Rung = Literal["bf16", "adam8bit", "lora", "int8", "nf4"]
-#: What a layer computes again instead of keeping it.
+#: Recompute level of a layer (activation checkpointing).
 Level = Literal["nothing", "norms", "feed_forward", "attention", "block"]
 
 
 class ModelSection(TypedDict, total=False):
-    """``[model]``: what is trained; one of ``path`` and ``preset``."""
+    """``[model]``: the model; one of ``path`` and ``preset``."""
 
     path: AnyPath
     preset: str
@@ -29,7 +29,7 @@ class ModelSection(TypedDict, total=False):
 
 
 class DataSection(TypedDict, total=False):
-    """``[data]``: what it is trained on."""
+    """``[data]``: training and evaluation data."""
 
     train: AnyPath | Sequence[AnyPath]
     eval: AnyPath | Sequence[AnyPath]
@@ -41,7 +41,7 @@ class DataSection(TypedDict, total=False):
 
 
 class TrainSection(TypedDict, total=False):
-    """``[train]``: how it is trained; one of ``steps``, ``epochs`` and ``hours``."""
+    """``[train]``: the length, the optimizer and other settings; at most one of ``steps``, ``epochs`` and ``hours``."""
 
     steps: int
     epochs: float
@@ -66,7 +66,7 @@ class TrainSection(TypedDict, total=False):
 
 
 class LoraSection(TypedDict, total=False):
-    """``[lora]``: adapters."""
+    """``[lora]``: adapters, for ``train.method = "lora"``."""
 
     rank: int
     alpha: float
@@ -75,7 +75,7 @@ class LoraSection(TypedDict, total=False):
 
 
 class MemorySection(TypedDict, total=False):
-    """``[memory]``: load lines (``"90%"`` of what is free, or ``"6GiB"``) and permissions."""
+    """``[memory]``: load lines (``"90%"`` of free memory, or ``"6GiB"``) and permitted lossy rungs."""
 
     budget: str
     host: str
@@ -85,14 +85,14 @@ class MemorySection(TypedDict, total=False):
 
 
 class RecipeSection(TypedDict, total=False):
-    """``[recipe]``: choices taken out of the planner's hands."""
+    """``[recipe]``: choices that the planner may not make."""
 
     micro_batch: int
     recompute: Level | Sequence[Level]
 
 
 class RunSection(TypedDict, total=False):
-    """``[run]``: where it runs."""
+    """``[run]``: the run folder and the devices."""
 
     dir: AnyPath
     devices: str
@@ -100,12 +100,12 @@ class RunSection(TypedDict, total=False):
     heartbeat_seconds: float
     threads: int | Literal["auto"]
     fallback: Literal["cpu", "none"]
-    team: Literal["auto", "all"]
+    parallelism: Literal["auto", "data", "sharded", "pipeline", "all"]
     nccl: bool
 
 
 class RunFile(TypedDict, total=False):
-    """All sections."""
+    """All sections of a run file."""
 
     model: ModelSection
     data: DataSection
@@ -117,7 +117,7 @@ class RunFile(TypedDict, total=False):
 
 
 def settings(sections: Mapping[str, object]) -> list[str]:
-    """The sections as settings of the command line: ``train.steps=20``."""
+    """Converts sections to settings of the command line: ``train.steps=20``."""
     return [
         f"{section}.{key}={_toml(value)}"
         for section, keys in sections.items()
@@ -127,13 +127,13 @@ def settings(sections: Mapping[str, object]) -> list[str]:
 
 
 def _toml(value: object) -> str:
-    """A value as TOML writes it: for text, numbers, truth and lists of them that is as JSON does."""
-    return json.dumps(value, ensure_ascii=False, default=_plain)
+    """Formats a value as TOML, which is JSON for strings, numbers, booleans and lists of them."""
+    return json.dumps(value, ensure_ascii=False, default=_to_plain)
 
 
-def _plain(value: object) -> object:
+def _to_plain(value: object) -> object:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Sequence):
         return list(value)
-    raise TypeError(f"a run file cannot say {value!r}")
+    raise TypeError(f"a run file cannot contain {value!r}")

@@ -1,8 +1,8 @@
-//! How a failure reaches Python: as an exception of `plimsoll.errors` that has its exit code, message and hints.
+//! Conversion of failures to Python exceptions of `plimsoll.errors`, with exit code, message and hints.
 
 use plimsoll_core::{Failure, Plan};
-use plimsoll_plan::request::DevicesRequest;
-use plimsoll_watch::ways::{self, Setting, Way};
+use plimsoll_plan::device_request::DevicesRequest;
+use plimsoll_watch::remedies::{self, RemedySettings, Setting};
 use pyo3::marker::Ungil;
 use pyo3::prelude::*;
 use std::any::Any;
@@ -10,21 +10,21 @@ use std::collections::BTreeMap;
 use std::fmt::Display;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// Does some work while other threads of the interpreter run, and raises what fails. A panic is a bug of ours and not the
-/// end of the interpreter.
-pub fn working<T: Ungil + Send>(
+/// Runs `work` without the interpreter's lock, and raises its failure as an exception. A panic is reported as a bug and does
+/// not end the interpreter.
+pub fn run_detached<T: Ungil + Send>(
     py: Python<'_>,
     work: impl FnOnce() -> Result<T, Failure> + Ungil + Send,
 ) -> PyResult<T> {
-    py.detach(|| guarded(work)).map_err(|failure| raised(py, &failure))
+    py.detach(|| catch_panic(work)).map_err(|failure| to_exception(py, &failure))
 }
 
-/// The same without an interpreter.
-pub fn guarded<T>(work: impl FnOnce() -> Result<T, Failure>) -> Result<T, Failure> {
-    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| Err(our_bug(&*panic)))
+/// Runs `work` and converts a panic to a failure.
+pub fn catch_panic<T>(work: impl FnOnce() -> Result<T, Failure>) -> Result<T, Failure> {
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| Err(panic_failure(&*panic)))
 }
 
-fn our_bug(panic: &(dyn Any + Send)) -> Failure {
+fn panic_failure(panic: &(dyn Any + Send)) -> Failure {
     let text = panic.downcast_ref::<&str>().copied();
     let text = text.or(panic.downcast_ref::<String>().map(|text| &**text)).unwrap_or("no message");
     Failure::bug(format!("this is a bug in plimsoll: {text}")).hint(concat!(
@@ -34,26 +34,28 @@ fn our_bug(panic: &(dyn Any + Send)) -> Failure {
     ))
 }
 
-/// The exception for a failure: which class it is, `plimsoll.errors` knows.
-pub fn raised(py: Python<'_>, failure: &Failure) -> PyErr {
+/// Returns the exception for a failure. `plimsoll.errors` selects the class by exit code.
+pub fn to_exception(py: Python<'_>, failure: &Failure) -> PyErr {
     let Failure { exit, message, hints } = failure;
-    let make = || py.import("plimsoll.errors")?.call_method1("of", (*exit as i32, message, hints.clone()));
+    let make = || py.import("plimsoll.errors")?.call_method1("from_exit_code", (*exit as i32, message, hints.clone()));
     make().map_or_else(|error| error, PyErr::from_value)
 }
 
-/// A failure of an argument, by its name.
-pub fn failed<E: Display>(argument: &str) -> impl FnOnce(E) -> Failure {
+/// Returns a function that converts an error to the failure of an argument with this name.
+pub fn argument_error<E: Display>(argument: &str) -> impl FnOnce(E) -> Failure {
     move |error| Failure::input(format!("{argument}: {error}"))
 }
 
-/// Says that a plan does not fit, with the arguments that would.
+/// Returns the failure for a plan that does not fit. Its hints contain the arguments of each remedy.
 pub fn refusal(devices: &DevicesRequest, plan: &Plan) -> Failure {
-    let ways: Vec<(Way, String)> =
-        ways::ways(devices, plan).into_iter().map(|way| (way.clone(), arguments(&way.settings))).collect();
-    ways::refusal(plan, &ways, false)
+    let remedies: Vec<(RemedySettings, String)> = remedies::remedies(devices, plan)
+        .into_iter()
+        .map(|remedy| (remedy.clone(), arguments(&remedy.settings)))
+        .collect();
+    remedies::refusal(plan, &remedies, false)
 }
 
-/// Settings as arguments of a call: `memory={"budget": "41MiB"}`.
+/// Formats settings as arguments of a Python call: `memory={"budget": "41MiB"}`.
 fn arguments(settings: &[Setting]) -> String {
     let mut sections: BTreeMap<&str, Vec<String>> = BTreeMap::new();
     for Setting { key, value, .. } in settings {

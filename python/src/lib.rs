@@ -1,21 +1,24 @@
-//! `plimsoll._native`: what Python calls. Arguments are the run file and its settings, answers are JSON as the command line
-//! prints it; `plimsoll/` beside this gives them names and types. Whatever takes long lets other threads of the interpreter
-//! run, and what fails is raised with the message, the hints and the exit code of the command line.
+//! `plimsoll._native`, the native module of the Python package.
+//!
+//! Arguments are a run file and its settings; results are the JSON that the command line prints. The Python files in
+//! `plimsoll/` convert them to typed values. Long functions release the interpreter's lock. Failures become exceptions with the
+//! message, the hints and the exit code of the command line.
 
 #![forbid(unsafe_code)]
 
+mod device_server;
 mod failure;
-mod hold;
-mod host;
+mod memory_hold;
 mod training;
 
-use failure::{failed, raised, refusal, working};
+use failure::{argument_error, refusal, run_detached, to_exception};
 use plimsoll_core::{Budget, Bytes, Failure, ParseBudgetError};
 use plimsoll_device::bench::cpu_products;
 use plimsoll_device::probe;
-use plimsoll_plan::request::{DeviceRequest, DevicesRequest, RequestError, Said};
-use plimsoll_train::config::RunFile;
-use plimsoll_train::resolve;
+use plimsoll_plan::device_request::{DeviceAttributes, DeviceRequest, DevicesRequest, RequestError};
+use plimsoll_train::config::RunConfig;
+use plimsoll_train::planning;
+use plimsoll_train::resolve::{self, RunRequest};
 use plimsoll_train::{remote, session::control};
 use plimsoll_watch::devices as shown;
 use pyo3::prelude::*;
@@ -23,31 +26,33 @@ use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// What a run file and settings mean. Without a file they are a run of their own where they name a model, else they
-/// change the built-in example.
-fn run_file(path: Option<&Path>, settings: &[String]) -> Result<RunFile, Failure> {
-    reached(match path {
-        None if settings.iter().any(|setting| setting.starts_with("model.")) => RunFile::from_settings(settings)?,
-        path => RunFile::load(path, settings)?,
+/// Loads a run file with settings, and connects to its remote devices. Settings without a file are a run of their own if they
+/// name a model; otherwise they change the built-in example.
+fn load_run(path: Option<&Path>, settings: &[String]) -> Result<RunRequest, Failure> {
+    with_remote_devices(match path {
+        None if settings.iter().any(|setting| setting.starts_with("model.")) => {
+            RunConfig::from_settings(settings)?.into()
+        }
+        path => RunConfig::load(path, settings)?.into(),
     })
 }
 
-/// The same, with the way to its devices where some are of the cluster: by way of another process of this interpreter.
-fn reached(mut file: RunFile) -> Result<RunFile, Failure> {
-    if file.devices().elsewhere() {
-        let own = |py: Python<'_>| py.import("sys")?.getattr("executable")?.extract::<PathBuf>();
-        let python = Python::attach(own).map_err(|error| Failure::bug(format!("sys.executable: {error}")))?;
-        remote::ray::reach(&mut file, &python)?;
+/// Connects a run to its devices of the cluster, if it has some. The connection starts another process of this interpreter.
+fn with_remote_devices(mut run: RunRequest) -> Result<RunRequest, Failure> {
+    if run.devices().has_remote_devices() {
+        let executable = |py: Python<'_>| py.import("sys")?.getattr("executable")?.extract::<PathBuf>();
+        let python = Python::attach(executable).map_err(|error| Failure::bug(format!("sys.executable: {error}")))?;
+        remote::ray::connect_cluster(&mut run, &python)?;
     }
-    Ok(file)
+    Ok(run)
 }
 
-/// An answer as the command line writes it.
-fn json(answer: &impl Serialize) -> String {
-    serde_json::to_string(answer).expect("answers are plain data")
+/// Formats a result as JSON.
+fn json(result: &impl Serialize) -> String {
+    serde_json::to_string(result).expect("plain data has a JSON form")
 }
 
-/// `plimsoll plan --json`; a plan that does not fit is an answer, too, unless one that fits was asked for.
+/// Returns the JSON of `plimsoll plan --json`. With `must_fit`, a plan that does not fit raises an exception.
 #[pyfunction]
 fn plan(
     py: Python<'_>,
@@ -56,127 +61,133 @@ fn plan(
     explain: bool,
     must_fit: bool,
 ) -> PyResult<String> {
-    working(py, || {
-        let file = run_file(path.as_deref(), &settings)?;
-        let plan = resolve::plan(&file, explain)?.answer.plan;
+    run_detached(py, || {
+        let run = load_run(path.as_deref(), &settings)?;
+        let plan = planning::plan(&run, explain)?.outcome.plan;
         if must_fit && !plan.fits {
-            return Err(refusal(&file.devices(), &plan));
+            return Err(refusal(&run.devices(), &plan));
         }
         Ok(json(&plan))
     })
 }
 
-/// `plimsoll devices --json`.
+/// Returns the JSON of `plimsoll devices --json`.
 #[pyfunction]
 fn devices(py: Python<'_>) -> PyResult<String> {
-    working(py, || Ok(shown::json(&probe::machine())))
+    run_detached(py, || Ok(shown::json(&probe::machine())))
 }
 
-/// The devices that run files with these settings name, as the planner sees them: JSON of each.
+/// Returns JSON of the devices that these settings name, with the rates that the planner uses. Measures unknown rates.
 #[pyfunction]
-fn named_devices(py: Python<'_>, settings: Vec<String>) -> PyResult<String> {
-    working(py, || Ok(json(&resolve::devices(&RunFile::load(None, &settings)?)?)))
+fn resolve_devices(py: Python<'_>, settings: Vec<String>) -> PyResult<String> {
+    run_detached(py, || Ok(json(&resolve::resolve_devices(&RunConfig::load(None, &settings)?.into())?)))
 }
 
-/// The same as far as it is known without measuring rates: JSON of names, kinds and load lines.
+/// Returns JSON of the devices that these settings name: names, kinds and load lines. Measures nothing.
 #[pyfunction]
-fn named_lines(py: Python<'_>, settings: Vec<String>) -> PyResult<String> {
-    working(py, || Ok(json(&resolve::named(&RunFile::load(None, &settings)?)?)))
+fn list_named_devices(py: Python<'_>, settings: Vec<String>) -> PyResult<String> {
+    run_detached(py, || Ok(json(&resolve::list_named_devices(&RunConfig::load(None, &settings)?.into())?)))
 }
 
-/// `plimsoll budget --json`.
+/// Changes the load line of a running run. Returns the JSON of `plimsoll budget --json`.
 #[pyfunction]
 fn budget(py: Python<'_>, run_dir: PathBuf, budget: &str, device: Option<&str>) -> PyResult<String> {
-    working(py, || {
+    run_detached(py, || {
         let budget: Budget = budget.parse().map_err(|error| Failure::input(format!("budget: {error}")))?;
-        Ok(json(&control::ask(&run_dir, device, budget)?))
+        Ok(json(&control::request_budget(&run_dir, device, budget)?))
     })
 }
 
-/// The bytes of a load line, such as `6GiB`, or `50%` of what there is.
+/// Returns the bytes of a budget, such as `6GiB`, or `50%` of `free_bytes`.
 #[pyfunction]
-fn amount(py: Python<'_>, text: &str, of_bytes: u64) -> PyResult<u64> {
-    let budget = text.parse().map_err(|error: ParseBudgetError| Failure::input(error.to_string()));
-    budget.map(|budget: Budget| budget.of(Bytes(of_bytes)).0).map_err(|failure| raised(py, &failure))
+fn budget_bytes(py: Python<'_>, budget: &str, free_bytes: u64) -> PyResult<u64> {
+    let budget = budget.parse().map_err(|error: ParseBudgetError| Failure::input(error.to_string()));
+    budget.map(|budget: Budget| budget.load_line(Bytes(free_bytes)).0).map_err(|failure| to_exception(py, &failure))
 }
 
-/// Bytes for a person, as the other commands say them.
+/// Formats bytes as the command line does, such as `1.50 GiB`.
 #[pyfunction]
-fn readable(count: u64) -> String {
+fn format_bytes(count: u64) -> String {
     Bytes(count).to_string()
 }
 
-/// What each device of a list as in `run.devices` says of itself, as [`Said`](plimsoll_plan::request::Said) has it.
+/// The attributes that an entry of `run.devices` states, for Python.
 #[derive(Serialize)]
-struct Named {
-    /// All of it, as run files write it.
-    word: String,
+struct ParsedDevice {
+    /// The whole entry in the notation of the run file.
+    text: String,
     host: Option<String>,
     device: String,
-    line: Option<String>,
+    budget: Option<String>,
     pace: Option<f64>,
 }
 
-/// What a list as in `run.devices` says of each device that it names, and nothing that it does not.
-fn said(text: &str) -> Result<Vec<(DeviceRequest, Said)>, Failure> {
-    let of_one = |device: DeviceRequest| device.said().map(|said| (device, said));
-    let read =
-        || text.parse::<DevicesRequest>()?.devices.into_iter().map(of_one).collect::<Result<Vec<_>, RequestError>>();
-    read().map_err(|error| {
+/// Parses a list in the notation of `run.devices`: each device with the attributes that its entry states.
+fn parse_entries(text: &str) -> Result<Vec<(DeviceRequest, DeviceAttributes)>, Failure> {
+    let with_attributes = |device: DeviceRequest| device.attributes().map(|attributes| (device, attributes));
+    let parse = || {
+        let devices = text.parse::<DevicesRequest>()?.devices;
+        devices.into_iter().map(with_attributes).collect::<Result<Vec<_>, RequestError>>()
+    };
+    parse().map_err(|error| {
         let failure = Failure::from(error);
         Failure { message: format!("run.devices: {}", failure.message), ..failure }
     })
 }
 
-/// The same: JSON of each.
+/// Parses a list in the notation of `run.devices`. Returns JSON of the attributes of each device.
 #[pyfunction]
-fn named(py: Python<'_>, text: &str) -> PyResult<String> {
-    let named = |(device, said): (DeviceRequest, Said)| Named {
-        word: device.to_string(),
-        host: said.host,
-        device: said.device,
-        line: said.line.map(|line| line.to_string()),
-        pace: said.pace,
+fn parse_devices(py: Python<'_>, text: &str) -> PyResult<String> {
+    let parsed = |(device, attributes): (DeviceRequest, DeviceAttributes)| ParsedDevice {
+        text: device.to_string(),
+        host: attributes.host,
+        device: attributes.device,
+        budget: attributes.budget.map(|budget| budget.to_string()),
+        pace: attributes.pace,
     };
-    let all = said(text).map_err(|failure| raised(py, &failure))?;
-    Ok(json(&all.into_iter().map(named).collect::<Vec<_>>()))
+    let entries = parse_entries(text).map_err(|failure| to_exception(py, &failure))?;
+    Ok(json(&entries.into_iter().map(parsed).collect::<Vec<_>>()))
 }
 
-/// The word of a device for a run that has its bytes: with this load line, and with what it leaves out and its node joined with,
-/// which may be nothing.
+/// Returns the entry of a device for a run that has reserved it: with the load line `budget`, and with missing attributes
+/// taken from the device `joined_as` that its node joined the cluster with.
 #[pyfunction]
-fn placed(py: Python<'_>, word: &str, line: &str, joined: Option<&str>) -> PyResult<String> {
-    let one = |text: &str| said(text).map(|mut all| all.pop().expect("a list names a device").1);
-    let placed = || {
-        let line = line.parse().map_err(failed::<ParseBudgetError>("line"))?;
-        let joined = joined.map(one).transpose()?.unwrap_or_default();
-        one(word).map(|said| said.placed(line, &joined).to_string())
+fn with_node_defaults(py: Python<'_>, device: &str, budget: &str, joined_as: Option<&str>) -> PyResult<String> {
+    let attributes =
+        |text: &str| parse_entries(text).map(|mut entries| entries.pop().expect("a list names a device").1);
+    let complete = || {
+        let budget = budget.parse().map_err(argument_error::<ParseBudgetError>("budget"))?;
+        let joined_as = joined_as.map(attributes).transpose()?.unwrap_or_default();
+        attributes(device).map(|stated| stated.with_node_defaults(budget, &joined_as).to_string())
     };
-    placed().map_err(|failure| raised(py, &failure))
+    complete().map_err(|failure| to_exception(py, &failure))
 }
 
-/// Operations a second of f32 products on so many threads of the processor, measured for so many seconds.
+/// Measures the floating-point operations per second of f32 matrix products on `threads` CPU threads for `seconds`.
 #[pyfunction]
-fn product_flops(py: Python<'_>, threads: u32, seconds: f64) -> PyResult<f64> {
-    working(py, || {
-        let duration = Duration::try_from_secs_f64(seconds).map_err(failed("seconds"))?;
+fn measure_product_flops(py: Python<'_>, threads: u32, seconds: f64) -> PyResult<f64> {
+    run_detached(py, || {
+        let duration = Duration::try_from_secs_f64(seconds).map_err(argument_error("seconds"))?;
         Ok(cpu_products(threads, duration)?.sustained_flops)
     })
 }
 
-/// The module; `plimsoll/_native.pyi` has its types.
+/// The Python module. `plimsoll/_native.pyi` declares its types.
 #[pymodule]
 mod _native {
     #[pymodule_export]
-    use super::hold::Hold;
+    use super::device_server::DeviceServer;
     #[pymodule_export]
-    use super::host::Host;
+    use super::memory_hold::MemoryHold;
     #[pymodule_export]
     use super::training::train;
     #[pymodule_export]
-    use super::{amount, budget, devices, named, named_devices, named_lines, placed, plan, product_flops, readable};
+    use super::{
+        budget, budget_bytes, devices, format_bytes, list_named_devices, measure_product_flops, parse_devices, plan,
+        resolve_devices, with_node_defaults,
+    };
 
-    /// Of the program that this was built with.
+    /// Version of the module and of the command line built with it.
     #[pymodule_export]
     const VERSION: &str = env!("CARGO_PKG_VERSION");
 }

@@ -1,10 +1,12 @@
-//! `train`: the run has a thread of its own, and the thread that called gets its events, one after another, and signals.
+//! The Python function `train`. The run has a thread of its own. The calling thread delivers its events to `on_event` and
+//! handles signals.
 
-use crate::failure::{guarded, raised, refusal};
-use crate::{json, reached, run_file};
+use crate::failure::{catch_panic, refusal, to_exception};
+use crate::{json, load_run, with_remote_devices};
 use plimsoll_core::{Failure, RunStatus};
-use plimsoll_train::config::RunFile;
-use plimsoll_train::session::start::{Outcome, Resumed, Run};
+use plimsoll_train::resolve::RunRequest;
+use plimsoll_train::session::outcome::Outcome;
+use plimsoll_train::session::start::{Resumed, Run};
 use pyo3::exceptions::PyKeyboardInterrupt;
 use pyo3::prelude::*;
 use serde_json::json;
@@ -15,36 +17,38 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-/// How often signals are looked for.
-const PERIOD: Duration = Duration::from_millis(50);
+/// Interval at which the calling thread checks for signals.
+const SIGNAL_PERIOD: Duration = Duration::from_millis(50);
 
-/// As much as a program's first thread has.
+/// Stack of the run's thread, as large as that of a main thread.
 const STACK_BYTES: usize = 8 << 20;
 
-/// What the run's thread says.
-enum Said {
+/// A message from the run's thread.
+enum RunMessage {
     /// A line of `events.jsonl`.
     Event(String),
-    /// How it ended.
+    /// The end of the run.
     Ended(Result<Ended, Failure>),
 }
 
+/// An ended run.
 struct Ended {
     folder: String,
     stopped: bool,
-    answer: String,
+    /// The result as JSON.
+    result: String,
 }
 
-/// What is trained, and how.
-struct Work {
+/// The arguments of `train`.
+struct TrainRequest {
     path: Option<PathBuf>,
     settings: Vec<String>,
     resume: Option<PathBuf>,
     saves: bool,
 }
 
-/// `plimsoll train`. `on_event` is called with each line of `events.jsonl`; where it answers `False`, or raises, the run
-/// ends after its step, as after an interrupt: saved.
+/// Trains and returns the result as JSON. Calls `on_event` with each line of `events.jsonl`. If it returns `False` or raises,
+/// the run saves and ends after its step, as after an interrupt.
 #[pyfunction]
 pub fn train(
     py: Python<'_>,
@@ -54,72 +58,74 @@ pub fn train(
     saves: bool,
     on_event: Option<Py<PyAny>>,
 ) -> PyResult<String> {
-    let (says, said) = channel();
-    let (said, stop) = (Mutex::new(said), Arc::new(AtomicBool::new(false)));
-    let (work, stops) = (Work { path, settings, resume, saves }, Arc::clone(&stop));
+    let (sender, messages) = channel();
+    let (messages, stop) = (Mutex::new(messages), Arc::new(AtomicBool::new(false)));
+    let (request, run_stop) = (TrainRequest { path, settings, resume, saves }, Arc::clone(&stop));
     let run = move || {
-        let ended = guarded(|| work.run(&says, &stops));
-        // Nobody listens any more where the caller was interrupted twice.
-        let _ = says.send(Said::Ended(ended));
+        let ended = catch_panic(|| request.run(&sender, &run_stop));
+        // The receiver is gone if the caller was interrupted twice.
+        let _ = sender.send(RunMessage::Ended(ended));
     };
     thread::Builder::new().name("plimsoll-train".into()).stack_size(STACK_BYTES).spawn(run)?;
-    let mut halted: Option<PyErr> = None;
+    let mut interrupt: Option<PyErr> = None;
     loop {
-        match py.detach(|| next(&said)) {
-            Ok(Said::Event(line)) if halted.is_none() => {
+        match py.detach(|| next(&messages)) {
+            Ok(RunMessage::Event(line)) if interrupt.is_none() => {
                 let answer = on_event.as_ref().map(|on_event| on_event.bind(py).call1((line,)));
                 match answer {
                     Some(Ok(answer)) if answer.is(&*pyo3::types::PyBool::new(py, false)) => {
                         stop.store(true, Ordering::Relaxed);
                     }
-                    Some(Err(error)) => halted = Some(error),
+                    Some(Err(error)) => interrupt = Some(error),
                     _ => {}
                 }
             }
-            Ok(Said::Ended(ended)) => return answer(py, ended, halted),
-            Ok(Said::Event(_)) | Err(RecvTimeoutError::Timeout) => {}
-            Err(RecvTimeoutError::Disconnected) => return Err(raised(py, &Failure::bug("the run ended unseen"))),
+            Ok(RunMessage::Ended(ended)) => return outcome_for_caller(py, ended, interrupt),
+            Ok(RunMessage::Event(_)) | Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => {
+                return Err(to_exception(py, &Failure::bug("the thread of the run ended without a result")));
+            }
         }
         match py.check_signals() {
-            // The second time: the newest checkpoint stands.
-            Err(error) if halted.is_some() => return Err(error),
-            Err(error) => halted = Some(error),
+            // The second interrupt returns at once; the newest checkpoint remains.
+            Err(error) if interrupt.is_some() => return Err(error),
+            Err(error) => interrupt = Some(error),
             Ok(()) => {}
         }
-        if halted.is_some() {
+        if interrupt.is_some() {
             stop.store(true, Ordering::Relaxed);
         }
     }
 }
 
-fn next(said: &Mutex<Receiver<Said>>) -> Result<Said, RecvTimeoutError> {
-    said.lock().unwrap_or_else(PoisonError::into_inner).recv_timeout(PERIOD)
+fn next(messages: &Mutex<Receiver<RunMessage>>) -> Result<RunMessage, RecvTimeoutError> {
+    messages.lock().unwrap_or_else(PoisonError::into_inner).recv_timeout(SIGNAL_PERIOD)
 }
 
-/// What the caller is told in the end. Who was interrupted learns how the run goes on.
-fn answer(py: Python<'_>, ended: Result<Ended, Failure>, halted: Option<PyErr>) -> PyResult<String> {
-    match (ended, halted) {
+/// Returns the result or the exception of an ended run. After an interrupt, the exception says how to resume.
+fn outcome_for_caller(py: Python<'_>, ended: Result<Ended, Failure>, interrupt: Option<PyErr>) -> PyResult<String> {
+    match (ended, interrupt) {
         (Ok(ended), Some(error)) if ended.stopped && error.is_instance_of::<PyKeyboardInterrupt>(py) => {
-            let message = format!("stopped and saved; it goes on with plimsoll.train(resume={:?})", ended.folder);
+            let message = format!("stopped and saved; to resume: plimsoll.train(resume={:?})", ended.folder);
             Err(PyKeyboardInterrupt::new_err(message))
         }
         (_, Some(error)) => Err(error),
-        (Ok(ended), None) => Ok(ended.answer),
-        (Err(failure), None) => Err(raised(py, &failure)),
+        (Ok(ended), None) => Ok(ended.result),
+        (Err(failure), None) => Err(to_exception(py, &failure)),
     }
 }
 
-impl Work {
-    fn run(self, says: &Sender<Said>, stop: &AtomicBool) -> Result<Ended, Failure> {
+impl TrainRequest {
+    fn run(self, sender: &Sender<RunMessage>, stop: &AtomicBool) -> Result<Ended, Failure> {
         let mut run = match &self.resume {
-            Some(folder) => match Run::resume(reached(RunFile::resume(folder, &self.settings)?)?)? {
-                Resumed::Goes(run) => *run,
+            Some(folder) => match Run::resume(with_remote_devices(RunRequest::resume(folder, &self.settings)?)?)? {
+                Resumed::Continue(run) => *run,
                 Resumed::Done(outcome) => return Ok(ended(*outcome)),
             },
             None => {
-                let file = run_file(self.path.as_deref(), &self.settings)?;
-                file.check_trainable()?;
-                Run::new(file)?
+                let request = load_run(self.path.as_deref(), &self.settings)?;
+                request.check_trainable()?;
+                Run::new(request)?
             }
         };
         if !self.saves {
@@ -129,20 +135,20 @@ impl Work {
         let plan = &prepared.planned.plan;
         if !plan.fits {
             let refusal = refusal(&prepared.run.devices(), plan);
-            return Err(match prepared.left_over {
+            return Err(match prepared.process_grew {
                 true => refusal
-                    .hint("making tokens has left this process with more: they are made now, so try again in another"),
+                    .hint("tokenizing has increased the memory of this process; its result is cached, so try again in a new process"),
                 false => refusal,
             });
         }
-        let mut watch = |record: &_| {
-            let _ = says.send(Said::Event(json(record)));
+        let mut observer = |record: &_| {
+            let _ = sender.send(RunMessage::Event(json(record)));
         };
-        Ok(ended(run.start(&mut watch, stop)?))
+        Ok(ended(run.start(&mut observer, stop)?))
     }
 }
 
-/// What a run has left, as a caller reads it.
+/// Converts the outcome of a run to the JSON that the caller gets.
 fn ended(outcome: Outcome) -> Ended {
     let Outcome { result, samples, model, folder } = outcome;
     let samples: Vec<_> = samples
@@ -151,6 +157,6 @@ fn ended(outcome: Outcome) -> Ended {
         .collect();
     let folder = folder.display().to_string();
     let model = model.map(|path| path.display().to_string());
-    let answer = json!({"result": result, "samples": samples, "model": model, "folder": folder});
-    Ended { stopped: result.status == RunStatus::Stopped, answer: answer.to_string(), folder }
+    let content = json!({"result": result, "samples": samples, "model": model, "folder": folder});
+    Ended { stopped: result.status == RunStatus::Stopped, result: content.to_string(), folder }
 }

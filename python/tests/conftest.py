@@ -1,4 +1,4 @@
-"""What all tests have: a watchdog, and rates that are kept for the session alone."""
+"""Fixtures of all tests: a watchdog, a cache for the session, and the shared cluster."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import hosts
 from hosts import Host
 
-#: No test may take longer; one that hangs ends the session with the place where it does.
+#: Longest time of a test. A test that hangs ends the session with a traceback.
 WATCHDOG_SECONDS = 400
 
 
@@ -31,18 +31,18 @@ def watchdog() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def command() -> Path:
-    """The command line that the wheel has brought."""
+    """The command line that the wheel has installed."""
     path = Path(sys.executable).parent / "plimsoll"
-    assert path.is_file(), f"{path} is missing: tests are of the installed wheel (cargo xtask wheel, pip install)"
+    assert path.is_file(), f"{path} is missing: the tests need the installed wheel (cargo xtask wheel, pip install)"
     return path
 
 
 @pytest.fixture(scope="session")
-def pair_of_all() -> Iterator[tuple[Host, Host]]:
-    """The one cluster of all tests: they leave it as they found it, but for those at the end that take it apart."""
+def shared_pair() -> Iterator[tuple[Host, Host]]:
+    """The cluster of all tests. Tests leave it unchanged, except those that disrupt it, which run last and repair it."""
     pytest.importorskip("ray", reason="no Ray: pip install 'plimsoll-train[ray]'")
-    if refused := hosts.refusal():
-        pytest.skip(refused)
+    if missing := hosts.missing_requirement():
+        pytest.skip(missing)
     with hosts.cluster() as (alpha, beta):
         yield alpha, beta
 
@@ -53,23 +53,22 @@ FAILED = pytest.StashKey[bool]()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Its fixtures know that."""
+    """Records a failure for the fixtures of the test."""
     report = yield
     item.stash[FAILED] = item.stash.get(FAILED, False) or report.failed
     return report
 
 
 @pytest.fixture
-def pair(request: pytest.FixtureRequest, pair_of_all: tuple[Host, Host]) -> Iterator[tuple[Host, Host]]:
-    """The hosts of that cluster. A run that a test which failed has left behind ends with it: the next needs its bytes; and whoever
-    it has left out is part of the cluster again."""
-    yield pair_of_all
-    for host in pair_of_all:
+def pair(request: pytest.FixtureRequest, shared_pair: tuple[Host, Host]) -> Iterator[tuple[Host, Host]]:
+    """The hosts of the shared cluster. After a test, its runs are ended; after a failed test, the cluster is repaired."""
+    yield shared_pair
+    for host in shared_pair:
         host.end_started()
     if request.node.stash.get(FAILED, False):
-        hosts.mend(pair_of_all)
+        hosts.repair_cluster(shared_pair)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those go last."""
-    items.sort(key=lambda item: item.get_closest_marker("takes_apart") is not None)
+    """Runs tests that disrupt the cluster last."""
+    items.sort(key=lambda item: item.get_closest_marker("disrupts_cluster") is not None)

@@ -1,5 +1,8 @@
-"""Two or three hosts on one machine, as network namespaces: each with an address of its own, a link that is shaped, and a cable
-that can be pulled. The switch between them is a namespace, too: nothing of the machine's own network is touched."""
+"""Two or three simulated hosts on one machine, as network namespaces.
+
+Each has its own address, a link with a limited rate, and a cable that can be unplugged. The switch between them is a namespace
+too, so the network of the machine itself does not change.
+"""
 
 from __future__ import annotations
 
@@ -18,23 +21,23 @@ from pathlib import Path
 
 import plimsoll
 
-# Where `ip` and `tc` are, and not every user looks.
+# The folders of `ip` and `tc`, which are not in every user's PATH.
 os.environ["PATH"] = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
-#: The command line that the wheel has brought.
+#: The command line that the wheel has installed.
 COMMAND = Path(sys.executable).parent / "plimsoll"
-#: Numbers of networks: several may be there at once.
+#: Counter of networks, of which several may exist at once.
 NETWORKS = itertools.count()
-#: What hosts of a cluster give it, and who may come in.
+#: Devices of the hosts of a cluster, and its token.
 ALPHA, BETA, GAMMA = "virtual:a=600MiB@0.5", "virtual:b=300MiB@0.3", "virtual:c=300MiB@0.3"
 TOKEN = "of-the-tests"
-#: How long a command may take.
-COMMAND_SECONDS = 150
+#: Seconds that a command may take.
+COMMAND_TIMEOUT_SECONDS = 150
 
 
 @dataclass
 class Host:
-    """A host that has joined the switch."""
+    """A host that is connected to the switch."""
 
     name: str
     ip: str
@@ -43,36 +46,36 @@ class Host:
     port: str
     state: Path
     tmp: Path
-    #: What else is set for all that runs here.
+    #: Additional environment variables of all its processes.
     env: dict[str, str] = field(default_factory=dict)
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def environment(self) -> dict[str, str]:
-        """What is different here: the state folder, and where Ray has its sockets."""
+        """Returns the environment of its processes, with its own state folder and its own folder for Ray's sockets."""
         return {**os.environ, "PLIMSOLL_RAY_STATE": str(self.state), "TMPDIR": str(self.tmp), **self.env}
 
-    def _words(self, words: Sequence[str | Path]) -> list[str]:
+    def _in_namespace(self, words: Sequence[str | Path]) -> list[str]:
         return ["ip", "netns", "exec", self.namespace, *map(str, words)]
 
     def run(self, *words: str | Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        """Runs a command here to its end."""
+        """Runs a command on the host."""
         return subprocess.run(
-            self._words(words),
+            self._in_namespace(words),
             env={**self.environment(), **(env or {})},
             capture_output=True,
             text=True,
-            timeout=COMMAND_SECONDS,
+            timeout=COMMAND_TIMEOUT_SECONDS,
             cwd=self.tmp,
         )
 
     def plimsoll(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """Runs the command line here."""
+        """Runs `plimsoll` on the host."""
         return self.run(COMMAND, *words)
 
     def start(self, *words: str | Path, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-        """Starts a command here, in a session of its own."""
+        """Starts a command on the host, in a session of its own."""
         process = subprocess.Popen(
-            self._words(words),
+            self._in_namespace(words),
             env={**self.environment(), **(env or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -84,21 +87,21 @@ class Host:
         return process
 
     def pull_cable(self) -> None:
-        """From now on nothing comes or goes."""
+        """Disconnects the host from the switch."""
         _ip("-n", self.switch, "link", "set", self.port, "down")
 
     def plug_in(self) -> None:
-        """The cable is back."""
+        """Connects the host to the switch again."""
         _ip("-n", self.switch, "link", "set", self.port, "up")
 
     def end(self) -> None:
-        """Ends what was started here, whatever its state."""
+        """Leaves the cluster and ends all started processes."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.plimsoll("leave")
         self.end_started()
 
     def end_started(self) -> None:
-        """Ends what was started here and has not ended."""
+        """Kills the started processes that are still running."""
         for process in self.started:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -109,8 +112,8 @@ class Host:
         self.started.clear()
 
 
-def refusal() -> str | None:
-    """Why there can be no namespaces here; none where there can."""
+def missing_requirement() -> str | None:
+    """Returns the reason why this machine cannot simulate hosts; `None` if it can."""
     if shutil.which("ip") is None or shutil.which("tc") is None:
         return "no `ip` or no `tc` (Debian: iproute2)"
     name = f"plm{os.getpid()}t"
@@ -119,21 +122,21 @@ def refusal() -> str | None:
         return f"network namespaces are not permitted: {tried.stderr.strip()}"
     tried = subprocess.run(["ip", "-n", name, "link", "add", "switch", "type", "bridge"], capture_output=True, text=True, timeout=10)
     _ip("netns", "del", name)
-    return f"no bridge can be made in a namespace: {tried.stderr.strip()}" if tried.returncode else None
+    return f"a bridge cannot be created in a namespace: {tried.stderr.strip()}" if tried.returncode else None
 
 
-def ready_for_script() -> None:
-    """Ends a script with 2 where there can be no hosts; whoever ends it later leaves no cluster behind."""
-    if refused := refusal():
-        print(f"error: {refused}", file=sys.stderr)
+def prepare_script() -> None:
+    """Exits with 2 if hosts cannot be simulated. Makes signals raise `SystemExit`, so that the cluster is removed at exit."""
+    if missing := missing_requirement():
+        print(f"error: {missing}", file=sys.stderr)
         sys.exit(2)
-    for ends in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(ends, lambda *_: sys.exit(1))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: sys.exit(1))
 
 
 @contextlib.contextmanager
 def network(names: Sequence[str], *, rate: str = "1gbit") -> Iterator[list[Host]]:
-    """Hosts on a switch; each sends at ``rate`` at most."""
+    """Creates hosts on a switch, each of which sends at most at ``rate``."""
     mark, tmp = f"plm{os.getpid()}n{next(NETWORKS)}", Path(tempfile.mkdtemp(prefix="plm", dir="/tmp"))
     switch, hosts = f"{mark}s", list[Host]()
     try:
@@ -151,7 +154,7 @@ def network(names: Sequence[str], *, rate: str = "1gbit") -> Iterator[list[Host]
             _ip("-n", namespace, "addr", "add", f"{ip}/24", "dev", "eth0")
             _ip("-n", namespace, "link", "set", "lo", "up")
             _ip("-n", namespace, "link", "set", "eth0", "up")
-            # Asked for the way to anywhere, a host names its own address; nothing leads out of the switch.
+            # The default route makes the host use this address. No route leads out of the switch.
             _ip("-n", namespace, "route", "add", "default", "via", "10.77.0.254")
             shape = ["tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
             subprocess.run(["tc", "-n", namespace, "qdisc", "add", "dev", "eth0", "root", *shape], check=True, timeout=10)
@@ -170,11 +173,11 @@ def _ip(*words: str) -> None:
 
 @contextlib.contextmanager
 def cluster(devices: Sequence[str] = (ALPHA, BETA)) -> Iterator[list[Host]]:
-    """Hosts that give these devices, the first of which is the head of a cluster that the others have joined."""
+    """Creates hosts that have joined a cluster with these devices. The first host is the head."""
     with network(["alpha", "beta", "gamma"][: len(devices)]) as (alpha, *others):
         for host in (alpha, *others):
             host.env["PLIMSOLL_CACHE"] = str(host.tmp)
-            know_rates(host.tmp)
+            write_rates(host.tmp)
         join_head(alpha, devices[0], "--token", TOKEN)
         for host, device in zip(others, devices[1:]):
             join(host, device)
@@ -182,28 +185,28 @@ def cluster(devices: Sequence[str] = (ALPHA, BETA)) -> Iterator[list[Host]]:
 
 
 def join_head(host: Host, device: str = ALPHA, *words: str) -> None:
-    """The first joins, with this device; one that was the head has the token still."""
+    """Starts the cluster on a host with this device. A host that was the head before still has the token."""
     joined = host.plimsoll("join", "--head", "--name", host.name, "--devices", device, *words)
     assert joined.returncode == 0, joined.stderr
-    assert joined.stdout.startswith(f"the head of the cluster at {host.ip}:7300, as {host.ip}\n")
+    assert joined.stdout.startswith(f"head of the cluster at {host.ip}:7300, as {host.ip}\n")
     assert f"{host.name}/{device.partition('=')[0]} (simulated)" in joined.stdout
     assert f"plimsoll join {host.ip}:7300 --token {TOKEN}\n" in joined.stdout
 
 
 def join(host: Host, device: str = BETA) -> None:
-    """One of the others joins, with this device."""
+    """Joins the cluster with this device."""
     joined = host.plimsoll("join", "10.77.0.1", "--name", host.name, "--token", TOKEN, "--devices", device)
     assert joined.returncode == 0, joined.stderr
-    assert joined.stdout.startswith(f"part of the cluster at 10.77.0.1:7300, as {host.ip}\n")
+    assert joined.stdout.startswith(f"member of the cluster at 10.77.0.1:7300, as {host.ip}\n")
 
 
-def mend(there: Sequence[Host], devices: Sequence[str] = (ALPHA, BETA)) -> None:
-    """Whoever a test that failed half way has left out of the cluster is part of it again."""
-    head, *others = there
-    for host in there:
+def repair_cluster(all_hosts: Sequence[Host], devices: Sequence[str] = (ALPHA, BETA)) -> None:
+    """Makes all hosts members of the cluster again, after a test that failed half way."""
+    head, *others = all_hosts
+    for host in all_hosts:
         host.plug_in()
-    said = head.plimsoll("cluster", "--json")
-    alive = {node["ip"] for node in json.loads(said.stdout)["nodes"] if node["alive"]} if said.returncode == 0 else set()
+    state = head.plimsoll("cluster", "--json")
+    alive = {node["ip"] for node in json.loads(state.stdout)["nodes"] if node["alive"]} if state.returncode == 0 else set()
     if head.ip not in alive:
         head.plimsoll("leave")
         join_head(head, devices[0], "--token", TOKEN)
@@ -213,8 +216,8 @@ def mend(there: Sequence[Host], devices: Sequence[str] = (ALPHA, BETA)) -> None:
             join(host, device)
 
 
-def know_rates(folder: Path) -> None:
-    """Rates as if they had been measured: plans are the same however busy this machine is."""
+def write_rates(folder: Path) -> None:
+    """Stores fixed rates as if they had been measured, so that plans do not depend on the load of this machine."""
     cpu = plimsoll.devices()["devices"][0]
     rates = {
         "f32_flops": 5e10,
@@ -224,6 +227,6 @@ def know_rates(folder: Path) -> None:
         "host_link": {"bytes_per_second": 1e10, "latency_seconds": 2e-6},
         "measured": True,
     }
-    of = {"plimsoll": plimsoll.__version__, "device": "cpu", "model": cpu["model"], "features": cpu["features"], "rates": rates}
-    known = [{**of, "threads": threads} for threads in range(1, cpu["threads"] + 1)]
-    (folder / "devices.json").write_text(json.dumps(known))
+    entry = {"plimsoll": plimsoll.__version__, "device": "cpu", "model": cpu["model"], "features": cpu["features"], "rates": rates}
+    entries = [{**entry, "threads": threads} for threads in range(1, cpu["threads"] + 1)]
+    (folder / "devices.json").write_text(json.dumps(entries))

@@ -1,6 +1,8 @@
-//! `cargo xtask arrows`: the shape of the house. Which crate may depend on which, that every crate of
-//! others has its reason written down, and that `unsafe` stands in one crate only. The same check runs
-//! as a test.
+//! `cargo xtask arrows`: checks the structure of the workspace. It also runs as a test.
+//!
+//! - Crates only depend on the crates that [`ARROWS`] allows.
+//! - Every external dependency has a reason in `docs/ARCHITECTURE.md`.
+//! - Only one crate contains `unsafe` code.
 
 use anyhow::{Context, bail};
 use serde::Deserialize;
@@ -8,8 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Each crate and the crates of the workspace that it may depend on, tests included. A crate that is
-/// not here may not exist.
+/// Each crate with the crates of the workspace that it may depend on, also in tests. Other crates are not allowed.
 const ARROWS: &[(&str, &[&str])] = &[
     ("plimsoll-core", &[]),
     ("plimsoll-program", &["plimsoll-core"]),
@@ -25,13 +26,13 @@ const ARROWS: &[(&str, &[&str])] = &[
 const LIBRARIES: &[&str] =
     &["plimsoll-core", "plimsoll-program", "plimsoll-plan", "plimsoll-device", "plimsoll-train", "plimsoll-watch"];
 
-/// The one crate that may hold unsafe code.
+/// The only crate that may contain unsafe code.
 const UNSAFE_CRATE: &str = "plimsoll-device";
 
-/// Where every crate of others stands with what it is for, and why this one.
+/// File with a table of all external dependencies and their reasons.
 const REASONS: &str = "docs/ARCHITECTURE.md";
 
-/// What a crate root outside of [`UNSAFE_CRATE`] says, so that the compiler checks it, too.
+/// Attribute that every other crate root needs, so that the compiler checks it as well.
 const FORBID: &str = "#![forbid(unsafe_code)]";
 
 #[derive(Deserialize)]
@@ -58,26 +59,26 @@ struct Target {
     src_path: PathBuf,
 }
 
-/// Checks the workspace that this was built from, and prints what it found.
+/// Checks the workspace and prints the result.
 pub fn run() -> anyhow::Result<()> {
     let packages = packages()?;
     let reasons = read(&Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(REASONS))?;
-    let wrong: Vec<String> = strays(&packages, ARROWS)
+    let wrong: Vec<String> = disallowed_dependencies(&packages, ARROWS)
         .into_iter()
         .chain(without_reason(&packages, &reasons))
         .chain(unsafe_code(&packages)?)
         .collect();
     if !wrong.is_empty() {
-        bail!("the house is out of shape\n  {}", wrong.join("\n  "));
+        bail!("the workspace breaks its rules:\n  {}", wrong.join("\n  "));
     }
     println!(
-        "arrows: {} crates depend only on what they may, and unsafe code is in {UNSAFE_CRATE} alone",
+        "arrows: {} crates only have allowed dependencies, and only {UNSAFE_CRATE} has unsafe code",
         packages.len()
     );
     Ok(())
 }
 
-/// The crates of the workspace, as cargo sees them.
+/// Reads the crates of the workspace from `cargo metadata`.
 fn packages() -> anyhow::Result<Vec<Package>> {
     let output = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
         .args(["metadata", "--no-deps", "--offline", "--format-version=1"])
@@ -90,13 +91,13 @@ fn packages() -> anyhow::Result<Vec<Package>> {
     Ok(serde_json::from_slice::<Metadata>(&output.stdout).context("cannot read what cargo metadata printed")?.packages)
 }
 
-/// Every dependency within the workspace that has no arrow, and every crate that is missing on one side.
-fn strays(packages: &[Package], arrows: &[(&str, &[&str])]) -> Vec<String> {
+/// Returns every dependency within the workspace that is not allowed, every unlisted crate, and every missing crate.
+fn disallowed_dependencies(packages: &[Package], arrows: &[(&str, &[&str])]) -> Vec<String> {
     let allowed: BTreeMap<&str, &[&str]> = arrows.iter().copied().collect();
     let mut wrong = Vec::new();
     for package in packages {
         let Some(arrows) = allowed.get(package.name.as_str()) else {
-            wrong.push(format!("{} has no place in the house", package.name));
+            wrong.push(format!("{} is not in the list of crates (ARROWS)", package.name));
             continue;
         };
         for dependency in &package.dependencies {
@@ -114,7 +115,7 @@ fn strays(packages: &[Package], arrows: &[(&str, &[&str])]) -> Vec<String> {
     wrong
 }
 
-/// Every crate of others that no row of the table of reasons begins with.
+/// Returns every external dependency without a row in the table of reasons.
 fn without_reason(packages: &[Package], reasons: &str) -> BTreeSet<String> {
     let first_cells = reasons.lines().filter_map(|line| line.strip_prefix("| ")?.split(" |").next());
     let named: BTreeSet<&str> = first_cells.flat_map(|cell| cell.split('`').skip(1).step_by(2)).collect();
@@ -124,8 +125,8 @@ fn without_reason(packages: &[Package], reasons: &str) -> BTreeSet<String> {
         .collect()
 }
 
-/// Every crate root that does not forbid unsafe code, and every line with unsafe code, outside of the one
-/// crate that may hold it. Tests and examples are read as well: a crate root does not speak for them.
+/// Returns every crate root that does not forbid unsafe code, and every line with unsafe code, outside of
+/// [`UNSAFE_CRATE`]. Tests and examples are checked as well, because the attribute of a crate root does not cover them.
 fn unsafe_code(packages: &[Package]) -> anyhow::Result<Vec<String>> {
     let mut wrong = Vec::new();
     for package in packages.iter().filter(|package| package.name != UNSAFE_CRATE) {
@@ -136,7 +137,7 @@ fn unsafe_code(packages: &[Package]) -> anyhow::Result<Vec<String>> {
                 wrong.push(format!("{} does not say {FORBID}", root.src_path.display()));
             }
         }
-        let folder = package.manifest_path.parent().context("a manifest lies in a folder")?;
+        let folder = package.manifest_path.parent().context("the manifest has no folder")?;
         let mut files = Vec::new();
         rust_files(folder, &mut files)?;
         for file in files {
@@ -148,7 +149,7 @@ fn unsafe_code(packages: &[Package]) -> anyhow::Result<Vec<String>> {
     Ok(wrong)
 }
 
-/// Whether a line opens unsafe code; the word in comments, strings and lint names does not.
+/// Whether a line starts unsafe code. The word in comments, strings and lint names does not count.
 fn is_unsafe(line: &str) -> bool {
     let code = line.split("//").next().unwrap_or_default();
     code.match_indices("unsafe").any(|(start, word)| {
@@ -180,7 +181,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn crates_depend_only_on_what_they_may_and_unsafe_stays_in_one() {
+    fn workspace_follows_its_rules() {
         run().unwrap();
     }
 
@@ -194,27 +195,31 @@ mod tests {
     }
 
     #[test]
-    fn a_dependency_without_its_line_is_found() {
+    fn dependency_without_reason_is_found() {
         let packages = [package("low", &["serde", "half"]), package("high", &["low", "half"])];
         let reasons = "`half` is nice.\n| crate | why |\n| `serde` (`derive`), `toml` | `half` |\n";
         assert_eq!(Vec::from_iter(without_reason(&packages, reasons)), ["half has no line in docs/ARCHITECTURE.md"]);
     }
 
     #[test]
-    fn a_wrong_arrow_a_new_crate_and_a_missing_one_are_found() {
+    fn forbidden_unlisted_and_missing_crates_are_found() {
         let packages = [package("low", &["serde"]), package("high", &["low", "side"]), package("side", &[])];
         let arrows: &[(&str, &[&str])] = &[("low", &[]), ("high", &["low"]), ("gone", &[])];
-        let wrong = strays(&packages, arrows);
+        let wrong = disallowed_dependencies(&packages, arrows);
         assert_eq!(
             wrong,
-            ["high may not depend on side", "side has no place in the house", "gone is not in the workspace"]
+            [
+                "high may not depend on side",
+                "side is not in the list of crates (ARROWS)",
+                "gone is not in the workspace"
+            ]
         );
-        assert!(strays(&packages[..1], &arrows[..1]).is_empty());
+        assert!(disallowed_dependencies(&packages[..1], &arrows[..1]).is_empty());
     }
 
     #[test]
-    fn unsafe_code_is_told_from_the_word() {
-        // In capitals here, so that this file passes its own check.
+    fn only_unsafe_code_counts_not_the_word() {
+        // Written in capitals, so that this file passes its own check.
         for code in
             ["    UNSAFE { *p }", "pub UNSAFE fn f() {", "UNSAFE impl Send for A {}", "x = UNSAFE", "#[UNSAFE(a)]"]
         {

@@ -1,11 +1,14 @@
-//! `cargo xtask cuda-check`: what can be shown about the CUDA kernels without a GPU. Every unit is
-//! compiled for every architecture, nothing may be spilled, and the table of what each kernel needs is
-//! written down; what is called of NVIDIA's libraries is compared with their headers, and found in the libraries
-//! themselves; then the kernels' arithmetic runs on the CPU (`crates/plimsoll-device/tests/cuda_shim`), and the real
-//! programs run on a stand-in for a GPU (`crates/plimsoll-device/tests/cuda_stand_in`).
+//! `cargo xtask cuda-check`: checks the CUDA kernels without a GPU.
 //!
-//! NVRTC, ptxas, headers and libraries come from PyPI into `parity/cuda/.venv`, or lie in the venv that
-//! `PLIMSOLL_CUDA_VENV` names.
+//! - Every unit compiles for every architecture without register spills; a table lists the resources of each kernel.
+//! - Calls into NVIDIA's libraries match their headers, and the functions exist in the libraries.
+//! - The kernels compute correct results on the CPU (`crates/plimsoll-device/tests/cuda_shim`).
+//!
+//! `cargo xtask stand-in` runs the whole program on a stand-in for a GPU
+//! (`crates/plimsoll-device/tests/cuda_stand_in`).
+//!
+//! NVRTC, ptxas, headers and libraries are installed from PyPI into `parity/cuda/.venv`, unless `PLIMSOLL_CUDA_VENV`
+//! names a venv that has them.
 
 use crate::program;
 use crate::stand_in::{self, succeed};
@@ -20,22 +23,22 @@ use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// Ampere (A100; consumer), Ada, Hopper, Blackwell (consumer).
+/// Compute capabilities: Ampere (A100 and consumer), Ada, Hopper, Blackwell (consumer).
 const ARCHS: [&str; 5] = ["80", "86", "89", "90", "120"];
-/// Head dimensions of published models of the family.
+/// Head dimensions of published models.
 const HEAD_DIMS: [u64; 6] = [16, 32, 64, 80, 96, 128];
-/// Where the table goes.
+/// File for the table of kernel resources.
 const TABLE: &str = "docs/measured/cuda-kernels.md";
 
-/// What compiled.
+/// Compiler that `compile.py` reports.
 #[derive(Deserialize)]
 struct Compiler {
     nvrtc: String,
 }
 
-/// What a kernel needs on an architecture.
+/// Resources of a kernel on an architecture.
 #[derive(Deserialize)]
-struct Needs {
+struct KernelResources {
     unit: String,
     arch: String,
     kernel: String,
@@ -46,27 +49,27 @@ struct Needs {
     static_shared_bytes: u64,
 }
 
-/// The chore.
+/// Runs the chore.
 ///
 /// # Errors
-/// When a unit does not compile (its log is on stderr), a kernel spills, or a result is wrong.
+/// A unit does not compile (its log is on stderr), a kernel spills registers, or a result is wrong.
 pub fn run() -> anyhow::Result<()> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("the workspace's root")?;
     let python = python(root)?;
-    declarations(root, &python)?;
+    check_declarations(root, &python)?;
     let units = Unit::all(&HEAD_DIMS);
     let folder = write_units(root, &units)?;
-    let (compiler, needs) = compile(root, &python, &folder)?;
-    check(&units, &needs)?;
+    let (compiler, resources) = compile(root, &python, &folder)?;
+    check(&units, &resources)?;
     let table = root.join(TABLE);
     std::fs::create_dir_all(table.parent().context("the table's folder")?)?;
-    std::fs::write(&table, document(&compiler, &needs)).with_context(|| format!("writing {TABLE}"))?;
-    println!("{} units compile for sm_{}, nothing is spilled: {TABLE}", units.len(), ARCHS.join(", sm_"));
-    into_machine_code(root, &python)?;
-    arithmetic(root)
+    std::fs::write(&table, markdown_table(&compiler, &resources)).with_context(|| format!("writing {TABLE}"))?;
+    println!("{} units compile for sm_{} without register spills: {TABLE}", units.len(), ARCHS.join(", sm_"));
+    test_compilation(root, &python)?;
+    test_kernels_on_cpu(root)
 }
 
-/// A Python whose venv holds what `parity/cuda/requirements.txt` lists.
+/// Returns a Python interpreter with the packages in `parity/cuda/requirements.txt`.
 fn python(root: &Path) -> anyhow::Result<PathBuf> {
     let here = root.join("parity/cuda");
     if let Some(venv) = std::env::var_os("PLIMSOLL_CUDA_VENV") {
@@ -74,7 +77,7 @@ fn python(root: &Path) -> anyhow::Result<PathBuf> {
     }
     let (venv, wanted) = (here.join(".venv"), here.join("requirements.txt"));
     let (python, installed) = (venv.join("bin/python"), venv.join("installed.txt"));
-    // The stamp is the list that was installed: a half-made or outdated venv is completed.
+    // A copy of the list marks a complete venv. A partial or outdated venv is installed again.
     if std::fs::read(&wanted)? != std::fs::read(&installed).unwrap_or_default() {
         succeed(Command::new("python3").args(["-m", "venv"]).arg(&venv))?;
         let pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--requirement"];
@@ -84,13 +87,13 @@ fn python(root: &Path) -> anyhow::Result<PathBuf> {
     Ok(python)
 }
 
-/// The folder of a venv that a Python belongs to.
+/// Returns the venv folder of a Python interpreter.
 fn venv(python: &Path) -> anyhow::Result<&Path> {
     python.parent().and_then(Path::parent).context("the venv's folder")
 }
 
-/// What is called, passed and read of each library, against its headers.
-fn declarations(root: &Path, python: &Path) -> anyhow::Result<()> {
+/// Compares our declarations of functions, constants and structures of each library with its headers.
+fn check_declarations(root: &Path, python: &Path) -> anyhow::Result<()> {
     ensure!(Command::new("g++").arg("--version").output().is_ok(), "g++ is needed to read NVIDIA's headers");
     let pattern = venv(python)?.join("lib/python*/site-packages/nvidia/*/include");
     let folders: Vec<PathBuf> =
@@ -104,7 +107,7 @@ fn declarations(root: &Path, python: &Path) -> anyhow::Result<()> {
             let mut compiler = Command::new("g++");
             compiler.args(["-std=c++17", "-fsyntax-only"]);
             for folder in &folders {
-                // As the system's: what NVIDIA's headers warn of is not ours.
+                // System includes, to suppress warnings in NVIDIA's headers.
                 compiler.arg("-isystem").arg(folder);
             }
             Ok(compiler.arg(&source).output()?)
@@ -113,18 +116,18 @@ fn declarations(root: &Path, python: &Path) -> anyhow::Result<()> {
         let said = read(text.clone())?;
         ensure!(
             said.status.success(),
-            "{} is not what its headers say:\n{}",
+            "our declarations of {} do not match its headers:\n{}",
             library.name,
             String::from_utf8_lossy(&said.stderr)
         );
-        // That a compiler which finds nothing would find something: each function with one more argument.
+        // Negative test: with one more argument for each function, the compiler has to report all of them.
         let wrong = text.replace(">(), \"", ", 1>(), \"");
         let said = String::from_utf8_lossy(&read(wrong)?.stderr).into_owned();
         for call in &library.calls {
-            ensure!(said.contains(&format!("{} is called otherwise", call.name)), "{}: not compared", call.name);
+            ensure!(said.contains(&format!("{} has another signature", call.name)), "{}: not checked", call.name);
         }
         println!(
-            "{}: {} functions, {} numbers and {} structures are as {} says",
+            "{}: {} functions, {} constants and {} structures match {}",
             library.name,
             library.calls.len(),
             library.numbers.len(),
@@ -136,7 +139,7 @@ fn declarations(root: &Path, python: &Path) -> anyhow::Result<()> {
     succeed(Command::new("cargo").args(tests).env("VIRTUAL_ENV", venv(python)?).current_dir(root))
 }
 
-/// Each unit as a file of its own, where nothing else lies.
+/// Writes each unit to a file of its own in an empty folder.
 fn write_units(root: &Path, units: &[Unit]) -> anyhow::Result<PathBuf> {
     let folder = root.join("target/cuda-check");
     if folder.exists() {
@@ -149,7 +152,8 @@ fn write_units(root: &Path, units: &[Unit]) -> anyhow::Result<PathBuf> {
     Ok(folder)
 }
 
-fn compile(root: &Path, python: &Path, folder: &Path) -> anyhow::Result<(Compiler, Vec<Needs>)> {
+/// Compiles all units and returns the compiler and the resources of each kernel.
+fn compile(root: &Path, python: &Path, folder: &Path) -> anyhow::Result<(Compiler, Vec<KernelResources>)> {
     let mut command = Command::new(python);
     command
         .arg(root.join("parity/cuda/compile.py"))
@@ -160,16 +164,17 @@ fn compile(root: &Path, python: &Path, folder: &Path) -> anyhow::Result<(Compile
     let mut child = command.spawn().with_context(|| format!("running {command:?}"))?;
     let mut lines = BufReader::new(child.stdout.take().context("its output")?).lines();
     let first = lines.next().transpose()?.unwrap_or_default();
-    let needs = lines.map(|line| Ok(serde_json::from_str(&line?)?)).collect::<anyhow::Result<Vec<Needs>>>();
+    let resources =
+        lines.map(|line| Ok(serde_json::from_str(&line?)?)).collect::<anyhow::Result<Vec<KernelResources>>>();
     let status = child.wait()?;
     ensure!(status.success(), "not every unit compiles: {status}");
-    Ok((serde_json::from_str(&first).context("the first line of compile.py")?, needs?))
+    Ok((serde_json::from_str(&first).context("the first line of compile.py")?, resources?))
 }
 
-/// Every kernel of every unit is there for every architecture, and keeps its values in registers.
-fn check(units: &[Unit], needs: &[Needs]) -> anyhow::Result<()> {
+/// Checks that every kernel of every unit exists for every architecture and spills no registers.
+fn check(units: &[Unit], resources: &[KernelResources]) -> anyhow::Result<()> {
     let found: BTreeSet<(&str, &str, &str)> =
-        needs.iter().map(|n| (n.unit.as_str(), n.kernel.as_str(), n.arch.as_str())).collect();
+        resources.iter().map(|n| (n.unit.as_str(), n.kernel.as_str(), n.arch.as_str())).collect();
     for unit in units {
         for kernel in unit.family().kernels() {
             for arch in ARCHS {
@@ -178,7 +183,7 @@ fn check(units: &[Unit], needs: &[Needs]) -> anyhow::Result<()> {
             }
         }
     }
-    let spilled: Vec<String> = needs
+    let spilled: Vec<String> = resources
         .iter()
         .filter(|n| n.spill_store_bytes + n.spill_load_bytes > 0)
         .map(|n| format!("{} of {} on sm_{}: {} bytes", n.kernel, n.unit, n.arch, n.spill_store_bytes))
@@ -189,13 +194,13 @@ fn check(units: &[Unit], needs: &[Needs]) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A row of the table: what a kernel needs, by architecture and whether activations are bf16.
-type Row<'a> = BTreeMap<(&'a str, bool), &'a Needs>;
+/// A row of the table: the resources of a kernel by architecture, without and with bf16 activations.
+type Row<'a> = BTreeMap<(&'a str, bool), &'a KernelResources>;
 
-/// The table: a row for each kernel and head dimension, a column for each architecture.
-fn document(compiler: &Compiler, needs: &[Needs]) -> String {
+/// Formats the table, with a row for each kernel and head dimension and a column for each architecture.
+fn markdown_table(compiler: &Compiler, resources: &[KernelResources]) -> String {
     let mut rows: BTreeMap<(String, &str), Row> = BTreeMap::new();
-    for n in needs {
+    for n in resources {
         let (bf16, unit) = (n.unit.contains("-bf16"), n.unit.replace("-f32", "").replace("-bf16", ""));
         let unit = match unit.rsplit_once('-') {
             Some((family, head_dim)) => format!("{family} {head_dim:>3}"),
@@ -221,7 +226,7 @@ fn document(compiler: &Compiler, needs: &[Needs]) -> String {
             let both = [false, true].map(|bf16| of.get(&(arch, bf16)).map(|n| n.registers.to_string()));
             both.into_iter().flatten().collect::<Vec<_>>().join(" / ")
         };
-        let most = |bytes: fn(&Needs) -> u64| of.values().map(|n| bytes(n)).max().unwrap_or(0);
+        let most = |bytes: fn(&KernelResources) -> u64| of.values().map(|n| bytes(n)).max().unwrap_or(0);
         let _ = writeln!(
             text,
             "| {unit} | {kernel} | {} | {} | {} |",
@@ -233,14 +238,14 @@ fn document(compiler: &Compiler, needs: &[Needs]) -> String {
     text
 }
 
-/// Plimsoll's own way from a unit to machine code, and back from the cache, with the NVRTC that it finds in the venv.
-fn into_machine_code(root: &Path, python: &Path) -> anyhow::Result<()> {
+/// Runs the tests of our own compilation and its cache, with the NVRTC of the venv.
+fn test_compilation(root: &Path, python: &Path) -> anyhow::Result<()> {
     let tests = ["test", "--workspace", "--lib", "cuda::compile", "--", "--ignored"];
     succeed(Command::new("cargo").args(tests).env("VIRTUAL_ENV", venv(python)?).current_dir(root))
 }
 
-/// The kernels on the CPU, against the CPU's own.
-fn arithmetic(root: &Path) -> anyhow::Result<()> {
+/// Runs the kernels on the CPU and compares them with the CPU implementation.
+fn test_kernels_on_cpu(root: &Path) -> anyhow::Result<()> {
     ensure!(Command::new("g++").arg("--version").output().is_ok(), "g++ is needed to run kernels on the CPU");
     let two = ("PLIMSOLL_STAND_IN_MEMORY", "8GiB,8GiB,1GiB");
     let run = |files: &[&str], words: &[&str]| {
@@ -249,16 +254,16 @@ fn arithmetic(root: &Path) -> anyhow::Result<()> {
         succeed(Command::new("cargo").args(["test", "--workspace"]).args(tests).env(two.0, two.1).current_dir(root))
     };
     run(&["cuda_kernels", "cuda_tensor"], &[])?;
-    // One after the other: the tests of a process share the contexts of the stand-in, and one that waits for all of a context's
-    // work must not wait for ranks of another test.
+    // One test at a time: tests of a process share the contexts of the stand-in, and a test that synchronizes a context
+    // must not wait for ranks of another test.
     run(&["cuda_executor", "cuda_adopt", "device"], &["--test-threads=1"])
 }
 
-/// The real programs on a stand-in for a GPU (runs on the CPU): what it is there to find, the command line, and every op
-/// of a few models beside the CPU's. A chore of its own (`cargo xtask stand-in`), since it takes minutes.
+/// Runs the program on a stand-in for a GPU, which runs on the CPU: the tests of the stand-in, the command line, and every
+/// op of a few models compared with the CPU. A separate chore (`cargo xtask stand-in`), because it takes minutes.
 ///
 /// # Errors
-/// When something on the stand-in is not as it must be.
+/// A check on the stand-in fails.
 pub fn on_stand_in() -> anyhow::Result<()> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("the workspace's root")?;
     let program = program::release()?;
@@ -289,15 +294,15 @@ mod tests {
     use plimsoll_program::models::{preset, preset_names};
 
     #[test]
-    fn the_head_dimensions_of_all_presets_are_compiled() {
+    fn head_dimensions_of_all_presets_are_compiled() {
         for name in preset_names() {
             let head_dim = preset(name).expect("listed").head_dim;
             assert!(HEAD_DIMS.contains(&head_dim), "{name}: {head_dim}");
         }
     }
 
-    fn needs(kernel: &str, arch: &str, spilled: u64) -> Needs {
-        Needs {
+    fn resources(kernel: &str, arch: &str, spilled: u64) -> KernelResources {
+        KernelResources {
             unit: "init".into(),
             arch: arch.into(),
             kernel: kernel.into(),
@@ -310,13 +315,13 @@ mod tests {
     }
 
     #[test]
-    fn what_spills_or_is_missing_is_named() {
+    fn spilling_and_missing_kernels_are_named() {
         let unit: Vec<Unit> = Unit::all(&[64]).into_iter().filter(|unit| unit.name() == "init").collect();
         let kernels = unit[0].family().kernels();
-        let all = |spilled| -> Vec<Needs> {
+        let all = |spilled| -> Vec<KernelResources> {
             let of = |kernel: &&str, arch: &&str| {
                 let here = *kernel == "init_normal" && *arch == "86";
-                needs(kernel, arch, if here { spilled } else { 0 })
+                resources(kernel, arch, if here { spilled } else { 0 })
             };
             kernels.iter().flat_map(|kernel| ARCHS.iter().map(move |arch| of(kernel, arch))).collect()
         };

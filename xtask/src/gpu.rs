@@ -1,5 +1,5 @@
-//! `cargo xtask gpu-check`: packs what travels to a machine with a GPU: the program, these chores (for the soak), and the
-//! script that runs both there. `--rehearse` runs that script here, in small, on the stand-in for a GPU.
+//! `cargo xtask gpu-check`: packs a check that runs on a machine with a GPU: the program, the chores (for the soak), and
+//! the script that runs both. `--rehearse` runs a small version of that script here, on the stand-in for a GPU.
 
 use crate::{program, stand_in};
 use anyhow::{Context, ensure};
@@ -9,41 +9,41 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{env, fs};
 
-/// The most that travels, packed.
+/// Maximum size of the archive.
 const PACKED_BYTES_MAX: u64 = 60 << 20;
 
-/// Packs the check for a machine with a GPU; there, `python3 gpu_check.py` needs neither Rust nor a network.
+/// Pack a check for a machine with a GPU. On that machine, `python3 gpu_check.py` needs neither Rust nor a network.
 #[derive(Debug, Parser)]
 #[command(name = "cargo xtask gpu-check", no_binary_name = true)]
 struct Options {
-    /// Where the folder and its .tar.gz go.
+    /// Folder to write; its .tar.gz is written beside it.
     #[arg(long, default_value = "target/gpu-check")]
     out: PathBuf,
-    /// The PyTorch script that the speed table is held against; packed where it is.
+    /// PyTorch script for the comparison of speed; packed if it exists.
     #[arg(long, default_value = "../shared/peers/torch_step.py")]
     peer: PathBuf,
-    /// Runs the script's whole flow here, in small, on a stand-in for a GPU (runs on the CPU).
-    #[arg(long)]
-    rehearse: bool,
-    /// Only these sections of the rehearsal.
-    #[arg(long, requires = "rehearse")]
+    /// Run a small version of the script here, on a stand-in for a GPU (runs on the CPU).
+    #[arg(long = "rehearse")]
+    dry_run: bool,
+    /// Run only these sections of the rehearsal.
+    #[arg(long, requires = "dry_run")]
     only: Option<String>,
 }
 
-/// The chore.
+/// Runs the chore.
 ///
 /// # Errors
-/// When something does not build, is too large, or the rehearsal fails.
+/// A build fails, the archive is too large, or the rehearsal fails.
 pub fn run(arguments: &[String]) -> anyhow::Result<()> {
     let options = Options::try_parse_from(arguments).unwrap_or_else(|error| error.exit());
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("the workspace's root")?;
     program::release()?;
     let folder = root.join(&options.out);
     pack(root, &folder, &options.peer)?;
-    if options.rehearse { rehearse(root, &folder, options.only.as_deref()) } else { Ok(()) }
+    if options.dry_run { run_on_stand_in(root, &folder, options.only.as_deref()) } else { Ok(()) }
 }
 
-/// The folder, and the same as one file.
+/// Writes the folder and the archive.
 fn pack(root: &Path, folder: &Path, peer: &Path) -> anyhow::Result<()> {
     if folder.exists() {
         fs::remove_dir_all(folder)?;
@@ -54,14 +54,14 @@ fn pack(root: &Path, folder: &Path, peer: &Path) -> anyhow::Result<()> {
         let to = folder.join(name);
         fs::copy(root.join("target/release").join(built), &to)?;
         stand_in::succeed(Command::new("strip").arg(&to))?;
-        glibc = glibc.max(glibc_of(&fs::read(&to)?));
+        glibc = glibc.max(newest_glibc(&fs::read(&to)?));
     }
     fs::copy(root.join("parity/cuda/gpu_check.py"), folder.join("gpu_check.py"))?;
     let peer = root.join(peer);
     if peer.exists() {
         fs::copy(&peer, folder.join("torch_step.py"))?;
     } else {
-        println!("no {}: the speed table will have no peer", peer.display());
+        println!("no {}: the speed table will not include PyTorch", peer.display());
     }
     let needs = format!("glibc {}.{}", glibc.0, glibc.1);
     let about = json!({ "commit": commit(root)?, "needs": needs });
@@ -74,15 +74,15 @@ fn pack(root: &Path, folder: &Path, peer: &Path) -> anyhow::Result<()> {
     let bytes = fs::metadata(&packed)?.len();
     ensure!(bytes <= PACKED_BYTES_MAX, "{} is too large: {bytes} bytes", packed.display());
     println!(
-        "{}: {:.1} MiB, needs {needs} and python3; there: python3 gpu_check.py",
+        "{}: {:.1} MiB, needs {needs} and python3; run it with: python3 gpu_check.py",
         packed.display(),
         bytes as f64 / 1048576.0
     );
     Ok(())
 }
 
-/// The newest version of glibc that a program asks for: of all `GLIBC_2.34` in it, the largest.
-fn glibc_of(program: &[u8]) -> (u32, u32) {
+/// Returns the newest glibc version that a program requires: the largest of its `GLIBC_2.34` symbols.
+fn newest_glibc(program: &[u8]) -> (u32, u32) {
     let word = b"GLIBC_";
     let versions =
         program.windows(word.len()).enumerate().filter(|(_, window)| window == word).filter_map(|(at, _)| {
@@ -95,7 +95,7 @@ fn glibc_of(program: &[u8]) -> (u32, u32) {
     versions.max().unwrap_or((0, 0))
 }
 
-/// The commit, and whether more than that was built.
+/// Returns the commit, marked if the working tree has changes.
 fn commit(root: &Path) -> anyhow::Result<String> {
     let said = |arguments: &[&str]| -> anyhow::Result<String> {
         let output = Command::new("git").args(arguments).current_dir(root).output().context("running git")?;
@@ -105,9 +105,10 @@ fn commit(root: &Path) -> anyhow::Result<String> {
     Ok(format!("{}{changed}", said(&["rev-parse", "--short", "HEAD"])?))
 }
 
-fn rehearse(root: &Path, folder: &Path, only: Option<&str>) -> anyhow::Result<()> {
+/// Runs a small version of the check on the stand-in.
+fn run_on_stand_in(root: &Path, folder: &Path, only: Option<&str>) -> anyhow::Result<()> {
     let libraries = stand_in::build(root)?;
-    // torch and transformers, where parity has them.
+    // Prefer the venv of the parity tests, which has torch and transformers.
     let venv = env::var_os("PLIMSOLL_PARITY_VENV").map_or_else(|| root.join("parity/.venv"), PathBuf::from);
     let python = Some(venv.join("bin/python")).filter(|python| python.exists()).unwrap_or_else(|| "python3".into());
     let mut command = Command::new(python);
@@ -122,9 +123,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_newest_glibc_that_is_asked_for_is_found() {
+    fn newest_required_glibc_is_found() {
         let program = b"\0GLIBC_2.4\0GLIBC_2.34\0GLIBC_2.2.5\0GLIBC_PRIVATE\0";
-        assert_eq!(glibc_of(program), (2, 34));
-        assert_eq!(glibc_of(b"nothing"), (0, 0));
+        assert_eq!(newest_glibc(program), (2, 34));
+        assert_eq!(newest_glibc(b"nothing"), (0, 0));
     }
 }

@@ -1,26 +1,26 @@
-//! `cargo xtask kill`: the full count of the tests that kill a run. The body is
-//! `crates/plimsoll/tests/kill.rs`, so that the count and the tests cannot drift apart.
+//! `cargo xtask kill`: a long version of the tests that kill runs. The code is in `crates/plimsoll/tests/kill.rs`, so
+//! that both share one implementation.
 
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
 use std::process::Command;
 
-/// Kill runs at random moments, also again and again, and compare what they end with, byte for byte.
+/// Kill runs at random moments, some of them repeatedly, and compare their final files byte by byte.
 #[derive(Debug, Parser)]
 #[command(name = "cargo xtask kill")]
 struct Args {
-    /// Where the moments are drawn from
+    /// Seed of the random moments
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// Runs that are killed, each at least once
+    /// Number of runs, each killed at least once
     #[arg(long, default_value_t = 20)]
     runs: u64,
 }
 
-/// Runs the count and lets it print its table.
+/// Runs the test, which prints a table.
 ///
 /// # Errors
-/// A run that did not end as an undisturbed one, or a build that fails.
+/// A killed run does not end like an undisturbed one, or a build fails.
 pub fn run(arguments: &[String]) -> Result<()> {
     let args = Args::parse_from(std::iter::once("kill").chain(arguments.iter().map(String::as_str)));
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());

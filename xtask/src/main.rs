@@ -1,4 +1,4 @@
-//! The project's own chores: `cargo xtask CHORE`. One file per chore; here is only which is called.
+//! Chores of the project: `cargo xtask CHORE`. One file per chore.
 
 #![forbid(unsafe_code)]
 
@@ -8,25 +8,28 @@ mod gpu;
 mod kill;
 mod predict;
 mod program;
+mod scaling_efficiency;
 mod soak;
 mod stand_in;
+mod style;
 mod sweep;
 mod wheel;
-mod worth;
 
 const USAGE: &str = "usage: cargo xtask CHORE
 
-  arrows      check which crates may depend on which, and where unsafe code may stand
-  cuda-check  compile the CUDA kernels for every architecture, compare calls with NVIDIA's headers, and run the kernels'
-              arithmetic on the CPU
-  gpu-check   pack the check for a machine with a GPU, or rehearse it without one; gpu-check --help says how
-  kill        kill runs at random moments and compare what they end with; kill --help says how
-  predict     predict and measure step times of recipes drawn at random; predict --help says how
-  soak        show on random models that plans are exact; soak --help says how
-  stand-in    run the real programs on a stand-in for a GPU (runs on the CPU), and compare with the CPU
-  sweep       30 runs of mixed size on two unequal devices, packed by bytes; sweep --help says how
-  wheel       build the file that pip installs: the Python package with the command line
-  worth       measure teams of unequal simulated devices against what each does alone; worth --help says how";
+  arrows      check the dependencies between crates, and that only one crate has unsafe code
+  cuda-check  compile the CUDA kernels for every architecture, compare our calls with NVIDIA's headers, and run the
+              kernels on the CPU
+  gpu-check   pack a check for a machine with a GPU, or rehearse it without one (see gpu-check --help)
+  kill        kill runs at random moments and compare their final files (see kill --help)
+  predict     compare predicted and measured step times of random recipes (see predict --help)
+  soak        test on random models that plans are exact (see soak --help)
+  stand-in    run the program on a stand-in for a GPU (runs on the CPU) and compare it with the CPU
+  style       measure how readable the project is, and fail where a limit is passed; --list prints all places
+  sweep       sweep 30 runs of mixed size over two unequal devices (see sweep --help)
+  wheel       build the Python wheel, with the command line
+  scaling-efficiency
+              measure teams of unequal simulated devices against their devices alone (see scaling-efficiency --help)";
 
 fn main() -> anyhow::Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -37,10 +40,11 @@ fn main() -> anyhow::Result<()> {
         Some("kill") => kill::run(&arguments[1..]),
         Some("predict") => predict::run(&arguments[1..]),
         Some("soak") => soak::run(&arguments[1..]),
+        Some("style") => style::run(&arguments[1..]),
         Some("sweep") => sweep::run(&arguments[1..]),
         Some("stand-in") => cuda::on_stand_in(),
         Some("wheel") => wheel::run(&arguments[1..]),
-        Some("worth") => worth::run(&arguments[1..]),
+        Some("scaling-efficiency") => scaling_efficiency::run(&arguments[1..]),
         _ => anyhow::bail!("{USAGE}"),
     }
 }

@@ -1,5 +1,4 @@
-//! The program itself, as chores run it: built for release, with rates that are the same everywhere where they ask for
-//! them, each start in a process of its own that is ended when it hangs.
+//! Helpers of chores that run the program: a release build, fixed device rates, and processes under a watchdog.
 
 use anyhow::{Context, Result, bail, ensure};
 use plimsoll_device::probe::Cpu;
@@ -10,11 +9,13 @@ use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// The release binary, built now, with everything else: all together need more features of some crates than each by itself,
-/// and whoever builds one of them alone builds the others' parts anew.
+/// Builds the workspace for release and returns the path of the program.
+///
+/// The whole workspace is built, because a build of a single crate enables fewer features of shared dependencies and
+/// would rebuild them.
 ///
 /// # Errors
-/// A build that fails.
+/// The build fails.
 pub fn release() -> Result<PathBuf> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("the workspace's root")?;
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
@@ -25,13 +26,12 @@ pub fn release() -> Result<PathBuf> {
     Ok(target.join("release/plimsoll"))
 }
 
-/// Writes what a processor was measured to do into the cache of that folder: a core of 50 GFLOP/s, about half of what cores
-/// with AVX-512 do. So the devices that are played are the same everywhere, and a machine that does other work, too, has
-/// time to play them.
+/// Writes fixed CPU rates into a cache folder: 50 GFLOP/s per core, about half of a core with AVX-512. Simulated devices
+/// are then equally fast on all machines, also on a machine that does some other work.
 ///
 /// # Errors
 /// A folder that cannot be written.
-pub fn know_the_rates(cache: &Path) -> Result<()> {
+pub fn write_device_rates(cache: &Path) -> Result<()> {
     let cpu = Cpu::read();
     let entry = |threads: u32| {
         json!({
@@ -49,26 +49,26 @@ pub fn know_the_rates(cache: &Path) -> Result<()> {
     Ok(())
 }
 
-/// How a start of the program ended.
-pub struct Ended {
-    /// Its exit code; none where a signal ended it.
+/// Output and exit code of a command.
+pub struct ProgramOutput {
+    /// Exit code; `None` if a signal ended the process.
     pub code: Option<i32>,
-    /// What it answered.
-    pub said: String,
-    /// What it complained about.
-    pub complained: String,
+    /// Text on stdout.
+    pub stdout: String,
+    /// Text on stderr.
+    pub stderr: String,
 }
 
-/// Runs a command to its end, with what it says in two files of `folder`.
+/// Runs a command to its end, with stdout and stderr in two files of `folder`.
 ///
 /// # Errors
-/// One that cannot be started, and one that has not ended after so many seconds: it is killed.
-pub fn start(command: &mut Command, folder: &Path, seconds: u64) -> Result<Ended> {
-    let [said, complained] = ["stdout", "stderr"].map(|name| folder.join(name));
+/// The command cannot be started, or is killed because it takes longer than `seconds`.
+pub fn start(command: &mut Command, folder: &Path, seconds: u64) -> Result<ProgramOutput> {
+    let [stdout, stderr] = ["stdout", "stderr"].map(|name| folder.join(name));
     let mut child = command
         .stdin(Stdio::null())
-        .stdout(File::create(&said)?)
-        .stderr(File::create(&complained)?)
+        .stdout(File::create(&stdout)?)
+        .stderr(File::create(&stderr)?)
         .spawn()
         .context("the program cannot be started")?;
     let started = Instant::now();
@@ -79,9 +79,13 @@ pub fn start(command: &mut Command, folder: &Path, seconds: u64) -> Result<Ended
         if started.elapsed().as_secs() >= seconds {
             child.kill()?;
             child.wait()?;
-            bail!("hung: ended after {seconds} s; {}", fs::read_to_string(&complained).unwrap_or_default());
+            bail!("hung: ended after {seconds} s; {}", fs::read_to_string(&stderr).unwrap_or_default());
         }
         thread::sleep(Duration::from_millis(10));
     };
-    Ok(Ended { code: status.code(), said: fs::read_to_string(&said)?, complained: fs::read_to_string(&complained)? })
+    Ok(ProgramOutput {
+        code: status.code(),
+        stdout: fs::read_to_string(&stdout)?,
+        stderr: fs::read_to_string(&stderr)?,
+    })
 }

@@ -1,23 +1,23 @@
-//! The stand-in for a GPU (it runs on the CPU): built here, used by `cuda-check` and by the rehearsal of `gpu-check`.
+//! Builds the stand-in for a GPU, which runs on the CPU. The chores `stand-in` and `gpu-check --rehearse` use it.
 
 use anyhow::{Context, ensure};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Runs a command, which must succeed.
+/// Runs a command that has to succeed.
 ///
 /// # Errors
-/// When it cannot be started, or fails.
+/// The command cannot be started or fails.
 pub fn succeed(command: &mut Command) -> anyhow::Result<()> {
-    let status = command.status().with_context(|| format!("running {command:?}"))?;
+    let status = command.status().with_context(|| format!("cannot run {command:?}"))?;
     ensure!(status.success(), "{command:?}: {status}");
     Ok(())
 }
 
-/// Builds the libraries, and gives the folder that `LD_LIBRARY_PATH` is to name.
+/// Builds the libraries and returns their folder, for `LD_LIBRARY_PATH`.
 ///
 /// # Errors
-/// When g++ is missing or fails.
+/// `g++` is missing or fails.
 pub fn build(root: &Path) -> anyhow::Result<PathBuf> {
     let folder = root.join("target/stand-in");
     succeed(Command::new(root.join("crates/plimsoll-device/tests/cuda_stand_in/build")).arg(&folder))?;

@@ -1,5 +1,5 @@
-//! `cargo xtask sweep`: 30 runs of mixed size on a pair of unequal virtual devices, 24 : 8, and how far the last one ends
-//! after what no packing could be below. It is a measurement: on a machine that is too busy for the paces it says little.
+//! `cargo xtask sweep`: sweeps 30 runs of mixed size over two unequal virtual devices with memory 24 : 8, and compares the
+//! total time with a lower bound for any schedule. Needs an idle machine.
 
 use crate::program;
 use anyhow::{Context, Result, ensure};
@@ -11,38 +11,38 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// How far above the bound the last run may end.
-const ABOVE_MOST: f64 = 0.10;
+/// Largest excess of the total time over the lower bound.
+const MAX_EXCESS: f64 = 0.10;
 
 /// Sweep 30 runs of mixed size over two devices.
 #[derive(Debug, Parser)]
 #[command(name = "cargo xtask sweep")]
 struct Args {
-    /// The devices
+    /// Devices of the sweep
     #[arg(long, default_value = "virtual:a=192MiB@0.30,virtual:b=64MiB@0.15")]
     devices: String,
-    /// Runs
+    /// Number of runs
     #[arg(long, default_value_t = 30)]
     runs: u64,
-    /// All runs are so many times as long
+    /// Factor for the number of steps of all runs
     #[arg(long, default_value_t = 1.0)]
     longer: f64,
-    /// The program; without it, a release build of this tree
+    /// Program [default: a release build of this workspace]
     #[arg(long)]
     binary: Option<PathBuf>,
 }
 
-/// Writes models, data and run files, sweeps, and prints the table as markdown.
+/// Writes models, data and run files, runs the sweep, and prints a table in Markdown.
 ///
 /// # Errors
-/// A run that is not done, a line that was crossed, or an end that is too far above the bound.
+/// A run is not done, exceeded its load line, or the sweep took too long.
 pub fn run(arguments: &[String]) -> Result<()> {
     let args = Args::parse_from(std::iter::once("sweep").chain(arguments.iter().map(String::as_str)));
     let binary = args.binary.clone().map_or_else(program::release, Ok)?;
     let folder = std::env::temp_dir().join(format!("plimsoll-sweep-{}", std::process::id()));
     fs::create_dir_all(&folder)?;
-    let files: Vec<PathBuf> = (0..args.runs).map(|number| write(&folder, number, &args)).collect::<Result<_>>()?;
-    program::know_the_rates(&folder.join("cache"))?;
+    let files: Vec<PathBuf> = (0..args.runs).map(|number| write_run(&folder, number, &args)).collect::<Result<_>>()?;
+    program::write_device_rates(&folder.join("cache"))?;
     let status = Command::new(binary)
         .env("PLIMSOLL_CACHE", folder.join("cache"))
         .arg("sweep")
@@ -55,20 +55,20 @@ pub fn run(arguments: &[String]) -> Result<()> {
     println!("{}", markdown(&report));
     ensure!(status.success(), "runs are not done: {}", folder.display());
     for run in &report.runs {
-        ensure!(run.measured_bytes <= run.predicted_bytes, "{} held more than it was given", run.name);
+        ensure!(run.measured_bytes <= run.predicted_bytes, "{} exceeded its memory limit", run.name);
     }
-    let above = report.seconds / report.bound_seconds - 1.0;
-    ensure!(above <= ABOVE_MOST, "the last run ended {:.1} % above the bound", above * 100.0);
+    let above = report.seconds / report.lower_bound_seconds - 1.0;
+    ensure!(above <= MAX_EXCESS, "the last run ended {:.1} % above the bound", above * 100.0);
     fs::remove_dir_all(&folder)?;
     Ok(())
 }
 
-/// A run of a size of its own: six models, steps and batches that repeat with other periods.
-fn write(folder: &Path, number: u64, args: &Args) -> Result<PathBuf> {
+/// Writes a run file. Models, batch sizes and lengths repeat with different periods, so that runs differ.
+fn write_run(folder: &Path, number: u64, args: &Args) -> Result<PathBuf> {
     let (hidden, layers) = [(64, 2), (96, 3), (128, 4), (192, 4), (256, 4), (320, 6)][(number % 6) as usize];
     let sequences = [4, 8, 16, 8, 32][(number % 5) as usize];
     let tokens = 64 * sequences;
-    // About as much work for each, times 1 to 3.
+    // Equal work for each run, times a factor from 1 to 3.
     let parameters = (layers * 12 * hidden * hidden + 512 * hidden) as f64;
     let times = 1.0 + (number * 7 % 11) as f64 / 5.0;
     let steps = ((args.longer * times * 9e10 / (6.0 * parameters * tokens as f64)) as u64).max(5);
@@ -100,11 +100,12 @@ fn write(folder: &Path, number: u64, args: &Args) -> Result<PathBuf> {
     Ok(path)
 }
 
+/// Formats the report as Markdown.
 fn markdown(report: &SweepReport) -> String {
     let mib =
         |bytes: Option<plimsoll_core::Bytes>| bytes.map_or_else(String::new, |bytes| format!("{:.1}", bytes.as_mib()));
     let mut text = String::from(
-        "| run | device | share of its time | MiB given | MiB measured | s predicted | s measured | steps | loss | retries | state |\n\
+        "| run | device | share of its time | MiB limit | MiB measured | s predicted | s measured | steps | loss | retries | state |\n\
          |---|---|--:|--:|--:|--:|--:|--:|--:|--:|---|\n",
     );
     for run in &report.runs {
@@ -126,7 +127,7 @@ fn markdown(report: &SweepReport) -> String {
         );
     }
     let done = report.runs.iter().filter(|run| run.state == SweepState::Done).count();
-    let above = |seconds: f64| (seconds / report.bound_seconds - 1.0) * 100.0;
+    let above = |seconds: f64| (seconds / report.lower_bound_seconds - 1.0) * 100.0;
     let _ = writeln!(
         text,
         "\n{done} of {} done; first start to last end {:.1} s measured ({:+.1} %), {:.1} s predicted ({:+.1} %); bound {:.1} s (predicted)",
@@ -135,13 +136,13 @@ fn markdown(report: &SweepReport) -> String {
         above(report.seconds),
         report.predicted_seconds,
         above(report.predicted_seconds),
-        report.bound_seconds,
+        report.lower_bound_seconds,
     );
     for device in &report.devices {
         let _ = writeln!(
             text,
-            "{}: at most {} workers at a time, {} of {} given to them",
-            device.name, device.workers, device.given_bytes, device.budget_bytes
+            "{}: at most {} workers at a time, which reserved {} of {}",
+            device.name, device.workers, device.peak_reserved_bytes, device.budget_bytes
         );
     }
     text

@@ -1,4 +1,4 @@
-//! `cargo xtask wheel`: one file for pip, with the Python package, the library behind it and the command line.
+//! `cargo xtask wheel`: builds the wheel for pip, with the Python package, its native library and the command line.
 
 use crate::program;
 use anyhow::{Context, bail};
@@ -22,7 +22,7 @@ pub fn run(arguments: &[String]) -> anyhow::Result<()> {
     };
     let folder = std::path::absolute(folder)?;
     let program = program::release()?;
-    // What stands there goes into the scripts of whoever installs the wheel.
+    // The wheel installs the files of this folder as scripts.
     let scripts = root.join("python/data/scripts");
     fs::create_dir_all(&scripts)?;
     fs::copy(program, scripts.join("plimsoll")).context("cannot copy the command line")?;
@@ -38,7 +38,7 @@ pub fn run(arguments: &[String]) -> anyhow::Result<()> {
     done(maturin.arg("--out").arg(folder).current_dir(root))
 }
 
-/// Runs a command to its end.
+/// Runs a command that has to succeed.
 fn done(command: &mut Command) -> anyhow::Result<()> {
     let name = command.get_program().to_string_lossy().into_owned();
     let words: Vec<&OsStr> = command.get_args().collect();

@@ -1,10 +1,10 @@
-//! Plans are exact: a share of `cargo xtask soak`, which says what is shown and how. It runs as a program of its own,
-//! since what the heap gives is counted for the whole process.
+//! Runs a small part of `cargo xtask soak`, the test that plans are exact. The soak is a process of its own, because it
+//! counts the heap of the whole process.
 
 use std::process::Command;
 
 #[test]
-fn plans_are_exact_on_random_small_models() {
+fn plans_are_exact_for_random_models() {
     let soak = ["soak", "--only", "cases", "--seed", "20", "--runs", "24"];
     let output = Command::new(env!("CARGO_BIN_EXE_xtask")).args(soak).output().expect("the chores are there");
     let said = String::from_utf8_lossy(&output.stdout);

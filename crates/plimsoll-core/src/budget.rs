@@ -1,28 +1,29 @@
-//! How much of a memory may be held, as the user writes it; against what is free it becomes a load line.
+//! Memory budgets as written by the user (`90%`, `6GiB`) and their parser. Applied to the free memory of a device, a
+//! budget becomes a load line.
 
 use crate::Bytes;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
-/// How much of a memory may be held: a share of what is free, or an amount. Read from and printed as `90%` or `6GiB`.
+/// A memory budget: a share of the free memory or an amount. Parsed from and printed as `90%` or `6GiB`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum Budget {
-    /// A share of what is free, from 0.0001 to 1.
+    /// A share of the free memory, from 0.0001 to 1.
     Share(f64),
-    /// This much, whatever is free.
+    /// A fixed amount, independent of the free memory.
     Amount(Bytes),
 }
 
 impl Budget {
-    /// What a device gives when the user says nothing: 90 % of what is free.
+    /// Default budget of a device: 90 % of its free memory.
     pub const DEVICE: Budget = Budget::Share(0.9);
 
-    /// What the host gives beside an accelerator when the user says nothing: 80 % of what is free.
+    /// Default budget of host memory used by an accelerator: 80 % of the free host memory.
     pub const HOST: Budget = Budget::Share(0.8);
 
-    /// The amount, where it is one.
+    /// Returns the amount if the budget is an amount, `None` if it is a share.
     pub fn amount(self) -> Option<Bytes> {
         match self {
             Budget::Share(_) => None,
@@ -30,9 +31,9 @@ impl Budget {
         }
     }
 
-    /// The load line where `free` is free. An amount is taken as it is: whether there is as much is for the
-    /// device to say when it is opened.
-    pub fn of(self, free: Bytes) -> Bytes {
+    /// Computes the load line for a memory with `free` free bytes. An amount is returned unchanged, even above `free`:
+    /// the device checks it when it is opened.
+    pub fn load_line(self, free: Bytes) -> Bytes {
         match self {
             Budget::Share(share) => Bytes((free.0 as f64 * share) as u64),
             Budget::Amount(bytes) => bytes,
@@ -43,10 +44,10 @@ impl Budget {
 impl fmt::Display for Budget {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            // Nine digits: enough to be read back as the same share, and `0.07 × 100` still prints as 7.
+            // Nine digits suffice to parse the same share again, and `0.07 × 100` still prints as 7.
             Budget::Share(share) => f.pad(&format!("{}%", (share * 1e11).round() / 1e9)),
             Budget::Amount(Bytes(bytes)) => {
-                // Exact, so that a run file written back means the same bytes.
+                // Exact, so that a run file written by Plimsoll parses to the same bytes.
                 let unit =
                     [("GiB", 30), ("MiB", 20), ("KiB", 10)].into_iter().find(|(_, shift)| bytes % (1 << shift) == 0);
                 match unit {
@@ -58,44 +59,44 @@ impl fmt::Display for Budget {
     }
 }
 
-/// The text was no budget.
+/// An error of parsing a [`Budget`].
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ParseBudgetError {
-    /// Neither a share nor an amount.
-    #[error("`{text}` is no budget: expected a share of what is free, such as `90%`, or an amount, such as `6GiB`")]
-    Unread {
-        /// What was given.
+    /// The text is neither a share nor an amount.
+    #[error("`{text}` is not a budget: expected a share of free memory, such as `90%`, or an amount, such as `6GiB`")]
+    Invalid {
+        /// The text that failed to parse.
         text: String,
     },
-    /// A number that is too small to have been meant as bytes.
+    /// A number without a unit, too small to mean bytes.
     #[error("`{text}` has no unit: write `{text}GiB`, `{text}MiB`, or `{text}B` if bytes are meant")]
     NoUnit {
-        /// What was given.
+        /// The text that failed to parse.
         text: String,
     },
 }
 
-/// Numbers without a unit are bytes from here on.
-const BARE_LEAST: Bytes = Bytes::mib(1);
+/// Smallest number without a unit that is accepted as bytes. A smaller one is an error that asks for the unit.
+const UNITLESS_BYTES_MIN: Bytes = Bytes::mib(1);
 
 impl FromStr for Budget {
     type Err = ParseBudgetError;
 
     fn from_str(text: &str) -> Result<Budget, ParseBudgetError> {
-        let bad = || ParseBudgetError::Unread { text: text.to_owned() };
+        let invalid = || ParseBudgetError::Invalid { text: text.to_owned() };
         if let Some(percent) = text.trim().strip_suffix('%') {
-            let percent: f64 = percent.trim().parse().map_err(|_| bad())?;
-            return if (0.01..=100.0).contains(&percent) { Ok(Budget::Share(percent / 100.0)) } else { Err(bad()) };
+            let percent: f64 = percent.trim().parse().map_err(|_| invalid())?;
+            return if (0.01..=100.0).contains(&percent) { Ok(Budget::Share(percent / 100.0)) } else { Err(invalid()) };
         }
         match text.parse::<Bytes>() {
             Ok(bytes) if bytes > Bytes::ZERO => {
-                let bare = text.trim().ends_with(|last: char| last.is_ascii_digit() || last == '.');
-                match bare && bytes < BARE_LEAST {
+                let unitless = text.trim().ends_with(|last: char| last.is_ascii_digit() || last == '.');
+                match unitless && bytes < UNITLESS_BYTES_MIN {
                     true => Err(ParseBudgetError::NoUnit { text: text.trim().to_owned() }),
                     false => Ok(Budget::Amount(bytes)),
                 }
             }
-            _ => Err(bad()),
+            _ => Err(invalid()),
         }
     }
 }
@@ -118,10 +119,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn budgets_are_shares_of_what_is_free_or_amounts() {
+    fn budget_parses_shares_and_amounts() {
         assert_eq!("90%".parse(), Ok(Budget::Share(0.9)));
-        assert_eq!(Budget::Share(0.5).of(Bytes::gib(4)), Bytes::gib(2));
-        assert_eq!("6GiB".parse::<Budget>().unwrap().of(Bytes::gib(1)), Bytes::gib(6));
+        assert_eq!(Budget::Share(0.5).load_line(Bytes::gib(4)), Bytes::gib(2));
+        assert_eq!("6GiB".parse::<Budget>().unwrap().load_line(Bytes::gib(1)), Bytes::gib(6));
         for bad in ["", "0%", "1e-20%", "-5%", "101%", "nan%", "90 percent", "0GiB", "all"] {
             let error = bad.parse::<Budget>().unwrap_err().to_string();
             assert!(error.contains("`90%`") && error.contains("`6GiB`"), "{bad}: {error}");
@@ -129,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn a_small_number_without_a_unit_is_asked_what_it_means() {
+    fn small_number_without_unit_is_rejected() {
         for bare in ["48", "1", "1048575"] {
             let error = bare.parse::<Budget>().unwrap_err().to_string();
             assert!(error.contains(&format!("`{bare}GiB`")) && error.contains(&format!("`{bare}B`")), "{error}");
@@ -139,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn a_budget_written_down_is_read_back_as_the_same() {
+    fn printed_budget_parses_to_same_budget() {
         for text in ["90%", "7%", "33.3%", "6GiB", "600MiB", "3KiB", "12345B", "1B"] {
             let budget: Budget = text.parse().unwrap();
             assert_eq!(budget.to_string(), text);

@@ -1,4 +1,4 @@
-//! An amount of memory.
+//! [`Bytes`]: an amount of memory, its units and its parser.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -12,25 +12,25 @@ use std::str::FromStr;
 pub struct Bytes(pub u64);
 
 impl Bytes {
-    /// No memory at all.
+    /// Zero bytes.
     pub const ZERO: Bytes = Bytes(0);
 
-    /// `n` mebibytes.
+    /// Returns `n` mebibytes.
     pub const fn mib(n: u64) -> Bytes {
         Bytes(n << 20)
     }
 
-    /// `n` gibibytes.
+    /// Returns `n` gibibytes.
     pub const fn gib(n: u64) -> Bytes {
         Bytes(n << 30)
     }
 
-    /// The difference, or zero where `other` is larger.
+    /// Returns `self - other`, or zero if `other` is larger.
     pub fn saturating_sub(self, other: Bytes) -> Bytes {
         Bytes(self.0.saturating_sub(other.0))
     }
 
-    /// This amount in mebibytes.
+    /// Returns the amount in mebibytes.
     pub fn as_mib(self) -> f64 {
         self.0 as f64 / (1u64 << 20) as f64
     }
@@ -74,11 +74,11 @@ impl fmt::Display for Bytes {
     }
 }
 
-/// The text was no amount of memory.
+/// An error of parsing [`Bytes`].
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("`{text}` is no amount of memory")]
+#[error("`{text}` is not an amount of memory: expected a number with a unit, such as `6GiB`")]
 pub struct ParseBytesError {
-    /// What was given.
+    /// The text that failed to parse.
     pub text: String,
 }
 
@@ -86,11 +86,11 @@ impl FromStr for Bytes {
     type Err = ParseBytesError;
 
     fn from_str(text: &str) -> Result<Bytes, ParseBytesError> {
-        let bad = || ParseBytesError { text: text.to_owned() };
+        let invalid = || ParseBytesError { text: text.to_owned() };
         let trimmed = text.trim();
         let split = trimmed.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(trimmed.len());
         let (number, unit) = trimmed.split_at(split);
-        let number: f64 = number.parse().map_err(|_| bad())?;
+        let number: f64 = number.parse().map_err(|_| invalid())?;
         let scale = match unit.trim().to_ascii_lowercase().as_str() {
             "" | "b" => 1.0,
             "kib" | "k" => 1024.0,
@@ -101,11 +101,11 @@ impl FromStr for Bytes {
             "mb" => 1e6,
             "gb" => 1e9,
             "tb" => 1e12,
-            _ => return Err(bad()),
+            _ => return Err(invalid()),
         };
         let bytes = number * scale;
         if !bytes.is_finite() || !(0.0..9.0e18).contains(&bytes) {
-            return Err(bad());
+            return Err(invalid());
         }
         Ok(Bytes(bytes as u64))
     }
@@ -116,7 +116,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn amounts_are_read_in_both_unit_systems() {
+    fn bytes_parse_binary_and_decimal_units() {
         assert_eq!("6GiB".parse(), Ok(Bytes::gib(6)));
         assert_eq!("1.5 MiB".parse(), Ok(Bytes(3 << 19)));
         assert_eq!("2 GB".parse(), Ok(Bytes(2_000_000_000)));
@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn amounts_are_printed_in_binary_units() {
+    fn bytes_print_in_binary_units() {
         assert_eq!(Bytes(512).to_string(), "512 B");
         assert_eq!(Bytes::gib(3).to_string(), "3.00 GiB");
         assert_eq!(format!("{:>10}", Bytes::mib(1)), "  1.00 MiB");

@@ -1,82 +1,86 @@
-//! What is known of a device before anything runs on it.
+//! Specifications of devices, their links, the host and the scratch file: the input of the planner.
+//!
+//! Rates are measured by calibration (`plimsoll bench devices`), published (paper devices) or assumed. Measuring is
+//! done in `plimsoll-device`; free memory and load lines are resolved in `plimsoll-train`.
 
 use crate::{Bytes, DType};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// What a device is.
+/// The kind of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DeviceKind {
-    /// The processor of this machine.
+    /// The CPU of this machine.
     Cpu,
-    /// A part of the processor that behaves like an accelerator: simulated.
+    /// A simulated accelerator that runs on the CPU.
     Virtual,
     /// An NVIDIA GPU.
     Cuda,
-    /// A published data sheet: plans only.
+    /// A data sheet of a device that is not present: planning only.
     Paper,
 }
 
-/// A link to the host or to another device, one way.
+/// One direction of a link to the host or to another device.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Link {
-    /// Bytes a second.
+    /// Bandwidth in bytes per second.
     pub bytes_per_second: f64,
-    /// Seconds before the first byte.
+    /// Seconds before the first byte arrives.
     pub latency_seconds: f64,
 }
 
 impl Link {
-    /// Through the memory of one machine: what devices of this processor have between them.
+    /// The link between devices that share the memory of one machine, such as `cpu` and `virtual` devices.
     pub const MEMORY: Link = Link { bytes_per_second: 10e9, latency_seconds: 10e-6 };
 }
 
-/// What a device can do: measured by `plimsoll bench devices`, or published for paper devices.
+/// Compute and memory rates of a device: measured by `plimsoll bench devices`, or published for paper devices.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Rates {
-    /// Matrix products in f32, operations a second.
+    /// Operations per second of matrix products in f32.
     pub f32_flops: f64,
-    /// Matrix products in bf16 with f32 sums, operations a second.
+    /// Operations per second of matrix products in bf16 with f32 accumulation.
     pub bf16_flops: f64,
-    /// Memory traffic, bytes a second.
+    /// Memory bandwidth in bytes per second.
     pub memory_bytes_per_second: f64,
-    /// Fixed price of one op, seconds.
+    /// Fixed overhead of one op in seconds.
     pub op_seconds: f64,
     /// The link to the host.
     pub host_link: Link,
-    /// Whether these rates were measured on the device (else published or assumed).
+    /// Whether these rates were measured on the device; otherwise they are published or assumed.
     pub measured: bool,
-    /// Finer rates, where the device was there to be measured.
+    /// Measured rates per kind of op; empty if the device was not measured.
     #[serde(default)]
     pub ops: OpRates,
 }
 
-/// How fast a device does each kind of op, measured.
+/// Measured rates of a device per kind of op.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct OpRates {
-    /// Sizes at which products were timed, ascending; the same along m, n and k.
+    /// Sizes at which matrix products were timed, ascending. All three axes m, n and k use these sizes.
     pub product_sizes: Vec<u64>,
-    /// Operations a second of f32 products, for m, n and k of `product_sizes` (k fastest).
+    /// Operations per second of f32 matrix products on the grid m × n × k of `product_sizes` (k varies fastest).
     pub product_flops: Vec<f64>,
-    /// By the name of the op: product operations a second for attention, bytes moved a second for the others.
-    pub others: BTreeMap<String, f64>,
-    /// The same in bf16, where it was timed by itself; else in proportion to the rates of products.
+    /// Rate by op name: matrix operations per second for attention, bytes moved per second for all other ops.
+    pub other_ops: BTreeMap<String, f64>,
+    /// Rates in bf16, if they were timed; otherwise they are scaled by the ratio of matrix product rates.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bf16: Option<Box<OpRates>>,
 }
 
 impl OpRates {
-    /// Those that hold for a precision, and whether they were timed in it.
-    pub fn of(&self, precision: DType) -> (&OpRates, bool) {
+    /// Returns the rates that apply to `precision`, and whether they were timed in that precision.
+    pub fn for_precision(&self, precision: DType) -> (&OpRates, bool) {
         match (precision, &self.bf16) {
             (DType::Bf16, Some(bf16)) => (bf16, true),
             _ => (self, precision == DType::F32),
         }
     }
 
+    /// Multiplies all rates by `factor`.
     fn scale(&mut self, factor: f64) {
-        self.product_flops.iter_mut().chain(self.others.values_mut()).for_each(|rate| *rate *= factor);
+        self.product_flops.iter_mut().chain(self.other_ops.values_mut()).for_each(|rate| *rate *= factor);
         if let Some(bf16) = &mut self.bf16 {
             bf16.scale(factor);
         }
@@ -84,7 +88,8 @@ impl OpRates {
 }
 
 impl Rates {
-    /// Matrix products of a precision, operations a second; f64 is not measured, and half as fast as f32.
+    /// Returns the operations per second of matrix products in `precision`. f64 is not measured: it counts as half of
+    /// f32.
     pub fn product_flops(&self, precision: DType) -> f64 {
         match precision {
             DType::Bf16 => self.bf16_flops,
@@ -93,7 +98,7 @@ impl Rates {
         }
     }
 
-    /// The same device, giving `pace` of its time.
+    /// Returns the rates of a device that gives the share `pace` (0 to 1) of its time.
     #[must_use]
     pub fn paced(&self, pace: f64) -> Rates {
         let mut rates = self.clone();
@@ -106,79 +111,79 @@ impl Rates {
     }
 }
 
-/// A device as the planner sees it.
+/// A device as the planner sees it: kind, memory, rates and links.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct DeviceSpec {
-    /// The name in run files: `cpu`, `cuda:0`, `virtual:a`, `rtx3090`, `host1/cuda:0`.
+    /// The device's name in run files: `cpu`, `cuda:0`, `virtual:a`, `rtx3090`, `host1/cuda:0`.
     pub name: String,
-    /// What it is.
+    /// The kind of the device.
     pub kind: DeviceKind,
-    /// The load line: the most that may be held, arena and charges together.
+    /// The load line: the most bytes that arena and charges may hold together.
     pub budget: Bytes,
     /// Bytes held outside the arena.
     pub charges: Bytes,
-    /// Whether the charges were measured (else assumed).
+    /// Whether the charges were measured; otherwise they are assumed.
     pub charges_measured: bool,
-    /// Threads that compute (cpu and virtual).
+    /// Compute threads (`cpu` and `virtual` only).
     pub threads: u32,
-    /// What it can do.
+    /// Compute and memory rates.
     pub rates: Rates,
     /// The link to the other devices of a team.
     pub team_link: Link,
-    /// Whether that was measured (else assumed, or as somebody says).
+    /// Whether `team_link` was measured; otherwise it is assumed or given by the user.
     #[serde(default)]
     pub link_measured: bool,
-    /// The NCCL that it has. As soon as the devices of a run are known (`Resolved` of plimsoll-train) it stands only where
-    /// they exchange by it, and has its part of the charges.
+    /// The NCCL library of the GPU. After the devices of a run are resolved it is set only if the team exchanges by
+    /// NCCL; its bytes are then part of the charges.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub nccl: Option<NcclSpec>,
 }
 
-/// NCCL on a GPU.
+/// An NCCL library and its memory on a GPU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NcclSpec {
-    /// Its version: `2.28.9`. Only those of one version exchange.
+    /// The version, such as `2.28.9`. Only GPUs with equal versions exchange by NCCL.
     pub version: String,
-    /// What it is assumed to hold on the GPU at most, of the charges where the GPU exchanges by it.
+    /// Assumed upper limit of the bytes that NCCL holds on the GPU. They count as charges if the GPU exchanges by NCCL.
     pub bytes: Bytes,
 }
 
-/// The host beside a device: where tensors wait while no op needs them.
+/// The host of a device: memory for offloaded tensors, and the scratch file behind it.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct HostSpec {
-    /// The load line: the most that the arena on the host may hold.
+    /// The load line of the host: the most bytes that the host arena may hold.
     pub budget: Bytes,
-    /// Memory traffic of the host's processor, bytes a second.
+    /// Memory bandwidth of the host CPU in bytes per second.
     pub memory_bytes_per_second: f64,
-    /// The scratch file behind it.
+    /// The scratch file on disk.
     pub file: FileSpec,
 }
 
 impl HostSpec {
-    /// No memory of its own: a device that is its own host, or a machine that nothing is known of.
+    /// A host without memory for offloaded tensors: for the CPU, which is its own host, or an unknown machine.
     pub const NONE: HostSpec = HostSpec { budget: Bytes::ZERO, memory_bytes_per_second: 20e9, file: FileSpec::NONE };
 }
 
-/// The scratch file: where tensors wait that the host's memory has no room for.
+/// The scratch file: disk space for offloaded tensors that exceed the host memory.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct FileSpec {
-    /// The load line: the most that the file may hold; nothing unless the user gives it.
+    /// The load line of the file: the most bytes that it may hold. Zero unless the user sets it.
     pub budget: Bytes,
-    /// The most that could be given: what is free on the disk.
-    pub room: Bytes,
-    /// Reading, while something is written too, bytes a second.
+    /// Free bytes on the disk: the largest possible budget.
+    pub available: Bytes,
+    /// Read bandwidth in bytes per second, with concurrent writes.
     pub read_bytes_per_second: f64,
-    /// Writing, while something is read too, bytes a second.
+    /// Write bandwidth in bytes per second, with concurrent reads.
     pub write_bytes_per_second: f64,
-    /// Whether these rates were measured on the disk (else assumed).
+    /// Whether the rates were measured on the disk; otherwise they are assumed.
     pub measured: bool,
 }
 
 impl FileSpec {
-    /// No file. The rates are assumed: those of a slow NVMe disk that does both at once.
+    /// No scratch file. The rates are those assumed for a slow NVMe disk that reads and writes concurrently.
     pub const NONE: FileSpec = FileSpec {
         budget: Bytes::ZERO,
-        room: Bytes::ZERO,
+        available: Bytes::ZERO,
         read_bytes_per_second: 1e9,
         write_bytes_per_second: 0.5e9,
         measured: false,
@@ -186,27 +191,27 @@ impl FileSpec {
 }
 
 impl DeviceSpec {
-    /// The host that it is on, where that is not this process's: `host1` of `host1/cuda:0`.
-    pub fn host(&self) -> Option<&str> {
+    /// Returns the name of the remote host of the device (`host1` for `host1/cuda:0`), `None` for a local device.
+    pub fn remote_host(&self) -> Option<&str> {
         self.name.split_once('/').map(|(host, _)| host)
     }
 
-    /// The part of its charges that NCCL has.
+    /// Returns the part of the charges that NCCL holds.
     pub fn nccl_bytes(&self) -> Bytes {
         self.nccl.as_ref().map_or(Bytes::ZERO, |nccl| nccl.bytes)
     }
 
-    /// Whether its arena, and what it holds beside it, are memory of this process.
+    /// Returns whether arena and charges are memory of this process.
     pub fn in_process(&self) -> bool {
-        matches!(self.kind, DeviceKind::Cpu | DeviceKind::Virtual) && self.host().is_none()
+        matches!(self.kind, DeviceKind::Cpu | DeviceKind::Virtual) && self.remote_host().is_none()
     }
 
-    /// Whether figures of this device come from a simulation.
+    /// Returns whether the device's figures come from a simulation.
     pub fn simulated(&self) -> bool {
         self.kind == DeviceKind::Virtual
     }
 
-    /// What is left for the arena under the load line.
+    /// Computes the bytes left for the arena under the load line, after the charges.
     pub fn arena_budget(&self) -> Bytes {
         self.budget.saturating_sub(self.charges)
     }

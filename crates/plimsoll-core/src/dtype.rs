@@ -1,28 +1,28 @@
-//! The types of a tensor's elements.
+//! Element types of tensors.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// The type of a tensor's elements.
+/// The element type of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DType {
-    /// 64-bit float: sums of metrics, and the reference executor of the tests.
+    /// 64-bit float: sums of metrics, and the reference precision of tests.
     F64,
     /// 32-bit float.
     F32,
-    /// bfloat16: 8 bits of exponent, 7 of fraction.
+    /// bfloat16: 8 bits of exponent, 7 bits of fraction.
     Bf16,
-    /// IEEE half precision; in files only.
+    /// IEEE half precision; occurs only in files.
     F16,
     /// 32-bit integer: tokens, labels, positions.
     I32,
-    /// A byte: quantised blocks, raw staging.
+    /// A byte: quantized blocks, raw staging.
     U8,
 }
 
 impl DType {
-    /// Bytes of one element.
+    /// Returns the bytes of one element.
     pub const fn bytes(self) -> u64 {
         match self {
             DType::F64 => 8,
@@ -32,8 +32,8 @@ impl DType {
         }
     }
 
-    /// The type of sums, master weights and statistics beside values of this type: `F64` for `F64`,
-    /// `F32` for everything else.
+    /// Returns the type used for sums, master weights and statistics of values of this type: `F64` for `F64`,
+    /// `F32` otherwise.
     pub const fn wide(self) -> DType {
         match self {
             DType::F64 => DType::F64,

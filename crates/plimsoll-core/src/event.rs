@@ -1,9 +1,9 @@
-//! What happens in a run, one object a line in `events.jsonl`.
+//! The event log of a run: `events.jsonl`, one JSON object ([`Record`]) per line.
 
-use crate::{Bytes, Retreat};
+use crate::{Bytes, Recovery};
 use serde::{Deserialize, Serialize};
 
-/// The version of the event lines; it changes when a field changes its meaning or goes away.
+/// Version of the event lines. It changes when a field changes its meaning or is removed.
 pub const EVENTS_VERSION: u32 = 1;
 
 /// One line of `events.jsonl`.
@@ -13,132 +13,133 @@ pub struct Record {
     pub version: u32,
     /// Seconds since the Unix epoch.
     pub time: f64,
-    /// What happened.
+    /// The event; its fields are on the top level of the JSON object.
     #[serde(flatten)]
     pub event: Event,
 }
 
-/// What can happen. All bytes and seconds are measured unless a field says predicted.
+/// An event of a run. All bytes and seconds are measured, except fields with `predicted` in their name.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 pub enum Event {
-    /// The run starts or goes on.
+    /// Training starts, or continues after `--resume`.
     Start {
-        /// The first step that will be done, counted from 1.
+        /// The next step to execute, counted from 1.
         step: u64,
-        /// The last step; 0 where the run is measured in hours.
+        /// The last step; 0 if the length of the run is given in hours.
         steps: u64,
         /// Trained parameters.
         parameters: u64,
-        /// Bytes of the arenas.
+        /// Bytes of all arenas.
         arena_bytes: Bytes,
         /// Predicted seconds of a step.
         predicted_step_seconds: f64,
-        /// Operations in the matrix products that a step must do, recompute left out.
+        /// Operations of the matrix products of a step, without recompute.
         product_flops: f64,
-        /// Operations a second that the devices were measured to do in such products; 0 if unknown, or measured beside other
-        /// work.
+        /// Measured operations per second of the devices in such matrix products. 0 if unknown, or if other programs
+        /// disturbed the measurement.
         peak_flops: f64,
-        /// Whether a device is simulated: all seconds of this run are then.
+        /// Whether any device is simulated; all seconds of the run are then simulated.
         #[serde(default)]
         simulated: bool,
     },
-    /// An optimizer step is done.
+    /// An optimizer step completed.
     Step {
-        /// Counted from 1.
+        /// The step, counted from 1.
         step: u64,
-        /// Mean over the labelled tokens of the step.
+        /// Mean loss over the labelled tokens of the step.
         loss: f64,
         /// Global gradient norm before clipping.
         norm: f64,
-        /// The rate used.
+        /// The learning rate of the step.
         learning_rate: f64,
-        /// Tokens, padding counted.
+        /// Tokens of the step, including padding.
         tokens: u64,
-        /// Tokens that counted in the loss.
+        /// Tokens that count in the loss.
         labelled_tokens: u64,
-        /// How long it took.
+        /// Seconds that the step took.
         seconds: f64,
-        /// Bytes the process held (CPU) or the device held, after the step.
+        /// Bytes held after the step by the device (CPU: by the process).
         bytes: Bytes,
     },
-    /// An evaluation is done. One that a device made beside the steps comes when it is ready, behind later steps.
+    /// An evaluation completed. If a device outside the team evaluates concurrently, the event follows later steps.
     Evaluation {
-        /// After this step.
+        /// The step after which the weights were evaluated.
         step: u64,
-        /// Mean over the labelled tokens.
+        /// Mean loss over the labelled tokens.
         loss: f64,
-        /// Share of samples whose labelled tokens were all predicted right.
+        /// Share of samples with all labelled tokens predicted correctly.
         exact_match: Option<f64>,
         /// Labelled tokens.
         tokens: u64,
-        /// How long it took.
+        /// Seconds that the evaluation took.
         seconds: f64,
-        /// The device that made it beside the steps; none where those who do the steps did.
+        /// The device that evaluated concurrently with training; `None` if the training devices evaluated.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         device: Option<String>,
     },
     /// A checkpoint is complete on disk.
     Checkpoint {
-        /// After this step.
+        /// The last step that the checkpoint contains.
         step: u64,
-        /// Its folder.
+        /// The folder of the checkpoint.
         path: String,
-        /// How long it took.
+        /// Seconds that saving took.
         seconds: f64,
     },
-    /// The run goes on with another recipe, or does again what was refused.
-    Retreat(Box<Retreat>),
-    /// A device is gone; the others go on.
-    Lost {
-        /// While this step was done, or between it and the next.
+    /// The run continued after an out-of-memory error or a moved load line, with another recipe or by a retry.
+    Recovery(Box<Recovery>),
+    /// A device was lost; training continues on the remaining devices.
+    DeviceLost {
+        /// The step during or after which the device was lost.
         step: u64,
-        /// Its name.
+        /// The name of the lost device.
         device: String,
-        /// What is known of it.
-        why: String,
-        /// The devices that go on, of those that worked on the run or were left out.
-        left: Vec<String>,
-        /// The step of the checkpoint from which they go on, 0 for the beginning; none where no finished step was lost with it.
+        /// The cause, as far as it is known.
+        reason: String,
+        /// Devices that continue the run, including devices that the plan had excluded before.
+        remaining_devices: Vec<String>,
+        /// Step of the checkpoint from which training continues, 0 for the start of the run. `None` if no completed
+        /// step was lost with the device.
         #[serde(default, skip_serializing_if = "Option::is_none")]
-        back_to: Option<u64>,
+        resumed_from_step: Option<u64>,
     },
-    /// A device that was lost is there again, and works on the run from here on.
-    Back {
-        /// After this step.
+    /// A lost device returned and joined the team again.
+    DeviceReturned {
+        /// The last step completed without the device.
         step: u64,
-        /// Its name.
+        /// The name of the device.
         device: String,
-        /// All that work on the run now.
+        /// All devices that now train.
         team: Vec<String>,
     },
-    /// A device that was too warm, or was slowed down for it, has rested between two steps.
-    Rest {
-        /// After this step.
+    /// Training paused between two steps, because a device was too warm or throttled by heat.
+    ThermalPause {
+        /// The step before the pause.
         step: u64,
-        /// Its name.
+        /// The name of the device.
         device: String,
-        /// How warm it was, in degrees Celsius.
+        /// Temperature before the pause in degrees Celsius.
         celsius: f64,
-        /// Whether it was slowed down because of heat.
+        /// Whether the device reported thermal throttling.
         throttled: bool,
-        /// How warm it was in the end.
+        /// Temperature after the pause in degrees Celsius.
         celsius_after: f64,
-        /// How warm it may be (`run.max_temperature`).
+        /// The permitted temperature in degrees Celsius (`run.max_temperature`).
         max_celsius: f64,
-        /// How long it rested.
+        /// Seconds of the pause.
         seconds: f64,
     },
-    /// Something the user should know.
+    /// A warning for the user.
     Warning {
-        /// One line.
+        /// The warning, one line.
         message: String,
     },
-    /// The run ends.
+    /// The run ended.
     End {
         /// `done` or `stopped`.
         status: String,
-        /// Steps done.
+        /// Completed steps.
         step: u64,
     },
 }

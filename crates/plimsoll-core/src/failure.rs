@@ -1,59 +1,59 @@
-//! What the user sees when something fails: one message, a hint, and the exit code.
+//! [`Failure`]: the message, the hints and the exit code that the user sees when a command fails.
 //!
-//! Libraries have their own `thiserror` enums, with the fields that a message needs; each says how
-//! it becomes a `Failure` (`impl From<TheirError> for Failure`), and the binary only prints it.
+//! Each library has its own `thiserror` enum with the fields that its message needs, and converts it by
+//! `impl From<ItsError> for Failure`. The binary only prints the `Failure`.
 
 use std::fmt;
 
-/// Why the program ends; the number is its exit code (see the book, "exit codes").
+/// The outcome of a command. The discriminant is the exit code of the process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Exit {
-    /// All was done.
+    /// The command completed.
     Done = 0,
-    /// A bug of ours.
+    /// A bug in Plimsoll.
     Bug = 1,
-    /// The user's input is wrong.
+    /// Wrong input by the user.
     Input = 2,
-    /// It does not fit under the load line.
+    /// The run does not fit under the load line.
     DoesNotFit = 3,
-    /// Stopped early; `--resume` goes on.
+    /// The run stopped early; `--resume` continues it.
     Stopped = 4,
 }
 
-/// A failure as the user sees it. Messages are short and lower-case and name what and where; the
-/// hints say what to do, one line each.
+/// A failure as the user sees it. The message is short, lower-case, and names the cause and the place. Each hint is one
+/// line with an action.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failure {
     /// The exit code.
     pub exit: Exit,
-    /// What is wrong, and where.
+    /// The cause and the place of the failure.
     pub message: String,
-    /// What to do about it.
+    /// Actions that remedy the failure, one line each.
     pub hints: Vec<String>,
 }
 
 impl Failure {
-    /// The user's input is wrong (exit 2).
+    /// Creates a failure for wrong input (exit 2).
     pub fn input(message: impl Into<String>) -> Failure {
         Failure { exit: Exit::Input, message: message.into(), hints: Vec::new() }
     }
 
-    /// A bug of ours (exit 1).
+    /// Creates a failure for a bug in Plimsoll (exit 1).
     pub fn bug(message: impl Into<String>) -> Failure {
         Failure { exit: Exit::Bug, message: message.into(), hints: Vec::new() }
     }
 
-    /// Something the run needs does not fit (exit 3).
+    /// Creates a failure for a run that does not fit under a load line (exit 3).
     pub fn does_not_fit(message: impl Into<String>) -> Failure {
         Failure { exit: Exit::DoesNotFit, message: message.into(), hints: Vec::new() }
     }
 
-    /// Stopped early, resumable (exit 4).
+    /// Creates a failure for a run that stopped early and can be resumed (exit 4).
     pub fn stopped(message: impl Into<String>) -> Failure {
         Failure { exit: Exit::Stopped, message: message.into(), hints: Vec::new() }
     }
 
-    /// The same failure with one more hint.
+    /// Adds a hint and returns the failure.
     #[must_use]
     pub fn hint(mut self, hint: impl Into<String>) -> Failure {
         self.hints.push(hint.into());

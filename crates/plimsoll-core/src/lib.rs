@@ -1,7 +1,11 @@
-//! The words that every part of Plimsoll shares: amounts of memory, element types, devices, the
-//! plan and the events as they are written down, and what a user sees when something fails.
+//! Types shared by all crates of Plimsoll: amounts of memory, element types, device specifications, recipes, plans,
+//! results, events and failures.
 //!
-//! Nothing here reads, writes or computes; that is what the other crates are for.
+//! The serialised types are the JSON formats: `plan.json` ([`Plan`]), `result.json` ([`RunResult`]), a line of
+//! `events.jsonl` ([`Record`]), `sweep.json` ([`SweepReport`]) and the table of `bench models` ([`ModelsBench`]). Field
+//! names are JSON keys.
+//!
+//! This crate holds types only: it does no input or output and plans nothing.
 
 #![forbid(unsafe_code)]
 
@@ -27,13 +31,13 @@ pub use dtype::DType;
 pub use event::{EVENTS_VERSION, Event, Record};
 pub use failure::{Exit, Failure};
 pub use models_bench::{ModelRow, ModelStatus, ModelsBench};
-pub use plan::{Algorithms, DevicePlan, Effect, Fallback, Need, Plan, PlanOf, Predicted, RungPrice};
-pub use recipe::{Class, InFile, Offload, Recipe, RecomputeLevel, Rung, describe_levels, micro_batches};
+pub use plan::{DevicePlan, Fallback, GemmAlgorithms, Plan, PlannedWorkload, Predicted, Remedy, RungEffect, RungPrice};
+pub use recipe::{Class, Offload, Recipe, RecomputeLevel, Rung, ScratchOffload, describe_levels, micro_batches};
 pub use result::{
-    CollectivesBy, DeviceMemory, EvalResult, EvaluatorResult, LossSpan, LostDevice, MeasuredBy, MemberResult, Retreat,
-    RunResult, RunStatus, StepSeconds,
+    CollectiveBackend, DeviceMemory, EvalResult, EvaluatorResult, LossSpan, LostDevice, MeasuredBy, Recovery,
+    RunResult, RunStatus, StepSeconds, WorkerResult,
 };
-pub use space::{Category, Space, WorkName};
+pub use space::{Category, PerSpace, Space, WorkKind};
 pub use sweep::{RunDemand, SweepDevice, SweepReport, SweepRun, SweepState};
-pub use team::{Alternative, Evaluates, FasterAlone, LeftOut, Member, Sharing, Worth};
-pub use words::counted;
+pub use team::{Alternative, EvaluatorPlan, ExcludedDevice, FasterAlone, Parallelism, ScalingEfficiency, WorkerPlan};
+pub use words::format_count;

@@ -1,100 +1,100 @@
-//! What `plimsoll bench models` found: a row for each model. Other tools rely on these names.
+//! The table of `plimsoll bench models`: one row per model. The field names are a stable interface for other tools.
 
-use crate::{Bytes, Need, Recipe};
+use crate::{Bytes, Recipe, Remedy};
 use serde::{Deserialize, Serialize};
 
-/// How far it went with a model.
+/// The outcome of the benchmark for a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ModelStatus {
-    /// It was trained on all samples.
+    /// The model was trained on all samples.
     Ran,
-    /// It fits, on a device on paper: nothing was run.
+    /// The model fits on a paper device; nothing was run.
     Planned,
-    /// It does not fit.
+    /// The model does not fit.
     DoesNotFit,
-    /// Something else is wrong.
+    /// Planning or training failed for another reason.
     Failed,
 }
 
-/// A model on a device. What is not known is left out: all figures are measured unless their name says predicted.
+/// A model on a device. Unknown values are omitted. Figures are measured, except fields with `predicted` in their name.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ModelRow {
-    /// As it was asked for.
+    /// The model as named on the command line.
     pub model: String,
-    /// The preset or directory that this means.
-    pub stands_for: String,
-    /// How far it went.
+    /// The preset or directory that the name resolves to.
+    pub resolved_model: String,
+    /// The outcome.
     pub status: ModelStatus,
     /// Whether a plan fits.
     pub fits: bool,
-    /// Parameters.
+    /// Parameters of the model.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub parameters: Option<u64>,
-    /// The device; of a team the first.
+    /// The device; the first device of a team.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub device: Option<String>,
-    /// All devices of a team, in the order of ranks; empty where one does it all.
+    /// All devices of a team by rank; empty for a single device.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub team: Vec<String>,
-    /// Whether the device is simulated: seconds of the run are then.
+    /// Whether the device is simulated; seconds of the run are then simulated.
     pub simulated: bool,
     /// The load line.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub budget_bytes: Option<Bytes>,
-    /// The recipe; where it ran, that of the last step.
+    /// The recipe; after a run, the recipe of its last step.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub recipe: Option<Recipe>,
-    /// The most that the device holds, arena and charges, as planned.
+    /// Planned peak of the device: arena and charges.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub predicted_bytes: Option<Bytes>,
-    /// What waits on the host, as planned.
+    /// Planned bytes offloaded to the host.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub predicted_host_bytes: Option<Bytes>,
-    /// The most that the device (CPU: the process) held.
+    /// Measured peak of the device (CPU: of the process).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub measured_bytes: Option<Bytes>,
-    /// Seconds of an optimizer step, as planned.
+    /// Planned seconds of an optimizer step.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub predicted_step_seconds: Option<f64>,
     /// Median seconds of an optimizer step.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub measured_step_seconds: Option<f64>,
-    /// Seconds of all steps, as planned.
+    /// Planned seconds of all steps.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub predicted_seconds: Option<f64>,
-    /// Seconds from the start of the run to its end: opening, drawing of weights and steps.
+    /// Seconds from the start of the run to its end: opening, weight initialization and steps.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub measured_seconds: Option<f64>,
-    /// Tokens a second, as planned.
+    /// Planned tokens per second.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub predicted_tokens_per_second: Option<f64>,
-    /// Tokens a second, over the steps alone.
+    /// Measured tokens per second over the steps alone.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tokens_per_second: Option<f64>,
-    /// Optimizer steps that were done.
+    /// Completed optimizer steps.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub steps: Option<u64>,
-    /// Rungs that were taken while it ran.
+    /// Recoveries during the run.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub retreats: Option<u64>,
-    /// What would do, where it does not fit, least loss first: as in its plan.
+    pub recoveries: Option<u64>,
+    /// Remedies of the plan if the model does not fit, least loss first.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub needs: Vec<Need>,
-    /// Why it did not run, in a line.
+    pub needs: Vec<Remedy>,
+    /// Reason why the model did not run, in one line.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub why: Option<String>,
-    /// What to do about that, a line each: the needs that this machine can meet, as commands.
+    pub reason: Option<String>,
+    /// Remedies that this machine can meet, as commands, one per line.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub hints: Vec<String>,
 }
 
 impl ModelRow {
-    /// A model of which nothing is known yet.
-    pub fn new(model: &str, stands_for: &str) -> ModelRow {
+    /// Creates a row without any result.
+    pub fn new(model: &str, resolved_model: &str) -> ModelRow {
         ModelRow {
             model: model.to_owned(),
-            stands_for: stands_for.to_owned(),
+            resolved_model: resolved_model.to_owned(),
             status: ModelStatus::Failed,
             fits: false,
             parameters: None,
@@ -113,21 +113,21 @@ impl ModelRow {
             predicted_tokens_per_second: None,
             tokens_per_second: None,
             steps: None,
-            retreats: None,
+            recoveries: None,
             needs: Vec::new(),
-            why: None,
+            reason: None,
             hints: Vec::new(),
         }
     }
 }
 
-/// What was found, model after model.
+/// The table of the benchmark.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ModelsBench {
     /// Sequences that each model is trained on.
     pub samples: u64,
-    /// Tokens of each.
+    /// Tokens per sequence.
     pub sequence: u64,
-    /// In the order in which they were asked for; those that are still to come are not there.
+    /// Rows in the order of the request. Models that have not been benchmarked yet are missing.
     pub models: Vec<ModelRow>,
 }

@@ -1,148 +1,150 @@
-//! The plan as it is written down: `plan.json`, and what `plimsoll plan --json` prints.
+//! The plan: `plan.json`, and the output of `plimsoll plan --json`.
 //!
-//! Here are the plan itself, what it predicts of devices, rungs and speed, and what it answers where nothing fits. The
-//! choices are in `recipe`, the parts of a team in `team`, and the words for memory in `space`.
+//! This module holds [`Plan`] with its predictions for devices, rungs and speed, and the remedies of a refusal. Recipes
+//! are in `recipe`, workers of a team in `team`, memory spaces and categories in `space`.
 
 use crate::{
-    Alternative, Bytes, Category, Class, FasterAlone, LeftOut, Member, Recipe, Rung, Sharing, WorkName, Worth,
+    Alternative, Bytes, Category, Class, ExcludedDevice, FasterAlone, Parallelism, Recipe, Rung, ScalingEfficiency,
+    WorkKind, WorkerPlan,
 };
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// What a device (or the host) holds under a plan. All bytes are predicted.
+/// Predicted memory of a device, of the host or of the scratch file under a plan.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct DevicePlan {
-    /// The device's name.
+    /// The name of the device or space.
     pub name: String,
     /// Whether figures of this device come from a simulation.
     pub simulated: bool,
     /// The load line.
     pub budget_bytes: Bytes,
-    /// The one allocation.
+    /// Bytes of the arena, the only allocation for tensors.
     pub arena_bytes: Bytes,
-    /// Held outside the arena.
+    /// Bytes held outside the arena.
     pub charges_bytes: Bytes,
     /// Arena and charges.
     pub peak_bytes: Bytes,
-    /// Bytes by category at the moment the arena is fullest.
+    /// Bytes by category at the moment when the arena is fullest.
     pub by_category: BTreeMap<Category, Bytes>,
-    /// Peak of the arena while each Program runs.
-    pub by_program: BTreeMap<WorkName, Bytes>,
-    /// The largest sum of live tensors: no packing can be below it.
+    /// Peak of the arena by kind of work.
+    pub by_program: BTreeMap<WorkKind, Bytes>,
+    /// Largest sum of simultaneously live tensors: no packing needs fewer bytes.
     pub lower_bound_bytes: Bytes,
 }
 
 /// Predicted speed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Predicted {
-    /// One optimizer step.
+    /// Seconds of one optimizer step.
     pub step_seconds: f64,
-    /// Tokens (padding counted) a second.
+    /// Tokens (including padding) per second.
     pub tokens_per_second: f64,
 }
 
-/// Which algorithms a library of products does the products of a run with: with others, last bits differ. Chosen once,
-/// then kept with plan and checkpoint.
+/// The cuBLASLt algorithm of each matrix product of a run on a GPU. The algorithm decides the last bits of a product,
+/// so it is chosen once and stored with plan and checkpoint.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Algorithms {
-    /// The library's version, as it says it itself.
+pub struct GemmAlgorithms {
+    /// Version of cuBLASLt as reported by the library.
     pub library: u64,
     /// The GPU's name.
     pub gpu: String,
-    /// The newest CUDA that the driver knows: 12040 is 12.4.
+    /// Newest CUDA version supported by the driver: 12040 is 12.4.
     pub driver: u32,
-    /// By the product's name: the algorithm, 64 bytes in hexadecimal.
+    /// Algorithm by name of the matrix product: 64 bytes in hexadecimal.
     pub chosen: BTreeMap<String, String>,
 }
 
-impl Algorithms {
-    /// Whether both were chosen by the same library and driver on the same kind of GPU: only then one may be used for
-    /// the other.
-    pub fn of_the_same(&self, other: &Algorithms) -> bool {
-        let of = |these: &Algorithms| (these.library, these.gpu.clone(), these.driver);
-        of(self) == of(other)
+impl GemmAlgorithms {
+    /// Returns whether both were chosen by the same library and driver on the same GPU model. Only then the algorithms
+    /// of one are valid for the other.
+    pub fn is_compatible_with(&self, other: &GemmAlgorithms) -> bool {
+        (self.library, &self.gpu, self.driver) == (other.library, &other.gpu, other.driver)
     }
 }
 
-impl fmt::Display for Algorithms {
+impl fmt::Display for GemmAlgorithms {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Algorithms { library, gpu, driver, .. } = self;
+        let GemmAlgorithms { library, gpu, driver, .. } = self;
         write!(f, "{gpu}, driver for CUDA {}.{}, cuBLASLt {library}", driver / 1000, driver % 1000 / 10)
     }
 }
 
-/// A budget that would fit when the named rungs are allowed.
+/// A remedy for a run that does not fit: the smallest budget that fits if the given lossy rungs are allowed.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Need {
-    /// The lossy rungs that must be allowed.
+pub struct Remedy {
+    /// Lossy rungs that must be allowed.
     pub allow: Vec<Rung>,
-    /// The smallest load line that then fits.
+    /// Smallest load line of the device that fits with these rungs.
     pub budget_bytes: Bytes,
-    /// What it then takes on the host, where that is more than the host's load line.
+    /// Required host memory, if it exceeds the host's load line.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host_bytes: Option<Bytes>,
-    /// What it then takes of a scratch file, where that is more than was given.
+    /// Required size of the scratch file, if it exceeds the file's load line.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub file_bytes: Option<Bytes>,
-    /// What the plan then holds on the device, where the present load line is enough and there is one device.
+    /// Peak of the device with these rungs, if a single device fits under its present load line.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub peak_bytes: Option<Bytes>,
-    /// Load lines that other devices of a team need then, too, by their names: all of a name that have less.
+    /// Required load lines of other devices of the team, by name; they apply to all devices of that name with less.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    pub others: BTreeMap<String, Bytes>,
+    pub other_budget_bytes: BTreeMap<String, Bytes>,
 }
 
-/// The last rung: a device that cannot hold the run by any rung that may be taken, and whose work the processor does.
+/// The last rung, `run.fallback`: the requested device cannot hold the run under any permitted recipe, and the CPU
+/// replaces it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fallback {
-    /// The device that was asked for.
+    /// The requested device.
     pub device: String,
-    /// Its load line.
+    /// The requested device's load line.
     pub budget_bytes: Bytes,
-    /// The smallest load line that would have done there.
-    pub needs_bytes: Bytes,
+    /// Smallest load line with which the requested device would fit.
+    pub required_bytes: Bytes,
 }
 
 impl fmt::Display for Fallback {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Fallback { device, budget_bytes, needs_bytes } = self;
-        write!(f, "fallback to CPU: {device} would have to hold {needs_bytes}, and its load line is {budget_bytes}")
+        let Fallback { device, budget_bytes, required_bytes } = self;
+        write!(f, "fallback to CPU: {device} would have to hold {required_bytes}, and its load line is {budget_bytes}")
     }
 }
 
-/// A rung of the ladder: what it frees and costs. All figures are predicted.
+/// A rung of the memory ladder with its predicted effects.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RungPrice {
-    /// `micro_batch`, `recompute`, what waits on the host as `offload.optimizer`, or the name of a lossy rung.
+    /// `micro_batch`, `recompute`, an offload such as `offload.optimizer`, or the name of a lossy rung.
     pub rung: String,
-    /// What it does to the numbers.
+    /// Effect of the rung on the numbers.
     pub class: Class,
-    /// What is lost, in words.
-    pub loses: String,
-    /// Whether the planner may take it.
+    /// The loss of accuracy, in words.
+    pub accuracy_impact: String,
+    /// Whether the planner may take the rung.
     pub allowed: bool,
-    /// As far as it goes and nothing else, against the plain recipe: one micro-batch, nothing computed again, nothing on
-    /// the host.
-    pub alone: Effect,
-    /// As far as the plan takes it, against the same plan without it; none where the plan does without.
+    /// Effect of the rung alone, taken as far as possible. The comparison is the plain recipe: one micro-batch, no
+    /// recompute, no offload.
+    pub alone: RungEffect,
+    /// Effect of the rung as far as the plan takes it, compared with the same plan without it. `None` if the plan does
+    /// not take it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub in_plan: Option<Effect>,
+    pub in_plan: Option<RungEffect>,
 }
 
-/// What taking a rung does. All figures are predicted.
+/// The predicted effect of taking a rung.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Effect {
-    /// Bytes that the device holds less.
+pub struct RungEffect {
+    /// Bytes freed on the device.
     pub freed_bytes: i64,
-    /// Bytes that the host holds more.
+    /// Bytes added on the host.
     pub host_bytes: i64,
-    /// Bytes that the scratch file holds more.
+    /// Bytes added in the scratch file.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub file_bytes: i64,
-    /// Seconds that a step takes longer.
-    pub costs_seconds: f64,
-    /// Tokens (padding counted) a second with it.
+    /// Seconds added to a step.
+    pub added_seconds: f64,
+    /// Tokens (including padding) per second with the rung.
     pub tokens_per_second: f64,
 }
 
@@ -150,87 +152,88 @@ fn is_zero(bytes: &i64) -> bool {
     *bytes == 0
 }
 
-/// What a plan was made for: a run of anything else cannot follow it.
+/// The workload that a plan was made for. A run with another workload cannot use the plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PlanOf {
+pub struct PlannedWorkload {
     /// Parameters of the model.
     pub parameters: u64,
-    /// Tokens of a sequence.
+    /// Tokens per sequence.
     pub sequence: u64,
-    /// Tokens of an optimizer step.
+    /// Tokens per optimizer step.
     pub batch_tokens: u64,
 }
 
-impl fmt::Display for PlanOf {
+impl fmt::Display for PlannedWorkload {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let PlanOf { parameters, sequence, batch_tokens } = self;
+        let PlannedWorkload { parameters, sequence, batch_tokens } = self;
         write!(f, "{parameters} parameters, {batch_tokens} tokens a step in sequences of {sequence}")
     }
 }
 
-/// A plan, or the word that there is none.
+/// A plan, or a refusal with the remedies that would make the run fit.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Plan {
     /// Whether the run fits under every load line.
     pub fits: bool,
-    /// The choices; where nothing fits, those of the smallest recipe.
+    /// The chosen recipe (of a team: of rank 0); the smallest recipe if nothing fits.
     pub recipe: Recipe,
-    /// What the rungs taken do to the numbers, against the plain recipe.
+    /// Effect of the rungs taken on the numbers, compared with the plain recipe.
     pub class: Class,
-    /// The lossy rungs taken.
+    /// Lossy rungs taken.
     #[serde(default)]
     pub rungs: Vec<Rung>,
-    /// The tensors of a checkpoint, in a file.
+    /// Bytes of a checkpoint on disk.
     #[serde(default)]
     pub checkpoint_bytes: Bytes,
-    /// Every device that takes part, in the order of ranks.
+    /// Devices that take part, by rank.
     pub devices: Vec<DevicePlan>,
-    /// How they share the work; none where there is one.
+    /// The parallelism of the team; `None` for a single device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub sharing: Option<Sharing>,
-    /// What each of them is given, in the same order; empty where there is one. The recipe of the plan is the first one's.
+    pub parallelism: Option<Parallelism>,
+    /// The workers of the team by rank; empty for a single device.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub team: Vec<Member>,
-    /// What they are worth together, where it was planned and is not given.
+    pub team: Vec<WorkerPlan>,
+    /// Throughput of the team compared with its devices; `None` for a single device or a team given by the user.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub worth: Option<Worth>,
-    /// What a team's links cost: seconds that a step would take less if they took none, predicted.
+    pub scaling_efficiency: Option<ScalingEfficiency>,
+    /// Predicted seconds that the links of the team add to a step.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub link_seconds: Option<f64>,
-    /// Where all have to take part: a device that would be faster without the others, or over several hosts one of them.
+    /// A device or host that would be faster alone, if all devices must take part or if the team spans several hosts.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub faster_alone: Option<FasterAlone>,
-    /// The devices that take no part.
+    /// Devices that take no part.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub left_out: Vec<LeftOut>,
-    /// Other ways to share out, fastest first, where somebody asked (`--explain`).
+    pub excluded: Vec<ExcludedDevice>,
+    /// Alternatives for the team, fastest first; filled with `--explain` only.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub alternatives: Vec<Alternative>,
-    /// The host.
+    /// Memory of the host.
     pub host: DevicePlan,
-    /// The scratch file, where something waits in it.
+    /// The scratch file, if the plan uses it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub file: Option<DevicePlan>,
     /// Predicted speed.
     pub predicted: Predicted,
-    /// The smallest budgets that would fit, where it does not fit.
-    pub needs: Vec<Need>,
-    /// What was planned; none where only a part of a run was.
+    /// Remedies if the run does not fit, least loss first; empty if it fits.
+    pub needs: Vec<Remedy>,
+    /// The workload that was planned; `None` for the plan of a part of a run.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub of: Option<PlanOf>,
-    /// That other programs took the processor while its rates were measured, with what follows from it and what would help.
+    pub planned_for: Option<PlannedWorkload>,
+    /// A note that other programs used the CPU while its rates were measured, with the consequence and the remedy.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub disturbed: Option<String>,
-    /// What earlier runs found out about the device, where the plan follows it: that it could not hold what was free.
+    pub contention_note: Option<String>,
+    /// A note on limits found by earlier runs and applied here: the device could not hold all of its free memory, or
+    /// was slower than calibrated.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub learned: Option<String>,
-    /// What the products of a GPU are done with, once it was opened.
+    pub shortfall_note: Option<String>,
+    /// GEMM algorithms of the GPU, once it was opened.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub algorithms: Option<Algorithms>,
-    /// The device that was asked for, where the processor does its work.
+    pub algorithms: Option<GemmAlgorithms>,
+    /// The fallback from the requested device to the CPU, if it was taken.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fallback: Option<Fallback>,
-    /// What each rung frees and costs, where somebody asked (`--explain`).
+    /// Predicted effect of each rung; filled with `--explain` only.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub ladder: Vec<RungPrice>,
 }

@@ -1,24 +1,24 @@
-//! The planner's choices: what is computed again, what waits on the host, which lossy rungs are taken. What they come to in
-//! bytes and seconds is in `plan`.
+//! Recipes: the planner's choices of micro-batch, recompute levels, offload and lossy rungs. Their predicted bytes and
+//! seconds are in `plan`.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// How much of a layer is thrown away after the forward pass and computed again in the backward
-/// pass. Each level includes the ones before it.
+/// The recompute level of a layer (activation checkpointing): the activations that the forward pass drops and the
+/// backward pass recomputes. Each level includes all lower levels.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RecomputeLevel {
-    /// Nothing: all that the backward pass reads is kept.
+    /// No recompute: all activations that the backward pass reads are kept.
     #[default]
     Nothing,
     /// Outputs of norms and of SwiGLU.
     Norms,
-    /// And the products of gate and up.
+    /// Additionally the outputs of the gate and up projections.
     FeedForward,
-    /// And queries, keys, values and the attention output.
+    /// Additionally queries, keys, values and the attention output.
     Attention,
-    /// And the stream between attention and feed-forward: only the block's input is kept.
+    /// Additionally the residual stream between attention and feed-forward: only the layer's input is kept.
     Block,
 }
 
@@ -45,81 +45,84 @@ impl fmt::Display for RecomputeLevel {
     }
 }
 
-/// Levels of all layers as a person reads them: `4 × nothing, 2 × block`.
+/// Formats the levels of all layers for messages: `4 × nothing, 2 × block`.
 pub fn describe_levels(levels: &[RecomputeLevel]) -> String {
-    let mut parts = Vec::new();
-    for run in levels.chunk_by(|a, b| a == b) {
-        parts.push(format!("{} × {}", run.len(), run[0]));
-    }
-    parts.join(", ")
+    let runs = levels.chunk_by(|a, b| a == b).map(|equal| format!("{} × {}", equal.len(), equal[0]));
+    runs.collect::<Vec<_>>().join(", ")
 }
 
-/// What waits on the host while no op needs it, and comes to the device through buffers that are shared by the layers.
-/// Numbers count layers, the first ones of the model. Same ops, same order of sums: no bit changes.
+/// Tensors offloaded to the host. They pass to the device through staging buffers that all layers share. Numbers count
+/// layers from the first layer of the model. Ops and the order of sums stay the same, so no bit changes.
 ///
-/// A trained layer's gradients and weights wait only where its optimizer state does, which is the least missed.
+/// Gradients and weights of a trained layer are offloaded only if its optimizer state is, which is used least often.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Offload {
-    /// Layers whose optimizer state and master weights wait. When it is all layers, so do those of embedding and head.
+    /// Layers with offloaded optimizer state and master weights. If it is all layers, those of embedding and head are
+    /// offloaded too.
     pub optimizer: u32,
-    /// Layers whose gradients wait: summed up there over the micro-batches of a step.
+    /// Layers with offloaded gradients, which the host accumulates over the micro-batches of a step.
     pub gradients: u32,
-    /// Layers whose matrices wait, and are fetched for each pass over the layer.
+    /// Layers with offloaded weight matrices, which are fetched for each pass over the layer.
     pub weights: u32,
-    /// Layers whose inputs wait from the forward to the backward pass.
+    /// Layers with inputs offloaded between the forward and the backward pass.
     pub inputs: u32,
-    /// Whether the embedding's table and its gradient wait; the host looks up the rows. A tied head waits with it.
+    /// Whether the embedding table and its gradient are offloaded. The host looks up the rows. A tied head is offloaded
+    /// too.
     pub embedding: bool,
-    /// Whether the head and its gradient wait, and come to the device for the loss, a block of rows after another.
+    /// Whether the head and its gradient are offloaded. The device fetches the head in blocks of rows for the loss.
     pub head: bool,
-    /// Whether the host updates what belongs to the optimizer state that waits: gradients go there, and new weights come
-    /// back. Else the state comes to the device, a piece at a time.
+    /// Whether the host updates the parameters with offloaded optimizer state: gradients go to the host, and new
+    /// weights come back. Otherwise the optimizer state passes through the device in pieces.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub update: bool,
-    /// What of all this waits in the scratch file rather than in memory.
-    #[serde(skip_serializing_if = "InFile::is_nothing")]
-    pub file: InFile,
+    /// The part of the offloaded tensors that the scratch file holds instead of host memory.
+    #[serde(skip_serializing_if = "ScratchOffload::is_nothing")]
+    pub file: ScratchOffload,
 }
 
-/// What of that which waits does so in the scratch file, and passes through windows of the host's memory. Numbers count
-/// layers, the first ones of the model, and never more than wait.
+/// Offloaded tensors that the scratch file holds. They pass through windows of host memory. Numbers count layers from
+/// the first layer of the model, and never exceed the offloaded layers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(default)]
-pub struct InFile {
-    /// Layers whose optimizer state and master weights are there. When it is all layers, so are those of embedding and
-    /// head.
+pub struct ScratchOffload {
+    /// Layers with optimizer state and master weights in the file. If it is all layers, those of embedding and head are
+    /// in the file too.
     pub optimizer: u32,
-    /// Layers whose gradients are there.
+    /// Layers with gradients in the file.
     pub gradients: u32,
-    /// Layers whose matrices are there.
+    /// Layers with weight matrices in the file.
     pub weights: u32,
 }
 
-impl InFile {
-    /// Nothing is in the file.
-    pub const NOTHING: InFile = InFile { optimizer: 0, gradients: 0, weights: 0 };
+impl ScratchOffload {
+    /// An unused scratch file.
+    pub const NOTHING: ScratchOffload = ScratchOffload { optimizer: 0, gradients: 0, weights: 0 };
 
-    /// Whether nothing is in the file.
+    /// Returns whether the scratch file is unused.
     pub fn is_nothing(&self) -> bool {
-        *self == InFile::NOTHING
+        *self == ScratchOffload::NOTHING
     }
 }
 
-impl fmt::Display for InFile {
+impl fmt::Display for ScratchOffload {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(&counted(&[(self.optimizer, "optimizer"), (self.gradients, "gradients"), (self.weights, "weights")]))
+        f.pad(&describe_layer_counts(&[
+            (self.optimizer, "optimizer"),
+            (self.gradients, "gradients"),
+            (self.weights, "weights"),
+        ]))
     }
 }
 
-/// Layers by what of them waits: `optimizer of 4, weights of 2`.
-fn counted(layers: &[(u32, &str)]) -> String {
-    let waiting = layers.iter().filter(|(layers, _)| *layers > 0);
-    waiting.map(|(layers, what)| format!("{what} of {layers}")).collect::<Vec<_>>().join(", ")
+/// Formats the nonzero layer counts with their names: `optimizer of 4, weights of 2`.
+fn describe_layer_counts(layers: &[(u32, &str)]) -> String {
+    let offloaded = layers.iter().filter(|(layers, _)| *layers > 0);
+    offloaded.map(|(layers, name)| format!("{name} of {layers}")).collect::<Vec<_>>().join(", ")
 }
 
 impl Offload {
-    /// Everything stays on the device.
+    /// No offload: all tensors stay on the device.
     pub const NOTHING: Offload = Offload {
         optimizer: 0,
         gradients: 0,
@@ -128,15 +131,15 @@ impl Offload {
         embedding: false,
         head: false,
         update: false,
-        file: InFile::NOTHING,
+        file: ScratchOffload::NOTHING,
     };
 
-    /// Whether the head comes to the device in blocks; where it is `tied`, it is the embedding's table.
+    /// Returns whether the device fetches the head in blocks of rows. A `tied` head is the embedding table.
     pub fn streams_head(&self, tied: bool) -> bool {
         if tied { self.embedding } else { self.head }
     }
 
-    /// Whether everything stays on the device.
+    /// Returns whether nothing is offloaded.
     pub fn is_nothing(&self) -> bool {
         *self == Offload::NOTHING
     }
@@ -144,57 +147,57 @@ impl Offload {
 
 impl fmt::Display for Offload {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let layers = counted(&[
+        let layers = describe_layer_counts(&[
             (self.optimizer, "optimizer"),
             (self.gradients, "gradients"),
             (self.weights, "weights"),
             (self.inputs, "inputs"),
         ]);
         let mut parts: Vec<String> = if layers.is_empty() { vec![] } else { vec![layers] };
-        let whole = [(self.embedding, "embedding"), (self.head, "head"), (self.update, "the update")];
-        parts.extend(whole.iter().filter(|(waits, _)| *waits).map(|(_, what)| (*what).to_owned()));
+        let unlayered = [(self.embedding, "embedding"), (self.head, "head"), (self.update, "the update")];
+        parts.extend(unlayered.iter().filter(|(offloaded, _)| *offloaded).map(|(_, name)| (*name).to_owned()));
         f.pad(&if parts.is_empty() { "nothing".to_owned() } else { parts.join(", ") })
     }
 }
 
-/// The planner's choices. They never change the experiment (tokens per step, order, rates, seeds,
-/// precision, method).
+/// The planner's choices for one device. They never change the experiment: tokens per step, sample order, learning
+/// rates, seeds, precision and method.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Recipe {
-    /// Sequences in one forward and backward pass; 0 of a device that only holds a part of the state, and computes none.
+    /// Sequences per forward and backward pass; 0 for a storage-only worker, which computes none.
     pub micro_batch: u32,
-    /// What each layer computes again, first layer first.
+    /// Recompute level of each layer, first layer first.
     pub recompute: Vec<RecomputeLevel>,
-    /// What waits on the host.
+    /// Tensors offloaded to the host.
     #[serde(default, skip_serializing_if = "Offload::is_nothing")]
     pub offload: Offload,
-    /// The lossy rungs taken, as allowed.
+    /// Lossy rungs taken; each must be allowed by the user.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub rungs: Vec<Rung>,
 }
 
 impl Recipe {
-    /// A recipe that keeps everything on the device.
+    /// Creates a recipe without offload and lossy rungs.
     pub fn on_device(micro_batch: u32, recompute: Vec<RecomputeLevel>) -> Recipe {
         Recipe { micro_batch, recompute, offload: Offload::NOTHING, rungs: Vec::new() }
     }
 
-    /// Micro-batches that so many sequences take.
+    /// Returns the number of micro-batches for `sequences` sequences.
     pub fn micro_batches(&self, sequences: u64) -> u64 {
         micro_batches(sequences, self.micro_batch)
     }
 }
 
-/// Micro-batches that so many sequences take, so many at once: none where none are computed.
-pub fn micro_batches(sequences: u64, at_once: u32) -> u64 {
-    if at_once == 0 { 0 } else { sequences.div_ceil(u64::from(at_once)) }
+/// Returns the number of micro-batches of `micro_batch` sequences for `sequences` sequences; 0 if `micro_batch` is 0.
+pub fn micro_batches(sequences: u64, micro_batch: u32) -> u64 {
+    if micro_batch == 0 { 0 } else { sequences.div_ceil(u64::from(micro_batch)) }
 }
 
 impl fmt::Display for Recipe {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.micro_batch {
             0 => f.write_str("no sequences")?,
-            at_once => write!(f, "micro-batch {at_once}, recompute {}", describe_levels(&self.recompute))?,
+            size => write!(f, "micro-batch {size}, recompute {}", describe_levels(&self.recompute))?,
         }
         if !self.offload.is_nothing() {
             write!(f, ", on the host {}", self.offload)?;
@@ -207,15 +210,15 @@ impl fmt::Display for Recipe {
     }
 }
 
-/// What a rung does to the numbers.
+/// The effect of a rung on the numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Class {
-    /// The same bits.
+    /// All results keep every bit.
     Identical,
-    /// The same sums in another order.
+    /// Sums are added in another order.
     Reordered,
-    /// Other arithmetic.
+    /// Arithmetic or method is different.
     Lossy,
 }
 
@@ -223,7 +226,7 @@ pub enum Class {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Rung {
-    /// bf16 arithmetic with f32 sums.
+    /// bf16 arithmetic with f32 accumulation.
     Bf16,
     /// Block-wise 8-bit optimizer state.
     Adam8bit,
@@ -236,11 +239,11 @@ pub enum Rung {
 }
 
 impl Rung {
-    /// Every rung, least loss first.
+    /// All lossy rungs, least loss first.
     pub const ALL: [Rung; 5] = [Rung::Bf16, Rung::Adam8bit, Rung::Lora, Rung::Int8, Rung::Nf4];
 
-    /// What is lost, in a few words.
-    pub fn loses(self) -> &'static str {
+    /// Returns the loss of accuracy, in a few words.
+    pub fn accuracy_impact(self) -> &'static str {
         match self {
             Rung::Bf16 => "16 of 24 bits a number",
             Rung::Adam8bit => "state in 8 bit",

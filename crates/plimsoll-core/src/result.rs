@@ -1,243 +1,244 @@
-//! How a run ended: `result.json`. Other tools rely on these names.
+//! The result of a run: `result.json`. The field names are a stable interface for other tools.
 
-use crate::{Bytes, Class, Fallback, Recipe, Sharing};
+use crate::{Bytes, Class, Fallback, Parallelism, Recipe};
 use serde::{Deserialize, Deserializer, Serialize};
 
-/// `result.json`. All figures are measured unless their name says predicted.
+/// The content of `result.json`. Figures are measured, except fields with `predicted` in their name.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RunResult {
-    /// `done` or `stopped`.
+    /// Whether the run is done or stopped early.
     pub status: RunStatus,
-    /// Optimizer steps done, those before a resume included.
+    /// Completed optimizer steps, including those before a resume.
     pub steps: u64,
-    /// The training loss.
+    /// The training loss of the first and the last step.
     pub loss: LossSpan,
-    /// Tokens (padding counted) a second, over all steps since the last start and nothing but them.
+    /// Tokens (including padding) per second over all steps since the last start; time outside steps does not count.
     pub tokens_per_second: f64,
     /// Seconds of an optimizer step.
     pub step_seconds: StepSeconds,
-    /// The last evaluation; none where there is nothing to evaluate on.
+    /// The last evaluation; `None` without evaluation data.
     pub eval: Option<EvalResult>,
-    /// Every device that took part.
+    /// Memory of every device that took part.
     pub memory: Vec<DeviceMemory>,
-    /// The recipe of the last step; of a team, its first device's.
+    /// The recipe of the last step; of a team, the recipe of rank 0.
     pub recipe: Recipe,
-    /// How a team shared the work in the last step; none for one device.
+    /// The parallelism of the last step; `None` for a single device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub sharing: Option<Sharing>,
-    /// What each device of the team did in the last step.
+    pub parallelism: Option<Parallelism>,
+    /// The workers of the team in the last step.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub team: Vec<MemberResult>,
-    /// What a device that was left out of the steps did beside them; none where it did nothing.
+    pub team: Vec<WorkerResult>,
+    /// The device that evaluated while the team trained; `None` without such a device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub evaluator: Option<EvaluatorResult>,
-    /// Rungs that were taken while the run was under way, since it was last started.
-    pub retreats: Vec<Retreat>,
-    /// Devices that were lost, since the run was last started.
+    /// Recoveries since the last start of the run.
+    pub recoveries: Vec<Recovery>,
+    /// Devices lost since the last start of the run.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub lost: Vec<LostDevice>,
-    /// Rehearsals that were asked for and never came about, since the run was last started: as they were typed.
+    /// Injected faults (`--inject-…`) that were never triggered since the last start, as given on the command line.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub not_rehearsed: Vec<String>,
-    /// Seconds in which a device that was too warm rested, since the run was last started.
+    pub faults_not_triggered: Vec<String>,
+    /// Seconds of pauses for devices that were too warm, since the last start of the run.
     #[serde(default)]
-    pub rested_seconds: f64,
-    /// The device that was asked for, where the processor did its work.
+    pub thermal_pause_seconds: f64,
+    /// The fallback from the requested device to the CPU, if it was taken.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fallback: Option<Fallback>,
 }
 
-/// A device that was lost while a run was under way.
+/// A device lost during a run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LostDevice {
-    /// Its name.
-    pub device: String,
-    /// While this step was done, or between it and the next.
-    pub step: u64,
-    /// The step of the checkpoint from which others went on, 0 for the beginning; none where no finished step was lost.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub back_to: Option<u64>,
-    /// After this step it was there again.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub back_after: Option<u64>,
-}
-
-/// What a device of a team did in the last step.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct MemberResult {
     /// The device's name.
     pub device: String,
-    /// Whether its figures come from a simulation.
-    pub simulated: bool,
-    /// Sequences of the step that it computed.
-    pub sequences: u64,
-    /// Its recipe.
-    pub recipe: Recipe,
-    /// What it computed in a step took, measured, over what was predicted: the median over the steps since the run was last
-    /// started. What it waited for does not count. 0 without sequences.
-    pub passes_over_predicted: f64,
-    /// How it exchanged with the others, where it has NCCL.
+    /// The step during or after which the device was lost.
+    pub step: u64,
+    /// Step of the checkpoint from which training continued on the other devices, 0 for the start of the run. `None` if
+    /// no completed step was lost.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub collectives: Option<CollectivesBy>,
+    pub resumed_from_step: Option<u64>,
+    /// Last step before the device joined the team again; `None` if it did not return.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub returned_after_step: Option<u64>,
 }
 
-/// How a GPU exchanges with the others of its team.
+/// A worker of the team in the last step.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct WorkerResult {
+    /// The device's name.
+    pub device: String,
+    /// Whether the figures come from a simulation.
+    pub simulated: bool,
+    /// Sequences of the step that the worker computed.
+    pub sequences: u64,
+    /// The worker's recipe.
+    pub recipe: Recipe,
+    /// Measured compute time of a step divided by the predicted time: the median over the steps since the last start.
+    /// Time spent waiting does not count. 0 for a worker without sequences.
+    pub compute_slowdown: f64,
+    /// The backend of the worker's collectives; `None` for a device without NCCL.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub collectives: Option<CollectiveBackend>,
+}
+
+/// The backend by which a GPU exchanges with the other GPUs of its team.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(tag = "by", rename_all = "lowercase")]
-pub enum CollectivesBy {
-    /// By NCCL, out of its own memory.
+#[serde(tag = "backend", rename_all = "lowercase")]
+pub enum CollectiveBackend {
+    /// NCCL, on device memory.
     Nccl,
-    /// Through pinned memory of the host, though all have NCCL.
+    /// Staging through pinned host memory, although all GPUs have NCCL.
     Host {
-        /// Why, where this GPU is the reason.
+        /// The reason, if this GPU is the cause.
         #[serde(default, skip_serializing_if = "Option::is_none")]
-        why: Option<String>,
+        reason: Option<String>,
     },
 }
 
-/// What a device did that evaluated beside the steps, since the run was last started.
+/// A device that evaluated while the team trained, since the last start of the run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct EvaluatorResult {
     /// The device's name.
     pub device: String,
-    /// Whether its figures come from a simulation.
+    /// Whether the figures come from a simulation.
     pub simulated: bool,
-    /// How many rows at once.
+    /// The recipe: rows per evaluation batch.
     pub recipe: Recipe,
-    /// So many of them.
+    /// Number of evaluations.
     pub evaluations: u64,
-    /// Seconds of one: the median.
+    /// Median seconds of an evaluation.
     pub seconds: f64,
-    /// What the plan said.
+    /// Predicted seconds of an evaluation.
     pub predicted_seconds: f64,
-    /// Seconds in which the others handed over the weights, once: the median.
-    pub hand_over_seconds: f64,
-    /// What the plan said.
-    pub predicted_hand_over_seconds: f64,
+    /// Median seconds in which the team sent its weights to the evaluator once.
+    pub weight_transfer_seconds: f64,
+    /// Predicted seconds of one transfer of the weights.
+    pub predicted_weight_transfer_seconds: f64,
 }
 
-/// How a run ended.
+/// The end of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum RunStatus {
-    /// All steps are done.
+    /// All steps completed.
     Done,
-    /// Stopped early; it can go on.
+    /// Stopped early; the run can be resumed.
     Stopped,
 }
 
-/// The training loss at both ends of a run; means over the labelled tokens of a step. No number (`null`) where no step was
-/// done.
+/// The training loss at both ends of a run, each the mean over the labelled tokens of a step. NaN, in JSON `null`, if
+/// no step completed.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LossSpan {
-    /// Of the first step.
-    #[serde(deserialize_with = "number_or_none")]
+    /// Loss of the first step.
+    #[serde(deserialize_with = "nan_from_null")]
     pub first: f64,
-    /// Of the last step.
-    #[serde(deserialize_with = "number_or_none")]
+    /// Loss of the last step.
+    #[serde(deserialize_with = "nan_from_null")]
     pub last: f64,
 }
 
-/// JSON has no word for what is not a number: `null` is written for it, and read as it.
-fn number_or_none<'de, D: Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
+/// Reads `null` as NaN. JSON has no NaN: serde_json writes it as `null`.
+fn nan_from_null<'de, D: Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
     Ok(Option::deserialize(from)?.unwrap_or(f64::NAN))
 }
 
 /// Seconds of an optimizer step, measured and predicted.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct StepSeconds {
-    /// Half of the steps took no longer.
+    /// Measured median.
     pub median: f64,
-    /// 95 of 100 steps took no longer.
+    /// Measured 95th percentile.
     pub p95: f64,
-    /// What the plan said.
+    /// Seconds predicted by the plan.
     pub predicted: f64,
 }
 
-/// An evaluation.
+/// The result of an evaluation.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct EvalResult {
-    /// Mean over the labelled tokens.
+    /// Mean loss over the labelled tokens.
     pub loss: f64,
-    /// Share of samples whose labelled tokens were all predicted right, where samples have labels.
+    /// Share of samples with all labelled tokens predicted correctly; `None` if samples have no labels.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub exact_match: Option<f64>,
 }
 
-/// What a device held, beside what the plan said.
+/// Planned and measured memory of a device.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct DeviceMemory {
     /// The device's name.
     pub device: String,
-    /// The load line under which it held most.
+    /// The load line at the time of the largest use.
     pub budget_bytes: Bytes,
-    /// The load line at the end, where it was moved.
+    /// The load line at the end, if it was moved during the run.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub budget_bytes_at_end: Option<Bytes>,
-    /// The arena, as planned.
+    /// Planned bytes of the arena.
     pub arena_bytes: Bytes,
-    /// The arena, as its high-water mark was measured.
+    /// Measured high-water mark of the arena.
     pub arena_measured_bytes: Bytes,
-    /// Arena and charges, as planned.
+    /// Planned bytes of arena and charges.
     pub predicted_bytes: Bytes,
-    /// The most that the device (CPU: the process) held; none where nothing on this machine tells it.
+    /// Measured peak of the device (CPU: of the process); `None` if the machine cannot measure it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub measured_bytes: Option<Bytes>,
-    /// How that is known, where it is.
+    /// The source of `measured_bytes`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub measured_by: Option<MeasuredBy>,
 }
 
-/// How it is known what a device holds for a run.
+/// The source of a device's measured memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MeasuredBy {
-    /// The system, or the GPU's driver, says what this process holds.
+    /// The memory of this process, reported by the system or by the GPU driver.
     Process,
-    /// A GPU's free memory, now and before the run: where the driver hides what a process holds (WSL, containers), so
-    /// that what others have taken or given back meanwhile is in it.
+    /// The decrease of a GPU's free memory since the start of the run. Used if the driver hides the memory of processes
+    /// (WSL, containers). Allocations of other processes in the meantime are included.
     FreeMemory,
 }
 
-/// A step down in memory while the run was under way, or back up when room returned. Where the recipe is the
-/// same before and after, what was refused was simply done again.
+/// A change of recipe during a run: down the ladder after an out-of-memory error or under memory pressure, or up again.
+/// If `from` equals `to`, the refused work was only retried.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Retreat {
-    /// While this step was done, or between it and the next.
+pub struct Recovery {
+    /// The step during or after which the recovery took place.
     pub step: u64,
-    /// The device that gave way.
+    /// The device that changed its recipe.
     pub device: String,
-    /// What gave way, and why.
-    pub why: String,
-    /// The recipe that was left.
+    /// The cause of the recovery.
+    pub reason: String,
+    /// The recipe before.
     pub from: Recipe,
-    /// The recipe that was taken.
+    /// The recipe after.
     pub to: Recipe,
-    /// Sequences of a step that the device computed before, and computes from then on, where the step was shared out anew.
+    /// Sequences per step of the device before and after, if the step was divided anew.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sequences: Option<[u64; 2]>,
-    /// What that does to the numbers.
+    /// Effect of the change on the numbers.
     pub class: Class,
-    /// The arena before, as planned.
+    /// Planned bytes of the arena before.
     pub arena_bytes_before: Bytes,
-    /// The arena from then on, as planned.
+    /// Planned bytes of the arena after.
     pub arena_bytes: Bytes,
-    /// What the device (CPU: the process) held before, measured; none where nothing was moved.
+    /// Measured bytes of the device (CPU: of the process) before; `None` if no memory was moved.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub held_bytes_before: Option<Bytes>,
-    /// The same from then on.
+    /// Measured bytes of the device (CPU: of the process) after; `None` if no memory was moved.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub held_bytes: Option<Bytes>,
-    /// How long it took, measured, what had to be done again left out.
+    /// Measured seconds of the recovery, without the repeated work.
     pub seconds: f64,
     /// Predicted seconds of a step before.
     pub predicted_step_seconds_before: f64,
-    /// Predicted seconds of a step from then on.
+    /// Predicted seconds of a step after.
     pub predicted_step_seconds: f64,
-    /// Measured seconds of a step since the retreat before this one: the median, where a step was done.
+    /// Measured median seconds of a step between the previous recovery and this one; `None` without a completed step.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub step_seconds_before: Option<f64>,
-    /// Measured seconds of a step from then on, until the next one: known when the run ends.
+    /// Measured median seconds of a step from this recovery to the next one; set at the end of the run.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub step_seconds: Option<f64>,
 }

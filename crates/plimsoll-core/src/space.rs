@@ -1,26 +1,27 @@
-//! What a tensor is for, where it lives, and which pieces of work Programs do: the words by which memory is counted. How
-//! much of it a plan gives to whom is in `plan`.
+//! The categories of tensors, the memory spaces that hold them, and the kinds of work that Programs do. The bytes per
+//! category, space and kind of work are in `plan`.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
+use std::ops::Add;
 
-/// What a tensor is for. Every byte of an arena is in exactly one category.
+/// The purpose of a tensor. Every byte of an arena belongs to exactly one category.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Category {
-    /// Parameters, and constant tables.
+    /// Parameters and constant tables.
     Weight,
     /// Gradients of parameters.
     Gradient,
-    /// State of the optimizer.
+    /// Optimizer state.
     Optimizer,
-    /// Values of a micro-batch and their gradients, inputs, caches of generation.
+    /// Values of a micro-batch and their gradients, inputs, and caches of generation.
     Activation,
-    /// Scratch of one op.
+    /// Workspace of one op.
     Workspace,
     /// Buffers of collectives.
     Communication,
-    /// Buffers of copies between spaces.
+    /// Staging buffers of copies between spaces.
     Staging,
 }
 
@@ -38,60 +39,137 @@ impl fmt::Display for Category {
     }
 }
 
-/// Where a tensor lives. Every space is packed and has a budget.
+/// The memory space of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Space {
     /// The device's arena.
     Device,
-    /// The host's arena. The CPU is its own host: there this is the device's arena.
+    /// The host's arena. The CPU is its own host: its host arena is the device's arena.
     Host,
-    /// The scratch file: what waits, where the host's memory is short.
+    /// The scratch file, for offloaded tensors that exceed the host memory.
     Scratch,
-    /// A file of the run: a model, a checkpoint. Neither packed nor budgeted.
+    /// A file of the run, such as a model or a checkpoint. It is neither packed nor budgeted.
     File,
 }
 
-/// The pieces of work that Programs are for.
+/// One value for each budgeted memory space: the device, its host and the scratch file.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct PerSpace<T> {
+    /// The value of the device's arena ([`Space::Device`]).
+    pub device: T,
+    /// The value of the host's arena ([`Space::Host`]).
+    pub host: T,
+    /// The value of the scratch file ([`Space::Scratch`]).
+    pub file: T,
+}
+
+impl PerSpace<Space> {
+    /// The budgeted spaces themselves.
+    pub const SPACES: PerSpace<Space> = PerSpace { device: Space::Device, host: Space::Host, file: Space::Scratch };
+}
+
+impl<T> PerSpace<T> {
+    /// Applies `function` to the value of each space, in the order device, host, file.
+    pub fn map<U>(self, mut function: impl FnMut(T) -> U) -> PerSpace<U> {
+        PerSpace { device: function(self.device), host: function(self.host), file: function(self.file) }
+    }
+
+    /// Returns the values in the order device, host, file.
+    pub fn into_array(self) -> [T; 3] {
+        [self.device, self.host, self.file]
+    }
+}
+
+impl<T: Copy> PerSpace<T> {
+    /// Returns the value of a space.
+    ///
+    /// # Panics
+    /// If `space` is [`Space::File`], which has no budget.
+    pub fn get(&self, space: Space) -> T {
+        match space {
+            Space::Device => self.device,
+            Space::Host => self.host,
+            Space::Scratch => self.file,
+            Space::File => panic!("a file of the run has no budget"),
+        }
+    }
+}
+
+impl<T: PartialOrd> PerSpace<T> {
+    /// Returns whether no value exceeds the value of the same space in `limits`.
+    pub fn fits(&self, limits: &PerSpace<T>) -> bool {
+        self.device <= limits.device && self.host <= limits.host && self.file <= limits.file
+    }
+}
+
+impl<T: Add<Output = T>> Add for PerSpace<T> {
+    type Output = PerSpace<T>;
+    fn add(self, other: PerSpace<T>) -> PerSpace<T> {
+        PerSpace { device: self.device + other.device, host: self.host + other.host, file: self.file + other.file }
+    }
+}
+
+impl PerSpace<u64> {
+    /// Subtracts space by space; a negative difference becomes zero.
+    pub fn saturating_sub(self, other: PerSpace<u64>) -> PerSpace<u64> {
+        PerSpace {
+            device: self.device.saturating_sub(other.device),
+            host: self.host.saturating_sub(other.host),
+            file: self.file.saturating_sub(other.file),
+        }
+    }
+
+    /// Returns the larger value of each space.
+    pub fn max(self, other: PerSpace<u64>) -> PerSpace<u64> {
+        PerSpace {
+            device: self.device.max(other.device),
+            host: self.host.max(other.host),
+            file: self.file.max(other.file),
+        }
+    }
+}
+
+/// The kind of work that a Program does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub enum WorkName {
-    /// Weights from files, or random ones, into the arena.
+pub enum WorkKind {
+    /// Fills the arena with weights from files or with random weights.
     #[serde(rename = "load")]
     Load,
     /// Forward pass of a micro-batch.
     #[serde(rename = "forward")]
     Forward,
-    /// Backward pass of a micro-batch, the loss included.
+    /// Loss and backward pass of a micro-batch.
     #[serde(rename = "backward")]
     Backward,
-    /// Clip factor and optimizer.
+    /// Gradient clipping and optimizer update.
     #[serde(rename = "update")]
     Update,
-    /// Forward pass and loss, nothing kept.
+    /// Forward pass and loss without activations kept for a backward pass.
     #[serde(rename = "evaluate")]
     Evaluate,
-    /// Weights and optimizer state to files.
+    /// Writes weights and optimizer state to files.
     #[serde(rename = "save")]
     Save,
-    /// New tokens from a prompt.
+    /// Generates tokens from a prompt.
     #[serde(rename = "generate")]
     Generate,
-    /// The move from one plan to another.
+    /// Moves the state of a run from one plan to another.
     #[serde(rename = "re-plan")]
     Replan,
 }
 
-impl fmt::Display for WorkName {
+impl fmt::Display for WorkKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
-            WorkName::Load => "load",
-            WorkName::Forward => "forward",
-            WorkName::Backward => "backward",
-            WorkName::Update => "update",
-            WorkName::Evaluate => "evaluate",
-            WorkName::Save => "save",
-            WorkName::Generate => "generate",
-            WorkName::Replan => "re-plan",
+            WorkKind::Load => "load",
+            WorkKind::Forward => "forward",
+            WorkKind::Backward => "backward",
+            WorkKind::Update => "update",
+            WorkKind::Evaluate => "evaluate",
+            WorkKind::Save => "save",
+            WorkKind::Generate => "generate",
+            WorkKind::Replan => "re-plan",
         })
     }
 }

@@ -1,106 +1,106 @@
-//! A sweep as it is written down: `sweep.json` in its folder, and `plimsoll sweep --json`. Other tools rely on these
-//! names.
+//! The report of a sweep: `sweep.json` in the sweep's folder, and the output of `plimsoll sweep --json`. The field
+//! names are a stable interface for other tools.
 
 use crate::{Bytes, Rung};
 use serde::{Deserialize, Serialize};
 
-/// How far a run of a sweep is.
+/// The state of a run of a sweep.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SweepState {
-    /// Until there is room for it.
+    /// Waiting for memory on a device.
     Waiting,
-    /// In a process of its own.
+    /// Running in its own process.
     Running,
-    /// All steps are done.
+    /// All steps completed.
     Done,
-    /// Stopped early: it can go on.
+    /// Stopped early; the run can be resumed.
     Stopped,
-    /// It fits on none of the devices.
+    /// The run fits on none of the devices.
     DoesNotFit,
-    /// Something else is wrong.
+    /// The run failed for another reason.
     Failed,
 }
 
-/// What a run needs of a device, as predicted in a process like the one that it will be trained in.
+/// The predicted demand of a run on one device, planned in a process like the one that will train it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RunDemand {
-    /// Whether it fits there at all.
+    /// Whether the run fits on the device.
     pub fits: bool,
-    /// The load line that it is given: arena and charges. Where it does not fit, the least that would do.
+    /// Load line of the run: arena and charges. If the run does not fit: the smallest load line that would.
     pub bytes: Bytes,
-    /// What waits on the host.
+    /// Bytes offloaded to the host.
     pub host_bytes: Bytes,
-    /// The lossy rungs that it takes there.
+    /// Lossy rungs of the plan on this device.
     pub rungs: Vec<Rung>,
-    /// Rows of the data; an epoch has so many.
+    /// Rows of the training data, which is the length of an epoch.
     pub rows: u64,
-    /// One optimizer step.
+    /// Seconds of an optimizer step under the load line `bytes`.
     pub step_seconds: f64,
-    /// The same with the whole device's memory to itself.
+    /// Seconds of an optimizer step with the whole memory of the device.
     pub fastest_step_seconds: f64,
-    /// One evaluation.
+    /// Seconds of an evaluation.
     pub evaluate_seconds: f64,
-    /// One checkpoint.
+    /// Seconds of a checkpoint.
     pub checkpoint_seconds: f64,
-    /// The first weights and the model.
+    /// Seconds to read the initial weights and to write the model.
     pub files_seconds: f64,
-    /// Measured: opening model and data, and planning.
+    /// Measured seconds to open model and data and to plan.
     pub prepare_seconds: f64,
 }
 
-/// A run of a sweep. Figures are measured unless their name says predicted; what is not known is left out.
+/// A run of a sweep. Figures are measured, except fields with `predicted` in their name. Unknown values are omitted.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SweepRun {
-    /// Its name, and its folder in the sweep's.
+    /// Name of the run and of its folder inside the sweep's folder.
     pub name: String,
-    /// How far it is.
+    /// The state of the run.
     pub state: SweepState,
-    /// The device that it ran on last.
+    /// The device of the last process.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device: Option<String>,
-    /// The process, while it runs.
+    /// The process id, while the run is running.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pid: Option<u32>,
-    /// Its load line there: what it was predicted to hold.
+    /// Load line of the run on its device, as predicted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub predicted_bytes: Option<Bytes>,
-    /// The most that it held.
+    /// Most bytes held.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub measured_bytes: Option<Bytes>,
-    /// Its part of the device's time, 0 to 1.
+    /// Share of the device's time, 0 to 1.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub share: Option<f64>,
-    /// From start to end with that part.
+    /// Seconds from start to end at that share of the device's time.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub predicted_seconds: Option<f64>,
-    /// From start to end, all tries together.
+    /// Seconds from start to end, summed over all attempts.
     pub seconds: f64,
-    /// When it was started last, in seconds from the sweep's start.
+    /// Time of the last start in seconds after the start of the sweep.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub started: Option<f64>,
-    /// Optimizer steps done.
+    /// Completed optimizer steps.
     pub steps: u64,
-    /// The training loss of the last step.
+    /// Training loss of the last step.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub loss: Option<f64>,
-    /// The loss of the last evaluation.
+    /// Loss of the last evaluation.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub eval_loss: Option<f64>,
-    /// How often it was started again after it had ended early.
+    /// Restarts after the run had ended early.
     pub retries: u32,
-    /// Rungs that were taken while it was under way.
-    pub retreats: u64,
-    /// Why it is not done, or was started again: the last such reason, in a line.
+    /// Recoveries during the run.
+    pub recoveries: u64,
+    /// Reason, in one line, for the last early end or restart.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub why: Option<String>,
-    /// The exit code of its last process.
+    pub reason: Option<String>,
+    /// Exit code of the last process.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub exit: Option<i32>,
 }
 
 impl SweepRun {
-    /// A run that waits.
+    /// Creates a waiting run.
     pub fn new(name: &str) -> SweepRun {
         SweepRun {
             name: name.to_owned(),
@@ -117,8 +117,8 @@ impl SweepRun {
             loss: None,
             eval_loss: None,
             retries: 0,
-            retreats: 0,
-            why: None,
+            recoveries: 0,
+            reason: None,
             exit: None,
         }
     }
@@ -127,50 +127,51 @@ impl SweepRun {
 /// A device of a sweep.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SweepDevice {
-    /// Its name.
+    /// The device's name.
     pub name: String,
-    /// Whether it is simulated: all seconds on it are then.
+    /// Whether the device is simulated; all seconds on it are then simulated.
     pub simulated: bool,
-    /// Its load line.
+    /// The device's load line.
     pub budget_bytes: Bytes,
-    /// The most that the load lines of its workers came to at a time.
-    pub given_bytes: Bytes,
-    /// The most workers at a time.
+    /// Largest sum of the load lines of concurrent runs.
+    pub peak_reserved_bytes: Bytes,
+    /// Most concurrent runs.
     pub workers: u32,
-    /// Why it got no run, where there were some to be given.
+    /// Reason why the device got no run, if runs were waiting.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub why: Option<String>,
+    pub reason: Option<String>,
 }
 
-/// A sweep.
+/// The report of a sweep.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SweepReport {
     /// [`SweepReport::VERSION`].
     pub version: u32,
-    /// What was asked for with `--devices`.
-    pub asked: String,
-    /// How often a run is started again.
+    /// The value of `--devices`.
+    pub requested_devices: String,
+    /// Permitted restarts of a run.
     pub retries: u32,
-    /// The most workers on a device, where that was limited.
+    /// Limit of concurrent runs per device; `None` without a limit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub workers: Option<u32>,
     /// The devices.
     pub devices: Vec<SweepDevice>,
-    /// The runs, in the order in which they were asked for.
+    /// The runs in the order of the request.
     pub runs: Vec<SweepRun>,
-    /// From the first start to the last end, as packed; of the runs that were left when the sweep was last started.
+    /// Predicted seconds from the first start to the last end, for the runs that were unfinished at the last start of
+    /// the sweep.
     pub predicted_seconds: f64,
-    /// What no packing of these runs can be below, predicted.
-    pub bound_seconds: f64,
-    /// From the first start to the last end.
+    /// Predicted lower bound of the seconds of any schedule of these runs.
+    pub lower_bound_seconds: f64,
+    /// Measured seconds from the first start to the last end.
     pub seconds: f64,
 }
 
 impl SweepReport {
-    /// The version of the file; it changes when a field changes its meaning or goes away.
+    /// Version of the file. It changes when a field changes its meaning or is removed.
     pub const VERSION: u32 = 1;
 
-    /// The share of the runs that are done.
+    /// Computes the share of runs that are done, 1 for a sweep without runs.
     pub fn success_rate(&self) -> f64 {
         let done = self.runs.iter().filter(|run| run.state == SweepState::Done).count();
         if self.runs.is_empty() { 1.0 } else { done as f64 / self.runs.len() as f64 }

@@ -1,147 +1,161 @@
-//! What a plan says of a team: how the work is shared out, what each device is given, who is left out and why. The plan
-//! that all of it stands in is in `plan`.
+//! The part of a plan that describes a team: its parallelism, the plan of each worker, excluded devices with the
+//! reason, and alternatives. The plan that contains these types is in `plan`.
 
-use crate::{Algorithms, Bytes, DevicePlan, Predicted, Recipe, RungPrice};
+use crate::{Bytes, DevicePlan, GemmAlgorithms, Predicted, Recipe, RungPrice};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// How the work of a step is shared out among the devices of a team.
+/// The parallelism of a team: how its devices divide the work of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Sharing {
-    /// Every device has the whole model and computes some of the sequences.
-    Batch,
-    /// The same, and weights, gradients and optimizer state stand in parts of unequal size on all of them.
-    State,
-    /// Every device has some of the layers, one after the other: a pipeline.
-    Layers,
+pub enum Parallelism {
+    /// Data parallel: every device holds the whole model and computes some of the sequences.
+    Data,
+    /// Sharded (FSDP, ZeRO-3): every device computes some of the sequences. Weights, gradients and optimizer state are
+    /// split over all devices in shards of unequal size.
+    Sharded,
+    /// Pipeline parallel: every device holds and computes consecutive layers (a stage).
+    Pipeline,
 }
 
-impl fmt::Display for Sharing {
+impl Parallelism {
+    /// Returns the term for prose, such as `data parallel`.
+    pub fn describe(self) -> &'static str {
+        match self {
+            Parallelism::Data => "data parallel",
+            Parallelism::Sharded => "sharded (FSDP/ZeRO-3)",
+            Parallelism::Pipeline => "pipeline parallel",
+        }
+    }
+}
+
+impl fmt::Display for Parallelism {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
-            Sharing::Batch => "batch",
-            Sharing::State => "state",
-            Sharing::Layers => "layers",
+            Parallelism::Data => "data",
+            Parallelism::Sharded => "sharded",
+            Parallelism::Pipeline => "pipeline",
         })
     }
 }
 
-/// What one device of a team is given. All figures are predicted.
+/// The plan of one worker (device) of a team. All figures are predicted.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Member {
-    /// Its name.
+pub struct WorkerPlan {
+    /// The device's name.
     pub device: String,
-    /// Its own choices.
+    /// The recipe of this worker.
     pub recipe: Recipe,
-    /// Sequences of each optimizer step that it computes; under shared layers all of them. 0 where it only holds a part of the
-    /// state.
+    /// Sequences of each optimizer step that the worker computes; all of them in a pipeline. 0 for a storage-only
+    /// worker.
     pub sequences: u64,
-    /// The first of its layers and the one after its last, where layers are shared out.
+    /// Layers of the pipeline stage: the first layer, and the one after the last. `None` unless the team is a pipeline.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub layers: Option<[u64; 2]>,
-    /// Its part of the state in parts of 1024, where state is shared out.
+    /// The worker's shard of weights, gradients and optimizer state in 1024ths. `None` unless the team is sharded.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub state: Option<u64>,
-    /// Why it computes none, where it only holds a part of the state.
+    pub shard_1024ths: Option<u64>,
+    /// The reason why a storage-only worker computes no sequences; `None` for a worker that computes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub why: Option<String>,
-    /// What its products are done with, once it was opened, where it is a GPU.
+    pub reason: Option<String>,
+    /// The GEMM algorithms of the GPU, once it was opened.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub algorithms: Option<Algorithms>,
-    /// Seconds of a step in which it computes.
+    pub algorithms: Option<GemmAlgorithms>,
+    /// Seconds of a step in which the worker computes.
     pub busy_seconds: f64,
-    /// Seconds of a step in which it does nothing but exchange with the others, or waits for them.
+    /// Seconds of a step in which the worker communicates or waits for other workers.
     pub idle_seconds: f64,
-    /// What each rung frees and costs on it, where somebody asked (`--explain`).
+    /// Effect of each rung on this worker; filled with `--explain` only.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub ladder: Vec<RungPrice>,
 }
 
-/// A device that was named, or found, and takes no part in the steps.
+/// A named or detected device that takes no part in the training steps.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct LeftOut {
-    /// Its name.
+pub struct ExcludedDevice {
+    /// The device's name.
     pub device: String,
-    /// Which of the devices it is, counted from 0: several on paper may have one name.
+    /// Index among all devices of the run, from 0: several paper devices may share a name.
     #[serde(default)]
-    pub number: usize,
-    /// Why.
-    pub why: String,
-    /// What would use it, as settings for the command line.
+    pub device_index: usize,
+    /// The reason for the exclusion.
+    pub reason: String,
+    /// Command-line settings with which the planner would use the device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub used_by: Option<String>,
-    /// Tokens (padding counted) a second of the team with it, predicted; none where it cannot take part.
+    pub remedy: Option<String>,
+    /// Predicted tokens (including padding) per second of the team with this device; `None` if it cannot take part.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tokens_per_second: Option<f64>,
-    /// What it does beside the steps; none where it does nothing.
+    /// The evaluations that the device does while the team trains; `None` if it stays idle.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub evaluates: Option<Evaluates>,
+    pub evaluator_plan: Option<EvaluatorPlan>,
 }
 
-/// A device beside the steps evaluates what the others train, while they go on. All figures are predicted.
+/// The plan of an evaluator: a device outside the team that evaluates while the team trains. All figures are predicted.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Evaluates {
-    /// How many rows at once; weights and activations are all that it holds.
+pub struct EvaluatorPlan {
+    /// The recipe: rows per evaluation batch. The evaluator holds weights and activations only.
     pub recipe: Recipe,
-    /// What it holds, under its own load line.
+    /// Memory of the evaluator under its own load line.
     pub device: DevicePlan,
-    /// Rows of an evaluation, where the data have been read.
+    /// Rows of an evaluation; `None` if the data have not been read.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rows: Option<u64>,
-    /// Seconds that it takes for an evaluation; for one row of a long one where the data have not been read.
+    /// Seconds of an evaluation on the evaluator. If the data have not been read: seconds per row of a long evaluation.
     pub seconds: f64,
-    /// The same of the devices that do the steps.
+    /// Seconds of the evaluation on the team, in the unit of `seconds`.
     pub team_seconds: f64,
-    /// Seconds in which these hand over the weights.
-    pub hand_over_seconds: f64,
+    /// Seconds in which the team sends its weights to the evaluator.
+    pub weight_transfer_seconds: f64,
 }
 
-impl Evaluates {
-    /// Seconds that an evaluation takes the others less than if they made it themselves, where they can go on for so long
-    /// before they need what it comes to.
-    pub fn saves(&self, meanwhile_seconds: f64) -> f64 {
-        let waits = (self.seconds - meanwhile_seconds).max(0.0);
-        self.team_seconds - self.hand_over_seconds - waits
+impl EvaluatorPlan {
+    /// Computes the seconds that the team saves per evaluation, if it can train for `meanwhile_seconds` before it needs
+    /// the result.
+    pub fn saved_seconds(&self, meanwhile_seconds: f64) -> f64 {
+        let wait_seconds = (self.seconds - meanwhile_seconds).max(0.0);
+        self.team_seconds - self.weight_transfer_seconds - wait_seconds
     }
 
-    /// Where the data have not been read: so many rows or more have to be evaluated for it to be worth handing over.
-    pub fn least_rows(&self) -> u64 {
-        (self.hand_over_seconds / self.team_seconds).ceil().max(1.0) as u64
+    /// Computes the fewest rows for which an evaluator saves time, if the seconds of the plan are per row.
+    pub fn break_even_rows(&self) -> u64 {
+        (self.weight_transfer_seconds / self.team_seconds).ceil().max(1.0) as u64
     }
 }
 
-/// What a team does, beside what its devices do alone. All figures are predicted: tokens (padding counted) a second.
+/// The throughput of a team's devices used separately, and the upper bound of the team. All figures are predicted
+/// tokens (including padding) per second.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Worth {
-    /// What the devices of the team do alone, each with the whole step, added up.
-    pub alone: f64,
-    /// What whole sequences and an update by everybody leave of that, if nothing had to be exchanged.
-    pub at_most: f64,
+pub struct ScalingEfficiency {
+    /// Sum of the throughputs of all devices of the team, each running the whole step alone.
+    pub single_device_tokens_per_second: f64,
+    /// Throughput of the team without any communication. Below the sum, because a sequence is not divided and every
+    /// device executes the optimizer update.
+    pub upper_bound_tokens_per_second: f64,
 }
 
-/// What would be faster without the rest of its team.
+/// A part of the team that would be faster without the other devices.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct FasterAlone {
-    /// A device, or a host with its devices.
+    /// The name of a device, or of a host with its devices.
     pub name: String,
-    /// What it would do, predicted.
+    /// Predicted tokens per second of that part.
     pub tokens_per_second: f64,
 }
 
-/// A way to share out that was looked at, where somebody asked (`--explain`).
+/// A considered plan for the team that was not chosen; filled with `--explain` only.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Alternative {
-    /// How; none for one device alone.
+    /// The parallelism; `None` for a single device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub sharing: Option<Sharing>,
-    /// The devices that take part.
+    pub parallelism: Option<Parallelism>,
+    /// Devices that take part.
     pub devices: Vec<String>,
-    /// What each computes and holds, in words.
+    /// Description of the work and the memory of each device.
     pub shares: Vec<String>,
-    /// Whether it fits under every load line.
+    /// Whether every device stays under its load line.
     pub fits: bool,
-    /// Predicted bytes of each device, charges included.
+    /// Predicted bytes of each device, including charges.
     pub peak_bytes: Vec<Bytes>,
     /// Predicted speed.
     pub predicted: Predicted,

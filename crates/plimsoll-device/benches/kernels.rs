@@ -1,10 +1,9 @@
-//! How fast the CPU's kernels are on the shapes of one training step of a small decoder: 8 × 256
-//! tokens, 6 layers, hidden 384, 6 heads of 64, ffn 1024, vocabulary 8192. Prints milliseconds per
-//! call and per step, and GFLOP/s or GB/s.
+//! Benchmark of the CPU kernels on the shapes of one training step of a small decoder: 8 × 256 tokens, 6 layers, hidden 384,
+//! 6 heads of 64, ffn 1024, vocabulary 8192. Prints milliseconds per call and per step, and GFLOP/s or GB/s.
 //!
-//! With one thread the time is that of the CPU, which other work on the machine disturbs less.
+//! With one thread it measures CPU time, which other work on the machine disturbs less than wall time.
 //!
-//! cargo bench -p plimsoll-device --bench kernels -- [THREADS] [f32 or bf16] [HOW NAMES BEGIN]
+//! cargo bench -p plimsoll-device --bench kernels -- [THREADS] [f32 or bf16] [NAME PREFIX]
 
 use half::bf16;
 
@@ -25,7 +24,7 @@ const SHAPE: Heads = Heads { heads: 6, kv_heads: 6, head_dim: 64 };
 const QKV: usize = 3 * HIDDEN;
 const PARAMETERS: usize = 2 * VOCAB * HIDDEN + LAYERS * HIDDEN * (QKV + HIDDEN + 3 * FFN);
 
-/// What an op does in one call, for its rate.
+/// Work of an op in one call, for its rate.
 enum Work {
     Flops(usize),
     Bytes(usize),
@@ -39,19 +38,19 @@ struct Bench {
 }
 
 impl Bench {
-    /// Time so far: of the CPU in this process with one thread, else on the wall.
+    /// Returns the elapsed time: CPU time of this process with one thread, otherwise wall time.
     fn clock(threads: usize, begin: Instant) -> Duration {
         if threads > 1 {
             return begin.elapsed();
         }
         let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-        // SAFETY: `time` is a timespec to be written.
+        // SAFETY: the call fills `time`, a valid timespec.
         unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &raw mut time) };
         Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
     }
 
-    /// Times `op`, called `per_step` times in a step: the best of a third of a second, since what
-    /// else runs on the machine only ever adds.
+    /// Times `op`, called `per_step` times in a step. The fastest call within a third of a second counts, because other work on the
+    /// machine only adds time.
     fn time(&mut self, name: &str, per_step: usize, work: Work, mut op: impl FnMut(&Pool) + Send) {
         if self.only.as_ref().is_some_and(|only| !name.starts_with(only)) {
             return;
@@ -78,9 +77,9 @@ impl Bench {
     }
 }
 
-/// Numbers between -1 and 1, made in no time.
+/// Returns numbers between -1 and 1.
 fn numbers<T: Real>(n: usize) -> Vec<T> {
-    (0..n).map(|i| T::of(f64::from((i as u32).wrapping_mul(2_654_435_769) as i32) / 2f64.powi(31))).collect()
+    (0..n).map(|i| T::from_f64(f64::from((i as u32).wrapping_mul(2_654_435_769) as i32) / 2f64.powi(31))).collect()
 }
 
 fn zeros<T: Real>(n: usize) -> Vec<T> {
@@ -91,29 +90,29 @@ fn main() {
     let arguments: Vec<String> = std::env::args().filter(|argument| argument != "--bench").collect();
     let argument = |at: usize| arguments.get(at).cloned();
     let threads = argument(1).and_then(|text| text.parse().ok()).unwrap_or(2);
-    println!("{threads} threads, {:?} vectors", level());
+    println!("{threads} threads, {:?} vectors", simd_level());
     let mut bench = Bench { pool: Pool::new(threads).unwrap(), only: argument(3), products: 0.0, others: 0.0 };
     match argument(2).as_deref() {
-        None | Some("f32") => all::<f32>(&mut bench, threads as u64),
-        Some("bf16") => all::<bf16>(&mut bench, threads as u64),
-        Some(other) => panic!("{other}: f32 or bf16"),
+        None | Some("f32") => run_all::<f32>(&mut bench, threads as u64),
+        Some("bf16") => run_all::<bf16>(&mut bench, threads as u64),
+        Some(other) => panic!("unknown type {other}: expected f32 or bf16"),
     }
     println!("products {:.0} ms, others {:.0} ms a step", bench.products, bench.others);
 }
 
-fn all<T: Real<Wide = f32>>(bench: &mut Bench, lanes: u64) {
+fn run_all<T: Real<Wide = f32>>(bench: &mut Bench, lanes: u64) {
     products::<T>(bench, lanes);
     decode::<T>(bench, lanes);
     others::<T>(bench, lanes);
     update::<T>(bench);
-    coarse::<T>(bench);
+    quantized::<T>(bench);
 }
 
 fn products<T: Real<Wide = f32>>(bench: &mut Bench, lanes: u64) {
     let forward = |name, n, k| (name, ROWS, n, k, false, true);
     let weights = |name, m, n| (name, m, n, ROWS, true, false);
     let inputs = |name, n, k| (name, ROWS, n, k, false, false);
-    for (name, per_step, (of, m, n, k, a_transposed, b_transposed)) in [
+    for (name, per_step, (pass, m, n, k, a_transposed, b_transposed)) in [
         ("qkv", LAYERS, forward("forward", QKV, HIDDEN)),
         ("qkv", LAYERS, inputs("inputs", HIDDEN, QKV)),
         ("qkv", LAYERS, weights("weights", QKV, HIDDEN)),
@@ -134,9 +133,9 @@ fn products<T: Real<Wide = f32>>(bench: &mut Bench, lanes: u64) {
         let (mut out, mut gradient) = (zeros::<T>(m * n), zeros::<f32>(m * n));
         let size = Kernels::Cpu { threads: lanes }.product(T::DTYPE, m as u64, n as u64, k as u64);
         let mut scratch = vec![0.0; size as usize];
-        let of = format!("product {name} {of} {m}x{n}x{k}");
-        bench.time(&of, per_step, Work::Flops(2 * m * n * k), |pool| {
-            // Gradients of weights are added up over micro-batches.
+        let label = format!("product {name} {pass} {m}x{n}x{k}");
+        bench.time(&label, per_step, Work::Flops(2 * m * n * k), |pool| {
+            // Weight gradients accumulate over micro-batches.
             let accumulate = a_transposed;
             let mut p = Product { accumulate, ..Product::new(m, n, k, &a, &b) };
             p = if a_transposed { p.a_transposed() } else { p };
@@ -245,15 +244,15 @@ fn others<T: Real<Wide = f32>>(bench: &mut Bench, lanes: u64) {
         swiglu_grad(pool, FFN, &gate_up, &dffn, &mut dgate_up)
     });
 
-    let kept = numbers::<T>(ROWS * VOCAB);
-    let mut logits = kept.clone();
+    let original = numbers::<T>(ROWS * VOCAB);
+    let mut logits = original.clone();
     let mut stats = vec![0.0; 4 * ROWS];
-    let of = Labelled { labels: &tokens, weights: &ones, first: 0, columns: VOCAB };
+    let labelled = LabelledRows { labels: &tokens, weights: &ones, first: 0, columns: VOCAB };
     bench.time("softmax_stats", 1, Work::Bytes(size * ROWS * VOCAB), |pool| {
-        softmax_stats(pool, of, &logits, &mut stats, true);
+        softmax_stats(pool, labelled, &logits, &mut stats, true);
     });
     bench.time("softmax_grad", 1, Work::Bytes(2 * size * ROWS * VOCAB), |pool| {
-        softmax_grad(pool, of, &mut logits, &stats, 1.0);
+        softmax_grad(pool, labelled, &mut logits, &stats, 1.0);
     });
 }
 
@@ -287,30 +286,30 @@ fn update<T: Real<Wide = f32>>(bench: &mut Bench) {
     }
 }
 
-/// Frozen matrices in 8 and 4 bit, 8-bit state, and dropout. Bytes are those read and written.
-fn coarse<T: Real<Wide = f32>>(bench: &mut Bench) {
+/// Times quantized matrices in 8 and 4 bits, 8-bit optimizer state, and dropout. Bytes are those read and written.
+fn quantized<T: Real<Wide = f32>>(bench: &mut Bench) {
     let (rows, columns) = (4096, 4096);
     let n = rows * columns;
     let size = size_of::<T>();
     let matrix = numbers::<T>(n);
     let mut whole = zeros::<T>(n);
     let (mut codes, mut row_scales) = (vec![0u8; n], vec![0f32; rows]);
-    bench.time("quantise int8", 0, Work::Bytes((2 * size + 1) * n), |pool| {
-        quantise(pool, &matrix, columns, Coarse::Int8 { codes: &mut codes[..], scales: &mut row_scales[..] })
+    bench.time("quantize int8", 0, Work::Bytes((2 * size + 1) * n), |pool| {
+        quantize(pool, &matrix, columns, QuantizedData::Int8 { codes: &mut codes[..], scales: &mut row_scales[..] })
     });
-    bench.time("dequantise int8", 0, Work::Bytes((size + 1) * n), |pool| {
-        dequantise(pool, Coarse::Int8 { codes: &codes[..], scales: &row_scales[..] }, columns, &mut whole)
+    bench.time("dequantize int8", 0, Work::Bytes((size + 1) * n), |pool| {
+        dequantize(pool, QuantizedData::Int8 { codes: &codes[..], scales: &row_scales[..] }, columns, &mut whole)
     });
     let (mut halves, mut scales, mut groups) = (vec![0u8; n / 2], vec![0u8; n / 64], vec![0f32; n / 64 / 128]);
-    bench.time("quantise nf4", 0, Work::Bytes(size * n + n / 2), |pool| {
-        let into = Coarse::Nf4 { codes: &mut halves[..], scales: &mut scales[..], groups: &mut groups[..] };
-        quantise(pool, &matrix, columns, into)
+    bench.time("quantize nf4", 0, Work::Bytes(size * n + n / 2), |pool| {
+        let into = QuantizedData::Nf4 { codes: &mut halves[..], scales: &mut scales[..], groups: &mut groups[..] };
+        quantize(pool, &matrix, columns, into)
     });
-    bench.time("dequantise nf4", 0, Work::Bytes(size * n + n / 2), |pool| {
-        let from = Coarse::Nf4 { codes: &halves[..], scales: &scales[..], groups: &groups[..] };
-        dequantise(pool, from, columns, &mut whole)
+    bench.time("dequantize nf4", 0, Work::Bytes(size * n + n / 2), |pool| {
+        let from = QuantizedData::Nf4 { codes: &halves[..], scales: &scales[..], groups: &groups[..] };
+        dequantize(pool, from, columns, &mut whole)
     });
-    bench.time("copy of as much", 0, Work::Bytes(2 * size * n), |pool| copy(pool, &matrix, &mut whole));
+    bench.time("copy, same size", 0, Work::Bytes(2 * size * n), |pool| copy(pool, &matrix, &mut whole));
     let (mut weight, gradient) = (numbers::<f32>(PARAMETERS), numbers::<f32>(PARAMETERS));
     let (mut first, mut second) = (vec![0u8; PARAMETERS], vec![0u8; PARAMETERS]);
     let blocks = PARAMETERS.div_ceil(256);

@@ -1,64 +1,72 @@
-//! What a device can do for a run. One trait for all of them, so that one test body runs on each.
+//! The [`Device`] trait: everything a run needs from a device. CPU, virtual, CUDA and remote devices implement it, and
+//! one test body runs on all of them.
+//!
+//! This module also holds the types around it: the arenas as seen by tests and tools ([`Memory`]), file access
+//! ([`FileSpace`]) and hooks around ops ([`Observer`]).
 
-use crate::arena::ArenaError;
-use crate::transport::Seat;
+pub use crate::error::DeviceError;
+
+use crate::transport::GroupHandle;
 use crate::{probe, process};
-use plimsoll_core::{Algorithms, Bytes, CollectivesBy, Failure, Space};
-use plimsoll_program::{Op, Placement, ProgramSet, TensorId};
+use plimsoll_core::{Bytes, CollectiveBackend, GemmAlgorithms, Space};
+use plimsoll_program::{Op, Placement, ProgramKind, ProgramSet, TensorId};
 use std::borrow::Cow;
 use std::io;
 use std::ops::Range;
-use std::path::PathBuf;
 
-/// Bytes on a device and on its host side, measured.
+/// Sizes of a device's arenas and scratch file, with the measured high-water mark of each.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
-    /// The size of the arena.
+    /// Size of the device arena.
     pub arena_bytes: Bytes,
-    /// The topmost byte of the arena that was ever written, from its first.
+    /// End of the topmost byte ever written in the device arena.
     pub arena_measured_bytes: Bytes,
-    /// The size of the arena on the host.
+    /// Size of the host arena.
     pub host_bytes: Bytes,
-    /// The topmost byte of it that was ever written.
+    /// End of the topmost byte ever written in the host arena.
     pub host_measured_bytes: Bytes,
-    /// The size of the scratch file.
+    /// Size of the scratch file.
     pub file_bytes: Bytes,
-    /// The topmost byte of it that was ever written.
+    /// End of the topmost byte ever written in the scratch file.
     pub file_measured_bytes: Bytes,
 }
 
-/// The memory that an arena stands in, as it is now: what a run looks at to feel that others need some of it.
+/// The memory that holds a device's arena, at this moment. A run polls it to notice memory pressure from other
+/// processes.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Room {
-    /// All of it, and what is free.
+pub struct AvailableMemory {
+    /// Total and free bytes.
     pub memory: probe::Memory,
-    /// What this run holds of it, charges included.
-    pub held: Bytes,
+    /// Bytes that this run holds of it, including charges.
+    pub held_bytes: Bytes,
 }
 
-/// The arenas of a device as they are looked at from outside, while no op runs. `space` is [`Space::Device`],
-/// [`Space::Host`] or [`Space::Scratch`], ranges count from its first byte; files of the run have no space.
+/// Access to a device's arenas from outside, while no op runs.
+///
+/// `space` is [`Space::Device`], [`Space::Host`] or [`Space::Scratch`]. Ranges count from the first byte of that arena
+/// or file.
 pub trait Memory {
-    /// The size of an arena.
+    /// Returns the size of an arena.
     fn bytes(&self, space: Space) -> Bytes;
 
-    /// Part of an arena: lent where this processor sees it, else copied.
-    fn look(&mut self, space: Space, range: Range<u64>) -> Cow<'_, [u8]>;
+    /// Returns bytes of an arena: borrowed if this processor can address them, otherwise a copy.
+    fn view(&mut self, space: Space, range: Range<u64>) -> Cow<'_, [u8]>;
 
     /// Overwrites an arena from byte `first` on.
     fn fill(&mut self, space: Space, first: u64, bytes: &[u8]);
 
-    /// Overwrites a range with what is NaN in every float type: a dead tensor that is read shows.
+    /// Overwrites a range with bytes that are NaN in every float type, so that reading a dead tensor shows in the
+    /// results.
     fn poison(&mut self, space: Space, range: Range<u64>);
 
-    /// The end of the topmost part that was ever written since the device was opened.
+    /// Returns the end of the topmost byte written since the device was opened.
     fn high_water(&mut self, space: Space) -> Bytes;
 
-    /// Whether something was written beside an arena.
-    fn strayed(&mut self, space: Space) -> bool;
+    /// Whether something was written outside an arena.
+    fn has_stray_writes(&mut self, space: Space) -> bool;
 }
 
-/// Where file-space tensors are read from and written to, by the tensor's name.
+/// Access to file-space tensors, by the tensor's name.
 pub trait FileSpace: Send {
     /// Fills `into` from byte `offset` of the tensor.
     fn read(&mut self, tensor: &str, offset: u64, into: &mut [u8]) -> io::Result<()>;
@@ -66,13 +74,13 @@ pub trait FileSpace: Send {
     fn write(&mut self, tensor: &str, offset: u64, from: &[u8]) -> io::Result<()>;
 }
 
-/// Programs that touch no files.
+/// The [`FileSpace`] of Programs that access no files.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct NoFiles;
 
 impl FileSpace for NoFiles {
     fn read(&mut self, tensor: &str, _: u64, _: &mut [u8]) -> io::Result<()> {
-        Err(io::Error::new(io::ErrorKind::NotFound, format!("`{tensor}` is no file of this work")))
+        Err(io::Error::new(io::ErrorKind::NotFound, format!("this program has no file tensor `{tensor}`")))
     }
 
     fn write(&mut self, tensor: &str, offset: u64, _: &[u8]) -> io::Result<()> {
@@ -80,47 +88,48 @@ impl FileSpace for NoFiles {
     }
 }
 
-/// Called around every op of a Program; tests look at the memory, faults are injected here.
+/// Hooks around every op of a Program. Tests inspect the memory in them, and faults are injected through them.
 pub trait Observer: Send {
-    /// Before op number `tick` (counted from 1 within the Program) runs. An error drops the Program.
+    /// Called before op number `tick` (counted from 1 within the Program). An error stops the Program.
     fn before(&mut self, tick: u32, op: &Op, memory: &mut dyn Memory) -> Result<(), DeviceError> {
         let _ = (tick, op, memory);
         Ok(())
     }
 
-    /// After it ran.
+    /// Called after the op.
     fn after(&mut self, tick: u32, op: &Op, memory: &mut dyn Memory) {
         let _ = (tick, op, memory);
     }
 
-    /// Whether every op is to be over before the next begins, so that the memory can be looked at in between. Otherwise
-    /// ops of different queues overlap as they do when nobody looks, are announced in the order in which they begin
-    /// (which is not that of their ticks), and the memory handed over is [`Unseen`].
-    fn one_at_a_time(&self) -> bool {
+    /// Whether each op must end before the next one begins, so that the hooks can inspect the memory in between.
+    ///
+    /// If not, ops of different queues overlap as in normal runs. They are then announced in the order in which they
+    /// are issued, which may differ from their numbers, and the hooks receive [`NoMemory`].
+    fn serializes_ops(&self) -> bool {
         true
     }
 }
 
-/// Nobody looks.
+/// An [`Observer`] that does nothing and lets ops overlap.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Unobserved;
+pub struct NoObserver;
 
-impl Observer for Unobserved {
-    fn one_at_a_time(&self) -> bool {
+impl Observer for NoObserver {
+    fn serializes_ops(&self) -> bool {
         false
     }
 }
 
-/// No memory: what an [`Observer`] is handed while ops may be at work in the real one.
+/// An empty [`Memory`], passed to an [`Observer`] while ops may be running.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Unseen;
+pub struct NoMemory;
 
-impl Memory for Unseen {
+impl Memory for NoMemory {
     fn bytes(&self, _: Space) -> Bytes {
         Bytes::ZERO
     }
 
-    fn look(&mut self, _: Space, _: Range<u64>) -> Cow<'_, [u8]> {
+    fn view(&mut self, _: Space, _: Range<u64>) -> Cow<'_, [u8]> {
         Cow::Borrowed(&[])
     }
 
@@ -132,303 +141,129 @@ impl Memory for Unseen {
         Bytes::ZERO
     }
 
-    fn strayed(&mut self, _: Space) -> bool {
+    fn has_stray_writes(&mut self, _: Space) -> bool {
         false
     }
 }
 
-/// What a device may fail with.
-#[derive(Debug, thiserror::Error)]
-pub enum DeviceError {
-    /// The arena was refused.
-    #[error(transparent)]
-    Arena(#[from] ArenaError),
-    /// Threads were refused.
-    #[error(transparent)]
-    Pool(#[from] crate::cpu::pool::PoolError),
-    /// A GPU, its driver or one of its libraries refused or failed.
-    #[error(transparent)]
-    Cuda(#[from] crate::cuda::driver::CudaError),
-    /// A library of NVIDIA's is not here, or does not go with the driver.
-    #[error(transparent)]
-    Libraries(#[from] crate::cuda::libraries::LibraryError),
-    /// There are no kernels for a GPU.
-    #[error(transparent)]
-    Kernels(#[from] crate::cuda::compile::CompileError),
-    /// A file could not be read or written.
-    #[error("`{tensor}`: {source}")]
-    File {
-        /// The file-space tensor.
-        tensor: String,
-        /// What the system said.
-        source: io::Error,
-    },
-    /// The scratch file cannot be had.
-    #[error("a scratch file of {} in {}: {source}", Bytes(*bytes), folder.display())]
-    Scratch {
-        /// Where it is.
-        folder: PathBuf,
-        /// Its size.
-        bytes: u64,
-        /// What the system said.
-        source: io::Error,
-    },
-    /// The scratch file that is there cannot be read or written: what waited in it is gone.
-    #[error("the scratch file in {}: {source}", folder.display())]
-    ScratchLost {
-        /// Where it is.
-        folder: PathBuf,
-        /// What the system said.
-        source: io::Error,
-    },
-    /// The set has no Program of that name: a bug of ours.
-    #[error("there is no program `{program}`")]
-    NoProgram {
-        /// The name.
-        program: String,
-    },
-    /// This executor cannot run that op: a bug of ours.
-    #[error("{op} does not run on {device}")]
-    Unsupported {
-        /// The op.
-        op: &'static str,
-        /// The device.
-        device: &'static str,
-    },
-    /// The device cannot work with others.
-    #[error("{device} cannot work in a team yet")]
-    NoTeam {
-        /// What it is.
-        device: &'static str,
-    },
-    /// The system gives no thread for a queue.
-    #[error("the system refuses a thread for the {queue} queue")]
-    NoThread {
-        /// The queue.
-        queue: String,
-    },
-    /// A tensor that stays has another shape in the next plan: a bug of ours.
-    #[error("`{tensor}` has another shape in the next plan")]
-    OtherShape {
-        /// The tensor.
-        tensor: String,
-    },
-    /// A GPU holds more beside the arena than was planned with; the arena was not taken.
-    #[error("{held} beside the arena instead of the {planned} that were planned with")]
-    MoreCharges {
-        /// Measured.
-        held: Bytes,
-        /// Planned with.
-        planned: Bytes,
-    },
-    /// The device refused memory in the middle of a Program (injected, in rehearsals).
-    #[error("the device refused memory in `{program}` at op {tick} ({op})")]
-    Refused {
-        /// The Program.
-        program: String,
-        /// The op's number.
-        tick: u32,
-        /// The op.
-        op: &'static str,
-    },
-    /// The device is gone, with all that stood on it (injected, in rehearsals).
-    #[error("{device} is gone{}", because(.why))]
-    Lost {
-        /// Its name.
-        device: String,
-        /// What is known of it, the device not named again; nothing perhaps.
-        why: String,
-    },
-    /// A device in another process refused or failed.
-    #[error("{}", failure.message)]
-    Elsewhere {
-        /// Whether it refused memory.
-        refusal: bool,
-        /// What it said.
-        failure: Box<Failure>,
-    },
-    /// Another device of the team cannot go on, so what is under way is dropped. Its own error says why.
-    #[error("rank {rank} of the team gave up: {why}")]
-    Peer {
-        /// Which one.
-        rank: u32,
-        /// What it said.
-        why: String,
-    },
-    /// Another device of the team cannot be reached any more.
-    #[error("rank {rank} of the team cannot be reached: {why}")]
-    CutOff {
-        /// Which one.
-        rank: u32,
-        /// What is known of it.
-        why: String,
-    },
-}
-
-fn because(why: &str) -> String {
-    if why.is_empty() { String::new() } else { format!(": {why}") }
-}
-
-impl DeviceError {
-    /// Whether it is another device's failure.
-    pub fn is_peers(&self) -> bool {
-        matches!(self, DeviceError::Peer { .. } | DeviceError::CutOff { .. })
-    }
-
-    /// Whether the device is gone, with all that stood on it.
-    pub fn is_loss(&self) -> bool {
-        use crate::cuda::driver::CudaError;
-        matches!(self, DeviceError::Lost { .. } | DeviceError::Cuda(CudaError::Lost { .. }))
-    }
-
-    /// Whether memory was refused, which a run survives with another recipe.
-    pub fn is_refusal(&self) -> bool {
-        use crate::cuda::driver::CudaError;
-        let on_gpu = matches!(self, DeviceError::Cuda(CudaError::Refused { .. } | CudaError::Memory { .. }));
-        let full = matches!(self, DeviceError::Scratch { source, .. } if source.kind() == io::ErrorKind::StorageFull);
-        use DeviceError::{Arena, Elsewhere, Refused};
-        on_gpu || full || matches!(self, Refused { .. } | Arena(_) | Elsewhere { refusal: true, .. })
-    }
-}
-
-impl From<DeviceError> for Failure {
-    fn from(error: DeviceError) -> Failure {
-        match error {
-            DeviceError::Arena(error) => error.into(),
-            DeviceError::Pool(error) => error.into(),
-            DeviceError::Cuda(error) => error.into(),
-            DeviceError::Libraries(error) => error.into(),
-            DeviceError::Kernels(error) => error.into(),
-            DeviceError::File { ref source, .. } if source.kind() == io::ErrorKind::StorageFull => {
-                Failure::input(error.to_string()).hint("free some disk space: what was saved before is intact")
-            }
-            DeviceError::Scratch { .. } => Failure::input(error.to_string())
-                .hint("free some disk space, give memory.file less, or name another folder: memory.file_dir")
-                .hint("what was saved before is intact"),
-            DeviceError::ScratchLost { .. } => Failure::stopped(error.to_string())
-                .hint("the newest checkpoint stands; another folder for the file: memory.file_dir"),
-            DeviceError::Elsewhere { failure, .. } => *failure,
-            DeviceError::MoreCharges { .. } => Failure::does_not_fit(error.to_string())
-                .hint("the same once more is planned with what was measured now"),
-            DeviceError::NoTeam { .. } => Failure::input(error.to_string()).hint("name one device: --devices cuda:0"),
-            DeviceError::File { .. } | DeviceError::NoThread { .. } => Failure::input(error.to_string()),
-            other => Failure::bug(other.to_string()),
-        }
-    }
-}
-
-/// A Program that is run.
+/// One call of a Program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Call<'a> {
-    /// Its name.
-    pub program: &'a str,
-    /// Which micro-batch it works on.
+pub struct ProgramCall {
+    /// The Program to run.
+    pub program: ProgramKind,
+    /// Index of the micro-batch that it processes.
     pub micro_batch: u32,
-    /// The number of the first op that runs, counted from 1: above 1 where a refused update goes on.
-    pub from: u32,
-    /// Whether this is the last micro-batch of its step: what a team sums up is then whole. What runs once is the last.
-    pub last: bool,
+    /// Number of the first op to run, counted from 1. It exceeds 1 only when an interrupted update continues.
+    pub first_op: u32,
+    /// Whether this is the last micro-batch of its step, after which accumulated gradients are reduced. True for
+    /// Programs that run once per step.
+    pub is_last_micro_batch: bool,
 }
 
-impl<'a> Call<'a> {
-    /// The whole Program, once.
-    pub fn of(program: &'a str) -> Call<'a> {
-        Call { program, micro_batch: 0, from: 1, last: true }
+impl ProgramCall {
+    /// Returns a call of all ops of a Program, outside a loop over micro-batches.
+    pub fn of(program: ProgramKind) -> ProgramCall {
+        ProgramCall { program, micro_batch: 0, first_op: 1, is_last_micro_batch: true }
     }
 }
 
-/// A device with a sealed arena and the Programs of a run.
+/// A device with sealed arenas and the Programs of a run.
 pub trait Device: Send {
-    /// Runs a Program. What it reads must have been written: inputs by [`Device::write`].
+    /// Runs a Program. Its inputs must have been written with [`Device::write`].
     ///
     /// # Errors
-    /// Whatever an op or the observer fails with. All that was started has ended by then, nothing after the op that was
-    /// refused has run, and everything before it has; the device and its memory can be used as before.
+    /// Any error of an op or the observer. All started ops have then ended: every op before the failed one has run, and
+    /// no later one. The device and its memory remain usable.
     fn run_observed(
         &mut self,
-        call: Call,
+        call: ProgramCall,
         files: &mut dyn FileSpace,
         observer: &mut dyn Observer,
     ) -> Result<(), DeviceError>;
 
-    /// Runs a Program that touches no files.
-    fn run(&mut self, program: &str) -> Result<(), DeviceError> {
-        self.run_observed(Call::of(program), &mut NoFiles, &mut Unobserved)
+    /// Runs a Program that accesses no files.
+    fn run(&mut self, program: ProgramKind) -> Result<(), DeviceError> {
+        self.run_observed(ProgramCall::of(program), &mut NoFiles, &mut NoObserver)
     }
 
     /// Runs a Program that reads or writes files.
-    fn run_with_files(&mut self, program: &str, files: &mut dyn FileSpace) -> Result<(), DeviceError> {
-        self.run_observed(Call::of(program), files, &mut Unobserved)
+    fn run_with_files(&mut self, program: ProgramKind, files: &mut dyn FileSpace) -> Result<(), DeviceError> {
+        self.run_observed(ProgramCall::of(program), files, &mut NoObserver)
     }
 
-    /// Takes its seat in a team: collectives of its Programs meet those of the others there. Where a Program of its own
-    /// fails, it gives up for all.
+    /// Joins a communication group, in which the collectives of its Programs run. If one of its Programs fails, the
+    /// device aborts the group.
     ///
     /// # Errors
-    /// Where the device cannot work in a team.
-    fn join(&mut self, seat: Seat) -> Result<(), DeviceError> {
-        let _ = seat;
-        Err(DeviceError::NoTeam { device: "this device" })
+    /// The device does not support collectives.
+    fn join_group(&mut self, group: GroupHandle) -> Result<(), DeviceError> {
+        let _ = group;
+        Err(DeviceError::CollectivesUnsupported { device: "this device" })
     }
 
-    /// Waits until everything that was run is over. A device may come back from a Program before it is: what it then
-    /// fails with it says here, at the latest before anybody relies on what [`Device::read`] gives.
+    /// Waits for all submitted work. `run` may return before its ops have ended; their errors are reported here, at the
+    /// latest before a caller relies on bytes from [`Device::read`].
     ///
     /// # Errors
-    /// What went wrong since it was last asked.
-    fn settle(&mut self) -> Result<(), DeviceError> {
+    /// Failures since the last call.
+    fn synchronize(&mut self) -> Result<(), DeviceError> {
         Ok(())
     }
 
-    /// How its team's collectives go; none before the first one, without a team, and where there is only one way.
-    fn collectives(&self) -> Option<CollectivesBy> {
+    /// Returns the backend of its collectives. None before the first collective, without a group, or if there is only
+    /// one backend.
+    fn collectives(&self) -> Option<CollectiveBackend> {
         None
     }
 
-    /// Seconds in which it has computed since it was opened: what it waited for, copies and other devices of its team, is left
-    /// out. To be asked when it has settled; none where it does not tell.
-    fn computed(&mut self) -> Option<f64> {
+    /// Returns the seconds spent computing since the device was opened, without waits for copies and other ranks. Call
+    /// it after [`Device::synchronize`]. None if the device does not measure it.
+    fn compute_seconds(&mut self) -> Option<f64> {
         None
     }
 
-    /// From now on what it computes takes so many times as long, where its pace is simulated, which is what this says: for
-    /// rehearsals.
-    fn slow_down(&mut self, factor: f64) -> bool {
+    /// Multiplies the time of all later compute ops by `factor`, for fault injection. Returns whether the device
+    /// supports it; only devices with a simulated pace do.
+    fn set_compute_slowdown(&mut self, factor: f64) -> bool {
         let _ = factor;
         false
     }
 
-    /// Copies elements of a tensor's slot from the host, from its first element on.
+    /// Copies `bytes` into a tensor's slot, from its first element on.
     fn write(&mut self, tensor: TensorId, slot: u32, bytes: &[u8]);
 
-    /// Copies elements of a tensor's slot to the host, from its first element on.
+    /// Copies bytes out of a tensor's slot, from its first element on.
     fn read(&mut self, tensor: TensorId, slot: u32, bytes: &mut [u8]);
 
-    /// Goes over to the Programs of another plan of the same experiment, between two Programs. Persistent tensors that
-    /// both have keep every bit, in whichever space they now stand; the arenas become as large as the new plan says,
-    /// and are never larger than the larger of both on the way. What only the new plan has is unwritten.
+    /// Switches to the Programs of another plan of the same experiment, between two Programs.
+    ///
+    /// Persistent tensors of both plans keep every bit, even if they change their space. The arenas get the sizes of
+    /// the new plan, and are meanwhile never larger than the larger of both. Tensors that only the new plan has are
+    /// uninitialized.
     ///
     /// # Errors
-    /// What is refused; the device then still has the old plan, and its persistent tensors are what they were.
+    /// Memory or disk space is refused. The device then keeps the old plan and its persistent tensors.
     fn adopt(&mut self, set: ProgramSet, placement: Placement) -> Result<(), DeviceError> {
         let _ = (set, placement);
         Err(DeviceError::Unsupported { op: "re-plan", device: "this device" })
     }
 
-    /// The memory that its arena stands in: the machine's, unless the device has its own. None where nobody says.
-    fn room(&mut self) -> Option<Room> {
-        Some(Room { memory: probe::Memory::read(), held: process::resident().ok()? })
+    /// Returns the state of the memory that holds its arena: the machine's, unless the device has its own. None if
+    /// unknown.
+    fn available_memory(&mut self) -> Option<AvailableMemory> {
+        Some(AvailableMemory { memory: probe::Memory::read(), held_bytes: process::resident().ok()? })
     }
 
-    /// What its products are done with, where a library had to choose: to be kept with plan and checkpoint.
-    fn algorithms(&self) -> Option<Algorithms> {
+    /// Returns the GEMM algorithms chosen by a library, which the plan and the checkpoint record. None if there is no
+    /// choice.
+    fn algorithms(&self) -> Option<GemmAlgorithms> {
         None
     }
 
-    /// Its arenas, to be looked at.
+    /// Returns access to its arenas.
     fn memory(&mut self) -> &mut dyn Memory;
 
-    /// What was used, measured independently of the plan.
+    /// Returns sizes and high-water marks, measured independently of the plan.
     fn stats(&mut self) -> Stats {
         let memory = self.memory();
         Stats {

@@ -1,21 +1,65 @@
-//! What runs: probes of hardware, sealed arenas, executors, and how fast they are.
+//! Devices that execute Programs: the CPU, simulated devices, and NVIDIA GPUs.
 //!
-//! The only crate with `unsafe` code. What is computed comes from `plimsoll-program`; what fits is decided in
-//! `plimsoll-plan`, which knows nothing of this crate.
+//! A plan consists of Programs (from `plimsoll-program`) and a placement of their tensors (from `plimsoll-plan`). A device
+//! allocates the arenas of the plan once, when it is opened, and then runs Programs in them. This crate is the only one with
+//! `unsafe` code; it knows nothing of the planner.
+//!
+//! | layer | modules |
+//! |---|---|
+//! | interface | [`device`] (trait [`Device`](device::Device), observers, errors) |
+//! | memory | [`arena`] (one allocation between guard pages), [`spaces`] (device arena, host arena, scratch file) |
+//! | devices | [`cpu`], [`virtual_device`] (simulated accelerator on the CPU), [`cuda`] |
+//! | communication | [`transport`] (groups of devices in one process or in several) |
+//! | measurement | [`probe`] (hardware), [`bench`], [`disk`], [`calibration`] (cached measurements), [`process`], [`heap`] |
+//!
+//! # Example
+//!
+//! A Program with a single op, run on the CPU:
+//!
+//! ```
+//! use plimsoll_core::{Category, DType, Space, WorkKind};
+//! use plimsoll_device::cpu::executor;
+//! use plimsoll_program::{Block, Lifetime, OpKind, Operand, Placement, Program, ProgramKind, ProgramSet, Tensor, TensorId};
+//!
+//! let tensor = Tensor {
+//!     name: "x".into(),
+//!     shape: vec![4],
+//!     dtype: DType::F32,
+//!     space: Space::Device,
+//!     category: Category::Weight,
+//!     lifetime: Lifetime::Persistent,
+//!     slots: 1,
+//! };
+//! let fill = OpKind::Fill { into: Operand::whole(TensorId(0)), value: 1.5, elements: 4 };
+//! let kind = ProgramKind::Probe(0);
+//! let blocks = vec![Block::once("all", vec![fill.into()])];
+//! let program = Program { work: WorkKind::Forward, kind, inputs: vec![], outputs: vec![], blocks };
+//! let set = ProgramSet { tensors: vec![tensor], programs: vec![program], phases: vec![] };
+//! let placement = Placement { offsets: vec![vec![Some(0)]], arena_bytes: 16, ..Placement::default() };
+//!
+//! let mut device = executor::open(set, placement, DType::F32, 1, None)?;
+//! device.run(kind)?;
+//! let mut bytes = [0; 16];
+//! device.read(TensorId(0), 0, &mut bytes);
+//! assert_eq!(executor::real_values(DType::F32, &bytes), [1.5; 4]);
+//! # Ok::<(), plimsoll_device::device::DeviceError>(())
+//! ```
 
 pub mod arena;
 pub mod bench;
 pub mod calibration;
+mod collectives;
 pub mod cpu;
 pub mod cuda;
 pub mod device;
 pub mod disk;
+mod error;
 pub mod heap;
 mod op_rates;
 pub mod probe;
 pub mod process;
-mod scratch;
+mod scratch_file;
 pub mod spaces;
+mod timing;
 pub mod transport;
-mod trial;
 pub mod virtual_device;

@@ -1,30 +1,31 @@
-//! How fast each kind of op is on a device: products of many sizes, and the training step of a small reference model,
-//! timed op by op on the executor itself. The same for every device, but for the sizes that fill it.
+//! Rates of each kind of op on a device: matrix products of many sizes, and the training step of a small reference
+//! model, timed op by op on the executor itself. Only the sizes differ between devices.
 
-use crate::bench::{BenchError, median};
-use crate::device::{Call, DeviceError, Memory, NoFiles, Observer};
-use crate::trial::{Open, Trial, add, repeated, side_by_side};
+use crate::device::{DeviceError, Memory, NoFiles, Observer, ProgramCall};
+use crate::timing::{BenchError, OpenDevice, TimingDevice, add_program, median, repeated_program, separate_placement};
 use plimsoll_core::{Category, DType, OpRates, RecomputeLevel};
 use plimsoll_program::builder::Builder;
-use plimsoll_program::models::decoder::{AdamState, Base, Build, Lora, Method, Optimizer, Source, Training, build};
+use plimsoll_program::models::decoder::{
+    AdamState, Base, BuildOptions, Lora, Method, Optimizer, Training, WeightSource, build,
+};
 use plimsoll_program::models::{ModelConfig, ModelType, RopeScaling, Target};
 use plimsoll_program::workspace::Kernels;
-use plimsoll_program::{Op, OpKind, Operand, ProgramSet, TensorId};
+use plimsoll_program::{Op, OpKind, Operand, ProgramKind, ProgramSet, TensorId};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// At least this long for each size of product; the median of the rounds counts.
-const EACH: Duration = Duration::from_millis(1);
-/// Steps of the reference model, the first of which is not counted.
-const STEPS: u32 = 3;
+/// Minimum time for each size of product; the median of the rounds counts.
+const MIN_TIME_PER_SIZE: Duration = Duration::from_millis(1);
+/// Steps of the reference model; the first one is not counted.
+const REFERENCE_STEPS: u32 = 3;
 
-/// Sizes that fill a device: smaller ones would show what an op costs to start, larger ones nothing new.
+/// Sizes that saturate a device. Smaller ones would measure launch overhead, larger ones would add nothing.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Scale {
-    /// Sizes along each dimension of the timed products: from a row of a small model to more than any blocking notices.
+    /// Sizes along each dimension of the timed products, from a row of a small model to beyond any blocking.
     pub sizes: [u64; 4],
-    /// How often a product is done in a round.
+    /// Repetitions of a product in a round.
     pub repeat: u32,
     hidden: u64,
     heads: u64,
@@ -36,7 +37,7 @@ pub(crate) struct Scale {
 }
 
 impl Scale {
-    /// A processor.
+    /// For processors.
     pub const PROCESSOR: Scale = Scale {
         sizes: [8, 48, 256, 1024],
         repeat: 1,
@@ -49,7 +50,7 @@ impl Scale {
         micro_batch: 4,
     };
 
-    /// A GPU.
+    /// For GPUs.
     pub const GPU: Scale = Scale {
         sizes: [16, 128, 1024, 4096],
         repeat: 8,
@@ -62,7 +63,7 @@ impl Scale {
         micro_batch: 4,
     };
 
-    /// A processor of which little memory may be held: some 10 MiB.
+    /// For processors with little free memory; needs some 10 MiB.
     pub const SMALL: Scale = Scale {
         sizes: [8, 48, 192, 512],
         repeat: 1,
@@ -75,14 +76,14 @@ impl Scale {
         micro_batch: 2,
     };
 
-    /// Something so slow that the others would take minutes, or has next to no memory.
+    /// For devices so slow that the other scales would take minutes, or with almost no memory.
     pub const TINY: Scale = Scale {
         sizes: [4, 8, 16, 32],
         repeat: 1,
         hidden: 32,
         heads: 2,
         kv_heads: 1,
-        // Gate and up together have the elements from which on state may be coarse.
+        // Gate and up together have just enough elements for 8-bit optimizer state.
         ffn: 64,
         vocab: 64,
         sequence: 16,
@@ -91,52 +92,53 @@ impl Scale {
 }
 
 /// The device to be measured.
-pub(crate) struct Subject<'a> {
-    /// Whose kernels it has.
+pub(crate) struct OpRateSubject<'a> {
+    /// Kernels that it runs, which determine the workspaces.
     pub kernels: Kernels,
-    /// The arithmetic.
+    /// Type it computes in.
     pub precision: DType,
-    /// What fills it.
+    /// Sizes that saturate it.
     pub scale: Scale,
-    /// How it is opened.
-    pub open: &'a Open<'a>,
+    /// Function that opens it.
+    pub open: &'a OpenDevice<'a>,
 }
 
-/// Measures all of it; a processor takes about a second.
+/// Measures all rates. A processor takes about a second.
 ///
 /// # Errors
-/// Where memory or threads are refused, or the device fails.
-pub(crate) fn measure(subject: &Subject) -> Result<OpRates, BenchError> {
+/// Memory or threads are refused, or the device fails.
+pub(crate) fn measure(subject: &OpRateSubject) -> Result<OpRates, BenchError> {
     let sizes = subject.scale.sizes;
-    let forms: Vec<[u64; 3]> =
+    let shapes: Vec<[u64; 3]> =
         sizes.iter().flat_map(|&m| sizes.iter().flat_map(move |&n| sizes.map(|k| [m, n, k]))).collect();
-    let seconds = products(subject, &forms, subject.scale.repeat, EACH, &mut || {})?;
+    let seconds = time_products(subject, &shapes, subject.scale.repeat, MIN_TIME_PER_SIZE, &mut || {})?;
     let rate = |([m, n, k], rounds): (&[u64; 3], &Vec<f64>)| 2.0 * (m * n * k) as f64 / median(rounds);
-    let product_flops = forms.iter().zip(&seconds).map(rate).collect();
-    Ok(OpRates { product_sizes: sizes.to_vec(), product_flops, others: reference_step(subject)?, bf16: None })
+    let product_flops = shapes.iter().zip(&seconds).map(rate).collect();
+    Ok(OpRates { product_sizes: sizes.to_vec(), product_flops, other_ops: reference_step(subject)?, bf16: None })
 }
 
-/// The seconds of a product in each round, for each of the sizes `[m, n, k]`; the right-hand side is stored as weights
-/// are, `[n, k]`. `ready` is called when all is prepared, right before the first is timed.
+/// Returns the seconds of a product in each round, for each of the sizes `[m, n, k]`. The right-hand side has the
+/// layout of weights, `[n, k]`. `ready` is called after all preparation, right before the first measurement.
 ///
 /// # Errors
-/// As [`measure`].
-pub(crate) fn products(
-    subject: &Subject,
-    forms: &[[u64; 3]],
+/// The errors of [`measure`].
+pub(crate) fn time_products(
+    subject: &OpRateSubject,
+    shapes: &[[u64; 3]],
     repeat: u32,
     each: Duration,
     ready: &mut dyn FnMut(),
 ) -> Result<Vec<Vec<f64>>, BenchError> {
-    let most = |size: fn(&[u64; 3]) -> u64| forms.iter().map(size).max().unwrap_or(1);
+    let most = |size: fn(&[u64; 3]) -> u64| shapes.iter().map(size).max().unwrap_or(1);
     let sides = [most(|[m, _, k]| m * k), most(|[_, n, k]| n * k), most(|[m, n, _]| m * n)];
     let mut builder = Builder::new(subject.precision, subject.kernels);
     let [a, b, out] = [("a", sides[0]), ("b", sides[1]), ("out", sides[2])]
         .map(|(name, elements)| builder.persistent(name, &[elements], subject.precision, Category::Weight, 1));
-    // One scratch for all, as large as the largest needs.
+    // All sizes share one workspace, as large as the largest needs.
     let needs = |[m, n, k]: &[u64; 3]| subject.kernels.product(subject.precision, *m, *n, *k);
-    let scratch = builder.scratch("scratch", forms.iter().map(needs).max().unwrap_or(0), 1);
-    for &[m, n, k] in forms {
+    let scratch = builder.workspace("scratch", shapes.iter().map(needs).max().unwrap_or(0), 1);
+    let mut programs = Vec::new();
+    for &[m, n, k] in shapes {
         let op = OpKind::Product {
             a: Operand::whole(a),
             b: Operand::whole(b),
@@ -154,34 +156,30 @@ pub(crate) fn products(
             scale: 1.0,
             accumulate: false,
         };
-        add(&mut builder.set, repeated(&name_of([m, n, k]), vec![op.into()], repeat));
+        programs.push(add_program(&mut builder.set, repeated_program(vec![op.into()], repeat)));
     }
-    let mut trial = Trial::open(subject.open, builder.set, subject.precision, out)?;
-    trial.fill(a, subject.precision, sides[0]);
-    trial.fill(b, subject.precision, sides[1]);
+    let mut trial = TimingDevice::open(subject.open, builder.set, subject.precision, out)?;
+    trial.fill_with_values(a, subject.precision, sides[0]);
+    trial.fill_with_values(b, subject.precision, sides[1]);
     ready();
     let mut all = Vec::new();
-    for form in forms {
-        let rounds = trial.rounds(&name_of(*form), each)?;
+    for program in programs {
+        let rounds = trial.time_rounds(program, each)?;
         all.push(rounds.into_iter().map(|seconds| seconds / f64::from(repeat)).collect());
     }
     Ok(all)
 }
 
-fn name_of([m, n, k]: [u64; 3]) -> String {
-    format!("{m} × {n} × {k}")
-}
-
-/// Adds up time and work of each kind of op.
+/// An observer that sums time and work for each kind of op.
 #[derive(Clone)]
-struct Timed {
+struct OpTimer {
     set: Arc<ProgramSet>,
     started: Instant,
-    counting: Arc<Mutex<bool>>,
+    is_counting: Arc<Mutex<bool>>,
     sums: Arc<Mutex<BTreeMap<&'static str, (f64, f64)>>>,
 }
 
-impl Observer for Timed {
+impl Observer for OpTimer {
     fn before(&mut self, _: u32, _: &Op, _: &mut dyn Memory) -> Result<(), DeviceError> {
         self.started = Instant::now();
         Ok(())
@@ -189,62 +187,68 @@ impl Observer for Timed {
 
     fn after(&mut self, _: u32, op: &Op, _: &mut dyn Memory) {
         let seconds = self.started.elapsed().as_secs_f64();
-        if !*self.counting.lock().expect("nobody panics here") {
+        if !*self.is_counting.lock().expect("no thread panics while holding the lock") {
             return;
         }
         let elements_of = |id: TensorId| self.set.tensor(id).elements();
         let dtype_of = |id: TensorId| self.set.tensor(id).dtype;
         let flops = op.cost().product_flops;
         let work = if flops > 0.0 { flops } else { op.bytes_moved(&elements_of, &dtype_of) as f64 };
-        let mut sums = self.sums.lock().expect("nobody panics here");
+        let mut sums = self.sums.lock().expect("no thread panics while holding the lock");
         let sum = sums.entry(op.name()).or_default();
         *sum = (sum.0 + work, sum.1 + seconds);
     }
 }
 
-/// What is trained in a reference step, and how coarsely it is stored.
-struct Form {
+/// The method, quantized base and optimizer state of one reference step.
+struct ReferenceForm {
     method: Method,
     base: Base,
     state: AdamState,
-    programs: &'static [&'static str],
+    programs: &'static [ProgramKind],
 }
 
-/// All kinds of ops of a training step: everything in the run's arithmetic; moments of a byte; adapters with dropout
-/// beside a coarse base.
-fn forms() -> [Form; 3] {
-    let step = &["begin", "forward", "backward", "norm", "update"];
-    let update = &["begin", "norm", "update"];
+/// Returns reference steps that together contain all kinds of training ops: full precision, 8-bit Adam moments, and
+/// LoRA with dropout on a quantized base.
+fn reference_forms() -> [ReferenceForm; 3] {
+    let step = &[
+        ProgramKind::BeginStep,
+        ProgramKind::Forward,
+        ProgramKind::Backward,
+        ProgramKind::GradientNorm,
+        ProgramKind::Update,
+    ];
+    let update = &[ProgramKind::BeginStep, ProgramKind::GradientNorm, ProgramKind::Update];
     let targets = Target::ALL.into_iter().collect();
-    let lora = Lora { rank: 8, alpha: 16.0, dropout: 0.05, targets, seed: 1, source: Source::Random { seed: 1 } };
-    let full = |state, programs| Form { method: Method::Full, base: Base::Plain, state, programs };
+    let lora = Lora { rank: 8, alpha: 16.0, dropout: 0.05, targets, seed: 1, source: WeightSource::Random { seed: 1 } };
+    let full = |state, programs| ReferenceForm { method: Method::Full, base: Base::Plain, state, programs };
     [
         full(AdamState::Full, step),
         full(AdamState::Blockwise8, update),
-        Form { method: Method::Lora(lora), base: Base::Nf4, state: AdamState::Full, programs: step },
+        ReferenceForm { method: Method::Lora(lora), base: Base::Nf4, state: AdamState::Full, programs: step },
     ]
 }
 
-/// Work a second by kind of op, products left out. What several forms have counts as in the first of them.
-fn reference_step(subject: &Subject) -> Result<BTreeMap<String, f64>, BenchError> {
+/// Returns work per second by kind of op, without products. An op of several forms counts as in the first one.
+fn reference_step(subject: &OpRateSubject) -> Result<BTreeMap<String, f64>, BenchError> {
     let mut rates = BTreeMap::new();
-    for (number, form) in forms().into_iter().enumerate() {
-        match rates_in(subject, form) {
+    for (number, form) in reference_forms().into_iter().enumerate() {
+        match reference_step_rates(subject, form) {
             Ok(found) => {
                 for (op, rate) in found {
                     rates.entry(op).or_insert(rate);
                 }
             }
-            // Ops that only some runs have are no reason to measure nothing.
-            Err(BenchError::Device(error)) if number > 0 && !error.is_loss() => {}
+            // If an op of a special form cannot run, the rates of the other ops are still returned.
+            Err(BenchError::Device(error)) if number > 0 && !error.is_device_lost() => {}
             Err(error) => return Err(error),
         }
     }
     Ok(rates)
 }
 
-/// The same in one form.
-fn rates_in(subject: &Subject, form: Form) -> Result<BTreeMap<String, f64>, BenchError> {
+/// Returns work per second by kind of op for one form.
+fn reference_step_rates(subject: &OpRateSubject, form: ReferenceForm) -> Result<BTreeMap<String, f64>, BenchError> {
     let scale = subject.scale;
     let config = ModelConfig {
         model_type: ModelType::Qwen3,
@@ -266,14 +270,14 @@ fn rates_in(subject: &Subject, form: Form) -> Result<BTreeMap<String, f64>, Benc
         eos: vec![],
         init_std: 0.02,
     };
-    let set = build(&Build {
+    let set = build(&BuildOptions {
         config: &config,
         layers: 0..config.layers,
         precision: subject.precision,
         kernels: subject.kernels,
         sequence: scale.sequence,
         micro_batch: scale.micro_batch,
-        source: Source::Random { seed: 1 },
+        source: WeightSource::Random { seed: 1 },
         method: form.method,
         base: form.base,
         streamed_head: false,
@@ -285,32 +289,36 @@ fn rates_in(subject: &Subject, form: Form) -> Result<BTreeMap<String, f64>, Benc
         generation: None,
         files: true,
     });
-    let find = |name: &str| set.find(name).expect("a training set has its inputs");
+    let find = |name: &str| set.find(name).expect("a training program set has this input");
     let (tokens, labels) = (find("train.tokens"), find("train.labels"));
     let (positions, starts) = (find("train.positions"), find("train.document_start"));
     let weights = find("train.token_weights");
-    let mut device = (subject.open)(set.clone(), side_by_side(&set), subject.precision)?;
-    let counting = Arc::new(Mutex::new(false));
+    let mut device = (subject.open)(set.clone(), separate_placement(&set), subject.precision)?;
+    let is_counting = Arc::new(Mutex::new(false));
     let sums = Arc::new(Mutex::new(BTreeMap::new()));
-    let timed =
-        Timed { set: Arc::new(set), started: Instant::now(), counting: Arc::clone(&counting), sums: Arc::clone(&sums) };
+    let timer = OpTimer {
+        set: Arc::new(set),
+        started: Instant::now(),
+        is_counting: Arc::clone(&is_counting),
+        sums: Arc::clone(&sums),
+    };
     let (rows, sequence, vocab) =
         ((scale.micro_batch * scale.sequence) as i32, scale.sequence as i32, scale.vocab as i32);
     let ids: Vec<i32> = (0..rows).map(|i| (i * 131) % vocab).collect();
-    device.run("load")?;
-    device.run("fresh")?;
-    for step in 0..STEPS {
-        *counting.lock().expect("nobody panics here") = step > 0;
+    device.run(ProgramKind::Load)?;
+    device.run(ProgramKind::InitOptimizer)?;
+    for step in 0..REFERENCE_STEPS {
+        *is_counting.lock().expect("no thread panics while holding the lock") = step > 0;
         device.write(tokens, 0, bytemuck::cast_slice(&ids));
         device.write(labels, 0, bytemuck::cast_slice(&ids));
         device.write(positions, 0, bytemuck::cast_slice(&(0..rows).map(|i| i % sequence).collect::<Vec<_>>()));
         device.write(starts, 0, bytemuck::cast_slice(&vec![0i32; rows as usize]));
         device.write(weights, 0, bytemuck::cast_slice(&vec![1f32; rows as usize]));
         for program in form.programs {
-            device.run_observed(Call::of(program), &mut NoFiles, &mut timed.clone())?;
+            device.run_observed(ProgramCall::of(*program), &mut NoFiles, &mut timer.clone())?;
         }
     }
-    let sums = sums.lock().expect("nobody panics here");
+    let sums = sums.lock().expect("no thread panics while holding the lock");
     let rate = |(op, (work, seconds)): (&&'static str, &(f64, f64))| {
         (*op != "product" && *work > 0.0 && *seconds > 0.0).then(|| ((*op).to_owned(), work / seconds))
     };
@@ -323,12 +331,12 @@ mod tests {
     use crate::cpu::executor;
 
     #[test]
-    fn every_kind_of_op_of_a_training_step_has_a_rate() {
+    fn every_op_of_a_training_step_has_a_rate() {
         let open = |set: ProgramSet, placement, precision| executor::open(set, placement, precision, 1, None);
         let kernels = Kernels::Cpu { threads: 1 };
-        let subject = Subject { kernels, precision: DType::F32, scale: Scale::TINY, open: &open };
+        let subject = OpRateSubject { kernels, precision: DType::F32, scale: Scale::TINY, open: &open };
         let rates = reference_step(&subject).unwrap();
-        for op in ["attention", "cross_entropy", "adam_w", "adam_w8", "dequantise", "dropout"] {
+        for op in ["attention", "cross_entropy", "adam_w", "adam_w8", "dequantize", "dropout"] {
             assert!(rates.get(op).is_some_and(|rate| *rate > 0.0), "{op}: {rates:?}");
         }
     }

@@ -1,56 +1,56 @@
-//! What this process holds, as the system counts it: the measure beside the plan's figures.
+//! Memory and scheduling of this process as the system counts them: an independent check of the plan's figures.
 
 use plimsoll_core::Bytes;
 use std::{fs, io};
 
-/// Resident memory now (`VmRSS`). The kernel's counters lag behind by up to some 100 KiB a thread.
+/// Returns the resident memory (`VmRSS`). The kernel's counters lag by up to some 100 KiB per thread.
 ///
 /// # Errors
-/// Where `/proc` is not there or does not say.
+/// `/proc` is missing or does not report it.
 pub fn resident() -> io::Result<Bytes> {
-    status("VmRSS")
+    status_field("VmRSS")
 }
 
-/// The most that was resident since the start or the last [`reset_peak`] (`VmHWM`).
+/// Returns the peak of resident memory since the start or the last [`reset_peak`] (`VmHWM`).
 ///
 /// # Errors
-/// Where `/proc` is not there or does not say.
+/// `/proc` is missing or does not report it.
 pub fn peak_resident() -> io::Result<Bytes> {
-    status("VmHWM")
+    status_field("VmHWM")
 }
 
-/// Size of the address space (`VmSize`), which `ulimit -v` limits.
+/// Returns the size of the address space (`VmSize`), which `ulimit -v` limits.
 ///
 /// # Errors
-/// Where `/proc` is not there or does not say.
+/// `/proc` is missing or does not report it.
 pub fn virtual_size() -> io::Result<Bytes> {
-    status("VmSize")
+    status_field("VmSize")
 }
 
-/// Size of the private writable memory (`VmData`), which `ulimit -d` limits.
+/// Returns the size of the private writable memory (`VmData`), which `ulimit -d` limits.
 ///
 /// # Errors
-/// Where `/proc` is not there or does not say.
+/// `/proc` is missing or does not report it.
 pub fn data_size() -> io::Result<Bytes> {
-    status("VmData")
+    status_field("VmData")
 }
 
-/// From now on the heap gives the system back what is freed, by itself or with [`give_back`] at the latest. To be called as a
-/// process starts.
+/// Makes the heap return freed memory to the system, at the latest in [`trim_heap`]. Call it when the process starts.
 ///
-/// glibc keeps more free at the end of a thread's heap the larger the pieces were that it has given back before (`mallopt(3)`,
-/// `M_TRIM_THRESHOLD`), and `malloc_trim` does not reach it there: 3 MiB that planning had freed stayed resident beside full arenas.
-pub fn keep_nothing_freed() {
+/// By default glibc raises its trim threshold after large pieces are freed (`mallopt(3)`, `M_TRIM_THRESHOLD`), and
+/// `malloc_trim` does not reach the end of a thread's heap. In one run 3 MiB freed by planning stayed resident next to
+/// full arenas.
+pub fn set_heap_trim_threshold() {
     #[cfg(target_env = "gnu")]
     // SAFETY: mallopt takes no pointer and may be called at any time.
     unsafe {
-        // glibc's own first limit; once named, it stays.
+        // The initial threshold of glibc; setting it explicitly keeps it fixed.
         libc::mallopt(libc::M_TRIM_THRESHOLD, 128 << 10);
     }
 }
 
-/// Gives the system back what the heap has freed: what tokenising took must not count as held.
-pub fn give_back() {
+/// Returns freed heap memory to the system, so that it does not count as used by the run.
+pub fn trim_heap() {
     #[cfg(target_env = "gnu")]
     // SAFETY: malloc_trim takes no pointer and may be called at any time from any thread (malloc_trim(3)).
     unsafe {
@@ -58,53 +58,58 @@ pub fn give_back() {
     }
 }
 
-/// Lets [`peak_resident`] begin anew from what is resident now.
+/// Resets [`peak_resident`] to the bytes that are resident now.
 ///
 /// # Errors
-/// Where the system does not allow it (some containers mount `/proc` read-only).
+/// The system does not allow it; some containers mount `/proc` read-only.
 pub fn reset_peak() -> io::Result<()> {
-    // 5 clears the high-water mark and nothing else: proc(5), /proc/pid/clear_refs.
+    // The value 5 resets the high-water mark only: proc(5), /proc/pid/clear_refs.
     fs::write("/proc/self/clear_refs", "5")
 }
 
-/// Processor time of this process's threads, in nanoseconds since each was started.
+/// Times of this process's threads in the kernel's scheduler, in nanoseconds since each thread started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Scheduled {
+pub struct SchedulerTimes {
     /// Time on a core.
-    ran: u64,
-    /// Time ready to run while others had the cores.
-    waited: u64,
+    running_ns: u64,
+    /// Time ready to run but waiting for a core.
+    waiting_ns: u64,
 }
 
-impl Scheduled {
-    /// Until now, over all threads that live; zero where the system does not say.
-    pub fn read() -> Scheduled {
+impl SchedulerTimes {
+    /// Reads the sum over all live threads; zero if the system does not report it.
+    pub fn read() -> SchedulerTimes {
         let tasks = fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
-        tasks
-            .filter_map(|task| Scheduled::of(&fs::read_to_string(task.path().join("schedstat")).ok()?))
-            .fold(Scheduled::default(), |sum, of| Scheduled { ran: sum.ran + of.ran, waited: sum.waited + of.waited })
+        tasks.filter_map(|task| SchedulerTimes::parse(&fs::read_to_string(task.path().join("schedstat")).ok()?)).fold(
+            SchedulerTimes::default(),
+            |sum, thread| SchedulerTimes {
+                running_ns: sum.running_ns + thread.running_ns,
+                waiting_ns: sum.waiting_ns + thread.waiting_ns,
+            },
+        )
     }
 
-    /// From `ran waited slices`: the kernel's documentation of schedstat.
-    fn of(text: &str) -> Option<Scheduled> {
+    /// Parses the kernel's schedstat format, `running waiting slices`.
+    fn parse(text: &str) -> Option<SchedulerTimes> {
         let mut numbers = text.split_whitespace().map(str::parse::<u64>);
-        Some(Scheduled { ran: numbers.next()?.ok()?, waited: numbers.next()?.ok()? })
+        Some(SchedulerTimes { running_ns: numbers.next()?.ok()?, waiting_ns: numbers.next()?.ok()? })
     }
 
-    /// The share of the time since `earlier` that threads which wanted to run had to wait, from 0 to 1.
-    pub fn contention_since(self, earlier: Scheduled) -> f64 {
-        let (ran, waited) = (self.ran.saturating_sub(earlier.ran), self.waited.saturating_sub(earlier.waited));
-        if ran + waited == 0 { 0.0 } else { waited as f64 / (ran + waited) as f64 }
+    /// Returns the share of the time since `earlier`, from 0 to 1, in which runnable threads waited for a core.
+    pub fn contention_since(self, earlier: SchedulerTimes) -> f64 {
+        let running_ns = self.running_ns.saturating_sub(earlier.running_ns);
+        let waiting_ns = self.waiting_ns.saturating_sub(earlier.waiting_ns);
+        if running_ns + waiting_ns == 0 { 0.0 } else { waiting_ns as f64 / (running_ns + waiting_ns) as f64 }
     }
 }
 
-fn status(field: &str) -> io::Result<Bytes> {
+fn status_field(field: &str) -> io::Result<Bytes> {
     let text = fs::read_to_string("/proc/self/status")?;
     kib_field(&text, field)
         .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, format!("/proc/self/status has no {field}")))
 }
 
-/// The value of a `Name:   123 kB` line, as `/proc/self/status` and `/proc/meminfo` have them.
+/// Returns the value of a `Name:   123 kB` line, the format of `/proc/self/status` and `/proc/meminfo`.
 pub(crate) fn kib_field(text: &str, field: &str) -> Option<Bytes> {
     let line = text.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
@@ -116,7 +121,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn fields_are_read_by_their_whole_name() {
+    fn fields_match_by_full_name() {
         let text = "VmPeak:\t  100 kB\nVmRSSExtra:\t 7 kB\nVmRSS:\t     12 kB\nThreads:\t3\n";
         assert_eq!(kib_field(text, "VmRSS"), Some(Bytes(12 << 10)));
         assert_eq!(kib_field(text, "Threads"), None);
@@ -124,20 +129,20 @@ mod tests {
     }
 
     #[test]
-    fn contention_is_the_share_of_the_time_spent_waiting_for_a_core() {
-        let earlier = Scheduled::of("1000 500 3\n").unwrap();
-        let later = Scheduled::of("4000 1500 9\n").unwrap();
+    fn contention_is_the_share_of_waiting_time() {
+        let earlier = SchedulerTimes::parse("1000 500 3\n").unwrap();
+        let later = SchedulerTimes::parse("4000 1500 9\n").unwrap();
         assert_eq!(later.contention_since(earlier), 0.25);
         assert_eq!(later.contention_since(later), 0.0);
-        assert_eq!(Scheduled::of("12"), None);
-        assert!(Scheduled::read().ran > 0);
+        assert_eq!(SchedulerTimes::parse("12"), None);
+        assert!(SchedulerTimes::read().running_ns > 0);
     }
 
     #[test]
-    fn what_is_resident_is_at_most_the_peak() {
+    fn resident_memory_is_at_most_the_peak() {
         let now = resident().unwrap();
         assert!(now > Bytes::ZERO);
-        // The counters may lag by some pages.
+        // The counters may lag by a few pages.
         assert!(now <= peak_resident().unwrap() + Bytes::mib(4));
         assert!(virtual_size().unwrap() > data_size().unwrap());
     }

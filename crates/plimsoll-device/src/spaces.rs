@@ -1,99 +1,102 @@
-//! The spaces of a device whose memory this processor sees: its own arena, that of its host side, and the scratch file;
-//! and how what stays moves in them when the device goes over to another plan.
+//! The memory spaces of a device with memory that this processor can address: the device arena, the host arena and the
+//! scratch file.
+//!
+//! When the device switches to another plan, [`adopt`] moves its persistent tensors between and within these spaces.
+//! CUDA devices have their arena in GPU memory; they implement [`ResizableArenas`] themselves and use the same algorithm.
 
 use crate::arena::Arena;
 use crate::device::{DeviceError, Memory};
-use crate::scratch::Scratch;
-use crate::transport::Seat;
+use crate::scratch_file::ScratchFile;
+use crate::transport::GroupHandle;
 use plimsoll_core::{Bytes, Space};
-use plimsoll_program::passes::offload::origins;
+use plimsoll_program::passes::offload::tensor_origins;
 use plimsoll_program::{Lifetime, Placement, ProgramSet, TensorId};
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::Path;
 
-/// Programs, and where their tensors stand.
-pub type Plan<'a> = (&'a ProgramSet, &'a Placement);
+/// A program set with the placement of its tensors.
+pub type PlanRef<'a> = (&'a ProgramSet, &'a Placement);
 
-/// An arena for each space that has one. What of them is lent to the others of a team is not written meanwhile, and
-/// withdrawn before it goes.
+/// The arenas and the scratch file of a device. Bytes borrowed by a pending send are never overwritten, and pending
+/// sends are cancelled before the arenas are freed.
 #[derive(Debug)]
 pub struct Spaces {
     device: Arena,
     host: Arena,
-    scratch: Scratch,
-    seat: Option<Seat>,
+    scratch: ScratchFile,
+    group: Option<GroupHandle>,
 }
 
 impl Drop for Spaces {
     fn drop(&mut self) {
-        self.seat.iter().for_each(Seat::withdraw);
+        self.group.iter().for_each(GroupHandle::cancel_sends);
     }
 }
 
-/// All of them.
+/// All spaces that belong to the device.
 const SPACES: [Space; 3] = [Space::Device, Space::Host, Space::Scratch];
 
 impl Spaces {
-    /// Maps both arenas of a plan, and fills them with the pattern that shows what is written; and takes the scratch file,
-    /// which is in `folder`.
+    /// Maps both arenas of a plan, fills them with the pattern that reveals writes, and creates the scratch file in
+    /// `folder`.
     ///
     /// # Errors
-    /// What the machine refuses.
+    /// Memory or disk space is refused.
     pub fn map(placement: &Placement, folder: Option<&Path>) -> Result<Spaces, DeviceError> {
         let mut spaces = Spaces {
             device: Arena::map(placement.arena_bytes)?,
             host: Arena::map(placement.host_bytes)?,
-            scratch: Scratch::take(folder, placement.file_bytes)?,
-            seat: None,
+            scratch: ScratchFile::create(folder, placement.file_bytes)?,
+            group: None,
         };
         spaces.device.fill_pattern();
         spaces.host.fill_pattern();
         Ok(spaces)
     }
 
-    /// From now on others may read what is shown to them from this seat.
-    pub fn join(&mut self, seat: Seat) {
-        self.seat = Some(seat);
+    /// Allows peers to read the buffers of this rank's pending sends until they are cancelled.
+    pub fn join_group(&mut self, group: GroupHandle) {
+        self.group = Some(group);
     }
 
-    /// Bytes of an arena that are about to be overwritten while no op runs.
+    /// Checks that bytes of an arena may be overwritten while no op runs.
     ///
     /// # Panics
-    /// Where they are lent.
-    fn unlent(&self, space: Space, range: &Range<u64>) {
-        let Some(seat) = &self.seat else { return };
-        let first = self.of(space).base() as usize;
-        seat.may_write(first + range.start as usize..first + range.end as usize);
+    /// If a pending send borrows them.
+    fn assert_not_borrowed(&self, space: Space, range: &Range<u64>) {
+        let Some(group) = &self.group else { return };
+        let first = self.arena(space).base() as usize;
+        group.assert_not_borrowed(first + range.start as usize..first + range.end as usize);
     }
 
-    /// The arena of a space.
+    /// Returns the arena of a space.
     ///
     /// # Panics
-    /// For files, which have none.
-    pub fn of(&self, space: Space) -> &Arena {
+    /// For file spaces, which have no arena.
+    pub fn arena(&self, space: Space) -> &Arena {
         match space {
             Space::Device => &self.device,
             Space::Host => &self.host,
-            Space::Scratch | Space::File => panic!("bug: files stand in no arena"),
+            Space::Scratch | Space::File => panic!("bug: file spaces have no arena"),
         }
     }
 
-    /// The scratch file.
-    pub(crate) fn scratch(&self) -> &Scratch {
+    /// Returns the scratch file.
+    pub(crate) fn scratch(&self) -> &ScratchFile {
         &self.scratch
     }
 
-    /// The arena of a space, to be changed.
+    /// Returns the arena of a space for modification.
     ///
     /// # Panics
-    /// For files, which have none.
-    pub fn of_mut(&mut self, space: Space) -> &mut Arena {
+    /// For file spaces, which have no arena.
+    pub fn arena_mut(&mut self, space: Space) -> &mut Arena {
         match space {
             Space::Device => &mut self.device,
             Space::Host => &mut self.host,
-            Space::Scratch | Space::File => panic!("bug: files stand in no arena"),
+            Space::Scratch | Space::File => panic!("bug: file spaces have no arena"),
         }
     }
 }
@@ -102,30 +105,30 @@ impl Spaces {
     /// Copies bytes into a tensor's slot, from its first byte on.
     ///
     /// # Panics
-    /// Where the slot is smaller.
+    /// If the slot is smaller than `bytes`.
     pub fn write(&mut self, set: &ProgramSet, placement: &Placement, tensor: TensorId, slot: u32, bytes: &[u8]) {
-        let known = set.tensor(tensor);
-        assert!(bytes.len() as u64 <= known.bytes(), "{} is smaller", known.name);
-        self.fill(known.space, placement.offset(tensor, slot), bytes);
+        let tensor_info = set.tensor(tensor);
+        assert!(bytes.len() as u64 <= tensor_info.bytes(), "{} is smaller than the bytes to write", tensor_info.name);
+        self.fill(tensor_info.space, placement.offset(tensor, slot), bytes);
     }
 
     /// Copies bytes out of a tensor's slot, from its first byte on.
     ///
     /// # Panics
-    /// Where the slot is smaller.
+    /// If the slot is smaller than `bytes`.
     pub fn read(&mut self, set: &ProgramSet, placement: &Placement, tensor: TensorId, slot: u32, bytes: &mut [u8]) {
-        let known = set.tensor(tensor);
-        assert!(bytes.len() as u64 <= known.bytes(), "{} is smaller", known.name);
+        let tensor_info = set.tensor(tensor);
+        assert!(bytes.len() as u64 <= tensor_info.bytes(), "{} is smaller than the bytes to read", tensor_info.name);
         let first = placement.offset(tensor, slot);
-        bytes.copy_from_slice(&self.look(known.space, first..first + bytes.len() as u64));
+        bytes.copy_from_slice(&self.view(tensor_info.space, first..first + bytes.len() as u64));
     }
 
-    /// Goes over from one plan to another; see `adopt`.
+    /// Switches from one plan to another; see the function [`adopt`].
     ///
     /// # Errors
-    /// What the machine refuses, or a tensor that has another shape in the new plan; all is then as it was.
-    pub fn adopt(&mut self, old: Plan, new: Plan) -> Result<Moved, DeviceError> {
-        self.seat.iter().for_each(Seat::withdraw);
+    /// Memory or disk space is refused, or a tensor changes its shape. The old plan then remains in place.
+    pub fn adopt(&mut self, old: PlanRef, new: PlanRef) -> Result<MovedBytes, DeviceError> {
+        self.group.iter().for_each(GroupHandle::cancel_sends);
         self.scratch.check()?;
         let moved = adopt(self, old, new)?;
         self.scratch.check()?;
@@ -133,20 +136,20 @@ impl Spaces {
     }
 }
 
-/// Two arenas whose tensors can be moved while no op runs.
-pub(crate) trait Arenas: Memory {
-    /// Makes an arena as large as that. What lies below `kept` stays; above it is the pattern that shows what is written.
+/// Arenas that can be resized, with tensors that can be moved, while no op runs.
+pub(crate) trait ResizableArenas: Memory {
+    /// Resizes an arena. Bytes below `kept` keep their values; the others hold the pattern that reveals writes.
     fn resize(&mut self, space: Space, bytes: u64, kept: u64) -> Result<(), DeviceError>;
 
-    /// Copies bytes from one place to another, which may overlap.
+    /// Copies bytes between two places, given as space and first byte. They may overlap.
     fn copy(&mut self, from: (Space, u64), to: (Space, u64), bytes: u64);
 }
 
-impl Arenas for Spaces {
+impl ResizableArenas for Spaces {
     fn resize(&mut self, space: Space, bytes: u64, kept: u64) -> Result<(), DeviceError> {
         match space {
             Space::Scratch => self.scratch.resize(bytes),
-            _ => Ok(self.of_mut(space).resize(bytes, kept)?),
+            _ => Ok(self.arena_mut(space).resize(bytes, kept)?),
         }
     }
 
@@ -157,7 +160,7 @@ impl Arenas for Spaces {
             (Space::Scratch, space) => {
                 let arena = if space == Space::Device { &mut self.device } else { &mut self.host };
                 let read = self.scratch.read(from.1, &mut arena.contents()[first..first + bytes as usize]);
-                return self.scratch.keep(read);
+                return self.scratch.record_error(read);
             }
             (space, Space::Scratch) => {
                 let arena = if space == Space::Device { &mut self.device } else { &mut self.host };
@@ -166,7 +169,7 @@ impl Arenas for Spaces {
             _ => {}
         }
         if from.0 == to.0 {
-            self.of_mut(from.0).contents().copy_within(source_range, first);
+            self.arena_mut(from.0).contents().copy_within(source_range, first);
             return;
         }
         let (device, host) = (self.device.contents(), self.host.contents());
@@ -175,141 +178,150 @@ impl Arenas for Spaces {
     }
 }
 
-/// Goes over from one plan to another: persistent tensors that both have keep every bit, wherever they stand in the
-/// new one; all other bytes hold the pattern that shows what is written. While it happens an arena is at most as
-/// large as the larger of its two sizes; where tensors take each other's places, one of them waits beside the arenas.
+/// Switches from one plan to another. Persistent tensors of both plans keep every bit; all other bytes hold the pattern
+/// that reveals writes. Meanwhile an arena is never larger than the larger of its two sizes. If tensors swap places,
+/// one of them is copied to temporary memory.
 ///
 /// # Errors
-/// What the machine refuses, or a tensor that has another shape in the new plan; all is then as it was.
-pub(crate) fn adopt(arenas: &mut dyn Arenas, old: Plan, new: Plan) -> Result<Moved, DeviceError> {
-    let stays = carried(old, new)?;
+/// Memory or disk space is refused, or a tensor changes its shape. The old plan then remains in place.
+pub(crate) fn adopt(arenas: &mut dyn ResizableArenas, old: PlanRef, new: PlanRef) -> Result<MovedBytes, DeviceError> {
+    let persistent = matching_slots(old, new)?;
     for space in SPACES {
-        let held = arenas.bytes(space).0;
-        if size(new.1, space) > held
-            && let Err(error) = arenas.resize(space, size(new.1, space), held)
+        let old_bytes = arenas.bytes(space).0;
+        if arena_size(new.1, space) > old_bytes
+            && let Err(error) = arenas.resize(space, arena_size(new.1, space), old_bytes)
         {
             shrink(arenas, old.1, |_| u64::MAX)?;
             return Err(error);
         }
     }
-    let moved = carry(arenas, stays.iter().filter(|stay| stay.from != stay.to).copied().collect());
-    let kept = |space| stays.iter().filter(|s| s.to.0 == space).map(|s| s.to.1 + s.bytes).max().unwrap_or(0);
+    let moves = persistent.iter().filter(|slot_move| slot_move.from != slot_move.to).copied().collect();
+    let moved = move_slots(arenas, moves);
+    let kept = |space| persistent.iter().filter(|s| s.to.0 == space).map(|s| s.to.1 + s.bytes).max().unwrap_or(0);
     shrink(arenas, new.1, kept)?;
     Ok(moved)
 }
 
-/// Makes the arenas as large as a placement says, which is not more than they are; what lies below `kept` stays.
-fn shrink(arenas: &mut dyn Arenas, placement: &Placement, kept: impl Fn(Space) -> u64) -> Result<(), DeviceError> {
+/// Shrinks the arenas to the sizes of a placement. Bytes below `kept` keep their values.
+fn shrink(
+    arenas: &mut dyn ResizableArenas,
+    placement: &Placement,
+    kept: impl Fn(Space) -> u64,
+) -> Result<(), DeviceError> {
     for space in SPACES {
-        let bytes = size(placement, space);
+        let bytes = arena_size(placement, space);
         arenas.resize(space, bytes, kept(space).min(bytes))?;
     }
     Ok(())
 }
 
-/// Moves slots, none of which may be overwritten before it has moved.
-fn carry(arenas: &mut dyn Arenas, moves: Vec<Stay>) -> Moved {
-    let mut moved = Moved::default();
+/// Moves slots to their new places, overwriting none before it has moved. A cycle is broken through a temporary copy.
+fn move_slots(arenas: &mut dyn ResizableArenas, moves: Vec<SlotMove>) -> MovedBytes {
+    let mut moved = MovedBytes::default();
     for step in &moves {
         match (step.from.0, step.to.0) {
-            (Space::Device, Space::Host) => moved.out += Bytes(step.bytes),
-            (Space::Host, Space::Device) => moved.into += Bytes(step.bytes),
+            (Space::Device, Space::Host) => moved.to_host += Bytes(step.bytes),
+            (Space::Host, Space::Device) => moved.to_device += Bytes(step.bytes),
             _ => {}
         }
     }
-    // Where what has not moved yet stands, by its first byte; and what waits, some of it aside.
-    let mut standing: BTreeMap<(Space, u64), u64> = moves.iter().map(|m| (m.from, m.bytes)).collect();
-    let mut waiting: Vec<(Stay, Option<Vec<u8>>)> = moves.into_iter().map(|step| (step, None)).collect();
-    while !waiting.is_empty() {
-        let before = waiting.len();
-        waiting.retain(|(step, aside)| {
+    // Sizes of the slots that have not moved, by place; and the pending moves, some with a temporary copy of the slot.
+    let mut unmoved: BTreeMap<(Space, u64), u64> = moves.iter().map(|m| (m.from, m.bytes)).collect();
+    let mut pending: Vec<(SlotMove, Option<Vec<u8>>)> = moves.into_iter().map(|step| (step, None)).collect();
+    while !pending.is_empty() {
+        let before = pending.len();
+        pending.retain(|(step, saved)| {
             let ((space, first), end) = (step.to, step.to.1 + step.bytes);
-            let own = |from: (Space, u64)| aside.is_none() && from == step.from;
-            // Nothing overlaps: what reaches into the target begins in it, or is the last that begins before it.
-            let inside = standing.range((space, first)..(space, end)).any(|(&from, _)| !own(from));
-            let below = standing.range((space, 0)..(space, first)).next_back();
+            let own = |from: (Space, u64)| saved.is_none() && from == step.from;
+            // Slots do not overlap: one that reaches into the target begins inside it, or is the last that begins
+            // before it.
+            let inside = unmoved.range((space, first)..(space, end)).any(|(&from, _)| !own(from));
+            let below = unmoved.range((space, 0)..(space, first)).next_back();
             let reaches = below.is_some_and(|(&from, bytes)| !own(from) && from.1 + bytes > first);
             if inside || reaches {
                 return true;
             }
-            match aside {
+            match saved {
                 Some(bytes) => arenas.fill(space, first, bytes),
                 None => {
                     arenas.copy(step.from, step.to, step.bytes);
-                    standing.remove(&step.from);
+                    unmoved.remove(&step.from);
                 }
             }
             false
         });
-        if waiting.len() == before {
-            // They stand in each other's way: one of them goes aside until the others have moved.
-            let (step, aside) = waiting.iter_mut().find(|(_, aside)| aside.is_none()).expect("one stands in the way");
+        if pending.len() == before {
+            // The remaining moves form a cycle: one slot is copied aside until the others have moved.
+            let (step, saved) = pending
+                .iter_mut()
+                .find(|(_, saved)| saved.is_none())
+                .expect("a cycle has a slot that is not copied aside");
             let (space, first) = step.from;
-            *aside = Some(arenas.look(space, first..first + step.bytes).into_owned());
-            standing.remove(&step.from);
+            *saved = Some(arenas.view(space, first..first + step.bytes).into_owned());
+            unmoved.remove(&step.from);
         }
     }
     moved
 }
 
-/// Bytes that went from one arena to the other.
+/// Bytes moved between device and host by a plan switch.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Moved {
-    /// To the device.
-    pub into: Bytes,
-    /// To the host.
-    pub out: Bytes,
+pub struct MovedBytes {
+    /// From host to device.
+    pub to_device: Bytes,
+    /// From device to host.
+    pub to_host: Bytes,
 }
 
-/// A slot that two plans have in common: its space and first byte in each.
+/// A slot of both plans, with its space and first byte in each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Stay {
+struct SlotMove {
     from: (Space, u64),
     to: (Space, u64),
     bytes: u64,
 }
 
-/// What stays from one plan to the other. A tensor may be whole in one of them and in the other have some of its slots
-/// on the host, as a tensor of their own.
-fn carried(old: Plan, new: Plan) -> Result<Vec<Stay>, DeviceError> {
-    let known = slots(old);
-    let mut stays = Vec::new();
-    for (name, wanted) in slots(new) {
-        let Some(held) = known.get(name) else { continue };
+/// Returns the slots of the persistent tensors that both plans have. A tensor may be in one space in one plan, and in
+/// the other have some of its slots on the host as a tensor of its own.
+fn matching_slots(old: PlanRef, new: PlanRef) -> Result<Vec<SlotMove>, DeviceError> {
+    let old_slots_by_name = persistent_slots(old);
+    let mut persistent = Vec::new();
+    for (name, new_slots) in persistent_slots(new) {
+        let Some(old_slots) = old_slots_by_name.get(name) else { continue };
         let shape =
             |(id, _): &(TensorId, u32), set: &ProgramSet| (set.tensor(*id).dtype, set.tensor(*id).shape.clone());
-        let alike = held.iter().zip(&wanted).all(|((_, a), (_, b))| shape(a, old.0) == shape(b, new.0));
-        if held.len() != wanted.len() || !alike {
-            return Err(DeviceError::OtherShape { tensor: name.to_owned() });
+        let same_shapes = old_slots.iter().zip(&new_slots).all(|((_, a), (_, b))| shape(a, old.0) == shape(b, new.0));
+        if old_slots.len() != new_slots.len() || !same_shapes {
+            return Err(DeviceError::ShapeChanged { tensor: name.to_owned() });
         }
-        for (from, to) in held.values().zip(wanted.values()) {
-            let place = |(set, placement): Plan, (id, slot): (TensorId, u32)| {
+        for (from, to) in old_slots.values().zip(new_slots.values()) {
+            let place = |(set, placement): PlanRef, (id, slot): (TensorId, u32)| {
                 Some((set.tensor(id).space, placement.offsets[id.0 as usize][slot as usize]?))
             };
             let bytes = new.0.tensor(to.0).bytes();
-            stays.extend(place(old, *from).zip(place(new, *to)).map(|(from, to)| Stay { from, to, bytes }));
+            persistent.extend(place(old, *from).zip(place(new, *to)).map(|(from, to)| SlotMove { from, to, bytes }));
         }
     }
-    Ok(stays)
+    Ok(persistent)
 }
 
-/// The slots of all persistent tensors: by the name that the tensor has where nothing waits, and by the slot there, which
-/// slot of which tensor it is now.
-fn slots<'a>((set, placement): Plan<'a>) -> BTreeMap<&'a str, BTreeMap<u32, (TensorId, u32)>> {
-    let mut slots: BTreeMap<&str, BTreeMap<u32, (TensorId, u32)>> = BTreeMap::new();
-    for (number, (name, first)) in origins(set).into_iter().enumerate() {
+/// Returns the slots of all persistent tensors, keyed by the tensor's name and slot before any offload was applied.
+/// Values are the tensor and slot of this plan.
+fn persistent_slots<'a>((set, placement): PlanRef<'a>) -> BTreeMap<&'a str, BTreeMap<u32, (TensorId, u32)>> {
+    let mut persistent_slots: BTreeMap<&str, BTreeMap<u32, (TensorId, u32)>> = BTreeMap::new();
+    for (number, origin) in tensor_origins(set).into_iter().enumerate() {
         let tensor = &set.tensors[number];
         if tensor.lifetime == Lifetime::Persistent && tensor.space != Space::File {
-            let own =
-                (0..placement.offsets[number].len() as u32).map(|slot| (first + slot, (TensorId(number as u32), slot)));
-            slots.entry(name).or_default().extend(own);
+            let own = (0..placement.offsets[number].len() as u32)
+                .map(|slot| (origin.first_slot + slot, (TensorId(number as u32), slot)));
+            persistent_slots.entry(origin.name).or_default().extend(own);
         }
     }
-    slots
+    persistent_slots
 }
 
-/// The size of an arena under a placement.
-fn size(placement: &Placement, space: Space) -> u64 {
+/// Returns the size of an arena or of the scratch file under a placement.
+fn arena_size(placement: &Placement, space: Space) -> u64 {
     match space {
         Space::Device => placement.arena_bytes,
         Space::Host => placement.host_bytes,
@@ -320,41 +332,41 @@ fn size(placement: &Placement, space: Space) -> u64 {
 
 impl Memory for Spaces {
     fn bytes(&self, space: Space) -> Bytes {
-        if space == Space::Scratch { self.scratch.bytes() } else { self.of(space).bytes() }
+        if space == Space::Scratch { self.scratch.bytes() } else { self.arena(space).bytes() }
     }
 
-    fn look(&mut self, space: Space, range: Range<u64>) -> Cow<'_, [u8]> {
+    fn view(&mut self, space: Space, range: Range<u64>) -> Cow<'_, [u8]> {
         if space == Space::Scratch {
-            return self.scratch.look(range);
+            return self.scratch.view(range);
         }
-        // SAFETY: `&mut self`: no op runs, and whom something is lent to only reads it.
-        Cow::Borrowed(unsafe { self.of(space).slice(range.start, (range.end - range.start) as usize) })
+        // SAFETY: `&mut self` shows that no op runs; peers only read borrowed bytes.
+        Cow::Borrowed(unsafe { self.arena(space).slice(range.start, (range.end - range.start) as usize) })
     }
 
     fn fill(&mut self, space: Space, first: u64, bytes: &[u8]) {
         if space == Space::Scratch {
             return self.scratch.fill(first, bytes);
         }
-        self.unlent(space, &(first..first + bytes.len() as u64));
-        // SAFETY: `&mut self`: no op runs; and nobody else reads these bytes.
-        unsafe { self.of(space).slice_mut(first, bytes.len()) }.copy_from_slice(bytes);
+        self.assert_not_borrowed(space, &(first..first + bytes.len() as u64));
+        // SAFETY: `&mut self` shows that no op runs, and no peer reads these bytes.
+        unsafe { self.arena(space).slice_mut(first, bytes.len()) }.copy_from_slice(bytes);
     }
 
     fn poison(&mut self, space: Space, range: Range<u64>) {
-        // What waits in the file is alive as long as the run is.
+        // Tensors in the scratch file are live for the whole run.
         if space != Space::Scratch {
-            self.unlent(space, &range);
-            self.of_mut(space).poison(range);
+            self.assert_not_borrowed(space, &range);
+            self.arena_mut(space).poison(range);
         }
     }
 
     fn high_water(&mut self, space: Space) -> Bytes {
-        if space == Space::Scratch { self.scratch.high_water() } else { self.of_mut(space).high_water() }
+        if space == Space::Scratch { self.scratch.high_water() } else { self.arena_mut(space).high_water() }
     }
 
-    fn strayed(&mut self, space: Space) -> bool {
-        // Whoever reaches beyond the file is stopped.
-        space != Space::Scratch && self.of_mut(space).strayed()
+    fn has_stray_writes(&mut self, space: Space) -> bool {
+        // Accesses beyond the end of the scratch file panic.
+        space != Space::Scratch && self.arena_mut(space).has_stray_writes()
     }
 }
 
@@ -365,7 +377,7 @@ mod tests {
     use plimsoll_program::Tensor;
     use proptest::prelude::*;
 
-    /// Tensors of `bytes`, each in a space, standing in the order of their keys with gaps between them.
+    /// Returns a plan with one tensor per entry (bytes, on the host, order key, gap before it).
     fn plan(tensors: &[(u64, bool, u8, u64)]) -> (ProgramSet, Placement) {
         let mut set = ProgramSet::default();
         let mut placement = Placement { offsets: vec![Vec::new(); tensors.len()], ..Placement::default() };
@@ -397,7 +409,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_stays_keeps_every_bit_wherever_the_next_plan_has_it(
+        fn persistent_tensors_keep_bits_across_plans(
             tensors in prop::collection::vec((1u64..3000, (any::<bool>(), 0u8..4, 0u64..300), (any::<bool>(), 0u8..4, 0u64..300)), 1..12)
         ) {
             let side = |first: bool| -> Vec<(u64, bool, u8, u64)> {
@@ -406,14 +418,14 @@ mod tests {
             let (old, new) = (plan(&side(true)), plan(&side(false)));
             let mut spaces = Spaces::map(&old.1, None).unwrap();
             for (i, &(bytes, ..)) in tensors.iter().enumerate() {
-                let known: Vec<u8> = (0..bytes as usize).map(|at| value(i, at)).collect();
-                spaces.write(&old.0, &old.1, TensorId(i as u32), 0, &known);
+                let tensor_info: Vec<u8> = (0..bytes as usize).map(|at| value(i, at)).collect();
+                spaces.write(&old.0, &old.1, TensorId(i as u32), 0, &tensor_info);
             }
             let moved = spaces.adopt((&old.0, &old.1), (&new.0, &new.1)).unwrap();
             prop_assert_eq!(spaces.bytes(Space::Device).0, new.1.arena_bytes);
             prop_assert_eq!(spaces.bytes(Space::Host).0, new.1.host_bytes);
             let crossed = |from: bool| tensors.iter().filter(|t| t.1.0 == from && t.2.0 != from).map(|t| t.0).sum::<u64>();
-            prop_assert_eq!((moved.out.0, moved.into.0), (crossed(false), crossed(true)));
+            prop_assert_eq!((moved.to_host.0, moved.to_device.0), (crossed(false), crossed(true)));
             for (i, &(bytes, ..)) in tensors.iter().enumerate() {
                 let mut found = vec![0; bytes as usize];
                 spaces.read(&new.0, &new.1, TensorId(i as u32), 0, &mut found);
@@ -422,11 +434,11 @@ mod tests {
         }
     }
 
-    /// A tensor of four slots, the first `waiting` of which are on the host.
-    fn parted(waiting: u64) -> (ProgramSet, Placement) {
+    /// Returns a plan with a tensor of four slots, the first `pending` of which are on the host.
+    fn split_tensor(pending: u64) -> (ProgramSet, Placement) {
         let parts = [(1000, false, 0, 0), (1000, true, 0, 0)];
         let (mut set, mut placement) = plan(&parts);
-        let counts = [4 - waiting, waiting];
+        let counts = [4 - pending, pending];
         let (mut tensors, mut offsets) = (Vec::new(), Vec::new());
         for ((tensor, count), suffix) in set.tensors.drain(..).zip(counts).zip(["", ".host"]) {
             let name = if count == 4 { "w".to_owned() } else { format!("w{suffix}") };
@@ -441,14 +453,14 @@ mod tests {
     }
 
     #[test]
-    fn slots_that_wait_on_the_host_in_one_plan_and_not_in_the_other_keep_every_bit() {
+    fn offloaded_slots_keep_bits_across_plans() {
         for (before, after) in (0..=4).flat_map(|before| (0..=4).map(move |after| (before, after))) {
-            let (old, new) = (parted(before), parted(after));
+            let (old, new) = (split_tensor(before), split_tensor(after));
             let mut spaces = Spaces::map(&old.1, None).unwrap();
-            // Slot `n` of the whole: those that wait come first.
-            let at = |plan: &(ProgramSet, Placement), waiting: u64, slot: u64| {
-                let name = if slot >= waiting || waiting == 4 { "w" } else { "w.host" };
-                let within = if slot >= waiting { slot - waiting } else { slot };
+            // Slot `slot` of the whole tensor; offloaded slots come first.
+            let at = |plan: &(ProgramSet, Placement), pending: u64, slot: u64| {
+                let name = if slot >= pending || pending == 4 { "w" } else { "w.host" };
+                let within = if slot >= pending { slot - pending } else { slot };
                 (plan.0.find(name).unwrap(), within as u32)
             };
             for slot in 0..4 {
@@ -457,7 +469,7 @@ mod tests {
             }
             let moved = spaces.adopt((&old.0, &old.1), (&new.0, &new.1)).unwrap();
             let crossed = |from: u64, to: u64| to.saturating_sub(from) * 1000;
-            assert_eq!((moved.out.0, moved.into.0), (crossed(before, after), crossed(after, before)));
+            assert_eq!((moved.to_host.0, moved.to_device.0), (crossed(before, after), crossed(after, before)));
             for slot in 0..4 {
                 let (id, within) = at(&new, after, slot);
                 let mut found = [0; 1000];
@@ -468,7 +480,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plan_that_is_refused_leaves_the_old_one() {
+    fn refused_plan_keeps_the_old_one() {
         let old = plan(&[(5000, false, 0, 0), (3000, false, 1, 0)]);
         let mut new = plan(&[(5000, true, 0, 0), (3000, false, 1, 0)]);
         new.1.host_bytes = 1 << 60;
@@ -482,6 +494,6 @@ mod tests {
         new.0.tensors[0].shape = vec![4999];
         new.1.host_bytes = 5000;
         let refused = spaces.adopt((&old.0, &old.1), (&new.0, &new.1));
-        assert!(matches!(refused, Err(DeviceError::OtherShape { .. })));
+        assert!(matches!(refused, Err(DeviceError::ShapeChanged { .. })));
     }
 }

@@ -1,15 +1,17 @@
-//! A GPU that goes over to another plan loads what that has new when it adopts it, on the stand-in (it runs on the CPU).
-//! A process of its own: what the GPU has free is looked at, and nobody else may take any.
+//! A GPU that adopts another plan loads new code at the adoption, on the stand-in, which runs on the CPU. This test has
+//! a process of its own, because it measures free GPU memory.
 
 mod cuda_stand_in;
 
 use plimsoll_core::{DType, RecomputeLevel, Space};
-use plimsoll_device::cuda::executor::Opened;
-use plimsoll_device::device::{Device, Room};
+use plimsoll_device::cuda::executor::OpenedGpu;
+use plimsoll_device::device::{AvailableMemory, Device};
 use plimsoll_program::models::config::{ModelConfig, ModelType, RopeScaling};
-use plimsoll_program::models::decoder::{AdamState, Base, Build, Method, Optimizer, Source, Training, build};
+use plimsoll_program::models::decoder::{
+    AdamState, Base, BuildOptions, Method, Optimizer, Training, WeightSource, build,
+};
 use plimsoll_program::workspace::Kernels;
-use plimsoll_program::{Lifetime, Placement, ProgramSet, TensorId};
+use plimsoll_program::{Lifetime, Placement, ProgramKind, ProgramSet, TensorId};
 
 fn programs(micro_batch: u64) -> ProgramSet {
     let config = ModelConfig {
@@ -32,14 +34,14 @@ fn programs(micro_batch: u64) -> ProgramSet {
         eos: vec![],
         init_std: 0.1,
     };
-    build(&Build {
+    build(&BuildOptions {
         config: &config,
         layers: 0..config.layers,
         precision: DType::F32,
         kernels: Kernels::Cuda,
         sequence: 8,
         micro_batch,
-        source: Source::Random { seed: 4 },
+        source: WeightSource::Random { seed: 4 },
         method: Method::Full,
         base: Base::Plain,
         streamed_head: false,
@@ -53,8 +55,8 @@ fn programs(micro_batch: u64) -> ProgramSet {
     })
 }
 
-/// What stays stands lowest, as the planner has it, and nothing overlaps; above it is more room.
-fn placed(set: &ProgramSet, room: u64) -> Placement {
+/// Places persistent tensors lowest, as the planner does, without overlaps, and leaves `room` bytes unused at the top.
+fn disjoint_placement(set: &ProgramSet, room: u64) -> Placement {
     let mut order: Vec<usize> = (0..set.tensors.len()).collect();
     order.sort_by_key(|&index| set.tensors[index].lifetime != Lifetime::Persistent);
     let mut placement = Placement { offsets: vec![Vec::new(); set.tensors.len()], ..Placement::default() };
@@ -73,20 +75,26 @@ fn placed(set: &ProgramSet, room: u64) -> Placement {
     placement
 }
 
-/// A step on zeros: valid tokens, labels and positions.
+/// Runs a step on zeros, which are valid tokens, labels and positions.
 fn step(device: &mut dyn Device, set: &ProgramSet) {
     for name in ["train.tokens", "train.labels", "train.positions", "train.document_start", "train.token_weights"] {
         let tensor = set.find(name).unwrap();
         device.write(tensor, 0, &vec![0; set.tensor(tensor).bytes() as usize]);
     }
-    for program in ["begin", "forward", "backward", "norm", "update"] {
+    for program in [
+        ProgramKind::BeginStep,
+        ProgramKind::Forward,
+        ProgramKind::Backward,
+        ProgramKind::GradientNorm,
+        ProgramKind::Update,
+    ] {
         device.run(program).unwrap();
     }
-    device.settle().unwrap();
+    device.synchronize().unwrap();
 }
 
-/// The bytes of everything that stays.
-fn kept(device: &mut dyn Device, set: &ProgramSet) -> Vec<(String, Vec<u8>)> {
+/// Returns the bytes of all persistent tensors on the device.
+fn persistent_bytes(device: &mut dyn Device, set: &ProgramSet) -> Vec<(String, Vec<u8>)> {
     let mut all = Vec::new();
     for (number, tensor) in set.tensors.iter().enumerate() {
         let trained =
@@ -104,31 +112,31 @@ fn kept(device: &mut dyn Device, set: &ProgramSet) -> Vec<(String, Vec<u8>)> {
 
 #[test]
 #[ignore = "needs g++: cargo xtask cuda-check"]
-fn what_another_plan_needs_is_loaded_when_it_is_adopted_and_not_in_a_step() {
+fn new_code_loads_at_adoption() {
     let (large, small) = (programs(16), programs(1));
-    let opened = cuda_stand_in::open(small.clone(), placed(&small, 0), DType::F32, None).unwrap();
-    let Opened { mut device, .. } = opened;
-    device.run("load").unwrap();
-    device.run("fresh").unwrap();
+    let opened = cuda_stand_in::open(small.clone(), disjoint_placement(&small, 0), DType::F32, None).unwrap();
+    let OpenedGpu { mut device, .. } = opened;
+    device.run(ProgramKind::Load).unwrap();
+    device.run(ProgramKind::InitOptimizer).unwrap();
     step(&mut *device, &small);
-    let trained = kept(&mut *device, &small);
-    let held = |room: &Room| room.memory.free.0 + room.held.0;
-    let before = device.room().unwrap();
-    // Products of other sizes are other kernels of the library. First where each op has room aside, then where
-    // operands have to stand on top of each other.
+    let trained = persistent_bytes(&mut *device, &small);
+    let held = |room: &AvailableMemory| room.memory.free.0 + room.held_bytes.0;
+    let before = device.available_memory().unwrap();
+    // Products of other sizes need other kernels of the library. The first plan has room to warm up each op; the second
+    // needs overlapping operands.
     for (set, room) in [(&large, 8 << 20), (&programs(64), 0)] {
-        device.adopt(set.clone(), placed(set, room)).unwrap();
-        let after = device.room().unwrap();
-        assert_eq!(held(&after), held(&before), "what came is known to be held");
-        assert_eq!(kept(&mut *device, set), trained, "what stays keeps every bit");
-        assert!(!device.memory().strayed(Space::Device));
+        device.adopt(set.clone(), disjoint_placement(set, room)).unwrap();
+        let after = device.available_memory().unwrap();
+        assert_eq!(held(&after), held(&before), "charges include the new code");
+        assert_eq!(persistent_bytes(&mut *device, set), trained, "persistent tensors keep every bit");
+        assert!(!device.memory().has_stray_writes(Space::Device));
         step(&mut *device, set);
-        assert_eq!(device.room().unwrap().memory.free, after.memory.free, "a step takes no memory");
-        device.adopt(small.clone(), placed(&small, 0)).unwrap();
-        // Back to what was trained, whatever the steps did.
-        device.run("load").unwrap();
-        device.run("fresh").unwrap();
+        assert_eq!(device.available_memory().unwrap().memory.free, after.memory.free, "a step allocates no memory");
+        device.adopt(small.clone(), disjoint_placement(&small, 0)).unwrap();
+        // Restore the initial state.
+        device.run(ProgramKind::Load).unwrap();
+        device.run(ProgramKind::InitOptimizer).unwrap();
         step(&mut *device, &small);
-        assert_eq!(kept(&mut *device, &small), trained);
+        assert_eq!(persistent_bytes(&mut *device, &small), trained);
     }
 }

@@ -1,5 +1,5 @@
-//! The arithmetic of attention on tensor cores, shown on the CPU as in `cuda_kernels.rs`, against plain loops in
-//! f64; and of the emulated instructions against what the PTX ISA says about them.
+//! The arithmetic of tensor-core attention, run on the CPU as in `cuda_kernels.rs`, against plain loops in f64; and the
+//! emulated instructions against the PTX ISA.
 
 mod cuda_shim;
 
@@ -9,7 +9,7 @@ use plimsoll_device::cuda::kernels::{Family, Real, Unit};
 use plimsoll_program::op::Heads;
 use plimsoll_program::scalars::{SCALAR_COUNT, Scalar};
 
-/// A small generator (an LCG of 64 bits, the upper half).
+/// A small random generator (upper half of a 64-bit LCG).
 struct Draw(u64);
 
 impl Draw {
@@ -18,12 +18,12 @@ impl Draw {
         (self.0 >> 32) as f64 / 2f64.powi(31) - 1.0
     }
 
-    /// Numbers up to `most` that bf16 holds.
+    /// Draws numbers up to `most` that bf16 represents.
     fn many(&mut self, n: usize, most: f64) -> Vec<f64> {
         (0..n).map(|_| Kind::Bf16.rounded(most * self.next())).collect()
     }
 
-    /// Documents of random lengths, about 1 / `often` each, back to back in each sequence; the second begins at
+    /// Draws documents of random lengths, about 1 / `often` each, back to back in each sequence. The second begins at
     /// `edge` at the latest.
     fn documents(&mut self, batch: usize, sequence: usize, often: f64, edge: usize) -> Vec<i32> {
         let mut starts = Vec::new();
@@ -40,8 +40,7 @@ impl Draw {
     }
 }
 
-/// What rounding to bf16 leaves: of a result itself, and of the weights and their gradients that go into its
-/// sum.
+/// Compares results up to bf16 rounding of the result itself, and of the weights and gradients in its sum.
 #[track_caller]
 fn close(got: &[f64], want: &[f64], what: &str) {
     assert_eq!(got.len(), want.len(), "{what}");
@@ -55,7 +54,7 @@ fn close(got: &[f64], want: &[f64], what: &str) {
     }
 }
 
-/// Statistics are never rounded to bf16.
+/// Compares statistics, which are never rounded to bf16.
 #[track_caller]
 fn equal(got: &[f64], want: &[f64], what: &str) {
     for (i, (got, want)) in got.iter().zip(want).enumerate() {
@@ -63,7 +62,7 @@ fn equal(got: &[f64], want: &[f64], what: &str) {
     }
 }
 
-/// One head of one query, whose row of q is given: weights of keys `start ..= query`, their log-sum-exp.
+/// Returns the weights of keys `start ..= query` for one head of one query, and their log-sum-exp.
 fn weights(q: &[f64], start: usize, query: usize, key: impl Fn(usize) -> Vec<f64>) -> (Vec<f64>, f64) {
     let dot = |k: &[f64]| q.iter().zip(k).map(|(a, b)| a * b).sum::<f64>() / (q.len() as f64).sqrt();
     let scores: Vec<f64> = (start..=query).map(|at| dot(&key(at))).collect();
@@ -72,20 +71,20 @@ fn weights(q: &[f64], start: usize, query: usize, key: impl Fn(usize) -> Vec<f64
     (scores.iter().map(|s| (s - most).exp() / sum).collect(), most + sum.ln())
 }
 
-/// Attention of qkv[N,C]: out[N, H·E] and stats[B,H,T]; with dout[N, H·E] also dqkv[N,C].
-struct Plain<'a> {
+/// Reference attention of qkv[N,C]: out[N, H·E] and stats[B,H,T]; with dout[N, H·E] also dqkv[N,C].
+struct ReferenceAttention<'a> {
     shape: Heads,
     sequence: usize,
     qkv: &'a [f64],
     starts: &'a [i32],
 }
 
-impl Plain<'_> {
+impl ReferenceAttention<'_> {
     fn rows(&self) -> usize {
         self.starts.len()
     }
 
-    /// Where a part of a row of qkv begins: `head` counts queries, keys, values.
+    /// Returns the start of a head's part in a row of qkv; `head` counts queries, keys, values.
     fn at(&self, row: usize, head: usize) -> usize {
         row * self.shape.columns() as usize + head * self.shape.head_dim as usize
     }
@@ -95,7 +94,7 @@ impl Plain<'_> {
         self.qkv[at..at + self.shape.head_dim as usize].to_vec()
     }
 
-    /// Calls with (row, head, key head, value head, first row seen, weights, log-sum-exp) of each query.
+    /// Calls `visit` with (row, head, key head, value head, first visible row, weights, log-sum-exp) of each query.
     fn each(&self, mut visit: impl FnMut(usize, usize, usize, usize, usize, Vec<f64>, f64)) {
         let Heads { heads, kv_heads, .. } = self.shape;
         let (heads, kv_heads) = (heads as usize, kv_heads as usize);
@@ -126,7 +125,7 @@ impl Plain<'_> {
         (out, stats)
     }
 
-    /// `out` as it is held: rounded.
+    /// Returns `dqkv`; `out` is the rounded output.
     fn backward(&self, out: &[f64], dout: &[f64]) -> Vec<f64> {
         let (e, heads) = (self.shape.head_dim as usize, self.shape.heads as usize);
         let mut dqkv = vec![0.0; self.qkv.len()];
@@ -151,11 +150,11 @@ impl Plain<'_> {
     }
 }
 
-/// Every ratio of query to key heads, every head dimension of `cargo xtask cuda-check`, sequences that end within
-/// tiles and after several blocks, documents from one token on.
+/// Covers every ratio of query to key heads, every head dimension of `cargo xtask cuda-check`, sequences that end
+/// within tiles and after several blocks, and documents of at least one token.
 #[test]
 #[ignore = "needs g++: cargo xtask cuda-check"]
-fn attention_and_its_gradient_on_tensor_cores() {
+fn tensor_core_attention_and_gradient_match_reference() {
     for (batch, sequence, heads, kv_heads, head_dim, often, edge) in [
         (1, 1, 1, 1, 16, 0.0, 0),
         (2, 33, 2, 1, 16, 0.1, 7),
@@ -179,10 +178,10 @@ fn attention_and_its_gradient_on_tensor_cores() {
         let wide = rows * shape.query_columns() as usize;
         let qkv = draw.many(rows * shape.columns() as usize, 3.0);
         let starts = draw.documents(batch as usize, sequence as usize, often, edge);
-        let plain = Plain { shape, sequence: sequence as usize, qkv: &qkv, starts: &starts };
+        let plain = ReferenceAttention { shape, sequence: sequence as usize, qkv: &qkv, starts: &starts };
         let (want, want_stats) = plain.forward();
         let (gqkv, gstarts) = (gpu.put(Kind::Bf16, &qkv), gpu.put_integers(&starts));
-        let (out, stats) = (gpu.room(Kind::Bf16, wide), gpu.room(Kind::F32, rows * heads as usize));
+        let (out, stats) = (gpu.allocate(Kind::Bf16, wide), gpu.allocate(Kind::F32, rows * heads as usize));
         let launches = attention(Real::Bf16, gqkv, gstarts, out, stats, batch, sequence, shape);
         assert_eq!(launches[0].unit.family(), Family::TensorAttention);
         gpu.run(&launches);
@@ -191,12 +190,12 @@ fn attention_and_its_gradient_on_tensor_cores() {
 
         let dout = draw.many(wide, 1.0);
         let want = plain.backward(&gpu.get(out), &dout);
-        let (gdout, dqkv) = (gpu.put(Kind::Bf16, &dout), gpu.room(Kind::Bf16, qkv.len()));
-        let scratch = gpu.room(Kind::F32, rows * heads as usize);
+        let (gdout, dqkv) = (gpu.put(Kind::Bf16, &dout), gpu.allocate(Kind::Bf16, qkv.len()));
+        let scratch = gpu.allocate(Kind::F32, rows * heads as usize);
         let inputs = [gqkv, out, gdout, stats, gstarts];
         gpu.run(&attention_grad(Real::Bf16, inputs, dqkv, scratch, batch, sequence, shape));
         let got = gpu.get(dqkv);
-        // Keys' and values' gradients are sums over more rows than queries': each has its own size.
+        // Gradients of keys and values sum more rows than those of queries, so each has its own scale.
         let ends = [0, shape.heads, shape.heads + shape.kv_heads, shape.heads + 2 * shape.kv_heads];
         for (name, ends) in ["dq", "dk", "dv"].iter().zip(ends.windows(2)) {
             let columns = (ends[0] * head_dim) as usize..(ends[1] * head_dim) as usize;
@@ -208,17 +207,17 @@ fn attention_and_its_gradient_on_tensor_cores() {
     }
 }
 
-/// A prompt's chunk over a cache that holds tokens already.
+/// A prompt's chunk over a cache that already contains tokens.
 #[test]
 #[ignore = "needs g++: cargo xtask cuda-check"]
-fn attention_over_a_cache_on_tensor_cores() {
+fn tensor_core_cached_attention_matches_reference() {
     for (before, rows, heads, kv_heads, head_dim) in [(0, 9, 2, 1, 16), (70, 40, 4, 2, 64), (3, 140, 2, 1, 128)] {
         let (mut gpu, mut draw) = (Gpu::new(0), Draw(before));
         let shape = Heads { heads, kv_heads, head_dim };
         let (length, width) = ((before + rows) as usize, (kv_heads * head_dim) as usize);
         let qkv = draw.many(length * shape.columns() as usize, 2.0);
         let starts = vec![0; length];
-        let (want, _) = Plain { shape, sequence: length, qkv: &qkv, starts: &starts }.forward();
+        let (want, _) = ReferenceAttention { shape, sequence: length, qkv: &qkv, starts: &starts }.forward();
         let row = |at: usize| &qkv[at * shape.columns() as usize..][..shape.columns() as usize];
         let cache = |from: usize| -> Vec<f64> {
             let held = (0..length).flat_map(|at| row(at)[from..from + width].to_vec());
@@ -231,7 +230,7 @@ fn attention_over_a_cache_on_tensor_cores() {
         let new = &qkv[before as usize * shape.columns() as usize..];
         let inputs = [gpu.put(Kind::Bf16, new), gpu.put(Kind::Bf16, &keys), gpu.put(Kind::Bf16, &values)];
         let gscalars = gpu.put(Kind::F32, &scalars);
-        let out = gpu.room(Kind::Bf16, rows as usize * query_columns);
+        let out = gpu.allocate(Kind::Bf16, rows as usize * query_columns);
         let [qkv, keys, values] = inputs;
         let launches =
             cached_attention(Real::Bf16, [qkv, keys, values, gscalars], out, 0, rows, before + rows + 7, shape);
@@ -241,7 +240,7 @@ fn attention_over_a_cache_on_tensor_cores() {
     }
 }
 
-/// `body` in a kernel of one warp, after the types and the instructions.
+/// Runs `body` in a kernel of one warp, after the types and instructions.
 fn warp(name: &str, body: &str, arguments: &str, values: &[Argument], gpu: &mut Gpu) -> Result<(), String> {
     let source = Unit::new(Family::TensorAttention, Real::Bf16, 16).source();
     let (before, _) = source.split_once("#line 1 \"attention_tensor.cu\"").expect("the family's file comes last");
@@ -250,13 +249,13 @@ fn warp(name: &str, body: &str, arguments: &str, values: &[Argument], gpu: &mut 
     gpu.try_run(&library, "probe", [1, 1, 1], 32, 1024, values)
 }
 
-/// A lane's fragments as the PTX ISA lists them (mma.m16n8k16, .bf16), one element after the other.
+/// A lane's fragments as the PTX ISA lists them (mma.m16n8k16, .bf16), element by element.
 #[test]
 #[ignore = "needs g++: cargo xtask cuda-check"]
-fn emulated_products_have_the_documented_layout() {
+fn emulated_mma_has_documented_layout() {
     let (mut gpu, mut draw) = (Gpu::new(0), Draw(4));
     let [a, b, c] = [16 * 16, 16 * 8, 16 * 8].map(|n| draw.many(n, 1.0));
-    // Element i of a lane's fragment: a's rows and columns, then b's, then c's.
+    // Element i of a lane's fragment: rows and columns of a, then of b, then of c.
     let a_at = |lane: usize, i: usize| {
         let row = lane / 4 + if matches!(i, 0 | 1 | 4 | 5) { 0 } else { 8 };
         row * 16 + lane % 4 * 2 + i % 2 + if i < 4 { 0 } else { 8 }
@@ -283,10 +282,10 @@ fn emulated_products_have_the_documented_layout() {
     }
 }
 
-/// Matrix i has elements 64·i + 8·row + column: a lane gets two neighbours of a row, or of a column.
+/// Matrix i has elements 64·i + 8·row + column; a lane gets two neighbours of a row, or of a column.
 #[test]
 #[ignore = "needs g++: cargo xtask cuda-check"]
-fn emulated_loads_of_matrices_have_the_documented_layout() {
+fn emulated_ldmatrix_has_documented_layout() {
     let mut gpu = Gpu::new(0);
     let elements: Vec<f64> = (0..256).map(f64::from).collect();
     let body = "bf16* tile = reinterpret_cast<bf16*>(shared); \
@@ -294,7 +293,7 @@ fn emulated_loads_of_matrices_have_the_documented_layout() {
                 __syncthreads(); u32 words[4]; LOAD(tile + threadIdx.x * 8, words); \
                 for (int i = 0; i < 4; i++) to[threadIdx.x * 4 + i] = words[i];";
     for (load, transposed) in [("load_matrices", false), ("load_transposed", true)] {
-        let (from, to) = (gpu.put(Kind::Bf16, &elements), gpu.room(Kind::Bf16, 256));
+        let (from, to) = (gpu.put(Kind::Bf16, &elements), gpu.allocate(Kind::Bf16, 256));
         let values = [Argument::Address(from), Argument::Address(to)];
         warp(load, &body.replace("LOAD", load), "const bf16* from, u32* to", &values, &mut gpu).unwrap();
         for (at, got) in gpu.get(to).iter().enumerate() {
@@ -306,16 +305,16 @@ fn emulated_loads_of_matrices_have_the_documented_layout() {
     }
 }
 
-/// Copies under way are what they are on a GPU: not there before they are waited for, and there at any time.
+/// Asynchronous copies may complete at any time before they are waited for, and not earlier than issued.
 #[test]
 #[ignore = "needs g++: cargo xtask cuda-check"]
-fn copies_that_nobody_waits_for_are_found() {
+fn unawaited_copies_are_detected() {
     let copy = "float* mine = shared + threadIdx.x * 4; copy_pack(mine, from + threadIdx.x * 4, threadIdx.x % 2); ";
     let (wait, give) = ("copies_landed(); ", "to[threadIdx.x] = shared[(31 - threadIdx.x) * 4]; ");
     let run = |name: &str, body: String| {
         let mut gpu = Gpu::new(0);
         let values: Vec<f64> = (0..128).map(f64::from).collect();
-        let (from, to) = (gpu.put(Kind::F32, &values), gpu.room(Kind::F32, 32));
+        let (from, to) = (gpu.put(Kind::F32, &values), gpu.allocate(Kind::F32, 32));
         let values = [Argument::Address(from), Argument::Address(to)];
         warp(name, &body, "const float* from, float* to", &values, &mut gpu).map(|()| gpu.get(to))
     };

@@ -1,13 +1,14 @@
-//! One test body for every device: the same Programs give the same bytes everywhere, in whatever order their queues come
-//! to run; a refusal at any op leaves exactly what the ops before it did; another plan leaves what stays. The stand-in for
-//! a GPU (it runs on the CPU) is one of them, where there is a C++ compiler.
+//! One test body for every device. The same Programs give the same bytes on all of them, in whatever order their queues run. A
+//! failure at any op leaves exactly the results of the ops before it. Another plan keeps the persistent tensors. The stand-in
+//! for a GPU, which runs on the CPU, is tested as well if a C++ compiler is available.
 
 mod cuda_stand_in;
 
-use plimsoll_core::{Bytes, Category, DType, Link, Space, WorkName};
+use plimsoll_core::{Bytes, Category, DType, Link, Space, WorkKind};
 use plimsoll_device::cpu::executor;
-use plimsoll_device::device::{Call, Device, DeviceError, FileSpace, Memory, NoFiles, Observer, Unobserved};
-use plimsoll_device::virtual_device::{self, Virtual};
+use plimsoll_device::device::{Device, DeviceError, FileSpace, Memory, NoFiles, NoObserver, Observer, ProgramCall};
+use plimsoll_device::virtual_device::{self, VirtualDeviceSpec};
+use plimsoll_program::ProgramKind;
 use plimsoll_program::op::Queue;
 use plimsoll_program::{Block, Index, Lifetime, Op, OpKind, Operand, Placement, Program, ProgramSet, Tensor, TensorId};
 use proptest::prelude::*;
@@ -15,17 +16,18 @@ use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
 
-/// Elements of a piece, and pieces of a tensor.
+/// Elements of a piece.
 const PIECE: i64 = 64;
+/// Pieces of a tensor.
 const PIECES: i64 = 6;
 
 const DEVICE: TensorId = TensorId(0);
 const HOST: TensorId = TensorId(1);
 const FILE: TensorId = TensorId(2);
-/// In the scratch file.
+/// Tensor in the scratch file.
 const SCRATCH: TensorId = TensorId(3);
 
-/// One op on pieces `x` and `to`, by the number of its kind.
+/// An op on pieces `x` and `to`: (number of its kind, x, to).
 type Draw = (u8, i64, i64);
 
 fn op(&(kind, x, to): &Draw, sequence: u64) -> Op {
@@ -50,7 +52,7 @@ fn op(&(kind, x, to): &Draw, sequence: u64) -> Op {
     }
 }
 
-/// A Program of these ops, every transfer awaited after one more op.
+/// Returns a Program of these ops that waits for every transfer one op later.
 fn program(draws: &[Draw], precision: DType) -> (ProgramSet, Placement) {
     let tensor = |name: &str, space| Tensor {
         name: name.into(),
@@ -80,7 +82,7 @@ fn program(draws: &[Draw], precision: DType) -> (ProgramSet, Placement) {
     let spaces = [("device", Space::Device), ("host", Space::Host), ("file", Space::File), ("scratch", Space::Scratch)];
     let tensors = spaces.map(|(name, space)| tensor(name, space)).to_vec();
     let blocks = vec![Block::once("all", ops)];
-    let p = Program { work: WorkName::Forward, name: "p".into(), inputs: vec![], outputs: vec![], blocks };
+    let p = Program { work: WorkKind::Forward, kind: ProgramKind::Probe(0), inputs: vec![], outputs: vec![], blocks };
     let bytes = (PIECE * PIECES) as u64 * precision.bytes();
     let placement = Placement {
         offsets: vec![vec![Some(256)], vec![Some(0)], vec![None], vec![Some(100)]],
@@ -91,7 +93,7 @@ fn program(draws: &[Draw], precision: DType) -> (ProgramSet, Placement) {
     (ProgramSet { tensors, programs: vec![p], phases: vec![] }, placement)
 }
 
-/// Files in memory, that start as counted bytes.
+/// Files in memory, with counted bytes as initial contents.
 #[derive(Clone, Default)]
 struct Files(BTreeMap<u64, Vec<u8>>);
 
@@ -107,38 +109,38 @@ impl FileSpace for Files {
     }
 }
 
-/// Where scratch files are.
+/// Returns the folder of scratch files.
 fn scratch() -> &'static Path {
     Path::new(env!("CARGO_TARGET_TMPDIR"))
 }
 
-/// Every device that is here, and virtual ones that dawdle in different places.
+/// Opens the CPU with one and two threads, and virtual devices with delays in different places.
 fn devices(set: &ProgramSet, placement: &Placement, precision: DType) -> Vec<(String, Box<dyn Device>)> {
     let cpu = |threads| {
         let device = executor::open(set.clone(), placement.clone(), precision, threads, Some(scratch())).unwrap();
         (format!("cpu, {threads} threads"), device)
     };
-    // Seconds of an op: a hash of its name and a place, so that ops differ and tests repeat.
-    let dawdling = |name: &str, op_seconds: f64, link: Link, threads| {
+    // The time of an op is a hash of its description, so that ops differ and tests are repeatable.
+    let delayed = |name: &str, op_seconds: f64, link: Link, threads| {
         let salt = name.len();
-        let what = Virtual {
+        let spec = VirtualDeviceSpec {
             name: format!("virtual:{name}"),
             arena_budget: Bytes(1 << 20),
             threads,
             price: Box::new(move |_, op: &Op| op_seconds * ((format!("{op:?}").len() * 7 + salt) % 5) as f64),
             link,
-            scratch: Some(scratch().to_owned()),
+            scratch_folder: Some(scratch().to_owned()),
         };
-        (what.name.clone(), virtual_device::open(what, set.clone(), placement.clone(), precision).unwrap())
+        (spec.name.clone(), virtual_device::open(spec, set.clone(), placement.clone(), precision).unwrap())
     };
     let link = |bytes_per_second, latency_seconds| Link { bytes_per_second, latency_seconds };
     vec![
         cpu(1),
         cpu(2),
-        dawdling("quick", 0.0, link(1e12, 0.0), 1),
-        dawdling("slow-link", 0.0, link(1e6, 200e-6), 2),
-        dawdling("slow-ops", 200e-6, link(1e12, 0.0), 1),
-        dawdling("slow", 100e-6, link(2e6, 100e-6), 1),
+        delayed("quick", 0.0, link(1e12, 0.0), 1),
+        delayed("slow-link", 0.0, link(1e6, 200e-6), 2),
+        delayed("slow-ops", 200e-6, link(1e12, 0.0), 1),
+        delayed("slow", 100e-6, link(2e6, 100e-6), 1),
     ]
 }
 
@@ -149,10 +151,10 @@ fn fill(device: &mut dyn Device, precision: DType) {
     }
 }
 
-/// The bytes of both arenas and of the scratch file, and of what was written to files.
-type Left = ([Vec<u8>; 3], BTreeMap<u64, Vec<u8>>);
+/// Contents of the device, host and scratch tensors, and the bytes written to files.
+type Contents = ([Vec<u8>; 3], BTreeMap<u64, Vec<u8>>);
 
-fn left(device: &mut dyn Device, files: &Files, precision: DType) -> Left {
+fn contents(device: &mut dyn Device, files: &Files, precision: DType) -> Contents {
     let bytes = ((PIECE * PIECES) as u64 * precision.bytes()) as usize;
     let everywhere = [DEVICE, HOST, SCRATCH].map(|tensor| {
         let mut found = vec![0; bytes];
@@ -162,22 +164,22 @@ fn left(device: &mut dyn Device, files: &Files, precision: DType) -> Left {
     (everywhere, files.0.clone())
 }
 
-/// Refuses at an op.
-struct Refuse {
+/// An observer that runs out of memory at an op.
+struct FailAt {
     at: u32,
-    one_at_a_time: bool,
+    serializes_ops: bool,
 }
 
-impl Observer for Refuse {
+impl Observer for FailAt {
     fn before(&mut self, tick: u32, op: &Op, _: &mut dyn Memory) -> Result<(), DeviceError> {
         if tick == self.at {
-            return Err(DeviceError::Refused { program: "p".into(), tick, op: op.name() });
+            return Err(DeviceError::OutOfMemory { program: ProgramKind::Probe(0).to_string(), tick, op: op.name() });
         }
         Ok(())
     }
 
-    fn one_at_a_time(&self) -> bool {
-        self.one_at_a_time
+    fn serializes_ops(&self) -> bool {
+        self.serializes_ops
     }
 }
 
@@ -185,76 +187,85 @@ fn draws(most: usize) -> impl Strategy<Value = Vec<Draw>> {
     prop::collection::vec((0u8..13, 0..PIECES, 0..PIECES), 1..most)
 }
 
-/// All devices of a test.
+/// Function that opens all devices of a test.
 type Devices = fn(&ProgramSet, &Placement, DType) -> Vec<(String, Box<dyn Device>)>;
 
-/// The processor, and the stand-in for a GPU.
+/// Opens the CPU and the stand-in for a GPU.
 fn stand_in(set: &ProgramSet, placement: &Placement, precision: DType) -> Vec<(String, Box<dyn Device>)> {
     let cpu = executor::open(set.clone(), placement.clone(), precision, 1, Some(scratch())).unwrap();
     let gpu = cuda_stand_in::open(set.clone(), placement.clone(), precision, None).unwrap();
     vec![("cpu".into(), cpu), ("stand-in".into(), gpu.device)]
 }
 
-fn the_same_bytes(devices: Devices, draws: &[Draw], precision: DType) -> Result<(), TestCaseError> {
+fn check_same_bytes(devices: Devices, draws: &[Draw], precision: DType) -> Result<(), TestCaseError> {
     let (set, placement) = program(draws, precision);
-    let mut expected: Option<Left> = None;
+    let mut expected: Option<Contents> = None;
     for (name, mut device) in devices(&set, &placement, precision) {
         fill(&mut *device, precision);
         let mut files = Files::default();
-        device.run_with_files("p", &mut files).unwrap();
-        let found = left(&mut *device, &files, precision);
+        device.run_with_files(ProgramKind::Probe(0), &mut files).unwrap();
+        let found = contents(&mut *device, &files, precision);
         prop_assert!(expected.get_or_insert_with(|| found.clone()) == &found, "{}", name);
         let memory = device.memory();
-        prop_assert!(!memory.strayed(Space::Device) && !memory.strayed(Space::Host), "{}", name);
+        prop_assert!(!memory.has_stray_writes(Space::Device) && !memory.has_stray_writes(Space::Host), "{}", name);
     }
     Ok(())
 }
 
-fn a_refusal(devices: Devices, draws: &[Draw], at: prop::sample::Index, singly: bool) -> Result<(), TestCaseError> {
+fn check_failed_op(
+    devices: Devices,
+    draws: &[Draw],
+    at: prop::sample::Index,
+    serialized: bool,
+) -> Result<(), TestCaseError> {
     let precision = DType::F32;
     let (set, placement) = program(draws, precision);
-    let at = at.index(set.programs[0].length()) as u32 + 1;
-    let mut expected: Option<[Left; 2]> = None;
+    let at = at.index(set.programs[0].op_count()) as u32 + 1;
+    let mut expected: Option<[Contents; 2]> = None;
     for (name, mut device) in devices(&set, &placement, precision) {
         fill(&mut *device, precision);
         let mut files = Files::default();
-        let refused = device.run_observed(Call::of("p"), &mut files, &mut Refuse { at, one_at_a_time: singly });
-        prop_assert!(refused.is_err_and(|error| error.is_refusal()), "{}", name);
-        let before = left(&mut *device, &files, precision);
-        let rest = Call { from: at, ..Call::of("p") };
-        device.run_observed(rest, &mut files, &mut Unobserved).unwrap();
-        let found = [before, left(&mut *device, &files, precision)];
+        let refused = device.run_observed(
+            ProgramCall::of(ProgramKind::Probe(0)),
+            &mut files,
+            &mut FailAt { at, serializes_ops: serialized },
+        );
+        prop_assert!(refused.is_err_and(|error| error.is_out_of_memory()), "{}", name);
+        let before = contents(&mut *device, &files, precision);
+        let rest = ProgramCall { first_op: at, ..ProgramCall::of(ProgramKind::Probe(0)) };
+        device.run_observed(rest, &mut files, &mut NoObserver).unwrap();
+        let found = [before, contents(&mut *device, &files, precision)];
         prop_assert!(expected.get_or_insert_with(|| found.clone()) == &found, "{}: refused at {}", name, at);
     }
     Ok(())
 }
 
-fn another_plan(devices: Devices, draws: &[Draw], swapped: bool, gap: u64) -> Result<(), TestCaseError> {
+fn check_plan_switch(devices: Devices, draws: &[Draw], swapped: bool, gap: u64) -> Result<(), TestCaseError> {
     let precision = DType::F32;
     let (set, placement) = program(draws, precision);
-    let (mut other, mut elsewhere) = (set.clone(), placement.clone());
+    let (mut new_set, mut new_placement) = (set.clone(), placement.clone());
     if swapped {
-        // What stood on the device now waits on the host, what was there in the file, and what was in the file is on the
-        // device; the Programs are none for that.
+        // The device tensor moves to the host, the host tensor to the scratch file, and the scratch tensor to the device. The
+        // Programs do not match these spaces and are removed.
         let spaces = [Space::Host, Space::Scratch, Space::File, Space::Device];
-        other.tensors.iter_mut().zip(spaces).for_each(|(tensor, space)| tensor.space = space);
-        other.programs.clear();
+        new_set.tensors.iter_mut().zip(spaces).for_each(|(tensor, space)| tensor.space = space);
+        new_set.programs.clear();
     }
-    elsewhere.offsets = vec![vec![Some(gap / 256 * 256)]; 4];
-    elsewhere.offsets[2] = vec![None];
-    elsewhere.arena_bytes = gap / 256 * 256 + (PIECE * PIECES) as u64 * 4;
-    (elsewhere.host_bytes, elsewhere.file_bytes) = (elsewhere.arena_bytes, elsewhere.arena_bytes);
+    new_placement.offsets = vec![vec![Some(gap / 256 * 256)]; 4];
+    new_placement.offsets[2] = vec![None];
+    new_placement.arena_bytes = gap / 256 * 256 + (PIECE * PIECES) as u64 * 4;
+    (new_placement.host_bytes, new_placement.file_bytes) = (new_placement.arena_bytes, new_placement.arena_bytes);
     for (name, mut device) in devices(&set, &placement, precision) {
         fill(&mut *device, precision);
         let (mut files, mut none) = (Files::default(), NoFiles);
-        let expected = left(&mut *device, &files, precision);
-        device.adopt(other.clone(), elsewhere.clone()).unwrap();
-        prop_assert_eq!(device.stats().arena_bytes, Bytes(elsewhere.arena_bytes));
-        prop_assert!(left(&mut *device, &files, precision) == expected, "{}", name);
+        let expected = contents(&mut *device, &files, precision);
+        device.adopt(new_set.clone(), new_placement.clone()).unwrap();
+        prop_assert_eq!(device.stats().arena_bytes, Bytes(new_placement.arena_bytes));
+        prop_assert!(contents(&mut *device, &files, precision) == expected, "{}", name);
         device.adopt(set.clone(), placement.clone()).unwrap();
-        prop_assert!(left(&mut *device, &files, precision) == expected, "{}", name);
-        device.run_with_files("p", &mut files).unwrap();
-        prop_assert!(device.run_with_files("q", &mut none).is_err());
+        prop_assert!(contents(&mut *device, &files, precision) == expected, "{}", name);
+        device.run_with_files(ProgramKind::Probe(0), &mut files).unwrap();
+        prop_assert!(device.run_with_files(ProgramKind::Probe(1), &mut none).is_err());
     }
     Ok(())
 }
@@ -263,22 +274,22 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(40) })]
 
     #[test]
-    fn the_same_programs_leave_the_same_bytes_on_every_device(
+    fn programs_give_the_same_bytes_on_every_device(
         draws in draws(30), precision in prop::sample::select(vec![DType::F32, DType::F64, DType::Bf16])
     ) {
-        the_same_bytes(devices, &draws, precision)?;
+        check_same_bytes(devices, &draws, precision)?;
     }
 
     #[test]
-    fn a_refusal_leaves_what_the_ops_before_it_did_and_the_rest_can_follow(
-        draws in draws(12), at: prop::sample::Index, singly: bool
+    fn failed_op_leaves_earlier_results_and_can_continue(
+        draws in draws(12), at: prop::sample::Index, serialized: bool
     ) {
-        a_refusal(devices, &draws, at, singly)?;
+        check_failed_op(devices, &draws, at, serialized)?;
     }
 
     #[test]
-    fn another_plan_leaves_what_stays_wherever_it_stands(draws in draws(12), swapped: bool, gap in 0u64..9000) {
-        another_plan(devices, &draws, swapped, gap)?;
+    fn plan_switch_keeps_persistent_tensors(draws in draws(12), swapped: bool, gap in 0u64..9000) {
+        check_plan_switch(devices, &draws, swapped, gap)?;
     }
 }
 
@@ -287,12 +298,12 @@ proptest! {
 
     #[test]
     #[ignore = "needs g++: cargo xtask cuda-check"]
-    fn the_stand_in_is_one_of_them(
+    fn stand_in_behaves_like_the_cpu(
         draws in draws(30), precision in prop::sample::select(vec![DType::F32, DType::Bf16]),
-        at: prop::sample::Index, singly: bool, swapped: bool, gap in 0u64..9000
+        at: prop::sample::Index, serialized: bool, swapped: bool, gap in 0u64..9000
     ) {
-        the_same_bytes(stand_in, &draws, precision)?;
-        a_refusal(stand_in, &draws, at, singly)?;
-        another_plan(stand_in, &draws, swapped, gap)?;
+        check_same_bytes(stand_in, &draws, precision)?;
+        check_failed_op(stand_in, &draws, at, serialized)?;
+        check_plan_switch(stand_in, &draws, swapped, gap)?;
     }
 }

@@ -1,52 +1,77 @@
-//! Where every tensor stands: the arenas of a device and of its host side, and the scratch file, laid out byte by byte.
+//! The layout of a device: the offset of every tensor in the arenas of the device and of its host, and in the scratch
+//! file.
 //!
-//! Persistent tensors stand lowest, those that would leave first (optimizer state) highest among
-//! them. Above, every phase packs its own buffers: phases share those bytes.
+//! Persistent tensors are at the bottom, those that are offloaded first (optimizer state) at the top of them. Above
+//! them, each phase packs its own buffers, so all phases share those bytes. Lifetimes come from `lifetimes`, the
+//! packing itself from `packing`.
 
 use crate::lifetimes::{Lifetimes, lifetimes, lifetimes_in};
 use crate::packing::{self, Packing};
-use plimsoll_core::{Bytes, Category, Space, WorkName};
+use plimsoll_core::{Bytes, Category, PerSpace, Space, WorkKind};
 use plimsoll_program::{Lifetime, Placement, ProgramSet, TensorId};
 use std::collections::BTreeMap;
 
-/// Every buffer starts at a multiple of this: enough for vector loads, and for GPUs' wide ones.
+/// Alignment of every buffer in bytes: enough for vector loads, also for the wide loads of GPUs.
 pub const ALIGNMENT: u64 = 256;
 
-/// One space: the arena of the device, that of its host side, or the scratch file.
+/// The layout of one space: the arena of the device or of its host, or the scratch file.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ArenaLayout {
-    /// Just past the last byte that any Program uses.
+    /// Bytes of the arena: the end of the highest buffer.
     pub bytes: u64,
-    /// Bytes of tensors that are there for the whole run.
+    /// Bytes of persistent tensors.
     pub persistent_bytes: u64,
-    /// No packing can be smaller than this.
+    /// Lower bound of the bytes of any packing.
     pub lower_bound_bytes: u64,
-    /// Peak of the arena while each kind of Program runs.
-    pub by_program: BTreeMap<WorkName, Bytes>,
-    /// Bytes by category at the moment the arena is fullest.
+    /// Peak of the arena by kind of work.
+    pub by_program: BTreeMap<WorkKind, Bytes>,
+    /// Bytes by category at the moment when the arena is fullest.
     pub by_category: BTreeMap<Category, Bytes>,
 }
 
-/// All spaces of a device.
+/// The layout of all spaces of a device.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Layout {
-    /// Where everything stands.
+    /// The offsets of all tensors.
     pub placement: Placement,
-    /// The device's own arena.
+    /// The device's arena.
     pub device: ArenaLayout,
-    /// The arena on the host; empty where nothing waits there.
+    /// The host's arena; empty without offload.
     pub host: ArenaLayout,
-    /// The scratch file; empty where nothing waits there.
+    /// The scratch file; empty if nothing is offloaded to it.
     pub file: ArenaLayout,
 }
 
+impl Layout {
+    /// Returns the bytes of each space.
+    pub fn bytes(&self) -> PerSpace<u64> {
+        PerSpace { device: self.device.bytes, host: self.host.bytes, file: self.file.bytes }
+    }
+}
+
+/// Rounds bytes up to [`ALIGNMENT`].
 fn aligned(bytes: u64) -> u64 {
     bytes.next_multiple_of(ALIGNMENT)
 }
 
-/// Persistent tensors of a space in the order in which they stand, with their first bytes; and where they end,
-/// rounded up and not.
-fn persistent(set: &ProgramSet, space: Space) -> (Vec<(TensorId, u32, u64)>, u64, u64) {
+/// A slot of a tensor with its offset.
+struct PlacedSlot {
+    tensor: TensorId,
+    slot: u32,
+    offset: u64,
+}
+
+/// The persistent tensors of a space, placed one after another.
+struct PersistentTensors {
+    slots: Vec<PlacedSlot>,
+    /// End of the last tensor.
+    end: u64,
+    /// End of the last tensor, rounded up to [`ALIGNMENT`].
+    aligned_end: u64,
+}
+
+/// Places the persistent tensors of a space.
+fn place_persistent(set: &ProgramSet, space: Space) -> PersistentTensors {
     let rank = |category: Category| match category {
         Category::Staging | Category::Communication | Category::Activation | Category::Workspace => 0,
         Category::Weight => 1,
@@ -58,53 +83,52 @@ fn persistent(set: &ProgramSet, space: Space) -> (Vec<(TensorId, u32, u64)>, u64
         .filter(|&id| set.tensor(id).lifetime == Lifetime::Persistent && set.tensor(id).space == space)
         .collect();
     ids.sort_by_key(|&id| rank(set.tensor(id).category));
-    let mut places = Vec::new();
-    let (mut next, mut end) = (0, 0);
+    let mut placed = PersistentTensors { slots: Vec::new(), end: 0, aligned_end: 0 };
     for id in ids {
         let tensor = set.tensor(id);
         for slot in 0..tensor.slots {
-            places.push((id, slot, next));
-            end = next + tensor.bytes();
-            next = aligned(end);
+            placed.slots.push(PlacedSlot { tensor: id, slot, offset: placed.aligned_end });
+            placed.end = placed.aligned_end + tensor.bytes();
+            placed.aligned_end = aligned(placed.end);
         }
     }
-    (places, next, end)
+    placed
 }
 
-/// The least that any layout of these Programs can take in the device's arena, in that of its host side, and in the
-/// scratch file, without packing them.
-pub fn lower_bounds(set: &ProgramSet) -> [u64; 3] {
-    let spaces = [Space::Device, Space::Host, Space::Scratch];
-    let stays = spaces.map(|space| persistent(set, space));
-    let mut bounds = [0, 1, 2].map(|number| stays[number].2);
+/// Computes a lower bound of the bytes of each space for any layout of these Programs, without packing them.
+pub fn lower_bounds(set: &ProgramSet) -> PerSpace<u64> {
+    let spaces = PerSpace::SPACES.into_array();
+    let persistent = spaces.map(|space| place_persistent(set, space));
+    let mut bounds = persistent.each_ref().map(|tensors| tensors.end);
     for phase in &set.phases {
-        let found = lifetimes_in(set, phase, spaces);
-        for ((bound, (_, start, _)), Lifetimes { buffers, .. }) in bounds.iter_mut().zip(&stays).zip(&found) {
+        let lifetimes = lifetimes_in(set, phase, spaces);
+        for ((bound, tensors), Lifetimes { buffers, .. }) in bounds.iter_mut().zip(&persistent).zip(&lifetimes) {
             if !buffers.is_empty() {
-                *bound = (*bound).max(start + packing::lower_bound(buffers, ALIGNMENT));
+                *bound = (*bound).max(tensors.aligned_end + packing::lower_bound(buffers, ALIGNMENT));
             }
         }
     }
-    bounds
+    let [device, host, file] = bounds;
+    PerSpace { device, host, file }
 }
 
 /// Lays out all Programs of a device.
 pub fn lay_out(set: &ProgramSet) -> Layout {
     let mut offsets: Vec<Vec<Option<u64>>> = set.tensors.iter().map(|t| vec![None; t.slots as usize]).collect();
-    let device = arena(set, Space::Device, &mut offsets);
+    let device = lay_out_space(set, Space::Device, &mut offsets);
     let [host, file] = [Space::Host, Space::Scratch].map(|space| {
-        let waits = set.tensors.iter().any(|tensor| tensor.space == space);
-        if waits { arena(set, space, &mut offsets) } else { ArenaLayout::default() }
+        let is_used = set.tensors.iter().any(|tensor| tensor.space == space);
+        if is_used { lay_out_space(set, space, &mut offsets) } else { ArenaLayout::default() }
     });
     let placement = Placement { offsets, arena_bytes: device.bytes, host_bytes: host.bytes, file_bytes: file.bytes };
     Layout { placement, device, host, file }
 }
 
-/// Lays out one space, and writes down where everything in it stands.
-fn arena(set: &ProgramSet, space: Space, offsets: &mut [Vec<Option<u64>>]) -> ArenaLayout {
-    let (places, start, end) = persistent(set, space);
-    for (id, slot, offset) in places {
-        offsets[id.0 as usize][slot as usize] = Some(offset);
+/// Lays out one space and stores the offsets of its tensors.
+fn lay_out_space(set: &ProgramSet, space: Space, offsets: &mut [Vec<Option<u64>>]) -> ArenaLayout {
+    let PersistentTensors { slots, end, aligned_end } = place_persistent(set, space);
+    for PlacedSlot { tensor, slot, offset } in slots {
+        offsets[tensor.0 as usize][slot as usize] = Some(offset);
     }
     let phases: Vec<(Lifetimes, Packing)> = set
         .phases
@@ -116,41 +140,41 @@ fn arena(set: &ProgramSet, space: Space, offsets: &mut [Vec<Option<u64>>]) -> Ar
         })
         .collect();
 
-    let mut by_program: BTreeMap<WorkName, Bytes> = BTreeMap::new();
+    let mut by_program: BTreeMap<WorkKind, Bytes> = BTreeMap::new();
     let (mut bytes, mut lower_bound_bytes) = (end, end);
     for (lifetimes, packing) in &phases {
         if !lifetimes.buffers.is_empty() {
-            bytes = bytes.max(start + packing.bytes);
-            lower_bound_bytes = lower_bound_bytes.max(start + packing.lower_bound);
+            bytes = bytes.max(aligned_end + packing.bytes);
+            lower_bound_bytes = lower_bound_bytes.max(aligned_end + packing.lower_bound);
         }
         for (slots, &offset) in lifetimes.slots.iter().zip(&packing.offsets) {
             for &(id, slot) in slots {
-                offsets[id.0 as usize][slot as usize] = Some(start + offset);
+                offsets[id.0 as usize][slot as usize] = Some(aligned_end + offset);
             }
         }
-        for &(work, first, last) in &lifetimes.programs {
+        for program in &lifetimes.programs {
             let peak = lifetimes
                 .buffers
                 .iter()
                 .zip(&packing.offsets)
-                .filter(|(b, _)| b.first <= last && b.last >= first)
-                .map(|(b, offset)| start + offset + b.bytes)
+                .filter(|(b, _)| b.first <= program.last && b.last >= program.first)
+                .map(|(b, offset)| aligned_end + offset + b.bytes)
                 .fold(end, u64::max);
-            let entry = by_program.entry(work).or_default();
+            let entry = by_program.entry(program.work).or_default();
             *entry = (*entry).max(Bytes(peak));
         }
     }
-    if by_program.contains_key(&WorkName::Update) {
-        // Recipes that offload the same have the same persistent tensors at the same places, so that going from one
-        // to another between steps moves nothing and needs nothing but them.
-        by_program.insert(WorkName::Replan, Bytes(end));
+    if by_program.contains_key(&WorkKind::Update) {
+        // Recipes with the same offload have the same persistent tensors at the same offsets. So a change of recipe
+        // between steps moves nothing, and needs the persistent tensors only.
+        by_program.insert(WorkKind::Replan, Bytes(end));
     }
     let by_category = by_category(set, space, &phases, bytes);
     ArenaLayout { bytes, persistent_bytes: end, lower_bound_bytes, by_program, by_category }
 }
 
-/// Bytes by category at the tick at which most is live, in the phase whose packing is largest.
-/// What alignment and packing leave unused is counted as workspace, so that the sum is the arena.
+/// Computes the bytes by category at the tick with the most live bytes, in the phase with the largest packing. Bytes
+/// left unused by alignment and packing count as workspace, so that the sum is the arena.
 fn by_category(
     set: &ProgramSet,
     space: Space,
@@ -162,25 +186,31 @@ fn by_category(
         *sums.entry(tensor.category).or_default() += Bytes(tensor.bytes() * u64::from(tensor.slots));
     }
     if let Some((lifetimes, _)) = phases.iter().max_by_key(|(_, packing)| packing.bytes) {
-        let mut change: BTreeMap<u32, i64> = BTreeMap::new();
-        for b in &lifetimes.buffers {
-            *change.entry(b.first).or_default() += b.bytes as i64;
-            *change.entry(b.last + 1).or_default() -= b.bytes as i64;
-        }
-        let (mut live, mut peak) = (0, (0, 0));
-        for (tick, delta) in change {
-            live += delta;
-            if live > peak.1 {
-                peak = (tick, live);
-            }
-        }
+        let peak_tick = peak_tick(lifetimes);
         for (buffer, slots) in lifetimes.buffers.iter().zip(&lifetimes.slots) {
-            if buffer.first <= peak.0 && buffer.last >= peak.0 {
+            if buffer.first <= peak_tick && buffer.last >= peak_tick {
                 *sums.entry(set.tensor(slots[0].0).category).or_default() += Bytes(buffer.bytes);
             }
         }
     }
-    let counted: Bytes = sums.values().copied().sum();
-    *sums.entry(Category::Workspace).or_default() += Bytes(arena_bytes).saturating_sub(counted);
+    let attributed: Bytes = sums.values().copied().sum();
+    *sums.entry(Category::Workspace).or_default() += Bytes(arena_bytes).saturating_sub(attributed);
     sums
+}
+
+/// Returns the first tick with the most live bytes.
+fn peak_tick(lifetimes: &Lifetimes) -> u32 {
+    let mut change: BTreeMap<u32, i64> = BTreeMap::new();
+    for b in &lifetimes.buffers {
+        *change.entry(b.first).or_default() += b.bytes as i64;
+        *change.entry(b.last + 1).or_default() -= b.bytes as i64;
+    }
+    let (mut live, mut most, mut peak_tick) = (0, 0, 0);
+    for (tick, delta) in change {
+        live += delta;
+        if live > most {
+            (most, peak_tick) = (live, tick);
+        }
+    }
+    peak_tick
 }

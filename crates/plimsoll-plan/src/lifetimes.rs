@@ -1,123 +1,169 @@
-//! When each tensor of a phase lives: a phase unrolled into a time axis of ops.
+//! The lifetime of each tensor in a phase: the phase is unrolled into a time axis of ops.
 //!
-//! Time 0 is when the host fills inputs; the ops follow, one tick each; the last tick is when the
-//! host reads outputs.
+//! At time 0 the host fills inputs. The ops follow, one tick each. At the last tick the host reads outputs.
 
 use crate::packing::Buffer;
-use plimsoll_core::{Space, WorkName};
+use plimsoll_core::{Space, WorkKind};
 use plimsoll_program::{Lifetime, Operand, Phase, ProgramSet, TensorId};
 use std::collections::HashMap;
 
 /// A slot of a tensor.
 pub type Slot = (TensorId, u32);
 
-/// The buffers of a phase in one space: everything in its arena that is not there for the whole run.
+/// The ticks of one Program of a phase.
+#[derive(Clone, Copy, Debug)]
+pub struct ProgramTicks {
+    /// Kind of work of the Program.
+    pub work: WorkKind,
+    /// First tick.
+    pub first: u32,
+    /// Last tick, inclusive.
+    pub last: u32,
+}
+
+/// The buffers of a phase in one space: all tensors in its arena that are not persistent.
 #[derive(Clone, Debug, Default)]
 pub struct Lifetimes {
     /// Size and lifetime of each buffer.
     pub buffers: Vec<Buffer>,
-    /// The slots that stand in each buffer; several where an op works in place.
+    /// Slots of each buffer; several if an op works in place.
     pub slots: Vec<Vec<Slot>>,
-    /// The ticks of each Program of the phase, first and last.
-    pub programs: Vec<(WorkName, u32, u32)>,
+    /// Ticks of each Program of the phase.
+    pub programs: Vec<ProgramTicks>,
 }
 
-/// The ticks at which a slot is first and last touched.
+/// The ticks at which a slot is first and last accessed.
 #[derive(Clone, Copy)]
 struct Span {
     first: u32,
     last: u32,
 }
 
-/// Unrolls a phase, and looks at one space.
+/// An op that may write its result in place: the slot that it reads, the slot that it writes, and its tick.
+struct InPlacePair {
+    read: Slot,
+    written: Slot,
+    tick: u32,
+}
+
+/// Computes the lifetimes of a phase in one space.
 pub fn lifetimes(set: &ProgramSet, phase: &Phase, space: Space) -> Lifetimes {
     let [lifetimes] = lifetimes_in(set, phase, [space]);
     lifetimes
 }
 
-/// Unrolls a phase once, and looks at several spaces.
+/// Computes the lifetimes of a phase in several spaces; the phase is unrolled once.
 pub fn lifetimes_in<const N: usize>(set: &ProgramSet, phase: &Phase, spaces: [Space; N]) -> [Lifetimes; N] {
-    // Slots of what passes are numbered, tensor after tensor.
+    let unrolled = unroll(set, phase, &spaces);
+    spaces.map(|space| unrolled.in_space(set, space))
+}
+
+/// A phase unrolled into ticks.
+struct UnrolledPhase {
+    /// Number of the first slot of each tensor that is not persistent. Slots are numbered tensor by tensor.
+    first_slots: Vec<Option<usize>>,
+    /// Lifetime by slot number; `None` for a slot that is never accessed.
+    spans: Vec<Option<Span>>,
+    /// Accessed slots with their numbers, in the order of their first access.
+    order: Vec<(Slot, usize)>,
+    pairs: Vec<InPlacePair>,
+    programs: Vec<ProgramTicks>,
+    /// The last tick, at which the host reads outputs.
+    end: u32,
+}
+
+/// Unrolls a phase with the accesses to tensors in `spaces`.
+fn unroll(set: &ProgramSet, phase: &Phase, spaces: &[Space]) -> UnrolledPhase {
     let mut slots = 0;
     let first_slots: Vec<Option<usize>> = set
         .tensors
         .iter()
         .map(|tensor| {
-            let passes = tensor.lifetime != Lifetime::Persistent && spaces.contains(&tensor.space);
-            let first = passes.then_some(slots);
-            slots += if passes { tensor.slots as usize } else { 0 };
+            let is_temporary = tensor.lifetime != Lifetime::Persistent && spaces.contains(&tensor.space);
+            let first = is_temporary.then_some(slots);
+            slots += if is_temporary { tensor.slots as usize } else { 0 };
             first
         })
         .collect();
-    let number_of = |(id, slot): Slot| first_slots[id.0 as usize].map(|first| first + slot as usize);
     let slots_of = |operand: Operand, variable: i64| {
-        // Which micro-batch is in flight is known only while running: all that may be count.
-        operand.slots_at(variable, set.tensor(operand.tensor).slots).map(move |slot| (operand.tensor, slot))
+        // The micro-batch in flight is known only at run time: all possible slots count.
+        operand.possible_slots(variable, set.tensor(operand.tensor).slots).map(move |slot| (operand.tensor, slot))
     };
 
-    let mut spans: Vec<Option<Span>> = vec![None; slots];
-    let mut order: Vec<(Slot, usize)> = Vec::new();
-    let mut touch = |slot: Slot, tick: u32| {
-        let Some(number) = number_of(slot) else { return };
-        let span = spans[number].get_or_insert_with(|| {
-            order.push((slot, number));
-            Span { first: tick, last: tick }
-        });
-        span.first = span.first.min(tick);
-        span.last = span.last.max(tick);
-    };
-    let end = 1 + phase.programs.iter().map(|&p| set.programs[p].length()).sum::<usize>() as u32;
+    let end = 1 + phase.programs.iter().map(|&p| set.programs[p].op_count()).sum::<usize>() as u32;
+    let spans = vec![None; slots];
+    let mut phase_ticks =
+        UnrolledPhase { first_slots, spans, order: Vec::new(), pairs: Vec::new(), programs: Vec::new(), end };
     let mut tick = 0;
-    let mut programs = Vec::new();
-    let mut pairs = Vec::new();
     for &number in &phase.programs {
         let program = &set.programs[number];
         let start = tick;
-        program.inputs.iter().for_each(|&input| touch((input, 0), 0));
+        program.inputs.iter().for_each(|&input| phase_ticks.touch((input, 0), 0));
         for block in &program.blocks {
-            // Between its first and its last iteration, a block that keeps its slots touches nothing new.
-            let skips = block.repeat > 2 && block.keeps_its_slots();
+            // Between its first and its last iteration, a block with fixed slots accesses nothing new.
+            let has_fixed_slots = block.repeat > 2 && block.touches_fixed_slots();
             for (number, variable) in (1..).zip(block.variables()) {
-                if skips && (2..block.repeat).contains(&number) {
+                if has_fixed_slots && (2..block.repeat).contains(&number) {
                     tick += block.ops.len() as u32;
                     continue;
                 }
                 for op in &block.ops {
                     tick += 1;
-                    op.each_access(&|_| 0, &mut |access| {
-                        if first_slots[access.operand.tensor.0 as usize].is_some() {
-                            slots_of(access.operand, variable).for_each(|slot| touch(slot, tick));
+                    op.for_each_access(&|_| 0, &mut |access| {
+                        if phase_ticks.first_slots[access.operand.tensor.0 as usize].is_some() {
+                            slots_of(access.operand, variable).for_each(|slot| phase_ticks.touch(slot, tick));
                         }
                     });
                     if let Some((read, written)) = op.in_place() {
                         let (mut a, mut b) = (slots_of(read, variable), slots_of(written, variable));
-                        if let (Some(a), Some(b), None) = (a.next(), b.next(), a.next()) {
-                            pairs.push((a, b, tick));
+                        if let (Some(read), Some(written), None) = (a.next(), b.next(), a.next()) {
+                            phase_ticks.pairs.push(InPlacePair { read, written, tick });
                         }
                     }
                 }
             }
         }
-        program.outputs.iter().for_each(|&output| touch((output, 0), end));
-        programs.push((program.work, start, tick + u32::from(!program.outputs.is_empty())));
+        program.outputs.iter().for_each(|&output| phase_ticks.touch((output, 0), end));
+        let last = tick + u32::from(!program.outputs.is_empty());
+        phase_ticks.programs.push(ProgramTicks { work: program.work, first: start, last });
+    }
+    phase_ticks
+}
+
+impl UnrolledPhase {
+    /// Returns the number of a slot, `None` for a slot of a persistent tensor.
+    fn slot_number(&self, (id, slot): Slot) -> Option<usize> {
+        self.first_slots[id.0 as usize].map(|first| first + slot as usize)
     }
 
-    spaces.map(|space| {
-        // Where an op may work in place and its input dies there, both stand in one buffer.
-        let mut buffer_of: Vec<Option<usize>> = vec![None; slots];
-        let mut result = Lifetimes { programs: programs.clone(), ..Lifetimes::default() };
-        for &(slot, number) in order.iter().filter(|((id, _), _)| set.tensor(*id).space == space) {
+    /// Extends the lifetime of a slot to `tick`.
+    fn touch(&mut self, slot: Slot, tick: u32) {
+        let Some(number) = self.slot_number(slot) else { return };
+        let span = self.spans[number].get_or_insert_with(|| {
+            self.order.push((slot, number));
+            Span { first: tick, last: tick }
+        });
+        span.first = span.first.min(tick);
+        span.last = span.last.max(tick);
+    }
+
+    /// Returns the buffers of one space. If an op may work in place and its input dies there, both slots share a
+    /// buffer.
+    fn in_space(&self, set: &ProgramSet, space: Space) -> Lifetimes {
+        let mut buffer_of: Vec<Option<usize>> = vec![None; self.spans.len()];
+        let mut result = Lifetimes { programs: self.programs.clone(), ..Lifetimes::default() };
+        for &(slot, number) in self.order.iter().filter(|((id, _), _)| set.tensor(*id).space == space) {
             let tensor = set.tensor(slot.0);
             let span = match tensor.lifetime {
-                Lifetime::Phase => Span { first: 0, last: end },
-                _ => spans[number].expect("it is in the order of those that were touched"),
+                Lifetime::Phase => Span { first: 0, last: self.end },
+                _ => self.spans[number].expect("`order` contains accessed slots only"),
             };
             buffer_of[number] = Some(result.buffers.len());
             result.buffers.push(Buffer { bytes: tensor.bytes(), first: span.first, last: span.last });
             result.slots.push(vec![slot]);
         }
-        for &(read, written, tick) in &pairs {
-            let buffer = |slot: Slot| number_of(slot).and_then(|number| buffer_of[number]);
+        for &InPlacePair { read, written, tick } in &self.pairs {
+            let buffer = |slot: Slot| self.slot_number(slot).and_then(|number| buffer_of[number]);
             let (Some(a), Some(b)) = (buffer(read), buffer(written)) else { continue };
             let (from, to) = (result.buffers[a], result.buffers[b]);
             if a == b || from.last != tick || to.first != tick || from.bytes != to.bytes {
@@ -126,7 +172,7 @@ pub fn lifetimes_in<const N: usize>(set: &ProgramSet, phase: &Phase, spaces: [Sp
             result.buffers[a].last = to.last;
             let moved = std::mem::take(&mut result.slots[b]);
             for &slot in &moved {
-                buffer_of[number_of(slot).expect("it stands in a buffer")] = Some(a);
+                buffer_of[self.slot_number(slot).expect("a slot of a buffer has a number")] = Some(a);
             }
             result.slots[a].extend(moved);
         }
@@ -134,10 +180,11 @@ pub fn lifetimes_in<const N: usize>(set: &ProgramSet, phase: &Phase, spaces: [Sp
         result.buffers.retain(|_| keep.next().unwrap_or(false));
         result.slots.retain(|s| !s.is_empty());
         result
-    })
+    }
 }
 
-/// For each tick of a phase, the tensors whose last use it is (they may be poisoned after it).
+/// Returns for each tick of a phase the transient slots that are accessed for the last time. Tests poison them
+/// afterwards.
 pub fn deaths(set: &ProgramSet, lifetimes: &Lifetimes) -> HashMap<u32, Vec<Slot>> {
     let mut deaths: HashMap<u32, Vec<Slot>> = HashMap::new();
     for (buffer, slots) in lifetimes.buffers.iter().zip(&lifetimes.slots) {

@@ -1,124 +1,126 @@
-//! Where each tensor lies in the one arena of a space: offsets for buffers with known lifetimes, and the bound that no
-//! packing can beat.
+//! Packing of buffers into an arena: offsets for buffers with known sizes and lifetimes, and a lower bound.
 //!
-//! What lives when is decided by the Program; which buffers stand in a fixed region instead is decided by the caller.
-//! Here is only the puzzle that is left: rectangles of known height (bytes) and known place on the time axis, to be
-//! stacked as low as they go (dynamic storage allocation; NP-hard, but kind to the traces of training steps).
+//! The input are rectangles of known height (bytes) at a known place on the time axis. They are stacked as low as
+//! possible. This is dynamic storage allocation, which is NP-hard in general but benign for the traces of training
+//! steps. Lifetimes are computed in `lifetimes`; buffers at fixed offsets are handled in `layout`.
 //!
-//! # The bound
+//! # Lower bound
 //!
-//! Offsets are multiples of the alignment, the end of the highest buffer is not: [`Packing::bytes`] is the byte just past
-//! the last one used, the same number that a high-water mark measured in a running arena shows. At any moment the live
-//! buffers stand on top of each other; each but the topmost takes its size rounded up to the alignment, and the topmost
-//! its plain size. So a moment needs at least *the sum of the rounded sizes of all that lives, less the largest rounding
-//! among them*, and [`lower_bound`] is the largest such need over time. It is a bound for every packing with aligned
-//! offsets, and a packing that meets it has an overhead of exactly zero, last buffer included.
+//! Offsets are multiples of the alignment, but the end of the highest buffer is not: [`Packing::bytes`] is the end of
+//! the last used byte, equal to the high-water mark measured in a running arena. At any moment the live buffers are
+//! stacked: each except the topmost takes its size rounded up to the alignment, and the topmost takes its plain size.
+//! So a moment needs at least *the sum of the rounded sizes of all live buffers, less the largest rounding among them*.
+//! [`lower_bound`] is the largest such need over time. A packing that meets it has an overhead of exactly zero.
 //!
-//! # The method
+//! # Method
 //!
-//! First-fit and best-fit over several orders, with the buffers of the fullest moment in front or not, with long-lived
-//! ones hanging from the ceiling or not. The lowest result is kept, and the first that meets the bound ends the search. A
-//! packing whose rounded top is as low as can be, but whose unrounded top is not, is tried again with buffers of much
-//! rounding pinned to the top. What is still too high is improved: the buffers that stick out are placed earlier, again
-//! and again, until a counted effort is spent. Nothing depends on a clock, on addresses or on hashing: equal input gives
-//! equal offsets.
+//! 1. First fit and best fit are tried with several orders of the buffers. Buffers that live at the peak are placed
+//!    first or not; long-lived buffers are placed at the top of the arena or not. The first packing that meets the
+//!    bound ends the search.
+//! 2. If the rounded top of a packing is minimal but its plain top is not, the same order is tried with buffers of much
+//!    rounding fixed at the top.
+//! 3. Otherwise the best packing is improved: buffers that exceed the wanted height are placed earlier, until a counted
+//!    effort is spent.
+//!
+//! Nothing depends on a clock, on addresses or on hashing: equal input gives equal offsets.
 
 use std::cmp::Reverse;
 use std::ops::RangeInclusive;
 
-/// One tensor to be packed: its size and when it lives.
+/// A buffer to pack: its size and its lifetime.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Buffer {
-    /// Size, not rounded. A buffer of zero bytes takes no room and lies at offset 0.
+    /// Size in bytes, not rounded. A buffer of zero bytes is at offset 0.
     pub bytes: u64,
-    /// The first moment (op number) at which its content matters.
+    /// First moment (op number) of the lifetime.
     pub first: u32,
-    /// The last such moment, inclusive: a buffer with `last == 7` may share bytes with one with `first == 8`.
+    /// Last moment of the lifetime, inclusive: a buffer with `last == 7` may share bytes with one with `first == 8`.
     pub last: u32,
 }
 
-/// Offsets for a set of buffers, in the order in which they were given.
+/// Offsets for a set of buffers, in the order of the input.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Packing {
     /// First byte of each buffer, a multiple of the alignment.
     pub offsets: Vec<u64>,
-    /// The byte just past the last one used by any buffer; not rounded up.
+    /// End of the highest buffer, not rounded up.
     pub bytes: u64,
-    /// What no packing of these buffers can beat; see [`lower_bound`].
+    /// Lower bound of `bytes` for any packing of these buffers; see [`lower_bound`].
     pub lower_bound: u64,
 }
 
 impl Packing {
-    /// The share by which the packing exceeds the bound; 0 when it meets it.
+    /// Computes the fraction by which the packing exceeds the lower bound; 0 if it meets it.
     pub fn overhead(&self) -> f64 {
         if self.bytes == self.lower_bound { 0.0 } else { self.bytes as f64 / self.lower_bound as f64 - 1.0 }
     }
 }
 
-/// The smallest number of bytes that any packing with these aligned offsets can take: over all moments, the largest sum
-/// of the rounded sizes of what lives, less the largest rounding among them. Linear in buffers and moments where op
-/// numbers are dense.
+/// Computes a lower bound of the bytes of any packing with aligned offsets: over all moments, the largest sum of the
+/// rounded sizes of live buffers, less the largest rounding among them. Linear in buffers and moments if op numbers are
+/// dense.
 ///
 /// # Panics
-/// When a buffer ends before it begins, or `alignment` is 0: mistakes of the caller. The sum of all sizes must fit u64.
+/// If a buffer ends before it begins, or if `alignment` is 0. The sum of all sizes must fit in u64.
 pub fn lower_bound(buffers: &[Buffer], alignment: u64) -> u64 {
-    Puzzle::new(buffers, alignment).bound()
+    PackingProblem::new(buffers, alignment).lower_bound()
 }
 
-/// The effort of [`pack`]: about a second at 10,000 buffers, and only where no fixed order comes down to the bound but
-/// for the rounding of the topmost buffer.
+/// Default effort of [`pack`]: about a second for 10,000 buffers. It is spent only if no fixed order meets the bound,
+/// apart from the rounding of the topmost buffer.
 pub const EFFORT: u64 = 500_000;
 
 /// Packs `buffers` at multiples of `alignment`, with [`EFFORT`].
 ///
 /// # Panics
-/// As [`lower_bound`].
+/// If [`lower_bound`] panics.
 pub fn pack(buffers: &[Buffer], alignment: u64) -> Packing {
     pack_with_effort(buffers, alignment, EFFORT)
 }
 
-/// Packs `buffers` at multiples of `alignment`. Where none of the fixed orders comes down to the bound, improvement goes
-/// on until `effort` more buffers are placed, about a microsecond each. It is a count, so the result is the same on every
-/// machine; 0 leaves it at the fixed orders.
+/// Packs `buffers` at multiples of `alignment`. If no fixed order meets the bound, the packing is improved until
+/// `effort` more buffers have been placed, about a microsecond each. The effort is a count, so the result is the same
+/// on every machine. 0 tries the fixed orders only.
 ///
 /// # Panics
-/// As [`lower_bound`].
+/// If [`lower_bound`] panics.
 pub fn pack_with_effort(buffers: &[Buffer], alignment: u64, effort: u64) -> Packing {
-    let puzzle = Puzzle::new(buffers, alignment);
-    let offsets = Search::new(&puzzle).run(effort);
+    let problem = PackingProblem::new(buffers, alignment);
+    let offsets = PackingSearch::new(&problem).run(effort);
     Packing {
-        bytes: puzzle.bytes(&offsets),
-        lower_bound: puzzle.bound(),
+        bytes: problem.bytes(&offsets),
+        lower_bound: problem.lower_bound(),
         offsets: offsets.iter().map(|offset| offset * alignment).collect(),
     }
 }
 
-/// A buffer in the terms of the search: sizes in units of the alignment, times in ticks.
+/// A buffer with its size in units of the alignment and its lifetime in ticks.
 #[derive(Clone, Copy)]
 struct Item {
     units: u64,
-    /// Bytes by which rounding to units exceeds the buffer's own size.
+    /// Bytes added by rounding the size up to units.
     slack: u64,
     first: u32,
     last: u32,
 }
 
-/// The buffers to pack and all that follows from them alone.
-struct Puzzle {
+/// The buffers to pack, with their load over time.
+struct PackingProblem {
     items: Vec<Item>,
     alignment: u64,
     /// Live units at each tick.
     load: Vec<u64>,
-    /// The largest load: no packing has its rounded top below this.
-    ceiling: u64,
-    /// The ticks whose load is the ceiling, ascending.
+    /// Largest load in units: a lower bound of the rounded top of any packing.
+    max_load: u64,
+    /// Ticks with the largest load, ascending.
     peaks: Vec<u32>,
-    /// Bytes of rounding that can be saved at the top at every peak: what the bound lies below the ceiling.
+    /// Bytes of rounding that can be saved at the top at every peak: the difference between the rounded and the plain
+    /// bound.
     slack: u64,
 }
 
-impl Puzzle {
-    fn new(buffers: &[Buffer], alignment: u64) -> Puzzle {
+impl PackingProblem {
+    fn new(buffers: &[Buffer], alignment: u64) -> PackingProblem {
         assert!(alignment > 0, "the alignment of a packing is at least one byte");
         let (lifetimes, ticks) = lifetimes(buffers);
         let items: Vec<Item> = buffers
@@ -141,43 +143,44 @@ impl Puzzle {
             live = live.wrapping_add(*change);
             *change = live;
         }
-        let ceiling = load.iter().copied().max().unwrap_or(0);
-        let peaks: Vec<u32> = (0..ticks as u32).filter(|&tick| load[tick as usize] == ceiling).collect();
+        let max_load = load.iter().copied().max().unwrap_or(0);
+        let peaks: Vec<u32> = (0..ticks as u32).filter(|&tick| load[tick as usize] == max_load).collect();
         let slack = top_slack(&items, &peaks);
-        Puzzle { items, alignment, load, ceiling, peaks, slack }
+        PackingProblem { items, alignment, load, max_load, peaks, slack }
     }
 
-    fn bound(&self) -> u64 {
-        self.ceiling * self.alignment - self.slack
+    /// Returns the lower bound in bytes.
+    fn lower_bound(&self) -> u64 {
+        self.max_load * self.alignment - self.slack
     }
 
-    /// The byte just past the last one used, for offsets in units.
+    /// Returns the end of the highest buffer in bytes, for offsets in units.
     fn bytes(&self, offsets: &[u64]) -> u64 {
         let ends =
             self.items.iter().zip(offsets).map(|(item, offset)| (offset + item.units) * self.alignment - item.slack);
         ends.max().unwrap_or(0)
     }
 
-    /// The first moment of the largest load.
+    /// Returns the first tick with the largest load.
     fn peak(&self) -> u32 {
         self.peaks.first().copied().unwrap_or(0)
     }
 
-    /// Whether `item` is one of those that hang from the ceiling.
-    fn hangs(&self, item: &Item, hang: Hang) -> bool {
+    /// Returns whether `item` is placed from the top downwards.
+    fn is_placed_at_top(&self, item: &Item, top_placement: TopPlacement) -> bool {
         let peak = self.peak();
         let long = item.last - item.first > self.load.len() as u32 / 16;
-        long && match hang {
-            Hang::Nothing => false,
-            Hang::OffPeak => item.last < peak || peak < item.first,
-            Hang::AfterPeak => peak.saturating_sub(item.first) < item.last.saturating_sub(peak) / 8,
+        long && match top_placement {
+            TopPlacement::None => false,
+            TopPlacement::OffPeak => item.last < peak || peak < item.first,
+            TopPlacement::AfterPeak => peak.saturating_sub(item.first) < item.last.saturating_sub(peak) / 8,
         }
     }
 
-    /// Buffers that, pinned under the ceiling, bring the top from the ceiling down to the bound: disjoint in time,
-    /// together alive at every peak, each with enough rounding to save. `None` where there is nothing to save, or no
-    /// such set is found.
-    fn crown(&self) -> Option<Vec<usize>> {
+    /// Returns buffers that, fixed at the top, lower the plain top to the bound. They are disjoint in time, one of them
+    /// lives at every peak, and each has enough rounding. Returns `None` if there is nothing to save, or if no such set
+    /// is found.
+    fn top_buffers(&self) -> Option<Vec<usize>> {
         if self.slack == 0 {
             return None;
         }
@@ -188,25 +191,26 @@ impl Puzzle {
             (first, last, units, slack, i)
         });
         let mut candidates = candidates.into_iter().peekable();
-        let mut crown: Vec<usize> = Vec::new();
+        let mut top_buffers: Vec<usize> = Vec::new();
         let mut free_from = 0;
         for &peak in &self.peaks {
             if peak < free_from {
                 continue;
             }
-            // The one that reaches furthest leaves the fewest to be found; of those the smallest is least in the way.
+            // The buffer that lives longest covers the most peaks; among equals, the smallest obstructs least.
             let begun = std::iter::from_fn(|| candidates.next_if(|&i| self.items[i].first <= peak));
             let fitting = begun.filter(|&i| self.items[i].first >= free_from && self.items[i].last >= peak);
             let chosen = fitting.max_by_key(|&i| (self.items[i].last, Reverse(self.items[i].units)))?;
             free_from = self.items[chosen].last + 1;
-            crown.push(chosen);
+            top_buffers.push(chosen);
         }
-        Some(crown)
+        Some(top_buffers)
     }
 }
 
-/// Lifetimes in ticks, and the number of ticks. Two lifetimes meet exactly if the later first is within the other, so
-/// only firsts matter: sparse op numbers become ranks of firsts, dense ones stay as they are.
+/// Converts lifetimes to ticks, and returns the number of ticks. Two lifetimes overlap if and only if the later start
+/// is within the other lifetime, so only starts matter. Sparse op numbers are replaced by the ranks of starts; dense
+/// ones are kept.
 fn lifetimes(buffers: &[Buffer]) -> (Vec<(u32, u32)>, usize) {
     let mut latest = 0;
     for buffer in buffers {
@@ -227,7 +231,7 @@ fn lifetimes(buffers: &[Buffer]) -> (Vec<(u32, u32)>, usize) {
     (buffers.iter().map(|buffer| (rank(buffer.first), rank(buffer.last))).collect(), firsts.len())
 }
 
-/// The smallest, over the peaks, of the largest slack that is alive there.
+/// Computes the minimum over the peaks of the largest slack of a buffer that lives there.
 fn top_slack(items: &[Item], peaks: &[u32]) -> u64 {
     let alive_at = |item: &Item| {
         let from = peaks.partition_point(|&peak| peak < item.first);
@@ -236,24 +240,26 @@ fn top_slack(items: &[Item], peaks: &[u32]) -> u64 {
     };
     let mut candidates: Vec<_> = items.iter().filter(|item| item.slack > 0).filter_map(alive_at).collect();
     candidates.sort_unstable_by_key(|&(slack, ..)| Reverse(slack));
-    // Painted in decreasing slack, each peak once: `next[p]` leads to the first peak from p on that has no slack yet.
+    // Union-find: peaks are covered in the order of decreasing slack. `next[p]` leads to the first uncovered peak from
+    // p on.
     let mut next: Vec<usize> = (0..=peaks.len()).collect();
-    let mut unpainted = peaks.len();
+    let mut uncovered = peaks.len();
     for (slack, from, to) in candidates {
-        let mut peak = root(&mut next, from);
+        let mut peak = find_root(&mut next, from);
         while peak < to {
             next[peak] = peak + 1;
-            unpainted -= 1;
-            peak = root(&mut next, peak);
+            uncovered -= 1;
+            peak = find_root(&mut next, peak);
         }
-        if unpainted == 0 {
+        if uncovered == 0 {
             return slack;
         }
     }
     0
 }
 
-fn root(next: &mut [usize], mut at: usize) -> usize {
+/// Follows `next` to its fixed point, with path compression.
+fn find_root(next: &mut [usize], mut at: usize) -> usize {
     while next[at] != at {
         next[at] = next[next[at]];
         at = next[at];
@@ -261,18 +267,18 @@ fn root(next: &mut [usize], mut at: usize) -> usize {
     at
 }
 
-/// Which of the gaps that a buffer fits into it takes.
+/// The choice among the gaps that a buffer fits into.
 #[derive(Clone, Copy)]
 enum Fit {
-    /// The lowest.
+    /// The lowest gap.
     First,
-    /// The tightest, of equally tight ones the lowest.
+    /// The tightest gap; among equals the lowest.
     Best,
-    /// The highest of those under this unit.
+    /// The highest gap that ends at or below a unit.
     Last { below: u64 },
 }
 
-/// A buffer that has its place.
+/// A placed buffer, in units and ticks.
 #[derive(Clone, Copy)]
 struct Placed {
     offset: u64,
@@ -281,20 +287,20 @@ struct Placed {
     last: u32,
 }
 
-/// The placed buffers by rising offset, in windows of time: a buffer that lives for a few ops is fitted by looking at
-/// the neighbours in its window, not at the whole step. Windows overlap by half, so that every short lifetime is inside
-/// one of them; long lifetimes look at `all`.
-struct Shelf {
+/// The placed buffers by ascending offset, indexed by windows of time. A short-lived buffer is compared with the
+/// neighbors in its window only. Windows overlap by half, so that every short lifetime is inside one of them.
+/// Long-lived buffers are compared with `all`.
+struct PlacedBuffers {
     window_ticks: u32,
     windows: Vec<Vec<Placed>>,
     all: Vec<Placed>,
 }
 
-impl Shelf {
-    fn new(ticks: usize) -> Shelf {
+impl PlacedBuffers {
+    fn new(ticks: usize) -> PlacedBuffers {
         let window_ticks = (ticks as u32 / 32).max(64);
         let windows = ticks.div_ceil(window_ticks as usize);
-        Shelf { window_ticks, windows: vec![Vec::new(); windows], all: Vec::new() }
+        PlacedBuffers { window_ticks, windows: vec![Vec::new(); windows], all: Vec::new() }
     }
 
     fn clear(&mut self) {
@@ -302,12 +308,13 @@ impl Shelf {
         self.all.clear();
     }
 
-    /// Placed buffers by rising offset: at least all those that live together with `item`.
-    fn near(&self, item: &Item) -> &[Placed] {
+    /// Returns placed buffers by ascending offset, which include all that overlap `item` in time.
+    fn neighbors(&self, item: &Item) -> &[Placed] {
         let window = item.first / self.window_ticks;
         if item.last / self.window_ticks <= window + 1 { &self.windows[window as usize] } else { &self.all }
     }
 
+    /// Adds a placed buffer.
     fn insert(&mut self, placed: Placed) {
         fn insert_sorted(list: &mut Vec<Placed>, placed: Placed) {
             let at = list.partition_point(|other| other.offset <= placed.offset);
@@ -320,16 +327,17 @@ impl Shelf {
         insert_sorted(&mut self.all, placed);
     }
 
+    /// Returns the windows that contain a tick of the lifetime.
     fn windows_of(&self, first: u32, last: u32) -> RangeInclusive<usize> {
         let from = (first / self.window_ticks).saturating_sub(1);
         from as usize..=(last / self.window_ticks) as usize
     }
 
-    /// The unit at which `item` is to stand: in a gap between its neighbours, or on top of them where it fits into none.
-    fn fit(&self, item: &Item, fit: Fit) -> u64 {
+    /// Returns the offset for `item` in units: in a gap between its neighbors, or on top of them if it fits into none.
+    fn find_offset(&self, item: &Item, fit: Fit) -> u64 {
         let mut floor = 0;
         let mut chosen: Option<(u64, u64)> = None;
-        for placed in self.near(item) {
+        for placed in self.neighbors(item) {
             if placed.last < item.first || placed.first > item.last {
                 continue;
             }
@@ -352,61 +360,69 @@ impl Shelf {
     }
 }
 
-/// Which long-lived buffers hang from the ceiling instead of standing on the floor. What is kept for the backward and
-/// shrinks in it, and what is born there and stays (gradients), then need not fill each other's holes.
+/// The long-lived buffers that are placed from the top downwards instead of from the bottom. This separates
+/// activations, which are freed during the backward pass, from gradients, which appear during it and stay.
 #[derive(Clone, Copy)]
-enum Hang {
-    Nothing,
-    /// Those that do not live at the peak.
+enum TopPlacement {
+    None,
+    /// Buffers that do not live at the peak.
     OffPeak,
-    /// Those whose life lies after the peak, or nearly so.
+    /// Buffers that live after the peak, or nearly so.
     AfterPeak,
 }
 
-/// How buffers are placed.
+/// A strategy for placing buffers one by one.
 #[derive(Clone, Copy)]
-struct Way {
-    hang: Hang,
+struct PlacementStrategy {
+    top_placement: TopPlacement,
     fit: Fit,
 }
 
-impl Way {
-    fn all() -> impl Iterator<Item = Way> {
-        let hangs = [Hang::Nothing, Hang::OffPeak, Hang::AfterPeak];
-        hangs.into_iter().flat_map(|hang| [Fit::First, Fit::Best].map(|fit| Way { hang, fit }))
+impl PlacementStrategy {
+    fn all() -> impl Iterator<Item = PlacementStrategy> {
+        let top_placements = [TopPlacement::None, TopPlacement::OffPeak, TopPlacement::AfterPeak];
+        top_placements
+            .into_iter()
+            .flat_map(|top_placement| [Fit::First, Fit::Best].map(|fit| PlacementStrategy { top_placement, fit }))
     }
 }
 
-/// A packing found: offsets in units, and the order and way that led to them.
+/// The best packing found so far: offsets in units, with their order and strategy.
 #[derive(Clone)]
-struct Found {
+struct BestPacking {
     order: Vec<u32>,
-    way: Way,
+    strategy: PlacementStrategy,
     offsets: Vec<u64>,
-    /// The highest rounded end, in units.
+    /// Highest rounded end in units.
     height: u64,
     bytes: u64,
 }
 
 /// The search for the lowest packing.
-struct Search<'a> {
-    puzzle: &'a Puzzle,
-    shelf: Shelf,
-    crown: Option<Vec<usize>>,
-    best: Option<Found>,
+struct PackingSearch<'a> {
+    problem: &'a PackingProblem,
+    placed_buffers: PlacedBuffers,
+    top_buffers: Option<Vec<usize>>,
+    best: Option<BestPacking>,
 }
 
-impl<'a> Search<'a> {
-    fn new(puzzle: &'a Puzzle) -> Search<'a> {
-        Search { puzzle, shelf: Shelf::new(puzzle.load.len()), crown: puzzle.crown(), best: None }
+impl<'a> PackingSearch<'a> {
+    fn new(problem: &'a PackingProblem) -> PackingSearch<'a> {
+        PackingSearch {
+            problem,
+            placed_buffers: PlacedBuffers::new(problem.load.len()),
+            top_buffers: problem.top_buffers(),
+            best: None,
+        }
     }
 
+    /// Runs the search and returns the offsets in units.
     fn run(mut self, effort: u64) -> Vec<u64> {
-        for order in Order::all() {
-            let order = order.sort(self.puzzle);
-            for way in Way::all() {
-                self.consider(&order, way);
-                if self.at_bound() {
+        for order in PlacementOrder::all() {
+            let order = order.sort(self.problem);
+            for strategy in PlacementStrategy::all() {
+                self.try_order(&order, strategy);
+                if self.is_at_lower_bound() {
                     return self.best.expect("a packing at the bound").offsets;
                 }
             }
@@ -415,66 +431,74 @@ impl<'a> Search<'a> {
         self.best.map(|best| best.offsets).unwrap_or_default()
     }
 
-    fn at_bound(&self) -> bool {
-        self.best.as_ref().is_some_and(|best| best.bytes == self.puzzle.bound())
+    fn is_at_lower_bound(&self) -> bool {
+        self.best.as_ref().is_some_and(|best| best.bytes == self.problem.lower_bound())
     }
 
-    fn at_ceiling(&self) -> bool {
-        self.best.as_ref().is_some_and(|best| best.height == self.puzzle.ceiling)
+    fn is_at_max_load(&self) -> bool {
+        self.best.as_ref().is_some_and(|best| best.height == self.problem.max_load)
     }
 
-    /// Packs in this order and keeps the result if it is better than the best.
-    fn consider(&mut self, order: &[u32], way: Way) {
-        if !self.at_ceiling() {
+    /// Packs in this order and keeps the result if it is better than the best packing.
+    fn try_order(&mut self, order: &[u32], strategy: PlacementStrategy) {
+        if !self.is_at_max_load() {
             let limit = self.best.as_ref().map_or(u64::MAX, |best| best.height - 1);
-            if let Ok(offsets) = self.place(order, way, limit, false) {
-                self.keep(order, way, offsets);
+            if let Ok(offsets) = self.place(order, strategy, limit, false) {
+                self.keep_if_better(order, strategy, offsets);
             }
         }
-        self.consider_crowned(order, way);
+        self.try_with_top_buffers(order, strategy);
     }
 
-    /// Under what gets down to the ceiling a crown is tried, for the bytes between ceiling and bound.
-    fn consider_crowned(&mut self, order: &[u32], way: Way) {
-        if self.at_ceiling()
-            && !self.at_bound()
-            && self.crown.is_some()
-            && let Ok(offsets) = self.place(order, way, self.puzzle.ceiling, true)
+    /// If the rounded top is minimal, packs again with buffers of much rounding at the top, to lower the plain top.
+    fn try_with_top_buffers(&mut self, order: &[u32], strategy: PlacementStrategy) {
+        if self.is_at_max_load()
+            && !self.is_at_lower_bound()
+            && self.top_buffers.is_some()
+            && let Ok(offsets) = self.place(order, strategy, self.problem.max_load, true)
         {
-            self.keep(order, way, offsets);
+            self.keep_if_better(order, strategy, offsets);
         }
     }
 
-    fn keep(&mut self, order: &[u32], way: Way, offsets: Vec<u64>) {
-        let bytes = self.puzzle.bytes(&offsets);
+    fn keep_if_better(&mut self, order: &[u32], strategy: PlacementStrategy, offsets: Vec<u64>) {
+        let bytes = self.problem.bytes(&offsets);
         if self.best.as_ref().is_none_or(|best| bytes < best.bytes) {
-            let height = self.puzzle.items.iter().zip(&offsets).map(|(item, offset)| offset + item.units).max();
-            self.best = Some(Found { order: order.to_vec(), way, offsets, height: height.unwrap_or(0), bytes });
+            let height = self.problem.items.iter().zip(&offsets).map(|(item, offset)| offset + item.units).max();
+            self.best =
+                Some(BestPacking { order: order.to_vec(), strategy, offsets, height: height.unwrap_or(0), bytes });
         }
     }
 
-    /// Places the items one by one. The error is the position in `order` of the first that would end above `limit`.
-    fn place(&mut self, order: &[u32], way: Way, limit: u64, crowned: bool) -> Result<Vec<u64>, usize> {
+    /// Places the items one by one. The error is the position in `order` of the first item that would end above
+    /// `limit`.
+    fn place(
+        &mut self,
+        order: &[u32],
+        strategy: PlacementStrategy,
+        limit: u64,
+        with_top_buffers: bool,
+    ) -> Result<Vec<u64>, usize> {
         const UNPLACED: u64 = u64::MAX;
-        let items = &self.puzzle.items;
+        let items = &self.problem.items;
         let mut offsets = vec![UNPLACED; items.len()];
-        self.shelf.clear();
-        if let (true, Some(crown)) = (crowned, &self.crown) {
-            let top = self.puzzle.ceiling;
-            // Between the members of the crown nothing may use the last unit: it could have too little rounding.
-            let mut lid_from = 0;
-            for &i in crown {
+        self.placed_buffers.clear();
+        if let (true, Some(top_buffers)) = (with_top_buffers, &self.top_buffers) {
+            let top = self.problem.max_load;
+            // Between the top buffers, no other buffer may use the last unit: it could have too little rounding.
+            let mut gap_start = 0;
+            for &i in top_buffers {
                 let Item { units, first, last, .. } = items[i];
                 offsets[i] = top - units;
-                self.shelf.insert(Placed { offset: top - units, end: top, first, last });
-                if lid_from < first {
-                    self.shelf.insert(Placed { offset: top - 1, end: top, first: lid_from, last: first - 1 });
+                self.placed_buffers.insert(Placed { offset: top - units, end: top, first, last });
+                if gap_start < first {
+                    self.placed_buffers.insert(Placed { offset: top - 1, end: top, first: gap_start, last: first - 1 });
                 }
-                lid_from = last + 1;
+                gap_start = last + 1;
             }
-            let ticks = self.puzzle.load.len() as u32;
-            if lid_from < ticks {
-                self.shelf.insert(Placed { offset: top - 1, end: top, first: lid_from, last: ticks - 1 });
+            let ticks = self.problem.load.len() as u32;
+            if gap_start < ticks {
+                self.placed_buffers.insert(Placed { offset: top - 1, end: top, first: gap_start, last: ticks - 1 });
             }
         }
         for (position, &i) in order.iter().enumerate() {
@@ -486,39 +510,41 @@ impl<'a> Search<'a> {
                 offsets[i] = 0;
                 continue;
             }
-            let hangs = self.puzzle.hangs(item, way.hang);
-            let offset = self.shelf.fit(item, if hangs { Fit::Last { below: self.puzzle.ceiling } } else { way.fit });
+            let at_top = self.problem.is_placed_at_top(item, strategy.top_placement);
+            let offset = self
+                .placed_buffers
+                .find_offset(item, if at_top { Fit::Last { below: self.problem.max_load } } else { strategy.fit });
             let end = offset + item.units;
             if end > limit {
                 return Err(position);
             }
             offsets[i] = offset;
-            self.shelf.insert(Placed { offset, end, first: item.first, last: item.last });
+            self.placed_buffers.insert(Placed { offset, end, first: item.first, last: item.last });
         }
         Ok(offsets)
     }
 
-    /// Packs on for a lower rounded top until `effort` buffers are placed: the first buffer that sticks out above what is wanted
-    /// is placed earlier the next time. From time to time the walk goes back to the best order.
+    /// Searches for a lower rounded top until `effort` buffers are placed. The first buffer that exceeds the wanted
+    /// height is placed earlier in the next attempt. The search restarts from the best order at regular intervals.
     fn improve(&mut self, effort: u64) {
-        const WALK: u32 = 128;
+        const RESTART_INTERVAL: u32 = 128;
         let mut random = Random(0x9e37_79b9_7f4a_7c15);
-        let Some(Found { mut order, mut way, .. }) = self.best.clone() else { return };
+        let Some(BestPacking { mut order, mut strategy, .. }) = self.best.clone() else { return };
         let mut spent = 0;
         let mut number = 0u32;
-        while spent < effort && !self.at_ceiling() {
-            let best = self.best.as_ref().expect("the fixed orders found one");
+        while spent < effort && !self.is_at_max_load() {
+            let best = self.best.as_ref().expect("the fixed orders have found a packing");
             number += 1;
-            if number.is_multiple_of(WALK) {
+            if number.is_multiple_of(RESTART_INTERVAL) {
                 order.clone_from(&best.order);
-                let fit = if (number / WALK).is_multiple_of(2) { best.way.fit } else { Fit::First };
-                way = Way { fit, ..best.way };
+                let fit = if (number / RESTART_INTERVAL).is_multiple_of(2) { best.strategy.fit } else { Fit::First };
+                strategy = PlacementStrategy { fit, ..best.strategy };
             }
-            match self.place(&order, way, best.height - 1, false) {
+            match self.place(&order, strategy, best.height - 1, false) {
                 Ok(offsets) => {
                     spent += order.len() as u64;
-                    self.keep(&order, way, offsets);
-                    self.consider_crowned(&order, way);
+                    self.keep_if_better(&order, strategy, offsets);
+                    self.try_with_top_buffers(&order, strategy);
                 }
                 Err(position) => {
                     spent += position as u64 + 1;
@@ -530,77 +556,84 @@ impl<'a> Search<'a> {
     }
 }
 
-/// An order in which buffers are placed: those that live at the peak in front or not, the others by a measure.
+/// An order in which buffers are placed.
 #[derive(Clone, Copy)]
-struct Order {
-    front: Front,
-    by: Measure,
+struct PlacementOrder {
+    first_buffers: FirstBuffers,
+    by: SortKey,
 }
 
-/// What comes before all else: the buffers that live at the peak. There they stand without a gap, and all others have to
-/// get by with what that core leaves. In a training step it is the stack of kept activations, the first made and last
-/// freed at the bottom, with the peak's own work on top of it.
+/// The buffers that are placed before all others. Buffers that live at the peak form a core without gaps. In a training
+/// step this is the stack of kept activations: those made first and freed last at the bottom, and the work of the peak
+/// itself on top.
 #[derive(Clone, Copy)]
-enum Front {
-    Nothing,
-    /// In the order in which they begin.
-    PeakByFirst,
-    /// The last to end before the others.
-    PeakByLast,
-    /// The same, but all that is small at the bottom, where it is out of the way (labels, row statistics).
-    SmallThenPeakByLast,
+enum FirstBuffers {
+    None,
+    /// Buffers at the peak in the order of their start.
+    PeakByStart,
+    /// Buffers at the peak, the last to end first.
+    PeakByEnd,
+    /// Small buffers at the peak (labels, row statistics) at the bottom, then the others at the peak, the last to end
+    /// first.
+    SmallThenPeakByEnd,
 }
 
-/// What a buffer is ranked by, largest before others.
+/// The sort key of all other buffers, largest first.
 #[derive(Clone, Copy)]
-enum Measure {
+enum SortKey {
     Size,
     /// Size times lifetime.
     Area,
-    /// The most that lives at any time of its life.
+    /// Largest load during the lifetime.
     Load,
     Lifetime,
-    /// How early it begins.
+    /// Earliness of the start.
     Start,
 }
 
-impl Order {
-    const FRONTS: [Front; 4] = [Front::Nothing, Front::PeakByFirst, Front::PeakByLast, Front::SmallThenPeakByLast];
-    const MEASURES: [Measure; 5] = [Measure::Size, Measure::Area, Measure::Load, Measure::Lifetime, Measure::Start];
+impl PlacementOrder {
+    const FIRST_BUFFERS: [FirstBuffers; 4] =
+        [FirstBuffers::None, FirstBuffers::PeakByStart, FirstBuffers::PeakByEnd, FirstBuffers::SmallThenPeakByEnd];
+    const SORT_KEYS: [SortKey; 5] = [SortKey::Size, SortKey::Area, SortKey::Load, SortKey::Lifetime, SortKey::Start];
 
-    /// All orders, those first that most often lead down to the bound.
-    fn all() -> impl Iterator<Item = Order> {
-        Self::MEASURES.into_iter().flat_map(|by| Self::FRONTS.map(|front| Order { front, by }))
+    /// Returns all orders. Those that meet the bound most often come first.
+    fn all() -> impl Iterator<Item = PlacementOrder> {
+        Self::SORT_KEYS
+            .into_iter()
+            .flat_map(|by| Self::FIRST_BUFFERS.map(|first_buffers| PlacementOrder { first_buffers, by }))
     }
 
-    fn sort(self, puzzle: &Puzzle) -> Vec<u32> {
+    /// Returns the indices of the items in this order.
+    fn sort(self, problem: &PackingProblem) -> Vec<u32> {
         let lifetime = |item: &Item| u64::from(item.last - item.first + 1);
-        let peak = puzzle.peak();
-        let small = puzzle.ceiling / 4096;
-        let loads = RangeMax::new(&puzzle.load);
+        let peak = problem.peak();
+        let small = problem.max_load / 4096;
+        let loads = RangeMax::new(&problem.load);
         let key = |item: &Item| -> (u64, u64) {
             let at_peak = (item.first..=item.last).contains(&peak);
-            match (self.front, self.by) {
-                (Front::PeakByFirst, _) if at_peak => (u64::MAX, u64::from(u32::MAX - item.first)),
-                (Front::SmallThenPeakByLast, _) if at_peak && item.units < small => (u64::MAX, u64::MAX),
-                (Front::PeakByLast | Front::SmallThenPeakByLast, _) if at_peak => (u64::MAX, u64::from(item.last)),
-                (_, Measure::Size) => (item.units, lifetime(item)),
-                (_, Measure::Area) => (item.units.saturating_mul(lifetime(item)), item.units),
-                (_, Measure::Load) => (loads.largest(item.first, item.last), item.units),
-                (_, Measure::Start) => (u64::from(u32::MAX - item.first), item.units),
-                (_, Measure::Lifetime) => (lifetime(item), item.units),
+            match (self.first_buffers, self.by) {
+                (FirstBuffers::PeakByStart, _) if at_peak => (u64::MAX, u64::from(u32::MAX - item.first)),
+                (FirstBuffers::SmallThenPeakByEnd, _) if at_peak && item.units < small => (u64::MAX, u64::MAX),
+                (FirstBuffers::PeakByEnd | FirstBuffers::SmallThenPeakByEnd, _) if at_peak => {
+                    (u64::MAX, u64::from(item.last))
+                }
+                (_, SortKey::Size) => (item.units, lifetime(item)),
+                (_, SortKey::Area) => (item.units.saturating_mul(lifetime(item)), item.units),
+                (_, SortKey::Load) => (loads.largest(item.first, item.last), item.units),
+                (_, SortKey::Start) => (u64::from(u32::MAX - item.first), item.units),
+                (_, SortKey::Lifetime) => (lifetime(item), item.units),
             }
         };
-        // Ties are broken by what a buffer is, by where it was given only between equals: the height that comes out does
-        // not depend on the order of the input.
+        // Ties are broken by the buffer's properties; the input position decides only between equal buffers. So the
+        // height of the packing does not depend on the order of the input.
         let ranked = |(item, i): (&Item, u32)| (Reverse(key(item)), item.first, item.last, item.units, item.slack, i);
-        let mut ranked: Vec<_> = puzzle.items.iter().zip(0u32..).map(ranked).collect();
+        let mut ranked: Vec<_> = problem.items.iter().zip(0u32..).map(ranked).collect();
         ranked.sort_unstable();
         ranked.into_iter().map(|(.., i)| i).collect()
     }
 }
 
-/// The largest of any range of a list, from the largest of all ranges whose length is a power of two.
+/// Range maximum queries over a list: a sparse table of the maxima of all ranges with a power of two as length.
 struct RangeMax(Vec<Vec<u64>>);
 
 impl RangeMax {
@@ -615,6 +648,7 @@ impl RangeMax {
         RangeMax(levels)
     }
 
+    /// Returns the largest value from index `first` to `last`, inclusive.
     fn largest(&self, first: u32, last: u32) -> u64 {
         let level = (last - first + 1).ilog2();
         let row = &self.0[level as usize];
@@ -622,7 +656,7 @@ impl RangeMax {
     }
 }
 
-/// SplitMix64 (Steele, Lea, Flood 2014): a fixed stream, so that a packing is a function of its input.
+/// SplitMix64 (Steele, Lea, Flood 2014) with a fixed seed, so that a packing is a function of its input.
 struct Random(u64);
 
 impl Random {

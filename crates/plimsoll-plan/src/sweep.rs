@@ -1,120 +1,123 @@
-//! Several runs on one set of devices: which run starts where, when, and with how much of a device. Packing over time,
-//! by bytes: the plan of a run is exact, so workers stand side by side on a device as long as their load lines add up to
-//! no more than the device's. What runs where is decided anew whenever a worker starts or ends, from what is known then.
-//! Here are numbers alone; processes are the business of who asks.
+//! The schedule of a sweep: on which device each run starts, when, and with which share of the device.
+//!
+//! Plans are exact to the byte, so runs are packed by bytes and time: runs share a device as long as the sum of their
+//! load lines stays under the device's load line. The schedule is computed anew whenever a run starts or ends. This
+//! module computes with numbers only; the caller starts the processes.
 //!
 //! ```text
-//!  bytes ┌──────────────┬───────────┐      A device's time is divided in equal parts, and a worker has so many of
-//!   line │ c            │ e         │      them from its start to its end. Those that start together are given parts
-//!        ├──────────┬───┴───────────┤      by their work, so that they end together and leave room in one piece.
+//!  bytes ┌──────────────┬───────────┐      The time of a device is divided into equal shares. A run holds its number of
+//!   line │ c            │ e         │      shares from its start to its end. Runs that start together get shares in
+//!        ├──────────┬───┴───────────┤      proportion to their work, so they end together and free memory in one piece.
 //!        │ b        │ d             │
 //!        └──────────┴───────────────┘ time
 //! ```
 
 use plimsoll_core::Bytes;
 
-/// Those who could start beside others wait for a whole device as long as that costs less than this part of their work:
-/// who starts together ends together, and no time is lost in between. Chosen by simulation: with predictions that are off
-/// by up to a tenth, 30 runs end 2.5 % after the bound in the mean and 7 % at most; without waiting 7 % and 64 %.
-const WAIT: f64 = 0.3;
+/// Runs wait for an empty device instead of joining running ones, if the wait is shorter than this fraction of their
+/// work. Runs that start together end together, so no device time is lost. Chosen by simulation with predictions wrong
+/// by up to 10 %: 30 runs end 2.5 % above the lower bound on average and 7 % at most; without waiting 7 % and 64 %.
+const MAX_WAIT_FRACTION: f64 = 0.3;
 
-/// Among more jobs than that, single moves are even enough.
-const EXCHANGES_MOST: usize = 200;
+/// Most jobs for which balancing also swaps pairs. With more jobs, single moves balance well enough.
+const MAX_JOBS_WITH_SWAPS: usize = 200;
 
-/// A device as workers share it.
+/// The capacity of a device that runs share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Room {
-    /// The load line: the most that its workers may hold together.
+pub struct DeviceCapacity {
+    /// The load line: the most bytes that all runs may hold together.
     pub line: Bytes,
-    /// The parts that its time can be divided in.
-    pub parts: u32,
-    /// The fewest parts that a worker has, at least one.
-    pub parts_least: u32,
-    /// The most workers at a time.
-    pub workers: u32,
+    /// Shares into which the device's time is divided.
+    pub time_shares: u32,
+    /// Fewest shares of a run, at least one.
+    pub min_time_shares: u32,
+    /// Most concurrent runs.
+    pub max_workers: u32,
 }
 
-/// What a run needs of a device.
+/// The demand of a run on one device.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Demand {
-    /// Its load line there.
+    /// The run's load line on the device.
     pub bytes: Bytes,
-    /// What waits on the host.
+    /// Bytes offloaded to the host.
     pub host_bytes: Bytes,
-    /// Seconds of work, with all of the device's time.
+    /// Seconds of work with the whole time of the device.
     pub work_seconds: f64,
-    /// Seconds that take as long whatever its part of the device is: starting, reading files.
+    /// Seconds that do not depend on the share of the device: starting, reading files.
     pub fixed_seconds: f64,
 }
 
-/// A run that wants to be done. By the number of the device: what it needs there, where it can be done there.
+/// A run to schedule.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Job {
-    /// One for each device.
+    /// The demand on each device; `None` if the run cannot use the device.
     pub demands: Vec<Option<Demand>>,
 }
 
-/// A run on a device, from its start to its end.
+/// A run on a device from its start to its predicted end.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Worker {
-    /// Which job, by its number.
+pub struct ScheduledRun {
+    /// Index of the job.
     pub job: usize,
-    /// Which device, by its number.
+    /// Index of the device.
     pub device: usize,
-    /// Its load line.
+    /// Load line on the device.
     pub bytes: Bytes,
-    /// Its load line on the host.
+    /// Load line on the host.
     pub host_bytes: Bytes,
-    /// Its parts of the device's time.
-    pub parts: u32,
-    /// When it starts, in seconds from the beginning.
+    /// Shares of the device's time.
+    pub time_shares: u32,
+    /// Start in seconds after the start of the sweep.
     pub start: f64,
-    /// When it is predicted to end.
+    /// Predicted end in seconds after the start of the sweep.
     pub end: f64,
 }
 
-impl Worker {
-    /// Seconds that it is predicted to take yet; of one that is late, as long as it is late already.
-    fn left(&self, now: f64) -> f64 {
+impl ScheduledRun {
+    /// Predicts the remaining seconds. A late run is assumed to take as long again as it is late.
+    fn remaining_seconds(&self, now: f64) -> f64 {
         (self.end - now).abs()
     }
 }
 
-/// What runs and what waits.
+/// The scheduler of a sweep: its running and waiting jobs.
 #[derive(Clone, Debug)]
-pub struct Sweep {
-    rooms: Vec<Room>,
+pub struct SweepScheduler {
+    devices: Vec<DeviceCapacity>,
     host: Bytes,
     jobs: Vec<Job>,
     waiting: Vec<usize>,
-    running: Vec<Worker>,
-    /// By the number of the device: whether it is lost.
+    running: Vec<ScheduledRun>,
+    /// Whether each device is lost.
     lost: Vec<bool>,
 }
 
-impl Sweep {
-    /// Jobs on devices beside a host whose line is `host`. A job that needs more than a device has is not done there.
-    pub fn new(rooms: Vec<Room>, host: Bytes, jobs: Vec<Job>) -> Sweep {
-        let lost = vec![false; rooms.len()];
-        let mut sweep = Sweep { rooms, host, jobs: Vec::new(), waiting: Vec::new(), running: Vec::new(), lost };
+impl SweepScheduler {
+    /// Creates a scheduler of waiting jobs. `host` is the load line of the host, shared by all devices. A job never
+    /// runs on a device with a load line below its demand.
+    pub fn new(devices: Vec<DeviceCapacity>, host: Bytes, jobs: Vec<Job>) -> SweepScheduler {
+        let lost = vec![false; devices.len()];
+        let mut sweep =
+            SweepScheduler { devices, host, jobs: Vec::new(), waiting: Vec::new(), running: Vec::new(), lost };
         for job in jobs {
             sweep.add(job);
         }
         sweep
     }
 
-    /// One more job; its number. It waits, unless it can be done nowhere.
+    /// Adds a job and returns its index. The job waits, unless no device can run it.
     pub fn add(&mut self, job: Job) -> usize {
         self.jobs.push(Job::default());
         let number = self.jobs.len() - 1;
-        self.again(number, job);
+        self.requeue(number, job);
         number
     }
 
-    /// A job that is not running waits once more, with other needs. Whether it can be done anywhere.
-    pub fn again(&mut self, number: usize, mut job: Job) -> bool {
-        for (demand, room) in job.demands.iter_mut().zip(&self.rooms) {
-            *demand = demand.filter(|demand| demand.bytes <= room.line && demand.host_bytes <= self.host);
+    /// Puts a job that is not running back into the queue, with new demands. Returns whether any device can run it.
+    pub fn requeue(&mut self, number: usize, mut job: Job) -> bool {
+        for (demand, capacity) in job.demands.iter_mut().zip(&self.devices) {
+            *demand = demand.filter(|demand| demand.bytes <= capacity.line && demand.host_bytes <= self.host);
         }
         let somewhere = job.demands.iter().any(Option::is_some);
         self.jobs[number] = job;
@@ -123,48 +126,49 @@ impl Sweep {
         somewhere
     }
 
-    /// What a job needs, where it can be done.
+    /// Returns a job with its demands on the devices that can run it.
     pub fn job(&self, number: usize) -> &Job {
         &self.jobs[number]
     }
 
-    /// The jobs that wait.
+    /// Returns the indices of the waiting jobs.
     pub fn waiting(&self) -> &[usize] {
         &self.waiting
     }
 
-    /// The jobs that run.
-    pub fn running(&self) -> &[Worker] {
+    /// Returns the running jobs.
+    pub fn running(&self) -> &[ScheduledRun] {
         &self.running
     }
 
-    /// A worker is gone, and what it held is free.
-    pub fn end(&mut self, job: usize) {
+    /// Removes a running job and frees its memory and time shares.
+    pub fn finish(&mut self, job: usize) {
         self.running.retain(|worker| worker.job != job);
     }
 
-    /// A device is lost, or there again: nothing starts on one that is lost.
+    /// Marks a device as lost or as returned. No job starts on a lost device.
     pub fn set_lost(&mut self, device: usize, lost: bool) {
         self.lost[device] = lost;
     }
 
-    /// Whether some wait, and all of them for devices that are lost.
-    pub fn waits_for_lost(&self) -> bool {
-        let somewhere = |job: usize| (0..self.rooms.len()).any(|device| self.demand(job, device).is_some());
+    /// Returns whether jobs wait, and all of them can run on lost devices only.
+    pub fn is_waiting_for_lost_devices(&self) -> bool {
+        let somewhere = |job: usize| (0..self.devices.len()).any(|device| self.demand(job, device).is_some());
         !self.waiting.is_empty() && !self.waiting.iter().any(|&job| somewhere(job))
     }
 
-    /// What a job needs of a device, where it can be done there now.
+    /// Returns the demand of a job on a device, `None` if it cannot run there now.
     fn demand(&self, job: usize, device: usize) -> Option<Demand> {
         self.jobs[job].demands[device].filter(|_| !self.lost[device])
     }
 
-    /// The workers that start now, in this order. They hold what they were given until [`Sweep::end`].
-    pub fn start(&mut self, now: f64) -> Vec<Worker> {
+    /// Selects the jobs that start now and marks them as running. They hold memory and shares until
+    /// [`SweepScheduler::finish`].
+    pub fn start_ready(&mut self, now: f64) -> Vec<ScheduledRun> {
         let mut started = Vec::new();
-        let (lists, horizons) = self.shared_out(now);
+        let (lists, horizons) = self.assign_to_devices(now);
         for (device, (list, horizon)) in lists.iter().zip(horizons).enumerate() {
-            let workers = self.fitting(device, list, horizon, now);
+            let workers = self.select_for_device(device, list, horizon, now);
             for worker in &workers {
                 self.waiting.retain(|&job| job != worker.job);
                 self.running.push(*worker);
@@ -174,27 +178,27 @@ impl Sweep {
         started
     }
 
-    /// The jobs that wait, shared out among the devices so that all end at about the same time, longest first; and in
-    /// how many seconds each device would be done if all of its time were used.
-    fn shared_out(&self, now: f64) -> (Vec<Vec<usize>>, Vec<f64>) {
+    /// Assigns the waiting jobs to devices so that all devices end at about the same time. Returns the jobs of each
+    /// device, longest first, and the seconds of each device until all its work is done.
+    fn assign_to_devices(&self, now: f64) -> (Vec<Vec<usize>>, Vec<f64>) {
         let load = |device: usize| if self.lost[device] { 0.0 } else { self.load(device, now) };
-        let mut loads: Vec<f64> = (0..self.rooms.len()).map(load).collect();
+        let mut loads: Vec<f64> = (0..self.devices.len()).map(load).collect();
         let work = |job: usize, device: usize| self.demand(job, device).map(|demand| demand.work_seconds);
-        let all = |job: usize| (0..self.rooms.len()).filter_map(move |device| work(job, device));
+        let all = |job: usize| (0..self.devices.len()).filter_map(move |device| work(job, device));
         let choices = |job: usize| all(job).count();
         let least = |job: usize| all(job).fold(f64::INFINITY, f64::min);
-        // Those that have no choice first, then the longest.
+        // Jobs with the fewest possible devices first, then the longest.
         let mut order: Vec<usize> = self.waiting.iter().copied().filter(|&job| choices(job) > 0).collect();
         order.sort_by(|&a, &b| choices(a).cmp(&choices(b)).then(least(b).total_cmp(&least(a))).then(a.cmp(&b)));
         let mut given: Vec<(usize, usize)> = Vec::new();
         for &job in &order {
             let ends = (0..loads.len()).filter_map(|device| Some((device, loads[device] + work(job, device)?)));
-            let (device, end) = ends.min_by(|a, b| a.1.total_cmp(&b.1)).expect("it can be done somewhere");
+            let (device, end) = ends.min_by(|a, b| a.1.total_cmp(&b.1)).expect("a device can run the job");
             loads[device] = end;
             given.push((job, device));
         }
-        self.even_out(&mut given, &mut loads);
-        let mut lists = vec![Vec::new(); self.rooms.len()];
+        self.balance(&mut given, &mut loads);
+        let mut lists = vec![Vec::new(); self.devices.len()];
         given.sort_by(|a, b| {
             work(b.0, b.1).unwrap_or(0.0).total_cmp(&work(a.0, a.1).unwrap_or(0.0)).then(a.0.cmp(&b.0))
         });
@@ -204,12 +208,12 @@ impl Sweep {
         (lists, loads)
     }
 
-    /// Moves and exchanges jobs while the last device to end gets done earlier by it.
-    fn even_out(&self, given: &mut [(usize, usize)], loads: &mut [f64]) {
+    /// Moves and swaps jobs while this lets the last device end earlier.
+    fn balance(&self, given: &mut [(usize, usize)], loads: &mut [f64]) {
         let work = |job: usize, device: usize| self.demand(job, device).map(|demand| demand.work_seconds);
         for _ in 0..2 * given.len() {
             let Some(last) = (0..loads.len()).max_by(|&a, &b| loads[a].total_cmp(&loads[b])) else { return };
-            // The better of the two ends after it, which job moves where, and which one comes back for it.
+            // The later end of the two devices, the index of the moved job, its new device, and the job swapped for it.
             let mut best: Option<(f64, usize, usize, Option<usize>)> = None;
             let mut offer = |end: f64, index: usize, device: usize, back: Option<usize>| {
                 if end < best.map_or(loads[last] * (1.0 - 1e-9), |best| best.0) {
@@ -221,7 +225,7 @@ impl Sweep {
                 for device in (0..loads.len()).filter(|&device| device != last) {
                     let Some(there) = work(job, device) else { continue };
                     offer((loads[last] - here).max(loads[device] + there), index, device, None);
-                    if given.len() > EXCHANGES_MOST {
+                    if given.len() > MAX_JOBS_WITH_SWAPS {
                         continue;
                     }
                     for (other, &(back, _)) in given.iter().enumerate().filter(|(_, given)| given.1 == device) {
@@ -246,56 +250,63 @@ impl Sweep {
         }
     }
 
-    /// Seconds of the whole device that its workers still take.
+    /// Predicts the seconds of the whole device that its running jobs still need.
     fn load(&self, device: usize, now: f64) -> f64 {
-        let parts = f64::from(self.rooms[device].parts);
-        self.on(device).map(|worker| worker.left(now) * f64::from(worker.parts) / parts).sum()
+        let time_shares = f64::from(self.devices[device].time_shares);
+        self.running_on(device)
+            .map(|worker| worker.remaining_seconds(now) * f64::from(worker.time_shares) / time_shares)
+            .sum()
     }
 
-    fn on(&self, device: usize) -> impl Iterator<Item = &Worker> {
+    fn running_on(&self, device: usize) -> impl Iterator<Item = &ScheduledRun> {
         self.running.iter().filter(move |worker| worker.device == device)
     }
 
-    /// Those of a list that start on a device now. They share what is free of its time by their work. None of them is
-    /// given so little that it would be the last to end: it rather waits for more.
-    fn fitting(&self, device: usize, list: &[usize], horizon: f64, now: f64) -> Vec<Worker> {
-        let room = self.rooms[device];
-        let parts = room.parts - self.on(device).map(|worker| worker.parts).sum::<u32>();
-        let free = f64::from(parts) / f64::from(room.parts);
+    /// Selects the jobs of a list that start on a device now. They divide the free shares in proportion to their work.
+    /// A job waits if its share would be so small that it ended last, after `horizon` seconds.
+    fn select_for_device(&self, device: usize, list: &[usize], horizon: f64, now: f64) -> Vec<ScheduledRun> {
+        let capacity = self.devices[device];
+        let time_shares = capacity.time_shares - self.running_on(device).map(|worker| worker.time_shares).sum::<u32>();
+        let free = f64::from(time_shares) / f64::from(capacity.time_shares);
         let mut list = list.to_vec();
-        let mut chosen = self.first_that_fit(device, parts, &list);
-        if self.on(device).next().is_some() {
+        let mut chosen = self.first_that_fit(device, time_shares, &list);
+        if self.running_on(device).next().is_some() {
             let seconds =
                 |chosen: &[(usize, Demand)]| chosen.iter().map(|(_, demand)| demand.work_seconds).sum::<f64>();
-            let empty = self.on(device).map(|worker| worker.left(now)).fold(0.0, f64::max);
-            if empty * free < WAIT * seconds(&chosen) {
+            let empty = self.running_on(device).map(|worker| worker.remaining_seconds(now)).fold(0.0, f64::max);
+            if empty * free < MAX_WAIT_FRACTION * seconds(&chosen) {
                 return Vec::new();
             }
             while !chosen.is_empty() && seconds(&chosen) > horizon * free {
                 let longest = chosen[0].0;
                 list.retain(|&job| job != longest);
-                chosen = self.first_that_fit(device, parts, &list);
+                chosen = self.first_that_fit(device, time_shares, &list);
             }
         }
-        let shares =
-            divide(parts, room.parts_least, &chosen.iter().map(|(_, demand)| demand.work_seconds).collect::<Vec<_>>());
+        let shares = divide(
+            time_shares,
+            capacity.min_time_shares,
+            &chosen.iter().map(|(_, demand)| demand.work_seconds).collect::<Vec<_>>(),
+        );
         let workers = chosen.iter().zip(shares).map(|(&(job, demand), share)| {
-            let takes = demand.fixed_seconds + demand.work_seconds * f64::from(room.parts) / f64::from(share);
+            let takes = demand.fixed_seconds + demand.work_seconds * f64::from(capacity.time_shares) / f64::from(share);
             let Demand { bytes, host_bytes, .. } = demand;
-            Worker { job, device, bytes, host_bytes, parts: share, start: now, end: now + takes }
+            ScheduledRun { job, device, bytes, host_bytes, time_shares: share, start: now, end: now + takes }
         });
         workers.collect()
     }
 
-    /// Those of a list for whom there is room on a device now, the first first.
-    fn first_that_fit(&self, device: usize, parts: u32, list: &[usize]) -> Vec<(usize, Demand)> {
-        let room = self.rooms[device];
-        let mut bytes = room.line.saturating_sub(self.on(device).map(|worker| worker.bytes).sum());
+    /// Returns the jobs of a list that fit on a device now, in the order of the list.
+    fn first_that_fit(&self, device: usize, time_shares: u32, list: &[usize]) -> Vec<(usize, Demand)> {
+        let capacity = self.devices[device];
+        let mut bytes = capacity.line.saturating_sub(self.running_on(device).map(|worker| worker.bytes).sum());
         let mut host = self.host.saturating_sub(self.running.iter().map(|worker| worker.host_bytes).sum());
-        let most = (parts / room.parts_least).min(room.workers.saturating_sub(self.on(device).count() as u32)) as usize;
+        let most = (time_shares / capacity.min_time_shares)
+            .min(capacity.max_workers.saturating_sub(self.running_on(device).count() as u32))
+            as usize;
         let mut chosen: Vec<(usize, Demand)> = Vec::new();
         for &job in list {
-            let demand = self.demand(job, device).expect("a list has what can be done there");
+            let demand = self.demand(job, device).expect("the device can run each job of its list");
             if chosen.len() < most && demand.bytes <= bytes && demand.host_bytes <= host {
                 bytes = bytes - demand.bytes;
                 host = host - demand.host_bytes;
@@ -306,19 +317,19 @@ impl Sweep {
     }
 }
 
-/// Divides parts in proportion, at least so many to each; there are enough for that.
-fn divide(parts: u32, least: u32, weights: &[f64]) -> Vec<u32> {
+/// Divides shares in proportion to weights, at least `least` to each. `time_shares` must be enough for that.
+fn divide(time_shares: u32, least: u32, weights: &[f64]) -> Vec<u32> {
     let sum: f64 = weights.iter().sum();
     let share = |weight: f64| if sum > 0.0 { weight / sum } else { 1.0 / weights.len() as f64 };
-    let exact: Vec<f64> = weights.iter().map(|&weight| f64::from(parts) * share(weight)).collect();
-    // What is left when all have the least goes to those who should have more.
-    let spare = f64::from(parts - least * weights.len() as u32);
+    let exact: Vec<f64> = weights.iter().map(|&weight| f64::from(time_shares) * share(weight)).collect();
+    // Shares beyond the minimum go to entries with a larger exact share.
+    let spare = f64::from(time_shares - least * weights.len() as u32);
     let beyond = |exact: f64| (exact - f64::from(least)).max(0.0);
     let all: f64 = exact.iter().map(|&exact| beyond(exact)).sum();
     let more = |exact: f64| if all > 0.0 { (spare * beyond(exact) / all) as u32 } else { 0 };
     let mut shares: Vec<u32> = exact.iter().map(|&exact| least + more(exact)).collect();
-    // What rounding left goes to those who are furthest below what is theirs.
-    for _ in shares.iter().sum()..parts {
+    // Shares left by rounding go to the entries furthest below their exact share.
+    for _ in shares.iter().sum()..time_shares {
         let short = |index: &usize| exact[*index] / f64::from(shares[*index]);
         let index = (0..shares.len()).max_by(|a, b| short(a).total_cmp(&short(b)));
         index.into_iter().for_each(|index| shares[index] += 1);
@@ -326,45 +337,47 @@ fn divide(parts: u32, least: u32, weights: &[f64]) -> Vec<u32> {
     shares
 }
 
-/// The schedule if all goes as predicted: workers in the order in which they start.
-pub fn simulate(sweep: Sweep) -> Vec<Worker> {
+/// Simulates the sweep with exact predictions. Returns the runs in the order of their starts.
+pub fn simulate(sweep: SweepScheduler) -> Vec<ScheduledRun> {
     simulate_with(sweep, |worker| worker.end)
 }
 
-/// The same, where a worker ends when `ends` says.
-fn simulate_with(mut sweep: Sweep, ends: impl Fn(&Worker) -> f64) -> Vec<Worker> {
-    let mut schedule: Vec<Worker> = Vec::new();
-    let mut running: Vec<Worker> = Vec::new();
+/// Simulates the sweep; `ends` gives the actual end of each run.
+fn simulate_with(mut sweep: SweepScheduler, ends: impl Fn(&ScheduledRun) -> f64) -> Vec<ScheduledRun> {
+    let mut schedule: Vec<ScheduledRun> = Vec::new();
+    let mut running: Vec<ScheduledRun> = Vec::new();
     let mut now = 0.0;
     loop {
-        let started = sweep.start(now).into_iter().map(|worker| Worker { end: ends(&worker), ..worker });
+        let started = sweep.start_ready(now).into_iter().map(|worker| ScheduledRun { end: ends(&worker), ..worker });
         running.extend(started);
         let Some(next) = (0..running.len()).min_by(|&a, &b| running[a].end.total_cmp(&running[b].end)) else { break };
         let worker = running.swap_remove(next);
         now = worker.end;
-        sweep.end(worker.job);
+        sweep.finish(worker.job);
         schedule.push(worker);
     }
     schedule.sort_by(|a, b| a.start.total_cmp(&b.start).then(a.job.cmp(&b.job)));
     schedule
 }
 
-/// When the last of a schedule ends.
-pub fn makespan(schedule: &[Worker]) -> f64 {
+/// Returns the end of the last run of a schedule.
+pub fn makespan(schedule: &[ScheduledRun]) -> f64 {
     schedule.iter().map(|worker| worker.end).fold(0.0, f64::max)
 }
 
-/// Seconds below which no schedule can end, however it packs: no job is done faster than with all of its fastest
-/// device, and for each set of devices the jobs that can only be done there take their work of it. Devices are weighed
-/// by their speed, which makes this the dual of sharing out divisible work (any weights give a bound).
-pub fn bound(rooms: usize, jobs: &[Job]) -> f64 {
-    let speeds = speeds(rooms, jobs);
+/// Computes a lower bound of the makespan of any schedule:
+///
+/// - No job is faster than alone on its fastest device.
+/// - For each set of devices, the jobs that can run only there need their work of it. Devices are weighted by their
+///   speed, the dual of dividing divisible work; any weights give a bound.
+pub fn makespan_lower_bound(devices: usize, jobs: &[Job]) -> f64 {
+    let speeds = speeds(devices, jobs);
     let alone = |demand: &Demand| demand.work_seconds + demand.fixed_seconds;
     let least = |job: &Job| job.demands.iter().flatten().map(alone).min_by(f64::total_cmp).unwrap_or(0.0);
     let mut bound = jobs.iter().map(least).fold(0.0, f64::max);
-    for set in 1_u32..1 << rooms.min(12) {
+    for set in 1_u32..1 << devices.min(12) {
         let inside = |device: usize| set >> device & 1 == 1;
-        let all: f64 = (0..rooms).filter(|&device| inside(device)).map(|device| speeds[device]).sum();
+        let all: f64 = (0..devices).filter(|&device| inside(device)).map(|device| speeds[device]).sum();
         let mut work = 0.0;
         for job in jobs {
             let places = || job.demands.iter().enumerate().filter_map(|(device, demand)| Some((device, (*demand)?)));
@@ -378,14 +391,15 @@ pub fn bound(rooms: usize, jobs: &[Job]) -> f64 {
     bound
 }
 
-/// How fast devices are, the first being 1: the geometric mean over the jobs that both can do.
-fn speeds(rooms: usize, jobs: &[Job]) -> Vec<f64> {
+/// Estimates the relative speed of each device, the first one being 1: the geometric mean over the jobs that two
+/// devices can both run.
+fn speeds(devices: usize, jobs: &[Job]) -> Vec<f64> {
     let work = |job: &Job, device: usize| {
         job.demands.get(device).copied().flatten().map(|demand| demand.work_seconds).filter(|work| *work > 0.0)
     };
     let mut speeds = vec![1.0];
-    for device in 1..rooms {
-        // Against the first device that shares a job with it.
+    for device in 1..devices {
+        // Compared with the first device that can run one of its jobs.
         let ratios = |other: usize| -> Vec<f64> {
             jobs.iter().filter_map(|job| Some((work(job, other)? / work(job, device)?).ln())).collect()
         };
@@ -404,11 +418,11 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn room(mib: u64, parts: u32) -> Room {
-        Room { line: Bytes::mib(mib), parts, parts_least: 1, workers: u32::MAX }
+    fn capacity(mib: u64, time_shares: u32) -> DeviceCapacity {
+        DeviceCapacity { line: Bytes::mib(mib), time_shares, min_time_shares: 1, max_workers: u32::MAX }
     }
 
-    /// A job of so many MiB that takes so long on a device of speed 1.
+    /// Returns a job of `mib` MiB that takes `seconds` on a device of speed 1.
     fn job(mib: u64, seconds: f64, speeds: &[f64]) -> Job {
         let demand = |speed: &f64| {
             let work_seconds = seconds / speed;
@@ -417,111 +431,113 @@ mod tests {
         Job { demands: speeds.iter().map(demand).collect() }
     }
 
-    /// At no moment more than a device has: bytes, time, workers; and the host.
-    fn check_lines(schedule: &[Worker], rooms: &[Room], host: Bytes) {
+    /// Asserts that bytes, time shares and runs of each device, and the bytes of the host, never exceed their limits.
+    fn check_limits(schedule: &[ScheduledRun], devices: &[DeviceCapacity], host: Bytes) {
         for at in schedule.iter().map(|worker| worker.start) {
-            // What ends at a moment makes room for what starts then.
-            let now: Vec<&Worker> = schedule.iter().filter(|worker| worker.start <= at && at < worker.end).collect();
-            for (device, room) in rooms.iter().enumerate() {
+            // A run that ends at a moment frees its memory for a run that starts then.
+            let now: Vec<&ScheduledRun> =
+                schedule.iter().filter(|worker| worker.start <= at && at < worker.end).collect();
+            for (device, capacity) in devices.iter().enumerate() {
                 let here = || now.iter().filter(|worker| worker.device == device);
-                assert!(here().map(|worker| worker.bytes).sum::<Bytes>() <= room.line, "{schedule:?}");
-                assert!(here().map(|worker| worker.parts).sum::<u32>() <= room.parts, "{schedule:?}");
-                assert!(here().count() <= room.workers as usize, "{schedule:?}");
+                assert!(here().map(|worker| worker.bytes).sum::<Bytes>() <= capacity.line, "{schedule:?}");
+                assert!(here().map(|worker| worker.time_shares).sum::<u32>() <= capacity.time_shares, "{schedule:?}");
+                assert!(here().count() <= capacity.max_workers as usize, "{schedule:?}");
             }
             assert!(now.iter().map(|worker| worker.host_bytes).sum::<Bytes>() <= host, "{schedule:?}");
         }
     }
 
     #[test]
-    fn workers_stand_side_by_side_by_bytes_and_end_together() {
+    fn runs_that_fit_together_end_together() {
         let jobs = vec![job(10, 4.0, &[1.0]), job(10, 2.0, &[1.0]), job(15, 6.0, &[1.0])];
-        let schedule = simulate(Sweep::new(vec![room(25, 100)], Bytes::ZERO, jobs));
-        // The longest and the longest that fits beside it; then what is left, with all of the device.
-        let told: Vec<(usize, u32)> = schedule.iter().map(|worker| (worker.job, worker.parts)).collect();
+        let schedule = simulate(SweepScheduler::new(vec![capacity(25, 100)], Bytes::ZERO, jobs));
+        // First the longest job and the longest that fits with it; then the rest on the whole device.
+        let told: Vec<(usize, u32)> = schedule.iter().map(|worker| (worker.job, worker.time_shares)).collect();
         assert_eq!(told, [(0, 40), (2, 60), (1, 100)]);
         assert!((schedule[0].end - 10.0).abs() < 1e-9 && (schedule[1].end - 10.0).abs() < 1e-9);
         assert!((makespan(&schedule) - 12.0).abs() < 1e-9);
     }
 
     #[test]
-    fn a_job_that_fits_nowhere_does_not_wait_and_holds_up_nobody() {
-        let mut sweep = Sweep::new(vec![room(8, 10)], Bytes::ZERO, vec![job(9, 1.0, &[1.0]), job(8, 1.0, &[1.0])]);
+    fn job_that_fits_nowhere_blocks_no_other() {
+        let mut sweep =
+            SweepScheduler::new(vec![capacity(8, 10)], Bytes::ZERO, vec![job(9, 1.0, &[1.0]), job(8, 1.0, &[1.0])]);
         assert_eq!(sweep.waiting(), [1]);
-        assert_eq!(sweep.start(0.0).len(), 1);
-        sweep.end(1);
-        assert!(!sweep.again(0, job(9, 1.0, &[1.0])) && sweep.again(0, job(7, 1.0, &[1.0])));
-        assert_eq!(sweep.start(1.0)[0].job, 0);
+        assert_eq!(sweep.start_ready(0.0).len(), 1);
+        sweep.finish(1);
+        assert!(!sweep.requeue(0, job(9, 1.0, &[1.0])) && sweep.requeue(0, job(7, 1.0, &[1.0])));
+        assert_eq!(sweep.start_ready(1.0)[0].job, 0);
     }
 
     #[test]
-    fn nobody_starts_with_so_little_of_a_device_that_it_would_be_the_last_to_end() {
+    fn small_share_delays_a_start() {
         let jobs = vec![job(10, 90.0, &[1.0]), job(10, 10.0, &[1.0])];
-        let mut sweep = Sweep::new(vec![room(20, 100)], Bytes::ZERO, jobs);
-        let first = sweep.start(0.0);
-        assert_eq!((first[0].parts, first[1].parts), (90, 10));
-        // The small one is gone early. A tenth of the device would do for five seconds, not for twenty.
-        sweep.end(1);
+        let mut sweep = SweepScheduler::new(vec![capacity(20, 100)], Bytes::ZERO, jobs);
+        let first = sweep.start_ready(0.0);
+        assert_eq!((first[0].time_shares, first[1].time_shares), (90, 10));
+        // The small job ends early. A tenth of the device is enough for five seconds of work, not for twenty.
+        sweep.finish(1);
         let long = sweep.add(job(10, 20.0, &[1.0]));
-        assert_eq!(sweep.start(1.0), []);
+        assert_eq!(sweep.start_ready(1.0), []);
         let short = sweep.add(job(10, 5.0, &[1.0]));
-        let started = sweep.start(1.0);
-        assert_eq!(started.iter().map(|worker| (worker.job, worker.parts)).collect::<Vec<_>>(), [(short, 10)]);
-        sweep.end(short);
-        // Soon all of it is free: that is worth waiting for.
+        let started = sweep.start_ready(1.0);
+        assert_eq!(started.iter().map(|worker| (worker.job, worker.time_shares)).collect::<Vec<_>>(), [(short, 10)]);
+        sweep.finish(short);
+        // The device is free soon, so the jobs wait for all of it.
         let last = sweep.add(job(10, 5.0, &[1.0]));
-        assert_eq!(sweep.start(95.0), []);
-        sweep.end(0);
-        let together: Vec<usize> = sweep.start(100.0).iter().map(|worker| worker.job).collect();
+        assert_eq!(sweep.start_ready(95.0), []);
+        sweep.finish(0);
+        let together: Vec<usize> = sweep.start_ready(100.0).iter().map(|worker| worker.job).collect();
         assert_eq!(together, [long, last]);
     }
 
     #[test]
-    fn nothing_starts_on_a_device_that_is_lost_until_it_is_there_again() {
+    fn nothing_starts_on_lost_device_until_it_returns() {
         let jobs = vec![job(10, 4.0, &[1.0, 1.0]), job(10, 3.0, &[1.0, 1.0]), job(25, 1.0, &[1.0, 1.0])];
-        let mut sweep = Sweep::new(vec![room(10, 1), room(30, 1)], Bytes::ZERO, jobs);
-        let started = |workers: Vec<Worker>| -> Vec<(usize, usize)> {
+        let mut sweep = SweepScheduler::new(vec![capacity(10, 1), capacity(30, 1)], Bytes::ZERO, jobs);
+        let started = |workers: Vec<ScheduledRun>| -> Vec<(usize, usize)> {
             workers.iter().map(|worker| (worker.job, worker.device)).collect()
         };
         sweep.set_lost(1, true);
-        assert_eq!(started(sweep.start(0.0)), [(0, 0)]);
-        assert!(!sweep.waits_for_lost());
-        sweep.end(0);
-        assert_eq!(started(sweep.start(4.0)), [(1, 0)]);
-        sweep.end(1);
-        // What is left fits on the other alone.
-        assert_eq!(started(sweep.start(7.0)), []);
-        assert!(sweep.waits_for_lost());
+        assert_eq!(started(sweep.start_ready(0.0)), [(0, 0)]);
+        assert!(!sweep.is_waiting_for_lost_devices());
+        sweep.finish(0);
+        assert_eq!(started(sweep.start_ready(4.0)), [(1, 0)]);
+        sweep.finish(1);
+        // The remaining job fits on the lost device only.
+        assert_eq!(started(sweep.start_ready(7.0)), []);
+        assert!(sweep.is_waiting_for_lost_devices());
         sweep.set_lost(1, false);
-        assert!(!sweep.waits_for_lost());
-        assert_eq!(started(sweep.start(8.0)), [(2, 1)]);
-        sweep.end(2);
-        assert!(!sweep.waits_for_lost() && sweep.waiting().is_empty());
+        assert!(!sweep.is_waiting_for_lost_devices());
+        assert_eq!(started(sweep.start_ready(8.0)), [(2, 1)]);
+        sweep.finish(2);
+        assert!(!sweep.is_waiting_for_lost_devices() && sweep.waiting().is_empty());
     }
 
     #[test]
-    fn what_waits_on_the_host_is_shared_by_all_devices() {
+    fn host_memory_is_shared_by_all_devices() {
         let with_host = |mib: u64| {
             let mut job = job(1, 1.0, &[1.0, 1.0]);
             job.demands.iter_mut().flatten().for_each(|demand| demand.host_bytes = Bytes::mib(mib));
             job
         };
-        let mut sweep = Sweep::new(
-            vec![room(9, 9), room(9, 9)],
+        let mut sweep = SweepScheduler::new(
+            vec![capacity(9, 9), capacity(9, 9)],
             Bytes::mib(10),
             vec![with_host(6), with_host(4), with_host(11), with_host(1)],
         );
         assert_eq!(sweep.waiting(), [0, 1, 3]);
-        assert_eq!(sweep.start(0.0).len(), 2);
+        assert_eq!(sweep.start_ready(0.0).len(), 2);
     }
 
     #[test]
-    fn a_device_has_no_more_workers_than_it_may_and_each_has_a_part() {
+    fn run_count_and_minimum_share_are_respected() {
         let jobs = || (0..9).map(|_| job(1, 1.0, &[1.0])).collect::<Vec<_>>();
-        let three = Room { workers: 3, ..room(9, 100) };
-        assert_eq!(Sweep::new(vec![three], Bytes::ZERO, jobs()).start(0.0).len(), 3);
-        assert_eq!(Sweep::new(vec![room(9, 2)], Bytes::ZERO, jobs()).start(0.0).len(), 2);
-        let four = Room { parts_least: 24, ..room(9, 100) };
-        assert_eq!(Sweep::new(vec![four], Bytes::ZERO, jobs()).start(0.0).len(), 4);
+        let three = DeviceCapacity { max_workers: 3, ..capacity(9, 100) };
+        assert_eq!(SweepScheduler::new(vec![three], Bytes::ZERO, jobs()).start_ready(0.0).len(), 3);
+        assert_eq!(SweepScheduler::new(vec![capacity(9, 2)], Bytes::ZERO, jobs()).start_ready(0.0).len(), 2);
+        let four = DeviceCapacity { min_time_shares: 24, ..capacity(9, 100) };
+        assert_eq!(SweepScheduler::new(vec![four], Bytes::ZERO, jobs()).start_ready(0.0).len(), 4);
         assert_eq!(divide(10, 1, &[1.0, 1.0, 1.0]).iter().sum::<u32>(), 10);
         assert_eq!(divide(4, 1, &[1000.0, 1.0, 1.0]), [2, 1, 1]);
         assert_eq!(divide(100, 10, &[97.0, 1.0, 2.0]), [80, 10, 10]);
@@ -530,15 +546,15 @@ mod tests {
     }
 
     #[test]
-    fn the_bound_counts_jobs_that_only_one_device_can_do() {
+    fn lower_bound_counts_jobs_of_a_single_device() {
         let big = |seconds| Job { demands: vec![job(1, seconds, &[1.0]).demands[0], None] };
         let both = |seconds| job(1, seconds, &[1.0, 0.5]);
-        // All of it on both: 9 / 1.5; what only the first can do: 8; the longest: 5.
+        // All work on both devices: 9 / 1.5; jobs of the first device only: 8; the longest job: 5.
         let jobs = [big(5.0), big(3.0), both(1.0)];
-        assert!((bound(2, &jobs) - 8.0).abs() < 1e-9);
-        assert!((bound(2, &[both(4.0), both(5.0)]) - 6.0).abs() < 1e-9);
-        assert!((bound(2, &[both(4.0), both(0.5)]) - 4.0).abs() < 1e-9);
-        assert_eq!(bound(0, &[]), 0.0);
+        assert!((makespan_lower_bound(2, &jobs) - 8.0).abs() < 1e-9);
+        assert!((makespan_lower_bound(2, &[both(4.0), both(5.0)]) - 6.0).abs() < 1e-9);
+        assert!((makespan_lower_bound(2, &[both(4.0), both(0.5)]) - 4.0).abs() < 1e-9);
+        assert_eq!(makespan_lower_bound(0, &[]), 0.0);
     }
 
     prop_compose! {
@@ -551,14 +567,14 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_job_that_fits_is_done_once_and_no_line_is_ever_crossed(
+        fn every_fitting_job_runs_once_under_load_lines(
             drawn in prop::collection::vec((1..40_u64, 0..20_u64, 0.0..9.0_f64, 0.0..2.0_f64, 0..7_u8), 0..30),
             lines in prop::collection::vec((5..30_u64, 1..20_u32, 1..6_u32, 0.1..3.0_f64), 1..4),
             host in 0..25_u64,
         ) {
-            let rooms: Vec<Room> = lines
+            let devices: Vec<DeviceCapacity> = lines
                 .iter()
-                .map(|&(mib, parts, workers, _)| Room { workers, parts_least: 1 + parts / 9, ..room(mib, parts) })
+                .map(|&(mib, time_shares, workers, _)| DeviceCapacity { max_workers: workers, min_time_shares: 1 + time_shares / 9, ..capacity(mib, time_shares) })
                 .collect();
             let jobs: Vec<Job> = drawn
                 .iter()
@@ -576,31 +592,31 @@ mod tests {
                 })
                 .collect();
             let host = Bytes::mib(host);
-            let schedule = simulate(Sweep::new(rooms.clone(), host, jobs.clone()));
-            check_lines(&schedule, &rooms, host);
+            let schedule = simulate(SweepScheduler::new(devices.clone(), host, jobs.clone()));
+            check_limits(&schedule, &devices, host);
             let mut done: Vec<usize> = schedule.iter().map(|worker| worker.job).collect();
             done.sort_unstable();
             let can = (0..jobs.len()).filter(|&number| {
-                let mut places = jobs[number].demands.iter().zip(&rooms);
-                places.any(|(demand, room)| demand.is_some_and(|d| d.bytes <= room.line && d.host_bytes <= host))
+                let mut places = jobs[number].demands.iter().zip(&devices);
+                places.any(|(demand, capacity)| demand.is_some_and(|d| d.bytes <= capacity.line && d.host_bytes <= host))
             });
             prop_assert_eq!(done, can.collect::<Vec<_>>());
         }
 
         #[test]
-        fn many_runs_of_mixed_size_end_within_a_tenth_of_the_bound(
+        fn mixed_jobs_end_near_lower_bound(
             jobs in jobs(30..60, 24, vec![1.0, 0.4]),
             off in prop::collection::vec(0.9..1.1_f64, 60),
         ) {
-            let rooms = vec![room(24, 1000), room(8, 1000)];
-            let sweep = Sweep::new(rooms.clone(), Bytes::ZERO, jobs);
-            let bound = bound(2, &sweep.jobs);
+            let devices = vec![capacity(24, 1000), capacity(8, 1000)];
+            let sweep = SweepScheduler::new(devices.clone(), Bytes::ZERO, jobs);
+            let bound = makespan_lower_bound(2, &sweep.jobs);
             let took = makespan(&simulate(sweep.clone()));
             prop_assert!(took >= bound * (1.0 - 1e-9), "{} is below the bound {}", took, bound);
             prop_assert!(took <= bound * 1.1, "{} against {}", took, bound);
-            // And nearly so where no prediction is right.
+            // Nearly as good if every prediction is wrong.
             let schedule = simulate_with(sweep, |worker| worker.start + (worker.end - worker.start) * off[worker.job]);
-            check_lines(&schedule, &rooms, Bytes::ZERO);
+            check_limits(&schedule, &devices, Bytes::ZERO);
             let took = makespan(&schedule);
             prop_assert!(took <= bound * 1.15, "{} against {}", took, bound);
         }

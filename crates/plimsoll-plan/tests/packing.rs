@@ -1,18 +1,18 @@
-//! What packing promises: buffers that live together never share a byte, the top is what it says, nothing beats the
-//! bound, and for the Programs of every preset the bound is met exactly.
+//! Properties of packings: buffers with overlapping lifetimes never share a byte, the reported top is exact, no packing
+//! is below the lower bound, and Programs of all presets meet the bound.
 
 use plimsoll_core::{DType, RecomputeLevel, Space};
 use plimsoll_plan::layout::ALIGNMENT;
 use plimsoll_plan::lifetimes::lifetimes;
 use plimsoll_plan::packing::{Buffer, Packing, lower_bound, pack, pack_with_effort};
 use plimsoll_program::models::decoder::{
-    AdamState, Base, Build, Generation, Method, Optimizer, Source, Training, build,
+    AdamState, Base, BuildOptions, Generation, Method, Optimizer, Training, WeightSource, build,
 };
 use plimsoll_program::models::{ModelConfig, preset, preset_names};
 use plimsoll_program::workspace::Kernels;
 use proptest::prelude::*;
 
-/// The recipes to pack: uniform ones, and the mixtures that a search ends on.
+/// Returns the recipes to pack: uniform ones, and mixtures like those that the search finds.
 fn recipes(layers: usize) -> Vec<(String, Vec<RecomputeLevel>)> {
     use RecomputeLevel::*;
     let all = RecomputeLevel::ALL;
@@ -27,7 +27,7 @@ fn recipes(layers: usize) -> Vec<(String, Vec<RecomputeLevel>)> {
     recipes
 }
 
-/// The buffers of each phase of a run.
+/// Returns the buffers of each phase of a run.
 fn phases(
     config: &ModelConfig,
     precision: DType,
@@ -35,14 +35,14 @@ fn phases(
     recompute: Vec<RecomputeLevel>,
 ) -> Vec<Vec<Buffer>> {
     let optimizer = Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state: AdamState::Full };
-    let set = build(&Build {
+    let set = build(&BuildOptions {
         config,
         layers: 0..config.layers,
         precision,
         kernels: Kernels::Cpu { threads: 2 },
         sequence: tokens,
         micro_batch: batch,
-        source: Source::Random { seed: 1 },
+        source: WeightSource::Random { seed: 1 },
         method: Method::Full,
         base: Base::Plain,
         streamed_head: false,
@@ -54,7 +54,8 @@ fn phases(
     set.phases.iter().map(|phase| lifetimes(&set, phase, Space::Device).buffers).collect()
 }
 
-/// Compares each pair: slow, and independent of how packing finds its way.
+/// Asserts the properties of a packing by comparing each pair of buffers: slow, and independent of the packing
+/// algorithm.
 fn check(buffers: &[Buffer], alignment: u64, packing: &Packing) {
     assert_eq!(packing.offsets.len(), buffers.len());
     let mut top = 0;
@@ -62,20 +63,24 @@ fn check(buffers: &[Buffer], alignment: u64, packing: &Packing) {
         assert_eq!(from % alignment, 0, "buffer {i} starts at {from}");
         top = top.max(from + a.bytes);
         for (j, (b, &other)) in buffers.iter().zip(&packing.offsets).enumerate().take(i) {
-            let together = a.first <= b.last && b.first <= a.last;
-            let share = from < other + b.bytes && other < from + a.bytes;
-            assert!(!(together && share), "buffers {j} {b:?} at {other} and {i} {a:?} at {from} share bytes");
+            let overlap_in_time = a.first <= b.last && b.first <= a.last;
+            let share_bytes = from < other + b.bytes && other < from + a.bytes;
+            assert!(
+                !(overlap_in_time && share_bytes),
+                "buffers {j} {b:?} at {other} and {i} {a:?} at {from} share bytes"
+            );
         }
     }
-    assert_eq!(packing.bytes, top, "the top is the byte past the last one used");
-    assert!(packing.bytes >= packing.lower_bound, "{} beats the bound {}", packing.bytes, packing.lower_bound);
+    assert_eq!(packing.bytes, top, "the top is the end of the highest buffer");
+    assert!(packing.bytes >= packing.lower_bound, "{} is below the bound {}", packing.bytes, packing.lower_bound);
     assert_eq!(packing.lower_bound, lower_bound(buffers, alignment));
 }
 
-/// All but one in a thousand: a model of norms on heads, in bf16, with its norms computed again, misses it by 0.12 %.
+/// At most one packing in a thousand misses the bound. A model with head norms in bf16 with recomputed norms misses it
+/// by 0.12 %.
 #[test]
-fn programs_of_all_presets_meet_the_bound() {
-    const OVERHEAD_MOST: f64 = 0.2;
+fn preset_programs_meet_lower_bound() {
+    const MAX_OVERHEAD: f64 = 0.2;
     let (mut all, mut missed) = (0, Vec::new());
     for name in preset_names() {
         let config = preset(name).unwrap();
@@ -91,7 +96,7 @@ fn programs_of_all_presets_meet_the_bound() {
                     let context =
                         format!("{name}, {precision:?}, {batch} × {tokens}, recompute {recipe}, phase {number}");
                     let overhead = 100.0 * packing.overhead();
-                    assert!(overhead <= OVERHEAD_MOST, "{context}: overhead {overhead:.4} %");
+                    assert!(overhead <= MAX_OVERHEAD, "{context}: overhead {overhead:.4} %");
                     if packing.bytes != packing.lower_bound {
                         missed.push(format!("{context}: overhead {overhead:.4} %"));
                     }
@@ -104,7 +109,7 @@ fn programs_of_all_presets_meet_the_bound() {
         all += packed;
         println!("{name:16} {packed:4} packings, up to {buffers_max:5} buffers, overhead at most {worst:.4} %");
     }
-    assert!(1000 * missed.len() <= all, "{} of {all} miss it: {missed:#?}", missed.len());
+    assert!(1000 * missed.len() <= all, "{} of {all} miss the bound: {missed:#?}", missed.len());
 }
 
 fn buffer(bytes: u64, first: u32, last: u32) -> Buffer {
@@ -112,21 +117,22 @@ fn buffer(bytes: u64, first: u32, last: u32) -> Buffer {
 }
 
 #[test]
-fn nothing_takes_nothing() {
+fn empty_input_takes_no_bytes() {
     assert_eq!(pack(&[], 256), Packing { offsets: vec![], bytes: 0, lower_bound: 0 });
     assert_eq!(pack(&[buffer(0, 3, 9)], 256), Packing { offsets: vec![0], bytes: 0, lower_bound: 0 });
 }
 
 #[test]
-fn the_topmost_buffer_is_not_rounded() {
+fn topmost_buffer_is_not_rounded() {
     let packing = pack_with_effort(&[buffer(1000, 0, 5), buffer(100, 2, 2), buffer(1024, 1, 7)], 256, 0);
     assert_eq!(packing.bytes, 1024 + 1024 + 100);
     assert_eq!(packing.offsets[1], 2048);
 }
 
-/// Both moments are full; only the long-lived small buffer can be the topmost of both and save its rounding twice.
+/// Both moments have the peak load. Only the long-lived small buffer can be topmost at both and save its rounding
+/// twice.
 #[test]
-fn the_buffer_with_most_rounding_is_put_on_top() {
+fn buffer_with_most_rounding_is_topmost() {
     let buffers = [buffer(768, 0, 0), buffer(512, 0, 1), buffer(768, 1, 1), buffer(4, 0, 1)];
     let packing = pack_with_effort(&buffers, 256, 0);
     check(&buffers, 256, &packing);
@@ -134,7 +140,7 @@ fn the_buffer_with_most_rounding_is_put_on_top() {
 }
 
 #[test]
-fn effort_brings_hard_sets_down() {
+fn effort_improves_hard_sets() {
     let mut improved = 0;
     for seed in 0..20 {
         let buffers = hard_set(seed, 200);
@@ -147,7 +153,7 @@ fn effort_brings_hard_sets_down() {
     assert!(improved >= 10, "effort improved {improved} of 20 sets");
 }
 
-/// Random sizes and lifetimes, the same for a seed everywhere (a linear congruential stream).
+/// Returns random sizes and lifetimes, equal for a seed on every machine (a linear congruential generator).
 fn hard_set(seed: u64, count: usize) -> Vec<Buffer> {
     let mut state = seed;
     let mut below = |bound: u64| {
@@ -171,12 +177,12 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn buffers_that_live_together_share_no_byte(buffers in any_buffers(), alignment in 1..600u64, effort in 0..3000u64) {
+    fn overlapping_lifetimes_share_no_byte(buffers in any_buffers(), alignment in 1..600u64, effort in 0..3000u64) {
         check(&buffers, alignment, &pack_with_effort(&buffers, alignment, effort));
     }
 
     #[test]
-    fn the_bound_is_the_need_of_the_worst_moment(buffers in any_buffers(), alignment in 1..600u64) {
+    fn lower_bound_is_largest_need_over_time(buffers in any_buffers(), alignment in 1..600u64) {
         let need = |moment: u32| {
             let live: Vec<u64> =
                 buffers.iter().filter(|b| b.first <= moment && moment <= b.last).map(|b| b.bytes).collect();
@@ -188,21 +194,21 @@ proptest! {
     }
 
     #[test]
-    fn the_top_does_not_depend_on_the_order_of_the_input(
+    fn top_is_independent_of_input_order(
         (buffers, shuffled) in any_buffers().prop_flat_map(|b| (Just(b.clone()), Just(b).prop_shuffle())),
     ) {
-        let (packing, again) = (pack_with_effort(&buffers, 256, 3000), pack_with_effort(&shuffled, 256, 3000));
+        let (packing, shuffled_packing) = (pack_with_effort(&buffers, 256, 3000), pack_with_effort(&shuffled, 256, 3000));
         prop_assert_eq!(&packing, &pack_with_effort(&buffers, 256, 3000));
-        prop_assert_eq!((packing.bytes, packing.lower_bound), (again.bytes, again.lower_bound));
+        prop_assert_eq!((packing.bytes, packing.lower_bound), (shuffled_packing.bytes, shuffled_packing.lower_bound));
     }
 
-    /// Op numbers with wide holes between them mean the same as the moments 0, 1, 2, …
+    /// Op numbers with large gaps are equivalent to the moments 0, 1, 2, …
     #[test]
-    fn sparse_op_numbers_change_nothing(buffers in any_buffers()) {
+    fn sparse_op_numbers_keep_lower_bound(buffers in any_buffers()) {
         let sparse: Vec<Buffer> =
             buffers.iter().map(|b| Buffer { first: b.first * 40_000_000, last: b.last * 40_000_000, ..*b }).collect();
-        let (packing, wide) = (pack_with_effort(&buffers, 256, 1000), pack_with_effort(&sparse, 256, 1000));
-        check(&sparse, 256, &wide);
-        prop_assert_eq!(packing.lower_bound, wide.lower_bound);
+        let (packing, sparse_packing) = (pack_with_effort(&buffers, 256, 1000), pack_with_effort(&sparse, 256, 1000));
+        check(&sparse, 256, &sparse_packing);
+        prop_assert_eq!(packing.lower_bound, sparse_packing.lower_bound);
     }
 }

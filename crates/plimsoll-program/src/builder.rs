@@ -1,4 +1,4 @@
-//! Makes tensors and ops while a model is written down.
+//! Builder of tensors and ops, with which the model families write their Programs.
 
 use crate::op::{Op, OpKind};
 use crate::program::ProgramSet;
@@ -7,38 +7,41 @@ use crate::workspace::Kernels;
 use plimsoll_core::{Category, DType, Space};
 use std::collections::HashMap;
 
-/// A [`ProgramSet`] in the making.
+/// A [`ProgramSet`] under construction.
 pub struct Builder {
-    /// What has been made so far.
+    /// Tensors and Programs so far.
     pub set: ProgramSet,
-    /// The type that the run computes in.
+    /// Dtype that the run computes in.
     pub precision: DType,
-    /// Whose kernels run: scratch is theirs.
+    /// Kernels that run the ops, which determine workspaces.
     pub kernels: Kernels,
     names: HashMap<String, TensorId>,
 }
 
 impl Builder {
-    /// Nothing made yet.
+    /// Creates an empty builder.
     pub fn new(precision: DType, kernels: Kernels) -> Builder {
         Builder { set: ProgramSet::default(), precision, kernels, names: HashMap::new() }
     }
 
-    /// A new tensor.
+    /// Adds a tensor.
+    ///
+    /// # Panics
+    /// Panics if the set has a tensor of this name.
     pub fn tensor(&mut self, tensor: Tensor) -> TensorId {
         let id = TensorId(self.set.tensors.len() as u32);
         let before = self.names.insert(tensor.name.clone(), id);
-        assert!(before.is_none(), "two tensors are called {}", tensor.name);
+        assert!(before.is_none(), "two tensors have the name {}", tensor.name);
         self.set.tensors.push(tensor);
         id
     }
 
-    /// A tensor by its name.
+    /// Returns the id of the tensor with this name.
     pub fn find(&self, name: &str) -> Option<TensorId> {
         self.names.get(name).copied()
     }
 
-    /// A tensor on the device.
+    /// Adds a tensor in device memory.
     pub fn on_device(
         &mut self,
         name: &str,
@@ -52,53 +55,53 @@ impl Builder {
         self.tensor(Tensor { name, shape, dtype, space, category, lifetime, slots })
     }
 
-    /// A tensor on the device for the whole run.
+    /// Adds a tensor in device memory that lives for the whole run.
     pub fn persistent(&mut self, name: &str, shape: &[u64], dtype: DType, category: Category, slots: u32) -> TensorId {
         self.on_device(name, shape, dtype, category, Lifetime::Persistent, slots)
     }
 
-    /// A tensor on the device for as long as ops touch it.
+    /// Adds a tensor in device memory that lives while ops touch it.
     pub fn transient(&mut self, name: &str, shape: &[u64], dtype: DType, category: Category, slots: u32) -> TensorId {
         self.on_device(name, shape, dtype, category, Lifetime::Transient, slots)
     }
 
-    /// An activation in the run's precision.
+    /// Adds an activation in the run's precision.
     pub fn activation(&mut self, name: &str, shape: &[u64], slots: u32) -> TensorId {
         self.transient(name, shape, self.precision, Category::Activation, slots)
     }
 
-    /// An activation in the wide type: what is a sum or a statistic.
+    /// Adds an activation in the wide dtype: a sum or a statistic.
     pub fn statistic(&mut self, name: &str, shape: &[u64], slots: u32) -> TensorId {
         self.transient(name, shape, self.precision.wide(), Category::Activation, slots)
     }
 
-    /// Scratch of `elements` in the wide type. An op that needs none gets one element, so
-    /// that every operand has a place.
-    pub fn scratch(&mut self, name: &str, elements: u64, slots: u32) -> TensorId {
+    /// Adds a workspace of `elements` in the wide dtype. An op that needs none gets one element, because every operand
+    /// needs a place.
+    pub fn workspace(&mut self, name: &str, elements: u64, slots: u32) -> TensorId {
         self.transient(name, &[elements.max(1)], self.precision.wide(), Category::Workspace, slots)
     }
 
-    /// The same tensor once more under another name.
+    /// Adds a tensor equal to `id` under another name.
     pub fn copy_of(&mut self, id: TensorId, name: String) -> TensorId {
         let tensor = Tensor { name, ..self.set.tensor(id).clone() };
         self.tensor(tensor)
     }
 
-    /// Scratch for an op that writes `like`, one for each of its slots. Ops that need equally much for
-    /// the same tensor share it.
-    pub fn scratch_beside(&mut self, like: Operand, role: &str, elements: u64) -> Operand {
+    /// Returns the workspace for an op that writes `like`, with one slot per slot of `like`. Ops with the same role,
+    /// output tensor and size share it.
+    pub fn workspace_for(&mut self, like: Operand, role: &str, elements: u64) -> Operand {
         let Tensor { name, slots, .. } = self.set.tensor(like.tensor);
         let (name, slots) = (format!("{name}.{role}_{elements}"), *slots);
-        let tensor = self.find(&name).unwrap_or_else(|| self.scratch(&name, elements, slots));
+        let tensor = self.find(&name).unwrap_or_else(|| self.workspace(&name, elements, slots));
         Operand { tensor, slot: like.slot, offset: Index::fixed(0) }
     }
 
-    /// A matrix product with its scratch.
+    /// Returns a matrix product with its workspace.
     pub fn product(&mut self, product: Product) -> Op {
         let Product { a, b, out, bias, residual, m, n, k, a_transposed, b_transposed, accumulate, scale, .. } = product;
         let a_stride = product.a_stride.unwrap_or(if a_transposed { m } else { k });
         let out_stride = product.out_stride.unwrap_or(n);
-        let workspace = self.scratch_beside(out, "product", self.kernels.product(self.precision, m, n, k));
+        let workspace = self.workspace_for(out, "product", self.kernels.product(self.precision, m, n, k));
         OpKind::Product {
             a,
             b,
@@ -120,41 +123,41 @@ impl Builder {
     }
 }
 
-/// A matrix product before it has its scratch; see [`OpKind::Product`].
+/// A matrix product without its workspace; see [`OpKind::Product`].
 #[derive(Clone, Copy, Debug)]
 pub struct Product {
-    /// `[m,k]`, or `[k,m]` if transposed.
+    /// Left operand, `[m,k]`, or `[k,m]` if transposed.
     pub a: Operand,
-    /// `[k,n]`, or `[n,k]` if transposed.
+    /// Right operand, `[k,n]`, or `[n,k]` if transposed.
     pub b: Operand,
-    /// `[m,n]`.
+    /// Result, `[m,n]`.
     pub out: Operand,
-    /// `[n]`, added to every row.
+    /// Bias `[n]`, added to every row.
     pub bias: Option<Operand>,
-    /// `[m,n]`, added.
+    /// Residual `[m,n]`, added to the result.
     pub residual: Option<Operand>,
     /// Rows of the result.
     pub m: u64,
     /// Columns of the result.
     pub n: u64,
-    /// Inner size.
+    /// Inner dimension.
     pub k: u64,
     /// Whether `a` is stored `[k,m]`.
     pub a_transposed: bool,
     /// Whether `b` is stored `[n,k]`.
     pub b_transposed: bool,
-    /// Elements from one row of `a` as it is stored to the next, where that is more than a row has.
+    /// Elements between the starts of two stored rows of `a`, if that is more than a row's length.
     pub a_stride: Option<u64>,
-    /// The same of `out`.
+    /// Elements between the starts of two rows of `out`, if that is more than a row's length.
     pub out_stride: Option<u64>,
-    /// What a·b is multiplied with.
+    /// Factor of a·b.
     pub scale: f64,
-    /// Whether the result is added to what is there.
+    /// Whether the result is added to `out`.
     pub accumulate: bool,
 }
 
 impl Product {
-    /// `out[m,n]` = `a[m,k]` · `b[k,n]`.
+    /// Creates `out[m,n]` = `a[m,k]` · `b[k,n]`.
     pub fn plain(a: Operand, b: Operand, out: Operand, [m, n, k]: [u64; 3]) -> Product {
         Product {
             a,
@@ -174,13 +177,13 @@ impl Product {
         }
     }
 
-    /// `out[m,n]` = `x[m,k]` · `weight[n,k]`ᵀ: a linear layer.
+    /// Creates `out[m,n]` = `x[m,k]` · `weight[n,k]`ᵀ: a linear layer.
     pub fn linear(x: Operand, weight: Operand, out: Operand, m: u64, k: u64, n: u64) -> Product {
         Product { b_transposed: true, ..Product::plain(x, weight, out, [m, n, k]) }
     }
 
-    /// `dweight[n,k]` += `gradient[m,n]`ᵀ · `x[m,k]`: what a linear layer adds to the gradient of its weight.
-    pub fn of_weight(gradient: Operand, x: Operand, dweight: Operand, m: u64, k: u64, n: u64) -> Product {
+    /// Creates `dweight[n,k]` += `gradient[m,n]`ᵀ · `x[m,k]`: the weight gradient of a linear layer.
+    pub fn weight_gradient(gradient: Operand, x: Operand, dweight: Operand, m: u64, k: u64, n: u64) -> Product {
         Product { a_transposed: true, accumulate: true, ..Product::plain(gradient, x, dweight, [n, k, m]) }
     }
 }

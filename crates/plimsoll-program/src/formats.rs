@@ -1,40 +1,39 @@
-//! The formats that are coarser than the run's arithmetic: 8-bit optimizer state, and frozen matrices in
-//! 8 or 4 bit. Tables, blocks and the exact arithmetic; kernels of every target do the same, bit for bit.
-//! What the ops around them do is in [`crate::op`].
+//! Quantized formats: 8-bit optimizer state, and frozen matrices in int8 or nf4. This module has the tables, block
+//! sizes and exact arithmetic; the kernels of all devices give the same bits. The ops are in [`crate::op`].
 //!
-//! Everything here is f32, whatever the run computes in. A code is the number of *thresholds* that lie
-//! below the value: the nearest entry of the table, and of two equally near ones the lower. Thresholds
-//! are the middles between neighbours, taken in f64 and rounded to f32.
+//! All arithmetic is f32, whatever the precision of the run. A value is quantized to the nearest table entry, or to the
+//! lower of two equally near ones. Its code is the number of *thresholds* below the value. Thresholds are the midpoints
+//! of neighbouring entries, computed in f64 and rounded to f32.
 //!
-//! | format | a block | codes | beside them |
+//! | format | block | codes | scale |
 //! |---|---|---|---|
-//! | 8-bit state, of tensors of 4096 elements and more | 256 elements | [`dynamic_map`], unsigned for the second moment | f32 largest magnitude |
+//! | 8-bit state, of tensors with 4096 elements or more | 256 elements | [`dynamic_map`], unsigned for the second moment | f32 largest magnitude |
 //! | int8 | a row | −127..=127 | f32 largest magnitude / 127 |
-//! | nf4 | 64 elements | [`NF4`], two to a byte, the first one in the upper half | 8-bit scale |
+//! | nf4 | 64 elements | [`NF4`], two per byte, the first in the upper half | 8-bit scale |
 //! | scales of nf4 | 256 scales | signed [`dynamic_map`] | f32 mean, f32 largest distance from it |
 //!
 //! Sources: Dettmers, Lewis, Shleifer, Zettlemoyer, "8-bit Optimizers via Block-wise Quantization" (2022);
-//! Dettmers, Pagnoni, Holtzman, Zettlemoyer, "QLoRA" (2023). Two things differ from bitsandbytes: scales
-//! are centred on the mean of their group of 256 and not of the whole tensor, so that a tensor can be
-//! quantised a piece at a time; and int8 has no separate outliers.
+//! Dettmers, Pagnoni, Holtzman, Zettlemoyer, "QLoRA" (2023). There are two differences from bitsandbytes. nf4 scales
+//! are centred on the mean of their group of 256 instead of the tensor's mean, so that a tensor can be quantized piece
+//! by piece. int8 does not treat outliers separately.
 
 use std::sync::LazyLock;
 
 /// Elements that share a scale in 8-bit optimizer state.
 pub const STATE_BLOCK: u64 = 256;
-/// A tensor of fewer elements keeps full optimizer state, as in bitsandbytes (`min_8bit_size`): norms and biases, where
-/// a byte saves nothing.
-pub const STATE_LEAST: u64 = 4096;
+/// Smallest tensor with 8-bit optimizer state; smaller tensors, such as norms and biases, keep the wide dtype. The
+/// value is `min_8bit_size` of bitsandbytes.
+pub const QUANTIZED_STATE_ELEMENTS_MIN: u64 = 4096;
 /// Elements that share a scale in nf4.
 pub const NF4_BLOCK: u64 = 64;
 /// Scales of nf4 that share a mean and a largest distance.
 pub const NF4_GROUP: u64 = 256;
-/// Pieces of a matrix that are quantised to nf4 by themselves begin at multiples of this.
+/// Elements of a group of nf4 scales; pieces that are quantized separately start at multiples of it.
 pub const NF4_PIECE: u64 = NF4_BLOCK * NF4_GROUP;
-/// The largest code of int8.
-pub const INT8_MOST: f32 = 127.0;
+/// Largest code of int8.
+pub const INT8_MAX: f32 = 127.0;
 
-/// The values of nf4: quantiles of a normal distribution, with an exact zero (QLoRA, appendix E).
+/// Table of nf4: quantiles of a normal distribution, with an exact zero (QLoRA, appendix E).
 pub const NF4: [f32; 16] = [
     -1.0,
     -0.696_192_8,
@@ -54,8 +53,8 @@ pub const NF4: [f32; 16] = [
     1.0,
 ];
 
-/// The dynamic 8-bit map: a sign (where there is one), a decimal exponent of varying length and a linear
-/// fraction; ascending, with an exact zero and an exact one.
+/// Returns the dynamic 8-bit map, in ascending order: an optional sign, a decimal exponent of varying length and a
+/// linear fraction. It contains exactly 0 and 1.
 pub fn dynamic_map(signed: bool) -> &'static [f32; 256] {
     static MAPS: LazyLock<[[f32; 256]; 2]> = LazyLock::new(|| [make_dynamic_map(false), make_dynamic_map(true)]);
     &MAPS[usize::from(signed)]
@@ -65,7 +64,7 @@ fn make_dynamic_map(signed: bool) -> [f32; 256] {
     const EXPONENTS: i32 = 7;
     let mut values = vec![0.0f64, 1.0];
     for exponent in 0..EXPONENTS {
-        // A shorter exponent leaves more bits to the fraction; without a sign, there is one bit more.
+        // A shorter exponent leaves more bits for the fraction, and a missing sign one more.
         let fractions = 1u32 << (exponent as u32 + u32::from(!signed));
         let scale = 10f64.powi(exponent - (EXPONENTS - 1));
         for i in 0..fractions {
@@ -80,52 +79,52 @@ fn make_dynamic_map(signed: bool) -> [f32; 256] {
     std::array::from_fn(|i| values[i] as f32)
 }
 
-/// The middles between the neighbours of an ascending table.
+/// Returns the midpoints of neighbouring entries of an ascending table.
 pub fn thresholds<const N: usize>(table: &[f32; N]) -> Vec<f32> {
     table.windows(2).map(|pair| ((f64::from(pair[0]) + f64::from(pair[1])) / 2.0) as f32).collect()
 }
 
-/// The thresholds of [`dynamic_map`].
+/// Returns the thresholds of [`dynamic_map`].
 pub fn dynamic_thresholds(signed: bool) -> &'static [f32] {
     static THRESHOLDS: LazyLock<[Vec<f32>; 2]> =
         LazyLock::new(|| [thresholds(dynamic_map(false)), thresholds(dynamic_map(true))]);
     &THRESHOLDS[usize::from(signed)]
 }
 
-/// The thresholds of [`NF4`].
+/// Returns the thresholds of [`NF4`].
 pub fn nf4_thresholds() -> &'static [f32] {
     static THRESHOLDS: LazyLock<Vec<f32>> = LazyLock::new(|| thresholds(&NF4));
     &THRESHOLDS
 }
 
-/// The code of a value: how many thresholds lie below it. 0 for NaN.
+/// Returns the code of a value: the number of thresholds below it, 0 for NaN.
 pub fn code(thresholds: &[f32], value: f32) -> u8 {
     thresholds.partition_point(|&threshold| threshold < value) as u8
 }
 
-/// What values are multiplied with before they get their code: 1 / scale, and 0 where all are zero.
+/// Returns the factor of values before quantization: 1 / scale, or 0 if the scale is 0.
 pub fn inverse(scale: f32) -> f32 {
     if scale == 0.0 { 0.0 } else { 1.0 / scale }
 }
 
-/// A row in int8: the codes in two's complement, and the scale that they are multiplied with to have the values
-/// back. The codes are x · (1 / scale), rounded to the nearest, halves to even.
+/// Quantizes a row to int8 and returns its scale. Codes are x · (1 / scale) in two's complement, rounded to nearest,
+/// ties to even.
 pub fn int8_row(from: &[f32], codes: &mut [u8]) -> f32 {
-    let scale = largest(from) / INT8_MOST;
+    let scale = largest(from) / INT8_MAX;
     let inverse = inverse(scale);
     for (code, x) in codes.iter_mut().zip(from) {
-        *code = (x * inverse).round_ties_even().clamp(-INT8_MOST, INT8_MOST) as i8 as u8;
+        *code = (x * inverse).round_ties_even().clamp(-INT8_MAX, INT8_MAX) as i8 as u8;
     }
     scale
 }
 
-/// A code of int8 as its value.
+/// Returns the value of an int8 code.
 pub fn int8_value(code: u8, scale: f32) -> f32 {
     f32::from(code as i8) * scale
 }
 
-/// Up to [`NF4_BLOCK`] elements in nf4, two codes to a byte; the last one's lower half is that of zero where there
-/// is no second. The result is the scale before it is quantised itself.
+/// Quantizes up to [`NF4_BLOCK`] elements to nf4, two codes per byte, and returns their scale, which is not yet
+/// quantized itself. The last byte of an odd count has the code of zero in its lower half.
 pub fn nf4_block(from: &[f32], codes: &mut [u8]) -> f32 {
     let scale = largest(from);
     let inverse = inverse(scale);
@@ -136,25 +135,25 @@ pub fn nf4_block(from: &[f32], codes: &mut [u8]) -> f32 {
     scale
 }
 
-/// Up to [`NF4_GROUP`] scales in 8 bit. The result is their mean, summed in order in f64, and the largest
+/// Quantizes up to [`NF4_GROUP`] nf4 scales to 8 bits. Returns their mean, summed in order in f64, and the largest
 /// distance from it.
 pub fn nf4_group(scales: &[f32], codes: &mut [u8]) -> [f32; 2] {
     let sum: f64 = scales.iter().map(|&scale| f64::from(scale)).sum();
     let mean = (sum / scales.len() as f64) as f32;
-    let most = scales.iter().map(|scale| (scale - mean).abs()).fold(0.0, f32::max);
-    let inverse = inverse(most);
+    let largest_distance = scales.iter().map(|scale| (scale - mean).abs()).fold(0.0, f32::max);
+    let inverse = inverse(largest_distance);
     for (to, scale) in codes.iter_mut().zip(scales) {
         *to = code(dynamic_thresholds(true), (scale - mean) * inverse);
     }
-    [mean, most]
+    [mean, largest_distance]
 }
 
-/// An 8-bit scale as the number that its block is multiplied with: one fused multiplication and addition.
-pub fn nf4_scale(code: u8, [mean, most]: [f32; 2]) -> f32 {
-    dynamic_map(true)[usize::from(code)].mul_add(most, mean)
+/// Returns the value of an 8-bit nf4 scale, computed by one fused multiply-add.
+pub fn nf4_scale(code: u8, [mean, largest_distance]: [f32; 2]) -> f32 {
+    dynamic_map(true)[usize::from(code)].mul_add(largest_distance, mean)
 }
 
-/// Half a byte of codes as its value; `upper` for the first of the pair.
+/// Returns the value of one of the two nf4 codes in a byte; `upper` selects the first.
 pub fn nf4_value(byte: u8, upper: bool, scale: f32) -> f32 {
     NF4[usize::from(if upper { byte >> 4 } else { byte & 15 })] * scale
 }
@@ -168,7 +167,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn maps_have_all_codes_a_zero_and_a_one_and_ascend() {
+    fn dynamic_maps_ascend_and_contain_zero_and_one() {
         for signed in [false, true] {
             let map = dynamic_map(signed);
             assert!(map.windows(2).all(|pair| pair[0] < pair[1]));
@@ -183,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn every_entry_of_a_table_is_its_own_code() {
+    fn table_entries_quantize_to_themselves() {
         for (table, thresholds) in
             [(dynamic_map(true), dynamic_thresholds(true)), (dynamic_map(false), dynamic_thresholds(false))]
         {
@@ -197,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn nf4_thresholds_are_those_of_bitsandbytes() {
+    fn nf4_thresholds_match_bitsandbytes() {
         // dQuantizeNF4 in csrc/kernels.cu, highest first.
         let published: [f32; 15] = [
             0.861_478_4,
@@ -222,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_comes_back_within_half_a_step() {
+    fn nf4_block_round_trips_to_nearest_entry() {
         let values: Vec<f32> = (0..63).map(|i| ((i * 37 % 63) as f32 - 31.0) * 0.013).collect();
         let mut codes = [0; 32];
         let scale = nf4_block(&values, &mut codes);
@@ -231,12 +230,12 @@ mod tests {
             let nearest = NF4.iter().map(|v| v * scale).min_by(|a, b| (a - x).abs().total_cmp(&(b - x).abs())).unwrap();
             assert!((back - x).abs() <= (nearest - x).abs() * 1.000_01, "{x}: {back}, {nearest}");
         }
-        // The half byte without an element stands for zero.
+        // The unused half of the last byte has the code of zero.
         assert_eq!(codes[31] & 15, 7);
     }
 
     #[test]
-    fn zeros_stay_zeros() {
+    fn zeros_quantize_to_zeros() {
         let mut codes = [1; 4];
         assert_eq!(nf4_block(&[0.0; 8], &mut codes), 0.0);
         assert_eq!(codes, [0x77; 4]);
@@ -249,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn int8_keeps_the_largest_value_of_a_row_and_rounds_the_others() {
+    fn int8_scales_rows_by_largest_magnitude() {
         let mut codes = [0; 5];
         let scale = int8_row(&[0.5, -2.54, 1.27, 0.0, 0.03], &mut codes);
         assert_eq!(codes.map(|code| code as i8), [25, -127, 64, 0, 2]);

@@ -1,9 +1,8 @@
-//! The order between queues, derived after packing: an op waits for what touches the same bytes.
+//! The order between queues, derived after packing from hazards on arena bytes.
 //!
-//! Ops of one queue run in the order in which they are written down. Two ops of different queues may
-//! run at the same time unless their arena ranges overlap and one of them writes: then the later one
-//! waits for the earlier one. Because the ranges are those of the packed arena, this covers both what
-//! an op needs and what it overwrites.
+//! Ops of one queue run in Program order. Two ops of different queues may run at the same time, unless their byte
+//! ranges overlap and one of them writes. In that case the later op waits for the earlier one. The ranges are those of
+//! the packed arena, so that the waits cover true dependencies and reused memory alike.
 
 use crate::op::Queue;
 use crate::{Mode, Op, Placement, Program, ProgramSet, TensorId};
@@ -11,12 +10,12 @@ use plimsoll_core::Space;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// An op that must not start before another one has ended.
+/// An op that must not start before an op of another queue has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Wait {
-    /// The op that waits, by its number in the Program's trace, counted from 1.
+    /// Number of the waiting op in [`Program::trace`], counted from 1.
     pub op: u32,
-    /// The op of another queue that it waits for.
+    /// Number of the op that must have ended, counted from 1.
     pub on: u32,
 }
 
@@ -28,18 +27,18 @@ struct Touch {
     writes: bool,
 }
 
-/// The waits of a Program, none of which follows from another and the order of the queues.
+/// Returns the waits of a Program, without those that other waits and the order within queues already imply.
 pub fn waits(set: &ProgramSet, program: &Program, placement: &Placement) -> Vec<Wait> {
     let mut before: BTreeMap<Queue, Vec<(u32, Vec<Touch>)>> = BTreeMap::new();
-    // For each queue, how far it has waited for each other one.
+    // The last op of each other queue that a queue has waited for, by (waiting queue, other queue).
     let mut waited: BTreeMap<(Queue, Queue), u32> = BTreeMap::new();
     let mut waits = Vec::new();
     for (number, (op, variable)) in program.trace().enumerate() {
         let tick = number as u32 + 1;
         let touches = touches(set, placement, op, variable);
         for (&queue, earlier) in before.iter().filter(|(queue, _)| **queue != op.queue) {
-            let known = waited.get(&(op.queue, queue)).copied().unwrap_or(0);
-            let newer = earlier.iter().rev().take_while(|(tick, _)| *tick > known);
+            let already_waited = waited.get(&(op.queue, queue)).copied().unwrap_or(0);
+            let newer = earlier.iter().rev().take_while(|(tick, _)| *tick > already_waited);
             let mut conflicts = newer.filter(|(_, others)| conflict(&touches, others));
             if let Some(&(on, _)) = conflicts.next() {
                 waits.push(Wait { op: tick, on });
@@ -51,7 +50,7 @@ pub fn waits(set: &ProgramSet, program: &Program, placement: &Placement) -> Vec<
     waits
 }
 
-/// The bytes of arenas that an op touches; files have no hazards.
+/// Returns the arena bytes that an op touches. Files have no hazards.
 fn touches(set: &ProgramSet, placement: &Placement, op: &Op, variable: i64) -> Vec<Touch> {
     let elements_of = |id: TensorId| set.tensor(id).elements();
     let accesses = op.accesses(&elements_of);
@@ -61,8 +60,8 @@ fn touches(set: &ProgramSet, placement: &Placement, op: &Op, variable: i64) -> V
             let tensor = set.tensor(access.operand.tensor);
             let first = access.operand.offset.at(variable, 0) as u64 * tensor.dtype.bytes();
             let length = access.elements * tensor.dtype.bytes();
-            // Which micro-batch is in flight is known only while running: all that may be count.
-            access.operand.slots_at(variable, tensor.slots).map(move |slot| {
+            // Only the executor knows the micro-batch, so the slots of all micro-batches in flight count.
+            access.operand.possible_slots(variable, tensor.slots).map(move |slot| {
                 let start = placement.offset(access.operand.tensor, slot) + first;
                 Touch { space: tensor.space, bytes: start..start + length, writes: access.mode != Mode::Read }
             })
@@ -70,6 +69,7 @@ fn touches(set: &ProgramSet, placement: &Placement, op: &Op, variable: i64) -> V
         .collect()
 }
 
+/// Returns whether two ops touch the same bytes and one of them writes.
 fn conflict(a: &[Touch], b: &[Touch]) -> bool {
     let overlap = |a: &Touch, b: &Touch| a.bytes.start < b.bytes.end && b.bytes.start < a.bytes.end;
     a.iter().any(|a| b.iter().any(|b| (a.writes || b.writes) && a.space == b.space && overlap(a, b)))
@@ -79,11 +79,11 @@ fn conflict(a: &[Touch], b: &[Touch]) -> bool {
 mod tests {
     use super::*;
     use crate::builder::Builder;
-    use crate::{Block, Index, OpKind, Operand};
-    use plimsoll_core::{Category, DType, WorkName};
+    use crate::{Block, Index, OpKind, Operand, ProgramKind};
+    use plimsoll_core::{Category, DType, WorkKind};
     use proptest::prelude::*;
 
-    /// Each op adds one of eight pieces of a buffer to another, on one of four queues.
+    /// Builds a Program of additions: each op adds one of eight pieces of a buffer to another, on one of four queues.
     fn program(ops: &[(u8, i64, i64)]) -> (ProgramSet, Placement) {
         let mut builder = Builder::new(DType::F32, crate::workspace::Kernels::Cuda);
         let buffer = builder.persistent("buffer", &[80], DType::F32, Category::Activation, 1);
@@ -96,30 +96,36 @@ mod tests {
         let block = Block::once("all", ops.collect());
         let (inputs, outputs) = (vec![], vec![]);
         let mut set = builder.set;
-        set.programs.push(Program { work: WorkName::Forward, name: "p".into(), inputs, outputs, blocks: vec![block] });
+        set.programs.push(Program {
+            work: WorkKind::Forward,
+            kind: ProgramKind::Probe(0),
+            inputs,
+            outputs,
+            blocks: vec![block],
+        });
         (set, Placement { offsets: vec![vec![Some(0)]], arena_bytes: 320, ..Placement::default() })
     }
 
     #[test]
-    fn a_second_buffer_lets_a_copy_run_while_the_first_is_read() {
+    fn double_buffering_overlaps_copies_with_compute() {
         // Copies into pieces 0 and 1 in turn, each read by an op that computes.
         let ops = [(1, 6, 0), (0, 0, 4), (1, 6, 1), (0, 1, 4), (1, 6, 0), (0, 0, 4)];
         let (set, placement) = program(&ops);
         let found = waits(&set, &set.programs[0], &placement);
         let expected = [(2, 1), (4, 3), (5, 2), (6, 5)].map(|(op, on)| Wait { op, on });
-        assert_eq!(found, expected, "the copy of tick 3 waits for nobody");
+        assert_eq!(found, expected, "the copy of tick 3 waits for no other op");
     }
 
     proptest! {
         #[test]
-        fn whatever_touches_the_same_bytes_is_ordered_and_no_wait_is_idle(
+        fn conflicting_ops_are_ordered_without_redundant_waits(
             ops in prop::collection::vec((0u8..4, 0i64..8, 0i64..8), 1..40)
         ) {
             let ops: Vec<_> = ops.into_iter().map(|(q, x, into)| (q, x, if x == into { (into + 1) % 8 } else { into })).collect();
             let (set, placement) = program(&ops);
             let found = waits(&set, &set.programs[0], &placement);
             let count = ops.len();
-            // after[i][j]: op j surely starts after op i has ended.
+            // after[i][j]: op j starts after op i has ended.
             let reach = |edges: &[Wait]| {
                 let mut after = vec![vec![false; count]; count];
                 for j in 0..count {
@@ -147,7 +153,7 @@ mod tests {
             for wait in &found {
                 let (i, j) = (wait.on as usize - 1, wait.op as usize - 1);
                 let ((_, x, into), (_, y, other)) = (ops[i], ops[j]);
-                prop_assert!(into == y || into == other || x == other, "{wait:?} is idle");
+                prop_assert!(into == y || into == other || x == other, "{wait:?} is redundant");
             }
         }
     }

@@ -1,64 +1,71 @@
-//! The order of Programs on each device in one optimizer step. Accumulation and
-//! one-forward-one-backward are written here, not inside Programs.
+//! The order in which a device runs its Programs in one optimizer step: gradient accumulation and the 1F1B pipeline
+//! schedule. Programs themselves know nothing of it.
+
+use crate::program::ProgramKind;
 
 /// One call of a Program.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Call {
-    /// The Program's name.
-    pub program: String,
-    /// Which micro-batch it works on.
+    /// The Program to run.
+    pub program: ProgramKind,
+    /// Index of the micro-batch within the step, from 0.
     pub micro_batch: u32,
-    /// Whether there is no later one in this step: what is summed over micro-batches is then whole.
+    /// Whether this is the last micro-batch of the step: gradients are complete after its backward pass.
     pub last: bool,
 }
 
-/// All calls of one device in one optimizer step, in order.
+/// The calls of one device in one optimizer step.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Schedule {
-    /// In order.
+    /// Calls in execution order.
     pub calls: Vec<Call>,
 }
 
 impl Schedule {
-    /// A call for one of `micro_batches`.
-    fn push(&mut self, program: &str, micro_batch: u32, micro_batches: u32) {
-        self.calls.push(Call { program: program.into(), micro_batch, last: micro_batch + 1 == micro_batches });
+    /// Appends a call for one of `micro_batches`.
+    fn push(&mut self, program: ProgramKind, micro_batch: u32, micro_batches: u32) {
+        self.calls.push(Call { program, micro_batch, last: micro_batch + 1 == micro_batches });
     }
 
+    /// Appends the gradient norm and the update, which end every step.
     fn close(mut self) -> Schedule {
-        self.push("norm", 0, 1);
-        self.push("update", 0, 1);
+        self.push(ProgramKind::GradientNorm, 0, 1);
+        self.push(ProgramKind::Update, 0, 1);
         self
     }
 
-    /// Each micro-batch forward and backward, then the update: a device that has all layers, alone or in a team.
+    /// Returns the schedule of gradient accumulation: each micro-batch forward and backward, then the update.
+    ///
+    /// Applies to a device that has all layers, alone or in a data-parallel or sharded team.
     pub fn accumulate(micro_batches: u32) -> Schedule {
         let mut schedule = Schedule::default();
-        schedule.push("begin", 0, 1);
+        schedule.push(ProgramKind::BeginStep, 0, 1);
         for m in 0..micro_batches {
-            schedule.push("forward", m, micro_batches);
-            schedule.push("backward", m, micro_batches);
+            schedule.push(ProgramKind::Forward, m, micro_batches);
+            schedule.push(ProgramKind::Backward, m, micro_batches);
         }
         schedule.close()
     }
 
-    /// Stage `stage` of a pipeline of `stages`: as many forward passes as it takes to fill the
-    /// stages below it, then one backward pass for each forward pass, then the rest.
-    /// At most `stages - stage` micro-batches are in flight on a stage.
+    /// Returns the 1F1B schedule of stage `stage` in a pipeline of `stages`.
+    ///
+    /// The stage first runs enough forward passes to fill the stages after it. Then it alternates one forward and one
+    /// backward pass, and ends with the remaining backward passes. At most `stages - stage` micro-batches are in
+    /// flight on it.
     pub fn one_forward_one_backward(stages: u32, stage: u32, micro_batches: u32) -> Schedule {
         assert!(stage < stages, "stage {stage} of {stages}");
         let mut schedule = Schedule::default();
-        schedule.push("begin", 0, 1);
-        let warm = (stages - stage - 1).min(micro_batches);
-        for m in 0..warm {
-            schedule.push("forward", m, micro_batches);
+        schedule.push(ProgramKind::BeginStep, 0, 1);
+        let warm_up = (stages - stage - 1).min(micro_batches);
+        for m in 0..warm_up {
+            schedule.push(ProgramKind::Forward, m, micro_batches);
         }
-        for m in 0..micro_batches - warm {
-            schedule.push("forward", warm + m, micro_batches);
-            schedule.push("backward", m, micro_batches);
+        for m in 0..micro_batches - warm_up {
+            schedule.push(ProgramKind::Forward, warm_up + m, micro_batches);
+            schedule.push(ProgramKind::Backward, m, micro_batches);
         }
-        for m in micro_batches - warm..micro_batches {
-            schedule.push("backward", m, micro_batches);
+        for m in micro_batches - warm_up..micro_batches {
+            schedule.push(ProgramKind::Backward, m, micro_batches);
         }
         schedule.close()
     }
@@ -69,28 +76,28 @@ mod tests {
     use super::*;
 
     fn in_flight_max(schedule: &Schedule) -> i32 {
-        let mut now = 0;
-        let mut most = 0;
+        let mut in_flight = 0;
+        let mut max = 0;
         for call in &schedule.calls {
-            match call.program.as_str() {
-                "forward" => now += 1,
-                "backward" => now -= 1,
+            match call.program {
+                ProgramKind::Forward => in_flight += 1,
+                ProgramKind::Backward => in_flight -= 1,
                 _ => {}
             }
-            most = most.max(now);
+            max = max.max(in_flight);
         }
-        assert_eq!(now, 0, "every forward pass has its backward pass");
-        most
+        assert_eq!(in_flight, 0, "every forward pass has its backward pass");
+        max
     }
 
     #[test]
-    fn a_pipeline_stage_keeps_at_most_its_depth_in_flight_and_each_micro_batch_in_order() {
+    fn pipeline_stage_bounds_in_flight_and_keeps_order() {
         for stages in 1..6 {
             for stage in 0..stages {
                 for micro_batches in 1..9 {
                     let schedule = Schedule::one_forward_one_backward(stages, stage, micro_batches);
                     assert_eq!(in_flight_max(&schedule), (stages - stage).min(micro_batches) as i32);
-                    for kind in ["forward", "backward"] {
+                    for kind in [ProgramKind::Forward, ProgramKind::Backward] {
                         let order: Vec<u32> =
                             schedule.calls.iter().filter(|c| c.program == kind).map(|c| c.micro_batch).collect();
                         assert_eq!(order, (0..micro_batches).collect::<Vec<_>>());
@@ -101,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pipeline_of_one_stage_is_plain_accumulation() {
+    fn one_stage_pipeline_is_gradient_accumulation() {
         assert_eq!(Schedule::one_forward_one_backward(1, 0, 5), Schedule::accumulate(5));
     }
 }

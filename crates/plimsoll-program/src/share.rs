@@ -1,34 +1,34 @@
-//! The part of an optimizer step that a device of a team computes: what the passes that share out are told.
+//! The share of an optimizer step that one worker of a team computes. The planner chooses it, and
+//! [`crate::passes::parallelism`] builds the worker's Programs from it.
 
 use crate::formats::STATE_BLOCK;
 use crate::schedule::Schedule;
-use plimsoll_core::{Sharing, micro_batches};
+use plimsoll_core::{Parallelism, micro_batches};
 use std::ops::Range;
 
-/// The part of a step that one device computes.
+/// The share of a step that one worker computes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Share {
-    /// How the work is shared out; none for a device that works alone.
-    pub sharing: Option<Sharing>,
-    /// Which device of the team it is, from 0 on.
+    /// Kind of parallelism; `None` for a single device.
+    pub parallelism: Option<Parallelism>,
+    /// Rank of the worker, from 0.
     pub rank: u32,
-    /// How many there are.
+    /// Number of workers.
     pub ranks: u32,
-    /// The first sequence of the step that is its own: what is drawn at random depends on a sequence's place in the step.
+    /// Index in the step of the worker's first sequence; random numbers depend on it.
     pub first_sequence: u64,
-    /// Where state is shared out: the part of each device, in parts of 1024 that sum up to 1024.
+    /// Sharded only: part of the state that each rank holds, in units of 1/1024 that sum up to 1024.
     pub state: Vec<u64>,
-    /// Where state is shared out: the micro-batches of a step, as many on every device, some of them perhaps without any
-    /// sequence. Elsewhere 0: as many as the device's own sequences take.
+    /// Sharded only: micro-batches of a step, equal on all ranks; some may have no sequence on this rank. Otherwise 0.
     pub micro_batches: u64,
-    /// Where layers are shared out: the first layer of each device, and at last the number of all.
+    /// Pipeline only: first layer of each stage, and the layer count as last entry.
     pub layers: Vec<u64>,
 }
 
 impl Share {
-    /// All of it.
-    pub const ALONE: Share = Share {
-        sharing: None,
+    /// The whole step, for a single device.
+    pub const SINGLE_DEVICE: Share = Share {
+        parallelism: None,
         rank: 0,
         ranks: 1,
         first_sequence: 0,
@@ -37,46 +37,48 @@ impl Share {
         layers: Vec::new(),
     };
 
-    /// Its part of the state in parts of 1024, where state is shared out.
-    pub fn own_part(&self) -> Option<u64> {
+    /// Returns the part of the state that this rank holds, in units of 1/1024; `None` if the state is not sharded.
+    pub fn own_state_share(&self) -> Option<u64> {
         self.state.get(self.rank as usize).copied()
     }
 
-    /// Micro-batches of a step in which the device computes so many sequences, so many at once.
+    /// Returns the micro-batches of a step with `sequences` sequences on this rank, `micro_batch` at a time.
     pub fn micro_batches_of(&self, sequences: u64, micro_batch: u32) -> u64 {
         micro_batches(sequences, micro_batch).max(self.micro_batches)
     }
 
-    /// The layers of a model of so many that this device computes.
+    /// Returns the layers that this rank computes, of a model with `layers` layers.
     pub fn own_layers(&self, layers: u64) -> Range<u64> {
-        match self.sharing {
-            Some(Sharing::Layers) => self.layers[self.rank as usize]..self.layers[self.rank as usize + 1],
+        match self.parallelism {
+            Some(Parallelism::Pipeline) => self.layers[self.rank as usize]..self.layers[self.rank as usize + 1],
             _ => 0..layers,
         }
     }
 
-    /// Which stage of a pipeline of how many it is; the only one where layers are not shared out.
+    /// Returns the pipeline stage and the number of stages; (0, 1) without a pipeline.
     pub fn stage(&self) -> (u32, u32) {
-        match self.sharing {
-            Some(Sharing::Layers) => (self.rank, self.ranks),
+        match self.parallelism {
+            Some(Parallelism::Pipeline) => (self.rank, self.ranks),
             _ => (0, 1),
         }
     }
 
-    /// The calls of this device in a step of so many micro-batches.
+    /// Returns the calls of this rank in a step of `micro_batches` micro-batches.
     pub fn schedule(&self, micro_batches: u32) -> Schedule {
         let (stage, stages) = self.stage();
         Schedule::one_forward_one_backward(stages, stage, micro_batches)
     }
 
-    /// Micro-batches of a step of so many whose activations this device holds at once.
+    /// Returns the number of micro-batches in flight: this rank holds the activations of all of them at once.
     pub fn in_flight(&self, micro_batches: u32) -> u32 {
         let (stage, stages) = self.stage();
         (stages - stage).min(micro_batches).max(1)
     }
 
-    /// The elements of a tensor's slot that each rank holds where state is shared out, in order. Parts begin at whole
-    /// blocks of 8-bit state, so that a block has one owner; a small tensor may be one rank's alone.
+    /// Splits the elements of a sharded tensor's slot over the ranks.
+    ///
+    /// Parts start at whole blocks of 8-bit state, so that every block has one owner. A small tensor may belong to one
+    /// rank alone.
     pub fn parts(&self, elements: u64) -> Vec<Range<u64>> {
         let all: u64 = self.state.iter().sum();
         let (mut before, mut end) = (0, 0);
@@ -84,8 +86,8 @@ impl Share {
             before += own;
             let first = end;
             let cut = u128::from(elements) * u128::from(before) / u128::from(all.max(1));
-            let last = rank + 1 == self.state.len();
-            end = if last { elements } else { (cut as u64).next_multiple_of(STATE_BLOCK).min(elements) };
+            let is_last = rank + 1 == self.state.len();
+            end = if is_last { elements } else { (cut as u64).next_multiple_of(STATE_BLOCK).min(elements) };
             first..end
         });
         parts.collect()
@@ -97,9 +99,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parts_cover_everything_once_and_no_block_has_two_owners() {
+    fn parts_cover_all_elements_in_whole_blocks() {
         for state in [vec![512, 512], vec![1000, 24], vec![0, 700, 324], vec![1, 1, 1022]] {
-            let share = Share { ranks: state.len() as u32, state, ..Share::ALONE };
+            let share = Share { ranks: state.len() as u32, state, ..Share::SINGLE_DEVICE };
             for elements in [1, 255, 256, 257, 1000, 123_456] {
                 let parts = share.parts(elements);
                 assert_eq!((parts.len(), parts[0].start), (share.ranks as usize, 0));

@@ -1,137 +1,161 @@
-//! Tensors as data: what they are called, how large they are, where they live and for how long.
-//! Where in an arena they stand is the planner's business.
+//! Tensors as data: name, shape, dtype, memory space and lifetime, and the operands by which ops refer to them. Byte
+//! offsets are in [`crate::placement`].
 
 use plimsoll_core::{Category, DType, Space};
 use serde::{Deserialize, Serialize};
 
-/// A tensor of a [`crate::ProgramSet`].
+/// The index of a tensor in its [`crate::ProgramSet`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct TensorId(pub u32);
 
-/// How long a tensor's bytes mean something.
+/// The time for which a tensor's bytes are reserved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Lifetime {
     /// The whole run.
     Persistent,
-    /// A whole phase: between calls of its Programs, too (the cache of generation).
+    /// A whole phase, including the time between calls of its Programs: the key-value cache of generation.
     Phase,
-    /// From the first to the last op of a phase that touches it.
+    /// From the first to the last op of a phase that touches the tensor.
     Transient,
 }
 
-/// A named, typed, shaped tensor, or a family of equal ones (`slots`): one a layer, one a
-/// micro-batch in flight, one a ring slot. Every slot has a place and a lifetime of its own.
+/// A tensor, or `slots` equal tensors under one name: one per layer, per micro-batch in flight or per staging buffer.
+/// Every slot has its own place in the arena and its own lifetime.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Tensor {
-    /// Unique within its program set.
+    /// Name, unique within its Program set.
     pub name: String,
     /// Elements along each dimension of one slot.
     pub shape: Vec<u64>,
-    /// The type of the elements.
+    /// Element type.
     pub dtype: DType,
-    /// Where it lives.
+    /// Memory space that holds it.
     pub space: Space,
-    /// What it is for.
+    /// Purpose, by which the plan sums up bytes.
     pub category: Category,
-    /// How long it lives.
+    /// Time for which its bytes are reserved.
     pub lifetime: Lifetime,
-    /// How many of them there are.
+    /// Number of equal tensors.
     pub slots: u32,
 }
 
+/// The part of the model that a tensor belongs to, as offload treats it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TensorRole {
+    /// The token embedding, with its gradient, master and optimizer state.
+    Embedding,
+    /// The output head, with its gradient, master and optimizer state.
+    Head,
+    /// The final norm or the rotary table: small, and needed by every micro-batch.
+    Shared,
+    /// A tensor with one slot per layer.
+    Layer,
+}
+
 impl Tensor {
-    /// Elements of one slot.
+    /// Returns the elements of one slot.
     pub fn elements(&self) -> u64 {
         self.shape.iter().product()
     }
 
-    /// Bytes of one slot.
+    /// Returns the bytes of one slot.
     pub fn bytes(&self) -> u64 {
         self.elements() * self.dtype.bytes()
     }
 
-    /// Which of its slots a number means, modulo how many there are.
+    /// Returns the slot for a slot number, which counts modulo the number of slots.
     pub fn slot(&self, number: i64) -> u32 {
         number.rem_euclid(i64::from(self.slots)) as u32
     }
+
+    /// Returns the part of the model that a persistent tensor belongs to, from the first word of its name:
+    /// `head.gradient` belongs to the head.
+    pub(crate) fn role(&self) -> TensorRole {
+        match self.name.split('.').next().unwrap_or_default() {
+            "embedding" => TensorRole::Embedding,
+            "head" => TensorRole::Head,
+            "rope_table" | "final_norm" => TensorRole::Shared,
+            _ => TensorRole::Layer,
+        }
+    }
 }
 
-/// A number that may depend on the block's variable (a layer, a chunk) and on the micro-batch:
-/// `base + scale · variable + micro_batch · m`.
+/// A number that is linear in the variable v of the block (a layer, a chunk) and in the micro-batch m:
+/// `base + scale · v + micro_batch · m`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Index {
-    /// The constant part.
+    /// Constant part.
     pub base: i64,
-    /// Per unit of the block's variable.
+    /// Increment per unit of the block's variable.
     pub scale: i64,
-    /// Per micro-batch of the Schedule (ring slots are taken modulo the tensor's slots).
+    /// Increment per micro-batch of the schedule.
     pub micro_batch: i64,
 }
 
 impl Index {
-    /// The same in every iteration.
+    /// Creates an index with the same value in every iteration.
     pub const fn fixed(base: i64) -> Index {
         Index { base, scale: 0, micro_batch: 0 }
     }
 
-    /// The block's variable plus `base`.
+    /// Creates the index `v + base`, where v is the block's variable.
     pub const fn layer(base: i64) -> Index {
         Index { base, scale: 1, micro_batch: 0 }
     }
 
-    /// `step` for each unit of the block's variable.
+    /// Creates the index `step · v`, where v is the block's variable.
     pub const fn stride(step: i64) -> Index {
         Index { base: 0, scale: step, micro_batch: 0 }
     }
 
-    /// The value in one iteration.
+    /// Returns the value for one iteration and micro-batch.
     pub fn at(self, variable: i64, micro_batch: i64) -> i64 {
         self.base + self.scale * variable + self.micro_batch * micro_batch
     }
 }
 
-/// A place in a tensor that an op reads or writes: a slot, and the first element in it.
+/// A reference of an op to a tensor: a slot and the first element within it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Operand {
-    /// Which tensor.
+    /// Tensor that is read or written.
     pub tensor: TensorId,
-    /// Which slot, modulo the tensor's slots.
+    /// Slot, modulo the tensor's slots.
     pub slot: Index,
-    /// The first element within the slot.
+    /// First element within the slot.
     pub offset: Index,
 }
 
 impl Operand {
-    /// The only slot of a tensor, from its first element.
+    /// Refers to slot 0 of a tensor from its first element.
     pub const fn whole(tensor: TensorId) -> Operand {
         Operand { tensor, slot: Index::fixed(0), offset: Index::fixed(0) }
     }
 
-    /// The slot of the block's variable plus `base` (the layer's own, or its neighbour's).
+    /// Refers to slot `v + base`, where v is the block's variable: the slot of a layer or of its neighbour.
     pub const fn layer(tensor: TensorId, base: i64) -> Operand {
         Operand { tensor, slot: Index::layer(base), offset: Index::fixed(0) }
     }
 
-    /// One slot, whatever the iteration.
+    /// Refers to one slot, the same in every iteration.
     pub const fn slot(tensor: TensorId, slot: i64) -> Operand {
         Operand { tensor, slot: Index::fixed(slot), offset: Index::fixed(0) }
     }
 
-    /// Its first byte within the slot of its tensor, in one iteration.
+    /// Returns the first byte within the slot, for one iteration and micro-batch.
     pub fn first_byte(self, tensor: &Tensor, variable: i64, micro_batch: i64) -> u64 {
         self.offset.at(variable, micro_batch) as u64 * tensor.dtype.bytes()
     }
 
-    /// The slots of a tensor of so many that it may stand in in one iteration: one, or one for each micro-batch in
-    /// flight.
-    pub fn slots_at(self, variable: i64, slots: u32) -> impl Iterator<Item = u32> {
+    /// Returns the slots, of `slots` in all, that the operand may refer to in one iteration: one slot, or one for each
+    /// micro-batch in flight.
+    pub fn possible_slots(self, variable: i64, slots: u32) -> impl Iterator<Item = u32> {
         let slots = i64::from(slots.max(1));
         let (first, step) = (self.slot.at(variable, 0).rem_euclid(slots), self.slot.micro_batch.rem_euclid(slots));
         let next = move |slot: &i64| Some((slot + step) % slots).filter(|next| *next != first);
         std::iter::successors(Some(first), next).map(|slot| slot as u32)
     }
 
-    /// The same operand, starting further on.
+    /// Returns the operand with another first element.
     #[must_use]
     pub const fn from(self, offset: Index) -> Operand {
         Operand { tensor: self.tensor, slot: self.slot, offset }

@@ -1,9 +1,9 @@
-//! What the book says about presets is what they are.
+//! The documentation's table of presets agrees with the code.
 
 use plimsoll_program::models::{preset, preset_names};
 
 #[test]
-fn the_book_lists_every_preset_with_its_type_and_size() {
+fn documentation_lists_every_preset() {
     let book = include_str!("../../../docs/models.md");
     let listed: Vec<&str> = book.lines().filter(|line| line.starts_with("| `")).collect();
     let known: Vec<String> = preset_names()

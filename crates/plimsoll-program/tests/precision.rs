@@ -1,18 +1,18 @@
-//! What a precision means for every Program: which tensors are wide, where masters stand, what files hold.
+//! Effects of the precision on Programs: wide tensors, master weights, and dtypes in files.
 
 use plimsoll_core::{Category, DType, RecomputeLevel, Space};
 use plimsoll_program::models::decoder::{
-    AdamState, Base, Build, Generation, Method, Optimizer, Source, Training, build,
+    AdamState, Base, BuildOptions, Generation, Method, Optimizer, Training, WeightSource, build,
 };
 use plimsoll_program::models::{ModelConfig, preset};
-use plimsoll_program::passes::check::{Malformed, check};
+use plimsoll_program::passes::check::{MalformedProgram, check};
 use plimsoll_program::workspace::Kernels;
-use plimsoll_program::{OpKind, Program, ProgramSet, Tensor};
+use plimsoll_program::{OpKind, Program, ProgramKind, ProgramSet, Tensor};
 
 const ADAMW: Optimizer = Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state: AdamState::Full };
 const TARGETS: [Kernels; 2] = [Kernels::Cpu { threads: 2 }, Kernels::Cuda];
 
-/// Each has something that the others lack: tied heads, biases, norms of heads.
+/// Returns models that differ in tied heads, biases and head norms.
 fn models() -> Vec<ModelConfig> {
     ["smollm2-135m", "qwen2.5-7b", "qwen3-0.6b", "llama-3.1-8b"]
         .map(|name| ModelConfig { layers: 3, ..preset(name).expect("listed") })
@@ -28,10 +28,10 @@ fn programs(
 ) -> ProgramSet {
     let recompute = vec![RecomputeLevel::Nothing, RecomputeLevel::Attention, RecomputeLevel::Block];
     let source = match files {
-        Some(dtype) => Source::Files { dtypes: vec![dtype; config.hf_parameters().len()] },
-        None => Source::Random { seed: 1 },
+        Some(dtype) => WeightSource::Files { dtypes: vec![dtype; config.hf_parameters().len()] },
+        None => WeightSource::Random { seed: 1 },
     };
-    build(&Build {
+    build(&BuildOptions {
         config,
         layers: 0..config.layers,
         precision,
@@ -60,7 +60,7 @@ fn kinds(program: &Program) -> Vec<&'static str> {
 }
 
 #[test]
-fn every_program_of_every_precision_and_target_is_well_formed() {
+fn programs_are_well_formed_in_every_precision() {
     for config in models() {
         for precision in [DType::F32, DType::F64, DType::Bf16] {
             for kernels in TARGETS {
@@ -76,7 +76,7 @@ fn every_program_of_every_precision_and_target_is_well_formed() {
 }
 
 #[test]
-fn a_wrong_mix_of_types_is_found() {
+fn wrong_dtypes_are_reported() {
     let config = &models()[2];
     for name in [
         "rope_table",
@@ -105,12 +105,12 @@ fn a_wrong_mix_of_types_is_found() {
         let tensor = &mut set.tensors[id.0 as usize];
         tensor.dtype = if tensor.dtype == DType::Bf16 { DType::F32 } else { DType::Bf16 };
         let found = check(&set).expect_err(name);
-        assert!(matches!(found, Malformed::Type { .. }), "{name}: {found}");
+        assert!(matches!(found, MalformedProgram::Type { .. }), "{name}: {found}");
     }
 }
 
 #[test]
-fn training_in_bf16_keeps_masters_and_all_sums_in_f32() {
+fn bf16_training_keeps_masters_and_sums_in_f32() {
     for config in models() {
         let set = programs(&config, DType::Bf16, Kernels::Cuda, Some(DType::Bf16), Some(ADAMW));
         let weights = set.tensors.iter().filter(|t| t.category == Category::Weight && t.name != "rope_table");
@@ -123,7 +123,7 @@ fn training_in_bf16_keeps_masters_and_all_sums_in_f32() {
                 assert_eq!((beside.dtype, &beside.shape, beside.slots), (DType::F32, &weight.shape, weight.slots));
             }
         }
-        // Tied tables have one master, as they are one weight.
+        // A tied table is one weight with one master.
         assert_eq!(parameters, config.parameters());
     }
 }
@@ -142,10 +142,10 @@ fn only_training_in_bf16_has_masters() {
 }
 
 #[test]
-fn updates_stand_side_by_side_and_the_weights_follow_their_masters() {
+fn weights_are_cast_from_masters_after_updates() {
     let set = programs(&models()[0], DType::Bf16, Kernels::Cuda, None, Some(ADAMW));
-    assert_eq!(kinds(set.program("update").unwrap()), ["adam_w", "cast"]);
-    for name in ["update", "load", "restore"] {
+    assert_eq!(kinds(set.program(ProgramKind::Update).unwrap()), ["adam_w", "cast"]);
+    for name in [ProgramKind::Update, ProgramKind::Load, ProgramKind::Restore] {
         let program = set.program(name).unwrap();
         let casts = program.trace().filter(|(op, _)| {
             let OpKind::Cast { from, to, .. } = &op.kind else { return false };
@@ -156,11 +156,11 @@ fn updates_stand_side_by_side_and_the_weights_follow_their_masters() {
         assert_eq!(casts.count(), weights as usize, "{name}");
     }
     let plain = programs(&models()[0], DType::F32, Kernels::Cuda, None, Some(ADAMW));
-    assert_eq!(kinds(plain.program("update").unwrap()), ["adam_w"]);
+    assert_eq!(kinds(plain.program(ProgramKind::Update).unwrap()), ["adam_w"]);
 }
 
 #[test]
-fn models_are_saved_in_the_precision_and_checkpoints_in_the_wide_type() {
+fn models_save_in_precision_and_checkpoints_wide() {
     for (precision, wide) in [(DType::Bf16, DType::F32), (DType::F32, DType::F32), (DType::F64, DType::F64)] {
         let set = programs(&models()[3], precision, Kernels::Cuda, None, Some(ADAMW));
         for tensor in set.tensors.iter().filter(|t| t.space == Space::File) {
@@ -171,12 +171,12 @@ fn models_are_saved_in_the_precision_and_checkpoints_in_the_wide_type() {
 }
 
 #[test]
-fn a_matrix_without_a_master_is_drawn_through_staging_a_piece_at_a_time() {
+fn random_matrices_pass_through_staging_in_pieces() {
     let config = &models()[3];
     let set = programs(config, DType::Bf16, Kernels::Cuda, None, None);
     let mut drawn = 0;
     let mut next = std::collections::HashMap::new();
-    for (op, variable) in set.program("load").unwrap().trace() {
+    for (op, variable) in set.program(ProgramKind::Load).unwrap().trace() {
         let OpKind::InitNormal { into, number, first, elements, .. } = &op.kind else { continue };
         assert_eq!(set.tensor(into.tensor).category, Category::Staging);
         let begin = next.entry(*number).or_insert(0);

@@ -1,125 +1,126 @@
-//! One training step, timed: the same shapes, options and figures as `torch_step.py`, so that both
-//! can be run in turn.
+//! `plimsoll bench step`: times training steps of a model of given shapes. Options and figures are those of
+//! `peers/torch_step.py`, so that the results can be compared.
 
 use crate::data::Rows;
-use crate::resolve::host_beside;
+use crate::planning::request::host_spec_beside;
 use crate::session::engine::{Engine, StepInput};
 use plimsoll_core::{
     Budget, Bytes, DType, DeviceKind, DeviceSpec, Failure, FileSpec, HostSpec, Link, Recipe, RecomputeLevel,
 };
 use plimsoll_device::cuda;
-use plimsoll_device::cuda::open::OnGpu;
+use plimsoll_device::cuda::open::GpuMonitor;
 use plimsoll_device::device::{DeviceError, Memory, Observer};
 use plimsoll_device::probe::Cpu;
 use plimsoll_device::{calibration, process};
-use plimsoll_plan::price::needed_product_flops;
-use plimsoll_plan::search::{Lossy, Pins, Question, plan_of, search};
-use plimsoll_program::models::decoder::{AdamState, Base, Lora, Method, Optimizer, Source};
+use plimsoll_plan::price::required_gemm_flops;
+use plimsoll_plan::search::{LossyOptions, PinnedChoices, PlanOutcome, PlanRequest, plan_recipe, search};
+use plimsoll_program::models::decoder::{AdamState, Base, Lora, Method, Optimizer, WeightSource};
 use plimsoll_program::models::weights::Parameter;
 use plimsoll_program::models::{ModelConfig, ModelType, RopeScaling};
-use plimsoll_program::{Op, Share};
+use plimsoll_program::{Op, ProgramKind, Share};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-/// The shapes and counts of a timed step.
+/// Shapes and counts of a timed training step.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StepShape {
-    /// V.
+    /// Vocabulary size V.
     pub vocab: u64,
-    /// L.
+    /// Number of layers.
     pub layers: u64,
-    /// D.
+    /// Hidden size D.
     pub hidden: u64,
-    /// H.
+    /// Number of attention heads H.
     pub heads: u64,
-    /// K.
+    /// Number of key-value heads K.
     pub kv_heads: u64,
-    /// F.
+    /// Feed-forward size F.
     pub ffn: u64,
-    /// T.
+    /// Tokens of a sequence T.
     pub sequence: u64,
-    /// Sequences of a micro-batch.
+    /// Sequences of a micro-batch B.
     pub batch: u64,
-    /// Micro-batches of a step.
+    /// Micro-batches of a step (gradient accumulation).
     pub accumulate: u64,
-    /// Threads that compute.
+    /// Number of computing threads.
     pub threads: u32,
-    /// Timed steps.
+    /// Number of timed steps.
     pub steps: u64,
-    /// Steps before them.
+    /// Number of untimed steps before the timed ones.
     pub warmup: u64,
-    /// The arithmetic: f32, or bf16 with sums and masters in f32.
+    /// Precision of the computation: f32, or bf16 with accumulation and master weights in f32.
     pub dtype: DType,
-    /// Whether each block is computed again in the backward pass.
+    /// Whether each block is recomputed in the backward pass (activation checkpointing).
     pub checkpoint: bool,
-    /// The most that the arena may hold, where the recipe is then the planner's: the fastest that loses nothing.
+    /// Budget of the arena. If it is set, the planner chooses the fastest lossless recipe that fits.
     pub memory: Option<Bytes>,
-    /// `cpu`, or a GPU by the driver's number of it: `cuda:0`.
+    /// Device: `cpu`, or a GPU by the driver's index, such as `cuda:0`.
     pub device: String,
-    /// The rank of adapters on every projection (alpha is twice that), where only those are trained; 0: all is.
+    /// Rank of LoRA adapters on all projections, with alpha twice the rank; 0 trains all parameters.
     pub rank: u64,
-    /// How the frozen matrices beside adapters are stored.
+    /// Storage of the frozen matrices, if adapters are trained.
     pub base: Base,
 }
 
-/// What was found, with the names that `torch_step.py` prints. Bytes and seconds are measured.
+/// Result of a step benchmark, with the field names that `torch_step.py` prints. Bytes and seconds are measured unless stated
+/// otherwise.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct StepBench {
-    /// This program and its version.
+    /// Name and version of this program.
     pub peer: String,
-    /// The device.
+    /// Name of the device.
     pub device: String,
-    /// What its maker calls it.
+    /// Model name of the device.
     pub device_model: String,
-    /// What the process held on its GPU while it ran, contexts and libraries included.
+    /// MiB that the process held on its GPU, including contexts and libraries.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub device_mib: Option<f64>,
-    /// The arithmetic.
+    /// Precision of the computation.
     pub dtype: DType,
-    /// Always false: there is nothing to compile.
+    /// Always false: this program has no compile option.
     pub compile: bool,
-    /// Whether each block was computed again, because that was asked for.
+    /// Whether the caller requested recomputation of each block.
     pub checkpoint: bool,
-    /// How it was computed.
+    /// Recipe of the step.
     pub recipe: Recipe,
-    /// Trained parameters.
+    /// Number of trained parameters.
     pub parameters: u64,
     /// Tokens of an optimizer step.
     pub tokens_per_step: u64,
-    /// Median of the timed steps.
+    /// Median duration of the timed steps.
     pub step_seconds_median: f64,
-    /// Tokens a second at the median.
+    /// Tokens per second at the median duration.
     pub tokens_per_second: f64,
-    /// The most that the process held.
+    /// Peak resident memory of the process.
     pub peak_rss_mib: f64,
-    /// What it held before the device was opened.
+    /// Resident memory of the process before the device was opened.
     pub import_rss_mib: f64,
-    /// The difference.
+    /// Difference of peak and import memory.
     pub growth_mib: f64,
-    /// The arena, as planned.
+    /// Planned size of the arena.
     pub arena_bytes: Bytes,
-    /// The arena, as its high-water mark was measured.
+    /// High-water mark of the arena.
     pub arena_measured_bytes: Bytes,
-    /// What waits on the host beside a GPU, as planned.
+    /// Planned host memory for offloaded tensors of a GPU.
     pub host_bytes: Bytes,
-    /// What the planner said a step takes.
+    /// Step duration that the planner predicted.
     pub predicted_step_seconds: f64,
-    /// What a step can take at best: its needed products at the device's measured rate.
+    /// Lower bound of the step duration: the necessary matrix products at the device's measured rate.
     pub limit_step_seconds: f64,
-    /// Where the time of a step goes, by kind of op, measured in steps of their own.
+    /// Seconds of a step by kind of op, measured in separate steps.
     pub seconds_by_op: BTreeMap<&'static str, f64>,
 }
 
 /// Adds up the time of each kind of op.
 #[derive(Clone, Default)]
-struct Stopwatch {
+struct OpTimer {
     started: Option<Instant>,
     seconds: Arc<Mutex<BTreeMap<&'static str, f64>>>,
 }
 
-impl Observer for Stopwatch {
+impl Observer for OpTimer {
     fn before(&mut self, _: u32, _: &Op, _: &mut dyn Memory) -> Result<(), DeviceError> {
         self.started = Some(Instant::now());
         Ok(())
@@ -127,18 +128,88 @@ impl Observer for Stopwatch {
 
     fn after(&mut self, _: u32, op: &Op, _: &mut dyn Memory) {
         let seconds = self.started.take().map_or(0.0, |start| start.elapsed().as_secs_f64());
-        *self.seconds.lock().expect("nobody panics while adding").entry(op.name()).or_default() += seconds;
+        *self.seconds.lock().expect("no thread panics while adding").entry(op.name()).or_default() += seconds;
     }
 }
 
-/// Steps in which ops are timed one by one.
-const OBSERVED: u64 = 3;
+/// Number of steps in which each op is timed.
+const OP_TIMING_STEPS: u64 = 3;
+
+/// AdamW's decay rates in all benchmarks.
+const BETAS: [f64; 2] = [0.9, 0.999];
 
 /// Times training steps of a model with random weights on random tokens.
 ///
 /// # Errors
-/// Shapes that make no model, or an arena that is refused.
+/// Invalid shapes, an unknown device, or an arena that does not fit.
 pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
+    let config = model_config(shape)?;
+    let (device, device_model) = find_device(shape)?;
+    // A GPU with limited memory may offload to the host, as in a run.
+    let host = match device.kind {
+        DeviceKind::Cuda if shape.memory.is_some() => host_spec_beside(&device, Budget::HOST, FileSpec::NONE)?,
+        _ => HostSpec::NONE,
+    };
+    let sequences = shape.batch * shape.accumulate;
+    let mut lossy = LossyOptions { base: shape.base, ..LossyOptions::default() };
+    if shape.rank > 0 {
+        lossy.lora = Lora { rank: shape.rank, alpha: 2.0 * shape.rank as f64, ..lossy.lora };
+        lossy.method = Method::Lora(lossy.lora.clone());
+    }
+    let parameters = match lossy.method.lora() {
+        None => config.parameters(),
+        Some(lora) => lora.parameters(&config).iter().map(Parameter::elements).sum(),
+    };
+    let request = PlanRequest {
+        config: &config,
+        precision: shape.dtype,
+        sequence: shape.sequence,
+        sequences,
+        source: WeightSource::Random { seed: 0 },
+        optimizer: Some(Optimizer::AdamW { betas: BETAS, eps: 1e-8, decay: 0.01, state: AdamState::Full }),
+        evaluate: false,
+        generation: None,
+        device: &device,
+        host,
+        lossy,
+        pins: PinnedChoices::default(),
+        rungs: vec![],
+        share: Share::SINGLE_DEVICE,
+    };
+    let outcome = plan_step(shape, &request)?;
+    let gemm_flops = required_gemm_flops(&outcome.set) * shape.accumulate as f64;
+    let limit_step_seconds = gemm_flops / device.rates.product_flops(shape.dtype);
+    let plan = outcome.plan.clone();
+    let timings = time_steps(shape, outcome, &device)?;
+    let tokens_per_step = sequences * shape.sequence;
+    let step_seconds_median = median(timings.step_seconds);
+    Ok(StepBench {
+        peer: concat!("plimsoll ", env!("CARGO_PKG_VERSION")).into(),
+        device: shape.device.clone(),
+        device_model,
+        device_mib: timings.device_mib,
+        dtype: shape.dtype,
+        compile: false,
+        checkpoint: shape.checkpoint,
+        recipe: plan.recipe,
+        parameters,
+        tokens_per_step,
+        step_seconds_median,
+        tokens_per_second: tokens_per_step as f64 / step_seconds_median,
+        peak_rss_mib: timings.peak_rss_mib,
+        import_rss_mib: timings.import_rss_mib,
+        growth_mib: timings.peak_rss_mib - timings.import_rss_mib,
+        arena_bytes: plan.devices[0].arena_bytes,
+        arena_measured_bytes: timings.arena_measured_bytes,
+        host_bytes: plan.host.arena_bytes,
+        predicted_step_seconds: plan.predicted.step_seconds,
+        limit_step_seconds,
+        seconds_by_op: timings.seconds_by_op,
+    })
+}
+
+/// Returns a llama model of the given shapes.
+fn model_config(shape: &StepShape) -> Result<ModelConfig, Failure> {
     let config = ModelConfig {
         model_type: ModelType::Llama,
         hidden: shape.hidden,
@@ -160,11 +231,16 @@ pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
         init_std: 0.02,
     };
     config.validate()?;
-    let (kind, device_model, rates) = match index_of(&shape.device)? {
+    Ok(config)
+}
+
+/// Returns the specification of the benchmarked device with measured rates, and its model name.
+fn find_device(shape: &StepShape) -> Result<(DeviceSpec, String), Failure> {
+    let (kind, device_model, rates) = match gpu_index(&shape.device)? {
         None => (DeviceKind::Cpu, Cpu::read().model, calibration::cpu(shape.threads)?.rates),
         Some(index) => {
-            let (here, card) = cuda::open::card(index)?;
-            (DeviceKind::Cuda, card.name.clone(), calibration::gpu(here, card)?.rates)
+            let (installation, gpu) = cuda::open::find_gpu(index)?;
+            (DeviceKind::Cuda, gpu.name.clone(), calibration::gpu(installation, gpu)?.rates)
         }
     };
     let device = DeviceSpec {
@@ -179,118 +255,84 @@ pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
         threads: shape.threads,
         rates,
     };
-    // Beside a GPU whose memory is limited something may wait on the host, as in a run.
-    let host = match kind {
-        DeviceKind::Cuda if shape.memory.is_some() => host_beside(&device, Budget::HOST, FileSpec::NONE)?,
-        _ => HostSpec::NONE,
-    };
-    let betas = [0.9, 0.999];
-    let sequences = shape.batch * shape.accumulate;
-    let mut lossy = Lossy { base: shape.base, ..Lossy::default() };
-    if shape.rank > 0 {
-        lossy.lora = Lora { rank: shape.rank, alpha: 2.0 * shape.rank as f64, ..lossy.lora };
-        lossy.method = Method::Lora(lossy.lora.clone());
-    }
-    let trained = match lossy.method.lora() {
-        None => config.parameters(),
-        Some(lora) => lora.parameters(&config).iter().map(Parameter::elements).sum(),
-    };
-    let question = Question {
-        config: &config,
-        precision: shape.dtype,
-        sequence: shape.sequence,
-        sequences,
-        source: Source::Random { seed: 0 },
-        optimizer: Some(Optimizer::AdamW { betas, eps: 1e-8, decay: 0.01, state: AdamState::Full }),
-        evaluate: false,
-        generation: None,
-        device: &device,
-        host,
-        lossy,
-        pins: Pins::default(),
-        rungs: vec![],
-        share: Share::ALONE,
-    };
-    let answer = match shape.memory {
-        Some(memory) => {
-            let answer = search(&question);
-            if !answer.plan.fits {
-                let least = answer.plan.needs.first().map_or(Bytes::ZERO, |need| need.budget_bytes);
-                let text = format!("no recipe holds this step in an arena of {memory}");
-                let least = least.0.div_ceil(1 << 20);
-                return Err(Failure::does_not_fit(text).hint(format!("--memory {least}MiB, or a smaller --batch")));
-            }
-            answer
-        }
-        None => {
-            let level = if shape.checkpoint { RecomputeLevel::Block } else { RecomputeLevel::Nothing };
-            plan_of(&question, &Recipe::on_device(shape.batch as u32, vec![level; shape.layers as usize]))
-        }
-    };
-    let limit = needed_product_flops(&answer.set) * shape.accumulate as f64 / device.rates.product_flops(shape.dtype);
-    let (arena_bytes, predicted) = (answer.plan.devices[0].arena_bytes, answer.plan.predicted.step_seconds);
-    let (recipe, host_bytes) = (answer.plan.recipe.clone(), answer.plan.host.arena_bytes);
+    Ok((device, device_model))
+}
 
-    let resident = |read: fn() -> std::io::Result<Bytes>| read().unwrap_or(Bytes::ZERO).as_mib();
+/// Plans the step: with the fastest recipe that fits under `shape.memory`, else with the recipe that the shape describes.
+fn plan_step(shape: &StepShape, request: &PlanRequest) -> Result<PlanOutcome, Failure> {
+    let Some(memory) = shape.memory else {
+        let level = if shape.checkpoint { RecomputeLevel::Block } else { RecomputeLevel::Nothing };
+        return Ok(plan_recipe(request, &Recipe::on_device(shape.batch as u32, vec![level; shape.layers as usize])));
+    };
+    let outcome = search(request);
+    if outcome.plan.fits {
+        return Ok(outcome);
+    }
+    let least = outcome.plan.needs.first().map_or(Bytes::ZERO, |remedy| remedy.budget_bytes);
+    let text = format!("no recipe holds this step in an arena of {memory}");
+    let least = least.0.div_ceil(1 << 20);
+    Err(Failure::does_not_fit(text).hint(format!("--memory {least}MiB, or a smaller --batch")))
+}
+
+/// Measurements of [`time_steps`].
+struct Timings {
+    step_seconds: Vec<f64>,
+    seconds_by_op: BTreeMap<&'static str, f64>,
+    import_rss_mib: f64,
+    peak_rss_mib: f64,
+    device_mib: Option<f64>,
+    arena_measured_bytes: Bytes,
+}
+
+/// Opens the device and runs warm-up steps, timed steps, and steps in which each op is timed.
+fn time_steps(shape: &StepShape, outcome: PlanOutcome, device: &DeviceSpec) -> Result<Timings, Failure> {
+    let rss_mib = |read: fn() -> std::io::Result<Bytes>| read().unwrap_or(Bytes::ZERO).as_mib();
     let _ = process::reset_peak();
-    let before = resident(process::resident);
-    let mut engine = Engine::open(answer, shape.dtype, &device, None, None, shape.sequence, shape.vocab)?;
-    engine.run("load")?;
-    engine.run("fresh")?;
-    let mut seconds = Vec::new();
-    let (mut peak, mut device_mib) = (0.0, None);
-    let stopwatch = Stopwatch::default();
-    let timed = shape.warmup + shape.steps;
-    for number in 1..=timed + OBSERVED {
-        if number == timed + 1 {
-            peak = resident(process::peak_resident);
-            device_mib = engine.gpu().and_then(OnGpu::measured).map(|(bytes, _)| bytes.as_mib());
-            engine.observe(Box::new(stopwatch.clone()));
+    let import_rss_mib = rss_mib(process::resident);
+    let mut engine = Engine::open(outcome, shape.dtype, device, None, None, shape.sequence, shape.vocab)?;
+    engine.run(ProgramKind::Load)?;
+    engine.run(ProgramKind::InitOptimizer)?;
+    let mut step_seconds = Vec::new();
+    let (mut peak_rss_mib, mut device_mib) = (0.0, None);
+    let op_timer = OpTimer::default();
+    let last_timed = shape.warmup + shape.steps;
+    for number in 1..=last_timed + OP_TIMING_STEPS {
+        if number == last_timed + 1 {
+            peak_rss_mib = rss_mib(process::peak_resident);
+            device_mib = engine.gpu().and_then(GpuMonitor::measured_bytes).map(|(bytes, _)| bytes.as_mib());
+            engine.observe(Box::new(op_timer.clone()));
         }
         let mut rows = random_rows(shape, number);
         let start = Instant::now();
         let labelled_tokens = rows.labelled_tokens();
-        let input = StepInput { step: number, learning_rate: 3e-4, betas, clip_norm: 1.0, labelled_tokens };
+        let input = StepInput { step: number, learning_rate: 3e-4, betas: BETAS, clip_norm: 1.0, labelled_tokens };
         engine.gradients(&mut rows, &input, 1)?;
         engine.update()?;
-        if (shape.warmup + 1..=timed).contains(&number) {
-            seconds.push(start.elapsed().as_secs_f64());
+        if (shape.warmup + 1..=last_timed).contains(&number) {
+            step_seconds.push(start.elapsed().as_secs_f64());
         }
     }
-    let seconds_by_op = stopwatch.seconds.lock().expect("nobody panics while adding").clone();
-    let stats = engine.stats();
-    seconds.sort_by(f64::total_cmp);
-    let middle = seconds.len() / 2;
-    let median =
-        if seconds.len().is_multiple_of(2) { (seconds[middle - 1] + seconds[middle]) / 2.0 } else { seconds[middle] };
-    let tokens_per_step = sequences * shape.sequence;
-    Ok(StepBench {
-        peer: concat!("plimsoll ", env!("CARGO_PKG_VERSION")).into(),
-        device: shape.device.clone(),
-        device_model,
+    let seconds_by_op = op_timer.seconds.lock().expect("no thread panics while adding").clone();
+    let per_step = |(op, seconds)| (op, seconds / OP_TIMING_STEPS as f64);
+    Ok(Timings {
+        step_seconds,
+        seconds_by_op: seconds_by_op.into_iter().map(per_step).collect(),
+        import_rss_mib,
+        peak_rss_mib,
         device_mib,
-        dtype: shape.dtype,
-        compile: false,
-        checkpoint: shape.checkpoint,
-        recipe,
-        parameters: trained,
-        tokens_per_step,
-        step_seconds_median: median,
-        tokens_per_second: tokens_per_step as f64 / median,
-        peak_rss_mib: peak,
-        import_rss_mib: before,
-        growth_mib: peak - before,
-        arena_bytes,
-        arena_measured_bytes: stats.arena_measured_bytes,
-        host_bytes,
-        predicted_step_seconds: predicted,
-        limit_step_seconds: limit,
-        seconds_by_op: seconds_by_op.into_iter().map(|(op, seconds)| (op, seconds / OBSERVED as f64)).collect(),
+        arena_measured_bytes: engine.stats().arena_measured_bytes,
     })
 }
 
-/// The number of a GPU by its name; none for the processor.
-fn index_of(device: &str) -> Result<Option<u32>, Failure> {
+/// Returns the median of at least one value.
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    let middle = values.len() / 2;
+    if values.len().is_multiple_of(2) { (values[middle - 1] + values[middle]) / 2.0 } else { values[middle] }
+}
+
+/// Returns the index of a GPU from its name; `None` for the processor.
+fn gpu_index(device: &str) -> Result<Option<u32>, Failure> {
     match device.strip_prefix("cuda:").map(str::parse) {
         None if device == "cpu" => Ok(None),
         Some(Ok(index)) => Ok(Some(index)),
@@ -298,20 +340,20 @@ fn index_of(device: &str) -> Result<Option<u32>, Failure> {
     }
 }
 
-/// Rows of random tokens, every one of them labelled, another set for each step.
-fn random_rows(shape: &StepShape, number: u64) -> Rows {
+/// Returns rows of random tokens that are all labelled, different for each step.
+fn random_rows(shape: &StepShape, step: u64) -> Rows {
     let values = shape.batch * shape.accumulate * shape.sequence;
-    let mut state = number.wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    let mut draw = || {
-        // xorshift64* (Vigna 2016): nobody looks at these numbers.
+    let mut state = step.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    let mut next_token = || {
+        // xorshift64* (Vigna 2016); its quality suffices for timing.
         state ^= state >> 12;
         state ^= state << 25;
         state ^= state >> 27;
         (state.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33) as i32 % shape.vocab as i32
     };
     let mut rows = Rows::new(shape.batch * shape.accumulate, shape.sequence);
-    rows.tokens = (0..values).map(|_| draw()).collect();
-    rows.labels = (0..values).map(|_| draw()).collect();
+    rows.tokens = (0..values).map(|_| next_token()).collect();
+    rows.labels = (0..values).map(|_| next_token()).collect();
     rows.positions = (0..values).map(|i| (i % shape.sequence) as i32).collect();
     rows.document_start = vec![0; values as usize];
     rows.weights = vec![1.0; values as usize];

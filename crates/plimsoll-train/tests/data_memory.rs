@@ -1,23 +1,23 @@
-//! Data is read in bounded memory. Alone in its binary: the peak of a process is measured.
+//! Test that data is read in bounded memory. It has its own binary, because it measures the peak of the process.
 
-use plimsoll_train::data::{DataSpec, Dataset, Format, Long, Rows, sums};
+use plimsoll_train::data::{DataSpec, Dataset, Format, LongSamples, Rows, addition_example};
 use std::fs::{self, File};
 use std::io::{BufWriter, Write};
 use std::ops::ControlFlow;
 
-/// The peak of this process's resident memory, from `/proc`.
+/// Returns the peak resident memory of this process in MiB, from `/proc`.
 fn peak_mib() -> u64 {
     let status = fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find(|line| line.starts_with("VmHWM:")).unwrap();
     line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() / 1024
 }
 
-/// 40 MiB of text in one document and 5 MiB in short ones become 180 MiB of records; a reader that held
-/// either the text or the records would grow by more than the bound.
+/// One document of 40 MiB and many short documents become 180 MiB of records. A reader that held the text or the
+/// records in memory would exceed the bound.
 #[test]
-fn text_of_any_size_takes_bounded_memory() {
+fn large_text_is_read_in_bounded_memory() {
     let folder = tempfile::tempdir().unwrap();
-    sums::write(folder.path(), 1).unwrap();
+    addition_example::write_example(folder.path(), 1).unwrap();
     let line = "347+085=2340 and 1\n";
     let mut out = BufWriter::new(File::create(folder.path().join("one.txt")).unwrap());
     for _ in 0..(40 << 20) / line.len() {
@@ -35,9 +35,9 @@ fn text_of_any_size_takes_bounded_memory() {
         format: Format::Text,
         sequence: 1024,
         pack: true,
-        long: Long::Split,
-        vocab: sums::VOCAB,
-        end_token: Some(sums::END),
+        long: LongSamples::Split,
+        vocab: addition_example::VOCAB,
+        end_token: Some(addition_example::END_TOKEN),
     };
     let tokenizer = folder.path().join("tokenizer.json");
     let before = peak_mib();

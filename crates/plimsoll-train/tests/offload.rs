@@ -1,18 +1,21 @@
-//! What waits on the host changes no bit: losses, norms, evaluations, tokens, every weight, gradient and state, and the
-//! files of a checkpoint are those of the run that keeps everything on the device.
+//! Tests that offloading to host memory or the scratch file changes no bit. Each run is compared with a run that keeps
+//! everything on the device: losses, gradient norms, evaluation, logits, every weight, gradient and optimizer state,
+//! and the files of a checkpoint.
 
 use plimsoll_core::{
-    Bytes, DType, DeviceKind, DeviceSpec, FileSpec, HostSpec, InFile, Link, Offload, Rates, Recipe, RecomputeLevel,
-    Space,
+    Bytes, DType, DeviceKind, DeviceSpec, FileSpec, HostSpec, Link, Offload, Rates, Recipe, RecomputeLevel,
+    ScratchOffload, Space,
 };
 use plimsoll_device::device::FileSpace;
-use plimsoll_device::virtual_device::{Virtual, open};
-use plimsoll_plan::search::{Lossy, Pins, Question, plan_of};
-use plimsoll_program::models::decoder::{AdamState, Base, Generation, Lora, Method, Optimizer, Source, head_blocks};
+use plimsoll_device::virtual_device::{VirtualDeviceSpec, open};
+use plimsoll_plan::search::{LossyOptions, PinnedChoices, PlanRequest, plan_recipe};
+use plimsoll_program::models::decoder::{
+    AdamState, Base, Generation, Lora, Method, Optimizer, WeightSource, head_blocks,
+};
 use plimsoll_program::models::{ModelConfig, preset};
 use plimsoll_program::passes::check::check;
 use plimsoll_program::workspace::Kernels;
-use plimsoll_program::{Lifetime, Share, TensorId};
+use plimsoll_program::{Lifetime, ProgramKind, Share, TensorId};
 use plimsoll_train::data::Rows;
 use plimsoll_train::session::engine::{Engine, StepInput};
 use std::collections::BTreeMap;
@@ -22,8 +25,8 @@ const LINK: Link = Link { bytes_per_second: 1e12, latency_seconds: 0.0 };
 const SEQUENCE: u64 = 20;
 const SEQUENCES: u64 = 4;
 
-/// Each has something that the others lack: tied heads, biases, norms of heads, a head of its own. The embedding and the
-/// widest matrix have the 4096 elements from which on state is coarse.
+/// Returns small models that differ in their features: tied heads, biases, norms of heads, an untied head. The
+/// embedding and the widest matrix have at least 4096 elements, the minimum for quantized state.
 fn models() -> Vec<ModelConfig> {
     let small = |name: &str, layers: u64| {
         let known = preset(name).expect("listed");
@@ -56,10 +59,11 @@ fn device() -> DeviceSpec {
     }
 }
 
+/// Files of a checkpoint, in memory, by tensor name.
 #[derive(Default)]
-struct Files(BTreeMap<String, Vec<u8>>);
+struct MemoryFiles(BTreeMap<String, Vec<u8>>);
 
-impl FileSpace for Files {
+impl FileSpace for MemoryFiles {
     fn read(&mut self, tensor: &str, offset: u64, into: &mut [u8]) -> io::Result<()> {
         let bytes = self.0.get(tensor).ok_or(io::ErrorKind::NotFound)?;
         into.copy_from_slice(&bytes[offset as usize..][..into.len()]);
@@ -75,20 +79,22 @@ impl FileSpace for Files {
     }
 }
 
-/// All that a run leaves behind.
+/// Everything that a run computes, for comparison bit by bit.
 #[derive(Debug, PartialEq)]
-struct Left {
+struct RunOutcome {
+    /// Bits of the loss and of the gradient norm, per step.
     losses: Vec<[u64; 2]>,
+    /// Bits of the evaluation's loss sum.
     evaluated: u64,
     logits: Vec<u64>,
-    /// By the name of the tensor in the plain Programs, and its slot.
+    /// Bytes of the persistent tensors, by the tensor's name without offload and its slot.
     tensors: BTreeMap<(String, u32), Vec<u8>>,
     files: BTreeMap<String, Vec<u8>>,
 }
 
-impl Left {
-    /// What differs, in words.
-    fn differs(&self, other: &Left) -> Option<String> {
+impl RunOutcome {
+    /// Describes the first difference.
+    fn first_difference(&self, other: &RunOutcome) -> Option<String> {
         if self.losses != other.losses {
             return Some(format!("losses: {:?}, {:?}", self.losses, other.losses));
         }
@@ -99,7 +105,7 @@ impl Left {
         if let Some((name, _)) = self.files.iter().find(|(name, bytes)| other.files.get(*name) != Some(bytes)) {
             return Some(format!("file {name}"));
         }
-        (self != other).then(|| "evaluation, tokens, or what is there at all".to_owned())
+        (self != other).then(|| "evaluation, logits, or the set of tensors or files".to_owned())
     }
 }
 
@@ -118,88 +124,88 @@ fn rows(count: u64, vocab: u64, seed: i32) -> Rows {
     rows
 }
 
-/// What a run does with its numbers.
+/// Training methods and number formats.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Numbers {
-    /// Everything is trained.
-    Whole,
-    /// The same with 8-bit state.
-    State8,
-    /// Adapters of a base in 4 bit.
-    Adapters4,
-    /// Adapters of a base in 8 bit.
-    Adapters8,
+enum Training {
+    /// All weights are trained.
+    Full,
+    /// All weights are trained, with 8-bit optimizer state.
+    FullAdam8,
+    /// LoRA on a base quantized to NF4.
+    LoraNf4,
+    /// LoRA on a base quantized to int8.
+    LoraInt8,
 }
 
-impl Numbers {
-    fn of(self) -> (AdamState, Lossy) {
-        let lossy = Lossy::default();
-        let adapters = |base| Lossy {
+impl Training {
+    fn options(self) -> (AdamState, LossyOptions) {
+        let lossy = LossyOptions::default();
+        let lora = |base| LossyOptions {
             method: Method::Lora(Lora { dropout: 0.2, rank: 4, ..lossy.lora.clone() }),
             base,
             ..lossy.clone()
         };
         match self {
-            Numbers::Whole => (AdamState::Full, lossy),
-            Numbers::State8 => (AdamState::Blockwise8, lossy),
-            Numbers::Adapters4 => (AdamState::Full, adapters(Base::Nf4)),
-            Numbers::Adapters8 => (AdamState::Full, adapters(Base::Int8)),
+            Training::Full => (AdamState::Full, lossy),
+            Training::FullAdam8 => (AdamState::Blockwise8, lossy),
+            Training::LoraNf4 => (AdamState::Full, lora(Base::Nf4)),
+            Training::LoraInt8 => (AdamState::Full, lora(Base::Int8)),
         }
     }
 }
 
-fn run(config: &ModelConfig, precision: DType, numbers: Numbers, micro_batch: u32, offload: Offload) -> Left {
-    run_on(DeviceKind::Virtual, config, precision, numbers, micro_batch, offload)
+fn run(config: &ModelConfig, precision: DType, training: Training, micro_batch: u32, offload: Offload) -> RunOutcome {
+    run_on(DeviceKind::Virtual, config, precision, training, micro_batch, offload)
 }
 
 fn run_on(
     kind: DeviceKind,
     config: &ModelConfig,
     precision: DType,
-    numbers: Numbers,
+    training: Training,
     micro_batch: u32,
     offload: Offload,
-) -> Left {
+) -> RunOutcome {
     let device = DeviceSpec { kind, ..device() };
-    let (state, lossy) = numbers.of();
-    let question = Question {
+    let (state, lossy) = training.options();
+    let request = PlanRequest {
         config,
         precision,
         sequence: SEQUENCE,
         sequences: SEQUENCES,
-        source: Source::Random { seed: 3 },
+        source: WeightSource::Random { seed: 3 },
         optimizer: Some(Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state }),
         evaluate: true,
         generation: Some(Generation { capacity: 16, chunk: 4 }),
         device: &device,
         host: HostSpec { budget: Bytes::gib(2), memory_bytes_per_second: 1e10, file: FileSpec::NONE },
         lossy,
-        pins: Pins::default(),
+        pins: PinnedChoices::default(),
         rungs: vec![],
-        share: Share::ALONE,
+        share: Share::SINGLE_DEVICE,
     };
     let levels = RecomputeLevel::ALL.iter().rev().cycle().take(config.layers as usize).copied().collect();
     let recipe = Recipe { micro_batch, recompute: levels, offload, rungs: vec![] };
-    let answer = plan_of(&question, &recipe);
-    check(&answer.set).unwrap_or_else(|e| panic!("{recipe}: {e}"));
-    // A tied head goes with its embedding; everything else that can be chosen takes something to the host.
-    let beside = answer.layout.host.bytes + answer.layout.file.bytes;
-    assert!(offload.is_nothing() || config.tied || beside > 0, "{offload}");
-    assert!(kind != DeviceKind::Cpu || answer.layout.host.bytes == 0, "the processor is its own host");
-    let set = answer.set.clone();
-    let what = Virtual {
+    let outcome = plan_recipe(&request, &recipe);
+    check(&outcome.set).unwrap_or_else(|e| panic!("{recipe}: {e}"));
+    // A tied head moves with its embedding. Every other choice offloads something.
+    let offloaded_bytes = outcome.layout.host.bytes + outcome.layout.file.bytes;
+    assert!(offload.is_nothing() || config.tied || offloaded_bytes > 0, "{offload}");
+    assert!(kind != DeviceKind::Cpu || outcome.layout.host.bytes == 0, "the CPU is its own host");
+    let set = outcome.set.clone();
+    let spec = VirtualDeviceSpec {
         name: "virtual:a".into(),
         arena_budget: Bytes::gib(1),
         threads: 2,
         price: Box::new(|_, _| 0.0),
         link: LINK,
-        scratch: Some(env!("CARGO_TARGET_TMPDIR").into()),
+        scratch_folder: Some(env!("CARGO_TARGET_TMPDIR").into()),
     };
-    let device = open(what, answer.set, answer.layout.placement, precision).expect("the arenas are given");
+    let device = open(spec, outcome.set, outcome.layout.placement, precision).expect("the arenas fit their budgets");
     let mut engine = Engine::new(device, &set, precision, recipe, SEQUENCE, config.vocab);
-    let mut files = Files::default();
-    engine.move_files("load", &mut files).unwrap();
-    engine.run("fresh").unwrap();
+    let mut files = MemoryFiles::default();
+    engine.move_files(ProgramKind::Load, &mut files).unwrap();
+    engine.run(ProgramKind::InitOptimizer).unwrap();
     let mut losses = Vec::new();
     for step in 1..=3 {
         let mut rows = rows(SEQUENCES, config.vocab, step as i32);
@@ -212,7 +218,10 @@ fn run_on(
     let evaluated = engine.evaluate(&mut rows(SEQUENCES, config.vocab, 9)).unwrap().loss_sum.to_bits();
     let logits = engine.extend(&[3, 1, 4, 1, 5], 0).unwrap();
     let logits = logits.iter().map(|logit| logit.to_bits()).collect();
-    for program in ["checkpoint", "save", "restore"].into_iter().filter(|name| set.program(name).is_some()) {
+    for program in [ProgramKind::Checkpoint, ProgramKind::Save, ProgramKind::Restore]
+        .into_iter()
+        .filter(|kind| set.program(*kind).is_some())
+    {
         engine.move_files(program, &mut files).unwrap();
     }
     let mut tensors = BTreeMap::new();
@@ -220,24 +229,25 @@ fn run_on(
         if tensor.lifetime != Lifetime::Persistent || tensor.space == Space::File {
             continue;
         }
-        let parts = [".file", ".host", ""];
-        let part = parts.iter().position(|part| tensor.name.ends_with(part)).expect("the last is a part of every name");
-        let base = &tensor.name[..tensor.name.len() - parts[part].len()];
-        let slots = |part: &&str| set.find(&format!("{base}{part}")).map_or(0, |home| set.tensor(home).slots);
-        let before: u32 = parts[..part].iter().map(slots).sum();
+        // An offloaded tensor is split into up to three: the layers in the file, on the host, and on the device.
+        let suffixes = [".file", ".host", ""];
+        let at = suffixes.iter().position(|suffix| tensor.name.ends_with(suffix)).expect("every name ends with \"\"");
+        let base = &tensor.name[..tensor.name.len() - suffixes[at].len()];
+        let slots = |suffix: &&str| set.find(&format!("{base}{suffix}")).map_or(0, |id| set.tensor(id).slots);
+        let before: u32 = suffixes[..at].iter().map(slots).sum();
         for slot in 0..tensor.slots {
             let mut bytes = vec![0; tensor.bytes() as usize];
             engine.device().read(TensorId(number as u32), slot, &mut bytes);
             tensors.insert((base.to_owned(), before + slot), bytes);
         }
     }
-    // What it is before it is cleared is the next step's business.
+    // Their values after a step are undefined: the next step clears them.
     tensors.retain(|(name, _), _| name != "scalars" && name != "metrics");
-    Left { losses, evaluated, logits, tensors, files: files.0 }
+    RunOutcome { losses, evaluated, logits, tensors, files: files.0 }
 }
 
-/// Each kind alone, and together, for some layers and for all.
-fn choices(layers: u32) -> Vec<Offload> {
+/// Returns offload choices: each kind of tensor alone and combined, for some layers and for all.
+fn offload_choices(layers: u32) -> Vec<Offload> {
     let some = layers.div_ceil(2);
     let none = Offload::NOTHING;
     vec![
@@ -260,7 +270,7 @@ fn choices(layers: u32) -> Vec<Offload> {
             embedding: true,
             head: true,
             update: false,
-            file: InFile::NOTHING,
+            file: ScratchOffload::NOTHING,
         },
         Offload { optimizer: some, update: true, ..none },
         Offload { optimizer: layers, update: true, ..none },
@@ -270,42 +280,46 @@ fn choices(layers: u32) -> Vec<Offload> {
 }
 
 #[test]
-fn whatever_waits_no_bit_changes() {
+fn offload_to_host_is_bit_exact() {
     for config in models() {
         for precision in [DType::F32, DType::Bf16] {
             for micro_batch in [2, 4] {
-                let plain = run(&config, precision, Numbers::Whole, micro_batch, Offload::NOTHING);
-                for choice in choices(config.layers as u32) {
-                    let found = run(&config, precision, Numbers::Whole, micro_batch, choice);
-                    let differs = plain.differs(&found);
-                    assert_eq!(differs, None, "{:?}, {precision}, {micro_batch}, {choice}", config.model_type);
+                let plain = run(&config, precision, Training::Full, micro_batch, Offload::NOTHING);
+                for choice in offload_choices(config.layers as u32) {
+                    let offloaded = run(&config, precision, Training::Full, micro_batch, choice);
+                    let difference = plain.first_difference(&offloaded);
+                    assert_eq!(difference, None, "{:?}, {precision}, {micro_batch}, {choice}", config.model_type);
                 }
             }
         }
     }
 }
 
-/// All or some of what waits, in the scratch file.
-fn in_file(choice: Offload, part: u32) -> Offload {
+/// Moves 1/`divisor` of the offloaded layers of `choice` to the scratch file, rounded up.
+fn in_file(choice: Offload, divisor: u32) -> Offload {
     let Offload { optimizer, gradients, weights, .. } = choice;
-    let of = |count: u32| count.div_ceil(part);
-    Offload { file: InFile { optimizer: of(optimizer), gradients: of(gradients), weights: of(weights) }, ..choice }
+    let share = |count: u32| count.div_ceil(divisor);
+    Offload {
+        file: ScratchOffload { optimizer: share(optimizer), gradients: share(gradients), weights: share(weights) },
+        ..choice
+    }
 }
 
 #[test]
-fn whatever_waits_in_the_scratch_file_no_bit_changes() {
+fn offload_to_scratch_file_is_bit_exact() {
     for (number, config) in models().into_iter().enumerate() {
         let precision = [DType::F32, DType::Bf16][number % 2];
         for micro_batch in [2, 4] {
-            let plain = run(&config, precision, Numbers::Whole, micro_batch, Offload::NOTHING);
-            let waiting =
-                choices(config.layers as u32).into_iter().filter(|choice| !in_file(*choice, 1).file.is_nothing());
-            for (at, choice) in waiting.enumerate() {
+            let plain = run(&config, precision, Training::Full, micro_batch, Offload::NOTHING);
+            let file_choices = offload_choices(config.layers as u32)
+                .into_iter()
+                .filter(|choice| !in_file(*choice, 1).file.is_nothing());
+            for (at, choice) in file_choices.enumerate() {
                 let choice = in_file(choice, 1 + (at + number) as u32 % 2);
-                let found = run(&config, precision, Numbers::Whole, micro_batch, choice);
-                let differs = plain.differs(&found);
+                let offloaded = run(&config, precision, Training::Full, micro_batch, choice);
+                let difference = plain.first_difference(&offloaded);
                 assert_eq!(
-                    differs, None,
+                    difference, None,
                     "{:?}, {micro_batch}, {choice}, in the file {}",
                     config.model_type, choice.file
                 );
@@ -315,67 +329,75 @@ fn whatever_waits_in_the_scratch_file_no_bit_changes() {
 }
 
 #[test]
-fn coarse_state_and_matrices_in_the_scratch_file_keep_every_bit() {
+fn quantized_scratch_tensors_keep_every_bit() {
     let config = models().swap_remove(1);
-    for numbers in [Numbers::State8, Numbers::Adapters4, Numbers::Adapters8] {
-        let plain = run(&config, DType::F32, numbers, 2, Offload::NOTHING);
-        for choice in choices(config.layers as u32).into_iter().skip(7).map(|choice| in_file(choice, 1)) {
-            let found = run(&config, DType::F32, numbers, 2, choice);
-            assert_eq!(plain.differs(&found), None, "{numbers:?}, {choice}, in the file {}", choice.file);
+    for training in [Training::FullAdam8, Training::LoraNf4, Training::LoraInt8] {
+        let plain = run(&config, DType::F32, training, 2, Offload::NOTHING);
+        for choice in offload_choices(config.layers as u32).into_iter().skip(7).map(|choice| in_file(choice, 1)) {
+            let offloaded = run(&config, DType::F32, training, 2, choice);
+            assert_eq!(plain.first_difference(&offloaded), None, "{training:?}, {choice}, in the file {}", choice.file);
         }
     }
 }
 
-/// The processor is its own host: what waits does so in the file.
+/// The CPU is its own host, so it offloads only to the scratch file.
 #[test]
-fn on_the_processor_the_scratch_file_changes_no_bit() {
+fn scratch_file_on_cpu_is_bit_exact() {
     for (config, precision) in models().into_iter().zip([DType::F32, DType::Bf16, DType::F32, DType::Bf16]) {
-        let plain = run_on(DeviceKind::Cpu, &config, precision, Numbers::Whole, 2, Offload::NOTHING);
+        let plain = run_on(DeviceKind::Cpu, &config, precision, Training::Full, 2, Offload::NOTHING);
         let all = config.layers as u32;
         for (optimizer, gradients, weights) in [(all, 0, 0), (1, 0, 0), (all, all, 0), (all, all, all), (all, 0, 1)] {
             let choice = in_file(Offload { optimizer, gradients, weights, ..Offload::NOTHING }, 1);
-            let found = run_on(DeviceKind::Cpu, &config, precision, Numbers::Whole, 2, choice);
-            assert_eq!(plain.differs(&found), None, "{:?}, {choice}", config.model_type);
+            let offloaded = run_on(DeviceKind::Cpu, &config, precision, Training::Full, 2, choice);
+            assert_eq!(plain.first_difference(&offloaded), None, "{:?}, {choice}", config.model_type);
         }
     }
 }
 
 #[test]
-fn whatever_waits_no_bit_of_lossy_rungs_changes() {
+fn offload_with_lossy_rungs_is_bit_exact() {
     for config in models().into_iter().skip(1).step_by(2) {
-        for numbers in [Numbers::State8, Numbers::Adapters4, Numbers::Adapters8] {
-            let plain = run(&config, DType::F32, numbers, 2, Offload::NOTHING);
-            for choice in choices(config.layers as u32).into_iter().skip(5) {
-                let found = run(&config, DType::F32, numbers, 2, choice);
-                assert_eq!(plain.differs(&found), None, "{:?}, {numbers:?}, {choice}", config.model_type);
+        for training in [Training::FullAdam8, Training::LoraNf4, Training::LoraInt8] {
+            let plain = run(&config, DType::F32, training, 2, Offload::NOTHING);
+            for choice in offload_choices(config.layers as u32).into_iter().skip(5) {
+                let offloaded = run(&config, DType::F32, training, 2, choice);
+                assert_eq!(plain.first_difference(&offloaded), None, "{:?}, {training:?}, {choice}", config.model_type);
             }
         }
     }
 }
 
-/// A table that is updated a piece at a time.
+/// The embedding and head are large enough to be updated in pieces.
 #[test]
-fn pieces_of_a_large_tensor_change_no_bit() {
+fn large_tensor_updated_in_pieces_is_bit_exact() {
     let config = ModelConfig { vocab: 70_001, layers: 1, ..models().swap_remove(3) };
-    for numbers in [Numbers::Whole, Numbers::State8] {
-        let plain = run(&config, DType::F32, numbers, 4, Offload::NOTHING);
+    for training in [Training::Full, Training::FullAdam8] {
+        let plain = run(&config, DType::F32, training, 4, Offload::NOTHING);
         let choice = Offload { optimizer: 1, gradients: 1, head: true, ..Offload::NOTHING };
-        assert_eq!(plain.differs(&run(&config, DType::F32, numbers, 4, choice)), None, "{numbers:?}");
-        // The same by the host, with gradients that come to it and weights that go back.
+        assert_eq!(plain.first_difference(&run(&config, DType::F32, training, 4, choice)), None, "{training:?}");
+        // The host runs the update: gradients are copied to it, and weights back to the device.
         let choice = Offload { optimizer: 1, update: true, ..Offload::NOTHING };
-        assert_eq!(plain.differs(&run(&config, DType::F32, numbers, 4, choice)), None, "{numbers:?} on the host");
-        // And in parts through windows, by either.
+        assert_eq!(
+            plain.first_difference(&run(&config, DType::F32, training, 4, choice)),
+            None,
+            "{training:?} on the host"
+        );
+        // The optimizer state and gradients are in the scratch file, with the update on the device or on the host.
         for update in [false, true] {
             let choice = in_file(Offload { optimizer: 1, gradients: 1, update, ..Offload::NOTHING }, 1);
-            assert_eq!(plain.differs(&run(&config, DType::F32, numbers, 4, choice)), None, "{numbers:?}, {update}");
+            assert_eq!(
+                plain.first_difference(&run(&config, DType::F32, training, 4, choice)),
+                None,
+                "{training:?}, {update}"
+            );
         }
     }
 }
 
-/// A head of several blocks, the last of which is smaller, and rows that are no multiple of a block's: the loss takes
-/// all rows for each block of the head, or all of the head for each block of rows.
+/// The head has several blocks, the last of which is smaller, and the number of rows is not a multiple of a block of
+/// rows. The loss iterates over all rows per head block, or over the whole head per block of rows.
 #[test]
-fn a_head_that_comes_in_blocks_changes_no_bit() {
+fn offloaded_head_in_blocks_is_bit_exact() {
     let all = Offload {
         optimizer: 1,
         gradients: 1,
@@ -384,7 +406,7 @@ fn a_head_that_comes_in_blocks_changes_no_bit() {
         embedding: true,
         head: true,
         update: true,
-        file: InFile::NOTHING,
+        file: ScratchOffload::NOTHING,
     };
     for tied in [false, true] {
         let config = ModelConfig { vocab: 70_001, layers: 1, tied, ..models().swap_remove(3) };
@@ -395,14 +417,14 @@ fn a_head_that_comes_in_blocks_changes_no_bit() {
         assert!(sizes.len() > 4 && sizes[sizes.len() - 1] < sizes[0], "{sizes:?}");
         let head = Offload { embedding: tied, head: !tied, ..Offload::NOTHING };
         let updated = Offload { optimizer: 1, gradients: 1, ..head };
-        // Two micro-batches of two blocks of rows, or one of three.
-        for (precision, numbers, micro_batch) in
-            [(DType::F32, Numbers::Whole, 2), (DType::Bf16, Numbers::Whole, 4), (DType::Bf16, Numbers::Adapters8, 4)]
+        // Two micro-batches of two row blocks each, or one micro-batch of three.
+        for (precision, training, micro_batch) in
+            [(DType::F32, Training::Full, 2), (DType::Bf16, Training::Full, 4), (DType::Bf16, Training::LoraInt8, 4)]
         {
-            let plain = run(&config, precision, numbers, micro_batch, Offload::NOTHING);
+            let plain = run(&config, precision, training, micro_batch, Offload::NOTHING);
             for choice in [head, updated, all] {
-                let differs = plain.differs(&run(&config, precision, numbers, micro_batch, choice));
-                assert_eq!(differs, None, "tied {tied}, {precision}, {numbers:?}, {micro_batch}, {choice}");
+                let difference = plain.first_difference(&run(&config, precision, training, micro_batch, choice));
+                assert_eq!(difference, None, "tied {tied}, {precision}, {training:?}, {micro_batch}, {choice}");
             }
         }
     }

@@ -1,17 +1,17 @@
-//! The same numbers as transformers and PyTorch, from the fixtures that `parity/run make` wrote
-//! (`parity/README.md` says what they hold, and why the tolerances are what they are).
+//! Comparison with transformers, PyTorch and PEFT, by the fixtures that `parity/run make` wrote. `parity/README.md`
+//! describes their content and justifies the tolerances.
 
 use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, HostSpec, Link, Rates, Recipe, RecomputeLevel};
 use plimsoll_device::cpu::executor::{open, real_values};
-use plimsoll_plan::search::{Lossy, Pins, Question, plan_of};
+use plimsoll_plan::search::{LossyOptions, PinnedChoices, PlanRequest, plan_recipe};
 use plimsoll_program::models::Parameter;
 use plimsoll_program::models::decoder::{AdamState, Generation, Method, Optimizer};
-use plimsoll_program::{ProgramSet, Share};
-use plimsoll_train::data::{DataSpec, Dataset, Format, Long, Rows};
+use plimsoll_program::{ProgramKind, ProgramSet, Share};
+use plimsoll_train::data::{DataSpec, Dataset, Format, LongSamples, Rows};
 use plimsoll_train::files::{AdapterDir, ModelDir, StoredTensor, WeightFiles, write_adapter_dir};
 use plimsoll_train::inference::merge::merge;
 use plimsoll_train::session::engine::{Engine, StepInput};
-use plimsoll_train::session::spaces::{ModelSource, Storing};
+use plimsoll_train::session::tensor_files::{ModelSource, TensorWriter};
 use serde_json::Value;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
@@ -31,6 +31,7 @@ const CASES: [&str; 12] = [
     "qwen3-shards-new-keys",
 ];
 
+/// A fixture: a model directory, data, and the reference values of transformers and PyTorch.
 struct Case {
     name: &'static str,
     path: PathBuf,
@@ -43,23 +44,25 @@ struct Case {
 impl Case {
     fn open(name: &'static str) -> Case {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../parity/fixtures").join(name);
-        let reference = std::fs::read(path.join("reference.json")).expect("a fixture has its numbers");
-        let reference: Value = serde_json::from_slice(&reference).expect("they are JSON");
+        let reference = std::fs::read(path.join("reference.json")).expect("the fixture has a reference.json");
+        let reference: Value = serde_json::from_slice(&reference).expect("reference.json is JSON");
         Case {
             name,
             dir: ModelDir::open(&path, &[]).unwrap_or_else(|e| panic!("{name}: {e}")),
             tensors: WeightFiles::open_files(vec![path.join("reference.safetensors")])
-                .expect("a fixture has its tensors"),
-            sequence: reference["sequence"].as_u64().expect("a number"),
+                .expect("the fixture has a reference.safetensors"),
+            sequence: reference["sequence"].as_u64().expect("`sequence` is a number"),
             reference,
             path,
         }
     }
 
+    /// Returns the reference value at a JSON pointer.
     fn number(&self, pointer: &str) -> f64 {
         self.reference.pointer(pointer).and_then(Value::as_f64).unwrap_or_else(|| panic!("{} has {pointer}", self.name))
     }
 
+    /// Returns a reference tensor.
     fn tensor(&self, name: &str) -> Vec<f64> {
         let entry = self.tensors.entry(name).unwrap_or_else(|| panic!("{}: {name} is missing", self.name));
         let mut bytes = vec![0; entry.bytes as usize];
@@ -67,13 +70,14 @@ impl Case {
         real_values(DType::F32, &bytes)
     }
 
+    /// Opens a data file of the fixture and returns it with an empty row buffer.
     fn rows(&self, file: &str, cache: &Path) -> (Dataset, Rows) {
         let spec = DataSpec {
             patterns: vec![self.path.join(file).display().to_string()],
             format: Format::Tokens,
             sequence: self.sequence,
             pack: false,
-            long: Long::Refuse,
+            long: LongSamples::Refuse,
             vocab: self.dir.config.vocab,
             end_token: None,
         };
@@ -114,10 +118,10 @@ impl Case {
             threads: 2,
             rates,
         };
-        let weights = self.dir.need_weights().expect("fixtures have weights");
+        let weights = self.dir.require_weights().expect("fixtures have weights");
         let training = &self.reference["training"];
         let number = |key: &str| training[key].as_f64().unwrap_or_else(|| panic!("training has {key}: {training}"));
-        let question = Question {
+        let request = PlanRequest {
             config: &self.dir.config,
             precision,
             sequence: self.sequence,
@@ -133,27 +137,27 @@ impl Case {
             generation: Some(Generation { capacity: 64, chunk: 16 }),
             device: &device,
             host: HostSpec::NONE,
-            lossy: Lossy {
+            lossy: LossyOptions {
                 method: adapter.map_or(Method::Full, |adapter| Method::Lora(adapter.lora(0.0, 1))),
-                ..Lossy::default()
+                ..LossyOptions::default()
             },
-            pins: Pins::default(),
+            pins: PinnedChoices::default(),
             rungs: vec![],
-            share: Share::ALONE,
+            share: Share::SINGLE_DEVICE,
         };
         let recipe = Recipe::on_device(micro_batch, vec![level; self.dir.config.layers as usize]);
-        let answer = plan_of(&question, &recipe);
-        plimsoll_program::passes::check::check(&answer.set).expect("well-formed");
-        let set = answer.set.clone();
-        let device = open(answer.set, answer.layout.placement, precision, 2, None).expect("the arena is given");
+        let outcome = plan_recipe(&request, &recipe);
+        plimsoll_program::passes::check::check(&outcome.set).expect("well-formed");
+        let set = outcome.set.clone();
+        let device = open(outcome.set, outcome.layout.placement, precision, 2, None).expect("the arena fits");
         let mut engine = Engine::new(device, &set, precision, recipe, self.sequence, self.dir.config.vocab);
         let sources = [weights].into_iter().chain(adapter.map(|adapter| &adapter.weights));
-        engine.move_files("load", &mut ModelSource::new(sources)).expect("the weights load");
-        engine.run("fresh").expect("the optimizer starts from zero");
+        engine.move_files(ProgramKind::Load, &mut ModelSource::new(sources)).expect("the weights load");
+        engine.run(ProgramKind::InitOptimizer).expect("the optimizer starts from zero");
         (engine, set)
     }
 
-    /// A Hugging Face parameter, or what stands beside it: `suffix` is "", ".gradient", ….
+    /// Reads a parameter by its Hugging Face name, or a tensor that belongs to it: `suffix` is "" or ".gradient".
     fn parameter(
         &self,
         engine: &mut Engine,
@@ -163,12 +167,13 @@ impl Case {
         precision: DType,
     ) -> Vec<f64> {
         let parameters = self.dir.config.hf_parameters();
-        let p = parameters.iter().find(|p| p.hf_name == hf_name).expect("known");
+        let p = parameters.iter().find(|p| p.hf_name == hf_name).expect("the model has this parameter");
         Case::values(engine, set, p, suffix, precision)
     }
 
+    /// Reads a parameter, or the tensor with `suffix` that belongs to it, from the device.
     fn values(engine: &mut Engine, set: &ProgramSet, p: &Parameter, suffix: &str, precision: DType) -> Vec<f64> {
-        let id = set.find(&format!("{}{suffix}", p.tensor)).expect("has its tensor");
+        let id = set.find(&format!("{}{suffix}", p.tensor)).expect("the Program has this tensor");
         let mut bytes = vec![0; set.tensor(id).bytes() as usize];
         engine.device().read(id, p.layer.unwrap_or(0) as u32, &mut bytes);
         let all = real_values(precision, &bytes);
@@ -176,14 +181,16 @@ impl Case {
     }
 }
 
-fn normwise(a: &[f64], b: &[f64]) -> f64 {
+/// Returns the relative distance ‖a − b‖ / ‖b‖.
+fn relative_distance(a: &[f64], b: &[f64]) -> f64 {
     assert_eq!(a.len(), b.len());
     let square = |x: f64| x * x;
     let difference: f64 = a.iter().zip(b).map(|(a, b)| square(a - b)).sum();
     (difference / b.iter().map(|b| square(*b)).sum::<f64>()).sqrt()
 }
 
-fn relative(a: f64, b: f64) -> f64 {
+/// Returns the relative error |a − b| / |b|.
+fn relative_error(a: f64, b: f64) -> f64 {
     ((a - b) / b).abs()
 }
 
@@ -192,7 +199,7 @@ fn input(step: u64, labelled_tokens: u64) -> StepInput {
 }
 
 #[test]
-fn loss_and_every_gradient_are_those_of_transformers() {
+fn loss_and_gradients_match_transformers() {
     let cache = tempfile::tempdir().expect("a folder");
     for name in CASES {
         let case = Case::open(name);
@@ -204,11 +211,11 @@ fn loss_and_every_gradient_are_those_of_transformers() {
             let labelled = rows.labelled_tokens();
             assert_eq!(labelled as f64, case.number("/batch/tokens"), "{name}");
             let (mut engine, set) = case.engine(DType::F32, micro_batch, level);
-            let found = engine.gradients(&mut rows, &input(1, labelled), 1).expect("runs");
-            assert!(relative(found.loss, case.number("/batch/loss")) < 1e-5, "{name}: loss {}", found.loss);
+            let result = engine.gradients(&mut rows, &input(1, labelled), 1).expect("runs");
+            assert!(relative_error(result.loss, case.number("/batch/loss")) < 1e-5, "{name}: loss {}", result.loss);
             for p in case.dir.config.hf_parameters() {
                 let gradient = case.parameter(&mut engine, &set, &p.hf_name, ".gradient", DType::F32);
-                let distance = normwise(&gradient, &case.tensor(&format!("grad.{}", p.hf_name)));
+                let distance = relative_distance(&gradient, &case.tensor(&format!("grad.{}", p.hf_name)));
                 assert!(
                     distance < 1e-4,
                     "{name}, micro-batch {micro_batch}, {level}: {} is {distance:e} away",
@@ -219,9 +226,9 @@ fn loss_and_every_gradient_are_those_of_transformers() {
     }
 }
 
-/// Each number that is stored has 8 bits: some 2^-9 off, at every op on the way.
+/// A bf16 value has 8 significant bits, so every op adds a relative error of about 2^-9.
 #[test]
-fn in_bf16_all_of_it_is_near_what_transformers_has_in_f32() {
+fn bf16_training_is_close_to_f32_reference() {
     let cache = tempfile::tempdir().expect("a folder");
     for name in CASES {
         let case = Case::open(name);
@@ -229,11 +236,11 @@ fn in_bf16_all_of_it_is_near_what_transformers_has_in_f32() {
         data.read(0..data.rows(), &mut rows).expect("rows");
         let labelled = rows.labelled_tokens();
         let (mut engine, set) = case.engine(DType::Bf16, 2, RecomputeLevel::Nothing);
-        let found = engine.gradients(&mut rows, &input(1, labelled), 1).expect("runs");
-        assert!(relative(found.loss, case.number("/batch/loss")) < 5e-3, "{name}: loss {}", found.loss);
+        let result = engine.gradients(&mut rows, &input(1, labelled), 1).expect("runs");
+        assert!(relative_error(result.loss, case.number("/batch/loss")) < 5e-3, "{name}: loss {}", result.loss);
         for p in case.dir.config.hf_parameters() {
             let gradient = case.parameter(&mut engine, &set, &p.hf_name, ".gradient", DType::F32);
-            let distance = normwise(&gradient, &case.tensor(&format!("grad.{}", p.hf_name)));
+            let distance = relative_distance(&gradient, &case.tensor(&format!("grad.{}", p.hf_name)));
             assert!(distance < 4e-2, "{name}: {} is {distance:e} away", p.hf_name);
         }
         let (data, mut rows) = case.rows("train.jsonl", cache.path());
@@ -241,16 +248,16 @@ fn in_bf16_all_of_it_is_near_what_transformers_has_in_f32() {
         for step in 0..5 {
             data.read(4 * step..4 * step + 4, &mut rows).expect("rows");
             let labelled = rows.labelled_tokens();
-            let found = engine.gradients(&mut rows, &input(step + 1, labelled), 1).expect("runs");
+            let result = engine.gradients(&mut rows, &input(step + 1, labelled), 1).expect("runs");
             let loss = case.number(&format!("/steps/{step}/loss"));
-            assert!(relative(found.loss, loss) < 1e-2, "{name}, step {step}: loss {} not {loss}", found.loss);
+            assert!(relative_error(result.loss, loss) < 1e-2, "{name}, step {step}: loss {} not {loss}", result.loss);
             engine.update().expect("runs");
         }
     }
 }
 
 #[test]
-fn weights_after_five_steps_are_those_of_torch() {
+fn weights_after_five_steps_match_pytorch() {
     let cache = tempfile::tempdir().expect("a folder");
     for name in CASES {
         let case = Case::open(name);
@@ -259,28 +266,28 @@ fn weights_after_five_steps_are_those_of_torch() {
         for step in 0..5 {
             data.read(4 * step..4 * step + 4, &mut rows).expect("rows");
             let labelled = rows.labelled_tokens();
-            let found = engine.gradients(&mut rows, &input(step + 1, labelled), 1).expect("runs");
+            let result = engine.gradients(&mut rows, &input(step + 1, labelled), 1).expect("runs");
             let (loss, norm) =
                 (case.number(&format!("/steps/{step}/loss")), case.number(&format!("/steps/{step}/norm")));
-            assert!(relative(found.loss, loss) < 1e-5, "{name}, step {step}: loss {} not {loss}", found.loss);
-            assert!(relative(found.norm, norm) < 1e-4, "{name}, step {step}: norm {} not {norm}", found.norm);
+            assert!(relative_error(result.loss, loss) < 1e-5, "{name}, step {step}: loss {} not {loss}", result.loss);
+            assert!(relative_error(result.norm, norm) < 1e-4, "{name}, step {step}: norm {} not {norm}", result.norm);
             engine.update().expect("runs");
         }
         for p in case.dir.config.hf_parameters() {
             let weight = case.parameter(&mut engine, &set, &p.hf_name, "", DType::F32);
-            let distance = normwise(&weight, &case.tensor(&format!("after.{}", p.hf_name)));
+            let distance = relative_distance(&weight, &case.tensor(&format!("after.{}", p.hf_name)));
             assert!(distance < 1e-4, "{name}: {} is {distance:e} away", p.hf_name);
         }
         data.read(0..4, &mut rows).expect("rows");
         let (batch, mut rows) = case.rows("batch.jsonl", cache.path());
         batch.read(0..batch.rows(), &mut rows).expect("rows");
         let after = engine.evaluate(&mut rows).expect("runs");
-        assert!(relative(after.loss(), case.number("/batch_after/loss")) < 1e-5, "{name}");
+        assert!(relative_error(after.loss(), case.number("/batch_after/loss")) < 1e-5, "{name}");
     }
 }
 
 #[test]
-fn logits_through_the_cache_are_those_of_transformers() {
+fn logits_with_kv_cache_match_transformers() {
     let cache = tempfile::tempdir().expect("a folder");
     for name in CASES {
         let case = Case::open(name);
@@ -292,9 +299,9 @@ fn logits_through_the_cache_are_those_of_transformers() {
             let vocab = case.dir.config.vocab as usize;
             let length = expected.len() / vocab;
             let largest = expected.iter().fold(0f64, |m, x| m.max(x.abs()));
-            // A row holds all tokens but the last, which is a target only.
+            // A row holds all tokens except the last, which is only a target.
             let known = length.min(rows.tokens.len());
-            // One call for the first half, then token by token.
+            // Prefills the first half in one call, then decodes token by token.
             let half = (known / 2).max(1);
             for at in half..=known {
                 let (tokens, before) =
@@ -309,7 +316,7 @@ fn logits_through_the_cache_are_those_of_transformers() {
 }
 
 #[test]
-fn any_micro_batch_gives_the_same_gradients_in_f64() {
+fn f64_gradients_do_not_depend_on_micro_batch() {
     let cache = tempfile::tempdir().expect("a folder");
     for name in ["llama-gqa-tied", "qwen2", "qwen3"] {
         let case = Case::open(name);
@@ -331,7 +338,7 @@ fn any_micro_batch_gives_the_same_gradients_in_f64() {
                 None => first = Some(all),
                 Some(first) => {
                     for ((a, b), p) in all.iter().zip(first).zip(&parameters) {
-                        assert!(normwise(a, b) < 1e-9, "{name}: {}", p.hf_name);
+                        assert!(relative_distance(a, b) < 1e-9, "{name}: {}", p.hf_name);
                     }
                 }
             }
@@ -340,7 +347,7 @@ fn any_micro_batch_gives_the_same_gradients_in_f64() {
 }
 
 #[test]
-fn recomputing_leaves_every_bit_as_it_is() {
+fn recompute_is_bit_exact() {
     let cache = tempfile::tempdir().expect("a folder");
     let cases = ["llama", "qwen2", "qwen3"].map(|name| (name, DType::F32));
     for (name, precision) in cases.into_iter().chain([("qwen2", DType::Bf16)]) {
@@ -366,7 +373,7 @@ fn recomputing_leaves_every_bit_as_it_is() {
     }
 }
 
-/// Adapters that peft wrote, on the model of a case, and what peft makes of them.
+/// Adapters that PEFT wrote for the model of a fixture, with PEFT's reference values.
 struct Adapters {
     case: Case,
     path: PathBuf,
@@ -377,8 +384,8 @@ impl Adapters {
     fn all() -> impl Iterator<Item = Adapters> {
         ["all", "q-v", "k-o-up-down"].into_iter().map(|name| {
             let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../parity/fixtures/adapters").join(name);
-            let reference = std::fs::read(path.join("reference.json")).expect("a fixture has its numbers");
-            let reference: Value = serde_json::from_slice(&reference).expect("they are JSON");
+            let reference = std::fs::read(path.join("reference.json")).expect("the fixture has a reference.json");
+            let reference: Value = serde_json::from_slice(&reference).expect("reference.json is JSON");
             let mut case = Case::open("llama-gqa-tied");
             assert_eq!(reference["base"], case.name);
             let training = case.reference["training"].take();
@@ -391,17 +398,18 @@ impl Adapters {
         })
     }
 
+    /// Compares the tensors with `suffix` of all adapters with the reference tensors of `kind`.
     fn check(&self, engine: &mut Engine, set: &ProgramSet, suffix: &str, kind: &str) {
         for (p, _) in &self.dir.weights.parameters {
             let found = Case::values(engine, set, p, suffix, DType::F32);
-            let distance = normwise(&found, &self.case.tensor(&format!("{kind}.{}", p.hf_name)));
+            let distance = relative_distance(&found, &self.case.tensor(&format!("{kind}.{}", p.hf_name)));
             assert!(distance < 1e-4, "{}: {kind} of {} is {distance:e} away", self.case.name, p.hf_name);
         }
     }
 }
 
 #[test]
-fn loss_and_gradients_of_adapters_are_those_of_peft() {
+fn adapter_loss_and_gradients_match_peft() {
     let cache = tempfile::tempdir().expect("a folder");
     for adapters in Adapters::all() {
         let case = &adapters.case;
@@ -410,15 +418,20 @@ fn loss_and_gradients_of_adapters_are_those_of_peft() {
             data.read(0..data.rows(), &mut rows).expect("rows");
             let labelled = rows.labelled_tokens();
             let (mut engine, set) = case.engine_with(DType::F32, micro_batch, level, Some(&adapters.dir));
-            let found = engine.gradients(&mut rows, &input(1, labelled), 1).expect("runs");
-            assert!(relative(found.loss, case.number("/batch/loss")) < 1e-5, "{}: loss {}", case.name, found.loss);
+            let result = engine.gradients(&mut rows, &input(1, labelled), 1).expect("runs");
+            assert!(
+                relative_error(result.loss, case.number("/batch/loss")) < 1e-5,
+                "{}: loss {}",
+                case.name,
+                result.loss
+            );
             adapters.check(&mut engine, &set, ".gradient", "grad");
         }
     }
 }
 
 #[test]
-fn adapters_after_five_steps_are_those_of_peft_and_so_are_the_written_ones() {
+fn trained_and_saved_adapters_match_peft() {
     let cache = tempfile::tempdir().expect("a folder");
     for adapters in Adapters::all() {
         let case = &adapters.case;
@@ -427,49 +440,60 @@ fn adapters_after_five_steps_are_those_of_peft_and_so_are_the_written_ones() {
         for step in 0..5 {
             data.read(4 * step..4 * step + 4, &mut rows).expect("rows");
             let labelled = rows.labelled_tokens();
-            let found = engine.gradients(&mut rows, &input(step + 1, labelled), 1).expect("runs");
+            let result = engine.gradients(&mut rows, &input(step + 1, labelled), 1).expect("runs");
             let (loss, norm) =
                 (case.number(&format!("/steps/{step}/loss")), case.number(&format!("/steps/{step}/norm")));
-            assert!(relative(found.loss, loss) < 1e-5, "{}, step {step}: loss {} not {loss}", case.name, found.loss);
-            assert!(relative(found.norm, norm) < 1e-4, "{}, step {step}: norm {} not {norm}", case.name, found.norm);
+            assert!(
+                relative_error(result.loss, loss) < 1e-5,
+                "{}, step {step}: loss {} not {loss}",
+                case.name,
+                result.loss
+            );
+            assert!(
+                relative_error(result.norm, norm) < 1e-4,
+                "{}, step {step}: norm {} not {norm}",
+                case.name,
+                result.norm
+            );
             engine.update().expect("runs");
         }
         adapters.check(&mut engine, &set, "", "after");
-        // Written and read back, they are these very numbers.
-        let tensors: Vec<StoredTensor> = engine.files("save").to_vec();
+        // Saved adapters read back with the same values.
+        let tensors: Vec<StoredTensor> = engine.file_tensors(ProgramKind::Save).to_vec();
         let out = cache.path().join(format!("{}-written", case.name));
         write_adapter_dir(&out, &adapters.dir.lora(0.0, 1), Some(&case.path), &tensors, |writer| {
-            engine.move_files("save", &mut Storing(writer)).expect("runs");
+            engine.move_files(ProgramKind::Save, &mut TensorWriter(writer)).expect("runs");
             Ok::<(), plimsoll_train::files::FilesError>(())
         })
         .expect("written");
-        let back = AdapterDir::open(&out, &case.dir.config).expect("readable");
+        let reopened = AdapterDir::open(&out, &case.dir.config).expect("readable");
         assert_eq!(
-            (back.rank, back.alpha, &back.targets),
+            (reopened.rank, reopened.alpha, &reopened.targets),
             (adapters.dir.rank, adapters.dir.alpha, &adapters.dir.targets)
         );
-        for (p, entry) in &back.weights.parameters {
+        for (p, entry) in &reopened.weights.parameters {
             let mut bytes = vec![0; entry.bytes as usize];
-            back.weights.files.read_at(entry, 0, &mut bytes).expect("readable");
+            reopened.weights.files.read_at(entry, 0, &mut bytes).expect("readable");
             assert_eq!(real_values(DType::F32, &bytes), Case::values(&mut engine, &set, p, "", DType::F32));
         }
     }
 }
 
 #[test]
-fn a_merged_model_has_the_loss_of_its_parts() {
+fn merged_model_has_loss_of_base_with_adapters() {
     let cache = tempfile::tempdir().expect("a folder");
     for adapters in Adapters::all() {
         let out = cache.path().join(adapters.case.name);
         merge(&adapters.case.path, &adapters.path, &out, &[]).expect("merged");
-        let again = merge(&adapters.case.path, &adapters.path, &out, &[]).expect_err("what is there stays");
-        assert!(again.message.ends_with("is there already"), "{again}");
+        let refused =
+            merge(&adapters.case.path, &adapters.path, &out, &[]).expect_err("an existing folder is not overwritten");
+        assert!(refused.message.ends_with("already exists"), "{refused}");
         let expected = adapters.case.number("/merged/loss");
         let merged = Case { dir: ModelDir::open(&out, &[]).expect("a model"), ..adapters.case };
         let (data, mut rows) = merged.rows("batch.jsonl", cache.path());
         data.read(0..data.rows(), &mut rows).expect("rows");
         let (mut engine, _) = merged.engine(DType::F32, 4, RecomputeLevel::Nothing);
         let loss = engine.evaluate(&mut rows).expect("runs").loss();
-        assert!(relative(loss, expected) < 1e-5, "{}: {loss} not {expected}", merged.name);
+        assert!(relative_error(loss, expected) < 1e-5, "{}: {loss} not {expected}", merged.name);
     }
 }

@@ -1,11 +1,11 @@
-//! The devices of this machine as a person or a program sees them: `plimsoll devices`, its live view, and the figures
-//! of `plimsoll bench devices`. What is found and measured comes from `plimsoll-device`; here it is only drawn.
+//! The output of `plimsoll devices`, its live view, and `plimsoll bench devices`, as text and JSON. `plimsoll-device` finds and
+//! measures the devices.
 
 use crate::text::{columns, flops, percent};
-use plimsoll_core::{Bytes, counted};
+use plimsoll_core::{Bytes, format_count};
 use plimsoll_device::bench::{Bench, DeviceBench};
 use plimsoll_device::disk::DiskRates;
-use plimsoll_device::probe::{self, Cache, Found, Gpu, Load, Machine};
+use plimsoll_device::probe::{self, Cache, CpuUsage, DeviceInfo, Gpu, Machine};
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
 use ratatui::layout::{Constraint, Layout, Rect};
 use ratatui::style::Stylize;
@@ -15,26 +15,26 @@ use serde::Serialize;
 use std::io::{self, IsTerminal, Write};
 use std::time::{Duration, Instant};
 
-/// How often the live view looks again.
-const PERIOD: Duration = Duration::from_secs(1);
+/// The time between two updates of the live view.
+const UPDATE_PERIOD: Duration = Duration::from_secs(1);
 
-/// The devices as a table for a person; ends with a line break.
+/// Formats the devices as a table. Ends with a line break.
 pub fn table(machine: &Machine) -> String {
     let mut rows = vec![titles(&["device", "cores", "memory", "free", "would take", "threads"])];
-    rows.extend(machine.devices.iter().map(|found| {
+    rows.extend(machine.devices.iter().map(|device| {
         vec![
-            found.name.clone(),
-            found.cores.to_string(),
-            found.memory_total_bytes.to_string(),
-            found.memory_free_bytes.to_string(),
-            found.takes.budget_bytes.to_string(),
-            if found.gpu.is_some() { "-".to_owned() } else { found.takes.threads.to_string() },
+            device.name.clone(),
+            device.cores.to_string(),
+            device.memory_total_bytes.to_string(),
+            device.memory_free_bytes.to_string(),
+            device.defaults.budget_bytes.to_string(),
+            if device.gpu.is_some() { "-".to_owned() } else { device.defaults.threads.to_string() },
         ]
     }));
     let mut text = columns(&rows, "");
-    for found in &machine.devices {
-        text += &format!("\n{}: {}\n", found.name, found.takes.why);
-        text += &format!("{}: {}\n", found.name, abilities(found));
+    for device in &machine.devices {
+        text += &format!("\n{}: {}\n", device.name, device.defaults.reason);
+        text += &format!("{}: {}\n", device.name, describe_hardware(device));
     }
     text += &format!("\n{}\n", machine.nvidia);
     text
@@ -44,27 +44,27 @@ fn titles(titles: &[&str]) -> Vec<String> {
     titles.iter().map(|title| (*title).to_owned()).collect()
 }
 
-/// What a device is made of, in one line.
-fn abilities(found: &Found) -> String {
-    let mut parts = vec![found.model.clone()];
-    if let Some(gpu) = &found.gpu {
-        parts.extend(abilities_of_gpu(gpu));
+/// Describes the hardware of a device in one line.
+fn describe_hardware(device: &DeviceInfo) -> String {
+    let mut parts = vec![device.model.clone()];
+    if let Some(gpu) = &device.gpu {
+        parts.extend(describe_gpu(gpu));
         return parts.join("; ");
     }
-    let threads = if found.threads == 1 { "thread" } else { "threads" };
-    parts.push(format!("{} hardware {threads}", found.threads));
-    if !found.features.is_empty() {
-        parts.push(found.features.join(" "));
+    let threads = if device.threads == 1 { "thread" } else { "threads" };
+    parts.push(format!("{} hardware {threads}", device.threads));
+    if !device.features.is_empty() {
+        parts.push(device.features.join(" "));
     }
     let cache = |cache: &Cache| format!("L{} {}", cache.level, cache.bytes);
-    if !found.caches.is_empty() {
-        parts.push(format!("caches {}", found.caches.iter().map(cache).collect::<Vec<_>>().join(", ")));
+    if !device.caches.is_empty() {
+        parts.push(format!("caches {}", device.caches.iter().map(cache).collect::<Vec<_>>().join(", ")));
     }
     parts.join("; ")
 }
 
-/// Its architecture, its link, who holds its memory, and how it is now.
-fn abilities_of_gpu(gpu: &Gpu) -> Vec<String> {
+/// Describes a GPU: architecture, PCIe link, memory of other processes, and condition.
+fn describe_gpu(gpu: &Gpu) -> Vec<String> {
     let mut parts = vec![format!("{} {}", gpu.family, gpu.compute_capability)];
     if let Some(pcie) = &gpu.pcie {
         let now = match (pcie.generation_now, pcie.lanes_now) {
@@ -74,25 +74,25 @@ fn abilities_of_gpu(gpu: &Gpu) -> Vec<String> {
         parts.push(format!("PCIe {}.0 × {}{now}", pcie.generation, pcie.lanes));
     }
     if let Some(held) = gpu.held_bytes.filter(|held| *held > Bytes::ZERO) {
-        let who = gpu.processes.iter().map(|process| {
+        let holders = gpu.processes.iter().map(|process| {
             let name = process.name.as_deref().unwrap_or("process");
             let bytes = process.held_bytes.map_or(String::new(), |bytes| format!(" {bytes}"));
             format!("{name} ({}){bytes}", process.pid)
         });
-        let who: Vec<String> = who.collect();
-        let seen = if who.is_empty() { String::new() } else { format!(": {}", who.join(", ")) };
-        parts.push(format!("{held} held by others{seen}"));
+        let holders: Vec<String> = holders.collect();
+        let holders = if holders.is_empty() { String::new() } else { format!(": {}", holders.join(", ")) };
+        parts.push(format!("{held} held by others{holders}"));
     }
     parts.extend(Some(gpu.condition.describe()).filter(|text| !text.is_empty()));
     parts
 }
 
-/// The devices for a program: a JSON object.
+/// Formats the devices as a JSON object.
 pub fn json(machine: &Machine) -> String {
     pretty(machine)
 }
 
-/// The figures of a measurement for a program: a JSON object.
+/// Formats the figures of a benchmark as a JSON object.
 pub fn bench_json(bench: &Bench) -> String {
     pretty(bench)
 }
@@ -101,7 +101,7 @@ fn pretty(value: &impl Serialize) -> String {
     serde_json::to_string_pretty(value).expect("plain data has a JSON form")
 }
 
-/// The figures of a measurement as tables for a person; ends with a line break. All of them are measured.
+/// Formats the figures of a benchmark as tables. Ends with a line break.
 pub fn bench_table(bench: &Bench) -> String {
     let mut products = vec![titles(&["device", "threads", "products", "median", "best", "sustained"])];
     let mut memory = vec![titles(&["device", "threads", "read", "write", "copy", "triad", "empty op"])];
@@ -121,9 +121,9 @@ pub fn bench_table(bench: &Bench) -> String {
         let micros = |seconds: f64| format!("{:.2} µs", seconds * 1e6);
         memory.push(vec![name.clone(), threads, read, write, copy, triad, micros(device.op_seconds)]);
         if let Some(gpu) = &device.gpu {
-            let ways = [gpu.to_device.bytes_per_second, gpu.to_host.bytes_per_second].map(traffic);
+            let rates = [gpu.to_device.bytes_per_second, gpu.to_host.bytes_per_second].map(traffic);
             let latency = micros(gpu.to_device.latency_seconds.max(gpu.to_host.latency_seconds));
-            let [to_device, from_device] = ways;
+            let [to_device, from_device] = rates;
             links.push(vec![name.clone(), to_device, from_device, latency]);
             conditions += &format!("{name}: {}, driver {}\n", device.model, gpu.driver);
             let moments = [("before", &gpu.before), ("after", &gpu.after)];
@@ -138,18 +138,20 @@ pub fn bench_table(bench: &Bench) -> String {
     if links.len() > 1 {
         text += &format!("{}\n{conditions}", columns(&links, ""));
     }
-    let sums = bench.all.products.iter().map(|sum| format!("{} {}", flops(sum.sustained_flops), sum.dtype));
-    let sums: Vec<String> = sums.chain([traffic(bench.all.memory_bytes_per_second)]).collect();
-    text += &format!("all together ({}): {}\n", bench.all.devices.join(", "), sums.join(", "));
+    let rates = bench.all.products.iter().map(|sum| format!("{} {}", flops(sum.sustained_flops), sum.dtype));
+    let rates: Vec<String> = rates.chain([traffic(bench.all.memory_bytes_per_second)]).collect();
+    text += &format!("all together ({}): {}\n", bench.all.devices.join(", "), rates.join(", "));
     for (name, condition) in bench.all.conditions.iter().map(|(name, condition)| (name, condition.describe())) {
         if !condition.is_empty() {
-            text += &format!("{name} among all: {condition}\n");
+            text += &format!("{name} under combined load: {condition}\n");
         }
     }
     let contention = bench.devices.iter().map(|device| device.contention).fold(0.0, f64::max);
     if bench.devices.iter().any(DeviceBench::disturbed) {
         let share = percent(contention, 0);
-        text += &format!("other programs held the cores for up to {share} of the time: rates too low are not kept\n");
+        text += &format!(
+            "other programs used the cores for up to {share} of the time: rates that are too low are not stored\n"
+        );
     }
     if simulated {
         text += "some of these devices are simulated\n";
@@ -157,7 +159,7 @@ pub fn bench_table(bench: &Bench) -> String {
     text
 }
 
-/// What a scratch file in this folder would reach. Ends with a line break.
+/// Describes the rates of a scratch file in this folder. Ends with a line break.
 pub fn disk_line(rates: &DiskRates) -> String {
     let DiskRates { read_bytes_per_second, write_bytes_per_second } = *rates;
     let [read, write] = [read_bytes_per_second, write_bytes_per_second].map(|rate| format!("{:.2} GB/s", rate / 1e9));
@@ -168,42 +170,42 @@ fn traffic(bytes_per_second: f64) -> String {
     format!("{:.1} GB/s", bytes_per_second / 1e9)
 }
 
-/// What the live view shows at one moment.
+/// The data of the live view at one moment.
 #[derive(Clone, Debug)]
-struct Moment {
+struct LiveSample {
     machine: Machine,
-    /// The share of the processor's time spent working since the last moment.
+    /// The fraction of the CPU's time spent working since the last sample.
     busy: Option<f64>,
 }
 
-/// Keeps showing the devices, once a second: as a live table until `q`, escape or ctrl-c when standard output is a
-/// terminal, else one line at a time until nobody reads them.
+/// Shows the devices once a second. On a terminal it is a live table until `q`, escape or ctrl-c; else lines are printed until the
+/// output is closed.
 ///
 /// # Errors
-/// Where the terminal or standard output fails. The terminal is restored on every way out, a panic included.
+/// If the terminal or standard output fails. The terminal is always restored, also after a panic.
 pub fn watch() -> io::Result<()> {
-    let mut earlier = Load::read();
-    let mut moment = move || {
-        let now = Load::read();
-        let busy = now.zip(earlier).map(|(now, earlier)| now.since(earlier));
+    let mut earlier = CpuUsage::read();
+    let mut sample = move || {
+        let now = CpuUsage::read();
+        let busy = now.zip(earlier).map(|(now, earlier)| now.usage_since(earlier));
         earlier = now;
-        Moment { machine: probe::machine(), busy }
+        LiveSample { machine: probe::machine(), busy }
     };
     if !io::stdout().is_terminal() {
-        return lines(&mut moment);
+        return lines(&mut sample);
     }
     // Also sets a panic hook that restores the terminal before the message is printed.
     let mut terminal = ratatui::try_init()?;
-    let result = live(&mut terminal, &mut moment);
+    let result = live(&mut terminal, &mut sample);
     ratatui::try_restore().and(result)
 }
 
-/// A line of each device, again and again, until the reader goes away.
-fn lines(moment: &mut impl FnMut() -> Moment) -> io::Result<()> {
+/// Prints a line per device once a second, until the output is closed.
+fn lines(sample: &mut impl FnMut() -> LiveSample) -> io::Result<()> {
     loop {
-        std::thread::sleep(PERIOD);
-        let moment = moment();
-        let text: String = moment.machine.devices.iter().map(|found| line(found, moment.busy) + "\n").collect();
+        std::thread::sleep(UPDATE_PERIOD);
+        let sample = sample();
+        let text: String = sample.machine.devices.iter().map(|device| line(device, sample.busy) + "\n").collect();
         let mut out = io::stdout().lock();
         match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => return Ok(()),
@@ -212,42 +214,42 @@ fn lines(moment: &mut impl FnMut() -> Moment) -> io::Result<()> {
     }
 }
 
-/// A device at one moment, in one line.
-fn line(found: &Found, busy: Option<f64>) -> String {
-    let condition = found.gpu.as_ref().map(|gpu| gpu.condition.describe()).filter(|text| !text.is_empty());
+/// Formats a device at one moment as one line.
+fn line(device: &DeviceInfo, busy: Option<f64>) -> String {
+    let condition = device.gpu.as_ref().map(|gpu| gpu.condition.describe()).filter(|text| !text.is_empty());
     format!(
         "{}: {} free of {}, {} busy, would take {}{}",
-        found.name,
-        found.memory_free_bytes,
-        found.memory_total_bytes,
-        share_of_time(busy_of(found, busy)),
-        would_take(found, " and "),
+        device.name,
+        device.memory_free_bytes,
+        device.memory_total_bytes,
+        percent_or_unknown(busy_of(device, busy)),
+        default_limits(device, " and "),
         condition.map_or(String::new(), |condition| format!("; {condition}"))
     )
 }
 
-/// The share of the last second that a device worked; `cpu` is the processor's.
-fn busy_of(found: &Found, cpu: Option<f64>) -> Option<f64> {
-    found.gpu.as_ref().map_or(cpu, |gpu| gpu.condition.busy)
+/// Returns the fraction of the last second in which a device worked; `cpu` is that of the CPU.
+fn busy_of(device: &DeviceInfo, cpu: Option<f64>) -> Option<f64> {
+    device.gpu.as_ref().map_or(cpu, |gpu| gpu.condition.busy)
 }
 
-/// What would be taken of a device, with its threads where it has any.
-fn would_take(found: &Found, and: &str) -> String {
-    match &found.gpu {
-        Some(_) => found.takes.budget_bytes.to_string(),
-        None => format!("{}{and}{}", found.takes.budget_bytes, counted(found.takes.threads, "thread")),
+/// Formats the default limits of a device: memory, and threads on the CPU.
+fn default_limits(device: &DeviceInfo, and: &str) -> String {
+    match &device.gpu {
+        Some(_) => device.defaults.budget_bytes.to_string(),
+        None => format!("{}{and}{}", device.defaults.budget_bytes, format_count(device.defaults.threads, "thread")),
     }
 }
 
-fn share_of_time(busy: Option<f64>) -> String {
+fn percent_or_unknown(busy: Option<f64>) -> String {
     busy.map_or_else(|| "?".to_owned(), |share| percent(share, 0))
 }
 
-fn live(terminal: &mut DefaultTerminal, moment: &mut impl FnMut() -> Moment) -> io::Result<()> {
-    let mut shown = moment();
+fn live(terminal: &mut DefaultTerminal, sample: &mut impl FnMut() -> LiveSample) -> io::Result<()> {
+    let mut shown = sample();
     loop {
         terminal.draw(|frame| draw(frame, &shown))?;
-        let next = Instant::now() + PERIOD;
+        let next = Instant::now() + UPDATE_PERIOD;
         while let Some(left) = next.checked_duration_since(Instant::now()) {
             if event::poll(left)? {
                 match event::read()? {
@@ -259,11 +261,11 @@ fn live(terminal: &mut DefaultTerminal, moment: &mut impl FnMut() -> Moment) -> 
                 }
             }
         }
-        shown = moment();
+        shown = sample();
     }
 }
 
-/// Whether the user wants to leave. In raw mode ctrl-c is a key, not a signal.
+/// Returns whether the user wants to quit. In raw mode ctrl-c is a key, not a signal.
 fn quits(event: &Event) -> bool {
     let Event::Key(key) = event else { return false };
     key.kind == KeyEventKind::Press
@@ -274,7 +276,7 @@ fn quits(event: &Event) -> bool {
         }
 }
 
-/// Columns of the live table; the third is the bar of used memory.
+/// The columns of the live table; the third is the bar of used memory.
 const WIDTHS: [Constraint; 5] = [
     Constraint::Length(10),
     Constraint::Length(6),
@@ -283,9 +285,9 @@ const WIDTHS: [Constraint; 5] = [
     Constraint::Length(22),
 ];
 
-fn draw(frame: &mut Frame, moment: &Moment) {
-    let devices = &moment.machine.devices;
-    let notes_text = notes_of(&moment.machine);
+fn draw(frame: &mut Frame, sample: &LiveSample) {
+    let devices = &sample.machine.devices;
+    let notes_text = notes_of(&sample.machine);
     let [head, body, notes, keys] = Layout::vertical([
         Constraint::Length(1),
         Constraint::Length(devices.len() as u16),
@@ -295,54 +297,54 @@ fn draw(frame: &mut Frame, moment: &Moment) {
     .areas(frame.area());
     let titles = Row::new(["device", "busy", "memory used", "free", "would take"].map(Cell::from)).bold();
     frame.render_widget(Table::new([titles], WIDTHS).column_spacing(2), head);
-    for (index, found) in devices.iter().enumerate() {
+    for (index, device) in devices.iter().enumerate() {
         let row = Rect { y: body.y + index as u16, height: 1, ..body }.intersection(body);
         if !row.is_empty() {
-            draw_device(frame, row, found, moment.busy);
+            draw_device(frame, row, device, sample.busy);
         }
     }
     frame.render_widget(Paragraph::new(format!("\n{notes_text}")), notes);
     frame.render_widget(Paragraph::new("q quits").dim(), keys);
 }
 
-/// What stands below the live table: how the GPUs are, or why there are none.
+/// Returns the notes below the live table: the condition of the GPUs, or why there are none.
 fn notes_of(machine: &Machine) -> String {
-    let gpus = machine.devices.iter().filter_map(|found| Some((&found.name, found.gpu.as_ref()?)));
+    let gpus = machine.devices.iter().filter_map(|device| Some((&device.name, device.gpu.as_ref()?)));
     let lines: Vec<String> = gpus
         .map(|(name, gpu)| match &gpu.unusable {
-            Some(why) => format!("{name}: not used: {why}"),
+            Some(reason) => format!("{name}: not used: {reason}"),
             None => format!("{name}: {}", gpu.condition.describe()),
         })
         .collect();
     if lines.is_empty() { machine.nvidia.to_string() } else { lines.join("\n") }
 }
 
-fn draw_device(frame: &mut Frame, row: Rect, found: &Found, busy: Option<f64>) {
+fn draw_device(frame: &mut Frame, row: Rect, device: &DeviceInfo, busy: Option<f64>) {
     let [name, load, used, free, takes] = Layout::horizontal(WIDTHS).spacing(2).areas(row);
-    frame.render_widget(found.name.as_str(), name);
-    frame.render_widget(share_of_time(busy_of(found, busy)), load);
-    let (total, held) = (found.memory_total_bytes, found.memory_total_bytes.saturating_sub(found.memory_free_bytes));
+    frame.render_widget(device.name.as_str(), name);
+    frame.render_widget(percent_or_unknown(busy_of(device, busy)), load);
+    let (total, held) = (device.memory_total_bytes, device.memory_total_bytes.saturating_sub(device.memory_free_bytes));
     let share = if total == Bytes::ZERO { 0.0 } else { held.0 as f64 / total.0 as f64 };
     frame.render_widget(Gauge::default().ratio(share.clamp(0.0, 1.0)).label(format!("{held} of {total}")), used);
-    frame.render_widget(found.memory_free_bytes.to_string(), free);
-    frame.render_widget(would_take(found, ", "), takes);
+    frame.render_widget(device.memory_free_bytes.to_string(), free);
+    frame.render_widget(default_limits(device, ", "), takes);
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use plimsoll_core::{DType, DeviceKind};
-    use plimsoll_device::bench::{GpuBench, MemoryRate, ProductRate, Sum, SumRate};
+    use plimsoll_device::bench::{CombinedRate, CombinedRates, GpuBench, MemoryRate, ProductRate};
     use plimsoll_device::cuda::libraries::Library;
     use plimsoll_device::cuda::nvml::{Condition, Pcie, Process};
-    use plimsoll_device::probe::{LibraryState, Nvidia, Takes};
+    use plimsoll_device::probe::{DefaultLimits, LibraryState, Nvidia};
     use ratatui::Terminal;
     use ratatui::backend::TestBackend;
     use ratatui::crossterm::event::KeyEvent;
     use std::collections::BTreeMap;
 
     fn laptop() -> Machine {
-        let cpu = Found {
+        let cpu = DeviceInfo {
             name: "cpu".to_owned(),
             kind: DeviceKind::Cpu,
             model: "Example 4000".to_owned(),
@@ -356,17 +358,17 @@ mod tests {
                 Cache { level: 1, bytes: Bytes(48 << 10), shared_by: 2 },
                 Cache { level: 3, bytes: Bytes::mib(8), shared_by: 8 },
             ],
-            takes: Takes {
+            defaults: DefaultLimits {
                 budget_bytes: Bytes::gib(12),
                 threads: 3,
-                why: "all of it (the machine); 80% of 4 physical cores".to_owned(),
+                reason: "all of it (the machine); 80% of 4 physical cores".to_owned(),
             },
             gpu: None,
         };
         Machine { devices: vec![cpu], nvidia: nvidia(None) }
     }
 
-    /// A machine with the driver of this version alone, or with nothing.
+    /// Returns the NVIDIA libraries of a machine with only the driver, or with nothing.
     fn nvidia(driver: Option<&str>) -> Nvidia {
         let libraries = Library::ALL.map(|library| {
             let here = driver.filter(|_| library == Library::Driver);
@@ -376,14 +378,14 @@ mod tests {
                 version: here.map(str::to_owned),
                 place: here.map(|_| "system"),
                 missing: None,
-                cure: Some("pip install it".to_owned()),
+                remedy: Some("pip install it".to_owned()),
             }
         });
         let cuda = driver.map(|_| "12.4".to_owned());
-        Nvidia { driver: driver.map(str::to_owned), cuda, trouble: None, libraries: libraries.into(), on_bus: 0 }
+        Nvidia { driver: driver.map(str::to_owned), cuda, error: None, libraries: libraries.into(), cards_on_bus: 0 }
     }
 
-    /// The laptop with a GPU that another program uses.
+    /// Returns the laptop with a GPU that another program uses.
     fn workstation() -> Machine {
         let mut machine = laptop();
         let condition = Condition { temperature_celsius: Some(61), busy: Some(0.5), ..Condition::default() };
@@ -399,7 +401,7 @@ mod tests {
             condition,
             unusable: None,
         };
-        machine.devices.push(Found {
+        machine.devices.push(DeviceInfo {
             name: "cuda:0".to_owned(),
             kind: DeviceKind::Cuda,
             model: "Example GPU".to_owned(),
@@ -410,7 +412,11 @@ mod tests {
             threads: 0,
             features: Vec::new(),
             caches: Vec::new(),
-            takes: Takes { budget_bytes: Bytes::gib(18), threads: 0, why: "90% of what is free".to_owned() },
+            defaults: DefaultLimits {
+                budget_bytes: Bytes::gib(18),
+                threads: 0,
+                reason: "90% of what is free".to_owned(),
+            },
             gpu: Some(gpu),
         });
         machine.nvidia = nvidia(Some("550.54.14"));
@@ -418,7 +424,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gpu_is_shown_with_who_holds_it_and_every_library_with_where_it_is() {
+    fn table_shows_gpu_holders_and_library_paths() {
         let expected = "\
 device  cores     memory       free  would take  threads
 cpu         4  16.00 GiB  12.00 GiB   12.00 GiB        3
@@ -431,10 +437,10 @@ cuda:0: 90% of what is free
 cuda:0: Example GPU; Ampere 8.6; PCIe 4.0 × 16 (now 1.0 × 16); 3.00 GiB held by others: python (7) 3.00 GiB; 61 °C
 
 NVIDIA driver 550.54.14 (CUDA 12.4): /lib/libcuda.so.1
-NVML not found (free memory and temperatures stay unknown): pip install it
+NVML not found (free memory and temperature are then unknown): pip install it
 NVRTC not found: pip install it
 cuBLASLt not found: pip install it
-NCCL not found (several GPUs exchange through memory of the host): pip install it
+NCCL not found (GPUs then exchange data through host memory): pip install it
 ";
         assert_eq!(table(&workstation()), expected);
         let gpu = line(&workstation().devices[1], Some(0.9));
@@ -445,7 +451,7 @@ NCCL not found (several GPUs exchange through memory of the host): pip install i
     }
 
     #[test]
-    fn the_table_says_what_is_here_and_what_would_be_taken_and_why() {
+    fn table_shows_default_limits_with_reasons() {
         let expected = "\
 device  cores     memory       free  would take  threads
 cpu         4  16.00 GiB  12.00 GiB   12.00 GiB        3
@@ -459,12 +465,12 @@ NVIDIA driver not found
     }
 
     #[test]
-    fn programs_get_bytes_as_numbers() {
+    fn json_has_bytes_as_numbers() {
         let value: serde_json::Value = serde_json::from_str(&json(&laptop())).unwrap();
         assert_eq!(value["devices"][0]["name"], "cpu");
         assert_eq!(value["devices"][0]["kind"], "cpu");
         assert_eq!(value["devices"][0]["memory_free_bytes"], 12u64 << 30);
-        assert_eq!(value["devices"][0]["takes"]["threads"], 3);
+        assert_eq!(value["devices"][0]["defaults"]["threads"], 3);
         assert_eq!(value["devices"][0].get("gpu"), None);
         assert_eq!(value["nvidia"]["driver"], serde_json::Value::Null);
     }
@@ -491,14 +497,14 @@ NVIDIA driver not found
     }
 
     #[test]
-    fn the_figures_of_a_measurement_stand_in_two_tables_and_a_sum() {
+    fn bench_table_shows_rates_and_sum() {
         let bench = Bench {
             plimsoll: "0.1.0".to_owned(),
             seconds: 30.0,
             devices: vec![measured(1, 1e11), measured(16, 1.5e12)],
-            all: Sum {
+            all: CombinedRates {
                 devices: vec!["cpu".to_owned()],
-                products: vec![SumRate { dtype: DType::F32, sustained_flops: 1.35e12 }],
+                products: vec![CombinedRate { dtype: DType::F32, sustained_flops: 1.35e12 }],
                 memory_bytes_per_second: 1.6e10,
                 conditions: BTreeMap::new(),
             },
@@ -515,7 +521,7 @@ cpu           1  20.0 GB/s  11.0 GB/s  15.0 GB/s  16.0 GB/s   3.26 µs
 cpu          16  20.0 GB/s  11.0 GB/s  15.0 GB/s  16.0 GB/s   0.01 µs
 
 all together (cpu): 1.35 TFLOP/s f32, 16.0 GB/s
-other programs held the cores for up to 16 % of the time: rates too low are not kept
+other programs used the cores for up to 16 % of the time: rates that are too low are not stored
 ";
         assert_eq!(bench_table(&bench), expected);
         let value: serde_json::Value = serde_json::from_str(&bench_json(&bench)).unwrap();
@@ -523,7 +529,7 @@ other programs held the cores for up to 16 % of the time: rates too low are not 
     }
 
     #[test]
-    fn a_gpus_figures_come_with_its_link_and_how_it_was() {
+    fn bench_table_shows_gpu_link_and_condition() {
         let way = |bytes_per_second| plimsoll_core::Link { bytes_per_second, latency_seconds: 1.2e-5 };
         let gpu = GpuBench {
             driver: "550.54.14".to_owned(),
@@ -539,7 +545,7 @@ other programs held the cores for up to 16 % of the time: rates too low are not 
         };
         let hottest = Condition { temperature_celsius: Some(80), clock_mhz: Some(1400), ..Condition::default() };
         let device = DeviceBench { device: "cuda:0".to_owned(), threads: 0, gpu: Some(gpu), ..measured(1, 3e13) };
-        let all = Sum {
+        let all = CombinedRates {
             devices: vec!["cuda:0".to_owned()],
             products: vec![],
             memory_bytes_per_second: 9e11,
@@ -555,14 +561,14 @@ cuda:0: Example 4000, driver 550.54.14
 cuda:0 before: 40 °C
 cuda:0 after: 71 °C, held back by power limit
 all together (cuda:0): 900.0 GB/s
-cuda:0 among all: 80 °C, 1400 MHz
+cuda:0 under combined load: 80 °C, 1400 MHz
 ";
         assert!(text.ends_with(expected), "{text}");
         assert!(text.contains("cuda:0        -       f32  30.0 TFLOP/s"), "{text}");
     }
 
     #[test]
-    fn a_moment_in_a_pipe_is_one_whole_line() {
+    fn piped_sample_is_one_line() {
         let machine = laptop();
         let text = line(&machine.devices[0], Some(0.256));
         assert_eq!(text, "cpu: 12.00 GiB free of 16.00 GiB, 26 % busy, would take 12.00 GiB and 3 threads");
@@ -571,15 +577,15 @@ cuda:0 among all: 80 °C, 1400 MHz
 
     fn screen(width: u16, height: u16) -> Vec<String> {
         let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
-        let moment = Moment { machine: laptop(), busy: Some(0.5) };
-        terminal.draw(|frame| draw(frame, &moment)).unwrap();
+        let sample = LiveSample { machine: laptop(), busy: Some(0.5) };
+        terminal.draw(|frame| draw(frame, &sample)).unwrap();
         let buffer = terminal.backend().buffer();
         let row = |y| (0..width).map(|x| buffer[(x, y)].symbol()).collect::<String>().trim_end().to_owned();
         (0..height).map(row).collect()
     }
 
     #[test]
-    fn the_live_table_shows_load_and_memory_of_each_device() {
+    fn live_table_shows_load_and_memory() {
         let rows = screen(83, 6);
         assert_eq!(rows[0], "device      busy    memory used                 free         would take");
         assert!(rows[1].starts_with("cpu         50 %    "), "{}", rows[1]);
@@ -590,14 +596,14 @@ cuda:0 among all: 80 °C, 1400 MHz
     }
 
     #[test]
-    fn a_tiny_terminal_is_no_reason_to_fail() {
+    fn tiny_terminal_does_not_panic() {
         for (width, height) in [(1, 1), (5, 2), (30, 3), (200, 1)] {
             screen(width, height);
         }
     }
 
     #[test]
-    fn the_live_table_ends_on_q_and_on_ctrl_c() {
+    fn live_table_quits_on_q_and_ctrl_c() {
         let key = |code, modifiers| Event::Key(KeyEvent::new(code, modifiers));
         assert!(quits(&key(KeyCode::Char('q'), KeyModifiers::NONE)));
         assert!(quits(&key(KeyCode::Char('c'), KeyModifiers::CONTROL)));

@@ -1,5 +1,6 @@
-//! What can be seen of a run, a plan or a machine. Data come in, text goes out; nothing here knows
-//! who makes them, and nothing here decides anything.
+//! Output for people and programs: runs, plans, sweeps and devices as text, live views and JSON.
+//!
+//! Each module turns data into text. None of them plans, trains or decides anything.
 
 #![forbid(unsafe_code)]
 
@@ -7,8 +8,8 @@ pub mod devices;
 pub mod models;
 pub mod plan;
 pub mod progress;
+pub mod remedies;
 pub mod summary;
 pub mod sweep;
 pub mod terminal;
 pub mod text;
-pub mod ways;

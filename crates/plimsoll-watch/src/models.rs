@@ -1,9 +1,9 @@
-//! What `plimsoll bench models` found, as a person reads it. Pure: data to text.
+//! The results of `plimsoll bench models` as text.
 
 use crate::text::{columns, count, seconds};
-use plimsoll_core::{Bytes, ModelRow, ModelStatus, ModelsBench, counted};
+use plimsoll_core::{Bytes, ModelRow, ModelStatus, ModelsBench, format_count};
 
-/// A row for each model, and below the table what a row has no room for.
+/// Formats a table with a row per model, and notes below it.
 pub fn table(bench: &ModelsBench) -> String {
     let head = [
         "model",
@@ -14,14 +14,14 @@ pub fn table(bench: &ModelsBench) -> String {
         "step predicted",
         "measured",
         "tok/s",
-        "retreats",
+        "recoveries",
     ];
     let mut rows = vec![head.map(str::to_owned).to_vec()];
     rows.extend(bench.models.iter().map(row));
     let notes: String = bench.models.iter().map(note).collect();
-    let of = [counted(bench.samples, "sequence"), counted(bench.sequence, "token")];
-    let what = format!("{} each, random weights\n\n", of.join(" of "));
-    format!("{what}{}\n{notes}", columns(&rows, ""))
+    let [samples, tokens] = [format_count(bench.samples, "sequence"), format_count(bench.sequence, "token")];
+    let workload = format!("{samples} of {tokens} each, random weights\n\n");
+    format!("{workload}{}\n{notes}", columns(&rows, ""))
 }
 
 fn row(row: &ModelRow) -> Vec<String> {
@@ -42,14 +42,14 @@ fn row(row: &ModelRow) -> Vec<String> {
         time(row.predicted_step_seconds),
         time(row.measured_step_seconds),
         row.tokens_per_second.map_or_else(String::new, count),
-        row.retreats.map_or_else(String::new, |retreats| retreats.to_string()),
+        row.recoveries.map_or_else(String::new, |recoveries| recoveries.to_string()),
     ]
 }
 
-/// What the model stands for, where it runs and how, or why it does not, and what would help.
+/// Formats the note of a model: its resolved name, device and recipe; or the reason why it did not run, with hints.
 fn note(row: &ModelRow) -> String {
     let mut parts = Vec::new();
-    parts.extend((row.model != row.stands_for).then(|| row.stands_for.clone()));
+    parts.extend((row.model != row.resolved_model).then(|| row.resolved_model.clone()));
     parts.extend(row.device.as_ref().map(|device| {
         let simulated = if row.simulated { " (simulated)" } else { "" };
         match &row.team[..] {
@@ -65,9 +65,9 @@ fn note(row: &ModelRow) -> String {
     parts.extend(predicted.map(|predicted| format!("all steps {} predicted", seconds(predicted))));
     parts.extend(measured.map(|measured| format!("start to end {} measured", seconds(measured))));
     if row.status == ModelStatus::Planned {
-        parts.push("planned only: this device is on paper".to_owned());
+        parts.push("planned only: a paper device".to_owned());
     }
-    parts.extend(row.why.clone());
+    parts.extend(row.reason.clone());
     let hints: String = row.hints.iter().map(|hint| format!("  hint: {hint}\n")).collect();
     format!("{}: {}\n{hints}", row.model, parts.join(", "))
 }
@@ -77,7 +77,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_row_tells_predicted_from_measured_and_a_note_why_nothing_ran() {
+    fn table_separates_predicted_from_measured() {
         let ran = ModelRow {
             status: ModelStatus::Ran,
             fits: true,
@@ -90,7 +90,7 @@ mod tests {
             measured_step_seconds: Some(2.5),
             tokens_per_second: Some(1234.0),
             measured_seconds: Some(60.0),
-            retreats: Some(1),
+            recoveries: Some(1),
             ..ModelRow::new("7b", "llama-2-7b")
         };
         let team = ["virtual:a", "virtual:b"].map(str::to_owned).to_vec();
@@ -101,11 +101,11 @@ mod tests {
         );
         let refused = ModelRow {
             status: ModelStatus::DoesNotFit,
-            why: Some("does not fit: the smallest recipe holds 40.00 GiB".into()),
+            reason: Some("does not fit: the smallest recipe holds 40.00 GiB".into()),
             hints: vec!["it fits from 40.01 GiB: plimsoll bench models llama-2-13b --budget 40970MiB".into()],
             ..ModelRow::new("llama-2-13b", "llama-2-13b")
         };
-        let broken = ModelRow { why: Some("exit 2: no such model".into()), ..ModelRow::new("x", "x") };
+        let broken = ModelRow { reason: Some("exit 2: no such model".into()), ..ModelRow::new("x", "x") };
         let text = table(&ModelsBench { samples: 1000, sequence: 1024, models: vec![ran, refused, broken] });
         let lines: Vec<&str> = text.lines().collect();
         assert_eq!(lines[0], "1000 sequences of 1024 tokens each, random weights");

@@ -1,48 +1,47 @@
-//! A plan as a person reads it: the table, the recipes that were tried, and what would fit where it
-//! does not. Pure: data to text.
+//! A plan as text for people: the table of bytes, the recipes that were tried, and the failure with remedies where the plan
+//! does not fit.
 
 mod team;
 
+use crate::remedies::RemedySettings;
 use crate::text::{columns, count, percent, seconds, wrapped};
-use crate::ways::Way;
 use plimsoll_core::{
-    Bytes, Category, Class, DevicePlan, DeviceSpec, Effect, Failure, Fallback, Offload, Plan, Recipe, Rung, RungPrice,
-    WorkName, counted,
+    Bytes, Category, Class, DevicePlan, DeviceSpec, Failure, Fallback, Offload, Plan, Recipe, Rung, RungEffect,
+    RungPrice, WorkKind, format_count,
 };
-use plimsoll_plan::search::Tried;
+use plimsoll_plan::search::TriedRecipe;
 
 /// The narrowest terminal that shows everything.
 const WIDTH: usize = 80;
-/// Devices beside each other in one table.
-const ABREAST: usize = 4;
+/// Devices that one table shows side by side.
+const DEVICES_PER_TABLE: usize = 4;
 
-/// A plan with what is known about its numbers.
+/// A plan to display, with the sources of its numbers.
 #[derive(Clone, Copy, Debug)]
 pub struct PlanView<'a> {
-    /// What is planned, in one line: `sums: 0.33 M parameters, 3072 tokens a step`.
+    /// The planned run in one line, such as `sums: 0.33 M parameters, 3072 tokens a step`.
     pub title: &'a str,
     /// The plan.
     pub plan: &'a Plan,
-    /// The devices, for what was measured and what was assumed; in the plan's order.
+    /// The devices in the plan's order. They tell which rates and charges were measured.
     pub specs: &'a [DeviceSpec],
     /// The recipes that were tried, fastest first.
-    pub tried: &'a [Tried],
+    pub tried: &'a [TriedRecipe],
     /// The lossy rungs that the user allowed.
     pub allow: &'a [Rung],
 }
 
-/// The plan as a table of at most 80 columns for up to four devices; more are shown below each other.
-/// Ends with a line break.
+/// Formats a plan as tables of at most 80 columns, with up to four devices each. Ends with a line break.
 pub fn table(view: &PlanView) -> String {
     let PlanView { plan, specs, .. } = view;
     let mut text = wrapped(&format!("plan for {}", view.title), WIDTH, "  ");
     if let Some(fallback) = &plan.fallback {
-        text += &wrapped(&fell_back(plan, fallback), WIDTH, "  ");
+        text += &wrapped(&fallback_note(plan, fallback), WIDTH, "  ");
     }
     if plan.team.is_empty() {
-        text += &team::left_out(plan);
-        text += &wrapped(&format!("recipe: {} ({})", plan.recipe, class(plan.class)), WIDTH, "  ");
-        text += &wrapped(&format!("why: {}", why(view)), WIDTH, "  ");
+        text += &team::excluded(plan);
+        text += &wrapped(&format!("recipe: {} ({})", plan.recipe, describe_class(plan.class)), WIDTH, "  ");
+        text += &wrapped(&format!("why: {}", choice_reason(view)), WIDTH, "  ");
     } else {
         text += &team::shares(view);
     }
@@ -53,7 +52,7 @@ pub fn table(view: &PlanView) -> String {
         columns_of.push((&plan.host, None));
     }
     columns_of.extend(plan.file.as_ref().map(|file| (file, None)));
-    for devices in columns_of.chunks(ABREAST) {
+    for devices in columns_of.chunks(DEVICES_PER_TABLE) {
         text.push('\n');
         text += &columns(&device_rows(devices), "");
     }
@@ -63,28 +62,28 @@ pub fn table(view: &PlanView) -> String {
             "predicted: {} a step, {} tokens/s{}\n",
             seconds(plan.predicted.step_seconds),
             count(plan.predicted.tokens_per_second),
-            rates_are(view),
+            source_of_rates(view),
         );
     }
     if plan.checkpoint_bytes > Bytes::ZERO {
         text += &format!("a checkpoint: {}\n", plan.checkpoint_bytes);
     }
-    for note in plan.learned.iter().chain(&plan.disturbed) {
+    for note in plan.shortfall_note.iter().chain(&plan.contention_note) {
         text += &wrapped(note, WIDTH, "  ");
     }
-    if let Some(note) = rungs_taken(view) {
+    if let Some(note) = lossy_rungs_note(view) {
         text += &wrapped(&note, WIDTH, "  ");
     }
     text
 }
 
-/// That the processor does the work, and at which price.
-fn fell_back(plan: &Plan, fallback: &Fallback) -> String {
+/// Describes the fallback to the CPU with its predicted throughput.
+fn fallback_note(plan: &Plan, fallback: &Fallback) -> String {
     format!("{fallback}; predicted on the CPU {} tokens/s", count(plan.predicted.tokens_per_second))
 }
 
-/// What is lost under a class of rungs.
-fn class(class: Class) -> &'static str {
+/// Describes the effect of a class of rungs on the results.
+fn describe_class(class: Class) -> &'static str {
     match class {
         Class::Identical => "identical: the same bits as without it",
         Class::Reordered => "reordered: the same sums in another order",
@@ -92,34 +91,37 @@ fn class(class: Class) -> &'static str {
     }
 }
 
-/// Why this recipe and no faster one.
-fn why(view: &PlanView) -> String {
+/// Explains why the plan has this recipe and no faster one.
+fn choice_reason(view: &PlanView) -> String {
     let PlanView { plan, tried, .. } = view;
     if !plan.fits {
-        return "nothing that may be taken fits; this is the smallest".to_owned();
+        return "no allowed recipe fits; this is the smallest".to_owned();
     }
     let Some(place) = tried.iter().position(|tried| tried.recipe == plan.recipe) else {
         return "it is pinned, or stored with the run".to_owned();
     };
-    // Those that lose less come first, and then none of them fits.
-    let (alike, less): (Vec<&Tried>, Vec<&Tried>) =
+    // Recipes with less loss come first. That the plan has more loss means that none of them fits.
+    let (alike, less): (Vec<&TriedRecipe>, Vec<&TriedRecipe>) =
         tried[..place].iter().partition(|tried| tried.recipe.rungs == plan.rungs);
-    let less = if less.is_empty() { String::new() } else { format!("; of {} that lose less none fits", less.len()) };
+    let less_loss = match less.len() {
+        0 => String::new(),
+        count => format!("; none of {} with less loss fits", format_count(count, "recipe")),
+    };
     let all = tried.iter().filter(|tried| tried.recipe.rungs == plan.rungs).count();
-    let why = match alike.first() {
-        None => format!("the fastest of {}, by prediction, and it fits", counted(all, "recipe")),
+    let reason = match alike.first() {
+        None => format!("the fastest of {}, by prediction, and it fits", format_count(all, "recipe")),
         Some(fastest) => format!(
             "{} would be faster by prediction, but {} not fit: the fastest ({}) would hold {}",
-            counted(alike.len(), "recipe"),
+            format_count(alike.len(), "recipe"),
             if alike.len() == 1 { "does" } else { "do" },
             fastest.recipe,
             fastest.peak_bytes,
         ),
     };
-    why + &less
+    reason + &less_loss
 }
 
-/// The rows of one table: bytes by category, what becomes of the load line, and each Program.
+/// Returns the rows of one table: bytes by category, the total against the load line, and the arena of each Program.
 fn device_rows(devices: &[(&DevicePlan, Option<&DeviceSpec>)]) -> Vec<Vec<String>> {
     let row = |label: &str, cell: &dyn Fn(&DevicePlan, Option<&DeviceSpec>) -> String| {
         let cells = devices.iter().map(|(plan, spec)| cell(plan, *spec));
@@ -130,16 +132,16 @@ fn device_rows(devices: &[(&DevicePlan, Option<&DeviceSpec>)]) -> Vec<Vec<String
         rows.push(row("", &|plan, _| if plan.simulated { "simulated".into() } else { String::new() }));
     }
     for category in CATEGORIES {
-        let of = |plan: &DevicePlan| plan.by_category.get(&category).copied().unwrap_or_default();
-        if devices.iter().any(|(plan, _)| of(plan) > Bytes::ZERO) {
-            rows.push(row(&format!("  {category}"), &|plan, _| of(plan).to_string()));
+        let bytes = |plan: &DevicePlan| plan.by_category.get(&category).copied().unwrap_or_default();
+        if devices.iter().any(|(plan, _)| bytes(plan) > Bytes::ZERO) {
+            rows.push(row(&format!("  {category}"), &|plan, _| bytes(plan).to_string()));
         }
     }
     rows.push(row("arena", &|plan, _| plan.arena_bytes.to_string()));
     rows.push(row("  bound of live bytes", &|plan, _| plan.lower_bound_bytes.to_string()));
     rows.push(row("  packing over the bound", &|plan, _| percent(packing_overhead(plan), 2)));
-    let charges = match charges_are(devices) {
-        Some(word) => format!("charges ({word})"),
+    let charges = match source_of_charges(devices) {
+        Some(source) => format!("charges ({source})"),
         None => "charges".to_owned(),
     };
     rows.push(row(&charges, &|plan, _| plan.charges_bytes.to_string()));
@@ -153,7 +155,7 @@ fn device_rows(devices: &[(&DevicePlan, Option<&DeviceSpec>)]) -> Vec<Vec<String
         None => format!("-{}", plan.peak_bytes - plan.budget_bytes),
     }));
     rows.push(row("arena in each Program", &|_, _| String::new()));
-    for work in WORKS {
+    for work in WORK_KINDS {
         if devices.iter().any(|(plan, _)| plan.by_program.contains_key(&work)) {
             rows.push(row(&format!("  {work}"), &|plan, _| {
                 plan.by_program.get(&work).map_or_else(|| "-".to_owned(), Bytes::to_string)
@@ -173,18 +175,18 @@ const CATEGORIES: [Category; 7] = [
     Category::Staging,
 ];
 
-const WORKS: [WorkName; 8] = [
-    WorkName::Load,
-    WorkName::Forward,
-    WorkName::Backward,
-    WorkName::Update,
-    WorkName::Evaluate,
-    WorkName::Save,
-    WorkName::Generate,
-    WorkName::Replan,
+const WORK_KINDS: [WorkKind; 8] = [
+    WorkKind::Load,
+    WorkKind::Forward,
+    WorkKind::Backward,
+    WorkKind::Update,
+    WorkKind::Evaluate,
+    WorkKind::Save,
+    WorkKind::Generate,
+    WorkKind::Replan,
 ];
 
-/// The arena's share above the largest sum of live tensors.
+/// Returns the fraction by which the arena exceeds its lower bound, the largest sum of live tensors.
 fn packing_overhead(plan: &DevicePlan) -> f64 {
     match plan.lower_bound_bytes.0 {
         0 => 0.0,
@@ -192,8 +194,8 @@ fn packing_overhead(plan: &DevicePlan) -> f64 {
     }
 }
 
-/// `measured` or `assumed`, where that is the same for all devices.
-fn charges_are(devices: &[(&DevicePlan, Option<&DeviceSpec>)]) -> Option<&'static str> {
+/// Returns `measured` or `assumed`, if all devices agree.
+fn source_of_charges(devices: &[(&DevicePlan, Option<&DeviceSpec>)]) -> Option<&'static str> {
     let mut words =
         devices.iter().filter_map(|(_, spec)| *spec).map(|spec| measured_or(spec.charges_measured, "assumed"));
     let first = words.next()?;
@@ -204,8 +206,8 @@ fn measured_or(measured: bool, otherwise: &'static str) -> &'static str {
     if measured { "measured" } else { otherwise }
 }
 
-/// What the predicted time stands on.
-fn rates_are(view: &PlanView) -> &'static str {
+/// Returns the source of the predicted time.
+fn source_of_rates(view: &PlanView) -> &'static str {
     if view.plan.devices.iter().any(|device| device.simulated) {
         " (simulated devices)"
     } else if view.specs.iter().all(|spec| spec.rates.measured) {
@@ -215,8 +217,8 @@ fn rates_are(view: &PlanView) -> &'static str {
     }
 }
 
-/// The allowed rungs, taken and not.
-fn rungs_taken(view: &PlanView) -> Option<String> {
+/// Lists the lossy rungs that the plan takes, and the allowed rungs that it does not need.
+fn lossy_rungs_note(view: &PlanView) -> Option<String> {
     let names = |taken: bool| {
         let rungs = Rung::ALL.into_iter().filter(|rung| match taken {
             true => view.plan.rungs.contains(rung),
@@ -226,52 +228,53 @@ fn rungs_taken(view: &PlanView) -> Option<String> {
     };
     match (&*names(true), &*names(false)) {
         ("", "") => None,
-        ("", allowed) => Some(format!("allowed and not needed: {allowed}")),
+        ("", allowed) => Some(format!("allowed but not needed: {allowed}")),
         (taken, "") => Some(format!("lossy rungs taken: {taken}")),
-        (taken, allowed) => Some(format!("lossy rungs taken: {taken}; allowed and not needed: {allowed}")),
+        (taken, allowed) => Some(format!("lossy rungs taken: {taken}; allowed but not needed: {allowed}")),
     }
 }
 
-/// What each rung frees and costs, and the recipes that were tried, fastest first, with what the search made of each.
-/// Ends with a line break.
+/// Formats the explanation of a plan: alternative teams, the bytes that each rung frees and its cost, and the recipes that were
+/// tried, fastest first. Ends with a line break.
 pub fn explain(view: &PlanView) -> String {
-    let ways = team::alternatives(view.plan);
+    let alternatives = team::alternatives(view.plan);
     if view.plan.team.is_empty() {
-        return ways + &rungs(&view.plan.ladder, "") + &recipes_tried(view);
+        return alternatives + &rung_tables(&view.plan.ladder, "") + &recipes_tried(view);
     }
-    ways + &team::ladders(view.plan)
+    alternatives + &team::ladders(view.plan)
 }
 
-/// Each rung alone, and those that the plan takes; `of` says on what. Ends with an empty line where there are any.
-fn rungs(ladder: &[RungPrice], of: &str) -> String {
+/// Formats a memory ladder: each rung alone, and the rungs of the plan. `prefix` names the devices. Ends with an empty line,
+/// unless the ladder is empty.
+fn rung_tables(ladder: &[RungPrice], prefix: &str) -> String {
     if ladder.is_empty() {
         return String::new();
     }
-    let header = || vec![["rung", "frees", "costs", "tokens/s", "loses"].map(str::to_owned).to_vec()];
-    let row = |rung: &RungPrice, effect: &Effect| {
+    let header = || vec![["rung", "frees", "costs", "tokens/s", "accuracy impact"].map(str::to_owned).to_vec()];
+    let row = |rung: &RungPrice, effect: &RungEffect| {
         let allowed = if rung.allowed { "" } else { " (not allowed)" };
         vec![
             rung.rung.clone() + allowed,
             match effect {
-                // What is in the file is what the host would hold.
-                Effect { freed_bytes: 0, host_bytes: ..0, file_bytes: 1.., .. } => {
+                // A scratch file only frees memory of the host.
+                RungEffect { freed_bytes: 0, host_bytes: ..0, file_bytes: 1.., .. } => {
                     format!("{} of the host", Bytes(effect.host_bytes.unsigned_abs()))
                 }
                 _ => signed(effect.freed_bytes, |bytes| Bytes(bytes).to_string()),
             },
-            signed_seconds(effect.costs_seconds),
-            // Who computes no sequences makes none.
+            signed_seconds(effect.added_seconds),
+            // A storage-only worker computes no tokens.
             if effect.tokens_per_second > 0.0 { count(effect.tokens_per_second) } else { "-".to_owned() },
-            rung.loses.clone(),
+            rung.accuracy_impact.clone(),
         ]
     };
     let (mut alone, mut taken) = (header(), header());
     alone.extend(ladder.iter().map(|rung| row(rung, &rung.alone)));
     taken.extend(ladder.iter().filter_map(|rung| Some(row(rung, rung.in_plan.as_ref()?))));
-    let title = |text: &str| wrapped(&format!("{of}{text} (predicted)"), WIDTH, "  ");
-    let mut text = title("each rung alone, as far as it goes, against the plain recipe") + &columns(&alone, "");
+    let title = |text: &str| wrapped(&format!("{prefix}{text} (predicted)"), WIDTH, "  ");
+    let mut text = title("each rung alone, at its maximum, compared with the plain recipe") + &columns(&alone, "");
     text += "\n";
-    text += &title("those that this plan takes, each against the same plan without it");
+    text += &title("rungs of this plan, each compared with the plan without it");
     text += &if taken.len() > 1 { columns(&taken, "") } else { "none: this is the plain recipe\n".to_owned() };
     text + "\n"
 }
@@ -281,11 +284,12 @@ fn signed(number: i64, text: impl Fn(u64) -> String) -> String {
 }
 
 fn signed_seconds(number: f64) -> String {
-    // Rounding leaves less than this.
+    // Smaller differences are rounding errors.
     let sign = if number < -5e-7 { "-" } else { "+" };
     format!("{sign}{}", seconds(number.abs()))
 }
 
+/// Formats the recipes that were tried, fastest first.
 fn recipes_tried(view: &PlanView) -> String {
     let lossy = view.tried.iter().any(|tried| !tried.recipe.rungs.is_empty());
     let row = |recipe: String, rungs: String, others: [String; 3]| {
@@ -297,7 +301,7 @@ fn recipes_tried(view: &PlanView) -> String {
     };
     let longest = if lossy { 28 } else { 40 };
     let mut rows = vec![row("recipe".into(), "rungs".into(), ["peak", "step", "verdict"].map(str::to_owned))];
-    let mut found = false;
+    let mut is_taken_above = false;
     for tried in view.tried {
         let taken = view.plan.fits && tried.recipe == view.plan.recipe;
         let over = view.plan.devices.first().map(|device| tried.peak_bytes.saturating_sub(device.budget_bytes));
@@ -305,34 +309,35 @@ fn recipes_tried(view: &PlanView) -> String {
             _ if taken => "taken".to_owned(),
             Some(over) if !tried.fits && over > Bytes::ZERO => format!("{over} over"),
             _ if !tried.fits => "over".to_owned(),
-            _ if found => "fits, slower".to_owned(),
+            _ if is_taken_above => "fits, slower".to_owned(),
             _ => "fits".to_owned(),
         };
-        found |= taken;
+        is_taken_above |= taken;
         let figures = [tried.peak_bytes.to_string(), seconds(tried.step_seconds), verdict];
         rows.push(row(short(&tried.recipe, longest), rungs(&tried.recipe), figures));
     }
-    let mut text = format!("{} tried; bytes and seconds are predicted\n", counted(view.tried.len(), "recipe"));
-    let waiting = std::iter::once(String::new()).chain(view.tried.iter().map(|tried| waiting(&tried.recipe.offload)));
-    for (line, waiting) in columns(&rows, "").lines().zip(waiting) {
-        text += &format!("{line}\n{waiting}");
+    let mut text = format!("{} tried; bytes and seconds are predicted\n", format_count(view.tried.len(), "recipe"));
+    let offloads = view.tried.iter().map(|tried| offload_line(&tried.recipe.offload));
+    let offloads = std::iter::once(String::new()).chain(offloads);
+    for (line, offload) in columns(&rows, "").lines().zip(offloads) {
+        text += &format!("{line}\n{offload}");
     }
     text
 }
 
-/// What waits, below its recipe: two of them may differ in nothing else, and there is no room beside the figures.
-fn waiting(offload: &Offload) -> String {
+/// Formats the offload of a recipe as lines below its row, where the table has no room. Recipes may differ only in it.
+fn offload_line(offload: &Offload) -> String {
     if offload.is_nothing() {
         return String::new();
     }
     let file = match offload.file.is_nothing() {
         true => String::new(),
-        false => format!("; of that in the scratch file: {}", offload.file),
+        false => format!("; of these in the scratch file: {}", offload.file),
     };
     format!("  {}", wrapped(&format!("on the host: {offload}{file}"), WIDTH - 2, "    "))
 }
 
-/// A recipe in so many letters: `32: 2 × nothing, 1 × block`.
+/// Formats a recipe in at most `longest` letters: `32: 2 × nothing, 1 × block`.
 fn short(recipe: &Recipe, longest: usize) -> String {
     let text = format!("{}: {}", recipe.micro_batch, plimsoll_core::describe_levels(&recipe.recompute));
     match text.char_indices().nth(longest) {
@@ -341,9 +346,14 @@ fn short(recipe: &Recipe, longest: usize) -> String {
     }
 }
 
-/// What to say where a plan does not fit: each way to make it fit with the words that take it, ready to be copied, cheapest
-/// loss first, and numbered where somebody is asked which one to take. `has` is the memory that the device really has: where there is no way, that is said.
-pub fn does_not_fit(plan: &Plan, ways: &[(Way, String)], has: Option<Bytes>, numbered: bool) -> Failure {
+/// Returns the failure for a plan that does not fit. Each remedy becomes a hint with its command, cheapest loss first, numbered if
+/// the user is going to choose one. Without remedies, the failure names `total_memory`, the memory of the device.
+pub fn does_not_fit(
+    plan: &Plan,
+    remedies: &[(RemedySettings, String)],
+    total_memory: Option<Bytes>,
+    numbered: bool,
+) -> Failure {
     let over = plan.devices.iter().find(|device| device.peak_bytes > device.budget_bytes);
     let message = match over {
         Some(device) => format!(
@@ -353,35 +363,36 @@ pub fn does_not_fit(plan: &Plan, ways: &[(Way, String)], has: Option<Bytes>, num
         None => "does not fit under the load lines".to_owned(),
     };
     let failure = Failure::does_not_fit(message);
-    if let (Some(device), Some(has), []) = (over, has, ways) {
+    if let (Some(device), Some(total), []) = (over, total_memory, remedies) {
         return failure
-            .hint(format!("no load line is enough: {} has {has}", device.name))
+            .hint(format!("no load line is enough: {} has {total}", device.name))
             .hint("take a larger device, a smaller model, or a shorter data.sequence");
     }
-    ways.iter().enumerate().fold(failure, |failure, (number, (way, words))| {
+    remedies.iter().enumerate().fold(failure, |failure, (number, (remedy, command))| {
         let number = if numbered { format!("{}: ", number + 1) } else { String::new() };
-        failure.hint(number + &way_out(way, words, over.map(|device| device.budget_bytes)))
+        failure.hint(number + &remedy_hint(remedy, command, over.map(|device| device.budget_bytes)))
     })
 }
 
-/// One way to make it fit.
-fn way_out(Way { need, line_bytes, .. }: &Way, words: &str, line: Option<Bytes>) -> String {
-    let names: Vec<String> = need.allow.iter().map(Rung::to_string).collect();
+/// Formats one remedy with its command. `present` is the load line of the device as it is.
+fn remedy_hint(settings: &RemedySettings, command: &str, present: Option<Bytes>) -> String {
+    let RemedySettings { remedy, budget_bytes, .. } = settings;
+    let names: Vec<String> = remedy.allow.iter().map(Rung::to_string).collect();
     let with = if names.is_empty() { String::new() } else { format!(" with {}", names.join(" and ")) };
-    let host = need.host_bytes.map_or(String::new(), |host| format!(", {host} on the host"));
-    let file = need.file_bytes.map_or(String::new(), |file| format!(", {file} in a scratch file"));
-    let holds = match need.peak_bytes {
-        Some(peak) => format!(", predicted {peak} of {line_bytes}"),
-        None if line.is_some_and(|line| need.budget_bytes <= line) => String::new(),
-        None => format!(" from {line_bytes}"),
+    let host = remedy.host_bytes.map_or(String::new(), |host| format!(", {host} on the host"));
+    let file = remedy.file_bytes.map_or(String::new(), |file| format!(", {file} in a scratch file"));
+    let holds = match remedy.peak_bytes {
+        Some(peak) => format!(", predicted {peak} of {budget_bytes}"),
+        None if present.is_some_and(|present| remedy.budget_bytes <= present) => String::new(),
+        None => format!(" from {budget_bytes}"),
     };
-    format!("it fits{with}{holds}{host}{file}: {words}")
+    format!("it fits{with}{holds}{host}{file}: {command}")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use plimsoll_core::{DeviceKind, Link, Need, Predicted, Rates, RecomputeLevel};
+    use plimsoll_core::{DeviceKind, Link, Predicted, Rates, RecomputeLevel, Remedy};
     use std::collections::BTreeMap;
 
     fn spec(name: &str, kind: DeviceKind, charges_measured: bool) -> DeviceSpec {
@@ -416,7 +427,7 @@ mod tests {
             charges_bytes: Bytes::mib(4),
             peak_bytes: Bytes::mib(40),
             by_category: BTreeMap::from([(Category::Weight, Bytes::mib(4)), (Category::Activation, Bytes::mib(32))]),
-            by_program: BTreeMap::from([(WorkName::Load, Bytes::mib(8)), (WorkName::Backward, Bytes::mib(36))]),
+            by_program: BTreeMap::from([(WorkKind::Load, Bytes::mib(8)), (WorkKind::Backward, Bytes::mib(36))]),
             lower_bound_bytes: Bytes::mib(36),
         }
     }
@@ -437,24 +448,24 @@ mod tests {
             file: None,
             predicted: Predicted { step_seconds: 0.0841, tokens_per_second: 48_704.0 },
             needs: vec![],
-            of: None,
-            disturbed: None,
-            learned: None,
+            planned_for: None,
+            contention_note: None,
+            shortfall_note: None,
             algorithms: None,
             fallback: None,
             ladder: vec![],
-            sharing: None,
+            parallelism: None,
             team: vec![],
-            worth: None,
+            scaling_efficiency: None,
             link_seconds: None,
             faster_alone: None,
-            left_out: vec![],
+            excluded: vec![],
             alternatives: vec![],
         }
     }
 
-    fn tried() -> Vec<Tried> {
-        let tried = |recipe, mib, step_seconds, fits| Tried {
+    fn tried() -> Vec<TriedRecipe> {
+        let tried = |recipe, mib, step_seconds, fits| TriedRecipe {
             recipe,
             peak_bytes: Bytes::mib(mib),
             host_bytes: Bytes::ZERO,
@@ -470,7 +481,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plan_is_a_table_of_every_byte() {
+    fn table_lists_every_byte() {
         let (plan, tried) = (plan(), tried());
         let view = PlanView {
             title: "sums: 0.33 M parameters, 4096 tokens a step",
@@ -502,7 +513,7 @@ arena in each Program
 
 predicted: 84.1 ms a step, 48.7 k tokens/s (from measured rates)
 a checkpoint: 12.00 MiB
-allowed and not needed: bf16, nf4
+allowed but not needed: bf16, nf4
 ";
         assert_eq!(table(&view), expected);
         assert_eq!(
@@ -518,10 +529,10 @@ recipe                            peak     step         verdict
     }
 
     #[test]
-    fn recipes_that_differ_in_what_waits_can_be_told_apart() {
+    fn tried_recipes_show_their_offload() {
         let (plan, mut tried) = (plan(), tried());
         let optimizer = Offload { optimizer: 3, update: true, ..Offload::NOTHING };
-        let file = plimsoll_core::InFile { optimizer: 2, gradients: 1, weights: 1 };
+        let file = plimsoll_core::ScratchOffload { optimizer: 2, gradients: 1, weights: 1 };
         let all = Offload { gradients: 3, weights: 3, inputs: 3, embedding: true, head: true, file, ..optimizer };
         tried[2].recipe = tried[1].recipe.clone();
         tried[1].recipe.offload = optimizer;
@@ -537,25 +548,25 @@ recipe                            peak     step         verdict
   on the host: optimizer of 3, the update
 64: 2 × nothing, 1 × block   36.00 MiB  86.0 ms            fits
   on the host: optimizer of 3, gradients of 3, weights of 3, inputs of 3,
-    embedding, head, the update; of that in the scratch file: optimizer of 2,
+    embedding, head, the update; of these in the scratch file: optimizer of 2,
     gradients of 1, weights of 1
 "
         );
     }
 
     #[test]
-    fn each_rung_says_what_it_frees_costs_and_loses() {
-        let effect = |freed: i64, costs_seconds| Effect {
+    fn explain_shows_bytes_cost_and_impact_of_rungs() {
+        let effect = |freed: i64, added_seconds| RungEffect {
             freed_bytes: freed << 20,
             host_bytes: 0,
             file_bytes: 0,
-            costs_seconds,
+            added_seconds,
             tokens_per_second: 1234.0,
         };
-        let rung = |rung: &str, class, loses: &str, allowed, in_plan| RungPrice {
+        let rung = |rung: &str, class, accuracy_impact: &str, allowed, in_plan| RungPrice {
             rung: rung.into(),
             class,
-            loses: loses.into(),
+            accuracy_impact: accuracy_impact.into(),
             allowed,
             alone: effect(2048, 0.25),
             in_plan,
@@ -563,21 +574,21 @@ recipe                            peak     step         verdict
         let ladder = vec![
             rung("micro_batch", Class::Reordered, "the order of sums", true, Some(effect(-3, -0.004))),
             rung("offload.optimizer", Class::Identical, "nothing", true, None),
-            rung("nf4", Class::Lossy, Rung::Nf4.loses(), false, None),
+            rung("nf4", Class::Lossy, Rung::Nf4.accuracy_impact(), false, None),
         ];
         let plan = Plan { ladder, ..plan() };
         let text = explain(&PlanView { title: "sums", plan: &plan, specs: &[], tried: &[], allow: &[] });
         assert!(
             text.starts_with(
                 "\
-each rung alone, as far as it goes, against the plain recipe (predicted)
-rung                  frees      costs  tokens/s                 loses
+each rung alone, at its maximum, compared with the plain recipe (predicted)
+rung                  frees      costs  tokens/s       accuracy impact
 micro_batch        2.00 GiB  +250.0 ms    1.23 k     the order of sums
 offload.optimizer  2.00 GiB  +250.0 ms    1.23 k               nothing
 nf4 (not allowed)  2.00 GiB  +250.0 ms    1.23 k  frozen base in 4 bit
 
-those that this plan takes, each against the same plan without it (predicted)
-rung             frees    costs  tokens/s              loses
+rungs of this plan, each compared with the plan without it (predicted)
+rung             frees    costs  tokens/s    accuracy impact
 micro_batch  -3.00 MiB  -4.0 ms    1.23 k  the order of sums
 
 "
@@ -587,7 +598,7 @@ micro_batch  -3.00 MiB  -4.0 ms    1.23 k  the order of sums
     }
 
     #[test]
-    fn many_devices_stay_within_eighty_columns_and_simulated_ones_say_so() {
+    fn many_devices_stay_within_eighty_columns() {
         let plan = Plan {
             devices: ["virtual:a", "virtual:b", "virtual:c", "virtual:d", "virtual:e"]
                 .map(|name| device(name, true))
@@ -604,7 +615,7 @@ micro_batch  -3.00 MiB  -4.0 ms    1.23 k  the order of sums
     }
 
     #[test]
-    fn devices_with_different_knowledge_say_which_charges_are_assumed() {
+    fn mixed_charges_are_labelled_per_device() {
         let plan = Plan { devices: vec![device("cpu", false), device("rtx3090", false)], ..plan() };
         let mut paper = spec("rtx3090", DeviceKind::Paper, false);
         paper.rates.measured = false;
@@ -620,35 +631,43 @@ micro_batch  -3.00 MiB  -4.0 ms    1.23 k  the order of sums
     }
 
     #[test]
-    fn what_does_not_fit_comes_with_the_commands_that_do() {
+    fn refusal_lists_commands_that_fit() {
         let mut small = plan();
         small.fits = false;
         small.devices[0].budget_bytes = Bytes::mib(32);
-        let need = |allow: &[Rung], bytes, host_bytes| Need {
+        let remedy = |allow: &[Rung], bytes, host_bytes| Remedy {
             allow: allow.to_vec(),
             budget_bytes: bytes,
             host_bytes,
             file_bytes: None,
             peak_bytes: (bytes < Bytes::mib(40)).then_some(bytes),
-            others: BTreeMap::new(),
+            other_budget_bytes: BTreeMap::new(),
         };
-        let way = |need: Need, line_bytes, flags: &str| {
-            (Way { need, line_bytes, settings: vec![] }, format!("plimsoll train run.toml {flags}"))
+        let with_command = |remedy: Remedy, budget_bytes, flags: &str| {
+            (RemedySettings { remedy, budget_bytes, settings: vec![] }, format!("plimsoll train run.toml {flags}"))
         };
-        let ways = [
-            way(need(&[], Bytes::mib(40), None), Bytes::mib(41), "--budget 41MiB"),
-            way(need(&[], Bytes::mib(31), Some(Bytes::mib(9))), Bytes::mib(32), "--devices virtual:a=32MiB,host=9MiB"),
-            way(need(&[Rung::Bf16, Rung::Adam8bit], Bytes::mib(30), None), Bytes::mib(32), "--allow bf16,adam8bit"),
+        let remedies = [
+            with_command(remedy(&[], Bytes::mib(40), None), Bytes::mib(41), "--budget 41MiB"),
+            with_command(
+                remedy(&[], Bytes::mib(31), Some(Bytes::mib(9))),
+                Bytes::mib(32),
+                "--devices virtual:a=32MiB,host=9MiB",
+            ),
+            with_command(
+                remedy(&[Rung::Bf16, Rung::Adam8bit], Bytes::mib(30), None),
+                Bytes::mib(32),
+                "--allow bf16,adam8bit",
+            ),
         ];
         assert_eq!(
-            does_not_fit(&small, &ways, None, false).to_string(),
+            does_not_fit(&small, &remedies, None, false).to_string(),
             "\
 does not fit: the smallest recipe holds 40.00 MiB on cpu, the load line is 32.00 MiB
   hint: it fits from 41.00 MiB: plimsoll train run.toml --budget 41MiB
   hint: it fits, predicted 31.00 MiB of 32.00 MiB, 9.00 MiB on the host: plimsoll train run.toml --devices virtual:a=32MiB,host=9MiB
   hint: it fits with bf16 and adam8bit, predicted 30.00 MiB of 32.00 MiB: plimsoll train run.toml --allow bf16,adam8bit"
         );
-        assert!(does_not_fit(&small, &ways, None, true).hints[2].starts_with("3: it fits with bf16"));
+        assert!(does_not_fit(&small, &remedies, None, true).hints[2].starts_with("3: it fits with bf16"));
         assert_eq!(
             does_not_fit(&small, &[], Some(Bytes::mib(28)), false).to_string(),
             "\

@@ -1,28 +1,29 @@
-//! How a run ended, as a person reads it: what was predicted beside what was measured, the
-//! evaluation, samples, and where the model lies. Pure: data to text.
+//! The summary at the end of a run as text: predicted and measured figures side by side, the evaluation, samples, and the
+//! folder of the model.
 
-use crate::progress::retreat_line;
+use crate::progress::recovery_line;
 use crate::text::{columns, count, percent, seconds, shell_word};
 use plimsoll_core::{
-    CollectivesBy, EvaluatorResult, LostDevice, MeasuredBy, MemberResult, RunResult, RunStatus, Sharing, counted,
+    CollectiveBackend, EvaluatorResult, LostDevice, MeasuredBy, Parallelism, RunResult, RunStatus, WorkerResult,
+    format_count,
 };
 
-/// A held-out sample and what the model made of it.
+/// A held-out sample with the answer of the model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sample {
-    /// What was given.
+    /// The prompt.
     pub prompt: String,
-    /// What the data say comes next.
+    /// The continuation in the data.
     pub expected: String,
-    /// What the model said.
+    /// The continuation that the model generated.
     pub answer: String,
 }
 
-/// The end of a run. `folder` is the run's, `model` where the model lies if it was written. Ends with
+/// Formats the summary of a run. `folder` is the run folder, and `model` the folder of the model, if it was written. Ends with
 /// a line break.
 pub fn summary(result: &RunResult, samples: &[Sample], folder: &str, model: Option<&str>, simulated: bool) -> String {
     let mut text = match result.status {
-        RunStatus::Done => format!("done: {}, ", counted(result.steps, "step")),
+        RunStatus::Done => format!("done: {}, ", format_count(result.steps, "step")),
         RunStatus::Stopped => format!("stopped after step {}, ", result.steps),
     };
     text += &format!("{}\n", losses(result));
@@ -42,35 +43,35 @@ pub fn summary(result: &RunResult, samples: &[Sample], folder: &str, model: Opti
     if let Some(fallback) = &result.fallback {
         text += &format!("{fallback}\n");
     }
-    for LostDevice { device, step, back_to, back_after } in &result.lost {
-        let from = back_to.map_or(String::new(), |step| format!(", and the run went back to step {step}"));
-        let until = back_after.map_or(String::new(), |step| format!(", back after step {step}"));
-        text += &format!("lost at step {step}: {device}{from}{until}\n");
+    for LostDevice { device, step, resumed_from_step, returned_after_step } in &result.lost {
+        let from = resumed_from_step.map_or(String::new(), |step| format!(", resumed from step {step}"));
+        let until = returned_after_step.map_or(String::new(), |step| format!(", returned after step {step}"));
+        text += &format!("device lost at step {step}: {device}{from}{until}\n");
     }
-    for retreat in &result.retreats {
-        text += &format!("{}\n", retreat_line(retreat));
+    for recovery in &result.recoveries {
+        text += &format!("{}\n", recovery_line(recovery));
     }
-    for never in &result.not_rehearsed {
-        text += &format!("not rehearsed: {never} was never reached\n");
+    for fault in &result.faults_not_triggered {
+        text += &format!("injected fault not triggered: {fault}\n");
     }
-    if result.rested_seconds > 0.0 {
-        text += &format!("{} of rest, in which a warm device cooled down\n", seconds(result.rested_seconds));
+    if result.thermal_pause_seconds > 0.0 {
+        text += &format!("{} of thermal pauses\n", seconds(result.thermal_pause_seconds));
     }
     text += "\n";
     if let Some(model) = model {
         text += &format!("model: {model}\n");
     }
     if result.status == RunStatus::Stopped {
-        text += &format!("it goes on with: {}\n", resume_command(folder));
+        text += &format!("to resume: {}\n", resume_command(folder));
     }
     text
 }
 
-/// What is said of a run that shall go on and is done: what it has left, and the command that trains `more`. Ends with a line
-/// break.
-pub fn done_already(result: &RunResult, folder: &str, model: Option<&str>, more: &str) -> String {
+/// Formats the message for `--resume` of a run that is already done: its results, and the command `more` that trains longer. Ends
+/// with a line break.
+pub fn already_done(result: &RunResult, folder: &str, model: Option<&str>, more: &str) -> String {
     let mut text =
-        format!("done already: {}, {}; nothing was changed\n", counted(result.steps, "step"), losses(result));
+        format!("already done: {}, {}; nothing was changed\n", format_count(result.steps, "step"), losses(result));
     text += &format!("result: {folder}/result.json\n");
     if let Some(model) = model {
         text += &format!("model: {model}\n");
@@ -78,7 +79,7 @@ pub fn done_already(result: &RunResult, folder: &str, model: Option<&str>, more:
     text + &format!("for more steps: {more}\n")
 }
 
-/// Training loss and evaluation, in words.
+/// Formats the training loss and the evaluation.
 fn losses(result: &RunResult) -> String {
     let mut text = format!("loss {:.4} -> {:.4}", result.loss.first, result.loss.last);
     if let Some(eval) = &result.eval {
@@ -90,12 +91,12 @@ fn losses(result: &RunResult) -> String {
     text
 }
 
-/// The command that goes on with the run in this folder, as a shell reads it.
+/// Returns the shell command that resumes the run in a folder.
 pub fn resume_command(folder: &str) -> String {
     format!("plimsoll train --resume {}", shell_word(folder))
 }
 
-/// Predicted and measured, side by side.
+/// Returns table rows with predicted and measured figures side by side.
 fn measured_rows(result: &RunResult) -> Vec<Vec<String>> {
     let mut rows = vec![["", "predicted", "measured", "difference"].map(str::to_owned).to_vec()];
     let mut row = |label: String, predicted: (String, f64), measured: (String, f64)| {
@@ -128,51 +129,54 @@ fn measured_rows(result: &RunResult) -> Vec<Vec<String>> {
     rows
 }
 
-/// What each device of a team did, a line each.
+/// Formats the work of each worker of the team, one line each.
 fn team_lines(result: &RunResult) -> String {
-    let Some(sharing) = result.sharing else { return String::new() };
-    let all: u64 = result.team.iter().map(|member| member.sequences).sum();
-    let line = |member: &MemberResult| {
-        let simulated = if member.simulated { " (simulated)" } else { "" };
-        let did = match sharing {
-            Sharing::Layers => format!("{} of all sequences", counted(member.recipe.recompute.len(), "layer")),
-            _ if member.sequences == 0 => return format!("  {}: a part of the state{simulated}\n", member.device),
-            _ => format!("{} of {}", member.sequences, counted(all, "sequence")),
+    let Some(parallelism) = result.parallelism else { return String::new() };
+    let all: u64 = result.team.iter().map(|worker| worker.sequences).sum();
+    let line = |worker: &WorkerResult| {
+        let simulated = if worker.simulated { " (simulated)" } else { "" };
+        let did = match parallelism {
+            Parallelism::Pipeline => {
+                format!("{} of all sequences", format_count(worker.recipe.recompute.len(), "layer"))
+            }
+            _ if worker.sequences == 0 => return format!("  {}: storage-only{simulated}\n", worker.device),
+            _ => format!("{} of {}", worker.sequences, format_count(all, "sequence")),
         };
-        let took = member.passes_over_predicted;
-        format!("  {}: {did}, {took:.2} of the predicted time{simulated}\n", member.device)
+        let took = worker.compute_slowdown;
+        format!("  {}: {did}, {took:.2} × the predicted compute time{simulated}\n", worker.device)
     };
-    let exchanged = exchanged(&result.team).map(|how| format!("  {how}\n")).unwrap_or_default();
-    format!("{sharing} shared\n{}{exchanged}\n", result.team.iter().map(line).collect::<String>())
+    let collectives = collectives_note(&result.team).map(|how| format!("  {how}\n")).unwrap_or_default();
+    format!("{}\n{}{collectives}\n", parallelism.describe(), result.team.iter().map(line).collect::<String>())
 }
 
-/// How GPUs exchanged, where they have NCCL.
-fn exchanged(team: &[MemberResult]) -> Option<String> {
-    let is_reason = |member: &&MemberResult| matches!(member.collectives, Some(CollectivesBy::Host { why: Some(_) }));
-    let member = team.iter().find(is_reason).or(team.first())?;
-    Some(match member.collectives.as_ref()? {
-        CollectivesBy::Nccl => "exchanged by NCCL".to_owned(),
-        CollectivesBy::Host { why: None } => "exchanged through memory of the host".to_owned(),
-        CollectivesBy::Host { why: Some(why) } => {
-            format!("exchanged through memory of the host: {}: {why}", member.device)
+/// Describes the backend of the collectives, if there were GPUs with NCCL.
+fn collectives_note(team: &[WorkerResult]) -> Option<String> {
+    let is_reason =
+        |worker: &&WorkerResult| matches!(worker.collectives, Some(CollectiveBackend::Host { reason: Some(_) }));
+    let worker = team.iter().find(is_reason).or(team.first())?;
+    Some(match worker.collectives.as_ref()? {
+        CollectiveBackend::Nccl => "collectives by NCCL".to_owned(),
+        CollectiveBackend::Host { reason: None } => "collectives through host memory".to_owned(),
+        CollectiveBackend::Host { reason: Some(reason) } => {
+            format!("collectives through host memory: {}: {reason}", worker.device)
         }
     })
 }
 
-/// What a device did beside the steps.
+/// Formats the work of the evaluator.
 fn evaluator_lines(evaluator: &EvaluatorResult) -> String {
     let EvaluatorResult { device, simulated, evaluations, .. } = evaluator;
     let simulated = if *simulated { " (simulated)" } else { "" };
-    let of = |measured, predicted| format!("{}, predicted {}", seconds(measured), seconds(predicted));
-    let (one, handed) = (
-        of(evaluator.seconds, evaluator.predicted_seconds),
-        of(evaluator.hand_over_seconds, evaluator.predicted_hand_over_seconds),
+    let figures = |measured, predicted| format!("{}, predicted {}", seconds(measured), seconds(predicted));
+    let (one, transfer) = (
+        figures(evaluator.seconds, evaluator.predicted_seconds),
+        figures(evaluator.weight_transfer_seconds, evaluator.predicted_weight_transfer_seconds),
     );
-    let times = counted(*evaluations, "time");
-    format!("beside the steps {device} evaluated{simulated}\n  {times}: {one}; handed over in {handed}\n\n")
+    let times = format_count(*evaluations, "time");
+    format!("evaluator: {device}{simulated}\n  {times}: {one}; weight transfer {transfer}\n\n")
 }
 
-/// Samples, each on a line, right ones marked as such.
+/// Formats samples, one line each, with a verdict.
 fn sample_rows(samples: &[Sample]) -> String {
     let width = samples.iter().map(|sample| sample.prompt.chars().count()).max().unwrap_or(0);
     let line = |sample: &Sample| {
@@ -187,7 +191,7 @@ fn sample_rows(samples: &[Sample]) -> String {
 mod tests {
     use super::*;
     use plimsoll_core::{
-        Bytes, Class, DeviceMemory, EvalResult, LossSpan, MeasuredBy, Recipe, RecomputeLevel, Retreat, RunStatus,
+        Bytes, Class, DeviceMemory, EvalResult, LossSpan, MeasuredBy, Recipe, RecomputeLevel, Recovery, RunStatus,
         StepSeconds,
     };
 
@@ -210,19 +214,19 @@ mod tests {
                 measured_by: Some(MeasuredBy::Process),
             }],
             recipe: Recipe::on_device(64, vec![RecomputeLevel::Nothing; 3]),
-            sharing: None,
+            parallelism: None,
             team: vec![],
-            retreats: vec![],
+            recoveries: vec![],
             lost: vec![],
             evaluator: None,
-            not_rehearsed: vec![],
-            rested_seconds: 0.0,
+            faults_not_triggered: vec![],
+            thermal_pause_seconds: 0.0,
             fallback: None,
         }
     }
 
     #[test]
-    fn the_end_of_a_run_shows_predicted_and_measured_side_by_side() {
+    fn summary_shows_predicted_beside_measured() {
         let sample = |prompt: &str, expected: &str, answer: &str| Sample {
             prompt: prompt.into(),
             expected: expected.into(),
@@ -252,12 +256,12 @@ model: runs/sums/model
     }
 
     #[test]
-    fn a_stopped_run_says_how_it_goes_on() {
+    fn stopped_run_shows_resume_command() {
         let recipe = |micro_batch| Recipe::on_device(micro_batch, vec![RecomputeLevel::Nothing; 3]);
-        let retreat = Retreat {
+        let recovery = Recovery {
             device: "cpu".into(),
             step: 7,
-            why: "cpu: the device ran out".into(),
+            reason: "cpu: the device ran out".into(),
             from: recipe(64),
             to: recipe(32),
             sequences: None,
@@ -272,13 +276,13 @@ model: runs/sums/model
             step_seconds_before: Some(0.0862),
             step_seconds: Some(0.1),
         };
-        let not_rehearsed = vec!["--inject-oom 12:evaluate".to_owned()];
+        let faults_not_triggered = vec!["--inject-oom 12:evaluate".to_owned()];
         let mut stopped = RunResult {
             status: RunStatus::Stopped,
             steps: 12,
             eval: None,
-            retreats: vec![retreat],
-            not_rehearsed,
+            recoveries: vec![recovery],
+            faults_not_triggered,
             ..result()
         };
         stopped.memory[0].budget_bytes_at_end = Some(Bytes::mib(24));
@@ -291,33 +295,32 @@ model: runs/sums/model
         assert!(text.contains("\n48.7 k tokens/s (measured, simulated devices)\n"), "{text}");
         assert!(
             text.contains(
-                "\nretreat at step 7: cpu: the device ran out; from now on micro-batch 32, recompute 3 × nothing: \
-                 arena 36.00 MiB -> 20.00 MiB, a step 84.1 ms -> 90.0 ms predicted; measured held \
-                 40.00 MiB -> 25.00 MiB, a step 86.2 ms -> 100.0 ms (took 20.0 ms)\n\
-                 not rehearsed: --inject-oom 12:evaluate was never reached\n"
+                "\nrecovery at step 7: cpu: the device ran out; now micro-batch 32, recompute 3 × nothing: \
+                 arena 36.00 MiB -> 20.00 MiB, step 84.1 ms -> 90.0 ms (predicted); measured memory \
+                 40.00 MiB -> 25.00 MiB, step 86.2 ms -> 100.0 ms (took 20.0 ms)\n\
+                 injected fault not triggered: --inject-oom 12:evaluate\n"
             ),
             "{text}"
         );
-        assert!(text.ends_with("\n\nit goes on with: plimsoll train --resume runs/sums\n"), "{text}");
-        let Retreat { from, arena_bytes_before, .. } = stopped.retreats[0].clone();
-        stopped.retreats[0].to = from;
-        stopped.retreats[0].arena_bytes = arena_bytes_before;
+        assert!(text.ends_with("\n\nto resume: plimsoll train --resume runs/sums\n"), "{text}");
+        let Recovery { from, arena_bytes_before, .. } = stopped.recoveries[0].clone();
+        stopped.recoveries[0].to = from;
+        stopped.recoveries[0].arena_bytes = arena_bytes_before;
         let text = summary(&stopped, &[], "runs/sums", None, true);
-        assert!(text.contains("\nretreat at step 7: cpu: the device ran out; done again as it was\n"), "{text}");
-        // Where the step is shared out anew everybody may keep its recipe: who computes what is what is new.
-        stopped.retreats[0].sequences = Some([22, 20]);
+        assert!(text.contains("\nrecovery at step 7: cpu: the device ran out; repeated without changes\n"), "{text}");
+        // Rebalancing may change only the numbers of sequences, not the recipes.
+        stopped.recoveries[0].sequences = Some([22, 20]);
         let text = summary(&stopped, &[], "runs/sums", None, true);
-        let said =
-            "\nshared anew at step 7: cpu: the device ran out; from now on cpu 22 -> 20 sequences, micro-batch 64";
-        assert!(text.contains(said), "{text}");
+        let line = "\nrebalanced at step 7: cpu: the device ran out; now cpu 22 -> 20 sequences, micro-batch 64";
+        assert!(text.contains(line), "{text}");
     }
 
     #[test]
-    fn the_result_has_the_names_that_other_tools_rely_on() {
+    fn result_json_has_stable_keys() {
         let text = serde_json::to_string(&result()).unwrap();
         assert_eq!(
             text,
-            r#"{"status":"done","steps":450,"loss":{"first":2.7726,"last":0.0312},"tokens_per_second":48704.0,"step_seconds":{"median":0.0862,"p95":0.0991,"predicted":0.0841},"eval":{"loss":0.0288,"exact_match":0.975},"memory":[{"device":"cpu","budget_bytes":50331648,"arena_bytes":37748736,"arena_measured_bytes":37748736,"predicted_bytes":41943040,"measured_bytes":42205184,"measured_by":"process"}],"recipe":{"micro_batch":64,"recompute":["nothing","nothing","nothing"]},"retreats":[],"rested_seconds":0.0}"#
+            r#"{"status":"done","steps":450,"loss":{"first":2.7726,"last":0.0312},"tokens_per_second":48704.0,"step_seconds":{"median":0.0862,"p95":0.0991,"predicted":0.0841},"eval":{"loss":0.0288,"exact_match":0.975},"memory":[{"device":"cpu","budget_bytes":50331648,"arena_bytes":37748736,"arena_measured_bytes":37748736,"predicted_bytes":41943040,"measured_bytes":42205184,"measured_by":"process"}],"recipe":{"micro_batch":64,"recompute":["nothing","nothing","nothing"]},"recoveries":[],"thermal_pause_seconds":0.0}"#
         );
         assert_eq!(serde_json::from_str::<RunResult>(&text).unwrap(), result());
     }

@@ -1,40 +1,40 @@
-//! A sweep as a person reads it: a line when a worker starts or ends, and in the end a table. Pure: data to text.
+//! A sweep as text: a line when a run starts or ends, and a table at the end.
 
 use crate::text::{columns, percent, seconds};
-use plimsoll_core::{Bytes, SweepDevice, SweepReport, SweepRun, SweepState, counted};
+use plimsoll_core::{Bytes, SweepDevice, SweepReport, SweepRun, SweepState, format_count};
 
-/// That so many runs are planned: that takes a while, and nothing starts before.
+/// Formats the first line: planning takes a while, and no run starts before.
 pub fn planning(runs: usize) -> String {
-    format!("plan   {}: what the devices can do, and what each run needs there\n", counted(runs, "run"))
+    format!("plan   {}: measuring devices and planning each run on them\n", format_count(runs, "run"))
 }
 
-/// That a worker has started.
+/// Formats the line for a run that has started.
 pub fn started(run: &SweepRun) -> String {
     let device = run.device.as_deref().unwrap_or_default();
     let share = percent(run.share.unwrap_or(0.0), 0);
-    let again = if run.retries > 0 { format!(", again ({})", run.retries) } else { String::new() };
+    let retry = if run.retries > 0 { format!(", retry {}", run.retries) } else { String::new() };
     let left = seconds(run.predicted_seconds.unwrap_or(0.0) - run.seconds);
     format!(
-        "start  {}: {} of {device} and {share} of its time{again}, {left} predicted\n",
+        "start  {}: {} of {device} and {share} of its time{retry}, {left} predicted\n",
         run.name,
         bytes(run.predicted_bytes)
     )
 }
 
-/// That a worker has ended, and what becomes of the run.
+/// Formats the line for a worker process that has ended: the run is done, is retried, or ended otherwise.
 pub fn ended(run: &SweepRun) -> String {
-    let why = run.why.as_ref().map_or(String::new(), |why| format!(": {why}"));
+    let reason = run.reason.as_ref().map_or(String::new(), |reason| format!(": {reason}"));
     let loss = run.loss.map_or(String::new(), |loss| format!(", loss {loss:.4}"));
     match run.state {
         SweepState::Done => {
-            format!("done   {}: {}{loss}, {}\n", run.name, counted(run.steps, "step"), seconds(run.seconds))
+            format!("done   {}: {}{loss}, {}\n", run.name, format_count(run.steps, "step"), seconds(run.seconds))
         }
-        SweepState::Waiting => format!("again  {}: after step {}{why}\n", run.name, run.steps),
-        _ => format!("ended  {}: {}, after step {}{why}\n", run.name, state(run.state), run.steps),
+        SweepState::Waiting => format!("retry  {}: after step {}{reason}\n", run.name, run.steps),
+        _ => format!("ended  {}: {}, after step {}{reason}\n", run.name, state(run.state), run.steps),
     }
 }
 
-/// All runs in one table, what is wrong with those that are not done, and how the devices were used.
+/// Formats the final table: all runs, the reasons of those that are not done, and the use of the devices.
 pub fn table(report: &SweepReport) -> String {
     let head = [
         "run",
@@ -51,10 +51,11 @@ pub fn table(report: &SweepReport) -> String {
     ];
     let mut rows = vec![head.map(str::to_owned).to_vec()];
     rows.extend(report.runs.iter().map(row));
-    let whys = report.runs.iter().filter(|run| run.state != SweepState::Done);
-    let whys = whys.filter_map(|run| Some(format!("{}: {}\n", run.name, run.why.as_ref()?))).collect::<String>();
+    let unfinished = report.runs.iter().filter(|run| run.state != SweepState::Done);
+    let reasons =
+        unfinished.filter_map(|run| Some(format!("{}: {}\n", run.name, run.reason.as_ref()?))).collect::<String>();
     let devices: String = report.devices.iter().map(device).collect();
-    format!("\n{}\n{whys}{devices}{}", columns(&rows, ""), ending(report))
+    format!("\n{}\n{reasons}{devices}{}", columns(&rows, ""), ending(report))
 }
 
 fn row(run: &SweepRun) -> Vec<String> {
@@ -91,12 +92,12 @@ fn state(state: SweepState) -> &'static str {
 
 fn device(device: &SweepDevice) -> String {
     let simulated = if device.simulated { " (simulated)" } else { "" };
-    let SweepDevice { name, given_bytes, budget_bytes, workers, why, .. } = device;
-    if let Some(why) = why {
-        return format!("{name}{simulated}: not used: {why}\n");
+    let SweepDevice { name, peak_reserved_bytes, budget_bytes, workers, reason, .. } = device;
+    if let Some(reason) = reason {
+        return format!("{name}{simulated}: not used: {reason}\n");
     }
-    let workers = counted(*workers, "worker");
-    format!("{name}{simulated}: at most {workers} at a time, {given_bytes} of {budget_bytes} given away\n")
+    let workers = format_count(*workers, "worker");
+    format!("{name}{simulated}: at most {workers} at a time, {peak_reserved_bytes} of {budget_bytes} reserved\n")
 }
 
 fn ending(report: &SweepReport) -> String {
@@ -104,25 +105,25 @@ fn ending(report: &SweepReport) -> String {
     let retries: u32 = report.runs.iter().map(|run| run.retries).sum();
     let mut text = format!(
         "{done} of {} done ({}), {}\n",
-        counted(report.runs.len(), "run"),
+        format_count(report.runs.len(), "run"),
         percent(report.success_rate(), 1),
-        counted(retries, "retry")
+        format_count(retries, "retry")
     );
-    // What was stopped says nothing of how all were packed.
+    // Stopped runs would make the comparison meaningless.
     let ended = |run: &SweepRun| matches!(run.state, SweepState::Done | SweepState::DoesNotFit);
-    if report.bound_seconds > 0.0 && report.runs.iter().all(ended) {
-        let above = |seconds: f64, of: f64| match percent((seconds / of - 1.0).abs(), 1) {
-            share if seconds < of => format!("{share} less"),
+    if report.lower_bound_seconds > 0.0 && report.runs.iter().all(ended) {
+        let difference = |seconds: f64, base: f64| match percent((seconds / base - 1.0).abs(), 1) {
+            share if seconds < base => format!("{share} less"),
             share => format!("{share} more"),
         };
         text += &format!(
-            "first start to last end, predicted: {}, {} than any packing takes at least ({}, predicted)\n\
+            "first start to last end, predicted: {}, {} than the lower bound of any packing ({}, predicted)\n\
              first start to last end, measured: {}: {} than predicted\n",
             seconds(report.predicted_seconds),
-            above(report.predicted_seconds, report.bound_seconds),
-            seconds(report.bound_seconds),
+            difference(report.predicted_seconds, report.lower_bound_seconds),
+            seconds(report.lower_bound_seconds),
             seconds(report.seconds),
-            above(report.seconds, report.predicted_seconds),
+            difference(report.seconds, report.predicted_seconds),
         );
     }
     text
@@ -133,7 +134,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_table_has_all_runs_and_says_why_one_is_not_done() {
+    fn table_lists_runs_and_reasons_of_failures() {
         let done = SweepRun {
             state: SweepState::Done,
             device: Some("virtual:a".into()),
@@ -146,27 +147,27 @@ mod tests {
             loss: Some(1.5),
             ..SweepRun::new("one")
         };
-        let why = "fits on none of the devices: virtual:a has 96.00 MiB, the least that would do there is 1.00 GiB";
-        let refused = SweepRun { state: SweepState::DoesNotFit, why: Some(why.into()), ..SweepRun::new("huge") };
+        let reason = "fits on none of the devices: virtual:a has 96.00 MiB, the least that would do there is 1.00 GiB";
+        let refused = SweepRun { state: SweepState::DoesNotFit, reason: Some(reason.into()), ..SweepRun::new("huge") };
         assert_eq!(started(&done), "start  one: 40.00 MiB of virtual:a and 25 % of its time, -1000000 µs predicted\n");
         assert_eq!(ended(&done), "done   one: 20 steps, loss 1.5000, 11.00 s\n");
         let device = SweepDevice {
             name: "virtual:a".into(),
             simulated: true,
             budget_bytes: Bytes::mib(96),
-            given_bytes: Bytes::mib(80),
+            peak_reserved_bytes: Bytes::mib(80),
             workers: 2,
-            why: None,
+            reason: None,
         };
         let mut report = SweepReport {
             version: SweepReport::VERSION,
-            asked: "virtual:a=96MiB".into(),
+            requested_devices: "virtual:a=96MiB".into(),
             retries: 2,
             workers: None,
             devices: vec![device],
             runs: vec![done, refused],
             predicted_seconds: 10.5,
-            bound_seconds: 10.0,
+            lower_bound_seconds: 10.0,
             seconds: 11.0,
         };
         let text = table(&report);
@@ -174,17 +175,17 @@ mod tests {
             text.contains("virtual:a        40.00 MiB  38.00 MiB            10.00 s   11.00 s     20  1.5000"),
             "{text}"
         );
-        assert!(text.contains(&format!("huge: {why}\n")), "{text}");
+        assert!(text.contains(&format!("huge: {reason}\n")), "{text}");
         assert!(text.contains("virtual:a (simulated): at most 2 workers at a time, 80.00 MiB of 96.00 MiB"), "{text}");
         assert!(text.contains("1 of 2 runs done (50.0 %), 0 retries\n"), "{text}");
         assert!(
-            text.contains("predicted: 10.50 s, 5.0 % more than any packing takes at least (10.00 s, predicted)\n"),
+            text.contains("predicted: 10.50 s, 5.0 % more than the lower bound of any packing (10.00 s, predicted)\n"),
             "{text}"
         );
         assert!(text.contains("measured: 11.00 s: 4.8 % more than predicted\n"), "{text}");
-        report.devices[0].why = Some("no run fits there".into());
+        report.devices[0].reason = Some("no run fits there".into());
         assert!(table(&report).contains("virtual:a (simulated): not used: no run fits there\n"), "{}", table(&report));
         report.runs[1].state = SweepState::Stopped;
-        assert!(!table(&report).contains("packing"), "what was stopped is not compared with a bound");
+        assert!(!table(&report).contains("packing"), "stopped sweeps are not compared with the bound");
     }
 }

@@ -1,19 +1,19 @@
-//! Who draws a run: a terminal, whole lines, or JSON. All see the same records and none knows who
-//! makes them. A reader who has gone away never stops a run.
+//! Watchers that display a run on standard output: a live terminal line, whole lines, or JSON. All receive the same records. A
+//! closed output never stops a run.
 
 use crate::progress::Progress;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use plimsoll_core::{Event, Record};
 use std::io::{self, IsTerminal, Write};
 
-/// Sees all that happens in a run, in order.
+/// Receives all events of a run, in order.
 pub trait Watcher: Send {
-    /// Something happened.
-    fn see(&mut self, record: &Record);
+    /// Handles the next event.
+    fn observe(&mut self, record: &Record);
 }
 
-/// The watcher for standard output: nothing when `quiet`, JSON lines for programs, else one line
-/// that is rewritten on a terminal and whole lines anywhere else.
+/// Returns the watcher for standard output: JSON lines if `json`, only warnings if `quiet`, else one rewritten line on a
+/// terminal and whole lines anywhere else.
 pub fn for_stdout(json: bool, quiet: bool) -> Box<dyn Watcher> {
     match () {
         () if json => Box::new(Json(io::stdout())),
@@ -23,25 +23,25 @@ pub fn for_stdout(json: bool, quiet: bool) -> Box<dyn Watcher> {
     }
 }
 
-/// Shows warnings alone, on standard error.
+/// Prints only warnings, on standard error.
 struct Quiet;
 
 impl Watcher for Quiet {
-    fn see(&mut self, record: &Record) {
+    fn observe(&mut self, record: &Record) {
         if let Event::Warning { message } = &record.event {
             let _ = writeln!(io::stderr(), "warning: {message}");
         }
     }
 }
 
-/// One line at the bottom that is rewritten each step; what stays stands above it.
+/// Shows one line that is rewritten at each step, and prints other events above it.
 pub struct Terminal {
     bar: ProgressBar,
     progress: Progress,
 }
 
 impl Terminal {
-    /// Draws on the target.
+    /// Creates a watcher that draws on a target.
     pub fn new(target: ProgressDrawTarget) -> Terminal {
         let bar = ProgressBar::with_draw_target(Some(0), target);
         bar.set_style(ProgressStyle::with_template("{wide_msg}").expect("a template of our own"));
@@ -50,11 +50,11 @@ impl Terminal {
 }
 
 impl Watcher for Terminal {
-    fn see(&mut self, record: &Record) {
-        let told = self.progress.see(&record.event);
-        match (&record.event, told) {
+    fn observe(&mut self, record: &Record) {
+        let line = self.progress.update(&record.event);
+        match (&record.event, line) {
             (Event::End { .. }, _) => {
-                let (done, steps) = self.progress.place();
+                let (done, steps) = self.progress.steps_done_and_total();
                 if steps > 0 && done > 0 {
                     self.bar.finish();
                 } else {
@@ -67,32 +67,32 @@ impl Watcher for Terminal {
     }
 }
 
-/// One whole line at a time, as [`Progress::see`] finds them worth it.
+/// Prints whole lines, for the events that [`Progress::update`] returns one for.
 pub struct Lines<W> {
     out: W,
     progress: Progress,
 }
 
 impl<W: Write + Send> Lines<W> {
-    /// Writes to `out`.
+    /// Creates a watcher that writes to `out`.
     pub fn new(out: W) -> Lines<W> {
         Lines { out, progress: Progress::default() }
     }
 }
 
 impl<W: Write + Send> Watcher for Lines<W> {
-    fn see(&mut self, record: &Record) {
-        if let Some(line) = self.progress.see(&record.event) {
+    fn observe(&mut self, record: &Record) {
+        if let Some(line) = self.progress.update(&record.event) {
             let _ = self.out.write_all(format!("{line}\n").as_bytes()).and_then(|()| self.out.flush());
         }
     }
 }
 
-/// Each record as an object on a line of its own, as in `events.jsonl`.
+/// Prints each record as a JSON object on its own line, as in `events.jsonl`.
 pub struct Json<W>(pub W);
 
 impl<W: Write + Send> Watcher for Json<W> {
-    fn see(&mut self, record: &Record) {
+    fn observe(&mut self, record: &Record) {
         let line = serde_json::to_string(record).expect("records are plain data") + "\n";
         let _ = self.0.write_all(line.as_bytes()).and_then(|()| self.0.flush());
     }
@@ -116,34 +116,34 @@ mod tests {
     const SECOND: &str = "2/2  loss 1.2346  rate 1.9e-3  51.2 k tok/s  38 % of peak  40.00 MiB  0:00 left";
 
     #[test]
-    fn somebody_without_a_terminal_gets_whole_lines() {
+    fn pipe_receives_whole_lines() {
         let mut lines = Lines::new(Vec::new());
-        run().iter().for_each(|record| lines.see(record));
+        run().iter().for_each(|record| lines.observe(record));
         let text = String::from_utf8(lines.out).unwrap();
         assert_eq!(text, format!("{FIRST}\nwarning: the disk is slow\n{SECOND}\n"));
     }
 
     #[test]
-    fn a_terminal_keeps_what_stays_above_the_one_line_that_is_rewritten() {
+    fn terminal_prints_events_above_progress_line() {
         let screen = InMemoryTerm::new(10, 100);
         let mut terminal = Terminal::new(ProgressDrawTarget::term_like(Box::new(screen.clone())));
-        run().iter().for_each(|record| terminal.see(record));
+        run().iter().for_each(|record| terminal.observe(record));
         assert_eq!(screen.contents(), format!("warning: the disk is slow\n{SECOND}"));
     }
 
     #[test]
-    fn a_program_gets_every_record_and_nothing_else() {
+    fn json_output_is_exactly_all_records() {
         let mut json = Json(Vec::new());
-        run().iter().for_each(|record| json.see(record));
+        run().iter().for_each(|record| json.observe(record));
         let text = String::from_utf8(json.0).unwrap();
         let read: Vec<Record> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
         assert_eq!(read, run());
     }
 
     #[test]
-    fn a_reader_who_has_gone_away_does_not_stop_the_run() {
-        struct Gone;
-        impl Write for Gone {
+    fn closed_output_does_not_stop_the_run() {
+        struct ClosedOutput;
+        impl Write for ClosedOutput {
             fn write(&mut self, _: &[u8]) -> io::Result<usize> {
                 Err(io::ErrorKind::BrokenPipe.into())
             }
@@ -151,11 +151,11 @@ mod tests {
                 Err(io::ErrorKind::BrokenPipe.into())
             }
         }
-        let mut lines = Lines::new(Gone);
-        let mut json = Json(Gone);
+        let mut lines = Lines::new(ClosedOutput);
+        let mut json = Json(ClosedOutput);
         run().iter().for_each(|record| {
-            lines.see(record);
-            json.see(record);
+            lines.observe(record);
+            json.observe(record);
         });
     }
 }

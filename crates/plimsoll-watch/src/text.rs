@@ -1,11 +1,11 @@
-//! Numbers as a person reads them, columns that line up, and words as a shell reads them. Bytes print themselves.
+//! Formatting of numbers, tables, wrapped lines and shell words. `Bytes` formats itself.
 
-/// A count with three figures: `344`, `12.3 k`, `134.5 M`, `8.03 B`.
+/// Formats a count with three significant figures: `344`, `12.3 k`, `134.5 M`, `8.03 B`.
 pub fn count(number: f64) -> String {
     scaled(number, &[("B", 1e9), ("M", 1e6), ("k", 1e3)]).unwrap_or_else(|| format!("{number:.0}"))
 }
 
-/// Operations a second: `1.35 TFLOP/s`.
+/// Formats operations per second: `1.35 TFLOP/s`.
 pub fn flops(number: f64) -> String {
     scaled(number, &[("TFLOP/s", 1e12), ("GFLOP/s", 1e9)]).unwrap_or_else(|| format!("{:.1} MFLOP/s", number / 1e6))
 }
@@ -17,7 +17,8 @@ fn scaled(number: f64, units: &[(&str, f64)]) -> Option<String> {
     Some(format!("{number:.decimals$} {unit}"))
 }
 
-/// A time: `820 µs`, `84.1 ms`, `1.25 s`, `3 min 20 s`, `2 h 05 min`, `5.6 days`. What rounds up to a larger unit is shown in that.
+/// Formats a duration: `820 µs`, `84.1 ms`, `1.25 s`, `3 min 20 s`, `2 h 05 min`, `5.6 days`. A number that rounds up to a larger
+/// unit is shown in that unit.
 pub fn seconds(number: f64) -> String {
     match number {
         _ if !number.is_finite() => "?".to_owned(),
@@ -36,7 +37,7 @@ pub fn seconds(number: f64) -> String {
     }
 }
 
-/// Time that is left, as on a clock: `0:26`, `1:02:03`, `3 days`.
+/// Formats the remaining time like a clock: `0:26`, `1:02:03`, `3 days`.
 pub fn clock(number: f64) -> String {
     if !number.is_finite() || number < 0.0 {
         return "?".to_owned();
@@ -50,7 +51,7 @@ pub fn clock(number: f64) -> String {
     }
 }
 
-/// A place, counted from 1: `1st`, `2nd`, `11th`.
+/// Formats a position, counted from 1: `1st`, `2nd`, `11th`.
 pub fn ordinal(place: usize) -> String {
     let ending = match (place % 10, place % 100) {
         (_, 11..=13) => "th",
@@ -62,13 +63,13 @@ pub fn ordinal(place: usize) -> String {
     format!("{place}{ending}")
 }
 
-/// A share of one with so many decimals: `97.5 %`.
+/// Formats a fraction as percent with this many decimals: `97.5 %`.
 pub fn percent(share: f64, decimals: usize) -> String {
     format!("{:.decimals$} %", share * 100.0)
 }
 
-/// Rows as columns two spaces apart: the first to the left, the others, numbers, to the right. Each
-/// line begins with `indent` and ends without spaces.
+/// Formats rows as columns two spaces apart. The first column is aligned left, the others right. Each line begins with `indent`
+/// and ends without spaces.
 pub fn columns(rows: &[Vec<String>], indent: &str) -> String {
     let count = rows.iter().map(Vec::len).max().unwrap_or(0);
     let cell_width =
@@ -86,7 +87,7 @@ pub fn columns(rows: &[Vec<String>], indent: &str) -> String {
     text
 }
 
-/// Words in lines of at most `width` letters; further lines begin with `indent`.
+/// Wraps text at `width` characters; further lines begin with `indent`.
 pub fn wrapped(words: &str, width: usize, indent: &str) -> String {
     let mut text = String::new();
     let mut line = String::new();
@@ -103,7 +104,7 @@ pub fn wrapped(words: &str, width: usize, indent: &str) -> String {
     text + line.trim_end() + "\n"
 }
 
-/// A word as a POSIX shell reads it back.
+/// Quotes a word for a POSIX shell where necessary.
 pub fn shell_word(word: &str) -> String {
     let plain = |letter: char| letter.is_ascii_alphanumeric() || "-_./=:,@%+".contains(letter);
     if !word.is_empty() && word.chars().all(plain) {
@@ -118,7 +119,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_have_the_figures_that_matter() {
+    fn numbers_have_three_significant_figures() {
         assert_eq!([344.0, 12_300.0, 134.5e6, 8.03e9].map(count), ["344", "12.3 k", "134.5 M", "8.03 B"]);
         assert_eq!([8.2e-4, 0.0841, 1.25, 200.0].map(seconds), ["820 µs", "84.1 ms", "1.25 s", "3 min 20 s"]);
         let long = [7199.0, 7200.0, 7530.0, 484_200.0].map(seconds);
@@ -131,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn a_shell_reads_a_word_back() {
+    fn shell_words_are_quoted_if_needed() {
         assert_eq!(
             ["runs/sums", "my runs/a", "it's", ""].map(shell_word),
             ["runs/sums", "'my runs/a'", r"'it'\''s'", "''"]
@@ -139,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn words_are_wrapped_at_the_width() {
+    fn text_wraps_at_width() {
         assert_eq!(wrapped("why: one two three", 10, "  "), "why: one\n  two\n  three\n");
         assert_eq!(wrapped("a-very-long-word", 4, "  "), "a-very-long-word\n");
     }

@@ -1,41 +1,42 @@
-//! The `plimsoll` command line: parse, resolve, call, print. What things mean is in the libraries.
+//! The `plimsoll` command line: parses arguments, calls the libraries and prints results. Training, planning and devices
+//! are in the other crates.
 
 #![forbid(unsafe_code)]
 
-mod again;
 mod args;
+mod command_line;
 mod commands;
 mod flags;
-mod say;
+mod output;
 mod signals;
 
 use args::{BenchCommand, Cli, Command};
 use clap::Parser;
 use plimsoll_core::{Exit, Failure};
 use plimsoll_device::process;
-use plimsoll_train::resolve::disturbed;
+use plimsoll_train::resolve::contention_note;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    process::keep_nothing_freed();
-    say::own_our_bugs();
+    process::set_heap_trim_threshold();
+    output::install_panic_hook();
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(usage) => {
-            // Help and version are answers, not mistakes; clap knows which is which.
+            // Clap also reports --help and --version this way, with exit code 0 and on stdout.
             let _ = usage.print();
             return ExitCode::from(usage.exit_code() as u8);
         }
     };
-    let (json, words) = (cli.command.json(), cli.command.words());
-    // A plan says it by itself, a sweep before its runs start; other commands predict nothing.
-    let predicts = matches!(cli.command, Command::Bench { .. });
-    let ended = run(cli.command);
-    if let Some(disturbed) = disturbed().filter(|_| predicts && ended.is_ok()) {
-        say::note(&disturbed);
+    let (json, path) = (cli.command.prints_json(), cli.command.path());
+    // `plan` and `train` show this note in the plan and `sweep` before its runs start. Other commands predict nothing.
+    let is_bench = matches!(cli.command, Command::Bench { .. });
+    let outcome = run(cli.command);
+    if let Some(note) = contention_note().filter(|_| is_bench && outcome.is_ok()) {
+        output::print_note(&note);
     }
-    let exit = ended.unwrap_or_else(|failure| {
-        say::failure(&flags::in_flags_of(words, failure.clone()), json);
+    let exit = outcome.unwrap_or_else(|failure| {
+        output::print_failure(&flags::with_flags_for_keys(path, failure.clone()), json);
         failure.exit
     });
     ExitCode::from(exit as u8)
@@ -48,9 +49,9 @@ fn run(command: Command) -> Result<Exit, Failure> {
         Command::Sweep(args) => commands::sweep::run(&args),
         Command::Budget(args) => commands::budget::run(&args),
         Command::Devices(args) => commands::devices::show(&args),
-        Command::Bench { what: BenchCommand::Devices(args) } => commands::devices::measure(&args),
-        Command::Bench { what: BenchCommand::Models(args) } => commands::models::run(&args),
-        Command::Bench { what: BenchCommand::Step(args) } => commands::devices::time_step(&args),
+        Command::Bench { benchmark: BenchCommand::Devices(args) } => commands::devices::measure(&args),
+        Command::Bench { benchmark: BenchCommand::Models(args) } => commands::models::run(&args),
+        Command::Bench { benchmark: BenchCommand::Step(args) } => commands::devices::time_step(&args),
         Command::Eval(args) => commands::model::eval(&args),
         Command::Generate(args) => commands::model::generate(&args),
         Command::Merge(args) => commands::model::merge(&args),

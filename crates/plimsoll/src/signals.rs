@@ -1,6 +1,8 @@
-//! Signals that end a run early. The first one asks for an end after the step; a second SIGINT ends
-//! the program at once, and the newest checkpoint stands. The end of standard input does as the first one, where that
-//! is asked for.
+//! Signals that end a run early.
+//!
+//! - First SIGINT, SIGTERM or SIGHUP: the run finishes its step, saves a checkpoint and ends.
+//! - Second SIGINT: the program ends immediately; the newest checkpoint stays valid.
+//! - End of standard input, with `--stop-on-eof`: like the first signal.
 
 use plimsoll_core::Exit;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -10,17 +12,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
-/// True when the run is to finish its step, save and end.
+/// Flag that is true once the run has to finish its step, save and end.
 pub type StopFlag = Arc<AtomicBool>;
 
-/// From now on SIGINT, SIGTERM and SIGHUP raise the flag that is returned.
+/// Installs handlers for SIGINT, SIGTERM and SIGHUP and returns the flag that they set.
 ///
 /// # Errors
-/// What the system says when a handler cannot be set.
+/// The system refuses to install a handler.
 pub fn install() -> io::Result<StopFlag> {
     let stop = StopFlag::default();
     let interrupted = StopFlag::default();
-    // In this order: the first SIGINT finds `interrupted` down and raises it, the second finds it up.
+    // Handlers run in this order: the first SIGINT finds `interrupted` unset and sets it, the second finds it set.
     register_conditional_shutdown(SIGINT, Exit::Stopped as i32, Arc::clone(&interrupted))?;
     register(SIGINT, interrupted)?;
     for signal in [SIGINT, SIGTERM, SIGHUP] {
@@ -29,8 +31,8 @@ pub fn install() -> io::Result<StopFlag> {
     Ok(stop)
 }
 
-/// From now on the end of standard input raises the flag, too. A process that was started with a pipe so learns that
-/// whoever holds the other end is gone, however that came.
+/// Also sets the flag at the end of standard input. A parent process that holds the other end of the pipe can stop the
+/// run this way, and the run also stops if that process dies.
 pub fn stop_on_eof(stop: &StopFlag) {
     let stop = Arc::clone(stop);
     thread::spawn(move || {

@@ -1,10 +1,9 @@
-//! Wrong input that only shows once model, data or disk are opened: the right exit code, one clear
-//! message with what to do, nothing lost, and nothing left that the next run trips over. What the
-//! run file's reader refuses is in `input.rs`.
+//! Errors in the model, the data and the disk, found when they are opened: the exit code, one message with hints, no lost
+//! data and no leftovers that disturb the next run. Errors in flags and run files are in `usage.rs`.
 
 mod common;
 
-use common::{Place, SMALL, Shape, config, tokenizer};
+use common::{SMALL, Shape, Workspace, config, tokenizer};
 use serde_json::{Value, json};
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
@@ -12,32 +11,32 @@ use std::process::Command;
 
 const TRAIN: [&str; 3] = ["train", "run.toml", "--quiet"];
 
-/// A run that begins with trained weights, in `pretrained/`.
-fn with_weights() -> Place {
-    let place = Place::new(&Shape { steps: 2, ..SMALL });
-    place.succeed(&TRAIN);
-    fs::rename(place.path("run/model"), place.path("pretrained")).unwrap();
-    fs::remove_dir_all(place.path("run")).unwrap();
-    let text = place.read("run.toml").replace("\"model\"\ninit = \"random\"", "\"pretrained\"");
-    place.write("run.toml", text);
-    place
+/// Creates a workspace with a run that starts from trained weights in `pretrained/`.
+fn with_weights() -> Workspace {
+    let workspace = Workspace::new(&Shape { steps: 2, ..SMALL });
+    workspace.succeed(&TRAIN);
+    fs::rename(workspace.path("run/model"), workspace.path("pretrained")).unwrap();
+    fs::remove_dir_all(workspace.path("run")).unwrap();
+    let text = workspace.read("run.toml").replace("\"model\"\ninit = \"random\"", "\"pretrained\"");
+    workspace.write("run.toml", text);
+    workspace
 }
 
-/// The refusal of a new run, which says all of `words` and leaves no run behind.
-fn refused(place: &Place, words: &[&str]) -> String {
-    let message = place.refuse(2, &TRAIN);
+/// Returns the refusal of a new run, which contains all of `words` and creates no run folder.
+fn refused(workspace: &Workspace, words: &[&str]) -> String {
+    let message = workspace.expect_refusal(2, &TRAIN);
     for word in words {
         assert!(message.contains(word), "{word}: {message}");
     }
-    assert!(!place.path("run/run.toml").exists() && !place.path("run/checkpoints").exists(), "{message}");
+    assert!(!workspace.path("run/run.toml").exists() && !workspace.path("run/checkpoints").exists(), "{message}");
     message
 }
 
 #[test]
-fn damaged_weights_are_refused_and_mended_ones_train_with_the_same_command() {
-    let place = with_weights();
+fn damaged_weights_are_refused_and_repaired_weights_train() {
+    let workspace = with_weights();
     let weights = "pretrained/model.safetensors";
-    let good = fs::read(place.path(weights)).unwrap();
+    let good = fs::read(workspace.path(weights)).unwrap();
     let header = u64::from_le_bytes(good[..8].try_into().unwrap()) as usize;
     let with_header = |change: &dyn Fn(&str) -> String| {
         let changed = change(std::str::from_utf8(&good[8..8 + header]).unwrap()).into_bytes();
@@ -50,80 +49,80 @@ fn damaged_weights_are_refused_and_mended_ones_train_with_the_same_command() {
         bytes
     };
     let files: [(&str, Vec<u8>); 8] = [
-        ("cut off", good[..good.len() - 5].to_vec()),
+        ("truncated", good[..good.len() - 5].to_vec()),
         ("at least 8 bytes", good[..5].to_vec()),
         ("the header claims", [&u64::MAX.to_le_bytes()[..], &good[8..]].concat()),
-        ("the header is wrong", [&good[..8], &vec![b'#'; good.len() - 8]].concat()),
+        ("invalid header", [&good[..8], &vec![b'#'; good.len() - 8]].concat()),
         ("unknown type `F99`", with_header(&|text| text.replacen("F32", "F99", 1))),
         ("spans", with_header(&|text| text.replacen("[32,", "[33,", 1))),
         ("missing `model.norm.weight`", with_header(&|text| text.replace("model.norm.weight", "model.worm.weight"))),
         ("NaN or infinite weights", not_a_number),
     ];
     for (words, bytes) in files {
-        place.write(weights, bytes);
-        refused(&place, &[words, weights.split('/').next().unwrap()]);
+        workspace.write(weights, bytes);
+        refused(&workspace, &[words, weights.split('/').next().unwrap()]);
     }
-    fs::remove_file(place.path(weights)).unwrap();
-    refused(&place, &["no *.safetensors file", "model.init=random"]);
-    place.write(weights, good);
-    place.succeed(&TRAIN);
+    fs::remove_file(workspace.path(weights)).unwrap();
+    refused(&workspace, &["no *.safetensors file", "model.init=random"]);
+    workspace.write(weights, good);
+    workspace.succeed(&TRAIN);
 }
 
 #[test]
-fn a_model_that_is_not_what_it_should_be_is_refused_by_file_and_key() {
-    let place = Place::new(&SMALL);
+fn invalid_model_config_is_refused_by_key() {
+    let workspace = Workspace::new(&SMALL);
     let with = |key: &str, value: Value| {
         let mut config = config(SMALL.hidden);
         config[key] = value;
-        place.write("model/config.json", config.to_string());
+        workspace.write("model/config.json", config.to_string());
     };
     with("attention_style", "upside-down".into());
-    refused(&place, &["model/config.json", "`attention_style`", "ignore"]);
+    refused(&workspace, &["model/config.json", "`attention_style`", "ignore"]);
     with("hidden_size", "wide".into());
-    refused(&place, &["model/config.json", "hidden_size"]);
+    refused(&workspace, &["model/config.json", "hidden_size"]);
     with("num_attention_heads", 0.into());
-    refused(&place, &["model/config.json", "num_attention_heads"]);
-    place.write("model/config.json", "{\"model_type\": ");
-    refused(&place, &["model/config.json"]);
-    fs::remove_file(place.path("model/config.json")).unwrap();
-    refused(&place, &["model/config.json"]);
-    fs::rename(place.path("model"), place.path("elsewhere")).unwrap();
-    refused(&place, &["/model: no such directory"]);
+    refused(&workspace, &["model/config.json", "num_attention_heads"]);
+    workspace.write("model/config.json", "{\"model_type\": ");
+    refused(&workspace, &["model/config.json"]);
+    fs::remove_file(workspace.path("model/config.json")).unwrap();
+    refused(&workspace, &["model/config.json"]);
+    fs::rename(workspace.path("model"), workspace.path("elsewhere")).unwrap();
+    refused(&workspace, &["/model: no such directory"]);
 }
 
 #[test]
-fn what_needs_no_rates_is_said_before_any_are_measured() {
-    let place = Place::new(&SMALL);
-    let rates = place.path("cache/devices.json");
+fn input_errors_come_before_rate_measurement() {
+    let workspace = Workspace::new(&SMALL);
+    let rates = workspace.path("cache/devices.json");
     fs::remove_file(&rates).unwrap();
     for setting in ["data.train=nowhere.jsonl", "data.eval=nowhere.jsonl", "model.path=nowhere"] {
-        place.run(&["train", "run.toml", "--quiet", "--set", setting]).refusal(2);
+        workspace.run(&["train", "run.toml", "--quiet", "--set", setting]).refusal(2);
         assert!(!rates.exists(), "{setting}: rates were measured for an error");
     }
-    place
+    workspace
         .run(&["train", "run.toml", "--quiet", "--set", "model.preset=smollm2-135m", "--set", "model.init=pretrained"])
         .refusal(2);
     assert!(!rates.exists(), "rates were measured for a model without weights");
 }
 
 #[test]
-fn a_tokenizer_of_another_model_is_refused() {
-    let place = Place::new(&SMALL);
-    let text = place.read("run.toml").replace("\"tokens\"", "\"text\"").replace(".jsonl", "-text.jsonl");
-    place.write("run.toml", text);
-    place.write("model/tokenizer.json", tokenizer(40).to_string());
-    refused(&place, &["tokenizer.json knows 40 tokens, the model 32"]);
-    place.write("model/tokenizer.json", "{}");
-    refused(&place, &["tokenizer.json cannot be used"]);
-    fs::remove_file(place.path("model/tokenizer.json")).unwrap();
-    refused(&place, &["tokenizer.json"]);
-    place.write("model/tokenizer.json", tokenizer(32).to_string());
-    place.succeed(&TRAIN);
+fn tokenizer_of_another_model_is_refused() {
+    let workspace = Workspace::new(&SMALL);
+    let text = workspace.read("run.toml").replace("\"tokens\"", "\"text\"").replace(".jsonl", "-text.jsonl");
+    workspace.write("run.toml", text);
+    workspace.write("model/tokenizer.json", tokenizer(40).to_string());
+    refused(&workspace, &["tokenizer.json has 40 tokens, but the model has 32"]);
+    workspace.write("model/tokenizer.json", "{}");
+    refused(&workspace, &["tokenizer.json cannot be used"]);
+    fs::remove_file(workspace.path("model/tokenizer.json")).unwrap();
+    refused(&workspace, &["tokenizer.json"]);
+    workspace.write("model/tokenizer.json", tokenizer(32).to_string());
+    workspace.succeed(&TRAIN);
 }
 
 #[test]
-fn data_that_cannot_be_trained_on_are_refused_by_file_and_line() {
-    let place = Place::new(&SMALL);
+fn invalid_data_is_refused_by_file_and_line() {
+    let workspace = Workspace::new(&SMALL);
     let line = |text: &str| format!("{}\n{text}\n", json!({"input_ids": [3, 4, 5]}));
     let files: [(String, &str); 7] = [
         (String::new(), "nothing to predict in"),
@@ -135,153 +134,152 @@ fn data_that_cannot_be_trained_on_are_refused_by_file_and_line() {
         (line("{\"text\": \"abc\"}"), "train.jsonl:2: "),
     ];
     for (content, words) in files {
-        place.write("train.jsonl", content);
-        refused(&place, &[words]);
+        workspace.write("train.jsonl", content);
+        refused(&workspace, &[words]);
     }
-    fs::remove_file(place.path("train.jsonl")).unwrap();
-    refused(&place, &["no file matches"]);
+    fs::remove_file(workspace.path("train.jsonl")).unwrap();
+    refused(&workspace, &["no file matches"]);
 }
 
 #[test]
-fn what_the_model_or_the_machine_cannot_take_is_refused_with_what_they_can() {
-    let place = Place::new(&SMALL);
-    let train = |setting: &str| place.refuse(2, &[&TRAIN[..], &["--set", setting]].concat());
+fn limits_of_model_and_machine_are_reported() {
+    let workspace = Workspace::new(&SMALL);
+    let train = |setting: &str| workspace.expect_refusal(2, &[&TRAIN[..], &["--set", setting]].concat());
     assert!(train("data.sequence=128").contains("takes no more than 64"));
-    assert!(train("run.threads=1024").contains("1024 threads are more than the "));
+    assert!(train("run.threads=1024").contains("1024 threads exceed the "));
     assert!(train("run.devices=rtx3090").contains("`rtx3090` is a device on paper"));
     assert!(train("run.devices=cuda:99").contains("run.devices: cuda:99: "));
-    assert_eq!(place.names("run"), [""; 0]);
-    // Too small a load line: exit code 3, and the ready command works.
-    let message = place.refuse(3, &[&TRAIN[..], &["--budget", "2MiB"]].concat());
+    assert_eq!(workspace.file_names("run"), [""; 0]);
+    // A load line that is too small: exit code 3, and the command of the hint works.
+    let message = workspace.expect_refusal(3, &[&TRAIN[..], &["--budget", "2MiB"]].concat());
     assert!(message.starts_with("error: does not fit: the smallest recipe holds "), "{message}");
     let (_, ready) = message.split_once("plimsoll ").unwrap();
     let ready = ready.lines().next().expect("the command of the first hint");
-    place.succeed(&ready.trim().split(' ').collect::<Vec<_>>());
+    workspace.succeed(&ready.trim().split(' ').collect::<Vec<_>>());
 }
 
 #[test]
-fn a_run_folder_takes_one_run_and_one_program_at_a_time() {
-    let place = Place::new(&Shape { steps: 100_000, ..SMALL });
-    let mut first = place.start(&TRAIN);
-    assert!(first.until(|| place.path("run/checkpoints/step-4").exists()));
+fn run_folder_accepts_one_process_at_a_time() {
+    let workspace = Workspace::new(&Shape { steps: 100_000, ..SMALL });
+    let mut first = workspace.start(&TRAIN);
+    assert!(first.wait_until(|| workspace.path("run/checkpoints/step-4").exists()));
     for again in [&TRAIN[..], &["train", "--resume", "run"]] {
-        let message = place.refuse(2, again);
-        assert!(message.contains("another plimsoll trains in "), "{message}");
+        let message = workspace.expect_refusal(2, again);
+        assert!(message.contains("another plimsoll process trains in "), "{message}");
     }
     first.signal("TERM");
-    assert_eq!(first.end().code, Some(4), "the first one is not disturbed");
-    let message = place.refuse(2, &TRAIN);
-    assert!(message.contains("holds a run already") && message.contains("--resume "), "{message}");
+    assert_eq!(first.wait().code, Some(4), "the first one is not disturbed");
+    let message = workspace.expect_refusal(2, &TRAIN);
+    assert!(message.contains("already holds a run") && message.contains("--resume "), "{message}");
 }
 
 #[test]
-fn a_run_folder_that_cannot_be_written_is_named() {
-    let place = Place::new(&SMALL);
-    place.write("file", "");
-    // Not even root can make a folder below a file, or in /proc.
+fn unwritable_run_folder_is_named() {
+    let workspace = Workspace::new(&SMALL);
+    workspace.write("file", "");
+    // Not even root can create a folder below a file or in /proc.
     for folder in ["file/run", "/proc/plimsoll"] {
-        let message = place.refuse(2, &[&TRAIN[..], &["--set", &format!("run.dir={folder}")]].concat());
+        let message = workspace.expect_refusal(2, &[&TRAIN[..], &["--set", &format!("run.dir={folder}")]].concat());
         assert!(message.contains("run.dir: ") && message.contains("can be written"), "{message}");
     }
-    place.succeed(&TRAIN);
-    fs::remove_dir_all(place.path("run/checkpoints/step-24")).unwrap();
-    fs::remove_file(place.path("run/events.jsonl")).unwrap();
-    fs::create_dir(place.path("run/events.jsonl")).unwrap();
-    let message = place.refuse(2, &["train", "--resume", "run", "--quiet"]);
+    workspace.succeed(&TRAIN);
+    fs::remove_dir_all(workspace.path("run/checkpoints/step-24")).unwrap();
+    fs::remove_file(workspace.path("run/events.jsonl")).unwrap();
+    fs::create_dir(workspace.path("run/events.jsonl")).unwrap();
+    let message = workspace.expect_refusal(2, &["train", "--resume", "run", "--quiet"]);
     assert!(message.contains("run/events.jsonl: cannot write"), "{message}");
 }
 
 #[test]
-fn a_model_directory_is_only_read() {
-    let place = with_weights();
-    let dir = place.path("pretrained");
+fn model_directory_stays_unchanged() {
+    let workspace = with_weights();
+    let dir = workspace.path("pretrained");
     for file in fs::read_dir(&dir).unwrap() {
         fs::set_permissions(file.unwrap().path(), Permissions::from_mode(0o444)).unwrap();
     }
     fs::set_permissions(&dir, Permissions::from_mode(0o555)).unwrap();
-    let before = place.files("pretrained");
-    place.succeed(&TRAIN);
-    fs::remove_file(place.path("run/result.json")).unwrap();
-    place.succeed(&["train", "--resume", "run", "--quiet"]);
-    place.succeed(&["eval", "pretrained", "--data", "eval.jsonl", "--format", "tokens"]);
-    assert!(before == place.files("pretrained"));
+    let before = workspace.read_files("pretrained");
+    workspace.succeed(&TRAIN);
+    fs::remove_file(workspace.path("run/result.json")).unwrap();
+    workspace.succeed(&["train", "--resume", "run", "--quiet"]);
+    workspace.succeed(&["eval", "pretrained", "--data", "eval.jsonl", "--format", "tokens"]);
+    assert!(before == workspace.read_files("pretrained"));
     fs::set_permissions(&dir, Permissions::from_mode(0o755)).unwrap();
 }
 
 #[test]
-fn a_loss_that_is_no_number_stops_before_the_weights_change() {
-    let place = Place::new(&SMALL);
+fn non_finite_loss_stops_before_the_update() {
+    let workspace = Workspace::new(&SMALL);
     let diverging =
         ["--set", "train.learning_rate=1e30", "--set", "train.warmup_steps=0", "--set", "train.save_every=1"];
-    let message = place.refuse(4, &[&TRAIN[..], &diverging].concat());
+    let message = workspace.expect_refusal(4, &[&TRAIN[..], &diverging].concat());
     assert!(message.starts_with("stopped: step ") && message.contains("the loss is "), "{message}");
-    for words in ["the newest checkpoint stands", "a lower train.learning_rate", "plimsoll train --resume "] {
+    for words in ["the newest checkpoint is of step", "a lower train.learning_rate", "plimsoll train --resume "] {
         assert!(message.contains(words), "{message}");
     }
-    let steps = place.events("run").iter().filter(|event| event["event"] == "step").count();
-    assert!(place.names("run/checkpoints").contains(&format!("step-{steps}")));
-    // The same samples give the same loss: it stops again, at the same step, and loses nothing.
-    let before = place.files("run/checkpoints");
-    let again = place.refuse(4, &["train", "--resume", "run", "--quiet"]);
+    let steps = workspace.events("run").iter().filter(|event| event["event"] == "step").count();
+    assert!(workspace.file_names("run/checkpoints").contains(&format!("step-{steps}")));
+    // The resumed run sees the same samples, so it stops at the same step again and loses nothing.
+    let before = workspace.read_files("run/checkpoints");
+    let again = workspace.expect_refusal(4, &["train", "--resume", "run", "--quiet"]);
     assert_eq!(message.lines().next(), again.lines().next());
-    assert!(before == place.files("run/checkpoints"));
+    assert!(before == workspace.read_files("run/checkpoints"));
 }
 
-/// What holds when a save was refused: what was saved before is whole, and the run ends like any other.
-fn nothing_was_lost(place: &Place, code: Option<i32>, message: &str) {
+/// Checks a run with a failed save: earlier checkpoints are intact, and the resumed run ends like an undisturbed one.
+fn assert_nothing_lost(workspace: &Workspace, code: Option<i32>, message: &str) {
     assert_eq!(code, Some(2), "{message}");
     assert!(message.starts_with("error: ") && message.contains("plimsoll train --resume "), "{message}");
     assert!(!message.contains("panic"), "{message}");
-    assert_eq!(place.names("run/checkpoints"), ["step-4", "step-8"], "{message}");
-    assert!(!place.path("run/model").exists());
-    let calm = Place::new(&SMALL);
+    assert_eq!(workspace.file_names("run/checkpoints"), ["step-4", "step-8"], "{message}");
+    assert!(!workspace.path("run/model").exists());
+    let calm = Workspace::new(&SMALL);
     calm.succeed(&TRAIN);
-    place.succeed(&["train", "--resume", "run", "--quiet"]);
-    assert!(calm.files("run/model") == place.files("run/model"));
+    workspace.succeed(&["train", "--resume", "run", "--quiet"]);
+    assert!(calm.read_files("run/model") == workspace.read_files("run/model"));
 }
 
 #[test]
-fn a_disk_that_is_full_while_saving_loses_nothing() {
+fn full_disk_while_saving_loses_nothing() {
     let can = Command::new("unshare").args(["-rm", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]).output();
     if !can.as_ref().is_ok_and(|output| output.status.success()) {
         eprintln!("skipped: this system mounts no small file system for a test ({can:?})");
         return;
     }
-    let place = Place::new(&SMALL);
-    // Room for two checkpoints of 231 KiB, not for a third. The file system is gone with the command: what it held is
-    // copied out.
-    fs::create_dir(place.path("small")).unwrap();
+    let workspace = Workspace::new(&SMALL);
+    // The file system has room for two checkpoints of 231 KiB. It disappears with the command, so its files are copied out.
+    fs::create_dir(workspace.path("small")).unwrap();
     let script = "mount -t tmpfs -o size=600k tmpfs small && { \"$@\"; code=$?; cp -a small run; exit $code; }";
     let train = [&TRAIN[..], &["--set", "run.dir=small", "--set", "train.keep=9"]].concat();
-    let done = place.start_as(&["unshare", "-rm", "sh", "-c", script, "sh"], &train).end();
+    let done = workspace.start_wrapped(&["unshare", "-rm", "sh", "-c", script, "sh"], &train).wait();
     assert!(done.stderr.contains("no space left on the disk for "), "{}", done.stderr);
-    nothing_was_lost(&place, done.code, &done.stderr);
+    assert_nothing_lost(&workspace, done.code, &done.stderr);
 }
 
 #[test]
-fn a_file_that_must_not_grow_while_saving_loses_nothing() {
-    let place = Place::new(&SMALL);
-    let mut run = place.start(&[&TRAIN[..], &["--set", "train.keep=9"]].concat());
-    assert!(run.until(|| place.path("run/checkpoints/step-8").exists()));
+fn file_size_limit_while_saving_loses_nothing() {
+    let workspace = Workspace::new(&SMALL);
+    let mut run = workspace.start(&[&TRAIN[..], &["--set", "train.keep=9"]].concat());
+    assert!(run.wait_until(|| workspace.path("run/checkpoints/step-8").exists()));
     run.kill();
-    for step in place.names("run/checkpoints") {
+    for step in workspace.file_names("run/checkpoints") {
         if !["step-4", "step-8"].contains(&step.as_str()) {
-            fs::remove_dir_all(place.path("run/checkpoints").join(step)).unwrap();
+            fs::remove_dir_all(workspace.path("run/checkpoints").join(step)).unwrap();
         }
     }
-    // A quick machine may have come to the end.
-    let _ = fs::remove_dir_all(place.path("run/model"));
-    // 64 blocks of at most 1 KiB; a signal that would end the program is ignored.
+    // A fast machine may have finished the run.
+    let _ = fs::remove_dir_all(workspace.path("run/model"));
+    // A limit of 64 blocks of at most 1 KiB. The signal that would end the program is ignored.
     let script = "trap '' XFSZ; ulimit -f 64; exec \"$@\"";
-    let done = place.start_as(&["sh", "-c", script, "sh"], &["train", "--resume", "run", "--quiet"]).end();
-    nothing_was_lost(&place, done.code, &done.stderr);
+    let done = workspace.start_wrapped(&["sh", "-c", script, "sh"], &["train", "--resume", "run", "--quiet"]).wait();
+    assert_nothing_lost(&workspace, done.code, &done.stderr);
 }
 
 #[test]
-fn other_data_of_the_same_size_do_not_go_on_with_a_run() {
-    let place = Place::new(&SMALL);
-    place.succeed(&["train", "run.toml", "--quiet"]);
-    let data = place.read("train.jsonl");
+fn resume_refuses_changed_data_of_equal_size() {
+    let workspace = Workspace::new(&SMALL);
+    workspace.succeed(&["train", "run.toml", "--quiet"]);
+    let data = workspace.read("train.jsonl");
     let swapped: String = data
         .chars()
         .map(|c| {
@@ -295,10 +293,10 @@ fn other_data_of_the_same_size_do_not_go_on_with_a_run() {
         })
         .collect();
     assert_ne!(data, swapped);
-    fs::remove_dir_all(place.path("run/checkpoints/step-24")).unwrap();
-    place.write("train.jsonl", swapped);
-    let message = place.refuse(2, &["train", "--resume", "run", "--quiet"]);
-    assert!(message.contains("data.train: tokens or labels are not those of "), "{message}");
-    place.write("train.jsonl", data);
-    place.succeed(&["train", "--resume", "run", "--quiet"]);
+    fs::remove_dir_all(workspace.path("run/checkpoints/step-24")).unwrap();
+    workspace.write("train.jsonl", swapped);
+    let message = workspace.expect_refusal(2, &["train", "--resume", "run", "--quiet"]);
+    assert!(message.contains("data.train: tokens or labels differ from those of "), "{message}");
+    workspace.write("train.jsonl", data);
+    workspace.succeed(&["train", "--resume", "run", "--quiet"]);
 }

@@ -1,8 +1,8 @@
-//! The commands beside `train`, as other tools rely on them.
+//! The JSON output and the flags of `plan`, `generate`, `eval`, `devices` and `bench step`.
 
 mod common;
 
-use common::{Place, SMALL, Shape};
+use common::{SMALL, Shape, Workspace};
 use serde_json::Value;
 
 fn keys(value: &Value) -> Vec<&str> {
@@ -10,16 +10,27 @@ fn keys(value: &Value) -> Vec<&str> {
 }
 
 #[test]
-fn a_plan_has_the_keys_of_the_contract_and_fits_at_the_budget_it_names() {
-    let place = Place::new(&Shape { batch_sequences: 64, ..SMALL });
+fn plan_has_contract_keys_and_fits_named_budget() {
+    let workspace = Workspace::new(&Shape { batch_sequences: 64, ..SMALL });
     let on_paper = |budget: &str| {
         let devices = format!("rtx3090={budget}");
-        let done = place.run(&["plan", "run.toml", "--devices", &devices, "--json"]);
+        let done = workspace.run(&["plan", "run.toml", "--devices", &devices, "--json"]);
         (done.code, done.json(), done.stderr)
     };
     let (code, refused, message) = on_paper("1MiB");
     assert_eq!(code, Some(3), "{message}");
-    let plan = ["fits", "recipe", "class", "rungs", "checkpoint_bytes", "devices", "host", "predicted", "needs", "of"];
+    let plan = [
+        "fits",
+        "recipe",
+        "class",
+        "rungs",
+        "checkpoint_bytes",
+        "devices",
+        "host",
+        "predicted",
+        "needs",
+        "planned_for",
+    ];
     assert_eq!(keys(&refused), plan);
     let device = [
         "name",
@@ -47,81 +58,81 @@ fn a_plan_has_the_keys_of_the_contract_and_fits_at_the_budget_it_names() {
 }
 
 #[test]
-fn generated_text_is_a_function_of_the_seed_and_not_of_the_budget() {
-    let place = Place::new(&SMALL);
-    place.succeed(&["train", "run.toml"]);
+fn generation_depends_on_seed_not_budget() {
+    let workspace = Workspace::new(&SMALL);
+    workspace.succeed(&["train", "run.toml"]);
     let text = |more: &[&str]| {
         let args = ["generate", "run/model", "--prompt", "abc", "--max-tokens", "20", "--json"];
-        let text = place.succeed(&[&args[..], more].concat()).json();
+        let text = workspace.succeed(&[&args[..], more].concat()).json();
         assert_eq!(keys(&text), ["prompt", "text", "tokens"]);
         text
     };
     let greedy = text(&[]);
     assert_eq!(greedy, text(&["--budget", "64MiB"]));
-    assert_eq!(greedy, text(&["--seed", "9"]), "the likeliest token needs no seed");
+    assert_eq!(greedy, text(&["--seed", "9"]), "greedy decoding ignores the seed");
     let drawn = |seed: &str| text(&["--temperature", "1.5", "--seed", seed]);
     assert_eq!(drawn("3"), drawn("3"));
-    assert!((4..8).any(|seed| drawn(&seed.to_string()) != drawn("3")), "seeds draw differently");
-    assert_eq!(greedy, text(&["--temperature", "1.5", "--top-k", "1"]), "one candidate is no choice");
+    assert!((4..8).any(|seed| drawn(&seed.to_string()) != drawn("3")), "other seeds give other text");
+    assert_eq!(greedy, text(&["--temperature", "1.5", "--top-k", "1"]), "top-k 1 is greedy");
     let tokens = greedy["tokens"].as_array().unwrap().len();
     assert!((1..=20).contains(&tokens));
 
     let tight = ["generate", "run/model", "--prompt", "abc", "--max-tokens", "20", "--budget", "1MiB"];
-    let refusal = place.refuse(3, &tight);
+    let refusal = workspace.expect_refusal(3, &tight);
     assert!(refusal.contains("does not fit") && refusal.contains("plimsoll generate run/model"), "{refusal}");
-    let refusal = place.refuse(2, &["generate", "run/model", "--prompt", "abc", "--max-tokens", "100"]);
+    let refusal = workspace.expect_refusal(2, &["generate", "run/model", "--prompt", "abc", "--max-tokens", "100"]);
     assert!(refusal.contains("64 positions"), "{refusal}");
-    let refusal = place.refuse(2, &["generate", "model", "--prompt", "abc"]);
+    let refusal = workspace.expect_refusal(2, &["generate", "model", "--prompt", "abc"]);
     assert!(refusal.contains("no *.safetensors file"), "{refusal}");
 }
 
 #[test]
-fn what_a_command_says_it_can_be_told() {
-    let place = Place::new(&Shape { steps: 2, ..SMALL });
-    place.succeed(&["train", "run.toml", "--quiet"]);
+fn eval_and_generate_name_only_their_flags() {
+    let workspace = Workspace::new(&Shape { steps: 2, ..SMALL });
+    workspace.succeed(&["train", "run.toml", "--quiet"]);
     let eval = ["eval", "run/model", "--data", "eval.jsonl", "--format", "tokens"];
     let generate = ["generate", "run/model", "--prompt", "abc", "--max-tokens", "8"];
     for command in [&eval[..], &generate] {
         for (allow, rung) in [("lora", "lora"), ("nf4,adam8bit", "adam8bit")] {
-            let refusal = place.refuse(2, &[command, &["--allow", allow]].concat());
-            assert!(refusal.contains(&format!("--allow {rung}: nothing is trained here")), "{refusal}");
+            let refusal = workspace.expect_refusal(2, &[command, &["--allow", allow]].concat());
+            assert!(refusal.contains(&format!("--allow {rung}: this rung only applies to training")), "{refusal}");
         }
-        // What it cannot do is never offered either.
-        let refusal = place.refuse(3, &[command, &["--budget", "1MiB"]].concat());
+        // Hints do not offer rungs that the command rejects.
+        let refusal = workspace.expect_refusal(3, &[command, &["--budget", "1MiB"]].concat());
         assert!(!refusal.contains("lora") && !refusal.contains("adam8bit"), "{refusal}");
-        let refusal = place.refuse(2, &[command, &["--threads", "4096"]].concat());
+        let refusal = workspace.expect_refusal(2, &[command, &["--threads", "4096"]].concat());
         assert!(refusal.contains("--threads") && !refusal.contains("run.threads"), "{refusal}");
     }
-    let refusal = place.refuse(2, &[&eval[..], &["--sequence", "128"]].concat());
+    let refusal = workspace.expect_refusal(2, &[&eval[..], &["--sequence", "128"]].concat());
     assert!(refusal.contains("--sequence is 128") && refusal.contains("set --sequence to 64"), "{refusal}");
     for command in [&["generate", "model", "--prompt", "abc"][..], &["merge", "model", "model", "out"]] {
-        let refusal = place.refuse(2, command);
+        let refusal = workspace.expect_refusal(2, command);
         assert!(refusal.contains("  hint: name a directory") && !refusal.contains("--set"), "{refusal}");
     }
 }
 
 #[test]
-fn devices_and_a_timed_step_are_told_to_programs() {
-    let place = Place::new(&SMALL);
-    let devices = place.succeed(&["devices", "--json"]).json();
+fn devices_and_bench_step_print_json() {
+    let workspace = Workspace::new(&SMALL);
+    let devices = workspace.succeed(&["devices", "--json"]).json();
     assert_eq!(devices["devices"][0]["name"], "cpu");
     let small = "bench step --vocab 64 --layers 1 --hidden 32 --heads 2 --kv-heads 1 --ffn 64 --sequence 16 --batch 2 \
                  --threads 1 --steps 2 --warmup 1";
     let args: Vec<&str> = small.split_whitespace().collect();
-    let step = place.succeed(&args).json();
+    let step = workspace.succeed(&args).json();
     for key in ["growth_mib", "arena_bytes", "arena_measured_bytes"] {
         assert!(step[key].as_f64().is_some(), "{key}: {step}");
     }
     assert_eq!(step["arena_bytes"], step["arena_measured_bytes"]);
 
-    // Under a line the planner finds another way; where there is none, what it names is enough.
+    // With a memory limit the planner finds another recipe. If there is none, the limit that it names works.
     let line = (step["arena_bytes"].as_u64().unwrap() - 1).to_string();
-    let under = place.succeed(&[&args[..], &["--memory", &line]].concat()).json();
+    let under = workspace.succeed(&[&args[..], &["--memory", &line]].concat()).json();
     assert!(under["arena_bytes"].as_u64() < step["arena_bytes"].as_u64(), "{under}");
     assert_ne!(under["recipe"], step["recipe"]);
     assert_eq!(under["tokens_per_step"], step["tokens_per_step"]);
     assert_eq!(under["arena_bytes"], under["arena_measured_bytes"]);
-    let said = place.run(&[&args[..], &["--memory", "1KiB"]].concat()).refusal(3);
+    let said = workspace.run(&[&args[..], &["--memory", "1KiB"]].concat()).refusal(3);
     let (_, named) = said.split_once("hint: --memory ").unwrap_or_else(|| panic!("{said}"));
-    place.succeed(&[&args[..], &["--memory", named.split(',').next().unwrap()]].concat());
+    workspace.succeed(&[&args[..], &["--memory", named.split(',').next().unwrap()]].concat());
 }

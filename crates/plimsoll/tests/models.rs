@@ -1,78 +1,79 @@
-//! Several models are planned and run one after another; one that fails does not keep the others from it.
+//! `plimsoll bench models`: models are planned and trained one after another, and a failing one does not stop the others.
 
 mod common;
 
-use common::{Place, SMALL, config};
+use common::{SMALL, Workspace, config};
 use serde_json::Value;
 
-/// The rows of a benchmark that ended so; its temporary files are gone.
-fn bench(place: &Place, code: i32, more: &[&str]) -> (Vec<Value>, String) {
-    std::fs::create_dir_all(place.path("tmp")).unwrap();
-    let tmp = format!("TMPDIR={}", place.path("tmp").display());
+/// Runs the benchmark, which has to end with `code` and delete its temporary files. Returns its rows and its output.
+fn bench(workspace: &Workspace, code: i32, more: &[&str]) -> (Vec<Value>, String) {
+    std::fs::create_dir_all(workspace.path("tmp")).unwrap();
+    let tmp = format!("TMPDIR={}", workspace.path("tmp").display());
     let args = ["bench", "models", "--samples", "24", "--sequence", "32", "--json", "rows.json"];
-    let done = place.start_as(&["env", &tmp], &[&args[..], more].concat()).end();
+    let done = workspace.start_wrapped(&["env", &tmp], &[&args[..], more].concat()).wait();
     assert_eq!(done.code, Some(code), "{}{}", done.stderr, done.stdout);
-    assert!(place.names("tmp").is_empty(), "{:?}", place.names("tmp"));
-    let bench = place.json("rows.json");
+    assert!(workspace.file_names("tmp").is_empty(), "{:?}", workspace.file_names("tmp"));
+    let bench = workspace.json("rows.json");
     assert_eq!((&bench["samples"], &bench["sequence"]), (&24.into(), &32.into()));
     (bench["models"].as_array().unwrap().clone(), done.stdout)
 }
 
 #[test]
-fn models_run_one_after_another_and_one_that_fails_leaves_the_others_alone() {
-    let place = Place::new(&SMALL);
-    std::fs::create_dir(place.path("broken")).unwrap();
-    place.write("broken/config.json", "{");
-    std::fs::create_dir(place.path("wide")).unwrap();
-    place.write("wide/config.json", config(64).to_string());
+fn failing_model_does_not_stop_others() {
+    let workspace = Workspace::new(&SMALL);
+    std::fs::create_dir(workspace.path("broken")).unwrap();
+    workspace.write("broken/config.json", "{");
+    std::fs::create_dir(workspace.path("wide")).unwrap();
+    workspace.write("wide/config.json", config(64).to_string());
     let one_step = ["--budget", "128MiB", "--set", "train.batch_tokens=256"];
-    let (rows, text) = bench(&place, 2, &[&["./broken", "./model", "smollm2-135m", "./wide"], &one_step[..]].concat());
+    let (rows, text) =
+        bench(&workspace, 2, &[&["./broken", "./model", "smollm2-135m", "./wide"], &one_step[..]].concat());
     let status: Vec<&str> = rows.iter().map(|row| row["status"].as_str().unwrap()).collect();
     assert_eq!(status, ["failed", "ran", "does_not_fit", "ran"], "{text}");
-    assert!(rows[0]["why"].as_str().unwrap().contains("config.json"), "{}", rows[0]);
+    assert!(rows[0]["reason"].as_str().unwrap().contains("config.json"), "{}", rows[0]);
     assert!(rows[2]["needs"][0]["budget_bytes"].as_u64() > rows[2]["budget_bytes"].as_u64(), "{}", rows[2]);
     for row in [&rows[1], &rows[3]] {
-        assert_eq!((&row["fits"], &row["steps"], &row["retreats"]), (&true.into(), &3.into(), &0.into()), "{row}");
+        assert_eq!((&row["fits"], &row["steps"], &row["recoveries"]), (&true.into(), &3.into(), &0.into()), "{row}");
         for measured in ["measured_bytes", "measured_step_seconds", "tokens_per_second", "measured_seconds"] {
             assert!(row[measured].as_f64().unwrap() > 0.0, "{measured}: {row}");
         }
         assert!(row["predicted_bytes"].as_u64().unwrap() <= 128 << 20, "{row}");
     }
     assert!(text.contains("./wide") && text.contains("does not fit: the smallest recipe holds"), "{text}");
-    // What was trained on leaves nothing in the cache either.
-    assert!(!place.names("cache").contains(&"tokens".to_owned()), "{:?}", place.names("cache"));
+    // Token caches of the benchmark are deleted as well.
+    assert!(!workspace.file_names("cache").contains(&"tokens".to_owned()), "{:?}", workspace.file_names("cache"));
 }
 
 #[test]
-fn what_is_wrong_for_every_model_is_said_once_and_at_once() {
-    let place = Place::new(&SMALL);
+fn common_errors_are_reported_before_first_model() {
+    let workspace = Workspace::new(&SMALL);
     for (words, says) in [
         (["--devices", "foo"], "foo"),
         (["--devices", "cuda:99"], "cuda:99"),
         (["--allow", "nf5"], "nf5"),
         (["--set", "train.nosuch=1"], "train.nosuch"),
     ] {
-        let refusal =
-            place.refuse(2, &[&["bench", "models", "./model", "7b", "--json", "rows.json"][..], &words].concat());
+        let refusal = workspace
+            .expect_refusal(2, &[&["bench", "models", "./model", "7b", "--json", "rows.json"][..], &words].concat());
         assert!(refusal.contains(says), "{refusal}");
-        assert!(!place.path("rows.json").exists(), "{words:?}");
+        assert!(!workspace.path("rows.json").exists(), "{words:?}");
     }
 }
 
 #[test]
-fn on_paper_models_are_planned_and_sizes_stand_for_presets() {
-    let place = Place::new(&SMALL);
+fn paper_devices_plan_models_and_sizes_name_presets() {
+    let workspace = Workspace::new(&SMALL);
     let devices = ["--devices", "rtx3090,host=64GiB", "--allow", "nf4,lora"];
-    let (rows, text) = bench(&place, 0, &[&["7b", "11b"], &devices[..]].concat());
-    let named: Vec<&str> = rows.iter().map(|row| row["stands_for"].as_str().unwrap()).collect();
+    let (rows, text) = bench(&workspace, 0, &[&["7b", "11b"], &devices[..]].concat());
+    let named: Vec<&str> = rows.iter().map(|row| row["resolved_model"].as_str().unwrap()).collect();
     assert_eq!(named, ["llama-2-7b", "llama-11b"]);
     for row in &rows {
         assert_eq!((&row["status"], &row["fits"]), (&"planned".into(), &true.into()), "{row}");
         assert!(row["measured_bytes"].is_null() && row["tokens_per_second"].is_null(), "{row}");
     }
-    assert!(text.contains("planned only: this device is on paper"), "{text}");
-    // What does not fit comes with what would do, as in its plan, for that model alone.
-    let (rows, text) = bench(&place, 0, &["smollm2-135m", "1b", "--devices", "rtx3070=4GiB,host=2GiB"]);
+    assert!(text.contains("planned only: a paper device"), "{text}");
+    // A model that does not fit has remedies, with commands for that model only.
+    let (rows, text) = bench(&workspace, 0, &["smollm2-135m", "1b", "--devices", "rtx3070=4GiB,host=2GiB"]);
     let needs = rows[1]["needs"].as_array().unwrap();
     assert!(needs.iter().any(|need| need["allow"].as_array().unwrap().contains(&"lora".into())), "{needs:?}");
     assert!(needs.iter().any(|need| need["host_bytes"].as_u64() > Some(2 << 30)), "{needs:?}");
@@ -84,12 +85,12 @@ fn on_paper_models_are_planned_and_sizes_stand_for_presets() {
         assert!(!command.contains("smollm2-135m"), "{hint}");
     }
     assert!(hints.iter().any(|hint| hint.contains("on the host")), "{hints:?}");
-    // Where none fits, that is the answer, and the exit code of one.
-    let (rows, _) = bench(&place, 3, &["smollm2-135m", "smollm2-360m", "--devices", "rtx3070=1GiB"]);
+    // Exit code 3 if no model fits.
+    let (rows, _) = bench(&workspace, 3, &["smollm2-135m", "smollm2-360m", "--devices", "rtx3070=1GiB"]);
     assert!(rows.len() == 2 && rows.iter().all(|row| row["status"] == "does_not_fit"), "{rows:?}");
-    // A run that fails is told by what it said.
+    // A failed run is reported with its error message.
     let (rows, text) = bench(
-        &place,
+        &workspace,
         2,
         &[
             "./model",
@@ -102,5 +103,5 @@ fn on_paper_models_are_planned_and_sizes_stand_for_presets() {
         ],
     );
     assert_eq!((&rows[0]["status"], &rows[0]["fits"]), (&"failed".into(), &true.into()), "{text}");
-    assert!(rows[0]["why"].as_str().unwrap().starts_with("exit 4: step "), "{text}");
+    assert!(rows[0]["reason"].as_str().unwrap().starts_with("exit 4: step "), "{text}");
 }

@@ -1,4 +1,4 @@
-//! `plimsoll plan` as people and programs use it: no device, no weights.
+//! `plimsoll plan` for paper devices, without weights: tables, JSON and refusals.
 
 use serde_json::Value;
 use std::process::{Command, Output};
@@ -15,7 +15,7 @@ const SMALL: [&str; 8] =
     ["--model", "smollm2-135m", "--devices", "rtx3090", "--sequence", "512", "--batch-tokens", "4096"];
 
 #[test]
-fn a_plan_on_paper_is_a_table_that_fits_a_terminal() {
+fn paper_plan_is_a_table_within_terminal_width() {
     let output = plan(&[&SMALL[..], &["--explain", "--allow", "bf16"]].concat());
     let table = text(&output.stdout);
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
@@ -32,7 +32,7 @@ fn a_plan_on_paper_is_a_table_that_fits_a_terminal() {
 }
 
 #[test]
-fn the_first_example_of_the_book_is_what_the_program_says() {
+fn first_docs_example_matches_output() {
     let book = include_str!("../../../docs/plans.md");
     let (_, example) = book.split_once("\n`plimsoll plan ").unwrap();
     let (words, rest) = example.split_once('`').unwrap();
@@ -41,11 +41,11 @@ fn the_first_example_of_the_book_is_what_the_program_says() {
 }
 
 #[test]
-fn all_devices_take_part_or_none() {
+fn parallelism_all_uses_all_devices_or_none() {
     let three = ["--model", "smollm2-135m", "--devices", "rtx3090,rtx3090,rtx3090", "--sequence", "256"];
     let of = |tokens, all: &[&str]| plan(&[&three[..], &["--batch-tokens", tokens], all].concat());
-    let all = ["--set", "run.team=all"];
-    // Who has no sequence of a step holds what it can, if all take part.
+    let all = ["--set", "run.parallelism=all"];
+    // If all devices are required, a device without a sequence becomes a storage-only worker.
     for (tokens, hold) in [("256", 2), ("512", 1)] {
         let held = text(&of(tokens, &all).stdout);
         assert_eq!(held.matches("and computes no sequences").count(), hold, "{held}");
@@ -53,17 +53,17 @@ fn all_devices_take_part_or_none() {
     let one = of("256", &[]);
     assert_eq!(one.status.code(), Some(0));
     assert!(
-        text(&one.stdout).contains("left out: 2 × rtx3090 (the 2nd and 3rd of 3 devices): "),
+        text(&one.stdout).contains("excluded: 2 × rtx3090 (the 2nd and 3rd of 3 devices): "),
         "{}",
         text(&one.stdout)
     );
 }
 
 #[test]
-fn every_member_of_a_team_has_a_ladder_of_its_own_and_those_that_are_alike_one() {
+fn team_plan_explains_one_ladder_per_worker_kind() {
     let team = |devices| plan(&["--model", "smollm2-135m", "--sequence", "512", "--devices", devices, "--explain"]);
     let unequal = text(&team("rtx3090,rtx3070,host=16GiB").stdout);
-    for words in ["rtx3090: each rung alone", "rtx3070: each rung alone", "rtx3070: those that this plan takes"] {
+    for words in ["rtx3090: each rung alone", "rtx3070: each rung alone", "rtx3070: rungs of this plan"] {
         assert!(unequal.contains(words), "{words}: {unequal}");
     }
     assert!(unequal.lines().all(|line| line.chars().count() <= 80), "{unequal}");
@@ -72,7 +72,7 @@ fn every_member_of_a_team_has_a_ladder_of_its_own_and_those_that_are_alike_one()
 }
 
 #[test]
-fn a_program_gets_the_plan_as_json() {
+fn plan_prints_json() {
     let output = plan(&[&SMALL[..], &["--json"]].concat());
     let plan: Value = serde_json::from_slice(&output.stdout).unwrap();
     for key in ["fits", "recipe", "class", "devices", "host", "predicted", "needs"] {
@@ -87,7 +87,7 @@ fn a_program_gets_the_plan_as_json() {
 }
 
 #[test]
-fn what_waits_on_the_host_stands_in_the_plan_and_only_where_the_device_is_short() {
+fn plan_offloads_only_when_device_is_short() {
     let host = |devices: &str| {
         let devices = format!("run.devices={devices}");
         let output = plan(&["--model", "smollm2-135m", "--sequence", "256", "--set", &devices, "--json"]);
@@ -100,7 +100,7 @@ fn what_waits_on_the_host_stands_in_the_plan_and_only_where_the_device_is_short(
 }
 
 #[test]
-fn what_does_not_fit_comes_with_a_command_that_does() {
+fn refusal_includes_a_command_that_fits() {
     let output = plan(&[&SMALL[..], &["--budget", "1GiB"]].concat());
     let refusal = text(&output.stderr);
     assert_eq!(output.status.code(), Some(3), "{refusal}");
@@ -111,14 +111,14 @@ fn what_does_not_fit_comes_with_a_command_that_does() {
 }
 
 #[test]
-fn a_pipeline_is_cut_by_what_it_takes_that_parts_of_it_wait_on_the_host() {
+fn pipeline_split_accounts_for_offload_time() {
     let cards = ["rtx5090"; 8].join(",") + ",host=512GiB";
     let output = plan(&["--devices", &cards, "--model", "qwen2.5-32b", "--explain", "--json"]);
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
     let plan: Value = serde_json::from_slice(&output.stdout).unwrap();
     let ways = plan["alternatives"].as_array().unwrap();
-    let layers = ways.iter().find(|way| way["sharing"] == "layers").expect("layers can be shared out");
+    let layers = ways.iter().find(|way| way["parallelism"] == "pipeline").expect("a pipeline is possible");
     let seconds = layers["predicted"]["step_seconds"].as_f64().unwrap();
-    // Cut by bytes over the link, once a step, it would be 19.5 s.
+    // A split that only counts the bytes over the link once per step would take 19.5 s.
     assert!(seconds < 19.0, "{seconds} s a step");
 }

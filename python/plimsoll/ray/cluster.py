@@ -1,4 +1,4 @@
-"""The cluster as it is: who belongs to it, what each node has and has free, and what runs where."""
+"""The state of the cluster: its nodes, their devices and free memory, their runs and reservations."""
 
 from __future__ import annotations
 
@@ -14,68 +14,66 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from plimsoll import api
 from plimsoll.errors import InputError
-from plimsoll.ray import joining, ours
-from plimsoll.ray.devices import readable
-from plimsoll.ray.reasons import reason
+from plimsoll.ray import local_state, membership
+from plimsoll.ray.devices import format_bytes
+from plimsoll.ray.failures import describe
 
 if TYPE_CHECKING:
     from typing_extensions import NotRequired
 
-#: How long a node may take to answer: it may have to start a process for it.
-ANSWER_SECONDS = 30.0
+#: Seconds that a node has to answer, which includes the start of a process.
+ANSWER_TIMEOUT_SECONDS = 30.0
 
-
-#: Why a node is gone that was told to end, as Ray numbers it: it ended, or drained first.
-LEFT = (1, 3, 4)
+#: Ray's numbers for the death reasons of a node that was asked to end: expected termination, and draining before it.
+LEFT_REASONS = (1, 3, 4)
 
 
 class Worker(TypedDict):
-    """A process that runs on a node."""
+    """A worker process of a run on a node."""
 
-    #: Of a run its host and folder: ``alpha:/home/me/runs/sums``.
-    what: str
+    #: The host and the folder of the run: ``alpha:/home/me/runs/sums``.
+    owner: str
     pid: int
 
 
-class Kept(TypedDict):
-    """What is kept of a node's device."""
+class Reservation(TypedDict):
+    """Memory that Ray has reserved on a node."""
 
-    #: For whom: a run, as above, or ``a sweep of alpha``.
-    what: str
-    #: ``vram_mib``, or ``memory`` of its host.
+    #: The host and the folder of a run, or ``a sweep of alpha``.
+    owner: str
+    #: ``vram_mib``, or ``memory`` of the host.
     resource: str
     bytes: int
 
 
 class Node(TypedDict):
-    """A raylet: a device and what goes with it."""
+    """A node of the cluster: a raylet with its device."""
 
-    #: ``alpha/cuda:0``; of a node that was not joined with ``plimsoll join``, its address.
+    #: ``alpha/cuda:0``; for a node that was not joined with ``plimsoll join``, its address.
     name: str
     id: str
     ip: str
     alive: bool
-    #: Why a node that is gone is gone, as Ray says it.
-    gone: NotRequired[str]
-    #: What its maker calls the device.
+    #: Ray's reason for the loss of the node.
+    lost_reason: NotRequired[str]
+    #: Product name of the device.
     model: str
     simulated: bool
     cpus: float
     gpus: float
-    #: The load line of the device, in MiB; none where that is the machine's memory.
+    #: The load line of the device in MiB; ``None`` for a CPU, which uses the machine's memory.
     vram_mib: int | None
     memory_bytes: int
-    #: What a run would be given of the device's memory now: what nobody has had kept, as far as it is free, measured; none where
-    #: nobody answered.
+    #: Memory of the device that a new run can get: measured free memory without reservations. ``None`` without an answer.
     free_bytes: int | None
-    #: Why nobody did.
-    silent: NotRequired[str]
+    #: The reason why the node did not answer.
+    no_answer_reason: NotRequired[str]
     runs: list[Worker]
-    kept: list[Kept]
+    reservations: list[Reservation]
 
 
 class Cluster(TypedDict):
-    """All nodes; those that are gone come last."""
+    """All nodes; lost nodes come last."""
 
     address: str
     nodes: list[Node]
@@ -83,198 +81,203 @@ class Cluster(TypedDict):
 
 @contextlib.contextmanager
 def connected(address: str | None = None) -> Iterator[str]:
-    """Speaks with the cluster that this machine is part of, or with the one at ``address``."""
-    joining.check_ray()
-    joined = ours.known()
+    """Connects to the cluster that this machine has joined, or to the cluster at ``address``."""
+    membership.check_ray()
+    joined = local_state.load_membership()
     own_ip = None
-    # Read when Ray is imported.
-    os.environ.update(joining.INLINE)
-    if address is None and joined and any(map(ours.serves, joined.raylets)):
+    # Ray reads these variables when it is imported.
+    os.environ.update(membership.INLINE_RESULTS)
+    if address is None and joined and any(map(local_state.is_raylet_running, joined.raylets)):
         address, own_ip = joined.address, joined.ip
-        os.environ.update(joining.environment())
+        os.environ.update(membership.environment())
         if "ray" in sys.modules:
-            # It has read them already, when it was imported. Of this, its types say nothing.
+            # Ray was imported with the old variables and has to read them again. Its type stubs omit this function.
             importlib.import_module("ray._raylet").Config.initialize("")
     address = address or os.environ.get("RAY_ADDRESS")
     if address is None and joined:
         raise _dropped_out(joined)
     if address is None:
-        raise InputError("this machine is part of no cluster", ["plimsoll join --head starts one", "or name one: --address"])
+        raise InputError("this machine has joined no cluster", ["start one: plimsoll join --head", "or name one: --address"])
     try:
-        joining.check_answers(address)
+        membership.check_reachable(address)
     except InputError:
         if joined and own_ip and joined.head:
-            # It is this machine's own head that is gone; what it had started beside that ends a little later.
+            # This machine's own head has ended. Its other processes end a little later.
             raise _dropped_out(joined) from None
         raise
-    if joined and own_ip and joining.takes_part(joined) is False:
-        # Ray would wait a minute for a node that the head has given up.
+    if joined and own_ip and membership.is_known_to_head(joined) is False:
+        # Ray would wait a minute for a node that the head regards as lost.
         raise _dropped_out(joined)
     import ray
     from ray._private import worker
 
-    # What it has to say of nodes is for no screen, and without a head it would ask again and again, with all of a core.
+    # Ray's messages about nodes are not printed. Without a head, this listener would also poll with a full core.
     setattr(worker, "listen_error_messages", lambda *_: None)  # noqa: B010
     try:
         ray.init(
             address=address, namespace="plimsoll", log_to_driver=False, logging_level="ERROR", _node_ip_address=own_ip
         )
     except Exception as error:
-        raise InputError(f"no cluster answers at {address}: {reason(error)}") from error
+        raise InputError(f"no cluster answers at {address}: {describe(error)}") from error
     try:
         yield address
     finally:
         ray.shutdown()
 
 
-def _dropped_out(joined: ours.Joined) -> InputError:
-    gone = f"this machine has dropped out of the cluster at {joined.address}: it was cut off for long, or its part was ended"
-    return InputError(gone, [f"it takes part again with what it joined with: {joined.words}"])
+def _dropped_out(joined: local_state.Membership) -> InputError:
+    message = f"this machine has dropped out of the cluster at {joined.address}: it was unreachable too long, or its raylet has ended"
+    return InputError(message, [f"to join again: {joined.command}"])
 
 
 def nodes() -> list[Node]:
-    """All that Ray knows of the nodes, without asking them."""
+    """Returns the nodes as Ray describes them, without asking the nodes themselves."""
     import ray
-    from ray._private import state, worker  # What actors there are, and since when nodes, is public with a dashboard only.
+    from ray._private import state, worker  # Ray publishes actors and start times of nodes through its dashboard only.
 
     runs: dict[str, list[Worker]] = {}
     for actor in state.actors().values():
         if actor["State"] == "ALIVE":
-            what = unmarked(actor["Name"] or actor["ActorClassName"])
-            runs.setdefault(actor["Address"]["NodeID"], []).append(Worker(what=what, pid=actor["Pid"]))
-    told = worker.global_worker.gcs_client.get_all_node_info()
-    infos = {node.hex(): info for node, info in told.items()}
-    kept, listed, lives = _kept(), list[Node](), dict[str, Life]()
-    for known in ray.nodes():
-        left = known.get("DeathReason") in LEFT
-        if info := infos.get(known["NodeID"]):
-            known["Labels"] = dict(info.labels)
-            lives[known["NodeID"]] = Life(info.start_time_ms, info.end_time_ms, left)
+            owner = without_suffix(actor["Name"] or actor["ActorClassName"])
+            runs.setdefault(actor["Address"]["NodeID"], []).append(Worker(owner=owner, pid=actor["Pid"]))
+    infos_by_id = worker.global_worker.gcs_client.get_all_node_info()
+    infos = {node.hex(): info for node, info in infos_by_id.items()}
+    reservations, listed, lifetimes = _reservations(), list[Node](), dict[str, Lifetime]()
+    for entry in ray.nodes():
+        left = entry.get("DeathReason") in LEFT_REASONS
+        if info := infos.get(entry["NodeID"]):
+            entry["Labels"] = dict(info.labels)
+            lifetimes[entry["NodeID"]] = Lifetime(info.start_time_ms, info.end_time_ms, left)
         elif left:
             continue
-        listed.append(_node(known, runs.get(known["NodeID"], []), kept.get(known["NodeID"], [])))
-    return of_interest(listed, lives)
+        listed.append(_node(entry, runs.get(entry["NodeID"], []), reservations.get(entry["NodeID"], [])))
+    return current_nodes(listed, lifetimes)
 
 
-def alive(every: list[Node]) -> list[Node]:
-    """Those that are there."""
-    return [node for node in every if node["alive"]]
+def alive_nodes(nodes: list[Node]) -> list[Node]:
+    """Returns the nodes that are alive."""
+    return [node for node in nodes if node["alive"]]
 
 
-class Life(NamedTuple):
-    """When a node started and ended, in milliseconds since the epoch, and whether it was told to end; 0 is not known, or not yet."""
+class Lifetime(NamedTuple):
+    """Start and end of a node in milliseconds since 1970, 0 if unknown, and whether the node left the cluster on request."""
 
     start_ms: int = 0
     end_ms: int = 0
     left: bool = False
 
 
-def of_interest(listed: list[Node], lives: Mapping[str, Life]) -> list[Node]:
-    """The nodes that are there, and those that are missed: of a name the last, unless that has left, and none whose machine has
-    joined again since, with whatever devices."""
-    life = {node["id"]: lives.get(node["id"], Life()) for node in listed}
-    there, last = list[Node](), dict[tuple[str, str], Node]()
-    for node in sorted(listed, key=lambda node: life[node["id"]].start_ms):
-        named = (node["name"], node["ip"])
-        last.pop(named, None)
+def current_nodes(listed: list[Node], lifetimes: Mapping[str, Lifetime]) -> list[Node]:
+    """Returns the alive nodes and the lost nodes, each sorted by name.
+
+    Of several lost nodes with one name, only the last counts. A node is not lost if it left on request, or if its machine has
+    joined again since, with any devices.
+    """
+    lifetime = {node["id"]: lifetimes.get(node["id"], Lifetime()) for node in listed}
+    alive, last_dead = list[Node](), dict[tuple[str, str], Node]()
+    for node in sorted(listed, key=lambda node: lifetime[node["id"]].start_ms):
+        key = (node["name"], node["ip"])
+        last_dead.pop(key, None)
         if node["alive"]:
-            there.append(node)
-        elif not life[node["id"]].left:
-            last[named] = node
+            alive.append(node)
+        elif not lifetime[node["id"]].left:
+            last_dead[key] = node
 
-    def replaced(gone: Node) -> bool:
-        return any(node["ip"] == gone["ip"] and 0 < life[gone["id"]].end_ms < life[node["id"]].start_ms for node in there)
+    def is_replaced(dead: Node) -> bool:
+        end_ms = lifetime[dead["id"]].end_ms
+        return any(node["ip"] == dead["ip"] and 0 < end_ms < lifetime[node["id"]].start_ms for node in alive)
 
-    missed = [node for node in last.values() if not replaced(node)]
-    return sorted(there, key=lambda node: node["name"]) + sorted(missed, key=lambda node: node["name"])
+    lost = [node for node in last_dead.values() if not is_replaced(node)]
+    return sorted(alive, key=lambda node: node["name"]) + sorted(lost, key=lambda node: node["name"])
 
 
-def unmarked(name: str) -> str:
-    """A name without what makes it Ray's only one."""
+def without_suffix(name: str) -> str:
+    """Removes the suffix that makes a name unique for Ray, as in ``alpha:/runs/sums (1234-56ab-1)``."""
     return re.sub(r" \([0-9a-f-]+\)$", "", name)
 
 
-def _kept() -> dict[str, list[Kept]]:
-    """What is kept on each node, for whom."""
+def _reservations() -> dict[str, list[Reservation]]:
+    """Returns the reservations on each node, by node id."""
     from ray.util.placement_group import placement_group_table
 
-    kept: dict[str, list[Kept]] = {}
+    reservations: dict[str, list[Reservation]] = {}
     for group in placement_group_table().values():
-        # One that has lost a node is being placed anew, and has the others still.
+        # A group that has lost a node is being rescheduled, and still holds its other nodes.
         if group["state"] in ("CREATED", "RESCHEDULING"):
-            for number, bundle in group["bundles"].items():
+            for index, bundle in group["bundles"].items():
                 for resource, unit in (("vram_mib", 1 << 20), ("memory", 1)):
                     if amount := int(bundle.get(resource, 0.0)) * unit:
-                        of = Kept(what=unmarked(group["name"]), resource=resource, bytes=amount)
-                        kept.setdefault(group["bundles_to_node_id"].get(number, ""), []).append(of)
-    return kept
+                        reservation = Reservation(owner=without_suffix(group["name"]), resource=resource, bytes=amount)
+                        reservations.setdefault(group["bundles_to_node_id"].get(index, ""), []).append(reservation)
+    return reservations
 
 
-#: What is free on each node, as Ray counts it.
-Free = Mapping[str, Mapping[str, float]]
+#: Unreserved amount of each resource by node id, as Ray counts it.
+UnreservedResources = Mapping[str, Mapping[str, float]]
 
 
-def available() -> Free:
-    """What nobody has had kept of each node."""
-    from ray._private import state  # What is free on each node is public in sum only.
+def unreserved_resources() -> UnreservedResources:
+    """Returns the unreserved resources of all nodes."""
+    from ray._private import state  # Ray publishes only the sum over all nodes.
 
-    free: Free = state.available_resources_per_node()
-    return free
+    unreserved: UnreservedResources = state.available_resources_per_node()
+    return unreserved
 
 
-def whole_bytes(node: Node) -> int:
-    """The load line of a node's device."""
+def budget_bytes(node: Node) -> int:
+    """Returns the load line of a node's device."""
     return node["memory_bytes"] if node["vram_mib"] is None else node["vram_mib"] << 20
 
 
-def available_bytes(node: Node, free: Free) -> int:
-    """What nobody has had kept of it."""
-    has = free.get(node["id"], {})
-    return int(has.get("memory", 0.0)) if node["vram_mib"] is None else int(has.get("vram_mib", 0.0)) << 20
+def unreserved_bytes(node: Node, unreserved: UnreservedResources) -> int:
+    """Returns the unreserved memory of a node's device."""
+    resources = unreserved.get(node["id"], {})
+    return int(resources.get("memory", 0.0)) if node["vram_mib"] is None else int(resources.get("vram_mib", 0.0)) << 20
 
 
-def _node(known: dict[str, Any], runs: list[Worker], kept: list[Kept]) -> Node:
-    labels, has = known.get("Labels", {}), known["Resources"]
-    vram = has.get("vram_mib")
+def _node(entry: dict[str, Any], runs: list[Worker], reservations: list[Reservation]) -> Node:
+    labels, resources = entry.get("Labels", {}), entry["Resources"]
+    vram = resources.get("vram_mib")
     node = Node(
-        name=known.get("NodeName") or known["NodeManagerAddress"],
-        id=known["NodeID"],
-        ip=known["NodeManagerAddress"],
-        alive=known["Alive"],
+        name=entry.get("NodeName") or entry["NodeManagerAddress"],
+        id=entry["NodeID"],
+        ip=entry["NodeManagerAddress"],
+        alive=entry["Alive"],
         model=labels.get("plimsoll-model", labels.get("ray.io/accelerator-type", "")),
         simulated=labels.get("plimsoll-simulated") == "true",
-        cpus=has.get("CPU", 0.0),
-        gpus=has.get("GPU", 0.0),
+        cpus=resources.get("CPU", 0.0),
+        gpus=resources.get("GPU", 0.0),
         vram_mib=None if vram is None else int(vram),
-        memory_bytes=int(has.get("memory", 0)),
+        memory_bytes=int(resources.get("memory", 0)),
         free_bytes=None,
         runs=runs,
-        kept=kept,
+        reservations=reservations,
     )
     if not node["alive"]:
-        why = known.get("DeathReasonMessage") or ""
-        why = why if why and "heartbeat" not in why else "it does not answer any more"
-        node["gone"] = f"{why}; what brings it back is said on its machine by: plimsoll cluster"
+        reason = entry.get("DeathReasonMessage") or ""
+        reason = reason if reason and "heartbeat" not in reason else "it no longer answers"
+        node["lost_reason"] = f"{reason}; to see how it joins again, run on its machine: plimsoll cluster"
     return node
 
 
 class Facts(TypedDict):
-    """What a process on a node says of itself."""
+    """Versions and hardware of a node, reported by a process on it."""
 
     python: str
     ray: str
     plimsoll: str
     system: str
-    #: Of NVIDIA, where there is one.
+    #: Version of the NVIDIA driver, if there is one.
     driver: str | None
-    #: Graphics cards of NVIDIA's on the machine's bus, used or not.
+    #: Number of NVIDIA cards on the machine's bus, used or not.
     cards: int
     free_bytes: int
+    #: Seconds since 1970 on the clock of the node.
     clock: float
 
 
 def facts() -> Facts:
-    """What this process, on its node, says of itself. A raylet's GPU is the only one that its processes see."""
+    """Returns the facts of the node that this process runs on. A process sees only the GPU of its raylet."""
     import plimsoll
     import ray
 
@@ -287,54 +290,55 @@ def facts() -> Facts:
         plimsoll=plimsoll.__version__,
         system=platform.release(),
         driver=machine["nvidia"]["driver"],
-        cards=machine["nvidia"]["on_bus"],
+        cards=machine["nvidia"]["cards_on_bus"],
         free_bytes=(found or machine["devices"])[0]["memory_free_bytes"],
         clock=time.time(),
     )
 
 
-def on(node: Node) -> dict[str, Any]:
-    """Options that place a process on a node, and nowhere else, without taking of its cores."""
+def options_for_node(node: Node) -> dict[str, Any]:
+    """Returns Ray options that place a process on exactly this node and reserve no cores."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node["id"], soft=False)}
 
 
-def look() -> Cluster:
-    """Asks every node, all at once."""
+def query_cluster() -> Cluster:
+    """Returns all nodes with their free memory. Asks all nodes at the same time."""
     import ray
 
-    seen = nodes()
+    listed = nodes()
     ask = ray.remote(max_retries=0)(facts)
-    asked = [(node, ask.options(**on(node)).remote()) for node in alive(seen)]
-    patience, unkept = time.monotonic() + ANSWER_SECONDS, available()
-    for node, answer in asked:
+    requests = [(node, ask.options(**options_for_node(node)).remote()) for node in alive_nodes(listed)]
+    deadline, unreserved = time.monotonic() + ANSWER_TIMEOUT_SECONDS, unreserved_resources()
+    for node, request in requests:
         try:
-            free = ray.get(answer, timeout=max(patience - time.monotonic(), 0.1))["free_bytes"]
-            node["free_bytes"] = min(free, available_bytes(node, unkept))
-        except Exception as error:  # Whatever keeps one from answering, the others are shown.
-            node["silent"] = reason(error)
-    return Cluster(address=ray.get_runtime_context().gcs_address, nodes=seen)
+            free = ray.get(request, timeout=max(deadline - time.monotonic(), 0.1))["free_bytes"]
+            node["free_bytes"] = min(free, unreserved_bytes(node, unreserved))
+        except Exception as error:  # The failure of one node must not hide the others.
+            node["no_answer_reason"] = describe(error)
+    return Cluster(address=ray.get_runtime_context().gcs_address, nodes=listed)
 
 
 def table(cluster: Cluster) -> str:
-    """The cluster for a person."""
+    """Formats the cluster as a table with notes."""
     rows = [["node", "address", "device", "memory", "free", "cores", "runs"]]
     for node in cluster["nodes"]:
-        memory = whole_bytes(node)
+        memory = budget_bytes(node)
         free = node["free_bytes"]
-        state = readable(free) if free is not None else "no answer" if node["alive"] else "gone"
-        runs = ", ".join(f"{worker['what']} ({worker['pid']})" for worker in node["runs"])
+        state = format_bytes(free) if free is not None else "no answer" if node["alive"] else "lost"
+        runs = ", ".join(f"{worker['owner']} ({worker['pid']})" for worker in node["runs"])
         name = node["name"] + (" (simulated)" if node["simulated"] else "")
-        rows.append([name, node["ip"], node["model"], readable(memory) if node["alive"] else "-", state, f"{node['cpus']:g}", runs or "-"])
+        memory_text = format_bytes(memory) if node["alive"] else "-"
+        rows.append([name, node["ip"], node["model"], memory_text, state, f"{node['cpus']:g}", runs or "-"])
     lines = [f"cluster at {cluster['address']}", "", columns(rows)]
     for node in cluster["nodes"]:
-        why = node.get("gone", node.get("silent"))
-        lines += [f"{node['name']}: {why}"] if why else []
+        reason = node.get("lost_reason", node.get("no_answer_reason"))
+        lines += [f"{node['name']}: {reason}"] if reason else []
     return "\n".join(lines)
 
 
 def columns(rows: list[list[str]]) -> str:
-    """Rows of a table, the first its titles."""
+    """Formats rows as aligned columns; the first row holds the titles."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)

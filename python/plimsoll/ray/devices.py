@@ -1,4 +1,7 @@
-"""What a machine gives a cluster: one raylet for each GPU, else one for the processor; or the devices that somebody names."""
+"""The devices that a machine contributes to a cluster, and the share of the machine that each raylet gets.
+
+By default there is one raylet for each usable GPU, or one for the CPU if there is none. ``--devices`` names others.
+"""
 
 from __future__ import annotations
 
@@ -13,88 +16,90 @@ from plimsoll.errors import InputError
 from plimsoll.run_file import settings
 
 MIB = 1 << 20
-#: Bytes for a person, as the other commands say them.
-readable = _native.readable
-#: Ray's store of objects takes this part of a raylet's memory, within bounds: tensors do not go through it.
-STORE_SHARE, STORE_LEAST, STORE_MOST = 0.1, 128 * MIB, 1024 * MIB
+#: Formats bytes as the other commands do.
+format_bytes = _native.format_bytes
+#: Share of a raylet's memory for Ray's object store, with its bounds. Tensors do not pass through the store.
+STORE_SHARE, STORE_BYTES_MIN, STORE_BYTES_MAX = 0.1, 128 * MIB, 1024 * MIB
 
 
-class Said(TypedDict):
-    """What a word of ``run.devices`` says of a device. What it does not say, its host knows, or the run."""
+class DeviceAttributes(TypedDict):
+    """The attributes that an entry of ``run.devices`` states. Missing ones come from the device's host or from the run."""
 
-    #: All of it, as run files write it.
-    word: str
-    #: The host that it is on, where that is named.
+    #: The whole entry in the notation of the run file.
+    text: str
+    #: The host of the device, if it is named.
     host: str | None
-    #: As that host names it; ``ray`` is every device of a cluster.
+    #: The device as named on its host; ``ray`` stands for every device of the cluster.
     device: str
-    #: Its load line: an amount, or a share.
-    line: str | None
-    #: The pace of a simulated device, in cores.
+    #: The load line: an amount, or a share of free memory.
+    budget: str | None
+    #: The pace of a simulated device in CPU cores.
     pace: float | None
 
 
-def said(text: str) -> list[Said]:
-    """What a list as in ``run.devices`` says of each device that it names."""
-    return cast("list[Said]", json.loads(_native.named(text)))
+def parse_devices(text: str) -> list[DeviceAttributes]:
+    """Parses a list in the notation of ``run.devices`` into the attributes of each device."""
+    return cast("list[DeviceAttributes]", json.loads(_native.parse_devices(text)))
 
 
 @dataclass(frozen=True)
 class Device:
-    """A device that a raylet's workers compute on."""
+    """A device on which the workers of a raylet compute."""
 
-    #: On its machine: ``cuda:1``.
+    #: Name on its machine: ``cuda:1``.
     name: str
     kind: Literal["cpu", "virtual", "cuda"]
-    #: What its maker calls it.
+    #: Product name of the hardware.
     model: str
-    #: The load line: what may be held of its memory.
-    line_bytes: int
-    #: How a worker of that raylet, which sees no other GPU, names it in ``run.devices``.
+    #: The load line.
+    budget_bytes: int
+    #: Name in ``run.devices`` for a worker of this raylet, which sees no other GPU.
     worker_name: str
-    #: What ``CUDA_VISIBLE_DEVICES`` is for them.
+    #: Value of ``CUDA_VISIBLE_DEVICES`` for the workers.
     visible: str | None = None
 
     @property
     def simulated(self) -> bool:
-        """Whether what is said of it comes from a simulation."""
+        """Whether figures of this device come from a simulation."""
         return self.kind == "virtual"
 
 
-def of_this_machine(named: str | None = None) -> list[Device]:
-    """The devices that are here; with ``named``, the text of ``run.devices``, those that it names."""
+def local_devices(named: str | None = None) -> list[Device]:
+    """Returns the devices of this machine. ``named`` selects devices in the notation of ``run.devices``."""
     machine = api.devices()["devices"]
     cpu, gpus = machine[0], [found for found in machine[1:] if not found.get("gpu", {}).get("unusable")]
     cards = [
-        Device(found["name"], "cuda", found["model"], found["takes"]["budget_bytes"], "cuda:0", _visible(found["gpu"]["uuid"]))
+        Device(found["name"], "cuda", found["model"], found["defaults"]["budget_bytes"], "cuda:0", _visible(found["gpu"]["uuid"]))
         for found in gpus
     ]
-    line = cpu["takes"]["budget_bytes"]
-    processor = Device("cpu", "cpu", cpu["model"], line, f"cpu={line // MIB}MiB")
+    cpu_budget = cpu["defaults"]["budget_bytes"]
     if named is None:
-        return cards or [processor]
-    given: list[Device] = []
-    words = {one["device"]: one["word"] for one in said(named)}
-    # Without their rates: see `measure`.
-    for spec in json.loads(_native.named_lines(settings({"run": {"devices": named}}))):
+        return cards or [Device("cpu", "cpu", cpu["model"], cpu_budget, f"cpu={cpu_budget // MIB}MiB")]
+    selected: list[Device] = []
+    texts = {attributes["device"]: attributes["text"] for attributes in parse_devices(named)}
+    # Resolved without rates, which `measure_rates` measures.
+    for spec in json.loads(_native.list_named_devices(settings({"run": {"devices": named}}))):
         name, kind, budget = spec["name"], spec["kind"], spec["budget"]
         if kind == "cuda":
-            given += [replace(card, line_bytes=budget) for card in cards if card.name == name]
+            selected += [replace(card, budget_bytes=budget) for card in cards if card.name == name]
         elif kind == "cpu":
-            given.append(Device(name, "cpu", cpu["model"], budget, f"cpu={budget // MIB}MiB"))
+            selected.append(Device(name, "cpu", cpu["model"], budget, f"cpu={budget // MIB}MiB"))
         elif kind == "virtual":
-            given.append(Device(name, "virtual", f"part of {cpu['model']}", budget, words[name]))
+            selected.append(Device(name, "virtual", f"part of {cpu['model']}", budget, texts[name]))
         else:
-            raise InputError(f"--devices: `{name}` is a device on paper: nothing runs on it")
-    return given
+            raise InputError(f"--devices: `{name}` is a paper device: it cannot run anything")
+    return selected
 
 
-def measure(devices: list[Device]) -> None:
-    """Sees to it that the rates of the processor, and of what it simulates, are known: a worker that has to measure them
-    does so before each run, and where its line leaves little, with less than it takes. Those of a GPU are measured there."""
-    if words := [device.worker_name for device in devices if device.kind != "cuda"]:
-        print("measuring what the processor can do, unless that is known (20 s)", file=sys.stderr)
-        _native.named_devices(settings({"run": {"devices": ",".join(words)}}))
+def measure_rates(devices: list[Device]) -> None:
+    """Measures the rates of the CPU and of simulated devices, unless they are known.
+
+    A worker without rates would measure them before each run, and with smaller arrays under a low load line. Rates of a GPU
+    are measured by its worker.
+    """
+    if names := [device.worker_name for device in devices if device.kind != "cuda"]:
+        print("measuring the rates of the CPU, unless they are known (20 s)", file=sys.stderr)
+        _native.resolve_devices(settings({"run": {"devices": ",".join(names)}}))
 
 
 def _visible(uuid: str) -> str:
@@ -102,52 +107,54 @@ def _visible(uuid: str) -> str:
 
 
 @dataclass(frozen=True)
-class Given:
-    """What a raylet is told that it has."""
+class RayletResources:
+    """The resources that a raylet offers to Ray."""
 
     cpus: int
     gpus: int
-    #: For workers, the store left out.
+    #: Memory for workers, without the object store.
     memory_bytes: int
     store_bytes: int
-    #: A device's own memory, in whole MiB; none where that is the machine's.
+    #: The load line of a device with memory of its own, in MiB; ``None`` for a CPU, which uses the machine's memory.
     vram_mib: int | None
     labels: dict[str, str]
 
 
-def share_out(devices: list[Device]) -> list[Given]:
-    """What each device's raylet has of the machine: cores and memory are shared evenly; what simulated devices and the
-    processor hold of the memory is theirs."""
+def divide_resources(devices: list[Device]) -> list[RayletResources]:
+    """Divides the machine among the raylets of its devices.
+
+    Cores are divided evenly. So is the memory that remains without the load lines of simulated devices and of the CPU.
+    """
     cpu = api.devices()["devices"][0]
     count = len(devices)
-    free = cpu["takes"]["budget_bytes"]
-    left = max(free - sum(device.line_bytes for device in devices if device.kind == "virtual"), 0)
-    # A processor that is named without an amount would have what simulated devices hold, too.
-    processor = min(sum(device.line_bytes for device in devices if device.kind == "cpu"), left)
-    rest = (left - processor) // max(sum(device.kind != "cpu" for device in devices), 1)
-    given = []
-    for number, device in enumerate(devices):
-        memory = processor if device.kind == "cpu" else rest
-        store = int(min(max(memory * STORE_SHARE, STORE_LEAST), STORE_MOST))
-        # At least one core each, and the first ones have what is left over.
-        cpus = max(cpu["threads"] // count + (number < cpu["threads"] % count), 1)
-        given.append(
-            Given(
+    free = cpu["defaults"]["budget_bytes"]
+    remaining = max(free - sum(device.budget_bytes for device in devices if device.kind == "virtual"), 0)
+    # The load line of a CPU without an amount includes the memory of simulated devices.
+    for_cpu = min(sum(device.budget_bytes for device in devices if device.kind == "cpu"), remaining)
+    for_others = (remaining - for_cpu) // max(sum(device.kind != "cpu" for device in devices), 1)
+    resources = []
+    for index, device in enumerate(devices):
+        memory = for_cpu if device.kind == "cpu" else for_others
+        store = int(min(max(memory * STORE_SHARE, STORE_BYTES_MIN), STORE_BYTES_MAX))
+        # At least one core each. The first raylets get the remainder.
+        cpus = max(cpu["threads"] // count + (index < cpu["threads"] % count), 1)
+        resources.append(
+            RayletResources(
                 cpus=cpus,
                 gpus=int(device.kind == "cuda"),
-                memory_bytes=max(memory - store, STORE_LEAST),
+                memory_bytes=max(memory - store, STORE_BYTES_MIN),
                 store_bytes=store,
-                vram_mib=None if device.kind == "cpu" else device.line_bytes // MIB,
+                vram_mib=None if device.kind == "cpu" else device.budget_bytes // MIB,
                 labels={
-                    "plimsoll-device": label(device.name),
-                    "plimsoll-model": label(device.model),
+                    "plimsoll-device": to_label(device.name),
+                    "plimsoll-model": to_label(device.model),
                     "plimsoll-simulated": str(device.simulated).lower(),
                 },
             )
         )
-    return given
+    return resources
 
 
-def label(text: str) -> str:
-    """A text as labels of Ray may be: letters, digits, and ``-_.`` between them, 63 at most."""
+def to_label(text: str) -> str:
+    """Converts a text to a label of Ray: at most 63 letters, digits and ``-_.``, with a letter or digit at both ends."""
     return re.sub(r"[^A-Za-z0-9]+$", "", re.sub(r"[^A-Za-z0-9_.]+", "-", text).lstrip("-_.")[:63])

@@ -1,21 +1,21 @@
-"""The ports of a cluster, all pinned: what a firewall has to let through between its machines."""
+"""The ports of a cluster. All are fixed, so that a firewall can allow them between the cluster's machines."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 
-#: The head's, unless somebody says otherwise; a raylet's lie above it.
+#: Default of the base port, which is the port of the head. Ports of raylets lie above it.
 BASE = 7300
-#: Of a raylet's ports so many are for what its workers say to each other.
-WIRES = 20
-#: Where a machine's first raylet's ports begin, from the base on, and how far apart raylets are.
+#: Ports of each raylet for connections between workers.
+WIRE_COUNT = 20
+#: Offset of the first raylet's ports from the base port, and distance between the ports of two raylets.
 FIRST, STRIDE = 10, 110
 
 
 @dataclass(frozen=True)
 class Ports:
-    """Those of one raylet."""
+    """The ports of one raylet."""
 
     node_manager: int
     object_manager: int
@@ -29,25 +29,36 @@ class Ports:
     wires_last: int
 
     @property
-    def pinned(self) -> list[int]:
-        """Those of its processes that must be free when it starts: workers choose among theirs."""
+    def required(self) -> list[int]:
+        """Ports that must be free when the raylet starts. Workers choose free ones among theirs."""
         agents = [self.runtime_env_agent, self.metrics_export, self.dashboard_agent, self.dashboard_agent_grpc]
         return [self.node_manager, self.object_manager, *agents]
 
     @property
     def wires(self) -> str:
-        """Where workers meet each other, as they are told."""
+        """Ports for connections between workers, as in ``PLIMSOLL_RAY_WIRES``: ``7400-7419``."""
         return f"{self.wires_first}-{self.wires_last}"
 
 
-def of_raylet(base: int, number: int) -> Ports:
-    """The ports of a machine's raylet, counted from 0."""
-    first = base + FIRST + STRIDE * number
+def raylet_ports(base_port: int, index: int) -> Ports:
+    """Returns the ports of a machine's raylet; ``index`` counts from 0."""
+    first = base_port + FIRST + STRIDE * index
     last = first + STRIDE - 1
-    return Ports(first, first + 1, first + 2, first + 3, first + 4, first + 5, first + 10, last - WIRES, last - WIRES + 1, last)
+    return Ports(
+        node_manager=first,
+        object_manager=first + 1,
+        runtime_env_agent=first + 2,
+        metrics_export=first + 3,
+        dashboard_agent=first + 4,
+        dashboard_agent_grpc=first + 5,
+        worker_first=first + 10,
+        worker_last=last - WIRE_COUNT,
+        wires_first=last - WIRE_COUNT + 1,
+        wires_last=last,
+    )
 
 
-def of_wires() -> list[int]:
-    """Where a worker meets others: the ports of its raylet, or any where nobody has pinned them."""
+def wire_ports() -> list[int]:
+    """Returns the ports on which this worker accepts other workers. 0 stands for any port, if none are set."""
     first, dash, last = os.environ.get("PLIMSOLL_RAY_WIRES", "").partition("-")
     return list(range(int(first), int(last) + 1)) if dash else [0]

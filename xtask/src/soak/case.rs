@@ -1,23 +1,24 @@
-//! Random cases: a small model, what is done with it, its data. Everything is a function of (seed, number).
+//! Random cases of the soak: a small model, its data, its device and its budget. Every value is a function of
+//! (seed, number), so that a case can be repeated alone.
 
-use super::place::Place;
+use super::test_device::TestDevice;
 use plimsoll_core::{Bytes, DType, DeviceSpec, Link, Rates, Recipe, RecomputeLevel};
-use plimsoll_plan::search::{Lossy, Pins, Question};
+use plimsoll_plan::search::{LossyOptions, PinnedChoices, PlanRequest};
 use plimsoll_program::Share;
-use plimsoll_program::models::decoder::{AdamState, Generation, Optimizer, Source};
+use plimsoll_program::models::decoder::{AdamState, Generation, Optimizer, WeightSource};
 use plimsoll_program::models::{ModelConfig, ModelType, RopeScaling};
 use plimsoll_train::data::Rows;
 use std::fmt;
 
-/// Numbers drawn one after another (splitmix64 of Steele, Lea and Flood).
-pub struct Draw(u64);
+/// Random numbers (splitmix64 of Steele, Lea and Flood).
+pub struct Rng(u64);
 
-impl Draw {
-    /// The draws of one case.
-    pub fn new(seed: u64, number: u64) -> Draw {
-        let mut draw = Draw(seed);
-        let mixed = draw.next();
-        Draw(mixed ^ number.wrapping_mul(0xd6e8_feb8_6659_fd93))
+impl Rng {
+    /// Returns the generator of one case.
+    pub fn new(seed: u64, number: u64) -> Rng {
+        let mut rng = Rng(seed);
+        let mixed = rng.next();
+        Rng(mixed ^ number.wrapping_mul(0xd6e8_feb8_6659_fd93))
     }
 
     fn next(&mut self) -> u64 {
@@ -27,79 +28,79 @@ impl Draw {
         z ^ (z >> 31)
     }
 
-    /// From 0 up to 1.
-    pub fn share(&mut self) -> f64 {
+    /// Returns a number from 0 (inclusive) to 1 (exclusive).
+    pub fn fraction(&mut self) -> f64 {
         (self.next() >> 11) as f64 / (1u64 << 53) as f64
     }
 
-    /// Whether something happens that happens so often.
+    /// Returns true with the given probability.
     pub fn chance(&mut self, share: f64) -> bool {
-        self.share() < share
+        self.fraction() < share
     }
 
-    /// A whole number, both ends included.
-    pub fn from(&mut self, low: u64, high: u64) -> u64 {
+    /// Returns an integer from `low` to `high`, both included.
+    pub fn range(&mut self, low: u64, high: u64) -> u64 {
         low + self.next() % (high - low + 1)
     }
 
-    /// A whole number, small ones as often as large ones.
-    pub fn scaled(&mut self, low: u64, high: u64) -> u64 {
+    /// Returns an integer from `low` to `high`, uniform in its logarithm.
+    pub fn log_range(&mut self, low: u64, high: u64) -> u64 {
         let (low_log, high_log) = ((low as f64).ln(), ((high + 1) as f64).ln());
-        ((low_log + self.share() * (high_log - low_log)).exp() as u64).clamp(low, high)
+        ((low_log + self.fraction() * (high_log - low_log)).exp() as u64).clamp(low, high)
     }
 
-    /// One of several.
-    pub fn of<T: Clone>(&mut self, list: &[T]) -> T {
-        list[self.from(0, list.len() as u64 - 1) as usize].clone()
+    /// Returns one element of a list.
+    pub fn pick<T: Clone>(&mut self, list: &[T]) -> T {
+        list[self.range(0, list.len() as u64 - 1) as usize].clone()
     }
 
-    /// A level for each layer.
-    pub fn levels(&mut self, layers: u64) -> Vec<RecomputeLevel> {
-        (0..layers).map(|_| self.of(&RecomputeLevel::ALL)).collect()
+    /// Returns a random recompute level for each layer.
+    pub fn recompute_levels(&mut self, layers: u64) -> Vec<RecomputeLevel> {
+        (0..layers).map(|_| self.pick(&RecomputeLevel::ALL)).collect()
     }
 }
 
-/// What a case looks for in the budget.
+/// The budget of a case, relative to the demand of its model.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Load {
-    /// Less than anything needs; the case then runs at the budget that the refusal names.
+    /// Less than any recipe needs; the case then runs with the budget that the refusal names.
     TooSmall,
-    /// So far from the smallest budget (0) to that of the fastest recipe (1).
+    /// Position between the smallest budget (0) and that of the fastest recipe (1).
     Between(f64),
-    /// More than enough.
+    /// More than any recipe needs.
     Plenty,
 }
 
-/// A small model and what is done with it.
+/// A small model with everything that a run needs.
 #[derive(Clone, Debug)]
 pub struct Case {
-    /// Of the whole soak.
+    /// Seed of the soak.
     pub seed: u64,
-    /// Within the soak.
+    /// Number of the case within the soak.
     pub number: u64,
-    /// The model.
+    /// Shape of the model.
     pub config: ModelConfig,
-    /// Tokens of a sequence.
+    /// Tokens per sequence.
     pub sequence: u64,
-    /// Sequences of a step.
+    /// Sequences per step.
     pub sequences: u64,
-    /// Threads that compute.
+    /// CPU threads.
     pub threads: u32,
-    /// How weights change, where they do.
+    /// Optimizer; `None` for a case without training.
     pub optimizer: Option<Optimizer>,
-    /// Whether the loss is evaluated.
+    /// Whether the case evaluates the loss.
     pub evaluate: bool,
-    /// Whether tokens are generated.
+    /// Parameters of text generation; `None` if the case generates nothing.
     pub generation: Option<Generation>,
-    /// Where weights come from.
-    pub source: Source,
-    /// Clipping; 0 clips nothing.
+    /// Source of the initial weights.
+    pub source: WeightSource,
+    /// Maximum gradient norm; 0 disables clipping.
     pub clip_norm: f64,
-    /// Of the device.
+    /// Budget of the device.
     pub load: Load,
-    /// The device.
-    pub place: Place,
-    /// Its arithmetic.
+    /// Device of the case.
+    pub device: TestDevice,
+    /// Arithmetic of the case.
     pub precision: DType,
 }
 
@@ -111,7 +112,7 @@ impl fmt::Display for Case {
             "--seed {} --case {} --device {} --dtype {}: {} {} layers, hidden {}, heads {}/{}×{}, ffn {}, vocab {}{}; {} × {} tokens, {} thread(s), {}{}{}, {:?}",
             self.seed,
             self.number,
-            self.place,
+            self.device,
             self.precision,
             c.model_type,
             c.layers,
@@ -137,27 +138,27 @@ impl fmt::Display for Case {
     }
 }
 
-fn config(draw: &mut Draw) -> ModelConfig {
-    let model_type = draw.of(&ModelType::ALL);
-    let kv_heads = draw.of(&[1, 1, 2, 3]);
-    let heads = kv_heads * draw.of(&[1, 1, 2, 4]);
-    let hidden = draw.scaled(8, 128);
-    // transformers refuses a llama whose hidden size is no multiple of its heads.
+fn config(rng: &mut Rng) -> ModelConfig {
+    let model_type = rng.pick(&ModelType::ALL);
+    let kv_heads = rng.pick(&[1, 1, 2, 3]);
+    let heads = kv_heads * rng.pick(&[1, 1, 2, 4]);
+    let hidden = rng.log_range(8, 128);
+    // The `transformers` library refuses a llama with a hidden size that is not a multiple of the number of heads.
     let hidden = if model_type == ModelType::Llama { hidden.next_multiple_of(heads) } else { hidden };
-    let original = 1 << draw.from(2, 6);
+    let original = 1 << rng.range(2, 6);
     ModelConfig {
         model_type,
         hidden,
-        layers: draw.from(1, 6),
+        layers: rng.range(1, 6),
         heads,
         kv_heads,
-        head_dim: 2 * draw.scaled(1, 24),
-        ffn: draw.scaled(1, 300),
-        vocab: draw.scaled(8, 4000),
-        tied: draw.chance(0.5),
-        norm_eps: draw.of(&[1e-5, 1e-6]),
-        rope_theta: draw.of(&[1e4, 5e5, 1e6]),
-        rope_scaling: draw.of(&[
+        head_dim: 2 * rng.log_range(1, 24),
+        ffn: rng.log_range(1, 300),
+        vocab: rng.log_range(8, 4000),
+        tied: rng.chance(0.5),
+        norm_eps: rng.pick(&[1e-5, 1e-6]),
+        rope_theta: rng.pick(&[1e4, 5e5, 1e6]),
+        rope_scaling: rng.pick(&[
             RopeScaling::None,
             RopeScaling::None,
             RopeScaling::Linear { factor: 4.0 },
@@ -173,61 +174,62 @@ fn config(draw: &mut Draw) -> ModelConfig {
         max_positions: 4096,
         bos: None,
         eos: vec![0],
-        // Larger than in real models, so that small differences show.
-        init_std: draw.of(&[0.02, 0.1]),
+        // Larger than in real models, so that small differences become visible.
+        init_std: rng.pick(&[0.02, 0.1]),
     }
 }
 
 impl Case {
-    /// The same case on another device, in another arithmetic.
-    pub fn on(self, place: Place, precision: DType) -> Case {
-        Case { place, precision, ..self }
+    /// Returns the case with another device and arithmetic.
+    pub fn on(self, device: TestDevice, precision: DType) -> Case {
+        Case { device, precision, ..self }
     }
 
-    /// A case by its number, on the CPU in f32.
+    /// Returns the case with a number, on the CPU in f32.
     pub fn new(seed: u64, number: u64) -> Case {
-        let mut draw = Draw::new(seed, number);
-        let config = config(&mut draw);
+        let mut rng = Rng::new(seed, number);
+        let config = config(&mut rng);
         config.validate().expect("random models are sound");
-        let sequence = draw.scaled(1, 64);
-        let optimizer = draw.chance(0.9).then(|| match draw.from(0, 3) {
+        let sequence = rng.log_range(1, 64);
+        let optimizer = rng.chance(0.9).then(|| match rng.range(0, 3) {
             0 => Optimizer::Sgd { momentum: 0.0, decay: 0.0 },
             1 => Optimizer::Sgd { momentum: 0.9, decay: 0.1 },
-            // With the usual epsilon of 1e-8, gradients that are zero but for rounding become steps.
+            // With the usual epsilon of 1e-8, rounding noise in gradients that should be zero would become full steps.
             _ => Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-6, decay: 0.1, state: AdamState::Full },
         });
-        let chunk = draw.scaled(2, 16);
-        let generation = Generation { capacity: chunk * draw.from(1, 5), chunk };
-        let generation = draw.chance(if optimizer.is_some() { 0.3 } else { 0.6 }).then_some(generation);
-        let dtypes = config.hf_parameters().iter().map(|_| draw.of(&[DType::F32, DType::Bf16, DType::F16])).collect();
-        let source = if draw.chance(0.3) { Source::Files { dtypes } } else { Source::Random { seed: number } };
+        let chunk = rng.log_range(2, 16);
+        let generation = Generation { capacity: chunk * rng.range(1, 5), chunk };
+        let generation = rng.chance(if optimizer.is_some() { 0.3 } else { 0.6 }).then_some(generation);
+        let dtypes = config.hf_parameters().iter().map(|_| rng.pick(&[DType::F32, DType::Bf16, DType::F16])).collect();
+        let source =
+            if rng.chance(0.3) { WeightSource::Files { dtypes } } else { WeightSource::Random { seed: number } };
         Case {
             seed,
             number,
             sequence,
-            sequences: draw.scaled(1, 12),
-            threads: draw.from(1, 2) as u32,
-            evaluate: optimizer.is_some() && draw.chance(0.8) || generation.is_none(),
+            sequences: rng.log_range(1, 12),
+            threads: rng.range(1, 2) as u32,
+            evaluate: optimizer.is_some() && rng.chance(0.8) || generation.is_none(),
             optimizer,
             generation,
             source,
-            clip_norm: draw.of(&[0.0, 0.5, 1e9]),
-            load: match draw.from(0, 5) {
+            clip_norm: rng.pick(&[0.0, 0.5, 1e9]),
+            load: match rng.range(0, 5) {
                 0 => Load::TooSmall,
                 1 => Load::Plenty,
-                _ => Load::Between(draw.share()),
+                _ => Load::Between(rng.fraction()),
             },
-            place: Place::Cpu,
+            device: TestDevice::Cpu,
             precision: DType::F32,
             config,
         }
     }
 
-    /// The device under a load line.
-    pub fn device(&self, budget: Bytes, threads: u32) -> DeviceSpec {
+    /// Returns the device with a load line, for the planner.
+    pub fn device_spec(&self, budget: Bytes, threads: u32) -> DeviceSpec {
         DeviceSpec {
             name: "device".into(),
-            kind: self.place.kind(),
+            kind: self.device.kind(),
             budget,
             charges: Bytes::ZERO,
             charges_measured: false,
@@ -247,9 +249,9 @@ impl Case {
         }
     }
 
-    /// What the planner is asked.
-    pub fn question<'a>(&'a self, device: &'a DeviceSpec, precision: DType) -> Question<'a> {
-        Question {
+    /// Returns the request to the planner.
+    pub fn request<'a>(&'a self, device: &'a DeviceSpec, precision: DType) -> PlanRequest<'a> {
+        PlanRequest {
             config: &self.config,
             precision,
             sequence: self.sequence,
@@ -259,48 +261,48 @@ impl Case {
             evaluate: self.evaluate,
             generation: self.generation,
             device,
-            host: self.place.host(),
-            lossy: Lossy::default(),
-            pins: Pins::default(),
+            host: self.device.host(),
+            lossy: LossyOptions::default(),
+            pins: PinnedChoices::default(),
             rungs: vec![],
-            share: Share::ALONE,
+            share: Share::SINGLE_DEVICE,
         }
     }
 
-    /// A recipe with one level everywhere.
+    /// Returns a recipe with the same recompute level for all layers.
     pub fn uniform(&self, micro_batch: u64, level: RecomputeLevel) -> Recipe {
         Recipe::on_device(micro_batch as u32, vec![level; self.config.layers as usize])
     }
 
-    /// Rows with several documents each and some labels that do not count.
+    /// Returns random rows with several documents each and some ignored labels.
     pub fn rows(&self, count: u64, salt: u64) -> Rows {
-        let mut draw = Draw::new(self.seed ^ salt, self.number);
+        let mut rng = Rng::new(self.seed ^ salt, self.number);
         let mut rows = Rows::new(count, self.sequence);
         for _ in 0..count {
-            let (labelled, ends) = (draw.share(), draw.share() * 0.2);
+            let (labelled, ends) = (rng.fraction(), rng.fraction() * 0.2);
             let mut start = 0;
             for at in 0..self.sequence as i32 {
-                if at > 0 && draw.chance(ends) {
+                if at > 0 && rng.chance(ends) {
                     start = at;
                 }
-                let counts = draw.chance(labelled);
-                rows.tokens.push(draw.from(0, self.config.vocab - 1) as i32);
-                rows.labels.push(if counts { draw.from(0, self.config.vocab - 1) as i32 } else { -100 });
+                let counts = rng.chance(labelled);
+                rows.tokens.push(rng.range(0, self.config.vocab - 1) as i32);
+                rows.labels.push(if counts { rng.range(0, self.config.vocab - 1) as i32 } else { -100 });
                 rows.positions.push(at - start);
                 rows.document_start.push(start);
                 rows.weights.push(if counts { 1.0 } else { 0.0 });
             }
         }
-        // At least one token counts, so that there is a loss to compare.
+        // At least one label counts, so that there is a loss to compare.
         rows.labels[0] = 0;
         rows.weights[0] = 1.0;
         rows
     }
 
-    /// A prompt of at least two tokens, with room for at most three behind it: the cache is filled to its end.
+    /// Returns a prompt of at least two tokens that leaves room for at most three more, so that generation fills the cache.
     pub fn prompt(&self, generation: Generation) -> Vec<i32> {
-        let mut draw = Draw::new(!self.seed, self.number);
-        let length = generation.capacity.saturating_sub(draw.from(0, 3)).max(2);
-        (0..length).map(|_| draw.from(0, self.config.vocab - 1) as i32).collect()
+        let mut rng = Rng::new(!self.seed, self.number);
+        let length = generation.capacity.saturating_sub(rng.range(0, 3)).max(2);
+        (0..length).map(|_| rng.range(0, self.config.vocab - 1) as i32).collect()
     }
 }

@@ -1,47 +1,47 @@
-//! What was shown how often, and what failed.
+//! Counters of the soak: checks that passed and failed, their worst figures, and the kinds of cases.
 
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-/// The figures of one kind of check.
+/// Results of one kind of check.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Kind {
-    /// Checks that held.
+    /// Number of checks that passed.
     pub passed: u64,
-    /// One line for each that did not.
+    /// One line per failed check.
     pub failed: Vec<String>,
-    /// The worst figure.
+    /// Largest figure.
     pub worst: Option<f64>,
-    /// Where it was.
+    /// Description of the case with the largest figure.
     pub worst_of: String,
-    /// How many figures were above zero.
+    /// Number of figures above zero.
     pub above_zero: u64,
 }
 
-/// All kinds of checks, by name.
+/// Results of all checks.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Tally {
-    /// In the order of their names.
+    /// Results by name of the check.
     pub kinds: BTreeMap<String, Kind>,
-    /// How many cases were of which sort.
+    /// Number of cases by property.
     pub covered: BTreeMap<String, u64>,
-    /// Things worth a line that are no failures.
+    /// Remarks that are not failures.
     pub notes: Vec<String>,
 }
 
 impl Tally {
-    /// One check.
+    /// Records one check.
     pub fn check(&mut self, kind: &str, held: bool, message: impl FnOnce() -> String) {
         let entry = self.kinds.entry(kind.into()).or_default();
         if held { entry.passed += 1 } else { entry.failed.push(message()) }
     }
 
-    /// One figure of a kind, with a check on it.
+    /// Records one figure, with a check on it.
     pub fn figure(&mut self, kind: &str, figure: f64, held: bool, message: impl Fn() -> String) {
         self.check(kind, held, &message);
         let entry = self.kinds.get_mut(kind).expect("made just now");
-        // NaN is the worst of all.
+        // NaN counts as the largest figure.
         let worse = entry.worst.is_none_or(|worst| figure.is_nan() || figure > worst);
         if worse {
             (entry.worst, entry.worst_of) = (Some(figure), message());
@@ -49,19 +49,19 @@ impl Tally {
         entry.above_zero += u64::from(figure > 0.0);
     }
 
-    /// A case is of a sort.
+    /// Counts a case with a property.
     pub fn cover(&mut self, sort: &str) {
         *self.covered.entry(sort.into()).or_default() += 1;
     }
 
-    /// Something worth a line, once.
+    /// Adds a remark, unless it exists.
     pub fn note(&mut self, line: String) {
         if !self.notes.contains(&line) {
             self.notes.push(line);
         }
     }
 
-    /// Adds what another has seen.
+    /// Adds the results of another tally.
     pub fn add(&mut self, other: Tally) {
         for (name, kind) in other.kinds {
             let entry = self.kinds.entry(name).or_default();
@@ -79,17 +79,17 @@ impl Tally {
         self.notes.extend(other.notes);
     }
 
-    /// Checks that held.
+    /// Returns the number of checks that passed.
     pub fn passed(&self) -> u64 {
         self.kinds.values().map(|kind| kind.passed).sum()
     }
 
-    /// Checks that did not.
+    /// Returns the number of failed checks.
     pub fn failed(&self) -> usize {
         self.kinds.values().map(|kind| kind.failed.len()).sum()
     }
 
-    /// Lines for a person; the last one is the count.
+    /// Formats the results as text; the last line has the totals.
     pub fn lines(&self) -> String {
         let mut text = String::new();
         let width = self.kinds.keys().map(|name| name.chars().count()).max().unwrap_or(0);

@@ -1,316 +1,340 @@
-//! Teams of unequal simulated devices, drawn at random: what the plan says fits runs with every line held, and is the
-//! experiment of one device. While devices refuse memory, are lost, fall silent or refuse for ever, a run ends done or can
-//! be gone on with, on the same samples, and no step is done twice whose state survives. Starts are processes of their
-//! own under a watchdog (`runs`).
+//! Random teams of unequal simulated devices.
+//!
+//! A plan that fits runs within all load lines and gives the result of a single device. With injected faults (refused
+//! memory, lost, silent and permanently failing devices) a run ends done or resumable, on the same samples. No step is
+//! repeated if its state survives. Each start is a process of its own under a watchdog (`runs`).
 
-use super::case::Draw;
-use super::runs::{Asked, Left, STEPS, small};
+use super::case::Rng;
+use super::runs::{RandomRun, RunRecord, STEPS, small_model};
 use super::tally::Tally;
-use super::whole::OFF_BYTES;
+use super::whole_process::{ModelSizes, TOLERANCE_BYTES};
 use anyhow::{Context, ensure};
-use plimsoll_core::{Event, Plan, RunResult, RunStatus, Sharing};
+use plimsoll_core::{Event, Parallelism, Plan, RunResult, RunStatus};
+use plimsoll_program::ProgramKind;
 use plimsoll_train::fault_injection::Injection;
 use std::fs;
 use std::path::Path;
 
-/// One in so many teams is run.
+/// One team in this many is run.
 const RUN_EVERY: u64 = 3;
-/// So often is each of these disturbed.
-const DISTURBED: u64 = 2;
-/// A device that refuses the same so often is left out: there are fewer rungs and tries.
-const FOR_EVER: usize = 40;
-/// After so many seconds without a sign of life a device is lost.
-const SILENCE_SECONDS: u64 = 2;
+/// Number of runs with injected faults per team.
+const FAULTY_RUNS: u64 = 2;
+/// Number of equal out-of-memory errors after which a device is excluded; a run has fewer rungs and tries.
+const PERSISTENT_COUNT: usize = 40;
+/// Heartbeat timeout in seconds.
+const HEARTBEAT_SECONDS: u64 = 2;
 
-/// Devices of a team are drawn so often until the planner shares the work in the way that is wanted.
+/// Number of attempts to find devices for which the planner chooses the wanted parallelism.
 const DRAWS: u64 = 8;
 
-/// What a team is drawn for; cases take turns. What comes of it is the planner's choice.
+/// Intended kind of team; cases alternate between them. The planner decides which parallelism it uses.
 #[derive(Clone, Copy)]
-enum Sort {
-    /// Any devices, any of which may hold the model.
+enum TeamKind {
+    /// Random devices; each may be large enough for the model.
     Any,
-    /// One device is slow, or holds no model.
-    OneTooMany,
-    /// None holds the model, and its state can be shared over a fast link.
-    Near,
-    /// None holds the model, and its layers can be shared over a slow link.
-    Far,
+    /// One device is slow or too small for the model.
+    WithOutlier,
+    /// Each device is too small for the model, and a fast link suits sharding.
+    FastLink,
+    /// Each device is too small for the model, and a slow link suits a pipeline.
+    SlowLink,
 }
 
-const SORTS: [Sort; 4] = [Sort::Any, Sort::Near, Sort::OneTooMany, Sort::Far];
+const TEAM_KINDS: [TeamKind; 4] = [TeamKind::Any, TeamKind::FastLink, TeamKind::WithOutlier, TeamKind::SlowLink];
 
-/// Two to four devices.
-fn devices(draw: &mut Draw) -> String {
-    let count = draw.from(2, 4);
-    let device = |number: u64, draw: &mut Draw| {
-        let budget = draw.of(&[64, 72, 80, 96, 128]);
-        let pace = draw.of(&["0.4", "0.3", "0.2", "0.12", "0.08"]);
-        let link = draw.of(&["16GB/s", "1GB/s", "125MB/s+100us"]);
+/// Returns two to four random devices.
+fn devices(rng: &mut Rng) -> String {
+    let count = rng.range(2, 4);
+    let device = |number: u64, rng: &mut Rng| {
+        let budget = rng.pick(&[64, 72, 80, 96, 128]);
+        let pace = rng.pick(&["0.4", "0.3", "0.2", "0.12", "0.08"]);
+        let link = rng.pick(&["16GB/s", "1GB/s", "125MB/s+100us"]);
         format!("virtual:d{number}={budget}MiB@{pace}:16GB/s:{link}")
     };
-    let list: Vec<String> = (0..count).map(|number| device(number, draw)).collect();
-    let host = draw.of(&["", ",host=64MiB"]);
+    let list: Vec<String> = (0..count).map(|number| device(number, rng)).collect();
+    let host = rng.pick(&["", ",host=64MiB"]);
     format!("{}{host}", list.join(","))
 }
 
-/// Two devices, and a third that is slow, behind a slow link, or too small for anything.
-fn one_too_many(draw: &mut Draw) -> String {
-    let odd = draw.of(&["96MiB@0.01", "96MiB@0.2:16GB/s:1MB/s+900us", "12MiB@0.3"]);
-    let pace = draw.of(&["0.4", "0.2"]);
+/// Returns two devices and a third one that is slow, behind a slow link, or too small for anything.
+fn devices_with_outlier(rng: &mut Rng) -> String {
+    let odd = rng.pick(&["96MiB@0.01", "96MiB@0.2:16GB/s:1MB/s+900us", "12MiB@0.3"]);
+    let pace = rng.pick(&["0.4", "0.2"]);
     format!("virtual:d0=96MiB@0.4:16GB/s:1GB/s,virtual:d1=80MiB@{pace}:16GB/s:1GB/s,virtual:odd={odd}")
 }
 
-/// A model that takes about as much as such devices have beside what a process holds.
-fn large(draw: &mut Draw) -> [u64; 6] {
-    let hidden = draw.of(&[128, 192]);
-    [hidden, draw.from(8, 14), 4, 2, 2 * hidden, draw.of(&[500, 900])]
+/// Returns the sizes of a model that needs about as much memory as the devices have beyond the charges of a process.
+fn large_model(rng: &mut Rng) -> ModelSizes {
+    let hidden = rng.pick(&[128, 192]);
+    let (layers, vocab) = (rng.range(8, 14), rng.pick(&[500, 900]));
+    ModelSizes { hidden, layers, heads: 4, kv_heads: 2, ffn: 2 * hidden, vocab }
 }
 
-/// One that holds nothing.
-fn none(_: &mut Draw) -> String {
+/// Returns a device that is too small for any model.
+fn too_small_device(_: &mut Rng) -> String {
     "virtual:none=1MiB@0.4,host=1MiB".to_owned()
 }
 
-/// Two or three devices, none of which holds what a run takes on one, and whose host holds next to nothing: so drawn that
-/// the work is shared in this way, where some draws of a few are.
-fn too_small(asked: &mut Asked, wanted: Sharing, draw: &mut Draw) -> anyhow::Result<()> {
-    let (plan, _) = asked.plan()?;
+/// Gives the case two or three devices that are each too small for it, without host memory. Tries several times to find
+/// devices for which the planner chooses `wanted`.
+fn draw_devices_too_small_alone(case: &mut RandomRun, wanted: Parallelism, rng: &mut Rng) -> anyhow::Result<()> {
+    let (plan, _) = case.plan()?;
     let alone = plan.needs.first().context("a refusal says what would do")?.budget_bytes;
     let charges = plan.devices[0].charges_bytes;
     let arena_mib = (alone.saturating_sub(charges).0 as f64) / f64::from(1 << 20);
-    // The state in parts wants a fast link, and pipelines can do with a slow one.
+    // Sharding needs a fast link; a pipeline works with a slow one.
     let links = match wanted {
-        Sharing::State => ["16GB/s", "8GB/s", "4GB/s"],
+        Parallelism::Sharded => ["16GB/s", "8GB/s", "4GB/s"],
         _ => ["125MB/s+100us", "50MB/s+100us", "20MB/s+900us"],
     };
     for _ in 0..DRAWS {
-        let link = draw.of(&links);
-        let device = |number: u64, draw: &mut Draw| {
-            let share = draw.of(&[0.5, 0.6, 0.7, 0.8, 0.9]);
-            // Of several, each is charged with rows of its own, too.
+        let link = rng.pick(&links);
+        let device = |number: u64, rng: &mut Rng| {
+            let share = rng.pick(&[0.5, 0.6, 0.7, 0.8, 0.9]);
+            // In a team, each worker has charges for its own rows.
             let budget = (charges.0 >> 20) + 4 + (arena_mib * share) as u64;
-            let pace = draw.of(&["0.5", "0.4", "0.3"]);
+            let pace = rng.pick(&["0.5", "0.4", "0.3"]);
             format!("virtual:d{number}={budget}MiB@{pace}:16GB/s:{link}")
         };
-        let list: Vec<String> = (0..draw.from(2, 3)).map(|number| device(number, draw)).collect();
+        let list: Vec<String> = (0..rng.range(2, 3)).map(|number| device(number, rng)).collect();
         let devices = format!("{},host=1MiB", list.join(","));
-        asked.label = asked.label.replace(&asked.devices, &devices);
-        asked.settings.push(format!("run.devices={devices}"));
-        asked.devices = devices;
-        if asked.plan()?.0.sharing == Some(wanted) {
+        case.label = case.label.replace(&case.devices, &devices);
+        case.settings.push(format!("run.devices={devices}"));
+        case.devices = devices;
+        if case.plan()?.0.parallelism == Some(wanted) {
             break;
         }
     }
     Ok(())
 }
 
-fn draw(binary: &Path, seed: u64, number: u64) -> anyhow::Result<Asked> {
-    let mut draw = Draw::new(seed ^ 13, number);
-    let on = |sizes: &dyn Fn(&mut Draw) -> [u64; 6], devices: &dyn Fn(&mut Draw) -> String| {
-        let silence = format!("run.heartbeat_seconds={SILENCE_SECONDS}");
+fn random_team(binary: &Path, seed: u64, number: u64) -> anyhow::Result<RandomRun> {
+    let mut rng = Rng::new(seed ^ 13, number);
+    let on = |sizes: &dyn Fn(&mut Rng) -> ModelSizes, devices: &dyn Fn(&mut Rng) -> String| {
+        let silence = format!("run.heartbeat_seconds={HEARTBEAT_SECONDS}");
         Ok::<_, anyhow::Error>(
-            Asked::on(binary, (seed ^ 11, number), sizes, devices)?.with(&["run.fallback=none", &silence]),
+            RandomRun::on(binary, (seed ^ 11, number), sizes, devices)?.with(&["run.fallback=none", &silence]),
         )
     };
-    let mut asked = match SORTS[number as usize % SORTS.len()] {
-        Sort::Any => on(&small, &devices)?,
-        Sort::OneTooMany => on(&small, &one_too_many)?,
-        Sort::Near => {
-            let mut asked = on(&large, &none)?;
-            too_small(&mut asked, Sharing::State, &mut draw)?;
-            asked
+    let mut case = match TEAM_KINDS[number as usize % TEAM_KINDS.len()] {
+        TeamKind::Any => on(&small_model, &devices)?,
+        TeamKind::WithOutlier => on(&small_model, &devices_with_outlier)?,
+        TeamKind::FastLink => {
+            let mut case = on(&large_model, &too_small_device)?;
+            draw_devices_too_small_alone(&mut case, Parallelism::Sharded, &mut rng)?;
+            case
         }
-        Sort::Far => {
-            let mut asked = on(&large, &none)?;
-            too_small(&mut asked, Sharing::Layers, &mut draw)?;
-            asked
+        TeamKind::SlowLink => {
+            let mut case = on(&large_model, &too_small_device)?;
+            draw_devices_too_small_alone(&mut case, Parallelism::Pipeline, &mut rng)?;
+            case
         }
     };
-    if draw.chance(0.5) {
-        asked.settings.push("run.team=all".to_owned());
+    if rng.chance(0.5) {
+        case.settings.push("run.parallelism=all".to_owned());
     }
-    asked.label = asked.label.replace(&format!("--seed {}", seed ^ 11), &format!("--seed {seed}"));
-    Ok(asked)
+    case.label = case.label.replace(&format!("--seed {}", seed ^ 11), &format!("--seed {seed}"));
+    Ok(case)
 }
 
-/// One team, planned; every third is trained, undisturbed and disturbed.
+/// Plans one random team. Every third team is also trained, undisturbed and with faults.
 pub fn run_team(binary: &Path, seed: u64, number: u64) -> Tally {
     let mut tally = Tally::default();
-    let asked = draw(binary, seed, number);
-    let label = asked.as_ref().map_or_else(|_| format!("--seed {seed} --case {number}"), |asked| asked.label.clone());
-    let result = asked.and_then(|asked| {
-        let shown = planned(&asked, &mut Draw::new(seed ^ 12, number), number, &mut tally);
-        let _ = fs::remove_dir_all(&asked.folder);
+    let case = random_team(binary, seed, number);
+    let label = case.as_ref().map_or_else(|_| format!("--seed {seed} --case {number}"), |case| case.label.clone());
+    let result = case.and_then(|case| {
+        let shown = check_team(&case, &mut Rng::new(seed ^ 12, number), number, &mut tally);
+        let _ = fs::remove_dir_all(&case.folder);
         shown
     });
     tally.check("teams end done or resumable", result.is_ok(), || format!("{label}: {:#}", result.unwrap_err()));
     tally
 }
 
-/// How a plan shares the work.
-fn way(plan: &Plan) -> String {
-    match plan.sharing {
+/// Returns the name of a plan's parallelism.
+fn parallelism_name(plan: &Plan) -> String {
+    match plan.parallelism {
         _ if !plan.fits => "refused".to_owned(),
-        Some(sharing) => sharing.to_string(),
+        Some(parallelism) => parallelism.to_string(),
         None => "one device".to_owned(),
     }
 }
 
-fn names(plan: &Plan) -> Vec<String> {
+fn device_names(plan: &Plan) -> Vec<String> {
     plan.devices.iter().map(|device| device.name.clone()).collect()
 }
 
-fn planned(asked: &Asked, draw: &mut Draw, number: u64, tally: &mut Tally) -> anyhow::Result<()> {
-    let (plan, said) = asked.plan()?;
-    let way = way(&plan);
+fn check_team(case: &RandomRun, rng: &mut Rng, number: u64, tally: &mut Tally) -> anyhow::Result<()> {
+    let (plan, said) = case.plan()?;
+    let parallelism = parallelism_name(&plan);
     tally.cover("all: planned");
-    tally.cover(&format!("{way}: planned"));
+    tally.cover(&format!("{parallelism}: planned"));
     if !plan.fits {
-        tally.check("a no says what would do", said.contains("hint: "), || format!("{}: {said}", asked.label));
+        tally.check("refusals print hints", said.contains("hint: "), || format!("{}: {said}", case.label));
         return Ok(());
     }
     for device in &plan.devices {
-        tally.check("every plan is under its line", device.peak_bytes <= device.budget_bytes, || {
-            format!("{}: {device:?}", asked.label)
+        tally.check("every plan is within its load line", device.peak_bytes <= device.budget_bytes, || {
+            format!("{}: {device:?}", case.label)
         });
     }
     if !number.is_multiple_of(RUN_EVERY) {
         return Ok(());
     }
     tally.cover("all: run");
-    tally.cover(&format!("{way}: run"));
-    if !plan.left_out.is_empty() {
-        tally.cover("a device left out: run");
+    tally.cover(&format!("{parallelism}: run"));
+    if !plan.excluded.is_empty() {
+        tally.cover("a device is excluded: run");
     }
-    ensure!(asked.train("plain", &[])?.is_none(), "the undisturbed team stopped");
-    ended(asked, "plain", RunStatus::Done, tally)?;
-    let did: Plan = serde_json::from_slice(&fs::read(asked.folder.join("plain/plan.json"))?)?;
-    let same = did.sharing == plan.sharing && names(&did) == names(&plan);
-    tally.check("what is planned is what is trained", same, || {
-        format!("{}: {:?} {:?}, {:?} {:?}", asked.label, plan.sharing, names(&plan), did.sharing, names(&did))
+    ensure!(case.train("plain", &[])?.is_none(), "the undisturbed team stopped");
+    check_result(case, "plain", RunStatus::Done, tally)?;
+    let trained_plan: Plan = serde_json::from_slice(&fs::read(case.folder.join("plain/plan.json"))?)?;
+    let same = trained_plan.parallelism == plan.parallelism && device_names(&trained_plan) == device_names(&plan);
+    tally.check("runs use the planned parallelism", same, || {
+        format!(
+            "{}: {:?} {:?}, {:?} {:?}",
+            case.label,
+            plan.parallelism,
+            device_names(&plan),
+            trained_plan.parallelism,
+            device_names(&trained_plan)
+        )
     });
-    ensure!(asked.with(&["run.devices=cpu"]).train("alone", &[])?.is_none(), "one device stopped");
-    let [alone, plain] = ["alone", "plain"].map(|run| Left::read(&asked.folder.join(run)));
+    ensure!(case.with(&["run.devices=cpu"]).train("alone", &[])?.is_none(), "one device stopped");
+    let [alone, plain] = ["alone", "plain"].map(|run| RunRecord::read(&case.folder.join(run)));
     let (alone, plain) = (alone?, plain?);
-    asked.same_samples(&alone, &plain, tally);
-    asked.near("of a team and one device", &alone, &plain, tally);
-    for disturbed in 0..DISTURBED {
-        let mut injections = disturbances(asked, &names(&plan), draw, tally);
-        let beside = did.left_out.iter().find(|out| out.evaluates.is_some());
-        injections.extend(beside.into_iter().flat_map(|out| disturbances_beside(&out.device, draw, tally)));
-        tally.cover("all: disturbed");
-        tally.cover(&format!("{way}: disturbed"));
+    case.check_same_samples(&alone, &plain, tally);
+    case.compare_losses("of a team and one device", &alone, &plain, tally);
+    for disturbed in 0..FAULTY_RUNS {
+        let mut injections = random_faults(case, &device_names(&plan), rng, tally);
+        let beside = trained_plan.excluded.iter().find(|out| out.evaluator_plan.is_some());
+        injections.extend(beside.into_iter().flat_map(|out| random_evaluator_faults(&out.device, rng, tally)));
+        tally.cover("all: with faults");
+        tally.cover(&format!("{parallelism}: with faults"));
         let words = injections.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ");
         let disturbed = format!("disturbed-{disturbed}");
-        let mut asked = asked.with(&[]);
-        asked.label = format!("{}: {words}", asked.label);
-        under(&asked, &disturbed, &injections, &plain, tally).context(words)?;
-        fs::remove_dir_all(asked.folder.join(disturbed))?;
+        let mut case = case.with(&[]);
+        case.label = format!("{}: {words}", case.label);
+        check_with_faults(&case, &disturbed, &injections, &plain, tally).context(words)?;
+        fs::remove_dir_all(case.folder.join(disturbed))?;
     }
     Ok(())
 }
 
-/// What shall happen to these devices.
-fn disturbances(asked: &Asked, names: &[String], draw: &mut Draw, tally: &mut Tally) -> Vec<Injection> {
-    let device = |draw: &mut Draw| names[draw.from(0, names.len() as u64 - 1) as usize].clone();
-    let programs = [None, Some("forward"), Some("backward"), Some("norm"), Some("update")];
+/// Returns random faults for the devices of a team.
+fn random_faults(case: &RandomRun, names: &[String], rng: &mut Rng, tally: &mut Tally) -> Vec<Injection> {
+    let device = |rng: &mut Rng| names[rng.range(0, names.len() as u64 - 1) as usize].clone();
+    let programs = [
+        None,
+        Some(ProgramKind::Forward.name()),
+        Some(ProgramKind::Backward.name()),
+        Some(ProgramKind::GradientNorm.name()),
+        Some(ProgramKind::Update.name()),
+    ];
     let mut injections = Vec::new();
-    while draw.chance(0.4) {
-        let (device, step, program) = (device(draw), draw.from(1, STEPS), draw.of(&programs).map(str::to_owned));
+    while rng.chance(0.4) {
+        let (device, step, program) = (device(rng), rng.range(1, STEPS), rng.pick(&programs).map(str::to_owned));
         injections.push(Injection::Loss { device, step, program });
-        tally.cover("disturbed by a loss");
+        tally.cover("with a lost device");
     }
-    if names.len() > 1 && draw.chance(0.2) {
-        let (device, step, forever) = (device(draw), draw.from(1, STEPS), draw.chance(0.2));
-        let opening = draw.chance(0.25);
+    if names.len() > 1 && rng.chance(0.2) {
+        let (device, step, forever) = (device(rng), rng.range(1, STEPS), rng.chance(0.2));
+        let opening = rng.chance(0.25);
         let step = if opening { 0 } else { step };
         injections.push(Injection::Silence { device, step, opening, forever });
-        tally.cover(if forever { "disturbed by silence for good" } else { "disturbed by silence" });
+        tally.cover(if forever { "with a permanently silent device" } else { "with a silent device" });
         if opening {
-            tally.cover("disturbed by silence while a device is opened");
+            tally.cover("with a device that is silent while it is opened");
         }
     }
-    if draw.chance(0.25) {
-        let (device, step, program) = (device(draw), draw.from(1, STEPS), draw.of(&programs[1..]).map(str::to_owned));
-        let refuses = Injection::At { device: Some(device), step, program, op: None };
-        injections.extend(std::iter::repeat_n(refuses, FOR_EVER));
-        tally.cover("disturbed by refusals for ever");
+    if rng.chance(0.25) {
+        let (device, step, program) = (device(rng), rng.range(1, STEPS), rng.pick(&programs[1..]).map(str::to_owned));
+        let out_of_memory = Injection::OutOfMemory { device: Some(device), step, program, op: None };
+        injections.extend(std::iter::repeat_n(out_of_memory, PERSISTENT_COUNT));
+        tally.cover("with persistent out-of-memory errors");
     }
-    if injections.is_empty() || draw.chance(0.5) {
-        injections.push(Injection::Random { share: asked.share.min(0.1) });
-        tally.cover("disturbed by refusals at random");
+    if injections.is_empty() || rng.chance(0.5) {
+        injections.push(Injection::RandomOutOfMemory { probability: case.share.min(0.1) });
+        tally.cover("with random out-of-memory errors");
     }
     injections
 }
 
-/// What shall happen to the device that evaluates beside them.
-fn disturbances_beside(device: &str, draw: &mut Draw, tally: &mut Tally) -> Vec<Injection> {
-    tally.cover("a device evaluates beside the team: disturbed");
-    let (device, step) = (device.to_owned(), draw.from(1, STEPS));
-    let program = Some(draw.of(&["renew", "evaluate"]).to_owned());
-    match draw.from(0, 4) {
+/// Returns random faults for the device that evaluates for a team.
+fn random_evaluator_faults(device: &str, rng: &mut Rng, tally: &mut Tally) -> Vec<Injection> {
+    tally.cover("a device evaluates for the team: with faults");
+    let (device, step) = (device.to_owned(), rng.range(1, STEPS));
+    let program = Some(rng.pick(&[ProgramKind::ReloadWeights, ProgramKind::Evaluate]).name().to_owned());
+    match rng.range(0, 4) {
         0 => vec![Injection::Loss { device, step, program }],
-        1 => vec![Injection::Silence { device, step, opening: false, forever: draw.chance(0.5) }],
-        2 => vec![Injection::At { device: Some(device), step, program, op: None }; FOR_EVER],
-        3 => vec![Injection::At { device: Some(device), step, program, op: None }],
+        1 => vec![Injection::Silence { device, step, opening: false, forever: rng.chance(0.5) }],
+        2 => vec![Injection::OutOfMemory { device: Some(device), step, program, op: None }; PERSISTENT_COUNT],
+        3 => vec![Injection::OutOfMemory { device: Some(device), step, program, op: None }],
         _ => vec![],
     }
 }
 
-/// One disturbed run, to its end.
-fn under(asked: &Asked, run: &str, what: &[Injection], plain: &Left, tally: &mut Tally) -> anyhow::Result<()> {
-    let stopped = asked.train(run, what)?;
-    let begun = asked.folder.join(run).join("run.toml").exists();
+/// Trains a run with faults, resumes it if it stops, and checks the result.
+fn check_with_faults(
+    case: &RandomRun,
+    run: &str,
+    what: &[Injection],
+    plain: &RunRecord,
+    tally: &mut Tally,
+) -> anyhow::Result<()> {
+    let stopped = case.train(run, what)?;
+    let begun = case.folder.join(run).join("run.toml").exists();
     if begun {
-        ended(asked, run, if stopped.is_some() { RunStatus::Stopped } else { RunStatus::Done }, tally)?;
+        check_result(case, run, if stopped.is_some() { RunStatus::Stopped } else { RunStatus::Done }, tally)?;
     }
     if let Some(said) = &stopped {
         tally.cover("stopped and resumed");
-        tally.check("what stops says how to go on", said.contains("--resume") || !begun, || {
-            format!("{}: {said}", asked.label)
+        tally.check("stopped runs name the resume command", said.contains("--resume") || !begun, || {
+            format!("{}: {said}", case.label)
         });
-        ensure!(asked.train(run, &[]).context("resumed")?.is_none(), "the resumed team stopped");
-        ended(asked, run, RunStatus::Done, tally)?;
+        ensure!(case.train(run, &[]).context("resumed")?.is_none(), "the resumed team stopped");
+        check_result(case, run, RunStatus::Done, tally)?;
     }
-    let left = Left::read(&asked.folder.join(run))?;
-    asked.same_samples(plain, &left, tally);
-    asked.near("of a disturbed team", plain, &left, tally);
-    // An update that was half done, a device that had all there was: the state is gone.
-    let gone = ["`update`", "no other device works on this run"];
-    let survives = !stopped.is_some_and(|said| gone.iter().any(|gone| said.contains(gone)));
-    let wrong = done_once(&left.events, survives);
-    tally.check("no finished step is lost where its state survives", wrong.is_none(), || {
-        format!("{}: {}", asked.label, wrong.unwrap_or_default())
+    let left = RunRecord::read(&case.folder.join(run))?;
+    case.check_same_samples(plain, &left, tally);
+    case.compare_losses("of a team with faults", plain, &left, tally);
+    // A half-done update, or the loss of the only device, destroys the state.
+    let state_lost_messages = ["`update`", "no other device works on this run"];
+    let survives = !stopped.is_some_and(|said| state_lost_messages.iter().any(|message| said.contains(message)));
+    let wrong = find_repeated_step(&left.events, survives);
+    tally.check("no finished step is lost if its state survives", wrong.is_none(), || {
+        format!("{}: {}", case.label, wrong.unwrap_or_default())
     });
     for event in &left.events {
-        let Event::Lost { device, why, .. } = event else { continue };
+        let Event::DeviceLost { device, reason, .. } = event else { continue };
         let meant = what.iter().any(|injection| match injection {
             Injection::Loss { device: of, .. } | Injection::Silence { device: of, .. } => of == device,
-            Injection::At { .. } | Injection::Random { .. } => why.contains("refused"),
+            Injection::OutOfMemory { .. } | Injection::RandomOutOfMemory { .. } => reason.contains("refused"),
             Injection::Slow { .. } => false,
         });
-        tally.check("only what is gone is lost", meant, || format!("{}: {device}: {why}", asked.label));
+        tally.check("only faulty devices are lost", meant, || format!("{}: {device}: {reason}", case.label));
         tally.cover("devices lost");
     }
     Ok(())
 }
 
-/// Whether each step follows the one before it, but for those that went with a part of the state; in words where not. A
-/// stop takes finished steps with it only where the state does not survive it.
-fn done_once(events: &[Event], survives: bool) -> Option<String> {
+/// Describes the first step that does not follow the previous one. Steps may be repeated after the loss of a shard, and
+/// after a stop that the state did not survive.
+fn find_repeated_step(events: &[Event], survives: bool) -> Option<String> {
     let (mut done, mut saved) = (0, 0);
     for event in events {
         let next = done + 1;
         match event {
             Event::Start { step, .. } if *step == next || !survives && *step == saved + 1 => done = step - 1,
-            Event::Start { step, .. } => return Some(format!("goes on with step {step}, {done} were done")),
+            Event::Start { step, .. } => return Some(format!("resumes with step {step}, but {done} steps are done")),
             Event::Step { step, .. } if *step == next => done = *step,
             Event::Step { step, .. } => return Some(format!("step {step} after step {done}")),
             Event::Checkpoint { step, .. } => saved = *step,
-            Event::Lost { back_to: Some(back_to), .. } if *back_to == saved => done = saved,
-            Event::Lost { back_to: Some(back_to), .. } => {
-                return Some(format!("back to step {back_to}, but {saved} was saved"));
+            Event::DeviceLost { resumed_from_step: Some(resumed_from_step), .. } if *resumed_from_step == saved => {
+                done = saved
+            }
+            Event::DeviceLost { resumed_from_step: Some(resumed_from_step), .. } => {
+                return Some(format!("back to step {resumed_from_step}, but {saved} was saved"));
             }
             _ => {}
         }
@@ -318,30 +342,30 @@ fn done_once(events: &[Event], survives: bool) -> Option<String> {
     None
 }
 
-/// A run that ended in order says how, and that its arenas were as large as planned and no device above its line.
-fn ended(asked: &Asked, run: &str, status: RunStatus, tally: &mut Tally) -> anyhow::Result<()> {
-    let path = asked.folder.join(run).join("result.json");
+/// Checks `result.json` of a run: its status, the planned arena sizes, and the load lines.
+fn check_result(case: &RandomRun, run: &str, status: RunStatus, tally: &mut Tally) -> anyhow::Result<()> {
+    let path = case.folder.join(run).join("result.json");
     let result: RunResult = serde_json::from_slice(&fs::read(path).context("result.json")?)?;
-    tally.check("result.json says how it ended", result.status == status, || {
-        format!("{}: {:?} for {status:?}", asked.label, result.status)
+    tally.check("result.json has the final status", result.status == status, || {
+        format!("{}: {:?} for {status:?}", case.label, result.status)
     });
     for memory in &result.memory {
         tally.check("no arena is larger than planned", memory.arena_measured_bytes <= memory.arena_bytes, || {
-            format!("{}: {memory:?}", asked.label)
+            format!("{}: {memory:?}", case.label)
         });
-        tally.check("every plan is under its line", memory.predicted_bytes <= memory.budget_bytes, || {
-            format!("{}: {memory:?}", asked.label)
+        tally.check("every plan is within its load line", memory.predicted_bytes <= memory.budget_bytes, || {
+            format!("{}: {memory:?}", case.label)
         });
         let held = memory.measured_bytes.context("what the process holds")?;
         let over = held.saturating_sub(memory.budget_bytes).as_mib();
         let (kind, most) = match run {
-            // As near to its prediction as a whole process is promised to be; the arenas are held to the byte.
-            "plain" => ("whole process: above its line, MiB", memory.predicted_bytes.0 / 100 + OFF_BYTES),
-            // What plans anew while it is under way holds what planning takes, too.
-            _ => ("whole process: above its line while it plans anew, MiB", u64::MAX),
+            // The tolerance that is promised for a whole process. Arenas are exact to the byte.
+            "plain" => ("whole process: above its load line, MiB", memory.predicted_bytes.0 / 100 + TOLERANCE_BYTES),
+            // A run that plans again needs memory for planning as well.
+            _ => ("whole process: above its load line while it replans, MiB", u64::MAX),
         };
         let near = held.saturating_sub(memory.predicted_bytes).0 <= most;
-        tally.figure(kind, over, near, || format!("{}: {memory:?}", asked.label));
+        tally.figure(kind, over, near, || format!("{}: {memory:?}", case.label));
     }
     Ok(())
 }

@@ -1,45 +1,45 @@
-//! The soak can fail: each fault that it is there to find is put in, and found.
+//! Tests of the soak itself: each kind of fault that it has to find is injected and found.
 
 use super::case::Case;
-use super::checks::placed;
-use super::drive::{How, drive};
+use super::checks::check_placement;
+use super::execution::{ExecutionOptions, execute};
+use super::observed_device::Observation;
 use super::tally::Tally;
-use super::watch::Look;
 use plimsoll_core::{Bytes, Space};
-use plimsoll_device::device::{Call, Device, DeviceError, FileSpace, Memory, Observer};
-use plimsoll_plan::search::{Answer, search};
-use plimsoll_program::{Op, OpKind, TensorId};
+use plimsoll_device::device::{Device, DeviceError, FileSpace, Memory, Observer, ProgramCall};
+use plimsoll_plan::search::{PlanOutcome, search};
+use plimsoll_program::{Op, OpKind, ProgramKind, TensorId};
 
-/// A case that trains, evaluates and generates.
+/// Returns a case that trains, evaluates and generates.
 fn case() -> Case {
     let all = |case: &Case| case.optimizer.is_some() && case.evaluate && case.generation.is_some();
     (0..).map(|number| Case::new(3, number)).find(all).expect("there are many")
 }
 
-fn plan(case: &Case) -> Answer {
-    search(&case.question(&case.device(Bytes::gib(1), case.threads), plimsoll_core::DType::F32))
+fn plan(case: &Case) -> PlanOutcome {
+    search(&case.request(&case.device_spec(Bytes::gib(1), case.threads), plimsoll_core::DType::F32))
 }
 
-/// The kinds of checks that fail.
-fn failures(case: &Case, answer: &Answer, how: How) -> Vec<String> {
+/// Returns the names of the checks that fail.
+fn failures(case: &Case, outcome: &PlanOutcome, options: ExecutionOptions) -> Vec<String> {
     let mut tally = Tally::default();
-    drive(case, answer, how, &mut tally).expect("it runs all the same");
+    execute(case, outcome, options, &mut tally).expect("it runs in spite of the fault");
     tally.kinds.iter().filter(|(_, kind)| !kind.failed.is_empty()).map(|(name, _)| name.clone()).collect()
 }
 
-/// A device with a fault: `fault` is called with the memory after every op.
+/// A device with a fault: after every op, `fault` may change the memory. `heap` bytes are allocated per Program.
 struct Faulty {
     inner: Box<dyn Device>,
     fault: fn(&Op, &mut dyn Memory),
     heap: usize,
 }
 
-struct Meddler<'a> {
+struct FaultInjector<'a> {
     outer: &'a mut dyn Observer,
     fault: fn(&Op, &mut dyn Memory),
 }
 
-impl Observer for Meddler<'_> {
+impl Observer for FaultInjector<'_> {
     fn before(&mut self, tick: u32, op: &Op, memory: &mut dyn Memory) -> Result<(), DeviceError> {
         self.outer.before(tick, op, memory)
     }
@@ -53,16 +53,16 @@ impl Observer for Meddler<'_> {
 impl Device for Faulty {
     fn run_observed(
         &mut self,
-        call: Call,
+        call: ProgramCall,
         files: &mut dyn FileSpace,
         outer: &mut dyn Observer,
     ) -> Result<(), DeviceError> {
         std::hint::black_box(vec![1u8; self.heap]);
-        self.inner.run_observed(call, files, &mut Meddler { outer, fault: self.fault })
+        self.inner.run_observed(call, files, &mut FaultInjector { outer, fault: self.fault })
     }
 
-    fn settle(&mut self) -> Result<(), DeviceError> {
-        self.inner.settle()
+    fn synchronize(&mut self) -> Result<(), DeviceError> {
+        self.inner.synchronize()
     }
 
     fn write(&mut self, tensor: TensorId, slot: u32, bytes: &[u8]) {
@@ -81,81 +81,84 @@ impl Device for Faulty {
 fn nothing(_: &Op, _: &mut dyn Memory) {}
 
 #[test]
-fn a_write_beyond_what_is_declared_is_found() {
+fn undeclared_write_is_found() {
     fn fault(op: &Op, memory: &mut dyn Memory) {
         if matches!(op.kind, OpKind::SwiGlu { .. }) {
-            // Scalars and metrics stand lowest: no layer writes them.
-            let byte = memory.look(Space::Device, 70..71)[0];
+            // Scalars and metrics are at the start of the arena; no layer writes them.
+            let byte = memory.view(Space::Device, 70..71)[0];
             memory.fill(Space::Device, 70, &[byte ^ 1]);
         }
     }
     let case = case();
-    let how = How {
-        look: Look::EveryOp,
+    let options = ExecutionOptions {
+        observation: Observation::EveryOp,
         damage: |inner| Box::new(Faulty { inner, fault, heap: 0 }),
-        ..How::new(&case, "faulty")
+        ..ExecutionOptions::new(&case, "faulty")
     };
-    assert!(failures(&case, &plan(&case), how).contains(&"ops write only what they declare".to_owned()));
+    assert!(failures(&case, &plan(&case), options).contains(&"ops write only what they declare".to_owned()));
 }
 
 #[test]
-fn memory_outside_the_arena_is_found() {
+fn heap_allocation_is_found() {
     let case = case();
-    let how =
-        How { damage: |inner| Box::new(Faulty { inner, fault: nothing, heap: 1 << 20 }), ..How::new(&case, "faulty") };
-    assert!(failures(&case, &plan(&case), how).contains(&"heap while a program runs, bytes".to_owned()));
+    let options = ExecutionOptions {
+        damage: |inner| Box::new(Faulty { inner, fault: nothing, heap: 1 << 20 }),
+        ..ExecutionOptions::new(&case, "faulty")
+    };
+    assert!(failures(&case, &plan(&case), options).contains(&"heap while a program runs, bytes".to_owned()));
 }
 
 #[test]
-fn bytes_that_are_planned_and_not_used_are_found() {
+fn unused_planned_bytes_are_found() {
     let case = case();
-    let mut answer = plan(&case);
-    answer.layout.placement.arena_bytes += 4;
-    let found = failures(&case, &answer, How::new(&case, "faulty"));
+    let mut outcome = plan(&case);
+    outcome.layout.placement.arena_bytes += 4;
+    let found = failures(&case, &outcome, ExecutionOptions::new(&case, "faulty"));
     assert!(found.contains(&"arena planned but not used, bytes".to_owned()), "{found:?}");
 }
 
 #[test]
-fn tensors_that_live_together_on_the_same_bytes_are_found() {
+fn overlapping_live_tensors_are_found() {
     let case = case();
-    let mut answer = plan(&case);
-    let set = &answer.set;
+    let mut outcome = plan(&case);
+    let set = &outcome.set;
     let place = |name: &str| set.find(name).expect("a tensor of every plan").0 as usize;
     let (one, other) = (place("train.tokens"), place("train.labels"));
-    answer.layout.placement.offsets[one] = answer.layout.placement.offsets[other].clone();
+    outcome.layout.placement.offsets[one] = outcome.layout.placement.offsets[other].clone();
     let mut tally = Tally::default();
-    placed(&case, &answer.set, &answer.layout, &mut tally);
+    check_placement(&case, &outcome.set, &outcome.layout, &mut tally);
     assert_eq!(tally.failed(), 1, "{}", tally.lines());
 }
 
 #[test]
-fn a_tensor_that_dies_too_early_changes_the_bits() {
+fn early_tensor_death_changes_result() {
     let case = case();
-    let answer = plan(&case);
-    let whole = drive(&case, &answer, How::new(&case, "whole"), &mut Tally::default()).expect("it runs");
-    // As a planner would have it that forgot that the backward pass reads the inputs.
-    let mut forgetful = answer.clone();
-    let backward = forgetful.set.program_index("backward").expect("it trains");
+    let outcome = plan(&case);
+    let whole =
+        execute(&case, &outcome, ExecutionOptions::new(&case, "whole"), &mut Tally::default()).expect("it runs");
+    // A planner that forgets that the backward pass reads the inputs.
+    let mut broken_plan = outcome.clone();
+    let backward = broken_plan.set.program_index(ProgramKind::Backward).expect("it trains");
     let phase =
-        forgetful.set.phases.iter_mut().find(|phase| phase.programs.contains(&backward)).expect("it has a phase");
+        broken_plan.set.phases.iter_mut().find(|phase| phase.programs.contains(&backward)).expect("it has a phase");
     phase.programs.retain(|&program| program != backward);
-    forgetful.set.phases.push(plimsoll_program::Phase { programs: vec![backward] });
-    let how = How { look: Look::EveryOp, ..How::new(&case, "forgetful") };
-    let poisoned = std::panic::catch_unwind(|| drive(&case, &forgetful, how, &mut Tally::default()));
+    broken_plan.set.phases.push(plimsoll_program::Phase { programs: vec![backward] });
+    let options = ExecutionOptions { observation: Observation::EveryOp, ..ExecutionOptions::new(&case, "broken_plan") };
+    let poisoned = std::panic::catch_unwind(|| execute(&case, &broken_plan, options, &mut Tally::default()));
     assert!(!matches!(poisoned, Ok(Ok(numbers)) if numbers.same_bits(&whole)));
 }
 
 #[test]
-fn an_op_that_computes_something_else_is_named() {
+fn wrong_op_is_named() {
     fn fault(op: &Op, memory: &mut dyn Memory) {
         if let OpKind::ClipFactor { .. } = op.kind {
-            // Scalars stand lowest.
+            // Scalars are at the start of the arena.
             memory.fill(Space::Device, 0, &[0x40; 64]);
         }
     }
     let case = case();
-    let how = How { look: Look::Twin, ..How::new(&case, "twin") };
-    assert_eq!(failures(&case, &plan(&case), how), Vec::<String>::new());
-    let how = How { damage: |inner| Box::new(Faulty { inner, fault, heap: 0 }), ..how };
-    assert_eq!(failures(&case, &plan(&case), how), ["clip_factor in f32: off the CPU's in f64"]);
+    let options = ExecutionOptions { observation: Observation::CpuReference, ..ExecutionOptions::new(&case, "twin") };
+    assert_eq!(failures(&case, &plan(&case), options), Vec::<String>::new());
+    let options = ExecutionOptions { damage: |inner| Box::new(Faulty { inner, fault, heap: 0 }), ..options };
+    assert_eq!(failures(&case, &plan(&case), options), ["clip_factor in f32: off the CPU's in f64"]);
 }

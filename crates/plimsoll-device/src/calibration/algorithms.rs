@@ -1,58 +1,58 @@
-//! The algorithms of GPUs' products, in `algorithms.json`. They are chosen where products are, and kept here so that the
-//! next run has the same bits.
+//! GEMM algorithms of GPUs, in `algorithms.json`. `cuda::products` chooses them; caching them keeps the bits of later runs
+//! the same.
 
 use super::store::{folder, load, save};
-use crate::cuda::gpus::Card;
-use plimsoll_core::Algorithms;
+use crate::cuda::gpus::GpuInfo;
+use plimsoll_core::GemmAlgorithms;
 use std::path::Path;
 
-/// The algorithms of products that were chosen on such a GPU: the same again give the same bits.
-pub fn algorithms(card: &Card) -> Option<Algorithms> {
-    load(&folder()?.join(ALGORITHMS)).into_iter().find(|known: &Algorithms| known.gpu == card.name)
+/// Returns the cached GEMM algorithms of a GPU model. The same algorithms give the same bits.
+pub fn gemm_algorithms(gpu: &GpuInfo) -> Option<GemmAlgorithms> {
+    load(&folder()?.join(FILE_NAME)).into_iter().find(|entry: &GemmAlgorithms| entry.gpu == gpu.name)
 }
 
-/// Keeps the algorithms of a run's products for the next run. What was chosen first stays, as long as the library does.
-pub fn keep_algorithms(new: &Algorithms) {
+/// Caches the GEMM algorithms of a run. The first choice for a product is kept until the library version changes.
+pub fn store_gemm_algorithms(new: &GemmAlgorithms) {
     if let Some(folder) = folder() {
-        keep_algorithms_in(&folder, new);
+        store_in(&folder, new);
     }
 }
 
-fn keep_algorithms_in(folder: &Path, new: &Algorithms) {
-    let mut known: Vec<Algorithms> = load(&folder.join(ALGORITHMS));
-    match known.iter_mut().find(|known| known.gpu == new.gpu) {
-        Some(known) if known.of_the_same(new) => {
+fn store_in(folder: &Path, new: &GemmAlgorithms) {
+    let mut entries: Vec<GemmAlgorithms> = load(&folder.join(FILE_NAME));
+    match entries.iter_mut().find(|entry| entry.gpu == new.gpu) {
+        Some(entry) if entry.is_compatible_with(new) => {
             for (product, algorithm) in &new.chosen {
-                known.chosen.entry(product.clone()).or_insert_with(|| algorithm.clone());
+                entry.chosen.entry(product.clone()).or_insert_with(|| algorithm.clone());
             }
         }
-        Some(known) => known.clone_from(new),
-        None => known.push(new.clone()),
+        Some(entry) => entry.clone_from(new),
+        None => entries.push(new.clone()),
     }
-    save(folder, ALGORITHMS, &known);
+    save(folder, FILE_NAME, &entries);
 }
 
-/// Where the algorithms of products are kept.
-const ALGORITHMS: &str = "algorithms.json";
+/// File of the algorithms in the cache folder.
+const FILE_NAME: &str = "algorithms.json";
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn the_algorithms_that_were_chosen_first_stay_as_long_as_the_library_does() {
+    fn first_algorithms_are_kept_per_library_version() {
         let folder = tempfile::tempdir().unwrap();
-        let algorithms = |library, chosen: &[(&str, &str)]| Algorithms {
+        let algorithms = |library, chosen: &[(&str, &str)]| GemmAlgorithms {
             library,
             gpu: "Example".to_owned(),
             driver: 13_000,
             chosen: chosen.iter().map(|(product, which)| ((*product).to_owned(), (*which).to_owned())).collect(),
         };
-        let kept = || load::<Algorithms>(&folder.path().join(ALGORITHMS));
-        keep_algorithms_in(folder.path(), &algorithms(13, &[("a", "1")]));
-        keep_algorithms_in(folder.path(), &algorithms(13, &[("a", "2"), ("b", "3")]));
+        let kept = || load::<GemmAlgorithms>(&folder.path().join(FILE_NAME));
+        store_in(folder.path(), &algorithms(13, &[("a", "1")]));
+        store_in(folder.path(), &algorithms(13, &[("a", "2"), ("b", "3")]));
         assert_eq!(kept(), [algorithms(13, &[("a", "1"), ("b", "3")])]);
-        keep_algorithms_in(folder.path(), &algorithms(14, &[("a", "4")]));
+        store_in(folder.path(), &algorithms(14, &[("a", "4")]));
         assert_eq!(kept(), [algorithms(14, &[("a", "4")])]);
     }
 }

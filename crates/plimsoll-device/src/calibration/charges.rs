@@ -1,39 +1,37 @@
-//! What GPUs hold outside the arena, in `charges.json`: the most that a run has seen. It is measured where a GPU is
-//! opened.
+//! Charges: bytes that GPUs hold outside the arena, in `charges.json`. They are measured when a GPU is opened.
 
 use super::store::{folder, load, save};
-use crate::cuda::gpus::{Card, Here};
+use crate::cuda::gpus::{CudaInstallation, GpuInfo};
 use plimsoll_core::Bytes;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 
-/// What was held outside the arena on such a GPU with these libraries, where a run has measured it.
-pub fn charges(here: &Here, card: &Card) -> Option<Bytes> {
-    let (key, known) = (ChargesKey::of(here, card), load::<KnownCharges>(&folder()?.join(CHARGES)));
-    known.into_iter().find(|known| known.key == key).map(|known| known.bytes)
+/// Returns the cached charges of a GPU model with these libraries.
+pub fn stored_charges(installation: &CudaInstallation, gpu: &GpuInfo) -> Option<Bytes> {
+    let (key, entries) = (ChargesKey::of(installation, gpu), load::<CachedCharges>(&folder()?.join(FILE_NAME)));
+    entries.into_iter().find(|entry| entry.key == key).map(|entry| entry.bytes)
 }
 
-/// Keeps what a run has measured. Runs differ in the kernels that they load: the most that was seen is what the next
-/// one is planned with.
-pub fn keep_charges(here: &Here, card: &Card, bytes: Bytes) {
+/// Caches the charges measured by a run. Runs load different kernels, so the highest value seen is kept.
+pub fn store_charges(installation: &CudaInstallation, gpu: &GpuInfo, bytes: Bytes) {
     let Some(folder) = folder() else { return };
-    keep_charges_in(&folder, ChargesKey::of(here, card), bytes);
+    store_charges_in(&folder, ChargesKey::of(installation, gpu), bytes);
 }
 
-fn keep_charges_in(folder: &Path, key: ChargesKey, bytes: Bytes) {
-    let mut known: Vec<KnownCharges> = load(&folder.join(CHARGES));
-    match known.iter_mut().find(|known| known.key == key) {
-        Some(known) if known.bytes >= bytes => return,
-        Some(known) => known.bytes = bytes,
-        None => known.push(KnownCharges { key, bytes }),
+fn store_charges_in(folder: &Path, key: ChargesKey, bytes: Bytes) {
+    let mut entries: Vec<CachedCharges> = load(&folder.join(FILE_NAME));
+    match entries.iter_mut().find(|entry| entry.key == key) {
+        Some(entry) if entry.bytes >= bytes => return,
+        Some(entry) => entry.bytes = bytes,
+        None => entries.push(CachedCharges { key, bytes }),
     }
-    save(folder, CHARGES, &known);
+    save(folder, FILE_NAME, &entries);
 }
 
-/// Where charges are kept.
-const CHARGES: &str = "charges.json";
+/// File of the charges in the cache folder.
+const FILE_NAME: &str = "charges.json";
 
-/// What charges hold for.
+/// The conditions under which charges were measured; they are used only under the same ones.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct ChargesKey {
     plimsoll: String,
@@ -43,19 +41,19 @@ struct ChargesKey {
 }
 
 impl ChargesKey {
-    fn of(here: &Here, card: &Card) -> ChargesKey {
+    fn of(installation: &CudaInstallation, gpu: &GpuInfo) -> ChargesKey {
         ChargesKey {
             plimsoll: env!("CARGO_PKG_VERSION").to_owned(),
-            gpu: card.name.clone(),
-            driver: here.driver_version.clone(),
-            cublaslt: here.cublaslt().map(|found| found.version.clone()).unwrap_or_default(),
+            gpu: gpu.name.clone(),
+            driver: installation.driver_version.clone(),
+            cublaslt: installation.cublaslt().map(|library| library.version.clone()).unwrap_or_default(),
         }
     }
 }
 
-/// An entry of the charges.
+/// An entry of `charges.json`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct KnownCharges {
+struct CachedCharges {
     #[serde(flatten)]
     key: ChargesKey,
     bytes: Bytes,
@@ -66,7 +64,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn of_charges_the_most_that_a_run_saw_is_kept_for_each_gpu_and_driver() {
+    fn highest_charges_are_kept_per_driver() {
         let folder = tempfile::tempdir().unwrap();
         let key = |driver: &str| ChargesKey {
             plimsoll: "0.1.0".to_owned(),
@@ -74,15 +72,15 @@ mod tests {
             driver: driver.to_owned(),
             cublaslt: "13.1".to_owned(),
         };
-        let known = |driver: &str| {
-            let known: Vec<KnownCharges> = load(&folder.path().join(CHARGES));
-            known.into_iter().find(|known| known.key == key(driver)).map(|known| known.bytes)
+        let entries = |driver: &str| {
+            let entries: Vec<CachedCharges> = load(&folder.path().join(FILE_NAME));
+            entries.into_iter().find(|entry| entry.key == key(driver)).map(|entry| entry.bytes)
         };
-        keep_charges_in(folder.path(), key("550"), Bytes::mib(400));
-        keep_charges_in(folder.path(), key("550"), Bytes::mib(480));
-        keep_charges_in(folder.path(), key("550"), Bytes::mib(440));
-        assert_eq!((known("550"), known("580")), (Some(Bytes::mib(480)), None));
-        keep_charges_in(folder.path(), key("580"), Bytes::mib(300));
-        assert_eq!((known("550"), known("580")), (Some(Bytes::mib(480)), Some(Bytes::mib(300))));
+        store_charges_in(folder.path(), key("550"), Bytes::mib(400));
+        store_charges_in(folder.path(), key("550"), Bytes::mib(480));
+        store_charges_in(folder.path(), key("550"), Bytes::mib(440));
+        assert_eq!((entries("550"), entries("580")), (Some(Bytes::mib(480)), None));
+        store_charges_in(folder.path(), key("580"), Bytes::mib(300));
+        assert_eq!((entries("550"), entries("580")), (Some(Bytes::mib(480)), Some(Bytes::mib(300))));
     }
 }

@@ -1,38 +1,37 @@
-//! How fast disks are, in `disks.json`: measured once for each, as the system numbers them. How that is measured is in
-//! [`crate::disk`].
+//! Rates of disks, in `disks.json`, measured once for each disk number of the system by [`crate::disk`].
 
 use super::store::{folder, load, save};
 use crate::disk::{self, DiskRates};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 
-/// How fast the disk of a folder is: from the cache, or measured now (in about a second) and cached; none where there is
-/// no room to measure with.
+/// Returns the rates of the disk that holds a folder: from the cache, or measured now in about a second and cached. None if
+/// the test file does not fit.
 pub fn disk(in_folder: &Path) -> Option<DiskRates> {
-    let number = disk::number(in_folder)?;
-    let known: Vec<KnownDisk> = folder().map(|folder| load(&folder.join(DISKS))).unwrap_or_default();
-    known.iter().find(|known| known.disk == number).map(|known| known.rates).or_else(|| disk_anew(in_folder))
+    let number = disk::device_number(in_folder)?;
+    let entries: Vec<CachedDisk> = folder().map(|folder| load(&folder.join(FILE_NAME))).unwrap_or_default();
+    entries.iter().find(|entry| entry.disk == number).map(|entry| entry.rates).or_else(|| remeasure_disk(in_folder))
 }
 
-/// The same, measured now.
-pub fn disk_anew(in_folder: &Path) -> Option<DiskRates> {
-    let (disk, rates) = (disk::number(in_folder)?, disk::measure(in_folder)?);
+/// Measures the rates of the disk that holds a folder, and caches them.
+pub fn remeasure_disk(in_folder: &Path) -> Option<DiskRates> {
+    let (disk, rates) = (disk::device_number(in_folder)?, disk::measure(in_folder)?);
     if let Some(folder) = folder() {
-        let mut known: Vec<KnownDisk> = load(&folder.join(DISKS));
-        known.retain(|known| known.disk != disk);
-        known.push(KnownDisk { disk, rates });
-        save(&folder, DISKS, &known);
+        let mut entries: Vec<CachedDisk> = load(&folder.join(FILE_NAME));
+        entries.retain(|entry| entry.disk != disk);
+        entries.push(CachedDisk { disk, rates });
+        save(&folder, FILE_NAME, &entries);
     }
     Some(rates)
 }
 
-/// Where rates of disks are kept.
-const DISKS: &str = "disks.json";
+/// File of the disk rates in the cache folder.
+const FILE_NAME: &str = "disks.json";
 
-/// An entry of the disks.
+/// An entry of `disks.json`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-struct KnownDisk {
-    /// As the system numbers it.
+struct CachedDisk {
+    /// Number of the disk in the system.
     disk: u64,
     #[serde(flatten)]
     rates: DiskRates,

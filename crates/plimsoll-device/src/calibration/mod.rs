@@ -1,13 +1,18 @@
-//! What is known of the devices of this machine from measurements: the rates that the planner prices with, and what GPUs
-//! hold outside the arena. Measured once, and kept for the next run.
+//! Measurements of this machine's devices that are cached between runs.
 //!
-//! Rates lie in `devices.json`, charges in `charges.json`, what devices fell short of in `shortfalls.json`, the algorithms of a GPU's
-//! products in `algorithms.json`, rates of disks in `disks.json`, in the folder `PLIMSOLL_CACHE`, else
-//! `$XDG_CACHE_HOME/plimsoll`, else `~/.cache/plimsoll`. Those of another processor or GPU, thread count, driver or version
-//! of Plimsoll are not used, and rates measured while other programs took the cores are kept for some minutes only. A folder
-//! that cannot be written costs the next run another measurement, and nothing else.
+//! | file | contents | module |
+//! |---|---|---|
+//! | `devices.json` | rates that the planner prices with | this one |
+//! | `charges.json` | bytes that GPUs hold outside the arena | `charges` |
+//! | `shortfalls.json` | memory or speed that devices lacked | `shortfalls` |
+//! | `algorithms.json` | GEMM algorithms of GPUs | `algorithms` |
+//! | `disks.json` | rates of disks | `disks` |
 //!
-//! Here are the rates. The other four have rooms of their own, and `store` the folder with what they share.
+//! The folder is `PLIMSOLL_CACHE`, else `$XDG_CACHE_HOME/plimsoll`, else `~/.cache/plimsoll` (`store`).
+//!
+//! Rates of another processor or GPU, thread count, driver or version of Plimsoll are not used. Rates measured while
+//! other programs used the cores expire after a few minutes. If the folder is not writable, the next run measures
+//! again.
 
 mod algorithms;
 mod charges;
@@ -15,16 +20,19 @@ mod disks;
 mod shortfalls;
 mod store;
 
-pub use algorithms::{algorithms, keep_algorithms};
-pub use charges::{charges, keep_charges};
-pub use disks::{disk, disk_anew};
-pub use shortfalls::{Short, Shortfall, forget_line, forget_shortfalls, keep_line, keep_speed, shortfalls};
+pub use algorithms::{gemm_algorithms, store_gemm_algorithms};
+pub use charges::{store_charges, stored_charges};
+pub use disks::{disk, remeasure_disk};
+pub use shortfalls::{
+    Shortfall, ShortfallKind, forget_memory_shortfall, forget_shortfalls, record_memory_shortfall, record_slowdown,
+    shortfalls,
+};
 pub use store::folder;
 
-use crate::bench::{self, Bench, BenchError, DeviceBench, Extent};
+use crate::bench::{self, Bench, BenchError, DeviceBench, MeasurementExtent};
 use crate::cuda;
 use crate::cuda::driver::Context;
-use crate::cuda::gpus::{Card, Here};
+use crate::cuda::gpus::{CudaInstallation, GpuInfo};
 use crate::probe::Cpu;
 use plimsoll_core::{Bytes, DType, Link, Rates};
 use serde::{Deserialize, Serialize};
@@ -34,70 +42,72 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use store::{load, save};
 
-/// How long the measurement at the first use takes.
-pub const SHORT: Duration = Duration::from_millis(1500);
+/// Duration of the measurement at the first use.
+pub const QUICK_MEASUREMENT: Duration = Duration::from_millis(1500);
 
-/// So long rates are good that were measured while other programs took the cores: whoever gives several commands in a row is
-/// not measured for each.
-pub const DISTURBED: Duration = Duration::from_secs(300);
+/// Lifetime of rates that were measured while other programs used the cores, so that several commands in a row measure
+/// once.
+pub const DISTURBED_LIFETIME: Duration = Duration::from_secs(300);
 
-/// Rates and where they come from.
+/// Rates with their origin.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Calibration {
-    /// What the device can do.
+    /// Rates of the device.
     pub rates: Rates,
-    /// Where they come from.
-    pub source: Source,
+    /// Origin of the rates.
+    pub source: RateSource,
 }
 
-/// Where rates come from.
+/// Origin of rates.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Source {
+pub enum RateSource {
     /// An earlier measurement on this machine.
     Cached,
     /// Measured just now.
     Measured,
-    /// Measured within [`DISTURBED`] while other programs took the cores: good for what is done now, and too low for later.
+    /// Measured within [`DISTURBED_LIFETIME`] while other programs used the cores: right for now, and too low for
+    /// later.
     Disturbed {
-        /// The share of the time in which its threads had to wait for them.
+        /// Share of the time in which its threads waited for a core.
         contention: f64,
     },
-    /// Measured just now in less memory than it takes: good for this run, which has no more, and not kept.
-    Confined,
+    /// Measured just now with less memory than usual: right for this run, which has no more, and not cached.
+    MemoryLimited,
 }
 
-/// What this process knows of the CPU by its threads: nothing is measured twice.
-static HERE: Mutex<BTreeMap<u32, Calibration>> = Mutex::new(BTreeMap::new());
+/// Rates of the CPU known to this process, by thread count, so that nothing is measured twice.
+static CPU_RATES: Mutex<BTreeMap<u32, Calibration>> = Mutex::new(BTreeMap::new());
 
-/// The share of the time in which others had the cores while rates were measured that this process goes by.
-pub fn disturbed() -> Option<f64> {
-    let here = HERE.lock().unwrap_or_else(PoisonError::into_inner);
-    let shares = here.values().filter_map(|known| match known.source {
-        Source::Disturbed { contention } => Some(contention),
-        Source::Cached | Source::Measured | Source::Confined => None,
+/// Returns the largest share of the time in which other programs used the cores during a measurement that this process
+/// uses.
+pub fn max_contention() -> Option<f64> {
+    let rates_by_threads = CPU_RATES.lock().unwrap_or_else(PoisonError::into_inner);
+    let shares = rates_by_threads.values().filter_map(|entry| match entry.source {
+        RateSource::Disturbed { contention } => Some(contention),
+        RateSource::Cached | RateSource::Measured | RateSource::MemoryLimited => None,
     });
     shares.max_by(f64::total_cmp)
 }
 
-/// The CPU's rates with so many threads: from the cache, or measured now (in [`SHORT`]) and cached.
+/// Returns the CPU's rates with `threads` threads: from the cache, or measured in [`QUICK_MEASUREMENT`] and cached.
 ///
 /// # Errors
-/// Where it has to be measured and memory or threads are refused.
+/// A measurement is needed, and memory or threads are refused.
 pub fn cpu(threads: u32) -> Result<Calibration, BenchError> {
-    cpu_within(threads, Bytes(u64::MAX))
+    cpu_within_memory(threads, Bytes(u64::MAX))
 }
 
-/// The same, where this process may hold so much more while it measures.
+/// Returns the CPU's rates like [`cpu`], using at most `memory_limit` more bytes for a measurement.
 ///
 /// # Errors
-/// As [`cpu`].
-pub fn cpu_within(threads: u32, room: Bytes) -> Result<Calibration, BenchError> {
-    let mut here = HERE.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some(known) = here.get(&threads) {
-        return Ok(known.clone());
+/// The errors of [`cpu`].
+pub fn cpu_within_memory(threads: u32, memory_limit: Bytes) -> Result<Calibration, BenchError> {
+    let mut rates_by_threads = CPU_RATES.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(entry) = rates_by_threads.get(&threads) {
+        return Ok(entry.clone());
     }
-    let measured = cpu_cached(folder().as_deref(), &Cpu::read(), threads, SHORT, room)?;
-    here.insert(threads, measured.clone());
+    let measured = cpu_cached(folder().as_deref(), &Cpu::read(), threads, QUICK_MEASUREMENT, memory_limit)?;
+    rates_by_threads.insert(threads, measured.clone());
     Ok(measured)
 }
 
@@ -106,83 +116,88 @@ fn cpu_cached(
     cpu: &Cpu,
     threads: u32,
     duration: Duration,
-    room: Bytes,
+    memory_limit: Bytes,
 ) -> Result<Calibration, BenchError> {
-    let key = Key::of(cpu, threads);
-    let known = folder.and_then(|folder| read(folder).into_iter().find(|known| known.key == key));
-    if let Some(known) = known.filter(|known| known.disturbed.is_none_or(|disturbed| disturbed.holds_at(now()))) {
-        let disturbed = known.disturbed.map(|disturbed| Source::Disturbed { contention: disturbed.contention });
-        return Ok(Calibration { rates: known.rates, source: disturbed.unwrap_or(Source::Cached) });
+    let key = RatesKey::of(cpu, threads);
+    let cached = folder.and_then(|folder| read(folder).into_iter().find(|entry| entry.key == key));
+    if let Some(entry) = cached.filter(|entry| entry.disturbed.is_none_or(|disturbed| disturbed.holds_at(now()))) {
+        let disturbed = entry.disturbed.map(|disturbed| RateSource::Disturbed { contention: disturbed.contention });
+        return Ok(Calibration { rates: entry.rates, source: disturbed.unwrap_or(RateSource::Cached) });
     }
-    let whole = Extent::whole(cpu);
-    let extent = whole.within(room, threads);
+    let whole = MeasurementExtent::full(cpu);
+    let extent = whole.within_memory(memory_limit, threads);
     let measured = bench::measure_cpu(cpu, threads, &[DType::F32, DType::Bf16], duration, &extent, &mut |_| {})?;
     let contention = measured.contention;
     let source = match measured.disturbed() {
-        true => Source::Disturbed { contention },
-        false if extent != whole => Source::Confined,
-        false => Source::Measured,
+        true => RateSource::Disturbed { contention },
+        false if extent != whole => RateSource::MemoryLimited,
+        false => RateSource::Measured,
     };
     let rates = rates(&measured);
     let disturbed = match source {
-        Source::Disturbed { contention } => Some(Disturbed { contention, at: now() }),
+        RateSource::Disturbed { contention } => Some(Disturbance { contention, at: now() }),
         _ => None,
     };
     if let Some(folder) = folder.filter(|_| extent == whole) {
-        keep(folder, vec![Known { key, rates: rates.clone(), disturbed }]);
+        store_rates(folder, vec![CachedRates { key, rates: rates.clone(), disturbed }]);
     }
     Ok(Calibration { rates, source })
 }
 
-/// A GPU's rates: from the cache, or measured now (in about [`SHORT`], and what its kernels take to be made ready) and
-/// cached.
+/// Returns a GPU's rates: from the cache, or measured and cached. A measurement takes about [`QUICK_MEASUREMENT`] plus
+/// the preparation of its kernels.
 ///
 /// # Errors
-/// Where it has to be measured, and something is missing on this machine or the GPU refuses.
-pub fn gpu(here: &'static Here, card: &Card) -> Result<Calibration, BenchError> {
-    let key = Key::of_gpu(here, card);
+/// A measurement is needed, and a library is missing or the GPU fails.
+pub fn gpu(installation: &'static CudaInstallation, gpu: &GpuInfo) -> Result<Calibration, BenchError> {
+    let key = RatesKey::of_gpu(installation, gpu);
     let folder = folder();
-    if let Some(known) = folder.as_deref().and_then(|folder| read(folder).into_iter().find(|known| known.key == key)) {
-        return Ok(Calibration { rates: known.rates, source: Source::Cached });
+    if let Some(entry) = folder.as_deref().and_then(|folder| read(folder).into_iter().find(|entry| entry.key == key)) {
+        return Ok(Calibration { rates: entry.rates, source: RateSource::Cached });
     }
-    let measured = cuda::bench::measure(here, card, SHORT, &mut |_| {});
-    // What was loaded for it is no charge of the run that comes now.
-    Context::end(card.index);
+    let measured = cuda::bench::measure(installation, gpu, QUICK_MEASUREMENT, &mut |_| {});
+    // Modules loaded for the measurement must not count as charges of the following run.
+    Context::close(gpu.index);
     let rates = rates(&measured?);
     if let Some(folder) = &folder {
-        keep(folder, vec![Known { key, rates: rates.clone(), disturbed: None }]);
+        store_rates(folder, vec![CachedRates { key, rates: rates.clone(), disturbed: None }]);
     }
-    Ok(Calibration { rates, source: Source::Measured })
+    Ok(Calibration { rates, source: RateSource::Measured })
 }
 
-/// Keeps what a longer measurement found, in the place of what was known.
-pub fn store(bench: &Bench) {
+/// Caches the results of a longer measurement in place of earlier ones.
+pub fn store_bench(bench: &Bench) {
     let Some(folder) = folder() else { return };
-    keep_measured(&folder, &Cpu::read(), &bench.devices);
-    let Ok(here) = cuda::gpus::here() else { return };
-    let measured = |card: &Card| bench.devices.iter().find(|device| device.device == format!("cuda:{}", card.index));
-    let known = |card| Some(Known { key: Key::of_gpu(here, card), rates: rates(measured(card)?), disturbed: None });
-    keep(&folder, here.cards.iter().filter_map(known).collect());
+    store_measured(&folder, &Cpu::read(), &bench.devices);
+    let Ok(installation) = cuda::gpus::installation() else { return };
+    let measured = |gpu: &GpuInfo| bench.devices.iter().find(|device| device.device == format!("cuda:{}", gpu.index));
+    let entry_of = |gpu| {
+        Some(CachedRates { key: RatesKey::of_gpu(installation, gpu), rates: rates(measured(gpu)?), disturbed: None })
+    };
+    store_rates(&folder, installation.gpus.iter().filter_map(entry_of).collect());
 }
 
-fn keep_measured(folder: &Path, cpu: &Cpu, measured: &[DeviceBench]) {
+fn store_measured(folder: &Path, cpu: &Cpu, measured: &[DeviceBench]) {
     let good = measured.iter().filter(|device| device.device == "cpu" && !device.disturbed());
-    let known =
-        |device: &DeviceBench| Known { key: Key::of(cpu, device.threads), rates: rates(device), disturbed: None };
-    keep(folder, good.map(known).collect());
+    let entry_of = |device: &DeviceBench| CachedRates {
+        key: RatesKey::of(cpu, device.threads),
+        rates: rates(device),
+        disturbed: None,
+    };
+    store_rates(folder, good.map(entry_of).collect());
 }
 
-/// What the planner needs of a measurement.
+/// Converts a measurement into the rates that the planner uses.
 pub fn rates(measured: &DeviceBench) -> Rates {
     let product =
         |dtype: DType| measured.products.iter().find(|rate| rate.dtype == dtype).map_or(0.0, |rate| rate.median_flops);
     Rates {
         f32_flops: product(DType::F32),
-        // 0 where the device has none: nothing can be planned on it.
+        // Zero if the device does not compute in bf16; no plan can use such a device.
         bf16_flops: product(DType::Bf16),
         memory_bytes_per_second: measured.memory.triad,
         op_seconds: measured.op_seconds,
-        // The CPU is its own host: what goes there is copied in memory. Of a GPU's two ways the slower counts.
+        // The CPU is its own host, so host copies are copies in memory. For a GPU the slower direction counts.
         host_link: match &measured.gpu {
             None => Link { bytes_per_second: measured.memory.copy / 2.0, latency_seconds: measured.op_seconds },
             Some(gpu) => Link {
@@ -195,9 +210,9 @@ pub fn rates(measured: &DeviceBench) -> Rates {
     }
 }
 
-/// What rates hold for.
+/// The conditions under which rates were measured; they are used only under the same ones.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct Key {
+struct RatesKey {
     plimsoll: String,
     device: String,
     model: String,
@@ -205,9 +220,9 @@ struct Key {
     threads: u32,
 }
 
-impl Key {
-    fn of(cpu: &Cpu, threads: u32) -> Key {
-        Key {
+impl RatesKey {
+    fn of(cpu: &Cpu, threads: u32) -> RatesKey {
+        RatesKey {
             plimsoll: env!("CARGO_PKG_VERSION").to_owned(),
             device: "cpu".to_owned(),
             model: cpu.model.clone(),
@@ -216,41 +231,41 @@ impl Key {
         }
     }
 
-    fn of_gpu(here: &Here, card: &Card) -> Key {
-        let library = |found: Result<&cuda::libraries::Found, _>| found.map(|found| found.version.clone());
-        let cublaslt = library(here.cublaslt()).unwrap_or_default();
-        Key {
+    fn of_gpu(installation: &CudaInstallation, gpu: &GpuInfo) -> RatesKey {
+        let library = |found: Result<&cuda::libraries::FoundLibrary, _>| found.map(|found| found.version.clone());
+        let cublaslt = library(installation.cublaslt()).unwrap_or_default();
+        RatesKey {
             plimsoll: env!("CARGO_PKG_VERSION").to_owned(),
             device: "cuda".to_owned(),
-            model: card.name.clone(),
-            features: vec![format!("driver {}", here.driver_version), format!("cuBLASLt {cublaslt}")],
-            threads: card.multiprocessors,
+            model: gpu.name.clone(),
+            features: vec![format!("driver {}", installation.driver_version), format!("cuBLASLt {cublaslt}")],
+            threads: gpu.multiprocessors,
         }
     }
 }
 
-/// An entry of the cache.
+/// An entry of `devices.json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-struct Known {
+struct CachedRates {
     #[serde(flatten)]
-    key: Key,
+    key: RatesKey,
     rates: Rates,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    disturbed: Option<Disturbed>,
+    disturbed: Option<Disturbance>,
 }
 
-/// When other programs had the cores while rates were measured, and how much.
+/// The time and degree of a disturbed measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-struct Disturbed {
+struct Disturbance {
     contention: f64,
     /// Seconds since the epoch.
     at: u64,
 }
 
-impl Disturbed {
-    /// Whether rates are still good that were measured so.
+impl Disturbance {
+    /// Whether rates measured then are still usable.
     fn holds_at(self, now: u64) -> bool {
-        now.checked_sub(self.at).is_some_and(|age| age < DISTURBED.as_secs())
+        now.checked_sub(self.at).is_some_and(|age| age < DISTURBED_LIFETIME.as_secs())
     }
 }
 
@@ -258,17 +273,17 @@ fn now() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 
-/// Where rates are kept.
-const RATES: &str = "devices.json";
+/// File of the rates in the cache folder.
+const FILE_NAME: &str = "devices.json";
 
-/// What the cache holds; nothing where it cannot be read or holds what no device could reach.
-fn read(folder: &Path) -> Vec<Known> {
-    let known: Vec<Known> = load(&folder.join(RATES));
-    known.into_iter().filter(|known| plausible(&known.rates)).collect()
+/// Returns the cached rates; none if the file is unreadable, and without implausible entries.
+fn read(folder: &Path) -> Vec<CachedRates> {
+    let entries: Vec<CachedRates> = load(&folder.join(FILE_NAME));
+    entries.into_iter().filter(|entry| is_plausible(&entry.rates)).collect()
 }
 
-/// Whether rates can be divided by.
-fn plausible(rates: &Rates) -> bool {
+/// Whether all rates are positive and finite, so that the planner can divide by them.
+fn is_plausible(rates: &Rates) -> bool {
     let positive = |rate: f64| rate.is_finite() && rate > 0.0;
     positive(rates.f32_flops)
         && positive(rates.bf16_flops)
@@ -279,21 +294,21 @@ fn plausible(rates: &Rates) -> bool {
         && rates.measured
         && std::iter::once(&rates.ops).chain(rates.ops.bf16.as_deref()).all(|ops| {
             ops.product_flops.len() == ops.product_sizes.len().pow(3)
-                && ops.product_flops.iter().chain(ops.others.values()).all(|&rate| positive(rate))
+                && ops.product_flops.iter().chain(ops.other_ops.values()).all(|&rate| positive(rate))
         })
 }
 
-/// Adds entries, replacing those of the same key; what was measured beside other programs replaces nothing that was not.
-fn keep(folder: &Path, new: Vec<Known>) {
+/// Adds entries in place of those with the same key. A disturbed measurement does not replace an undisturbed one.
+fn store_rates(folder: &Path, new: Vec<CachedRates>) {
     if new.is_empty() {
         return;
     }
-    let mut known = read(folder);
-    let better = |new: &Known| known.iter().any(|old| old.key == new.key && old.disturbed.is_none());
-    let new: Vec<Known> = new.into_iter().filter(|new| new.disturbed.is_none() || !better(new)).collect();
-    known.retain(|old| new.iter().all(|new| new.key != old.key));
-    known.extend(new);
-    save(folder, RATES, &known);
+    let mut entries = read(folder);
+    let better = |new: &CachedRates| entries.iter().any(|old| old.key == new.key && old.disturbed.is_none());
+    let new: Vec<CachedRates> = new.into_iter().filter(|new| new.disturbed.is_none() || !better(new)).collect();
+    entries.retain(|old| new.iter().all(|new| new.key != old.key));
+    entries.extend(new);
+    save(folder, FILE_NAME, &entries);
 }
 
 #[cfg(test)]
@@ -303,7 +318,7 @@ mod tests {
     use plimsoll_core::OpRates;
     use std::fs;
 
-    fn example() -> Rates {
+    fn example_rates() -> Rates {
         let link = Link { bytes_per_second: 1e10, latency_seconds: 1e-6 };
         Rates {
             f32_flops: 1e11,
@@ -337,72 +352,85 @@ mod tests {
     }
 
     #[test]
-    fn rates_are_measured_at_the_first_use() {
+    fn rates_are_measured_on_first_use() {
         let folder = tempfile::tempdir().unwrap();
         let first =
             cpu_cached(Some(&folder.path().join("deep/cache")), &Cpu::read(), 1, Duration::ZERO, Bytes(u64::MAX))
                 .unwrap();
-        assert!(plausible(&first.rates) && first.source != Source::Cached);
+        assert!(is_plausible(&first.rates) && first.source != RateSource::Cached);
     }
 
     #[test]
-    fn rates_that_were_kept_are_read_from_then_on() {
+    fn cached_rates_are_reused() {
         let folder = tempfile::tempdir().unwrap();
         let within = folder.path().join("deep/cache");
-        keep_measured(&within, &cpu("a"), &[measured(0.01)]);
-        let expected = Calibration { rates: rates(&measured(0.01)), source: Source::Cached };
-        assert_eq!(cpu_cached(Some(&within), &cpu("a"), 2, SHORT, Bytes::ZERO).unwrap(), expected);
-        assert_eq!(expected.rates, example());
+        store_measured(&within, &cpu("a"), &[measured(0.01)]);
+        let expected = Calibration { rates: rates(&measured(0.01)), source: RateSource::Cached };
+        assert_eq!(cpu_cached(Some(&within), &cpu("a"), 2, QUICK_MEASUREMENT, Bytes::ZERO).unwrap(), expected);
+        assert_eq!(expected.rates, example_rates());
     }
 
     #[test]
-    fn rates_measured_beside_other_programs_are_not_kept() {
+    fn disturbed_rates_do_not_replace_good_ones() {
         let folder = tempfile::tempdir().unwrap();
-        keep_measured(folder.path(), &cpu("a"), &[measured(0.01)]);
-        keep_measured(folder.path(), &cpu("a"), &[DeviceBench { op_seconds: 7.0, ..measured(0.3) }]);
-        assert_eq!(read(folder.path())[0].rates, example());
+        store_measured(folder.path(), &cpu("a"), &[measured(0.01)]);
+        store_measured(folder.path(), &cpu("a"), &[DeviceBench { op_seconds: 7.0, ..measured(0.3) }]);
+        assert_eq!(read(folder.path())[0].rates, example_rates());
     }
 
     #[test]
-    fn rates_measured_beside_other_programs_hold_for_some_minutes() {
+    fn disturbed_rates_expire() {
         let folder = tempfile::tempdir().unwrap();
         let read = || cpu_cached(Some(folder.path()), &cpu("a"), 1, Duration::ZERO, Bytes(u64::MAX)).unwrap();
         let kept = |age: u64| {
-            let disturbed = Some(Disturbed { contention: 0.3, at: now() - age });
-            keep(folder.path(), vec![Known { key: Key::of(&cpu("a"), 1), rates: example(), disturbed }]);
+            let disturbed = Some(Disturbance { contention: 0.3, at: now() - age });
+            store_rates(
+                folder.path(),
+                vec![CachedRates { key: RatesKey::of(&cpu("a"), 1), rates: example_rates(), disturbed }],
+            );
         };
         kept(60);
-        assert_eq!(read(), Calibration { rates: example(), source: Source::Disturbed { contention: 0.3 } });
-        kept(DISTURBED.as_secs());
-        assert_ne!(read().rates, example());
-        // Whoever was left alone meanwhile knows better.
-        keep_measured(folder.path(), &cpu("a"), &[DeviceBench { threads: 1, ..measured(0.01) }]);
+        assert_eq!(read(), Calibration { rates: example_rates(), source: RateSource::Disturbed { contention: 0.3 } });
+        kept(DISTURBED_LIFETIME.as_secs());
+        assert_ne!(read().rates, example_rates());
+        // An undisturbed measurement replaces a disturbed one.
+        store_measured(folder.path(), &cpu("a"), &[DeviceBench { threads: 1, ..measured(0.01) }]);
         kept(60);
-        assert_eq!(read().source, Source::Cached);
-        // A clock that was set back says nothing of their age.
-        assert!(!Disturbed { contention: 0.3, at: 10 }.holds_at(9));
+        assert_eq!(read().source, RateSource::Cached);
+        // If the clock was set back, the age is unknown and the rates are not used.
+        assert!(!Disturbance { contention: 0.3, at: 10 }.holds_at(9));
     }
 
     #[test]
-    fn rates_of_another_processor_thread_count_or_version_are_not_used() {
+    fn rates_of_other_configurations_are_not_used() {
         let folder = tempfile::tempdir().unwrap();
-        let known = |key: Key| Known { key, rates: example(), disturbed: None };
-        let mine = Key::of(&cpu("a"), 2);
-        keep(folder.path(), vec![known(mine.clone()), known(Key::of(&cpu("b"), 2)), known(Key::of(&cpu("a"), 1))]);
-        keep(folder.path(), vec![known(Key { plimsoll: "0.0.0".to_owned(), ..mine.clone() })]);
-        let found: Vec<Known> = read(folder.path()).into_iter().filter(|known| known.key == mine).collect();
-        assert_eq!(found, [known(mine.clone())]);
-        // A new measurement takes the place of the old one.
-        keep(
+        let entries = |key: RatesKey| CachedRates { key, rates: example_rates(), disturbed: None };
+        let mine = RatesKey::of(&cpu("a"), 2);
+        store_rates(
             folder.path(),
-            vec![Known { key: mine.clone(), rates: Rates { f32_flops: 5.0, ..example() }, disturbed: None }],
+            vec![entries(mine.clone()), entries(RatesKey::of(&cpu("b"), 2)), entries(RatesKey::of(&cpu("a"), 1))],
+        );
+        store_rates(folder.path(), vec![entries(RatesKey { plimsoll: "0.0.0".to_owned(), ..mine.clone() })]);
+        let found: Vec<CachedRates> = read(folder.path()).into_iter().filter(|entry| entry.key == mine).collect();
+        assert_eq!(found, [entries(mine.clone())]);
+        // A new measurement replaces the old one.
+        store_rates(
+            folder.path(),
+            vec![CachedRates {
+                key: mine.clone(),
+                rates: Rates { f32_flops: 5.0, ..example_rates() },
+                disturbed: None,
+            }],
         );
         assert_eq!(read(folder.path()).len(), 4);
-        assert_eq!(cpu_cached(Some(folder.path()), &cpu("a"), 2, SHORT, Bytes::ZERO).unwrap().rates.f32_flops, 5.0);
+        assert_eq!(
+            cpu_cached(Some(folder.path()), &cpu("a"), 2, QUICK_MEASUREMENT, Bytes::ZERO).unwrap().rates.f32_flops,
+            5.0
+        );
     }
 
     #[test]
-    fn a_gpus_link_is_the_slower_of_its_two_ways() {
+    fn gpu_link_is_the_slower_direction() {
         let way = |bytes_per_second, latency_seconds| Link { bytes_per_second, latency_seconds };
         let gpu = bench::GpuBench {
             driver: "580.1".to_owned(),
@@ -416,23 +444,26 @@ mod tests {
     }
 
     #[test]
-    fn a_damaged_cache_is_an_empty_one() {
+    fn damaged_cache_counts_as_empty() {
         let folder = tempfile::tempdir().unwrap();
         for text in ["", "{", "[{\"model\": 3}]", "null", "[[[["] {
-            fs::write(folder.path().join(RATES), text).unwrap();
+            fs::write(folder.path().join(FILE_NAME), text).unwrap();
             assert!(read(folder.path()).is_empty(), "{text}");
         }
-        let zero = Rates { f32_flops: 0.0, ..example() };
-        keep(folder.path(), vec![Known { key: Key::of(&cpu("a"), 1), rates: zero, disturbed: None }]);
+        let zero = Rates { f32_flops: 0.0, ..example_rates() };
+        store_rates(folder.path(), vec![CachedRates { key: RatesKey::of(&cpu("a"), 1), rates: zero, disturbed: None }]);
         assert!(read(folder.path()).is_empty());
     }
 
     #[test]
-    fn a_cache_that_cannot_be_written_is_no_error() {
+    fn unwritable_cache_is_no_error() {
         let folder = tempfile::tempdir().unwrap();
         let blocked = folder.path().join("file");
         fs::write(&blocked, "").unwrap();
-        keep(&blocked, vec![Known { key: Key::of(&cpu("a"), 1), rates: example(), disturbed: None }]);
+        store_rates(
+            &blocked,
+            vec![CachedRates { key: RatesKey::of(&cpu("a"), 1), rates: example_rates(), disturbed: None }],
+        );
         assert!(read(&blocked).is_empty());
     }
 }

@@ -1,5 +1,5 @@
-//! What devices fell short of, in `shortfalls.json`: memory that they did not have, speed that they did not reach. Runs
-//! find it out, and what follows from it is the planner's.
+//! Shortfalls of devices, in `shortfalls.json`: less memory or speed than planned. Runs record them, and the planner
+//! uses them.
 
 use super::store::{folder, load, save};
 use crate::cuda;
@@ -8,131 +8,134 @@ use plimsoll_core::{Bytes, DeviceKind, DeviceSpec};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 
-/// A device that was less than it was planned to be, in a run, until that run's end.
+/// A device that a run found to have less memory or speed than planned.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Shortfall {
-    /// The device, as run files name it.
+    /// Name of the device in run files.
     pub device: String,
-    /// What it is: the processor's or the GPU's name.
+    /// Model name of the processor or GPU.
     model: String,
-    /// What it was short of.
+    /// The missing resource.
     #[serde(flatten)]
-    pub of: Short,
-    /// What happened.
-    pub why: String,
+    pub kind: ShortfallKind,
+    /// Description of what happened.
+    pub reason: String,
 }
 
-/// What a device is short of.
+/// The resource that a device lacks.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Short {
-    /// Memory: it refused some, or others pressed it. The load line under which the run went on.
-    LineBytes(Bytes),
-    /// Speed: its work took so many times what its rates say.
-    Slower(f64),
+pub enum ShortfallKind {
+    /// Memory: the device ran out of it or was under memory pressure. Holds the load line with which the run continued.
+    LoadLineBytes(Bytes),
+    /// Speed: its work took this many times as long as its rates predict.
+    Slowdown(f64),
 }
 
-impl Short {
-    fn of_the_same(self, other: Short) -> bool {
+impl ShortfallKind {
+    fn is_same_kind(self, other: ShortfallKind) -> bool {
         std::mem::discriminant(&self) == std::mem::discriminant(&other)
     }
 }
 
-/// A device is called slower than its rates from here on: single recipes are predicted with errors of up to a fifth.
-const SLOWER_LEAST: f64 = 1.25;
+/// Smallest slowdown that is recorded. Predictions of single recipes have errors of up to a fifth.
+const MIN_SLOWDOWN: f64 = 1.25;
 
-/// What a device has fallen short of, where a run has found it out and none has found otherwise since.
+/// Returns the shortfalls of a device that no later run has disproved.
 pub fn shortfalls(device: &DeviceSpec) -> Vec<Shortfall> {
     let (Some(folder), Some(model)) = (folder(), model_of(device)) else { return vec![] };
-    let mut known: Vec<Shortfall> = load(&folder.join(SHORTFALLS));
-    known.retain(|known| known.device == device.name && known.model == model);
-    known
+    let mut entries: Vec<Shortfall> = load(&folder.join(FILE_NAME));
+    entries.retain(|entry| entry.device == device.name && entry.model == model);
+    entries
 }
 
-/// Keeps that a device had less memory than planned, for the next plan.
-pub fn keep_line(device: &DeviceSpec, line_bytes: Bytes, why: &str) {
-    keep_shortfall(device, Short::LineBytes(line_bytes), why.to_owned());
+/// Records for the next plan that a device had less memory than planned.
+pub fn record_memory_shortfall(device: &DeviceSpec, line_bytes: Bytes, reason: &str) {
+    store_shortfall(device, ShortfallKind::LoadLineBytes(line_bytes), reason.to_owned());
 }
 
-/// A run found memory again that this device was known to be short of.
-pub fn forget_line(device: &DeviceSpec) {
-    forget_shortfalls(|known| known.device == device.name && matches!(known.of, Short::LineBytes(_)));
+/// Removes the memory shortfall of a device after a run found the memory again.
+pub fn forget_memory_shortfall(device: &DeviceSpec) {
+    forget_shortfalls(|entry| entry.device == device.name && matches!(entry.kind, ShortfallKind::LoadLineBytes(_)));
 }
 
-/// A run's work took so many times what was predicted from the rates and what is known of the device's speed. Kept for the
-/// next plan where that is far too slow; else what was known is forgotten.
-pub fn keep_speed(device: &DeviceSpec, times: f64, run: &str) {
-    let slower = |short: &Shortfall| if let Short::Slower(times) = short.of { Some(times) } else { None };
+/// Updates the slowdown of a device. `times` is the time of its work over the prediction, which already includes any
+/// recorded slowdown. A total slowdown of at least [`MIN_SLOWDOWN`] is recorded for the next plan; a smaller one
+/// removes the record.
+pub fn record_slowdown(device: &DeviceSpec, times: f64, run: &str) {
+    let slower = |short: &Shortfall| if let ShortfallKind::Slowdown(times) = short.kind { Some(times) } else { None };
     let times = times * shortfalls(device).iter().find_map(slower).unwrap_or(1.0);
-    if times < SLOWER_LEAST {
-        forget_shortfalls(|known| known.device == device.name && slower(known).is_some());
+    if times < MIN_SLOWDOWN {
+        forget_shortfalls(|entry| entry.device == device.name && slower(entry).is_some());
     } else if times.is_finite() {
         let times = (100.0 * times).round() / 100.0;
-        keep_shortfall(device, Short::Slower(times), format!("{run} took {times} times what its measured rates say"));
+        let reason = format!("{run} took {times} times as long as its measured rates predict");
+        store_shortfall(device, ShortfallKind::Slowdown(times), reason);
     }
 }
 
-fn keep_shortfall(device: &DeviceSpec, of: Short, why: String) {
+fn store_shortfall(device: &DeviceSpec, kind: ShortfallKind, reason: String) {
     let (Some(folder), Some(model)) = (folder(), model_of(device)) else { return };
-    keep_shortfall_in(&folder, Shortfall { device: device.name.clone(), model, of, why });
+    store_shortfall_in(&folder, Shortfall { device: device.name.clone(), model, kind, reason });
 }
 
-fn keep_shortfall_in(folder: &Path, new: Shortfall) {
-    let mut known: Vec<Shortfall> = load(&folder.join(SHORTFALLS));
+fn store_shortfall_in(folder: &Path, new: Shortfall) {
+    let mut entries: Vec<Shortfall> = load(&folder.join(FILE_NAME));
     let replaced =
-        |old: &Shortfall| (&old.device, &old.model) == (&new.device, &new.model) && old.of.of_the_same(new.of);
-    known.retain(|old| !replaced(old));
-    known.push(new);
-    save(folder, SHORTFALLS, &known);
+        |old: &Shortfall| (&old.device, &old.model) == (&new.device, &new.model) && old.kind.is_same_kind(new.kind);
+    entries.retain(|old| !replaced(old));
+    entries.push(new);
+    save(folder, FILE_NAME, &entries);
 }
 
-/// Forgets such shortfalls. Answers what they were.
+/// Removes the shortfalls for which `which` is true, and returns them.
 pub fn forget_shortfalls(which: impl Fn(&Shortfall) -> bool) -> Vec<Shortfall> {
     folder().map(|folder| forget_shortfalls_in(&folder, which)).unwrap_or_default()
 }
 
 fn forget_shortfalls_in(folder: &Path, which: impl Fn(&Shortfall) -> bool) -> Vec<Shortfall> {
-    let known: Vec<Shortfall> = load(&folder.join(SHORTFALLS));
-    let (gone, kept): (Vec<_>, Vec<_>) = known.into_iter().partition(which);
-    if !gone.is_empty() {
-        save(folder, SHORTFALLS, &kept);
+    let entries: Vec<Shortfall> = load(&folder.join(FILE_NAME));
+    let (removed, kept): (Vec<_>, Vec<_>) = entries.into_iter().partition(which);
+    if !removed.is_empty() {
+        save(folder, FILE_NAME, &kept);
     }
-    gone
+    removed
 }
 
-/// What a device is; none for one on paper.
+/// Returns the model name of a device; none for paper devices.
 fn model_of(device: &DeviceSpec) -> Option<String> {
     match device.kind {
         DeviceKind::Paper => None,
         DeviceKind::Cpu | DeviceKind::Virtual => Some(Cpu::read().model),
         DeviceKind::Cuda => {
             let index = device.name.strip_prefix("cuda:")?.parse().ok()?;
-            Some(cuda::open::card(index).ok()?.1.name.clone())
+            Some(cuda::open::find_gpu(index).ok()?.1.name.clone())
         }
     }
 }
 
-/// Where shortfalls are kept.
-const SHORTFALLS: &str = "shortfalls.json";
+/// File of the shortfalls in the cache folder.
+const FILE_NAME: &str = "shortfalls.json";
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn what_a_device_fell_short_of_is_kept_until_it_is_forgotten() {
+    fn shortfalls_are_kept_until_forgotten() {
         let folder = tempfile::tempdir().unwrap();
-        let short = |device: &str, of| Shortfall { device: device.into(), model: "x".into(), of, why: "so".into() };
-        let line = |device, mib| short(device, Short::LineBytes(Bytes::mib(mib)));
-        let slower = |device, times| short(device, Short::Slower(times));
-        let known = || load::<Shortfall>(&folder.path().join(SHORTFALLS));
+        let short =
+            |device: &str, kind| Shortfall { device: device.into(), model: "x".into(), kind, reason: "so".into() };
+        let line = |device, mib| short(device, ShortfallKind::LoadLineBytes(Bytes::mib(mib)));
+        let slower = |device, times| short(device, ShortfallKind::Slowdown(times));
+        let entries = || load::<Shortfall>(&folder.path().join(FILE_NAME));
         assert_eq!(forget_shortfalls_in(folder.path(), |_| true), []);
         for short in [line("cpu", 5), slower("cpu", 2.0), line("cuda:0", 7), line("cpu", 4), slower("cpu", 1.5)] {
-            keep_shortfall_in(folder.path(), short);
+            store_shortfall_in(folder.path(), short);
         }
-        assert_eq!(known(), [line("cuda:0", 7), line("cpu", 4), slower("cpu", 1.5)]);
-        assert_eq!(forget_shortfalls_in(folder.path(), |known| known.device == "cuda:0"), [line("cuda:0", 7)]);
+        assert_eq!(entries(), [line("cuda:0", 7), line("cpu", 4), slower("cpu", 1.5)]);
+        assert_eq!(forget_shortfalls_in(folder.path(), |entry| entry.device == "cuda:0"), [line("cuda:0", 7)]);
         assert_eq!(forget_shortfalls_in(folder.path(), |_| true), [line("cpu", 4), slower("cpu", 1.5)]);
-        assert_eq!(known(), []);
+        assert_eq!(entries(), []);
     }
 }

@@ -1,31 +1,31 @@
-//! The folder in which all of it is kept, and how a file there is read and written. What is in which file is its room's.
+//! The cache folder, and reading and writing of its JSON files.
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::path::{Path, PathBuf};
 use std::{env, fs};
 
-/// Where what is known of this machine is kept: `PLIMSOLL_CACHE`, or `plimsoll` in the caches of the user.
+/// Returns the cache folder for measurements of this machine: `PLIMSOLL_CACHE`, or `plimsoll` in the caches of the user.
 pub fn folder() -> Option<PathBuf> {
-    let named = |name: &str| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    named("PLIMSOLL_CACHE")
-        .or_else(|| Some(named("XDG_CACHE_HOME")?.join("plimsoll")))
-        .or_else(|| Some(named("HOME")?.join(".cache/plimsoll")))
+    let path_from = |name: &str| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    path_from("PLIMSOLL_CACHE")
+        .or_else(|| Some(path_from("XDG_CACHE_HOME")?.join("plimsoll")))
+        .or_else(|| Some(path_from("HOME")?.join(".cache/plimsoll")))
 }
 
 pub(super) fn load<T: DeserializeOwned>(file: &Path) -> Vec<T> {
     serde_json::from_slice(&fs::read(file).unwrap_or_default()).unwrap_or_default()
 }
 
-/// Written aside and renamed, so that a reader beside us never sees half a file. Failures are let go: the cache only
-/// saves time.
-pub(super) fn save<T: Serialize>(folder: &Path, name: &str, known: &[T]) {
-    let aside = folder.join(format!("{name}.{}", std::process::id()));
-    let Ok(text) = serde_json::to_vec_pretty(known) else { return };
+/// Saves entries to a temporary file and renames it, so that concurrent readers never see half a file. Errors are ignored:
+/// the cache only saves time.
+pub(super) fn save<T: Serialize>(folder: &Path, name: &str, entries: &[T]) {
+    let temporary = folder.join(format!("{name}.{}", std::process::id()));
+    let Ok(text) = serde_json::to_vec_pretty(entries) else { return };
     let written = fs::create_dir_all(folder)
-        .and_then(|()| fs::write(&aside, text))
-        .and_then(|()| fs::rename(&aside, folder.join(name)));
+        .and_then(|()| fs::write(&temporary, text))
+        .and_then(|()| fs::rename(&temporary, folder.join(name)));
     if written.is_err() {
-        let _ = fs::remove_file(&aside);
+        let _ = fs::remove_file(&temporary);
     }
 }

@@ -1,37 +1,37 @@
-//! A pool with a set number of threads, and the two ways in which kernels spread work over it.
+//! A thread pool of fixed size, and the two ways in which kernels distribute work over it.
 //!
-//! What is computed here never depends on how many threads there are: tasks are numbered, each is
-//! run once, and a sum over tasks is taken by the caller in the order of their numbers.
+//! Results never depend on the number of threads: tasks are numbered, each runs once, and the caller sums results of tasks in the
+//! order of their numbers.
 
-use plimsoll_core::counted;
+use plimsoll_core::format_count;
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// The pool could not be made.
+/// The threads of a pool could not be started.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot start {}: {source}", counted(*threads, "thread"))]
+#[error("cannot start {}: {source}", format_count(*threads, "thread"))]
 pub struct PoolError {
-    /// How many threads were asked for.
+    /// Requested number of threads.
     pub threads: usize,
-    /// What the system said.
+    /// Error of the operating system.
     source: rayon::ThreadPoolBuildError,
 }
 
 impl From<PoolError> for plimsoll_core::Failure {
     fn from(error: PoolError) -> Self {
-        plimsoll_core::Failure::input(error.to_string()).hint("take fewer: --set run.threads=1")
+        plimsoll_core::Failure::input(error.to_string()).hint("use fewer threads: --set run.threads=1")
     }
 }
 
-/// Threads that wait for work. With one thread everything runs on the caller's.
+/// A pool of worker threads. With one thread all work runs on the caller's thread.
 pub struct Pool {
     workers: Option<rayon::ThreadPool>,
     threads: usize,
 }
 
 impl Pool {
-    /// A pool of `threads` threads (0 counts as 1).
+    /// Starts a pool of `threads` threads (0 counts as 1).
     pub fn new(threads: usize) -> Result<Pool, PoolError> {
         let threads = threads.max(1);
         let build = || {
@@ -45,12 +45,12 @@ impl Pool {
         Ok(Pool { workers, threads })
     }
 
-    /// How many threads work at once. Workspaces hold one part for each of these lanes.
+    /// Returns the number of threads. Workspaces hold one part for each of these lanes.
     pub fn threads(&self) -> usize {
         self.threads
     }
 
-    /// Runs `work` on one of the pool's own threads, so that the parallel regions inside begin
+    /// Runs `work` on one of the pool's own threads, so that parallel regions inside start
     /// without waking a thread first. Executors run a whole Program inside one `enter`.
     pub fn enter<R: Send>(&self, work: impl FnOnce() -> R + Send) -> R {
         match &self.workers {
@@ -59,8 +59,8 @@ impl Pool {
         }
     }
 
-    /// Calls `work(task, lane)` once for each task in `0..tasks`; a lane (`< threads()`) runs one
-    /// task at a time. Tasks are taken in order, as threads become free.
+    /// Calls `work(task, lane)` once for each task in `0..tasks`. A lane (`< threads()`) runs one task at
+    /// a time. Tasks start in order, as threads become free.
     pub fn run(&self, tasks: usize, work: impl Fn(usize, usize) + Sync) {
         match &self.workers {
             Some(workers) if tasks > 1 => {
@@ -75,50 +75,50 @@ impl Pool {
                         work(task, lane);
                     }
                 };
-                workers.install(|| spread(self.threads.min(tasks), &lane));
+                workers.install(|| offer_to_threads(self.threads.min(tasks), &lane));
             }
             _ => (0..tasks).for_each(|task| work(task, 0)),
         }
     }
 
-    /// Cuts `0..total` into ranges of at least `least` (the last may be shorter) and calls
-    /// `work(range, lane)` for each. Only for work where the cut cannot be seen in the result.
-    pub fn split(&self, total: usize, least: usize, work: impl Fn(Range<usize>, usize) + Sync) {
-        let size = total.div_ceil(4 * self.threads).max(least).max(1);
+    /// Splits `0..total` into ranges of at least `min_size` (the last may be shorter) and calls
+    /// `work(range, lane)` for each. The result of `work` must not depend on the split.
+    pub fn split(&self, total: usize, min_size: usize, work: impl Fn(Range<usize>, usize) + Sync) {
+        let size = total.div_ceil(4 * self.threads).max(min_size).max(1);
         self.run(total.div_ceil(size), |task, lane| work(task * size..total.min((task + 1) * size), lane));
     }
 }
 
-/// Offers `lane` to `count` threads. By `join`, which takes nothing from the heap, and waits for
-/// no thread that has not begun: whoever is through with its own takes the rest back.
-fn spread(count: usize, lane: &(impl Fn() + Sync)) {
+/// Offers `lane` to `count` threads. Uses `rayon::join`, which does not allocate and does not wait for threads that have not
+/// started: a thread that finishes takes back the remaining offers.
+fn offer_to_threads(count: usize, lane: &(impl Fn() + Sync)) {
     if count == 1 {
         lane();
     } else {
-        rayon::join(|| spread(count / 2, lane), || spread(count - count / 2, lane));
+        rayon::join(|| offer_to_threads(count / 2, lane), || offer_to_threads(count - count / 2, lane));
     }
 }
 
-/// A slice whose disjoint parts are written by several tasks at once.
+/// A slice with disjoint parts that several tasks write at the same time.
 pub struct Shared<'a, T> {
     start: *mut T,
     len: usize,
     life: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: a `Shared` is an exclusive borrow that is handed out in parts; `part` demands that parts
-// in use at one time do not overlap, so sending and sharing it is as sound as for `&mut [T]`.
+// SAFETY: a `Shared` is an exclusive borrow handed out in parts. `part` requires that parts in use at the same time do not
+// overlap, so sending and sharing it is as sound as for `&mut [T]`.
 unsafe impl<T: Send> Send for Shared<'_, T> {}
-// SAFETY: as above.
+// SAFETY: parts in use at the same time do not overlap, by the contract of `part`.
 unsafe impl<T: Send> Sync for Shared<'_, T> {}
 
 impl<'a, T> Shared<'a, T> {
-    /// Takes the slice for as long as parts of it are in use.
+    /// Borrows the slice for as long as parts of it are in use.
     pub fn new(slice: &'a mut [T]) -> Self {
         Shared { start: slice.as_mut_ptr(), len: slice.len(), life: PhantomData }
     }
 
-    /// The elements `range`; panics when they are not inside the slice.
+    /// Returns the elements `range`; panics if they are not inside the slice.
     ///
     /// # Safety
     /// No other part that overlaps `range` may be in use until the returned borrow ends.
@@ -129,7 +129,7 @@ impl<'a, T> Shared<'a, T> {
         unsafe { std::slice::from_raw_parts_mut(self.start.add(range.start), range.end - range.start) }
     }
 
-    /// Where the slice starts, for kernels that write disjoint strided tiles.
+    /// Returns the address of the first element, for kernels that write disjoint strided tiles.
     pub fn start(&self) -> *mut T {
         self.start
     }
@@ -140,7 +140,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_task_runs_once_and_lanes_never_overlap() {
+    fn tasks_run_once_and_lanes_do_not_overlap() {
         for threads in [1, 2, 3] {
             let pool = Pool::new(threads).unwrap();
             assert_eq!(pool.threads(), threads);
@@ -171,7 +171,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "from a task")]
-    fn a_panic_in_a_task_reaches_the_caller() {
+    fn panic_in_a_task_reaches_the_caller() {
         Pool::new(2).unwrap().run(4, |task, _| assert!(task != 3, "from a task"));
     }
 }

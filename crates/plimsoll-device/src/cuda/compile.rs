@@ -1,13 +1,13 @@
-//! Kernels from source to machine code: NVRTC compiles each [`Unit`] for the GPU's own architecture, and the result is
-//! kept for the next start.
+//! Compilation of kernels: NVRTC compiles each [`Unit`] for the GPU's own architecture, and the result is cached on
+//! disk.
 //!
-//! What is made is a cubin, not PTX: a driver takes machine code of any NVRTC up to its own CUDA, but refuses PTX that is
-//! newer than itself. A cubin is kept under the hash of all that it depends on, and under its own hash, so that neither
-//! an update nor a half-written file can bring the wrong kernel.
+//! The result is a cubin, not PTX. A driver runs machine code of any NVRTC up to its own CUDA version, but refuses PTX
+//! of a newer one. A cache file is named by a hash of everything that it depends on, and contains a hash of itself. So
+//! neither an update nor a partly written file can yield a wrong kernel.
 
 use super::driver::{CudaError, library};
 use super::kernels::{OPTIONS, Unit};
-use super::libraries::builtins_of;
+use super::libraries::builtins_beside;
 use plimsoll_core::Failure;
 use serde::Serialize;
 use sha2::{Digest, Sha256};
@@ -21,14 +21,14 @@ use std::{fmt, fs, process, ptr, thread};
 /// The compute capability of a GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 pub struct Architecture {
-    /// 8 of 8.6.
+    /// Major version: 8 of 8.6.
     pub major: u32,
-    /// 6 of 8.6.
+    /// Minor version: 6 of 8.6.
     pub minor: u32,
 }
 
 impl Architecture {
-    /// The name of the family of GPUs.
+    /// Returns the name of the GPU generation.
     pub fn family(self) -> &'static str {
         match (self.major, self.minor) {
             (0..=4, _) => "Kepler or older",
@@ -44,10 +44,10 @@ impl Architecture {
         }
     }
 
-    /// That Plimsoll's kernels run on it: from Ampere, which was the first to have bf16, to Blackwell.
+    /// Checks that the kernels run on this architecture: Ampere (the first with bf16) to Blackwell.
     ///
     /// # Errors
-    /// Why they do not.
+    /// Returns the reason if they do not.
     pub fn check(self) -> Result<(), String> {
         match self.major {
             0..=7 => Err(format!("{} ({self}) is too old: it has no bf16; Ampere (8.0) is the oldest", self.family())),
@@ -67,37 +67,37 @@ impl fmt::Display for Architecture {
     }
 }
 
-/// Why there is no machine code.
+/// A failure to produce machine code.
 #[derive(Debug, thiserror::Error)]
 pub enum CompileError {
-    /// The compiler cannot be opened.
+    /// The compiler cannot be loaded.
     #[error(transparent)]
     Library(#[from] CudaError),
-    /// This GPU is too old or too new for Plimsoll.
+    /// The GPU is too old or too new for Plimsoll.
     #[error("{0}")]
     Architecture(String),
-    /// This compiler is too old for the GPU.
+    /// The compiler does not support the GPU.
     #[error("NVRTC {version} ({}) does not compile for compute capability {architecture}", path.display())]
     Compiler {
-        /// Of the compiler.
+        /// Version of the compiler.
         version: String,
-        /// Where it is.
+        /// Path of the compiler.
         path: PathBuf,
-        /// What was wanted.
+        /// Requested architecture.
         architecture: Architecture,
     },
-    /// A kernel does not compile: a bug of ours, or an NVRTC that is not whole.
+    /// A kernel does not compile: a bug of Plimsoll, or an incomplete NVRTC.
     #[error("NVRTC {version} refuses the unit {unit} for sm_{target}: {reason}\n{log}")]
     Refused {
-        /// Of the compiler.
+        /// Version of the compiler.
         version: String,
-        /// Which unit.
+        /// Name of the unit.
         unit: String,
-        /// For what.
+        /// Target architecture, as `86`.
         target: u32,
-        /// What it said in a word.
+        /// The compiler's error.
         reason: String,
-        /// All that it said.
+        /// The compiler's log.
         log: String,
     },
 }
@@ -108,14 +108,14 @@ impl From<CompileError> for Failure {
         match error {
             CompileError::Library(error) => error.into(),
             CompileError::Architecture(_) => {
-                Failure::input(message).hint("run on another device: --devices cpu; plimsoll devices lists them")
+                Failure::input(message).hint("run on another device: --devices cpu (`plimsoll devices` lists all)")
             }
             CompileError::Compiler { .. } => Failure::input(message).hint(
-                "bring a newer one: pip install --upgrade nvidia-cuda-nvrtc (a newer driver may be needed for it)",
+                "install a newer NVRTC: pip install --upgrade nvidia-cuda-nvrtc (a newer driver may be needed for it)",
             ),
-            // Its second half is a file of its own, which can be missing.
+            // The builtins library is a separate file, which may be missing.
             CompileError::Refused { log, .. } if log.contains("builtins") => {
-                Failure::input(message).hint("install it anew: pip install --force-reinstall nvidia-cuda-nvrtc")
+                Failure::input(message).hint("reinstall NVRTC: pip install --force-reinstall nvidia-cuda-nvrtc")
             }
             CompileError::Refused { .. } => Failure::bug(message),
         }
@@ -126,7 +126,7 @@ impl From<CompileError> for Failure {
 type Program = *mut c_void;
 
 library! {
-    /// The functions of NVRTC that are called. They may be called from several threads.
+    /// The functions of NVRTC that this crate calls. They are thread-safe.
     Nvrtc {
         fn nvrtcVersion(major: *mut c_int, minor: *mut c_int) -> c_int;
         fn nvrtcGetErrorString(code: c_int) -> *const c_char;
@@ -145,40 +145,40 @@ library! {
     }
 }
 
-/// The compiler of kernels, with its memory.
+/// The compiler of kernels, with its cache.
 pub struct Compiler {
     nvrtc: Nvrtc,
     path: PathBuf,
     version: String,
-    /// What tells builds of one version apart.
+    /// Fingerprint that distinguishes builds of one version.
     build: String,
-    /// The architectures that it compiles for, as `86`.
+    /// Supported target architectures, as `86`.
     targets: Vec<u32>,
     driver: String,
     cache: Option<PathBuf>,
 }
 
 impl Compiler {
-    /// Opens the NVRTC that lies at `path`. Machine code is kept below the folder `cache`, for as long as compiler,
-    /// sources and `driver` (its version) stay what they are.
+    /// Loads the NVRTC at `path`. Cubins are cached below the folder `cache`; they stay valid until compiler, sources
+    /// or the version `driver` change.
     ///
     /// # Errors
-    /// It cannot be opened.
+    /// Fails if the library cannot be loaded.
     pub fn open(path: &Path, driver: &str, cache: Option<&Path>) -> Result<Compiler, CompileError> {
-        let builtins = builtins_of(path);
-        let build = [Some(path), builtins.as_deref()].into_iter().flatten().map(build_of).collect();
+        let builtins = builtins_beside(path);
+        let build = [Some(path), builtins.as_deref()].into_iter().flatten().map(build_fingerprint).collect();
         if let Some(builtins) = builtins {
-            // SAFETY: the second half of NVRTC, which it would open itself if it lay in a folder of the loader's.
-            // Where it cannot be opened, NVRTC says so in the log of the first unit.
+            // SAFETY: loads the second half of NVRTC, which NVRTC itself loads if it is on the loader path. If this
+            // fails, NVRTC reports it in the log of the first unit.
             std::mem::forget(unsafe { libloading::Library::new(builtins) });
         }
         let nvrtc = Nvrtc::load(path)?;
         let (mut major, mut minor, mut count) = (0, 0, 0);
-        // SAFETY: each writes one int to where it is told.
+        // SAFETY: each writes one int through its pointer.
         let codes =
             unsafe { [(nvrtc.nvrtcVersion)(&mut major, &mut minor), (nvrtc.nvrtcGetNumSupportedArchs)(&mut count)] };
         let mut targets = vec![0; usize::try_from(count).unwrap_or(0)];
-        // SAFETY: there is room for as many ints as it said that it would write.
+        // SAFETY: there is room for the number of ints that it reported.
         let code = unsafe { (nvrtc.nvrtcGetSupportedArchs)(targets.as_mut_ptr()) };
         if codes != [0; 2] || code != 0 {
             targets.clear();
@@ -194,13 +194,13 @@ impl Compiler {
         })
     }
 
-    /// Its version, `13.2`.
+    /// Returns the version, `13.2`.
     pub fn version(&self) -> &str {
         &self.version
     }
 
-    /// What is compiled for a GPU: its own architecture, or where the compiler does not know that, the closest older
-    /// one whose machine code it runs.
+    /// Returns the target for a GPU: its own architecture or, if the compiler does not support that, the newest older
+    /// one with machine code that the GPU runs.
     fn target(&self, architecture: Architecture) -> Result<u32, CompileError> {
         architecture.check().map_err(CompileError::Architecture)?;
         let runs = |target: &&u32| **target / 10 == architecture.major && **target <= architecture.number();
@@ -211,10 +211,10 @@ impl Compiler {
         })
     }
 
-    /// The machine code of each unit, from the cache or compiled on several threads.
+    /// Returns the cubin of each unit, from the cache or compiled on several threads.
     ///
     /// # Errors
-    /// The first unit that does not compile, or an architecture that nothing is compiled for.
+    /// Returns the first failure of a unit, or the lack of a target for the architecture.
     pub fn cubins(&self, units: &[Unit], architecture: Architecture) -> Result<Vec<Vec<u8>>, CompileError> {
         let target = self.target(architecture)?;
         let next = AtomicUsize::new(0);
@@ -240,26 +240,26 @@ impl Compiler {
         if let Some(failed) = done.iter().position(|(_, made)| made.is_err()) {
             return Err(done.swap_remove(failed).1.expect_err("it failed"));
         }
-        let of =
+        let cubin_of =
             |unit: &Unit| done.iter().find(|(done, _)| done == unit).and_then(|(_, made)| made.as_ref().ok().cloned());
-        Ok(units.iter().map(|unit| of(unit).expect("every unit was compiled")).collect())
+        Ok(units.iter().map(|unit| cubin_of(unit).expect("every unit was compiled")).collect())
     }
 
-    /// The machine code of one unit.
+    /// Returns the cubin of one unit.
     fn cubin(&self, unit: Unit, target: u32) -> Result<Vec<u8>, CompileError> {
         let source = unit.source();
         let file = self.cache.as_ref().map(|cache| cache.join(self.key(&source, target, &unit.name())));
-        if let Some(known) = file.as_ref().and_then(|file| read(file)) {
+        if let Some(known) = file.as_ref().and_then(|file| read_cached(file)) {
             return Ok(known);
         }
         let cubin = self.compile(&unit.name(), &source, target)?;
         if let Some(file) = &file {
-            write(file, &cubin);
+            write_cached(file, &cubin);
         }
         Ok(cubin)
     }
 
-    /// The name under which machine code is kept: the unit's, for people, and a hash of all that it depends on.
+    /// Returns the cache file name: the unit's name for readability, and a hash of everything the cubin depends on.
     fn key(&self, source: &str, target: u32, unit: &str) -> String {
         let mut hash = Sha256::new();
         for part in [source, &OPTIONS.join(" "), &target.to_string(), &self.version, &self.build, &self.driver] {
@@ -278,7 +278,7 @@ impl Compiler {
         let pointers: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
         let api = &self.nvrtc;
         let mut program: Program = ptr::null_mut();
-        // SAFETY: both texts end with a zero and outlive the call; there are no headers.
+        // SAFETY: both texts have a terminating zero and outlive the call; there are no headers.
         let code = unsafe {
             (api.nvrtcCreateProgram)(&mut program, source.as_ptr(), name.as_ptr(), 0, ptr::null(), ptr::null())
         };
@@ -286,33 +286,34 @@ impl Compiler {
             version: self.version.clone(),
             unit: unit.to_owned(),
             target,
-            // SAFETY: a text of the library's own, for any code.
+            // SAFETY: a text owned by the library, for any code.
             reason: unsafe { text_at((api.nvrtcGetErrorString)(code)) },
             log,
         };
         if code != 0 {
             return Err(refused(code, String::new()));
         }
-        // SAFETY: the program was made above; as many options as pointers, each ending with a zero.
+        // SAFETY: the program was created above; there are as many options as pointers, each with a terminating zero.
         let code = unsafe { (api.nvrtcCompileProgram)(program, pointers.len() as c_int, pointers.as_ptr()) };
         let result = if code == 0 {
-            // SAFETY: both functions are those for machine code, and the program has been compiled.
-            unsafe { taken(program, api.nvrtcGetCUBINSize, api.nvrtcGetCUBIN) }
+            // SAFETY: the functions belong together, and the program has been compiled.
+            unsafe { read_output(program, api.nvrtcGetCUBINSize, api.nvrtcGetCUBIN) }
                 .map_err(|code| refused(code, String::new()))
         } else {
-            // SAFETY: both functions are those for the log, which every program has.
-            let log = unsafe { taken(program, api.nvrtcGetProgramLogSize, api.nvrtcGetProgramLog) }.unwrap_or_default();
+            // SAFETY: the functions belong together, and every program has a log.
+            let log =
+                unsafe { read_output(program, api.nvrtcGetProgramLogSize, api.nvrtcGetProgramLog) }.unwrap_or_default();
             Err(refused(code, String::from_utf8_lossy(&log).trim_end_matches(['\0', '\n']).to_owned()))
         };
-        // SAFETY: made above, and used by nobody from here on.
+        // SAFETY: created above, and not used after this.
         unsafe { (api.nvrtcDestroyProgram)(&mut program) };
         result
     }
 }
 
-/// What tells a library's file from that of another build, which calls itself by the same version: its size and when it
-/// was written. To read it whole would take as long as to compile.
-fn build_of(library: &Path) -> String {
+/// Returns size and modification time of a library file, which distinguish builds of one version. Hashing the file
+/// would take as long as compiling.
+fn build_fingerprint(library: &Path) -> String {
     let Ok(file) = fs::metadata(library) else { return String::new() };
     let written = file.modified().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok()).unwrap_or_default();
     format!("{} bytes of {written:?};", file.len())
@@ -321,27 +322,27 @@ fn build_of(library: &Path) -> String {
 type SizeOf = unsafe extern "C" fn(Program, *mut usize) -> c_int;
 type CopyOf = unsafe extern "C" fn(Program, *mut c_char) -> c_int;
 
-/// Bytes that NVRTC gives in two calls.
+/// Reads an output of NVRTC, which takes one call for the size and one for the bytes.
 ///
 /// # Safety
 /// The functions belong together, and the program is alive.
-unsafe fn taken(program: Program, size: SizeOf, copy: CopyOf) -> Result<Vec<u8>, c_int> {
+unsafe fn read_output(program: Program, size: SizeOf, copy: CopyOf) -> Result<Vec<u8>, c_int> {
     let mut bytes = 0;
     // SAFETY: writes one number; the program is alive.
     let code = unsafe { size(program, &mut bytes) };
     if code != 0 {
         return Err(code);
     }
-    let mut taken = vec![0u8; bytes];
-    // SAFETY: there is room for as many bytes as it said.
-    match unsafe { copy(program, taken.as_mut_ptr().cast()) } {
-        0 => Ok(taken),
+    let mut output = vec![0u8; bytes];
+    // SAFETY: there is room for the reported number of bytes.
+    match unsafe { copy(program, output.as_mut_ptr().cast()) } {
+        0 => Ok(output),
         code => Err(code),
     }
 }
 
 /// # Safety
-/// A text that ends with a zero, or null.
+/// The pointer is null, or points to a text with a terminating zero.
 unsafe fn text_at(text: *const c_char) -> String {
     if text.is_null() {
         return String::new();
@@ -350,21 +351,21 @@ unsafe fn text_at(text: *const c_char) -> String {
     unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
 }
 
-/// What a file of the cache holds, if it is whole: its hash, then the machine code.
-fn read(file: &Path) -> Option<Vec<u8>> {
+/// Returns the cubin in a cache file; `None` if its hash does not match.
+fn read_cached(file: &Path) -> Option<Vec<u8>> {
     let bytes = fs::read(file).ok()?;
     let (hash, cubin) = bytes.split_at_checked(32)?;
     (!cubin.is_empty() && Sha256::digest(cubin).as_slice() == hash).then(|| cubin.to_vec())
 }
 
-/// Written aside and renamed, so that a reader beside us never sees half a file. Failures are let go: the cache only
-/// saves time.
-fn write(file: &Path, cubin: &[u8]) {
-    let aside = file.with_extension(format!("{}", process::id()));
+/// Writes a cache file to a temporary name and renames it, so that readers never see a partial file. Errors are
+/// ignored: the cache only saves time.
+fn write_cached(file: &Path, cubin: &[u8]) {
+    let temporary = file.with_extension(format!("{}", process::id()));
     let bytes = [Sha256::digest(cubin).as_slice(), cubin].concat();
     let made = fs::create_dir_all(file.parent().unwrap_or(Path::new("")));
-    if made.and_then(|()| fs::write(&aside, bytes)).and_then(|()| fs::rename(&aside, file)).is_err() {
-        let _ = fs::remove_file(&aside);
+    if made.and_then(|()| fs::write(&temporary, bytes)).and_then(|()| fs::rename(&temporary, file)).is_err() {
+        let _ = fs::remove_file(&temporary);
     }
 }
 
@@ -373,7 +374,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn gpus_that_are_too_old_or_too_new_are_refused_by_name() {
+    fn unsupported_architectures_are_refused_by_name() {
         let check = |major, minor| Architecture { major, minor }.check();
         assert_eq!(check(7, 5).unwrap_err(), "Turing (7.5) is too old: it has no bf16; Ampere (8.0) is the oldest");
         assert!(check(6, 1).unwrap_err().starts_with("Pascal (6.1) is too old"));
@@ -384,42 +385,42 @@ mod tests {
     }
 
     #[test]
-    fn builds_of_one_version_are_told_apart() {
+    fn builds_of_one_version_are_distinguished() {
         let folder = tempfile::tempdir().unwrap();
         let library = folder.path().join("libnvrtc.so.13");
-        assert_eq!(build_of(&library), "");
+        assert_eq!(build_fingerprint(&library), "");
         fs::write(&library, "one build").unwrap();
-        let first = build_of(&library);
-        assert_eq!(build_of(&library), first);
+        let first = build_fingerprint(&library);
+        assert_eq!(build_fingerprint(&library), first);
         fs::write(&library, "another build").unwrap();
-        assert_ne!(build_of(&library), first);
-        // Of the same size, at another time.
+        assert_ne!(build_fingerprint(&library), first);
+        // Equal size, different time.
         fs::write(&library, "one build").unwrap();
         let later = UNIX_EPOCH + std::time::Duration::from_secs(1);
         fs::File::options().write(true).open(&library).unwrap().set_modified(later).unwrap();
-        assert_ne!(build_of(&library), first);
+        assert_ne!(build_fingerprint(&library), first);
     }
 
     #[test]
-    fn a_damaged_file_of_the_cache_is_none() {
+    fn damaged_cache_file_is_ignored() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("deep/unit.cubin");
-        write(&file, b"machine code");
-        assert_eq!(read(&file).unwrap(), b"machine code");
+        write_cached(&file, b"machine code");
+        assert_eq!(read_cached(&file).unwrap(), b"machine code");
         let whole = fs::read(&file).unwrap();
         let mut flipped = whole.clone();
         flipped[40] ^= 1;
         for bad in [&whole[..20], &whole[..36], &whole[..32], &flipped[..], &[]] {
             fs::write(&file, bad).unwrap();
-            assert_eq!(read(&file), None, "{} bytes", bad.len());
+            assert_eq!(read_cached(&file), None, "{} bytes", bad.len());
         }
-        assert_eq!(fs::read_dir(file.parent().unwrap()).unwrap().count(), 1, "nothing is left aside");
+        assert_eq!(fs::read_dir(file.parent().unwrap()).unwrap().count(), 1, "no temporary file remains");
     }
 
-    /// The compiler of the environment; cuda-check runs this where it has brought one.
+    /// Needs an installed NVRTC; cuda-check runs this test after it has installed one.
     #[test]
     #[ignore = "needs NVRTC: cargo xtask cuda-check"]
-    fn units_become_machine_code_once_and_what_does_not_compile_comes_with_its_log() {
+    fn units_compile_once_and_errors_include_log() {
         use crate::cuda::kernels::{Family, Real};
         use crate::cuda::libraries::{Libraries, Library};
         let libraries = Libraries::find();
@@ -443,9 +444,9 @@ mod tests {
         let untouched = written(&first[1]);
         fs::write(&damaged, "half a file").unwrap();
         assert_eq!(compiler.cubins(&units, ampere).unwrap(), made);
-        assert!(read(&damaged).is_some(), "a damaged file is made again");
-        assert_eq!(written(&first[1]), untouched, "a whole one is not");
-        // Another driver, another architecture: other files.
+        assert!(read_cached(&damaged).is_some(), "a damaged file is compiled again");
+        assert_eq!(written(&first[1]), untouched, "an intact one is not");
+        // Another driver and another architecture have other files.
         Compiler::open(nvrtc, "590.1", Some(folder.path())).unwrap().cubins(&units[..1], ampere).unwrap();
         compiler.cubins(&units[..1], Architecture { major: 9, minor: 0 }).unwrap();
         assert_eq!(files().len(), 5);

@@ -1,9 +1,9 @@
-//! The driver of NVIDIA GPUs: a table of its functions, and a safe core over them (context, memory, streams, events,
-//! modules). Nothing here knows Programs.
+//! The NVIDIA driver: a table of its functions, and safe wrappers over them (context, memory, streams, events,
+//! modules). Nothing here knows programs.
 //!
-//! Functions are found by name in the library that is there: no CUDA is needed to build, and what is missing is an
-//! error that names it. All of them exist since CUDA 11.4 and still in 13. Status codes are read as plain numbers,
-//! because a newer driver has codes that no older list knows.
+//! Functions are looked up by name in the installed library, so building needs no CUDA, and a missing function is an
+//! error that names it. All functions exist from CUDA 11.4 to 13. Status codes are plain numbers, because a newer
+//! driver may return codes that an older list lacks.
 //!
 //! | library | functions that are called |
 //! |---|---|
@@ -11,26 +11,33 @@
 //! | `libcublasLt.so.*` | those in [`super::products::Library`] |
 //! | `libnccl.so.2` | those in [`super::nccl::Library`] |
 
+mod error;
+mod module;
+mod stream;
+
+pub use error::CudaError;
+pub use module::{Function, Module};
+pub use stream::{Event, Stream};
+
 use super::compile::Architecture;
 use super::headers::{Structure, numbers, structure};
-use super::kernels::Unit;
-use plimsoll_core::{Bytes, Failure};
+use plimsoll_core::Bytes;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
-use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_ulonglong, c_void};
+use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::ptr;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// A place in the memory of the device.
+/// An address in device memory.
 pub type Address = u64;
-/// What every function of the driver returns.
+/// Return type of every driver function.
 type Status = c_uint;
-/// Something of the driver's that is only passed on.
+/// Opaque handle of a driver object.
 type Handle = *mut c_void;
 
-/// Declares a table of functions of a library, and how it is loaded: whole, or not at all.
+/// Declares a function table of a library. Loading it fails if any function is missing.
 macro_rules! library {
     ($(#[$note:meta])* $table:ident { $(fn $name:ident($($argument:ident: $type:ty),* $(,)?) -> $returned:ty;)* }) => {
         $(#[$note])*
@@ -40,33 +47,33 @@ macro_rules! library {
         }
 
         impl $table {
-            /// How each is called, to be compared with the library's header.
+            /// The signature of each function, to be compared with the library's header.
             pub(super) const CALLS: &'static [$crate::cuda::headers::Call] = &[$($crate::cuda::headers::Call {
                 name: stringify!($name),
-                returned: <$returned as $crate::cuda::headers::Passed>::AS,
-                arguments: &[$(<$type as $crate::cuda::headers::Passed>::AS),*],
+                returned: <$returned as $crate::cuda::headers::HasAbiKind>::ABI_KIND,
+                arguments: &[$(<$type as $crate::cuda::headers::HasAbiKind>::ABI_KIND),*],
             }),*];
 
-            /// Loads the library, for as long as the process lives.
+            /// Loads the library for the lifetime of the process.
             ///
             /// # Errors
-            /// Where it cannot be loaded, or lacks a function.
+            /// Fails if the library cannot be loaded, or lacks a function.
             pub fn load(path: &std::path::Path) -> Result<$table, $crate::cuda::driver::CudaError> {
                 use $crate::cuda::driver::CudaError;
                 let name = || path.display().to_string();
-                // SAFETY: a library of NVIDIA's by the name that it is found under everywhere; what it runs while it
-                // is loaded touches nothing of ours.
+                // SAFETY: loads a library with the name of an NVIDIA library; its initializers do not touch memory of
+                // this program.
                 let library = unsafe { libloading::Library::new(path) }
-                    .map_err(|error| CudaError::Library { library: name(), says: error.to_string() })?;
+                    .map_err(|error| CudaError::Library { library: name(), detail: error.to_string() })?;
                 $(
-                    // SAFETY: the type is the one that the library's header gives to this name.
+                    // SAFETY: the type is the declaration in the library's header.
                     #[allow(non_snake_case)]
                     let $name = *unsafe {
                         library.get::<unsafe extern "C" fn($($argument: $type),*) -> $returned>(stringify!($name))
                     }
                     .map_err(|_| CudaError::Function { library: name(), function: stringify!($name) })?;
                 )*
-                // The pointers stay good because the library is never unloaded.
+                // The pointers stay valid because the library is never unloaded.
                 std::mem::forget(library);
                 Ok($table { $($name),* })
             }
@@ -76,7 +83,7 @@ macro_rules! library {
 pub(super) use library;
 
 library! {
-    /// The functions of the driver that are called, and no others.
+    /// The functions of the driver that this crate calls.
     Driver {
         fn cuInit(flags: c_uint) -> Status;
         fn cuGetErrorName(status: Status, name: *mut *const c_char) -> Status;
@@ -93,12 +100,12 @@ library! {
         fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> Status;
         fn cuMemAlloc_v2(address: *mut Address, bytes: usize) -> Status;
         fn cuMemFree_v2(address: Address) -> Status;
-        fn cuMemGetAllocationGranularity(bytes: *mut usize, of: *const Allocation, option: c_uint) -> Status;
+        fn cuMemGetAllocationGranularity(bytes: *mut usize, properties: *const Allocation, option: c_uint) -> Status;
         fn cuMemAddressReserve(
             address: *mut Address, bytes: usize, alignment: usize, at: Address, flags: c_ulonglong,
         ) -> Status;
         fn cuMemAddressFree(address: Address, bytes: usize) -> Status;
-        fn cuMemCreate(memory: *mut c_ulonglong, bytes: usize, of: *const Allocation, flags: c_ulonglong) -> Status;
+        fn cuMemCreate(memory: *mut c_ulonglong, bytes: usize, properties: *const Allocation, flags: c_ulonglong) -> Status;
         fn cuMemRelease(memory: c_ulonglong) -> Status;
         fn cuMemMap(address: Address, bytes: usize, offset: usize, memory: c_ulonglong, flags: c_ulonglong) -> Status;
         fn cuMemUnmap(address: Address, bytes: usize) -> Status;
@@ -142,7 +149,7 @@ struct Location {
     id: c_int,
 }
 
-/// `CUmemAllocationProp`: what kind of memory is made.
+/// `CUmemAllocationProp`: properties of an allocation.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Allocation {
@@ -156,7 +163,7 @@ pub(super) struct Allocation {
     reserved: [u8; 4],
 }
 
-/// `CUmemAccessDesc`: who may touch mapped memory.
+/// `CUmemAccessDesc`: access rights to mapped memory.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Access {
@@ -164,7 +171,7 @@ pub(super) struct Access {
     flags: c_uint,
 }
 
-/// What cuda.h calls their fields.
+/// Field names of the structures in cuda.h.
 pub(super) const STRUCTURES: &[Structure] = &[
     structure!(CUmemLocation, Location { "type" => kind: c_uint, "id" => id: c_int }),
     structure!(CUmemAllocationProp, Allocation {
@@ -199,129 +206,9 @@ numbers! {
     }
 }
 
-/// What goes wrong between us and a GPU.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum CudaError {
-    /// A library is not there, or is none.
-    #[error("{library} cannot be loaded: {says}")]
-    Library {
-        /// The name or path that was tried.
-        library: String,
-        /// What the system said.
-        says: String,
-    },
-    /// A library lacks a function.
-    #[error("{library} has no `{function}`: it is too old")]
-    Function {
-        /// The library.
-        library: String,
-        /// The function's name.
-        function: &'static str,
-    },
-    /// There are fewer GPUs.
-    #[error("there is no cuda:{ordinal}: the driver knows {count} gpu(s)")]
-    NoDevice {
-        /// The one that was asked for, from 0.
-        ordinal: u32,
-        /// How many there are.
-        count: u32,
-    },
-    /// The arena was refused.
-    #[error("an arena of {asked} is refused on {gpu}: {free} of {total} are free")]
-    Refused {
-        /// The size of the arena.
-        asked: Bytes,
-        /// The GPU.
-        gpu: String,
-        /// What was free at that moment.
-        free: Bytes,
-        /// What the GPU has.
-        total: Bytes,
-    },
-    /// A kernel's tiles are larger than what a block may have on this GPU.
-    #[error("{kernel} needs {asked} of shared memory for a block, and {gpu} has {most}")]
-    Shared {
-        /// The kernel.
-        kernel: &'static str,
-        /// What it needs.
-        asked: Bytes,
-        /// The GPU.
-        gpu: String,
-        /// What it has.
-        most: Bytes,
-    },
-    /// Memory beside the arena was refused: a module, an event, a pinned buffer.
-    #[error("no memory was left to {what}")]
-    Memory {
-        /// What was tried.
-        what: Cow<'static, str>,
-    },
-    /// The context is broken: nothing more can be done on this device in this process.
-    #[error("the gpu is lost: {what} says {name} ({text})")]
-    Lost {
-        /// What was tried.
-        what: Cow<'static, str>,
-        /// The driver's name for it.
-        name: String,
-        /// The driver's words.
-        text: String,
-    },
-    /// Another refusal of the driver.
-    #[error("the driver refuses to {what}: {name} ({text})")]
-    Call {
-        /// What was tried.
-        what: Cow<'static, str>,
-        /// The driver's name for it.
-        name: String,
-        /// The driver's words.
-        text: String,
-    },
-    /// A refusal of cuBLASLt.
-    #[error("cuBLASLt refuses to {what}: {name}{product}")]
-    Product {
-        /// What was tried.
-        what: &'static str,
-        /// Its name for it.
-        name: String,
-        /// Which product, with a space in front; empty where it is about none.
-        product: String,
-    },
-    /// A refusal of NCCL.
-    #[error("NCCL refuses to {what}: {says}")]
-    Nccl {
-        /// What was tried.
-        what: &'static str,
-        /// What it says.
-        says: String,
-    },
-}
-
-impl From<CudaError> for Failure {
-    fn from(error: CudaError) -> Failure {
-        let message = error.to_string();
-        match error {
-            CudaError::Library { .. } => Failure::input(message).hint("`plimsoll devices` says what was found where"),
-            CudaError::Function { .. } => Failure::input(message).hint("CUDA 12 needs driver 525 or newer: update it"),
-            CudaError::Shared { .. } => {
-                Failure::input(message).hint("run on another device: --devices cpu; plimsoll devices lists them")
-            }
-            CudaError::NoDevice { .. } => Failure::input(message).hint("`plimsoll devices` lists what is there"),
-            CudaError::Refused { .. } | CudaError::Memory { .. } => Failure::does_not_fit(message)
-                .hint("give a smaller --budget, or end what else holds memory (`nvidia-smi` lists it)"),
-            CudaError::Lost { .. } => {
-                Failure::stopped(message).hint("`--resume` goes on from the newest checkpoint, in a new process")
-            }
-            CudaError::Nccl { .. } => Failure::stopped(message)
-                .hint("`--resume` goes on from the newest checkpoint")
-                .hint("without NCCL, through memory of the host: --set run.nccl=false"),
-            CudaError::Call { .. } | CudaError::Product { .. } => Failure::bug(message),
-        }
-    }
-}
-
 numbers! {
-    /// Codes that mean that the context, and all memory in it, is gone: the errors of which `CUresult` in cuda.h (of CUDA
-    /// 13.2) says that the process has to be started anew, and those of a driver or GPU that is no longer there.
+    /// Codes after which the context and its memory are lost: errors for which `CUresult` in cuda.h (CUDA 13.2)
+    /// requires a restart of the process, and errors of a driver or GPU that is no longer there.
     STICKY {
         CUDA_ERROR_DEINITIALIZED => DEINITIALIZED: Status = 4;
         CUDA_ERROR_DEVICE_UNAVAILABLE => DEVICE_UNAVAILABLE: Status = 46;
@@ -350,13 +237,13 @@ fn is_sticky(status: Status) -> bool {
 }
 
 impl Driver {
-    /// Turns a status into a result. `what` completes "the driver refuses to …".
+    /// Converts a status to a result. `what` completes "the driver refuses to …".
     pub(super) fn check(&self, what: &'static str, status: Status) -> Result<(), CudaError> {
-        self.check_of(status, || what.into())
+        self.check_with(status, || what.into())
     }
 
-    /// The same, where `what` is put together only if something goes wrong.
-    fn check_of(&self, status: Status, what: impl FnOnce() -> Cow<'static, str>) -> Result<(), CudaError> {
+    /// Converts a status to a result. `what` is only called for an error.
+    fn check_with(&self, status: Status, what: impl FnOnce() -> Cow<'static, str>) -> Result<(), CudaError> {
         if status == 0 {
             return Ok(());
         }
@@ -364,14 +251,15 @@ impl Driver {
         if status == OUT_OF_MEMORY {
             return Err(CudaError::Memory { what });
         }
-        let (name, text) = (self.word(status, self.cuGetErrorName), self.word(status, self.cuGetErrorString));
+        let (name, text) =
+            (self.status_text(status, self.cuGetErrorName), self.status_text(status, self.cuGetErrorString));
         let name = name.unwrap_or_else(|| format!("error {status}"));
-        let text = text.unwrap_or_else(|| "no further words".into());
+        let text = text.unwrap_or_else(|| "no description".into());
         Err(if is_sticky(status) { CudaError::Lost { what, name, text } } else { CudaError::Call { what, name, text } })
     }
 
-    /// What one of the two functions that explain a code says about it.
-    fn word(
+    /// Returns the text that one of the two explaining functions has for a code.
+    fn status_text(
         &self,
         status: Status,
         explain: unsafe extern "C" fn(Status, *mut *const c_char) -> Status,
@@ -379,26 +267,26 @@ impl Driver {
         let mut text = ptr::null();
         // SAFETY: the function writes one pointer, to a string that lives as long as the driver.
         let known = unsafe { explain(status, &mut text) } == 0 && !text.is_null();
-        // SAFETY: not null, and a string with a zero at its end, as the driver's documentation says.
+        // SAFETY: not null, and a string with a terminating zero, as the driver's documentation states.
         known.then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
     }
 
-    /// A value that a function writes to where it is told.
+    /// Returns the value that a function writes through a pointer.
     fn get<T: Copy>(&self, what: &'static str, ask: impl FnOnce(*mut T) -> Status) -> Result<T, CudaError> {
         let mut value = MaybeUninit::zeroed();
         self.check(what, ask(value.as_mut_ptr()))?;
-        // SAFETY: the call succeeded, so it was written; what it was before, all zeros, is a value of these types too.
+        // SAFETY: the call succeeded, so the value was written; the initial zeros are also valid for these types.
         Ok(unsafe { value.assume_init() })
     }
 
-    /// Starts the driver, and says how many GPUs there are.
+    /// Starts the driver and returns the number of GPUs.
     ///
     /// # Errors
-    /// Where the driver does not start.
+    /// Fails if the driver does not start.
     pub fn devices(&self) -> Result<u32, CudaError> {
         // SAFETY: takes no pointers; may be called any number of times.
         let started = unsafe { (self.cuInit)(0) };
-        // An answer, no fault.
+        // The absence of GPUs is a result here, not an error.
         if started == NO_DEVICE {
             return Ok(0);
         }
@@ -408,91 +296,91 @@ impl Driver {
             .map(|count| count as u32)
     }
 
-    /// The newest CUDA that the driver knows: 12040 is 12.4.
+    /// Returns the newest supported CUDA version: 12040 is 12.4.
     ///
     /// # Errors
-    /// Where the driver does not say.
+    /// Fails if the driver does not report it.
     pub fn version(&self) -> Result<u32, CudaError> {
         // SAFETY: writes one integer.
-        self.get("tell its version", |version: *mut c_int| unsafe { (self.cuDriverGetVersion)(version) })
+        self.get("report its version", |version: *mut c_int| unsafe { (self.cuDriverGetVersion)(version) })
             .map(|version| version as u32)
     }
 }
 
-/// What a GPU is.
+/// Properties of a GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Gpu {
-    /// Its number among the visible ones.
+    /// Number among the visible GPUs.
     pub ordinal: u32,
-    /// As the driver calls it.
+    /// Name given by the driver.
     pub name: String,
-    /// Its compute capability.
+    /// Compute capability.
     pub architecture: Architecture,
-    /// Streaming multiprocessors.
+    /// Number of streaming multiprocessors.
     pub multiprocessors: u32,
-    /// Shared memory that a block may have when its kernel asks for it.
+    /// The most shared memory per block, with opt-in.
     pub shared_bytes_max: u32,
     /// Whether address space can be reserved and memory mapped into it.
     pub virtual_memory: bool,
-    /// The newest CUDA that the driver knows: 12040 is 12.4.
+    /// The newest CUDA version of the driver: 12040 is 12.4.
     pub driver_version: u32,
 }
 
-/// The primary context of a GPU: opened once, and held until the process ends, or [`Context::end`] is called. To end one
-/// and open it again takes a while, unloads what libraries have loaded in it, and makes a GPU hold other bytes than were
-/// measured.
+/// The primary context of a GPU, kept open until the process ends or [`Context::close`] is called.
 ///
-/// Its methods want [`Context::enter`] to have been called on the thread: without it the driver refuses them, which is
-/// an error and no harm.
+/// Reopening a context takes time, unloads what libraries have loaded in it, and changes the memory that the GPU holds
+/// compared with the measured charges.
+///
+/// Methods require a preceding [`Context::enter`] on the calling thread. Without it the driver returns an error.
 pub struct Context {
     driver: Arc<Driver>,
     device: c_int,
     handle: Handle,
     gpu: Gpu,
     free_before: Option<Bytes>,
-    free_at_first: Bytes,
-    /// The most that libraries in it were seen to hold.
-    pub(super) charged: Mutex<Bytes>,
+    free_after_open: Bytes,
+    /// The most memory that libraries in this context were seen to hold.
+    pub(super) library_bytes_max: Mutex<Bytes>,
 }
 
-/// The contexts of this process. It has one driver, whoever loads its table of functions.
+/// The open contexts of this process. A process has one driver, even if its function table is loaded twice.
 static CONTEXTS: Mutex<BTreeMap<u32, Arc<Context>>> = Mutex::new(BTreeMap::new());
 
 // SAFETY: the driver may be called from any thread, and a context may be current on several.
 unsafe impl Send for Context {}
-// SAFETY: as above.
+// SAFETY: the driver may be called from any thread, and a context may be current on several.
 unsafe impl Sync for Context {}
 
 impl Context {
-    /// Opens a GPU; the second time, and from then on, it is the context that there is. `free_before` is what is free on the
-    /// GPU now, where somebody says it: the first time, that is before the context takes its own.
+    /// Opens a GPU, or returns the context that is already open. `free_before` is the free memory of the GPU now, if
+    /// known: at the first opening, that is before the context takes its own memory.
     ///
     /// # Errors
-    /// Where there is none of that number, or the driver refuses.
+    /// Fails if the number is not listed, or the driver refuses.
     pub fn open(driver: &Arc<Driver>, ordinal: u32, free_before: Option<Bytes>) -> Result<Arc<Context>, CudaError> {
         let mut known = CONTEXTS.lock().unwrap_or_else(PoisonError::into_inner);
         let context = match known.get(&ordinal) {
             Some(context) => context.clone(),
-            None => known.entry(ordinal).or_insert(Context::first(driver, ordinal, free_before)?).clone(),
+            None => known.entry(ordinal).or_insert(Context::open_first(driver, ordinal, free_before)?).clone(),
         };
         context.enter()?;
         Ok(context)
     }
 
-    /// Ends the context of a GPU as soon as nobody uses it: what measurements have loaded is no charge of the run after
-    /// them, which opens one of its own.
-    pub fn end(ordinal: u32) {
+    /// Closes the context of a GPU once it is unused. Memory that measurements loaded is then no charge of the next
+    /// run, which opens a new context.
+    pub fn close(ordinal: u32) {
         drop(CONTEXTS.lock().unwrap_or_else(PoisonError::into_inner).remove(&ordinal));
     }
 
-    /// Whether a GPU that this process has opened is lost: nothing more can be done there.
+    /// Returns whether a GPU that this process has opened is lost.
     pub fn is_lost(ordinal: u32) -> bool {
         let context = CONTEXTS.lock().unwrap_or_else(PoisonError::into_inner).get(&ordinal).cloned();
-        let answers = |context: Arc<Context>| context.enter().and_then(|()| context.synchronize());
-        matches!(context.map(answers), Some(Err(CudaError::Lost { .. })))
+        let synchronize = |context: Arc<Context>| context.enter().and_then(|()| context.synchronize());
+        matches!(context.map(synchronize), Some(Err(CudaError::Lost { .. })))
     }
 
-    fn first(driver: &Arc<Driver>, ordinal: u32, free_before: Option<Bytes>) -> Result<Arc<Context>, CudaError> {
+    fn open_first(driver: &Arc<Driver>, ordinal: u32, free_before: Option<Bytes>) -> Result<Arc<Context>, CudaError> {
         let count = driver.devices()?;
         if ordinal >= count {
             return Err(CudaError::NoDevice { ordinal, count });
@@ -506,7 +394,7 @@ impl Context {
             driver.get("describe a gpu", ask).map(|value| value as u32)
         };
         let mut name = [0u8; 256];
-        // SAFETY: writes at most as many bytes as it is told there are, with a zero at the end.
+        // SAFETY: writes at most `length` bytes, with a terminating zero.
         let named = unsafe { (driver.cuDeviceGetName)(name.as_mut_ptr().cast(), name.len() as c_int, device) };
         driver.check("name a gpu", named)?;
         let name = CStr::from_bytes_until_nul(&name).map_or("gpu".into(), |name| name.to_string_lossy().into_owned());
@@ -522,74 +410,74 @@ impl Context {
             virtual_memory: attribute(DEVICE_VIRTUAL_MEMORY)? != 0,
             driver_version: driver.version()?,
         };
-        // SAFETY: writes one pointer; given back when the context is dropped.
+        // SAFETY: writes one pointer; released when the context is dropped.
         let retain = |context: *mut Handle| unsafe { (driver.cuDevicePrimaryCtxRetain)(context, device) };
         let handle = driver.get("open a context", retain)?;
-        let (driver, charged) = (driver.clone(), Mutex::default());
-        let free_at_first = Bytes::ZERO;
-        let mut context = Context { driver, device, handle, gpu, free_before, free_at_first, charged };
+        let (driver, library_bytes_max) = (driver.clone(), Mutex::default());
+        let free_after_open = Bytes::ZERO;
+        let mut context = Context { driver, device, handle, gpu, free_before, free_after_open, library_bytes_max };
         context.enter()?;
         context.gpu.virtual_memory = context.gpu.virtual_memory && context.maps_memory()?;
-        context.free_at_first = context.memory()?.0;
+        context.free_after_open = context.memory()?.0;
         Ok(Arc::new(context))
     }
 
-    /// What the GPU is.
+    /// Returns the properties of the GPU.
     pub fn gpu(&self) -> &Gpu {
         &self.gpu
     }
 
-    /// What was free on the GPU right before this was opened, where somebody said it.
+    /// Returns the free memory before this context was opened, if known.
     pub fn free_before(&self) -> Option<Bytes> {
         self.free_before
     }
 
-    /// What was free on the GPU right after this was opened, when nothing was in it.
-    pub fn free_at_first(&self) -> Bytes {
-        self.free_at_first
+    /// Returns the free memory right after this context was opened, while it was empty.
+    pub fn free_after_open(&self) -> Bytes {
+        self.free_after_open
     }
 
-    /// The table of functions.
+    /// Returns the function table.
     pub(super) fn driver(&self) -> &Driver {
         &self.driver
     }
 
-    /// Makes this the context of the calling thread.
+    /// Makes this the current context of the calling thread.
     ///
     /// # Errors
-    /// Where the context is lost.
+    /// Fails if the context is lost.
     pub fn enter(&self) -> Result<(), CudaError> {
         // SAFETY: the context is retained as long as `self` lives.
         self.driver.check("enter a context", unsafe { (self.driver.cuCtxSetCurrent)(self.handle) })
     }
 
-    /// Waits for everything that was ever started in the context.
+    /// Waits for all work in the context.
     ///
     /// # Errors
-    /// What went wrong on the device since it was last asked.
+    /// Returns a failure on the device since the last call.
     pub fn synchronize(&self) -> Result<(), CudaError> {
         // SAFETY: takes no pointers.
         self.driver.check("finish its work", unsafe { (self.driver.cuCtxSynchronize)() })
     }
 
-    /// The same, where nothing but this op is at work.
+    /// Waits for all work in the context, and names `op` in an error.
     pub(super) fn finish(&self, op: &'static str) -> Result<(), CudaError> {
         // SAFETY: takes no pointers.
-        self.driver.check_of(unsafe { (self.driver.cuCtxSynchronize)() }, || format!("finish {op}").into())
+        self.driver.check_with(unsafe { (self.driver.cuCtxSynchronize)() }, || format!("finish {op}").into())
     }
 
-    /// Free and all bytes of the device.
+    /// Returns free and total memory of the device.
     ///
     /// # Errors
-    /// Where the driver does not say.
+    /// Fails if the driver does not report it.
     pub fn memory(&self) -> Result<(Bytes, Bytes), CudaError> {
         let (mut free, mut total) = (0, 0);
         // SAFETY: writes two integers.
-        self.driver.check("tell its free memory", unsafe { (self.driver.cuMemGetInfo_v2)(&mut free, &mut total) })?;
+        self.driver.check("report its free memory", unsafe { (self.driver.cuMemGetInfo_v2)(&mut free, &mut total) })?;
         Ok((Bytes(free as u64), Bytes(total as u64)))
     }
 
-    /// How memory of this device is made.
+    /// Returns the properties of allocations on this device.
     fn allocation(&self) -> Allocation {
         Allocation {
             kind: ALLOCATION_PINNED,
@@ -603,92 +491,94 @@ impl Context {
         }
     }
 
-    /// Memory is mapped in multiples of this many bytes.
+    /// Returns the granularity of mapped memory in bytes.
     ///
     /// # Errors
-    /// Where the driver does not say.
+    /// Fails if the driver does not report it.
     pub fn granularity(&self) -> Result<u64, CudaError> {
-        let of = self.allocation();
+        let properties = self.allocation();
         // SAFETY: reads one description and writes one integer.
-        let ask =
-            |bytes: *mut usize| unsafe { (self.driver.cuMemGetAllocationGranularity)(bytes, &of, GRANULARITY_MINIMUM) };
-        self.driver.get("tell its granularity", ask).map(|bytes| bytes as u64)
+        let ask = |bytes: *mut usize| unsafe {
+            (self.driver.cuMemGetAllocationGranularity)(bytes, &properties, GRANULARITY_MINIMUM)
+        };
+        self.driver.get("report its granularity", ask).map(|bytes| bytes as u64)
     }
 
-    /// Whether a driver that says that it maps memory does: a container may forbid it.
+    /// Tests whether memory can be mapped: a container may forbid it although the driver reports support.
     fn maps_memory(&self) -> Result<bool, CudaError> {
-        let try_it = || {
+        let map_and_unmap = || {
             let bytes = self.granularity()?;
             let at = self.reserve(bytes)?;
-            // SAFETY: reserved just now, one granule; nobody knows of it.
+            // SAFETY: a newly reserved range of one granule, known only here.
             let mapped = unsafe { self.map(at, bytes).and_then(|()| self.unmap(at, bytes)) };
-            // SAFETY: as above, with nothing mapped.
+            // SAFETY: the same range, with nothing mapped.
             unsafe { self.unreserve(at, bytes) }?;
             mapped
         };
-        match try_it() {
+        match map_and_unmap() {
             Err(CudaError::Call { .. }) => Ok(false),
             tried => tried.map(|()| true),
         }
     }
 
-    /// Reserves address space, and no memory.
+    /// Reserves address space without memory.
     pub(super) fn reserve(&self, bytes: u64) -> Result<Address, CudaError> {
         // SAFETY: writes one address, of the driver's choice.
         let ask = |at: *mut Address| unsafe { (self.driver.cuMemAddressReserve)(at, bytes as usize, 0, 0, 0) };
         self.driver.get("reserve address space", ask)
     }
 
-    /// Makes memory and maps it at `at`, for reading and writing by this device.
+    /// Allocates memory and maps it at `at`, readable and writable by this device.
     ///
     /// # Safety
-    /// The range lies in address space that was reserved and has nothing mapped in it; both are whole multiples of
-    /// the granularity.
+    /// The range lies in reserved address space with nothing mapped in it; address and size are multiples of the
+    /// granularity.
     pub(super) unsafe fn map(&self, at: Address, bytes: u64) -> Result<(), CudaError> {
-        let (driver, of, size) = (&self.driver, self.allocation(), bytes as usize);
+        let (driver, properties, size) = (&self.driver, self.allocation(), bytes as usize);
         // SAFETY: reads one description and writes one handle.
-        let make = |memory: *mut c_ulonglong| unsafe { (driver.cuMemCreate)(memory, size, &of, 0) };
-        let memory = driver.get("make memory", make)?;
+        let make = |memory: *mut c_ulonglong| unsafe { (driver.cuMemCreate)(memory, size, &properties, 0) };
+        let memory = driver.get("allocate memory", make)?;
         // SAFETY: as the caller promises.
         let mapped = driver.check("map memory", unsafe { (driver.cuMemMap)(at, size, 0, memory, 0) });
-        // A mapping keeps its memory: the handle is not needed any more. Where mapping failed the memory goes.
-        // SAFETY: the handle is ours, and not used after this.
-        let released = driver.check("let memory go", unsafe { (driver.cuMemRelease)(memory) });
+        // A mapping keeps its memory, so the handle can be released. If mapping failed, this frees the memory.
+        // SAFETY: the handle is owned here, and not used after this.
+        let released = driver.check("release memory", unsafe { (driver.cuMemRelease)(memory) });
         mapped?;
-        let access = Access { location: of.location, flags: ACCESS_READ_WRITE };
+        let access = Access { location: properties.location, flags: ACCESS_READ_WRITE };
         // SAFETY: the range was mapped just now; reads one description.
-        let allowed = driver.check("open memory", unsafe { (driver.cuMemSetAccess)(at, size, &access, 1) });
+        let allowed = driver.check("set access to memory", unsafe { (driver.cuMemSetAccess)(at, size, &access, 1) });
         if allowed.is_err() {
-            // SAFETY: mapped just now, whole, and nobody knows of it.
+            // SAFETY: the range was just mapped as a whole, and is known only here.
             unsafe { self.unmap(at, bytes) }?;
         }
         allowed.and(released)
     }
 
-    /// Gives back what [`Context::map`] mapped, range by range.
+    /// Unmaps ranges that [`Context::map`] mapped.
     ///
     /// # Safety
-    /// The range is one that was mapped, or several whole ones, and no work that is under way touches it.
+    /// The range consists of whole mapped ranges, and no work in progress touches it.
     pub(super) unsafe fn unmap(&self, at: Address, bytes: u64) -> Result<(), CudaError> {
         // SAFETY: as the caller promises.
         self.driver.check("unmap memory", unsafe { (self.driver.cuMemUnmap)(at, bytes as usize) })
     }
 
-    /// Gives reserved address space back.
+    /// Releases reserved address space.
     ///
     /// # Safety
-    /// The range is one that [`Context::reserve`] gave, whole, with nothing mapped in it.
+    /// The range is one that [`Context::reserve`] returned, as a whole, with nothing mapped in it.
     pub(super) unsafe fn unreserve(&self, at: Address, bytes: u64) -> Result<(), CudaError> {
         // SAFETY: as the caller promises.
         self.driver.check("free address space", unsafe { (self.driver.cuMemAddressFree)(at, bytes as usize) })
     }
 
-    /// Pins pages of the host's memory, so that the device copies from and to them without the host's help. Whether
-    /// this device can: where it cannot, copies are right all the same, since the driver then takes what it copies from
-    /// aside, and waits for what it copies to, before a call returns; but nothing happens meanwhile.
+    /// Pins host pages, so that the device copies from and to them directly.
+    ///
+    /// Returns `false` if this device cannot. Copies are then still correct, but synchronous: the driver buffers the
+    /// source and waits for the destination before the call returns.
     ///
     /// # Safety
-    /// Whole pages that stay mapped until [`Context::unpin`].
+    /// The range consists of whole pages that stay mapped until [`Context::unpin`].
     pub(super) unsafe fn pin(&self, place: *mut u8, bytes: usize) -> Result<bool, CudaError> {
         // SAFETY: as the caller promises.
         let pinned = unsafe { (self.driver.cuMemHostRegister_v2)(place.cast(), bytes, HOST_PORTABLE) };
@@ -699,26 +589,26 @@ impl Context {
         }
     }
 
-    /// Ends what [`Context::pin`] began.
+    /// Unpins pages pinned by [`Context::pin`].
     ///
     /// # Safety
-    /// The range begins where one begins that was pinned, and no copy from or to it is under way.
+    /// The pointer is the start of a pinned range, and no copy from or to it is in progress.
     pub(super) unsafe fn unpin(&self, place: *mut u8) -> Result<(), CudaError> {
         // SAFETY: as the caller promises.
         self.driver.check("unpin memory of the host", unsafe { (self.driver.cuMemHostUnregister)(place.cast()) })
     }
 
-    /// Plain memory, for drivers that map none.
+    /// Allocates plain memory, for drivers without virtual memory.
     pub(super) fn allocate(&self, bytes: u64) -> Result<Address, CudaError> {
         // SAFETY: writes one address.
         let ask = |at: *mut Address| unsafe { (self.driver.cuMemAlloc_v2)(at, bytes as usize) };
-        self.driver.get("take memory", ask)
+        self.driver.get("allocate memory", ask)
     }
 
-    /// Gives plain memory back.
+    /// Frees plain memory.
     ///
     /// # Safety
-    /// It came from [`Context::allocate`], and no work that is under way touches it.
+    /// The address came from [`Context::allocate`], and no work in progress touches it.
     pub(super) unsafe fn free(&self, at: Address) -> Result<(), CudaError> {
         // SAFETY: as the caller promises.
         self.driver.check("free memory", unsafe { (self.driver.cuMemFree_v2)(at) })
@@ -727,300 +617,12 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // SAFETY: retained once in `first`; everything that lived in it holds an `Arc` of it, and is gone.
+        // SAFETY: retained once in `open_first`; every object in the context holds an `Arc` of it, and is dropped.
         unsafe { (self.driver.cuDevicePrimaryCtxRelease_v2)(self.device) };
     }
 }
 
-/// Work that is done in order.
-pub struct Stream {
-    context: Arc<Context>,
-    handle: Handle,
-}
-
-// SAFETY: as for `Context`; a stream belongs to no thread.
-unsafe impl Send for Stream {}
-
-impl Stream {
-    /// A stream of its own, which waits for no other.
-    ///
-    /// # Errors
-    /// Where the driver refuses.
-    pub fn new(context: &Arc<Context>) -> Result<Stream, CudaError> {
-        let driver = context.driver();
-        // SAFETY: writes one handle.
-        let make = |stream: *mut Handle| unsafe { (driver.cuStreamCreate)(stream, STREAM_NON_BLOCKING) };
-        Ok(Stream { handle: driver.get("make a stream", make)?, context: context.clone() })
-    }
-
-    /// For calls to libraries.
-    pub(super) fn handle(&self) -> *mut c_void {
-        self.handle
-    }
-
-    fn driver(&self) -> &Driver {
-        self.context.driver()
-    }
-
-    /// Waits until all that was put on it is done.
-    ///
-    /// # Errors
-    /// What went wrong on the device.
-    pub fn synchronize(&self) -> Result<(), CudaError> {
-        // SAFETY: the stream lives.
-        self.driver().check("finish a stream", unsafe { (self.driver().cuStreamSynchronize)(self.handle) })
-    }
-
-    /// What is put on it from now on begins after `event`.
-    ///
-    /// # Errors
-    /// Where the driver refuses.
-    pub fn wait(&self, event: &Event) -> Result<(), CudaError> {
-        // SAFETY: both live; the wait is taken over by the stream at once.
-        let waited = unsafe { (self.driver().cuStreamWaitEvent)(self.handle, event.handle, 0) };
-        self.driver().check("wait for an event", waited)
-    }
-
-    /// Copies from the host.
-    ///
-    /// # Safety
-    /// `from` stays valid and unchanged, and `to` untouched by others, until the stream has done it.
-    pub unsafe fn copy_in(&self, to: Address, from: *const u8, bytes: u64) -> Result<(), CudaError> {
-        // SAFETY: as the caller promises.
-        let done = unsafe { (self.driver().cuMemcpyHtoDAsync_v2)(to, from.cast(), bytes as usize, self.handle) };
-        self.driver().check("copy to the device", done)
-    }
-
-    /// Copies to the host.
-    ///
-    /// # Safety
-    /// `to` stays valid and unread, and `from` unwritten by others, until the stream has done it.
-    pub unsafe fn copy_out(&self, to: *mut u8, from: Address, bytes: u64) -> Result<(), CudaError> {
-        // SAFETY: as the caller promises.
-        let done = unsafe { (self.driver().cuMemcpyDtoHAsync_v2)(to.cast(), from, bytes as usize, self.handle) };
-        self.driver().check("copy from the device", done)
-    }
-
-    /// Copies within the device.
-    ///
-    /// # Safety
-    /// Both ranges are memory of the device, and free for this until the stream has done it.
-    pub unsafe fn copy(&self, to: Address, from: Address, bytes: u64) -> Result<(), CudaError> {
-        // SAFETY: as the caller promises.
-        let done = unsafe { (self.driver().cuMemcpyDtoDAsync_v2)(to, from, bytes as usize, self.handle) };
-        self.driver().check("copy on the device", done)
-    }
-
-    /// Fills with two bytes, over and over.
-    ///
-    /// # Safety
-    /// The range is memory of the device, even at both ends, and free for this until the stream has done it.
-    pub unsafe fn fill(&self, to: Address, value: u16, bytes: u64) -> Result<(), CudaError> {
-        if bytes < 2 {
-            return Ok(());
-        }
-        // SAFETY: as the caller promises.
-        let done = unsafe { (self.driver().cuMemsetD16Async)(to, value, bytes as usize / 2, self.handle) };
-        self.driver().check("fill memory", done)
-    }
-
-    /// Fills with zeros, wherever the range begins.
-    ///
-    /// # Safety
-    /// The range is memory of the device, and free for this until the stream has done it.
-    pub unsafe fn zero(&self, to: Address, bytes: u64) -> Result<(), CudaError> {
-        if bytes == 0 {
-            return Ok(());
-        }
-        // SAFETY: as the caller promises.
-        let done = unsafe { (self.driver().cuMemsetD8Async)(to, 0, bytes as usize, self.handle) };
-        self.driver().check("fill memory", done)
-    }
-
-    /// Starts a kernel on a field of `grid` blocks of `block` threads.
-    ///
-    /// # Safety
-    /// `arguments` are pointers to values of the types in the kernel's signature, in its order; what the kernel
-    /// touches with them is memory of the device, and free for this until the stream has done it.
-    pub unsafe fn launch(
-        &self,
-        function: Function,
-        grid: [u32; 3],
-        block: u32,
-        shared_bytes: u32,
-        arguments: &[*const c_void],
-    ) -> Result<(), CudaError> {
-        let [x, y, z] = grid;
-        let arguments = arguments.as_ptr().cast_mut().cast::<*mut c_void>();
-        // SAFETY: as the caller promises; the driver copies the arguments before it returns, and writes to none.
-        let launched = unsafe {
-            let launch = self.driver().cuLaunchKernel;
-            launch(function.handle, x, y, z, block, 1, 1, shared_bytes, self.handle, arguments, ptr::null_mut())
-        };
-        self.driver().check_of(launched, || format!("start {}", function.name).into())
-    }
-}
-
-impl Drop for Stream {
-    fn drop(&mut self) {
-        // SAFETY: ours, and not used after this; what is on it still gets done.
-        unsafe { (self.driver().cuStreamDestroy_v2)(self.handle) };
-    }
-}
-
-/// A point in a stream that others can wait for.
-pub struct Event {
-    context: Arc<Context>,
-    handle: Handle,
-}
-
-// SAFETY: as for `Stream`.
-unsafe impl Send for Event {}
-
-impl Event {
-    /// One for order only.
-    ///
-    /// # Errors
-    /// Where the driver refuses.
-    pub fn new(context: &Arc<Context>) -> Result<Event, CudaError> {
-        Event::with(context, EVENT_DISABLE_TIMING)
-    }
-
-    /// One that tells the time, too.
-    ///
-    /// # Errors
-    /// Where the driver refuses.
-    pub fn timed(context: &Arc<Context>) -> Result<Event, CudaError> {
-        Event::with(context, 0)
-    }
-
-    fn with(context: &Arc<Context>, flags: c_uint) -> Result<Event, CudaError> {
-        let driver = context.driver();
-        // SAFETY: writes one handle.
-        let handle =
-            driver.get("make an event", |event: *mut Handle| unsafe { (driver.cuEventCreate)(event, flags) })?;
-        Ok(Event { context: context.clone(), handle })
-    }
-
-    /// From now on the event is this point in the stream. One that was never recorded is over.
-    ///
-    /// # Errors
-    /// Where the driver refuses.
-    pub fn record(&self, stream: &Stream) -> Result<(), CudaError> {
-        let driver = self.context.driver();
-        // SAFETY: both live.
-        driver.check("record an event", unsafe { (driver.cuEventRecord)(self.handle, stream.handle) })
-    }
-
-    /// Waits until the stream has come to it.
-    ///
-    /// # Errors
-    /// What went wrong on the device.
-    pub fn synchronize(&self) -> Result<(), CudaError> {
-        let driver = self.context.driver();
-        // SAFETY: the event lives.
-        driver.check("reach an event", unsafe { (driver.cuEventSynchronize)(self.handle) })
-    }
-
-    /// Whether the stream has come to it.
-    ///
-    /// # Errors
-    /// What went wrong on the device.
-    pub fn is_over(&self) -> Result<bool, CudaError> {
-        let driver = self.context.driver();
-        // SAFETY: the event lives.
-        match unsafe { (driver.cuEventQuery)(self.handle) } {
-            NOT_READY => Ok(false),
-            status => driver.check("reach an event", status).map(|()| true),
-        }
-    }
-
-    /// Seconds from `start` to this; both timed, recorded and over.
-    ///
-    /// # Errors
-    /// Where they are not.
-    pub fn seconds_since(&self, start: &Event) -> Result<f64, CudaError> {
-        let driver = self.context.driver();
-        // SAFETY: writes one float; both events live.
-        let ask = |time: *mut f32| unsafe { (driver.cuEventElapsedTime)(time, start.handle, self.handle) };
-        driver.get("tell the time between events", ask).map(|milliseconds| f64::from(milliseconds) / 1e3)
-    }
-}
-
-impl Drop for Event {
-    fn drop(&mut self) {
-        // SAFETY: ours, and not used after this.
-        unsafe { (self.context.driver().cuEventDestroy_v2)(self.handle) };
-    }
-}
-
-/// A loaded cubin.
-pub struct Module {
-    context: Arc<Context>,
-    handle: Handle,
-}
-
-// SAFETY: as for `Stream`.
-unsafe impl Send for Module {}
-
-/// A kernel in a [`Module`]: good as long as that lives.
-#[derive(Clone, Copy, Debug)]
-pub struct Function {
-    handle: Handle,
-    /// Its name in the source.
-    name: &'static str,
-}
-
-// SAFETY: as for `Stream`.
-unsafe impl Send for Function {}
-// SAFETY: it is a name that is only read; what it names is entered under a context, and started through streams.
-unsafe impl Sync for Function {}
-
-impl Module {
-    /// Loads the cubin of a unit.
-    ///
-    /// # Errors
-    /// Where it is none for this GPU, or no memory is left for it.
-    pub fn load(context: &Arc<Context>, unit: Unit, cubin: &[u8]) -> Result<Module, CudaError> {
-        let driver = context.driver();
-        // SAFETY: writes one handle; a cubin is an ELF file and says itself how long it is. Text (PTX) would have to
-        // end with a zero: none is passed.
-        let mut handle = ptr::null_mut();
-        let loaded = unsafe { (driver.cuModuleLoadData)(&mut handle, cubin.as_ptr().cast()) };
-        driver.check_of(loaded, || format!("load the kernels of {}", unit.name()).into())?;
-        Ok(Module { handle, context: context.clone() })
-    }
-
-    /// A kernel by its name, allowed to have `shared_bytes` of dynamic shared memory.
-    ///
-    /// # Errors
-    /// Where it has none of that name, or the GPU has not that much.
-    pub fn function(&self, name: &'static str, shared_bytes: u32) -> Result<Function, CudaError> {
-        let driver = self.context.driver();
-        let words = CString::new(name).expect("names of kernels have no zeros");
-        // SAFETY: reads a string and writes one handle.
-        let mut handle = ptr::null_mut();
-        let found = unsafe { (driver.cuModuleGetFunction)(&mut handle, self.handle, words.as_ptr()) };
-        driver.check_of(found, || format!("find {name}").into())?;
-        // Up to 48 KiB need no permission, what the kernel has by itself included: some hundred bytes.
-        if shared_bytes > 40 << 10 {
-            // SAFETY: a function of a module that lives.
-            let allowed =
-                unsafe { (driver.cuFuncSetAttribute)(handle, FUNCTION_MAX_DYNAMIC_SHARED, shared_bytes as c_int) };
-            driver.check_of(allowed, || format!("give {name} {shared_bytes} bytes of shared memory").into())?;
-        }
-        Ok(Function { handle, name })
-    }
-}
-
-impl Drop for Module {
-    fn drop(&mut self) {
-        // SAFETY: ours; its functions are not used after this.
-        unsafe { (self.context.driver().cuModuleUnload)(self.handle) };
-    }
-}
-
-/// Memory of the host that the device copies from and to without the host's help. It is zero at first.
+/// Pinned host memory, which the device copies from and to directly. Initially zero.
 pub struct Pinned {
     context: Arc<Context>,
     place: ptr::NonNull<u8>,
@@ -1028,14 +630,14 @@ pub struct Pinned {
     owned: PhantomData<u8>,
 }
 
-// SAFETY: plain memory that it owns.
+// SAFETY: plain memory with a single owner.
 unsafe impl Send for Pinned {}
 
 impl Pinned {
-    /// Takes `bytes` and makes them zero. No bytes take nothing.
+    /// Allocates `bytes` of zeroed pinned memory. Zero bytes allocate nothing.
     ///
     /// # Errors
-    /// Where the host has not that much left to pin.
+    /// Fails if the host cannot pin that much memory.
     pub fn new(context: &Arc<Context>, bytes: u64) -> Result<Pinned, CudaError> {
         let driver = context.driver();
         let mut place = ptr::NonNull::dangling();
@@ -1043,19 +645,19 @@ impl Pinned {
             // SAFETY: writes one pointer.
             let ask = |at: *mut *mut c_void| unsafe { (driver.cuMemHostAlloc)(at, bytes as usize, HOST_PORTABLE) };
             let at = driver.get("pin memory of the host", ask)?.cast::<u8>();
-            // SAFETY: that many bytes were given to us just now.
+            // SAFETY: the driver has just returned that many bytes.
             unsafe { ptr::write_bytes(at, 0, bytes as usize) };
             place = ptr::NonNull::new(at).ok_or(CudaError::Memory { what: "pin memory of the host".into() })?;
         }
         Ok(Pinned { context: context.clone(), place, bytes, owned: PhantomData })
     }
 
-    /// How many bytes.
+    /// Returns the size in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// The first byte, for copies that are under way while the host looks elsewhere.
+    /// Returns the pointer to the first byte, for asynchronous copies.
     pub fn base(&self) -> *mut u8 {
         self.place.as_ptr()
     }
@@ -1064,7 +666,7 @@ impl Pinned {
 impl Drop for Pinned {
     fn drop(&mut self) {
         if self.bytes > 0 {
-            // SAFETY: ours; the driver waits for copies that are under way.
+            // SAFETY: owned here; the driver waits for copies in progress.
             unsafe { (self.context.driver().cuMemFreeHost)(self.base().cast()) };
         }
     }
@@ -1073,27 +675,27 @@ impl Drop for Pinned {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use plimsoll_core::Exit;
+    use plimsoll_core::{Exit, Failure};
     use std::path::Path;
 
     #[test]
-    fn structures_have_the_sizes_of_the_headers() {
+    fn structures_have_header_sizes() {
         assert_eq!((size_of::<Allocation>(), size_of::<Access>(), size_of::<Location>()), (32, 12, 8));
     }
 
     #[test]
-    fn a_missing_library_is_a_message_for_the_user_and_no_panic() {
+    fn missing_library_is_an_input_error() {
         let Err(error) = Driver::load(Path::new("libno-such-driver.so.1")) else { panic!("there is none") };
         let failure = Failure::from(error);
         assert_eq!(failure.exit, Exit::Input);
         assert!(failure.message.contains("libno-such-driver.so.1"), "{failure}");
-        // A library that is no driver is named with what it lacks.
+        // A library that is not a driver is reported with its first missing function.
         let Err(error) = Driver::load(Path::new("libc.so.6")) else { panic!("libc is no driver") };
         assert_eq!(error, CudaError::Function { library: "libc.so.6".into(), function: "cuInit" });
     }
 
     #[test]
-    fn a_lost_device_is_resumable_a_refused_arena_does_not_fit_and_the_rest_is_a_bug() {
+    fn errors_map_to_exit_codes() {
         let exit = |error: CudaError| Failure::from(error).exit;
         let (name, text) = ("CUDA_ERROR_ILLEGAL_ADDRESS".to_owned(), "an illegal memory access".to_owned());
         assert_eq!(
@@ -1102,17 +704,17 @@ mod tests {
         );
         assert_eq!(exit(CudaError::Call { what: "start a kernel".into(), name, text }), Exit::Bug);
         let gpu = "a gpu".to_owned();
-        let (asked, free, total) = (Bytes(3 << 30), Bytes(2 << 30), Bytes(4 << 30));
-        assert_eq!(exit(CudaError::Refused { asked, gpu, free, total }), Exit::DoesNotFit);
+        let (requested, free, total) = (Bytes(3 << 30), Bytes(2 << 30), Bytes(4 << 30));
+        assert_eq!(exit(CudaError::Refused { requested, gpu, free, total }), Exit::DoesNotFit);
         assert_eq!(exit(CudaError::NoDevice { ordinal: 1, count: 1 }), Exit::Input);
     }
 
     #[test]
-    fn faults_of_kernels_and_hardware_are_sticky_and_wrong_calls_are_not() {
+    fn kernel_and_hardware_faults_are_sticky() {
         for code in [4, 46, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911, 999] {
             assert!(is_sticky(code), "{code}");
         }
-        // A kernel that asks for too much, and servers that were never reached, leave a context as it was.
+        // Kernels that request too much, and servers that were never reached, leave the context usable.
         for code in [0, 1, 2, 3, 36, 100, 200, 201, 400, 401, 500, 600, 701, 720, 801, 805, 807, 910, 912, 917] {
             assert!(!is_sticky(code), "{code}");
         }

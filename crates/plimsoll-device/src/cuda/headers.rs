@@ -1,74 +1,74 @@
-//! What NVIDIA's headers have to say of all that is called, passed and read: functions, numbers and structures as this
-//! crate has them. `cargo xtask cuda-check` lets a C++ compiler compare them with the headers ([`Library::assertions`]),
-//! since no library checks what it is handed.
+//! Declarations of this crate as data, to be compared with NVIDIA's headers: functions, constants and structures.
+//! `cargo xtask cuda-check` has a C++ compiler do that ([`Library::assertions`]), since no library checks its
+//! arguments.
 //!
-//! Everything here is made from what is used: the tables of functions (`library!` in [`super::driver`]), the constants
-//! (`numbers!`) and the structures themselves. NVML is not here: `nvml-wrapper` has declarations of its own.
+//! Everything here is derived from the declarations in use: the function tables (`library!` in [`super::driver`]), the
+//! constants (`numbers!`) and the structures. NVML is missing here because `nvml-wrapper` has its own declarations.
 
 use std::ffi::{c_int, c_longlong, c_uint, c_ulonglong};
 use std::fmt::Write as _;
 
-/// How a value goes to a function, or comes back.
+/// Kind of a function argument or return value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Word {
-    /// An integer or an enumeration of so many bytes.
+pub enum AbiKind {
+    /// An integer or enumeration, with its size in bytes.
     Integer(usize),
-    /// A floating-point number of so many bytes.
+    /// A floating-point number, with its size in bytes.
     Float(usize),
-    /// Any pointer.
+    /// A pointer of any type.
     Pointer,
-    /// A structure of so many bytes.
+    /// A structure, with its size in bytes.
     Structure(usize),
 }
 
 /// A type that functions take or return.
-pub(super) trait Passed {
-    /// How it goes.
-    const AS: Word;
+pub(super) trait HasAbiKind {
+    /// ABI kind of this type.
+    const ABI_KIND: AbiKind;
 }
 
 macro_rules! passed {
     ($($type:ty => $word:ident),* $(,)?) => {
-        $(impl Passed for $type {
-            const AS: Word = Word::$word(size_of::<$type>());
+        $(impl HasAbiKind for $type {
+            const ABI_KIND: AbiKind = AbiKind::$word(size_of::<$type>());
         })*
     };
 }
 passed!(c_int => Integer, c_uint => Integer, c_longlong => Integer, c_ulonglong => Integer);
 passed!(usize => Integer, u16 => Integer, u8 => Integer, f32 => Float);
 
-impl<T> Passed for *const T {
-    const AS: Word = Word::Pointer;
+impl<T> HasAbiKind for *const T {
+    const ABI_KIND: AbiKind = AbiKind::Pointer;
 }
 
-impl<T> Passed for *mut T {
-    const AS: Word = Word::Pointer;
+impl<T> HasAbiKind for *mut T {
+    const ABI_KIND: AbiKind = AbiKind::Pointer;
 }
 
-/// A function as it is called.
+/// The signature of a function.
 #[derive(Clone, Copy, Debug)]
 pub struct Call {
-    /// Its name in the library.
+    /// Name in the library.
     pub name: &'static str,
-    /// What it returns.
-    pub returned: Word,
-    /// What it takes.
-    pub arguments: &'static [Word],
+    /// Return type.
+    pub returned: AbiKind,
+    /// Argument types.
+    pub arguments: &'static [AbiKind],
 }
 
-/// A value of an enumeration, or a constant.
+/// An enumeration value or a constant.
 #[derive(Clone, Copy, Debug)]
 pub struct Number {
-    /// Its name in the header.
+    /// Name in the header.
     pub name: &'static str,
-    /// What it is here.
+    /// Value in this crate.
     pub value: i64,
 }
 
-/// Declares constants, each beside its name in the header, and the table of them.
+/// Declares constants with their names in the header, and a table of them.
 macro_rules! numbers {
-    ($(#[$note:meta])* $table:ident { $($(#[$why:meta])* $header:ident => $name:ident: $type:ty = $value:expr;)* }) => {
-        $($(#[$why])* pub(super) const $name: $type = $value;)*
+    ($(#[$note:meta])* $table:ident { $($(#[$reason:meta])* $header:ident => $name:ident: $type:ty = $value:expr;)* }) => {
+        $($(#[$reason])* pub(super) const $name: $type = $value;)*
         $(#[$note])*
         pub(super) const $table: &[$crate::cuda::headers::Number] =
             &[$($crate::cuda::headers::Number { name: stringify!($header), value: $name as i64 }),*];
@@ -76,55 +76,55 @@ macro_rules! numbers {
 }
 pub(super) use numbers;
 
-/// A structure as it is passed.
+/// The layout of a structure.
 #[derive(Clone, Copy, Debug)]
 pub struct Structure {
-    /// Its name in the header.
+    /// Name in the header.
     pub name: &'static str,
-    /// How large it is.
+    /// Size in bytes.
     pub bytes: usize,
-    /// Whether newer headers may have more behind it.
-    pub grows: bool,
-    /// Name in the header, place and bytes of each field.
+    /// Whether newer headers may append fields.
+    pub may_grow: bool,
+    /// Name in the header, offset and size of each field.
     pub fields: &'static [(&'static str, usize, usize)],
 }
 
-/// Says of a structure what its fields are called in the header. One that grows has `..` at its end.
+/// Describes a structure by the header names of its fields. A trailing `..` means that newer headers may append fields.
 macro_rules! structure {
-    ($header:ident, $type:ty { $($name:literal => $field:ident: $of:ty),* $(,)? } $($grows:tt)?) => {
+    ($header:ident, $type:ty { $($name:literal => $field:ident: $of:ty),* $(,)? } $($may_grow:tt)?) => {
         $crate::cuda::headers::Structure {
             name: stringify!($header),
             bytes: size_of::<$type>(),
-            grows: [$(stringify!($grows),)? ""].len() > 1,
+            may_grow: [$(stringify!($may_grow),)? ""].len() > 1,
             fields: &[$(($name, std::mem::offset_of!($type, $field), size_of::<$of>())),*],
         }
     };
 }
 pub(super) use structure;
 
-/// A library, and what is used of it.
+/// A library with the declarations that this crate uses.
 #[derive(Clone, Debug)]
 pub struct Library {
-    /// As it is called.
+    /// Display name.
     pub name: &'static str,
-    /// The headers that declare it.
+    /// Headers that declare it.
     pub headers: &'static [&'static str],
-    /// The functions that are called.
+    /// Functions that are called.
     pub calls: Vec<Call>,
-    /// The numbers that are passed and read.
+    /// Constants that are used.
     pub numbers: Vec<Number>,
-    /// The structures that are passed.
+    /// Structures that are passed.
     pub structures: Vec<Structure>,
 }
 
-/// All libraries whose declarations are ours.
+/// Returns all libraries that this crate declares itself.
 pub fn libraries() -> [Library; 4] {
     use super::{compile, driver, gpus, nccl, products};
     [
         Library {
             name: "the driver",
             headers: &["cuda.h"],
-            calls: [driver::Driver::CALLS, gpus::Listing::CALLS].concat(),
+            calls: [driver::Driver::CALLS, gpus::ListingApi::CALLS].concat(),
             numbers: [driver::NUMBERS, driver::STICKY].concat(),
             structures: driver::STRUCTURES.to_vec(),
         },
@@ -152,7 +152,7 @@ pub fn libraries() -> [Library; 4] {
     ]
 }
 
-/// What the compiler is told of a [`Word`]: an integer (an enumeration counts as one), a float, a pointer, a structure.
+/// C++ prelude that computes the number of an [`AbiKind`]: integer or enumeration, float, pointer, structure.
 const WORDS: &str = "\
 #include <type_traits>
 #include <cstddef>
@@ -171,21 +171,21 @@ template <typename R, typename... A> struct Called<R (*)(A...)> {
 };
 ";
 
-impl Word {
+impl AbiKind {
     fn number(self) -> String {
         match self {
-            Word::Pointer => "1".to_owned(),
-            Word::Integer(bytes) => format!("{}", 0x1000 + bytes),
-            Word::Float(bytes) => format!("{}", 0x2000 + bytes),
-            Word::Structure(bytes) => format!("{}", 0x3000 + bytes),
+            AbiKind::Pointer => "1".to_owned(),
+            AbiKind::Integer(bytes) => format!("{}", 0x1000 + bytes),
+            AbiKind::Float(bytes) => format!("{}", 0x2000 + bytes),
+            AbiKind::Structure(bytes) => format!("{}", 0x3000 + bytes),
         }
     }
 }
 
 impl Library {
-    /// C++ that compiles where the headers say the same, and names what they say otherwise.
+    /// Returns C++ with one `static_assert` per declaration. It compiles only if the headers agree.
     pub fn assertions(&self) -> String {
-        // The driver's header renames functions to their newest versions unless it is told that all are wanted.
+        // cuda.h renames functions to their newest versions unless this macro is defined.
         let mut text = String::from("#define __CUDA_API_VERSION_INTERNAL\n");
         for header in self.headers {
             let _ = writeln!(text, "#include <{header}>");
@@ -196,22 +196,22 @@ impl Library {
             let words = words.join(", ");
             let _ = writeln!(
                 text,
-                "static_assert(Called<decltype(&{name})>::as<{words}>(), \"{name} is called otherwise\");"
+                "static_assert(Called<decltype(&{name})>::as<{words}>(), \"{name} has another signature\");"
             );
         }
         for Number { name, value } in &self.numbers {
-            // A name is taken as a number of as many bytes as it has: 0xcafebeef is no negative one.
+            // Constants keep their own width: 0xcafebeef is not a negative number.
             let _ = writeln!(text, "static_assert((long long)({name}) == {value}ll, \"{name} is not {value}\");");
         }
-        for Structure { name, bytes, grows, fields } in &self.structures {
-            let holds = if *grows { ">=" } else { "==" };
+        for Structure { name, bytes, may_grow, fields } in &self.structures {
+            let holds = if *may_grow { ">=" } else { "==" };
             let _ =
                 writeln!(text, "static_assert(sizeof({name}) {holds} {bytes}, \"{name} is not of {bytes} bytes\");");
             for (field, place, bytes) in *fields {
                 let _ = writeln!(
                     text,
                     "static_assert(offsetof({name}, {field}) == {place} && sizeof((({name}*)0)->{field}) == {bytes}, \
-                     \"{name}.{field} stands elsewhere\");"
+                     \"{name}.{field} has another offset or size\");"
                 );
             }
         }
@@ -225,7 +225,7 @@ mod tests {
 
     #[test]
     #[ignore = "needs NVIDIA's libraries: cargo xtask cuda-check"]
-    fn every_function_is_in_the_libraries_that_are_here() {
+    fn installed_libraries_contain_every_function() {
         use crate::cuda::libraries::{Libraries, Library};
         let here = Libraries::find();
         let path = |library| here.choose(library, None).unwrap().path.clone();
@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn every_function_number_and_field_is_asserted() {
+    fn every_declaration_is_asserted() {
         for library in libraries() {
             let text = library.assertions();
             let wanted = library.calls.len()
@@ -245,14 +245,14 @@ mod tests {
             assert!(!library.calls.is_empty(), "{}", library.name);
         }
         let [driver, _, products, nccl] = libraries();
-        let of = |library: &Library, name: &str| {
+        let call_of = |library: &Library, name: &str| {
             let call = *library.calls.iter().find(|call| call.name == name).expect(name);
             (call.returned, call.arguments)
         };
-        let (integer, wide) = (Word::Integer(4), Word::Integer(8));
-        assert_eq!(of(&driver, "cuMemUnmap"), (integer, [wide, wide].as_slice()));
-        assert_eq!(of(&driver, "cuEventElapsedTime"), (integer, [Word::Pointer; 3].as_slice()));
-        assert_eq!(of(&products, "cublasLtGetVersion"), (wide, [].as_slice()));
-        assert_eq!(of(&nccl, "ncclCommInitRankConfig").1[2], Word::Structure(128));
+        let (integer, wide) = (AbiKind::Integer(4), AbiKind::Integer(8));
+        assert_eq!(call_of(&driver, "cuMemUnmap"), (integer, [wide, wide].as_slice()));
+        assert_eq!(call_of(&driver, "cuEventElapsedTime"), (integer, [AbiKind::Pointer; 3].as_slice()));
+        assert_eq!(call_of(&products, "cublasLtGetVersion"), (wide, [].as_slice()));
+        assert_eq!(call_of(&nccl, "ncclCommInitRankConfig").1[2], AbiKind::Structure(128));
     }
 }

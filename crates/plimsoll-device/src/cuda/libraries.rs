@@ -1,9 +1,8 @@
-//! NVIDIA's libraries: where they lie on this machine, which of them go with the driver, and the one command that
-//! brings what is missing. Nothing here knows what the libraries do.
+//! Discovery of NVIDIA's libraries: their files on this machine, the versions compatible with the driver, and the
+//! command that installs a missing one. Nothing here loads a library or knows its functions.
 //!
-//! They are looked for where people have them: named by the loader's variable, in the virtual or conda environment
-//! that torch brought them into, in the toolkit, in the user's and the system's Python, in the system's folders. Nothing
-//! is opened here.
+//! Search order: the loader path, the active virtual or conda environment (torch installs the libraries there),
+//! toolkits, the user's Python, system folders, the system's Python.
 
 use plimsoll_core::Failure;
 use serde::Serialize;
@@ -14,8 +13,8 @@ use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The oldest major version of CUDA whose libraries are used.
-const OLDEST_CUDA: u32 = 12;
+/// The oldest CUDA major version that is supported.
+const CUDA_MAJOR_MIN: u32 = 12;
 
 /// A library that Plimsoll uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
@@ -23,21 +22,21 @@ const OLDEST_CUDA: u32 = 12;
 pub enum Library {
     /// `libcuda`: the driver.
     Driver,
-    /// `libnvidia-ml`: what the driver says about GPUs; comes with it.
+    /// `libnvidia-ml`: GPU status; part of the driver.
     Nvml,
-    /// `libnvrtc`: the compiler of kernels.
+    /// `libnvrtc`: the run-time compiler of kernels.
     Nvrtc,
     /// `libcublasLt`: matrix products.
     CublasLt,
-    /// `libnccl`: what several GPUs exchange by.
+    /// `libnccl`: collectives between GPUs.
     Nccl,
 }
 
 impl Library {
-    /// All of them.
+    /// Every library.
     pub const ALL: [Library; 5] = [Library::Driver, Library::Nvml, Library::Nvrtc, Library::CublasLt, Library::Nccl];
 
-    /// The file's name up to `.so`.
+    /// Returns the file name up to `.so`.
     fn stem(self) -> &'static str {
         match self {
             Library::Driver => "libcuda",
@@ -48,7 +47,7 @@ impl Library {
         }
     }
 
-    /// Its wheel on PyPI, in the form in which folders of installed wheels are named, without the version of CUDA.
+    /// Returns the library's PyPI package, as folders of installed wheels name it, without the CUDA version.
     fn wheel(self) -> Option<&'static str> {
         match self {
             Library::Driver | Library::Nvml => None,
@@ -58,13 +57,13 @@ impl Library {
         }
     }
 
-    /// Whether its major version is that of CUDA, so that the driver has to know it.
-    fn is_of_toolkit(self) -> bool {
+    /// Whether the library's major version is the CUDA version, which the driver must support.
+    fn belongs_to_toolkit(self) -> bool {
         matches!(self, Library::Nvrtc | Library::CublasLt)
     }
 
-    /// Whether nothing runs on a GPU without it.
-    pub fn is_needed(self) -> bool {
+    /// Whether GPUs are unusable without the library.
+    pub fn is_required(self) -> bool {
         matches!(self, Library::Driver | Library::Nvrtc | Library::CublasLt)
     }
 }
@@ -81,88 +80,88 @@ impl fmt::Display for Library {
     }
 }
 
-/// A library that is here.
+/// A library file on this machine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Found {
-    /// Which.
+pub struct FoundLibrary {
+    /// The library.
     pub library: Library,
-    /// Where.
+    /// Path of the file.
     pub path: PathBuf,
-    /// Its version as far as its file's name, its neighbours or its wheel say it: `13.2`, `12.4.127`.
+    /// Version, as far as file name, neighbouring files or wheel state it: `13.2`, `12.4.127`.
     pub version: String,
-    /// What kind of place that is: `virtual environment`, `toolkit`.
+    /// Kind of the search place: `virtual environment`, `toolkit`.
     pub place: &'static str,
 }
 
-impl Found {
-    /// The first number of its version; 0 where that is not known.
+impl FoundLibrary {
+    /// Returns the major version; 0 if unknown.
     pub fn major(&self) -> u32 {
         self.version.split('.').next().and_then(|major| major.parse().ok()).unwrap_or(0)
     }
 }
 
-/// Why a library cannot be used.
+/// A reason why a library cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LibraryError {
-    /// It is in no place that was looked at.
+    /// The library is in none of the searched places.
     #[error("{library} was not found: no {}.so in {} folders ({searched})", library.stem(), folders)]
     Missing {
-        /// Which.
+        /// The library.
         library: Library,
-        /// How many folders were looked into.
+        /// Number of searched folders.
         folders: usize,
-        /// The kinds of places, in order.
+        /// The searched kinds of places, in order.
         searched: String,
-        /// The one command that brings it.
-        cure: String,
+        /// The command that installs it.
+        remedy: String,
     },
-    /// It is of a CUDA that the driver does not know.
+    /// The library needs a newer CUDA than the driver supports.
     #[error("{library} {version} ({}) is of CUDA {major}, but the driver knows CUDA up to {driver}", path.display())]
     TooNew {
-        /// Which.
+        /// The library.
         library: Library,
         /// Its version.
         version: String,
-        /// The major version of its CUDA.
+        /// Its CUDA major version.
         major: u32,
-        /// Where it is.
+        /// Path of the file.
         path: PathBuf,
-        /// The newest CUDA of the driver.
+        /// The newest CUDA version of the driver.
         driver: CudaVersion,
-        /// The one command that brings another.
-        cure: String,
+        /// The command that installs a compatible version.
+        remedy: String,
     },
-    /// It is of a CUDA that is no longer used.
-    #[error("{library} {version} ({}) is too old: CUDA {OLDEST_CUDA} is the oldest that is used", path.display())]
+    /// The library's CUDA version is no longer supported.
+    #[error("{library} {version} ({}) is too old: CUDA {CUDA_MAJOR_MIN} is the oldest that is used", path.display())]
     TooOld {
-        /// Which.
+        /// The library.
         library: Library,
         /// Its version.
         version: String,
-        /// Where it is.
+        /// Path of the file.
         path: PathBuf,
-        /// The one command that brings another.
-        cure: String,
+        /// The command that installs a compatible version.
+        remedy: String,
     },
-    /// The driver is here, and does not work.
+    /// The driver is installed, but does not start.
     #[error("the NVIDIA driver ({}) refuses to start: {reason}", path.display())]
     DriverRefuses {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What it said.
+        /// The driver's reason.
         reason: String,
     },
 }
 
 impl LibraryError {
-    /// What to do about it.
-    pub fn cure(&self) -> String {
+    /// Returns the hint or command that solves the problem.
+    pub fn remedy(&self) -> String {
         match self {
-            LibraryError::Missing { cure, .. }
-            | LibraryError::TooNew { cure, .. }
-            | LibraryError::TooOld { cure, .. } => cure.clone(),
+            LibraryError::Missing { remedy, .. }
+            | LibraryError::TooNew { remedy, .. }
+            | LibraryError::TooOld { remedy, .. } => remedy.clone(),
             LibraryError::DriverRefuses { .. } => {
-                "nvidia-smi should list the GPUs; after an update of the driver, restart the machine".to_owned()
+                "check that nvidia-smi lists the GPUs; after a driver update, restart the machine".to_owned()
             }
         }
     }
@@ -170,22 +169,24 @@ impl LibraryError {
 
 impl From<LibraryError> for Failure {
     fn from(error: LibraryError) -> Failure {
-        let cure = error.cure();
-        Failure::input(error.to_string()).hint(cure).hint("plimsoll devices says what was found where")
+        let remedy = error.remedy();
+        Failure::input(error.to_string())
+            .hint(remedy)
+            .hint("run `plimsoll devices` to see which libraries were found, and where")
     }
 }
 
-/// A version of CUDA, as drivers and compilers number it.
+/// A CUDA version, as drivers and compilers number it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub struct CudaVersion {
-    /// 12 of 12.4.
+    /// Major version: 12 of 12.4.
     pub major: u32,
-    /// 4 of 12.4.
+    /// Minor version: 4 of 12.4.
     pub minor: u32,
 }
 
 impl CudaVersion {
-    /// From `1000 × major + 10 × minor`, the driver's way to say it.
+    /// Decodes the driver's number, `1000 × major + 10 × minor`.
     pub fn of_driver(number: i32) -> CudaVersion {
         let number = u32::try_from(number).unwrap_or(0);
         CudaVersion { major: number / 1000, minor: number % 1000 / 10 }
@@ -198,31 +199,31 @@ impl fmt::Display for CudaVersion {
     }
 }
 
-/// What the search depends on, so that tests can lay out machines of their own.
+/// The environment of a search. Tests provide their own.
 #[derive(Clone, Debug)]
-pub struct Surroundings {
-    /// What stands for `/`.
+pub struct SearchEnvironment {
+    /// Root folder; `/` outside of tests.
     root: PathBuf,
-    /// The environment's variables.
+    /// Environment variables.
     variables: BTreeMap<String, OsString>,
-    /// The folder in which Plimsoll was started.
+    /// Working folder of the process.
     folder: PathBuf,
 }
 
-/// A kind of place and its folders.
-type Places = Vec<(&'static str, Vec<PathBuf>)>;
+/// Kinds of search places with their folders.
+type SearchPlaces = Vec<(&'static str, Vec<PathBuf>)>;
 
-impl Surroundings {
-    /// This machine and this process.
-    pub fn here() -> Surroundings {
+impl SearchEnvironment {
+    /// Returns the environment of this process.
+    pub fn current() -> SearchEnvironment {
         let variables = env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value))).collect();
-        Surroundings { root: "/".into(), variables, folder: env::current_dir().unwrap_or_default() }
+        SearchEnvironment { root: "/".into(), variables, folder: env::current_dir().unwrap_or_default() }
     }
 
-    /// A machine laid out in a folder, with no variables.
+    /// Returns an environment without variables below a folder.
     #[cfg(test)]
-    pub(crate) fn of(root: &Path) -> Surroundings {
-        Surroundings { root: root.to_path_buf(), variables: BTreeMap::new(), folder: root.join("work") }
+    pub(crate) fn rooted_at(root: &Path) -> SearchEnvironment {
+        SearchEnvironment { root: root.to_path_buf(), variables: BTreeMap::new(), folder: root.join("work") }
     }
 
     fn variable(&self, name: &str) -> Option<&OsStr> {
@@ -237,8 +238,8 @@ impl Surroundings {
         env::split_paths(self.variable(name).unwrap_or_default()).filter(|path| path.is_absolute()).collect()
     }
 
-    /// Where to look, in order of preference: what the user points at, then what is around him, then the system.
-    fn places(&self) -> Places {
+    /// Returns the places to search, in order of preference: user settings, the user's environments, then the system.
+    fn search_places(&self) -> SearchPlaces {
         let under_root = |folders: &[&str]| folders.iter().map(|folder| self.root.join(folder)).collect::<Vec<_>>();
         let mut active = Vec::new();
         active.extend(self.path_of("VIRTUAL_ENV"));
@@ -249,7 +250,7 @@ impl Surroundings {
         toolkits.extend(under_root(&["usr/local/cuda"]));
         toolkits.extend(newest_first(&self.root.join("usr/local"), "cuda-"));
         toolkits.extend(under_root(&["opt/cuda"]));
-        let mut system = under_root(&SYSTEM);
+        let mut system = under_root(&SYSTEM_FOLDERS);
         system.extend(self.loader_folders());
         let home = self.path_of("HOME").map(|home| home.join(".local"));
         let site = [self.root.join("usr/local"), self.root.join("usr")];
@@ -264,21 +265,20 @@ impl Surroundings {
         ]
     }
 
-    /// The prefix of the Python that would run: that of the first `python3` or `python` on the path. Python itself is
-    /// not started.
+    /// Returns the prefix of the first `python3` or `python` on the path. Does not start Python.
     fn python(&self) -> Option<PathBuf> {
         let folders = self.paths_of("PATH");
         let first = folders.iter().find_map(|folder| {
             ["python3", "python"].iter().map(|name| folder.join(name)).find(|python| python.exists())
         })?;
         let prefix = |python: &Path| python.parent().and_then(Path::parent).map(Path::to_path_buf);
-        // In a virtual environment the interpreter is a link to another; its folder is what counts.
+        // In a virtual environment the interpreter is a link; the folder of the link counts.
         prefix(&first)
             .filter(|prefix| prefix.join("pyvenv.cfg").exists())
             .or_else(|| prefix(&fs::canonicalize(&first).ok()?))
     }
 
-    /// The folders that the dynamic loader has been told of, beside its own.
+    /// Returns the folders in the dynamic loader's configuration files.
     fn loader_folders(&self) -> Vec<PathBuf> {
         let mut files: Vec<PathBuf> = entries(&self.root.join("etc/ld.so.conf.d"));
         files.retain(|file| file.extension().is_some_and(|extension| extension == "conf"));
@@ -291,10 +291,10 @@ impl Surroundings {
         files.into_iter().flat_map(lines).collect()
     }
 
-    /// The command that brings a library that is missing or of the wrong version. `driver` is what the driver knows.
-    fn cure(&self, library: Library, driver: Option<CudaVersion>) -> String {
-        if library.is_of_toolkit() || library == Library::Nccl {
-            // The plain names are those of the newest CUDA; what an older driver needs has its version in the name.
+    /// Returns the command that installs a missing or incompatible library. `driver` is the CUDA version of the driver.
+    fn remedy(&self, library: Library, driver: Option<CudaVersion>) -> String {
+        if library.belongs_to_toolkit() || library == Library::Nccl {
+            // Unsuffixed package names are for the newest CUDA; packages for older drivers have a version suffix.
             let suffix = match driver {
                 Some(CudaVersion { major: 12, .. }) => "-cu12",
                 _ => "",
@@ -314,31 +314,31 @@ impl Surroundings {
         let release = fs::read_to_string(self.root.join("etc/os-release")).unwrap_or_default();
         let value = |key: &str| release.lines().find_map(|line| line.strip_prefix(key)).unwrap_or_default();
         let names = format!("{} {}", value("ID="), value("ID_LIKE=")).replace('"', "");
-        let of = |name: &str| names.split_whitespace().any(|word| word == name);
-        if of("ubuntu") {
+        let is_like = |name: &str| names.split_whitespace().any(|word| word == name);
+        if is_like("ubuntu") {
             "sudo ubuntu-drivers install".to_owned()
-        } else if of("debian") {
+        } else if is_like("debian") {
             "sudo apt install nvidia-driver".to_owned()
-        } else if of("fedora") || of("rhel") {
+        } else if is_like("fedora") || is_like("rhel") {
             "sudo dnf install akmod-nvidia xorg-x11-drv-nvidia-cuda".to_owned()
-        } else if of("arch") {
+        } else if is_like("arch") {
             "sudo pacman -S nvidia-open nvidia-utils".to_owned()
-        } else if of("suse") || of("opensuse") {
+        } else if is_like("suse") || is_like("opensuse") {
             "sudo zypper install nvidia-open-driver-G06-signed-kmp-meta nvidia-compute-utils-G06".to_owned()
         } else {
             "install NVIDIA's driver from your distribution, or from https://www.nvidia.com/drivers".to_owned()
         }
     }
 
-    /// Whether this is Linux under Windows, where the driver is Windows' own.
+    /// Whether this is Linux on Windows (WSL), where Windows provides the driver.
     fn is_wsl(&self) -> bool {
         let release = fs::read_to_string(self.root.join("proc/sys/kernel/osrelease")).unwrap_or_default();
         release.to_lowercase().contains("microsoft")
     }
 }
 
-/// Where distributions, containers and WSL keep libraries.
-const SYSTEM: [&str; 10] = [
+/// Library folders of distributions, containers and WSL.
+const SYSTEM_FOLDERS: [&str; 10] = [
     "usr/lib/x86_64-linux-gnu",
     "usr/lib/aarch64-linux-gnu",
     "usr/lib64",
@@ -348,11 +348,11 @@ const SYSTEM: [&str; 10] = [
     "usr/local/nvidia/lib64",
     "usr/local/nvidia/lib",
     "run/opengl-driver/lib",
-    // Stands in for a driver that is older than the toolkit, and is refused by one that is newer.
+    // Replaces a driver that is older than the toolkit; a newer driver refuses it.
     "usr/local/cuda/compat",
 ];
 
-/// A folder's entries in order of their names; none where it cannot be read.
+/// Returns the entries of a folder, sorted by name; none if it cannot be read.
 fn entries(folder: &Path) -> Vec<PathBuf> {
     let mut found: Vec<PathBuf> =
         fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()).collect();
@@ -364,12 +364,12 @@ fn name_of(path: &Path) -> &str {
     path.file_name().and_then(OsStr::to_str).unwrap_or_default()
 }
 
-/// The numbers of a version, to be compared.
+/// Returns the numeric parts of a version, for comparison.
 fn numbers(version: &str) -> Vec<u32> {
     version.split('.').map_while(|part| part.parse().ok()).collect()
 }
 
-/// Entries that start with `prefix` and a version, the newest first.
+/// Returns the entries that start with `prefix` and a version, newest first.
 fn newest_first(folder: &Path, prefix: &str) -> Vec<PathBuf> {
     let mut found = entries(folder);
     found.retain(|path| name_of(path).starts_with(prefix));
@@ -377,14 +377,14 @@ fn newest_first(folder: &Path, prefix: &str) -> Vec<PathBuf> {
     found
 }
 
-/// The folders of libraries below a prefix: a toolkit's, a conda environment's.
+/// Returns the library folders below a prefix of a toolkit or conda environment.
 fn libraries_of(prefix: &Path) -> Vec<PathBuf> {
     let target = format!("targets/{}-linux/lib", std::env::consts::ARCH);
     ["lib64", "lib", &target].iter().map(|folder| prefix.join(folder)).collect()
 }
 
-/// The folders of libraries of NVIDIA's wheels in the Python environment at a prefix: `nvidia/cublas/lib` of CUDA 12,
-/// `nvidia/cu13/lib` from CUDA 13 on.
+/// Returns the library folders of NVIDIA's wheels in the Python environment at a prefix: `nvidia/cublas/lib` for CUDA
+/// 12, `nvidia/cu13/lib` from CUDA 13 on.
 fn wheels(prefix: &Path) -> Vec<PathBuf> {
     let mut sites = Vec::new();
     for lib in ["lib", "lib64"] {
@@ -395,7 +395,7 @@ fn wheels(prefix: &Path) -> Vec<PathBuf> {
     sites.iter().flat_map(|site| entries(&site.join("nvidia"))).map(|package| package.join("lib")).collect()
 }
 
-/// The file of a library in a folder, for each major version that is there, the newest first.
+/// Returns one file per major version of a library in a folder, newest first, with its version.
 fn files_in(folder: &Path, library: Library) -> Vec<(PathBuf, String)> {
     let prefix = format!("{}.so", library.stem());
     let mut by_major: BTreeMap<Option<u32>, (PathBuf, String)> = BTreeMap::new();
@@ -406,32 +406,32 @@ fn files_in(folder: &Path, library: Library) -> Vec<(PathBuf, String)> {
         }
         let version = version_of(&path, library);
         let major = numbers(&version).first().copied();
-        // Of `.so`, `.so.12` and `.so.12.4.127` the second is what a program is linked to.
+        // Among `.so`, `.so.12` and `.so.12.4.127`, prefer `.so.12`, which programs link to.
         let rank = |path: &Path| match name_of(path)[prefix.len()..].matches('.').count() {
             1 => 0,
             0 => 1,
             parts => parts,
         };
-        let better = by_major.get(&major).is_none_or(|(known, _)| rank(&path) < rank(known));
-        if better {
+        let preferred = by_major.get(&major).is_none_or(|(known, _)| rank(&path) < rank(known));
+        if preferred {
             by_major.insert(major, (path, version));
         }
     }
     by_major.into_values().rev().collect()
 }
 
-/// What is known of a library's version without opening it: the longest of what its file is called once links are
-/// followed, what its neighbours are called, and its wheel.
+/// Returns the version of a library without loading it: the longest of the linked file's version, its neighbours'
+/// versions and its wheel's version.
 fn version_of(path: &Path, library: Library) -> String {
     let real = fs::canonicalize(path).unwrap_or_else(|_| path.to_path_buf());
-    let behind = |path: &Path| name_of(path).split_once(".so.").map_or("", |(_, version)| version).to_owned();
-    let mut versions = vec![behind(path), behind(&real)];
+    let version_suffix = |path: &Path| name_of(path).split_once(".so.").map_or("", |(_, version)| version).to_owned();
+    let mut versions = vec![version_suffix(path), version_suffix(&real)];
     let folder = path.parent().unwrap_or(Path::new(""));
     if library == Library::Nvrtc {
         let builtins = entries(folder).into_iter().find(|path| name_of(path).starts_with("libnvrtc-builtins.so."));
-        versions.extend(builtins.as_deref().map(behind));
+        versions.extend(builtins.as_deref().map(version_suffix));
     }
-    // site-packages/nvidia/PACKAGE/lib/FILE: the wheels' records lie beside `nvidia`.
+    // site-packages/nvidia/PACKAGE/lib/FILE: records of wheels lie next to `nvidia`.
     if let (Some(wheel), Some(site)) = (library.wheel(), folder.ancestors().nth(3))
         && folder.ancestors().nth(2).is_some_and(|nvidia| name_of(nvidia) == "nvidia")
     {
@@ -447,81 +447,81 @@ fn version_of(path: &Path, library: Library) -> String {
     versions.into_iter().max_by_key(|version| numbers(version).len()).unwrap_or_default()
 }
 
-/// The libraries of NVIDIA on this machine: every one that was found, in order of preference.
+/// Every NVIDIA library found on this machine, in order of preference.
 #[derive(Clone, Debug)]
 pub struct Libraries {
-    found: Vec<Found>,
+    found: Vec<FoundLibrary>,
     folders: usize,
     searched: String,
-    surroundings: Surroundings,
+    environment: SearchEnvironment,
 }
 
 impl Libraries {
-    /// Looks for them. Reads folders, opens nothing.
+    /// Searches this machine. Reads folders, and loads nothing.
     pub fn find() -> Libraries {
-        Libraries::find_in(Surroundings::here())
+        Libraries::find_in(SearchEnvironment::current())
     }
 
-    pub(crate) fn find_in(surroundings: Surroundings) -> Libraries {
-        let places = surroundings.places();
-        let mut found: Vec<Found> = Vec::new();
+    pub(crate) fn find_in(environment: SearchEnvironment) -> Libraries {
+        let places = environment.search_places();
+        let mut found: Vec<FoundLibrary> = Vec::new();
         for (place, folders) in &places {
             for folder in folders.iter().filter(|folder| folder.is_dir()) {
                 for library in Library::ALL {
                     let new = files_in(folder, library).into_iter();
-                    found.extend(new.map(|(path, version)| Found { library, path, version, place }));
+                    found.extend(new.map(|(path, version)| FoundLibrary { library, path, version, place }));
                 }
             }
         }
-        let some = places.iter().filter(|(_, folders)| !folders.is_empty());
-        let searched = some.map(|(place, _)| *place).collect::<Vec<_>>().join(", ");
+        let searched_places = places.iter().filter(|(_, folders)| !folders.is_empty());
+        let searched = searched_places.map(|(place, _)| *place).collect::<Vec<_>>().join(", ");
         let folders = places.iter().map(|(_, folders)| folders.len()).sum();
-        Libraries { found, folders, searched, surroundings }
+        Libraries { found, folders, searched, environment }
     }
 
-    /// All of a kind, in order of preference.
-    pub fn of_kind(&self, library: Library) -> impl Iterator<Item = &Found> {
+    /// Returns all files of a library, in order of preference.
+    pub fn of_kind(&self, library: Library) -> impl Iterator<Item = &FoundLibrary> {
         self.found.iter().filter(move |found| found.library == library)
     }
 
-    /// The one to use with a driver that knows CUDA up to `driver`: the first in order of preference that goes with
-    /// it. Where the driver is not known, the first.
+    /// Returns the first library, in order of preference, that is compatible with a driver of CUDA version `driver`.
+    /// Without a driver version, returns the first supported one.
     ///
     /// # Errors
-    /// None is here, or none goes with the driver.
-    pub fn choose(&self, library: Library, driver: Option<CudaVersion>) -> Result<&Found, LibraryError> {
-        let goes = |found: &&Found| {
-            !library.is_of_toolkit()
-                || found.major() >= OLDEST_CUDA && driver.is_none_or(|driver| found.major() <= driver.major)
+    /// Fails if none is installed, or none is compatible with the driver.
+    pub fn choose(&self, library: Library, driver: Option<CudaVersion>) -> Result<&FoundLibrary, LibraryError> {
+        let is_compatible = |found: &&FoundLibrary| {
+            !library.belongs_to_toolkit()
+                || found.major() >= CUDA_MAJOR_MIN && driver.is_none_or(|driver| found.major() <= driver.major)
         };
-        if let Some(found) = self.of_kind(library).find(goes) {
+        if let Some(found) = self.of_kind(library).find(is_compatible) {
             return Ok(found);
         }
-        let cure = self.surroundings.cure(library, driver);
+        let remedy = self.environment.remedy(library, driver);
         let Some(found) = self.of_kind(library).next() else {
             let (folders, searched) = (self.folders, self.searched.clone());
-            return Err(LibraryError::Missing { library, folders, searched, cure });
+            return Err(LibraryError::Missing { library, folders, searched, remedy });
         };
-        let Found { version, path, .. } = found.clone();
+        let FoundLibrary { version, path, .. } = found.clone();
         Err(match driver {
             Some(driver) if found.major() > driver.major => {
-                let cure = format!("{cure}, or bring the driver up to date");
-                LibraryError::TooNew { library, version, major: found.major(), path, driver, cure }
+                let remedy = format!("{remedy}, or update the driver");
+                LibraryError::TooNew { library, version, major: found.major(), path, driver, remedy }
             }
-            _ => LibraryError::TooOld { library, version, path, cure },
+            _ => LibraryError::TooOld { library, version, path, remedy },
         })
     }
 }
 
-/// The compiler's second half, which it asks for by name when something is compiled: opened before, it is found
-/// whatever folder it lies in.
-pub(super) fn builtins_of(nvrtc: &Path) -> Option<PathBuf> {
+/// Returns NVRTC's builtins library next to `nvrtc`. NVRTC loads it by name, so it must be loaded first if its folder
+/// is not on the loader path.
+pub(super) fn builtins_beside(nvrtc: &Path) -> Option<PathBuf> {
     let major = numbers(&version_of(nvrtc, Library::Nvrtc)).first().copied();
-    let of_this = |path: &PathBuf| {
+    let is_same_major = |path: &PathBuf| {
         let version = name_of(path).strip_prefix("libnvrtc-builtins.so.").map(numbers);
         version.is_some_and(|version| version.first().copied() == major)
     };
-    entries(nvrtc.parent()?).into_iter().find(of_this)
+    entries(nvrtc.parent()?).into_iter().find(is_same_major)
 }
 
 #[cfg(test)]
@@ -529,7 +529,7 @@ mod tests {
     use super::*;
     use std::os::unix::fs::symlink;
 
-    /// A machine of its own in a folder.
+    /// A machine laid out in a temporary folder.
     struct Machine {
         root: tempfile::TempDir,
         variables: BTreeMap<String, OsString>,
@@ -558,7 +558,7 @@ mod tests {
 
         fn find(&self) -> Libraries {
             let (root, folder) = (self.root.path().to_path_buf(), self.at("work"));
-            Libraries::find_in(Surroundings { root, variables: self.variables.clone(), folder })
+            Libraries::find_in(SearchEnvironment { root, variables: self.variables.clone(), folder })
         }
 
         fn chosen(&self, library: Library, driver: Option<(u32, u32)>) -> (String, String, &'static str) {
@@ -570,7 +570,7 @@ mod tests {
     }
 
     #[test]
-    fn wheels_of_both_layouts_are_found_in_the_virtual_environment() {
+    fn both_wheel_layouts_are_found() {
         let mut machine = Machine::new();
         let site = "venv/lib/python3.11/site-packages";
         for file in [
@@ -588,19 +588,19 @@ mod tests {
         machine.file("old/lib/python3.12/site-packages/nvidia/cuda_nvrtc/lib/libnvrtc.so.12", "");
         machine.file("old/lib/python3.12/site-packages/nvidia/cublas/lib/libcublasLt.so.12", "");
         machine.set("VIRTUAL_ENV", "venv");
-        let of = |library| machine.chosen(library, None);
+        let chosen = |library| machine.chosen(library, None);
         let nvrtc = format!("{site}/nvidia/cu13/lib/libnvrtc.so.13");
-        assert_eq!(of(Library::Nvrtc), (nvrtc, "13.2".into(), "virtual environment"));
-        assert_eq!(of(Library::CublasLt).1, "13.1.0.3");
-        assert_eq!(of(Library::Nccl).1, "2.28.9");
+        assert_eq!(chosen(Library::Nvrtc), (nvrtc, "13.2".into(), "virtual environment"));
+        assert_eq!(chosen(Library::CublasLt).1, "13.1.0.3");
+        assert_eq!(chosen(Library::Nccl).1, "2.28.9");
         machine.set("VIRTUAL_ENV", "old");
         assert!(machine.chosen(Library::Nvrtc, None).0.ends_with("cuda_nvrtc/lib/libnvrtc.so.12"));
         assert!(machine.chosen(Library::CublasLt, None).0.ends_with("cublas/lib/libcublasLt.so.12"));
     }
 
     #[test]
-    fn the_python_on_the_path_leads_to_its_environment() {
-        // As `python -m venv` makes it: a link to an interpreter elsewhere, and a pyvenv.cfg above.
+    fn python_on_path_selects_its_environment() {
+        // As `python -m venv` creates it: a link to another interpreter, with a pyvenv.cfg above.
         let mut machine = Machine::new();
         machine.file("opt/python/bin/python3.11", "").file("env/pyvenv.cfg", "");
         fs::create_dir_all(machine.at("env/bin")).unwrap();
@@ -609,18 +609,18 @@ mod tests {
         machine.file("opt/python/lib/python3.11/site-packages/nvidia/cu13/lib/libcublasLt.so.13", "");
         machine.set("PATH", "env/bin");
         assert!(machine.chosen(Library::Nvrtc, None).0.starts_with("env/"));
-        // Without one, the interpreter's own prefix counts.
+        // Without a pyvenv.cfg, the interpreter's own prefix counts.
         fs::create_dir_all(machine.at("usr/bin")).unwrap();
         symlink(machine.at("opt/python/bin/python3.11"), machine.at("usr/bin/python3")).unwrap();
         machine.set("PATH", "usr/bin");
         assert!(machine.chosen(Library::CublasLt, None).0.starts_with("opt/python/"));
-        // And an environment beside the work is found without any.
+        // An environment in the working folder is found without any variable.
         machine.file("work/.venv/lib/python3.13/site-packages/nvidia/nccl/lib/libnccl.so.2", "");
         assert!(machine.chosen(Library::Nccl, None).0.starts_with("work/.venv/"));
     }
 
     #[test]
-    fn the_loaders_variable_comes_first_then_environments_conda_toolkits_and_the_system() {
+    fn search_order_prefers_loader_path_then_environments() {
         let mut machine = Machine::new();
         let places = [
             ("LD_LIBRARY_PATH", "mine/libnvrtc.so.12"),
@@ -642,8 +642,8 @@ mod tests {
             fs::remove_file(machine.at(path)).unwrap();
         }
         let error = machine.find().choose(Library::Nvrtc, None).unwrap_err();
-        let LibraryError::Missing { searched, cure, .. } = &error else { panic!("{error:?}") };
-        assert_eq!(cure, "pip install nvidia-cuda-nvrtc nvidia-cublas");
+        let LibraryError::Missing { searched, remedy, .. } = &error else { panic!("{error:?}") };
+        assert_eq!(remedy, "pip install nvidia-cuda-nvrtc nvidia-cublas");
         assert!(searched.starts_with("LD_LIBRARY_PATH, virtual environment, conda, toolkit"), "{searched}");
         assert!(error.to_string().starts_with("NVRTC was not found: no libnvrtc.so in "), "{error}");
         let failure = Failure::from(error);
@@ -651,7 +651,7 @@ mod tests {
     }
 
     #[test]
-    fn the_newest_toolkit_and_the_full_version_behind_a_link_are_taken() {
+    fn newest_toolkit_and_linked_version_are_chosen() {
         let machine = Machine::new();
         for version in ["12.9.86", "12.10.5"] {
             let folder = format!("usr/local/cuda-{}/lib64", version.rsplit_once('.').unwrap().0);
@@ -664,7 +664,7 @@ mod tests {
     }
 
     #[test]
-    fn libraries_newer_than_the_driver_are_passed_over_and_named_where_there_is_no_other() {
+    fn libraries_newer_than_driver_are_rejected() {
         let mut machine = Machine::new();
         machine.set("LD_LIBRARY_PATH", "mine");
         machine.file("mine/libnvrtc.so.13", "").file("usr/local/cuda/lib64/libnvrtc.so.12", "");
@@ -673,26 +673,23 @@ mod tests {
         fs::remove_file(machine.at("usr/local/cuda/lib64/libnvrtc.so.12")).unwrap();
         let error = machine.find().choose(Library::Nvrtc, Some(CudaVersion { major: 12, minor: 4 })).unwrap_err();
         assert!(error.to_string().ends_with("is of CUDA 13, but the driver knows CUDA up to 12.4"), "{error}");
-        assert_eq!(
-            error.cure(),
-            "pip install nvidia-cuda-nvrtc-cu12 nvidia-cublas-cu12, or bring the driver up to date"
-        );
+        assert_eq!(error.remedy(), "pip install nvidia-cuda-nvrtc-cu12 nvidia-cublas-cu12, or update the driver");
         fs::rename(machine.at("mine/libnvrtc.so.13"), machine.at("mine/libnvrtc.so.11.2")).unwrap();
         let error = machine.find().choose(Library::Nvrtc, Some(CudaVersion { major: 12, minor: 4 })).unwrap_err();
         assert!(error.to_string().ends_with("is too old: CUDA 12 is the oldest that is used"), "{error}");
     }
 
     #[test]
-    fn the_driver_is_found_in_distributions_wsl_and_containers_and_its_cure_is_theirs() {
+    fn missing_driver_remedy_matches_system() {
         let machine = Machine::new();
-        let cure = || machine.find().choose(Library::Driver, None).unwrap_err().cure();
-        assert!(cure().contains("https://www.nvidia.com/drivers"));
+        let remedy = || machine.find().choose(Library::Driver, None).unwrap_err().remedy();
+        assert!(remedy().contains("https://www.nvidia.com/drivers"));
         machine.file("etc/os-release", "NAME=\"Pop\"\nID=pop\nID_LIKE=\"ubuntu debian\"\n");
-        assert_eq!(cure(), "sudo ubuntu-drivers install");
+        assert_eq!(remedy(), "sudo ubuntu-drivers install");
         machine.file(".dockerenv", "");
-        assert!(cure().ends_with("docker run --gpus all"));
+        assert!(remedy().ends_with("docker run --gpus all"));
         machine.file("proc/sys/kernel/osrelease", "5.15.167.4-microsoft-standard-WSL2\n");
-        assert!(cure().ends_with("wsl --shutdown"));
+        assert!(remedy().ends_with("wsl --shutdown"));
         machine.file("usr/lib/wsl/lib/libcuda.so.1", "");
         assert_eq!(machine.chosen(Library::Driver, None).0, "usr/lib/wsl/lib/libcuda.so.1");
         machine.file("etc/ld.so.conf.d/mine.conf", "# mine\n/odd/place\n").file("odd/place/libnvidia-ml.so.1", "");
@@ -700,7 +697,7 @@ mod tests {
     }
 
     #[test]
-    fn versions_of_cuda_are_read_as_the_driver_numbers_them() {
+    fn driver_version_number_is_decoded() {
         assert_eq!(CudaVersion::of_driver(12040).to_string(), "12.4");
         assert_eq!(CudaVersion::of_driver(13020).to_string(), "13.2");
     }

@@ -1,7 +1,12 @@
-//! NVIDIA GPUs: what is there ([`libraries`], [`gpus`], [`nvml`]), the kernels as data and how they become machine code
-//! ([`kernels`], [`compile`]), and what runs Programs: [`driver`] at the bottom, then [`arena`], [`queues`] and
-//! [`staging`], held together by a [`machine`]; [`products`], [`collectives`] and [`nccl`] beside them; the [`executor`] on top, and
-//! [`open`] from a GPU's number to it. [`headers`] has what NVIDIA's must say of all that is called.
+//! NVIDIA GPUs, from library discovery to program execution.
+//!
+//! - Discovery: [`libraries`] (files on disk), [`gpus`] (devices), [`nvml`] (memory, temperature, clocks).
+//! - Kernels: [`kernels`] holds the sources, [`compile`] turns them into machine code.
+//! - Execution, bottom to top: [`driver`] (function table and safe wrappers), [`arena`], [`queues`] and [`staging`],
+//!   which [`resources`] groups per GPU, then [`products`] (cuBLASLt), [`collectives`] and [`nccl`], and the
+//!   [`executor`].
+//! - [`open`] opens a GPU by its number; [`bench`] measures it.
+//! - [`headers`] compares the declarations used here with NVIDIA's headers.
 
 pub mod arena;
 pub mod bench;
@@ -13,10 +18,10 @@ pub mod gpus;
 pub mod headers;
 pub mod kernels;
 pub mod libraries;
-pub mod machine;
 pub mod nccl;
 pub mod nvml;
 pub mod open;
 pub mod products;
 pub mod queues;
+pub mod resources;
 pub mod staging;

@@ -1,45 +1,47 @@
-//! NCCL: the GPUs of a team exchange out of their own memory, over NVLink, the bus or the network, as the library finds
-//! them. Where every device of a team is a GPU that has the same NCCL, its collectives go this way; else, and where NCCL
-//! refuses, they go through staging (`collectives`).
+//! Collectives by NCCL, which moves data between GPUs over NVLink, PCIe or the network. They are used if every device
+//! of the team is a GPU with the same NCCL. Otherwise, and if NCCL fails to open, collectives go through staging
+//! (`collectives`).
 //!
-//! **Agreement.** Nobody enters NCCL alone: before each collective the ranks meet at the team's transport, where each says
-//! whether it has a communicator. So a rank that cannot go on gives up there, as everywhere, and nobody waits for it on the
-//! device. The first time all make one together, and try it; if one of them cannot, all go through staging from then on.
+//! **Agreement.** No rank enters NCCL alone. Before each collective the ranks exchange over the team's transport
+//! whether they have a communicator. A rank that cannot continue aborts there, so no peer blocks on the device. The
+//! first collective opens and tests the communicators together; if one rank fails, all use staging from then on.
 //!
-//! **Sums** have the bits of every other transport: each rank gets the others' bytes of its own part, sums up in the order
-//! of ranks with a kernel of ours, and gives its result to all. No reduction of NCCL's is used.
+//! **Sums** have the same bits as on every other transport. Each rank receives the other ranks' bytes of its own part,
+//! sums in rank order with a kernel of this crate, and sends the result to all. NCCL's reductions are not used.
 //!
-//! **Loss.** The host waits for the end of each collective, and looks meanwhile whether somebody has given up: then the
-//! communicator is aborted, which ends what is under way on the device, before anything relies on it.
+//! **Failures.** The host waits for the end of each collective and polls for an aborted group. It then aborts the
+//! communicator, which ends the work on the device before later work depends on it.
 //!
-//! **Memory** that a communicator holds beside the arena is planned with [`CHARGES`]; one that turns out to hold more is
-//! closed again, and staging takes its place. Calls do not block: a status says how far they are.
+//! **Memory.** The plan reserves [`CHARGES`] outside the arena for a communicator. One that holds more is closed, and
+//! staging is used instead. Calls do not block; a status tells their progress.
 
-use super::collectives::Stands;
+mod chunks;
+
+use super::collectives::PieceAddresses;
 use super::compile::Compiler;
 use super::driver::{Address, Context, CudaError, Event, Function, Module, Stream, library};
-use super::headers::{Passed, Structure, Word, numbers, structure};
-use super::kernels::launch::{Launch, Parts, sum_ranks};
+use super::headers::{AbiKind, HasAbiKind, Structure, numbers, structure};
+use super::kernels::launch::{Launch, RankParts, sum_ranks};
 use super::kernels::{Family, Real, Unit};
 use crate::device::DeviceError;
-use crate::transport::{Meeting, Place, Seat};
-use plimsoll_core::{Bytes, CollectivesBy, DType};
+use crate::transport::{CollectiveCall, GroupHandle, PieceBuffers};
+use chunks::{Chunk, SLOT_ALIGNMENT, chunk_batches};
+use plimsoll_core::{Bytes, CollectiveBackend, DType};
 use plimsoll_program::op::{Collective, Exchange};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
-use std::ops::Range;
 use std::path::Path;
 use std::ptr;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// What every function of NCCL returns.
+/// Return type of every NCCL function.
 type Status = c_int;
-/// Something of NCCL's that is only passed on.
+/// Opaque handle of an NCCL object.
 type Handle = *mut c_void;
 
 library! {
-    /// The functions of NCCL that are called, and no others.
+    /// The functions of NCCL that this crate calls.
     Library {
         fn ncclGetVersion(version: *mut c_int) -> Status;
         fn ncclGetErrorString(status: Status) -> *const c_char;
@@ -61,12 +63,12 @@ library! {
     }
 }
 
-/// `ncclUniqueId`: what the ranks of a communicator find each other by.
+/// `ncclUniqueId`: identifies a communicator to its ranks.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Id([u8; ID_BYTES]);
 
-/// `ncclConfig_t` of NCCL 2.18: newer ones take it, and set what it lacks as they would.
+/// `ncclConfig_t` of NCCL 2.18. Newer versions accept it and fill in defaults for missing fields.
 #[repr(C)]
 #[derive(Debug)]
 pub(super) struct Config {
@@ -81,7 +83,7 @@ pub(super) struct Config {
     split_share: c_int,
 }
 
-/// What nccl.h calls their fields.
+/// Field names of the structures in nccl.h.
 pub(super) const STRUCTURES: &[Structure] = &[
     structure!(ncclUniqueId, Id {}),
     structure!(ncclConfig_t, Config {
@@ -91,8 +93,8 @@ pub(super) const STRUCTURES: &[Structure] = &[
     } ..),
 ];
 
-impl Passed for Id {
-    const AS: Word = Word::Structure(ID_BYTES);
+impl HasAbiKind for Id {
+    const ABI_KIND: AbiKind = AbiKind::Structure(ID_BYTES);
 }
 
 numbers! {
@@ -107,323 +109,284 @@ numbers! {
 }
 
 const ID_WORDS: usize = ID_BYTES / 4;
-/// What [`Config`] is of.
+/// Version of [`Config`].
 const CONFIG_VERSION: c_uint = 21_800;
 
-/// The oldest NCCL that is used: 2.18, the first with all that is in [`Config`].
-const OLDEST: c_int = 21_800;
+/// The oldest supported NCCL: 2.18, the first with all fields of [`Config`].
+const OLDEST_VERSION: c_int = 21_800;
 
-/// Scratch that everything goes through: NCCL touches plain memory alone, since the arena is mapped for its own GPU only.
-pub const SCRATCH_BYTES: u64 = 64 << 20;
-/// What a communicator is assumed to hold beside it: no GPU has said it yet (docs/measured/gpu.md).
+/// Size of the staging buffer for all traffic. NCCL only touches plain memory, since the arena is mapped for its own
+/// GPU alone.
+pub const STAGING_BYTES: u64 = 64 << 20;
+/// Assumed memory of a communicator outside the staging buffer; not yet measured on a GPU (docs/measured/gpu.md).
 const ASSUMED_BYTES: Bytes = Bytes::mib(512);
-/// What a GPU holds for NCCL beside its arena, at most.
-pub const CHARGES: Bytes = Bytes(ASSUMED_BYTES.0 + SCRATCH_BYTES);
+/// The most memory that a GPU may hold for NCCL outside its arena.
+pub const CHARGES: Bytes = Bytes(ASSUMED_BYTES.0 + STAGING_BYTES);
 
-/// Cuts that go at once at most: a group of NCCL's holds so many messages for each pair of ranks.
-const CUTS: usize = 64;
-/// Bytes that are sent to each other rank for a trial, at most.
-const TRIED_BYTES: u64 = 4 << 20;
-/// Where slots begin in scratch.
-const STEP_BYTES: u64 = 256;
+/// The most bytes sent to each other rank in the self-test.
+const SELF_TEST_BYTES_MAX: u64 = 4 << 20;
 
-/// After so long a communicator that does not come about is given up.
-const OPENS: Duration = Duration::from_secs(60);
-/// How long what is under way may take to end when somebody has given up: who did may have been in it to the end.
-const GRACE: Duration = Duration::from_secs(2);
-/// How long an error of NCCL's waits for the team to say who is gone.
-const EXPLAINED: Duration = Duration::from_secs(90);
-/// How long the host looks elsewhere while it waits.
-const LOOK: Duration = Duration::from_micros(50);
+/// Time limit for opening a communicator.
+const OPEN_TIMEOUT: Duration = Duration::from_secs(60);
+/// Grace period for work in progress after a peer aborted: the peer may have taken part until the end.
+const PEER_FAILURE_GRACE: Duration = Duration::from_secs(2);
+/// Time to wait for the team to name a failed peer after an NCCL error.
+const EXPLANATION_TIMEOUT: Duration = Duration::from_secs(90);
+/// Pause between polls.
+const POLL_INTERVAL: Duration = Duration::from_micros(50);
 
 impl Library {
-    /// The version in one number: 22 809 is 2.28.9.
+    /// Returns the version number: 22 809 is 2.28.9.
     fn number(&self) -> Option<c_int> {
         let mut number = 0;
         // SAFETY: writes one integer.
         (unsafe { (self.ncclGetVersion)(&mut number) } == 0).then_some(number)
     }
 
-    /// A status as a result.
+    /// Converts a status to a result.
     fn check(&self, what: &'static str, status: Status) -> Result<(), CudaError> {
-        self.check_of(ptr::null_mut(), what, status)
+        self.check_communicator(ptr::null_mut(), what, status)
     }
 
-    /// The same of what belongs to a communicator.
-    fn check_of(&self, communicator: Handle, what: &'static str, status: Status) -> Result<(), CudaError> {
+    /// Converts a status of a communicator's function to a result.
+    fn check_communicator(&self, communicator: Handle, what: &'static str, status: Status) -> Result<(), CudaError> {
         if status == 0 || status == IN_PROGRESS {
             return Ok(());
         }
         // SAFETY: gives a string that lives as long as the library.
         let text = |pointer: *const c_char| match pointer.is_null() {
             true => String::new(),
-            // SAFETY: not null, with a zero at its end, as the documentation says.
+            // SAFETY: not null, with a terminating zero, as the documentation states.
             false => unsafe { CStr::from_ptr(pointer) }.to_string_lossy().trim().to_owned(),
         };
         // SAFETY: both take any status, or a communicator that lives or none.
         let (name, last) = unsafe { ((self.ncclGetErrorString)(status), (self.ncclGetLastError)(communicator)) };
-        let says =
+        let detail =
             [text(name), text(last)].into_iter().filter(|words| !words.is_empty()).collect::<Vec<_>>().join(": ");
-        Err(CudaError::Nccl { what, says })
+        Err(CudaError::Nccl { what, detail })
     }
 }
 
-/// The version of a library of NCCL's, `2.28.9`; none where it cannot be used.
+/// Returns the version of an NCCL library, `2.28.9`; `None` if it cannot be used.
 pub fn version(path: &Path) -> Option<String> {
-    let number = Library::load(path).ok()?.number().filter(|number| *number >= OLDEST)?;
+    let number = Library::load(path).ok()?.number().filter(|number| *number >= OLDEST_VERSION)?;
     Some(format!("{}.{}.{}", number / 10_000, number / 100 % 100, number % 100))
 }
 
-/// One GPU's part in the exchanges of its team by NCCL.
+/// NCCL state of one rank.
 pub struct Nccl {
     library: Arc<Library>,
     compiler: Arc<Compiler>,
     context: Arc<Context>,
-    scratch_bytes: u64,
-    state: State,
+    staging_bytes: u64,
+    state: CommunicatorState,
 }
 
-enum State {
-    /// There is none yet, or no more.
+enum CommunicatorState {
+    /// Not opened yet, or closed.
     Closed,
     Open(Box<Communicator>),
-    /// This rank, or another one, cannot: why, where it was this one.
+    /// This rank or another cannot use NCCL; the reason, if it was this rank.
     Refused(Option<String>),
 }
 
-// What the ranks tell each other.
+// Readiness values that ranks exchange.
 const REFUSED: u32 = 0;
 const CLOSED: u32 = 1;
 const OPEN: u32 = 2;
 
-impl State {
-    fn word(&self) -> u32 {
+impl CommunicatorState {
+    fn readiness(&self) -> u32 {
         match self {
-            State::Closed => CLOSED,
-            State::Open(_) => OPEN,
-            State::Refused(_) => REFUSED,
+            CommunicatorState::Closed => CLOSED,
+            CommunicatorState::Open(_) => OPEN,
+            CommunicatorState::Refused(_) => REFUSED,
         }
     }
 }
 
 impl Nccl {
-    /// Nothing is taken before the first collective; then `scratch_bytes` are, as many on every rank.
-    pub fn new(library: &Arc<Library>, compiler: &Arc<Compiler>, context: &Arc<Context>, scratch_bytes: u64) -> Nccl {
+    /// Creates a closed state. The first collective allocates `staging_bytes`, which must be equal on all ranks.
+    pub fn new(library: &Arc<Library>, compiler: &Arc<Compiler>, context: &Arc<Context>, staging_bytes: u64) -> Nccl {
         let (library, compiler, context) = (library.clone(), compiler.clone(), context.clone());
-        Nccl { library, compiler, context, scratch_bytes, state: State::Closed }
+        Nccl { library, compiler, context, staging_bytes, state: CommunicatorState::Closed }
     }
 
-    /// Whether collectives go this way now; none before the first one.
-    pub fn used(&self) -> Option<CollectivesBy> {
+    /// Returns how collectives are carried out; `None` before the first one.
+    pub fn backend(&self) -> Option<CollectiveBackend> {
         match &self.state {
-            State::Closed => None,
-            State::Open(_) => Some(CollectivesBy::Nccl),
-            State::Refused(why) => Some(CollectivesBy::Host { why: why.clone() }),
+            CommunicatorState::Closed => None,
+            CommunicatorState::Open(_) => Some(CollectiveBackend::Nccl),
+            CommunicatorState::Refused(reason) => Some(CollectiveBackend::Host { reason: reason.clone() }),
         }
     }
 
-    /// What all ranks agree on for a collective of this number: NCCL, or none of it.
+    /// Agrees with all ranks on the collective of this sequence number: returns the communicator, or `None` for
+    /// staging.
     ///
     /// # Errors
-    /// Where another rank cannot go on.
-    fn agreed(&mut self, seat: &Seat, number: u64) -> Result<Option<&mut Communicator>, DeviceError> {
+    /// Fails if another rank cannot continue.
+    fn agree_on_communicator(
+        &mut self,
+        group: &GroupHandle,
+        sequence: u64,
+    ) -> Result<Option<&mut Communicator>, DeviceError> {
         loop {
-            let ranks = seat.transport.ranks() as usize;
-            let words = gathered(seat, number, &[self.state.word()], vec![1; ranks])?;
-            if words.contains(&REFUSED) {
-                if !matches!(self.state, State::Refused(_)) {
-                    self.state = State::Refused(None);
+            let ranks = group.transport.world_size() as usize;
+            let readiness = gather_words(group, sequence, &[self.state.readiness()], vec![1; ranks])?;
+            if readiness.contains(&REFUSED) {
+                if !matches!(self.state, CommunicatorState::Refused(_)) {
+                    self.state = CommunicatorState::Refused(None);
                 }
                 return Ok(None);
             }
-            if words.iter().all(|word| *word == OPEN) {
-                let State::Open(communicator) = &mut self.state else { unreachable!("it has said so") };
+            if readiness.iter().all(|value| *value == OPEN) {
+                let CommunicatorState::Open(communicator) = &mut self.state else {
+                    unreachable!("this rank reported an open communicator")
+                };
                 return Ok(Some(communicator));
             }
-            self.state = State::Closed;
-            self.state = match self.open(seat, number)? {
-                Ok(communicator) => State::Open(Box::new(communicator)),
-                Err(why) => State::Refused(Some(why)),
+            self.state = CommunicatorState::Closed;
+            self.state = match self.open(group, sequence)? {
+                Ok(communicator) => CommunicatorState::Open(Box::new(communicator)),
+                Err(reason) => CommunicatorState::Refused(Some(reason)),
             };
         }
     }
 
-    /// Takes part in a collective of this number, in the order of `stream`, where all agree on NCCL for it: then it is over
-    /// when this comes back. Whether they do.
+    /// Runs a collective by NCCL, in the order of `stream`, if all ranks agree on it, and waits for its end. Returns
+    /// `false` if they do not agree.
     ///
     /// # Errors
-    /// Where this rank or another one cannot go on: what it gets may then be there in part.
+    /// Fails if this rank or another cannot continue; the output may then be partly written.
     ///
     /// # Safety
     /// As for [`Communicator::exchange`].
-    pub unsafe fn meet(
+    pub unsafe fn run_collective(
         &mut self,
         exchange: &Exchange,
-        number: u64,
-        pieces: &[Stands],
-        seat: &Seat,
+        sequence: u64,
+        pieces: &[PieceAddresses],
+        group: &GroupHandle,
         stream: &Stream,
     ) -> Result<bool, DeviceError> {
-        let Some(communicator) = self.agreed(seat, number)? else { return Ok(false) };
+        let Some(communicator) = self.agree_on_communicator(group, sequence)? else { return Ok(false) };
         // SAFETY: as the caller promises.
-        let done = unsafe { communicator.exchange(exchange, pieces, seat, stream) };
+        let done = unsafe { communicator.exchange(exchange, pieces, group, stream) };
         done.map(|()| true).map_err(|error| {
-            // What is under way ends with it.
+            // Closing the communicator ends work in progress.
             self.close();
             let began = Instant::now();
             while let DeviceError::Cuda(CudaError::Nccl { .. }) = error
-                && began.elapsed() < EXPLAINED
+                && began.elapsed() < EXPLANATION_TIMEOUT
             {
-                if let Err(peer) = seat.transport.agreed() {
+                if let Err(peer) = group.transport.check_aborted() {
                     return peer;
                 }
-                thread::sleep(LOOK);
+                thread::sleep(POLL_INTERVAL);
             }
             error
         })
     }
 
-    /// Gives the communicator back; the next collective begins with a new one.
+    /// Closes the communicator. The next collective opens a new one.
     pub fn close(&mut self) {
-        if let State::Open(_) = self.state {
-            self.state = State::Closed;
+        if let CommunicatorState::Open(_) = self.state {
+            self.state = CommunicatorState::Closed;
         }
     }
 
-    /// What the communicator holds on the GPU, beside the arena.
-    pub fn held(&self) -> Bytes {
+    /// Returns the memory that the communicator holds on the GPU, outside the arena.
+    pub fn held_bytes(&self) -> Bytes {
         match &self.state {
-            State::Open(communicator) => communicator.held,
+            CommunicatorState::Open(communicator) => communicator.held_bytes,
             _ => Bytes::ZERO,
         }
     }
 
-    /// Makes a communicator with all others, and tries it. Says why this rank could not.
-    fn open(&self, seat: &Seat, number: u64) -> Result<Result<Communicator, String>, DeviceError> {
+    /// Opens a communicator with all other ranks and tests it. The inner error is this rank's reason for not using
+    /// NCCL.
+    fn open(&self, group: &GroupHandle, sequence: u64) -> Result<Result<Communicator, String>, DeviceError> {
         let (free, _) = self.context.memory()?;
-        // What this rank needs for itself comes first: where that fails, nobody begins to look for it.
-        let prepared = Communicator::prepare(self, seat);
+        // Local resources come first: if they fail, no rank enters NCCL.
+        let prepared = Communicator::prepare(self, group);
         let mut own = vec![u32::from(prepared.is_ok())];
-        if seat.rank == 0 {
+        if group.rank == 0 {
             let mut id = Id([0; ID_BYTES]);
             // SAFETY: writes one id.
-            let made = self.library.check("make an id", unsafe { (self.library.ncclGetUniqueId)(&mut id) });
-            own[0] &= u32::from(made.is_ok());
+            let status = self.library.check("create an id", unsafe { (self.library.ncclGetUniqueId)(&mut id) });
+            own[0] &= u32::from(status.is_ok());
             own.extend(id.0.as_chunks::<4>().0.iter().map(|word| u32::from_ne_bytes(*word)));
         }
         let words = |rank| if rank == 0 { 1 + ID_WORDS as u64 } else { 1 };
-        let found = gathered(seat, number, &own, (0..seat.transport.ranks()).map(words).collect())?;
+        let found = gather_words(group, sequence, &own, (0..group.transport.world_size()).map(words).collect())?;
         let (id_words, others) = found[1..].split_at(ID_WORDS);
         let mut communicator = match prepared {
             Ok(communicator) => communicator,
-            Err(error) if error.is_loss() => return Err(error),
+            Err(error) if error.is_device_lost() => return Err(error),
             Err(error) => return Ok(Err(error.to_string())),
         };
         if found[0] == 0 || others.contains(&0) {
-            return Ok(Err("another rank cannot".to_owned()));
+            return Ok(Err("another rank could not open NCCL".to_owned()));
         }
         let mut id = Id([0; ID_BYTES]);
         id.0.as_chunks_mut::<4>().0.iter_mut().zip(id_words).for_each(|(to, word)| *to = word.to_ne_bytes());
-        // In a stream of its own: others may be far from what they wait for.
+        // A separate stream: other streams may still have much work.
         let stream = Stream::new(&self.context)?;
-        match communicator.joins(seat, id).and_then(|()| communicator.tries(seat, &stream)) {
+        match communicator.connect(group, id).and_then(|()| communicator.self_test(group, &stream)) {
             Ok(()) => {}
-            Err(DeviceError::Cuda(error)) if !DeviceError::from(error.clone()).is_loss() => {
+            Err(DeviceError::Cuda(error)) if !DeviceError::from(error.clone()).is_device_lost() => {
                 return Ok(Err(error.to_string()));
             }
             Err(error) => return Err(error),
         }
         let held = free.saturating_sub(self.context.memory()?.0);
         if held > CHARGES {
-            return Ok(Err(format!("it holds {held} on the gpu, more than the {CHARGES} that were planned with")));
+            return Ok(Err(format!("it holds {held} on the gpu, more than the planned {CHARGES}")));
         }
-        communicator.held = held.max(Bytes(self.scratch_bytes));
+        communicator.held_bytes = held.max(Bytes(self.staging_bytes));
         Ok(Ok(communicator))
     }
 }
 
-/// Brings together the words of all ranks, so many of each, in their order.
-fn gathered(seat: &Seat, number: u64, own: &[u32], counts: Vec<u64>) -> Result<Vec<u32>, DeviceError> {
-    let first = counts[..seat.rank as usize].iter().sum::<u64>() as usize;
+/// Gathers words of all ranks in rank order; `counts` has the number of words of each rank.
+fn gather_words(group: &GroupHandle, sequence: u64, own: &[u32], counts: Vec<u64>) -> Result<Vec<u32>, DeviceError> {
+    let first = counts[..group.rank as usize].iter().sum::<u64>() as usize;
     let mut all = vec![0u32; counts.iter().sum::<u64>() as usize];
     all[first..first + own.len()].copy_from_slice(own);
     let output = all.as_mut_ptr().cast::<u8>();
-    let place = Place { input: output.wrapping_add(4 * first), output, dtype: DType::I32, counts };
-    // SAFETY: the words stay where they are until the meeting is over, and nobody else touches them; the own part stands
-    // in its place.
-    seat.transport.meet(unsafe { Meeting::gather(seat, number, place) })?;
+    let place = PieceBuffers { input: output.wrapping_add(4 * first), output, dtype: DType::I32, counts };
+    // SAFETY: the words stay in place until the exchange completes, and nothing else touches them; this rank's part is
+    // at its place in the output.
+    group.transport.exchange(unsafe { CollectiveCall::all_gather(group, sequence, place) })?;
     Ok(all)
 }
 
-/// The same elements of every rank's part of a piece.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Cut {
-    piece: usize,
-    /// Elements of each part, counted from its first.
-    elements: Range<u64>,
-    /// Where its slots stand in scratch: one for what goes to each other rank, then one for what comes of each.
-    scratch: u64,
-    /// Bytes from one slot to the next.
-    stride: u64,
-}
-
-impl Cut {
-    /// Which elements of a rank's part these are, where it has so many.
-    fn of(&self, count: u64) -> Range<u64> {
-        self.elements.start.min(count)..self.elements.end.min(count)
-    }
-}
-
-/// Collectives in batches, each of which scratch has room for: alike on all ranks.
-fn batches(ranks: usize, pieces: &[(DType, &[u64])], scratch_bytes: u64) -> Vec<Vec<Cut>> {
-    let slots = 2 * (ranks as u64 - 1);
-    let most = scratch_bytes / slots / STEP_BYTES * STEP_BYTES;
-    assert!(most > 0, "bug: scratch of {scratch_bytes} bytes for {ranks} ranks");
-    let mut batches: Vec<Vec<Cut>> = Vec::new();
-    let mut used = scratch_bytes;
-    for (piece, (dtype, counts)) in pieces.iter().enumerate() {
-        let longest = counts.iter().copied().max().unwrap_or(0);
-        let mut first = 0;
-        while first < longest {
-            let elements = first..longest.min(first + most / dtype.bytes());
-            let stride = ((elements.end - elements.start) * dtype.bytes()).next_multiple_of(STEP_BYTES);
-            if used + slots * stride > scratch_bytes || batches.last().is_none_or(|batch| batch.len() == CUTS) {
-                batches.push(Vec::new());
-                used = 0;
-            }
-            first = elements.end;
-            batches.last_mut().expect("there is one").push(Cut { piece, elements, scratch: used, stride });
-            used += slots * stride;
-        }
-    }
-    batches
-}
-
-/// What ranks exchange by.
+/// An open communicator with its staging buffer and kernels.
 pub struct Communicator {
     library: Arc<Library>,
     context: Arc<Context>,
     handle: Handle,
     rank: u32,
     ranks: u32,
-    scratch: Address,
-    scratch_bytes: u64,
-    held: Bytes,
+    staging: Address,
+    staging_bytes: u64,
+    held_bytes: Bytes,
     done: Event,
     sums: [(&'static str, Function); 2],
     _module: Module,
 }
 
-// SAFETY: a communicator belongs to no thread; it is used by one at a time.
+// SAFETY: a communicator belongs to no thread; one thread uses it at a time.
 unsafe impl Send for Communicator {}
 
 impl Communicator {
-    /// What it takes of this rank alone.
-    fn prepare(of: &Nccl, seat: &Seat) -> Result<Communicator, DeviceError> {
-        let Nccl { library, compiler, context, scratch_bytes, .. } = of;
+    /// Allocates this rank's resources, without contacting other ranks.
+    fn prepare(nccl: &Nccl, group: &GroupHandle) -> Result<Communicator, DeviceError> {
+        let Nccl { library, compiler, context, staging_bytes, .. } = nccl;
         let unit = Unit::new(Family::Collective, Real::F32, 0);
         let cubins = compiler.cubins(&[unit], context.gpu().architecture)?;
-        let module = Module::load(context, unit, cubins.first().expect("as many as units"))?;
+        let module = Module::load(context, unit, cubins.first().expect("one cubin per unit"))?;
         let function = |name| Ok::<_, CudaError>((name, module.function(name, 0)?));
         let sums = [function("sum_ranks_f32")?, function("sum_ranks_f64")?];
         let done = Event::new(context)?;
@@ -431,20 +394,20 @@ impl Communicator {
             library: library.clone(),
             context: context.clone(),
             handle: ptr::null_mut(),
-            rank: seat.rank,
-            ranks: seat.transport.ranks(),
-            scratch: context.allocate(*scratch_bytes)?,
-            scratch_bytes: *scratch_bytes,
-            held: Bytes::ZERO,
+            rank: group.rank,
+            ranks: group.transport.world_size(),
+            staging: context.allocate(*staging_bytes)?,
+            staging_bytes: *staging_bytes,
+            held_bytes: Bytes::ZERO,
             done,
             sums,
             _module: module,
         })
     }
 
-    /// Comes together with the others who have this id.
-    fn joins(&mut self, seat: &Seat, id: Id) -> Result<(), DeviceError> {
-        const WHAT: &str = "bring the ranks together";
+    /// Connects to the other ranks with the same id.
+    fn connect(&mut self, group: &GroupHandle, id: Id) -> Result<(), DeviceError> {
+        const WHAT: &str = "connect the ranks";
         let mut config = Config {
             size: size_of::<Config>(),
             magic: CONFIG_MAGIC,
@@ -456,21 +419,21 @@ impl Communicator {
             net_name: ptr::null(),
             split_share: UNDEFINED,
         };
-        // SAFETY: writes one handle; the config is what its size says, and is read before the call returns.
-        let made = unsafe {
+        // SAFETY: writes one handle; the config has the stated size, and is read before the call returns.
+        let status = unsafe {
             let init = self.library.ncclCommInitRankConfig;
             init(&mut self.handle, self.ranks as c_int, id, self.rank as c_int, &mut config)
         };
-        self.check(WHAT, made)?;
-        self.proceeds(WHAT, seat)
+        self.check(WHAT, status)?;
+        self.wait_for_call(WHAT, group)
     }
 
     fn check(&self, what: &'static str, status: Status) -> Result<(), CudaError> {
-        self.library.check_of(self.handle, what, status)
+        self.library.check_communicator(self.handle, what, status)
     }
 
-    /// How far the last call is: whether it is over.
-    fn is_through(&self, what: &'static str) -> Result<bool, CudaError> {
+    /// Returns whether the last call has completed.
+    fn is_call_complete(&self, what: &'static str) -> Result<bool, CudaError> {
         let mut status = 0;
         // SAFETY: writes one status of a communicator that lives.
         self.check(what, unsafe { (self.library.ncclCommGetAsyncError)(self.handle, &mut status) })?;
@@ -478,54 +441,58 @@ impl Communicator {
         Ok(status != IN_PROGRESS)
     }
 
-    /// Looks again and again whether something is over, for so long `most`.
+    /// Polls until `is_complete` returns true, at most for `timeout`.
     ///
     /// # Errors
-    /// Where it is not, though somebody has given up some time ago: nothing of it can be relied on.
-    fn until(
+    /// Fails after the timeout, or if a peer aborted and the grace period has passed; the data is then invalid.
+    fn poll_until(
         &self,
         what: &'static str,
-        seat: &Seat,
-        most: Option<Duration>,
-        mut is_over: impl FnMut() -> Result<bool, CudaError>,
+        group: &GroupHandle,
+        timeout: Option<Duration>,
+        mut is_complete: impl FnMut() -> Result<bool, CudaError>,
     ) -> Result<(), DeviceError> {
-        let (began, mut gone): (_, Option<Instant>) = (Instant::now(), None);
-        while !is_over()? {
-            if let Err(peer) = seat.transport.agreed()
-                && gone.get_or_insert_with(Instant::now).elapsed() > GRACE
+        let (began, mut peer_failed_at): (_, Option<Instant>) = (Instant::now(), None);
+        while !is_complete()? {
+            if let Err(peer) = group.transport.check_aborted()
+                && peer_failed_at.get_or_insert_with(Instant::now).elapsed() > PEER_FAILURE_GRACE
             {
                 return Err(peer);
             }
-            if let Some(most) = most.filter(|most| began.elapsed() > *most) {
-                let says = format!("it is not over after {} s", most.as_secs());
-                return Err(CudaError::Nccl { what, says }.into());
+            if let Some(timeout) = timeout.filter(|timeout| began.elapsed() > *timeout) {
+                let detail = format!("it did not complete within {} s", timeout.as_secs());
+                return Err(CudaError::Nccl { what, detail }.into());
             }
-            thread::sleep(LOOK);
+            thread::sleep(POLL_INTERVAL);
         }
         Ok(())
     }
 
-    /// Waits until the last call is over.
-    fn proceeds(&self, what: &'static str, seat: &Seat) -> Result<(), DeviceError> {
-        self.until(what, seat, Some(OPENS), || self.is_through(what))
+    /// Waits until the last call completes.
+    fn wait_for_call(&self, what: &'static str, group: &GroupHandle) -> Result<(), DeviceError> {
+        self.poll_until(what, group, Some(OPEN_TIMEOUT), || self.is_call_complete(what))
     }
 
-    /// Messages between ranks, all at once.
-    fn group(&self, seat: &Seat, messages: impl FnOnce() -> Result<(), CudaError>) -> Result<(), DeviceError> {
+    /// Enqueues messages between ranks as one NCCL group.
+    fn run_grouped(
+        &self,
+        group: &GroupHandle,
+        messages: impl FnOnce() -> Result<(), CudaError>,
+    ) -> Result<(), DeviceError> {
         const WHAT: &str = "exchange";
         // SAFETY: takes nothing.
         self.check(WHAT, unsafe { (self.library.ncclGroupStart)() })?;
-        let said = messages();
-        // SAFETY: takes nothing. A group that was begun has to be ended.
+        let queued = messages();
+        // SAFETY: takes nothing. Every started group must be ended.
         let ended = self.check(WHAT, unsafe { (self.library.ncclGroupEnd)() });
-        said.and(ended)?;
-        self.proceeds(WHAT, seat)
+        queued.and(ended)?;
+        self.wait_for_call(WHAT, group)
     }
 
-    /// Gives bytes to a rank.
+    /// Sends bytes to a rank.
     ///
     /// # Safety
-    /// The range is memory of the device, and not written until the stream has done it.
+    /// The range is device memory, and not written until the stream has sent it.
     unsafe fn send(&self, from: Address, bytes: u64, peer: u32, stream: &Stream) -> Result<(), CudaError> {
         if bytes == 0 {
             return Ok(());
@@ -537,10 +504,10 @@ impl Communicator {
         self.check("send", sent)
     }
 
-    /// Takes bytes from a rank.
+    /// Receives bytes from a rank.
     ///
     /// # Safety
-    /// The range is memory of the device, and not touched by others until the stream has done it.
+    /// The range is device memory, and not touched by other work until the stream has received it.
     unsafe fn receive(&self, to: Address, bytes: u64, peer: u32, stream: &Stream) -> Result<(), CudaError> {
         if bytes == 0 {
             return Ok(());
@@ -557,26 +524,26 @@ impl Communicator {
         (0..self.ranks).filter(move |peer| *peer != own)
     }
 
-    /// The slot in scratch, from `first` on, for what goes to a rank, or with `comes` for what comes of it.
-    fn slot(&self, first: u64, stride: u64, peer: u32, comes: bool) -> Address {
+    /// Returns a slot address of a chunk at offset `first`: outgoing to `peer`, or incoming from it.
+    fn slot(&self, first: u64, stride: u64, peer: u32, incoming: bool) -> Address {
         let number = u64::from(if peer < self.rank { peer } else { peer - 1 });
-        let before = if comes { u64::from(self.ranks - 1) } else { 0 };
-        self.scratch + first + (before + number) * stride
+        let before = if incoming { u64::from(self.ranks - 1) } else { 0 };
+        self.staging + first + (before + number) * stride
     }
 
-    /// Every rank sends every other some bytes: connections are made now, and what they take is taken. Kernels are started
-    /// once, before any other rank is waited for.
-    fn tries(&mut self, seat: &Seat, stream: &Stream) -> Result<(), DeviceError> {
-        let room = self.scratch_bytes / (2 * u64::from(self.ranks - 1));
-        let bytes = room.min(TRIED_BYTES) / STEP_BYTES * STEP_BYTES;
-        // Words of two bytes, another one from each to each.
+    /// Sends bytes between all pairs of ranks, so that connections are opened and their memory is allocated now. Runs
+    /// the sum kernels once, before it waits for any other rank.
+    fn self_test(&mut self, group: &GroupHandle, stream: &Stream) -> Result<(), DeviceError> {
+        let slot_bytes_max = self.staging_bytes / (2 * u64::from(self.ranks - 1));
+        let bytes = slot_bytes_max.min(SELF_TEST_BYTES_MAX) / SLOT_ALIGNMENT * SLOT_ALIGNMENT;
+        // A different two-byte word for every ordered pair of ranks.
         let word = |from: u32, to: u32| (1 + from * 251 + to) as u16;
-        // SAFETY (of all below): scratch is this communicator's, and nothing else is at work in it.
-        unsafe { stream.zero(self.scratch, self.scratch_bytes) }?;
+        // SAFETY (of all below): this communicator owns the staging buffer, and no other work uses it.
+        unsafe { stream.zero(self.staging, self.staging_bytes) }?;
         for dtype in [DType::F32, DType::F64] {
             let parts =
-                Parts { own: self.scratch, others: self.scratch, stride: 0, rank: self.rank, ranks: self.ranks };
-            for launch in sum_ranks(dtype, parts, self.scratch, 1, false).into_iter().flatten() {
+                RankParts { own: self.staging, others: self.staging, stride: 0, rank: self.rank, ranks: self.ranks };
+            for launch in sum_ranks(dtype, parts, self.staging, 1, false).into_iter().flatten() {
                 // SAFETY: see above.
                 unsafe { self.launch(&launch, stream) }?;
             }
@@ -586,7 +553,7 @@ impl Communicator {
             // SAFETY: see above.
             unsafe { stream.fill(self.slot(0, bytes, peer, false), word(self.rank, peer), bytes) }?;
         }
-        self.group(seat, || {
+        self.run_grouped(group, || {
             self.peers().try_for_each(|peer| {
                 // SAFETY: see above.
                 unsafe { self.send(self.slot(0, bytes, peer, false), bytes, peer, stream) }?;
@@ -594,98 +561,105 @@ impl Communicator {
                 unsafe { self.receive(self.slot(0, bytes, peer, true), bytes, peer, stream) }
             })
         })?;
-        self.waits(seat, stream, Some(OPENS))?;
+        self.wait_for_stream(group, stream, Some(OPEN_TIMEOUT))?;
         let mut found = vec![0u8; bytes as usize];
         for peer in self.peers() {
-            // SAFETY: pageable memory is written before the stream is over.
+            // SAFETY: pageable memory is written before the stream completes.
             unsafe { stream.copy_out(found.as_mut_ptr(), self.slot(0, bytes, peer, true), bytes) }?;
             stream.synchronize()?;
             if found.as_chunks::<2>().0.iter().any(|pair| u16::from_ne_bytes(*pair) != word(peer, self.rank)) {
-                let says = format!("what came of rank {peer} is not what it has sent");
-                return Err(CudaError::Nccl { what: "exchange", says }.into());
+                let detail = format!("received data from rank {peer} differs from what that rank sent");
+                return Err(CudaError::Nccl { what: "exchange", detail }.into());
             }
         }
         Ok(())
     }
 
-    /// Waits until the device is through with what it was given.
-    fn waits(&self, seat: &Seat, stream: &Stream, most: Option<Duration>) -> Result<(), DeviceError> {
+    /// Waits until the device has completed the work on a stream.
+    fn wait_for_stream(
+        &self,
+        group: &GroupHandle,
+        stream: &Stream,
+        timeout: Option<Duration>,
+    ) -> Result<(), DeviceError> {
         const WHAT: &str = "exchange";
         self.done.record(stream)?;
-        self.until(WHAT, seat, most, || {
-            let over = self.done.is_over()?;
-            // What NCCL fails with ends nothing on the device.
-            self.is_through(WHAT).map(|_| over)
+        self.poll_until(WHAT, group, timeout, || {
+            let complete = self.done.is_complete()?;
+            // An NCCL error does not end the work on the device.
+            self.is_call_complete(WHAT).map(|_| complete)
         })
     }
 
-    /// Takes part in a collective, in the order of `stream`, and comes back when it is over.
+    /// Runs a collective in the order of `stream`, and waits for its end.
     ///
     /// # Errors
-    /// Where this rank or another one cannot go on: what it gets may then be there in part, and the communicator has to be
-    /// closed.
+    /// Fails if this rank or another cannot continue. The output may then be partly written, and the communicator must
+    /// be closed.
     ///
     /// # Panics
-    /// For a message, which is none.
+    /// Panics for a point-to-point message.
     ///
     /// # Safety
-    /// What pieces touch is free for this in the order of `stream`.
+    /// The memory of the pieces is free for this use in the order of `stream`.
     pub unsafe fn exchange(
         &mut self,
         exchange: &Exchange,
-        pieces: &[Stands],
-        seat: &Seat,
+        pieces: &[PieceAddresses],
+        group: &GroupHandle,
         stream: &Stream,
     ) -> Result<(), DeviceError> {
         let counts: Vec<&[u64]> = exchange.pieces.iter().map(|piece| &piece.counts[..]).collect();
-        let forms: Vec<_> = pieces.iter().zip(&counts).map(|(at, counts)| (at.dtype, *counts)).collect();
+        let piece_shapes: Vec<_> = pieces.iter().zip(&counts).map(|(at, counts)| (at.dtype, *counts)).collect();
         let (sums, gathers, adds) = match exchange.collective {
             Collective::AllReduce => (true, true, false),
             Collective::ReduceScatter => (true, false, true),
             Collective::AllGather => (false, true, false),
             Collective::Send | Collective::Receive => unreachable!("messages go through staging"),
         };
-        // Where elements of a rank's part of the whole stand, and how many bytes they are.
-        let part = |cut: &Cut, whole: Address, of: u32| {
-            let (size, counts) = (forms[cut.piece].0.bytes(), counts[cut.piece]);
-            let before: u64 = counts[..of as usize].iter().sum();
-            let range = cut.of(counts[of as usize]);
+        // Returns address and size of a rank's elements of a chunk within a whole piece.
+        let part = |chunk: &Chunk, whole: Address, rank: u32| {
+            let (size, counts) = (piece_shapes[chunk.piece].0.bytes(), counts[chunk.piece]);
+            let before: u64 = counts[..rank as usize].iter().sum();
+            let range = chunk.range_within(counts[rank as usize]);
             (whole + (before + range.start) * size, (range.end - range.start) * size)
         };
         let copy = |to: Address, from: Address, bytes: u64| match bytes {
             0 => Ok(()),
-            // SAFETY (of all below): ranges of the pieces, as the caller promises, and of scratch, where every cut has slots
-            // of its own, and one batch is over before the next begins.
+            // SAFETY (of all below): ranges of the pieces, as the caller promises, and of the staging buffer, where
+            // every chunk has its own slots, and each batch completes before the next begins.
             _ => unsafe { stream.copy(to, from, bytes) },
         };
-        for batch in batches(self.ranks as usize, &forms, self.scratch_bytes) {
-            let slot = |cut: &Cut, peer: u32, comes: bool| self.slot(cut.scratch, cut.stride, peer, comes);
-            let first = self.peers().next().expect("a team");
-            let between: Vec<(&Cut, u32)> =
-                batch.iter().flat_map(|cut| self.peers().map(move |peer| (cut, peer))).collect();
+        for batch in chunk_batches(self.ranks as usize, &piece_shapes, self.staging_bytes) {
+            let slot = |chunk: &Chunk, peer: u32, incoming: bool| {
+                self.slot(chunk.staging_offset, chunk.stride, peer, incoming)
+            };
+            let first = self.peers().next().expect("a team has other ranks");
+            let chunk_peers: Vec<(&Chunk, u32)> =
+                batch.iter().flat_map(|chunk| self.peers().map(move |peer| (chunk, peer))).collect();
             if sums {
-                for &(cut, peer) in &between {
-                    let (from, bytes) = part(cut, pieces[cut.piece].input, peer);
-                    copy(slot(cut, peer, false), from, bytes)?;
+                for &(chunk, peer) in &chunk_peers {
+                    let (from, bytes) = part(chunk, pieces[chunk.piece].input, peer);
+                    copy(slot(chunk, peer, false), from, bytes)?;
                 }
-                self.group(seat, || {
-                    for &(cut, peer) in &between {
-                        let bytes = |of: u32| part(cut, 0, of).1;
+                self.run_grouped(group, || {
+                    for &(chunk, peer) in &chunk_peers {
+                        let bytes = |rank: u32| part(chunk, 0, rank).1;
                         // SAFETY: see above.
-                        unsafe { self.send(slot(cut, peer, false), bytes(peer), peer, stream) }?;
+                        unsafe { self.send(slot(chunk, peer, false), bytes(peer), peer, stream) }?;
                         // SAFETY: see above.
-                        unsafe { self.receive(slot(cut, peer, true), bytes(self.rank), peer, stream) }?;
+                        unsafe { self.receive(slot(chunk, peer, true), bytes(self.rank), peer, stream) }?;
                     }
                     Ok(())
                 })?;
-                for cut in &batch {
-                    let Stands { input, output, dtype } = pieces[cut.piece];
-                    let (own, bytes) = part(cut, input, self.rank);
-                    // What is scattered has a place for the own part alone.
-                    let scattered = output + cut.elements.start * dtype.bytes();
-                    let into = if gathers { part(cut, output, self.rank).0 } else { scattered };
-                    let (others, stride) = (slot(cut, first, true), cut.stride / dtype.bytes());
-                    let parts = Parts { own, others, stride, rank: self.rank, ranks: self.ranks };
+                for chunk in &batch {
+                    let PieceAddresses { input, output, dtype } = pieces[chunk.piece];
+                    let (own, bytes) = part(chunk, input, self.rank);
+                    // A scattered output only holds this rank's part.
+                    let scattered = output + chunk.elements.start * dtype.bytes();
+                    let into = if gathers { part(chunk, output, self.rank).0 } else { scattered };
+                    let (others, stride) = (slot(chunk, first, true), chunk.stride / dtype.bytes());
+                    let parts = RankParts { own, others, stride, rank: self.rank, ranks: self.ranks };
                     let launches = sum_ranks(dtype, parts, into, bytes / dtype.bytes(), adds);
                     let launches = launches.unwrap_or_else(|| unreachable!("sums are not taken in {dtype}"));
                     for launch in launches.iter().filter(|_| bytes > 0) {
@@ -695,33 +669,33 @@ impl Communicator {
                 }
             }
             if gathers {
-                for cut in &batch {
-                    let Stands { input, output, dtype } = pieces[cut.piece];
-                    let (own, bytes) = part(cut, output, self.rank);
-                    // What is summed up stands in its place; what is only gathered may have to be brought there.
-                    let from = if sums { own } else { input + cut.elements.start * dtype.bytes() };
+                for chunk in &batch {
+                    let PieceAddresses { input, output, dtype } = pieces[chunk.piece];
+                    let (own, bytes) = part(chunk, output, self.rank);
+                    // A summed part is already in place; a part that is only gathered may have to be copied there.
+                    let from = if sums { own } else { input + chunk.elements.start * dtype.bytes() };
                     if from != own {
                         copy(own, from, bytes)?;
                     }
-                    copy(slot(cut, first, false), own, bytes)?;
+                    copy(slot(chunk, first, false), own, bytes)?;
                 }
-                self.group(seat, || {
-                    for &(cut, peer) in &between {
-                        let bytes = |of: u32| part(cut, 0, of).1;
-                        // SAFETY: see above; what all get is read from one slot.
-                        unsafe { self.send(slot(cut, first, false), bytes(self.rank), peer, stream) }?;
+                self.run_grouped(group, || {
+                    for &(chunk, peer) in &chunk_peers {
+                        let bytes = |rank: u32| part(chunk, 0, rank).1;
+                        // SAFETY: see above; all peers receive the contents of one slot.
+                        unsafe { self.send(slot(chunk, first, false), bytes(self.rank), peer, stream) }?;
                         // SAFETY: see above.
-                        unsafe { self.receive(slot(cut, peer, true), bytes(peer), peer, stream) }?;
+                        unsafe { self.receive(slot(chunk, peer, true), bytes(peer), peer, stream) }?;
                     }
                     Ok(())
                 })?;
-                for &(cut, peer) in &between {
-                    let (to, bytes) = part(cut, pieces[cut.piece].output, peer);
-                    copy(to, slot(cut, peer, true), bytes)?;
+                for &(chunk, peer) in &chunk_peers {
+                    let (to, bytes) = part(chunk, pieces[chunk.piece].output, peer);
+                    copy(to, slot(chunk, peer, true), bytes)?;
                 }
             }
-            // Queues have ends: no more is put there before others have done their part.
-            self.waits(seat, stream, None)?;
+            // Streams have bounded capacity: enqueue no more before the other ranks have done their part.
+            self.wait_for_stream(group, stream, None)?;
         }
         Ok(())
     }
@@ -731,71 +705,40 @@ impl Communicator {
     /// # Safety
     /// As for [`Stream::launch`].
     unsafe fn launch(&self, launch: &Launch, stream: &Stream) -> Result<(), CudaError> {
-        let (_, function) = self.sums.iter().find(|(name, _)| *name == launch.kernel).expect("one of the two");
+        let (_, function) =
+            self.sums.iter().find(|(name, _)| *name == launch.kernel).expect("a sum kernel of this module");
         let arguments: Vec<*const c_void> = launch.arguments.iter().map(|argument| argument.pointer()).collect();
-        // SAFETY: as the caller promises; arguments are in the order of the kernel's signature (tested against its source).
+        // SAFETY: as the caller promises; arguments are in the order of the kernel's signature (tested against its
+        // source).
         unsafe { stream.launch(*function, launch.grid, launch.block, launch.shared_bytes, &arguments) }
     }
 }
 
 impl Drop for Communicator {
     fn drop(&mut self) {
-        // It need not wait for others, who may be gone; what is under way ends.
+        // Does not wait for other ranks, which may be lost; ends work in progress.
         if !self.handle.is_null() {
-            // SAFETY: ours, and not used after this.
+            // SAFETY: owned here, and not used after this.
             unsafe { (self.library.ncclCommAbort)(self.handle) };
         }
         let _ = self.context.synchronize();
-        // SAFETY: ours, and nothing is at work in it any more.
-        let _ = unsafe { self.context.free(self.scratch) };
+        // SAFETY: owned by this communicator, and no work uses it.
+        let _ = unsafe { self.context.free(self.staging) };
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use proptest::prelude::*;
 
     #[test]
-    fn structures_have_the_sizes_of_the_header() {
+    fn structures_have_header_sizes() {
         assert_eq!((size_of::<Id>(), size_of::<Config>()), (128, 48));
     }
 
     #[test]
-    fn what_is_no_nccl_has_no_version() {
+    fn unusable_library_has_no_version() {
         assert_eq!(version(Path::new("libc.so.6")), None);
         assert_eq!(version(Path::new("/nowhere/libnccl.so.2")), None);
-    }
-
-    proptest! {
-        #[test]
-        fn every_element_is_cut_once_and_scratch_has_room_on_every_rank(
-            pieces in prop::collection::vec((any::<bool>(), prop::collection::vec(0u64..3000, 3)), 1..90),
-            scratch_bytes in 1024u64..20_000,
-        ) {
-            let wide = |(wide, counts): &(bool, Vec<u64>)| (if *wide { DType::F64 } else { DType::Bf16 }, counts.clone());
-            let pieces: Vec<(DType, Vec<u64>)> = pieces.iter().map(wide).collect();
-            let forms: Vec<(DType, &[u64])> = pieces.iter().map(|(dtype, counts)| (*dtype, &counts[..])).collect();
-            let all = batches(3, &forms, scratch_bytes);
-            for rank in 0..3 {
-                let mut next = vec![0; pieces.len()];
-                for batch in &all {
-                    prop_assert!(batch.len() <= CUTS);
-                    let mut used = 0;
-                    for cut in batch {
-                        let (dtype, counts) = &pieces[cut.piece];
-                        let range = cut.of(counts[rank]);
-                        prop_assert!(cut.scratch >= used);
-                        prop_assert!((range.end - range.start) * dtype.bytes() <= cut.stride);
-                        // Two others, to and from each of whom it goes.
-                        used = cut.scratch + 4 * cut.stride;
-                        prop_assert_eq!(range.start, next[cut.piece]);
-                        next[cut.piece] = range.end;
-                    }
-                    prop_assert!(used <= scratch_bytes);
-                }
-                prop_assert!(next.iter().zip(&pieces).all(|(next, (_, counts))| *next == counts[rank]));
-            }
-        }
     }
 }

@@ -1,226 +1,235 @@
-//! From `cuda:0` to an executor: driver, compiler and library of products are opened once in the life of the process,
-//! each from the file that was found.
+//! Opening a GPU by its number (`cuda:0`) and watching it from outside the executor.
+//!
+//! Driver, compiler, cuBLASLt and NCCL are loaded once per process, each from the file that discovery chose.
 
 use super::arena::DeviceArena;
 use super::compile::Compiler;
 use super::driver::Driver;
-use super::executor::{self, Opened, Opening};
-use super::gpus::{self, Card, Here};
+use super::executor::{self, OpenRequest, OpenedGpu};
+use super::gpus::{self, CudaInstallation, GpuInfo};
 use super::{nccl, products};
 use crate::calibration;
 use crate::device::{Device, DeviceError};
-use crate::probe::Heat;
-use plimsoll_core::{Algorithms, Bytes, DType, MeasuredBy};
+use crate::probe::Temperature;
+use plimsoll_core::{Bytes, DType, GemmAlgorithms, MeasuredBy};
 use plimsoll_program::{Placement, ProgramSet};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-/// What every GPU is driven with.
-pub(crate) struct Tools {
+/// The loaded NVIDIA libraries that every GPU of the process uses.
+pub(crate) struct CudaLibraries {
     /// The driver.
     pub driver: Arc<Driver>,
     products: Arc<products::Library>,
     compiler: Arc<Compiler>,
-    /// None where there is none that can be used.
+    /// NCCL; `None` if no usable version is installed.
     nccl: Option<Arc<nccl::Library>>,
 }
 
-/// The driver with what goes with it, opened at the first call. What is missing then may be there at the next.
-pub(crate) fn tools(here: &'static Here) -> Result<&'static Tools, DeviceError> {
-    static TOOLS: Mutex<Option<&'static Tools>> = Mutex::new(None);
-    let mut tools = TOOLS.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some(tools) = *tools {
-        return Ok(tools);
+/// Loads the libraries at the first successful call and returns them. A failed call is retried by the next one.
+pub(crate) fn libraries(installation: &'static CudaInstallation) -> Result<&'static CudaLibraries, DeviceError> {
+    static LIBRARIES: Mutex<Option<&'static CudaLibraries>> = Mutex::new(None);
+    let mut libraries = LIBRARIES.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(libraries) = *libraries {
+        return Ok(libraries);
     }
     let folder = calibration::folder();
-    let opened = Tools {
-        driver: Arc::new(Driver::load(&here.driver.path)?),
-        products: Arc::new(products::Library::load(&here.cublaslt()?.path)?),
-        compiler: Arc::new(Compiler::open(&here.nvrtc()?.path, &here.driver_version, folder.as_deref())?),
-        nccl: here.nccl().and_then(|found| nccl::Library::load(&found.path).ok()).map(Arc::new),
+    let opened = CudaLibraries {
+        driver: Arc::new(Driver::load(&installation.driver.path)?),
+        products: Arc::new(products::Library::load(&installation.cublaslt()?.path)?),
+        compiler: Arc::new(Compiler::open(
+            &installation.nvrtc()?.path,
+            &installation.driver_version,
+            folder.as_deref(),
+        )?),
+        nccl: installation.nccl().and_then(|found| nccl::Library::load(&found.path).ok()).map(Arc::new),
     };
-    // Never closed: drivers do not bear to be taken away.
-    Ok(tools.insert(Box::leak(Box::new(opened))))
+    // Never unloaded: a driver that has started must stay loaded.
+    Ok(libraries.insert(Box::leak(Box::new(opened))))
 }
 
-/// A GPU by the driver's number of it.
+/// Returns the GPU with this driver number, and the installation that lists it.
 ///
 /// # Errors
-/// There is none of that number, or no driver.
-pub fn card(index: u32) -> Result<(&'static Here, &'static Card), DeviceError> {
-    let here = gpus::here()?;
-    let count = here.cards.len() as u32;
-    let card = here.cards.get(index as usize);
-    Ok((here, card.ok_or(super::driver::CudaError::NoDevice { ordinal: index, count })?))
+/// Fails if the number is not listed, or there is no driver.
+pub fn find_gpu(index: u32) -> Result<(&'static CudaInstallation, &'static GpuInfo), DeviceError> {
+    let installation = gpus::installation()?;
+    let count = installation.gpus.len() as u32;
+    let gpu = installation.gpus.get(index as usize);
+    Ok((installation, gpu.ok_or(super::driver::CudaError::NoDevice { ordinal: index, count })?))
 }
 
-/// What is free on a GPU now: as NVML sees it, or where that is not to be had, as a context sees it.
+/// Returns the free memory of a GPU from NVML, or from a context if NVML does not report it.
 ///
 /// # Errors
-/// What the driver refuses.
-pub fn free_bytes(here: &'static Here, card: &Card) -> Result<Bytes, DeviceError> {
-    if let Some(memory) = here.memory(card) {
+/// Returns the driver's error.
+pub fn free_bytes(installation: &'static CudaInstallation, gpu: &GpuInfo) -> Result<Bytes, DeviceError> {
+    if let Some(memory) = installation.memory(gpu) {
         return Ok(memory.free_bytes);
     }
-    // The context stays, and what it takes itself is missing in the answer, on the safe side.
-    let context = super::driver::Context::open(&tools(here)?.driver, card.index, None)?;
+    // The context stays open. Its own memory is missing in this figure, so the figure errs on the low side.
+    let context = super::driver::Context::open(&libraries(installation)?.driver, gpu.index, None)?;
     Ok(context.memory()?.0)
 }
 
-/// Takes bytes of a GPU and holds them for nobody's Programs, until they are dropped.
+/// Reserves memory of a GPU without running programs in it. Dropping the arena frees it.
 ///
 /// # Errors
-/// There is none of that number, or it has not that much left.
-pub fn hold(index: u32, bytes: Bytes) -> Result<DeviceArena, DeviceError> {
-    let (here, _) = card(index)?;
-    let context = super::driver::Context::open(&tools(here)?.driver, index, None)?;
-    Ok(DeviceArena::take(&context, bytes.0)?)
+/// Fails if the number is not listed, or the GPU has too little free memory.
+pub fn hold_bytes(index: u32, bytes: Bytes) -> Result<DeviceArena, DeviceError> {
+    let (installation, _) = find_gpu(index)?;
+    let context = super::driver::Context::open(&libraries(installation)?.driver, index, None)?;
+    Ok(DeviceArena::allocate(&context, bytes.0)?)
 }
 
-/// What was free on a GPU, as NVML says it, before this process had a context there: asked at the first call.
-fn free_before(here: &Here, card: &Card) -> Option<Bytes> {
-    static KNOWN: Mutex<BTreeMap<u32, Option<Bytes>>> = Mutex::new(BTreeMap::new());
-    let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
-    *known.entry(card.index).or_insert_with(|| here.memory(card).map(|memory| memory.free_bytes))
+/// Returns the free memory that NVML reported at the first call, before this process had a context on the GPU.
+fn initial_free_bytes(installation: &CudaInstallation, gpu: &GpuInfo) -> Option<Bytes> {
+    static INITIAL: Mutex<BTreeMap<u32, Option<Bytes>>> = Mutex::new(BTreeMap::new());
+    let mut stored = INITIAL.lock().unwrap_or_else(PoisonError::into_inner);
+    *stored.entry(gpu.index).or_insert_with(|| installation.memory(gpu).map(|memory| memory.free_bytes))
 }
 
-/// What asks a GPU for a sign of life, from any thread and beside its work, its opening included. One that fell off the bus
-/// answers no more, and a driver that hangs does not come back. Where NVML said nothing of it when it was first asked, it
-/// counts as there.
-pub fn answers(index: u32) -> impl Fn() -> bool + Send + Sync {
-    let told = OnceLock::new();
+/// Returns a closure that checks whether a GPU still responds, callable from any thread while the GPU works or is being
+/// opened.
+///
+/// A GPU that fell off the bus, or has a hanging driver, does not respond. If NVML does not report the GPU at the
+/// first call, the check always succeeds.
+pub fn liveness_probe(index: u32) -> impl Fn() -> bool + Send + Sync {
+    let first_answer = OnceLock::new();
     move || {
-        let answers = card(index).is_ok_and(|(here, card)| here.memory(card).is_some());
-        let first = *told.get_or_init(|| answers);
-        answers || !first
+        let responds = find_gpu(index).is_ok_and(|(installation, gpu)| installation.memory(gpu).is_some());
+        let first = *first_answer.get_or_init(|| responds);
+        responds || !first
     }
 }
 
-/// A GPU that a run has opened, as it is seen from beside the Programs.
-pub struct OnGpu {
-    here: &'static Here,
-    card: &'static Card,
-    /// Whether some of the algorithms of its products were chosen now.
-    pub chosen_anew: bool,
+/// A GPU that a run has opened, observed outside the executor.
+pub struct GpuMonitor {
+    installation: &'static CudaInstallation,
+    gpu: &'static GpuInfo,
+    /// Whether some GEMM algorithms were chosen at this opening instead of taken from storage.
+    pub newly_tuned: bool,
 }
 
-impl OnGpu {
-    /// What this process holds on it now, where NVML sees processes (not in containers, nor on WSL).
-    pub fn held(&self) -> Option<Bytes> {
+impl GpuMonitor {
+    /// Returns the bytes that this process holds on the GPU. NVML does not see processes in containers and on WSL.
+    pub fn process_bytes(&self) -> Option<Bytes> {
         let own = std::process::id();
-        self.here.processes(self.card).into_iter().find(|process| process.pid == own)?.held_bytes
+        self.installation.processes(self.gpu).into_iter().find(|process| process.pid == own)?.held_bytes
     }
 
-    /// The same, and where processes cannot be seen what is free less than before this process came, as far as NVML
-    /// says that. No figure is better than one that was only counted.
-    pub fn measured(&self) -> Option<(Bytes, MeasuredBy)> {
-        let less = || {
-            let now = self.here.memory(self.card)?.free_bytes;
-            Some((free_before(self.here, self.card)?.saturating_sub(now), MeasuredBy::FreeMemory))
+    /// Returns the bytes that this process holds on the GPU, and how they were measured.
+    ///
+    /// If NVML does not see processes, the result is the decrease of free memory since this process started. Returns
+    /// `None` if NVML reports neither.
+    pub fn measured_bytes(&self) -> Option<(Bytes, MeasuredBy)> {
+        let from_free_memory = || {
+            let free_now = self.installation.memory(self.gpu)?.free_bytes;
+            Some((initial_free_bytes(self.installation, self.gpu)?.saturating_sub(free_now), MeasuredBy::FreeMemory))
         };
-        self.held().map(|held| (held, MeasuredBy::Process)).or_else(less)
+        self.process_bytes().map(|held| (held, MeasuredBy::Process)).or_else(from_free_memory)
     }
 
-    /// How warm it is, where NVML says so.
-    pub fn heat(&self) -> Option<Heat> {
-        self.here.condition(self.card).heat()
+    /// Returns the temperature and throttling state, if NVML reports them.
+    pub fn heat(&self) -> Option<Temperature> {
+        self.installation.condition(self.gpu).heat()
     }
 }
 
-/// What a run is given of a GPU, and what is known of it already.
+/// Options of a run for opening a GPU.
 #[derive(Clone, Copy)]
-pub struct Wish<'a> {
-    /// The GPU's number.
+pub struct OpenOptions<'a> {
+    /// Driver number of the GPU.
     pub index: u32,
-    /// Threads of the processor, for ops that the host does.
+    /// CPU threads for ops that run on the host.
     pub threads: usize,
-    /// What is computed in.
+    /// Data type of the computation.
     pub precision: DType,
-    /// The algorithms that products had before; without them those that were chosen on this machine before.
-    pub algorithms: Option<&'a Algorithms>,
-    /// The charges that were planned with, where they were measured: more are refused before the arena is taken.
+    /// GEMM algorithms of an earlier run. If `None`, those stored on this machine are used.
+    pub algorithms: Option<&'a GemmAlgorithms>,
+    /// Measured charges that the plan assumes. If the GPU holds more, opening fails before the arena is allocated.
     pub charges: Option<Bytes>,
-    /// Where its scratch file is, where it may have one.
+    /// Folder of the scratch file, if the run may have one.
     pub scratch: Option<&'a Path>,
 }
 
-impl Wish<'_> {
-    fn opening<T>(
+impl OpenOptions<'_> {
+    fn with_request<T>(
         &self,
-        then: impl FnOnce(&Opening, &'static Here, &'static Card) -> Result<T, DeviceError>,
+        open_with: impl FnOnce(&OpenRequest, &'static CudaInstallation, &'static GpuInfo) -> Result<T, DeviceError>,
     ) -> Result<T, DeviceError> {
-        let (here, card) = card(self.index)?;
-        let tools = tools(here)?;
-        let first = free_before(here, card);
-        let known = if self.algorithms.is_none() { calibration::algorithms(card) } else { None };
-        let opening = Opening {
-            driver: &tools.driver,
-            products: &tools.products,
-            compiler: &tools.compiler,
-            nccl: tools.nccl.as_ref(),
+        let (installation, gpu) = find_gpu(self.index)?;
+        let libraries = libraries(installation)?;
+        let initial_free = initial_free_bytes(installation, gpu);
+        let stored = if self.algorithms.is_none() { calibration::gemm_algorithms(gpu) } else { None };
+        let request = OpenRequest {
+            driver: &libraries.driver,
+            products: &libraries.products,
+            compiler: &libraries.compiler,
+            nccl: libraries.nccl.as_ref(),
             ordinal: self.index,
             precision: self.precision,
             threads: self.threads,
-            algorithms: self.algorithms.or(known.as_ref()),
-            // Where a context was ended, a library may have kept it all the same, and what it holds would count as others'.
-            free_before: here.memory(card).map(|memory| memory.free_bytes).max(first),
+            algorithms: self.algorithms.or(stored.as_ref()),
+            // A library may have kept memory of a context that was closed. Taking the larger figure does not attribute
+            // it to others.
+            free_before: installation.memory(gpu).map(|memory| memory.free_bytes).max(initial_free),
             charges_max: self.charges,
             scratch: self.scratch,
         };
-        then(&opening, here, card)
+        open_with(&request, installation, gpu)
     }
 }
 
-/// Opens a GPU with the Programs of a plan to be measured: products have these algorithms, others are chosen anew, and
-/// charges are what they are.
+/// Opens a GPU to measure the programs of a plan. Products use the given algorithms; missing ones are chosen anew.
+/// Charges are not limited.
 ///
 /// # Errors
-/// What is missing on this machine, or what the GPU refuses.
+/// Fails if a library is missing, or the GPU refuses memory.
 pub fn open(
     index: u32,
     threads: usize,
     precision: DType,
-    algorithms: Option<&Algorithms>,
+    algorithms: Option<&GemmAlgorithms>,
     set: ProgramSet,
     placement: Placement,
-) -> Result<Opened, DeviceError> {
-    let wish = Wish { index, threads, precision, algorithms, charges: None, scratch: None };
-    wish.opening(|opening, _, _| executor::open(&Opening { algorithms, ..*opening }, set, placement))
+) -> Result<OpenedGpu, DeviceError> {
+    let options = OpenOptions { index, threads, precision, algorithms, charges: None, scratch: None };
+    options.with_request(|request, _, _| executor::open(&OpenRequest { algorithms, ..*request }, set, placement))
 }
 
-/// Measures what a GPU holds beside the arena of these Programs, taking no more than the largest of their ops needs; tells
-/// the next runs.
+/// Measures and stores the charges of a GPU: memory held outside the arena for these programs. Allocates only as much
+/// arena as the largest op needs.
 ///
 /// # Errors
 /// As [`open`].
-pub fn measure_charges(wish: &Wish, set: ProgramSet, placement: Placement) -> Result<Bytes, DeviceError> {
-    wish.opening(|opening, here, card| {
-        let (charges, algorithms) = executor::charges(opening, set, placement)?;
-        calibration::keep_charges(here, card, charges.total());
-        calibration::keep_algorithms(&algorithms);
+pub fn measure_charges(options: &OpenOptions, set: ProgramSet, placement: Placement) -> Result<Bytes, DeviceError> {
+    options.with_request(|request, installation, gpu| {
+        let (charges, algorithms) = executor::measure_charges(request, set, placement)?;
+        calibration::store_charges(installation, gpu, charges.total());
+        calibration::store_gemm_algorithms(&algorithms);
         Ok(charges.total())
     })
 }
 
-/// Opens a GPU for a run, which also wants to see it from beside its Programs. What was measured and chosen is told to
-/// the next runs.
+/// Opens a GPU for a run and stores the measured charges and chosen algorithms for later runs.
 ///
 /// # Errors
-/// As [`open`], and [`DeviceError::MoreCharges`].
+/// As [`open`], and [`DeviceError::ChargesExceedPlan`].
 pub fn open_for_run(
-    wish: &Wish,
+    options: &OpenOptions,
     set: ProgramSet,
     placement: Placement,
-) -> Result<(Box<dyn Device>, OnGpu), DeviceError> {
-    wish.opening(|opening, here, card| {
-        let opened = executor::open(opening, set, placement);
-        if let Err(DeviceError::MoreCharges { held, .. }) = opened {
-            calibration::keep_charges(here, card, held);
+) -> Result<(Box<dyn Device>, GpuMonitor), DeviceError> {
+    options.with_request(|request, installation, gpu| {
+        let result = executor::open(request, set, placement);
+        if let Err(DeviceError::ChargesExceedPlan { held, .. }) = result {
+            calibration::store_charges(installation, gpu, held);
         }
-        let Opened { device, charges, algorithms, chosen_anew, .. } = opened?;
-        calibration::keep_charges(here, card, charges.total());
-        calibration::keep_algorithms(&algorithms);
-        Ok((device, OnGpu { here, card, chosen_anew }))
+        let OpenedGpu { device, charges, algorithms, newly_tuned, .. } = result?;
+        calibration::store_charges(installation, gpu, charges.total());
+        calibration::store_gemm_algorithms(&algorithms);
+        Ok((device, GpuMonitor { installation, gpu, newly_tuned }))
     })
 }

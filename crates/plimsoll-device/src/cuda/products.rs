@@ -1,32 +1,30 @@
-//! Matrix products by cuBLASLt: how a product of row-major matrices is said to a library that knows columns, and
-//! which of its algorithms does it.
+//! Matrix products by cuBLASLt: translation from row-major to column-major matrices, and the choice of an algorithm.
 //!
-//! **Arithmetic.** f32 products are `CUBLAS_COMPUTE_32F`: no TF32, no emulation. bf16 products sum in f32, and round
-//! once, when they are stored. An algorithm is taken only if it has one order of summation: no reduction in place and
-//! none in the type of the output, so that the same GPU gives the same bits every time.
+//! **Arithmetic.** f32 products use `CUBLAS_COMPUTE_32F`: no TF32, no emulation. bf16 products accumulate in f32 and
+//! round once, when they are stored. Only algorithms with a fixed order of summation are used: no reduction in place
+//! and none in the output type. The same GPU therefore gives the same bits every time.
 //!
-//! **The algorithm is a part of the plan.** For each distinct product, what the library proposes for the planned
-//! workspace is timed in the planned arena when the device is opened, and the quickest is kept ([`Algorithms`]): with
-//! plan and checkpoint it is written down, and a run that goes on takes it again. Where the library or the GPU is
-//! another one, it is chosen anew.
+//! **Algorithms are part of the plan.** For each distinct product, the proposals of the library for the planned
+//! workspace are timed when the device is opened, and the fastest is kept ([`GemmAlgorithms`]). The choice is stored
+//! with plan and checkpoint, and a resumed run uses it again. A different library, driver or GPU requires a new choice.
 
 use super::driver::{Address, Context, CudaError, Event, Stream, library};
 use super::headers::{Structure, numbers, structure};
-use plimsoll_core::{Algorithms, DType};
+use plimsoll_core::{DType, GemmAlgorithms};
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::ptr;
 use std::sync::Arc;
 
-/// What every function of cuBLASLt returns.
+/// Return type of every cuBLASLt function.
 type Status = c_int;
-/// Something of cuBLASLt's that is only passed on.
+/// Opaque handle of a cuBLASLt object.
 type Handle = *mut c_void;
-/// `cublasLtMatmulAlgo_t`: 64 bytes that may be copied, and kept for the same version of the library.
-type Words = [u64; 8];
+/// `cublasLtMatmulAlgo_t`: 64 bytes that may be copied, and stored for the same library version.
+type RawAlgorithm = [u64; 8];
 
 library! {
-    /// The functions of cuBLASLt that are called, and no others.
+    /// The functions of cuBLASLt that this crate calls.
     Library {
         fn cublasLtGetVersion() -> usize;
         fn cublasLtGetStatusName(status: Status) -> *const c_char;
@@ -46,17 +44,17 @@ library! {
         fn cublasLtMatmulPreferenceDestroy(preference: Handle) -> Status;
         fn cublasLtMatmulAlgoGetHeuristic(
             library: Handle, product: Handle, a: Handle, b: Handle, c: Handle, d: Handle, preference: Handle,
-            asked: c_int, found: *mut Found, count: *mut c_int,
+            requested: c_int, found: *mut HeuristicResult, count: *mut c_int,
         ) -> Status;
         fn cublasLtMatmulAlgoCheck(
             library: Handle, product: Handle, a: Handle, b: Handle, c: Handle, d: Handle,
-            algorithm: *const Words, found: *mut Found,
+            algorithm: *const RawAlgorithm, found: *mut HeuristicResult,
         ) -> Status;
         fn cublasLtMatmul(
             library: Handle, product: Handle, alpha: *const c_void,
             a: *const c_void, a_layout: Handle, b: *const c_void, b_layout: Handle, beta: *const c_void,
             c: *const c_void, c_layout: Handle, d: *mut c_void, d_layout: Handle,
-            algorithm: *const Words, workspace: *mut c_void, workspace_bytes: usize, stream: Handle,
+            algorithm: *const RawAlgorithm, workspace: *mut c_void, workspace_bytes: usize, stream: Handle,
         ) -> Status;
     }
 }
@@ -64,17 +62,17 @@ library! {
 /// `cublasLtMatmulHeuristicResult_t`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Found {
-    algorithm: Words,
+pub(super) struct HeuristicResult {
+    algorithm: RawAlgorithm,
     workspace_bytes: usize,
     state: Status,
     waves: f32,
     reserved: [c_int; 4],
 }
 
-/// What cublasLt.h calls its fields.
-pub(super) const STRUCTURES: &[Structure] = &[structure!(cublasLtMatmulHeuristicResult_t, Found {
-    "algo" => algorithm: Words, "workspaceSize" => workspace_bytes: usize, "state" => state: Status,
+/// Field names of the structures in cublasLt.h.
+pub(super) const STRUCTURES: &[Structure] = &[structure!(cublasLtMatmulHeuristicResult_t, HeuristicResult {
+    "algo" => algorithm: RawAlgorithm, "workspaceSize" => workspace_bytes: usize, "state" => state: Status,
     "wavesCount" => waves: f32, "reserved" => reserved: [c_int; 4],
 })];
 
@@ -95,147 +93,158 @@ numbers! {
         CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES => PREFER_ALIGNMENT_B: c_uint = 6;
         CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES => PREFER_ALIGNMENT_C: c_uint = 7;
         CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES => PREFER_ALIGNMENT_D: c_uint = 8;
-        /// Parts are summed in the workspace, in the type that is computed in, and in a fixed order.
+        /// Partial sums are reduced in the workspace, in the compute type and in a fixed order.
         CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE => REDUCTION_COMPUTE_TYPE: u32 = 2;
-        /// The library was refused memory, as a rule for a kernel that it loads when it is first used.
+        /// The library was refused memory, usually for a kernel that it loads at first use.
         CUBLAS_STATUS_ALLOC_FAILED => ALLOC_FAILED: Status = 3;
     }
 }
 
-/// Proposals of the library that are timed.
-const PROPOSALS: usize = 8;
-/// How often each is timed.
-const TIMINGS: usize = 3;
-/// A later proposal has to be this much quicker than the best before it: times scatter, and the library's order is
+/// The largest number of proposals that are timed.
+const PROPOSALS_MAX: usize = 8;
+/// Timings per proposal; their median counts.
+const TIMING_ROUNDS: usize = 3;
+/// A later proposal must take less than this share of the best time so far: timings scatter, and the library's order is
 /// a good guess.
-const QUICKER: f64 = 0.97;
-/// What takes so many times as long as the best before it is not timed again.
-const HOPELESS: f64 = 2.0;
-/// A timing lasts about this long, of a product that is shorter by repeating it.
-const SECONDS_TIMED: f64 = 2e-4;
-/// The most repeats.
+const FASTER_RATIO: f64 = 0.97;
+/// A proposal that takes this many times the best time so far is timed only once.
+const ABANDON_RATIO: f64 = 2.0;
+/// Target duration of one timing. Shorter products are repeated to reach it.
+const TIMED_SECONDS_MIN: f64 = 2e-4;
+/// The most repeats of a product in one timing.
 const REPEATS_MAX: f64 = 16.0;
 
-/// What distinguishes a product from another: sizes as in `OpKind::Product`, types, and where its operands may stand.
+/// The key of a matrix product: sizes as in `OpKind::Product`, types, strides and alignments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Shape {
     /// Rows of the result.
     pub m: u64,
     /// Columns of the result.
     pub n: u64,
-    /// Inner size.
+    /// Inner dimension.
     pub k: u64,
-    /// Whether `a` is stored `[k,m]`.
+    /// Whether `a` is stored as `[k,m]`.
     pub a_transposed: bool,
-    /// Whether `b` is stored `[n,k]`.
+    /// Whether `b` is stored as `[n,k]`.
     pub b_transposed: bool,
-    /// Elements from one stored row of `a` to the next.
+    /// Elements between the starts of stored rows of `a`.
     pub a_stride: u64,
-    /// The same of what is added.
-    pub added_stride: u64,
-    /// The same of the result.
+    /// Elements between the starts of rows of the addend.
+    pub addend_stride: u64,
+    /// Elements between the starts of rows of the result.
     pub out_stride: u64,
-    /// Of `a` and `b`.
+    /// Data type of `a` and `b`.
     pub input: DType,
-    /// Of the result, and of what is added.
+    /// Data type of the result and the addend.
     pub output: DType,
-    /// Whether a row is added to every row.
+    /// Whether a bias row `[n]` is added to every row.
     pub bias: bool,
-    /// Whether a matrix is added: a residual, or what stands there.
-    pub adds: bool,
-    /// Bytes that the addresses of a, b, what is added, and the result are multiples of: powers of two up to 256.
+    /// Whether a matrix `[m,n]` is added: a residual, or the previous result.
+    pub has_addend: bool,
+    /// Alignments of the addresses of a, b, addend and result in bytes: powers of two up to 256.
     pub alignment: [u32; 4],
-    /// Bytes of the workspace.
+    /// Size of the workspace in bytes.
     pub workspace_bytes: u64,
 }
 
-/// The operands of one product.
+/// The operand addresses of one matrix product.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Operands {
-    /// What the product is multiplied with.
+    /// Factor of the product.
     pub scale: f32,
     /// `[m,k]`, or `[k,m]` if transposed.
     pub a: Address,
     /// `[k,n]`, or `[n,k]` if transposed.
     pub b: Address,
-    /// `[m,n]`, added where the shape says so; may be the result.
-    pub added: Address,
+    /// `[m,n]`, added if the shape has an addend; may equal `out`.
+    pub addend: Address,
     /// `[m,n]`.
     pub out: Address,
-    /// `[n]`; 0 where there is none.
+    /// `[n]`; 0 if there is no bias.
     pub bias: Address,
-    /// Scratch.
+    /// Workspace of the size in the shape.
     pub workspace: Address,
 }
 
-/// The largest power of two, up to 256, that an address is a multiple of.
+/// Returns the largest power of two, up to 256, that divides an address.
 fn alignment(address: Address) -> u32 {
     1 << address.trailing_zeros().min(8)
 }
 
 impl Operands {
-    /// What [`Shape::alignment`] says about them.
+    /// Returns the alignments for [`Shape::alignment`].
     pub fn alignments(&self) -> [u32; 4] {
-        [self.a, self.b, self.added, self.out].map(alignment)
+        [self.a, self.b, self.addend, self.out].map(alignment)
     }
 }
 
 impl Shape {
-    /// The product in words: `2048×1024×384 nt bf16→f32 +bias +c @256,256,256,256 in 33554432`; strides where rows
-    /// are parts of longer ones.
+    /// Returns the key of the product as text: `2048×1024×384 nt bf16→f32 +bias +c @256,256,256,256 in 33554432`.
+    /// Strides appear if rows are not contiguous.
     pub fn name(&self) -> String {
         let letter = |transposed: bool| if transposed { 't' } else { 'n' };
         let (a, b) = (letter(self.a_transposed), letter(self.b_transposed));
         let bias = if self.bias { " +bias" } else { "" };
-        let adds = if self.adds { " +c" } else { "" };
+        let has_addend = if self.has_addend { " +c" } else { "" };
         let dense = (if self.a_transposed { self.m } else { self.k }, self.n, self.n);
-        let strides = if (self.a_stride, self.added_stride, self.out_stride) == dense {
+        let strides = if (self.a_stride, self.addend_stride, self.out_stride) == dense {
             String::new()
         } else {
-            format!(" rows {},{},{}", self.a_stride, self.added_stride, self.out_stride)
+            format!(" rows {},{},{}", self.a_stride, self.addend_stride, self.out_stride)
         };
         let [first, second, third, fourth] = self.alignment;
         format!(
-            "{}×{}×{} {a}{b}{strides} {}→{}{bias}{adds} @{first},{second},{third},{fourth} in {}",
+            "{}×{}×{} {a}{b}{strides} {}→{}{bias}{has_addend} @{first},{second},{third},{fourth} in {}",
             self.m, self.n, self.k, self.input, self.output, self.workspace_bytes
         )
     }
 }
 
-/// A matrix as a library of columns sees it: rows, columns, and elements from one column to the next.
-type ColumnMajor = (u64, u64, u64);
-
-/// A product as such a library is told it.
-///
-/// A row-major matrix is, column by column, its own transpose. So out = A·B is said as outᵀ = Bᵀ·Aᵀ: `b` comes first,
-/// and what is stored transposed stays what it is.
+/// Layout of a column-major matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Told {
-    /// The first matrix, which is `b`, and whether it is turned.
-    first: (ColumnMajor, bool),
+struct ColumnMajor {
+    rows: u64,
+    columns: u64,
+    /// Elements between the starts of columns.
+    leading: u64,
+}
+
+/// A product as a column-major library receives it.
+///
+/// A row-major matrix, read by columns, is its own transpose. So out = A·B is passed as outᵀ = Bᵀ·Aᵀ: `b` comes first,
+/// and transposition flags stay unchanged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct ColumnMajorProduct {
+    /// The first matrix, which is `b`.
+    first: ColumnMajor,
+    first_transposed: bool,
     /// The second matrix, which is `a`.
-    second: (ColumnMajor, bool),
-    /// What is added.
-    added: ColumnMajor,
+    second: ColumnMajor,
+    second_transposed: bool,
+    /// The addend.
+    addend: ColumnMajor,
     /// The result.
     out: ColumnMajor,
 }
 
-fn told(shape: &Shape) -> Told {
-    let Shape { m, n, k, a_transposed, b_transposed, a_stride, added_stride, out_stride, .. } = *shape;
-    Told {
-        first: if b_transposed { ((k, n, k), true) } else { ((n, k, n), false) },
-        second: if a_transposed { ((m, k, a_stride), true) } else { ((k, m, a_stride), false) },
-        added: (n, m, added_stride),
-        out: (n, m, out_stride),
+fn to_column_major(shape: &Shape) -> ColumnMajorProduct {
+    let Shape { m, n, k, a_transposed, b_transposed, a_stride, addend_stride, out_stride, .. } = *shape;
+    let matrix = |rows, columns, leading| ColumnMajor { rows, columns, leading };
+    ColumnMajorProduct {
+        first: if b_transposed { matrix(k, n, k) } else { matrix(n, k, n) },
+        first_transposed: b_transposed,
+        second: if a_transposed { matrix(m, k, a_stride) } else { matrix(k, m, a_stride) },
+        second_transposed: a_transposed,
+        addend: matrix(n, m, addend_stride),
+        out: matrix(n, m, out_stride),
     }
 }
 
-fn to_hex(words: Words) -> String {
+fn to_hex(words: RawAlgorithm) -> String {
     words.map(|word| format!("{word:016x}")).concat()
 }
 
-fn from_hex(text: &str) -> Option<Words> {
+fn from_hex(text: &str) -> Option<RawAlgorithm> {
     let mut words = [0; 8];
     if text.len() != 128 || !text.is_ascii() {
         return None;
@@ -246,39 +255,38 @@ fn from_hex(text: &str) -> Option<Words> {
     Some(words)
 }
 
-/// A product with its algorithm, ready to be done.
-struct Ready {
+/// A product with its algorithm.
+struct PreparedProduct {
     description: Description,
-    algorithm: Words,
-    /// Where the library does not take the bias along: a kernel adds it.
+    algorithm: RawAlgorithm,
+    /// Whether a kernel adds the bias because the library cannot fuse it.
     bias_by_kernel: bool,
 }
 
-/// The products of a device.
+/// The matrix products of a device.
 pub struct Products {
     library: Arc<Library>,
     context: Arc<Context>,
     handle: Handle,
-    ready: BTreeMap<Shape, Ready>,
-    stored: Algorithms,
-    /// Whether something was chosen that was not stored.
-    chose: bool,
+    ready: BTreeMap<Shape, PreparedProduct>,
+    stored: GemmAlgorithms,
+    /// Whether an algorithm was chosen that was not stored.
+    newly_tuned: bool,
 }
 
-// SAFETY: the library's handle and descriptions belong to no thread (its manual calls it thread-safe), `Products` has its
-// own, and whoever calls enters the context first.
+// SAFETY: the library's handle and descriptions belong to no thread (its manual calls it thread-safe), `Products` owns
+// them, and the caller enters the context first.
 unsafe impl Send for Products {}
 
 impl Products {
-    /// Opens the library in a context that is current; algorithms in `stored` are used again if they are of the same
-    /// library and GPU.
+    /// Opens cuBLASLt in the current context. Algorithms in `stored` are used if library, driver and GPU match.
     ///
     /// # Errors
-    /// What the library says.
+    /// Returns the error of the library.
     pub fn new(
         library: &Arc<Library>,
         context: &Arc<Context>,
-        stored: Option<&Algorithms>,
+        stored: Option<&GemmAlgorithms>,
     ) -> Result<Products, CudaError> {
         let mut handle = ptr::null_mut();
         // SAFETY: writes one handle.
@@ -287,42 +295,43 @@ impl Products {
         let version = unsafe { (library.cublasLtGetVersion)() } as u64;
         let gpu = context.gpu();
         let chosen = BTreeMap::new();
-        let fresh = Algorithms { library: version, gpu: gpu.name.clone(), driver: gpu.driver_version, chosen };
-        let same = stored.filter(|stored| stored.of_the_same(&fresh));
+        let fresh = GemmAlgorithms { library: version, gpu: gpu.name.clone(), driver: gpu.driver_version, chosen };
+        let compatible = stored.filter(|stored| stored.is_compatible_with(&fresh));
         Ok(Products {
             library: library.clone(),
             context: context.clone(),
             handle,
             ready: BTreeMap::new(),
-            stored: same.cloned().unwrap_or(fresh),
-            chose: false,
+            stored: compatible.cloned().unwrap_or(fresh),
+            newly_tuned: false,
         })
     }
 
-    /// The algorithms of all products that were prepared, and whether any was chosen now: then bits may differ from
-    /// those of a run that had others.
-    pub fn algorithms(&self) -> (Algorithms, bool) {
+    /// Returns the algorithms of all prepared products, and whether any was chosen now. Bits may then differ from a run
+    /// with other algorithms.
+    pub fn algorithms(&self) -> (GemmAlgorithms, bool) {
         let chosen = self.ready.iter().map(|(shape, ready)| (shape.name(), to_hex(ready.algorithm))).collect();
-        (Algorithms { chosen, ..self.stored.clone() }, self.chose)
+        (GemmAlgorithms { chosen, ..self.stored.clone() }, self.newly_tuned)
     }
 
-    /// Whether a kernel has to add the bias of a product.
+    /// Returns whether a kernel must add the bias of a prepared product.
     ///
     /// # Panics
-    /// Where it was not prepared.
+    /// Panics if the product was not prepared.
     pub fn bias_by_kernel(&self, shape: &Shape) -> bool {
         self.ready[shape].bias_by_kernel
     }
 
-    /// Chooses an algorithm, unless that was done before: the stored one, or the quickest of those that the library
-    /// proposes, timed on `operands`, whose result and workspace are overwritten. Where no stream is given, nothing is
-    /// timed: the first that is proposed.
+    /// Chooses an algorithm for a product that has none.
+    ///
+    /// Uses the stored algorithm if there is one. Otherwise times the proposals of the library on `operands`, and
+    /// overwrites result and workspace. Without a stream, takes the first proposal.
     ///
     /// # Errors
-    /// Where the library can do no such product, or the device fails.
+    /// Fails if the library cannot compute the product, or the device fails.
     ///
     /// # Safety
-    /// The operands are memory of the device as large as the shape says, and nothing else is at work in them.
+    /// The operands are device memory as large as the shape states, and no other work uses them.
     pub unsafe fn prepare(
         &mut self,
         shape: Shape,
@@ -334,26 +343,26 @@ impl Products {
         }
         let name = shape.name();
         let known = self.stored.chosen.get(&name).and_then(|text| from_hex(text));
-        let mut says = String::from("it knows none");
-        // With the bias taken along, else without it.
+        let mut refusal = String::from("it proposes none");
+        // First with a fused bias, then without.
         for bias_by_kernel in [false, true] {
             if bias_by_kernel && !shape.bias {
                 break;
             }
             let description = Description::new(&self.library, &Shape { bias: shape.bias && !bias_by_kernel, ..shape })?;
             description.set_bias(operands.bias)?;
-            let stored = known.filter(|words| self.fits(&description, words, shape.workspace_bytes));
+            let stored = known.filter(|words| self.accepts(&description, words, shape.workspace_bytes));
             let algorithm = match stored {
                 Some(words) => Some(words),
                 None => {
                     let chosen = self.proposals(&description, &shape).and_then(|proposals| match timed_on {
                         // SAFETY: as the caller promises.
-                        Some(stream) => unsafe { self.quickest(&description, &shape, operands, stream, &proposals) },
+                        Some(stream) => unsafe { self.fastest(&description, &shape, operands, stream, &proposals) },
                         None => Ok(proposals.first().copied()),
                     });
                     match chosen {
                         Err(CudaError::Product { name, .. }) => {
-                            says = name;
+                            refusal = name;
                             None
                         }
                         chosen => chosen?,
@@ -361,27 +370,27 @@ impl Products {
                 }
             };
             if let Some(algorithm) = algorithm {
-                self.chose |= stored.is_none();
-                self.ready.insert(shape, Ready { description, algorithm, bias_by_kernel });
+                self.newly_tuned |= stored.is_none();
+                self.ready.insert(shape, PreparedProduct { description, algorithm, bias_by_kernel });
                 return Ok(());
             }
         }
-        // The library passes on that something failed, the driver knows what: a device may be lost.
+        // The library only reports that something failed; the driver knows whether the device is lost.
         self.context.synchronize()?;
-        Err(CudaError::Product { what: "propose an algorithm", name: says, product: format!(" for {name}") })
+        Err(CudaError::Product { what: "propose an algorithm", name: refusal, product: format!(" for {name}") })
     }
 
-    /// Puts a product on a stream.
+    /// Enqueues a prepared product on a stream.
     ///
     /// # Errors
-    /// What the library says.
+    /// Returns the error of the library.
     ///
     /// # Panics
-    /// Where it was not prepared.
+    /// Panics if the product was not prepared.
     ///
     /// # Safety
-    /// The operands are memory of the device as large as the shape says, stand as it says, and are free for this in the
-    /// order of `stream`.
+    /// The operands are device memory with the size and alignment in the shape, and are free for this use in the order
+    /// of `stream`.
     pub unsafe fn run(&self, shape: &Shape, operands: &Operands, stream: &Stream) -> Result<(), CudaError> {
         let ready = &self.ready[shape];
         if shape.bias && !ready.bias_by_kernel {
@@ -391,15 +400,15 @@ impl Products {
         let status = unsafe { self.start(&ready.description, shape, operands, &ready.algorithm, stream) };
         let done = self.library.check_product("multiply", status, shape);
         if matches!(done, Err(CudaError::Product { .. })) {
-            // The library passes on that something failed, the driver knows what: a device may be lost.
+            // The library only reports that something failed; the driver knows whether the device is lost.
             self.context.synchronize()?;
         }
         done
     }
 
-    /// Whether the library takes an algorithm for a product, within the workspace.
-    fn fits(&self, description: &Description, words: &Words, workspace_bytes: u64) -> bool {
-        let (mut found, [a, b, c, d]) = (Found::default(), description.layouts);
+    /// Returns whether the library accepts an algorithm for a product within the workspace.
+    fn accepts(&self, description: &Description, words: &RawAlgorithm, workspace_bytes: u64) -> bool {
+        let (mut found, [a, b, c, d]) = (HeuristicResult::default(), description.layouts);
         // SAFETY: all handles live; reads 64 bytes and writes one structure.
         let status = unsafe {
             let check = self.library.cublasLtMatmulAlgoCheck;
@@ -408,46 +417,48 @@ impl Products {
         status == 0 && found.workspace_bytes as u64 <= workspace_bytes
     }
 
-    /// What the library proposes, the most promising first; nothing where it can do no such product.
-    fn proposals(&self, description: &Description, shape: &Shape) -> Result<Vec<Words>, CudaError> {
+    /// Returns the library's proposals, best first; empty if it cannot compute the product.
+    fn proposals(&self, description: &Description, shape: &Shape) -> Result<Vec<RawAlgorithm>, CudaError> {
         let preference = Preference::new(&self.library)?;
         preference.set(PREFER_WORKSPACE, &shape.workspace_bytes)?;
         preference.set(PREFER_REDUCTION, &REDUCTION_COMPUTE_TYPE)?;
-        // First and second change places, as in `told`.
+        // First and second matrix are exchanged, as in `to_column_major`.
         let [a, b, c, d] = shape.alignment;
         let alignments =
             [(PREFER_ALIGNMENT_A, b), (PREFER_ALIGNMENT_B, a), (PREFER_ALIGNMENT_C, c), (PREFER_ALIGNMENT_D, d)];
         for (attribute, bytes) in alignments {
             preference.set(attribute, &bytes)?;
         }
-        let (mut found, mut count) = ([Found::default(); PROPOSALS], 0);
+        let (mut found, mut count) = ([HeuristicResult::default(); PROPOSALS_MAX], 0);
         let [a, b, c, d] = description.layouts;
         // SAFETY: all handles live; writes at most as many structures as it is asked for, and one integer.
         let status = unsafe {
-            let ask = self.library.cublasLtMatmulAlgoGetHeuristic;
-            let (room, asked) = (found.as_mut_ptr(), PROPOSALS as c_int);
-            ask(self.handle, description.product, a, b, c, d, preference.handle, asked, room, &mut count)
+            let query = self.library.cublasLtMatmulAlgoGetHeuristic;
+            let (results, requested) = (found.as_mut_ptr(), PROPOSALS_MAX as c_int);
+            query(self.handle, description.product, a, b, c, d, preference.handle, requested, results, &mut count)
         };
         self.library.check_product("propose an algorithm", status, shape)?;
-        let count = (count.max(0) as usize).min(PROPOSALS);
-        let usable = |found: &&Found| found.state == 0 && found.workspace_bytes as u64 <= shape.workspace_bytes;
+        let count = (count.max(0) as usize).min(PROPOSALS_MAX);
+        let usable =
+            |found: &&HeuristicResult| found.state == 0 && found.workspace_bytes as u64 <= shape.workspace_bytes;
         Ok(found[..count].iter().filter(usable).map(|found| found.algorithm).collect())
     }
 
-    /// The quickest of the proposals; among nearly equal ones the first. Where all of them are refused, the last refusal.
+    /// Returns the fastest proposal, and the earliest of nearly equal ones. If all are refused, returns the last
+    /// refusal.
     ///
     /// # Safety
     /// As for [`Products::prepare`].
-    unsafe fn quickest(
+    unsafe fn fastest(
         &self,
         description: &Description,
         shape: &Shape,
         operands: &Operands,
         stream: &Stream,
-        proposals: &[Words],
-    ) -> Result<Option<Words>, CudaError> {
+        proposals: &[RawAlgorithm],
+    ) -> Result<Option<RawAlgorithm>, CudaError> {
         let [start, end] = [Event::timed(&self.context)?, Event::timed(&self.context)?];
-        let (mut best, mut refused): (Option<(f64, Words)>, _) = (None, None);
+        let (mut best, mut refused): (Option<(f64, RawAlgorithm)>, _) = (None, None);
         for words in proposals {
             let time = |times: u32| -> Result<f64, CudaError> {
                 start.record(stream)?;
@@ -460,7 +471,7 @@ impl Products {
                 end.synchronize()?;
                 Ok(end.seconds_since(&start)? / f64::from(times))
             };
-            // The first time loads the kernel. What the library proposes and then refuses is left out.
+            // The first run loads the kernel. A proposal that the library then refuses is skipped.
             match time(1) {
                 Err(error @ CudaError::Product { .. }) => {
                     refused = Some(error);
@@ -468,19 +479,19 @@ impl Products {
                 }
                 first => first?,
             };
-            let once = time(1)?;
-            if best.is_some_and(|(seconds, _)| once > HOPELESS * seconds) {
+            let first_seconds = time(1)?;
+            if best.is_some_and(|(seconds, _)| first_seconds > ABANDON_RATIO * seconds) {
                 continue;
             }
-            // Short ones are timed together: events tell half a microsecond.
-            let at_once = (SECONDS_TIMED / once).clamp(1.0, REPEATS_MAX) as u32;
-            let mut times = [0.0; TIMINGS];
+            // Short products are timed in groups: events have a resolution of half a microsecond.
+            let repeats = (TIMED_SECONDS_MIN / first_seconds).clamp(1.0, REPEATS_MAX) as u32;
+            let mut times = [0.0; TIMING_ROUNDS];
             for seconds in &mut times {
-                *seconds = time(at_once)?;
+                *seconds = time(repeats)?;
             }
             times.sort_unstable_by(f64::total_cmp);
-            let median = times[TIMINGS / 2];
-            if best.is_none_or(|(seconds, _)| median < QUICKER * seconds) {
+            let median = times[TIMING_ROUNDS / 2];
+            if best.is_none_or(|(seconds, _)| median < FASTER_RATIO * seconds) {
                 best = Some((median, *words));
             }
         }
@@ -497,13 +508,13 @@ impl Products {
         description: &Description,
         shape: &Shape,
         operands: &Operands,
-        algorithm: &Words,
+        algorithm: &RawAlgorithm,
         stream: &Stream,
     ) -> Status {
-        let Operands { scale, a, b, added, out, workspace, .. } = *operands;
-        let [first, second, addend, result] = description.layouts;
-        let beta = if shape.adds { 1.0f32 } else { 0.0 };
-        let added = if shape.adds { added } else { out };
+        let Operands { scale, a, b, addend, out, workspace, .. } = *operands;
+        let [first, second, addend_layout, result] = description.layouts;
+        let beta = if shape.has_addend { 1.0f32 } else { 0.0 };
+        let addend = if shape.has_addend { addend } else { out };
         let at = |address: Address| address as *const c_void;
         // SAFETY: as the caller promises; the two factors are read before the call returns (pointer mode host).
         unsafe {
@@ -516,8 +527,8 @@ impl Products {
                 at(a),
                 second,
                 ptr::from_ref(&beta).cast(),
-                at(added),
-                addend,
+                at(addend),
+                addend_layout,
                 at(out).cast_mut(),
                 result,
                 algorithm,
@@ -532,21 +543,21 @@ impl Products {
 impl Drop for Products {
     fn drop(&mut self) {
         self.ready.clear();
-        // SAFETY: ours, and not used after this.
+        // SAFETY: owned here, and not used after this.
         unsafe { (self.library.cublasLtDestroy)(self.handle) };
     }
 }
 
 impl Library {
     fn check(&self, what: &'static str, status: Status) -> Result<(), CudaError> {
-        self.judge(what, status, String::new)
+        self.check_status(what, status, String::new)
     }
 
     fn check_product(&self, what: &'static str, status: Status, shape: &Shape) -> Result<(), CudaError> {
-        self.judge(what, status, || format!(" for {}", shape.name()))
+        self.check_status(what, status, || format!(" for {}", shape.name()))
     }
 
-    fn judge(&self, what: &'static str, status: Status, product: impl Fn() -> String) -> Result<(), CudaError> {
+    fn check_status(&self, what: &'static str, status: Status, product: impl Fn() -> String) -> Result<(), CudaError> {
         if status == 0 {
             return Ok(());
         }
@@ -565,8 +576,7 @@ impl Library {
     }
 }
 
-/// A product as the library has it: its description, and the layouts of its first and second matrix, of what is added
-/// and of the result.
+/// The cuBLASLt description of a product, with the layouts of first matrix, second matrix, addend and result.
 struct Description {
     library: Arc<Library>,
     product: Handle,
@@ -579,28 +589,29 @@ fn kind(dtype: DType) -> c_uint {
 
 impl Description {
     fn new(library: &Arc<Library>, shape: &Shape) -> Result<Description, CudaError> {
-        // What is still null is not destroyed.
-        let mut made =
+        // Handles that are still null are not destroyed.
+        let mut description =
             Description { library: library.clone(), product: ptr::null_mut(), layouts: [ptr::null_mut(); 4] };
         // SAFETY: writes one handle.
-        let status = unsafe { (library.cublasLtMatmulDescCreate)(&mut made.product, COMPUTE_32F, R_32F) };
+        let status = unsafe { (library.cublasLtMatmulDescCreate)(&mut description.product, COMPUTE_32F, R_32F) };
         library.check("describe a product", status)?;
-        let Told { first, second, added, out } = told(shape);
-        for (attribute, turned) in [(DESC_TRANSA, first.1), (DESC_TRANSB, second.1)] {
-            made.set(attribute, &c_int::from(turned))?;
+        let ColumnMajorProduct { first, first_transposed, second, second_transposed, addend, out } =
+            to_column_major(shape);
+        for (attribute, transposed) in [(DESC_TRANSA, first_transposed), (DESC_TRANSB, second_transposed)] {
+            description.set(attribute, &c_int::from(transposed))?;
         }
         if shape.bias {
-            made.set(DESC_EPILOGUE, &EPILOGUE_BIAS)?;
+            description.set(DESC_EPILOGUE, &EPILOGUE_BIAS)?;
         }
         let [input, output] = [shape.input, shape.output];
-        let matrices = [(input, first.0), (input, second.0), (output, added), (output, out)];
-        for (layout, (dtype, (rows, columns, leading))) in made.layouts.iter_mut().zip(matrices) {
+        let matrices = [(input, first), (input, second), (output, addend), (output, out)];
+        for (layout, (dtype, ColumnMajor { rows, columns, leading })) in description.layouts.iter_mut().zip(matrices) {
             // SAFETY: writes one handle.
             let status =
                 unsafe { (library.cublasLtMatrixLayoutCreate)(layout, kind(dtype), rows, columns, leading as i64) };
             library.check("describe a matrix", status)?;
         }
-        Ok(made)
+        Ok(description)
     }
 
     fn set<T: Copy>(&self, attribute: c_uint, value: &T) -> Result<(), CudaError> {
@@ -612,7 +623,7 @@ impl Description {
         self.library.check("describe a product", status)
     }
 
-    /// The row that is added, for the next start.
+    /// Sets the bias address for the next start.
     fn set_bias(&self, bias: Address) -> Result<(), CudaError> {
         if bias == 0 { Ok(()) } else { self.set(DESC_BIAS_POINTER, &bias) }
     }
@@ -620,7 +631,7 @@ impl Description {
 
 impl Drop for Description {
     fn drop(&mut self) {
-        // SAFETY: ours, and not used after this.
+        // SAFETY: owned here, and not used after this.
         unsafe {
             for layout in self.layouts.into_iter().filter(|layout| !layout.is_null()) {
                 (self.library.cublasLtMatrixLayoutDestroy)(layout);
@@ -632,7 +643,7 @@ impl Drop for Description {
     }
 }
 
-/// What an algorithm must keep to.
+/// Constraints on proposed algorithms.
 struct Preference {
     library: Arc<Library>,
     handle: Handle,
@@ -642,7 +653,7 @@ impl Preference {
     fn new(library: &Arc<Library>) -> Result<Preference, CudaError> {
         let mut handle = ptr::null_mut();
         // SAFETY: writes one handle.
-        library.check("take preferences", unsafe { (library.cublasLtMatmulPreferenceCreate)(&mut handle) })?;
+        library.check("set a preference", unsafe { (library.cublasLtMatmulPreferenceCreate)(&mut handle) })?;
         Ok(Preference { library: library.clone(), handle })
     }
 
@@ -652,13 +663,13 @@ impl Preference {
             let set = self.library.cublasLtMatmulPreferenceSetAttribute;
             set(self.handle, attribute, ptr::from_ref(value).cast(), size_of::<T>())
         };
-        self.library.check("take preferences", status)
+        self.library.check("set a preference", status)
     }
 }
 
 impl Drop for Preference {
     fn drop(&mut self) {
-        // SAFETY: ours, and not used after this.
+        // SAFETY: owned here, and not used after this.
         unsafe { (self.library.cublasLtMatmulPreferenceDestroy)(self.handle) };
     }
 }
@@ -676,27 +687,28 @@ mod tests {
             a_transposed,
             b_transposed,
             a_stride: if a_transposed { m } else { k },
-            added_stride: n,
+            addend_stride: n,
             out_stride: n,
             input: DType::F32,
             output: DType::F32,
             bias: false,
-            adds: false,
+            has_addend: false,
             alignment: [256; 4],
             workspace_bytes: 1 << 20,
         }
     }
 
-    /// Element (row, column) of a matrix of columns, turned or not.
-    fn at(matrix: &[f64], ((rows, columns, leading), turned): (ColumnMajor, bool), row: u64, column: u64) -> f64 {
-        let (row, column) = if turned { (column, row) } else { (row, column) };
+    /// Returns element (row, column) of a column-major matrix, transposed if requested.
+    fn at(matrix: &[f64], layout: ColumnMajor, transposed: bool, row: u64, column: u64) -> f64 {
+        let ColumnMajor { rows, columns, leading } = layout;
+        let (row, column) = if transposed { (column, row) } else { (row, column) };
         assert!(row < rows && column < columns && leading >= rows);
         matrix[(row + column * leading) as usize]
     }
 
     proptest! {
         #[test]
-        fn a_library_of_columns_is_told_the_product_of_rows_that_is_meant(
+        fn column_major_product_equals_row_major_product(
             (m, n, k) in (1u64..7, 1u64..7, 1u64..7), a_transposed: bool, b_transposed: bool,
             (more_a, more_out) in (0u64..3, 0u64..3)
         ) {
@@ -705,41 +717,44 @@ mod tests {
             let shape = Shape { a_stride, out_stride, ..dense };
             let numbers = |count: u64, seed: u64| (0..count).map(|i| ((i * 7 + seed) % 11) as f64 - 5.0).collect::<Vec<_>>();
             let (a, b) = (numbers((m + k) * a_stride, 3), numbers(k * n, 8));
-            let Told { first, second, added, out: (rows, columns, leading) } = told(&shape);
-            prop_assert_eq!((rows, columns, leading), (n, m, out_stride));
-            prop_assert_eq!(added, (n, m, n));
+            let ColumnMajorProduct { first, first_transposed, second, second_transposed, addend, out } =
+                to_column_major(&shape);
+            prop_assert_eq!(out, ColumnMajor { rows: n, columns: m, leading: out_stride });
+            prop_assert_eq!(addend, ColumnMajor { rows: n, columns: m, leading: n });
             for i in 0..m {
                 for j in 0..n {
                     let of_a = |l: u64| a[if a_transposed { l * a_stride + i } else { i * a_stride + l } as usize];
                     let of_b = |l: u64| b[if b_transposed { j * k + l } else { l * n + j } as usize];
-                    let meant: f64 = (0..k).map(|l| of_a(l) * of_b(l)).sum();
-                    // Element (j, i) of the library's result stands where element (i, j) of ours does.
-                    let told: f64 = (0..k).map(|l| at(&b, first, j, l) * at(&a, second, l, i)).sum();
-                    prop_assert_eq!(meant, told);
-                    prop_assert_eq!(j + i * leading, i * out_stride + j);
+                    let expected: f64 = (0..k).map(|l| of_a(l) * of_b(l)).sum();
+                    // Element (j, i) of the library's result is element (i, j) of the row-major result.
+                    let computed: f64 = (0..k)
+                        .map(|l| at(&b, first, first_transposed, j, l) * at(&a, second, second_transposed, l, i))
+                        .sum();
+                    prop_assert_eq!(expected, computed);
+                    prop_assert_eq!(j + i * out.leading, i * out_stride + j);
                 }
             }
         }
     }
 
     #[test]
-    fn an_algorithm_is_written_down_and_read_back() {
+    fn algorithm_round_trips_through_hex() {
         let words = [1, u64::MAX, 0, 3, 0xdead_beef, 5, 6, 7];
         assert_eq!(from_hex(&to_hex(words)), Some(words));
         assert_eq!(from_hex("12"), None);
         assert_eq!(from_hex(&"x".repeat(128)), None);
         let chosen = BTreeMap::from([(shape(2, 3, 4, false, true).name(), to_hex(words))]);
-        let algorithms = Algorithms { library: 130_200, gpu: "a gpu".into(), driver: 13_000, chosen };
+        let algorithms = GemmAlgorithms { library: 130_200, gpu: "a gpu".into(), driver: 13_000, chosen };
         let text = serde_json::to_string(&algorithms).unwrap();
-        assert_eq!(serde_json::from_str::<Algorithms>(&text).unwrap(), algorithms);
+        assert_eq!(serde_json::from_str::<GemmAlgorithms>(&text).unwrap(), algorithms);
     }
 
     #[test]
-    fn products_that_need_another_algorithm_have_another_name() {
+    fn shape_names_distinguish_products() {
         let plain = shape(2, 3, 4, false, true);
         let others = [
             Shape { bias: true, ..plain },
-            Shape { adds: true, ..plain },
+            Shape { has_addend: true, ..plain },
             Shape { input: DType::Bf16, ..plain },
             Shape { output: DType::Bf16, ..plain },
             Shape { a_transposed: true, ..plain },
@@ -755,8 +770,8 @@ mod tests {
     }
 
     #[test]
-    fn alignment_is_that_of_the_address_up_to_256() {
+    fn alignment_follows_address_up_to_256() {
         assert_eq!([0x7f00_0000u64, 0x1080, 0x1002, 0x3].map(alignment), [256, 128, 2, 1]);
-        assert_eq!(size_of::<Found>(), 96);
+        assert_eq!(size_of::<HeuristicResult>(), 96);
     }
 }

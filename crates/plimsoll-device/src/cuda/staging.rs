@@ -1,35 +1,35 @@
-//! The way between the host's ordinary memory, or files, and the device: a ring of pinned slots.
+//! Staging: a ring of pinned slots for copies between the device and ordinary host memory or files.
 //!
-//! A slot is filled by one side and emptied by the other, and taken again only when both are done with it: the host
-//! never changes what the device still reads. What goes into files waits in its slot until the slot is needed, or the
-//! Program ends: meanwhile the device goes on.
+//! One side fills a slot and the other empties it. A slot is reused only when both are done, so the host never changes
+//! bytes that the device still reads. File writes stay in their slot until it is needed or the program ends; the device
+//! continues meanwhile.
 
 use super::driver::{Address, Context, CudaError, Event, Pinned, Stream};
 use crate::device::{DeviceError, FileSpace};
 use std::sync::Arc;
 
-/// Bytes of a slot.
+/// Size of a slot.
 pub(super) const SLOT_BYTES: u64 = 8 << 20;
-/// How many there are.
-const SLOTS: u64 = 4;
-/// Pinned memory that every device takes beside its arenas: planned as bytes of the host.
-pub const STAGING_BYTES: u64 = SLOT_BYTES * SLOTS;
+/// Number of slots.
+const SLOT_COUNT: u64 = 4;
+/// Pinned staging memory per device, outside the arenas; planned as host bytes.
+pub const STAGING_BYTES: u64 = SLOT_BYTES * SLOT_COUNT;
 
-/// What a slot holds for a file.
-struct ToFile {
+/// A file write that waits for its slot's copy.
+struct PendingFileWrite {
     tensor: String,
     offset: u64,
     bytes: u64,
 }
 
 struct Slot {
-    /// When the device is done with it.
+    /// Recorded when the device has finished with the slot.
     done: Event,
-    /// What goes into a file then.
-    to_file: Option<ToFile>,
+    /// The file write to do after that.
+    pending_write: Option<PendingFileWrite>,
 }
 
-/// The ring.
+/// The ring of slots.
 pub struct Staging {
     memory: Pinned,
     slots: Vec<Slot>,
@@ -37,96 +37,96 @@ pub struct Staging {
 }
 
 impl Staging {
-    /// Takes [`STAGING_BYTES`].
+    /// Allocates [`STAGING_BYTES`] of pinned memory.
     ///
     /// # Errors
-    /// Where the host has not that much left to pin.
+    /// Fails if the host cannot pin that much memory.
     pub fn new(context: &Arc<Context>) -> Result<Staging, CudaError> {
-        let slot = || Ok(Slot { done: Event::new(context)?, to_file: None });
-        let slots = (0..SLOTS).map(|_| slot()).collect::<Result<_, CudaError>>()?;
+        let slot = || Ok(Slot { done: Event::new(context)?, pending_write: None });
+        let slots = (0..SLOT_COUNT).map(|_| slot()).collect::<Result<_, CudaError>>()?;
         Ok(Staging { memory: Pinned::new(context, STAGING_BYTES)?, slots, next: 0 })
     }
 
-    /// The first byte of a slot.
-    pub(super) fn place(&self, slot: usize) -> *mut u8 {
-        // SAFETY: there are as many slots as the memory holds.
+    /// Returns the pointer to a slot.
+    pub(super) fn slot_pointer(&self, slot: usize) -> *mut u8 {
+        // SAFETY: the memory holds [`SLOT_COUNT`] slots.
         unsafe { self.memory.base().add(slot * SLOT_BYTES as usize) }
     }
 
-    /// A slot's first bytes, while the device has nothing to do with it.
+    /// Returns the first bytes of a slot that the device does not use.
     ///
     /// # Safety
-    /// [`Event::synchronize`] of its event came back since the device was last given the slot.
-    unsafe fn bytes(&mut self, slot: usize, bytes: u64) -> &mut [u8] {
+    /// [`Event::synchronize`] of the slot's event has returned since the device last got the slot.
+    unsafe fn slot_bytes(&mut self, slot: usize, bytes: u64) -> &mut [u8] {
         debug_assert!(bytes <= SLOT_BYTES);
-        // SAFETY: inside the memory, which was made zero; nobody else looks at it, as the caller promises.
-        unsafe { std::slice::from_raw_parts_mut(self.place(slot), bytes as usize) }
+        // SAFETY: inside the memory, which was zeroed; the caller promises exclusive use.
+        unsafe { std::slice::from_raw_parts_mut(self.slot_pointer(slot), bytes as usize) }
     }
 
-    /// Waits for a slot, and writes what it holds to its file.
-    fn settle(&mut self, slot: usize, files: &mut dyn FileSpace) -> Result<(), DeviceError> {
+    /// Waits for a slot, and carries out its pending file write.
+    fn drain(&mut self, slot: usize, files: &mut dyn FileSpace) -> Result<(), DeviceError> {
         self.slots[slot].done.synchronize()?;
-        if let Some(ToFile { tensor, offset, bytes }) = self.slots[slot].to_file.take() {
+        if let Some(PendingFileWrite { tensor, offset, bytes }) = self.slots[slot].pending_write.take() {
             // SAFETY: waited for just now.
-            let from = unsafe { self.bytes(slot, bytes) };
+            let from = unsafe { self.slot_bytes(slot, bytes) };
             files.write(&tensor, offset, from).map_err(|source| DeviceError::File { tensor, source })?;
         }
         Ok(())
     }
 
-    /// From now on a slot is the device's, until all that is in the stream is over.
+    /// Marks the slot as used by the device until all work now in the stream completes.
     pub(super) fn record(&self, slot: usize, stream: &Stream) -> Result<(), CudaError> {
         self.slots[slot].done.record(stream)
     }
 
-    /// Waits until the device is done with a slot.
+    /// Waits until the device has finished with a slot.
     pub(super) fn wait(&self, slot: usize) -> Result<(), CudaError> {
         self.slots[slot].done.synchronize()
     }
 
-    /// The next slot of the ring, free.
+    /// Returns the next slot of the ring, free for use.
     pub(super) fn claim(&mut self, files: &mut dyn FileSpace) -> Result<usize, DeviceError> {
         let slot = self.next;
-        self.settle(slot, files)?;
+        self.drain(slot, files)?;
         self.next = (slot + 1) % self.slots.len();
         Ok(slot)
     }
 
-    /// Copies `bytes` to the device, a slot at a time; `give` fills each part, from the first byte on.
+    /// Copies `bytes` to the device, slot by slot. `fill_part` fills each part, given its offset.
     ///
     /// # Errors
-    /// What `give` says, or the driver.
+    /// Returns the error of `fill_part`, of a pending file write, or of the driver.
     ///
     /// # Safety
-    /// The range at `to` is memory of the device, and free for this in the order of `stream`.
-    pub unsafe fn send(
+    /// The range at `to` is device memory, and free for this use in the order of `stream`.
+    pub unsafe fn copy_to_device(
         &mut self,
         stream: &Stream,
         to: Address,
         bytes: u64,
         files: &mut dyn FileSpace,
-        mut give: impl FnMut(&mut dyn FileSpace, u64, &mut [u8]) -> Result<(), DeviceError>,
+        mut fill_part: impl FnMut(&mut dyn FileSpace, u64, &mut [u8]) -> Result<(), DeviceError>,
     ) -> Result<(), DeviceError> {
         for offset in (0..bytes).step_by(SLOT_BYTES as usize) {
             let part = SLOT_BYTES.min(bytes - offset);
             let slot = self.claim(files)?;
             // SAFETY: a claimed slot was waited for.
-            give(files, offset, unsafe { self.bytes(slot, part) })?;
-            // SAFETY: the slot is not touched before its event is over; the range as the caller promises.
-            unsafe { stream.copy_in(to + offset, self.place(slot), part) }?;
+            fill_part(files, offset, unsafe { self.slot_bytes(slot, part) })?;
+            // SAFETY: the slot is not touched before its event completes; the range as the caller promises.
+            unsafe { stream.copy_in(to + offset, self.slot_pointer(slot), part) }?;
             self.slots[slot].done.record(stream)?;
         }
         Ok(())
     }
 
-    /// Copies from the device into a file, at byte `first` of the tensor; done when [`Staging::flush`] is.
+    /// Copies from the device into a file, at byte `first` of the tensor. Complete after [`Staging::flush`].
     ///
     /// # Errors
-    /// What the file says, or the driver.
+    /// Returns the error of a file or of the driver.
     ///
     /// # Safety
-    /// The range at `from` is memory of the device, and not written meanwhile in the order of `stream`.
-    pub unsafe fn receive_into_file(
+    /// The range at `from` is device memory, and not written meanwhile in the order of `stream`.
+    pub unsafe fn copy_to_file(
         &mut self,
         stream: &Stream,
         from: Address,
@@ -139,65 +139,71 @@ impl Staging {
             let part = SLOT_BYTES.min(bytes - offset);
             let slot = self.claim(files)?;
             // SAFETY: as in `send`.
-            unsafe { stream.copy_out(self.place(slot), from + offset, part) }?;
+            unsafe { stream.copy_out(self.slot_pointer(slot), from + offset, part) }?;
             self.slots[slot].done.record(stream)?;
-            self.slots[slot].to_file = Some(ToFile { tensor: tensor.to_owned(), offset: first + offset, bytes: part });
+            self.slots[slot].pending_write =
+                Some(PendingFileWrite { tensor: tensor.to_owned(), offset: first + offset, bytes: part });
         }
         Ok(())
     }
 
-    /// Copies from the device, and comes back when all is there. Parts are on their way while earlier ones are taken.
+    /// Copies from the device and waits for the copy. Later parts are in flight while earlier ones are read.
     ///
     /// # Errors
-    /// What the driver says.
+    /// Returns the error of the driver.
     ///
     /// # Safety
-    /// As for [`Staging::receive_into_file`]; nothing waits for a file.
-    pub unsafe fn receive(&mut self, stream: &Stream, from: Address, into: &mut [u8]) -> Result<(), CudaError> {
+    /// As for [`Staging::copy_to_file`]; no slot holds a pending file write.
+    pub unsafe fn copy_from_device(
+        &mut self,
+        stream: &Stream,
+        from: Address,
+        into: &mut [u8],
+    ) -> Result<(), CudaError> {
         let parts = into.len().div_ceil(SLOT_BYTES as usize);
-        let mut taken = 0;
+        let mut received = 0;
         let mut rest = into;
         for part in 0..parts + self.slots.len() - 1 {
             if part < parts {
                 let slot = part % self.slots.len();
                 let offset = part as u64 * SLOT_BYTES;
-                let bytes = SLOT_BYTES.min(rest.len() as u64 + taken - offset);
+                let bytes = SLOT_BYTES.min(rest.len() as u64 + received - offset);
                 self.slots[slot].done.synchronize()?;
                 // SAFETY: as in `send`.
-                unsafe { stream.copy_out(self.place(slot), from + offset, bytes) }?;
+                unsafe { stream.copy_out(self.slot_pointer(slot), from + offset, bytes) }?;
                 self.slots[slot].done.record(stream)?;
             }
-            // As many parts are under way as there are slots.
+            // As many parts are in flight as there are slots.
             if part + 1 >= self.slots.len() && !rest.is_empty() {
                 let slot = (part + 1 - self.slots.len()) % self.slots.len();
                 self.slots[slot].done.synchronize()?;
                 let bytes = SLOT_BYTES.min(rest.len() as u64);
                 let (now, later) = rest.split_at_mut(bytes as usize);
                 // SAFETY: waited for just now.
-                now.copy_from_slice(unsafe { self.bytes(slot, bytes) });
-                taken += bytes;
+                now.copy_from_slice(unsafe { self.slot_bytes(slot, bytes) });
+                received += bytes;
                 rest = later;
             }
         }
         Ok(())
     }
 
-    /// Writes everything that waits for a file, in the order in which it came. Where nothing does, nobody waits.
+    /// Carries out all pending file writes, in order. Does not wait if there are none.
     ///
     /// # Errors
-    /// What the file says, or the driver.
+    /// Returns the error of a file or of the driver.
     pub fn flush(&mut self, files: &mut dyn FileSpace) -> Result<(), DeviceError> {
         for ahead in 0..self.slots.len() {
             let slot = (self.next + ahead) % self.slots.len();
-            if self.slots[slot].to_file.is_some() {
-                self.settle(slot, files)?;
+            if self.slots[slot].pending_write.is_some() {
+                self.drain(slot, files)?;
             }
         }
         Ok(())
     }
 
-    /// Forgets what waits for a file: the Program that wrote it has failed.
-    pub fn forget(&mut self) {
-        self.slots.iter_mut().for_each(|slot| slot.to_file = None);
+    /// Discards pending file writes of a failed program.
+    pub fn discard_pending_writes(&mut self) {
+        self.slots.iter_mut().for_each(|slot| slot.pending_write = None);
     }
 }

@@ -1,8 +1,8 @@
-//! The control groups that hold this process (containers, batch systems, systemd slices): their limits on memory and
-//! on processor time, versions 1 and 2, this group's and all its ancestors'.
+//! Limits of the control groups of this process (containers, batch systems, systemd slices) on memory and processor time.
+//! Supports versions 1 and 2; the limits of all ancestor groups count.
 
 use super::memory::Limit;
-use super::text;
+use super::read_text;
 use plimsoll_core::Bytes;
 use std::path::{Path, PathBuf};
 
@@ -12,29 +12,30 @@ struct Group {
     version: u8,
 }
 
-/// All limits on memory that hold for this process.
+/// Returns all memory limits of this process.
 pub fn memory_limits(root: &Path) -> Vec<Limit> {
     groups(root, "memory").iter().filter_map(memory_limit).collect()
 }
 
-/// The least processor time, in cores, that a group allows this process.
+/// Returns the smallest quota of processor time, in cores.
 pub fn cpu_quota(root: &Path) -> Option<f64> {
     groups(root, "cpu").iter().filter_map(quota).min_by(f64::total_cmp)
 }
 
 fn memory_limit(group: &Group) -> Option<Limit> {
-    // Above `memory.high` a group is slowed down until it hardly runs: it is as good as a limit.
+    // Above `memory.high` the kernel throttles a group until it hardly runs, so it counts as a limit.
     let (limits, used, cache): (&[&str], _, _) = match group.version {
         1 => (&["memory.limit_in_bytes"], "memory.usage_in_bytes", "total_inactive_file"),
         _ => (&["memory.max", "memory.high"], "memory.current", "inactive_file"),
     };
-    let number = |file: &str| text(group.folder.join(file))?.trim().parse::<u64>().ok();
-    // `max` (version 2) is no number; version 1 writes "none" as the largest whole page.
+    let number = |file: &str| read_text(group.folder.join(file))?.trim().parse::<u64>().ok();
+    // `max` (version 2) does not parse; version 1 writes "none" as the largest whole page.
     let limit = limits.iter().filter_map(|file| number(file)).filter(|&limit| limit < 1 << 62).min()?;
     let used = number(used).unwrap_or(0);
-    let reclaimable = text(group.folder.join("memory.stat")).and_then(|stat| stat_field(&stat, cache)).unwrap_or(0);
+    let reclaimable =
+        read_text(group.folder.join("memory.stat")).and_then(|stat| stat_field(&stat, cache)).unwrap_or(0);
     Some(Limit {
-        by: format!("control group {}", group.folder.display()),
+        source: format!("control group {}", group.folder.display()),
         limit: Bytes(limit),
         used: Bytes(used.saturating_sub(reclaimable)),
     })
@@ -42,9 +43,9 @@ fn memory_limit(group: &Group) -> Option<Limit> {
 
 fn quota(group: &Group) -> Option<f64> {
     let (quota, period) = match group.version {
-        1 => (text(group.folder.join("cpu.cfs_quota_us"))?, text(group.folder.join("cpu.cfs_period_us"))?),
+        1 => (read_text(group.folder.join("cpu.cfs_quota_us"))?, read_text(group.folder.join("cpu.cfs_period_us"))?),
         _ => {
-            let max = text(group.folder.join("cpu.max"))?;
+            let max = read_text(group.folder.join("cpu.max"))?;
             let (quota, period) = max.trim().split_once(' ')?;
             (quota.to_owned(), period.to_owned())
         }
@@ -58,53 +59,55 @@ fn stat_field(stat: &str, field: &str) -> Option<u64> {
     stat.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(' ')?.trim().parse().ok())
 }
 
-/// The folders of the groups of `controller` that this process is in, innermost first.
+/// Returns the folders of this process's groups for `controller`, innermost first.
 fn groups(root: &Path, controller: &str) -> Vec<Group> {
-    let memberships = text(root.join("proc/self/cgroup")).unwrap_or_default();
-    let mounts = text(root.join("proc/self/mountinfo")).unwrap_or_default();
+    let memberships = read_text(root.join("proc/self/cgroup")).unwrap_or_default();
+    let mounts = read_text(root.join("proc/self/mountinfo")).unwrap_or_default();
     let mut groups = Vec::new();
-    for Mount { at, shows, version } in mounts.lines().filter_map(|line| mount(line, controller)) {
+    for Mount { mount_point, root_in_tree, version } in mounts.lines().filter_map(|line| mount(line, controller)) {
         let Some(member) = memberships.lines().find_map(|line| membership(line, controller, version)) else { continue };
-        // Inside a container the mount shows only the container's own part of the tree: its `shows` is the start of the
-        // path, or the path names nothing below the mount. Folders that are not there are passed over when read.
-        let below = Path::new(member).strip_prefix(shows).unwrap_or(Path::new(""));
-        let top = root.join(at.strip_prefix('/').unwrap_or(at));
+        // In a container the mount shows only the container's part of the tree. Its `root_in_tree` is then a prefix of the
+        // path, or the path does not exist below the mount. Missing folders are skipped when read.
+        let below = Path::new(member).strip_prefix(root_in_tree).unwrap_or(Path::new(""));
+        let top = root.join(mount_point.strip_prefix('/').unwrap_or(mount_point));
         let below = below.strip_prefix("/").unwrap_or(below);
         groups.extend(below.ancestors().map(|part| Group { folder: top.join(part), version }));
     }
     groups
 }
 
-/// A mount of a tree of control groups.
+/// A mount of a control-group tree.
 struct Mount<'a> {
-    at: &'a str,
-    shows: &'a str,
+    mount_point: &'a str,
+    root_in_tree: &'a str,
     version: u8,
 }
 
-/// A line of `/proc/self/mountinfo`, where it mounts the tree that `controller` is in:
+/// Parses a line of `/proc/self/mountinfo` if it mounts the tree that `controller` is in:
 /// `35 31 0:32 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory`.
 fn mount<'a>(line: &'a str, controller: &str) -> Option<Mount<'a>> {
     let (place, kind) = line.split_once(" - ")?;
     let mut place = place.split(' ').skip(3);
-    let (shows, at) = (place.next()?, place.next()?);
+    let (root_in_tree, mount_point) = (place.next()?, place.next()?);
     let mut kind = kind.split(' ');
     match kind.next()? {
-        "cgroup2" => Some(Mount { at, shows, version: 2 }),
-        "cgroup" if kind.nth(1)?.split(',').any(|option| option == controller) => Some(Mount { at, shows, version: 1 }),
+        "cgroup2" => Some(Mount { mount_point, root_in_tree, version: 2 }),
+        "cgroup" if kind.nth(1)?.split(',').any(|option| option == controller) => {
+            Some(Mount { mount_point, root_in_tree, version: 1 })
+        }
         _ => None,
     }
 }
 
-/// The path in a line of `/proc/self/cgroup`, where it is of the tree asked for: `4:memory:/docker/1f`, or `0::/user`.
+/// Returns the path in a line of `/proc/self/cgroup` if it belongs to the requested tree: `4:memory:/docker/1f`, or `0::/user`.
 fn membership<'a>(line: &'a str, controller: &str, version: u8) -> Option<&'a str> {
     let mut parts = line.splitn(3, ':');
     let (id, controllers, path) = (parts.next()?, parts.next()?, parts.next()?);
-    let of_tree = match version {
+    let is_in_tree = match version {
         1 => controllers.split(',').any(|name| name == controller),
         _ => id == "0" && controllers.is_empty(),
     };
-    of_tree.then_some(path)
+    is_in_tree.then_some(path)
 }
 
 #[cfg(test)]
@@ -113,7 +116,7 @@ mod tests {
     use proptest::prelude::*;
     use std::fs;
 
-    /// A root with these files.
+    /// Creates a root folder with these files.
     fn machine(files: &[(&str, &str)]) -> tempfile::TempDir {
         let root = tempfile::tempdir().unwrap();
         for (path, content) in files {
@@ -127,7 +130,7 @@ mod tests {
     const V2: &str = "30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n";
 
     #[test]
-    fn a_service_of_version_2_is_bound_by_all_its_ancestors() {
+    fn v2_service_is_bound_by_its_ancestors() {
         let root = machine(&[
             ("proc/self/cgroup", "0::/user.slice/job.scope\n"),
             ("proc/self/mountinfo", V2),
@@ -141,14 +144,14 @@ mod tests {
         ]);
         let limits = memory_limits(root.path());
         assert_eq!(limits.len(), 1);
-        // What the page cache would give up counts as free.
+        // Reclaimable page cache counts as free.
         assert_eq!((limits[0].limit, limits[0].used), (Bytes::gib(1), Bytes::mib(256)));
-        assert!(limits[0].by.ends_with("user.slice"), "{}", limits[0].by);
+        assert!(limits[0].source.ends_with("user.slice"), "{}", limits[0].source);
         assert_eq!(cpu_quota(root.path()), Some(1.5));
     }
 
     #[test]
-    fn a_container_of_version_2_sees_its_limit_at_the_top() {
+    fn v2_container_sees_its_limit() {
         let root = machine(&[
             ("proc/self/cgroup", "0::/\n"),
             ("proc/self/mountinfo", V2),
@@ -161,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn what_slows_a_group_down_is_a_limit_too_at_any_height_of_the_tree() {
+    fn v2_memory_high_counts_as_limit() {
         let root = machine(&[
             ("proc/self/cgroup", "0::/user.slice/job.scope\n"),
             ("proc/self/mountinfo", V2),
@@ -177,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn a_container_of_version_1_sees_its_limit_under_the_mount() {
+    fn v1_container_sees_its_limit() {
         let mounts = "31 23 0:28 / /sys/fs/cgroup rw - tmpfs tmpfs rw,mode=755\n\
              32 31 0:29 /docker/1f /sys/fs/cgroup/cpu,cpuacct ro - cgroup cgroup rw,cpu,cpuacct\n\
              35 31 0:32 /docker/1f /sys/fs/cgroup/memory ro master:9 - cgroup cgroup rw,memory\n\
@@ -198,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn version_1_without_a_limit_is_no_limit() {
+    fn v1_without_a_limit_is_unlimited() {
         let root = machine(&[
             ("proc/self/cgroup", "4:memory:/a/b\n"),
             ("proc/self/mountinfo", "35 31 0:32 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"),
@@ -212,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn without_control_groups_there_are_no_limits() {
+    fn missing_control_groups_set_no_limits() {
         let root = machine(&[("proc/self/cgroup", "garbage\n::\n"), ("proc/self/mountinfo", " - \nx\n - cgroup\n")]);
         assert!(memory_limits(root.path()).is_empty());
         assert!(memory_limits(Path::new("/nowhere")).is_empty());
@@ -221,7 +224,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_line_about_control_groups_is_read_or_passed_over(line in "[ -/:0-9a-z,]{0,40}( - )?(cgroup2?)?\\PC{0,20}") {
+        fn arbitrary_lines_do_not_panic(line in "[ -/:0-9a-z,]{0,40}( - )?(cgroup2?)?\\PC{0,20}") {
             for version in [1, 2] {
                 let _ = membership(&line, "memory", version);
             }

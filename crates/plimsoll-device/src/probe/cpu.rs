@@ -1,6 +1,6 @@
-//! The processor: its cores as far as this process may use them, instruction sets, caches, and how busy it is.
+//! The processor: cores that this process may use, instruction sets, caches and utilisation.
 
-use super::{cgroup, text};
+use super::{cgroup, read_text};
 use plimsoll_core::{Bytes, Failure};
 use serde::Serialize;
 use std::collections::BTreeSet;
@@ -9,53 +9,53 @@ use std::path::Path;
 /// The processor as this process sees it.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Cpu {
-    /// The maker's name for it.
+    /// Model name given by the maker.
     pub model: String,
     /// Physical cores that this process may run on (affinity and cpusets honoured).
     pub cores: u32,
     /// Hardware threads that this process may run on.
     pub threads: u32,
-    /// Cores' worth of time that a control group allows, where one does.
+    /// Quota of processor time of a control group, in cores; none without a quota.
     pub quota: Option<f64>,
-    /// Instruction sets that the kernels may choose by.
+    /// Instruction sets by which kernels are selected.
     pub features: Vec<String>,
-    /// The caches that the first core sees, nearest first; instruction caches left out.
+    /// Caches of the first usable core, nearest first, without instruction caches.
     pub caches: Vec<Cache>,
 }
 
 /// A cache of the processor.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Cache {
-    /// 1 is nearest to the core.
+    /// Level; 1 is nearest to the core.
     pub level: u32,
-    /// Its size.
+    /// Size of the cache.
     pub bytes: Bytes,
     /// Hardware threads that share it.
     pub shared_by: u32,
 }
 
 impl Cpu {
-    /// As it is now.
+    /// Reads the state now.
     pub fn read() -> Cpu {
-        Cpu { features: features(), ..Cpu::of(Path::new("/")) }
+        Cpu { features: features(), ..Cpu::from_root(Path::new("/")) }
     }
 
-    /// What the files under `root` say.
-    fn of(root: &Path) -> Cpu {
+    /// Reads it from the files under `root`.
+    fn from_root(root: &Path) -> Cpu {
         let cpus = root.join("sys/devices/system/cpu");
-        let info = text(root.join("proc/cpuinfo")).unwrap_or_default();
-        let online = text(cpus.join("online")).and_then(|list| cpu_list(&list));
-        let status = text(root.join("proc/self/status")).unwrap_or_default();
-        // The affinity of the process, which cpusets have narrowed already.
+        let info = read_text(root.join("proc/cpuinfo")).unwrap_or_default();
+        let online = read_text(cpus.join("online")).and_then(|list| cpu_list(&list));
+        let status = read_text(root.join("proc/self/status")).unwrap_or_default();
+        // The affinity of the process already includes cpusets.
         let allowed = field(&status, "Cpus_allowed_list").and_then(cpu_list);
         let usable: BTreeSet<u32> = match (online, allowed) {
             (Some(online), Some(allowed)) => online.intersection(&allowed).copied().collect(),
             (Some(cpus), None) | (None, Some(cpus)) => cpus,
             (None, None) => BTreeSet::from([0]),
         };
-        // Threads of one core name the same set of siblings; where the system does not say, each is its own core.
+        // Threads of one core list the same siblings. Without this file each thread counts as a core.
         let siblings = |cpu: &u32| {
-            text(cpus.join(format!("cpu{cpu}/topology/thread_siblings_list"))).unwrap_or_else(|| cpu.to_string())
+            read_text(cpus.join(format!("cpu{cpu}/topology/thread_siblings_list"))).unwrap_or_else(|| cpu.to_string())
         };
         let cores: BTreeSet<String> = usable.iter().map(siblings).collect();
         Cpu {
@@ -68,99 +68,99 @@ impl Cpu {
         }
     }
 
-    /// Cores' worth of time that this process can use.
+    /// Returns the processor time available to this process, in cores; may be fractional.
     pub fn usable_cores(&self) -> f64 {
         f64::from(self.cores).min(self.quota.unwrap_or(f64::INFINITY))
     }
 
-    /// The threads that compute: as many as asked for, or [`auto_threads`] of the usable cores.
+    /// Returns the number of compute threads: as requested, or [`auto_threads`] of the usable cores.
     ///
     /// # Errors
-    /// Where more are asked for than this process has hardware threads: they would only wait for each other.
-    pub fn threads_for(&self, asked: Option<u32>) -> Result<u32, TooManyThreads> {
-        match asked {
+    /// More threads are requested than this process has hardware threads; they would only wait for each other.
+    pub fn threads_for(&self, requested: Option<u32>) -> Result<u32, TooManyThreads> {
+        match requested {
             None => Ok(auto_threads(self.usable_cores()).min(self.threads)),
-            Some(asked) if asked > self.threads => Err(TooManyThreads { asked, usable: self.threads }),
-            Some(asked) => Ok(asked.max(1)),
+            Some(requested) if requested > self.threads => Err(TooManyThreads { requested, usable: self.threads }),
+            Some(requested) => Ok(requested.max(1)),
         }
     }
 
-    /// Size of the largest cache; 32 MiB where the system does not say.
+    /// Returns the size of the largest cache; 32 MiB if the system does not report it.
     pub fn last_cache(&self) -> Bytes {
         self.caches.iter().map(|cache| cache.bytes).max().unwrap_or(Bytes::mib(32))
     }
 }
 
-/// 80 % of the cores, rounded to the nearest whole number (2 cores give 2, 4 give 3, 8 give 6), and at least one: the
+/// Returns 80 % of the cores, rounded to the nearest whole number (2 cores give 2, 4 give 3, 8 give 6), and at least one: the
 /// machine stays usable.
 pub fn auto_threads(cores: f64) -> u32 {
     ((cores * 0.8).round() as u32).max(1)
 }
 
-/// The share of the time in which `threads` compute so that 80 % of the cores' time is used: 1 where whole threads
+/// Returns the share of the time in which `threads` may compute so that 80 % of the cores' time is used: 1 where whole threads
 /// leave enough (85 % or less), less on machines of one or two cores.
 pub fn auto_pace(cores: f64, threads: u32) -> f64 {
     if f64::from(threads) <= 0.85 * cores { 1.0 } else { (0.8 * cores / f64::from(threads)).min(1.0) }
 }
 
-/// More threads were asked for than this process may use.
+/// A request for more threads than this process may use.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{asked} threads are more than the {usable} that this process may use")]
+#[error("{requested} threads exceed the {usable} hardware threads of this process")]
 pub struct TooManyThreads {
-    /// What was asked for.
-    pub asked: u32,
+    /// Requested threads.
+    pub requested: u32,
     /// Hardware threads of this process.
     pub usable: u32,
 }
 
 impl From<TooManyThreads> for Failure {
     fn from(error: TooManyThreads) -> Failure {
-        Failure::input(error.to_string()).hint("leave run.threads out: 80% of the physical cores")
+        Failure::input(error.to_string()).hint("omit run.threads to use 80% of the physical cores")
     }
 }
 
-/// What the processor has done since it was started, in ticks; two of them give how busy it was between.
+/// Busy and total time of the processor since the system started, in ticks. The difference of two gives the utilisation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Load {
+pub struct CpuUsage {
     busy: u64,
     all: u64,
 }
 
-impl Load {
-    /// As it is now; `None` where the system does not say.
-    pub fn read() -> Option<Load> {
-        Load::of(&text("/proc/stat")?)
+impl CpuUsage {
+    /// Reads it now; none if the system does not report it.
+    pub fn read() -> Option<CpuUsage> {
+        CpuUsage::parse(&read_text("/proc/stat")?)
     }
 
-    /// From `cpu user nice system idle iowait irq softirq steal ...`, proc(5).
-    fn of(stat: &str) -> Option<Load> {
+    /// Parses `cpu user nice system idle iowait irq softirq steal ...`, proc(5).
+    fn parse(stat: &str) -> Option<CpuUsage> {
         let line = stat.lines().find_map(|line| line.strip_prefix("cpu "))?;
         let ticks: Vec<u64> = line.split_whitespace().take(8).map(|tick| tick.parse().unwrap_or(0)).collect();
         let idle = ticks.get(3)?.saturating_add(*ticks.get(4)?);
         let all = ticks.iter().fold(0, |sum: u64, &tick| sum.saturating_add(tick));
-        Some(Load { busy: all - idle, all })
+        Some(CpuUsage { busy: all - idle, all })
     }
 
-    /// The share of the processor's time, of all cores, that was spent working since `earlier`.
-    pub fn since(self, earlier: Load) -> f64 {
+    /// Returns the share of the time of all cores that was busy since `earlier`, from 0 to 1.
+    pub fn usage_since(self, earlier: CpuUsage) -> f64 {
         let all = self.all.saturating_sub(earlier.all);
         if all == 0 { 0.0 } else { self.busy.saturating_sub(earlier.busy) as f64 / all as f64 }
     }
 }
 
-/// The value of a `name   : value` line.
+/// Returns the value of a `name   : value` line.
 fn field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
     let value = text.lines().find_map(|line| line.strip_prefix(name)?.trim_start().strip_prefix(':'))?;
     Some(value.trim())
 }
 
-/// A list of processors as the kernel writes it: `0-3,8,10-11`.
+/// Parses a list of processors in the kernel's format: `0-3,8,10-11`.
 fn cpu_list(text: &str) -> Option<BTreeSet<u32>> {
     let mut cpus = BTreeSet::new();
     for part in text.trim().split(',') {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
         let (first, last): (u32, u32) = (first.trim().parse().ok()?, last.trim().parse().ok()?);
-        // More than any machine has: a file that lies must not fill the memory.
+        // More than any machine has; an invalid file must not fill the memory.
         if last > 1 << 16 {
             return None;
         }
@@ -171,7 +171,7 @@ fn cpu_list(text: &str) -> Option<BTreeSet<u32>> {
 
 fn caches(folder: &Path) -> Vec<Cache> {
     let cache = |index: u32| {
-        let file = |name: &str| text(folder.join(format!("index{index}/{name}")));
+        let file = |name: &str| read_text(folder.join(format!("index{index}/{name}")));
         let kind = file("type")?;
         let bytes: Bytes = file("size")?.trim().parse().ok()?;
         let level = file("level")?.trim().parse().ok()?;
@@ -181,29 +181,29 @@ fn caches(folder: &Path) -> Vec<Cache> {
     (0..).map_while(cache).flatten().collect()
 }
 
-/// The instruction sets of this processor that the kernels choose by.
+/// Returns the instruction sets of this processor by which kernels are selected.
 fn features() -> Vec<String> {
     #[cfg(target_arch = "x86_64")]
-    let known = [
+    let detected = [
         ("avx2", is_x86_feature_detected!("avx2")),
         ("fma", is_x86_feature_detected!("fma")),
         ("avx512f", is_x86_feature_detected!("avx512f")),
         ("avx512bf16", is_x86_feature_detected!("avx512bf16")),
     ];
     #[cfg(target_arch = "aarch64")]
-    let known = [
+    let detected = [
         ("neon", std::arch::is_aarch64_feature_detected!("neon")),
         ("bf16", std::arch::is_aarch64_feature_detected!("bf16")),
     ];
     #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
-    let known: [(&str, bool); 0] = [];
-    known.into_iter().filter(|(_, has)| *has).map(|(name, _)| name.to_owned()).collect()
+    let detected: [(&str, bool); 0] = [];
+    detected.into_iter().filter(|(_, has)| *has).map(|(name, _)| name.to_owned()).collect()
 }
 
 #[cfg(test)]
 mod tests {
     #[test]
-    fn threads_and_pace_use_70_to_85_percent_of_any_machine() {
+    fn default_load_is_70_to_85_percent() {
         for cores in 1..=128u32 {
             let cores = f64::from(cores);
             let threads = super::auto_threads(cores);
@@ -227,7 +227,7 @@ mod tests {
         root
     }
 
-    /// 4 cores of 2 threads, siblings n and n + 4.
+    /// Creates the files of a machine with 4 cores of 2 threads, siblings n and n + 4.
     fn laptop(allowed: &str) -> tempfile::TempDir {
         let mut files = vec![
             ("proc/cpuinfo".to_owned(), "processor\t: 0\nmodel name\t: Example 4000\nflags\t\t: fpu\n".to_owned()),
@@ -251,8 +251,8 @@ mod tests {
     }
 
     #[test]
-    fn two_threads_of_a_core_are_one_core() {
-        let cpu = Cpu::of(laptop("0-7").path());
+    fn sibling_threads_count_as_one_core() {
+        let cpu = Cpu::from_root(laptop("0-7").path());
         assert_eq!((cpu.model.as_str(), cpu.cores, cpu.threads), ("Example 4000", 4, 8));
         assert_eq!(cpu.caches.len(), 2);
         assert_eq!((cpu.caches[1].level, cpu.caches[1].bytes, cpu.caches[1].shared_by), (3, Bytes::mib(8), 8));
@@ -260,50 +260,50 @@ mod tests {
     }
 
     #[test]
-    fn only_cores_that_the_process_may_use_count() {
-        let cpu = Cpu::of(laptop("1,5,6").path());
+    fn only_allowed_cores_count() {
+        let cpu = Cpu::from_root(laptop("1,5,6").path());
         assert_eq!((cpu.cores, cpu.threads), (2, 3));
-        // Processors that are allowed but switched off do not count.
-        assert_eq!(Cpu::of(laptop("6-200").path()).threads, 2);
+        // Allowed processors that are offline do not count.
+        assert_eq!(Cpu::from_root(laptop("6-200").path()).threads, 2);
     }
 
     #[test]
-    fn a_system_that_says_nothing_has_one_core() {
-        let cpu = Cpu::of(Path::new("/nowhere"));
+    fn missing_files_mean_one_core() {
+        let cpu = Cpu::from_root(Path::new("/nowhere"));
         assert_eq!((cpu.cores, cpu.threads, cpu.model.as_str()), (1, 1, "unknown processor"));
         assert_eq!(cpu.last_cache(), Bytes::mib(32));
     }
 
     #[test]
-    fn automatic_threads_leave_a_fifth_of_the_cores() {
+    fn default_threads_leave_a_fifth_of_the_cores() {
         let threads = [1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0, 64.0, 0.5, 2.5].map(auto_threads);
         assert_eq!(threads, [1, 2, 2, 3, 5, 6, 13, 51, 1, 2]);
         let cpu = Cpu { cores: 8, threads: 16, quota: Some(2.0), ..Cpu::default() };
         assert_eq!(cpu.threads_for(None), Ok(2));
         assert_eq!(cpu.threads_for(Some(16)), Ok(16));
-        assert_eq!(cpu.threads_for(Some(17)), Err(TooManyThreads { asked: 17, usable: 16 }));
+        assert_eq!(cpu.threads_for(Some(17)), Err(TooManyThreads { requested: 17, usable: 16 }));
     }
 
     #[test]
-    fn load_is_the_busy_share_of_the_time_between() {
-        let earlier = Load::of("cpu  100 0 100 700 100 0 0 0 0 0\ncpu0 1 2\n").unwrap();
-        let later = Load::of("cpu  150 0 125 800 125 0 0 0 9 9\n").unwrap();
-        assert_eq!(later.since(earlier), 75.0 / 200.0);
-        assert_eq!(later.since(later), 0.0);
-        assert_eq!(Load::of("intr 5\n"), None);
-        assert_eq!(Load::of("cpu  1 2\n"), None);
+    fn usage_is_the_busy_share_between_readings() {
+        let earlier = CpuUsage::parse("cpu  100 0 100 700 100 0 0 0 0 0\ncpu0 1 2\n").unwrap();
+        let later = CpuUsage::parse("cpu  150 0 125 800 125 0 0 0 9 9\n").unwrap();
+        assert_eq!(later.usage_since(earlier), 75.0 / 200.0);
+        assert_eq!(later.usage_since(later), 0.0);
+        assert_eq!(CpuUsage::parse("intr 5\n"), None);
+        assert_eq!(CpuUsage::parse("cpu  1 2\n"), None);
     }
 
     proptest! {
         #[test]
-        fn any_list_of_processors_is_read_or_refused(text in "[0-9,\\- ]{0,20}") {
+        fn arbitrary_cpu_lists_do_not_panic(text in "[0-9,\\- ]{0,20}") {
             let _ = cpu_list(&text);
         }
 
         #[test]
-        fn any_account_of_the_load_is_read_or_refused(ticks in prop::collection::vec(any::<u64>(), 0..12), tail in "\\PC{0,9}") {
+        fn arbitrary_stat_lines_do_not_panic(ticks in prop::collection::vec(any::<u64>(), 0..12), tail in "\\PC{0,9}") {
             let ticks: Vec<String> = ticks.iter().map(u64::to_string).collect();
-            let load = Load::of(&format!("cpu  {} {tail}", ticks.join(" ")));
+            let load = CpuUsage::parse(&format!("cpu  {} {tail}", ticks.join(" ")));
             prop_assert!(load.is_none_or(|load| load.busy <= load.all));
         }
     }

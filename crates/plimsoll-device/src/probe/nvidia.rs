@@ -1,9 +1,8 @@
-//! NVIDIA's GPUs and software as a person sees them: every GPU with what Plimsoll would take of it, every library with
-//! where it lies, and for what is missing the one command that brings it. No context is opened: looking takes no
-//! memory on any GPU.
+//! NVIDIA GPUs and software: default limits of every GPU, the path of every library, and the install command for each
+//! missing one. Probing opens no CUDA context and uses no GPU memory.
 
-use super::{Found, Takes, text};
-use crate::cuda::gpus::{self, Card, Here};
+use super::{DefaultLimits, DeviceInfo, read_text};
+use crate::cuda::gpus::{self, CudaInstallation, GpuInfo};
 use crate::cuda::libraries::{CudaVersion, Libraries, Library, LibraryError};
 use crate::cuda::nvml::{Condition, Memory, Pcie, Process};
 use plimsoll_core::{Budget, Bytes, DeviceKind};
@@ -11,70 +10,70 @@ use serde::Serialize;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-/// NVIDIA's software on this machine.
+/// NVIDIA software on this machine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Nvidia {
-    /// The driver's version, where it is here and works.
+    /// Version of the driver, if it is installed and works.
     pub driver: Option<String>,
-    /// The newest CUDA that it knows.
+    /// Newest CUDA version that the driver supports.
     pub cuda: Option<String>,
-    /// Why GPUs cannot be used at all, though something of NVIDIA's is here.
-    pub trouble: Option<String>,
-    /// Each library that Plimsoll uses.
+    /// Reason why no GPU can be used although a driver is installed.
+    pub error: Option<String>,
+    /// State of each library that Plimsoll uses.
     pub libraries: Vec<LibraryState>,
-    /// Graphics cards of NVIDIA's on the bus, whether a driver knows them or not.
-    pub on_bus: usize,
+    /// NVIDIA graphics cards on the bus, whether or not the driver lists them.
+    pub cards_on_bus: usize,
 }
 
-/// A library: where it is, or what brings it.
+/// A library with its path, or with the command that installs it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct LibraryState {
-    /// Which.
+    /// The library.
     pub library: Library,
-    /// Where it is, if it can be used.
+    /// Path, if it is usable.
     pub path: Option<PathBuf>,
-    /// Its version, as far as it is known without opening it.
+    /// Version, as far as it is known without loading it.
     pub version: Option<String>,
-    /// The kind of place.
+    /// Kind of location, such as a system folder or a Python package.
     pub place: Option<&'static str>,
-    /// Why it cannot be used.
+    /// Reason why it is not usable.
     pub missing: Option<String>,
-    /// The one command that brings it.
-    pub cure: Option<String>,
+    /// Command that installs it.
+    pub remedy: Option<String>,
 }
 
-/// What is known of a GPU beside what every device has.
+/// Facts that only GPUs have.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Gpu {
-    /// The family: `Ampere`.
+    /// Architecture family, such as `Ampere`.
     pub family: &'static str,
-    /// The compute capability: `8.6`.
+    /// Compute capability, such as `8.6`.
     pub compute_capability: String,
-    /// Its unique number.
+    /// Unique identifier.
     pub uuid: String,
-    /// Its place on the bus.
+    /// Address on the PCI bus.
     pub bus: String,
-    /// What programs hold of its memory, where that can be seen.
+    /// Memory used by programs, if it is visible.
     pub held_bytes: Option<Bytes>,
-    /// What the driver keeps of its memory for itself.
+    /// Memory reserved by the driver.
     pub reserved_bytes: Option<Bytes>,
-    /// The programs that compute on it, as far as they can be seen.
+    /// Programs that compute on it, as far as they are visible.
     pub processes: Vec<Process>,
-    /// Its link to the host.
+    /// Link to the host.
     pub pcie: Option<Pcie>,
-    /// How it is now.
+    /// Temperature, clocks and utilisation now.
     pub condition: Condition,
-    /// Why Plimsoll does not run on it.
+    /// Reason why Plimsoll does not run on it.
     pub unusable: Option<String>,
 }
 
-/// The software, and the GPUs as far as the driver lists them.
-pub(super) fn read() -> (Nvidia, Vec<Found>) {
-    match gpus::here() {
+/// Reads the software and the GPUs that the driver lists.
+pub(super) fn read() -> (Nvidia, Vec<DeviceInfo>) {
+    match gpus::installation() {
         Ok(here) => {
             let driver = (here.driver_version.clone(), here.cuda);
             let nvidia = Nvidia::of(&here.libraries, Ok(driver), on_bus(Path::new("/")));
-            let gpus = here.cards.iter().map(|card| seen(here, card, &nvidia)).collect();
+            let gpus = here.gpus.iter().map(|gpu| device_info_now(here, gpu, &nvidia)).collect();
             (nvidia, gpus)
         }
         Err(error) => (Nvidia::of(&Libraries::find(), Err(error), on_bus(Path::new("/"))), Vec::new()),
@@ -82,7 +81,7 @@ pub(super) fn read() -> (Nvidia, Vec<Found>) {
 }
 
 impl Nvidia {
-    fn of(libraries: &Libraries, driver: Result<(String, CudaVersion), LibraryError>, on_bus: usize) -> Nvidia {
+    fn of(libraries: &Libraries, driver: Result<(String, CudaVersion), LibraryError>, cards_on_bus: usize) -> Nvidia {
         let cuda = driver.as_ref().ok().map(|(_, cuda)| *cuda);
         let state = |library: Library| match libraries.choose(library, cuda) {
             Ok(found) => LibraryState {
@@ -91,7 +90,7 @@ impl Nvidia {
                 version: Some(found.version.clone()).filter(|version| !version.is_empty()),
                 place: Some(found.place),
                 missing: None,
-                cure: None,
+                remedy: None,
             },
             Err(error) => LibraryState {
                 library,
@@ -99,44 +98,44 @@ impl Nvidia {
                 version: None,
                 place: None,
                 missing: Some(error.to_string()),
-                cure: Some(error.cure()),
+                remedy: Some(error.remedy()),
             },
         };
         let mut states: Vec<LibraryState> = Library::ALL.map(state).into();
-        let mut trouble = None;
+        let mut error = None;
         match &driver {
-            // What its file is called is the version of an interface; this is the driver's own.
+            // The file name holds an interface version; this is the driver's own version.
             Ok((version, _)) => states[0].version = Some(version.clone()),
             Err(LibraryError::Missing { .. }) => {}
-            Err(error) => trouble = Some(format!("{error}: {}", error.cure())),
+            Err(driver_error) => error = Some(format!("{driver_error}: {}", driver_error.remedy())),
         }
         let (driver, cuda) = driver.ok().map_or((None, None), |(driver, cuda)| (Some(driver), Some(cuda.to_string())));
-        Nvidia { driver, cuda, trouble, libraries: states, on_bus }
+        Nvidia { driver, cuda, error, libraries: states, cards_on_bus }
     }
 
-    /// The state of a library.
+    /// Returns the state of a library.
     pub fn library(&self, library: Library) -> &LibraryState {
-        self.libraries.iter().find(|state| state.library == library).expect("all are listed")
+        self.libraries.iter().find(|state| state.library == library).expect("all libraries are listed")
     }
 
-    /// Why nothing runs on a GPU with the libraries that are here, and what brings the one that is missing.
-    pub fn lacks(&self) -> Option<String> {
-        let needed = self.libraries.iter().filter(|state| state.library.is_needed());
+    /// Returns the first required library that is missing, with the command that installs it.
+    pub fn missing_library(&self) -> Option<String> {
+        let needed = self.libraries.iter().filter(|state| state.library.is_required());
         let state = needed.into_iter().find(|state| state.path.is_none())?;
-        let cure = state.cure.as_deref().unwrap_or_default();
-        Some(format!("{} is missing: {cure}", state.library))
+        let remedy = state.remedy.as_deref().unwrap_or_default();
+        Some(format!("{} is missing: {remedy}", state.library))
     }
 }
 
 impl fmt::Display for Nvidia {
-    /// A line for each library where the driver is here, else one line.
+    /// Writes a line per library if the driver is installed, otherwise a single line.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let driver = self.library(Library::Driver);
         if driver.path.is_none() {
             f.write_str("NVIDIA driver not found")?;
-            if self.on_bus > 0 {
-                let cards = if self.on_bus == 1 { "a card of NVIDIA's is" } else { "cards of NVIDIA's are" };
-                write!(f, ", though {cards} on the bus: {}", driver.cure.as_deref().unwrap_or_default())?;
+            if self.cards_on_bus > 0 {
+                let cards = if self.cards_on_bus == 1 { "an NVIDIA card is" } else { "NVIDIA cards are" };
+                write!(f, ", though {cards} on the bus: {}", driver.remedy.as_deref().unwrap_or_default())?;
             }
             return Ok(());
         }
@@ -155,74 +154,74 @@ impl fmt::Display for Nvidia {
                 }
                 (None, _) => {
                     let purpose = match state.library {
-                        Library::Nvml => " (free memory and temperatures stay unknown)",
-                        Library::Nccl => " (several GPUs exchange through memory of the host)",
+                        Library::Nvml => " (free memory and temperature are then unknown)",
+                        Library::Nccl => " (GPUs then exchange data through host memory)",
                         _ => "",
                     };
-                    write!(f, " not found{purpose}: {}", state.cure.as_deref().unwrap_or_default())?;
+                    write!(f, " not found{purpose}: {}", state.remedy.as_deref().unwrap_or_default())?;
                 }
             }
         }
-        match &self.trouble {
-            Some(trouble) => write!(f, "\n{trouble}"),
+        match &self.error {
+            Some(error) => write!(f, "\n{error}"),
             None => Ok(()),
         }
     }
 }
 
-/// A GPU as it is now.
-fn seen(here: &Here, card: &Card, nvidia: &Nvidia) -> Found {
-    let state = State {
-        memory: here.memory(card),
-        processes: here.processes(card),
-        pcie: here.pcie(card),
-        condition: here.condition(card),
+/// Reads the current state of a GPU.
+fn device_info_now(here: &CudaInstallation, gpu: &GpuInfo, nvidia: &Nvidia) -> DeviceInfo {
+    let state = GpuState {
+        memory: here.memory(gpu),
+        processes: here.processes(gpu),
+        pcie: here.pcie(gpu),
+        condition: here.condition(gpu),
     };
-    found(card, state, nvidia.lacks())
+    device_info(gpu, state, nvidia.missing_library())
 }
 
-/// What NVML says of a card.
-struct State {
+/// State of a GPU as reported by NVML.
+struct GpuState {
     memory: Option<Memory>,
     processes: Vec<Process>,
     pcie: Option<Pcie>,
     condition: Condition,
 }
 
-fn found(card: &Card, state: State, lacks: Option<String>) -> Found {
-    let unusable = card.architecture.check().err().or(lacks);
-    let total = state.memory.map_or(card.memory_bytes, |memory| memory.total_bytes);
-    // Without NVML what is free is known once a context is open, and not before.
-    let free = state.memory.map_or(card.memory_bytes, |memory| memory.free_bytes);
+fn device_info(gpu: &GpuInfo, state: GpuState, missing_library: Option<String>) -> DeviceInfo {
+    let unusable = gpu.architecture.check().err().or(missing_library);
+    let total = state.memory.map_or(gpu.memory_bytes, |memory| memory.total_bytes);
+    // Without NVML the free memory is unknown until a context is open.
+    let free = state.memory.map_or(gpu.memory_bytes, |memory| memory.free_bytes);
     let bound_by = match state.memory {
         Some(_) => "NVML",
-        None => "assumed: without NVML what others hold is seen when the run starts",
+        None => "assumed: without NVML usage by others is unknown until the run starts",
     };
-    let takes = match &unusable {
-        Some(why) => Takes { budget_bytes: Bytes::ZERO, threads: 0, why: format!("not used: {why}") },
+    let defaults = match &unusable {
+        Some(reason) => DefaultLimits { budget_bytes: Bytes::ZERO, threads: 0, reason: format!("not used: {reason}") },
         None => {
-            let budget_bytes = Budget::DEVICE.of(free);
-            let why = format!("{} of the {free} that are free ({bound_by})", Budget::DEVICE);
-            Takes { budget_bytes, threads: 0, why }
+            let budget_bytes = Budget::DEVICE.load_line(free);
+            let reason = format!("{} of {free} free ({bound_by})", Budget::DEVICE);
+            DefaultLimits { budget_bytes, threads: 0, reason }
         }
     };
-    Found {
-        name: format!("cuda:{}", card.index),
+    DeviceInfo {
+        name: format!("cuda:{}", gpu.index),
         kind: DeviceKind::Cuda,
-        model: card.name.clone(),
+        model: gpu.name.clone(),
         memory_total_bytes: total,
         memory_free_bytes: free,
         memory_bound_by: bound_by.to_owned(),
-        cores: card.multiprocessors,
+        cores: gpu.multiprocessors,
         threads: 0,
         features: Vec::new(),
         caches: Vec::new(),
-        takes,
+        defaults,
         gpu: Some(Gpu {
-            family: card.architecture.family(),
-            compute_capability: card.architecture.to_string(),
-            uuid: card.uuid.clone(),
-            bus: card.bus.clone(),
+            family: gpu.architecture.family(),
+            compute_capability: gpu.architecture.to_string(),
+            uuid: gpu.uuid.clone(),
+            bus: gpu.bus.clone(),
             held_bytes: state.memory.map(|memory| memory.used_bytes),
             reserved_bytes: state.memory.map(|memory| memory.reserved_bytes),
             processes: state.processes,
@@ -233,12 +232,13 @@ fn found(card: &Card, state: State, lacks: Option<String>) -> Found {
     }
 }
 
-/// How many graphics cards of NVIDIA's are on the bus, as the kernel lists it.
+/// Counts the NVIDIA graphics cards that the kernel lists on the PCI bus.
 fn on_bus(root: &Path) -> usize {
     let devices = std::fs::read_dir(root.join("sys/bus/pci/devices")).into_iter().flatten().flatten();
-    let is =
-        |device: &Path, file: &str, start: &str| text(device.join(file)).is_some_and(|text| text.starts_with(start));
-    // Vendor 10de is NVIDIA, class 03 graphics.
+    let is = |device: &Path, file: &str, start: &str| {
+        read_text(device.join(file)).is_some_and(|text| text.starts_with(start))
+    };
+    // Vendor 10de is NVIDIA; class 03 is graphics.
     devices.filter(|device| is(&device.path(), "vendor", "0x10de") && is(&device.path(), "class", "0x03")).count()
 }
 
@@ -246,10 +246,10 @@ fn on_bus(root: &Path) -> usize {
 pub(crate) mod tests {
     use super::*;
     use crate::cuda::compile::Architecture;
-    use crate::cuda::libraries::Surroundings;
+    use crate::cuda::libraries::SearchEnvironment;
     use std::fs;
 
-    /// A machine laid out in a folder.
+    /// Creates a root folder with these files, and finds the libraries in it.
     fn machine(files: &[&str]) -> (tempfile::TempDir, Libraries) {
         let root = tempfile::tempdir().unwrap();
         for file in files {
@@ -257,7 +257,7 @@ pub(crate) mod tests {
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(path, "").unwrap();
         }
-        let libraries = Libraries::find_in(Surroundings::of(root.path()));
+        let libraries = Libraries::find_in(SearchEnvironment::rooted_at(root.path()));
         (root, libraries)
     }
 
@@ -273,19 +273,16 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_machine_without_anything_of_nvidias_says_so_in_a_line() {
+    fn machine_without_nvidia_prints_one_line() {
         let (_root, libraries) = machine(&[]);
         let missing = || Err(libraries.choose(Library::Driver, None).unwrap_err());
         assert_eq!(Nvidia::of(&libraries, missing(), 0).to_string(), "NVIDIA driver not found");
         let with_card = Nvidia::of(&libraries, missing(), 1).to_string();
-        assert!(
-            with_card.starts_with("NVIDIA driver not found, though a card of NVIDIA's is on the bus: "),
-            "{with_card}"
-        );
+        assert!(with_card.starts_with("NVIDIA driver not found, though an NVIDIA card is on the bus: "), "{with_card}");
     }
 
     #[test]
-    fn a_driver_alone_is_shown_with_the_command_that_brings_the_rest() {
+    fn driver_alone_lists_install_commands() {
         let (root, libraries) = machine(&[DRIVER, NVML]);
         let nvidia = Nvidia::of(&libraries, driver(12, 4), 1);
         assert_eq!(
@@ -294,21 +291,25 @@ pub(crate) mod tests {
              NVML 1: /usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1\n\
              NVRTC not found: pip install nvidia-cuda-nvrtc-cu12 nvidia-cublas-cu12\n\
              cuBLASLt not found: pip install nvidia-cuda-nvrtc-cu12 nvidia-cublas-cu12\n\
-             NCCL not found (several GPUs exchange through memory of the host): pip install nvidia-nccl-cu12"
+             NCCL not found (GPUs then exchange data through host memory): pip install nvidia-nccl-cu12"
         );
-        let lacks = nvidia.lacks().unwrap();
-        assert_eq!(lacks, "NVRTC is missing: pip install nvidia-cuda-nvrtc-cu12 nvidia-cublas-cu12");
-        let found = found(&card(8, 6), unseen(), Some(lacks));
-        assert_eq!(found.takes.budget_bytes, Bytes::ZERO);
-        assert!(found.takes.why.starts_with("not used: NVRTC is missing: pip install"), "{}", found.takes.why);
+        let missing = nvidia.missing_library().unwrap();
+        assert_eq!(missing, "NVRTC is missing: pip install nvidia-cuda-nvrtc-cu12 nvidia-cublas-cu12");
+        let found = device_info(&card(8, 6), unknown_state(), Some(missing));
+        assert_eq!(found.defaults.budget_bytes, Bytes::ZERO);
+        assert!(
+            found.defaults.reason.starts_with("not used: NVRTC is missing: pip install"),
+            "{}",
+            found.defaults.reason
+        );
     }
 
     #[test]
-    fn a_whole_machine_lacks_nothing_and_a_compiler_too_new_for_the_driver_is_not_taken() {
+    fn nvrtc_newer_than_the_driver_is_rejected() {
         let nvrtc = "usr/local/cuda/lib64/libnvrtc.so.13";
         let (root, libraries) = machine(&[DRIVER, nvrtc, "usr/local/cuda/lib64/libcublasLt.so.13"]);
         let nvidia = Nvidia::of(&libraries, driver(13, 1), 1);
-        assert_eq!(nvidia.lacks(), None);
+        assert_eq!(nvidia.missing_library(), None);
         assert!(shown(root.path(), &nvidia).contains("\nNVRTC 13: /usr/local/cuda/lib64/libnvrtc.so.13\n"));
         let old = Nvidia::of(&libraries, driver(12, 4), 1);
         assert_eq!(old.library(Library::Nvrtc).path, None);
@@ -317,19 +318,19 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_driver_that_does_not_start_is_named_with_what_it_said() {
+    fn failing_driver_is_reported_with_its_error() {
         let (root, libraries) = machine(&[DRIVER]);
         let error = LibraryError::DriverRefuses {
             path: root.path().join(DRIVER),
             reason: "its library and its kernel module are of different versions (code 803)".to_owned(),
         };
         let nvidia = Nvidia::of(&libraries, Err(error), 1);
-        assert!(nvidia.trouble.as_ref().unwrap().contains("of different versions (code 803): nvidia-smi should"));
+        assert!(nvidia.error.as_ref().unwrap().contains("of different versions (code 803): nvidia-smi should"));
         assert!(shown(root.path(), &nvidia).contains("\nthe NVIDIA driver (/usr/lib/"), "{nvidia}");
     }
 
-    fn card(major: u32, minor: u32) -> Card {
-        Card {
+    fn card(major: u32, minor: u32) -> GpuInfo {
+        GpuInfo {
             index: 1,
             name: "NVIDIA Example".to_owned(),
             uuid: "00112233-4455-6677-8899-aabbccddeeff".to_owned(),
@@ -340,37 +341,37 @@ pub(crate) mod tests {
         }
     }
 
-    fn unseen() -> State {
-        State { memory: None, processes: Vec::new(), pcie: None, condition: Condition::default() }
+    fn unknown_state() -> GpuState {
+        GpuState { memory: None, processes: Vec::new(), pcie: None, condition: Condition::default() }
     }
 
     #[test]
-    fn what_would_be_taken_of_a_gpu_is_of_what_others_leave() {
+    fn default_budget_counts_free_gpu_memory() {
         let memory = Memory {
             total_bytes: Bytes::gib(24),
             used_bytes: Bytes::gib(3),
             reserved_bytes: Bytes::gib(1),
             free_bytes: Bytes::gib(20),
         };
-        let held = found(&card(8, 6), State { memory: Some(memory), ..unseen() }, None);
+        let held = device_info(&card(8, 6), GpuState { memory: Some(memory), ..unknown_state() }, None);
         assert_eq!((held.name.as_str(), held.kind, held.cores), ("cuda:1", DeviceKind::Cuda, 82));
-        assert_eq!(held.takes.budget_bytes, Bytes::gib(18));
-        assert_eq!(held.takes.why, "90% of the 20.00 GiB that are free (NVML)");
+        assert_eq!(held.defaults.budget_bytes, Bytes::gib(18));
+        assert_eq!(held.defaults.reason, "90% of 20.00 GiB free (NVML)");
         assert_eq!(held.gpu.unwrap().held_bytes, Some(Bytes::gib(3)));
-        let without = found(&card(8, 6), unseen(), None);
+        let without = device_info(&card(8, 6), unknown_state(), None);
         assert_eq!(without.memory_free_bytes, Bytes::gib(24));
-        assert!(without.takes.why.contains("assumed: without NVML"), "{}", without.takes.why);
+        assert!(without.defaults.reason.contains("assumed: without NVML"), "{}", without.defaults.reason);
     }
 
     #[test]
-    fn a_gpu_too_old_is_listed_and_not_used() {
-        let old = found(&card(7, 5), unseen(), None);
-        assert!(old.takes.why.starts_with("not used: Turing (7.5) is too old"), "{}", old.takes.why);
+    fn old_gpu_is_listed_but_unused() {
+        let old = device_info(&card(7, 5), unknown_state(), None);
+        assert!(old.defaults.reason.starts_with("not used: Turing (7.5) is too old"), "{}", old.defaults.reason);
         assert_eq!(old.gpu.unwrap().family, "Turing");
     }
 
     #[test]
-    fn cards_on_the_bus_are_counted_by_maker_and_class() {
+    fn bus_cards_are_counted_by_vendor_and_class() {
         let root = tempfile::tempdir().unwrap();
         for (place, vendor, class) in
             [("1", "0x10de", "0x030000"), ("2", "0x10de", "0x040300"), ("3", "0x8086", "0x030000")]

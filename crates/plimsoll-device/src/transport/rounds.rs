@@ -1,42 +1,44 @@
-//! Collectives in rounds: where the memory of some device is not this processor's, what it gives and gets goes through
-//! staging on the host, so many bytes at a time. All ranks of such a team then meet once for each round, in which every
-//! element is of the same rank's part as before, or summed up in the same order: the bits are those of one meeting.
+//! Splits collectives into rounds that fit a staging buffer.
+//!
+//! Bytes in memory that this processor cannot access pass through a staging buffer on the host. All ranks of
+//! such a group then call one collective per round. Each element belongs to the same rank's part as before and is
+//! summed in the same order, so the results are bit-identical to those of a single call.
 
 use plimsoll_core::DType;
 use plimsoll_program::op::Collective;
 use std::ops::Range;
 
-/// What of a piece goes in a round. Elements of inputs and outputs are counted from a rank's own first one.
+/// The slice of one piece that goes into one round. Element ranges count from the rank's own first element.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Cut {
-    /// The number of the piece.
+pub(crate) struct PieceSlice {
+    /// Index of the piece.
     pub piece: usize,
-    /// The first byte in a buffer that holds the whole of the round.
+    /// First byte in the buffer that holds the whole round.
     pub first_byte: u64,
-    /// What the rank reads of its input, and writes of its output.
+    /// Elements of the input that the rank reads.
     pub reads: Range<u64>,
-    /// See `reads`.
+    /// Elements of the output that the rank writes.
     pub writes: Range<u64>,
     /// Elements of each rank's part in this round.
     pub counts: Vec<u64>,
 }
 
-/// Where cuts begin in a round's buffer.
-const STEP_BYTES: u64 = 256;
+/// Alignment of slices in a round's buffer.
+const SLICE_ALIGNMENT_BYTES: u64 = 256;
 
-/// The rounds of a collective between pieces of these types and parts, as `rank` takes part in them. How it is cut depends
-/// on nothing that differs between ranks. A round is of `round_bytes` at most.
-pub(crate) fn rounds(
+/// Splits a collective over pieces of the given types and part sizes into rounds of at most `round_bytes`, as `rank`
+/// takes part in them. All ranks split in the same way.
+pub(crate) fn split_into_rounds(
     collective: Collective,
     rank: usize,
     pieces: &[(DType, Vec<u64>)],
     round_bytes: u64,
-) -> Vec<Vec<Cut>> {
+) -> Vec<Vec<PieceSlice>> {
     let mut rounds = vec![Vec::new()];
     let mut used = 0;
     for (piece, (dtype, counts)) in pieces.iter().enumerate() {
-        let messages = matches!(collective, Collective::Send | Collective::Receive);
-        let total = if messages { counts[rank] } else { counts.iter().sum() };
+        let is_point_to_point = matches!(collective, Collective::Send | Collective::Receive);
+        let total = if is_point_to_point { counts[rank] } else { counts.iter().sum() };
         let mut first = 0;
         while first < total {
             if used + dtype.bytes() > round_bytes {
@@ -44,9 +46,9 @@ pub(crate) fn rounds(
                 used = 0;
             }
             let end = total.min(first + (round_bytes - used) / dtype.bytes());
-            let last = rounds.last_mut().expect("there is one from the beginning on");
-            last.push(Cut { piece, first_byte: used, ..cut(collective, rank, counts, first..end) });
-            used = (used + (end - first) * dtype.bytes()).next_multiple_of(STEP_BYTES);
+            let last = rounds.last_mut().expect("there is at least one round");
+            last.push(PieceSlice { piece, first_byte: used, ..slice_of(collective, rank, counts, first..end) });
+            used = (used + (end - first) * dtype.bytes()).next_multiple_of(SLICE_ALIGNMENT_BYTES);
             first = end;
         }
     }
@@ -54,47 +56,47 @@ pub(crate) fn rounds(
     rounds
 }
 
-/// Elements of the whole as a cut.
-fn cut(collective: Collective, rank: usize, counts: &[u64], all: Range<u64>) -> Cut {
+/// Returns the slice for elements `range` of a whole piece. `piece` and `first_byte` are left zero.
+fn slice_of(collective: Collective, rank: usize, counts: &[u64], range: Range<u64>) -> PieceSlice {
     let nothing = 0..0;
-    let firsts = counts.iter().scan(0, |first, count| {
+    let part_starts = counts.iter().scan(0, |first, count| {
         *first += count;
         Some(*first - count)
     });
-    // What of each part lies in it, counted from the first of the part.
-    let lies = |(first, &count): (u64, &u64)| {
-        let within = |at: u64| at.clamp(first, first + count) - first;
-        within(all.start)..within(all.end)
+    // Overlap of the range with each part, counted from the part's first element.
+    let overlap_with_part = |(first, &count): (u64, &u64)| {
+        let within = |element: u64| element.clamp(first, first + count) - first;
+        within(range.start)..within(range.end)
     };
-    let parts: Vec<Range<u64>> = firsts.zip(counts).map(lies).collect();
+    let parts: Vec<Range<u64>> = part_starts.zip(counts).map(overlap_with_part).collect();
     let own = parts[rank].clone();
     let length = |range: &Range<u64>| range.end - range.start;
     let (reads, writes, counts) = match collective {
-        // Who sums up what changes no bit: everybody has something to do in every round.
-        Collective::AllReduce => (all.clone(), all.clone(), alike(counts, length(&all))),
-        Collective::ReduceScatter => (all, own, parts.iter().map(length).collect()),
-        Collective::AllGather => (own, all, parts.iter().map(length).collect()),
-        Collective::Send => (all.clone(), nothing, alone(counts.len(), rank, length(&all))),
-        Collective::Receive => (nothing, all.clone(), alone(counts.len(), rank, length(&all))),
+        // The choice of the summing rank changes no bit, so every rank sums a share of each round.
+        Collective::AllReduce => (range.clone(), range.clone(), scale_counts(counts, length(&range))),
+        Collective::ReduceScatter => (range, own, parts.iter().map(length).collect()),
+        Collective::AllGather => (own, range, parts.iter().map(length).collect()),
+        Collective::Send => (range.clone(), nothing, single_rank_counts(counts.len(), rank, length(&range))),
+        Collective::Receive => (nothing, range.clone(), single_rank_counts(counts.len(), rank, length(&range))),
     };
-    Cut { piece: 0, first_byte: 0, reads, writes, counts }
+    PieceSlice { piece: 0, first_byte: 0, reads, writes, counts }
 }
 
-/// So many elements in parts that are to each other as these.
-fn alike(counts: &[u64], elements: u64) -> Vec<u64> {
+/// Divides `elements` among the ranks in proportion to `counts`.
+fn scale_counts(counts: &[u64], elements: u64) -> Vec<u64> {
     let total: u128 = counts.iter().map(|&count| u128::from(count)).sum();
-    let at = |sum: u128| (u128::from(elements) * sum / total) as u64;
+    let share_before = |sum: u128| (u128::from(elements) * sum / total) as u64;
     let mut sum = 0;
     let part = |&count: &u64| {
-        let before = at(sum);
+        let before = share_before(sum);
         sum += u128::from(count);
-        at(sum) - before
+        share_before(sum) - before
     };
     counts.iter().map(part).collect()
 }
 
-/// What only one rank has a part of.
-fn alone(ranks: usize, rank: usize, elements: u64) -> Vec<u64> {
+/// Returns counts in which only `rank` has elements.
+fn single_rank_counts(ranks: usize, rank: usize, elements: u64) -> Vec<u64> {
     (0..ranks).map(|other| if other == rank { elements } else { 0 }).collect()
 }
 
@@ -110,37 +112,37 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_element_goes_once_and_ranks_agree(
+        fn rounds_cover_each_element_once_on_all_ranks(
             collective in collective(),
             pieces in prop::collection::vec((any::<bool>(), prop::collection::vec(0u64..400, 3)), 1..4),
             round_bytes in 8u64..2000,
         ) {
             let wide = |(wide, counts): (bool, Vec<u64>)| (if wide { DType::F64 } else { DType::F32 }, counts);
             let pieces: Vec<(DType, Vec<u64>)> = pieces.into_iter().map(wide).collect();
-            let of = |rank| rounds(collective, rank, &pieces, round_bytes);
-            let all: Vec<_> = (0..3).map(of).collect();
+            let split = |rank| split_into_rounds(collective, rank, &pieces, round_bytes);
+            let calls: Vec<_> = (0..3).map(split).collect();
             let messages = matches!(collective, Collective::Send | Collective::Receive);
-            for (rank, own) in all.iter().enumerate() {
-                let counted = |round: &Vec<Cut>| -> Vec<(usize, Vec<u64>)> {
-                    round.iter().map(|cut| (cut.piece, cut.counts.clone())).collect()
+            for (rank, own) in calls.iter().enumerate() {
+                let counted = |round: &Vec<PieceSlice>| -> Vec<(usize, Vec<u64>)> {
+                    round.iter().map(|slice| (slice.piece, slice.counts.clone())).collect()
                 };
                 if !messages {
-                    prop_assert!(own.iter().map(counted).eq(all[0].iter().map(counted)));
+                    prop_assert!(own.iter().map(counted).eq(calls[0].iter().map(counted)));
                 }
                 let (mut read, mut written) = (vec![0; pieces.len()], vec![0; pieces.len()]);
                 for round in own {
                     let mut used = 0;
-                    for cut in round {
-                        prop_assert!(cut.first_byte >= used, "cuts overlap in a round");
-                        used = cut.first_byte + cut.counts.iter().sum::<u64>() * pieces[cut.piece].0.bytes();
-                        // One after the other, where there is something.
-                        if !cut.reads.is_empty() {
-                            prop_assert_eq!(cut.reads.start, read[cut.piece]);
-                            read[cut.piece] = cut.reads.end;
+                    for slice in round {
+                        prop_assert!(slice.first_byte >= used, "slices overlap in a round");
+                        used = slice.first_byte + slice.counts.iter().sum::<u64>() * pieces[slice.piece].0.bytes();
+                        // Nonempty slices of a piece follow each other without gaps.
+                        if !slice.reads.is_empty() {
+                            prop_assert_eq!(slice.reads.start, read[slice.piece]);
+                            read[slice.piece] = slice.reads.end;
                         }
-                        if !cut.writes.is_empty() {
-                            prop_assert_eq!(cut.writes.start, written[cut.piece]);
-                            written[cut.piece] = cut.writes.end;
+                        if !slice.writes.is_empty() {
+                            prop_assert_eq!(slice.writes.start, written[slice.piece]);
+                            written[slice.piece] = slice.writes.end;
                         }
                     }
                     prop_assert!(used <= round_bytes);

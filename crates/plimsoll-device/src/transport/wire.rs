@@ -1,22 +1,24 @@
-//! Between processes: each rank has its own memory, and a wire to every other rank that carries bytes in order.
+//! Collectives between processes. Each rank has its own memory, and a [`Wire`] to every other rank that carries bytes
+//! in order.
 //!
 //! ```text
-//!   each sends what others need of it ─► has come where all have ─► each sums up its own part ─► sends it to all
+//!   all-reduce:  each rank sends its peers their parts ─► each sums its own part, in rank order ─► sends the sum to all
 //! ```
-//! What is sent is copied first, so nobody's memory is touched from outside, and a rank that leaves leaves nothing behind.
-//! Frames of all ranks are there before one of them is looked at: so coming is agreeing, as in one process, and a sum is
-//! taken in the order of the ranks by the rank whose part it is, so everybody has the same bits as there. Each byte of a sum
-//! goes out and comes in once, whatever the number of ranks.
+//! All sent bytes are copied first, so no rank accesses another rank's memory, and a rank can leave at any time. A rank
+//! looks at the frames of a collective only after those of all ranks have arrived. The rank that owns a part sums it in
+//! rank order, which gives the same bits as `in_process`. Each byte of a sum is sent once and received once, for any
+//! number of ranks.
 //!
-//! A wire has a thread that writes and one that reads, and neither ever waits for the device: who gives up is heard of
-//! while a rank waits, and a wire that ends wakes all. How much is on its way is bounded: collectives go in rounds, none of
-//! which ends for a rank before the others' frames of it are here, and of messages a receiver has a few ahead of it.
+//! Every wire has a thread that writes and one that reads; neither ever waits for the device. Aborts are therefore
+//! noticed while a rank waits, and a closed wire wakes all waiting ranks. Bytes in flight are bounded by
+//! [`MAX_IN_FLIGHT_BYTES`]: collectives run in rounds, no round ends before the frames of all ranks have arrived, and
+//! sends need credits.
 //!
-//! Where a wire ends after all have come to the meeting for a sum, what this rank gets may be there in part.
+//! If a wire fails after all ranks have joined an all-reduce, its output may be partly written.
 
-use super::memory::sum_elements;
-use super::{Meeting, Transport};
-use crate::device::DeviceError;
+use super::in_process::sum_elements;
+use super::{CollectiveCall, Transport};
+use crate::error::DeviceError;
 use plimsoll_core::{Bytes, DType};
 use plimsoll_program::op::Collective;
 use std::collections::{BTreeMap, VecDeque};
@@ -32,35 +34,37 @@ use std::time::Instant;
 #[cfg(test)]
 mod tests;
 
-/// Bytes of a round at most.
+/// Largest round, in bytes.
 pub const ROUND_BYTES: u64 = 1 << 20;
-/// Messages of a round's size that are sent before their receiver has come for them.
-const AHEAD: u32 = 2;
+/// Sends of a round's size that may be transferred before their receiver asks for them.
+const MAX_SENDS_AHEAD: u32 = 2;
 
-/// What a rank holds at most of frames that are on their way, beside its arenas, where rounds are of [`ROUND_BYTES`] and
-/// messages come from two sides: two rounds that go out, three that come in, and messages ahead, as many each way.
-pub const STAGED_BYTES: Bytes = Bytes((2 + 3 + 4 * AHEAD as u64) * ROUND_BYTES);
+/// The most bytes that a rank holds outside its arenas for frames in flight, with rounds of [`ROUND_BYTES`] and sends
+/// from two neighbours: two outgoing rounds, three incoming ones, and [`MAX_SENDS_AHEAD`] sends per neighbour and
+/// direction.
+pub const MAX_IN_FLIGHT_BYTES: Bytes = Bytes((2 + 3 + 4 * MAX_SENDS_AHEAD as u64) * ROUND_BYTES);
 
-/// What lies between two ranks: bytes, whole and in order, both ways at once. Every `receive` asks for as many bytes as one
-/// `send` at the other end gave, in the same order; so what carries messages instead of a stream serves as well.
+/// A connection between two ranks that carries bytes in both directions, complete and in order. Each `receive` asks for
+/// as many bytes as one `send` at the other end gave, in the same order, so a message queue can implement it as well as
+/// a stream.
 pub trait Wire: Send + Sync {
-    /// Sends all of these. May wait for the other end to receive.
+    /// Sends all bytes. May block until the other end receives.
     ///
     /// # Errors
-    /// The other end cannot be reached any more, or this one is closed.
+    /// The other end is unreachable, or this end is closed.
     fn send(&self, bytes: &[u8]) -> io::Result<()>;
 
-    /// Waits for as many.
+    /// Waits for as many bytes as `into` holds.
     ///
     /// # Errors
-    /// As above.
+    /// The other end is unreachable, or this end is closed.
     fn receive(&self, into: &mut [u8]) -> io::Result<()>;
 
-    /// Nothing more is sent or received: who waits for it at either end fails.
+    /// Closes the connection. Pending calls at both ends fail.
     fn close(&self);
 }
 
-macro_rules! streams {
+macro_rules! impl_wire_for_streams {
     ($($stream:ty),*) => {$(
         impl Wire for $stream {
             fn send(&self, bytes: &[u8]) -> io::Result<()> {
@@ -72,342 +76,363 @@ macro_rules! streams {
             }
 
             fn close(&self) {
-                // One that has ended already is closed.
+                // A stream that has ended already is closed.
                 let _ = self.shutdown(Shutdown::Both);
             }
         }
     )*};
 }
 
-streams!(TcpStream, UnixStream);
+impl_wire_for_streams!(TcpStream, UnixStream);
 
-/// How one rank of a team meets the others, each of them at the other end of a wire.
-pub struct Wired {
+/// The transport of one rank to peers in other processes.
+pub struct WireTransport {
     shared: Arc<Shared>,
 }
 
+/// State shared with the reading and writing threads.
 struct Shared {
     rank: u32,
     ranks: u32,
     round_bytes: u64,
     epoch: Instant,
-    /// By rank; none to itself.
+    /// By rank; none for this rank.
     wires: Vec<Option<Arc<dyn Wire>>>,
     state: Mutex<State>,
     changed: Condvar,
 }
 
 struct State {
-    /// How often this was cleared: what others sent before that is nothing any more, and what they sent after it waits.
+    /// Number of the current attempt, raised by each reset. Frames of earlier attempts are dropped, those of later ones
+    /// are kept.
     attempt: u64,
-    /// Who gave up first, as this rank has heard of it, in this attempt or in later ones.
-    gave_up: BTreeMap<u64, (u32, String)>,
-    /// Whose wire has ended.
-    cut_off: Option<(u32, String)>,
-    /// Meetings that this rank has come to.
-    came: u64,
-    /// What is on its way from and to each rank.
-    ways: Vec<Way>,
+    /// First rank that aborted and its reason, by attempt; the current attempt and later ones.
+    aborts: BTreeMap<u64, (u32, String)>,
+    /// First peer with a failed wire, and the reason.
+    unreachable_peer: Option<(u32, String)>,
+    /// Collectives that this rank has joined in this attempt.
+    joined_count: u64,
+    /// Traffic with each rank.
+    channels: Vec<PeerChannel>,
 }
 
-/// What is on its way between this rank and another.
-struct Way {
-    /// To the thread that writes.
-    post: Option<Sender<Arc<Frame>>>,
-    meetings: VecDeque<Frame>,
-    messages: VecDeque<Frame>,
-    /// Messages that may be sent before one more has been taken.
-    ahead: u32,
-    shown: VecDeque<Shown>,
+/// Traffic between this rank and one peer.
+struct PeerChannel {
+    /// Queue of the writing thread; none for this rank itself, or after shutdown.
+    outgoing: Option<Sender<Arc<Frame>>>,
+    collective_frames: VecDeque<Frame>,
+    message_frames: VecDeque<Frame>,
+    /// Sends that may be transferred before the peer completes one more.
+    send_credits: u32,
+    pending_sends: VecDeque<PendingSend>,
 }
 
-/// A message that is lent until it is sent.
-struct Shown {
-    message: Meeting,
+/// A posted send. Its buffers are borrowed until its bytes are in the queue of the writing thread.
+struct PendingSend {
+    message: CollectiveCall,
     sent: bool,
-    /// When it was planned to have been taken.
-    taken: Option<f64>,
+    /// Planned completion time, in seconds since the epoch; none until the receiver reports it.
+    completed_at: Option<f64>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
-    /// A rank has come to a meeting; with what the receiver needs of it.
-    Come,
-    /// Its part, summed up over all.
-    Part,
-    Message,
-    /// A message was taken, at its planned time.
-    Taken,
-    /// The rank of this number gave up; the body says why.
-    GaveUp,
+enum FrameKind {
+    /// The sender has joined a collective; the payload is its input for the receiver.
+    Join,
+    /// The sender's part of an all-reduce, summed over all ranks.
+    ReducedPart,
+    /// The payload of a point-to-point send.
+    Send,
+    /// The receiver of a send has taken it, at the planned time in `ready_seconds`.
+    SendCompleted,
+    /// Rank `number` aborted; the body holds the reason.
+    Abort,
 }
 
-const KINDS: [Kind; 5] = [Kind::Come, Kind::Part, Kind::Message, Kind::Taken, Kind::GaveUp];
+const FRAME_KINDS: [FrameKind; 5] =
+    [FrameKind::Join, FrameKind::ReducedPart, FrameKind::Send, FrameKind::SendCompleted, FrameKind::Abort];
 
-/// What stands in front of a frame's body: numbers in the order of their bytes, lowest first.
+/// The header in front of a frame's body, stored as seven little-endian 64-bit numbers.
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct Head {
-    kind: Kind,
+struct FrameHeader {
+    kind: FrameKind,
     attempt: u64,
-    /// Of meetings: the how manieth.
-    meeting: u64,
-    /// The number of a collective; of a rank that gave up its own.
+    /// Index of the collective among those of this attempt, counted from 1.
+    collective_index: u64,
+    /// Sequence number of the collective; for aborts the rank that aborted.
     number: u64,
-    /// Planned times, see [`Meeting`].
-    ready: f64,
-    seconds: f64,
-    /// Bytes of the body that say what the collective is.
-    form_bytes: u32,
+    /// Planned times, see [`CollectiveCall`].
+    ready_seconds: f64,
+    duration_seconds: f64,
+    /// Bytes of the body that hold the signature of the collective.
+    signature_bytes: u32,
     body_bytes: u32,
 }
 
-/// Bytes of a head.
-const HEAD: usize = 56;
-/// More than this stands in no body beside a round.
-const FORM_BYTES_MOST: u64 = 1 << 24;
+/// Size of a header.
+const HEADER_BYTES: usize = 56;
+/// Limit on the body's bytes beyond one round; larger frames are invalid.
+const MAX_SIGNATURE_BYTES: u64 = 1 << 24;
 
-impl Head {
-    fn bytes(&self) -> [u8; HEAD] {
-        let mut bytes = [0; HEAD];
-        let kind = KINDS.iter().position(|kind| *kind == self.kind).expect("it is one of them");
+impl FrameHeader {
+    fn bytes(&self) -> [u8; HEADER_BYTES] {
+        let mut bytes = [0; HEADER_BYTES];
+        let kind = FRAME_KINDS.iter().position(|kind| *kind == self.kind).expect("all kinds are listed");
         let numbers = [
             kind as u64,
             self.attempt,
-            self.meeting,
+            self.collective_index,
             self.number,
-            self.ready.to_bits(),
-            self.seconds.to_bits(),
-            u64::from(self.form_bytes) << 32 | u64::from(self.body_bytes),
+            self.ready_seconds.to_bits(),
+            self.duration_seconds.to_bits(),
+            u64::from(self.signature_bytes) << 32 | u64::from(self.body_bytes),
         ];
         bytes.as_chunks_mut().0.iter_mut().zip(numbers).for_each(|(bytes, number)| *bytes = number.to_le_bytes());
         bytes
     }
 
-    fn read(bytes: &[u8; HEAD]) -> Option<Head> {
-        let at = |place: usize| u64::from_le_bytes(bytes.as_chunks().0[place]);
-        let (form_bytes, body_bytes) = ((at(6) >> 32) as u32, at(6) as u32);
-        Some(Head {
-            kind: *KINDS.get(usize::try_from(at(0)).ok()?)?,
+    fn read(bytes: &[u8; HEADER_BYTES]) -> Option<FrameHeader> {
+        let at = |index: usize| u64::from_le_bytes(bytes.as_chunks().0[index]);
+        let (signature_bytes, body_bytes) = ((at(6) >> 32) as u32, at(6) as u32);
+        Some(FrameHeader {
+            kind: *FRAME_KINDS.get(usize::try_from(at(0)).ok()?)?,
             attempt: at(1),
-            meeting: at(2),
+            collective_index: at(2),
             number: at(3),
-            ready: f64::from_bits(at(4)),
-            seconds: f64::from_bits(at(5)),
-            form_bytes: (form_bytes <= body_bytes).then_some(form_bytes)?,
+            ready_seconds: f64::from_bits(at(4)),
+            duration_seconds: f64::from_bits(at(5)),
+            signature_bytes: (signature_bytes <= body_bytes).then_some(signature_bytes)?,
             body_bytes,
         })
     }
 }
 
 struct Frame {
-    head: Head,
+    header: FrameHeader,
     body: Vec<u8>,
 }
 
 impl Frame {
-    fn form(&self) -> &[u8] {
-        &self.body[..self.head.form_bytes as usize]
+    fn signature(&self) -> &[u8] {
+        &self.body[..self.header.signature_bytes as usize]
     }
 
     fn payload(&self) -> &[u8] {
-        &self.body[self.head.form_bytes as usize..]
+        &self.body[self.header.signature_bytes as usize..]
     }
 }
 
-/// What the ranks of a meeting, or both ends of a message, must agree on.
-fn form(meeting: &Meeting) -> Vec<u8> {
-    let mut form = Vec::new();
-    let mut number = |number: u64| form.extend_from_slice(&number.to_le_bytes());
-    match meeting.collective {
+/// Encodes the collective, types and sizes that all ranks of a collective, or both ends of a send, must agree on.
+fn signature(call: &CollectiveCall) -> Vec<u8> {
+    let mut signature = Vec::new();
+    let mut number = |number: u64| signature.extend_from_slice(&number.to_le_bytes());
+    match call.collective {
         Collective::Send | Collective::Receive => {
-            meeting.places.iter().for_each(|place| number(place.counts[meeting.rank as usize] * place.dtype.bytes()));
+            call.buffers.iter().for_each(|buffer| number(buffer.counts[call.rank as usize] * buffer.dtype.bytes()));
         }
         collective => {
             number(collective as u64);
-            for place in &meeting.places {
-                number(place.dtype as u64);
-                place.counts.iter().for_each(|&count| number(count));
+            for buffer in &call.buffers {
+                number(buffer.dtype as u64);
+                buffer.counts.iter().for_each(|&count| number(count));
             }
         }
     }
-    form
+    signature
 }
 
-/// The bytes of a rank's part of a piece, from its first on.
-fn part(counts: &[u64], dtype: DType, rank: u32) -> Range<usize> {
+/// Returns the byte range of a rank's part within a piece.
+fn part_bytes(counts: &[u64], dtype: DType, rank: u32) -> Range<usize> {
     let first: u64 = counts[..rank as usize].iter().sum();
-    let of = |elements: u64| (elements * dtype.bytes()) as usize;
-    of(first)..of(first + counts[rank as usize])
+    let offset = |elements: u64| (elements * dtype.bytes()) as usize;
+    offset(first)..offset(first + counts[rank as usize])
 }
 
-/// Appends lent bytes.
+/// Appends bytes of a lent buffer.
 ///
 /// # Safety
-/// They are lent, and nobody writes them now.
+/// The buffer is lent, and no thread writes it now.
 unsafe fn append(from: *const u8, range: Range<usize>, to: &mut Vec<u8>) {
-    // SAFETY: as the caller promises.
+    // SAFETY: the caller's promise.
     to.extend_from_slice(unsafe { std::slice::from_raw_parts(from.add(range.start), range.len()) });
 }
 
-impl Wired {
-    /// The seat of `rank` at these wires, in the order of ranks, with none to itself. Clocks of simulated devices begin at
-    /// `epoch`: the same moment on all ranks.
+impl WireTransport {
+    /// Creates the transport of `rank`. `wires` holds one wire per rank, none for `rank` itself. Clocks of simulated
+    /// devices count from `epoch`, which must be the same moment on all ranks.
     ///
     /// # Errors
-    /// The system gives no threads.
-    pub fn new(rank: u32, wires: Vec<Option<Arc<dyn Wire>>>, epoch: Instant) -> io::Result<Arc<Wired>> {
-        Wired::in_rounds(rank, wires, epoch, ROUND_BYTES)
+    /// The system refuses a thread.
+    pub fn new(rank: u32, wires: Vec<Option<Arc<dyn Wire>>>, epoch: Instant) -> io::Result<Arc<WireTransport>> {
+        WireTransport::with_round_bytes(rank, wires, epoch, ROUND_BYTES)
     }
 
-    /// The same in rounds of another size, which must be that of all ranks.
+    /// Creates a transport with rounds of `round_bytes`, which must be the same on all ranks.
     ///
     /// # Errors
-    /// As above.
-    pub fn in_rounds(
+    /// The system refuses a thread.
+    pub fn with_round_bytes(
         rank: u32,
         wires: Vec<Option<Arc<dyn Wire>>>,
         epoch: Instant,
         round_bytes: u64,
-    ) -> io::Result<Arc<Wired>> {
-        assert!(wires.iter().enumerate().all(|(to, wire)| wire.is_none() == (to == rank as usize)), "a wire to each");
-        let mut posts = Vec::new();
-        let way = |wire: &Option<Arc<dyn Wire>>| {
-            let (post, posted) = channel();
-            posts.push(posted);
-            let post = wire.is_some().then_some(post);
-            Way { post, meetings: VecDeque::new(), messages: VecDeque::new(), ahead: AHEAD, shown: VecDeque::new() }
+    ) -> io::Result<Arc<WireTransport>> {
+        let is_own = |index: usize| index == rank as usize;
+        assert!(wires.iter().enumerate().all(|(peer, wire)| wire.is_none() == is_own(peer)), "one wire per peer");
+        let mut outgoing_queues = Vec::new();
+        let open_channel = |wire: &Option<Arc<dyn Wire>>| {
+            let (sender, receiver) = channel();
+            outgoing_queues.push(receiver);
+            PeerChannel {
+                outgoing: wire.is_some().then_some(sender),
+                collective_frames: VecDeque::new(),
+                message_frames: VecDeque::new(),
+                send_credits: MAX_SENDS_AHEAD,
+                pending_sends: VecDeque::new(),
+            }
         };
-        let ways = wires.iter().map(way).collect();
-        let state = State { attempt: 0, gave_up: BTreeMap::new(), cut_off: None, came: 0, ways };
+        let channels = wires.iter().map(open_channel).collect();
+        let state = State { attempt: 0, aborts: BTreeMap::new(), unreachable_peer: None, joined_count: 0, channels };
         let (ranks, state, changed) = (wires.len() as u32, Mutex::new(state), Condvar::new());
         let shared = Arc::new(Shared { rank, ranks, round_bytes, epoch, wires, state, changed });
-        // Dropped where a thread is refused, it ends those that there are.
-        let wired = Arc::new(Wired { shared: Arc::clone(&shared) });
-        for ((peer, wire), posted) in (0..).zip(&shared.wires).zip(posts) {
+        // Dropping it after a refused thread ends the threads started so far.
+        let transport = Arc::new(WireTransport { shared: Arc::clone(&shared) });
+        for ((peer, wire), outgoing) in (0..).zip(&shared.wires).zip(outgoing_queues) {
             let Some(wire) = wire else { continue };
-            let thread = |what: &str| thread::Builder::new().name(format!("plimsoll-{what}-{peer}"));
-            let (of, wires) = (Arc::clone(&shared), Arc::clone(wire));
-            thread("read").spawn(move || of.reads(peer, &*wires))?;
-            let (of, wire) = (Arc::clone(&shared), Arc::clone(wire));
-            thread("write").spawn(move || of.writes(peer, &*wire, &posted))?;
+            let thread = |role: &str| thread::Builder::new().name(format!("plimsoll-{role}-{peer}"));
+            let (reader, read_wire) = (Arc::clone(&shared), Arc::clone(wire));
+            thread("read").spawn(move || reader.read_loop(peer, &*read_wire))?;
+            let (writer, write_wire) = (Arc::clone(&shared), Arc::clone(wire));
+            thread("write").spawn(move || writer.write_loop(peer, &*write_wire, &outgoing))?;
         }
-        Ok(wired)
+        Ok(transport)
     }
 
-    /// Whose seat this is.
+    /// Returns the rank of this process.
     pub fn rank(&self) -> u32 {
         self.shared.rank
     }
 
-    /// A rank gives up in an attempt; in one that is over by now it was of no use any more.
-    pub fn give_up_in(&self, attempt: u64, rank: u32, why: &str) {
+    /// Records that a rank aborted in an attempt. Attempts that are over are ignored.
+    pub fn abort_attempt(&self, attempt: u64, rank: u32, reason: &str) {
         let mut state = self.shared.state();
         if attempt == state.attempt {
-            state.give_up(rank, why);
+            state.abort(rank, reason);
         } else if attempt > state.attempt {
-            state.gave_up.entry(attempt).or_insert((rank, why.to_owned()));
+            state.aborts.entry(attempt).or_insert((rank, reason.to_owned()));
         }
         self.shared.changed.notify_all();
     }
 
-    /// Everything is as at the beginning of the attempt of this number: the same on all ranks, and higher than any before.
-    /// Only where this rank is in no Program; the others may have begun.
-    pub fn begin(&self, attempt: u64) {
+    /// Starts attempt `attempt` with a clean state. The number must be the same on all ranks and higher than any
+    /// before. This rank must not be inside a Program; the others may already have begun.
+    pub fn begin_attempt(&self, attempt: u64) {
         let mut state = self.shared.state();
         state.attempt = attempt;
-        state.came = 0;
-        state.gave_up.retain(|of, _| *of >= attempt);
-        for way in &mut state.ways {
-            way.meetings.retain(|frame| frame.head.attempt >= attempt);
-            way.messages.retain(|frame| frame.head.attempt >= attempt);
-            way.shown.clear();
-            way.ahead = AHEAD;
+        state.joined_count = 0;
+        state.aborts.retain(|aborted_attempt, _| *aborted_attempt >= attempt);
+        for channel in &mut state.channels {
+            channel.collective_frames.retain(|frame| frame.header.attempt >= attempt);
+            channel.message_frames.retain(|frame| frame.header.attempt >= attempt);
+            channel.pending_sends.clear();
+            channel.send_credits = MAX_SENDS_AHEAD;
         }
     }
 }
 
-impl Drop for Wired {
+impl Drop for WireTransport {
     fn drop(&mut self) {
         // Ends the threads.
-        self.shared.state().ways.iter_mut().for_each(|way| way.post = None);
+        self.shared.state().channels.iter_mut().for_each(|channel| channel.outgoing = None);
         self.shared.wires.iter().flatten().for_each(|wire| wire.close());
     }
 }
 
 impl State {
-    /// That nobody has given up, or is gone.
-    fn agreed(&self) -> Result<(), DeviceError> {
-        match (self.gave_up.get(&self.attempt), &self.cut_off) {
-            // It did not give up by itself, but was said to.
-            (gave_up, Some(cut_off)) if gave_up.is_none_or(|gave_up| gave_up == cut_off) => {
-                Err(DeviceError::CutOff { rank: cut_off.0, why: cut_off.1.clone() })
+    /// Returns an error if a rank has aborted the current attempt or cannot be reached.
+    fn check_aborted(&self) -> Result<(), DeviceError> {
+        match (self.aborts.get(&self.attempt), &self.unreachable_peer) {
+            // The peer did not abort itself: this rank aborted in its name when the wire failed.
+            (aborts, Some(unreachable_peer)) if aborts.is_none_or(|aborts| aborts == unreachable_peer) => {
+                Err(DeviceError::PeerUnreachable { rank: unreachable_peer.0, reason: unreachable_peer.1.clone() })
             }
-            (Some((rank, why)), _) => Err(DeviceError::Peer { rank: *rank, why: why.clone() }),
+            (Some((rank, reason)), _) => Err(DeviceError::PeerAborted { rank: *rank, reason: reason.clone() }),
             (None, _) => Ok(()),
         }
     }
 
-    /// Hands a frame to the thread that writes to a rank; where that has ended, the reading one says so.
-    fn post(&self, to: usize, frame: &Arc<Frame>) {
-        if let Some(post) = &self.ways[to].post {
-            let _ = post.send(Arc::clone(frame));
+    /// Queues a frame for a rank. If its writing thread has ended, the reading thread reports the failure.
+    fn send_frame(&self, to: usize, frame: &Arc<Frame>) {
+        if let Some(outgoing) = &self.channels[to].outgoing {
+            let _ = outgoing.send(Arc::clone(frame));
         }
     }
 
-    fn post_to_all(&self, frame: Frame) {
+    fn send_frame_to_all(&self, frame: Frame) {
         let frame = Arc::new(frame);
-        (0..self.ways.len()).for_each(|to| self.post(to, &frame));
+        (0..self.channels.len()).for_each(|to| self.send_frame(to, &frame));
     }
 
-    /// A rank gives up in this attempt, where nobody has before; all are told. Gives who was first.
-    fn give_up(&mut self, rank: u32, why: &str) -> (u32, String) {
-        if let Some(first) = self.gave_up.get(&self.attempt) {
+    /// Aborts the current attempt unless a rank already has, and tells all ranks. Returns the first abort.
+    fn abort(&mut self, rank: u32, reason: &str) -> (u32, String) {
+        if let Some(first) = self.aborts.get(&self.attempt) {
             return first.clone();
         }
-        let first = (rank, why.to_owned());
-        self.gave_up.insert(self.attempt, first.clone());
-        let head = Head { number: u64::from(rank), ..self.head(Kind::GaveUp) };
-        self.post_to_all(Frame::new(head, vec![], why.as_bytes().to_vec()));
+        let first = (rank, reason.to_owned());
+        self.aborts.insert(self.attempt, first.clone());
+        let header = FrameHeader { number: u64::from(rank), ..self.header(FrameKind::Abort) };
+        self.send_frame_to_all(Frame::new(header, vec![], reason.as_bytes().to_vec()));
         first
     }
 
-    fn head(&self, kind: Kind) -> Head {
-        let (attempt, meeting) = (self.attempt, self.came);
-        Head { kind, attempt, meeting, number: 0, ready: 0.0, seconds: 0.0, form_bytes: 0, body_bytes: 0 }
+    fn header(&self, kind: FrameKind) -> FrameHeader {
+        let (attempt, collective_index) = (self.attempt, self.joined_count);
+        let (ready_seconds, duration_seconds, signature_bytes, body_bytes) = (0.0, 0.0, 0, 0);
+        FrameHeader {
+            kind,
+            attempt,
+            collective_index,
+            number: 0,
+            ready_seconds,
+            duration_seconds,
+            signature_bytes,
+            body_bytes,
+        }
     }
 
-    /// Sends of what is shown to a rank as much as may be on its way.
-    fn send_ahead(&mut self, to: usize) {
-        let head = self.head(Kind::Message);
-        while self.ways[to].ahead > 0 {
-            let Some(shown) = self.ways[to].shown.iter_mut().find(|shown| !shown.sent) else { return };
-            let message = &shown.message;
+    /// Queues pending sends to a rank while it has credits.
+    fn send_pending(&mut self, to: usize) {
+        let header = self.header(FrameKind::Send);
+        while self.channels[to].send_credits > 0 {
+            let Some(send) = self.channels[to].pending_sends.iter_mut().find(|send| !send.sent) else { return };
+            let message = &send.message;
             let mut payload = Vec::new();
-            for place in &message.places {
-                let bytes = (place.counts[message.rank as usize] * place.dtype.bytes()) as usize;
-                // SAFETY: what is shown is lent until it is withdrawn, for which the state's lock is needed.
-                unsafe { append(place.input, 0..bytes, &mut payload) };
+            for buffer in &message.buffers {
+                let bytes = (buffer.counts[message.rank as usize] * buffer.dtype.bytes()) as usize;
+                // SAFETY: the buffers of a pending send are lent until it is cancelled, which needs the state's lock.
+                unsafe { append(buffer.input, 0..bytes, &mut payload) };
             }
-            let Meeting { number, ready, seconds, .. } = *message;
-            let frame = Frame::new(Head { number, ready, seconds, ..head }, form(message), payload);
-            shown.sent = true;
-            self.ways[to].ahead -= 1;
-            self.post(to, &Arc::new(frame));
+            let CollectiveCall { number, ready_seconds, duration_seconds, .. } = *message;
+            let header = FrameHeader { number, ready_seconds, duration_seconds, ..header };
+            let frame = Frame::new(header, signature(message), payload);
+            send.sent = true;
+            self.channels[to].send_credits -= 1;
+            self.send_frame(to, &Arc::new(frame));
         }
     }
 }
 
 impl Frame {
-    fn new(head: Head, form: Vec<u8>, payload: Vec<u8>) -> Frame {
-        let (form_bytes, mut body) = (form.len() as u32, form);
+    fn new(header: FrameHeader, signature: Vec<u8>, payload: Vec<u8>) -> Frame {
+        let (signature_bytes, mut body) = (signature.len() as u32, signature);
         body.extend(payload);
-        Frame { head: Head { form_bytes, body_bytes: body.len() as u32, ..head }, body }
+        Frame { header: FrameHeader { signature_bytes, body_bytes: body.len() as u32, ..header }, body }
     }
 }
 
 impl Shared {
     fn state(&self) -> MutexGuard<'_, State> {
-        // Nobody panics while it is half changed.
+        // No code panics while the state is half changed, so a poisoned lock is still consistent.
         self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
@@ -415,234 +440,249 @@ impl Shared {
         self.changed.wait(state).unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    /// The thread that writes to a rank.
-    fn writes(&self, peer: u32, wire: &dyn Wire, posted: &Receiver<Arc<Frame>>) {
-        for frame in posted {
-            let sent = wire.send(&frame.head.bytes()).and_then(|()| match &*frame.body {
+    /// Sends queued frames to a rank; the body of its writing thread.
+    fn write_loop(&self, peer: u32, wire: &dyn Wire, outgoing: &Receiver<Arc<Frame>>) {
+        for frame in outgoing {
+            let sent = wire.send(&frame.header.bytes()).and_then(|()| match &*frame.body {
                 [] => Ok(()),
                 body => wire.send(body),
             });
             if let Err(error) = sent {
-                return self.cut_off(peer, &error);
+                return self.set_unreachable(peer, &error);
             }
         }
     }
 
-    /// The thread that reads what a rank sends.
-    fn reads(&self, peer: u32, wire: &dyn Wire) {
+    /// Receives frames from a rank; the body of its reading thread.
+    fn read_loop(&self, peer: u32, wire: &dyn Wire) {
         loop {
-            if let Err(error) = self.read(wire).and_then(|frame| self.takes_in(peer, frame)) {
-                return self.cut_off(peer, &error);
+            if let Err(error) = self.read(wire).and_then(|frame| self.handle_frame(peer, frame)) {
+                return self.set_unreachable(peer, &error);
             }
         }
     }
 
     fn read(&self, wire: &dyn Wire) -> io::Result<Frame> {
-        let mut head = [0; HEAD];
-        wire.receive(&mut head)?;
-        let head = Head::read(&head).filter(|head| u64::from(head.body_bytes) <= self.round_bytes + FORM_BYTES_MOST);
-        let head = head.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "what came is no frame"))?;
-        let mut body = vec![0; head.body_bytes as usize];
+        let mut header = [0; HEADER_BYTES];
+        wire.receive(&mut header)?;
+        let limit = self.round_bytes + MAX_SIGNATURE_BYTES;
+        let header = FrameHeader::read(&header).filter(|header| u64::from(header.body_bytes) <= limit);
+        let header =
+            header.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "the bytes received are not a frame"))?;
+        let mut body = vec![0; header.body_bytes as usize];
         if !body.is_empty() {
             wire.receive(&mut body)?;
         }
-        Ok(Frame { head, body })
+        Ok(Frame { header, body })
     }
 
-    fn takes_in(&self, peer: u32, frame: Frame) -> io::Result<()> {
+    fn handle_frame(&self, peer: u32, frame: Frame) -> io::Result<()> {
         let mut state = self.state();
-        let Head { kind, attempt, number, ready, .. } = frame.head;
+        let FrameHeader { kind, attempt, number, ready_seconds, .. } = frame.header;
         if attempt < state.attempt {
             return Ok(());
         }
-        let way = &mut state.ways[peer as usize];
+        let channel = &mut state.channels[peer as usize];
         match kind {
-            Kind::Come | Kind::Part => way.meetings.push_back(frame),
-            Kind::Message => way.messages.push_back(frame),
-            Kind::GaveUp => {
-                let why = String::from_utf8_lossy(&frame.body).into_owned();
-                state.gave_up.entry(attempt).or_insert((number as u32, why));
+            FrameKind::Join | FrameKind::ReducedPart => channel.collective_frames.push_back(frame),
+            FrameKind::Send => channel.message_frames.push_back(frame),
+            FrameKind::Abort => {
+                let reason = String::from_utf8_lossy(&frame.body).into_owned();
+                state.aborts.entry(attempt).or_insert((number as u32, reason));
             }
-            Kind::Taken => {
-                way.ahead += 1;
-                if let Some(shown) = way.shown.iter_mut().find(|shown| shown.sent && shown.taken.is_none()) {
-                    shown.taken = Some(ready);
+            FrameKind::SendCompleted => {
+                channel.send_credits += 1;
+                let mut sends = channel.pending_sends.iter_mut();
+                if let Some(send) = sends.find(|send| send.sent && send.completed_at.is_none()) {
+                    send.completed_at = Some(ready_seconds);
                 }
-                state.send_ahead(peer as usize);
+                state.send_pending(peer as usize);
             }
         }
         self.changed.notify_all();
         Ok(())
     }
 
-    /// The wire to a rank has ended. The others may be able to reach it, but not to go on.
-    fn cut_off(&self, peer: u32, error: &io::Error) {
+    /// Records that the wire to a rank failed, and aborts the group: other ranks may reach it, but cannot continue.
+    fn set_unreachable(&self, peer: u32, error: &io::Error) {
         let mut state = self.state();
-        let why = match error.kind() {
-            io::ErrorKind::UnexpectedEof => "its end of the wire is closed".to_owned(),
+        let reason = match error.kind() {
+            io::ErrorKind::UnexpectedEof => "it closed the connection".to_owned(),
             _ => error.to_string(),
         };
-        if state.cut_off.is_none() {
-            state.cut_off = Some((peer, why.clone()));
-            state.give_up(peer, &why);
+        if state.unreachable_peer.is_none() {
+            state.unreachable_peer = Some((peer, reason.clone()));
+            state.abort(peer, &reason);
         }
         self.changed.notify_all();
     }
 
-    /// A rank has come for something else than this one: all give up.
-    fn differ(&self, mut state: MutexGuard<State>, own: &Meeting, other: u32, number: u64) -> DeviceError {
-        let why = format!("it came for collective {} when rank {other} was in {number}", own.number);
-        let (rank, why) = state.give_up(own.rank, &why);
+    /// Aborts the group because a peer called another collective than this rank.
+    fn abort_mismatch(
+        &self,
+        mut state: MutexGuard<State>,
+        own: &CollectiveCall,
+        other: u32,
+        number: u64,
+    ) -> DeviceError {
+        let reason = format!("it called collective {} when rank {other} called {number}", own.number);
+        let (rank, reason) = state.abort(own.rank, &reason);
         self.changed.notify_all();
-        DeviceError::Peer { rank, why }
+        DeviceError::PeerAborted { rank, reason }
     }
 
-    /// Waits for a frame of each of the others. `alike` tells whether it is the one that is waited for.
-    fn all(&self, own: &Meeting, alike: impl Fn(u32, &Frame) -> bool) -> Result<Vec<Option<Frame>>, DeviceError> {
+    /// Waits for the next collective frame of each peer. `is_expected` tells whether a frame belongs to this collective.
+    fn receive_from_all(
+        &self,
+        own: &CollectiveCall,
+        is_expected: impl Fn(u32, &Frame) -> bool,
+    ) -> Result<Vec<Option<Frame>>, DeviceError> {
         let mut state = self.state();
         loop {
             let attempt = state.attempt;
             let mut missing = false;
-            for (peer, way) in (0..).zip(&state.ways).filter(|(peer, _)| *peer != self.rank) {
-                match way.meetings.front().filter(|frame| frame.head.attempt == attempt) {
+            for (peer, channel) in (0..).zip(&state.channels).filter(|(peer, _)| *peer != self.rank) {
+                match channel.collective_frames.front().filter(|frame| frame.header.attempt == attempt) {
                     None => missing = true,
-                    Some(frame) if !alike(peer, frame) => {
-                        let number = frame.head.number;
-                        return Err(self.differ(state, own, peer, number));
+                    Some(frame) if !is_expected(peer, frame) => {
+                        let number = frame.header.number;
+                        return Err(self.abort_mismatch(state, own, peer, number));
                     }
                     Some(_) => {}
                 }
             }
             if !missing {
-                let others = state.ways.iter_mut().enumerate();
-                let take = |(peer, way): (usize, &mut Way)| {
-                    if peer == self.rank as usize { None } else { way.meetings.pop_front() }
+                let others = state.channels.iter_mut().enumerate();
+                let take = |(peer, channel): (usize, &mut PeerChannel)| {
+                    if peer == self.rank as usize { None } else { channel.collective_frames.pop_front() }
                 };
                 return Ok(others.map(take).collect());
             }
-            state.agreed()?;
+            state.check_aborted()?;
             state = self.wait(state);
         }
     }
 
-    /// Tells all that this rank has come to a meeting, and waits for all; gives what they bring for it.
-    fn come(&self, own: &Meeting) -> Result<Vec<Option<Frame>>, DeviceError> {
-        let form = form(own);
-        let scatters = own.collective != Collective::AllGather;
-        let head = {
+    /// Joins a collective: sends this rank's input to all peers and waits for theirs. Returns the peers' frames by
+    /// rank.
+    fn join_collective(&self, own: &CollectiveCall) -> Result<Vec<Option<Frame>>, DeviceError> {
+        let signature = signature(own);
+        let sends_parts = own.collective != Collective::AllGather;
+        let header = {
             let mut state = self.state();
-            state.agreed()?;
-            state.came += 1;
-            let Meeting { number, ready, seconds, .. } = *own;
-            Head { number, ready, seconds, ..state.head(Kind::Come) }
+            state.check_aborted()?;
+            state.joined_count += 1;
+            let CollectiveCall { number, ready_seconds, duration_seconds, .. } = *own;
+            FrameHeader { number, ready_seconds, duration_seconds, ..state.header(FrameKind::Join) }
         };
-        let brings = |of: Option<u32>| {
+        let join_frame = |receiver: Option<u32>| {
             let mut payload = Vec::new();
-            for place in &own.places {
-                let range = match of {
-                    Some(peer) => part(&place.counts, place.dtype, peer),
-                    None => 0..part(&place.counts, place.dtype, self.rank).len(),
+            for buffer in &own.buffers {
+                let range = match receiver {
+                    Some(peer) => part_bytes(&buffer.counts, buffer.dtype, peer),
+                    None => 0..part_bytes(&buffer.counts, buffer.dtype, self.rank).len(),
                 };
-                // SAFETY: this rank is in the meeting, which lends it, and nobody writes it before `all` below is back.
-                unsafe { append(place.input, range, &mut payload) };
+                // SAFETY: the call lends the buffer, and no thread writes it before `receive_from_all` returns.
+                unsafe { append(buffer.input, range, &mut payload) };
             }
-            Frame::new(head, form.clone(), payload)
+            Frame::new(header, signature.clone(), payload)
         };
-        if scatters {
+        if sends_parts {
             for peer in (0..self.ranks).filter(|peer| *peer != self.rank) {
-                let frame = Arc::new(brings(Some(peer)));
-                self.state().post(peer as usize, &frame);
+                let frame = Arc::new(join_frame(Some(peer)));
+                self.state().send_frame(peer as usize, &frame);
             }
         } else {
-            let frame = brings(None);
-            self.state().post_to_all(frame);
+            let frame = join_frame(None);
+            self.state().send_frame_to_all(frame);
         }
-        let bytes_of =
-            |rank| own.places.iter().map(|place| part(&place.counts, place.dtype, rank).len()).sum::<usize>();
-        self.all(own, |peer, frame| {
-            let same =
-                (Kind::Come, head.meeting, head.number) == (frame.head.kind, frame.head.meeting, frame.head.number);
-            let bytes = bytes_of(if scatters { self.rank } else { peer });
-            same && frame.form() == form && frame.payload().len() == bytes
+        let sizes = |rank| own.buffers.iter().map(move |buffer| part_bytes(&buffer.counts, buffer.dtype, rank).len());
+        self.receive_from_all(own, |peer, frame| {
+            let FrameHeader { kind, collective_index, number, .. } = frame.header;
+            let same = (kind, collective_index, number) == (FrameKind::Join, header.collective_index, header.number);
+            let bytes = sizes(if sends_parts { self.rank } else { peer }).sum::<usize>();
+            same && frame.signature() == signature && frame.payload().len() == bytes
         })
     }
 
-    /// Sums up this rank's own part of every piece over all, in their order; into its place, or added to what is there.
+    /// Sums this rank's own part of every piece over all ranks, in rank order. The sum overwrites the output, or is
+    /// added to it with `adds`.
     ///
     /// # Safety
-    /// In a meeting, with what the others brought to it.
-    unsafe fn sum_own_part(&self, own: &Meeting, brought: &[Option<Frame>], adds: bool) {
+    /// `joins` are the frames that `join_collective` returned for this call.
+    unsafe fn reduce_own_part(&self, own: &CollectiveCall, joins: &[Option<Frame>], adds: bool) {
         let mut before = 0;
-        for place in &own.places {
-            let range = part(&place.counts, place.dtype, self.rank);
-            let elements = range.len() / place.dtype.bytes() as usize;
+        for buffer in &own.buffers {
+            let range = part_bytes(&buffer.counts, buffer.dtype, self.rank);
+            let elements = range.len() / buffer.dtype.bytes() as usize;
             let input = |frame: &Option<Frame>| match frame {
                 Some(frame) => frame.payload()[before..].as_ptr(),
-                // SAFETY: within what this rank lends.
-                None => unsafe { place.input.add(range.start) },
+                // SAFETY: within the buffer that this rank lends.
+                None => unsafe { buffer.input.add(range.start) },
             };
-            let inputs: Vec<*const u8> = brought.iter().map(input).collect();
-            // SAFETY: every frame has as many bytes (`come`); the place is this rank's own, and written by nobody else.
+            let inputs: Vec<*const u8> = joins.iter().map(input).collect();
+            // SAFETY: `join_collective` checked the size of every frame; only this rank writes its own part.
             unsafe {
-                let into = if adds { place.output } else { place.output.add(range.start) };
-                sum_elements(place.dtype, &inputs, into, elements, adds);
+                let into = if adds { buffer.output } else { buffer.output.add(range.start) };
+                sum_elements(buffer.dtype, &inputs, into, elements, adds);
             }
             before += range.len();
         }
     }
 
-    /// Puts others' parts into the whole.
+    /// Copies the peers' parts into this rank's output.
     ///
     /// # Safety
-    /// In a meeting to which all have come; the frames have the bytes of their ranks' parts.
-    unsafe fn put_parts(&self, own: &Meeting, parts: &[Option<Frame>]) {
+    /// All ranks have joined, and each frame has the size of its rank's part.
+    unsafe fn copy_parts(&self, own: &CollectiveCall, parts: &[Option<Frame>]) {
         for (rank, frame) in (0..).zip(parts) {
             let Some(frame) = frame else { continue };
             let mut payload = frame.payload();
-            for place in &own.places {
-                let range = part(&place.counts, place.dtype, rank);
+            for buffer in &own.buffers {
+                let range = part_bytes(&buffer.counts, buffer.dtype, rank);
                 let (bytes, rest) = payload.split_at(range.len());
-                // SAFETY: within what this rank lends, which nobody else touches.
-                unsafe { place.output.add(range.start).copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+                // SAFETY: within the buffer that this rank lends, which no other thread touches.
+                unsafe { buffer.output.add(range.start).copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
                 payload = rest;
             }
         }
     }
 
-    /// Takes the next message from a rank.
-    fn receive(&self, own: &Meeting, from: u32) -> Result<f64, DeviceError> {
+    /// Receives the next send from rank `from`. Returns the planned end of the transfer.
+    fn receive(&self, own: &CollectiveCall, from: u32) -> Result<f64, DeviceError> {
         let mut state = self.state();
         let frame = loop {
-            state.agreed()?;
+            state.check_aborted()?;
             let attempt = state.attempt;
-            let messages = &mut state.ways[from as usize].messages;
-            if messages.front().is_some_and(|frame| frame.head.attempt == attempt) {
-                break messages.pop_front().expect("it is there");
+            let message_frames = &mut state.channels[from as usize].message_frames;
+            if message_frames.front().is_some_and(|frame| frame.header.attempt == attempt) {
+                break message_frames.pop_front().expect("the front frame exists");
             }
             state = self.wait(state);
         };
-        let bytes = own.places.iter().map(|place| part(&place.counts, place.dtype, own.rank).len());
-        if frame.head.number != own.number || frame.form() != form(own) || frame.payload().len() != bytes.sum::<usize>()
-        {
-            return Err(self.differ(state, own, from, frame.head.number));
+        let bytes = own.buffers.iter().map(|buffer| part_bytes(&buffer.counts, buffer.dtype, own.rank).len());
+        let size_differs = frame.payload().len() != bytes.sum::<usize>();
+        if frame.header.number != own.number || frame.signature() != signature(own) || size_differs {
+            return Err(self.abort_mismatch(state, own, from, frame.header.number));
         }
-        let end = own.ready.max(frame.head.ready) + own.seconds.max(frame.head.seconds);
-        let head = Head { number: own.number, ready: end, ..state.head(Kind::Taken) };
-        state.post(from as usize, &Arc::new(Frame::new(head, vec![], vec![])));
+        let duration_seconds = own.duration_seconds.max(frame.header.duration_seconds);
+        let end = own.ready_seconds.max(frame.header.ready_seconds) + duration_seconds;
+        let header = FrameHeader { number: own.number, ready_seconds: end, ..state.header(FrameKind::SendCompleted) };
+        state.send_frame(from as usize, &Arc::new(Frame::new(header, vec![], vec![])));
         drop(state);
         let mut payload = frame.payload();
-        for place in &own.places {
-            let (bytes, rest) = payload.split_at(part(&place.counts, place.dtype, own.rank).len());
-            // SAFETY: this rank lends its place, which nobody else touches, and it has as many bytes.
-            unsafe { place.output.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+        for buffer in &own.buffers {
+            let (bytes, rest) = payload.split_at(part_bytes(&buffer.counts, buffer.dtype, own.rank).len());
+            // SAFETY: this rank lends the buffer, which no other thread touches, and the sizes were checked above.
+            unsafe { buffer.output.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
             payload = rest;
         }
         Ok(end)
     }
 }
 
-impl Transport for Wired {
-    fn ranks(&self) -> u32 {
+impl Transport for WireTransport {
+    fn world_size(&self) -> u32 {
         self.shared.ranks
     }
 
@@ -654,107 +694,107 @@ impl Transport for Wired {
         Some(self.shared.round_bytes)
     }
 
-    fn meet(&self, meeting: Meeting) -> Result<f64, DeviceError> {
+    fn exchange(&self, call: CollectiveCall) -> Result<f64, DeviceError> {
         let shared = &*self.shared;
-        if let (Collective::Receive, Some(from)) = (meeting.collective, meeting.peer) {
-            return shared.receive(&meeting, from);
+        if let (Collective::Receive, Some(from)) = (call.collective, call.peer) {
+            return shared.receive(&call, from);
         }
-        let brought = shared.come(&meeting)?;
-        let heads = || brought.iter().flatten().map(|frame| frame.head);
-        let ready = heads().map(|head| head.ready).fold(meeting.ready, f64::max);
-        let seconds = heads().map(|head| head.seconds).fold(meeting.seconds, f64::max);
-        match meeting.collective {
+        let joins = shared.join_collective(&call)?;
+        let headers = || joins.iter().flatten().map(|frame| frame.header);
+        let ready_seconds = headers().map(|header| header.ready_seconds).fold(call.ready_seconds, f64::max);
+        let duration_seconds = headers().map(|header| header.duration_seconds).fold(call.duration_seconds, f64::max);
+        match call.collective {
             Collective::AllReduce => {
-                // SAFETY: all have come, with as many bytes each.
-                unsafe { shared.sum_own_part(&meeting, &brought, false) };
-                drop(brought);
+                // SAFETY: all ranks have joined, and `join_collective` checked the sizes.
+                unsafe { shared.reduce_own_part(&call, &joins, false) };
+                drop(joins);
                 let mut payload = Vec::new();
-                for place in &meeting.places {
-                    let range = part(&place.counts, place.dtype, shared.rank);
-                    // SAFETY: this rank's own part, which is written by now.
-                    unsafe { append(place.output, range, &mut payload) };
+                for buffer in &call.buffers {
+                    let range = part_bytes(&buffer.counts, buffer.dtype, shared.rank);
+                    // SAFETY: this rank's own part, written just now.
+                    unsafe { append(buffer.output, range, &mut payload) };
                 }
                 let state = shared.state();
-                let head = Head { number: meeting.number, ..state.head(Kind::Part) };
-                let came = state.came;
-                state.post_to_all(Frame::new(head, vec![], payload));
+                let header = FrameHeader { number: call.number, ..state.header(FrameKind::ReducedPart) };
+                let joined_count = state.joined_count;
+                state.send_frame_to_all(Frame::new(header, vec![], payload));
                 drop(state);
-                let parts = shared.all(&meeting, |peer, frame| {
-                    let bytes = meeting.places.iter().map(|place| part(&place.counts, place.dtype, peer).len());
-                    (frame.head.kind, frame.head.meeting) == (Kind::Part, came)
+                let parts = shared.receive_from_all(&call, |peer, frame| {
+                    let bytes = call.buffers.iter().map(|buffer| part_bytes(&buffer.counts, buffer.dtype, peer).len());
+                    (frame.header.kind, frame.header.collective_index) == (FrameKind::ReducedPart, joined_count)
                         && frame.payload().len() == bytes.sum::<usize>()
                 })?;
-                // SAFETY: as above.
-                unsafe { shared.put_parts(&meeting, &parts) };
+                // SAFETY: all ranks have joined, and the sizes were checked just now.
+                unsafe { shared.copy_parts(&call, &parts) };
             }
-            // SAFETY: as above.
-            Collective::ReduceScatter => unsafe { shared.sum_own_part(&meeting, &brought, true) },
+            // SAFETY: all ranks have joined, and `join_collective` checked the sizes.
+            Collective::ReduceScatter => unsafe { shared.reduce_own_part(&call, &joins, true) },
             Collective::AllGather => {
-                for place in &meeting.places {
-                    let range = part(&place.counts, place.dtype, shared.rank);
-                    let to = place.output.wrapping_add(range.start);
-                    if place.input != to.cast_const() {
-                        // SAFETY: both are this rank's, and overlap only where they are the same.
-                        unsafe { place.input.copy_to_nonoverlapping(to, range.len()) };
+                for buffer in &call.buffers {
+                    let range = part_bytes(&buffer.counts, buffer.dtype, shared.rank);
+                    let to = buffer.output.wrapping_add(range.start);
+                    if buffer.input != to.cast_const() {
+                        // SAFETY: both buffers are this rank's; they are identical or disjoint.
+                        unsafe { buffer.input.copy_to_nonoverlapping(to, range.len()) };
                     }
                 }
-                // SAFETY: as above.
-                unsafe { shared.put_parts(&meeting, &brought) };
+                // SAFETY: all ranks have joined, and `join_collective` checked the sizes.
+                unsafe { shared.copy_parts(&call, &joins) };
             }
-            Collective::Send | Collective::Receive => unreachable!("a message has a peer, and is shown by its sender"),
+            Collective::Send | Collective::Receive => unreachable!("a send has a peer and is posted by its sender"),
         }
-        Ok(ready + seconds)
+        Ok(ready_seconds + duration_seconds)
     }
 
-    fn show(&self, message: Meeting) -> Result<(), DeviceError> {
+    fn post_send(&self, message: CollectiveCall) -> Result<(), DeviceError> {
         let mut state = self.shared.state();
-        state.agreed()?;
-        let to = message.peer.expect("a message has a receiver") as usize;
-        state.ways[to].shown.push_back(Shown { message, sent: false, taken: None });
-        state.send_ahead(to);
+        state.check_aborted()?;
+        let to = message.peer.expect("a send has a receiver") as usize;
+        state.channels[to].pending_sends.push_back(PendingSend { message, sent: false, completed_at: None });
+        state.send_pending(to);
         Ok(())
     }
 
-    fn taken(&self, _: u32, peer: u32, number: u64) -> Result<f64, DeviceError> {
+    fn wait_send(&self, _: u32, peer: u32, number: u64) -> Result<f64, DeviceError> {
         let mut state = self.shared.state();
         loop {
-            let shown = &mut state.ways[peer as usize].shown;
-            let at = shown.iter().position(|shown| shown.message.number == number);
-            if let Some((at, end)) = at.and_then(|at| Some((at, shown[at].taken?))) {
-                shown.remove(at);
+            let pending_sends = &mut state.channels[peer as usize].pending_sends;
+            let at = pending_sends.iter().position(|send| send.message.number == number);
+            if let Some((at, end)) = at.and_then(|at| Some((at, pending_sends[at].completed_at?))) {
+                pending_sends.remove(at);
                 return Ok(end);
             }
-            state.agreed()?;
-            assert!(at.is_some(), "bug: message {number} to rank {peer} has not been shown");
+            state.check_aborted()?;
+            assert!(at.is_some(), "bug: send {number} to rank {peer} has not been posted");
             state = self.shared.wait(state);
         }
     }
 
-    fn withdraw(&self, _: u32) {
-        self.shared.state().ways.iter_mut().for_each(|way| way.shown.clear());
+    fn cancel_sends(&self, _: u32) {
+        self.shared.state().channels.iter_mut().for_each(|channel| channel.pending_sends.clear());
     }
 
-    fn lends(&self, rank: u32, bytes: Range<usize>) -> bool {
+    fn is_borrowed(&self, rank: u32, bytes: Range<usize>) -> bool {
         let state = self.shared.state();
-        let waiting = state.ways.iter().flat_map(|way| &way.shown).filter(|shown| !shown.sent);
-        let mut places = waiting.flat_map(|shown| &shown.message.places);
-        places.any(|place| {
-            let first = place.input as usize;
-            first < bytes.end && bytes.start < first + part(&place.counts, place.dtype, rank).len()
+        let waiting = state.channels.iter().flat_map(|channel| &channel.pending_sends).filter(|send| !send.sent);
+        let mut buffers = waiting.flat_map(|send| &send.message.buffers);
+        buffers.any(|buffer| {
+            let first = buffer.input as usize;
+            first < bytes.end && bytes.start < first + part_bytes(&buffer.counts, buffer.dtype, rank).len()
         })
     }
 
-    fn give_up(&self, rank: u32, why: &str) {
-        self.shared.state().give_up(rank, why);
+    fn abort(&self, rank: u32, reason: &str) {
+        self.shared.state().abort(rank, reason);
         self.shared.changed.notify_all();
     }
 
-    fn agreed(&self) -> Result<(), DeviceError> {
-        self.shared.state().agreed()
+    fn check_aborted(&self) -> Result<(), DeviceError> {
+        self.shared.state().check_aborted()
     }
 
-    fn clear(&self) {
+    fn reset(&self) {
         let attempt = self.shared.state().attempt;
-        self.begin(attempt + 1);
+        self.begin_attempt(attempt + 1);
     }
 }

@@ -1,65 +1,65 @@
-//! The time of the device that is played: what is planned to end when, and waiting until then. Work is paced by deadlines
-//! that add up, so that a sleep that was too long, or an op that was slow once, changes nothing in the long run.
+//! The clock of a simulated device: planned ends of work, and waiting for them. Deadlines accumulate, so a sleep that
+//! was too long or an op that was slow once does not change the total.
 
 use std::time::{Duration, Instant};
 
-/// Sleeps shorter than this are left out: the system would make them longer, and the next deadline makes up for it.
-const SLEEP_LEAST: f64 = 100e-6;
+/// Sleeps shorter than this are skipped: the system would extend them, and the next deadline compensates.
+const MIN_SLEEP_SECONDS: f64 = 100e-6;
 
-/// How far what really happens may lie behind the plan and still catch up. What is lost beyond it, because the machine
-/// was busy or the data were late, is lost.
-pub(super) const LAG_MOST: f64 = 20e-3;
+/// The lag behind the plan that a device can still catch up. Larger lags, from a busy machine or late data, delay the
+/// plan.
+pub(super) const MAX_LAG_SECONDS: f64 = 20e-3;
 
-/// When the last thing that the device did was planned to end.
+/// Planned end of the device's work so far.
 #[derive(Clone, Copy, Debug)]
 pub struct Clock {
     epoch: Instant,
-    planned: f64,
+    planned_end: f64,
 }
 
 impl Clock {
-    /// A clock that begins now.
+    /// Creates a clock that starts now.
     pub fn start() -> Clock {
-        Clock { epoch: Instant::now(), planned: 0.0 }
+        Clock { epoch: Instant::now(), planned_end: 0.0 }
     }
 
-    /// A clock that keeps the time of a team which began at `epoch`; all before now is over.
-    pub fn of_team(epoch: Instant) -> Clock {
-        Clock { epoch, planned: epoch.elapsed().as_secs_f64() }
+    /// Creates a clock of a group with time counted from `epoch`. Its planned end is now.
+    pub fn with_epoch(epoch: Instant) -> Clock {
+        Clock { epoch, planned_end: epoch.elapsed().as_secs_f64() }
     }
 
-    /// When work that begins now is planned to begin, in seconds of this clock.
-    pub fn begin(&self) -> f64 {
-        self.planned.max(self.now() - LAG_MOST)
+    /// Returns the planned start of work that begins now, in seconds of this clock.
+    pub fn next_start(&self) -> f64 {
+        self.planned_end.max(self.now() - MAX_LAG_SECONDS)
     }
 
-    /// When everything so far was planned to end.
+    /// Returns the planned end of all work so far.
     #[cfg(test)]
-    pub fn planned(&self) -> f64 {
-        self.planned
+    pub fn planned_end(&self) -> f64 {
+        self.planned_end
     }
 
     fn now(&self) -> f64 {
         self.epoch.elapsed().as_secs_f64()
     }
 
-    /// Waits until a planned moment, where it has not passed.
-    pub fn wait_until(&self, planned: f64) {
-        let left = planned - self.now();
-        if left >= SLEEP_LEAST {
-            std::thread::sleep(Duration::from_secs_f64(left));
+    /// Waits until a planned time, unless it has passed.
+    pub fn wait_until(&self, planned_end: f64) {
+        let remaining = planned_end - self.now();
+        if remaining >= MIN_SLEEP_SECONDS {
+            std::thread::sleep(Duration::from_secs_f64(remaining));
         }
     }
 
-    /// Everything so far was planned to end then.
-    pub fn end(&mut self, planned: f64) {
-        self.planned = self.planned.max(planned);
+    /// Extends the planned end to at least this time.
+    pub fn advance_to(&mut self, planned_end: f64) {
+        self.planned_end = self.planned_end.max(planned_end);
     }
 
-    /// Something takes that long from now on.
-    pub fn take(&mut self, seconds: f64) {
-        let end = self.now().max(self.planned) + seconds;
+    /// Spends some seconds from now on.
+    pub fn spend(&mut self, seconds: f64) {
+        let end = self.now().max(self.planned_end) + seconds;
         self.wait_until(end);
-        self.end(end);
+        self.advance_to(end);
     }
 }

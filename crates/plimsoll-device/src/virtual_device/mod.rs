@@ -1,7 +1,6 @@
-//! A *virtual* device: a part of this processor that behaves like an accelerator, with a budget, an arena, a host side,
-//! a link to it and a pace of its own. Everything that it does really happens, in its own memory and in the order that
-//! the plan demands, and takes the time that the device that is played would take. What is printed about it says
-//! "simulated".
+//! A *virtual* device: a simulated accelerator on the CPU, with its own load line, arenas, host link and pace. Its
+//! Programs really run, in their own memory and in planned order, and take as long as they would on the simulated
+//! device. All output about it says "simulated".
 //!
 //! ```text
 //!              ┌─ compute    the caller and the pool: ops, each paced by its price
@@ -11,8 +10,9 @@
 //!              ├─ file read  a thread: scratch file → host arena, as fast as the disk is
 //!              └─ file write a thread: host arena → scratch file
 //! ```
-//! What waits for what is derived from hazards on arena ranges (`plimsoll_program::order`); how the queues run is in
-//! `queues`, how time is kept in `clock`. What the ops compute is the CPU executor's business, bit for bit.
+//! `plimsoll_program::order` derives from hazards on arena ranges which op waits for which. `queues` runs the queues
+//! and `clock` keeps the simulated time. The CPU executor computes the ops, so the results are bit-identical to the CPU
+//! device.
 
 mod clock;
 mod queues;
@@ -20,11 +20,11 @@ mod queues;
 mod tests;
 
 use crate::arena::ArenaError;
-use crate::cpu::executor::{RunOp, runner};
+use crate::cpu::ops::{RunOp, runner};
 use crate::cpu::pool::Pool;
-use crate::device::{Call, Device, DeviceError, FileSpace, Memory, Observer};
+use crate::device::{Device, DeviceError, FileSpace, Memory, Observer, ProgramCall};
 use crate::spaces::Spaces;
-use crate::transport::{self, Seat};
+use crate::transport::{self, GroupHandle};
 use clock::Clock;
 use plimsoll_core::{Bytes, DType, Link, Space};
 use plimsoll_program::op::Queue;
@@ -36,210 +36,223 @@ use std::time::Instant;
 /// Predicted seconds of an op at the device's pace.
 pub type Price = Box<dyn Fn(&ProgramSet, &Op) -> f64 + Send>;
 
-/// What the device is that is played.
-pub struct Virtual {
-    /// As in run files: `virtual:a`.
+/// The properties of the simulated device.
+pub struct VirtualDeviceSpec {
+    /// Name in run files, such as `virtual:a`.
     pub name: String,
-    /// The largest arena that it gives.
+    /// Largest arena that the device provides.
     pub arena_budget: Bytes,
     /// Threads that compute.
     pub threads: usize,
-    /// What ops take, but for copies and what the host does.
+    /// Time of ops, except for copies and ops of the host.
     pub price: Price,
-    /// To and from the host, each way by itself.
+    /// Link between device and host, for each direction separately.
     pub link: Link,
-    /// Where its scratch file is, where it may have one.
-    pub scratch: Option<PathBuf>,
+    /// Folder of the scratch file; none if the device has no scratch file.
+    pub scratch_folder: Option<PathBuf>,
 }
 
-/// Opens a virtual device: takes its arena and its host side's, whole and at once.
+/// Opens a virtual device and allocates its device and host arenas.
 ///
 /// # Errors
-/// [`DeviceError::Arena`] where the plan is larger than the device, or the machine does not give that much.
+/// [`DeviceError::Arena`] if the plan exceeds the device's load line, or the machine lacks the memory.
 ///
 /// # Panics
 /// For a precision that the CPU does not compute in.
 pub fn open(
-    what: Virtual,
+    spec: VirtualDeviceSpec,
     set: ProgramSet,
     placement: Placement,
     precision: DType,
 ) -> Result<Box<dyn Device>, DeviceError> {
-    Ok(Box::new(VirtualDevice::open(what, set, placement, precision)?))
+    Ok(Box::new(VirtualDevice::open(spec, set, placement, precision)?))
 }
 
 struct VirtualDevice {
-    what: Virtual,
+    spec: VirtualDeviceSpec,
     spaces: Spaces,
     pool: Pool,
-    /// What the other queues compute with: their own thread alone.
-    single: Pool,
+    /// Pool of one thread, with which the other queues compute.
+    single_thread_pool: Pool,
     run: RunOp,
     set: ProgramSet,
     placement: Placement,
-    /// By the number of the Program.
-    programs: Vec<Prepared>,
+    /// By index of the Program.
+    programs: Vec<PreparedProgram>,
     clock: Clock,
-    /// Its place in a team.
-    seat: Option<Seat>,
-    /// Seconds in which it has computed.
-    computed: f64,
-    /// What it computes takes so many times its price.
-    slower: f64,
+    /// Membership in a communication group.
+    group: Option<GroupHandle>,
+    /// Simulated seconds spent computing.
+    compute_seconds: f64,
+    /// Factor on the time of compute ops, set by fault injection.
+    compute_slowdown: f64,
 }
 
-/// What the device knows of a Program before it runs.
+/// Data about a Program that is derived before it runs.
 #[derive(Debug)]
-struct Prepared {
-    /// Which op waits for which, ascending.
+struct PreparedProgram {
+    /// Waits between ops, in ascending order.
     waits: Vec<Wait>,
-    /// What each op takes, by block and by its place in it.
-    takes: Vec<Vec<Takes>>,
-    /// The queues that it uses.
+    /// Time of each op, by block and index in the block.
+    op_times: Vec<Vec<OpTime>>,
+    /// Queues that the Program uses.
     queues: Vec<Queue>,
 }
 
-/// What an op takes on the device that is played.
+/// Time that an op takes on the simulated device.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-struct Takes {
-    /// Before it touches memory.
+struct OpTime {
+    /// Time before it accesses memory.
     latency_seconds: f64,
-    /// From then on.
+    /// Time from then on.
     seconds: f64,
 }
 
-impl Takes {
-    /// The same of an op that the device computes, where that takes so many times as long.
-    fn slower(self, op: &Op, factor: f64) -> Takes {
+impl OpTime {
+    /// Returns the time with compute ops slowed down by `factor`.
+    fn slowed_down(self, op: &Op, factor: f64) -> OpTime {
         let factor = if op.queue == Queue::Compute { factor } else { 1.0 };
-        Takes { seconds: self.seconds * factor, ..self }
+        OpTime { seconds: self.seconds * factor, ..self }
     }
 }
 
-/// What the ops that the device computes took.
+/// Time spent on compute ops.
 #[derive(Clone, Copy, Debug, Default)]
-struct Computed {
-    /// As it is played.
-    played: f64,
-    /// On this processor.
+struct ComputeTime {
+    /// Simulated time.
+    simulated: f64,
+    /// Real time on this processor.
     real: f64,
 }
 
-impl Computed {
-    /// An op was done that takes so long and was begun then.
-    fn add(&mut self, op: &Op, takes: Takes, begun: Instant) {
+impl ComputeTime {
+    /// Adds an op that started at `started` and has just ended.
+    fn add(&mut self, op: &Op, op_time: OpTime, started: Instant) {
         if op.queue == Queue::Compute {
-            self.played += takes.seconds;
-            self.real += begun.elapsed().as_secs_f64();
+            self.simulated += op_time.seconds;
+            self.real += started.elapsed().as_secs_f64();
         }
     }
 
-    /// Seconds of all together: whoever falls behind its pace does so over a Program, not in single ops.
+    /// Returns the larger total. The device falls behind its simulated pace over a whole Program, not in single ops.
     fn seconds(self) -> f64 {
-        self.played.max(self.real)
+        self.simulated.max(self.real)
     }
 }
 
-impl Prepared {
-    fn new(what: &Virtual, set: &ProgramSet, placement: &Placement, program: &Program) -> Prepared {
+impl PreparedProgram {
+    fn new(spec: &VirtualDeviceSpec, set: &ProgramSet, placement: &Placement, program: &Program) -> PreparedProgram {
         let mut queues: Vec<Queue> =
             program.blocks.iter().flat_map(|block| block.ops.iter().map(|op| op.queue)).collect();
         queues.sort_unstable();
         queues.dedup();
-        let takes = program.blocks.iter().map(|block| block.ops.iter().map(|op| takes(what, set, op)).collect());
-        let takes = takes.collect();
+        let op_times = program.blocks.iter().map(|block| block.ops.iter().map(|op| op_time(spec, set, op)).collect());
+        let op_times = op_times.collect();
         let waits = if queues.len() > 1 { waits(set, program, placement) } else { Vec::new() };
-        Prepared { waits, takes, queues }
+        PreparedProgram { waits, op_times, queues }
     }
 
-    /// What the ops of a Program take, in the order of its trace.
-    fn taken(&self, program: &Program) -> impl Iterator<Item = Takes> {
-        let blocks = program.blocks.iter().zip(&self.takes);
-        blocks.flat_map(|(block, takes)| (0..block.repeat).flat_map(move |_| takes.iter().copied()))
+    /// Returns the times of a Program's ops in execution order.
+    fn op_times_in_order(&self, program: &Program) -> impl Iterator<Item = OpTime> {
+        let blocks = program.blocks.iter().zip(&self.op_times);
+        blocks.flat_map(|(block, op_times)| (0..block.repeat).flat_map(move |_| op_times.iter().copied()))
     }
 }
 
-fn takes(what: &Virtual, set: &ProgramSet, op: &Op) -> Takes {
+fn op_time(spec: &VirtualDeviceSpec, set: &ProgramSet, op: &Op) -> OpTime {
     match &op.kind {
-        // The disk is this machine's, too.
-        _ if matches!(op.queue, Queue::FileRead | Queue::FileWrite) => Takes::default(),
+        // The disk is real, so its ops are not paced.
+        _ if matches!(op.queue, Queue::FileRead | Queue::FileWrite) => OpTime::default(),
         OpKind::TransferStart { from, elements, .. } => {
             let bytes = elements * set.tensor(from.tensor).dtype.bytes();
-            Takes { latency_seconds: what.link.latency_seconds, seconds: bytes as f64 / what.link.bytes_per_second }
+            OpTime { latency_seconds: spec.link.latency_seconds, seconds: bytes as f64 / spec.link.bytes_per_second }
         }
-        // What is awaited has its time where it is done.
-        OpKind::TransferWait { .. } | OpKind::CollectiveWait(_) => Takes::default(),
-        // The host is this machine's processor, which is not played.
-        _ if op.queue == Queue::Host => Takes::default(),
-        _ => Takes { latency_seconds: 0.0, seconds: (what.price)(set, op) },
+        // A wait costs nothing itself; the time belongs to the op it waits for.
+        OpKind::TransferWait { .. } | OpKind::CollectiveWait(_) => OpTime::default(),
+        // The host is the real processor, so its ops are not paced.
+        _ if op.queue == Queue::Host => OpTime::default(),
+        _ => OpTime { latency_seconds: 0.0, seconds: (spec.price)(set, op) },
     }
 }
 
 impl VirtualDevice {
     fn open(
-        what: Virtual,
+        spec: VirtualDeviceSpec,
         set: ProgramSet,
         placement: Placement,
         precision: DType,
     ) -> Result<VirtualDevice, DeviceError> {
-        within(&what, &placement)?;
-        let (pool, single) = (Pool::new(what.threads)?, Pool::new(1)?);
-        let spaces = Spaces::map(&placement, what.scratch.as_deref())?;
-        let programs = prepare(&what, &set, &placement);
+        check_arena_size(&spec, &placement)?;
+        let (pool, single_thread_pool) = (Pool::new(spec.threads)?, Pool::new(1)?);
+        let spaces = Spaces::map(&placement, spec.scratch_folder.as_deref())?;
+        let programs = prepare(&spec, &set, &placement);
         let clock = Clock::start();
         let run = runner(precision);
-        let (seat, computed, slower) = (None, 0.0, 1.0);
-        Ok(VirtualDevice { what, spaces, pool, single, run, set, placement, programs, clock, seat, computed, slower })
+        let (group, compute_seconds, compute_slowdown) = (None, 0.0, 1.0);
+        Ok(VirtualDevice {
+            spec,
+            spaces,
+            pool,
+            single_thread_pool,
+            run,
+            set,
+            placement,
+            programs,
+            clock,
+            group,
+            compute_seconds,
+            compute_slowdown,
+        })
     }
 }
 
-fn prepare(what: &Virtual, set: &ProgramSet, placement: &Placement) -> Vec<Prepared> {
-    set.programs.iter().map(|program| Prepared::new(what, set, placement, program)).collect()
+fn prepare(spec: &VirtualDeviceSpec, set: &ProgramSet, placement: &Placement) -> Vec<PreparedProgram> {
+    set.programs.iter().map(|program| PreparedProgram::new(spec, set, placement, program)).collect()
 }
 
-/// That an arena is not larger than the device.
-fn within(what: &Virtual, placement: &Placement) -> Result<(), ArenaError> {
-    let asked = Bytes(placement.arena_bytes);
-    if asked <= what.arena_budget {
+/// Checks that a plan's arena does not exceed the device's load line.
+fn check_arena_size(spec: &VirtualDeviceSpec, placement: &Placement) -> Result<(), ArenaError> {
+    let requested = Bytes(placement.arena_bytes);
+    if requested <= spec.arena_budget {
         return Ok(());
     }
-    let bound_by = format!("what {} has under its load line, simulated", what.name);
-    Err(ArenaError::Refused { asked, available: what.arena_budget, bound_by })
+    let bound_by = format!("load line of {}, simulated", spec.name);
+    Err(ArenaError::OutOfMemory { requested, available: spec.arena_budget, bound_by })
 }
 
 impl Device for VirtualDevice {
     fn run_observed(
         &mut self,
-        call: Call,
+        call: ProgramCall,
         files: &mut dyn FileSpace,
         observer: &mut dyn Observer,
     ) -> Result<(), DeviceError> {
-        let seat = self.seat.clone();
-        transport::seated(seat.as_ref(), || {
-            let missing = || DeviceError::NoProgram { program: call.program.to_owned() };
+        let group = self.group.clone();
+        transport::abort_group_on_failure(group.as_ref(), || {
+            let missing = || DeviceError::UnknownProgram { program: call.program.to_string() };
             let number = self.set.program_index(call.program).ok_or_else(missing)?;
-            if observer.one_at_a_time() || self.programs[number].queues.len() == 1 {
-                self.run_in_turn(number, call, files, observer)
+            if observer.serializes_ops() || self.programs[number].queues.len() == 1 {
+                self.run_serialized(number, call, files, observer)
             } else {
                 self.run_queues(number, call, files, observer)
             }
         })
     }
 
-    fn join(&mut self, seat: Seat) -> Result<(), DeviceError> {
-        self.clock = Clock::of_team(seat.transport.epoch());
-        self.spaces.join(seat.clone());
-        self.seat = Some(seat);
+    fn join_group(&mut self, group: GroupHandle) -> Result<(), DeviceError> {
+        self.clock = Clock::with_epoch(group.transport.epoch());
+        self.spaces.join_group(group.clone());
+        self.group = Some(group);
         Ok(())
     }
 
-    /// As it is played: noise of the machine is no part of it, unless that falls behind.
-    fn computed(&mut self) -> Option<f64> {
-        Some(self.computed)
+    /// Returns the simulated time. Noise of the machine is not included unless the device falls behind its pace.
+    fn compute_seconds(&mut self) -> Option<f64> {
+        Some(self.compute_seconds)
     }
 
-    fn slow_down(&mut self, factor: f64) -> bool {
-        self.slower = factor;
+    fn set_compute_slowdown(&mut self, factor: f64) -> bool {
+        self.compute_slowdown = factor;
         true
     }
 
@@ -252,11 +265,11 @@ impl Device for VirtualDevice {
     }
 
     fn adopt(&mut self, set: ProgramSet, placement: Placement) -> Result<(), DeviceError> {
-        within(&self.what, &placement)?;
+        check_arena_size(&self.spec, &placement)?;
         let moved = self.spaces.adopt((&self.set, &self.placement), (&set, &placement))?;
-        let crossed = (moved.into + moved.out).0 as f64;
-        self.clock.take(crossed / self.what.link.bytes_per_second);
-        self.programs = prepare(&self.what, &set, &placement);
+        let crossed = (moved.to_device + moved.to_host).0 as f64;
+        self.clock.spend(crossed / self.spec.link.bytes_per_second);
+        self.programs = prepare(&self.spec, &set, &placement);
         (self.set, self.placement) = (set, placement);
         Ok(())
     }
@@ -266,7 +279,7 @@ impl Device for VirtualDevice {
     }
 }
 
-/// Whether an op needs the files of the call.
+/// Whether an op accesses the files of the call.
 fn needs_files(set: &ProgramSet, op: &Op) -> bool {
     let OpKind::TransferStart { from, to, .. } = &op.kind else { return false };
     [from, to].iter().any(|end| set.tensor(end.tensor).space == Space::File)

@@ -1,16 +1,18 @@
-//! How a Program runs on a virtual device: op after op where somebody looks, else each queue on a thread of its own.
+//! Execution of a Program on a virtual device: op by op if an observer needs it, otherwise each queue on a thread of
+//! its own.
 //!
-//! Observers are told of all ops in the order of the Program before any of them runs, as the driver of a GPU would issue
-//! them: a refusal at an op means that everything before it runs to its end, and nothing from it on. So an update that was
-//! refused can go on from that very op.
+//! With threads, the observer's hooks are called for all ops in Program order before any op runs, like the launches of
+//! a GPU driver. If the observer fails an op, all earlier ops run to their end and no later one starts. An interrupted
+//! update can therefore continue from exactly that op.
 
 use super::clock::Clock;
-use super::{Computed, Prepared, Takes, VirtualDevice, needs_files};
-use crate::cpu::executor::{RunOp, Site};
+use super::{ComputeTime, OpTime, PreparedProgram, VirtualDevice, needs_files};
+use crate::collectives::{start_collective, wait_collective};
+use crate::cpu::ops::{RunOp, Site};
 use crate::cpu::pool::Pool;
-use crate::device::{Call, DeviceError, FileSpace, NoFiles, Observer, Unseen};
+use crate::device::{DeviceError, FileSpace, NoFiles, NoMemory, Observer, ProgramCall};
 use crate::spaces::Spaces;
-use crate::transport::{self, Seat};
+use crate::transport::GroupHandle;
 use plimsoll_program::op::Queue;
 use plimsoll_program::order::Wait;
 use plimsoll_program::{Op, OpKind, Placement, Program, ProgramSet};
@@ -19,72 +21,74 @@ use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::Instant;
 
 impl VirtualDevice {
-    /// One op at a time, on the caller's thread and the pool.
-    pub(super) fn run_in_turn(
+    /// Runs one op at a time, on the caller's thread and the pool.
+    pub(super) fn run_serialized(
         &mut self,
         number: usize,
-        call: Call,
+        call: ProgramCall,
         files: &mut dyn FileSpace,
         observer: &mut dyn Observer,
     ) -> Result<(), DeviceError> {
         let (set, placement, run) = (&self.set, &self.placement, self.run);
         let (program, prepared) = (&set.programs[number], &self.programs[number]);
-        let (spaces, pool, single, clock) = (&mut self.spaces, &self.pool, &self.single, &mut self.clock);
-        let (micro_batch, looked_at) = (i64::from(call.micro_batch), observer.one_at_a_time());
-        let (seat, slower) = (self.seat.as_ref(), self.slower);
-        let trace = (1..).zip(program.trace().zip(prepared.taken(program)));
-        let mut computed = Computed::default();
+        let (spaces, pool, single_thread_pool, clock) =
+            (&mut self.spaces, &self.pool, &self.single_thread_pool, &mut self.clock);
+        let (micro_batch, serialized) = (i64::from(call.micro_batch), observer.serializes_ops());
+        let (group, compute_slowdown) = (self.group.as_ref(), self.compute_slowdown);
+        let trace = (1..).zip(program.trace().zip(prepared.op_times_in_order(program)));
+        let mut computed = ComputeTime::default();
         let done = pool.enter(|| {
-            let mut end = clock.begin();
-            let trace = trace.skip_while(|(tick, _)| *tick < call.from);
-            for (tick, ((op, variable), takes)) in trace.filter(|(_, ((op, _), _))| op.runs(call.last)) {
-                if looked_at { observer.before(tick, op, spaces) } else { observer.before(tick, op, &mut Unseen) }?;
-                let takes = takes.slower(op, slower);
-                clock.wait_until(end + takes.latency_seconds);
-                let pool = if op.queue == Queue::Compute { pool } else { single };
+            let mut end = clock.next_start();
+            let trace = trace.skip_while(|(tick, _)| *tick < call.first_op);
+            for (tick, ((op, variable), op_time)) in trace.filter(|(_, ((op, _), _))| op.runs(call.is_last_micro_batch))
+            {
+                if serialized { observer.before(tick, op, spaces) } else { observer.before(tick, op, &mut NoMemory) }?;
+                let op_time = op_time.slowed_down(op, compute_slowdown);
+                clock.wait_until(end + op_time.latency_seconds);
+                let pool = if op.queue == Queue::Compute { pool } else { single_thread_pool };
                 let site = Site { spaces, pool, set, placement, variable, micro_batch };
                 match &op.kind {
                     OpKind::CollectiveStart(exchange) => {
-                        end = transport::exchange(site, seat, exchange, end, takes.seconds)?;
+                        end = start_collective(site, group, exchange, end, op_time.seconds)?;
                     }
-                    OpKind::CollectiveWait(exchange) => end = transport::ended(site, seat, exchange, end)?,
+                    OpKind::CollectiveWait(exchange) => end = wait_collective(site, group, exchange, end)?,
                     _ => {
-                        end += takes.latency_seconds + takes.seconds;
-                        let begun = Instant::now();
+                        end += op_time.latency_seconds + op_time.seconds;
+                        let started = Instant::now();
                         run(site, op, files)?;
-                        computed.add(op, takes, begun);
+                        computed.add(op, op_time, started);
                     }
                 }
                 clock.wait_until(end);
-                clock.end(end);
-                if looked_at { observer.after(tick, op, spaces) } else { observer.after(tick, op, &mut Unseen) }
+                clock.advance_to(end);
+                if serialized { observer.after(tick, op, spaces) } else { observer.after(tick, op, &mut NoMemory) }
             }
             Ok(())
         });
-        self.computed += computed.seconds();
+        self.compute_seconds += computed.seconds();
         done
     }
 
-    /// Each queue by itself, in the order that the waits demand.
+    /// Runs each queue on a thread of its own, in the order that the waits demand.
     pub(super) fn run_queues(
         &mut self,
         number: usize,
-        call: Call,
+        call: ProgramCall,
         files: &mut dyn FileSpace,
         observer: &mut dyn Observer,
     ) -> Result<(), DeviceError> {
         let (program, prepared) = (&self.set.programs[number], &self.programs[number]);
-        let mut last = program.length() as u32;
+        let mut last = program.op_count() as u32;
         let mut refused = Ok(());
-        let trace = (1..).zip(program.trace()).skip_while(|(tick, _)| *tick < call.from);
-        for (tick, (op, _)) in trace.filter(|(_, (op, _))| op.runs(call.last)) {
-            if let Err(error) = observer.before(tick, op, &mut Unseen) {
+        let trace = (1..).zip(program.trace()).skip_while(|(tick, _)| *tick < call.first_op);
+        for (tick, (op, _)) in trace.filter(|(_, (op, _))| op.runs(call.is_last_micro_batch)) {
+            if let Err(error) = observer.before(tick, op, &mut NoMemory) {
                 (last, refused) = (tick - 1, Err(error));
                 break;
             }
-            observer.after(tick, op, &mut Unseen);
+            observer.after(tick, op, &mut NoMemory);
         }
-        let work = Work {
+        let work = ProgramRun {
             program,
             prepared,
             set: &self.set,
@@ -92,81 +96,81 @@ impl VirtualDevice {
             spaces: &self.spaces,
             run: self.run,
             micro_batch: i64::from(call.micro_batch),
-            ticks: call.from..=last,
-            last: call.last,
-            seat: self.seat.as_ref(),
+            ticks: call.first_op..=last,
+            last: call.is_last_micro_batch,
+            group: self.group.as_ref(),
             clock: self.clock,
-            slower: self.slower,
-            begin: self.clock.begin(),
+            compute_slowdown: self.compute_slowdown,
+            begin: self.clock.next_start(),
             files: Mutex::new(files),
             state: Mutex::new(State {
-                ends: vec![None; program.length()],
+                ends: vec![None; program.op_count()],
                 awaited: Vec::new(),
-                computed: Computed::default(),
+                computed: ComputeTime::default(),
                 failed: None,
                 stopped: false,
             }),
             changed: Condvar::new(),
         };
-        let (pool, single) = (&self.pool, &self.single);
+        let (pool, single_thread_pool) = (&self.pool, &self.single_thread_pool);
         std::thread::scope(|scope| {
             for &queue in prepared.queues.iter().filter(|&&queue| queue != Queue::Compute) {
                 let work = &work;
                 let thread = std::thread::Builder::new().name(format!("plimsoll-{queue:?}").to_lowercase());
-                if thread.spawn_scoped(scope, move || work.queue(queue, single)).is_err() {
-                    // The system gives no thread: what this queue should do is never done, and nobody may wait for it.
+                if thread.spawn_scoped(scope, move || work.queue(queue, single_thread_pool)).is_err() {
+                    // Without this thread its ops never run, so no queue may wait for them.
                     work.stop(Some(DeviceError::NoThread { queue: format!("{queue:?}").to_lowercase() }));
                 }
             }
             pool.enter(|| work.queue(Queue::Compute, pool));
         });
-        let state = work.state.into_inner().expect("a panic has passed on before");
+        let state = work.state.into_inner().expect("a panic of a queue has been propagated");
         let end = state.ends.iter().flatten().copied().fold(work.begin, f64::max);
-        self.clock.end(end);
-        self.computed += state.computed.seconds();
-        // What this device was refused comes before what others have told it.
+        self.clock.advance_to(end);
+        self.compute_seconds += state.computed.seconds();
+        // An error of this device's observer takes precedence over errors from queues and peers.
         refused.and(state.failed.map_or(Ok(()), Err))
     }
 }
 
-/// A run of a Program, as its queues see it.
-struct Work<'a> {
+/// One run of a Program, shared by its queues.
+struct ProgramRun<'a> {
     program: &'a Program,
-    prepared: &'a Prepared,
+    prepared: &'a PreparedProgram,
     set: &'a ProgramSet,
     placement: &'a Placement,
     spaces: &'a Spaces,
     run: RunOp,
     micro_batch: i64,
-    /// The ops that run.
+    /// Numbers of the ops that run, counted from 1.
     ticks: RangeInclusive<u32>,
     /// Whether the call is for the last micro-batch of a step.
     last: bool,
-    seat: Option<&'a Seat>,
+    group: Option<&'a GroupHandle>,
     clock: Clock,
-    /// What is computed takes so many times its price.
-    slower: f64,
-    /// When the run is planned to begin.
+    /// Factor on the time of compute ops.
+    compute_slowdown: f64,
+    /// Planned start of the run, in seconds of the clock.
     begin: f64,
     files: Mutex<&'a mut dyn FileSpace>,
     state: Mutex<State>,
     changed: Condvar,
 }
 
-/// How far a run is.
+/// Progress of a run.
 struct State {
-    /// When each op that is over was planned to end, by its number less one.
+    /// Planned end of each op that has ended, by its number minus one.
     ends: Vec<Option<f64>>,
-    /// The ops that queues wait for at this moment: only their ends wake anybody.
+    /// Ops that queues wait for now; only their ends wake other threads.
     awaited: Vec<u32>,
-    computed: Computed,
+    computed: ComputeTime,
     failed: Option<DeviceError>,
-    /// Nothing more begins.
+    /// Whether no further op may start.
     stopped: bool,
 }
 
-/// Stops the others when its queue panics: they may be waiting for it.
-struct StopOnPanic<'a, 'b>(&'a Work<'b>);
+/// Stops the other queues when a queue panics, because they may wait for it.
+struct StopOnPanic<'a, 'b>(&'a ProgramRun<'b>);
 
 impl Drop for StopOnPanic<'_, '_> {
     fn drop(&mut self) {
@@ -176,33 +180,40 @@ impl Drop for StopOnPanic<'_, '_> {
     }
 }
 
-impl Work<'_> {
+impl ProgramRun<'_> {
     fn state(&self) -> MutexGuard<'_, State> {
-        // Nobody panics while holding it.
+        // No code panics while holding the lock.
         self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    fn stop(&self, why: Option<DeviceError>) {
-        // The queue of collectives may be waiting for others.
-        if let (Some(seat), false) = (self.seat, why.as_ref().is_some_and(DeviceError::is_peers)) {
-            seat.give_up(&why.as_ref().map_or("it came upon a bug".to_owned(), DeviceError::to_string));
+    fn stop(&self, reason: Option<DeviceError>) {
+        // The communication queue may be waiting for peers.
+        if let (Some(group), false) = (self.group, reason.as_ref().is_some_and(DeviceError::is_peer_failure)) {
+            let reason = reason.as_ref().map_or("it hit a bug".to_owned(), DeviceError::to_string);
+            group.abort(&reason);
         }
         let mut state = self.state();
         state.stopped = true;
-        state.failed = state.failed.take().or(why);
+        state.failed = state.failed.take().or(reason);
         self.changed.notify_all();
     }
 
-    /// All ops of a queue, in order.
+    /// Runs all ops of a queue in order.
     fn queue(&self, queue: Queue, pool: &Pool) {
         let _guard = StopOnPanic(self);
         let mut free = self.begin;
-        let trace = (1..).zip(self.program.trace().zip(self.prepared.taken(self.program)));
-        let mine = trace.filter(|(tick, ((op, _), _))| op.queue == queue && self.ticks.contains(tick));
-        for (tick, ((op, variable), takes)) in mine {
+        let trace = (1..).zip(self.program.trace().zip(self.prepared.op_times_in_order(self.program)));
+        let own_ops = trace.filter(|(tick, ((op, _), _))| op.queue == queue && self.ticks.contains(tick));
+        for (tick, ((op, variable), op_time)) in own_ops {
             let Some(ready) = self.wait(tick) else { return };
             if op.runs(self.last) {
-                match self.paced(op, variable, takes.slower(op, self.slower), free.max(ready), pool) {
+                match self.run_paced(
+                    op,
+                    variable,
+                    op_time.slowed_down(op, self.compute_slowdown),
+                    free.max(ready),
+                    pool,
+                ) {
                     Ok(end) => free = end,
                     Err(error) => return self.stop(Some(error)),
                 }
@@ -217,14 +228,15 @@ impl Work<'_> {
         }
     }
 
-    /// Waits for all that an op waits for, and says when that was planned to end. Nothing where the run stops.
+    /// Waits until all ops that an op depends on have ended. Returns the latest planned end among them; none if the run
+    /// stops.
     fn wait(&self, tick: u32) -> Option<f64> {
         let waits = &self.prepared.waits;
         let first = waits.partition_point(|wait| wait.op < tick);
         let mut ready = self.begin;
         let mut state = self.state();
         for Wait { on, .. } in waits[first..].iter().take_while(|wait| wait.op == tick) {
-            // What ran in the call before this one is over.
+            // Ops of the previous, interrupted call have ended.
             if !self.ticks.contains(on) {
                 continue;
             }
@@ -238,32 +250,33 @@ impl Work<'_> {
                 }
                 state.awaited.push(*on);
                 state = self.changed.wait(state).unwrap_or_else(|poisoned| poisoned.into_inner());
-                let mine = state.awaited.iter().position(|awaited| awaited == on).expect("nobody takes another's");
-                state.awaited.swap_remove(mine);
+                let index =
+                    state.awaited.iter().position(|awaited| awaited == on).expect("only this thread removes it");
+                state.awaited.swap_remove(index);
             }
         }
         (!state.stopped).then_some(ready)
     }
 
-    /// Runs an op that was planned to be ready then. It ends at the later of now and its planned end, which is given.
-    fn paced(&self, op: &Op, variable: i64, takes: Takes, ready: f64, pool: &Pool) -> Result<f64, DeviceError> {
+    /// Runs an op with inputs planned to be ready at `ready`. Returns its planned end, after waiting for it.
+    fn run_paced(&self, op: &Op, variable: i64, op_time: OpTime, ready: f64, pool: &Pool) -> Result<f64, DeviceError> {
         let (spaces, set, placement, micro_batch) = (self.spaces, self.set, self.placement, self.micro_batch);
         let site = Site { spaces, pool, set, placement, variable, micro_batch };
-        let mut end = ready + takes.latency_seconds + takes.seconds;
-        if takes.latency_seconds > 0.0 {
-            self.clock.wait_until(end - takes.seconds);
+        let mut end = ready + op_time.latency_seconds + op_time.seconds;
+        if op_time.latency_seconds > 0.0 {
+            self.clock.wait_until(end - op_time.seconds);
         }
         if let OpKind::CollectiveStart(exchange) = &op.kind {
-            end = transport::exchange(site, self.seat, exchange, ready, takes.seconds)?;
+            end = start_collective(site, self.group, exchange, ready, op_time.seconds)?;
         } else if let OpKind::CollectiveWait(exchange) = &op.kind {
-            end = transport::ended(site, self.seat, exchange, ready)?;
+            end = wait_collective(site, self.group, exchange, ready)?;
         } else if needs_files(set, op) {
             let mut files = self.files.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
             (self.run)(site, op, &mut **files)?;
         } else {
-            let begun = Instant::now();
+            let started = Instant::now();
             (self.run)(site, op, &mut NoFiles)?;
-            self.state().computed.add(op, takes, begun);
+            self.state().computed.add(op, op_time, started);
         }
         self.clock.wait_until(end);
         Ok(end)

@@ -1,5 +1,5 @@
-//! Compiles units against `shim.h`, holds memory that notices what is written beside it, and runs
-//! launches in two orders of threads.
+//! Runs kernels on the CPU: compiles units against `shim.h`, provides memory with guard bytes, and runs launches in two
+//! thread orders.
 
 #![allow(dead_code, reason = "each test file uses its part")]
 
@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Arc, Mutex};
 
-/// The type of a tensor's elements.
+/// Data type of a tensor's elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     F64,
@@ -41,8 +41,8 @@ impl Kind {
         match self {
             Kind::F64 => x.to_le_bytes().to_vec(),
             Kind::F32 => (x as f32).to_le_bytes().to_vec(),
-            Kind::Bf16 => bf16::from_f32(once(x)).to_le_bytes().to_vec(),
-            Kind::F16 => f16::from_f32(once(x)).to_le_bytes().to_vec(),
+            Kind::Bf16 => bf16::from_f32(round_to_odd(x)).to_le_bytes().to_vec(),
+            Kind::F16 => f16::from_f32(round_to_odd(x)).to_le_bytes().to_vec(),
             Kind::I32 => (x as i32).to_le_bytes().to_vec(),
             Kind::U8 => vec![x as u8],
         }
@@ -59,15 +59,15 @@ impl Kind {
         }
     }
 
-    /// The nearest number that this type holds.
+    /// Returns the nearest number that this type represents.
     pub fn rounded(self, x: f64) -> f64 {
         self.read(&self.write(x))
     }
 }
 
-/// `x` in 32 bits such that rounding it again, to 16, is as rounding it once: of the two neighbours of
-/// an inexact one, the odd one.
-fn once(x: f64) -> f32 {
+/// Rounds `x` to f32 such that rounding again to 16 bits equals rounding once: of the two neighbours of an inexact
+/// value, the odd one.
+fn round_to_odd(x: f64) -> f32 {
     let near = x as f32;
     if f64::from(near) == x || x.is_nan() || near.to_bits() & 1 == 1 {
         return near;
@@ -76,42 +76,41 @@ fn once(x: f64) -> f32 {
     if other.is_infinite() { near } else { other }
 }
 
-/// A unit, compiled and loaded.
+/// A compiled and loaded unit.
 pub struct Library(*mut c_void);
 
-// SAFETY: a handle of the dynamic loader, which may be used from any thread; the shim's state is per
-// thread.
+// SAFETY: a handle of the dynamic loader, usable from any thread; the shim's state is per thread.
 unsafe impl Send for Library {}
-// SAFETY: as above.
+// SAFETY: as for `Send`.
 unsafe impl Sync for Library {}
 
-type ErrorOf = unsafe extern "C" fn() -> *const c_char;
-type Entry = unsafe extern "C" fn(*const c_uint, c_uint, c_uint, *const *const c_void, c_int) -> c_int;
+type LastError = unsafe extern "C" fn() -> *const c_char;
+type LaunchEntry = unsafe extern "C" fn(*const c_uint, c_uint, c_uint, *const *const c_void, c_int) -> c_int;
 
 impl Library {
-    fn entry(&self, kernel: &str) -> Entry {
+    fn entry(&self, kernel: &str) -> LaunchEntry {
         // SAFETY: `compile_text` defines each `launch_…` with this signature.
-        unsafe { std::mem::transmute::<*mut c_void, Entry>(self.symbol(&format!("launch_{kernel}"))) }
+        unsafe { std::mem::transmute::<*mut c_void, LaunchEntry>(self.symbol(&format!("launch_{kernel}"))) }
     }
 
-    /// What went wrong in the last launch of this thread that failed.
+    /// Returns the error of this thread's last failed launch.
     fn error(&self) -> String {
-        // SAFETY: shim.h defines it so.
-        let error = unsafe { std::mem::transmute::<*mut c_void, ErrorOf>(self.symbol("shim_error")) };
-        // SAFETY: text with a zero at its end, until the next launch.
+        // SAFETY: shim.h defines the function with this signature.
+        let error = unsafe { std::mem::transmute::<*mut c_void, LastError>(self.symbol("shim_error")) };
+        // SAFETY: text with a terminating zero, valid until the next launch.
         unsafe { CStr::from_ptr(error()) }.to_string_lossy().into_owned()
     }
 
     fn symbol(&self, name: &str) -> *mut c_void {
         let name = CString::new(name).unwrap();
-        // SAFETY: the handle is open for good, the name ends with a zero.
+        // SAFETY: the handle stays open, and the name has a terminating zero.
         let symbol = unsafe { libc::dlsym(self.0, name.as_ptr()) };
         assert!(!symbol.is_null(), "{name:?} is not in the library");
         symbol
     }
 }
 
-/// Compiles a source with the shim, or takes what was compiled from the same text before.
+/// Compiles a source with the shim, or loads the library compiled from the same text earlier.
 pub fn compile_text(name: &str, source: &str, kernels: &[&str]) -> Library {
     let (shim, touches) = (include_str!("shim.h"), include_str!("touches.h"));
     let mut text = format!("#define PLIMSOLL_TOUCHES\n{shim}\n{touches}\n{source}\n");
@@ -129,30 +128,30 @@ pub fn compile_text(name: &str, source: &str, kernels: &[&str]) -> Library {
         compile(&cpp, &text, &library);
     }
     let path = CString::new(library.to_str().unwrap()).unwrap();
-    // SAFETY: loads what was just compiled; it has no initialisers.
+    // SAFETY: loads the library that was just compiled; it has no initializers.
     let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
     assert!(!handle.is_null(), "{library:?} does not load");
     Library(handle)
 }
 
 fn compile(cpp: &PathBuf, text: &str, library: &PathBuf) {
-    let (object, fresh) = (library.with_extension("o"), library.with_extension("new"));
+    let (object, linked) = (library.with_extension("o"), library.with_extension("new"));
     std::fs::write(cpp, text).unwrap();
     let run = |words: &[&str], to: &Path, from: &Path| {
         let done = Command::new("g++").args(words).arg("-o").args([to, from]).output().expect("g++ runs");
-        // What did not compile must not be taken for compiled the next time.
+        // Remove the text, so that a failed compilation is not taken for a successful one.
         if !done.status.success() {
             std::fs::remove_file(cpp).unwrap();
             panic!("{}", String::from_utf8_lossy(&done.stderr));
         }
     };
-    // The calls before each access; what they call is `touches.h`'s, not a library's.
-    let watched = ["-fsanitize=thread", "-fsanitize=alignment", "-fno-gnu-unique"];
+    // Calls before each memory access, to functions in `touches.h`.
+    let instrumented = ["-fsanitize=thread", "-fsanitize=alignment", "-fno-gnu-unique"];
     let plain =
         ["-std=c++17", "-O1", "-march=native", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-w", "-fPIC", "-c"];
-    run(&[&plain[..], &watched[..]].concat(), &object, cpp);
-    run(&["-shared", "-Wl,-Bsymbolic"], &fresh, &object);
-    std::fs::rename(fresh, library).unwrap();
+    run(&[&plain[..], &instrumented[..]].concat(), &object, cpp);
+    run(&["-shared", "-Wl,-Bsymbolic"], &linked, &object);
+    std::fs::rename(linked, library).unwrap();
 }
 
 fn library_of(unit: Unit) -> Arc<Library> {
@@ -162,16 +161,16 @@ fn library_of(unit: Unit) -> Arc<Library> {
     libraries.entry(unit).or_insert_with(load).clone()
 }
 
-/// Bytes on both sides of a tensor, and what they hold: NaN in every type of floats.
-const BESIDE: usize = 64;
-const PATTERN: u8 = 0xff;
+/// Guard bytes on both sides of a tensor, and their value: NaN in every float type.
+const GUARD_BYTES: usize = 64;
+const GUARD_BYTE: u8 = 0xff;
 
-/// A tensor with its surroundings.
+/// A tensor between guard bytes.
 struct Tensor {
     kind: Kind,
-    /// Of 16 bytes each, so that the first is aligned as on a GPU.
+    /// 16-byte elements, so that the first tensor element is aligned as on a GPU.
     memory: Vec<u128>,
-    /// Where the tensor begins and ends, in bytes.
+    /// Byte offsets of the tensor's start and end.
     first: usize,
     end: usize,
 }
@@ -186,9 +185,9 @@ impl Tensor {
     }
 }
 
-/// Memory, and the kernels that work on it.
+/// Tensors in memory, and the kernels that run on them.
 pub struct Gpu {
-    /// Elements by which tensors are shifted from where packs could be read.
+    /// Elements by which tensors are shifted from 16-byte alignment.
     pub shift: usize,
     tensors: HashMap<Address, Tensor>,
 }
@@ -198,11 +197,11 @@ impl Gpu {
         Gpu { shift, tensors: HashMap::new() }
     }
 
-    /// A tensor that holds nothing yet: NaN, or −1.
-    pub fn room(&mut self, kind: Kind, elements: usize) -> Address {
-        let first = BESIDE + self.shift * kind.bytes();
+    /// Allocates a tensor filled with NaN, or −1 for integers.
+    pub fn allocate(&mut self, kind: Kind, elements: usize) -> Address {
+        let first = GUARD_BYTES + self.shift * kind.bytes();
         let end = first + elements * kind.bytes();
-        let memory = vec![u128::MAX; (end + BESIDE).div_ceil(16)];
+        let memory = vec![u128::MAX; (end + GUARD_BYTES).div_ceil(16)];
         let tensor = Tensor { kind, memory, first, end };
         let address = tensor.address();
         self.tensors.insert(address, tensor);
@@ -210,12 +209,12 @@ impl Gpu {
     }
 
     pub fn put(&mut self, kind: Kind, values: &[f64]) -> Address {
-        let address = self.room(kind, values.len());
+        let address = self.allocate(kind, values.len());
         self.set(address, values);
         address
     }
 
-    /// All elements of a tensor.
+    /// Sets all elements of a tensor.
     pub fn set(&mut self, address: Address, values: &[f64]) {
         let tensor = self.tensors.get_mut(&address).unwrap();
         let (kind, range) = (tensor.kind, tensor.first..tensor.end);
@@ -237,7 +236,7 @@ impl Gpu {
         self.get(address).iter().map(|x| *x as i32).collect()
     }
 
-    /// Runs launches one after the other.
+    /// Runs launches in order.
     #[track_caller]
     pub fn run(&mut self, launches: &[Launch]) {
         for launch in launches {
@@ -248,10 +247,10 @@ impl Gpu {
         }
     }
 
-    /// Runs a kernel twice from the same memory, threads in order and in reverse.
+    /// Runs a kernel twice on the same memory, with threads in order and in reverse.
     ///
     /// # Errors
-    /// What went wrong: the launch, a write beside a tensor, or a result that depends on the order.
+    /// Returns a failed launch, a write outside a tensor, or a result that depends on the thread order.
     pub fn try_run(
         &mut self,
         library: &Library,
@@ -261,31 +260,31 @@ impl Gpu {
         shared_bytes: u32,
         arguments: &[Argument],
     ) -> Result<(), String> {
-        let before: HashMap<Address, Vec<u128>> = self.memory();
+        let before: HashMap<Address, Vec<u128>> = self.snapshot();
         let mut results = Vec::new();
         for reverse in [0, 1] {
             for (address, memory) in &before {
                 self.tensors.get_mut(address).unwrap().memory.copy_from_slice(memory);
             }
             let pointers: Vec<*const c_void> = arguments.iter().map(Argument::pointer).collect();
-            // SAFETY: the entry reads three words of the grid and as many arguments as the kernel has,
-            // which the caller's table agrees on; the kernel writes to tensors of `self`.
+            // SAFETY: the entry reads three words of the grid, and as many arguments as the kernel has; the caller's
+            // table agrees with them. The kernel writes to tensors of `self`.
             let code = unsafe { library.entry(kernel)(grid.as_ptr(), block, shared_bytes, pointers.as_ptr(), reverse) };
             if code != 0 {
                 return Err(format!("the launch failed: {}", library.error()));
             }
             for tensor in self.tensors.values() {
                 let bytes = tensor.bytes();
-                if bytes[..tensor.first].iter().chain(&bytes[tensor.end..]).any(|byte| *byte != PATTERN) {
-                    return Err("something was written beside a tensor".into());
+                if bytes[..tensor.first].iter().chain(&bytes[tensor.end..]).any(|byte| *byte != GUARD_BYTE) {
+                    return Err("a kernel wrote outside a tensor".into());
                 }
             }
-            results.push(self.memory());
+            results.push(self.snapshot());
         }
         if results[0] == results[1] { Ok(()) } else { Err("the result depends on the order of threads".into()) }
     }
 
-    fn memory(&self) -> HashMap<Address, Vec<u128>> {
+    fn snapshot(&self) -> HashMap<Address, Vec<u128>> {
         self.tensors.iter().map(|(address, tensor)| (*address, tensor.memory.clone())).collect()
     }
 }

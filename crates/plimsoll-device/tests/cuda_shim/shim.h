@@ -1,5 +1,5 @@
-// Runs CUDA C on the CPU, source unchanged, for tests of its arithmetic: the threads of a block are
-// fibres that run one at a time from barrier to barrier. What this cannot show is in README.md.
+// Runs unchanged CUDA C on the CPU, for tests of its arithmetic. The threads of a block are fibres that run one at a
+// time from barrier to barrier. README.md lists the limits.
 //
 // A unit is: this file, touches.h behind it where PLIMSOLL_TOUCHES is defined, the kernel's source, and for each
 // kernel a function
@@ -18,14 +18,14 @@
 #include <utility>
 #include <vector>
 
-// Sources leave out what only a GPU's compiler understands: it is at the end of this file.
+// PLIMSOLL_SHIM leaves out code that only a GPU compiler accepts; replacements are at the end of this file.
 #define PLIMSOLL_SHIM
 #define __device__
 #define __global__
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
-// One block runs at a time, all of it on one thread of the system.
+// One block runs at a time, all of it on one system thread.
 #define __shared__ thread_local
 
 struct dim3 {
@@ -41,7 +41,7 @@ constexpr unsigned CANARY = 0xfedcba98u, POISON = 0xffffffffu;
 
 enum State { FRESH, READY, AT_BARRIER, AT_WARP, DONE };
 
-// What a lane can give to the others at once.
+// The most bytes that a lane contributes to one exchange.
 struct Gift {
     unsigned long long at[4];
 };
@@ -52,10 +52,10 @@ struct Fibre {
     Gift gift;
     unsigned long long what;  // the kind of exchange, which all lanes must agree on
     int vote;                 // at a barrier
-    int at_work;              // inside functions of the shim, whose own touches say nothing
+    int at_work;              // inside shim functions; their own accesses are not recorded
 };
 
-// An asynchronous copy under way; zeros where there is no `from`.
+// An asynchronous copy in progress; zeros if there is no `from`.
 struct Copy {
     void* to;
     const void* from;
@@ -63,7 +63,7 @@ struct Copy {
     bool landed;
 };
 
-// Both sides of a product as the lanes gave them; put together once for all lanes of the warp that meet.
+// Both operands of a product as the lanes supplied them; assembled once for all participating lanes of the warp.
 struct Sides {
     unsigned long long meeting;
     float a[16][16], b[16][8];
@@ -79,7 +79,7 @@ struct Block {
     int any;
     unsigned current;
     bool running;                        // a fibre, not the scheduler
-    unsigned launches, number, barriers; // since the beginning; the block's in its grid; that it has come to
+    unsigned launches, number, barriers; // launches so far; block index in its grid; barriers that the block has reached
     unsigned warp_barriers[THREADS_MAX / WARP];
     jmp_buf scheduler;
     ucontext_t contexts[THREADS_MAX];
@@ -90,10 +90,10 @@ struct Block {
 };
 static thread_local Block* block = nullptr;
 
-// Code that no call is put into.
+// Code without instrumentation of memory accesses.
 #define UNWATCHED __attribute__((no_sanitize("thread", "alignment"), noinline))
 
-// What a function of the shim does with its own memory is nobody's touch.
+// Accesses inside shim functions are not recorded.
 struct AtWork {
     Fibre& fibre;
     UNWATCHED AtWork() : fibre(block->fibres[block->current]) { fibre.at_work++; }
@@ -102,9 +102,9 @@ struct AtWork {
 
 enum Touch { READ, WRITE };
 #ifdef PLIMSOLL_TOUCHES
-// In touches.h. A thread reads or writes bytes, by an instruction that the compiler does not know.
+// Defined in touches.h. Records a read or write of bytes by an instruction that the compiler does not know.
 void touch(const void* at, unsigned bytes, Touch touch);
-// From now on these bytes come, until this thread says that they are there.
+// Marks bytes as being copied until this thread has waited for the copy.
 void coming(const void* to, unsigned bytes);
 void there(const void* to, unsigned bytes);
 #else
@@ -126,8 +126,8 @@ inline void enter() {
     _longjmp(block->scheduler, 1);
 }
 
-// Runs a fibre until it waits or ends. Starting on a stack of its own needs a context; going on does
-// not, and is much faster without.
+// Runs a fibre until it waits or ends. Starting on a new stack needs a context; continuing does not, which is much
+// faster.
 __attribute__((noinline)) inline void resume(unsigned index) {
     block->current = index;
     threadIdx = {index, 0, 0};
@@ -155,7 +155,7 @@ inline bool all_are(unsigned first, unsigned end, State state) {
 // The exchange that also orders memory.
 constexpr unsigned long long SYNC_WARP = 5;
 
-// Lets a warp go on whose lanes all wait for each other.
+// Resumes a warp once all its lanes wait in the same exchange.
 inline void release_warp(unsigned first) {
     if (!all_are(first, first + WARP, AT_WARP)) return;
     block->meetings++;
@@ -167,7 +167,7 @@ inline void release_warp(unsigned first) {
     }
 }
 
-// Lets a block go on whose threads have all come to the barrier.
+// Resumes a block once all its threads have reached the barrier.
 inline void release_block(unsigned threads) {
     if (!all_are(0, threads, AT_BARRIER)) return;
     block->barriers++;
@@ -178,7 +178,7 @@ inline void release_block(unsigned threads) {
     }
 }
 
-// Runs a warp as far as it comes without the others. Whether it came any further.
+// Runs a warp as far as possible without the others. Returns whether it advanced.
 inline bool run_warp(unsigned first, bool reverse) {
     bool progress = false;
     for (bool more = true; more && !block->error;) {
@@ -195,9 +195,8 @@ inline bool run_warp(unsigned first, bool reverse) {
     return progress;
 }
 
-// Warps run one after the other, in order or in reverse, each as far ahead of those behind it as it
-// can be. A barrier or an exchange that not all threads reach leaves nobody to run: an error, also where
-// hardware would forgive.
+// Warps run one after the other, in order or in reverse, each as far ahead of the others as possible. A barrier or
+// exchange that not all threads reach leaves no runnable thread, which is an error even if hardware would tolerate it.
 inline void run_block(unsigned threads, bool reverse) {
     for (unsigned i = 0; i < threads; i++) {
         block->fibres[i].state = FRESH;
@@ -258,7 +257,7 @@ template <class Call> int run_grid(const unsigned* grid, unsigned threads, unsig
                 block->number++;
                 block->barriers = 0;
                 memset(block->warp_barriers, 0, sizeof(block->warp_barriers));
-                // What is read before it is written becomes NaN.
+                // Memory that is read before it is written reads as NaN.
                 set_words(::shared, floats, POISON);
                 set_words(::shared + floats, CANARIES, CANARY);
                 run_block(threads, reverse);
@@ -283,7 +282,7 @@ int launch(void (*kernel)(A...), const unsigned* grid, unsigned threads, unsigne
     return launch_with(kernel, grid, threads, shared_bytes, arguments, reverse, std::index_sequence_for<A...>());
 }
 
-// Gives `value` to the warp; what is returned is everybody's, by lane, until the next exchange.
+// Contributes `value` to the warp's exchange. Returns all lanes' values, valid until the next exchange.
 template <class T> const Gift* exchange(unsigned mask, T value, unsigned long long what) {
     static_assert(sizeof(T) <= sizeof(Gift), "more than a lane can give");
     AtWork at_work;
@@ -329,7 +328,7 @@ inline unsigned __ballot_sync(unsigned mask, int vote) {
     return votes;
 }
 
-// Rounded by itself: no compiler puts it and an addition together.
+// Rounded separately: no compiler fuses it with an addition.
 inline float __fmul_rn(float a, float b) {
     volatile float product = a * b;
     return product;
@@ -352,7 +351,7 @@ inline unsigned __float_as_uint(float x) {
 template <class T> T min(T a, T b) { return b < a ? b : a; }
 template <class T> T max(T a, T b) { return a < b ? b : a; }
 
-// ---- what tensor.cuh and common.cuh say in PTX, from its description in the PTX ISA ----
+// ---- instructions that tensor.cuh and common.cuh express in PTX, as the PTX ISA describes them ----
 //
 // "Matrix Fragments for mma.m16n8k16 with floating point type", "ldmatrix", "cp.async". Matrices are
 // put together from all lanes' fragments element by element and multiplied whole.
@@ -361,7 +360,7 @@ namespace shim {
 
 inline float of_bf16(unsigned bits) { return __uint_as_float(bits << 16); }
 
-// The nearest bf16, of two equally near ones the even one.
+// Nearest bf16, ties to even.
 inline unsigned to_bf16(float x) {
     unsigned bits = __float_as_uint(x);
     if (x != x) return 0x7fffu;
@@ -373,7 +372,7 @@ struct Fragments {
     unsigned a[4], b[2];
 };
 
-// Row and column of element i (two to a register) of a lane's fragment of A, B and C.
+// Row and column of element i (two per register) of a lane's fragment of A, B and C.
 struct Place {
     unsigned row, column;
 };
@@ -396,7 +395,7 @@ inline Place place_in_c(unsigned lane, unsigned i) {
 
 inline unsigned half_of(unsigned word, unsigned i) { return i & 1 ? word >> 16 : word & 0xffffu; }
 
-// Lanes 8i to 8i + 7 give the rows of matrix i; to[i] is this lane's fragment of it.
+// Lanes 8i to 8i + 7 supply the rows of matrix i; to[i] is this lane's fragment of it.
 inline void load_four(const void* row, unsigned (&to)[4], bool transposed) {
     AtWork at_work;
     if ((unsigned long long)row % 16) block->error = "a row of a matrix that is not aligned to 16 bytes";
@@ -417,8 +416,8 @@ inline void load_four(const void* row, unsigned (&to)[4], bool transposed) {
     }
 }
 
-// In one order of threads a copy's bytes come when they are waited for, in the other at once: who does
-// not wait reads old bytes in the one, who copies to what is still read destroys it in the other.
+// In one thread order a copy completes when it is waited for, in the other at once. A thread that does not wait reads
+// old bytes in the first, and a copy into bytes that are still read destroys them in the second.
 inline void land(Copy& copy) {
     if (copy.from)
         memcpy(copy.to, copy.from, copy.bytes);
@@ -442,7 +441,7 @@ inline void begin_copy(void* to, const void* from, unsigned bytes, bool real) {
 namespace shim {
 
 inline const Sides& sides(const Gift* all) {
-    // Of this block's own: units have libraries of their own, whose blocks count their meetings from the beginning.
+    // State of this block: units are separate libraries, and their blocks count meetings from the start.
     Sides& sides = block->sides;
     if (sides.meeting == block->meetings) return sides;
     sides.meeting = block->meetings;

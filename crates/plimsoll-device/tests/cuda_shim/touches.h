@@ -1,10 +1,10 @@
-// Who touches which byte of shared and global memory, and whether a barrier lies between: the compiler puts a call
-// before each access (-fsanitize=thread), and this file has the functions that are called.
+// Records the last access to each byte of shared and global memory, and the barriers in between. The compiler inserts a
+// call before each access (-fsanitize=thread); this file defines the called functions.
 //
-// A thread that writes what another one touches needs a barrier of the block between the two, or one of the warp
-// (__syncwarp) where both are of it; an exchange of lanes orders nothing. There is no barrier between blocks, so what one
-// writes no other may touch in the same launch. Where a byte was read several times, the newest reader is kept, and
-// whether there were others since the last barrier.
+// If one thread writes bytes that another accesses, a block barrier must separate the two, or a warp barrier
+// (__syncwarp) if both are in one warp; a lane exchange orders nothing. No barrier separates blocks, so no other block
+// may access bytes that a block writes in the same launch. For a byte that was read several times, the newest reader is
+// kept, with a flag for other readers since the last barrier.
 
 #include <link.h>
 
@@ -12,10 +12,10 @@
 
 namespace shim {
 
-// Threads and blocks from 1 on; several threads of warp w are SEVERAL_OF + w.
+// Thread and block numbers start at 1; several threads of warp w are SEVERAL_OF + w.
 constexpr unsigned NOBODY = 0, SEVERAL_OF = 0x10000, SEVERAL = 0xffffffffu, PAGE_BYTES = 4096;
 
-// Who did something last, and how many barriers of the block and of the warp came before.
+// The last access: its thread, and the numbers of block and warp barriers before it.
 struct Last {
     unsigned who, block, barriers, warp_barriers;
 };
@@ -36,7 +36,7 @@ struct Touches {
     std::unordered_map<unsigned long long, Page*> pages;
     unsigned long long newest_number;
     Page* newest;
-    // Variables of a thread of the system, which shared memory is made of.
+    // Thread-local variables of the system thread, which hold shared memory.
     const char* local;
     size_t local_bytes;
     char words[200];
@@ -84,7 +84,7 @@ UNWATCHED static void wrong(const char* what, const char* at, unsigned other) {
     block->error = touches->words;
 }
 
-// Whether it is memory that threads can share.
+// Whether threads can share this memory.
 UNWATCHED static bool is_watched(const char* at, bool& local) {
     if (!touches) {
         touches = new Touches();
@@ -97,7 +97,7 @@ UNWATCHED static bool is_watched(const char* at, bool& local) {
     return !on_stack && !is_ours;
 }
 
-// Whether what was done last may happen at the same time as what `now` does.
+// Whether the last access may be concurrent with the access `now`.
 UNWATCHED static bool is_unordered(const Last& last, const Last& now) {
     if (last.who == NOBODY || last.who == now.who) return last.who != NOBODY && last.block != now.block;
     if (last.block != now.block) return true;
@@ -109,14 +109,14 @@ UNWATCHED static void touch_byte(const char* at, bool local, Touch touch) {
     Byte& byte = byte_at((unsigned long long)at);
     unsigned warp = block->current / WARP;
     Last now = {block->current + 1, block->number, block->barriers, block->warp_barriers[warp]};
-    // Every block has shared memory of its own.
+    // Every block has its own shared memory.
     if (local && byte.write.block != now.block) byte.write.who = byte.comes_by = NOBODY;
     if (local && byte.read.block != now.block) byte.read.who = NOBODY;
     if (byte.comes_by) wrong("touches what still comes by a copy", at, byte.comes_by);
     if (touch == READ) {
         if (is_unordered(byte.write, now)) wrong("reads, with no barrier between, a byte", at, byte.write.who);
         if (byte.read.who && byte.read.block != now.block) {
-            // Who reads in several blocks is never over.
+            // Reads by several blocks are never ordered.
             byte.read.block = SEVERAL;
             return;
         }
@@ -174,7 +174,7 @@ UNWATCHED void __tsan_func_entry(void*) {}
 UNWATCHED void __tsan_func_exit() {}
 UNWATCHED void __tsan_init() {}
 
-// Of -fsanitize=alignment: a pack at an address that a GPU would not take.
+// Called by -fsanitize=alignment: a pack at an address that a GPU would refuse.
 struct Where {
     const char* file;
     unsigned line, column;

@@ -1,5 +1,5 @@
-// libcublasLt: matrix products of f32 and bf16 with f32 sums, in a few algorithms that add in different orders and
-// need different workspaces. Matrices are in column-major order, as there.
+// libcublasLt of the stand-in: matrix products of f32 and bf16 with f32 sums, in several algorithms with different
+// summation orders and workspaces. Matrices are column-major, as in cuBLASLt.
 
 #include "stand_in.h"
 
@@ -39,7 +39,7 @@ struct Preference {
     uint64_t workspace = 0;
 };
 
-// An algorithm adds up k in `parts` parts, in order or from behind, and then the parts.
+// An algorithm sums k in `parts` parts, forwards or backwards, and then the parts.
 struct Algorithm {
     int id;
     int parts;
@@ -95,7 +95,7 @@ const Algorithm* find(uint64_t id) {
     return nullptr;
 }
 
-// Whether it is a product at all, and one that is supported here; `product` is what it is.
+// Checks that a product is valid and supported here, and describes it in `product`.
 int examine(const Desc* desc, const Layout* a, const Layout* b, const Layout* c, const Layout* d, Product& product) {
     if (!desc || !a || !b || !c || !d) return INVALID_VALUE;
     product = {d->rows, d->columns, desc->transpose_a ? a->rows : a->columns, *desc, *a, *b, *c, *d, nullptr, 0};
@@ -121,7 +121,7 @@ uint64_t workspace_of(const Product& product, const Algorithm& algorithm) {
     return algorithm.parts == 1 ? 0 : (uint64_t)algorithm.parts * product.m * product.n * 4;
 }
 
-// What TF32 and bf16 arithmetic keep of a float.
+// Bits of a float that TF32 and bf16 arithmetic keep.
 float rounded(float x, int compute) {
     int keep = compute == FAST_TF32 ? 10 : compute == FAST_16BF ? 7 : 23;
     if (keep == 23) return x;
@@ -132,7 +132,7 @@ float rounded(float x, int compute) {
     return x;
 }
 
-// Everything as floats side by side along k: then products are sums over rows.
+// Converts matrices to floats, contiguous along k, so that products are sums over rows.
 std::vector<float> along_k(const void* from, const Layout& layout, bool k_is_rows, uint64_t outer, uint64_t k, int compute) {
     std::vector<float> out(outer * k);
     for (uint64_t o = 0; o < outer; o++)
@@ -144,7 +144,7 @@ std::vector<float> along_k(const void* from, const Layout& layout, bool k_is_row
 }
 
 void multiply(const Product& p, float alpha, const void* a, const void* b, float beta, const void* c, void* d, void* workspace) {
-    // A workspace is used whole, with whatever was in it.
+    // The whole workspace is overwritten, whatever it contained.
     if (p.workspace) memset(workspace, 0xff, p.workspace);
     std::vector<float> left = along_k(a, p.a, p.desc.transpose_a != 0, p.m, p.k, p.desc.compute);
     std::vector<float> right = along_k(b, p.b, p.desc.transpose_b == 0, p.n, p.k, p.desc.compute);
@@ -295,7 +295,7 @@ EXPORT int cublasLtMatmulAlgoInit(Handle*, int, int, int, int, int, int, int id,
     return SUCCESS;
 }
 
-// id, tile, parts of k (splitK), stages; what else there is, is 0 here.
+// id, tile, parts of k (splitK), stages; other attributes are 0 here.
 static uint64_t* place(Algo* algo, int attribute) {
     switch (attribute) {
         case 0: return &algo->id;
@@ -309,7 +309,7 @@ static uint64_t* place(Algo* algo, int attribute) {
 EXPORT int cublasLtMatmulAlgoConfigGetAttribute(const Algo* algo, int attribute, void* value, size_t size, size_t* written) {
     uint64_t* at = place((Algo*)algo, attribute);
     uint64_t held = at ? *at : 0;
-    // 16 bits for the last two attributes, 32 for the others.
+    // The last two attributes have 16 bits, the others 32.
     size_t needed = attribute >= 7 ? 2 : 4;
     if (written) *written = needed;
     if (size == 0) return SUCCESS;
@@ -345,7 +345,7 @@ EXPORT int cublasLtMatmul(Handle* handle, Desc* desc, const float* alpha, const 
     Product product;
     if (!handle) return NOT_INITIALIZED;
     if (int code = examine(desc, a_layout, b_layout, c_layout, d_layout, product)) return code;
-    // Without an algorithm a library takes one of its own choice, which no plan knows.
+    // Without an algorithm the library would choose one itself, which no plan knows.
     product.algorithm = algo ? find(algo->id) : nullptr;
     if (!product.algorithm || algo->parts != (uint64_t)product.algorithm->parts) return NOT_SUPPORTED;
     product.workspace = workspace_of(product, *product.algorithm);
@@ -354,7 +354,7 @@ EXPORT int cublasLtMatmul(Handle* handle, Desc* desc, const float* alpha, const 
     if (product.workspace && (Address)workspace % 16) return INVALID_VALUE;
     for (const void* matrix : {a, b, c, (const void*)d})
         if ((Address)matrix % size_of(a_layout->type)) return INVALID_VALUE;
-    // The library's own kernels come to the device when they are first used, and stay: other sizes have others.
+    // The library's own kernels are loaded at first use and stay; other sizes have other kernels.
     static std::set<std::array<uint64_t, 6>> loaded;
     auto scale = [](uint64_t size) { return (uint64_t)ilogb((double)size); };
     std::array<uint64_t, 6> kernel = {(uint64_t)handle->gpu->number, algo->id, (uint64_t)product.a.type, (uint64_t)product.d.type,

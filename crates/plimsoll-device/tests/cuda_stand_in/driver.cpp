@@ -1,5 +1,5 @@
-// libcuda: devices, contexts, memory, streams, events, modules, launches. Work is queued and runs late, in an order
-// that streams and events allow and the seed chooses; device memory can be touched only while work runs.
+// libcuda of the stand-in: devices, contexts, memory, streams, events, modules, launches. Work is queued and runs late,
+// in an order that streams and events allow and the seed chooses. Device memory is accessible only while work runs.
 
 #include "stand_in.h"
 
@@ -19,10 +19,10 @@ int lost = OK;
 
 namespace {
 
-// Device addresses: far from whatever the process maps by itself, and never readable by the host.
+// Device addresses: far from mappings of the process, and never readable by the host.
 constexpr Address BASE = 0x2000'0000'0000, SPACE = 1ull << 42;
 constexpr uint8_t CANARY = 0xc5, POISON = 0xff;
-// What fresh memory is filled with costs pages: only so much of it.
+// Filling fresh memory with NaN touches pages, so only this much of an allocation is filled.
 constexpr uint64_t POISONED_MAX = 1ull << 30;
 
 bool initialized = false;
@@ -30,10 +30,10 @@ std::vector<Context*> contexts;
 thread_local std::vector<Context*> stack;
 uint64_t allocations = 0, launches = 0, openings = 0, used_at_most = 0;
 
-// The most that this process ever held on a device, from what it holds now.
+// The most that this process ever held on a device, updated from the present amount.
 void note(const Gpu& gpu) { used_at_most = std::max(used_at_most, gpu.arena + gpu.charges); }
 
-// Says at the end how much there was, for tests that put faults everywhere.
+// Prints counts at exit, for tests that inject a fault at every call.
 __attribute__((destructor)) void count() {
     if (setting("COUNT", "0") == "1")
         fprintf(stderr, "%s: %llu contexts opened, %llu allocations, %llu launches, at most %llu bytes\n", NAME,
@@ -41,13 +41,13 @@ __attribute__((destructor)) void count() {
                 (unsigned long long)used_at_most);
 }
 
-// What runs now, for a process that dies in it.
+// The work that runs now, for the message of a process that dies in it.
 const char* volatile running = nullptr;
 
 struct Mapping {
     uint64_t bytes;
     bool accessible;
-    uint64_t canary_from = 0;  // bytes from here to the end belong to nobody
+    uint64_t canary_from = 0;  // unused bytes from here to the end
     uint64_t charged = 0;      // granules of a plain allocation
     Gpu* gpu = nullptr;
 };
@@ -93,7 +93,7 @@ double now() {
 }
 
 void protect(int protection) {
-    // Not each time where a test looks at memory after every op: it costs more than the ops.
+    // Not at every synchronization if a test reads memory after every op: it costs more than the ops.
     static const bool guarded = setting("GUARD", "1") == "1";
     if (!guarded && protection == PROT_NONE) return;
     for (auto at = mappings.begin(); at != mappings.end();) {
@@ -107,7 +107,7 @@ void protect(int protection) {
     }
 }
 
-// While one of these lives, this process may touch device memory.
+// While an object of this type lives, this process may access device memory.
 struct Open {
     static inline int depth = 0;
     Open() {
@@ -146,19 +146,19 @@ void watch_faults() {
 void check_canaries() {
     for (auto& [address, mapping] : mappings)
         for (uint64_t at = mapping.canary_from; mapping.charged && at < mapping.bytes; at++)
-            if (((uint8_t*)address)[at] != CANARY) die("something wrote beyond an allocation");
+            if (((uint8_t*)address)[at] != CANARY) die("a kernel wrote beyond an allocation");
 }
 
 bool may_run(const Item& item) { return !(item.wait && !item.wait->done) && !(item.may && !item.may()); }
 
-// Whether somebody outside of this call has to bring something about before a context's streams go on.
+// Whether a context's streams wait for something outside this call.
 bool is_held_up(Context* context) {
     for (Stream* stream : context->streams)
         if (!stream->items.empty() && stream->items.front().may) return true;
     return false;
 }
 
-// Streams whose first item may run now.
+// Streams with a first item that may run now.
 std::vector<Stream*> ready() {
     std::vector<Stream*> list;
     for (Context* context : contexts) {
@@ -184,7 +184,8 @@ void run_one(Stream* stream) {
     }
 }
 
-// One item of some stream. With even odds the stream that ran last runs on, so that streams get far ahead of others.
+// Runs one item of some stream. With even odds the stream that ran last continues, so that streams get far ahead of
+// others.
 bool run_any() {
     static Stream* last = nullptr;
     std::vector<Stream*> list = ready();
@@ -200,7 +201,7 @@ int run_until(const std::function<bool()>& done) {
     Open open;
     while (!done()) {
         if (lost != OK) return lost;
-        if (!run_any()) die("the host waits for what was never queued, or for what other ranks have to bring");
+        if (!run_any()) die("the host waits for work that was never queued, or that depends on other ranks");
     }
     check_canaries();
     return lost;
@@ -218,7 +219,7 @@ int drain(Context* context) {
 }
 
 int drain_all() {
-    // What waits for other ranks is left alone: it is none of who drains.
+    // Work that waits for other ranks is skipped: the caller does not have to wait for it.
     for (Context* context : contexts)
         if (int code = run_until([&] { return idle(context) || (ready().empty() && is_held_up(context)); })) return code;
     return lost;
@@ -236,7 +237,7 @@ int lose(const char* why) {
 
 uint64_t granules(uint64_t bytes) { return (bytes + GRANULE - 1) / GRANULE * GRANULE; }
 
-// Whether the environment says that this allocation is refused.
+// Whether the environment requests a refusal of this allocation.
 bool refused() {
     allocations++;
     std::string at = setting("OOM_AT", "0");
@@ -252,7 +253,7 @@ int take(Gpu& gpu, uint64_t bytes) {
 
 Address reserve(uint64_t bytes) {
     Address at = next;
-    next += granules(bytes) + GRANULE;  // what lies between belongs to nobody
+    next += granules(bytes) + GRANULE;  // leaves an unused gap
     if (next > BASE + SPACE) die("no device addresses are left");
     void* got = mmap((void*)at, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0);
     if (got != (void*)at) die("device addresses are taken");
@@ -305,7 +306,7 @@ uint64_t bytes_of(const std::string& text) {
     if (rest == "MiB") return (uint64_t)(number * (1 << 20));
     if (rest == "KiB") return (uint64_t)(number * (1 << 10));
     if (rest.empty()) return (uint64_t)number;
-    die("`" + text + "` is no size");
+    die("`" + text + "` is not a size");
 }
 
 uint64_t Gpu::foreign() const {
@@ -343,7 +344,7 @@ Stream* stream_of(void* handle) {
     Context* context = current();
     if (!context) return nullptr;
     if ((uintptr_t)handle <= 2) {
-        // The null stream waits for the blocking ones, and they for it.
+        // The null stream waits for blocking streams, and they for it.
         for (Stream* stream : context->streams)
             if (stream->blocking && run_until([&] { return stream->items.empty(); }) != OK) break;
         return &context->null;
@@ -363,7 +364,7 @@ int enqueue(void* handle, std::string name, std::function<void()> work) {
     Stream* stream = stream_of(handle);
     if (!stream) return INVALID_HANDLE;
     stream->items.push_back({std::move(name), std::move(work), nullptr, nullptr, nullptr});
-    // Real queues have ends, too.
+    // Real queues have bounded length, too.
     while (stream->items.size() > 1024 && run_any()) {}
     return lost;
 }
@@ -446,8 +447,8 @@ EXPORT int cuGetErrorString(int code, const char** out) { return code_text(code,
 
 // ---- devices ----
 
-// The GPUs that CUDA_VISIBLE_DEVICES lets this process see, in its order: by number or as GPU-uuid, up to the first that is
-// none. NVML does not look at it.
+// The GPUs visible under CUDA_VISIBLE_DEVICES, in its order: by number or as GPU-uuid, up to the first invalid one.
+// NVML ignores the variable.
 static const std::vector<int>& visible() {
     static std::vector<int> list = [] {
         std::vector<int> list;
@@ -553,7 +554,7 @@ EXPORT int cuDevicePrimaryCtxRelease_v2(int device) {
     std::lock_guard<std::recursive_mutex> guard(lock);
     for (Context* known : contexts)
         if (known->gpu->number == device) {
-            // The last one ends the context, with all that modules and libraries held in it.
+            // Releasing the last reference ends the context, with everything that modules and libraries held in it.
             if (known->references > 0 && --known->references == 0) known->gpu->charges = known->gpu->spare = 0;
             return OK;
         }
@@ -631,7 +632,7 @@ EXPORT int cuMemAlloc_v2(Address* address, size_t bytes) {
     Gpu& gpu = *current()->gpu;
     if (int code = take(gpu, granules(bytes))) return code;
     *address = reserve(whole);
-    // Only the first page behind it is looked at: pages cost time.
+    // Only the first page after it is checked, because pages cost time.
     uint64_t end = std::min(whole, bytes + 4096);
     mappings[*address] = {end, true, bytes, granules(bytes), &gpu};
     Open open;
@@ -855,7 +856,7 @@ EXPORT int cuStreamCreateWithPriority(Stream** stream, unsigned flags, int) { re
 
 EXPORT int cuStreamDestroy_v2(Stream* stream) {
     std::lock_guard<std::recursive_mutex> guard(lock);
-    // What is queued still runs, then the stream is gone.
+    // Queued work still runs, then the stream is destroyed.
     int code = lost != OK ? lost : finish(stream);
     auto& all = stream->context->streams;
     all.erase(std::remove(all.begin(), all.end(), stream), all.end());
@@ -902,7 +903,7 @@ EXPORT int cuStreamWaitEvent(void* handle, Event* event, unsigned) {
     IN_CONTEXT;
     Stream* stream = stream_of(handle);
     if (!stream) return INVALID_HANDLE;
-    // An event that was never recorded is waited for by nobody.
+    // Waiting for an event that was never recorded has no effect.
     if (event->latest) stream->items.push_back({"a wait", nullptr, nullptr, event->latest, nullptr});
     return OK;
 }
@@ -936,7 +937,7 @@ EXPORT int cuLaunchHostFunc(void* stream, void (*call)(void*), void* data) {
 
 // ---- modules and launches ----
 
-// What nvrtc.cpp writes before the shared object.
+// Header that nvrtc.cpp writes before the shared object.
 struct ImageHeader {
     char magic[16];
     uint64_t bytes;
@@ -948,7 +949,7 @@ EXPORT int cuModuleLoadData(Module** module, const void* image) {
     ImageHeader header;
     memcpy(&header, image, sizeof header);
     if (memcmp(header.magic, "stand-in image\n", 16) != 0) return INVALID_IMAGE;
-    // As with real cubins: the same major version, and no newer minor one.
+    // As with real cubins: equal major version, and no newer minor version.
     unsigned arch = current()->gpu->arch;
     if (header.arch / 10 != arch / 10 || header.arch > arch) return NO_BINARY_FOR_GPU;
     char path[] = "/tmp/stand-in-XXXXXX";
@@ -969,7 +970,7 @@ EXPORT int cuModuleLoadDataEx(Module** module, const void* image, unsigned, int*
 EXPORT int cuModuleUnload(Module* module) {
     ENTER;
     int code = drain_all();
-    // A driver keeps what it was charged, for the next one.
+    // A driver keeps the charged memory for the next module.
     if (module->charged) module->context->gpu->spare += GRANULE;
     delete module;
     return code;
@@ -1025,7 +1026,7 @@ EXPORT int cuLaunchKernel(Function* function, unsigned grid_x, unsigned grid_y, 
     if (function->module->context != current()) return INVALID_HANDLE;
     launches++;
     if (strtoull(setting("LOST_AT", "0").c_str(), nullptr, 10) == launches) return lose("the device is lost, as was asked for");
-    // Modules come to the device when they are first used.
+    // Modules are loaded to the device at first use.
     Gpu& gpu = *current()->gpu;
     if (!function->module->charged && gpu.spare >= GRANULE)
         gpu.spare -= GRANULE;
@@ -1049,7 +1050,7 @@ EXPORT int cuLaunchKernel(Function* function, unsigned grid_x, unsigned grid_y, 
     return enqueue(stream, "kernel " + function->name, work);
 }
 
-// What the tests ask: charges and granules of a device.
+// Queries for tests: charges and granules of a device.
 EXPORT int standInMemory(int device, uint64_t* arena, uint64_t* charges) {
     *arena = gpus().at(device).arena;
     *charges = gpus().at(device).charges;

@@ -1,9 +1,9 @@
-//! The stand-in for a GPU, built and opened by the tests of this crate. It runs on the CPU; see `README.md` beside this.
+//! Builds and opens the stand-in for a GPU, which runs on the CPU; see `README.md`.
 
-use plimsoll_core::{Algorithms, DType};
+use plimsoll_core::{DType, GemmAlgorithms};
 use plimsoll_device::cuda::compile::Compiler;
 use plimsoll_device::cuda::driver::Driver;
-use plimsoll_device::cuda::executor::{self, Opened, Opening};
+use plimsoll_device::cuda::executor::{self, OpenRequest, OpenedGpu};
 use plimsoll_device::cuda::{nccl, products};
 use plimsoll_device::device::DeviceError;
 use plimsoll_program::{Placement, ProgramSet};
@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Arc, OnceLock};
 
-/// The folder of its libraries, which are built once.
+/// Returns the folder of the stand-in's libraries, and builds them at the first call.
 pub fn folder() -> &'static Path {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
     FOLDER.get_or_init(|| {
@@ -22,30 +22,30 @@ pub fn folder() -> &'static Path {
     })
 }
 
-/// Opens it with the Programs of a plan.
+/// Opens GPU 0 of the stand-in with the programs of a plan.
 pub fn open(
     set: ProgramSet,
     placement: Placement,
     precision: DType,
-    algorithms: Option<&Algorithms>,
-) -> Result<Opened, DeviceError> {
+    algorithms: Option<&GemmAlgorithms>,
+) -> Result<OpenedGpu, DeviceError> {
     open_gpu(0, set, placement, precision, algorithms)
 }
 
-/// The same of the GPU of that number; of two, as `cargo xtask cuda-check` says.
+/// Opens a GPU of the stand-in; `cargo xtask cuda-check` configures two.
 pub fn open_gpu(
     ordinal: u32,
     set: ProgramSet,
     placement: Placement,
     precision: DType,
-    algorithms: Option<&Algorithms>,
-) -> Result<Opened, DeviceError> {
+    algorithms: Option<&GemmAlgorithms>,
+) -> Result<OpenedGpu, DeviceError> {
     let folder = folder();
     let driver = Arc::new(Driver::load(&folder.join("libcuda.so.1"))?);
     let products = Arc::new(products::Library::load(&folder.join("libcublasLt.so.13"))?);
     let compiler = Arc::new(Compiler::open(&folder.join("libnvrtc.so.13"), "13", Some(folder))?);
     let nccl = Arc::new(nccl::Library::load(&folder.join("nccl/libnccl.so.2"))?);
-    let opening = Opening {
+    let request = OpenRequest {
         driver: &driver,
         products: &products,
         compiler: &compiler,
@@ -58,5 +58,5 @@ pub fn open_gpu(
         charges_max: None,
         scratch: Some(folder),
     };
-    executor::open(&opening, set, placement)
+    executor::open(&request, set, placement)
 }

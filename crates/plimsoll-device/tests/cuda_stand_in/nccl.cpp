@@ -1,5 +1,5 @@
-// libnccl: ranks in one process or in several find each other in a folder, and bytes go through its files. Messages of a
-// group go at once; a group is over when its bytes were taken. Calls do not block.
+// libnccl of the stand-in: ranks in one process or several find each other in a folder, and exchange bytes through its
+// files. Messages of a group start together; a group is complete when its bytes were received. Calls are non-blocking.
 
 #include "stand_in.h"
 
@@ -48,11 +48,11 @@ struct Comm {
     bool whole = false, aborted = false;
     int failed = SUCCESS;
     uint64_t groups = 0;
-    std::vector<Message> pending;  // of the last group: they begin when somebody asks how far it is
+    std::vector<Message> pending;  // of the last group; they start when its status is queried
     std::map<std::pair<int, int>, uint64_t> numbers;  // of messages, by both ends
 };
 
-// What callers hold: the queues hold the rest.
+// Objects of callers' handles; the queues hold the rest.
 struct Handle {
     std::shared_ptr<Comm> comm;
 };
@@ -77,25 +77,25 @@ void write_file(const std::string& path, Address from, size_t bytes) {
     std::ofstream file(path + ".part", std::ios::binary);
     file.write((const char*)from, bytes);
     file.close();
-    if (!file || rename((path + ".part").c_str(), path.c_str())) die("no room for a message of NCCL's");
+    if (!file || rename((path + ".part").c_str(), path.c_str())) die("no room for an NCCL message");
 }
 
 void take_file(const std::string& path, Address to, size_t bytes) {
     std::ifstream file(path, std::ios::binary);
     std::vector<char> found((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-    if (found.size() != bytes) die("both ends of a message of NCCL's have to be as long");
+    if (found.size() != bytes) die("both ends of an NCCL message must have equal length");
     memcpy((void*)to, found.data(), bytes);
     unlink(path.c_str());
 }
 
-// Whether the group of this number is to hang, as a file says, which is gone then.
+// Whether the group with this number is to hang, as a file requests; the file is then removed.
 bool is_to_stall(uint64_t group) {
     std::string path = setting("NCCL_STALLS", "");
     uint64_t number = 0;
     return !path.empty() && std::ifstream(path) >> number && number == group && unlink(path.c_str()) == 0;
 }
 
-// Puts the messages of one communicator and stream behind what that has.
+// Appends the messages of one communicator to a stream.
 int start(std::vector<Message> messages) {
     std::shared_ptr<Comm> comm = messages[0].comm;
     void* stream = messages[0].stream;
@@ -109,7 +109,7 @@ int start(std::vector<Message> messages) {
     auto sends = [=] {
         for (size_t i = 0; i < messages.size() && !comm->aborted && !stalls; i++)
             if (messages[i].sends) {
-                // The last byte is another one, where that is wanted.
+                // Corrupts the last byte if requested.
                 if (setting("NCCL_CORRUPTS", "0") == "1") ((uint8_t*)messages[i].at)[messages[i].bytes - 1] ^= 1;
                 write_file(paths[i], messages[i].at, messages[i].bytes);
             }
@@ -136,7 +136,7 @@ int end_group() {
         Message first = all[0];
         all.erase(std::remove_if(all.begin(), all.end(), [&](const Message& m) { return m.comm == first.comm && m.stream == first.stream; }),
                   all.end());
-        if (!first.comm->pending.empty()) die("NCCL is given a group before the one before is on its way");
+        if (!first.comm->pending.empty()) die("an NCCL group was queued before the previous group started");
         first.comm->pending = these;
     }
     return IN_PROGRESS;
@@ -146,7 +146,7 @@ int add(bool sends, Address at, size_t count, int type, int peer, Handle* handle
     std::lock_guard<std::recursive_mutex> guard(lock);
     if (!handle || !handle->comm || type != 0 || peer < 0 || peer >= handle->comm->ranks || peer == handle->comm->rank)
         return INVALID_ARGUMENT;
-    if (!handle->comm->whole) die("NCCL is used before all ranks have come");
+    if (!handle->comm->whole) die("NCCL is used before all ranks have joined");
     if (!current() || current()->gpu != handle->comm->gpu) return INVALID_USAGE;
     group.push_back({sends, at, count, peer, handle->comm, stream});
     return depth == 0 ? end_group() : SUCCESS;
@@ -200,7 +200,7 @@ EXPORT int ncclCommGetAsyncError(Handle* handle, int* status) {
         return SUCCESS;
     }
     comm.whole = true;
-    // No GPU twice.
+    // A GPU may join only once.
     std::set<std::string> cards;
     for (int rank = 0; rank < comm.ranks; rank++) {
         std::ifstream file(comm.folder + "/rank-" + std::to_string(rank));
@@ -216,7 +216,7 @@ EXPORT int ncclCommAbort(Handle* handle) {
     comm.aborted = true;
     comm.pending.clear();
     comm.gpu->charges -= comm.charged;
-    // The last one takes the folder away; what a rank has sent goes with it.
+    // The last rank removes the folder, with all unreceived messages.
     unlink((comm.folder + "/rank-" + std::to_string(comm.rank)).c_str());
     if (present(comm) == 0) {
         if (DIR* files = opendir(comm.folder.c_str())) {

@@ -1,5 +1,5 @@
-// libnvidia-ml: what a driver says about GPUs. Memory is that of this process and, where the environment says so, of
-// others; the rest are plausible numbers.
+// libnvidia-ml of the stand-in: GPU status. Memory is that of this process and, if the environment requests it, of
+// made-up others; other figures are plausible numbers.
 
 #include "stand_in.h"
 
@@ -123,7 +123,7 @@ EXPORT int nvmlDeviceGetMemoryInfo_v2(Gpu* gpu, Memory2* memory) {
 
 EXPORT int nvmlDeviceGetComputeRunningProcesses_v3(Gpu* gpu, unsigned* count, Process* processes) {
     std::lock_guard<std::recursive_mutex> guard(stand_in::lock);
-    // As in a container: numbers of processes mean nothing there.
+    // As in a container: process ids have no meaning there.
     if (stand_in::setting("PROCESSES", "1") == "0") {
         *count = 0;
         return SUCCESS;

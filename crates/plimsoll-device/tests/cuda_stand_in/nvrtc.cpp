@@ -1,4 +1,4 @@
-// libnvrtc: compiles a source with g++ against the fibre shim. What comes out is called a cubin, and holds a shared
+// libnvrtc of the stand-in: compiles a source with g++ against the fibre shim. The resulting "cubin" contains a shared
 // object with a launch_NAME for each kernel.
 
 #include "stand_in.h"
@@ -35,7 +35,7 @@ std::string contents(const std::string& path) {
     return {std::istreambuf_iterator<char>(file), {}};
 }
 
-// Names of kernels, and from their types how each is launched.
+// Returns the kernels' names; their types determine the launch functions.
 std::string launchers(const std::string& source) {
     std::string text =
         "template <class... A> int sizes_of(void (*)(A...), unsigned* out) {\n"
@@ -54,7 +54,7 @@ std::string launchers(const std::string& source) {
     return text;
 }
 
-// Where compiled units are kept: beside this library.
+// Returns the folder of compiled units, next to this library.
 std::string folder() {
     Dl_info info;
     if (!dladdr((void*)&folder, &info)) stand_in::die("where is this library?");
@@ -64,7 +64,7 @@ std::string folder() {
     return folder;
 }
 
-// g++, with what it says in `log`. Whether it compiled.
+// Runs g++ with its output in `log`. Returns whether it succeeded.
 bool compile(const std::string& from, const std::string& to, std::string& log) {
     std::string said = to + ".log";
     const char* arguments[] = {"g++", "-std=c++17", "-O2", "-march=native", "-ftls-model=local-dynamic", "-mtls-dialect=gnu2",
@@ -119,7 +119,7 @@ EXPORT int nvrtcGetSupportedArchs(int* archs) {
 }
 
 EXPORT int nvrtcCreateProgram(Program** program, const char* source, const char* name, int headers, const char* const*, const char* const*) {
-    // Ours include none.
+    // Kernels of this project include no headers.
     if (headers != 0) return INVALID_INPUT;
     *program = new Program{source, name ? name : "unnamed", "", ""};
     return 0;
@@ -147,7 +147,7 @@ EXPORT int nvrtcCompileProgram(Program* program, int count, const char* const* o
     std::string base = folder() + "/" + std::to_string(std::hash<std::string>()(text));
     std::string library = base + ".so", source = base + ".cpp";
     if (contents(source) != text || access(library.c_str(), R_OK) != 0) {
-        // Several processes, and threads of each, may compile the same.
+        // Several processes and threads may compile the same unit.
         static std::atomic<unsigned> number;
         std::string mine = base + "." + std::to_string(getpid()) + "." + std::to_string(number++);
         std::ofstream(mine + ".cpp", std::ios::binary) << text;

@@ -1,4 +1,4 @@
-// What the parts of the stand-in for a GPU share. What it is, and what it cannot show: README.md.
+// Declarations shared by the parts of the stand-in for a GPU. README.md describes it and its limits.
 #pragma once
 
 #include <stdint.h>
@@ -15,31 +15,31 @@
 #include <string>
 #include <vector>
 
-// Only what the libraries of NVIDIA export is seen from outside.
+// Only the functions that NVIDIA's libraries export are visible from outside.
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace stand_in {
 
 constexpr const char* NAME = "stand-in for a GPU (runs on the CPU)";
-// Codes of the driver (CUresult).
+// Driver codes (CUresult).
 constexpr int OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_DEVICE = 101,
               INVALID_IMAGE = 200, INVALID_CONTEXT = 201, NO_BINARY_FOR_GPU = 209, INVALID_HANDLE = 400, NOT_FOUND = 500,
               NOT_READY = 600, LAUNCH_FAILED = 719, NOT_PERMITTED = 800, NOT_SUPPORTED = 801;
 
 constexpr uint64_t MIB = 1 << 20;
-// Device memory is handed out in these, as drivers do.
+// Granularity of device memory, as in drivers.
 constexpr uint64_t GRANULE = 2 * MIB;
 
 using Address = uint64_t;
 
-// The environment's word for it, or what is usual.
+// Returns an environment variable, or the default.
 inline std::string setting(const char* name, const char* usual) {
     const char* value = getenv((std::string("PLIMSOLL_STAND_IN_") + name).c_str());
     return value && *value ? value : usual;
 }
 
 std::vector<std::string> split(const std::string& text, char at);
-// "24GiB", "512MiB", "77".
+// Parses "24GiB", "512MiB", "77".
 uint64_t bytes_of(const std::string& text);
 
 // A stand-in for one GPU.
@@ -49,9 +49,9 @@ struct Gpu {
     uint64_t foreign_at_first;
     uint64_t arena = 0; // granules that were handed out
     uint64_t charges = 0; // context, modules, libraries
-    uint64_t spare = 0;   // of the charges: what modules that are gone had, for those that come
+    uint64_t spare = 0;   // part of the charges: memory of unloaded modules, for later ones
     unsigned arch;      // 86 for sm_86
-    // Held by other processes: as a file says, which may change, where one is named.
+    // Memory held by other processes; read from a file, if one is named, which may change at any time.
     uint64_t foreign() const;
     uint64_t used() const { return foreign() + arena + charges; }
     uint64_t free() const { return used() > total ? 0 : total - used(); }
@@ -62,12 +62,12 @@ struct Mark {
     double seconds = 0;
 };
 
-// One piece of queued work. A record or a wait has a mark and no work.
+// One item of queued work. A record or a wait has a mark and no work.
 struct Item {
     std::string name;
     std::function<void()> work;
     std::shared_ptr<Mark> record, wait;
-    // Whether it may run now: what comes of others, in other processes perhaps.
+    // Whether the item may run now: it may depend on other ranks, perhaps in other processes.
     std::function<bool()> may;
 };
 
@@ -86,27 +86,27 @@ struct Context {
     std::vector<Stream*> streams;
 };
 
-// Everything is called under this.
+// Lock held during every call.
 extern std::recursive_mutex lock;
-// The code that the device was lost with, which every call gives from then on.
+// The code with which the device was lost; every later call returns it.
 extern int lost;
 
 std::vector<Gpu>& gpus();
 Context* current();
-// The stream behind a handle, with what the null stream means obeyed; null for a bad handle.
+// Returns the stream of a handle, with the meaning of the null stream; null for a bad handle.
 Stream* stream_of(void* handle);
-// Puts work behind what the stream has. It runs at some later call, in any order that streams and events allow.
+// Appends work to a stream. It runs during a later call, in any order that streams and events allow.
 int enqueue(void* stream, std::string name, std::function<void()> work);
-// The same of work that may run only when something holds. The host must not wait for that inside a call: who brings it
-// about may not have come yet.
+// Appends work that may run only when a condition holds. The host must not wait for it inside a call, because the rank
+// that fulfils the condition may not have arrived yet.
 int enqueue_when(void* stream, std::string name, std::function<bool()> may, std::function<void()> work);
-// Runs until nothing is left in the stream.
+// Runs work until the stream is empty.
 int finish(Stream* stream);
-// Takes device memory beside the arena, as a library or a module does. Whether there was room.
+// Allocates device memory outside the arena, as a library or module does. Returns whether there was room.
 bool charge(Gpu& gpu, uint64_t bytes);
-// Draws of the seed.
+// Draws a number from the seed.
 std::mt19937_64& draws();
-// Says what is wrong with the caller and ends the process: nothing that a driver would do.
+// Reports an error of the caller and ends the process; a real driver would not do that.
 [[noreturn]] void die(const std::string& what);
 
 }  // namespace stand_in

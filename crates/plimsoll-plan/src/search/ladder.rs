@@ -1,24 +1,36 @@
-//! What each rung of the ladder frees and costs: alone, as far as it goes, and as far as a plan takes it.
+//! The memory ladder of a request (`--explain`): the predicted effect of each rung, alone and within a plan.
 
+use super::PlanRequest;
+use super::lossy::{lossy_option_sets, with_lossy};
 use super::measure::{Candidate, Measurer};
-use super::{Question, rungs};
-use plimsoll_core::{Class, Effect, InFile, Offload, Recipe, RecomputeLevel, Rung, RungPrice};
+use plimsoll_core::{Class, Offload, Recipe, RecomputeLevel, Rung, RungEffect, RungPrice, ScratchOffload};
 
-/// A choice of a recipe that changes no arithmetic.
-struct Knob {
-    name: &'static str,
-    class: Class,
-    loses: &'static str,
-    /// Takes over what another recipe says of it.
-    take: fn(&mut Recipe, &Recipe),
+/// The plain recipe, and the price of each rung compared with it.
+#[derive(Clone, Debug)]
+pub struct Ladder {
+    /// Bytes of the plain recipe on the device, without charges.
+    pub plain_bytes: u64,
+    /// Predicted seconds of a step under the plain recipe.
+    pub plain_step_seconds: f64,
+    /// The rungs in the order in which the planner takes them.
+    pub rungs: Vec<RungPrice>,
 }
 
-const KNOBS: [Knob; 10] = [
-    Knob {
+/// A choice of the recipe that is not lossy.
+struct RecipeRung {
+    name: &'static str,
+    class: Class,
+    accuracy_impact: &'static str,
+    /// Copies this choice from the second recipe to the first.
+    copy: fn(&mut Recipe, &Recipe),
+}
+
+const RECIPE_RUNGS: [RecipeRung; 10] = [
+    RecipeRung {
         name: "micro_batch",
         class: Class::Reordered,
-        loses: "the order of sums",
-        take: |to, from| to.micro_batch = from.micro_batch,
+        accuracy_impact: "the order of sums",
+        copy: |to, from| to.micro_batch = from.micro_batch,
     },
     identical("recompute", |to, from| to.recompute.clone_from(&from.recompute)),
     identical("offload.optimizer", |to, from| to.offload.optimizer = from.offload.optimizer),
@@ -28,93 +40,97 @@ const KNOBS: [Knob; 10] = [
     identical("offload.update", |to, from| to.offload.update = from.offload.update),
     identical("offload.embedding", |to, from| to.offload.embedding = from.offload.embedding),
     identical("offload.head", |to, from| to.offload.head = from.offload.head),
-    // What is in the file is what else would wait on the host.
+    // Only offloaded tensors can be in the file.
     identical("offload.file", |to, from| {
         to.offload.file = from.offload.file;
         to.offload.optimizer = to.offload.optimizer.max(to.offload.file.optimizer);
     }),
 ];
 
-const fn identical(name: &'static str, take: fn(&mut Recipe, &Recipe)) -> Knob {
-    Knob { name, class: Class::Identical, loses: "nothing", take }
+/// Returns a rung that keeps every bit.
+const fn identical(name: &'static str, copy: fn(&mut Recipe, &Recipe)) -> RecipeRung {
+    RecipeRung { name, class: Class::Identical, accuracy_impact: "nothing", copy }
 }
 
-/// The plain recipe, which keeps everything on the device and computes nothing again; and all that the rungs can make
-/// of it.
-fn ends(question: &Question) -> (Recipe, Recipe) {
-    let micro_batches = question.micro_batches();
-    let (least, most) = (micro_batches[0], *micro_batches.last().expect("there is one at least"));
-    let layers = question.layers() as u32;
-    let waits = question.host.budget.0 > 0;
-    let [embedding, head] = question.ends();
-    let has_file = question.host.file.budget.0 > 0 && question.optimizer.is_some();
-    let trained = if waits && question.optimizer.is_some() { layers } else { 0 };
+/// Returns the plain recipe of a request: one micro-batch, no recompute, no offload.
+fn plain_recipe(request: &PlanRequest) -> Recipe {
+    let largest = *request.micro_batch_sizes().last().expect("there is at least one size");
+    request.uniform(largest, RecomputeLevel::Nothing)
+}
+
+/// Returns the recipe with all rungs taken as far as possible.
+fn recipe_with_all_rungs(request: &PlanRequest) -> Recipe {
+    let layers = request.layers() as u32;
+    let has_host = request.host.budget.0 > 0;
+    let ends = request.ends();
+    let has_file = request.host.file.budget.0 > 0 && request.optimizer.is_some();
+    let trained_layers = if has_host && request.optimizer.is_some() { layers } else { 0 };
     let offload = Offload {
-        optimizer: trained,
-        gradients: trained,
-        weights: if waits { layers } else { 0 },
-        inputs: if question.only_holds() { 0 } else { trained },
-        embedding: waits && embedding,
-        head: waits && head,
+        optimizer: trained_layers,
+        gradients: trained_layers,
+        weights: if has_host { layers } else { 0 },
+        inputs: if request.is_storage_only() { 0 } else { trained_layers },
+        embedding: has_host && ends.embedding,
+        head: has_host && ends.head,
         update: false,
-        file: InFile { optimizer: if has_file { layers } else { 0 }, ..InFile::NOTHING },
+        file: ScratchOffload { optimizer: if has_file { layers } else { 0 }, ..ScratchOffload::NOTHING },
     };
-    let passes_back = question.optimizer.is_some() && !question.only_holds();
-    let level = if passes_back { RecomputeLevel::Block } else { RecomputeLevel::Nothing };
-    let all = Recipe { offload, ..question.uniform(least, level) };
-    (question.uniform(most, RecomputeLevel::Nothing), all)
+    let has_backward = request.optimizer.is_some() && !request.is_storage_only();
+    let level = if has_backward { RecomputeLevel::Block } else { RecomputeLevel::Nothing };
+    Recipe { offload, ..request.uniform(request.micro_batch_sizes()[0], level) }
 }
 
-/// What `to` does, where `from` is what it stands instead of.
-fn effect(question: &Question, from: &Candidate, to: &Candidate) -> Effect {
-    let less = |from: u64, to: u64| from as i64 - to as i64;
-    Effect {
-        freed_bytes: less(from.device, to.device),
-        host_bytes: -less(from.host, to.host),
-        file_bytes: -less(from.file, to.file),
-        costs_seconds: to.seconds - from.seconds,
-        tokens_per_second: (question.sequences * question.sequence) as f64 / to.seconds,
+/// Computes the effect of replacing `from` by `to`.
+fn effect(request: &PlanRequest, from: &Candidate, to: &Candidate) -> RungEffect {
+    let decrease = |from: u64, to: u64| from as i64 - to as i64;
+    RungEffect {
+        freed_bytes: decrease(from.bytes.device, to.bytes.device),
+        host_bytes: -decrease(from.bytes.host, to.bytes.host),
+        file_bytes: -decrease(from.bytes.file, to.bytes.file),
+        added_seconds: to.step_seconds - from.step_seconds,
+        tokens_per_second: (request.sequences * request.sequence) as f64 / to.step_seconds,
     }
 }
 
-/// The plain recipe's bytes on the device (without charges) and seconds, and each rung that this question has, in the
-/// order in which they are taken. `recipe` is the plan's.
-pub fn ladder(question: &Question, recipe: &Recipe) -> (u64, f64, Vec<RungPrice>) {
-    let here = Measurer::new(question);
-    let (plain, all) = ends(question);
-    let bare = here.candidate(plain.clone());
-    let taken: Vec<Rung> = recipe.rungs.iter().copied().filter(|rung| !question.rungs.contains(rung)).collect();
-    // What a recipe with some of the lossy rungs comes to.
-    let under = |rungs: &[Rung], recipe: &Recipe| {
-        let under = rungs::under(question, rungs);
-        Measurer::new(&under).candidate(Recipe { rungs: under.rungs.clone(), ..recipe.clone() })
-    };
-    let whole = under(&taken, recipe);
+/// Measures a recipe with lossy rungs.
+fn candidate_with(request: &PlanRequest, rungs: &[Rung], recipe: &Recipe) -> Candidate {
+    let request = with_lossy(request, rungs);
+    Measurer::new(&request).candidate(Recipe { rungs: request.rungs.clone(), ..recipe.clone() })
+}
+
+/// Computes the ladder of a request. `recipe` is the recipe of the plan.
+pub fn ladder(request: &PlanRequest, recipe: &Recipe) -> Ladder {
+    let measurer = Measurer::new(request);
+    let (plain, all) = (plain_recipe(request), recipe_with_all_rungs(request));
+    let bare = measurer.candidate(plain.clone());
+    let taken: Vec<Rung> = recipe.rungs.iter().copied().filter(|rung| !request.rungs.contains(rung)).collect();
+    let planned = candidate_with(request, &taken, recipe);
     let mut list = Vec::new();
-    for Knob { name, class, loses, take } in KNOBS {
+    for RecipeRung { name, class, accuracy_impact, copy } in RECIPE_RUNGS {
         let mut alone = plain.clone();
-        take(&mut alone, &all);
+        copy(&mut alone, &all);
         let mut without = recipe.clone();
-        take(&mut without, &plain);
-        if question.is_own_host() && name == "offload.file" {
+        copy(&mut without, &plain);
+        if request.is_own_host() && name == "offload.file" {
             without.offload = plain.offload;
         }
-        let used = without != *recipe;
-        if alone == plain && !used {
+        let in_use = without != *recipe;
+        if alone == plain && !in_use {
             continue;
         }
         list.push(RungPrice {
             rung: name.to_owned(),
             class,
-            loses: loses.to_owned(),
+            accuracy_impact: accuracy_impact.to_owned(),
             allowed: true,
-            alone: effect(question, &bare, &here.candidate(alone)),
-            in_plan: used.then(|| effect(question, &under(&taken, &without), &whole)),
+            alone: effect(request, &bare, &measurer.candidate(alone)),
+            in_plan: in_use.then(|| effect(request, &candidate_with(request, &taken, &without), &planned)),
         });
     }
-    for rung in Rung::ALL.into_iter().filter(|rung| question.lossy.offer.contains(rung)) {
-        // With what it brings along: matrices that are trained are not quantised.
-        let Some(set) = rungs::sets(question, &[rung]).pop().filter(|set| set.contains(&rung)) else { continue };
+    for rung in Rung::ALL.into_iter().filter(|rung| request.lossy.offer.contains(rung)) {
+        // A rung may include others: trained matrices are not quantized, so `int8` and `nf4` include `lora`.
+        let set = lossy_option_sets(request, &[rung]).pop().filter(|set| set.contains(&rung));
+        let Some(set) = set else { continue };
         let without: Vec<Rung> = match rung {
             Rung::Lora => taken.iter().copied().filter(|other| *other < Rung::Lora).collect(),
             _ => taken.iter().copied().filter(|other| *other != rung).collect(),
@@ -122,11 +138,13 @@ pub fn ladder(question: &Question, recipe: &Recipe) -> (u64, f64, Vec<RungPrice>
         list.push(RungPrice {
             rung: rung.to_string(),
             class: Class::Lossy,
-            loses: rung.loses().to_owned(),
-            allowed: question.lossy.allow.contains(&rung) || taken.contains(&rung),
-            alone: effect(question, &bare, &under(&set, &plain)),
-            in_plan: taken.contains(&rung).then(|| effect(question, &under(&without, recipe), &whole)),
+            accuracy_impact: rung.accuracy_impact().to_owned(),
+            allowed: request.lossy.allow.contains(&rung) || taken.contains(&rung),
+            alone: effect(request, &bare, &candidate_with(request, &set, &plain)),
+            in_plan: taken
+                .contains(&rung)
+                .then(|| effect(request, &candidate_with(request, &without, recipe), &planned)),
         });
     }
-    (bare.device, bare.seconds, list)
+    Ladder { plain_bytes: bare.bytes.device, plain_step_seconds: bare.step_seconds, rungs: list }
 }

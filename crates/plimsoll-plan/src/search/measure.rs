@@ -1,459 +1,468 @@
-//! What a recipe holds and costs, before it is packed: measured on its Programs, each thing once. What stays is in `stays`,
-//! and what is only estimated in `estimate`.
+//! Measurements of recipes before they are packed: a lower bound of the bytes in each space, and the predicted seconds
+//! of a step. They are taken from the recipe's Programs.
+//!
+//! Writing Programs is slow, so everything is measured once and cached ([`MeasurementCache`]). Resident bytes are in
+//! `residency`, and estimates without Programs in `estimate`.
 
-use super::stays::{Stays, StaysOfAll};
-use super::{Laid, Profile, Question, Tried, choose, profile};
+use super::memo::Memo;
+use super::profile::{Profile, choose_levels, measure_profile};
+use super::residency::ResidencyModel;
+use super::{PackedCandidate, PlanRequest, TriedRecipe};
 use crate::layout::{ALIGNMENT, lower_bounds};
-use plimsoll_core::{Bytes, InFile, Offload, Recipe, RecomputeLevel, Sharing, WorkName};
+use plimsoll_core::{Bytes, Offload, Parallelism, PerSpace, Recipe, RecomputeLevel, ScratchOffload, WorkKind};
 use plimsoll_program::models::decoder::{STAGING_BYTES, head_blocks, streams_head};
-use plimsoll_program::passes::offload::offload_only;
+use plimsoll_program::passes::offload::offload_programs;
 use plimsoll_program::workspace::Kernels;
-use plimsoll_program::{Block, Op, OpKind, Program, ProgramSet};
-use std::collections::HashMap;
-use std::hash::Hash;
-use std::sync::{Arc, Mutex, OnceLock};
+use plimsoll_program::{Block, Op, OpKind, Program, ProgramKind, ProgramSet};
+use std::sync::{Arc, OnceLock};
 
-/// What files pass through, at most: a few buffers of the device and of the host at once.
-const ALL_STAGING_BYTES: u64 = 8 * STAGING_BYTES;
+/// Upper bound of the staging buffers for files, on the device and on the host: a few buffers at a time.
+const MAX_STAGING_BYTES: u64 = 8 * STAGING_BYTES;
 
-/// A recipe with its bounds and its time.
+/// A recipe with its lower bounds of bytes and its predicted time.
 #[derive(Clone, Debug)]
 pub(crate) struct Candidate {
     pub recipe: Recipe,
-    /// No packing of the device's arena is smaller.
-    pub device: u64,
-    /// The same of the host's.
-    pub host: u64,
-    /// The same of the scratch file.
-    pub file: u64,
-    /// Of a step.
-    pub seconds: f64,
-    /// Of what happens once a step.
-    pub once: f64,
-    /// Of the passes of one micro-batch.
-    pub passes: f64,
-    /// Of these, those in which gradients of layers that are whole can already be exchanged.
-    pub hides: f64,
-    /// The whole of it, where it has been packed.
-    laid: Arc<OnceLock<Arc<Laid>>>,
+    /// Lower bounds of the bytes: no packing of a space is smaller.
+    pub bytes: PerSpace<u64>,
+    /// Predicted seconds of a step.
+    pub step_seconds: f64,
+    /// Seconds of the work done once per step.
+    pub per_step_seconds: f64,
+    /// Seconds of the forward and backward pass of one micro-batch.
+    pub per_micro_batch_seconds: f64,
+    /// Part of `per_micro_batch_seconds` in which finished gradients can already be exchanged.
+    pub overlap_seconds: f64,
+    /// The packed recipe, once it was packed.
+    packed: Arc<OnceLock<Arc<PackedCandidate>>>,
 }
 
 impl Candidate {
-    /// As a recipe that was looked at, on a device with these charges.
-    pub fn tried(&self, charges: Bytes, fits: bool) -> Tried {
-        Tried {
+    /// Returns the entry for the list of tried recipes, on a device with the given charges.
+    pub fn tried(&self, charges: Bytes, fits: bool) -> TriedRecipe {
+        TriedRecipe {
             recipe: self.recipe.clone(),
-            peak_bytes: Bytes(self.device) + charges,
-            host_bytes: Bytes(self.host),
-            file_bytes: Bytes(self.file),
-            step_seconds: self.seconds,
+            peak_bytes: Bytes(self.bytes.device) + charges,
+            host_bytes: Bytes(self.bytes.host),
+            file_bytes: Bytes(self.bytes.file),
+            step_seconds: self.step_seconds,
             fits,
         }
     }
 
-    /// The recipe with its Programs, packed. That takes long where much waits, so it is done once.
-    pub fn laid(&self, question: &Question) -> Arc<Laid> {
-        Arc::clone(self.laid.get_or_init(|| Arc::new(Laid::new(question, self.recipe.clone()))))
+    /// Returns the packed recipe. Packing is slow if much is offloaded, so it is done once.
+    pub fn packed(&self, request: &PlanRequest) -> Arc<PackedCandidate> {
+        Arc::clone(self.packed.get_or_init(|| Arc::new(PackedCandidate::new(request, self.recipe.clone()))))
     }
 }
 
-/// Bounds of all spaces, and seconds.
+/// Measured lower bounds and seconds of a part of a step.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Measured {
-    device: u64,
-    host: u64,
-    file: u64,
+    bytes: PerSpace<u64>,
     pub(super) seconds: f64,
-    /// The same for a step's last micro-batch.
-    last_seconds: f64,
-    /// Of the seconds, those after the first layer's gradients are whole.
-    hides: f64,
+    /// Seconds of the last micro-batch of a step, which includes the all-reduce of data parallel workers.
+    last_micro_batch_seconds: f64,
+    /// Part of `seconds` after the gradients of the first layer are complete.
+    overlap_seconds: f64,
 }
 
-/// Measures recipes. What happens once a step depends on what waits and on nothing else of a recipe: it is measured once.
+/// Measures the recipes of a request.
 pub(super) struct Measurer<'q> {
-    pub question: &'q Question<'q>,
-    pub(super) known: Arc<Known>,
+    pub request: &'q PlanRequest<'q>,
+    pub(super) cache: Arc<MeasurementCache>,
 }
 
-/// What has been measured. It does not depend on load lines, so questions that differ in nothing else share it.
+/// The key of work done once per step: it depends only on the offload choice and on whether the step has one
+/// micro-batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct PerStepKey {
+    offload: Offload,
+    one_micro_batch: bool,
+}
+
+/// Cached measurements. They do not depend on load lines, so requests that differ only in load lines share a cache.
 #[derive(Debug, Default)]
-pub(crate) struct Known {
-    candidates: Mutex<HashMap<Recipe, Candidate>>,
-    once_a_step: Mutex<HashMap<(Offload, bool), Measured>>,
-    /// Bytes of all spaces above what stays while files are read and written, by kind of choice.
-    files: Mutex<HashMap<Offload, [u64; 3]>>,
-    plain: Mutex<HashMap<u32, Plain>>,
-    profiles: Mutex<HashMap<u32, Arc<Profile>>>,
-    pub(super) stays: OnceLock<StaysOfAll>,
-    /// Bytes of all spaces above what stays, by recipes whose choice stands for its kind.
-    above: Mutex<HashMap<Recipe, [u64; 3]>>,
-    tightest: Mutex<HashMap<u32, Option<Vec<RecomputeLevel>>>>,
-    /// Tensors without Programs.
-    pub(super) bare: OnceLock<ProgramSet>,
+pub(crate) struct MeasurementCache {
+    candidates: Memo<Recipe, Candidate>,
+    per_step: Memo<PerStepKey, Measured>,
+    /// Bytes above the resident bytes while files are read and written, by representative offload choice.
+    file_bytes: Memo<Offload, PerSpace<u64>>,
+    micro_batches: Memo<u32, MicroBatchCosts>,
+    profiles: Memo<u32, Arc<Profile>>,
+    pub(super) residency: OnceLock<ResidencyModel>,
+    /// Bytes above the resident bytes, by recipe with a representative offload choice.
+    transient_bytes: Memo<Recipe, PerSpace<u64>>,
+    smallest_levels: Memo<u32, Option<Vec<RecomputeLevel>>>,
+    /// The resident tensors without Programs.
+    pub(super) resident_tensors: OnceLock<ProgramSet>,
 }
 
-/// What choices have in common that need the same above what stays: rings have room for two layers, however many wait.
-fn kind(offload: Offload, layers: u32) -> Offload {
-    let few = |count: u32| count.min(2);
-    let state = |count: u32| if count >= layers { 3 } else { few(count) };
-    let InFile { optimizer, gradients, weights } = offload.file;
-    let file = InFile { optimizer: state(optimizer), gradients: few(gradients), weights: few(weights) };
-    let Offload { optimizer, gradients, weights, .. } = offload;
-    Offload { optimizer: state(optimizer), gradients: few(gradients), weights: few(weights), file, ..offload }
-}
-
-/// What is known of a key, or found out now.
-fn known<K: Eq + Hash, V: Clone>(map: &Mutex<HashMap<K, V>>, key: K, find: impl FnOnce() -> V) -> V {
-    let lock = || map.lock().expect("nobody panics while holding it");
-    if let Some(value) = lock().get(&key) {
-        return value.clone();
+/// Returns the representative of all offload choices that need the same bytes above their resident bytes. Staging rings
+/// hold two layers, so counts above two are equivalent.
+fn representative(offload: Offload, layers: u32) -> Offload {
+    let at_most_two = |count: u32| count.min(2);
+    let optimizer_count = |count: u32| if count >= layers { 3 } else { at_most_two(count) };
+    let ScratchOffload { optimizer, gradients, weights } = offload.file;
+    let file = ScratchOffload {
+        optimizer: optimizer_count(optimizer),
+        gradients: at_most_two(gradients),
+        weights: at_most_two(weights),
+    };
+    Offload {
+        optimizer: optimizer_count(offload.optimizer),
+        gradients: at_most_two(offload.gradients),
+        weights: at_most_two(offload.weights),
+        file,
+        ..offload
     }
-    let value = find();
-    lock().insert(key, value.clone());
-    value
 }
 
-/// A micro-batch while everything stays on the device.
+/// Costs of a micro-batch without offload.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Plain {
-    /// Seconds of its passes where nothing is recomputed.
+pub(super) struct MicroBatchCosts {
+    /// Seconds of forward and backward pass without recompute.
     pub(super) pass_seconds: f64,
-    /// Bytes above what stays where everything is recomputed.
-    pub(super) least_above: u64,
+    /// Bytes above the resident bytes with full recompute.
+    pub(super) full_recompute_bytes: u64,
     /// Bytes of a layer's input.
     pub(super) input_bytes: u64,
-    /// Bytes of the logits that stand at once.
+    /// Bytes of the logits that exist at once.
     pub(super) logits_bytes: u64,
-    /// Seconds of the product that makes all logits once.
+    /// Seconds of the matrix product that computes all logits once.
     pub(super) logits_seconds: f64,
-    /// The part of the head that is one block.
+    /// Fraction of the head that is one block of rows.
     pub(super) head_block: f64,
 }
 
-/// The recipe with another choice of what waits.
-fn recipe_of(recipe: &Recipe, offload: Offload) -> Recipe {
+/// Returns the recipe with another offload choice.
+fn with_offload(recipe: &Recipe, offload: Offload) -> Recipe {
     Recipe { offload, ..recipe.clone() }
 }
 
-/// Programs that run for every micro-batch, or beside the steps: recipes differ in them.
-fn depends_on_all(program: &Program) -> bool {
-    matches!(program.name.as_str(), "forward" | "backward" | "evaluate" | "prefill" | "decode")
+/// Returns whether a Program runs per micro-batch or outside of steps. Such Programs depend on all choices of a recipe.
+fn depends_on_whole_recipe(program: &Program) -> bool {
+    matches!(
+        program.kind,
+        ProgramKind::Forward
+            | ProgramKind::Backward
+            | ProgramKind::Evaluate
+            | ProgramKind::Prefill
+            | ProgramKind::Decode
+    )
 }
 
-/// Tensors that stay, without Programs.
-pub(crate) fn bare(question: &Question) -> ProgramSet {
-    let recipe = question.uniform(1, RecomputeLevel::Nothing);
-    let set = question.build(question.config, &recipe, false);
+/// Returns the resident tensors of a request, without Programs.
+pub(crate) fn resident_tensors(request: &PlanRequest) -> ProgramSet {
+    let recipe = request.uniform(1, RecomputeLevel::Nothing);
+    let set = request.build(request.config, &recipe, false);
     ProgramSet { programs: vec![], phases: vec![], ..set }
 }
 
 impl<'q> Measurer<'q> {
-    pub fn new(question: &'q Question<'q>) -> Measurer<'q> {
-        Measurer::knowing(question, Arc::default())
+    /// Creates a measurer with an empty cache.
+    pub fn new(request: &'q PlanRequest<'q>) -> Measurer<'q> {
+        Measurer::with_cache(request, Arc::default())
     }
 
-    /// One that shares what is known with others, whose questions differ in load lines alone.
-    pub fn knowing(question: &'q Question<'q>, known: Arc<Known>) -> Measurer<'q> {
-        Measurer { question, known }
+    /// Creates a measurer that shares a cache with requests that differ only in load lines.
+    pub fn with_cache(request: &'q PlanRequest<'q>, cache: Arc<MeasurementCache>) -> Measurer<'q> {
+        Measurer { request, cache }
     }
 
-    /// Whether a candidate is under both load lines, as far as its bounds say.
+    /// Returns whether a candidate stays under the load lines, by its lower bounds.
     pub fn fits(&self, candidate: &Candidate) -> bool {
-        let Candidate { device, host, file, .. } = *candidate;
-        self.holds([device, host, file]) && self.moves_files(&candidate.recipe, &|bytes| self.holds(bytes))
+        self.is_under_load_lines(candidate.bytes)
+            && self.file_staging_fits(&candidate.recipe, &|bytes| self.is_under_load_lines(bytes))
     }
 
-    /// Whether a candidate is under the load lines of host and file once it is packed.
+    /// Returns whether a candidate, packed, stays under the load lines of host and scratch file.
     pub fn packs_on_host(&self, candidate: &Candidate) -> bool {
-        let host = &self.question.host;
-        let fits = |on_host: u64, in_file: u64| on_host <= host.budget.0 && in_file <= host.file.budget.0;
-        let within = || {
-            let laid = candidate.laid(self.question);
-            fits(laid.layout.host.bytes, laid.layout.file.bytes)
-        };
-        fits(candidate.host, candidate.file) && (candidate.recipe.offload.is_nothing() || within())
+        let limits = PerSpace { device: u64::MAX, ..self.request.arena_limits() };
+        let packs = || candidate.packed(self.request).layout.bytes().fits(&limits);
+        candidate.bytes.fits(&limits) && (candidate.recipe.offload.is_nothing() || packs())
     }
 
     /// Measures a recipe.
     pub fn candidate(&self, recipe: Recipe) -> Candidate {
-        known(&self.known.candidates, recipe.clone(), || {
-            let Stays { device, host, file, .. } = self.persistent(recipe.offload);
-            let found = self.measure(recipe);
-            let above = [(found.device, device), (found.host, host), (found.file, file)];
-            let above = above.map(|(all, stays)| all.saturating_sub(stays));
-            let mut known = self.known.above.lock().expect("nobody panics while holding it");
-            known.insert(self.of_kind(&found.recipe), above);
-            found
+        self.cache.candidates.get_or_compute(recipe.clone(), || {
+            let resident = self.resident(recipe.offload).spaces;
+            let candidate = self.measure(recipe);
+            let transient = candidate.bytes.saturating_sub(resident);
+            self.cache.transient_bytes.insert(self.representative_recipe(&candidate.recipe), transient);
+            candidate
         })
     }
 
-    /// The recipe whose choice stands for all of its kind.
-    fn of_kind(&self, recipe: &Recipe) -> Recipe {
-        recipe_of(recipe, self.kind(recipe.offload))
+    /// Returns the recipe with the representative of its offload choice.
+    fn representative_recipe(&self, recipe: &Recipe) -> Recipe {
+        with_offload(recipe, self.representative(recipe.offload))
     }
 
-    /// Bytes of all spaces that a recipe takes, if it or one of its kind has been measured: of others of its kind at least
-    /// so many, and more by what rounding up to [`ALIGNMENT`] comes to.
-    pub fn known_bytes(&self, recipe: &Recipe) -> Option<[u64; 3]> {
-        let measured = self.known.candidates.lock().expect("nobody panics while holding it");
-        if let Some(Candidate { device, host, file, .. }) = measured.get(recipe) {
-            return Some([*device, *host, *file]);
+    /// Returns the bytes of a recipe, if it or one with an equivalent offload choice was measured. In the second case
+    /// they are a lower bound: rounding up to [`ALIGNMENT`] may add to them.
+    pub fn known_bytes(&self, recipe: &Recipe) -> Option<PerSpace<u64>> {
+        if let Some(candidate) = self.cache.candidates.get(recipe) {
+            return Some(candidate.bytes);
         }
-        drop(measured);
-        let known = self.known.above.lock().expect("nobody panics while holding it");
-        let [device, host, file] = *known.get(&self.of_kind(recipe))?;
-        let stays = self.persistent(recipe.offload);
-        let bytes = [stays.device + device, stays.host + host, stays.file + file];
+        let transient = self.cache.transient_bytes.get(&self.representative_recipe(recipe))?;
+        let bytes = self.resident(recipe.offload).spaces + transient;
         Some(bytes.map(|bytes| bytes.saturating_sub(ALIGNMENT)))
     }
 
-    /// What choices have in common that need the same above what stays.
-    pub fn kind(&self, offload: Offload) -> Offload {
-        kind(offload, self.layers())
+    /// Returns the representative of all offload choices that need the same bytes above their resident bytes.
+    pub fn representative(&self, offload: Offload) -> Offload {
+        representative(offload, self.layers())
     }
 
-    /// The recipe where every layer is computed again, if that is open.
-    pub fn made_again(&self, micro_batch: u32, offload: Offload) -> Recipe {
-        let question = self.question;
-        let all = || vec![RecomputeLevel::Block; question.layers()];
-        question.recipe(micro_batch, question.fixed_levels().unwrap_or_else(all), offload)
+    /// Returns the recipe with full recompute, or with the fixed recompute levels of the request.
+    pub fn full_recompute(&self, micro_batch: u32, offload: Offload) -> Recipe {
+        let request = self.request;
+        let all = || vec![RecomputeLevel::Block; request.layers()];
+        request.recipe(micro_batch, request.fixed_recompute().unwrap_or_else(all), offload)
     }
 
-    /// Whether so many bytes of all spaces are under the load lines.
-    pub fn holds(&self, [device, host, file]: [u64; 3]) -> bool {
-        let lines = &self.question.host;
-        let waits = host <= lines.budget.0 && file <= lines.file.budget.0;
-        device <= self.question.device.arena_budget().0 && waits
+    /// Returns whether bytes per space stay under the load lines.
+    pub fn is_under_load_lines(&self, bytes: PerSpace<u64>) -> bool {
+        bytes.fits(&self.request.arena_limits())
     }
 
-    /// Whether a choice can come under the load lines, as far as is known.
+    /// Returns whether an offload choice may fit, as far as measurements tell.
     pub fn may_fit(&self, micro_batch: u32, offload: Offload) -> bool {
-        self.holds(self.at_least(&self.made_again(micro_batch, offload)))
+        self.is_under_load_lines(self.min_bytes(&self.full_recompute(micro_batch, offload)))
     }
 
-    /// Bytes of all spaces that a recipe takes at least, as far as is known.
-    pub fn at_least(&self, recipe: &Recipe) -> [u64; 3] {
+    /// Returns a lower bound of a recipe's bytes, as far as measurements tell.
+    pub fn min_bytes(&self, recipe: &Recipe) -> PerSpace<u64> {
         self.known_bytes(recipe).unwrap_or_else(|| {
             let Recipe { micro_batch, offload, .. } = *recipe;
-            let inputs = u64::from(offload.inputs) * self.plain(micro_batch).input_bytes;
-            let stays = self.persistent(offload);
-            // All of them are there when the backward pass begins.
-            [0, stays.host + self.in_flight(micro_batch) * inputs, stays.file]
+            let inputs = u64::from(offload.inputs) * self.micro_batch_costs(micro_batch).input_bytes;
+            let resident = self.resident(offload).spaces;
+            // All offloaded inputs exist when the backward pass begins.
+            PerSpace { device: 0, host: resident.host + self.in_flight(micro_batch) * inputs, file: resident.file }
         })
     }
 
-    /// The wanted Programs of a recipe, of which nothing waits yet.
-    fn part(&self, plain: ProgramSet, recipe: &Recipe, wanted: &dyn Fn(&Program) -> bool) -> ProgramSet {
-        let question = self.question;
-        let one_micro_batch = question.micro_batches_of(recipe) == 1;
-        let set = offload_only(plain, self.layers(), &recipe.offload, one_micro_batch, wanted);
-        question.mailed(question.with_file(set, recipe.offload))
+    /// Offloads the selected Programs of a recipe that were built without offload.
+    fn offload_selected(&self, plain: ProgramSet, recipe: &Recipe, selected: &dyn Fn(&Program) -> bool) -> ProgramSet {
+        let request = self.request;
+        let one_micro_batch = request.micro_batch_count(recipe) == 1;
+        let set = offload_programs(plain, self.layers(), &recipe.offload, one_micro_batch, selected);
+        request.stage_messages_on_host(request.move_to_scratch_file(set, recipe.offload))
     }
 
-    /// What happens once a step. Inputs of layers do not come into it.
-    pub(super) fn once_a_step(&self, recipe: &Recipe, plain: &dyn Fn() -> ProgramSet) -> Measured {
-        let one_micro_batch = self.question.micro_batches_of(recipe) == 1;
-        let key = (Offload { inputs: 0, ..recipe.offload }, one_micro_batch);
-        known(&self.known.once_a_step, key, || {
-            let set = self.part(plain(), recipe, &|program| !depends_on_all(program));
-            self.measured(&set, &["begin", "norm", "update"])
+    /// Measures the work done once per step. It does not depend on offloaded layer inputs. `plain` builds the Programs
+    /// without offload.
+    pub(super) fn per_step(&self, recipe: &Recipe, plain: &dyn Fn() -> ProgramSet) -> Measured {
+        let one_micro_batch = self.request.micro_batch_count(recipe) == 1;
+        let key = PerStepKey { offload: Offload { inputs: 0, ..recipe.offload }, one_micro_batch };
+        self.cache.per_step.get_or_compute(key, || {
+            let set = self.offload_selected(plain(), recipe, &|program| !depends_on_whole_recipe(program));
+            self.measure_programs(&set, &[ProgramKind::BeginStep, ProgramKind::GradientNorm, ProgramKind::Update])
         })
     }
 
+    /// Measures a recipe without the cache.
     fn measure(&self, recipe: Recipe) -> Candidate {
-        let question = self.question;
-        let plain = question.build(question.config, &recipe, false);
-        let update = self.once_a_step(&recipe, &|| plain.clone());
-        let set = self.part(plain, &recipe, &depends_on_all);
-        let passes = match question.optimizer {
-            Some(_) => self.measured(&set, &["forward", "backward"]),
-            None => self.measured(&set, &["evaluate"]),
+        let request = self.request;
+        let plain = request.build(request.config, &recipe, false);
+        let per_step = self.per_step(&recipe, &|| plain.clone());
+        let set = self.offload_selected(plain, &recipe, &depends_on_whole_recipe);
+        let passes = match request.optimizer {
+            Some(_) => self.measure_programs(&set, &[ProgramKind::Forward, ProgramKind::Backward]),
+            None => self.measure_programs(&set, &[ProgramKind::Evaluate]),
         };
+        let earlier_micro_batches = f64::from(request.micro_batch_count(&recipe).saturating_sub(1));
         Candidate {
-            device: update.device.max(passes.device),
-            host: update.host.max(passes.host),
-            file: update.file.max(passes.file),
-            seconds: update.seconds
-                + f64::from(question.micro_batches_of(&recipe).saturating_sub(1)) * passes.seconds
-                + passes.last_seconds,
-            once: update.seconds,
-            passes: passes.seconds,
-            hides: passes.hides,
-            laid: Arc::default(),
+            bytes: per_step.bytes.max(passes.bytes),
+            step_seconds: per_step.seconds + earlier_micro_batches * passes.seconds + passes.last_micro_batch_seconds,
+            per_step_seconds: per_step.seconds,
+            per_micro_batch_seconds: passes.seconds,
+            overlap_seconds: passes.overlap_seconds,
+            packed: Arc::default(),
             recipe,
         }
     }
 
-    /// Whether what is needed while files are read and written is held: little passes through memory then, so that it is
-    /// seldom looked at closely.
-    pub fn moves_files(&self, recipe: &Recipe, holds: &dyn Fn([u64; 3]) -> bool) -> bool {
-        let bytes = |stays: Stays| [stays.device, stays.host, stays.file];
-        let stays = bytes(self.persistent(recipe.offload));
-        let [device, host, file] = stays;
-        let on_host = if recipe.offload.is_nothing() { 0 } else { ALL_STAGING_BYTES };
-        if holds([device + ALL_STAGING_BYTES, host + on_host, file]) {
+    /// Returns whether the bytes needed while files are read and written satisfy `fits`. Files pass through small
+    /// staging buffers, so the Programs that move them are rarely measured.
+    pub fn file_staging_fits(&self, recipe: &Recipe, fits: &dyn Fn(PerSpace<u64>) -> bool) -> bool {
+        let resident = self.resident(recipe.offload).spaces;
+        let on_host = if recipe.offload.is_nothing() { 0 } else { MAX_STAGING_BYTES };
+        if fits(resident + PerSpace { device: MAX_STAGING_BYTES, host: on_host, file: 0 }) {
             return true;
         }
-        let offload = Offload { inputs: 0, update: false, ..self.kind(recipe.offload) };
-        let above: [u64; 3] = known(&self.known.files, offload, || {
-            let question = self.question;
-            let set = question.build(question.config, &recipe_of(recipe, offload), true);
-            let moves = |program: &Program| matches!(program.work, WorkName::Load | WorkName::Save);
-            let set = offload_only(set, self.layers(), &offload, false, &moves);
-            let (all, stays) = (lower_bounds(&question.with_file(set, offload)), bytes(self.persistent(offload)));
-            std::array::from_fn(|at| all[at].saturating_sub(stays[at]))
+        let offload = Offload { inputs: 0, update: false, ..self.representative(recipe.offload) };
+        let staging = self.cache.file_bytes.get_or_compute(offload, || {
+            let request = self.request;
+            let set = request.build(request.config, &with_offload(recipe, offload), true);
+            let moves_files = |program: &Program| matches!(program.work, WorkKind::Load | WorkKind::Save);
+            let set = offload_programs(set, self.layers(), &offload, false, &moves_files);
+            let all = lower_bounds(&request.move_to_scratch_file(set, offload));
+            all.saturating_sub(self.resident(offload).spaces)
         });
-        holds(std::array::from_fn(|at| (stays[at] + above[at]).saturating_sub(ALIGNMENT)))
+        fits((resident + staging).map(|bytes| bytes.saturating_sub(ALIGNMENT)))
     }
 
-    fn measured(&self, set: &ProgramSet, timed: &[&str]) -> Measured {
-        let prices = self.question.prices();
-        let seconds = |last: bool| {
-            let programs = timed.iter().filter_map(|name| set.program(name));
+    /// Measures the bytes of a set of Programs, and the seconds of the Programs of the `timed` kinds.
+    fn measure_programs(&self, set: &ProgramSet, timed: &[ProgramKind]) -> Measured {
+        let prices = self.request.prices();
+        let seconds_of = |last: bool| {
+            let programs = timed.iter().filter_map(|kind| set.program(*kind));
             programs.map(|program| prices.program_seconds(set, program, last)).sum()
         };
-        let every = seconds(false);
-        // By what is computed: where copies take longer, they do so all along.
-        let computing = |program: &Program| prices.computing_seconds(set, program);
-        let all: f64 = timed.iter().filter_map(|name| set.program(name)).map(computing).sum();
-        let hides = set.program("backward").filter(|_| timed.contains(&"backward")).map_or(0.0, |program| {
-            let first_layer = program.blocks.iter().position(|block| block.name == "layer");
-            let first_layer = first_layer.unwrap_or(program.blocks.len());
-            let before: f64 = program.blocks[..first_layer].iter().map(|block| prices.block_seconds(set, block)).sum();
-            let first = program.blocks.get(first_layer);
-            let first = first.map_or(0.0, |block| prices.block_seconds(set, block) / f64::from(block.repeat));
-            computing(program) - before - first
-        });
-        let [device, host, file] = lower_bounds(set);
+        let seconds = seconds_of(false);
+        let backward = set.program(ProgramKind::Backward).filter(|_| timed.contains(&ProgramKind::Backward));
+        // The overlap is scaled by compute time: if copies take longer than computing, they do so throughout the pass.
+        let programs = timed.iter().filter_map(|kind| set.program(*kind));
+        let compute_seconds: f64 = programs.map(|program| prices.compute_seconds(set, program)).sum();
+        let overlap = backward.map_or(0.0, |program| self.overlap_compute_seconds(set, program));
+        let is_data_parallel = self.request.share.parallelism == Some(Parallelism::Data);
         Measured {
-            device,
-            host,
-            file,
-            seconds: every,
-            last_seconds: if self.question.share.sharing == Some(Sharing::Batch) { seconds(true) } else { every },
-            hides: if all > 0.0 { every * (hides / all).max(0.0) } else { 0.0 },
+            bytes: lower_bounds(set),
+            seconds,
+            last_micro_batch_seconds: if is_data_parallel { seconds_of(true) } else { seconds },
+            overlap_seconds: if compute_seconds > 0.0 { seconds * (overlap / compute_seconds).max(0.0) } else { 0.0 },
         }
     }
 
-    /// Bytes on the device above what stays, while nothing waits.
-    pub fn plain_above(&self, micro_batch: u32, levels: &[RecomputeLevel]) -> u64 {
-        let plain = self.candidate(self.question.recipe(micro_batch, levels.to_vec(), Offload::NOTHING));
-        plain.device.saturating_sub(self.persistent(Offload::NOTHING).device)
+    /// Computes the compute time of a backward pass after the gradients of its first layer are complete.
+    fn overlap_compute_seconds(&self, set: &ProgramSet, backward: &Program) -> f64 {
+        let prices = self.request.prices();
+        let first_layer = backward.blocks.iter().position(|block| block.name == "layer");
+        let first_layer = first_layer.unwrap_or(backward.blocks.len());
+        let before: f64 = backward.blocks[..first_layer].iter().map(|block| prices.block_seconds(set, block)).sum();
+        let layers = backward.blocks.get(first_layer);
+        let first = layers.map_or(0.0, |block| prices.block_seconds(set, block) / f64::from(block.repeat));
+        prices.compute_seconds(set, backward) - before - first
     }
 
-    /// The least bytes on the device under a choice, of levels that need so many above what stays while nothing waits; found
-    /// without writing Programs down, as far as is known.
-    pub fn least_bytes(&self, micro_batch: u32, plain_above: u64, offload: Offload) -> u64 {
-        let plain = self.plain(micro_batch);
-        let inputs = self.in_flight(micro_batch) * u64::from(offload.inputs) * plain.input_bytes;
-        // Where the head comes in blocks, so do the logits.
-        let logits = if self.streams_head(offload) { plain.logits_bytes } else { 0 };
-        (self.persistent(offload).device + plain_above).saturating_sub(inputs + logits + ALIGNMENT)
+    /// Measures the device bytes above the resident bytes, without offload.
+    pub fn transient_bytes_without_offload(&self, micro_batch: u32, levels: &[RecomputeLevel]) -> u64 {
+        let plain = self.candidate(self.request.recipe(micro_batch, levels.to_vec(), Offload::NOTHING));
+        plain.bytes.device.saturating_sub(self.resident(Offload::NOTHING).spaces.device)
     }
 
-    /// Micro-batches whose inputs of layers are there at once.
+    /// Returns a lower bound of the device bytes with an offload choice, for recompute levels that need
+    /// `transient_bytes` above the resident bytes without offload. Writes no Programs.
+    pub fn min_device_bytes(&self, micro_batch: u32, transient_bytes: u64, offload: Offload) -> u64 {
+        let costs = self.micro_batch_costs(micro_batch);
+        let inputs = self.in_flight(micro_batch) * u64::from(offload.inputs) * costs.input_bytes;
+        // If the head is fetched in blocks, the logits exist in blocks too.
+        let logits = if self.streams_head(offload) { costs.logits_bytes } else { 0 };
+        (self.resident(offload).spaces.device + transient_bytes).saturating_sub(inputs + logits + ALIGNMENT)
+    }
+
+    /// Returns the number of micro-batches in flight: their layer inputs exist at once.
     pub(super) fn in_flight(&self, micro_batch: u32) -> u64 {
-        let share = &self.question.share;
-        u64::from(share.in_flight(share.micro_batches_of(self.question.sequences, micro_batch) as u32))
+        let share = &self.request.share;
+        u64::from(share.in_flight(share.micro_batches_of(self.request.sequences, micro_batch) as u32))
     }
 
+    /// Returns whether the device fetches the head in blocks of rows.
     pub(super) fn streams_head(&self, offload: Offload) -> bool {
-        let kernels = Kernels::of(self.question.device);
-        offload.streams_head(self.question.config.tied) && streams_head(self.question.config.vocab, kernels)
+        let kernels = Kernels::for_device(self.request.device);
+        offload.streams_head(self.request.config.tied) && streams_head(self.request.config.vocab, kernels)
     }
 
+    /// Returns the layers that the device computes.
     pub(super) fn layers(&self) -> u32 {
-        self.question.layers() as u32
+        self.request.layers() as u32
     }
 
-    /// What a micro-batch takes while everything stays on the device.
-    pub(super) fn plain(&self, micro_batch: u32) -> Plain {
-        known(&self.known.plain, micro_batch, || self.measure_plain(micro_batch))
+    /// Returns the costs of a micro-batch without offload.
+    pub(super) fn micro_batch_costs(&self, micro_batch: u32) -> MicroBatchCosts {
+        self.cache.micro_batches.get_or_compute(micro_batch, || self.measure_micro_batch(micro_batch))
     }
 
-    /// What recompute frees and costs in a layer.
+    /// Returns the profile of the recompute levels of one layer.
     pub fn profile(&self, micro_batch: u32) -> Arc<Profile> {
-        known(&self.known.profiles, micro_batch, || Arc::new(profile(self.question, micro_batch)))
+        self.cache.profiles.get_or_compute(micro_batch, || Arc::new(measure_profile(self.request, micro_batch)))
     }
 
-    fn measure_plain(&self, micro_batch: u32) -> Plain {
-        let question = self.question;
-        let set = question.build(question.config, &question.uniform(micro_batch, RecomputeLevel::Nothing), false);
-        let prices = question.prices();
-        let passes = if question.optimizer.is_some() { &["forward", "backward"][..] } else { &["evaluate"][..] };
-        let programs = passes.iter().filter_map(|name| set.program(name));
-        let again = self.made_again(micro_batch, Offload::NOTHING);
+    /// Measures the costs of a micro-batch without offload.
+    fn measure_micro_batch(&self, micro_batch: u32) -> MicroBatchCosts {
+        let request = self.request;
+        let set = request.build(request.config, &request.uniform(micro_batch, RecomputeLevel::Nothing), false);
+        let prices = request.prices();
+        let kinds = match request.optimizer {
+            Some(_) => &[ProgramKind::Forward, ProgramKind::Backward][..],
+            None => &[ProgramKind::Evaluate][..],
+        };
+        let programs = kinds.iter().filter_map(|kind| set.program(*kind));
+        let full_recompute = self.full_recompute(micro_batch, Offload::NOTHING);
         let logits = ["train.logits", "evaluate.logits"].iter().find_map(|name| set.find(name));
-        let makes = |op: &Op| matches!(&op.kind, OpKind::Product { out, .. } if Some(out.tensor) == logits);
-        let last = passes.last().and_then(|name| set.program(name));
+        let is_logits_product = |op: &Op| matches!(&op.kind, OpKind::Product { out, .. } if Some(out.tensor) == logits);
+        let last = kinds.last().and_then(|kind| set.program(*kind));
         let loss = last.into_iter().flat_map(|program| &program.blocks);
-        let seconds = |block: &Block| {
-            let ops = block.ops.iter().filter(|op| makes(op));
+        let logits_seconds = |block: &Block| {
+            let ops = block.ops.iter().filter(|op| is_logits_product(op));
             f64::from(block.repeat) * ops.map(|op| prices.op_seconds(&set, op)).sum::<f64>()
         };
-        let vocab = question.config.vocab;
-        let head_block = &head_blocks(vocab, Kernels::of(question.device))[0];
-        Plain {
+        let vocab = request.config.vocab;
+        let head_block = &head_blocks(vocab, Kernels::for_device(request.device))[0];
+        MicroBatchCosts {
             pass_seconds: programs.map(|program| prices.program_seconds(&set, program, false)).sum(),
-            least_above: self.plain_above(micro_batch, &again.recompute),
+            full_recompute_bytes: self.transient_bytes_without_offload(micro_batch, &full_recompute.recompute),
             logits_bytes: logits.map_or(0, |logits| set.tensor(logits).bytes()),
-            logits_seconds: loss.map(seconds).sum(),
+            logits_seconds: loss.map(logits_seconds).sum(),
             head_block: head_block.end as f64 / vocab as f64,
             input_bytes: set.find("train.hidden").map_or(0, |hidden| set.tensor(hidden).bytes()),
         }
     }
 
-    /// The levels that need the least, as far as the profile sees.
-    pub fn tightest(&self, micro_batch: u32) -> Option<Vec<RecomputeLevel>> {
-        let find = || self.profile(micro_batch).tightest(self.question.layers());
-        known(&self.known.tightest, micro_batch, find)
+    /// Returns the recompute levels that need the fewest bytes according to the profile.
+    pub fn smallest_levels(&self, micro_batch: u32) -> Option<Vec<RecomputeLevel>> {
+        let find = || self.profile(micro_batch).smallest_levels(self.request.layers());
+        self.cache.smallest_levels.get_or_compute(micro_batch, find)
     }
 
-    /// Recipes that recompute as little as the load lines allow, tightened until one fits or none can.
-    pub fn recomputed(&self, micro_batch: u32, offload: Offload) -> Vec<Candidate> {
-        let question = self.question;
-        let arena_budget = question.device.arena_budget().0;
-        let block = || self.candidate(self.made_again(micro_batch, offload));
-        if question.fixed_levels().is_some() {
-            return vec![block()];
+    /// Returns recipes that recompute as little as the load lines allow. The byte budget is lowered until one fits or
+    /// none can.
+    pub fn candidates_with_recompute(&self, micro_batch: u32, offload: Offload) -> Vec<Candidate> {
+        const MAX_ATTEMPTS: usize = 4;
+        let request = self.request;
+        let arena_budget = request.device.arena_budget().0;
+        let full_recompute = || self.candidate(self.full_recompute(micro_batch, offload));
+        if request.fixed_recompute().is_some() {
+            return vec![full_recompute()];
         }
         let profile = self.profile(micro_batch);
         let mut list = Vec::new();
         let mut budget = if offload.is_nothing() {
-            arena_budget.saturating_sub(self.persistent(offload).device)
+            arena_budget.saturating_sub(self.resident(offload).spaces.device)
         } else {
-            // What waiting frees is measured where everything is recomputed, and is as much elsewhere.
-            let plain = self.plain(micro_batch).least_above;
-            let waiting = self.known_bytes(&self.made_again(micro_batch, offload)).unwrap_or_else(|| {
-                let waiting = block();
-                list.push(waiting.clone());
-                [waiting.device, waiting.host, waiting.file]
+            // The bytes freed by the offload are measured with full recompute, and taken to be equal with other levels.
+            let plain = self.micro_batch_costs(micro_batch).full_recompute_bytes;
+            let offloaded = self.known_bytes(&self.full_recompute(micro_batch, offload)).unwrap_or_else(|| {
+                let candidate = full_recompute();
+                list.push(candidate.clone());
+                candidate.bytes
             });
-            if !self.holds(waiting) {
+            if !self.is_under_load_lines(offloaded) {
                 return list;
             }
-            (arena_budget + plain).saturating_sub(waiting[0])
+            (arena_budget + plain).saturating_sub(offloaded.device)
         };
-        // The profile sees three layers of one device; where the whole is larger, by what a team gathers for example, aim so
-        // much lower than what the profile made of these levels.
-        for _ in 0..4 {
-            let Some(recompute) = choose(&profile, question.layers(), budget) else { break };
-            let seen = profile.need(&recompute);
-            let recipe = question.recipe(micro_batch, recompute, offload);
+        // The profile knows three layers on one device. If the whole needs more, for example for gathered weights of a
+        // team, the next budget is lower than the profile's need by the excess.
+        for _ in 0..MAX_ATTEMPTS {
+            let Some(recompute) = choose_levels(&profile, request.layers(), budget) else { break };
+            let profile_bytes = profile.required_bytes(&recompute);
+            let recipe = request.recipe(micro_batch, recompute, offload);
             if list.iter().any(|candidate| candidate.recipe == recipe) {
                 break;
             }
-            let found = self.candidate(recipe);
-            let over = found.device.saturating_sub(arena_budget);
-            list.push(found);
-            if over == 0 {
+            let candidate = self.candidate(recipe);
+            let excess = candidate.bytes.device.saturating_sub(arena_budget);
+            list.push(candidate);
+            if excess == 0 {
                 break;
             }
-            budget = seen.saturating_sub(over);
+            budget = profile_bytes.saturating_sub(excess);
         }
         if !offload.is_nothing() && list.iter().all(|candidate| !self.fits(candidate)) {
-            list.push(block());
+            list.push(full_recompute());
         }
         list
     }

@@ -1,42 +1,58 @@
-//! What may wait on the host: the choices that are looked at, in the order of the time that each takes about, and the
-//! leanest of all.
+//! The choice of offloaded tensors: candidates that may be faster than recompute alone, and the smallest recipe of all.
+//!
+//! There are too many choices to measure all of them. `estimate` orders them by estimated time, and the search stops
+//! when no further choice can win.
 
 use super::measure::{Candidate, Measurer};
-use plimsoll_core::{InFile, Offload, RecomputeLevel, Sharing, Space};
+use plimsoll_core::{Offload, Parallelism, PerSpace, RecomputeLevel, ScratchOffload, Space};
 use std::collections::{HashMap, HashSet};
 
-/// Choices that are measured, at most: the most promising ones.
-const LOOKS: usize = 48;
-/// Of one micro-batch this part of them, before others have had their turn.
-const EACH: usize = 6;
-/// As [`LOOKS`], of a rank that gathers what it computes with, whose Programs go layer for layer and take long to write down; and
-/// of each stage of a pipeline.
-const LOOKS_IN_TEAM: usize = 6;
-/// Of the leanest recipes by their bounds, so many are packed to find one that fits once it is packed.
-const PACKED: usize = 8;
-/// Nothing more is looked for that would not be faster by more than this part.
-const FASTER: f64 = 0.005;
-/// How much faster than estimated the first of a kind may turn out to be.
-const UNSURE: f64 = 0.03;
+/// Most choices that are measured, the most promising first.
+const MAX_MEASURED: usize = 48;
+/// Divisor of that number for each micro-batch size in the first round, so that every size gets a turn.
+const FIRST_ROUND_DIVISOR: usize = 6;
+/// Most choices that are measured for a sharded rank or a pipeline stage. Their Programs are not repeated per layer and
+/// are slow to write.
+const MAX_MEASURED_IN_TEAM: usize = 6;
+/// Most of the smallest recipes that are packed until one fits.
+const MAX_PACKED: usize = 8;
+/// Smallest relative gain for which the search continues.
+const MIN_GAIN: f64 = 0.005;
+/// Relative error by which the first candidate of a kind may be faster than estimated.
+const ESTIMATE_ERROR: f64 = 0.03;
 
-/// What may wait, from nothing to everything, layer for layer (of ranks that gather, by sixteenths of them). What the host
-/// has no room for waits in the scratch file, where there is one.
+/// Returns the offload choices from nothing to everything, layer by layer (for sharded ranks: by sixteenths of the
+/// layers). If the host memory is short and there is a scratch file, choices use the file for the rest.
 fn choices(measurer: &Measurer) -> Vec<Offload> {
-    let question = measurer.question;
-    if let Some(pinned) = question.pins.offload {
+    let request = measurer.request;
+    if let Some(pinned) = request.pins.offload {
         return vec![pinned];
     }
-    let (host, file) = (question.host.budget, question.host.file.budget);
+    let (host, file) = (request.host.budget, request.host.file.budget);
     if host.0 == 0 && file.0 == 0 {
         return vec![Offload::NOTHING];
     }
-    let (layers, trained) = (question.layers() as u32, question.optimizer.is_some());
-    let step = if in_parts(measurer) { layers.div_ceil(16) } else { 1 };
-    let counts: Vec<u32> = (0..layers).step_by(step as usize).map(|fewer| layers - fewer).collect();
+    let mut list: Vec<Offload> =
+        layer_choices(measurer).into_iter().flat_map(|choice| with_inputs_and_ends(measurer, choice)).collect();
+    let ends = request.ends();
+    list.retain(|choice| (ends.embedding || !choice.embedding) && (ends.head || !choice.head));
+    if file.0 > 0 {
+        list = list.into_iter().flat_map(|choice| with_scratch_file(measurer, choice)).collect();
+    }
+    let mut seen = HashSet::new();
+    list.retain(|choice| seen.insert(*choice));
+    list
+}
+
+/// Returns the choices of optimizer state, gradients and weights, by number of layers.
+fn layer_choices(measurer: &Measurer) -> Vec<Offload> {
+    let request = measurer.request;
+    let layers = request.layers() as u32;
+    let step = if is_sharded(measurer) { layers.div_ceil(16) } else { 1 };
     let with = |optimizer, gradients, weights| Offload { optimizer, gradients, weights, ..Offload::NOTHING };
     let mut list = vec![Offload::NOTHING];
-    for &count in &counts {
-        match trained {
+    for count in (0..layers).step_by(step as usize).map(|fewer| layers - fewer) {
+        match request.optimizer.is_some() {
             true => list.extend([
                 with(count, 0, 0),
                 with(layers, count, 0),
@@ -46,270 +62,306 @@ fn choices(measurer: &Measurer) -> Vec<Offload> {
             false => list.push(with(0, 0, count)),
         }
     }
-    let passes_back = trained && !question.only_holds();
-    let inputs = if passes_back { vec![0, layers.div_ceil(2), layers] } else { vec![0] };
-    let wider = |base: Offload| {
-        // Without any state there: a host that has room for nothing else may have it for them.
-        let ends = if !trained || base.optimizer == layers || base.is_nothing() {
-            vec![(false, false), (true, false), (false, true), (true, true)]
-        } else {
-            vec![(false, false)]
-        };
-        let inputs = inputs.clone();
-        ends.into_iter().flat_map(move |(embedding, head)| {
-            inputs.clone().into_iter().map(move |inputs| Offload { inputs, embedding, head, ..base })
-        })
-    };
-    let mut list: Vec<Offload> = list.into_iter().flat_map(wider).collect();
-    let [embedding, head] = question.ends();
-    list.retain(|choice| (embedding || !choice.embedding) && (head || !choice.head));
-    if file.0 > 0 {
-        list = list.into_iter().flat_map(|choice| spilled(measurer, choice)).collect();
-    }
-    let mut seen = std::collections::HashSet::new();
-    list.retain(|choice| seen.insert(*choice));
     list
 }
 
-/// A choice with so much of it in the scratch file that the host has room for the rest: barely, halfway to all that can
-/// be there, and all. Optimizer state goes first, which is used once a step.
-fn spilled(measurer: &Measurer, choice: Offload) -> Vec<Offload> {
-    let question = measurer.question;
-    let part = |count: u32| {
+/// Extends a choice by layer inputs, embedding and head.
+fn with_inputs_and_ends(measurer: &Measurer, base: Offload) -> Vec<Offload> {
+    let request = measurer.request;
+    let (layers, trained) = (request.layers() as u32, request.optimizer.is_some());
+    let has_backward = trained && !request.is_storage_only();
+    let inputs = if has_backward { vec![0, layers.div_ceil(2), layers] } else { vec![0] };
+    // Also without offloaded optimizer state: a small host may have room for the ends only.
+    let ends = if !trained || base.optimizer == layers || base.is_nothing() {
+        vec![(false, false), (true, false), (false, true), (true, true)]
+    } else {
+        vec![(false, false)]
+    };
+    let extend = |(embedding, head)| inputs.iter().map(move |&inputs| Offload { inputs, embedding, head, ..base });
+    ends.into_iter().flat_map(extend).collect()
+}
+
+/// Moves as much of a choice to the scratch file as the host memory requires. Returns three variants: the least, all
+/// that can be in the file, and halfway between. Optimizer state moves first, because it is used once per step.
+fn with_scratch_file(measurer: &Measurer, choice: Offload) -> Vec<Offload> {
+    let request = measurer.request;
+    let with_count = |count: u32| {
         let optimizer = count.min(choice.optimizer);
         let gradients = (count - optimizer).min(choice.gradients);
         let weights = (count - optimizer - gradients).min(choice.weights);
-        Offload { file: InFile { optimizer, gradients, weights }, ..choice }
+        Offload { file: ScratchOffload { optimizer, gradients, weights }, ..choice }
     };
     let most = choice.optimizer + choice.gradients + choice.weights;
-    if question.is_own_host() {
-        // What would be given to the host has nowhere else to go.
-        let all = choice.inputs == 0 && !choice.embedding && !choice.head && !choice.update;
-        return if all { vec![part(most)] } else { vec![] };
+    if request.is_own_host() {
+        // A device that is its own host can offload to the file only.
+        let all_in_file = choice.inputs == 0 && !choice.embedding && !choice.head && !choice.update;
+        return if all_in_file { vec![with_count(most)] } else { vec![] };
     }
-    let fits = |choice: Offload| measurer.persistent(choice).host <= question.host.budget.0;
+    let fits_on_host = |choice: Offload| measurer.resident(choice).spaces.host <= request.host.budget.0;
     let (mut low, mut high) = (0, most);
-    if !fits(part(most)) {
+    if !fits_on_host(with_count(most)) {
         return vec![];
     }
     while low < high {
         let middle = low + (high - low) / 2;
-        if fits(part(middle)) { high = middle } else { low = middle + 1 }
+        if fits_on_host(with_count(middle)) { high = middle } else { low = middle + 1 }
     }
-    let within = |choice: &Offload| measurer.persistent(*choice).file <= question.host.file.budget.0;
-    [low, low.midpoint(most), most].map(part).into_iter().filter(within).collect()
+    let fits_in_file = |choice: &Offload| measurer.resident(*choice).spaces.file <= request.host.file.budget.0;
+    [low, low.midpoint(most), most].map(with_count).into_iter().filter(fits_in_file).collect()
 }
 
-/// The same, by whoever does the update.
-fn choices_of_update(measurer: &Measurer) -> impl Iterator<Item = Offload> {
-    let own_host = measurer.question.is_own_host();
-    let pinned = measurer.question.pins.offload.is_some();
+/// Returns the offload choices, each with the update on the host, if possible, and on the device.
+fn choices_with_update(measurer: &Measurer) -> impl Iterator<Item = Offload> {
+    let own_host = measurer.request.is_own_host();
+    let pinned = measurer.request.pins.offload.is_some();
     choices(measurer).into_iter().flat_map(move |choice| {
-        let by_host = (choice.optimizer > 0 && !own_host && !pinned).then_some(Offload { update: true, ..choice });
-        by_host.into_iter().chain([choice])
+        let on_host = (choice.optimizer > 0 && !own_host && !pinned).then_some(Offload { update: true, ..choice });
+        on_host.into_iter().chain([choice])
     })
 }
 
-/// A choice that could be faster than what is there.
-struct Look {
-    /// About what a step takes.
-    seconds: f64,
-    /// Bytes that stay on the host.
-    host: u64,
+/// An offload choice with its estimated time.
+struct EstimatedChoice {
+    /// Estimated seconds of a step.
+    step_seconds: f64,
+    /// Resident bytes on the host.
+    host_bytes: u64,
     micro_batch: u32,
     choice: Offload,
 }
 
-/// Adds recipes that let something wait, where they could be faster than what is there. What a choice takes is first only
-/// known about; they are measured in that order, until none can be faster than the best that fits. How much longer one
-/// really takes tells of the others of its kind, and of other kinds at the same micro-batch, that they will take no less
-/// above what was estimated.
-pub(super) fn add(measurer: &Measurer, micro_batches: &[u32], list: &mut Vec<Candidate>) {
-    let best_of = |list: &[Candidate]| fastest(measurer, list).map(|best| best.seconds);
-    let mut best = best_of(list).unwrap_or(f64::INFINITY);
-    let mut looks = Vec::new();
-    for choice in choices_of_update(measurer).filter(|choice| !choice.is_nothing() && waits_within(measurer, *choice)) {
+/// Observed ratios of measured to estimated seconds, which correct the estimates of similar choices.
+#[derive(Default)]
+struct EstimateCorrections {
+    /// The ratio by micro-batch size and representative offload choice.
+    by_kind: HashMap<(u32, Offload), f64>,
+    /// The smallest ratio by micro-batch size.
+    smallest: HashMap<u32, f64>,
+}
+
+impl EstimateCorrections {
+    /// Returns the factor for an estimate; for a new kind, a cautious factor from other kinds with the same micro-batch
+    /// size.
+    fn factor(&self, micro_batch: u32, representative: Offload) -> f64 {
+        let cautious = || self.smallest.get(&micro_batch).copied().unwrap_or(1.0) * (1.0 - ESTIMATE_ERROR);
+        self.by_kind.get(&(micro_batch, representative)).copied().unwrap_or_else(cautious)
+    }
+
+    /// Records an observed ratio.
+    fn record(&mut self, micro_batch: u32, representative: Offload, factor: f64) {
+        self.by_kind.insert((micro_batch, representative), factor);
+        self.smallest.entry(micro_batch).and_modify(|least| *least = least.min(factor)).or_insert(factor);
+    }
+}
+
+/// Estimates the choices that could be faster than `best` seconds, fastest first.
+fn estimate_choices(measurer: &Measurer, micro_batches: &[u32], best: f64) -> Vec<EstimatedChoice> {
+    let mut list = Vec::new();
+    let offloads = |choice: &Offload| !choice.is_nothing() && resident_bytes_fit(measurer, *choice);
+    for choice in choices_with_update(measurer).filter(offloads) {
         for &micro_batch in micro_batches {
-            match measurer.about(micro_batch, choice) {
-                Some(seconds) if seconds < best => {
-                    let host = measurer.persistent(choice).host;
-                    looks.push(Look { seconds, host, micro_batch, choice });
+            match measurer.estimate_step_seconds(micro_batch, choice) {
+                Some(step_seconds) if step_seconds < best => {
+                    let host_bytes = measurer.resident(choice).spaces.host;
+                    list.push(EstimatedChoice { step_seconds, host_bytes, micro_batch, choice });
                 }
                 _ => {}
             }
         }
     }
-    looks.sort_by(|a, b| a.seconds.total_cmp(&b.seconds).then(a.host.cmp(&b.host)));
-    let staged = measurer.question.share.sharing == Some(Sharing::Layers);
-    let most = if in_parts(measurer) || staged { LOOKS_IN_TEAM } else { LOOKS };
-    let (mut left, mut misses) = (most, most);
-    let mut slower: HashMap<(u32, Offload), f64> = HashMap::new();
-    let mut least_slower: HashMap<u32, f64> = HashMap::new();
-    let mut looked = vec![false; looks.len()];
-    // First a few of each micro-batch: of one that promises too much there are many.
-    for most_of_each in [most.div_ceil(EACH), most] {
+    list.sort_by(|a, b| a.step_seconds.total_cmp(&b.step_seconds).then(a.host_bytes.cmp(&b.host_bytes)));
+    list
+}
+
+/// Adds candidates with offload that could be faster than those in `list`.
+///
+/// Choices are measured in the order of their estimated time, until none can be faster than the best that fits. The
+/// ratio of measured to estimated time corrects the estimates of similar choices.
+pub(super) fn add_candidates(measurer: &Measurer, micro_batches: &[u32], list: &mut Vec<Candidate>) {
+    let best_of = |list: &[Candidate]| fastest(measurer, list).map(|best| best.step_seconds);
+    let mut best = best_of(list).unwrap_or(f64::INFINITY);
+    let estimates = estimate_choices(measurer, micro_batches, best);
+    let is_pipeline = measurer.request.share.parallelism == Some(Parallelism::Pipeline);
+    let most = if is_sharded(measurer) || is_pipeline { MAX_MEASURED_IN_TEAM } else { MAX_MEASURED };
+    let (mut fitting_left, mut misses_left) = (most, most);
+    let mut corrections = EstimateCorrections::default();
+    let mut measured = vec![false; estimates.len()];
+    // The first round limits each micro-batch size: a size with too optimistic estimates has many choices.
+    for max_per_micro_batch in [most.div_ceil(FIRST_ROUND_DIVISOR), most] {
         let mut taken: HashMap<u32, usize> = HashMap::new();
-        for (Look { seconds, micro_batch, choice, .. }, looked) in looks.iter().zip(&mut looked) {
-            let (seconds, micro_batch, choice) = (*seconds, *micro_batch, *choice);
-            let enough = best * (1.0 - FASTER);
-            if left == 0 || misses == 0 || seconds * (1.0 - UNSURE) >= enough {
+        for (estimate, measured) in estimates.iter().zip(&mut measured) {
+            let EstimatedChoice { step_seconds, micro_batch, choice, .. } = *estimate;
+            let enough = best * (1.0 - MIN_GAIN);
+            if fitting_left == 0 || misses_left == 0 || step_seconds * (1.0 - ESTIMATE_ERROR) >= enough {
                 break;
             }
-            let kind = (micro_batch, measurer.kind(choice));
-            let of_others = || least_slower.get(&micro_batch).copied().unwrap_or(1.0) * (1.0 - UNSURE);
-            let factor = slower.get(&kind).copied().unwrap_or_else(of_others);
+            let representative = measurer.representative(choice);
+            let factor = corrections.factor(micro_batch, representative);
             let taken = taken.entry(micro_batch).or_default();
-            let hopeless = seconds * factor >= enough || !measurer.may_fit(micro_batch, choice);
-            if *looked || hopeless || *taken == most_of_each {
+            let is_hopeless = step_seconds * factor >= enough || !measurer.may_fit(micro_batch, choice);
+            if *measured || is_hopeless || *taken == max_per_micro_batch {
                 continue;
             }
-            (*looked, *taken) = (true, *taken + 1);
-            let found = measurer.recomputed(micro_batch, choice);
+            (*measured, *taken) = (true, *taken + 1);
+            let found = measurer.candidates_with_recompute(micro_batch, choice);
             match best_of(&found) {
-                Some(measured) => {
-                    let factor = measured / seconds;
-                    slower.insert(kind, factor);
-                    least_slower.entry(micro_batch).and_modify(|least| *least = least.min(factor)).or_insert(factor);
-                    best = best.min(measured);
-                    left -= 1;
+                Some(seconds) => {
+                    corrections.record(micro_batch, representative, seconds / step_seconds);
+                    best = best.min(seconds);
+                    fitting_left -= 1;
                 }
-                None => misses -= 1,
+                None => misses_left -= 1,
             }
             list.extend(found);
         }
     }
 }
 
-/// Whether host and file have room for what waits, as far as it stays for the whole run.
-fn waits_within(measurer: &Measurer, choice: Offload) -> bool {
-    let (stays, host) = (measurer.persistent(choice), &measurer.question.host);
-    stays.host <= host.budget.0 && stays.file <= host.file.budget.0
+/// Returns whether host and scratch file can hold the resident bytes of a choice.
+fn resident_bytes_fit(measurer: &Measurer, choice: Offload) -> bool {
+    let (resident, host) = (measurer.resident(choice).spaces, &measurer.request.host);
+    resident.host <= host.budget.0 && resident.file <= host.file.budget.0
 }
 
-fn in_parts(measurer: &Measurer) -> bool {
-    measurer.question.share.sharing == Some(Sharing::State)
+/// Returns whether the device is a rank of a sharded team.
+fn is_sharded(measurer: &Measurer) -> bool {
+    measurer.request.share.parallelism == Some(Parallelism::Sharded)
 }
 
-/// The fastest that fits, by its bounds.
+/// Returns the fastest candidate that fits by its lower bounds.
 fn fastest<'c>(measurer: &Measurer, list: &'c [Candidate]) -> Option<&'c Candidate> {
     let fitting = list.iter().filter(|candidate| measurer.fits(candidate));
-    fitting.min_by(|a, b| a.seconds.total_cmp(&b.seconds))
+    fitting.min_by(|a, b| a.step_seconds.total_cmp(&b.step_seconds))
 }
 
-/// What needs the least memory on the device, within the load lines of host and file; `None` where it does not come below
-/// `bound` bytes. It is the same whatever has been looked at before.
-pub(super) fn leanest(measurer: &Measurer, bound: Option<u64>) -> Option<Candidate> {
-    let beside = |[_, host, file]: [u64; 3]| measurer.holds([0, host, file]);
+/// Returns the recipe with the fewest device bytes that stays under the load lines of host and scratch file, or `None`
+/// if it does not come below `bound` bytes. Without a bound there is always a result. The result does not depend on
+/// earlier measurements.
+pub(super) fn smallest(measurer: &Measurer, bound: Option<u64>) -> Option<Candidate> {
+    let fits_on_host = |bytes: PerSpace<u64>| measurer.is_under_load_lines(PerSpace { device: 0, ..bytes });
     let packs = |found: &Candidate| {
-        let below = |bound| found.laid(measurer.question).layout.device.bytes < bound;
-        measurer.packs_on_host(found) && bound.is_none_or(below)
+        let is_below = |bound| found.packed(measurer.request).layout.device.bytes < bound;
+        measurer.packs_on_host(found) && bound.is_none_or(is_below)
     };
-    least(measurer, Space::Device, &beside, bound, &packs).or_else(|| {
-        // Nothing within the host's load line: what is refused keeps everything on the device.
-        let micro_batch = measurer.question.micro_batches()[0];
-        bound.is_none().then(|| measurer.candidate(measurer.made_again(micro_batch, Offload::NOTHING)))
+    smallest_in_space(measurer, Space::Device, &fits_on_host, bound, &packs).or_else(|| {
+        // Nothing fits under the host's load line: the refusal shows a recipe without offload.
+        let micro_batch = measurer.request.micro_batch_sizes()[0];
+        bound.is_none().then(|| measurer.candidate(measurer.full_recompute(micro_batch, Offload::NOTHING)))
     })
 }
 
-/// The least bytes of the host, or of the scratch file, beside which the device holds something; `None` where that is not
-/// less than `bound`.
-pub(super) fn least_beside(measurer: &Measurer, in_file: bool, bound: u64) -> Option<u64> {
-    let question = measurer.question;
-    let space = if in_file { Space::Scratch } else { Space::Host };
-    let packed = |found: &Candidate| {
-        let laid = found.laid(question);
-        if in_file { laid.layout.file.bytes } else { laid.layout.host.bytes }
-    };
-    let packs = |found: &Candidate| question.fits(&found.laid(question).layout) && packed(found) < bound;
-    least(measurer, space, &|bytes| measurer.holds(bytes), Some(bound), &packs).as_ref().map(packed)
+/// Returns the fewest bytes of the host, or of the scratch file, with which a recipe fits on the device. Returns `None`
+/// if they are not below `bound`.
+pub(super) fn min_offload_bytes(measurer: &Measurer, space: Space, bound: u64) -> Option<u64> {
+    let request = measurer.request;
+    let packed_bytes = |found: &Candidate| found.packed(request).layout.bytes().get(space);
+    let packs = |found: &Candidate| request.fits(&found.packed(request).layout) && packed_bytes(found) < bound;
+    smallest_in_space(measurer, space, &|bytes| measurer.is_under_load_lines(bytes), Some(bound), &packs)
+        .as_ref()
+        .map(packed_bytes)
 }
 
-/// Levels that may need the least: every layer computed again, the tightest mixture, and the others alone.
-fn lean_levels(measurer: &Measurer, micro_batch: u32) -> Vec<Vec<RecomputeLevel>> {
-    let question = measurer.question;
-    let mut levels = vec![measurer.made_again(micro_batch, Offload::NOTHING).recompute];
-    if question.fixed_levels().is_none() {
-        let uniform = |&level: &RecomputeLevel| vec![level; question.layers()];
-        let alone = RecomputeLevel::ALL.iter().filter(|_| !in_parts(measurer)).map(uniform);
-        for others in measurer.tightest(micro_batch).into_iter().chain(alone) {
-            if !levels.contains(&others) {
-                levels.push(others);
+/// Returns the recompute levels that may need the fewest bytes: full recompute, the smallest mixture, and each level
+/// for all layers.
+fn small_recompute_levels(measurer: &Measurer, micro_batch: u32) -> Vec<Vec<RecomputeLevel>> {
+    let request = measurer.request;
+    let mut levels = vec![measurer.full_recompute(micro_batch, Offload::NOTHING).recompute];
+    if request.fixed_recompute().is_none() {
+        let uniform = |&level: &RecomputeLevel| vec![level; request.layers()];
+        let uniform = RecomputeLevel::ALL.iter().filter(|_| !is_sharded(measurer)).map(uniform);
+        for other in measurer.smallest_levels(micro_batch).into_iter().chain(uniform) {
+            if !levels.contains(&other) {
+                levels.push(other);
             }
         }
     }
     levels
 }
 
-/// The same choice with the update by the host, and with all inputs of layers there as well: it takes no more of the device.
-fn lighter(measurer: &Measurer, choice: Offload) -> [Offload; 2] {
-    let update = Offload { update: choice.optimizer > 0 && !measurer.question.is_own_host(), ..choice };
-    [update, Offload { inputs: measurer.question.layers() as u32, ..update }]
+/// Returns variants of a choice that need no more device bytes: with the update on the host, and with all layer inputs
+/// offloaded as well.
+fn smaller_variants(measurer: &Measurer, choice: Offload) -> [Offload; 2] {
+    let update = Offload { update: choice.optimizer > 0 && !measurer.request.is_own_host(), ..choice };
+    [update, Offload { inputs: measurer.request.layers() as u32, ..update }]
 }
 
-/// What has the least bytes in a space, of all that comes `beside` the load lines and, packed, is what was wanted;
-/// `None` where that is not less than `bound`. Recipes come in the order of their bounds.
-fn least(
+/// A combination of an offload choice and recompute levels, with a lower bound of its bytes.
+#[derive(Clone, Copy)]
+struct SmallRecipe {
+    min_bytes: PerSpace<u64>,
+    offload: Offload,
+    /// Index of the recompute levels.
+    level: usize,
+}
+
+/// Returns the recipe with the fewest bytes in a space. Its lower bounds must satisfy `fits`, and its packed arenas
+/// `packs`. Returns `None` if it is not below `bound`. Recipes are tried in the order of their lower bounds.
+fn smallest_in_space(
     measurer: &Measurer,
     space: Space,
-    beside: &dyn Fn([u64; 3]) -> bool,
+    fits: &dyn Fn(PerSpace<u64>) -> bool,
     bound: Option<u64>,
     packs: &dyn Fn(&Candidate) -> bool,
 ) -> Option<Candidate> {
-    let question = measurer.question;
-    let of = |[device, host, file]: [u64; 3]| match space {
-        Space::Device => device,
-        Space::Host => host,
-        _ => file,
-    };
-    let micro_batch = question.micro_batches()[0];
-    let levels = lean_levels(measurer, micro_batch);
-    let above: Vec<u64> = levels.iter().map(|levels| measurer.plain_above(micro_batch, levels)).collect();
-    let recipe_of = |level: usize, offload: Offload| question.recipe(micro_batch, levels[level].clone(), offload);
+    let request = measurer.request;
+    let micro_batch = request.micro_batch_sizes()[0];
+    let levels = small_recompute_levels(measurer, micro_batch);
+    let transient: Vec<u64> =
+        levels.iter().map(|levels| measurer.transient_bytes_without_offload(micro_batch, levels)).collect();
+    let recipe_of = |level: usize, offload: Offload| request.recipe(micro_batch, levels[level].clone(), offload);
     let bound = bound.unwrap_or(u64::MAX);
-    let mut looks: Vec<([u64; 3], Offload, usize)> = Vec::new();
-    for choice in choices_of_update(measurer).filter(|choice| waits_within(measurer, *choice)) {
-        let stays = measurer.persistent(choice);
-        let at_least = |level| [measurer.least_bytes(micro_batch, above[level], choice), stays.host, stays.file];
-        looks.extend((0..levels.len()).map(|level| (at_least(level), choice, level)));
+    let mut recipes: Vec<SmallRecipe> = Vec::new();
+    for offload in choices_with_update(measurer).filter(|choice| resident_bytes_fit(measurer, *choice)) {
+        let resident = measurer.resident(offload).spaces;
+        recipes.extend(transient.iter().enumerate().map(|(level, transient)| {
+            let device = measurer.min_device_bytes(micro_batch, *transient, offload);
+            SmallRecipe { min_bytes: PerSpace { device, ..resident }, offload, level }
+        }));
     }
-    looks.retain(|(bytes, ..)| of(*bytes) < bound && beside(*bytes));
-    // The update by the device needs no less of it: only where the host is short of what its own takes.
-    looks.sort_by_key(|(bytes, choice, level)| (of(*bytes), choice.optimizer, !choice.update, *level));
-    // What a choice takes with every layer computed again tells about what it takes with other levels.
-    let by_others = |offload: Offload, level: usize| {
-        let [device, host, file] = measurer.known_bytes(&recipe_of(0, offload))?;
-        let unsure = above[0] / 4;
-        Some([(device + above[level]).saturating_sub(above[0] + unsure), host.saturating_sub(unsure), file])
+    recipes.retain(|recipe| recipe.min_bytes.get(space) < bound && fits(recipe.min_bytes));
+    // An update on the device never needs less device memory: it helps only if the host lacks memory for its own
+    // update.
+    recipes.sort_by_key(|SmallRecipe { min_bytes, offload, level }| {
+        (min_bytes.get(space), offload.optimizer, !offload.update, *level)
+    });
+    // The bytes of an offload choice with full recompute predict its bytes with other levels.
+    let predicted_from_full_recompute = |offload: Offload, level: usize| {
+        let bytes = measurer.known_bytes(&recipe_of(0, offload))?;
+        let uncertainty = transient[0] / 4;
+        Some(PerSpace {
+            device: (bytes.device + transient[level]).saturating_sub(transient[0] + uncertainty),
+            host: bytes.host.saturating_sub(uncertainty),
+            file: bytes.file,
+        })
     };
-    let mut too_large = HashSet::new();
-    while too_large.len() < PACKED {
+    let mut does_not_pack = HashSet::new();
+    while does_not_pack.len() < MAX_PACKED {
         let (mut least, mut found) = (bound, None);
-        for &(bytes, offload, level) in &looks {
-            if of(bytes) >= least {
+        for &SmallRecipe { min_bytes, offload, level } in &recipes {
+            if min_bytes.get(space) >= least {
                 break;
             }
             let recipe = recipe_of(level, offload);
-            let too_much = |bytes: [u64; 3]| of(bytes) >= least || !beside(bytes);
-            let known = measurer.known_bytes(&recipe).or_else(|| by_others(offload, level));
-            if known.is_some_and(too_much) || too_large.contains(&recipe) {
+            let is_too_large = |bytes: PerSpace<u64>| bytes.get(space) >= least || !fits(bytes);
+            let known = measurer.known_bytes(&recipe).or_else(|| predicted_from_full_recompute(offload, level));
+            if known.is_some_and(is_too_large) || does_not_pack.contains(&recipe) {
                 continue;
             }
-            let lighter = lighter(measurer, offload).into_iter().filter(|lighter| *lighter != offload);
-            let mut lighter = lighter.filter_map(|lighter| measurer.known_bytes(&recipe_of(level, lighter)));
-            if space == Space::Device && lighter.any(|bytes| of(bytes) >= least) {
+            let variants = smaller_variants(measurer, offload).into_iter().filter(|variant| *variant != offload);
+            let mut variants = variants.filter_map(|variant| measurer.known_bytes(&recipe_of(level, variant)));
+            if space == Space::Device && variants.any(|bytes| bytes.device >= least) {
                 continue;
             }
             let candidate = measurer.candidate(recipe);
-            let bytes = [candidate.device, candidate.host, candidate.file];
-            if !too_much(bytes) && measurer.moves_files(&candidate.recipe, beside) {
-                (least, found) = (of(bytes), Some(candidate));
+            if !is_too_large(candidate.bytes) && measurer.file_staging_fits(&candidate.recipe, fits) {
+                (least, found) = (candidate.bytes.get(space), Some(candidate));
             }
         }
         let found = found?;
         if packs(&found) {
             return Some(found);
         }
-        too_large.insert(found.recipe);
+        does_not_pack.insert(found.recipe);
     }
     None
 }

@@ -1,63 +1,66 @@
-//! What recompute frees and costs in one layer, measured on a model of three, and the dynamic program over
-//! (layer, live bytes) that chooses a level for each layer.
+//! The choice of a recompute level for each layer.
+//!
+//! 1. [`measure_profile`] measures bytes and seconds of each level in one layer, on a model of three layers.
+//! 2. [`choose_levels`] is a dynamic program over (layer, live bytes): the fastest levels under a byte budget.
 
-use super::Question;
+use super::PlanRequest;
 use crate::layout::ALIGNMENT;
 use crate::lifetimes::{Lifetimes, lifetimes};
 use plimsoll_core::{Recipe, RecomputeLevel, Space};
+use plimsoll_program::ProgramKind;
 use plimsoll_program::Share;
 use plimsoll_program::models::ModelConfig;
 
-/// States of the dynamic program that are kept for a layer.
-const FRONTIER: usize = 512;
+/// Most states of the dynamic program that are kept per layer.
+const MAX_FRONTIER: usize = 512;
 
-/// What a level means for one layer, in bytes and seconds.
+/// Bytes and seconds of one layer under a recompute level.
 #[derive(Clone, Copy, Debug)]
 struct LevelProfile {
     level: RecomputeLevel,
-    /// Kept for the backward pass.
+    /// Bytes kept for the backward pass.
     saved: u64,
-    /// Most that is live in the layer's forward pass above what lower layers keep.
+    /// Peak of the layer's forward pass above the bytes kept by lower layers.
     forward: u64,
-    /// The same in its backward pass.
+    /// Peak of the layer's backward pass above the bytes kept by lower layers.
     backward: u64,
-    /// Predicted seconds of its backward pass.
+    /// Predicted seconds of the layer's backward pass.
     seconds: f64,
 }
 
-/// All levels at one micro-batch.
+/// The profile of all recompute levels at one micro-batch size.
 #[derive(Debug)]
 pub(super) struct Profile {
     levels: Vec<LevelProfile>,
-    /// Live below the first layer.
+    /// Live bytes below the first layer.
     base: u64,
-    /// Most that is live between the last layer's forward and backward pass, above what is kept.
+    /// Peak between the last layer's forward and backward pass, above the bytes kept by all layers.
     top: u64,
 }
 
 impl Profile {
-    /// About how many seconds the layers take beyond computing nothing again, with as many of a light level, and the rest of
-    /// a tighter one, as fit: whatever part of a layer that comes to.
-    pub(super) fn lightest(&self, layers: usize, budget: u64) -> Option<f64> {
+    /// Estimates the seconds that recompute adds to a backward pass under `budget` bytes. The estimate mixes two levels
+    /// in any proportion of the layers. Returns `None` if no level fits.
+    pub(super) fn min_recompute_seconds(&self, layers: usize, budget: u64) -> Option<f64> {
         let plain = self.levels.first()?.seconds;
         let need = |p: &LevelProfile| {
             let saved = self.base + layers as u64 * p.saved;
             (saved - p.saved + p.forward.max(p.backward)).max(saved + self.top)
         };
         let fits = |p: &&LevelProfile| need(p) <= budget;
-        let beside = |tight: &LevelProfile, light: &LevelProfile| {
-            let more = need(light).saturating_sub(need(tight)).max(1);
-            let part = ((budget - need(tight)) as f64 / more as f64).min(1.0);
-            tight.seconds + part * (light.seconds - tight.seconds).min(0.0)
+        let mixed_seconds = |small: &LevelProfile, light: &LevelProfile| {
+            let difference = need(light).saturating_sub(need(small)).max(1);
+            let fraction = ((budget - need(small)) as f64 / difference as f64).min(1.0);
+            small.seconds + fraction * (light.seconds - small.seconds).min(0.0)
         };
         let pairs =
-            self.levels.iter().filter(fits).flat_map(|tight| self.levels.iter().map(move |light| (tight, light)));
-        let seconds = pairs.map(|(tight, light)| layers as f64 * (beside(tight, light) - plain));
+            self.levels.iter().filter(fits).flat_map(|small| self.levels.iter().map(move |light| (small, light)));
+        let seconds = pairs.map(|(small, light)| layers as f64 * (mixed_seconds(small, light) - plain));
         seconds.min_by(f64::total_cmp)
     }
 
-    /// Most that is live above the persistent bytes with these levels.
-    pub(super) fn need(&self, levels: &[RecomputeLevel]) -> u64 {
+    /// Computes the peak above the resident bytes with the given levels.
+    pub(super) fn required_bytes(&self, levels: &[RecomputeLevel]) -> u64 {
         let (mut live, mut most) = (self.base, 0);
         for level in levels {
             let profile = self.levels.iter().find(|p| p.level == *level).expect("a level has a profile");
@@ -67,16 +70,17 @@ impl Profile {
         most.max(live + self.top)
     }
 
-    /// The levels that need the least, found by halving.
-    pub(super) fn tightest(&self, layers: usize) -> Option<Vec<RecomputeLevel>> {
-        let below = |p: &LevelProfile| self.base + layers as u64 * p.saved + p.forward.max(p.backward).max(self.top);
-        // Enough for every level by itself.
-        let (mut low, mut high) = (0, self.levels.iter().map(below).min()?);
-        let mut found = choose(self, layers, high)?;
+    /// Finds the levels with the smallest peak, by bisection of the budget.
+    pub(super) fn smallest_levels(&self, layers: usize) -> Option<Vec<RecomputeLevel>> {
+        let uniform_peak =
+            |p: &LevelProfile| self.base + layers as u64 * p.saved + p.forward.max(p.backward).max(self.top);
+        // The upper end is enough for the smallest uniform level.
+        let (mut low, mut high) = (0, self.levels.iter().map(uniform_peak).min()?);
+        let mut found = choose_levels(self, layers, high)?;
         while low < high {
             let middle = low + (high - low) / 2;
-            match choose(self, layers, middle) {
-                Some(tighter) => (found, high) = (tighter, middle),
+            match choose_levels(self, layers, middle) {
+                Some(smaller) => (found, high) = (smaller, middle),
                 None => low = middle + 1,
             }
         }
@@ -84,7 +88,8 @@ impl Profile {
     }
 }
 
-fn live(lifetimes: &Lifetimes) -> Vec<u64> {
+/// Computes the live bytes at each tick.
+fn live_bytes(lifetimes: &Lifetimes) -> Vec<u64> {
     let end = lifetimes.buffers.iter().map(|b| b.last).max().unwrap_or(0) as usize;
     let mut change = vec![0i64; end + 2];
     for b in &lifetimes.buffers {
@@ -102,8 +107,8 @@ fn live(lifetimes: &Lifetimes) -> Vec<u64> {
         .collect()
 }
 
-/// Live bytes between two ticks: buffers that are there on both sides.
-fn across(lifetimes: &Lifetimes, tick: u32) -> u64 {
+/// Computes the bytes of buffers that live both at `tick` and after it.
+fn bytes_across(lifetimes: &Lifetimes, tick: u32) -> u64 {
     lifetimes
         .buffers
         .iter()
@@ -112,87 +117,95 @@ fn across(lifetimes: &Lifetimes, tick: u32) -> u64 {
         .sum()
 }
 
-/// Measures the levels on a model of three equal layers.
-pub(super) fn profile(question: &Question, micro_batch: u32) -> Profile {
-    // What layers keep and compute again is the same in a team; what goes between its devices is measured whole. A stage of
-    // a pipeline keeps it for each micro-batch in flight; here there is one.
-    let (number, stages) = question.share.stage();
-    let [below, above] = [number > 0, number + 1 < stages].map(u64::from);
-    let small = ModelConfig { layers: 3 + below + above, ..question.config.clone() };
-    let in_flight = u64::from(
-        question.share.in_flight(question.micro_batches_of(&question.uniform(micro_batch, RecomputeLevel::Nothing))),
-    );
-    let share = if stages > 1 { stage_of_three(&question.share, below, small.layers) } else { Share::ALONE };
-    let sequences = if stages > 1 { u64::from(micro_batch) } else { question.sequences };
-    let question = &Question { share, sequences, ..question.clone() };
-    let prices = question.prices();
-    let mut result = Profile { levels: Vec::new(), base: 0, top: 0 };
+/// Measures the recompute levels on a model of three equal layers.
+///
+/// Bytes kept and recomputed by a layer do not depend on a team, except in a pipeline: a stage keeps them for each
+/// micro-batch in flight. Communication buffers of a team are measured elsewhere, on the whole model.
+pub(super) fn measure_profile(request: &PlanRequest, micro_batch: u32) -> Profile {
+    let (stage, stages) = request.share.stage();
+    let [layers_before, layers_after] = [stage > 0, stage + 1 < stages].map(u64::from);
+    let small = ModelConfig { layers: 3 + layers_before + layers_after, ..request.config.clone() };
+    let uniform = request.uniform(micro_batch, RecomputeLevel::Nothing);
+    let in_flight = u64::from(request.share.in_flight(request.micro_batch_count(&uniform)));
+    let is_stage = stages > 1;
+    let share =
+        if is_stage { three_layer_stage(&request.share, layers_before, small.layers) } else { Share::SINGLE_DEVICE };
+    let sequences = if is_stage { u64::from(micro_batch) } else { request.sequences };
+    let request = &PlanRequest { share, sequences, ..request.clone() };
+    let mut profile = Profile { levels: Vec::new(), base: 0, top: 0 };
     for level in RecomputeLevel::ALL {
+        profile.add_level(request, &small, micro_batch, level);
+    }
+    if in_flight > 1 {
+        // The kept bytes are a ring of `in_flight` slots, all resident. The peak of a pass comes on top.
+        let above_ring = |p: &LevelProfile| p.forward.max(p.backward).saturating_sub(p.saved);
+        profile.top = profile.levels.iter().map(above_ring).fold(profile.top, u64::max);
+        profile.base *= in_flight;
+        profile.levels.iter_mut().for_each(|level| level.saved *= in_flight);
+    }
+    profile
+}
+
+impl Profile {
+    /// Measures a level on the model `small` and adds it.
+    fn add_level(&mut self, request: &PlanRequest, small: &ModelConfig, micro_batch: u32, level: RecomputeLevel) {
+        let prices = request.prices();
         let recipe = Recipe::on_device(micro_batch, vec![level; 3]);
-        let set = question.build(&small, &recipe, false);
+        let set = request.build(small, &recipe, false);
         let phase = set
             .phases
             .iter()
-            .find(|p| p.programs.len() == 2 && set.programs[p.programs[0]].name == "forward")
+            .find(|p| p.programs.len() == 2 && set.programs[p.programs[0]].kind == ProgramKind::Forward)
             .expect("a training set has a forward and a backward pass in one phase");
         let lifetimes = lifetimes(&set, phase, Space::Device);
-        let live = live(&lifetimes);
+        let live = live_bytes(&lifetimes);
         let (forward, backward) = (&set.programs[phase.programs[0]], &set.programs[phase.programs[1]]);
-        let layer = forward.blocks[1].ops.len() as u32;
-        let embedding = forward.blocks[0].ops.len() as u32;
+        let layer_ops = forward.blocks[1].ops.len() as u32;
+        let embedding_ops = forward.blocks[0].ops.len() as u32;
         let position = backward.blocks.iter().position(|b| b.name == "layer").expect("layers have a backward pass");
-        let before: u32 = backward.blocks[..position].iter().map(|b| b.repeat * b.ops.len() as u32).sum();
-        let again = backward.blocks[position].ops.len() as u32;
-        let start = forward.length() as u32;
-        let most = |from: u32, to: u32| live[from as usize..=to as usize].iter().copied().max().unwrap_or(0);
+        let ops_before_layers: u32 = backward.blocks[..position].iter().map(|b| b.repeat * b.ops.len() as u32).sum();
+        let backward_layer = &backward.blocks[position];
+        let backward_ops = backward_layer.ops.len() as u32;
+        let start = forward.op_count() as u32;
+        let peak = |from: u32, to: u32| live[from as usize..=to as usize].iter().copied().max().unwrap_or(0);
         // Ticks count from 1: layer n of the forward pass covers (edge(n), edge(n + 1)].
-        let edge = |n: u32| embedding + n * layer;
-        let kept = [across(&lifetimes, edge(1)), across(&lifetimes, edge(2)), across(&lifetimes, edge(3))];
+        let edge = |n: u32| embedding_ops + n * layer_ops;
+        let kept =
+            [bytes_across(&lifetimes, edge(1)), bytes_across(&lifetimes, edge(2)), bytes_across(&lifetimes, edge(3))];
         let saved = kept[1] - kept[0];
-        let second_last = start + before + again;
-        result.levels.push(LevelProfile {
+        let middle_layer = start + ops_before_layers + backward_ops;
+        self.levels.push(LevelProfile {
             level,
             saved,
-            forward: most(edge(1) + 1, edge(2)) - kept[0],
-            backward: most(second_last + 1, second_last + again) - kept[0],
-            seconds: backward.blocks[position]
-                .ops
-                .iter()
-                .filter(|op| op.runs(false))
-                .map(|op| prices.op_seconds(&set, op))
-                .sum(),
+            forward: peak(edge(1) + 1, edge(2)) - kept[0],
+            backward: peak(middle_layer + 1, middle_layer + backward_ops) - kept[0],
+            seconds: backward_layer.ops.iter().filter(|op| op.runs(false)).map(|op| prices.op_seconds(&set, op)).sum(),
         });
-        result.base = kept[0] - saved;
-        result.top = result.top.max(most(edge(3) + 1, start + before) - kept[2]);
+        self.base = kept[0] - saved;
+        self.top = self.top.max(peak(edge(3) + 1, start + ops_before_layers) - kept[2]);
     }
-    if in_flight > 1 {
-        // What is kept stands in a ring, all of it all the time: what a pass needs beside it comes on top.
-        let beside = |p: &LevelProfile| p.forward.max(p.backward).saturating_sub(p.saved);
-        result.top = result.levels.iter().map(beside).fold(result.top, u64::max);
-        result.base *= in_flight;
-        result.levels.iter_mut().for_each(|level| level.saved *= in_flight);
-    }
-    result
 }
 
-/// The share of a stage like this one that has the three layers after so many.
-fn stage_of_three(like: &Share, below: u64, all: u64) -> Share {
-    let first = |rank: u32| match rank {
+/// Returns the share of a pipeline stage like `like` that has three layers after `layers_before`, of `all_layers`.
+fn three_layer_stage(like: &Share, layers_before: u64, all_layers: u64) -> Share {
+    let first_layer = |rank: u32| match rank {
         0 => 0,
-        rank if rank <= like.rank => below,
-        rank if rank < like.ranks => below + 3,
-        _ => all,
+        rank if rank <= like.rank => layers_before,
+        rank if rank < like.ranks => layers_before + 3,
+        _ => all_layers,
     };
-    Share { layers: (0..=like.ranks).map(first).collect(), ..like.clone() }
+    Share { layers: (0..=like.ranks).map(first_layer).collect(), ..like.clone() }
 }
 
-/// The fastest levels for all layers under `budget` bytes above the persistent ones, if any.
-pub(super) fn choose(profile: &Profile, layers: usize, budget: u64) -> Option<Vec<RecomputeLevel>> {
+/// Returns the fastest levels of all layers with a peak of at most `budget` bytes above the resident bytes, or `None`
+/// if none fit.
+pub(super) fn choose_levels(profile: &Profile, layers: usize, budget: u64) -> Option<Vec<RecomputeLevel>> {
     #[derive(Clone, Copy)]
     struct State {
         live: u64,
         seconds: f64,
         level: usize,
+        /// Index of the preceding state in the frontier of the layer below.
         from: usize,
     }
     let mut frontiers = vec![vec![State { live: profile.base, seconds: 0.0, level: 0, from: 0 }]];
@@ -206,7 +219,7 @@ pub(super) fn choose(profile: &Profile, layers: usize, budget: u64) -> Option<Ve
                 }
             }
         }
-        // Keep what no other state beats in both bytes and time.
+        // Keep the Pareto front of bytes and seconds.
         next.sort_by(|a, b| a.live.cmp(&b.live).then(a.seconds.total_cmp(&b.seconds)));
         let mut best = f64::INFINITY;
         next.retain(|s| {
@@ -214,9 +227,9 @@ pub(super) fn choose(profile: &Profile, layers: usize, budget: u64) -> Option<Ve
             best = best.min(s.seconds);
             keep
         });
-        if next.len() > FRONTIER {
-            let step = next.len() as f64 / FRONTIER as f64;
-            next = (0..FRONTIER).map(|i| next[(i as f64 * step) as usize]).collect();
+        if next.len() > MAX_FRONTIER {
+            let step = next.len() as f64 / MAX_FRONTIER as f64;
+            next = (0..MAX_FRONTIER).map(|i| next[(i as f64 * step) as usize]).collect();
         }
         frontiers.push(next);
     }

@@ -1,55 +1,61 @@
-//! Ways to share out beside the one that is taken, and the ladder of each member, for who asks; and what a team is worth
-//! beside its devices alone.
+//! Comparisons of a planned team with other teams: the alternatives and memory ladders of `--explain`, the scaling efficiency,
+//! and a device or host that would be faster alone.
 
-use super::batch::{Crew, Split};
-use super::layers::Layers;
-use super::state::State;
-use super::{Part, ShareOut, TeamAnswer, TeamQuestion, Way, parts_of, slowest, whole};
-use crate::search::{Question, ladder, leanest, under};
+use super::candidate::{TeamCandidate, TeamSearch, pack_candidate};
+use super::data_parallel::{BatchSplitter, Split};
+use super::pipeline::Pipeline;
+use super::sharded::Sharded;
+use super::{PlannedWorker, TeamOutcome, TeamRequest, slowest_link, team_plan};
+use crate::search::{PlanRequest, ladder, smallest_recipe, with_lossy};
 use plimsoll_core::{
-    Alternative, Bytes, DeviceSpec, FasterAlone, Plan, Predicted, Recipe, Rung, Sharing, Worth, counted,
+    Alternative, Bytes, DeviceSpec, FasterAlone, Parallelism, Plan, Predicted, Recipe, Rung, ScalingEfficiency,
+    format_count,
 };
 use plimsoll_program::Share;
 
-/// Those that could do no more than a team, even if they did so many times what they do at most, are not looked at closely.
-const CLEARLY: f64 = 1.1;
+/// Devices are compared with the team only if this many times their upper bound exceeds its rate.
+const BOUND_MARGIN: f64 = 1.1;
 
-/// What the devices of a team do, beside what they do alone.
-pub(super) fn worth(team: &TeamQuestion, crew: &Crew, devices: &[usize]) -> Worth {
-    let tokens = team.tokens();
-    let alone = devices.iter().filter_map(|&device| crew.split(&[device])).map(|split| tokens / split.seconds);
-    let at_most = crew.split_without_exchange(devices).map_or(0.0, |split| tokens / split.seconds);
-    Worth { alone: alone.sum(), at_most }
+/// Computes what the devices of a data parallel team do alone, in sum, and the upper bound of the team.
+pub(super) fn scaling_efficiency(team: &TeamRequest, splitter: &BatchSplitter, devices: &[usize]) -> ScalingEfficiency {
+    let tokens = team.tokens_per_step();
+    let alone = devices.iter().filter_map(|&device| splitter.split(&[device])).map(|split| tokens / split.seconds);
+    let upper_bound = splitter.split_without_all_reduce(devices).map_or(0.0, |split| tokens / split.seconds);
+    ScalingEfficiency { single_device_tokens_per_second: alone.sum(), upper_bound_tokens_per_second: upper_bound }
 }
 
-/// Who would be faster without the others, where a plan keeps all of them.
-pub(super) fn faster_alone(team: &TeamQuestion, plan: &Plan) -> Option<FasterAlone> {
-    if !team.all || plan.team.is_empty() {
+/// Finds the device, or the host with its devices, that would be fastest without the others, if it is faster than a plan in
+/// which all have to take part.
+pub(super) fn faster_alone(team: &TeamRequest, plan: &Plan) -> Option<FasterAlone> {
+    if !team.require_all || plan.team.is_empty() {
         return None;
     }
     let all: Vec<usize> = (0..team.devices.len()).collect();
-    let state = State::new(team, &plan.rungs);
-    let mut apart = apart(team, &all);
-    apart.retain(|(_, devices)| CLEARLY * state.about_at_most(devices) > plan.predicted.tokens_per_second);
-    if apart.is_empty() {
+    let sharded = Sharded::new(team, &plan.rungs);
+    let mut subsets = independent_subsets(team, &all);
+    subsets.retain(|(_, devices)| {
+        BOUND_MARGIN * sharded.approximate_max_tokens_per_second(devices) > plan.predicted.tokens_per_second
+    });
+    if subsets.is_empty() {
         return None;
     }
-    let questions = team.about(&plan.rungs, &vec![team.host; team.devices.len()]);
-    let mut crew = Crew::new(&questions, team.total());
-    crew.look_near_plain();
-    let speed = |devices: &[usize]| {
-        let able = devices.iter().all(|device| crew.able().contains(device));
-        crew.split(devices).filter(|_| able).map(|split| team.tokens() / split.seconds)
+    let requests = team.requests_by_speed(&plan.rungs, &vec![team.host; team.devices.len()]);
+    let mut splitter = BatchSplitter::new(&requests, team.sequences_per_step());
+    splitter.refine_baselines();
+    let tokens_per_second = |devices: &[usize]| {
+        let are_able = devices.iter().all(|device| splitter.able_devices().contains(device));
+        splitter.split(devices).filter(|_| are_able).map(|split| team.tokens_per_step() / split.seconds)
     };
-    let apart =
-        apart.into_iter().filter_map(|(name, devices)| Some(FasterAlone { name, tokens_per_second: speed(&devices)? }));
-    let best = apart.max_by(|a, b| a.tokens_per_second.total_cmp(&b.tokens_per_second))?;
+    let rated = subsets
+        .into_iter()
+        .filter_map(|(name, devices)| Some(FasterAlone { name, tokens_per_second: tokens_per_second(&devices)? }));
+    let best = rated.max_by(|a, b| a.tokens_per_second.total_cmp(&b.tokens_per_second))?;
     (best.tokens_per_second > plan.predicted.tokens_per_second).then_some(best)
 }
 
-/// What could do without the others: the devices of each host, or of a single host each device.
-fn apart(team: &TeamQuestion, devices: &[usize]) -> Vec<(String, Vec<usize>)> {
-    let host = |device: usize| team.devices[device].device.host().unwrap_or("this machine").to_owned();
+/// Returns named subsets that could work without the others: the devices of each host, or each device of a single host.
+fn independent_subsets(team: &TeamRequest, devices: &[usize]) -> Vec<(String, Vec<usize>)> {
+    let host = |device: usize| team.devices[device].device.remote_host().unwrap_or("this machine").to_owned();
     let mut hosts: Vec<(String, Vec<usize>)> = Vec::new();
     for &device in devices {
         match hosts.iter_mut().find(|(name, _)| *name == host(device)) {
@@ -63,72 +69,91 @@ fn apart(team: &TeamQuestion, devices: &[usize]) -> Vec<(String, Vec<usize>)> {
     }
 }
 
-/// The ways to share out beside a plan, and the plan's own: each device alone, of the fastest devices so many as there are,
-/// the same number of sequences for everybody, the state in parts, and a pipeline. Those that fit come first, fastest first. What
-/// is not taken has bounds of its bytes, without packing; but for a shared batch that seems to be faster than what is taken: how
-/// long the others are really waited for is known of what is packed.
-pub fn alternatives(team: &TeamQuestion, plan: &Plan) -> Vec<Alternative> {
-    let questions = team.about(&plan.rungs, &vec![team.host; team.devices.len()]);
-    let mut crew = Crew::new(&questions, team.total());
-    crew.look_near_plain();
-    let able = crew.able();
-    if let Some(split) = crew.split(&able) {
-        crew.look_near(&split);
+/// Lists other teams next to the plan itself. Those that fit come first, fastest first:
+///
+/// - each device alone,
+/// - data parallel over the fastest n devices, for each n, and with an even split over all,
+/// - sharded, also with other storage-only workers,
+/// - a pipeline.
+///
+/// Bytes are lower bounds, without packing. A data parallel team that seems faster than the plan is packed, because the exact
+/// time of its all-reduce is only known then.
+pub fn alternatives(team: &TeamRequest, plan: &Plan) -> Vec<Alternative> {
+    let requests = team.requests_by_speed(&plan.rungs, &vec![team.host; team.devices.len()]);
+    let mut splitter = BatchSplitter::new(&requests, team.sequences_per_step());
+    splitter.refine_baselines();
+    let able = splitter.able_devices();
+    if let Some(split) = splitter.split(&able) {
+        splitter.refine(&split);
     }
-    let mut ways: Vec<Split> = able.iter().filter_map(|&device| crew.split(&[device])).collect();
-    ways.sort_by(|a, b| a.seconds.total_cmp(&b.seconds));
-    let order: Vec<usize> = ways.iter().map(|way| way.devices[0]).collect();
-    // Devices that are alike are looked at once.
-    ways.dedup_by(|a, b| crew.alike(a.devices[0], b.devices[0]));
-    for number in 2..=order.len() {
-        let mut devices = order[..number].to_vec();
-        devices.sort_unstable();
-        let split = crew.split(&devices);
-        if number == order.len() {
-            ways.extend(
-                crew.even(&devices)
-                    .filter(|even| Some(&even.sequences) != split.as_ref().map(|split| &split.sequences)),
-            );
-        }
-        ways.extend(split);
-    }
-    let state = State::new(team, &plan.rungs);
-    let fastest = state.fastest();
-    let otherwise = fastest.as_ref().and_then(|way| state.otherwise(way));
-    let state = fastest.filter(|_| plan.sharing != Some(Sharing::State)).into_iter().chain(otherwise);
-    let layers = Layers::new(team, &plan.rungs).fastest().filter(|_| plan.sharing != Some(Sharing::Layers));
-    let ways = ways.iter().map(|split| crew.way(split, team.host)).chain(state).chain(layers);
-    let seems_faster = |way: &Way| way.sharing == Some(Sharing::Batch) && way.seconds < plan.predicted.step_seconds;
-    let of = |way: Way| if seems_faster(&way) { as_packed(team, &plan.rungs, &way) } else { written(team, &way) };
-    let mut list: Vec<Alternative> = ways.map(of).collect();
-    let unable = team.kinds().into_iter().filter(|device| !able.contains(device));
-    list.extend(unable.map(|device| self::unable(team, &plan.rungs, device)));
-    let taken = taken(plan);
-    let sequences = |way: &Alternative| way.shares.iter().map(|share| first_word(share)).collect::<Vec<_>>();
-    let what = |way: &Alternative| (way.sharing, way.devices.clone(), sequences(way));
-    list.retain(|way| what(way) != what(&taken));
-    list.push(taken);
+    let splits = splits_to_compare(&splitter, &able);
+    let sharded = Sharded::new(team, &plan.rungs);
+    let fastest = sharded.fastest();
+    let other_roles = fastest.as_ref().and_then(|candidate| sharded.with_other_roles(candidate));
+    let sharded = fastest.filter(|_| plan.parallelism != Some(Parallelism::Sharded)).into_iter().chain(other_roles);
+    let pipeline =
+        Pipeline::new(team, &plan.rungs).fastest().filter(|_| plan.parallelism != Some(Parallelism::Pipeline));
+    let candidates = splits.iter().map(|split| splitter.candidate(split, team.host)).chain(sharded).chain(pipeline);
+    let seems_faster = |candidate: &TeamCandidate| {
+        candidate.parallelism == Some(Parallelism::Data) && candidate.seconds < plan.predicted.step_seconds
+    };
+    let describe = |candidate: TeamCandidate| match seems_faster(&candidate) {
+        true => describe_packed(team, &plan.rungs, &candidate),
+        false => describe_bounds(team, &candidate),
+    };
+    let mut list: Vec<Alternative> = candidates.map(describe).collect();
+    let unable = team.distinct_devices().into_iter().filter(|device| !able.contains(device));
+    list.extend(unable.map(|device| describe_too_small(team, &plan.rungs, device)));
+    let planned = describe_plan(plan);
+    let sequences =
+        |alternative: &Alternative| alternative.shares.iter().map(|share| first_word(share)).collect::<Vec<_>>();
+    let identity =
+        |alternative: &Alternative| (alternative.parallelism, alternative.devices.clone(), sequences(alternative));
+    list.retain(|alternative| identity(alternative) != identity(&planned));
+    list.push(planned);
     list.sort_by(|a, b| b.fits.cmp(&a.fits).then(a.predicted.step_seconds.total_cmp(&b.predicted.step_seconds)));
     list
 }
 
-/// Writes down what each rung frees and costs on each member. Those that do the same have the same ladder.
-pub fn ladders(team: &TeamQuestion, answer: &mut TeamAnswer) {
-    let TeamAnswer { parts, plan, .. } = answer;
-    let team_link = slowest(parts.iter().map(|part| team.devices[part.device].device.team_link));
-    let same = |one: &Part, other: &Part| {
-        let what = |part: &Part| (team.first_alike(part.device), part.sequences, part.share.own_part());
-        let staged = one.share.sharing == Some(Sharing::Layers);
-        !staged && what(one) == what(other) && one.answer.plan.recipe == other.answer.plan.recipe
+/// Returns each device alone, and the splits over the fastest n devices; identical devices alone count once.
+fn splits_to_compare(splitter: &BatchSplitter, able: &[usize]) -> Vec<Split> {
+    let mut splits: Vec<Split> = able.iter().filter_map(|&device| splitter.split(&[device])).collect();
+    splits.sort_by(|a, b| a.seconds.total_cmp(&b.seconds));
+    let by_speed: Vec<usize> = splits.iter().map(|split| split.devices[0]).collect();
+    splits.dedup_by(|a, b| splitter.are_alike(a.devices[0], b.devices[0]));
+    for number in 2..=by_speed.len() {
+        let mut devices = by_speed[..number].to_vec();
+        devices.sort_unstable();
+        let split = splitter.split(&devices);
+        if number == by_speed.len() {
+            let sequences = split.as_ref().map(|split| &split.sequences);
+            splits.extend(splitter.split_evenly(&devices).filter(|even| Some(&even.sequences) != sequences));
+        }
+        splits.extend(split);
+    }
+    splits
+}
+
+/// Fills in the memory ladder of each worker of a plan: the bytes that each rung frees, and its cost. Workers with identical
+/// devices, shares and recipes have the same ladder.
+pub fn fill_ladders(team: &TeamRequest, outcome: &mut TeamOutcome) {
+    let TeamOutcome { workers, plan, .. } = outcome;
+    let team_link = slowest_link(workers.iter().map(|worker| team.devices[worker.device].device.team_link));
+    let are_alike = |one: &PlannedWorker, other: &PlannedWorker| {
+        let identity = |worker: &PlannedWorker| {
+            (team.first_alike(worker.device), worker.sequences, worker.share.own_state_share())
+        };
+        let is_stage = one.share.parallelism == Some(Parallelism::Pipeline);
+        !is_stage && identity(one) == identity(other) && one.outcome.plan.recipe == other.outcome.plan.recipe
     };
     for rank in 0..plan.team.len() {
-        let part = &parts[rank];
-        plan.team[rank].ladder = match (0..rank).find(|&before| same(&parts[before], part)) {
+        let worker = &workers[rank];
+        plan.team[rank].ladder = match (0..rank).find(|&before| are_alike(&workers[before], worker)) {
             Some(before) => plan.team[before].ladder.clone(),
             None => {
-                let question = team.of(part.device, &part.share, part.sequences, team.host);
-                let device = &DeviceSpec { team_link, ..question.device.clone() };
-                ladder(&Question { device, ..question }, &part.answer.plan.recipe).2
+                let request = team.request_for(worker.device, &worker.share, worker.sequences, team.host);
+                let device = &DeviceSpec { team_link, ..request.device.clone() };
+                ladder(&PlanRequest { device, ..request }, &worker.outcome.plan.recipe).rungs
             }
         };
     }
@@ -138,13 +163,15 @@ fn first_word(text: &str) -> String {
     text.split(' ').next().unwrap_or_default().to_owned()
 }
 
-/// The plan's own way.
-fn taken(plan: &Plan) -> Alternative {
-    let alone = [share(None, 0, None, &plan.recipe)];
-    let shares = plan.team.iter();
-    let shares = shares.map(|member| share(plan.sharing, member.sequences, member.state, &member.recipe));
+/// Describes the plan itself.
+fn describe_plan(plan: &Plan) -> Alternative {
+    let alone = [describe_share(None, 0, None, &plan.recipe)];
+    let shares = plan
+        .team
+        .iter()
+        .map(|worker| describe_share(plan.parallelism, worker.sequences, worker.shard_1024ths, &worker.recipe));
     Alternative {
-        sharing: plan.sharing,
+        parallelism: plan.parallelism,
         devices: plan.devices.iter().map(|device| device.name.clone()).collect(),
         shares: if plan.team.is_empty() { alone.to_vec() } else { shares.collect() },
         fits: plan.fits,
@@ -153,52 +180,62 @@ fn taken(plan: &Plan) -> Alternative {
     }
 }
 
-fn written(team: &TeamQuestion, way: &Way) -> Alternative {
+/// Describes a candidate by its bounds.
+fn describe_bounds(team: &TeamRequest, candidate: &TeamCandidate) -> Alternative {
     let spec = |device: usize| team.devices[device].device;
-    let ranks = || way.ranks.iter();
+    let workers = || candidate.workers.iter();
     Alternative {
-        sharing: way.sharing,
-        devices: ranks().map(|given| spec(given.device).name.clone()).collect(),
-        shares: ranks()
-            .map(|given| share(way.sharing, given.sequences, given.share.own_part(), &given.recipe))
+        parallelism: candidate.parallelism,
+        devices: workers().map(|worker| spec(worker.device).name.clone()).collect(),
+        shares: workers()
+            .map(|worker| {
+                describe_share(candidate.parallelism, worker.sequences, worker.share.own_state_share(), &worker.recipe)
+            })
             .collect(),
-        fits: ranks().map(|given| given.host_bytes).sum::<u64>() <= team.host.0,
-        peak_bytes: ranks().map(|given| Bytes(given.device_bytes) + spec(given.device).charges).collect(),
-        predicted: Predicted { step_seconds: way.seconds, tokens_per_second: team.tokens() / way.seconds },
+        fits: workers().map(|worker| worker.host_bytes).sum::<u64>() <= team.host.0,
+        peak_bytes: workers().map(|worker| Bytes(worker.device_bytes) + spec(worker.device).charges).collect(),
+        predicted: Predicted {
+            step_seconds: candidate.seconds,
+            tokens_per_second: team.tokens_per_step() / candidate.seconds,
+        },
     }
 }
 
-/// The same of a way that is packed for it; by its bounds where its recipes do not pack.
-fn as_packed(team: &TeamQuestion, rungs: &[Rung], way: &Way) -> Alternative {
-    let bounds = written(team, way);
-    let Ok(mut parts) = parts_of(team, rungs, way) else { return bounds };
-    let Plan { fits, predicted, devices, .. } = whole::plan(team, &mut parts);
+/// Packs a candidate and describes it; by its bounds where its recipes do not pack.
+fn describe_packed(team: &TeamRequest, rungs: &[Rung], candidate: &TeamCandidate) -> Alternative {
+    let bounds = describe_bounds(team, candidate);
+    let Ok(mut workers) = pack_candidate(team, rungs, candidate) else { return bounds };
+    let Plan { fits, predicted, devices, .. } = team_plan::assemble(team, &mut workers);
     let peak_bytes = devices.into_iter().map(|device| device.peak_bytes).collect();
     Alternative { fits, predicted, peak_bytes, ..bounds }
 }
 
-/// What a device is given, in words.
-fn share(sharing: Option<Sharing>, sequences: u64, state: Option<u64>, recipe: &Recipe) -> String {
-    match (sharing, state) {
+/// Describes the share of a device in words; the first word tells its amount of work.
+fn describe_share(parallelism: Option<Parallelism>, sequences: u64, shard: Option<u64>, recipe: &Recipe) -> String {
+    match (parallelism, shard) {
         (None, _) => format!("all sequences, {recipe}"),
-        (Some(Sharing::Layers), _) => format!("{}, {recipe}", counted(recipe.recompute.len(), "layer")),
-        (Some(_), None) => format!("{}, {recipe}", counted(sequences, "sequence")),
+        (Some(Parallelism::Pipeline), _) => format!("{}, {recipe}", format_count(recipe.recompute.len(), "layer")),
+        (Some(_), None) => format!("{}, {recipe}", format_count(sequences, "sequence")),
         (Some(_), Some(parts)) => {
-            format!("{}, {parts} of 1024 parts of the state, {recipe}", counted(sequences, "sequence"))
+            format!("{}, a shard of {parts}/1024, {recipe}", format_count(sequences, "sequence"))
         }
     }
 }
 
-/// A device that cannot hold the model, with its smallest recipe.
-fn unable(team: &TeamQuestion, rungs: &[Rung], device: usize) -> Alternative {
-    let question = under(&team.of(device, &Share::ALONE, team.total(), team.host), rungs);
-    let smallest = leanest(&question, &[]);
+/// Describes a device that cannot hold the model, with its smallest recipe.
+fn describe_too_small(team: &TeamRequest, rungs: &[Rung], device: usize) -> Alternative {
+    let request =
+        with_lossy(&team.request_for(device, &Share::SINGLE_DEVICE, team.sequences_per_step(), team.host), rungs);
+    let smallest = smallest_recipe(&request, &[]);
     Alternative {
-        sharing: None,
-        devices: vec![question.device.name.clone()],
+        parallelism: None,
+        devices: vec![request.device.name.clone()],
         shares: vec![format!("all sequences, {}", smallest.recipe)],
         fits: false,
-        peak_bytes: vec![Bytes(smallest.device) + question.device.charges],
-        predicted: Predicted { step_seconds: smallest.seconds, tokens_per_second: team.tokens() / smallest.seconds },
+        peak_bytes: vec![Bytes(smallest.bytes.device) + request.device.charges],
+        predicted: Predicted {
+            step_seconds: smallest.step_seconds,
+            tokens_per_second: team.tokens_per_step() / smallest.step_seconds,
+        },
     }
 }

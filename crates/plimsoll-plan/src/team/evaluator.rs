@@ -1,131 +1,153 @@
-//! What a device that is left out can do beside the steps: evaluate what the others train, while they go on. It holds weights
-//! and the activations of an evaluation, under its own load line and with nothing on the host, and is given what the others
-//! have trained whenever there is an evaluation. It is taken where that saves them time.
+//! The evaluator: an excluded device that runs the evaluations while the team goes on with training.
+//!
+//! It holds weights and the activations of an evaluation on its device, nothing on the host, and gets the trained weights
+//! before each evaluation. A device becomes the evaluator only where that saves time.
 
-use super::{Evaluations, Part, TeamAnswer, TeamQuestion, slowest};
+use super::{EvaluationSchedule, PlannedWorker, TeamOutcome, TeamRequest, slowest_link};
 use crate::price::Prices;
-use crate::search::{Answer, Question, can_hold, plan_of, under};
-use plimsoll_core::{Bytes, Evaluates, FileSpec, HostSpec, Link, Offload, Recipe, RecomputeLevel, Sharing, Space};
-use plimsoll_program::models::decoder::{Method, Source};
-use plimsoll_program::{Block, Op, OpKind, Share};
+use crate::search::{PlanOutcome, PlanRequest, has_fitting_recipe, plan_recipe, with_lossy};
+use plimsoll_core::{
+    Bytes, EvaluatorPlan, FileSpec, HostSpec, Link, Offload, Parallelism, Recipe, RecomputeLevel, Rung, Space,
+};
+use plimsoll_program::models::decoder::{Method, WeightSource};
+use plimsoll_program::{Block, Op, OpKind, ProgramKind, Share};
 
-/// An evaluation is long enough to tell what a row takes.
-const LONG_ROWS: u64 = 1 << 16;
+/// Rows of the evaluation that stands for a long one where the data have not been read.
+const LONG_EVALUATION_ROWS: u64 = 1 << 16;
 
-/// The same question about evaluations alone, of what somebody else trains.
+/// Returns the request to run only evaluations, with weights that other devices train.
 #[must_use]
-pub fn evaluating<'a>(question: &Question<'a>) -> Question<'a> {
-    let mut question = question.clone();
-    question.lossy.lora.source = Source::Saved;
-    match &mut question.lossy.method {
-        Method::Full => question.source = Source::Saved,
-        Method::Lora(lora) => lora.source = Source::Saved,
+pub fn evaluation_request<'a>(request: &PlanRequest<'a>) -> PlanRequest<'a> {
+    let mut request = request.clone();
+    request.lossy.lora.source = WeightSource::LiveRun;
+    match &mut request.lossy.method {
+        Method::Full => request.source = WeightSource::LiveRun,
+        Method::Lora(lora) => lora.source = WeightSource::LiveRun,
     }
-    question.pins.offload = Some(Offload::NOTHING);
-    question.host = HostSpec { budget: Bytes::ZERO, file: FileSpec::NONE, ..question.host };
-    (question.lossy.allow, question.lossy.offer) = (vec![], vec![]);
-    Question { optimizer: None, evaluate: true, generation: None, share: Share::ALONE, ..question }
+    request.pins.offload = Some(Offload::NOTHING);
+    request.host = HostSpec { budget: Bytes::ZERO, file: FileSpec::NONE, ..request.host };
+    (request.lossy.allow, request.lossy.offer) = (vec![], vec![]);
+    PlanRequest { optimizer: None, evaluate: true, generation: None, share: Share::SINGLE_DEVICE, ..request }
 }
 
-/// The answer with the fastest of those that are left out at the evaluations, where that is worth it.
-pub(super) fn with(team: &TeamQuestion, mut answer: TeamAnswer) -> TeamAnswer {
-    let Some(evaluations) = team.evaluations.filter(|_| answer.plan.fits) else { return answer };
-    let taken = |device: &usize| answer.parts.iter().any(|part| part.device == *device);
-    let mut others: Vec<usize> = (0..team.devices.len()).filter(|device| !taken(device)).collect();
+/// Makes the fastest excluded device the evaluator, where one saves time.
+pub(super) fn add_evaluator(team: &TeamRequest, mut outcome: TeamOutcome) -> TeamOutcome {
+    let Some(evaluations) = team.evaluations.filter(|_| outcome.plan.fits) else { return outcome };
+    let takes_part = |device: &usize| outcome.workers.iter().any(|worker| worker.device == *device);
+    let mut others: Vec<usize> = (0..team.devices.len()).filter(|device| !takes_part(device)).collect();
     others.dedup_by_key(|device| team.first_alike(*device));
-    let made = others.into_iter().filter_map(|device| evaluator(team, &answer, device, evaluations));
-    let fastest = made.min_by(|(_, one), (_, other)| one.seconds.total_cmp(&other.seconds));
-    if let Some((part, evaluates)) = fastest {
-        let mut left_out = answer.plan.left_out.iter_mut();
-        if let Some(out) = left_out.find(|out| out.number == part.device) {
-            (out.evaluates, answer.evaluator) = (Some(evaluates), Some(part));
+    let planned = others.into_iter().filter_map(|device| plan_evaluator(team, &outcome, device, evaluations));
+    let fastest = planned.min_by(|(_, one), (_, other)| one.seconds.total_cmp(&other.seconds));
+    if let Some((worker, evaluator_plan)) = fastest {
+        let mut excluded = outcome.plan.excluded.iter_mut();
+        if let Some(device) = excluded.find(|device| device.device_index == worker.device) {
+            (device.evaluator_plan, outcome.evaluator) = (Some(evaluator_plan), Some(worker));
         }
     }
-    answer
+    outcome
 }
 
-/// A device at the evaluations of a team; none where it cannot hold the weights, or is no help.
-fn evaluator(
-    team: &TeamQuestion,
-    answer: &TeamAnswer,
+/// Plans one device as the evaluator of a team. None where it cannot hold the weights, or saves no time.
+fn plan_evaluator(
+    team: &TeamRequest,
+    outcome: &TeamOutcome,
     device: usize,
-    evaluations: Evaluations,
-) -> Option<(Part, Evaluates)> {
-    let TeamAnswer { parts, plan, .. } = answer;
-    let question = evaluating(&under(&team.devices[device], &plan.rungs));
-    // As many rows at once as the others take gives the same bits; where there is no room for them, fewer.
-    let most = parts.iter().map(|part| part.answer.plan.recipe.micro_batch).max()?;
-    if !can_hold(&Question { sequences: u64::from(most), ..question.clone() }) {
-        return None;
-    }
-    let halves = std::iter::successors(Some(most), |rows| (*rows > 1).then(|| rows.div_ceil(2)));
-    let mut recipes = halves.map(|micro_batch| {
-        let question = Question { sequences: u64::from(micro_batch), ..question.clone() };
-        let recompute = vec![RecomputeLevel::Nothing; question.config.layers as usize];
-        plan_of(&question, &Recipe { micro_batch, recompute, offload: Offload::NOTHING, rungs: plan.rungs.clone() })
-    });
-    let own = recipes.find(|own| own.plan.fits)?;
-    let link = slowest(parts.iter().map(|part| team.devices[part.device].device.team_link));
-    let theirs = |part: &Part, program| seconds(&team.devices[part.device], &part.answer, program, link);
-    let mine = |program| seconds(&question, &own, program, Link::MEMORY);
-    // The stages of a pipeline have the same rows, and each writes what is its own.
-    let staged = plan.sharing == Some(Sharing::Layers);
-    let (cuts, writers) = if staged { (1, parts.len()) } else { (parts.len(), 1) };
-    let times = |part: &Part| times(parts, part, evaluations.rows);
-    let at_once = |part: &Part| part.answer.plan.recipe.micro_batch.div_ceil(own.plan.recipe.micro_batch);
-    // Between two machines what is given crosses the slower of their links, as what the team exchanges does.
-    let between = slowest([link, team.devices[device].device.team_link].into_iter());
-    let over_link = between.latency_seconds + read_bytes(&own, "renew") / between.bytes_per_second;
-    let given: f64 = parts[..writers].iter().map(|part| theirs(part, "save")).sum();
-    let evaluates = Evaluates {
+    evaluations: EvaluationSchedule,
+) -> Option<(PlannedWorker, EvaluatorPlan)> {
+    let TeamOutcome { workers, plan, .. } = outcome;
+    let request = evaluation_request(&with_lossy(&team.devices[device], &plan.rungs));
+    let own = plan_evaluation_recipe(&request, workers, &plan.rungs)?;
+    let link = slowest_link(workers.iter().map(|worker| team.devices[worker.device].device.team_link));
+    let team_seconds =
+        |worker: &PlannedWorker, program| program_seconds(&team.devices[worker.device], &worker.outcome, program, link);
+    let own_seconds = |program| program_seconds(&request, &own, program, Link::MEMORY);
+    // The stages of a pipeline evaluate the same rows together, and each of them saves its own weights.
+    let is_pipeline = plan.parallelism == Some(Parallelism::Pipeline);
+    let (groups, savers) = if is_pipeline { (1, workers.len()) } else { (workers.len(), 1) };
+    let micro_batches = |worker: &PlannedWorker| evaluation_micro_batches(workers, worker, evaluations.rows);
+    let passes_per_micro_batch =
+        |worker: &PlannedWorker| worker.outcome.plan.recipe.micro_batch.div_ceil(own.plan.recipe.micro_batch);
+    // Between two machines the weights cross the slower of their links.
+    let between = slowest_link([link, team.devices[device].device.team_link].into_iter());
+    let link_seconds =
+        between.latency_seconds + bytes_read(&own, ProgramKind::ReloadWeights) / between.bytes_per_second;
+    let save_seconds: f64 = workers[..savers].iter().map(|worker| team_seconds(worker, ProgramKind::Save)).sum();
+    let evaluator_plan = EvaluatorPlan {
         recipe: own.plan.recipe.clone(),
         device: own.plan.devices[0].clone(),
         rows: evaluations.rows,
-        seconds: parts[..cuts].iter().map(|part| times(part) * f64::from(at_once(part)) * mine("evaluate")).sum(),
-        team_seconds: parts.iter().map(|part| times(part) * theirs(part, "evaluate")).fold(0.0, f64::max),
-        // A piece is given when the one before it has been taken.
-        hand_over_seconds: given + over_link + mine("renew"),
+        seconds: workers[..groups]
+            .iter()
+            .map(|worker| {
+                micro_batches(worker) * f64::from(passes_per_micro_batch(worker)) * own_seconds(ProgramKind::Evaluate)
+            })
+            .sum(),
+        team_seconds: workers
+            .iter()
+            .map(|worker| micro_batches(worker) * team_seconds(worker, ProgramKind::Evaluate))
+            .fold(0.0, f64::max),
+        // Pieces are transferred one after the other.
+        weight_transfer_seconds: save_seconds + link_seconds + own_seconds(ProgramKind::ReloadWeights),
     };
-    let meanwhile = evaluations.every as f64 * plan.predicted.step_seconds;
-    let helps = match evaluations.rows {
-        Some(_) => evaluates.saves(meanwhile) > 0.0,
-        // Some number of rows makes it worth it: any that is large, or as many as it manages meanwhile.
+    let seconds_between = evaluations.every as f64 * plan.predicted.step_seconds;
+    let saves_time = match evaluations.rows {
+        Some(_) => evaluator_plan.saved_seconds(seconds_between) > 0.0,
+        // With an unknown number of rows: whether there is a number with which it saves time.
         None => {
-            let most = meanwhile / evaluates.seconds;
-            evaluates.seconds < evaluates.team_seconds || most * evaluates.team_seconds > evaluates.hand_over_seconds
+            let most_rows = seconds_between / evaluator_plan.seconds;
+            evaluator_plan.seconds < evaluator_plan.team_seconds
+                || most_rows * evaluator_plan.team_seconds > evaluator_plan.weight_transfer_seconds
         }
     };
     let sequences = u64::from(own.plan.recipe.micro_batch);
-    helps.then_some((Part { device, share: Share::ALONE, sequences, answer: own }, evaluates))
+    saves_time
+        .then_some((PlannedWorker { device, share: Share::SINGLE_DEVICE, sequences, outcome: own }, evaluator_plan))
 }
 
-/// Micro-batches that a part of a team does of an evaluation: of so many rows, or of one row of a long one.
-fn times(parts: &[Part], part: &Part, rows: Option<u64>) -> f64 {
-    let total: u64 = parts.iter().map(|part| part.sequences).sum();
-    let all = rows.unwrap_or(LONG_ROWS);
-    let own = match part.share.sharing {
-        Some(Sharing::Layers) => all,
-        _ => (u128::from(all) * u128::from(part.sequences)).div_ceil(u128::from(total)) as u64,
+/// Plans an evaluation on a device. The micro-batch is the largest of the team, which gives the same bits; where that does not
+/// fit, it is halved until it does.
+fn plan_evaluation_recipe(request: &PlanRequest, workers: &[PlannedWorker], rungs: &[Rung]) -> Option<PlanOutcome> {
+    let most = workers.iter().map(|worker| worker.outcome.plan.recipe.micro_batch).max()?;
+    if !has_fitting_recipe(&PlanRequest { sequences: u64::from(most), ..request.clone() }) {
+        return None;
+    }
+    let halves = std::iter::successors(Some(most), |rows| (*rows > 1).then(|| rows.div_ceil(2)));
+    let mut outcomes = halves.map(|micro_batch| {
+        let request = PlanRequest { sequences: u64::from(micro_batch), ..request.clone() };
+        let recompute = vec![RecomputeLevel::Nothing; request.config.layers as usize];
+        plan_recipe(&request, &Recipe { micro_batch, recompute, offload: Offload::NOTHING, rungs: rungs.to_vec() })
+    });
+    outcomes.find(|outcome| outcome.plan.fits)
+}
+
+/// Returns the micro-batches that a worker computes in an evaluation of `rows`; per row of a long evaluation where the number
+/// of rows is unknown.
+fn evaluation_micro_batches(workers: &[PlannedWorker], worker: &PlannedWorker, rows: Option<u64>) -> f64 {
+    let total_sequences: u64 = workers.iter().map(|worker| worker.sequences).sum();
+    let all_rows = rows.unwrap_or(LONG_EVALUATION_ROWS);
+    let own_rows = match worker.share.parallelism {
+        Some(Parallelism::Pipeline) => all_rows,
+        _ => (u128::from(all_rows) * u128::from(worker.sequences)).div_ceil(u128::from(total_sequences)) as u64,
     };
-    let times = part.answer.plan.recipe.micro_batches(own) as f64;
-    if rows.is_some() { times } else { times / all as f64 }
+    let micro_batches = worker.outcome.plan.recipe.micro_batches(own_rows) as f64;
+    if rows.is_some() { micro_batches } else { micro_batches / all_rows as f64 }
 }
 
-/// Bytes that a Program reads from files.
-fn read_bytes(answer: &Answer, program: &str) -> f64 {
-    let read = |op: &Op| match &op.kind {
-        OpKind::TransferStart { from, elements, .. } if answer.set.tensor(from.tensor).space == Space::File => {
-            (elements * answer.set.tensor(from.tensor).dtype.bytes()) as f64
+/// Returns the bytes that a Program reads from files.
+fn bytes_read(outcome: &PlanOutcome, program: ProgramKind) -> f64 {
+    let bytes_of_op = |op: &Op| match &op.kind {
+        OpKind::TransferStart { from, elements, .. } if outcome.set.tensor(from.tensor).space == Space::File => {
+            (elements * outcome.set.tensor(from.tensor).dtype.bytes()) as f64
         }
         _ => 0.0,
     };
-    let block = |block: &Block| f64::from(block.repeat) * block.ops.iter().map(read).sum::<f64>();
-    answer.set.program(program).map_or(0.0, |program| program.blocks.iter().map(block).sum())
+    let bytes_of_block = |block: &Block| f64::from(block.repeat) * block.ops.iter().map(bytes_of_op).sum::<f64>();
+    outcome.set.program(program).map_or(0.0, |program| program.blocks.iter().map(bytes_of_block).sum())
 }
 
-/// Predicted seconds of a Program, once.
-fn seconds(question: &Question, answer: &Answer, program: &str, team_link: Link) -> f64 {
-    let (rates, host) = (&question.device.rates, &question.host);
-    let prices = Prices { rates, host, precision: answer.precision, team_link };
-    answer.set.program(program).map_or(0.0, |program| prices.program_seconds(&answer.set, program, true))
+/// Predicts the seconds of one run of a Program.
+fn program_seconds(request: &PlanRequest, outcome: &PlanOutcome, program: ProgramKind, team_link: Link) -> f64 {
+    let (rates, host) = (&request.device.rates, &request.host);
+    let prices = Prices { rates, host, precision: outcome.precision, team_link };
+    outcome.set.program(program).map_or(0.0, |program| prices.program_seconds(&outcome.set, program, true))
 }

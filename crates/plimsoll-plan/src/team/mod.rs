@@ -1,668 +1,443 @@
-//! What the devices of a team are given: who takes part, how much of the step each computes, and the recipe of each under
-//! its own load line.
+//! Plans a step for several devices: the devices that take part, the share of the step that each computes, and the recipe
+//! of each device under its own load line.
 //!
-//! Each way to share out (`ShareOut`) finds its fastest team by the bounds of what everybody holds; the faster one is
-//! taken, and only what is chosen is packed. *Batch* gives whole sequences to devices that have the whole model, *state*
-//! holds the model in parts. A device that would slow the others, or cannot hold the model, is left out and named, with what
-//! would use it; where it can evaluate beside the others, and that is worth it, it does (`evaluator`).
+//! Three searches propose teams, one for each kind of parallelism:
+//!
+//! | module | weights | a device computes |
+//! |---|---|---|
+//! | `data_parallel` | the whole model on every device | whole sequences |
+//! | `sharded` | split over the devices (FSDP, ZeRO-3) | whole sequences |
+//! | `pipeline` | a run of layers on each device | its layers of every sequence |
+//!
+//! Each search ranks its teams by lower bounds on bytes and by predicted time. Only the best candidates are packed
+//! (`candidate`), and the fastest packed team becomes the plan. A device that would slow the team, or that cannot hold its
+//! share, is excluded with a reason (`exclusion`) and a remedy (`remedies`). An excluded device may still run the
+//! evaluations (`evaluator`). The search on a single device is in `crate::search`.
 
+mod all_reduce;
 mod alternatives;
-mod batch;
+mod candidate;
+mod data_parallel;
 mod evaluator;
-mod exchange;
-mod hints;
-mod layers;
-mod state;
+mod exclusion;
+mod fixed;
+mod pipeline;
+mod remedies;
+mod sharded;
+mod team_plan;
 #[cfg(test)]
 mod testing;
-mod whole;
 
 use crate::search::{
-    Answer, Pins, Question, Sets, both, can_hold, leanest, need, plan_like, plan_of, search, search_one_of, sets,
-    side_by_side, under,
+    LossySearch, PinnedChoices, PlanOutcome, PlanRequest, has_fitting_recipe, join, lossy_option_sets, parallel_map,
+    remedy, search, search_for_team, with_lossy,
 };
-pub use alternatives::{alternatives, ladders};
-pub use evaluator::evaluating;
-pub use hints::say_what_would_use;
-use layers::Layers;
-use plimsoll_core::{Bytes, FileSpec, HostSpec, LeftOut, Link, Member, Need, Plan, Recipe, Rung, Sharing, Worth};
+pub use alternatives::{alternatives, fill_ladders};
+use candidate::{TeamSearch, pack_fastest};
+pub use evaluator::evaluation_request;
+use exclusion::{exclude, exclude_too_small};
+pub use fixed::{keep_micro_batch, plan_fixed_team, replan_team};
+use pipeline::Pipeline;
+use plimsoll_core::{Bytes, ExcludedDevice, FileSpec, HostSpec, Link, Parallelism, Plan, Remedy, Rung};
 use plimsoll_program::Share;
-use state::State;
-use std::sync::atomic::{AtomicUsize, Ordering};
+pub use remedies::add_device_remedies;
+use sharded::Sharded;
 
-/// Recipes that are given up because they do not pack.
-const TRIES: usize = 40;
-/// Where devices can hold the model, the state in parts must take no more than this part of the time to be worth it: a part
-/// that stands on one device alone is lost with it.
-const WORTH: f64 = 0.95;
-/// So many times what is worked out to wait on the host are tried, where a refusal looks for the least of it.
-const MORE: [f64; 4] = [1.01, 1.02, 1.04, 1.1];
+/// The most a sharded team or a pipeline may take of the step time of a data-parallel team to replace it. The two are more
+/// fragile: a shard or a stage exists on one device alone and is lost with it.
+const MAX_TIME_RATIO: f64 = 0.95;
+/// Factors on the estimated least host memory that a refusal tries in order until the team fits.
+const HOST_MARGINS: [f64; 4] = [1.01, 1.02, 1.04, 1.1];
 
-/// A way to share out a step, by the bounds of what everybody holds: nothing is packed yet.
+/// A request to plan a step for several devices.
 #[derive(Clone, Debug)]
-struct Way {
-    /// None for a device alone.
-    sharing: Option<Sharing>,
-    /// What each device is given, in the order of ranks.
-    ranks: Vec<Given>,
-    /// Of a step.
-    seconds: f64,
-}
-
-/// What one device is given.
-#[derive(Clone, Debug)]
-struct Given {
-    /// Which of the question's devices it is.
-    device: usize,
-    share: Share,
-    sequences: u64,
-    recipe: Recipe,
-    /// The load line of its part of the host.
-    host: Bytes,
-    /// No packing of its arenas is smaller.
-    device_bytes: u64,
-    host_bytes: u64,
-}
-
-impl Way {
-    /// Those that take part, in the order of ranks.
-    fn devices(&self) -> Vec<usize> {
-        self.ranks.iter().map(|given| given.device).collect()
-    }
-}
-
-/// One of the ways to share out, over the devices of a team and under some lossy rungs.
-trait ShareOut {
-    /// The fastest team in this way; none where nothing fits.
-    fn fastest(&self) -> Option<Way>;
-    /// Packed, a rank holds so many bytes more than it may: another recipe, or another share, is looked for.
-    fn strike(&mut self, way: &Way, rank: usize, over: Bytes);
-    /// Those that take no part, and why.
-    fn left_out(&self, way: &Way) -> Vec<LeftOut>;
-    /// What the devices do beside what they do alone, where they can.
-    fn worth(&self, way: &Way) -> Option<Worth>;
-    /// Why those that compute nothing do not, by ranks.
-    fn why_holds(&self, way: &Way) -> Vec<Option<String>> {
-        vec![None; way.ranks.len()]
-    }
-}
-
-/// What is asked of the planner about a team.
-#[derive(Clone, Debug)]
-pub struct TeamQuestion<'a> {
-    /// The same question for each device, in the order of ranks; `sequences` are those of the whole step, and `share` all
-    /// of it.
-    pub devices: Vec<Question<'a>>,
-    /// The load line of the host, whose memory all have together.
+pub struct TeamRequest<'a> {
+    /// One request per device, in the order of ranks. All ask for the whole step: `sequences` counts all sequences of the
+    /// step, and `share` is the whole.
+    pub devices: Vec<PlanRequest<'a>>,
+    /// The load line of the host. All devices share its memory.
     pub host: Bytes,
-    /// Whether every device has to take part (`run.team = "all"`).
-    pub all: bool,
-    /// The only way to share out that is asked for.
-    pub only: Option<Only>,
-    /// The evaluations that a device which is left out may make; none where there are none, or where the team makes them.
-    pub evaluations: Option<Evaluations>,
+    /// Whether every device has to take part (`run.parallelism = "all"`).
+    pub require_all: bool,
+    /// A kind of parallelism, or shard sizes, that the plan must have.
+    pub constraint: Option<TeamConstraint>,
+    /// The evaluations that an excluded device may run; none where the run has none, or where the team runs them.
+    pub evaluations: Option<EvaluationSchedule>,
 }
 
-/// How a run evaluates.
+/// The interval and the size of the evaluations of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Evaluations {
-    /// Steps between two of them; 0 where there is one at the end alone.
+pub struct EvaluationSchedule {
+    /// Steps between two evaluations; 0 for a single evaluation at the end.
     pub every: u64,
-    /// Rows of one, where the data have been read.
+    /// Rows of one evaluation; none where the data have not been read.
     pub rows: Option<u64>,
 }
 
-/// What a team is held to.
+/// A property that the planned team must have.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Only {
-    /// This way to share out.
-    Sharing(Sharing),
-    /// The state in these parts, one for each device: all take part, and only the sequences are shared out anew.
-    Parts(Vec<u64>),
+pub enum TeamConstraint {
+    /// The plan uses this kind of parallelism.
+    Parallelism(Parallelism),
+    /// The plan is sharded, and each device keeps a shard of this size (of 1024 parts). All devices take part; only the
+    /// numbers of sequences are open.
+    ShardSizes(Vec<u64>),
 }
 
-impl Only {
-    fn sharing(&self) -> Sharing {
+impl TeamConstraint {
+    fn parallelism(&self) -> Parallelism {
         match self {
-            Only::Sharing(sharing) => *sharing,
-            Only::Parts(_) => Sharing::State,
+            TeamConstraint::Parallelism(parallelism) => *parallelism,
+            TeamConstraint::ShardSizes(_) => Parallelism::Sharded,
         }
     }
 }
 
-/// One device of a team with all that is needed to run its part.
+/// A device of a planned team, with everything that is needed to run its share.
 #[derive(Clone, Debug)]
-pub struct Part {
-    /// Which of the question's devices it is.
+pub struct PlannedWorker {
+    /// The index of the device in [`TeamRequest::devices`].
     pub device: usize,
-    /// Its part of the step.
+    /// The share of the step.
     pub share: Share,
-    /// Sequences of a step that it computes.
+    /// Sequences of a step that the device computes.
     pub sequences: u64,
-    /// Its own plan, Programs and layout.
-    pub answer: Answer,
+    /// The plan, Programs and layout of the device.
+    pub outcome: PlanOutcome,
 }
 
-/// A team's plan with all that is needed to run it.
+/// The plan of a team, with everything that is needed to run it.
 #[derive(Clone, Debug)]
-pub struct TeamAnswer {
-    /// Those that take part, in the order of ranks. Where nothing fits, the one that lacks the least.
-    pub parts: Vec<Part>,
-    /// The whole as it is written down.
+pub struct TeamOutcome {
+    /// The devices that take part, in the order of ranks. Where nothing fits, the device that lacks the least memory.
+    pub workers: Vec<PlannedWorker>,
+    /// The plan of the whole team, as `plan.json` stores it.
     pub plan: Plan,
-    /// Who evaluates beside them: one of those that are left out.
-    pub evaluator: Option<Part>,
+    /// An excluded device that runs the evaluations while the team trains.
+    pub evaluator: Option<PlannedWorker>,
 }
 
-impl<'a> TeamQuestion<'a> {
-    /// Whether a way to share out comes into question.
-    fn asked(&self, sharing: Sharing) -> bool {
-        self.only.as_ref().is_none_or(|only| only.sharing() == sharing)
+impl<'a> TeamRequest<'a> {
+    /// Returns whether the plan may use a kind of parallelism.
+    fn allows(&self, parallelism: Parallelism) -> bool {
+        self.constraint.as_ref().is_none_or(|constraint| constraint.parallelism() == parallelism)
     }
 
-    /// What a device does by itself.
-    fn alone(&self, device: usize) -> Answer {
-        let question = &self.devices[device];
-        if self.devices.len() == 1 { search(question) } else { search_one_of(&Sets::new(question)) }
+    /// Plans the whole step on one device.
+    fn plan_alone(&self, device: usize) -> PlanOutcome {
+        let request = &self.devices[device];
+        if self.devices.len() == 1 { search(request) } else { search_for_team(&LossySearch::new(request)) }
     }
 
-    /// Whether there is nothing to share.
-    fn is_for_one(&self) -> bool {
+    /// Returns whether only one device can work: there is just one, or nothing is trained.
+    fn is_for_one_device(&self) -> bool {
         self.devices.len() == 1 || self.devices[0].optimizer.is_none()
     }
 
-    /// Sequences of a step, of all devices together.
-    fn total(&self) -> u64 {
-        self.devices.first().map_or(0, |question| question.sequences)
+    /// Returns the sequences of a step, of all devices together.
+    fn sequences_per_step(&self) -> u64 {
+        self.devices.first().map_or(0, |request| request.sequences)
     }
 
-    /// The first device of each kind.
-    fn kinds(&self) -> Vec<usize> {
-        let first = |device: &usize| self.first_alike(*device) == *device;
-        (0..self.devices.len()).filter(first).collect()
+    /// Returns the first device of each kind: identical devices are planned once.
+    fn distinct_devices(&self) -> Vec<usize> {
+        let is_first = |device: &usize| self.first_alike(*device) == *device;
+        (0..self.devices.len()).filter(is_first).collect()
     }
 
-    /// The first device that is like another.
+    /// Returns the first device that is identical to `device` but for its name.
     fn first_alike(&self, device: usize) -> usize {
-        let like = |other: &usize| batch::alike(&self.devices[*other], &self.devices[device]);
-        (0..device).find(like).unwrap_or(device)
+        let is_alike = |other: &usize| data_parallel::are_alike(&self.devices[*other], &self.devices[device]);
+        (0..device).find(is_alike).unwrap_or(device)
     }
 
-    /// Tokens of a step, padding counted.
-    fn tokens(&self) -> f64 {
-        self.devices.first().map_or(0.0, |question| (question.sequences * question.sequence) as f64)
+    /// Returns the tokens of a step, padding included.
+    fn tokens_per_step(&self) -> f64 {
+        self.devices.first().map_or(0.0, |request| (request.sequences * request.sequence) as f64)
     }
 
-    /// The question of one device that takes such a share, beside so much of the host.
-    fn of(&self, device: usize, share: &Share, sequences: u64, host: Bytes) -> Question<'a> {
-        let question = self.devices[device].clone().of_share(share, sequences);
-        Question { host: with_budget(question.host, host), ..question }
+    /// Returns the request to plan `share` of the step on one device, with `host` bytes of host memory.
+    fn request_for(&self, device: usize, share: &Share, sequences: u64, host: Bytes) -> PlanRequest<'a> {
+        let request = self.devices[device].clone().for_share(share, sequences);
+        PlanRequest { host: limit_host(request.host, host), ..request }
     }
 
-    /// Questions for menus under some rungs: with about the sequences that each device's published rates would give it.
-    fn about(&self, rungs: &[Rung], hosts: &[Bytes]) -> Vec<Question<'a>> {
-        let rate = |question: &Question| question.device.rates.product_flops(question.precision);
-        let all: f64 = self.devices.iter().map(rate).sum();
-        let of = |(question, host): (&Question<'a>, &Bytes)| {
-            let part = self.total() as f64 * rate(question) / all;
-            let question = Question { host: with_budget(question.host, *host), ..question.clone() };
-            Question { sequences: (part.ceil() as u64).clamp(1, self.total()), ..under(&question, rungs) }
+    /// Returns a request per device to build recipe tables from, with `rungs` taken. Each asks for about the sequences that
+    /// the device's published rate would give it.
+    fn requests_by_speed(&self, rungs: &[Rung], hosts: &[Bytes]) -> Vec<PlanRequest<'a>> {
+        let rate = |request: &PlanRequest| request.device.rates.product_flops(request.precision);
+        let total_rate: f64 = self.devices.iter().map(rate).sum();
+        let total = self.sequences_per_step();
+        let sized = |(request, host): (&PlanRequest<'a>, &Bytes)| {
+            let sequences = total as f64 * rate(request) / total_rate;
+            let request = PlanRequest { host: limit_host(request.host, *host), ..request.clone() };
+            PlanRequest { sequences: (sequences.ceil() as u64).clamp(1, total), ..with_lossy(&request, rungs) }
         };
-        self.devices.iter().zip(hosts).map(of).collect()
+        self.devices.iter().zip(hosts).map(sized).collect()
     }
 }
 
-/// A host of which so much may be used; one that does not exist stays so.
-fn with_budget(host: HostSpec, budget: Bytes) -> HostSpec {
+/// Lowers the load line of a host to `budget`.
+fn limit_host(host: HostSpec, budget: Bytes) -> HostSpec {
     HostSpec { budget: budget.min(host.budget), ..host }
 }
 
-/// The fastest team of the devices under their load lines, with the least loss that is needed; where nothing fits, the
-/// device that lacks the least, with the budgets that would do.
+/// Plans the fastest team that fits under all load lines, with the least loss that is needed. Where nothing fits, returns
+/// the plan of the device that lacks the least memory, with the budgets that would be enough.
 ///
 /// # Panics
-/// Without any device.
-pub fn share_out(team: &TeamQuestion) -> TeamAnswer {
-    described(team, shared_out(team))
+/// If the request has no device.
+pub fn plan_team(team: &TeamRequest) -> TeamOutcome {
+    add_evaluator_and_faster_device(team, plan_or_refuse(team))
 }
 
-/// The same where something fits; where nothing does, nobody works out what would: who plans under way has no room for that.
+/// Plans like [`plan_team`], but returns none where nothing fits. It does not search for remedies, which takes time that a
+/// running training has not.
 ///
 /// # Panics
-/// Without any device.
-pub fn share_out_if_fits(team: &TeamQuestion) -> Option<TeamAnswer> {
-    let found = match team.is_for_one() {
-        true => Some(alone(team, fastest_alone(team, false), vec![])).filter(|answer| answer.plan.fits),
-        false => fitting(team),
+/// If the request has no device.
+pub fn plan_team_if_fits(team: &TeamRequest) -> Option<TeamOutcome> {
+    let outcome = match team.is_for_one_device() {
+        true => Some(single_device(team, best_single_device(team, false), vec![])).filter(|outcome| outcome.plan.fits),
+        false => find_fitting(team),
     };
-    found.map(|answer| described(team, answer))
+    outcome.map(|outcome| add_evaluator_and_faster_device(team, outcome))
 }
 
-/// The same with who evaluates, and what would be faster alone.
-fn described(team: &TeamQuestion, answer: TeamAnswer) -> TeamAnswer {
-    let mut answer = evaluator::with(team, answer);
-    answer.plan.faster_alone = alternatives::faster_alone(team, &answer.plan);
-    answer
+/// Completes a plan with the evaluator, and with a device or host that would be faster alone.
+fn add_evaluator_and_faster_device(team: &TeamRequest, outcome: TeamOutcome) -> TeamOutcome {
+    let mut outcome = evaluator::add_evaluator(team, outcome);
+    outcome.plan.faster_alone = alternatives::faster_alone(team, &outcome.plan);
+    outcome
 }
 
-fn shared_out(team: &TeamQuestion) -> TeamAnswer {
-    let first = &team.devices[0];
-    if team.is_for_one() {
-        return alone(team, fastest_alone(team, false), vec![]);
+/// Plans the fastest team that fits, or refuses with the needs of the device that lacks the least memory.
+fn plan_or_refuse(team: &TeamRequest) -> TeamOutcome {
+    if team.is_for_one_device() {
+        return single_device(team, best_single_device(team, false), vec![]);
     }
-    if let Some(answer) = fitting(team) {
-        return answer;
+    if let Some(outcome) = find_fitting(team) {
+        return outcome;
     }
-    // Where all have to take part, one of them does not fit. Where none fits, what is missing is worked out for one.
-    let (device, mut answer) = match team.all {
-        true => fastest_alone(team, true),
-        false => lacks_the_least(team),
+    // If all devices have to take part, the refusal is about one that does not fit; else about the one nearest to fitting.
+    let (device, mut outcome) = match team.require_all {
+        true => best_single_device(team, true),
+        false => device_nearest_to_fitting(team),
     };
-    if team.all && !answer.plan.fits {
-        answer.plan.needs = hints::for_all(team, &answer.plan);
+    if team.require_all && !outcome.plan.fits {
+        outcome.plan.needs = remedies::needs_for_all(team, &outcome.plan);
     }
-    // With one of these all are planned for, and how much this one then holds is not known.
-    answer.plan.needs.iter_mut().for_each(|need| need.peak_bytes = None);
-    let others: Vec<usize> = (0..team.devices.len()).filter(|&other| other != device && !team.all).collect();
-    let (more, left_out) = both(
-        || if answer.plan.fits { None } else { with_more_of_the_host(team, &answer.plan) },
-        || cannot_hold(team, &others, &[], &first.lossy.allow),
+    // Under a need the whole team is planned anew, so the peak of this one device is not known.
+    outcome.plan.needs.iter_mut().for_each(|need| need.peak_bytes = None);
+    let others: Vec<usize> = (0..team.devices.len()).filter(|&other| other != device && !team.require_all).collect();
+    let (host_need, excluded) = join(
+        || if outcome.plan.fits { None } else { host_memory_need(team, &outcome.plan) },
+        || exclude_too_small(team, &others, &[], &team.devices[0].lossy.allow),
     );
-    if !answer.plan.fits && !team.all {
-        hints::with_one_rung(team, &mut answer.plan);
+    if !outcome.plan.fits && !team.require_all {
+        remedies::prefer_single_rung(team, &mut outcome.plan);
     }
-    if let Some(need) = more {
-        let needs = &mut answer.plan.needs;
+    if let Some(host_need) = host_need {
+        let needs = &mut outcome.plan.needs;
         match needs.iter_mut().find(|need| need.host_bytes.is_some()) {
-            Some(alone) => *alone = need,
-            None => needs.push(need),
+            Some(of_one_device) => *of_one_device = host_need,
+            None => needs.push(host_need),
         }
     }
-    alone(team, (device, answer), left_out)
+    single_device(team, (device, outcome), excluded)
 }
 
-/// The device that lacks the least to hold the model by itself, with the budgets that would do.
-fn lacks_the_least(team: &TeamQuestion) -> (usize, Answer) {
-    let kinds = team.kinds();
-    let known: Vec<Sets> = kinds.iter().map(|&device| Sets::new(&team.devices[device])).collect();
-    let lacks = side_by_side(&known, |known| {
-        let Question { lossy, device, .. } = known.question;
-        known.leanest(&lossy.allow).device.saturating_sub(device.arena_budget().0)
+/// Plans the whole step on the device that lacks the least memory for it, with the budgets that would be enough.
+fn device_nearest_to_fitting(team: &TeamRequest) -> (usize, PlanOutcome) {
+    let devices = team.distinct_devices();
+    let known: Vec<LossySearch> = devices.iter().map(|&device| LossySearch::new(&team.devices[device])).collect();
+    let missing_bytes = parallel_map(&known, |known| {
+        let PlanRequest { lossy, device, .. } = known.request;
+        known.smallest(&lossy.allow).bytes.device.saturating_sub(device.arena_budget().0)
     });
-    let least = (0..kinds.len()).min_by_key(|&kind| lacks[kind]).expect("a team has a device");
-    (kinds[least], search_one_of(&known[least]))
+    let nearest = (0..devices.len()).min_by_key(|&at| missing_bytes[at]).expect("a team has a device");
+    (devices[nearest], search_for_team(&known[nearest]))
 }
 
-/// The fastest team with the least loss that is needed, where some team fits.
-fn fitting(team: &TeamQuestion) -> Option<TeamAnswer> {
+/// Plans the fastest team that fits, with the least loss; none where no team fits.
+fn find_fitting(team: &TeamRequest) -> Option<TeamOutcome> {
     let first = &team.devices[0];
-    // What a device is charged with may be all that it has: no recipe holds nothing.
-    let full = team.devices.iter().filter(|question| question.device.arena_budget() == Bytes::ZERO).count();
-    if full == team.devices.len() || (team.all && full > 0) {
+    // Charges may take all of a device's load line; then no recipe fits there.
+    let full = team.devices.iter().filter(|request| request.device.arena_budget() == Bytes::ZERO).count();
+    if full == team.devices.len() || (team.require_all && full > 0) {
         return None;
     }
-    sets(first, &first.lossy.allow).into_iter().find_map(|rungs| under_rungs(team, &rungs))
+    lossy_option_sets(first, &first.lossy.allow).into_iter().find_map(|rungs| best_team(team, &rungs))
 }
 
-/// The fastest device that can hold the model with all of the host, where no two share a batch: the host may not be enough
-/// for them.
-fn without_the_others(team: &TeamQuestion, rungs: &[Rung]) -> Option<TeamAnswer> {
-    if team.all || !team.asked(Sharing::Batch) {
+/// Plans the fastest device that holds the model with all of the host's memory. Used where no two devices can work data
+/// parallel, because the host is too small for both.
+fn fastest_device_with_whole_host(team: &TeamRequest, rungs: &[Rung]) -> Option<TeamOutcome> {
+    if team.require_all || !team.allows(Parallelism::Data) {
         return None;
     }
-    let able = |device: &usize| can_hold(&under(&team.devices[*device], rungs));
-    let kinds = team.kinds().into_iter().filter(able);
-    let best = best_alone(team, kinds, false).filter(|(_, answer)| answer.plan.fits)?;
+    let fits = |device: &usize| has_fitting_recipe(&with_lossy(&team.devices[*device], rungs));
+    let candidates = team.distinct_devices().into_iter().filter(fits);
+    let best = best_device_among(team, candidates, false).filter(|(_, outcome)| outcome.plan.fits)?;
     let others = (0..team.devices.len()).filter(|&device| device != best.0);
-    let (able, unable): (Vec<usize>, Vec<usize>) = others.partition(|&device| able(&team.first_alike(device)));
-    let beside = |&device: &usize| {
-        let why = "there is no room for it and for what it wants of the host beside the faster one";
-        named(team, device, why.to_owned())
+    let (able, unable): (Vec<usize>, Vec<usize>) = others.partition(|&device| fits(&team.first_alike(device)));
+    let lacks_host = |&device: &usize| {
+        let reason = "the host has no memory for it beside the faster device";
+        exclude(team, device, reason.to_owned())
     };
-    let left_out = able.iter().map(beside).chain(cannot_hold(team, &unable, rungs, &[])).collect();
-    Some(alone(team, best, left_out))
+    let excluded = able.iter().map(lacks_host).chain(exclude_too_small(team, &unable, rungs, &[])).collect();
+    Some(single_device(team, best, excluded))
 }
 
-/// The best answer of any device by itself: what fits by its time, what does not by what it lacks; or, with
-/// `refused_first`, of those that do not fit. Devices that are alike are asked once.
-fn fastest_alone(team: &TeamQuestion, refused_first: bool) -> (usize, Answer) {
-    best_alone(team, team.kinds().into_iter(), refused_first).expect("a team has a device")
+/// Plans the whole step on the best single device, as [`best_device_among`] ranks them.
+fn best_single_device(team: &TeamRequest, refused_first: bool) -> (usize, PlanOutcome) {
+    best_device_among(team, team.distinct_devices().into_iter(), refused_first).expect("a team has a device")
 }
 
-/// The same of some devices; none where there are none.
-fn best_alone(
-    team: &TeamQuestion,
+/// Plans the whole step on each of `devices` and returns the best: the fastest that fits, else the one that lacks the least
+/// memory. With `refused_first`, devices that do not fit rank before those that do. None without devices.
+fn best_device_among(
+    team: &TeamRequest,
     devices: impl Iterator<Item = usize>,
     refused_first: bool,
-) -> Option<(usize, Answer)> {
-    let order = |plan: &Plan| match plan.fits {
+) -> Option<(usize, PlanOutcome)> {
+    let cost = |plan: &Plan| match plan.fits {
         true => -1.0 / plan.predicted.step_seconds,
         false => plan.devices[0].peak_bytes.saturating_sub(plan.devices[0].budget_bytes).0 as f64,
     };
-    let rank = |answer: &Answer| (refused_first && answer.plan.fits, order(&answer.plan));
-    let answers = devices.map(|device| (device, team.alone(device)));
-    let ranked = answers.map(|(device, answer)| (rank(&answer), (device, answer)));
+    let rank = |outcome: &PlanOutcome| (refused_first && outcome.plan.fits, cost(&outcome.plan));
+    let outcomes = devices.map(|device| (device, team.plan_alone(device)));
+    let ranked = outcomes.map(|(device, outcome)| (rank(&outcome), (device, outcome)));
     let best = ranked.min_by(|(a, _), (b, _)| a.0.cmp(&b.0).then(a.1.total_cmp(&b.1)));
     best.map(|(_, best)| best)
 }
 
-/// A team of one: the run of a single device.
-fn alone(team: &TeamQuestion, (device, answer): (usize, Answer), left_out: Vec<LeftOut>) -> TeamAnswer {
-    let plan = Plan { left_out, ..answer.plan.clone() };
-    let part = Part { device, share: Share::ALONE, sequences: team.total(), answer };
-    TeamAnswer { parts: vec![part], plan, evaluator: None }
+/// Returns the outcome of a team in which one device does the whole step.
+fn single_device(
+    team: &TeamRequest,
+    (device, outcome): (usize, PlanOutcome),
+    excluded: Vec<ExcludedDevice>,
+) -> TeamOutcome {
+    let plan = Plan { excluded, ..outcome.plan.clone() };
+    let worker = PlannedWorker { device, share: Share::SINGLE_DEVICE, sequences: team.sequences_per_step(), outcome };
+    TeamOutcome { workers: vec![worker], plan, evaluator: None }
 }
 
-/// The fastest team under some lossy rungs, if there is one: a batch shared out by devices that can hold the model, the
-/// state in parts, or a pipeline.
-fn under_rungs(team: &TeamQuestion, rungs: &[Rung]) -> Option<TeamAnswer> {
-    let batch = team.asked(Sharing::Batch).then(|| {
-        batch::with_hosts(team, rungs, |mut batch| {
-            let packed = packed(team, rungs, &mut batch)?;
-            Some(batch.or_alone(packed))
+/// Plans the fastest team with `rungs` taken, over all kinds of parallelism; none where no team fits.
+fn best_team(team: &TeamRequest, rungs: &[Rung]) -> Option<TeamOutcome> {
+    let data_parallel = team.allows(Parallelism::Data).then(|| {
+        data_parallel::with_host_shares(team, rungs, |mut search| {
+            let packed = pack_fastest(team, rungs, &mut search)?;
+            Some(search.or_single_device(packed))
         })
     });
-    let batch = batch.flatten().or_else(|| without_the_others(team, rungs));
-    if !team.asked(Sharing::State) && !team.asked(Sharing::Layers) {
-        return batch;
+    let data_parallel = data_parallel.flatten().or_else(|| fastest_device_with_whole_host(team, rungs));
+    if !team.allows(Parallelism::Sharded) && !team.allows(Parallelism::Pipeline) {
+        return data_parallel;
     }
-    let (mut state, mut layers) = (State::new(team, rungs), Layers::new(team, rungs));
-    let tokens = |answer: &TeamAnswer| answer.plan.predicted.tokens_per_second;
-    if batch.as_ref().is_some_and(|batch| tokens(batch) >= WORTH * state.at_most()) {
-        return batch;
+    let (mut sharded, mut pipeline) = (Sharded::new(team, rungs), Pipeline::new(team, rungs));
+    let tokens_per_second = |outcome: &TeamOutcome| outcome.plan.predicted.tokens_per_second;
+    if data_parallel
+        .as_ref()
+        .is_some_and(|outcome| tokens_per_second(outcome) >= MAX_TIME_RATIO * sharded.max_tokens_per_second())
+    {
+        return data_parallel;
     }
-    // What does not promise enough is not packed.
-    let (mut least, mut best) = (batch.as_ref().map_or(0.0, |batch| tokens(batch) / WORTH), batch);
-    let promised = |sharing: Sharing, ways: &mut dyn ShareOut| {
-        let way = if team.asked(sharing) { ways.fastest() } else { None };
-        way.map_or(0.0, |way| team.tokens() / way.seconds)
+    // Candidates with a predicted rate of at most `least` are not packed.
+    let mut least = data_parallel.as_ref().map_or(0.0, |outcome| tokens_per_second(outcome) / MAX_TIME_RATIO);
+    let mut best = data_parallel;
+    let predicted_rate = |parallelism: Parallelism, search: &mut dyn TeamSearch| {
+        let candidate = if team.allows(parallelism) { search.fastest() } else { None };
+        candidate.map_or(0.0, |candidate| team.tokens_per_step() / candidate.seconds)
     };
-    let (of_state, of_layers) =
-        both(|| promised(Sharing::State, &mut state), || promised(Sharing::Layers, &mut layers));
-    let mut others: [(f64, &mut dyn ShareOut); 2] = [(of_state, &mut state), (of_layers, &mut layers)];
-    others.sort_by(|a, b| b.0.total_cmp(&a.0));
-    for (promises, ways) in others {
-        let found = if promises > least { packed(team, rungs, ways) } else { None };
-        if let Some(found) = found.filter(|found| tokens(found) > least) {
-            (least, best) = (tokens(&found), Some(found));
+    let (sharded_rate, pipeline_rate) = join(
+        || predicted_rate(Parallelism::Sharded, &mut sharded),
+        || predicted_rate(Parallelism::Pipeline, &mut pipeline),
+    );
+    let mut searches: [(f64, &mut dyn TeamSearch); 2] = [(sharded_rate, &mut sharded), (pipeline_rate, &mut pipeline)];
+    searches.sort_by(|a, b| b.0.total_cmp(&a.0));
+    for (rate, search) in searches {
+        let outcome = if rate > least { pack_fastest(team, rungs, search) } else { None };
+        if let Some(outcome) = outcome.filter(|outcome| tokens_per_second(outcome) > least) {
+            (least, best) = (tokens_per_second(&outcome), Some(outcome));
         }
     }
     best
 }
 
-/// The least of the host that would do for all together, with the layers or the state shared out, where that is less than
-/// one of them alone would need there, as `refused` says.
-fn with_more_of_the_host(team: &TeamQuestion, refused: &Plan) -> Option<Need> {
+/// Finds the least host memory with which the whole team fits, sharded or as a pipeline. None where it is not less than
+/// `refused` needs there on one device alone.
+fn host_memory_need(team: &TeamRequest, refused: &Plan) -> Option<Remedy> {
     let first = &team.devices[0];
     let alone = refused.needs.iter().find_map(|need| need.host_bytes);
-    let none = |question: &Question| HostSpec { file: FileSpec::NONE, ..question.host } == HostSpec::NONE;
-    if team.devices.iter().all(none) || first.pins.offload.is_some() {
+    let has_no_host = |request: &PlanRequest| HostSpec { file: FileSpec::NONE, ..request.host } == HostSpec::NONE;
+    if team.devices.iter().all(has_no_host) || first.pins.offload.is_some() {
         return None;
     }
-    let with = |host: Bytes| {
-        let beside = |question: &Question<'_>| HostSpec { budget: host, ..question.host };
-        let devices = team.devices.iter().map(|question| Question { host: beside(question), ..question.clone() });
-        TeamQuestion { devices: devices.collect(), host, ..team.clone() }
-    };
-    let endless = with(Bytes::gib(1 << 20));
-    for rungs in sets(first, &first.lossy.allow) {
-        let (layers, state) = both(
-            || team.asked(Sharing::Layers).then(|| Layers::new(&endless, &rungs).least_host()).flatten(),
-            || team.asked(Sharing::State).then(|| State::new(&endless, &rungs).least_host()).flatten(),
+    let unlimited = with_host(team, Bytes::gib(1 << 20));
+    for rungs in lossy_option_sets(first, &first.lossy.allow) {
+        let (pipeline, sharded) = join(
+            || team.allows(Parallelism::Pipeline).then(|| Pipeline::new(&unlimited, &rungs).least_host()).flatten(),
+            || team.allows(Parallelism::Sharded).then(|| Sharded::new(&unlimited, &rungs).least_host()).flatten(),
         );
-        // The state in parts takes longer to pack: where it is no less, that is not done.
-        let layers = layers.map(|least| (least, Sharing::Layers)).into_iter();
-        let ways = layers.chain(state.map(|least| (least, Sharing::State)));
+        // The pipeline is first: a sharded team takes longer to pack, and is only packed where it needs less.
+        let pipeline = pipeline.map(|least| (least, Parallelism::Pipeline)).into_iter();
+        let estimates = pipeline.chain(sharded.map(|least| (least, Parallelism::Sharded)));
         let mut found: Option<Bytes> = None;
-        for (least, sharing) in ways {
-            for more in MORE.map(|more| Bytes::mib((least.0 as f64 * more) as u64 >> 20)) {
+        for (least, parallelism) in estimates {
+            for host in HOST_MARGINS.map(|margin| Bytes::mib((least.0 as f64 * margin) as u64 >> 20)) {
                 let known = found.into_iter().chain(alone).min();
-                if more <= team.host || known.is_some_and(|known| more >= known) {
+                if host <= team.host || known.is_some_and(|known| host >= known) {
                     continue;
                 }
-                let mut team = with(more);
-                let answer = match sharing {
-                    Sharing::Layers => {
-                        // That is what was estimated.
-                        let one = |pins: &mut Pins| pins.micro_batch = pins.micro_batch.or(Some(1));
-                        team.devices.iter_mut().for_each(|question| one(&mut question.pins));
-                        packed(&team, &rungs, &mut Layers::new(&team, &rungs))
-                    }
-                    _ => packed(&team, &rungs, &mut State::new(&team, &rungs)),
-                };
-                if answer.is_some() {
-                    found = Some(more);
+                if fits_with_host(team, host, &rungs, parallelism) {
+                    found = Some(host);
                     break;
                 }
             }
         }
         if found.is_some() {
-            return Some(Need { host_bytes: found, ..need(rungs, refused.devices.first()?.budget_bytes) });
+            return Some(Remedy { host_bytes: found, ..remedy(rungs, refused.devices.first()?.budget_bytes) });
         }
     }
     None
 }
 
-/// Packs what each device of the fastest way would hold; what does not fit then is struck.
-fn packed(team: &TeamQuestion, rungs: &[Rung], ways: &mut dyn ShareOut) -> Option<TeamAnswer> {
-    for _ in 0..TRIES {
-        let way = ways.fastest()?;
-        if let [Given { device, .. }] = way.ranks[..] {
-            let answer = search(&team.of(device, &Share::ALONE, team.total(), team.host));
-            if answer.plan.fits {
-                return Some(alone(team, (device, answer), ways.left_out(&way)));
-            }
-        }
-        let (rank, over) = match parts_of(team, rungs, &way) {
-            Ok(mut parts) => {
-                let mut plan = whole::plan(team, &mut parts);
-                if plan.fits {
-                    plan.left_out = ways.left_out(&way);
-                    plan.worth = ways.worth(&way);
-                    plan.team.iter_mut().zip(ways.why_holds(&way)).for_each(|(member, why)| member.why = why);
-                    return Some(TeamAnswer { parts, plan, evaluator: None });
-                }
-                // Packed, they want more of the host than there is.
-                let host = |rank: &usize| parts[*rank].answer.layout.host.bytes;
-                ((0..parts.len()).max_by_key(host)?, Bytes::ZERO)
-            }
-            Err(over) => over,
-        };
-        ways.strike(&way, rank, over);
-    }
-    None
+/// Returns the team with a host load line of `host`.
+fn with_host<'a>(team: &TeamRequest<'a>, host: Bytes) -> TeamRequest<'a> {
+    let raised = |request: &PlanRequest<'_>| HostSpec { budget: host, ..request.host };
+    let devices = team.devices.iter().map(|request| PlanRequest { host: raised(request), ..request.clone() });
+    TeamRequest { devices: devices.collect(), host, ..team.clone() }
 }
 
-/// What each rank of a way holds, packed, those that are alike once; or the first that does not fit, and by how much.
-fn parts_of(team: &TeamQuestion, rungs: &[Rung], way: &Way) -> Result<Vec<Part>, (usize, Bytes)> {
-    let question = |given: &Given| {
-        let Given { device, ref share, sequences, host, .. } = *given;
-        under(&team.of(device, share, sequences, host), rungs)
+/// Returns whether a sharded team, or a pipeline, packs under a host load line of `host`.
+fn fits_with_host(team: &TeamRequest, host: Bytes, rungs: &[Rung], parallelism: Parallelism) -> bool {
+    let mut team = with_host(team, host);
+    let outcome = match parallelism {
+        Parallelism::Pipeline => {
+            // The estimate of a pipeline is for micro-batches of one sequence.
+            let pin_one = |pins: &mut PinnedChoices| pins.micro_batch = pins.micro_batch.or(Some(1));
+            team.devices.iter_mut().for_each(|request| pin_one(&mut request.pins));
+            pack_fastest(&team, rungs, &mut Pipeline::new(&team, rungs))
+        }
+        _ => pack_fastest(&team, rungs, &mut Sharded::new(&team, rungs)),
     };
-    let like = |a: &Given, b: &Given| {
-        team.first_alike(a.device) == team.first_alike(b.device)
-            && (a.sequences, a.share.own_part()) == (b.sequences, b.share.own_part())
-            && a.recipe == b.recipe
-    };
-    let first = |given: &Given| way.ranks.iter().position(|other| like(other, given)).expect("it is like itself");
-    let firsts: Vec<usize> = (0..way.ranks.len()).filter(|&rank| first(&way.ranks[rank]) == rank).collect();
-    // What comes after one that does not fit need not be known.
-    let last = AtomicUsize::new(usize::MAX);
-    let found = side_by_side(&firsts, |&rank| {
-        let given = &way.ranks[rank];
-        let answer = (rank < last.load(Ordering::Relaxed)).then(|| plan_of(&question(given), &given.recipe))?;
-        if !answer.plan.fits {
-            last.fetch_min(rank, Ordering::Relaxed);
-        }
-        Some(answer)
-    });
-    let mut found = found.into_iter();
-    let mut parts: Vec<Part> = Vec::new();
-    for (rank, given) in way.ranks.iter().enumerate() {
-        let answer = match first(given) {
-            first if first < rank => plan_like(&question(given), &given.recipe, &parts[first].answer),
-            _ => found.next().flatten().expect("nothing before it does not fit"),
-        };
-        if !answer.plan.fits {
-            return Err((rank, over(&answer.plan)));
-        }
-        let Given { device, ref share, sequences, .. } = *given;
-        parts.push(Part { device, share: share.clone(), sequences, answer });
-    }
-    Ok(parts)
+    outcome.is_some()
 }
 
-/// How far a plan is above the load line of its device.
-fn over(plan: &Plan) -> Bytes {
-    plan.devices[0].peak_bytes.saturating_sub(plan.devices[0].budget_bytes)
-}
-
-/// The link that sets the pace of a team's exchange: its slowest.
-fn slowest(links: impl Iterator<Item = Link>) -> Link {
+/// Returns the slowest link, which sets the pace of a team's collectives.
+fn slowest_link(links: impl Iterator<Item = Link>) -> Link {
     let slower = |a: Link, b: Link| if b.bytes_per_second < a.bytes_per_second { b } else { a };
     links.reduce(slower).unwrap_or(Link::MEMORY)
 }
 
-/// All of these devices, those without the slowest links, and so on: a team exchanges at the pace of its slowest link, so
-/// leaving out one of several that are as far away gains nothing.
-fn circles(devices: &[usize], link: impl Fn(usize) -> Link) -> Vec<Vec<usize>> {
-    let pace = |device: usize| link(device).bytes_per_second;
-    let mut paces: Vec<f64> = devices.iter().map(|&device| pace(device)).collect();
-    paces.sort_by(f64::total_cmp);
-    paces.dedup();
-    let within = |least: f64| devices.iter().copied().filter(|&device| pace(device) >= least).collect();
-    paces.into_iter().map(within).collect()
-}
-
-/// A device that takes no part, and why.
-fn named(team: &TeamQuestion, number: usize, why: String) -> LeftOut {
-    let device = team.devices[number].device.name.clone();
-    LeftOut { device, number, why, used_by: None, tokens_per_second: None, evaluates: None }
-}
-
-/// Who takes no part in a way whose state or layers are shared out: with it the others are slower, as `with` finds, or it
-/// cannot take part at all.
-fn out_of_way(team: &TeamQuestion, way: &Way, unable: &str, with: impl Fn(&[usize]) -> Option<Way>) -> Vec<LeftOut> {
-    let taken = way.devices();
-    let out = (0..team.devices.len()).filter(|device| !taken.contains(device));
-    let why = |device: usize| {
-        let mut devices = taken.clone();
-        devices.push(device);
-        devices.sort_unstable();
-        match with(&devices) {
-            Some(with) => slower_with(team, device, way.seconds, with.seconds),
-            None => named(team, device, unable.to_owned()),
-        }
-    };
-    out.map(why).collect()
-}
-
-/// A device with which a step would take longer than without it.
-fn slower_with(team: &TeamQuestion, device: usize, without: f64, with: f64) -> LeftOut {
-    LeftOut { tokens_per_second: Some(team.tokens() / with), ..named(team, device, slows(without / with)) }
-}
-
-/// Why a device is left out with which a team does such a part of what it does without it.
-fn slows(part: f64) -> String {
-    format!("it would slow the team: to {:.1} % of the tokens a second, predicted", 100.0 * part)
-}
-
-/// Devices that cannot hold the model under some rungs, nor with any of those that are allowed, too.
-fn cannot_hold(team: &TeamQuestion, devices: &[usize], rungs: &[Rung], allow: &[Rung]) -> Vec<LeftOut> {
-    let mut kinds: Vec<usize> = devices.iter().map(|&device| team.first_alike(device)).collect();
-    kinds.sort_unstable();
-    kinds.dedup();
-    let why = side_by_side(&kinds, |&kind| lacks(team, kind, rungs, allow));
-    let of = |&device: &usize| {
-        let kind = kinds.binary_search(&team.first_alike(device)).expect("every device is of a kind");
-        named(team, device, why[kind].clone())
-    };
-    devices.iter().map(of).collect()
-}
-
-/// What a device lacks to hold the model by itself.
-fn lacks(team: &TeamQuestion, device: usize, rungs: &[Rung], allow: &[Rung]) -> String {
-    let question = team.of(device, &Share::ALONE, 1, team.host);
-    let smallest = leanest(&under(&question, rungs), allow);
-    let peak = Bytes(smallest.device) + question.device.charges;
-    format!("its smallest recipe holds {peak}, and its load line is {}", question.device.budget)
-}
-
-/// The plan of given shares and recipes, whatever the load lines say: for a resumed run. Members are found by their
-/// devices' names.
-///
-/// # Panics
-/// Where a member is no device of the question.
-pub fn plan_of_team(team: &TeamQuestion, members: &[Member]) -> TeamAnswer {
-    given(team, members, plan_of)
-}
-
-/// Plans a team again whose load lines have changed: everybody keeps its share, and its recipe where that still fits; the
-/// others get the fastest one that does. Where there is none, the step is shared out anew.
-///
-/// # Panics
-/// As [`plan_of_team`].
-pub fn plan_again(team: &TeamQuestion, members: &[Member]) -> TeamAnswer {
-    let kept = given(team, members, |question, recipe| {
-        let kept = plan_of(question, recipe);
-        if kept.plan.fits { kept } else { search(&same_count(under(question, &recipe.rungs), recipe)) }
-    });
-    if kept.plan.fits { kept } else { share_out(team) }
-}
-
-/// Where all ranks have the same number of micro-batches, one that looks for another recipe keeps its own.
-pub fn same_count<'a>(question: Question<'a>, recipe: &Recipe) -> Question<'a> {
-    match question.share.sharing {
-        Some(Sharing::State | Sharing::Layers) => {
-            let pins = Pins { micro_batch: Some(recipe.micro_batch), ..question.pins.clone() };
-            Question { pins, ..question }
-        }
-        _ => question,
-    }
-}
-
-fn given(team: &TeamQuestion, members: &[Member], plan: impl Fn(&Question, &Recipe) -> Answer) -> TeamAnswer {
-    let shares = shares_of(members);
-    let mut parts: Vec<Part> = Vec::new();
-    for (member, share) in members.iter().zip(shares) {
-        let named = |question: &Question| question.device.name == member.device;
-        // Several devices on paper may have one name.
-        let free = |device: &usize| parts.iter().all(|part| part.device != *device);
-        let device = (0..team.devices.len()).filter(free).find(|&device| named(&team.devices[device]));
-        let device = device.expect("a member is a device of the question");
-        let question = team.of(device, &share, member.sequences, team.host);
-        let like = |part: &&Part| {
-            let (one, other) = (&team.devices[part.device], &team.devices[device]);
-            batch::alike(one, other)
-                && (part.sequences, part.share.own_part()) == (member.sequences, share.own_part())
-                && part.answer.plan.recipe == member.recipe
-        };
-        let answer = match parts.iter().find(like) {
-            Some(part) => plan_like(&question, &member.recipe, &part.answer),
-            None => plan(&question, &member.recipe),
-        };
-        parts.push(Part { device, share, sequences: member.sequences, answer });
-    }
-    let mut plan = whole::plan(team, &mut parts);
-    plan.team.iter_mut().zip(members).for_each(|(member, before)| member.why.clone_from(&before.why));
-    let others = (0..team.devices.len()).filter(|device| parts.iter().all(|part| part.device != *device));
-    let unused = |device: usize| named(team, device, "it has no part in this plan".to_owned());
-    plan.left_out = others.map(unused).collect();
-    evaluator::with(team, TeamAnswer { parts, plan, evaluator: None })
-}
-
-/// The shares of members, as they are written down.
-fn shares_of(members: &[Member]) -> Vec<Share> {
-    let sequences: Vec<u64> = members.iter().map(|member| member.sequences).collect();
-    let parts: Option<Vec<u64>> = members.iter().map(|member| member.state).collect();
-    let of = |member: &Member| member.recipe.micro_batches(member.sequences);
-    let ends: Option<Vec<u64>> = members.iter().map(|member| member.layers.map(|[_, end]| end)).collect();
-    if let Some(ends) = ends.filter(|ends| ends.len() > 1) {
-        return layers::shares(&[vec![0], ends].concat());
-    }
-    match parts {
-        _ if members.len() < 2 => vec![Share::ALONE],
-        Some(parts) => state::shares(&sequences, &parts, members.iter().map(of).max().unwrap_or(1)),
-        None => batch::shares(&sequences),
-    }
+/// Returns nested sets of devices: all, then those above the slowest link, and so on. Collectives run at the pace of the
+/// slowest link, so devices with equally slow links are only worth excluding together.
+fn bandwidth_tiers(devices: &[usize], link: impl Fn(usize) -> Link) -> Vec<Vec<usize>> {
+    let rate = |device: usize| link(device).bytes_per_second;
+    let mut rates: Vec<f64> = devices.iter().map(|&device| rate(device)).collect();
+    rates.sort_by(f64::total_cmp);
+    rates.dedup();
+    let tier = |least: f64| devices.iter().copied().filter(|&device| rate(device) >= least).collect();
+    rates.into_iter().map(tier).collect()
 }

@@ -1,12 +1,12 @@
-//! What the tests of ways to share out ask about.
+//! Devices and requests for the tests of team planning.
 
-use crate::search::{Lossy, Pins, Question};
+use crate::search::{LossyOptions, PinnedChoices, PlanRequest};
 use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, HostSpec, Link, OpRates, Rates};
 use plimsoll_program::Share;
 use plimsoll_program::models::ModelConfig;
-use plimsoll_program::models::decoder::{AdamState, Optimizer, Source};
+use plimsoll_program::models::decoder::{AdamState, Optimizer, WeightSource};
 
-/// A simulated device of so much of a core's speed, with this link to others.
+/// Returns a simulated device with a fraction `pace` of the speed of a CPU core, and a link to the others.
 pub(super) fn device(pace: f64, budget: Bytes, team_link: Link) -> DeviceSpec {
     let core = Rates {
         f32_flops: 100e9,
@@ -31,28 +31,28 @@ pub(super) fn device(pace: f64, budget: Bytes, team_link: Link) -> DeviceSpec {
     }
 }
 
-/// Steps of so many sequences of so many tokens each on a device beside no host.
-pub(super) fn question<'a>(
+/// Returns a request for steps of `sequences` sequences of `sequence` tokens, without a host.
+pub(super) fn request<'a>(
     config: &'a ModelConfig,
     device: &'a DeviceSpec,
     sequence: u64,
     sequences: u64,
-) -> Question<'a> {
+) -> PlanRequest<'a> {
     let state = AdamState::Full;
-    Question {
+    PlanRequest {
         config,
         precision: DType::F32,
         sequence,
         sequences,
-        source: Source::Random { seed: 1 },
+        source: WeightSource::Random { seed: 1 },
         optimizer: Some(Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state }),
         evaluate: false,
         generation: None,
         device,
         host: HostSpec::NONE,
-        lossy: Lossy::default(),
-        pins: Pins::default(),
+        lossy: LossyOptions::default(),
+        pins: PinnedChoices::default(),
         rungs: vec![],
-        share: Share::ALONE,
+        share: Share::SINGLE_DEVICE,
     }
 }

@@ -1,38 +1,43 @@
-//! What tests ask the planner, and of which devices.
-#![allow(dead_code, reason = "each file of tests needs some of it")]
+//! Plan requests and devices shared by the planner's tests.
+#![allow(dead_code, reason = "each test file uses a part")]
 
 use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, HostSpec, Link, OpRates, Rates};
-use plimsoll_plan::search::{Lossy, Pins, Question};
+use plimsoll_plan::search::{LossyOptions, PinnedChoices, PlanRequest};
 use plimsoll_program::Share;
 use plimsoll_program::models::ModelConfig;
-use plimsoll_program::models::decoder::{AdamState, Optimizer, Source};
+use plimsoll_program::models::decoder::{AdamState, Optimizer, WeightSource};
 
-/// A model that is trained whole and evaluated, in f32, `[sequences, sequence]` tokens a step, with nothing on a host.
-pub fn question<'a>(config: &'a ModelConfig, device: &'a DeviceSpec, [sequences, sequence]: [u64; 2]) -> Question<'a> {
-    Question {
+/// Returns a request for full fine-tuning with evaluation in f32, with `[sequences, sequence]` tokens per step and no
+/// host.
+pub fn plan_request<'a>(
+    config: &'a ModelConfig,
+    device: &'a DeviceSpec,
+    [sequences, sequence]: [u64; 2],
+) -> PlanRequest<'a> {
+    PlanRequest {
         config,
         precision: DType::F32,
         sequence,
         sequences,
-        source: Source::Random { seed: 1 },
+        source: WeightSource::Random { seed: 1 },
         optimizer: Some(Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state: AdamState::Full }),
         evaluate: true,
         generation: None,
         device,
         host: HostSpec::NONE,
-        lossy: Lossy::default(),
-        pins: Pins::default(),
+        lossy: LossyOptions::default(),
+        pins: PinnedChoices::default(),
         rungs: vec![],
-        share: Share::ALONE,
+        share: Share::SINGLE_DEVICE,
     }
 }
 
-/// So much of a host.
+/// Returns a host with this budget.
 pub fn host(budget: Bytes) -> HostSpec {
     HostSpec { budget, memory_bytes_per_second: 30e9, ..HostSpec::NONE }
 }
 
-/// A simulated device of so much of a core's speed, with this link to others.
+/// Returns a virtual device at `pace` times the rate of a core, with a team link.
 pub fn device(name: &str, budget: Bytes, pace: f64, team_link: Link) -> DeviceSpec {
     let core = Rates {
         f32_flops: 100e9,

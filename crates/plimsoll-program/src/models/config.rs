@@ -1,7 +1,7 @@
-//! What a model is: its sizes and the few switches that its arithmetic has.
+//! Model configuration: sizes and the few switches of the arithmetic, with their validation.
 //!
-//! `config.json` in and out is in `json`, the names of the weights in `weights`, known shapes in
-//! `presets`, the Programs elsewhere. Nothing here touches a file.
+//! Reading and writing `config.json` is in `json`, weight names are in `weights`, known shapes in `presets`, and
+//! Programs in `decoder`. This module accesses no files.
 //!
 //! Legend: V vocabulary, D hidden, F feed-forward, H heads, K key/value heads, E head size.
 
@@ -9,7 +9,7 @@ use plimsoll_core::Failure;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// The family a model belongs to: `model_type` of its `config.json`.
+/// The model family: `model_type` in `config.json`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ModelType {
     /// Llama 2 and 3, TinyLlama, SmolLM2.
@@ -26,7 +26,7 @@ impl ModelType {
     /// All types.
     pub const ALL: [ModelType; 4] = [ModelType::Llama, ModelType::Mistral, ModelType::Qwen2, ModelType::Qwen3];
 
-    /// The word in `model_type`.
+    /// Returns the value of `model_type`.
     pub const fn name(self) -> &'static str {
         match self {
             ModelType::Llama => "llama",
@@ -36,7 +36,7 @@ impl ModelType {
         }
     }
 
-    /// The class of transformers that computes it: `architectures`.
+    /// Returns the class in transformers, the value of `architectures`.
     pub const fn architecture(self) -> &'static str {
         match self {
             ModelType::Llama => "LlamaForCausalLM",
@@ -46,12 +46,12 @@ impl ModelType {
         }
     }
 
-    /// Whether queries, keys and values have biases.
+    /// Returns whether queries, keys and values have biases.
     pub const fn qkv_bias(self) -> bool {
         matches!(self, ModelType::Qwen2)
     }
 
-    /// Whether every query and key head has a norm.
+    /// Returns whether every query and key head has a norm.
     pub const fn qk_norm(self) -> bool {
         matches!(self, ModelType::Qwen3)
     }
@@ -63,37 +63,37 @@ impl fmt::Display for ModelType {
     }
 }
 
-/// How the frequencies of the rotary positions are stretched.
+/// The scaling of rotary frequencies.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub enum RopeScaling {
-    /// Not at all.
+    /// No scaling.
     None,
     /// Every frequency is divided by `factor`.
     Linear {
-        /// The divisor.
+        /// Divisor of all frequencies.
         factor: f64,
     },
-    /// Llama 3.1: low frequencies are divided by `factor`, high ones kept, those between blended.
+    /// Llama 3.1: low frequencies are divided by `factor`, high ones are kept, and those between are interpolated.
     Llama3 {
-        /// The divisor of low frequencies.
+        /// Divisor of low frequencies.
         factor: f64,
-        /// Waves longer than `original_max_position_embeddings / low_freq_factor` are low.
+        /// Bound of low frequencies: wavelengths above `original_max_position_embeddings / low_freq_factor`.
         low_freq_factor: f64,
-        /// Waves shorter than `original_max_position_embeddings / high_freq_factor` are high.
+        /// Bound of high frequencies: wavelengths below `original_max_position_embeddings / high_freq_factor`.
         high_freq_factor: f64,
-        /// The context the model was first trained with, in tokens.
+        /// Context length before scaling, in tokens.
         original_max_position_embeddings: u64,
     },
 }
 
-/// A decoder of the Llama family.
+/// The configuration of a decoder of the Llama, Mistral or Qwen family.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
-    /// The family.
+    /// Model family.
     pub model_type: ModelType,
     /// D: width of the residual stream.
     pub hidden: u64,
-    /// Blocks.
+    /// Number of layers.
     pub layers: u64,
     /// H: query heads.
     pub heads: u64,
@@ -103,32 +103,32 @@ pub struct ModelConfig {
     pub head_dim: u64,
     /// F: width of the feed-forward part.
     pub ffn: u64,
-    /// V: vocabulary.
+    /// V: vocabulary size.
     pub vocab: u64,
-    /// Whether the head is the embedding.
+    /// Whether the head shares the weights of the embedding.
     pub tied: bool,
-    /// Added to the mean square in every norm.
+    /// Value added to the mean square in every norm.
     pub norm_eps: f64,
     /// Base of the rotary frequencies.
     pub rope_theta: f64,
-    /// How they are stretched.
+    /// Scaling of the rotary frequencies.
     pub rope_scaling: RopeScaling,
-    /// Biases on queries, keys and values.
+    /// Whether queries, keys and values have biases.
     pub qkv_bias: bool,
-    /// A norm on every query and key head, before the rotation.
+    /// Whether every query and key head has a norm before the rotation.
     pub qk_norm: bool,
-    /// The longest sequence, in tokens.
+    /// Longest sequence, in tokens.
     pub max_positions: u64,
-    /// The token that begins a document.
+    /// Token that starts a document.
     pub bos: Option<i64>,
-    /// The tokens that end one.
+    /// Tokens that end a document.
     pub eos: Vec<i64>,
-    /// Standard deviation of random matrices.
+    /// Standard deviation of randomly initialized matrices.
     pub init_std: f64,
 }
 
-/// Largest sizes that are believed. They are far above any model, and so low that no product of
-/// sizes, element counts and bytes leaves 64 bits.
+/// Largest accepted sizes. They are far above any model, and so low that no product of sizes, element counts and bytes
+/// overflows 64 bits.
 pub(crate) mod limit {
     pub const HIDDEN: u64 = 1 << 18;
     pub const LAYERS: u64 = 1 << 12;
@@ -140,66 +140,66 @@ pub(crate) mod limit {
     pub const PARAMETERS: u64 = 1 << 44;
 }
 
-/// Why a model's configuration is not one that Plimsoll computes. Keys are those of `config.json`;
-/// a dot leads into an inner object.
+/// The reason why Plimsoll cannot compute a model. Keys are those of `config.json`; a dot separates the key of an inner
+/// object.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ConfigError {
-    /// Not JSON at all.
+    /// Text that is not JSON.
     #[error("not valid JSON: {message}")]
     Json {
-        /// What the parser says, with line and column.
+        /// Message of the parser, with line and column.
         message: String,
     },
-    /// A key that has no default is absent.
+    /// A missing key without a default.
     #[error("`{key}` is missing, expected {expected}")]
     Missing {
-        /// The key.
+        /// Missing key.
         key: String,
-        /// What belongs there.
+        /// Description of the expected value.
         expected: String,
     },
-    /// A value that means nothing.
+    /// A value out of range or of the wrong type.
     #[error("`{key}` is {found}, expected {expected}")]
     Wrong {
-        /// The key.
+        /// Key of the value.
         key: String,
-        /// Its value, as JSON.
+        /// Value as JSON.
         found: String,
-        /// What belongs there.
+        /// Description of the expected value.
         expected: String,
     },
-    /// A value with a meaning that Plimsoll does not compute.
+    /// A valid value that Plimsoll does not support.
     #[error("`{key}` is {found}, which is not supported; supported: {supported}")]
     Unsupported {
-        /// The key.
+        /// Key of the value.
         key: String,
-        /// Its value, as JSON.
+        /// Value as JSON.
         found: String,
-        /// The values that are.
+        /// Supported values.
         supported: String,
     },
-    /// Two keys say different things about one fact.
+    /// Two keys with contradicting values.
     #[error("`{key}` is {found}, but `{other}` is {other_found}")]
     Contradiction {
-        /// One key.
+        /// First key.
         key: String,
-        /// Its value, as JSON.
+        /// Value of the first key, as JSON.
         found: String,
-        /// The other key.
+        /// Second key.
         other: String,
-        /// Its value, as JSON.
+        /// Value of the second key, as JSON.
         other_found: String,
     },
-    /// Keys that nobody told us about: they might change the arithmetic.
+    /// Unknown keys, which might change the arithmetic.
     #[error("unknown {}: {}", if keys.len() == 1 { "key" } else { "keys" }, quoted(keys))]
     Unknown {
-        /// The keys, as they stand in the file.
+        /// Keys as in the file.
         keys: Vec<String>,
     },
-    /// A key was to be ignored that Plimsoll knows to matter.
-    #[error("`{key}` cannot be ignored: it decides what is computed")]
+    /// An ignored key that Plimsoll knows to change the arithmetic.
+    #[error("`{key}` cannot be ignored: it changes what the model computes")]
     CannotIgnore {
-        /// The key.
+        /// Ignored key.
         key: String,
     },
 }
@@ -214,15 +214,15 @@ fn quoted(keys: &[String]) -> String {
 }
 
 impl ConfigError {
-    /// What the user can do about it.
+    /// Returns hints with which the user can solve the problem.
     pub fn hints(&self) -> Vec<String> {
         match self {
             ConfigError::Unknown { keys } if keys.len() <= 8 => {
                 let flags: Vec<_> = keys.iter().map(|key| format!("--ignore-config-key {key}")).collect();
-                vec![format!("if they do not change what the model computes: {}", flags.join(" "))]
+                vec![format!("if they do not change what the model computes, ignore them: {}", flags.join(" "))]
             }
             ConfigError::Unknown { .. } => {
-                vec!["--ignore-config-key KEY for each that does not change what the model computes".into()]
+                vec!["ignore each key that does not change what the model computes: --ignore-config-key KEY".into()]
             }
             ConfigError::Unsupported { key, .. } if key == "sliding_window" => {
                 vec![
@@ -244,22 +244,22 @@ impl From<ConfigError> for Failure {
 }
 
 impl ModelConfig {
-    /// H·E: width of all query heads together.
+    /// Returns H·E, the width of all query heads.
     pub fn query_width(&self) -> u64 {
         self.heads * self.head_dim
     }
 
-    /// K·E: width of all key (or value) heads together.
+    /// Returns K·E, the width of all key heads, and of all value heads.
     pub fn kv_width(&self) -> u64 {
         self.kv_heads * self.head_dim
     }
 
-    /// (H + 2·K)·E: rows of the fused product of queries, keys and values.
+    /// Returns (H + 2·K)·E, the rows of the fused matrix of queries, keys and values.
     pub fn qkv_width(&self) -> u64 {
         self.query_width() + 2 * self.kv_width()
     }
 
-    /// Parameters of one block.
+    /// Returns the parameters of one layer.
     pub fn layer_parameters(&self) -> u64 {
         let attention = self.qkv_width() * self.hidden + self.hidden * self.query_width();
         let bias = if self.qkv_bias { self.qkv_width() } else { 0 };
@@ -268,16 +268,16 @@ impl ModelConfig {
         attention + bias + head_norms + feed_forward + 2 * self.hidden
     }
 
-    /// Parameters of the whole model; a tied head counts once.
+    /// Returns the parameters of the whole model; a tied head counts once.
     pub fn parameters(&self) -> u64 {
         let tables = if self.tied { 1 } else { 2 } * self.vocab * self.hidden;
         tables + self.layers * self.layer_parameters() + self.hidden
     }
 
-    /// Checks that the sizes fit each other and are sane, so that later arithmetic cannot overflow.
+    /// Checks that the sizes are in range and consistent, so that later arithmetic cannot overflow.
     ///
     /// # Errors
-    /// The first key that is out of its range or does not go with the others.
+    /// Returns the first key that is out of range or inconsistent with others.
     pub fn validate(&self) -> Result<(), ConfigError> {
         for (key, value, largest) in [
             ("hidden_size", self.hidden, limit::HIDDEN),
@@ -303,7 +303,7 @@ impl ModelConfig {
         if !self.head_dim.is_multiple_of(2) {
             return Err(wrong("head_dim", self.head_dim, "an even number (its halves are rotated)"));
         }
-        // transformers refuses such a llama, whatever head_dim says.
+        // transformers refuses such a llama, even with an explicit head_dim.
         if self.model_type == ModelType::Llama && !self.hidden.is_multiple_of(self.heads) {
             return Err(wrong(
                 "hidden_size",
@@ -344,20 +344,20 @@ impl ModelConfig {
     }
 
     fn validate_scaling(&self) -> Result<(), ConfigError> {
-        let factor_of = |factor: f64| {
-            let sane = (1e-6..=1e6).contains(&factor);
-            if sane { Ok(()) } else { Err(wrong("rope_scaling.factor", factor, "a number from 1e-6 to 1e6")) }
+        let check_factor = |factor: f64| {
+            let in_range = (1e-6..=1e6).contains(&factor);
+            if in_range { Ok(()) } else { Err(wrong("rope_scaling.factor", factor, "a number from 1e-6 to 1e6")) }
         };
         match self.rope_scaling {
             RopeScaling::None => Ok(()),
-            RopeScaling::Linear { factor } => factor_of(factor),
+            RopeScaling::Linear { factor } => check_factor(factor),
             RopeScaling::Llama3 {
                 factor,
                 low_freq_factor: low,
                 high_freq_factor: high,
                 original_max_position_embeddings: original,
             } => {
-                factor_of(factor)?;
+                check_factor(factor)?;
                 if !(1e-6..=1e6).contains(&low) {
                     return Err(wrong("rope_scaling.low_freq_factor", low, "a number from 1e-6 to 1e6"));
                 }

@@ -1,10 +1,11 @@
-//! `config.json` of a Hugging Face directory, in and out.
+//! Reading and writing `config.json` of a Hugging Face directory.
 //!
-//! The rule for reading: a key that changes the arithmetic is honoured, or refused by name unless
-//! its value is neutral; keys known to be inert pass; any other key is refused unless the user says
-//! that it may be ignored. Defaults of absent keys are those of transformers' configuration class
-//! of the type (`configuration_llama.py` and so on, version 5), except that the sizes that shape
-//! the weights must be there.
+//! - A key that changes the arithmetic is applied, or refused by name unless its value is neutral.
+//! - Keys known to be inert are accepted.
+//! - All other keys are refused unless the user ignores them explicitly.
+//!
+//! Defaults of absent keys are those of the configuration class in transformers 5 (`configuration_llama.py` and so on).
+//! Sizes that determine the shapes of weights have no default.
 
 use super::config::{ConfigError, ModelConfig, ModelType, RopeScaling, limit};
 use plimsoll_core::DType;
@@ -12,10 +13,10 @@ use serde_json::{Map, Value, json};
 use std::cell::RefCell;
 use std::collections::BTreeSet;
 
-/// Keys that do not change the arithmetic of training: names and versions, defaults of generation
-/// and of classifiers, and what transformers returns or caches.
+/// Keys that do not change the arithmetic of training: names and versions, defaults of generation and of classifiers,
+/// and switches of what transformers returns or caches.
 const INERT: &[&str] = &[
-    // where it comes from
+    // origin
     "architectures",
     "_name_or_path",
     "name_or_path",
@@ -26,7 +27,7 @@ const INERT: &[&str] = &[
     "unsloth_fixed",
     "unsloth_version",
     "model_name",
-    // how it is stored and run
+    // storage and execution
     "torch_dtype",
     "dtype",
     "use_cache",
@@ -86,7 +87,7 @@ const INERT: &[&str] = &[
     "typical_p",
 ];
 
-/// Switches of transformers that Plimsoll does not compute, each with its neutral values.
+/// Returns the switches of transformers that Plimsoll does not support, each with its neutral values.
 fn neutral_switches() -> [(&'static str, Vec<Value>); 15] {
     let off = || vec![json!(false)];
     let none = || vec![json!([]), json!({})];
@@ -110,15 +111,17 @@ fn neutral_switches() -> [(&'static str, Vec<Value>); 15] {
 }
 
 impl ModelConfig {
-    /// Reads the text of a `config.json`. `ignore_keys` names keys that the user knows to be inert
-    /// (`--ignore-config-key`); a key inside `rope_scaling` is named `rope_scaling.KEY`.
+    /// Reads the text of a `config.json`.
+    ///
+    /// `ignore_keys` are keys that the user declares inert (`--ignore-config-key`); a key inside `rope_scaling` is
+    /// `rope_scaling.KEY`.
     ///
     /// # Errors
-    /// The first key that is missing, wrong, unsupported or contradicted, else all unknown ones.
+    /// Returns the first key that is missing, wrong, unsupported or contradicted, else all unknown keys.
     pub fn from_json(text: &str, ignore_keys: &[String]) -> Result<ModelConfig, ConfigError> {
         let root: Value = serde_json::from_str(text).map_err(|e| ConfigError::Json { message: e.to_string() })?;
         let Value::Object(map) = &root else {
-            return Err(ConfigError::Json { message: format!("{} is no object", shown(&root)) });
+            return Err(ConfigError::Json { message: format!("expected an object, found {}", shown(&root)) });
         };
         let keys = Keys::new(map, "");
         let config = read(&keys)?;
@@ -127,9 +130,11 @@ impl ModelConfig {
         Ok(config)
     }
 
-    /// The `config.json` of this model with weights stored as `dtype`. Keys of `base` (the file the
-    /// model came from) that say nothing else are kept. The spelling is the one that transformers 4
-    /// and 5 both read: version 4 would overlook `rope_parameters` and compute other frequencies.
+    /// Returns the `config.json` of this model with weights stored as `dtype`.
+    ///
+    /// Keys of `base`, the file that the model was read from, are kept unless this model determines them. The key names
+    /// are those that both transformers 4 and 5 read: version 4 ignores `rope_parameters` and would compute other
+    /// frequencies.
     pub fn to_json(&self, base: Option<&Value>, dtype: DType) -> Value {
         let mut map = match base {
             Some(Value::Object(map)) => map.clone(),
@@ -166,7 +171,7 @@ impl ModelConfig {
         for (key, value) in facts {
             map.insert(key.to_owned(), value);
         }
-        // Said aloud where the type's default is another, or where readers differ in theirs.
+        // Switches with a default that differs from this model's value, or between readers.
         let mut switches = vec![("hidden_act", json!("silu")), ("attention_dropout", json!(0.0))];
         match self.model_type {
             ModelType::Llama => switches.extend([("attention_bias", json!(false)), ("mlp_bias", json!(false))]),
@@ -183,7 +188,7 @@ impl ModelConfig {
     }
 }
 
-/// torch's name of a type.
+/// Returns the name of a dtype in PyTorch.
 fn dtype_name(dtype: DType) -> &'static str {
     match dtype {
         DType::F64 => "float64",
@@ -214,7 +219,8 @@ fn read(keys: &Keys) -> Result<ModelConfig, ConfigError> {
     for (key, neutral) in neutral_switches() {
         keys.must_be_neutral(key, &neutral)?;
     }
-    // Qwen 2 has its biases whatever this key says; elsewhere it would bias the output product, too.
+    // Qwen 2 has biases regardless of this key. In other families the key would also add a bias to the output
+    // projection.
     if model_type == ModelType::Qwen2 {
         keys.flag("attention_bias")?;
     } else {
@@ -294,7 +300,7 @@ fn read_head_dim(keys: &Keys, model_type: ModelType, hidden: u64, heads: u64) ->
     }
 }
 
-/// A sliding window is neutral when it is off or spans the longest sequence.
+/// Refuses sliding windows, unless they are off or cover the longest sequence.
 fn refuse_windows(keys: &Keys, model_type: ModelType, layers: u64, max_positions: u64) -> Result<(), ConfigError> {
     if let Some(found) = keys.value("layer_types") {
         let full = |list: &Vec<Value>| list.len() as u64 == layers && list.iter().all(|t| t == "full_attention");
@@ -307,10 +313,10 @@ fn refuse_windows(keys: &Keys, model_type: ModelType, layers: u64, max_positions
     let window = keys.whole("sliding_window", limit::POSITIONS)?;
     let absent = keys.raw("sliding_window").is_none();
     let by_default = absent.then_some(4096);
-    // The first layers never slide.
+    // Layers below `max_window_layers` have full attention.
     let full_layers = keys.read("max_window_layers", || "a whole number".into(), Value::as_u64)?.unwrap_or(28);
     let active = match model_type {
-        // The switch does not exist here: the window alone decides.
+        // Mistral has no `use_sliding_window` switch.
         ModelType::Mistral => window.or(by_default),
         ModelType::Qwen2 | ModelType::Qwen3 if switched_on == Some(true) && full_layers < layers => {
             window.or(by_default)
@@ -329,8 +335,8 @@ fn refuse_windows(keys: &Keys, model_type: ModelType, layers: u64, max_positions
     }
 }
 
-/// Base and scaling of the rotary frequencies, from `rope_theta` and `rope_scaling`
-/// (transformers 4) or `rope_parameters` (5). Where several are there, they must agree.
+/// Reads base and scaling of the rotary frequencies from `rope_theta` and `rope_scaling` (transformers 4) or
+/// `rope_parameters` (5). Repeated values must agree.
 fn read_rope(keys: &Keys, max_positions: u64) -> Result<(f64, RopeScaling), ConfigError> {
     let mut thetas: Vec<(String, f64)> = Vec::new();
     thetas.extend(keys.number("rope_theta")?.map(|theta| ("rope_theta".to_owned(), theta)));
@@ -400,7 +406,7 @@ fn contradiction(key: &str, found: &Value, other: &str, other_found: &Value) -> 
     }
 }
 
-/// A value as a message shows it: JSON, cut where it is long.
+/// Returns a value as JSON for messages, shortened if it is long.
 fn shown(value: &Value) -> String {
     const LONGEST: usize = 60;
     let text = value.to_string();
@@ -410,12 +416,12 @@ fn shown(value: &Value) -> String {
     }
 }
 
-/// An object of the file, which remembers the keys that were asked for: the others are unknown.
+/// A JSON object that records which keys the reader has looked up; all other keys are unknown.
 struct Keys<'a> {
     map: &'a Map<String, Value>,
     section: &'a str,
     asked: RefCell<BTreeSet<String>>,
-    /// Paths of unknown keys of inner objects.
+    /// Paths of unknown keys in inner objects.
     unknown: RefCell<Vec<String>>,
 }
 
@@ -428,13 +434,13 @@ impl<'a> Keys<'a> {
         if self.section.is_empty() { key.to_owned() } else { format!("{}.{key}", self.section) }
     }
 
-    /// The value, null included.
+    /// Returns the value, which may be null.
     fn raw(&self, key: &str) -> Option<&'a Value> {
         self.asked.borrow_mut().insert(key.to_owned());
         self.map.get(key)
     }
 
-    /// The value unless it is null.
+    /// Returns the value, and `None` for null.
     fn value(&self, key: &str) -> Option<&'a Value> {
         self.raw(key).filter(|value| !value.is_null())
     }
@@ -478,13 +484,13 @@ impl<'a> Keys<'a> {
         self.read(key, expected, |value| value.as_u64().filter(|n| (1..=largest).contains(n)))
     }
 
-    /// A size without which there is no shape.
+    /// Returns a size that has no default.
     fn size(&self, key: &str, largest: u64) -> Result<u64, ConfigError> {
         let expected = || format!("a whole number from 1 to {largest}");
         self.whole(key, largest)?.ok_or_else(|| self.missing(key, expected()))
     }
 
-    /// Token numbers, one or a list; null is none at all.
+    /// Returns token numbers, given as one number, a list or null (no tokens).
     fn tokens(&self, key: &str, most: usize) -> Result<Option<Vec<i64>>, ConfigError> {
         let expected = if most == 1 { "a token number or null" } else { "a token number, a list of them, or null" };
         match self.raw(key) {
@@ -504,7 +510,7 @@ impl<'a> Keys<'a> {
         self.read(key, || "an object or null".into(), |value| value.as_object().map(|map| Keys::new(map, key)))
     }
 
-    /// Absent, null and the values of `neutral` pass.
+    /// Refuses values other than null and those of `neutral`.
     fn must_be_neutral(&self, key: &str, neutral: &[Value]) -> Result<(), ConfigError> {
         match self.value(key) {
             Some(found) if !neutral.contains(found) => {
@@ -517,7 +523,7 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// Takes over what an inner object knows of its keys.
+    /// Merges the looked-up and unknown keys of an inner object.
     fn adopt(&self, inner: Keys) {
         let mut asked = self.asked.borrow_mut();
         asked.extend(inner.asked.borrow().iter().map(|key| inner.path(key)));
@@ -525,7 +531,7 @@ impl<'a> Keys<'a> {
         self.unknown.borrow_mut().extend(unknown.map(|key| inner.path(key)));
     }
 
-    /// Refuses the keys that nobody asked for, unless they are inert or to be ignored.
+    /// Refuses the keys that the reader has not looked up, unless they are inert or ignored.
     fn finish(self, ignore_keys: &[String]) -> Result<(), ConfigError> {
         let asked = self.asked.into_inner();
         if let Some(key) = ignore_keys.iter().find(|key| asked.contains(*key)) {

@@ -1,4 +1,5 @@
-//! Models of the Llama family: what they are, and the names of their weights.
+//! Models of the Llama, Mistral and Qwen families: configuration, published shapes, weight names, and their Programs in
+//! [`decoder`].
 
 pub mod config;
 pub mod decoder;
@@ -8,6 +9,6 @@ mod supported;
 pub mod weights;
 
 pub use config::{ConfigError, ModelConfig, ModelType, RopeScaling};
-pub use presets::{closest_preset, of_size, preset, preset_names};
-pub use supported::{CUDA_HEAD_DIM_MAX, Unsupported, supported};
+pub use presets::{closest_preset, preset, preset_names, preset_of_size};
+pub use supported::{CUDA_HEAD_DIM_MAX, Unsupported, check_supported};
 pub use weights::{Parameter, Target};

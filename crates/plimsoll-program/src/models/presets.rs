@@ -1,7 +1,7 @@
-//! Published shapes, for plans and random starts without a model directory.
+//! Presets: published model shapes, for plans and random starts without a model directory.
 //!
-//! Each row is the public `config.json` of the model that the name points to; `llama-11b` is nobody's, and stands in for
-//! models of its size.
+//! Each row is the public `config.json` of the named model. The exception is `llama-11b`, which has no publisher and
+//! represents models of its size.
 
 use super::config::{ModelConfig, ModelType, RopeScaling};
 
@@ -64,7 +64,7 @@ const fn row(
 
 const PLAIN: RopeScaling = RopeScaling::None;
 
-/// Name, type, [D, layers, H, K, E, F, V], tied, (theta, scaling, eps), longest sequence, [bos, eos].
+/// Columns: name, type, [D, layers, H, K, E, F, V], tied, (theta, scaling, eps), longest sequence, [bos, eos].
 #[rustfmt::skip]
 static ROWS: [Row; 17] = [
     Row {
@@ -89,7 +89,7 @@ static ROWS: [Row; 17] = [
     row("qwen3-8b", Qwen3, [4096, 36, 32, 8, 128, 12288, 151_936], false, (1e6, PLAIN, 1e-6), 40960, [151_643, 151_645]),
 ];
 
-/// The shape with that name.
+/// Returns the shape with this name.
 pub fn preset(name: &str) -> Option<ModelConfig> {
     ROWS.iter().find(|row| row.name == name).map(|row| ModelConfig {
         model_type: row.model_type,
@@ -113,12 +113,12 @@ pub fn preset(name: &str) -> Option<ModelConfig> {
     })
 }
 
-/// All names, by family and size.
+/// Returns all names, ordered by family and size.
 pub fn preset_names() -> impl Iterator<Item = &'static str> {
     ROWS.iter().map(|row| row.name)
 }
 
-/// What sizes stand for where no family is named: the shapes that scripts of the field mean by them.
+/// Presets for sizes without a family name, as scripts commonly mean them.
 const SIZES: [(&str, &str); 9] = [
     ("0.5b", "qwen2.5-0.5b"),
     ("1b", "llama-3.2-1b"),
@@ -131,21 +131,21 @@ const SIZES: [(&str, &str); 9] = [
     ("32b", "qwen2.5-32b"),
 ];
 
-/// The preset that a size such as `7b` stands for.
-pub fn of_size(size: &str) -> Option<&'static str> {
+/// Returns the preset that a size such as `7b` stands for.
+pub fn preset_of_size(size: &str) -> Option<&'static str> {
     let size = size.to_lowercase();
     SIZES.iter().find(|(known, _)| *known == size).map(|(_, name)| *name)
 }
 
-/// The preset that was probably meant by `name`: written otherwise, mistyped, or with the
-/// publisher in front.
+/// Returns the preset closest to `name`, which may be misspelled or start with a publisher; `None` if no name is
+/// similar.
 pub fn closest_preset(name: &str) -> Option<&'static str> {
-    const ALIKE: f64 = 0.75;
+    const SIMILARITY_MIN: f64 = 0.75;
     let lower = name.to_lowercase();
     let bare = lower.rsplit('/').next().unwrap_or(&lower);
     preset_names()
         .map(|known| (strsim::normalized_damerau_levenshtein(bare, known), known))
-        .filter(|(alike, _)| *alike >= ALIKE)
+        .filter(|(similarity, _)| *similarity >= SIMILARITY_MIN)
         .max_by(|a, b| a.0.total_cmp(&b.0))
         .map(|(_, known)| known)
 }
@@ -154,9 +154,9 @@ pub fn closest_preset(name: &str) -> Option<&'static str> {
 mod tests {
     use super::*;
 
-    /// Printed by the publishers; a count is right when it rounds to every printed digit.
+    /// Compares with the counts that the publishers print, to every printed digit.
     #[test]
-    fn parameter_counts_equal_the_published_ones() {
+    fn parameter_counts_match_published_counts() {
         let published = [
             ("smollm2-135m", "134.5 M"),
             ("smollm2-360m", "361.8 M"),
@@ -164,7 +164,7 @@ mod tests {
             ("llama-3.2-1b", "1.236 B"),
             ("llama-3.2-3b", "3.213 B"),
             ("llama-3.1-8b", "8.030 B"),
-            // By our own count: nobody has printed one.
+            // Our own count, since this shape has no publisher.
             ("llama-11b", "11.520 B"),
             ("llama-2-7b", "6.738 B"),
             ("llama-2-13b", "13.016 B"),
@@ -188,20 +188,23 @@ mod tests {
     }
 
     #[test]
-    fn sizes_stand_for_presets() {
+    fn sizes_map_to_presets() {
         assert!(SIZES.iter().all(|(size, name)| preset(name).is_some() && preset(size).is_none()));
-        assert_eq!((of_size("7B"), of_size("11b"), of_size("9b")), (Some("llama-2-7b"), Some("llama-11b"), None));
+        assert_eq!(
+            (preset_of_size("7B"), preset_of_size("11b"), preset_of_size("9b")),
+            (Some("llama-2-7b"), Some("llama-11b"), None)
+        );
     }
 
     #[test]
-    fn presets_are_sane() {
+    fn presets_are_valid() {
         for name in preset_names() {
             assert_eq!(preset(name).unwrap().validate(), Ok(()), "{name}");
         }
     }
 
     #[test]
-    fn typos_lead_to_the_preset_that_was_meant() {
+    fn misspelled_names_find_closest_preset() {
         assert_eq!(closest_preset("meta-llama/Llama-3.2-1B"), Some("llama-3.2-1b"));
         assert_eq!(closest_preset("qwen25-7b"), Some("qwen2.5-7b"));
         assert_eq!(closest_preset("smolm2-135m"), Some("smollm2-135m"));

@@ -1,26 +1,27 @@
-//! Which models the kernels of a target can compute. What a model may be at all is in `config`.
+//! Limits of the kernels: which models and precisions a device can compute. Limits of models in general are in
+//! `config`.
 
 use super::ModelConfig;
 use crate::workspace::Kernels;
 use plimsoll_core::{DType, Failure};
 
-/// The largest head of the CUDA kernels: the tiles of attention must fit into the 99 KiB of shared memory
-/// that a block may have on most GPUs.
+/// Largest head size of the CUDA kernels. The tiles of attention must fit into 99 KiB, the shared memory that a block
+/// may have on most GPUs.
 pub const CUDA_HEAD_DIM_MAX: u64 = 128;
 
 /// A model that these kernels cannot compute.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Unsupported {
-    /// Heads that attention has no room for.
-    #[error("heads of {head_dim} elements: attention on NVIDIA GPUs takes at most {most}")]
+    /// Heads that are too large for attention.
+    #[error("head size {head_dim} exceeds the limit of attention on NVIDIA GPUs ({max})")]
     HeadDim {
         /// Elements of the model's heads.
         head_dim: u64,
-        /// The most that there is room for.
-        most: u64,
+        /// Largest supported head size.
+        max: u64,
     },
-    /// f64 is for processors.
-    #[error("kernels for NVIDIA GPUs compute in f32 and bf16, not in f64")]
+    /// A precision that only CPU kernels support.
+    #[error("kernels for NVIDIA GPUs support f32 and bf16, not f64")]
     Precision,
 }
 
@@ -30,18 +31,18 @@ impl From<Unsupported> for Failure {
             Unsupported::HeadDim { .. } => "model",
             Unsupported::Precision => "train.precision",
         };
-        Failure::input(format!("{key}: {error}")).hint("run it on the cpu: --devices cpu")
+        Failure::input(format!("{key}: {error}")).hint("run on the CPU: --devices cpu")
     }
 }
 
-/// That a target's kernels can compute a model in a precision.
+/// Checks that kernels can compute a model in a precision.
 ///
 /// # Errors
-/// What stands in the way.
-pub fn supported(config: &ModelConfig, precision: DType, kernels: Kernels) -> Result<(), Unsupported> {
-    let (head_dim, most) = (config.head_dim, CUDA_HEAD_DIM_MAX);
+/// Returns the limit that the model or precision exceeds.
+pub fn check_supported(config: &ModelConfig, precision: DType, kernels: Kernels) -> Result<(), Unsupported> {
+    let (head_dim, max) = (config.head_dim, CUDA_HEAD_DIM_MAX);
     match kernels {
-        Kernels::Cuda if head_dim > most => Err(Unsupported::HeadDim { head_dim, most }),
+        Kernels::Cuda if head_dim > max => Err(Unsupported::HeadDim { head_dim, max }),
         Kernels::Cuda if precision == DType::F64 => Err(Unsupported::Precision),
         _ => Ok(()),
     }
@@ -53,21 +54,21 @@ mod tests {
     use crate::models::{preset, preset_names};
 
     #[test]
-    fn heads_beyond_the_tiles_of_a_gpu_and_f64_are_refused_there_and_nowhere_else() {
+    fn gpu_refuses_large_heads_and_f64() {
         let preset = preset("qwen3-8b").unwrap();
         let wide = ModelConfig { head_dim: 130, ..preset.clone() };
-        let refused = supported(&wide, DType::F32, Kernels::Cuda).unwrap_err();
-        assert_eq!(refused.to_string(), "heads of 130 elements: attention on NVIDIA GPUs takes at most 128");
-        assert_eq!(supported(&preset, DType::F64, Kernels::Cuda), Err(Unsupported::Precision));
-        assert_eq!(supported(&wide, DType::F64, Kernels::Cpu { threads: 2 }), Ok(()));
+        let refused = check_supported(&wide, DType::F32, Kernels::Cuda).unwrap_err();
+        assert_eq!(refused.to_string(), "head size 130 exceeds the limit of attention on NVIDIA GPUs (128)");
+        assert_eq!(check_supported(&preset, DType::F64, Kernels::Cuda), Err(Unsupported::Precision));
+        assert_eq!(check_supported(&wide, DType::F64, Kernels::Cpu { threads: 2 }), Ok(()));
     }
 
     #[test]
-    fn every_preset_runs_everywhere() {
+    fn every_preset_is_supported_by_all_kernels() {
         for name in preset_names() {
             for kernels in [Kernels::Cuda, Kernels::Cpu { threads: 2 }] {
                 for precision in [DType::F32, DType::Bf16] {
-                    assert_eq!(supported(&preset(name).unwrap(), precision, kernels), Ok(()), "{name}");
+                    assert_eq!(check_supported(&preset(name).unwrap(), precision, kernels), Ok(()), "{name}");
                 }
             }
         }

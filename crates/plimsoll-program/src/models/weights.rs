@@ -1,8 +1,7 @@
-//! The weights by the names that Hugging Face files give them, and where each lies in the fused
-//! tensors that Plimsoll computes with.
+//! Weights: their names in Hugging Face files, and their place in the fused tensors that Plimsoll computes with.
 //!
-//! A product of one wide matrix is faster than of three narrow ones, so queries, keys and values
-//! are rows of one tensor, and so are gate and up:
+//! One product with a wide matrix is faster than several with narrow ones. Therefore queries, keys and values are rows
+//! of one tensor, and so are gate and up:
 //!
 //! | tensor | shape | rows |
 //! |---|---|---|
@@ -17,7 +16,7 @@
 
 use super::config::ModelConfig;
 
-/// A projection of a layer: what adapters attach to, and what a frozen model may hold quantised.
+/// A projection of a layer. Adapters attach to projections, and a frozen model may quantize them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[expect(missing_docs, reason = "named after the modules of transformers: q_proj, …")]
 pub enum Target {
@@ -31,10 +30,10 @@ pub enum Target {
 }
 
 impl Target {
-    /// All of them, in the order in which a layer computes them.
+    /// All projections, in the order in which a layer computes them.
     pub const ALL: [Target; 7] = [Target::Q, Target::K, Target::V, Target::O, Target::Gate, Target::Up, Target::Down];
 
-    /// The module in transformers, and in PEFT's `target_modules`: `q_proj`.
+    /// Returns the module name in transformers and in PEFT's `target_modules`: `q_proj`.
     pub const fn name(self) -> &'static str {
         match self {
             Target::Q => "q_proj",
@@ -47,12 +46,12 @@ impl Target {
         }
     }
 
-    /// The target that a module's name means.
+    /// Returns the projection with this module name.
     pub fn named(name: &str) -> Option<Target> {
         Target::ALL.into_iter().find(|target| target.name() == name)
     }
 
-    /// The part of a layer that has the module.
+    /// Returns the parent module in transformers.
     const fn group(self) -> &'static str {
         match self {
             Target::Q | Target::K | Target::V | Target::O => "self_attn",
@@ -60,7 +59,7 @@ impl Target {
         }
     }
 
-    /// The fused tensor that its rows stand in.
+    /// Returns the fused tensor that contains the rows of the projection.
     pub const fn tensor(self) -> &'static str {
         match self {
             Target::Q | Target::K | Target::V => "qkv",
@@ -70,7 +69,7 @@ impl Target {
         }
     }
 
-    /// The tensors of its adapter: A `[r, columns]` and B `[rows, r]`.
+    /// Returns the tensors of the projection's adapter: A `[r, columns]` and B `[rows, r]`.
     pub const fn adapter(self) -> [&'static str; 2] {
         match self {
             Target::Q => ["q.lora_a", "q.lora_b"],
@@ -83,7 +82,7 @@ impl Target {
         }
     }
 
-    /// Rows and columns of its matrix.
+    /// Returns the rows and columns of the projection's matrix.
     pub fn shape(self, config: &ModelConfig) -> [u64; 2] {
         let (d, f, q, kv) = (config.hidden, config.ffn, config.query_width(), config.kv_width());
         match self {
@@ -95,7 +94,7 @@ impl Target {
         }
     }
 
-    /// Its first row in the fused tensor: the first column of its results.
+    /// Returns the projection's first row in the fused tensor, which is the first column of its results.
     pub fn first_row(self, config: &ModelConfig) -> u64 {
         match self {
             Target::Q | Target::O | Target::Gate | Target::Down => 0,
@@ -106,34 +105,34 @@ impl Target {
     }
 }
 
-/// A weight as Hugging Face files hold it.
+/// A weight as Hugging Face files store it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Parameter {
-    /// The name in the file.
+    /// Name in the file.
     pub hf_name: String,
-    /// The fused tensor that it is a part of.
+    /// Fused tensor that contains it.
     pub tensor: &'static str,
-    /// The block, counted from 0; none outside the blocks.
+    /// Layer, counted from 0; `None` outside the layers.
     pub layer: Option<u64>,
-    /// Where it begins in the fused tensor (of this layer), in elements.
+    /// First element within the fused tensor of the layer.
     pub offset: u64,
-    /// Its shape in the file.
+    /// Shape in the file.
     pub shape: Vec<u64>,
-    /// Whether weight decay applies: to matrices only.
+    /// Whether weight decay applies; only matrices decay.
     pub decay: bool,
-    /// The projection that it is the matrix of.
+    /// Projection, if the parameter is the matrix of one.
     pub target: Option<Target>,
 }
 
 impl Parameter {
-    /// Elements.
+    /// Returns the number of elements.
     pub fn elements(&self) -> u64 {
         self.shape.iter().product()
     }
 }
 
 impl ModelConfig {
-    /// All weights, in the order in which transformers writes them. A tied head is not among them.
+    /// Returns all weights in the order of transformers, without a tied head.
     pub fn hf_parameters(&self) -> Vec<Parameter> {
         let mut all = vec![outside("model.embed_tokens.weight", "embedding", vec![self.vocab, self.hidden])];
         for layer in 0..self.layers {
@@ -146,7 +145,7 @@ impl ModelConfig {
         all
     }
 
-    /// The weights of the adapters of these targets, as PEFT names them: A and B of each.
+    /// Returns A and B of the adapters of `targets`, with their names in PEFT.
     pub fn adapter_parameters(&self, targets: &[Target], rank: u64) -> Vec<Parameter> {
         let mut all = Vec::new();
         for layer in 0..self.layers {
@@ -200,7 +199,7 @@ mod tests {
     use std::collections::BTreeMap;
 
     #[test]
-    fn parts_tile_every_fused_tensor_without_gap_or_overlap() {
+    fn parameters_tile_every_fused_tensor() {
         for name in preset_names() {
             let config = preset(name).unwrap();
             let mut parts: BTreeMap<_, Vec<(u64, u64)>> = BTreeMap::new();
@@ -221,10 +220,10 @@ mod tests {
         }
     }
 
-    /// Made with `[name for name, _ in AutoModelForCausalLM.from_config(config).named_parameters()]` of
-    /// a one-layer qwen2 and qwen3 in transformers 5.23.
+    /// The expected names come from `[name for name, _ in AutoModelForCausalLM.from_config(config).named_parameters()]`
+    /// of a one-layer qwen2 and qwen3 in transformers 5.23.
     #[test]
-    fn names_stand_in_the_order_of_transformers() {
+    fn weight_order_matches_transformers() {
         let names = |preset_name: &str| {
             let config = ModelConfig { layers: 1, ..preset(preset_name).unwrap() };
             config.hf_parameters().into_iter().map(|p| p.hf_name.replace("model.layers.0.", "")).collect::<Vec<_>>()

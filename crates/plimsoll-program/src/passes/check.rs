@@ -1,215 +1,285 @@
-//! Checks a set of Programs: every operand lies within its tensor, in a space that the op's queue reaches, and has the
-//! type that its op needs; nothing is read before it is written; every start has its wait, and nobody disturbs a copy
-//! that is under way. A message may be awaited in a later Program of its phase, for the same micro-batch.
+//! Checks of a set of Programs:
+//!
+//! - Every operand lies within its tensor, in a memory space that the op's queue reaches, with the dtype that its op
+//!   needs.
+//! - No op reads a transient tensor before an op of its phase has written it.
+//! - Every start has its wait. A send may be awaited in a later Program of its phase, for the same micro-batch.
+//! - No op touches the ranges of a copy in flight in a way that conflicts with it.
 
-use super::types::mistyped;
-use crate::op::{Access, Collective, Mode, Op, OpKind, Queue};
-use crate::program::ProgramSet;
+use crate::op::{Access, Collective, Mode, Op, OpKind, Queue, mistyped_operand};
+use crate::program::{Phase, Program, ProgramKind, ProgramSet};
 use crate::tensor::{Lifetime, Operand, TensorId};
 use plimsoll_core::{DType, Space};
 use std::collections::HashSet;
 
 /// A Program that must not run.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Malformed {
+pub enum MalformedProgram {
     /// An operand reaches beyond its tensor.
     #[error("{program}: {op} touches elements {first}..{end} of `{tensor}`, which has {elements}")]
     OutOfRange {
-        /// The Program.
-        program: String,
-        /// The op.
+        /// Program with the op.
+        program: ProgramKind,
+        /// Name of the op.
         op: String,
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
         /// First element touched.
         first: i64,
-        /// Just past the last one.
+        /// Index after the last element touched.
         end: i64,
-        /// How many there are.
+        /// Elements of a slot.
         elements: u64,
     },
-    /// An operand has not the type that its op needs.
-    #[error("{program}: {op} needs `{tensor}` as {expected}, and it is {found}")]
+    /// An operand does not have the dtype that its op needs.
+    #[error("{program}: {op} needs `{tensor}` as {expected}, but it is {found}")]
     Type {
-        /// The Program.
-        program: String,
-        /// The op.
+        /// Program with the op.
+        program: ProgramKind,
+        /// Name of the op.
         op: String,
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
-        /// Its type.
+        /// Dtype of the tensor.
         found: DType,
-        /// The type that it must have.
+        /// Dtype that the op needs.
         expected: DType,
     },
-    /// An op reads what nobody has written in this phase.
-    #[error("{program}: {op} reads `{tensor}` (slot {slot}) before anything wrote it")]
+    /// An op reads a transient tensor that no earlier op of the phase has written.
+    #[error("{program}: {op} reads `{tensor}` (slot {slot}) before any op has written it")]
     ReadBeforeWrite {
-        /// The Program.
-        program: String,
-        /// The op.
+        /// Program with the op.
+        program: ProgramKind,
+        /// Name of the op.
         op: String,
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
-        /// Its slot.
+        /// Slot of the tensor.
         slot: u32,
     },
-    /// A transfer or collective that starts and is not awaited in the same Program (a message: in the same phase), or the
-    /// other way.
-    #[error("{program}: sequence number {sequence} is not both started and awaited")]
+    /// A copy or collective with a start but no wait in the same Program (for a send: in the same phase), or the
+    /// reverse.
+    #[error("{program}: sequence number {sequence} has a start without a wait, or a wait without a start")]
     Unpaired {
-        /// The Program.
-        program: String,
-        /// The number.
+        /// Program with the op.
+        program: ProgramKind,
+        /// Sequence number.
         sequence: u64,
     },
-    /// An op's queue does not reach a tensor's space: the device computes on its own tensors, the host on its own.
-    #[error("{program}: {op} on queue {queue:?} touches `{tensor}` in space {space:?}")]
+    /// The queue of an op does not reach the memory space of an operand.
+    #[error("{program}: {op} on queue {queue:?} cannot access `{tensor}` in space {space:?}")]
     OutOfReach {
-        /// The Program.
-        program: String,
-        /// The op.
+        /// Program with the op.
+        program: ProgramKind,
+        /// Name of the op.
         op: String,
-        /// Its queue.
+        /// Queue of the op.
         queue: Queue,
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
-        /// Where it is.
+        /// Memory space of the tensor.
         space: Space,
     },
-    /// An op writes what is being copied, or touches what a copy is being written to.
-    #[error("{program}: {op} disturbs the copy {sequence} at `{tensor}`")]
+    /// An op writes the source of a copy in flight, or touches its target.
+    #[error("{program}: {op} conflicts with copy {sequence} in flight at `{tensor}`")]
     Disturbed {
-        /// The Program.
-        program: String,
-        /// The op.
+        /// Program with the op.
+        program: ProgramKind,
+        /// Name of the op.
         op: String,
-        /// The copy's number.
+        /// Sequence number of the copy.
         sequence: u64,
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
     },
-    /// A Program stands in no phase, or in two.
-    #[error("program {program} stands in {phases} phases")]
+    /// A Program is in no phase, or in more than one.
+    #[error("program {program} is in {phases} phases, expected 1")]
     Phases {
         /// The Program.
-        program: String,
-        /// In how many.
+        program: ProgramKind,
+        /// Number of phases that contain it.
         phases: usize,
     },
 }
 
 /// Checks all Programs of a set.
-pub fn check(set: &ProgramSet) -> Result<(), Malformed> {
+///
+/// # Errors
+/// Returns the first violation.
+pub fn check(set: &ProgramSet) -> Result<(), MalformedProgram> {
     for (i, program) in set.programs.iter().enumerate() {
         let phases = set.phases.iter().filter(|p| p.programs.contains(&i)).count();
         if phases != 1 {
-            return Err(Malformed::Phases { program: program.name.clone(), phases });
+            return Err(MalformedProgram::Phases { program: program.kind, phases });
         }
     }
-    let elements_of = |id: TensorId| set.tensor(id).elements();
-    let dtype_of = |operand: &Operand| set.tensor(operand.tensor).dtype;
     for phase in &set.phases {
-        let mut written: HashSet<(TensorId, u32)> = HashSet::new();
-        let mut open: Vec<Number> = Vec::new();
-        let mut copies: Vec<(Number, Vec<Place>)> = Vec::new();
-        for &number in &phase.programs {
-            let program = &set.programs[number];
-            written.extend(program.inputs.iter().map(|&id| (id, 0)));
-            for op in program.blocks.iter().flat_map(|block| &block.ops) {
-                if let Some((operand, expected)) = mistyped(&op.kind, &dtype_of) {
-                    return Err(Malformed::Type {
-                        program: program.name.clone(),
-                        op: op.name().into(),
-                        tensor: set.tensor(operand.tensor).name.clone(),
-                        found: dtype_of(&operand),
-                        expected,
-                    });
-                }
-            }
-            for (op, variable) in program.trace() {
-                let start = Number::of(op, variable);
-                match start {
-                    Some((true, number)) => open.push(number),
-                    Some((false, number)) => match open.iter().position(|other| *other == number) {
-                        Some(at) => {
-                            open.swap_remove(at);
-                        }
-                        None => {
-                            let (program, sequence) = (program.name.clone(), number.sequence);
-                            return Err(Malformed::Unpaired { program, sequence });
-                        }
-                    },
-                    None => {}
-                }
-                let accesses = op.accesses(&elements_of);
-                let places: Vec<Place> = accesses.iter().map(|access| Place::of(set, access, variable)).collect();
-                if let Some((true, number)) = start {
-                    undisturbed(set, &program.name, op, &places, &copies)?;
-                    copies.push((number, places));
-                } else {
-                    copies.retain(|(number, _)| start != Some((false, *number)));
-                    undisturbed(set, &program.name, op, &places, &copies)?;
-                }
-                for access in &accesses {
-                    let tensor = set.tensor(access.operand.tensor);
-                    if !reaches(op, tensor.space) {
-                        return Err(Malformed::OutOfReach {
-                            program: program.name.clone(),
-                            op: op.name().into(),
-                            queue: op.queue,
-                            tensor: tensor.name.clone(),
-                            space: tensor.space,
-                        });
-                    }
-                    let slot = tensor.slot(access.operand.slot.at(variable, 0));
-                    let first = access.operand.offset.at(variable, 0);
-                    let end = first + access.elements as i64;
-                    if first < 0 || end > tensor.elements() as i64 {
-                        return Err(Malformed::OutOfRange {
-                            program: program.name.clone(),
-                            op: op.name().into(),
-                            tensor: tensor.name.clone(),
-                            first,
-                            end,
-                            elements: tensor.elements(),
-                        });
-                    }
-                    let alive = tensor.lifetime != Lifetime::Transient || tensor.space == Space::File;
-                    if access.mode != Mode::Write && !alive && !written.contains(&(access.operand.tensor, slot)) {
-                        return Err(Malformed::ReadBeforeWrite {
-                            program: program.name.clone(),
-                            op: op.name().into(),
-                            tensor: tensor.name.clone(),
-                            slot,
-                        });
-                    }
-                }
-                for access in accesses.iter().filter(|a| a.mode != Mode::Read) {
-                    let slot = set.tensor(access.operand.tensor).slot(access.operand.slot.at(variable, 0));
-                    written.insert((access.operand.tensor, slot));
-                }
-            }
-            let last = phase.programs.last() == Some(&number);
-            let awaited_late = |open: &&Number| !last && open.sent;
-            if let Some(Number { sequence, .. }) = open.iter().find(|open| !awaited_late(open)).copied() {
-                return Err(Malformed::Unpaired { program: program.name.clone(), sequence });
-            }
-        }
+        PhaseChecker::new(set).check(phase)?;
     }
     Ok(())
 }
 
-/// Whether an op's queue reaches a space. Copies go between any two.
+/// A transfer in flight with the ranges that it touches.
+struct CopyInFlight {
+    number: CopyNumber,
+    places: Vec<Place>,
+}
+
+/// The state of the check within one phase.
+struct PhaseChecker<'a> {
+    set: &'a ProgramSet,
+    /// Slots that an op or the host has written.
+    written: HashSet<(TensorId, u32)>,
+    /// Copies and collectives that are started and not yet awaited.
+    open: Vec<CopyNumber>,
+    /// Ranges of all copies and collectives in flight.
+    in_flight: Vec<CopyInFlight>,
+}
+
+impl<'a> PhaseChecker<'a> {
+    fn new(set: &'a ProgramSet) -> PhaseChecker<'a> {
+        PhaseChecker { set, written: HashSet::new(), open: Vec::new(), in_flight: Vec::new() }
+    }
+
+    fn check(&mut self, phase: &Phase) -> Result<(), MalformedProgram> {
+        for &number in &phase.programs {
+            let program = &self.set.programs[number];
+            self.written.extend(program.inputs.iter().map(|&id| (id, 0)));
+            self.check_types(program)?;
+            for (op, variable) in program.trace() {
+                self.check_op(program.kind, op, variable)?;
+            }
+            let is_last = phase.programs.last() == Some(&number);
+            let may_stay_open = |open: &&CopyNumber| !is_last && open.is_send;
+            if let Some(CopyNumber { sequence, .. }) = self.open.iter().find(|open| !may_stay_open(open)).copied() {
+                return Err(MalformedProgram::Unpaired { program: program.kind, sequence });
+            }
+        }
+        Ok(())
+    }
+
+    fn check_types(&self, program: &Program) -> Result<(), MalformedProgram> {
+        let dtype_of = |operand: &Operand| self.set.tensor(operand.tensor).dtype;
+        for op in program.blocks.iter().flat_map(|block| &block.ops) {
+            if let Some((operand, expected)) = mistyped_operand(&op.kind, &dtype_of) {
+                return Err(MalformedProgram::Type {
+                    program: program.kind,
+                    op: op.name().into(),
+                    tensor: self.set.tensor(operand.tensor).name.clone(),
+                    found: dtype_of(&operand),
+                    expected,
+                });
+            }
+        }
+        Ok(())
+    }
+
+    fn check_op(&mut self, program: ProgramKind, op: &Op, variable: i64) -> Result<(), MalformedProgram> {
+        let set = self.set;
+        let event = CopyEvent::of(op, variable);
+        self.pair(program, event)?;
+        let accesses = op.accesses(&|id: TensorId| set.tensor(id).elements());
+        let places: Vec<Place> = accesses.iter().map(|access| Place::of(set, access, variable)).collect();
+        match event {
+            Some(CopyEvent { starts: true, number }) => {
+                self.check_conflicts(program, op, &places)?;
+                self.in_flight.push(CopyInFlight { number, places });
+            }
+            Some(CopyEvent { starts: false, number }) => {
+                self.in_flight.retain(|copy| copy.number != number);
+                self.check_conflicts(program, op, &places)?;
+            }
+            None => self.check_conflicts(program, op, &places)?,
+        }
+        for access in &accesses {
+            self.check_access(program, op, access, variable)?;
+        }
+        for access in accesses.iter().filter(|access| access.mode != Mode::Read) {
+            let slot = set.tensor(access.operand.tensor).slot(access.operand.slot.at(variable, 0));
+            self.written.insert((access.operand.tensor, slot));
+        }
+        Ok(())
+    }
+
+    /// Matches the wait of a copy or collective with its start.
+    fn pair(&mut self, program: ProgramKind, event: Option<CopyEvent>) -> Result<(), MalformedProgram> {
+        match event {
+            Some(CopyEvent { starts: true, number }) => self.open.push(number),
+            Some(CopyEvent { starts: false, number }) => {
+                let Some(at) = self.open.iter().position(|other| *other == number) else {
+                    return Err(MalformedProgram::Unpaired { program, sequence: number.sequence });
+                };
+                self.open.swap_remove(at);
+            }
+            None => {}
+        }
+        Ok(())
+    }
+
+    /// Checks memory space, range, and that a transient tensor is written before it is read.
+    fn check_access(
+        &self,
+        program: ProgramKind,
+        op: &Op,
+        access: &Access,
+        variable: i64,
+    ) -> Result<(), MalformedProgram> {
+        let tensor = self.set.tensor(access.operand.tensor);
+        let (op_name, tensor_name) = (|| op.name().to_owned(), || tensor.name.clone());
+        if !reaches(op, tensor.space) {
+            return Err(MalformedProgram::OutOfReach {
+                program,
+                op: op_name(),
+                queue: op.queue,
+                tensor: tensor_name(),
+                space: tensor.space,
+            });
+        }
+        let slot = tensor.slot(access.operand.slot.at(variable, 0));
+        let first = access.operand.offset.at(variable, 0);
+        let end = first + access.elements as i64;
+        if first < 0 || end > tensor.elements() as i64 {
+            let elements = tensor.elements();
+            let (op, tensor) = (op_name(), tensor_name());
+            return Err(MalformedProgram::OutOfRange { program, op, tensor, first, end, elements });
+        }
+        let has_content = tensor.lifetime != Lifetime::Transient || tensor.space == Space::File;
+        if access.mode != Mode::Write && !has_content && !self.written.contains(&(access.operand.tensor, slot)) {
+            return Err(MalformedProgram::ReadBeforeWrite { program, op: op_name(), tensor: tensor_name(), slot });
+        }
+        Ok(())
+    }
+
+    /// Checks that an op does not conflict with copies in flight.
+    fn check_conflicts(&self, program: ProgramKind, op: &Op, places: &[Place]) -> Result<(), MalformedProgram> {
+        for copy in &self.in_flight {
+            let conflicts = |place: &&Place| copy.places.iter().any(|copied| copied.conflicts(place));
+            if let Some(place) = places.iter().find(conflicts) {
+                return Err(MalformedProgram::Disturbed {
+                    program,
+                    op: op.name().into(),
+                    sequence: copy.number.sequence,
+                    tensor: self.set.tensor(place.tensor).name.clone(),
+                });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Returns whether the queue of an op reaches a memory space.
+///
+/// The device computes on device tensors and the host on host tensors. Copies connect any two spaces; only the file
+/// queues reach the scratch file.
 fn reaches(op: &Op, space: Space) -> bool {
     match &op.kind {
         OpKind::TransferStart { .. } | OpKind::TransferWait { .. } => {
-            let disk = matches!(op.queue, Queue::FileRead | Queue::FileWrite);
-            disk || matches!(op.queue, Queue::CopyIn | Queue::CopyOut) && space != Space::Scratch
+            let is_file_queue = matches!(op.queue, Queue::FileRead | Queue::FileWrite);
+            is_file_queue || matches!(op.queue, Queue::CopyIn | Queue::CopyOut) && space != Space::Scratch
         }
         OpKind::CollectiveStart(exchange) | OpKind::CollectiveWait(exchange) => {
-            let shown = exchange.is_message() && space == Space::Host;
-            op.queue == Queue::Communication && (space == Space::Device || shown)
+            let is_host_staged = exchange.is_point_to_point() && space == Space::Host;
+            op.queue == Queue::Communication && (space == Space::Device || is_host_staged)
         }
         _ => match op.queue {
             Queue::Host => space == Space::Host,
@@ -218,34 +288,40 @@ fn reaches(op: &Op, space: Space) -> bool {
     }
 }
 
-/// What tells a copy or a collective apart in a Program.
+/// The identity of a copy or collective within a Program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Number {
-    collective: bool,
-    /// Whether it is a message on its way out.
-    sent: bool,
+struct CopyNumber {
+    is_collective: bool,
+    is_send: bool,
     sequence: u64,
 }
 
-impl Number {
-    /// Whether an op starts something (else it awaits it), and what.
-    fn of(op: &Op, variable: i64) -> Option<(bool, Number)> {
+/// The start of a copy or collective, or the wait for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct CopyEvent {
+    starts: bool,
+    number: CopyNumber,
+}
+
+impl CopyEvent {
+    /// Returns the event of an op, and `None` if the op is no copy or collective.
+    fn of(op: &Op, variable: i64) -> Option<CopyEvent> {
         let starts = matches!(op.kind, OpKind::TransferStart { .. } | OpKind::CollectiveStart(_));
-        match &op.kind {
+        let number = match &op.kind {
             OpKind::TransferStart { sequence, .. } | OpKind::TransferWait { sequence, .. } => {
-                Some((starts, Number { collective: false, sent: false, sequence: *sequence }))
+                CopyNumber { is_collective: false, is_send: false, sequence: *sequence }
             }
             OpKind::CollectiveStart(exchange) | OpKind::CollectiveWait(exchange) => {
                 let sequence = exchange.sequence.at(variable, 0) as u64;
-                let sent = exchange.collective == Collective::Send;
-                Some((starts, Number { collective: true, sent, sequence }))
+                CopyNumber { is_collective: true, is_send: exchange.collective == Collective::Send, sequence }
             }
-            _ => None,
-        }
+            _ => return None,
+        };
+        Some(CopyEvent { starts, number })
     }
 }
 
-/// What an access touches in one iteration.
+/// The elements that an access touches in one iteration.
 struct Place {
     tensor: TensorId,
     slot: u32,
@@ -266,31 +342,11 @@ impl Place {
         }
     }
 
+    /// Returns whether both places share elements and one of them writes.
     fn conflicts(&self, other: &Place) -> bool {
         (self.writes || other.writes)
             && (self.tensor, self.slot) == (other.tensor, other.slot)
             && self.first < other.end
             && other.first < self.end
     }
-}
-
-/// That an op leaves alone what is being copied.
-fn undisturbed(
-    set: &ProgramSet,
-    program: &str,
-    op: &Op,
-    places: &[Place],
-    copies: &[(Number, Vec<Place>)],
-) -> Result<(), Malformed> {
-    for (number, copied) in copies {
-        if let Some(place) = places.iter().find(|place| copied.iter().any(|copied| copied.conflicts(place))) {
-            return Err(Malformed::Disturbed {
-                program: program.into(),
-                op: op.name().into(),
-                sequence: number.sequence,
-                tensor: set.tensor(place.tensor).name.clone(),
-            });
-        }
-    }
-    Ok(())
 }

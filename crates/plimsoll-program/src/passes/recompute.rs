@@ -1,86 +1,96 @@
-//! Recompute: the backward pass of a layer makes again what the forward pass threw away.
+//! Recompute (activation checkpointing): the backward pass of a layer recomputes the activations that the forward pass
+//! dropped.
 //!
-//! The same ops run again on the same inputs, so every bit is the same. Each is placed right before
-//! the first op that needs it, so that what it makes lives briefly.
+//! The same ops run on the same inputs, so no bit changes. Each op is placed right before the first op that needs its
+//! result, so that recomputed activations live briefly.
 
 use crate::builder::Builder;
 use crate::op::{Mode, Op};
 use crate::tensor::TensorId;
 use std::collections::{HashMap, HashSet};
 
-/// The backward ops of a layer with what must be made again put in front of its first use.
+/// Suffix of the tensors that hold recomputed activations.
+pub const RECOMPUTED_SUFFIX: &str = ".recomputed";
+
+/// Returns the backward ops of a layer, each preceded by the forward ops that compute dropped tensors it reads.
 ///
-/// `dropped` are tensors that the forward pass does not keep. Copies have the name of the original
-/// with `.again`; they are shared between calls, so that layers of different levels use the same.
+/// `dropped` are the tensors that the forward pass does not keep. Recomputed tensors have the name of the original with
+/// [`RECOMPUTED_SUFFIX`]. Repeated calls share them, so that layers of different recompute levels use the same tensors.
 pub fn recompute(builder: &mut Builder, forward: &[Op], backward: &[Op], dropped: &HashSet<TensorId>) -> Vec<Op> {
-    let mut pass = Pass { builder, forward, dropped, again: HashMap::new(), done: HashSet::new(), ops: Vec::new() };
+    let (recomputed, done) = (HashMap::new(), HashSet::new());
+    let mut recomputer = Recomputer { builder, forward, dropped, recomputed, done, ops: Vec::new() };
     for op in backward {
-        let op = pass.prepared(op);
-        pass.ops.push(op);
+        recomputer.push_backward(op);
     }
-    pass.ops
+    recomputer.ops
 }
 
-struct Pass<'a> {
+/// The state of the pass over one layer.
+struct Recomputer<'a> {
     builder: &'a mut Builder,
     forward: &'a [Op],
     dropped: &'a HashSet<TensorId>,
-    /// Copies by original.
-    again: HashMap<TensorId, TensorId>,
-    /// Forward ops (by number) that have been run again.
+    /// Recomputed tensors by original.
+    recomputed: HashMap<TensorId, TensorId>,
+    /// Indices of forward ops that have been repeated.
     done: HashSet<usize>,
     ops: Vec<Op>,
 }
 
-impl Pass<'_> {
-    /// The op with every dropped operand replaced by its copy, after the copy has been made.
-    fn prepared(&mut self, op: &Op) -> Op {
+impl Recomputer<'_> {
+    /// Appends a backward op, after the ops that recompute its dropped operands.
+    fn push_backward(&mut self, op: &Op) {
         let reads: Vec<TensorId> = self.touched(op, |mode| mode != Mode::Write);
         for tensor in reads {
-            self.make(tensor);
+            self.recompute_tensor(tensor);
         }
-        self.renamed(op)
+        let op = self.on_recomputed(op);
+        self.ops.push(op);
     }
 
-    fn make(&mut self, tensor: TensorId) {
+    /// Appends the forward ops that write a dropped tensor, after those that they depend on.
+    fn recompute_tensor(&mut self, tensor: TensorId) {
         if !self.dropped.contains(&tensor) {
             return;
         }
-        let makers: Vec<usize> = (0..self.forward.len())
+        let writers: Vec<usize> = (0..self.forward.len())
             .filter(|&i| self.touched(&self.forward[i], |mode| mode != Mode::Read).contains(&tensor))
             .collect();
-        for maker in makers {
-            if !self.done.insert(maker) {
+        for writer in writers {
+            if !self.done.insert(writer) {
                 continue;
             }
-            let op = self.forward[maker].clone();
-            let mine = self.touched(&op, |mode| mode != Mode::Read);
+            let op = self.forward[writer].clone();
+            let written = self.touched(&op, |mode| mode != Mode::Read);
             for read in self.touched(&op, |mode| mode == Mode::Read) {
-                self.make(read);
+                self.recompute_tensor(read);
             }
-            for written in mine {
-                self.copy(written);
+            for tensor in written {
+                self.add_recomputed(tensor);
             }
-            let op = self.renamed(&op);
+            let op = self.on_recomputed(&op);
             self.ops.push(op);
         }
     }
 
-    fn copy(&mut self, tensor: TensorId) {
-        if self.again.contains_key(&tensor) {
+    /// Adds the tensor that holds the recomputed values of another.
+    fn add_recomputed(&mut self, tensor: TensorId) {
+        if self.recomputed.contains_key(&tensor) {
             return;
         }
-        let name = format!("{}.again", self.builder.set.tensor(tensor).name);
+        let name = format!("{}{RECOMPUTED_SUFFIX}", self.builder.set.tensor(tensor).name);
         let copy = self.builder.find(&name).unwrap_or_else(|| self.builder.copy_of(tensor, name));
-        self.again.insert(tensor, copy);
+        self.recomputed.insert(tensor, copy);
     }
 
+    /// Returns the tensors that an op accesses in a mode for which `wanted` is true.
     fn touched(&self, op: &Op, wanted: impl Fn(Mode) -> bool) -> Vec<TensorId> {
         let elements = |id| self.builder.set.tensor(id).elements();
         op.accesses(&elements).iter().filter(|a| wanted(a.mode)).map(|a| a.operand.tensor).collect()
     }
 
-    fn renamed(&self, op: &Op) -> Op {
-        op.with_tensors(&|tensor| self.again.get(&tensor).copied().unwrap_or(tensor))
+    /// Returns an op with dropped tensors replaced by recomputed ones.
+    fn on_recomputed(&self, op: &Op) -> Op {
+        op.rename_tensors(&|tensor| self.recomputed.get(&tensor).copied().unwrap_or(tensor))
     }
 }

@@ -1,47 +1,47 @@
-//! The rules of a run file that its types cannot hold: ranges, and keys that belong together.
+//! Rules of a run file that its types cannot express: ranges, and combinations of keys.
 
-use super::{Init, Method, Optimizer, RunFile};
-use plimsoll_core::{Failure, Rung, counted};
-use plimsoll_plan::request::DevicesRequest;
+use super::{Init, Method, Optimizer, RunConfig};
+use plimsoll_core::{Failure, Rung, format_count};
+use plimsoll_plan::device_request::DevicesRequest;
 use plimsoll_program::models::Target;
 
-/// What is wrong with a run file whose keys all have the right type.
-pub(super) enum Fault {
-    /// The key's value is out of the range that `keys` names.
-    Range(&'static str),
-    /// The key's value cannot stand; why, and what to do.
-    Cannot(&'static str, String, Vec<String>),
+/// A violated rule of a run file. The types of its keys have been checked before.
+pub(super) enum RuleViolation {
+    /// A key with a value outside the range that `keys` describes.
+    OutOfRange(&'static str),
+    /// A key with an invalid value, the reason, and hints.
+    Invalid(&'static str, String, Vec<String>),
 }
 
-/// The first fault, or nothing.
-pub(super) fn check(file: &RunFile) -> Result<(), Fault> {
-    ranges(file)?;
-    together(file)?;
-    method(file)?;
-    devices(file)
+/// Checks all rules and returns the first violation.
+pub(super) fn check(config: &RunConfig) -> Result<(), RuleViolation> {
+    check_ranges(config)?;
+    check_combinations(config)?;
+    check_method(config)?;
+    check_devices(config)
 }
 
-fn ranges(file: &RunFile) -> Result<(), Fault> {
-    let RunFile { data, train, lora, recipe, run, .. } = file;
+fn check_ranges(config: &RunConfig) -> Result<(), RuleViolation> {
+    let RunConfig { data, train, lora, recipe, run, .. } = config;
     let positive = |number: f64| number.is_finite() && number > 0.0;
     let not_negative = |number: f64| number.is_finite() && number >= 0.0;
     let share = |number: f64| (0.0..1.0).contains(&number);
-    let whole = |number: u64| number <= i64::MAX as u64;
+    let fits_toml = |number: u64| number <= i64::MAX as u64;
     let rules = [
         ("data.sequence", (1..=1 << 24).contains(&data.sequence)),
-        ("train.steps", train.steps.is_none_or(|steps| steps >= 1 && whole(steps))),
+        ("train.steps", train.steps.is_none_or(|steps| steps >= 1 && fits_toml(steps))),
         ("train.epochs", train.epochs.is_none_or(positive)),
         ("train.hours", train.hours.is_none_or(positive)),
-        ("train.batch_tokens", train.batch_tokens >= 1 && whole(train.batch_tokens)),
+        ("train.batch_tokens", train.batch_tokens >= 1 && fits_toml(train.batch_tokens)),
         ("train.learning_rate", positive(train.learning_rate)),
-        ("train.warmup_steps", whole(train.warmup_steps)),
+        ("train.warmup_steps", fits_toml(train.warmup_steps)),
         ("train.weight_decay", not_negative(train.weight_decay)),
         ("train.betas", train.betas.into_iter().all(share)),
         ("train.eps", positive(train.eps)),
         ("train.clip_norm", not_negative(train.clip_norm)),
-        ("train.seed", whole(train.seed)),
-        ("train.eval_every", whole(train.eval_every)),
-        ("train.save_every", whole(train.save_every)),
+        ("train.seed", fits_toml(train.seed)),
+        ("train.eval_every", fits_toml(train.eval_every)),
+        ("train.save_every", fits_toml(train.save_every)),
         ("train.save_every_minutes", not_negative(train.save_every_minutes)),
         ("train.keep", train.keep >= 1),
         ("lora.rank", lora.rank >= 1),
@@ -52,31 +52,31 @@ fn ranges(file: &RunFile) -> Result<(), Fault> {
         ("run.dir", !run.dir.trim().is_empty()),
         ("run.max_temperature", run.max_temperature.is_none_or(|celsius| (30.0..=120.0).contains(&celsius))),
         ("run.heartbeat_seconds", (1.0..=3600.0).contains(&run.heartbeat_seconds)),
-        ("run.threads", run.threads.asked().is_none_or(|count| (1..=1024).contains(&count))),
+        ("run.threads", run.threads.requested().is_none_or(|count| (1..=1024).contains(&count))),
     ];
     match rules.into_iter().find(|(_, holds)| !holds) {
-        Some((key, _)) => Err(Fault::Range(key)),
+        Some((key, _)) => Err(RuleViolation::OutOfRange(key)),
         None => Ok(()),
     }
 }
 
-fn together(file: &RunFile) -> Result<(), Fault> {
-    let RunFile { model, data, train, recipe, .. } = file;
-    let fault = |key, message: &str, hint: &str| Err(cannot(key, message, hint));
+fn check_combinations(config: &RunConfig) -> Result<(), RuleViolation> {
+    let RunConfig { model, data, train, recipe, .. } = config;
+    let violation = |key, message: &str, hint: &str| Err(invalid(key, message, hint));
     match (&model.path, &model.preset) {
-        (None, None) => return fault("model.path", "no model is named", "set model.path or model.preset"),
+        (None, None) => return violation("model.path", "no model is named", "set model.path or model.preset"),
         (Some(_), Some(_)) => {
-            return fault("model.preset", "model.path and model.preset are both set", "set one of them");
+            return violation("model.preset", "model.path and model.preset are both set", "set one of them");
         }
         (None, Some(_)) if model.init == Init::Pretrained => {
-            return fault("model.init", "a preset has no weights", "set model.init = \"random\", or model.path");
+            return violation("model.init", "a preset has no weights", "set model.init = \"random\", or model.path");
         }
         _ => {}
     }
     let lengths = [train.steps.is_some(), train.epochs.is_some(), train.hours.is_some()];
     if lengths.into_iter().filter(|set| *set).count() > 1 {
         let key = if train.hours.is_some() { "train.hours" } else { "train.epochs" };
-        return fault(key, "more than one of train.steps, train.epochs and train.hours is set", "set one of them");
+        return violation(key, "more than one of train.steps, train.epochs and train.hours is set", "set one of them");
     }
     let sequence = u64::from(data.sequence);
     if !train.batch_tokens.is_multiple_of(sequence) {
@@ -84,53 +84,53 @@ fn together(file: &RunFile) -> Result<(), Fault> {
         let above = below.saturating_add(sequence);
         let nearest = if below == 0 { format!("{above}") } else { format!("{below} or {above}") };
         let message = format!("{} tokens in a step are not whole sequences of {sequence}", train.batch_tokens);
-        return fault("train.batch_tokens", &message, &format!("the nearest that are: {nearest}"));
+        return violation("train.batch_tokens", &message, &format!("the nearest that are: {nearest}"));
     }
-    if recipe.micro_batch.is_some_and(|sequences| u64::from(sequences) > file.batch_sequences()) {
-        let message = format!("a step has no more than {}", counted(file.batch_sequences(), "sequence"));
-        return fault("recipe.micro_batch", &message, "a smaller micro-batch, or more train.batch_tokens");
+    if recipe.micro_batch.is_some_and(|sequences| u64::from(sequences) > config.batch_sequences()) {
+        let message = format!("a step has no more than {}", format_count(config.batch_sequences(), "sequence"));
+        return violation("recipe.micro_batch", &message, "a smaller micro-batch, or more train.batch_tokens");
     }
     Ok(())
 }
 
-/// What is trained goes with how the rest is stored.
-fn method(file: &RunFile) -> Result<(), Fault> {
-    let RunFile { model, data, train, .. } = file;
+/// Checks that the trained parameters and the quantization of the others are compatible.
+fn check_method(config: &RunConfig) -> Result<(), RuleViolation> {
+    let RunConfig { model, data, train, .. } = config;
     let rungs = train.rungs.as_deref().unwrap_or_default();
     let takes = |rung: Rung| rungs.contains(&rung);
     let adapters = train.method == Method::Lora || takes(Rung::Lora);
     if takes(Rung::Int8) && takes(Rung::Nf4) {
-        return Err(cannot("train.rungs", "matrices are stored in 8 bit or in 4", "name int8 or nf4"));
+        return Err(invalid("train.rungs", "matrices are stored in 8 bit or in 4", "name int8 or nf4"));
     }
     if !adapters && (takes(Rung::Int8) || takes(Rung::Nf4)) {
-        let message = "matrices that are trained are not quantised";
-        return Err(cannot("train.rungs", message, "train adapters: train.method = \"lora\""));
+        let message = "matrices that are trained are not quantized";
+        return Err(invalid("train.rungs", message, "train adapters: train.method = \"lora\""));
     }
     if takes(Rung::Adam8bit) && train.optimizer != Optimizer::Adamw {
-        return Err(cannot("train.rungs", "adam8bit is a state of adamw", "leave it out, or set train.optimizer"));
+        return Err(invalid("train.rungs", "adam8bit is a state of adamw", "leave it out, or set train.optimizer"));
     }
-    // A finished model may be computed with its adapters.
+    // Without training data, a model may be evaluated with its adapters.
     if !data.train.is_empty() && !adapters && model.adapter.is_some() {
         let message = "adapters are given, but all parameters are trained";
-        let failure = vec![
+        let hints = vec![
             "to train the adapters on: train.method = \"lora\"".to_owned(),
             "to train what both make together: plimsoll merge BASE ADAPTER OUT, then model.path = OUT".to_owned(),
         ];
-        return Err(Fault::Cannot("model.adapter", message.to_owned(), failure));
+        return Err(RuleViolation::Invalid("model.adapter", message.to_owned(), hints));
     }
     Ok(())
 }
 
-fn devices(file: &RunFile) -> Result<(), Fault> {
-    match file.run.devices.parse::<DevicesRequest>() {
+fn check_devices(config: &RunConfig) -> Result<(), RuleViolation> {
+    match config.run.devices.parse::<DevicesRequest>() {
         Ok(_) => Ok(()),
         Err(error) => {
             let failure = Failure::from(error);
-            Err(Fault::Cannot("run.devices", failure.message, failure.hints))
+            Err(RuleViolation::Invalid("run.devices", failure.message, failure.hints))
         }
     }
 }
 
-fn cannot(key: &'static str, message: &str, hint: &str) -> Fault {
-    Fault::Cannot(key, message.to_owned(), vec![hint.to_owned()])
+fn invalid(key: &'static str, message: &str, hint: &str) -> RuleViolation {
+    RuleViolation::Invalid(key, message.to_owned(), vec![hint.to_owned()])
 }

@@ -1,12 +1,12 @@
-//! Grids of settings: `train.seed=1,2` stands for two settings of a key, and several such for all pairs of them.
+//! Grids of settings for a sweep: `train.seed=1,2` stands for two values of a key, and several keys for all combinations.
 
-use super::{RunFile, RunFileError};
+use super::{RunConfig, RunConfigError};
 use plimsoll_core::Failure;
 use std::fs;
 use std::path::Path;
 
-/// Keys that a sweep gives its runs itself.
-const OWN: [(&str, &str); 4] = [
+/// Keys that a sweep sets itself, with the flag to use instead.
+const SET_BY_SWEEP: [(&str, &str); 4] = [
     ("run.dir", "every run has a folder in the sweep's: --dir"),
     ("run.devices", "the devices are the sweep's: --devices"),
     ("memory.budget", "runs share the load lines of the sweep's devices: --budget"),
@@ -15,28 +15,28 @@ const OWN: [(&str, &str); 4] = [
 
 /// One point of a grid.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Point {
-    /// All settings, `section.key=value`.
+pub struct GridPoint {
+    /// All settings of the form `section.key=value`.
     pub settings: Vec<String>,
-    /// What tells it from the others: the settings of keys that have several values, as `key=value`.
-    pub words: Vec<String>,
+    /// Settings that differ between points, as `key=value`.
+    pub labels: Vec<String>,
 }
 
-/// All points of a grid, the last key changing fastest. Each text is `section.key=value` or
-/// `section.key=value,value,...`; commas in brackets or quotes belong to a value.
+/// Returns all points of a grid; the last key changes fastest. Each text is `section.key=value` or
+/// `section.key=value,value,...`. Commas in brackets or quotes belong to a value.
 ///
 /// # Errors
-/// A text without a key or a value, and keys that a sweep gives its runs itself.
-pub fn grid(texts: &[String]) -> Result<Vec<Point>, Failure> {
-    let mut points = vec![Point::default()];
+/// A text without a key or a value, a repeated value, or a key that a sweep sets itself.
+pub fn grid(texts: &[String]) -> Result<Vec<GridPoint>, Failure> {
+    let mut points = vec![GridPoint::default()];
     for text in texts {
-        let wrong = |message: &str| RunFileError::Setting { text: text.clone(), message: message.to_owned() };
+        let wrong = |message: &str| RunConfigError::Setting { text: text.clone(), message: message.to_owned() };
         let (key, values) = text.split_once('=').ok_or_else(|| wrong("no `=` between key and value"))?;
         let key = key.trim();
-        if let Some((_, why)) = OWN.iter().find(|(own, _)| *own == key) {
-            return Err(Failure::input(format!("--set {text}: a sweep sets {key} itself")).hint(*why));
+        if let Some((_, reason)) = SET_BY_SWEEP.iter().find(|(own, _)| *own == key) {
+            return Err(Failure::input(format!("--set {text}: a sweep sets {key} itself")).hint(*reason));
         }
-        let values = split(values);
+        let values = split_values(values);
         if values.iter().any(String::is_empty) {
             return Err(wrong("a value is missing").into());
         }
@@ -52,7 +52,7 @@ pub fn grid(texts: &[String]) -> Result<Vec<Point>, Failure> {
                 values.iter().map(move |value| {
                     let mut next = point.clone();
                     next.settings.push(format!("{key}={value}"));
-                    next.words.extend(several.then(|| format!("{name}={value}")));
+                    next.labels.extend(several.then(|| format!("{name}={value}")));
                     next
                 })
             })
@@ -61,12 +61,12 @@ pub fn grid(texts: &[String]) -> Result<Vec<Point>, Failure> {
     Ok(points)
 }
 
-/// The runs of a sweep: every run file (none: the built-in example) at every point of a grid, with a name of its own
-/// that can be a folder's.
+/// Returns the runs of a sweep: every run file (without any, the built-in example) at every point of a grid, with a unique name
+/// that is a valid folder name.
 ///
 /// # Errors
-/// What is wrong with a run file or a setting.
-pub fn runs(files: &[&Path], settings: &[String], points: &[Point]) -> Result<Vec<(String, RunFile)>, Failure> {
+/// An invalid run file or setting, or a run file that is named twice.
+pub fn runs(files: &[&Path], settings: &[String], points: &[GridPoint]) -> Result<Vec<(String, RunConfig)>, Failure> {
     let real = |path: &Path| fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
     let mut pairs = files.iter().enumerate().flat_map(|(index, a)| files[index + 1..].iter().map(move |b| (*a, *b)));
     if let Some((a, b)) = pairs.find(|(a, b)| real(a) == real(b)) {
@@ -78,14 +78,14 @@ pub fn runs(files: &[&Path], settings: &[String], points: &[Point]) -> Result<Ve
         [] => vec![None],
         files => files.iter().copied().map(Some).collect(),
     };
-    let mut runs: Vec<(String, RunFile)> = Vec::new();
+    let mut runs: Vec<(String, RunConfig)> = Vec::new();
     for path in files {
         let stem = path.and_then(Path::file_stem).map_or("sums".into(), |stem| stem.to_string_lossy());
         for point in points {
             let settings = [settings, &point.settings].concat();
-            let file = RunFile::load(path, &settings)?;
+            let file = RunConfig::load(path, &settings)?;
             file.check_trainable()?;
-            let name = folder_name(&[&[stem.to_string()], &point.words[..]].concat().join("-"));
+            let name = folder_name(&[&[stem.to_string()], &point.labels[..]].concat().join("-"));
             let taken = |name: &str| runs.iter().any(|(other, _)| other == name);
             let numbered = (2..).map(|number| format!("{name}-{number}"));
             let name = std::iter::once(name.clone()).chain(numbered).find(|name| !taken(name));
@@ -95,8 +95,8 @@ pub fn runs(files: &[&Path], settings: &[String], points: &[Point]) -> Result<Ve
     Ok(runs)
 }
 
-/// A text as the name of a folder, `run` where nothing is left of it: what a shell or a file system would trip over becomes
-/// `-`.
+/// Converts a text into a folder name: characters that are special to shells or file systems become `-`. An empty result
+/// becomes `run`.
 fn folder_name(text: &str) -> String {
     const LONGEST_BYTES: usize = 120;
     let plain = |letter: char| letter.is_alphanumeric() || "._=+-".contains(letter);
@@ -104,15 +104,15 @@ fn folder_name(text: &str) -> String {
     while name.len() > LONGEST_BYTES {
         name.pop();
     }
-    // Hidden files of a folder are its own.
+    // A leading dot would hide the folder, and a leading `-` looks like a flag.
     match name.trim_start_matches(['.', '-']) {
         "" => "run".to_owned(),
         name => name.to_owned(),
     }
 }
 
-/// Splits at commas that stand in no brackets and no quotes.
-fn split(text: &str) -> Vec<String> {
+/// Splits a text at commas outside brackets and quotes.
+fn split_values(text: &str) -> Vec<String> {
     let mut parts = vec![String::new()];
     let (mut depth, mut quote) = (0_u32, None);
     for letter in text.chars() {
@@ -136,16 +136,16 @@ fn split(text: &str) -> Vec<String> {
 mod tests {
     use super::*;
 
-    fn points(texts: &[&str]) -> Vec<Point> {
+    fn points(texts: &[&str]) -> Vec<GridPoint> {
         grid(&texts.iter().map(|text| (*text).to_owned()).collect::<Vec<_>>()).unwrap()
     }
 
     #[test]
-    fn several_values_of_several_keys_are_all_pairs_and_the_last_changes_fastest() {
+    fn grid_combines_all_values_last_key_fastest() {
         let grid = points(&["train.learning_rate=1e-4, 3e-4", "train.steps=5", "train.seed=1,2"]);
-        let words: Vec<String> = grid.iter().map(|point| point.words.join(" ")).collect();
+        let labels: Vec<String> = grid.iter().map(|point| point.labels.join(" ")).collect();
         assert_eq!(
-            words,
+            labels,
             [
                 "learning_rate=1e-4 seed=1",
                 "learning_rate=1e-4 seed=2",
@@ -154,18 +154,18 @@ mod tests {
             ]
         );
         assert_eq!(grid[2].settings, ["train.learning_rate=3e-4", "train.steps=5", "train.seed=1"]);
-        assert_eq!(points(&[]), [Point::default()]);
+        assert_eq!(points(&[]), [GridPoint::default()]);
     }
 
     #[test]
-    fn commas_in_brackets_and_quotes_belong_to_a_value() {
+    fn commas_in_brackets_and_quotes_do_not_split() {
         let grid = points(&["train.betas=[0.9,0.95],[0.8,0.9]", "memory.allow=\"bf16,lora\""]);
         assert_eq!(grid.len(), 2);
         assert_eq!(grid[1].settings, ["train.betas=[0.8,0.9]", "memory.allow=\"bf16,lora\""]);
     }
 
     #[test]
-    fn what_is_no_grid_is_told() {
+    fn invalid_grids_are_rejected() {
         let refused = |text: &str| grid(&[text.to_owned()]).unwrap_err().to_string();
         assert!(refused("train.seed").starts_with("--set train.seed: no `=`"));
         assert!(refused("train.seed=1, 2,1").contains("train.seed is given 1 twice"));
@@ -175,17 +175,17 @@ mod tests {
     }
 
     #[test]
-    fn runs_have_names_that_can_be_folders_and_are_told_apart() {
+    fn run_names_are_unique_folder_names() {
         let grid = points(&["train.betas=[0.9,0.95],[0.8,0.9]", "train.seed=1"]);
-        let names = |points: &[Point]| -> Vec<String> {
+        let names = |points: &[GridPoint]| -> Vec<String> {
             runs(&[], &[], points).unwrap().into_iter().map(|(name, _)| name).collect()
         };
         assert_eq!(names(&grid), ["sums-betas=-0.9-0.95-", "sums-betas=-0.8-0.9-"]);
-        assert_eq!(names(&[Point::default(), Point::default()]), ["sums", "sums-2"]);
+        assert_eq!(names(&[GridPoint::default(), GridPoint::default()]), ["sums", "sums-2"]);
         assert_eq!(folder_name("../a b"), "a-b");
         assert_eq!([folder_name("模型"), folder_name("--"), folder_name("é?")], ["模型", "run", "é-"]);
         assert_eq!(folder_name(&"é".repeat(100)).len(), 120);
-        let wrong = runs(&[], &["train.stepz=1".into()], &[Point::default()]).unwrap_err();
+        let wrong = runs(&[], &["train.stepz=1".into()], &[GridPoint::default()]).unwrap_err();
         assert!(wrong.to_string().contains("did you mean `train.steps`"), "{wrong}");
     }
 }

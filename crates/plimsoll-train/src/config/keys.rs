@@ -1,7 +1,7 @@
-//! Every key of a run file with what it expects, in the words of an error message; and the nearest
-//! known key to one that is unknown.
+//! All keys of a run file with their expected values, as error messages state them; and the search for the known key that is
+//! most similar to an unknown one.
 
-/// `section.key` and what it expects. The test below holds this list and the structs together.
+/// Each `section.key` with its expected value. Tests compare this list with the structs and with `docs/run-file.md`.
 pub(super) const KEYS: &[(&str, &str)] = &[
     ("model.path", "a Hugging Face directory, or a config.json"),
     ("model.preset", "the name of a known shape, such as \"llama-3.2-1b\""),
@@ -58,21 +58,21 @@ pub(super) const KEYS: &[(&str, &str)] = &[
     ("run.heartbeat_seconds", "seconds, from 1 to 3600"),
     ("run.threads", "\"auto\" or a whole number from 1 to 1024"),
     ("run.fallback", "\"cpu\" or \"none\""),
-    ("run.team", "\"auto\" or \"all\""),
+    ("run.parallelism", "\"auto\", \"data\", \"sharded\", \"pipeline\" or \"all\""),
     ("run.nccl", "true or false"),
 ];
 
-/// What a known key expects.
+/// Returns the expected value of a known key.
 pub(super) fn expected(key: &str) -> Option<&'static str> {
     KEYS.iter().find(|(known, _)| *known == key).map(|(_, expected)| *expected)
 }
 
-/// Whether there is a section of this name.
+/// Returns whether there is a section of this name.
 pub(super) fn is_section(name: &str) -> bool {
     KEYS.iter().any(|(known, _)| split(known).0 == name)
 }
 
-/// The section that was probably meant.
+/// Returns the known section that is most similar to a word.
 pub(super) fn nearest_section(word: &str) -> Option<&'static str> {
     let distances =
         KEYS.iter().map(|(known, _)| split(known).0).map(|known| (known, strsim::osa_distance(word, known)));
@@ -80,28 +80,28 @@ pub(super) fn nearest_section(word: &str) -> Option<&'static str> {
     near.min_by_key(|(_, distance)| *distance).map(|(known, _)| known)
 }
 
-/// The key that was probably meant. The right name in the wrong section is a near miss.
+/// Returns the known key that is most similar. Among equally similar names, a key of the same section comes first.
 pub(super) fn nearest_key(section: &str, name: &str) -> Option<&'static str> {
     let distances = KEYS.iter().map(|(known, _)| {
         let (known_section, known_name) = split(known);
         (*known, strsim::osa_distance(name, known_name), known_section != section)
     });
     let near = distances.filter(|(_, distance, _)| *distance <= tolerance(name));
-    near.min_by_key(|(_, distance, elsewhere)| (*distance, *elsewhere)).map(|(known, ..)| known)
+    near.min_by_key(|(_, distance, other_section)| (*distance, *other_section)).map(|(known, ..)| known)
 }
 
-/// The word of these that was probably meant.
+/// Returns the known word that is most similar to a word.
 pub(super) fn nearest(word: &str, known: impl Iterator<Item = String>) -> Option<String> {
     let distances = known.map(|known| (strsim::osa_distance(word, &known), known));
     distances.filter(|(distance, _)| *distance <= tolerance(word)).min().map(|(_, known)| known)
 }
 
-/// How many edits a typo may be away: more in a long word.
+/// Returns the most edits between a typo and the intended word; longer words allow more.
 fn tolerance(word: &str) -> usize {
     (word.chars().count() / 3).max(1)
 }
 
-/// Section and key; a word without a dot is a key without a section.
+/// Splits a key path into section and key; a word without a dot is a key without a section.
 pub(super) fn split(key: &str) -> (&str, &str) {
     key.split_once('.').unwrap_or(("", key))
 }

@@ -1,82 +1,78 @@
-//! The run file: every key of `run.toml`, its type and its default.
+//! The run file: every key of `run.toml` with its type and default, as plain data.
 //!
-//! Here is what a run file says; `read` turns text and `--set` into it, `keys` lists each key with
-//! what it expects, `check` holds the rules between keys. Nothing here looks at models, data or
-//! devices: whether a path exists or a preset is known is the business of who opens it.
+//! `read` parses text and `--set` settings, `keys` lists each key with its expected value, `check` holds the rules between
+//! keys, and `grid` expands the settings of a sweep. Nothing here looks at models, data or devices: `resolve` reports a path
+//! that does not exist or an unknown preset.
+//!
+//! Steps to add a key: the field and its default here, a line in `keys`, a rule in `check` if it has a range, and a row in
+//! `docs/run-file.md`. Two tests compare the list and the documentation with the structs.
 
 mod check;
 pub mod grid;
 mod keys;
-mod moved;
 mod read;
 #[cfg(test)]
 mod tests;
 
-pub use read::{RunFileError, list_setting, model_setting, setting};
+pub use read::{RunConfigError, list_setting, model_setting, setting};
 
-use crate::remote::Elsewhere;
-use plimsoll_core::{Budget, DType, DeviceKind, RecomputeLevel, Rung};
-use plimsoll_plan::request::{DeviceRequest, DevicesRequest};
+use plimsoll_core::{Budget, DType, DeviceKind, Parallelism, RecomputeLevel, Rung};
+use plimsoll_plan::device_request::DevicesRequest;
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Models and data that start with this are made by Plimsoll itself; they are no paths.
+/// Prefix of models and data that Plimsoll generates; such values are not paths.
 pub const EXAMPLE_PREFIX: &str = "example:";
 
-/// A run file, resolved: every key has its value.
+/// A run file in which every key has its value. It is plain data; see [`RunRequest`](crate::resolve::RunRequest) for a run with
+/// connections to remote devices.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub struct RunFile {
-    /// What is trained.
+pub struct RunConfig {
+    /// The model.
     pub model: ModelSection,
-    /// What it is trained on.
+    /// Training and evaluation data.
     pub data: DataSection,
-    /// How it is trained.
+    /// Length, optimizer and other settings of the experiment.
     pub train: TrainSection,
     /// Adapters, for `train.method = "lora"`.
     pub lora: LoraSection,
-    /// Load lines and permissions.
+    /// Load lines and permitted lossy rungs.
     pub memory: MemorySection,
-    /// Pins of the planner's choices.
+    /// Choices that the planner may not make.
     pub recipe: RecipeSection,
-    /// Where it runs.
+    /// Run folder and devices.
     pub run: RunSection,
-    /// How devices on other hosts are reached: no key, whoever starts the run brings it.
-    #[serde(skip)]
-    pub elsewhere: Elsewhere,
-    /// Load lines of devices that were moved while the run was under way: no key, they stand in a file of their own.
-    #[serde(skip)]
-    pub moved: BTreeMap<String, Budget>,
 }
 
 /// `[model]`: exactly one of `path` and `preset` is set.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ModelSection {
-    /// A Hugging Face directory, or its `config.json` alone. Absolute after [`RunFile::load`].
+    /// A Hugging Face directory, or its `config.json` alone. Absolute after [`RunConfig::load`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub path: Option<String>,
-    /// The name of a known shape without weights.
+    /// The name of a built-in model shape without weights.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub preset: Option<String>,
-    /// Where the first weights come from. Default: pretrained for a path, random for a preset.
+    /// Source of the first weights. Default: pretrained for a path, random for a preset.
     pub init: Init,
-    /// A PEFT directory with adapters of the model: trained on, or computed with. Absolute after [`RunFile::load`].
+    /// A PEFT directory with adapters of the model, which are trained further or used for evaluation. Absolute after
+    /// [`RunConfig::load`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub adapter: Option<String>,
-    /// Keys of `config.json` that are unknown to Plimsoll and harmless, as the user says.
+    /// Keys of `config.json` that Plimsoll does not know and the user declares harmless.
     pub ignore_config_keys: Vec<String>,
 }
 
-/// Where the first weights come from.
+/// Source of the first weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Init {
-    /// From the directory's safetensors.
+    /// The safetensors files of the model's directory.
     #[default]
     Pretrained,
-    /// Drawn from `train.seed`.
+    /// Random numbers from `train.seed`.
     Random,
 }
 
@@ -84,21 +80,21 @@ pub enum Init {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DataSection {
-    /// Files or globs, `.jsonl` or `.txt`; or `example:sums`. Absolute after [`RunFile::load`].
+    /// Files or globs, `.jsonl` or `.txt`; or `example:sums`. Absolute after [`RunConfig::load`].
     #[serde(deserialize_with = "read::one_or_many")]
     pub train: Vec<String>,
-    /// The same, for evaluation.
+    /// Evaluation data in the same notation.
     #[serde(deserialize_with = "read::one_or_many")]
     pub eval: Vec<String>,
-    /// What a sample looks like.
+    /// Format of a sample.
     pub format: Format,
-    /// Tokens of one sequence.
+    /// Tokens of one sequence (T).
     pub sequence: u32,
-    /// Documents back to back (else one sample a sequence, padded).
+    /// Whether samples are packed back to back; otherwise each sequence holds one sample and padding.
     pub pack: bool,
-    /// What happens to a sample longer than `sequence`.
-    pub long: Long,
-    /// Whether the order of samples is drawn from the seed, anew each epoch.
+    /// Handling of samples longer than `sequence`.
+    pub long: LongSamples,
+    /// Whether samples are shuffled, in a new order each epoch.
     pub shuffle: bool,
 }
 
@@ -110,27 +106,27 @@ impl Default for DataSection {
             format: Format::Text,
             sequence: 1024,
             pack: true,
-            long: Long::Split,
+            long: LongSamples::Split,
             shuffle: true,
         }
     }
 }
 
-/// What a sample looks like.
+/// Format of a sample.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Format {
-    /// `{"text"}` a line, or plain text.
+    /// One JSON object with `text` per line, or plain text.
     Text,
-    /// `{"input_ids", "labels"?}` a line.
+    /// One JSON object with `input_ids` and optional `labels` per line.
     Tokens,
 }
 
-/// What happens to a sample longer than a sequence.
+/// Handling of samples longer than a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Long {
-    /// It goes on in the next sequence.
+pub enum LongSamples {
+    /// The sample continues in the next sequence.
     Split,
     /// The run does not start.
     Refuse,
@@ -143,47 +139,47 @@ pub struct TrainSection {
     /// Optimizer steps.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub steps: Option<u64>,
-    /// Passes over the data.
+    /// Passes over the training data.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub epochs: Option<f64>,
     /// Hours of training time.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub hours: Option<f64>,
-    /// Tokens of one optimizer step over the whole team, padding counted; a multiple of
-    /// `data.sequence`. Default: the largest such multiple up to 65536, at least one sequence.
+    /// Tokens of one optimizer step over the whole team, including padding; a multiple of `data.sequence`. Default: the
+    /// largest such multiple up to 65536, at least one sequence.
     pub batch_tokens: u64,
     /// The optimizer.
     pub optimizer: Optimizer,
-    /// The highest rate.
+    /// The highest learning rate.
     pub learning_rate: f64,
-    /// How the rate falls after the warm-up.
+    /// Learning rate after the warm-up.
     pub schedule: RateSchedule,
-    /// Steps in which the rate rises from zero.
+    /// Steps in which the learning rate rises from zero.
     pub warmup_steps: u64,
-    /// Decoupled decay, on matrices only.
+    /// Decoupled weight decay, applied to matrices only.
     pub weight_decay: f64,
-    /// AdamW's averages of gradient and square; SGD takes the first as its momentum.
+    /// AdamW's decay rates of the averages of gradient and squared gradient; SGD uses the first as its momentum.
     pub betas: [f64; 2],
     /// AdamW's epsilon.
     pub eps: f64,
-    /// The global gradient norm is clipped to this; 0 clips nothing.
+    /// Global gradient norm that gradients are clipped to; 0 disables clipping.
     pub clip_norm: f64,
-    /// The arithmetic.
+    /// Precision of the computation.
     pub precision: Precision,
-    /// What is trained.
+    /// Trained parameters: all, or adapters.
     pub method: Method,
-    /// The lossy rungs that the run takes; none: they have not been decided.
+    /// Lossy rungs that the run uses; `None` until they are decided.
     #[serde(deserialize_with = "read::decided_rungs", skip_serializing_if = "Option::is_none")]
     pub rungs: Option<Vec<Rung>>,
-    /// Seed of weights, order and sampling.
+    /// Seed of weights, sample order and sampling.
     pub seed: u64,
     /// Steps between evaluations; 0 evaluates at the end only.
     pub eval_every: u64,
-    /// Steps between checkpoints; 0 leaves it to the minutes.
+    /// Steps between checkpoints; 0 uses `save_every_minutes` only.
     pub save_every: u64,
-    /// Minutes between checkpoints; 0 leaves it to the steps.
+    /// Minutes between checkpoints; 0 uses `save_every` only.
     pub save_every_minutes: f64,
-    /// Checkpoints that are kept.
+    /// Number of newest checkpoints to keep.
     pub keep: u32,
 }
 
@@ -214,12 +210,12 @@ impl Default for TrainSection {
     }
 }
 
-/// How long a run is.
+/// Length of a run.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Length {
     /// Optimizer steps.
     Steps(u64),
-    /// Passes over the data.
+    /// Passes over the training data.
     Epochs(f64),
     /// Hours of training time.
     Hours(f64),
@@ -235,33 +231,33 @@ pub enum Optimizer {
     Sgd,
 }
 
-/// How the rate falls after the warm-up.
+/// Course of the learning rate after the warm-up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum RateSchedule {
-    /// Not at all.
+    /// Constant at its highest value.
     Constant,
-    /// In a line to zero.
+    /// Linear decay to zero.
     Linear,
-    /// Along half a cosine to zero.
+    /// Decay to zero along half a cosine.
     Cosine,
 }
 
-/// The arithmetic of a run; part of the experiment.
+/// Precision of the computation; part of the experiment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Precision {
-    /// Resolved once, at the first start.
+    /// Decided when the run first starts: bf16 on GPUs, f32 on processors.
     Auto,
     /// 32-bit floats.
     F32,
-    /// bfloat16 products with f32 sums.
+    /// Products of bfloat16 numbers with f32 accumulation.
     Bf16,
-    /// 64-bit floats, on processors: to compare runs with each other.
+    /// 64-bit floats, on processors only, as a reference.
     F64,
 }
 
-/// What is trained.
+/// Trained parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Method {
@@ -277,11 +273,11 @@ pub enum Method {
 pub struct LoraSection {
     /// Rank of an adapter.
     pub rank: u32,
-    /// The adapter's product is scaled by alpha / rank.
+    /// Scale of an adapter's output, which is multiplied by alpha / rank.
     pub alpha: f64,
-    /// Share of the adapter's input that is dropped.
+    /// Dropout probability of an adapter's input.
     pub dropout: f64,
-    /// The matrices that get an adapter.
+    /// Names of the matrices that get an adapter.
     #[serde(deserialize_with = "read::one_or_many")]
     pub targets: Vec<String>,
 }
@@ -297,15 +293,16 @@ impl Default for LoraSection {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct MemorySection {
-    /// The load line of each device that has none of its own: a share of what is free, or `6GiB`; see [`MemorySection::line`].
+    /// Load line of each device that has none of its own: a share of free memory, or an amount such as `6GiB`. See
+    /// [`MemorySection::device_budget`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub budget: Option<Budget>,
-    /// The load line of the host, in the same words.
+    /// Load line of the host's memory: a share or an amount.
     pub host: Budget,
-    /// The most that the scratch file may hold, in the same words; without it there is none.
+    /// Largest size of the scratch file: a share of the free disk space, or an amount. `None` allows no scratch file.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub file: Option<Budget>,
-    /// The folder that the scratch file is in; the run folder where it is not said. Absolute after [`RunFile::load`].
+    /// Folder of the scratch file. Default: the run folder. Absolute after [`RunConfig::load`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub file_dir: Option<String>,
     /// Lossy rungs that the planner may take.
@@ -314,8 +311,8 @@ pub struct MemorySection {
 }
 
 impl MemorySection {
-    /// The load line of each device that has none of its own: without a word, 90 % of what is free.
-    pub fn line(&self) -> Budget {
+    /// Returns the load line of each device that has none of its own. Default: 90 % of free memory.
+    pub fn device_budget(&self) -> Budget {
         self.budget.unwrap_or(Budget::DEVICE)
     }
 }
@@ -326,15 +323,14 @@ impl Default for MemorySection {
     }
 }
 
-/// `[recipe]`: choices taken out of the planner's hands.
+/// `[recipe]`: choices that the planner may not make.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RecipeSection {
     /// Sequences in one forward and backward pass.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub micro_batch: Option<u32>,
-    /// What each layer computes again: one level for all layers, or one a layer; empty leaves it to
-    /// the planner.
+    /// Recompute level of each layer: one level for all layers, or one per layer. If empty, the planner chooses.
     #[serde(deserialize_with = "read::one_or_many")]
     pub recompute: Vec<RecomputeLevel>,
 }
@@ -343,22 +339,23 @@ pub struct RecipeSection {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RunSection {
-    /// The run folder. Absolute after [`RunFile::load`].
+    /// The run folder. Absolute after [`RunConfig::load`].
     pub dir: String,
     /// The devices: `auto`, `cpu=6GiB`, `virtual:a=600MiB@1.0,virtual:b=200MiB@0.5`, `rtx3090`.
     pub devices: String,
-    /// Threads that compute.
+    /// Number of computing threads.
     pub threads: Threads,
-    /// A device that is as warm as that, in degrees Celsius, rests between two steps.
+    /// Temperature in degrees Celsius at which a device pauses between two steps; `None` never pauses.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_temperature: Option<f64>,
-    /// A device of a team that gives no sign of life for so long is lost, however long its work takes.
+    /// Seconds without a heartbeat after which a device of a team is lost. A thread of its own sends heartbeats, so slow work
+    /// does not count as a loss.
     pub heartbeat_seconds: f64,
-    /// What does the work where a device cannot hold it by any rung that may be taken.
-    pub fallback: FallbackTo,
-    /// Which of several devices work on the run.
-    pub team: TeamOf,
-    /// Whether GPUs that all have the same NCCL exchange by it.
+    /// Device that takes over if no permitted recipe fits on an accelerator.
+    pub fallback: FallbackTarget,
+    /// Sharing of the run among several devices.
+    pub parallelism: ParallelismChoice,
+    /// Whether GPUs exchange by NCCL if all have the same version of it.
     pub nccl: bool,
 }
 
@@ -370,48 +367,71 @@ impl Default for RunSection {
             threads: Threads::Auto,
             max_temperature: None,
             heartbeat_seconds: 30.0,
-            fallback: FallbackTo::Cpu,
-            team: TeamOf::Auto,
+            fallback: FallbackTarget::Cpu,
+            parallelism: ParallelismChoice::Auto,
             nccl: true,
         }
     }
 }
 
-/// What does the work of a device that cannot hold it.
+/// Device that takes over if a run does not fit on an accelerator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum FallbackTo {
-    /// The processor, under the host's load line: slowly, and it says so.
+pub enum FallbackTarget {
+    /// The processor, under the host's load line; the plan reports it.
     Cpu,
-    /// Nothing: the run is refused.
+    /// No device: the run is refused.
     None,
 }
 
-/// Which of several devices work on a run.
+/// Sharing of a run among several devices.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum TeamOf {
-    /// Those that make it faster, or possible.
+pub enum ParallelismChoice {
+    /// The fastest way, on the devices that make the run faster or possible.
     #[default]
     Auto,
-    /// All of them, whatever it costs.
+    /// Data parallel only.
+    Data,
+    /// Sharded (FSDP, ZeRO-3) only.
+    Sharded,
+    /// Pipeline parallel only.
+    Pipeline,
+    /// The fastest way that uses every device.
     All,
 }
 
-/// Threads that compute.
+impl ParallelismChoice {
+    /// Returns the only kind of parallelism that the planner may choose; `None` if it may choose any.
+    pub fn pinned(self) -> Option<Parallelism> {
+        match self {
+            ParallelismChoice::Auto | ParallelismChoice::All => None,
+            ParallelismChoice::Data => Some(Parallelism::Data),
+            ParallelismChoice::Sharded => Some(Parallelism::Sharded),
+            ParallelismChoice::Pipeline => Some(Parallelism::Pipeline),
+        }
+    }
+
+    /// Returns whether one of several devices may work alone.
+    pub fn allows_single_device(self) -> bool {
+        matches!(self, ParallelismChoice::Auto | ParallelismChoice::Data)
+    }
+}
+
+/// Number of computing threads.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "read::WordOrNumber", into = "read::WordOrNumber")]
 pub enum Threads {
-    /// 80 % of the physical cores, at least one: the machine stays usable.
+    /// 80 % of the physical cores, at least one, so that the machine stays usable.
     #[default]
     Auto,
-    /// So many.
+    /// A fixed number of threads.
     Count(u32),
 }
 
 impl Threads {
-    /// The number that the user asked for.
-    pub fn asked(self) -> Option<u32> {
+    /// Returns the number that the user requested; `None` for `auto`.
+    pub fn requested(self) -> Option<u32> {
         match self {
             Threads::Auto => None,
             Threads::Count(count) => Some(count),
@@ -419,20 +439,19 @@ impl Threads {
     }
 }
 
-impl RunFile {
-    /// How long the run is; `None` where the file does not say, which [`RunFile::check_trainable`]
-    /// refuses.
+impl RunConfig {
+    /// Returns the length of the run; `None` if the file sets none, which [`RunConfig::check_trainable`] rejects.
     pub fn length(&self) -> Option<Length> {
         let train = &self.train;
         train.steps.map(Length::Steps).or(train.epochs.map(Length::Epochs)).or(train.hours.map(Length::Hours))
     }
 
-    /// Sequences of one optimizer step over the whole team.
+    /// Returns the number of sequences of one optimizer step over the whole team.
     pub fn batch_sequences(&self) -> u64 {
         self.train.batch_tokens / u64::from(self.data.sequence)
     }
 
-    /// The element type of the arithmetic on a kind of device: bf16 on GPUs, f32 on the processor, where it is left open.
+    /// Returns the element type of the computation on a kind of device. With `auto`, bf16 on GPUs and f32 on processors.
     pub fn arithmetic(&self, on: DeviceKind) -> DType {
         match self.train.precision {
             Precision::Auto => match on {
@@ -445,7 +464,8 @@ impl RunFile {
         }
     }
 
-    /// Writes down what `precision = "auto"` means: it belongs to the experiment and is decided once.
+    /// Replaces `precision = "auto"` by the precision on this kind of device. The precision belongs to the experiment and is
+    /// decided once.
     pub fn decide_precision(&mut self, on: DeviceKind) {
         if self.train.precision == Precision::Auto {
             self.train.precision = match self.arithmetic(on) {
@@ -455,7 +475,7 @@ impl RunFile {
         }
     }
 
-    /// Writes down the lossy rungs that a plan takes: from now on they belong to the experiment.
+    /// Stores the lossy rungs of a plan. From now on they belong to the experiment.
     pub fn decide_rungs(&mut self, rungs: &[Rung]) {
         if rungs.contains(&Rung::Bf16) {
             self.train.precision = Precision::Bf16;
@@ -466,67 +486,30 @@ impl RunFile {
         self.train.rungs = Some(rungs.to_vec());
     }
 
-    /// What is said of adapters over a model that is drawn at random: nothing keeps the model.
-    pub(crate) fn lost_base(&self) -> Option<String> {
-        let lost = self.train.method == Method::Lora && self.model.init == Init::Random;
-        lost.then(|| {
+    /// Returns a warning if adapters are trained over a random model, because nothing saves that model.
+    pub(crate) fn unsaved_base_warning(&self) -> Option<String> {
+        let unsaved = self.train.method == Method::Lora && self.model.init == Init::Random;
+        unsaved.then(|| {
             "adapters over random weights (model.init = \"random\"): only the adapters are saved, so that eval, generate and merge \
              will have no model for them; train.method = \"full\" saves all, or name a directory with weights"
                 .to_owned()
         })
     }
 
-    /// The devices asked for: of a cluster, what those have turned out to be.
-    pub fn devices(&self) -> DevicesRequest {
-        let asked = || self.run.devices.parse().expect("a loaded run file has devices that can be read");
-        self.elsewhere.devices().cloned().unwrap_or_else(asked)
+    /// Returns the devices that `run.devices` names, with `ray` and other cluster words as they are written.
+    ///
+    /// # Panics
+    /// If `run.devices` cannot be parsed; loading a run file checks it.
+    pub fn requested_devices(&self) -> DevicesRequest {
+        self.run.devices.parse().expect("loading a run file checks run.devices")
     }
 
-    /// The load line of a device: its own where it was named with one, else that of all.
-    pub fn budget_of(&self, device: &str) -> Budget {
-        let own = self
-            .devices()
-            .devices
-            .into_iter()
-            .find(|asked| {
-                let any_gpu = matches!(asked, DeviceRequest::Cuda { index: None, .. }) && device.starts_with("cuda:");
-                any_gpu || asked.name() == device
-            })
-            .and_then(|asked| asked.budget());
-        own.unwrap_or(self.memory.line())
-    }
-
-    /// What is said of a load line that no device goes by, since each has an amount of its own.
-    pub fn idle_budget(&self) -> Option<String> {
-        let devices = self.devices();
-        let own = |asked: &DeviceRequest| asked.budget().is_some();
-        // Those of a cluster have an amount of it by now.
-        let all_own = !devices.devices.is_empty() && devices.devices.iter().all(own) && !devices.elsewhere();
-        let budget = self.memory.budget.filter(|budget| all_own && *budget != Budget::DEVICE)?;
-        Some(format!("memory.budget = {budget} holds no device: run.devices gives each an amount of its own"))
-    }
-
-    /// The load line of the host.
-    pub fn host(&self) -> Budget {
-        self.devices().host.unwrap_or(self.memory.host)
-    }
-
-    /// What the scratch file may hold, where there may be one.
-    pub fn file(&self) -> Option<Budget> {
-        self.devices().file.or(self.memory.file)
-    }
-
-    /// The folder that the scratch file is in.
-    pub fn file_folder(&self) -> &Path {
+    /// Returns the folder of the scratch file, whether or not there may be a scratch file.
+    pub fn scratch_file_folder(&self) -> &Path {
         Path::new(self.memory.file_dir.as_ref().unwrap_or(&self.run.dir))
     }
 
-    /// The same, where there may be a scratch file.
-    pub fn scratch(&self) -> Option<&Path> {
-        self.file().map(|_| self.file_folder())
-    }
-
-    /// The model as the user named it: its path or its preset.
+    /// Returns the model as the user named it: its path or its preset.
     pub fn model_name(&self) -> &str {
         self.model.path.as_deref().or(self.model.preset.as_deref()).unwrap_or_default()
     }

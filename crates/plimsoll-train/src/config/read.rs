@@ -1,10 +1,10 @@
-//! From text and `--set` to a [`RunFile`], and back to text.
+//! Reads a [`RunConfig`] from text and `--set` settings, and writes it back.
 //!
-//! Settings are merged into the file's document before anything is typed, so that one path leads
-//! from text to struct. Each key is remembered with the place it came from, for the messages.
+//! Settings are merged into the TOML document of the file, and then the document is deserialized. The location of each key is
+//! kept for error messages.
 
-use super::check::{Fault, check};
-use super::{EXAMPLE_PREFIX, Init, RunFile, Threads, keys};
+use super::check::{RuleViolation, check};
+use super::{EXAMPLE_PREFIX, Init, RunConfig, Threads, keys};
 use plimsoll_core::{Failure, Rung};
 use serde::de::{self, Deserializer};
 use serde::{Deserialize, Serialize};
@@ -12,18 +12,18 @@ use std::io::ErrorKind;
 use std::path::{self, Path, PathBuf};
 use toml_edit::{Document, DocumentMut, Item, TableLike, Value};
 
-/// What is wrong with a run file.
+/// An error in a run file or a setting.
 #[derive(Debug, thiserror::Error)]
-pub enum RunFileError {
-    /// The file cannot be read.
+pub enum RunConfigError {
+    /// A file that cannot be read.
     #[error("cannot read {path}: {source}")]
     Unreadable {
-        /// The run file.
+        /// Path of the run file.
         path: String,
-        /// Why.
+        /// Error of the system.
         source: std::io::Error,
     },
-    /// The text is no TOML.
+    /// Text that is not TOML.
     #[error("{place}: {message}")]
     Syntax {
         /// File and line.
@@ -31,15 +31,15 @@ pub enum RunFileError {
         /// The parser's message, on one line.
         message: String,
     },
-    /// `--set` without a key or a value that can be read.
+    /// A `--set` without a valid key and value.
     #[error("--set {text}: {message}")]
     Setting {
-        /// What was given.
+        /// The setting as given.
         text: String,
-        /// What is missing.
+        /// The missing part.
         message: String,
     },
-    /// There is no such key.
+    /// An unknown key.
     #[error("{place}: unknown key `{key}`")]
     UnknownKey {
         /// File and line, or the command line.
@@ -49,7 +49,7 @@ pub enum RunFileError {
         /// The key or section that was probably meant.
         nearest: Option<&'static str>,
     },
-    /// The value is of the wrong type or out of range.
+    /// A value of the wrong type or out of range.
     #[error("{place}: {key} is {found}, expected {expected}")]
     Value {
         /// File and line, or the command line.
@@ -58,48 +58,52 @@ pub enum RunFileError {
         key: String,
         /// The value as written.
         found: String,
-        /// What the key takes.
+        /// Description of valid values.
         expected: String,
     },
-    /// The value cannot stand: it does not go with another one, or names what is not there.
+    /// A value that conflicts with another one or cannot be parsed.
     #[error("{place}: {key}: {message}")]
-    Cannot {
+    Invalid {
         /// File and line, or the command line.
         place: String,
         /// The key path.
         key: String,
-        /// Why.
+        /// Reason.
         message: String,
-        /// What to do.
+        /// Hints to the user.
         hints: Vec<String>,
     },
-    /// A run that goes on cannot change this.
+    /// A key that a resumed run cannot change.
     #[error("{key} belongs to the experiment: a run that goes on cannot change it")]
     Experiment {
         /// The key path.
         key: String,
     },
-    /// A run needs this key.
+    /// A key that a run needs and the file does not set.
     #[error("{key} is not set")]
     Missing {
         /// The key path.
         key: &'static str,
-        /// What to do.
+        /// Hint to the user.
         hint: &'static str,
     },
 }
 
-impl From<RunFileError> for Failure {
-    fn from(error: RunFileError) -> Failure {
+impl From<RunConfigError> for Failure {
+    fn from(error: RunConfigError) -> Failure {
         let failure = Failure::input(error.to_string());
         match error {
-            RunFileError::UnknownKey { nearest: Some(near), .. } => failure.hint(format!("did you mean `{near}`?")),
-            RunFileError::UnknownKey { key, nearest: None, .. } => failure.hint(known_keys(&key)),
-            RunFileError::Unreadable { path, source } => failure.hint(instead(Path::new(&path), source.kind())),
-            RunFileError::Setting { .. } => failure.hint("write --set section.key=value, such as --set train.steps=20"),
-            RunFileError::Cannot { hints, .. } => hints.into_iter().fold(failure, Failure::hint),
-            RunFileError::Missing { hint, .. } => failure.hint(hint),
-            RunFileError::Experiment { .. } => {
+            RunConfigError::UnknownKey { nearest: Some(near), .. } => failure.hint(format!("did you mean `{near}`?")),
+            RunConfigError::UnknownKey { key, nearest: None, .. } => failure.hint(known_keys(&key)),
+            RunConfigError::Unreadable { path, source } => {
+                failure.hint(unreadable_hint(Path::new(&path), source.kind()))
+            }
+            RunConfigError::Setting { .. } => {
+                failure.hint("write --set section.key=value, such as --set train.steps=20")
+            }
+            RunConfigError::Invalid { hints, .. } => hints.into_iter().fold(failure, Failure::hint),
+            RunConfigError::Missing { hint, .. } => failure.hint(hint),
+            RunConfigError::Experiment { .. } => {
                 failure.hint("leave it out, or start a run of its own with another run.dir")
             }
             _ => failure,
@@ -107,12 +111,12 @@ impl From<RunFileError> for Failure {
     }
 }
 
-/// What to do where a run file cannot be read.
-fn instead(path: &Path, why: ErrorKind) -> String {
-    if let Some(near) = near_file(path).filter(|_| why == ErrorKind::NotFound) {
+/// Returns a hint for a run file that cannot be read.
+fn unreadable_hint(path: &Path, reason: ErrorKind) -> String {
+    if let Some(near) = nearest_file(path).filter(|_| reason == ErrorKind::NotFound) {
         return format!("did you mean `{}`?", near.display());
     }
-    match why {
+    match reason {
         ErrorKind::IsADirectory if path.join("run.toml").is_file() => {
             format!("to go on with the run in it: --resume {}", path.display())
         }
@@ -121,8 +125,8 @@ fn instead(path: &Path, why: ErrorKind) -> String {
     }
 }
 
-/// The file beside this one that was probably meant.
-fn near_file(path: &Path) -> Option<PathBuf> {
+/// Returns the file with the most similar name in the same folder, if one is similar enough.
+fn nearest_file(path: &Path) -> Option<PathBuf> {
     let name = path.file_name()?.to_str()?;
     let name = name.strip_suffix(".toml").unwrap_or(name);
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
@@ -131,7 +135,7 @@ fn near_file(path: &Path) -> Option<PathBuf> {
     Some(path.with_file_name(format!("{near}.toml")))
 }
 
-/// The keys of the section, or the sections, for a key that resembles nothing.
+/// Returns the keys of the section of an unknown key, or all sections if the section is unknown, too.
 fn known_keys(key: &str) -> String {
     let (section, _) = keys::split(key);
     let known: Vec<&str> = if keys::is_section(section) {
@@ -150,47 +154,47 @@ fn known_keys(key: &str) -> String {
     format!("{of} {}", known.join(", "))
 }
 
-impl RunFile {
-    /// Reads a run file (`None`: the built-in example), merges the settings `section.key=value`,
-    /// checks all, and makes the paths absolute against the working directory.
+impl RunConfig {
+    /// Reads a run file (`None`: the built-in example), merges settings of the form `section.key=value`, checks the result, and
+    /// makes paths absolute against the working directory.
     ///
     /// # Errors
-    /// A [`RunFileError`] as a failure with exit code 2.
-    pub fn load(path: Option<&Path>, settings: &[String]) -> Result<RunFile, Failure> {
+    /// A [`RunConfigError`] as a failure with exit code 2.
+    pub fn load(path: Option<&Path>, settings: &[String]) -> Result<RunConfig, Failure> {
         let file = match path {
-            None => RunFile::parse("the built-in example", include_str!("example.toml"), settings)?,
+            None => RunConfig::parse("the built-in example", include_str!("example.toml"), settings)?,
             Some(path) => {
                 let name = path.display().to_string();
                 let text = std::fs::read_to_string(path)
-                    .map_err(|source| RunFileError::Unreadable { path: name.clone(), source })?;
-                RunFile::parse(&name, &text, settings)?
+                    .map_err(|source| RunConfigError::Unreadable { path: name.clone(), source })?;
+                RunConfig::parse(&name, &text, settings)?
             }
         };
-        Ok(file.absolute()?)
+        Ok(file.with_absolute_paths()?)
     }
 
-    /// A run file made of settings alone, for plans and benches that name their model themselves.
+    /// Builds a run file from settings alone, for commands that name their model themselves.
     ///
     /// # Errors
-    /// As [`RunFile::load`].
-    pub fn from_settings(settings: &[String]) -> Result<RunFile, Failure> {
-        Ok(RunFile::parse("the command line", "", settings)?.absolute()?)
+    /// The errors of [`RunConfig::load`].
+    pub fn from_settings(settings: &[String]) -> Result<RunConfig, Failure> {
+        Ok(RunConfig::parse("the command line", "", settings)?.with_absolute_paths()?)
     }
 
-    /// The run file of a run that goes on: `run.toml` in its folder. Settings may move it to other
-    /// devices, budgets, pins and rhythms, and change its length; what else belongs to the experiment stays.
+    /// Loads `run.toml` from the folder of a run that is resumed. Settings may change devices, budgets, the recipe, the length,
+    /// and the intervals of evaluations and checkpoints. All other keys belong to the experiment.
     ///
     /// # Errors
-    /// As [`RunFile::load`], and a setting of the experiment.
-    pub fn resume(run_dir: &Path, settings: &[String]) -> Result<RunFile, Failure> {
+    /// The errors of [`RunConfig::load`], or a setting that belongs to the experiment.
+    pub fn resume(run_dir: &Path, settings: &[String]) -> Result<RunConfig, Failure> {
         const LENGTH: [&str; 3] = ["train.steps", "train.epochs", "train.hours"];
-        const RHYTHM: [&str; 4] = ["train.eval_every", "train.save_every", "train.save_every_minutes", "train.keep"];
+        const INTERVALS: [&str; 4] = ["train.eval_every", "train.save_every", "train.save_every_minutes", "train.keep"];
         for key in settings.iter().filter_map(|setting| setting.split_once('=')).map(|(key, _)| key.trim()) {
             let free = LENGTH.contains(&key)
-                || RHYTHM.contains(&key)
+                || INTERVALS.contains(&key)
                 || ["memory", "recipe", "run"].contains(&keys::split(key).0);
             if keys::expected(key).is_some() && !free {
-                return Err(RunFileError::Experiment { key: key.to_owned() }.into());
+                return Err(RunConfigError::Experiment { key: key.to_owned() }.into());
             }
         }
         let path = run_dir.join("run.toml");
@@ -198,101 +202,95 @@ impl RunFile {
             let message = format!("{} is no run folder: it has no run.toml", run_dir.display());
             return Err(Failure::input(message).hint("name the folder that run.dir named when the run started"));
         }
-        let mut file = RunFile::load(Some(&path), settings)?;
-        // The folder may have been moved since.
+        let mut file = RunConfig::load(Some(&path), settings)?;
+        // The folder may have been moved since the run started.
         file.run.dir = run_dir.to_string_lossy().into_owned();
-        let says =
-            |key: &str| settings.iter().any(|setting| setting.split('=').next().is_some_and(|k| k.trim() == key));
-        if !says("memory.budget") && !says("run.devices") {
-            file.take_moved(run_dir);
-        }
-        Ok(file.absolute()?)
+        Ok(file.with_absolute_paths()?)
     }
 
-    /// The run file in `text`, with the settings merged; `name` is what messages call it. Paths stay
-    /// as they are written.
+    /// Parses the run file in `text` and merges the settings. `name` stands for the file in messages. Paths are not changed.
     ///
     /// # Errors
-    /// The first thing that is wrong, with its place.
-    pub fn parse(name: &str, text: &str, settings: &[String]) -> Result<RunFile, RunFileError> {
-        let document = Document::parse(text).map_err(|error| RunFileError::Syntax {
+    /// The first error, with its location.
+    pub fn parse(name: &str, text: &str, settings: &[String]) -> Result<RunConfig, RunConfigError> {
+        let document = Document::parse(text).map_err(|error| RunConfigError::Syntax {
             place: format!("{name}, line {}", line_at(text, error.span().map_or(0, |span| span.start))),
             message: error.message().lines().collect::<Vec<_>>().join("; "),
         })?;
         check_keys(name, text, document.as_table())?;
         let mut merged = DocumentMut::from(document.as_table().clone());
-        let mut set_keys = Vec::new();
+        let mut keys_from_settings = Vec::new();
         for setting in settings {
             let key = merge(&mut merged, setting)?;
-            give_way(&mut merged, &key, &set_keys);
-            set_keys.push(key);
+            remove_alternatives(&mut merged, &key, &keys_from_settings);
+            keys_from_settings.push(key);
         }
-        let places = Places { name, text, file: &document, merged: &merged, set_keys: &set_keys };
+        let locations =
+            KeyLocations { name, text, file: &document, merged: &merged, keys_from_settings: &keys_from_settings };
 
         let merged_text = merged.to_string();
-        let mut file: RunFile = toml::from_str(&merged_text).map_err(|error| {
+        let mut config: RunConfig = toml::from_str(&merged_text).map_err(|error| {
             let key = error.span().and_then(|span| key_at(&merged_text, span.start)).unwrap_or_default();
-            places.value_error(&key, error.message())
+            locations.value_error(&key, error.message())
         })?;
-        file.resolve(|key| places.found(key).is_some());
-        check(&file).map_err(|fault| match fault {
-            Fault::Range(key) => places.value_error(key, "out of range"),
-            Fault::Cannot(key, message, hints) => {
-                RunFileError::Cannot { place: places.place(key), key: key.to_owned(), message, hints }
+        config.apply_dependent_defaults(|key| locations.value(key).is_some());
+        check(&config).map_err(|violation| match violation {
+            RuleViolation::OutOfRange(key) => locations.value_error(key, "out of range"),
+            RuleViolation::Invalid(key, message, hints) => {
+                RunConfigError::Invalid { place: locations.location(key), key: key.to_owned(), message, hints }
             }
         })?;
-        Ok(file)
+        Ok(config)
     }
 
-    /// Gives the defaults that depend on other keys.
-    fn resolve(&mut self, given: impl Fn(&str) -> bool) {
-        if !given("model.init") && self.model.preset.is_some() {
+    /// Sets the defaults that depend on other keys. `is_set` tells whether the user set a key.
+    fn apply_dependent_defaults(&mut self, is_set: impl Fn(&str) -> bool) {
+        if !is_set("model.init") && self.model.preset.is_some() {
             self.model.init = Init::Random;
         }
-        if !given("train.batch_tokens") && self.data.sequence > 0 {
+        if !is_set("train.batch_tokens") && self.data.sequence > 0 {
             let sequence = u64::from(self.data.sequence);
             self.train.batch_tokens = (self.train.batch_tokens / sequence).max(1) * sequence;
         }
     }
 
-    /// Paths, made absolute against the working directory: the run folder must mean the same from
-    /// everywhere.
-    fn absolute(mut self) -> Result<RunFile, RunFileError> {
+    /// Makes paths absolute against the working directory, so that a stored run file does not depend on it.
+    fn with_absolute_paths(mut self) -> Result<RunConfig, RunConfigError> {
         let sources = self.data.train.iter_mut().chain(&mut self.data.eval);
         let model = self.model.path.iter_mut().chain(&mut self.model.adapter);
         let paths = model.chain(sources).chain([&mut self.run.dir]).chain(&mut self.memory.file_dir);
         for path in paths.filter(|path| !path.starts_with(EXAMPLE_PREFIX)) {
-            let whole =
-                path::absolute(&*path).map_err(|source| RunFileError::Unreadable { path: path.clone(), source })?;
-            // A path from a String with parts of the working directory; lossy only where that is no UTF-8.
-            *path = whole.to_string_lossy().into_owned();
+            let absolute =
+                path::absolute(&*path).map_err(|source| RunConfigError::Unreadable { path: path.clone(), source })?;
+            // Lossy only if the working directory is not UTF-8.
+            *path = absolute.to_string_lossy().into_owned();
         }
         Ok(self)
     }
 
-    /// What a training run needs and a plan does not: data and a length.
+    /// Checks that data and a length are set, which a training run needs and a plan does not.
     ///
     /// # Errors
-    /// The key that is missing.
-    pub fn check_trainable(&self) -> Result<(), RunFileError> {
+    /// The missing key.
+    pub fn check_trainable(&self) -> Result<(), RunConfigError> {
         if self.data.train.is_empty() {
-            return Err(RunFileError::Missing { key: "data.train", hint: "set data.train to a .jsonl or .txt file" });
+            return Err(RunConfigError::Missing { key: "data.train", hint: "set data.train to a .jsonl or .txt file" });
         }
         if self.length().is_none() {
             let hint = "set one of train.steps, train.epochs and train.hours";
-            return Err(RunFileError::Missing { key: "train.steps", hint });
+            return Err(RunConfigError::Missing { key: "train.steps", hint });
         }
         Ok(())
     }
 
-    /// The file with every key written out. Reading it again gives an equal run file.
+    /// Writes the run file with every key. Reading it again gives an equal run file.
     pub fn to_toml(&self) -> String {
         toml::to_string(self).expect("a checked run file has only what TOML can say")
     }
 }
 
-/// Refuses sections that are no tables, and keys that nobody knows.
-fn check_keys(name: &str, text: &str, root: &dyn TableLike) -> Result<(), RunFileError> {
+/// Checks that all sections are tables and all keys are known.
+fn check_keys(name: &str, text: &str, root: &dyn TableLike) -> Result<(), RunConfigError> {
     let place = |table: &dyn TableLike, key: &str| {
         let span = table.get_key_value(key).and_then(|(key, item)| key.span().or(item.span()));
         format!("{name}, line {}", line_at(text, span.map_or(0, |span| span.start)))
@@ -300,13 +298,13 @@ fn check_keys(name: &str, text: &str, root: &dyn TableLike) -> Result<(), RunFil
     for (section, item) in root.iter() {
         if !keys::is_section(section) {
             let nearest = keys::nearest_section(section).or_else(|| keys::nearest_key("", section));
-            return Err(RunFileError::UnknownKey { place: place(root, section), key: section.to_owned(), nearest });
+            return Err(RunConfigError::UnknownKey { place: place(root, section), key: section.to_owned(), nearest });
         }
         let Some(table) = item.as_table_like() else {
-            return Err(RunFileError::Value {
+            return Err(RunConfigError::Value {
                 place: place(root, section),
                 key: section.to_owned(),
-                found: if item.is_array_of_tables() { format!("a list, [[{section}]]") } else { shown(item) },
+                found: if item.is_array_of_tables() { format!("a list, [[{section}]]") } else { display_value(item) },
                 expected: format!("a section, [{section}]"),
             });
         };
@@ -314,22 +312,22 @@ fn check_keys(name: &str, text: &str, root: &dyn TableLike) -> Result<(), RunFil
             let path = format!("{section}.{key}");
             if keys::expected(&path).is_none() {
                 let nearest = keys::nearest_key(section, key);
-                return Err(RunFileError::UnknownKey { place: place(table, key), key: path, nearest });
+                return Err(RunConfigError::UnknownKey { place: place(table, key), key: path, nearest });
             }
         }
     }
     Ok(())
 }
 
-/// Puts `section.key=value` into the document; answers the key.
-fn merge(document: &mut DocumentMut, setting: &str) -> Result<String, RunFileError> {
-    let wrong = |message: &str| RunFileError::Setting { text: setting.to_owned(), message: message.to_owned() };
+/// Merges a setting `section.key=value` into the document and returns its key.
+fn merge(document: &mut DocumentMut, setting: &str) -> Result<String, RunConfigError> {
+    let wrong = |message: &str| RunConfigError::Setting { text: setting.to_owned(), message: message.to_owned() };
     let (key, value) = setting.split_once('=').ok_or_else(|| wrong("no `=` between key and value"))?;
     let (key, value) = (key.trim(), value.trim());
     let (section, name) = keys::split(key);
     if keys::expected(key).is_none() {
         let nearest = keys::nearest_key(section, name).or_else(|| keys::nearest_section(key));
-        return Err(RunFileError::UnknownKey { place: COMMAND_LINE.into(), key: key.to_owned(), nearest });
+        return Err(RunConfigError::UnknownKey { place: COMMAND_LINE.into(), key: key.to_owned(), nearest });
     }
     let value = setting_value(value).ok_or_else(|| wrong(&format!("no value for {key} can be read from `{value}`")))?;
     let item = document.entry(section).or_insert_with(toml_edit::table);
@@ -338,9 +336,9 @@ fn merge(document: &mut DocumentMut, setting: &str) -> Result<String, RunFileErr
     Ok(key.to_owned())
 }
 
-/// A setting replaces what the file says in its own words and in others: another model, another
-/// measure of length. Two settings do not replace each other.
-fn give_way(document: &mut DocumentMut, key: &str, set_keys: &[String]) {
+/// Removes the keys of the file that are alternatives to a key from a setting: another way to name the model, or another
+/// measure of length. Keys that come from settings are kept, so that a conflict between two settings is reported.
+fn remove_alternatives(document: &mut DocumentMut, key: &str, keys_from_settings: &[String]) {
     let others: &[&str] = match key {
         "model.path" => &["model.preset", "model.init", "model.adapter"],
         "model.preset" => &["model.path", "model.init", "model.adapter"],
@@ -349,7 +347,7 @@ fn give_way(document: &mut DocumentMut, key: &str, set_keys: &[String]) {
         "train.hours" => &["train.steps", "train.epochs"],
         _ => &[],
     };
-    for other in others.iter().filter(|other| !set_keys.iter().any(|set| set == *other)) {
+    for other in others.iter().filter(|other| !keys_from_settings.iter().any(|set| set == *other)) {
         let (section, name) = keys::split(other);
         if let Some(table) = document.get_mut(section).and_then(Item::as_table_like_mut) {
             table.remove(name);
@@ -357,23 +355,23 @@ fn give_way(document: &mut DocumentMut, key: &str, set_keys: &[String]) {
     }
 }
 
-/// `key="text"`, a setting whose value is text whatever it looks like.
+/// Returns the setting `key="text"`. Its value is a string, even if the text looks like a number.
 pub fn setting(key: &str, text: &str) -> String {
     format!("{key}={}", Value::from(text))
 }
 
-/// `key=["text", …]`, a setting whose value is a list of texts.
+/// Returns the setting `key=["text", …]` with a list of strings.
 pub fn list_setting(key: &str, texts: &[String]) -> String {
     format!("{key}={}", Value::from_iter(texts))
 }
 
-/// The setting that names a model: by its path if it looks like one or is there, else as a preset.
+/// Returns the setting that names a model: as a path if it looks like one or exists, else as a preset.
 pub fn model_setting(model: &str) -> String {
     let is_path = model.contains(path::MAIN_SEPARATOR) || model.ends_with(".json") || Path::new(model).exists();
     setting(if is_path { "model.path" } else { "model.preset" }, model)
 }
 
-/// A TOML value; what is none, and does not begin like one, is a string.
+/// Parses a TOML value. Text that is no TOML value, and does not begin like one, is taken as a string.
 fn setting_value(text: &str) -> Option<Value> {
     if let Ok(value) = text.parse::<Value>() {
         return Some(value);
@@ -384,25 +382,25 @@ fn setting_value(text: &str) -> Option<Value> {
 
 const COMMAND_LINE: &str = "command line";
 
-/// Where each key was given.
-struct Places<'a> {
+/// Finds the value and location of keys, for messages.
+struct KeyLocations<'a> {
     name: &'a str,
     text: &'a str,
     file: &'a Document<&'a str>,
     merged: &'a DocumentMut,
-    set_keys: &'a [String],
+    keys_from_settings: &'a [String],
 }
 
-impl Places<'_> {
-    /// The key's value, if anybody gave one.
-    fn found(&self, key: &str) -> Option<String> {
+impl KeyLocations<'_> {
+    /// Returns the key's value as text, if the file or a setting gives one.
+    fn value(&self, key: &str) -> Option<String> {
         let (section, name) = keys::split(key);
-        self.merged.get(section)?.as_table_like()?.get(name).map(shown)
+        self.merged.get(section)?.as_table_like()?.get(name).map(display_value)
     }
 
-    /// File and line of the key, or the command line.
-    fn place(&self, key: &str) -> String {
-        if self.set_keys.iter().any(|set| set == key) {
+    /// Returns the file and line of the key, or the command line.
+    fn location(&self, key: &str) -> String {
+        if self.keys_from_settings.iter().any(|set| set == key) {
             return COMMAND_LINE.to_owned();
         }
         let (section, name) = keys::split(key);
@@ -413,18 +411,18 @@ impl Places<'_> {
         }
     }
 
-    fn value_error(&self, key: &str, message: &str) -> RunFileError {
-        let place = self.place(key);
-        match (keys::expected(key), self.found(key)) {
+    fn value_error(&self, key: &str, message: &str) -> RunConfigError {
+        let place = self.location(key);
+        match (keys::expected(key), self.value(key)) {
             (Some(expected), Some(found)) => {
-                RunFileError::Value { place, key: key.to_owned(), found, expected: expected.to_owned() }
+                RunConfigError::Value { place, key: key.to_owned(), found, expected: expected.to_owned() }
             }
-            _ => RunFileError::Syntax { place, message: message.lines().collect::<Vec<_>>().join("; ") },
+            _ => RunConfigError::Syntax { place, message: message.lines().collect::<Vec<_>>().join("; ") },
         }
     }
 }
 
-/// The path of the key whose value spans this byte of the text.
+/// Returns the path of the key with a value that contains this byte of the text.
 fn key_at(text: &str, byte: usize) -> Option<String> {
     let document = Document::parse(text).ok()?;
     for (section, item) in document.iter() {
@@ -438,8 +436,8 @@ fn key_at(text: &str, byte: usize) -> Option<String> {
     None
 }
 
-/// A value as it stands in a message: one line, not long.
-fn shown(item: &Item) -> String {
+/// Formats a value for a message: one line, shortened if it is long.
+fn display_value(item: &Item) -> String {
     const LONGEST: usize = 60;
     let text = item.to_string();
     let line: String = text.trim().chars().map(|letter| if letter.is_control() { ' ' } else { letter }).collect();
@@ -449,12 +447,12 @@ fn shown(item: &Item) -> String {
     }
 }
 
-/// The line of a byte, counted from 1.
+/// Returns the line that contains a byte, counted from 1.
 fn line_at(text: &str, byte: usize) -> usize {
     1 + text.bytes().take(byte).filter(|byte| *byte == b'\n').count()
 }
 
-/// One value, or a list of them.
+/// Deserializes one value or a list of values.
 pub(super) fn one_or_many<'de, D: Deserializer<'de>, T: Deserialize<'de>>(deserializer: D) -> Result<Vec<T>, D::Error> {
     #[derive(Deserialize)]
     #[serde(untagged)]
@@ -468,7 +466,7 @@ pub(super) fn one_or_many<'de, D: Deserializer<'de>, T: Deserialize<'de>>(deseri
     })
 }
 
-/// Rungs by name, one or many, with commas or in a list; `16,8,4` is the fall in bits. Each once.
+/// Deserializes rungs from names with commas or in a list, without duplicates. `16,8,4` names rungs by their bits.
 pub(super) fn rungs<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Rung>, D::Error> {
     let texts: Vec<String> = one_or_many(deserializer)?;
     let mut rungs = Vec::new();
@@ -488,12 +486,12 @@ pub(super) fn rungs<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Ru
     Ok(rungs)
 }
 
-/// Rungs that have been decided.
+/// Deserializes rungs that have been decided.
 pub(super) fn decided_rungs<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Vec<Rung>>, D::Error> {
     rungs(deserializer).map(Some)
 }
 
-/// How [`Threads`] is written.
+/// The TOML form of [`Threads`].
 #[derive(Serialize, Deserialize)]
 #[serde(untagged)]
 pub(super) enum WordOrNumber {

@@ -1,5 +1,4 @@
-//! What a run file promises: one clear message for each mistake, and the same struct from what was
-//! written.
+//! Tests of the run file: one clear message for each mistake, and an equal struct after writing and reading.
 
 use super::*;
 use plimsoll_core::{Bytes, Failure};
@@ -9,12 +8,12 @@ use std::collections::BTreeSet;
 /// The smallest file that loads.
 const MODEL: &str = "[model]\npath = \"m\"\n";
 
-fn parse(text: &str, settings: &[&str]) -> Result<RunFile, RunFileError> {
+fn parse(text: &str, settings: &[&str]) -> Result<RunConfig, RunConfigError> {
     let settings: Vec<String> = settings.iter().map(|setting| (*setting).to_owned()).collect();
-    RunFile::parse("run.toml", text, &settings)
+    RunConfig::parse("run.toml", text, &settings)
 }
 
-/// The whole message with its hints.
+/// Returns the message of the expected failure, with its hints.
 fn refusal(text: &str, settings: &[&str]) -> String {
     let failure = Failure::from(parse(text, settings).expect_err("this is refused"));
     assert_eq!(failure.exit as i32, 2);
@@ -22,8 +21,8 @@ fn refusal(text: &str, settings: &[&str]) -> String {
 }
 
 #[test]
-fn every_key_has_an_expectation_and_every_expectation_a_key() {
-    let mut file = RunFile::default();
+fn key_list_matches_structs() {
+    let mut file = RunConfig::default();
     file.model.path = Some("m".into());
     file.model.preset = Some("p".into());
     (file.train.steps, file.train.epochs, file.train.hours) = (Some(1), Some(1.0), Some(1.0));
@@ -42,14 +41,14 @@ fn every_key_has_an_expectation_and_every_expectation_a_key() {
 }
 
 #[test]
-fn the_book_lists_every_key_with_what_it_expects_and_its_default() {
+fn documentation_lists_every_key_and_default() {
     let book = include_str!("../../../../docs/run-file.md");
     let rows: Vec<Vec<&str>> =
         book.lines().filter(|line| line.starts_with("| `")).map(|line| line.split(" | ").collect()).collect();
-    let defaults: toml::Table = RunFile::default().to_toml().parse().unwrap();
+    let defaults: toml::Table = RunConfig::default().to_toml().parse().unwrap();
     for (key, expected) in keys::KEYS {
         let row = rows.iter().find(|row| row[0] == format!("| `{key}`"));
-        let row = row.unwrap_or_else(|| panic!("{key} is not in the book"));
+        let row = row.unwrap_or_else(|| panic!("{key} is not documented in docs/run-file.md"));
         assert_eq!(row[1], *expected, "{key}");
         let (section, name) = keys::split(key);
         match defaults[section].get(name) {
@@ -60,19 +59,19 @@ fn the_book_lists_every_key_with_what_it_expects_and_its_default() {
             }
         }
     }
-    assert_eq!(rows.len(), keys::KEYS.len(), "the book has keys that are not there");
+    assert_eq!(rows.len(), keys::KEYS.len(), "docs/run-file.md documents unknown keys");
 }
 
 #[test]
-fn the_example_is_a_run_file_that_trains() {
-    let example = RunFile::load(None, &[]).unwrap();
+fn example_is_trainable() {
+    let example = RunConfig::load(None, &[]).unwrap();
     example.check_trainable().unwrap();
     assert_eq!(example.data.train, ["example:sums"]);
     assert!(std::path::Path::new(&example.run.dir).is_absolute());
 }
 
 #[test]
-fn defaults_follow_what_is_given() {
+fn dependent_defaults_follow_other_keys() {
     let file = parse("[model]\npreset = \"llama-3.2-1b\"\n[data]\nsequence = 1000\n", &[]).unwrap();
     assert_eq!(file.model.init, Init::Random);
     assert_eq!(file.train.batch_tokens, 65000);
@@ -81,7 +80,7 @@ fn defaults_follow_what_is_given() {
 }
 
 #[test]
-fn settings_are_merged_over_the_file() {
+fn settings_override_the_file() {
     let text = "[model]\npath = \"m\"\n[train]\nsteps = 5 # few\n";
     let settings = [
         "train.steps=20",
@@ -104,7 +103,7 @@ fn settings_are_merged_over_the_file() {
 }
 
 #[test]
-fn a_typo_is_named_with_its_line_and_the_nearest_key() {
+fn unknown_key_names_line_and_nearest_key() {
     let text = "[model]\npath = \"m\"\n\n[train]\nstepz = 5\n";
     assert_eq!(refusal(text, &[]), "run.toml, line 5: unknown key `train.stepz`\n  hint: did you mean `train.steps`?");
     let text = "[model]\npath = \"m\"\n[train]\nsequence = 5\n";
@@ -122,7 +121,7 @@ fn a_typo_is_named_with_its_line_and_the_nearest_key() {
 }
 
 #[test]
-fn a_wrong_value_is_named_with_what_was_found_and_expected() {
+fn wrong_value_names_found_and_expected() {
     for (text, message) in [
         ("[train]\nsteps = \"many\"", "run.toml, line 2: train.steps is \"many\", expected a whole number, 1 or more"),
         ("[train]\nsteps = 0", "run.toml, line 2: train.steps is 0, expected a whole number, 1 or more"),
@@ -165,7 +164,7 @@ fn a_wrong_value_is_named_with_what_was_found_and_expected() {
 }
 
 #[test]
-fn nonsense_settings_are_refused_with_the_key() {
+fn malformed_settings_are_rejected() {
     let hint = "\n  hint: write --set section.key=value, such as --set train.steps=20";
     assert_eq!(refusal(MODEL, &["train.steps"]), format!("--set train.steps: no `=` between key and value{hint}"));
     assert_eq!(
@@ -180,7 +179,7 @@ fn nonsense_settings_are_refused_with_the_key() {
 }
 
 #[test]
-fn keys_that_do_not_go_together_are_refused() {
+fn conflicting_keys_are_rejected() {
     assert_eq!(refusal("", &[]), "run.toml: model.path: no model is named\n  hint: set model.path or model.preset");
     assert_eq!(
         refusal("[model]\npath = \"m\"\npreset = \"p\"", &[]),
@@ -201,7 +200,7 @@ fn keys_that_do_not_go_together_are_refused() {
 }
 
 #[test]
-fn a_setting_replaces_the_files_model_and_length() {
+fn setting_replaces_alternatives_in_the_file() {
     let text = "[model]\npreset = \"p\"\ninit = \"random\"\n[train]\nhours = 8\n";
     let file = parse(text, &["model.path=m", "train.steps=2"]).unwrap();
     assert_eq!(
@@ -216,7 +215,7 @@ fn a_setting_replaces_the_files_model_and_length() {
 }
 
 #[test]
-fn settings_made_of_text_survive_any_text() {
+fn text_settings_keep_any_text() {
     let odd = "a \"b\" 'c'\n#=]\\ 12".to_owned();
     let file =
         parse(MODEL, &[&setting("run.dir", &odd), &list_setting("data.train", &[odd.clone(), "12".into()])]).unwrap();
@@ -225,38 +224,38 @@ fn settings_made_of_text_survive_any_text() {
 }
 
 #[test]
-fn devices_that_cannot_be_read_are_named() {
+fn unknown_devices_are_named() {
     let message = refusal(MODEL, &["run.devices=gpu"]);
     assert!(
-        message.starts_with("command line: run.devices: `gpu` is no known device\n  hint: known devices: "),
+        message.starts_with("command line: run.devices: `gpu` is not a known device\n  hint: known devices: "),
         "{message}"
     );
 }
 
 #[test]
-fn a_run_that_goes_on_keeps_its_experiment() {
+fn resume_keeps_the_experiment() {
     let folder = tempfile::tempdir().unwrap();
     let dir = folder.path();
-    let failure = RunFile::resume(dir, &[]).unwrap_err();
+    let failure = RunConfig::resume(dir, &[]).unwrap_err();
     assert!(failure.message.ends_with("is no run folder: it has no run.toml"), "{failure}");
     let first = parse(MODEL, &["data.train=/a.txt", "train.steps=9", "run.dir=/elsewhere"]).unwrap();
     std::fs::write(dir.join("run.toml"), first.to_toml()).unwrap();
-    let resumed = RunFile::resume(dir, &["memory.budget=1GiB".into(), "train.keep=5".into()]).unwrap();
+    let resumed = RunConfig::resume(dir, &["memory.budget=1GiB".into(), "train.keep=5".into()]).unwrap();
     assert_eq!(resumed.run.dir, dir.to_str().unwrap());
     assert_eq!(resumed.train, TrainSection { keep: 5, ..first.train });
-    let longer = RunFile::resume(dir, &["train.epochs=2.5".into()]).unwrap();
+    let longer = RunConfig::resume(dir, &["train.epochs=2.5".into()]).unwrap();
     assert_eq!((longer.length(), longer.train.steps), (Some(Length::Epochs(2.5)), None));
-    let failure = RunFile::resume(dir, &["train.learning_rate=1".into()]).unwrap_err();
+    let failure = RunConfig::resume(dir, &["train.learning_rate=1".into()]).unwrap_err();
     assert!(failure.message.starts_with("train.learning_rate belongs to the experiment"), "{failure}");
 }
 
 #[test]
-fn what_is_trained_goes_with_how_the_rest_is_stored() {
+fn trained_parameters_match_quantization() {
     let train = "data.train=a.jsonl";
     let rungs = |rungs: &str| format!("train.rungs=\"{rungs}\"");
     assert_eq!(
         refusal(MODEL, &[train, &rungs("nf4")]),
-        "command line: train.rungs: matrices that are trained are not quantised\n  hint: train adapters: train.method = \"lora\""
+        "command line: train.rungs: matrices that are trained are not quantized\n  hint: train adapters: train.method = \"lora\""
     );
     assert_eq!(
         refusal(MODEL, &[train, &rungs("lora,int8,nf4")]),
@@ -268,7 +267,7 @@ fn what_is_trained_goes_with_how_the_rest_is_stored() {
     assert!(message.contains("expected a list of q_proj, k_proj"), "{message}");
     let mut file = parse(MODEL, &[train, "train.method=lora", &rungs("nf4")]).unwrap();
     assert_eq!(file.train.rungs.as_deref(), Some(&[Rung::Nf4][..]));
-    // What is decided is read again, and that nothing was taken is a decision, too.
+    // Decided rungs are stored, even if there are none.
     file.decide_rungs(&[]);
     assert_eq!(parse(&file.to_toml(), &[]).unwrap().train.rungs, Some(vec![]));
     let mut file = parse(MODEL, &[]).unwrap();
@@ -277,13 +276,13 @@ fn what_is_trained_goes_with_how_the_rest_is_stored() {
 }
 
 #[test]
-fn text_that_is_no_toml_is_refused_with_its_line() {
+fn invalid_toml_names_its_line() {
     let message = refusal("[model]\npath = \n", &[]);
     assert!(message.starts_with("run.toml, line 2: "), "{message}");
 }
 
 #[test]
-fn a_run_needs_data_and_a_length() {
+fn training_needs_data_and_length() {
     let plan_only = parse(MODEL, &[]).unwrap();
     assert_eq!(plan_only.check_trainable().unwrap_err().to_string(), "data.train is not set");
     let endless = parse(MODEL, &["data.train=a.txt"]).unwrap();
@@ -292,12 +291,12 @@ fn a_run_needs_data_and_a_length() {
 }
 
 #[test]
-fn a_missing_file_is_named() {
-    let failure = RunFile::load(Some(std::path::Path::new("no/such/run.toml")), &[]).unwrap_err();
+fn missing_file_is_named() {
+    let failure = RunConfig::load(Some(std::path::Path::new("no/such/run.toml")), &[]).unwrap_err();
     assert!(failure.message.starts_with("cannot read no/such/run.toml: "), "{failure}");
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("run.toml"), b"\xff").unwrap();
-    let hint = |name: &str| RunFile::load(Some(&folder.path().join(name)), &[]).unwrap_err().hints.concat();
+    let hint = |name: &str| RunConfig::load(Some(&folder.path().join(name)), &[]).unwrap_err().hints.concat();
     assert!(hint("rnu.toml").ends_with("/run.toml`?"), "{}", hint("rnu.toml"));
     assert!(hint("").contains("--resume") && hint("other").contains("such as run.toml"), "{}", hint(""));
     assert!(hint("run.toml").contains("UTF-8"), "{}", hint("run.toml"));
@@ -308,14 +307,14 @@ fn any_text() -> impl Strategy<Value = String> {
         .prop_map(|text| if text.trim().is_empty() { "x".to_owned() } else { text })
 }
 
-fn any_file() -> impl Strategy<Value = RunFile> {
+fn any_file() -> impl Strategy<Value = RunConfig> {
     let names = (any_text(), any_text(), proptest::collection::vec(any_text(), 0..3));
     let numbers = (1u32..5000, 1u64..300, any::<i64>(), 1e-12f64..1e12, 0.0f64..1.0, 0u64..1000);
     let choices = (any::<[bool; 6]>(), 0usize..3, 1u32..1024, 1u64..10_000_000);
     (names, numbers, choices).prop_map(|((path, dir, sources), numbers, choices)| {
         let (sequence, sequences, seed, number, share, every) = numbers;
         let (flags, length, count, bytes) = choices;
-        let mut file = RunFile::default();
+        let mut file = RunConfig::default();
         if flags[0] {
             file.model = ModelSection { preset: Some(path), init: Init::Random, ..ModelSection::default() };
         } else {
@@ -345,25 +344,33 @@ fn any_file() -> impl Strategy<Value = RunFile> {
         let devices = ["auto", "cpu=6GiB", "rtx3090,host=64GiB"][length].to_owned();
         let threads = if flags[1] { Threads::Auto } else { Threads::Count(count) };
         let max_temperature = flags[2].then_some(30.0 + 90.0 * share);
-        let team = if flags[1] { TeamOf::All } else { TeamOf::Auto };
-        let fallback = if flags[0] { FallbackTo::Cpu } else { FallbackTo::None };
+        let parallelism = if flags[1] { ParallelismChoice::All } else { ParallelismChoice::Auto };
+        let fallback = if flags[0] { FallbackTarget::Cpu } else { FallbackTarget::None };
         let heartbeat_seconds = 1.0 + share;
-        file.run =
-            RunSection { dir, devices, threads, max_temperature, heartbeat_seconds, fallback, team, nccl: flags[0] };
+        file.run = RunSection {
+            dir,
+            devices,
+            threads,
+            max_temperature,
+            heartbeat_seconds,
+            fallback,
+            parallelism,
+            nccl: flags[0],
+        };
         file
     })
 }
 
 proptest! {
     #[test]
-    fn a_run_file_written_down_is_read_back_as_the_same(file in any_file()) {
+    fn written_run_file_reads_back_equal(file in any_file()) {
         let text = file.to_toml();
-        let read = RunFile::parse("run.toml", &text, &[]).map_err(|error| error.to_string());
+        let read = RunConfig::parse("run.toml", &text, &[]).map_err(|error| error.to_string());
         prop_assert_eq!(read, Ok(file), "{}", text);
     }
 
     #[test]
-    fn no_text_makes_the_reader_panic(text in "\\PC{0,80}", setting in "\\PC{0,30}") {
+    fn arbitrary_text_does_not_panic(text in "\\PC{0,80}", setting in "\\PC{0,30}") {
         let _ = parse(&text, &[]);
         let _ = parse(MODEL, &[&setting]);
         for (key, _) in keys::KEYS {
@@ -372,7 +379,7 @@ proptest! {
     }
 
     #[test]
-    fn no_toml_makes_the_reader_panic(key in 0..keys::KEYS.len(), section in "(model|train|data|run|x)",
+    fn arbitrary_toml_does_not_panic(key in 0..keys::KEYS.len(), section in "(model|train|data|run|x)",
                                       value in "(-?[0-9]{1,20}|[0-9]e[0-9]{1,4}|nan|\\[\\[*[1, ]*\\]*|\"[a-z%0-9]*\"|\\{ *[a-z]=1 *\\}|1979-05-27)") {
         let name = keys::split(keys::KEYS[key].0).1;
         let _ = parse(&format!("[{section}]\n{name} = {value}\n"), &["model.path=m"]);

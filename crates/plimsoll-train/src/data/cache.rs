@@ -1,16 +1,19 @@
-//! The token cache on disk: what the files hold, tokenised once. A cache is two files: `NAME.tokens`, the plain
-//! records, and `NAME.json`, which says what they were made from and is renamed into place last. A
-//! third, `NAME-T.rows`, is made for padded rows: where in the tokens each row begins.
+//! The token cache on disk: the tokens of the data files, tokenized once.
 //!
-//! A record is the token id as a little-endian u32 with [`FIRST`] set on the first token of a
-//! document, followed in the tokens format by its label as an i32. Documents are found by that bit,
-//! so that nothing in memory grows with their number. Records are read with `pread`: pages of a
-//! mapping would count as resident memory of the run.
+//! | file | content |
+//! |---|---|
+//! | `NAME.tokens` | the records, one per token |
+//! | `NAME.json` | the sources of the records and their counts; renamed to its name last, which completes the cache |
+//! | `NAME-T.rows` | for padded rows of T positions: the record with which each row begins |
+//!
+//! A record is the token id as a little-endian u32. The tokens format appends the label as an i32. The id has
+//! [`FIRST_TOKEN_BIT`] set on the first token of a document, so no list of documents is kept in memory. Records are
+//! read with `pread`, because pages of a memory mapping would count as resident memory of the run.
 
-use super::error::{DataError, Place};
-use super::source::{At, Found, Reading};
-use super::tokenizer::{Tokenizer, content_hash};
-use super::{DataSpec, Format, IGNORED};
+use super::error::{DataError, SourceLocation};
+use super::source::{DocumentOrigin, DocumentPart, SourceReader};
+use super::tokenizer::{Tokenizer, file_sha256};
+use super::{DataSpec, Format, IGNORED_LABEL};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -21,18 +24,18 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
 
-/// Changed whenever the same files would give other records.
+/// Version of the records. It changes whenever the same files would yield other records.
 const VERSION: u32 = 2;
-/// Marks the first token of a document.
-pub(super) const FIRST: u32 = 1 << 31;
-/// Text that is tokenised at once, for each thread.
+/// The bit of a record that marks the first token of a document.
+pub(super) const FIRST_TOKEN_BIT: u32 = 1 << 31;
+/// Bytes of text per thread that are tokenized in one batch.
 const BATCH_BYTES_PER_THREAD: usize = 256 << 10;
-/// Records looked at in one read while rows are counted.
+/// Records per read while the starts of rows are computed.
 const SCAN_RECORDS: u64 = 64 << 10;
 
-/// What the records depend on; where one part differs, the cache is another.
+/// Everything that the records depend on. Its hash is the name of the cache.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct Key {
+struct CacheKey {
     version: u32,
     files: Vec<FileKey>,
     format: Format,
@@ -41,6 +44,7 @@ struct Key {
     vocab: u64,
 }
 
+/// A data file as part of the key. A changed size or modification time is taken as a change of the content.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct FileKey {
     path: String,
@@ -49,55 +53,60 @@ struct FileKey {
 }
 
 impl FileKey {
-    fn of(file: &Path) -> Result<FileKey, DataError> {
-        let about = fs::metadata(file).map_err(DataError::io("read", file))?;
+    fn read(file: &Path) -> Result<FileKey, DataError> {
+        let metadata = fs::metadata(file).map_err(DataError::io("read", file))?;
         let path = file.canonicalize().map_err(DataError::io("read", file))?;
-        let modified = about.modified().map_err(DataError::io("read", file))?;
+        let modified = metadata.modified().map_err(DataError::io("read", file))?;
         let modified_ns = modified.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos() as u64);
-        Ok(FileKey { path: path.to_string_lossy().into_owned(), bytes: about.len(), modified_ns })
+        Ok(FileKey { path: path.to_string_lossy().into_owned(), bytes: metadata.len(), modified_ns })
     }
 }
 
-/// What is known of the records without reading them.
+/// Counts of a cache, known without reading its records.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Counts {
-    /// Records.
+pub(super) struct DatasetCounts {
+    /// Tokens of all documents, which is the number of records.
     pub tokens: u64,
-    /// Documents with something to predict.
+    /// Documents that are used: those of at least two tokens.
     pub documents: u64,
-    /// Documents without.
+    /// Skipped documents: those of fewer than two tokens.
     pub skipped: u64,
-    /// Tokens that are to be predicted.
+    /// Tokens that are targets.
     pub labelled: u64,
     /// Tokens of the longest document.
     pub longest: u64,
+    /// Index of the file of the longest document.
     longest_file: usize,
+    /// Line of the longest document, counted from 1. 0 means the whole file.
     longest_line: u64,
 }
 
+/// Content of `NAME.json`.
 #[derive(Serialize, Deserialize)]
-struct Meta {
-    key: Key,
-    counts: Counts,
-    /// SHA-256 of the records.
+struct CacheMetadata {
+    key: CacheKey,
+    counts: DatasetCounts,
+    /// SHA-256 of the records, in hexadecimal.
     content: String,
 }
 
-/// An open cache.
+/// An open, complete cache.
 #[derive(Debug)]
 pub(super) struct TokenCache {
     path: PathBuf,
     file: File,
     record_bytes: u64,
     vocab: u64,
-    pub counts: Counts,
-    pub content: String,
-    pub longest: Place,
+    pub counts: DatasetCounts,
+    /// SHA-256 of the records, in hexadecimal.
+    pub content_sha256: String,
+    /// Position of the longest document.
+    pub longest: SourceLocation,
 }
 
 impl TokenCache {
-    /// Opens the cache of `spec`'s `files` in `folder`; makes it where there is none that is whole.
-    /// `progress` is told bytes done and bytes in all while it is made.
+    /// Opens the cache of `spec`'s `files` in `folder`. If no complete cache exists, it is built first, and `progress`
+    /// is called with the bytes read and the total bytes.
     pub fn open(
         spec: &DataSpec,
         files: &[PathBuf],
@@ -110,80 +119,99 @@ impl TokenCache {
             Format::Text => Some(tokenizer.ok_or(DataError::NoTokenizer)?),
             Format::Tokens => None,
         };
-        let key = Key {
+        let key = CacheKey {
             version: VERSION,
-            files: files.iter().map(|file| FileKey::of(file)).collect::<Result<_, _>>()?,
+            files: files.iter().map(|file| FileKey::read(file)).collect::<Result<_, _>>()?,
             format: spec.format,
-            tokenizer_sha256: tokenizer.map(content_hash).transpose()?,
+            tokenizer_sha256: tokenizer.map(file_sha256).transpose()?,
             end_token: spec.end_token.filter(|_| spec.format == Format::Text),
             vocab: spec.vocab,
         };
         let name = format!("{:x}", Sha256::digest(to_json(&key)));
         let base = folder.join(&name[..16]);
-        if let Some(cache) = TokenCache::whole(&key, &base, files) {
+        if let Some(cache) = TokenCache::open_existing(&key, &base, files) {
             return Ok(cache);
         }
-        let _alone = lock(folder)?;
-        // Another process may have made it meanwhile.
-        if let Some(cache) = TokenCache::whole(&key, &base, files) {
+        let _lock = lock_folder(folder)?;
+        // Another process may have built it while this one waited for the lock.
+        if let Some(cache) = TokenCache::open_existing(&key, &base, files) {
             return Ok(cache);
         }
+        TokenCache::build(&key, &base, spec, files, tokenizer, threads, progress)?;
+        let damaged = || DataError::DamagedCache { file: base.with_extension("tokens") };
+        TokenCache::open_existing(&key, &base, files).ok_or_else(damaged)
+    }
+
+    /// Reads the files and writes the cache at `base`. Fails if a file changes meanwhile.
+    fn build(
+        key: &CacheKey,
+        base: &Path,
+        spec: &DataSpec,
+        files: &[PathBuf],
+        tokenizer: Option<&Path>,
+        threads: usize,
+        progress: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
+    ) -> Result<(), DataError> {
         let total: u64 = key.files.iter().map(|file| file.bytes).sum();
-        let path = base.with_extension("tokens");
-        let (counts, content) = write_aside(&path, |out| {
-            let mut writer =
-                Writer { out, files, vocab: spec.vocab, counts: Counts::default(), document: 0, held: None };
+        let (counts, content) = write_atomically(&base.with_extension("tokens"), |out| {
+            let mut writer = RecordWriter {
+                out,
+                files,
+                vocab: spec.vocab,
+                counts: DatasetCounts::default(),
+                document_tokens: 0,
+                pending_first: None,
+            };
             let progress = &mut |done: u64| progress(done.min(total), total);
-            let mut reading = Reading { files, format: spec.format, vocab: spec.vocab, progress, done_bytes: 0 };
+            let mut reader = SourceReader { files, format: spec.format, vocab: spec.vocab, progress, done_bytes: 0 };
             match tokenizer {
-                None => reading.run(|at, found| writer.ids(at, found))?,
+                None => reader.read_all(|origin, part| writer.write_ids(origin, part))?,
                 Some(file) => {
-                    let mut encoder = Encoder::new(file, spec, threads)?;
-                    reading.run(|at, found| encoder.text(at, found, &mut writer))?;
+                    let mut encoder = BatchEncoder::new(file, spec, threads)?;
+                    reader.read_all(|origin, part| encoder.push_part(origin, part, &mut writer))?;
                     encoder.flush(&mut writer)?;
                 }
             }
             Ok(writer.counts)
         })?;
         for (file, before) in files.iter().zip(&key.files) {
-            if FileKey::of(file)? != *before {
-                return Err(DataError::Changed { file: file.clone() });
+            if FileKey::read(file)? != *before {
+                return Err(DataError::FileChanged { file: file.clone() });
             }
         }
-        let meta = Meta { key: key.clone(), counts, content };
-        let about = base.with_extension("json");
-        write_aside(&about, |out| out.write(&to_json(&meta)))?;
-        TokenCache::whole(&key, &base, files).ok_or(DataError::Damaged { file: path })
+        let metadata = CacheMetadata { key: key.clone(), counts, content };
+        write_atomically(&base.with_extension("json"), |out| out.write(&to_json(&metadata)))?;
+        Ok(())
     }
 
-    /// The cache at `base` if it is there, whole, and made from `key`.
-    fn whole(key: &Key, base: &Path, files: &[PathBuf]) -> Option<TokenCache> {
-        let meta: Meta = serde_json::from_slice(&fs::read(base.with_extension("json")).ok()?).ok()?;
+    /// Opens the cache at `base`, or returns `None` unless it is complete and was built from `key`.
+    fn open_existing(key: &CacheKey, base: &Path, files: &[PathBuf]) -> Option<TokenCache> {
+        let metadata: CacheMetadata = serde_json::from_slice(&fs::read(base.with_extension("json")).ok()?).ok()?;
         let path = base.with_extension("tokens");
         let file = File::open(&path).ok()?;
         let record_bytes = match key.format {
             Format::Text => 4,
             Format::Tokens => 8,
         };
-        let Counts { tokens, documents, longest, longest_file, longest_line, .. } = meta.counts;
-        let whole = meta.key == *key && file.metadata().ok()?.len() == tokens.checked_mul(record_bytes)?;
-        let sound = longest_file < files.len() && (documents == 0 || (2 <= longest && longest <= tokens));
-        if !whole || !sound {
+        let DatasetCounts { tokens, documents, longest, longest_file, longest_line, .. } = metadata.counts;
+        let complete = metadata.key == *key && file.metadata().ok()?.len() == tokens.checked_mul(record_bytes)?;
+        let consistent = longest_file < files.len() && (documents == 0 || (2 <= longest && longest <= tokens));
+        if !complete || !consistent {
             return None;
         }
-        let longest = At { file: longest_file, line: longest_line }.place(files);
+        let longest = DocumentOrigin { file: longest_file, line: longest_line }.location(files);
         Some(TokenCache {
             path,
             file,
             record_bytes,
             vocab: key.vocab,
-            counts: meta.counts,
-            content: meta.content,
+            counts: metadata.counts,
+            content_sha256: metadata.content,
             longest,
         })
     }
 
-    /// Reads up to `count` records from `start` on into `buffer` (its old content is lost).
+    /// Reads up to `count` records from `start` on into `buffer`, and replaces its content.
     pub fn read<'a>(&'a self, start: u64, count: u64, buffer: &'a mut Vec<u8>) -> Result<Records<'a>, DataError> {
         let count = count.min(self.counts.tokens.saturating_sub(start));
         buffer.resize((count * self.record_bytes) as usize, 0);
@@ -191,34 +219,34 @@ impl TokenCache {
         Ok(Records { cache: self, bytes: buffer })
     }
 
-    fn damaged(&self) -> DataError {
-        DataError::Damaged { file: self.path.clone() }
+    fn damaged_error(&self) -> DataError {
+        DataError::DamagedCache { file: self.path.clone() }
     }
 }
 
-/// Records as they were read, checked one by one.
+/// Records as read from the file. Each is checked when it is decoded.
 pub(super) struct Records<'a> {
     cache: &'a TokenCache,
     bytes: &'a [u8],
 }
 
-/// One token of the cache.
+/// A token of the cache, decoded.
 #[derive(Clone, Copy)]
 pub(super) struct Record {
     pub token: i32,
-    /// −100 where it is not to be predicted.
+    /// The token as a target, or −100 if it is not predicted.
     pub label: i32,
-    /// It begins a document.
-    pub first: bool,
+    /// Whether it is the first token of a document.
+    pub begins_document: bool,
 }
 
 impl Records<'_> {
-    /// Records read; fewer than asked for at the end of the data.
+    /// Returns the number of records read, which is smaller than requested at the end of the data.
     pub fn len(&self) -> usize {
         self.bytes.len() / self.cache.record_bytes as usize
     }
 
-    /// The record at `index`; what the model does not know is a damaged cache.
+    /// Decodes the record at `index`. An id outside the vocabulary is reported as a damaged cache.
     pub fn get(&self, index: usize) -> Result<Record, DataError> {
         let size = self.cache.record_bytes as usize;
         let word = |at: usize| {
@@ -226,35 +254,36 @@ impl Records<'_> {
             u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])
         };
         let id = word(index * size);
-        let token = id & !FIRST;
+        let token = id & !FIRST_TOKEN_BIT;
         let label = if size == 4 { token as i32 } else { word(index * size + 4) as i32 };
         let known = |id: i32| id >= 0 && (id as u64) < self.cache.vocab;
-        if !known(token as i32) || !(known(label) || label == IGNORED) {
-            return Err(self.cache.damaged());
+        if !known(token as i32) || !(known(label) || label == IGNORED_LABEL) {
+            return Err(self.cache.damaged_error());
         }
-        Ok(Record { token: token as i32, label, first: id & FIRST != 0 })
+        Ok(Record { token: token as i32, label, begins_document: id & FIRST_TOKEN_BIT != 0 })
     }
 }
 
-/// Turns text into records, many pieces at once.
-struct Encoder {
+/// Tokenizes text in batches of pieces, in parallel, and passes the tokens to the writer in order.
+struct BatchEncoder {
     tokenizer: Tokenizer,
     end_token: u32,
     pool: rayon::ThreadPool,
-    batch: Vec<Piece>,
+    batch: Vec<TextPiece>,
     batch_bytes: usize,
     batch_bytes_max: usize,
 }
 
-struct Piece {
-    at: At,
+/// A piece of a document's text that waits for its batch.
+struct TextPiece {
+    origin: DocumentOrigin,
     text: String,
     begins: bool,
     ends: bool,
 }
 
-impl Encoder {
-    fn new(file: &Path, spec: &DataSpec, threads: usize) -> Result<Encoder, DataError> {
+impl BatchEncoder {
+    fn new(file: &Path, spec: &DataSpec, threads: usize) -> Result<BatchEncoder, DataError> {
         let tokenizer = Tokenizer::load(file)?;
         let (tokenizer_vocab, vocab) = (tokenizer.vocab(), spec.vocab);
         if tokenizer_vocab > vocab {
@@ -265,100 +294,110 @@ impl Encoder {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
         let pool = pool.map_err(|error| DataError::io("start threads for", file)(io::Error::other(error)))?;
         let batch_bytes_max = threads * BATCH_BYTES_PER_THREAD;
-        Ok(Encoder { tokenizer, end_token, pool, batch: Vec::new(), batch_bytes: 0, batch_bytes_max })
+        Ok(BatchEncoder { tokenizer, end_token, pool, batch: Vec::new(), batch_bytes: 0, batch_bytes_max })
     }
 
-    fn text(&mut self, at: At, found: Found, writer: &mut Writer) -> Result<(), DataError> {
-        match found {
-            Found::Text { piece, begins, ends } => {
-                self.batch_bytes += piece.len() + size_of::<Piece>();
-                self.batch.push(Piece { at, text: piece.to_owned(), begins, ends });
+    /// Adds a piece of text to the batch, and flushes a full batch.
+    fn push_part(
+        &mut self,
+        origin: DocumentOrigin,
+        part: DocumentPart,
+        writer: &mut RecordWriter,
+    ) -> Result<(), DataError> {
+        match part {
+            DocumentPart::Text { piece, begins, ends } => {
+                self.batch_bytes += piece.len() + size_of::<TextPiece>();
+                self.batch.push(TextPiece { origin, text: piece.to_owned(), begins, ends });
             }
             _ => writer.counts.skipped += 1,
         }
         if self.batch_bytes >= self.batch_bytes_max { self.flush(writer) } else { Ok(()) }
     }
 
-    fn flush(&mut self, writer: &mut Writer) -> Result<(), DataError> {
+    /// Tokenizes the batch in parallel and writes its tokens in order, with the end token after each document.
+    fn flush(&mut self, writer: &mut RecordWriter) -> Result<(), DataError> {
         let (batch, tokenizer) = (std::mem::take(&mut self.batch), &self.tokenizer);
         self.batch_bytes = 0;
-        let encode = |piece: &Piece| {
-            let failed = |reason| DataError::Encode { place: Some(piece.at.place(writer.files)), reason };
+        let encode = |piece: &TextPiece| {
+            let failed = |reason| DataError::Encode { location: Some(piece.origin.location(writer.files)), reason };
             tokenizer.encode_piece(&piece.text).map_err(failed)
         };
         let encoded: Vec<Vec<u32>> = self.pool.install(|| batch.par_iter().map(encode).collect::<Result<_, _>>())?;
-        for (Piece { at, begins, ends, .. }, ids) in batch.into_iter().zip(encoded) {
+        for (TextPiece { origin, begins, ends, .. }, ids) in batch.into_iter().zip(encoded) {
             let prefix = if begins { tokenizer.prefix() } else { &[] };
             let suffix = if ends { tokenizer.suffix() } else { &[] };
             let mut last = None;
             for &id in prefix.iter().chain(&ids).chain(suffix) {
-                writer.token(at, id)?;
+                writer.write_text_token(origin, id)?;
                 last = Some(id);
             }
             if ends {
                 if last != Some(self.end_token) {
-                    writer.token(at, self.end_token)?;
+                    writer.write_text_token(origin, self.end_token)?;
                 }
-                writer.end_document(at);
+                writer.end_document(origin);
             }
         }
         Ok(())
     }
 }
 
-/// Writes records and counts them.
-struct Writer<'a> {
-    out: &'a mut Out,
+/// Writes records and counts tokens and documents.
+struct RecordWriter<'a> {
+    out: &'a mut HashedFile,
     files: &'a [PathBuf],
     vocab: u64,
-    counts: Counts,
-    /// Tokens of the document so far.
-    document: u64,
-    /// Its first record, written when a second comes: a single token has nothing to predict.
-    held: Option<[u8; 8]>,
+    counts: DatasetCounts,
+    /// Tokens of the current document so far.
+    document_tokens: u64,
+    /// First record of the current document. It is written with the second, because a document of one token is skipped.
+    pending_first: Option<[u8; 8]>,
 }
 
-impl Writer<'_> {
-    fn ids(&mut self, at: At, found: Found) -> Result<(), DataError> {
-        if let Found::Tokens { ids, labels } = found {
+impl RecordWriter<'_> {
+    /// Writes a document of the tokens format.
+    fn write_ids(&mut self, origin: DocumentOrigin, part: DocumentPart) -> Result<(), DataError> {
+        if let DocumentPart::Tokens { ids, labels } = part {
             for (index, &id) in ids.iter().enumerate() {
-                self.push(id as u32, Some(labels.map_or(id, |labels| labels[index])))?;
+                self.push_record(id as u32, Some(labels.map_or(id, |labels| labels[index])))?;
             }
         }
-        self.end_document(at);
+        self.end_document(origin);
         Ok(())
     }
 
-    fn token(&mut self, at: At, id: u32) -> Result<(), DataError> {
-        if u64::from(id) >= self.vocab || id >= FIRST {
-            let place = at.place(self.files);
-            return Err(DataError::TokenRange { place, what: "token", id: i64::from(id), vocab: self.vocab });
+    /// Writes a token of the text format. An id outside the vocabulary is an error.
+    fn write_text_token(&mut self, origin: DocumentOrigin, id: u32) -> Result<(), DataError> {
+        if u64::from(id) >= self.vocab || id >= FIRST_TOKEN_BIT {
+            let location = origin.location(self.files);
+            return Err(DataError::IdOutOfRange { location, id_kind: "token", id: i64::from(id), vocab: self.vocab });
         }
-        self.push(id, None)
+        self.push_record(id, None)
     }
 
-    fn push(&mut self, id: u32, label: Option<i32>) -> Result<(), DataError> {
+    fn push_record(&mut self, id: u32, label: Option<i32>) -> Result<(), DataError> {
         let mut record = [0; 8];
-        let id = if self.document == 0 { id | FIRST } else { id };
+        let id = if self.document_tokens == 0 { id | FIRST_TOKEN_BIT } else { id };
         record[..4].copy_from_slice(&id.to_le_bytes());
         record[4..].copy_from_slice(&label.unwrap_or(0).to_le_bytes());
         let size = if label.is_some() { 8 } else { 4 };
-        self.document += 1;
-        if self.document == 1 {
-            self.held = Some(record);
+        self.document_tokens += 1;
+        if self.document_tokens == 1 {
+            self.pending_first = Some(record);
             return Ok(());
         }
-        self.counts.labelled += u64::from(label != Some(IGNORED));
-        if let Some(held) = self.held.take() {
-            self.out.write(&held[..size])?;
+        self.counts.labelled += u64::from(label != Some(IGNORED_LABEL));
+        if let Some(first) = self.pending_first.take() {
+            self.out.write(&first[..size])?;
         }
         self.out.write(&record[..size])
     }
 
-    fn end_document(&mut self, at: At) {
-        let tokens = std::mem::take(&mut self.document);
+    /// Ends the current document, and counts it as used or skipped.
+    fn end_document(&mut self, origin: DocumentOrigin) {
+        let tokens = std::mem::take(&mut self.document_tokens);
         if tokens < 2 {
-            self.held = None;
+            self.pending_first = None;
             self.counts.skipped += 1;
             return;
         }
@@ -366,12 +405,12 @@ impl Writer<'_> {
         self.counts.tokens += tokens;
         if tokens > self.counts.longest {
             self.counts.longest = tokens;
-            (self.counts.longest_file, self.counts.longest_line) = (at.file, at.line);
+            (self.counts.longest_file, self.counts.longest_line) = (origin.file, origin.line);
         }
     }
 }
 
-/// Where each padded row begins, as u64s, and after the last row the number of all tokens.
+/// The table of padded rows: the first record of each row as u64, followed by the number of all tokens.
 #[derive(Debug)]
 pub(super) struct RowStarts {
     path: PathBuf,
@@ -380,105 +419,110 @@ pub(super) struct RowStarts {
 }
 
 impl RowStarts {
-    /// Opens the table for rows of `sequence` positions beside `cache`; makes it where there is none.
+    /// Opens the table of rows of `sequence` positions beside `cache`. If none exists, it is built first.
     pub fn open(cache: &TokenCache, sequence: u64) -> Result<RowStarts, DataError> {
         let stem = cache.path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
         let path = cache.path.with_file_name(format!("{stem}-{sequence}.rows"));
-        if let Some(starts) = RowStarts::whole(cache, &path) {
+        if let Some(starts) = RowStarts::open_existing(cache, &path) {
             return Ok(starts);
         }
-        let _alone = lock(cache.path.parent().unwrap_or(Path::new(".")))?;
-        if let Some(starts) = RowStarts::whole(cache, &path) {
+        let _lock = lock_folder(cache.path.parent().unwrap_or(Path::new(".")))?;
+        if let Some(starts) = RowStarts::open_existing(cache, &path) {
             return Ok(starts);
         }
-        write_aside(&path, |out| {
+        write_atomically(&path, |out| {
             let mut buffer = Vec::new();
-            let (mut at, mut document_start) = (0, 0);
-            while at < cache.counts.tokens {
-                // One more than is looked at: whether a token is the last of its document stands in the next.
-                let records = cache.read(at, SCAN_RECORDS + 1, &mut buffer)?;
+            let (mut record, mut document_start) = (0, 0);
+            while record < cache.counts.tokens {
+                // One more than is scanned: the next record tells whether a token is the last of its document.
+                let records = cache.read(record, SCAN_RECORDS + 1, &mut buffer)?;
                 for index in 0..records.len().min(SCAN_RECORDS as usize) {
-                    if records.get(index)?.first {
-                        document_start = at;
+                    if records.get(index)?.begins_document {
+                        document_start = record;
                     }
-                    // The last token of a document begins no row: it is only a target.
-                    let begins = (at - document_start).is_multiple_of(sequence);
-                    let last = index + 1 == records.len() || records.get(index + 1)?.first;
+                    // The last token of a document begins no row, because it is only a target.
+                    let begins = (record - document_start).is_multiple_of(sequence);
+                    let last = index + 1 == records.len() || records.get(index + 1)?.begins_document;
                     if begins && !last {
-                        out.write(&at.to_le_bytes())?;
+                        out.write(&record.to_le_bytes())?;
                     }
-                    at += 1;
+                    record += 1;
                 }
             }
-            out.write(&at.to_le_bytes())
+            out.write(&record.to_le_bytes())
         })?;
-        RowStarts::whole(cache, &path).ok_or(DataError::Damaged { file: path })
+        RowStarts::open_existing(cache, &path).ok_or(DataError::DamagedCache { file: path })
     }
 
-    fn whole(cache: &TokenCache, path: &Path) -> Option<RowStarts> {
+    /// Opens the table at `path`, or returns `None` unless it is complete.
+    fn open_existing(cache: &TokenCache, path: &Path) -> Option<RowStarts> {
         let file = File::open(path).ok()?;
         let bytes = file.metadata().ok()?.len();
         let starts = RowStarts { path: path.to_owned(), rows: (bytes / 8).checked_sub(1)?, file };
-        // A table that was cut off ends with the beginning of a row, which is smaller.
-        (bytes % 8 == 0 && starts.word(starts.rows).ok()? == cache.counts.tokens).then_some(starts)
+        // A truncated table ends with the start of a row, which is smaller than the number of tokens.
+        (bytes % 8 == 0 && starts.read_u64(starts.rows).ok()? == cache.counts.tokens).then_some(starts)
     }
 
-    /// The record that `row` begins with.
-    pub fn get(&self, row: u64, cache: &TokenCache) -> Result<u64, DataError> {
-        let start = self.word(row)?;
-        if start < cache.counts.tokens { Ok(start) } else { Err(DataError::Damaged { file: self.path.clone() }) }
+    /// Returns the record with which `row` begins.
+    pub fn start_of(&self, row: u64, cache: &TokenCache) -> Result<u64, DataError> {
+        let start = self.read_u64(row)?;
+        if start < cache.counts.tokens { Ok(start) } else { Err(DataError::DamagedCache { file: self.path.clone() }) }
     }
 
-    fn word(&self, index: u64) -> Result<u64, DataError> {
+    fn read_u64(&self, index: u64) -> Result<u64, DataError> {
         let mut bytes = [0; 8];
         self.file.read_exact_at(&mut bytes, index * 8).map_err(DataError::io("read", &self.path))?;
         Ok(u64::from_le_bytes(bytes))
     }
 }
 
-/// A file that is being written.
-struct Out {
+/// A file being written, with the hash of its content so far.
+struct HashedFile {
     path: PathBuf,
     file: BufWriter<File>,
     hash: Sha256,
 }
 
-impl Out {
+impl HashedFile {
     fn write(&mut self, bytes: &[u8]) -> Result<(), DataError> {
         self.hash.update(bytes);
         self.file.write_all(bytes).map_err(DataError::io("write", &self.path))
     }
 }
 
-/// Writes `path` under another name, syncs it and renames it: it is there whole or not at all. Gives
-/// the hash of what was written, too.
-fn write_aside<T>(path: &Path, write: impl FnOnce(&mut Out) -> Result<T, DataError>) -> Result<(T, String), DataError> {
-    let mut aside = path.as_os_str().to_owned();
-    aside.push(".partial");
-    let aside = PathBuf::from(aside);
-    let made = (|| {
-        let file = File::create(&aside).map_err(DataError::io("write", &aside))?;
-        let mut out = Out { path: aside.clone(), file: BufWriter::with_capacity(64 << 10, file), hash: Sha256::new() };
+/// Writes `path` under a temporary name, syncs it and renames it, so that it is either complete or absent. Returns the
+/// value of `write` and the SHA-256 of the file.
+fn write_atomically<T>(
+    path: &Path,
+    write: impl FnOnce(&mut HashedFile) -> Result<T, DataError>,
+) -> Result<(T, String), DataError> {
+    let mut partial = path.as_os_str().to_owned();
+    partial.push(".partial");
+    let partial = PathBuf::from(partial);
+    let result = (|| {
+        let file = File::create(&partial).map_err(DataError::io("write", &partial))?;
+        let mut out =
+            HashedFile { path: partial.clone(), file: BufWriter::with_capacity(64 << 10, file), hash: Sha256::new() };
         let value = write(&mut out)?;
         let hash = format!("{:x}", out.hash.finalize());
-        let file = out.file.into_inner().map_err(|error| DataError::io("write", &aside)(error.into_error()))?;
-        file.sync_all().map_err(DataError::io("write", &aside))?;
-        fs::rename(&aside, path).map_err(DataError::io("write", path))?;
+        let file = out.file.into_inner().map_err(|error| DataError::io("write", &partial)(error.into_error()))?;
+        file.sync_all().map_err(DataError::io("write", &partial))?;
+        fs::rename(&partial, path).map_err(DataError::io("write", path))?;
         Ok((value, hash))
     })();
-    if made.is_err() {
-        // A full disk is not to stay full of what nobody will read.
-        let _ = fs::remove_file(&aside);
+    if result.is_err() {
+        // The unfinished file would only take disk space.
+        let _ = fs::remove_file(&partial);
     }
-    made
+    result
 }
 
-/// Holds the folder of caches (made where it is missing) until dropped, so that one process at a time writes there.
-fn lock(folder: &Path) -> Result<File, DataError> {
-    let refused = |source| DataError::CacheFolder { folder: folder.to_owned(), source };
-    fs::create_dir_all(folder).map_err(refused)?;
+/// Creates the folder of caches if needed and locks it until the result is dropped. One process at a time writes there.
+fn lock_folder(folder: &Path) -> Result<File, DataError> {
+    let folder_error = |source| DataError::CacheFolder { folder: folder.to_owned(), source };
+    fs::create_dir_all(folder).map_err(folder_error)?;
     let path = folder.join("lock");
-    let file = File::create(&path).map_err(refused)?;
+    let file = File::create(&path).map_err(folder_error)?;
     file.lock().map_err(DataError::io("lock", &path))?;
     Ok(file)
 }
@@ -489,97 +533,100 @@ fn to_json(value: &impl Serialize) -> Vec<u8> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::testing::{Sample, all_rows, seen};
+    use super::super::testing::{TestData, all_rows, training_values};
     use super::*;
     use proptest::prelude::*;
 
-    fn sample() -> Sample {
-        Sample::text(&["1+1", "22", "", "333=", "4"], 3, false)
+    fn sample() -> TestData {
+        TestData::text(&["1+1", "22", "", "333=", "4"], 3, false)
     }
 
     #[test]
-    fn a_folder_that_cannot_be_written_is_named_with_a_way_out() {
+    fn unwritable_cache_folder_gets_hint() {
         let file = tempfile::NamedTempFile::new().unwrap();
-        let message = plimsoll_core::Failure::from(lock(&file.path().join("tokens")).unwrap_err()).to_string();
-        assert!(message.starts_with("cannot keep tokens in ") && message.contains("PLIMSOLL_CACHE="), "{message}");
+        let message = plimsoll_core::Failure::from(lock_folder(&file.path().join("tokens")).unwrap_err()).to_string();
+        assert!(
+            message.starts_with("cannot write the token cache in ") && message.contains("PLIMSOLL_CACHE="),
+            "{message}"
+        );
     }
 
     #[test]
-    fn files_are_read_once() {
+    fn cached_files_are_not_read_again() {
         let text = "1".repeat(128 << 10);
-        let sample = Sample::text(&[text.as_str(); 30], 1024, true);
-        let mut told = Vec::new();
+        let sample = TestData::text(&[text.as_str(); 30], 1024, true);
+        let mut reports = Vec::new();
         let rows = sample
-            .open_watched(&mut |done, total| {
-                told.push((done, total));
+            .open_with_progress(&mut |done, total| {
+                reports.push((done, total));
                 ControlFlow::Continue(())
             })
             .unwrap()
             .rows();
         let total = fs::metadata(sample.path("train.jsonl")).unwrap().len();
-        assert!(told.len() >= 3 && told.iter().all(|&(done, all)| done <= all && all == total), "{told:?}");
-        assert!(told.is_sorted());
-        let again = sample.open_watched(&mut |_, _| panic!("read again")).unwrap();
-        assert_eq!(again.rows(), rows);
+        assert!(reports.len() >= 3 && reports.iter().all(|&(done, all)| done <= all && all == total), "{reports:?}");
+        assert!(reports.is_sorted());
+        let reopened = sample.open_with_progress(&mut |_, _| panic!("files are read again")).unwrap();
+        assert_eq!(reopened.rows(), rows);
     }
 
     #[test]
-    fn reading_can_be_stopped_and_leaves_nothing() {
-        let sample = Sample::text(&["1".repeat(3 << 20).as_str()], 1024, true);
-        let stopped = sample.open_watched(&mut |_, _| ControlFlow::Break(()));
+    fn stopped_reading_leaves_no_cache() {
+        let sample = TestData::text(&["1".repeat(3 << 20).as_str()], 1024, true);
+        let stopped = sample.open_with_progress(&mut |_, _| ControlFlow::Break(()));
         assert!(matches!(stopped, Err(DataError::Stopped)));
-        assert_eq!(sample.cached("").len(), 1, "only the lock");
+        assert_eq!(sample.cache_files("").len(), 1, "only the lock file is left");
     }
 
     #[test]
-    fn changed_data_is_tokenised_again() {
+    fn changed_data_is_tokenized_again() {
         let mut sample = sample();
         assert_eq!(sample.open().unwrap().documents(), 4);
         fs::write(sample.path("train.jsonl"), "{\"text\": \"7\"}\n{\"text\": \"\"}").unwrap();
         assert_eq!(sample.open().unwrap().documents(), 1);
         sample.spec.end_token = Some(15);
         assert_eq!(all_rows(&sample.open().unwrap()).labels[0], 15);
-        let changed = super::super::sums::tokenizer().to_string().replace("\"7\":7", "\"7\":14");
+        let changed = super::super::addition_example::tokenizer().to_string().replace("\"7\":7", "\"7\":14");
         fs::write(sample.tokenizer.as_ref().unwrap(), changed).unwrap();
         assert_eq!(all_rows(&sample.open().unwrap()).tokens[0], 14);
     }
 
     #[test]
-    fn what_a_killed_process_left_is_no_hindrance() {
+    fn leftovers_of_killed_process_are_ignored() {
         let sample = sample();
-        let whole = seen(&all_rows(&sample.open().unwrap()));
-        for file in sample.cached("").into_iter().filter(|file| !file.ends_with("lock")) {
+        let complete = training_values(&all_rows(&sample.open().unwrap()));
+        for file in sample.cache_files("").into_iter().filter(|file| !file.ends_with("lock")) {
             fs::rename(&file, file.display().to_string() + ".partial").unwrap();
         }
-        assert_eq!(seen(&all_rows(&sample.open().unwrap())), whole);
+        assert_eq!(training_values(&all_rows(&sample.open().unwrap())), complete);
     }
 
     #[test]
-    fn impossible_records_are_a_damaged_cache() {
+    fn impossible_records_report_damaged_cache() {
         let sample = sample();
         let data = sample.open().unwrap();
-        let tokens = sample.cached(".tokens").remove(0);
+        let tokens = sample.cache_files(".tokens").remove(0);
         let length = fs::metadata(&tokens).unwrap().len() as usize;
         fs::write(&tokens, vec![0x7f; length]).unwrap();
         let mut rows = super::super::Rows::new(1, 3);
-        assert!(matches!(data.read([0], &mut rows), Err(DataError::Damaged { .. })));
-        let starts = sample.cached(".rows").remove(0);
+        assert!(matches!(data.read([0], &mut rows), Err(DataError::DamagedCache { .. })));
+        let starts = sample.cache_files(".rows").remove(0);
         let length = fs::metadata(&starts).unwrap().len() as usize;
         fs::write(&starts, vec![0x7f; length]).unwrap();
-        assert!(matches!(data.read([0], &mut rows), Err(DataError::Damaged { .. })));
+        assert!(matches!(data.read([0], &mut rows), Err(DataError::DamagedCache { .. })));
     }
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(48))]
 
         #[test]
-        fn a_cache_that_was_cut_off_is_made_again(ending in prop::sample::select(vec![".tokens", ".json", ".rows"]), part in 0.0f64..1.0) {
+        fn truncated_cache_is_rebuilt(ending in prop::sample::select(vec![".tokens", ".json", ".rows"]), part in 0.0f64..1.0) {
             let sample = sample();
-            let whole = seen(&all_rows(&sample.open().unwrap()));
-            let file = sample.cached(ending).remove(0);
+            let complete = training_values(&all_rows(&sample.open().unwrap()));
+            let file = sample.cache_files(ending).remove(0);
             let bytes = fs::read(&file).unwrap();
             fs::write(&file, &bytes[..(bytes.len() as f64 * part) as usize]).unwrap();
-            prop_assert_eq!(seen(&all_rows(&sample.open().unwrap())), whole);
+            prop_assert_eq!(training_values(&all_rows(&sample.open().unwrap())), complete);
             prop_assert_eq!(fs::read(&file).unwrap(), bytes);
         }
     }

@@ -1,20 +1,20 @@
-//! What can be wrong with data, and how the user sees it.
+//! Errors of the user's data, with their messages and hints.
 
-use plimsoll_core::{Bytes, Failure, counted};
+use plimsoll_core::{Bytes, Failure, format_count};
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Where in the user's files something is.
+/// A position in the user's files.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct SourceLocation {
     /// The file.
     pub file: PathBuf,
-    /// The line, counted from 1; none when the whole file is meant.
+    /// The line, counted from 1. `None` means the whole file.
     pub line: Option<u64>,
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for SourceLocation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.file.display())?;
         match self.line {
@@ -24,197 +24,197 @@ impl fmt::Display for Place {
     }
 }
 
-/// What can be wrong with data.
+/// An error while data is found, read, tokenized or cached.
 #[derive(Debug, thiserror::Error)]
 pub enum DataError {
-    /// The pattern is not a glob.
-    #[error("`{pattern}` is no file and no glob: {reason}")]
-    Pattern {
-        /// As given.
+    /// A pattern is neither a file nor a valid glob.
+    #[error("`{pattern}` is neither a file nor a valid glob pattern: {reason}")]
+    InvalidPattern {
+        /// The pattern from the run file.
         pattern: String,
-        /// What the glob reader says.
+        /// The message of the glob parser.
         reason: String,
     },
-    /// Not even a pattern.
-    #[error("no data file is named")]
+    /// The list of patterns is empty.
+    #[error("no data file is given")]
     NoPatterns,
-    /// Nothing has this name.
+    /// No file matches a pattern.
     #[error("no file matches `{pattern}`")]
     NoFiles {
-        /// As given.
+        /// The pattern from the run file.
         pattern: String,
     },
-    /// Neither `.jsonl` nor `.txt`, or `.txt` in the tokens format.
+    /// The file is neither `.jsonl` nor `.txt`, or it is `.txt` in the tokens format.
     #[error("{}: expected {expected}", file.display())]
-    Kind {
+    UnsupportedFile {
         /// The file.
         file: PathBuf,
-        /// What was expected.
+        /// Description of a valid file.
         expected: &'static str,
     },
     /// Reading or writing failed.
-    #[error("cannot {doing} {}: {source}", file.display())]
+    #[error("cannot {action} {}: {source}", file.display())]
     Io {
-        /// "read", "write", ...
-        doing: &'static str,
+        /// The failed operation as a verb: "read", "write" and so on.
+        action: &'static str,
         /// The file.
         file: PathBuf,
-        /// Why.
+        /// The error of the operating system.
         source: io::Error,
     },
-    /// The folder of token caches cannot be made or written.
-    #[error("cannot keep tokens in {}: {source}", folder.display())]
+    /// The folder of token caches cannot be created or written.
+    #[error("cannot write the token cache in {}: {source}", folder.display())]
     CacheFolder {
         /// The folder.
         folder: PathBuf,
-        /// Why.
+        /// The error of the operating system.
         source: io::Error,
     },
-    /// Not UTF-8.
-    #[error("{place}: not UTF-8")]
+    /// The text is not UTF-8.
+    #[error("{location}: not UTF-8")]
     NotUtf8 {
-        /// Where.
-        place: Place,
+        /// The position in the file.
+        location: SourceLocation,
     },
-    /// A line that is no JSON object of the expected form.
-    #[error("{place}: {reason}")]
-    Line {
-        /// Where.
-        place: Place,
-        /// What the JSON reader says.
+    /// A line is not a JSON object of the expected form.
+    #[error("{location}: {reason}")]
+    MalformedLine {
+        /// The position in the file.
+        location: SourceLocation,
+        /// The message of the JSON parser.
         reason: String,
-        /// What the line should hold.
+        /// The data format that the line should follow.
         format: super::Format,
     },
-    /// A line longer than the reader's limit.
-    #[error("{place}: the line is longer than {limit}")]
+    /// A line is longer than the reader's limit.
+    #[error("{location}: the line is longer than {limit}")]
     LineTooLong {
-        /// Where.
-        place: Place,
-        /// The limit.
+        /// The position in the file.
+        location: SourceLocation,
+        /// The largest size of a line.
         limit: Bytes,
     },
-    /// Labels of another length than the tokens.
-    #[error("{place}: {} for {}", counted(*labels, "label"), counted(*tokens, "token"))]
+    /// The number of labels differs from the number of tokens.
+    #[error("{location}: {} for {}", format_count(*labels, "label"), format_count(*tokens, "token"))]
     LabelCount {
-        /// Where.
-        place: Place,
+        /// The position in the file.
+        location: SourceLocation,
         /// Number of `input_ids`.
         tokens: usize,
         /// Number of `labels`.
         labels: usize,
     },
-    /// A token or label that the model does not know.
-    #[error("{place}: {what} {id} is outside the model's vocabulary of {vocab} tokens")]
-    TokenRange {
-        /// Where.
-        place: Place,
+    /// A token or label is outside the model's vocabulary.
+    #[error("{location}: {id_kind} {id} is outside the model's vocabulary of {vocab} tokens")]
+    IdOutOfRange {
+        /// The position in the file.
+        location: SourceLocation,
         /// "token" or "label".
-        what: &'static str,
-        /// The id.
+        id_kind: &'static str,
+        /// The token or label id.
         id: i64,
-        /// The model's vocabulary.
+        /// Number of tokens in the model's vocabulary.
         vocab: u64,
     },
-    /// A document that needs more than one row, with `long = "refuse"`.
-    #[error("{place}: a document of {} does not fit in a row of {}", counted(*tokens, "token"), counted(*sequence, "position"))]
-    Long {
-        /// Where.
-        place: Place,
-        /// Its tokens.
+    /// A document needs more than one row and `data.long` is "refuse".
+    #[error("{location}: a document of {} does not fit in a row of {}", format_count(*tokens, "token"), format_count(*sequence, "position"))]
+    DocumentTooLong {
+        /// The position in the file.
+        location: SourceLocation,
+        /// Tokens of the document.
         tokens: u64,
-        /// T.
+        /// T: input positions of a row.
         sequence: u64,
     },
-    /// No document with something to predict.
-    #[error("no data: nothing to predict in {} ({skipped} empty documents)", files_named(files))]
+    /// No document has a token to predict.
+    #[error("no data: nothing to predict in {} ({skipped} empty documents)", describe_files(files))]
     Empty {
-        /// The files.
+        /// The files that were read.
         files: Vec<PathBuf>,
-        /// Documents with fewer than two tokens.
+        /// Skipped documents: those of fewer than two tokens.
         skipped: u64,
     },
-    /// No label is to be predicted.
-    #[error("no data: all {tokens} tokens of {} have the label -100", files_named(files))]
+    /// Every label is −100, so there is nothing to predict.
+    #[error("no data: all {tokens} tokens of {} have the label -100", describe_files(files))]
     NoLabels {
-        /// The files.
+        /// The files that were read.
         files: Vec<PathBuf>,
-        /// Tokens read.
+        /// Tokens of all documents.
         tokens: u64,
     },
-    /// The text format without a tokenizer.
-    #[error("data of the text format needs a tokenizer.json")]
+    /// The text format is used without a tokenizer.
+    #[error("the text format needs a tokenizer.json")]
     NoTokenizer,
-    /// The text format without an end token.
-    #[error("no end token is known for {}", tokenizer.display())]
+    /// The text format is used without an end token.
+    #[error("no end token is defined for {}", tokenizer.display())]
     NoEndToken {
-        /// The tokenizer.
+        /// Path of the `tokenizer.json`.
         tokenizer: PathBuf,
     },
-    /// The tokenizer, or a file beside it, is not what it should be.
+    /// The tokenizer, or a configuration file beside it, cannot be parsed.
     #[error("{} cannot be used: {reason}", file.display())]
     Tokenizer {
         /// The file.
         file: PathBuf,
-        /// What the reader says.
+        /// The message of the parser.
         reason: String,
     },
-    /// The tokenizer fails on a text.
-    #[error("{}the tokenizer fails: {reason}", place.as_ref().map(|place| format!("{place}: ")).unwrap_or_default())]
+    /// The tokenizer cannot encode or decode a text.
+    #[error("{}tokenizer error: {reason}", location.as_ref().map(|location| format!("{location}: ")).unwrap_or_default())]
     Encode {
-        /// Where, when it is text of a file.
-        place: Option<Place>,
-        /// What it says.
+        /// The position in the file, if the text comes from a data file.
+        location: Option<SourceLocation>,
+        /// The message of the tokenizer.
         reason: String,
     },
-    /// The tokenizer knows more tokens than the model.
-    #[error("{} knows {tokenizer_vocab} tokens, the model {vocab}", file.display())]
+    /// The tokenizer has more tokens than the model's vocabulary.
+    #[error("{} has {tokenizer_vocab} tokens, but the model has {vocab}", file.display())]
     TokenizerVocab {
-        /// The tokenizer.
+        /// Path of the `tokenizer.json`.
         file: PathBuf,
-        /// Its vocabulary.
+        /// Number of tokens in the tokenizer's vocabulary.
         tokenizer_vocab: u64,
-        /// The model's vocabulary.
+        /// Number of tokens in the model's vocabulary.
         vocab: u64,
     },
-    /// A number of positions that cannot be.
+    /// `data.sequence` is outside its limits.
     #[error("sequence = {sequence} is not between 1 and {limit}")]
-    Sequence {
-        /// As given.
+    SequenceOutOfRange {
+        /// The value from the run file.
         sequence: u64,
-        /// The largest.
+        /// The largest allowed value.
         limit: u64,
     },
-    /// A file was changed while it was read.
+    /// A data file changed while it was read.
     #[error("{} was changed while it was read", file.display())]
-    Changed {
+    FileChanged {
         /// The file.
         file: PathBuf,
     },
-    /// The cache holds what cannot be.
+    /// The token cache holds impossible records.
     #[error("the token cache {} is damaged", file.display())]
-    Damaged {
+    DamagedCache {
         /// The cache file.
         file: PathBuf,
     },
-    /// The caller asked to stop.
+    /// The caller's progress callback asked to stop.
     #[error("stopped while reading the data")]
     Stopped,
 }
 
-fn files_named(files: &[PathBuf]) -> String {
+fn describe_files(files: &[PathBuf]) -> String {
     match files {
         [one] => one.display().to_string(),
-        [first, rest @ ..] => format!("{} and {}", first.display(), counted(rest.len(), "more file")),
+        [first, rest @ ..] => format!("{} and {}", first.display(), format_count(rest.len(), "more file")),
         [] => "no files".to_owned(),
     }
 }
 
 impl DataError {
-    /// For `map_err`: reading or writing `file` failed.
-    pub(super) fn io(doing: &'static str, file: &Path) -> impl FnOnce(io::Error) -> DataError {
+    /// Returns a closure for `map_err` that reports a failed `action` on `file`.
+    pub(super) fn io(action: &'static str, file: &Path) -> impl FnOnce(io::Error) -> DataError {
         let file = file.to_owned();
-        move |source| DataError::Io { doing, file, source }
+        move |source| DataError::Io { action, file, source }
     }
 }
 
@@ -222,44 +222,44 @@ impl From<DataError> for Failure {
     fn from(error: DataError) -> Failure {
         let hint = match &error {
             DataError::Stopped => return Failure::stopped(error.to_string()),
-            DataError::Pattern { .. } | DataError::NoFiles { .. } => {
-                Some("paths are relative to where plimsoll was started; globs look like `data/*.jsonl`".to_owned())
+            DataError::InvalidPattern { .. } | DataError::NoFiles { .. } => {
+                Some("paths are relative to the directory in which plimsoll was started; a glob looks like `data/*.jsonl`".to_owned())
             }
-            DataError::Kind { .. } => Some("data files end in .jsonl or, in the text format, .txt".to_owned()),
+            DataError::UnsupportedFile { .. } => Some("data files end in .jsonl or, in the text format, .txt".to_owned()),
             DataError::Io { source, .. } if source.kind() == io::ErrorKind::StorageFull => Some(
-                "free some space there, or name another folder: run.dir for a run; PLIMSOLL_CACHE for tokens, 4 bytes each, 8 with labels"
+                "free disk space or set another folder: run.dir for the run, PLIMSOLL_CACHE for the token cache (4 bytes per token, 8 with labels)"
                     .to_owned(),
             ),
             DataError::CacheFolder { .. } => {
-                Some("name a folder that can be written: PLIMSOLL_CACHE=/path plimsoll ...".to_owned())
+                Some("set a writable folder: PLIMSOLL_CACHE=/path plimsoll ...".to_owned())
             }
             DataError::NotUtf8 { .. } => {
                 Some("convert the file to UTF-8, for example with `iconv -t utf-8`".to_owned())
             }
-            DataError::Line { format: super::Format::Text, .. } => {
+            DataError::MalformedLine { format: super::Format::Text, .. } => {
                 Some(
                 r#"data.format = "text" expects {"text": "..."} on each line; for {"input_ids": [..]} use data.format = "tokens""#
                     .to_owned(),
             )
             }
-            DataError::Line { format: super::Format::Tokens, .. } => Some(
-                r#"data.format = "tokens" expects {"input_ids": [..], "labels": [..]} on each line; labels may be left out"#
+            DataError::MalformedLine { format: super::Format::Tokens, .. } => Some(
+                r#"data.format = "tokens" expects {"input_ids": [..], "labels": [..]} on each line; labels are optional"#
                     .to_owned(),
             ),
             DataError::LineTooLong { .. } => {
                 Some("split the document over several lines, or put it into a .txt file of its own".to_owned())
             }
             DataError::LabelCount { .. } => {
-                Some("labels are as long as input_ids and not shifted; -100 marks what is not predicted".to_owned())
+                Some("give one label per token of input_ids, not shifted; -100 marks tokens that are not predicted".to_owned())
             }
-            DataError::TokenRange { .. } => Some(
-                "the data was made with another tokenizer than the model's, or the model's vocab_size is wrong"
+            DataError::IdOutOfRange { .. } => Some(
+                "tokenize the data with the model's own tokenizer, or correct vocab_size in config.json"
                     .to_owned(),
             ),
             DataError::TokenizerVocab { .. } => {
                 Some("use the tokenizer.json that belongs to the model, or a model with a larger vocab_size".to_owned())
             }
-            DataError::Long { tokens, .. } => {
+            DataError::DocumentTooLong { tokens, .. } => {
                 Some(format!("set data.sequence = {} or more, or data.long = \"split\"", tokens - 1))
             }
             DataError::NoTokenizer => {
@@ -269,8 +269,8 @@ impl From<DataError> for Failure {
                 "set eos_token in tokenizer_config.json or eos_token_id in config.json, beside tokenizer.json"
                     .to_owned(),
             ),
-            DataError::Damaged { file } => Some(format!("remove {} and start again: it is made anew", file.display())),
-            DataError::Changed { .. } => Some("start again when nothing writes to it any more".to_owned()),
+            DataError::DamagedCache { file } => Some(format!("remove {} and start again: the cache is rebuilt", file.display())),
+            DataError::FileChanged { .. } => Some("start again once no other process writes to the file".to_owned()),
             _ => None,
         };
         let failure = Failure::input(error.to_string());

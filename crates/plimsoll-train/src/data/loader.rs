@@ -1,72 +1,75 @@
-//! The thread that prepares the rows of the next step while the present one runs. Two sets of rows
-//! go round between it and the loader, so it is never more than one step ahead.
+//! The data thread: it reads the batch of the next step while the current step runs.
+//!
+//! Two row buffers circulate between the thread and the loader, so the thread is at most one step ahead. A full
+//! buffer travels to the loader in a [`Batch`]; the loader returns it when the next batch is requested.
 
 use super::error::DataError;
-use super::order::Batches;
+use super::order::BatchSampler;
 use super::rows::{Dataset, Rows};
 use plimsoll_core::Bytes;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 
-/// What one optimizer step trains on.
+/// The rows of one optimizer step.
 #[derive(Clone, Debug)]
-pub struct Step {
-    /// Counted from 0.
+pub struct Batch {
+    /// The step's number, counted from 0.
     pub step: u64,
-    /// Its rows: R, or fewer in the very last step of a stream that ends.
+    /// The step's rows: R, or fewer in the last step of a finite stream.
     pub rows: Rows,
-    /// Positions of all its rows that have a label; 0 when all are ignored.
+    /// Number of positions with a label, over all rows. 0 if every label is ignored.
     pub labelled_tokens: u64,
 }
 
-/// Steps in order, each prepared ahead. Begins at any step and gives the same rows as a loader that came there
-/// from step 0. Dropping it stops its thread.
+/// An iterator over batches that prepares the next batch in a thread. A loader may start at any step and then yields
+/// the batches that a loader started at step 0 yields from there on. Dropping it stops the thread.
 pub struct Loader {
-    ready: Option<Receiver<Result<Step, DataError>>>,
-    used: Option<Sender<Rows>>,
+    batches: Option<Receiver<Result<Batch, DataError>>>,
+    free_rows: Option<Sender<Rows>>,
     thread: Option<JoinHandle<()>>,
-    current: Option<Step>,
+    current: Option<Batch>,
 }
 
 impl Loader {
-    /// Starts to prepare the steps of `batches` from `first_step` on.
-    pub fn start(dataset: Arc<Dataset>, batches: Batches, first_step: u64) -> Loader {
-        assert_eq!(batches.order.rows, dataset.rows(), "an order of other data");
-        let (ready_in, ready) = channel();
-        let (used, used_out) = channel::<Rows>();
+    /// Starts the data thread, which reads the batches of `sampler` from `first_step` on.
+    pub fn start(dataset: Arc<Dataset>, sampler: BatchSampler, first_step: u64) -> Loader {
+        assert_eq!(sampler.order.rows, dataset.rows(), "the sampler belongs to another dataset");
+        let (batch_sender, batches) = channel();
+        let (free_rows, free_rows_receiver) = channel::<Rows>();
         for _ in 0..2 {
-            used.send(Rows::new(batches.rows, dataset.sequence())).expect("the receiver is here");
+            free_rows.send(Rows::new(sampler.rows, dataset.sequence())).expect("the receiver is in scope");
         }
-        let work = move || {
+        let read_batches = move || {
             for step in first_step.. {
-                let positions = batches.positions(step);
-                // The loader is gone, or all steps are done.
-                let Ok(mut rows) = used_out.recv() else { return };
+                let positions = sampler.positions(step);
+                // The loader was dropped.
+                let Ok(mut rows) = free_rows_receiver.recv() else { return };
                 if positions.is_empty() {
                     return;
                 }
-                let read = dataset.read(positions.map(|position| batches.order.row(position)), &mut rows);
+                let read = dataset.read(positions.map(|position| sampler.order.row(position)), &mut rows);
                 let labelled_tokens = rows.labelled_tokens();
                 let failed = read.is_err();
-                if ready_in.send(read.map(|()| Step { step, rows, labelled_tokens })).is_err() || failed {
+                if batch_sender.send(read.map(|()| Batch { step, rows, labelled_tokens })).is_err() || failed {
                     return;
                 }
             }
         };
-        let thread = std::thread::Builder::new().name("data".to_owned()).spawn(work).expect("a thread can be started");
-        Loader { ready: Some(ready), used: Some(used), thread: Some(thread), current: None }
+        let thread =
+            std::thread::Builder::new().name("data".to_owned()).spawn(read_batches).expect("a thread can be started");
+        Loader { batches: Some(batches), free_rows: Some(free_rows), thread: Some(thread), current: None }
     }
 
-    /// The next step; none after the last. The step before it is given up.
-    pub fn next_step(&mut self) -> Result<Option<&mut Step>, DataError> {
-        if let (Some(step), Some(used)) = (self.current.take(), &self.used) {
-            // A thread that has ended needs no rows.
-            let _ = used.send(step.rows);
+    /// Returns the next batch, or `None` after the last. The buffer of the previous batch is reused.
+    pub fn next_batch(&mut self) -> Result<Option<&mut Batch>, DataError> {
+        if let (Some(batch), Some(free_rows)) = (self.current.take(), &self.free_rows) {
+            // Sending fails if the thread has ended and needs no buffers.
+            let _ = free_rows.send(batch.rows);
         }
-        let Some(ready) = &self.ready else { return Ok(None) };
-        match ready.recv() {
-            Ok(Ok(step)) => Ok(Some(self.current.insert(step))),
+        let Some(batches) = &self.batches else { return Ok(None) };
+        match batches.recv() {
+            Ok(Ok(batch)) => Ok(Some(self.current.insert(batch))),
             Ok(Err(error)) => {
                 self.stop();
                 Err(error)
@@ -78,13 +81,13 @@ impl Loader {
         }
     }
 
-    /// The most memory that a loader of steps of `rows` rows holds.
-    pub fn bytes(rows: u64, sequence: u64) -> Bytes {
-        Rows::bytes(rows, sequence) + Rows::bytes(rows, sequence)
+    /// Returns the most memory that a loader holds for batches of `rows` rows.
+    pub fn max_bytes(rows: u64, sequence: u64) -> Bytes {
+        Rows::max_bytes(rows, sequence) + Rows::max_bytes(rows, sequence)
     }
 
     fn stop(&mut self) {
-        (self.ready, self.used) = (None, None);
+        (self.batches, self.free_rows) = (None, None);
         if let Some(Err(panic)) = self.thread.take().map(JoinHandle::join)
             && !std::thread::panicking()
         {
@@ -101,36 +104,36 @@ impl Drop for Loader {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Order;
-    use super::super::testing::{Sample, seen, watched};
+    use super::super::RowOrder;
+    use super::super::testing::{TestData, training_values, with_timeout};
     use super::*;
 
-    fn sample() -> Sample {
+    fn sample() -> TestData {
         let document = |first: i32| ((first..first + 10 + first % 7).collect(), None);
-        Sample::tokens(&(0..40).map(document).collect::<Vec<_>>(), 8, true)
+        TestData::tokens(&(0..40).map(document).collect::<Vec<_>>(), 8, true)
     }
 
-    fn batches(data: &Dataset, epochs: Option<f64>) -> Batches {
-        let order = Order { seed: 5, rows: data.rows(), shuffle: true };
-        Batches { order, rows: 7, end: epochs.map(|epochs| order.rows_of_epochs(epochs)) }
+    fn batches(data: &Dataset, epochs: Option<f64>) -> BatchSampler {
+        let order = RowOrder { seed: 5, rows: data.rows(), shuffle: true };
+        BatchSampler { order, rows: 7, row_limit: epochs.map(|epochs| order.rows_of_epochs(epochs)) }
     }
 
     #[test]
-    fn a_loader_goes_on_at_any_step_with_the_same_rows() {
-        watched(|| {
+    fn loader_started_at_any_step_yields_same_rows() {
+        with_timeout(|| {
             let sample = sample();
             let data = Arc::new(sample.open().unwrap());
             let batches = batches(&data, Some(2.0));
             let steps = batches.steps().unwrap();
-            assert_ne!(data.rows() * 2 % 7, 0, "the last step is to be a partial one");
+            assert_ne!(data.rows() * 2 % 7, 0, "the last batch is partial");
             let steps_from = |first: u64| {
                 let mut loader = Loader::start(data.clone(), batches, first);
                 let mut taken = Vec::new();
-                while let Some(step) = loader.next_step().unwrap() {
+                while let Some(step) = loader.next_batch().unwrap() {
                     assert_eq!(step.labelled_tokens, step.rows.labelled_tokens());
-                    taken.push((step.step, seen(&step.rows), step.labelled_tokens));
+                    taken.push((step.step, training_values(&step.rows), step.labelled_tokens));
                 }
-                assert!(loader.next_step().unwrap().is_none(), "the end stays the end");
+                assert!(loader.next_batch().unwrap().is_none(), "no batch follows the end");
                 taken
             };
             let whole = steps_from(0);
@@ -143,30 +146,30 @@ mod tests {
     }
 
     #[test]
-    fn a_dropped_loader_stops() {
-        watched(|| {
+    fn dropping_the_loader_stops_its_thread() {
+        with_timeout(|| {
             let sample = sample();
             let data = Arc::new(sample.open().unwrap());
             for taken in 0..4 {
                 let mut loader = Loader::start(data.clone(), batches(&data, None), 3);
                 for _ in 0..taken {
-                    loader.next_step().unwrap().unwrap();
+                    loader.next_batch().unwrap().unwrap();
                 }
                 drop(loader);
-                assert_eq!(Arc::strong_count(&data), 1, "its thread is gone");
+                assert_eq!(Arc::strong_count(&data), 1, "the thread has ended");
             }
         });
     }
 
     #[test]
-    fn errors_of_the_thread_reach_the_run() {
-        watched(|| {
+    fn thread_errors_reach_the_caller() {
+        with_timeout(|| {
             let sample = sample();
             let data = Arc::new(sample.open().unwrap());
-            std::fs::write(&sample.cached(".tokens")[0], "").unwrap();
+            std::fs::write(&sample.cache_files(".tokens")[0], "").unwrap();
             let mut loader = Loader::start(data.clone(), batches(&data, None), 0);
-            assert!(matches!(loader.next_step(), Err(DataError::Io { doing: "read", .. })));
-            assert!(loader.next_step().unwrap().is_none());
+            assert!(matches!(loader.next_batch(), Err(DataError::Io { action: "read", .. })));
+            assert!(loader.next_batch().unwrap().is_none());
         });
     }
 }

@@ -1,33 +1,39 @@
-//! Documents to rows: where each row begins in the token cache, and what stands in it. The rules are in the
-//! module documentation of `data`.
+//! Rows of a dataset: the start of each row in the token cache, and the values of its positions. The packing and
+//! padding rules are in the module documentation of `data`.
 
 use super::cache::{Record, RowStarts, TokenCache};
-use super::error::{DataError, Place};
-use super::{DataSpec, Long, source};
+use super::error::{DataError, SourceLocation};
+use super::{DataSpec, LongSamples, source};
 use plimsoll_core::Bytes;
 use std::ops::ControlFlow;
 use std::path::Path;
 
 /// The label of a position without a target.
-pub const IGNORED: i32 = -100;
+pub const IGNORED_LABEL: i32 = -100;
 
-/// The longest row: far beyond any model, and small enough that a row is always read at once.
+/// The largest number of positions per row. It exceeds any model's context, and such a row still fits in one read.
 const SEQUENCE_MAX: u64 = 1 << 24;
 
-/// All rows of some files. Holds open files and a few numbers: its memory does not grow with the data.
+/// The rows of the files of a [`DataSpec`]. It holds only open files and counts, so its memory does not grow with the
+/// data.
 #[derive(Debug)]
 pub struct Dataset {
     cache: TokenCache,
-    starts: Option<RowStarts>,
+    row_starts: Option<RowStarts>,
     sequence: u64,
     rows: u64,
 }
 
 impl Dataset {
-    /// Opens the data of `spec`; tokenises it first, with `threads` threads, where `cache_folder`
-    /// does not hold the result already. `tokenizer` is a `tokenizer.json`; the tokens format needs none.
-    /// `progress` is told (bytes done, bytes in all) about every MiB while files are read, and may stop it
-    /// ([`DataError::Stopped`]).
+    /// Opens the data of `spec`. Unless `cache_folder` holds its token cache, the files are tokenized first, with
+    /// `threads` threads.
+    ///
+    /// `tokenizer` is the path of a `tokenizer.json`; the tokens format needs none. While files are read, `progress` is
+    /// called about every MiB with the bytes read and the total bytes. If it returns `Break`, the call fails with
+    /// [`DataError::Stopped`].
+    ///
+    /// # Errors
+    /// Files, lines or settings that are invalid, data without a target, and a cache that cannot be written.
     pub fn open(
         spec: &DataSpec,
         tokenizer: Option<&Path>,
@@ -37,9 +43,9 @@ impl Dataset {
     ) -> Result<Dataset, DataError> {
         let sequence = spec.sequence;
         if !(1..=SEQUENCE_MAX).contains(&sequence) {
-            return Err(DataError::Sequence { sequence, limit: SEQUENCE_MAX });
+            return Err(DataError::SequenceOutOfRange { sequence, limit: SEQUENCE_MAX });
         }
-        let files = source::files(&spec.patterns, spec.format)?;
+        let files = source::list_files(&spec.patterns, spec.format)?;
         let cache = TokenCache::open(spec, &files, tokenizer, cache_folder, threads, progress)?;
         let counts = &cache.counts;
         if counts.documents == 0 {
@@ -48,58 +54,58 @@ impl Dataset {
         if counts.labelled == 0 {
             return Err(DataError::NoLabels { files, tokens: counts.tokens });
         }
-        if spec.long == Long::Refuse && counts.longest - 1 > sequence {
-            return Err(DataError::Long { place: cache.longest, tokens: counts.longest, sequence });
+        if spec.long == LongSamples::Refuse && counts.longest - 1 > sequence {
+            return Err(DataError::DocumentTooLong { location: cache.longest, tokens: counts.longest, sequence });
         }
         let starts = if spec.pack { None } else { Some(RowStarts::open(&cache, sequence)?) };
         let rows = match &starts {
             Some(starts) => starts.rows,
             None => (counts.tokens - 1).div_ceil(sequence),
         };
-        Ok(Dataset { cache, starts, sequence, rows })
+        Ok(Dataset { cache, row_starts: starts, sequence, rows })
     }
 
-    /// Rows of an epoch, at least 1.
+    /// Returns the number of rows per epoch, at least 1.
     pub fn rows(&self) -> u64 {
         self.rows
     }
 
-    /// T: positions of a row.
+    /// Returns T, the number of positions per row.
     pub fn sequence(&self) -> u64 {
         self.sequence
     }
 
-    /// Tokens of all documents, end tokens included.
+    /// Returns the number of tokens of all documents, including end tokens.
     pub fn tokens(&self) -> u64 {
         self.cache.counts.tokens
     }
 
-    /// Documents with something to predict.
+    /// Returns the number of documents that are used: those of at least two tokens.
     pub fn documents(&self) -> u64 {
         self.cache.counts.documents
     }
 
-    /// Documents that were skipped, since they have nothing to predict.
+    /// Returns the number of skipped documents: those of fewer than two tokens.
     pub fn skipped_documents(&self) -> u64 {
         self.cache.counts.skipped
     }
 
-    /// Tokens that an epoch predicts, at least 1.
+    /// Returns the number of labelled tokens per epoch, at least 1.
     pub fn labelled_tokens(&self) -> u64 {
         self.cache.counts.labelled
     }
 
-    /// SHA-256 of all tokens and labels: other data have another.
-    pub fn content(&self) -> &str {
-        &self.cache.content
+    /// Returns the SHA-256 of all tokens and labels, in hexadecimal. It identifies the data.
+    pub fn content_sha256(&self) -> &str {
+        &self.cache.content_sha256
     }
 
-    /// The longest document: its tokens, and where it is.
-    pub fn longest_document(&self) -> (u64, &Place) {
+    /// Returns the number of tokens of the longest document, and its position.
+    pub fn longest_document(&self) -> (u64, &SourceLocation) {
         (self.cache.counts.longest, &self.cache.longest)
     }
 
-    /// Replaces what is in `into` by the rows numbered `rows`.
+    /// Replaces the content of `into` by the rows with the numbers `rows`.
     pub fn read(&self, rows: impl IntoIterator<Item = u64>, into: &mut Rows) -> Result<(), DataError> {
         into.clear();
         for row in rows {
@@ -108,57 +114,58 @@ impl Dataset {
         Ok(())
     }
 
+    /// Appends the row numbered `row` to `into`.
     fn read_row(&self, row: u64, into: &mut Rows) -> Result<(), DataError> {
         assert!(row < self.rows, "row {row} of {}", self.rows);
-        assert_eq!(into.sequence as u64, self.sequence, "rows of another length");
-        let start = match &self.starts {
-            Some(starts) => starts.get(row, &self.cache)?,
+        assert_eq!(into.sequence as u64, self.sequence, "`into` has another number of positions per row");
+        let start = match &self.row_starts {
+            Some(starts) => starts.start_of(row, &self.cache)?,
             None => row * self.sequence,
         };
-        let mut buffer = std::mem::take(&mut into.buffer);
-        // One record more than positions: the target of the last one.
+        let mut buffer = std::mem::take(&mut into.read_buffer);
+        // Reads one more record than positions: the target of the last position.
         let records = self.cache.read(start, self.sequence + 1, &mut buffer)?;
         let mut document_start = 0;
         let mut record = records.get(0)?;
-        for at in 0..into.sequence {
-            let next = if at + 1 < records.len() { Some(records.get(at + 1)?) } else { None };
-            if record.first {
-                document_start = at;
+        for position in 0..into.sequence {
+            let next = if position + 1 < records.len() { Some(records.get(position + 1)?) } else { None };
+            if record.begins_document {
+                document_start = position;
             }
-            into.push(at, document_start, record, next);
+            into.push(position, document_start, record, next);
             match next {
-                Some(next) if !(next.first && self.starts.is_some()) => record = next,
-                // The data has ended, or in padded rows the document.
+                Some(next) if !(next.begins_document && self.row_starts.is_some()) => record = next,
+                // The data ended, or the document of a padded row ended.
                 _ => {
-                    into.pad_row(at + 1);
+                    into.pad_row(position + 1);
                     break;
                 }
             }
         }
-        into.buffer = buffer;
+        into.read_buffer = buffer;
         Ok(())
     }
 }
 
-/// Rows to be trained on; used again and again without allocating. The vectors hold R × T values, row by row.
+/// The values of R rows of T positions, reused for each batch without allocating. Each vector has shape [R, T].
 #[derive(Clone, Debug, Default)]
 pub struct Rows {
     sequence: usize,
-    /// Token ids.
+    /// Input token ids.
     pub tokens: Vec<i32>,
-    /// The id that each position predicts, or [`IGNORED`].
+    /// The target id of each position, or [`IGNORED_LABEL`].
     pub labels: Vec<i32>,
-    /// Place in the visible part of the document, from 0.
+    /// Index of each position in its document, counted from `document_start`. It restarts at 0 in each row.
     pub positions: Vec<i32>,
-    /// The first index of the row that a position sees; the last is its own.
+    /// The first index of the row that a position attends to. The last is the position itself.
     pub document_start: Vec<i32>,
-    /// What the loss of a position counts: 1, or 0 where there is no label.
+    /// Weight of each position in the loss: 1 with a label, 0 without.
     pub weights: Vec<f32>,
-    buffer: Vec<u8>,
+    read_buffer: Vec<u8>,
 }
 
 impl Rows {
-    /// Room for `rows` rows of `sequence` positions.
+    /// Returns an empty buffer with capacity for `rows` rows of `sequence` positions.
     pub fn new(rows: u64, sequence: u64) -> Rows {
         let values = (rows * sequence) as usize;
         let ids = || Vec::with_capacity(values);
@@ -169,36 +176,36 @@ impl Rows {
             positions: ids(),
             document_start: ids(),
             weights: Vec::with_capacity(values),
-            buffer: Vec::with_capacity((sequence as usize + 1) * 8),
+            read_buffer: Vec::with_capacity((sequence as usize + 1) * 8),
         }
     }
 
-    /// The most memory that `rows` rows of `sequence` positions hold.
-    pub fn bytes(rows: u64, sequence: u64) -> Bytes {
+    /// Returns the memory of a buffer for `rows` rows of `sequence` positions.
+    pub fn max_bytes(rows: u64, sequence: u64) -> Bytes {
         Bytes(rows * sequence * 20 + (sequence + 1) * 8)
     }
 
-    /// Rows held.
+    /// Returns the number of rows in the buffer.
     pub fn len(&self) -> usize {
         self.tokens.len() / self.sequence.max(1)
     }
 
-    /// No row is held.
+    /// Returns whether the buffer has no row.
     pub fn is_empty(&self) -> bool {
         self.tokens.is_empty()
     }
 
-    /// Positions that have a label.
+    /// Returns the number of positions that have a label.
     pub fn labelled_tokens(&self) -> u64 {
-        self.labels.iter().filter(|&&label| label != IGNORED).count() as u64
+        self.labels.iter().filter(|&&label| label != IGNORED_LABEL).count() as u64
     }
 
-    /// Adds a row of padding only, for a micro-batch that is not full.
-    pub fn push_empty(&mut self) {
+    /// Appends a row of padding, which fills a partial micro-batch.
+    pub fn push_padding_row(&mut self) {
         self.pad_row(0);
     }
 
-    /// Replaces what is held by some rows of another set.
+    /// Replaces the content by the rows with the indices `rows` of `other`.
     pub fn copy_from(&mut self, other: &Rows, rows: std::ops::Range<usize>) {
         self.clear();
         self.sequence = other.sequence;
@@ -210,7 +217,7 @@ impl Rows {
         self.weights.extend_from_slice(&other.weights[values]);
     }
 
-    /// Removes all rows and keeps the room.
+    /// Removes all rows and keeps the capacity.
     pub fn clear(&mut self) {
         for ids in [&mut self.tokens, &mut self.labels, &mut self.positions, &mut self.document_start] {
             ids.clear();
@@ -218,20 +225,21 @@ impl Rows {
         self.weights.clear();
     }
 
-    fn push(&mut self, at: usize, document_start: usize, record: Record, next: Option<Record>) {
-        let label = next.filter(|next| !next.first).map_or(IGNORED, |next| next.label);
+    /// Appends a position. Its label is `next`, the following record, unless that begins a document.
+    fn push(&mut self, position: usize, document_start: usize, record: Record, next: Option<Record>) {
+        let label = next.filter(|next| !next.begins_document).map_or(IGNORED_LABEL, |next| next.label);
         self.tokens.push(record.token);
         self.labels.push(label);
-        self.positions.push((at - document_start) as i32);
+        self.positions.push((position - document_start) as i32);
         self.document_start.push(document_start as i32);
-        self.weights.push(if label == IGNORED { 0.0 } else { 1.0 });
+        self.weights.push(if label == IGNORED_LABEL { 0.0 } else { 1.0 });
     }
 
-    /// Fills the rest of a row from `at` on; each position sees only itself, which costs attention least.
+    /// Pads a row from position `at` on. Each padding position attends only to itself, the cheapest attention.
     fn pad_row(&mut self, at: usize) {
         for at in at..self.sequence {
             self.tokens.push(0);
-            self.labels.push(IGNORED);
+            self.labels.push(IGNORED_LABEL);
             self.positions.push(0);
             self.document_start.push(at as i32);
             self.weights.push(0.0);
@@ -241,8 +249,8 @@ impl Rows {
 
 #[cfg(test)]
 mod tests {
-    use super::super::testing::{Sample, all_rows, seen};
-    use super::super::{DataError, sums};
+    use super::super::testing::{TestData, all_rows, training_values};
+    use super::super::{DataError, addition_example};
     use super::*;
     use proptest::prelude::*;
     use serde_json::json;
@@ -251,14 +259,14 @@ mod tests {
 
     type Documents = Vec<(Vec<i32>, Option<Vec<i32>>)>;
 
-    /// Documents whose tokens are all different, so that each can be told from every other.
+    /// Generates documents with distinct tokens, so that every token identifies its document.
     fn documents() -> impl Strategy<Value = Documents> {
         let document = (prop::collection::vec(any::<bool>(), 0..40), any::<bool>());
         prop::collection::vec(document, 1..12).prop_map(|documents| {
             let mut next = 0..;
             let mut distinct = |(labelled, given): (Vec<bool>, bool)| {
                 let ids: Vec<i32> = next.by_ref().take(labelled.len()).collect();
-                let label = |(&id, labelled)| if labelled { id } else { IGNORED };
+                let label = |(&id, labelled)| if labelled { id } else { IGNORED_LABEL };
                 let labels = ids.iter().zip(labelled).map(label).collect();
                 (ids, given.then_some(labels))
             };
@@ -270,12 +278,12 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(96))]
 
         #[test]
-        fn every_token_is_predicted_once_from_its_own_document(
+        fn every_token_is_target_once_within_its_document(
             documents in documents(),
             sequence in 1u64..50,
             pack: bool,
         ) {
-            let sample = Sample::tokens(&documents, sequence, pack);
+            let sample = TestData::tokens(&documents, sequence, pack);
             let mut predicted: HashMap<i32, i32> = HashMap::new();
             let mut document_of: HashMap<i32, usize> = HashMap::new();
             let mut successors = Vec::new();
@@ -285,7 +293,7 @@ mod tests {
                     successors.push((ids[at - 1], labels.as_ref().map_or(ids[at], |labels| labels[at])));
                 }
             }
-            let expected: HashMap<i32, i32> = successors.into_iter().filter(|&(_, label)| label != IGNORED).collect();
+            let expected: HashMap<i32, i32> = successors.into_iter().filter(|&(_, label)| label != IGNORED_LABEL).collect();
             let data = match sample.open() {
                 Ok(data) => data,
                 Err(error) => {
@@ -313,13 +321,13 @@ mod tests {
                 let start = rows.document_start[index] as usize;
                 prop_assert!(start <= at);
                 prop_assert_eq!(rows.positions[index] as usize, at - start);
-                prop_assert_eq!(rows.weights[index], if label == IGNORED { 0.0 } else { 1.0 });
-                if label != IGNORED {
-                    prop_assert_eq!(predicted.insert(token, label), None, "predicted twice");
+                prop_assert_eq!(rows.weights[index], if label == IGNORED_LABEL { 0.0 } else { 1.0 });
+                if label != IGNORED_LABEL {
+                    prop_assert_eq!(predicted.insert(token, label), None, "token is a target twice");
                 }
-                let padding = start == at && token == 0 && label == IGNORED && index > 0;
+                let padding = start == at && token == 0 && label == IGNORED_LABEL && index > 0;
                 if !padding {
-                    // All that is seen, and nothing else of this row before it, is of this document.
+                    // A position attends to all earlier tokens of its document in this row, and to no others.
                     prop_assert!((start..=at).all(|seen| document_of[&rows.tokens[row + seen]] == document_of[&token]));
                     prop_assert!(start == 0 || document_of[&rows.tokens[row + start - 1]] != document_of[&token]);
                 }
@@ -329,14 +337,14 @@ mod tests {
     }
 
     #[test]
-    fn packed_text_is_laid_out_as_promised() {
-        const I: i32 = IGNORED;
-        let end = sums::END as i32;
-        let mut sample = Sample::text(&["1", "", "23", "4567"], 3, true);
+    fn packed_text_has_documented_layout() {
+        const I: i32 = IGNORED_LABEL;
+        let end = addition_example::END_TOKEN as i32;
+        let mut sample = TestData::text(&["1", "", "23", "4567"], 3, true);
         let data = sample.open().unwrap();
         assert_eq!((data.rows(), data.tokens(), data.skipped_documents()), (3, 10, 1));
         let rows = all_rows(&data);
-        assert_eq!(rows.tokens, [1, end, 2, 3, end, 4, 5, 6, 7], "the last end is only a target");
+        assert_eq!(rows.tokens, [1, end, 2, 3, end, 4, 5, 6, 7], "the last end token is only a target");
         assert_eq!(rows.labels, [end, I, 3, end, I, 5, 6, 7, end]);
         assert_eq!(rows.positions, [0, 1, 0, 0, 1, 0, 0, 1, 2]);
         assert_eq!(rows.document_start, [0, 0, 2, 0, 0, 2, 0, 0, 0]);
@@ -345,7 +353,7 @@ mod tests {
         let data = sample.open().unwrap();
         let mut rows = Rows::new(2, 4);
         data.read([2], &mut rows).unwrap();
-        rows.push_empty();
+        rows.push_padding_row();
         assert_eq!(rows.tokens, [7, end, 0, 0, 0, 0, 0, 0]);
         assert_eq!(rows.labels, [end, I, I, I, I, I, I, I]);
         assert_eq!(rows.positions, [0, 1, 0, 0, 0, 0, 0, 0]);
@@ -354,9 +362,9 @@ mod tests {
     }
 
     #[test]
-    fn text_ends_with_one_end_token_and_begins_as_the_tokenizer_says() {
-        let sample = Sample::text(&["1<end>", "2"], 8, false);
-        let mut tokenizer = sums::tokenizer();
+    fn text_gets_prefix_and_exactly_one_end_token() {
+        let sample = TestData::text(&["1<end>", "2"], 8, false);
+        let mut tokenizer = addition_example::tokenizer();
         tokenizer["post_processor"] = json!({
             "type": "TemplateProcessing",
             "single": [{ "SpecialToken": { "id": "<unknown>", "type_id": 0 } }, { "Sequence": { "id": "A", "type_id": 0 } }],
@@ -370,8 +378,8 @@ mod tests {
     }
 
     #[test]
-    fn a_text_file_is_one_document_and_globs_are_taken_in_order() {
-        let mut sample = Sample::text(&["9"], 4, false);
+    fn text_file_is_one_document_globs_are_sorted() {
+        let mut sample = TestData::text(&["9"], 4, false);
         for (name, text) in [("b.txt", "12"), ("a.txt", "\u{feff}345"), ("c.txt", "")] {
             fs::write(sample.path(name), text).unwrap();
         }
@@ -382,16 +390,16 @@ mod tests {
         assert_eq!((data.documents(), data.skipped_documents()), (3, 1));
         let rows = all_rows(&data);
         assert_eq!(rows.tokens, [1, 2, 12, 0, 9, 12, 0, 0, 3, 4, 5, 12]);
-        let (tokens, place) = data.longest_document();
-        assert_eq!((tokens, place.file.as_path(), place.line), (4, sample.path("a.txt").as_path(), None));
+        let (tokens, location) = data.longest_document();
+        assert_eq!((tokens, location.file.as_path(), location.line), (4, sample.path("a.txt").as_path(), None));
     }
 
     #[test]
-    fn a_refused_long_document_is_named_and_the_hint_works() {
+    fn refused_long_document_gets_working_hint() {
         for pack in [false, true] {
-            let mut sample = Sample::tokens(&[(vec![1, 2], None), (vec![1, 2, 3, 4, 5, 6], None)], 4, pack);
+            let mut sample = TestData::tokens(&[(vec![1, 2], None), (vec![1, 2, 3, 4, 5, 6], None)], 4, pack);
             assert_eq!(sample.open().unwrap().longest_document().0, 6);
-            sample.spec.long = Long::Refuse;
+            sample.spec.long = LongSamples::Refuse;
             let failure = plimsoll_core::Failure::from(sample.open().unwrap_err());
             let file = &sample.spec.patterns[0];
             assert_eq!(
@@ -405,9 +413,9 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_trained_on_is_refused_by_name() {
-        let refusal = |change: &dyn Fn(&mut Sample)| {
-            let mut sample = Sample::text(&["1"], 4, true);
+    fn unusable_data_is_refused_with_reason() {
+        let refusal = |change: &dyn Fn(&mut TestData)| {
+            let mut sample = TestData::text(&["1"], 4, true);
             change(&mut sample);
             let folder = sample.folder.path().display().to_string() + "/";
             let failure = plimsoll_core::Failure::from(sample.open().unwrap_err());
@@ -415,20 +423,20 @@ mod tests {
             failure.message.replace(&folder, "")
         };
         let write = |name: &'static str, content: &'static [u8]| {
-            move |sample: &mut Sample| fs::write(sample.path(name), content).unwrap()
+            move |sample: &mut TestData| fs::write(sample.path(name), content).unwrap()
         };
         let pattern = |name: &'static str| {
-            move |sample: &mut Sample| {
+            move |sample: &mut TestData| {
                 fs::write(sample.path("a.csv"), "").unwrap();
                 sample.spec.patterns = vec![sample.path(name).display().to_string()];
             }
         };
-        type Change = dyn Fn(&mut Sample);
+        type Change = dyn Fn(&mut TestData);
         let cases: [(&Change, &str); 6] = [
-            (&|sample| sample.spec.patterns.clear(), "no data file is named"),
-            (&|sample| sample.tokenizer = None, "data of the text format needs a tokenizer.json"),
-            (&|sample| sample.spec.end_token = None, "no end token is known for tokenizer.json"),
-            (&|sample| sample.spec.vocab = 13, "tokenizer.json knows 14 tokens, the model 13"),
+            (&|sample| sample.spec.patterns.clear(), "no data file is given"),
+            (&|sample| sample.tokenizer = None, "the text format needs a tokenizer.json"),
+            (&|sample| sample.spec.end_token = None, "no end token is defined for tokenizer.json"),
+            (&|sample| sample.spec.vocab = 13, "tokenizer.json has 14 tokens, but the model has 13"),
             (
                 &|sample| sample.spec.end_token = Some(16),
                 "train.jsonl:1: token 16 is outside the model's vocabulary of 16 tokens",
@@ -441,7 +449,7 @@ mod tests {
         assert_eq!(refusal(&pattern("none*.jsonl")), "no file matches `none*.jsonl`");
         assert_eq!(
             refusal(&pattern("a***")),
-            "`a***` is no file and no glob: wildcards are either regular `*` or recursive `**`"
+            "`a***` is neither a file nor a valid glob pattern: wildcards are either regular `*` or recursive `**`"
         );
         assert_eq!(refusal(&pattern("a.csv")), "a.csv: expected a .jsonl or .txt file");
         assert_eq!(
@@ -460,25 +468,25 @@ mod tests {
             refusal(&|sample| sample.tokenizer = Some(sample.path("none")))
                 .starts_with("cannot read none: No such file")
         );
-        let ignored = Sample::tokens(&[(vec![1, 2], Some(vec![1, -100]))], 4, true).open().unwrap_err().to_string();
+        let ignored = TestData::tokens(&[(vec![1, 2], Some(vec![1, -100]))], 4, true).open().unwrap_err().to_string();
         assert!(ignored.starts_with("no data: all 2 tokens of "), "{ignored}");
     }
 
     #[test]
-    fn rows_are_used_again_without_allocating() {
-        let sample = Sample::tokens(&[((0..100).collect(), None)], 7, true);
+    fn row_buffer_is_reused_without_allocating() {
+        let sample = TestData::tokens(&[((0..100).collect(), None)], 7, true);
         let data = sample.open().unwrap();
         let mut rows = Rows::new(5, 7);
-        let room = |rows: &Rows| (rows.tokens.as_ptr(), rows.weights.as_ptr(), rows.buffer.as_ptr());
-        let before = room(&rows);
+        let buffers = |rows: &Rows| (rows.tokens.as_ptr(), rows.weights.as_ptr(), rows.read_buffer.as_ptr());
+        let before = buffers(&rows);
         for row in 0..data.rows() {
             data.read((0..5).map(|step| (row + step) % data.rows()), &mut rows).unwrap();
-            assert_eq!((room(&rows), rows.len()), (before, 5));
+            assert_eq!((buffers(&rows), rows.len()), (before, 5));
         }
-        let capacities = rows.tokens.capacity() * 20 + rows.buffer.capacity();
-        assert_eq!(Rows::bytes(5, 7).0, capacities as u64);
-        let again = seen(&rows);
+        let capacities = rows.tokens.capacity() * 20 + rows.read_buffer.capacity();
+        assert_eq!(Rows::max_bytes(5, 7).0, capacities as u64);
+        let earlier = training_values(&rows);
         data.read((data.rows() - 1..data.rows() + 4).map(|row| row % data.rows()), &mut rows).unwrap();
-        assert_eq!(seen(&rows), again);
+        assert_eq!(training_values(&rows), earlier);
     }
 }

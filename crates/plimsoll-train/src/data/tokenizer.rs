@@ -1,5 +1,5 @@
-//! The tokenizer of a model's folder: text to ids and back. The work is done by the `tokenizers` crate; here
-//! are its errors in our words, and what transformers keeps beside it (the end token).
+//! The tokenizer of a model directory, and its end token. The `tokenizers` crate encodes and decodes; this module adds
+//! error messages and reads the end token from the configuration files beside `tokenizer.json`.
 
 use super::error::DataError;
 use serde::Deserialize;
@@ -16,17 +16,16 @@ pub struct Tokenizer {
 }
 
 impl Tokenizer {
-    /// Reads `tokenizer.json`. Truncation and padding that it may ask for are left out: nothing is
-    /// cut silently.
+    /// Reads a `tokenizer.json`. Its truncation and padding settings are ignored, so that no token is dropped silently.
     pub fn load(file: &Path) -> Result<Tokenizer, DataError> {
         let bytes = fs::read(file).map_err(DataError::io("read", file))?;
-        let bad =
+        let invalid =
             |reason: tokenizers::Error| DataError::Tokenizer { file: file.to_owned(), reason: reason.to_string() };
-        let mut inner = tokenizers::Tokenizer::from_bytes(&bytes).map_err(bad)?;
-        inner.with_truncation(None).map_err(bad)?;
+        let mut inner = tokenizers::Tokenizer::from_bytes(&bytes).map_err(invalid)?;
+        inner.with_truncation(None).map_err(invalid)?;
         inner.with_padding(None);
-        // What the tokenizer puts around every text (a begin token, for most llamas) is seen on any text.
-        let probe = inner.encode("a", true).map_err(bad)?;
+        // The special tokens around a text (a begin token, for most llama models) are the same for every text.
+        let probe = inner.encode("a", true).map_err(invalid)?;
         let added = probe.get_special_tokens_mask();
         let before = added.iter().take_while(|&&mask| mask == 1).count();
         let after = added[before..].iter().rev().take_while(|&&mask| mask == 1).count();
@@ -35,97 +34,99 @@ impl Tokenizer {
         Ok(Tokenizer { file: file.to_owned(), inner, prefix, suffix })
     }
 
-    /// The file it was read from.
+    /// Returns the path of the `tokenizer.json`.
     pub fn file(&self) -> &Path {
         &self.file
     }
 
-    /// The number of tokens it knows, added ones included.
+    /// Returns the size of the vocabulary, including added tokens.
     pub fn vocab(&self) -> u64 {
         self.inner.get_vocab_size(true) as u64
     }
 
-    /// The id of a token by its exact name.
+    /// Returns the id of the token with exactly this text.
     pub fn token_id(&self, token: &str) -> Option<u32> {
         self.inner.token_to_id(token)
     }
 
-    /// The ids of a prompt: what the tokenizer puts before a text, then the text.
+    /// Encodes a prompt: the special tokens that precede every text, then the text.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, DataError> {
         let mut ids = self.prefix.clone();
-        ids.extend(self.encode_piece(text).map_err(|reason| DataError::Encode { place: None, reason })?);
+        ids.extend(self.encode_piece(text).map_err(|reason| DataError::Encode { location: None, reason })?);
         Ok(ids)
     }
 
-    /// The text of `ids`, special tokens left out.
+    /// Decodes `ids` to text, without special tokens.
     pub fn decode(&self, ids: &[u32]) -> Result<String, DataError> {
-        self.inner.decode(ids, true).map_err(|reason| DataError::Encode { place: None, reason: reason.to_string() })
+        self.inner.decode(ids, true).map_err(|reason| DataError::Encode { location: None, reason: reason.to_string() })
     }
 
-    /// The ids of a part of a document, nothing added.
+    /// Encodes a piece of a document, without special tokens.
     pub(super) fn encode_piece(&self, text: &str) -> Result<Vec<u32>, String> {
         let encoding = self.inner.encode_fast(text, false).map_err(|reason| reason.to_string())?;
         Ok(encoding.get_ids().to_vec())
     }
 
-    /// What begins every document.
+    /// Returns the special tokens that begin every document.
     pub(super) fn prefix(&self) -> &[u32] {
         &self.prefix
     }
 
-    /// What ends every document, before the end token.
+    /// Returns the special tokens that end every document, before the end token.
     pub(super) fn suffix(&self) -> &[u32] {
         &self.suffix
     }
 }
 
-/// The hash of a file's content, in hexadecimal.
-pub(super) fn content_hash(file: &Path) -> Result<String, DataError> {
+/// Returns the SHA-256 of a file's content, in hexadecimal.
+pub(super) fn file_sha256(file: &Path) -> Result<String, DataError> {
     let mut reader = fs::File::open(file).map_err(DataError::io("read", file))?;
     let mut hasher = Sha256::new();
     std::io::copy(&mut reader, &mut hasher).map_err(DataError::io("read", file))?;
     Ok(format!("{:x}", hasher.finalize()))
 }
 
-/// The end token of the model in `folder`: `eos_token` of `tokenizer_config.json`, else
-/// `eos_token_id` of `config.json` (the first, where it is a list). None where neither names one.
-/// Errors only where a file that is there cannot be read.
-pub fn end_token(folder: &Path) -> Result<Option<u32>, DataError> {
+/// Returns the end token of the model in `folder`: `eos_token` of `tokenizer_config.json`, else `eos_token_id` of
+/// `config.json` (the first, if it is a list). Returns `None` if neither defines one.
+///
+/// # Errors
+/// An existing file that cannot be read or parsed. A missing file is not an error.
+pub fn read_end_token(folder: &Path) -> Result<Option<u32>, DataError> {
     #[derive(Deserialize)]
     #[serde(untagged)]
-    enum Named {
+    enum TokenName {
         Plain(String),
         Object { content: String },
     }
     #[derive(Deserialize)]
     struct TokenizerConfig {
-        eos_token: Option<Named>,
+        eos_token: Option<TokenName>,
     }
     #[derive(Deserialize)]
-    struct Added {
+    struct AddedToken {
         id: u32,
         content: String,
     }
     #[derive(Deserialize)]
     struct TokenizerFile {
         #[serde(default)]
-        added_tokens: Vec<Added>,
+        added_tokens: Vec<AddedToken>,
     }
     #[derive(Deserialize)]
     #[serde(untagged)]
-    enum Ids {
+    enum OneOrMany {
         One(u32),
         Several(Vec<u32>),
     }
     #[derive(Deserialize)]
     struct Config {
-        eos_token_id: Option<Ids>,
+        eos_token_id: Option<OneOrMany>,
     }
 
     let config: Option<TokenizerConfig> = read_json(&folder.join("tokenizer_config.json"))?;
     if let Some(eos) = config.and_then(|config| config.eos_token) {
-        let (Named::Plain(name) | Named::Object { content: name }) = eos;
-        // Only the short list of added tokens is read: the whole tokenizer takes tens of megabytes.
+        let (TokenName::Plain(name) | TokenName::Object { content: name }) = eos;
+        // Only the list of added tokens is parsed, because a whole tokenizer takes tens of megabytes.
         let file: Option<TokenizerFile> = read_json(&folder.join("tokenizer.json"))?;
         let id = file.and_then(|file| file.added_tokens.into_iter().find(|added| added.content == name));
         if let Some(added) = id {
@@ -134,8 +135,8 @@ pub fn end_token(folder: &Path) -> Result<Option<u32>, DataError> {
     }
     let config: Option<Config> = read_json(&folder.join("config.json"))?;
     Ok(config.and_then(|config| config.eos_token_id).and_then(|ids| match ids {
-        Ids::One(id) => Some(id),
-        Ids::Several(ids) => ids.first().copied(),
+        OneOrMany::One(id) => Some(id),
+        OneOrMany::Several(ids) => ids.first().copied(),
     }))
 }
 
@@ -143,7 +144,7 @@ fn read_json<T: serde::de::DeserializeOwned>(file: &Path) -> Result<Option<T>, D
     let reader = match fs::File::open(file) {
         Ok(reader) => std::io::BufReader::new(reader),
         Err(source) if source.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        Err(source) => return Err(DataError::Io { doing: "read", file: file.to_owned(), source }),
+        Err(source) => return Err(DataError::Io { action: "read", file: file.to_owned(), source }),
     };
     serde_json::from_reader(reader)
         .map(Some)
@@ -152,16 +153,16 @@ fn read_json<T: serde::de::DeserializeOwned>(file: &Path) -> Result<Option<T>, D
 
 #[cfg(test)]
 mod tests {
-    use super::super::testing::{Sample, all_rows};
+    use super::super::testing::{TestData, all_rows};
     use super::*;
     use serde_json::{Value, json};
 
-    /// Made by `tests/fixtures/word_patterns.py`, which says with what.
+    /// Returns the reference tokens that `tests/fixtures/word_patterns.py` wrote.
     fn fixture() -> Value {
         serde_json::from_str(include_str!("../../tests/fixtures/word_patterns.json")).unwrap()
     }
 
-    /// The fixture's tokenizer with the word pattern of that name.
+    /// Returns the fixture's tokenizer with the word pattern named `pattern`.
     fn tokenizer(fixture: &Value, pattern: &Value) -> String {
         let mut tokenizer = fixture["tokenizer"].clone();
         let regex = &fixture["patterns"][pattern.as_str().unwrap()];
@@ -170,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn words_are_split_as_by_the_published_tokenizers() {
+    fn words_are_split_like_published_tokenizers() {
         let fixture = fixture();
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("tokenizer.json");
@@ -185,14 +186,14 @@ mod tests {
     }
 
     #[test]
-    fn text_cut_into_pieces_has_the_tokens_of_the_whole() {
+    fn text_in_pieces_has_tokens_of_whole_text() {
         let fixture = fixture();
         for long in fixture["long"].as_array().unwrap() {
             let cases = fixture["cases"].as_array().unwrap().iter().filter(|case| case["pattern"] == long["pattern"]);
             let text: String = cases.map(|case| case["text"].as_str().unwrap()).collect::<String>().repeat(60);
-            assert!(text.len() > 128 << 10, "it takes several pieces");
+            assert!(text.len() > 128 << 10, "the text takes several pieces");
             let count = long["tokens"].as_u64().unwrap();
-            let mut sample = Sample::text(&[&text], count, false);
+            let mut sample = TestData::text(&[&text], count, false);
             sample.spec.vocab = 400;
             sample.spec.end_token = Some(0);
             fs::write(sample.tokenizer.as_ref().unwrap(), tokenizer(&fixture, &long["pattern"])).unwrap();
@@ -205,10 +206,10 @@ mod tests {
     }
 
     #[test]
-    fn what_asks_for_truncation_or_padding_is_not_heard() {
+    fn truncation_and_padding_settings_are_ignored() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("tokenizer.json");
-        let mut tokenizer = super::super::sums::tokenizer();
+        let mut tokenizer = super::super::addition_example::tokenizer();
         tokenizer["truncation"] =
             json!({ "direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0 });
         tokenizer["padding"] = json!({
@@ -219,21 +220,21 @@ mod tests {
     }
 
     #[test]
-    fn the_end_token_is_what_transformers_takes() {
+    fn end_token_matches_transformers() {
         let folder = tempfile::tempdir().unwrap();
         let write = |name: &str, content: Value| fs::write(folder.path().join(name), content.to_string()).unwrap();
-        let end = || end_token(folder.path()).unwrap();
+        let end = || read_end_token(folder.path()).unwrap();
         assert_eq!(end(), None);
         write("config.json", json!({ "eos_token_id": null }));
         assert_eq!(end(), None);
         write("config.json", json!({ "eos_token_id": [7, 8] }));
         assert_eq!(end(), Some(7));
         write("tokenizer_config.json", json!({ "eos_token": { "content": "<end>", "lstrip": false } }));
-        assert_eq!(end(), Some(7), "no tokenizer knows its name");
-        write("tokenizer.json", super::super::sums::tokenizer());
+        assert_eq!(end(), Some(7), "no tokenizer.json resolves its name");
+        write("tokenizer.json", super::super::addition_example::tokenizer());
         assert_eq!(end(), Some(12));
         fs::write(folder.path().join("config.json"), "{").unwrap();
         write("tokenizer_config.json", json!({}));
-        assert!(matches!(end_token(folder.path()), Err(DataError::Tokenizer { .. })));
+        assert!(matches!(read_end_token(folder.path()), Err(DataError::Tokenizer { .. })));
     }
 }

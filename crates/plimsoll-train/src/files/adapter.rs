@@ -1,24 +1,24 @@
-//! A PEFT directory with adapters of a model: `adapter_config.json` and `adapter_model.safetensors`, read and written.
+//! Reading and writing of PEFT adapter directories: `adapter_config.json` and `adapter_model.safetensors`.
 //!
-//! What Plimsoll computes is LoRA on the projections of every layer, one rank and one scale for all. What an adapter has
-//! beyond that is refused by the name of its key. Which projections have an adapter is what the tensors say.
+//! Plimsoll supports LoRA on projections of every layer, with one rank and one scale for all. A configuration that asks
+//! for more is refused with the name of its key. The projections with an adapter follow from the stored tensors.
 
 use super::atomic;
 use super::error::FilesError;
-use super::model_dir::{ModelWeights, check};
+use super::model_dir::{ModelWeights, check_tensor};
 use super::read::{WeightFiles, read_small};
-use super::write::{StoredTensor, WeightWriter, pretty};
+use super::write::{StoredTensor, WeightWriter, pretty_json};
 use plimsoll_core::Bytes;
 use plimsoll_program::models::decoder::Lora;
 use plimsoll_program::models::{ModelConfig, Target};
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 
-/// A larger `adapter_config.json` is something else.
+/// Size limit of an `adapter_config.json`. A larger file is not an adapter configuration.
 const MAX_CONFIG_BYTES: u64 = 1 << 20;
 
-/// Keys that say nothing about what is computed, or say what the tensors say themselves.
-const INERT: [&str; 14] = [
+/// Keys that do not change the computation, or that repeat information from the tensors.
+const IGNORED_KEYS: [&str; 14] = [
     "auto_mapping",
     "base_model_name_or_path",
     "eva_config",
@@ -35,43 +35,47 @@ const INERT: [&str; 14] = [
     "task_type",
 ];
 
-/// Adapters that go with a model.
+/// An opened adapter directory that matches a model.
 #[derive(Debug)]
 pub struct AdapterDir {
     /// The directory.
     pub path: PathBuf,
-    /// r.
+    /// r: the rank of every adapter.
     pub rank: u64,
-    /// What adapters add is multiplied with alpha / r.
+    /// Scale of the adapters: their output is multiplied by alpha / r.
     pub alpha: f64,
-    /// Whether it says of which model they are.
-    pub names_base: bool,
-    /// Which projections have one, in the order in which a layer computes them.
+    /// Whether `adapter_config.json` names the base model.
+    pub names_base_model: bool,
+    /// The projections with an adapter, in the order in which a layer computes them.
     pub targets: Vec<Target>,
-    /// A and B of each, in the order of [`ModelConfig::adapter_parameters`].
+    /// The matrices A and B of each adapter, in the order of [`ModelConfig::adapter_parameters`].
     pub weights: ModelWeights,
 }
 
 impl AdapterDir {
-    /// Opens a directory and holds it against the model.
+    /// Opens an adapter directory and checks that its tensors match the model of `config`.
     ///
     /// # Errors
-    /// Adapters of another kind, of other parts, or of another model.
+    /// Adapters of an unsupported kind, or adapters that do not match the model.
     pub fn open(path: &Path, config: &ModelConfig) -> Result<AdapterDir, FilesError> {
         if !path.is_dir() {
-            return Err(FilesError::NoFile { path: path.to_owned(), problem: "no such directory" });
+            return Err(FilesError::BadPath { path: path.to_owned(), problem: "no such directory" });
         }
-        let (rank, alpha, names_base) = read_config(&path.join("adapter_config.json"))?;
+        let AdapterConfig { rank, alpha, names_base_model } = read_config(&path.join("adapter_config.json"))?;
         let file = path.join("adapter_model.safetensors");
         if !file.exists() && path.join("adapter_model.bin").exists() {
-            return Err(bad(&file, "no such file, only adapter_model.bin", "save it again with a newer peft"));
+            return Err(invalid(
+                &file,
+                "no such file; only adapter_model.bin exists",
+                "save the adapters again with a newer version of peft",
+            ));
         }
         let files = WeightFiles::open_files(vec![file])?;
-        let has = |target: &Target| {
+        let has_adapter = |target: &Target| {
             let module = format!(".{}.lora_", target.name());
             files.entries().any(|(name, _)| name.contains(&module))
         };
-        let targets: Vec<Target> = Target::ALL.into_iter().filter(has).collect();
+        let targets: Vec<Target> = Target::ALL.into_iter().filter(has_adapter).collect();
         let parameters = config.adapter_parameters(&targets, rank);
         let expected = |name: &str| parameters.iter().any(|parameter| parameter.hf_name == name);
         let missing = parameters.iter().filter(|parameter| files.entry(&parameter.hf_name).is_none());
@@ -81,90 +85,105 @@ impl AdapterDir {
         if targets.is_empty() || !missing.is_empty() || !extra.is_empty() {
             return Err(FilesError::AdapterNames { dir: path.to_owned(), missing, extra });
         }
-        let mut found = Vec::new();
+        let mut matched = Vec::new();
         for parameter in parameters {
-            let entry = files.entry(&parameter.hf_name).expect("seen above");
-            check(&files, &parameter.hf_name, entry, &parameter)?;
-            found.push((parameter, entry.clone()));
+            let entry = files.entry(&parameter.hf_name).expect("checked above");
+            check_tensor(&files, &parameter.hf_name, entry, &parameter)?;
+            matched.push((parameter, entry.clone()));
         }
         Ok(AdapterDir {
             path: path.to_owned(),
             rank,
             alpha,
-            names_base,
+            names_base_model,
             targets,
-            weights: ModelWeights { parameters: found, files },
+            weights: ModelWeights { parameters: matched, files },
         })
     }
 
-    /// What is said of adapters that name no model: they may have been trained over weights that nobody has.
-    pub fn of_nothing(&self) -> Option<String> {
+    /// Returns a warning if the adapters name no base model. They may belong to random weights that were never saved.
+    pub fn unknown_base_note(&self) -> Option<String> {
         let path = self.path.display();
-        (!self.names_base).then(|| {
+        (!self.names_base_model).then(|| {
             format!(
-                "{path} names no base model: adapters that were trained over random weights go with those alone, which are \
-                 saved nowhere; such a model is trained whole first, and adapters over its RUN/model"
+                "{path} names no base model: adapters trained on random weights work only with those weights, which were \
+                 not saved; train a full model first, then adapters on its RUN/model"
             )
         })
     }
 
-    /// As a Program computes with them; `dropout` and its `seed` are for training.
+    /// Returns the adapters as a method for Programs. `dropout` and its `seed` apply to training only.
     pub fn lora(&self, dropout: f64, seed: u64) -> Lora {
         let AdapterDir { rank, alpha, targets, weights, .. } = self;
         Lora { rank: *rank, alpha: *alpha, dropout, targets: targets.clone(), seed, source: weights.source() }
     }
 }
 
-fn bad(path: &Path, problem: &str, hint: &str) -> FilesError {
+/// Returns an error of the adapter file `path`.
+fn invalid(path: &Path, problem: &str, hint: &str) -> FilesError {
     FilesError::Adapter { path: path.to_owned(), problem: problem.to_owned(), hint: hint.to_owned() }
 }
 
-/// Rank and alpha, where nothing else is asked for, and whether a base model is named.
-fn read_config(path: &Path) -> Result<(u64, f64, bool), FilesError> {
-    const OTHER: &str = "merge it into its model with peft's merge_and_unload, then use that model";
+/// The supported part of an `adapter_config.json`.
+struct AdapterConfig {
+    rank: u64,
+    alpha: f64,
+    names_base_model: bool,
+}
+
+/// Reads an `adapter_config.json` and refuses settings that Plimsoll does not support.
+fn read_config(path: &Path) -> Result<AdapterConfig, FilesError> {
+    const MERGE: &str = "merge the adapters into the model with peft's merge_and_unload, then use that model";
+    const DOWNLOAD: &str = "the file may be damaged: download it again";
     let text = read_small(path, MAX_CONFIG_BYTES)?;
     let keys: Map<String, Value> = serde_json::from_slice(&text)
-        .map_err(|error| bad(path, &format!("it is no JSON object: {error}"), "fetch it again"))?;
-    let named = |key: &str| keys.get(key).unwrap_or(&Value::Null);
-    if named("peft_type") != "LORA" {
-        return Err(bad(path, &format!("`peft_type` is {}, only \"LORA\" is read", named("peft_type")), OTHER));
+        .map_err(|error| invalid(path, &format!("not a JSON object: {error}"), DOWNLOAD))?;
+    let value_of = |key: &str| keys.get(key).unwrap_or(&Value::Null);
+    if value_of("peft_type") != "LORA" {
+        return Err(invalid(
+            path,
+            &format!("`peft_type` is {}, only \"LORA\" is supported", value_of("peft_type")),
+            MERGE,
+        ));
     }
     for (key, value) in &keys {
-        let nothing = match value {
+        let is_off = match value {
             Value::Null | Value::Bool(false) => true,
             Value::Array(list) => list.is_empty(),
             Value::Object(map) => map.is_empty(),
             Value::String(word) => key == "bias" && word == "none",
             _ => false,
         };
-        let known = match &**key {
+        let is_supported = match &**key {
             "r" | "lora_alpha" => true,
-            // Other ways to begin move the base's weights, too.
+            // Other initializations also change the base weights.
             "init_lora_weights" => {
-                *value == true || ["gaussian", "eva", "orthogonal"].iter().any(|harmless| value == harmless)
+                *value == true || ["gaussian", "eva", "orthogonal"].iter().any(|supported| value == supported)
             }
-            key => INERT.contains(&key),
+            key => IGNORED_KEYS.contains(&key),
         };
-        if !nothing && !known {
-            return Err(bad(path, &format!("`{key}` is {value}, which is not supported"), OTHER));
+        if !is_off && !is_supported {
+            return Err(invalid(path, &format!("`{key}` is {value}, which is not supported"), MERGE));
         }
     }
-    let rank = named("r").as_u64().filter(|rank| (1..=1 << 20).contains(rank));
-    let alpha = named("lora_alpha").as_f64().filter(|alpha| alpha.is_finite());
+    let rank = value_of("r").as_u64().filter(|rank| (1..=1 << 20).contains(rank));
+    let alpha = value_of("lora_alpha").as_f64().filter(|alpha| alpha.is_finite());
     match (rank, alpha) {
-        (Some(rank), Some(alpha)) => Ok((rank, alpha, named("base_model_name_or_path").is_string())),
-        (None, _) => Err(bad(path, &format!("`r` is {}, which is no rank", named("r")), "fetch it again")),
+        (Some(rank), Some(alpha)) => {
+            Ok(AdapterConfig { rank, alpha, names_base_model: value_of("base_model_name_or_path").is_string() })
+        }
+        (None, _) => Err(invalid(path, &format!("`r` is {}, which is not a rank", value_of("r")), DOWNLOAD)),
         (_, None) => {
-            Err(bad(path, &format!("`lora_alpha` is {}, which is no number", named("lora_alpha")), "fetch it again"))
+            Err(invalid(path, &format!("`lora_alpha` is {}, which is not a number", value_of("lora_alpha")), DOWNLOAD))
         }
     }
 }
 
-/// Writes adapters as a PEFT directory, whole, in place of what may be there. `base` is where the model lies that they
-/// belong to; none where it was drawn. `write_weights` writes `tensors`.
+/// Writes adapters as a PEFT directory and replaces an existing one. `base` is the directory of their base model, or
+/// `None` if its weights are random. `write_weights` writes `tensors`.
 ///
 /// # Errors
-/// What `write_weights` or the system says; an older directory is then still there.
+/// A failure of `write_weights` or of a file operation. An existing directory is then kept.
 pub fn write_adapter_dir<E: From<FilesError>>(
     path: &Path,
     lora: &Lora,
@@ -173,25 +192,25 @@ pub fn write_adapter_dir<E: From<FilesError>>(
     write_weights: impl FnOnce(&mut WeightWriter) -> Result<(), E>,
 ) -> Result<(), E> {
     atomic::write_dir(path, |dir| {
-        // PEFT looks for one file.
+        // PEFT expects a single weight file.
         let mut writer = WeightWriter::create(dir, "adapter_model", tensors, Bytes(u64::MAX))?;
         write_weights(&mut writer)?;
         writer.finish()?;
-        atomic::write_file(&dir.join("adapter_config.json"), &pretty(&to_json(lora, base)))?;
+        atomic::write_file(&dir.join("adapter_config.json"), &pretty_json(&config_json(lora, base)))?;
         Ok(())
     })
 }
 
-/// `adapter_config.json` as PEFT's `LoraConfig` reads it.
-fn to_json(lora: &Lora, base: Option<&Path>) -> Value {
-    // PEFT says that alpha is a whole number, and takes any.
-    let whole = lora.alpha.fract() == 0.0 && lora.alpha.abs() < 1e15;
+/// Returns the `adapter_config.json` that PEFT's `LoraConfig` reads.
+fn config_json(lora: &Lora, base: Option<&Path>) -> Value {
+    // PEFT documents alpha as an integer, but accepts any number.
+    let is_integer = lora.alpha.fract() == 0.0 && lora.alpha.abs() < 1e15;
     json!({
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": lora.rank,
-        "lora_alpha": if whole { json!(lora.alpha as i64) } else { json!(lora.alpha) },
+        "lora_alpha": if is_integer { json!(lora.alpha as i64) } else { json!(lora.alpha) },
         "lora_dropout": lora.dropout,
         "target_modules": lora.targets.iter().map(|target| target.name()).collect::<Vec<_>>(),
         "bias": "none",
@@ -208,7 +227,7 @@ fn to_json(lora: &Lora, base: Option<&Path>) -> Value {
 mod tests {
     use super::*;
     use plimsoll_core::{DType, Failure};
-    use plimsoll_program::models::decoder::Source;
+    use plimsoll_program::models::decoder::WeightSource;
     use plimsoll_program::models::preset;
     use std::fs;
 
@@ -218,7 +237,7 @@ mod tests {
     }
 
     fn lora() -> Lora {
-        let (targets, source) = (vec![Target::Q, Target::V, Target::Down], Source::Random { seed: 1 });
+        let (targets, source) = (vec![Target::Q, Target::V, Target::Down], WeightSource::Random { seed: 1 });
         Lora { rank: 3, alpha: 6.0, dropout: 0.25, targets, seed: 1, source }
     }
 
@@ -237,16 +256,16 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read_back() {
+    fn written_adapters_are_read_back() {
         let dir = written();
         let adapter = AdapterDir::open(&dir.path().join("adapter"), &tiny()).unwrap();
-        assert!(adapter.of_nothing().is_some_and(|said| said.contains("names no base model")));
+        assert!(adapter.unknown_base_note().is_some_and(|note| note.contains("names no base model")));
         assert_eq!((adapter.rank, adapter.alpha, adapter.targets), (3, 6.0, lora().targets));
         assert_eq!(adapter.weights.parameters.len(), 2 * 3 * 2);
     }
 
     #[test]
-    fn what_is_not_computed_is_refused_by_its_key() {
+    fn unsupported_settings_are_refused_by_key() {
         let dir = written();
         let path = dir.path().join("adapter");
         let file = path.join("adapter_config.json");
@@ -255,23 +274,23 @@ mod tests {
             let mut keys = good.clone();
             keys[key] = value;
             fs::write(&file, keys.to_string()).unwrap();
-            let said = AdapterDir::open(&path, &tiny()).map(|_| ()).map_err(|error| Failure::from(error).message);
-            said.err().unwrap_or_default().replace(&*file.display().to_string(), "FILE")
+            let opened = AdapterDir::open(&path, &tiny()).map(|_| ()).map_err(|error| Failure::from(error).message);
+            opened.err().unwrap_or_default().replace(&*file.display().to_string(), "FILE")
         };
-        for (key, value, said) in [
+        for (key, value, message) in [
             ("use_rslora", json!(true), "FILE: `use_rslora` is true, which is not supported"),
             ("use_dora", json!(true), "FILE: `use_dora` is true, which is not supported"),
             ("modules_to_save", json!(["lm_head"]), "FILE: `modules_to_save` is [\"lm_head\"], which is not supported"),
             ("rank_pattern", json!({"q_proj": 2}), "FILE: `rank_pattern` is {\"q_proj\":2}, which is not supported"),
             ("bias", json!("all"), "FILE: `bias` is \"all\", which is not supported"),
             ("init_lora_weights", json!("pissa"), "FILE: `init_lora_weights` is \"pissa\", which is not supported"),
-            ("of_tomorrow", json!(3), "FILE: `of_tomorrow` is 3, which is not supported"),
-            ("peft_type", json!("IA3"), "FILE: `peft_type` is \"IA3\", only \"LORA\" is read"),
-            ("r", json!(0), "FILE: `r` is 0, which is no rank"),
+            ("future_setting", json!(3), "FILE: `future_setting` is 3, which is not supported"),
+            ("peft_type", json!("IA3"), "FILE: `peft_type` is \"IA3\", only \"LORA\" is supported"),
+            ("r", json!(0), "FILE: `r` is 0, which is not a rank"),
             ("peft_version", json!("0.1"), ""),
             ("loftq_config", json!({}), ""),
         ] {
-            assert_eq!(refusal(key, value), said);
+            assert_eq!(refusal(key, value), message);
         }
         fs::write(&file, good.to_string()).unwrap();
         let other = ModelConfig { layers: 3, ..tiny() };

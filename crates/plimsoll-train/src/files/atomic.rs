@@ -1,5 +1,5 @@
-//! Files and directories that are whole or not there: written aside, synced, renamed. After a power
-//! cut or `kill -9` at any moment the old one or the new one is found under its name.
+//! Atomic writes of files and directories: write under a temporary name, sync, rename. After a power failure or
+//! `kill -9` at any moment, the name refers to the complete old or the complete new version.
 
 use super::error::FilesError;
 use rustix::fs::{CWD, RenameFlags, renameat_with};
@@ -8,12 +8,12 @@ use std::fs::{self, File};
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
-/// Writes a small file in place of what may be there.
+/// Writes a small file and replaces an existing one.
 ///
 /// # Errors
-/// What the system says; the old file is then still there.
+/// A failed file operation. An existing file is then kept.
 pub fn write_file(path: &Path, bytes: &[u8]) -> Result<(), FilesError> {
-    let partial = partial_of(path)?;
+    let partial = partial_path(path)?;
     let result = (|| {
         let failed = |e| FilesError::io(path, "write", e);
         let mut file = File::create(&partial).map_err(failed)?;
@@ -28,70 +28,70 @@ pub fn write_file(path: &Path, bytes: &[u8]) -> Result<(), FilesError> {
     result
 }
 
-/// Writes a directory in place of what may be there: `fill` fills one that lies beside it, under
-/// the name `.NAME.partial`, where one left by a killed process is overwritten.
+/// Writes a directory and replaces an existing one. `fill` writes into the temporary directory `.NAME.partial` beside
+/// it; a leftover of a killed process under that name is removed first.
 ///
 /// # Errors
-/// What `fill` or the system says; the old directory is then still there, and the new one gone.
+/// A failure of `fill` or of a file operation. An existing directory is then kept, and the temporary one is removed.
 pub fn write_dir<T, E: From<FilesError>>(path: &Path, fill: impl FnOnce(&Path) -> Result<T, E>) -> Result<T, E> {
-    let partial = partial_of(path)?;
-    remove(&partial)?;
+    let partial = partial_path(path)?;
+    remove_if_present(&partial)?;
     let result = (|| {
         fs::create_dir_all(&partial).map_err(|e| FilesError::io(&partial, "create", e))?;
         let value = fill(&partial)?;
         sync_tree(&partial)?;
-        put_in_place(&partial, path)?;
+        replace(&partial, path)?;
         Ok(value)
     })();
     if result.is_err() {
-        let _ = remove(&partial);
+        let _ = remove_if_present(&partial);
     }
     result
 }
 
-/// Renames `partial` to `path`; what was there is removed afterwards.
-fn put_in_place(partial: &Path, path: &Path) -> Result<(), FilesError> {
+/// Renames `partial` to `path`, then removes the old directory.
+fn replace(partial: &Path, path: &Path) -> Result<(), FilesError> {
     let failed = |e| FilesError::io(path, "write", e);
     if path.symlink_metadata().is_err() {
         fs::rename(partial, path).map_err(failed)?;
         return sync_parent(path);
     }
-    // Exchanging the two leaves no moment without a directory under the name.
+    // An exchange never leaves the name without a directory.
     match renameat_with(CWD, partial, CWD, path, RenameFlags::EXCHANGE) {
         Ok(()) => {
             sync_parent(path)?;
-            remove(partial)
+            remove_if_present(partial)
         }
-        // A file system that cannot exchange: the name is free for a moment between the renames,
-        // and the old directory is then found beside it.
+        // The file system cannot exchange. Between the two renames the name is unused, and the old directory is
+        // `.NAME.previous`.
         Err(_) => {
             let previous = sibling(path, "previous")?;
-            remove(&previous)?;
+            remove_if_present(&previous)?;
             fs::rename(path, &previous).map_err(failed)?;
             fs::rename(partial, path).map_err(failed)?;
             sync_parent(path)?;
-            remove(&previous)
+            remove_if_present(&previous)
         }
     }
 }
 
-fn partial_of(path: &Path) -> Result<PathBuf, FilesError> {
+fn partial_path(path: &Path) -> Result<PathBuf, FilesError> {
     sibling(path, "partial")
 }
 
-/// Directories in `folder` that writes of directories left aside when they were killed.
-pub fn left_aside(folder: &Path) -> Vec<PathBuf> {
-    let paths = fs::read_dir(folder).into_iter().flatten().filter_map(|found| Some(found.ok()?.path()));
-    let left = |path: &PathBuf| {
+/// Returns the temporary directories in `folder` that killed processes left.
+pub fn unfinished_directories(folder: &Path) -> Vec<PathBuf> {
+    let paths = fs::read_dir(folder).into_iter().flatten().filter_map(|entry| Some(entry.ok()?.path()));
+    let is_unfinished = |path: &PathBuf| {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         name.starts_with('.') && (name.ends_with(".partial") || name.ends_with(".previous")) && path.is_dir()
     };
-    paths.filter(left).collect()
+    paths.filter(is_unfinished).collect()
 }
 
-/// `.NAME.ENDING` beside `path`.
+/// Returns the path `.NAME.ENDING` beside `path`.
 fn sibling(path: &Path, ending: &str) -> Result<PathBuf, FilesError> {
-    let no_name = || FilesError::NoFile { path: path.to_owned(), problem: "not a name that can be written" };
+    let no_name = || FilesError::BadPath { path: path.to_owned(), problem: "not a valid file name" };
     let mut name = OsString::from(".");
     name.push(path.file_name().ok_or_else(no_name)?);
     name.push(".");
@@ -99,7 +99,7 @@ fn sibling(path: &Path, ending: &str) -> Result<PathBuf, FilesError> {
     Ok(path.with_file_name(name))
 }
 
-fn remove(path: &Path) -> Result<(), FilesError> {
+fn remove_if_present(path: &Path) -> Result<(), FilesError> {
     let removed = match path.symlink_metadata() {
         Ok(metadata) if metadata.is_dir() => fs::remove_dir_all(path),
         Ok(_) => fs::remove_file(path),
@@ -111,15 +111,15 @@ fn remove(path: &Path) -> Result<(), FilesError> {
     }
 }
 
-/// Syncs every file and directory below `dir`, and `dir`.
+/// Syncs `dir` and every file and directory below it.
 fn sync_tree(dir: &Path) -> Result<(), FilesError> {
     let failed = |e| FilesError::io(dir, "sync", e);
-    for found in fs::read_dir(dir).map_err(failed)? {
-        let found = found.map_err(failed)?;
-        if found.file_type().map_err(failed)?.is_dir() {
-            sync_tree(&found.path())?;
+    for entry in fs::read_dir(dir).map_err(failed)? {
+        let entry = entry.map_err(failed)?;
+        if entry.file_type().map_err(failed)?.is_dir() {
+            sync_tree(&entry.path())?;
         } else {
-            sync(&found.path())?;
+            sync(&entry.path())?;
         }
     }
     sync(dir)
@@ -129,7 +129,7 @@ fn sync(path: &Path) -> Result<(), FilesError> {
     File::open(path).and_then(|file| file.sync_all()).map_err(|e| FilesError::io(path, "sync", e))
 }
 
-/// Makes a rename last: the directory holds the names.
+/// Makes a rename durable by syncing the parent directory, which holds the names.
 fn sync_parent(path: &Path) -> Result<(), FilesError> {
     match path.parent() {
         Some(parent) if parent.as_os_str().is_empty() => sync(Path::new(".")),
@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_directory_takes_the_place_of_the_old_one_whole() {
+    fn new_directory_replaces_old_one_completely() {
         let temp = tempfile::tempdir().unwrap();
         let path = temp.path().join("deep/model");
         write_dir(&path, |dir| {
@@ -162,7 +162,7 @@ mod tests {
             fill_with("old")(dir)
         })
         .unwrap();
-        // Left by a process that was killed.
+        // A leftover of a killed process.
         fs::create_dir(temp.path().join("deep/.model.partial")).unwrap();
         fs::write(temp.path().join("deep/.model.partial/half"), "").unwrap();
         write_dir(&path, fill_with("new")).unwrap();
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_write_leaves_the_old_one_and_nothing_else() {
+    fn failed_write_keeps_only_the_old_version() {
         let temp = tempfile::tempdir().unwrap();
         let (dir, file) = (temp.path().join("model"), temp.path().join("plan.json"));
         write_dir(&dir, fill_with("old")).unwrap();

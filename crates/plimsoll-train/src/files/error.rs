@@ -1,53 +1,53 @@
-//! What can be wrong with files, and what the user can do about it.
+//! Errors of model files, with messages and hints.
 
 use plimsoll_core::{Bytes, Failure};
 use plimsoll_program::models::ConfigError;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Why a file or directory could not be read or written.
+/// An error while a file or directory is read, checked or written.
 #[derive(Debug, thiserror::Error)]
 pub enum FilesError {
-    /// The system refused.
-    #[error("{}: cannot {doing}: {source}", path.display())]
+    /// A file operation failed.
+    #[error("{}: cannot {action}: {source}", path.display())]
     Io {
         /// The file or directory.
         path: PathBuf,
-        /// `read`, `write`, ...
-        doing: &'static str,
-        /// What the system said.
+        /// The failed operation as a verb: `read`, `write` and so on.
+        action: &'static str,
+        /// The error of the operating system.
         source: io::Error,
     },
-    /// No room left (or no quota). What was there before is untouched.
+    /// The disk or the quota is full. The previous version of the file is kept.
     #[error("{}: no space left on the disk{}", path.display(), needed.map_or(String::new(), |n| format!(" for {n}")))]
     DiskFull {
         /// The file that could not be written.
         path: PathBuf,
-        /// Its size, where it is known.
+        /// Its size, if known.
         needed: Option<Bytes>,
     },
-    /// Not there, or not what was expected there.
+    /// A path that is missing, or that is not the expected kind of file.
     #[error("{}: {problem}", path.display())]
-    NoFile {
+    BadPath {
         /// The path.
         path: PathBuf,
-        /// `no such directory`, `not a regular file`, ...
+        /// The reason, such as `no such directory` or `not a regular file`.
         problem: &'static str,
     },
-    /// A `*.safetensors` file whose header is wrong.
+    /// A `*.safetensors` file has an invalid header.
     #[error("{}: {source}", path.display())]
     Header {
         /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// The error in the header.
         source: Box<HeaderError>,
     },
-    /// A `*.safetensors.index.json` that cannot be followed.
+    /// A `*.safetensors.index.json` is invalid, or does not match its files.
     #[error("{}: {problem}", path.display())]
     Index {
         /// The index.
         path: PathBuf,
-        /// What is wrong.
+        /// The reason.
         problem: String,
     },
     /// Two files hold a tensor of the same name.
@@ -55,52 +55,52 @@ pub enum FilesError {
     Duplicate {
         /// The tensor.
         name: String,
-        /// One file.
+        /// The first file.
         first: PathBuf,
-        /// The other.
+        /// The second file.
         second: PathBuf,
     },
-    /// The `config.json` is not one that Plimsoll computes.
+    /// The `config.json` is invalid, or its model is not supported.
     #[error("{}: {source}", path.display())]
     Config {
         /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// The error in the configuration.
         source: Box<ConfigError>,
     },
-    /// A model directory without weights, where weights are needed.
+    /// A model directory has no weights, but the run needs them.
     #[error("{}: no *.safetensors file{}", dir.display(), other.as_ref().map_or(String::new(), |o| format!(", only {o}")))]
     NoWeights {
         /// The directory.
         dir: PathBuf,
-        /// Weights in another format that do lie there.
+        /// A weight file of an unsupported format in the directory, if there is one.
         other: Option<String>,
     },
-    /// Tensors that the configuration asks for are not there, or others are.
-    #[error("{}: the weights do not match config.json: {}", dir.display(), mismatch(missing, extra))]
-    Names {
+    /// The weights lack tensors of the configuration, or hold others.
+    #[error("{}: the weights do not match config.json: {}", dir.display(), describe_mismatch(missing, extra))]
+    WeightNames {
         /// The directory.
         dir: PathBuf,
-        /// Absent tensors.
+        /// Names of the missing tensors.
         missing: Vec<String>,
-        /// Tensors that the configuration has no place for.
+        /// Names of the tensors that the configuration does not have.
         extra: Vec<String>,
     },
-    /// A tensor has another shape than the configuration says.
+    /// A tensor's shape differs from the configuration.
     #[error("{}: tensor `{name}` has shape {found:?}, but config.json says {expected:?}", path.display())]
-    Shape {
+    WeightShape {
         /// The file.
         path: PathBuf,
         /// The tensor.
         name: String,
         /// Its shape in the file.
         found: Vec<u64>,
-        /// The shape by the configuration.
+        /// Its shape according to the configuration.
         expected: Vec<u64>,
     },
-    /// A weight is not stored as a float that Plimsoll reads.
+    /// A weight is not stored as F32, BF16 or F16.
     #[error("{}: tensor `{name}` is stored as {found}, expected F32, BF16 or F16", path.display())]
-    Type {
+    WeightType {
         /// The file.
         path: PathBuf,
         /// The tensor.
@@ -108,37 +108,38 @@ pub enum FilesError {
         /// Its type in the file.
         found: String,
     },
-    /// The `adapter_config.json` of adapters that Plimsoll does not compute, or adapters that cannot be read.
+    /// The adapters are of an unsupported kind, or their files are invalid.
     #[error("{}: {problem}", path.display())]
     Adapter {
         /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// The reason.
         problem: String,
-        /// What to do.
+        /// A hint for the user.
         hint: String,
     },
-    /// Adapters of parts that the model has not, or that have none here.
-    #[error("{}: the adapters do not go with the model: {}", dir.display(), adapters_mismatch(missing, extra))]
+    /// The adapters do not match the model's projections.
+    #[error("{}: the adapters do not match the model: {}", dir.display(), describe_adapter_mismatch(missing, extra))]
     AdapterNames {
         /// The directory.
         dir: PathBuf,
-        /// Absent tensors.
+        /// Names of the missing tensors.
         missing: Vec<String>,
-        /// Tensors without a place.
+        /// Names of the tensors that belong to no projection of the model.
         extra: Vec<String>,
     },
-    /// `tie_word_embeddings` is true, but the file's head is not its embedding.
+    /// `tie_word_embeddings` is true, but the stored head differs from the embedding.
     #[error("{}: `tie_word_embeddings` is true, but `{name}` differs from the embedding", dir.display())]
     HeadNotTied {
         /// The directory.
         dir: PathBuf,
-        /// The head.
+        /// Name of the head's tensor.
         name: String,
     },
 }
 
-fn mismatch(missing: &[String], extra: &[String]) -> String {
+/// Lists up to three missing and three unexpected tensors.
+fn describe_mismatch(missing: &[String], extra: &[String]) -> String {
     let list = |what: &str, names: &[String]| {
         const SHOWN: usize = 3;
         let shown = names.iter().take(SHOWN).map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
@@ -148,52 +149,52 @@ fn mismatch(missing: &[String], extra: &[String]) -> String {
             n => Some(format!("{what} {shown} and {} more", n - SHOWN)),
         }
     };
-    [list("missing", missing), list("not expected", extra)].into_iter().flatten().collect::<Vec<_>>().join("; ")
+    [list("missing", missing), list("unexpected", extra)].into_iter().flatten().collect::<Vec<_>>().join("; ")
 }
 
-fn adapters_mismatch(missing: &[String], extra: &[String]) -> String {
+fn describe_adapter_mismatch(missing: &[String], extra: &[String]) -> String {
     match missing.is_empty() && extra.is_empty() {
-        true => "there are none".to_owned(),
-        false => mismatch(missing, extra),
+        true => "the file has no adapters".to_owned(),
+        false => describe_mismatch(missing, extra),
     }
 }
 
-/// What a directory is that is no model, where a run has left it.
-fn what_it_is_instead(dir: &Path) -> Option<String> {
+/// Returns a hint for a directory that a run wrote and that is not a model: the model or the adapters to use instead.
+fn suggest_model(dir: &Path) -> Option<String> {
     let adapter = |dir: &Path| dir.join("adapter_config.json").is_file();
     if dir.join("model/config.json").is_file() {
-        return Some(format!("this is the folder of a run, and its model is {}", dir.join("model").display()));
+        return Some(format!("this is a run folder; its model is {}", dir.join("model").display()));
     }
-    let of_run = dir.join("adapter");
-    let adapters = [dir, &of_run].into_iter().find(|dir| adapter(dir))?;
-    Some(format!("these are adapters: name the model that they belong to, with --adapter {}", adapters.display()))
+    let run_adapter = dir.join("adapter");
+    let adapters = [dir, &run_adapter].into_iter().find(|dir| adapter(dir))?;
+    Some(format!("these are adapters: name the base model, and add --adapter {}", adapters.display()))
 }
 
 impl FilesError {
-    /// An error of the system, with a full disk told apart.
-    pub fn io(path: &Path, doing: &'static str, source: io::Error) -> FilesError {
+    /// Converts an error of the operating system. A full disk becomes [`FilesError::DiskFull`].
+    pub fn io(path: &Path, action: &'static str, source: io::Error) -> FilesError {
         match source.kind() {
             io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
                 FilesError::DiskFull { path: path.to_owned(), needed: None }
             }
-            _ => FilesError::Io { path: path.to_owned(), doing, source },
+            _ => FilesError::Io { path: path.to_owned(), action: action, source },
         }
     }
 
     fn hints(&self) -> Vec<String> {
         match self {
             FilesError::DiskFull { .. } => {
-                vec!["free some space or write to another disk; what was saved before is intact".into()]
+                vec!["free disk space or write to another disk; the previous version is intact".into()]
             }
-            FilesError::NoFile { path, .. } if path.ends_with("config.json") => {
-                path.parent().and_then(what_it_is_instead).into_iter().collect()
+            FilesError::BadPath { path, .. } if path.ends_with("config.json") => {
+                path.parent().and_then(suggest_model).into_iter().collect()
             }
             FilesError::Header { .. } | FilesError::Index { .. } => {
-                vec!["the file may be damaged or half downloaded: fetch it again".into()]
+                vec!["the file may be damaged or incomplete: download it again".into()]
             }
             FilesError::Config { source, .. } => source.hints(),
             FilesError::NoWeights { other: Some(_), .. } => {
-                vec!["convert it: load and save_pretrained(..., safe_serialization=True) in transformers".into()]
+                vec!["convert the weights with transformers: save_pretrained(..., safe_serialization=True)".into()]
             }
             FilesError::NoWeights { other: None, .. } => {
                 vec![
@@ -203,9 +204,11 @@ impl FilesError {
             }
             FilesError::Adapter { hint, .. } => vec![hint.clone()],
             FilesError::AdapterNames { .. } => {
-                vec!["adapters are read on q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj, of every layer".into()]
+                vec!["supported are adapters on q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj, in every layer".into()]
             }
-            FilesError::HeadNotTied { .. } => vec!["if the head is its own, set tie_word_embeddings to false".into()],
+            FilesError::HeadNotTied { .. } => {
+                vec!["if the head has its own weights, set tie_word_embeddings to false in config.json".into()]
+            }
             _ => Vec::new(),
         }
     }
@@ -217,51 +220,51 @@ impl From<FilesError> for Failure {
     }
 }
 
-/// What is wrong with the header of a `*.safetensors` file.
+/// An error in the header of a `*.safetensors` file.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HeaderError {
-    /// Not even the length of a header.
+    /// The file is too short for the length field.
     #[error("a safetensors file has at least 8 bytes, this one has {bytes}")]
-    Short {
+    TooShort {
         /// Bytes of the file.
         bytes: u64,
     },
-    /// The header claims a size that no header has.
-    #[error("the header claims {bytes} bytes, at most {largest} are allowed")]
-    Large {
-        /// What it claims.
+    /// The length field exceeds the limit of the format.
+    #[error("the header claims {bytes} bytes, but the format allows at most {max_bytes}")]
+    TooLarge {
+        /// The value of the length field.
         bytes: u64,
-        /// The format's limit.
-        largest: u64,
+        /// The limit of the format.
+        max_bytes: u64,
     },
-    /// The header claims more than the file holds.
-    #[error("the header claims {bytes} bytes, but {left} follow: the file is cut off or no safetensors file")]
-    CutOff {
-        /// What it claims.
+    /// The length field exceeds the file.
+    #[error("the header claims {bytes} bytes, but {left} follow: the file is truncated or not a safetensors file")]
+    Truncated {
+        /// The value of the length field.
         bytes: u64,
-        /// What follows.
+        /// Bytes after the length field.
         left: u64,
     },
-    /// The header is not the JSON it should be.
-    #[error("the header is wrong: {message}")]
+    /// The header is not JSON of the expected form.
+    #[error("invalid header: {message}")]
     Json {
-        /// What the parser says.
+        /// The message of the parser.
         message: String,
     },
-    /// A type that the format does not have.
+    /// The type of a tensor is not in the format.
     #[error("tensor `{tensor}` has the unknown type `{dtype}`")]
-    DType {
+    UnknownDType {
         /// The tensor.
         tensor: String,
-        /// The type.
+        /// Name of the type.
         dtype: String,
     },
-    /// Type and shape need other bytes than the offsets span.
+    /// A tensor's type and shape need a different number of bytes than its offsets span.
     #[error("tensor `{tensor}` ({dtype} {shape:?}) spans {spanned} bytes{}", match needed {
         Some(needed) => format!(", but needs {needed}"),
-        None => ", but its shape is not a size".to_owned(),
+        None => ", but its shape is too large".to_owned(),
     })]
-    Size {
+    SizeMismatch {
         /// The tensor.
         tensor: String,
         /// Its type.
@@ -270,24 +273,24 @@ pub enum HeaderError {
         shape: Vec<u64>,
         /// Bytes between its offsets.
         spanned: i128,
-        /// Bytes by type and shape; none where they are no whole number below 2^64.
+        /// Bytes by type and shape. `None` if they are not a whole number below 2^64.
         needed: Option<u64>,
     },
-    /// Tensors overlap, or leave a gap.
-    #[error("tensor `{tensor}` begins at byte {begin} of the data, but the one before it ends at {expected}")]
-    Offset {
+    /// The data of two tensors overlaps or leaves a gap.
+    #[error("tensor `{tensor}` begins at byte {begin} of the data, but the previous tensor ends at {expected}")]
+    WrongOffset {
         /// The tensor.
         tensor: String,
-        /// Where it begins.
+        /// Offset of its data.
         begin: u64,
-        /// Where it should.
+        /// End of the previous tensor's data.
         expected: u64,
     },
-    /// The tensors end before or after the file.
-    #[error("the tensors need {needed} bytes of data, the file has {found}{}",
-        if found < needed { ": it is cut off" } else { "" })]
-    End {
-        /// Bytes of data by the header.
+    /// The tensors need more or fewer bytes of data than the file has.
+    #[error("the tensors need {needed} bytes of data, but the file has {found}{}",
+        if found < needed { ": it is truncated" } else { "" })]
+    WrongDataLength {
+        /// Bytes of data according to the header.
         needed: u64,
         /// Bytes of data in the file.
         found: u64,

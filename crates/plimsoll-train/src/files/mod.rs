@@ -1,10 +1,8 @@
-//! Hugging Face directories on disk: reading and writing weights, configurations and what lies
-//! beside them.
+//! Hugging Face model and adapter directories: reading and writing of weights, configurations and tokenizer files.
 //!
-//! Nothing is mapped and nothing is read whole: weights stream in pieces of the caller's choice, so
-//! what is in memory is what the caller's buffers hold. Nothing that was good is lost: files and
-//! directories are written aside, synced, and renamed. What the names and numbers mean is
-//! `plimsoll_program::models`.
+//! Weights are streamed in pieces of the caller's size, never mapped or read whole, so memory holds only the caller's
+//! buffers. Files and directories are written under a temporary name, synced and renamed, so a failed write keeps the
+//! old version. The meaning of names and numbers lives in `plimsoll_program::models`.
 
 mod adapter;
 pub mod atomic;
@@ -17,7 +15,7 @@ mod write;
 pub use adapter::{AdapterDir, write_adapter_dir};
 pub use error::{FilesError, HeaderError};
 pub use model_dir::{ModelDir, ModelWeights, copy_side_files, read_config, write_model_dir};
-pub use read::{Entry, WeightFiles};
+pub use read::{TensorEntry, WeightFiles};
 pub use write::{MAX_SHARD_BYTES, StoredTensor, WeightWriter};
 
 #[cfg(test)]

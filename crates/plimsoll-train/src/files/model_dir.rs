@@ -1,21 +1,21 @@
-//! A Hugging Face model directory: `config.json`, weights that match it, and the files beside them.
+//! A Hugging Face model directory: `config.json`, weights that match it, and side files (tokenizer, generation, chat).
 
 use super::atomic;
 use super::error::FilesError;
-use super::read::{Entry, WeightFiles, read_small};
-use super::write::{MAX_SHARD_BYTES, StoredTensor, WeightWriter, pretty};
+use super::read::{TensorEntry, WeightFiles, read_small};
+use super::write::{MAX_SHARD_BYTES, StoredTensor, WeightWriter, pretty_json};
 use plimsoll_core::{Bytes, DType};
-use plimsoll_program::models::decoder::Source;
+use plimsoll_program::models::decoder::WeightSource;
 use plimsoll_program::models::{ConfigError, ModelConfig, Parameter};
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// A larger `config.json` is something else.
+/// Size limit of a `config.json`. A larger file is not a model configuration.
 const MAX_CONFIG_BYTES: u64 = 16 << 20;
 
-/// What belongs to a tokenizer, to generation and to chat: kept as it is.
+/// Files of the tokenizer, generation settings and chat templates, which are copied unchanged.
 const SIDE_FILES: [&str; 11] = [
     "tokenizer.json",
     "tokenizer.model",
@@ -30,72 +30,73 @@ const SIDE_FILES: [&str; 11] = [
     "additional_chat_templates",
 ];
 
-/// A model directory whose parts go together.
+/// An opened model directory. Its configuration and weights match.
 #[derive(Debug)]
 pub struct ModelDir {
     /// The directory.
     pub path: PathBuf,
-    /// What the model is.
+    /// The model's configuration.
     pub config: ModelConfig,
-    /// `config.json` as it stands, to be written again with what it says besides.
+    /// The parsed `config.json`, with the keys that Plimsoll does not use. A saved model keeps them.
     pub raw_config: Value,
-    /// The weights; none where the directory holds only a configuration.
+    /// The weights. `None` if the directory holds only a configuration.
     pub weights: Option<ModelWeights>,
-    /// `tokenizer.json`, where there is one.
+    /// Path of `tokenizer.json`, if it exists.
     pub tokenizer_path: Option<PathBuf>,
 }
 
-/// Weights that match a configuration: every parameter is there, with its shape, as a float.
+/// Weights that match a configuration: every parameter exists with its shape, stored as F32, BF16 or F16.
 #[derive(Debug)]
 pub struct ModelWeights {
     /// The open files.
     pub files: WeightFiles,
-    /// Every parameter and where it lies, in the order of [`ModelConfig::hf_parameters`].
-    pub parameters: Vec<(Parameter, Entry)>,
+    /// Every parameter with its place in the files, in the order of [`ModelConfig::hf_parameters`]. For adapters, in
+    /// the order of [`ModelConfig::adapter_parameters`].
+    pub parameters: Vec<(Parameter, TensorEntry)>,
 }
 
 impl ModelWeights {
-    /// As a Program reads them.
-    pub fn source(&self) -> Source {
-        let dtype = |entry: &Entry| entry.dtype().expect("opened weights are floats");
-        Source::Files { dtypes: self.parameters.iter().map(|(_, entry)| dtype(entry)).collect() }
+    /// Returns the weights as a source for Programs: the stored type of each parameter.
+    pub fn source(&self) -> WeightSource {
+        let dtype = |entry: &TensorEntry| entry.dtype().expect("opened weights are floats");
+        WeightSource::Files { dtypes: self.parameters.iter().map(|(_, entry)| dtype(entry)).collect() }
     }
 
-    /// Bytes of all parameters in the files.
+    /// Returns the bytes of all parameters in the files.
     pub fn bytes(&self) -> Bytes {
         self.parameters.iter().map(|(_, entry)| Bytes(entry.bytes)).sum()
     }
 
-    /// The types that occur, each once.
+    /// Returns the set of stored types.
     pub fn dtypes(&self) -> BTreeSet<DType> {
         self.parameters.iter().filter_map(|(_, entry)| entry.dtype()).collect()
     }
 }
 
-/// Reads a `config.json` alone: what it means, and as it stands.
+/// Reads a `config.json` without weights. Returns the model's configuration and the parsed JSON.
 ///
 /// # Errors
-/// A file that cannot be read, or is not the configuration of a model that Plimsoll computes.
+/// A file that cannot be read, or that does not configure a model that Plimsoll supports.
 pub fn read_config(path: &Path, ignore_keys: &[String]) -> Result<(ModelConfig, Value), FilesError> {
-    let bad = |source| FilesError::Config { path: path.to_owned(), source: Box::new(source) };
+    let invalid = |source| FilesError::Config { path: path.to_owned(), source: Box::new(source) };
     let text = String::from_utf8(read_small(path, MAX_CONFIG_BYTES)?)
-        .map_err(|_| bad(ConfigError::Json { message: "it is not UTF-8".into() }))?;
-    let config = ModelConfig::from_json(&text, ignore_keys).map_err(bad)?;
-    let raw = serde_json::from_str(&text).map_err(|e| bad(ConfigError::Json { message: e.to_string() }))?;
+        .map_err(|_| invalid(ConfigError::Json { message: "it is not UTF-8".into() }))?;
+    let config = ModelConfig::from_json(&text, ignore_keys).map_err(invalid)?;
+    let raw = serde_json::from_str(&text).map_err(|e| invalid(ConfigError::Json { message: e.to_string() }))?;
     Ok((config, raw))
 }
 
 impl ModelDir {
-    /// Opens a model directory and checks that its parts go together. `ignore_keys` as in
+    /// Opens a model directory and checks that its weights match its configuration. For `ignore_keys` see
     /// [`ModelConfig::from_json`].
     ///
     /// # Errors
-    /// What is wrong with the configuration, a header, or how they match.
+    /// An invalid configuration, an invalid header of a weight file, or weights that do not match the configuration.
     pub fn open(path: &Path, ignore_keys: &[String]) -> Result<ModelDir, FilesError> {
         if !path.is_dir() {
-            let names_file = path.extension().is_some_and(|extension| extension == "json");
-            let problem = if names_file { "no such file" } else { "no such directory" };
-            return Err(FilesError::NoFile { path: path.to_owned(), problem });
+            let is_file_name = path.extension().is_some_and(|extension| extension == "json");
+            let problem = if is_file_name { "no such file" } else { "no such directory" };
+            return Err(FilesError::BadPath { path: path.to_owned(), problem });
         }
         let (config, raw_config) = read_config(&path.join("config.json"), ignore_keys)?;
         let weights = match WeightFiles::open(path)? {
@@ -106,92 +107,99 @@ impl ModelDir {
         Ok(ModelDir { path: path.to_owned(), config, raw_config, weights, tokenizer_path })
     }
 
-    /// The weights, where a run cannot do without.
+    /// Returns the weights.
     ///
     /// # Errors
-    /// There are none.
-    pub fn need_weights(&self) -> Result<&ModelWeights, FilesError> {
+    /// The directory has no weights.
+    pub fn require_weights(&self) -> Result<&ModelWeights, FilesError> {
         self.weights.as_ref().ok_or_else(|| {
-            let other = ["pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth", "model.ckpt"];
-            let other = other.into_iter().find(|name| self.path.join(name).exists()).map(String::from);
+            let formats = ["pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth", "model.ckpt"];
+            let other = formats.into_iter().find(|name| self.path.join(name).exists()).map(String::from);
             FilesError::NoWeights { dir: self.path.clone(), other }
         })
     }
 }
 
+/// Finds every parameter of `config` in `files`, and refuses missing or unexpected tensors.
 fn match_weights(dir: &Path, config: &ModelConfig, files: WeightFiles) -> Result<ModelWeights, FilesError> {
     let mut unused: BTreeSet<&str> = files.entries().map(|(name, _)| name).collect();
     let mut missing = Vec::new();
-    let mut found = Vec::new();
+    let mut matched = Vec::new();
     for parameter in config.hf_parameters() {
-        match find(&files, &parameter.hf_name) {
+        match find_parameter(&files, &parameter.hf_name) {
             Some((name, entry)) => {
                 unused.remove(name);
-                check(&files, name, entry, &parameter)?;
-                found.push((parameter, entry.clone()));
+                check_tensor(&files, name, entry, &parameter)?;
+                matched.push((parameter, entry.clone()));
             }
             None => missing.push(parameter.hf_name),
         }
     }
-    // Frequencies of the rotary positions, stored by old versions and recomputed by all since.
+    // Rotary frequencies were stored by old versions of transformers. They are always recomputed.
     unused.retain(|name| !name.ends_with("rotary_emb.inv_freq"));
-    let spare_head = config.tied && unused.remove("lm_head.weight");
+    let has_redundant_head = config.tied && unused.remove("lm_head.weight");
     if !missing.is_empty() || !unused.is_empty() {
         let extra = unused.into_iter().map(String::from).collect();
-        return Err(FilesError::Names { dir: dir.to_owned(), missing, extra });
+        return Err(FilesError::WeightNames { dir: dir.to_owned(), missing, extra });
     }
-    if spare_head {
-        // transformers ties them only where they are equal.
-        let (_, embedding) = &found[0];
-        let head = files.entry("lm_head.weight").expect("seen above");
-        if !equal(&files, embedding, head)? {
+    if has_redundant_head {
+        // transformers ties head and embedding only if they are equal.
+        let (_, embedding) = &matched[0];
+        let head = files.entry("lm_head.weight").expect("checked above");
+        if !tensors_equal(&files, embedding, head)? {
             return Err(FilesError::HeadNotTied { dir: dir.to_owned(), name: "lm_head.weight".into() });
         }
     }
-    Ok(ModelWeights { parameters: found, files })
+    Ok(ModelWeights { parameters: matched, files })
 }
 
-/// A model saved without its head has names without the prefix; transformers loads it, too.
-fn find<'a>(files: &'a WeightFiles, name: &str) -> Option<(&'a str, &'a Entry)> {
-    files.named(name).or_else(|| files.named(name.strip_prefix("model.")?))
+/// Finds a tensor by its name. A model saved without its head has names without the prefix `model.`, which
+/// transformers accepts, too.
+fn find_parameter<'a>(files: &'a WeightFiles, name: &str) -> Option<(&'a str, &'a TensorEntry)> {
+    files.entry_with_name(name).or_else(|| files.entry_with_name(name.strip_prefix("model.")?))
 }
 
-/// That a tensor is a float of the parameter's shape.
-pub(super) fn check(files: &WeightFiles, name: &str, entry: &Entry, parameter: &Parameter) -> Result<(), FilesError> {
+/// Checks that a tensor has the parameter's shape and is stored as F32, BF16 or F16.
+pub(super) fn check_tensor(
+    files: &WeightFiles,
+    name: &str,
+    entry: &TensorEntry,
+    parameter: &Parameter,
+) -> Result<(), FilesError> {
     let path = || files.paths()[entry.file].clone();
     if entry.shape != parameter.shape {
         let (found, expected) = (entry.shape.clone(), parameter.shape.clone());
-        return Err(FilesError::Shape { path: path(), name: name.to_owned(), found, expected });
+        return Err(FilesError::WeightShape { path: path(), name: name.to_owned(), found, expected });
     }
     match entry.dtype() {
         Some(DType::F32 | DType::Bf16 | DType::F16) => Ok(()),
-        _ => Err(FilesError::Type { path: path(), name: name.to_owned(), found: entry.dtype.to_string() }),
+        _ => Err(FilesError::WeightType { path: path(), name: name.to_owned(), found: entry.dtype.to_string() }),
     }
 }
 
-/// Whether two tensors hold the same bytes.
-fn equal(files: &WeightFiles, a: &Entry, b: &Entry) -> Result<bool, FilesError> {
+/// Returns whether two tensors have the same type, shape and bytes.
+fn tensors_equal(files: &WeightFiles, a: &TensorEntry, b: &TensorEntry) -> Result<bool, FilesError> {
     const PIECE: u64 = 1 << 18;
     if a.dtype != b.dtype || a.shape != b.shape {
         return Ok(false);
     }
-    let (mut of_a, mut of_b) = (vec![0; PIECE as usize], vec![0; PIECE as usize]);
+    let (mut a_bytes, mut b_bytes) = (vec![0; PIECE as usize], vec![0; PIECE as usize]);
     for offset in (0..a.bytes).step_by(PIECE as usize) {
         let length = PIECE.min(a.bytes - offset) as usize;
-        files.read_at(a, offset, &mut of_a[..length])?;
-        files.read_at(b, offset, &mut of_b[..length])?;
-        if of_a[..length] != of_b[..length] {
+        files.read_at(a, offset, &mut a_bytes[..length])?;
+        files.read_at(b, offset, &mut b_bytes[..length])?;
+        if a_bytes[..length] != b_bytes[..length] {
             return Ok(false);
         }
     }
     Ok(true)
 }
 
-/// Writes a model directory whole, in place of what may be there: `config` as its `config.json`, the `tensors` that
-/// `write_weights` writes, and the side files of `side_files_from`.
+/// Writes a model directory and replaces an existing one. `config` becomes `config.json`, `write_weights` writes
+/// `tensors`, and the side files are copied from `side_files_from`.
 ///
 /// # Errors
-/// What `write_weights` or the system says; an older directory is then still there.
+/// A failure of `write_weights` or of a file operation. An existing directory is then kept.
 pub fn write_model_dir<E: From<FilesError>>(
     path: &Path,
     config: &Value,
@@ -203,7 +211,7 @@ pub fn write_model_dir<E: From<FilesError>>(
         let mut writer = WeightWriter::create(dir, "model", tensors, MAX_SHARD_BYTES)?;
         write_weights(&mut writer)?;
         writer.finish()?;
-        atomic::write_file(&dir.join("config.json"), &pretty(config))?;
+        atomic::write_file(&dir.join("config.json"), &pretty_json(config))?;
         if let Some(from) = side_files_from {
             copy_side_files(from, dir)?;
         }
@@ -211,27 +219,27 @@ pub fn write_model_dir<E: From<FilesError>>(
     })
 }
 
-/// Copies what a model directory holds for tokenizers, generation and chat.
+/// Copies the files of the tokenizer, generation settings and chat templates from one model directory to another.
 ///
 /// # Errors
-/// What the system says.
+/// A file that cannot be read or written.
 pub fn copy_side_files(from: &Path, to: &Path) -> Result<(), FilesError> {
     for name in SIDE_FILES {
-        copy(&from.join(name), &to.join(name))?;
+        copy_if_present(&from.join(name), &to.join(name))?;
     }
     Ok(())
 }
 
-/// Copies a file, or a directory of files; what is not there is passed over.
-fn copy(from: &Path, to: &Path) -> Result<(), FilesError> {
+/// Copies a file, or a directory of files. A missing source is skipped.
+fn copy_if_present(from: &Path, to: &Path) -> Result<(), FilesError> {
     if from.is_file() {
         fs::copy(from, to).map_err(|e| FilesError::io(to, "write", e))?;
     } else if from.is_dir() {
         fs::create_dir_all(to).map_err(|e| FilesError::io(to, "create", e))?;
-        for found in fs::read_dir(from).map_err(|e| FilesError::io(from, "list", e))? {
-            let name = found.map_err(|e| FilesError::io(from, "list", e))?.file_name();
+        for child in fs::read_dir(from).map_err(|e| FilesError::io(from, "list", e))? {
+            let name = child.map_err(|e| FilesError::io(from, "list", e))?.file_name();
             if from.join(&name).is_file() {
-                copy(&from.join(&name), &to.join(&name))?;
+                copy_if_present(&from.join(&name), &to.join(&name))?;
             }
         }
     }

@@ -1,4 +1,4 @@
-//! What is written reads back; what is damaged or does not match is refused with the reason.
+//! Written files read back, and damaged or mismatched files are refused with the reason.
 
 use super::*;
 use plimsoll_core::{Bytes, DType, Exit, Failure};
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;
 
-/// A tiny model: two layers, grouped queries.
+/// Returns a tiny model: two layers, grouped-query attention.
 fn tiny(tied: bool) -> ModelConfig {
     let shape = preset("llama-3.1-8b").unwrap();
     ModelConfig { hidden: 8, layers: 2, heads: 2, kv_heads: 1, head_dim: 4, ffn: 6, vocab: 10, tied, ..shape }
@@ -18,7 +18,7 @@ fn stored(name: &str, dtype: DType, shape: &[u64]) -> StoredTensor {
     StoredTensor { name: name.into(), dtype, shape: shape.to_vec() }
 }
 
-/// Bytes that differ from tensor to tensor.
+/// Returns bytes that differ from tensor to tensor.
 fn content(name: &str, bytes: u64) -> Vec<u8> {
     let seed = name.bytes().fold(7u64, |sum, byte| sum.wrapping_mul(31).wrapping_add(u64::from(byte)));
     (0..bytes).map(|at| (seed.wrapping_add(at).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8).collect()
@@ -35,7 +35,7 @@ fn write(dir: &Path, tensors: &[StoredTensor], max_shard: Bytes) {
     writer.finish().unwrap();
 }
 
-/// A model directory with the given tensors; they may be changed before.
+/// Writes a model directory with the tensors of `config`, which `change` may modify.
 fn model_with(config: &ModelConfig, change: impl FnOnce(&mut Vec<StoredTensor>)) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     let mut tensors: Vec<_> = config.hf_parameters().iter().map(|p| stored(&p.hf_name, DType::F32, &p.shape)).collect();
@@ -46,7 +46,7 @@ fn model_with(config: &ModelConfig, change: impl FnOnce(&mut Vec<StoredTensor>))
     dir
 }
 
-/// The message without the directory in front.
+/// Returns the message for `dir`, without its path.
 fn refusal(dir: &Path) -> String {
     let failure = Failure::from(ModelDir::open(dir, &[]).unwrap_err());
     assert_eq!(failure.exit, Exit::Input);
@@ -54,7 +54,7 @@ fn refusal(dir: &Path) -> String {
 }
 
 #[test]
-fn what_is_written_reads_back_in_one_file_and_in_shards() {
+fn written_tensors_read_back_from_file_and_shards() {
     let tensors = [
         stored("a", DType::Bf16, &[3]),
         stored("b", DType::F32, &[2, 3]),
@@ -87,9 +87,9 @@ fn what_is_written_reads_back_in_one_file_and_in_shards() {
     }
 }
 
-/// The published crate is the other implementation.
+/// The reference is the published `safetensors` crate.
 #[test]
-fn the_published_reader_reads_what_is_written() {
+fn published_crate_reads_written_files() {
     let dir = tempfile::tempdir().unwrap();
     write(dir.path(), &[stored("a", DType::Bf16, &[3]), stored("b", DType::F32, &[2, 3])], MAX_SHARD_BYTES);
     let bytes = fs::read(dir.path().join("model.safetensors")).unwrap();
@@ -102,7 +102,7 @@ fn the_published_reader_reads_what_is_written() {
 
 #[test]
 #[should_panic(expected = "tensor `a` lacks 4 bytes")]
-fn a_file_with_a_hole_is_never_called_finished() {
+fn finish_panics_on_incomplete_tensor() {
     let dir = tempfile::tempdir().unwrap();
     let mut writer = WeightWriter::create(dir.path(), "m", &[stored("a", DType::F32, &[2])], MAX_SHARD_BYTES).unwrap();
     writer.write("a", &[0; 4]).unwrap();
@@ -110,7 +110,7 @@ fn a_file_with_a_hole_is_never_called_finished() {
 }
 
 #[test]
-fn a_file_cut_off_anywhere_is_refused() {
+fn file_truncated_anywhere_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     write(dir.path(), &[stored("a", DType::F32, &[3]), stored("b", DType::Bf16, &[2])], MAX_SHARD_BYTES);
     let path = dir.path().join("model.safetensors");
@@ -123,14 +123,14 @@ fn a_file_cut_off_anywhere_is_refused() {
     longer.push(0);
     fs::write(&path, longer).unwrap();
     assert!(WeightFiles::open(dir.path()).is_err());
-    // A length that lies does not reach the allocator: the file has no such bytes.
+    // A length field beyond the file is refused before allocation.
     fs::write(&path, [&90_000_000u64.to_le_bytes()[..], b"{}"].concat()).unwrap();
     let message = WeightFiles::open(dir.path()).unwrap_err().to_string();
     assert!(message.contains("claims 90000000 bytes, but 2 follow"), "{message}");
 }
 
 #[test]
-fn an_index_that_cannot_be_followed_is_refused() {
+fn index_that_mismatches_files_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     write(dir.path(), &[stored("a", DType::F32, &[3]), stored("b", DType::F32, &[3])], Bytes(12));
     let path = dir.path().join("model.safetensors.index.json");
@@ -140,15 +140,18 @@ fn an_index_that_cannot_be_followed_is_refused() {
         fs::write(&path, good.replace(from, to)).unwrap();
         WeightFiles::open(dir.path()).unwrap_err().to_string()
     };
-    assert!(with("model-00002-of-00002", "model-00003-of-00003").contains("which is not there"));
+    assert!(
+        with("model-00002-of-00002", "model-00003-of-00003")
+            .contains("`model-00003-of-00003.safetensors` does not exist")
+    );
     assert!(with("model-00002-of-00002", "../model").contains("is not the name of a file in this directory"));
-    assert!(with("\"b\":", "\"c\":").contains("`c` is in `model-00002-of-00002.safetensors`, but it is not"));
-    assert!(with("\"b\":", "\"a\":").contains("tensor `a` stands twice"));
+    assert!(with("\"b\":", "\"c\":").contains("tensor `c` is not in `model-00002-of-00002.safetensors`"));
+    assert!(with("\"b\":", "\"a\":").contains("tensor `a` occurs twice"));
     assert!(with("weight_map", "weights").contains("missing field `weight_map`"));
 }
 
 #[test]
-fn files_without_an_index_are_taken_together() {
+fn files_without_index_are_read_together() {
     let dir = tempfile::tempdir().unwrap();
     assert!(WeightFiles::open(dir.path()).unwrap().is_none());
     write(dir.path(), &[stored("a", DType::F32, &[3]), stored("b", DType::F32, &[3])], Bytes(12));
@@ -160,12 +163,12 @@ fn files_without_an_index_are_taken_together() {
 }
 
 #[test]
-fn a_model_directory_opens_with_every_parameter_in_its_place() {
+fn model_directory_opens_with_every_parameter() {
     for tied in [false, true] {
         let config = tiny(tied);
         let dir = model_with(&config, |_| ());
         let model = ModelDir::open(dir.path(), &[]).unwrap();
-        let weights = model.need_weights().unwrap();
+        let weights = model.require_weights().unwrap();
         assert_eq!(model.config, config);
         assert_eq!(weights.bytes(), Bytes(4 * config.parameters()));
         assert_eq!(weights.dtypes().into_iter().collect::<Vec<_>>(), [DType::F32]);
@@ -178,7 +181,7 @@ fn a_model_directory_opens_with_every_parameter_in_its_place() {
 }
 
 #[test]
-fn names_that_transformers_accepts_are_accepted() {
+fn alternative_names_of_transformers_are_accepted() {
     let untied = tiny(false);
     let without_prefix = model_with(&untied, |tensors| {
         for tensor in tensors {
@@ -193,7 +196,7 @@ fn names_that_transformers_accepts_are_accepted() {
 }
 
 #[test]
-fn weights_that_do_not_match_are_named() {
+fn mismatched_weights_are_named() {
     let untied = tiny(false);
     let without = model_with(&untied, |tensors| {
         tensors.retain(|t| !t.name.ends_with("layernorm.weight"));
@@ -203,23 +206,23 @@ fn weights_that_do_not_match_are_named() {
         refusal(without.path()),
         "DIR: the weights do not match config.json: missing `model.layers.0.input_layernorm.weight`, \
          `model.layers.0.post_attention_layernorm.weight`, `model.layers.1.input_layernorm.weight` and 1 more; \
-         not expected `model.layers.0.self_attn.q_proj.bias`"
+         unexpected `model.layers.0.self_attn.q_proj.bias`"
     );
     let wide = model_with(&untied, |tensors| tensors[0].shape[0] = 11);
     assert_eq!(
         refusal(wide.path()),
         "model.safetensors: tensor `model.embed_tokens.weight` has shape [11, 8], but config.json says [10, 8]"
     );
-    let whole_numbers = model_with(&untied, |tensors| tensors[0].dtype = DType::I32);
+    let integers = model_with(&untied, |tensors| tensors[0].dtype = DType::I32);
     assert_eq!(
-        refusal(whole_numbers.path()),
+        refusal(integers.path()),
         "model.safetensors: tensor `model.embed_tokens.weight` is stored as I32, expected F32, BF16 or F16"
     );
 }
 
-/// transformers ties a head that is in the file only where it equals the embedding.
+/// transformers ties a stored head only if it equals the embedding.
 #[test]
-fn a_spare_head_of_a_tied_model_must_equal_the_embedding() {
+fn stored_head_of_tied_model_must_equal_embedding() {
     let tied = tiny(true);
     let dir = model_with(&tied, |tensors| tensors.push(stored("lm_head.weight", DType::F32, &[10, 8])));
     assert_eq!(
@@ -236,13 +239,13 @@ fn a_spare_head_of_a_tied_model_must_equal_the_embedding() {
 }
 
 #[test]
-fn a_configuration_alone_is_a_model_without_weights() {
+fn directory_with_only_configuration_has_no_weights() {
     let dir = model_with(&tiny(false), |_| ());
     fs::remove_file(dir.path().join("model.safetensors")).unwrap();
     let model = ModelDir::open(dir.path(), &[]).unwrap();
     assert!(model.weights.is_none() && model.tokenizer_path.is_none());
     fs::write(dir.path().join("pytorch_model.bin"), "").unwrap();
-    let failure = Failure::from(model.need_weights().unwrap_err());
+    let failure = Failure::from(model.require_weights().unwrap_err());
     assert!(failure.message.ends_with("no *.safetensors file, only pytorch_model.bin"), "{failure}");
     assert!(failure.hints[0].contains("save_pretrained"), "{failure}");
     fs::write(dir.path().join("config.json"), "{\"model_type\": \"gpt2\"}").unwrap();
@@ -252,7 +255,7 @@ fn a_configuration_alone_is_a_model_without_weights() {
     assert_eq!(refusal(dir.path()), "config.json: no such file");
     let hints = || Failure::from(ModelDir::open(dir.path(), &[]).unwrap_err()).hints;
     assert_eq!(hints(), [""; 0]);
-    // What a run leaves is mistaken for a model easily.
+    // The folders of a run are easily mistaken for a model.
     fs::create_dir(dir.path().join("adapter")).unwrap();
     fs::write(dir.path().join("adapter/adapter_config.json"), "{}").unwrap();
     assert!(hints()[0].ends_with("/adapter") && hints()[0].starts_with("these are adapters: "), "{:?}", hints());
@@ -264,7 +267,7 @@ fn a_configuration_alone_is_a_model_without_weights() {
 }
 
 #[test]
-fn a_written_model_keeps_what_lay_beside_the_old_one() {
+fn written_model_keeps_side_files_and_extra_keys() {
     let config = tiny(false);
     let old = model_with(&config, |_| ());
     fs::write(old.path().join("tokenizer.json"), "{}").unwrap();
@@ -289,7 +292,7 @@ fn a_written_model_keeps_what_lay_beside_the_old_one() {
     };
     save(false).unwrap();
     let full = Failure::from(save(true).unwrap_err());
-    assert!(full.hints[0].contains("what was saved before is intact"), "{full}");
+    assert!(full.hints[0].contains("the previous version is intact"), "{full}");
     let model = ModelDir::open(&new, &[]).unwrap();
     assert_eq!((model.config, &model.raw_config["pad_token_id"]), (config.clone(), &json!(5)));
     assert_eq!(model.raw_config["dtype"], "bfloat16");
@@ -301,9 +304,9 @@ fn a_written_model_keeps_what_lay_beside_the_old_one() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 128, ..ProptestConfig::default() })]
 
-    /// A damaged file is refused, or still lies inside its own bounds: all that it names can be read.
+    /// A damaged file is refused, or all its tensors lie inside the file and can be read.
     #[test]
-    fn a_damaged_file_never_panics(
+    fn damaged_file_never_panics(
         flips in prop::collection::vec((0usize..600, any::<u8>()), 1..6),
         cut in prop_oneof![4 => Just(usize::MAX), 1 => 0usize..600],
     ) {

@@ -1,4 +1,4 @@
-//! Weights into `*.safetensors` files, in pieces, in shards of bounded size.
+//! Writing of tensors to `*.safetensors` files, in pieces and in shards of bounded size.
 
 use super::atomic;
 use super::error::FilesError;
@@ -11,10 +11,10 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-/// Size above which transformers begins a new file.
+/// Size limit of a shard; the default of transformers.
 pub const MAX_SHARD_BYTES: Bytes = Bytes(5_000_000_000);
 
-/// A tensor that is to be stored.
+/// A tensor to be stored.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StoredTensor {
     /// Its name in the file.
@@ -26,7 +26,7 @@ pub struct StoredTensor {
 }
 
 impl StoredTensor {
-    /// Bytes in the file.
+    /// Returns its bytes in the file.
     pub fn bytes(&self) -> u64 {
         self.shape.iter().product::<u64>() * self.dtype.bytes()
     }
@@ -43,67 +43,69 @@ impl StoredTensor {
     }
 }
 
-/// One or several `*.safetensors` files that are being written. Tensors may be written in any order,
-/// each from its beginning to its end. The files are complete when [`WeightWriter::finish`] returns.
+/// A writer of one or more `*.safetensors` files. Tensors may be written in any order, each from its beginning to its
+/// end. The files are complete once [`WeightWriter::finish`] has returned.
 #[derive(Debug)]
 pub struct WeightWriter {
     shards: Vec<(PathBuf, File)>,
-    slots: HashMap<String, Slot>,
+    tensors: HashMap<String, TensorCursor>,
 }
 
+/// The write position of a tensor: its shard, and offsets in the shard's file.
 #[derive(Debug)]
-struct Slot {
+struct TensorCursor {
     shard: usize,
     next: u64,
     end: u64,
 }
 
 impl WeightWriter {
-    /// Makes the files in `dir`: `STEM.safetensors`, or, where the tensors are larger than
-    /// `max_shard` together, `STEM-00001-of-00002.safetensors` and so on with
-    /// `STEM.safetensors.index.json`. Their space is reserved at once, so a full disk shows here.
+    /// Creates the files in `dir`. Tensors of at most `max_shard` bytes together go to `STEM.safetensors`. Larger ones
+    /// go to `STEM-00001-of-00002.safetensors` and so on, with `STEM.safetensors.index.json`. The disk space is
+    /// reserved here, so a full disk is reported before any tensor is written.
     ///
     /// # Errors
-    /// A full disk, and what else the system says.
+    /// A full disk, or a file that cannot be created or written.
     pub fn create(
         dir: &Path,
         stem: &str,
         tensors: &[StoredTensor],
         max_shard: Bytes,
     ) -> Result<WeightWriter, FilesError> {
-        let shards = split(tensors, max_shard.0);
-        let path = |number: usize| match shards.len() {
+        let shards = split_into_shards(tensors, max_shard.0);
+        let file_name = |number: usize| match shards.len() {
             1 => format!("{stem}.safetensors"),
             several => format!("{stem}-{:05}-of-{several:05}.safetensors", number + 1),
         };
-        let mut writer = WeightWriter { shards: Vec::new(), slots: HashMap::new() };
+        let mut writer = WeightWriter { shards: Vec::new(), tensors: HashMap::new() };
         let mut weight_map = Map::new();
         for (number, tensors) in shards.iter().enumerate() {
-            writer.create_shard(dir.join(path(number)), tensors)?;
-            weight_map.extend(tensors.iter().map(|tensor| (tensor.name.clone(), json!(path(number)))));
+            writer.create_shard(dir.join(file_name(number)), tensors)?;
+            weight_map.extend(tensors.iter().map(|tensor| (tensor.name.clone(), json!(file_name(number)))));
         }
         if shards.len() > 1 {
             let total: u64 = tensors.iter().map(StoredTensor::bytes).sum();
             let index = json!({"metadata": {"total_size": total}, "weight_map": weight_map});
-            atomic::write_file(&dir.join(format!("{stem}.safetensors.index.json")), &pretty(&index))?;
+            atomic::write_file(&dir.join(format!("{stem}.safetensors.index.json")), &pretty_json(&index))?;
         }
         Ok(writer)
     }
 
+    /// Creates a shard and writes its header.
     fn create_shard(&mut self, path: PathBuf, tensors: &[&StoredTensor]) -> Result<(), FilesError> {
         let failed = |e| FilesError::io(&path, "write", e);
-        let (header, data_bytes) = header(tensors);
+        let (header, data_bytes) = build_header(tensors);
         let data = LENGTH_BYTES + header.len() as u64;
         let file = File::create(&path).map_err(failed)?;
-        reserve(&file, &path, data + data_bytes)?;
+        reserve_space(&file, &path, data + data_bytes)?;
         file.write_all_at(&(header.len() as u64).to_le_bytes(), 0).map_err(failed)?;
         file.write_all_at(&header, LENGTH_BYTES).map_err(failed)?;
         let mut next = data;
         for tensor in tensors {
-            let slot = Slot { shard: self.shards.len(), next, end: next + tensor.bytes() };
+            let slot = TensorCursor { shard: self.shards.len(), next, end: next + tensor.bytes() };
             next = slot.end;
-            let doubled = self.slots.insert(tensor.name.clone(), slot);
-            assert!(doubled.is_none(), "two tensors named `{}`", tensor.name);
+            let duplicate = self.tensors.insert(tensor.name.clone(), slot);
+            assert!(duplicate.is_none(), "two tensors named `{}`", tensor.name);
         }
         self.shards.push((path, file));
         Ok(())
@@ -112,12 +114,12 @@ impl WeightWriter {
     /// Writes the next bytes of a tensor.
     ///
     /// # Errors
-    /// What the system says.
+    /// A failed write.
     ///
     /// # Panics
-    /// When there is no such tensor, or the bytes are more than are left of it.
+    /// If the writer has no tensor `name`, or `bytes` exceed the rest of the tensor.
     pub fn write(&mut self, name: &str, bytes: &[u8]) -> Result<(), FilesError> {
-        let slot = self.slots.get_mut(name).unwrap_or_else(|| panic!("no tensor named `{name}` is stored here"));
+        let slot = self.tensors.get_mut(name).unwrap_or_else(|| panic!("no tensor named `{name}` is stored here"));
         let next = slot.next + bytes.len() as u64;
         assert!(next <= slot.end, "more bytes than tensor `{name}` has");
         let (path, file) = &self.shards[slot.shard];
@@ -126,15 +128,15 @@ impl WeightWriter {
         Ok(())
     }
 
-    /// Syncs the files to the disk.
+    /// Syncs the files to disk.
     ///
     /// # Errors
-    /// What the system says.
+    /// A failed sync.
     ///
     /// # Panics
-    /// When a tensor has not been written to its end.
+    /// If a tensor has not been written to its end.
     pub fn finish(self) -> Result<(), FilesError> {
-        for (name, slot) in &self.slots {
+        for (name, slot) in &self.tensors {
             assert!(slot.next == slot.end, "tensor `{name}` lacks {} bytes", slot.end - slot.next);
         }
         for (path, file) in &self.shards {
@@ -144,8 +146,9 @@ impl WeightWriter {
     }
 }
 
-/// As transformers does: in the given order, a new shard where the next tensor would make it too large.
-fn split(tensors: &[StoredTensor], max_shard: u64) -> Vec<Vec<&StoredTensor>> {
+/// Splits tensors into shards as transformers does: in the given order, with a new shard when the next tensor would
+/// exceed `max_shard` bytes. Within a shard, wide element types come first.
+fn split_into_shards(tensors: &[StoredTensor], max_shard: u64) -> Vec<Vec<&StoredTensor>> {
     let mut shards: Vec<Vec<&StoredTensor>> = vec![Vec::new()];
     let mut bytes = 0;
     for tensor in tensors {
@@ -154,19 +157,19 @@ fn split(tensors: &[StoredTensor], max_shard: u64) -> Vec<Vec<&StoredTensor>> {
             bytes = 0;
         }
         bytes += tensor.bytes();
-        shards.last_mut().expect("begins with one").push(tensor);
+        shards.last_mut().expect("the list starts with one shard").push(tensor);
     }
     for shard in &mut shards {
-        // Wide elements first: then every tensor begins at a multiple of its element's size.
+        // Wide element types first aligns every tensor to its element size.
         shard.sort_by_key(|tensor| std::cmp::Reverse(tensor.dtype.bytes()));
     }
     shards
 }
 
-/// The header, padded so that the data is aligned, and the bytes of the data.
-fn header(tensors: &[&StoredTensor]) -> (Vec<u8>, u64) {
+/// Returns the header, padded to align the data, and the bytes of the data.
+fn build_header(tensors: &[&StoredTensor]) -> (Vec<u8>, u64) {
     let mut map = Map::new();
-    // transformers refuses a file that does not say which library's layout it has.
+    // transformers refuses a file without the `format` entry.
     map.insert("__metadata__".into(), json!({"format": "pt"}));
     let mut begin = 0;
     for tensor in tensors {
@@ -180,8 +183,8 @@ fn header(tensors: &[&StoredTensor]) -> (Vec<u8>, u64) {
     (json, begin)
 }
 
-/// Takes the space on the disk now, where the file system can.
-fn reserve(file: &File, path: &Path, bytes: u64) -> Result<(), FilesError> {
+/// Reserves the file's disk space, if the file system supports it. Otherwise sets the file's length only.
+fn reserve_space(file: &File, path: &Path, bytes: u64) -> Result<(), FilesError> {
     use rustix::io::Errno;
     match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, bytes) {
         Ok(()) => Ok(()),
@@ -192,8 +195,8 @@ fn reserve(file: &File, path: &Path, bytes: u64) -> Result<(), FilesError> {
     }
 }
 
-/// JSON for files that people read.
-pub(super) fn pretty(value: &Value) -> Vec<u8> {
+/// Formats JSON with indentation and a final line break.
+pub(super) fn pretty_json(value: &Value) -> Vec<u8> {
     let mut text = format!("{value:#}").into_bytes();
     text.push(b'\n');
     text

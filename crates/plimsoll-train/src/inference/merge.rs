@@ -1,33 +1,35 @@
-//! Adapters folded into their model: a Hugging Face directory with the same parameters in the same types. The model
-//! streams through; only the adapters stand in memory.
+//! Merging of adapters into their model. The result is a Hugging Face directory with the parameters and types of the
+//! model. The model's weights are streamed; only the adapters stay in memory.
 
 use crate::files::{AdapterDir, ModelDir, StoredTensor, WeightWriter, write_model_dir};
-use crate::session::spaces::{Merging, ModelSource, Storing};
-use crate::session::trouble::Trouble;
+use crate::session::failure::DeviceFailure;
+use crate::session::tensor_files::{MergeFiles, ModelSource, TensorWriter};
 use plimsoll_core::{DType, Failure};
 use plimsoll_device::cpu::executor;
-use plimsoll_device::device::{Call, Unobserved};
+use plimsoll_device::device::{NoObserver, ProgramCall};
 use plimsoll_device::probe::Cpu;
 use plimsoll_plan::layout::lay_out;
+use plimsoll_program::ProgramKind;
 use plimsoll_program::models::decoder;
 use plimsoll_program::workspace::Kernels;
 use std::path::Path;
 
-/// Writes `out`: the model of `base` with the adapters of `adapter` folded in, and all that lies beside its weights.
-/// Keys of the model's `config.json` that are in `ignore_keys` may be unknown. Gives what should be known of the adapters.
+/// Writes the model directory `out`: the weights of `base` with the adapters of `adapter` merged, and the side files of
+/// `base`. Unknown keys of the model's `config.json` are accepted if they are in `ignore_keys`. Returns a note if the
+/// adapters name no base model.
 ///
 /// # Errors
-/// Directories that do not go together or cannot be read, and something that is there already.
+/// Directories that cannot be read or do not match, or an `out` that exists.
 pub fn merge(base: &Path, adapter: &Path, out: &Path, ignore_keys: &[String]) -> Result<Option<String>, Failure> {
     if out.exists() {
-        let message = format!("{} is there already", out.display());
-        return Err(Failure::input(message).hint("name a folder that is not there yet"));
+        let message = format!("{} already exists", out.display());
+        return Err(Failure::input(message).hint("choose an output folder that does not exist"));
     }
     let model = ModelDir::open(base, ignore_keys)?;
     let adapter = AdapterDir::open(adapter, &model.config);
-    let of_nothing = adapter.as_ref().ok().and_then(AdapterDir::of_nothing);
-    let without = |error| of_nothing.iter().cloned().fold(Failure::from(error), Failure::hint);
-    let weights = model.need_weights().map_err(without)?;
+    let note = adapter.as_ref().ok().and_then(AdapterDir::unknown_base_note);
+    let with_note = |error| note.iter().cloned().fold(Failure::from(error), Failure::hint);
+    let weights = model.require_weights().map_err(with_note)?;
     let adapter = adapter?;
     let parameters = weights.parameters.iter();
     let tensors: Vec<StoredTensor> = parameters
@@ -44,15 +46,19 @@ pub fn merge(base: &Path, adapter: &Path, out: &Path, ignore_keys: &[String]) ->
     let layout = lay_out(&set);
     let mut device = executor::open(set, layout.placement, DType::F32, threads as usize, None)?;
     let source = || ModelSource::new([weights, &adapter.weights]);
-    device.run_observed(Call::of("load"), &mut source(), &mut Unobserved)?;
+    device.run_observed(ProgramCall::of(ProgramKind::Load), &mut source(), &mut NoObserver)?;
     write_model_dir(
         out,
         &model.raw_config,
         &tensors,
         Some(base),
-        |writer: &mut WeightWriter| -> Result<(), Trouble> {
-            Ok(device.run_observed(Call::of("merge"), &mut Merging(source(), Storing(writer)), &mut Unobserved)?)
+        |writer: &mut WeightWriter| -> Result<(), DeviceFailure> {
+            Ok(device.run_observed(
+                ProgramCall::of(ProgramKind::Merge),
+                &mut MergeFiles(source(), TensorWriter(writer)),
+                &mut NoObserver,
+            )?)
         },
     )?;
-    Ok(of_nothing)
+    Ok(note)
 }

@@ -1,203 +1,228 @@
-//! What is done with a finished model: its loss on data, and tokens from a prompt.
+//! Inference with a model: its loss on data, text from a prompt, and merging of adapters.
+//!
+//! Evaluation and generation are planned first and run second, so a command can print the plan or refuse it.
 
 pub mod merge;
 pub mod samples;
 
-use crate::config::{Long, RunFile};
+use crate::config::LongSamples;
 use crate::data::{Dataset, Tokenizer};
-use crate::planning::charges::settle_charges;
-use crate::planning::prepare::{dataset, load_weights};
-use crate::resolve::{Model, Resolved, Work};
-use crate::session::engine::{Engine, Evaluated};
-use crate::session::evaluation::{Cut, evaluate};
-use crate::team::open::settle_gpu;
+use crate::planning::prepare::open_dataset;
+use crate::resolve::RunRequest;
+use crate::resolve::charges::set_process_charges;
+use crate::resolve::{Model, Resolved, Workload};
+use crate::session::engine::{Engine, EvaluationSums};
+use crate::session::evaluation::{EvaluationSlice, evaluate};
+use crate::session::tensor_files::load_weights;
+use crate::team::open::measure_gpu_charges;
 use plimsoll_core::Failure;
-use plimsoll_plan::search::{Answer, search};
+use plimsoll_plan::search::{PlanOutcome, search};
 use plimsoll_program::models::decoder::Generation;
 use samples::{Sampling, generate};
 use serde::Serialize;
 
-/// Sequences of an evaluation are no longer than this unless the user says so: a model's longest
-/// sequence may take more memory than anybody wants to spend on a loss.
+/// Largest number of positions per row in an evaluation without an explicit length. The longest sequence of a model may
+/// need more memory than a loss is worth.
 const SEQUENCE_MAX: u64 = 4096;
-/// Sequences evaluated at once, at most.
-const AT_ONCE: u64 = 16;
-/// Tokens of a prompt that go in at once.
-const CHUNK: u64 = 64;
+/// Most sequences per evaluation batch.
+const MAX_BATCH_SEQUENCES: u64 = 16;
+/// Prompt tokens processed per prefill call.
+const PREFILL_CHUNK_TOKENS: u64 = 64;
 
-/// The loss of a model on data.
+/// The loss of a model on evaluation data.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct Loss {
-    /// Mean negative log-likelihood over the labelled tokens.
+pub struct EvaluationLoss {
+    /// Mean negative log-likelihood per labelled token, in nats.
     pub loss: f64,
-    /// Its exponential.
+    /// Perplexity: e to the power of the loss.
     pub perplexity: f64,
-    /// Labelled tokens.
+    /// Number of labelled tokens.
     pub tokens: u64,
 }
 
-/// Text that a model wrote.
+/// A prompt and its continuation by the model.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Text {
-    /// What it was given.
+pub struct GeneratedText {
+    /// The prompt.
     pub prompt: String,
-    /// What it wrote.
+    /// The generated text, without the prompt.
     pub text: String,
-    /// The tokens of that.
+    /// The generated tokens, including an end token.
     pub tokens: Vec<i32>,
 }
 
-/// A planned evaluation.
-pub struct Evaluation {
-    file: RunFile,
+/// An evaluation that is planned and ready to run.
+pub struct PlannedEvaluation {
+    request: RunRequest,
     resolved: Resolved,
     data: Dataset,
-    answer: Answer,
+    outcome: PlanOutcome,
 }
 
-impl Evaluation {
-    /// Plans to evaluate the run file's model on its evaluation data, each sample in a row of its own.
-    /// Without `sequence`, rows are as long as the longest sample, as far as the model goes.
+impl PlannedEvaluation {
+    /// Plans the evaluation of the run file's model on its evaluation data. Each sample begins a new row. Without
+    /// `sequence`, rows are as long as the longest sample, at most the model's context and [`SEQUENCE_MAX`].
     ///
     /// # Errors
-    /// What is wrong with the model or the data.
-    pub fn new(mut file: RunFile, sequence: Option<u32>) -> Result<Evaluation, Failure> {
-        let model = Model::open(&file)?;
-        model.check_weights(&file)?;
-        (file.data.pack, file.data.long) = (false, Long::Split);
-        let most = model.config.max_positions.min(SEQUENCE_MAX) as u32;
-        file.data.sequence = sequence.unwrap_or(most);
-        file.train.batch_tokens = u64::from(file.data.sequence);
+    /// An invalid model, invalid data, or devices that cannot be used.
+    pub fn new(mut request: RunRequest, sequence: Option<u32>) -> Result<PlannedEvaluation, Failure> {
+        let model = Model::open(&request)?;
+        model.check_weights(&request)?;
+        (request.data.pack, request.data.long) = (false, LongSamples::Split);
+        let longest_row = model.config.max_positions.min(SEQUENCE_MAX) as u32;
+        request.data.sequence = sequence.unwrap_or(longest_row);
+        request.train.batch_tokens = u64::from(request.data.sequence);
         if sequence.is_none() {
-            // The longest sample is known once the data have been read; a second look is cheap.
-            let (longest, _) = dataset(&file, &model, &file.data.eval, 1)?.longest_document();
-            file.data.sequence = most.min((longest.max(2) - 1).try_into().unwrap_or(most));
+            // Reading the data yields the longest sample. Opening it again below uses the token cache.
+            let (longest, _) = open_dataset(&request, &model, &request.data.eval, 1)?.longest_document();
+            request.data.sequence = longest_row.min((longest.max(2) - 1).try_into().unwrap_or(longest_row));
         }
-        let mut resolved = Resolved::to_run(&file, model, Work::Evaluate)?;
-        let data = dataset(&file, &resolved.model, &file.data.eval, resolved.device.threads as usize)?;
-        let sequence = u64::from(file.data.sequence);
-        file.train.batch_tokens = sequence * data.rows().clamp(1, AT_ONCE);
-        let plan = |resolved: &mut Resolved, file: &RunFile| {
-            settle_charges(&mut resolved.device, file.batch_sequences(), sequence);
-            let answer = search(&resolved.question(file, Work::Evaluate)?);
-            match settle_gpu(&mut resolved.device, &answer, file.scratch())? {
-                true => Ok(search(&resolved.question(file, Work::Evaluate)?)),
-                false => Ok(answer),
+        let mut resolved = Resolved::for_run(&request, model, Workload::Evaluate)?;
+        let data = open_dataset(&request, &resolved.model, &request.data.eval, resolved.device.threads as usize)?;
+        let sequence = u64::from(request.data.sequence);
+        request.train.batch_tokens = sequence * data.rows().clamp(1, MAX_BATCH_SEQUENCES);
+        let plan = |resolved: &mut Resolved, request: &RunRequest| {
+            set_process_charges(&mut resolved.device, request.batch_sequences(), sequence);
+            let outcome = search(&resolved.plan_request(request, Workload::Evaluate)?);
+            match measure_gpu_charges(&mut resolved.device, &outcome, request.scratch_folder())? {
+                true => Ok(search(&resolved.plan_request(request, Workload::Evaluate)?)),
+                false => Ok(outcome),
             }
         };
-        let answer = plan(&mut resolved, &file)?;
-        let answer = resolved.or_on_cpu(&file, answer, plan)?;
-        Ok(Evaluation { file, resolved, data, answer })
+        let outcome = plan(&mut resolved, &request)?;
+        let outcome = resolved.or_fall_back_to_cpu(&request, outcome, plan)?;
+        Ok(PlannedEvaluation { request, resolved, data, outcome })
     }
 
-    /// The plan, and what it is about.
-    pub fn plan(&self) -> (&RunFile, &Resolved, &Answer) {
-        (&self.file, &self.resolved, &self.answer)
+    /// Returns the request, its resolved model and device, and the plan.
+    pub fn plan(&self) -> (&RunRequest, &Resolved, &PlanOutcome) {
+        (&self.request, &self.resolved, &self.outcome)
     }
 
     /// Evaluates all samples.
     ///
     /// # Errors
-    /// A model or data that cannot be read after all.
-    pub fn run(self) -> Result<Loss, Failure> {
-        let mut engine = open(&self.file, &self.resolved, self.answer)?;
-        let cut = Cut { rows: 0..self.data.rows(), at_once: engine.recipe().micro_batch };
-        let sum: Evaluated = evaluate(&mut engine, &self.data, &cut, 0)?;
-        Ok(Loss { loss: sum.loss(), perplexity: sum.loss().exp(), tokens: sum.tokens })
+    /// A device that fails, or a model or data that can no longer be read.
+    pub fn run(self) -> Result<EvaluationLoss, Failure> {
+        let mut engine = open_engine(&self.request, &self.resolved, self.outcome)?;
+        let slice = EvaluationSlice { rows: 0..self.data.rows(), micro_batch: engine.recipe().micro_batch };
+        let sums: EvaluationSums = evaluate(&mut engine, &self.data, &slice, 0)?;
+        Ok(EvaluationLoss { loss: sums.loss(), perplexity: sums.loss().exp(), tokens: sums.tokens })
     }
 }
 
-/// A planned continuation of a prompt.
-pub struct Continuation {
-    file: RunFile,
+/// A text generation that is planned and ready to run.
+pub struct PlannedGeneration {
+    request: RunRequest,
     resolved: Resolved,
     tokenizer: Tokenizer,
     prompt: String,
-    tokens: Vec<i32>,
-    most: usize,
+    prompt_tokens: Vec<i32>,
+    max_new_tokens: usize,
     capacity: u64,
-    answer: Answer,
+    outcome: PlanOutcome,
 }
 
-impl Continuation {
-    /// Plans to go on from `prompt` for at most `most` tokens.
+impl PlannedGeneration {
+    /// Plans the continuation of `prompt` by at most `max_new_tokens` tokens.
     ///
     /// # Errors
-    /// What is wrong with the model, its tokenizer or the prompt.
-    pub fn new(mut file: RunFile, prompt: &str, most: usize) -> Result<Continuation, Failure> {
-        file.data.sequence = 1;
-        file.train.batch_tokens = 1;
-        let model = Model::open(&file)?;
-        model.check_weights(&file)?;
-        let mut resolved = Resolved::to_run(&file, model, Work::Evaluate)?;
+    /// An invalid model or tokenizer, an empty prompt, or a prompt that exceeds the model's context.
+    pub fn new(mut request: RunRequest, prompt: &str, max_new_tokens: usize) -> Result<PlannedGeneration, Failure> {
+        request.data.sequence = 1;
+        request.train.batch_tokens = 1;
+        let model = Model::open(&request)?;
+        model.check_weights(&request)?;
+        let mut resolved = Resolved::for_run(&request, model, Workload::Evaluate)?;
         let path = resolved.model.tokenizer().ok_or_else(|| {
-            Failure::input(format!("{} has no tokenizer.json", file.model_name()))
+            Failure::input(format!("{} has no tokenizer.json", request.model_name()))
                 .hint("put the model's tokenizer beside its weights")
         })?;
         let tokenizer = Tokenizer::load(&path)?;
         let tokens: Vec<i32> = tokenizer.encode(prompt)?.into_iter().map(|id| id as i32).collect();
         let vocab = resolved.model.config.vocab;
-        if let Some(bad) = tokens.iter().find(|id| **id as u64 >= vocab) {
-            return Err(Failure::input(format!("{}: token {bad} is not among the model's {vocab}", path.display()))
-                .hint("this tokenizer is another model's"));
+        if let Some(unknown) = tokens.iter().find(|id| **id as u64 >= vocab) {
+            return Err(Failure::input(format!(
+                "{}: token {unknown} is outside the model's vocabulary of {vocab} tokens",
+                path.display()
+            ))
+            .hint("use the tokenizer.json that belongs to the model"));
         }
         if tokens.is_empty() {
-            return Err(Failure::input("the prompt has no tokens").hint("give some text to go on from"));
+            return Err(Failure::input("the prompt has no tokens").hint("give a prompt of at least one token"));
         }
         let positions = resolved.model.config.max_positions;
-        let wanted = tokens.len() as u64 + most as u64;
-        if wanted > positions {
+        let needed = tokens.len() as u64 + max_new_tokens as u64;
+        if needed > positions {
             let message = format!(
-                "{} tokens of prompt and {most} new ones are more than the {positions} positions of the model",
+                "{} prompt tokens and {max_new_tokens} new tokens exceed the model's {positions} positions",
                 tokens.len()
             );
-            return Err(Failure::input(message).hint("ask for fewer with --max-tokens, or shorten the prompt"));
+            return Err(Failure::input(message).hint("lower --max-tokens or shorten the prompt"));
         }
-        let capacity = wanted.next_multiple_of(CHUNK);
-        let work = || Work::Generate(Generation { capacity, chunk: CHUNK });
-        let plan = |resolved: &mut Resolved, file: &RunFile| {
-            settle_charges(&mut resolved.device, 1, 1);
-            let answer = search(&resolved.question(file, work())?);
-            match settle_gpu(&mut resolved.device, &answer, file.scratch())? {
-                true => Ok(search(&resolved.question(file, work())?)),
-                false => Ok(answer),
+        let capacity = needed.next_multiple_of(PREFILL_CHUNK_TOKENS);
+        let workload = || Workload::Generate(Generation { capacity, chunk: PREFILL_CHUNK_TOKENS });
+        let plan = |resolved: &mut Resolved, request: &RunRequest| {
+            set_process_charges(&mut resolved.device, 1, 1);
+            let outcome = search(&resolved.plan_request(request, workload())?);
+            match measure_gpu_charges(&mut resolved.device, &outcome, request.scratch_folder())? {
+                true => Ok(search(&resolved.plan_request(request, workload())?)),
+                false => Ok(outcome),
             }
         };
-        let answer = plan(&mut resolved, &file)?;
-        let answer = resolved.or_on_cpu(&file, answer, plan)?;
+        let outcome = plan(&mut resolved, &request)?;
+        let outcome = resolved.or_fall_back_to_cpu(&request, outcome, plan)?;
         let prompt = prompt.to_owned();
-        Ok(Continuation { file, resolved, tokenizer, prompt, tokens, most, capacity, answer })
+        Ok(PlannedGeneration {
+            request,
+            resolved,
+            tokenizer,
+            prompt,
+            prompt_tokens: tokens,
+            max_new_tokens,
+            capacity,
+            outcome,
+        })
     }
 
-    /// The plan, and what it is about.
-    pub fn plan(&self) -> (&RunFile, &Resolved, &Answer) {
-        (&self.file, &self.resolved, &self.answer)
+    /// Returns the request, its resolved model and device, and the plan.
+    pub fn plan(&self) -> (&RunRequest, &Resolved, &PlanOutcome) {
+        (&self.request, &self.resolved, &self.outcome)
     }
 
-    /// Writes the text.
+    /// Generates the text.
     ///
     /// # Errors
-    /// A model that cannot be read after all.
-    pub fn run(self, sampling: &Sampling) -> Result<Text, Failure> {
-        let mut engine = open(&self.file, &self.resolved, self.answer)?;
-        let ends = &self.resolved.model.config.eos;
-        let tokens = generate(&mut engine, &self.tokens, self.most, self.capacity as usize, ends, sampling)?;
-        let text = |ids: &[i32]| self.tokenizer.decode(&ids.iter().map(|&id| id as u32).collect::<Vec<_>>());
-        // What a token looks like depends on the one before it: a space, mostly.
-        let (before, whole) = (text(&self.tokens)?, text(&[&self.tokens[..], &tokens].concat())?);
-        let new = match whole.strip_prefix(&before) {
-            Some(new) => new.to_owned(),
-            None => text(&tokens)?,
+    /// A device that fails, or a model that can no longer be read.
+    pub fn run(self, sampling: &Sampling) -> Result<GeneratedText, Failure> {
+        let mut engine = open_engine(&self.request, &self.resolved, self.outcome)?;
+        let end_tokens = &self.resolved.model.config.eos;
+        let tokens = generate(
+            &mut engine,
+            &self.prompt_tokens,
+            self.max_new_tokens,
+            self.capacity as usize,
+            end_tokens,
+            sampling,
+        )?;
+        let decode = |ids: &[i32]| self.tokenizer.decode(&ids.iter().map(|&id| id as u32).collect::<Vec<_>>());
+        // The text of a token depends on the token before it, for example in a leading space. So the whole is decoded
+        // and the prompt removed.
+        let (before, whole) = (decode(&self.prompt_tokens)?, decode(&[&self.prompt_tokens[..], &tokens].concat())?);
+        let text = match whole.strip_prefix(&before) {
+            Some(continuation) => continuation.to_owned(),
+            None => decode(&tokens)?,
         };
-        Ok(Text { prompt: self.prompt, text: new, tokens })
+        Ok(GeneratedText { prompt: self.prompt, text, tokens })
     }
 }
 
-fn open(file: &RunFile, resolved: &Resolved, answer: Answer) -> Result<Engine, Failure> {
-    let (sequence, vocab) = (u64::from(file.data.sequence), resolved.model.config.vocab);
+/// Opens the device with a plan and loads the weights.
+fn open_engine(request: &RunRequest, resolved: &Resolved, outcome: PlanOutcome) -> Result<Engine, Failure> {
+    let (sequence, vocab) = (u64::from(request.data.sequence), resolved.model.config.vocab);
     let device = &resolved.device;
-    let precision = answer.precision;
-    let mut engine = Engine::open(answer, precision, device, None, file.scratch(), sequence, vocab)?;
-    load_weights(&mut engine, &resolved.model, file)?;
+    let precision = outcome.precision;
+    let mut engine = Engine::open(outcome, precision, device, None, request.scratch_folder(), sequence, vocab)?;
+    load_weights(&mut engine, &resolved.model, request)?;
     Ok(engine)
 }

@@ -1,41 +1,42 @@
-//! Tokens from a model: greedy or drawn, the same for the same seed.
+//! Token sampling, the generation loop, and the sample answers that a run shows at its end. The same seed yields the
+//! same tokens.
 
-use crate::data::{Dataset, Rows, Tokenizer, mix};
+use crate::data::{Dataset, Rows, Tokenizer, splitmix64};
 use crate::session::engine::Engine;
-use crate::session::trouble::Trouble;
+use crate::session::failure::DeviceFailure;
 use plimsoll_core::Failure;
 use plimsoll_program::models::ModelConfig;
 use std::path::Path;
 
-/// A prompt, and what the model made of it.
+/// A prompt from evaluation data, with the model's answer and the expected answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sample {
-    /// What it was given.
+    /// The prompt.
     pub prompt: String,
-    /// What it said.
+    /// The model's answer.
     pub answer: String,
-    /// What the data say.
+    /// The answer in the data.
     pub expected: String,
 }
 
-/// How tokens are chosen.
+/// Rules for the choice of the next token.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sampling {
-    /// 0 takes the most likely token.
+    /// Softmax temperature. 0 selects the most likely token.
     pub temperature: f64,
-    /// Only so many of the most likely ones; 0 = all.
+    /// Samples only from this number of the most likely tokens. 0 means all.
     pub top_k: usize,
-    /// Only the most likely ones that have this share together; 1 = all.
+    /// Samples only from the most likely tokens that together have this probability (nucleus sampling). 1 means all.
     pub top_p: f64,
-    /// Of the draws.
+    /// Seed of the random draws.
     pub seed: u64,
 }
 
 impl Sampling {
-    /// The most likely token, always.
+    /// Always selects the most likely token.
     pub const GREEDY: Sampling = Sampling { temperature: 0.0, top_k: 0, top_p: 1.0, seed: 0 };
 
-    /// The token after `position` tokens.
+    /// Selects the token at `position` from its `logits`, of shape [V].
     pub fn choose(&self, logits: &[f64], position: u64) -> usize {
         let best = (0..logits.len()).fold(0, |best, i| if logits[i] > logits[best] { i } else { best });
         if self.temperature <= 0.0 {
@@ -48,17 +49,17 @@ impl Sampling {
         }
         let weight = |i: usize| ((logits[i] - logits[best]) / self.temperature).exp();
         let total: f64 = order.iter().map(|&i| weight(i)).sum();
-        let mut kept = 0.0;
-        let enough = order.iter().position(|&i| {
-            kept += weight(i) / total;
-            kept >= self.top_p
+        let mut share = 0.0;
+        let last_kept = order.iter().position(|&i| {
+            share += weight(i) / total;
+            share >= self.top_p
         });
-        order.truncate(enough.map_or(order.len(), |last| last + 1));
+        order.truncate(last_kept.map_or(order.len(), |last| last + 1));
         let total: f64 = order.iter().map(|&i| weight(i)).sum();
-        let mut rest = uniform(self.seed, position) * total;
+        let mut remaining = uniform(self.seed, position) * total;
         for &i in &order {
-            rest -= weight(i);
-            if rest < 0.0 {
+            remaining -= weight(i);
+            if remaining < 0.0 {
                 return i;
             }
         }
@@ -66,25 +67,25 @@ impl Sampling {
     }
 }
 
-/// A number from 0 up to 1: a function of its arguments (splitmix64 of Steele, Lea and Flood, twice).
+/// Returns a number in [0, 1) that depends only on its arguments, by hashing twice with splitmix64.
 fn uniform(seed: u64, position: u64) -> f64 {
-    (mix(mix(seed) ^ position) >> 11) as f64 / (1u64 << 53) as f64
+    (splitmix64(splitmix64(seed) ^ position) >> 11) as f64 / (1u64 << 53) as f64
 }
 
-/// What tokens can be put into, one after the other: a device, or a team whose devices need each other for it.
-pub trait Continues {
-    /// Puts tokens behind the `length` tokens that the cache holds, and gives the logits of the one that follows the last.
+/// A model with a key-value cache that generates token by token: on one device, or on a team of devices.
+pub trait CachedDecoder {
+    /// Appends `tokens` to the cache, which holds `length` tokens. Returns the logits of the next token, of shape [V].
     ///
     /// # Errors
-    /// What a device fails with.
-    fn extend(&mut self, tokens: &[i32], length: usize) -> Result<Vec<f64>, Trouble>;
+    /// A device that fails.
+    fn extend(&mut self, tokens: &[i32], length: usize) -> Result<Vec<f64>, DeviceFailure>;
 
-    /// Tokens that the cache can hold.
+    /// Returns the number of tokens that the cache can hold.
     fn capacity(&self) -> usize;
 }
 
-impl Continues for Engine {
-    fn extend(&mut self, tokens: &[i32], length: usize) -> Result<Vec<f64>, Trouble> {
+impl CachedDecoder for Engine {
+    fn extend(&mut self, tokens: &[i32], length: usize) -> Result<Vec<f64>, DeviceFailure> {
         Ok(Engine::extend(self, tokens, length)?)
     }
 
@@ -93,88 +94,99 @@ impl Continues for Engine {
     }
 }
 
-/// Goes on from `prompt` for at most `most` tokens, or until one of `ends`; `room` is what the cache holds.
+/// Generates tokens after `prompt`: at most `max_new_tokens`, up to and including one of `end_tokens`, or until the
+/// cache of `capacity` tokens is full.
+///
+/// # Errors
+/// A device that fails.
 pub fn generate(
-    engine: &mut impl Continues,
+    decoder: &mut impl CachedDecoder,
     prompt: &[i32],
-    most: usize,
-    room: usize,
-    ends: &[i64],
+    max_new_tokens: usize,
+    capacity: usize,
+    end_tokens: &[i64],
     sampling: &Sampling,
-) -> Result<Vec<i32>, Trouble> {
+) -> Result<Vec<i32>, DeviceFailure> {
     let mut tokens = Vec::new();
-    let mut logits = engine.extend(prompt, 0)?;
+    let mut logits = decoder.extend(prompt, 0)?;
     let mut length = prompt.len();
-    while tokens.len() < most {
+    while tokens.len() < max_new_tokens {
         let token = sampling.choose(&logits, length as u64) as i32;
         tokens.push(token);
-        if ends.contains(&i64::from(token)) || tokens.len() == most || length >= room {
+        let ended = end_tokens.contains(&i64::from(token));
+        if ended || tokens.len() == max_new_tokens || length >= capacity {
             break;
         }
-        logits = engine.extend(&[token], length)?;
+        logits = decoder.extend(&[token], length)?;
         length += 1;
     }
     Ok(tokens)
 }
 
-/// How many samples are shown at the end of a run.
-const SHOWN: usize = 5;
-/// Rows that are looked at for them.
-const LOOKED_AT: u64 = 64;
-/// Tokens of an answer, at most.
-const ANSWER: usize = 32;
-/// Tokens of a prompt where no label says where it ends.
-const PROMPT: usize = 8;
+/// Samples shown at the end of a run.
+const SAMPLES_SHOWN: usize = 5;
+/// Rows searched for samples.
+const ROWS_SEARCHED: u64 = 64;
+/// Most tokens of an answer.
+const ANSWER_TOKENS_MAX: usize = 32;
+/// Tokens of a prompt if every token of its row is labelled.
+const PROMPT_TOKENS: usize = 8;
 
-/// A sample in tokens.
+/// A prompt, the model's answer and the expected answer, as tokens.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Drawn {
+pub struct TokenSample {
     prompt: Vec<i32>,
     answer: Vec<i32>,
     expected: Vec<i32>,
 }
 
-/// Prompts from evaluation data with what the model makes of them: what stands before the first label
-/// of a row, or its first tokens. Rows without labels, or too long for the cache, show nothing.
+/// Answers prompts from evaluation data with greedy decoding. A prompt is the part of a row before its first label, or
+/// the first tokens of a row that is labelled from its start. Rows without labels, or too long for the cache, are
+/// skipped.
 ///
 /// # Errors
-/// Data that cannot be read after all.
-pub fn samples(engine: &mut impl Continues, data: &Dataset, config: &ModelConfig) -> Result<Vec<Drawn>, Trouble> {
+/// A device that fails, or data that can no longer be read.
+pub fn generate_samples(
+    decoder: &mut impl CachedDecoder,
+    data: &Dataset,
+    config: &ModelConfig,
+) -> Result<Vec<TokenSample>, DeviceFailure> {
     let mut rows = Rows::new(1, data.sequence());
-    let mut drawn = Vec::new();
-    for row in 0..data.rows().min(LOOKED_AT) {
+    let mut samples = Vec::new();
+    for row in 0..data.rows().min(ROWS_SEARCHED) {
         data.read([row], &mut rows)?;
-        // Only the first document of the row.
+        // Uses only the first document of the row.
         let document = rows.document_start.iter().take_while(|&&start| start == 0).count();
         let Some(first) = rows.labels[..document].iter().position(|&label| label >= 0) else { continue };
-        let length = if first == 0 { document.min(PROMPT) } else { first + 1 };
+        let length = if first == 0 { document.min(PROMPT_TOKENS) } else { first + 1 };
         let expected = rows.labels[length - 1..document].iter().copied().take_while(|&label| label >= 0);
-        let expected: Vec<i32> = expected.take(ANSWER).collect();
-        let room = engine.capacity();
-        // The last token of an answer is not read again.
-        if expected.is_empty() || length + expected.len() - 1 > room {
+        let expected: Vec<i32> = expected.take(ANSWER_TOKENS_MAX).collect();
+        let capacity = decoder.capacity();
+        // The last token of an answer is not put into the cache.
+        if expected.is_empty() || length + expected.len() - 1 > capacity {
             continue;
         }
         let prompt = rows.tokens[..length].to_vec();
-        let answer = generate(engine, &prompt, expected.len(), room, &config.eos, &Sampling::GREEDY)?;
-        drawn.push(Drawn { prompt, answer, expected });
-        if drawn.len() == SHOWN {
+        let answer = generate(decoder, &prompt, expected.len(), capacity, &config.eos, &Sampling::GREEDY)?;
+        samples.push(TokenSample { prompt, answer, expected });
+        if samples.len() == SAMPLES_SHOWN {
             break;
         }
     }
-    Ok(drawn)
+    Ok(samples)
 }
 
-/// Samples as text.
+/// Decodes samples to text with the `tokenizer.json` at `tokenizer`.
 ///
 /// # Errors
 /// A tokenizer that cannot be read.
-pub fn readable(drawn: &[Drawn], tokenizer: &Path) -> Result<Vec<Sample>, Failure> {
+pub fn decode_samples(samples: &[TokenSample], tokenizer: &Path) -> Result<Vec<Sample>, Failure> {
     let tokenizer = Tokenizer::load(tokenizer)?;
     let text = |ids: &[i32]| tokenizer.decode(&ids.iter().map(|&id| id as u32).collect::<Vec<_>>());
-    let sample =
-        |d: &Drawn| Ok(Sample { prompt: text(&d.prompt)?, answer: text(&d.answer)?, expected: text(&d.expected)? });
-    drawn.iter().map(sample).collect()
+    let sample = |d: &TokenSample| {
+        Ok(Sample { prompt: text(&d.prompt)?, answer: text(&d.answer)?, expected: text(&d.expected)? })
+    };
+    samples.iter().map(sample).collect()
 }
 
 #[cfg(test)]
@@ -182,7 +194,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn draws_are_a_function_of_the_seed_and_follow_the_weights() {
+    fn draws_depend_on_seed_and_follow_weights() {
         let logits = [0.0, 2f64.ln(), 5f64.ln()];
         let sampling = Sampling { temperature: 1.0, top_k: 0, top_p: 1.0, seed: 7 };
         let mut counts = [0; 3];
@@ -197,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn cuts_keep_only_the_most_likely() {
+    fn top_k_and_top_p_keep_most_likely() {
         let logits = [1.0, 3.0, 2.0, 0.0];
         let base = Sampling { temperature: 1.0, top_k: 0, top_p: 1.0, seed: 1 };
         let drawn = |s: Sampling| (0..500).map(|p| s.choose(&logits, p)).collect::<std::collections::BTreeSet<_>>();

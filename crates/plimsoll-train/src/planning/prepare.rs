@@ -1,65 +1,55 @@
-//! What a training run needs before its device is opened: model, data, and a plan with measured charges.
+//! Preparation of a training run: opens model and data, measures charges, and plans. The devices themselves are opened later.
 
-use crate::session::checkpoint::CheckpointInfo;
-use crate::session::engine::Engine;
-use crate::session::spaces::ModelSource;
-use crate::session::trouble::Trouble;
-use crate::team::open::settle_gpu;
-// For the far end, which has no plan.
-use crate::config::{LoraSection, RunFile, TeamOf};
+use super::charges::{
+    ProgramCharges, SingleDevicePlan, add_team_charges, plan_single_device, plan_with_program_charges,
+    program_heap_bytes,
+};
+use super::plan::planned_workload;
+use super::request::{evaluation_schedule, host_spec, plan_request, share_request, staging_bytes, team_request};
+use crate::config::LoraSection;
 use crate::data::{self, DataSpec, Dataset};
+use crate::fault_injection::TargetDevice;
 use crate::files::AdapterDir;
-use crate::planning::charges::{
-    NEAR_BYTES, WAVER_BYTES, charge_team, charges, charges_less, one_of, programs_bytes, settle_charges, with_programs,
+use crate::resolve::charges::{
+    NEAR_FIT_BYTES, RESIDENT_VARIATION_BYTES, process_charges, process_charges_minus, set_process_charges,
 };
-use crate::resolve::{
-    Model, Resolved, Work, disturbed, evaluations, host, learned, plan_of_what, question, staging, team_question,
-    write_example,
-};
-use plimsoll_core::{Algorithms, Bytes, DeviceKind, DeviceSpec, Failure, Member, Plan, Recipe, Sharing};
+use crate::resolve::devices::{contention_note, shortfall_note};
+use crate::resolve::{Model, Resolved, RunRequest, Workload, write_example};
+use crate::team::open::measure_gpu_charges;
+use plimsoll_core::{Bytes, DeviceKind, DeviceSpec, Failure, GemmAlgorithms, Parallelism, Plan, Recipe, WorkerPlan};
 use plimsoll_device::{calibration, process};
-use plimsoll_plan::search::{Answer, Question, plan_of, search};
+use plimsoll_plan::search::{PlanOutcome, PlanRequest, plan_recipe, search};
 use plimsoll_plan::team::{
-    self, Evaluations, Only, TeamAnswer, TeamQuestion, plan_of_team, say_what_would_use, share_out, share_out_if_fits,
+    self, EvaluationSchedule, TeamConstraint, TeamOutcome, TeamRequest, add_device_remedies, plan_fixed_team,
+    plan_team_if_fits,
 };
-use plimsoll_program::{ProgramSet, Share};
+use plimsoll_program::Share;
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 
-/// What a run was planned with before, and is planned with again where it still fits.
+/// The plan of an earlier part of a run, or a stored plan. A run uses it again if it still fits.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Known {
-    /// The recipe of its first device.
+pub struct PreviousPlan {
+    /// Recipe of the first device.
     pub recipe: Recipe,
-    /// The charges of that.
+    /// Charges of the first device.
     pub charges_bytes: Bytes,
-    /// What the products of its GPU were done with.
-    pub algorithms: Option<Algorithms>,
-    /// How its team shared the work.
-    pub sharing: Option<Sharing>,
-    /// What each device of the team did; none for one device.
-    pub team: Vec<Member>,
+    /// Matrix product algorithms of the first device, if it is a GPU.
+    pub algorithms: Option<GemmAlgorithms>,
+    /// Parallelism of the team; `None` for one device.
+    pub parallelism: Option<Parallelism>,
+    /// Plan of each worker, in rank order; empty for one device.
+    pub team: Vec<WorkerPlan>,
 }
 
-impl Known {
-    /// What a checkpoint says.
-    pub fn of(info: &CheckpointInfo) -> Known {
-        Known {
-            recipe: info.recipe.clone(),
-            charges_bytes: info.charges_bytes,
-            algorithms: info.algorithms.clone(),
-            sharing: info.sharing,
-            team: info.team.clone(),
-        }
-    }
-
-    /// What a plan says.
-    pub fn of_plan(plan: &Plan) -> Option<Known> {
-        Some(Known {
+impl PreviousPlan {
+    /// Takes over a stored plan; `None` if it has no devices.
+    pub fn from_plan(plan: &Plan) -> Option<PreviousPlan> {
+        Some(PreviousPlan {
             recipe: plan.recipe.clone(),
             charges_bytes: plan.devices.first()?.charges_bytes,
             algorithms: plan.algorithms.clone(),
-            sharing: plan.sharing,
+            parallelism: plan.parallelism,
             team: plan.team.clone(),
         })
     }
@@ -67,337 +57,378 @@ impl Known {
 
 /// The part of a run that one device does.
 #[derive(Clone, Debug)]
-pub struct Part {
-    /// The device; its charges are those that were planned with.
+pub struct WorkerAssignment {
+    /// The device, with the charges that the plan was made with.
     pub device: DeviceSpec,
-    /// What of each step is its own.
+    /// Its share of the weights, state and layers.
     pub share: Share,
-    /// Sequences of each step that it computes.
+    /// Number of sequences of each step that it computes.
     pub sequences: u64,
-    /// Its plan, as if it were alone with its share.
-    pub answer: Answer,
-    /// What its products were done with before, where it is a GPU and the run is not new.
-    pub algorithms: Option<Algorithms>,
+    /// The plan and Programs of its share.
+    pub outcome: PlanOutcome,
+    /// Matrix product algorithms of an earlier part of the run, if it is a GPU.
+    pub algorithms: Option<GemmAlgorithms>,
 }
 
-impl Part {
-    /// Its device with its Programs: for rehearsals.
-    pub(crate) fn on_stage(&self) -> (&str, &ProgramSet) {
-        (&self.device.name, &self.answer.set)
+impl WorkerAssignment {
+    /// Returns the device with its Programs, as a target of fault injection.
+    pub(crate) fn fault_target(&self) -> TargetDevice<'_> {
+        TargetDevice { name: &self.device.name, programs: &self.outcome.set }
     }
 
-    /// What to ask the planner about it.
+    /// Returns the request to plan this share of the run.
     ///
     /// # Errors
-    /// Pins that do not go with the model.
-    pub fn question<'a>(&'a self, run: &RunFile, model: &'a Model) -> Result<Question<'a>, Failure> {
-        question_of(run, model, &self.device, &self.share, self.sequences)
+    /// Pinned choices that do not match the model.
+    pub fn plan_request<'a>(&'a self, run: &RunRequest, model: &'a Model) -> Result<PlanRequest<'a>, Failure> {
+        share_request(run, model, &self.device, &self.share, self.sequences)
     }
 }
 
-/// What to ask the planner about a device's share of a training run.
-///
-/// # Errors
-/// Pins that do not go with the model.
-pub(crate) fn question_of<'a>(
-    run: &RunFile,
-    model: &'a Model,
-    device: &'a DeviceSpec,
-    share: &Share,
-    sequences: u64,
-) -> Result<Question<'a>, Failure> {
-    Ok(question(run, model, device, Work::Train)?.of_share(share, sequences))
-}
-
-/// The plan of a run: the whole, and the part of each device in the order of ranks.
+/// The plan of a run with the assignment of each worker.
 #[derive(Clone, Debug)]
-pub struct Planned {
-    /// As it is written down.
+pub struct TeamPlan {
+    /// The plan of the whole run, as it is written to `plan.json`.
     pub plan: Plan,
-    /// One for each device that takes part.
-    pub parts: Vec<Part>,
-    /// What a device beside them does: it evaluates.
-    pub evaluator: Option<Part>,
-    /// The load line of the host that all have together.
+    /// Assignment of each worker, in rank order.
+    pub assignments: Vec<WorkerAssignment>,
+    /// Assignment of a device outside the team that evaluates.
+    pub evaluator: Option<WorkerAssignment>,
+    /// Load line of the host memory that all workers share.
     pub host: Bytes,
 }
 
-impl Planned {
-    /// One device does it all.
-    fn alone(device: &DeviceSpec, run: &RunFile, answer: Answer, known: Option<&Known>) -> Planned {
-        let (device, share, sequences) = (device.clone(), Share::ALONE, run.batch_sequences());
-        let algorithms = known.and_then(|known| known.algorithms.clone());
-        let plan = answer.plan.clone();
-        let host = plan.host.budget_bytes;
-        Planned { plan, parts: vec![Part { device, share, sequences, answer, algorithms }], evaluator: None, host }
+impl TeamPlan {
+    /// Creates the plan of a run on one device.
+    fn of_one_device(
+        device: &DeviceSpec,
+        run: &RunRequest,
+        outcome: PlanOutcome,
+        previous: Option<&PreviousPlan>,
+    ) -> TeamPlan {
+        let algorithms = previous.and_then(|previous| previous.algorithms.clone());
+        let (plan, host) = (outcome.plan.clone(), outcome.plan.host.budget_bytes);
+        let assignment = WorkerAssignment {
+            device: device.clone(),
+            share: Share::SINGLE_DEVICE,
+            sequences: run.batch_sequences(),
+            outcome,
+            algorithms,
+        };
+        TeamPlan { plan, assignments: vec![assignment], evaluator: None, host }
     }
 
-    /// A device that was planned with less than its load line has this one.
-    pub(crate) fn has_line(&mut self, name: &str, budget: Bytes) {
-        for part in self.parts.iter_mut().chain(&mut self.evaluator).filter(|part| part.device.name == name) {
-            part.device.budget = budget;
-            part.answer.plan.devices[0].budget_bytes = budget;
+    /// Sets the load line of a device that was planned with a lower one.
+    pub(crate) fn set_budget(&mut self, name: &str, budget: Bytes) {
+        for assignment in self.all_assignments_mut().filter(|assignment| assignment.device.name == name) {
+            assignment.device.budget = budget;
+            assignment.outcome.plan.devices[0].budget_bytes = budget;
         }
         let devices = self.plan.devices.iter_mut().filter(|device| device.name == name);
         devices.for_each(|device| device.budget_bytes = budget);
     }
 
-    /// All that devices are opened for.
-    fn all(&mut self) -> impl Iterator<Item = &mut Part> {
-        self.parts.iter_mut().chain(&mut self.evaluator)
+    /// Returns the assignments of all workers and of the evaluator.
+    fn all_assignments_mut(&mut self) -> impl Iterator<Item = &mut WorkerAssignment> {
+        self.assignments.iter_mut().chain(&mut self.evaluator)
     }
 }
 
-/// All that a run needs, before its device is opened.
-pub struct Prepared {
-    /// The run file, with the paths of the example's files where it is the example's.
-    pub run: RunFile,
-    /// Model and device; the device's charges are measured.
+/// A run that is ready to open its devices.
+pub struct PreparedRun {
+    /// The request. If the run is the built-in example, it names the files that were written for it.
+    pub run: RunRequest,
+    /// Model and device; the charges of the device are measured.
     pub resolved: Resolved,
-    /// What is trained on.
+    /// Training data.
     pub train: Dataset,
-    /// What is evaluated on.
+    /// Evaluation data.
     pub eval: Option<Dataset>,
     /// The plan.
-    pub planned: Planned,
-    /// Whether making tokens has left this process with more than one is charged with that finds them made.
-    pub left_over: bool,
+    pub planned: TeamPlan,
+    /// Whether tokenizing the data has raised the charges of this process. A new process that finds the tokens cached would be
+    /// charged less.
+    pub process_grew: bool,
 }
 
-/// Opens model and data and plans. The recipe of `known` is used again where it still fits.
+/// Opens model and data, and plans. The plan of an earlier part of the run is used again if it still fits. The result may hold
+/// a plan that does not fit.
 ///
 /// # Errors
-/// What is wrong with the run file, the model or the data. A plan that does not fit is none.
-pub fn prepare(mut run: RunFile, known: Option<&Known>) -> Result<Prepared, Failure> {
+/// An invalid run file, model or data.
+pub fn prepare(mut run: RunRequest, previous: Option<&PreviousPlan>) -> Result<PreparedRun, Failure> {
     write_example(&mut run)?;
-    // What needs no rates is said before any are measured.
+    // Errors that need no rates are reported before rates are measured.
     let model = Model::open(&run)?;
     model.check_weights(&run)?;
     for patterns in [&run.data.train, &run.data.eval].into_iter().filter(|patterns| !patterns.is_empty()) {
-        data::files(patterns, run.data.format)?;
+        data::list_files(patterns, run.data.format)?;
     }
-    let mut resolved = Resolved::to_run(&run, model, Work::Train)?;
+    let mut resolved = Resolved::for_run(&run, model, Workload::Train)?;
     run.decide_precision(resolved.device.kind);
-    let open = |patterns: &[String]| dataset(&run, &resolved.model, patterns, resolved.device.threads as usize);
-    let before = charges(run.batch_sequences(), u64::from(run.data.sequence));
+    let open = |patterns: &[String]| open_dataset(&run, &resolved.model, patterns, resolved.device.threads as usize);
+    let charges_before = process_charges(run.batch_sequences(), u64::from(run.data.sequence));
     let train = open(&run.data.train)?;
     let eval = if run.data.eval.is_empty() { None } else { Some(open(&run.data.eval)?) };
-    let left_over = charges(run.batch_sequences(), u64::from(run.data.sequence)) > before;
+    let process_grew = process_charges(run.batch_sequences(), u64::from(run.data.sequence)) > charges_before;
     let mut planned = if resolved.others.is_empty() {
-        let answer = planned_alone(&mut resolved, &run, known)?;
-        Planned::alone(&resolved.device, &run, answer, known)
+        let outcome = plan_one_device(&mut resolved, &run, previous)?;
+        TeamPlan::of_one_device(&resolved.device, &run, outcome, previous)
     } else {
-        planned_team(&mut resolved, &run, known, evaluations(&run, eval.as_ref().map(Dataset::rows)))?
+        let evaluations = evaluation_schedule(&run, eval.as_ref().map(Dataset::rows));
+        plan_team(&mut resolved, &run, previous, evaluations)?
     };
     if !planned.plan.fits {
-        // What a team held is nothing that a processor is charged with.
-        let known = known.filter(|known| known.team.is_empty());
-        let on_cpu = resolved.on_cpu(&run, &planned.plan, |resolved, run| planned_alone(resolved, run, known))?;
-        planned = on_cpu.map_or(planned, |answer| Planned::alone(&resolved.device, &run, answer, known));
+        // The charges of a team do not apply to a processor alone.
+        let previous = previous.filter(|previous| previous.team.is_empty());
+        let on_cpu =
+            resolved.fall_back_to_cpu(&run, &planned.plan, |resolved, run| plan_one_device(resolved, run, previous))?;
+        planned = on_cpu.map_or(planned, |outcome| TeamPlan::of_one_device(&resolved.device, &run, outcome, previous));
     }
-    planned.plan.learned = planned.parts.iter().find_map(|part| learned(&part.device));
-    planned.plan.disturbed = disturbed();
-    planned.plan.of = Some(plan_of_what(&run, &resolved.model.config));
+    planned.plan.shortfall_note = planned.assignments.iter().find_map(|assignment| shortfall_note(&assignment.device));
+    planned.plan.contention_note = contention_note();
+    planned.plan.planned_for = Some(planned_workload(&run, &resolved.model.config));
     if planned.plan.fits {
         run.decide_rungs(&planned.plan.rungs);
     }
     if let Some(adapter) = &resolved.model.adapter {
         run.lora = LoraSection { dropout: run.lora.dropout, ..adapter_section(adapter) };
     }
-    Ok(Prepared { run, resolved, train, eval, planned, left_over })
+    Ok(PreparedRun { run, resolved, train, eval, planned, process_grew })
 }
 
-/// The plan for the device that there is, whose charges are measured now.
-fn planned_alone(resolved: &mut Resolved, run: &RunFile, known: Option<&Known>) -> Result<Answer, Failure> {
-    settle_charges(&mut resolved.device, run.batch_sequences(), u64::from(run.data.sequence));
+/// Plans for the only device, and measures its charges.
+fn plan_one_device(
+    resolved: &mut Resolved,
+    run: &RunRequest,
+    previous: Option<&PreviousPlan>,
+) -> Result<PlanOutcome, Failure> {
+    set_process_charges(&mut resolved.device, run.batch_sequences(), u64::from(run.data.sequence));
     let measured = resolved.device.charges;
-    let near = charges_less(NEAR_BYTES, run.batch_sequences(), u64::from(run.data.sequence));
-    let before = known.map(|known| known.charges_bytes).filter(|&before| measured <= before + WAVER_BYTES);
-    match known {
-        // Nobody has measured that GPU here, but the run itself has.
-        Some(known) if resolved.device.kind == DeviceKind::Cuda && !resolved.device.charges_measured => {
-            (resolved.device.charges, resolved.device.charges_measured) = (known.charges_bytes, true);
+    let near_fit = process_charges_minus(NEAR_FIT_BYTES, run.batch_sequences(), u64::from(run.data.sequence));
+    let previous_charges = previous.map(|previous| previous.charges_bytes);
+    let previous_charges = previous_charges.filter(|&charges| measured <= charges + RESIDENT_VARIATION_BYTES);
+    match previous {
+        // This GPU is unmeasured on this machine, but the run has measured it before.
+        Some(previous) if resolved.device.kind == DeviceKind::Cuda && !resolved.device.charges_measured => {
+            (resolved.device.charges, resolved.device.charges_measured) = (previous.charges_bytes, true);
         }
-        _ => resolved.device.charges = before.unwrap_or(measured),
+        _ => resolved.device.charges = previous_charges.unwrap_or(measured),
     }
-    let ask = |resolved: &Resolved| -> Result<Answer, Failure> {
-        let question = resolved.question(run, Work::Train)?;
-        let again = known.map(|known| &known.recipe).filter(|recipe| recipe.micro_batch > 0);
-        let again = again.filter(|recipe| is_of(recipe, None, run, &resolved.model));
-        let again = again.map(|recipe| plan_of(&question, recipe)).filter(|answer| answer.plan.fits);
-        Ok(again.unwrap_or_else(|| search(&question)))
+    let plan = |resolved: &Resolved| -> Result<PlanOutcome, Failure> {
+        let request = resolved.plan_request(run, Workload::Train)?;
+        let recipe = previous.map(|previous| &previous.recipe).filter(|recipe| recipe.micro_batch > 0);
+        let recipe = recipe.filter(|recipe| is_recipe_of_run(recipe, None, run, &resolved.model));
+        let again = recipe.map(|recipe| plan_recipe(&request, recipe)).filter(|outcome| outcome.plan.fits);
+        Ok(again.unwrap_or_else(|| search(&request)))
     };
-    let mut answer = ask(resolved)?;
-    if settle_gpu(&mut resolved.device, &answer, run.scratch())? {
-        answer = ask(resolved)?;
+    let mut outcome = plan(resolved)?;
+    if measure_gpu_charges(&mut resolved.device, &outcome, run.scratch_folder())? {
+        outcome = plan(resolved)?;
     }
-    if resolved.device.kind == DeviceKind::Cuda || before.is_some() {
-        return Ok(answer);
+    if resolved.device.kind == DeviceKind::Cuda || previous_charges.is_some() {
+        return Ok(outcome);
     }
-    let answer = with_own_programs(resolved, run, answer)?;
-    if answer.plan.fits || near >= measured || !resolved.device.in_process() {
-        return Ok(answer);
+    let outcome = charge_programs(resolved, run, outcome)?;
+    if outcome.plan.fits || near_fit >= measured || !resolved.device.in_process() {
+        return Ok(outcome);
     }
-    let refused = resolved.device.charges;
-    resolved.device.charges = near;
-    let found = ask(resolved)?;
-    let found = with_own_programs(resolved, run, found)?;
-    if found.plan.fits {
-        return Ok(found);
+    let refused_charges = resolved.device.charges;
+    resolved.device.charges = near_fit;
+    let near_outcome = plan(resolved)?;
+    let near_outcome = charge_programs(resolved, run, near_outcome)?;
+    if near_outcome.plan.fits {
+        return Ok(near_outcome);
     }
-    resolved.device.charges = refused;
-    Ok(answer)
+    resolved.device.charges = refused_charges;
+    Ok(outcome)
 }
 
-/// The same plan with its Programs charged, or another that they leave room for.
-fn with_own_programs(resolved: &mut Resolved, run: &RunFile, answer: Answer) -> Result<Answer, Failure> {
-    let mut found = Some(answer);
-    with_programs(std::slice::from_mut(&mut resolved.device), |devices| {
-        let search = || Ok::<_, Failure>(search(&question(run, &resolved.model, &devices[0], Work::Train)?));
-        let answer = found.take().map_or_else(search, Ok)?;
-        let programs = answer.plan.fits.then(|| programs_bytes([&answer.set]));
-        Ok((answer, programs))
+/// Charges the Programs of `outcome`, and plans again if the charges do not cover them yet.
+fn charge_programs(resolved: &mut Resolved, run: &RunRequest, outcome: PlanOutcome) -> Result<PlanOutcome, Failure> {
+    let Resolved { model, device, .. } = resolved;
+    let mut first = Some(outcome);
+    plan_with_program_charges(std::slice::from_mut(device), |devices| {
+        let plan_again = || Ok::<_, Failure>(search(&plan_request(run, model, &devices[0], Workload::Train)?));
+        let outcome = first.take().map_or_else(plan_again, Ok)?;
+        let program_bytes = outcome.plan.fits.then(|| program_heap_bytes([&outcome.set]));
+        Ok((outcome, program_bytes))
     })
 }
 
-/// The plan of several devices, whose charges are measured now: each could hold what this process holds beside arenas.
-fn planned_team(
+/// Plans for several devices, and measures their charges: each device in this process is charged with the whole process.
+fn plan_team(
     resolved: &mut Resolved,
-    run: &RunFile,
-    known: Option<&Known>,
-    evaluations: Option<Evaluations>,
-) -> Result<Planned, Failure> {
+    run: &RunRequest,
+    previous: Option<&PreviousPlan>,
+    evaluations: Option<EvaluationSchedule>,
+) -> Result<TeamPlan, Failure> {
     let mut devices = vec![resolved.device.clone()];
     devices.extend(resolved.others.iter().cloned());
     for device in &mut devices {
-        settle_charges(device, run.batch_sequences(), u64::from(run.data.sequence));
+        set_process_charges(device, run.batch_sequences(), u64::from(run.data.sequence));
     }
-    let alone: Vec<Bytes> = devices.iter().map(|device| device.charges).collect();
-    charge_team(&mut devices, run);
-    let before = known.map(|known| known.charges_bytes);
+    let charges_alone: Vec<Bytes> = devices.iter().map(|device| device.charges).collect();
+    add_team_charges(&mut devices, run);
+    let previous_charges = previous.map(|previous| previous.charges_bytes);
     for device in devices.iter_mut().filter(|device| device.in_process()) {
-        device.charges = before.filter(|&before| device.charges <= before + WAVER_BYTES).unwrap_or(device.charges);
+        let usable = previous_charges.filter(|&charges| device.charges <= charges + RESIDENT_VARIATION_BYTES);
+        device.charges = usable.unwrap_or(device.charges);
     }
-    let bare: Vec<Bytes> = devices.iter().map(|device| device.charges).collect();
-    let others = staging(&resolved.others);
-    let host = host(run, &resolved.device)?.budget.saturating_sub(others);
-    let mut counted = Bytes::ZERO;
+    let mut charges = ProgramCharges::new(&devices);
+    let host = host_spec(run, &resolved.device)?.budget.saturating_sub(staging_bytes(&resolved.others));
     loop {
-        let mut planned = share_among(run, &resolved.model, &devices, host, known, None, evaluations)?;
-        let mut settled = false;
-        for part in planned.all() {
-            if settle_gpu(&mut part.device, &part.answer, run.scratch())? {
-                let device = devices.iter_mut().find(|device| device.name == part.device.name);
-                *device.expect("it is one of them") = part.device.clone();
-                settled = true;
+        let mut planned = plan_assignments(run, &resolved.model, &devices, host, previous, None, evaluations)?;
+        let mut measured_any = false;
+        for assignment in planned.all_assignments_mut() {
+            if measure_gpu_charges(&mut assignment.device, &assignment.outcome, run.scratch_folder())? {
+                let device = devices.iter_mut().find(|device| device.name == assignment.device.name);
+                *device.expect("the plan uses these devices") = assignment.device.clone();
+                measured_any = true;
             }
         }
-        // The Programs of all devices are in this process.
-        let programs = programs_bytes(planned.all().map(|part| &part.answer.set));
-        if !settled && (before.is_some() || !planned.plan.fits || programs <= counted) {
-            if !planned.plan.fits && run.run.team != TeamOf::All {
-                let by_one = one_of(&mut devices, &alone, |devices| {
-                    let only = Some(Only::Sharing(Sharing::Batch));
-                    let planned = share_among(run, &resolved.model, devices, host, None, only, None)?;
-                    let [part] = &planned.parts[..] else { return Ok(None) };
-                    let (name, seconds) = (part.device.name.clone(), planned.plan.predicted.step_seconds);
-                    let programs = programs_bytes([&part.answer.set]);
-                    Ok(planned.plan.fits.then_some((planned, name, seconds, programs)))
-                })?;
-                planned = by_one.unwrap_or(planned);
-            }
-            // Who goes on has the team that it had.
-            if known.is_none() {
-                let team = team_of(run, &resolved.model, &devices, host)?;
-                say_what_would_use(&team, &run.devices(), &mut planned.plan);
-            }
-            // Who is left out may be needed later.
-            resolved.device = devices.remove(0);
-            resolved.others = devices;
-            return Ok(planned);
+        // All Programs are in this process. A previous plan was made with charges that cover them.
+        let may_raise = measured_any || previous_charges.is_none() && planned.plan.fits;
+        let program_bytes = program_heap_bytes(planned.all_assignments_mut().map(|assignment| &assignment.outcome.set));
+        let raised = may_raise && charges.raise(&mut devices, program_bytes);
+        if measured_any || raised {
+            continue;
         }
-        counted = counted.max(programs);
-        for (device, bare) in devices.iter_mut().zip(&bare).filter(|(device, _)| device.kind != DeviceKind::Cuda) {
-            device.charges = *bare + counted;
+        if !planned.plan.fits && run.run.parallelism.allows_single_device() {
+            let single = plan_one_of_team(run, &resolved.model, &mut devices, &charges_alone, host)?;
+            planned = single.unwrap_or(planned);
         }
+        // A resumed run keeps its team, so it needs no remarks about excluded devices.
+        if previous.is_none() {
+            let request = team_request_beside(run, &resolved.model, &devices, host)?;
+            add_device_remedies(&request, &run.devices(), &mut planned.plan);
+        }
+        // Excluded devices may be needed later, so all devices are kept.
+        resolved.device = devices.remove(0);
+        resolved.others = devices;
+        return Ok(planned);
     }
 }
 
-/// Shares a run out among devices; in the way of `known` where that is a way of these devices and still fits. `only` says that
-/// no other way comes into question, and `evaluations` may be made by a device that is left out.
-///
-/// # Errors
-/// Pins that do not go with the model.
-pub(crate) fn share_among(
-    run: &RunFile,
+/// Plans a run for one of several devices that do not fit together, see [`plan_single_device`].
+fn plan_one_of_team(
+    run: &RunRequest,
     model: &Model,
-    devices: &[DeviceSpec],
+    devices: &mut Vec<DeviceSpec>,
+    charges_alone: &[Bytes],
     host: Bytes,
-    known: Option<&Known>,
-    only: Option<Only>,
-    evaluations: Option<Evaluations>,
-) -> Result<Planned, Failure> {
-    let team = TeamQuestion { only, evaluations, ..team_of(run, model, devices, host)? };
-    let again = known.filter(|known| !known.team.is_empty()).map(|known| &known.team);
-    let again = again.filter(|team| team.iter().all(|member| devices.iter().any(|d| d.name == member.device)));
-    let again = again.filter(|team| team.iter().all(|member| is_of(&member.recipe, member.layers, run, model)));
-    let again = again.map(|members| plan_of_team(&team, members)).filter(|answer| answer.plan.fits);
-    let answer = again.unwrap_or_else(|| share_out(&team));
-    Ok(planned_for(devices, host, known, answer))
+) -> Result<Option<TeamPlan>, Failure> {
+    plan_single_device(devices, charges_alone, |devices| {
+        let constraint = Some(TeamConstraint::Parallelism(Parallelism::Data));
+        let outcome = plan_assignments(run, model, devices, host, None, constraint, None)?;
+        let [assignment] = &outcome.assignments[..] else { return Ok(None) };
+        let device = assignment.device.name.clone();
+        let program_bytes = program_heap_bytes([&assignment.outcome.set]);
+        let (fits, step_seconds) = (outcome.plan.fits, outcome.plan.predicted.step_seconds);
+        Ok(fits.then_some(SingleDevicePlan { outcome, device, step_seconds, program_bytes }))
+    })
 }
 
-/// The same for a run that is under way, beside arenas that are full: nothing where it does not fit, and what planning took
-/// goes back.
+/// Plans a run for a team of `devices`. The previous plan is used again if it is a plan for these devices and still fits. `constraint`
+/// restricts the kind of parallelism; without it `run.parallelism` does. `evaluations` may be assigned to a device outside the
+/// team.
 ///
 /// # Errors
-/// As [`share_among`].
-pub(crate) fn share_if_fits(
-    run: &RunFile,
+/// Pinned choices that do not match the model.
+pub(crate) fn plan_assignments(
+    run: &RunRequest,
     model: &Model,
     devices: &[DeviceSpec],
     host: Bytes,
-    only: Option<Only>,
-) -> Result<Option<Planned>, Failure> {
-    let team = TeamQuestion { only, ..team_of(run, model, devices, host)? };
-    let planned = share_out_if_fits(&team).map(|answer| planned_for(devices, host, None, answer));
-    process::give_back();
+    previous: Option<&PreviousPlan>,
+    constraint: Option<TeamConstraint>,
+    evaluations: Option<EvaluationSchedule>,
+) -> Result<TeamPlan, Failure> {
+    let request = team_request_beside(run, model, devices, host)?;
+    let constraint = constraint.or(request.constraint.clone());
+    let request = TeamRequest { constraint, evaluations, ..request };
+    let team = previous.filter(|previous| is_team_of_run(previous, devices, run, model)).map(|previous| &previous.team);
+    let again = team.map(|workers| plan_fixed_team(&request, workers)).filter(|outcome| outcome.plan.fits);
+    let outcome = again.unwrap_or_else(|| team::plan_team(&request));
+    Ok(assign_devices(devices, host, previous, outcome))
+}
+
+/// Plans a run that is active, while its arenas are allocated, for a team of `devices`. Returns `None` if no plan fits. Frees
+/// the memory that planning took.
+///
+/// # Errors
+/// Pinned choices that do not match the model.
+pub(crate) fn plan_assignments_if_fit(
+    run: &RunRequest,
+    model: &Model,
+    devices: &[DeviceSpec],
+    host: Bytes,
+    constraint: Option<TeamConstraint>,
+) -> Result<Option<TeamPlan>, Failure> {
+    let request = team_request_beside(run, model, devices, host)?;
+    let constraint = constraint.or(request.constraint.clone());
+    let outcome = plan_team_if_fits(&TeamRequest { constraint, ..request });
+    let planned = outcome.map(|outcome| assign_devices(devices, host, None, outcome));
+    process::trim_heap();
     Ok(planned)
 }
 
-fn planned_for(devices: &[DeviceSpec], host: Bytes, known: Option<&Known>, answer: TeamAnswer) -> Planned {
-    let TeamAnswer { parts, plan, evaluator } = answer;
-    let opened = |part: team::Part| {
-        let device = devices[part.device].clone();
-        let before = known.and_then(|known| known.team.iter().find(|member| member.device == device.name));
-        let algorithms = before.and_then(|member| member.algorithms.clone());
-        Part { device, share: part.share, sequences: part.sequences, answer: part.answer, algorithms }
+/// Combines the plan of a team with its devices.
+fn assign_devices(
+    devices: &[DeviceSpec],
+    host: Bytes,
+    previous: Option<&PreviousPlan>,
+    outcome: TeamOutcome,
+) -> TeamPlan {
+    let TeamOutcome { workers, plan, evaluator } = outcome;
+    let assign = |worker: team::PlannedWorker| {
+        let device = devices[worker.device].clone();
+        let before = previous.and_then(|previous| previous.team.iter().find(|before| before.device == device.name));
+        let algorithms = before.and_then(|worker| worker.algorithms.clone());
+        WorkerAssignment {
+            device,
+            share: worker.share,
+            sequences: worker.sequences,
+            outcome: worker.outcome,
+            algorithms,
+        }
     };
-    Planned { parts: parts.into_iter().map(opened).collect(), plan, evaluator: evaluator.map(opened), host }
+    TeamPlan { assignments: workers.into_iter().map(assign).collect(), plan, evaluator: evaluator.map(assign), host }
 }
 
-/// What to ask the planner about these devices, beside such a host.
-fn team_of<'a>(
-    run: &RunFile,
+/// Returns the request for a team with a host load line that was determined before. What is free on the host now is what this
+/// run leaves, so it does not count.
+fn team_request_beside<'a>(
+    run: &RunRequest,
     model: &'a Model,
     devices: &'a [DeviceSpec],
     host: Bytes,
-) -> Result<TeamQuestion<'a>, Failure> {
-    let mut team = TeamQuestion { host, ..team_question(run, model, devices)? };
-    // What is free now is what this run leaves.
-    let beside = team.devices.iter_mut().filter(|question| question.host.budget > Bytes::ZERO);
-    beside.for_each(|question| question.host.budget = host);
+) -> Result<TeamRequest<'a>, Failure> {
+    let mut team = TeamRequest { host, ..team_request(run, model, devices)? };
+    let offloading = team.devices.iter_mut().filter(|request| request.host.budget > Bytes::ZERO);
+    offloading.for_each(|request| request.host.budget = host);
     Ok(team)
 }
 
-/// Adapters that are trained on are what they were.
+/// Returns the `[lora]` section of adapters that are trained further: it cannot change.
 fn adapter_section(adapter: &AdapterDir) -> LoraSection {
     let targets = adapter.targets.iter().map(|target| target.name().to_owned()).collect();
     LoraSection { rank: adapter.rank as u32, alpha: adapter.alpha, dropout: 0.0, targets }
 }
 
-/// Whether a recipe, of a stage of a pipeline perhaps, or of a device that computes no sequences, can be one of this run: its
-/// file may have been changed since.
-fn is_of(recipe: &Recipe, layers: Option<[u64; 2]>, run: &RunFile, model: &Model) -> bool {
+/// Returns whether a previous plan is a plan of a team of these devices, and complies with the run file.
+fn is_team_of_run(previous: &PreviousPlan, devices: &[DeviceSpec], run: &RunRequest, model: &Model) -> bool {
+    let PreviousPlan { team, parallelism, .. } = previous;
+    let has_device = |worker: &WorkerPlan| devices.iter().any(|device| device.name == worker.device);
+    !team.is_empty()
+        && run.run.parallelism.pinned().is_none_or(|pinned| *parallelism == Some(pinned))
+        && team.iter().all(has_device)
+        && team.iter().all(|worker| is_recipe_of_run(&worker.recipe, worker.layers, run, model))
+}
+
+/// Returns whether a recipe complies with the run file, which may have been changed since the recipe was made. `layers` are
+/// those of a pipeline stage. A storage-only worker has a micro-batch of zero.
+fn is_recipe_of_run(recipe: &Recipe, layers: Option<[u64; 2]>, run: &RunRequest, model: &Model) -> bool {
     let [first, end] = layers.unwrap_or([0, model.config.layers]);
     let all = &run.recipe.recompute;
     let pinned = all.get(first as usize..end as usize).unwrap_or(all);
@@ -409,12 +440,12 @@ fn is_of(recipe: &Recipe, layers: Option<[u64; 2]>, run: &RunFile, model: &Model
         && (pinned == recipe.recompute || recipe.recompute.iter().all(|&level| as_pinned(level)))
 }
 
-/// The rows of some files, as a run file says.
+/// Opens the rows of some data files, tokenizing them if they are not cached.
 ///
 /// # Errors
-/// What is wrong with the files or the tokenizer.
-pub fn dataset(run: &RunFile, model: &Model, patterns: &[String], threads: usize) -> Result<Dataset, Failure> {
-    let end_token = model.folder().map(data::end_token).transpose()?.flatten();
+/// Invalid files or an invalid tokenizer.
+pub fn open_dataset(run: &RunRequest, model: &Model, patterns: &[String], threads: usize) -> Result<Dataset, Failure> {
+    let end_token = model.folder().map(data::read_end_token).transpose()?.flatten();
     let spec = DataSpec {
         patterns: patterns.to_vec(),
         format: run.data.format,
@@ -424,22 +455,13 @@ pub fn dataset(run: &RunFile, model: &Model, patterns: &[String], threads: usize
         vocab: model.config.vocab,
         end_token,
     };
-    let go_on = &mut |_, _| ControlFlow::Continue(());
-    Ok(Dataset::open(&spec, model.tokenizer().as_deref(), &token_cache(), threads, go_on)?)
+    let never_stop = &mut |_, _| ControlFlow::Continue(());
+    Ok(Dataset::open(&spec, model.tokenizer().as_deref(), &token_cache_folder(), threads, never_stop)?)
 }
 
-/// The first weights, from files or drawn.
-///
-/// # Errors
-/// Files that cannot be read, or hold no numbers.
-pub(crate) fn load_weights(engine: &mut Engine, model: &Model, run: &RunFile) -> Result<(), Trouble> {
-    let adapter = model.adapter.as_ref().map(|adapter| &adapter.weights);
-    Ok(engine.move_files("load", &mut ModelSource::new(model.weights(run).into_iter().chain(adapter)))?)
-}
-
-/// Where tokens are kept between runs: where `PLIMSOLL_TOKENS` says, beside the calibration, or in the system's folder for
-/// files that may go.
-pub fn token_cache() -> PathBuf {
+/// Returns the folder of cached tokens: `PLIMSOLL_TOKENS` if it is set, else a folder next to the calibration, else one in the
+/// system's temporary folder.
+pub fn token_cache_folder() -> PathBuf {
     if let Some(named) = std::env::var_os("PLIMSOLL_TOKENS").filter(|path| !path.is_empty()) {
         return PathBuf::from(named);
     }

@@ -1,75 +1,75 @@
-//! The load line of a device: what it may hold for a run, what that was said to be, and what others leave of it.
+//! The load line of a device during a run: the user's budget, and how much less other processes leave.
 
-use super::pressure::Pressure;
+use super::pressure::PressureMonitor;
 use plimsoll_core::{Budget, Bytes, Plan, Recipe};
 use std::time::Instant;
 
-/// Steps after a refusal before the run goes back to the recipe that was refused. Doubled each time that it is
-/// refused again.
-const PATIENCE_STEPS: u64 = 32;
+/// Steps after an out-of-memory error before the run tries the previous recipe again; doubled after each failed
+/// attempt.
+const RETRY_DELAY_STEPS: u64 = 32;
 
-/// What a run knows about the memory that a device may hold for it.
+/// Load lines of one device and of its host memory, with the state of their changes.
 pub struct LoadLine {
-    /// As the user said, in the run file or later; of a device that was made with so much, what the run file's word came to then.
+    /// Budget of the user, from the run file or changed later. For a device of fixed capacity, its amount in bytes.
     pub(super) budget: Budget,
-    /// What a virtual device was made with, or is kept of one on another host: the most that the line can come to, and what a
-    /// share is one of.
-    pub(super) made_with: Option<Bytes>,
-    /// The load line that holds: the budget, or less while others press.
+    /// Size of a virtual device, or the reservation on a remote host: the upper limit of the load line, and the base of
+    /// relative budgets.
+    pub(super) fixed_capacity: Option<Bytes>,
+    /// Load line that holds now: the budget, or less under memory pressure.
     pub(crate) bytes: Bytes,
-    /// The load line of the host: what the user said came to at the start, or less while others press.
+    /// Load line of host memory that holds now: the budget, or less under memory pressure.
     pub(crate) host: Bytes,
     pub(super) host_budget: Bytes,
-    /// The most that has waited there.
-    pub(super) host_wanted: Bytes,
-    /// The charges of the device without those of the Programs.
-    pub(super) bare_charges: Bytes,
-    /// The recipe that the planner chose under the budget: where the run goes back to.
-    pub(crate) home: Recipe,
-    /// When to go back up after a refusal: the step, and how many steps to wait the next time.
-    pub(super) up: Option<u64>,
-    pub(super) patience: u64,
-    /// On the device, and on the host beside a device that has memory of its own.
-    pub(super) pressure: Pressure,
-    pub(super) host_pressure: Pressure,
-    /// Whether the user has been told that others press in vain.
-    pub(super) told: bool,
+    /// Largest host arena so far.
+    pub(super) host_peak_bytes: Bytes,
+    /// Charges of the device without those of its Programs.
+    pub(super) base_charges: Bytes,
+    /// Recipe that was planned under the budget; the run returns to it when memory allows.
+    pub(crate) preferred_recipe: Recipe,
+    /// Step at which the preferred recipe is tried again after an out-of-memory error.
+    pub(super) retry_step: Option<u64>,
+    pub(super) retry_delay_steps: u64,
+    /// Memory pressure on the device.
+    pub(super) pressure: PressureMonitor,
+    pub(super) host_pressure: PressureMonitor,
+    /// Whether the user was told that the run cannot use less memory.
+    pub(super) warned: bool,
 }
 
 impl LoadLine {
-    /// A run that starts with this plan, under what `budget` means for its device, which was perhaps `made_with` so much;
-    /// `programs` of its charges are those of its Programs.
-    pub fn new(budget: Budget, made_with: Option<Bytes>, plan: &Plan, programs: Bytes) -> LoadLine {
-        let pressure = Pressure::new(Instant::now());
+    /// Creates the load lines of a run that starts with this plan. `programs` is the part of its charges that the
+    /// Programs cause.
+    pub fn new(budget: Budget, fixed_capacity: Option<Bytes>, plan: &Plan, programs: Bytes) -> LoadLine {
+        let pressure = PressureMonitor::new(Instant::now());
         LoadLine {
             budget,
-            made_with,
+            fixed_capacity,
             bytes: plan.devices[0].budget_bytes,
             host: plan.host.budget_bytes,
             host_budget: plan.host.budget_bytes,
-            host_wanted: plan.host.arena_bytes,
-            bare_charges: plan.devices[0].charges_bytes.saturating_sub(programs),
-            home: plan.recipe.clone(),
-            up: None,
-            patience: PATIENCE_STEPS,
+            host_peak_bytes: plan.host.arena_bytes,
+            base_charges: plan.devices[0].charges_bytes.saturating_sub(programs),
+            preferred_recipe: plan.recipe.clone(),
+            retry_step: None,
+            retry_delay_steps: RETRY_DELAY_STEPS,
             pressure,
             host_pressure: pressure,
-            told: false,
+            warned: false,
         }
     }
 
-    /// What a budget comes to where the memory that the device is in has `free` for this run.
-    pub(super) fn of(&self, budget: Budget, free: Bytes) -> Bytes {
-        budget.of(self.made_with.unwrap_or(free))
+    /// Returns the bytes of a budget if the device memory has `free` bytes for this run.
+    pub(super) fn resolve(&self, budget: Budget, free: Bytes) -> Bytes {
+        budget.load_line(self.fixed_capacity.unwrap_or(free))
     }
 
-    /// The same, or less where the device was not made with so much.
-    pub(super) fn at_most(&self, bytes: Bytes) -> Bytes {
-        self.made_with.map_or(bytes, |made_with| bytes.min(made_with))
+    /// Limits bytes to the fixed capacity of the device.
+    pub(super) fn clamp(&self, bytes: Bytes) -> Bytes {
+        self.fixed_capacity.map_or(bytes, |fixed_capacity| bytes.min(fixed_capacity))
     }
 
-    /// So much waits on the host now.
-    pub fn waits(&mut self, host: Bytes) {
-        self.host_wanted = self.host_wanted.max(host);
+    /// Records the size of a host arena.
+    pub fn record_host_bytes(&mut self, host: Bytes) {
+        self.host_peak_bytes = self.host_peak_bytes.max(host);
     }
 }

@@ -1,104 +1,107 @@
-//! Pressure from outside: what other programs leave of a memory, when a run gives way to them, and when it takes room
-//! back. Words and numbers only: what is then done about it is the retreat's.
+//! Memory pressure by other processes: decides when a run should use less memory, and when it may use more again. The
+//! module only computes; `recovery` acts.
 
 use plimsoll_core::Bytes;
 use plimsoll_device::probe::Memory;
 use std::time::{Duration, Instant};
 
-/// How often a memory is looked at, at most.
-const LOOK: Duration = Duration::from_secs(1);
-/// A look that led to nothing, or to a move, may take this share of the time until the next.
-const LOOK_SHARE: u32 = 10;
-/// How long room must have been there before it is used again. Doubled each time that this turned out to be too early.
-const CALM: Duration = Duration::from_secs(10);
-/// The longest that this becomes.
-const CALM_MOST: Duration = Duration::from_secs(640);
+/// Shortest interval between two checks of a memory.
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
+/// Factor between the duration of a check with its consequences and the pause after it.
+const IDLE_FACTOR: u32 = 10;
+/// Time for which memory must stay free before the run uses it again; doubled after each attempt that was too early.
+const INITIAL_CALM: Duration = Duration::from_secs(10);
+/// Largest value of that time.
+const MAX_CALM: Duration = Duration::from_secs(640);
 
-/// What a look at a memory says.
+/// Result of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Felt {
-    /// Nothing has to change.
-    Nothing,
-    /// Others press: no more than this is to be held.
-    Less(Bytes),
-    /// Others have given memory back, and have not wanted it since: as much as this may be held.
-    Room(Bytes),
+pub enum PressureSignal {
+    /// No change is needed.
+    None,
+    /// Other processes need memory: hold at most these bytes.
+    Shrink(Bytes),
+    /// Other processes freed memory long enough ago: the run may hold these bytes.
+    Grow(Bytes),
 }
 
-/// What a run holds, and what it may.
+/// Memory use and limits of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Held {
-    /// Now, measured.
+pub struct MemoryUsage {
+    /// Measured bytes held now.
     pub now: Bytes,
-    /// The load line that holds.
+    /// Load line that holds now.
     pub line: Bytes,
-    /// The load line that the user gave.
+    /// Load line of the user.
     pub budget: Bytes,
-    /// What the plan needs to which the run would go back.
-    pub wanted: Bytes,
+    /// Peak of the plan that the run would return to.
+    pub target: Bytes,
 }
 
-/// What is remembered between two looks.
+/// State between two checks.
 #[derive(Clone, Copy, Debug)]
-pub struct Pressure {
+pub struct PressureMonitor {
     next: Instant,
-    /// Since when there has been room again.
-    calm: Option<Instant>,
-    /// How long there must be room.
-    calm_for: Duration,
-    /// When room was last used again.
-    grown: Option<Instant>,
+    /// Time since which enough memory has been free.
+    calm_since: Option<Instant>,
+    /// Time for which memory must stay free.
+    required_calm: Duration,
+    /// Time at which the run last used freed memory.
+    last_growth: Option<Instant>,
 }
 
-impl Pressure {
-    /// Nothing has been seen yet.
-    pub fn new(now: Instant) -> Pressure {
-        Pressure { next: now + LOOK, calm: None, calm_for: CALM, grown: None }
+impl PressureMonitor {
+    /// Creates a monitor that first checks after one interval.
+    pub fn new(now: Instant) -> PressureMonitor {
+        PressureMonitor { next: now + POLL_INTERVAL, calm_since: None, required_calm: INITIAL_CALM, last_growth: None }
     }
 
-    /// Whether it is time to look.
+    /// Whether the next check is due.
     pub fn is_due(&self, now: Instant) -> bool {
         now >= self.next
     }
 
-    /// A look, with what follows from it, began at `start` and is over now: looking stays a small share of the time.
-    pub fn looked(&mut self, start: Instant, now: Instant) {
-        self.next = now + LOOK.max(now.duration_since(start) * LOOK_SHARE);
+    /// Schedules the next check after one that began at `start`, so that checking takes a small part of the time.
+    pub fn schedule_next(&mut self, start: Instant, now: Instant) {
+        self.next = now + POLL_INTERVAL.max(now.duration_since(start) * IDLE_FACTOR);
     }
 
-    /// Looks. What is to be held less leaves others twice the margin; room is taken back when it has been there for a
-    /// while, and when the run holds what it wants there is still twice the margin: else it would go up and down all
-    /// the time.
-    pub fn feel(&mut self, memory: &Memory, held: Held, now: Instant) -> Felt {
-        let left = room(memory, held.now);
+    /// Checks a memory. When little is free, the run shrinks until twice the margin is free. It grows only if enough
+    /// memory stays free for some time and twice the margin remains afterwards; otherwise it would oscillate.
+    pub fn observe(&mut self, memory: &Memory, usage: MemoryUsage, now: Instant) -> PressureSignal {
+        let left = available(memory, usage.now);
         if memory.free < margin(memory) {
-            self.calm = None;
-            // Room that was taken back was wanted again soon.
-            if self.grown.take().is_some_and(|grown| now.duration_since(grown) < 8 * self.calm_for) {
-                self.calm_for = (2 * self.calm_for).min(CALM_MOST);
+            self.calm_since = None;
+            // The memory that the run took was needed again soon: wait longer next time.
+            if self
+                .last_growth
+                .take()
+                .is_some_and(|last_growth| now.duration_since(last_growth) < 8 * self.required_calm)
+            {
+                self.required_calm = (2 * self.required_calm).min(MAX_CALM);
             }
-            return Felt::Less(left);
+            return PressureSignal::Shrink(left);
         }
-        let room = left.min(held.budget);
-        // A little more room than before is worth no move, unless it is all that is wanted.
-        if held.line >= held.budget || room < held.wanted.min(held.line + Bytes(held.line.0 / 8)) {
-            self.calm = None;
-            return Felt::Nothing;
+        let available = left.min(usage.budget);
+        // A little more memory is not worth a change, unless it reaches the target.
+        if usage.line >= usage.budget || available < usage.target.min(usage.line + Bytes(usage.line.0 / 8)) {
+            self.calm_since = None;
+            return PressureSignal::None;
         }
-        if now.duration_since(*self.calm.get_or_insert(now)) < self.calm_for {
-            return Felt::Nothing;
+        if now.duration_since(*self.calm_since.get_or_insert(now)) < self.required_calm {
+            return PressureSignal::None;
         }
-        (self.calm, self.grown) = (None, Some(now));
-        Felt::Room(room)
+        (self.calm_since, self.last_growth) = (None, Some(now));
+        PressureSignal::Grow(available)
     }
 }
 
-/// The most that may be held by who holds so much now: others are left twice the margin.
-pub fn room(memory: &Memory, held: Bytes) -> Bytes {
-    (held + memory.free).saturating_sub(Bytes(2 * margin(memory).0))
+/// Returns the most bytes that a run may hold if twice the margin is to stay free.
+pub fn available(memory: &Memory, usage: Bytes) -> Bytes {
+    (usage + memory.free).saturating_sub(Bytes(2 * margin(memory).0))
 }
 
-/// Free memory that is left to others: 2 % of all, at most 512 MiB.
+/// Returns the free memory that is left to other processes: 2 % of the total, at most 512 MiB.
 fn margin(memory: &Memory) -> Bytes {
     Bytes(memory.total.0 / 50).min(Bytes::mib(512))
 }
@@ -113,82 +116,85 @@ mod tests {
 
     const MARGIN: Bytes = Bytes(Bytes::gib(10).0 / 50);
 
-    /// A run that holds what it may, at first.
-    fn held(now: Bytes, line: Bytes) -> Held {
-        Held { now, line, budget: Bytes::gib(6), wanted: Bytes::gib(5) }
+    /// Memory use of a run with room to its budget.
+    fn usage(now: Bytes, line: Bytes) -> MemoryUsage {
+        MemoryUsage { now, line, budget: Bytes::gib(6), target: Bytes::gib(5) }
     }
 
     #[test]
-    fn a_run_gives_way_when_little_is_left_and_leaves_others_twice_the_margin() {
+    fn pressure_shrinks_run_to_twice_the_margin() {
         let start = Instant::now();
-        let mut pressure = Pressure::new(start);
-        let full = held(Bytes::gib(5), Bytes::gib(6));
-        assert_eq!(pressure.feel(&memory(MARGIN), full, start), Felt::Nothing);
+        let mut pressure = PressureMonitor::new(start);
+        let full = usage(Bytes::gib(5), Bytes::gib(6));
+        assert_eq!(pressure.observe(&memory(MARGIN), full, start), PressureSignal::None);
         let free = Bytes(MARGIN.0 - 1);
-        assert_eq!(pressure.feel(&memory(free), full, start), Felt::Less(Bytes::gib(5) + free - Bytes(2 * MARGIN.0)));
-        let nothing = held(Bytes::mib(1), Bytes::gib(6));
-        assert_eq!(pressure.feel(&memory(Bytes::ZERO), nothing, start), Felt::Less(Bytes::ZERO));
+        assert_eq!(
+            pressure.observe(&memory(free), full, start),
+            PressureSignal::Shrink(Bytes::gib(5) + free - Bytes(2 * MARGIN.0))
+        );
+        let nothing = usage(Bytes::mib(1), Bytes::gib(6));
+        assert_eq!(pressure.observe(&memory(Bytes::ZERO), nothing, start), PressureSignal::Shrink(Bytes::ZERO));
     }
 
     #[test]
-    fn room_is_used_again_once_it_has_stayed_for_a_while() {
+    fn free_memory_is_used_after_calm_period() {
         let mut now = Instant::now();
-        let mut pressure = Pressure::new(now);
-        let small = held(Bytes::gib(3), Bytes::gib(3));
-        let mut feel = |free: Bytes, seconds: u64| {
+        let mut pressure = PressureMonitor::new(now);
+        let small = usage(Bytes::gib(3), Bytes::gib(3));
+        let mut observe = |free: Bytes, seconds: u64| {
             now += Duration::from_secs(seconds);
-            pressure.feel(&memory(free), small, now)
+            pressure.observe(&memory(free), small, now)
         };
         let enough = Bytes::gib(2) + Bytes(2 * MARGIN.0);
-        assert_eq!(feel(enough, 0), Felt::Nothing);
-        assert_eq!(feel(enough, 9), Felt::Nothing);
-        // Somebody takes it for a moment: the wait begins anew. A few percent are no room.
-        assert_eq!(feel(Bytes::mib(600), 1), Felt::Nothing);
-        assert_eq!(feel(enough, 9), Felt::Nothing);
-        assert_eq!(feel(enough, 9), Felt::Nothing);
-        assert_eq!(feel(enough, 1), Felt::Room(Bytes::gib(5)));
-        // Never more than the user gave.
+        assert_eq!(observe(enough, 0), PressureSignal::None);
+        assert_eq!(observe(enough, 9), PressureSignal::None);
+        // A short use by another process restarts the wait; a few percent do not count as free.
+        assert_eq!(observe(Bytes::mib(600), 1), PressureSignal::None);
+        assert_eq!(observe(enough, 9), PressureSignal::None);
+        assert_eq!(observe(enough, 9), PressureSignal::None);
+        assert_eq!(observe(enough, 1), PressureSignal::Grow(Bytes::gib(5)));
+        // The budget is the limit.
         let plenty = Bytes::gib(7);
-        assert_eq!(feel(plenty, 0), Felt::Nothing);
-        assert_eq!(feel(plenty, 10), Felt::Room(Bytes::gib(6)));
+        assert_eq!(observe(plenty, 0), PressureSignal::None);
+        assert_eq!(observe(plenty, 10), PressureSignal::Grow(Bytes::gib(6)));
     }
 
     #[test]
-    fn part_of_the_room_is_used_where_all_of_it_does_not_return() {
+    fn part_of_target_is_used_when_free() {
         let start = Instant::now();
-        let mut pressure = Pressure::new(start);
-        let small = held(Bytes::gib(3), Bytes::gib(3));
+        let mut pressure = PressureMonitor::new(start);
+        let small = usage(Bytes::gib(3), Bytes::gib(3));
         let some = Bytes::gib(1) + Bytes(2 * MARGIN.0);
-        assert_eq!(pressure.feel(&memory(some), small, start), Felt::Nothing);
-        assert_eq!(pressure.feel(&memory(some), small, start + CALM), Felt::Room(Bytes::gib(4)));
+        assert_eq!(pressure.observe(&memory(some), small, start), PressureSignal::None);
+        assert_eq!(pressure.observe(&memory(some), small, start + INITIAL_CALM), PressureSignal::Grow(Bytes::gib(4)));
     }
 
     #[test]
-    fn a_neighbour_that_comes_and_goes_makes_the_run_wait_longer_each_time() {
+    fn repeated_pressure_doubles_calm_period() {
         let mut now = Instant::now();
-        let mut pressure = Pressure::new(now);
-        let (small, full) = (held(Bytes::gib(3), Bytes::gib(3)), held(Bytes::gib(5), Bytes::gib(6)));
+        let mut pressure = PressureMonitor::new(now);
+        let (small, full) = (usage(Bytes::gib(3), Bytes::gib(3)), usage(Bytes::gib(5), Bytes::gib(6)));
         let enough = Bytes::gib(3);
         let mut waits = Vec::new();
         for _ in 0..9 {
             let begin = now;
-            while pressure.feel(&memory(enough), small, now) == Felt::Nothing {
-                now += LOOK;
+            while pressure.observe(&memory(enough), small, now) == PressureSignal::None {
+                now += POLL_INTERVAL;
             }
             waits.push(now.duration_since(begin).as_secs());
-            now += LOOK;
-            assert!(matches!(pressure.feel(&memory(Bytes::ZERO), full, now), Felt::Less(_)));
+            now += POLL_INTERVAL;
+            assert!(matches!(pressure.observe(&memory(Bytes::ZERO), full, now), PressureSignal::Shrink(_)));
         }
         assert_eq!(waits, [10, 20, 40, 80, 160, 320, 640, 640, 640]);
     }
 
     #[test]
-    fn looking_takes_a_small_share_of_the_time() {
+    fn checks_take_small_part_of_time() {
         let start = Instant::now();
-        let mut pressure = Pressure::new(start);
-        assert!(!pressure.is_due(start) && pressure.is_due(start + LOOK));
+        let mut pressure = PressureMonitor::new(start);
+        assert!(!pressure.is_due(start) && pressure.is_due(start + POLL_INTERVAL));
         let long = start + Duration::from_secs(3);
-        pressure.looked(start, long);
+        pressure.schedule_next(start, long);
         assert!(!pressure.is_due(long + Duration::from_secs(29)) && pressure.is_due(long + Duration::from_secs(30)));
     }
 }

@@ -1,13 +1,16 @@
-//! The run's end: a device that stands for one in another process.
+//! The run's side of a remote device: a [`Device`] that forwards its calls, and the connection to the other process.
 
-use super::links::Ways;
-use super::{Answer, Channel, Command, Found, Invitation, Request, RoomFound, VERSION, decode, encode, locked};
-use crate::config::RunFile;
-use crate::team::heartbeat::Pulse;
-use plimsoll_core::{Algorithms, Bytes, CollectivesBy, DType, DeviceKind, DeviceSpec, MeasuredBy, Space};
-use plimsoll_device::device::{Call, Device, DeviceError, FileSpace, Memory, NoFiles, Observer, Room, Unseen};
+use super::links::LinkSpeeds;
+use super::protocol::{ArenaSizes, Command, CommandResult, MemoryReport, Request, Response, VERSION, decode, encode};
+use super::{Channel, Invitation, lock};
+use crate::config::RunConfig;
+use crate::team::heartbeat::Liveness;
+use plimsoll_core::{Bytes, CollectiveBackend, DType, DeviceKind, DeviceSpec, GemmAlgorithms, MeasuredBy, Space};
+use plimsoll_device::device::{
+    AvailableMemory, Device, DeviceError, FileSpace, Memory, NoFiles, NoMemory, Observer, ProgramCall,
+};
 use plimsoll_device::probe;
-use plimsoll_program::{Placement, ProgramSet, TensorId};
+use plimsoll_program::{Placement, ProgramKind, ProgramSet, TensorId};
 use std::borrow::Cow;
 use std::io;
 use std::ops::Range;
@@ -17,199 +20,216 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
-/// How often whoever waits for an answer looks whether the device is missed.
-const LOOK: Duration = Duration::from_millis(50);
+/// Interval at which a caller that waits for a response checks whether the device was declared lost.
+const LIVENESS_CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
-/// What was asked, and where the answer goes.
-type Errand = (Vec<u8>, Sender<io::Result<Vec<u8>>>);
+/// A request on its way to the connection's thread.
+struct PendingRequest {
+    request: Vec<u8>,
+    reply: Sender<io::Result<Vec<u8>>>,
+}
 
-/// The way to the process of a device. Who waits for an answer is let go when the device is missed: the thread that still
-/// waits is the courier's.
+/// A connection to the process of a device. A thread of its own waits for responses, so a caller can return as soon as the
+/// device is declared lost.
 pub struct Connection {
     device: String,
     channel: Arc<dyn Channel>,
-    courier: Mutex<Sender<Errand>>,
-    /// The team's present attempt.
+    requests: Mutex<Sender<PendingRequest>>,
+    /// Number of the team's current attempt.
     attempt: AtomicU64,
-    /// Where it is found by the others of its team.
-    place: Mutex<String>,
-    /// The most that its process has held, as it last said; 0 of a GPU.
-    measured: Mutex<Option<(Bytes, MeasuredBy)>>,
-    pulse: Mutex<Option<Arc<Pulse>>>,
+    /// Address at which the other devices of the team reach this one.
+    address: Mutex<String>,
+    /// Peak bytes of the device's process, or bytes held on its GPU, as last reported.
+    measured_memory: Mutex<Option<(Bytes, MeasuredBy)>>,
+    liveness: Mutex<Option<Arc<Liveness>>>,
 }
 
 impl Connection {
-    /// The way to the device of this name.
+    /// Connects to the device with this name.
     ///
     /// # Errors
-    /// The system gives no thread.
+    /// The system refuses a thread.
     pub fn new(device: &str, channel: Arc<dyn Channel>) -> Result<Arc<Connection>, DeviceError> {
-        let (courier, errands) = self::channel::<Errand>();
-        let carried = Arc::clone(&channel);
-        let carries = move || {
-            for (request, back) in errands {
-                // Nobody waits any more where the device was missed.
-                let _ = back.send(carried.call(&request));
+        let (requests, pending) = self::channel::<PendingRequest>();
+        let thread_channel = Arc::clone(&channel);
+        let forward = move || {
+            for PendingRequest { request, reply } in pending {
+                // The caller has returned if the device was declared lost.
+                let _ = reply.send(thread_channel.call(&request));
             }
         };
-        let thread = thread::Builder::new().name(format!("plimsoll-courier-{device}")).spawn(carries);
-        thread.map_err(|_| DeviceError::NoThread { queue: "courier".to_owned() })?;
+        let thread = thread::Builder::new().name(format!("plimsoll-requests-{device}")).spawn(forward);
+        thread.map_err(|_| DeviceError::NoThread { queue: "requests".to_owned() })?;
         Ok(Arc::new(Connection {
             device: device.to_owned(),
             channel,
-            courier: Mutex::new(courier),
+            requests: Mutex::new(requests),
             attempt: AtomicU64::new(0),
-            place: Mutex::default(),
-            measured: Mutex::default(),
-            pulse: Mutex::default(),
+            address: Mutex::default(),
+            measured_memory: Mutex::default(),
+            liveness: Mutex::default(),
         }))
     }
 
-    /// Where others find the device.
-    pub(super) fn place(&self) -> String {
-        locked(&self.place).clone()
+    /// Returns the address at which peers reach the opened device.
+    pub(super) fn address(&self) -> String {
+        lock(&self.address).clone()
     }
 
-    /// The most that the process of the device has held, or what it held of its GPU, measured there when it was last looked
-    /// at, and how that is known.
-    pub fn measured(&self) -> Option<(Bytes, MeasuredBy)> {
-        *locked(&self.measured)
+    /// Returns the peak bytes of the device's process, or the bytes that it held on its GPU, as of the last
+    /// [`Device::available_memory`], with the method of measurement.
+    pub fn measured_memory(&self) -> Option<(Bytes, MeasuredBy)> {
+        *lock(&self.measured_memory)
     }
 
-    /// The team tries something anew.
-    pub(super) fn begin(&self, attempt: u64) {
+    /// Sets the number of the team's current attempt.
+    pub(super) fn begin_attempt(&self, attempt: u64) {
         self.attempt.store(attempt, Ordering::Relaxed);
     }
 
-    /// Tells the device that a rank gave up, whatever it is doing.
-    pub(super) fn give_up(&self, attempt: u64, rank: u32, why: &str) {
-        let request = encode(&Request::GiveUp { attempt, rank, why: why.to_owned() }, &[]);
-        // Where it is gone there is nobody to be told.
-        let _ = self.channel.aside(&request);
+    /// Tells the device that a rank has failed, whatever the device is doing.
+    pub(super) fn abort_attempt(&self, attempt: u64, rank: u32, reason: &str) {
+        let request = encode(&Request::Abort { attempt, rank, reason: reason.to_owned() }, &[]);
+        // A lost device needs no notice.
+        let _ = self.channel.call_out_of_band(&request);
     }
 
-    /// Tells the device that the team with this secret does not come together, if it waits for that.
-    pub(super) fn call_off(&self, secret: &str) {
-        // As above.
-        let _ = self.channel.aside(&encode(&Request::CallOff { secret: secret.to_owned() }, &[]));
+    /// Tells the device that the team with this secret will not form, in case it waits for the team.
+    pub(super) fn cancel_team(&self, secret: &str) {
+        // A lost device needs no notice.
+        let _ = self.channel.call_out_of_band(&encode(&Request::CancelTeam { secret: secret.to_owned() }, &[]));
     }
 
-    /// Whether the device gives a sign of life: its process, and what that asks.
-    pub fn answers(&self) -> bool {
-        let said = self.channel.aside(&encode(&Request::Alive, &[]));
-        said.is_ok_and(|said| matches!(decode(&said), Ok((Answer::Done(_), _))))
+    /// Returns whether the process responds and reports that its device responds.
+    pub fn is_responsive(&self) -> bool {
+        let response = self.channel.call_out_of_band(&encode(&Request::Ping, &[]));
+        response.is_ok_and(|response| matches!(decode(&response), Ok((Response::Done(_), _))))
     }
 
-    /// What is known of its life from now on.
-    pub fn watched_by(&self, pulse: Arc<Pulse>) {
-        *locked(&self.pulse) = Some(pulse);
+    /// Sets the heartbeat record of the device; requests fail as soon as it declares the device lost.
+    pub fn set_liveness(&self, liveness: Arc<Liveness>) {
+        *lock(&self.liveness) = Some(liveness);
     }
 
-    /// Asks what the device is that a run file names, as its process knows it.
+    /// Requests the specification of the device that `config` names as its process knows it.
     ///
     /// # Errors
-    /// What its process says, or that it is gone.
-    pub(super) fn describe(&self, run: RunFile) -> Result<DeviceSpec, DeviceError> {
-        match self.ask(&Request::Describe { version: VERSION, run: Box::new(run) }, &[])?.0 {
-            Answer::Described(spec) => Ok(*spec),
-            Answer::Failed(fault) => Err(fault.error(&self.device)),
-            other => Err(self.lost(format!("it answers {other:?}"))),
+    /// An error that the process reports, or a lost connection.
+    pub(super) fn describe(&self, config: RunConfig) -> Result<DeviceSpec, DeviceError> {
+        match self.ask(&Request::Describe { version: VERSION, config: Box::new(config) }, &[])?.0 {
+            Response::Described(spec) => Ok(*spec),
+            other => Err(self.unexpected(other)),
         }
     }
 
-    /// Asks where others find the device.
+    /// Requests the address at which peers reach the device.
     ///
     /// # Errors
-    /// As above.
-    pub fn find(&self) -> Result<String, DeviceError> {
-        match self.ask(&Request::Find, &[])?.0 {
-            Answer::Place(place) => Ok(place),
-            Answer::Failed(fault) => Err(fault.error(&self.device)),
-            other => Err(self.lost(format!("it answers {other:?}"))),
+    /// An error that the process reports, or a lost connection.
+    pub fn fetch_address(&self) -> Result<String, DeviceError> {
+        match self.ask(&Request::GetAddress, &[])?.0 {
+            Response::Address(address) => Ok(address),
+            other => Err(self.unexpected(other)),
         }
     }
 
-    /// Has it measure its links to all that are invited, and gives those that it has measured itself.
+    /// Has the device measure its links to the other ranks, and returns the speeds that it measured itself.
     ///
     /// # Errors
-    /// As above.
-    pub(super) fn measure(&self, rank: u32, invitation: &Invitation) -> Result<Vec<Option<Ways>>, DeviceError> {
-        match self.ask(&Request::Measure { rank, invited: invitation.into() }, &[])?.0 {
-            Answer::Links(links) => Ok(links),
-            Answer::Failed(fault) => Err(fault.error(&self.device)),
-            other => Err(self.lost(format!("it answers {other:?}"))),
+    /// An error that the process reports, or a lost connection.
+    pub(super) fn measure_links(
+        &self,
+        rank: u32,
+        invitation: &Invitation,
+    ) -> Result<Vec<Option<LinkSpeeds>>, DeviceError> {
+        match self.ask(&Request::MeasureLinks { rank, invitation: invitation.into() }, &[])?.0 {
+            Response::Links(speeds) => Ok(speeds),
+            other => Err(self.unexpected(other)),
         }
     }
 
-    /// Takes a seat in a team.
+    /// Has the opened device join a team as `rank`.
     ///
     /// # Errors
-    /// What its process says, or that it is gone.
-    pub fn join(&self, rank: u32, invitation: &Invitation) -> Result<(), DeviceError> {
-        match self.ask(&Request::Join { rank, invited: invitation.into() }, &[])?.0 {
-            Answer::Failed(fault) => Err(fault.error(&self.device)),
+    /// An error that the process reports, or a lost connection.
+    pub fn join_team(&self, rank: u32, invitation: &Invitation) -> Result<(), DeviceError> {
+        match self.ask(&Request::JoinTeam { rank, invitation: invitation.into() }, &[])?.0 {
+            Response::Failed(error) => Err(error.into_error(&self.device)),
             _ => Ok(()),
         }
     }
 
-    fn lost(&self, why: impl std::fmt::Display) -> DeviceError {
-        DeviceError::Lost { device: self.device.clone(), why: why.to_string() }
+    /// Returns an error that declares the device lost.
+    fn lost(&self, reason: impl std::fmt::Display) -> DeviceError {
+        DeviceError::Lost { device: self.device.clone(), reason: reason.to_string() }
     }
 
-    fn ask(&self, request: &Request, bytes: &[u8]) -> Result<(Answer, Vec<u8>), DeviceError> {
-        let (back, answered) = channel();
-        let sent = locked(&self.courier).send((encode(request, bytes), back));
-        sent.map_err(|_| self.lost("its courier is gone"))?;
-        let answer = loop {
-            match answered.recv_timeout(LOOK) {
-                Ok(answer) => break answer.map_err(|error| self.lost(error))?,
-                Err(RecvTimeoutError::Disconnected) => return Err(self.lost("its courier is gone")),
+    /// Converts a response of another kind than requested into an error.
+    fn unexpected(&self, response: Response) -> DeviceError {
+        match response {
+            Response::Failed(error) => error.into_error(&self.device),
+            other => self.lost(format!("unexpected response {other:?}")),
+        }
+    }
+
+    /// Sends a request followed by `bytes` and waits for the response and its bytes, or until the device is declared lost.
+    fn ask(&self, request: &Request, bytes: &[u8]) -> Result<(Response, Vec<u8>), DeviceError> {
+        let (reply, response) = channel();
+        let sent = lock(&self.requests).send(PendingRequest { request: encode(request, bytes), reply });
+        sent.map_err(|_| self.lost("the thread of its connection has ended"))?;
+        let response = loop {
+            match response.recv_timeout(LIVENESS_CHECK_INTERVAL) {
+                Ok(response) => break response.map_err(|error| self.lost(error))?,
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err(self.lost("the thread of its connection has ended"));
+                }
                 Err(RecvTimeoutError::Timeout) => {
-                    if locked(&self.pulse).as_ref().is_some_and(|pulse| pulse.is_lost()) {
+                    if lock(&self.liveness).as_ref().is_some_and(|liveness| liveness.is_lost()) {
                         return Err(self.lost("no sign of life"));
                     }
                 }
             }
         };
-        let (answer, bytes) = decode(&answer).map_err(|error| self.lost(error))?;
-        Ok((answer, bytes.to_vec()))
+        let (response, bytes) = decode(&response).map_err(|error| self.lost(error))?;
+        Ok((response, bytes.to_vec()))
     }
 }
 
 /// A device in another process.
-pub struct FarDevice {
+pub struct RemoteDevice {
     connection: Arc<Connection>,
     set: ProgramSet,
-    arenas: [Bytes; 3],
-    algorithms: Option<Algorithms>,
+    arenas: ArenaSizes,
+    algorithms: Option<GemmAlgorithms>,
     kind: DeviceKind,
-    /// What needs no answer, and the bytes that it brings.
+    /// Commands without a result that are sent with the next command that has one.
     deferred: Vec<Command>,
-    bytes: Vec<u8>,
-    /// Whether something has run since it last settled.
-    settled: bool,
-    slower: f64,
-    computed: Option<f64>,
-    collectives: Option<CollectivesBy>,
-    /// What could not be said when it happened.
-    failed: Option<DeviceError>,
+    /// Input of the deferred commands.
+    deferred_input: Vec<u8>,
+    /// Whether no Program was submitted since the last synchronization.
+    synchronized: bool,
+    slowdown: f64,
+    compute_seconds: Option<f64>,
+    collectives: Option<CollectiveBackend>,
+    /// Error of a method without an error result; the next command reports it.
+    deferred_error: Option<DeviceError>,
 }
 
-impl FarDevice {
-    /// Opens a device in the process at the other end of a connection, which gives its memory back by itself where it hears nothing
-    /// of the run for twice the `silence` after which a device is lost.
+impl RemoteDevice {
+    /// Opens a device in the process at the other end of a connection. That process closes the device if it receives nothing
+    /// from the run for twice `heartbeat_timeout`.
     ///
     /// # Errors
-    /// What that process says, or that it is gone.
+    /// An error that the process reports, or a lost connection.
     pub fn open(
         connection: Arc<Connection>,
         spec: &DeviceSpec,
         set: ProgramSet,
         placement: Placement,
         precision: DType,
-        algorithms: Option<&Algorithms>,
-        silence: Duration,
-    ) -> Result<FarDevice, DeviceError> {
+        algorithms: Option<&GemmAlgorithms>,
+        heartbeat_timeout: Duration,
+    ) -> Result<RemoteDevice, DeviceError> {
         let request = Request::Open {
             version: VERSION,
             device: Box::new(spec.clone()),
@@ -217,37 +237,37 @@ impl FarDevice {
             placement,
             precision,
             algorithms: algorithms.cloned(),
-            silence: 2 * silence,
+            run_timeout: 2 * heartbeat_timeout,
         };
-        let answer = connection.ask(&request, &[])?.0;
-        let Request::Open { set, .. } = request else { unreachable!("it was just made") };
-        let mut device = FarDevice {
+        let response = connection.ask(&request, &[])?.0;
+        let Request::Open { set, .. } = request else { unreachable!("the request was built above") };
+        let mut device = RemoteDevice {
             connection,
             set: *set,
-            arenas: [Bytes::ZERO; 3],
+            arenas: ArenaSizes::default(),
             algorithms: None,
             kind: spec.kind,
             deferred: Vec::new(),
-            bytes: Vec::new(),
-            settled: true,
-            slower: 1.0,
-            computed: None,
+            deferred_input: Vec::new(),
+            synchronized: true,
+            slowdown: 1.0,
+            compute_seconds: None,
             collectives: None,
-            failed: None,
+            deferred_error: None,
         };
-        device.opened(answer)?;
+        device.handle_opened(response)?;
         Ok(device)
     }
 
-    fn opened(&mut self, answer: Answer) -> Result<(), DeviceError> {
-        match answer {
-            Answer::Opened { place, arenas, algorithms } => {
-                *locked(&self.connection.place) = place;
+    /// Stores what a response to opening or re-planning says.
+    fn handle_opened(&mut self, response: Response) -> Result<(), DeviceError> {
+        match response {
+            Response::Opened { address, arenas, algorithms } => {
+                *lock(&self.connection.address) = address;
                 (self.arenas, self.algorithms) = (arenas, algorithms);
                 Ok(())
             }
-            Answer::Failed(fault) => Err(fault.error(&self.connection.device)),
-            other => Err(self.connection.lost(format!("it answers {other:?}"))),
+            other => Err(self.connection.unexpected(other)),
         }
     }
 
@@ -255,126 +275,122 @@ impl FarDevice {
         self.deferred.push(command);
     }
 
-    /// Has everything done that was put off, and `last`, whose answer this gives. A file that cannot be read or written is
-    /// told as its own error.
-    fn work(&mut self, last: Command, files: &mut dyn FileSpace) -> Result<(Found, Vec<u8>), DeviceError> {
-        if let Some(failed) = self.failed.take() {
+    /// Executes the deferred commands and then `last`, and returns the result of `last`. While the device works, this serves
+    /// its requests for files. A failed file access is reported as that error, not as the error that follows from it.
+    fn execute(&mut self, last: Command, files: &mut dyn FileSpace) -> Result<(CommandResult, Vec<u8>), DeviceError> {
+        if let Some(error) = self.deferred_error.take() {
             self.deferred.clear();
-            self.bytes.clear();
-            return Err(failed);
+            self.deferred_input.clear();
+            return Err(error);
         }
         self.deferred.push(last);
         let attempt = self.connection.attempt.load(Ordering::Relaxed);
-        let request = Request::Work { attempt, commands: std::mem::take(&mut self.deferred) };
-        let mut answer = self.connection.ask(&request, &std::mem::take(&mut self.bytes))?;
-        let mut of_file = None;
+        let request = Request::Execute { attempt, commands: std::mem::take(&mut self.deferred) };
+        let (mut response, mut bytes) = self.connection.ask(&request, &std::mem::take(&mut self.deferred_input))?;
+        let mut file_error = None;
         loop {
             let mut read = Vec::new();
-            let moved = match &answer {
-                (Answer::Done(_), _) => {
-                    let (Answer::Done(found), bytes) = answer else { unreachable!("it was just looked at") };
-                    return Ok((found, bytes));
+            let (tensor, access) = match response {
+                Response::Done(result) => return Ok((result, bytes)),
+                Response::Failed(error) => {
+                    return Err(file_error.unwrap_or_else(|| error.into_error(&self.connection.device)));
                 }
-                (Answer::Failed(_), _) => {
-                    let (Answer::Failed(fault), _) = answer else { unreachable!("it was just looked at") };
-                    return Err(match of_file {
-                        Some((tensor, source)) => DeviceError::File { tensor, source },
-                        None => fault.error(&self.connection.device),
-                    });
+                Response::ReadFile { tensor, offset, bytes } => {
+                    read = vec![0; bytes as usize];
+                    let access = files.read(&tensor, offset, &mut read);
+                    (tensor, access)
                 }
-                (Answer::Reads { tensor, offset, bytes }, _) => {
-                    read = vec![0; *bytes as usize];
-                    files.read(tensor, *offset, &mut read).map_err(|error| (tensor.clone(), error))
+                Response::WriteFile { tensor, offset } => {
+                    let access = files.write(&tensor, offset, &bytes);
+                    (tensor, access)
                 }
-                (Answer::Writes { tensor, offset }, bytes) => {
-                    files.write(tensor, *offset, bytes).map_err(|error| (tensor.clone(), error))
-                }
-                (other, _) => return Err(self.connection.lost(format!("it answers {other:?}"))),
+                other => return Err(self.connection.unexpected(other)),
             };
-            let failed = moved.err().map(|(tensor, error)| {
-                let why = error.to_string();
-                of_file = Some((tensor, error));
-                why
-            });
-            answer = self.connection.ask(&Request::Files { failed }, &read)?;
+            let error = access.as_ref().err().map(io::Error::to_string);
+            if let Err(source) = access {
+                file_error = Some(DeviceError::File { tensor, source });
+            }
+            (response, bytes) = self.connection.ask(&Request::FileReply { error }, &read)?;
         }
     }
 
-    /// The same where nobody can be told what fails: it is said when the device settles.
-    fn look_at(&mut self, command: Command) -> (Found, Vec<u8>) {
-        self.work(command, &mut NoFiles).unwrap_or_else(|error| {
-            self.failed = Some(error);
-            (Found::default(), Vec::new())
+    /// Executes a command for a method that cannot return an error. An error is kept for the next synchronization, and the
+    /// result is then empty.
+    fn execute_infallible(&mut self, command: Command) -> (CommandResult, Vec<u8>) {
+        self.execute(command, &mut NoFiles).unwrap_or_else(|error| {
+            self.deferred_error = Some(error);
+            (CommandResult::default(), Vec::new())
         })
     }
 }
 
-impl Drop for FarDevice {
+impl Drop for RemoteDevice {
     fn drop(&mut self) {
-        // Where it is gone, so is its memory.
+        // If the process is lost, its memory is free already.
         let _ = self.connection.ask(&Request::Close, &[]);
     }
 }
 
-/// Programs whose failure may be told by the next one of the step.
-const PUT_OFF: [&str; 3] = ["begin", "forward", "backward"];
+/// Programs that are deferred: the next Program of the step reports their errors.
+const DEFERRED_PROGRAMS: [ProgramKind; 3] = [ProgramKind::BeginStep, ProgramKind::Forward, ProgramKind::Backward];
 
-impl Device for FarDevice {
-    /// As on a device with queues, observers are told of all ops before any runs.
+impl Device for RemoteDevice {
+    /// Runs a Program. The observer sees all ops before any of them runs, as on a device with queues.
     fn run_observed(
         &mut self,
-        call: Call,
+        call: ProgramCall,
         files: &mut dyn FileSpace,
         observer: &mut dyn Observer,
     ) -> Result<(), DeviceError> {
-        let no_program = || DeviceError::NoProgram { program: call.program.to_owned() };
-        let program = self.set.program(call.program).ok_or_else(no_program)?;
-        let mut refused = None;
-        let trace = (1..).zip(program.trace()).skip_while(|(tick, _)| *tick < call.from);
-        for (tick, (op, _)) in trace.filter(|(_, (op, _))| op.runs(call.last)) {
-            if let Err(error) = observer.before(tick, op, &mut Unseen) {
-                refused = Some((tick, error));
+        let unknown_program = || DeviceError::UnknownProgram { program: call.program.to_string() };
+        let program = self.set.program(call.program).ok_or_else(unknown_program)?;
+        let mut refusal = None;
+        let trace = (1..).zip(program.trace()).skip_while(|(tick, _)| *tick < call.first_op);
+        for (tick, (op, _)) in trace.filter(|(_, (op, _))| op.runs(call.is_last_micro_batch)) {
+            if let Err(error) = observer.before(tick, op, &mut NoMemory) {
+                refusal = Some((tick, error));
                 break;
             }
-            observer.after(tick, op, &mut Unseen);
+            observer.after(tick, op, &mut NoMemory);
         }
-        let Call { program, micro_batch, from, last } = call;
-        let refuses_at = refused.as_ref().map(|(tick, _)| *tick);
-        let run = Command::Run { program: program.to_owned(), micro_batch, from, last, refuses_at };
-        self.settled = false;
-        if refused.is_none() && PUT_OFF.contains(&program) {
+        let ProgramCall { program, micro_batch, first_op, is_last_micro_batch } = call;
+        let refuses_at = refusal.as_ref().map(|(tick, _)| *tick);
+        let run = Command::Run { program, micro_batch, first_op, is_last_micro_batch, refuses_at };
+        self.synchronized = false;
+        if refusal.is_none() && DEFERRED_PROGRAMS.contains(&program) {
             self.defer(run);
             return Ok(());
         }
-        let done = self.work(run, files);
-        match (refused, done) {
-            // What this device was refused comes before what others have told it.
-            (Some((_, error)), Err(DeviceError::Elsewhere { .. } | DeviceError::Peer { .. }) | Ok(_)) => Err(error),
+        let done = self.execute(run, files);
+        match (refusal, done) {
+            // The refusal of this device takes precedence over what its peers reported.
+            (Some((_, error)), Err(DeviceError::Remote { .. } | DeviceError::PeerAborted { .. }) | Ok(_)) => Err(error),
             (_, done) => done.map(|_| ()),
         }
     }
 
-    fn settle(&mut self) -> Result<(), DeviceError> {
-        if self.settled && self.deferred.is_empty() && self.failed.is_none() {
+    fn synchronize(&mut self) -> Result<(), DeviceError> {
+        if self.synchronized && self.deferred.is_empty() && self.deferred_error.is_none() {
             return Ok(());
         }
-        let found = self.work(Command::Settle, &mut NoFiles)?.0;
-        (self.settled, self.computed, self.collectives) = (true, found.computed, found.collectives);
+        let result = self.execute(Command::Synchronize, &mut NoFiles)?.0;
+        self.synchronized = true;
+        (self.compute_seconds, self.collectives) = (result.compute_seconds, result.collectives);
         Ok(())
     }
 
-    fn computed(&mut self) -> Option<f64> {
-        self.computed
+    fn compute_seconds(&mut self) -> Option<f64> {
+        self.compute_seconds
     }
 
-    fn collectives(&self) -> Option<CollectivesBy> {
+    fn collectives(&self) -> Option<CollectiveBackend> {
         self.collectives.clone()
     }
 
-    fn slow_down(&mut self, factor: f64) -> bool {
+    fn set_compute_slowdown(&mut self, factor: f64) -> bool {
         let simulated = self.kind == DeviceKind::Virtual;
-        if simulated && factor != self.slower {
-            self.slower = factor;
+        if simulated && factor != self.slowdown {
+            self.slowdown = factor;
             self.defer(Command::SlowDown(factor));
         }
         simulated
@@ -382,35 +398,36 @@ impl Device for FarDevice {
 
     fn write(&mut self, tensor: TensorId, slot: u32, bytes: &[u8]) {
         self.defer(Command::Write { tensor, slot, bytes: bytes.len() as u64 });
-        self.bytes.extend_from_slice(bytes);
+        self.deferred_input.extend_from_slice(bytes);
     }
 
-    /// Where the device cannot be reached, what is read is no number.
+    /// Copies bytes out of a tensor's slot. If the device cannot be reached, all bits are set, which is NaN for floats.
     fn read(&mut self, tensor: TensorId, slot: u32, bytes: &mut [u8]) {
-        let (_, found) = self.look_at(Command::Read { tensor, slot, bytes: bytes.len() as u64 });
-        match found.len() == bytes.len() {
-            true => bytes.copy_from_slice(&found),
+        let (_, read) = self.execute_infallible(Command::Read { tensor, slot, bytes: bytes.len() as u64 });
+        match read.len() == bytes.len() {
+            true => bytes.copy_from_slice(&read),
             false => bytes.fill(0xff),
         }
     }
 
     fn adopt(&mut self, set: ProgramSet, placement: Placement) -> Result<(), DeviceError> {
-        self.settle()?;
+        self.synchronize()?;
         let request = Request::Adopt { set: Box::new(set), placement };
-        let answer = self.connection.ask(&request, &[])?.0;
-        self.opened(answer)?;
-        let Request::Adopt { set, .. } = request else { unreachable!("it was just made") };
+        let response = self.connection.ask(&request, &[])?.0;
+        self.handle_opened(response)?;
+        let Request::Adopt { set, .. } = request else { unreachable!("the request was built above") };
         self.set = *set;
         Ok(())
     }
 
-    fn room(&mut self) -> Option<Room> {
-        let RoomFound { total, free, bound_by, held, measured } = self.look_at(Command::Room).0.room?;
-        *locked(&self.connection.measured) = measured;
-        Some(Room { memory: probe::Memory { total, free, bound_by }, held })
+    fn available_memory(&mut self) -> Option<AvailableMemory> {
+        let report = self.execute_infallible(Command::AvailableMemory).0.memory?;
+        let MemoryReport { total, free, bound_by, held, measured } = report;
+        *lock(&self.connection.measured_memory) = measured;
+        Some(AvailableMemory { memory: probe::Memory { total, free, bound_by }, held_bytes: held })
     }
 
-    fn algorithms(&self) -> Option<Algorithms> {
+    fn algorithms(&self) -> Option<GemmAlgorithms> {
         self.algorithms.clone()
     }
 
@@ -419,23 +436,23 @@ impl Device for FarDevice {
     }
 }
 
-impl Memory for FarDevice {
+impl Memory for RemoteDevice {
     fn bytes(&self, space: Space) -> Bytes {
         match space {
-            Space::Device => self.arenas[0],
-            Space::Host => self.arenas[1],
-            Space::Scratch => self.arenas[2],
+            Space::Device => self.arenas.device,
+            Space::Host => self.arenas.host,
+            Space::Scratch => self.arenas.scratch,
             Space::File => Bytes::ZERO,
         }
     }
 
-    fn look(&mut self, space: Space, range: Range<u64>) -> Cow<'_, [u8]> {
-        Cow::Owned(self.look_at(Command::Look { space, first: range.start, end: range.end }).1)
+    fn view(&mut self, space: Space, range: Range<u64>) -> Cow<'_, [u8]> {
+        Cow::Owned(self.execute_infallible(Command::View { space, first: range.start, end: range.end }).1)
     }
 
     fn fill(&mut self, space: Space, first: u64, bytes: &[u8]) {
         self.defer(Command::Fill { space, first, bytes: bytes.len() as u64 });
-        self.bytes.extend_from_slice(bytes);
+        self.deferred_input.extend_from_slice(bytes);
     }
 
     fn poison(&mut self, space: Space, range: Range<u64>) {
@@ -443,10 +460,10 @@ impl Memory for FarDevice {
     }
 
     fn high_water(&mut self, space: Space) -> Bytes {
-        self.look_at(Command::HighWater(space)).0.bytes
+        self.execute_infallible(Command::HighWater(space)).0.bytes
     }
 
-    fn strayed(&mut self, space: Space) -> bool {
-        self.look_at(Command::Strayed(space)).0.yes
+    fn has_stray_writes(&mut self, space: Space) -> bool {
+        self.execute_infallible(Command::HasStrayWrites(space)).0.flag
     }
 }

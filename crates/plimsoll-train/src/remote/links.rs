@@ -1,78 +1,100 @@
-//! How fast hosts reach each other: measured over the very wires that their devices will meet over, each two in turn.
+//! Measures bandwidth and latency between hosts, over the same kind of wires that the devices of a team use. Each pair of
+//! ranks is measured in turn.
 
 use super::device::Connection;
-use super::{Hosts, Invitation, spread};
+use super::distributed::random_secret;
+use super::{Invitation, RemoteConnector};
 use plimsoll_core::Link;
 use plimsoll_device::device::DeviceError;
 use plimsoll_device::transport::wire::Wire;
+use serde::{Deserialize, Serialize};
 use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Small messages there and back, of which the median counts.
+/// Round trips of which the median is the latency.
 const PINGS: usize = 21;
-/// What is sent at a time to see how fast it is, for how long about, and how often at most.
-const PIECE: usize = 1 << 20;
-const SECONDS: f64 = 0.25;
-const PIECES: f64 = 256.0;
-/// Who is cut off in the middle of it is not waited for longer.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// Bytes of one chunk in a bandwidth measurement.
+const CHUNK_BYTES: usize = 1 << 20;
+/// Duration that a bandwidth measurement aims at.
+const TARGET_SECONDS: f64 = 0.25;
+/// Most chunks in a bandwidth measurement.
+const MAX_CHUNKS: f64 = 256.0;
+/// Time after which a measurement that has not ended closes its wires.
+const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// What the one that measures asks of the other.
+/// Commands from the rank that measures to its peer. Each is followed by a count of chunks.
 const PING: u8 = b'p';
-const TAKES: u8 = b't';
-const GIVES: u8 = b'g';
-const ENDS: u8 = b'e';
+const RECEIVE_CHUNKS: u8 = b't';
+const SEND_CHUNKS: u8 = b'g';
+const FINISH: u8 = b'e';
 
-/// The slowest link of each of these processes to the others, the slower way of it: in the order of ranks, the
-/// process of the run itself last where it takes part.
+/// Speeds of a link in both directions, as seen by the rank that measured it.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct LinkSpeeds {
+    /// From the measuring rank to its peer.
+    pub to_peer: Link,
+    /// From the peer to the measuring rank.
+    pub from_peer: Link,
+}
+
+/// Measures the links between these processes and returns the slowest link of each, counting the slower direction. The order is
+/// that of `connections`, followed by this process if `include_local`.
 ///
 /// # Errors
-/// Of the rank that comes with it: who is gone, or does not reach the others.
-pub(crate) fn slowest(
+/// The failing rank with its error: a lost process, or a peer that cannot be reached.
+pub(crate) fn measure_slowest_links(
     connections: &[Arc<Connection>],
-    and_here: bool,
-    hosts: &dyn Hosts,
+    include_local: bool,
+    connector: &dyn RemoteConnector,
 ) -> Result<Vec<Link>, (usize, DeviceError)> {
-    let wires = hosts.wires();
-    let cut_off = |rank: usize, error: io::Error| DeviceError::CutOff { rank: rank as u32, why: error.to_string() };
-    let mut places = Vec::new();
+    let network = connector.peer_network();
+    let unreachable =
+        |rank: usize, error: io::Error| DeviceError::PeerUnreachable { rank: rank as u32, reason: error.to_string() };
+    let mut addresses = Vec::new();
     for (rank, connection) in connections.iter().enumerate() {
-        places.push(connection.find().map_err(|error| (rank, error))?);
+        addresses.push(connection.fetch_address().map_err(|error| (rank, error))?);
     }
-    places.extend(and_here.then(|| wires.place()));
-    let ranks = places.len();
-    let secret = spread::secret().map_err(|error| (0, cut_off(0, error)))?;
-    // Teams are counted from 1.
-    let invitation = Invitation { team: 0, secret, places, epoch: Instant::now(), nccl: false };
+    addresses.extend(include_local.then(|| network.address()));
+    let ranks = addresses.len();
+    let secret = random_secret().map_err(|error| (0, unreachable(0, error)))?;
+    // Teams of the run are numbered from 1.
+    let invitation = Invitation { team: 0, secret, addresses, epoch: Instant::now(), nccl: false };
     let measure = |rank: usize| match connections.get(rank) {
-        Some(connection) => connection.measure(rank as u32, &invitation),
+        Some(connection) => connection.measure_links(rank as u32, &invitation),
         None => {
-            let met = wires.meet(&invitation, rank as u32);
-            met.and_then(|wires| measured(rank as u32, &wires)).map_err(|error| cut_off(rank, error))
+            let wires = network.connect_peers(&invitation, rank as u32);
+            wires.and_then(|wires| measure_links(rank as u32, &wires)).map_err(|error| unreachable(rank, error))
         }
     };
-    let found: Vec<Result<Vec<Option<Ways>>, DeviceError>> = thread::scope(|scope| {
+    let results: Vec<Result<Vec<Option<LinkSpeeds>>, DeviceError>> = thread::scope(|scope| {
         let measure = &measure;
         let threads: Vec<_> = (0..ranks).map(|rank| scope.spawn(move || measure(rank))).collect();
         threads.into_iter().map(|t| t.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
     });
-    let mut slowest: Vec<Option<Link>> = vec![None; ranks];
+    slowest_by_rank(results)
+}
+
+/// Reduces the measurements of all ranks to the slowest link of each rank. A rank without a link gets [`Link::MEMORY`].
+fn slowest_by_rank(
+    results: Vec<Result<Vec<Option<LinkSpeeds>>, DeviceError>>,
+) -> Result<Vec<Link>, (usize, DeviceError)> {
+    let mut slowest: Vec<Option<Link>> = vec![None; results.len()];
     let mut failed: Option<(usize, DeviceError)> = None;
-    for (rank, found) in found.into_iter().enumerate() {
-        match found {
+    for (rank, result) in results.into_iter().enumerate() {
+        match result {
             Ok(links) => {
-                for (peer, [there, back]) in (0..).zip(links).filter_map(|(peer, ways)| Some((peer, ways?))) {
-                    let link = slower(there, back);
+                for (peer, speeds) in links.into_iter().enumerate().filter_map(|(peer, speeds)| Some((peer, speeds?))) {
+                    let link = slower(speeds.to_peer, speeds.from_peer);
                     for end in [rank, peer] {
                         slowest[end] = Some(slowest[end].map_or(link, |before| slower(before, link)));
                     }
                 }
             }
-            // Who is lost keeps the others from measuring.
-            Err(error) if failed.is_none() || error.is_loss() => failed = Some((rank, error)),
+            // A lost rank is the cause of its peers' failures, so its error takes precedence.
+            Err(error) if failed.is_none() || error.is_device_lost() => failed = Some((rank, error)),
             Err(_) => {}
         }
     }
@@ -82,6 +104,7 @@ pub(crate) fn slowest(
     }
 }
 
+/// Returns the lower bandwidth and the higher latency of two links.
 fn slower(one: Link, other: Link) -> Link {
     Link {
         bytes_per_second: one.bytes_per_second.min(other.bytes_per_second),
@@ -89,98 +112,101 @@ fn slower(one: Link, other: Link) -> Link {
     }
 }
 
-/// A link as the one that has measured it sees it: what it sends to the other, and what comes back.
-pub type Ways = [Link; 2];
-
-/// A rank's part: of each two the lower one measures, and all take their pairs in the same order. What it has measured
-/// itself, by rank.
+/// Takes part in the measurement as `rank`. Of each pair, the lower rank measures and the higher rank responds. Returns the
+/// speeds that this rank measured, by peer.
 ///
 /// # Errors
-/// A wire that ends, or takes longer than anybody has patience for.
-pub(super) fn measured(rank: u32, wires: &[Option<Arc<dyn Wire>>]) -> io::Result<Vec<Option<Ways>>> {
-    let (done, waits) = channel::<()>();
-    let closes = wires.to_vec();
+/// A wire that is closed, or a measurement that exceeds [`TIMEOUT`].
+pub(super) fn measure_links(rank: u32, wires: &[Option<Arc<dyn Wire>>]) -> io::Result<Vec<Option<LinkSpeeds>>> {
+    let (done, finished) = channel::<()>();
+    let watched = wires.to_vec();
     let watch = move || {
-        if waits.recv_timeout(PATIENCE) == Err(RecvTimeoutError::Timeout) {
-            closes.iter().flatten().for_each(|wire| wire.close());
+        if finished.recv_timeout(TIMEOUT) == Err(RecvTimeoutError::Timeout) {
+            watched.iter().flatten().for_each(|wire| wire.close());
         }
     };
-    thread::Builder::new().name("plimsoll-patience".to_owned()).spawn(watch)?;
+    thread::Builder::new().name("plimsoll-link-timeout".to_owned()).spawn(watch)?;
     let mut links = vec![None; wires.len()];
-    // Whoever is lower measures first: so nobody waits for one that waits for somebody else.
+    // All ranks take their pairs in the same order, so no cycle of waiting ranks can form.
     for wire in wires[..rank as usize].iter().flatten() {
-        answers(&**wire)?;
+        respond(&**wire)?;
     }
     for (peer, wire) in wires.iter().enumerate().skip(rank as usize + 1) {
-        links[peer] = wire.as_ref().map(|wire| measures(&**wire)).transpose()?;
+        links[peer] = wire.as_ref().map(|wire| measure_link(&**wire)).transpose()?;
     }
     drop(done);
     Ok(links)
 }
 
-fn word(what: u8, pieces: u32) -> [u8; 5] {
-    let [a, b, c, d] = pieces.to_le_bytes();
-    [what, a, b, c, d]
+fn command(kind: u8, chunks: u32) -> [u8; 5] {
+    let [a, b, c, d] = chunks.to_le_bytes();
+    [kind, a, b, c, d]
 }
 
-/// Seconds that something takes.
-fn timed(what: impl FnOnce() -> io::Result<()>) -> io::Result<f64> {
-    let began = Instant::now();
-    what()?;
-    Ok(began.elapsed().as_secs_f64())
+/// Returns the seconds that `work` takes.
+fn time_seconds(work: impl FnOnce() -> io::Result<()>) -> io::Result<f64> {
+    let start = Instant::now();
+    work()?;
+    Ok(start.elapsed().as_secs_f64())
 }
 
-fn measures(wire: &dyn Wire) -> io::Result<Ways> {
+/// Measures one link in both directions.
+fn measure_link(wire: &dyn Wire) -> io::Result<LinkSpeeds> {
     let ping = || {
-        wire.send(&word(PING, 0))?;
+        wire.send(&command(PING, 0))?;
         wire.receive(&mut [0])
     };
-    let mut late: Vec<f64> = (0..PINGS).map(|_| timed(ping)).collect::<Result<_, _>>()?;
-    late.sort_by(f64::total_cmp);
-    let there_and_back = late[PINGS / 2];
-    let mut piece = vec![0; PIECE];
-    let mut rate = |way: u8| -> io::Result<f64> {
-        let mut moves = |pieces: u32| {
-            timed(|| {
-                wire.send(&word(way, pieces))?;
-                for _ in 0..pieces {
-                    if way == TAKES { wire.send(&piece)? } else { wire.receive(&mut piece)? }
-                }
-                if way == TAKES { wire.receive(&mut [0]) } else { Ok(()) }
-            })
-        };
-        // How many take long enough to be measured by.
-        let pieces = (SECONDS / moves(1)?).clamp(1.0, PIECES) as u32;
-        let took = moves(pieces)?;
-        Ok(f64::from(pieces) * PIECE as f64 / (took - there_and_back).max(took / 2.0))
+    let mut round_trips: Vec<f64> = (0..PINGS).map(|_| time_seconds(ping)).collect::<Result<_, _>>()?;
+    round_trips.sort_by(f64::total_cmp);
+    let round_trip = round_trips[PINGS / 2];
+    let mut chunk = vec![0; CHUNK_BYTES];
+    let mut bytes_per_second = |kind: u8| -> io::Result<f64> {
+        // The first chunk tells how many chunks take long enough to measure.
+        let first = transfer_seconds(wire, kind, 1, &mut chunk)?;
+        let chunks = (TARGET_SECONDS / first).clamp(1.0, MAX_CHUNKS) as u32;
+        let seconds = transfer_seconds(wire, kind, chunks, &mut chunk)?;
+        Ok(f64::from(chunks) * CHUNK_BYTES as f64 / (seconds - round_trip).max(seconds / 2.0))
     };
-    let rates = [rate(TAKES)?, rate(GIVES)?];
-    wire.send(&word(ENDS, 0))?;
-    Ok(rates.map(|bytes_per_second| Link { bytes_per_second, latency_seconds: there_and_back / 2.0 }))
+    let (to_peer, from_peer) = (bytes_per_second(RECEIVE_CHUNKS)?, bytes_per_second(SEND_CHUNKS)?);
+    wire.send(&command(FINISH, 0))?;
+    let link = |bytes_per_second| Link { bytes_per_second, latency_seconds: round_trip / 2.0 };
+    Ok(LinkSpeeds { to_peer: link(to_peer), from_peer: link(from_peer) })
 }
 
-fn answers(wire: &dyn Wire) -> io::Result<()> {
-    let mut piece = vec![0; PIECE];
+/// Returns the seconds that the transfer of some chunks takes. `kind` says what the peer does: receive or send.
+fn transfer_seconds(wire: &dyn Wire, kind: u8, chunks: u32, chunk: &mut [u8]) -> io::Result<f64> {
+    time_seconds(|| {
+        wire.send(&command(kind, chunks))?;
+        for _ in 0..chunks {
+            if kind == RECEIVE_CHUNKS { wire.send(chunk)? } else { wire.receive(chunk)? }
+        }
+        if kind == RECEIVE_CHUNKS { wire.receive(&mut [0]) } else { Ok(()) }
+    })
+}
+
+/// Responds to the commands of the rank that measures.
+fn respond(wire: &dyn Wire) -> io::Result<()> {
+    let mut chunk = vec![0; CHUNK_BYTES];
     loop {
-        let mut word = [0; 5];
-        wire.receive(&mut word)?;
-        let [what, a, b, c, d] = word;
-        let pieces = u32::from_le_bytes([a, b, c, d]);
-        match what {
+        let mut received = [0; 5];
+        wire.receive(&mut received)?;
+        let [kind, a, b, c, d] = received;
+        let chunks = u32::from_le_bytes([a, b, c, d]);
+        match kind {
             PING => wire.send(&[0])?,
-            TAKES => {
-                for _ in 0..pieces {
-                    wire.receive(&mut piece)?;
+            RECEIVE_CHUNKS => {
+                for _ in 0..chunks {
+                    wire.receive(&mut chunk)?;
                 }
                 wire.send(&[0])?;
             }
-            GIVES => {
-                for _ in 0..pieces {
-                    wire.send(&piece)?;
+            SEND_CHUNKS => {
+                for _ in 0..chunks {
+                    wire.send(&chunk)?;
                 }
             }
-            ENDS => return Ok(()),
-            _ => return Err(io::Error::new(io::ErrorKind::InvalidData, "what came is no part of measuring a link")),
+            FINISH => return Ok(()),
+            _ => return Err(io::Error::new(io::ErrorKind::InvalidData, "unknown command in a link measurement")),
         }
     }
 }
@@ -192,63 +218,64 @@ mod tests {
     use std::os::unix::net::UnixStream;
     use std::sync::Mutex;
 
-    /// A wire on which every piece takes so long.
-    struct Slow(UnixStream, Duration, Mutex<()>);
+    /// A wire that delays what it sends.
+    struct SlowWire {
+        stream: UnixStream,
+        delay_per_chunk: Duration,
+        sending: Mutex<()>,
+    }
 
-    impl Wire for Slow {
+    impl Wire for SlowWire {
         fn send(&self, bytes: &[u8]) -> io::Result<()> {
-            let _one = self.2.lock().unwrap();
-            thread::sleep(self.1.mul_f64(bytes.len() as f64 / PIECE as f64));
-            (&self.0).write_all(bytes)
+            let _one = self.sending.lock().unwrap();
+            thread::sleep(self.delay_per_chunk.mul_f64(bytes.len() as f64 / CHUNK_BYTES as f64));
+            (&self.stream).write_all(bytes)
         }
 
         fn receive(&self, into: &mut [u8]) -> io::Result<()> {
-            (&self.0).read_exact(into)
+            (&self.stream).read_exact(into)
         }
 
         fn close(&self) {
-            let _ = self.0.shutdown(std::net::Shutdown::Both);
+            let _ = self.stream.shutdown(std::net::Shutdown::Both);
         }
     }
 
     #[test]
-    fn each_two_measure_both_ways_of_their_link() {
+    fn every_pair_measures_both_directions() {
         let mut wires: Vec<Vec<Option<Arc<dyn Wire>>>> = (0..3).map(|_| vec![None, None, None]).collect();
+        let slow_wire = |stream, delay_per_chunk| SlowWire { stream, delay_per_chunk, sending: Mutex::default() };
         for (one, other) in [(0, 1), (0, 2), (1, 2)] {
-            let (here, there) = UnixStream::pair().unwrap();
-            // Only what rank 2 sends to rank 0 is slow.
-            let slow = if (one, other) == (0, 2) { Duration::from_millis(40) } else { Duration::ZERO };
-            wires[one][other] = Some(Arc::new(Slow(here, Duration::ZERO, Mutex::default())));
-            wires[other][one] = Some(Arc::new(Slow(there, slow, Mutex::default())));
+            let (near_end, far_end) = UnixStream::pair().unwrap();
+            // Only the direction from rank 2 to rank 0 is slow.
+            let delay = if (one, other) == (0, 2) { Duration::from_millis(40) } else { Duration::ZERO };
+            wires[one][other] = Some(Arc::new(slow_wire(near_end, Duration::ZERO)));
+            wires[other][one] = Some(Arc::new(slow_wire(far_end, delay)));
         }
-        let found: Vec<_> = thread::scope(|scope| {
+        let speeds: Vec<_> = thread::scope(|scope| {
             let rank = |(rank, wires): (u32, &Vec<_>)| {
                 let wires = wires.clone();
-                scope.spawn(move || measured(rank, &wires).unwrap())
+                scope.spawn(move || measure_links(rank, &wires).unwrap())
             };
             let threads: Vec<_> = (0..).zip(&wires).map(rank).collect();
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
         });
-        let measured: Vec<Vec<bool>> = found.iter().map(|links| links.iter().map(Option::is_some).collect()).collect();
+        let measured: Vec<Vec<bool>> = speeds.iter().map(|links| links.iter().map(Option::is_some).collect()).collect();
         assert_eq!(measured, [[false, true, true], [false, false, true], [false; 3]]);
-        let (most, rate) = (PIECE as f64 / 0.040, |one: usize, other: usize, way: usize| {
-            let ways: Ways = found[one][other].expect("it was measured");
-            ways[way].bytes_per_second
-        });
-        assert!(rate(0, 2, 1) <= most, "{found:?}");
-        // Neither the other way is slowed by it, nor are other links.
-        assert!(
-            [rate(0, 2, 0), rate(0, 1, 0), rate(0, 1, 1), rate(1, 2, 1)].iter().all(|rate| *rate > most),
-            "{found:?}"
-        );
+        let slow_rate = CHUNK_BYTES as f64 / 0.040;
+        let pair = |one: usize, other: usize| -> LinkSpeeds { speeds[one][other].expect("this pair was measured") };
+        assert!(pair(0, 2).from_peer.bytes_per_second <= slow_rate, "{speeds:?}");
+        // The other direction and the other links are not slowed down.
+        let fast = [pair(0, 2).to_peer, pair(0, 1).to_peer, pair(0, 1).from_peer, pair(1, 2).from_peer];
+        assert!(fast.iter().all(|link| link.bytes_per_second > slow_rate), "{speeds:?}");
     }
 
     #[test]
-    fn a_wire_that_ends_is_an_error_at_both_ends() {
-        let (here, there) = UnixStream::pair().unwrap();
-        drop(there);
-        let here: Arc<dyn Wire> = Arc::new(here);
-        assert!(measured(0, &[None, Some(here.clone())]).is_err());
-        assert!(measured(1, &[Some(here), None]).is_err());
+    fn closed_wire_fails_at_both_ends() {
+        let (near_end, far_end) = UnixStream::pair().unwrap();
+        drop(far_end);
+        let wire: Arc<dyn Wire> = Arc::new(near_end);
+        assert!(measure_links(0, &[None, Some(wire.clone())]).is_err());
+        assert!(measure_links(1, &[Some(wire), None]).is_err());
     }
 }

@@ -1,15 +1,18 @@
-//! Devices of a Ray cluster. Ray speaks Python, and so does the process that stands between: `plimsoll.ray.hosting` finds
-//! what the run file names, has Ray place a worker on each device, and carries requests there and back. Here is the run's
-//! end of it. The run itself stays out of Ray: when the cluster goes, the run is there to say so, and to save.
+//! Devices of a Ray cluster.
 //!
-//! What goes over the pipe has its length in front. First the run says what it wants, in JSON, and is told what that is; then
-//! words with bytes behind them, as everywhere between both ends, whose number says which answer is whose.
+//! Ray speaks Python, so a helper process (`python -m plimsoll.ray.run_helper`) stands between the run and the cluster: it
+//! resolves the devices that the run file names, has Ray place a worker on each, and forwards requests to the workers. This
+//! module is the run's side. The run itself is not part of the cluster, so it can save and report when the cluster fails.
+//!
+//! Messages over the pipe have a length in front. The first exchange is JSON: a [`PlacementRequest`] and a
+//! [`PlacementReply`]. All later messages are encoded as in `protocol`, and a number pairs each response with its request.
 
-use super::streams::{TcpWires, receive, send};
-use super::{Channel, Elsewhere, Hosts, Wires, decode, encode, locked};
-use crate::config::RunFile;
-use plimsoll_core::{Exit, Failure};
-use plimsoll_plan::request::{DeviceRequest, DevicesRequest};
+use super::protocol::{decode, encode, exit_of};
+use super::sockets::{TcpPeerNetwork, receive, send};
+use super::{Channel, PeerNetwork, RemoteConnector, RemoteDevices, lock};
+use crate::resolve::RunRequest;
+use plimsoll_core::Failure;
+use plimsoll_plan::device_request::{DeviceRequest, DevicesRequest};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashMap};
 use std::io::{self, BufRead, BufReader};
@@ -23,296 +26,305 @@ use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// How long the process may take to leave the cluster.
-const LEAVES: Duration = Duration::from_secs(15);
+/// Time that the helper process has to leave the cluster before it is killed.
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// What the run wants.
+/// Environment variable with the placement group that a sweep has reserved for this run's device. The run is placed in that
+/// group and reserves nothing itself.
+pub const RESERVATION_ENV: &str = "PLIMSOLL_RAY_KEPT";
+
+/// Interval at which a sweep checks which of its devices are available.
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
+
+/// First message to the helper process: the devices to place.
 #[derive(Serialize)]
-struct Wanted {
+struct PlacementRequest {
     devices: Vec<String>,
-    /// What each may hold where its word does not say: an amount, or a share of what is free; none is all of that.
+    /// Load line of each device that is named without one: an amount, or a share of free memory. `None` selects all of what
+    /// the device has joined the cluster with.
     budget: Option<String>,
-    /// Whether each device's bytes are kept by themselves, for the runs of a sweep.
-    for_runs: bool,
-    /// The run's folder, by which others of the cluster know whose their devices are; none of a sweep.
+    /// Whether each device is reserved separately, for the runs of a sweep.
+    #[serde(rename = "for_runs")]
+    for_sweep: bool,
+    /// The run folder, which the cluster shows as the owner of the devices; `None` for a sweep.
     run: Option<String>,
 }
 
-/// What that turned out to be.
+/// First message from the helper process.
 #[derive(Deserialize)]
 #[serde(untagged)]
-enum Placed {
-    There {
-        /// Words of `run.devices`, with load lines.
-        devices: Vec<String>,
-        /// This machine's address, as the others know it.
-        ip: IpAddr,
-        /// Where the run's own devices may be met, the first that is free; 0 is any.
-        ports: Vec<u16>,
-        /// Devices of the cluster that were asked for with all others, and are gone.
-        missed: Vec<String>,
-    },
-    Failed {
-        exit: u8,
-        message: String,
-        hints: Vec<String>,
-    },
+enum PlacementReply {
+    Placed(Placement),
+    Failed { exit: u8, message: String, hints: Vec<String> },
 }
 
-/// What stands in front of a request.
-#[derive(Serialize)]
-struct Errand<'a> {
-    number: u64,
-    /// Without one it is asked which devices are there, each with what is kept of it.
-    device: Option<&'a str>,
-    aside: bool,
-}
-
-/// What stands in front of its answer.
+/// The devices that Ray has placed.
 #[derive(Deserialize)]
-struct Back {
-    number: u64,
-    failed: Option<String>,
+struct Placement {
+    /// Devices in the notation of `run.devices`, with load lines.
+    devices: Vec<String>,
+    /// Address of this machine within the cluster.
+    ip: IpAddr,
+    /// Ports for the wires of the run's own devices, of which the first free one is used; 0 selects any.
+    ports: Vec<u16>,
+    /// Names of cluster devices that were requested and are not available.
+    #[serde(rename = "missed")]
+    missing: Vec<String>,
 }
 
-/// Brings the devices of the cluster that a run file names: from now on it is known what they are, and they are reached.
-/// `python` has the wheel, and Ray.
+/// Header of a request to the helper process.
+#[derive(Serialize)]
+struct RequestHeader<'a> {
+    number: u64,
+    /// The device that the request is for; `None` asks for the reserved devices that are available.
+    device: Option<&'a str>,
+    #[serde(rename = "aside")]
+    out_of_band: bool,
+}
+
+/// Header of a response from the helper process.
+#[derive(Deserialize)]
+struct ResponseHeader {
+    number: u64,
+    #[serde(rename = "failed")]
+    error: Option<String>,
+}
+
+/// Places the cluster devices that a run names, and connects the run to them. `python` has the wheel and Ray installed.
 ///
 /// # Errors
-/// What that process says: there is no cluster, no such device, or no room on it.
-pub fn reach(run: &mut RunFile, python: &Path) -> Result<(), Failure> {
-    bring(run, python, false).map(|_| ())
+/// There is no cluster, no such device, or not enough free memory on it.
+pub fn connect_cluster(run: &mut RunRequest, python: &Path) -> Result<(), Failure> {
+    place_devices(run, python, false).map(|_| ())
 }
 
-fn bring(run: &mut RunFile, python: &Path, for_runs: bool) -> Result<Arc<Process>, Failure> {
-    let asked = run.devices();
-    // The cluster's lines are the usual share of what was free when it was joined.
+fn place_devices(run: &mut RunRequest, python: &Path, for_sweep: bool) -> Result<Arc<HelperProcess>, Failure> {
+    let requested = run.devices();
+    // Without a budget, a device gets the share of free memory that it had when it joined the cluster.
     let budget = run.memory.budget.map(|budget| budget.to_string());
-    let (away, own): (Vec<DeviceRequest>, Vec<DeviceRequest>) = asked
+    let (remote, local): (Vec<DeviceRequest>, Vec<DeviceRequest>) = requested
         .devices
         .into_iter()
-        .partition(|device| matches!(device, DeviceRequest::Elsewhere { .. } | DeviceRequest::Ray { .. }));
+        .partition(|device| matches!(device, DeviceRequest::Remote { .. } | DeviceRequest::Ray { .. }));
     let folder = || std::path::absolute(&run.run.dir).map_or(run.run.dir.clone(), |path| path.display().to_string());
-    let folder = (!for_runs).then(folder);
-    let wanted = Wanted { devices: away.iter().map(ToString::to_string).collect(), budget, for_runs, run: folder };
-    let (process, mut says) = Process::start(python)?;
-    let (devices, ip, ports, missed) = match process.place(&wanted, &mut says)? {
-        Placed::There { devices, ip, ports, missed } => {
-            // Where all others are elsewhere, they are who is met.
-            let ports = if own.is_empty() { vec![0] } else { ports };
-            (own.iter().map(ToString::to_string).chain(devices).collect::<Vec<_>>().join(","), ip, ports, missed)
-        }
-        Placed::Failed { exit, message, hints } => {
-            let exits = [Exit::Input, Exit::DoesNotFit, Exit::Stopped];
-            let exit = exits.into_iter().find(|known| *known as u8 == exit).unwrap_or(Exit::Bug);
-            return Err(Failure { exit, message, hints });
+    let folder = (!for_sweep).then(folder);
+    let request =
+        PlacementRequest { devices: remote.iter().map(ToString::to_string).collect(), budget, for_sweep, run: folder };
+    let (process, mut stdout) = HelperProcess::start(python)?;
+    let placement = match process.place(&request, &mut stdout)? {
+        PlacementReply::Placed(placement) => placement,
+        PlacementReply::Failed { exit, message, hints } => {
+            return Err(Failure { exit: exit_of(exit), message, hints });
         }
     };
-    let named: DevicesRequest = devices.parse()?;
-    let at = |error: io::Error| {
+    let Placement { devices, ip, ports, missing } = placement;
+    let names: Vec<String> = local.iter().map(ToString::to_string).chain(devices).collect();
+    let placed: DevicesRequest = names.join(",").parse()?;
+    // Without local devices, no peer connects to this process, and any port will do.
+    let ports = if local.is_empty() { vec![0] } else { ports };
+    let addresses: Vec<SocketAddr> = ports.into_iter().map(|port| SocketAddr::new(ip, port)).collect();
+    let no_port = |error: io::Error| {
         Failure::input(format!(
             "Ray says that this machine is {ip}, and none of its ports for wires can be taken: {error}"
         ))
     };
-    let places: Vec<SocketAddr> = ports.into_iter().map(|port| SocketAddr::new(ip, port)).collect();
-    let wires = TcpWires::listen(&*places).map_err(at)?;
+    let network = TcpPeerNetwork::listen(&*addresses).map_err(no_port)?;
     let process = Arc::new(process);
-    let answers = Arc::clone(&process.answers);
-    let thread = thread::Builder::new().name("plimsoll-ray".to_owned()).spawn(move || answers.all(says));
-    thread.map_err(|error| Failure::bug(format!("the system gives no thread: {error}")))?;
-    let named = DevicesRequest { host: asked.host, file: asked.file, ..named };
-    run.elsewhere = Elsewhere::by(Arc::new(Cluster { process: Arc::clone(&process), wires })).of(named).without(missed);
+    let replies = Arc::clone(&process.replies);
+    let thread = thread::Builder::new().name("plimsoll-ray".to_owned()).spawn(move || replies.dispatch_all(stdout));
+    thread.map_err(no_thread)?;
+    let placed = DevicesRequest { host: requested.host, file: requested.file, ..placed };
+    let cluster = Cluster { process: Arc::clone(&process), network };
+    run.remote = RemoteDevices::via(Arc::new(cluster)).with_devices(placed).with_missing(missing);
     Ok(process)
 }
 
-/// Names, for a run, what a sweep has kept of its device: the run is placed in that, and asks Ray for nothing of its own.
-pub const KEPT: &str = "PLIMSOLL_RAY_KEPT";
-
-/// How often it is asked which devices of a sweep are there.
-const LOOKS: Duration = Duration::from_secs(1);
-
-/// What is kept of each device that is there, by its name.
-type There = BTreeMap<String, String>;
-
-/// The devices of a cluster that are kept for the runs of a sweep.
-pub struct Kept {
-    process: Arc<Process>,
-    /// Empty where the cluster is gone.
-    there: Arc<Mutex<There>>,
+fn no_thread(error: io::Error) -> Failure {
+    Failure::bug(format!("the system refuses a thread: {error}"))
 }
 
-/// Has the devices of the cluster that a sweep names kept for its runs. They can be asked what they are until the first run is
-/// placed there.
+/// Placement group of each reserved device that is available, by device name.
+type AvailableReservations = BTreeMap<String, String>;
+
+/// Devices of a cluster that are reserved for the runs of a sweep.
+pub struct Reservation {
+    process: Arc<HelperProcess>,
+    /// Empty if the cluster is lost.
+    available: Arc<Mutex<AvailableReservations>>,
+}
+
+/// Reserves the cluster devices that a sweep names. They can be queried until [`Reservation::begin_runs`].
 ///
 /// # Errors
-/// As [`reach`].
-pub fn keep(run: &mut RunFile, python: &Path) -> Result<Kept, Failure> {
-    Ok(Kept { process: bring(run, python, true)?, there: Arc::default() })
+/// The errors of [`connect_cluster`].
+pub fn reserve(run: &mut RunRequest, python: &Path) -> Result<Reservation, Failure> {
+    Ok(Reservation { process: place_devices(run, python, true)?, available: Arc::default() })
 }
 
-impl Kept {
-    /// From now on runs are placed there, and it is looked after who is.
+impl Reservation {
+    /// Hands the reserved devices over to the runs of the sweep, and from now on tracks which devices are available.
     ///
     /// # Errors
-    /// The cluster is gone, or the system gives no thread.
-    pub fn for_runs(&self) -> Result<(), Failure> {
-        let gone = |error: io::Error| Failure::stopped(format!("--devices: {error}"));
-        *locked(&self.there) = self.process.there().map_err(gone)?;
-        let (process, there) = (Arc::downgrade(&self.process), Arc::downgrade(&self.there));
-        let look = move || {
+    /// The cluster is lost, or the system refuses a thread.
+    pub fn begin_runs(&self) -> Result<(), Failure> {
+        let lost = |error: io::Error| Failure::stopped(format!("--devices: {error}"));
+        *lock(&self.available) = self.process.available_reservations().map_err(lost)?;
+        let (process, available) = (Arc::downgrade(&self.process), Arc::downgrade(&self.available));
+        let poll = move || {
             loop {
-                thread::sleep(LOOKS);
-                let (Some(process), Some(there)) = (process.upgrade(), there.upgrade()) else { return };
-                match process.there() {
-                    Ok(found) => *locked(&there) = found,
-                    Err(_) if process.ended() => return locked(&there).clear(),
-                    // One answer that did not come says nothing of the devices.
+                thread::sleep(POLL_INTERVAL);
+                let (Some(process), Some(available)) = (process.upgrade(), available.upgrade()) else { return };
+                match process.available_reservations() {
+                    Ok(reservations) => *lock(&available) = reservations,
+                    Err(_) if process.has_ended() => return lock(&available).clear(),
+                    // A single failed query does not mean that the devices are lost.
                     Err(_) => {}
                 }
             }
         };
-        let thread = thread::Builder::new().name("plimsoll-ray-look".to_owned()).spawn(look);
-        thread.map(|_| ()).map_err(|error| Failure::bug(format!("the system gives no thread: {error}")))
+        let thread = thread::Builder::new().name("plimsoll-ray-poll".to_owned()).spawn(poll);
+        thread.map(|_| ()).map_err(no_thread)
     }
 
-    /// Whether the cluster is gone.
-    pub fn cut_off(&self) -> bool {
-        self.process.ended()
+    /// Returns whether the cluster is lost.
+    pub fn is_lost(&self) -> bool {
+        self.process.has_ended()
     }
 
-    /// What is kept of a device, while that is there.
-    pub fn of(&self, device: &str) -> Option<String> {
-        locked(&self.there).get(device).cloned()
+    /// Returns the placement group of a device, while the device is available.
+    pub fn placement_group(&self, device: &str) -> Option<String> {
+        lock(&self.available).get(device).cloned()
     }
 }
 
-/// The cluster, as a run has it.
+/// The connector of a run on a Ray cluster.
 struct Cluster {
-    process: Arc<Process>,
-    wires: Arc<TcpWires>,
+    process: Arc<HelperProcess>,
+    network: Arc<TcpPeerNetwork>,
 }
 
-impl Hosts for Cluster {
+impl RemoteConnector for Cluster {
     fn channel(&self, device: &str) -> io::Result<Arc<dyn Channel>> {
-        Ok(Arc::new(Way { process: Arc::clone(&self.process), device: device.to_owned() }))
+        Ok(Arc::new(DeviceChannel { process: Arc::clone(&self.process), device: device.to_owned() }))
     }
 
-    fn wires(&self) -> Arc<dyn Wires> {
-        self.wires.clone()
+    fn peer_network(&self) -> Arc<dyn PeerNetwork> {
+        self.network.clone()
     }
 }
 
-/// The way to one device of it.
-struct Way {
-    process: Arc<Process>,
+/// A channel to one device of the cluster.
+struct DeviceChannel {
+    process: Arc<HelperProcess>,
     device: String,
 }
 
-impl Channel for Way {
+impl Channel for DeviceChannel {
     fn call(&self, request: &[u8]) -> io::Result<Vec<u8>> {
         self.process.ask(Some(&self.device), false, request)
     }
 
-    fn aside(&self, request: &[u8]) -> io::Result<Vec<u8>> {
+    fn call_out_of_band(&self, request: &[u8]) -> io::Result<Vec<u8>> {
         self.process.ask(Some(&self.device), true, request)
     }
 }
 
-/// The process that speaks with Ray. It ends when it hears nothing more, and what it has placed with it.
-struct Process {
+/// The helper process that speaks with Ray. It ends when its standard input is closed, and so do the workers that it placed.
+struct HelperProcess {
     child: Mutex<Child>,
-    /// The last line that it will have written to its standard error.
-    complaint: Mutex<Option<JoinHandle<String>>>,
-    hears: Mutex<Option<ChildStdin>>,
-    answers: Arc<Answers>,
-    number: AtomicU64,
+    /// Returns the last line of standard error when the process has ended.
+    last_error_line: Mutex<Option<JoinHandle<String>>>,
+    stdin: Mutex<Option<ChildStdin>>,
+    replies: Arc<ReplyDispatcher>,
+    next_number: AtomicU64,
 }
 
-/// Who waits for which answer.
-type Waiting = HashMap<u64, Sender<io::Result<Vec<u8>>>>;
+/// Callers that wait for a response, by request number.
+type WaitingCallers = HashMap<u64, Sender<io::Result<Vec<u8>>>>;
 
-/// None any more where the process has ended.
-struct Answers(Mutex<Option<Waiting>>);
+/// Hands each response to the caller that waits for it. `None` after the process has ended.
+struct ReplyDispatcher(Mutex<Option<WaitingCallers>>);
 
-fn ended() -> io::Error {
+fn process_ended() -> io::Error {
     io::Error::new(io::ErrorKind::BrokenPipe, "the process that speaks with Ray has ended")
 }
 
-impl Process {
-    fn start(python: &Path) -> Result<(Process, ChildStdout), Failure> {
+impl HelperProcess {
+    fn start(python: &Path) -> Result<(HelperProcess, ChildStdout), Failure> {
         let mut command = Command::new(python);
-        command.args(["-m", "plimsoll.ray.hosting"]).env("PYTHONSAFEPATH", "1");
-        // Signals from the terminal are meant for the run, which needs this for as long as it saves.
+        command.args(["-m", "plimsoll.ray.run_helper"]).env("PYTHONSAFEPATH", "1");
+        // A process group of its own: signals from the terminal are for the run, which needs this process while it saves.
         command.process_group(0).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        let gone = |error: io::Error| Failure::input(format!("{} cannot be started: {error}", python.display()));
-        let mut child = command.spawn().map_err(gone)?;
-        let says = child.stdout.take().expect("it is piped");
-        let hears = Mutex::new(child.stdin.take());
-        let errors = BufReader::new(child.stderr.take().expect("it is piped"));
-        // What Ray has to say there of its own processes is for no screen.
+        let not_started = |error: io::Error| Failure::input(format!("{} cannot be started: {error}", python.display()));
+        let mut child = command.spawn().map_err(not_started)?;
+        let stdout = child.stdout.take().expect("stdout is piped");
+        let stdin = Mutex::new(child.stdin.take());
+        // Ray writes much about its own processes to standard error. Only the last line is kept, for error messages.
+        let stderr = BufReader::new(child.stderr.take().expect("stderr is piped"));
         let last = |last: String, line: io::Result<String>| line.ok().filter(|line| !line.is_empty()).unwrap_or(last);
-        let complaint = thread::spawn(move || errors.lines().fold(String::new(), last));
-        let answers = Arc::new(Answers(Mutex::new(Some(Waiting::new()))));
-        let (child, complaint) = (Mutex::new(child), Mutex::new(Some(complaint)));
-        Ok((Process { child, complaint, hears, answers, number: AtomicU64::new(0) }, says))
+        let last_error_line = thread::spawn(move || stderr.lines().fold(String::new(), last));
+        let replies = Arc::new(ReplyDispatcher(Mutex::new(Some(WaitingCallers::new()))));
+        let (child, last_error_line) = (Mutex::new(child), Mutex::new(Some(last_error_line)));
+        Ok((HelperProcess { child, last_error_line, stdin, replies, next_number: AtomicU64::new(0) }, stdout))
     }
 
-    fn hears(&self, bytes: &[u8]) -> io::Result<()> {
-        locked(&self.hears).as_mut().map_or_else(|| Err(ended()), |hears| send(hears, bytes))
+    fn send(&self, bytes: &[u8]) -> io::Result<()> {
+        lock(&self.stdin).as_mut().map_or_else(|| Err(process_ended()), |stdin| send(stdin, bytes))
     }
 
-    fn place(&self, wanted: &Wanted, says: &mut ChildStdout) -> Result<Placed, Failure> {
-        let words = serde_json::to_vec(wanted).expect("plain data has a JSON form");
-        let placed = self.hears(&words).and_then(|()| receive(says));
-        placed.ok().and_then(|placed| serde_json::from_slice(&placed).ok()).ok_or_else(|| {
-            let _ = locked(&self.child).kill();
-            let complaint = locked(&self.complaint).take().and_then(|last| last.join().ok()).unwrap_or_default();
-            Failure::bug(format!("the process that speaks with Ray has ended without an answer: {complaint}"))
+    fn place(&self, request: &PlacementRequest, stdout: &mut ChildStdout) -> Result<PlacementReply, Failure> {
+        let json = serde_json::to_vec(request).expect("plain data has a JSON form");
+        let reply = self.send(&json).and_then(|()| receive(stdout));
+        reply.ok().and_then(|reply| serde_json::from_slice(&reply).ok()).ok_or_else(|| {
+            let _ = lock(&self.child).kill();
+            let line = lock(&self.last_error_line).take().and_then(|thread| thread.join().ok()).unwrap_or_default();
+            Failure::bug(format!("the process that speaks with Ray has ended without an answer: {line}"))
         })
     }
 
-    fn ended(&self) -> bool {
-        locked(&self.answers.0).is_none()
+    fn has_ended(&self) -> bool {
+        lock(&self.replies.0).is_none()
     }
 
-    fn there(&self) -> io::Result<There> {
-        let answer = self.ask(None, false, &[])?;
-        serde_json::from_slice(&answer).map_err(io::Error::other)
+    fn available_reservations(&self) -> io::Result<AvailableReservations> {
+        let response = self.ask(None, false, &[])?;
+        serde_json::from_slice(&response).map_err(io::Error::other)
     }
 
-    fn ask(&self, device: Option<&str>, aside: bool, request: &[u8]) -> io::Result<Vec<u8>> {
-        let number = self.number.fetch_add(1, Ordering::Relaxed);
-        let (back, answered) = channel();
-        locked(&self.answers.0).as_mut().ok_or_else(ended)?.insert(number, back);
-        self.hears(&encode(&Errand { number, device, aside }, request))?;
-        answered.recv().unwrap_or_else(|_| Err(ended()))
+    fn ask(&self, device: Option<&str>, out_of_band: bool, request: &[u8]) -> io::Result<Vec<u8>> {
+        let number = self.next_number.fetch_add(1, Ordering::Relaxed);
+        let (sender, response) = channel();
+        lock(&self.replies.0).as_mut().ok_or_else(process_ended)?.insert(number, sender);
+        self.send(&encode(&RequestHeader { number, device, out_of_band }, request))?;
+        response.recv().unwrap_or_else(|_| Err(process_ended()))
     }
 }
 
-impl Answers {
-    /// The thread that hands each answer to who waits for it.
-    fn all(&self, mut says: ChildStdout) {
-        while let Ok(said) = receive(&mut says) {
-            let Ok((Back { number, failed }, bytes)) = decode(&said) else { break };
-            let waits = locked(&self.0).as_mut().and_then(|waiting| waiting.remove(&number));
-            if let Some(waits) = waits {
-                // Who has asked may have gone on without it.
-                let _ = waits.send(failed.map_or_else(|| Ok(bytes.to_vec()), |why| Err(io::Error::other(why))));
+impl ReplyDispatcher {
+    /// Dispatches responses until the process ends.
+    fn dispatch_all(&self, mut stdout: ChildStdout) {
+        while let Ok(response) = receive(&mut stdout) {
+            let Ok((ResponseHeader { number, error }, bytes)) = decode(&response) else { break };
+            let caller = lock(&self.0).as_mut().and_then(|callers| callers.remove(&number));
+            if let Some(caller) = caller {
+                let result = error.map_or_else(|| Ok(bytes.to_vec()), |error| Err(io::Error::other(error)));
+                // The caller may have stopped waiting.
+                let _ = caller.send(result);
             }
         }
-        *locked(&self.0) = None;
+        *lock(&self.0) = None;
     }
 }
 
-impl Drop for Process {
+impl Drop for HelperProcess {
     fn drop(&mut self) {
-        *locked(&self.hears) = None;
-        let mut child = locked(&self.child);
-        let patience = Instant::now() + LEAVES;
-        while matches!(child.try_wait(), Ok(None)) && Instant::now() < patience {
+        *lock(&self.stdin) = None;
+        let mut child = lock(&self.child);
+        let deadline = Instant::now() + SHUTDOWN_TIMEOUT;
+        while matches!(child.try_wait(), Ok(None)) && Instant::now() < deadline {
             thread::sleep(Duration::from_millis(10));
         }
-        // One that has ended already is not killed, and what it has placed ends with it either way.
+        // Killing a process that has ended has no effect. Its workers end with it either way.
         let _ = child.kill();
         let _ = child.wait();
     }

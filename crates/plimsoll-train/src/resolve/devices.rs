@@ -1,449 +1,357 @@
-//! The devices that a run file names, here, on paper or in a cluster: whether they are there, what they hold under their load
-//! lines and how fast they are, from what was measured before or is measured now. What is planned on them is not here.
+//! The devices that a run names, local, on paper or in a cluster: whether they exist, their load lines, and their rates, which
+//! are taken from earlier measurements or measured now. Checks that need no measurement are in `device_checks`, the links
+//! between hosts in `host_links`.
 
-use super::example::{example_pair, model_is_example};
-use crate::config::RunFile;
-use crate::planning::charges::{charges, rounded};
-use crate::remote;
+use super::RunRequest;
+use super::charges::{process_charges, round_up_charges};
+use super::device_checks::{check_budgets, check_total, check_virtual_paces};
+use super::example::{example_devices, model_is_example};
+use super::host_links::measure_host_links;
+use crate::config::RunConfig;
 use plimsoll_core::{Budget, Bytes, DeviceKind, DeviceSpec, Failure, Link, NcclSpec, Rates};
-use plimsoll_device::calibration::{self, Short, Shortfall};
-use plimsoll_device::cuda::gpus::{Card, Here};
-use plimsoll_device::device::DeviceError;
+use plimsoll_device::calibration::{self, Shortfall, ShortfallKind};
+use plimsoll_device::cuda::gpus::{CudaInstallation, GpuInfo};
 use plimsoll_device::probe::{Cpu, Memory, auto_pace};
 use plimsoll_device::{cuda, process};
+use plimsoll_plan::device_request::{DeviceRequest, LinkRequest};
 use plimsoll_plan::paper;
-use plimsoll_plan::request::{DeviceRequest, DevicesRequest, LinkRequest};
 use serde::Serialize;
 
-/// The devices that a run file names, at least one, with their load lines.
+/// Resolves the devices that a run names, at least one, with load lines and rates. Load lines and rates are corrected by what
+/// earlier runs have learned.
 ///
 /// # Errors
-/// Devices that are not here, or cannot be used together.
-pub fn devices(file: &RunFile) -> Result<Vec<DeviceSpec>, Failure> {
-    let mut devices = open_devices(file)?;
+/// Devices that do not exist or cannot be used together.
+pub fn resolve_devices(run: &RunRequest) -> Result<Vec<DeviceSpec>, Failure> {
+    let mut devices = find_devices(run)?;
     for device in &mut devices {
-        // What a virtual device was made with, or one on another host has, is the most that its line comes to.
-        let bounded = device.kind == DeviceKind::Virtual || device.host().is_some();
-        if let Some(moved) = file.moved.get(&device.name).filter(|_| bounded) {
-            device.budget = device.budget.min(moved.of(device.budget));
+        // The size of a virtual or remote device is an upper bound: a changed load line can only lower it.
+        let bounded = device.kind == DeviceKind::Virtual || device.remote_host().is_some();
+        if let Some(budget) = run.budget_overrides.get(&device.name).filter(|_| bounded) {
+            device.budget = device.budget.min(budget.load_line(device.budget));
         }
-        for short in calibration::shortfalls(device) {
-            match short.of {
-                Short::LineBytes(line) => device.budget = device.budget.min(line),
-                Short::Slower(times) => device.rates = device.rates.paced(1.0 / times),
+        for shortfall in calibration::shortfalls(device) {
+            match shortfall.kind {
+                ShortfallKind::LoadLineBytes(line) => device.budget = device.budget.min(line),
+                ShortfallKind::Slowdown(times) => device.rates = device.rates.paced(1.0 / times),
             }
         }
     }
     Ok(devices)
 }
 
-/// What the plan of a device follows that earlier runs have found out, in words.
-pub(crate) fn learned(device: &DeviceSpec) -> Option<String> {
+/// Returns a note about the corrections of a device that earlier runs have learned.
+pub(crate) fn shortfall_note(device: &DeviceSpec) -> Option<String> {
     let name = &device.name;
-    let of = |short: &Shortfall| match short.of {
-        Short::LineBytes(line) if line != device.budget => None,
-        Short::LineBytes(line) => {
-            Some(format!("{name} is held to {line}, because a run fell short of more ({})", short.why))
+    let note = |shortfall: &Shortfall| match shortfall.kind {
+        ShortfallKind::LoadLineBytes(line) if line != device.budget => None,
+        ShortfallKind::LoadLineBytes(line) => {
+            Some(format!("{name} has a load line of {line}, because a run could not get more ({})", shortfall.reason))
         }
-        Short::Slower(times) => Some(format!("{name} is {times} times slower than it measured ({})", short.why)),
+        ShortfallKind::Slowdown(times) => {
+            Some(format!("{name} is {times} times slower than measured ({})", shortfall.reason))
+        }
     };
-    let all: Vec<String> = calibration::shortfalls(device).iter().filter_map(of).collect();
-    (!all.is_empty()).then(|| format!("learned: {}; plimsoll devices --forget takes that back", all.join("; ")))
+    let notes: Vec<String> = calibration::shortfalls(device).iter().filter_map(note).collect();
+    (!notes.is_empty()).then(|| format!("learned: {}; to forget it: plimsoll devices --forget", notes.join("; ")))
 }
 
-/// That rates were measured just now beside other programs, in words.
-pub fn disturbed() -> Option<String> {
-    calibration::disturbed().map(|share| {
+/// Returns a note if other programs used the processor while rates were measured.
+pub fn contention_note() -> Option<String> {
+    calibration::max_contention().map(|share| {
         format!(
-            "rates: others took {:.0} % of the processor's time while it was measured, so predicted times may be far off, and \
-             no share of the peak is told; it is measured again after some minutes, until it is left alone; plimsoll bench \
-             devices, on a machine that is, does so once and for all",
+            "rates: other programs used {:.0} % of the processor's time during the measurement, so predicted times may be far \
+             off, and no share of the peak is reported; the measurement is repeated after some minutes; to repeat it now, on \
+             an idle machine: plimsoll bench devices",
             100.0 * share
         )
     })
 }
 
-/// What can be said of the devices that are asked for before any is looked at.
+/// Checks the requested devices as far as possible without looking at any device.
 ///
 /// # Errors
-/// Devices that want more of this machine's cores or memory than there is.
-pub fn check_asked(file: &RunFile) -> Result<(), Failure> {
-    let devices = file.devices().devices;
-    check_paces(&devices, Cpu::read().usable_cores())?;
-    check_lines(file, &devices, Memory::read().total)
+/// Devices that need more cores or memory than this machine has.
+pub fn check_requested_devices(run: &RunRequest) -> Result<(), Failure> {
+    let devices = run.devices().devices;
+    check_virtual_paces(&devices, Cpu::read().usable_cores())?;
+    check_budgets(run, &devices, Memory::read().total)
 }
 
-/// A device of this machine that is named, with its load line: what is known of it before anything is measured.
+/// A local device with its load line, without measured rates.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Named {
-    /// Its name.
+pub struct NamedDevice {
+    /// Name of the device.
     pub name: String,
-    /// What it is.
+    /// Kind of the device.
     pub kind: DeviceKind,
     /// Its load line.
     pub budget: Bytes,
 }
 
-/// The devices that a run file names one by one. Nothing is measured: who joins a cluster needs no rates.
+/// Lists the local devices that a run names, without measuring rates. A machine that joins a cluster uses it.
 ///
 /// # Errors
-/// Devices that are not here, or cannot be used.
-pub fn named(file: &RunFile) -> Result<Vec<Named>, Failure> {
-    check_asked(file)?;
-    let mut found = Vec::new();
+/// Devices that do not exist, cannot be used, or are remote.
+pub fn list_named_devices(run: &RunRequest) -> Result<Vec<NamedDevice>, Failure> {
+    check_requested_devices(run)?;
+    let mut devices = Vec::new();
     let mut add = |name: String, kind, own, free| {
-        let budget = file.line_of(&name, own).of(free);
-        found.push(Named { name, kind, budget });
+        let budget = run.effective_budget(&name, own).load_line(free);
+        devices.push(NamedDevice { name, kind, budget });
     };
-    for asked in &file.devices().devices {
-        let (name, own, memory) = (asked.name(), asked.budget(), Memory::read().free);
-        match asked {
+    for requested in &run.devices().devices {
+        let (name, own, memory) = (requested.name(), requested.budget(), Memory::read().free);
+        match requested {
             DeviceRequest::Cpu { .. } => add(name, DeviceKind::Cpu, own, memory),
             DeviceRequest::Virtual { .. } => add(name, DeviceKind::Virtual, own, memory),
             DeviceRequest::Paper { .. } => add(name, DeviceKind::Paper, own, Bytes::ZERO),
             DeviceRequest::Cuda { index, .. } => {
-                for (here, card) in cards(*index)? {
-                    add(format!("cuda:{}", card.index), DeviceKind::Cuda, own, free_on(here, card, file, own)?);
+                for (cuda, gpu) in usable_gpus(*index)? {
+                    add(format!("cuda:{}", gpu.index), DeviceKind::Cuda, own, gpu_free_bytes(cuda, gpu, run, own)?);
                 }
             }
-            DeviceRequest::Elsewhere { .. } | DeviceRequest::Ray { .. } => {
+            DeviceRequest::Remote { .. } | DeviceRequest::Ray { .. } => {
                 return Err(Failure::input(format!("run.devices: `{name}` is a device of a cluster"))
                     .hint("name devices of this machine, such as cuda:0 or cpu; plimsoll devices lists them"));
             }
         }
     }
-    Ok(found)
-}
-
-/// That amounts which are given as load lines are there. A share always is.
-///
-/// # Errors
-/// Those in this machine's memory are more than `total`: nothing would hold the devices under them.
-fn check_lines(file: &RunFile, devices: &[DeviceRequest], total: Bytes) -> Result<(), Failure> {
-    let of_machine =
-        |asked: &&DeviceRequest| matches!(asked, DeviceRequest::Cpu { .. } | DeviceRequest::Virtual { .. });
-    // Of one that was moved while the run was under way its new place is what counts.
-    let named = |asked: &DeviceRequest| {
-        let budget = (!file.moved.contains_key(&asked.name())).then(|| asked.budget().unwrap_or(file.memory.line()));
-        budget.and_then(Budget::amount).map(|line| (asked.name(), line))
-    };
-    let given: Vec<(String, Bytes)> = devices.iter().filter(of_machine).filter_map(named).collect();
-    let own = devices.iter().filter(of_machine).any(|asked| asked.budget().is_some());
-    above(if own { "run.devices" } else { "memory.budget" }, &given, "this machine", total)?;
-    if devices.iter().any(|asked| matches!(asked, DeviceRequest::Cuda { .. } | DeviceRequest::Virtual { .. })) {
-        let key = if file.devices().host.is_some() { "run.devices" } else { "memory.host" };
-        let given = file.host().amount().map(|line| ("host".to_owned(), line));
-        above(key, given.as_slice(), "this machine", total)?;
-    }
-    Ok(())
-}
-
-/// That load lines are no more than `total`, which `place` has.
-fn above(key: &str, given: &[(String, Bytes)], place: &str, total: Bytes) -> Result<(), Failure> {
-    let sum: Bytes = given.iter().map(|(_, line)| *line).sum();
-    // Where the system does not say what there is, nobody knows better.
-    if sum <= total || total == Bytes::ZERO {
-        return Ok(());
-    }
-    let names: Vec<&str> = given.iter().map(|(name, _)| &**name).collect();
-    let message = format!("{key}: {} may hold {sum}, and {place} has {total}", names.join(" and "));
-    Err(Failure::input(message).hint("name amounts that are there, or shares of what is free, such as 50%"))
-}
-
-/// What a load line of a GPU may be a share of, for a device of which an amount is no more than there is.
-///
-/// # Errors
-/// It is more, or the driver refuses.
-fn free_on(here: &'static Here, card: &Card, file: &RunFile, own: Option<Budget>) -> Result<Bytes, Failure> {
-    let name = format!("cuda:{}", card.index);
-    let key = if own.is_some() { "run.devices" } else { "memory.budget" };
-    let given = own.unwrap_or(file.memory.line()).amount().filter(|_| !file.moved.contains_key(&name));
-    let given = given.map(|line| (name, line));
-    above(key, given.as_slice(), &card.name, card.memory_bytes)?;
-    Ok(cuda::open::free_bytes(here, card)?)
-}
-
-/// Measures what nobody has measured of this processor yet, for the one device that a run file names, in what that device's
-/// load line leaves this process.
-///
-/// # Errors
-/// As [`named`], and where memory or threads are refused.
-pub(crate) fn rates_under_line(file: &RunFile) -> Result<(), Failure> {
-    let threads = |kind| match kind {
-        DeviceKind::Cpu => Ok(Some(Cpu::read().threads_for(file.run.threads.asked())?)),
-        DeviceKind::Virtual => Ok(Some(1)),
-        DeviceKind::Cuda | DeviceKind::Paper => Ok::<_, Failure>(None),
-    };
-    for device in named(file)? {
-        if let Some(threads) = threads(device.kind)? {
-            let room = device.budget.saturating_sub(process::resident().unwrap_or(Bytes::ZERO));
-            calibration::cpu_within(threads, room)?;
-            process::give_back();
-        }
-    }
-    Ok(())
-}
-
-/// The same with what is free on each.
-fn open_devices(file: &RunFile) -> Result<Vec<DeviceSpec>, Failure> {
-    let request = file.devices();
-    if request.devices.is_empty() {
-        // What is there is used: the GPUs, else the processor.
-        return match gpus(file, None) {
-            Ok(gpus) if !gpus.is_empty() => Ok(gpus),
-            _ if model_is_example(file) && !a_gpu_could_be_used() => {
-                let mut pair = file.clone();
-                pair.run.devices = example_pair(file);
-                open_devices(&pair)
-            }
-            // Nobody who has a GPU shall wonder why it idles.
-            Err(failure) if a_gpu_could_be_used() => Err(failure.hint("or leave it alone: --devices cpu")),
-            _ => {
-                check_lines(file, &[DeviceRequest::Cpu { budget: None }], Memory::read().total)?;
-                Ok(vec![cpu(file, None)?])
-            }
-        };
-    }
-    check_asked(file)?;
-    let mut devices = Vec::new();
-    for asked in &request.devices {
-        match asked {
-            DeviceRequest::Cuda { index: None, budget } => devices.extend(gpus(file, *budget)?),
-            asked => devices.push(device(file, asked)?),
-        }
-    }
-    measure_links(file, &request, &mut devices)?;
     Ok(devices)
 }
 
-/// Measures how fast hosts reach each other, where devices are on several and nobody has said what their links are. The
-/// devices of a host have its link together.
-fn measure_links(file: &RunFile, request: &DevicesRequest, devices: &mut [DeviceSpec]) -> Result<(), Failure> {
-    let unknown = |asked: &DeviceRequest| match asked {
-        DeviceRequest::Elsewhere { device, team_link, .. } => {
-            team_link.is_none() && !matches!(&**device, DeviceRequest::Virtual { team_link: Some(_), .. })
-        }
-        _ => false,
-    };
-    let unknown: Vec<String> = request.devices.iter().filter(|asked| unknown(asked)).map(DeviceRequest::name).collect();
-    let Some(hosts) = file.elsewhere.hosts().filter(|_| devices.len() > 1 && !unknown.is_empty()) else {
-        return Ok(());
-    };
-    let mut places: Vec<Option<&str>> = devices.iter().map(DeviceSpec::host).collect();
-    places.sort_unstable();
-    places.dedup();
-    let several = places.len() > 1;
-    // Of each host one, or of the only one all.
-    let away: Vec<&DeviceSpec> = devices.iter().filter(|device| device.host().is_some()).collect();
-    let first = |device: &&&DeviceSpec| away.iter().find(|other| other.host() == device.host()) == Some(*device);
-    let measuring: Vec<&DeviceSpec> = away.iter().filter(|device| !several || first(device)).copied().collect();
-    let connections =
-        measuring.iter().map(|device| file.elsewhere.connection(&device.name)).collect::<Result<Vec<_>, _>>()?;
-    let lost = |(rank, error): (usize, DeviceError)| {
-        let name = measuring.get(rank).map_or("this machine", |device| &device.name);
-        let failure = remote::out_of_reach(error);
-        Failure {
-            message: format!("run.devices: the links of {name} cannot be measured: {}", failure.message),
-            ..failure
-        }
-    };
-    let links = remote::links::slowest(&connections, places[0].is_none(), &*hosts).map_err(lost)?;
-    let of_host: Vec<(String, Link)> =
-        measuring.iter().zip(&links).map(|(device, link)| (device.name.clone(), *link)).collect();
-    for at in 0..devices.len() {
-        let (host, name) = (devices[at].host(), &devices[at].name);
-        if !unknown.contains(name) {
-            continue;
-        }
-        let own = |(measured, _): &&(String, Link)| match several {
-            true => measured.split_once('/').map(|(host, _)| host) == host,
-            false => measured == name,
+/// Returns the free bytes of a GPU, and checks that its load line does not exceed its memory.
+///
+/// # Errors
+/// A load line that exceeds the memory of the GPU, or an error of the driver.
+fn gpu_free_bytes(
+    cuda: &'static CudaInstallation,
+    gpu: &GpuInfo,
+    run: &RunRequest,
+    own: Option<Budget>,
+) -> Result<Bytes, Failure> {
+    let name = format!("cuda:{}", gpu.index);
+    let key = if own.is_some() { "run.devices" } else { "memory.budget" };
+    let amount = own.unwrap_or(run.memory.device_budget()).amount();
+    let amount = amount.filter(|_| !run.budget_overrides.contains_key(&name)).map(|line| (name, line));
+    check_total(key, amount.as_slice(), &gpu.name, gpu.memory_bytes)?;
+    Ok(cuda::open::free_bytes(cuda, gpu)?)
+}
+
+/// Measures the rates of this processor that are not known yet, for the local device that a run names, within the memory that
+/// the device's load line leaves to this process.
+///
+/// # Errors
+/// The errors of [`list_named_devices`], or the system refuses memory or threads.
+pub(crate) fn measure_rates_within_budget(run: &RunRequest) -> Result<(), Failure> {
+    for device in list_named_devices(run)? {
+        let threads = match device.kind {
+            DeviceKind::Cpu => Cpu::read().threads_for(run.run.threads.requested())?,
+            DeviceKind::Virtual => 1,
+            DeviceKind::Cuda | DeviceKind::Paper => continue,
         };
-        let together = if several { devices.iter().filter(|other| other.host() == host).count() } else { 1 };
-        let Some((_, link)) = of_host.iter().find(own) else { continue };
-        let bytes_per_second = link.bytes_per_second / together as f64;
-        devices[at].team_link = Link { bytes_per_second, ..*link };
-        devices[at].link_measured = true;
+        let available = device.budget.saturating_sub(process::resident().unwrap_or(Bytes::ZERO));
+        calibration::cpu_within_memory(threads, available)?;
+        process::trim_heap();
     }
     Ok(())
 }
 
-/// The GPU of this number, or every one that Plimsoll can use.
+/// Resolves the devices that a run names. If it names none, uses the GPUs of this machine, else the processor.
+fn find_devices(run: &RunRequest) -> Result<Vec<DeviceSpec>, Failure> {
+    let request = run.devices();
+    if request.devices.is_empty() {
+        return match all_gpus(run, None) {
+            Ok(gpus) if !gpus.is_empty() => Ok(gpus),
+            _ if model_is_example(run) && !has_usable_gpu() => {
+                let mut example = run.clone();
+                example.run.devices = example_devices(run);
+                find_devices(&example)
+            }
+            // A GPU that cannot be used is reported, so that it does not stay idle unnoticed.
+            Err(failure) if has_usable_gpu() => Err(failure.hint("or train without the GPU: --devices cpu")),
+            _ => {
+                check_budgets(run, &[DeviceRequest::Cpu { budget: None }], Memory::read().total)?;
+                Ok(vec![cpu_device(run, None)?])
+            }
+        };
+    }
+    check_requested_devices(run)?;
+    let mut devices = Vec::new();
+    for requested in &request.devices {
+        match requested {
+            DeviceRequest::Cuda { index: None, budget } => devices.extend(all_gpus(run, *budget)?),
+            requested => devices.push(resolve_device(run, requested)?),
+        }
+    }
+    measure_host_links(&run.remote, &request, &mut devices)?;
+    Ok(devices)
+}
+
+/// Returns the GPU with this index, or every GPU that Plimsoll has kernels for.
 ///
 /// # Errors
-/// There is none, and why.
-fn cards(index: Option<u32>) -> Result<Vec<(&'static Here, &'static Card)>, Failure> {
-    let (here, cards) = match index {
-        Some(index) => cuda::open::card(index).map(|(here, card)| (here, std::slice::from_ref(card)))?,
-        None => cuda::gpus::here().map(|here| (here, &*here.cards))?,
+/// There is no such GPU.
+fn usable_gpus(index: Option<u32>) -> Result<Vec<(&'static CudaInstallation, &'static GpuInfo)>, Failure> {
+    let (cuda, gpus) = match index {
+        Some(index) => cuda::open::find_gpu(index).map(|(cuda, gpu)| (cuda, std::slice::from_ref(gpu)))?,
+        None => cuda::gpus::installation().map(|cuda| (cuda, &*cuda.gpus))?,
     };
-    let usable: Vec<_> =
-        cards.iter().filter(|card| card.architecture.check().is_ok()).map(|card| (here, card)).collect();
-    match cards.first() {
-        Some(card) if usable.is_empty() => Err(unusable(card)),
+    let usable: Vec<_> = gpus.iter().filter(|gpu| gpu.architecture.check().is_ok()).map(|gpu| (cuda, gpu)).collect();
+    match gpus.first() {
+        Some(gpu) if usable.is_empty() => Err(unusable_gpu(gpu)),
         _ => Ok(usable),
     }
 }
 
-/// The same, as they are planned for.
-fn gpus(file: &RunFile, budget: Option<Budget>) -> Result<Vec<DeviceSpec>, Failure> {
-    cards(None)?.into_iter().map(|(here, card)| gpu(file, here, card, budget)).collect()
+/// Resolves every GPU that Plimsoll has kernels for.
+fn all_gpus(run: &RunRequest, budget: Option<Budget>) -> Result<Vec<DeviceSpec>, Failure> {
+    usable_gpus(None)?.into_iter().map(|(cuda, gpu)| gpu_device(run, cuda, gpu, budget)).collect()
 }
 
-/// Whether there is a GPU that Plimsoll has kernels for, whatever else is missing.
-pub(crate) fn a_gpu_could_be_used() -> bool {
-    cuda::gpus::here().is_ok_and(|here| here.cards.iter().any(|card| card.architecture.check().is_ok()))
+/// Returns whether this machine has a GPU that Plimsoll has kernels for, even if libraries are missing.
+pub(crate) fn has_usable_gpu() -> bool {
+    cuda::gpus::installation().is_ok_and(|cuda| cuda.gpus.iter().any(|gpu| gpu.architecture.check().is_ok()))
 }
 
-fn unusable(card: &Card) -> Failure {
-    let why = card.architecture.check().err().unwrap_or_default();
-    Failure::input(format!("run.devices: cuda:{} ({}) cannot be used: {why}", card.index, card.name))
+fn unusable_gpu(gpu: &GpuInfo) -> Failure {
+    let reason = gpu.architecture.check().err().unwrap_or_default();
+    Failure::input(format!("run.devices: cuda:{} ({}) cannot be used: {reason}", gpu.index, gpu.name))
         .hint("run on another device: --devices cpu; plimsoll devices lists them")
 }
 
-/// A GPU of this machine: its load line is of what others leave of it, its charges are those that a run has measured
-/// on such a GPU, else assumed.
-fn gpu(file: &RunFile, here: &'static Here, card: &Card, budget: Option<Budget>) -> Result<DeviceSpec, Failure> {
-    if card.architecture.check().is_err() {
-        return Err(unusable(card));
+/// Resolves a GPU of this machine. Its load line refers to the memory that other programs leave free. Its charges are those that
+/// a run has measured on such a GPU, else assumed.
+fn gpu_device(
+    run: &RunRequest,
+    cuda: &'static CudaInstallation,
+    gpu: &GpuInfo,
+    budget: Option<Budget>,
+) -> Result<DeviceSpec, Failure> {
+    if gpu.architecture.check().is_err() {
+        return Err(unusable_gpu(gpu));
     }
-    // What is missing is said before anything is measured.
-    here.nvrtc()?;
-    here.cublaslt()?;
-    let name = format!("cuda:{}", card.index);
-    let free = free_on(here, card, file, budget)?;
-    let charges = calibration::charges(here, card).map(rounded);
-    let rates = calibration::gpu(here, card)?.rates;
+    // Missing libraries are reported before anything is measured.
+    cuda.nvrtc()?;
+    cuda.cublaslt()?;
+    let name = format!("cuda:{}", gpu.index);
+    let free = gpu_free_bytes(cuda, gpu, run, budget)?;
+    let charges = calibration::stored_charges(cuda, gpu).map(round_up_charges);
+    let rates = calibration::gpu(cuda, gpu)?.rates;
     Ok(DeviceSpec {
-        budget: file.line_of(&name, budget).of(free),
+        budget: run.effective_budget(&name, budget).load_line(free),
         name,
         kind: DeviceKind::Cuda,
         charges: charges.unwrap_or(paper::ASSUMED_CHARGES),
         charges_measured: charges.is_some(),
         link_measured: false,
-        nccl: here.nccl_version().map(|version| NcclSpec { version: version.to_owned(), bytes: cuda::nccl::CHARGES }),
-        // To the others over the host.
+        nccl: cuda.nccl_version().map(|version| NcclSpec { version: version.to_owned(), bytes: cuda::nccl::CHARGES }),
+        // Transfers to other devices go through host memory.
         team_link: rates.host_link,
-        // For what the processor does beside it.
-        threads: Cpu::read().threads_for(file.run.threads.asked())?,
+        // Threads for work of the processor beside the GPU.
+        threads: Cpu::read().threads_for(run.run.threads.requested())?,
         rates,
     })
 }
 
-/// Decides how the devices of a run exchange: by NCCL where all are GPUs that have the same one, which then has its part of
-/// their charges; else by memory of the host.
-pub(crate) fn exchange_by_nccl(file: &RunFile, devices: &mut [DeviceSpec]) {
+/// Decides how the devices of a run exchange: by NCCL if all are GPUs with the same NCCL version, else through host memory. The
+/// memory of NCCL is charged.
+pub(crate) fn choose_nccl(run: &RunRequest, devices: &mut [DeviceSpec]) {
     let version = |device: &DeviceSpec| device.nccl.as_ref().map(|nccl| nccl.version.clone());
     let first = devices.first().and_then(version);
-    let alike =
-        file.run.nccl && devices.len() > 1 && first.is_some() && devices.iter().all(|device| version(device) == first);
+    let same_version =
+        run.run.nccl && devices.len() > 1 && first.is_some() && devices.iter().all(|device| version(device) == first);
     for device in devices.iter_mut() {
         device.charges += device.nccl_bytes();
     }
-    if !alike {
-        exchange_by_host(devices);
+    if !same_version {
+        use_host_exchange(devices);
     }
 }
 
-/// Takes NCCL, and its part of their charges, from devices.
-pub(crate) fn exchange_by_host<'a>(devices: impl IntoIterator<Item = &'a mut DeviceSpec>) {
+/// Makes devices exchange through host memory, and removes the charges of NCCL.
+pub(crate) fn use_host_exchange<'a>(devices: impl IntoIterator<Item = &'a mut DeviceSpec>) {
     for device in devices {
         device.charges = device.charges.saturating_sub(device.nccl_bytes());
         device.nccl = None;
     }
 }
 
-/// That virtual devices leave this machine a fifth of its cores.
-fn check_paces(devices: &[DeviceRequest], cores: f64) -> Result<(), Failure> {
-    let pace = |device: &DeviceRequest| match device {
-        DeviceRequest::Virtual { pace, .. } => *pace,
-        _ => 0.0,
-    };
-    let (paces, most) = (devices.iter().map(pace).sum::<f64>(), 0.8 * cores);
-    // Decimal paces that add up to the limit do not always do so in binary.
-    if paces <= most * (1.0 + 1e-9) {
-        return Ok(());
-    }
-    let message = format!("run.devices: virtual devices of {paces:.2} cores in all; this machine gives them {most:.2}");
-    Err(Failure::input(message).hint(format!(
-        "that is 0.8 of its {} cores: choose smaller paces behind the `@`",
-        (cores * 100.0).round() / 100.0
-    )))
-}
-
-/// The link to another host, where nobody has said what it is: assumed.
+/// Assumed bandwidth between hosts, in Gbit/s, if the user gives none and it cannot be measured.
 const ASSUMED_GBIT: f64 = 1.0;
 
-fn device(file: &RunFile, asked: &DeviceRequest) -> Result<DeviceSpec, Failure> {
-    match asked {
-        DeviceRequest::Elsewhere { device, team_link, .. } => {
-            let mut there = file.clone();
-            there.run.devices = device.to_string();
-            // Nothing waits there.
-            there.memory.host = Budget::HOST;
-            let name = asked.name();
-            let spec = file.elsewhere.describe(&name, there)?;
+/// Resolves one requested device.
+fn resolve_device(run: &RunRequest, requested: &DeviceRequest) -> Result<DeviceSpec, Failure> {
+    match requested {
+        DeviceRequest::Remote { device, team_link, .. } => {
+            let mut remote_config = run.config.clone();
+            remote_config.run.devices = device.to_string();
+            // Remote devices do not offload, so a host load line of the user does not apply.
+            remote_config.memory.host = Budget::HOST;
+            let spec = run.remote.describe(&requested.name(), remote_config)?;
             let given = match &**device {
                 DeviceRequest::Virtual { team_link, .. } => *team_link,
                 _ => *team_link,
             };
             Ok(DeviceSpec { team_link: given.map_or(paper::ethernet(ASSUMED_GBIT), LinkRequest::link), ..spec })
         }
-        DeviceRequest::Ray { word } => {
-            Err(Failure::input(format!("run.devices: `{word}` is for a cluster to say, and nothing here reaches one"))
-                .hint("plimsoll train, plan and sweep reach the cluster that this machine has joined (docs/ray.md)"))
-        }
-        DeviceRequest::Cpu { budget } => cpu(file, *budget),
+        DeviceRequest::Ray { word } => Err(Failure::input(format!(
+            "run.devices: `{word}` names devices of a cluster, and this command reaches none"
+        ))
+        .hint("plimsoll train, plan and sweep reach the cluster that this machine has joined (docs/ray.md)")),
+        DeviceRequest::Cpu { budget } => cpu_device(run, *budget),
         DeviceRequest::Virtual { name, budget, pace, link, team_link } => {
-            let device = virtual_device(file, name, *budget, *pace, link.unwrap_or(LinkRequest::DEFAULT))?;
+            let device = virtual_device(run, name, *budget, *pace, link.unwrap_or(LinkRequest::DEFAULT))?;
             Ok(DeviceSpec { team_link: team_link.map_or(device.team_link, LinkRequest::link), ..device })
         }
         DeviceRequest::Paper { name, budget, team_link } => {
-            let device = paper::paper(name, budget.unwrap_or(file.memory.line()));
+            let device = paper::paper(name, budget.unwrap_or(run.memory.device_budget()));
             let device = device.expect("requests name devices of the table");
             Ok(DeviceSpec { team_link: team_link.map_or(device.team_link, LinkRequest::link), ..device })
         }
         DeviceRequest::Cuda { index, budget } => {
-            let of_key = |failure: Failure| Failure {
-                message: format!("run.devices: {}: {}", asked.name(), failure.message),
+            let with_key = |failure: Failure| Failure {
+                message: format!("run.devices: {}: {}", requested.name(), failure.message),
                 ..failure
             };
-            let (here, card) = cuda::open::card(index.unwrap_or(0)).map_err(|error| of_key(error.into()))?;
-            gpu(file, here, card, *budget)
+            let (cuda, gpu) = cuda::open::find_gpu(index.unwrap_or(0)).map_err(|error| with_key(error.into()))?;
+            gpu_device(run, cuda, gpu, *budget)
         }
     }
 }
 
-fn assumed_charges(file: &RunFile) -> Bytes {
-    charges(file.batch_sequences(), u64::from(file.data.sequence))
+/// Returns the charges of a device in this process before model and data are open.
+fn assumed_charges(config: &RunConfig) -> Bytes {
+    process_charges(config.batch_sequences(), u64::from(config.data.sequence))
 }
 
-pub(crate) fn cpu(file: &RunFile, budget: Option<Budget>) -> Result<DeviceSpec, Failure> {
-    let threads = Cpu::read().threads_for(file.run.threads.asked())?;
-    let (rates, pace) = (calibration::cpu(threads)?.rates, pace(file, threads));
+/// Resolves the processor of this machine. `budget` is its own load line, if the user gave one.
+pub(crate) fn cpu_device(run: &RunRequest, budget: Option<Budget>) -> Result<DeviceSpec, Failure> {
+    let threads = Cpu::read().threads_for(run.run.threads.requested())?;
+    let rates = calibration::cpu(threads)?.rates.paced(cpu_duty(run, threads));
     Ok(DeviceSpec {
         name: "cpu".to_owned(),
         kind: DeviceKind::Cpu,
-        budget: file.line_of("cpu", budget).of(Memory::read().free),
-        charges: assumed_charges(file),
+        budget: run.effective_budget("cpu", budget).load_line(Memory::read().free),
+        charges: assumed_charges(run),
         charges_measured: false,
         link_measured: false,
         nccl: None,
         team_link: Link::MEMORY,
         threads,
-        rates: rates.paced(pace),
+        rates,
     })
 }
 
-/// The share of the time in which a training run on the processor computes: all of it where the user has said how
-/// many threads, else as much as leaves the machine usable.
-pub fn pace(file: &RunFile, threads: u32) -> f64 {
-    if file.run.threads.asked().is_some() { 1.0 } else { auto_pace(Cpu::read().usable_cores(), threads) }
+/// Returns the share of the time in which training on the processor computes: 1 if the user set the number of threads, else a
+/// share that leaves the machine usable.
+pub fn cpu_duty(config: &RunConfig, threads: u32) -> f64 {
+    if config.run.threads.requested().is_some() { 1.0 } else { auto_pace(Cpu::read().usable_cores(), threads) }
 }
 
-/// A part of this processor, as large as its pace says.
+/// Resolves a virtual device: a part of this processor, of the size that `pace` gives in cores.
 fn virtual_device(
-    file: &RunFile,
+    run: &RunRequest,
     name: &str,
     budget: Budget,
     pace: f64,
@@ -453,8 +361,8 @@ fn virtual_device(
     Ok(DeviceSpec {
         name: format!("virtual:{name}"),
         kind: DeviceKind::Virtual,
-        budget: budget.of(Memory::read().free),
-        charges: assumed_charges(file),
+        budget: budget.load_line(Memory::read().free),
+        charges: assumed_charges(run),
         charges_measured: false,
         link_measured: false,
         nccl: None,
@@ -462,64 +370,4 @@ fn virtual_device(
         threads: pace.ceil().max(1.0) as u32,
         rates: Rates { host_link: link.link(), measured: false, ..core.paced(pace) },
     })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::resolve::tests::{file, refusal};
-
-    #[test]
-    fn load_lines_above_the_memory_that_there_is_are_refused() {
-        let asked = |settings: &[&str]| {
-            let file = file(&[&["model.preset=smollm2-135m"], settings].concat());
-            check_lines(&file, &file.devices().devices, Bytes::gib(16)).map_err(|failure| failure.message)
-        };
-        for (settings, said) in [
-            (&["run.devices=cpu=900GiB"][..], "run.devices: cpu may hold 900.00 GiB, and this machine has 16.00 GiB"),
-            (
-                &["run.devices=virtual:a=10GiB@0.2,virtual:b=8GiB@0.2"],
-                "run.devices: virtual:a and virtual:b may hold 18.00 GiB, and this machine has 16.00 GiB",
-            ),
-            (
-                &["run.devices=cpu", "memory.budget=17GiB"],
-                "memory.budget: cpu may hold 17.00 GiB, and this machine has 16.00 GiB",
-            ),
-            (
-                &["run.devices=virtual:a=1GiB@0.2,host=17GiB"],
-                "run.devices: host may hold 17.00 GiB, and this machine has 16.00 GiB",
-            ),
-            (
-                &["run.devices=cuda:0", "memory.host=17GiB"],
-                "memory.host: host may hold 17.00 GiB, and this machine has 16.00 GiB",
-            ),
-        ] {
-            assert_eq!(asked(settings), Err(said.to_owned()));
-        }
-        assert_eq!(asked(&["run.devices=cpu=16GiB", "memory.host=17GiB"]), Ok(()));
-        assert_eq!(asked(&["run.devices=cpu,virtual:a=16GiB@0.2"]), Ok(()));
-        assert_eq!(asked(&["run.devices=rtx3090=23GiB,host=64GiB"]), Ok(()));
-        // Where a line was moved to while the run was under way is what counts.
-        let mut moved = file(&["model.preset=smollm2-135m", "run.devices=cpu=900GiB"]);
-        moved.moved.insert("cpu".to_owned(), "64MiB".parse().unwrap());
-        assert!(check_lines(&moved, &moved.devices().devices, Bytes::gib(16)).is_ok());
-        let settings = &["model.preset=smollm2-135m", "run.devices=virtual:a=64MiB@0.2,virtual:b=921600GiB@0.2"];
-        assert!(refusal(settings).starts_with("run.devices: virtual:a and virtual:b may hold 900.00 TiB, and this"));
-    }
-
-    #[test]
-    fn virtual_devices_leave_a_fifth_of_the_cores() {
-        let checked = |devices: &str, cores| {
-            let request: DevicesRequest = devices.parse().unwrap();
-            check_paces(&request.devices, cores)
-        };
-        let three = "virtual:a=1GiB@0.3,virtual:b=1GiB@0.3,virtual:c=1GiB@0.2";
-        assert!(checked(three, 1.0).is_ok());
-        assert!(checked("cpu", 1.0).is_ok());
-        assert_eq!(
-            checked("virtual:a=1GiB,virtual:b=1GiB@0.7", 2.0).unwrap_err().to_string(),
-            "run.devices: virtual devices of 1.70 cores in all; this machine gives them 1.60\n  \
-             hint: that is 0.8 of its 2 cores: choose smaller paces behind the `@`"
-        );
-    }
 }

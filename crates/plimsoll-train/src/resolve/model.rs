@@ -1,109 +1,113 @@
-//! The model that a run file names: what it is, where its files lie, and whether a run can begin with its weights. What is
-//! planned for it and on which devices stands beside this.
+//! The model that a run file names: its configuration, the location of its files, and whether a run can start from its weights.
 
 use super::example::model_is_example;
-use crate::config::{Init, RunFile};
-use crate::data::sums;
+use crate::config::{Init, RunConfig};
+use crate::data::addition_example;
 use crate::files::{AdapterDir, ModelDir, ModelWeights, read_config};
 use plimsoll_core::Failure;
-use plimsoll_program::models::decoder::Source;
+use plimsoll_program::models::decoder::WeightSource;
 use plimsoll_program::models::{ModelConfig, closest_preset, preset, preset_names};
 use std::path::{Path, PathBuf};
 
 /// The model that a run file names.
 #[derive(Debug)]
 pub struct Model {
-    /// What it is.
+    /// Shapes and options of the model.
     pub config: ModelConfig,
-    /// Its directory; none for a preset, a `config.json` alone, or an example that is not written yet.
+    /// Directory of the model; `None` for a preset, a single `config.json`, or an example that is not written yet.
     pub dir: Option<ModelDir>,
-    /// Adapters that there are already.
+    /// Existing adapters of the model.
     pub adapter: Option<AdapterDir>,
 }
 
 impl Model {
-    /// Opens what `[model]` names.
+    /// Opens the model that `[model]` names, with its adapters.
     ///
     /// # Errors
-    /// No such model, or one that Plimsoll cannot compute.
-    pub fn open(file: &RunFile) -> Result<Model, Failure> {
-        let model = Model::without_adapter(file)?;
-        let path = file.model.adapter.as_deref().map(Path::new);
+    /// There is no such model, or Plimsoll does not support it.
+    pub fn open(config: &RunConfig) -> Result<Model, Failure> {
+        let model = Model::without_adapter(config)?;
+        let path = config.model.adapter.as_deref().map(Path::new);
         let adapter = path.map(|path| AdapterDir::open(path, &model.config)).transpose()?;
         Ok(Model { adapter, ..model })
     }
 
-    /// Whether it takes sequences as long as the run file has them.
+    /// Checks that the model supports the sequence length of the run.
     ///
     /// # Errors
-    /// It does not.
-    pub(crate) fn takes(&self, file: &RunFile) -> Result<(), Failure> {
-        let (sequence, most) = (u64::from(file.data.sequence), self.config.max_positions);
-        if sequence > most {
-            let message = format!("data.sequence is {sequence}, but {} takes no more than {most}", file.model_name());
-            return Err(Failure::input(message).hint(format!("set data.sequence to {most} or less")));
+    /// Sequences that are too long for the model.
+    pub(crate) fn check_sequence_length(&self, config: &RunConfig) -> Result<(), Failure> {
+        let (sequence, limit) = (u64::from(config.data.sequence), self.config.max_positions);
+        if sequence > limit {
+            let name = config.model_name();
+            let message = format!("data.sequence is {sequence}, but {name} takes no more than {limit}");
+            return Err(Failure::input(message).hint(format!("set data.sequence to {limit} or less")));
         }
         Ok(())
     }
 
-    pub(crate) fn without_adapter(file: &RunFile) -> Result<Model, Failure> {
-        let of = |config, dir| Model { config, dir, adapter: None };
-        if let Some(name) = &file.model.preset {
-            let config = preset(name).ok_or_else(|| unknown_preset(name))?;
-            return Ok(of(config, None));
+    /// Opens the model that `[model]` names, without adapters.
+    ///
+    /// # Errors
+    /// There is no such model, or Plimsoll does not support it.
+    pub(crate) fn without_adapter(config: &RunConfig) -> Result<Model, Failure> {
+        let model = |config, dir| Model { config, dir, adapter: None };
+        if let Some(name) = &config.model.preset {
+            let shape = preset(name).ok_or_else(|| unknown_preset(name))?;
+            return Ok(model(shape, None));
         }
-        if model_is_example(file) {
-            return Ok(of(sums::model_config(), None));
+        if model_is_example(config) {
+            return Ok(model(addition_example::model_config(), None));
         }
-        let path = Path::new(file.model.path.as_deref().unwrap_or_default());
+        let path = Path::new(config.model.path.as_deref().unwrap_or_default());
         if path.is_file() {
-            let (config, _) = read_config(path, &file.model.ignore_config_keys)?;
-            return Ok(of(config, None));
+            let (shape, _) = read_config(path, &config.model.ignore_config_keys)?;
+            return Ok(model(shape, None));
         }
-        let dir = ModelDir::open(path, &file.model.ignore_config_keys)?;
-        Ok(of(dir.config.clone(), Some(dir)))
+        let dir = ModelDir::open(path, &config.model.ignore_config_keys)?;
+        Ok(model(dir.config.clone(), Some(dir)))
     }
 
-    /// The model's directory, where it has one.
+    /// Returns the model's directory, if it has one.
     pub fn folder(&self) -> Option<&Path> {
         self.dir.as_ref().map(|dir| &*dir.path)
     }
 
-    /// `tokenizer.json`, where there is one.
+    /// Returns the path of `tokenizer.json`, if the model has one.
     pub fn tokenizer(&self) -> Option<PathBuf> {
         self.dir.as_ref().and_then(|dir| dir.tokenizer_path.clone())
     }
 
-    /// That a run which begins with trained weights has them.
+    /// Checks that a run which starts from pretrained weights finds them.
     ///
     /// # Errors
-    /// There are none.
-    pub fn check_weights(&self, file: &RunFile) -> Result<(), Failure> {
-        if file.model.init == Init::Random {
+    /// The model has no weights.
+    pub fn check_weights(&self, config: &RunConfig) -> Result<(), Failure> {
+        if config.model.init == Init::Random {
             return Ok(());
         }
         match &self.dir {
-            Some(dir) => dir.need_weights().map(|_| ()).map_err(|error| self.beside_adapter(error.into())),
-            None => Err(Failure::input(format!("model.path: {} is no directory with weights", file.model_name()))
+            Some(dir) => dir.require_weights().map(|_| ()).map_err(|error| self.with_adapter_hint(error.into())),
+            None => Err(Failure::input(format!("model.path: {} is no directory with weights", config.model_name()))
                 .hint("name a directory with *.safetensors")
                 .hint("or start from random weights: --set model.init=random")),
         }
     }
 
-    /// A failure with what the adapters have to do with it, where there are some.
-    fn beside_adapter(&self, failure: Failure) -> Failure {
-        self.adapter.as_ref().and_then(AdapterDir::of_nothing).into_iter().fold(failure, Failure::hint)
+    /// Adds a hint to a failure if the adapters do not name their base model.
+    fn with_adapter_hint(&self, failure: Failure) -> Failure {
+        self.adapter.as_ref().and_then(AdapterDir::unknown_base_note).into_iter().fold(failure, Failure::hint)
     }
 
-    /// The weights that a run begins with; none where they are drawn.
-    pub fn weights(&self, file: &RunFile) -> Option<&ModelWeights> {
-        let pretrained = file.model.init == Init::Pretrained;
+    /// Returns the weights that a run starts from; `None` for random weights.
+    pub fn weights(&self, config: &RunConfig) -> Option<&ModelWeights> {
+        let pretrained = config.model.init == Init::Pretrained;
         self.dir.as_ref().filter(|_| pretrained).and_then(|dir| dir.weights.as_ref())
     }
 
-    /// Where the first weights come from. A model without files is planned as if they were drawn.
-    pub(crate) fn source(&self, file: &RunFile) -> Source {
-        self.weights(file).map_or(Source::Random { seed: file.train.seed }, ModelWeights::source)
+    /// Returns the source of the first weights. A model without files is planned as if its weights were random.
+    pub(crate) fn source(&self, config: &RunConfig) -> WeightSource {
+        self.weights(config).map_or(WeightSource::Random { seed: config.train.seed }, ModelWeights::source)
     }
 }
 

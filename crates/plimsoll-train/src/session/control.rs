@@ -1,5 +1,7 @@
-//! The control socket of a run, `control.sock` in its folder: whoever may write there can move the load line of
-//! the run while it is under way. One line of JSON each way.
+//! Control socket of a running run, `control.sock` in its run folder.
+//!
+//! `plimsoll budget` connects to it and asks for another load line. Write permission on the socket is the only access
+//! control. Request and reply are one line of JSON each. The run answers between two steps.
 
 use plimsoll_core::{Budget, Bytes, Exit, Failure};
 use serde::{Deserialize, Serialize};
@@ -10,166 +12,167 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 use std::{fs, io, thread};
 
-/// How long a run may take to answer: it does so between two steps.
-const PATIENCE: Duration = Duration::from_secs(30 * 60);
-/// How long a caller may take to say what it wants.
-const HURRY: Duration = Duration::from_secs(5);
+/// Longest time that a client waits for the reply; the run replies between two steps.
+const REPLY_TIMEOUT: Duration = Duration::from_secs(30 * 60);
+/// Longest time that the run waits for a client to send its request.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// What a caller says.
+/// Request of a client.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Request {
-    /// The load line that shall hold from the next step on.
+    /// Load line that holds from the next step on.
     budget: Budget,
-    /// Of this device; may be left out where there is one.
+    /// Name of the device; optional for a run on one device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     device: Option<String>,
 }
 
-/// A load line that was moved.
+/// A load line that was changed.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Moved {
-    /// Where it is now.
+pub struct BudgetChange {
+    /// Load line in bytes that holds now.
     pub budget_bytes: Bytes,
-    /// What the run does now.
+    /// Description of the plan under the new load line.
     pub message: String,
 }
 
-/// What a run answers: a line that was moved, or why it was not.
+/// Reply to a client: the changed load line, or the reason for refusing it.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Reply {
-    Moved(Moved),
-    TooLittle(String),
-    Wrong(String),
+    Changed(BudgetChange),
+    DoesNotFit(String),
+    Invalid(String),
 }
 
-impl From<Result<Moved, Failure>> for Reply {
-    fn from(answer: Result<Moved, Failure>) -> Reply {
+impl From<Result<BudgetChange, Failure>> for Reply {
+    fn from(answer: Result<BudgetChange, Failure>) -> Reply {
         match answer {
-            Ok(moved) => Reply::Moved(moved),
-            Err(failure) if failure.exit == Exit::DoesNotFit => Reply::TooLittle(failure.message),
-            Err(failure) => Reply::Wrong(failure.message),
+            Ok(change) => Reply::Changed(change),
+            Err(failure) if failure.exit == Exit::DoesNotFit => Reply::DoesNotFit(failure.message),
+            Err(failure) => Reply::Invalid(failure.message),
         }
     }
 }
 
-impl From<Reply> for Result<Moved, Failure> {
-    fn from(reply: Reply) -> Result<Moved, Failure> {
+impl From<Reply> for Result<BudgetChange, Failure> {
+    fn from(reply: Reply) -> Result<BudgetChange, Failure> {
         match reply {
-            Reply::Moved(moved) => Ok(moved),
-            Reply::TooLittle(message) => Err(Failure::does_not_fit(message)),
-            Reply::Wrong(message) => Err(Failure::input(message)),
+            Reply::Changed(change) => Ok(change),
+            Reply::DoesNotFit(message) => Err(Failure::does_not_fit(message)),
+            Reply::Invalid(message) => Err(Failure::input(message)),
         }
     }
 }
 
-/// A wish that the run has not answered yet.
-pub struct Wish {
-    /// The load line that is asked for.
+/// A request that the run has not answered yet.
+pub struct BudgetRequest {
+    /// Load line that the client asks for.
     pub budget: Budget,
-    /// The device that is meant.
+    /// Name of the device; optional for a run on one device.
     pub device: Option<String>,
     reply: Sender<Reply>,
 }
 
-impl Wish {
-    /// Answers the caller, if it still listens.
-    pub fn answer(self, answer: Result<Moved, Failure>) {
+impl BudgetRequest {
+    /// Sends the answer to the client, if it is still connected.
+    pub fn answer(self, answer: Result<BudgetChange, Failure>) {
         let _ = self.reply.send(answer.into());
     }
 }
 
-/// The socket of this run, for as long as it lives.
-pub struct Control {
+/// Listening control socket of this run. The socket file is removed on drop.
+pub struct ControlSocket {
     path: PathBuf,
-    wishes: Receiver<Wish>,
+    pending_requests: Receiver<BudgetRequest>,
 }
 
 fn socket(run_dir: &Path) -> PathBuf {
     run_dir.join("control.sock")
 }
 
-impl Control {
-    /// Listens in the run folder, which this program holds.
+impl ControlSocket {
+    /// Listens in the run folder, which the client has locked.
     ///
     /// # Errors
-    /// A socket that cannot be made: a path that is too long for one, or a file system that has none.
-    pub fn listen(run_dir: &Path) -> io::Result<Control> {
+    /// The socket cannot be created, because its path is too long or the file system does not support sockets.
+    pub fn listen(run_dir: &Path) -> io::Result<ControlSocket> {
         let path = socket(run_dir);
-        // Left by a run that was killed.
+        // A killed run leaves its socket behind.
         match fs::remove_file(&path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             _ => {}
         }
         let listener = UnixListener::bind(&path)?;
-        let (sender, wishes) = channel();
+        let (sender, pending_requests) = channel();
         thread::Builder::new().name("control".into()).stack_size(128 << 10).spawn(move || {
-            for caller in listener.incoming().flatten() {
-                // One after another: a run answers between steps, and the last wish wins.
-                let _ = serve(&caller, &sender);
+            for client in listener.incoming().flatten() {
+                // Clients are served one after the other, and the last request wins.
+                let _ = answer_client(&client, &sender);
             }
         })?;
-        Ok(Control { path, wishes })
+        Ok(ControlSocket { path, pending_requests })
     }
 
-    /// What has been asked for since the last look.
-    pub fn wishes(&self) -> impl Iterator<Item = Wish> + '_ {
-        self.wishes.try_iter()
+    /// Returns the requests that arrived since the previous call.
+    pub fn pending_requests(&self) -> impl Iterator<Item = BudgetRequest> + '_ {
+        self.pending_requests.try_iter()
     }
 }
 
-impl Drop for Control {
+impl Drop for ControlSocket {
     fn drop(&mut self) {
         let _ = fs::remove_file(&self.path);
     }
 }
 
-fn serve(caller: &UnixStream, wishes: &Sender<Wish>) -> io::Result<()> {
-    caller.set_read_timeout(Some(HURRY))?;
+fn answer_client(client: &UnixStream, pending_requests: &Sender<BudgetRequest>) -> io::Result<()> {
+    client.set_read_timeout(Some(REQUEST_TIMEOUT))?;
     let mut line = String::new();
-    BufReader::new(caller).read_line(&mut line)?;
+    BufReader::new(client).read_line(&mut line)?;
     let answer = match serde_json::from_str::<Request>(&line) {
-        Err(error) => Reply::Wrong(format!("not understood: {error}")),
+        Err(error) => Reply::Invalid(format!("invalid request: {error}")),
         Ok(Request { budget, device }) => {
             let (reply, answer) = channel();
-            let ended = || Reply::Wrong("the run has ended".into());
-            match wishes.send(Wish { budget, device, reply }) {
+            let ended = || Reply::Invalid("the run has ended".into());
+            match pending_requests.send(BudgetRequest { budget, device, reply }) {
                 Err(_) => ended(),
-                Ok(()) => answer.recv_timeout(PATIENCE).unwrap_or_else(|_| ended()),
+                Ok(()) => answer.recv_timeout(REPLY_TIMEOUT).unwrap_or_else(|_| ended()),
             }
         }
     };
     let mut text = serde_json::to_vec(&answer).expect("plain data has a JSON form");
     text.push(b'\n');
-    (&*caller).write_all(&text)
+    (&*client).write_all(&text)
 }
 
-/// Asks the run of this folder to hold another load line, and waits for its answer.
+/// Asks the run in this folder to hold another load line, and waits for the reply.
 ///
 /// # Errors
-/// No run is under way there, or it went away; no device of that name works on it; it cannot do with so little (exit 3), and
-/// goes on as it was.
-pub fn ask(run_dir: &Path, device: Option<&str>, budget: Budget) -> Result<Moved, Failure> {
+/// - No run is active in this folder, or it ended meanwhile.
+/// - The named device does not work on the run.
+/// - No recipe fits under the load line (exit 3). The run keeps its plan.
+pub fn request_budget(run_dir: &Path, device: Option<&str>, budget: Budget) -> Result<BudgetChange, Failure> {
     let path = socket(run_dir);
-    let nobody = |error: io::Error| {
+    let not_running = |error: io::Error| {
         use io::ErrorKind::{ConnectionRefused, NotFound};
-        let why = match error.kind() {
-            NotFound if !run_dir.is_dir() => ": there is no such folder".to_owned(),
-            // No socket, or one that a killed run has left.
+        let reason = match error.kind() {
+            NotFound if !run_dir.is_dir() => ": the folder does not exist".to_owned(),
+            // There is no socket, or a killed run left it behind.
             NotFound | ConnectionRefused => String::new(),
             _ => format!(" ({error})"),
         };
-        Failure::input(format!("{}: no run is under way here{why}", run_dir.display()))
-            .hint("name the folder of a run that `plimsoll train` works on now (run.dir)")
+        Failure::input(format!("{}: no run is active in this folder{reason}", run_dir.display()))
+            .hint("name the folder (run.dir) of a run that `plimsoll train` is working on")
     };
-    let mut stream = UnixStream::connect(&path).map_err(nobody)?;
+    let mut stream = UnixStream::connect(&path).map_err(not_running)?;
     let mut text =
         serde_json::to_vec(&Request { budget, device: device.map(str::to_owned) }).expect("plain data has a JSON form");
     text.push(b'\n');
-    stream.write_all(&text).map_err(nobody)?;
+    stream.write_all(&text).map_err(not_running)?;
     let mut line = String::new();
-    BufReader::new(stream).read_line(&mut line).map_err(nobody)?;
+    BufReader::new(stream).read_line(&mut line).map_err(not_running)?;
     let ended = |_| Failure::input(format!("{}: the run has ended", run_dir.display()));
     serde_json::from_str::<Reply>(&line).map_err(ended)?.into()
 }
@@ -180,32 +183,35 @@ mod tests {
     use plimsoll_core::Bytes;
 
     #[test]
-    fn a_wish_reaches_the_run_and_its_answer_comes_back() {
+    fn request_reaches_run_and_reply_returns() {
         let folder = tempfile::tempdir().unwrap();
         fs::write(socket(folder.path()), "left by a killed run").unwrap();
-        let control = Control::listen(folder.path()).unwrap();
+        let control = ControlSocket::listen(folder.path()).unwrap();
         let path = folder.path().to_owned();
-        let caller = thread::spawn(move || ask(&path, None, Budget::Amount(Bytes::gib(6))));
-        let wish = control.wishes.recv_timeout(HURRY).unwrap();
-        assert_eq!(wish.budget, Budget::Amount(Bytes::gib(6)));
-        let moved = Moved { budget_bytes: Bytes::gib(6), message: "done".into() };
-        wish.answer(Ok(moved.clone()));
-        assert_eq!(caller.join().unwrap(), Ok(moved));
+        let client = thread::spawn(move || request_budget(&path, None, Budget::Amount(Bytes::gib(6))));
+        let request = control.pending_requests.recv_timeout(REQUEST_TIMEOUT).unwrap();
+        assert_eq!(request.budget, Budget::Amount(Bytes::gib(6)));
+        let change = BudgetChange { budget_bytes: Bytes::gib(6), message: "done".into() };
+        request.answer(Ok(change.clone()));
+        assert_eq!(client.join().unwrap(), Ok(change));
         drop(control);
         assert!(!socket(folder.path()).exists());
     }
 
     #[test]
-    fn a_folder_without_a_run_and_words_that_mean_nothing_are_told() {
+    fn missing_run_and_invalid_request_are_reported() {
         let folder = tempfile::tempdir().unwrap();
-        let told = |folder: &Path| ask(folder, None, Budget::DEVICE).unwrap_err().message;
-        assert!(told(folder.path()).ends_with("no run is under way here"));
-        assert!(told(&folder.path().join("nope")).ends_with("no run is under way here: there is no such folder"));
-        let _control = Control::listen(folder.path()).unwrap();
+        let error_message = |folder: &Path| request_budget(folder, None, Budget::DEVICE).unwrap_err().message;
+        assert!(error_message(folder.path()).ends_with("no run is active in this folder"));
+        assert!(
+            error_message(&folder.path().join("nope"))
+                .ends_with("no run is active in this folder: the folder does not exist")
+        );
+        let _control = ControlSocket::listen(folder.path()).unwrap();
         let mut stream = UnixStream::connect(socket(folder.path())).unwrap();
         stream.write_all(b"{\"budget\": \"six\"}\n").unwrap();
         let mut line = String::new();
         BufReader::new(stream).read_line(&mut line).unwrap();
-        assert!(line.contains("\"wrong\":\"not understood"), "{line}");
+        assert!(line.contains("\"invalid\":\"invalid request"), "{line}");
     }
 }

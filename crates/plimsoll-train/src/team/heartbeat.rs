@@ -1,162 +1,177 @@
-//! Signs of life: each device of a team has a thread that asks it for one again and again, however long its work takes, and
-//! a watch that counts how often none came. So a slow step is never a failure, and a device that is silent for too long is
-//! lost to the team: those who wait for it are told so, and nobody waits for its thread (`abreast`).
+//! Heartbeats: detection of devices that no longer respond.
 //!
-//! What is counted are the watch's own looks, not seconds of a clock: a process that was stopped for a while, or a machine
-//! that slept, has not missed any.
+//! Each device has a [`HeartbeatSender`], a thread that asks it for a sign of life at short intervals, however long its work takes. A
+//! [`HeartbeatMonitor`] counts its own ticks since the last heartbeat of each device. After [`TICKS_PER_TIMEOUT`] ticks without one the
+//! device is lost: workers that wait for it are told, and its job is abandoned (`run_on_all`). A slow step is never a loss.
+//!
+//! The monitor counts ticks instead of clock time, so a process that was suspended, or a machine that slept, loses no device.
 
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread;
 use std::time::Duration;
 
-/// Looks in the time after which a silent device is lost.
-const LOOKS: u32 = 20;
+/// Monitor ticks in one heartbeat timeout.
+const TICKS_PER_TIMEOUT: u32 = 20;
 
-/// What is known of a device's life, shared by its heart, the watch and a rehearsal.
+/// Liveness of a device, shared by its heartbeat sender, the monitor and fault injection.
 #[derive(Debug, Default)]
-pub struct Pulse {
+pub struct Liveness {
     state: Mutex<State>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    /// Looks since the last beat.
-    missed: u32,
-    /// A rehearsal: the heart beats no more.
-    stopped: bool,
-    /// The team goes on without it.
+    /// Monitor ticks since the last heartbeat.
+    missed_ticks: u32,
+    /// Whether fault injection suppresses the heartbeat.
+    suspended: bool,
+    /// Whether the device is lost; this is final.
     lost: bool,
-    /// Somebody would miss it.
-    watched: bool,
+    /// Whether a monitor watches the device.
+    monitored: bool,
 }
 
-impl Pulse {
+impl Liveness {
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    fn beat(&self) {
+    /// Records a heartbeat.
+    fn record_heartbeat(&self) {
         let mut state = self.state();
-        if !state.stopped {
-            state.missed = 0;
+        if !state.suspended {
+            state.missed_ticks = 0;
         }
     }
 
-    /// Whether it has been silent for too long.
+    /// Whether the device missed its heartbeats for the whole timeout.
     pub fn is_lost(&self) -> bool {
         self.state().lost
     }
 
-    /// A rehearsal: from now on there is no beat, and the device's thread comes back when it has been missed, or never.
-    /// Whether that was so: a device that works alone is missed by nobody.
-    pub fn stop(&self, for_good: bool) -> bool {
+    /// Injects a silence: suppresses the heartbeat and blocks until the device is lost, or forever. Returns whether the device fell
+    /// silent, which it does only if a monitor watches it.
+    pub fn suspend(&self, forever: bool) -> bool {
         let mut state = self.state();
-        state.stopped = state.watched;
-        while state.stopped && (for_good || state.watched && !state.lost) {
+        state.suspended = state.monitored;
+        while state.suspended && (forever || state.monitored && !state.lost) {
             state = self.changed.wait(state).unwrap_or_else(|poisoned| poisoned.into_inner());
         }
-        state.stopped
+        state.suspended
     }
 
-    /// Whether somebody would miss it.
-    pub fn is_watched(&self) -> bool {
-        self.state().watched
+    /// Whether a monitor watches the device.
+    pub fn is_monitored(&self) -> bool {
+        self.state().monitored
     }
 
-    fn watched(&self, watched: bool) {
-        self.state().watched = watched;
+    fn set_monitored(&self, monitored: bool) {
+        self.state().monitored = monitored;
         self.changed.notify_all();
     }
 
-    /// A look of the watch. Whether it has been silent for too long from now on.
-    fn look(&self) -> bool {
+    /// Counts a tick of the monitor. Returns whether the device is lost with this tick.
+    fn tick(&self) -> bool {
         let mut state = self.state();
-        state.missed += 1;
-        let lost = !state.lost && state.missed > LOOKS;
-        if lost {
+        state.missed_ticks += 1;
+        let newly_lost = !state.lost && state.missed_ticks > TICKS_PER_TIMEOUT;
+        if newly_lost {
             state.lost = true;
             self.changed.notify_all();
         }
-        lost
+        newly_lost
     }
 }
 
-/// The thread that asks a device for signs of life.
+/// Thread that asks a device for heartbeats. It ends some time after the handle is dropped.
 #[derive(Debug)]
-pub struct Heart {
-    pulse: Arc<Pulse>,
-    /// Dropped, it ends the thread; who hangs in a driver is not waited for.
+pub struct HeartbeatSender {
+    liveness: Arc<Liveness>,
+    /// Dropping it ends the thread, without waiting for a probe that hangs in a driver.
     _end: Sender<()>,
 }
 
-impl Heart {
-    /// Begins to beat, often enough for a silence of this length to be told; `answers` asks the device. Nothing where the
-    /// system gives no thread: such a device is never missed.
-    pub fn start(device: &str, silence: Duration, answers: impl Fn() -> bool + Send + 'static) -> Option<Heart> {
+impl HeartbeatSender {
+    /// Starts the thread; `probe` asks the device. Returns none if the system refuses a thread; such a device is never lost by timeout.
+    pub fn start(
+        device: &str,
+        timeout: Duration,
+        probe: impl Fn() -> bool + Send + 'static,
+    ) -> Option<HeartbeatSender> {
         let (end, ended) = channel::<()>();
-        let pulse = Arc::new(Pulse::default());
-        let beating = Arc::clone(&pulse);
-        let beats = move || {
+        let liveness = Arc::new(Liveness::default());
+        let probed = Arc::clone(&liveness);
+        let send_heartbeats = move || {
             loop {
-                if answers() {
-                    beating.beat();
+                if probe() {
+                    probed.record_heartbeat();
                 }
-                if ended.recv_timeout(silence / LOOKS / 2) != Err(RecvTimeoutError::Timeout) {
+                if ended.recv_timeout(timeout / TICKS_PER_TIMEOUT / 2) != Err(RecvTimeoutError::Timeout) {
                     return;
                 }
             }
         };
-        thread::Builder::new().name(format!("plimsoll-heart-{device}")).spawn(beats).ok()?;
-        Some(Heart { pulse, _end: end })
+        thread::Builder::new().name(format!("plimsoll-heart-{device}")).spawn(send_heartbeats).ok()?;
+        Some(HeartbeatSender { liveness, _end: end })
     }
 
-    /// What is known of the device's life.
-    pub fn pulse(&self) -> Arc<Pulse> {
-        Arc::clone(&self.pulse)
+    /// Returns the liveness of the device.
+    pub fn liveness(&self) -> Arc<Liveness> {
+        Arc::clone(&self.liveness)
     }
 }
 
-/// The thread that misses signs of life.
+/// A device that a monitor watches.
+pub struct MonitoredDevice {
+    /// Rank in the team.
+    pub rank: u32,
+    /// Name, for messages.
+    pub name: String,
+    /// Liveness that the heartbeats of the device update.
+    pub liveness: Arc<Liveness>,
+}
+
+/// Thread that counts missed heartbeats. The devices are unmonitored after the handle is dropped.
 #[derive(Debug)]
-pub struct Watch {
+pub struct HeartbeatMonitor {
     _end: Sender<()>,
-    team: Vec<Arc<Pulse>>,
+    devices: Vec<Arc<Liveness>>,
 }
 
-impl Drop for Watch {
+impl Drop for HeartbeatMonitor {
     fn drop(&mut self) {
-        self.team.iter().for_each(|pulse| pulse.watched(false));
+        self.devices.iter().for_each(|liveness| liveness.set_monitored(false));
     }
 }
 
-impl Watch {
-    /// Watches some devices, by name and rank. Who is silent for longer than `silence` is lost, which `lost` tells all who
-    /// wait for it. Nothing where the system gives no thread: then nobody is missed.
+impl HeartbeatMonitor {
+    /// Starts to monitor these devices, and calls `on_loss` with rank and reason for each that is lost. Returns none if the system refuses
+    /// a thread; then no device is monitored.
     pub fn start(
-        team: Vec<(u32, String, Arc<Pulse>)>,
-        lost: impl Fn(u32, &str) + Send + 'static,
-        silence: Duration,
-    ) -> Option<Watch> {
+        devices: Vec<MonitoredDevice>,
+        on_loss: impl Fn(u32, &str) + Send + 'static,
+        timeout: Duration,
+    ) -> Option<HeartbeatMonitor> {
         let (end, ended) = channel::<()>();
-        let all: Vec<Arc<Pulse>> = team.iter().map(|(_, _, pulse)| Arc::clone(pulse)).collect();
-        let looks = move || {
-            while ended.recv_timeout(silence / LOOKS) == Err(RecvTimeoutError::Timeout) {
-                for (rank, device, _) in team.iter().filter(|(_, _, pulse)| pulse.look()) {
-                    lost(*rank, &silent(device, silence));
+        let all: Vec<Arc<Liveness>> = devices.iter().map(|device| Arc::clone(&device.liveness)).collect();
+        let monitor = move || {
+            while ended.recv_timeout(timeout / TICKS_PER_TIMEOUT) == Err(RecvTimeoutError::Timeout) {
+                for device in devices.iter().filter(|device| device.liveness.tick()) {
+                    on_loss(device.rank, &timeout_message(&device.name, timeout));
                 }
             }
         };
-        thread::Builder::new().name("plimsoll-watch".into()).spawn(looks).ok()?;
-        all.iter().for_each(|pulse| pulse.watched(true));
-        Some(Watch { _end: end, team: all })
+        thread::Builder::new().name("plimsoll-watch".into()).spawn(monitor).ok()?;
+        all.iter().for_each(|liveness| liveness.set_monitored(true));
+        Some(HeartbeatMonitor { _end: end, devices: all })
     }
 }
 
-/// What is said of a device that was silent for so long.
-pub fn silent(device: &str, silence: Duration) -> String {
-    format!("{device} gave no sign of life for {} s", silence.as_secs())
+/// Returns the reason for the loss of a device that sent no heartbeat for this time.
+pub fn timeout_message(device: &str, timeout: Duration) -> String {
+    format!("{device} sent no heartbeat for {} s", timeout.as_secs())
 }
 
 #[cfg(test)]
@@ -165,45 +180,49 @@ mod tests {
     use std::sync::atomic::{AtomicBool, Ordering};
 
     #[test]
-    fn looks_are_missed_beats_and_lost_is_for_good() {
-        let pulse = Pulse::default();
-        for _ in 0..3 * LOOKS {
-            assert!(!pulse.look(), "a device that beats between looks");
-            pulse.beat();
+    fn device_is_lost_once_and_forever_after_timeout() {
+        let liveness = Liveness::default();
+        for _ in 0..3 * TICKS_PER_TIMEOUT {
+            assert!(!liveness.tick(), "a heartbeat arrives between ticks");
+            liveness.record_heartbeat();
         }
-        assert!((0..LOOKS).all(|_| !pulse.look()));
-        assert!(pulse.look() && pulse.is_lost());
-        pulse.beat();
-        assert!(pulse.is_lost());
-        // It is told once.
-        assert!((0..3 * LOOKS).all(|_| !pulse.look()));
+        assert!((0..TICKS_PER_TIMEOUT).all(|_| !liveness.tick()));
+        assert!(liveness.tick() && liveness.is_lost());
+        liveness.record_heartbeat();
+        assert!(liveness.is_lost());
+        // The loss is reported once.
+        assert!((0..3 * TICKS_PER_TIMEOUT).all(|_| !liveness.tick()));
     }
 
     #[test]
-    fn a_device_that_answers_no_more_is_lost_and_others_are_not() {
-        let silence = Duration::from_millis(200);
+    fn unresponsive_device_is_lost_and_others_are_not() {
+        let heartbeat_timeout = Duration::from_millis(200);
         let answers = Arc::new(AtomicBool::new(true));
-        let asked = Arc::clone(&answers);
-        let hearts = [
-            Heart::start("a", silence, || true).expect("a thread"),
-            Heart::start("b", silence, move || asked.load(Ordering::Relaxed)).expect("a thread"),
+        let probed = Arc::clone(&answers);
+        let senders = [
+            HeartbeatSender::start("a", heartbeat_timeout, || true).expect("a thread"),
+            HeartbeatSender::start("b", heartbeat_timeout, move || probed.load(Ordering::Relaxed)).expect("a thread"),
         ];
-        let of = |(rank, heart): (u32, &Heart)| (rank, rank.to_string(), heart.pulse());
-        let team = (0..).zip(&hearts).map(of).collect();
-        let (tells, told) = channel();
-        let lost = move |rank: u32, why: &str| drop(tells.send((rank, why.to_owned())));
-        let _watch = Watch::start(team, lost, silence).expect("a thread");
+        let monitored = |(rank, sender): (u32, &HeartbeatSender)| MonitoredDevice {
+            rank,
+            name: rank.to_string(),
+            liveness: sender.liveness(),
+        };
+        let devices = (0..).zip(&senders).map(monitored).collect();
+        let (loss_sender, losses) = channel();
+        let on_loss = move |rank: u32, reason: &str| drop(loss_sender.send((rank, reason.to_owned())));
+        let _monitor = HeartbeatMonitor::start(devices, on_loss, heartbeat_timeout).expect("a thread");
         answers.store(false, Ordering::Relaxed);
-        let pulse = hearts[1].pulse();
-        // Comes back when it has been missed; a test that hung here would say so by its time limit.
-        assert!(pulse.stop(false) && pulse.is_lost());
-        let (rank, why) = told.recv().expect("the watch is there");
-        assert!(rank == 1 && why.starts_with("1 gave no sign of life"), "{why}");
+        let liveness = senders[1].liveness();
+        // Returns after the loss; if not, the test hits its time limit.
+        assert!(liveness.suspend(false) && liveness.is_lost());
+        let (rank, reason) = losses.recv().expect("the monitor runs");
+        assert!(rank == 1 && reason.starts_with("1 sent no heartbeat"), "{reason}");
     }
 
     #[test]
-    fn a_device_that_nobody_would_miss_does_not_fall_silent() {
-        let heart = Heart::start("a", Duration::from_millis(200), || true).expect("a thread");
-        assert!(!heart.pulse().stop(true));
+    fn unmonitored_device_does_not_fall_silent() {
+        let heartbeat = HeartbeatSender::start("a", Duration::from_millis(200), || true).expect("a thread");
+        assert!(!heartbeat.liveness().suspend(true));
     }
 }

@@ -1,73 +1,89 @@
-//! The devices that work on a run, each with its engine, its share of every step, and the load line that it is held
-//! under. A team of one is the rule. What several do they do at the same time (`abreast`); what one of them refuses is dropped
-//! by all, so that they stay at the same step, and who is missed is left behind. `worker` is one device, `seats` is how all are told
-//! their places, `held` what they hold; `open` opens them, `absent` are those that may come back, `sharing` shares the work anew
-//! when a device is gone or `drift`s from its plan.
+//! The devices that work on a run.
+//!
+//! A [`Team`] is a list of workers in rank order; a run on one device is a team of one. Workers run their jobs in
+//! parallel (`run_on_all`). After an out-of-memory error all workers drop the work, so that they stay at the same step.
+//! A worker that misses its heartbeats is abandoned.
+//!
+//! | module | content |
+//! |---|---|
+//! | `worker` | one device: engine, share of each step, plan, measurements |
+//! | `open` | opening devices, and adapting the plan if a GPU holds more than expected |
+//! | `group` | communication groups and their transport |
+//! | `run_on_all` | jobs in parallel, on one thread per worker |
+//! | `abandoned` | memory that unresponsive devices still hold |
+//! | `heartbeat` | detection of unresponsive devices |
+//! | `unavailable` | lost remote devices that may return |
+//! | `memory` | measured memory of the workers |
+//! | `stragglers` | detection of workers that are slower than planned |
+//! | `rebalance` | changes of the team and of the shares during a run |
 
-pub(crate) mod abreast;
-pub(crate) mod absent;
-pub(crate) mod drift;
+pub(crate) mod abandoned;
+mod group;
 pub(crate) mod heartbeat;
-mod held;
+mod memory;
 pub mod open;
-mod seats;
-pub(crate) mod sharing;
+pub(crate) mod rebalance;
+pub(crate) mod run_on_all;
+pub(crate) mod stragglers;
+pub(crate) mod unavailable;
 mod worker;
 
-pub use worker::{Computing, Worker};
+pub use worker::{PredictedCompute, Worker};
 
 use crate::data::Rows;
-use crate::fault_injection::{Asked, Rehearsal};
+use crate::fault_injection::{FaultInjection, PendingFault};
 use crate::files::StoredTensor;
-use crate::inference::samples::Continues;
-use crate::planning::prepare::Part;
-use crate::remote::Elsewhere;
+use crate::inference::samples::CachedDecoder;
+use crate::planning::prepare::WorkerAssignment;
+use crate::remote::RemoteDevices;
 use crate::session::engine::{Engine, StepInput, StepLoss};
-use crate::session::pace::quantile;
-use crate::session::trouble::Trouble;
-use crate::team::heartbeat::{Watch, silent};
-use abreast::{Behind, Came, Hand, Task, abreast};
-use drift::SECONDS_LEAST;
-use plimsoll_core::{Bytes, DType, DeviceSpec, Member, MemberResult, Plan, Sharing};
+use crate::session::failure::DeviceFailure;
+use crate::session::step_times::quantile;
+use crate::team::heartbeat::{HeartbeatMonitor, MonitoredDevice, timeout_message};
+use abandoned::AbandonedMemory;
+use plimsoll_core::{Bytes, DType, DeviceSpec, Parallelism, Plan, WorkerPlan, WorkerResult};
 use plimsoll_device::calibration;
 use plimsoll_device::device::{DeviceError, FileSpace, NoFiles};
 use plimsoll_device::transport::Transport;
+use plimsoll_program::ProgramKind;
+use run_on_all::{Job, JobOutcome, Task, run_on_all};
 use std::sync::Arc;
 use std::time::Duration;
+use stragglers::MIN_PREDICTED_SECONDS;
 
-/// Fewer steps say nothing of a device's speed.
-const STEPS_LEAST: usize = 8;
+/// Fewest steps from which a device's speed is learned.
+const MIN_STEPS: usize = 8;
 
-/// All devices of a run, in the order of ranks.
+/// All workers of a run, in rank order.
 pub struct Team {
     workers: Vec<Worker>,
     transport: Arc<dyn Transport>,
-    /// After so long without a sign of life a device is lost.
-    silence: Duration,
-    watch: Option<Watch>,
-    behind: Behind,
-    /// Whether others could take over from the last device.
-    relieved: bool,
-    /// Bytes of arenas in this process's memory that stand beside those of the team, and the most that the process held with
-    /// them, the team's left out, before the team's arenas that there are now, measured.
-    beside: Bytes,
-    held_beside: Bytes,
-    /// The devices that live elsewhere.
-    elsewhere: Elsewhere,
-    /// Teams that there have been.
-    teams: u64,
+    /// Time without heartbeat after which a device is lost.
+    heartbeat_timeout: Duration,
+    monitor: Option<HeartbeatMonitor>,
+    abandoned: AbandonedMemory,
+    /// Whether excluded devices could take over if the last worker were lost.
+    has_replacement: bool,
+    /// Bytes of arenas outside the team in this process, such as the evaluator's.
+    external_arena_bytes: Bytes,
+    external_peak_bytes: Bytes,
+    /// Connections to remote devices.
+    remote: RemoteDevices,
+    /// Number of groups formed so far; each one gets its own number.
+    group_count: u64,
 }
 
-impl Continues for Team {
-    fn extend(&mut self, tokens: &[i32], length: usize) -> Result<Vec<f64>, Trouble> {
-        if !self.holds_parts() {
+impl CachedDecoder for Team {
+    fn extend(&mut self, tokens: &[i32], length: usize) -> Result<Vec<f64>, DeviceFailure> {
+        if !self.is_partitioned() {
             let tokens = tokens.to_vec();
-            return self.one(0, move |engine| Ok(engine.extend(&tokens, length)?));
+            return self.on_one(0, move |engine| Ok(engine.extend(&tokens, length)?));
         }
-        // All have the same tokens; those that come to logits, which of a pipeline is the last stage, come to the same.
+        // All workers receive the same tokens. Of a pipeline only the last stage has logits; otherwise all have the
+        // same ones.
         let tokens = tokens.to_vec();
-        let all = self.all(move |_, engine| Ok(engine.extend(&tokens, length)?))?;
-        Ok(all.into_iter().find(|logits| !logits.is_empty()).expect("somebody has the head"))
+        let all = self.on_all(move |_, engine| Ok(engine.extend(&tokens, length)?))?;
+        Ok(all.into_iter().find(|logits| !logits.is_empty()).expect("a worker has the output head"))
     }
 
     fn capacity(&self) -> usize {
@@ -76,326 +92,336 @@ impl Continues for Team {
 }
 
 impl Team {
-    /// Brings open devices together; `behind` is what those before them have left, and from one that works alone others could
-    /// take over if it is `relieved`.
+    /// Forms a team of open devices. `abandoned` lists memory of earlier teams. `has_replacement` tells whether
+    /// excluded devices could take over if the only worker is lost.
     ///
     /// # Errors
-    /// A device that cannot work in a team.
+    /// A device cannot join the communication group.
     pub fn new(
         workers: Vec<Worker>,
-        elsewhere: Elsewhere,
-        silence: Duration,
-        behind: Behind,
-        relieved: bool,
-    ) -> Result<Team, Trouble> {
-        let transport = seats::transport(&workers);
-        let (beside, held_beside) = (Bytes::ZERO, Bytes::ZERO);
+        remote: RemoteDevices,
+        heartbeat_timeout: Duration,
+        abandoned: AbandonedMemory,
+        has_replacement: bool,
+    ) -> Result<Team, DeviceFailure> {
+        let transport = group::transport(&workers);
+        let (external_arena_bytes, external_peak_bytes) = (Bytes::ZERO, Bytes::ZERO);
         let mut team = Team {
             workers,
             transport,
-            silence,
-            watch: None,
-            behind,
-            elsewhere,
-            teams: 0,
-            relieved,
-            beside,
-            held_beside,
+            heartbeat_timeout,
+            monitor: None,
+            abandoned,
+            remote,
+            group_count: 0,
+            has_replacement,
+            external_arena_bytes,
+            external_peak_bytes,
         };
         if let [only] = &mut team.workers[..]
-            && !only.is_far()
-            && !relieved
+            && !only.is_remote()
+            && !has_replacement
         {
-            // From now on it is missed by nobody. A process elsewhere misses the run, too.
-            only.heart = None;
+            // No other device could take over, so the only local one needs no heartbeat. A remote process needs it, to
+            // notice that the run is alive.
+            only.heartbeat = None;
         }
-        if let Err(trouble) = team.seat() {
+        if let Err(failure) = team.form_group() {
             team.disband();
-            return Err(trouble);
+            return Err(failure);
         }
         Ok(team)
     }
 
-    /// Nobody yet.
-    pub fn nobody(elsewhere: Elsewhere, behind: Behind) -> Team {
-        Team::new(Vec::new(), elsewhere, Duration::ZERO, behind, false).expect("nobody refuses a seat")
+    /// Creates a team without workers.
+    pub fn empty(remote: RemoteDevices, abandoned: AbandonedMemory) -> Team {
+        Team::new(Vec::new(), remote, Duration::ZERO, abandoned, false).expect("an empty team forms no group")
     }
 
-    /// Whether others could take over from the last device: then that is missed, too, from the next plan on.
-    pub fn is_relieved(&mut self, relieved: bool) {
-        self.relieved = relieved;
+    /// Sets whether excluded devices could take over from the last worker. It takes effect with the next communication
+    /// group.
+    pub fn set_has_replacement(&mut self, has_replacement: bool) {
+        self.has_replacement = has_replacement;
     }
 
-    /// From now on these devices are missed where they are silent.
-    fn watch(&mut self) {
-        let pulse = |(rank, worker): (u32, &Worker)| Some((rank, worker.device.name.clone(), worker.pulse()?));
-        // The one before looks away first.
-        self.watch = None;
-        let team: Vec<_> = (0..).zip(&self.workers).filter_map(pulse).collect();
+    /// Starts the heartbeat monitor for the present workers.
+    fn start_monitor(&mut self) {
+        // Stop the previous monitor first.
+        self.monitor = None;
+        if self.len() <= 1 && !self.has_replacement && !self.workers.iter().any(Worker::is_remote) {
+            return;
+        }
+        let device = |(rank, worker): (u32, &Worker)| {
+            Some(MonitoredDevice { rank, name: worker.device.name.clone(), liveness: worker.liveness()? })
+        };
+        let devices = (0..).zip(&self.workers).filter_map(device).collect();
         let transport = Arc::clone(&self.transport);
-        let lost = move |rank: u32, why: &str| transport.give_up(rank, why);
-        let missed = self.len() > 1 || self.relieved || self.workers.iter().any(Worker::is_far);
-        self.watch = if missed { Watch::start(team, lost, self.silence) } else { None };
+        let on_loss = move |rank: u32, reason: &str| transport.abort(rank, reason);
+        self.monitor = HeartbeatMonitor::start(devices, on_loss, self.heartbeat_timeout);
     }
 
-    /// The only device, where nobody misses it.
-    fn unwatched(&mut self) -> Option<&mut Worker> {
-        let watched = self.watch.is_some();
+    /// Returns the only worker if no monitor watches it; its work needs no thread of its own.
+    fn sole_unmonitored(&mut self) -> Option<&mut Worker> {
+        let is_monitored = self.monitor.is_some();
         match &mut self.workers[..] {
-            [only] if !watched => Some(only),
+            [only] if !is_monitored => Some(only),
             _ => None,
         }
     }
 
-    /// A device that was silent for too long.
-    fn missed(&self) -> Option<Trouble> {
+    /// Returns the loss of a worker that missed its heartbeats.
+    fn heartbeat_failure(&self) -> Option<DeviceFailure> {
         let rank = self.workers.iter().position(Worker::is_missed)?;
-        Some(Trouble::Lost { rank, why: silent(&self.workers[rank].device.name, self.silence) })
+        Some(DeviceFailure::Lost {
+            rank,
+            reason: timeout_message(&self.workers[rank].device.name, self.heartbeat_timeout),
+        })
     }
 
-    /// How many devices there are.
+    /// Returns the number of workers.
     pub fn len(&self) -> usize {
         self.workers.len()
     }
 
-    /// All of them.
+    /// Returns all workers.
     pub fn workers(&self) -> &[Worker] {
         &self.workers
     }
 
-    /// One of them.
+    /// Returns the worker of a rank.
     pub fn worker(&mut self, rank: usize) -> &mut Worker {
         &mut self.workers[rank]
     }
 
-    /// The one that writes files and draws samples.
+    /// Returns the worker that writes files and draws samples.
     pub fn first(&mut self) -> &mut Worker {
         &mut self.workers[0]
     }
 
-    /// The rank of the device of this name; where none is named there must be one alone.
+    /// Returns the rank of the device of this name. Without a name, the team must have one worker.
     ///
     /// # Errors
-    /// No such device, in words.
-    pub fn named(&self, device: Option<&str>) -> Result<usize, String> {
+    /// A message that lists the devices.
+    pub fn rank_named(&self, device: Option<&str>) -> Result<usize, String> {
         let names = || self.workers.iter().map(|worker| worker.device.name.as_str()).collect::<Vec<_>>().join(", ");
         match device {
             None if self.len() == 1 => Ok(0),
-            None => Err(format!("name the device: --device one of {}", names())),
+            None => Err(format!("several devices work on this run: choose one of {} with --device", names())),
             Some(name) => {
                 let rank = self.workers.iter().position(|worker| worker.device.name == name);
-                rank.ok_or_else(|| format!("no `{name}` works on this run; there is {}", names()))
+                rank.ok_or_else(|| format!("device `{name}` does not work on this run; its devices are {}", names()))
             }
         }
     }
 
-    /// All do some work at the same time, each knowing its rank. Where one cannot, none has done it, and what happened to that
-    /// one is told.
+    /// Runs work on all workers in parallel. If one fails, the work counts as not done, and the most severe failure is
+    /// returned.
     ///
     /// # Errors
-    /// What a device fails with.
-    pub fn all<T: Send + 'static>(
+    /// The failure of a worker.
+    pub fn on_all<T: Send + 'static>(
         &mut self,
-        work: impl Fn(usize, &mut Engine) -> Result<T, Trouble> + Send + Sync + 'static,
-    ) -> Result<Vec<T>, Trouble> {
+        work: impl Fn(usize, &mut Engine) -> Result<T, DeviceFailure> + Send + Sync + 'static,
+    ) -> Result<Vec<T>, DeviceFailure> {
         let work = Arc::new(work);
-        self.each(&mut NoFiles, |rank, _| {
+        self.run_tasks(&mut NoFiles, |rank, _| {
             let work = Arc::clone(&work);
             Some(Box::new(move |engine, _| work(rank, engine)))
         })
     }
 
-    /// One of them does some work.
+    /// Runs work on one worker.
     ///
     /// # Errors
-    /// As above.
-    pub fn one<T: Send + 'static>(
+    /// The failure of the worker.
+    pub fn on_one<T: Send + 'static>(
         &mut self,
         rank: usize,
-        work: impl FnOnce(&mut Engine) -> Result<T, Trouble> + Send + 'static,
-    ) -> Result<T, Trouble> {
+        work: impl FnOnce(&mut Engine) -> Result<T, DeviceFailure> + Send + 'static,
+    ) -> Result<T, DeviceFailure> {
         let mut work = Some(work);
-        let task = |of: usize, _: &mut Worker| -> Option<Task<T>> {
-            let work = work.take_if(|_| of == rank)?;
+        let task = |other: usize, _: &mut Worker| -> Option<Task<T>> {
+            let work = work.take_if(|_| other == rank)?;
             Some(Box::new(move |engine, _| work(engine)))
         };
-        Ok(self.each(&mut NoFiles, task)?.pop().expect("it has done it"))
+        Ok(self.run_tasks(&mut NoFiles, task)?.pop().expect("the worker returned its result"))
     }
 
-    /// The same of work that stores something, and of those for whom there is a task.
-    fn each<T: Send + 'static>(
+    /// Runs the task that `task` returns for each worker, in parallel; tasks may write to `files`. Workers without a
+    /// task are skipped.
+    fn run_tasks<T: Send + 'static>(
         &mut self,
         files: &mut dyn FileSpace,
         mut task: impl FnMut(usize, &mut Worker) -> Option<Task<T>>,
-    ) -> Result<Vec<T>, Trouble> {
-        if let Some(trouble) = self.missed() {
-            return Err(trouble);
+    ) -> Result<Vec<T>, DeviceFailure> {
+        if let Some(failure) = self.heartbeat_failure() {
+            return Err(failure);
         }
-        if let Some(only) = self.unwatched() {
+        if let Some(only) = self.sole_unmonitored() {
             return task(0, only).into_iter().map(|task| task(&mut only.engine, files)).collect();
         }
-        let held: Vec<Bytes> = (0..self.len()).map(|rank| self.arenas_of(rank).into_iter().sum()).collect();
-        let hand = |(rank, worker): (usize, &mut Worker)| {
+        let held: Vec<Bytes> = (0..self.len()).map(|rank| self.arena_bytes_of(rank).total()).collect();
+        let make_job = |(rank, worker): (usize, &mut Worker)| {
             let task = task(rank, worker)?;
-            let engine = std::mem::replace(&mut worker.engine, Engine::gone(&worker.device.name));
-            Some(Hand { rank, engine, pulse: worker.pulse(), task })
+            let engine = std::mem::replace(&mut worker.engine, Engine::placeholder(&worker.device.name));
+            Some(Job { rank, engine, liveness: worker.liveness(), task })
         };
-        let hands = self.workers.iter_mut().enumerate().filter_map(hand).collect();
-        let mut came = abreast(hands, &self.transport, files);
-        came.sort_by_key(|(rank, _)| *rank);
+        let jobs = self.workers.iter_mut().enumerate().filter_map(make_job).collect();
+        let mut outcomes = run_on_all(jobs, &self.transport, files);
+        outcomes.sort_by_key(|(rank, _)| *rank);
         let mut results = Vec::new();
-        for (rank, came) in came {
-            match came {
-                Came::Back(engine, result) => {
+        for (rank, outcome) in outcomes {
+            match outcome {
+                JobOutcome::Returned(engine, result) => {
                     self.workers[rank].engine = *engine;
                     results.push(result);
                 }
-                Came::Not(holds) => self.behind.leave(held[rank], holds),
+                JobOutcome::Abandoned(alive) => self.abandoned.add(held[rank], alive),
             }
         }
-        // Where somebody is missed, this team meets no more.
-        if let Some(trouble) = self.missed() {
-            return Err(trouble);
+        // After a loss, this communication group is not used again.
+        if let Some(failure) = self.heartbeat_failure() {
+            return Err(failure);
         }
-        self.transport.clear();
+        self.transport.reset();
         let mut done = Vec::new();
-        let mut worst: Option<Trouble> = None;
+        let mut worst: Option<DeviceFailure> = None;
         for result in results {
             match result {
                 Ok(value) => done.push(value),
-                Err(trouble) if worst.as_ref().is_none_or(|worst| trouble.weight() > worst.weight()) => {
-                    worst = Some(trouble);
+                Err(failure) if worst.as_ref().is_none_or(|worst| failure.severity() > worst.severity()) => {
+                    worst = Some(failure);
                 }
                 Err(_) => {}
             }
         }
         match worst {
             None => Ok(done),
-            // It has nothing to say itself, and the others do not reach it.
-            Some(Trouble::Peer(DeviceError::CutOff { rank, why })) => {
+            // The worker itself reports nothing, and the others cannot reach it.
+            Some(DeviceFailure::PeerAborted(DeviceError::PeerUnreachable { rank, reason })) => {
                 let name = self.workers.get(rank as usize).map_or("a device", |worker| &worker.device.name);
-                Err(Trouble::Lost { rank: rank as usize, why: format!("{name} cannot be reached: {why}") })
+                Err(DeviceFailure::Lost { rank: rank as usize, reason: format!("{name} cannot be reached: {reason}") })
             }
             Some(worst) => Err(worst),
         }
     }
 
-    /// From now on this step is being done: for rehearsals.
-    pub fn at_step(&mut self, step: u64) {
+    /// Sets the step in progress, for fault injection.
+    pub fn begin_step(&mut self, step: u64) {
         for worker in &mut self.workers {
-            worker.engine.at_step(step);
+            worker.engine.begin_step(step);
         }
     }
 
-    /// Devices refuse, and are lost, where this says.
-    pub fn rehearse(&mut self, asked: &[Arc<Asked>], seed: u64) {
+    /// Injects these faults into the work of the devices.
+    pub fn inject_faults(&mut self, faults: &[Arc<PendingFault>], seed: u64) {
         for (rank, worker) in (0..).zip(&mut self.workers) {
-            let pulse = worker.pulse();
-            worker.engine.rehearse(Rehearsal::new(asked, seed, rank, &worker.device.name, pulse));
+            let liveness = worker.liveness();
+            worker.engine.inject_faults(FaultInjection::new(faults, seed, rank, &worker.device.name, liveness));
         }
     }
 
-    /// Gradients of all rows of a step, and the clip factor: on each device those of its own rows, summed up over all.
-    /// The weights stay as they are.
+    /// Computes the gradients of all rows of a step and the clip factor: each worker takes its own rows, and the sums
+    /// are reduced over all. The weights do not change.
     ///
     /// # Errors
-    /// What a device fails with; the step is dropped on all of them.
-    pub fn gradients(&mut self, rows: &mut Rows, input: &StepInput) -> Result<StepLoss, Trouble> {
-        if let Some(only) = self.unwatched() {
+    /// The failure of a worker; the step is dropped on all of them.
+    pub fn gradients(&mut self, rows: &mut Rows, input: &StepInput) -> Result<StepLoss, DeviceFailure> {
+        if let Some(only) = self.sole_unmonitored() {
             return Ok(only.engine.gradients(rows, input, 1)?);
         }
-        let (input, together) = (*input, self.micro_batches());
-        let found = self.each(&mut NoFiles, |_, worker| {
-            let own = worker.own(rows.len());
-            let mut mine = std::mem::take(&mut worker.rows);
-            mine.copy_from(rows, own);
-            // In some micro-batches it may have nothing to do, but others need its part of the state.
+        let (input, min_micro_batches) = (*input, self.common_micro_batches());
+        let found = self.run_tasks(&mut NoFiles, |_, worker| {
+            let own = worker.own_range(rows.len());
+            let mut own_rows = std::mem::take(&mut worker.rows);
+            own_rows.copy_from(rows, own);
+            // A worker may have no rows for some micro-batches, but the others need its part of the state.
             Some(Box::new(move |engine, _| {
-                engine.gradients(&mut mine, &input, together).map(|found| (found, mine)).map_err(Trouble::from)
+                engine
+                    .gradients(&mut own_rows, &input, min_micro_batches)
+                    .map(|found| (found, own_rows))
+                    .map_err(DeviceFailure::from)
             }))
         })?;
         let mut losses = Vec::new();
         for (worker, (loss, rows)) in self.workers.iter_mut().zip(found) {
-            // Its room is used again.
+            // The buffer is reused in the next step.
             worker.rows = rows;
             losses.push(loss);
         }
-        // Of who computes no sequences nothing of the kind is known, and of who is alone it is not asked.
-        let together = self.workers.len() > 1;
-        for worker in self.workers.iter_mut().filter(|worker| together && worker.sequences > 0) {
-            let Some(own) = worker.engine.computed() else { continue };
-            let predicted = own.micro_batches as f64 * worker.computing.micro_batch + worker.computing.once;
-            worker.computed = (own.seconds, predicted);
-            worker.factors.push(own.seconds / predicted);
+        // Storage-only workers have no compute time, and a single worker is not compared.
+        if self.workers.len() > 1 {
+            self.workers.iter_mut().filter(|worker| worker.sequences > 0).for_each(Worker::record_compute_time);
         }
         Ok(losses[0])
     }
 
-    /// A step of a device alone took so long, measured.
-    pub fn took(&mut self, seconds: f64) {
+    /// Records the measured seconds of a step, for a team of one.
+    pub fn record_step_seconds(&mut self, seconds: f64) {
         if let [only] = &mut self.workers[..] {
-            only.factors.push(seconds / only.plan.predicted.step_seconds);
+            only.slowdowns.push(seconds / only.plan.predicted.step_seconds);
         }
     }
 
-    /// Whether each device holds a part of the model that no other has: of the state, or of the layers.
-    pub fn holds_parts(&self) -> bool {
-        matches!(self.workers[0].share.sharing, Some(Sharing::State | Sharing::Layers))
+    /// Whether each worker holds a part of the model that no other has: sharded or pipeline parallel.
+    pub fn is_partitioned(&self) -> bool {
+        matches!(self.workers[0].share.parallelism, Some(Parallelism::Sharded | Parallelism::Pipeline))
     }
 
-    /// Micro-batches of a step that all have to do together, because each holds a part of the state: as many as whoever has
-    /// most of them. 0 where everybody works by itself.
-    fn micro_batches(&self) -> u64 {
-        let of = |worker: &Worker| worker.plan.recipe.micro_batches(worker.sequences);
-        if self.holds_parts() { self.workers.iter().map(of).max().unwrap_or(0) } else { 0 }
+    /// Returns the number of micro-batches that every worker of a sharded team must run: that of the worker with the
+    /// most. Returns 0 where the workers are independent.
+    fn common_micro_batches(&self) -> u64 {
+        let micro_batches = |worker: &Worker| worker.plan.recipe.micro_batches(worker.sequences);
+        if self.is_partitioned() { self.workers.iter().map(micro_batches).max().unwrap_or(0) } else { 0 }
     }
 
-    /// Measured and predicted seconds in which each device computed in the last step; none of those without sequences.
-    pub fn computed(&self) -> Vec<Option<(f64, f64)>> {
-        self.workers.iter().map(|worker| (worker.sequences > 0).then_some(worker.computed)).collect()
+    /// Returns measured and predicted compute seconds of each worker in the last step; none for storage-only workers.
+    pub fn compute_times(&self) -> Vec<Option<(f64, f64)>> {
+        self.workers.iter().map(|worker| (worker.sequences > 0).then_some(worker.last_compute)).collect()
     }
 
-    /// The weights change, on all devices in the same way. Called again after a refusal, it goes on where it stopped, on
-    /// those that are not done.
+    /// Updates the weights on all workers. After an out-of-memory error, the next call continues on the workers that
+    /// are not done.
     ///
     /// # Errors
-    /// What a device fails with; the others have done it all the same.
-    pub fn update(&mut self) -> Result<(), Trouble> {
-        self.all(|_, engine| Ok(engine.update()?))?;
+    /// The failure of a worker; the others have updated nevertheless.
+    pub fn update(&mut self) -> Result<(), DeviceFailure> {
+        self.on_all(|_, engine| Ok(engine.update()?))?;
         Ok(())
     }
 
-    /// How far the update of the present step has come: ops that are done, over all devices; those of one that is done count
-    /// as more than any has.
-    pub fn updated(&self) -> u64 {
-        self.workers.iter().map(|worker| worker.engine.updated()).sum()
+    /// Returns the number of finished update ops over all workers. A worker that is done counts more than any partial
+    /// update.
+    pub fn update_ops_done(&self) -> u64 {
+        self.workers.iter().map(|worker| worker.engine.update_ops_done()).sum()
     }
 
-    /// Lets all devices go, with all that stands on them.
+    /// Closes all devices and frees their memory.
     pub fn disband(&mut self) {
         while !self.workers.is_empty() {
-            self.let_go(0);
+            self.release(0);
         }
-        self.watch = None;
+        self.monitor = None;
     }
 
-    /// Lets a device go with all that stands on it; one that is missed may never come back from that.
-    fn let_go(&mut self, rank: usize) -> Worker {
-        let arenas = self.arenas_of(rank).into_iter().sum();
+    /// Removes a worker and drops its engine; in the background if it missed its heartbeats, because dropping may
+    /// block.
+    fn release(&mut self, rank: usize) -> Worker {
+        let arenas = self.arena_bytes_of(rank).total();
         let mut worker = self.workers.remove(rank);
-        let engine = std::mem::replace(&mut worker.engine, Engine::gone(&worker.device.name));
+        let engine = std::mem::replace(&mut worker.engine, Engine::placeholder(&worker.device.name));
         if worker.is_missed() {
-            self.behind.let_go(engine, arenas);
+            self.abandoned.drop_in_background(engine, arenas);
         }
         worker
     }
 
-    /// The plan of all, from what each goes by now.
+    /// Returns the plan of the whole team, from the present plan of each worker. `before` is the previous one.
     pub fn plan(&self, before: &Plan) -> Plan {
         if let [only] = &self.workers[..] {
             return only.plan.clone();
         }
-        let busiest = |team: &[Member]| team.iter().map(|member| member.busy_seconds).fold(0.0, f64::max);
+        let busiest = |team: &[WorkerPlan]| team.iter().map(|member| member.busy_seconds).fold(0.0, f64::max);
         let exchange = before.predicted.step_seconds - busiest(&before.team);
         let mut plan = before.clone();
         for ((worker, device), member) in self.workers.iter().zip(&mut plan.devices).zip(&mut plan.team) {
@@ -416,102 +442,101 @@ impl Team {
         plan
     }
 
-    /// The names of all devices.
+    /// Returns the names of all devices.
     pub fn names(&self) -> Vec<String> {
         self.workers.iter().map(|worker| worker.device.name.clone()).collect()
     }
 
-    /// The devices as the planner sees them now: under the load lines that hold, with what they hold beside their arenas.
+    /// Returns the devices for the planner, with their present load lines and charges.
     pub fn specs(&self) -> Vec<DeviceSpec> {
         self.workers.iter().map(|worker| DeviceSpec { budget: worker.line.bytes, ..worker.device.clone() }).collect()
     }
 
-    /// The place of a device.
+    /// Returns the rank of a device.
     pub fn rank_of(&self, name: &str) -> Option<usize> {
         self.workers.iter().position(|worker| worker.device.name == name)
     }
 
-    /// Takes the order of these names, which are those of all devices.
-    pub fn order_as(&mut self, names: &[String]) {
+    /// Sorts the workers in the order of these names, which are those of all devices.
+    pub fn reorder(&mut self, names: &[String]) {
         self.workers.sort_by_key(|worker| names.iter().position(|name| *name == worker.device.name));
     }
 
-    /// Every device goes over to its part of another way to share the work.
+    /// Switches every worker to its part of another plan, then forms a new communication group.
     ///
     /// # Errors
-    /// What a device refuses: then some have gone over, and some have not.
-    pub fn adopt(&mut self, parts: &[Part]) -> Result<(), Trouble> {
-        self.look_back(None);
+    /// The failure of a device; some workers may have switched.
+    pub fn adopt(&mut self, parts: &[WorkerAssignment]) -> Result<(), DeviceFailure> {
+        self.record_peaks(None);
         for (rank, part) in parts.iter().enumerate() {
-            let answer = part.answer.clone();
-            self.one(rank, move |engine| Ok(engine.adopt(answer)?))?;
+            let answer = part.outcome.clone();
+            self.on_one(rank, move |engine| Ok(engine.adopt(answer)?))?;
             let worker = &mut self.workers[rank];
             (worker.share, worker.sequences) = (part.share.clone(), part.sequences);
             worker.device.rates = part.device.rates.clone();
-            // What it was compared with is no more.
-            worker.computed = (0.0, 0.0);
-            worker.goes_by(part.answer.plan.clone(), Computing::of(&part.device, &part.answer));
-            worker.line.home = worker.plan.recipe.clone();
+            // Earlier measurements belong to another share.
+            worker.last_compute = (0.0, 0.0);
+            worker.set_plan(part.outcome.plan.clone(), PredictedCompute::of(&part.device, &part.outcome));
+            worker.line.preferred_recipe = worker.plan.recipe.clone();
         }
-        // On the way there were arenas of both.
+        // During the switch, old and new arenas existed side by side.
         self.reset_peak();
-        self.seat()
+        self.form_group()
     }
 
-    /// The tensors of files that a Program reads or writes, of all devices together, each once.
-    pub fn files(&self, program: &str) -> Vec<StoredTensor> {
-        let stages = if self.workers[0].share.sharing == Some(Sharing::Layers) { self.len() } else { 1 };
-        self.workers[..stages].iter().flat_map(|worker| worker.engine.files(program)).cloned().collect()
+    /// Returns the tensors that a Program reads from files or writes to them, over all workers, each tensor once.
+    pub fn file_tensors(&self, program: ProgramKind) -> Vec<StoredTensor> {
+        let stages = if self.workers[0].share.parallelism == Some(Parallelism::Pipeline) { self.len() } else { 1 };
+        self.workers[..stages].iter().flat_map(|worker| worker.engine.file_tensors(program)).cloned().collect()
     }
 
-    /// Runs a Program that writes files: the first device does it, with the help of the others where what is written
-    /// stands in parts on all of them; the stages of a pipeline do it one after the other, each with what is its own.
+    /// Runs a Program that writes files. Data parallel: rank 0 writes. Sharded: rank 0 writes and the others send their
+    /// parts. Pipeline: the stages write their layers one after the other.
     ///
     /// # Errors
-    /// What a device or a file fails with.
-    pub fn store(&mut self, program: &str, files: &mut dyn FileSpace) -> Result<(), Trouble> {
-        let writers = match self.workers[0].share.sharing {
-            None | Some(Sharing::Batch) => 1,
-            Some(Sharing::Layers) => self.len(),
-            Some(Sharing::State) => 0,
+    /// The failure of a device or a file.
+    pub fn write_files(&mut self, program: ProgramKind, files: &mut dyn FileSpace) -> Result<(), DeviceFailure> {
+        let writers = match self.workers[0].share.parallelism {
+            None | Some(Parallelism::Data) => 1,
+            Some(Parallelism::Pipeline) => self.len(),
+            Some(Parallelism::Sharded) => 0,
         };
         if writers > 0 {
             for writer in 0..writers {
-                self.each(files, |rank, _| {
-                    let program = (rank == writer).then(|| program.to_owned())?;
-                    Some(Box::new(move |engine, files| Ok(engine.move_files(&program, files)?)))
+                self.run_tasks(files, |rank, _| {
+                    let program = (rank == writer).then_some(program)?;
+                    Some(Box::new(move |engine, files| Ok(engine.move_files(program, files)?)))
                 })?;
             }
             return Ok(());
         }
-        self.each(files, |rank, _| {
-            let program = program.to_owned();
+        self.run_tasks(files, |rank, _| {
             Some(Box::new(move |engine, files| match rank {
-                0 => Ok(engine.move_files(&program, files)?),
-                _ => Ok(engine.run(&program)?),
+                0 => Ok(engine.move_files(program, files)?),
+                _ => Ok(engine.run(program)?),
             }))
         })?;
         Ok(())
     }
 
-    /// What each did in the last step; nothing of a device alone.
-    pub fn results(&self) -> Vec<MemberResult> {
+    /// Returns the result of each worker; empty for a team of one.
+    pub fn worker_results(&self) -> Vec<WorkerResult> {
         if self.len() == 1 {
             return vec![];
         }
-        let result = |worker: &Worker| MemberResult {
+        let result = |worker: &Worker| WorkerResult {
             device: worker.device.name.clone(),
             simulated: worker.device.simulated(),
             sequences: worker.sequences,
             recipe: worker.plan.recipe.clone(),
-            passes_over_predicted: quantile(&worker.factors, 0.5),
+            compute_slowdown: quantile(&worker.slowdowns, 0.5),
             collectives: worker.engine.collectives(),
         };
         self.workers.iter().map(result).collect()
     }
 
-    /// Operations a second that the devices were measured to do in products of this arithmetic, all together; 0 where one
-    /// was measured beside other work, which is no peak.
+    /// Returns the measured peak of matrix products of all devices in FLOP/s. Returns 0 if one was measured beside
+    /// other load.
     pub fn peak_flops(&self, precision: DType) -> f64 {
         match self.workers.iter().any(Worker::is_disturbed) {
             true => 0.0,
@@ -519,23 +544,27 @@ impl Team {
         }
     }
 
-    /// Devices that were far slower than planned are planned as such by the next run. Simulated ones are as fast as the user
-    /// says, and rates that were measured beside other work are nothing to compare with.
-    pub fn remember_speeds(&self, run: &str) {
-        let known = |worker: &Worker| !worker.device.simulated() && !worker.is_disturbed();
-        let real = |worker: &&Worker| known(worker) && worker.plan.predicted.step_seconds >= SECONDS_LEAST;
-        for worker in self.workers.iter().filter(real).filter(|worker| worker.factors.len() >= STEPS_LEAST) {
-            calibration::keep_speed(&worker.device, quantile(&worker.factors, 0.5), run);
+    /// Stores the measured speed of devices that were slower than planned, for the next plan. Skips simulated devices,
+    /// and devices with rates that were measured beside other load.
+    pub fn store_measured_speeds(&self, run: &str) {
+        let is_comparable = |worker: &&Worker| {
+            !worker.device.simulated()
+                && !worker.is_disturbed()
+                && worker.plan.predicted.step_seconds >= MIN_PREDICTED_SECONDS
+                && worker.slowdowns.len() >= MIN_STEPS
+        };
+        for worker in self.workers.iter().filter(is_comparable) {
+            calibration::record_slowdown(&worker.device, quantile(&worker.slowdowns, 0.5), run);
         }
     }
 
-    /// A device that is gone leaves, with all that it held; the others are told their new places by the next plan. Its name.
-    pub fn leave(&mut self, rank: usize) -> String {
-        self.look_back(Some(rank));
-        let Worker { device, .. } = self.let_go(rank);
+    /// Removes a lost worker with all its memory, and returns its name. The next plan forms a new communication group.
+    pub fn remove(&mut self, rank: usize) -> String {
+        self.record_peaks(Some(rank));
+        let Worker { device, .. } = self.release(rank);
         self.reset_peak();
-        self.transport = seats::transport(&self.workers);
-        self.watch();
+        self.transport = group::transport(&self.workers);
+        self.start_monitor();
         device.name
     }
 }

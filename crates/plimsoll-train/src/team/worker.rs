@@ -1,134 +1,154 @@
-//! One device of a team: its engine, its share of every step, its plan, and what it was measured to do.
+//! One worker of a team: its engine, its share of each step, its plan and its measurements.
 
 use crate::data::Rows;
-use crate::planning::prepare::Part;
+use crate::planning::prepare::WorkerAssignment;
 use crate::recovery::LoadLine;
 use crate::session::engine::Engine;
-use crate::team::heartbeat::{Heart, Pulse};
+use crate::team::heartbeat::{HeartbeatSender, Liveness};
 use plimsoll_core::{Bytes, DeviceKind, DevicePlan, DeviceSpec, HostSpec, Plan};
 use plimsoll_device::calibration;
 use plimsoll_plan::price::Prices;
-use plimsoll_plan::search::Answer;
+use plimsoll_plan::search::PlanOutcome;
+use plimsoll_program::ProgramKind;
 use plimsoll_program::Share;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// One device at work.
+/// A device at work.
 pub struct Worker {
-    /// What it is; its charges are those of its plan.
+    /// Description of the device, with the charges of its plan.
     pub device: DeviceSpec,
-    /// What of each step is its own.
+    /// Share of each step.
     pub share: Share,
-    /// Sequences of each step that it computes.
+    /// Number of sequences that it computes in each step.
     pub sequences: u64,
-    /// The device with its Programs.
+    /// Open device with its Programs.
     pub engine: Engine,
-    /// Its own plan, as if it were alone with its share.
+    /// Plan of this worker alone, for its share.
     pub plan: Plan,
-    /// The plan under which it held most so far.
-    pub largest: DevicePlan,
-    /// How much of its arena was used under that plan, measured.
-    pub(super) used: Bytes,
-    /// The most that it held before the arenas that there are now, measured; none of a GPU.
-    pub(super) held: Bytes,
-    /// The load line, and what moves it.
+    /// Device plan with the highest peak so far.
+    pub largest_plan: DevicePlan,
+    /// Measured arena use under `largest_plan`.
+    pub(super) arena_used_bytes: Bytes,
+    /// Measured peak before the present arenas existed; only for devices in this process.
+    pub(super) peak_held_bytes: Bytes,
+    /// Load line and its changes.
     pub line: LoadLine,
-    /// Its part of a step, where there are others.
+    /// Buffer for the rows of this worker in a step.
     pub(super) rows: Rows,
-    pub(super) computing: Computing,
-    /// What it computed in the last step took so long, measured and predicted; nothing where it does not tell.
-    pub(super) computed: (f64, f64),
-    /// What was measured of that over what was predicted, in each step.
-    pub(super) factors: Vec<f64>,
-    /// Its signs of life, where others may wait for it.
-    pub(super) heart: Option<Heart>,
+    pub(super) predicted_compute: PredictedCompute,
+    /// Measured and predicted compute seconds of the last step; both 0 without a measurement.
+    pub(super) last_compute: (f64, f64),
+    /// Measured over predicted compute time, for each step.
+    pub(super) slowdowns: Vec<f64>,
+    /// Heartbeat, where other workers or a replacement depend on it.
+    pub(super) heartbeat: Option<HeartbeatSender>,
 }
 
 impl Worker {
-    /// A device that is open under the plan of its part, and gives signs of life.
-    pub fn new(part: &Part, engine: Engine, plan: Plan, line: LoadLine, heart: Option<Heart>) -> Worker {
+    /// Creates a worker for an open device.
+    pub fn new(
+        part: &WorkerAssignment,
+        engine: Engine,
+        plan: Plan,
+        line: LoadLine,
+        heartbeat: Option<HeartbeatSender>,
+    ) -> Worker {
         Worker {
             device: part.device.clone(),
             share: part.share.clone(),
             sequences: part.sequences,
             engine,
-            largest: plan.devices[0].clone(),
+            largest_plan: plan.devices[0].clone(),
             plan,
-            used: Bytes::ZERO,
-            held: Bytes::ZERO,
+            arena_used_bytes: Bytes::ZERO,
+            peak_held_bytes: Bytes::ZERO,
             line,
             rows: Rows::default(),
-            computing: Computing::of(&part.device, &part.answer),
-            computed: (0.0, 0.0),
-            factors: Vec::new(),
-            heart,
+            predicted_compute: PredictedCompute::of(&part.device, &part.outcome),
+            last_compute: (0.0, 0.0),
+            slowdowns: Vec::new(),
+            heartbeat,
         }
     }
 
-    /// Whether its rates were measured just now beside other work: those of the processor can be.
+    /// Whether the rates were measured beside other load, which happens for the CPU.
     pub(super) fn is_disturbed(&self) -> bool {
-        self.device.kind == DeviceKind::Cpu && calibration::disturbed().is_some()
+        self.device.kind == DeviceKind::Cpu && calibration::max_contention().is_some()
     }
 
-    /// What is known of its life, where it is missed.
-    pub(super) fn pulse(&self) -> Option<Arc<Pulse>> {
-        self.heart.as_ref().map(Heart::pulse)
+    /// Returns the liveness of the device, if it has a heartbeat.
+    pub(super) fn liveness(&self) -> Option<Arc<Liveness>> {
+        self.heartbeat.as_ref().map(HeartbeatSender::liveness)
     }
 
-    /// Whether it has been silent for too long.
+    /// Whether the device missed its heartbeats.
     pub(super) fn is_missed(&self) -> bool {
-        self.heart.as_ref().is_some_and(|heart| heart.pulse().is_lost())
+        self.heartbeat.as_ref().is_some_and(|heartbeat| heartbeat.liveness().is_lost())
     }
 
-    /// Whether it lives in another process.
-    pub(super) fn is_far(&self) -> bool {
-        self.engine.far().is_some()
+    /// Whether the device is in another process.
+    pub(super) fn is_remote(&self) -> bool {
+        self.engine.connection().is_some()
     }
 
-    /// How much of its arena was used, where that was never larger.
-    pub(super) fn look_back(&mut self) {
-        if self.plan.devices[0].peak_bytes == self.largest.peak_bytes {
-            self.used = self.used.max(self.engine.stats().arena_measured_bytes);
+    /// Records the measured arena use, if the present plan is the largest.
+    pub(super) fn record_arena_use(&mut self) {
+        if self.plan.devices[0].peak_bytes == self.largest_plan.peak_bytes {
+            self.arena_used_bytes = self.arena_used_bytes.max(self.engine.stats().arena_measured_bytes);
         }
     }
 
-    /// It has gone over to another plan, which predicts what it computes.
-    pub fn goes_by(&mut self, plan: Plan, computing: Computing) {
-        self.computing = computing;
-        // Products of other sizes have algorithms now that the next checkpoint has to know.
+    /// Records the compute time of the last step against its prediction, if the device measures it.
+    pub(super) fn record_compute_time(&mut self) {
+        let Some(measured) = self.engine.compute_time() else { return };
+        let PredictedCompute { micro_batch, per_step } = self.predicted_compute;
+        let predicted = measured.micro_batches as f64 * micro_batch + per_step;
+        self.last_compute = (measured.seconds, predicted);
+        self.slowdowns.push(measured.seconds / predicted);
+    }
+
+    /// Records that the device switched to another plan. `predicted_compute` is the compute time that this plan
+    /// predicts.
+    pub fn set_plan(&mut self, plan: Plan, predicted_compute: PredictedCompute) {
+        self.predicted_compute = predicted_compute;
+        // New product sizes may have new algorithms, which the next checkpoint must store.
         self.plan = Plan { algorithms: self.engine.algorithms(), ..plan };
         self.device.charges = self.plan.devices[0].charges_bytes;
-        self.line.waits(self.plan.host.arena_bytes);
-        if self.plan.devices[0].peak_bytes > self.largest.peak_bytes {
-            (self.largest, self.used) = (self.plan.devices[0].clone(), Bytes::ZERO);
+        self.line.record_host_bytes(self.plan.host.arena_bytes);
+        if self.plan.devices[0].peak_bytes > self.largest_plan.peak_bytes {
+            (self.largest_plan, self.arena_used_bytes) = (self.plan.devices[0].clone(), Bytes::ZERO);
         }
     }
 
-    /// The rows of a step that are its own; in the last step of all there may be fewer.
-    pub(super) fn own(&self, rows: usize) -> Range<usize> {
+    /// Returns the range of this worker's rows in a step of `rows` rows; the last step may have fewer.
+    pub(super) fn own_range(&self, rows: usize) -> Range<usize> {
         let first = (self.share.first_sequence as usize).min(rows);
         first..(first + self.sequences as usize).min(rows)
     }
 }
 
-/// Predicted seconds in which a device computes before the update of a step.
+/// Predicted compute seconds of a worker in a step before the update.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Computing {
-    /// A forward and a backward pass.
+pub struct PredictedCompute {
+    /// Seconds of a forward and a backward pass.
     pub(super) micro_batch: f64,
-    /// What comes before the first and after the last.
-    pub(super) once: f64,
+    /// Seconds of the work before the first and after the last pass.
+    pub(super) per_step: f64,
 }
 
-impl Computing {
-    /// What a plan says.
-    pub fn of(device: &DeviceSpec, answer: &Answer) -> Computing {
+impl PredictedCompute {
+    /// Computes the prediction from the plan of a device.
+    pub fn of(device: &DeviceSpec, answer: &PlanOutcome) -> PredictedCompute {
         let (rates, team_link) = (&device.rates, device.team_link);
         let prices = Prices { rates, host: &HostSpec::NONE, precision: answer.precision, team_link };
-        let of = |programs: [&str; 2]| {
-            let found = programs.iter().filter_map(|name| answer.set.program(name));
-            found.map(|program| prices.computing_seconds(&answer.set, program)).sum()
+        let of = |programs: [ProgramKind; 2]| {
+            let found = programs.into_iter().filter_map(|kind| answer.set.program(kind));
+            found.map(|program| prices.compute_seconds(&answer.set, program)).sum()
         };
-        Computing { micro_batch: of(["forward", "backward"]), once: of(["begin", "norm"]) }
+        PredictedCompute {
+            micro_batch: of([ProgramKind::Forward, ProgramKind::Backward]),
+            per_step: of([ProgramKind::BeginStep, ProgramKind::GradientNorm]),
+        }
     }
 }

@@ -1,92 +1,102 @@
-//! The part of a plan that several devices bring: who takes part with which share, who does not and why, and the other ways
-//! to share out.
+//! The lines of a plan about its team: the share of each device, excluded devices with reasons, and alternative teams.
 
-use super::{PlanView, WIDTH, class, rungs};
+use super::{PlanView, WIDTH, describe_class, rung_tables};
 use crate::text::{columns, count, ordinal, percent, seconds, wrapped};
 use plimsoll_core::{
-    Alternative, DeviceKind, DevicePlan, DeviceSpec, Evaluates, FasterAlone, LeftOut, Member, Plan, Sharing, Worth,
-    counted,
+    Alternative, DeviceKind, DevicePlan, DeviceSpec, EvaluatorPlan, ExcludedDevice, FasterAlone, Parallelism, Plan,
+    WorkerPlan, format_count,
 };
 
-/// The devices that take no part, a line or two each; those of one name that are alike in all together.
-pub(super) fn left_out(plan: &Plan) -> String {
-    let mut groups: Vec<(Vec<usize>, &LeftOut)> = Vec::new();
-    for out in &plan.left_out {
-        let alike = |first: &LeftOut| LeftOut { number: first.number, ..out.clone() } == *first;
-        match groups.iter_mut().find(|(_, first)| alike(first)) {
-            Some((numbers, _)) => numbers.push(out.number),
-            None => groups.push((vec![out.number], out)),
+/// Formats the excluded devices, one or two lines each. Devices of one name with the same reason share their lines.
+pub(super) fn excluded(plan: &Plan) -> String {
+    let mut groups: Vec<(Vec<usize>, &ExcludedDevice)> = Vec::new();
+    for device in &plan.excluded {
+        let is_alike =
+            |first: &ExcludedDevice| ExcludedDevice { device_index: first.device_index, ..device.clone() } == *first;
+        match groups.iter_mut().find(|(_, first)| is_alike(first)) {
+            Some((numbers, _)) => numbers.push(device.device_index),
+            None => groups.push((vec![device.device_index], device)),
         }
     }
-    let line = |(numbers, out): &(Vec<usize>, &LeftOut)| {
-        let LeftOut { why, used_by, evaluates, .. } = out;
-        let used_by = used_by.as_ref().map_or(String::new(), |settings| format!("; it would be used with {settings}"));
-        let does = evaluates.as_ref().map_or(String::new(), does);
-        wrapped(&format!("left out: {}: {why}{used_by}{does}", which(plan, &out.device, numbers)), WIDTH, "  ")
+    let line = |(numbers, device): &(Vec<usize>, &ExcludedDevice)| {
+        let ExcludedDevice { reason, remedy, evaluator_plan, .. } = device;
+        let remedy = remedy.as_ref().map_or(String::new(), |settings| format!("; it would take part with {settings}"));
+        let evaluates = evaluator_plan.as_ref().map_or(String::new(), evaluator_note);
+        wrapped(
+            &format!("excluded: {}: {reason}{remedy}{evaluates}", name_devices(plan, &device.device, numbers)),
+            WIDTH,
+            "  ",
+        )
     };
     groups.iter().map(line).collect()
 }
 
-/// Devices of one name, and which they are where others have it, too: `3 × rtx5090 (the 2nd to 4th of 8 devices)`.
-fn which(plan: &Plan, name: &str, numbers: &[usize]) -> String {
+/// Names several devices of one name. Adds their positions if other devices have the name, too: `3 × rtx5090 (the 2nd to 4th of 8 devices)`.
+fn name_devices(plan: &Plan, name: &str, numbers: &[usize]) -> String {
     let names = || {
         let used = plan.devices.iter().map(|device| &device.name);
-        used.chain(plan.left_out.iter().map(|out| &out.device))
+        used.chain(plan.excluded.iter().map(|excluded| &excluded.device))
     };
-    let many = if numbers.len() > 1 { format!("{} × ", numbers.len()) } else { String::new() };
+    let count = if numbers.len() > 1 { format!("{} × ", numbers.len()) } else { String::new() };
     if names().filter(|other| *other == name).count() == numbers.len() {
-        return format!("{many}{name}");
+        return format!("{count}{name}");
     }
-    let places: Vec<String> = numbers.iter().map(|number| ordinal(number + 1)).collect();
-    let in_a_row = numbers.windows(2).all(|pair| pair[1] == pair[0] + 1);
-    let places = match &*places {
-        [first, _, .., last] if in_a_row => format!("{first} to {last}"),
+    let positions: Vec<String> = numbers.iter().map(|number| ordinal(number + 1)).collect();
+    let are_consecutive = numbers.windows(2).all(|pair| pair[1] == pair[0] + 1);
+    let positions = match &*positions {
+        [first, _, .., last] if are_consecutive => format!("{first} to {last}"),
         [before @ .., last] if !before.is_empty() => format!("{} and {last}", before.join(", ")),
-        places => places.concat(),
+        positions => positions.concat(),
     };
-    format!("{many}{name} (the {places} of {} devices)", names().count())
+    format!("{count}{name} (the {positions} of {} devices)", names().count())
 }
 
-/// The devices that only hold a part of the state, a line or two each.
-fn holds(plan: &Plan) -> String {
-    let line = |(member, device): (&Member, &DevicePlan)| {
-        let part = percent(member.state.unwrap_or(0) as f64 / 1024.0, 1);
+/// Formats the storage-only workers, one or two lines each.
+fn storage_only(plan: &Plan) -> String {
+    let line = |(worker, device): (&WorkerPlan, &DevicePlan)| {
+        let shard = percent(worker.shard_1024ths.unwrap_or(0) as f64 / 1024.0, 1);
         let simulated = if device.simulated { " (simulated)" } else { "" };
-        let why = member.why.as_ref().map_or(String::new(), |why| format!(": {why}"));
-        let said = format!("{}{simulated} holds {part} of the state and computes no sequences{why}", member.device);
-        wrapped(&said, WIDTH, "  ")
+        let reason = worker.reason.as_ref().map_or(String::new(), |reason| format!(": {reason}"));
+        let line =
+            format!("{}{simulated} stores {shard} of the state and computes no sequences{reason}", worker.device);
+        wrapped(&line, WIDTH, "  ")
     };
-    plan.team.iter().zip(&plan.devices).filter(|(member, _)| member.sequences == 0).map(line).collect()
+    plan.team.iter().zip(&plan.devices).filter(|(worker, _)| worker.sequences == 0).map(line).collect()
 }
 
-/// What a device does beside the steps.
-fn does(evaluates: &Evaluates) -> String {
-    let Evaluates { device, rows, team_seconds, hand_over_seconds, .. } = evaluates;
-    let holds = format!("it evaluates meanwhile, predicted {} of {}", device.peak_bytes, device.budget_bytes);
-    let [own, team, given] = [evaluates.seconds, *team_seconds, *hand_over_seconds].map(seconds);
+/// Describes the evaluations that an excluded device runs while the team trains.
+fn evaluator_note(evaluator_plan: &EvaluatorPlan) -> String {
+    let EvaluatorPlan { device, rows, team_seconds, weight_transfer_seconds, .. } = evaluator_plan;
+    let memory = format!("predicted {} of {}", device.peak_bytes, device.budget_bytes);
+    let [own, team, transfer] = [evaluator_plan.seconds, *team_seconds, *weight_transfer_seconds].map(seconds);
     match rows {
-        Some(_) => format!("; {holds}, in {own}: {given} to hand over the weights instead of {team}"),
+        Some(_) => format!(
+            "; it evaluates while the team trains, {memory}, in {own}; the team transfers weights for {transfer} instead of \
+             evaluating for {team}"
+        ),
         None => format!(
-            "; {holds}, from {} of data.eval on: {own} a row, {given} to hand over the weights instead of {team} a row",
-            counted(evaluates.least_rows(), "row")
+            "; it evaluates while the team trains, {memory}, if data.eval has at least {}: {own} per row; the team transfers \
+             weights for {transfer} instead of evaluating for {team} per row",
+            format_count(evaluator_plan.break_even_rows(), "row")
         ),
     }
 }
 
-/// Who is in the team, with which share and under which recipe.
+/// Formats the team of a plan: the share, recipe, memory and time of each worker.
 pub(super) fn shares(view: &PlanView) -> String {
     let PlanView { plan, specs, .. } = view;
-    let sharing = plan.sharing.map_or(String::new(), |sharing| format!("{sharing} shared by "));
-    let title = format!("team: {sharing}{} devices ({})", plan.team.len(), class(plan.class));
-    let mut text = wrapped(&title, WIDTH, "  ") + &left_out(plan) + &holds(plan);
-    if let Some(Worth { alone, at_most }) = plan.worth {
-        let of_alone = |tokens: f64| percent(tokens / alone, 1);
-        let worth = format!(
-            "worth: predicted {} of what these devices do alone, added up; at most {}, by whole sequences and everybody's update",
-            of_alone(plan.predicted.tokens_per_second),
-            of_alone(at_most),
+    let parallelism = plan.parallelism.map_or(String::new(), |parallelism| format!("{} over ", parallelism.describe()));
+    let title = format!("team: {parallelism}{} devices ({})", plan.team.len(), describe_class(plan.class));
+    let mut text = wrapped(&title, WIDTH, "  ") + &excluded(plan) + &storage_only(plan);
+    if let Some(efficiency) = plan.scaling_efficiency {
+        let fraction = |tokens: f64| percent(tokens / efficiency.single_device_tokens_per_second, 1);
+        let upper_bound = efficiency.upper_bound_tokens_per_second;
+        let efficiency_line = format!(
+            "scaling efficiency: {} (predicted); at most {} without communication",
+            fraction(plan.predicted.tokens_per_second),
+            fraction(upper_bound),
         );
-        text += &wrapped(&worth, WIDTH, "  ");
+        text += &wrapped(&efficiency_line, WIDTH, "  ");
     }
     if let Some(FasterAlone { name, tokens_per_second }) = &plan.faster_alone {
         let alone = format!("{name} alone would be faster: predicted {} tokens/s", count(*tokens_per_second));
@@ -94,56 +104,57 @@ pub(super) fn shares(view: &PlanView) -> String {
     }
     text.push('\n');
     text += &columns(&rows(plan), "");
-    for (members, first) in alike(plan) {
+    for (devices, first) in by_recipe(plan) {
         let names =
-            if members.len() == plan.team.len() && members.len() > 1 { "all".to_owned() } else { members.join(", ") };
+            if devices.len() == plan.team.len() && devices.len() > 1 { "all".to_owned() } else { devices.join(", ") };
         text += &wrapped(&format!("{names}: {}", first.recipe), WIDTH, "  ");
     }
     text + &links(plan, specs)
 }
 
+/// Returns the table rows of the workers.
 fn rows(plan: &Plan) -> Vec<Vec<String>> {
-    // Where the state stands in parts, they say more than the micro-batch, which is in the recipe, too.
-    let parts = plan.team.iter().any(|member| member.state.is_some());
-    let third = if parts { "of the state" } else { "micro-batch" };
-    let shared = if plan.sharing == Some(Sharing::Layers) { "layers" } else { "sequences" };
-    let header = ["device", shared, third, "peak", "load line", "busy", "idle"].map(str::to_owned);
+    // Shards replace the column of the micro-batch, which is in the recipe, too.
+    let is_sharded = plan.team.iter().any(|worker| worker.shard_1024ths.is_some());
+    let third = if is_sharded { "shard" } else { "micro-batch" };
+    let work = if plan.parallelism == Some(Parallelism::Pipeline) { "layers" } else { "sequences" };
+    let header = ["device", work, third, "peak", "load line", "busy", "idle"].map(str::to_owned);
     let mut rows = vec![header.to_vec()];
-    for (member, device) in plan.team.iter().zip(&plan.devices) {
+    for (worker, device) in plan.team.iter().zip(&plan.devices) {
         rows.push(vec![
-            member.device.clone() + if device.simulated { " (simulated)" } else { "" },
-            // Counted from 0, as in the names of weights.
-            member.layers.map_or(member.sequences.to_string(), |[first, end]| format!("{first} to {}", end - 1)),
-            member.state.map_or(member.recipe.micro_batch.to_string(), |part| percent(part as f64 / 1024.0, 1)),
+            worker.device.clone() + if device.simulated { " (simulated)" } else { "" },
+            // Layers count from 0, as in the names of weights.
+            worker.layers.map_or(worker.sequences.to_string(), |[first, end]| format!("{first} to {}", end - 1)),
+            worker.shard_1024ths.map_or(worker.recipe.micro_batch.to_string(), |part| percent(part as f64 / 1024.0, 1)),
             device.peak_bytes.to_string(),
             device.budget_bytes.to_string(),
-            seconds(member.busy_seconds),
-            seconds(member.idle_seconds),
+            seconds(worker.busy_seconds),
+            seconds(worker.idle_seconds),
         ]);
     }
     rows
 }
 
-/// Members by their recipes, in order of the first of each.
-fn alike(plan: &Plan) -> Vec<(Vec<String>, &Member)> {
-    let mut groups: Vec<(Vec<String>, &Member)> = Vec::new();
-    for member in &plan.team {
-        match groups.iter_mut().find(|(_, first)| first.recipe == member.recipe) {
-            Some((names, _)) => names.push(member.device.clone()),
-            None => groups.push((vec![member.device.clone()], member)),
+/// Groups the workers by recipe, in the order of the first of each group.
+fn by_recipe(plan: &Plan) -> Vec<(Vec<String>, &WorkerPlan)> {
+    let mut groups: Vec<(Vec<String>, &WorkerPlan)> = Vec::new();
+    for worker in &plan.team {
+        match groups.iter_mut().find(|(_, first)| first.recipe == worker.recipe) {
+            Some((names, _)) => names.push(worker.device.clone()),
+            None => groups.push((vec![worker.device.clone()], worker)),
         }
     }
     groups
 }
 
-/// What the exchange goes over.
+/// Describes the slowest link of the team and its cost.
 fn links(plan: &Plan, specs: &[DeviceSpec]) -> String {
     let Some(slowest) =
         specs.iter().min_by(|a, b| a.team_link.bytes_per_second.total_cmp(&b.team_link.bytes_per_second))
     else {
         return String::new();
     };
-    let word = match slowest.kind {
+    let source = match slowest.kind {
         _ if slowest.link_measured => "measured",
         DeviceKind::Virtual => "simulated",
         _ => "assumed",
@@ -153,72 +164,73 @@ fn links(plan: &Plan, specs: &[DeviceSpec]) -> String {
         rate => format!("{:.1} MB/s", rate / 1e6),
     };
     let costs =
-        plan.link_seconds.map_or(String::new(), |cost| format!("; links cost {} of a step, predicted", seconds(cost)));
-    // On paper there is no host but one that is named.
-    let nowhere = plan.host.budget_bytes.0 == 0 && specs.iter().all(|spec| spec.kind == DeviceKind::Paper);
-    let mostly = plan.link_seconds.is_some_and(|cost| cost > 0.5 * plan.predicted.step_seconds);
-    let hint = if nowhere && mostly {
-        "; no host was named for anything to wait on: with the memory of theirs (host=64GiB) less may have to cross"
+        plan.link_seconds.map_or(String::new(), |cost| format!("; links cost {} of a step (predicted)", seconds(cost)));
+    // Paper devices have no host unless the request names one.
+    let has_no_host = plan.host.budget_bytes.0 == 0 && specs.iter().all(|spec| spec.kind == DeviceKind::Paper);
+    let is_dominated = plan.link_seconds.is_some_and(|cost| cost > 0.5 * plan.predicted.step_seconds);
+    let hint = if has_no_host && is_dominated {
+        "; offload to a host could reduce this: name the host memory in --devices, such as host=64GiB"
     } else {
         ""
     };
-    let said = format!("the slowest link between them: {rate} each way, of {} ({word}){costs}{hint}", slowest.name);
-    wrapped(&said, WIDTH, "  ")
+    let line = format!("slowest link: {rate} each way, of {} ({source}){costs}{hint}", slowest.name);
+    wrapped(&line, WIDTH, "  ")
 }
 
-/// The ways to share out that were looked at, fastest first. Ends with an empty line where there are any.
+/// Formats the alternative teams, fastest first. Ends with an empty line, unless there are none.
 pub(super) fn alternatives(plan: &Plan) -> String {
     if plan.alternatives.is_empty() {
         return String::new();
     }
-    let mut rows = vec![["way", "tokens/s", "step", "fullest", "verdict"].map(str::to_owned).to_vec()];
-    let mut found = false;
-    for way in &plan.alternatives {
-        let taken = !found && is_taken(plan, way);
-        found |= taken;
-        let verdict = match (taken, way.fits) {
+    let mut rows = vec![["team", "tokens/s", "step", "fullest", "verdict"].map(str::to_owned).to_vec()];
+    let mut is_taken_above = false;
+    for alternative in &plan.alternatives {
+        let taken = !is_taken_above && is_plan_itself(plan, alternative);
+        is_taken_above |= taken;
+        let verdict = match (taken, alternative.fits) {
             (true, true) => "taken",
             (false, true) => "fits",
             (_, false) => "does not fit",
         };
         rows.push(vec![
-            name(way),
-            count(way.predicted.tokens_per_second),
-            seconds(way.predicted.step_seconds),
-            way.peak_bytes.iter().max().copied().unwrap_or_default().to_string(),
+            name(alternative),
+            count(alternative.predicted.tokens_per_second),
+            seconds(alternative.predicted.step_seconds),
+            alternative.peak_bytes.iter().max().copied().unwrap_or_default().to_string(),
             verdict.to_owned(),
         ]);
     }
-    wrapped("ways to share out; bytes and seconds are predicted", WIDTH, "  ") + &columns(&rows, "") + "\n"
+    wrapped("alternative teams; bytes and seconds are predicted", WIDTH, "  ") + &columns(&rows, "") + "\n"
 }
 
-/// What each rung frees and costs each member; those with the same figures together. Ends with an empty line where there
-/// are any.
+/// Formats the memory ladder of each worker; workers with equal ladders share one. Ends with an empty line, unless there are
+/// none.
 pub(super) fn ladders(plan: &Plan) -> String {
-    let mut groups: Vec<(Vec<&str>, &Member)> = Vec::new();
-    for member in &plan.team {
-        match groups.iter_mut().find(|(_, first)| first.ladder == member.ladder) {
-            Some((names, _)) => names.push(&member.device),
-            None => groups.push((vec![&member.device], member)),
+    let mut groups: Vec<(Vec<&str>, &WorkerPlan)> = Vec::new();
+    for worker in &plan.team {
+        match groups.iter_mut().find(|(_, first)| first.ladder == worker.ladder) {
+            Some((names, _)) => names.push(&worker.device),
+            None => groups.push((vec![&worker.device], worker)),
         }
     }
     let name = |names: &[&str]| match names {
         names if names.len() == plan.team.len() => "each".to_owned(),
         names => names.join(", "),
     };
-    groups.iter().map(|(names, first)| rungs(&first.ladder, &format!("{}: ", name(names)))).collect()
+    groups.iter().map(|(names, first)| rung_tables(&first.ladder, &format!("{}: ", name(names)))).collect()
 }
 
-fn is_taken(plan: &Plan, way: &Alternative) -> bool {
+/// Returns whether an alternative is the plan itself.
+fn is_plan_itself(plan: &Plan, alternative: &Alternative) -> bool {
     let names: Vec<&str> = plan.devices.iter().map(|device| &*device.name).collect();
-    let devices: Vec<&str> = way.devices.iter().map(|name| &**name).collect();
-    way.sharing == plan.sharing && devices == names && way.predicted == plan.predicted
+    let devices: Vec<&str> = alternative.devices.iter().map(|name| &**name).collect();
+    alternative.parallelism == plan.parallelism && devices == names && alternative.predicted == plan.predicted
 }
 
-/// What a way does: `rtx3090 alone`, `batch over 8 × rtx5090`, with the shares where they differ.
-fn name(way: &Alternative) -> String {
+/// Names an alternative: `rtx3090 alone`, `data parallel over 8 × rtx5090`, with the shares if they differ.
+fn name(alternative: &Alternative) -> String {
     let mut groups: Vec<(&str, usize)> = Vec::new();
-    for device in &way.devices {
+    for device in &alternative.devices {
         match groups.last_mut() {
             Some((name, number)) if *name == device => *number += 1,
             _ => groups.push((device, 1)),
@@ -228,9 +240,15 @@ fn name(way: &Alternative) -> String {
         .into_iter()
         .map(|(name, number)| if number > 1 { format!("{number} × {name}") } else { name.to_owned() })
         .collect();
-    let Some(sharing) = way.sharing else { return format!("{} alone", names.join(", ")) };
-    let shares: Vec<&str> = way.shares.iter().map(|share| share.split(' ').next().unwrap_or_default()).collect();
+    let Some(parallelism) = alternative.parallelism else { return format!("{} alone", names.join(", ")) };
+    let shares: Vec<&str> =
+        alternative.shares.iter().map(|share| share.split(' ').next().unwrap_or_default()).collect();
     let differ = shares.windows(2).any(|pair| pair[0] != pair[1]);
     let shares = if differ && shares.len() <= 4 { format!(" ({})", shares.join(" : ")) } else { String::new() };
-    format!("{sharing} over {}{shares}", names.join(", "))
+    let kind = match parallelism {
+        Parallelism::Data => "data parallel",
+        Parallelism::Sharded => "sharded",
+        Parallelism::Pipeline => "pipeline",
+    };
+    format!("{kind} over {}{shares}", names.join(", "))
 }

@@ -1,20 +1,21 @@
-//! `plimsoll budget`: another load line for a run that is under way.
+//! `plimsoll budget`: changes the load line of a run that is under way.
 
 use crate::args::BudgetArgs;
-use crate::say;
+use crate::output;
 use plimsoll_core::{Exit, Failure};
 use plimsoll_train::session::control;
 
-/// Asks the run, and says what it answers.
+/// Sends the new load line to the run and prints its reply.
 ///
 /// # Errors
-/// No run is under way there, no such device works on it, or it cannot do with so little (exit 3: it goes on as it was).
+/// No run is under way in the folder, or the device is not part of it. Exit code 3 if no recipe fits under the new line;
+/// the run then continues unchanged.
 pub fn run(args: &BudgetArgs) -> Result<Exit, Failure> {
-    let moved = control::ask(&args.run_dir, args.device.as_deref(), args.budget)?;
+    let moved = control::request_budget(&args.run_dir, args.device.as_deref(), args.budget)?;
     let text = match args.json {
         true => serde_json::to_string(&moved).expect("an answer is plain data"),
         false => moved.message,
     };
-    say::answer(&format!("{text}\n"));
+    output::print(&format!("{text}\n"));
     Ok(Exit::Done)
 }

@@ -1,11 +1,10 @@
-//! `plimsoll devices`, `plimsoll bench devices` and `plimsoll bench step`: what is here, and how fast
-//! it is.
+//! `plimsoll devices`, `plimsoll bench devices` and `plimsoll bench step`: the devices of this machine and their speed.
 
-use super::model::line;
+use super::model::json_line;
 use crate::args::{BenchDevicesArgs, BenchStepArgs, DevicesArgs};
-use crate::say;
+use crate::output;
 use plimsoll_core::{DType, Exit, Failure};
-use plimsoll_device::calibration::{self, Short};
+use plimsoll_device::calibration::{self, ShortfallKind};
 use plimsoll_device::probe::Cpu;
 use plimsoll_device::{bench, probe};
 use plimsoll_program::models::decoder::Base;
@@ -14,39 +13,43 @@ use plimsoll_watch::devices;
 use std::fs;
 use std::path::Path;
 
-/// Shows the devices of this machine.
+/// Lists the devices of this machine or, with `--forget`, deletes what runs have learned about them.
 ///
 /// # Errors
-/// A terminal that cannot be drawn on.
+/// The terminal does not support drawing.
 pub fn show(args: &DevicesArgs) -> Result<Exit, Failure> {
     if args.forget {
         let forgotten = calibration::forget_shortfalls(|_| true);
-        let line = |short: &calibration::Shortfall| match short.of {
-            Short::LineBytes(line) => format!("forgotten: {} was held to {line} ({})\n", short.device, short.why),
-            Short::Slower(times) => format!("forgotten: {} was {times} times slower ({})\n", short.device, short.why),
+        let line = |short: &calibration::Shortfall| match short.kind {
+            ShortfallKind::LoadLineBytes(line) => {
+                format!("forgotten: {} was held to {line} ({})\n", short.device, short.reason)
+            }
+            ShortfallKind::Slowdown(times) => {
+                format!("forgotten: {} was {times} times slower ({})\n", short.device, short.reason)
+            }
         };
         let text: String = forgotten.iter().map(line).collect();
-        say::answer(if text.is_empty() { "nothing was known to forget\n" } else { &text });
+        output::print(if text.is_empty() { "nothing to forget\n" } else { &text });
     } else if args.watch {
         devices::watch().map_err(|error| Failure::input(format!("the terminal cannot be drawn on: {error}")))?;
     } else if args.json {
-        say::answer(&devices::json(&probe::machine()));
+        output::print(&devices::json(&probe::machine()));
     } else {
-        say::answer(&devices::table(&probe::machine()));
+        output::print(&devices::table(&probe::machine()));
     }
     Ok(Exit::Done)
 }
 
-/// Measures the devices, and keeps the rates for the planner.
+/// Measures the devices and stores the rates for the planner.
 ///
 /// # Errors
-/// Memory or threads that are refused; a file that cannot be written.
+/// Memory or threads that the system refuses; a file that cannot be written.
 pub fn measure(args: &BenchDevicesArgs) -> Result<Exit, Failure> {
-    let measured = bench::devices(args.duration, say::stage)?;
-    calibration::store(&measured);
-    say::answer(&devices::bench_table(&measured));
-    if let Some(rates) = calibration::disk_anew(Path::new(".")) {
-        say::answer(&devices::disk_line(&rates));
+    let measured = bench::measure_devices(args.duration, output::print_progress)?;
+    calibration::store_bench(&measured);
+    output::print(&devices::bench_table(&measured));
+    if let Some(rates) = calibration::remeasure_disk(Path::new(".")) {
+        output::print(&devices::disk_line(&rates));
     }
     if let Some(path) = &args.json {
         fs::write(path, devices::bench_json(&measured))
@@ -55,10 +58,10 @@ pub fn measure(args: &BenchDevicesArgs) -> Result<Exit, Failure> {
     Ok(Exit::Done)
 }
 
-/// Times a training step, and prints one JSON line.
+/// Times a training step and prints one line of JSON.
 ///
 /// # Errors
-/// Shapes that make no model; memory that is refused.
+/// An invalid model shape; memory that the system refuses.
 pub fn time_step(args: &BenchStepArgs) -> Result<Exit, Failure> {
     let base = match args.base.as_str() {
         "int8" => Base::Int8,
@@ -67,8 +70,8 @@ pub fn time_step(args: &BenchStepArgs) -> Result<Exit, Failure> {
     };
     let lora = args.method == "lora";
     if base != Base::Plain && !lora {
-        let text = format!("--base {}: matrices that are trained are not quantised", args.base);
-        return Err(Failure::input(text).hint("add --method lora"));
+        let text = format!("--base {}: only frozen weights can be quantized", args.base);
+        return Err(Failure::input(text).hint("freeze the base weights with --method lora"));
     }
     let cpu = Cpu::read();
     let threads = cpu.threads_for(Some(args.threads.unwrap_or(2.min(cpu.threads))));
@@ -93,6 +96,6 @@ pub fn time_step(args: &BenchStepArgs) -> Result<Exit, Failure> {
         rank: if lora { u64::from(args.rank) } else { 0 },
         base,
     })?;
-    say::answer(&line(&measured));
+    output::print(&json_line(&measured));
     Ok(Exit::Done)
 }

@@ -1,4 +1,4 @@
-//! What each command does: resolve, call, print.
+//! One module per command: builds the configuration, calls the libraries and prints the result.
 
 pub mod budget;
 pub mod devices;

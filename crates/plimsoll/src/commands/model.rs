@@ -1,83 +1,83 @@
-//! `plimsoll eval` and `plimsoll generate`: what a finished model says; `plimsoll merge`: what adapters make of it.
+//! `plimsoll eval`, `plimsoll generate` and `plimsoll merge`: commands for trained models.
 
-use super::plan::refuse;
+use super::plan::refuse_or_prompt;
 use crate::args::{EvalArgs, GenerateArgs, MergeArgs};
-use crate::say;
-use plimsoll_core::{Exit, Failure, counted};
+use crate::output;
+use plimsoll_core::{Exit, Failure, format_count};
 use plimsoll_train::files::AdapterDir;
 use plimsoll_train::inference::samples::Sampling;
-use plimsoll_train::inference::{Continuation, Evaluation};
+use plimsoll_train::inference::{PlannedEvaluation, PlannedGeneration};
 use plimsoll_train::resolve::Resolved;
 use serde::Serialize;
 
 /// Prints the loss of a model on data.
 ///
 /// # Errors
-/// What is wrong with model or data, or does not fit.
+/// An invalid model or data; a model that does not fit.
 pub fn eval(args: &EvalArgs) -> Result<Exit, Failure> {
-    let evaluation = Evaluation::new(args.resolve()?, args.sequence)?;
-    let (file, resolved, answer) = evaluation.plan();
+    let evaluation = PlannedEvaluation::new(args.resolve()?, args.sequence)?;
+    let (run_config, resolved, answer) = evaluation.plan();
     if !answer.plan.fits {
-        return refuse(file, &answer.plan, !args.json);
+        return refuse_or_prompt(run_config, &answer.plan, !args.json);
     }
-    note_oddities(resolved);
+    print_notes(resolved);
     let loss = evaluation.run()?;
     if args.json {
-        say::answer(&line(&loss));
+        output::print(&json_line(&loss));
     } else {
-        say::answer(&format!(
+        output::print(&format!(
             "loss {:.4}, perplexity {:.2}, {}\n",
             loss.loss,
             loss.perplexity,
-            counted(loss.tokens, "labelled token")
+            format_count(loss.tokens, "labelled token")
         ));
     }
     Ok(Exit::Done)
 }
 
-/// Prints what a model makes of a prompt.
+/// Prints the continuation of a prompt by a model.
 ///
 /// # Errors
-/// What is wrong with model or prompt, or does not fit.
+/// An invalid model or prompt; a model that does not fit.
 pub fn generate(args: &GenerateArgs) -> Result<Exit, Failure> {
-    let continuation = Continuation::new(args.resolve()?, &args.prompt, args.max_tokens as usize)?;
-    let (file, resolved, answer) = continuation.plan();
+    let generation = PlannedGeneration::new(args.resolve()?, &args.prompt, args.max_tokens as usize)?;
+    let (run_config, resolved, answer) = generation.plan();
     if !answer.plan.fits {
-        return refuse(file, &answer.plan, !args.json);
+        return refuse_or_prompt(run_config, &answer.plan, !args.json);
     }
-    note_oddities(resolved);
-    let text = continuation.run(&Sampling {
+    print_notes(resolved);
+    let text = generation.run(&Sampling {
         temperature: f64::from(args.temperature),
         top_k: args.top_k.unwrap_or(0) as usize,
         top_p: args.top_p.map_or(1.0, f64::from),
         seed: args.seed,
     })?;
-    say::answer(&if args.json { line(&text) } else { format!("{}{}\n", text.prompt, text.text) });
+    output::print(&if args.json { json_line(&text) } else { format!("{}{}\n", text.prompt, text.text) });
     Ok(Exit::Done)
 }
 
-/// Folds adapters into their model.
+/// Merges adapters into their base model.
 ///
 /// # Errors
-/// Directories that do not go together, and something that is there already.
+/// Adapters of another model, or an output folder that already exists.
 pub fn merge(args: &MergeArgs) -> Result<Exit, Failure> {
     let note = plimsoll_train::inference::merge::merge(&args.base, &args.adapter, &args.out, &args.ignore_config_key)?;
-    note.iter().for_each(|note| say::note(note));
-    say::answer(&format!("model: {}\n", args.out.display()));
+    note.iter().for_each(|note| output::print_note(note));
+    output::print(&format!("model: {}\n", args.out.display()));
     Ok(Exit::Done)
 }
 
-/// Another device than the one that was asked for is never taken silently, nor are adapters of another model.
-fn note_oddities(resolved: &Resolved) {
-    if let Some(note) = resolved.model.adapter.as_ref().and_then(AdapterDir::of_nothing) {
-        say::note(&note);
+/// Prints a note if the adapters name no base model, and if the model falls back to the CPU.
+fn print_notes(resolved: &Resolved) {
+    if let Some(note) = resolved.model.adapter.as_ref().and_then(AdapterDir::unknown_base_note) {
+        output::print_note(&note);
     }
     if let Some(fallback) = &resolved.fallback {
-        say::note(&fallback.to_string());
+        output::print_note(&fallback.to_string());
     }
 }
 
-/// An answer for a program, on a line.
-pub fn line(answer: &impl Serialize) -> String {
-    serde_json::to_string(answer).expect("answers are plain data") + "\n"
+/// Formats a result as one line of JSON.
+pub fn json_line(result: &impl Serialize) -> String {
+    serde_json::to_string(result).expect("results are plain data") + "\n"
 }

@@ -1,13 +1,14 @@
 //! `plimsoll bench models`: plans several models, and trains those that fit with random weights on random tokens. Each
-//! runs in a program of its own, so that whatever one of them comes to, nothing of it is left for the next.
+//! model trains in a process of its own, so that a failure or leftover memory does not affect the next one.
 
-use super::plan::refusal_of;
+use super::plan::refusal_for_command;
 use crate::args::BenchModelsArgs;
-use crate::{say, signals};
-use plimsoll_core::{DeviceKind, Exit, Failure, ModelRow, ModelStatus, ModelsBench, RunResult, counted};
-use plimsoll_program::models::of_size;
-use plimsoll_train::config::RunFile;
-use plimsoll_train::resolve::{Planned, devices, plan};
+use crate::{output, signals};
+use plimsoll_core::{DeviceKind, Exit, Failure, ModelRow, ModelStatus, ModelsBench, RunResult, format_count};
+use plimsoll_program::models::preset_of_size;
+use plimsoll_train::config::RunConfig;
+use plimsoll_train::planning::{PlannedRun, plan};
+use plimsoll_train::resolve::resolve_devices;
 use plimsoll_watch::models::table;
 use std::fs;
 use std::io::{BufWriter, Write};
@@ -17,15 +18,14 @@ use std::process::{Command, ExitStatus, Stdio};
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-/// Plans and runs them one after another, and says what came of each. One that fails does not keep the others from being
-/// tried.
+/// Plans and trains the models one after another and prints a table. A model that fails does not stop the others.
 ///
 /// # Errors
-/// A setting or a device that cannot be, and a file that cannot be written; after all have been tried, that some failed, or
-/// that none fits (exit 3).
+/// An invalid setting or device, or a file that cannot be written. After all models: exit 2 if one failed, exit 3 if
+/// none fits.
 pub fn run(args: &BenchModelsArgs) -> Result<Exit, Failure> {
-    // What is wrong with a setting or a device is so for every model.
-    devices(&args.resolve(&args.models[0], Path::new("train.jsonl"), Path::new("run"))?)?;
+    // An invalid setting or device affects every model, so it is reported once, before the first one.
+    resolve_devices(&args.resolve(&args.models[0], Path::new("train.jsonl"), Path::new("run"))?)?;
     let stop = signals::install().map_err(|error| Failure::bug(format!("signals cannot be caught: {error}")))?;
     let mut bench = ModelsBench { samples: args.samples, sequence: u64::from(args.sequence), models: Vec::new() };
     let write = |bench: &ModelsBench| {
@@ -34,70 +34,70 @@ pub fn run(args: &BenchModelsArgs) -> Result<Exit, Failure> {
         fs::write(path, text + "\n")
             .map_err(|error| Failure::input(format!("cannot write {}: {error}", path.display())))
     };
-    // Hours may lie between the first row and the last: what cannot be written shows now.
+    // The benchmark may take hours, so a file that cannot be written is reported at the start.
     write(&bench)?;
     for (number, model) in args.models.iter().enumerate() {
-        let folder = Folder::make(number)?;
-        say::stage(model);
+        let folder = TemporaryFolder::make(number)?;
+        output::print_progress(model);
         bench.models.push(measure(args, model, &folder.0));
         write(&bench)?;
         if stop.load(Ordering::Relaxed) {
             break;
         }
     }
-    say::answer(&table(&bench));
+    output::print(&table(&bench));
     let failed = bench.models.iter().filter(|row| row.status == ModelStatus::Failed).count();
     let (done, asked) = (bench.models.len(), args.models.len());
     if done < asked {
         let rest = args.models[done..].join(" ");
-        let message = format!("{done} of {} tried", counted(asked, "model"));
-        return Err(Failure::stopped(message).hint(format!("the others: plimsoll bench models {rest}")));
+        let message = format!("{done} of {} tried", format_count(asked, "model"));
+        return Err(Failure::stopped(message).hint(format!("for the others: plimsoll bench models {rest}")));
     }
     if failed > 0 {
-        let message = format!("{failed} of {} failed", counted(asked, "model"));
-        return Err(Failure::input(message).hint("the table says why; the others are not touched by it"));
+        let message = format!("{failed} of {} failed", format_count(asked, "model"));
+        return Err(Failure::input(message).hint("the table shows the reason; the other models are not affected"));
     }
     if !bench.models.iter().any(|row| row.fits) {
         let message =
             if asked == 1 { "the model does not fit".to_owned() } else { format!("none of {asked} models fits") };
-        return Err(Failure::does_not_fit(message).hint("the table says what would do for each"));
+        return Err(Failure::does_not_fit(message).hint("the table shows the remedies for each model"));
     }
     Ok(Exit::Done)
 }
 
-/// A folder for one model, which goes with all that is in it.
-struct Folder(PathBuf);
+/// Temporary folder of one model, deleted with its contents when dropped.
+struct TemporaryFolder(PathBuf);
 
-impl Folder {
-    fn make(number: usize) -> Result<Folder, Failure> {
+impl TemporaryFolder {
+    fn make(number: usize) -> Result<TemporaryFolder, Failure> {
         let path = std::env::temp_dir().join(format!("plimsoll-bench-{}-{number}", std::process::id()));
         fs::create_dir_all(&path)
             .map_err(|error| Failure::input(format!("cannot make {}: {error}", path.display())).hint("set TMPDIR"))?;
-        Ok(Folder(path))
+        Ok(TemporaryFolder(path))
     }
 }
 
-impl Drop for Folder {
+impl Drop for TemporaryFolder {
     fn drop(&mut self) {
         let _ = fs::remove_dir_all(&self.0);
     }
 }
 
-/// A model's row, whatever happens.
+/// Returns the row of a model. A failure becomes part of the row.
 fn measure(args: &BenchModelsArgs, model: &str, folder: &Path) -> ModelRow {
-    let stands_for = of_size(model).unwrap_or(model);
-    let mut row = ModelRow::new(model, stands_for);
-    if let Err(failure) = look(args, stands_for, folder, &mut row) {
-        (row.why, row.hints) = (Some(failure.message), failure.hints);
+    let resolved_model = preset_of_size(model).unwrap_or(model);
+    let mut row = ModelRow::new(model, resolved_model);
+    if let Err(failure) = plan_and_train(args, resolved_model, folder, &mut row) {
+        (row.reason, row.hints) = (Some(failure.message), failure.hints);
     }
     row
 }
 
-/// Plans a model, and runs it where it fits and the device is here.
-fn look(args: &BenchModelsArgs, model: &str, folder: &Path, row: &mut ModelRow) -> Result<(), Failure> {
+/// Plans a model and trains it if it fits and the device is present. Fills in the row along the way.
+fn plan_and_train(args: &BenchModelsArgs, model: &str, folder: &Path, row: &mut ModelRow) -> Result<(), Failure> {
     let data = folder.join("train.jsonl");
     let file = args.resolve(model, &data, &folder.join("run"))?;
-    let Planned { resolved, answer, devices } = plan(&file, false)?;
+    let PlannedRun { resolved, outcome: answer, devices } = plan(&file, false)?;
     let (plan, device) = (&answer.plan, &resolved.device);
     row.fits = plan.fits;
     row.parameters = Some(resolved.model.config.parameters());
@@ -111,11 +111,15 @@ fn look(args: &BenchModelsArgs, model: &str, folder: &Path, row: &mut ModelRow) 
     if !plan.fits {
         row.status = ModelStatus::DoesNotFit;
         row.needs.clone_from(&plan.needs);
-        // What would do for this model says nothing of the others.
+        // The remedies are for this model only, so their commands must not name the other models.
         let other = |word: &String| *word != row.model && args.models.contains(word);
-        return Err(refusal_of(&file, plan, &std::env::args().filter(|word| !other(word)).collect::<Vec<_>>()));
+        return Err(refusal_for_command(
+            &file,
+            plan,
+            &std::env::args().filter(|word| !other(word)).collect::<Vec<_>>(),
+        ));
     }
-    // What nothing runs with takes no time.
+
     row.predicted_step_seconds = Some(plan.predicted.step_seconds);
     row.predicted_tokens_per_second = Some(plan.predicted.tokens_per_second);
     row.predicted_seconds = Some(plan.predicted.step_seconds * args.samples.div_ceil(file.batch_sequences()) as f64);
@@ -124,13 +128,13 @@ fn look(args: &BenchModelsArgs, model: &str, folder: &Path, row: &mut ModelRow) 
         return Ok(());
     }
     let vocab = resolved.model.config.vocab;
-    random_samples(&data, args.samples, u64::from(args.sequence), vocab)
+    write_random_samples(&data, args.samples, u64::from(args.sequence), vocab)
         .map_err(|error| Failure::input(format!("cannot write {}: {error}", data.display())))?;
     train(&file, folder, row)
 }
 
-/// Trains in a program of its own, and reads what it left.
-fn train(file: &RunFile, folder: &Path, row: &mut ModelRow) -> Result<(), Failure> {
+/// Trains in a process of its own and copies the result into the row.
+fn train(file: &RunConfig, folder: &Path, row: &mut ModelRow) -> Result<(), Failure> {
     let failed = |what: &str, error: std::io::Error| Failure::input(format!("cannot {what}: {error}"));
     let run_file = folder.join("run.toml");
     fs::write(&run_file, file.to_toml()).map_err(|error| failed("write the run file", error))?;
@@ -147,26 +151,26 @@ fn train(file: &RunFile, folder: &Path, row: &mut ModelRow) -> Result<(), Failur
         .output()
         .map_err(|error| failed("start a run", error))?;
     if !output.status.success() {
-        return Err(Failure::input(why(output.status, &String::from_utf8_lossy(&output.stderr))));
+        return Err(Failure::input(describe_exit(output.status, &String::from_utf8_lossy(&output.stderr))));
     }
     let text = fs::read(folder.join("run/result.json")).map_err(|error| failed("read the result", error))?;
     let result: RunResult = serde_json::from_slice(&text)
-        .map_err(|error| Failure::bug(format!("a run left a result that cannot be read: {error}")))?;
+        .map_err(|error| Failure::bug(format!("result.json of a run cannot be read: {error}")))?;
     row.status = ModelStatus::Ran;
     row.measured_seconds = Some(start.elapsed().as_secs_f64());
     row.recipe = Some(result.recipe);
     row.measured_step_seconds = Some(result.step_seconds.median);
     row.tokens_per_second = Some(file.train.batch_tokens as f64 / result.step_seconds.median);
     row.steps = Some(result.steps);
-    row.retreats = Some(result.retreats.len() as u64);
+    row.recoveries = Some(result.recoveries.len() as u64);
     if let Some(memory) = result.memory.first() {
         (row.predicted_bytes, row.measured_bytes) = (Some(memory.predicted_bytes), memory.measured_bytes);
     }
     Ok(())
 }
 
-/// What a run said when it failed: its first line, without the word before it.
-fn why(status: ExitStatus, stderr: &str) -> String {
+/// Describes a failed run in one line: the exit code and its first error message, or the signal.
+fn describe_exit(status: ExitStatus, stderr: &str) -> String {
     let line = stderr.lines().find_map(|line| line.strip_prefix("error: ").or(line.strip_prefix("stopped: ")));
     match (line, status.code(), status.signal()) {
         (Some(line), Some(code), _) => format!("exit {code}: {line}"),
@@ -175,14 +179,14 @@ fn why(status: ExitStatus, stderr: &str) -> String {
     }
 }
 
-/// Sequences of random tokens, the same each time.
-fn random_samples(path: &Path, samples: u64, sequence: u64, vocab: u64) -> std::io::Result<()> {
+/// Writes `samples` sequences of random tokens to a file. The same arguments give the same file.
+fn write_random_samples(path: &Path, samples: u64, sequence: u64, vocab: u64) -> std::io::Result<()> {
     let mut out = BufWriter::new(fs::File::create(path)?);
     let mut state = 0_u64;
     for _ in 0..samples {
         write!(out, "{{\"input_ids\":[")?;
         for place in 0..sequence {
-            // splitmix64 of Steele, Lea and Flood: nobody looks at these numbers.
+            // splitmix64 of Steele, Lea and Flood.
             state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
             let mixed = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
             let comma = if place == 0 { "" } else { "," };
@@ -198,10 +202,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_run_that_failed_is_told_in_a_line() {
+    fn failed_run_is_described_in_one_line() {
         let status = |raw| ExitStatus::from_raw(raw);
-        assert_eq!(why(status(3 << 8), "error: it does not fit\n  hint: a\n"), "exit 3: it does not fit");
-        assert_eq!(why(status(1 << 8), ""), "exit 1");
-        assert_eq!(why(status(9), "whatever"), "ended by signal 9");
+        assert_eq!(describe_exit(status(3 << 8), "error: it does not fit\n  hint: a\n"), "exit 3: it does not fit");
+        assert_eq!(describe_exit(status(1 << 8), ""), "exit 1");
+        assert_eq!(describe_exit(status(9), "whatever"), "ended by signal 9");
     }
 }

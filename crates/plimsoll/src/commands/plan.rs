@@ -1,102 +1,113 @@
-//! `plimsoll plan`: what a run would hold, and what would fit where it does not.
+//! `plimsoll plan`: prints the plan of a run; if it does not fit, also the remedies. Other commands refuse a run through
+//! the functions here.
 
-use super::ray::reached;
+use super::ray::with_remote_devices;
 use crate::args::PlanArgs;
-use crate::{again, say};
-use plimsoll_core::{DeviceSpec, Exit, Failure, Plan, counted};
-use plimsoll_plan::search::Answer;
+use crate::{command_line, output};
+use plimsoll_core::{DeviceSpec, Exit, Failure, Plan, format_count};
+use plimsoll_plan::search::PlanOutcome;
 use plimsoll_program::models::ModelConfig;
-use plimsoll_train::config::RunFile;
-use plimsoll_train::resolve::{Model, Planned, plan};
+use plimsoll_train::planning::{PlannedRun, plan};
+use plimsoll_train::resolve::{Model, RunRequest};
 use plimsoll_watch::plan::{PlanView, explain, table};
+use plimsoll_watch::remedies::{self, RemedySettings};
 use plimsoll_watch::text::count;
-use plimsoll_watch::ways::{self, Way};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::Command;
 
-/// Prints the plan. One that does not fit is an answer with the exit code of a failure.
+/// Prints the plan. If it does not fit, also prints the remedies to stderr and returns exit code 3.
 ///
 /// # Errors
-/// What is wrong with the run file, the model or the devices.
+/// An invalid run file, model or device.
 pub fn run(args: &PlanArgs) -> Result<Exit, Failure> {
-    let file = reached(args.resolve()?)?;
-    file.elsewhere.missed().for_each(|missed| say::note(&missed));
-    let Planned { resolved, devices, answer } = plan(&file, args.explain)?;
+    let request = with_remote_devices(args.resolve()?)?;
+    request.remote.missing_notes().for_each(|missed| output::print_note(&missed));
+    let PlannedRun { resolved, devices, outcome: answer } = plan(&request, args.explain)?;
     if args.json {
         let json = serde_json::to_string_pretty(&answer.plan).expect("a plan is plain data");
-        say::answer(&format!("{json}\n"));
+        output::print(&format!("{json}\n"));
     } else {
-        say::answer(&shown(&file, &resolved.model, &devices, &answer, args.explain));
+        output::print(&plan_text(&request, &resolved.model, &devices, &answer, args.explain));
     }
     if answer.plan.fits {
         return Ok(Exit::Done);
     }
-    say::complain(&refusal(&file, &answer.plan));
+    output::print_error(&refusal(&request, &answer.plan));
     Ok(Exit::DoesNotFit)
 }
 
-/// The plan as a table, with the recipes that were tried where somebody asked.
-pub fn shown(file: &RunFile, model: &Model, devices: &[DeviceSpec], answer: &Answer, with_tried: bool) -> String {
+/// Formats the plan as a table and, with `explained`, every recipe that the planner tried.
+pub fn plan_text(
+    request: &RunRequest,
+    model: &Model,
+    devices: &[DeviceSpec],
+    answer: &PlanOutcome,
+    explained: bool,
+) -> String {
     let view = PlanView {
-        title: &title(file, &model.config),
+        title: &title(request, &model.config),
         plan: &answer.plan,
         specs: devices,
         tried: &answer.tried,
-        allow: &file.memory.allow,
+        allow: &request.memory.allow,
     };
-    let tried = if with_tried { format!("\n{}", explain(&view)) } else { String::new() };
+    let tried = if explained { format!("\n{}", explain(&view)) } else { String::new() };
     table(&view) + &tried
 }
 
-/// What is said where a plan does not fit, with the commands that would.
-fn refusal(file: &RunFile, plan: &Plan) -> Failure {
-    refusal_of(file, plan, &typed())
+/// Describes why a plan does not fit, with commands that fit.
+fn refusal(request: &RunRequest, plan: &Plan) -> Failure {
+    refusal_for_command(request, plan, &typed_command())
 }
 
-/// The same where the words of the command are these.
-pub fn refusal_of(file: &RunFile, plan: &Plan, words: &[String]) -> Failure {
-    refusal_with(plan, &ways_again(file, plan, words), false)
+/// Describes why a plan does not fit, with commands that fit. The commands are variations of `words`.
+pub fn refusal_for_command(request: &RunRequest, plan: &Plan, words: &[String]) -> Failure {
+    refusal_with_commands(plan, &remedies_with_commands(request, plan, words), false)
 }
 
-/// The command as it was typed.
-fn typed() -> Vec<String> {
+/// Returns the words of the command that the user typed.
+fn typed_command() -> Vec<String> {
     std::env::args().collect()
 }
 
-/// Says that a plan does not fit. On a terminal it asks which way to take, and takes that one alone.
+/// Refuses a plan that does not fit. On a terminal, offers the remedies and runs the command of the one that the user
+/// chooses, in place of this process.
 ///
 /// # Errors
-/// The refusal, where there is nobody to ask, or nobody wants any of it; and what comes of the command that is taken.
-pub fn refuse(file: &RunFile, plan: &Plan, may_ask: bool) -> Result<Exit, Failure> {
-    let ways = ways_again(file, plan, &typed());
-    if !may_ask || ways.is_empty() || !say::is_somebody_there() {
-        return Err(refusal(file, plan));
+/// The refusal, if no remedy can be offered. A command that cannot be started.
+pub fn refuse_or_prompt(request: &RunRequest, plan: &Plan, may_prompt: bool) -> Result<Exit, Failure> {
+    let remedies = remedies_with_commands(request, plan, &typed_command());
+    if !may_prompt || remedies.is_empty() || !output::is_interactive() {
+        return Err(refusal(request, plan));
     }
-    let failure = refusal_with(plan, &ways, true);
-    say::complain(&failure);
-    let Some(number) = say::ask_which(ways.len()) else { return Ok(failure.exit) };
-    // A process of its own, as if it had been typed: what this one holds by now would be charged.
-    let program = std::env::current_exe().map_err(|error| Failure::bug(format!("where the program is: {error}")))?;
-    let error = Command::new(program).args(&ways[number].1[1..]).exec();
+    let failure = refusal_with_commands(plan, &remedies, true);
+    output::print_error(&failure);
+    let Some(number) = output::prompt_choice(remedies.len()) else { return Ok(failure.exit) };
+    // A fresh process: memory that this one holds by now would count as charges of the run.
+    let program =
+        std::env::current_exe().map_err(|error| Failure::bug(format!("cannot find this program: {error}")))?;
+    let error = Command::new(program).args(&remedies[number].1[1..]).exec();
     Err(Failure::bug(format!("the command cannot be started: {error}")))
 }
 
-fn refusal_with(plan: &Plan, ways: &[(Way, Vec<String>)], numbered: bool) -> Failure {
-    let ways: Vec<(Way, String)> = ways.iter().map(|(way, words)| (way.clone(), again::quoted(words))).collect();
-    ways::refusal(plan, &ways, numbered)
+/// Describes why a plan does not fit, with the commands of the remedies.
+fn refusal_with_commands(plan: &Plan, remedies: &[(RemedySettings, Vec<String>)], numbered: bool) -> Failure {
+    let remedies: Vec<(RemedySettings, String)> =
+        remedies.iter().map(|(remedy, words)| (remedy.clone(), command_line::shell_quoted(words))).collect();
+    remedies::refusal(plan, &remedies, numbered)
 }
 
-/// What would make a plan fit on this machine, with the command that takes it: `words` with other flags.
-fn ways_again(file: &RunFile, plan: &Plan, words: &[String]) -> Vec<(Way, Vec<String>)> {
-    let command = |way: &Way| again::changed(words.iter().cloned(), &way.settings);
-    ways::ways(&file.devices(), plan).into_iter().map(|way| (way.clone(), command(&way))).collect()
+/// Returns the remedies of a plan that does not fit, each with its command: `words` with other flags.
+fn remedies_with_commands(request: &RunRequest, plan: &Plan, words: &[String]) -> Vec<(RemedySettings, Vec<String>)> {
+    let command = |remedy: &RemedySettings| command_line::with_settings(words.iter().cloned(), &remedy.settings);
+    remedies::remedies(&request.devices(), plan).into_iter().map(|remedy| (remedy.clone(), command(&remedy))).collect()
 }
 
-/// What is planned, in one line.
-pub fn title(file: &RunFile, config: &ModelConfig) -> String {
-    let name = Path::new(file.model_name()).file_name().map_or_else(|| "?".into(), |name| name.to_string_lossy());
+/// Describes the planned model and batch in one line.
+pub fn title(request: &RunRequest, config: &ModelConfig) -> String {
+    let name = Path::new(request.model_name()).file_name().map_or_else(|| "?".into(), |name| name.to_string_lossy());
     let parameters = count(config.parameters() as f64);
-    let (tokens, sequence) = (counted(file.train.batch_tokens, "token"), file.data.sequence);
+    let (tokens, sequence) = (format_count(request.train.batch_tokens, "token"), request.data.sequence);
     format!("{name}: {parameters} parameters, {tokens} a step in sequences of {sequence}")
 }

@@ -1,63 +1,67 @@
-//! `plimsoll join`, `leave`, `cluster` and `verify`: several machines, on Ray. Ray speaks Python, and so do these: they are
-//! handed over, words and all, to `plimsoll.ray` of the wheel that this program came in. A run whose devices are the cluster's
-//! stays here, and reaches them through a process of that Python.
+//! `plimsoll join`, `leave`, `cluster` and `verify`: several machines in a Ray cluster.
+//!
+//! Ray is a Python library, so the Python package `plimsoll.ray` implements these commands and gets their arguments
+//! unchanged. A run on devices of the cluster stays in this process and reaches the devices through a Python process.
 
-use crate::args::HandedOver;
+use crate::args::PassthroughArgs;
 use plimsoll_core::{Exit, Failure};
-use plimsoll_train::config::RunFile;
 use plimsoll_train::remote;
+use plimsoll_train::resolve::RunRequest;
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// Names the Python that has the wheel, where this program does not stand beside it.
+/// Environment variable with the path of the Python that has the wheel. Needed if Python is in another folder than this
+/// program.
 const PYTHON: &str = "PLIMSOLL_PYTHON";
 
-/// Becomes that program.
+/// Replaces this process by the Python implementation of a command.
 ///
 /// # Errors
-/// There is no Python with the wheel.
-pub fn run(command: &str, args: &HandedOver) -> Result<Exit, Failure> {
-    let python = with_wheel(command)?;
-    let error = in_module(&python).arg(command).args(&args.words).exec();
+/// No Python with the wheel is found.
+pub fn run(command: &str, args: &PassthroughArgs) -> Result<Exit, Failure> {
+    let python = find_python(command)?;
+    let error = ray_module_command(&python).arg(command).args(&args.arguments).exec();
     Err(Failure::bug(format!("{} cannot be started: {error}", python.display())))
 }
 
-/// The same run, with the way to its devices where some are of the cluster.
+/// Connects a run to its devices in the cluster. A run without such devices is returned unchanged.
 ///
 /// # Errors
-/// There is no Python with the wheel, no cluster, no such device, or no room on it.
-pub fn reached(mut file: RunFile) -> Result<RunFile, Failure> {
-    if file.devices().elsewhere() {
-        remote::ray::reach(&mut file, &with_wheel("ray")?)?;
+/// No Python with the wheel, no cluster, an unknown device, or too little free memory on it.
+pub fn with_remote_devices(mut request: RunRequest) -> Result<RunRequest, Failure> {
+    if request.devices().has_remote_devices() {
+        remote::ray::connect_cluster(&mut request, &find_python("ray")?)?;
     }
-    Ok(file)
+    Ok(request)
 }
 
-/// The same for a sweep, whose runs find their devices kept.
+/// Connects a sweep to its devices in the cluster and reserves them, so that its runs find them free.
 ///
 /// # Errors
-/// As above.
-pub fn kept(mut file: RunFile) -> Result<(RunFile, Option<remote::ray::Kept>), Failure> {
-    let kept = match file.devices().elsewhere() {
-        true => Some(remote::ray::keep(&mut file, &with_wheel("ray")?)?),
+/// No Python with the wheel, no cluster, an unknown device, or too little free memory on it.
+pub fn reserve_devices(mut request: RunRequest) -> Result<(RunRequest, Option<remote::ray::Reservation>), Failure> {
+    let reservation = match request.devices().has_remote_devices() {
+        true => Some(remote::ray::reserve(&mut request, &find_python("ray")?)?),
         false => None,
     };
-    Ok((file, kept))
+    Ok((request, reservation))
 }
 
-/// The interpreter, which has what is asked of it.
-fn with_wheel(command: &str) -> Result<PathBuf, Failure> {
+/// Returns the first Python interpreter that has the wheel.
+fn find_python(command: &str) -> Result<PathBuf, Failure> {
     let program = std::env::current_exe().ok();
-    let (first, other) = pythons(std::env::var_os(PYTHON), program.as_deref());
-    let Err(failure) = check(command, &first) else { return Ok(first) };
-    other.filter(|other| check(command, other).is_ok()).ok_or(failure)
+    let (first, other) = python_candidates(std::env::var_os(PYTHON), program.as_deref());
+    let Err(failure) = check_wheel(command, &first) else { return Ok(first) };
+    other.filter(|other| check_wheel(command, other).is_ok()).ok_or(failure)
 }
 
-/// The interpreter that is named and no other; else the one that this program was installed beside, or the one that the shell
-/// finds: a `pip install --user` puts the program into a folder that has no interpreter.
-fn pythons(named: Option<OsString>, program: Option<&Path>) -> (PathBuf, Option<PathBuf>) {
+/// Returns the Python interpreters to try.
+///
+/// If `named` is set, it is the only one. Otherwise the interpreter in the folder of `program` comes first, then the one
+/// in `PATH`: `pip install --user` installs the program into a folder without an interpreter.
+fn python_candidates(named: Option<OsString>, program: Option<&Path>) -> (PathBuf, Option<PathBuf>) {
     if let Some(named) = named.filter(|named| !named.is_empty()) {
         return (PathBuf::from(named), None);
     }
@@ -69,28 +73,30 @@ fn pythons(named: Option<OsString>, program: Option<&Path>) -> (PathBuf, Option<
     }
 }
 
-/// That the interpreter has the wheel: what it says itself of a missing module is no answer to a user.
-fn check(command: &str, python: &Path) -> Result<(), Failure> {
-    let found = "import importlib.util, sys; sys.exit(0 if importlib.util.find_spec('plimsoll') else 3)";
-    let mut looks = Command::new(python);
-    looks.args(["-c", found]).env("PYTHONSAFEPATH", "1").stdin(Stdio::null()).stderr(Stdio::null());
-    match looks.status() {
-        Err(error) => Err(needs_wheel(&format!("{} cannot be started: {error}", python.display()))),
+/// Checks that the interpreter has the wheel. Python's own message about a missing module would not help a user.
+fn check_wheel(command: &str, python: &Path) -> Result<(), Failure> {
+    let script = "import importlib.util, sys; sys.exit(0 if importlib.util.find_spec('plimsoll') else 3)";
+    let mut check = Command::new(python);
+    check.args(["-c", script]).env("PYTHONSAFEPATH", "1").stdin(Stdio::null()).stderr(Stdio::null());
+    match check.status() {
+        Err(error) => Err(missing_wheel(&format!("{} cannot be started: {error}", python.display()))),
         Ok(status) if !status.success() => {
-            Err(needs_wheel(&format!("{} has no package plimsoll, which `{command}` is in", python.display())))
+            Err(missing_wheel(&format!("{} has no package plimsoll, which `{command}` needs", python.display())))
         }
         Ok(_) => Ok(()),
     }
 }
 
-fn needs_wheel(why: &str) -> Failure {
-    Failure::input(format!("several machines need Python with Plimsoll's wheel: {why}"))
-        .hint("build the wheel with cargo xtask wheel, pip install it with [ray], and run the plimsoll that comes with it")
-        .hint(format!("or name the Python that has it: {PYTHON}=/path/to/python3"))
+fn missing_wheel(reason: &str) -> Failure {
+    Failure::input(format!("cluster commands need Python with the Plimsoll wheel: {reason}"))
+        .hint(
+            "build the wheel with cargo xtask wheel, pip install it with [ray], and run the plimsoll that it installs",
+        )
+        .hint(format!("or name the Python that has the wheel: {PYTHON}=/path/to/python3"))
 }
 
-/// The module, whatever lies in the working directory.
-fn in_module(python: &Path) -> Command {
+/// Returns a command that runs `plimsoll.ray` and ignores modules in the working directory.
+fn ray_module_command(python: &Path) -> Command {
     let mut command = Command::new(python);
     command.args(["-m", "plimsoll.ray"]).env("PYTHONSAFEPATH", "1");
     command
@@ -101,22 +107,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_python_that_is_named_comes_before_the_one_beside_and_that_before_the_one_of_the_shell() {
+    fn python_candidates_prefer_named_then_neighbor_then_path() {
         let folder = tempfile::tempdir().unwrap();
         let (program, beside) = (folder.path().join("plimsoll"), folder.path().join("python3"));
-        assert_eq!(pythons(None, Some(&program)), ("python3".into(), None));
+        assert_eq!(python_candidates(None, Some(&program)), ("python3".into(), None));
         std::fs::write(&beside, "").unwrap();
-        assert_eq!(pythons(None, Some(&program)), (beside.clone(), Some("python3".into())));
-        assert_eq!(pythons(Some("".into()), Some(&program)), (beside, Some("python3".into())));
-        assert_eq!(pythons(Some("/opt/python".into()), Some(&program)), ("/opt/python".into(), None));
+        assert_eq!(python_candidates(None, Some(&program)), (beside.clone(), Some("python3".into())));
+        assert_eq!(python_candidates(Some("".into()), Some(&program)), (beside, Some("python3".into())));
+        assert_eq!(python_candidates(Some("/opt/python".into()), Some(&program)), ("/opt/python".into(), None));
     }
 
     #[test]
-    fn a_python_without_the_wheel_is_told() {
-        let nothing = check("join", Path::new("/nonexistent/python3")).unwrap_err();
+    fn python_without_wheel_is_refused() {
+        let nothing = check_wheel("join", Path::new("/nonexistent/python3")).unwrap_err();
         assert!(nothing.message.contains("/nonexistent/python3 cannot be started"), "{nothing}");
         assert!(nothing.to_string().contains("PLIMSOLL_PYTHON="), "{nothing}");
-        let without = check("join", Path::new("/bin/false")).unwrap_err();
-        assert!(without.message.ends_with("/bin/false has no package plimsoll, which `join` is in"), "{without}");
+        let without = check_wheel("join", Path::new("/bin/false")).unwrap_err();
+        assert!(without.message.ends_with("/bin/false has no package plimsoll, which `join` needs"), "{without}");
     }
 }

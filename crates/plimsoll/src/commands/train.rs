@@ -1,119 +1,122 @@
-//! `plimsoll train`: a run from its plan to its summary.
+//! `plimsoll train`: plans a run, shows the plan, trains and prints the summary.
 
-use super::plan::{refuse, title};
-use super::ray::reached;
+use super::plan::{refuse_or_prompt, title};
+use super::ray::with_remote_devices;
 use crate::args::TrainArgs;
-use crate::{say, signals};
-use plimsoll_core::{DeviceKind, Exit, Failure, RunStatus, counted};
-use plimsoll_train::config::{Length, RunFile};
+use crate::{output, signals};
+use plimsoll_core::{DeviceKind, Exit, Failure, RunStatus, format_count};
+use plimsoll_train::config::{Length, RunConfig};
 use plimsoll_train::data::Dataset;
 use plimsoll_train::fault_injection::Injection;
-use plimsoll_train::resolve::pace;
-use plimsoll_train::session::start::{Outcome, Resumed, Run};
+use plimsoll_train::resolve::cpu_duty;
+use plimsoll_train::session::outcome::Outcome;
+use plimsoll_train::session::start::{Resumed, Run};
 use plimsoll_watch::plan::{PlanView, table};
-use plimsoll_watch::summary::{Sample, done_already, resume_command, summary};
+use plimsoll_watch::summary::{Sample, already_done, resume_command, summary};
 use plimsoll_watch::terminal::for_stdout;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
-/// Plans, runs, and says what came of it.
+/// Plans and trains a run and prints its outcome.
 ///
 /// # Errors
-/// What is wrong with the input, or does not fit, or stops the run.
+/// Invalid input, a plan that does not fit, or a failure that stops the run.
 pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
-    let file = reached(args.resolve()?)?;
+    let request = with_remote_devices(args.resolve()?)?;
     let injections = args.injections()?;
     let mut run = match args.plan()? {
-        Some(plan) => Run::following(file, &plan)?,
+        Some(plan) => Run::with_plan(request, &plan)?,
         None if args.resumes() => {
-            let longer = longer(&file);
-            match Run::resume(file)? {
-                Resumed::Goes(run) => *run,
-                Resumed::Done(outcome) => return tell_done(args, &outcome, &injections, &longer),
+            let doubled_length = doubled_length(&request);
+            match Run::resume(request)? {
+                Resumed::Continue(run) => *run,
+                Resumed::Done(outcome) => return print_already_done(args, &outcome, &injections, &doubled_length),
             }
         }
-        None => Run::new(file)?,
+        None => Run::new(request)?,
     };
-    run.rehearse(injections)?;
+    run.inject_faults(injections)?;
     if args.no_save {
         run.save_nothing();
     }
     let prepared = run.prepared();
-    if !prepared.planned.plan.fits && prepared.left_over && std::env::var_os(AGAIN).is_none() {
-        return Err(start_again());
+    if !prepared.planned.plan.fits && prepared.process_grew && std::env::var_os(RESTARTED_VARIABLE).is_none() {
+        return Err(restart_process());
     }
     if !args.json && !args.quiet {
-        let parts = &prepared.planned.parts;
+        let parts = &prepared.planned.assignments;
         let table = table(&PlanView {
             title: &title(&prepared.run, &prepared.resolved.model.config),
             plan: &prepared.planned.plan,
             specs: &parts.iter().map(|part| part.device.clone()).collect::<Vec<_>>(),
-            tried: &parts[0].answer.tried,
+            tried: &parts[0].outcome.tried,
             allow: &prepared.run.memory.allow,
         });
         let threads = match &parts[0].device {
-            device if device.kind == DeviceKind::Cpu => threads_line(&prepared.run, device.threads),
+            device if device.kind == DeviceKind::Cpu => threads_summary(&prepared.run, device.threads),
             _ => String::new(),
         };
-        say::answer(&format!("{}{threads}{table}\n", data_line("train", &prepared.train)));
+        output::print(&format!("{}{threads}{table}\n", data_summary("train", &prepared.train)));
     }
     if !prepared.planned.plan.fits {
-        return refuse(&prepared.run, &prepared.planned.plan, !args.json && !args.quiet);
+        return refuse_or_prompt(&prepared.run, &prepared.planned.plan, !args.json && !args.quiet);
     }
     let simulated = prepared.planned.plan.devices.iter().any(|device| device.simulated);
-    // Not earlier: until here nothing is lost when a signal ends the program at once.
+    // Until here a signal ends the program immediately, because there is nothing to save yet.
     let stop = signals::install().map_err(|error| Failure::bug(format!("signals cannot be caught: {error}")))?;
     if args.stop_on_eof {
         signals::stop_on_eof(&stop);
     }
     let mut watcher = for_stdout(args.json, args.quiet);
-    let outcome = run.start(&mut |record| watcher.see(record), &stop)?;
-    Ok(tell(args, &outcome, simulated))
+    let outcome = run.start(&mut |record| watcher.observe(record), &stop)?;
+    Ok(print_outcome(args, &outcome, simulated))
 }
 
-/// Set for a process that stands in for one whose start has left it with too much.
-const AGAIN: &str = "PLIMSOLL_STARTED_AGAIN";
+/// Environment variable that marks a process started by [`restart_process`], so that it does not restart once more.
+const RESTARTED_VARIABLE: &str = "PLIMSOLL_STARTED_AGAIN";
 
-/// Starts over in a process of its own, which finds the tokens made: what has been planned to fit is not refused for what
-/// making them has left behind. Comes back only where that cannot be done.
-fn start_again() -> Failure {
-    let again = |program| Command::new(program).args(std::env::args_os().skip(1)).env(AGAIN, "1").exec();
-    let error = std::env::current_exe().map_or_else(|error| error, again);
-    Failure::bug(format!("the command cannot be started again: {error}"))
+/// Runs the same command in place of this process. Returns only if that fails.
+///
+/// Tokenizing the data can leave this process with so much memory that the plan no longer fits. The new process finds
+/// the tokens in the cache.
+fn restart_process() -> Failure {
+    let restart = |program| Command::new(program).args(std::env::args_os().skip(1)).env(RESTARTED_VARIABLE, "1").exec();
+    let error = std::env::current_exe().map_or_else(|error| error, restart);
+    Failure::bug(format!("the command cannot be restarted: {error}"))
 }
 
-/// How much of the processor the run takes.
-fn threads_line(run: &RunFile, threads: u32) -> String {
-    let pace = pace(run, threads);
+/// Describes the CPU threads of the run and the share of time in which they compute.
+fn threads_summary(run: &RunConfig, threads: u32) -> String {
+    let pace = cpu_duty(run, threads);
     if pace == 1.0 {
         return format!("threads: {threads}\n");
     }
     let share = (pace * 100.0).round();
     format!(
-        "threads: {threads}, computing {share} % of the time: the machine stays usable (run.threads = {threads}: all of it)\n"
+        "threads: {threads}, computing {share} % of the time so that the machine stays usable (100 % with run.threads = {threads})\n"
     )
 }
 
-/// What is trained on, in two lines; the longest sample is known before anything starts.
-fn data_line(what: &str, data: &Dataset) -> String {
+/// Describes a data set in two lines: its size, and its longest document.
+fn data_summary(name: &str, data: &Dataset) -> String {
     let (longest, place) = data.longest_document();
     let skipped = match data.skipped_documents() {
         0 => String::new(),
-        skipped => format!(", {skipped} skipped: nothing to predict in them"),
+        skipped => format!(", {skipped} skipped (no token to predict)"),
     };
     format!(
-        "{what}: {}, {} ({} labelled), {}{skipped}\n  longest: {}, {place}\n",
-        counted(data.documents(), "document"),
-        counted(data.tokens(), "token"),
+        "{name}: {}, {} ({} labelled), {}{skipped}\n  longest: {}, {place}\n",
+        format_count(data.documents(), "document"),
+        format_count(data.tokens(), "token"),
         data.labelled_tokens(),
-        counted(data.rows(), "row"),
-        counted(longest, "token")
+        format_count(data.rows(), "row"),
+        format_count(longest, "token")
     )
 }
 
-/// The setting that makes a run twice as long as its run file says.
-fn longer(file: &RunFile) -> String {
-    match file.length() {
+/// Returns the setting that makes a run twice as long as its run file says.
+fn doubled_length(request: &RunConfig) -> String {
+    match request.length() {
         Some(Length::Epochs(epochs)) => format!("train.epochs={}", 2.0 * epochs),
         Some(Length::Hours(hours)) => format!("train.hours={}", 2.0 * hours),
         Some(Length::Steps(steps)) => format!("train.steps={}", steps.saturating_mul(2)),
@@ -121,33 +124,38 @@ fn longer(file: &RunFile) -> String {
     }
 }
 
-/// Says that nothing is left to do of a run, and what would be more.
+/// Prints that a run is already done, with the command that extends it.
 ///
 /// # Errors
-/// A rehearsal of what can no longer happen.
-fn tell_done(args: &TrainArgs, outcome: &Outcome, injections: &[Injection], longer: &str) -> Result<Exit, Failure> {
+/// A fault to inject, which can no longer occur.
+fn print_already_done(
+    args: &TrainArgs,
+    outcome: &Outcome,
+    injections: &[Injection],
+    doubled_length: &str,
+) -> Result<Exit, Failure> {
     let Outcome { result, folder, model, .. } = outcome;
     let folder = folder.display().to_string();
-    let more = format!("{} --set {longer}", resume_command(&folder));
-    if let Some(never) = injections.first() {
-        let message = format!("{never}: the run in {folder} is done, after {}", counted(result.steps, "step"));
-        return Err(Failure::input(message).hint(format!("for more of them: {more}")));
+    let more = format!("{} --set {doubled_length}", resume_command(&folder));
+    if let Some(injection) = injections.first() {
+        let message = format!("{injection}: the run in {folder} is done, after {}", format_count(result.steps, "step"));
+        return Err(Failure::input(message).hint(format!("for more steps: {more}")));
     }
     if args.json {
-        say::answer(&format!("{}\n", serde_json::to_string(result).expect("a result is plain data")));
+        output::print(&format!("{}\n", serde_json::to_string(result).expect("a result is plain data")));
     } else if !args.quiet {
         let model = model.as_ref().map(|path| path.display().to_string());
-        say::answer(&done_already(result, &folder, model.as_deref(), &more));
+        output::print(&already_done(result, &folder, model.as_deref(), &more));
     }
     Ok(Exit::Done)
 }
 
-/// Says how the run ended: to a person, or to a program.
-fn tell(args: &TrainArgs, outcome: &Outcome, simulated: bool) -> Exit {
+/// Prints the result of a run: as a summary or, with `--json`, as JSON.
+fn print_outcome(args: &TrainArgs, outcome: &Outcome, simulated: bool) -> Exit {
     let folder = outcome.folder.display().to_string();
     if args.json {
         let result = serde_json::to_string(&outcome.result).expect("a result is plain data");
-        say::answer(&format!("{result}\n"));
+        output::print(&format!("{result}\n"));
     } else if !args.quiet {
         let sample = |sample: &plimsoll_train::inference::samples::Sample| Sample {
             prompt: sample.prompt.clone(),
@@ -156,14 +164,14 @@ fn tell(args: &TrainArgs, outcome: &Outcome, simulated: bool) -> Exit {
         };
         let samples: Vec<Sample> = outcome.samples.iter().map(sample).collect();
         let model = outcome.model.as_ref().map(|path| path.display().to_string());
-        say::answer(&format!("\n{}", summary(&outcome.result, &samples, &folder, model.as_deref(), simulated)));
+        output::print(&format!("\n{}", summary(&outcome.result, &samples, &folder, model.as_deref(), simulated)));
     }
     match outcome.result.status {
         RunStatus::Done => Exit::Done,
         RunStatus::Stopped => {
             if args.json || args.quiet {
                 let message = format!("after step {}", outcome.result.steps);
-                say::complain(&Failure::stopped(message).hint(format!("it goes on with: {}", resume_command(&folder))));
+                output::print_error(&Failure::stopped(message).hint(format!("to resume: {}", resume_command(&folder))));
             }
             Exit::Stopped
         }

@@ -1,7 +1,7 @@
-//! A place to drive the real binary in: a folder with a small model, data and a run file, and a
-//! watchdog over every command. Nothing here knows what is tested.
+//! Shared helpers of the command-line tests: a workspace folder with a small model, data and a run file, and processes of
+//! the program under a watchdog.
 
-#![allow(dead_code, reason = "each test file uses its part")]
+#![allow(dead_code, reason = "each test file uses some of the helpers")]
 
 use plimsoll_device::probe::Cpu;
 use serde_json::{Value, json};
@@ -13,21 +13,21 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
-/// No command here takes a tenth of this.
+/// Time after which a command counts as hanging. Each takes less than a tenth of this.
 const WATCHDOG: Duration = Duration::from_secs(120);
 
-/// The shape of a place's model and the length of its run.
+/// Size of the model of a workspace, and length of its run.
 pub struct Shape {
     pub hidden: u32,
     pub sequence: u32,
     pub steps: u32,
     pub batch_sequences: u32,
     pub save_every: u32,
-    /// As `run.threads` is written.
+    /// Value of `run.threads` in the run file.
     pub threads: &'static str,
 }
 
-/// 20 thousand parameters: a step takes a millisecond.
+/// A model of 20 thousand parameters with steps of about a millisecond.
 pub const SMALL: Shape =
     Shape { hidden: 32, sequence: 32, steps: 24, batch_sequences: 8, save_every: 4, threads: "\"auto\"" };
 
@@ -35,35 +35,35 @@ pub const VOCAB: u32 = 32;
 
 /// A folder with `model/` (a configuration and a tokenizer), `train.jsonl`, `eval.jsonl` (tokens),
 /// `train.txt.jsonl` (text) and `run.toml`, in which the binary is run.
-pub struct Place {
+pub struct Workspace {
     dir: TempDir,
     started: std::cell::Cell<u32>,
 }
 
-impl Place {
-    pub fn new(shape: &Shape) -> Place {
-        let place = Place { dir: tempfile::tempdir().unwrap(), started: Default::default() };
-        place.know_the_rates();
-        fs::create_dir(place.path("model")).unwrap();
-        place.write("model/config.json", config(shape.hidden).to_string());
-        place.write("model/tokenizer.json", tokenizer(VOCAB).to_string());
-        place.write("model/tokenizer_config.json", json!({"eos_token": "<end>"}).to_string());
+impl Workspace {
+    pub fn new(shape: &Shape) -> Workspace {
+        let workspace = Workspace { dir: tempfile::tempdir().unwrap(), started: Default::default() };
+        workspace.write_device_rates();
+        fs::create_dir(workspace.path("model")).unwrap();
+        workspace.write("model/config.json", config(shape.hidden).to_string());
+        workspace.write("model/tokenizer.json", tokenizer(VOCAB).to_string());
+        workspace.write("model/tokenizer_config.json", json!({"eos_token": "<end>"}).to_string());
         for (name, samples, seed) in [("train", 200, 1), ("eval", 24, 2)] {
-            let mut draw = Draw(seed);
+            let mut rng = Rng(seed);
             let mut tokens = String::new();
             let mut texts = String::new();
             for _ in 0..samples {
-                let ids: Vec<u64> = (0..3 + draw.below(28)).map(|_| 2 + draw.below(26)).collect();
+                let ids: Vec<u64> = (0..3 + rng.below(28)).map(|_| 2 + rng.below(26)).collect();
                 let text: String = ids.iter().map(|&id| (b'a' + id as u8 - 2) as char).collect();
                 tokens += &format!("{}\n", json!({ "input_ids": ids }));
                 texts += &format!("{}\n", json!({ "text": text }));
             }
-            place.write(&format!("{name}.jsonl"), tokens);
-            place.write(&format!("{name}-text.jsonl"), texts);
+            workspace.write(&format!("{name}.jsonl"), tokens);
+            workspace.write(&format!("{name}-text.jsonl"), texts);
         }
         let Shape { sequence, steps, batch_sequences, save_every, threads, .. } = shape;
         let batch_tokens = batch_sequences * sequence;
-        place.write(
+        workspace.write(
             "run.toml",
             format!(
                 "[model]\npath = \"model\"\ninit = \"random\"\n\
@@ -74,11 +74,11 @@ impl Place {
                  [run]\ndir = \"run\"\nthreads = {threads}\n"
             ),
         );
-        place
+        workspace
     }
 
-    /// Rates as if the devices had been measured: no test waits for that, and plans are the same everywhere.
-    pub fn know_the_rates(&self) {
+    /// Stores fixed device rates, so that no test has to measure them and plans are equal on all machines.
+    pub fn write_device_rates(&self) {
         let cpu = Cpu::read();
         let entry = |threads: u32| {
             json!({
@@ -114,13 +114,13 @@ impl Place {
         serde_json::from_str(&self.read(name)).unwrap()
     }
 
-    /// The binary with these arguments, in this folder.
+    /// Starts the program with these arguments in this folder.
     pub fn start(&self, args: &[&str]) -> Running {
-        self.start_as(&[], args)
+        self.start_wrapped(&[], args)
     }
 
-    /// The binary behind a command that ends with `exec "$@"` or takes one.
-    pub fn start_as(&self, before: &[&str], args: &[&str]) -> Running {
+    /// Starts the program behind a command that takes a command, such as `env` or `sh -c 'exec "$@"' sh`.
+    pub fn start_wrapped(&self, before: &[&str], args: &[&str]) -> Running {
         let binary = env!("CARGO_BIN_EXE_plimsoll");
         let words: Vec<&str> = before.iter().copied().chain([binary]).chain(args.iter().copied()).collect();
         self.started.set(self.started.get() + 1);
@@ -141,34 +141,34 @@ impl Place {
         Running { child, stdout, stderr, line: args.join(" ") }
     }
 
-    /// Runs the binary to its end.
-    pub fn run(&self, args: &[&str]) -> Done {
-        self.start(args).end()
+    /// Runs the program to its end.
+    pub fn run(&self, args: &[&str]) -> CommandOutput {
+        self.start(args).wait()
     }
 
-    /// Runs the binary, which does what it is asked.
-    pub fn succeed(&self, args: &[&str]) -> Done {
+    /// Runs the program, which has to succeed.
+    pub fn succeed(&self, args: &[&str]) -> CommandOutput {
         let done = self.run(args);
         assert_eq!(done.code, Some(0), "{args:?}: {}", done.stderr);
         done
     }
 
-    /// Runs the binary, which refuses: exit code, one message with at least one hint on stderr, no
-    /// panic, nothing on stdout. Gives the message.
-    pub fn refuse(&self, code: i32, args: &[&str]) -> String {
+    /// Runs the program, which has to fail with this exit code, one message on stderr and nothing on stdout. Returns the
+    /// message with its hints.
+    pub fn expect_refusal(&self, code: i32, args: &[&str]) -> String {
         let done = self.run(args);
         assert_eq!(done.stdout, "", "{args:?}");
         done.refusal(code)
     }
 
-    /// The events of a run, in order; the last line may be cut off.
+    /// Returns the events of a run in order. An incomplete last line is skipped.
     pub fn events(&self, run: &str) -> Vec<Value> {
         let text = fs::read_to_string(self.path(run).join("events.jsonl")).unwrap_or_default();
         text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
     }
 
-    /// Files below a folder by their path, with their bytes.
-    pub fn files(&self, folder: &str) -> BTreeMap<PathBuf, Vec<u8>> {
+    /// Reads all files below a folder, by relative path.
+    pub fn read_files(&self, folder: &str) -> BTreeMap<PathBuf, Vec<u8>> {
         let mut files = BTreeMap::new();
         let mut folders = vec![self.path(folder)];
         while let Some(next) = folders.pop() {
@@ -185,8 +185,8 @@ impl Place {
         files
     }
 
-    /// What lies in a folder, sorted; nothing where it is not there.
-    pub fn names(&self, folder: &str) -> Vec<String> {
+    /// Returns the sorted names in a folder; none if it does not exist.
+    pub fn file_names(&self, folder: &str) -> Vec<String> {
         let found = fs::read_dir(self.path(folder)).into_iter().flatten();
         let mut names: Vec<String> = found.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
         names.sort();
@@ -194,7 +194,7 @@ impl Place {
     }
 }
 
-/// A command that has been started; it does not outlive the test.
+/// A started command, killed when dropped.
 pub struct Running {
     child: Child,
     stdout: PathBuf,
@@ -203,21 +203,21 @@ pub struct Running {
 }
 
 impl Running {
-    /// Waits until it ends by itself.
-    pub fn end(mut self) -> Done {
+    /// Waits until the command ends by itself.
+    pub fn wait(mut self) -> CommandOutput {
         let began = Instant::now();
         loop {
             if let Some(status) = self.child.try_wait().unwrap() {
                 let text = |path: &Path| String::from_utf8(fs::read(path).unwrap()).unwrap();
-                return Done { code: status.code(), stdout: text(&self.stdout), stderr: text(&self.stderr) };
+                return CommandOutput { code: status.code(), stdout: text(&self.stdout), stderr: text(&self.stderr) };
             }
             assert!(began.elapsed() < WATCHDOG, "`{}` hangs", self.line);
             std::thread::sleep(Duration::from_millis(2));
         }
     }
 
-    /// Waits until something holds; false where the command has ended before.
-    pub fn until(&mut self, holds: impl Fn() -> bool) -> bool {
+    /// Waits until a condition holds. Returns false if the command ends before.
+    pub fn wait_until(&mut self, holds: impl Fn() -> bool) -> bool {
         let began = Instant::now();
         while self.child.try_wait().unwrap().is_none() {
             if holds() {
@@ -229,21 +229,21 @@ impl Running {
         false
     }
 
-    /// `kill -9`, and waits until it is gone.
+    /// Kills the process with SIGKILL and waits for its end.
     pub fn kill(mut self) {
         let _ = self.child.kill();
         self.child.wait().unwrap();
     }
 
-    /// A number of `/proc/PID/status`, in KiB.
-    pub fn status(&self, field: &str) -> u64 {
+    /// Returns a number of `/proc/PID/status` in KiB.
+    pub fn proc_status_kib(&self, field: &str) -> u64 {
         let text = fs::read_to_string(format!("/proc/{}/status", self.child.id())).unwrap();
         let line = text.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':')).expect("the field");
         line.split_whitespace().next().unwrap().parse().unwrap()
     }
 
-    /// Sets a limit (`prlimit`'s name of it) of the running process, in bytes or `unlimited`, which can be set anew.
-    pub fn limit(&self, name: &str, most: impl std::fmt::Display) {
+    /// Sets a soft resource limit of the running process, by its name for `prlimit`, in bytes or `unlimited`.
+    pub fn set_limit(&self, name: &str, most: impl std::fmt::Display) {
         let words = [format!("--pid={}", self.child.id()), format!("--{name}={most}:")];
         assert!(Command::new("prlimit").args(words).status().unwrap().success());
     }
@@ -263,17 +263,17 @@ impl Drop for Running {
     }
 }
 
-/// What a command said and how it ended.
+/// Output and exit code of a command.
 #[derive(Debug)]
-pub struct Done {
-    /// None where a signal ended it.
+pub struct CommandOutput {
+    /// Exit code; `None` if a signal ended the process.
     pub code: Option<i32>,
     pub stdout: String,
     pub stderr: String,
 }
 
-impl Done {
-    /// The one message of a command that refuses.
+impl CommandOutput {
+    /// Checks that the command failed with one message and hints, and returns them.
     pub fn refusal(self, code: i32) -> String {
         let message = self.stderr;
         assert_eq!(self.code, Some(code), "{message}{}", self.stdout);
@@ -290,10 +290,10 @@ impl Done {
     }
 }
 
-/// Numbers that look drawn: splitmix64 of Steele, Lea and Flood.
-pub struct Draw(pub u64);
+/// Random numbers: splitmix64 of Steele, Lea and Flood.
+pub struct Rng(pub u64);
 
-impl Draw {
+impl Rng {
     pub fn below(&mut self, end: u64) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -302,7 +302,7 @@ impl Draw {
     }
 }
 
-/// A small llama with grouped queries and tied embeddings.
+/// Returns `config.json` of a small llama with grouped-query attention and tied embeddings.
 pub fn config(hidden: u32) -> Value {
     json!({
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": VOCAB, "hidden_size": hidden,
@@ -313,7 +313,7 @@ pub fn config(hidden: u32) -> Value {
     })
 }
 
-/// A token for each letter, with as many further tokens as the vocabulary has room for.
+/// Returns a tokenizer with a token for each letter, padded with further tokens up to the vocabulary size.
 pub fn tokenizer(vocab: u32) -> Value {
     let special = |id: u32, content: &str| {
         json!({

@@ -1,21 +1,21 @@
 //! Causal attention within documents, its gradient, and attention over a cache.
 //!
-//! A block of Q queries meets the keys it can see, a block at a time; no T × T matrix exists. The
-//! scores stand transposed, [keys, Q]: queries lie side by side in the lanes of vectors, so that
-//! softmax needs no sums across lanes, and queries are the only operand that must be transposed.
+//! Each block of Q queries is combined with the keys it can see, one block of keys at a time; no T × T matrix exists. Scores
+//! are stored transposed, [keys, Q]. The queries of a block fill the lanes of vectors, so softmax needs no sums across lanes,
+//! and queries are the only operand that must be transposed.
 //!
 //! Forward (Milakov and Gimelshein, "Online normalizer calculation for softmax"; Dao et al.,
 //! "FlashAttention"): S = K·Qᵀ, P = e^(S − max so far), out = rescaled out + Pᵀ·V.
 //! Backward, from stats = ln Σ e^S: P = e^(S − stats), dV += P·dO, dP = V·dOᵀ,
 //! dS = P · (dP − δ) / √E with δ = Σ out · dO, dK += dS·Q, dQ += dSᵀ·K.
 //!
-//! In bf16, S and dP are products of pairs, whose operands are what is stored; P and dS stay in f32, and so
-//! do sums over blocks of keys or queries, which then stand in scratch until they are rounded once.
+//! In bf16, S and dP are pair products of the stored operands. P, dS and sums over blocks of keys or queries stay in f32 in the
+//! workspace, and are rounded once.
 
 use super::Heads;
 use super::elementwise::round_to;
 use super::product::{Depth, FEW_ROWS, Left, Target, dots_1, small_product};
-use super::simd::{Float, Real, get, get_or, put, strips, transpose, vectorised};
+use super::simd::{Float, Real, get, get_or, put, strips, transpose, vectorized};
 use crate::cpu::pool::{Pool, Shared};
 use plimsoll_program::workspace::Kernels;
 use plimsoll_program::workspace::cpu::{ATTENTION_KEYS, ATTENTION_QUERIES};
@@ -24,28 +24,28 @@ use plimsoll_program::workspace::cpu::{ATTENTION_KEYS, ATTENTION_QUERIES};
 pub(super) const QUERIES: usize = ATTENTION_QUERIES as usize;
 /// Keys in a block.
 const KEYS: usize = ATTENTION_KEYS as usize;
-/// Fewer new tokens than this meet the cache one by one.
-const FEW: usize = 8;
+/// Up to this many new tokens are processed one query at a time.
+const FEW_TOKENS: usize = 8;
 
-/// Where heads lie in a row of queries | keys | values.
+/// Layout of heads in a row of queries | keys | values.
 #[derive(Clone, Copy)]
 pub(super) struct Columns {
-    /// H
+    /// Query heads H.
     pub heads: usize,
-    /// K
+    /// Key heads K.
     pub kv_heads: usize,
-    /// E
+    /// Head dim E.
     pub head: usize,
-    /// Where keys begin: H·E.
+    /// First column of keys: H·E.
     pub keys: usize,
-    /// Where values begin: (H + K)·E.
+    /// First column of values: (H + K)·E.
     pub values: usize,
-    /// C
+    /// All columns C.
     pub all: usize,
 }
 
 impl Columns {
-    pub fn of(shape: Heads) -> Columns {
+    pub fn from_heads(shape: Heads) -> Columns {
         let (heads, kv_heads, head) = (shape.heads as usize, shape.kv_heads as usize, shape.head_dim as usize);
         assert!(kv_heads > 0 && heads.is_multiple_of(kv_heads), "{heads} heads over {kv_heads} kv heads");
         Columns {
@@ -62,15 +62,15 @@ impl Columns {
 /// The keys and values of one head of one sequence.
 #[derive(Clone, Copy)]
 struct Cache<'a, T> {
-    /// From the head's first key on.
+    /// Elements from the head's first key on.
     keys: &'a [T],
-    /// From the head's first value on.
+    /// Elements from the head's first value on.
     values: &'a [T],
-    /// Elements from one token to the next.
+    /// Stride between tokens, in elements.
     row: usize,
 }
 
-/// A lane's scratch, cut up. Where T is its own wide type, sums need no place in it.
+/// The workspace of a lane, split into its parts. If T is its own wide type, sums need no space in it.
 struct Scratch<'a, T> {
     /// [E, Q]: the queries, as right-hand operands.
     queries: &'a mut [T],
@@ -94,7 +94,7 @@ struct Scratch<'a, T> {
 
 impl<'a, T> Scratch<'a, T> {
     /// `tokens` is the length of the sequence in the backward direction.
-    fn cut(lane: &'a mut [T], head: usize, keys: usize, tokens: Option<usize>, apart: bool) -> Self {
+    fn split(lane: &'a mut [T], head: usize, keys: usize, tokens: Option<usize>, apart: bool) -> Self {
         let gradient = tokens.is_some();
         let twice = |size: usize| if gradient { size } else { 0 };
         let (queries, rest) = lane.split_at_mut(QUERIES * head);
@@ -123,44 +123,44 @@ struct Block<'a> {
 }
 
 impl Block<'_> {
-    /// The first key that any query sees.
-    fn least(&self) -> usize {
+    /// Returns the first key that any query of the block sees.
+    fn first_visible_key(&self) -> usize {
         self.starts.iter().min().map_or(0, |&start| start as usize)
     }
 
-    /// The first visible keys into lanes; lanes beyond `count` see everything.
-    fn lanes<T: Float>(&self, start: &mut [T]) {
+    /// Writes the first visible keys into lanes; lanes beyond `count` see all keys.
+    fn first_visible_keys<T: Float>(&self, start: &mut [T]) {
         start.fill(T::ZERO);
         for (lane, &value) in start.iter_mut().zip(self.starts) {
-            *lane = T::of(f64::from(value));
+            *lane = T::from_f64(f64::from(value));
         }
     }
 
-    /// Scores [keys, Q] of the keys from `from` on become −∞ where the query does not see the key.
-    /// Only keys before some document's start, and those on the diagonal, need a look.
-    fn hide<T: Float>(&self, scores: &mut [T], from: usize, start: &[T]) {
+    /// Sets scores [keys, Q] of the keys from `from` on to −∞ where the query does not see the key. Only keys before some
+    /// document's start and those on the diagonal can be hidden.
+    fn hide_keys<T: Float>(&self, scores: &mut [T], from: usize, start: &[T]) {
         let keys = scores.len() / QUERIES;
         let last_start = self.starts.iter().max().map_or(0, |&start| start as usize);
         let begun = last_start.saturating_sub(from).min(keys);
         let diagonal = (self.first + 1).saturating_sub(from).clamp(begun, keys);
-        hide(&mut scores[..begun * QUERIES], from, self.first, start);
-        hide(&mut scores[diagonal * QUERIES..], from + diagonal, self.first, start);
+        hide_keys(&mut scores[..begun * QUERIES], from, self.first, start);
+        hide_keys(&mut scores[diagonal * QUERIES..], from + diagonal, self.first, start);
     }
 }
 
 impl Block<'_> {
-    /// Of the keys from `from` on, those that query i of the block may see: 0 ..= first + i − from.
-    fn keys_of_query(&self, from: usize) -> Depth {
+    /// Returns the keys from `from` on that query i of the block may see: 0 ..= first + i − from.
+    fn visible_keys(&self, from: usize) -> Depth {
         if from <= self.first { Depth::To(self.first - from) } else { Depth::Whole }
     }
 
-    /// The queries of the block that may see key j from `from` on: from + j − first ...
-    fn queries_of_key(&self, from: usize) -> Depth {
+    /// Returns the queries of the block that may see key j from `from` on: from + j − first ...
+    fn visible_queries(&self, from: usize) -> Depth {
         if from <= self.first { Depth::From(self.first - from) } else { Depth::Whole }
     }
 
-    /// `to[keys, Q]` = the rows from key `from` on · `right[E, Q]`. Where the diagonal leaves the first
-    /// half of the lanes nothing to see, that half is not computed but becomes zeros.
+    /// Computes `to[keys, Q]` = the rows from key `from` on · `right[E, Q]`. If the diagonal hides all keys from the first half of
+    /// the lanes, that half is set to zero instead.
     fn scores<T: Real>(
         &self,
         from: usize,
@@ -172,21 +172,21 @@ impl Block<'_> {
         to: &mut [T::Wide],
     ) {
         const HALF: usize = QUERIES / 2;
-        let whole = (self.first + HALF).saturating_sub(from).min(keys);
+        let all_visible = (self.first + HALF).saturating_sub(from).min(keys);
         let target = Target::new(to.as_mut_ptr(), QUERIES, false);
-        T::score(whole, QUERIES, head, rows, row, right.as_ptr(), target);
-        for scores in to[whole * QUERIES..keys * QUERIES].chunks_exact_mut(QUERIES) {
+        T::score(all_visible, QUERIES, head, rows, row, right.as_ptr(), target);
+        for scores in to[all_visible * QUERIES..keys * QUERIES].chunks_exact_mut(QUERIES) {
             scores[..HALF].fill(T::Wide::ZERO);
         }
-        let (rows, target) = (rows.wrapping_add(whole * row), &mut to[whole * QUERIES..]);
-        if whole < keys {
+        let (rows, target) = (rows.wrapping_add(all_visible * row), &mut to[all_visible * QUERIES..]);
+        if all_visible < keys {
             let target = Target::new(target[HALF..].as_mut_ptr(), QUERIES, false);
-            T::score(keys - whole, HALF, head, rows, row, right[HALF..].as_ptr(), target);
+            T::score(keys - all_visible, HALF, head, rows, row, right[HALF..].as_ptr(), target);
         }
     }
 }
 
-/// `out[N, H·E]` and `stats[B, H, T]` (log-sum-exp of the scaled scores) of `qkv[N, C]` in sequences of
+/// Computes `out[N, H·E]` and `stats[B, H, T]` (log-sum-exp of the scaled scores) of `qkv[N, C]` in sequences of
 /// `sequence` tokens: query i of a sequence sees its keys `document_start[i]..=i`. `scratch` has
 /// `workspace::cpu::attention` elements.
 pub fn attention<T: Real>(
@@ -199,7 +199,7 @@ pub fn attention<T: Real>(
     stats: &mut [T::Wide],
     scratch: &mut [T::Wide],
 ) {
-    let c = Columns::of(shape);
+    let c = Columns::from_heads(shape);
     let rows = document_start.len();
     assert!(sequence > 0 && rows.is_multiple_of(sequence) && qkv.len() == rows * c.all);
     assert!(out.len() == rows * c.keys && stats.len() == rows * c.heads);
@@ -208,7 +208,7 @@ pub fn attention<T: Real>(
     let scratch = Shared::new(&mut scratch[..pool.threads() * lane_size]);
     let (out, stats) = (Shared::new(out), Shared::new(stats));
     let blocks = sequence.div_ceil(QUERIES);
-    // The blocks of a head follow each other, so that its keys stay in the cache; late ones, which
+    // Blocks of the same head are adjacent, so that its keys stay in the cache. Late blocks, which
     // see the most keys, come first.
     pool.run(rows / sequence * c.heads * blocks, |task, lane| {
         let (unit, block) = (task / blocks, blocks - 1 - task % blocks);
@@ -217,32 +217,32 @@ pub fn attention<T: Real>(
         let first = block * QUERIES;
         let count = QUERIES.min(sequence - first);
         let row = b * sequence + first;
-        // SAFETY: each lane has its own part.
+        // SAFETY: lanes have disjoint parts.
         let lane = unsafe { scratch.part(lane * lane_size..(lane + 1) * lane_size) };
-        // SAFETY: each task has queries of its own.
+        // SAFETY: tasks have disjoint queries.
         let stats = unsafe { stats.part(unit * sequence + first..unit * sequence + first + count) };
-        let of_sequence = &qkv[b * sequence * c.all..(b + 1) * sequence * c.all];
-        // SAFETY: inside the output, whose rows × columns are this task's own.
+        let sequence_qkv = &qkv[b * sequence * c.all..(b + 1) * sequence * c.all];
+        // SAFETY: inside the output; only this task writes these rows and columns.
         let to = unsafe { out.start().add(row * c.keys + head * c.head) };
         forward(
             Block { first, count, starts: &document_start[row..row + count] },
             &qkv[row * c.all + head * c.head..],
             c.all,
             Cache {
-                keys: &of_sequence[c.keys + kv * c.head..],
-                values: &of_sequence[c.values + kv * c.head..],
+                keys: &sequence_qkv[c.keys + kv * c.head..],
+                values: &sequence_qkv[c.values + kv * c.head..],
                 row: c.all,
             },
             c.head,
             (to, c.keys),
             Some(stats),
-            Scratch::cut(lane, c.head, keys, None, !T::IS_WIDE),
+            Scratch::split(lane, c.head, keys, None, !T::IS_WIDE),
         );
     });
 }
 
-/// The output of one block of queries of one head. `queries` starts at the block's first query,
-/// rows are `query_row` apart; `out` is where the first result goes, and how far rows are apart.
+/// Computes the output of one block of queries of one head. `queries` starts at the block's first query with stride
+/// `query_row`; `out` is the address of the first result and its row stride.
 fn forward<T: Real>(
     block: Block,
     queries: &[T],
@@ -255,26 +255,26 @@ fn forward<T: Real>(
 ) {
     let count = block.count;
     let (sums, sums_row) = if T::IS_WIDE { (out.cast(), out_row) } else { (s.sums.as_mut_ptr(), head) };
-    T::lay_out(queries, query_row, count, head, scale_of(head), s.queries);
-    let scale = T::rest_of_scale(scale_of(head));
-    block.lanes(s.start);
+    T::pack_right_operand(queries, query_row, count, head, inverse_sqrt(head), s.queries);
+    let scale = T::remaining_scale(inverse_sqrt(head));
+    block.first_visible_keys(s.start);
     s.largest.fill(T::Wide::LOWEST);
     s.sum.fill(T::Wide::ZERO);
-    let (least, end) = (block.least(), block.first + count);
-    let mut from = least;
+    let (first_visible_key, end) = (block.first_visible_key(), block.first + count);
+    let mut from = first_visible_key;
     while from < end {
         let keys = (end - from).min(s.scores.len() / QUERIES);
         let k = &cache.keys[from * cache.row..(from + keys - 1) * cache.row + head];
         let v = &cache.values[from * cache.row..(from + keys - 1) * cache.row + head];
         block.scores(from, keys, head, k.as_ptr(), cache.row, s.queries, s.scores);
         let scores = &mut s.scores[..keys * QUERIES];
-        block.hide(scores, from, s.start);
-        soften(scores, scale, s.largest, s.sum, s.factor);
-        if from > least {
+        block.hide_keys(scores, from, s.start);
+        online_softmax(scores, scale, s.largest, s.sum, s.factor);
+        if from > first_visible_key {
             scale_rows(sums, sums_row, count, head, s.factor);
         }
-        let to = Target::new(sums, sums_row, from > least);
-        let (depth, p) = (block.keys_of_query(from), Left::columns(scores.as_ptr(), QUERIES));
+        let to = Target::new(sums, sums_row, from > first_visible_key);
+        let (depth, p) = (block.visible_keys(from), Left::columns(scores.as_ptr(), QUERIES));
         small_product::<T::Wide, T>(count, head, keys, depth, p, v.as_ptr(), cache.row, to);
         from += keys;
     }
@@ -292,7 +292,7 @@ fn forward<T: Real>(
     }
 }
 
-/// `dqkv[N, C]`, written whole, from what `attention` read and wrote and the gradient `dout[N, H·E]`.
+/// Computes `dqkv[N, C]`, completely, from the inputs and outputs of `attention` and the gradient `dout[N, H·E]`.
 /// `scratch` has `workspace::cpu::attention_grad` elements.
 pub fn attention_grad<T: Real>(
     pool: &Pool,
@@ -306,7 +306,7 @@ pub fn attention_grad<T: Real>(
     dqkv: &mut [T],
     scratch: &mut [T::Wide],
 ) {
-    let c = Columns::of(shape);
+    let c = Columns::from_heads(shape);
     let rows = document_start.len();
     assert!(sequence > 0 && rows.is_multiple_of(sequence) && qkv.len() == rows * c.all && dqkv.len() == rows * c.all);
     assert!(out.len() == rows * c.keys && dout.len() == rows * c.keys && stats.len() == rows * c.heads);
@@ -315,12 +315,12 @@ pub fn attention_grad<T: Real>(
     let scratch = Shared::new(&mut scratch[..pool.threads() * lane_size]);
     let dqkv = Shared::new(dqkv);
     let group = c.heads / c.kv_heads;
-    // A task is a kv head of a sequence, with all its query heads: their sums have one order.
+    // A task is a kv head of a sequence with all its query heads, so their sums have one order.
     pool.run(rows / sequence * c.kv_heads, |task, lane| {
         let (b, kv) = (task / c.kv_heads, task % c.kv_heads);
-        // SAFETY: each lane has its own part.
+        // SAFETY: lanes have disjoint parts.
         let lane = unsafe { scratch.part(lane * lane_size..(lane + 1) * lane_size) };
-        let mut s = Scratch::cut(lane, c.head, keys, Some(sequence), !T::IS_WIDE);
+        let mut s = Scratch::split(lane, c.head, keys, Some(sequence), !T::IS_WIDE);
         s.key_sums.fill(T::Wide::ZERO);
         s.value_sums.fill(T::Wide::ZERO);
         let first_row = b * sequence;
@@ -329,7 +329,7 @@ pub fn attention_grad<T: Real>(
         if T::IS_WIDE {
             for row in 0..sequence {
                 for column in [k_column, v_column] {
-                    // SAFETY: this head's keys and values of this sequence are this task's own.
+                    // SAFETY: only this task accesses the sums of this head and sequence.
                     unsafe { dqkv.part(at(row, column)..at(row, column) + c.head) }.fill(T::ZERO);
                 }
             }
@@ -340,7 +340,7 @@ pub fn attention_grad<T: Real>(
                 let row = first_row + first;
                 let q = at(first, head * c.head);
                 let o = row * c.keys + head * c.head;
-                // SAFETY: inside dqkv; this task's own columns of this sequence's rows.
+                // SAFETY: inside dqkv; only this task writes these columns of this sequence's rows.
                 let (dq, dk, dv) = unsafe {
                     let start = dqkv.start();
                     (start.add(q), start.add(at(0, k_column)), start.add(at(0, v_column)))
@@ -360,7 +360,7 @@ pub fn attention_grad<T: Real>(
         }
         if !T::IS_WIDE {
             for (sums, column) in [(&s.key_sums, k_column), (&s.value_sums, v_column)] {
-                // SAFETY: inside dqkv; this task's own columns of this sequence's rows.
+                // SAFETY: inside dqkv; only this task writes these columns of this sequence's rows.
                 let to = unsafe { dqkv.start().add(at(0, column)) };
                 round_rows(sums, sequence, c.head, to, c.all);
             }
@@ -368,7 +368,7 @@ pub fn attention_grad<T: Real>(
     });
 }
 
-/// One block of queries of one head: writes its part of dq, adds to dk and dv, or to their sums.
+/// Processes one block of queries of one head: writes its part of dq and adds to dk and dv, or to their sums.
 fn backward<T: Real>(
     block: Block,
     c: &Columns,
@@ -386,18 +386,18 @@ fn backward<T: Real>(
     } else {
         [&mut *s.sums, &mut *s.key_sums, &mut *s.value_sums].map(|sums| (sums.as_mut_ptr(), head))
     };
-    T::lay_out(queries, c.all, count, head, scale_of(head), s.queries);
-    T::lay_out(dout, c.keys, count, head, T::Wide::ONE, s.douts);
-    let rest = T::rest_of_scale(scale_of(head));
-    block.lanes(s.start);
+    T::pack_right_operand(queries, c.all, count, head, inverse_sqrt(head), s.queries);
+    T::pack_right_operand(dout, c.keys, count, head, T::Wide::ONE, s.douts);
+    let rest = T::remaining_scale(inverse_sqrt(head));
+    block.first_visible_keys(s.start);
     s.largest.fill(T::Wide::ZERO);
     s.largest[..count].copy_from_slice(stats);
     s.sum.fill(T::Wide::ZERO);
     for (lane, delta) in s.sum[..count].iter_mut().enumerate() {
         *delta = dot(&out[lane * c.keys..][..head], &dout[lane * c.keys..][..head]);
     }
-    let (least, end) = (block.least(), block.first + count);
-    let mut from = least;
+    let (first_visible_key, end) = (block.first_visible_key(), block.first + count);
+    let mut from = first_visible_key;
     while from < end {
         let keys = (end - from).min(s.scores.len() / QUERIES);
         let rows = from * cache.row..(from + keys - 1) * cache.row + head;
@@ -406,11 +406,11 @@ fn backward<T: Real>(
         block.scores(from, keys, head, k, cache.row, s.queries, s.scores);
         block.scores(from, keys, head, v, cache.row, s.douts, s.dscores);
         let (p, ds) = (&mut s.scores[..keys * QUERIES], &mut s.dscores[..keys * QUERIES]);
-        block.hide(p, from, s.start);
-        score_gradients(p, rest, ds, s.largest, s.sum, scale_of(head));
+        block.hide_keys(p, from, s.start);
+        score_gradients(p, rest, ds, s.largest, s.sum, inverse_sqrt(head));
         // SAFETY: rows from.. of the sums are inside them.
         let (dk, dv) = unsafe { (k_sums.add(from * k_row), v_sums.add(from * v_row)) };
-        let (depth, rows) = (block.queries_of_key(from), |x: &[T::Wide]| Left::rows(x.as_ptr(), QUERIES));
+        let (depth, rows) = (block.visible_queries(from), |x: &[T::Wide]| Left::rows(x.as_ptr(), QUERIES));
         small_product::<T::Wide, T>(
             keys,
             head,
@@ -423,7 +423,7 @@ fn backward<T: Real>(
         );
         let to = Target::new(dk, k_row, true);
         small_product::<T::Wide, T>(keys, head, count, depth, rows(ds), queries.as_ptr(), c.all, to);
-        let (depth, to) = (block.keys_of_query(from), Target::new(q_sums, q_row, from > least));
+        let (depth, to) = (block.visible_keys(from), Target::new(q_sums, q_row, from > first_visible_key));
         small_product::<T::Wide, T>(count, head, keys, depth, Left::columns(ds.as_ptr(), QUERIES), k, cache.row, to);
         from += keys;
     }
@@ -432,9 +432,9 @@ fn backward<T: Real>(
     }
 }
 
-/// Keys and values of the n tokens in `qkv[n, C]` into the caches [P, K·E], from row `start` on.
+/// Copies keys and values of the n tokens in `qkv[n, C]` into the caches [P, K·E], from row `start` on.
 pub fn append_cache<T: Real>(shape: Heads, qkv: &[T], start: usize, keys: &mut [T], values: &mut [T]) {
-    let c = Columns::of(shape);
+    let c = Columns::from_heads(shape);
     let width = c.kv_heads * c.head;
     for (i, row) in qkv.chunks_exact(c.all).enumerate() {
         let to = (start + i) * width..(start + i + 1) * width;
@@ -443,8 +443,8 @@ pub fn append_cache<T: Real>(shape: Heads, qkv: &[T], start: usize, keys: &mut [
     }
 }
 
-/// `out[n, H·E]`: the queries of the n tokens in `qkv[n, C]`, which stand at positions `start`.. of the
-/// caches [P, K·E] already, over all keys up to their own. `scratch` has
+/// Computes `out[n, H·E]`: attention of the n tokens in `qkv[n, C]`, already at positions `start`.. of the caches [P, K·E], over
+/// all keys up to their own. `scratch` has
 /// `workspace::cpu::cached_attention` elements for the caches' P.
 pub fn cached_attention<T: Real>(
     pool: &Pool,
@@ -456,7 +456,7 @@ pub fn cached_attention<T: Real>(
     out: &mut [T],
     scratch: &mut [T::Wide],
 ) {
-    let c = Columns::of(shape);
+    let c = Columns::from_heads(shape);
     let (rows, width) = (qkv.len() / c.all, c.kv_heads * c.head);
     let capacity = keys.len() / width;
     assert!(start + rows <= capacity && values.len() == keys.len() && out.len() == rows * c.keys);
@@ -464,36 +464,36 @@ pub fn cached_attention<T: Real>(
     let lane_size = one.cached_attention(T::DTYPE, rows as u64, capacity as u64, shape) as usize;
     let scratch = Shared::new(&mut scratch[..pool.threads() * lane_size]);
     let out = Shared::new(out);
-    let each = if rows < FEW { 1 } else { QUERIES };
+    let each = if rows < FEW_TOKENS { 1 } else { QUERIES };
     let blocks = rows.div_ceil(each);
     pool.run(c.heads * blocks, |task, lane| {
         let (head, first) = (task % c.heads, task / c.heads * each);
         let count = each.min(rows - first);
         let kv = head / (c.heads / c.kv_heads);
-        // SAFETY: each lane has its own part.
+        // SAFETY: lanes have disjoint parts.
         let lane = unsafe { scratch.part(lane * lane_size..(lane + 1) * lane_size) };
         let queries = &qkv[first * c.all + head * c.head..];
         let cache = Cache { keys: &keys[kv * c.head..], values: &values[kv * c.head..], row: width };
         let at = first * c.keys + head * c.head;
-        if rows < FEW {
-            // SAFETY: each task has a head of a token of its own.
+        if rows < FEW_TOKENS {
+            // SAFETY: each task processes a different head of a token.
             let to = unsafe { out.part(at..at + c.head) };
-            let s = Scratch::cut(lane, c.head, capacity.min(KEYS), None, !T::IS_WIDE);
+            let s = Scratch::split(lane, c.head, capacity.min(KEYS), None, !T::IS_WIDE);
             one_query(&queries[..c.head], cache, start + first + 1, to, s);
         } else {
-            // SAFETY: inside the output; each task has rows and columns of its own.
+            // SAFETY: inside the output; tasks write disjoint rows and columns.
             let to = unsafe { out.start().add(at) };
             let block = Block { first: start + first, count, starts: &[] };
-            let s = Scratch::cut(lane, c.head, capacity.min(KEYS), None, !T::IS_WIDE);
+            let s = Scratch::split(lane, c.head, capacity.min(KEYS), None, !T::IS_WIDE);
             forward(block, queries, c.all, cache, c.head, (to, c.keys), None, s);
         }
     });
 }
 
-/// One query over the first `seen` keys.
+/// Computes attention of one query over the first `seen` keys.
 fn one_query<T: Real>(query: &[T], cache: Cache<T>, seen: usize, out: &mut [T], s: Scratch<T::Wide>) {
     let head = query.len();
-    let scale = scale_of::<T::Wide>(head);
+    let scale = inverse_sqrt::<T::Wide>(head);
     let (mut largest, mut sum) = (T::Wide::LOWEST, T::Wide::ZERO);
     let sums = if T::IS_WIDE { bytemuck::cast_slice_mut(out) } else { &mut s.sums[..head] };
     sums.fill(T::Wide::ZERO);
@@ -512,7 +512,7 @@ fn one_query<T: Real>(query: &[T], cache: Cache<T>, seen: usize, out: &mut [T], 
         }
         let factor = (largest - new).exp();
         multiply(sums, factor);
-        sum = sum * factor + weights(scores, new);
+        sum = sum * factor + exponentiate(scores, new);
         largest = new;
         let values = &cache.values[from * cache.row..(from + keys - 1) * cache.row + head];
         let to = Target::new(sums.as_mut_ptr(), head, true);
@@ -526,20 +526,20 @@ fn one_query<T: Real>(query: &[T], cache: Cache<T>, seen: usize, out: &mut [T], 
     }
 }
 
-/// 1 / √E
-fn scale_of<T: Float>(head: usize) -> T {
-    T::ONE / T::of(head as f64).sqrt()
+/// Returns 1 / √E.
+fn inverse_sqrt<T: Float>(head: usize) -> T {
+    T::ONE / T::from_f64(head as f64).sqrt()
 }
 
-/// `Real::lay_out` of f32 and f64: transposed.
-pub(super) fn lay_out<T: Float>(from: &[T], row: usize, count: usize, head: usize, scale: T, to: &mut [T]) {
+/// Implements `Real::pack_right_operand` for f32 and f64 by a transposition.
+pub(super) fn pack_right_operand<T: Float>(from: &[T], row: usize, count: usize, head: usize, scale: T, to: &mut [T]) {
     if count < QUERIES {
         to.fill(T::ZERO);
     }
     transpose(from, row, count, head, scale, to, QUERIES);
 }
 
-vectorised! {
+vectorized! {
     fn dot<T, V>(a: &[T], b: &[T]) -> T::Wide {
         let mut sum = V::splat(T::Wide::ZERO);
         strips::<T, V>(a.len(), #[inline(always)] |at, count| {
@@ -549,7 +549,7 @@ vectorised! {
     }
 }
 
-vectorised! {
+vectorized! {
     fn multiply<T: Float, V>(x: &mut [T], factor: T) {
         strips::<T, V>(x.len(), #[inline(always)] |at, count| {
             let value: V = get(x, at, count);
@@ -558,9 +558,9 @@ vectorised! {
     }
 }
 
-vectorised! {
-    /// x = e^(x − largest); returns the sum.
-    fn weights<T: Float, V>(x: &mut [T], largest: T) -> T {
+vectorized! {
+    /// Computes x = e^(x − largest) and returns the sum.
+    fn exponentiate<T: Float, V>(x: &mut [T], largest: T) -> T {
         let mut sum = V::splat(T::ZERO);
         strips::<T, V>(x.len(), #[inline(always)] |at, count| {
             let value = (get_or(x, at, count, V::splat(T::MINUS_INFINITY)) - V::splat(largest)).exp();
@@ -571,29 +571,29 @@ vectorised! {
     }
 }
 
-vectorised! {
-    /// `scores[keys, Q]` of key j (from `from` on) and query i (from `first` on) become −∞ unless
+vectorized! {
+    /// Sets `scores[keys, Q]` of key j (from `from` on) and query i (from `first` on) to −∞ unless
     /// `start[i]` <= j <= i.
-    fn hide<T: Float, V>(scores: &mut [T], from: usize, first: usize, start: &[T]) {
+    fn hide_keys<T: Float, V>(scores: &mut [T], from: usize, first: usize, start: &[T]) {
         let hidden = V::splat(T::MINUS_INFINITY);
         let mut places = [T::ZERO; QUERIES];
         for (lane, place) in places.iter_mut().enumerate() {
-            *place = T::of((first + lane) as f64);
+            *place = T::from_f64((first + lane) as f64);
         }
         for (j, row) in scores.chunks_exact_mut(QUERIES).enumerate() {
-            let key = V::splat(T::of((from + j) as f64));
+            let key = V::splat(T::from_f64((from + j) as f64));
             strips::<T, V>(QUERIES, #[inline(always)] |at, count| {
-                let score = key.where_le(get(&places, at, count), get(row, at, count), hidden);
-                put(row, at, count, get::<T, V>(start, at, count).where_le(key, score, hidden));
+                let score = key.select_le(get(&places, at, count), get(row, at, count), hidden);
+                put(row, at, count, get::<T, V>(start, at, count).select_le(key, score, hidden));
             });
         }
     }
 }
 
-vectorised! {
-    /// `scores[keys, Q]` become e^(rest · score − largest), with the largest of each lane so far; `sum` goes on,
-    /// and `factor` is what earlier results must be multiplied with.
-    fn soften<T: Float, V>(scores: &mut [T], rest: T, largest: &mut [T], sum: &mut [T], factor: &mut [T]) {
+vectorized! {
+    /// Replaces `scores[keys, Q]` by e^(rest · score − largest), with the largest score of each lane so far. Continues `sum`, and
+    /// sets `factor` to the correction of earlier results.
+    fn online_softmax<T: Float, V>(scores: &mut [T], rest: T, largest: &mut [T], sum: &mut [T], factor: &mut [T]) {
         let rest = V::splat(rest);
         strips::<T, V>(QUERIES, #[inline(always)] |at, count| {
             let old: V = get(largest, at, count);
@@ -617,8 +617,8 @@ vectorised! {
     }
 }
 
-vectorised! {
-    /// `p[keys, Q]` from scores, still to be multiplied with `rest`, to probabilities, ds from dP to dS.
+vectorized! {
+    /// Turns `p[keys, Q]` from scores, which still need the factor `rest`, into probabilities, and ds from dP into dS.
     fn score_gradients<T: Float, V>(p: &mut [T], rest: T, ds: &mut [T], stats: &[T], delta: &[T], scale: T) {
         let (rest, scale) = (V::splat(rest), V::splat(scale));
         for (p, ds) in p.chunks_exact_mut(QUERIES).zip(ds.chunks_exact_mut(QUERIES)) {
@@ -633,18 +633,18 @@ vectorised! {
     }
 }
 
-/// Rows of `out` times their lane's factor.
+/// Multiplies rows of `out` by the factor of their lane.
 fn scale_rows<T: Float>(out: *mut T, out_row: usize, count: usize, head: usize, factor: &[T]) {
     for (lane, &factor) in factor[..count].iter().enumerate() {
-        // SAFETY: `out` is the block's own part of the output: count rows of `head` elements.
+        // SAFETY: `out` is the block's exclusive part of the output: count rows of `head` elements.
         multiply(unsafe { std::slice::from_raw_parts_mut(out.add(lane * out_row), head) }, factor);
     }
 }
 
-/// The first `count` rows of `sums[.., E]`, rounded, as rows of `to` that are `to_row` apart.
+/// Rounds the first `count` rows of `sums[.., E]` into rows of `to` with stride `to_row`.
 fn round_rows<T: Real>(sums: &[T::Wide], count: usize, head: usize, to: *mut T, to_row: usize) {
     for (row, sums) in sums.chunks_exact(head).take(count).enumerate() {
-        // SAFETY: `to` is the caller's own part of a result: count rows of `head` elements.
+        // SAFETY: `to` is the caller's exclusive part of a result: count rows of `head` elements.
         round_to(sums, unsafe { std::slice::from_raw_parts_mut(to.add(row * to_row), head) });
     }
 }

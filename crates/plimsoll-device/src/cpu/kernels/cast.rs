@@ -1,27 +1,27 @@
-//! Numbers from the bytes of files and back: little-endian, rounded to nearest even.
+//! Conversion between numbers and the bytes of files: little-endian, rounded to nearest even.
 
 use super::simd::Real;
 use crate::cpu::pool::{Pool, Shared};
 use half::{bf16, f16};
 use plimsoll_core::DType;
 
-/// Elements below which a task is not worth sharing out.
-const LEAST: usize = 16384;
+/// Smallest task, in elements.
+const MIN_TASK_ELEMENTS: usize = 16384;
 
-/// These bytes cannot be read or written as numbers.
+/// A failed conversion between bytes and numbers.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CastError {
-    /// Not a type of floats.
-    #[error("{0} holds no floats: expected f64, f32, bf16 or f16")]
+    /// The type is not a float type.
+    #[error("{0} is not a float type: expected f64, f32, bf16 or f16")]
     NotFloat(DType),
-    /// The bytes are not as many as the elements need.
-    #[error("{bytes} bytes are not {elements} elements of {dtype}")]
+    /// The number of bytes does not match the elements.
+    #[error("{bytes} bytes do not hold {elements} elements of {dtype}")]
     Length {
-        /// How many bytes there are.
+        /// Number of bytes.
         bytes: usize,
-        /// How many elements were asked for.
+        /// Number of elements.
         elements: usize,
-        /// Their type.
+        /// Type of the elements.
         dtype: DType,
     },
 }
@@ -46,14 +46,14 @@ fn check(dtype: DType, bytes: usize, elements: usize) -> Result<(), CastError> {
 pub fn from_bytes<T: Real>(pool: &Pool, dtype: DType, bytes: &[u8], to: &mut [T]) -> Result<(), CastError> {
     check(dtype, bytes.len(), to.len())?;
     let (total, to) = (to.len(), Shared::new(to));
-    pool.split(total, LEAST, |range, _| {
+    pool.split(total, MIN_TASK_ELEMENTS, |range, _| {
         // SAFETY: ranges of one split are disjoint.
         let to = unsafe { to.part(range.clone()) };
         match dtype {
-            DType::F64 => read(bytes, range.start, to, |b| T::of(f64::from_le_bytes(b))),
-            DType::F32 => read(bytes, range.start, to, |b| T::of(f32::from_le_bytes(b).into())),
-            DType::Bf16 => read(bytes, range.start, to, |b| T::of(bf16::from_le_bytes(b).wide())),
-            _ => read(bytes, range.start, to, |b| T::of(f16::from_le_bytes(b).to_f32().into())),
+            DType::F64 => read(bytes, range.start, to, |b| T::from_f64(f64::from_le_bytes(b))),
+            DType::F32 => read(bytes, range.start, to, |b| T::from_f64(f32::from_le_bytes(b).into())),
+            DType::Bf16 => read(bytes, range.start, to, |b| T::from_f64(bf16::from_le_bytes(b).to_f64())),
+            _ => read(bytes, range.start, to, |b| T::from_f64(f16::from_le_bytes(b).to_f32().into())),
         }
     });
     Ok(())
@@ -64,22 +64,22 @@ pub fn to_bytes<T: Real>(pool: &Pool, dtype: DType, from: &[T], bytes: &mut [u8]
     check(dtype, bytes.len(), from.len())?;
     let bytes = Shared::new(bytes);
     let size = dtype.bytes() as usize;
-    pool.split(from.len(), LEAST, |range, _| {
+    pool.split(from.len(), MIN_TASK_ELEMENTS, |range, _| {
         // SAFETY: ranges of one split are disjoint.
         let to = unsafe { bytes.part(range.start * size..range.end * size) };
         let from = &from[range];
         match dtype {
-            DType::F64 => write(from, to, |x| x.wide().to_le_bytes()),
-            DType::F32 => write(from, to, |x| (x.wide() as f32).to_le_bytes()),
-            DType::Bf16 => write(from, to, |x| bf16::from_f32(to_odd(x.wide())).to_le_bytes()),
-            _ => write(from, to, |x| f16::from_f32(to_odd(x.wide())).to_le_bytes()),
+            DType::F64 => write(from, to, |x| x.to_f64().to_le_bytes()),
+            DType::F32 => write(from, to, |x| (x.to_f64() as f32).to_le_bytes()),
+            DType::Bf16 => write(from, to, |x| bf16::from_f32(to_odd(x.to_f64())).to_le_bytes()),
+            _ => write(from, to, |x| f16::from_f32(to_odd(x.to_f64())).to_le_bytes()),
         }
     });
     Ok(())
 }
 
-/// `x` in 32 bits, where inexact rounded to the neighbour whose last bit is 1: rounding that again
-/// to half as many bits gives what rounding `x` once would (Boldo and Melquiond, "When double
+/// Rounds `x` to f32, to the neighbour with last bit 1 if inexact (round to odd). Rounding that again to half as many bits gives
+/// the same result as rounding `x` once (Boldo and Melquiond, "When double
 /// rounding is odd"). `half` drops the low half of an f64 instead.
 pub(super) fn to_odd(x: f64) -> f32 {
     let nearest = x as f32;
@@ -108,7 +108,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_survive_their_own_type_at_any_alignment() {
+    fn round_trip_works_at_any_alignment() {
         let pool = Pool::new(2).unwrap();
         let values: Vec<f32> = (0..40_001).map(|i| (i as f32 - 20_000.0) * 0.37).collect();
         let mut bytes = vec![0u8; values.len() * 4 + 1];
@@ -122,14 +122,14 @@ mod tests {
     }
 
     #[test]
-    fn halves_round_to_nearest_even_and_only_once() {
+    fn bf16_rounds_once_to_nearest_even() {
         let pool = Pool::new(1).unwrap();
         // Around 1, bf16 has steps of 2^-7: ties at odd multiples of 2^-8.
         let step = 1.0 / 128.0;
         let cases = [
             (1.0 + step / 2.0, 1.0),
             (1.0 + 1.5 * step, 1.0 + 2.0 * step),
-            // Just above the tie: through f32 it would become the tie and round down.
+            // Just above the tie; rounding through f32 would give the tie and then round down.
             (1.0 + step / 2.0 + 1e-12, 1.0 + step),
         ];
         for (given, want) in cases {
@@ -152,11 +152,11 @@ mod tests {
     }
 
     #[test]
-    fn wrong_lengths_and_types_are_refused() {
+    fn wrong_lengths_and_types_are_rejected() {
         let pool = Pool::new(1).unwrap();
         let mut to = [0.0f32; 2];
         let error = from_bytes(&pool, DType::Bf16, &[0; 5], &mut to).unwrap_err();
-        assert_eq!(error.to_string(), "5 bytes are not 2 elements of bf16");
+        assert_eq!(error.to_string(), "5 bytes do not hold 2 elements of bf16");
         assert_eq!(from_bytes(&pool, DType::I32, &[0; 8], &mut to), Err(CastError::NotFloat(DType::I32)));
         assert_eq!(to_bytes(&pool, DType::U8, &to, &mut [0; 2]), Err(CastError::NotFloat(DType::U8)));
     }

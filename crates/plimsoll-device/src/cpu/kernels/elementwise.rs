@@ -1,45 +1,45 @@
-//! Element by element: add, copy, fill; and sums over rows.
+//! Elementwise ops (add, copy, fill, round) and sums over rows.
 
 use super::embed::add_to;
-use super::simd::{Float, Real, get, put, strips, vectorised};
+use super::simd::{Float, Real, get, put, strips, vectorized};
 use crate::cpu::pool::{Pool, Shared};
 use plimsoll_program::workspace;
 use std::ops::Range;
 
-/// Elements below which a task is not worth sharing out.
-const LEAST: usize = 16384;
+/// Smallest task, in elements.
+const MIN_TASK_ELEMENTS: usize = 16384;
 
-/// into += x
+/// Computes into += x.
 pub fn add<T: Real, I: Real<Wide = T::Wide>>(pool: &Pool, x: &[T], into: &mut [I]) {
     assert_eq!(x.len(), into.len());
     let shared = Shared::new(into);
-    pool.split(x.len(), LEAST, |range, _| {
+    pool.split(x.len(), MIN_TASK_ELEMENTS, |range, _| {
         // SAFETY: ranges of one split are disjoint.
         add_to(unsafe { shared.part(range.clone()) }, &x[range]);
     });
 }
 
-/// to = from
+/// Copies `from` to `to`.
 pub fn copy<T: Copy + Send + Sync>(pool: &Pool, from: &[T], to: &mut [T]) {
     assert_eq!(from.len(), to.len());
     let shared = Shared::new(to);
-    pool.split(from.len(), LEAST, |range, _| {
+    pool.split(from.len(), MIN_TASK_ELEMENTS, |range, _| {
         // SAFETY: ranges of one split are disjoint.
         unsafe { shared.part(range.clone()) }.copy_from_slice(&from[range]);
     });
 }
 
-/// All elements = value.
+/// Sets all elements to `value`.
 pub fn fill<T: Copy + Send + Sync>(pool: &Pool, value: T, to: &mut [T]) {
     let total = to.len();
     let shared = Shared::new(to);
-    pool.split(total, LEAST, |range, _| {
+    pool.split(total, MIN_TASK_ELEMENTS, |range, _| {
         // SAFETY: ranges of one split are disjoint.
         unsafe { shared.part(range) }.fill(value);
     });
 }
 
-/// `into[n]` += the sum of the rows of `x[m, n]`. `scratch` has `workspace::cpu::sum_rows` elements.
+/// Computes `into[n]` += the sum of the rows of `x[m, n]`. `scratch` has `workspace::cpu::sum_rows` elements.
 pub fn sum_rows<T: Real>(
     pool: &Pool,
     rows: usize,
@@ -59,8 +59,8 @@ pub fn sum_rows<T: Real>(
     }
 }
 
-/// Sums over rows in fixed portions: `work(rows, sum)` adds its rows to a zeroed `sum[width]`. Returns
-/// how many sums stand in `scratch`, one after the other, to be added up in order.
+/// Sums rows in fixed portions: `work(rows, sum)` adds its rows to a zeroed `sum[width]`. Returns the number of sums in
+/// `scratch`, one after the other, which the caller adds in order.
 /// `scratch` has `workspace::cpu::sum_rows(rows, width)` elements.
 pub(super) fn partial_sums<T: Float>(
     pool: &Pool,
@@ -73,7 +73,7 @@ pub(super) fn partial_sums<T: Float>(
     let portions = rows.div_ceil(each);
     let shared = Shared::new(&mut scratch[..portions * width]);
     pool.run(portions, |portion, _| {
-        // SAFETY: each portion has a sum of its own.
+        // SAFETY: portions have disjoint sums.
         let sum = unsafe { shared.part(portion * width..(portion + 1) * width) };
         sum.fill(T::ZERO);
         work(portion * each..rows.min((portion + 1) * each), sum);
@@ -81,18 +81,18 @@ pub(super) fn partial_sums<T: Float>(
     portions
 }
 
-/// to = from, rounded to nearest even.
+/// Rounds `from` to nearest even into `to`.
 pub fn round<T: Real>(pool: &Pool, from: &[T::Wide], to: &mut [T]) {
     assert_eq!(from.len(), to.len());
     let shared = Shared::new(to);
-    pool.split(from.len(), LEAST, |range, _| {
+    pool.split(from.len(), MIN_TASK_ELEMENTS, |range, _| {
         // SAFETY: ranges of one split are disjoint.
         round_to(&from[range.clone()], unsafe { shared.part(range) });
     });
 }
 
-vectorised! {
-    /// to = from, rounded.
+vectorized! {
+    /// Rounds `from` into `to`.
     pub(super) fn round_to<T, V>(from: &[T::Wide], to: &mut [T]) {
         strips::<T, V>(from.len(), #[inline(always)] |at, count| {
             put(to, at, count, get::<T::Wide, V>(from, at, count));

@@ -1,17 +1,17 @@
-//! Rows of the embedding table, and their gradient.
+//! Embedding lookup and its gradient.
 
-use super::simd::{Real, get, put, strips, vectorised};
+use super::simd::{Real, get, put, strips, vectorized};
 use crate::cpu::pool::{Pool, Shared};
 
-/// Elements below which a task is not worth sharing out.
-const LEAST: usize = 16384;
-/// Columns that one task of the gradient owns.
+/// Smallest task, in elements.
+const MIN_TASK_ELEMENTS: usize = 16384;
+/// Columns per task of the gradient.
 const STRIP: usize = 64;
 
-/// `out[N, D]` = the rows of `table[V, D]` that `tokens` name.
+/// Computes `out[N, D]` = the rows of `table[V, D]` selected by `tokens`.
 pub fn embed<T: Real>(pool: &Pool, tokens: &[i32], table: &[T], hidden: usize, out: &mut [T]) {
     let out = Shared::new(&mut out[..tokens.len() * hidden]);
-    pool.split(tokens.len(), LEAST.div_ceil(hidden.max(1)), |range, _| {
+    pool.split(tokens.len(), MIN_TASK_ELEMENTS.div_ceil(hidden.max(1)), |range, _| {
         for row in range {
             // SAFETY: rows of one split are disjoint.
             let to = unsafe { out.part(row * hidden..(row + 1) * hidden) };
@@ -20,8 +20,8 @@ pub fn embed<T: Real>(pool: &Pool, tokens: &[i32], table: &[T], hidden: usize, o
     });
 }
 
-/// `dtable[V, D]` += the rows of `dout[N, D]`, each where its token points. A task owns columns and
-/// takes the tokens in order, so that the sum never depends on the threads.
+/// Adds each row of `dout[N, D]` to the row of `dtable[V, D]` of its token. A task owns columns and processes the tokens in order,
+/// so the sums do not depend on the threads.
 pub fn embed_grad<T: Real>(pool: &Pool, tokens: &[i32], dout: &[T], hidden: usize, dtable: &mut [T::Wide]) {
     let vocab = dtable.len() / hidden.max(1);
     let table = Shared::new(dtable);
@@ -30,15 +30,15 @@ pub fn embed_grad<T: Real>(pool: &Pool, tokens: &[i32], dout: &[T], hidden: usiz
         for (row, &token) in tokens.iter().enumerate() {
             let token = token as usize;
             assert!(token < vocab, "token {token} of {vocab}");
-            // SAFETY: each task has columns of its own.
+            // SAFETY: tasks have disjoint columns.
             let to = unsafe { table.part(token * hidden + columns.start..token * hidden + columns.end) };
             add_to(to, &dout[row * hidden..][columns.clone()]);
         }
     });
 }
 
-vectorised! {
-    /// into += x
+vectorized! {
+    /// Computes into += x.
     pub(super) fn add_to<T: Real, V, X>(into: &mut [T], x: &[X]) {
         strips::<T, V>(into.len(), #[inline(always)] |at, count| {
             let sum = get::<T, V>(into, at, count) + get::<X, V>(x, at, count);

@@ -1,30 +1,32 @@
-//! Random numbers that are a function of (seed, tensor number, element), so that they can be made
-//! where they are needed, in any order and any portion.
+//! Random initialization. Numbers are a function of (seed, tensor number, element), so they can be generated in any order and
+//! portion.
 //!
 //! Philox-4x32-10: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3"
-//! (SC 2011). One block of four words gives four numbers, by the method of Box and Muller.
+//! (SC 2011). A block of four words gives four numbers by the Box-Muller method.
 
 use super::simd::Real;
 use crate::cpu::pool::{Pool, Shared};
 
-/// Elements below which a task is not worth sharing out.
-const LEAST: usize = 4096;
+/// Smallest task, in elements.
+const MIN_TASK_ELEMENTS: usize = 4096;
 
 /// Fills `to` with normal numbers of mean 0: element i is number `first + i` of tensor `number`
 /// under `seed`, times `std`.
 pub fn normal<T: Real>(pool: &Pool, seed: u64, number: u64, first: u64, std: f64, to: &mut [T]) {
-    fill(pool, first, to, |block| four_normals(words(seed, number, block)).map(|value| T::of(value * std)));
+    fill(pool, first, to, |block| box_muller(random_words(seed, number, block)).map(|value| T::from_f64(value * std)));
 }
 
-/// The same of numbers that are equally likely from −bound to bound.
+/// Fills `to` with uniform numbers from −bound to bound: element i is number `first + i` of tensor `number` under `seed`.
 pub fn uniform<T: Real>(pool: &Pool, seed: u64, number: u64, first: u64, bound: f64, to: &mut [T]) {
-    fill(pool, first, to, |block| words(seed, number, block).map(|word| T::of((share(word) * 2.0 - 1.0) * bound)));
+    fill(pool, first, to, |block| {
+        random_words(seed, number, block).map(|word| T::from_f64((to_unit_interval(word) * 2.0 - 1.0) * bound))
+    });
 }
 
-/// Element i is number `first + i` of those that `four` makes by blocks of four.
+/// Fills `to` with the numbers from `first` on of a sequence that `four` generates in blocks of four.
 fn fill<T: Real>(pool: &Pool, first: u64, to: &mut [T], four: impl Fn(u64) -> [T; 4] + Sync) {
     let (total, to) = (to.len(), Shared::new(to));
-    pool.split(total, LEAST, |range, _| {
+    pool.split(total, MIN_TASK_ELEMENTS, |range, _| {
         // SAFETY: ranges of one split are disjoint.
         let to = unsafe { to.part(range.clone()) };
         let mut at = first + range.start as u64;
@@ -41,24 +43,24 @@ fn fill<T: Real>(pool: &Pool, first: u64, to: &mut [T], four: impl Fn(u64) -> [T
     });
 }
 
-fn words(seed: u64, number: u64, block: u64) -> [u32; 4] {
+fn random_words(seed: u64, number: u64, block: u64) -> [u32; 4] {
     philox(
         [block as u32, (block >> 32) as u32, number as u32, (number >> 32) as u32],
         [seed as u32, (seed >> 32) as u32],
     )
 }
 
-/// A word's place between 0 and 1, in the middle of 2^32 equal steps: never 0, never 1.
-fn share(word: u32) -> f64 {
+/// Maps a word to the middle of one of 2^32 equal steps between 0 and 1, so never to 0 or 1.
+fn to_unit_interval(word: u32) -> f64 {
     (f64::from(word) + 0.5) / 4_294_967_296.0
 }
 
-fn four_normals(words: [u32; 4]) -> [f64; 4] {
+fn box_muller(random_words: [u32; 4]) -> [f64; 4] {
     let pair = |a: u32, b: u32| {
-        let (radius, angle) = ((-2.0 * share(a).ln()).sqrt(), std::f64::consts::TAU * share(b));
+        let (radius, angle) = ((-2.0 * to_unit_interval(a).ln()).sqrt(), std::f64::consts::TAU * to_unit_interval(b));
         [radius * angle.cos(), radius * angle.sin()]
     };
-    let ([a, b], [c, d]) = (pair(words[0], words[1]), pair(words[2], words[3]));
+    let ([a, b], [c, d]) = (pair(random_words[0], random_words[1]), pair(random_words[2], random_words[3]));
     [a, b, c, d]
 }
 
@@ -80,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn philox_gives_the_published_vectors() {
+    fn philox_matches_published_vectors() {
         // Random123, tests/kat_vectors, philox4x32 with 10 rounds.
         assert_eq!(philox([0; 4], [0; 2]), [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]);
         assert_eq!(philox([u32::MAX; 4], [u32::MAX; 2]), [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd]);
@@ -91,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn any_portion_is_the_same_as_the_whole() {
+    fn portions_match_the_whole() {
         let mut whole = vec![0.0f32; 30_000];
         normal(&Pool::new(1).unwrap(), 7, 3, 0, 0.02, &mut whole);
         for threads in [2, 3] {
@@ -105,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_are_normal_and_differ_by_seed_and_tensor() {
+    fn numbers_are_normal_and_differ_by_seed() {
         let pool = Pool::new(2).unwrap();
         let draw = |seed, number| {
             let mut x = vec![0.0f64; 200_000];

@@ -1,65 +1,72 @@
-//! The softmax of rows of logits, a block of columns after another: what is known of each row, its cross entropy, and
-//! its gradient in place.
+//! Cross entropy of rows of logits, one block of columns after another: softmax statistics of each row, the loss, and the gradient
+//! in place.
 //!
-//! `nll = ln Σ e^(x − max) + max − x[label]`; d nll / dx = softmax(x) − onehot(label). Largest and sum are carried on
-//! from block to block (Milakov and Gimelshein, "Online normalizer calculation for softmax"). Exponentials are taken
-//! twice, for the sum and for the gradient: nothing is rounded in between.
+//! `nll = ln Σ e^(x − max) + max − x[label]`; d nll / dx = softmax(x) − onehot(label). The maximum and the sum are carried
+//! from block to block (Milakov and Gimelshein, "Online normalizer calculation for softmax"). Exponentials are
+//! computed twice, for the sum and for the gradient, so nothing is rounded in between.
 
-use super::simd::{Float, Real, get, get_or, put, strips, vectorised};
+use super::simd::{Float, Real, get, get_or, put, strips, vectorized};
 use crate::cpu::pool::{Pool, Shared};
 use plimsoll_program::op::SOFTMAX_STATS;
 
-/// The label of a row that does not count.
+/// Label of rows that do not count.
 pub const IGNORED: i32 = -100;
-/// Elements below which a task is not worth sharing out.
-const LEAST: usize = 8192;
-/// Numbers of a row in its stats.
+/// Smallest task, in elements.
+const MIN_TASK_ELEMENTS: usize = 8192;
+/// Statistics per row.
 const STATS: usize = SOFTMAX_STATS as usize;
 
-/// The rows of a block of logits, what they should be, and how much each of them counts: not at all with label −100 or
-/// weight 0.
+/// Labels and weights of the rows of a block of logits. Rows with label −100 or weight 0 do not count.
 #[derive(Clone, Copy)]
-pub struct Labelled<'a, T> {
-    /// `[R]`, of the whole vocabulary.
+pub struct LabelledRows<'a, T> {
+    /// Labels in the whole vocabulary, `[R]`.
     pub labels: &'a [i32],
-    /// `[R]`.
+    /// Weights, `[R]`.
     pub weights: &'a [T],
-    /// Columns of the vocabulary before the block's.
+    /// First vocabulary column of the block.
     pub first: usize,
-    /// Columns of the block.
+    /// Number of columns of the block.
     pub columns: usize,
 }
 
-impl<T: Float> Labelled<'_, T> {
+impl<T: Float> LabelledRows<'_, T> {
     fn counts(&self, row: usize) -> bool {
         self.labels[row] != IGNORED && self.weights[row] != T::ZERO
     }
 
-    /// The label's column in the block, if it is there.
+    /// Returns the label's column in the block, if it lies there.
     fn column(&self, row: usize) -> Option<usize> {
         let column = usize::try_from(self.labels[row]).ok()?.checked_sub(self.first)?;
         (column < self.columns).then_some(column)
     }
 
-    /// Calls `work` with portions of the rows.
+    /// Calls `work` once for each row, spread over the pool.
     fn split(&self, pool: &Pool, work: impl Fn(usize) + Sync) {
         assert_eq!(self.labels.len(), self.weights.len());
-        pool.split(self.labels.len(), LEAST.div_ceil(self.columns.max(1)), |range, _| range.for_each(&work));
+        pool.split(self.labels.len(), MIN_TASK_ELEMENTS.div_ceil(self.columns.max(1)), |range, _| {
+            range.for_each(&work)
+        });
     }
 }
 
-/// Carries `stats[R, 4]` on over `logits[R, columns]`, as [`SoftmaxStats`](plimsoll_program::OpKind::SoftmaxStats) says.
-pub fn softmax_stats<T: Real>(pool: &Pool, of: Labelled<T::Wide>, logits: &[T], stats: &mut [T::Wide], begin: bool) {
+/// Updates `stats[R, 4]` with `logits[R, columns]`, as defined by [`SoftmaxStats`](plimsoll_program::OpKind::SoftmaxStats).
+pub fn softmax_stats<T: Real>(
+    pool: &Pool,
+    of: LabelledRows<T::Wide>,
+    logits: &[T],
+    stats: &mut [T::Wide],
+    begin: bool,
+) {
     let columns = of.columns;
     assert_eq!((logits.len(), stats.len()), (of.labels.len() * columns, of.labels.len() * STATS));
     let shared = Shared::new(stats);
     of.split(pool, |row| {
-        // SAFETY: `split` calls once for each row.
+        // SAFETY: `split` calls `work` once for each row.
         let stats = unsafe { shared.part(row * STATS..(row + 1) * STATS) };
         if begin {
             let (zero, one) = (T::Wide::ZERO, T::Wide::ONE);
             stats.copy_from_slice(&match of.counts(row) {
-                true => [T::Wide::MINUS_INFINITY, zero, T::Wide::of(f64::NAN), zero],
+                true => [T::Wide::MINUS_INFINITY, zero, T::Wide::from_f64(f64::NAN), zero],
                 false => [zero, one, zero, zero],
             });
         }
@@ -72,9 +79,11 @@ pub fn softmax_stats<T: Real>(pool: &Pool, of: Labelled<T::Wide>, logits: &[T], 
         if let Some(label) = label {
             stats[2] = logits[label].widen();
         }
-        // Of equals the first counts, and those before come first.
+        // The first of equal logits counts, and earlier blocks come first.
         if begin || here > before {
-            stats[3] = T::Wide::of(f64::from(u8::from(label.is_some_and(|label| is_first(logits, label, here)))));
+            stats[3] = T::Wide::from_f64(f64::from(u8::from(
+                label.is_some_and(|label| is_first_maximum(logits, label, here)),
+            )));
         }
         let most = if here > before { here } else { before };
         let sum = exp_sum(logits, most);
@@ -83,15 +92,15 @@ pub fn softmax_stats<T: Real>(pool: &Pool, of: Labelled<T::Wide>, logits: &[T], 
     });
 }
 
-/// Σ weight · nll over rows whose `stats[R, 4]` are of the whole vocabulary. `correct[R]`, if asked for, is 1 where the
-/// largest logit (the first of equals) is the label's.
+/// Returns Σ weight · nll over rows with `stats[R, 4]` of the whole vocabulary. Sets `correct[R]`, if given, to 1 where the label has
+/// the largest logit (the first of equals).
 pub fn cross_entropy<T: Float>(stats: &[T], labels: &[i32], weights: &[T], mut correct: Option<&mut [i32]>) -> f64 {
     let mut sum = 0.0;
     for (row, stats) in stats.chunks_exact(STATS).enumerate() {
         let counts = labels[row] != IGNORED && weights[row] != T::ZERO;
         if counts {
             let nll = stats[1].ln() + stats[0] - stats[2];
-            sum += nll.wide() * weights[row].wide();
+            sum += nll.to_f64() * weights[row].to_f64();
         }
         if let Some(correct) = &mut correct {
             correct[row] = i32::from(counts && stats[3] != T::ZERO);
@@ -100,13 +109,19 @@ pub fn cross_entropy<T: Float>(stats: &[T], labels: &[i32], weights: &[T], mut c
     sum
 }
 
-/// Turns `logits[R, columns]` into the gradient of `scale` times the sum: rows that do not count become exact zeros.
-pub fn softmax_grad<T: Real>(pool: &Pool, of: Labelled<T::Wide>, logits: &mut [T], stats: &[T::Wide], scale: T::Wide) {
+/// Turns `logits[R, columns]` into the gradient of `scale` times the loss sum. Rows that do not count become exact zeros.
+pub fn softmax_grad<T: Real>(
+    pool: &Pool,
+    of: LabelledRows<T::Wide>,
+    logits: &mut [T],
+    stats: &[T::Wide],
+    scale: T::Wide,
+) {
     let columns = of.columns;
     assert_eq!((logits.len(), stats.len()), (of.labels.len() * columns, of.labels.len() * STATS));
     let shared = Shared::new(logits);
     of.split(pool, |row| {
-        // SAFETY: `split` calls once for each row.
+        // SAFETY: `split` calls `work` once for each row.
         let logits = unsafe { shared.part(row * columns..(row + 1) * columns) };
         if !of.counts(row) {
             logits.fill(T::ZERO);
@@ -118,7 +133,7 @@ pub fn softmax_grad<T: Real>(pool: &Pool, of: Labelled<T::Wide>, logits: &mut [T
         let own = of.column(row).map(|label| (label, logits[label].widen()));
         probabilities(logits, largest, factor);
         if let Some((label, own)) = own {
-            // By itself, so that it is rounded once.
+            // Computed separately, so that it is rounded once.
             let mut label_alone = [own];
             probabilities(&mut label_alone, largest, factor);
             logits[label] = T::narrow(label_alone[0] - scale);
@@ -127,11 +142,11 @@ pub fn softmax_grad<T: Real>(pool: &Pool, of: Labelled<T::Wide>, logits: &mut [T
 }
 
 /// Whether the logit of `label` is the largest, and no earlier one is as large.
-fn is_first<T: Real>(logits: &[T], label: usize, largest: T::Wide) -> bool {
+fn is_first_maximum<T: Real>(logits: &[T], label: usize, largest: T::Wide) -> bool {
     logits[label].widen() == largest && !logits[..label].iter().any(|logit| logit.widen() == largest)
 }
 
-vectorised! {
+vectorized! {
     fn largest<T, V>(x: &[T]) -> T::Wide {
         let least = V::splat(T::Wide::MINUS_INFINITY);
         let mut most = [least; 4];
@@ -140,12 +155,12 @@ vectorised! {
             most[turn % 4] = get_or(x, at, count, least).max(most[turn % 4]);
             turn += 1;
         });
-        most[0].max(most[1]).max(most[2].max(most[3])).largest()
+        most[0].max(most[1]).max(most[2].max(most[3])).max_lane()
     }
 }
 
-vectorised! {
-    /// Σ e^(x − shift)
+vectorized! {
+    /// Returns Σ e^(x − shift)
     fn exp_sum<T, V>(x: &[T], shift: T::Wide) -> T::Wide {
         let (shift, nothing) = (V::splat(shift), V::splat(T::Wide::MINUS_INFINITY));
         let mut sum = V::splat(T::Wide::ZERO);
@@ -156,8 +171,8 @@ vectorised! {
     }
 }
 
-vectorised! {
-    /// x = e^(x − shift) · factor
+vectorized! {
+    /// Computes x = e^(x − shift) · factor
     fn probabilities<T, V>(x: &mut [T], shift: T::Wide, factor: T::Wide) {
         let (shift, factor) = (V::splat(shift), V::splat(factor));
         strips::<T, V>(x.len(), #[inline(always)] |at, count| {

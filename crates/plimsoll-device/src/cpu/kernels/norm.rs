@@ -5,22 +5,22 @@
 
 use super::elementwise::partial_sums;
 use super::embed::add_to;
-use super::simd::{Float, Real, get, put, strips, vectorised};
+use super::simd::{Float, Real, get, put, strips, vectorized};
 use super::{Heads, attention::Columns};
 use crate::cpu::pool::{Pool, Shared};
 
-/// Elements below which a task is not worth sharing out.
-const LEAST: usize = 8192;
+/// Smallest task, in elements.
+const MIN_TASK_ELEMENTS: usize = 8192;
 
-vectorised! {
-    /// out = x · r · weight; returns r.
+vectorized! {
+    /// Computes out = x · r · weight and returns r.
     fn norm_row<T, V>(x: &[T], weight: &[T], eps: T::Wide, out: &mut [T]) -> T::Wide {
         let mut squares = V::splat(T::Wide::ZERO);
         strips::<T, V>(x.len(), #[inline(always)] |at, count| {
             let value: V = get(x, at, count);
             squares = value.mul_add(value, squares);
         });
-        let r = T::Wide::ONE / (squares.sum() / T::Wide::of(x.len() as f64) + eps).sqrt();
+        let r = T::Wide::ONE / (squares.sum() / T::Wide::from_f64(x.len() as f64) + eps).sqrt();
         strips::<T, V>(x.len(), #[inline(always)] |at, count| {
             put(out, at, count, get::<T, V>(x, at, count) * V::splat(r) * get::<T, V>(weight, at, count));
         });
@@ -28,15 +28,15 @@ vectorised! {
     }
 }
 
-vectorised! {
-    /// dx = (or +=) the gradient; dweight +=.
+vectorized! {
+    /// Computes dx = (or +=) the gradient, and adds to dweight.
     fn norm_row_grad<T, V>(x: &[T], weight: &[T], r: T::Wide, dout: &[T], dx: &mut [T], dweight: &mut [T::Wide], accumulate: bool) {
         let mut products = V::splat(T::Wide::ZERO);
         strips::<T, V>(x.len(), #[inline(always)] |at, count| {
             let g = get::<T, V>(dout, at, count) * get::<T, V>(weight, at, count);
             products = g.mul_add(get::<T, V>(x, at, count), products);
         });
-        let rate = V::splat(-(r * r * r * (products.sum() / T::Wide::of(x.len() as f64))));
+        let rate = V::splat(-(r * r * r * (products.sum() / T::Wide::from_f64(x.len() as f64))));
         let r = V::splat(r);
         strips::<T, V>(x.len(), #[inline(always)] |at, count| {
             let (x, dy): (V, V) = (get::<T, V>(x, at, count), get::<T, V>(dout, at, count));
@@ -50,15 +50,15 @@ vectorised! {
     }
 }
 
-vectorised! {
-    /// As `norm_row_grad`, turning dout into dx in place.
+vectorized! {
+    /// Turns dout into dx in place, and adds to dweight.
     fn norm_row_grad_in_place<T, V>(x: &[T], weight: &[T], r: T::Wide, d: &mut [T], dweight: &mut [T::Wide]) {
         let mut products = V::splat(T::Wide::ZERO);
         strips::<T, V>(x.len(), #[inline(always)] |at, count| {
             let g = get::<T, V>(d, at, count) * get::<T, V>(weight, at, count);
             products = g.mul_add(get::<T, V>(x, at, count), products);
         });
-        let rate = V::splat(-(r * r * r * (products.sum() / T::Wide::of(x.len() as f64))));
+        let rate = V::splat(-(r * r * r * (products.sum() / T::Wide::from_f64(x.len() as f64))));
         let r = V::splat(r);
         strips::<T, V>(x.len(), #[inline(always)] |at, count| {
             let (x, dy): (V, V) = (get::<T, V>(x, at, count), get::<T, V>(d, at, count));
@@ -68,22 +68,22 @@ vectorised! {
     }
 }
 
-/// `out[R, D]` = x / rms(x) · weight; `rstd[R]` = 1 / rms.
+/// Computes `out[R, D]` = x / rms(x) · weight; `rstd[R]` = 1 / rms.
 pub fn rms_norm<T: Real>(pool: &Pool, x: &[T], weight: &[T], eps: f64, out: &mut [T], rstd: &mut [T::Wide]) {
     let (rows, dim) = (rstd.len(), weight.len());
     assert!(x.len() == rows * dim && out.len() == rows * dim);
     let (out, rstd) = (Shared::new(out), Shared::new(rstd));
-    pool.split(rows, LEAST.div_ceil(dim.max(1)), |range, _| {
+    pool.split(rows, MIN_TASK_ELEMENTS.div_ceil(dim.max(1)), |range, _| {
         for row in range {
             let part = row * dim..(row + 1) * dim;
             // SAFETY: rows of one split are disjoint.
             let (out, rstd) = unsafe { (out.part(part.clone()), rstd.part(row..row + 1)) };
-            rstd[0] = norm_row(&x[part], weight, T::Wide::of(eps), out);
+            rstd[0] = norm_row(&x[part], weight, T::Wide::from_f64(eps), out);
         }
     });
 }
 
-/// `dx[R, D]` = (or +=, with `accumulate`) the gradient of `rms_norm`; `dweight[D]` +=, where it is wanted.
+/// Computes `dx[R, D]` = (or +=, with `accumulate`) the gradient of `rms_norm`, and adds to `dweight[D]` if given.
 /// `scratch` has `workspace::cpu::sum_rows(rows, dim)` elements.
 pub fn rms_norm_grad<T: Real>(
     pool: &Pool,
@@ -102,7 +102,7 @@ pub fn rms_norm_grad<T: Real>(
     let sums = partial_sums(pool, rows, dim, scratch, |range, sum| {
         for row in range {
             let part = row * dim..(row + 1) * dim;
-            // SAFETY: portions have rows of their own.
+            // SAFETY: portions have disjoint rows.
             let dx = unsafe { dx.part(part.clone()) };
             norm_row_grad(&x[part.clone()], weight, rstd[row], &dout[part], dx, sum, accumulate);
         }
@@ -115,7 +115,7 @@ pub fn rms_norm_grad<T: Real>(
     }
 }
 
-/// `out[N, C]`: each query head of `x[N, C]` normed with `q_weight[E]`, each key head with `k_weight[E]`,
+/// Computes `out[N, C]`: each query head of `x[N, C]` normalized with `q_weight[E]`, each key head with `k_weight[E]`,
 /// values copied; `rstd[N, H + K]`.
 pub fn head_norm<T: Real>(
     pool: &Pool,
@@ -127,13 +127,13 @@ pub fn head_norm<T: Real>(
     out: &mut [T],
     rstd: &mut [T::Wide],
 ) {
-    let c = Columns::of(shape);
+    let c = Columns::from_heads(shape);
     let normed = c.heads + c.kv_heads;
     let rows = rstd.len() / normed;
     assert!(x.len() == rows * c.all && out.len() == rows * c.all);
     assert!(q_weight.len() == c.head && k_weight.len() == c.head);
     let (out, rstd) = (Shared::new(out), Shared::new(rstd));
-    pool.split(rows, LEAST.div_ceil(c.all), |range, _| {
+    pool.split(rows, MIN_TASK_ELEMENTS.div_ceil(c.all), |range, _| {
         for row in range {
             // SAFETY: rows of one split are disjoint.
             let (out, rstd) =
@@ -142,15 +142,15 @@ pub fn head_norm<T: Real>(
             for (head, r) in rstd.iter_mut().enumerate() {
                 let weight = if head < c.heads { q_weight } else { k_weight };
                 let part = head * c.head..(head + 1) * c.head;
-                *r = norm_row(&x[part.clone()], weight, T::Wide::of(eps), &mut out[part]);
+                *r = norm_row(&x[part.clone()], weight, T::Wide::from_f64(eps), &mut out[part]);
             }
             out[c.values..].copy_from_slice(&x[c.values..]);
         }
     });
 }
 
-/// Turns the gradient of `head_norm`'s output, in `dx[N, C]`, into that of its input, in place;
-/// `dweights`, `[E]` of queries and of keys, +=, where they are wanted. `scratch` has `workspace::cpu::sum_rows(rows, 2 E)` elements.
+/// Turns the gradient of `head_norm`'s output, in `dx[N, C]`, into that of its input in place, and
+/// adds to `dweights` (`[E]` of queries and of keys) if given. `scratch` has `workspace::cpu::sum_rows(rows, 2 E)` elements.
 pub fn head_norm_grad<T: Real>(
     pool: &Pool,
     shape: Heads,
@@ -162,7 +162,7 @@ pub fn head_norm_grad<T: Real>(
     dweights: Option<[&mut [T::Wide]; 2]>,
     scratch: &mut [T::Wide],
 ) {
-    let c = Columns::of(shape);
+    let c = Columns::from_heads(shape);
     let normed = c.heads + c.kv_heads;
     let rows = rstd.len() / normed;
     assert!(x.len() == rows * c.all && dx.len() == rows * c.all);
@@ -172,7 +172,7 @@ pub fn head_norm_grad<T: Real>(
     let sums = partial_sums(pool, rows, each, scratch, |range, sum| {
         let (dq, dk) = sum.split_at_mut(c.head);
         for row in range {
-            // SAFETY: portions have rows of their own.
+            // SAFETY: portions have disjoint rows.
             let dx = unsafe { dx.part(row * c.all..(row + 1) * c.all) };
             for head in 0..normed {
                 let part = head * c.head..(head + 1) * c.head;

@@ -1,34 +1,34 @@
-//! The update of weights, and the norm that clips it: in the wide type, in which masters, gradients and state are.
+//! Optimizer updates and the gradient norm for clipping, in the wide type of master weights, gradients and optimizer state.
 
-use super::coarse::{Encoder, of_map, to_map};
-use super::simd::{Float, get, put, strips, vectorised};
+use super::quantized::{Encoder, encode_by_codebook, from_codebook};
+use super::simd::{Float, get, put, strips, vectorized};
 use crate::cpu::pool::{Pool, Shared};
 use plimsoll_core::DType;
 use plimsoll_program::formats::{self, STATE_BLOCK};
 
-/// Elements below which a task is not worth sharing out.
-const LEAST: usize = 16384;
-/// The sum of squares is taken in at most this many portions, whatever the number of threads.
+/// Smallest task, in elements.
+const MIN_TASK_ELEMENTS: usize = 16384;
+/// Largest number of portions of the sum of squares, independent of the number of threads.
 const PORTIONS: usize = 256;
-/// Squares added up in `T` before they go into an f64.
-const RUN: usize = 2048;
+/// Squares summed in `T` before they are added to an f64.
+const CHUNK_ELEMENTS: usize = 2048;
 
-/// Σ x². NaN and infinity carry through.
+/// Returns Σ x²; NaN and infinity propagate.
 pub fn squared_norm<T: Float>(pool: &Pool, x: &[T]) -> f64 {
-    let each = x.len().div_ceil(PORTIONS).next_multiple_of(RUN).max(LEAST);
+    let each = x.len().div_ceil(PORTIONS).next_multiple_of(CHUNK_ELEMENTS).max(MIN_TASK_ELEMENTS);
     let portions = x.len().div_ceil(each);
     let mut sums = [0.0f64; PORTIONS];
     let shared = Shared::new(&mut sums);
     pool.run(portions, |portion, _| {
         let part = &x[portion * each..x.len().min((portion + 1) * each)];
-        // SAFETY: each portion has a sum of its own.
+        // SAFETY: portions have disjoint sums.
         let sum = unsafe { shared.part(portion..portion + 1) };
-        sum[0] = part.chunks(RUN).map(|run| squares(run).wide()).sum();
+        sum[0] = part.chunks(CHUNK_ELEMENTS).map(|run| squares(run).to_f64()).sum();
     });
     sums[..portions].iter().sum()
 }
 
-vectorised! {
+vectorized! {
     fn squares<T: Float, V>(x: &[T]) -> T {
         let mut sums = [V::splat(T::ZERO); 4];
         let mut turn = 0;
@@ -41,24 +41,24 @@ vectorised! {
     }
 }
 
-/// The numbers of one AdamW step.
+/// Hyperparameters of one AdamW step.
 #[derive(Clone, Copy, Debug)]
 pub struct AdamW<T> {
-    /// The learning rate of this step.
+    /// Learning rate of this step.
     pub rate: T,
     /// β₁ and β₂.
     pub betas: [f64; 2],
-    /// Added to the root of the corrected second moment.
+    /// Term added to the root of the corrected second moment.
     pub eps: T,
     /// Decoupled weight decay.
     pub decay: T,
     /// 1 − β₁ᵗ and 1 − β₂ᵗ.
     pub bias_corrections: [T; 2],
-    /// Every gradient is multiplied with this.
+    /// Clip factor of all gradients.
     pub clip: T,
 }
 
-/// One step of AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization"; the order of
+/// Computes one step of AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization"; the order of
 /// operations of PyTorch): w −= rate · decay · w; m, v are the moving averages of g and g²;
 /// w −= rate / c₁ · m / (√v / √c₂ + eps).
 pub fn adamw<T: Float>(
@@ -72,19 +72,19 @@ pub fn adamw<T: Float>(
     let n = gradient.len();
     assert!(weight.len() == n && first.len() == n && second.len() == n);
     let (weight, first, second) = (Shared::new(weight), Shared::new(first), Shared::new(second));
-    pool.split(n, LEAST, |range, _| {
+    pool.split(n, MIN_TASK_ELEMENTS, |range, _| {
         // SAFETY: ranges of one split are disjoint.
         let (w, m, v) = unsafe { (weight.part(range.clone()), first.part(range.clone()), second.part(range.clone())) };
         adamw_part(step, w, &gradient[range], m, v);
     });
 }
 
-vectorised! {
+vectorized! {
     fn adamw_part<T: Float, V>(step: AdamW<T>, weight: &mut [T], gradient: &[T], first: &mut [T], second: &mut [T]) {
         let keep = V::splat(T::ONE - step.rate * step.decay);
         let clip = V::splat(step.clip);
-        let mix_first = V::splat(T::of(1.0 - step.betas[0]));
-        let (keep_second, mix_second) = (V::splat(T::of(step.betas[1])), V::splat(T::of(1.0 - step.betas[1])));
+        let mix_first = V::splat(T::from_f64(1.0 - step.betas[0]));
+        let (keep_second, mix_second) = (V::splat(T::from_f64(step.betas[1])), V::splat(T::from_f64(1.0 - step.betas[1])));
         let minus_rate = V::splat(-(step.rate / step.bias_corrections[0]));
         let root = V::splat(T::ONE / step.bias_corrections[1].sqrt());
         let eps = V::splat(step.eps);
@@ -101,30 +101,30 @@ vectorised! {
     }
 }
 
-/// The moments of AdamW in a byte each, in blocks of 256 elements with a scale (`plimsoll_program::formats`).
+/// AdamW moments of one byte each, in blocks of 256 elements with a scale (`plimsoll_program::formats`).
 #[derive(Debug)]
 pub struct State8<'a> {
     /// Codes of the first moments.
     pub first: &'a mut [u8],
-    /// One for each block.
+    /// Scales of the first moments, one per block.
     pub first_scale: &'a mut [f32],
     /// Codes of the second moments.
     pub second: &'a mut [u8],
-    /// One for each block.
+    /// Scales of the second moments, one per block.
     pub second_scale: &'a mut [f32],
 }
 
-/// `adamw` with moments that are made whole, a block at a time, and made small again.
+/// Computes one step of AdamW with 8-bit moments, which are dequantized and quantized again block by block.
 pub fn adamw8<T: Float>(pool: &Pool, step: AdamW<T>, weight: &mut [T], gradient: &[T], state: State8) {
     const BLOCK: usize = STATE_BLOCK as usize;
     let (n, blocks) = (gradient.len(), gradient.len().div_ceil(BLOCK));
     assert!(weight.len() == n && state.first.len() == n && state.second.len() == n);
     assert!(state.first_scale.len() == blocks && state.second_scale.len() == blocks);
     let (signed, unsigned) = (formats::dynamic_map(true), formats::dynamic_map(false));
-    let (to_signed, to_unsigned) = (Encoder::of(true), Encoder::of(false));
+    let (to_signed, to_unsigned) = (Encoder::shared(true), Encoder::shared(false));
     let (weight, first, second) = (Shared::new(weight), Shared::new(state.first), Shared::new(state.second));
     let (first_scale, second_scale) = (Shared::new(state.first_scale), Shared::new(state.second_scale));
-    pool.split(blocks, LEAST / BLOCK, |range, _| {
+    pool.split(blocks, MIN_TASK_ELEMENTS / BLOCK, |range, _| {
         for block in range {
             let part = block * BLOCK..n.min((block + 1) * BLOCK);
             let count = part.len();
@@ -140,46 +140,46 @@ pub fn adamw8<T: Float>(pool: &Pool, step: AdamW<T>, weight: &mut [T], gradient:
             };
             let (mut m, mut v) = ([0.0f32; BLOCK], [0.0f32; BLOCK]);
             let (m, v) = (&mut m[..count], &mut v[..count]);
-            of_map(signed, first, first_scale[0], m);
-            of_map(unsigned, second, second_scale[0], v);
+            from_codebook(signed, first, first_scale[0], m);
+            from_codebook(unsigned, second, second_scale[0], v);
             match (bytemuck::try_cast_slice_mut(m), bytemuck::try_cast_slice_mut(v)) {
                 (Ok(m), Ok(v)) if T::DTYPE == DType::F32 => adamw_part(step, w, &gradient[part], m, v),
                 _ => {
                     let mut wide = [[T::ZERO; BLOCK]; 2];
                     let [wide_m, wide_v] = &mut wide;
-                    wide_m.iter_mut().zip(&*m).for_each(|(to, x)| *to = T::of(f64::from(*x)));
-                    wide_v.iter_mut().zip(&*v).for_each(|(to, x)| *to = T::of(f64::from(*x)));
+                    wide_m.iter_mut().zip(&*m).for_each(|(to, x)| *to = T::from_f64(f64::from(*x)));
+                    wide_v.iter_mut().zip(&*v).for_each(|(to, x)| *to = T::from_f64(f64::from(*x)));
                     adamw_part(step, w, &gradient[part], &mut wide_m[..count], &mut wide_v[..count]);
-                    m.iter_mut().zip(wide_m).for_each(|(to, x)| *to = x.wide() as f32);
-                    v.iter_mut().zip(wide_v).for_each(|(to, x)| *to = x.wide() as f32);
+                    m.iter_mut().zip(wide_m).for_each(|(to, x)| *to = x.to_f64() as f32);
+                    v.iter_mut().zip(wide_v).for_each(|(to, x)| *to = x.to_f64() as f32);
                 }
             }
-            first_scale[0] = to_map(to_signed, m, first);
-            second_scale[0] = to_map(to_unsigned, v, second);
+            first_scale[0] = encode_by_codebook(to_signed, m, first);
+            second_scale[0] = encode_by_codebook(to_unsigned, v, second);
         }
     });
 }
 
-/// The numbers of one step of stochastic gradient descent.
+/// Hyperparameters of one step of stochastic gradient descent.
 #[derive(Clone, Copy, Debug)]
 pub struct Sgd<T> {
-    /// The learning rate of this step.
+    /// Learning rate of this step.
     pub rate: T,
-    /// How much of the buffer stays; used only where there is one.
+    /// Momentum; used only with a momentum buffer.
     pub momentum: T,
     /// Weight decay, added to the gradient.
     pub decay: T,
-    /// Every gradient is multiplied with this.
+    /// Clip factor of all gradients.
     pub clip: T,
 }
 
-/// One step as in PyTorch: g += decay · w; the buffer = momentum · buffer + g (it begins as
-/// zeros); w −= rate · buffer, or rate · g without one.
+/// Computes one step as in PyTorch: g += decay · w; buffer = momentum · buffer + g (initially
+/// zero); w −= rate · buffer, or rate · g without one.
 pub fn sgd<T: Float>(pool: &Pool, step: Sgd<T>, weight: &mut [T], gradient: &[T], buffer: Option<&mut [T]>) {
     let n = gradient.len();
     assert!(weight.len() == n && buffer.as_ref().is_none_or(|buffer| buffer.len() == n));
     let (weight, buffer) = (Shared::new(weight), buffer.map(Shared::new));
-    pool.split(n, LEAST, |range, _| {
+    pool.split(n, MIN_TASK_ELEMENTS, |range, _| {
         // SAFETY: ranges of one split are disjoint.
         let weight = unsafe { weight.part(range.clone()) };
         match &buffer {
@@ -190,7 +190,7 @@ pub fn sgd<T: Float>(pool: &Pool, step: Sgd<T>, weight: &mut [T], gradient: &[T]
     });
 }
 
-vectorised! {
+vectorized! {
     fn sgd_part<T: Float, V>(step: Sgd<T>, weight: &mut [T], gradient: &[T]) {
         let (clip, decay, minus_rate) = (V::splat(step.clip), V::splat(step.decay), V::splat(-step.rate));
         strips::<T, V>(gradient.len(), #[inline(always)] |at, count| {
@@ -201,7 +201,7 @@ vectorised! {
     }
 }
 
-vectorised! {
+vectorized! {
     fn momentum_part<T: Float, V>(step: Sgd<T>, weight: &mut [T], gradient: &[T], buffer: &mut [T]) {
         let (clip, decay, minus_rate) = (V::splat(step.clip), V::splat(step.decay), V::splat(-step.rate));
         let momentum = V::splat(step.momentum);

@@ -1,24 +1,24 @@
-//! Products of bf16 with sums in f32. Numbers that follow each other along k are taken in pairs, as
-//! AVX-512 BF16 does: two multiplications and two additions for each lane of 32 bits. Processors
-//! without it take the same pairs apart, which is exact, and use products of f32; the order of the
-//! additions, and so the last bits of the sums, differ between the two. (Intel's and AMD's manuals:
-//! VDPBF16PS adds without exceptions and takes subnormals for zeros.)
+//! Matrix products of bf16 with sums in f32.
 //!
-//! The blocking is that of `product.rs`, over pairs. Where k has several slices and the result is
-//! bf16, the sums of the slices stand in scratch, so that each result is rounded once.
+//! Neighbouring numbers along k form pairs, as in AVX-512 BF16: two multiplications and two additions per 32-bit lane. Processors
+//! without it split the same pairs, which is exact, and multiply in f32. The order of additions, and so the last bits of the
+//! sums, differ between the two. (Intel's and AMD's manuals: VDPBF16PS adds without exceptions and flushes subnormals.)
+//!
+//! The blocking is that of `product.rs`, over pairs. If k has several slices and the result is bf16, the sums of the slices are kept
+//! in the workspace, so that each result is rounded once.
 //!
 //! A pair has the bits of an f32: the first number in the lower half.
 
 use super::attention::QUERIES;
-use super::product::{GROUP, Product, Target};
-use super::simd::{Dot, Real, Vector, by_level, transpose_bits};
+use super::product::{GROUP_ROWS, Product, Target};
+use super::simd::{Dot, Real, Vector, transpose_bits, vectorized_dot};
 use crate::cpu::pool::{Pool, Shared};
 use half::bf16;
 use plimsoll_program::workspace::cpu as sizes;
 use std::ops::Range;
 
-/// The left-hand side as tiles read it: groups of GROUP rows, `group` elements apart; inside a group, pair p of row i
-/// begins at `i * row + 2 * p * column`. `column` is 1, or GROUP where it is packed.
+/// The left-hand side as tiles read it: groups of GROUP_ROWS rows, `group` elements apart; inside a group, pair p of row i
+/// begins at `i * row + 2 * p * column`. `column` is 1, or GROUP_ROWS where it is packed.
 #[derive(Clone, Copy)]
 struct Left {
     at: *const bf16,
@@ -28,50 +28,50 @@ struct Left {
 }
 
 impl Left {
-    /// A matrix whose rows are contiguous, `row` elements apart.
+    /// Returns a matrix with contiguous rows of stride `row`.
     fn rows(at: *const bf16, row: usize) -> Left {
-        Left { at, group: GROUP * row, row, column: 1 }
+        Left { at, group: GROUP_ROWS * row, row, column: 1 }
     }
 
-    /// Packed groups of GROUP rows, each group one contiguous [pairs, GROUP].
+    /// Packed groups of GROUP_ROWS rows, each group one contiguous [pairs, GROUP_ROWS].
     fn packed(at: *const bf16, pairs: usize) -> Left {
-        Left { at, group: 2 * GROUP * pairs, row: 2, column: GROUP }
+        Left { at, group: 2 * GROUP_ROWS * pairs, row: 2, column: GROUP_ROWS }
     }
 }
 
-/// Where sums go, and what is added to them first. Null pointers add nothing.
+/// The target of a tile, and the terms added to its sums. Null pointers add nothing.
 #[derive(Clone, Copy)]
-struct Sink<O> {
+struct PairTarget<O> {
     to: Target<bf16, O>,
-    /// Sums of earlier slices, rows `partial_row` apart.
+    /// Sums of earlier slices, with row stride `partial_row`.
     partial: *const f32,
     partial_row: usize,
 }
 
-impl<O: Copy> Sink<O> {
-    fn new(to: Target<bf16, O>) -> Sink<O> {
-        Sink { to, partial: std::ptr::null(), partial_row: 0 }
+impl<O: Copy> PairTarget<O> {
+    fn new(to: Target<bf16, O>) -> PairTarget<O> {
+        PairTarget { to, partial: std::ptr::null(), partial_row: 0 }
     }
 
-    /// The same from (i, j) on.
+    /// Returns the target from (i, j) on.
     ///
     /// # Safety
     /// (i, j) must be inside the target.
-    unsafe fn from(self, i: usize, j: usize) -> Sink<O> {
+    unsafe fn from(self, i: usize, j: usize) -> PairTarget<O> {
         // SAFETY: the caller's promise; partial sums have the target's shape.
         unsafe {
             let partial =
                 if self.partial.is_null() { self.partial } else { self.partial.add(i * self.partial_row + j) };
-            Sink { to: self.to.from(i, j), partial, ..self }
+            PairTarget { to: self.to.from(i, j), partial, ..self }
         }
     }
 }
 
-/// An M × (N vectors) tile over all of `k`, `columns` of it valid: all N · LANES, or, for N = 1 and PART, fewer.
+/// Computes an M × (N vectors) tile over all of `k`. `columns` of it are valid: all N · LANES, or fewer if N = 1 and PART.
 /// ROWS: the left-hand rows are contiguous (`stride` apart), else packed.
 ///
 /// # Safety
-/// a must be readable for M × k, b for ⌈k / 2⌉ × columns pairs (`b_row` apart), the sink for M × columns.
+/// a must be readable for M × k, b for ⌈k / 2⌉ × columns pairs (`b_row` apart), the target for M × columns.
 #[inline(always)]
 unsafe fn tile<D: Dot, O: Real<Wide = f32>, const M: usize, const N: usize, const ROWS: bool, const PART: bool>(
     k: usize,
@@ -80,7 +80,7 @@ unsafe fn tile<D: Dot, O: Real<Wide = f32>, const M: usize, const N: usize, cons
     b: *const f32,
     b_row: usize,
     columns: usize,
-    sink: Sink<O>,
+    sink: PairTarget<O>,
 ) {
     let zero = D::V::splat(0.0);
     let lanes = D::V::LANES;
@@ -99,7 +99,7 @@ unsafe fn tile<D: Dot, O: Real<Wide = f32>, const M: usize, const N: usize, cons
     for p in 0..k / 2 {
         let right = right_of(p);
         for i in 0..M {
-            let at = if ROWS { i * stride + 2 * p } else { 2 * (p * GROUP + i) };
+            let at = if ROWS { i * stride + 2 * p } else { 2 * (p * GROUP_ROWS + i) };
             // SAFETY: inside a by the contract.
             let left = D::V::splat(unsafe { a.add(at).cast::<f32>().read_unaligned() });
             for v in 0..N {
@@ -111,8 +111,8 @@ unsafe fn tile<D: Dot, O: Real<Wide = f32>, const M: usize, const N: usize, cons
         let p = k / 2;
         let right = right_of(p);
         for i in 0..M {
-            let at = if ROWS { i * stride + 2 * p } else { 2 * (p * GROUP + i) };
-            // The partner would be the next row's, or beyond the end.
+            let at = if ROWS { i * stride + 2 * p } else { 2 * (p * GROUP_ROWS + i) };
+            // The second number of the pair would belong to the next row or lie beyond the end.
             // SAFETY: inside a by the contract.
             let left = D::V::splat(f32::from_bits(u32::from(unsafe { *a.add(at) }.to_bits())));
             for v in 0..N {
@@ -120,12 +120,12 @@ unsafe fn tile<D: Dot, O: Real<Wide = f32>, const M: usize, const N: usize, cons
             }
         }
     }
-    // Pass by pass, so that every loop is small enough to unroll and the sums stay in registers.
+    // Separate passes keep every loop small enough to unroll and the sums in registers.
     macro_rules! add {
         ($T:ty, $from:expr, $row:expr) => {
             for i in 0..M {
                 for v in 0..N {
-                    // SAFETY: inside what is added by the contract.
+                    // SAFETY: inside the added terms by the contract.
                     sums[i][v] = sums[i][v]
                         + unsafe {
                             let from: *const $T = $from.add(i * $row + v * lanes);
@@ -166,10 +166,10 @@ unsafe fn tile<D: Dot, O: Real<Wide = f32>, const M: usize, const N: usize, cons
     }
 }
 
-/// All rows of one panel of columns.
+/// Computes all rows of one panel of columns.
 ///
 /// # Safety
-/// As `tile`, for m rows.
+/// The promises of `tile` hold for m rows.
 #[inline(always)]
 unsafe fn panel<D: Dot, O: Real<Wide = f32>, const N: usize, const PART: bool>(
     m: usize,
@@ -178,13 +178,13 @@ unsafe fn panel<D: Dot, O: Real<Wide = f32>, const N: usize, const PART: bool>(
     b: *const f32,
     b_row: usize,
     columns: usize,
-    sink: Sink<O>,
+    sink: PairTarget<O>,
 ) {
     let mut i = 0;
     while i < m {
-        // SAFETY: rows i.. of a and of the sink, inside both by the contract.
+        // SAFETY: rows i.. of a and of the target, inside both by the contract.
         unsafe {
-            let at = a.at.add(i / GROUP * a.group + i % GROUP * a.row);
+            let at = a.at.add(i / GROUP_ROWS * a.group + i % GROUP_ROWS * a.row);
             let to = sink.from(i, 0);
             macro_rules! rows {
                 ($M:expr) => {{
@@ -199,26 +199,26 @@ unsafe fn panel<D: Dot, O: Real<Wide = f32>, const N: usize, const PART: bool>(
             i += match m - i {
                 1 => rows!(1),
                 2..4 => rows!(2),
-                4..GROUP => rows!(4),
-                _ => rows!(GROUP),
+                4..GROUP_ROWS => rows!(4),
+                _ => rows!(GROUP_ROWS),
             };
         }
     }
 }
 
-by_level! {
-    /// `sink[m, n]` = a · b on this thread; b is [pairs, n] with rows `b_row` pairs apart.
+vectorized_dot! {
+    /// Computes `sink[m, n]` = a · b on this thread; b is [pairs, n] with a row stride of `b_row` pairs.
     ///
-    /// The pointers must be good for these shapes, and nobody else may write to them meanwhile.
-    fn small<D, O>(m: usize, n: usize, k: usize, a: Left, b: *const f32, b_row: usize, sink: Sink<O>) {
+    /// The pointers must be valid for these shapes, and no other thread may write to them meanwhile.
+    fn small<D, O>(m: usize, n: usize, k: usize, a: Left, b: *const f32, b_row: usize, sink: PairTarget<O>) {
         let lanes = D::V::LANES;
         let mut j = 0;
         while j < n {
             let vectors = (n - j) / lanes;
-            // SAFETY: columns j.. of b and of the sink, inside both by the contract.
+            // SAFETY: columns j.. of b and of the target, inside both by the contract.
             unsafe {
                 let (from, to) = (b.add(j), sink.from(0, j));
-                if D::V::PANEL == 4 && vectors >= 4 {
+                if D::V::PANEL_VECTORS == 4 && vectors >= 4 {
                     panel::<D, O, 4, false>(m, k, a, from, b_row, 4 * lanes, to);
                     j += 4 * lanes;
                 } else if vectors >= 2 {
@@ -234,31 +234,31 @@ by_level! {
     }
 }
 
-by_level! {
-    /// How many columns a register tile has.
+vectorized_dot! {
+    /// Returns the columns of a register tile.
     fn panel_columns<D>() -> usize {
-        D::V::PANEL * D::V::LANES
+        D::V::PANEL_VECTORS * D::V::LANES
     }
 }
 
-by_level! {
-    /// Pairs of two rows: `to[j]` = (low[j], high[j]).
+vectorized_dot! {
+    /// Interleaves two rows into pairs: `to[j]` = (low[j], high[j]).
     fn interleave<D>(low: &[bf16], high: &[bf16], to: &mut [f32]) {
         for ((low, high), to) in low.iter().zip(high).zip(to) {
-            *to = pair(*low, *high);
+            *to = to_pair(*low, *high);
         }
     }
 }
 
 #[inline(always)]
-fn pair(low: bf16, high: bf16) -> f32 {
+fn to_pair(low: bf16, high: bf16) -> f32 {
     f32::from_bits(u32::from(low.to_bits()) | u32::from(high.to_bits()) << 16)
 }
 
-/// `Real::product` of bf16.
+/// Implements `Real::product` for bf16.
 pub(super) fn product<O: Real<Wide = f32>>(pool: &Pool, p: Product<bf16>, out: &mut [O], scratch: &mut [f32]) {
     let Product { m, n, k, .. } = p;
-    let shape = sizes::Pairs::of(m as u64, n as u64, k as u64);
+    let shape = sizes::Bf16Product::new(m as u64, n as u64, k as u64);
     let [depth, rows, columns, at_once] =
         [shape.depth, shape.rows, shape.columns, shape.rows_at_once].map(|size| size as usize);
     let left_size = shape.left() as usize;
@@ -274,21 +274,21 @@ pub(super) fn product<O: Real<Wide = f32>>(pool: &Pool, p: Product<bf16>, out: &
         residual: p.residual.map_or(std::ptr::null(), <[bf16]>::as_ptr),
         scale: f64::from(p.scale),
     };
-    // A result in f32 is its own sum of slices.
+    // An f32 result itself holds the sums of slices.
     let apart = k > depth && !O::IS_WIDE;
     let at_once = if apart { at_once } else { m };
-    let sums = Sendable(sums.as_mut_ptr());
-    let target = Sendable(target);
+    let sums = SharedPointers(sums.as_mut_ptr());
+    let target = SharedPointers(target);
 
     for first_row in (0..m).step_by(at_once) {
         let part_rows = at_once.min(m - first_row);
         let row_tasks = part_rows.div_ceil(rows);
         for first in (0..n).step_by(columns) {
             let panels = (n - first).min(columns).div_ceil(wide);
-            // Few rows: share out the columns, too.
+            // With few rows, the columns are distributed as well.
             let column_tasks = (4 * pool.threads()).div_ceil(row_tasks).min(panels);
             let panels_each = panels.div_ceil(column_tasks);
-            // A product over nothing is one slice of no depth: the epilogue must still be written.
+            // With k = 0 there is one empty slice, because the epilogue must still run.
             for from in (0..k.max(1)).step_by(depth) {
                 let slice = from..k.min(from + depth);
                 let part = slice.len();
@@ -308,7 +308,7 @@ pub(super) fn product<O: Real<Wide = f32>>(pool: &Pool, p: Product<bf16>, out: &
                     let count = rows.min(part_rows - i);
                     let row = first_row + i;
                     let a = if p.a_transposed {
-                        // SAFETY: each lane has its own part.
+                        // SAFETY: lanes have disjoint parts.
                         let block = unsafe { left.part(lane * left_size..(lane + 1) * left_size) };
                         pack_left(&p, slice.clone(), row..row + count, block);
                         Left::packed(block.as_ptr().cast(), part.div_ceil(2))
@@ -321,19 +321,19 @@ pub(super) fn product<O: Real<Wide = f32>>(pool: &Pool, p: Product<bf16>, out: &
                         let b = right[index * size..].as_ptr();
                         // SAFETY: (row, column) is inside the output; tasks write disjoint tiles of it.
                         let to = unsafe { target.get().from(row, column) };
-                        // SAFETY: as above, of the sums of this pass of rows and columns.
+                        // SAFETY: inside the partial sums of this pass; tasks write disjoint tiles.
                         let sum = unsafe { sums.get().add(if apart { i * columns + column - first } else { 0 }) };
                         if apart && slice.end < k {
                             let to = Target::new(sum, columns, from > 0);
-                            small(count, valid, part, a, b, wide, Sink::<f32>::new(to));
+                            small(count, valid, part, a, b, wide, PairTarget::<f32>::new(to));
                         } else if apart {
-                            let partial = Sink { to, partial: sum.cast_const(), partial_row: columns };
+                            let partial = PairTarget { to, partial: sum.cast_const(), partial_row: columns };
                             small(count, valid, part, a, b, wide, partial);
                         } else if from > 0 {
                             let more = Target { scale: to.scale, ..Target::new(to.at, to.row, true) };
-                            small(count, valid, part, a, b, wide, Sink::new(more));
+                            small(count, valid, part, a, b, wide, PairTarget::new(more));
                         } else {
-                            small(count, valid, part, a, b, wide, Sink::new(to));
+                            small(count, valid, part, a, b, wide, PairTarget::new(to));
                         }
                     }
                 });
@@ -342,12 +342,12 @@ pub(super) fn product<O: Real<Wide = f32>>(pool: &Pool, p: Product<bf16>, out: &
     }
 }
 
-/// Lets tasks share pointers to what they write disjoint parts of.
-struct Sendable<P>(P);
+/// Pointers shared by tasks that write disjoint parts.
+struct SharedPointers<P>(P);
 // SAFETY: the pointers come from borrows that outlive the parallel region; tasks write disjoint parts and only read
 // the others.
-unsafe impl<P> Sync for Sendable<P> {}
-impl<P: Copy> Sendable<P> {
+unsafe impl<P> Sync for SharedPointers<P> {}
+impl<P: Copy> SharedPointers<P> {
     fn get(&self) -> P {
         self.0
     }
@@ -357,7 +357,7 @@ impl<P: Copy> Sendable<P> {
 fn pack_right(p: &Product<bf16>, slice: Range<usize>, columns: Range<usize>, wide: usize, panel: &mut [f32]) {
     if p.b_transposed {
         let rows = &p.b[columns.start * p.k + slice.start..(columns.end - 1) * p.k + slice.end];
-        turn(rows, p.k, columns.len(), slice.len(), panel, wide);
+        transpose_pairs(rows, p.k, columns.len(), slice.len(), panel, wide);
     } else {
         let b_row = |row: usize| &p.b[row * p.n..][columns.clone()];
         for (row, to) in slice.clone().step_by(2).zip(panel.chunks_exact_mut(wide)) {
@@ -365,64 +365,64 @@ fn pack_right(p: &Product<bf16>, slice: Range<usize>, columns: Range<usize>, wid
             if row + 1 < slice.end {
                 interleave(b_row(row), b_row(row + 1), to);
             } else {
-                to.iter_mut().zip(b_row(row)).for_each(|(to, &low)| *to = pair(low, bf16::ZERO));
+                to.iter_mut().zip(b_row(row)).for_each(|(to, &low)| *to = to_pair(low, bf16::ZERO));
             }
         }
     }
 }
 
-/// `to[⌈columns / 2⌉, to_row]` = the transpose of the pairs along the rows of `from[rows, from_row]`; an odd last column
+/// Computes `to[⌈columns / 2⌉, to_row]` = the transpose of the pairs along the rows of `from[rows, from_row]`; an odd last column
 /// is paired with zeros.
-fn turn(from: &[bf16], from_row: usize, rows: usize, columns: usize, to: &mut [f32], to_row: usize) {
-    // An even number: the last row ends with its columns.
+fn transpose_pairs(from: &[bf16], from_row: usize, rows: usize, columns: usize, to: &mut [f32], to_row: usize) {
+    // Pairs need an even stride; the last row may end after its columns.
     let even = from_row.is_multiple_of(2) && columns.is_multiple_of(2);
     match bytemuck::try_cast_slice::<bf16, f32>(&from[..from.len() & !1]) {
         Ok(pairs) if even => transpose_bits(pairs, from_row / 2, rows, columns / 2, to, to_row),
         _ => {
             for i in 0..rows {
                 for (p, two) in from[i * from_row..][..columns].chunks(2).enumerate() {
-                    to[p * to_row + i] = pair(two[0], two.get(1).copied().unwrap_or(bf16::ZERO));
+                    to[p * to_row + i] = to_pair(two[0], two.get(1).copied().unwrap_or(bf16::ZERO));
                 }
             }
         }
     }
 }
 
-/// Packs `rows` × `slice` of a transposed a as groups [pairs, GROUP].
+/// Packs `rows` × `slice` of a transposed a as groups [pairs, GROUP_ROWS].
 fn pack_left(p: &Product<bf16>, slice: Range<usize>, rows: Range<usize>, block: &mut [f32]) {
     let pairs = slice.len().div_ceil(2);
-    // A few rows of a at a time: their cache lines serve several groups, and so few fit into one
-    // set of the cache even where rows are a multiple of its size apart.
+    // A few rows of a at a time: their cache lines serve several groups, and they fit into one cache
+    // set even if the row stride is a multiple of its size.
     for from in (0..pairs).step_by(8) {
-        for (group, row) in rows.clone().step_by(GROUP).enumerate() {
-            let count = GROUP.min(rows.end - row);
+        for (group, row) in rows.clone().step_by(GROUP_ROWS).enumerate() {
+            let count = GROUP_ROWS.min(rows.end - row);
             for q in from..pairs.min(from + 8) {
-                let to = &mut block[(group * pairs + q) * GROUP..][..count];
+                let to = &mut block[(group * pairs + q) * GROUP_ROWS..][..count];
                 let first = slice.start + 2 * q;
                 let low = &p.a[first * p.a_row + row..][..count];
                 if first + 1 < slice.end {
                     let high = &p.a[(first + 1) * p.a_row + row..][..count];
                     for ((to, low), high) in to.iter_mut().zip(low).zip(high) {
-                        *to = pair(*low, *high);
+                        *to = to_pair(*low, *high);
                     }
                 } else {
-                    to.iter_mut().zip(low).for_each(|(to, &low)| *to = pair(low, bf16::ZERO));
+                    to.iter_mut().zip(low).for_each(|(to, &low)| *to = to_pair(low, bf16::ZERO));
                 }
             }
         }
     }
 }
 
-/// `Real::lay_out` of bf16: `to[⌈E / 2⌉, Q]` pairs of the first `count` rows.
-pub(super) fn lay_out(from: &[bf16], row: usize, count: usize, head: usize, to: &mut [f32]) {
+/// Implements `Real::pack_right_operand` for bf16: `to[⌈E / 2⌉, Q]` pairs of the first `count` rows.
+pub(super) fn pack_right_operand(from: &[bf16], row: usize, count: usize, head: usize, to: &mut [f32]) {
     if count < QUERIES {
         to.fill(0.0);
     }
-    turn(&from[..(count - 1) * row + head], row, count, head, to, QUERIES);
+    transpose_pairs(&from[..(count - 1) * row + head], row, count, head, to, QUERIES);
 }
 
-/// `Real::score` of bf16.
+/// Implements `Real::score` for bf16.
 pub(super) fn score(m: usize, n: usize, k: usize, a: *const bf16, row: usize, right: *const f32, to: Target<f32>) {
     let to = Target::new(to.at, to.row, to.accumulate);
-    small(m, n, k, Left::rows(a, row), right, QUERIES, Sink::<f32>::new(to));
+    small(m, n, k, Left::rows(a, row), right, QUERIES, PairTarget::<f32>::new(to));
 }

@@ -1,60 +1,59 @@
-//! Matrix products: `out[m, n]` (=|+=) scale · a · b (+ bias) (+ residual), with either operand transposed, and with
-//! rows of a and of the result that lie apart.
+//! Matrix products: `out[m, n]` (=|+=) scale · a · b (+ bias) (+ residual), with either operand transposed, and
+//! with strided rows of a and of the result.
 //!
 //! The right-hand side is packed, slice by slice, into panels as wide as a register tile; then
-//! tasks of rows × panels run through `tile`, which keeps GROUP × PANEL vectors of the result in
+//! tasks of rows × panels run through `tile`, which keeps GROUP_ROWS × PANEL_VECTORS vectors of the result in
 //! registers over a whole slice of k. Every element is summed over k in one order, whatever the
 //! tasks, so the result does not depend on the number of threads.
 //!
-//! `small_product` is the unpacked, single-threaded core, which attention uses, too.
+//! `small_product` is the unpacked, single-threaded core, which attention uses as well.
 //!
-//! Here are the products of f32 and f64, and the unpacked ones of every type; those of bf16 are in
-//! `pairs.rs`.
+//! This file holds the products of f32 and f64, and the unpacked products of all types. Packed products of bf16 are in `pairs.rs`.
 
-use super::simd::{Float, Real, Vector, prefetch, transpose, vectorised};
+use super::simd::{Float, Real, Vector, prefetch, transpose, vectorized};
 use crate::cpu::pool::{Pool, Shared};
 use plimsoll_program::workspace;
 use plimsoll_program::workspace::cpu::{PRODUCT_COLUMNS, PRODUCT_FEW_ROWS, PRODUCT_ROWS};
 use std::ops::Range;
 
-/// Products with at most this many rows read b as it lies.
+/// Products with at most this many rows read b unpacked.
 pub(super) const FEW_ROWS: usize = PRODUCT_FEW_ROWS as usize;
 /// Rows of a register tile.
-pub(super) const GROUP: usize = workspace::cpu::PRODUCT_GROUP as usize;
+pub(super) const GROUP_ROWS: usize = workspace::cpu::PRODUCT_GROUP as usize;
 
-/// `out[m, n]` = scale · a · b (+ bias) (+ residual), or out += scale · a · b (…).
+/// A matrix product: `out[m, n]` = scale · a · b (+ bias) (+ residual), or out += scale · a · b (…).
 #[derive(Clone, Copy)]
 pub struct Product<'a, T: Real> {
-    /// Rows of the result.
+    /// Rows m of the result.
     pub m: usize,
-    /// Columns of the result.
+    /// Columns n of the result.
     pub n: usize,
-    /// The inner size.
+    /// Inner size k.
     pub k: usize,
-    /// [m, k], or [k, m] if transposed.
+    /// Left operand [m, k], or [k, m] if transposed.
     pub a: &'a [T],
     /// Whether `a` is stored as [k, m].
     pub a_transposed: bool,
-    /// [k, n], or [n, k] if transposed (as weights are).
+    /// Right operand [k, n], or [n, k] if transposed (as weights are).
     pub b: &'a [T],
     /// Whether `b` is stored as [n, k].
     pub b_transposed: bool,
-    /// `[n]`, added to every row.
+    /// Bias `[n]`, added to every row.
     pub bias: Option<&'a [T]>,
-    /// [m, n]. Where the residual is the output itself, use `accumulate`.
+    /// Residual [m, n]. If it is the output itself, use `accumulate` instead.
     pub residual: Option<&'a [T]>,
-    /// Adds to the output instead of overwriting it.
+    /// Whether to add to the output instead of overwriting it.
     pub accumulate: bool,
-    /// Elements from one stored row of `a` to the next: at least as many as a row has.
+    /// Row stride of the stored `a`, in elements; at least the length of a row.
     pub a_row: usize,
-    /// The same of the result; n, where there is a residual.
+    /// Row stride of the result, in elements; must be n if there is a residual.
     pub out_row: usize,
-    /// What a · b is multiplied with.
+    /// Factor of a · b.
     pub scale: T::Wide,
 }
 
 impl<'a, T: Real> Product<'a, T> {
-    /// a · b and nothing else, of whole matrices.
+    /// Returns the plain product a · b of contiguous matrices.
     pub fn new(m: usize, n: usize, k: usize, a: &'a [T], b: &'a [T]) -> Product<'a, T> {
         Product {
             m,
@@ -73,18 +72,18 @@ impl<'a, T: Real> Product<'a, T> {
         }
     }
 
-    /// The same with `a` stored as [k, m].
+    /// Returns the product with `a` stored as [k, m].
     pub fn a_transposed(self) -> Product<'a, T> {
         Product { a_transposed: true, a_row: self.m, ..self }
     }
 
-    /// The same with `b` stored as [n, k].
+    /// Returns the product with `b` stored as [n, k].
     pub fn b_transposed(self) -> Product<'a, T> {
         Product { b_transposed: true, ..self }
     }
 }
 
-/// The left-hand side as tiles read it: groups of GROUP rows, `group` elements apart; inside a
+/// The left-hand side as tiles read it: groups of GROUP_ROWS rows, `group` elements apart; inside a
 /// group, element (i, p) lies at `i * row + p * column`. One of `row` and `column` is 1.
 #[derive(Clone, Copy)]
 pub(super) struct Left<T> {
@@ -95,36 +94,36 @@ pub(super) struct Left<T> {
 }
 
 impl<T> Left<T> {
-    /// A matrix whose rows are contiguous, `row` elements apart.
+    /// Returns a matrix with contiguous rows of stride `row`.
     pub fn rows(at: *const T, row: usize) -> Self {
-        Left { at, group: GROUP * row, row, column: 1 }
+        Left { at, group: GROUP_ROWS * row, row, column: 1 }
     }
 
-    /// A matrix stored transposed: element (i, p) lies at `i + p * column`.
+    /// Returns a matrix stored transposed: element (i, p) lies at `i + p * column`.
     pub fn columns(at: *const T, column: usize) -> Self {
-        Left { at, group: GROUP, row: 1, column }
+        Left { at, group: GROUP_ROWS, row: 1, column }
     }
 
-    /// Packed groups of GROUP rows over `depth`, each group one contiguous [depth, GROUP].
+    /// Packed groups of GROUP_ROWS rows over `depth`, each group one contiguous [depth, GROUP_ROWS].
     fn packed(at: *const T, depth: usize) -> Self {
-        Left { at, group: GROUP * depth, row: 1, column: GROUP }
+        Left { at, group: GROUP_ROWS * depth, row: 1, column: GROUP_ROWS }
     }
 }
 
-/// Which part of k counts for row i of the result, where the rest of a's row i is zero.
+/// The range of k that contributes to row i of the result; the rest of a's row i is zero.
 #[derive(Clone, Copy)]
 pub(super) enum Depth {
-    /// All of it.
+    /// All of k.
     Whole,
-    /// 0 ..= i + this.
+    /// The range 0 ..= i + this.
     To(usize),
-    /// i − this .. k.
+    /// The range i − this .. k.
     From(usize),
 }
 
 impl Depth {
-    /// The part that counts for any of rows `i..i + rows`.
-    fn of(self, i: usize, rows: usize, k: usize) -> Range<usize> {
+    /// Returns the range that contributes to any of rows `i..i + rows`.
+    fn range(self, i: usize, rows: usize, k: usize) -> Range<usize> {
         match self {
             Depth::Whole => 0..k,
             Depth::To(shift) => 0..k.min(i + rows + shift),
@@ -133,7 +132,7 @@ impl Depth {
     }
 }
 
-/// Where tiles are written, and what is added to them. Null pointers add nothing.
+/// The target of tiles, and the terms added to them. Null pointers add nothing.
 #[derive(Clone, Copy)]
 pub struct Target<T, O = T> {
     pub at: *mut O,
@@ -145,12 +144,12 @@ pub struct Target<T, O = T> {
 }
 
 impl<T, O> Target<T, O> {
-    /// A plain result whose rows are `row` elements apart.
+    /// Returns a plain result with rows of stride `row`.
     pub fn new(at: *mut O, row: usize, accumulate: bool) -> Self {
         Target { at, row, accumulate, bias: std::ptr::null(), residual: std::ptr::null(), scale: 1.0 }
     }
 
-    /// The same from (i, j) on.
+    /// Returns the target from (i, j) on.
     ///
     /// # Safety
     /// (i, j) must be inside the target.
@@ -168,9 +167,9 @@ impl<T, O> Target<T, O> {
     }
 }
 
-/// An M × (N vectors) tile of the result over all of `k`, `columns` of it valid: all N · LANES,
-/// or, for N = 1 and PART, fewer. ROWS: the left-hand rows are contiguous (`stride` apart), else
-/// its columns are.
+/// Computes an M × (N vectors) tile of the result over all of `k`. `columns` of it are valid: all
+/// N · LANES, or fewer if N = 1 and PART. With ROWS the left-hand rows are contiguous (stride
+/// `stride`), otherwise its columns are.
 ///
 /// # Safety
 /// a must be readable for M × k, b for k × columns (`b_row` apart), the target for M × columns.
@@ -218,7 +217,7 @@ unsafe fn tile<
             }
         }
     }
-    // Pass by pass, so that every loop is small enough to unroll and the sums stay in registers.
+    // Separate passes keep every loop small enough to unroll and the sums in registers.
     macro_rules! add {
         ($from:expr, $row:expr) => {
             for i in 0..M {
@@ -234,7 +233,7 @@ unsafe fn tile<
         };
     }
     if target.scale != 1.0 {
-        let scale = V::splat(T::of(target.scale));
+        let scale = V::splat(T::from_f64(target.scale));
         for i in 0..M {
             for v in 0..N {
                 sums[i][v] = sums[i][v] * scale;
@@ -261,10 +260,10 @@ unsafe fn tile<
     }
 }
 
-/// All rows of one panel of columns.
+/// Computes all rows of one panel of columns.
 ///
 /// # Safety
-/// As `tile`, for m rows.
+/// The promises of `tile` hold for m rows.
 #[inline(always)]
 unsafe fn panel<T: Float, V: Vector<T>, B: Real<Wide = T>, const N: usize, const PART: bool>(
     m: usize,
@@ -281,11 +280,11 @@ unsafe fn panel<T: Float, V: Vector<T>, B: Real<Wide = T>, const N: usize, const
         let left = m - i;
         // SAFETY: rows i.. of a and of the target, inside both by the contract.
         unsafe {
-            let at = a.at.add(i / GROUP * a.group + i % GROUP * a.row);
+            let at = a.at.add(i / GROUP_ROWS * a.group + i % GROUP_ROWS * a.row);
             let to = target.from(i, 0);
             macro_rules! rows {
                 ($M:expr) => {{
-                    let part = depth.of(i, $M, k);
+                    let part = depth.range(i, $M, k);
                     let (at, b) = (at.add(part.start * a.column), b.add(part.start * b_row));
                     if a.column == 1 {
                         tile::<T, V, B, { $M }, N, true, PART>(part.len(), at, a.row, b, b_row, columns, to)
@@ -298,29 +297,29 @@ unsafe fn panel<T: Float, V: Vector<T>, B: Real<Wide = T>, const N: usize, const
             i += match left {
                 1 => rows!(1),
                 2..4 => rows!(2),
-                4..GROUP => rows!(4),
-                _ => rows!(GROUP),
+                4..GROUP_ROWS => rows!(4),
+                _ => rows!(GROUP_ROWS),
             };
         }
     }
 }
 
-vectorised! {
-    /// `target[m, n]` = a · b on this thread, nothing packed; b is [k, n] with rows `b_row` apart;
-    /// of row i of the result, only `depth` of k.
+vectorized! {
+    /// Computes `target[m, n]` = a · b on this thread without packing. b is [k, n] with row stride `b_row`;
+    /// row i of the result uses only the range `depth` of k.
     ///
-    /// The pointers must be good for these shapes: a for m × k, b for k × n, the target for m × n,
-    /// and nobody else may write b, a or the target meanwhile.
+    /// The pointers must be valid for these shapes: a for m × k, b for k × n, the target for m × n. No
+    /// other thread may write to them meanwhile.
     pub(super) fn small_product<T: Float, V, B>(m: usize, n: usize, k: usize, depth: Depth, a: Left<T>, b: *const B, b_row: usize, target: Target<T>) {
         let mut j = 0;
         while j < n {
-            // As wide a tile as fits: PANEL vectors, two, or one in part.
+            // The widest tile that fits: PANEL_VECTORS vectors, two, or a partial one.
             let vectors = (n - j) / V::LANES;
             // SAFETY: columns j.. of b and of the target, inside both by the contract.
             unsafe {
                 let from = b.add(j);
                 let to = target.from(0, j);
-                if V::PANEL == 4 && vectors >= 4 {
+                if V::PANEL_VECTORS == 4 && vectors >= 4 {
                     panel::<T, V, B, 4, false>(m, k, depth, a, from, b_row, 4 * V::LANES, to);
                     j += 4 * V::LANES;
                 } else if vectors >= 2 {
@@ -336,15 +335,15 @@ vectorised! {
     }
 }
 
-vectorised! {
-    /// How many columns a register tile has.
+vectorized! {
+    /// Returns the columns of a register tile.
     fn panel_columns<T: Float, V>(_of: &[T]) -> usize {
-        V::PANEL * V::LANES
+        V::PANEL_VECTORS * V::LANES
     }
 }
 
-/// out = a · b as `product` says, the sums in the wide type, each rounded once to the result's: that of the operands,
-/// or the wide one, as gradients of weights are. `scratch` has `workspace::cpu::product` elements.
+/// Computes the product `p` into `out`. Sums are in the wide type and rounded once to the type of the result: that of the operands,
+/// or the wide one, as for weight gradients. `scratch` has `workspace::cpu::product` elements.
 pub fn product<T: Real, O: Real<Wide = T::Wide>>(pool: &Pool, p: Product<T>, out: &mut [O], scratch: &mut [T::Wide]) {
     let Product { m, n, k, .. } = p;
     if m == 0 || n == 0 {
@@ -363,14 +362,19 @@ pub fn product<T: Real, O: Real<Wide = T::Wide>>(pool: &Pool, p: Product<T>, out
     T::product(pool, p, out, scratch);
 }
 
-/// `product` of f32 or f64, with packing.
-pub(super) fn float<T: Float, O: Real<Wide = T>>(pool: &Pool, p: Product<T>, out: &mut [O], scratch: &mut [T]) {
+/// Computes a product of f32 or f64 with packing.
+pub(super) fn packed_product<T: Float, O: Real<Wide = T>>(
+    pool: &Pool,
+    p: Product<T>,
+    out: &mut [O],
+    scratch: &mut [T],
+) {
     assert!(O::IS_WIDE, "the product of {0} is {0}", T::DTYPE);
     let out: &mut [T] = bytemuck::cast_slice_mut(out);
     let Product { m, n, k, .. } = p;
     let depth = workspace::cpu::product_depth(k as u64) as usize;
     let rows = m.min(PRODUCT_ROWS as usize);
-    let left_size = rows.next_multiple_of(GROUP) * depth;
+    let left_size = rows.next_multiple_of(GROUP_ROWS) * depth;
     let wide = panel_columns::<T>(&[]);
     let columns = n.min(PRODUCT_COLUMNS as usize);
     let (right, left) = scratch.split_at_mut(columns.next_multiple_of(workspace::cpu::PRODUCT_PANEL as usize) * depth);
@@ -381,17 +385,17 @@ pub(super) fn float<T: Float, O: Real<Wide = T>>(pool: &Pool, p: Product<T>, out
         accumulate: p.accumulate,
         bias: p.bias.map_or(std::ptr::null(), <[T]>::as_ptr),
         residual: p.residual.map_or(std::ptr::null(), <[T]>::as_ptr),
-        scale: p.scale.wide(),
+        scale: p.scale.to_f64(),
     };
-    let target = Sendable(target);
+    let target = SharedTarget(target);
 
     let row_tasks = m.div_ceil(rows);
     for first in (0..n).step_by(columns) {
         let panels = (n - first).min(columns).div_ceil(wide);
-        // Few rows: share out the columns, too.
+        // With few rows, the columns are distributed as well.
         let column_tasks = (4 * pool.threads()).div_ceil(row_tasks).min(panels);
         let panels_each = panels.div_ceil(column_tasks);
-        // A product over nothing is one slice of no depth: the epilogue must still be written.
+        // With k = 0 there is one empty slice, because the epilogue must still run.
         for from in (0..k.max(1)).step_by(depth) {
             let slice = from..k.min(from + depth);
             let part = slice.len();
@@ -409,7 +413,7 @@ pub(super) fn float<T: Float, O: Real<Wide = T>>(pool: &Pool, p: Product<T>, out
                 let (i, j) = (task / column_tasks * rows, task % column_tasks * panels_each);
                 let count = rows.min(m - i);
                 let a = if p.a_transposed {
-                    // SAFETY: each lane has its own part.
+                    // SAFETY: lanes have disjoint parts.
                     let block = unsafe { left.part(lane * left_size..(lane + 1) * left_size) };
                     pack_left(&p, slice.clone(), i..i + count, block);
                     Left::packed(block.as_ptr(), part)
@@ -431,12 +435,12 @@ pub(super) fn float<T: Float, O: Real<Wide = T>>(pool: &Pool, p: Product<T>, out
     }
 }
 
-/// Lets tasks share a target whose disjoint parts they write.
-struct Sendable<T>(Target<T>);
+/// A target shared by tasks that write disjoint parts.
+struct SharedTarget<T>(Target<T>);
 // SAFETY: the pointers come from borrows that outlive the parallel region; tasks write disjoint
 // parts of the target and only read the others.
-unsafe impl<T: Sync> Sync for Sendable<T> {}
-impl<T> Sendable<T> {
+unsafe impl<T: Sync> Sync for SharedTarget<T> {}
+impl<T> SharedTarget<T> {
     fn get(&self) -> Target<T>
     where
         T: Copy,
@@ -456,21 +460,21 @@ fn pack_right<T: Float>(p: &Product<T>, slice: Range<usize>, columns: Range<usiz
     }
 }
 
-/// Packs `rows` × `slice` of a transposed a as groups [slice, GROUP].
+/// Packs `rows` × `slice` of a transposed a as groups [slice, GROUP_ROWS].
 fn pack_left<T: Float>(p: &Product<T>, slice: Range<usize>, rows: Range<usize>, block: &mut [T]) {
     let depth = slice.len();
     let a_row = |row: usize| &p.a[row * p.a_row..][..p.m];
-    // A few rows of a at a time: their cache lines serve several groups, and so few fit into one
-    // set of the cache even where rows are a multiple of its size apart.
+    // A few rows of a at a time: their cache lines serve several groups, and they fit into one cache
+    // set even if the row stride is a multiple of its size.
     for from in slice.clone().step_by(8) {
-        for (group, row) in rows.clone().step_by(GROUP).enumerate() {
+        for (group, row) in rows.clone().step_by(GROUP_ROWS).enumerate() {
             for q in from..slice.end.min(from + 8) {
-                let to = &mut block[(group * depth + q - slice.start) * GROUP..][..GROUP];
+                let to = &mut block[(group * depth + q - slice.start) * GROUP_ROWS..][..GROUP_ROWS];
                 let values = &a_row(q)[row..];
-                // The same place in the next few rows: strides of whole pages are nobody else's to foresee.
+                // Prefetches the same columns of the next few rows; the hardware does not predict strides of whole pages.
                 prefetch(values.as_ptr().wrapping_add(8 * p.a_row));
-                if row + GROUP <= rows.end {
-                    to.copy_from_slice(&values[..GROUP]);
+                if row + GROUP_ROWS <= rows.end {
+                    to.copy_from_slice(&values[..GROUP_ROWS]);
                 } else {
                     to[..rows.end - row].copy_from_slice(&values[..rows.end - row]);
                 }
@@ -479,11 +483,11 @@ fn pack_left<T: Float>(p: &Product<T>, slice: Range<usize>, rows: Range<usize>, 
     }
 }
 
-/// A product with few rows reads b once, as it lies: one dot product per element.
+/// Computes a product with few rows. It reads b once, unpacked, with one dot product per element.
 fn few_rows<T: Real, O: Real<Wide = T::Wide>>(pool: &Pool, p: Product<T>, out: &mut [O]) {
     let Product { m, n, k, .. } = p;
     let shared = Shared::new(out);
-    // At least 64 Ki multiplications a task.
+    // At least 64 Ki multiplications per task.
     pool.split(n, (65536 / (m * k).max(1)).max(4), |range, _| {
         for j in range.clone().step_by(4) {
             let rows = j..range.end.min(j + 4);
@@ -515,8 +519,8 @@ fn few_rows<T: Real, O: Real<Wide = T::Wide>>(pool: &Pool, p: Product<T>, out: &
 
 macro_rules! dots {
     ($name:ident, $M:literal) => {
-        vectorised! {
-            /// See `dot_tile`.
+        vectorized! {
+            /// Computes `dot_tile` for a fixed number of rows.
             pub(super) fn $name<T, V>(k: usize, a: &[T], a_row: usize, b: &[T], b_row: usize, rows: usize, sums: &mut [[T::Wide; 4]; FEW_ROWS]) {
                 dot_tile::<T, V, $M>(k, a, a_row, b, b_row, rows, sums)
             }
@@ -528,7 +532,8 @@ dots!(dots_2, 2);
 dots!(dots_3, 3);
 dots!(dots_4, 4);
 
-/// `sums[i][j] = a[i] · b[j]` for M rows of a, `a_row` apart, and `rows` (up to 4) of b, `b_row` apart, all of length k.
+/// Computes `sums[i][j] = a[i] · b[j]` for M rows of a (stride `a_row`) and `rows` (up to 4) rows of b (stride `b_row`), all of
+/// length k.
 #[inline(always)]
 fn dot_tile<T: Real, V: Vector<T::Wide>, const M: usize>(
     k: usize,

@@ -1,13 +1,13 @@
 //! Rotary position embeddings, in the "rotate half" convention of Hugging Face: element i of a
-//! head turns together with element i + E/2.
+//! head is rotated with element i + E/2.
 
-use super::simd::{Float, Real, get, put, strips, vectorised};
+use super::simd::{Float, Real, get, put, strips, vectorized};
 use super::{Heads, attention::Columns};
 use crate::cpu::pool::{Pool, Shared};
 use plimsoll_program::op::RopeScaling;
 
-/// Elements below which a task is not worth sharing out.
-const LEAST: usize = 8192;
+/// Smallest task, in elements.
+const MIN_TASK_ELEMENTS: usize = 8192;
 
 /// Fills `table[P, E]`: row p holds the cosines of p's E/2 angles, then their sines.
 ///
@@ -21,7 +21,7 @@ pub fn rope_table<T: Float>(pool: &Pool, head_dim: usize, theta: f64, scaling: &
             // SAFETY: rows of one split are disjoint.
             let row = unsafe { table.part(position * head_dim..(position + 1) * head_dim) };
             for i in 0..half {
-                let angle = T::of(position as f64) * frequency(i, head_dim, T::of(theta), scaling);
+                let angle = T::from_f64(position as f64) * frequency(i, head_dim, T::from_f64(theta), scaling);
                 row[i] = angle.cos();
                 row[half + i] = angle.sin();
             }
@@ -29,24 +29,24 @@ pub fn rope_table<T: Float>(pool: &Pool, head_dim: usize, theta: f64, scaling: &
     });
 }
 
-/// Radians per position of pair `i`. Llama 3 keeps short waves, divides the frequency of long
-/// ones, and blends in between (Llama 3.1 model card; transformers, `modeling_rope_utils`).
+/// Returns the radians per position of pair `i`. Llama 3 scaling keeps short wavelengths, divides the frequency of long
+/// ones, and interpolates between (Llama 3.1 model card; transformers, `modeling_rope_utils`).
 fn frequency<T: Float>(i: usize, head_dim: usize, theta: T, scaling: &RopeScaling) -> T {
-    let plain = T::ONE / theta.powf(T::of((2 * i) as f64) / T::of(head_dim as f64));
+    let plain = T::ONE / theta.powf(T::from_f64((2 * i) as f64) / T::from_f64(head_dim as f64));
     match *scaling {
         RopeScaling::None => plain,
-        RopeScaling::Linear { factor } => plain / T::of(factor),
+        RopeScaling::Linear { factor } => plain / T::from_f64(factor),
         RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } => {
             let context = original_max_position_embeddings as f64;
-            let wave = T::of(2.0 * std::f64::consts::PI) / plain;
-            let slow = plain / T::of(factor);
-            if wave < T::of(context / high_freq_factor) {
+            let wave = T::from_f64(2.0 * std::f64::consts::PI) / plain;
+            let slow = plain / T::from_f64(factor);
+            if wave < T::from_f64(context / high_freq_factor) {
                 plain
-            } else if wave > T::of(context / low_freq_factor) {
+            } else if wave > T::from_f64(context / low_freq_factor) {
                 slow
             } else {
-                let smooth =
-                    (T::of(context) / wave - T::of(low_freq_factor)) / T::of(high_freq_factor - low_freq_factor);
+                let smooth = (T::from_f64(context) / wave - T::from_f64(low_freq_factor))
+                    / T::from_f64(high_freq_factor - low_freq_factor);
                 (T::ONE - smooth) * slow + smooth * plain
             }
         }
@@ -56,10 +56,10 @@ fn frequency<T: Float>(i: usize, head_dim: usize, theta: T, scaling: &RopeScalin
 /// Rotates the query and key heads of `qkv[N, C]` in place by their `positions[N]`, or back if
 /// `inverse` (which is the gradient).
 pub fn rope<T: Real>(pool: &Pool, shape: Heads, table: &[T::Wide], positions: &[i32], inverse: bool, qkv: &mut [T]) {
-    let c = Columns::of(shape);
+    let c = Columns::from_heads(shape);
     assert!(qkv.len() == positions.len() * c.all);
     let qkv = Shared::new(qkv);
-    pool.split(positions.len(), LEAST.div_ceil(c.all), |range, _| {
+    pool.split(positions.len(), MIN_TASK_ELEMENTS.div_ceil(c.all), |range, _| {
         for row in range {
             // SAFETY: rows of one split are disjoint.
             let row_of = unsafe { qkv.part(row * c.all..row * c.all + c.values) };
@@ -69,7 +69,7 @@ pub fn rope<T: Real>(pool: &Pool, shape: Heads, table: &[T::Wide], positions: &[
     });
 }
 
-vectorised! {
+vectorized! {
     /// Rotates all heads in `row` by the angles of `turn` (cosines, sines), sines times `sign`.
     fn rotate<T, V>(row: &mut [T], turn: &[T::Wide], sign: T::Wide) {
         let (cos, sin) = turn.split_at(turn.len() / 2);

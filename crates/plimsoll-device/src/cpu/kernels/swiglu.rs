@@ -1,19 +1,19 @@
-//! The gated unit of the feed-forward part: silu(gate) · up, and its gradient.
+//! SwiGLU, the gated unit of the feed-forward layer: silu(gate) · up, and its gradient.
 //!
 //! silu(x) = x · s with s = 1 / (1 + e^−x); its derivative is s · (1 + x · (1 − s)).
 
-use super::simd::{Float, Real, Vector, get, put, strips, vectorised};
+use super::simd::{Float, Real, Vector, get, put, strips, vectorized};
 use crate::cpu::pool::{Pool, Shared};
 
-/// Elements below which a task is not worth sharing out.
-const LEAST: usize = 4096;
+/// Smallest task, in elements.
+const MIN_TASK_ELEMENTS: usize = 4096;
 
-/// `out[N, F]` = silu(gate) · up of `gate_up[N, 2F]` = gate | up.
+/// Computes `out[N, F]` = silu(gate) · up of `gate_up[N, 2F]` = gate | up.
 pub fn swiglu<T: Real>(pool: &Pool, ffn: usize, gate_up: &[T], out: &mut [T]) {
     let rows = out.len() / ffn;
     assert!(out.len() == rows * ffn && gate_up.len() == 2 * out.len());
     let out = Shared::new(out);
-    pool.split(rows, LEAST.div_ceil(ffn), |range, _| {
+    pool.split(rows, MIN_TASK_ELEMENTS.div_ceil(ffn), |range, _| {
         for row in range {
             // SAFETY: rows of one split are disjoint.
             let out = unsafe { out.part(row * ffn..(row + 1) * ffn) };
@@ -22,12 +22,12 @@ pub fn swiglu<T: Real>(pool: &Pool, ffn: usize, gate_up: &[T], out: &mut [T]) {
     });
 }
 
-/// `dgate_up[N, 2F]` from `gate_up[N, 2F]` and `dout[N, F]`.
+/// Computes `dgate_up[N, 2F]` from `gate_up[N, 2F]` and `dout[N, F]`.
 pub fn swiglu_grad<T: Real>(pool: &Pool, ffn: usize, gate_up: &[T], dout: &[T], dgate_up: &mut [T]) {
     let rows = dout.len() / ffn;
     assert!(dout.len() == rows * ffn && gate_up.len() == 2 * dout.len() && dgate_up.len() == 2 * dout.len());
     let dgate_up = Shared::new(dgate_up);
-    pool.split(rows, LEAST.div_ceil(ffn), |range, _| {
+    pool.split(rows, MIN_TASK_ELEMENTS.div_ceil(ffn), |range, _| {
         for row in range {
             let both = 2 * row * ffn..2 * (row + 1) * ffn;
             // SAFETY: rows of one split are disjoint.
@@ -37,12 +37,12 @@ pub fn swiglu_grad<T: Real>(pool: &Pool, ffn: usize, gate_up: &[T], dout: &[T], 
     });
 }
 
-/// As `swiglu_grad`, overwriting gate_up with its gradient.
+/// Overwrites `gate_up[N, 2F]` with its gradient, given `dout[N, F]`.
 pub fn swiglu_grad_in_place<T: Real>(pool: &Pool, ffn: usize, gate_up: &mut [T], dout: &[T]) {
     let rows = dout.len() / ffn;
     assert!(dout.len() == rows * ffn && gate_up.len() == 2 * dout.len());
     let gate_up = Shared::new(gate_up);
-    pool.split(rows, LEAST.div_ceil(ffn), |range, _| {
+    pool.split(rows, MIN_TASK_ELEMENTS.div_ceil(ffn), |range, _| {
         for row in range {
             // SAFETY: rows of one split are disjoint.
             let d = unsafe { gate_up.part(2 * row * ffn..2 * (row + 1) * ffn) };
@@ -57,7 +57,7 @@ fn sigmoid<T: Float, V: Vector<T>>(x: V) -> V {
     one / (one + (V::splat(T::ZERO) - x).exp())
 }
 
-/// The gradients of gate and up.
+/// Returns the gradients of gate and up.
 #[inline(always)]
 fn gradients<T: Float, V: Vector<T>>(gate: V, up: V, dout: V) -> (V, V) {
     let s = sigmoid::<T, V>(gate);
@@ -67,7 +67,7 @@ fn gradients<T: Float, V: Vector<T>>(gate: V, up: V, dout: V) -> (V, V) {
     (dout * up * slope, dout * silu)
 }
 
-vectorised! {
+vectorized! {
     fn forward<T, V>(gate_up: &[T], out: &mut [T]) {
         let (gate, up) = gate_up.split_at(out.len());
         strips::<T, V>(out.len(), #[inline(always)] |at, count| {
@@ -77,7 +77,7 @@ vectorised! {
     }
 }
 
-vectorised! {
+vectorized! {
     fn backward<T, V>(gate_up: &[T], dout: &[T], dgate_up: &mut [T]) {
         let (gate, up) = gate_up.split_at(dout.len());
         let (dgate, dup) = dgate_up.split_at_mut(dout.len());
@@ -89,7 +89,7 @@ vectorised! {
     }
 }
 
-vectorised! {
+vectorized! {
     fn backward_in_place<T, V>(gate_up: &mut [T], dout: &[T]) {
         let (gate, up) = gate_up.split_at_mut(dout.len());
         strips::<T, V>(dout.len(), #[inline(always)] |at, count| {

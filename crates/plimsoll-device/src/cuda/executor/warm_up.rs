@@ -1,48 +1,50 @@
-//! Everything once before it counts: kernels are loaded, products get their algorithms, and each of both is started alone
-//! on zeros, so that drivers load code now and a step takes no memory. The same when another plan is gone over to, where
-//! what stays may not be touched.
+//! Warm-up: loads kernels, chooses GEMM algorithms, and runs each kernel and product once on zeros. Drivers load code
+//! at the first run, so a later step allocates nothing. After a plan change the same is done without touching
+//! persistent tensors.
 
 use super::CudaDevice;
-use super::frame::{Frame, Plan};
+use super::operands::{LoadedPlan, OperandResolver};
 use crate::cuda::driver::{Address, CudaError, Function, Module};
 use crate::cuda::kernels::Unit;
 use crate::cuda::kernels::launch::Launch;
-use crate::cuda::kernels::ops::Places;
+use crate::cuda::kernels::ops::OperandLookup;
 use crate::cuda::products::Shape;
 use crate::device::{DeviceError, NoFiles};
-use crate::spaces::{self, Arenas};
+use crate::spaces::{self, ResizableArenas};
 use plimsoll_core::{Bytes, Space};
 use plimsoll_program::op::Queue;
 use plimsoll_program::{Op, OpKind, Placement, TensorId};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Loaded modules, and the kernels in them.
+/// Loaded modules and their kernels.
 #[derive(Default)]
-pub(super) struct Kernels {
+pub(super) struct LoadedKernels {
     functions: BTreeMap<(Unit, &'static str), Function>,
-    /// What each may have of shared memory: never less than a plan before had, which may come back.
+    /// Largest shared memory limit of each kernel over all plans so far. It never shrinks, because a plan may be
+    /// restored.
     shared_bytes: BTreeMap<(Unit, &'static str), u32>,
     modules: BTreeMap<Unit, Module>,
 }
 
-/// What was started once on a device: its code is there, and no memory is taken when it is started again.
+/// Kernels and products that have run once on a device, so that their code is loaded.
 #[derive(Clone, Default)]
-pub(super) struct Started {
+pub(super) struct WarmedUp {
     kernels: BTreeSet<(Unit, &'static str)>,
     products: BTreeSet<Shape>,
 }
 
-impl Kernels {
+impl LoadedKernels {
     pub(super) fn function(&self, launch: &Launch) -> Function {
         self.functions[&(launch.unit, launch.kernel)]
     }
 }
 
-impl Frame<'_> {
-    /// Where operands stand when the op is the only one: what it touches of the device's arena begins at the first byte,
-    /// in the same order, overlapping as before, and as far from multiples of 256 bytes. The arena that it needs is
-    /// never larger than the whole one.
-    fn alone(&self, op: &Op) -> Placement {
+impl OperandResolver<'_> {
+    /// Places the operands of a single op at the start of the arena.
+    ///
+    /// Operands keep their order, overlaps and alignment modulo 256 bytes. The result never needs a larger arena than
+    /// the plan.
+    fn compact_placement(&self, op: &Op) -> Placement {
         let elements_of = |id: TensorId| self.plan.set.tensor(id).elements();
         let accesses = op.accesses(&elements_of);
         let mut spans: Vec<(u64, u64, TensorId, u32)> = accesses
@@ -61,7 +63,7 @@ impl Frame<'_> {
         let (mut covered, mut shift) = (0, 0);
         for (start, end, tensor, slot) in spans {
             if start >= covered {
-                // What lies between goes, in whole steps of 256.
+                // Close the gap before this span, in steps of 256 bytes.
                 shift = (start - placement.arena_bytes) / 256 * 256;
             }
             covered = end.max(covered);
@@ -71,8 +73,8 @@ impl Frame<'_> {
         placement
     }
 
-    /// Where operands stand when all of them begin at the first byte, as far from multiples of 256 bytes as before.
-    fn piled(&self, op: &Op) -> Placement {
+    /// Places all operands of an op over each other at the start of the arena, with their alignment modulo 256 bytes.
+    fn overlapping_placement(&self, op: &Op) -> Placement {
         let mut placement = Placement { arena_bytes: 0, ..self.placement.clone() };
         for access in op.accesses(&|id| self.plan.set.tensor(id).elements()) {
             let tensor = self.plan.set.tensor(access.operand.tensor);
@@ -87,8 +89,8 @@ impl Frame<'_> {
         placement
     }
 
-    /// Ranges of the device's arena that an op touches.
-    fn touched(&self, op: &Op) -> Vec<(Address, u64)> {
+    /// Returns the device arena ranges that an op touches.
+    fn device_ranges(&self, op: &Op) -> Vec<(Address, u64)> {
         let elements_of = |id: TensorId| self.plan.set.tensor(id).elements();
         let accesses = op.accesses(&elements_of);
         let on_device = accesses.iter().filter(|access| self.space(&access.operand) == Space::Device);
@@ -102,15 +104,15 @@ impl Frame<'_> {
 }
 
 impl CudaDevice {
-    /// Compiles and loads every kernel that an op of any Program starts, as far as that was not done before.
+    /// Compiles and loads every kernel of every program that is not yet loaded.
     pub(super) fn load_kernels(&mut self) -> Result<(), DeviceError> {
         let mut shared_bytes: BTreeMap<(Unit, &'static str), u32> = BTreeMap::new();
         for program in &self.plan.set.programs {
-            self.plan.check_messages(program)?;
+            self.plan.check_sends_completed(program)?;
             for (op, variable) in program.trace() {
-                let frame = self.frame(variable, 0);
-                frame.check(op)?;
-                for launch in frame.launches(op) {
+                let resolver = self.resolver(variable, 0);
+                resolver.check(op)?;
+                for launch in resolver.launches(op) {
                     let most = shared_bytes.entry((launch.unit, launch.kernel)).or_default();
                     *most = launch.shared_bytes.max(*most);
                 }
@@ -119,11 +121,11 @@ impl CudaDevice {
         let mut units: Vec<Unit> = shared_bytes.keys().map(|(unit, _)| *unit).collect();
         units.dedup();
         units.retain(|unit| !self.kernels.modules.contains_key(unit));
-        let context = &self.machine.context;
+        let context = &self.resources.context;
         let gpu = context.gpu();
         if let Some(((_, kernel), bytes)) = shared_bytes.iter().find(|(_, bytes)| **bytes > gpu.shared_bytes_max) {
-            let [asked, most] = [*bytes, gpu.shared_bytes_max].map(|bytes| Bytes(bytes.into()));
-            return Err(CudaError::Shared { kernel, asked, gpu: gpu.name.clone(), most }.into());
+            let [requested, most] = [*bytes, gpu.shared_bytes_max].map(|bytes| Bytes(bytes.into()));
+            return Err(CudaError::Shared { kernel, requested, gpu: gpu.name.clone(), most }.into());
         }
         let cubins = self.compiler.cubins(&units, gpu.architecture)?;
         for (unit, cubin) in units.into_iter().zip(cubins) {
@@ -138,15 +140,15 @@ impl CudaDevice {
         Ok(())
     }
 
-    /// Chooses an algorithm for every product that has none, as the library proposes: nothing is timed, since the arena
-    /// holds what stays.
+    /// Chooses an algorithm for every product without one. Takes the library's first proposal instead of timing,
+    /// because the arena holds persistent tensors.
     fn choose_algorithms(&mut self) -> Result<(), CudaError> {
         for program in &self.plan.set.programs {
             for (op, variable) in program.trace() {
-                let (plan, base) = (&*self.plan, self.machine.base());
-                let frame = Frame { plan, placement: &plan.placement, base, variable, micro_batch: 0 };
-                if let Some((shape, operands)) = frame.product(&op.kind) {
-                    // SAFETY: nothing is started, for want of a stream.
+                let (plan, base) = (&*self.plan, self.resources.base());
+                let resolver = OperandResolver { plan, placement: &plan.placement, base, variable, micro_batch: 0 };
+                if let Some((shape, operands)) = resolver.product(&op.kind) {
+                    // SAFETY: without a stream nothing is started.
                     unsafe { self.products.prepare(shape, &operands, None) }?;
                 }
             }
@@ -154,103 +156,113 @@ impl CudaDevice {
         Ok(())
     }
 
-    /// Starts every kernel and every product once, each op alone, on zeros, in an arena that is as large as the largest
-    /// of them needs; products have their algorithms chosen there.
-    pub(super) fn rehearse(&mut self) -> Result<(), DeviceError> {
+    /// Runs every kernel and every product once, each op alone and on zeros, and times GEMM algorithms. The arena is as
+    /// large as the largest op needs.
+    pub(super) fn warm_up_all(&mut self) -> Result<(), DeviceError> {
         let plan = self.plan.clone();
-        let (ops, started) = self.distinct(&plan);
-        let placements: Vec<Placement> = ops.iter().map(|(op, variable)| self.frame(*variable, 0).alone(op)).collect();
-        self.machine.retake(placements.iter().map(|placement| placement.arena_bytes).max().unwrap_or(0))?;
-        let base = self.machine.base();
+        let (ops, warmed_up) = self.ops_to_warm_up(&plan);
+        let placements: Vec<Placement> =
+            ops.iter().map(|(op, variable)| self.resolver(*variable, 0).compact_placement(op)).collect();
+        self.resources
+            .resize_discarding(placements.iter().map(|placement| placement.arena_bytes).max().unwrap_or(0))?;
+        let base = self.resources.base();
         for ((op, variable), placement) in ops.into_iter().zip(&placements) {
-            self.start_alone(&Frame { plan: &plan, placement, base, variable, micro_batch: 0 }, op)?;
+            self.warm_up_op(&OperandResolver { plan: &plan, placement, base, variable, micro_batch: 0 }, op)?;
         }
-        self.started = started;
+        self.warmed_up = warmed_up;
         Ok(())
     }
 
-    /// Does an op on zeros, wherever its operands stand; a product that has no algorithm gets the quickest.
-    fn start_alone(&mut self, frame: &Frame, op: &Op) -> Result<(), DeviceError> {
-        for (at, bytes) in frame.touched(op) {
-            // SAFETY: a range of the arena, in the order of the queue that the op is started on.
-            unsafe { self.machine.queues.compute().zero(at, bytes) }?;
+    /// Runs one op on zeros. A product without an algorithm gets the fastest.
+    fn warm_up_op(&mut self, resolver: &OperandResolver, op: &Op) -> Result<(), DeviceError> {
+        for (at, bytes) in resolver.device_ranges(op) {
+            // SAFETY: a range of the arena, ordered on the queue that runs the op.
+            unsafe { self.resources.queues.compute().zero(at, bytes) }?;
         }
-        if let Some((shape, operands)) = frame.product(&op.kind) {
-            // SAFETY: ranges of the arena, as large as the plan says (`passes::check`); nothing else is at work.
-            unsafe { self.products.prepare(shape, &operands, Some(self.machine.queues.compute())) }?;
+        if let Some((shape, operands)) = resolver.product(&op.kind) {
+            // SAFETY: ranges of the arena, as large as planned (`passes::check`); no other work runs.
+            unsafe { self.products.prepare(shape, &operands, Some(self.resources.queues.compute())) }?;
         }
-        for work in self.works(frame, op)? {
-            self.start(&work, Queue::Compute, 0, &mut NoFiles)?;
+        for work in self.work_for(resolver, op)? {
+            self.start_work(&work, Queue::Compute, 0, &mut NoFiles)?;
         }
-        Ok(self.machine.context.finish(op.name())?)
+        Ok(self.resources.context.finish(op.name())?)
     }
 
-    /// Ops that together start every kernel and every product that was not started before, each with the number of its
-    /// iteration; and what has been started then.
-    fn distinct<'a>(&self, plan: &'a Plan) -> (Vec<(&'a Op, i64)>, Started) {
-        let (mut started, mut found) = (self.started.clone(), Vec::new());
+    /// Returns the ops, each with its block iteration, that cover every kernel and product that has not run yet, and
+    /// the updated record.
+    fn ops_to_warm_up<'a>(&self, plan: &'a LoadedPlan) -> (Vec<(&'a Op, i64)>, WarmedUp) {
+        let (mut warmed_up, mut found) = (self.warmed_up.clone(), Vec::new());
         for (op, variable) in plan.set.programs.iter().flat_map(|program| program.trace()) {
-            let frame = Frame { plan, ..self.frame(variable, 0) };
-            let mut is_new = frame.product(&op.kind).is_some_and(|(shape, _)| started.products.insert(shape));
-            for launch in frame.launches(op) {
-                is_new |= started.kernels.insert((launch.unit, launch.kernel));
+            let resolver = OperandResolver { plan, ..self.resolver(variable, 0) };
+            let mut is_new = resolver.product(&op.kind).is_some_and(|(shape, _)| warmed_up.products.insert(shape));
+            for launch in resolver.launches(op) {
+                is_new |= warmed_up.kernels.insert((launch.unit, launch.kernel));
             }
             if is_new {
                 found.push((op, variable));
             }
         }
-        (found, started)
+        (found, warmed_up)
     }
 
-    /// Starts once what the plan that was gone over to has and none before it had, so that drivers and libraries load
-    /// its code now, and not in a step: in the part of the arena where nothing stays, which a smaller plan has just
-    /// given memory back for. Operands of a product that is too large for that part stand on top of each other, since
-    /// nobody looks at the result; another op that is too large is left to its first step.
-    fn start_new(&mut self) -> Result<(), DeviceError> {
+    /// Runs new kernels and products of an adopted plan once, so that their code is loaded before the next step.
+    ///
+    /// Uses the arena range above the persistent tensors. A product too large for it gets overlapping operands, as its
+    /// result is unused. Any other op that is too large first runs in a step.
+    fn warm_up_new(&mut self) -> Result<(), DeviceError> {
         let plan = self.plan.clone();
-        let (ops, started) = self.distinct(&plan);
+        let (ops, warmed_up) = self.ops_to_warm_up(&plan);
         if ops.is_empty() {
             return Ok(());
         }
-        let (free, _) = self.machine.context.memory()?;
-        let first = plan.kept_bytes().next_multiple_of(256);
-        let (base, room) = (self.machine.base() + first, plan.placement.arena_bytes.saturating_sub(first));
+        let (free, _) = self.resources.context.memory()?;
+        let first = plan.persistent_end().next_multiple_of(256);
+        let (base, room) = (self.resources.base() + first, plan.placement.arena_bytes.saturating_sub(first));
         for (op, variable) in ops {
-            let whole = self.frame(variable, 0);
-            let alone = whole.alone(op);
+            let in_place = self.resolver(variable, 0);
+            let compact = in_place.compact_placement(op);
             let is_product = matches!(op.kind, OpKind::Product { .. });
-            let placement = if alone.arena_bytes > room && is_product { whole.piled(op) } else { alone };
+            let placement =
+                if compact.arena_bytes > room && is_product { in_place.overlapping_placement(op) } else { compact };
             if placement.arena_bytes <= room {
-                self.start_alone(&Frame { plan: &plan, placement: &placement, base, variable, micro_batch: 0 }, op)?;
+                self.warm_up_op(
+                    &OperandResolver { plan: &plan, placement: &placement, base, variable, micro_batch: 0 },
+                    op,
+                )?;
             }
         }
-        let taken = free.saturating_sub(self.machine.context.memory()?.0);
-        (self.started, self.charges.libraries) = (started, self.charges.libraries + taken);
-        // What was written there is nobody's.
-        self.machine.resize(Space::Device, plan.placement.arena_bytes, first.min(plan.placement.arena_bytes))
+        let taken = free.saturating_sub(self.resources.context.memory()?.0);
+        (self.warmed_up, self.charges.libraries) = (warmed_up, self.charges.libraries + taken);
+        // The range above the persistent tensors is unwritten again.
+        self.resources.resize(Space::Device, plan.placement.arena_bytes, first.min(plan.placement.arena_bytes))
     }
 
-    /// Makes the plan that it has now, instead of `old`, run: first what can be refused, then what stays moves, then code
-    /// that is new is loaded. Algorithms are not timed now: the arena holds what stays.
-    pub(super) fn go_over_from(&mut self, old: &Plan) -> Result<(), DeviceError> {
+    /// Switches from plan `old` to the current plan: loads kernels and prepares programs, moves persistent tensors,
+    /// then runs new code once. Algorithms are not timed, because the arena holds persistent tensors.
+    pub(super) fn switch_from(&mut self, old: &LoadedPlan) -> Result<(), DeviceError> {
         let pool = self.plan.pool(self.threads)?;
-        let (free, _) = self.machine.context.memory()?;
+        let (free, _) = self.resources.context.memory()?;
         let loaded = self.load_kernels();
-        self.charges.libraries += free.saturating_sub(self.machine.context.memory()?.0);
+        self.charges.libraries += free.saturating_sub(self.resources.context.memory()?.0);
         loaded?;
         self.choose_algorithms()?;
         self.prepare_all()?;
         let plan = self.plan.clone();
         let (old, new) = ((&old.set, &old.placement), (&plan.set, &plan.placement));
-        self.machine.spaces().scratch().check()?;
-        spaces::adopt(&mut self.machine, old, new)?;
-        self.machine.spaces().scratch().check()?;
-        if let Err(error) = self.start_new() {
-            // Back to where it was, but for what passes from op to op.
-            self.torn = true;
-            if let Err(stuck) = spaces::adopt(&mut self.machine, new, old) {
-                let gone = CudaError::Memory { what: "go back to the plan before".into() };
-                self.machine.keep(Err::<(), _>(if let DeviceError::Cuda(error) = stuck { error } else { gone }));
+        self.resources.spaces().scratch().check()?;
+        spaces::adopt(&mut self.resources, old, new)?;
+        self.resources.spaces().scratch().check()?;
+        if let Err(error) = self.warm_up_new() {
+            // Restores the old plan. Tensors that live between ops are lost.
+            self.intermediates_lost = true;
+            if let Err(restore_error) = spaces::adopt(&mut self.resources, new, old) {
+                let restore_failed = CudaError::Memory { what: "restore the previous plan".into() };
+                self.resources.record_failure(Err::<(), _>(if let DeviceError::Cuda(error) = restore_error {
+                    error
+                } else {
+                    restore_failed
+                }));
             }
             return Err(error);
         }

@@ -1,21 +1,20 @@
 // Causal attention within documents, its gradient, and attention over a cache.
 //
-// A block of queries meets the keys it can see, a tile at a time, in shared memory: no T × T matrix
-// exists. Sums are float, on the ordinary arithmetic units: correct first; a version for tensor cores
-// takes the same arguments.
+// A block of queries visits the keys that it sees, tile by tile, in shared memory; no T × T matrix exists. Sums are
+// float, on the ordinary arithmetic units. attention_tensor.cu has the same kernels for tensor cores.
 //
 // Forward (Milakov and Gimelshein, "Online normalizer calculation for softmax"; Dao et al.,
 // "FlashAttention"): S = Q·Kᵀ / √E, P = e^(S − max so far), out = rescaled out + P·V.
 // Backward, from stats = ln Σ e^S: P = e^(S − stats), dV = Pᵀ·dO, dP = dO·Vᵀ,
-// dS = P · (dP − δ) / √E with δ = Σ out · dO, dK = dSᵀ·Q, dQ = dS·K. dQ has a kernel of its own, and
-// so have dK and dV, each with all query heads of its group in order: every sum has one order.
+// dS = P · (dP − δ) / √E with δ = Σ out · dO, dK = dSᵀ·Q, dQ = dS·K. One kernel computes dQ, another dK and dV with all
+// query heads of the group in order. Every sum therefore has a fixed order.
 //
-// HEAD_DIM is E, at most 128. Threads form a field of 16 columns (x) and some rows (y); each owns every
-// 16th column and every y-th row of a tile.
+// HEAD_DIM is E, at most 128. Threads form a grid of 16 columns (x) and some rows (y); each owns every 16th column and
+// every y-th row of a tile.
 
 constexpr int E = HEAD_DIM;
-// Rows of tiles are padded with zeros to a multiple of 16, and stored such that eight rows' packs of
-// four fall into different banks.
+// Tile rows are padded with zeros to a multiple of 16, and spaced so that packs of four from eight rows fall into
+// different banks.
 constexpr int WIDE = (E + 15) / 16 * 16;
 constexpr int ROW = WIDE + 4;
 constexpr int COLUMNS = WIDE / 16;
@@ -97,7 +96,7 @@ __device__ inline void write_rows(const float (&sums)[M][COLUMNS], const float (
         }
 }
 
-// Over the 16 threads that share rows.
+// Reduces over the 16 threads that share rows.
 __device__ inline float row_max(float v) {
 #pragma unroll
     for (int step = 8; step > 0; step /= 2) v = fmaxf(v, __shfl_xor_sync(ALL_LANES, v, step));
@@ -110,7 +109,7 @@ __device__ inline float row_sum(float v) {
     return v;
 }
 
-// The least of `count` starts, the same in every thread.
+// Minimum of `count` starts, equal in every thread.
 __device__ inline int least_of(const int* starts, int count) {
     int least = 0x7fffffff;
     for (int at = threadIdx.x % 32; at < count; at += 32) least = min(least, starts[at]);
@@ -147,7 +146,7 @@ __device__ inline void attend(const REAL* queries, u64 query_row, int first, int
     }
     int end = first + count;
     for (int from = starts ? least_of(starts, count) : 0; from < end; from += KEYS) {
-        __syncthreads();  // the last tile's values are used up
+        __syncthreads();  // the previous tile's values have been read
         lay_out<KEYS, 256>(kv, keys + from * key_row, key_row, end - from, 1.0f);
         __syncthreads();
         float scores[4][4];
@@ -174,7 +173,7 @@ __device__ inline void attend(const REAL* queries, u64 query_row, int first, int
                 p[(y() + i * 16) * (KEYS + 4) + x() + j * 16] = weight;
             }
         }
-        __syncthreads();  // the keys are used up
+        __syncthreads();  // the keys have been read
         lay_out<KEYS, 256>(kv, values + from * key_row, key_row, end - from, 1.0f);
         __syncthreads();
         mix<4, KEYS, 16>(p, kv, sums);
@@ -205,8 +204,8 @@ attention(const REAL* qkv, const int* document_start, REAL* out, float* stats, u
            out + query * out_row + head * E, out_row, stats + (u64)(blockIdx.z * heads + head) * sequence + first);
 }
 
-// out[n, H·E]: the n new tokens of qkv[n,C], which stand in the caches keys, values [P, K·E] already,
-// after the CACHE_LENGTH tokens before, over all keys up to their own.
+// out[n, H·E]: attention of the n new tokens of qkv[n,C] over all keys up to their own. The caches keys, values [P,
+// K·E] already contain them, after CACHE_LENGTH earlier tokens.
 // Grid: (ceil(n / 64), H). Block: 256. Shared memory: as attention.
 extern "C" __global__ void __launch_bounds__(256)
 cached_attention(const REAL* qkv, const REAL* keys, const REAL* values, const float* scalars, REAL* out, u32 rows,
@@ -219,7 +218,7 @@ cached_attention(const REAL* qkv, const REAL* keys, const REAL* values, const fl
            values + kv * E, (u64)kv_heads * E, out + block * out_row + head * E, out_row, nullptr);
 }
 
-// Threads that hold a row of keys together.
+// Threads that share a row of keys.
 constexpr int HOLDERS = 8;
 
 // weights[i] = q · row `from` + i of `keys` below `end`, times the scale and log2 e.
@@ -250,8 +249,8 @@ __device__ inline void score(const REAL* q, const REAL* keys, u64 key_row, int f
     }
 }
 
-// to[E] = Σ weights[i] · row `from` + i of `values` below `end`: a slice of the rows for each group of threads, and
-// then the slices in order.
+// to[E] = Σ weights[i] · row `from` + i of `values` below `end`: each group of threads sums a slice of the rows, then
+// the slices are added in order.
 template <int W>
 __device__ inline void mix_values(const float* weights, const REAL* values, u64 value_row, int from, int end,
                                   float* slices, float* to) {
@@ -277,9 +276,10 @@ __device__ inline void mix_values(const float* weights, const REAL* values, u64 
     }
 }
 
-// For few new tokens: cached_attention over `part` keys of each head, for cached_attention_join.
-// partials[parts][n, H][E + 2]: Σ 2^(s − largest) · value, largest, Σ 2^(s − largest) over the part's scores s,
-// times log2 e. A part without keys has 0 as its last sum, and no other but the largest.
+// Split-key attention for few new tokens: cached_attention over `part` keys of each head, to be merged by
+// cached_attention_join. partials[parts][n, H][E + 2]: Σ 2^(s − largest) · value, largest, Σ 2^(s − largest) over the
+// part's scores s, times log2 e. A part without keys has 0 as its last sum; its other values are undefined, except the
+// largest.
 // Grid: (parts, H, n). Block: 128. Shared memory: `part` + 1024 floats.
 extern "C" __global__ void __launch_bounds__(128, 6)
 cached_attention_part(const REAL* qkv, const REAL* keys, const REAL* values, const float* scalars, float* partials,
@@ -318,7 +318,7 @@ cached_attention_part(const REAL* qkv, const REAL* keys, const REAL* values, con
         weights[i] = weight;
         sum += weight;
     }
-    sum = block_sum(sum);  // its barriers stand between the weights and their use
+    sum = block_sum(sum);  // its barriers separate the weights from their use
     if (wide)
         mix_values<W>(weights, values, row, from, end, slices, to);
     else
@@ -329,7 +329,7 @@ cached_attention_part(const REAL* qkv, const REAL* keys, const REAL* values, con
     }
 }
 
-// out[n, H·E] from the partials, part after part.
+// out[n, H·E] merged from the partials, part by part.
 // Grid: (H, n). Block: 128. Shared memory: none.
 extern "C" __global__ void __launch_bounds__(128)
 cached_attention_join(const float* partials, REAL* out, u32 parts, u32 heads) {
@@ -350,7 +350,7 @@ cached_attention_join(const float* partials, REAL* out, u32 parts, u32 heads) {
     }
 }
 
-// Keys and values of the n tokens in qkv[n,C] into the caches [P, K·E], after those they hold.
+// Appends the keys and values of the n tokens in qkv[n,C] to the caches [P, K·E].
 // Grid: (n, ceil(K·E / 256)). Block: 256. Shared memory: none.
 extern "C" __global__ void __launch_bounds__(256)
 append_cache(const REAL* qkv, const float* scalars, REAL* keys, REAL* values, u32 heads, u32 kv_heads) {
@@ -378,12 +378,12 @@ attention_delta(const REAL* out, const REAL* dout, float* delta, u32 rows, u32 s
     if (threadIdx.x % 32 == 0) delta[(row / sequence * heads + head) * sequence + row % sequence] = sum;
 }
 
-// 128 threads: 16 × 8. The side that is summed over is longer, the side that is owned is shorter, so
-// that the tiles fit into the shared memory of every GPU from sm_80 on (99 KiB on most).
+// 128 threads: 16 × 8. The summed side is longer and the owned side shorter, so that the tiles fit into the shared
+// memory of every GPU from sm_80 on (99 KiB on most).
 constexpr int OWNED = 32;
 constexpr int MET = 64;
 
-// The dQ part of dqkv[N,C]: a block owns 32 queries and meets keys.
+// The dQ part of dqkv[N,C]: a block owns 32 queries and visits keys.
 // Grid: (ceil(T / 32), H, B). Block: 128. Shared memory: (128 · ROW + 32 · 68) floats.
 extern "C" __global__ void __launch_bounds__(128)
 attention_grad_queries(const REAL* qkv, const REAL* dout, const float* stats, const float* delta,
@@ -415,12 +415,12 @@ attention_grad_queries(const REAL* qkv, const REAL* dout, const float* stats, co
     }
     int end = first + count;
     for (int from = least_of(starts, count); from < end; from += MET) {
-        __syncthreads();  // the last tile's keys are used up
+        __syncthreads();  // the previous tile's keys have been read
         lay_out<MET, 128>(kv, keys + kv_heads * E + from * row, row, end - from, 1.0f);
         __syncthreads();
         float scores[4][4], dscores[4][4];
         products<4, 4, 8>(d, kv, dscores);
-        __syncthreads();  // the values are used up
+        __syncthreads();  // the values have been read
         lay_out<MET, 128>(kv, keys + from * row, row, end - from, 1.0f);
         __syncthreads();
         products<4, 4, 8>(q, kv, scores);
@@ -439,8 +439,8 @@ attention_grad_queries(const REAL* qkv, const REAL* dout, const float* stats, co
     write_rows<4, 8>(sums, one, dqkv + query * row + head * E, row, count);
 }
 
-// The dK and dV parts of dqkv[N,C]: a block owns 32 keys of a kv head and meets the queries of all
-// heads of its group, head by head. Tiles of queries that see none of the keys are skipped.
+// The dK and dV parts of dqkv[N,C]: a block owns 32 keys of a kv head and visits the queries of all heads of its group,
+// head by head. Tiles of queries that see none of the keys are skipped.
 // Grid: (ceil(T / 32), K, B). Block: 128. Shared memory: as attention_grad_queries.
 extern "C" __global__ void __launch_bounds__(128)
 attention_grad_keys(const REAL* qkv, const REAL* dout, const float* stats, const float* delta,
@@ -465,7 +465,7 @@ attention_grad_keys(const REAL* qkv, const REAL* dout, const float* stats, const
         u64 unit = (u64)(blockIdx.z * heads + head) * sequence;
         for (int from = first / MET * MET; from < (int)sequence; from += MET) {
             int mine = from + threadIdx.x, valid = (int)sequence - from;
-            // Meets all threads: the last tile is used up, too.
+            // Synchronizes all threads: the previous tile has been read, too.
             if (!__syncthreads_or(threadIdx.x < MET && mine < (int)sequence && starts[mine] < first + count)) continue;
             lay_out<MET, 128>(met, queries + from * row, row, valid, 1.0f);
             __syncthreads();
@@ -486,12 +486,12 @@ attention_grad_keys(const REAL* qkv, const REAL* dout, const float* stats, const
                     p[(y() + i * 8) * (MET + 4) + x() + j * 16] = weights[i][j];
                 }
             }
-            __syncthreads();  // the queries are used up
+            __syncthreads();  // the queries have been read
             lay_out<MET, 128>(met, douts + from * out_row, out_row, valid, 1.0f);
             __syncthreads();
             mix<4, MET, 8>(p, met, dv);
             products<4, 4, 8>(v, met, dweights);
-            __syncthreads();  // P and the gradients are used up
+            __syncthreads();  // P and the gradients have been read
 #pragma unroll
             for (int i = 0; i < 4; i++)
 #pragma unroll

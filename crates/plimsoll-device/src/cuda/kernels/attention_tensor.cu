@@ -1,14 +1,14 @@
-// Attention and its gradient on tensor cores: for bf16, and heads of a multiple of 16 elements up to
-// 128 at addresses of a multiple of 16 bytes. The formulas are those of attention.cu, which takes all
-// other heads; powers are of two, so the scale of scores is log2 e / √E.
+// Attention and its gradient on tensor cores: bf16, head dimensions that are multiples of 16 up to 128, and addresses
+// aligned to 16 bytes. Formulas as in attention.cu, which takes all other cases; exponentials use base 2, so the scale
+// of scores is log2 e / √E.
 //
-// A warp owns 16·M rows, queries or keys, and holds all sums that belong to them in registers: scores are
-// sums of one product and, rounded to bf16, the left side of the next, without a way through shared memory.
-// The gradient takes two kernels, which both compute P and dP: seven products instead of five, but no
-// sum that blocks share, so no atomics and one order.
+// A warp owns 16·M rows, queries or keys, and holds all their sums in registers. Scores are the sums of one product
+// and, rounded to bf16, the left operand of the next, without a detour through shared memory. The gradient takes two
+// kernels, which both compute P and dP: seven products instead of five, but no sum is shared between blocks, so there
+// are no atomics and each sum has one order.
 //
-// Every row of a tile in shared memory is 16 bytes longer than a head: an odd number of packs, so that
-// eight rows of a matrix, and eight packs of a copy, lie in different banks.
+// Every tile row in shared memory is 16 bytes longer than a head: an odd number of packs, so that eight rows of a
+// matrix, and eight packs of a copy, lie in different banks.
 
 constexpr int E = HEAD_DIM;
 static_assert(E % 16 == 0 && E >= 16 && E <= 128, "heads of whole matrices");
@@ -18,25 +18,25 @@ constexpr int DEPTH = E / 16;
 constexpr int WARPS = 4;
 constexpr int THREADS = 32 * WARPS;
 __device__ inline int lane() { return threadIdx.x % 32; }
-// In sums: the row is group() or group() + 8, the columns are pair() and pair() + 1.
+// Layout of sums: the row is group() or group() + 8, the columns are pair() and pair() + 1.
 __device__ inline int group() { return lane() / 4; }
 __device__ inline int pair() { return lane() % 4 * 2; }
-// The first of the block's rows that this warp owns, of `fragments` of 16 each.
+// First of the block's rows that this warp owns, for `fragments` of 16 rows each.
 __device__ inline int own_row(int fragments) { return threadIdx.x / 32 * (16 * fragments); }
 
 __device__ inline float root_scale() { return 1.0f / sqrtf((float)E); }
 
 __device__ inline bf16* tiles() { return reinterpret_cast<bf16*>(shared); }
-// Where in a 16 × 16 part of a tile this lane's row of matrices begins: the left side of a product over
-// columns, or, transposed, the right side of one over rows.
+// Offset of this lane's matrix row in a 16 × 16 part of a tile: the left operand of a product over columns, or,
+// transposed, the right operand of one over rows.
 __device__ inline int by_rows() { return lane() % 16 * ROW + lane() / 16 * 8; }
-// The right side of a product over columns.
+// Offset of this lane's matrix row for the right operand of a product over columns.
 __device__ inline int by_columns() { return (lane() / 16 * 8 + lane() % 8) * ROW + lane() / 8 % 2 * 8; }
 
-// The lanes that copy a row, a pack of 8 elements each; where heads are no power of two some have nothing to do.
+// Lanes that copy a row, a pack of 8 elements each; some are idle if the head dimension is no power of two.
 constexpr int COPIERS = E <= 16 ? 2 : E <= 32 ? 4 : E <= 64 ? 8 : 16;
 
-// Begins to copy `valid` rows, at least one, `stride` elements apart; zeros behind them.
+// Starts copying `valid` rows, at least one, `stride` elements apart; zeros after them.
 template <int ROWS> __device__ inline void fetch(bf16* tile, const bf16* from, u32 stride, int valid) {
     constexpr int STEP = THREADS / COPIERS;
     static_assert(ROWS % STEP == 0 || STEP > ROWS, "whole steps");
@@ -58,7 +58,7 @@ __device__ inline void rows_by_rows(const bf16* left, const bf16* right, float (
         for (int n = 0; n < N; n++)
 #pragma unroll
             for (int i = 0; i < 4; i++) sums[m][n][i] = 0;
-#pragma unroll(M == 2 ? 2 : DEPTH)  // more at once, and there are too few registers
+#pragma unroll(M == 2 ? 2 : DEPTH)  // more would need too many registers
     for (int e = 0; e < E; e += 16) {
         u32 a[M][4];
 #pragma unroll
@@ -76,7 +76,7 @@ __device__ inline void rows_by_rows(const bf16* left, const bf16* right, float (
     }
 }
 
-// The same with the left side in registers, by columns of 16.
+// sums[m][n] = rows of the left operand, held in registers by columns of 16, times rows n·8.. of `right`.
 template <int M, int N>
 __device__ inline void rows_by_rows(const u32 (&left)[M][DEPTH][4], const bf16* right, float (&sums)[M][N][4]) {
 #pragma unroll
@@ -142,7 +142,7 @@ __device__ inline void write_rows(const float (&sums)[M][E / 8][4], const float 
         }
 }
 
-// Over the four lanes that share rows of sums.
+// Reduces over the four lanes that share rows of sums.
 __device__ inline float row_max(float v) {
     v = fmaxf(v, __shfl_xor_sync(ALL_LANES, v, 1));
     return fmaxf(v, __shfl_xor_sync(ALL_LANES, v, 2));
@@ -153,7 +153,7 @@ __device__ inline float row_sum(float v) {
     return v + __shfl_xor_sync(ALL_LANES, v, 2);
 }
 
-// The least and the greatest of `count` starts, the same in every thread.
+// Minimum and maximum of `count` starts, equal in every thread.
 __device__ inline void span_of(const int* starts, int count, int& least, int& greatest) {
     least = 0x7fffffff;
     greatest = 0;
@@ -168,7 +168,7 @@ __device__ inline void span_of(const int* starts, int count, int& least, int& gr
     }
 }
 
-// Takes out of the scores, of queries from `own` on and keys from `from` on, what a query does not see.
+// Masks scores, of queries from `own` on and keys from `from` on, that a query does not see.
 template <int M, int N>
 __device__ inline void hide(float (&scores)[M][N][4], const int (&start)[M][2], int from, int own) {
 #pragma unroll
@@ -184,9 +184,9 @@ __device__ inline void hide(float (&scores)[M][N][4], const int (&start)[M][2], 
 
 // ---- forward ----
 
-// With two fragments a warp reads half as much of shared memory for each product.
+// With two fragments a warp reads half as much shared memory per product.
 constexpr int QUERIES = 16 * 2 * WARPS;
-// Keys at once: half as many where 255 registers do not hold the scores of 64, which depends on the compiler, too.
+// Keys per tile: half as many if 255 registers do not hold the scores of 64, which also depends on the compiler.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
 constexpr int KEYS = E <= 64 ? 64 : 32;
 #else
@@ -194,9 +194,8 @@ constexpr int KEYS = E <= 64 || E == 128 ? 64 : 32;
 #endif
 constexpr int CACHED_KEYS = E <= 64 ? 64 : 32;
 
-// `count` queries of a head, the first at key position `first`, over keys starts[i] ..= first + i
-// (from 0 where `starts` is null). While scores are computed the values are under way, and the next keys
-// while the values are used.
+// `count` queries of a head, the first at key position `first`, over keys starts[i] ..= first + i (from 0 where
+// `starts` is null). The values are copied while scores are computed, and the next keys while the values are used.
 template <int KEYS>
 __device__ inline void attend(const bf16* queries, u64 query_row, int first, int count, const int* starts,
                               const bf16* keys, const bf16* values, u64 key_row, bf16* out, u64 out_row,
@@ -223,13 +222,13 @@ __device__ inline void attend(const bf16* queries, u64 query_row, int first, int
     fetch<KEYS>(k, keys + from * key_row, key_row, end - from);
     for (; from < end; from += KEYS) {
         copies_landed();
-        __syncthreads();  // the keys are there, the last values are used up
+        __syncthreads();  // the keys have arrived, the previous values have been read
         fetch<KEYS>(v, values + from * key_row, key_row, end - from);
         bool seen = from < own + 16 * M;
         float s[M][KEYS / 8][4];
         if (seen) rows_by_rows(q + own_row(M) * ROW, k, s);
         copies_landed();
-        __syncthreads();  // the values are there, the keys are used up
+        __syncthreads();  // the values have arrived, the keys have been read
         if (from + KEYS < end) fetch<KEYS>(k, keys + (from + KEYS) * key_row, key_row, end - from - KEYS);
         if (!seen) continue;
         bool whole = from >= latest && from + KEYS <= own + 1;
@@ -310,16 +309,16 @@ tensor_cached_attention(const bf16* qkv, const bf16* keys, const bf16* values, c
 
 // ---- backward ----
 
-// Fragments that a warp owns: there are registers for the sums of two up to heads of 64.
+// Fragments per warp: registers hold the sums of two for heads of up to 64.
 constexpr int M = E <= 64 ? 2 : 1;
 constexpr int OWNED = 16 * M * WARPS;
-// Blocks of a processor that registers must allow; 0 leaves them to the compiler, which at heads of 80 would spill.
+// Minimum blocks per multiprocessor for the register limit; 0 leaves it to the compiler, which would spill for heads of
+// 80.
 constexpr int BLOCKS = E == 80 ? 3 : 0;
-// Rows of a tile that a block meets. Two such tiles of two tensors are there: one is used while the
-// other is under way.
+// Rows of a visited tile. Two tiles of two tensors are allocated: one is used while the other is being copied.
 constexpr int MET = 32;
 
-// The dQ part of dqkv[N,C], and delta[B,H,T] = Σ out · dout of each row: a block owns queries and meets keys.
+// The dQ part of dqkv[N,C], and delta[B,H,T] = Σ out · dout of each row: a block owns queries and visits keys.
 // Grid: (ceil(T / OWNED), H, B). Block: 128. Shared memory: 2 · OWNED rows.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 tensor_attention_grad_queries(const bf16* qkv, const bf16* out, const bf16* dout, const float* stats, float* delta,
@@ -377,7 +376,7 @@ tensor_attention_grad_queries(const bf16* qkv, const bf16* out, const bf16* dout
     fetch<MET>(kv + MET * ROW, values + from * row, row, end - from);
     for (int turn = 0; from < end; from += MET, turn ^= 1) {
         copies_landed();
-        __syncthreads();  // this tile is there, the last one is used up
+        __syncthreads();  // this tile has arrived, the previous one has been read
         if (from + MET < end) {
             bf16* next = kv + (turn ^ 1) * 2 * MET * ROW;
             fetch<MET>(next, keys + (from + MET) * row, row, end - from - MET);
@@ -407,7 +406,7 @@ tensor_attention_grad_queries(const bf16* qkv, const bf16* out, const bf16* dout
     write_rows(sums, factor, dqkv + query * row + head * E, row, count);
 }
 
-// One more than the last query, at or after `first`, that sees a key before `end`; the same in every thread.
+// One more than the last query, at or after `first`, that sees a key before `end`; equal in every thread.
 __device__ inline int end_of_sight(const int* starts, int first, int end, int sequence) {
     __shared__ int ends[WARPS];
     int last = first;
@@ -422,16 +421,16 @@ __device__ inline int end_of_sight(const int* starts, int first, int end, int se
     return last;
 }
 
-// Early keys are seen by the most queries: first come the tiles with the most work. Where blocks are so few that
-// a large GPU takes them all at once (an H100 two on each of 132 processors), the second half comes in reverse, so
-// that each of its processors gets a long and a short one.
+// Order of key blocks. Early keys are seen by the most queries, so the tiles with the most work come first. If a large
+// GPU runs all blocks at once (an H100 two on each of 132 multiprocessors), the second half is reversed, so that each
+// multiprocessor gets a long and a short block.
 __device__ inline int tile_in_turn(int turn, int count, u32 blocks) {
     int half = (count + 1) / 2;
     return turn < half || blocks > 264 ? turn : count - 1 - (turn - half);
 }
 
-// The dK and dV parts of dqkv[N,C]: a block owns keys of a kv head and meets the queries of all heads
-// of its group, head by head, after tensor_attention_grad_queries has left delta.
+// The dK and dV parts of dqkv[N,C]: a block owns keys of a kv head and visits the queries of all heads of its group,
+// head by head, after tensor_attention_grad_queries has computed delta.
 // Grid: (K, B, ceil(T / OWNED)). Block: 128. Shared memory: 2 · OWNED + 4 · MET rows, and 6 · MET floats.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 tensor_attention_grad_keys(const bf16* qkv, const bf16* dout, const float* stats, const float* delta,
@@ -451,7 +450,7 @@ tensor_attention_grad_keys(const bf16* qkv, const bf16* dout, const float* stats
     const bf16* douts = dout + sequence_start * out_row + blockIdx.x * group_heads * E;
     u32 units = (blockIdx.y * heads + blockIdx.x * group_heads) * sequence;
 
-    // Of head `head` of the group, the queries from `from` on.
+    // Copies the queries from `from` on of head `head` of the group.
     auto meet = [&](int turn, u32 head, int from) {
         bf16* to = met + turn * 2 * MET * ROW;
         int valid = (int)sequence - from;
@@ -474,7 +473,7 @@ tensor_attention_grad_keys(const bf16* qkv, const bf16* dout, const float* stats
     u32 head = 0;
     while (head < group_heads) {
         copies_landed();
-        __syncthreads();  // this tile is there, the last one is used up
+        __syncthreads();  // this tile has arrived, the previous one has been read
         bool last = from + MET >= end;
         u32 next_head = last ? head + 1 : head;
         int next = last ? first : from + MET;
@@ -485,7 +484,7 @@ tensor_attention_grad_keys(const bf16* qkv, const bf16* dout, const float* stats
         const float* less = stat + MET;
         const int* start = reinterpret_cast<const int*>(less + MET);
         if (from + MET > own) {
-            // Queries beyond the sequence are zeros, as are their gradients: they add nothing.
+            // Queries beyond the sequence are zeros, as are their gradients, so they add nothing.
             bool whole =
                 from >= own + 16 * M - 1 && __ballot_sync(ALL_LANES, start[lane()] <= own) == ALL_LANES;
             float s[M][MET / 8][4], ds[M][MET / 8][4];

@@ -1,5 +1,5 @@
-// From one type of floats to another, rounded once to nearest even (as cpu/kernels/cast.rs), and
-// fills. Elements are aligned to their size. Grids as in elementwise.cu.
+// Casts between float types, rounded once to nearest even (as cpu/kernels/cast.rs), and fills. Elements are aligned to
+// their size. Grids as in elementwise.cu.
 
 __device__ inline double exact(double x) { return x; }
 __device__ inline double exact(float x) { return x; }
@@ -7,16 +7,15 @@ __device__ inline double exact(bf16 x) { return widen(x); }
 
 __device__ inline double exact(f16 x) {
     u32 sign = (u32)(x.bits & 0x8000u) << 16, rest = x.bits & 0x7fffu;
-    // Shifted into a float, exponents are 112 too low: a multiplication sets them right, those of
-    // subnormals too. Infinity and NaN have the highest exponent in both.
+    // Shifted into a float, exponents are 112 too low. A multiplication corrects them, also for subnormals. Infinity
+    // and NaN have the highest exponent in both types.
     float value = rest >= 0x7c00u ? __uint_as_float(0x7f800000u | (rest & 0x3ffu) << 13)
                                   : __uint_as_float(rest << 13) * 5.192296858534828e+33f;
     return __uint_as_float(__float_as_uint(value) | sign);
 }
 
-// x in 32 bits, where inexact rounded to the neighbour whose last bit is 1: rounding that again to
-// half as many bits gives what rounding x once would (Boldo and Melquiond, "When double rounding is
-// odd").
+// x in 32 bits, rounded to odd: an inexact result is the neighbour with last bit 1. Rounding it again to half as many
+// bits gives the same as rounding x once (Boldo and Melquiond, "When double rounding is odd").
 __device__ inline float to_odd(double x) {
     float nearest = (float)x;
     if ((double)nearest == x || x != x) return nearest;
@@ -37,8 +36,8 @@ __device__ inline void round_to(double x, f16& to) {
     } else if (rest >= 0x477ff000u) {
         half = 0x7c00u;  // rounds to infinity: half way from 65504 to 65536, or more
     } else if (rest < 0x38800000u) {
-        // Below the smallest normal number: added to 0.5, the sum's last bit is worth 2^-24, as that
-        // of a subnormal, and the addition rounds.
+        // Below the smallest normal number: added to 0.5, the last bit of the sum is worth 2^-24, as in a subnormal,
+        // and the addition rounds.
         half = __float_as_uint(__uint_as_float(rest) + 0.5f) - 0x3f000000u;
     } else {
         half = (rest - 0x38000000u + 0xfffu + (rest >> 13 & 1u)) >> 13;
@@ -46,12 +45,12 @@ __device__ inline void round_to(double x, f16& to) {
     to.bits = (unsigned short)(sign | half);
 }
 
-// Between types of at most 32 bits no double is needed: they are slow on most GPUs.
+// Types of at most 32 bits are cast without double, which is slow on most GPUs.
 __device__ inline void convert(float from, bf16& to) { narrow(from, to); }
 __device__ inline void convert(bf16 from, float& to) { to = widen(from); }
 template <class From, class To> __device__ inline void convert(From from, To& to) { round_to(exact(from), to); }
 
-// Packs of four, where both sides allow them, and what is left one by one.
+// Packs of four if both sides are aligned, then single elements.
 template <class From, class To> __device__ inline void cast_all(const From* from, To* to, u64 elements) {
     u64 first = (u64)blockIdx.x * 256 + threadIdx.x, step = (u64)gridDim.x * 256;
     u64 packs = aligned(from) && aligned(to) ? elements / 4 : 0;
@@ -78,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(256) cast_f16_bf16(const f16* from,
 extern "C" __global__ void __launch_bounds__(256) cast_bf16_f64(const bf16* from, double* to, u64 elements) { cast_all(from, to, elements); }
 extern "C" __global__ void __launch_bounds__(256) cast_f64_bf16(const double* from, bf16* to, u64 elements) { cast_all(from, to, elements); }
 
-// Packs of 16 bytes, where alignment allows, and what is left one by one.
+// Packs of 16 bytes if aligned, then single elements.
 template <class T> __device__ inline void fill_all(T* into, T value, u64 elements) {
     u64 first = (u64)blockIdx.x * 256 + threadIdx.x, step = (u64)gridDim.x * 256;
     u64 packs = aligned(into) ? elements / PACK<T> : 0;

@@ -1,8 +1,8 @@
-// Sums over the ranks of a team, of what NCCL has brought. The order is that of the ranks, whoever sums up, so that the
-// bits are those of every other way in which a team meets (transport/memory.rs, `sum_elements`).
+// Sums over the ranks of a team, of parts that NCCL has delivered. Every rank sums in rank order, so the bits equal
+// those of every other transport (`sum_elements` in transport).
 //
-// Grids as in elementwise.cu. `others` holds the parts of all ranks but this one, in their order, `stride` elements
-// apart; `into` may be `own`.
+// Grids as in elementwise.cu. `others` holds the parts of all other ranks in rank order, `stride` elements apart;
+// `into` may equal `own`.
 
 template <class T>
 __device__ void sum_in_order(const T* own, const T* others, T* into, u64 elements, u64 stride, u32 rank, u32 ranks, u32 adds) {
@@ -14,14 +14,14 @@ __device__ void sum_in_order(const T* own, const T* others, T* into, u64 element
     }
 }
 
-// into[elements] = the sum over all ranks, or that is added to it where `adds`.
+// into[elements] = the sum over all ranks, or += the sum with `adds`; f32.
 // Grid: over elements. Block: 256. Shared memory: none.
 extern "C" __global__ void __launch_bounds__(256)
 sum_ranks_f32(const float* own, const float* others, float* into, u64 elements, u64 stride, u32 rank, u32 ranks, u32 adds) {
     sum_in_order(own, others, into, elements, stride, rank, ranks, adds);
 }
 
-// The same.
+// into[elements] = the sum over all ranks, or += the sum with `adds`; f64.
 // Grid: over elements. Block: 256. Shared memory: none.
 extern "C" __global__ void __launch_bounds__(256)
 sum_ranks_f64(const double* own, const double* others, double* into, u64 elements, u64 stride, u32 rank, u32 ranks, u32 adds) {

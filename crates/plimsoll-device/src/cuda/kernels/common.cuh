@@ -1,25 +1,23 @@
-// What every kernel file stands on: types, rounding, packs of elements, sums over warps and blocks.
-// The source of a compiled unit is: its defines, this file, what several families share, the family's file.
-// No header is needed.
+// Common part of every kernel file: types, rounding, packs of elements, sums over warps and blocks. The source of a
+// compiled unit is: its defines, this file, sources shared by some families, the family's file. No header is needed.
 //
 // Legend, as in cpu/kernels: N rows (B sequences of T tokens), D hidden, H heads, K kv heads, E head
 // dim, F ffn, V vocabulary, C = (H + 2K)·E columns of queries | keys | values.
-// REAL (float or bf16) is the type of activations and of the weights that meet them. Everything else
-// that is real is float: master weights, gradients of weights, the optimizer's state, rstd, statistics,
-// scalars, scratch. All sums are float or double, and their order depends on shapes alone: no
-// floating-point atomics.
+// REAL (float or bf16) is the type of activations and of the weights multiplied with them. All other real numbers are
+// float: master weights, gradients of weights, optimizer state, rstd, statistics, scalars, scratch. All sums are float
+// or double, and their order depends on shapes alone: no floating-point atomics.
 //
-// Blocks are whole warps. Every thread of a block meets every barrier.
+// Blocks are whole warps. Every thread of a block reaches every barrier.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-// bfloat16: the upper half of a float. Ours, so that no header of CUDA is needed to compile.
+// bfloat16: the upper half of a float. Defined here, so that compiling needs no CUDA header.
 struct bf16 { unsigned short bits; };
-// IEEE half precision; in files only.
+// IEEE half precision; used in files only.
 struct f16 { unsigned short bits; };
 
-// Places in the scalar and the metrics tensor: plimsoll-program, scalars.rs.
+// Indices into the scalar and metrics tensors: plimsoll-program, scalars.rs.
 constexpr u32 LEARNING_RATE = 0, BIAS_CORRECTION_1 = 1, BIAS_CORRECTION_2 = 2, CLIP_NORM = 3, CLIP_FACTOR = 4,
               INVERSE_TOKENS = 5, CACHE_LENGTH = 6, LAST_ROW = 7, STEP = 8;
 constexpr u32 LOSS_SUM = 0, NORM_SQUARED = 1;
@@ -37,7 +35,7 @@ __device__ inline float widen(bf16 x) { return __uint_as_float((u32)x.bits << 16
 
 __device__ inline void narrow(float x, float& to) { to = x; }
 
-// What PTX has from sm_80 on and C has not; tests/cuda_shim has it for the CPU.
+// PTX instructions (sm_80 and later) without a C equivalent; tests/cuda_shim emulates them on the CPU.
 #ifndef PLIMSOLL_SHIM
 
 // Both rounded to nearest even, `low` in the lower half.
@@ -65,10 +63,10 @@ __device__ inline float reciprocal(float x) {
 
 constexpr float LOG2_E = 1.4426950408889634f;
 
-// To nearest, ties to even; NaN stays NaN.
+// Rounds to nearest, ties to even; NaN stays NaN.
 __device__ inline void narrow(float x, bf16& to) { to.bits = (unsigned short)narrow_both(x, 0.0f); }
 
-// W elements side by side: loads and stores of at most 16 bytes.
+// W consecutive elements: loads and stores of at most 16 bytes.
 template <class T, int W> struct alignas(W * sizeof(T) < 16 ? W * sizeof(T) : 16) Pack { T at[W]; };
 typedef Pack<float, 4> Four;
 // Elements that 16 bytes hold.
@@ -103,18 +101,18 @@ template <class T> __device__ inline bool aligned(const T* at) { return (u64)at 
 
 constexpr u32 ALL_LANES = 0xffffffffu;
 
-// The same sum in every lane.
+// Warp-wide sum, equal in every lane.
 template <class T> __device__ inline T warp_sum(T x) {
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(ALL_LANES, x, step);
     return x;
 }
 
-// The same sum in every thread.
+// Block-wide sum, equal in every thread.
 template <class T> __device__ inline T block_sum(T x) {
     __shared__ T sums[32];
     x = warp_sum(x);
-    __syncthreads();  // the last sum has been read
+    __syncthreads();  // the previous sum has been read
     if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = x;
     __syncthreads();
     T total = 0;
@@ -122,18 +120,18 @@ template <class T> __device__ inline T block_sum(T x) {
     return total;
 }
 
-// The same largest number in every lane; NaN is passed over.
+// Warp-wide maximum, equal in every lane; ignores NaN.
 __device__ inline float warp_largest(float x) {
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, step));
     return x;
 }
 
-// The same largest number in every thread, of numbers that are not negative.
+// Block-wide maximum of non-negative numbers, equal in every thread.
 __device__ inline float block_largest(float x) {
     __shared__ float most[32];
     x = warp_largest(x);
-    __syncthreads();  // the last ones have been read
+    __syncthreads();  // the previous values have been read
     if (threadIdx.x % 32 == 0) most[threadIdx.x / 32] = x;
     __syncthreads();
     float largest = 0;

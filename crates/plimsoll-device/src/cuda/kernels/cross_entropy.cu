@@ -1,17 +1,17 @@
-// The softmax of rows of logits, a block of columns after another: what is known of each row, its cross
-// entropy, and its gradient in place.
+// The softmax of rows of logits, one block of columns after another: running statistics per row, the cross entropy, and
+// its gradient in place.
 //
 // nll = ln Σ e^(x − max) + max − x[label]; d nll / dx = softmax(x) − onehot(label)
-// (as cpu/kernels/loss.rs). Max and sum are found in one pass over a row's columns and carried on to the next
-// (Milakov and Gimelshein, "Online normalizer calculation for softmax").
+// (as cpu/kernels/loss.rs). One pass over the columns finds maximum and sum, and continues with the next block of
+// columns (Milakov and Gimelshein, "Online normalizer calculation for softmax").
 
-// The label of a row that does not count.
+// The label of an ignored row.
 constexpr int IGNORED = -100;
 
-// What no logit is below, so far from the lowest float that its distance to any logit is one.
+// Lower bound of logits, far enough from the lowest float that its distance to any logit is a float.
 constexpr float UNSEEN = LOWEST / 2;
 
-// The largest logit so far, where it first stood, and Σ e^(x − largest).
+// The largest logit so far, its first column, and Σ e^(x − largest).
 struct Peak {
     float largest;
     u32 where;
@@ -50,7 +50,7 @@ template <int W> __device__ Peak peak_of(const REAL* logits, u32 columns) {
     return peak;
 }
 
-// The same peak in every thread.
+// Block-wide peak, equal in every thread.
 __device__ inline Peak block_peak(Peak peak) {
     __shared__ Peak peaks[32];
 #pragma unroll
@@ -68,7 +68,7 @@ __device__ inline Peak block_peak(Peak peak) {
     return peak;
 }
 
-// From the end of the row on, which was read last and may still be in the cache.
+// Starts at the end of the row, which was read last and may still be cached.
 template <int W>
 __device__ void to_gradient(REAL* logits, u32 columns, Peak peak, u32 label, float scale) {
     float factor = scale / peak.sum;
@@ -91,12 +91,12 @@ __device__ void to_gradient(REAL* logits, u32 columns, Peak peak, u32 label, flo
 
 __device__ inline bool counts(int label, float weight) { return label != IGNORED && weight != 0.0f; }
 
-// Numbers of a row in its stats: the largest logit so far, Σ e^(x − largest), the label's logit (NaN until
-// it is seen), and 1 where the first of the largest is the label's, else 0.
+// Statistics of a row: the largest logit so far, Σ e^(x − largest), the label's logit (NaN until it is seen), and 1 if
+// the first of the largest logits is the label's, else 0.
 constexpr u32 STATS = 4;
 
-// Carries stats[R,4] on over logits[R,columns], from column `first` of the vocabulary on; `begin` forgets what
-// was there. Rows that do not count (label −100 or weight 0) have 0, 1, 0, 0.
+// Continues stats[R,4] over logits[R,columns], from column `first` of the vocabulary on; `begin` starts anew. Ignored
+// rows (label −100 or weight 0) have 0, 1, 0, 0.
 // Grid: R. Block: 512. Shared memory: static only.
 extern "C" __global__ void __launch_bounds__(512)
 softmax_stats(const REAL* logits, const int* labels, const float* weights, float* stats, u32 first, u32 columns,
@@ -111,13 +111,13 @@ softmax_stats(const REAL* logits, const int* labels, const float* weights, float
     bool wide = columns % PACK<REAL> == 0 && aligned(logits);
     Peak peak = block_peak(wide ? peak_of<PACK<REAL>>(logits, columns) : peak_of<1>(logits, columns));
     if (threadIdx.x > 0) return;
-    // Beyond all columns where it is not in this block.
+    // Beyond all columns if the label is not in this block.
     u32 label = (u32)labels[row] - first;
     bool here = label < columns;
     bool hit = here && peak.where == label;
     float own = begin ? not_a_number() : stats[2];
     if (!begin) {
-        // Of equals the first counts, and those before come first.
+        // Among equal logits the first counts, and earlier blocks come first.
         Peak before = {stats[0], 0, stats[1]};
         if (!(peak.largest > before.largest)) hit = stats[3] != 0.0f;
         peak = join(before, peak);
@@ -128,8 +128,8 @@ softmax_stats(const REAL* logits, const int* labels, const float* weights, float
     stats[3] = hit ? 1.0f : 0.0f;
 }
 
-// metrics[LOSS_SUM] += Σ weight · nll over the rows, in double, from stats of the whole vocabulary; correct[R],
-// unless null: whether the label's is the first largest logit. A label outside the vocabulary makes the loss NaN.
+// metrics[LOSS_SUM] += Σ weight · nll over the rows, in double, from stats of the whole vocabulary; correct[R], unless
+// null: whether the label has the first largest logit. A label outside the vocabulary makes the loss NaN.
 // Grid: 1. Block: 256. Shared memory: static only.
 extern "C" __global__ void __launch_bounds__(256)
 cross_entropy(const float* stats, const int* labels, const float* weights, double* metrics, int* correct, u32 rows) {
@@ -144,8 +144,8 @@ cross_entropy(const float* stats, const int* labels, const float* weights, doubl
     if (threadIdx.x == 0) metrics[LOSS_SUM] += sum;
 }
 
-// logits[R,columns], from column `first` of the vocabulary on, become weight · 1 / labelled tokens ·
-// (softmax − onehot), exact zeros where the row does not count.
+// Replaces logits[R,columns], from column `first` of the vocabulary on, by weight · 1 / labelled tokens · (softmax −
+// onehot); exact zeros in ignored rows.
 // Grid: R. Block: 512. Shared memory: static only.
 extern "C" __global__ void __launch_bounds__(512)
 softmax_grad(REAL* logits, const int* labels, const float* weights, const float* stats, const float* scalars,

@@ -1,6 +1,6 @@
-// Elements left out at random, as plimsoll-program, op.rs says: which ones is a function of where they
-// stand in the run (the bits of cpu/kernels/dropout.rs). A thread makes the four words of a Philox block,
-// which decide about four elements of a sample.
+// Dropout as in plimsoll-program, op.rs. The dropped elements are a function of their position in the run (with the
+// bits of cpu/kernels/dropout.rs). A thread computes the four words of a Philox block, which decide about four elements
+// of a sample.
 
 template <int W>
 __device__ inline void leave_out(const u32 (&words)[4], u64 threshold, float factor, const REAL* x, REAL* out,
@@ -11,7 +11,7 @@ __device__ inline void leave_out(const u32 (&words)[4], u64 threshold, float fac
         if (accumulate) load(out + at, sum);
 #pragma unroll
         for (int i = 0; i < W; i++) {
-            // A choice, not a product: what is left out may be infinite.
+            // A selection, not a product: a dropped element may be infinite.
             float kept = words[at + i] >= threshold ? __fmul_rn(v[i], factor) : 0.0f;
             v[i] = accumulate ? sum[i] + kept : kept;
         }
@@ -19,8 +19,8 @@ __device__ inline void leave_out(const u32 (&words)[4], u64 threshold, float fac
     }
 }
 
-// out[N,D] = (or +=) x with elements left out, the others multiplied with `factor`. `site` is layer · 256 +
-// site, `each` the elements of a sample (T·D), `elements` those of all.
+// out[N,D] = (or +=) x with dropped elements, the others multiplied by `factor`. `site` is layer · 256 + site, `each`
+// the elements of a sample (T·D), `elements` those of all samples.
 // Grid: (ceil(each / 1024), samples, at most 65,535). Block: 256. Shared memory: none.
 extern "C" __global__ void __launch_bounds__(256)
 dropout(const REAL* x, REAL* out, const float* scalars, u64 seed, u32 first_sample, u32 site, u64 threshold,

@@ -1,7 +1,7 @@
-// Element by element over activations, and sums over rows.
+// Element-wise operations on activations, and sums over rows.
 //
-// Grids of kernels over `elements` are ceil(elements / 1024), at most 65,536 blocks of 256 threads
-// which go on a grid further, 16 bytes at a time where alignment allows.
+// Grids of kernels over `elements` are ceil(elements / 1024), at most 65,536 blocks of 256 threads in a grid-stride
+// loop, 16 bytes at a time if aligned.
 
 template <int W> __device__ void add_all(const REAL* x, REAL* into, u64 elements) {
     u64 step = (u64)gridDim.x * 256 * W;
@@ -35,8 +35,8 @@ template <int W> __device__ void add_strip(const REAL* x, REAL* into, u32 from, 
     }
 }
 
-// into[N,C] += x[N,C], whose rows lie so many elements apart; with an x_stride of 0 the same row each
-// time: the bias of a product that took none along.
+// into[N,C] += x[N,C], with rows `x_stride` and `stride` elements apart; an x_stride of 0 repeats one row, for the bias
+// of a product that could not fuse it.
 // Grid: (N, ceil(C / 2048)). Block: 256. Shared memory: none.
 extern "C" __global__ void __launch_bounds__(256)
 add_rows(const REAL* x, REAL* into, u32 columns, u32 x_stride, u32 into_stride) {
@@ -78,8 +78,8 @@ sum_rows(const REAL* x, float* partials, u32 rows, u32 columns, u32 rows_per_por
         sum_strip<1>(x, partials, first, end, from, to, columns);
 }
 
-// into[C] += Σ over `count` partial sums that lie `stride` apart. Eight slices of them are summed
-// side by side, then the slices in order.
+// into[C] += Σ over `count` partial sums, `stride` elements apart. Eight slices are summed in parallel, then added in
+// order.
 // Grid: ceil(C / 32). Block: 256. Shared memory: static only.
 extern "C" __global__ void __launch_bounds__(256)
 add_partials(const float* partials, float* into, u32 count, u32 columns, u32 stride) {
@@ -98,7 +98,7 @@ add_partials(const float* partials, float* into, u32 count, u32 columns, u32 str
     into[column] += total;
 }
 
-// out[C] = the row of x[N,C] that the scalars name.
+// out[C] = the row of x[N,C] that the scalars select.
 // Grid: ceil(C / 256). Block: 256. Shared memory: none.
 extern "C" __global__ void __launch_bounds__(256)
 pick_row(const REAL* x, const float* scalars, REAL* out, u32 columns) {

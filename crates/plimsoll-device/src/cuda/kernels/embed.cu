@@ -8,7 +8,7 @@ template <int W> __device__ void copy_row(const REAL* from, REAL* to, u32 hidden
     }
 }
 
-// out[N,D] = the rows of table[V,D] that tokens[N] name; NaN for a token outside the table.
+// out[N,D] = the rows of table[V,D] selected by tokens[N]; NaN for a token outside the table.
 // Grid: N. Block: 256. Shared memory: none.
 extern "C" __global__ void __launch_bounds__(256)
 embed(const int* tokens, const REAL* table, REAL* out, u32 hidden, u32 vocab) {
@@ -23,19 +23,18 @@ embed(const int* tokens, const REAL* table, REAL* out, u32 hidden, u32 vocab) {
         copy_row<1>(from, out, hidden);
 }
 
-// ---- the gradient: rows are brought into the order of their tokens, and summed up in portions ----
+// ---- gradient: rows are sorted by token, and summed in portions ----
 //
-// The time is proportional to the rows, also where one token is most of them; no atomics, one order of
-// every sum.
+// The time is proportional to the number of rows, even if one token dominates; no atomics, and every sum has one order.
 
-// Sorting goes by digits of 4 bits, the lowest first; each thread has a run of rows and counts its own.
+// Radix sort by digits of 4 bits, lowest first; each thread counts its own run of rows.
 constexpr u32 SORTERS = 1024, DIGIT_BITS = 4, DIGITS = 1 << DIGIT_BITS;
-// Counts that a warp adds up.
+// Counts that a warp sums.
 constexpr u32 SHARE = SORTERS * DIGITS / 32;
 
-// sorted[0 .. N]: the tokens in ascending order; sorted[N .. 2N]: the rows they stand in, in ascending order
-// where the tokens are equal. A token outside the vocabulary becomes V. The other 2N are scratch.
-// `passes` cover the bits of V. One block: of a step this is a small part, with any N.
+// sorted[0 .. N]: the tokens in ascending order; sorted[N .. 2N]: their rows, ascending among equal tokens. A token
+// outside the vocabulary becomes V. The other 2N are scratch. `passes` cover the bits of V. One block suffices: this is
+// a small part of a step for any N.
 // Grid: 1. Block: 1024. Shared memory: 16 · 1024 floats.
 extern "C" __global__ void __launch_bounds__(1024)
 embed_order(const int* tokens, u32* sorted, u32 rows, u32 vocab, u32 passes) {
@@ -56,7 +55,7 @@ embed_order(const int* tokens, u32* sorted, u32 rows, u32 vocab, u32 passes) {
             counts[(token >> shift) % DIGITS * SORTERS + threadIdx.x]++;
         }
         __syncthreads();
-        // Each count becomes the sum of those before it in its warp's share.
+        // Each count becomes the sum of the counts before it in its warp's share.
         u32 carry = 0;
         for (u32 part = 0; part < SHARE; part += 32) {
             u32* own = counts + warp * SHARE + part + lane;
@@ -87,7 +86,7 @@ embed_order(const int* tokens, u32* sorted, u32 rows, u32 vocab, u32 passes) {
     }
 }
 
-// Whether the sum that sorted row `at` belongs to began before it.
+// Whether the sum of sorted row `at` began before it.
 __device__ inline bool goes_on(const u32* sorted, u32 at) { return at > 0 && sorted[at - 1] == sorted[at]; }
 
 template <int W> __device__ inline void add_into(float* into, const float (&sum)[W]) {
@@ -136,8 +135,8 @@ __device__ inline void sum_portion(const u32* sorted, const REAL* dout, float* d
     give();
 }
 
-// dtable[V,D] += the sums over dout[N,D] that begin in a portion of the sorted rows; heads[portions, D] =
-// what the portion has of a sum that began before it.
+// dtable[V,D] += the sums over dout[N,D] that begin in a portion of the sorted rows; heads[portions, D] = the portion's
+// share of a sum that began in an earlier portion.
 // Grid: (portions, ceil(D / 1024)). Block: 256. Shared memory: none.
 extern "C" __global__ void __launch_bounds__(256)
 embed_grad(const u32* sorted, const REAL* dout, float* dtable, float* heads, u32 rows, u32 hidden, u32 vocab,
@@ -154,8 +153,8 @@ embed_grad(const u32* sorted, const REAL* dout, float* dtable, float* heads, u32
     }
 }
 
-// dtable[V,D] += the heads of each sum that goes beyond its portion, in order. The block of the portion after
-// the one that the sum began in does it; the others have nothing to do.
+// dtable[V,D] += the heads of each sum that extends beyond its portion, in order. The block of the portion after the
+// sum's first portion adds them; other blocks do nothing.
 // Grid: (portions, ceil(D / 256)). Block: 256. Shared memory: none.
 extern "C" __global__ void __launch_bounds__(256)
 embed_grad_join(const u32* sorted, const float* heads, float* dtable, u32 rows, u32 hidden, u32 vocab,

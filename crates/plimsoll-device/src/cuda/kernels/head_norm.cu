@@ -1,11 +1,10 @@
-// Root-mean-square norms of each query and key head (Qwen3), and their gradient. The formulas are
-// those of norm.cu over the E elements of a head. A warp takes a head of a row.
+// Root-mean-square norms of each query and key head (Qwen3), and their gradient. Formulas as in norm.cu over the E
+// elements of a head. One warp handles a head of a row.
 
-// Elements of a head that a lane holds, at most: E <= 256.
+// The most elements of a head per lane: E <= 256.
 constexpr int HELD = 8;
 
-// out[N,C]: query heads normed with q_weight[E], key heads with k_weight[E], values copied;
-// rstd[N, H+K].
+// out[N,C]: query heads normalized with q_weight[E], key heads with k_weight[E], values copied; rstd[N, H+K].
 // Grid: ceil(N·(H+2K) / 8). Block: 256. Shared memory: none.
 extern "C" __global__ void __launch_bounds__(256)
 head_norm(const REAL* x, const REAL* q_weight, const REAL* k_weight, REAL* out, float* rstd, u32 rows, u32 heads,
@@ -38,8 +37,8 @@ head_norm(const REAL* x, const REAL* q_weight, const REAL* k_weight, REAL* out, 
     if (lane == 0) rstd[row * normed + head] = r;
 }
 
-// Turns the gradient of the output, in dx[N,C], into that of the input; partials[portions, 2E] =
-// what each portion of rows adds to dq_weight | dk_weight, for add_partials.
+// Converts the output's gradient in dx[N,C] to the input's; partials[portions, 2E] = each portion's contribution to
+// dq_weight | dk_weight, for add_partials.
 // Grid: portions. Block: 256. Shared memory: 8 · 2E floats, the sums of each warp.
 extern "C" __global__ void __launch_bounds__(256)
 head_norm_grad(const REAL* x, const REAL* q_weight, const REAL* k_weight, const float* rstd, REAL* dx,

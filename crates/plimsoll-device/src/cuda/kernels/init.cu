@@ -1,14 +1,13 @@
-// Random numbers that are a function of (seed, tensor number, element): the same ones as
-// cpu/kernels/init.rs, by the same formulas in double. Uniform ones have the CPU's bits. Of normal ones
-// logarithm, root, cosine and sine of CUDA and of the CPU's library may differ in the last bit of a
-// double, which shows in the rounded float about once in 10⁸ elements.
-// One Philox block of four words gives four numbers, normal ones by the method of Box and Muller.
+// Random numbers as a function of (seed, tensor number, element), by the formulas of cpu/kernels/init.rs in double.
+// Uniform numbers have the CPU's bits. For normal numbers, CUDA's logarithm, root, cosine and sine may differ from the
+// CPU library's in the last bit of a double, which shows in about one rounded float of 10⁸. One Philox block of four
+// words gives four numbers, normal ones by the Box-Muller method.
 
-// In the middle of 2^32 equal steps: never 0, never 1.
+// Midpoints of 2^32 equal steps: never 0, never 1.
 __device__ inline double share(u32 word) { return ((double)word + 0.5) / 4294967296.0; }
 
-// into[i] = std · number first + i of tensor `number` under `seed`. A thread makes the four numbers
-// of a Philox block, of which the first and the last block may need fewer.
+// into[i] = std · number first + i of tensor `number` under `seed`. A thread computes the four numbers of a Philox
+// block; the first and the last block may need fewer.
 // Grid: ceil((first mod 4 + elements) / 4 / 256). Block: 256. Shared memory: none.
 extern "C" __global__ void __launch_bounds__(256)
 init_normal(float* into, u64 elements, u64 seed, u64 number, u64 first, double std) {

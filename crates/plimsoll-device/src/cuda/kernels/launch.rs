@@ -1,7 +1,11 @@
-//! How each kernel is launched: grid, block, shared memory and arguments, as pure functions of shapes
-//! and addresses. A few kernels make up an op; they run in the order in which they are returned.
+//! Launch parameters of every kernel: grid, block, shared memory and arguments, as pure functions of shapes and
+//! addresses. An op needs a few kernels, which run in the returned order.
 //!
-//! Legend as in `plimsoll_program::op`. Sizes are in elements unless a name says otherwise.
+//! Shapes are written as in `plimsoll_program::op`. Sizes are in elements unless a name states otherwise.
+
+mod optimizer;
+
+pub use optimizer::*;
 
 use super::{Family, HEAD_DIM_MAX, Real, Unit};
 use plimsoll_core::DType;
@@ -12,13 +16,8 @@ use plimsoll_program::workspace::cuda::{NORM_PARTIALS, portions, rows_per_portio
 use std::ffi::c_void;
 use std::ptr;
 
-/// A place in the memory of the device.
+/// An address in device memory.
 pub type Address = u64;
-
-/// Tensors that one launch of the optimizer's kernels takes.
-pub const TABLE_TENSORS: usize = 56;
-/// Elements that a block of the optimizer updates.
-const UPDATE_CHUNK: u64 = 8192;
 
 /// One argument of a kernel.
 #[derive(Clone, Debug, PartialEq)]
@@ -33,7 +32,7 @@ pub enum Argument {
 }
 
 impl Argument {
-    /// Where the value lies, as a launch takes it. Good as long as the argument stays where it is.
+    /// Returns a pointer to the value, for a launch. Valid until the argument moves.
     pub fn pointer(&self) -> *const c_void {
         match self {
             Argument::Address(value) | Argument::U64(value) => ptr::from_ref(value).cast(),
@@ -45,64 +44,44 @@ impl Argument {
     }
 }
 
-/// `Tensor` in optimizer.cu.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-struct Entry {
-    weight: Address,
-    gradient: Address,
-    first: Address,
-    second: Address,
-    first_scale: Address,
-    second_scale: Address,
-    elements: u64,
-    decay: f32,
-    first_block: u32,
-}
-
-/// `Table` in optimizer.cu, which is passed by value.
-#[repr(C)]
-#[derive(Clone, Debug, PartialEq)]
-pub struct Table([Entry; TABLE_TENSORS]);
-
-/// A kernel, ready to be launched.
+/// A kernel with its launch parameters.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Launch {
-    /// The module that holds the kernel.
+    /// The unit that contains the kernel.
     pub unit: Unit,
-    /// Its name in the module.
+    /// Name in the unit.
     pub kernel: &'static str,
     /// Blocks along x, y, z.
     pub grid: [u32; 3],
-    /// Threads of a block, along x.
+    /// Threads per block, along x.
     pub block: u32,
-    /// Dynamic shared memory. Above 48 KiB the kernel must be told once that it may have as much.
+    /// Dynamic shared memory. Above 48 KiB the kernel needs permission once.
     pub shared_bytes: u32,
-    /// In the order of the kernel's signature.
+    /// Arguments in the order of the kernel's signature.
     pub arguments: Vec<Argument>,
 }
 
-/// Begins a launch with a grid along x.
+/// Creates a launch with a one-dimensional grid.
 fn launch(unit: Unit, kernel: &'static str, blocks: u64, block: u32, arguments: Vec<Argument>) -> Launch {
     debug_assert!(unit.family().kernels().contains(&kernel));
     Launch { unit, kernel, grid: [u32_of(blocks), 1, 1], block, shared_bytes: 0, arguments }
 }
 
 impl Launch {
-    /// The same with a grid of y × z as well.
-    fn by(mut self, y: u64, z: u64) -> Launch {
+    /// Sets the y and z dimensions of the grid.
+    fn with_grid_yz(mut self, y: u64, z: u64) -> Launch {
         self.grid[1..].copy_from_slice(&[u32_of(y), u32_of(z)]);
         self
     }
 
-    /// The same with so many floats of shared memory.
-    fn sharing(mut self, floats: u64) -> Launch {
+    /// Sets the dynamic shared memory, in floats.
+    fn with_shared_floats(mut self, floats: u64) -> Launch {
         self.shared_bytes = u32_of(4 * floats);
         self
     }
 }
 
-/// Sizes of single dimensions are far below 2^32: the planner's memory is.
+/// Converts a dimension. Single dimensions are far below 2^32, because memory limits them.
 fn u32_of(size: u64) -> u32 {
     u32::try_from(size).expect("a dimension below 2^32")
 }
@@ -115,25 +94,25 @@ fn n(size: u64) -> Argument {
     Argument::U32(u32_of(size))
 }
 
-fn real(value: f64) -> Argument {
+fn float(value: f64) -> Argument {
     Argument::F32(value as f32)
 }
 
-/// A family whose kernels do not depend on heads.
+/// Returns the unit of a family that does not depend on the head dimension.
 fn unit(family: Family, real: Real) -> Unit {
     Unit::new(family, real, 0)
 }
 
-/// Blocks of a kernel that goes over elements.
-fn over(elements: u64) -> u64 {
+/// Returns the grid size of an element-wise kernel.
+fn elementwise_blocks(elements: u64) -> u64 {
     elements.div_ceil(1024).clamp(1, 65_536)
 }
 
 // ---- norms ----
 
-/// `out[N,D]`, `rstd[N]` of `x[N,D]` and `weight[D]`.
+/// Computes `out[N,D]` and `rstd[N]` from `x[N,D]` and `weight[D]`.
 pub fn rms_norm(
-    of: Real,
+    real: Real,
     x: Address,
     weight: Address,
     out: Address,
@@ -142,13 +121,13 @@ pub fn rms_norm(
     dim: u64,
     eps: f64,
 ) -> [Launch; 1] {
-    let arguments = vec![at(x), at(weight), at(out), at(rstd), n(dim), real(eps)];
-    [launch(unit(Family::Norm, of), "rms_norm", rows, 256, arguments)]
+    let arguments = vec![at(x), at(weight), at(out), at(rstd), n(dim), float(eps)];
+    [launch(unit(Family::Norm, real), "rms_norm", rows, 256, arguments)]
 }
 
-/// `dx[N,D]` = or +=, `dweight[D]` +=.
+/// Computes `dx[N,D]` (= or +=) and `dweight[D]` (+=).
 pub fn rms_norm_grad(
-    of: Real,
+    real: Real,
     [x, weight, rstd, dout]: [Address; 4],
     dx: Address,
     dweight: Address,
@@ -170,14 +149,14 @@ pub fn rms_norm_grad(
         n(u64::from(accumulate)),
     ];
     [
-        launch(unit(Family::Norm, of), "rms_norm_grad", portions(rows), 256, arguments).sharing(dim),
-        add_partials(of, scratch, dweight, portions(rows), dim, dim),
+        launch(unit(Family::Norm, real), "rms_norm_grad", portions(rows), 256, arguments).with_shared_floats(dim),
+        add_partials(real, scratch, dweight, portions(rows), dim, dim),
     ]
 }
 
-/// `out[N,C]`, `rstd[N, H+K]` of `x[N,C]` and the weights `[E]` of queries and keys.
+/// Computes `out[N,C]` and `rstd[N, H+K]` from `x[N,C]` and the weights `[E]` of queries and keys.
 pub fn head_norm(
-    of: Real,
+    real: Real,
     [x, q_weight, k_weight]: [Address; 3],
     out: Address,
     rstd: Address,
@@ -187,13 +166,13 @@ pub fn head_norm(
 ) -> [Launch; 1] {
     let all = rows * (shape.heads + 2 * shape.kv_heads);
     let mut arguments = vec![at(x), at(q_weight), at(k_weight), at(out), at(rstd), n(rows)];
-    arguments.extend([n(shape.heads), n(shape.kv_heads), n(shape.head_dim), real(eps)]);
-    [launch(unit(Family::HeadNorm, of), "head_norm", all.div_ceil(8), 256, arguments)]
+    arguments.extend([n(shape.heads), n(shape.kv_heads), n(shape.head_dim), float(eps)]);
+    [launch(unit(Family::HeadNorm, real), "head_norm", all.div_ceil(8), 256, arguments)]
 }
 
-/// Turns `dx[N,C]` from the output's gradient into the input's; `dq_weight[E]`, `dk_weight[E]` +=.
+/// Converts `dx[N,C]` from the output's gradient to the input's; adds to `dq_weight[E]` and `dk_weight[E]`.
 pub fn head_norm_grad(
-    of: Real,
+    real: Real,
     [x, q_weight, k_weight, rstd]: [Address; 4],
     dx: Address,
     [dq_weight, dk_weight]: [Address; 2],
@@ -206,9 +185,9 @@ pub fn head_norm_grad(
     arguments.extend([n(shape.heads), n(shape.kv_heads), n(head), n(rows_per_portion(rows))]);
     let count = portions(rows);
     [
-        launch(unit(Family::HeadNorm, of), "head_norm_grad", count, 256, arguments).sharing(8 * 2 * head),
-        add_partials(of, scratch, dq_weight, count, head, 2 * head),
-        add_partials(of, scratch + 4 * head, dk_weight, count, head, 2 * head),
+        launch(unit(Family::HeadNorm, real), "head_norm_grad", count, 256, arguments).with_shared_floats(8 * 2 * head),
+        add_partials(real, scratch, dq_weight, count, head, 2 * head),
+        add_partials(real, scratch + 4 * head, dk_weight, count, head, 2 * head),
     ]
 }
 
@@ -216,7 +195,7 @@ pub fn head_norm_grad(
 
 /// Rotates the query and key heads of `qkv[N,C]` in place.
 pub fn rope(
-    of: Real,
+    real: Real,
     qkv: Address,
     table: Address,
     positions: Address,
@@ -225,15 +204,15 @@ pub fn rope(
     inverse: bool,
 ) -> [Launch; 1] {
     let sign = if inverse { -1.0 } else { 1.0 };
-    let mut arguments = vec![at(qkv), at(table), at(positions), n(shape.rotated())];
-    arguments.extend([n(shape.columns()), n(shape.head_dim), real(sign)]);
-    let pairs = shape.rotated() * (shape.head_dim / 2);
-    [launch(unit(Family::Rope, of), "rope", rows, 256, arguments).by(pairs.div_ceil(2048), 1)]
+    let mut arguments = vec![at(qkv), at(table), at(positions), n(shape.rotated_heads())];
+    arguments.extend([n(shape.columns()), n(shape.head_dim), float(sign)]);
+    let pairs = shape.rotated_heads() * (shape.head_dim / 2);
+    [launch(unit(Family::Rope, real), "rope", rows, 256, arguments).with_grid_yz(pairs.div_ceil(2048), 1)]
 }
 
 /// Fills `table[P,E]`.
 pub fn rope_table(
-    of: Real,
+    real: Real,
     table: Address,
     table_rows: u64,
     head_dim: u64,
@@ -247,55 +226,55 @@ pub fn rope_table(
             (2, [factor, low_freq_factor, high_freq_factor, original_max_position_embeddings as f64])
         }
     };
-    let mut arguments = vec![at(table), n(table_rows), n(head_dim), real(theta), n(kind)];
-    arguments.extend([real(factor), real(low), real(high), real(context)]);
+    let mut arguments = vec![at(table), n(table_rows), n(head_dim), float(theta), n(kind)];
+    arguments.extend([float(factor), float(low), float(high), float(context)]);
     let blocks = (table_rows * (head_dim / 2)).div_ceil(256);
-    [launch(unit(Family::Rope, of), "rope_table", blocks, 256, arguments)]
+    [launch(unit(Family::Rope, real), "rope_table", blocks, 256, arguments)]
 }
 
 // ---- attention ----
 
-/// Floats from one row of a tile to the next.
+/// Returns the floats between the starts of tile rows.
 fn tile_row(head_dim: u64) -> u64 {
     assert!(head_dim <= HEAD_DIM_MAX, "heads of {head_dim} elements: at most {HEAD_DIM_MAX}");
     head_dim.next_multiple_of(16) + 4
 }
 
-/// Shared floats of a block of 64 queries that meets 64 keys.
+/// Returns the shared floats of a block with 64 queries and tiles of 64 keys.
 fn forward_tiles(head_dim: u64) -> u64 {
     (64 + 64) * tile_row(head_dim) + 64 * 68
 }
 
-/// Shared floats of a block that owns 32 rows, twice, and meets 64.
+/// Returns the shared floats of a block that owns two tiles of 32 rows and visits tiles of 64.
 fn backward_tiles(head_dim: u64) -> u64 {
     (32 + 32 + 64) * tile_row(head_dim) + 32 * 68
 }
 
-/// Whether attention goes over tensor cores: they take bf16, whole matrices, and addresses of whole packs.
-fn on_tensor_cores(of: Real, shape: Heads, addresses: &[Address]) -> bool {
+/// Whether attention runs on tensor cores: bf16, a supported head dimension, and addresses aligned to 16 bytes.
+fn on_tensor_cores(real: Real, shape: Heads, addresses: &[Address]) -> bool {
     let packs = addresses.iter().all(|address| address.is_multiple_of(16));
-    of == Real::Bf16 && Family::TensorAttention.takes(shape.head_dim) && packs
+    real == Real::Bf16 && Family::TensorAttention.supports_head_dim(shape.head_dim) && packs
 }
 
-/// Threads of a block on tensor cores.
+/// Threads per block on tensor cores.
 const TENSOR_THREADS: u32 = 128;
 
-/// Queries that a block of the forward pass owns on tensor cores.
+/// Queries per block of the forward pass on tensor cores.
 const TENSOR_QUERIES: u64 = 128;
 
-/// Queries or keys that a block of the backward pass owns on tensor cores.
+/// Returns the queries or keys per block of the backward pass on tensor cores.
 fn tensor_owned(head_dim: u64) -> u64 {
     if head_dim <= 64 { 128 } else { 64 }
 }
 
-/// Shared floats of so many rows of tiles on tensor cores.
+/// Returns the shared floats of tile rows on tensor cores.
 fn tensor_tiles(rows: u64, head_dim: u64) -> u64 {
     rows * (head_dim + 8) / 2
 }
 
-/// `out[N, H·E]` and `stats[B,H,T]` of `qkv[N,C]`.
+/// Computes `out[N, H·E]` and `stats[B,H,T]` from `qkv[N,C]`.
 pub fn attention(
-    of: Real,
+    real: Real,
     qkv: Address,
     document_start: Address,
     out: Address,
@@ -306,20 +285,20 @@ pub fn attention(
 ) -> [Launch; 1] {
     let mut arguments = vec![at(qkv), at(document_start), at(out), at(stats)];
     arguments.extend([n(sequence), n(shape.heads), n(shape.kv_heads)]);
-    if on_tensor_cores(of, shape, &[qkv, out]) {
-        let unit = Unit::new(Family::TensorAttention, of, shape.head_dim);
+    if on_tensor_cores(real, shape, &[qkv, out]) {
+        let unit = Unit::new(Family::TensorAttention, real, shape.head_dim);
         let blocks = sequence.div_ceil(TENSOR_QUERIES);
-        let grid = launch(unit, "tensor_attention", blocks, TENSOR_THREADS, arguments).by(shape.heads, batch);
-        return [grid.sharing(tensor_tiles(TENSOR_QUERIES + 2 * 64, shape.head_dim))];
+        let grid = launch(unit, "tensor_attention", blocks, TENSOR_THREADS, arguments).with_grid_yz(shape.heads, batch);
+        return [grid.with_shared_floats(tensor_tiles(TENSOR_QUERIES + 2 * 64, shape.head_dim))];
     }
-    let unit = Unit::new(Family::Attention, of, shape.head_dim);
-    let grid = launch(unit, "attention", sequence.div_ceil(64), 256, arguments).by(shape.heads, batch);
-    [grid.sharing(forward_tiles(shape.head_dim))]
+    let unit = Unit::new(Family::Attention, real, shape.head_dim);
+    let grid = launch(unit, "attention", sequence.div_ceil(64), 256, arguments).with_grid_yz(shape.heads, batch);
+    [grid.with_shared_floats(forward_tiles(shape.head_dim))]
 }
 
-/// `dqkv[N,C]`, written whole.
+/// Computes all of `dqkv[N,C]`.
 pub fn attention_grad(
-    of: Real,
+    real: Real,
     [qkv, out, dout, stats, document_start]: [Address; 5],
     dqkv: Address,
     scratch: Address,
@@ -332,21 +311,24 @@ pub fn attention_grad(
     let gradient =
         |inputs: &[Address]| -> Vec<Argument> { inputs.iter().copied().map(at).chain(sizes.clone()).collect() };
     let keys = gradient(&[qkv, dout, stats, scratch, document_start, dqkv]);
-    if on_tensor_cores(of, shape, &[qkv, out, dout, dqkv]) {
-        let unit = Unit::new(Family::TensorAttention, of, shape.head_dim);
+    if on_tensor_cores(real, shape, &[qkv, out, dout, dqkv]) {
+        let unit = Unit::new(Family::TensorAttention, real, shape.head_dim);
         let owned = tensor_owned(shape.head_dim);
         let (blocks, held) = (sequence.div_ceil(owned), tensor_tiles(2 * owned, shape.head_dim));
         let met = tensor_tiles(4 * 32, shape.head_dim) + 6 * 32;
         let queries = gradient(&[qkv, out, dout, stats, scratch, document_start, dqkv]);
         let queries = launch(unit, "tensor_attention_grad_queries", blocks, TENSOR_THREADS, queries);
         let keys = launch(unit, "tensor_attention_grad_keys", shape.kv_heads, TENSOR_THREADS, keys);
-        return vec![queries.by(shape.heads, batch).sharing(held), keys.by(batch, blocks).sharing(held + met)];
+        return vec![
+            queries.with_grid_yz(shape.heads, batch).with_shared_floats(held),
+            keys.with_grid_yz(batch, blocks).with_shared_floats(held + met),
+        ];
     }
-    let unit = Unit::new(Family::Attention, of, shape.head_dim);
+    let unit = Unit::new(Family::Attention, real, shape.head_dim);
     let delta = vec![at(out), at(dout), at(scratch), n(rows), n(sequence), n(shape.heads)];
     let tiled = |kernel, heads: u64| {
-        let grid = launch(unit, kernel, sequence.div_ceil(32), 128, keys.clone()).by(heads, batch);
-        grid.sharing(backward_tiles(shape.head_dim))
+        let grid = launch(unit, kernel, sequence.div_ceil(32), 128, keys.clone()).with_grid_yz(heads, batch);
+        grid.with_shared_floats(backward_tiles(shape.head_dim))
     };
     vec![
         launch(unit, "attention_delta", (rows * shape.heads).div_ceil(8), 256, delta),
@@ -355,10 +337,10 @@ pub fn attention_grad(
     ]
 }
 
-/// `out[n, H·E]` of n new tokens over caches of `capacity` tokens, which hold them already. `scratch` is needed for
-/// few tokens only ([`workspace::cuda::cached_attention`]).
+/// Computes `out[n, H·E]` of n new tokens over caches of `capacity` tokens that already contain them. Only few tokens
+/// need `scratch` ([`workspace::cuda::cached_attention`]).
 pub fn cached_attention(
-    of: Real,
+    real: Real,
     [qkv, keys, values, scalars]: [Address; 4],
     out: Address,
     scratch: Address,
@@ -366,7 +348,7 @@ pub fn cached_attention(
     capacity: u64,
     shape: Heads,
 ) -> Vec<Launch> {
-    let unit = Unit::new(Family::Attention, of, shape.head_dim);
+    let unit = Unit::new(Family::Attention, real, shape.head_dim);
     let sizes = [n(shape.heads), n(shape.kv_heads)];
     if rows <= workspace::cuda::FEW_ROWS {
         let (part, parts) = workspace::cuda::key_parts(capacity);
@@ -374,25 +356,28 @@ pub fn cached_attention(
         arguments.extend(sizes);
         let join = vec![at(scratch), at(out), n(parts), n(shape.heads)];
         return vec![
-            launch(unit, "cached_attention_part", parts, 128, arguments).by(shape.heads, rows).sharing(part + 1024),
-            launch(unit, "cached_attention_join", shape.heads, 128, join).by(rows, 1),
+            launch(unit, "cached_attention_part", parts, 128, arguments)
+                .with_grid_yz(shape.heads, rows)
+                .with_shared_floats(part + 1024),
+            launch(unit, "cached_attention_join", shape.heads, 128, join).with_grid_yz(rows, 1),
         ];
     }
     let mut arguments = vec![at(qkv), at(keys), at(values), at(scalars), at(out), n(rows)];
     arguments.extend(sizes);
-    if on_tensor_cores(of, shape, &[qkv, keys, values, out]) {
-        let unit = Unit::new(Family::TensorAttention, of, shape.head_dim);
+    if on_tensor_cores(real, shape, &[qkv, keys, values, out]) {
+        let unit = Unit::new(Family::TensorAttention, real, shape.head_dim);
         let blocks = rows.div_ceil(TENSOR_QUERIES);
-        let grid = launch(unit, "tensor_cached_attention", blocks, TENSOR_THREADS, arguments).by(shape.heads, 1);
-        return vec![grid.sharing(tensor_tiles(TENSOR_QUERIES + 2 * 64, shape.head_dim))];
+        let grid =
+            launch(unit, "tensor_cached_attention", blocks, TENSOR_THREADS, arguments).with_grid_yz(shape.heads, 1);
+        return vec![grid.with_shared_floats(tensor_tiles(TENSOR_QUERIES + 2 * 64, shape.head_dim))];
     }
-    let grid = launch(unit, "cached_attention", rows.div_ceil(64), 256, arguments).by(shape.heads, 1);
-    vec![grid.sharing(forward_tiles(shape.head_dim))]
+    let grid = launch(unit, "cached_attention", rows.div_ceil(64), 256, arguments).with_grid_yz(shape.heads, 1);
+    vec![grid.with_shared_floats(forward_tiles(shape.head_dim))]
 }
 
-/// Keys and values of n tokens into the caches.
+/// Appends keys and values of n tokens to the caches.
 pub fn append_cache(
-    of: Real,
+    real: Real,
     qkv: Address,
     scalars: Address,
     keys: Address,
@@ -400,31 +385,31 @@ pub fn append_cache(
     rows: u64,
     shape: Heads,
 ) -> [Launch; 1] {
-    let unit = Unit::new(Family::Attention, of, shape.head_dim);
+    let unit = Unit::new(Family::Attention, real, shape.head_dim);
     let arguments = vec![at(qkv), at(scalars), at(keys), at(values), n(shape.heads), n(shape.kv_heads)];
     let columns = shape.kv_heads * shape.head_dim;
-    [launch(unit, "append_cache", rows, 256, arguments).by(columns.div_ceil(256), 1)]
+    [launch(unit, "append_cache", rows, 256, arguments).with_grid_yz(columns.div_ceil(256), 1)]
 }
 
 // ---- feed-forward ----
 
-/// `out[N,F]` of `gate_up[N,2F]`.
-pub fn swiglu(of: Real, gate_up: Address, out: Address, rows: u64, ffn: u64) -> [Launch; 1] {
+/// Computes `out[N,F]` from `gate_up[N,2F]`.
+pub fn swiglu(real: Real, gate_up: Address, out: Address, rows: u64, ffn: u64) -> [Launch; 1] {
     let arguments = vec![at(gate_up), at(out), n(ffn)];
-    [launch(unit(Family::SwiGlu, of), "swiglu", rows, 256, arguments).by(ffn.div_ceil(2048), 1)]
+    [launch(unit(Family::SwiGlu, real), "swiglu", rows, 256, arguments).with_grid_yz(ffn.div_ceil(2048), 1)]
 }
 
-/// `dgate_up[N,2F]`, which may stand where gate_up stands.
-pub fn swiglu_grad(of: Real, gate_up: Address, dout: Address, dgate_up: Address, rows: u64, ffn: u64) -> [Launch; 1] {
+/// Computes `dgate_up[N,2F]`, which may overwrite gate_up.
+pub fn swiglu_grad(real: Real, gate_up: Address, dout: Address, dgate_up: Address, rows: u64, ffn: u64) -> [Launch; 1] {
     let arguments = vec![at(gate_up), at(dout), at(dgate_up), n(ffn)];
-    [launch(unit(Family::SwiGlu, of), "swiglu_grad", rows, 256, arguments).by(ffn.div_ceil(2048), 1)]
+    [launch(unit(Family::SwiGlu, real), "swiglu_grad", rows, 256, arguments).with_grid_yz(ffn.div_ceil(2048), 1)]
 }
 
 // ---- loss ----
 
-/// `stats[R,4]` of `logits[R,columns]`, from column `first` of the vocabulary on.
+/// Computes `stats[R,4]` of `logits[R,columns]`, from column `first` of the vocabulary on.
 pub fn softmax_stats(
-    of: Real,
+    real: Real,
     [logits, labels, weights, stats]: [Address; 4],
     rows: u64,
     first: u64,
@@ -433,24 +418,24 @@ pub fn softmax_stats(
 ) -> [Launch; 1] {
     let mut arguments = vec![at(logits), at(labels), at(weights), at(stats)];
     arguments.extend([n(first), n(columns), n(u64::from(begin))]);
-    [launch(unit(Family::CrossEntropy, of), "softmax_stats", rows, 512, arguments)]
+    [launch(unit(Family::CrossEntropy, real), "softmax_stats", rows, 512, arguments)]
 }
 
-/// metrics += Σ weight · nll; `correct[R]`, where there is one, tells hits.
+/// Adds Σ weight · nll to the metrics; writes hits to `correct[R]`, if given.
 pub fn cross_entropy(
-    of: Real,
+    real: Real,
     [stats, labels, weights]: [Address; 3],
     metrics: Address,
     correct: Option<Address>,
     rows: u64,
 ) -> [Launch; 1] {
     let arguments = vec![at(stats), at(labels), at(weights), at(metrics), at(correct.unwrap_or(0)), n(rows)];
-    [launch(unit(Family::CrossEntropy, of), "cross_entropy", 1, 256, arguments)]
+    [launch(unit(Family::CrossEntropy, real), "cross_entropy", 1, 256, arguments)]
 }
 
-/// `logits[R,columns]`, from column `first` of the vocabulary on, become their gradient.
+/// Replaces `logits[R,columns]`, from column `first` of the vocabulary on, by their gradient.
 pub fn softmax_grad(
-    of: Real,
+    real: Real,
     [logits, labels, weights, stats, scalars]: [Address; 5],
     rows: u64,
     first: u64,
@@ -458,14 +443,14 @@ pub fn softmax_grad(
 ) -> [Launch; 1] {
     let mut arguments = vec![at(logits), at(labels), at(weights), at(stats), at(scalars)];
     arguments.extend([n(first), n(columns)]);
-    [launch(unit(Family::CrossEntropy, of), "softmax_grad", rows, 512, arguments)]
+    [launch(unit(Family::CrossEntropy, real), "softmax_grad", rows, 512, arguments)]
 }
 
 // ---- embedding ----
 
-/// `out[N,D]` = rows of `table[V,D]`.
+/// Copies rows of `table[V,D]` to `out[N,D]`.
 pub fn embed(
-    of: Real,
+    real: Real,
     tokens: Address,
     table: Address,
     out: Address,
@@ -474,12 +459,12 @@ pub fn embed(
     vocab: u64,
 ) -> [Launch; 1] {
     let arguments = vec![at(tokens), at(table), at(out), n(hidden), n(vocab)];
-    [launch(unit(Family::Embed, of), "embed", rows, 256, arguments)]
+    [launch(unit(Family::Embed, real), "embed", rows, 256, arguments)]
 }
 
-/// `dtable[V,D]` += rows of `dout[N,D]`.
+/// Adds rows of `dout[N,D]` to `dtable[V,D]`.
 pub fn embed_grad(
-    of: Real,
+    real: Real,
     tokens: Address,
     dout: Address,
     dtable: Address,
@@ -488,68 +473,68 @@ pub fn embed_grad(
     hidden: u64,
     vocab: u64,
 ) -> [Launch; 3] {
-    const SORTERS: u32 = 1024;
+    const SORT_THREADS: u32 = 1024;
     const DIGIT_BITS: u32 = 4;
-    let unit = unit(Family::Embed, of);
-    // What is sorted, twice (`workspace::cuda::embed_grad`).
+    let unit = unit(Family::Embed, real);
+    // Two buffers for sorting (`workspace::cuda::embed_grad`).
     let (sorted, heads) = (at(scratch), at(scratch + 16 * rows));
     let passes = (u64::BITS - vocab.leading_zeros()).div_ceil(DIGIT_BITS);
     let order = vec![at(tokens), sorted.clone(), n(rows), n(vocab), n(passes.into())];
     let sizes = [n(rows), n(hidden), n(vocab), n(rows_per_portion(rows))];
-    let over = |kernel, first: Vec<Argument>, columns: u64| {
+    let launch_portions = |kernel, first: Vec<Argument>, columns: u64| {
         let arguments = first.into_iter().chain(sizes.clone()).collect();
-        launch(unit, kernel, portions(rows), 256, arguments).by(hidden.div_ceil(columns), 1)
+        launch(unit, kernel, portions(rows), 256, arguments).with_grid_yz(hidden.div_ceil(columns), 1)
     };
     [
-        launch(unit, "embed_order", 1, SORTERS, order).sharing(u64::from(SORTERS << DIGIT_BITS)),
-        over("embed_grad", vec![sorted.clone(), at(dout), at(dtable), heads.clone()], 1024),
-        over("embed_grad_join", vec![sorted, heads, at(dtable)], 256),
+        launch(unit, "embed_order", 1, SORT_THREADS, order).with_shared_floats(u64::from(SORT_THREADS << DIGIT_BITS)),
+        launch_portions("embed_grad", vec![sorted.clone(), at(dout), at(dtable), heads.clone()], 1024),
+        launch_portions("embed_grad_join", vec![sorted, heads, at(dtable)], 256),
     ]
 }
 
 // ---- between ranks ----
 
-/// A part of a tensor on one rank, and those that the others have brought of it.
+/// A part of a tensor: this rank's own values, and those received from the other ranks.
 #[derive(Clone, Copy, Debug)]
-pub struct Parts {
-    /// This rank's.
+pub struct RankParts {
+    /// Address of this rank's part.
     pub own: Address,
-    /// Those of the others, in the order of ranks.
+    /// Address of the other ranks' parts, in rank order.
     pub others: Address,
-    /// Elements from one of them to the next.
+    /// Elements between the starts of the other ranks' parts.
     pub stride: u64,
-    /// Which rank this is, and how many there are.
+    /// This rank.
     pub rank: u32,
-    /// See `rank`.
+    /// Number of ranks.
     pub ranks: u32,
 }
 
-/// `into` = the sum of the parts of all ranks, in their order, or that is added to it; none of a type that is not summed up.
-pub fn sum_ranks(dtype: DType, parts: Parts, into: Address, elements: u64, adds: bool) -> Option<[Launch; 1]> {
+/// Sums the parts of all ranks in rank order: `into` = the sum, or += with `adds`. `None` for types without sums.
+pub fn sum_ranks(dtype: DType, parts: RankParts, into: Address, elements: u64, adds: bool) -> Option<[Launch; 1]> {
     let kernel = match dtype {
         DType::F32 => "sum_ranks_f32",
         DType::F64 => "sum_ranks_f64",
         _ => return None,
     };
-    let Parts { own, others, stride, rank, ranks } = parts;
+    let RankParts { own, others, stride, rank, ranks } = parts;
     let sizes = [Argument::U64(elements), Argument::U64(stride)];
     let numbers = [rank, ranks, u32::from(adds)].map(Argument::U32);
     let arguments = [at(own), at(others), at(into)].into_iter().chain(sizes).chain(numbers).collect();
-    Some([launch(unit(Family::Collective, Real::F32), kernel, over(elements), 256, arguments)])
+    Some([launch(unit(Family::Collective, Real::F32), kernel, elementwise_blocks(elements), 256, arguments)])
 }
 
-// ---- element by element ----
+// ---- element-wise ----
 
-/// into += x, both activations.
-pub fn add(of: Real, x: Address, into: Address, elements: u64) -> [Launch; 1] {
+/// Adds activations: into += x.
+pub fn add(real: Real, x: Address, into: Address, elements: u64) -> [Launch; 1] {
     let arguments = vec![at(x), at(into), Argument::U64(elements)];
-    [launch(unit(Family::Elementwise, of), "add", over(elements), 256, arguments)]
+    [launch(unit(Family::Elementwise, real), "add", elementwise_blocks(elements), 256, arguments)]
 }
 
-/// `into[N,C]` += `x[N,C]`, rows of which lie `x_stride` and `stride` elements apart; with an `x_stride` of 0 the same
-/// row each time. What a product took along neither as bias nor as residual.
+/// Adds `x[N,C]` to `into[N,C]`, with rows `x_stride` and `stride` elements apart; an `x_stride` of 0 repeats one row.
+/// Used for a bias or residual that a product cannot fuse.
 pub fn add_rows(
-    of: Real,
+    real: Real,
     x: Address,
     x_stride: u64,
     into: Address,
@@ -558,28 +543,28 @@ pub fn add_rows(
     columns: u64,
 ) -> [Launch; 1] {
     let arguments = vec![at(x), at(into), n(columns), n(x_stride), n(stride)];
-    [launch(unit(Family::Elementwise, of), "add_rows", rows, 256, arguments).by(columns.div_ceil(2048), 1)]
+    [launch(unit(Family::Elementwise, real), "add_rows", rows, 256, arguments).with_grid_yz(columns.div_ceil(2048), 1)]
 }
 
-/// `into[C]` += Σ rows of `x[N,C]`.
-pub fn sum_rows(of: Real, x: Address, into: Address, scratch: Address, rows: u64, columns: u64) -> [Launch; 2] {
+/// Adds Σ rows of `x[N,C]` to `into[C]`.
+pub fn sum_rows(real: Real, x: Address, into: Address, scratch: Address, rows: u64, columns: u64) -> [Launch; 2] {
     let arguments = vec![at(x), at(scratch), n(rows), n(columns), n(rows_per_portion(rows))];
-    let grid = launch(unit(Family::Elementwise, of), "sum_rows", columns.div_ceil(2048), 256, arguments);
-    [grid.by(portions(rows), 1), add_partials(of, scratch, into, portions(rows), columns, columns)]
+    let grid = launch(unit(Family::Elementwise, real), "sum_rows", columns.div_ceil(2048), 256, arguments);
+    [grid.with_grid_yz(portions(rows), 1), add_partials(real, scratch, into, portions(rows), columns, columns)]
 }
 
-fn add_partials(of: Real, partials: Address, into: Address, count: u64, columns: u64, stride: u64) -> Launch {
+fn add_partials(real: Real, partials: Address, into: Address, count: u64, columns: u64, stride: u64) -> Launch {
     let arguments = vec![at(partials), at(into), n(count), n(columns), n(stride)];
-    launch(unit(Family::Elementwise, of), "add_partials", columns.div_ceil(32), 256, arguments)
+    launch(unit(Family::Elementwise, real), "add_partials", columns.div_ceil(32), 256, arguments)
 }
 
-/// `out[C]` = the row of `x[N,C]` that the scalars name.
-pub fn pick_row(of: Real, x: Address, scalars: Address, out: Address, columns: u64) -> [Launch; 1] {
+/// Copies to `out[C]` the row of `x[N,C]` that the scalars select.
+pub fn pick_row(real: Real, x: Address, scalars: Address, out: Address, columns: u64) -> [Launch; 1] {
     let arguments = vec![at(x), at(scalars), at(out), n(columns)];
-    [launch(unit(Family::Elementwise, of), "pick_row", columns.div_ceil(256), 256, arguments)]
+    [launch(unit(Family::Elementwise, real), "pick_row", columns.div_ceil(256), 256, arguments)]
 }
 
-/// to = from in another type; none for types that hold no floats, and for equal ones, which are a copy.
+/// Casts `from` to another type. `None` for non-float types, and for equal types, which are a copy.
 pub fn cast(from_type: DType, from: Address, to_type: DType, to: Address, elements: u64) -> Option<[Launch; 1]> {
     let kernel = match (from_type, to_type) {
         (DType::F32, DType::Bf16) => "cast_f32_bf16",
@@ -595,10 +580,10 @@ pub fn cast(from_type: DType, from: Address, to_type: DType, to: Address, elemen
         _ => return None,
     };
     let arguments = vec![at(from), at(to), Argument::U64(elements)];
-    Some([launch(unit(Family::Cast, Real::F32), kernel, over(elements), 256, arguments)])
+    Some([launch(unit(Family::Cast, Real::F32), kernel, elementwise_blocks(elements), 256, arguments)])
 }
 
-/// All elements = value; none for types that are never filled.
+/// Sets all elements to `value`. `None` for types that are never filled.
 pub fn fill(dtype: DType, into: Address, value: f64, elements: u64) -> Option<[Launch; 1]> {
     let kernel = match dtype {
         DType::F32 => "fill_f32",
@@ -608,15 +593,15 @@ pub fn fill(dtype: DType, into: Address, value: f64, elements: u64) -> Option<[L
         _ => return None,
     };
     let arguments = vec![at(into), Argument::F64(value), Argument::U64(elements)];
-    Some([launch(unit(Family::Cast, Real::F32), kernel, over(elements), 256, arguments)])
+    Some([launch(unit(Family::Cast, Real::F32), kernel, elementwise_blocks(elements), 256, arguments)])
 }
 
-/// Normal numbers into f32: element i is number `first + i` of tensor `number` under `seed`.
+/// Draws normal f32 numbers: element i is number `first + i` of tensor `number` under `seed`.
 pub fn init_normal(into: Address, seed: u64, number: u64, first: u64, std: f64, elements: u64) -> [Launch; 1] {
     [init("init_normal", into, seed, number, first, std, elements)]
 }
 
-/// The same of numbers that are equally likely from −bound to bound.
+/// Draws uniform f32 numbers from −bound to bound: element i is number `first + i` of tensor `number` under `seed`.
 pub fn init_uniform(into: Address, seed: u64, number: u64, first: u64, bound: f64, elements: u64) -> [Launch; 1] {
     [init("init_uniform", into, seed, number, first, bound, elements)]
 }
@@ -628,177 +613,82 @@ fn init(kernel: &'static str, into: Address, seed: u64, number: u64, first: u64,
     launch(unit(Family::Init, Real::F32), kernel, blocks, 256, arguments)
 }
 
-/// Where the rows of a `Dropout` stand in the run; the step is a scalar.
+/// The position of a dropout op within the run; the step is a scalar.
 #[derive(Clone, Copy, Debug)]
 pub struct Dropout {
-    /// Of the run.
+    /// Seed of the run.
     pub seed: u64,
-    /// The sample of row 0 within the step.
+    /// Sample of row 0 within the step.
     pub first_sample: u64,
-    /// Rows of a sample.
+    /// Rows per sample.
     pub sequence: u64,
-    /// The layer.
+    /// Layer index.
     pub layer: u64,
-    /// Which of the layer's.
+    /// Index of the dropout op within the layer.
     pub site: u8,
-    /// Of being left out.
+    /// Probability that an element is dropped.
     pub probability: f64,
 }
 
-/// `out[N,D]` = (or +=, with `accumulate`) x with elements left out, the others divided by 1 − probability.
+/// Computes `out[N,D]` (= or, with `accumulate`, +=): x with dropped elements, the others divided by 1 − probability.
 pub fn dropout(
-    of: Real,
-    place: Dropout,
+    real: Real,
+    site: Dropout,
     [x, out, scalars]: [Address; 3],
     rows: u64,
     columns: u64,
     accumulate: bool,
 ) -> [Launch; 1] {
-    let (each, samples) = (place.sequence * columns, rows.div_ceil(place.sequence));
-    let mut arguments = vec![at(x), at(out), at(scalars), Argument::U64(place.seed), n(place.first_sample)];
-    arguments.extend([n(place.layer * 256 + u64::from(place.site))]);
-    // ⌊probability · 2³²⌋: a probability of 1 leaves nothing.
-    arguments.extend([Argument::U64((place.probability * 4_294_967_296.0) as u64)]);
-    arguments.extend([real(1.0 / (1.0 - place.probability)), Argument::U64(each), Argument::U64(rows * columns)]);
+    let (each, samples) = (site.sequence * columns, rows.div_ceil(site.sequence));
+    let mut arguments = vec![at(x), at(out), at(scalars), Argument::U64(site.seed), n(site.first_sample)];
+    arguments.extend([n(site.layer * 256 + u64::from(site.site))]);
+    // ⌊probability · 2³²⌋: a probability of 1 drops everything.
+    arguments.extend([Argument::U64((site.probability * 4_294_967_296.0) as u64)]);
+    arguments.extend([float(1.0 / (1.0 - site.probability)), Argument::U64(each), Argument::U64(rows * columns)]);
     arguments.push(n(u64::from(accumulate)));
-    let grid = launch(unit(Family::Dropout, of), "dropout", each.div_ceil(1024), 256, arguments);
-    [grid.by(samples.min(65_535), 1)]
+    let grid = launch(unit(Family::Dropout, real), "dropout", each.div_ceil(1024), 256, arguments);
+    [grid.with_grid_yz(samples.min(65_535), 1)]
 }
 
-// ---- coarse formats ----
+// ---- quantized formats ----
 
-/// A matrix in a coarse format, or whole blocks of one.
+/// Addresses of a quantized matrix, or of whole blocks of one.
 #[derive(Clone, Copy, Debug)]
-#[expect(missing_docs, reason = "as `plimsoll_program::op::Quantised`")]
-pub enum Coarse {
+#[expect(missing_docs, reason = "as `plimsoll_program::op::Quantized`")]
+pub enum QuantizedAddresses {
     Int8 { codes: Address, scales: Address },
     Nf4 { codes: Address, scales: Address, groups: Address },
 }
 
-/// `into` = f32 elements of a matrix with rows of `columns`.
-pub fn quantise(from: Address, into: Coarse, elements: u64, columns: u64) -> [Launch; 1] {
-    let unit = unit(Family::Coarse, Real::F32);
+/// Quantizes f32 elements of a matrix with rows of `columns`.
+pub fn quantize(from: Address, into: QuantizedAddresses, elements: u64, columns: u64) -> [Launch; 1] {
+    let unit = unit(Family::Quantized, Real::F32);
     [match into {
-        Coarse::Int8 { codes, scales } => {
+        QuantizedAddresses::Int8 { codes, scales } => {
             let arguments = vec![at(from), at(codes), at(scales), n(columns)];
-            launch(unit, "quantise_int8", elements / columns, 256, arguments)
+            launch(unit, "quantize_int8", elements / columns, 256, arguments)
         }
-        Coarse::Nf4 { codes, scales, groups } => {
+        QuantizedAddresses::Nf4 { codes, scales, groups } => {
             let arguments = vec![at(from), at(codes), at(scales), at(groups), Argument::U64(elements)];
-            launch(unit, "quantise_nf4", elements.div_ceil(NF4_PIECE), 256, arguments)
+            launch(unit, "quantize_nf4", elements.div_ceil(NF4_PIECE), 256, arguments)
         }
     }]
 }
 
-/// Elements that a block of threads makes whole.
-const SPREAD: u64 = 8192;
+/// Elements that a thread block dequantizes.
+const DEQUANTIZE_ELEMENTS_PER_BLOCK: u64 = 8192;
 
-/// `into` = the elements of `from`, each rounded once.
-pub fn dequantise(of: Real, from: Coarse, into: Address, elements: u64, columns: u64) -> [Launch; 1] {
-    let (unit, blocks) = (unit(Family::Coarse, of), elements.div_ceil(SPREAD));
+/// Dequantizes the elements of `from`, each rounded once.
+pub fn dequantize(real: Real, from: QuantizedAddresses, into: Address, elements: u64, columns: u64) -> [Launch; 1] {
+    let (unit, blocks) = (unit(Family::Quantized, real), elements.div_ceil(DEQUANTIZE_ELEMENTS_PER_BLOCK));
     [match from {
-        Coarse::Int8 { codes, scales } => {
+        QuantizedAddresses::Int8 { codes, scales } => {
             let arguments = vec![at(codes), at(scales), at(into), Argument::U64(elements), n(columns)];
-            launch(unit, "dequantise_int8", blocks, 256, arguments)
+            launch(unit, "dequantize_int8", blocks, 256, arguments)
         }
-        Coarse::Nf4 { codes, scales, groups } => {
+        QuantizedAddresses::Nf4 { codes, scales, groups } => {
             let arguments = vec![at(codes), at(scales), at(groups), at(into), Argument::U64(elements)];
-            launch(unit, "dequantise_nf4", blocks, 256, arguments)
+            launch(unit, "dequantize_nf4", blocks, 256, arguments)
         }
     }]
-}
-
-// ---- the update ----
-
-/// A tensor that an optimizer updates. What it does not have is 0.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Updated {
-    /// The f32 weight.
-    pub weight: Address,
-    /// Its f32 gradient.
-    pub gradient: Address,
-    /// AdamW's first moment, f32 or codes; SGD's momentum buffer.
-    pub first: Address,
-    /// AdamW's second moment.
-    pub second: Address,
-    /// The scales of codes of the first moment.
-    pub first_scale: Address,
-    /// Those of the second.
-    pub second_scale: Address,
-    /// How many.
-    pub elements: u64,
-    /// Weight decay.
-    pub decay: f64,
-}
-
-/// Groups of tensors that fit into a table: the table, how many tensors, how many blocks of `chunk`
-/// elements.
-fn tables(tensors: &[Updated], chunk: u64) -> impl Iterator<Item = (Box<Table>, u64, u64)> {
-    tensors.chunks(TABLE_TENSORS).map(move |group| {
-        let mut table = Box::new(Table([Entry::default(); TABLE_TENSORS]));
-        let mut blocks = 0;
-        for (entry, tensor) in table.0.iter_mut().zip(group) {
-            let Updated { weight, gradient, first, second, first_scale, second_scale, elements, decay } = *tensor;
-            let (decay, first_block) = (decay as f32, u32_of(blocks));
-            *entry = Entry { weight, gradient, first, second, first_scale, second_scale, elements, decay, first_block };
-            blocks += elements.div_ceil(chunk).max(1);
-        }
-        (table, group.len() as u64, blocks)
-    })
-}
-
-/// One step of AdamW on all tensors.
-pub fn adamw(tensors: &[Updated], scalars: Address, betas: [f64; 2], eps: f64) -> Vec<Launch> {
-    adamw_by("adamw", tensors, scalars, betas, eps)
-}
-
-/// The same on tensors whose moments are codes.
-pub fn adamw8(tensors: &[Updated], scalars: Address, betas: [f64; 2], eps: f64) -> Vec<Launch> {
-    adamw_by("adamw8", tensors, scalars, betas, eps)
-}
-
-fn adamw_by(kernel: &'static str, tensors: &[Updated], scalars: Address, betas: [f64; 2], eps: f64) -> Vec<Launch> {
-    let unit = unit(Family::Optimizer, Real::F32);
-    let of = |(table, count, blocks)| {
-        let mut arguments = vec![Argument::Table(table), at(scalars), n(count), n(UPDATE_CHUNK)];
-        arguments.extend([real(1.0 - betas[0]), real(betas[1]), real(1.0 - betas[1]), real(eps)]);
-        launch(unit, kernel, blocks, 256, arguments)
-    };
-    tables(tensors, UPDATE_CHUNK).map(of).collect()
-}
-
-/// One step of stochastic gradient descent on all tensors.
-pub fn sgd(tensors: &[Updated], scalars: Address, momentum: f64) -> Vec<Launch> {
-    let unit = unit(Family::Optimizer, Real::F32);
-    let of = |(table, count, blocks)| {
-        let arguments = vec![Argument::Table(table), at(scalars), n(count), n(UPDATE_CHUNK), real(momentum)];
-        launch(unit, "sgd", blocks, 256, arguments)
-    };
-    tables(tensors, UPDATE_CHUNK).map(of).collect()
-}
-
-/// metrics += Σ x² of f32 tensors (address, elements). `partials` has [`NORM_PARTIALS`] f64 elements.
-pub fn squared_norm(tensors: &[(Address, u64)], partials: Address, metrics: Address) -> Vec<Launch> {
-    let unit = unit(Family::Optimizer, Real::F32);
-    let squared = |&(gradient, elements)| Updated { gradient, elements, ..Updated::default() };
-    let mut launches = Vec::new();
-    for group in tensors.chunks(TABLE_TENSORS) {
-        // Each tensor may have one block that is not full.
-        let total: u64 = group.iter().map(|(_, elements)| elements).sum();
-        let full = NORM_PARTIALS - TABLE_TENSORS as u64;
-        let chunk = total.div_ceil(full).next_multiple_of(1024).max(16_384);
-        let updated: Vec<Updated> = group.iter().map(squared).collect();
-        for (table, count, blocks) in tables(&updated, chunk) {
-            let arguments = vec![Argument::Table(table), at(partials), n(count), Argument::U64(chunk)];
-            launches.push(launch(unit, "squared_norm", blocks, 256, arguments));
-            let sum = vec![at(partials), at(metrics), n(blocks)];
-            launches.push(launch(unit, "squared_norm_sum", 1, 256, sum));
-        }
-    }
-    launches
-}
-
-/// The scalar that gradients are multiplied with.
-pub fn clip_factor(metrics: Address, scalars: Address) -> [Launch; 1] {
-    [launch(unit(Family::Optimizer, Real::F32), "clip_factor", 1, 32, vec![at(metrics), at(scalars)])]
 }

@@ -1,10 +1,10 @@
-//! The CUDA C kernels as data: their sources, how these become units that are compiled, and what is
-//! in them. How each kernel is launched is in [`launch`]. Nothing here needs CUDA; `cargo xtask
-//! cuda-check` compiles every unit and runs its arithmetic on the CPU.
+//! The CUDA C kernels as data: their sources, the units in which they are compiled, and their names. [`launch`]
+//! computes grids and arguments. Nothing here needs CUDA; `cargo xtask cuda-check` compiles every unit and runs its
+//! arithmetic on the CPU.
 //!
-//! Activations and the weights that meet them are f32 or bf16, the [`Real`] of a unit. Everything else
-//! that is real is f32 in both: master weights and gradients of weights, the optimizer's state, rstd,
-//! attention's statistics, token weights, the RoPE table, scalars and scratch. Metrics are f64.
+//! Activations and the weights multiplied with them are f32 or bf16, the [`Real`] of a unit. All other real numbers are
+//! f32: master weights, weight gradients, optimizer state, rstd, attention statistics, token weights, the RoPE table,
+//! scalars and workspaces. Metrics are f64.
 
 pub mod launch;
 pub mod ops;
@@ -12,18 +12,18 @@ pub mod ops;
 use plimsoll_program::formats;
 use std::borrow::Cow;
 
-/// What stands before every family's source.
-const COMMON: &str = include_str!("common.cuh");
-/// What stands between that and the source of some families.
-const TENSOR: &str = include_str!("tensor.cuh");
-const RANDOM: &str = include_str!("random.cuh");
-const FORMATS: &str = include_str!("formats.cuh");
-/// What NVRTC is told beside the architecture. No fast math: divisions and roots round as the CPU's do.
+/// Source that precedes every family.
+const COMMON_SOURCE: &str = include_str!("common.cuh");
+/// Sources that follow it in some families.
+const TENSOR_SOURCE: &str = include_str!("tensor.cuh");
+const RANDOM_SOURCE: &str = include_str!("random.cuh");
+const FORMATS_SOURCE: &str = include_str!("formats.cuh");
+/// NVRTC options besides the architecture. No fast math: divisions and roots round as on the CPU.
 pub const OPTIONS: [&str; 1] = ["--std=c++17"];
-/// The largest head that attention is compiled for.
+/// The largest head dimension that attention supports.
 pub const HEAD_DIM_MAX: u64 = plimsoll_program::models::CUDA_HEAD_DIM_MAX;
 
-/// The type of activations, and of the weights that meet them.
+/// Data type of activations and of the weights multiplied with them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Real {
     /// 32-bit float.
@@ -32,13 +32,13 @@ pub enum Real {
     Bf16,
 }
 
-/// Kernels of one file.
+/// A source file with its kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[expect(missing_docs, reason = "named after the ops, as the files are")]
 pub enum Family {
     Attention,
     Cast,
-    Coarse,
+    Quantized,
     Collective,
     CrossEntropy,
     Dropout,
@@ -54,11 +54,11 @@ pub enum Family {
 }
 
 impl Family {
-    /// All of them.
+    /// Every family.
     pub const ALL: [Family; 15] = [
         Family::Attention,
         Family::Cast,
-        Family::Coarse,
+        Family::Quantized,
         Family::Collective,
         Family::CrossEntropy,
         Family::Dropout,
@@ -73,8 +73,8 @@ impl Family {
         Family::TensorAttention,
     ];
 
-    /// The file's name without its extension, the file, and the kernels in it.
-    fn row(self) -> (&'static str, &'static str, &'static [&'static str]) {
+    /// Returns the file name without extension, the source, and the kernels in it.
+    fn source_entry(self) -> (&'static str, &'static str, &'static [&'static str]) {
         match self {
             Family::Attention => (
                 "attention",
@@ -110,10 +110,10 @@ impl Family {
                     "fill_u8",
                 ],
             ),
-            Family::Coarse => (
-                "coarse",
-                include_str!("coarse.cu"),
-                &["dequantise_nf4", "dequantise_int8", "quantise_int8", "quantise_nf4"],
+            Family::Quantized => (
+                "quantized",
+                include_str!("quantized.cu"),
+                &["dequantize_nf4", "dequantize_int8", "quantize_int8", "quantize_nf4"],
             ),
             Family::Collective => ("collective", include_str!("collective.cu"), &["sum_ranks_f32", "sum_ranks_f64"]),
             Family::CrossEntropy => {
@@ -151,34 +151,34 @@ impl Family {
         }
     }
 
-    /// The names of the kernels in it.
+    /// Returns the names of the family's kernels.
     pub fn kernels(self) -> &'static [&'static str] {
-        self.row().2
+        self.source_entry().2
     }
 
-    /// What stands between the common part and its source, each with the name that a compiler calls it by.
-    fn shared(self) -> Vec<(&'static str, Cow<'static, str>)> {
-        let formats = || vec![("formats.rs", Cow::Owned(tables())), ("formats.cuh", FORMATS.into())];
+    /// Returns the sources between the common part and the family's source, with the file names for compiler messages.
+    fn shared_sources(self) -> Vec<(&'static str, Cow<'static, str>)> {
+        let formats = || vec![("formats.rs", Cow::Owned(format_tables())), ("formats.cuh", FORMATS_SOURCE.into())];
         match self {
-            Family::TensorAttention => vec![("tensor.cuh", TENSOR.into())],
-            Family::Dropout | Family::Init => vec![("random.cuh", RANDOM.into())],
-            Family::Coarse | Family::Optimizer => formats(),
+            Family::TensorAttention => vec![("tensor.cuh", TENSOR_SOURCE.into())],
+            Family::Dropout | Family::Init => vec![("random.cuh", RANDOM_SOURCE.into())],
+            Family::Quantized | Family::Optimizer => formats(),
             _ => Vec::new(),
         }
     }
 
-    /// Whether its kernels depend on the type of activations.
+    /// Whether the kernels depend on the data type of activations.
     fn has_real(self) -> bool {
         !matches!(self, Family::Cast | Family::Collective | Family::Init | Family::Optimizer | Family::TensorAttention)
     }
 
-    /// Whether its kernels depend on the head dimension.
+    /// Whether the kernels depend on the head dimension.
     fn has_head_dim(self) -> bool {
         matches!(self, Family::Attention | Family::TensorAttention)
     }
 
-    /// Whether there are kernels for heads of so many elements. Tensor cores take whole matrices.
-    pub fn takes(self, head_dim: u64) -> bool {
+    /// Whether there are kernels for this head dimension. Tensor cores need a multiple of 16.
+    pub fn supports_head_dim(self, head_dim: u64) -> bool {
         match self {
             Family::Attention => head_dim <= HEAD_DIM_MAX,
             Family::TensorAttention => head_dim <= HEAD_DIM_MAX && head_dim.is_multiple_of(16),
@@ -187,7 +187,7 @@ impl Family {
     }
 }
 
-/// What is compiled and loaded as one module.
+/// A translation unit, compiled and loaded as one module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Unit {
     family: Family,
@@ -196,18 +196,18 @@ pub struct Unit {
 }
 
 impl Unit {
-    /// The unit that holds a family's kernels for a type of activations and a head dimension, where
-    /// the family depends on them.
+    /// Creates the unit with a family's kernels. Data type and head dimension are dropped if the family does not depend
+    /// on them.
     pub fn new(family: Family, real: Real, head_dim: u64) -> Unit {
         Unit { family, real: family.has_real().then_some(real), head_dim: family.has_head_dim().then_some(head_dim) }
     }
 
-    /// Every unit of the families for these head dimensions, each once.
+    /// Returns every unit of all families for these head dimensions, each once.
     pub fn all(head_dims: &[u64]) -> Vec<Unit> {
         let mut units = Vec::new();
         for family in Family::ALL {
             for real in [Real::F32, Real::Bf16] {
-                let taken = head_dims.iter().filter(|&&head_dim| family.takes(head_dim));
+                let taken = head_dims.iter().filter(|&&head_dim| family.supports_head_dim(head_dim));
                 units.extend(taken.map(|&head_dim| Unit::new(family, real, head_dim)));
             }
         }
@@ -216,39 +216,39 @@ impl Unit {
         units
     }
 
-    /// Whose kernels they are.
+    /// Returns the family.
     pub fn family(self) -> Family {
         self.family
     }
 
-    /// Unique among units: `norm-bf16`, `attention-f32-128`.
+    /// Returns a unique name: `norm-bf16`, `attention-f32-128`.
     pub fn name(self) -> String {
         let real = self.real.map_or("", |real| if real == Real::F32 { "-f32" } else { "-bf16" });
         let head_dim = self.head_dim.map_or(String::new(), |head_dim| format!("-{head_dim}"));
-        format!("{}{real}{head_dim}", self.family.row().0)
+        format!("{}{real}{head_dim}", self.family.source_entry().0)
     }
 
-    /// The whole source: it includes no header, and what a compiler says about it names our files.
+    /// Returns the complete source. It includes no header, and compiler messages name the files of this crate.
     pub fn source(self) -> String {
-        let (name, source, _) = self.family.row();
+        let (name, source, _) = self.family.source_entry();
         let real = self.real.map_or("", |real| match real {
             Real::F32 => "#define REAL float\n",
             Real::Bf16 => "#define REAL bf16\n",
         });
         let head_dim = self.head_dim.map_or(String::new(), |head_dim| format!("#define HEAD_DIM {head_dim}\n"));
         let file = |name: &str, text: &str| format!("#line 1 \"{name}\"\n{text}");
-        let shared: String = self.family.shared().iter().map(|(name, text)| file(name, text)).collect();
-        format!("{real}{head_dim}{}{shared}{}", file("common.cuh", COMMON), file(&format!("{name}.cu"), source))
+        let shared: String = self.family.shared_sources().iter().map(|(name, text)| file(name, text)).collect();
+        format!("{real}{head_dim}{}{shared}{}", file("common.cuh", COMMON_SOURCE), file(&format!("{name}.cu"), source))
     }
 }
 
-/// The tables of the coarse formats, each number by its bits; what they are for is in `formats.cuh`.
-fn tables() -> String {
-    let table = |name: &str, numbers: &[f32]| {
-        let bits: Vec<String> = numbers.iter().map(|number| format!("0x{:08x}u", number.to_bits())).collect();
-        format!("__device__ const unsigned int {name}[{}] = {{{}}};\n", numbers.len(), bits.join(", "))
+/// Returns the tables of the quantized formats, with numbers as bit patterns; `formats.cuh` uses them.
+fn format_tables() -> String {
+    let table = |name: &str, values: &[f32]| {
+        let bits: Vec<String> = values.iter().map(|value| format!("0x{:08x}u", value.to_bits())).collect();
+        format!("__device__ const unsigned int {name}[{}] = {{{}}};\n", values.len(), bits.join(", "))
     };
-    let thresholds = |signed| in_levels(formats::dynamic_thresholds(signed));
+    let thresholds = |signed| level_order(formats::dynamic_thresholds(signed));
     [
         table("SIGNED_MAP", formats::dynamic_map(true)),
         table("UNSIGNED_MAP", formats::dynamic_map(false)),
@@ -260,9 +260,9 @@ fn tables() -> String {
     .concat()
 }
 
-/// Ascending numbers, one less than a power of two, level by level: the middle one, then those in the middle of the
+/// Orders ascending numbers (one less than a power of two) by tree level: the middle one, then the middles of the
 /// halves, and so on.
-fn in_levels(ascending: &[f32]) -> Vec<f32> {
+fn level_order(ascending: &[f32]) -> Vec<f32> {
     let (count, mut levels) = (ascending.len() + 1, Vec::with_capacity(ascending.len()));
     assert!(count.is_power_of_two());
     let mut step = count;

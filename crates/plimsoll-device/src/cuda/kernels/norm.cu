@@ -36,8 +36,7 @@ rms_norm(const REAL* x, const REAL* weight, REAL* out, float* rstd, u32 dim, flo
         norm_row<1>(x, weight, out, rstd + blockIdx.x, dim, eps);
 }
 
-// Rows that a block works on at once: a warp finds the products of each, then the threads, which have
-// columns of their own, go over all of them.
+// Rows per iteration of a block: a warp reduces each row, then the threads go over all rows, each with its own columns.
 constexpr u32 ROWS = 8;
 
 template <int W>
@@ -47,7 +46,7 @@ __device__ void norm_rows_grad(const REAL* x, const REAL* weight, const float* r
     u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     if (warp < rows) {
         float products = 0;
-        // Several loads are under way at once.
+        // Several loads are in flight at once.
 #pragma unroll 4
         for (u32 at = lane * W; at < dim; at += 32 * W) {
             float v[W], w[W], d[W];
@@ -86,11 +85,10 @@ __device__ void norm_rows_grad(const REAL* x, const REAL* weight, const float* r
         }
         store(sum, dweight + at);
     }
-    __syncthreads();  // the rates are used up
+    __syncthreads();  // the row factors have been read
 }
 
-// dx[N,D] = or += the gradient; partials[portions, D] = what each portion of rows adds to dweight,
-// for add_partials.
+// dx[N,D] = or += the gradient; partials[portions, D] = each portion's contribution to dweight, for add_partials.
 // Grid: portions. Block: 256. Shared memory: D floats, the portion's dweight.
 extern "C" __global__ void __launch_bounds__(256, 2)
 rms_norm_grad(const REAL* x, const REAL* weight, const float* rstd, const REAL* dout, REAL* dx, float* partials,
@@ -98,7 +96,7 @@ rms_norm_grad(const REAL* x, const REAL* weight, const float* rstd, const REAL* 
     u32 first = blockIdx.x * rows_per_portion;
     u32 end = min(rows, first + rows_per_portion);
     bool wide = dim % PACK<REAL> == 0 && aligned(x) && aligned(weight) && aligned(dout) && aligned(dx);
-    // The barrier behind the first rows' products stands between these zeros and their use.
+    // The barrier after the first rows' reductions separates these zeros from their use.
     for (u32 at = threadIdx.x; at < dim; at += 256) shared[at] = 0;
     for (u32 row = first; row < end; row += ROWS) {
         u64 at = (u64)row * dim;

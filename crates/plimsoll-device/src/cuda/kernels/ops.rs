@@ -1,120 +1,122 @@
-//! From an op of a Program to the kernels that it is. Products and copies are not here: libraries and
-//! the driver do these.
+//! Translation of program ops to kernel launches. Matrix products and copies are missing here: cuBLASLt and the driver
+//! do them.
 
 use super::Real;
-use super::launch::{self, Address, Coarse, Dropout, Launch, Updated};
+use super::launch::{self, Address, Dropout, Launch, OptimizerTensor, QuantizedAddresses};
 use plimsoll_core::DType;
-use plimsoll_program::op::{OpKind, Quantised};
+use plimsoll_program::op::{OpKind, Quantized};
 use plimsoll_program::tensor::{Index, Operand};
 
-/// Where the operands of an op stand, and what they are.
-pub trait Places {
-    /// The type of activations.
+/// Addresses and types of an op's operands.
+pub trait OperandLookup {
+    /// Returns the data type of activations.
     fn real(&self) -> Real;
-    /// The operand's first element.
-    fn at(&self, operand: &Operand) -> Address;
-    /// The type of its elements.
+    /// Returns the address of the operand's first element.
+    fn address_of(&self, operand: &Operand) -> Address;
+    /// Returns the data type of the operand's elements.
     fn dtype(&self, operand: &Operand) -> DType;
-    /// What an index comes to in this iteration of the op's block.
+    /// Returns the value of an index in this iteration of the op's block.
     fn index(&self, index: Index) -> i64;
 }
 
-/// The kernels of an op, in order. None for what no kernel does: products, casts between equal types,
+/// Returns the kernels of an op, in order. `None` if no kernel does the op: products, casts between equal types,
 /// transfers and collectives. Workspaces are those of `plimsoll_program::workspace`, for CUDA.
-pub fn launches(kind: &OpKind, places: &impl Places) -> Option<Vec<Launch>> {
-    let (of, at) = (places.real(), |operand: &Operand| places.at(operand));
+pub fn launches(kind: &OpKind, operands: &impl OperandLookup) -> Option<Vec<Launch>> {
+    let (real, at) = (operands.real(), |operand: &Operand| operands.address_of(operand));
     let list = match kind {
         OpKind::Embed { tokens, table, out, rows, hidden, vocab } => {
-            launch::embed(of, at(tokens), at(table), at(out), *rows, *hidden, *vocab).to_vec()
+            launch::embed(real, at(tokens), at(table), at(out), *rows, *hidden, *vocab).to_vec()
         }
         OpKind::EmbedGrad { tokens, dout, dtable, workspace, rows, hidden, vocab } => {
             let (dtable, scratch) = (at(dtable), at(workspace));
-            launch::embed_grad(of, at(tokens), at(dout), dtable, scratch, *rows, *hidden, *vocab).to_vec()
+            launch::embed_grad(real, at(tokens), at(dout), dtable, scratch, *rows, *hidden, *vocab).to_vec()
         }
         OpKind::RmsNorm { x, weight, out, rstd, rows, dim, eps } => {
-            launch::rms_norm(of, at(x), at(weight), at(out), at(rstd), *rows, *dim, *eps).to_vec()
+            launch::rms_norm(real, at(x), at(weight), at(out), at(rstd), *rows, *dim, *eps).to_vec()
         }
         OpKind::RmsNormGrad { x, weight, rstd, dout, dx, dweight, workspace, rows, dim, accumulate } => {
             let inputs = [x, weight, rstd, dout].map(at);
-            // The last launch adds to the weight's gradient; a frozen weight has none.
+            // The last launch accumulates the weight's gradient; a frozen weight has none.
             let (dweight, count) = dweight.as_ref().map_or((0, 1), |dweight| (at(dweight), 2));
-            let all = launch::rms_norm_grad(of, inputs, at(dx), dweight, at(workspace), *rows, *dim, *accumulate);
+            let all = launch::rms_norm_grad(real, inputs, at(dx), dweight, at(workspace), *rows, *dim, *accumulate);
             all[..count].to_vec()
         }
         OpKind::HeadNorm { x, q_weight, k_weight, out, rstd, rows, shape, eps } => {
-            launch::head_norm(of, [x, q_weight, k_weight].map(at), at(out), at(rstd), *rows, *shape, *eps).to_vec()
+            launch::head_norm(real, [x, q_weight, k_weight].map(at), at(out), at(rstd), *rows, *shape, *eps).to_vec()
         }
         OpKind::HeadNormGrad { x, q_weight, k_weight, rstd, dx, dweights, workspace, rows, shape } => {
             let inputs = [x, q_weight, k_weight, rstd].map(at);
             let (into, count) = dweights.as_ref().map_or(([0; 2], 1), |dweights| (dweights.each_ref().map(at), 3));
-            let all = launch::head_norm_grad(of, inputs, at(dx), into, at(workspace), *rows, *shape);
+            let all = launch::head_norm_grad(real, inputs, at(dx), into, at(workspace), *rows, *shape);
             all[..count].to_vec()
         }
         OpKind::Rope { qkv, table, positions, rows, table_rows: _, shape, inverse } => {
-            launch::rope(of, at(qkv), at(table), at(positions), *rows, *shape, *inverse).to_vec()
+            launch::rope(real, at(qkv), at(table), at(positions), *rows, *shape, *inverse).to_vec()
         }
         OpKind::RopeTable { table, table_rows, head_dim, theta, scaling } => {
-            launch::rope_table(of, at(table), *table_rows, *head_dim, *theta, *scaling).to_vec()
+            launch::rope_table(real, at(table), *table_rows, *head_dim, *theta, *scaling).to_vec()
         }
         OpKind::Attention { qkv, document_start, out, stats, workspace: _, batch, sequence, shape } => {
-            launch::attention(of, at(qkv), at(document_start), at(out), at(stats), *batch, *sequence, *shape).to_vec()
+            launch::attention(real, at(qkv), at(document_start), at(out), at(stats), *batch, *sequence, *shape).to_vec()
         }
         OpKind::AttentionGrad { qkv, out, dout, stats, document_start, dqkv, workspace, batch, sequence, shape } => {
             let inputs = [qkv, out, dout, stats, document_start].map(at);
-            launch::attention_grad(of, inputs, at(dqkv), at(workspace), *batch, *sequence, *shape)
+            launch::attention_grad(real, inputs, at(dqkv), at(workspace), *batch, *sequence, *shape)
         }
         OpKind::CachedAttention { qkv, keys, values, scalars, out, workspace, rows, capacity, shape } => {
             let inputs = [qkv, keys, values, scalars].map(at);
-            launch::cached_attention(of, inputs, at(out), at(workspace), *rows, *capacity, *shape)
+            launch::cached_attention(real, inputs, at(out), at(workspace), *rows, *capacity, *shape)
         }
         OpKind::AppendCache { qkv, keys, values, scalars, rows, capacity: _, shape } => {
-            launch::append_cache(of, at(qkv), at(scalars), at(keys), at(values), *rows, *shape).to_vec()
+            launch::append_cache(real, at(qkv), at(scalars), at(keys), at(values), *rows, *shape).to_vec()
         }
-        OpKind::SwiGlu { gate_up, out, rows, ffn } => launch::swiglu(of, at(gate_up), at(out), *rows, *ffn).to_vec(),
+        OpKind::SwiGlu { gate_up, out, rows, ffn } => launch::swiglu(real, at(gate_up), at(out), *rows, *ffn).to_vec(),
         OpKind::SwiGluGrad { gate_up, dout, dgate_up, rows, ffn } => {
-            launch::swiglu_grad(of, at(gate_up), at(dout), at(dgate_up), *rows, *ffn).to_vec()
+            launch::swiglu_grad(real, at(gate_up), at(dout), at(dgate_up), *rows, *ffn).to_vec()
         }
         OpKind::SoftmaxStats { logits, labels, weights, stats, rows, first, columns, begin } => {
-            let places = [logits, labels, weights, stats].map(at);
-            launch::softmax_stats(of, places, *rows, *first, *columns, *begin).to_vec()
+            let tensors = [logits, labels, weights, stats].map(at);
+            launch::softmax_stats(real, tensors, *rows, *first, *columns, *begin).to_vec()
         }
         OpKind::CrossEntropy { stats, labels, weights, metrics, correct, rows } => {
             let correct = correct.as_ref().map(at);
-            launch::cross_entropy(of, [stats, labels, weights].map(at), at(metrics), correct, *rows).to_vec()
+            launch::cross_entropy(real, [stats, labels, weights].map(at), at(metrics), correct, *rows).to_vec()
         }
         OpKind::SoftmaxGrad { logits, labels, weights, stats, scalars, rows, first, columns } => {
-            let places = [logits, labels, weights, stats, scalars].map(at);
-            launch::softmax_grad(of, places, *rows, *first, *columns).to_vec()
+            let tensors = [logits, labels, weights, stats, scalars].map(at);
+            launch::softmax_grad(real, tensors, *rows, *first, *columns).to_vec()
         }
         OpKind::SumRows { x, into, workspace, rows, columns } => {
-            launch::sum_rows(of, at(x), at(into), at(workspace), *rows, *columns).to_vec()
+            launch::sum_rows(real, at(x), at(into), at(workspace), *rows, *columns).to_vec()
         }
         OpKind::PickRow { x, scalars, out, rows: _, columns } => {
-            launch::pick_row(of, at(x), at(scalars), at(out), *columns).to_vec()
+            launch::pick_row(real, at(x), at(scalars), at(out), *columns).to_vec()
         }
-        OpKind::Add { x, into, elements } => launch::add(of, at(x), at(into), *elements).to_vec(),
+        OpKind::Add { x, into, elements } => launch::add(real, at(x), at(into), *elements).to_vec(),
         OpKind::Fill { into, value, elements } => {
-            launch::fill(places.dtype(into), at(into), *value, *elements)?.to_vec()
+            launch::fill(operands.dtype(into), at(into), *value, *elements)?.to_vec()
         }
         OpKind::SquaredNorm { x, metrics, workspace, elements } => {
             launch::squared_norm(&[(at(x), *elements)], at(workspace), at(metrics))
         }
         OpKind::ClipFactor { metrics, scalars } => launch::clip_factor(at(metrics), at(scalars)).to_vec(),
         OpKind::AdamW { scalars, betas, eps, .. } => {
-            launch::adamw(&[updated(kind, places)?], at(scalars), *betas, *eps)
+            launch::adamw(&[optimizer_tensor(kind, operands)?], at(scalars), *betas, *eps)
         }
         OpKind::AdamW8 { scalars, betas, eps, .. } => {
-            launch::adamw8(&[updated(kind, places)?], at(scalars), *betas, *eps)
+            launch::adamw8(&[optimizer_tensor(kind, operands)?], at(scalars), *betas, *eps)
         }
-        OpKind::Sgd { scalars, momentum, .. } => launch::sgd(&[updated(kind, places)?], at(scalars), *momentum),
+        OpKind::Sgd { scalars, momentum, .. } => {
+            launch::sgd(&[optimizer_tensor(kind, operands)?], at(scalars), *momentum)
+        }
         OpKind::Cast { from, to, elements } => {
-            launch::cast(places.dtype(from), at(from), places.dtype(to), at(to), *elements)?.to_vec()
+            launch::cast(operands.dtype(from), at(from), operands.dtype(to), at(to), *elements)?.to_vec()
         }
         OpKind::InitNormal { into, seed, number, first, std, elements } => {
-            launch::init_normal(at(into), *seed, *number, places.index(*first) as u64, *std, *elements).to_vec()
+            launch::init_normal(at(into), *seed, *number, operands.index(*first) as u64, *std, *elements).to_vec()
         }
         OpKind::InitUniform { into, seed, number, first, bound, elements } => {
-            launch::init_uniform(at(into), *seed, *number, places.index(*first) as u64, *bound, *elements).to_vec()
+            launch::init_uniform(at(into), *seed, *number, operands.index(*first) as u64, *bound, *elements).to_vec()
         }
         OpKind::Dropout {
             x,
@@ -130,21 +132,21 @@ pub fn launches(kind: &OpKind, places: &impl Places) -> Option<Vec<Launch>> {
             sequence,
             accumulate,
         } => {
-            let place = Dropout {
+            let site = Dropout {
                 seed: *seed,
-                first_sample: places.index(*first_sample) as u64,
+                first_sample: operands.index(*first_sample) as u64,
                 sequence: *sequence,
-                layer: places.index(*layer) as u64,
+                layer: operands.index(*layer) as u64,
                 site: *site,
                 probability: *probability,
             };
-            launch::dropout(of, place, [x, out, scalars].map(at), *rows, *columns, *accumulate).to_vec()
+            launch::dropout(real, site, [x, out, scalars].map(at), *rows, *columns, *accumulate).to_vec()
         }
-        OpKind::Quantise { from, into, elements, columns } => {
-            launch::quantise(at(from), coarse(into, places), *elements, *columns).to_vec()
+        OpKind::Quantize { from, into, elements, columns } => {
+            launch::quantize(at(from), quantized_addresses(into, operands), *elements, *columns).to_vec()
         }
-        OpKind::Dequantise { from, into, elements, columns } => {
-            launch::dequantise(of, coarse(from, places), at(into), *elements, *columns).to_vec()
+        OpKind::Dequantize { from, into, elements, columns } => {
+            launch::dequantize(real, quantized_addresses(from, operands), at(into), *elements, *columns).to_vec()
         }
         OpKind::Product { .. }
         | OpKind::TransferStart { .. }
@@ -155,34 +157,49 @@ pub fn launches(kind: &OpKind, places: &impl Places) -> Option<Vec<Launch>> {
     Some(list)
 }
 
-fn coarse(matrix: &Quantised, places: &impl Places) -> Coarse {
-    let at = |operand: &Operand| places.at(operand);
+fn quantized_addresses(matrix: &Quantized, operands: &impl OperandLookup) -> QuantizedAddresses {
+    let at = |operand: &Operand| operands.address_of(operand);
     match matrix {
-        Quantised::Int8 { codes, scales } => Coarse::Int8 { codes: at(codes), scales: at(scales) },
-        Quantised::Nf4 { codes, scales, groups } => {
-            Coarse::Nf4 { codes: at(codes), scales: at(scales), groups: at(groups) }
+        Quantized::Int8 { codes, scales } => QuantizedAddresses::Int8 { codes: at(codes), scales: at(scales) },
+        Quantized::Nf4 { codes, scales, groups } => {
+            QuantizedAddresses::Nf4 { codes: at(codes), scales: at(scales), groups: at(groups) }
         }
     }
 }
 
-/// What an update works on; updates that follow each other with the same numbers may share launches
+/// Returns the tensor that an optimizer op updates. Consecutive updates with equal parameters may share launches
 /// ([`launch::adamw`], [`launch::adamw8`], [`launch::sgd`]).
-pub fn updated(kind: &OpKind, places: &impl Places) -> Option<Updated> {
-    let at = |operand: &Operand| places.at(operand);
+pub fn optimizer_tensor(kind: &OpKind, operands: &impl OperandLookup) -> Option<OptimizerTensor> {
+    let at = |operand: &Operand| operands.address_of(operand);
     match kind {
         OpKind::AdamW { weight, gradient, first, second, elements, decay, .. } => {
             let [weight, gradient, first, second] = [weight, gradient, first, second].map(at);
-            Some(Updated { weight, gradient, first, second, elements: *elements, decay: *decay, ..Updated::default() })
+            Some(OptimizerTensor {
+                weight,
+                gradient,
+                first,
+                second,
+                elements: *elements,
+                decay: *decay,
+                ..OptimizerTensor::default()
+            })
         }
         OpKind::AdamW8 { weight, gradient, first, first_scale, second, second_scale, elements, decay, .. } => {
             let [weight, gradient, first, second] = [weight, gradient, first, second].map(at);
             let [first_scale, second_scale] = [first_scale, second_scale].map(at);
             let (elements, decay) = (*elements, *decay);
-            Some(Updated { weight, gradient, first, second, first_scale, second_scale, elements, decay })
+            Some(OptimizerTensor { weight, gradient, first, second, first_scale, second_scale, elements, decay })
         }
         OpKind::Sgd { weight, gradient, momentum_buffer, elements, decay, .. } => {
             let (weight, gradient, first) = (at(weight), at(gradient), momentum_buffer.as_ref().map_or(0, at));
-            Some(Updated { weight, gradient, first, elements: *elements, decay: *decay, ..Updated::default() })
+            Some(OptimizerTensor {
+                weight,
+                gradient,
+                first,
+                elements: *elements,
+                decay: *decay,
+                ..OptimizerTensor::default()
+            })
         }
         _ => None,
     }

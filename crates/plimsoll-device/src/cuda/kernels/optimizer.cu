@@ -1,18 +1,18 @@
-// The update of weights over many tensors at once, and the norm that clips it. Everything is float,
-// whatever the activations are (formulas as cpu/kernels/optimizer.rs). Updates have the CPU's bits: products
-// that its processor rounds before they are added to something are kept apart here (__fmul_rn).
+// Optimizer updates over many tensors at once, and the gradient norm for clipping. Everything is float, independent of
+// the activation type (formulas as cpu/kernels/optimizer.rs). Updates have the CPU's bits: products that the CPU rounds
+// before an addition are not fused here (__fmul_rn).
 
-// Tensors of one launch: the table is an argument of the kernel (at most 4 KiB in all), so that it
-// needs no memory of its own and stays right in a captured graph.
+// Tensors of one launch. The table is a kernel argument (at most 4 KiB of arguments in all), so it needs no memory of
+// its own and stays valid in a captured graph.
 constexpr u32 TENSORS = 56;
 
-// One tensor of the table. Blocks from first_block on work on it, a chunk each.
+// One tensor of the table. Blocks from first_block on update it, one chunk each.
 struct Tensor {
     float* weight;
     const float* gradient;
     float* first;   // AdamW's first moment; SGD's momentum buffer, or null
     float* second;  // AdamW's second moment
-    float* first_scale;  // of moments that are codes, which `first` and `second` then point to; else null
+    float* first_scale;  // scales of moments stored as codes in `first` and `second`; else null
     float* second_scale;
     u64 elements;
     float decay;
@@ -23,7 +23,7 @@ struct Table {
     Tensor at[TENSORS];
 };
 
-// The tensor that this block works on: the last whose first block is not beyond.
+// The tensor that this block updates: the last with a first block not beyond it.
 __device__ inline u32 tensor_of_block(const Table& table, u32 count) {
     u32 low = 0, high = count;
     while (high - low > 1) {
@@ -44,7 +44,7 @@ __device__ inline void over_chunk(u64 from, u64 end, bool wide, Rest... rest) {
         for (; at + 4 <= end; at += 1024) Body<4>::at(at, rest...);
     else
         for (; at < end; at += 256) Body<1>::at(at, rest...);
-    // What is left of a tensor whose elements are no multiple of four.
+    // The remainder of a tensor that is not a multiple of four elements.
     if (wide && at < end)
         for (; at < end; at++) Body<1>::at(at, rest...);
 }
@@ -104,7 +104,7 @@ adamw(const __grid_constant__ Table table, const float* scalars, u32 count, u32 
     over_chunk<AdamW>(from, min(t.elements, from + chunk), wide, t, step);
 }
 
-// Four elements from `at` on, at once where `wide` allows; what is beyond the end is passed over.
+// Four elements from `at` on, in one access if `wide`; elements beyond the end are skipped.
 template <class T> __device__ inline void load_four(const T* x, u64 at, u64 end, bool wide, T (&to)[4]) {
     if (wide && at + 4 <= end) {
         Pack<T, 4> pack = *reinterpret_cast<const Pack<T, 4>*>(x + at);
@@ -129,11 +129,11 @@ template <class T> __device__ inline void store_four(const T (&from)[4], u64 at,
     }
 }
 
-// Elements that share the scales of their moments.
+// Elements that share scales of their moments.
 constexpr u32 STATE_BLOCK = 256;
 
-// adamw with moments of a byte each (plimsoll-program, op.rs: AdamW8). A warp has a block of them: they are
-// made whole, updated and made small again by the largest of the block, and never stand in memory whole.
+// adamw with 8-bit moments (plimsoll-program, op.rs: AdamW8). A warp handles one block: moments are dequantized,
+// updated and quantized by the block's maximum in registers, never stored as floats.
 // Grid, block: as adamw. Shared memory: static only.
 extern "C" __global__ void __launch_bounds__(256, 2)
 adamw8(const __grid_constant__ Table table, const float* scalars, u32 count, u32 chunk, float mix_first,
@@ -233,10 +233,10 @@ sgd(const __grid_constant__ Table table, const float* scalars, u32 count, u32 ch
     over_chunk<Sgd>(from, min(t.elements, from + chunk), wide, t, step);
 }
 
-// Squares that a thread adds up in float before they go into its double.
+// Squares that a thread sums in float before adding them to its double.
 constexpr int RUN = 64;
 
-// partials[block] = Σ gradient² over the block's chunk. NaN and infinity carry through.
+// partials[block] = Σ gradient² over the block's chunk. NaN and infinity propagate.
 // Grid, block: as adamw. Shared memory: static only.
 extern "C" __global__ void __launch_bounds__(256)
 squared_norm(const __grid_constant__ Table table, double* partials, u32 count, u64 chunk) {
@@ -272,8 +272,7 @@ squared_norm_sum(const double* partials, double* metrics, u32 count) {
     if (threadIdx.x == 0) metrics[NORM_SQUARED] += sum;
 }
 
-// The scalar that gradients are multiplied with: min(1, clip / (norm + 1e-6)), as in PyTorch; 1 where
-// nothing is to be clipped.
+// The factor for gradients: min(1, clip / (norm + 1e-6)), as in PyTorch; 1 without clipping.
 // Grid: 1. Block: 32, of which one thread works. Shared memory: none.
 extern "C" __global__ void __launch_bounds__(32) clip_factor(const double* metrics, float* scalars) {
     double clip = scalars[CLIP_NORM], norm = sqrt(metrics[NORM_SQUARED]);

@@ -1,5 +1,5 @@
-// Philox-4x32-10: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3"
-// (SC 2011). What is drawn is a function of counter and key, so that it can be made where it is needed.
+// Philox-4x32-10: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). Each number is a
+// function of counter and key, so it can be computed where it is needed.
 
 __device__ inline void philox(u32 (&counter)[4], u32 key0, u32 key1) {
     for (int round = 0; round < 10; round++) {

@@ -1,5 +1,5 @@
-// Rotary position embeddings, in the "rotate half" convention of Hugging Face: element i of a head
-// turns together with element i + E/2 (as cpu/kernels/rope.rs).
+// Rotary position embeddings, in the "rotate half" convention of Hugging Face: element i of a head is rotated with
+// element i + E/2 (as cpu/kernels/rope.rs).
 
 template <int W>
 __device__ void turn(REAL* row, const float* turns, u32 pairs, u32 head_dim, float sign) {
@@ -23,8 +23,8 @@ __device__ void turn(REAL* row, const float* turns, u32 pairs, u32 head_dim, flo
     }
 }
 
-// Rotates the query and key heads of qkv[N,C] in place by positions[N]; back with sign = −1, which
-// is the gradient. table[P,E] is cos | sin.
+// Rotates the query and key heads of qkv[N,C] in place by positions[N]; sign = −1 rotates back, which is the gradient.
+// table[P,E] is cos | sin.
 // Grid: (N, ceil((H+K)·E/2 / 2048)). Block: 256. Shared memory: none.
 extern "C" __global__ void __launch_bounds__(256)
 rope(REAL* qkv, const float* table, const int* positions, u32 rotated, u32 columns, u32 head_dim, float sign) {
@@ -37,12 +37,12 @@ rope(REAL* qkv, const float* table, const int* positions, u32 rotated, u32 colum
         turn<1>(qkv, table, rotated * half, head_dim, sign);
 }
 
-// How frequencies are stretched: RopeScaling of plimsoll-program.
+// Kind of frequency scaling: RopeScaling of plimsoll-program.
 constexpr u32 PLAIN = 0, LINEAR = 1, LLAMA3 = 2;
 
-// Radians per position of pair i, in float as in transformers. The power is taken in double and
-// rounded: what a correctly rounded powf gives. Llama 3 keeps short waves, divides the frequency of
-// long ones, and blends in between (Llama 3.1 model card; transformers, modeling_rope_utils).
+// Radians per position of pair i, in float as in transformers. The power is computed in double and rounded, as by a
+// correctly rounded powf. Llama 3 keeps high frequencies, divides low ones, and interpolates in between (Llama 3.1
+// model card; transformers, modeling_rope_utils).
 __device__ inline float frequency(u32 i, u32 head_dim, float theta, u32 scaling, float factor, float low, float high,
                                   float context) {
     float plain = 1.0f / (float)pow((double)theta, (double)((float)(2 * i) / (float)head_dim));
@@ -56,8 +56,8 @@ __device__ inline float frequency(u32 i, u32 head_dim, float theta, u32 scaling,
     return (1.0f - smooth) * slow + smooth * plain;
 }
 
-// Fills table[P,E]: the cosines of the E/2 angles of position p, then their sines, taken in double and
-// rounded. Once in a run.
+// Fills table[P,E]: the cosines of the E/2 angles of position p, then their sines, computed in double and rounded. Runs
+// once per run.
 // Grid: ceil(P·E/2 / 256). Block: 256. Shared memory: none.
 extern "C" __global__ void __launch_bounds__(256)
 rope_table(float* table, u32 table_rows, u32 head_dim, float theta, u32 scaling, float factor, float low, float high,

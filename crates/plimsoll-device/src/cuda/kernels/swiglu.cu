@@ -1,9 +1,9 @@
-// The gated unit of the feed-forward part: silu(gate) · up, and its gradient.
+// The gated activation of the feed-forward block: silu(gate) · up, and its gradient.
 //
 // silu(x) = x · s with s = 1 / (1 + e^−x); its derivative is s · (1 + x · (1 − s)) = s + silu · (1 − s)
 // (as cpu/kernels/swiglu.rs).
 
-// Columns of a block.
+// Columns per block.
 constexpr u32 STRIP = 2048;
 
 __device__ inline float sigmoid(float x) { return reciprocal(1.0f + power_of_two(-LOG2_E * x)); }
@@ -49,8 +49,8 @@ __device__ void gate_grad(const REAL* gate_up, const REAL* dout, REAL* dgate_up,
     }
 }
 
-// dgate_up[N,2F] from gate_up[N,2F] and dout[N,F]; dgate_up may stand where gate_up stands, since
-// each thread reads both of its places before it writes them.
+// dgate_up[N,2F] from gate_up[N,2F] and dout[N,F]; dgate_up may overwrite gate_up, since each thread reads both of its
+// elements before it writes them.
 // Grid: (N, ceil(F / 2048)). Block: 256. Shared memory: none.
 extern "C" __global__ void __launch_bounds__(256)
 swiglu_grad(const REAL* gate_up, const REAL* dout, REAL* dgate_up, u32 ffn) {

@@ -1,13 +1,12 @@
-// The instructions of tensor cores and of asynchronous copies (PTX ISA, sm_80 and later), a function
-// each; nothing here knows what they are used for. tests/cuda_shim has each of them as the PTX ISA
-// describes it, for the CPU.
+// Instructions of tensor cores and asynchronous copies (PTX ISA, sm_80 and later), one function each, independent of
+// their use. tests/cuda_shim emulates each as the PTX ISA describes it, for the CPU.
 //
 // A warp holds matrices together, two bf16 in a word. With g = lane / 4 and t = lane % 4 · 2, a lane has
 // of a left matrix (16 × 16)  word 0: row g, columns t, t + 1; 1: row g + 8; 2: row g, columns t + 8,
 //                             t + 9; 3: row g + 8, columns t + 8, t + 9
 // of a right matrix (16 × 8)  word 0: rows t, t + 1 of column g; 1: rows t + 8, t + 9
 // of sums (16 × 8)            0, 1: row g, columns t, t + 1; 2, 3: row g + 8.
-// So two sums side by side, rounded, are a left matrix: `left_of`.
+// So two adjacent sums, rounded, form a left matrix: `left_of`.
 
 #ifndef PLIMSOLL_SHIM
 
@@ -29,7 +28,7 @@ __device__ inline void load_matrices(const bf16* row, u32 (&to)[4]) {
                  : "memory");
 }
 
-// The same, transposed: to[i] is rows t, t + 1 of column g.
+// Transposed load: to[i] is rows t, t + 1 of column g.
 __device__ inline void load_transposed(const bf16* row, u32 (&to)[4]) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -37,8 +36,7 @@ __device__ inline void load_transposed(const bf16* row, u32 (&to)[4]) {
                  : "memory");
 }
 
-// Begins to copy 16 bytes, both places aligned to these, from global to shared memory; zeros where not
-// `real`.
+// Starts copying 16 bytes, with both addresses aligned to 16, from global to shared memory; zeros if not `real`.
 __device__ inline void copy_pack(void* to, const void* from, bool real) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                  :
@@ -46,7 +44,7 @@ __device__ inline void copy_pack(void* to, const void* from, bool real) {
                  : "memory");
 }
 
-// The same for 4 bytes.
+// Starts copying 4 bytes from global to shared memory; zeros if not `real`.
 __device__ inline void copy_word(void* to, const void* from, bool real) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
                  :
@@ -54,12 +52,12 @@ __device__ inline void copy_word(void* to, const void* from, bool real) {
                  : "memory");
 }
 
-// Waits for the copies that this thread began; those of others are there after a barrier.
+// Waits for the copies of this thread; copies of other threads are complete after a barrier.
 __device__ inline void copies_landed() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 #endif
 
-// Sums of N · 8 columns, as the left matrices of a product over these columns.
+// Sums of N · 8 columns, as the left operand of a product over these columns.
 template <int N> __device__ inline void left_of(const float (&sums)[N][4], u32 (&left)[N / 2][4]) {
 #pragma unroll
     for (int n = 0; n < N; n++) {

@@ -1,4 +1,4 @@
-//! The table, the sources and the launches agree.
+//! Checks that family table, sources and launches agree.
 
 use super::launch::{self, *};
 use super::*;
@@ -10,31 +10,31 @@ use std::collections::BTreeSet;
 
 const SHAPE: Heads = Heads { heads: 6, kv_heads: 2, head_dim: 64 };
 
-/// Every launch there is, for shapes like those of models, with `rows` rows.
-fn launches(of: Real, rows: u64, shape: Heads) -> Vec<Launch> {
+/// Returns every launch, for shapes like those of models, with `rows` rows.
+fn launches(real: Real, rows: u64, shape: Heads) -> Vec<Launch> {
     let mut all = Vec::new();
-    all.extend(rms_norm(of, 0, 0, 0, 0, rows, 8192, 1e-5));
-    all.extend(rms_norm_grad(of, [0; 4], 0, 0, 0, rows, 8192, true));
-    all.extend(head_norm(of, [0; 3], 0, 0, rows, shape, 1e-6));
-    all.extend(head_norm_grad(of, [0; 4], 0, [0; 2], 0, rows, shape));
-    all.extend(rope(of, 0, 0, 0, rows, shape, true));
-    all.extend(rope_table(of, 0, 131_072, shape.head_dim, 1e6, RopeScaling::None));
-    all.extend(launch::attention(of, 0, 0, 0, 0, 1, rows, shape));
-    all.extend(attention_grad(of, [0; 5], 0, 0, 1, rows, shape));
-    all.extend(cached_attention(of, [0; 4], 0, 0, rows, 131_072, shape));
-    all.extend(cached_attention(of, [0; 4], 0, 0, 1, 131_072, shape));
-    all.extend(append_cache(of, 0, 0, 0, 0, rows, shape));
-    all.extend(swiglu(of, 0, 0, rows, 28_672));
-    all.extend(swiglu_grad(of, 0, 0, 0, rows, 28_672));
-    all.extend(softmax_stats(of, [0; 4], rows, 0, 152_064, true));
-    all.extend(cross_entropy(of, [0; 3], 0, None, rows));
-    all.extend(softmax_grad(of, [0; 5], rows, 0, 152_064));
-    all.extend(embed(of, 0, 0, 0, rows, 8192, 152_064));
-    all.extend(embed_grad(of, 0, 0, 0, 0, rows, 8192, 152_064));
-    all.extend(add(of, 0, 0, rows * 8192));
-    all.extend(add_rows(of, 0, 0, 0, 12_288, rows, 12_288));
-    all.extend(sum_rows(of, 0, 0, 0, rows, 12_288));
-    all.extend(pick_row(of, 0, 0, 0, 8192));
+    all.extend(rms_norm(real, 0, 0, 0, 0, rows, 8192, 1e-5));
+    all.extend(rms_norm_grad(real, [0; 4], 0, 0, 0, rows, 8192, true));
+    all.extend(head_norm(real, [0; 3], 0, 0, rows, shape, 1e-6));
+    all.extend(head_norm_grad(real, [0; 4], 0, [0; 2], 0, rows, shape));
+    all.extend(rope(real, 0, 0, 0, rows, shape, true));
+    all.extend(rope_table(real, 0, 131_072, shape.head_dim, 1e6, RopeScaling::None));
+    all.extend(launch::attention(real, 0, 0, 0, 0, 1, rows, shape));
+    all.extend(attention_grad(real, [0; 5], 0, 0, 1, rows, shape));
+    all.extend(cached_attention(real, [0; 4], 0, 0, rows, 131_072, shape));
+    all.extend(cached_attention(real, [0; 4], 0, 0, 1, 131_072, shape));
+    all.extend(append_cache(real, 0, 0, 0, 0, rows, shape));
+    all.extend(swiglu(real, 0, 0, rows, 28_672));
+    all.extend(swiglu_grad(real, 0, 0, 0, rows, 28_672));
+    all.extend(softmax_stats(real, [0; 4], rows, 0, 152_064, true));
+    all.extend(cross_entropy(real, [0; 3], 0, None, rows));
+    all.extend(softmax_grad(real, [0; 5], rows, 0, 152_064));
+    all.extend(embed(real, 0, 0, 0, rows, 8192, 152_064));
+    all.extend(embed_grad(real, 0, 0, 0, 0, rows, 8192, 152_064));
+    all.extend(add(real, 0, 0, rows * 8192));
+    all.extend(add_rows(real, 0, 0, 0, 12_288, rows, 12_288));
+    all.extend(sum_rows(real, 0, 0, 0, rows, 12_288));
+    all.extend(pick_row(real, 0, 0, 0, 8192));
     for from in [DType::F64, DType::F32, DType::Bf16, DType::F16] {
         for to in [DType::F64, DType::F32, DType::Bf16, DType::F16] {
             all.extend(cast(from, 0, to, 0, rows * 8192).into_iter().flatten());
@@ -43,20 +43,22 @@ fn launches(of: Real, rows: u64, shape: Heads) -> Vec<Launch> {
     }
     all.extend(fill(DType::U8, 0, 0.0, rows * 8192).into_iter().flatten());
     for dtype in [DType::F64, DType::F32, DType::Bf16] {
-        let parts = Parts { own: 0, others: 0, stride: rows, rank: 1, ranks: 3 };
+        let parts = RankParts { own: 0, others: 0, stride: rows, rank: 1, ranks: 3 };
         all.extend(sum_ranks(dtype, parts, 0, rows * 8192, true).into_iter().flatten());
     }
     all.extend(init_normal(0, 1, 2, 3, 0.02, rows * 8192));
     all.extend(init_uniform(0, 1, 2, 3, 0.02, rows * 8192));
     for sequence in [1, rows] {
-        let place = Dropout { seed: 1, first_sample: 2, sequence, layer: 3, site: 4, probability: 0.1 };
-        all.extend(launch::dropout(of, place, [0; 3], rows, 8192, true));
+        let site = Dropout { seed: 1, first_sample: 2, sequence, layer: 3, site: 4, probability: 0.1 };
+        all.extend(launch::dropout(real, site, [0; 3], rows, 8192, true));
     }
-    for coarse in [Coarse::Int8 { codes: 0, scales: 0 }, Coarse::Nf4 { codes: 0, scales: 0, groups: 0 }] {
-        all.extend(quantise(0, coarse, rows * 8192, 8192));
-        all.extend(dequantise(of, coarse, 0, rows * 8192, 8192));
+    for quantized in
+        [QuantizedAddresses::Int8 { codes: 0, scales: 0 }, QuantizedAddresses::Nf4 { codes: 0, scales: 0, groups: 0 }]
+    {
+        all.extend(quantize(0, quantized, rows * 8192, 8192));
+        all.extend(dequantize(real, quantized, 0, rows * 8192, 8192));
     }
-    let tensor = Updated { elements: rows * 8192, decay: 0.1, ..Updated::default() };
+    let tensor = OptimizerTensor { elements: rows * 8192, decay: 0.1, ..OptimizerTensor::default() };
     all.extend(adamw(&[tensor; 65], 0, [0.9, 0.95], 1e-8));
     all.extend(adamw8(&[tensor; 65], 0, [0.9, 0.95], 1e-8));
     all.extend(sgd(&[tensor; 65], 0, 0.9));
@@ -65,7 +67,7 @@ fn launches(of: Real, rows: u64, shape: Heads) -> Vec<Launch> {
     all
 }
 
-/// The parameters of a kernel as its source declares them.
+/// Returns the parameters that a kernel's source declares.
 fn parameters<'a>(source: &'a str, kernel: &str) -> Vec<&'a str> {
     let start = source
         .match_indices(&format!("{kernel}("))
@@ -80,9 +82,9 @@ fn parameters<'a>(source: &'a str, kernel: &str) -> Vec<&'a str> {
 }
 
 #[test]
-fn the_table_names_every_kernel_of_every_file() {
+fn family_table_names_every_kernel() {
     for family in Family::ALL {
-        let (name, source, kernels) = family.row();
+        let (name, source, kernels) = family.source_entry();
         let declared = source.matches("extern \"C\" __global__").count();
         assert_eq!(declared, kernels.len(), "{name}.cu");
         assert_eq!(source.contains("REAL"), family.has_real(), "{name}.cu");
@@ -94,12 +96,12 @@ fn the_table_names_every_kernel_of_every_file() {
 }
 
 #[test]
-fn every_kernel_is_launched_with_the_arguments_that_it_declares() {
+fn launches_match_kernel_signatures() {
     let mut launched = BTreeSet::new();
     let odd = Heads { head_dim: 6, ..SHAPE };
     for launch in [launches(Real::Bf16, 100, SHAPE), launches(Real::Bf16, 100, odd)].concat() {
         launched.insert(launch.kernel);
-        let declared = parameters(launch.unit.family().row().1, launch.kernel);
+        let declared = parameters(launch.unit.family().source_entry().1, launch.kernel);
         let given: Vec<&str> = launch
             .arguments
             .iter()
@@ -125,15 +127,15 @@ fn every_kernel_is_launched_with_the_arguments_that_it_declares() {
 }
 
 #[test]
-fn launches_stay_within_what_every_gpu_has() {
+fn launches_stay_within_gpu_limits() {
     for rows in [1, 100, 65_535, 1 << 20] {
-        for (head_dim, of) in [2, 6, 64, 80, HEAD_DIM_MAX].map(|e| [(e, Real::F32), (e, Real::Bf16)]).concat() {
-            for launch in launches(of, rows, Heads { head_dim, ..SHAPE }) {
+        for (head_dim, real) in [2, 6, 64, 80, HEAD_DIM_MAX].map(|e| [(e, Real::F32), (e, Real::Bf16)]).concat() {
+            for launch in launches(real, rows, Heads { head_dim, ..SHAPE }) {
                 let name = launch.kernel;
                 assert!(launch.grid.iter().all(|&blocks| blocks > 0), "{name}");
                 assert!(launch.grid[0] <= 0x7fff_ffff && launch.grid[1..].iter().all(|&y| y <= 65_535), "{name}");
                 assert!(launch.block % 32 == 0 && launch.block <= 1024, "{name}");
-                // sm_86, sm_89 and sm_120 give a block 99 KiB, of which 1 KiB is left for static arrays.
+                // sm_86, sm_89 and sm_120 allow 99 KiB per block, of which 1 KiB is left for static arrays.
                 assert!(launch.shared_bytes <= 98 * 1024, "{name}: {}", launch.shared_bytes);
                 let bytes: usize = launch
                     .arguments
@@ -150,7 +152,7 @@ fn launches_stay_within_what_every_gpu_has() {
 }
 
 #[test]
-fn the_norm_of_any_tensors_has_scratch_enough() {
+fn squared_norm_fits_its_workspace() {
     for elements in [1, 16_384, 16_385, 1 << 20, 4_000_000_000] {
         for count in [1, 63, 64, 65, 200] {
             for launch in squared_norm(&vec![(0, elements); count], 0, 0) {
@@ -161,8 +163,8 @@ fn the_norm_of_any_tensors_has_scratch_enough() {
 }
 
 #[test]
-fn places_in_scalars_and_metrics_are_those_of_the_programs() {
-    let constants: Vec<(&str, usize)> = COMMON
+fn scalar_and_metric_indices_match_programs() {
+    let constants: Vec<(&str, usize)> = COMMON_SOURCE
         .lines()
         .flat_map(|line| line.split([',', ';']))
         .filter_map(|part| {
@@ -188,15 +190,15 @@ fn places_in_scalars_and_metrics_are_those_of_the_programs() {
 }
 
 #[test]
-fn units_are_told_apart_and_none_is_compiled_twice() {
+fn unit_names_are_unique() {
     let units = Unit::all(&[64, 128]);
     let names: BTreeSet<String> = units.iter().map(|unit| unit.name()).collect();
     assert_eq!(names.len(), units.len());
     assert!(names.contains("attention-bf16-128") && names.contains("norm-f32") && names.contains("optimizer"));
 }
 
-/// What `code_of` in formats.cuh does.
-fn code_in(levels: &[f32], value: f32) -> usize {
+/// Mirrors `code_of` in formats.cuh.
+fn code_by_levels(levels: &[f32], value: f32) -> usize {
     let mut node = 0;
     while let Some(threshold) = levels.get(node) {
         node = 2 * node + 1 + usize::from(*threshold < value);
@@ -205,13 +207,13 @@ fn code_in(levels: &[f32], value: f32) -> usize {
 }
 
 #[test]
-fn thresholds_by_levels_give_the_codes_of_the_formats() {
+fn level_order_thresholds_give_format_codes() {
     for thresholds in [formats::dynamic_thresholds(true), formats::dynamic_thresholds(false), formats::nf4_thresholds()]
     {
-        let levels = in_levels(thresholds);
+        let levels = level_order(thresholds);
         let near = thresholds.iter().flat_map(|t| [t.next_down(), *t, t.next_up()]);
         for value in near.chain([f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 0.0]) {
-            assert_eq!(code_in(&levels, value), usize::from(formats::code(thresholds, value)), "{value}");
+            assert_eq!(code_by_levels(&levels, value), usize::from(formats::code(thresholds, value)), "{value}");
         }
     }
 }

@@ -1,13 +1,13 @@
 use super::*;
-use crate::transport::memory::Memory;
-use crate::transport::{Place, Seat};
+use crate::transport::in_process::InProcessTransport;
+use crate::transport::{GroupHandle, PieceBuffers};
 use plimsoll_program::op::Exchange;
 use plimsoll_program::tensor::Index;
 use proptest::prelude::*;
 use std::sync::Barrier;
 use std::time::Duration;
 
-/// Ends the process where a test waits for ever.
+/// Aborts the process if a test hangs.
 struct Watchdog(#[expect(dead_code, reason = "it is dropped")] Sender<()>);
 
 fn watchdog() -> Watchdog {
@@ -21,29 +21,30 @@ fn watchdog() -> Watchdog {
     Watchdog(alive)
 }
 
-/// A seat for each of so many ranks, with a socket between each two.
-fn seats(ranks: u32, round_bytes: u64) -> Vec<Seat> {
+/// Creates a group of `ranks` handles, connected pairwise by sockets.
+fn wire_group(ranks: u32, round_bytes: u64) -> Vec<GroupHandle> {
     let mut wires: Vec<Vec<Option<Arc<dyn Wire>>>> = (0..ranks).map(|_| (0..ranks).map(|_| None).collect()).collect();
     for (one, other) in (0..ranks as usize).flat_map(|one| (0..one).map(move |other| (one, other))) {
-        let (here, there) = UnixStream::pair().expect("sockets are given");
-        wires[one][other] = Some(Arc::new(here));
-        wires[other][one] = Some(Arc::new(there));
+        let (near_end, far_end) = UnixStream::pair().expect("the system provides sockets");
+        wires[one][other] = Some(Arc::new(near_end));
+        wires[other][one] = Some(Arc::new(far_end));
     }
     let epoch = Instant::now();
-    let seat = |(rank, wires)| {
-        let transport = Wired::in_rounds(rank, wires, epoch, round_bytes).expect("threads are given");
-        Seat { rank, transport, nccl: false }
+    let handle = |(rank, wires)| {
+        let transport =
+            WireTransport::with_round_bytes(rank, wires, epoch, round_bytes).expect("the system provides threads");
+        GroupHandle { rank, transport, nccl: false }
     };
-    (0..).zip(wires).map(seat).collect()
+    (0..).zip(wires).map(handle).collect()
 }
 
-/// The same in one process.
-fn seats_in_memory(ranks: u32) -> Vec<Seat> {
-    let transport = Memory::between(ranks);
-    (0..ranks).map(|rank| Seat { rank, transport: transport.clone(), nccl: false }).collect()
+/// Creates a group of `ranks` handles in one process.
+fn in_process_group(ranks: u32) -> Vec<GroupHandle> {
+    let transport = InProcessTransport::new_group(ranks);
+    (0..ranks).map(|rank| GroupHandle { rank, transport: transport.clone(), nccl: false }).collect()
 }
 
-/// A piece of a collective as one rank has it: as wide as its numbers.
+/// The values of one piece on one rank.
 #[derive(Clone, Debug)]
 enum Values {
     F32(Vec<f32>),
@@ -51,7 +52,7 @@ enum Values {
 }
 
 impl Values {
-    fn place(&mut self) -> (*mut u8, DType) {
+    fn address(&mut self) -> (*mut u8, DType) {
         match self {
             Values::F32(values) => (values.as_mut_ptr().cast(), DType::F32),
             Values::F64(values) => (values.as_mut_ptr().cast(), DType::F64),
@@ -66,35 +67,35 @@ impl Values {
     }
 }
 
-/// Whether a piece is wide, and each rank's part of it.
-type Form = (bool, Vec<u64>);
+/// Whether a piece is f64, and the elements of each rank's part.
+type PieceShape = (bool, Vec<u64>);
 
-/// Pieces with numbers that are different on every rank, and sums that depend on their order.
-fn pieces(forms: &[Form], rank: u32, salt: u64) -> Vec<Values> {
+/// Returns pieces with values that differ between ranks and sums that depend on the order of addition.
+fn pieces(shapes: &[PieceShape], rank: u32, salt: u64) -> Vec<Values> {
     let number =
         |i: u64| ((i * 37 + salt * 11 + u64::from(rank) * 101) % 1009) as f64 / 7.0 * 10f64.powi(i as i32 % 9 - 4);
-    let of = |(wide, counts): &Form| {
+    let values_of = |(is_f64, counts): &PieceShape| {
         let values = 0..counts.iter().sum::<u64>();
-        match wide {
+        match is_f64 {
             true => Values::F64(values.map(number).collect()),
             false => Values::F32(values.map(|i| number(i) as f32).collect()),
         }
     };
-    forms.iter().map(of).collect()
+    shapes.iter().map(values_of).collect()
 }
 
-/// Takes part in a collective, in as many rounds as it takes.
-fn meet(
-    seat: &Seat,
+/// Runs a collective, split into rounds where the transport demands it.
+fn run_collective(
+    handle: &GroupHandle,
     collective: Collective,
     number: u64,
     counts: &[Vec<u64>],
     inputs: &mut [Values],
     outputs: &mut [Values],
 ) -> Result<f64, DeviceError> {
-    let places = inputs.iter_mut().zip(outputs).zip(counts).map(|((input, output), counts)| {
-        let ((input, dtype), (output, _)) = (input.place(), output.place());
-        Place {
+    let buffers = inputs.iter_mut().zip(outputs).zip(counts).map(|((input, output), counts)| {
+        let ((input, dtype), (output, _)) = (input.address(), output.address());
+        PieceBuffers {
             input,
             output: if collective == Collective::AllReduce { input } else { output },
             dtype,
@@ -102,29 +103,30 @@ fn meet(
         }
     });
     let exchange =
-        Exchange { collective, pieces: vec![], rank: seat.rank, peer: None, sequence: Index::fixed(0), last: false };
-    // SAFETY: the numbers are borrowed until all rounds are over.
-    let meeting = unsafe { Meeting::of(seat, &exchange, number, places.collect()) };
-    match seat.transport.round_bytes() {
-        None => seat.transport.meet(meeting),
-        Some(bytes) => meeting.rounds(bytes).try_fold(0.0, |_, round| seat.transport.meet(round)),
+        Exchange { collective, pieces: vec![], rank: handle.rank, peer: None, sequence: Index::fixed(0), last: false };
+    // SAFETY: the values are borrowed until all rounds are over.
+    let call = unsafe { CollectiveCall::from_buffers(handle, &exchange, number, buffers.collect()) };
+    match handle.transport.round_bytes() {
+        None => handle.transport.exchange(call),
+        Some(bytes) => call.split_into_rounds(bytes).try_fold(0.0, |_, round| handle.transport.exchange(round)),
     }
 }
 
-/// What all ranks have after these collectives, one after the other.
-fn met(seats: &[Seat], collectives: &[(Collective, Vec<Form>)]) -> Vec<Vec<Vec<u64>>> {
-    let rank = |seat: &Seat| {
+/// Runs collectives one after another on all ranks, and returns the bits of all buffers by rank.
+fn run_on_all_ranks(handles: &[GroupHandle], collectives: &[(Collective, Vec<PieceShape>)]) -> Vec<Vec<Vec<u64>>> {
+    let rank = |handle: &GroupHandle| {
         let mut left = Vec::new();
-        for (number, (collective, forms)) in (1..).zip(collectives) {
-            let counts: Vec<Vec<u64>> = forms.iter().map(|(_, counts)| counts.clone()).collect();
-            let (mut inputs, mut outputs) = (pieces(forms, seat.rank, number), pieces(forms, seat.rank, number + 50));
-            meet(seat, *collective, number, &counts, &mut inputs, &mut outputs).expect("nobody gives up");
+        for (number, (collective, shapes)) in (1..).zip(collectives) {
+            let counts: Vec<Vec<u64>> = shapes.iter().map(|(_, counts)| counts.clone()).collect();
+            let (mut inputs, mut outputs) =
+                (pieces(shapes, handle.rank, number), pieces(shapes, handle.rank, number + 50));
+            run_collective(handle, *collective, number, &counts, &mut inputs, &mut outputs).expect("no rank aborts");
             left.extend(inputs.iter().chain(&outputs).map(Values::bits));
         }
         left
     };
     thread::scope(|scope| {
-        let threads: Vec<_> = seats.iter().map(|seat| scope.spawn(move || rank(seat))).collect();
+        let threads: Vec<_> = handles.iter().map(|handle| scope.spawn(move || rank(handle))).collect();
         threads.into_iter().map(|thread| thread.join().expect("no rank panics")).collect()
     })
 }
@@ -132,7 +134,7 @@ fn met(seats: &[Seat], collectives: &[(Collective, Vec<Form>)]) -> Vec<Vec<Vec<u
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(40))]
     #[test]
-    fn collectives_over_wires_leave_the_bits_of_one_process(
+    fn wire_collectives_match_in_process_bits(
         collectives in prop::collection::vec(
             (
                 prop::sample::select(vec![Collective::AllReduce, Collective::ReduceScatter, Collective::AllGather]),
@@ -143,95 +145,100 @@ proptest! {
         round_bytes in 16u64..4000,
     ) {
         let _watchdog = watchdog();
-        prop_assert!(met(&seats(3, round_bytes), &collectives) == met(&seats_in_memory(3), &collectives));
+        let over_wires = run_on_all_ranks(&wire_group(3, round_bytes), &collectives);
+        prop_assert!(over_wires == run_on_all_ranks(&in_process_group(3), &collectives));
     }
 }
 
-/// A message of bytes that this rank lends.
-fn message(seat: &Seat, peer: u32, number: u64, values: &mut [f32], sends: bool) -> Meeting {
-    let mut counts = vec![0; seat.transport.ranks() as usize];
-    counts[seat.rank as usize] = values.len() as u64;
+/// Creates a send (or receive) of `values`.
+fn message(handle: &GroupHandle, peer: u32, number: u64, values: &mut [f32], sends: bool) -> CollectiveCall {
+    let mut counts = vec![0; handle.transport.world_size() as usize];
+    counts[handle.rank as usize] = values.len() as u64;
     let at = values.as_mut_ptr().cast();
     let collective = if sends { Collective::Send } else { Collective::Receive };
     let sequence = Index::fixed(0);
-    let exchange = Exchange { collective, pieces: vec![], rank: seat.rank, peer: Some(peer), sequence, last: false };
-    // SAFETY: the callers keep the numbers until the message has been taken or withdrawn.
-    unsafe { Meeting::of(seat, &exchange, number, vec![Place { input: at, output: at, dtype: DType::F32, counts }]) }
+    let exchange = Exchange { collective, pieces: vec![], rank: handle.rank, peer: Some(peer), sequence, last: false };
+    // SAFETY: the callers keep the values until the send has completed or been cancelled.
+    let buffers = vec![PieceBuffers { input: at, output: at, dtype: DType::F32, counts }];
+    unsafe { CollectiveCall::from_buffers(handle, &exchange, number, buffers) }
 }
 
 #[test]
-fn messages_of_both_ends_pass_each_other_and_senders_go_on() {
+fn opposite_sends_do_not_block_their_senders() {
     let _watchdog = watchdog();
     const EACH: usize = 200_000;
-    let (seats, shown) = (seats(2, ROUND_BYTES), Barrier::new(2));
+    let (group, posted) = (wire_group(2, ROUND_BYTES), Barrier::new(2));
     thread::scope(|scope| {
-        for seat in &seats {
-            let shown = &shown;
+        for handle in &group {
+            let posted = &posted;
             scope.spawn(move || {
-                let (transport, peer) = (&seat.transport, 1 - seat.rank);
-                let mut sent: Vec<Vec<f32>> = (0..5).map(|i| vec![(seat.rank * 10 + i) as f32; EACH]).collect();
-                // Both show more than the wire holds before either looks at what came.
+                let (transport, peer) = (&handle.transport, 1 - handle.rank);
+                let mut sent: Vec<Vec<f32>> = (0..5).map(|i| vec![(handle.rank * 10 + i) as f32; EACH]).collect();
+                // Both ranks post more than the sockets hold before either receives.
                 for (number, values) in (0..).zip(&mut sent) {
-                    transport.show(message(seat, peer, number, values, true)).expect("nobody gives up");
+                    transport.post_send(message(handle, peer, number, values, true)).expect("no rank aborts");
                 }
                 let lent = sent[4].as_ptr() as usize;
                 let first = lent + 4 * EACH - 1;
-                let ahead_at_most = transport.lends(seat.rank, first..first + 1);
-                shown.wait();
-                assert!(ahead_at_most, "more than may be ahead");
+                let last_is_borrowed = transport.is_borrowed(handle.rank, first..first + 1);
+                posted.wait();
+                assert!(last_is_borrowed, "more sends were transferred than the credits allow");
                 for number in 0..5 {
                     let mut got = vec![-1.0f32; EACH];
-                    transport.meet(message(seat, peer, number, &mut got, false)).expect("nobody gives up");
+                    transport.exchange(message(handle, peer, number, &mut got, false)).expect("no rank aborts");
                     assert!(got.iter().all(|&value| value == (peer * 10 + number as u32) as f32));
                 }
                 for number in 0..5 {
-                    transport.taken(seat.rank, peer, number).expect("it was taken");
+                    transport.wait_send(handle.rank, peer, number).expect("the send completes");
                 }
-                assert!(!transport.lends(seat.rank, first..first + 1));
+                assert!(!transport.is_borrowed(handle.rank, first..first + 1));
             });
         }
     });
 }
 
-/// Sums ones over all ranks.
-fn sum_of_ones(seat: &Seat, number: u64) -> Result<Vec<u64>, DeviceError> {
-    let ranks = seat.transport.ranks() as usize;
+/// Runs an all-reduce of ones over all ranks.
+fn sum_of_ones(handle: &GroupHandle, number: u64) -> Result<Vec<u64>, DeviceError> {
+    let ranks = handle.transport.world_size() as usize;
     let mut ones = [Values::F32(vec![1.0; 90])];
     let counts = [vec![90 / ranks as u64; ranks]];
     let mut unused = ones.clone();
-    let done = meet(seat, Collective::AllReduce, number, &counts, &mut ones, &mut unused);
+    let done = run_collective(handle, Collective::AllReduce, number, &counts, &mut ones, &mut unused);
     let untouched = ones[0].bits() == vec![u64::from(1f32.to_bits()); 90];
-    assert!(done.is_ok() || untouched, "a rank that leaves leaves with its memory as it was");
+    assert!(done.is_ok() || untouched, "a failed collective leaves the memory unchanged");
     done.map(|_| ones[0].bits())
 }
 
 #[test]
-fn who_gives_up_wakes_all_and_the_next_attempt_knows_nothing_of_it() {
+fn abort_wakes_all_ranks_until_reset() {
     let _watchdog = watchdog();
-    let seats = seats(3, ROUND_BYTES);
+    let group = wire_group(3, ROUND_BYTES);
     for attempt in 0..20 {
-        let who = attempt % 3;
+        let aborting_rank = attempt % 3;
         thread::scope(|scope| {
-            for seat in &seats {
+            for handle in &group {
                 scope.spawn(move || {
-                    if seat.rank != who {
-                        let found = sum_of_ones(seat, 1).expect_err("one is missing");
-                        assert!(matches!(found, DeviceError::Peer { rank, .. } if rank == who), "{found}");
-                        // Who comes later hears of it, too.
-                        assert!(sum_of_ones(seat, 2).is_err());
+                    if handle.rank != aborting_rank {
+                        let error = sum_of_ones(handle, 1).expect_err("one rank aborts");
+                        assert!(
+                            matches!(error, DeviceError::PeerAborted { rank, .. } if rank == aborting_rank),
+                            "{error}"
+                        );
+                        // Later calls of the same attempt fail as well.
+                        assert!(sum_of_ones(handle, 2).is_err());
                     } else {
-                        // It has shown something, and leaves it behind.
+                        // A pending send is left behind by the abort.
                         let mut lost = vec![1.0; 100];
-                        let shown = message(seat, (who + 1) % 3, 7, &mut lost, true);
-                        seat.transport.show(shown).expect("nobody has given up");
-                        seat.transport.give_up(who, "it has had enough");
-                        seat.transport.withdraw(who);
+                        let posted = message(handle, (aborting_rank + 1) % 3, 7, &mut lost, true);
+                        handle.transport.post_send(posted).expect("no rank has aborted yet");
+                        handle.transport.abort(aborting_rank, "injected");
+                        handle.transport.cancel_sends(aborting_rank);
                     }
-                    // Others may still be in the attempt before.
-                    seat.transport.clear();
+                    // Other ranks may still be in the previous attempt.
+                    handle.transport.reset();
                     let three = vec![u64::from(3f32.to_bits()); 90];
-                    assert_eq!(sum_of_ones(seat, 3).expect("all are there again"), three);
-                    seat.transport.clear();
+                    assert_eq!(sum_of_ones(handle, 3).expect("all ranks take part again"), three);
+                    handle.transport.reset();
                 });
             }
         });
@@ -239,23 +246,24 @@ fn who_gives_up_wakes_all_and_the_next_attempt_knows_nothing_of_it() {
 }
 
 #[test]
-fn who_is_gone_is_named_to_all_and_who_came_for_something_else_is_refused() {
+fn lost_rank_and_mismatched_collective_are_reported() {
     let _watchdog = watchdog();
-    let mut all = seats(3, ROUND_BYTES);
-    let gone = all.remove(1);
+    let mut all = wire_group(3, ROUND_BYTES);
+    let lost = all.remove(1);
     thread::scope(|scope| {
-        let waiting: Vec<_> = all.iter().map(|seat| scope.spawn(move || sum_of_ones(seat, 1))).collect();
-        drop(gone);
-        let found = waiting.into_iter().map(|waits| waits.join().expect("no rank panics").expect_err("one is gone"));
-        let found: Vec<_> = found.collect();
-        // Who hears of it from the other one before its own wire ends is told that rank 1 takes no part any more.
+        let waiting: Vec<_> = all.iter().map(|handle| scope.spawn(move || sum_of_ones(handle, 1))).collect();
+        drop(lost);
+        let errors =
+            waiting.into_iter().map(|waits| waits.join().expect("no rank panics").expect_err("a rank is lost"));
+        let errors: Vec<_> = errors.collect();
+        // A rank that hears of the abort before its own wire fails reports `PeerAborted`.
         let named = |error: &DeviceError| {
-            matches!(error, DeviceError::CutOff { rank: 1, .. } | DeviceError::Peer { rank: 1, .. })
+            matches!(error, DeviceError::PeerUnreachable { rank: 1, .. } | DeviceError::PeerAborted { rank: 1, .. })
         };
-        assert!(found.iter().all(named), "{found:?}");
-        assert!(found.iter().any(|error| matches!(error, DeviceError::CutOff { .. })), "{found:?}");
+        assert!(errors.iter().all(named), "{errors:?}");
+        assert!(errors.iter().any(|error| matches!(error, DeviceError::PeerUnreachable { .. })), "{errors:?}");
     });
-    let all = seats(2, ROUND_BYTES);
+    let all = wire_group(2, ROUND_BYTES);
     thread::scope(|scope| {
         let one = scope.spawn(|| sum_of_ones(&all[0], 1));
         let other = sum_of_ones(&all[1], 2);
@@ -264,15 +272,15 @@ fn who_is_gone_is_named_to_all_and_who_came_for_something_else_is_refused() {
 }
 
 #[test]
-fn what_is_no_frame_cuts_its_sender_off() {
+fn invalid_frame_makes_sender_unreachable() {
     let _watchdog = watchdog();
-    for bytes in [vec![0xff; HEAD], vec![0; 3]] {
-        let (here, there) = UnixStream::pair().expect("sockets are given");
-        let wires: Vec<Option<Arc<dyn Wire>>> = vec![None, Some(Arc::new(here))];
-        let transport = Wired::new(0, wires, Instant::now()).expect("threads are given");
-        there.send(&bytes).expect("it is open");
-        drop(there);
-        let found = sum_of_ones(&Seat { rank: 0, transport, nccl: false }, 1);
-        assert!(matches!(found, Err(DeviceError::CutOff { rank: 1, .. })), "{found:?}");
+    for bytes in [vec![0xff; HEADER_BYTES], vec![0; 3]] {
+        let (near_end, far_end) = UnixStream::pair().expect("the system provides sockets");
+        let wires: Vec<Option<Arc<dyn Wire>>> = vec![None, Some(Arc::new(near_end))];
+        let transport = WireTransport::new(0, wires, Instant::now()).expect("the system provides threads");
+        far_end.send(&bytes).expect("the socket is open");
+        drop(far_end);
+        let error = sum_of_ones(&GroupHandle { rank: 0, transport, nccl: false }, 1);
+        assert!(matches!(error, Err(DeviceError::PeerUnreachable { rank: 1, .. })), "{error:?}");
     }
 }

@@ -1,50 +1,55 @@
-//! Files: loading a model, saving what was trained, checkpoints. Everything passes through staging buffers, a piece at
-//! a time.
+//! Programs for files: loading a model, saving trained weights, checkpoints. Data passes through staging buffers, one
+//! piece at a time.
 //!
-//! What stands in a file-space tensor is said by the group before its name: `model:` the model that is loaded,
-//! `adapter:` adapters that are loaded, `saved:` what a run makes, which another device may take as it comes, `checkpoint:`
-//! what it needs to go on.
+//! The prefix of a file tensor's name tells its file:
+//!
+//! | prefix | file |
+//! |---|---|
+//! | `model:` | the model that is loaded |
+//! | `adapter:` | adapters that are loaded |
+//! | `saved:` | trained weights of a run, which a separate evaluator may read directly |
+//! | `checkpoint:` | master weights and optimizer state, to resume a run |
 
-use super::backward::State;
-use super::matrices::Part;
-use super::{Decoder, Method, Optimizer, Source};
+use super::backward::OptimizerTensor;
+use super::matrices::Projection;
+use super::{Decoder, Method, Optimizer, WeightSource};
 use crate::builder::Builder;
 use crate::models::weights::Parameter;
 use crate::op::{Op, OpKind, Queue};
-use crate::program::Block;
+use crate::program::{Block, ProgramKind};
 use crate::tensor::{Index, Lifetime, Operand, Tensor, TensorId};
-use plimsoll_core::{Category, DType, Space, WorkName};
+use plimsoll_core::{Category, DType, Space, WorkKind};
 
-/// Bytes of a staging buffer, at most; more only where a single row is larger.
+/// Largest size of a staging buffer, except for a single row that is larger.
 pub const STAGING_BYTES: u64 = 4 << 20;
 
-/// The place of a parameter on a device that has the layers from `first` on.
-pub(super) fn place_of(tensor: TensorId, parameter: &Parameter, first: u64) -> Operand {
+/// Returns the operand of a parameter on a device that holds the layers from `first` on.
+pub(super) fn parameter_operand(tensor: TensorId, parameter: &Parameter, first: u64) -> Operand {
     Operand { tensor, slot: Index::fixed(slot_of(parameter, first)), offset: Index::fixed(parameter.offset as i64) }
 }
 
-/// The slot of a parameter's layer among those from `first` on.
+/// Returns the slot of a parameter's layer on a device that holds the layers from `first` on.
 fn slot_of(parameter: &Parameter, first: u64) -> i64 {
     parameter.layer.map_or(0, |layer| (layer - first) as i64)
 }
 
-/// A place, further on.
-pub(super) fn at(place: Operand, offset: Index) -> Operand {
+/// Returns an operand that starts `offset` elements further.
+pub(super) fn offset_by(place: Operand, offset: Index) -> Operand {
     place.from(Index { base: place.offset.base + offset.base, ..offset })
 }
 
-/// A staging buffer for elements of `dtype`, no larger than the `most` that go through it.
-pub(super) fn staging(builder: &mut Builder, program: &str, dtype: DType, most: u64) -> TensorId {
+/// Returns a Program's staging buffer for elements of `dtype`, with at most `elements_max` elements.
+pub(super) fn staging_buffer(builder: &mut Builder, program: ProgramKind, dtype: DType, elements_max: u64) -> TensorId {
     let name = format!("{program}.staging.{dtype}");
     if let Some(id) = builder.find(&name) {
         return id;
     }
-    let elements = most.min(STAGING_BYTES / dtype.bytes());
+    let elements = elements_max.min(STAGING_BYTES / dtype.bytes());
     builder.transient(&name, &[elements], dtype, Category::Staging, 1)
 }
 
-/// A tensor of a file.
-pub(super) fn file(builder: &mut Builder, name: &str, shape: &[u64], dtype: DType) -> TensorId {
+/// Returns the file tensor with this name, and adds it if needed.
+pub(super) fn file_tensor(builder: &mut Builder, name: &str, shape: &[u64], dtype: DType) -> TensorId {
     match builder.find(name) {
         Some(id) => id,
         None => builder.tensor(Tensor {
@@ -59,28 +64,33 @@ pub(super) fn file(builder: &mut Builder, name: &str, shape: &[u64], dtype: DTyp
     }
 }
 
-/// Blocks that go over `elements`, `room` at a time. `ops` are those of a piece: how many elements it has, and which is
-/// its first.
-pub(super) fn pieces(name: &str, elements: u64, room: u64, ops: &mut dyn FnMut(u64, Index) -> Vec<Op>) -> Vec<Block> {
-    let (whole, rest) = (elements / room, elements % room);
+/// Returns the blocks that process `elements` in pieces of at most `capacity`. `ops` returns the ops of a piece from
+/// its element count and its first element.
+pub(super) fn pieces(
+    name: &str,
+    elements: u64,
+    capacity: u64,
+    ops: &mut dyn FnMut(u64, Index) -> Vec<Op>,
+) -> Vec<Block> {
+    let (full, rest) = (elements / capacity, elements % capacity);
     let mut blocks = Vec::new();
-    if whole > 0 {
-        let ops = ops(room, Index::stride(room as i64));
-        blocks.push(Block { name: name.into(), first: 0, step: 1, repeat: whole as u32, ops });
+    if full > 0 {
+        let ops = ops(capacity, Index::stride(capacity as i64));
+        blocks.push(Block { name: name.into(), first: 0, step: 1, repeat: full as u32, ops });
     }
     if rest > 0 {
-        blocks.push(Block::once(name, ops(rest, Index::fixed((whole * room) as i64))));
+        blocks.push(Block::once(name, ops(rest, Index::fixed((full * capacity) as i64))));
     }
     blocks
 }
 
-/// Part of a file to the beginning of a tensor on the device.
-pub(super) fn fetch(file: TensorId, into: Operand, elements: u64, offset: Index) -> Vec<Op> {
+/// Returns the copy of a piece of a file to the device.
+pub(super) fn read_piece(file: TensorId, into: Operand, elements: u64, offset: Index) -> Vec<Op> {
     transfer(Operand::whole(file).from(offset), into, elements, Queue::CopyIn)
 }
 
-/// The beginning of a tensor on the device to a part of a file.
-pub(super) fn store(from: Operand, file: TensorId, elements: u64, offset: Index) -> Vec<Op> {
+/// Returns the copy of a piece from the device to a file.
+pub(super) fn write_piece(from: Operand, file: TensorId, elements: u64, offset: Index) -> Vec<Op> {
     transfer(from, Operand::whole(file).from(offset), elements, Queue::CopyOut)
 }
 
@@ -91,13 +101,13 @@ fn transfer(from: Operand, to: Operand, elements: u64, queue: Queue) -> Vec<Op> 
     ]
 }
 
-/// Where a piece comes from, before it is what the device holds.
-enum Origin {
-    /// A file.
+/// The origin of a parameter's values.
+enum PieceSource {
+    /// A file tensor.
     File(TensorId),
-    /// Normal numbers with this number.
+    /// Normal random numbers; `number` is that of the parameter.
     Normal { seed: u64, number: u64, std: f64 },
-    /// Uniform ones.
+    /// Uniform random numbers; `number` is that of the parameter.
     Uniform { seed: u64, number: u64, bound: f64 },
 }
 
@@ -107,24 +117,24 @@ impl Decoder<'_> {
     }
 
     fn place(&self, tensor: TensorId, parameter: &Parameter) -> Operand {
-        place_of(tensor, parameter, self.what.layers.start)
+        parameter_operand(tensor, parameter, self.options.layers.start)
     }
 
-    /// Whether this device has a parameter.
-    fn has(&self, parameter: &Parameter) -> bool {
+    /// Returns whether this device holds a parameter.
+    fn has_parameter(&self, parameter: &Parameter) -> bool {
         let tensor = self.builder.find(parameter.tensor);
-        let coarse = || self.weights.matrices().iter().any(|matrix| matrix.name == parameter.tensor);
-        let layer = parameter.layer.is_none_or(|layer| self.what.layers.contains(&layer));
-        layer && (tensor.is_some() || coarse())
+        let is_matrix = || self.weights.matrices().iter().any(|matrix| matrix.name == parameter.tensor);
+        let has_layer = parameter.layer.is_none_or(|layer| self.options.layers.contains(&layer));
+        has_layer && (tensor.is_some() || is_matrix())
     }
 
-    /// Whether this device writes a parameter to files: of those that several have, the first does.
-    fn writes(&self, parameter: &Parameter) -> bool {
-        self.has(parameter) && (self.what.is_first() || parameter.tensor != "embedding")
+    /// Returns whether this device writes a parameter to files. The first stage writes a tied embedding.
+    fn writes_parameter(&self, parameter: &Parameter) -> bool {
+        self.has_parameter(parameter) && (self.options.is_first() || parameter.tensor != "embedding")
     }
 
-    /// What a parameter is a part of, where that stands quantised.
-    fn part_of(&self, parameter: &Parameter) -> Option<&Part> {
+    /// Returns the quantized projection that contains a parameter.
+    fn quantized_projection(&self, parameter: &Parameter) -> Option<&Projection> {
         let target = parameter.target?;
         let matrix = self.weights.matrices().into_iter().find(|matrix| matrix.name == parameter.tensor)?;
         matrix.parts().iter().find(|part| part.target == target)
@@ -134,142 +144,155 @@ impl Decoder<'_> {
         self.builder.set.tensor(tensor).elements()
     }
 
-    /// Fills a buffer with a piece.
-    fn fill(origin: &Origin, into: Operand, elements: u64, first: Index) -> Vec<Op> {
-        match *origin {
-            Origin::File(file) => fetch(file, into, elements, first),
-            Origin::Normal { seed, number, std } => {
+    /// Returns the ops that write a piece of a parameter to `into`.
+    fn fill_piece(source: &PieceSource, into: Operand, elements: u64, first: Index) -> Vec<Op> {
+        match *source {
+            PieceSource::File(file) => read_piece(file, into, elements, first),
+            PieceSource::Normal { seed, number, std } => {
                 vec![OpKind::InitNormal { into, seed, number, first, std, elements }.into()]
             }
-            Origin::Uniform { seed, number, bound } => {
+            PieceSource::Uniform { seed, number, bound } => {
                 vec![OpKind::InitUniform { into, seed, number, first, bound, elements }.into()]
             }
         }
     }
 
-    /// Blocks that bring a parameter to its place: a piece comes as `dtype` and is cast, or quantised, from there. At
-    /// most `most` elements go through a buffer at once.
-    fn bring(&mut self, parameter: &Parameter, origin: &Origin, dtype: DType, most: u64) -> Vec<Block> {
+    /// Returns the blocks that load a parameter: each piece arrives as `dtype` in a staging buffer of at most
+    /// `elements_max` elements, and is then cast or quantized.
+    fn load_parameter(
+        &mut self,
+        parameter: &Parameter,
+        source: &PieceSource,
+        dtype: DType,
+        elements_max: u64,
+    ) -> Vec<Block> {
         let (name, elements) = (&parameter.hf_name, parameter.elements());
-        let wide = self.what.precision.wide();
-        if self.part_of(parameter).is_some() {
-            return self.bring_quantised(parameter, origin, dtype, most);
+        let wide = self.options.precision.wide();
+        if self.quantized_projection(parameter).is_some() {
+            return self.load_quantized(parameter, source, dtype, elements_max);
         }
-        let place = self.place(self.master(self.weight_tensor(parameter)), parameter);
-        let drawn = !matches!(origin, Origin::File(_));
-        if drawn && self.builder.set.tensor(place.tensor).dtype == wide {
-            return vec![Block::once(name, Self::fill(origin, place, elements, Index::fixed(0)))];
+        let place = self.place(self.master_or_weight(self.weight_tensor(parameter)), parameter);
+        let is_random = !matches!(source, PieceSource::File(_));
+        if is_random && self.builder.set.tensor(place.tensor).dtype == wide {
+            return vec![Block::once(name, Self::fill_piece(source, place, elements, Index::fixed(0)))];
         }
-        let staging = staging(&mut self.builder, "load", dtype, most);
+        let staging = staging_buffer(&mut self.builder, ProgramKind::Load, dtype, elements_max);
         let staged = Operand::whole(staging);
         pieces(name, elements, self.elements_of(staging), &mut |elements, offset| {
-            let mut ops = Self::fill(origin, staged, elements, offset);
-            ops.push(OpKind::Cast { from: staged, to: at(place, offset), elements }.into());
+            let mut ops = Self::fill_piece(source, staged, elements, offset);
+            ops.push(OpKind::Cast { from: staged, to: offset_by(place, offset), elements }.into());
             ops
         })
     }
 
-    fn bring_quantised(&mut self, parameter: &Parameter, origin: &Origin, dtype: DType, most: u64) -> Vec<Block> {
-        let wide = self.what.precision.wide();
-        // A row that is larger than a buffer makes the buffer larger.
-        let least = self.weights.matrices().into_iter().flat_map(|m| m.parts()).map(|p| p.granule().min(p.elements));
-        let least = least.max().unwrap_or(1);
+    fn load_quantized(
+        &mut self,
+        parameter: &Parameter,
+        source: &PieceSource,
+        dtype: DType,
+        elements_max: u64,
+    ) -> Vec<Block> {
+        let wide = self.options.precision.wide();
+        // The buffer must hold the largest piece that can be quantized separately.
+        let granules = self.weights.matrices().into_iter().flat_map(|m| m.parts()).map(|p| p.granule().min(p.elements));
+        let least = granules.max().unwrap_or(1);
         let mut buffer = |dtype: DType| {
             let name = format!("load.pieces.{dtype}");
-            let most = most.min(STAGING_BYTES / dtype.bytes()).max(least);
+            let elements_max = elements_max.min(STAGING_BYTES / dtype.bytes()).max(least);
             let found = self.builder.find(&name);
-            found.unwrap_or_else(|| self.builder.transient(&name, &[most], dtype, Category::Staging, 1))
+            found.unwrap_or_else(|| self.builder.transient(&name, &[elements_max], dtype, Category::Staging, 1))
         };
         let (staging, widened) = (buffer(dtype), buffer(wide));
         let room = self.elements_of(staging).min(self.elements_of(widened));
-        let part = self.part_of(parameter).expect("the caller has found it");
-        let layer = slot_of(parameter, self.what.layers.start);
+        let part = self.quantized_projection(parameter).expect("the caller has found it");
+        let layer = slot_of(parameter, self.options.layers.start);
         let room = if room >= part.elements { room } else { room / part.granule() * part.granule() };
         pieces(&parameter.hf_name, part.elements, room, &mut |elements, offset| {
             let (staged, from) = (Operand::whole(staging), Operand::whole(widened));
-            let mut ops = Self::fill(origin, staged, elements, offset);
+            let mut ops = Self::fill_piece(source, staged, elements, offset);
             if staging != widened {
                 ops.push(OpKind::Cast { from: staged, to: from, elements }.into());
             }
             let (into, columns) = (part.piece(layer, offset), part.columns);
-            ops.push(OpKind::Quantise { from, into, elements, columns }.into());
+            ops.push(OpKind::Quantize { from, into, elements, columns }.into());
             ops
         })
     }
 
-    /// Blocks that bring the parameters of a file to their places.
-    fn bring_files(&mut self, group: &str, parameters: &[Parameter], dtypes: &[DType]) -> Vec<Block> {
+    /// Returns the blocks that load parameters from files.
+    fn load_from_files(&mut self, group: &str, parameters: &[Parameter], dtypes: &[DType]) -> Vec<Block> {
         let mut blocks = Vec::new();
-        let own: Vec<(&Parameter, &DType)> = parameters.iter().zip(dtypes).filter(|(p, _)| self.has(p)).collect();
+        let own: Vec<(&Parameter, &DType)> =
+            parameters.iter().zip(dtypes).filter(|(p, _)| self.has_parameter(p)).collect();
         for &(parameter, &dtype) in &own {
             let name = format!("{group}:{}", parameter.hf_name);
-            let file = file(&mut self.builder, &name, &parameter.shape, dtype);
+            let file = file_tensor(&mut self.builder, &name, &parameter.shape, dtype);
             let same = own.iter().filter(|(_, other)| **other == dtype);
-            let most = same.map(|(p, _)| p.elements()).max().unwrap_or(1);
-            blocks.extend(self.bring(parameter, &Origin::File(file), dtype, most));
+            let elements_max = same.map(|(p, _)| p.elements()).max().unwrap_or(1);
+            blocks.extend(self.load_parameter(parameter, &PieceSource::File(file), dtype, elements_max));
         }
         blocks
     }
 
-    /// Blocks that set all elements of a parameter.
-    fn set_to(&self, parameter: &Parameter, value: f64) -> Block {
-        let into = self.place(self.master(self.weight_tensor(parameter)), parameter);
+    /// Returns the block that sets all elements of a parameter.
+    fn set_constant(&self, parameter: &Parameter, value: f64) -> Block {
+        let into = self.place(self.master_or_weight(self.weight_tensor(parameter)), parameter);
         let fill = OpKind::Fill { into, value, elements: parameter.elements() };
         Block::once(&parameter.hf_name, vec![fill.into()])
     }
 
     fn load_model(&mut self) -> Vec<Block> {
-        let parameters = self.what.config.hf_parameters();
-        let seed = match &self.what.source {
-            Source::Files { dtypes } => return self.bring_files("model", &parameters, dtypes),
-            Source::Random { seed } => *seed,
-            Source::Saved => return vec![],
+        let parameters = self.options.config.hf_parameters();
+        let seed = match &self.options.source {
+            WeightSource::Files { dtypes } => return self.load_from_files("model", &parameters, dtypes),
+            WeightSource::Random { seed } => *seed,
+            WeightSource::LiveRun => return vec![],
         };
-        let most = parameters.iter().map(Parameter::elements).max().unwrap_or(1);
+        let elements_max = parameters.iter().map(Parameter::elements).max().unwrap_or(1);
         let mut blocks = Vec::new();
         for (number, parameter) in
-            parameters.iter().enumerate().filter(|(_, parameter)| self.has(parameter)).collect::<Vec<_>>()
+            parameters.iter().enumerate().filter(|(_, parameter)| self.has_parameter(parameter)).collect::<Vec<_>>()
         {
             if parameter.shape.len() == 2 {
-                let origin = Origin::Normal { seed, number: number as u64, std: self.what.config.init_std };
-                blocks.extend(self.bring(parameter, &origin, self.what.precision.wide(), most));
+                let origin = PieceSource::Normal { seed, number: number as u64, std: self.options.config.init_std };
+                blocks.extend(self.load_parameter(parameter, &origin, self.options.precision.wide(), elements_max));
             } else {
                 let value = if parameter.tensor == "qkv_bias" { 0.0 } else { 1.0 };
-                blocks.push(self.set_to(parameter, value));
+                blocks.push(self.set_constant(parameter, value));
             }
         }
         blocks
     }
 
-    /// Adapters begin as PEFT's: A drawn, B zero.
+    /// Returns the blocks that load adapters. Without files, A is random and B is zero, as in PEFT.
     fn load_adapters(&mut self) -> Vec<Block> {
-        let Method::Lora(lora) = &self.what.method else { return vec![] };
-        let parameters = lora.parameters(self.what.config);
+        let Method::Lora(lora) = &self.options.method else { return vec![] };
+        let parameters = lora.parameters(self.options.config);
         let seed = match &lora.source {
-            Source::Files { dtypes } => return self.bring_files("adapter", &parameters, dtypes),
-            Source::Random { seed } => *seed,
-            Source::Saved => return vec![],
+            WeightSource::Files { dtypes } => return self.load_from_files("adapter", &parameters, dtypes),
+            WeightSource::Random { seed } => *seed,
+            WeightSource::LiveRun => return vec![],
         };
-        // Numbers go on after those of the model.
-        let before = self.what.config.hf_parameters().len();
-        let most = parameters.iter().map(Parameter::elements).max().unwrap_or(1);
+        // Parameter numbers continue after those of the model.
+        let before = self.options.config.hf_parameters().len();
+        let elements_max = parameters.iter().map(Parameter::elements).max().unwrap_or(1);
         let mut blocks = Vec::new();
         for (number, parameter) in
-            parameters.iter().enumerate().filter(|(_, parameter)| self.has(parameter)).collect::<Vec<_>>()
+            parameters.iter().enumerate().filter(|(_, parameter)| self.has_parameter(parameter)).collect::<Vec<_>>()
         {
             if parameter.tensor.ends_with("lora_a") {
                 let bound = 1.0 / (parameter.shape[1] as f64).sqrt();
-                let origin = Origin::Uniform { seed, number: (before + number) as u64, bound };
-                blocks.extend(self.bring(parameter, &origin, self.what.precision.wide(), most));
+                let origin = PieceSource::Uniform { seed, number: (before + number) as u64, bound };
+                blocks.extend(self.load_parameter(parameter, &origin, self.options.precision.wide(), elements_max));
             } else {
-                blocks.push(self.set_to(parameter, 0.0));
+                blocks.push(self.set_constant(parameter, 0.0));
             }
         }
         blocks
     }
 
-    fn table(&self) -> Block {
-        let config = self.what.config;
+    fn rope_table_block(&self) -> Block {
+        let config = self.options.config;
         let kind = OpKind::RopeTable {
             table: Operand::whole(self.weights.rope_table),
             table_rows: self.table_rows,
@@ -281,125 +304,131 @@ impl Decoder<'_> {
     }
 
     pub(super) fn load(&mut self) {
-        let mut blocks = vec![self.table()];
+        let mut blocks = vec![self.rope_table_block()];
         blocks.extend(self.load_model());
         blocks.extend(self.load_adapters());
-        blocks.extend(self.weights_of_masters());
-        self.alone(WorkName::Load, "load", blocks);
-        let trained = self.what.method.lora().map_or(&self.what.source, |lora| &lora.source);
-        if *trained == Source::Saved {
-            self.renew();
+        blocks.extend(self.cast_masters());
+        self.push_program_as_phase(WorkKind::Load, ProgramKind::Load, blocks);
+        let trained = self.options.method.lora().map_or(&self.options.source, |lora| &lora.source);
+        if *trained == WeightSource::LiveRun {
+            self.reload_weights();
         }
     }
 
-    /// What was trained, as `save` of the devices that train it gives it, in the same order.
-    fn renew(&mut self) {
+    /// Adds the Program that reads trained weights as the training devices save them, in the same order.
+    fn reload_weights(&mut self) {
         let parameters = self.trained_parameters();
-        let most = parameters.iter().map(Parameter::elements).max().unwrap_or(1);
+        let elements_max = parameters.iter().map(Parameter::elements).max().unwrap_or(1);
         let mut blocks = Vec::new();
         for parameter in &parameters {
             let (weight, name) = (self.weight_tensor(parameter), format!("saved:{}", parameter.hf_name));
-            blocks.extend(self.moved(parameter, "renew", weight, &name, self.what.precision, most));
+            let program = ProgramKind::ReloadWeights;
+            blocks.extend(self.move_parameter(parameter, program, weight, &name, self.options.precision, elements_max));
         }
-        self.alone(WorkName::Load, "renew", blocks);
+        self.push_program_as_phase(WorkKind::Load, ProgramKind::ReloadWeights, blocks);
     }
 
-    /// The parameters that are trained here, as files have them.
+    /// Returns the trained parameters of this device, as files store them.
     fn trained_parameters(&self) -> Vec<Parameter> {
-        let mut all = match &self.what.method {
-            Method::Full => self.what.config.hf_parameters(),
-            Method::Lora(lora) => lora.parameters(self.what.config),
+        let mut all = match &self.options.method {
+            Method::Full => self.options.config.hf_parameters(),
+            Method::Lora(lora) => lora.parameters(self.options.config),
         };
-        all.retain(|parameter| self.has(parameter));
+        all.retain(|parameter| self.has_parameter(parameter));
         all
     }
 
-    /// `save` writes what was trained in the run's precision; `checkpoint` writes that (the masters, where there are
-    /// any) and the optimizer's state in the wide type, and `restore` reads it. A frozen model is in neither: `load`
-    /// comes before `restore` where one is.
+    /// Adds the Programs `save`, `checkpoint` and `restore`.
+    ///
+    /// `save` writes trained weights in the run's precision. `checkpoint` writes trained weights (the masters, if there
+    /// are any) and optimizer state in the wide dtype; `restore` reads them. Frozen weights are in neither: a run with
+    /// frozen weights runs `load` before `restore`.
     pub(super) fn save(&mut self, optimizer: &Optimizer) {
-        let (precision, wide) = (self.what.precision, self.what.precision.wide());
+        let (precision, wide) = (self.options.precision, self.options.precision.wide());
         let parameters = self.trained_parameters();
-        let most = parameters.iter().map(Parameter::elements).max().unwrap_or(1);
+        let elements_max = parameters.iter().map(Parameter::elements).max().unwrap_or(1);
         let mut save = Vec::new();
-        for parameter in parameters.iter().filter(|parameter| self.writes(parameter)).collect::<Vec<_>>() {
-            let tensor = self.master(self.weight_tensor(parameter));
-            save.extend(self.moved(
+        for parameter in parameters.iter().filter(|parameter| self.writes_parameter(parameter)).collect::<Vec<_>>() {
+            let tensor = self.master_or_weight(self.weight_tensor(parameter));
+            save.extend(self.move_parameter(
                 parameter,
-                "save",
+                ProgramKind::Save,
                 tensor,
                 &format!("saved:{}", parameter.hf_name),
                 precision,
-                most,
+                elements_max,
             ));
         }
-        self.alone(WorkName::Save, "save", save);
-        for (name, work) in [("checkpoint", WorkName::Save), ("restore", WorkName::Load)] {
-            let mut blocks = if name == "restore" { vec![self.table()] } else { vec![] };
-            let moved = |parameter: &&Parameter| name == "restore" || self.writes(parameter);
+        self.push_program_as_phase(WorkKind::Save, ProgramKind::Save, save);
+        for (program, work) in [(ProgramKind::Checkpoint, WorkKind::Save), (ProgramKind::Restore, WorkKind::Load)] {
+            let restores = program == ProgramKind::Restore;
+            let mut blocks = if restores { vec![self.rope_table_block()] } else { vec![] };
+            let moved = |parameter: &&Parameter| restores || self.writes_parameter(parameter);
             for parameter in parameters.iter().filter(moved).collect::<Vec<_>>() {
-                let tensor = self.master(self.weight_tensor(parameter));
+                let tensor = self.master_or_weight(self.weight_tensor(parameter));
                 let file = format!("checkpoint:{}", parameter.hf_name);
-                blocks.extend(self.moved(parameter, name, tensor, &file, wide, most));
+                blocks.extend(self.move_parameter(parameter, program, tensor, &file, wide, elements_max));
                 let states = optimizer.state(self.elements_of(self.weight_tensor(parameter))).into_iter();
-                for State { role, .. } in states.filter(|state| state.dtype.is_none()) {
+                for OptimizerTensor { role, .. } in states.filter(|state| state.dtype.is_none()) {
                     let tensor = self.builder.find(&format!("{}.{role}", parameter.tensor));
-                    let tensor = tensor.expect("the optimizer's state has been made");
+                    let tensor = tensor.expect("the optimizer state exists");
                     let file = format!("checkpoint:{role}.{}", parameter.hf_name);
-                    blocks.extend(self.moved(parameter, name, tensor, &file, wide, most));
+                    blocks.extend(self.move_parameter(parameter, program, tensor, &file, wide, elements_max));
                 }
             }
-            blocks.extend(self.coarse_state(optimizer, name == "restore"));
-            if name == "restore" {
-                blocks.extend(self.weights_of_masters());
+            blocks.extend(self.move_quantized_state(optimizer, restores));
+            if restores {
+                blocks.extend(self.cast_masters());
             }
-            self.alone(work, name, blocks);
+            self.push_program_as_phase(work, program, blocks);
         }
     }
 
-    /// A parameter of a tensor to a file, or back in `restore` and `renew`.
-    fn moved(
+    /// Returns the blocks that copy a parameter to a file, or from it in Programs that read files.
+    fn move_parameter(
         &mut self,
         parameter: &Parameter,
-        program: &str,
+        program: ProgramKind,
         tensor: TensorId,
         name: &str,
         dtype: DType,
-        most: u64,
+        elements_max: u64,
     ) -> Vec<Block> {
-        let file = file(&mut self.builder, name, &parameter.shape, dtype);
-        let staging = staging(&mut self.builder, program, dtype, most);
+        let file = file_tensor(&mut self.builder, name, &parameter.shape, dtype);
+        let staging = staging_buffer(&mut self.builder, program, dtype, elements_max);
+        let reads = matches!(program, ProgramKind::Restore | ProgramKind::ReloadWeights);
         let (staged, place) = (Operand::whole(staging), self.place(tensor, parameter));
         pieces(name, parameter.elements(), self.elements_of(staging), &mut |elements, offset| {
-            let place = at(place, offset);
-            if matches!(program, "restore" | "renew") {
-                let mut ops = fetch(file, staged, elements, offset);
+            let place = offset_by(place, offset);
+            if reads {
+                let mut ops = read_piece(file, staged, elements, offset);
                 ops.push(OpKind::Cast { from: staged, to: place, elements }.into());
                 ops
             } else {
                 let mut ops = vec![OpKind::Cast { from: place, to: staged, elements }.into()];
-                ops.extend(store(staged, file, elements, offset));
+                ops.extend(write_piece(staged, file, elements, offset));
                 ops
             }
         })
     }
 
-    /// State whose blocks go over whole tensors, as it is: `checkpoint:first.qkv.3`.
-    fn coarse_state(&mut self, optimizer: &Optimizer, restores: bool) -> Vec<Block> {
+    /// Returns the blocks that copy quantized state to or from files. Its quantization blocks span whole fused tensors,
+    /// so files are named after these: `checkpoint:first.qkv.3`.
+    fn move_quantized_state(&mut self, optimizer: &Optimizer, restores: bool) -> Vec<Block> {
         let mut blocks = Vec::new();
-        for weight in self.trained() {
+        for weight in self.trained_weights() {
             let Tensor { name, slots, .. } = self.builder.set.tensor(weight).clone();
-            if !restores && !self.what.is_first() && name == "embedding" {
+            if !restores && !self.options.is_first() && name == "embedding" {
                 continue;
             }
             let states = optimizer.state(self.elements_of(weight)).into_iter();
-            for State { role, .. } in states.filter(|state| state.dtype.is_some()) {
-                let id = self.builder.find(&format!("{name}.{role}")).expect("the optimizer's state has been made");
+            for OptimizerTensor { role, .. } in states.filter(|state| state.dtype.is_some()) {
+                let id = self.builder.find(&format!("{name}.{role}")).expect("the optimizer state exists");
                 let Tensor { shape, dtype, .. } = self.builder.set.tensor(id).clone();
-                let first = if self.weights.of_layers(weight) { self.what.layers.start } else { 0 };
+                let first = if self.weights.has_layer_slots(weight) { self.options.layers.start } else { 0 };
                 for slot in 0..slots {
                     let file_name = format!("checkpoint:{role}.{name}.{}", first + u64::from(slot));
-                    let file = file(&mut self.builder, &file_name, &shape, dtype);
+                    let file = file_tensor(&mut self.builder, &file_name, &shape, dtype);
                     let room = STAGING_BYTES / dtype.bytes();
                     blocks.extend(pieces(&file_name, shape[0], room, &mut |elements, offset| {
                         let place = Operand::slot(id, i64::from(slot)).from(offset);

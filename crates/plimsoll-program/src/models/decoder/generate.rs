@@ -1,50 +1,51 @@
-//! Passes without a backward pass: evaluation, and generation with its cache.
+//! Programs without a backward pass: evaluation, and generation with its key-value cache.
 
 use super::loss::{Loss, head_blocks};
 use super::{Decoder, Generation};
 use crate::builder::{Builder, Product};
 use crate::op::OpKind;
-use crate::program::Block;
+use crate::program::{Block, ProgramKind};
 use crate::tensor::{Index, Lifetime, Operand};
-use plimsoll_core::{Category, DType, WorkName};
+use plimsoll_core::{Category, DType, WorkKind};
 
 impl Decoder<'_> {
     pub(super) fn evaluate(&mut self) {
-        let rows = self.what.micro_batch * self.what.sequence;
+        let rows = self.options.micro_batch * self.options.sequence;
         let inputs = self.inputs("evaluate.", rows);
         let labels = self.labels("evaluate.", rows);
         let forward = self.forward_over_batch("evaluate.", &inputs, false);
         let (mut all, mut outputs, mut blocks) = (inputs.all(), vec![], self.forward_blocks(&forward));
         if let Some(((normed, head), (labels, token_weights))) = forward.top.zip(labels) {
             let correct = self.builder.transient("evaluate.correct", &[rows], DType::I32, Category::Activation, 1);
-            let (prefix, gradients, hits) = ("evaluate.", None, Some(correct));
-            blocks.extend(self.loss(Loss { prefix, normed, head, labels, token_weights, gradients, correct: hits }));
+            let (prefix, gradients) = ("evaluate.", None);
+            let loss = Loss { prefix, normed, head, labels, token_weights, gradients, correct: Some(correct) };
+            blocks.extend(self.loss(loss));
             all.extend([labels, token_weights]);
             outputs.push(correct);
         }
-        let program = self.push(WorkName::Evaluate, "evaluate", all, outputs, blocks);
-        self.phase(vec![program]);
+        let program = self.push_program(WorkKind::Evaluate, ProgramKind::Evaluate, all, outputs, blocks);
+        self.push_phase(vec![program]);
     }
 
     pub(super) fn generate(&mut self, generation: Generation) {
-        let layers = self.what.depth();
+        let layers = self.options.depth();
         let shape = self.shape;
         let capacity = generation.capacity;
-        let (columns, precision) = (shape.kv_heads * shape.head_dim, self.what.precision);
+        let (columns, precision) = (shape.kv_heads * shape.head_dim, self.options.precision);
         let mut cache = |name: &str| {
             let dims = [capacity, columns];
             self.builder.on_device(name, &dims, precision, Category::Activation, Lifetime::Phase, layers)
         };
         let (keys, values) = (Operand::layer(cache("cache_keys"), 0), Operand::layer(cache("cache_values"), 0));
         let scalars = Operand::whole(self.scalars);
-        let kernels = self.what.kernels;
+        let kernels = self.options.kernels;
         let mut programs = Vec::new();
-        for (name, rows) in [("prefill", generation.chunk), ("decode", 1)] {
-            let prefix = format!("{name}.");
+        for (kind, rows) in [(ProgramKind::Prefill, generation.chunk), (ProgramKind::Decode, 1)] {
+            let prefix = format!("{kind}.");
             let inputs = self.inputs(&prefix, rows);
             let mut attention = |b: &mut Builder, qkv: Operand, out: Operand| {
                 let elements = kernels.cached_attention(b.precision, rows, capacity, shape);
-                let scratch = b.scratch(&format!("{prefix}attention_workspace"), elements, layers);
+                let scratch = b.workspace(&format!("{prefix}attention_workspace"), elements, layers);
                 let append = OpKind::AppendCache { qkv, keys, values, scalars, rows, capacity, shape };
                 let attend = OpKind::CachedAttention {
                     qkv,
@@ -60,16 +61,16 @@ impl Decoder<'_> {
                 (vec![append.into(), attend.into()], vec![])
             };
             let forward = self.forward(&prefix, rows, &inputs, false, &mut attention);
-            let (d, v) = (self.what.config.hidden, self.what.config.vocab);
+            let (d, v) = (self.options.config.hidden, self.options.config.vocab);
             let mut blocks = self.forward_blocks(&forward);
             let mut outputs = vec![];
-            // The stages of a pipeline but the last only pass on what they are given.
+            // Only the last stage of a pipeline computes logits.
             if let Some((normed, head)) = forward.top {
                 let picked = self.builder.activation(&format!("{prefix}picked"), &[1, d], 1);
                 let logits = self.builder.activation(&format!("{prefix}logits"), &[1, v], 1);
                 let (x, out) = (Operand::whole(normed), Operand::whole(picked));
                 blocks.push(Block::once("pick", vec![OpKind::PickRow { x, scalars, out, rows, columns: d }.into()]));
-                for block in head_blocks(v, self.what.kernels) {
+                for block in head_blocks(v, self.options.kernels) {
                     let (columns, first) = (block.end - block.start, block.start as i64);
                     let head = Operand::whole(head).from(Index::fixed(first * d as i64));
                     let out = Operand::whole(logits).from(Index::fixed(first));
@@ -78,14 +79,14 @@ impl Decoder<'_> {
                 }
                 outputs.push(logits);
             }
-            programs.push(self.push(
-                WorkName::Generate,
-                name,
+            programs.push(self.push_program(
+                WorkKind::Generate,
+                kind,
                 inputs.tokens.into_iter().chain([inputs.positions]).collect(),
                 outputs,
                 blocks,
             ));
         }
-        self.phase(programs);
+        self.push_phase(programs);
     }
 }

@@ -1,48 +1,48 @@
-//! Adapters of low rank: `out += alpha / r · dropout(x) · Aᵀ · Bᵀ` beside the product of a frozen matrix
-//! (Hu et al., "LoRA", 2021), as PEFT computes, initialises and names them.
+//! Low-rank adapters (Hu et al., "LoRA", 2021): `out += alpha / r · dropout(x) · Aᵀ · Bᵀ`, added to the product of a
+//! frozen matrix. Arithmetic, initialization and names are those of PEFT.
 
-use super::Source;
+use super::WeightSource;
 use super::files;
 use crate::builder::{Builder, Product};
 use crate::models::ModelConfig;
 use crate::models::weights::{Parameter, Target};
 use crate::op::OpKind;
-use crate::program::{Phase, Program, ProgramSet};
+use crate::program::{Phase, Program, ProgramKind, ProgramSet};
 use crate::tensor::{Index, Operand, TensorId};
 use crate::workspace::Kernels;
-use plimsoll_core::{Category, DType, WorkName};
+use plimsoll_core::{Category, DType, WorkKind};
 
-/// Which adapters there are, and what becomes of them.
+/// Settings of the adapters.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Lora {
-    /// r.
+    /// r: rank of A and B.
     pub rank: u64,
-    /// What adapters add is multiplied with alpha / r.
+    /// Numerator of the scale alpha / r.
     pub alpha: f64,
-    /// The share of an adapter's input that is left out in training. The projections of one input leave out the same
-    /// elements; in PEFT each draws its own.
+    /// Dropout probability of the adapters' inputs in training. Projections with the same input share the dropped
+    /// elements; in PEFT each projection draws its own.
     pub dropout: f64,
-    /// Which projections have one.
+    /// Projections with an adapter.
     pub targets: Vec<Target>,
-    /// Of A where it is drawn, and of what is left out.
+    /// Seed of the initial A and of dropout.
     pub seed: u64,
-    /// Where A and B come from: drawn (A uniform within ± 1 / √columns, which is Kaiming's rule with a = √5 as PEFT
-    /// has it; B zero), or files with a type for each of `adapter_parameters`.
-    pub source: Source,
+    /// Origin of A and B. Random A is uniform within ± 1 / √columns, as in PEFT (Kaiming initialization with a = √5),
+    /// and B is zero. Files have a dtype for each of [`ModelConfig::adapter_parameters`].
+    pub source: WeightSource,
 }
 
 impl Lora {
-    /// What the products of A and B are multiplied with.
+    /// Returns alpha / r, the factor of the product of A and B.
     pub fn scale(&self) -> f64 {
         self.alpha / self.rank as f64
     }
 
-    /// A and B as they are in files.
+    /// Returns A and B of all adapters as files store them.
     pub fn parameters(&self, config: &ModelConfig) -> Vec<Parameter> {
         config.adapter_parameters(&self.targets, self.rank)
     }
 
-    /// Their tensors.
+    /// Adds the tensors of all adapters.
     pub(super) fn adapters(
         &self,
         builder: &mut Builder,
@@ -66,7 +66,7 @@ impl Lora {
     }
 }
 
-/// An adapter of every layer.
+/// The adapter of one projection, in every layer.
 #[derive(Clone, Copy)]
 pub(super) struct Adapter {
     pub target: Target,
@@ -74,13 +74,13 @@ pub(super) struct Adapter {
     pub a: TensorId,
     /// `[rows of the matrix, r]`.
     pub b: TensorId,
-    /// Where its results begin among those of the fused matrix.
+    /// First column of its results in the output of the fused matrix.
     pub first_column: u64,
-    /// How many there are.
+    /// Columns of its results.
     pub columns: u64,
 }
 
-/// A place in a layer at which adapters see something.
+/// An input in a layer to which adapters apply; it tells dropout masks apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub(super) enum Site {
@@ -101,14 +101,18 @@ impl Site {
     }
 }
 
-/// Programs that fold adapters into the matrices of a model directory, a piece at a time: `load` reads the adapters,
-/// `merge` the files of the model (`model:NAME`, one type of `dtypes` for each parameter) and writes the same
-/// parameters in the same types (`merged:NAME`). Everything between is f32. The model itself never stands in memory.
+/// Builds the Programs that fold adapters into the matrices of a model directory, piece by piece.
+///
+/// `load` reads the adapters. `merge` reads the model files (`model:NAME`, with one of `dtypes` per parameter) and
+/// writes the same parameters in the same dtypes (`merged:NAME`). Arithmetic is f32. The whole model is never in
+/// memory.
 ///
 /// # Panics
-/// Where the adapters come from no files.
+/// Panics if the adapters do not come from files.
 pub fn merge(config: &ModelConfig, lora: &Lora, kernels: Kernels, dtypes: &[DType]) -> ProgramSet {
-    let Source::Files { dtypes: adapter_dtypes } = &lora.source else { panic!("adapters that are merged have files") };
+    let WeightSource::Files { dtypes: adapter_dtypes } = &lora.source else {
+        panic!("merged adapters come from files")
+    };
     let wide = DType::F32;
     let mut builder = Builder::new(wide, kernels);
     let adapters = lora.adapters(&mut builder, config, config.layers as u32, wide);
@@ -117,38 +121,39 @@ pub fn merge(config: &ModelConfig, lora: &Lora, kernels: Kernels, dtypes: &[DTyp
     let mut load = Vec::new();
     for (parameter, &dtype) in parameters.iter().zip(adapter_dtypes) {
         let tensor = builder.find(parameter.tensor).expect("every parameter has its tensor");
-        let file = files::file(&mut builder, &format!("adapter:{}", parameter.hf_name), &parameter.shape, dtype);
-        let most = parameters.iter().map(Parameter::elements).max().unwrap_or(1);
-        let staging = files::staging(&mut builder, "load", dtype, most);
-        let place = files::place_of(tensor, parameter, 0);
+        let file = files::file_tensor(&mut builder, &format!("adapter:{}", parameter.hf_name), &parameter.shape, dtype);
+        let elements_max = parameters.iter().map(Parameter::elements).max().unwrap_or(1);
+        let staging = files::staging_buffer(&mut builder, ProgramKind::Load, dtype, elements_max);
+        let place = files::parameter_operand(tensor, parameter, 0);
         let (staged, room) = (Operand::whole(staging), builder.set.tensor(staging).elements());
         load.extend(files::pieces(&parameter.hf_name, parameter.elements(), room, &mut |elements, offset| {
-            let mut ops = files::fetch(file, staged, elements, offset);
-            ops.push(OpKind::Cast { from: staged, to: files::at(place, offset), elements }.into());
+            let mut ops = files::read_piece(file, staged, elements, offset);
+            ops.push(OpKind::Cast { from: staged, to: files::offset_by(place, offset), elements }.into());
             ops
         }));
     }
 
     let mut merged = Vec::new();
     let parameters = config.hf_parameters();
-    let most = parameters.iter().map(Parameter::elements).max().unwrap_or(1);
+    let elements_max = parameters.iter().map(Parameter::elements).max().unwrap_or(1);
     let widest = parameters.iter().filter_map(|p| p.target.map(|_| p.shape[1])).max().unwrap_or(1);
-    let most = most.min((files::STAGING_BYTES / wide.bytes()).max(widest));
-    let sum = builder.transient("merge.sum", &[most], wide, Category::Staging, 1);
+    let elements_max = elements_max.min((files::STAGING_BYTES / wide.bytes()).max(widest));
+    let sum = builder.transient("merge.sum", &[elements_max], wide, Category::Staging, 1);
     for (parameter, &dtype) in parameters.iter().zip(dtypes) {
         let (name, elements) = (&parameter.hf_name, parameter.elements());
-        let from = files::file(&mut builder, &format!("model:{name}"), &parameter.shape, dtype);
-        let to = files::file(&mut builder, &format!("merged:{name}"), &parameter.shape, dtype);
+        let from = files::file_tensor(&mut builder, &format!("model:{name}"), &parameter.shape, dtype);
+        let to = files::file_tensor(&mut builder, &format!("merged:{name}"), &parameter.shape, dtype);
         let staging_name = format!("merge.staging.{dtype}");
         let found = builder.find(&staging_name);
-        let staging = found.unwrap_or_else(|| builder.transient(&staging_name, &[most], dtype, Category::Staging, 1));
+        let staging =
+            found.unwrap_or_else(|| builder.transient(&staging_name, &[elements_max], dtype, Category::Staging, 1));
         let adapter = parameter.target.and_then(|target| adapters.iter().find(|adapter| adapter.target == target));
         let (staged, sum) = (Operand::whole(staging), Operand::whole(sum));
         let columns = parameter.shape[parameter.shape.len() - 1];
-        // Matrices go in whole rows: each has its row of B.
-        let room = if adapter.is_some() { most / columns * columns } else { most };
+        // Pieces of adapted matrices are whole rows, each with its row of B.
+        let room = if adapter.is_some() { elements_max / columns * columns } else { elements_max };
         merged.extend(files::pieces(name, elements, room, &mut |elements, offset| {
-            let mut ops = files::fetch(from, staged, elements, offset);
+            let mut ops = files::read_piece(from, staged, elements, offset);
             if let Some(adapter) = adapter {
                 let layer = parameter.layer.unwrap_or(0) as i64;
                 let by_rank = |elements: i64| elements / columns as i64 * lora.rank as i64;
@@ -162,12 +167,14 @@ pub fn merge(config: &ModelConfig, lora: &Lora, kernels: Kernels, dtypes: &[DTyp
                 }));
                 ops.push(OpKind::Cast { from: sum, to: staged, elements }.into());
             }
-            ops.extend(files::store(staged, to, elements, offset));
+            ops.extend(files::write_piece(staged, to, elements, offset));
             ops
         }));
     }
-    for (work, name, blocks) in [(WorkName::Load, "load", load), (WorkName::Save, "merge", merged)] {
-        builder.set.programs.push(Program { work, name: name.into(), inputs: vec![], outputs: vec![], blocks });
+    for (work, kind, blocks) in
+        [(WorkKind::Load, ProgramKind::Load, load), (WorkKind::Save, ProgramKind::Merge, merged)]
+    {
+        builder.set.programs.push(Program { work, kind, inputs: vec![], outputs: vec![], blocks });
         let programs = vec![builder.set.programs.len() - 1];
         builder.set.phases.push(Phase { programs });
     }

@@ -1,5 +1,5 @@
-//! The decoder of the Llama, Mistral and Qwen family as Programs: training, evaluation, generation,
-//! loading and saving.
+//! The decoder of the Llama, Mistral and Qwen families as Programs: training, evaluation, generation, loading and
+//! saving.
 //!
 //! ```text
 //! hidden₀ = embedding[tokens]
@@ -8,8 +8,8 @@
 //! loss    = cross entropy(norm(hidden_L) · headᵀ), in blocks: full logits never exist
 //! ```
 //!
-//! Here is what can be asked for, and the tensors that stay; the Programs are written in `forward`, `loss`,
-//! `backward`, `generate` and `files`. How matrices are stored is in `matrices`, adapters in `lora`.
+//! This module has the options and the resident weights. `forward`, `loss`, `backward`, `generate` and `files` write
+//! the Programs. Storage of matrices is in `matrices`, adapters are in `lora`.
 //!
 //! Legend: N = B·T rows, D hidden, H heads, K kv heads, E head dim, C = (H+2K)·E, F ffn, V vocabulary, L layers,
 //! r rank of adapters.
@@ -27,64 +27,64 @@ use self::matrices::Matrix;
 use super::config::ModelConfig;
 use crate::builder::Builder;
 use crate::op::{Heads, OpKind};
-use crate::program::{Block, Phase, Program, ProgramSet};
+use crate::program::{Block, Phase, Program, ProgramKind, ProgramSet};
 use crate::scalars::{METRIC_COUNT, METRICS, SCALAR_COUNT, SCALARS};
 use crate::tensor::{Operand, Tensor, TensorId};
 use crate::workspace::Kernels;
-use plimsoll_core::{Category, DType, RecomputeLevel, WorkName};
+use plimsoll_core::{Category, DType, RecomputeLevel, WorkKind};
 use std::collections::HashMap;
 use std::ops::Range;
 
-pub(crate) use self::backward::STREAM;
+pub(crate) use self::backward::RESIDUAL_GRADIENT;
 pub use self::files::STAGING_BYTES;
 pub use self::lora::{Lora, merge};
 pub use self::loss::{head_blocks, loss_rows, streams_head};
 
-/// How AdamW keeps its two moments.
+/// The storage of AdamW's two moments.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum AdamState {
-    /// In the wide type.
+    /// The wide dtype.
     #[default]
     Full,
-    /// A byte an element, in blocks of 256 with a scale each, but for small tensors ([`crate::formats`]).
+    /// One byte per element in blocks of 256 with a scale, except for small tensors ([`crate::formats`]).
     Blockwise8,
 }
 
-/// The rule that turns gradients into weights.
+/// The optimizer with its settings.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Optimizer {
-    /// AdamW with decoupled decay of matrices.
+    /// AdamW with decoupled weight decay of matrices.
     AdamW {
         /// β₁, β₂.
         betas: [f64; 2],
-        /// Added to the root of the second moment.
+        /// Value added to the root of the second moment.
         eps: f64,
-        /// Decay of matrices.
+        /// Weight decay of matrices.
         decay: f64,
-        /// How the moments are kept.
+        /// Storage of the moments.
         state: AdamState,
     },
     /// Stochastic gradient descent.
     Sgd {
-        /// 0 = none, and no state.
+        /// Momentum; 0 for none, which needs no state.
         momentum: f64,
-        /// Decay of matrices (added to the gradient).
+        /// Weight decay of matrices, added to the gradient.
         decay: f64,
     },
 }
 
-/// What is trained.
+/// The training method.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub enum Method {
-    /// Every weight.
+    /// Training of all weights.
     #[default]
     Full,
-    /// Adapters of a frozen model.
+    /// Training of low-rank adapters on a frozen model.
     Lora(Lora),
 }
 
 impl Method {
-    /// The adapters, where there are any.
+    /// Returns the adapter settings, and `None` without adapters.
     pub fn lora(&self) -> Option<&Lora> {
         match self {
             Method::Full => None,
@@ -93,130 +93,130 @@ impl Method {
     }
 }
 
-/// How the matrices of the layers are stored while they are frozen. Embeddings, head, norms and biases
-/// always have the run's precision.
+/// The storage of frozen layer matrices. Embedding, head, norms and biases always have the run's precision.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Base {
-    /// In the run's precision.
+    /// The run's precision.
     #[default]
     Plain,
-    /// 8 bit, one scale a row, outliers not apart.
+    /// 8 bits with one scale per row, without separate outliers.
     Int8,
-    /// 4 bit as QLoRA has it, scales quantised once more.
+    /// 4 bits as in QLoRA, with quantized scales.
     Nf4,
 }
 
-/// Where weights come from.
+/// The origin of weights.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Source {
-    /// Normal numbers (norms one, biases zero).
+pub enum WeightSource {
+    /// Random initialization: normal matrices, norms of one, biases of zero.
     Random {
-        /// Their seed.
+        /// Seed of the random numbers.
         seed: u64,
     },
-    /// A model directory; the type of each parameter in the file, in the order of `hf_parameters`.
+    /// Files of a model directory.
     Files {
-        /// One for each parameter.
+        /// Dtype of each parameter in the files, in the order of [`ModelConfig::hf_parameters`].
         dtypes: Vec<DType>,
     },
-    /// A run that is under way: `renew` brings what its `save` gives, in the run's precision, as often as it is run.
-    Saved,
+    /// A training run in progress: [`ProgramKind::ReloadWeights`] reads what its [`ProgramKind::Save`] writes, in the
+    /// run's precision, as often as it is called.
+    LiveRun,
 }
 
-/// What a training run adds.
+/// Options of the training Programs.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Training {
-    /// The rule.
+    /// Optimizer with its settings.
     pub optimizer: Optimizer,
-    /// What each layer that is this device's makes again, first layer first.
+    /// Recompute level of each layer of this device, first layer first.
     pub recompute: Vec<RecomputeLevel>,
 }
 
-/// What generation adds.
+/// Options of the generation Programs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Generation {
-    /// Tokens that the cache can hold.
+    /// Tokens that the key-value cache can hold.
     pub capacity: u64,
-    /// Tokens of the prompt that go in at once.
+    /// Prompt tokens per prefill call.
     pub chunk: u64,
 }
 
-/// What to build.
+/// Options of [`build`].
 #[derive(Clone, Debug, PartialEq)]
-pub struct Build<'a> {
-    /// The model.
+pub struct BuildOptions<'a> {
+    /// Model configuration.
     pub config: &'a ModelConfig,
-    /// The layers that are this device's: all of them, or a stage of a pipeline. The first stage has the embedding, the
-    /// last one the final norm, the head and the loss. Blocks and slots count from the stage's first layer, names of files
-    /// from the model's.
+    /// Layers of this device: all layers, or a pipeline stage. The first stage has the embedding; the last has the
+    /// final norm, the head and the loss. Blocks and slots count from the first layer of the stage, file names from the
+    /// first layer of the model.
     pub layers: Range<u64>,
-    /// Arithmetic, activations and weights.
+    /// Dtype of arithmetic, activations and weights.
     pub precision: DType,
-    /// Whose kernels run.
+    /// Kernels that run the ops.
     pub kernels: Kernels,
-    /// T.
+    /// T: tokens per sequence.
     pub sequence: u64,
-    /// B.
+    /// B: sequences per micro-batch.
     pub micro_batch: u64,
-    /// Weights.
-    pub source: Source,
-    /// What is trained, or was: evaluation and generation compute with the adapters, too.
+    /// Origin of the weights.
+    pub source: WeightSource,
+    /// Training method; evaluation and generation use its adapters too.
     pub method: Method,
-    /// How matrices that are not trained are stored.
+    /// Storage of frozen matrices.
     pub base: Base,
-    /// Whether the head waits elsewhere and comes in blocks, where it has enough of them ([`streams_head`]): then the
-    /// loss takes all rows for each block, and makes its logits twice.
+    /// Whether the loss streams an offloaded head in blocks, if it has enough of them ([`streams_head`]). The loss then
+    /// processes all rows for each block, and computes logits twice.
     pub streamed_head: bool,
-    /// Forward, backward, update, checkpoints.
+    /// Options of forward pass, backward pass, update and checkpoints; `None` builds none of them.
     pub training: Option<Training>,
-    /// Forward pass and loss.
+    /// Whether to build the evaluation Program.
     pub evaluate: bool,
-    /// Prompt to tokens.
+    /// Options of prefill and decode; `None` builds neither.
     pub generation: Option<Generation>,
-    /// Loading, saving, checkpoints. They do not depend on the recipe, so a search leaves them out.
+    /// Whether to build the Programs for loading, saving and checkpoints. They do not depend on the recipe, so the
+    /// planner's search omits them.
     pub files: bool,
 }
 
-/// Writes down all Programs.
+/// Builds all Programs that the options ask for.
 ///
 /// # Panics
-/// Where matrices that are trained shall be stored quantised, or a stage of a pipeline shall generate: the caller refuses
-/// that before.
-pub fn build(what: &Build) -> ProgramSet {
-    let mut decoder = Decoder::new(what);
-    if what.files {
+/// Panics if matrices are both trained and quantized; the caller must refuse that.
+pub fn build(options: &BuildOptions) -> ProgramSet {
+    let mut decoder = Decoder::new(options);
+    if options.files {
         decoder.load();
     }
-    if let Some(training) = &what.training {
+    if let Some(training) = &options.training {
         decoder.train(training);
     }
-    if what.evaluate {
+    if options.evaluate {
         decoder.evaluate();
     }
-    if let Some(generation) = what.generation {
+    if let Some(generation) = options.generation {
         decoder.generate(generation);
     }
     decoder.builder.set
 }
 
-impl Build<'_> {
-    /// Whether tokens come in here.
+impl BuildOptions<'_> {
+    /// Returns whether this device has the embedding, as the first stage or the only one.
     fn is_first(&self) -> bool {
         self.layers.start == 0
     }
 
-    /// Whether the loss is found here.
+    /// Returns whether this device computes the loss, as the last stage or the only one.
     fn is_last(&self) -> bool {
         self.layers.end == self.config.layers
     }
 
-    /// Layers that are this device's.
+    /// Returns the number of layers of this device.
     fn depth(&self) -> u32 {
         (self.layers.end - self.layers.start) as u32
     }
 }
 
-/// Tensors of weights; those that belong to other stages of a pipeline are not there.
+/// The weight tensors of this device.
 struct Weights {
     embedding: Option<TensorId>,
     attention_norm: TensorId,
@@ -227,13 +227,13 @@ struct Weights {
     ffn_norm: TensorId,
     gate_up: Matrix,
     down: Matrix,
-    /// The final norm and the head, which is the embedding where they are tied.
+    /// Final norm and head (the embedding if they are tied), on the last stage.
     top: Option<(TensorId, TensorId)>,
     rope_table: TensorId,
 }
 
 impl Weights {
-    /// All that are computed with, in the order of a file, where no matrix is quantised.
+    /// Returns all weights in the order of a file; quantized matrices are not included.
     fn plain(&self) -> Vec<TensorId> {
         let mut list = Vec::from_iter(self.embedding);
         list.push(self.attention_norm);
@@ -251,8 +251,8 @@ impl Weights {
         list
     }
 
-    /// Whether a weight has a slot for each layer.
-    fn of_layers(&self, weight: TensorId) -> bool {
+    /// Returns whether a weight has a slot for each layer.
+    fn has_layer_slots(&self, weight: TensorId) -> bool {
         let outside = |(final_norm, head): (TensorId, TensorId)| weight == final_norm || weight == head;
         self.embedding != Some(weight) && !self.top.is_some_and(outside)
     }
@@ -263,12 +263,12 @@ impl Weights {
 }
 
 struct Decoder<'a> {
-    what: &'a Build<'a>,
+    options: &'a BuildOptions<'a>,
     builder: Builder,
     weights: Weights,
-    /// In the order of the targets.
+    /// Adapters in the order of their targets.
     adapters: Vec<Adapter>,
-    /// Wide copies of trained weights, where the arithmetic is too coarse to add small updates to.
+    /// Master weights: wide copies of trained weights, if the precision is too low to accumulate small updates.
     masters: HashMap<TensorId, TensorId>,
     scalars: TensorId,
     metrics: TensorId,
@@ -277,19 +277,19 @@ struct Decoder<'a> {
 }
 
 impl<'a> Decoder<'a> {
-    fn new(what: &'a Build<'a>) -> Decoder<'a> {
-        let config = what.config;
-        let frozen = what.training.is_none() || what.method.lora().is_some();
-        assert!(what.base == Base::Plain || frozen, "matrices that are trained are not quantised");
-        let mut builder = Builder::new(what.precision, what.kernels);
+    fn new(options: &'a BuildOptions<'a>) -> Decoder<'a> {
+        let config = options.config;
+        let frozen = options.training.is_none() || options.method.lora().is_some();
+        assert!(options.base == Base::Plain || frozen, "trained matrices cannot be quantized");
+        let mut builder = Builder::new(options.precision, options.kernels);
         let shape = Heads { heads: config.heads, kv_heads: config.kv_heads, head_dim: config.head_dim };
-        let (d, v, layers) = (config.hidden, config.vocab, what.depth());
+        let (d, v, layers) = (config.hidden, config.vocab, options.depth());
         let weight = |builder: &mut Builder, name: &str, dims: &[u64], slots: u32| {
-            builder.persistent(name, dims, what.precision, Category::Weight, slots)
+            builder.persistent(name, dims, options.precision, Category::Weight, slots)
         };
-        let matrix = |builder: &mut Builder, name| Matrix::new(builder, what, name);
+        let matrix = |builder: &mut Builder, name| Matrix::new(builder, options, name);
         let b = &mut builder;
-        let embeds = what.is_first() || what.is_last() && config.tied;
+        let embeds = options.is_first() || options.is_last() && config.tied;
         let embedding = embeds.then(|| weight(b, "embedding", &[v, d], 1));
         let attention_norm = weight(b, "attention_norm", &[d], layers);
         let qkv = matrix(b, "qkv");
@@ -301,13 +301,13 @@ impl<'a> Decoder<'a> {
         let ffn_norm = weight(b, "ffn_norm", &[d], layers);
         let gate_up = matrix(b, "gate_up");
         let down = matrix(b, "down");
-        let top = what.is_last().then(|| {
+        let top = options.is_last().then(|| {
             let final_norm = weight(b, "final_norm", &[d], 1);
             let tied = embedding.filter(|_| config.tied);
             (final_norm, tied.unwrap_or_else(|| weight(b, "head", &[v, d], 1)))
         });
-        let table_rows = what.sequence.max(what.generation.map_or(0, |g| g.capacity));
-        let wide = what.precision.wide();
+        let table_rows = options.sequence.max(options.generation.map_or(0, |g| g.capacity));
+        let wide = options.precision.wide();
         let rope_table = b.persistent("rope_table", &[table_rows, shape.head_dim], wide, Category::Weight, 1);
         let weights = Weights {
             embedding,
@@ -322,76 +322,78 @@ impl<'a> Decoder<'a> {
             top,
             rope_table,
         };
-        let adapters = what.method.lora().map_or(vec![], |lora| lora.adapters(b, config, layers, what.precision));
+        let adapters = options.method.lora().map_or(vec![], |lora| lora.adapters(b, config, layers, options.precision));
         let scalars = b.persistent(SCALARS, &[SCALAR_COUNT], wide, Category::Staging, 1);
         let metrics = b.persistent(METRICS, &[METRIC_COUNT], DType::F64, Category::Staging, 1);
         let masters = HashMap::new();
-        let mut decoder = Decoder { what, builder, weights, adapters, masters, scalars, metrics, shape, table_rows };
-        if what.training.is_some() && what.precision != wide {
-            for id in decoder.trained() {
-                let master = decoder.beside(id, "master", Category::Optimizer);
+        let mut decoder = Decoder { options, builder, weights, adapters, masters, scalars, metrics, shape, table_rows };
+        if options.training.is_some() && options.precision != wide {
+            for id in decoder.trained_weights() {
+                let master = decoder.add_companion(id, "master", Category::Optimizer);
                 decoder.masters.insert(id, master);
             }
         }
         decoder
     }
 
-    /// All trained tensors.
-    fn trained(&self) -> Vec<TensorId> {
-        match self.what.method {
+    /// Returns all trained tensors.
+    fn trained_weights(&self) -> Vec<TensorId> {
+        match self.options.method {
             Method::Full => self.weights.plain(),
             Method::Lora(_) => self.adapters.iter().flat_map(|adapter| [adapter.a, adapter.b]).collect(),
         }
     }
 
-    /// A wide tensor beside a weight, of the same shape.
-    fn beside(&mut self, weight: TensorId, role: &str, category: Category) -> TensorId {
+    /// Adds a wide tensor of the shape of a weight, named `WEIGHT.ROLE`.
+    fn add_companion(&mut self, weight: TensorId, role: &str, category: Category) -> TensorId {
         let Tensor { name, shape, slots, .. } = self.builder.set.tensor(weight).clone();
-        self.builder.persistent(&format!("{name}.{role}"), &shape, self.what.precision.wide(), category, slots)
+        self.builder.persistent(&format!("{name}.{role}"), &shape, self.options.precision.wide(), category, slots)
     }
 
-    /// What updates, files and checkpoints work on: the master of a weight, or the weight itself.
-    fn master(&self, weight: TensorId) -> TensorId {
+    /// Returns the tensor that updates, files and checkpoints use: the master of a weight, or the weight itself.
+    fn master_or_weight(&self, weight: TensorId) -> TensorId {
         self.masters.get(&weight).copied().unwrap_or(weight)
     }
 
-    /// The weights that are computed with, made from their masters.
-    fn weights_of_masters(&self) -> Vec<Block> {
-        let copies = self.trained().into_iter().filter_map(|id| Some((id, *self.masters.get(&id)?)));
+    /// Returns the blocks that cast master weights to the weights of the passes.
+    fn cast_masters(&self) -> Vec<Block> {
+        let copies = self.trained_weights().into_iter().filter_map(|id| Some((id, *self.masters.get(&id)?)));
         copies
             .map(|(id, master)| {
                 let tensor = self.builder.set.tensor(id);
                 let (from, to) = (Operand::layer(master, 0), Operand::layer(id, 0));
                 let cast = OpKind::Cast { from, to, elements: tensor.elements() };
-                over_slots(tensor, cast)
+                for_each_slot(tensor, cast)
             })
             .collect()
     }
 
-    fn push(
+    /// Adds a Program and returns its index.
+    fn push_program(
         &mut self,
-        work: WorkName,
-        name: &str,
+        work: WorkKind,
+        kind: ProgramKind,
         inputs: Vec<TensorId>,
         outputs: Vec<TensorId>,
         blocks: Vec<Block>,
     ) -> usize {
-        self.builder.set.programs.push(Program { work, name: name.into(), inputs, outputs, blocks });
+        self.builder.set.programs.push(Program { work, kind, inputs, outputs, blocks });
         self.builder.set.programs.len() - 1
     }
 
-    fn phase(&mut self, programs: Vec<usize>) {
+    /// Adds a phase with Programs of these indices.
+    fn push_phase(&mut self, programs: Vec<usize>) {
         self.builder.set.phases.push(Phase { programs });
     }
 
-    /// A Program that is a phase of its own, without inputs and outputs.
-    fn alone(&mut self, work: WorkName, name: &str, blocks: Vec<Block>) {
-        let program = self.push(work, name, vec![], vec![], blocks);
-        self.phase(vec![program]);
+    /// Adds a Program without inputs and outputs as a phase of its own.
+    fn push_program_as_phase(&mut self, work: WorkKind, kind: ProgramKind, blocks: Vec<Block>) {
+        let program = self.push_program(work, kind, vec![], vec![], blocks);
+        self.push_phase(vec![program]);
     }
 }
 
-/// An op on each slot of a tensor.
-fn over_slots(tensor: &Tensor, op: OpKind) -> Block {
+/// Returns a block that applies an op to each slot of a tensor.
+fn for_each_slot(tensor: &Tensor, op: OpKind) -> Block {
     Block { name: tensor.name.clone(), first: 0, step: 1, repeat: tensor.slots, ops: vec![op.into()] }
 }

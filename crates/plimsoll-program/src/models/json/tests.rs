@@ -1,4 +1,4 @@
-//! What `config.json` means, checked against what transformers makes of the same file.
+//! Tests of `config.json` against the values that transformers reads from the same file.
 
 use super::*;
 use crate::models::{preset, preset_names};
@@ -60,7 +60,7 @@ fn with_ignored(model_type: &str, changes: Value, ignored: &[&str]) -> Result<Mo
 }
 
 #[test]
-fn published_files_are_the_presets() {
+fn published_files_match_presets() {
     let read = |text| ModelConfig::from_json(text, &[]).unwrap();
     assert_eq!(read(LLAMA_3_2_1B), preset("llama-3.2-1b").unwrap());
     assert_eq!(read(QWEN_2_5_05B), preset("qwen2.5-0.5b").unwrap());
@@ -69,7 +69,7 @@ fn published_files_are_the_presets() {
 }
 
 #[test]
-fn both_spellings_of_rope_and_dtype_say_the_same() {
+fn both_spellings_of_rope_and_dtype_agree() {
     let scaling = json!({"rope_type": "linear", "factor": 2.0});
     let old = with("llama", json!({"rope_theta": 5e5, "rope_scaling": scaling, "torch_dtype": "float16"})).unwrap();
     let older = json!({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}});
@@ -83,9 +83,9 @@ fn both_spellings_of_rope_and_dtype_say_the_same() {
     assert!(matches!(with("llama", contradicting), Err(ConfigError::Contradiction { .. })));
 }
 
-/// Values of `AutoConfig.for_model(type)` in transformers 5.23, for the keys that may be absent.
+/// The expected values are those of `AutoConfig.for_model(type)` in transformers 5.23.
 #[test]
-fn absent_keys_mean_what_transformers_means() {
+fn absent_keys_have_transformers_defaults() {
     let read = |model_type: &str, absent: &[&str]| {
         let mut map = small(model_type);
         map.insert("num_attention_heads".into(), json!(32));
@@ -114,7 +114,7 @@ fn absent_keys_mean_what_transformers_means() {
 }
 
 #[test]
-fn keys_that_change_the_arithmetic_are_refused_by_name() {
+fn unsupported_arithmetic_is_refused_by_key() {
     let cases = [
         ("llama", "hidden_act", json!("gelu")),
         ("llama", "attention_bias", json!(true)),
@@ -146,7 +146,7 @@ fn keys_that_change_the_arithmetic_are_refused_by_name() {
 }
 
 #[test]
-fn neutral_values_pass() {
+fn neutral_values_are_accepted() {
     let plain = with("llama", json!({})).unwrap();
     for (key, value) in [
         ("hidden_act", json!("silu")),
@@ -168,7 +168,7 @@ fn neutral_values_pass() {
 }
 
 #[test]
-fn unknown_keys_are_refused_unless_the_user_ignores_them() {
+fn unknown_keys_are_refused_unless_ignored() {
     let changes = json!({"logit_scale": 2.0, "rope_scaling": {"type": "linear", "factor": 2.0, "twist": 1}});
     let error = with("llama", changes.clone()).unwrap_err();
     assert_eq!(error.to_string(), "unknown keys: `logit_scale`, `rope_scaling.twist`");
@@ -179,7 +179,7 @@ fn unknown_keys_are_refused_unless_the_user_ignores_them() {
 }
 
 #[test]
-fn nonsense_is_named_with_what_was_expected() {
+fn wrong_values_are_named_with_expected_ones() {
     let cases = [
         (json!({"hidden_size": 0}), "`hidden_size` is 0, expected a whole number from 1 to 262144"),
         (json!({"hidden_size": -64}), "`hidden_size` is -64, expected a whole number from 1 to 262144"),
@@ -210,18 +210,18 @@ fn nonsense_is_named_with_what_was_expected() {
 }
 
 #[test]
-fn what_is_written_reads_back_the_same() {
+fn written_config_reads_back_equal() {
     for name in preset_names() {
         let config = preset(name).unwrap();
         let written = config.to_json(None, DType::Bf16);
         assert_eq!(ModelConfig::from_json(&written.to_string(), &[]), Ok(config.clone()), "{name}");
-        let again = config.to_json(Some(&written), DType::Bf16);
-        assert_eq!(again, written, "{name}");
+        let rewritten = config.to_json(Some(&written), DType::Bf16);
+        assert_eq!(rewritten, written, "{name}");
     }
 }
 
 #[test]
-fn writing_keeps_what_the_base_says_besides() {
+fn writing_keeps_other_keys_of_base() {
     let base = json!({
         "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}, "torch_dtype": "float16",
         "pad_token_id": 7, "own_key": {"deep": [1]}, "eos_token_id": [3, 4],
@@ -238,7 +238,7 @@ fn writing_keeps_what_the_base_says_besides() {
     assert_eq!(ModelConfig::from_json(&written.to_string(), &["own_key".into()]), Ok(config));
 }
 
-/// Any JSON that is not too deep, with keys that matter more often than not.
+/// Generates JSON of limited depth, mostly with keys that the reader knows.
 fn any_json() -> impl Strategy<Value = Value> {
     let leaf = prop_oneof![
         Just(Value::Null),
@@ -273,9 +273,9 @@ fn any_key() -> impl Strategy<Value = String> {
 }
 
 proptest! {
-    /// What is believed is sane: later arithmetic on it stays inside 64 bits.
+    /// Accepted configurations are within the limits and read back equal.
     #[test]
-    fn any_values_are_read_or_refused(
+    fn arbitrary_values_are_read_or_refused(
         changes in prop::collection::vec((any_key(), any_json()), 0..6),
         model_type in prop::sample::select(vec!["llama", "mistral", "qwen2", "qwen3"]),
     ) {
@@ -289,7 +289,7 @@ proptest! {
     }
 
     #[test]
-    fn any_text_is_read_or_refused(at in 0usize..LLAMA_3_2_1B.len(), bytes in prop::collection::vec(any::<u8>(), 1..4)) {
+    fn arbitrary_text_is_read_or_refused(at in 0usize..LLAMA_3_2_1B.len(), bytes in prop::collection::vec(any::<u8>(), 1..4)) {
         let mut text = LLAMA_3_2_1B.as_bytes().to_vec();
         let end = (at + bytes.len()).min(text.len());
         text.splice(at..end, bytes);

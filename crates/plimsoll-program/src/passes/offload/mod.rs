@@ -1,154 +1,185 @@
-//! Offload: tensors that wait on the host while no op needs them.
+//! Offload: moves tensors to host memory and adds the copies that bring them to the device when an op needs them.
 //!
-//! What waits is given a *home* in the host's space. An op that computes on it finds it in a buffer on the device: a
-//! *ring* of a few slots that all layers share. It is copied in one unit of work ahead (a layer; in the update a
-//! piece of a tensor), and copied out as soon as it has been written, so that copies run while others compute. Work
-//! that needs no arithmetic of the device (fills, draws, casts between files and homes, rows of the embedding) is
-//! done by the host where the tensor is.
+//! - An offloaded tensor gets a *host tensor*. Ops of the device access it through a *staging ring*: a few buffers on
+//!   the device that all layers share.
+//! - The pass splits a Program into *work units*: a layer, or a piece of a tensor in the update. The copy into the ring
+//!   starts one unit ahead, and the copy back starts as soon as the unit has written. Copies overlap with compute.
+//! - The host itself runs ops without device arithmetic on host tensors: fills, random numbers, casts between files and
+//!   host tensors, and embedding rows.
+//! - If the host updates parameters ([`Offload::update`]), the directions are swapped: gradients come to the host and
+//!   new weights go back, through a ring in host memory.
 //!
-//! Where the host does the update of what waits there, it is the other way round: gradients come to it, new weights go
-//! back, through a ring on the host.
+//! Ops, numbers and the order of sums stay the same, so no bit changes. The one exception is the gradient of an
+//! offloaded embedding: the host adds its rows in the order of its own kernel. The update is elementwise: kernels that
+//! round alike give the same bits on host and device.
 //!
-//! The same ops run on the same numbers, and every sum is taken in the same order, so no bit changes; but for rows of
-//! the embedding's gradient, which the host adds up in the order of its own kernel. An update is element by element: it
-//! has the same bits wherever it is done by kernels that round alike.
+//! The pass unrolls the blocks that it changes, so that every operand has a fixed slot. Two kinds of blocks stay
+//! rolled: those that only move files, and those that process rows of the loss one after another.
 //!
-//! The pass unrolls the Programs that it changes: which slot of which tensor is where, is then plain. Blocks that only
-//! move files, or take rows of the loss after each other, stay as they are.
+//! | module | contents |
+//! |---|---|
+//! | `host_tensors` | which tensors and slots move, and where an operand then is |
+//! | `work_units` | which ops run together, on device or host, and which host regions they use |
+//! | `staging_rings` | the rings, with their fetches and write-backs |
+//! | `host_work` | the ops that the host runs |
 
-//!
-//! Here is the pass as a whole, and what takes a Program through it. What waits where is in `homes`, what is done together
-//! and by whom in `units`, what it passes through in `rings`, and the host's own work in `host`.
+mod host_tensors;
+mod host_work;
+mod staging_rings;
+mod work_units;
 
-mod homes;
-mod host;
-mod rings;
-mod units;
-
+use self::host_tensors::Offloader;
+use self::staging_rings::StagingRing;
+use self::work_units::{Executor, Region};
 use crate::formats::STATE_BLOCK;
+use crate::op::operands::{elements_mut, operands_mut};
 use crate::op::{Op, OpKind};
-use crate::operands::{elements_mut, operands_mut};
-use crate::passes::scratch::IN_FILE;
-use crate::program::{Block, Program, ProgramSet};
+use crate::passes::scratch_file::FILE_SUFFIX;
+use crate::program::{Block, Program, ProgramKind, ProgramSet};
 use crate::tensor::{Lifetime, Tensor, TensorId};
-use homes::Pass;
-use plimsoll_core::{Offload, WorkName};
-use rings::Ring;
+use plimsoll_core::{Offload, WorkKind};
 use std::collections::{HashMap, HashSet};
-use units::{By, Region};
+use std::ops::RangeInclusive;
 
-/// Elements of a piece of a tensor in the update, at least and at most: what is on its way at once is a few of them.
-const PIECE: std::ops::RangeInclusive<u64> = 1 << 20..=1 << 25;
-/// So many pieces are the largest matrix of a layer, within those limits.
-const PIECES: u64 = 4;
-/// Pieces begin at multiples of this, which is one of every block of a format.
-const PIECE_STEP: u64 = 1 << 12;
-/// A tensor smaller than the largest of its kind by this factor stays on the device: norms, biases, small adapters.
-const WORTH: u64 = 32;
+/// Limits on the elements of a piece of a tensor in the update. A few pieces are in flight at once.
+const PIECE_ELEMENTS: RangeInclusive<u64> = 1 << 20..=1 << 25;
+/// Pieces of the largest matrix of a layer, within [`PIECE_ELEMENTS`].
+const PIECES_PER_MATRIX: u64 = 4;
+/// Pieces start at multiples of this, which is a multiple of every quantization block.
+const PIECE_ALIGNMENT: u64 = 1 << 12;
+/// A tensor stays on the device if it is smaller than the largest of its category by this factor: norms, biases, small
+/// adapters.
+const SMALL_TENSOR_FACTOR: u64 = 32;
 
-/// The name of the part of a tensor that waits on the host begins with the tensor's, and ends so.
-pub(super) const HOME: &str = ".host";
+/// Suffix of the host tensor that holds some of a tensor's slots.
+pub(super) const HOST_SUFFIX: &str = ".host";
 
-/// For each tensor of a set, what it is a part of: the name of the tensor that it is where nothing waits, and which slot
-/// of that its first one is. So what waits can be found again in another plan, wherever it is there.
-pub fn origins(set: &ProgramSet) -> Vec<(&str, u32)> {
-    // Which part a tensor is: the file has the first slots, then comes the host's memory, then the device.
+/// The tensor and slot, in a plan without offload, that the first slot of a tensor corresponds to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TensorOrigin<'a> {
+    /// Name of the tensor in a plan without offload.
+    pub name: &'a str,
+    /// Slot of that tensor.
+    pub first_slot: u32,
+}
+
+/// Returns the origin of each tensor of a set.
+///
+/// Two plans may offload different slots of a tensor. Origins tell which slots hold the same values.
+pub fn tensor_origins(set: &ProgramSet) -> Vec<TensorOrigin<'_>> {
+    // A split tensor has its first slots in the scratch file (part 0), then in host memory (1), then on the device (2).
     let part = |tensor: &Tensor| match &tensor.name {
         _ if tensor.lifetime != Lifetime::Persistent => None,
-        name if name.ends_with(IN_FILE) => Some((name.len() - IN_FILE.len(), 0)),
-        name if name.ends_with(HOME) => Some((name.len() - HOME.len(), 1)),
+        name if name.ends_with(FILE_SUFFIX) => Some((name.len() - FILE_SUFFIX.len(), 0)),
+        name if name.ends_with(HOST_SUFFIX) => Some((name.len() - HOST_SUFFIX.len(), 1)),
         name => Some((name.len(), 2)),
     };
-    let mut before: HashMap<&str, [u32; 3]> = HashMap::new();
+    let mut slots_before: HashMap<&str, [u32; 3]> = HashMap::new();
     for tensor in &set.tensors {
-        if let Some((whole, part)) = part(tensor) {
-            before.entry(&tensor.name[..whole]).or_default().iter_mut().skip(part + 1).for_each(|n| *n += tensor.slots);
+        if let Some((length, part)) = part(tensor) {
+            let counts = slots_before.entry(&tensor.name[..length]).or_default();
+            counts.iter_mut().skip(part + 1).for_each(|count| *count += tensor.slots);
         }
     }
-    let of = set.tensors.iter().map(|tensor| match part(tensor) {
-        Some((whole, part)) => (&tensor.name[..whole], before[&tensor.name[..whole]][part]),
-        None => (&*tensor.name, 0),
+    let origins = set.tensors.iter().map(|tensor| match part(tensor) {
+        Some((length, part)) => {
+            let name = &tensor.name[..length];
+            TensorOrigin { name, first_slot: slots_before[name][part] }
+        }
+        None => TensorOrigin { name: &tensor.name, first_slot: 0 },
     });
-    of.collect()
+    origins.collect()
 }
 
-/// Gives what `offload` names its place on the host. `layers` is the model's; `one_micro_batch` says that a step has
-/// no more than one, so that gradients need not come back to be added to.
+/// Moves the tensors that `offload` names to the host.
+///
+/// `layers` is the layer count of the device. `one_micro_batch` says that a step has a single micro-batch: offloaded
+/// gradients then start from zero in the backward pass and need not be fetched.
 pub fn offload(set: ProgramSet, layers: u32, offload: &Offload, one_micro_batch: bool) -> ProgramSet {
-    offload_only(set, layers, offload, one_micro_batch, &|_| true)
+    offload_programs(set, layers, offload, one_micro_batch, &|_| true)
 }
 
-/// The same for some of the Programs; the others are left out. For a search, which need not write them all down anew.
-pub fn offload_only(
+/// Applies [`offload`] and keeps only the Programs for which `wanted` is true. The planner's search uses it to rewrite
+/// no more than it prices.
+pub fn offload_programs(
     set: ProgramSet,
     layers: u32,
     offload: &Offload,
     one_micro_batch: bool,
     wanted: &dyn Fn(&Program) -> bool,
 ) -> ProgramSet {
-    let (homes, staging, begun) = (HashMap::new(), HashMap::new(), HashSet::new());
-    let mut pass = Pass { set, homes, staging, begun, piece: 0, host_updates: offload.update };
+    let mut offloader = Offloader::new(set, offload.update);
     if !offload.is_nothing() {
-        pass.piece = pass.piece_of(layers);
-        pass.move_homes(layers, offload);
-        pass.move_inputs();
-        pass.drop_scratch();
+        offloader.set_piece_elements(layers);
+        offloader.place_on_host(layers, offload);
+        offloader.move_inputs_to_host();
+        offloader.drop_device_workspaces();
     }
     if one_micro_batch {
-        pass.begin_in_backward();
+        offloader.zero_gradients_in_backward();
     }
-    pass.keep(wanted);
-    for number in 0..pass.set.programs.len() {
-        if pass.set.programs[number].trace().any(|(op, _)| pass.moves(op)) {
-            pass.set.programs[number].blocks = Rewrite::program(&mut pass, number);
+    offloader.retain_programs(wanted);
+    for number in 0..offloader.set.programs.len() {
+        if offloader.set.programs[number].trace().any(|(op, _)| offloader.touches_host(op)) {
+            offloader.set.programs[number].blocks = ProgramRewriter::rewrite(&mut offloader, number);
         }
     }
-    pass.set
+    offloader.set
 }
 
-/// One Program on its way to its new form.
-struct Rewrite<'a> {
-    pass: &'a mut Pass,
-    program: String,
-    work: WorkName,
-    /// By the names of their buffers.
-    rings: Vec<Ring>,
-    /// The ring in which what has its home in a tensor stands.
+/// The state of the pass while it rewrites one Program.
+struct ProgramRewriter<'a> {
+    offloader: &'a mut Offloader,
+    program: ProgramKind,
+    work: WorkKind,
+    /// Staging rings, ordered by name.
+    rings: Vec<StagingRing>,
+    /// Index of the ring through which each offloaded tensor passes.
     ring_of: HashMap<TensorId, usize>,
-    /// What the device has, and the host a fresh copy of.
-    copies: HashMap<Region, TensorId>,
-    /// Gradients that have been begun.
-    begun: HashSet<Region>,
+    /// Device regions of which the host holds a current copy.
+    host_copies: HashMap<Region, TensorId>,
+    /// Gradient regions that the backward pass has zeroed in a ring.
+    zeroed: HashSet<Region>,
+    /// Sequence number of the last copy.
     sequence: u64,
-    /// What is written down already, and the ops after that.
+    /// Finished blocks.
     blocks: Vec<Block>,
+    /// Ops of the block in the making.
     ops: Vec<Op>,
 }
 
-impl Rewrite<'_> {
-    /// The blocks of a Program in their new form.
-    fn program(pass: &mut Pass, number: usize) -> Vec<Block> {
-        let Program { name, work, .. } = &pass.set.programs[number];
-        let (program, work) = (name.clone(), *work);
-        let (rings, ring_of, copies) = (Vec::new(), HashMap::new(), HashMap::new());
-        let (begun, blocks, ops) = (HashSet::new(), Vec::new(), Vec::new());
-        let mut rewrite = Rewrite { pass, program, work, rings, ring_of, copies, begun, sequence: 0, blocks, ops };
-        let units = rewrite.units(number);
-        rewrite.make_rings(&units);
+impl ProgramRewriter<'_> {
+    /// Returns the new blocks of a Program.
+    fn rewrite(offloader: &mut Offloader, number: usize) -> Vec<Block> {
+        let Program { kind: program, work, .. } = offloader.set.programs[number];
+        let mut rewriter = ProgramRewriter {
+            offloader,
+            program,
+            work,
+            rings: Vec::new(),
+            ring_of: HashMap::new(),
+            host_copies: HashMap::new(),
+            zeroed: HashSet::new(),
+            sequence: 0,
+            blocks: Vec::new(),
+            ops: Vec::new(),
+        };
+        let units = rewriter.work_units(number);
+        rewriter.create_rings(&units);
         for at in 0..units.len() {
-            match units[at].by {
-                By::Host => rewrite.by_host(&units[at]),
-                By::Device | By::HostUpdate => rewrite.with_rings(&units, at),
+            match units[at].executor {
+                Executor::Host => rewriter.rewrite_host_unit(&units[at]),
+                Executor::Device | Executor::HostUpdate => rewriter.rewrite_unit(&units, at),
             }
             if at + 1 == units.len() {
-                rewrite.await_all();
+                rewriter.evict_all();
             }
-            rewrite.flush(&units[at].name);
+            rewriter.flush(&units[at].name);
         }
-        rewrite.blocks
+        rewriter.blocks
     }
 
-    /// Writes down the ops that stand there.
+    /// Closes the block in the making.
     fn flush(&mut self, name: &str) {
         if !self.ops.is_empty() {
             self.blocks.push(Block::once(name, std::mem::take(&mut self.ops)));
@@ -156,8 +187,8 @@ impl Rewrite<'_> {
     }
 }
 
-/// The elements of an op that works element by element.
-pub(super) fn by_element(op: &Op) -> Option<u64> {
+/// Returns the element count of an elementwise op that a pass may split into pieces.
+pub(super) fn elementwise_count(op: &Op) -> Option<u64> {
     match op.kind {
         OpKind::AdamW { elements, .. }
         | OpKind::AdamW8 { elements, .. }
@@ -170,21 +201,22 @@ pub(super) fn by_element(op: &Op) -> Option<u64> {
     }
 }
 
-/// The same op on `count` of its `whole` elements, from `first` on, which is one of every block of a format.
-pub(super) fn part_of(op: &Op, whole: u64, first: u64, count: u64, elements_of: &dyn Fn(TensorId) -> u64) -> Op {
+/// Returns an elementwise op on `count` of its `total` elements, starting at `first`, a multiple of every quantization
+/// block.
+pub(super) fn slice_of(op: &Op, total: u64, first: u64, count: u64, elements_of: &dyn Fn(TensorId) -> u64) -> Op {
     let (accesses, mut op) = (op.accesses(elements_of), op.clone());
     for operand in operands_mut(&mut op.kind) {
-        let access = accesses.iter().find(|access| access.operand == *operand).expect("every operand is touched");
-        // Beside what has an element for each, there are scales of blocks, and scalars.
+        let access = accesses.iter().find(|access| access.operand == *operand).expect("an op accesses all operands");
+        // Operands have one element per element, or one scale per block, or are scalars.
         operand.offset.base += match access.elements {
-            elements if elements == whole => first as i64,
-            elements if elements == whole.div_ceil(STATE_BLOCK) => (first / STATE_BLOCK) as i64,
+            elements if elements == total => first as i64,
+            elements if elements == total.div_ceil(STATE_BLOCK) => (first / STATE_BLOCK) as i64,
             _ => 0,
         };
     }
     if let OpKind::InitNormal { first: number, .. } | OpKind::InitUniform { first: number, .. } = &mut op.kind {
         number.base += first as i64;
     }
-    *elements_mut(&mut op.kind).expect("it works element by element") = count;
+    *elements_mut(&mut op.kind).expect("an elementwise op has an element count") = count;
     op
 }

@@ -1,312 +1,337 @@
-//! A device beside the team: one that is left out of the steps evaluates what the others train, on a thread of its own. It has
-//! an arena for weights and the activations of an evaluation under its own load line, is handed the weights as the team saves
-//! them (`handover`), and is missed like the others where it is silent. When it is asked, and what becomes of the answer, is
-//! in `evaluation`.
+//! Evaluator: a device outside the team that evaluates on a thread of its own.
+//!
+//! It has an arena for the weights and the activations of an evaluation, under its own load line. It receives the
+//! weights while the team saves them ([`WeightTransfer`]), and its heartbeat is monitored like that of a worker. The
+//! parent module decides when it evaluates and handles its results.
 
-use super::handover::{Handover, Stand, Taking};
-use super::{Cut, evaluate};
-use crate::config::RunFile;
+use super::weight_transfer::{TransferState, WeightReceiver, WeightTransfer};
+use super::{EvaluationSlice, evaluate};
 use crate::data::Dataset;
-use crate::fault_injection::{Asked, Rehearsal};
-use crate::planning::prepare::{Part, load_weights};
+use crate::fault_injection::{FaultInjection, PendingFault};
+use crate::planning::prepare::WorkerAssignment;
 use crate::resolve::Resolved;
-use crate::session::engine::{Engine, Evaluated};
-use crate::session::pace::quantile;
-use crate::session::trouble::Trouble;
-use crate::team::heartbeat::{Heart, Pulse, Watch, silent};
-use crate::team::open::{Opened, open_part};
+use crate::resolve::RunRequest;
+use crate::session::engine::{Engine, EvaluationSums};
+use crate::session::failure::DeviceFailure;
+use crate::session::step_times::quantile;
+use crate::session::tensor_files::load_weights;
+use crate::team::heartbeat::{HeartbeatMonitor, HeartbeatSender, Liveness, timeout_message};
+use crate::team::open::{OpenedDevice, open_assignment};
 use plimsoll_core::{
-    Bytes, DeviceMemory, DevicePlan, DeviceSpec, Evaluates, EvaluatorResult, Failure, MeasuredBy, Recipe, Space,
+    Bytes, DeviceMemory, DevicePlan, DeviceSpec, EvaluatorPlan, EvaluatorResult, Failure, MeasuredBy, Recipe, Space,
 };
+use plimsoll_program::ProgramKind;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Refusals of an evaluation, or of the weights that are never trained, after which it is given up.
-const TRIES: usize = 6;
-/// How often who waits looks whether the device is still there.
-const LOOK: Duration = Duration::from_millis(50);
+/// Out-of-memory errors of one piece of work after which the evaluator is given up.
+const MAX_REFUSALS: usize = 6;
+/// Interval at which a waiting thread checks that the device is alive.
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// What it is asked for.
-struct Order {
+/// Request to evaluate.
+struct EvaluationRequest {
     number: u64,
     step: u64,
-    cuts: Vec<Cut>,
-    weights: Arc<Handover>,
+    slices: Vec<EvaluationSlice>,
+    weights: Arc<WeightTransfer>,
 }
 
-/// What it says.
-pub struct Found {
-    /// The step whose weights they were.
+/// Report of an evaluation.
+pub struct EvaluationReport {
+    /// Step of the evaluated weights.
     pub step: u64,
-    /// What the rows come to, or why there is no answer.
-    pub sum: Result<Evaluated, Trouble>,
-    /// How long it took, measured.
+    /// Sums over all rows, or the failure.
+    pub sum: Result<EvaluationSums, DeviceFailure>,
+    /// Measured seconds of the evaluation.
     pub seconds: f64,
-    /// What it refused on the way.
+    /// Out-of-memory errors that were resolved by trying again.
     pub refused: Vec<String>,
 }
 
-/// A device beside the team.
+/// Handle of an evaluator and its thread.
 pub struct Evaluator {
     device: DeviceSpec,
     plan: DevicePlan,
-    evaluates: Evaluates,
-    orders: Sender<Order>,
-    /// What the weights that are never trained came to, and then what it finds.
-    ready: Receiver<Result<Vec<String>, Trouble>>,
-    found: Receiver<(u64, Found)>,
-    /// Its end.
-    ends: Receiver<Engine>,
-    heart: Option<Heart>,
-    _watch: Option<Watch>,
-    silence: Duration,
-    /// Bytes of arenas in this process's memory.
-    arenas: Bytes,
-    /// The number of the last order, and the step of the one that is under way.
+    evaluator_plan: EvaluatorPlan,
+    requests: Sender<EvaluationRequest>,
+    /// Channel with the result of loading frozen weights; [`Evaluator::wait_until_ready`] reads it.
+    ready: Receiver<Result<Vec<String>, DeviceFailure>>,
+    reports: Receiver<(u64, EvaluationReport)>,
+    /// Channel that returns the engine when the thread ends.
+    finished: Receiver<Engine>,
+    heartbeat: Option<HeartbeatSender>,
+    _monitor: Option<HeartbeatMonitor>,
+    heartbeat_timeout: Duration,
+    /// Bytes of the evaluator's arenas in this process.
+    arena_bytes_in_process: Bytes,
+    /// Number of the last request.
     number: u64,
+    /// Step of the evaluation in progress.
     pending: Option<u64>,
-    /// Measured seconds of each evaluation, and of each handing over.
-    seconds: Vec<f64>,
-    given: Vec<f64>,
+    timings: EvaluatorTimings,
+}
+
+/// Measured durations of an evaluator.
+#[derive(Clone, Default)]
+pub struct EvaluatorTimings {
+    /// Seconds of each evaluation.
+    evaluation_seconds: Vec<f64>,
+    /// Seconds of each weight transfer.
+    transfer_seconds: Vec<f64>,
 }
 
 impl Evaluator {
-    /// Opens a device with what it is to do; weights that are never trained are on their way to it then, see
-    /// [`Evaluator::is_ready`]. After `silence` without a sign of life it is lost.
+    /// Opens the device and starts its thread, which begins to load the frozen weights, see
+    /// [`Evaluator::wait_until_ready`].
     ///
     /// # Errors
-    /// What the device refuses.
+    /// The device cannot be opened.
     pub fn open(
-        run: &RunFile,
+        run: &RunRequest,
         resolved: &Resolved,
-        (part, evaluates): (Part, Evaluates),
+        part: WorkerAssignment,
+        evaluator_plan: EvaluatorPlan,
         data: Arc<Dataset>,
-        (asked, rank): (&[Arc<Asked>], u64),
-    ) -> Result<Evaluator, Trouble> {
-        let silence = Duration::from_secs_f64(run.run.heartbeat_seconds);
-        let Opened { part, mut engine, plan, heart, watch, .. } = open_part(run, resolved, part, asked, true)?;
-        let (device, pulse) = (part.device, heart.as_ref().map(Heart::pulse));
-        engine.rehearse(Rehearsal::new(asked, run.train.seed, rank, &device.name, pulse));
+        faults: &[Arc<PendingFault>],
+        rank: u64,
+    ) -> Result<Evaluator, DeviceFailure> {
+        let heartbeat_timeout = Duration::from_secs_f64(run.run.heartbeat_seconds);
+        let OpenedDevice { assignment: part, mut engine, plan, heartbeat, monitor, .. } =
+            open_assignment(run, resolved, part, faults, true)?;
+        let (device, liveness) = (part.device, heartbeat.as_ref().map(HeartbeatSender::liveness));
+        engine.inject_faults(FaultInjection::new(faults, run.train.seed, rank, &device.name, liveness));
         let memory = engine.device().memory();
         let on_device = if device.in_process() { memory.bytes(Space::Device) } else { Bytes::ZERO };
-        let on_host = if device.host().is_none() { memory.bytes(Space::Host) } else { Bytes::ZERO };
-        let arenas = on_device + on_host;
-        let ((orders, asked), (says, found)) = (channel(), channel());
-        let ((readies, ready), (end, ends)) = (channel(), channel());
+        let on_host = if device.remote_host().is_none() { memory.bytes(Space::Host) } else { Bytes::ZERO };
+        let arena_bytes_in_process = on_device + on_host;
+        let ((requests, incoming), (report_sender, reports)) = (channel(), channel());
+        let ((ready_sender, ready), (engine_sender, finished)) = (channel(), channel());
         let (run, model) = (run.clone(), Arc::clone(&resolved.model));
-        let works = move || {
-            let loaded = insist(|| load_weights(&mut engine, &model, &run)).map(|((), refused)| refused);
-            if readies.send(loaded).is_ok() {
-                work(&mut engine, &data, &asked, &says);
+        let thread_main = move || {
+            let loaded = retry_refused(|| load_weights(&mut engine, &model, &run)).map(|((), refused)| refused);
+            if ready_sender.send(loaded).is_ok() {
+                serve_requests(&mut engine, &data, &incoming, &report_sender);
             }
-            // Nobody waits for one that was missed.
-            let _ = end.send(engine);
+            // The receiver is gone if the device missed its heartbeats.
+            let _ = engine_sender.send(engine);
         };
-        let thread = thread::Builder::new().name(format!("plimsoll-evaluates-{}", device.name)).spawn(works);
-        thread.map_err(|error| Failure::input(format!("the system refuses a thread: {error}")))?;
+        let thread = thread::Builder::new().name(format!("plimsoll-evaluates-{}", device.name)).spawn(thread_main);
+        thread.map_err(|error| Failure::input(format!("cannot start a thread for the evaluator: {error}")))?;
         Ok(Evaluator {
             device,
             plan: plan.devices[0].clone(),
-            evaluates,
-            orders,
+            evaluator_plan,
+            requests,
             ready,
-            found,
-            ends,
-            heart,
-            _watch: watch,
-            silence,
-            arenas,
+            reports,
+            finished,
+            heartbeat,
+            _monitor: monitor,
+            heartbeat_timeout,
+            arena_bytes_in_process,
             number: 0,
             pending: None,
-            seconds: Vec::new(),
-            given: Vec::new(),
+            timings: EvaluatorTimings::default(),
         })
     }
 
-    /// Its name.
+    /// Returns the name of the device.
     pub fn name(&self) -> &str {
         &self.device.name
     }
 
-    /// What it is, with its load line.
+    /// Returns the device with its load line.
     pub fn device(&self) -> &DeviceSpec {
         &self.device
     }
 
-    /// Its one recipe.
+    /// Returns the recipe of the evaluation.
     pub fn recipe(&self) -> &Recipe {
-        &self.evaluates.recipe
+        &self.evaluator_plan.recipe
     }
 
-    /// Under another load line it goes on as it does.
-    pub fn goes_by(&mut self, device: DeviceSpec, evaluates: &Evaluates) {
-        (self.device, self.plan, self.evaluates) = (device, evaluates.device.clone(), evaluates.clone());
+    /// Sets a plan with another load line and the same recipe.
+    pub fn set_plan(&mut self, device: DeviceSpec, evaluator_plan: &EvaluatorPlan) {
+        (self.device, self.plan, self.evaluator_plan) = (device, evaluator_plan.device.clone(), evaluator_plan.clone());
     }
 
-    /// Measured seconds of each evaluation, and of each handing over.
-    pub fn measured(&self) -> (Vec<f64>, Vec<f64>) {
-        (self.seconds.clone(), self.given.clone())
+    /// Returns the measured seconds of all evaluations and of all weight transfers.
+    pub fn timings(&self) -> EvaluatorTimings {
+        self.timings.clone()
     }
 
-    /// The same device, opened anew, goes on from what was measured of it.
-    pub fn goes_on_from(&mut self, measured: (Vec<f64>, Vec<f64>)) {
-        (self.seconds, self.given) = measured;
+    /// Takes over the measurements of the same device before it was reopened.
+    pub fn carry_over_timings(&mut self, timings: EvaluatorTimings) {
+        self.timings = timings;
     }
 
-    /// Bytes of its arenas in this process's memory.
-    pub fn arenas(&self) -> Bytes {
-        self.arenas
+    /// Returns the bytes of its arenas in this process.
+    pub fn arena_bytes_in_process(&self) -> Bytes {
+        self.arena_bytes_in_process
     }
 
-    /// The bytes of its arena on the device.
+    /// Returns the bytes of its arena on the device.
     pub fn arena_bytes(&self) -> Bytes {
         self.plan.arena_bytes
     }
 
-    /// Whether the team would take longer, where it has nothing else to do meanwhile: predicted.
-    pub fn is_faster(&self) -> bool {
-        self.evaluates.saves(0.0) > 0.0
+    /// Whether evaluating on this device is predicted to be faster than on the idle team.
+    pub fn is_faster_than_team(&self) -> bool {
+        self.evaluator_plan.saved_seconds(0.0) > 0.0
     }
 
-    /// Waits until it has the weights that are never trained, and says what it refused on the way.
+    /// Waits until the frozen weights are loaded. Returns the out-of-memory errors that were resolved.
     ///
     /// # Errors
-    /// Why it cannot have them.
-    pub fn is_ready(&self) -> Result<Vec<String>, Trouble> {
-        self.said(&self.ready).unwrap_or_else(|| Err(self.lost()))
+    /// The weights cannot be loaded.
+    pub fn wait_until_ready(&self) -> Result<Vec<String>, DeviceFailure> {
+        self.receive(&self.ready).unwrap_or_else(|| Err(self.loss()))
     }
 
-    /// What its thread says next; nothing where it is missed, or gone.
-    fn said<T>(&self, of: &Receiver<T>) -> Option<T> {
+    /// Receives the next message of the thread; none if the device is lost.
+    fn receive<T>(&self, channel: &Receiver<T>) -> Option<T> {
         loop {
-            match of.recv_timeout(LOOK) {
-                Ok(said) => return Some(said),
+            match channel.recv_timeout(POLL_INTERVAL) {
+                Ok(message) => return Some(message),
                 Err(RecvTimeoutError::Timeout) if !self.is_missed() => {}
                 Err(_) => return None,
             }
         }
     }
 
+    /// Whether the device missed its heartbeats.
     fn is_missed(&self) -> bool {
-        self.pulse().is_some_and(|pulse| pulse.is_lost())
+        self.liveness().is_some_and(|liveness| liveness.is_lost())
     }
 
-    /// Why nothing comes of it any more.
-    fn lost(&self) -> Trouble {
+    /// Describes the loss of the device.
+    fn loss(&self) -> DeviceFailure {
         let name = &self.device.name;
-        let why = if self.is_missed() { silent(name, self.silence) } else { format!("a fault of {name}'s own") };
-        Trouble::Lost { rank: 0, why }
+        let reason = if self.is_missed() {
+            timeout_message(name, self.heartbeat_timeout)
+        } else {
+            format!("the thread of {name} ended unexpectedly")
+        };
+        DeviceFailure::Lost { rank: 0, reason }
     }
 
-    /// Begins an evaluation of these rows after a step; the weights are to be given.
-    pub fn begin(&mut self, step: u64, cuts: Vec<Cut>) -> Arc<Handover> {
-        let weights = Handover::new(self.pulse());
+    /// Requests an evaluation of these slices after a step. The caller sends the weights through the returned transfer.
+    pub fn begin(&mut self, step: u64, slices: Vec<EvaluationSlice>) -> Arc<WeightTransfer> {
+        let weights = WeightTransfer::new(self.liveness());
         self.number += 1;
-        let order = Order { number: self.number, step, cuts, weights: Arc::clone(&weights) };
+        let request = EvaluationRequest { number: self.number, step, slices, weights: Arc::clone(&weights) };
         self.pending = Some(step);
-        if self.orders.send(order).is_err() {
-            // Its thread is gone: whoever waits for it is told so.
-            weights.end(Stand::Refused);
+        if self.requests.send(request).is_err() {
+            // The thread has ended: tell the sender of the weights.
+            weights.finish(TransferState::ReceiverFailed);
         }
         weights
     }
 
-    /// Whether the evaluation after this step is under way.
-    pub fn is_at(&self, step: u64) -> bool {
+    /// Whether the evaluation after this step is in progress.
+    pub fn is_evaluating(&self, step: u64) -> bool {
         self.pending == Some(step)
     }
 
-    /// What is under way is needed no more.
-    pub fn forget(&mut self) {
+    /// Drops the evaluation in progress.
+    pub fn cancel(&mut self) {
         self.pending = None;
     }
 
-    /// The same of what is about a step after this one.
-    pub fn forget_after(&mut self, step: u64) {
-        self.pending = self.pending.filter(|of| *of <= step);
+    /// Drops the evaluation in progress if it belongs to a later step.
+    pub fn cancel_after(&mut self, step: u64) {
+        self.pending = self.pending.filter(|pending| *pending <= step);
     }
 
-    /// It was given the weights, which took so long.
-    pub fn was_given(&mut self, seconds: f64) {
-        self.given.push(seconds);
+    /// Records the seconds of a weight transfer.
+    pub fn record_transfer(&mut self, seconds: f64) {
+        self.timings.transfer_seconds.push(seconds);
     }
 
-    /// What it has found, if it is ready; none where nothing is under way.
-    pub fn ready(&mut self) -> Option<Found> {
+    /// Returns the report if the evaluation in progress is done.
+    pub fn poll(&mut self) -> Option<EvaluationReport> {
         self.pending?;
-        self.next(Duration::ZERO)
+        self.receive_report(Duration::ZERO)
     }
 
-    /// What it finds, when it is ready; none where nothing is under way.
-    pub fn wait(&mut self) -> Option<Found> {
+    /// Waits for the report of the evaluation in progress; none if there is none.
+    pub fn wait(&mut self) -> Option<EvaluationReport> {
         while self.pending.is_some() {
-            let found = self.next(LOOK);
-            if found.is_some() {
-                return found;
+            let report = self.receive_report(POLL_INTERVAL);
+            if report.is_some() {
+                return report;
             }
         }
         None
     }
 
-    fn next(&mut self, patience: Duration) -> Option<Found> {
+    /// Waits up to `timeout` for a report; a lost device reports its loss.
+    fn receive_report(&mut self, timeout: Duration) -> Option<EvaluationReport> {
         let step = self.pending?;
-        let lost = |evaluator: &Evaluator| {
-            let sum = Err(evaluator.lost());
-            Found { step, sum, seconds: 0.0, refused: vec![] }
+        let loss = |evaluator: &Evaluator| {
+            let sum = Err(evaluator.loss());
+            EvaluationReport { step, sum, seconds: 0.0, refused: vec![] }
         };
         if self.is_missed() {
             self.pending = None;
-            return Some(lost(self));
+            return Some(loss(self));
         }
-        let found = match self.found.recv_timeout(patience) {
-            // Of an order that was taken back.
-            Ok((number, Found { sum: Ok(_) | Err(Trouble::Refused { .. }), .. })) if number != self.number => None,
-            Ok((_, found)) => Some(found),
+        let report = match self.reports.recv_timeout(timeout) {
+            // A report of a cancelled request.
+            Ok((number, EvaluationReport { sum: Ok(_) | Err(DeviceFailure::OutOfMemory { .. }), .. }))
+                if number != self.number =>
+            {
+                None
+            }
+            Ok((_, report)) => Some(report),
             Err(RecvTimeoutError::Timeout) => None,
-            Err(RecvTimeoutError::Disconnected) => Some(lost(self)),
+            Err(RecvTimeoutError::Disconnected) => Some(loss(self)),
         }?;
         self.pending = None;
-        if found.sum.is_ok() {
-            self.seconds.push(found.seconds);
+        if report.sum.is_ok() {
+            self.timings.evaluation_seconds.push(report.seconds);
         }
-        Some(found)
+        Some(report)
     }
 
-    fn pulse(&self) -> Option<Arc<Pulse>> {
-        self.heart.as_ref().map(Heart::pulse)
+    fn liveness(&self) -> Option<Arc<Liveness>> {
+        self.heartbeat.as_ref().map(HeartbeatSender::liveness)
     }
 
-    /// What it did; nothing where it made no evaluation.
+    /// Returns the result of the evaluator; none if it made no evaluation.
     pub fn result(&self) -> Option<EvaluatorResult> {
-        let Evaluates { seconds, hand_over_seconds, recipe, .. } = &self.evaluates;
-        (!self.seconds.is_empty()).then(|| EvaluatorResult {
+        let EvaluatorPlan { seconds, weight_transfer_seconds, recipe, .. } = &self.evaluator_plan;
+        let timings = &self.timings;
+        (!timings.evaluation_seconds.is_empty()).then(|| EvaluatorResult {
             device: self.device.name.clone(),
             simulated: self.device.simulated(),
             recipe: recipe.clone(),
-            evaluations: self.seconds.len() as u64,
-            seconds: quantile(&self.seconds, 0.5),
+            evaluations: timings.evaluation_seconds.len() as u64,
+            seconds: quantile(&timings.evaluation_seconds, 0.5),
             predicted_seconds: *seconds,
-            hand_over_seconds: quantile(&self.given, 0.5),
-            predicted_hand_over_seconds: *hand_over_seconds,
+            weight_transfer_seconds: quantile(&timings.transfer_seconds, 0.5),
+            predicted_weight_transfer_seconds: *weight_transfer_seconds,
         })
     }
 
-    /// Gives back all that it holds, if it can be asked to.
-    pub fn leave(self) -> bool {
-        self.ended().is_some()
+    /// Closes the device and frees its memory. Returns whether the device responded.
+    pub fn shut_down(self) -> bool {
+        self.take_engine().is_some()
     }
 
-    /// What it held, beside what was planned; `held` is what this process held with it at most, without the others' arenas.
+    /// Closes the device and reports its memory. `held` is the measured peak of this process without the arenas of the
+    /// team.
     pub fn memory(self, held: Option<Bytes>) -> Option<DeviceMemory> {
         let plan = self.plan.clone();
-        let mut engine = self.ended()?;
-        // A process elsewhere says it with its room.
+        let mut engine = self.take_engine()?;
+        // A remote process sends its measured peak with this reply.
         let _ = engine.memory();
-        let measured = match (engine.gpu(), engine.far()) {
-            (Some(gpu), _) => gpu.measured(),
-            (None, Some(connection)) => connection.measured(),
+        let measured = match (engine.gpu(), engine.connection()) {
+            (Some(gpu), _) => gpu.measured_bytes(),
+            (None, Some(connection)) => connection.measured_memory(),
             (None, None) => held.map(|held| (held, MeasuredBy::Process)),
         };
         Some(DeviceMemory {
@@ -321,69 +346,82 @@ impl Evaluator {
         })
     }
 
-    /// The end of its thread; who is silent, or is still at work, is not waited for.
-    fn ended(mut self) -> Option<Engine> {
-        let orders = std::mem::replace(&mut self.orders, channel().0);
+    /// Ends the thread and returns its engine. Does not wait for a device that is lost or still at work.
+    fn take_engine(mut self) -> Option<Engine> {
+        let requests = std::mem::replace(&mut self.requests, channel().0);
         if self.is_missed() || self.pending.is_some() {
-            // It keeps what it holds: nobody knows when it would give that back.
-            std::mem::forget(orders);
+            // The thread must not end: freeing its memory could block at any time.
+            std::mem::forget(requests);
             return None;
         }
-        drop(orders);
-        self.said(&self.ends)
+        drop(requests);
+        self.receive(&self.finished)
     }
 }
 
-/// What its thread does, until nobody can ask for anything more.
-fn work(engine: &mut Engine, data: &Dataset, orders: &Receiver<Order>, says: &Sender<(u64, Found)>) {
-    for Order { number, step, cuts, weights } in orders {
-        engine.at_step(step);
-        let mut taking = Taking(&weights);
-        let taken = engine.move_files("renew", &mut taking);
-        weights.end(if taken.is_ok() { Stand::Taken } else { Stand::Refused });
-        drop(taking);
-        if weights.settled() == Stand::Dropped {
+/// Loop of the evaluator thread: receives weights, evaluates, reports. Ends when the handle is dropped.
+fn serve_requests(
+    engine: &mut Engine,
+    data: &Dataset,
+    requests: &Receiver<EvaluationRequest>,
+    report_sender: &Sender<(u64, EvaluationReport)>,
+) {
+    for EvaluationRequest { number, step, slices, weights } in requests {
+        engine.begin_step(step);
+        let mut receiver = WeightReceiver(&weights);
+        let received = engine.move_files(ProgramKind::ReloadWeights, &mut receiver);
+        weights.finish(if received.is_ok() { TransferState::Received } else { TransferState::ReceiverFailed });
+        drop(receiver);
+        if weights.wait_until_done() == TransferState::SenderFailed {
             continue;
         }
         let start = Instant::now();
-        let found = match taken {
-            Err(error) => Err(Trouble::from(error)),
-            Ok(()) => insist(|| of_all(engine, data, &cuts)),
+        let result = match received {
+            Err(error) => Err(DeviceFailure::from(error)),
+            Ok(()) => retry_refused(|| evaluate_slices(engine, data, &slices)),
         };
-        let (sum, refused) = match found {
+        let (sum, refused) = match result {
             Ok((sum, refused)) => (Ok(sum), refused),
-            Err(trouble) => (Err(trouble), vec![]),
+            Err(failure) => (Err(failure), vec![]),
         };
         let seconds = start.elapsed().as_secs_f64();
-        if says.send((number, Found { step, sum, seconds, refused })).is_err() {
+        if report_sender.send((number, EvaluationReport { step, sum, seconds, refused })).is_err() {
             break;
         }
     }
 }
 
-/// Does some work as it is until the device refuses it no more, and gives what it refused on the way.
+/// Runs `work` until it succeeds, at most [`MAX_REFUSALS`] times after out-of-memory errors. Returns the result and
+/// these errors.
 ///
 /// # Errors
-/// What else happens to it; it is of no use where it refuses for ever.
-fn insist<T>(mut work: impl FnMut() -> Result<T, Trouble>) -> Result<(T, Vec<String>), Trouble> {
+/// Any other failure, or too many out-of-memory errors, which count as the loss of the device.
+fn retry_refused<T>(mut work: impl FnMut() -> Result<T, DeviceFailure>) -> Result<(T, Vec<String>), DeviceFailure> {
     let mut refused = Vec::new();
     loop {
         match work() {
             Ok(done) => return Ok((done, refused)),
-            Err(Trouble::Refused { error, .. }) if refused.len() < TRIES => refused.push(error.to_string()),
-            Err(Trouble::Refused { error, .. }) => {
-                let why = format!("{error}; {TRIES} tries made no progress");
-                return Err(Trouble::Lost { rank: 0, why });
+            Err(DeviceFailure::OutOfMemory { error, .. }) if refused.len() < MAX_REFUSALS => {
+                refused.push(error.to_string())
+            }
+            Err(DeviceFailure::OutOfMemory { error, .. }) => {
+                let reason = format!("{error}; {MAX_REFUSALS} tries made no progress");
+                return Err(DeviceFailure::Lost { rank: 0, reason });
             }
             Err(other) => return Err(other),
         }
     }
 }
 
-fn of_all(engine: &mut Engine, data: &Dataset, cuts: &[Cut]) -> Result<Evaluated, Trouble> {
-    let mut sum = Evaluated::default();
-    for cut in cuts {
-        sum.add(evaluate(engine, data, cut, 0)?);
+/// Evaluates all slices and adds up their sums.
+fn evaluate_slices(
+    engine: &mut Engine,
+    data: &Dataset,
+    slices: &[EvaluationSlice],
+) -> Result<EvaluationSums, DeviceFailure> {
+    let mut sum = EvaluationSums::default();
+    for slice in slices {
+        sum.add(evaluate(engine, data, slice, 0)?);
     }
     Ok(sum)
 }

@@ -1,21 +1,23 @@
-//! `plimsoll sweep`: several runs on one set of devices, packed by bytes. Every run is a process of this program with a
-//! folder of its own, under a load line of its own. Here is the order of things; `places` knows devices and what workers
-//! are given of them, `folder` what lies on the disk, `worker` a process.
+//! `plimsoll sweep`: trains several runs on the same devices, packed by bytes.
+//!
+//! Every run is a process of this program with its own folder and its own load line. This module starts, restarts and
+//! ends the runs. `devices` holds the devices and the share of each worker, `folder` the files on disk, `worker` a
+//! process. `plimsoll_plan::sweep` decides which run starts where and when.
 
+mod devices;
 mod folder;
-mod places;
 mod worker;
 
-use super::ray::{kept, reached};
+use super::ray::{reserve_devices, with_remote_devices};
 use crate::args::SweepArgs;
-use crate::{say, signals};
-use folder::{Folder, Known};
-use places::{Needs, Places};
-use plimsoll_core::{Bytes, Exit, Failure, RunStatus, SweepReport, SweepState, counted};
-use plimsoll_plan::sweep::{Job, Sweep, bound, makespan, simulate};
-use plimsoll_train::config::{MemorySection, RunFile};
-use plimsoll_train::planning::demand::{MORE_BYTES, demand, run_seconds};
-use plimsoll_train::resolve::disturbed;
+use crate::{output, signals};
+use devices::{RunDemands, SharedDevices};
+use folder::{OpenedSweep, RunProgress, SweepFolder};
+use plimsoll_core::{Bytes, Exit, Failure, RunStatus, SweepReport, SweepState, format_count};
+use plimsoll_plan::sweep::{Job, SweepScheduler, makespan, makespan_lower_bound, simulate};
+use plimsoll_train::config::{MemorySection, RunConfig};
+use plimsoll_train::planning::demand::{DEMAND_INCREMENT, demand, run_seconds};
+use plimsoll_train::resolve::contention_note;
 use plimsoll_watch::sweep::{ended, planning, started, table};
 use plimsoll_watch::text::shell_word;
 use signals::StopFlag;
@@ -23,327 +25,335 @@ use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
-use worker::{Ended, Start, Worker};
+use worker::{Worker, WorkerExit, WorkerStart};
 
-/// This very program, also after its file has been replaced by a newer one.
+/// Path of this program. It stays valid after the file has been replaced by a newer version.
 const PROGRAM: &str = "/proc/self/exe";
 
-/// How often it is looked whether a worker has ended.
-const LOOK: Duration = Duration::from_millis(20);
+/// Time between two checks for workers that have ended.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// A device of a cluster on which a run ended early gets no other for so long: that it is lost is said later.
-const RESTS: Duration = Duration::from_secs(10);
+/// Time without a new run for a cluster device on which a run ended early. The cluster reports a lost device later.
+const FAILED_DEVICE_COOLDOWN: Duration = Duration::from_secs(10);
 
-/// Where all that wait do so for devices that are lost, one of these has so long to come back.
-const COMES_BACK: Duration = Duration::from_secs(60);
+/// Time that the sweep waits for a lost device to return if all waiting runs need lost devices.
+const LOST_DEVICE_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// How often room is looked at where nothing has happened: a worker that is late makes waiting for it less worth.
-const LOOK_AROUND: Duration = Duration::from_secs(1);
+/// Time between two scheduling decisions if no worker starts or ends. A worker that is late changes the decision.
+const SCHEDULE_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Packs the runs, sees them through, and says what came of each. One that fails does not keep the others from ending.
+/// Plans and runs a sweep and prints a table of the results. A run that fails does not stop the others.
 ///
 /// # Errors
-/// What is wrong with the runs or the devices; after all have been tried, that some are not done.
+/// Invalid runs or devices. After all runs were tried: some of them are not done.
 pub fn run(args: &SweepArgs) -> Result<Exit, Failure> {
     if let Some(path) = &args.demand {
-        return tell_demand(args, path.clone());
+        return print_demand(args, path.clone());
     }
     let injections = args.injections()?;
-    let before = args.resume.as_deref().map(|path| Folder::again(path, Folder::report(path)?)).transpose()?;
-    if let Some((folder, _, report)) = &before
+    let before =
+        args.resume.as_deref().map(|path| SweepFolder::resume(path, SweepFolder::report(path)?)).transpose()?;
+    if let Some(OpenedSweep { folder, report, .. }) = &before
         && report.runs.iter().all(|run| run.state == SweepState::Done)
     {
         folder.write(report, args.json.as_deref())?;
-        say::note("all runs are done already; nothing was changed");
-        say::answer(&table(report));
+        output::print_note("all runs are done already; nothing was changed");
+        output::print(&table(report));
         return Ok(Exit::Done);
     }
-    let known = before.as_ref().map(|(_, _, report)| report);
-    let asked = if before.is_none() { folder::asked(args)? } else { vec![] };
-    let named = known.iter().flat_map(|report| &report.runs).map(|run| &run.name);
-    let names: Vec<&str> = named.chain(asked.iter().map(|(name, _)| name)).map(String::as_str).collect();
+    let previous = before.as_ref().map(|sweep| &sweep.report);
+    let requested = if before.is_none() { folder::requested_runs(args)? } else { vec![] };
+    let named = previous.iter().flat_map(|report| &report.runs).map(|run| &run.name);
+    let names: Vec<&str> = named.chain(requested.iter().map(|(name, _)| name)).map(String::as_str).collect();
     if let Some((name, _)) = injections.iter().find(|(name, _)| !names.contains(&name.as_str())) {
         let failure = Failure::input(format!("--inject-oom: there is no run `{name}`"));
         return Err(failure.hint(format!("the runs are {}", names.join(", "))));
     }
-    for (name, file) in &asked {
-        let (said, own) = (&file.memory, MemorySection::default());
-        if (said.line(), said.host) != (own.line(), own.host) {
-            say::note(&format!(
-                "{name}: its load lines are the sweep's to give, [memory] budget and host are not used"
+    for (name, file) in &requested {
+        let (memory, defaults) = (&file.memory, MemorySection::default());
+        if (memory.device_budget(), memory.host) != (defaults.device_budget(), defaults.host) {
+            output::print_note(&format!(
+                "{name}: [memory] budget and host are ignored, because the sweep sets the memory limits of its runs"
             ));
         }
     }
-    let devices = args.devices(known.map(|report| &*report.asked))?;
-    Places::check(&devices)?;
+    let request = args.devices(previous.map(|report| &*report.requested_devices))?;
+    SharedDevices::check(&request)?;
     if !args.quiet {
-        let done = known.iter().flat_map(|report| &report.runs).filter(|run| run.state == SweepState::Done).count();
-        say::answer(&planning(names.len() - done));
+        let done = previous.iter().flat_map(|report| &report.runs).filter(|run| run.state == SweepState::Done).count();
+        output::print(&planning(names.len() - done));
     }
-    let (devices, kept) = kept(devices)?;
-    devices.elsewhere.missed().for_each(|missed| say::note(&missed));
-    let places = Places::find(&devices, kept, args.workers.or(known.and_then(|report| report.workers)))?;
-    let (folder, runs, report) = match before {
-        Some((folder, runs, mut report)) => {
-            report.asked = devices.run.devices.clone();
-            report.devices = places.reported();
+    let (request, reservation) = reserve_devices(request)?;
+    request.remote.missing_notes().for_each(|note| output::print_note(&note));
+    let workers = args.workers.or(previous.and_then(|report| report.workers));
+    let devices = SharedDevices::find(&request, reservation, workers)?;
+    let opened = match before {
+        Some(OpenedSweep { folder, configs, mut report }) => {
+            report.requested_devices = request.run.devices.clone();
+            report.devices = devices.initial_report();
             report.retries = args.retries.unwrap_or(report.retries);
             report.workers = args.workers.or(report.workers);
-            (folder, runs, report)
+            OpenedSweep { folder, configs, report }
         }
-        None => Folder::make(args, asked, &devices, &places)?,
+        None => SweepFolder::create(args, requested, &request, &devices)?,
     };
-    let mut going = Going::plan(args, places, folder, runs, report, injections)?;
-    if let Some(disturbed) = disturbed() {
-        say::note(&disturbed);
+    let mut sweep = ActiveSweep::plan(args, devices, opened, injections)?;
+    if let Some(note) = contention_note() {
+        output::print_note(&note);
     }
-    // Not earlier: until here nothing is lost when a signal ends the program at once.
+    // Until here a signal ends the program immediately, because no run has started.
     let stop = signals::install().map_err(|error| Failure::bug(format!("signals cannot be caught: {error}")))?;
-    going.see_through(&stop)?;
-    say::answer(&table(&going.report));
-    outcome(&going, stop.load(Ordering::Relaxed))
+    sweep.run_to_end(&stop)?;
+    output::print(&table(&sweep.report));
+    outcome(&sweep, stop.load(Ordering::Relaxed))
 }
 
-/// What a sweep asks a process of its own.
-fn tell_demand(args: &SweepArgs, path: PathBuf) -> Result<Exit, Failure> {
-    let began = Instant::now();
+/// Prints the demand of one run as JSON, for the sweep that started this process.
+fn print_demand(args: &SweepArgs, path: PathBuf) -> Result<Exit, Failure> {
+    let started_at = Instant::now();
     let devices = args.devices.clone().unwrap_or_default();
-    let needs = demand(reached(RunFile::load(Some(&path), &places::settings_of(&devices))?)?, began)?;
-    say::answer(&(serde_json::to_string(&needs).expect("plain data has a JSON form") + "\n"));
+    let demand = demand(
+        with_remote_devices(RunConfig::load(Some(&path), &devices::device_settings(&devices))?.into())?,
+        started_at,
+    )?;
+    output::print(&(serde_json::to_string(&demand).expect("plain data has a JSON form") + "\n"));
     Ok(Exit::Done)
 }
 
 /// A sweep that is under way.
-struct Going<'a> {
+struct ActiveSweep<'a> {
     args: &'a SweepArgs,
-    places: Places,
-    folder: Folder,
-    runs: Vec<RunFile>,
-    /// By the number of the run; none of those that are done or cannot be.
-    needs: Vec<Option<Needs>>,
+    devices: SharedDevices,
+    folder: SweepFolder,
+    runs: Vec<RunConfig>,
+    /// Demand by run index; `None` for runs that are done or cannot run.
+    demands: Vec<Option<RunDemands>>,
     report: SweepReport,
-    sweep: Sweep,
+    schedule: SweepScheduler,
     workers: Vec<Worker>,
     injections: Vec<(String, String)>,
-    /// By the number of the device: whether it was lost when it was last looked at, and until when it gets no run.
+    /// Whether a device was lost at the last check, by device index.
     lost: Vec<bool>,
-    rests: Vec<Option<Instant>>,
-    began: Instant,
+    /// End of the time in which a device gets no run, by device index.
+    cooldowns: Vec<Option<Instant>>,
+    started_at: Instant,
 }
 
-impl<'a> Going<'a> {
-    /// Asks what each run needs of each device, and packs.
+impl<'a> ActiveSweep<'a> {
+    /// Measures the demands of all runs and predicts the schedule.
     fn plan(
         args: &'a SweepArgs,
-        places: Places,
-        folder: Folder,
-        runs: Vec<RunFile>,
-        mut report: SweepReport,
+        devices: SharedDevices,
+        opened: OpenedSweep,
         injections: Vec<(String, String)>,
-    ) -> Result<Going<'a>, Failure> {
+    ) -> Result<ActiveSweep<'a>, Failure> {
+        let OpenedSweep { folder, configs: runs, mut report } = opened;
         let open: Vec<usize> = (0..runs.len()).filter(|&run| report.runs[run].state != SweepState::Done).collect();
-        let asked = places.ask(&folder, &runs, &open, &report)?;
-        let mut needs: Vec<Option<Needs>> = (0..runs.len()).map(|_| None).collect();
-        for (&run, answer) in open.iter().zip(asked) {
+        let measured = devices.measure_demands(&folder, &runs, &open, &report)?;
+        let mut demands: Vec<Option<RunDemands>> = (0..runs.len()).map(|_| None).collect();
+        for (&run, result) in open.iter().zip(measured) {
             let row = &mut report.runs[run];
             (row.state, row.pid, row.exit) = (SweepState::Waiting, None, None);
-            row.why = None;
-            match answer {
-                Ok(found) if found.fits() => needs[run] = Some(found),
-                Ok(found) => {
+            row.reason = None;
+            match result {
+                Ok(demand) if demand.fits() => demands[run] = Some(demand),
+                Ok(demand) => {
                     (row.state, row.exit) = (SweepState::DoesNotFit, Some(Exit::DoesNotFit as i32));
-                    row.predicted_bytes = found.least();
-                    row.why = Some(found.refusal(&places));
+                    row.predicted_bytes = demand.smallest_budget();
+                    row.reason = Some(demand.refusal(&devices));
                 }
                 Err(failure) => {
                     (row.state, row.exit) = (SweepState::Failed, Some(failure.exit as i32));
-                    row.why = Some(failure.message);
+                    row.reason = Some(failure.message);
                 }
             }
         }
-        let rooms = places.rooms();
-        let mut going = Going {
-            lost: vec![false; rooms.len()],
-            rests: vec![None; rooms.len()],
-            sweep: Sweep::new(rooms, places.host, vec![Job::default(); runs.len()]),
+        let capacities = devices.capacities();
+        let mut sweep = ActiveSweep {
+            lost: vec![false; capacities.len()],
+            cooldowns: vec![None; capacities.len()],
+            schedule: SweepScheduler::new(capacities, devices.host, vec![Job::default(); runs.len()]),
             args,
-            places,
+            devices,
             folder,
             runs,
-            needs,
+            demands,
             report,
             workers: Vec::new(),
             injections,
-            began: Instant::now(),
+            started_at: Instant::now(),
         };
-        let mut fastest = Vec::new();
-        for run in 0..going.runs.len() {
-            let known = going.folder.known(&going.report.runs[run].name);
-            if going.needs[run].is_some() {
-                going.sweep.again(run, going.job(run, &known, false));
-                fastest.push(going.job(run, &known, true));
+        let mut unconstrained = Vec::new();
+        for run in 0..sweep.runs.len() {
+            let progress = sweep.folder.progress(&sweep.report.runs[run].name);
+            if sweep.demands[run].is_some() {
+                sweep.schedule.requeue(run, sweep.job(run, &progress, false));
+                unconstrained.push(sweep.job(run, &progress, true));
             }
         }
-        going.report.predicted_seconds = makespan(&simulate(going.sweep.clone()));
-        going.report.bound_seconds = bound(going.places.rooms().len(), &fastest);
-        Ok(going)
+        sweep.report.predicted_seconds = makespan(&simulate(sweep.schedule.clone()));
+        sweep.report.lower_bound_seconds = makespan_lower_bound(sweep.devices.capacities().len(), &unconstrained);
+        Ok(sweep)
     }
 
-    /// A run as it is packed, after what it has done already; with the whole memory of a device to itself where it is to
-    /// be the fastest.
-    fn job(&self, run: usize, known: &Known, fastest: bool) -> Job {
-        let needs = self.needs[run].as_ref().map_or(&[][..], |needs| &needs.of);
-        let demand = |needs: &Option<plimsoll_core::RunDemand>| {
-            let needs = needs.as_ref().filter(|needs| needs.fits)?;
-            let step = if fastest { needs.fastest_step_seconds } else { needs.step_seconds };
-            let seconds = run_seconds(&self.runs[run], needs, step, known.saved);
+    /// Returns the rest of a run as a job for the scheduler. With `unconstrained`, its step takes the time that it takes
+    /// with the whole memory of the device.
+    fn job(&self, run: usize, progress: &RunProgress, unconstrained: bool) -> Job {
+        let demands = self.demands[run].as_ref().map_or(&[][..], |demands| &demands.per_device);
+        let demand = |demand: &Option<plimsoll_core::RunDemand>| {
+            let demand = demand.as_ref().filter(|demand| demand.fits)?;
+            let step = if unconstrained { demand.fastest_step_seconds } else { demand.step_seconds };
+            let seconds = run_seconds(&self.runs[run], demand, step, progress.saved_step);
             Some(plimsoll_plan::sweep::Demand {
-                bytes: needs.bytes,
-                host_bytes: needs.host_bytes,
+                bytes: demand.bytes,
+                host_bytes: demand.host_bytes,
                 work_seconds: seconds.work,
                 fixed_seconds: seconds.fixed,
             })
         };
-        Job { demands: needs.iter().map(demand).collect() }
+        Job { demands: demands.iter().map(demand).collect() }
     }
 
-    /// Until nothing runs and nothing waits, or until all have stopped.
-    fn see_through(&mut self, stop: &StopFlag) -> Result<(), Failure> {
-        self.began = Instant::now();
+    /// Starts and restarts runs until none is running or waiting, or until all have stopped after a signal.
+    fn run_to_end(&mut self, stop: &StopFlag) -> Result<(), Failure> {
+        self.started_at = Instant::now();
         self.write()?;
-        let mut looked: Option<Instant> = None;
+        let mut last_scheduled: Option<Instant> = None;
         let mut stopping = false;
-        // Since when all that wait do so for devices that are lost.
-        let mut waited: Option<Instant> = None;
+        // Set while all waiting runs need lost devices.
+        let mut stalled_since: Option<Instant> = None;
         loop {
             if stop.load(Ordering::Relaxed) && !stopping {
                 stopping = true;
                 self.workers.iter_mut().for_each(Worker::stop);
             }
-            if !stopping && looked.is_none_or(|looked| looked.elapsed() > LOOK_AROUND) {
-                looked = Some(Instant::now());
-                self.look_at_devices();
-                for given in self.sweep.start(self.began.elapsed().as_secs_f64()) {
-                    self.start(&given)?;
+            if !stopping && last_scheduled.is_none_or(|last_scheduled| last_scheduled.elapsed() > SCHEDULE_INTERVAL) {
+                last_scheduled = Some(Instant::now());
+                self.update_lost_devices();
+                for assigned in self.schedule.start_ready(self.started_at.elapsed().as_secs_f64()) {
+                    self.start(&assigned)?;
                 }
             }
             let mut index = 0;
             while index < self.workers.len() {
-                match self.workers[index].ended() {
+                match self.workers[index].try_exit() {
                     Some(ended) => {
                         let worker = self.workers.swap_remove(index);
                         stopping |= stop.load(Ordering::Relaxed);
                         self.end(&worker, &ended, stopping)?;
-                        looked = None;
+                        last_scheduled = None;
                     }
                     None => index += 1,
                 }
             }
-            if self.workers.is_empty() && (stopping || self.sweep.waiting().is_empty()) {
+            if self.workers.is_empty() && (stopping || self.schedule.waiting().is_empty()) {
                 break;
             }
-            let in_vain = self.workers.is_empty() && self.sweep.waits_for_lost();
-            waited = in_vain.then(|| waited.unwrap_or_else(Instant::now));
-            if waited.is_some_and(|since| self.places.cut_off() || since.elapsed() > COMES_BACK) {
+            let is_stalled = self.workers.is_empty() && self.schedule.is_waiting_for_lost_devices();
+            stalled_since = is_stalled.then(|| stalled_since.unwrap_or_else(Instant::now));
+            if stalled_since
+                .is_some_and(|since| self.devices.is_cluster_lost() || since.elapsed() > LOST_DEVICE_TIMEOUT)
+            {
                 self.give_up();
                 break;
             }
-            thread::sleep(LOOK);
+            thread::sleep(POLL_INTERVAL);
         }
         for row in self.report.runs.iter_mut().filter(|row| row.state == SweepState::Waiting) {
             row.state = SweepState::Stopped;
         }
         if !stopping {
-            let needs: Vec<&Needs> = self.needs.iter().flatten().collect();
-            // Before this start one may have been used.
+            let demands: Vec<&RunDemands> = self.demands.iter().flatten().collect();
+            // A resumed sweep may have used a device before it was interrupted.
             let used = |name: &str| self.report.runs.iter().any(|row| row.device.as_deref() == Some(name));
             let devices = self.report.devices.iter_mut().enumerate();
             let unused = devices.filter(|(_, device)| device.workers == 0 && !used(&device.name));
-            unused.for_each(|(number, device)| device.why = self.places.unused(number, &needs));
+            unused.for_each(|(number, device)| device.reason = self.devices.unused_reason(number, &demands));
         }
         self.write()
     }
 
-    /// What starts now finds these there.
-    fn look_at_devices(&mut self) {
+    /// Updates which devices are lost, and tells the scheduler which devices can get runs.
+    fn update_lost_devices(&mut self) {
         for device in 0..self.lost.len() {
-            let lost = self.places.lost(device);
+            let lost = self.devices.is_lost(device);
             if lost != self.lost[device] {
-                let now = if lost { "lost: what ran there is done elsewhere, or waits for it" } else { "there again" };
-                say::note(&format!("{} is {now}", self.places.name(device)));
+                let now = if lost { "lost; its runs wait for it or continue on other devices" } else { "back" };
+                output::print_note(&format!("{} is {now}", self.devices.name(device)));
             }
             self.lost[device] = lost;
-            self.sweep.set_lost(device, lost || self.rests[device].is_some_and(|until| Instant::now() < until));
+            self.schedule.set_lost(device, lost || self.cooldowns[device].is_some_and(|until| Instant::now() < until));
         }
     }
 
-    /// What waits for devices that do not come back is left for another time.
+    /// Records that the waiting runs cannot start because their devices are lost.
     fn give_up(&mut self) {
-        let lost = (0..self.lost.len()).filter(|&device| self.lost[device]).map(|device| self.places.name(device));
-        let why = format!("it waits for devices that are lost: {}", lost.collect::<Vec<_>>().join(", "));
+        let lost = (0..self.lost.len()).filter(|&device| self.lost[device]).map(|device| self.devices.name(device));
+        let reason = format!("waits for lost devices: {}", lost.collect::<Vec<_>>().join(", "));
         for row in self.report.runs.iter_mut().filter(|row| row.state == SweepState::Waiting) {
-            (row.why, row.exit) = (Some(why.clone()), Some(Exit::Stopped as i32));
+            (row.reason, row.exit) = (Some(reason.clone()), Some(Exit::Stopped as i32));
         }
     }
 
-    fn start(&mut self, given: &plimsoll_plan::sweep::Worker) -> Result<(), Failure> {
-        let row = &mut self.report.runs[given.job];
-        let share = f64::from(given.parts) / f64::from(self.places.rooms()[given.device].parts);
+    /// Starts a worker for a run and records it in the report.
+    fn start(&mut self, assigned: &plimsoll_plan::sweep::ScheduledRun) -> Result<(), Failure> {
+        let row = &mut self.report.runs[assigned.job];
+        let share = f64::from(assigned.time_shares) / f64::from(self.devices.capacities()[assigned.device].time_shares);
         row.state = SweepState::Running;
-        row.device = Some(self.places.name(given.device).to_owned());
-        row.predicted_bytes = Some(given.bytes);
+        row.device = Some(self.devices.name(assigned.device).to_owned());
+        row.predicted_bytes = Some(assigned.bytes);
         row.share = Some(share);
-        row.predicted_seconds = Some(row.seconds + given.end - given.start);
-        row.started = Some(given.start);
-        let first = row.retries == 0;
-        let places = self.injections.iter().filter(|(name, _)| first && *name == row.name);
-        let start = Start {
-            run: given.job,
-            device: given.device,
-            settings: self.places.settings(given),
-            environment: self.places.environment(given.device),
-            injections: places.map(|(_, place)| place.clone()).collect(),
+        row.predicted_seconds = Some(row.seconds + assigned.end - assigned.start);
+        row.started = Some(assigned.start);
+        let is_first_start = row.retries == 0;
+        let injections = self.injections.iter().filter(|(name, _)| is_first_start && *name == row.name);
+        let start = WorkerStart {
+            run: assigned.job,
+            device: assigned.device,
+            settings: self.devices.worker_settings(assigned),
+            environment: self.devices.worker_environment(assigned.device),
+            injections: injections.map(|(_, place)| place.clone()).collect(),
         };
         let worker = Worker::start(start, &self.folder, &row.name)?;
         row.pid = Some(worker.pid());
         if !self.args.quiet {
-            say::answer(&started(row));
+            output::print(&started(row));
         }
         self.workers.push(worker);
-        let device = &mut self.report.devices[given.device];
-        let here = || self.sweep.running().iter().filter(|other| other.device == given.device);
-        device.given_bytes = device.given_bytes.max(here().map(|worker| worker.bytes).sum());
+        let device = &mut self.report.devices[assigned.device];
+        let here = || self.schedule.running().iter().filter(|other| other.device == assigned.device);
+        device.peak_reserved_bytes = device.peak_reserved_bytes.max(here().map(|worker| worker.bytes).sum());
         device.workers = device.workers.max(here().count() as u32);
         self.write()
     }
 
-    /// What is done about a run whose process has ended.
-    fn end(&mut self, worker: &Worker, ended_how: &Ended, stopping: bool) -> Result<(), Failure> {
+    /// Records the end of a worker and decides whether its run is restarted.
+    fn end(&mut self, worker: &Worker, exit: &WorkerExit, stopping: bool) -> Result<(), Failure> {
         let run = worker.run;
-        self.sweep.end(run);
-        // It crashed, or stopped by itself.
-        if matches!(ended_how.code, None | Some(1 | 4)) && self.places.away(worker.device) {
-            self.rests[worker.device] = Some(Instant::now() + RESTS);
+        self.schedule.finish(run);
+        // The process crashed, or the run stopped by itself: the device may be lost.
+        if matches!(exit.code, None | Some(1 | 4)) && self.devices.is_remote(worker.device) {
+            self.cooldowns[worker.device] = Some(Instant::now() + FAILED_DEVICE_COOLDOWN);
         }
         let retries = self.report.retries;
         let row = &mut self.report.runs[run];
-        let known = self.folder.known(&row.name);
+        let progress = self.folder.progress(&row.name);
         row.pid = None;
-        row.exit = ended_how.code;
+        row.exit = exit.code;
         row.seconds += worker.seconds();
-        row.steps = known.steps;
-        (row.loss, row.eval_loss, row.retreats) = (known.loss, known.eval_loss, known.retreats);
+        row.steps = progress.steps;
+        (row.loss, row.eval_loss, row.recoveries) = (progress.loss, progress.eval_loss, progress.recoveries);
         row.measured_bytes =
-            known.result.as_ref().and_then(|result| result.memory.first()).and_then(|m| m.measured_bytes);
-        let done = known.result.iter().filter(|result| result.status == RunStatus::Done);
-        for never in done.flat_map(|result| &result.not_rehearsed) {
-            say::note(&format!("{}: {never} was never reached, so nothing was rehearsed", row.name));
+            progress.result.as_ref().and_then(|result| result.memory.first()).and_then(|m| m.measured_bytes);
+        let done = progress.result.iter().filter(|result| result.status == RunStatus::Done);
+        for fault in done.flat_map(|result| &result.faults_not_triggered) {
+            output::print_note(&format!("{}: {fault} was not triggered, because the run never got there", row.name));
         }
-        row.why = ended_how.why.clone();
-        row.state = match ended_how.code {
+        row.reason = exit.reason.clone();
+        row.state = match exit.code {
             Some(0) => SweepState::Done,
             _ if stopping => SweepState::Stopped,
-            // What was wrong will be wrong again.
+            // Invalid input: a restart would fail in the same way.
             Some(2) => SweepState::Failed,
             _ if row.retries < retries => SweepState::Waiting,
             Some(3) => SweepState::DoesNotFit,
@@ -352,35 +362,36 @@ impl<'a> Going<'a> {
         };
         if row.state == SweepState::Waiting {
             row.retries += 1;
-            let refused = ended_how.code == Some(Exit::DoesNotFit as i32);
-            if let Some(needs) = self.needs[run].as_mut().filter(|_| refused) {
-                needs.ask_for_more(worker.device, MORE_BYTES);
+            let does_not_fit = exit.code == Some(Exit::DoesNotFit as i32);
+            if let Some(demands) = self.demands[run].as_mut().filter(|_| does_not_fit) {
+                demands.increase(worker.device, DEMAND_INCREMENT);
             }
-            let job = self.job(run, &known, false);
-            if !self.sweep.again(run, job) {
+            let job = self.job(run, &progress, false);
+            if !self.schedule.requeue(run, job) {
                 let row = &mut self.report.runs[run];
-                row.state = if refused { SweepState::DoesNotFit } else { SweepState::Failed };
+                row.state = if does_not_fit { SweepState::DoesNotFit } else { SweepState::Failed };
             }
         }
         if !self.args.quiet {
-            say::answer(&ended(&self.report.runs[run]));
+            output::print(&ended(&self.report.runs[run]));
         }
         self.write()
     }
 
+    /// Writes the report.
     fn write(&mut self) -> Result<(), Failure> {
-        self.report.seconds = self.began.elapsed().as_secs_f64();
+        self.report.seconds = self.started_at.elapsed().as_secs_f64();
         self.folder.write(&self.report, self.args.json.as_deref())
     }
 }
 
-/// How a sweep is told to have ended.
-fn outcome(going: &Going, stopped: bool) -> Result<Exit, Failure> {
-    let runs = &going.report.runs;
+/// Returns the exit of a sweep: that of the first run that is not done.
+fn outcome(sweep: &ActiveSweep, stopped: bool) -> Result<Exit, Failure> {
+    let runs = &sweep.report.runs;
     let Some(first) = runs.iter().find(|run| run.state != SweepState::Done) else { return Ok(Exit::Done) };
-    let left = runs.iter().filter(|run| run.state != SweepState::Done).count();
-    let hint = format!("what is not done goes on with: plimsoll sweep --resume {}", shell_word(&going.folder.name()));
-    let message = format!("{left} of {} not done", counted(runs.len(), "run"));
+    let unfinished = runs.iter().filter(|run| run.state != SweepState::Done).count();
+    let hint = format!("to resume: plimsoll sweep --resume {}", shell_word(&sweep.folder.name()));
+    let message = format!("{unfinished} of {} not done", format_count(runs.len(), "run"));
     let exit = match (stopped, first.exit) {
         (true, _) => Exit::Stopped,
         (_, Some(1)) => Exit::Bug,
@@ -391,5 +402,5 @@ fn outcome(going: &Going, stopped: bool) -> Result<Exit, Failure> {
     Err(Failure { exit, message, hints: vec![hint] })
 }
 
-/// Bytes that no worker can do without: a line of zero cannot be written down.
-const LEAST: Bytes = Bytes(1);
+/// Smallest load line of a worker: the syntax of `--devices` has no budget of zero.
+const MIN_BYTES: Bytes = Bytes(1);

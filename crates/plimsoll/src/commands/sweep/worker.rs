@@ -1,8 +1,10 @@
-//! A worker: `plimsoll train` in a process of its own, so that whatever becomes of it hurts no other. It holds one end
-//! of a pipe and stops when the other one is closed: because it shall, or because the sweep is gone.
+//! A worker of a sweep: `plimsoll train` in a process of its own, so that a crash does not affect other runs.
+//!
+//! The standard input of the worker is a pipe from the sweep. The worker stops when the pipe is closed: on request, or
+//! because the sweep process has died.
 
 use super::PROGRAM;
-use super::folder::Folder;
+use super::folder::SweepFolder;
 use plimsoll_core::Failure;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom};
@@ -11,51 +13,51 @@ use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::Instant;
 
-/// What a worker is started with.
-pub struct Start {
-    /// Which run.
+/// Parameters of a new worker.
+pub struct WorkerStart {
+    /// Index of the run.
     pub run: usize,
-    /// Which device.
+    /// Index of the device.
     pub device: usize,
-    /// What it is given.
+    /// Settings of the run: its share of the device and of the host memory.
     pub settings: Vec<String>,
-    /// What else it is told, in its environment.
+    /// Environment variable for a device of the cluster.
     pub environment: Option<(&'static str, String)>,
-    /// Where its device shall refuse memory.
+    /// Out-of-memory errors to inject, as `--inject-oom` takes them.
     pub injections: Vec<String>,
 }
 
-/// A process that trains.
+/// A training process.
 pub struct Worker {
-    /// Which run.
+    /// Index of the run.
     pub run: usize,
-    /// On which device.
+    /// Index of the device.
     pub device: usize,
     child: Child,
     log: PathBuf,
-    /// Where its words begin in the log.
-    from: u64,
-    began: Instant,
+    /// Offset in the log at which the output of this process begins.
+    log_start: u64,
+    started_at: Instant,
 }
 
-/// How a process ended.
-pub struct Ended {
-    /// None where a signal ended it.
+/// Exit of a worker process.
+pub struct WorkerExit {
+    /// Exit code; `None` if a signal ended the process.
     pub code: Option<i32>,
-    /// What it complained of, in a line.
-    pub why: Option<String>,
+    /// Error of the process in one line.
+    pub reason: Option<String>,
 }
 
 impl Worker {
-    /// Starts a run, or goes on with it where it has been started before.
+    /// Starts a run, or resumes it if it has been started before.
     ///
     /// # Errors
-    /// A process or a file that the system refuses.
-    pub fn start(start: Start, folder: &Folder, name: &str) -> Result<Worker, Failure> {
+    /// The system refuses a process or a file.
+    pub fn start(start: WorkerStart, folder: &SweepFolder, name: &str) -> Result<Worker, Failure> {
         let log = folder.log(name);
         let failed = |error: io::Error| Failure::input(format!("cannot start {name}: {error}"));
-        let words = OpenOptions::new().create(true).append(true).open(&log).map_err(failed)?;
-        let from = words.metadata().map_err(failed)?.len();
+        let log_file = OpenOptions::new().create(true).append(true).open(&log).map_err(failed)?;
+        let log_start = log_file.metadata().map_err(failed)?.len();
         let mut command = Command::new(PROGRAM);
         command.arg("train");
         if folder.run(name).join("run.toml").exists() {
@@ -67,40 +69,40 @@ impl Worker {
         command.args(start.settings.iter().flat_map(|setting| ["--set", setting]));
         command.args(start.injections.iter().flat_map(|place| ["--inject-oom", place]));
         command.envs(start.environment);
-        let child = command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(words).spawn().map_err(failed)?;
-        let Start { run, device, .. } = start;
-        Ok(Worker { run, device, child, log, from, began: Instant::now() })
+        let child = command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(log_file).spawn().map_err(failed)?;
+        let WorkerStart { run, device, .. } = start;
+        Ok(Worker { run, device, child, log, log_start, started_at: Instant::now() })
     }
 
-    /// The process.
+    /// Returns the id of the process.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// How long it has been there.
+    /// Returns the seconds since the worker was started.
     pub fn seconds(&self) -> f64 {
-        self.began.elapsed().as_secs_f64()
+        self.started_at.elapsed().as_secs_f64()
     }
 
-    /// It shall finish its step, save and end.
+    /// Asks the worker to finish its step, save and end.
     pub fn stop(&mut self) {
         drop(self.child.stdin.take());
     }
 
-    /// How it ended, where it has.
-    pub fn ended(&mut self) -> Option<Ended> {
+    /// Returns the exit of the process if it has ended.
+    pub fn try_exit(&mut self) -> Option<WorkerExit> {
         let status = self.child.try_wait().ok().flatten()?;
-        Some(Ended { code: status.code(), why: why(status, &self.words()) })
+        Some(WorkerExit { code: status.code(), reason: describe_exit(status, &self.read_log()) })
     }
 
-    fn words(&self) -> String {
+    /// Returns the output of this process in the log. Removes a log that is empty.
+    fn read_log(&self) -> String {
         let read = || -> io::Result<String> {
             let mut text = Vec::new();
             let mut file = File::open(&self.log)?;
-            file.seek(SeekFrom::Start(self.from))?;
+            file.seek(SeekFrom::Start(self.log_start))?;
             file.read_to_end(&mut text)?;
-            if text.is_empty() && self.from == 0 {
-                // Nobody misses a log without a word.
+            if text.is_empty() && self.log_start == 0 {
                 fs::remove_file(&self.log)?;
             }
             Ok(String::from_utf8_lossy(&text).into_owned())
@@ -109,9 +111,9 @@ impl Worker {
     }
 }
 
-/// What a process said when it did not end well, in a line.
-fn why(status: ExitStatus, words: &str) -> Option<String> {
-    let line = words.lines().find_map(|line| line.strip_prefix("error: ").or(line.strip_prefix("stopped: ")));
+/// Describes a failed process in one line: the exit code and its first error message, or the signal.
+fn describe_exit(status: ExitStatus, log: &str) -> Option<String> {
+    let line = log.lines().find_map(|line| line.strip_prefix("error: ").or(line.strip_prefix("stopped: ")));
     match (status.code(), line) {
         (Some(0), _) => None,
         (Some(code), Some(line)) => Some(format!("exit {code}: {line}")),
@@ -125,11 +127,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_run_that_did_not_end_well_is_told_in_a_line() {
-        let told = |raw, words| why(ExitStatus::from_raw(raw), words);
-        assert_eq!(told(0, "warning: it is warm\n"), None);
-        assert_eq!(told(3 << 8, "error: it does not fit\n  hint: a\n").unwrap(), "exit 3: it does not fit");
-        assert_eq!(told(4 << 8, "stopped: after step 3\n").unwrap(), "exit 4: after step 3");
-        assert_eq!(told(9, "whatever").unwrap(), "ended by signal 9");
+    fn failed_worker_is_described_in_one_line() {
+        let described = |raw, words| describe_exit(ExitStatus::from_raw(raw), words);
+        assert_eq!(described(0, "warning: it is warm\n"), None);
+        assert_eq!(described(3 << 8, "error: it does not fit\n  hint: a\n").unwrap(), "exit 3: it does not fit");
+        assert_eq!(described(4 << 8, "stopped: after step 3\n").unwrap(), "exit 4: after step 3");
+        assert_eq!(described(9, "whatever").unwrap(), "ended by signal 9");
     }
 }

@@ -1,0 +1,85 @@
+//! The smallest load line of a run before it gets slower. The runs of a sweep use it to share the memory of a device.
+
+use super::{PlanOutcome, PlanRequest, search};
+use plimsoll_core::{Bytes, DeviceSpec};
+
+/// Searches of the bisection.
+const BISECTION_STEPS: u32 = 7;
+
+/// A plan with little memory, and the time of the fastest plan for comparison.
+#[derive(Clone, Debug)]
+pub struct LeastMemoryPlan {
+    /// The plan under the lowest load line found.
+    pub outcome: PlanOutcome,
+    /// Predicted seconds of a step of the fastest plan under the whole load line.
+    pub fastest_step_seconds: f64,
+}
+
+/// Finds by bisection the lowest load line at which a step is at most `max_slowdown` longer than under the fastest plan
+/// (0.02 is 2 %). The plan takes the same lossy rungs as the fastest plan. If nothing fits, the outcome is the refusal
+/// of [`search`].
+pub fn least_memory_plan(request: &PlanRequest, max_slowdown: f64) -> LeastMemoryPlan {
+    let fastest = search(request);
+    let fastest_step_seconds = fastest.plan.predicted.step_seconds;
+    if !fastest.plan.fits {
+        return LeastMemoryPlan { outcome: fastest, fastest_step_seconds };
+    }
+    let peak = |outcome: &PlanOutcome| outcome.plan.devices[0].peak_bytes;
+    let max_seconds = fastest_step_seconds * (1.0 + max_slowdown);
+    let (mut too_little, mut best) = (request.device.charges, fastest);
+    for _ in 0..BISECTION_STEPS {
+        let line = Bytes((too_little.0 + peak(&best).0) / 2);
+        let device = DeviceSpec { budget: line, ..request.device.clone() };
+        let smaller = search(&PlanRequest { device: &device, ..request.clone() });
+        let plan = &smaller.plan;
+        if plan.fits && plan.rungs == best.plan.rungs && plan.predicted.step_seconds <= max_seconds {
+            best = smaller;
+        } else {
+            too_little = line;
+        }
+    }
+    LeastMemoryPlan { outcome: best, fastest_step_seconds }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::paper::paper;
+    use crate::search::{LossyOptions, PinnedChoices};
+    use plimsoll_core::{Budget, DType, HostSpec};
+    use plimsoll_program::Share;
+    use plimsoll_program::models::decoder::{AdamState, Optimizer, WeightSource};
+    use plimsoll_program::models::preset;
+
+    #[test]
+    fn least_memory_plan_is_smaller_and_hardly_slower() {
+        let config = preset("smollm2-135m").unwrap();
+        let device = paper("rtx3090", Budget::DEVICE).unwrap();
+        let adamw = Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state: AdamState::Full };
+        let request = PlanRequest {
+            config: &config,
+            precision: DType::Bf16,
+            sequence: 512,
+            sequences: 32,
+            source: WeightSource::Random { seed: 1 },
+            optimizer: Some(adamw),
+            evaluate: false,
+            generation: None,
+            device: &device,
+            host: HostSpec::NONE,
+            lossy: LossyOptions::default(),
+            pins: PinnedChoices::default(),
+            rungs: vec![],
+            share: Share::SINGLE_DEVICE,
+        };
+        let fastest = search(&request).plan;
+        let LeastMemoryPlan { outcome, fastest_step_seconds } = least_memory_plan(&request, 0.02);
+        let peak = outcome.plan.devices[0].peak_bytes;
+        assert_eq!(fastest_step_seconds, fastest.predicted.step_seconds);
+        assert!(outcome.plan.predicted.step_seconds <= fastest_step_seconds * 1.02);
+        assert!(peak.0 < fastest.devices[0].peak_bytes.0 * 9 / 10, "{peak} of {}", fastest.devices[0].peak_bytes);
+        let own = DeviceSpec { budget: peak, ..device.clone() };
+        let under_own_peak = search(&PlanRequest { device: &own, ..request }).plan;
+        assert!(under_own_peak.fits && under_own_peak.predicted.step_seconds <= fastest_step_seconds * 1.02);
+    }
+}

@@ -1,0 +1,51 @@
+//! Independent computations on as many threads as the machine has cores.
+
+use std::sync::Mutex;
+use std::thread;
+
+/// Applies `function` to every item in parallel. Results are in the order of the items.
+pub fn parallel_map<T: Sync, R: Send>(items: &[T], function: impl Fn(&T) -> R + Sync) -> Vec<R> {
+    let next = Mutex::new(items.iter().enumerate());
+    let results = Mutex::new(items.iter().map(|_| None).collect::<Vec<Option<R>>>());
+    let take = || next.lock().expect("no panic occurs while the lock is held").next();
+    let work = || {
+        while let Some((index, item)) = take() {
+            let result = function(item);
+            results.lock().expect("no panic occurs while the lock is held")[index] = Some(result);
+        }
+    };
+    let threads = thread::available_parallelism().map_or(1, |cores| cores.get()).min(items.len());
+    thread::scope(|scope| {
+        for _ in 1..threads {
+            scope.spawn(work);
+        }
+        work();
+    });
+    let results = results.into_inner().expect("the scope has passed on a panic of any thread");
+    results.into_iter().map(|result| result.expect("every item has been computed")).collect()
+}
+
+/// Runs two functions in parallel and returns both results.
+pub fn join<A: Send, B>(first: impl FnOnce() -> A + Send, second: impl FnOnce() -> B) -> (A, B) {
+    thread::scope(|scope| {
+        let first = scope.spawn(first);
+        let second = second();
+        (first.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), second)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parallel_map_keeps_item_order() {
+        let items: Vec<u64> = (0..100).collect();
+        let slow_first = |&item: &u64| {
+            (0..(100 - item) * 1000).fold(item, |a, b| std::hint::black_box(a.wrapping_add(b)));
+            item * item
+        };
+        assert_eq!(parallel_map(&items, slow_first), items.iter().map(|item| item * item).collect::<Vec<_>>());
+        assert_eq!(parallel_map(&[] as &[u64], |item| *item), Vec::<u64>::new());
+    }
+}

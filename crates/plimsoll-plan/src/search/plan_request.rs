@@ -1,0 +1,307 @@
+//! The request that the planner answers, [`PlanRequest`], and its answer, [`PlanOutcome`]. The request also builds the
+//! Programs of any recipe and prices them. The search over recipes is in the parent module.
+
+use super::lossy;
+use crate::layout::Layout;
+use crate::price::Prices;
+use plimsoll_core::{
+    Bytes, Class, DType, DeviceKind, DeviceSpec, FileSpec, HostSpec, Offload, Parallelism, PerSpace, Plan, Recipe,
+    RecomputeLevel, Rung, Space,
+};
+use plimsoll_program::models::decoder::{
+    Base, BuildOptions, Generation, Lora, Method, Optimizer, Training, WeightSource, build,
+};
+use plimsoll_program::models::{ModelConfig, Target};
+use plimsoll_program::op::Queue;
+use plimsoll_program::workspace::Kernels;
+use plimsoll_program::{Op, OpKind, ProgramKind, ProgramSet, Share, passes};
+
+/// A request to the planner: a model, a step, one device with its host, and the choices left open.
+#[derive(Clone, Debug)]
+pub struct PlanRequest<'a> {
+    /// The model.
+    pub config: &'a ModelConfig,
+    /// Precision of the arithmetic.
+    pub precision: DType,
+    /// Tokens per sequence.
+    pub sequence: u64,
+    /// Sequences of an optimizer step that the device computes; for an evaluation, the most in one batch. 0 for a
+    /// storage-only worker of a sharded team.
+    pub sequences: u64,
+    /// Source of the weights.
+    pub source: WeightSource,
+    /// The optimizer; `None` without training.
+    pub optimizer: Option<Optimizer>,
+    /// Whether the Programs include evaluation.
+    pub evaluate: bool,
+    /// Token generation; `None` without.
+    pub generation: Option<Generation>,
+    /// The device.
+    pub device: &'a DeviceSpec,
+    /// The host for offloaded tensors; [`HostSpec::NONE`] if nothing can be offloaded.
+    pub host: HostSpec,
+    /// The training method, the storage of frozen matrices, and the lossy rungs that the planner may take.
+    pub lossy: LossyOptions,
+    /// Choices fixed by the user.
+    pub pins: PinnedChoices,
+    /// Lossy rungs that are already part of this request.
+    pub rungs: Vec<Rung>,
+    /// The device's share of the step in a team. `sequences` are the device's own, and the device's `team_link` is the
+    /// slowest link of the team.
+    pub share: Share,
+}
+
+/// The training method, the storage of frozen matrices, and the lossy rungs that may be taken.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LossyOptions {
+    /// Training method: all parameters or adapters.
+    pub method: Method,
+    /// Storage format of frozen matrices.
+    pub base: Base,
+    /// Rungs that the planner may take.
+    pub allow: Vec<Rung>,
+    /// Rungs that a refusal may offer as remedies.
+    pub offer: Vec<Rung>,
+    /// Adapters that the rung `lora` trains.
+    pub lora: Lora,
+}
+
+impl Default for LossyOptions {
+    fn default() -> LossyOptions {
+        let (targets, source) = (Target::ALL.to_vec(), WeightSource::Random { seed: 1 });
+        let lora = Lora { rank: 16, alpha: 32.0, dropout: 0.0, targets, seed: 1, source };
+        LossyOptions { method: Method::Full, base: Base::Plain, allow: vec![], offer: vec![], lora }
+    }
+}
+
+/// Choices of the recipe that the user has fixed.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PinnedChoices {
+    /// Sequences per micro-batch.
+    pub micro_batch: Option<u32>,
+    /// Recompute level of each layer.
+    pub recompute: Option<Vec<RecomputeLevel>>,
+    /// Tensors offloaded to the host.
+    pub offload: Option<Offload>,
+}
+
+/// A recipe that the search considered.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TriedRecipe {
+    /// The recipe.
+    pub recipe: Recipe,
+    /// Predicted bytes on the device including charges. A lower bound, unless the recipe was packed as a finalist.
+    pub peak_bytes: Bytes,
+    /// Predicted bytes on the host.
+    pub host_bytes: Bytes,
+    /// Predicted bytes in the scratch file.
+    pub file_bytes: Bytes,
+    /// Predicted seconds of a step.
+    pub step_seconds: f64,
+    /// Whether the recipe stays under the load lines.
+    pub fits: bool,
+}
+
+/// The planner's answer: a plan or a refusal, with the Programs and the layout needed to run it.
+#[derive(Clone, Debug)]
+pub struct PlanOutcome {
+    /// The plan, or a refusal with remedies.
+    pub plan: Plan,
+    /// The Programs of the plan.
+    pub set: ProgramSet,
+    /// The offsets of all tensors.
+    pub layout: Layout,
+    /// Recipes considered by the search, fastest first.
+    pub tried: Vec<TriedRecipe>,
+    /// Precision of the Programs: lower than requested if the rung `bf16` is taken.
+    pub precision: DType,
+}
+
+/// Whether a device has the first and the last part of a model: a pipeline stage may lack them.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ModelEnds {
+    /// Whether the device has the embedding table.
+    pub embedding: bool,
+    /// Whether the device has a head that is not tied to the embedding.
+    pub head: bool,
+}
+
+impl<'a> PlanRequest<'a> {
+    /// Restricts the request to a device's share of the step with `sequences` sequences. Teams use no scratch file.
+    #[must_use]
+    pub fn for_share(mut self, share: &Share, sequences: u64) -> PlanRequest<'a> {
+        (self.share, self.sequences) = (share.clone(), sequences);
+        if share.parallelism.is_some() {
+            self.host.file = FileSpec::NONE;
+        }
+        if share.parallelism == Some(Parallelism::Pipeline) {
+            let own = share.own_layers(self.config.layers);
+            let of_stage = |levels: Vec<RecomputeLevel>| levels[own.start as usize..own.end as usize].to_vec();
+            self.pins.recompute = self.pins.recompute.map(of_stage);
+        }
+        self
+    }
+}
+
+impl PlanRequest<'_> {
+    /// Builds the Programs of a recipe for this device's share, before offload.
+    pub(super) fn build(&self, config: &ModelConfig, recipe: &Recipe, files: bool) -> ProgramSet {
+        let set = build(&BuildOptions {
+            config,
+            layers: self.share.own_layers(config.layers),
+            precision: self.precision,
+            kernels: Kernels::for_device(self.device),
+            sequence: self.sequence,
+            // A storage-only worker takes part in the collectives of a micro-batch of one sequence.
+            micro_batch: u64::from(recipe.micro_batch.max(1)),
+            source: self.source.clone(),
+            method: self.lossy.method.clone(),
+            base: self.lossy.base,
+            streamed_head: recipe.offload.streams_head(config.tied),
+            training: self.optimizer.map(|optimizer| Training { optimizer, recompute: recipe.recompute.clone() }),
+            evaluate: self.evaluate,
+            generation: self.generation,
+            files,
+        });
+        passes::parallelism::parallelize(set, &self.share, recipe, self.micro_batch_count(recipe), config.tied)
+    }
+
+    /// Builds all Programs of a recipe.
+    pub fn programs(&self, recipe: &Recipe) -> ProgramSet {
+        let plain = self.build(self.config, recipe, true);
+        let one_micro_batch = self.micro_batch_count(recipe) == 1;
+        let offloaded = passes::offload::offload(plain, self.layers() as u32, &recipe.offload, one_micro_batch);
+        passes::trim_staging::trim_staging_buffers(
+            self.stage_messages_on_host(self.move_to_scratch_file(offloaded, recipe.offload)),
+        )
+    }
+
+    /// Builds the Programs of a recipe that compute, without those that move files.
+    pub(crate) fn compute_programs(&self, recipe: &Recipe) -> ProgramSet {
+        let (plain, one_micro_batch) = (self.build(self.config, recipe, false), self.micro_batch_count(recipe) == 1);
+        self.stage_messages_on_host(match recipe.offload.is_nothing() {
+            true => plain,
+            false => passes::offload::offload(plain, self.layers() as u32, &recipe.offload, one_micro_batch),
+        })
+    }
+
+    /// Stages messages between pipeline stages in host memory, if the device has its own memory.
+    pub(super) fn stage_messages_on_host(&self, set: ProgramSet) -> ProgramSet {
+        let is_pipeline = self.share.parallelism == Some(Parallelism::Pipeline);
+        let staged = is_pipeline && Kernels::for_device(self.device) == Kernels::Cuda;
+        if staged { passes::host_staged_p2p::stage_sends_through_host(set) } else { set }
+    }
+
+    /// Moves the offloaded tensors that belong in the scratch file there.
+    pub(super) fn move_to_scratch_file(&self, set: ProgramSet, offload: Offload) -> ProgramSet {
+        let memory = if self.is_own_host() { Space::Device } else { Space::Host };
+        match offload.file.is_nothing() {
+            true => set,
+            false => passes::scratch_file::move_to_scratch_file(set, self.layers() as u32, offload.file, memory),
+        }
+    }
+
+    /// Returns whether the device is its own host. Such a device can offload to the scratch file only.
+    pub(super) fn is_own_host(&self) -> bool {
+        self.device.kind == DeviceKind::Cpu
+    }
+
+    /// Returns the layers that the device computes.
+    pub(super) fn layers(&self) -> usize {
+        let own = self.share.own_layers(self.config.layers);
+        (own.end - own.start) as usize
+    }
+
+    /// Returns which ends of the model the device has.
+    pub(crate) fn ends(&self) -> ModelEnds {
+        let (stage, stages) = self.share.stage();
+        let (first, last, tied) = (stage == 0, stage + 1 == stages, self.config.tied);
+        ModelEnds { embedding: first || last && tied, head: last && !tied }
+    }
+
+    /// Returns a recipe with the given recompute choices and the rungs of the request.
+    pub(super) fn recipe(&self, micro_batch: u32, recompute: Vec<RecomputeLevel>, offload: Offload) -> Recipe {
+        Recipe { micro_batch, recompute, offload, rungs: self.rungs.clone() }
+    }
+
+    /// Returns a recipe without offload and with one recompute level for all layers.
+    pub(super) fn uniform(&self, micro_batch: u32, level: RecomputeLevel) -> Recipe {
+        self.recipe(micro_batch, vec![level; self.layers()], Offload::NOTHING)
+    }
+
+    /// Returns the effect on the numbers of changing from one recipe to another.
+    pub fn class_of_change(&self, from: &Recipe, to: &Recipe) -> Class {
+        let has_host_sums = |recipe: &Recipe| {
+            let request = lossy::with_lossy(self, &recipe.rungs);
+            sums_on_host_instead_of_gpu(&request, &request.programs(recipe))
+        };
+        let same_sums = from.offload.embedding == to.offload.embedding || has_host_sums(from) == has_host_sums(to);
+        if from.micro_batch == to.micro_batch && same_sums { Class::Identical } else { Class::Reordered }
+    }
+
+    /// Returns the micro-batch sizes to try, ascending: divisors of the step's sequences and powers of two.
+    pub(super) fn micro_batch_sizes(&self) -> Vec<u32> {
+        if self.is_storage_only() {
+            return vec![0];
+        }
+        if let Some(pinned) = self.pins.micro_batch {
+            return vec![pinned];
+        }
+        let most = self.sequences.clamp(1, 1 << 16) as u32;
+        (1..=most).filter(|size| most.is_multiple_of(*size) || size.is_power_of_two()).collect()
+    }
+
+    /// Returns whether the device is a storage-only worker of a sharded team.
+    pub(super) fn is_storage_only(&self) -> bool {
+        self.share.parallelism == Some(Parallelism::Sharded) && self.sequences == 0
+    }
+
+    /// Returns the recompute levels if the planner has no choice: pinned, without training, or storage-only.
+    pub(super) fn fixed_recompute(&self) -> Option<Vec<RecomputeLevel>> {
+        let nothing = || vec![RecomputeLevel::Nothing; self.layers()];
+        match &self.pins.recompute {
+            Some(pinned) if self.optimizer.is_some() => Some(pinned.clone()),
+            _ => (self.optimizer.is_none() || self.is_storage_only()).then(nothing),
+        }
+    }
+
+    /// Returns the number of micro-batches of a step under a recipe.
+    pub(super) fn micro_batch_count(&self, recipe: &Recipe) -> u32 {
+        self.share.micro_batches_of(self.sequences, recipe.micro_batch) as u32
+    }
+
+    /// Returns the prices of ops on the device and its host.
+    pub(crate) fn prices(&self) -> Prices<'_> {
+        let team_link = self.device.team_link;
+        Prices { rates: &self.device.rates, host: &self.host, precision: self.precision, team_link }
+    }
+
+    /// Predicts the seconds of a step; without training, of an evaluation.
+    pub(super) fn step_seconds(&self, set: &ProgramSet, recipe: &Recipe) -> f64 {
+        let count = self.micro_batch_count(recipe);
+        let prices = self.prices();
+        if self.optimizer.is_some() {
+            return prices.schedule_seconds(set, &self.share.schedule(count).calls);
+        }
+        set.program(ProgramKind::Evaluate)
+            .map_or(0.0, |evaluate| prices.program_seconds(set, evaluate, true) * f64::from(count))
+    }
+
+    /// Returns the most bytes that each arena and the scratch file may hold.
+    pub(super) fn arena_limits(&self) -> PerSpace<u64> {
+        PerSpace { device: self.device.arena_budget().0, host: self.host.budget.0, file: self.host.file.budget.0 }
+    }
+
+    /// Returns whether a layout stays under the load lines.
+    pub(super) fn fits(&self, layout: &Layout) -> bool {
+        layout.bytes().fits(&self.arena_limits())
+    }
+}
+
+/// Returns whether the host computes a sum that a GPU kernel adds in another order: rows of the embedding gradient. A
+/// virtual device uses the host's kernels, so its order is the same.
+pub(super) fn sums_on_host_instead_of_gpu(request: &PlanRequest, set: &ProgramSet) -> bool {
+    let on_host = |op: &Op| op.queue == Queue::Host && matches!(op.kind, OpKind::EmbedGrad { .. });
+    let mut ops = set.programs.iter().flat_map(|program| &program.blocks).flat_map(|block| &block.ops);
+    Kernels::for_device(request.device) == Kernels::Cuda && ops.any(on_host)
+}

@@ -1,0 +1,163 @@
+//! A table of the recipes that fit on one device, priced for any number of sequences. The planner of teams divides a
+//! step by such tables, without a search for each division.
+
+use super::measure::{Candidate, Measurer};
+use super::{PlanRequest, candidates, candidates_with_offload, offload};
+use plimsoll_core::{Bytes, Offload, Recipe};
+use std::collections::HashSet;
+
+/// Divisors of a number of sequences that are tried as micro-batch sizes.
+const MAX_DIVISORS: usize = 3;
+
+/// The seconds that a device waits for the other workers' part of a step, as a function of its overlap: the seconds of
+/// its passes in which gradients are already exchanged.
+pub(crate) type WaitSeconds<'w> = &'w dyn Fn(f64) -> f64;
+
+/// The recipes of one device with their prices.
+pub(crate) struct RecipeTable<'q> {
+    measurer: Measurer<'q>,
+    recipes: Vec<PricedRecipe>,
+    /// Micro-batch sizes that have been measured for the table.
+    micro_batches: HashSet<u32>,
+}
+
+/// A recipe that fits by its lower bounds.
+#[derive(Clone, Debug)]
+struct PricedRecipe {
+    candidate: Candidate,
+    /// Whether the recipe was measured for a step of one micro-batch, in which offload copies less than in a step of
+    /// several.
+    only_one_micro_batch: bool,
+}
+
+impl PricedRecipe {
+    /// Returns the candidates that fit.
+    fn fitting(measurer: &Measurer, candidates: Vec<Candidate>) -> Vec<PricedRecipe> {
+        let fitting = candidates.into_iter().filter(|candidate| measurer.fits(candidate));
+        let priced = |candidate: Candidate| {
+            let one_micro_batch = measurer.request.micro_batch_count(&candidate.recipe) == 1;
+            let only_one_micro_batch = one_micro_batch && !candidate.recipe.offload.is_nothing();
+            PricedRecipe { only_one_micro_batch, candidate }
+        };
+        fitting.map(priced).collect()
+    }
+
+    /// Predicts the seconds of a step with `sequences` sequences. A partial micro-batch costs as much as a full one.
+    fn step_seconds(&self, sequences: u64, wait: WaitSeconds) -> f64 {
+        let Candidate { per_step_seconds, per_micro_batch_seconds, overlap_seconds, ref recipe, .. } = self.candidate;
+        let count = sequences.div_ceil(u64::from(recipe.micro_batch));
+        if self.only_one_micro_batch && count > 1 {
+            return f64::INFINITY;
+        }
+        per_step_seconds + count as f64 * per_micro_batch_seconds + wait(overlap_seconds)
+    }
+
+    /// Returns the most sequences that fit into a step of `seconds`.
+    fn max_sequences(&self, seconds: f64, wait: WaitSeconds) -> u64 {
+        let Candidate { per_step_seconds, per_micro_batch_seconds, overlap_seconds, ref recipe, .. } = self.candidate;
+        let micro_batch = u64::from(recipe.micro_batch);
+        let most = if self.only_one_micro_batch { 1 } else { u64::MAX / micro_batch / 2 };
+        // Rounded up first, then reduced until `step_seconds` agrees: both must round alike.
+        let available = seconds - per_step_seconds - wait(overlap_seconds);
+        let mut count = ((available / per_micro_batch_seconds).max(0.0).ceil() as u64).min(most);
+        while count > 0 && self.step_seconds(count * micro_batch, wait) > seconds {
+            count -= 1;
+        }
+        count * micro_batch
+    }
+}
+
+impl<'q> RecipeTable<'q> {
+    /// Builds the table for about as many sequences as the request has, and for all `step_sequences` of a step.
+    pub fn new(request: &'q PlanRequest<'q>, step_sequences: u64) -> RecipeTable<'q> {
+        let mut table =
+            RecipeTable { measurer: Measurer::new(request), recipes: Vec::new(), micro_batches: HashSet::new() };
+        let sizes_up_to = |most: u64| match request.pins.micro_batch {
+            Some(pinned) => vec![pinned],
+            None => (0..32).map(|power| 1 << power).take_while(|&size| u64::from(size) <= most).collect(),
+        };
+        let micro_batches = sizes_up_to(request.sequences);
+        table.micro_batches.extend(&micro_batches);
+        let found = candidates(&table.measurer, &micro_batches);
+        table.add(found);
+        if request.host.budget > Bytes::ZERO && step_sequences > request.sequences {
+            // The best offload for a step of one micro-batch differs from that for a step of several.
+            let whole_step = PlanRequest { sequences: step_sequences, ..request.clone() };
+            let measurer = Measurer::new(&whole_step);
+            let found = candidates(&measurer, &sizes_up_to(step_sequences));
+            table.recipes.extend(PricedRecipe::fitting(&measurer, found));
+        }
+        if table.recipes.is_empty() {
+            // The smallest recipe, however slow it is.
+            let bound = request.device.arena_budget().0.saturating_add(1);
+            table.add(offload::smallest(&table.measurer, Some(bound)).into_iter().collect());
+        }
+        table
+    }
+
+    /// Adds the candidates that fit.
+    fn add(&mut self, candidates: Vec<Candidate>) {
+        self.recipes.extend(PricedRecipe::fitting(&self.measurer, candidates));
+    }
+
+    /// Returns whether no recipe fits.
+    pub fn is_empty(&self) -> bool {
+        self.recipes.is_empty()
+    }
+
+    /// Returns the fastest recipe for a step with `sequences` sequences, and the seconds of the step including waiting.
+    pub fn fastest(&self, sequences: u64, wait: WaitSeconds) -> Option<(&Candidate, f64)> {
+        let priced = self.recipes.iter().map(|recipe| (&recipe.candidate, recipe.step_seconds(sequences, wait)));
+        priced.filter(|(_, seconds)| seconds.is_finite()).min_by(|a, b| a.1.total_cmp(&b.1))
+    }
+
+    /// Returns the most sequences that the device computes in a step of `seconds`.
+    pub fn max_sequences(&self, seconds: f64, wait: WaitSeconds) -> u64 {
+        self.recipes.iter().map(|recipe| recipe.max_sequences(seconds, wait)).max().unwrap_or(0)
+    }
+
+    /// Adds micro-batch sizes near the fastest one that divide `sequences` into equal micro-batches.
+    pub fn refine_near(&mut self, sequences: u64, wait: WaitSeconds) {
+        let Some((fastest, _)) = self.fastest(sequences, wait) else { return };
+        let (offload, count) = (fastest.recipe.offload, sequences.div_ceil(u64::from(fastest.recipe.micro_batch)));
+        let counts = [count.saturating_sub(1), count, count + 1, 2 * count].into_iter().filter(|&count| count > 0);
+        self.add_micro_batches(counts.map(|count| sequences.div_ceil(count)).collect(), offload);
+    }
+
+    /// Returns the smallest seconds per sequence in long steps; infinite if nothing fits.
+    pub fn seconds_per_sequence(&self) -> f64 {
+        let per_sequence = |recipe: &PricedRecipe| {
+            recipe.candidate.per_micro_batch_seconds / f64::from(recipe.candidate.recipe.micro_batch)
+        };
+        self.recipes.iter().map(per_sequence).fold(f64::INFINITY, f64::min)
+    }
+
+    /// Adds the largest divisors of `sequences` that may fit as micro-batch sizes, with the offload choice of the
+    /// fastest recipe.
+    pub fn add_divisors(&mut self, sequences: u64, wait: WaitSeconds) {
+        let Some(offload) = self.fastest(sequences, wait).map(|(fastest, _)| fastest.recipe.offload) else { return };
+        let sizes = self.recipes.iter().map(|recipe| u64::from(recipe.candidate.recipe.micro_batch));
+        // The table has powers of two: sizes between the largest and the next power may fit.
+        let most = (2 * sizes.max().unwrap_or(1) - 1).min(sequences);
+        let divisors = (1..=most).rev().filter(|&size| sequences.is_multiple_of(size)).take(MAX_DIVISORS);
+        self.add_micro_batches(divisors.collect(), offload);
+    }
+
+    /// Adds the recipes of new micro-batch sizes with the given offload choice.
+    fn add_micro_batches(&mut self, micro_batches: Vec<u64>, offload: Offload) {
+        if self.measurer.request.pins.micro_batch.is_some() {
+            return;
+        }
+        for micro_batch in micro_batches.into_iter().map(|size| size as u32) {
+            if self.micro_batches.insert(micro_batch) {
+                let found = candidates_with_offload(&self.measurer, micro_batch, offload);
+                self.add(found);
+            }
+        }
+    }
+
+    /// Removes a recipe that does not fit after packing.
+    pub fn reject(&mut self, recipe: &Recipe) {
+        self.recipes.retain(|priced| priced.candidate.recipe != *recipe);
+    }
+}

@@ -1,0 +1,176 @@
+//! Bytes and seconds of a rank of a sharded team (FSDP, ZeRO-3), as functions of its micro-batch and its shard. The
+//! planner of teams sizes shards by them, without a search for each size.
+
+use super::measure::{Candidate, Measurer, resident_tensors};
+use super::{PlanRequest, candidates, offload};
+use plimsoll_core::{Category, Offload, Parallelism, RecomputeLevel};
+use plimsoll_program::models::ModelConfig;
+use plimsoll_program::{Program, ProgramKind, ProgramSet, Share};
+
+/// Bytes of the model state that a team shards, summed over all ranks.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct ShardedBytes {
+    /// Weights, gradients, master weights and optimizer state.
+    pub all: f64,
+    /// The part of `all` that only the optimizer update touches.
+    pub optimizer: f64,
+}
+
+impl ShardedBytes {
+    /// Measures the sharded bytes of the request's model: the tensors of a device alone, less those of a rank with an
+    /// empty shard. The share of the request does not matter.
+    pub fn measure(request: &PlanRequest) -> ShardedBytes {
+        let empty_shard =
+            Share { parallelism: Some(Parallelism::Sharded), ranks: 2, state: vec![0, 1024], ..Share::SINGLE_DEVICE };
+        let bytes = |share: Share, selected: &dyn Fn(Category) -> bool| {
+            let set = resident_tensors(&PlanRequest { share, ..request.clone() });
+            let tensors = set.tensors.iter().filter(|tensor| selected(tensor.category));
+            tensors.map(|tensor| tensor.bytes() * u64::from(tensor.slots)).sum::<u64>() as f64
+        };
+        let sharded = |selected: &dyn Fn(Category) -> bool| {
+            bytes(Share::SINGLE_DEVICE, selected) - bytes(empty_shard.clone(), selected)
+        };
+        let model_state = |category| matches!(category, Category::Weight | Category::Gradient | Category::Optimizer);
+        ShardedBytes { all: sharded(&model_state), optimizer: sharded(&|category| category == Category::Optimizer) }
+    }
+}
+
+/// A value without recompute, and with full recompute.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PerRecompute<T> {
+    /// The value without recompute.
+    pub none: T,
+    /// The value with full recompute.
+    pub full: T,
+}
+
+impl PerRecompute<f64> {
+    /// Interpolates linearly between no recompute (0) and full recompute (1).
+    fn interpolate(self, recompute: f64) -> f64 {
+        self.none + recompute * (self.full - self.none)
+    }
+}
+
+impl<T> PerRecompute<T> {
+    /// Applies `function` to both values.
+    fn map<U>(self, mut function: impl FnMut(T) -> U) -> PerRecompute<U> {
+        PerRecompute { none: function(self.none), full: function(self.full) }
+    }
+}
+
+/// Costs of a rank with one micro-batch size, without offload.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RankCosts {
+    /// Seconds of the passes of a micro-batch including communication, with equal shards.
+    micro_batch_seconds: PerRecompute<f64>,
+    /// Compute time of the passes.
+    compute_seconds: PerRecompute<f64>,
+    /// Time of the passes in which the link is busy.
+    exchange_seconds: PerRecompute<f64>,
+    /// Seconds of the work done once per step.
+    pub per_step_seconds: f64,
+    /// Bytes on the device beside the resident bytes.
+    pub transient_bytes: PerRecompute<u64>,
+}
+
+/// Layers of the two small models that are measured. Gathering runs two layers ahead, so fewer layers would not be
+/// representative.
+const SMALL_MODEL_LAYERS: [u64; 2] = [4, 8];
+
+impl RankCosts {
+    /// Measures the rank of a request with a share. The costs are measured with few layers and extrapolated linearly to
+    /// all.
+    pub fn measure(request: &PlanRequest, micro_batch: u32) -> RankCosts {
+        let layers = request.config.layers;
+        let [few_layers, more_layers] = SMALL_MODEL_LAYERS.map(|small| small.min(layers));
+        if more_layers == layers {
+            return RankCosts::measure_layers(request, micro_batch, layers);
+        }
+        let few = RankCosts::measure_layers(request, micro_batch, few_layers);
+        let more = RankCosts::measure_layers(request, micro_batch, more_layers);
+        let (few_layers, more_layers) = (few_layers as f64, more_layers as f64);
+        let extrapolate =
+            |few: f64, more: f64| few + (more - few) * (layers as f64 - few_layers) / (more_layers - few_layers);
+        let bytes = |few: u64, more: u64| extrapolate(few as f64, more as f64) as u64;
+        let seconds = |few: PerRecompute<f64>, more: PerRecompute<f64>| PerRecompute {
+            none: extrapolate(few.none, more.none),
+            full: extrapolate(few.full, more.full),
+        };
+        RankCosts {
+            micro_batch_seconds: seconds(few.micro_batch_seconds, more.micro_batch_seconds),
+            compute_seconds: seconds(few.compute_seconds, more.compute_seconds),
+            exchange_seconds: seconds(few.exchange_seconds, more.exchange_seconds),
+            per_step_seconds: extrapolate(few.per_step_seconds, more.per_step_seconds),
+            transient_bytes: PerRecompute {
+                none: bytes(few.transient_bytes.none, more.transient_bytes.none),
+                full: bytes(few.transient_bytes.full, more.transient_bytes.full),
+            },
+        }
+    }
+
+    /// Predicts the seconds of the passes of a micro-batch.
+    ///
+    /// - `recompute`: fraction of full recompute, 0 to 1.
+    /// - `smallest_shard`: the smallest shard of the team as a fraction of an equal shard. The smaller it is, the more
+    ///   its rank receives. Communication that takes longer than computing is waited for.
+    pub fn micro_batch_seconds(&self, recompute: f64, ranks: usize, smallest_shard: f64) -> f64 {
+        let equal_shard = 1.0 / ranks as f64;
+        let [passes, compute, exchange] = [self.micro_batch_seconds, self.compute_seconds, self.exchange_seconds]
+            .map(|seconds| seconds.interpolate(recompute));
+        let longest_exchange = exchange * (1.0 - smallest_shard * equal_shard) / (1.0 - equal_shard);
+        passes + (longest_exchange - exchange.max(compute)).max(0.0)
+    }
+
+    /// Measures the rank with a model of `layers` layers.
+    fn measure_layers(request: &PlanRequest, micro_batch: u32, layers: u64) -> RankCosts {
+        let config = ModelConfig { layers, ..request.config.clone() };
+        let request = &PlanRequest { config: &config, ..request.clone() };
+        let measurer = Measurer::new(request);
+        let resident = measurer.resident(Offload::NOTHING).spaces.device;
+        let with_level = |level| {
+            let fixed = request.fixed_recompute().map(|levels| levels[..layers as usize].to_vec());
+            let levels = fixed.unwrap_or_else(|| vec![level; layers as usize]);
+            measurer.candidate(request.recipe(micro_batch, levels, Offload::NOTHING))
+        };
+        let candidates =
+            PerRecompute { none: with_level(RecomputeLevel::Nothing), full: with_level(RecomputeLevel::Block) };
+        let prices = request.prices();
+        let sum_passes = |candidate: &Candidate, seconds: &dyn Fn(&ProgramSet, &Program) -> f64| -> f64 {
+            let set = request.compute_programs(&candidate.recipe);
+            [ProgramKind::Forward, ProgramKind::Backward]
+                .into_iter()
+                .filter_map(|kind| set.program(kind))
+                .map(|program| seconds(&set, program))
+                .sum()
+        };
+        let both = || PerRecompute { none: &candidates.none, full: &candidates.full };
+        RankCosts {
+            micro_batch_seconds: both().map(|candidate| candidate.per_micro_batch_seconds),
+            compute_seconds: both()
+                .map(|candidate| sum_passes(candidate, &|set, program| prices.compute_seconds(set, program))),
+            exchange_seconds: both()
+                .map(|candidate| sum_passes(candidate, &|set, program| prices.exchange_seconds(set, program))),
+            per_step_seconds: candidates.none.per_step_seconds,
+            transient_bytes: both().map(|candidate| candidate.bytes.device.saturating_sub(resident)),
+        }
+    }
+}
+
+/// Predicts the seconds of the passes of a micro-batch on the device alone, without recompute.
+pub(crate) fn single_device_compute_seconds(request: &PlanRequest, micro_batch: u32) -> f64 {
+    let request = PlanRequest { share: Share::SINGLE_DEVICE, ..request.clone() };
+    let set = request.build(request.config, &request.uniform(micro_batch, RecomputeLevel::Nothing), false);
+    let passes = [ProgramKind::Forward, ProgramKind::Backward].into_iter().filter_map(|kind| set.program(kind));
+    passes.map(|program| request.prices().program_seconds(&set, program, false)).sum()
+}
+
+/// Returns the fastest recipe of a share with the pinned micro-batch size, by the lower bounds of its bytes.
+pub(crate) fn fastest_unpacked(request: &PlanRequest) -> Option<Candidate> {
+    let measurer = Measurer::new(request);
+    let fits = |candidate: &Candidate| measurer.fits(candidate);
+    let found = candidates(&measurer, &request.micro_batch_sizes());
+    let fastest = found.into_iter().filter(fits).min_by(|a, b| a.step_seconds.total_cmp(&b.step_seconds));
+    let bound = request.device.arena_budget().0.saturating_add(1);
+    // The smallest recipe, however slow it is.
+    fastest.or_else(|| offload::smallest(&measurer, Some(bound)).filter(fits))
+}

@@ -1,0 +1,578 @@
+//! Data parallel teams: every device has the whole model and computes whole sequences. This module finds the numbers of
+//! sequences that make the slowest device as fast as possible, and the devices that are worth including.
+//!
+//! [`BatchSplitter`] does so from a table of recipes per kind of device, without a search for each split. [`DataParallel`]
+//! is the [`TeamSearch`] over it. Devices share one host: `with_host_shares` divides its memory where together they would
+//! use more of it than there is.
+
+use super::all_reduce::AllReduceTime;
+use super::candidate::{TeamCandidate, TeamSearch, WorkerCandidate};
+use super::exclusion::{exclude, exclude_slower, exclude_too_small};
+use super::{TeamOutcome, TeamRequest, alternatives, bandwidth_tiers, limit_host, single_device};
+use crate::search::{Candidate, MeasurementCache, PlanRequest, RecipeTable, has_fitting_recipe_with, search};
+use plimsoll_core::{Bytes, DeviceSpec, ExcludedDevice, Parallelism, Recipe, Rung, ScalingEfficiency};
+use plimsoll_program::Share;
+use std::sync::Arc;
+
+/// Times that the host may be divided before the search gives up.
+const MAX_HOST_DIVISIONS: usize = 40;
+/// Times that recipes near a split are added and the split is chosen anew, before the host is divided.
+const MAX_REFINEMENTS: usize = 4;
+/// Bisection steps that find the least host memory of a device: a 1024th of the host.
+const HOST_BISECTIONS: u32 = 10;
+/// Bisection steps that find the time of the fastest split.
+const TIME_BISECTIONS: u32 = 100;
+
+/// The devices of a team with a table of priced recipes each, to split a batch over them. Identical devices share a table.
+pub(super) struct BatchSplitter<'q> {
+    /// The request of each device that its table answers.
+    requests: &'q [PlanRequest<'q>],
+    tables: Vec<RecipeTable<'q>>,
+    /// The index in `tables` for each device.
+    table_of: Vec<usize>,
+    sequences_per_step: u64,
+}
+
+/// Sequences per device, and the predicted time of a step.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Split {
+    /// The devices that take part, in the order of ranks.
+    pub devices: Vec<usize>,
+    /// The sequences of each.
+    pub sequences: Vec<u64>,
+    /// Seconds of a step.
+    pub seconds: f64,
+}
+
+/// Returns whether two devices are identical for the planner: the same but for their names, with the same request.
+pub(super) fn are_alike(a: &PlanRequest, b: &PlanRequest) -> bool {
+    let nameless = |device: &DeviceSpec| DeviceSpec { name: String::new(), ..device.clone() };
+    nameless(a.device) == nameless(b.device) && a.host == b.host && a.sequences == b.sequences && a.pins == b.pins
+}
+
+impl<'q> BatchSplitter<'q> {
+    /// Builds the tables. Each request should ask for about the sequences that the device will get.
+    pub fn new(requests: &'q [PlanRequest<'q>], sequences_per_step: u64) -> BatchSplitter<'q> {
+        let mut first_of_kind: Vec<usize> = Vec::new();
+        let mut table_of = Vec::new();
+        for request in requests {
+            let known = first_of_kind.iter().position(|&number| are_alike(&requests[number], request));
+            table_of.push(known.unwrap_or(first_of_kind.len()));
+            if known.is_none() {
+                first_of_kind.push(table_of.len() - 1);
+            }
+        }
+        let tables =
+            first_of_kind.iter().map(|&number| RecipeTable::new(&requests[number], sequences_per_step)).collect();
+        BatchSplitter { requests, tables, table_of, sequences_per_step }
+    }
+
+    fn table(&self, device: usize) -> &RecipeTable<'q> {
+        &self.tables[self.table_of[device]]
+    }
+
+    /// Returns whether two devices share a table.
+    pub fn are_alike(&self, one: usize, other: usize) -> bool {
+        self.table_of[one] == self.table_of[other]
+    }
+
+    /// Returns the devices that can hold the model.
+    pub fn able_devices(&self) -> Vec<usize> {
+        (0..self.table_of.len()).filter(|&device| !self.table(device).is_empty()).collect()
+    }
+
+    /// Returns the time of the gradient all-reduce between `devices`.
+    pub fn all_reduce(&self, devices: &[usize]) -> AllReduceTime {
+        let requests: Vec<&PlanRequest> = devices.iter().map(|&device| &self.requests[device]).collect();
+        AllReduceTime::between(&requests)
+    }
+
+    /// Returns the fastest split over exactly these devices. None where a device cannot hold the model, or gets no sequence.
+    pub fn split(&self, devices: &[usize]) -> Option<Split> {
+        self.split_with(devices, &self.all_reduce(devices))
+    }
+
+    /// Returns the fastest split over these devices if the all-reduce took no time.
+    pub fn split_without_all_reduce(&self, devices: &[usize]) -> Option<Split> {
+        self.split_with(devices, &AllReduceTime::default())
+    }
+
+    /// Returns the split that gives all devices the same number of sequences, or one more.
+    pub fn split_evenly(&self, devices: &[usize]) -> Option<Split> {
+        let ranks = devices.len() as u64;
+        let total = self.sequences_per_step;
+        let sequences = (0..ranks).map(|rank| total * (rank + 1) / ranks - total * rank / ranks);
+        self.price_split(devices, sequences.collect())
+    }
+
+    /// Predicts the time of a given split. None where a device has no sequence, or no recipe for its sequences.
+    fn price_split(&self, devices: &[usize], sequences: Vec<u64>) -> Option<Split> {
+        let all_reduce = self.all_reduce(devices);
+        let seconds_of = |(&device, &own): (&usize, &u64)| self.seconds(device, own, &all_reduce);
+        let seconds = devices.iter().zip(&sequences).map(seconds_of).fold(0.0, f64::max);
+        let is_possible = seconds.is_finite() && sequences.iter().all(|&own| own > 0);
+        is_possible.then(|| Split { devices: devices.to_vec(), sequences, seconds })
+    }
+
+    /// Predicts the seconds of a step in which a device computes `sequences`; infinite where it has no recipe for them.
+    fn seconds(&self, device: usize, sequences: u64, all_reduce: &AllReduceTime) -> f64 {
+        let best = self.table(device).fastest(sequences, &|overlap| all_reduce.exposed_seconds(overlap));
+        best.map_or(f64::INFINITY, |(_, seconds)| seconds)
+    }
+
+    /// Finds the fastest split by bisection over the time of a step: in a given time each device does the most sequences
+    /// that it can.
+    fn split_with(&self, devices: &[usize], all_reduce: &AllReduceTime) -> Option<Split> {
+        let total = self.sequences_per_step;
+        let seconds_of = |device: usize, sequences: u64| self.seconds(device, sequences, all_reduce);
+        let wait = |overlap: f64| all_reduce.exposed_seconds(overlap);
+        let most_within = |device: usize, seconds: f64| self.table(device).max_sequences(seconds, &wait).min(total);
+        // The fastest device alone is an upper bound on the time.
+        let alone = devices.iter().map(|&device| seconds_of(device, total)).fold(f64::INFINITY, f64::min);
+        // Each device gets at least one sequence.
+        let one_each = devices.iter().map(|&device| seconds_of(device, 1)).fold(0.0, f64::max);
+        if !alone.is_finite() || !one_each.is_finite() || total < devices.len() as u64 {
+            return None;
+        }
+        let (mut low, mut high) = (0.0, alone);
+        for _ in 0..TIME_BISECTIONS {
+            let middle = 0.5 * (low + high);
+            let done: u64 = devices.iter().map(|&device| most_within(device, middle)).sum();
+            if done >= total { high = middle } else { low = middle }
+        }
+        let within = high.max(one_each);
+        let mut sequences: Vec<u64> = devices.iter().map(|&device| most_within(device, within)).collect();
+        // The surplus is taken from the devices that take longest, so that identical devices get the same.
+        let mut seconds: Vec<f64> =
+            devices.iter().zip(&sequences).map(|(&device, &own)| seconds_of(device, own)).collect();
+        for _ in total..sequences.iter().sum() {
+            let longest = |a: &usize, b: &usize| {
+                seconds[*a].total_cmp(&seconds[*b]).then(sequences[*a].cmp(&sequences[*b])).then(a.cmp(b))
+            };
+            let from = (0..devices.len()).filter(|&rank| sequences[rank] > 1).max_by(longest)?;
+            sequences[from] -= 1;
+            seconds[from] = seconds_of(devices[from], sequences[from]);
+        }
+        let slowest = seconds.iter().copied().fold(0.0, f64::max);
+        Some(Split { devices: devices.to_vec(), sequences, seconds: slowest })
+    }
+
+    /// Finds the fastest team among `able` devices. It tries the fastest n devices of each bandwidth tier, for each n, and
+    /// then adds or removes single devices for as long as that helps.
+    pub fn fastest(&self, able: &[usize]) -> Option<Split> {
+        let alone = |device: usize| self.split(&[device]).map_or(f64::INFINITY, |split| split.seconds);
+        let mut by_speed: Vec<(usize, f64)> = able.iter().map(|&device| (device, alone(device))).collect();
+        by_speed.sort_by(|a, b| a.1.total_cmp(&b.1));
+        let by_speed: Vec<usize> = by_speed.into_iter().map(|(device, _)| device).collect();
+        let split_sorted = |devices: &[usize]| {
+            let mut devices = devices.to_vec();
+            devices.sort_unstable();
+            self.split(&devices)
+        };
+        let tiers = bandwidth_tiers(&by_speed, |device| self.requests[device].device.team_link);
+        let fastest_n = tiers.iter().flat_map(|tier| (1..=tier.len()).map(|number| &tier[..number]));
+        let mut best = fastest_n.map(split_sorted).fold(None, faster)?;
+        loop {
+            let with_one_changed = able.iter().filter_map(|&device| {
+                let devices = toggle(&best.devices, device);
+                if devices.is_empty() { None } else { self.split(&devices) }
+            });
+            match with_one_changed.map(Some).fold(None, faster) {
+                Some(next) if next.seconds < best.seconds => best = next,
+                _ => return Some(best),
+            }
+        }
+    }
+
+    /// Returns the fastest recipe of each device of a split.
+    pub fn best_recipes(&self, split: &Split) -> Vec<&Candidate> {
+        let all_reduce = self.all_reduce(&split.devices);
+        let best = |(&device, &own): (&usize, &u64)| {
+            let best = self.table(device).fastest(own, &|overlap| all_reduce.exposed_seconds(overlap));
+            best.expect("a share has a recipe").0
+        };
+        split.devices.iter().zip(&split.sequences).map(best).collect()
+    }
+
+    /// Converts a split to a team candidate. Every device may use all of the host.
+    pub fn candidate(&self, split: &Split, host: Bytes) -> TeamCandidate {
+        let shares = shares(&split.sequences);
+        let recipes = self.best_recipes(split);
+        let worker = |(rank, (recipe, share)): (usize, (&Candidate, Share))| WorkerCandidate {
+            device: split.devices[rank],
+            share,
+            sequences: split.sequences[rank],
+            recipe: recipe.recipe.clone(),
+            host,
+            device_bytes: recipe.bytes.device,
+            host_bytes: recipe.bytes.host,
+        };
+        TeamCandidate {
+            parallelism: (split.devices.len() > 1).then_some(Parallelism::Data),
+            workers: recipes.into_iter().zip(shares).enumerate().map(worker).collect(),
+            seconds: split.seconds,
+        }
+    }
+
+    /// Adds recipes near those of a split to the tables.
+    pub fn refine(&mut self, split: &Split) {
+        let all_reduce = self.all_reduce(&split.devices);
+        for (&device, &own) in split.devices.iter().zip(&split.sequences) {
+            self.tables[self.table_of[device]].refine_near(own, &|overlap| all_reduce.exposed_seconds(overlap));
+        }
+    }
+
+    /// Adds recipes near those of each device alone, and near those of an even split over all devices.
+    pub fn refine_baselines(&mut self) {
+        let able = self.able_devices();
+        let splits = able.iter().filter_map(|&device| self.split(&[device])).chain(self.split_evenly(&able));
+        for split in splits.collect::<Vec<_>>() {
+            self.refine(&split);
+        }
+    }
+
+    /// Adds recipes for the ideal number of sequences of each device, rounded down and up: their micro-batches divide it.
+    /// Under the ideal, fractional split all devices end at the same time.
+    fn refine_ideal_split(&mut self) {
+        let able = self.able_devices();
+        let all_reduce = self.all_reduce(&able);
+        let speeds: Vec<f64> = able.iter().map(|&device| 1.0 / self.table(device).seconds_per_sequence()).collect();
+        let total_speed: f64 = speeds.iter().sum();
+        for (&device, speed) in able.iter().zip(&speeds) {
+            let ideal = self.sequences_per_step as f64 * speed / total_speed;
+            for sequences in [ideal.floor() as u64, ideal.ceil() as u64] {
+                self.tables[self.table_of[device]]
+                    .add_divisors(sequences, &|overlap| all_reduce.exposed_seconds(overlap));
+            }
+        }
+    }
+
+    /// Removes a recipe that did not pack from the table of a device.
+    pub fn reject(&mut self, device: usize, recipe: &Recipe) {
+        self.tables[self.table_of[device]].reject(recipe);
+    }
+}
+
+/// Returns the faster of two splits; the first where they are equal.
+fn faster(best: Option<Split>, other: Option<Split>) -> Option<Split> {
+    match (best, other) {
+        (Some(best), Some(other)) if other.seconds < best.seconds => Some(other),
+        (best, other) => best.or(other),
+    }
+}
+
+/// Returns a sorted list of devices with `device` removed if it is there, else added.
+fn toggle(devices: &[usize], device: usize) -> Vec<usize> {
+    let mut devices = devices.to_vec();
+    match devices.binary_search(&device) {
+        Ok(at) => drop(devices.remove(at)),
+        Err(at) => devices.insert(at, device),
+    }
+    devices
+}
+
+/// The search for data parallel teams, with some lossy rungs taken.
+pub(super) struct DataParallel<'t, 'q> {
+    team: &'t TeamRequest<'t>,
+    rungs: &'t [Rung],
+    splitter: BatchSplitter<'q>,
+}
+
+/// Prepares a search under the load line of the host, and passes it to `then`. Where the fastest recipes of the devices
+/// together want more host memory than there is, the host is divided between them and the tables are built anew.
+pub(super) fn with_host_shares<T>(
+    team: &TeamRequest,
+    rungs: &[Rung],
+    then: impl Fn(DataParallel) -> Option<T>,
+) -> Option<T> {
+    let mut hosts = vec![team.host; team.devices.len()];
+    let known: Vec<Arc<MeasurementCache>> = team.devices.iter().map(|_| Arc::default()).collect();
+    for _ in 0..MAX_HOST_DIVISIONS {
+        let requests = team.requests_by_speed(rungs, &hosts);
+        let splitter = BatchSplitter::new(&requests, team.sequences_per_step());
+        let mut search = DataParallel { team, rungs, splitter };
+        if team.devices.len() > 1 {
+            search.splitter.refine_ideal_split();
+            search.splitter.refine_baselines();
+        }
+        let split = search.choose_refined()?;
+        let wanted: Vec<Bytes> =
+            search.splitter.best_recipes(&split).iter().map(|recipe| Bytes(recipe.bytes.host)).collect();
+        let total_wanted: Bytes = wanted.iter().copied().sum();
+        if total_wanted <= team.host {
+            return then(search);
+        }
+        hosts = vec![Bytes(team.host.0 / team.devices.len() as u64); team.devices.len()];
+        let portions = divide_host(team, &requests, &known, &split.devices, &wanted);
+        for (&device, bytes) in split.devices.iter().zip(portions) {
+            hosts[device] = bytes;
+        }
+    }
+    None
+}
+
+/// Divides the host between devices that together want more of it than there is, in proportion to what each wants. Where a
+/// device could not hold the model with its portion, each first gets the least that it needs, and the rest is divided.
+/// `known` caches measurements, which hold for any portion of the host.
+fn divide_host(
+    team: &TeamRequest,
+    requests: &[PlanRequest],
+    known: &[Arc<MeasurementCache>],
+    devices: &[usize],
+    wanted: &[Bytes],
+) -> Vec<Bytes> {
+    let fits = |device: usize, host: Bytes| {
+        let request = &requests[device];
+        let request = PlanRequest { host: limit_host(request.host, host), ..request.clone() };
+        has_fitting_recipe_with(&request, &known[device])
+    };
+    let portions = divide_above(team.host, &vec![Bytes::ZERO; devices.len()], wanted);
+    if devices.iter().zip(&portions).all(|(&device, portion)| fits(device, *portion)) {
+        return portions;
+    }
+    // Packed, a device may need a little more than its bounds say.
+    let least = |&device: &usize| {
+        let (mut low, mut high) = (0, team.host.0);
+        while high - low > (team.host.0 >> HOST_BISECTIONS).max(1) {
+            let middle = low + (high - low) / 2;
+            if fits(device, Bytes(middle)) { high = middle } else { low = middle + 1 }
+        }
+        Bytes(if fits(device, Bytes::ZERO) { 0 } else { high })
+    };
+    let least: Vec<Bytes> = devices.iter().map(least).collect();
+    if least.iter().copied().sum::<Bytes>() > team.host { portions } else { divide_above(team.host, &least, wanted) }
+}
+
+/// Gives each device its `least` bytes of the host, and divides the rest in proportion to what each wants beyond that.
+fn divide_above(host: Bytes, least: &[Bytes], wanted: &[Bytes]) -> Vec<Bytes> {
+    let beyond_least = |at: usize| wanted[at].saturating_sub(least[at]).0 as f64;
+    let left = host.saturating_sub(least.iter().copied().sum()).0 as f64;
+    let total_beyond = (0..wanted.len()).map(beyond_least).sum::<f64>().max(1.0);
+    let portion = |at: usize| least[at] + Bytes((left * beyond_least(at) / total_beyond) as u64);
+    (0..wanted.len()).map(portion).collect()
+}
+
+impl DataParallel<'_, '_> {
+    /// Returns the fastest split: over all devices where the request requires them, else over any of them.
+    fn choose(&self) -> Option<Split> {
+        let able = self.splitter.able_devices();
+        match self.team.require_all {
+            true if able.len() < self.team.devices.len() => None,
+            true => self.splitter.split(&able),
+            false => self.splitter.fastest(&able),
+        }
+    }
+
+    /// Returns the fastest split after recipes near it were added, until it no longer changes.
+    fn choose_refined(&mut self) -> Option<Split> {
+        let mut split = self.choose()?;
+        for _ in 0..MAX_REFINEMENTS {
+            self.splitter.refine(&split);
+            let next = self.choose()?;
+            let is_stable = next == split;
+            split = next;
+            if is_stable {
+                break;
+            }
+        }
+        Some(split)
+    }
+
+    /// Returns the packed team, or the fastest device alone where that is faster: the exact time of the all-reduce is only
+    /// known of a packed team.
+    pub fn or_single_device(&self, packed: TeamOutcome) -> TeamOutcome {
+        let DataParallel { team, splitter, .. } = self;
+        let seconds = packed.plan.predicted.step_seconds;
+        if team.require_all || packed.workers.len() == 1 {
+            return packed;
+        }
+        let splits = splitter.able_devices().into_iter().filter_map(|device| splitter.split(&[device]));
+        let Some(split) = splits.min_by(|a, b| a.seconds.total_cmp(&b.seconds)).filter(|split| split.seconds < seconds)
+        else {
+            return packed;
+        };
+        let (device, candidate) = (split.devices[0], splitter.candidate(&split, team.host));
+        let outcome = search(&team.request_for(device, &Share::SINGLE_DEVICE, team.sequences_per_step(), team.host));
+        if !outcome.plan.fits || outcome.plan.predicted.step_seconds >= seconds {
+            return packed;
+        }
+        let mut excluded = self.excluded(&candidate);
+        for worker in packed.workers.iter().filter(|worker| worker.device != device) {
+            let slower = exclude_slower(team, worker.device, outcome.plan.predicted.step_seconds, seconds);
+            if let Some(known) = excluded.iter_mut().find(|other| other.device_index == worker.device) {
+                *known = slower;
+            }
+        }
+        single_device(team, (device, outcome), excluded)
+    }
+}
+
+impl TeamSearch for DataParallel<'_, '_> {
+    fn fastest(&self) -> Option<TeamCandidate> {
+        Some(self.splitter.candidate(&self.choose()?, self.team.host))
+    }
+
+    fn reject(&mut self, candidate: &TeamCandidate, rank: usize, _: Bytes) {
+        let WorkerCandidate { device, ref recipe, .. } = candidate.workers[rank];
+        self.splitter.reject(device, recipe);
+    }
+
+    fn excluded(&self, candidate: &TeamCandidate) -> Vec<ExcludedDevice> {
+        let DataParallel { team, rungs, splitter } = self;
+        let (able, taken) = (splitter.able_devices(), candidate.devices());
+        let others = (0..team.devices.len()).filter(|device| !taken.contains(device));
+        let (slow, unable): (Vec<usize>, Vec<usize>) = others.partition(|device| able.contains(device));
+        let exclude_one = |device: usize| {
+            let mut devices = taken.clone();
+            devices.push(device);
+            devices.sort_unstable();
+            match splitter.split(&devices) {
+                Some(with) => exclude_slower(team, device, candidate.seconds, with.seconds),
+                None => exclude(team, device, "no sequence of a step is left for it".to_owned()),
+            }
+        };
+        slow.into_iter().map(exclude_one).chain(exclude_too_small(team, &unable, rungs, &[])).collect()
+    }
+
+    fn scaling_efficiency(&self, candidate: &TeamCandidate) -> Option<ScalingEfficiency> {
+        Some(alternatives::scaling_efficiency(self.team, &self.splitter, &candidate.devices()))
+    }
+}
+
+/// Returns the shares of a data parallel team, in the order of ranks.
+pub(super) fn shares(sequences: &[u64]) -> Vec<Share> {
+    let share = |rank: usize| Share {
+        parallelism: Some(Parallelism::Data),
+        rank: rank as u32,
+        ranks: sequences.len() as u32,
+        first_sequence: sequences[..rank].iter().sum(),
+        ..Share::SINGLE_DEVICE
+    };
+    match sequences.len() {
+        1 => vec![Share::SINGLE_DEVICE],
+        ranks => (0..ranks).map(share).collect(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::search::has_fitting_recipe;
+    use crate::team::testing;
+    use plimsoll_core::{Bytes, DeviceKind, HostSpec, Link};
+    use plimsoll_program::models::{ModelConfig, preset};
+    use proptest::prelude::*;
+
+    fn device(pace: f64, budget: Bytes, megabytes_per_second: f64) -> DeviceSpec {
+        let team_link = Link { bytes_per_second: megabytes_per_second * 1e6, latency_seconds: 1e-5 };
+        DeviceSpec { kind: DeviceKind::Paper, ..testing::device(pace, budget, team_link) }
+    }
+
+    fn request<'a>(config: &'a ModelConfig, device: &'a DeviceSpec, sequences: u64) -> PlanRequest<'a> {
+        testing::request(config, device, 64, sequences)
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(32))]
+        #[test]
+        fn fastest_split_beats_all_neighbours(
+            kinds in prop::collection::vec((0.05f64..1.0, 500u64..1500, 1.0f64..4.0), 1..4),
+            copies in prop::collection::vec(1usize..3, 3),
+            total in 1u64..96,
+        ) {
+            let config = ModelConfig { layers: 2, ..preset("smollm2-135m").expect("listed") };
+            let devices: Vec<DeviceSpec> = kinds
+                .iter()
+                .zip(&copies)
+                .flat_map(|((pace, mib, decade), copies)| vec![device(*pace, Bytes::mib(*mib), 10f64.powf(*decade)); *copies])
+                .collect();
+            let requests: Vec<PlanRequest> =
+                devices.iter().map(|device| request(&config, device, total.div_ceil(devices.len() as u64))).collect();
+            let splitter = BatchSplitter::new(&requests, total);
+            let able = splitter.able_devices();
+            let Some(best) = splitter.fastest(&able) else {
+                prop_assert!(able.is_empty());
+                return Ok(());
+            };
+            prop_assert_eq!(best.sequences.iter().sum::<u64>(), total);
+            prop_assert_eq!(splitter.price_split(&best.devices, best.sequences.clone()), Some(best.clone()));
+            let ranks = best.devices.len();
+            for (from, to) in (0..ranks).flat_map(|from| (0..ranks).map(move |to| (from, to))) {
+                let mut moved = best.sequences.clone();
+                moved[from] -= 1;
+                moved[to] += 1;
+                if let Some(moved) = splitter.price_split(&best.devices, moved) {
+                    prop_assert!(moved.seconds >= best.seconds, "{best:?}, {moved:?}");
+                }
+                if splitter.are_alike(best.devices[from], best.devices[to]) {
+                    prop_assert!(best.sequences[from].abs_diff(best.sequences[to]) <= 1, "{best:?}");
+                }
+            }
+            for &device in &able {
+                let mut devices = best.devices.clone();
+                match devices.binary_search(&device) {
+                    Ok(at) => drop(devices.remove(at)),
+                    Err(at) => devices.insert(at, device),
+                }
+                if let Some(other) = splitter.split(&devices).filter(|_| !devices.is_empty()) {
+                    prop_assert!(other.seconds >= best.seconds, "{best:?}, {other:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn predicted_all_reduce_matches_packed_plan() {
+        // Half of a pass is the loss of a large vocabulary, beside which nothing can be exchanged yet.
+        let config = preset("smollm2-135m").expect("listed");
+        let devices = [device(1.0, Bytes::gib(8), 100.0), device(0.5, Bytes::gib(8), 100.0)];
+        let requests: Vec<PlanRequest> = devices.iter().map(|device| request(&config, device, 16)).collect();
+        let mut splitter = BatchSplitter::new(&requests, 16);
+        splitter.refine_baselines();
+        let split = splitter.split_evenly(&[0, 1]).expect("both can hold it");
+        let shares = shares(&split.sequences);
+        let seconds = |(rank, recipe): (usize, &&Candidate)| {
+            let request = requests[rank].clone().for_share(&shares[rank], split.sequences[rank]);
+            let set = request.compute_programs(&recipe.recipe);
+            let count = split.sequences[rank].div_ceil(u64::from(recipe.recipe.micro_batch));
+            request.prices().schedule_seconds(&set, &shares[rank].schedule(count as u32).calls)
+        };
+        let packed = splitter.best_recipes(&split).iter().enumerate().map(seconds).fold(0.0, f64::max);
+        assert!((split.seconds / packed - 1.0).abs() < 0.01, "{} listed, {packed} packed", split.seconds);
+    }
+
+    /// The least of the host beside which a device holds the model.
+    fn least_host(request: &PlanRequest, most: Bytes) -> Option<Bytes> {
+        let holds = |mib: u64| {
+            has_fitting_recipe(&PlanRequest { host: limit_host(request.host, Bytes::mib(mib)), ..request.clone() })
+        };
+        let (mut low, mut high) = (0, most.0 >> 20);
+        if !holds(high) {
+            return None;
+        }
+        while low < high {
+            let middle = low + (high - low) / 2;
+            if holds(middle) { high = middle } else { low = middle + 1 }
+        }
+        Some(Bytes::mib(high))
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(6))]
+        #[test]
+        fn all_devices_fit_in_sufficient_host(lines in prop::collection::vec(60u64..500, 2..4)) {
+            let config = ModelConfig { layers: 2, vocab: 4096, ..preset("smollm2-135m").expect("listed") };
+            let devices: Vec<DeviceSpec> = lines.iter().map(|line| device(0.5, Bytes::mib(*line), 1000.0)).collect();
+            let most = Bytes::gib(1);
+            let host = HostSpec { budget: most, ..HostSpec::NONE };
+            let requests: Vec<PlanRequest> =
+                devices.iter().map(|device| PlanRequest { host, ..request(&config, device, 16) }).collect();
+            let needed: Option<Vec<Bytes>> = requests.iter().map(|request| least_host(request, most)).collect();
+            let Some(needed) = needed else { return Ok(()) };
+            let host = needed.into_iter().sum::<Bytes>() + Bytes::mib(4);
+            let team = TeamRequest { devices: requests, host, require_all: true, constraint: None, evaluations: None };
+            let taken = with_host_shares(&team, &[], |search| search.choose().map(|split| split.devices.len()));
+            prop_assert_eq!(taken, Some(lines.len()), "{:?} beside {}", lines, host);
+        }
+    }
+}

@@ -1,0 +1,444 @@
+//! Pipelines: each device has a run of layers (a stage), and micro-batches pass through the stages (1F1B schedule).
+//!
+//! Only hidden states cross the links, so slow links matter little. A step loses the time in which the pipeline fills and
+//! empties, and the time by which its slowest stage is slower than the others. A stage may offload to the host what its device
+//! has no room for. Stages on GPUs also stage their transfers in host memory: without a host they form no pipeline.
+//!
+//! The search tries sets and orders of devices and sizes of micro-batches. For each it cuts the layers by dynamic programming
+//! over (stage, layers below), from interpolated costs (`stage`). The most promising cuts are searched for recipes. The
+//! predicted time of a step comes from a simulation of the schedule (`schedule`).
+
+mod cuts;
+mod schedule;
+mod stage;
+
+use super::candidate::{TeamCandidate, TeamSearch, WorkerCandidate};
+use super::exclusion::exclude_others;
+use super::{TeamRequest, bandwidth_tiers, slowest_link};
+use crate::search::{Candidate, PinnedChoices, PlanRequest, fastest_unpacked, parallel_map, with_lossy};
+use cuts::{Cut, CutTable};
+use plimsoll_core::{Bytes, DeviceSpec, ExcludedDevice, Offload, Parallelism, Rung, ScalingEfficiency};
+use plimsoll_program::Share;
+use plimsoll_program::workspace::Kernels;
+pub(super) use schedule::step_seconds;
+pub(super) use stage::StageSeconds;
+use stage::{MeasuredStage, StageLimits, StageModel, StageOption, can_offload};
+use std::cell::{OnceCell, RefCell};
+use std::collections::HashMap;
+
+/// Every order of stages is tried for at most this many devices.
+const MAX_PERMUTED_DEVICES: usize = 4;
+/// Sizes of micro-batches in a row that may be slower than the best before the rest is skipped.
+const MAX_SLOWER_IN_A_ROW: usize = 2;
+/// Sketches that are searched for recipes before only those with the smallest micro-batch are.
+const MAX_SEARCHED: usize = 6;
+/// Times that the layers are cut anew with less memory because a stage has no recipe for its layers.
+const MAX_REDRAWS: usize = 6;
+/// Layers of the two stages that the cost of any stage is interpolated from.
+const MEASURED_LAYERS: u64 = 2;
+
+/// The search for pipelines, with some lossy rungs taken.
+pub(super) struct Pipeline<'t, 'q> {
+    team: &'t TeamRequest<'q>,
+    rungs: &'t [Rung],
+    /// Bytes of each device that the search leaves free because a candidate did not pack.
+    held_back: Vec<u64>,
+    stage_models: RefCell<HashMap<StageKey, StageModel>>,
+    /// The fastest candidate, until one is rejected.
+    fastest: OnceCell<Option<TeamCandidate>>,
+}
+
+/// The properties that the cost of a stage depends on.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+struct StageKey {
+    /// The first device of the kind.
+    device: usize,
+    stage: usize,
+    stages: usize,
+    micro_batch: u32,
+}
+
+/// Stages with estimated times, before recipes are searched.
+#[derive(Clone, Debug)]
+struct Sketch {
+    micro_batch: u32,
+    /// The first layer of each stage, and at last the number of layers.
+    boundaries: Vec<u64>,
+    /// Bytes of the host that all stages use together.
+    host_bytes: Bytes,
+    /// The load line of each stage's portion of the host.
+    hosts: Vec<Bytes>,
+    /// Whether each stage offloads anything to the host.
+    offloads: Vec<bool>,
+    /// Predicted seconds of a step.
+    seconds: f64,
+}
+
+impl<'t, 'q> Pipeline<'t, 'q> {
+    pub fn new(team: &'t TeamRequest<'q>, rungs: &'t [Rung]) -> Pipeline<'t, 'q> {
+        Pipeline {
+            team,
+            rungs,
+            held_back: vec![0; team.devices.len()],
+            stage_models: RefCell::default(),
+            fastest: OnceCell::new(),
+        }
+    }
+
+    /// Returns the number of layers of the model.
+    fn depth(&self) -> u64 {
+        self.team.devices[0].config.layers
+    }
+
+    /// Returns a device as a team of `devices` plans with it: with the slowest link, and without the bytes held back.
+    fn spec_in_team(&self, device: usize, devices: &[usize]) -> DeviceSpec {
+        let spec = self.team.devices[device].device;
+        let team_link = slowest_link(devices.iter().map(|&device| self.team.devices[device].device.team_link));
+        let budget = spec.budget.saturating_sub(Bytes(self.held_back[device]));
+        DeviceSpec { team_link, budget, ..spec.clone() }
+    }
+
+    /// Returns whether point-to-point transfers of a device are staged in host memory.
+    fn is_host_staged(&self, device: usize) -> bool {
+        Kernels::for_device(self.team.devices[device].device) == Kernels::Cuda
+    }
+
+    /// Returns the request for one stage; `spec` is its device as the team plans with it.
+    fn request<'s>(
+        &self,
+        spec: &'s DeviceSpec,
+        device: usize,
+        share: &Share,
+        micro_batch: u32,
+        host: Bytes,
+    ) -> PlanRequest<'s>
+    where
+        'q: 's,
+    {
+        let request = self.team.request_for(device, share, self.team.sequences_per_step(), host);
+        let request = with_lossy(&request, self.rungs);
+        let pins = PinnedChoices { micro_batch: Some(micro_batch), ..request.pins.clone() };
+        PlanRequest { device: spec, pins, ..request }
+    }
+
+    /// Returns the cost of each stage of a pipeline over `devices`, for any number of layers. Unknown costs are measured.
+    fn models_of(&self, devices: &[usize], micro_batch: u32) -> Vec<StageModel> {
+        let count = devices.len();
+        let key = |stage: usize| StageKey {
+            device: self.team.first_alike(devices[stage]),
+            stage,
+            stages: count,
+            micro_batch,
+        };
+        let unknown: Vec<usize> =
+            (0..count).filter(|&stage| !self.stage_models.borrow().contains_key(&key(stage))).collect();
+        let specs: Vec<DeviceSpec> = devices.iter().map(|&device| self.spec_in_team(device, devices)).collect();
+        let request = |stage: usize, layers: u64| {
+            let share = shares(&boundaries_around(stage, count, layers, self.depth())).swap_remove(stage);
+            self.request(&specs[stage], devices[stage], &share, micro_batch, self.team.host)
+        };
+        let most = (self.depth() + 1 - count as u64).min(MEASURED_LAYERS);
+        let requests: Vec<[PlanRequest; 2]> =
+            unknown.iter().map(|&stage| [request(stage, 1), request(stage, most)]).collect();
+        let host = self.team.host;
+        let measured = parallel_map(&requests, |[one, two]| {
+            let can_offload = can_offload(one, host);
+            StageModel { one: MeasuredStage::measure(one, can_offload), two: MeasuredStage::measure(two, can_offload) }
+        });
+        let mut known = self.stage_models.borrow_mut();
+        known.extend(unknown.iter().map(|&stage| key(stage)).zip(measured));
+        (0..count).map(|stage| known[&key(stage)]).collect()
+    }
+
+    /// Returns the memory limits of one stage; `unused` bytes of its device stay free.
+    fn stage_limits(&self, devices: &[usize], stage: usize, micro_batch: u32, unused: u64) -> StageLimits {
+        let request = with_lossy(&self.team.devices[devices[stage]], self.rungs);
+        let spec = self.spec_in_team(devices[stage], devices);
+        let micro_batches = self.team.sequences_per_step().div_ceil(u64::from(micro_batch)) as u32;
+        StageLimits {
+            budget: spec.arena_budget().0.saturating_sub(unused) as f64,
+            host: if can_offload(&request, self.team.host) { self.team.host.0 as f64 } else { 0.0 },
+            micro_batches,
+            in_flight: ((devices.len() - stage) as u32).min(micro_batches).max(1),
+        }
+    }
+
+    /// Estimates the least host memory that is enough for a pipeline of all devices, with the smallest micro-batch.
+    pub fn least_host(&self) -> Option<Bytes> {
+        let micro_batch = self.team.devices[0].pins.micro_batch.unwrap_or(1);
+        let devices = self.limit_to_depth(self.all_devices())?;
+        let orders = self.stage_orders(&devices);
+        let sketches = orders.iter().flat_map(|order| self.sketches(order, micro_batch, &vec![0; order.len()]));
+        sketches.map(|sketch| sketch.host_bytes).min()
+    }
+
+    /// Returns the fastest cut of the layers for devices in this order; `unused` bytes of each stay free.
+    fn sketch(&self, devices: &[usize], micro_batch: u32, unused: &[u64]) -> Option<Sketch> {
+        let sketches = self.sketches(devices, micro_batch, unused).into_iter();
+        sketches.min_by(|a, b| a.seconds.total_cmp(&b.seconds))
+    }
+
+    /// Returns the Pareto-optimal cuts of the layers, by time and host memory, for devices in this order.
+    fn sketches(&self, devices: &[usize], micro_batch: u32, unused: &[u64]) -> Vec<Sketch> {
+        let models = self.models_of(devices, micro_batch);
+        let (count, depth) = (devices.len(), self.depth());
+        let limits: Vec<StageLimits> =
+            (0..count).map(|stage| self.stage_limits(devices, stage, micro_batch, unused[stage])).collect();
+        let micro_batches = limits[0].micro_batches;
+        // Host buffers for the transfers of GPUs: one for each micro-batch in flight, and two on their way.
+        let staging_bytes = |stage: usize| match self.is_host_staged(devices[stage]) {
+            true => f64::from(limits[stage].in_flight + 2) * models[stage].one.hidden_bytes,
+            false => 0.0,
+        };
+        let staging: Vec<f64> = (0..count).map(staging_bytes).collect();
+        let total_staging = staging.iter().sum::<f64>();
+        let host = self.team.host.0 as f64 - total_staging;
+        let options = |stage: usize, layers: u64| models[stage].options(layers, &limits[stage]);
+        let table = CutTable::build(count, depth, micro_batches, host, options);
+        let to_sketch = |last: &Cut| {
+            let (options, boundaries) = table.trace(last);
+            let seconds: Vec<StageSeconds> = options.iter().map(|option| option.seconds).collect();
+            let spare = (host - last.totals.host_bytes).max(0.0) / count as f64;
+            let host_of = |(stage, option): (usize, &StageOption)| {
+                Bytes((option.offloaded + staging[stage] + spare) as u64).min(self.team.host)
+            };
+            Sketch {
+                micro_batch,
+                boundaries,
+                host_bytes: Bytes((last.totals.host_bytes + total_staging) as u64),
+                hosts: options.iter().enumerate().map(host_of).collect(),
+                offloads: options.iter().map(|option| option.offloaded > 0.0).collect(),
+                seconds: step_seconds(&seconds, micro_batches),
+            }
+        };
+        table.complete_cuts().iter().map(to_sketch).collect()
+    }
+
+    /// Returns the orders of devices that are worth trying. Few devices are tried in every order; else they are tried as named
+    /// and by memory, both also reversed. Orders that differ only in identical devices count once.
+    fn stage_orders(&self, devices: &[usize]) -> Vec<Vec<usize>> {
+        let mut by_memory = devices.to_vec();
+        by_memory.sort_by_key(|&device| self.team.devices[device].device.arena_budget());
+        let both_ways = |order: Vec<usize>| [order.iter().rev().copied().collect(), order];
+        let mut orders: Vec<Vec<usize>> = match devices.len() {
+            ..=MAX_PERMUTED_DEVICES => permutations(devices),
+            _ => both_ways(devices.to_vec()).into_iter().chain(both_ways(by_memory)).collect(),
+        };
+        orders.sort_by_key(|order| order != devices);
+        let kinds = |order: &Vec<usize>| order.iter().map(|&d| self.team.first_alike(d)).collect::<Vec<_>>();
+        let mut seen = Vec::new();
+        orders.retain(|order| {
+            let is_new = !seen.contains(&kinds(order));
+            seen.push(kinds(order));
+            is_new
+        });
+        orders
+    }
+
+    /// Returns the fastest candidate in which exactly these devices take part.
+    fn fastest_over(&self, devices: &[usize]) -> Option<TeamCandidate> {
+        let total = self.team.sequences_per_step();
+        let sizes: Vec<u32> = match self.team.devices[0].pins.micro_batch {
+            Some(pinned) => vec![pinned],
+            None => (0..16).map(|power| 1 << power).take_while(|&size| u64::from(size) <= total).collect(),
+        };
+        let mut sketches: Vec<(Vec<usize>, Sketch)> = Vec::new();
+        for order in self.stage_orders(devices) {
+            let (mut best, mut slower_in_a_row) = (f64::INFINITY, 0);
+            for &size in &sizes {
+                let Some(sketch) = self.sketch(&order, size, &vec![0; order.len()]) else { continue };
+                slower_in_a_row = if sketch.seconds < best { 0 } else { slower_in_a_row + 1 };
+                best = best.min(sketch.seconds);
+                sketches.push((order.clone(), sketch));
+                if slower_in_a_row >= MAX_SLOWER_IN_A_ROW {
+                    break;
+                }
+            }
+        }
+        sketches.sort_by(|a, b| a.1.seconds.total_cmp(&b.1.seconds));
+        // The fastest are searched, and then those that need the least memory.
+        let smallest = sketches.iter().map(|(_, sketch)| sketch.micro_batch).min();
+        let smallest = sketches.iter().skip(MAX_SEARCHED).filter(|(_, sketch)| Some(sketch.micro_batch) == smallest);
+        let mut searched = sketches.iter().take(MAX_SEARCHED).chain(smallest);
+        searched.find_map(|(order, sketch)| self.with_recipes(order, sketch))
+    }
+
+    /// Searches a recipe for each stage of a sketch. Where a stage has none, the layers are cut anew with less of its memory.
+    fn with_recipes(&self, devices: &[usize], sketch: &Sketch) -> Option<TeamCandidate> {
+        let specs: Vec<DeviceSpec> = devices.iter().map(|&device| self.spec_in_team(device, devices)).collect();
+        let mut unused = vec![0; devices.len()];
+        let mut sketch = sketch.clone();
+        for _ in 0..MAX_REDRAWS {
+            let shares = shares(&sketch.boundaries);
+            let request = |stage: usize| {
+                let (spec, device, share) = (&specs[stage], devices[stage], &shares[stage]);
+                let request = self.request(spec, device, share, sketch.micro_batch, sketch.hosts[stage]);
+                let no_offload = (!sketch.offloads[stage]).then_some(Offload::NOTHING);
+                let pins = PinnedChoices { offload: request.pins.offload.or(no_offload), ..request.pins.clone() };
+                PlanRequest { pins, ..request }
+            };
+            let requests: Vec<PlanRequest> = (0..devices.len()).map(request).collect();
+            let recipes = parallel_map(&requests, |request| {
+                let recipe = fastest_unpacked(request)?;
+                let seconds = StageSeconds::of(&request.compute_programs(&recipe.recipe), &request.prices());
+                Some((recipe, seconds))
+            });
+            let without: Vec<usize> = (0..devices.len()).filter(|&stage| recipes[stage].is_none()).collect();
+            if without.is_empty() {
+                let recipes: Vec<(Candidate, StageSeconds)> = recipes.into_iter().flatten().collect();
+                return Some(self.to_candidate(devices, &sketch, &shares, &recipes));
+            }
+            for stage in without {
+                unused[stage] += specs[stage].arena_budget().0 / 32;
+            }
+            sketch = self.sketch(devices, sketch.micro_batch, &unused)?;
+        }
+        None
+    }
+
+    /// Converts a sketch with the recipe of each stage to a team candidate.
+    fn to_candidate(
+        &self,
+        devices: &[usize],
+        sketch: &Sketch,
+        shares: &[Share],
+        recipes: &[(Candidate, StageSeconds)],
+    ) -> TeamCandidate {
+        let total = self.team.sequences_per_step();
+        let seconds: Vec<StageSeconds> = recipes.iter().map(|(_, seconds)| *seconds).collect();
+        let micro_batches = total.div_ceil(u64::from(sketch.micro_batch)) as u32;
+        let worker = |(stage, (recipe, _)): (usize, &(Candidate, _))| WorkerCandidate {
+            device: devices[stage],
+            share: shares[stage].clone(),
+            sequences: total,
+            recipe: recipe.recipe.clone(),
+            host: sketch.hosts[stage],
+            device_bytes: recipe.bytes.device,
+            host_bytes: recipe.bytes.host,
+        };
+        let workers = recipes.iter().enumerate().map(worker).collect();
+        let seconds = step_seconds(&seconds, micro_batches);
+        TeamCandidate { parallelism: Some(Parallelism::Pipeline), workers, seconds }
+    }
+
+    fn slowest_device(&self, devices: &[usize]) -> Option<usize> {
+        let speed = |device: usize| self.team.devices[device].device.rates.f32_flops;
+        devices.iter().copied().min_by(|&a, &b| speed(a).total_cmp(&speed(b)))
+    }
+
+    /// Drops the slowest devices until each of the others can have a layer. None where no pipeline of them is possible.
+    fn limit_to_depth(&self, mut devices: Vec<usize>) -> Option<Vec<usize>> {
+        let pinned = &self.team.devices[0].pins;
+        if self.team.devices[0].optimizer.is_none() || pinned.offload.is_some_and(|offload| !offload.is_nothing()) {
+            return None;
+        }
+        if self.team.host == Bytes::ZERO && devices.iter().any(|&device| self.is_host_staged(device)) {
+            return None;
+        }
+        while devices.len() as u64 > self.depth() && !self.team.require_all {
+            let slowest = self.slowest_device(&devices)?;
+            devices.retain(|device| *device != slowest);
+        }
+        (2..=self.depth()).contains(&(devices.len() as u64)).then_some(devices)
+    }
+
+    fn all_devices(&self) -> Vec<usize> {
+        (0..self.team.devices.len()).collect()
+    }
+
+    /// Finds the fastest candidate: over all devices where the request requires them, else over any.
+    fn find_fastest(&self) -> Option<TeamCandidate> {
+        let devices = self.all_devices();
+        if self.team.require_all {
+            return self.fastest_over(&self.limit_to_depth(devices)?);
+        }
+        let tiers = bandwidth_tiers(&devices, |device| self.team.devices[device].device.team_link);
+        let candidates = tiers.into_iter().filter_map(|tier| self.fastest_among(self.limit_to_depth(tier)?));
+        candidates.min_by(|a, b| a.seconds.total_cmp(&b.seconds))
+    }
+
+    /// Finds the fastest candidate over some of `devices`. Single devices are dropped for as long as that makes it faster.
+    fn fastest_among(&self, mut devices: Vec<usize>) -> Option<TeamCandidate> {
+        let mut best = self.fastest_over(&devices);
+        while devices.len() > 2 {
+            let mut droppable = match devices.len() {
+                ..=MAX_PERMUTED_DEVICES => devices.clone(),
+                _ => self.slowest_device(&devices).into_iter().collect(),
+            };
+            droppable.dedup_by_key(|device| self.team.first_alike(*device));
+            let with_one_dropped = droppable.into_iter().filter_map(|dropped| {
+                let devices: Vec<usize> = devices.iter().copied().filter(|&device| device != dropped).collect();
+                self.fastest_over(&devices).map(|candidate| (devices, candidate))
+            });
+            match with_one_dropped.min_by(|a, b| a.1.seconds.total_cmp(&b.1.seconds)) {
+                Some((fewer, candidate)) if best.as_ref().is_none_or(|best| candidate.seconds < best.seconds) => {
+                    (devices, best) = (fewer, Some(candidate));
+                }
+                _ => break,
+            }
+        }
+        best
+    }
+}
+
+impl TeamSearch for Pipeline<'_, '_> {
+    fn fastest(&self) -> Option<TeamCandidate> {
+        self.fastest.get_or_init(|| self.find_fastest()).clone()
+    }
+
+    fn reject(&mut self, candidate: &TeamCandidate, rank: usize, over: Bytes) {
+        // A minimum is held back each time, so that the search ends.
+        let WorkerCandidate { device, .. } = candidate.workers[rank];
+        self.fastest.take();
+        self.held_back[device] += over.0 + self.team.devices[device].device.budget.0 / 256;
+    }
+
+    fn excluded(&self, candidate: &TeamCandidate) -> Vec<ExcludedDevice> {
+        exclude_others(self.team, candidate, "no recipe fits on it with a layer of its own", |devices| {
+            (devices.len() as u64 <= self.depth()).then(|| self.fastest_over(devices)).flatten()
+        })
+    }
+
+    fn scaling_efficiency(&self, _: &TeamCandidate) -> Option<ScalingEfficiency> {
+        None
+    }
+}
+
+/// Returns stage boundaries in which `stage` has `layers` layers, and the other stages have the rest evenly.
+fn boundaries_around(stage: usize, stages: usize, layers: u64, depth: u64) -> Vec<u64> {
+    let others = depth - layers;
+    let below = others * stage as u64 / (stages as u64 - 1);
+    let first_layer = |rank: usize| match rank {
+        rank if rank <= stage => below * rank as u64 / stage.max(1) as u64,
+        rank => {
+            let (after, all) = ((rank - stage - 1) as u64, (stages - stage - 1).max(1) as u64);
+            below + layers + (others - below) * after / all
+        }
+    };
+    (0..=stages).map(first_layer).collect()
+}
+
+/// Returns all orders of some devices.
+fn permutations(devices: &[usize]) -> Vec<Vec<usize>> {
+    if devices.is_empty() {
+        return vec![vec![]];
+    }
+    let starting_with = |&first: &usize| {
+        let others: Vec<usize> = devices.iter().copied().filter(|&device| device != first).collect();
+        permutations(&others).into_iter().map(move |order| [vec![first], order].concat()).collect::<Vec<_>>()
+    };
+    devices.iter().flat_map(starting_with).collect()
+}
+
+/// Returns the shares of a pipeline in the order of ranks. `boundaries` has the first layer of each stage, and at last the
+/// number of layers.
+pub(super) fn shares(boundaries: &[u64]) -> Vec<Share> {
+    let share = |rank: usize| Share {
+        parallelism: Some(Parallelism::Pipeline),
+        rank: rank as u32,
+        ranks: boundaries.len() as u32 - 1,
+        layers: boundaries.to_vec(),
+        ..Share::SINGLE_DEVICE
+    };
+    (0..boundaries.len() - 1).map(share).collect()
+}

@@ -1,0 +1,305 @@
+//! The cost of a pipeline stage with any number of layers.
+//!
+//! Stages of one and of two layers are measured, each without and with full recompute, and each with several amounts of
+//! offload. All other stages are interpolated from these.
+
+use crate::layout::lower_bounds;
+use crate::price::Prices;
+use crate::search::PlanRequest;
+use plimsoll_core::{Bytes, Category, DeviceKind, Link, Offload, Recipe, RecomputeLevel, Space};
+use plimsoll_program::{Lifetime, Program, ProgramKind, ProgramSet, Tensor};
+
+/// Kinds of tensors that a stage can offload to the host: optimizer state, gradients, weights, inputs of layers. A kind is only
+/// offloaded where all kinds before it are: the tensors that are used least go first.
+const OFFLOAD_KINDS: usize = 4;
+
+/// The seconds of a stage without offload, and with all of the first n kinds offloaded.
+type SecondsByOffload = [StageSeconds; OFFLOAD_KINDS + 1];
+
+/// Predicted seconds of a pipeline stage.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(in crate::team) struct StageSeconds {
+    /// The forward pass of a micro-batch.
+    pub(super) forward: f64,
+    /// The backward pass of a micro-batch.
+    pub(super) backward: f64,
+    /// The transfer of one hidden state or gradient between this stage and the next.
+    pub(super) transfer: f64,
+    /// Work before the first and after the last pass of a step: the update.
+    pub(super) per_step: f64,
+}
+
+impl StageSeconds {
+    /// Prices the Programs of a stage.
+    pub fn of(set: &ProgramSet, prices: &Prices) -> StageSeconds {
+        let no_wire = Link { bytes_per_second: f64::INFINITY, latency_seconds: 0.0 };
+        let without_transfers = Prices { team_link: no_wire, ..*prices };
+        let seconds = |prices: &Prices, kind: ProgramKind| {
+            set.program(kind).map_or(0.0, |program: &Program| prices.program_seconds(set, program, true))
+        };
+        let hidden_bytes = set.find("train.hidden").map_or(0, |hidden| set.tensor(hidden).bytes());
+        StageSeconds {
+            forward: seconds(&without_transfers, ProgramKind::Forward),
+            backward: seconds(&without_transfers, ProgramKind::Backward),
+            transfer: prices.team_link.latency_seconds + hidden_bytes as f64 / prices.team_link.bytes_per_second,
+            per_step: [ProgramKind::BeginStep, ProgramKind::GradientNorm, ProgramKind::Update]
+                .into_iter()
+                .map(|kind| seconds(prices, kind))
+                .sum::<f64>(),
+        }
+    }
+
+    /// Returns the seconds of a step in which the stage computes.
+    pub fn busy(&self, micro_batches: u32) -> f64 {
+        f64::from(micro_batches) * (self.forward + self.backward) + self.per_step
+    }
+
+    /// Interpolates to `other`, or extrapolates beyond it for a fraction above 1.
+    fn interpolate(self, other: StageSeconds, fraction: f64) -> StageSeconds {
+        self.plus_difference(fraction, self, other)
+    }
+
+    /// Adds a fraction of the difference from `a` to `b`.
+    fn plus_difference(self, fraction: f64, a: StageSeconds, b: StageSeconds) -> StageSeconds {
+        let add = |from: f64, a: f64, b: f64| from + fraction * (b - a);
+        StageSeconds {
+            forward: add(self.forward, a.forward, b.forward),
+            backward: add(self.backward, a.backward, b.backward),
+            transfer: add(self.transfer, a.transfer, b.transfer),
+            per_step: add(self.per_step, a.per_step, b.per_step),
+        }
+    }
+}
+
+/// Bytes of a stage that can be offloaded, in the order in which they are: what is used least goes first.
+#[derive(Clone, Copy, Debug, Default)]
+struct OffloadableBytes {
+    optimizer_state: f64,
+    gradients: f64,
+    weights: f64,
+    /// Inputs of layers, of all micro-batches in flight.
+    layer_inputs: f64,
+}
+
+impl OffloadableBytes {
+    /// Adds up the tensors on the device of a stage's Programs.
+    fn of(set: &ProgramSet) -> OffloadableBytes {
+        let sum = |is_counted: &dyn Fn(&Tensor) -> bool| {
+            let counted = set.tensors.iter().filter(|tensor| tensor.space == Space::Device && is_counted(tensor));
+            counted.map(|tensor| tensor.bytes() * u64::from(tensor.slots)).sum::<u64>() as f64
+        };
+        let persistent = |category: Category| {
+            sum(&|tensor: &Tensor| tensor.lifetime == Lifetime::Persistent && tensor.category == category)
+        };
+        OffloadableBytes {
+            optimizer_state: persistent(Category::Optimizer),
+            gradients: persistent(Category::Gradient),
+            weights: persistent(Category::Weight),
+            layer_inputs: sum(&|tensor: &Tensor| tensor.name == "train.hidden"),
+        }
+    }
+
+    /// Returns the bytes of each kind that are offloaded to free `bytes` on the device; none where all is not enough.
+    fn take(self, mut bytes: f64) -> Option<OffloadableBytes> {
+        let mut take = |most: f64| {
+            let taken = bytes.clamp(0.0, most);
+            bytes -= taken;
+            taken
+        };
+        let taken = OffloadableBytes {
+            optimizer_state: take(self.optimizer_state),
+            gradients: take(self.gradients),
+            weights: take(self.weights),
+            layer_inputs: take(self.layer_inputs),
+        };
+        (bytes <= 0.0).then_some(taken)
+    }
+
+    fn total(self) -> f64 {
+        self.optimizer_state + self.gradients + self.weights + self.layer_inputs
+    }
+
+    /// Returns the kinds in the order in which they are offloaded.
+    fn in_order(self) -> [f64; OFFLOAD_KINDS] {
+        [self.optimizer_state, self.gradients, self.weights, self.layer_inputs]
+    }
+
+    /// Interpolates to `other`, or extrapolates beyond it for a fraction above 1.
+    fn interpolate(self, other: OffloadableBytes, fraction: f64) -> OffloadableBytes {
+        let mix = |a: f64, b: f64| a + fraction * (b - a);
+        OffloadableBytes {
+            optimizer_state: mix(self.optimizer_state, other.optimizer_state),
+            gradients: mix(self.gradients, other.gradients),
+            weights: mix(self.weights, other.weights),
+            layer_inputs: mix(self.layer_inputs, other.layer_inputs),
+        }
+    }
+}
+
+/// A measured value at both ends of the range of recompute.
+#[derive(Clone, Copy, Debug)]
+struct ByRecompute<T> {
+    /// Without recompute.
+    none: T,
+    /// With full recompute.
+    full: T,
+}
+
+/// The measured cost of a stage with a given number of layers.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct MeasuredStage {
+    /// A lower bound on the device arena, without offload.
+    arena_bytes: ByRecompute<f64>,
+    seconds: ByRecompute<SecondsByOffload>,
+    offloadable: OffloadableBytes,
+    /// Bytes of the hidden state of a micro-batch.
+    pub hidden_bytes: f64,
+}
+
+/// A stage that is measured with one level of recompute.
+struct MeasuredLevel {
+    arena_bytes: f64,
+    seconds: SecondsByOffload,
+    set: ProgramSet,
+}
+
+impl MeasuredStage {
+    /// Measures the stage of a request. `can_offload` tells whether its tensors can be offloaded to the host.
+    pub fn measure(request: &PlanRequest, can_offload: bool) -> MeasuredStage {
+        let [none, full] = [RecomputeLevel::Nothing, RecomputeLevel::Block]
+            .map(|level| MeasuredStage::measure_level(request, level, can_offload));
+        let hidden_bytes = none.set.find("train.hidden").map_or(0.0, |hidden| none.set.tensor(hidden).bytes() as f64);
+        MeasuredStage {
+            arena_bytes: ByRecompute { none: none.arena_bytes, full: full.arena_bytes },
+            seconds: ByRecompute { none: none.seconds, full: full.seconds },
+            offloadable: OffloadableBytes::of(&none.set),
+            hidden_bytes,
+        }
+    }
+
+    /// Measures the stage with one level of recompute in all layers.
+    fn measure_level(request: &PlanRequest, level: RecomputeLevel, can_offload: bool) -> MeasuredLevel {
+        let own = request.share.own_layers(request.config.layers);
+        let layers = (own.end - own.start) as u32;
+        let prices = request.prices();
+        let levels = request.pins.recompute.clone().unwrap_or_else(|| vec![level; layers as usize]);
+        let micro_batch = request.pins.micro_batch.unwrap_or(1);
+        let recipe = Recipe { rungs: request.rungs.clone(), ..Recipe::on_device(micro_batch, levels) };
+        let set = request.compute_programs(&recipe);
+        let mut seconds = [StageSeconds::of(&set, &prices); OFFLOAD_KINDS + 1];
+        let with_offload = |kinds: usize, update: bool| {
+            let layers_of_kind = |kind: usize| if kind < kinds { layers } else { 0 };
+            let [optimizer, gradients, weights, inputs] = [0, 1, 2, 3].map(layers_of_kind);
+            let ends = request.ends();
+            let (embedding, head) = (ends.embedding && weights > 0, ends.head && weights > 0);
+            let offload =
+                Offload { optimizer, gradients, weights, inputs, embedding, head, update, ..Offload::NOTHING };
+            StageSeconds::of(&request.compute_programs(&Recipe { offload, ..recipe.clone() }), &prices)
+        };
+        // The host or the device updates offloaded weights, whichever is faster.
+        let update = can_offload && with_offload(3, true).per_step < with_offload(3, false).per_step;
+        for (kinds, seconds) in seconds.iter_mut().enumerate().skip(1).filter(|_| can_offload) {
+            *seconds = with_offload(kinds, update);
+        }
+        MeasuredLevel { arena_bytes: lower_bounds(&set).device as f64, seconds, set }
+    }
+}
+
+/// The cost of a stage with any number of layers, interpolated from two measured stages.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct StageModel {
+    /// With one layer.
+    pub one: MeasuredStage,
+    /// With two layers.
+    pub two: MeasuredStage,
+}
+
+/// One way to run a stage.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct StageOption {
+    pub seconds: StageSeconds,
+    /// Bytes that are offloaded to the host.
+    pub offloaded: f64,
+}
+
+/// The memory that a stage may use, and its schedule.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct StageLimits {
+    /// Bytes of the device arena.
+    pub budget: f64,
+    /// Bytes of the host.
+    pub host: f64,
+    /// Micro-batches of a step.
+    pub micro_batches: u32,
+    /// Micro-batches in flight: the stage holds their activations at once.
+    pub in_flight: u32,
+}
+
+impl StageModel {
+    /// Returns the fastest way to run a stage of this many layers; and, if it is another, the way that offloads least. None
+    /// where the stage does not fit.
+    pub fn options(&self, layers: u64, limits: &StageLimits) -> Vec<StageOption> {
+        let more = layers as f64 - 1.0;
+        let extrapolate = |one: f64, two: f64| one + more * (two - one);
+        let arena_bytes = ByRecompute {
+            none: extrapolate(self.one.arena_bytes.none, self.two.arena_bytes.none),
+            full: extrapolate(self.one.arena_bytes.full, self.two.arena_bytes.full),
+        };
+        let offloadable = self.one.offloadable.interpolate(self.two.offloadable, more);
+        // Offloaded gradients and weights pass through staging rings of two layers.
+        let (one, two) = (&self.one.offloadable, &self.two.offloadable);
+        let ring_bytes = 2.0 * (two.gradients - one.gradients + two.weights - one.weights);
+        let option = |recompute: f64| {
+            let needed = arena_bytes.none + recompute * (arena_bytes.full - arena_bytes.none);
+            let missing = (needed - limits.budget).max(0.0);
+            let missing = if missing > offloadable.optimizer_state { missing + ring_bytes } else { missing };
+            let offloaded = offloadable.take(missing)?;
+            let seconds = self.seconds(more, recompute, offloadable, offloaded);
+            (offloaded.total() <= limits.host).then(|| StageOption { seconds, offloaded: offloaded.total() })
+        };
+        // The recompute with which a stage fits if it offloads this many bytes.
+        let recompute_beside = |offloaded: f64| {
+            ((arena_bytes.none - offloaded - limits.budget) / (arena_bytes.none - arena_bytes.full).max(1.0))
+                .clamp(0.0, 1.0)
+        };
+        let Some(smallest) = option(1.0) else { return vec![] };
+        let smallest =
+            option(recompute_beside(0.0)).filter(|option| option.offloaded <= smallest.offloaded).unwrap_or(smallest);
+        if limits.host == 0.0 {
+            return vec![smallest];
+        }
+        // Recompute is tried without any, and as much as is needed beside offloaded optimizer state, and gradients.
+        let state = offloadable.optimizer_state;
+        let others = [0.0, recompute_beside(state), recompute_beside(state + offloadable.gradients)];
+        let busy = |option: &StageOption| option.seconds.busy(limits.micro_batches);
+        let faster = |best: StageOption, other: StageOption| if busy(&other) < busy(&best) { other } else { best };
+        let fastest = others.into_iter().filter_map(option).fold(smallest, faster);
+        if fastest.offloaded > smallest.offloaded { vec![fastest, smallest] } else { vec![fastest] }
+    }
+
+    /// Interpolates the seconds of a stage with `more` layers than one, for a fraction of recompute and the bytes that it
+    /// offloads of each kind.
+    fn seconds(
+        &self,
+        more: f64,
+        recompute: f64,
+        offloadable: OffloadableBytes,
+        offloaded: OffloadableBytes,
+    ) -> StageSeconds {
+        let with_kinds = |kinds: usize| {
+            let none = self.one.seconds.none[kinds].interpolate(self.two.seconds.none[kinds], more);
+            let full = self.one.seconds.full[kinds].interpolate(self.two.seconds.full[kinds], more);
+            none.interpolate(full, recompute)
+        };
+        let kinds = offloaded.in_order().into_iter().zip(offloadable.in_order()).enumerate();
+        let partly = kinds.filter(|(_, (offloaded, _))| *offloaded > 0.0);
+        partly.fold(with_kinds(0), |sum, (kind, (offloaded, offloadable))| {
+            sum.plus_difference(offloaded / offloadable, with_kinds(kind), with_kinds(kind + 1))
+        })
+    }
+}
+
+/// Returns whether a stage can offload tensors to a host with this budget.
+pub(super) fn can_offload(request: &PlanRequest, host: Bytes) -> bool {
+    host > Bytes::ZERO && request.pins.offload.is_none() && request.device.kind != DeviceKind::Cpu
+}

@@ -1,0 +1,350 @@
+//! Remedies for a team: settings with which an excluded device would take part, and needs with which a refused team would fit.
+//!
+//! The team is planned under each change before the change is named, so that a named remedy works when it is typed.
+
+use super::exclusion::slowdown_reason;
+use super::{TeamConstraint, TeamOutcome, TeamRequest, data_parallel, find_fitting};
+use crate::device_request::DevicesRequest;
+use crate::paper;
+use crate::search::{
+    PlanRequest, has_fitting_recipe, lossy_option_sets, plan_recipe, remedy, search, smallest_recipe, with_lossy,
+};
+use plimsoll_core::{Budget, Bytes, DeviceKind, DevicePlan, DeviceSpec, Parallelism, Plan, Remedy, Rung};
+use plimsoll_program::Share;
+use std::collections::BTreeMap;
+
+/// Room for the memory of a process outside its arenas, which varies from start to start.
+const PROCESS_VARIATION: Bytes = Bytes::mib(1);
+/// Steps between the present load lines and those that are enough, in which lower lines are tried.
+const LINE_STEPS: u64 = 32;
+
+/// A change of the settings of a request.
+#[derive(Clone, Debug, Default)]
+struct Change {
+    /// New load lines, by device number.
+    budgets: BTreeMap<usize, Bytes>,
+    /// Lossy rungs that are allowed in addition.
+    allow: Vec<Rung>,
+    /// Whether every device has to take part.
+    require_all: bool,
+}
+
+/// A change with the throughput of the team under it.
+#[derive(Clone)]
+struct RatedChange {
+    change: Change,
+    tokens_per_second: f64,
+}
+
+impl Change {
+    /// Plans the team under the change; none where it does not fit.
+    fn plan(&self, team: &TeamRequest) -> Option<TeamOutcome> {
+        let changed_spec = |(number, request): (usize, &PlanRequest)| {
+            let budget = self.budgets.get(&number).copied();
+            DeviceSpec { budget: budget.unwrap_or(request.device.budget), ..request.device.clone() }
+        };
+        let specs: Vec<DeviceSpec> = team.devices.iter().enumerate().map(changed_spec).collect();
+        let changed_request = |(request, device)| {
+            let PlanRequest { mut lossy, .. } = PlanRequest::clone(request);
+            lossy.allow.extend(self.allow.iter().filter(|rung| !request.lossy.allow.contains(rung)));
+            PlanRequest { device, lossy, ..request.clone() }
+        };
+        let require_all = team.require_all || self.require_all;
+        let outcome = find_fitting(&TeamRequest {
+            devices: team.devices.iter().zip(&specs).map(changed_request).collect(),
+            host: team.host,
+            require_all,
+            constraint: team.constraint.clone(),
+            evaluations: None,
+        })?;
+        (!require_all || outcome.workers.len() == team.devices.len()).then_some(outcome)
+    }
+
+    /// Returns the change as command-line settings, for a command that asked for its devices with `devices`.
+    fn to_settings(&self, team: &TeamRequest, devices: &DevicesRequest) -> String {
+        let mut settings = Vec::new();
+        if !self.allow.is_empty() {
+            let names: Vec<String> = self.allow.iter().map(Rung::to_string).collect();
+            settings.push(format!("--allow {}", names.join(",")));
+        }
+        if !self.budgets.is_empty() {
+            let mut devices = devices.clone();
+            for (&number, budget) in &self.budgets {
+                if let Some(at) = position_in_request(team, &devices, number) {
+                    devices.devices[at].set_budget(Budget::Amount(*budget));
+                }
+            }
+            settings.push(format!("--devices {devices}"));
+        }
+        if self.require_all {
+            settings.push("--set run.parallelism=all".to_owned());
+        }
+        settings.join(" ")
+    }
+}
+
+/// Adds to each excluded device of a plan the settings with which it would take part, where there are any. `devices` is what
+/// the command asked for its devices with.
+pub fn add_device_remedies(team: &TeamRequest, devices: &DevicesRequest, plan: &mut Plan) {
+    let without = plan.predicted.tokens_per_second;
+    let mut known: Vec<(usize, Option<RatedChange>)> = Vec::new();
+    let excluded: Vec<usize> = plan.excluded.iter().map(|device| device.device_index).collect();
+    for (at, &device) in excluded.iter().enumerate().filter(|_| plan.fits) {
+        let is_alike = |other: usize| team.first_alike(other) == team.first_alike(device);
+        // A change is a remedy if more of the identical devices take part, whichever they are.
+        let before = (0..team.devices.len()).filter(|number| is_alike(*number) && !excluded.contains(number)).count();
+        let rate = |change: Change| {
+            let outcome = change.plan(team)?;
+            let taken = outcome.workers.iter().filter(|worker| is_alike(worker.device)).count();
+            let tokens_per_second = outcome.plan.predicted.tokens_per_second;
+            (taken > before).then_some(RatedChange { change, tokens_per_second })
+        };
+        // Identical devices have the same remedy, unless it names a device.
+        let found = match known.iter().find(|(other, _)| is_alike(*other)) {
+            Some((_, Some(rated))) if rated.change.budgets.is_empty() => Some(rated.clone()),
+            Some((_, None)) => None,
+            _ => possible_changes(team, devices, device, &plan.rungs).into_iter().find_map(rate),
+        };
+        let excluded = &mut plan.excluded[at];
+        excluded.remedy = found.as_ref().map(|rated| rated.change.to_settings(team, devices));
+        // The planned throughput replaces the estimate.
+        if let (Some(estimate), Some(rated)) = (&mut excluded.tokens_per_second, &found) {
+            *estimate = rated.tokens_per_second;
+            excluded.reason = slowdown_reason(rated.tokens_per_second / without);
+        }
+        known.push((device, found));
+    }
+}
+
+/// Returns where `devices` names a device of the team. Paper devices may share a name; they are named in the team's order.
+fn position_in_request(team: &TeamRequest, devices: &DevicesRequest, number: usize) -> Option<usize> {
+    let name = &team.devices[number].device.name;
+    let before = team.devices[..number].iter().filter(|request| request.device.name == *name).count();
+    let of_name = devices.devices.iter().enumerate().filter(|(_, device)| device.name() == *name);
+    of_name.map(|(at, _)| at).nth(before)
+}
+
+/// Returns the changes with which an excluded device may take part, the cheapest first.
+fn possible_changes(team: &TeamRequest, devices: &DevicesRequest, device: usize, rungs: &[Rung]) -> Vec<Change> {
+    let all = Change { require_all: true, ..Change::default() };
+    let request = team.request_for(device, &Share::SINGLE_DEVICE, 1, team.host);
+    let name = request.device.name.clone();
+    if has_fitting_recipe(&with_lossy(&request, rungs)) {
+        return vec![all];
+    }
+    let named = position_in_request(team, devices, device).map(|at| &devices.devices[at]);
+    let has_own_budget = named.is_some_and(|device| device.budget().is_some());
+    // A device without a budget of its own already has all memory that is free.
+    let may_have_more = match request.device.kind {
+        DeviceKind::Cpu | DeviceKind::Cuda => has_own_budget,
+        DeviceKind::Virtual | DeviceKind::Paper => named.is_some(),
+    };
+    let needed = may_have_more.then(|| needed_budget(&with_lossy(&request, rungs))).flatten();
+    let needed = needed.filter(|budget| paper::usable_memory(&name).is_none_or(|usable| *budget <= usable));
+    let with_budget = |budget: Bytes| Change { budgets: BTreeMap::from([(device, budget)]), ..Change::default() };
+    let mut changes: Vec<Change> = needed.map(with_budget).into_iter().collect();
+    changes.push(all.clone());
+    changes.extend(needed.map(|needed| Change { require_all: true, ..with_budget(needed) }));
+    // The other devices fit without further rungs, so these are only taken where all have to take part.
+    let offered: Vec<Rung> = Rung::ALL.into_iter().filter(|rung| request.lossy.offer.contains(rung)).collect();
+    let goes_further = |set: &Vec<Rung>| set.len() > rungs.len() && rungs.iter().all(|rung| set.contains(rung));
+    let mut further = lossy_option_sets(&request, &offered).into_iter().filter(goes_further);
+    let enough = further.find(|set| has_fitting_recipe(&with_lossy(&request, set)));
+    changes.extend(enough.map(|allow| Change { allow, ..all }));
+    changes
+}
+
+/// Returns the load line under which a device fits a request, in whole MiB; none where no line is enough.
+fn needed_budget(request: &PlanRequest) -> Option<Bytes> {
+    let mut request = request.clone();
+    (request.lossy.allow, request.lossy.offer) = (vec![], vec![]);
+    let mut needs = search(&request).plan.needs.into_iter();
+    let need = needs.find(|need| need.host_bytes.is_none() && need.allow.is_empty())?;
+    Some(Bytes::mib(need.budget_bytes.0.div_ceil(1 << 20)) + PROCESS_VARIATION)
+}
+
+/// Adds the first single lossy rung with which the whole team fits, where none lets one device fit alone. Needs that take this
+/// rung and more are then removed.
+pub(super) fn prefer_single_rung(team: &TeamRequest, refused: &mut Plan) {
+    let (request, budget) = (&team.devices[0], refused.devices[0].budget_bytes);
+    let is_rungs_only = |need: &Remedy| need.host_bytes.is_none() && need.file_bytes.is_none();
+    let further_rungs = |need: &Remedy| need.allow.iter().filter(|rung| !request.lossy.allow.contains(rung)).count();
+    let is_cheap = |need: &Remedy| is_rungs_only(need) && need.budget_bytes <= budget && further_rungs(need) <= 1;
+    if refused.needs.iter().any(is_cheap) {
+        return;
+    }
+    let is_offered = |rung: &Rung| request.lossy.offer.contains(rung) && !request.lossy.allow.contains(rung);
+    let rungs_of_team = |rung: Rung| {
+        let change = Change { allow: vec![rung], ..Change::default() };
+        change.plan(team).map(|outcome| outcome.plan.rungs)
+    };
+    let Some(taken) = Rung::ALL.into_iter().filter(is_offered).find_map(rungs_of_team) else { return };
+    let goes_further = |need: &Remedy| is_rungs_only(need) && taken.iter().all(|rung| need.allow.contains(rung));
+    refused.needs.retain(|need| !goes_further(need));
+    let needs = &mut refused.needs;
+    let at = needs.iter().position(|need| !need.allow.is_empty()).unwrap_or(needs.len());
+    let allow = taken.into_iter().filter(|rung| !request.rungs.contains(rung)).collect();
+    needs.insert(at, remedy(allow, budget));
+}
+
+/// Converts the needs of one device to needs of a team in which every device has to take part. Each device gets an even share
+/// of the sequences and of the host, and the load lines that it then needs. Needs that are not enough for all are dropped.
+pub(super) fn needs_for_all(team: &TeamRequest, refused: &Plan) -> Vec<Remedy> {
+    let enough_sequences = team.sequences_per_step() >= team.devices.len() as u64;
+    let Some(first) = refused.devices.first().filter(|_| enough_sequences) else { return vec![] };
+    let is_local = |need: &&Remedy| need.host_bytes.is_none() && need.file_bytes.is_none();
+    let for_team = |need: &Remedy| need_for_all(team, first, need);
+    let mut needs: Vec<Remedy> = refused.needs.iter().filter(is_local).filter_map(for_team).collect();
+    if let Some(at) = needs.iter().position(|need| need.allow.is_empty()) {
+        let lossless = with_lower_budgets(team, first, &needs[at]);
+        // A lossy need is only worth it with a lower load line.
+        needs.retain(|need| need.allow.is_empty() || need.budget_bytes < lossless.budget_bytes);
+        needs[at] = lossless;
+    }
+    needs
+}
+
+/// Converts one need to a need of all devices, data parallel; none where it is not enough.
+fn need_for_all(team: &TeamRequest, first: &DevicePlan, need: &Remedy) -> Option<Remedy> {
+    let (total, ranks) = (team.sequences_per_step(), team.devices.len() as u64);
+    let sequences: Vec<u64> = (0..ranks).map(|rank| total * (rank + 1) / ranks - total * rank / ranks).collect();
+    let shares = data_parallel::shares(&sequences);
+    let mut budgets: BTreeMap<String, Bytes> = BTreeMap::new();
+    for (device, share) in shares.iter().enumerate() {
+        let request = team.request_for(device, share, sequences[device], Bytes(team.host.0 / ranks));
+        let request = with_lossy(&request, &need.allow);
+        let smallest = plan_recipe(&request, &smallest_recipe(&request, &[]).recipe).plan.devices[0].peak_bytes;
+        if smallest > request.device.budget {
+            let budget = budgets.entry(request.device.name.clone()).or_default();
+            *budget = (*budget).max(Bytes::mib(smallest.0.div_ceil(1 << 20)) + PROCESS_VARIATION);
+        }
+    }
+    // A load line never exceeds the memory of a paper device.
+    let is_usable =
+        |(name, budget): (&String, &Bytes)| paper::usable_memory(name).is_none_or(|usable| *budget <= usable);
+    if !budgets.iter().all(is_usable) {
+        return None;
+    }
+    // All devices of a name get its load line, unless they have more already.
+    let raised = |(number, request): (usize, &PlanRequest)| {
+        let budget = budgets.get(&request.device.name).filter(|budget| **budget > request.device.budget)?;
+        Some((number, *budget))
+    };
+    let raised = team.devices.iter().enumerate().filter_map(raised).collect();
+    let data_parallel =
+        TeamRequest { constraint: Some(TeamConstraint::Parallelism(Parallelism::Data)), ..team.clone() };
+    Change { budgets: raised, allow: need.allow.clone(), require_all: true }.plan(&data_parallel)?;
+    let mut others = budgets;
+    let budget_bytes = others.get(&first.name).copied().unwrap_or(first.budget_bytes);
+    if team.devices.iter().filter(|request| request.device.name == first.name).count() == 1 {
+        others.remove(&first.name);
+    }
+    Some(Remedy { other_budget_bytes: others, budget_bytes, peak_bytes: None, ..need.clone() })
+}
+
+/// A device with too low a load line for a need.
+struct ShortDevice {
+    number: usize,
+    budget: Bytes,
+    /// The load line that is enough data parallel.
+    enough: Bytes,
+}
+
+/// Lowers the load lines of a need as far as all devices still fit with another kind of parallelism than data parallel. Tries
+/// by bisection in steps between the present lines and those of the need.
+fn with_lower_budgets(team: &TeamRequest, first: &DevicePlan, need: &Remedy) -> Remedy {
+    let enough = |name: &String| match need.other_budget_bytes.get(name) {
+        Some(budget) => Some(*budget),
+        None => (*name == first.name).then_some(need.budget_bytes),
+    };
+    let to_short = |(number, request): (usize, &PlanRequest)| {
+        let DeviceSpec { name, budget, .. } = request.device;
+        let enough = enough(name).filter(|enough| enough > budget)?;
+        Some(ShortDevice { number, budget: *budget, enough })
+    };
+    let short: Vec<ShortDevice> = team.devices.iter().enumerate().filter_map(to_short).collect();
+    let budgets_at = |step: u64| -> BTreeMap<usize, Bytes> {
+        let budget_at = |device: &ShortDevice| {
+            let more = (device.enough.0 - device.budget.0).div_ceil(LINE_STEPS) * step;
+            (device.number, device.enough.min(Bytes::mib((device.budget.0 + more).div_ceil(1 << 20))))
+        };
+        short.iter().map(budget_at).collect()
+    };
+    let (mut too_low, mut sufficient) = (0, LINE_STEPS);
+    while sufficient - too_low > 1 {
+        let step = (too_low + sufficient) / 2;
+        let lower = |(number, budget): (usize, Bytes)| (number, budget.saturating_sub(PROCESS_VARIATION));
+        let budgets = budgets_at(step).into_iter().map(lower).collect();
+        match (Change { budgets, require_all: true, ..Change::default() }.plan(team)) {
+            Some(_) => sufficient = step,
+            None => too_low = step,
+        }
+    }
+    let budgets = budgets_at(sufficient);
+    let of_name = |name: &String| budgets.iter().find(|(number, _)| team.devices[**number].device.name == *name);
+    let budget = |name: &String, before: Bytes| of_name(name).map_or(before, |(_, budget)| *budget);
+    let others = need.other_budget_bytes.iter().map(|(name, before)| (name.clone(), budget(name, *before))).collect();
+    Remedy { budget_bytes: budget(&first.name, need.budget_bytes), other_budget_bytes: others, ..need.clone() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::search::LossyOptions;
+    use crate::team::{plan_team, testing};
+    use plimsoll_core::Link;
+    use plimsoll_program::models::{ModelConfig, preset};
+
+    #[test]
+    fn single_rung_for_team_replaces_two_for_device() {
+        let config = ModelConfig { layers: 4, vocab: 1024, ..preset("smollm2-135m").expect("listed") };
+        let device = testing::device(1.0, Bytes::mib(50), Link::MEMORY);
+        let lossy = LossyOptions { offer: vec![Rung::Adam8bit, Rung::Lora, Rung::Nf4], ..LossyOptions::default() };
+        let needs = |devices: usize| {
+            let request = PlanRequest { lossy: lossy.clone(), ..testing::request(&config, &device, 64, 6) };
+            let devices = vec![request; devices];
+            let team =
+                TeamRequest { devices, host: Bytes::ZERO, require_all: false, constraint: None, evaluations: None };
+            let plan = plan_team(&team).plan;
+            assert!(!plan.fits);
+            let summary = |need: Remedy| (need.allow, need.budget_bytes <= device.budget);
+            plan.needs.into_iter().map(summary).collect::<Vec<_>>()
+        };
+        let (lora, both) = (vec![Rung::Lora], vec![Rung::Lora, Rung::Nf4]);
+        let (nothing, adam) = ((vec![], false), (vec![Rung::Adam8bit], false));
+        assert_eq!(needs(1), [nothing.clone(), adam.clone(), (lora.clone(), false), (both, true)]);
+        assert_eq!(needs(3), [nothing, (lora, true), adam]);
+    }
+
+    #[test]
+    fn needs_for_all_suffice_and_lossless_dominates() {
+        let config = ModelConfig { layers: 4, vocab: 1024, ..preset("smollm2-135m").expect("listed") };
+        let with_budget = |(name, line)| DeviceSpec {
+            name: String::from(name),
+            ..testing::device(1.0, Bytes::mib(line), Link::MEMORY)
+        };
+        let devices = [("large", 400), ("small", 60)].map(with_budget);
+        let lossy = LossyOptions { offer: vec![Rung::Adam8bit, Rung::Lora], ..LossyOptions::default() };
+        let plan = |devices: &[DeviceSpec]| {
+            let request = |device| PlanRequest { lossy: lossy.clone(), ..testing::request(&config, device, 64, 6) };
+            let devices = devices.iter().map(request).collect();
+            plan_team(&TeamRequest {
+                devices,
+                host: Bytes::ZERO,
+                require_all: true,
+                constraint: None,
+                evaluations: None,
+            })
+            .plan
+        };
+        let refused = plan(&devices);
+        assert!(!refused.fits);
+        let least = &refused.needs[0];
+        assert_eq!((&least.allow, least.other_budget_bytes.len()), (&vec![], 0), "{refused:?}");
+        let mut enough = devices;
+        enough[1].budget = least.budget_bytes;
+        let plan = plan(&enough);
+        assert!(plan.fits && plan.team.len() == 2 && plan.parallelism != Some(Parallelism::Data), "{least:?}");
+        assert!(refused.needs[1..].iter().all(|need| need.budget_bytes < least.budget_bytes), "{:?}", refused.needs);
+    }
+}

@@ -1,0 +1,206 @@
+//! The sizes of the shards of a sharded team, for given micro-batches.
+//!
+//! Shards fill the memory that each rank has free beside its activations. Where that is not enough for the whole model, all
+//! ranks recompute more, and at last a rest is offloaded to the host. More recompute than needed frees memory for more even
+//! shards: with uneven shards the rank that owns the smallest has to receive the most, so even shards are faster over slow
+//! links. The fastest of a few amounts of recompute is taken.
+
+use super::ALL_PARTS;
+use crate::search::{RankCosts, ShardedBytes};
+
+/// Room for the rounding of shards to whole parts and blocks.
+const ROUNDING_ROOM: f64 = 1.002;
+/// Further amounts of recompute that are tried, to make the shards more even.
+const EVENING_STEPS: u32 = 4;
+/// More even shards are taken if a step takes at most this fraction of the time.
+const EVENING_GAIN: f64 = 0.995;
+/// Bisection steps that find the least recompute.
+const RECOMPUTE_BISECTIONS: u32 = 20;
+
+/// The inputs for sizing shards: the ranks of a team with their costs and memory.
+pub(super) struct ShardSizing<'a> {
+    /// The bytes that are sharded, of all ranks together.
+    pub sharded: ShardedBytes,
+    /// The cost of each rank, without recompute and with full recompute.
+    pub costs: &'a [RankCosts],
+    /// Bytes of each rank's arena that may be used.
+    pub budgets: Vec<u64>,
+    /// Bytes per second of each rank's link to the host.
+    pub host_links: Vec<f64>,
+    /// Micro-batches of a step.
+    pub micro_batch_count: u64,
+}
+
+/// Shards with the recompute and the offload that they need.
+pub(super) struct SizedShards {
+    /// The shard of each rank, in parts of 1024.
+    pub shards: Vec<u64>,
+    /// The fraction of the layers that each rank recomputes.
+    pub recompute: Vec<f64>,
+    /// Bytes of the shards that are offloaded to the host, of all ranks together.
+    pub offloaded: f64,
+}
+
+/// Predicted times of a rank.
+#[derive(Clone, Copy)]
+struct RankSeconds {
+    per_step: f64,
+    per_micro_batch: f64,
+}
+
+impl ShardSizing<'_> {
+    fn ranks(&self) -> std::ops::Range<usize> {
+        0..self.costs.len()
+    }
+
+    /// Returns the bytes that a rank has free for its shard if it recomputes this fraction of its layers.
+    fn free_bytes(&self, rank: usize, recompute: f64) -> f64 {
+        let bytes = self.costs[rank].transient_bytes;
+        let (without, full) = (bytes.none as f64, bytes.full as f64);
+        let activations = without + recompute * (full - without);
+        (self.budgets[rank] as f64 - activations).max(0.0)
+    }
+
+    /// Returns the free bytes of all ranks together.
+    fn total_free_bytes(&self, recompute: f64) -> f64 {
+        self.ranks().map(|rank| self.free_bytes(rank, recompute)).sum()
+    }
+
+    /// Returns the bytes of a rank's shard.
+    fn shard_bytes(&self, shards: &[u64], rank: usize) -> f64 {
+        self.sharded.all * shards[rank] as f64 / ALL_PARTS as f64
+    }
+
+    /// Returns the bytes of a rank's shard for which its device has no room.
+    fn offloaded_bytes(&self, shards: &[u64], recompute: &[f64], rank: usize) -> f64 {
+        (self.shard_bytes(shards, rank) - self.free_bytes(rank, recompute[rank])).max(0.0)
+    }
+
+    /// Returns each rank's fraction of the bandwidth of all links to the host.
+    pub fn host_link_fractions(&self) -> Vec<f64> {
+        let total: f64 = self.host_links.iter().sum();
+        self.host_links.iter().map(|link| link / total).collect()
+    }
+
+    /// Predicts the times of one rank. The further the smallest shard is below an even one, the longer the gathers take.
+    fn rank_seconds(&self, shards: &[u64], recompute: &[f64], rank: usize) -> RankSeconds {
+        let even = ALL_PARTS as f64 / self.costs.len() as f64;
+        let smallest = shards.iter().min().map_or(0.0, |least| *least as f64 / even);
+        let offloaded = self.offloaded_bytes(shards, recompute, rank);
+        // Optimizer state is offloaded first: it crosses the link once a step, all else with every micro-batch.
+        let offloaded_state = offloaded.min(self.shard_bytes(shards, rank) * self.sharded.optimizer / self.sharded.all);
+        let link = self.host_links[rank];
+        let passes = self.costs[rank].micro_batch_seconds(recompute[rank], self.costs.len(), smallest);
+        let once = self.costs[rank].per_step_seconds * (shards[rank] as f64 / even).max(1.0);
+        RankSeconds {
+            per_step: once + 2.0 * offloaded_state / link,
+            per_micro_batch: passes + 2.0 * (offloaded - offloaded_state) / link,
+        }
+    }
+
+    /// Predicts the seconds of a step: the slowest rank sets the pace of the update and of each micro-batch.
+    pub fn step_seconds(&self, shards: &[u64], recompute: &[f64]) -> f64 {
+        let seconds: Vec<RankSeconds> = self.ranks().map(|rank| self.rank_seconds(shards, recompute, rank)).collect();
+        let per_step = seconds.iter().map(|rank| rank.per_step).fold(0.0, f64::max);
+        let per_micro_batch = seconds.iter().map(|rank| rank.per_micro_batch).fold(0.0, f64::max);
+        per_step + self.micro_batch_count as f64 * per_micro_batch
+    }
+
+    /// Keeps the shards as they are. Each rank recomputes as little as possible, and offloads what still has no room.
+    pub fn with_fixed_shards(&self, shards: &[u64]) -> SizedShards {
+        let recompute_of = |rank: usize| {
+            least_recompute(
+                &|recompute| self.free_bytes(rank, recompute),
+                self.shard_bytes(shards, rank) * ROUNDING_ROOM,
+            )
+        };
+        let recompute: Vec<f64> = self.ranks().map(recompute_of).collect();
+        let offloaded = self.ranks().map(|rank| self.offloaded_bytes(shards, &recompute, rank)).sum();
+        SizedShards { shards: shards.to_vec(), recompute, offloaded }
+    }
+
+    /// Sizes the shards so that the step is fastest: in proportion to free memory with the least recompute, or more even with
+    /// more recompute where that is clearly faster.
+    pub fn with_fastest_shards(&self) -> SizedShards {
+        let wanted = self.sharded.all * ROUNDING_ROOM;
+        let least = least_recompute(&|recompute| self.total_free_bytes(recompute), wanted);
+        // The rest is offloaded, in proportion to the links that it has to cross.
+        let offloaded = (wanted - self.total_free_bytes(least)).max(0.0);
+        let fractions = self.host_link_fractions();
+        let room: Vec<f64> =
+            self.ranks().map(|rank| self.free_bytes(rank, least) + offloaded * fractions[rank]).collect();
+        let mut best = SizedShards { shards: to_parts(&room), recompute: vec![least; self.costs.len()], offloaded };
+        let mut best_seconds = self.step_seconds(&best.shards, &best.recompute);
+        for step in 0..=EVENING_STEPS {
+            let fraction = least + (1.0 - least) * f64::from(step) / f64::from(EVENING_STEPS);
+            if self.total_free_bytes(fraction) < wanted {
+                continue;
+            }
+            let room: Vec<f64> = self.ranks().map(|rank| self.free_bytes(rank, fraction)).collect();
+            let (shards, recompute) = (to_parts(&level(&room, wanted)), vec![fraction; self.costs.len()]);
+            let seconds = self.step_seconds(&shards, &recompute);
+            if seconds < EVENING_GAIN * best_seconds {
+                (best_seconds, best) = (seconds, SizedShards { shards, recompute, offloaded });
+            }
+        }
+        best
+    }
+}
+
+/// Returns the least fraction of recompute, 0 to 1, with which there is room for the wanted bytes; 1 where there never is.
+fn least_recompute(room: &dyn Fn(f64) -> f64, wanted: f64) -> f64 {
+    if room(0.0) >= wanted {
+        return 0.0;
+    }
+    let (mut low, mut high) = (0.0, 1.0);
+    for _ in 0..RECOMPUTE_BISECTIONS {
+        let middle = 0.5 * (low + high);
+        if room(middle) < wanted { low = middle } else { high = middle }
+    }
+    high
+}
+
+/// Divides the wanted bytes as evenly as the room of each rank allows.
+fn level(room: &[f64], wanted: f64) -> Vec<f64> {
+    let mut by_room: Vec<usize> = (0..room.len()).collect();
+    by_room.sort_by(|&a, &b| room[a].total_cmp(&room[b]));
+    let (mut bytes, mut left) = (vec![0.0; room.len()], wanted);
+    for (done, &rank) in by_room.iter().enumerate() {
+        bytes[rank] = room[rank].min(left / (room.len() - done) as f64);
+        left -= bytes[rank];
+    }
+    bytes
+}
+
+/// Converts bytes per rank to parts of 1024, rounded down. Each remaining part goes to the rank with the largest rest, relative
+/// to its room.
+fn to_parts(room: &[f64]) -> Vec<u64> {
+    let total: f64 = room.iter().sum();
+    let exact: Vec<f64> = room.iter().map(|room| ALL_PARTS as f64 * room / total).collect();
+    let mut parts: Vec<u64> = exact.iter().map(|part| *part as u64).collect();
+    for _ in parts.iter().sum()..ALL_PARTS {
+        let rest = |rank: usize| (exact[rank] - parts[rank] as f64) * total / exact[rank].max(1e-9);
+        let largest = (0..parts.len()).max_by(|&a, &b| rest(a).total_cmp(&rest(b)).then(b.cmp(&a)));
+        parts[largest.expect("a team has a device")] += 1;
+    }
+    parts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn shards_are_as_even_as_room_allows(room in prop::collection::vec(0.0f64..100.0, 1..6), fraction in 0.01f64..1.0) {
+            let wanted = fraction * room.iter().sum::<f64>();
+            let bytes = level(&room, wanted);
+            prop_assert!((bytes.iter().sum::<f64>() - wanted).abs() < 1e-9 * wanted.max(1.0), "{bytes:?} {wanted}");
+            prop_assert!(bytes.iter().zip(&room).all(|(bytes, room)| bytes <= room));
+            // A rank with less than another has no room for more.
+            let most = bytes.iter().copied().fold(0.0, f64::max);
+            prop_assert!(bytes.iter().zip(&room).all(|(bytes, room)| bytes == room || *bytes > most - 1e-9), "{bytes:?} {room:?}");
+        }
+    }
+}

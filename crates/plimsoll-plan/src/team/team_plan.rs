@@ -1,0 +1,149 @@
+//! The plan of a team, put together from the plans of its workers.
+
+use super::pipeline::{StageSeconds, step_seconds};
+use super::{PlannedWorker, TeamRequest, slowest_link};
+use crate::price::Prices;
+use crate::search::checkpoint_bytes;
+use plimsoll_core::{Bytes, Class, DevicePlan, Link, Parallelism, Plan, Predicted, WorkerPlan};
+
+/// A link that takes no time.
+const INSTANT_LINK: Link = Link { bytes_per_second: f64::INFINITY, latency_seconds: 0.0 };
+
+/// The predicted time of a worker in a step.
+#[derive(Clone, Copy)]
+struct WorkerSeconds {
+    /// Seconds in which the device computes.
+    busy: f64,
+    /// Seconds in which it waits for collectives or transfers.
+    waiting: f64,
+}
+
+/// Puts the plan of a team together. It fits where each worker fits on its device, and all together fit on the host. The plan
+/// of each worker gets its portion of the host, and the predicted time as a part of the team.
+pub(super) fn assemble(team: &TeamRequest, workers: &mut [PlannedWorker]) -> Plan {
+    let fits_on_host = divide_host(team, workers);
+    let link = slowest_link(workers.iter().map(|worker| team.devices[worker.device].device.team_link));
+    let seconds = worker_seconds(team, workers, link);
+    let seconds_without_link = step_seconds_of(&worker_seconds(team, workers, INSTANT_LINK));
+    for (worker, seconds) in workers.iter_mut().zip(&seconds) {
+        let request = &team.devices[worker.device];
+        let step_seconds = seconds.busy + seconds.waiting;
+        let tokens = (worker.sequences * request.sequence) as f64;
+        worker.outcome.plan.predicted = Predicted { step_seconds, tokens_per_second: tokens / step_seconds };
+    }
+    let (first, parallelism) = (&workers[0].outcome.plan, workers[0].share.parallelism);
+    let is_team = parallelism.is_some();
+    let step_seconds = step_seconds_of(&seconds);
+    let worker_plan = |(worker, seconds): (&PlannedWorker, &WorkerSeconds)| WorkerPlan {
+        device: team.devices[worker.device].device.name.clone(),
+        recipe: worker.outcome.plan.recipe.clone(),
+        sequences: worker.sequences,
+        layers: (parallelism == Some(Parallelism::Pipeline)).then(|| {
+            let own = worker.share.own_layers(team.devices[worker.device].config.layers);
+            [own.start, own.end]
+        }),
+        shard_1024ths: worker.share.own_state_share(),
+        reason: None,
+        algorithms: None,
+        busy_seconds: seconds.busy,
+        idle_seconds: step_seconds - seconds.busy,
+        ladder: vec![],
+    };
+    Plan {
+        fits: fits_on_host && workers.iter().all(|worker| worker.outcome.plan.fits),
+        class: if is_team { first.class.max(Class::Reordered) } else { first.class },
+        devices: workers.iter().map(|worker| worker.outcome.plan.devices[0].clone()).collect(),
+        parallelism,
+        team: if is_team { workers.iter().zip(&seconds).map(worker_plan).collect() } else { vec![] },
+        link_seconds: is_team.then_some((step_seconds - seconds_without_link).max(0.0)),
+        // Each stage of a pipeline saves its own weights.
+        checkpoint_bytes: match parallelism {
+            Some(Parallelism::Pipeline) => checkpoint_bytes(workers.iter().map(|worker| &worker.outcome.set)),
+            _ => first.checkpoint_bytes,
+        },
+        host: host_plan(team, workers),
+        predicted: Predicted { step_seconds, tokens_per_second: team.tokens_per_step() / step_seconds },
+        ..first.clone()
+    }
+}
+
+/// Divides the free memory of the host evenly between the workers that use it. Returns whether all fit on it together.
+fn divide_host(team: &TeamRequest, workers: &mut [PlannedWorker]) -> bool {
+    let used: Bytes = workers.iter().map(|worker| worker.outcome.plan.host.arena_bytes).sum();
+    let free_each = team.host.saturating_sub(used).0 / workers.len() as u64;
+    for worker in workers.iter_mut().filter(|worker| worker.outcome.plan.host.budget_bytes > Bytes::ZERO) {
+        worker.outcome.plan.host.budget_bytes = worker.outcome.plan.host.arena_bytes + Bytes(free_each);
+    }
+    used <= team.host
+}
+
+/// Predicts the time of each worker in a step over a link.
+fn worker_seconds(team: &TeamRequest, workers: &[PlannedWorker], team_link: Link) -> Vec<WorkerSeconds> {
+    match workers[0].share.parallelism {
+        Some(Parallelism::Pipeline) => pipeline_seconds(team, workers, team_link),
+        _ => workers.iter().map(|worker| collective_seconds(team, worker, team_link)).collect(),
+    }
+}
+
+/// Returns the seconds of a step: those of the slowest worker.
+fn step_seconds_of(workers: &[WorkerSeconds]) -> f64 {
+    workers.iter().map(|seconds| seconds.busy + seconds.waiting).fold(0.0, f64::max)
+}
+
+/// Predicts the time of each stage of a pipeline in a step.
+fn pipeline_seconds(team: &TeamRequest, workers: &[PlannedWorker], team_link: Link) -> Vec<WorkerSeconds> {
+    let stage = |worker: &PlannedWorker| {
+        let (request, precision) = (&team.devices[worker.device], worker.outcome.precision);
+        let (rates, host) = (&request.device.rates, &request.host);
+        StageSeconds::of(&worker.outcome.set, &Prices { rates, host, precision, team_link })
+    };
+    let first = &workers[0];
+    let micro_batches = first.share.micro_batches_of(first.sequences, first.outcome.plan.recipe.micro_batch) as u32;
+    let stages: Vec<StageSeconds> = workers.iter().map(stage).collect();
+    let step = step_seconds(&stages, micro_batches);
+    let busy = stages.iter().map(|stage| stage.busy(micro_batches));
+    busy.map(|busy| WorkerSeconds { busy, waiting: (step - busy).max(0.0) }).collect()
+}
+
+/// Predicts the time of a worker that takes part in collectives (data parallel or sharded), or works alone.
+fn collective_seconds(team: &TeamRequest, worker: &PlannedWorker, team_link: Link) -> WorkerSeconds {
+    let (request, set) = (&team.devices[worker.device], &worker.outcome.set);
+    let prices = |team_link| Prices {
+        rates: &request.device.rates,
+        host: &request.host,
+        precision: worker.outcome.precision,
+        team_link,
+    };
+    let micro_batches = worker.share.micro_batches_of(worker.sequences, worker.outcome.plan.recipe.micro_batch);
+    let mut calls = worker.share.schedule(micro_batches as u32).calls;
+    let total = prices(team_link).schedule_seconds(set, &calls);
+    // Computing alone is priced without collectives: data parallel, these are only in the last micro-batch.
+    let link_without_collectives = match worker.share.parallelism {
+        Some(Parallelism::Data) => {
+            calls.iter_mut().for_each(|call| call.last = false);
+            team_link
+        }
+        _ => INSTANT_LINK,
+    };
+    let busy = prices(link_without_collectives).schedule_seconds(set, &calls);
+    WorkerSeconds { busy, waiting: (total - busy).max(0.0) }
+}
+
+/// Adds up the host arenas of all workers.
+fn host_plan(team: &TeamRequest, workers: &[PlannedWorker]) -> DevicePlan {
+    let mut sum = DevicePlan { name: "host".into(), budget_bytes: team.host, ..DevicePlan::default() };
+    for host in workers.iter().map(|worker| &worker.outcome.plan.host) {
+        sum.simulated |= host.simulated;
+        sum.arena_bytes += host.arena_bytes;
+        sum.charges_bytes += host.charges_bytes;
+        sum.peak_bytes += host.peak_bytes;
+        sum.lower_bound_bytes += host.lower_bound_bytes;
+        for (category, bytes) in &host.by_category {
+            *sum.by_category.entry(*category).or_default() += *bytes;
+        }
+        for (work, bytes) in &host.by_program {
+            *sum.by_program.entry(*work).or_default() += *bytes;
+        }
+    }
+    sum
+}

@@ -1,0 +1,142 @@
+//! Rotary positions, attention over a micro-batch, and attention over the key-value cache of generation.
+
+use super::{AccessVisitor, Cost, OpKind, OperandTypes, not_in_family};
+use plimsoll_core::DType;
+use serde::{Deserialize, Serialize};
+
+/// The head counts and the head size of an attention.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Heads {
+    /// H, query heads.
+    pub heads: u64,
+    /// K, key and value heads.
+    pub kv_heads: u64,
+    /// E, elements of a head.
+    pub head_dim: u64,
+}
+
+impl Heads {
+    /// Returns C = (H + 2K)·E, the columns of the fused queries | keys | values.
+    pub fn columns(self) -> u64 {
+        (self.heads + 2 * self.kv_heads) * self.head_dim
+    }
+
+    /// Returns H·E, the columns of the attention output.
+    pub fn query_columns(self) -> u64 {
+        self.heads * self.head_dim
+    }
+
+    /// Returns H + K, the heads that head norms and rotary positions apply to: queries and keys.
+    pub fn rotated_heads(self) -> u64 {
+        self.heads + self.kv_heads
+    }
+}
+
+/// Visits the operand ranges that the op touches.
+pub(super) fn visit_accesses(op: &OpKind, visitor: &mut AccessVisitor) {
+    match op {
+        OpKind::Rope { qkv, table, positions, rows, table_rows, shape, .. } => {
+            visitor.read(*table, table_rows * shape.head_dim);
+            visitor.read(*positions, *rows);
+            visitor.update(*qkv, rows * shape.columns());
+        }
+        OpKind::RopeTable { table, table_rows, head_dim, .. } => visitor.write(*table, table_rows * head_dim),
+        OpKind::Attention { qkv, document_start, out, stats, workspace, batch, sequence, shape } => {
+            let rows = batch * sequence;
+            visitor.read(*qkv, rows * shape.columns());
+            visitor.read(*document_start, rows);
+            visitor.write(*out, rows * shape.query_columns());
+            visitor.write(*stats, rows * shape.heads);
+            visitor.write_all(*workspace);
+        }
+        OpKind::AttentionGrad { qkv, out, dout, stats, document_start, dqkv, workspace, batch, sequence, shape } => {
+            let rows = batch * sequence;
+            visitor.read(*qkv, rows * shape.columns());
+            visitor.read(*out, rows * shape.query_columns());
+            visitor.read(*dout, rows * shape.query_columns());
+            visitor.read(*stats, rows * shape.heads);
+            visitor.read(*document_start, rows);
+            visitor.write(*dqkv, rows * shape.columns());
+            visitor.write_all(*workspace);
+        }
+        OpKind::CachedAttention { qkv, keys, values, scalars, out, workspace, rows, capacity, shape } => {
+            visitor.read(*qkv, rows * shape.columns());
+            visitor.read(*keys, capacity * shape.kv_heads * shape.head_dim);
+            visitor.read(*values, capacity * shape.kv_heads * shape.head_dim);
+            visitor.read_all(*scalars);
+            visitor.write(*out, rows * shape.query_columns());
+            visitor.write_all(*workspace);
+        }
+        OpKind::AppendCache { qkv, keys, values, scalars, rows, capacity, shape } => {
+            visitor.read(*qkv, rows * shape.columns());
+            visitor.read_all(*scalars);
+            visitor.update(*keys, capacity * shape.kv_heads * shape.head_dim);
+            visitor.update(*values, capacity * shape.kv_heads * shape.head_dim);
+        }
+        other => not_in_family(other),
+    }
+}
+
+/// Returns the floating-point operations of the op.
+pub(super) fn cost(op: &OpKind) -> Cost {
+    match op {
+        OpKind::Rope { rows, shape, .. } => Cost::other(3 * rows * shape.rotated_heads() * shape.head_dim),
+        OpKind::RopeTable { table_rows, head_dim, .. } => Cost::other(40 * table_rows * head_dim),
+        OpKind::Attention { batch, sequence, shape, .. } => {
+            // The causal mask leaves half of the T × T scores. Two products over them, and the softmax.
+            let scores = batch * shape.heads * sequence * (sequence + 1) / 2;
+            Cost {
+                product_shape: Some((64, *sequence, shape.head_dim)),
+                ..Cost::new(4 * scores * shape.head_dim, 12 * scores)
+            }
+        }
+        OpKind::AttentionGrad { batch, sequence, shape, .. } => {
+            let scores = batch * shape.heads * sequence * (sequence + 1) / 2;
+            Cost {
+                product_shape: Some((64, *sequence, shape.head_dim)),
+                ..Cost::new(10 * scores * shape.head_dim, 14 * scores)
+            }
+        }
+        OpKind::CachedAttention { rows, capacity, shape, .. } => {
+            let scores = rows * capacity * shape.heads;
+            Cost {
+                product_shape: Some((*rows, *capacity, shape.head_dim)),
+                ..Cost::new(4 * scores * shape.head_dim, 12 * scores)
+            }
+        }
+        _ => Cost::default(),
+    }
+}
+
+/// Adds the dtypes that the operands must have.
+pub(super) fn expect_types<'k>(op: &'k OpKind, types: &mut OperandTypes<'k>) {
+    match op {
+        OpKind::Rope { qkv, table, positions, .. } => {
+            let real = types.activation(qkv);
+            types.expect(real, [qkv]).expect(real.wide(), [table]).expect(DType::I32, [positions]);
+        }
+        OpKind::RopeTable { table, .. } => {
+            types.expect(types.summed(table), [table]);
+        }
+        OpKind::Attention { qkv, document_start, out, stats, workspace, .. } => {
+            let real = types.activation(qkv);
+            types.expect(real, [qkv, out]).expect(real.wide(), [stats, workspace]).expect(DType::I32, [document_start]);
+        }
+        OpKind::AttentionGrad { qkv, out, dout, stats, document_start, dqkv, workspace, .. } => {
+            let real = types.activation(qkv);
+            types
+                .expect(real, [qkv, out, dout, dqkv])
+                .expect(real.wide(), [stats, workspace])
+                .expect(DType::I32, [document_start]);
+        }
+        OpKind::CachedAttention { qkv, keys, values, scalars, out, workspace, .. } => {
+            let real = types.activation(qkv);
+            types.expect(real, [qkv, keys, values, out]).expect(real.wide(), [scalars, workspace]);
+        }
+        OpKind::AppendCache { qkv, keys, values, scalars, .. } => {
+            let real = types.activation(qkv);
+            types.expect(real, [qkv, keys, values]).expect(real.wide(), [scalars]);
+        }
+        other => not_in_family(other),
+    }
+}

@@ -1,0 +1,44 @@
+//! Lookup of token embeddings, and its gradient.
+
+use super::{AccessVisitor, Cost, OpKind, OperandTypes, not_in_family};
+use plimsoll_core::DType;
+
+/// Visits the operand ranges that the op touches.
+pub(super) fn visit_accesses(op: &OpKind, visitor: &mut AccessVisitor) {
+    match op {
+        OpKind::Embed { tokens, table, out, rows, hidden, vocab } => {
+            visitor.read(*tokens, *rows);
+            visitor.read(*table, vocab * hidden);
+            visitor.write(*out, rows * hidden);
+        }
+        OpKind::EmbedGrad { tokens, dout, dtable, workspace, rows, hidden, vocab } => {
+            visitor.read(*tokens, *rows);
+            visitor.read(*dout, rows * hidden);
+            visitor.update(*dtable, vocab * hidden);
+            visitor.write_all(*workspace);
+        }
+        other => not_in_family(other),
+    }
+}
+
+/// Returns the floating-point operations of the op.
+pub(super) fn cost(op: &OpKind) -> Cost {
+    match op {
+        OpKind::EmbedGrad { rows, hidden, .. } => Cost::other(rows * hidden),
+        _ => Cost::default(),
+    }
+}
+
+/// Adds the dtypes that the operands must have.
+pub(super) fn expect_types<'k>(op: &'k OpKind, types: &mut OperandTypes<'k>) {
+    match op {
+        OpKind::Embed { tokens, table, out, .. } => {
+            types.expect(types.activation(out), [table, out]).expect(DType::I32, [tokens]);
+        }
+        OpKind::EmbedGrad { tokens, dout, dtable, workspace, .. } => {
+            let real = types.activation(dout);
+            types.expect(real, [dout]).expect(real.wide(), [dtable, workspace]).expect(DType::I32, [tokens]);
+        }
+        other => not_in_family(other),
+    }
+}

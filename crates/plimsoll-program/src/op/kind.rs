@@ -1,0 +1,357 @@
+//! The closed set of ops: [`OpKind`] with the operands and sizes of each op, its name, and its [`Family`].
+//!
+//! Legend: N rows (tokens of a micro-batch, B sequences × T tokens), D hidden, H heads, K kv heads, E head dim, F ffn,
+//! V vocabulary, C = (H + 2K)·E columns of the fused queries | keys | values, P rows of the rotary table. Matrices are
+//! row-major; weights are `[out, in]` as in Hugging Face files. Operands that start with `d` are gradients.
+
+use super::{Exchange, Heads, Quantized};
+use crate::models::config::RopeScaling;
+use crate::tensor::{Index, Operand};
+use serde::{Deserialize, Serialize};
+
+/// An operation with its operands and sizes.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[expect(missing_docs, reason = "fields are the letters of the legend, and operands named by role")]
+pub enum OpKind {
+    /// Matrix product: `out[m,n]` = scale·a·b (+ `bias[n]`) (+ `residual[m,n]`), or with `accumulate` out += scale·a·b.
+    ///
+    /// `a` is `[m,k]`, or `[k,m]` if transposed; `b` is `[k,n]`, or `[n,k]` if transposed. Rows of `a` as stored are
+    /// `a_stride` elements apart, rows of `out` `out_stride`. A stride above the row length selects some columns of a
+    /// wider matrix, such as the queries in the fused queries | keys | values.
+    Product {
+        a: Operand,
+        b: Operand,
+        out: Operand,
+        bias: Option<Operand>,
+        residual: Option<Operand>,
+        workspace: Operand,
+        m: u64,
+        n: u64,
+        k: u64,
+        a_transposed: bool,
+        b_transposed: bool,
+        a_stride: u64,
+        out_stride: u64,
+        scale: f64,
+        accumulate: bool,
+    },
+    /// Embedding lookup: `out[N,D]` = the rows of `table[V,D]` that `tokens[N]` select.
+    Embed { tokens: Operand, table: Operand, out: Operand, rows: u64, hidden: u64, vocab: u64 },
+    /// Gradient of [`OpKind::Embed`]: rows of `dtable[V,D]` += rows of `dout[N,D]`.
+    EmbedGrad {
+        tokens: Operand,
+        dout: Operand,
+        dtable: Operand,
+        workspace: Operand,
+        rows: u64,
+        hidden: u64,
+        vocab: u64,
+    },
+    /// RMS norm: out = x / rms(x) · weight for each of R `rows`; `rstd[R]` = 1 / rms.
+    RmsNorm { x: Operand, weight: Operand, out: Operand, rstd: Operand, rows: u64, dim: u64, eps: f64 },
+    /// Gradient of [`OpKind::RmsNorm`]: writes dx or, with `accumulate`, adds to it. Adds to `dweight` of a trained
+    /// weight.
+    RmsNormGrad {
+        x: Operand,
+        weight: Operand,
+        rstd: Operand,
+        dout: Operand,
+        dx: Operand,
+        dweight: Option<Operand>,
+        workspace: Operand,
+        rows: u64,
+        dim: u64,
+        accumulate: bool,
+    },
+    /// RMS norm of each query and key head of `x[N,C]`; values are copied. `rstd[N, H+K]` = 1 / rms.
+    HeadNorm {
+        x: Operand,
+        q_weight: Operand,
+        k_weight: Operand,
+        out: Operand,
+        rstd: Operand,
+        rows: u64,
+        shape: Heads,
+        eps: f64,
+    },
+    /// Gradient of [`OpKind::HeadNorm`]: turns dout into `dx` in place. Adds to `dweights` (queries, keys) of trained
+    /// weights.
+    HeadNormGrad {
+        x: Operand,
+        q_weight: Operand,
+        k_weight: Operand,
+        rstd: Operand,
+        dx: Operand,
+        dweights: Option<[Operand; 2]>,
+        workspace: Operand,
+        rows: u64,
+        shape: Heads,
+    },
+    /// Rotary positions: rotates query and key heads of `qkv[N,C]` in place by `positions[N]`; `table[P,E]` is cos |
+    /// sin. `inverse` rotates back, which is the gradient.
+    Rope { qkv: Operand, table: Operand, positions: Operand, rows: u64, table_rows: u64, shape: Heads, inverse: bool },
+    /// Computes the `table[P,E]` of [`OpKind::Rope`].
+    RopeTable { table: Operand, table_rows: u64, head_dim: u64, theta: f64, scaling: RopeScaling },
+    /// Causal attention within documents: query i of a sequence attends to keys `document_start[i] ..= i`.
+    /// `out[N, H·E]`, `stats[B,H,T]` = log-sum-exp of the scores.
+    Attention {
+        qkv: Operand,
+        document_start: Operand,
+        out: Operand,
+        stats: Operand,
+        workspace: Operand,
+        batch: u64,
+        sequence: u64,
+        shape: Heads,
+    },
+    /// Gradient of [`OpKind::Attention`]: writes all of `dqkv[N,C]`.
+    AttentionGrad {
+        qkv: Operand,
+        out: Operand,
+        dout: Operand,
+        stats: Operand,
+        document_start: Operand,
+        dqkv: Operand,
+        workspace: Operand,
+        batch: u64,
+        sequence: u64,
+        shape: Heads,
+    },
+    /// Attention of `rows` new tokens over a key-value cache that already holds them. A scalar holds the earlier
+    /// length.
+    CachedAttention {
+        qkv: Operand,
+        keys: Operand,
+        values: Operand,
+        scalars: Operand,
+        out: Operand,
+        workspace: Operand,
+        rows: u64,
+        capacity: u64,
+        shape: Heads,
+    },
+    /// Appends keys and values of `rows` tokens to the key-value cache.
+    AppendCache {
+        qkv: Operand,
+        keys: Operand,
+        values: Operand,
+        scalars: Operand,
+        rows: u64,
+        capacity: u64,
+        shape: Heads,
+    },
+    /// `out[N,F]` = silu(gate) · up of `gate_up[N,2F]`.
+    SwiGlu { gate_up: Operand, out: Operand, rows: u64, ffn: u64 },
+    /// Gradient of [`OpKind::SwiGlu`]: `dgate_up[N,2F]`, which may overwrite `gate_up`.
+    SwiGluGrad { gate_up: Operand, dout: Operand, dgate_up: Operand, rows: u64, ffn: u64 },
+    /// Updates the online softmax of R rows with `logits[R, columns]`, which start at column `first` of the vocabulary.
+    ///
+    /// `stats[R, 4]` holds the largest logit, Σ e^(x − largest), the label's logit (NaN before its block), and 1 if the
+    /// first largest logit is the label's, else 0. `begin` starts anew. Ignored rows (label −100 or weight 0) have
+    /// 0, 1, 0, 0.
+    SoftmaxStats {
+        logits: Operand,
+        labels: Operand,
+        weights: Operand,
+        stats: Operand,
+        rows: u64,
+        first: u64,
+        columns: u64,
+        begin: bool,
+    },
+    /// Adds Σ weight · negative log-likelihood to the metrics, from `stats` over the full vocabulary. Writes to
+    /// `correct` whether the largest logit was the label's.
+    CrossEntropy {
+        stats: Operand,
+        labels: Operand,
+        weights: Operand,
+        metrics: Operand,
+        correct: Option<Operand>,
+        rows: u64,
+    },
+    /// Replaces `logits[R, columns]`, which start at column `first` of the vocabulary, by the gradient of the loss,
+    /// scaled by 1 / labelled tokens of the step.
+    SoftmaxGrad {
+        logits: Operand,
+        labels: Operand,
+        weights: Operand,
+        stats: Operand,
+        scalars: Operand,
+        rows: u64,
+        first: u64,
+        columns: u64,
+    },
+    /// Sum over rows: `into[n]` += Σ rows of `x[m,n]`; the gradient of a bias.
+    SumRows { x: Operand, into: Operand, workspace: Operand, rows: u64, columns: u64 },
+    /// `out[D]` = the row of `x[N,D]` that [`crate::scalars::Scalar::LastRow`] selects.
+    PickRow { x: Operand, scalars: Operand, out: Operand, rows: u64, columns: u64 },
+    /// into += x.
+    Add { x: Operand, into: Operand, elements: u64 },
+    /// Dropout: `out[N,D]` = x with random elements zeroed and the others divided by 1 − probability; with
+    /// `accumulate`, out += that. The choice is a function of (seed, step, sample, layer, site, element), so that the
+    /// gradient is the same op applied to the gradient.
+    ///
+    /// Row r is token t = r mod sequence of sample s = first_sample + r div sequence of the step; element e = t·D +
+    /// column. Words: Philox-4x32-10 (as `InitNormal`) with counter (e div 4, layer · 256 + site, s, step) and key
+    /// (low half of seed, high half of seed xor 0x44524F50). Element e has word e mod 4; it is kept if word ≥
+    /// ⌊probability · 2³²⌋. out = x · (1 / (1 − probability)), the factor rounded to the wide type; the sum is
+    /// rounded once.
+    Dropout {
+        x: Operand,
+        out: Operand,
+        scalars: Operand,
+        seed: u64,
+        first_sample: Index,
+        layer: Index,
+        site: u8,
+        probability: f64,
+        rows: u64,
+        columns: u64,
+        sequence: u64,
+        accumulate: bool,
+    },
+    /// Sets all elements to `value` (of byte tensors: every byte).
+    Fill { into: Operand, value: f64, elements: u64 },
+    /// Adds Σ x² to the metrics.
+    SquaredNorm { x: Operand, metrics: Operand, workspace: Operand, elements: u64 },
+    /// Computes the scalar that scales all gradients: min(1, clip / (norm + 1e-6)), as in PyTorch.
+    ClipFactor { metrics: Operand, scalars: Operand },
+    /// AdamW update: bias-corrected `first` and `second` moments, decoupled weight decay (Loshchilov and Hutter, 2019).
+    AdamW {
+        weight: Operand,
+        gradient: Operand,
+        first: Operand,
+        second: Operand,
+        scalars: Operand,
+        elements: u64,
+        betas: [f64; 2],
+        eps: f64,
+        decay: f64,
+    },
+    /// AdamW update with block-wise 8-bit moments. Elements b·256 .. b·256 + 256 form a block with one scale per
+    /// moment; the last block may be shorter. All arithmetic is f32:
+    ///
+    /// 1. m = signed map\[first\] · first_scale, v = unsigned map\[second\] · second_scale.
+    /// 2. m, v and the weight are updated as in [`OpKind::AdamW`].
+    /// 3. first_scale = max |m| and second_scale = max v of the block; first and second = the codes of
+    ///    m · inverse(first_scale) and v · inverse(second_scale) ([`crate::formats`]).
+    AdamW8 {
+        weight: Operand,
+        gradient: Operand,
+        first: Operand,
+        first_scale: Operand,
+        second: Operand,
+        second_scale: Operand,
+        scalars: Operand,
+        elements: u64,
+        betas: [f64; 2],
+        eps: f64,
+        decay: f64,
+    },
+    /// Stochastic gradient descent, with momentum if there is a momentum buffer.
+    Sgd {
+        weight: Operand,
+        gradient: Operand,
+        momentum_buffer: Option<Operand>,
+        scalars: Operand,
+        elements: u64,
+        momentum: f64,
+        decay: f64,
+    },
+    /// Copies elements to a tensor of another dtype.
+    Cast { from: Operand, to: Operand, elements: u64 },
+    /// Normal numbers as a function of (seed, `number` of the parameter, `first` + element).
+    InitNormal { into: Operand, seed: u64, number: u64, first: Index, std: f64, elements: u64 },
+    /// Uniform numbers from −bound to bound as a function of (seed, number, first + element): word w of `InitNormal`'s
+    /// generator becomes ((w + 0.5) / 2³² · 2 − 1) · bound in f64, rounded once. Element e has word e mod 4 of block
+    /// e div 4.
+    InitUniform { into: Operand, seed: u64, number: u64, first: Index, bound: f64, elements: u64 },
+    /// Quantizes whole blocks of a matrix with rows of `columns` elements, after a conversion to f32.
+    Quantize { from: Operand, into: Quantized, elements: u64, columns: u64 },
+    /// Dequantizes a matrix; each element is rounded once to the dtype of `into`.
+    Dequantize { from: Quantized, into: Operand, elements: u64, columns: u64 },
+    /// Starts a copy between memory spaces; source and target live until the wait with the same `sequence`.
+    TransferStart { from: Operand, to: Operand, elements: u64, sequence: u64 },
+    /// Waits until the copy with this `sequence` is complete.
+    TransferWait { from: Operand, to: Operand, elements: u64, sequence: u64 },
+    /// Starts a collective, a send or a receive.
+    CollectiveStart(Exchange),
+    /// Waits until the collective with this sequence number is complete.
+    CollectiveWait(Exchange),
+}
+
+/// Ops that are described together; each family has a module of [`crate::op`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Family {
+    Matmul,
+    Embedding,
+    Norm,
+    Attention,
+    Loss,
+    Elementwise,
+    Fill,
+    Quantization,
+    Optimizer,
+    Transfer,
+    Collective,
+}
+
+impl OpKind {
+    /// Returns the name that plans, messages and rates use, and the family.
+    const fn name_and_family(&self) -> (&'static str, Family) {
+        match self {
+            OpKind::Product { .. } => ("product", Family::Matmul),
+            OpKind::Embed { .. } => ("embed", Family::Embedding),
+            OpKind::EmbedGrad { .. } => ("embed_grad", Family::Embedding),
+            OpKind::RmsNorm { .. } => ("rms_norm", Family::Norm),
+            OpKind::RmsNormGrad { .. } => ("rms_norm_grad", Family::Norm),
+            OpKind::HeadNorm { .. } => ("head_norm", Family::Norm),
+            OpKind::HeadNormGrad { .. } => ("head_norm_grad", Family::Norm),
+            OpKind::Rope { .. } => ("rope", Family::Attention),
+            OpKind::RopeTable { .. } => ("rope_table", Family::Attention),
+            OpKind::Attention { .. } => ("attention", Family::Attention),
+            OpKind::AttentionGrad { .. } => ("attention_grad", Family::Attention),
+            OpKind::CachedAttention { .. } => ("cached_attention", Family::Attention),
+            OpKind::AppendCache { .. } => ("append_cache", Family::Attention),
+            OpKind::SwiGlu { .. } => ("swi_glu", Family::Elementwise),
+            OpKind::SwiGluGrad { .. } => ("swi_glu_grad", Family::Elementwise),
+            OpKind::SoftmaxStats { .. } => ("softmax_stats", Family::Loss),
+            OpKind::CrossEntropy { .. } => ("cross_entropy", Family::Loss),
+            OpKind::SoftmaxGrad { .. } => ("softmax_grad", Family::Loss),
+            OpKind::SumRows { .. } => ("sum_rows", Family::Elementwise),
+            OpKind::PickRow { .. } => ("pick_row", Family::Elementwise),
+            OpKind::Add { .. } => ("add", Family::Elementwise),
+            OpKind::Dropout { .. } => ("dropout", Family::Elementwise),
+            OpKind::Fill { .. } => ("fill", Family::Fill),
+            OpKind::SquaredNorm { .. } => ("squared_norm", Family::Optimizer),
+            OpKind::ClipFactor { .. } => ("clip_factor", Family::Optimizer),
+            OpKind::AdamW { .. } => ("adam_w", Family::Optimizer),
+            OpKind::AdamW8 { .. } => ("adam_w8", Family::Optimizer),
+            OpKind::Sgd { .. } => ("sgd", Family::Optimizer),
+            OpKind::Cast { .. } => ("cast", Family::Elementwise),
+            OpKind::InitNormal { .. } => ("init_normal", Family::Fill),
+            OpKind::InitUniform { .. } => ("init_uniform", Family::Fill),
+            OpKind::Quantize { .. } => ("quantize", Family::Quantization),
+            OpKind::Dequantize { .. } => ("dequantize", Family::Quantization),
+            OpKind::TransferStart { .. } => ("transfer_start", Family::Transfer),
+            OpKind::TransferWait { .. } => ("transfer_wait", Family::Transfer),
+            OpKind::CollectiveStart(_) => ("collective_start", Family::Collective),
+            OpKind::CollectiveWait(_) => ("collective_wait", Family::Collective),
+        }
+    }
+
+    /// Returns the name that plans, messages and measured rates use.
+    pub(super) const fn name(&self) -> &'static str {
+        self.name_and_family().0
+    }
+
+    /// Returns the family. Its module describes the accesses, cost and operand types of the op.
+    pub(super) const fn family(&self) -> Family {
+        self.name_and_family().1
+    }
+}
+
+/// Reports an op that its family's module does not describe.
+pub(super) fn not_in_family(op: &OpKind) -> ! {
+    panic!("the module of {:?} does not describe `{}`", op.family(), op.name())
+}

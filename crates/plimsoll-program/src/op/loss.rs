@@ -1,0 +1,68 @@
+//! Cross entropy over blocks of the vocabulary, and its gradient.
+
+use super::{AccessVisitor, Cost, Mode, OpKind, OperandTypes, not_in_family};
+use plimsoll_core::DType;
+
+/// Statistics per row of the running softmax; [`OpKind::SoftmaxStats`] lists them.
+pub const SOFTMAX_STATS: u64 = 4;
+
+/// Visits the operand ranges that the op touches.
+pub(super) fn visit_accesses(op: &OpKind, visitor: &mut AccessVisitor) {
+    match op {
+        OpKind::SoftmaxStats { logits, labels, weights, stats, rows, columns, begin, .. } => {
+            visitor.read(*logits, rows * columns);
+            visitor.read(*labels, *rows);
+            visitor.read(*weights, *rows);
+            visitor.touch(*stats, rows * SOFTMAX_STATS, if *begin { Mode::Write } else { Mode::Update });
+        }
+        OpKind::CrossEntropy { stats, labels, weights, metrics, correct, rows } => {
+            visitor.read(*stats, rows * SOFTMAX_STATS);
+            visitor.read(*labels, *rows);
+            visitor.read(*weights, *rows);
+            visitor.update_all(*metrics);
+            if let Some(correct) = correct {
+                visitor.write(*correct, *rows);
+            }
+        }
+        OpKind::SoftmaxGrad { logits, labels, weights, stats, scalars, rows, columns, .. } => {
+            visitor.update(*logits, rows * columns);
+            visitor.read(*labels, *rows);
+            visitor.read(*weights, *rows);
+            visitor.read(*stats, rows * SOFTMAX_STATS);
+            visitor.read_all(*scalars);
+        }
+        other => not_in_family(other),
+    }
+}
+
+/// Returns the floating-point operations of the op.
+pub(super) fn cost(op: &OpKind) -> Cost {
+    match op {
+        OpKind::SoftmaxStats { rows, columns, .. } => Cost::other(12 * rows * columns),
+        OpKind::CrossEntropy { rows, .. } => Cost::other(12 * rows),
+        OpKind::SoftmaxGrad { rows, columns, .. } => Cost::other(14 * rows * columns),
+        _ => Cost::default(),
+    }
+}
+
+/// Adds the dtypes that the operands must have.
+pub(super) fn expect_types<'k>(op: &'k OpKind, types: &mut OperandTypes<'k>) {
+    match op {
+        OpKind::SoftmaxStats { logits, labels, weights, stats, .. } => {
+            let real = types.activation(logits);
+            types.expect(real, [logits]).expect(real.wide(), [weights, stats]).expect(DType::I32, [labels]);
+        }
+        OpKind::CrossEntropy { stats, labels, weights, metrics, correct, .. } => {
+            types
+                .expect(types.summed(stats), [stats, weights])
+                .expect(DType::I32, [labels])
+                .expect(DType::F64, [metrics]);
+            types.expect_all(DType::I32, correct.iter());
+        }
+        OpKind::SoftmaxGrad { logits, labels, weights, stats, scalars, .. } => {
+            let real = types.activation(logits);
+            types.expect(real, [logits]).expect(real.wide(), [weights, stats, scalars]).expect(DType::I32, [labels]);
+        }
+        other => not_in_family(other),
+    }
+}

@@ -1,0 +1,81 @@
+//! RMS norms of rows and of attention heads, with their gradients.
+
+use super::{AccessVisitor, Cost, Mode, OpKind, OperandTypes, not_in_family};
+
+/// Visits the operand ranges that the op touches.
+pub(super) fn visit_accesses(op: &OpKind, visitor: &mut AccessVisitor) {
+    match op {
+        OpKind::RmsNorm { x, weight, out, rstd, rows, dim, .. } => {
+            visitor.read(*x, rows * dim);
+            visitor.read(*weight, *dim);
+            visitor.write(*out, rows * dim);
+            visitor.write(*rstd, *rows);
+        }
+        OpKind::RmsNormGrad { x, weight, rstd, dout, dx, dweight, workspace, rows, dim, accumulate } => {
+            visitor.read(*x, rows * dim);
+            visitor.read(*weight, *dim);
+            visitor.read(*rstd, *rows);
+            visitor.read(*dout, rows * dim);
+            visitor.touch(*dx, rows * dim, if *accumulate { Mode::Update } else { Mode::Write });
+            if let Some(dweight) = dweight {
+                visitor.update(*dweight, *dim);
+            }
+            visitor.write_all(*workspace);
+        }
+        OpKind::HeadNorm { x, q_weight, k_weight, out, rstd, rows, shape, .. } => {
+            visitor.read(*x, rows * shape.columns());
+            visitor.read(*q_weight, shape.head_dim);
+            visitor.read(*k_weight, shape.head_dim);
+            visitor.write(*out, rows * shape.columns());
+            visitor.write(*rstd, rows * shape.rotated_heads());
+        }
+        OpKind::HeadNormGrad { x, q_weight, k_weight, rstd, dx, dweights, workspace, rows, shape } => {
+            visitor.read(*x, rows * shape.columns());
+            visitor.read(*q_weight, shape.head_dim);
+            visitor.read(*k_weight, shape.head_dim);
+            visitor.read(*rstd, rows * shape.rotated_heads());
+            visitor.update(*dx, rows * shape.columns());
+            for dweight in dweights.iter().flatten() {
+                visitor.update(*dweight, shape.head_dim);
+            }
+            visitor.write_all(*workspace);
+        }
+        other => not_in_family(other),
+    }
+}
+
+/// Returns the floating-point operations of the op.
+pub(super) fn cost(op: &OpKind) -> Cost {
+    match op {
+        OpKind::RmsNorm { rows, dim, .. } => Cost::other(4 * rows * dim),
+        OpKind::RmsNormGrad { rows, dim, .. } => Cost::other(9 * rows * dim),
+        OpKind::HeadNorm { rows, shape, .. } => Cost::other(4 * rows * shape.columns()),
+        OpKind::HeadNormGrad { rows, shape, .. } => Cost::other(9 * rows * shape.columns()),
+        _ => Cost::default(),
+    }
+}
+
+/// Adds the dtypes that the operands must have.
+pub(super) fn expect_types<'k>(op: &'k OpKind, types: &mut OperandTypes<'k>) {
+    match op {
+        OpKind::RmsNorm { x, weight, out, rstd, .. } => {
+            let real = types.activation(x);
+            types.expect(real, [x, weight, out]).expect(real.wide(), [rstd]);
+        }
+        OpKind::RmsNormGrad { x, weight, rstd, dout, dx, dweight, workspace, .. } => {
+            let real = types.activation(x);
+            types.expect(real, [x, weight, dout, dx]).expect(real.wide(), [rstd, workspace]);
+            types.expect_all(real.wide(), dweight.iter());
+        }
+        OpKind::HeadNorm { x, q_weight, k_weight, out, rstd, .. } => {
+            let real = types.activation(x);
+            types.expect(real, [x, q_weight, k_weight, out]).expect(real.wide(), [rstd]);
+        }
+        OpKind::HeadNormGrad { x, q_weight, k_weight, rstd, dx, dweights, workspace, .. } => {
+            let real = types.activation(x);
+            types.expect(real, [x, q_weight, k_weight, dx]).expect(real.wide(), [rstd, workspace]);
+            types.expect_all(real.wide(), dweights.iter().flatten());
+        }
+        other => not_in_family(other),
+    }
+}

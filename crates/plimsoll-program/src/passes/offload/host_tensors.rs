@@ -1,0 +1,270 @@
+//! Host tensors: which tensors and slots move to the host, and what an operand refers to afterwards. The copies
+//! between host and device are in `staging_rings`.
+
+use super::work_units::{Region, RegionUse};
+use super::{HOST_SUFFIX, PIECE_ELEMENTS, PIECES_PER_MATRIX, SMALL_TENSOR_FACTOR};
+use crate::op::operands::{operands, operands_mut};
+use crate::op::{Accesses, Mode, Op, OpKind};
+use crate::program::{Program, ProgramKind, ProgramSet};
+use crate::tensor::{Index, Lifetime, Operand, Tensor, TensorId, TensorRole};
+use plimsoll_core::{Category, Offload, Space};
+use std::collections::{BTreeMap, HashMap, HashSet};
+
+/// The new home of a tensor's first slots. The other slots stay on the device, renumbered from 0.
+///
+/// A tensor may have slots for several micro-batches in flight. Then the first `on_host` of each micro-batch's
+/// `per_micro_batch` slots move.
+#[derive(Clone, Copy)]
+pub(super) struct HostPlacement {
+    tensor: TensorId,
+    on_host: u32,
+    per_micro_batch: u32,
+}
+
+/// Name of the tensor with the inputs of all layers and the output of the last.
+const LAYER_INPUTS: &str = "train.hidden";
+
+/// The state of the offload pass over a set.
+pub(super) struct Offloader {
+    pub(super) set: ProgramSet,
+    /// Tensors with slots on the host.
+    pub(super) placements: HashMap<TensorId, HostPlacement>,
+    /// The host's staging buffer that replaces one of the device.
+    host_staging: HashMap<TensorId, TensorId>,
+    /// Host gradients that the backward Program starts from zero, so that no other Program zeroes them.
+    pub(super) zeroed_in_backward: HashSet<TensorId>,
+    /// Elements of a piece of a tensor in the update.
+    pub(super) piece_elements: u64,
+    /// Whether the host runs the update of parameters with offloaded optimizer state.
+    pub(super) host_updates: bool,
+}
+
+impl Offloader {
+    /// Starts a pass over `set` with no tensor on the host.
+    pub(super) fn new(set: ProgramSet, host_updates: bool) -> Offloader {
+        let (placements, host_staging, zeroed_in_backward) = (HashMap::new(), HashMap::new(), HashSet::new());
+        Offloader { set, placements, host_staging, zeroed_in_backward, piece_elements: 0, host_updates }
+    }
+
+    /// Sets the piece size to a fraction of the largest matrix, so that pieces in flight are small beside the model.
+    pub(super) fn set_piece_elements(&mut self, layers: u32) {
+        let layered = self.set.tensors.iter().filter(|t| t.lifetime == Lifetime::Persistent && t.slots == layers);
+        let largest = layered.map(Tensor::elements).max().unwrap_or(1);
+        self.piece_elements = (largest / PIECES_PER_MATRIX).clamp(*PIECE_ELEMENTS.start(), *PIECE_ELEMENTS.end());
+    }
+
+    /// Returns the slots of a tensor, per micro-batch, that move to the host.
+    fn offloaded_slots(&self, tensor: &Tensor, layers: u32, offload: &Offload) -> u32 {
+        if tensor.name == LAYER_INPUTS {
+            return offload.inputs.min(layers);
+        }
+        if tensor.lifetime != Lifetime::Persistent || tensor.space != Space::Device {
+            return 0;
+        }
+        let (layer_slots, includes_tables) = match tensor.category {
+            Category::Weight => (offload.weights, false),
+            Category::Gradient => (offload.gradients, false),
+            Category::Optimizer => (offload.optimizer, offload.optimizer >= layers),
+            _ => return 0,
+        };
+        let is_state = tensor.category == Category::Optimizer;
+        match tensor.role() {
+            TensorRole::Embedding => u32::from(includes_tables || offload.embedding && !is_state),
+            TensorRole::Head => u32::from(includes_tables || offload.head && !is_state),
+            TensorRole::Shared => 0,
+            TensorRole::Layer => layer_slots.min(layers),
+        }
+    }
+
+    /// Moves slots to host tensors as `offload` says, except those of small tensors.
+    pub(super) fn place_on_host(&mut self, layers: u32, offload: &Offload) {
+        let mut largest: BTreeMap<Category, u64> = BTreeMap::new();
+        for tensor in self.set.tensors.iter().filter(|t| t.lifetime == Lifetime::Persistent && t.slots == layers) {
+            let bytes = largest.entry(tensor.category).or_default();
+            *bytes = (*bytes).max(tensor.bytes());
+        }
+        for number in 0..self.set.tensors.len() {
+            let tensor = &self.set.tensors[number];
+            let on_host = self.offloaded_slots(tensor, layers, offload);
+            let largest = largest.get(&tensor.category).copied().unwrap_or(0);
+            let is_small = tensor.lifetime == Lifetime::Persistent && tensor.bytes() * SMALL_TENSOR_FACTOR < largest;
+            if on_host == 0 || is_small {
+                continue;
+            }
+            let id = TensorId(number as u32);
+            let per_micro_batch = if tensor.name == LAYER_INPUTS { layers + 1 } else { tensor.slots };
+            let host_tensor = if on_host == per_micro_batch {
+                self.set.tensors[number].space = Space::Host;
+                id
+            } else {
+                let slots = tensor.slots / per_micro_batch * on_host;
+                let name = format!("{}{HOST_SUFFIX}", tensor.name);
+                let host_tensor = Tensor { name, space: Space::Host, slots, ..tensor.clone() };
+                self.set.tensors[number].slots -= slots;
+                self.add(host_tensor)
+            };
+            self.placements.insert(id, HostPlacement { tensor: host_tensor, on_host, per_micro_batch });
+        }
+    }
+
+    /// Moves inputs to the host that only ops of the host read.
+    pub(super) fn move_inputs_to_host(&mut self) {
+        let inputs: HashSet<TensorId> = self.set.programs.iter().flat_map(|p| p.inputs.iter().copied()).collect();
+        for input in inputs {
+            let ops = self.set.programs.iter().flat_map(Program::trace).map(|(op, _)| op);
+            let mut readers = ops.filter(|op| operands(op).any(|operand| operand.tensor == input));
+            let only_host_reads = readers.all(|op| match &op.kind {
+                OpKind::Embed { table, .. } => self.placements.contains_key(&table.tensor),
+                OpKind::EmbedGrad { dtable, .. } => self.placements.contains_key(&dtable.tensor),
+                _ => false,
+            });
+            if only_host_reads {
+                self.set.tensors[input.0 as usize].space = Space::Host;
+            }
+        }
+    }
+
+    /// Shrinks the device workspaces of embedding gradients that the host adds up: the host kernel needs none.
+    pub(super) fn drop_device_workspaces(&mut self) {
+        let ops = self.set.programs.iter().flat_map(|program| &program.blocks).flat_map(|block| &block.ops);
+        let workspaces: Vec<TensorId> = ops
+            .filter_map(|op| match &op.kind {
+                OpKind::EmbedGrad { dtable, workspace, .. } if self.placements.contains_key(&dtable.tensor) => {
+                    Some(workspace.tensor)
+                }
+                _ => None,
+            })
+            .collect();
+        for id in workspaces {
+            let tensor = &mut self.set.tensors[id.0 as usize];
+            (tensor.space, tensor.shape) = (Space::Host, vec![1]);
+        }
+    }
+
+    /// Marks host gradients that the device is the first to add to in the backward pass: it starts them from zero in a
+    /// ring and fetches nothing.
+    pub(super) fn zero_gradients_in_backward(&mut self) {
+        let Some(backward) = self.set.program(ProgramKind::Backward) else { return };
+        let mut seen = HashSet::new();
+        for op in backward.blocks.iter().flat_map(|block| &block.ops) {
+            for operand in operands(op).filter(|operand| seen.insert(operand.tensor)) {
+                let is_gradient = self.set.tensor(operand.tensor).category == Category::Gradient;
+                let on_host = matches!(&op.kind, OpKind::EmbedGrad { dtable, .. } if dtable.tensor == operand.tensor);
+                if let (Some(placement), true, false) = (self.placements.get(&operand.tensor), is_gradient, on_host) {
+                    self.zeroed_in_backward.insert(placement.tensor);
+                }
+            }
+        }
+    }
+
+    /// Removes the Programs for which `wanted` is false.
+    pub(super) fn retain_programs(&mut self, wanted: &dyn Fn(&Program) -> bool) {
+        let programs = std::mem::take(&mut self.set.programs);
+        let mut new_indices: HashMap<usize, usize> = HashMap::new();
+        for (number, program) in programs.into_iter().enumerate().filter(|(_, program)| wanted(program)) {
+            new_indices.insert(number, self.set.programs.len());
+            self.set.programs.push(program);
+        }
+        for phase in &mut self.set.phases {
+            phase.programs = phase.programs.iter().filter_map(|number| new_indices.get(number).copied()).collect();
+        }
+        self.set.phases.retain(|phase| !phase.programs.is_empty());
+    }
+
+    /// Returns whether an op touches a tensor with slots on the host.
+    pub(super) fn touches_host(&self, op: &Op) -> bool {
+        operands(op).any(|operand| self.is_offloaded(operand))
+    }
+
+    /// Returns whether the tensor of an operand has slots on the host.
+    pub(super) fn is_offloaded(&self, operand: Operand) -> bool {
+        self.placements.contains_key(&operand.tensor) || self.space(operand) == Space::Host
+    }
+
+    fn add(&mut self, tensor: Tensor) -> TensorId {
+        self.set.tensors.push(tensor);
+        TensorId(self.set.tensors.len() as u32 - 1)
+    }
+
+    /// Adds a staging buffer with the dtype of `like`.
+    pub(super) fn add_buffer(
+        &mut self,
+        name: String,
+        like: TensorId,
+        elements: u64,
+        space: Space,
+        slots: u32,
+    ) -> TensorId {
+        let dtype = self.set.tensor(like).dtype;
+        let (shape, category, lifetime) = (vec![elements], Category::Staging, Lifetime::Transient);
+        self.add(Tensor { name, shape, dtype, space, category, lifetime, slots })
+    }
+
+    /// Returns the host's staging buffer that replaces the device's `staging`.
+    pub(super) fn host_staging_for(&mut self, staging: TensorId) -> TensorId {
+        if let Some(&host_staging) = self.host_staging.get(&staging) {
+            return host_staging;
+        }
+        let name = format!("{}{HOST_SUFFIX}", self.set.tensor(staging).name);
+        let elements = self.set.tensor(staging).elements();
+        let host_staging = self.add_buffer(name, staging, elements, Space::Host, 1);
+        self.host_staging.insert(staging, host_staging);
+        host_staging
+    }
+
+    /// Returns the memory space of an operand.
+    pub(super) fn space(&self, operand: Operand) -> Space {
+        self.set.tensor(operand.tensor).space
+    }
+
+    /// Returns the ranges that an op touches.
+    pub(super) fn accesses(&self, op: &Op) -> Accesses {
+        op.accesses(&|id| self.set.tensor(id).elements())
+    }
+
+    /// Returns an operand with a fixed slot where it is after the move.
+    pub(super) fn relocated(&self, operand: Operand) -> Operand {
+        let Some(placement) = self.placements.get(&operand.tensor) else { return operand };
+        let (on_host, all) = (i64::from(placement.on_host), i64::from(placement.per_micro_batch));
+        // Consecutive micro-batches are as many slots apart as each has in that tensor.
+        let slot =
+            |base: i64, slots: i64| Index { base, scale: 0, micro_batch: operand.slot.micro_batch.signum() * slots };
+        let number = operand.slot.base.rem_euclid(all);
+        if number < on_host {
+            Operand { tensor: placement.tensor, slot: slot(number, on_host), ..operand }
+        } else {
+            Operand { slot: slot(number - on_host, all - on_host), ..operand }
+        }
+    }
+
+    /// Returns an op as it runs in one iteration of its block, with every operand where it is after the move.
+    pub(super) fn unrolled(&self, op: &Op, variable: i64) -> Op {
+        let mut op = op.iteration(variable);
+        for operand in operands_mut(&mut op.kind) {
+            *operand = self.relocated(*operand);
+        }
+        op
+    }
+
+    /// Returns the regions of memory space `space` that ops use, one per tensor slot.
+    pub(super) fn uses_in(&self, ops: &[Op], space: Space) -> Vec<RegionUse> {
+        let mut uses: Vec<RegionUse> = Vec::new();
+        let accesses = ops.iter().flat_map(|op| self.accesses(op));
+        for access in accesses.filter(|access| self.space(access.operand) == space) {
+            let (region, written) = (Region::of(access.operand, access.elements), access.mode != Mode::Read);
+            let known = uses.iter_mut().find(|u| (u.region.tensor, u.region.slot) == (region.tensor, region.slot));
+            match known {
+                None => uses.push(RegionUse { region, read: access.mode != Mode::Write, written }),
+                Some(known) => {
+                    // Ranges of one slot are copied as one region, which must include the elements between them.
+                    let (first, end) = (known.region.first.min(region.first), known.region.end().max(region.end()));
+                    let hull = Region { first, elements: (end - first) as u64, ..region };
+                    known.read |= hull != known.region;
+                    known.written |= written;
+                    known.region = hull;
+                }
+            }
+        }
+        uses
+    }
+}

@@ -1,0 +1,547 @@
+//! Sharded (FSDP, ZeRO-3): weights, gradients, masters and optimizer state are split over the ranks. Each rank holds
+//! one run of elements of every tensor, as long as its memory allows. Ranks own their parts alone, and update them
+//! alone.
+//!
+//! - A pass runs unit by unit; a unit is one iteration of a block, or all iterations if they use the same slots. The
+//!   weights of a unit are all-gathered into buffers one unit ahead. Gradients are summed in buffers from zero. When a
+//!   unit has completed them, a reduce-scatter adds them to each rank's part. So all ranks take part in every
+//!   micro-batch, each with its own number of sequences.
+//! - Elementwise Programs (fill, update, norm, load) run on the own part only.
+//! - Files equal those of a single device: rank 0 writes them, and the other ranks send it their parts.
+//! - A rank without sequences computes nothing: it takes part in the gathers, and contributes zero gradients.
+//!
+//! Quantized matrices are not split: every rank holds them, since they are small and are dequantized piece by piece.
+
+use super::{loss_and_norm_sum, message, start_and_wait};
+use crate::formats::STATE_BLOCK;
+use crate::op::operands::{elements_mut, operands_mut};
+use crate::op::{Collective, Exchange, Mode, Op, OpKind, Piece};
+use crate::program::{Block, Program, ProgramSet};
+use crate::share::Share;
+use crate::tensor::{Index, Lifetime, Operand, Tensor, TensorId};
+use plimsoll_core::{Category, Offload, Recipe, Space, WorkKind};
+use std::collections::{BTreeSet, HashMap, HashSet};
+use std::ops::Range;
+
+/// Slots of the gather buffer of a layer's weight: one for the layer at work, one for the next layer.
+const GATHERED_LAYERS: u32 = 2;
+
+/// Name suffixes of the tensors that belong to a weight.
+const STATE_SUFFIXES: [&str; 6] = [".gradient", ".master", ".first_scale", ".second_scale", ".first", ".second"];
+
+/// Sequence number of the all-reduce of loss and norm.
+const LOSS_AND_NORM: i64 = 1;
+
+/// Returns the Programs of one rank.
+pub(super) fn parallelize(set: ProgramSet, share: &Share, recipe: &Recipe) -> ProgramSet {
+    assert_eq!(share.state.len(), share.ranks as usize, "every rank has its part of the state");
+    let shards = shards(&set, share);
+    let layer_weights = layer_weights(&set, &shards);
+    let (offload, computes) = (&recipe.offload, recipe.micro_batch > 0);
+    let mut sharder = Sharder { share, offload, computes, unsharded: set.tensors.clone(), set, shards, layer_weights };
+    for (&id, shard) in &sharder.shards {
+        let own = &shard.parts[share.rank as usize];
+        // A tensor needs at least one element, even if this rank has no part of it.
+        sharder.set.tensors[id.0 as usize].shape = vec![(own.end - own.start).max(1)];
+    }
+    for number in 0..sharder.set.programs.len() {
+        let program = sharder.set.programs[number].clone();
+        let sharded = match program.work {
+            WorkKind::Load | WorkKind::Update => Program { blocks: sharder.elementwise_blocks(&program), ..program },
+            WorkKind::Save => Program { blocks: sharder.saving_blocks(&program), ..program },
+            _ if sharder.computes => Program { blocks: sharder.computing_blocks(&program), ..program },
+            _ => Program { blocks: sharder.computing_blocks(&program), inputs: vec![], outputs: vec![], ..program },
+        };
+        sharder.set.programs[number] = sharded;
+    }
+    sharder.set
+}
+
+/// The split of a tensor over the ranks.
+struct Shard {
+    /// Elements of a slot that each rank holds.
+    parts: Vec<Range<u64>>,
+    /// Elements of the weight per element of this tensor: more than one for the scales of 8-bit state.
+    weight_elements: u64,
+}
+
+/// Returns the tensors that are split: weights, gradients and optimizer state, without quantized matrices and the
+/// rotary table.
+fn shards(set: &ProgramSet, share: &Share) -> HashMap<TensorId, Shard> {
+    let ops = set.programs.iter().flat_map(|program| &program.blocks).flat_map(|block| &block.ops);
+    let mut unsplit: HashSet<TensorId> = HashSet::new();
+    for op in ops {
+        match &op.kind {
+            OpKind::Rope { table, .. } | OpKind::RopeTable { table, .. } => unsplit.extend([table.tensor]),
+            OpKind::Dequantize { from: quantized, .. } | OpKind::Quantize { into: quantized, .. } => {
+                unsplit.extend(quantized.parts(1, 1).into_iter().map(|part| part.operand.tensor));
+            }
+            _ => {}
+        }
+    }
+    let is_state =
+        |tensor: &Tensor| matches!(tensor.category, Category::Weight | Category::Gradient | Category::Optimizer);
+    let split = set.tensors.iter().enumerate().filter(|(number, tensor)| {
+        let is_resident = tensor.lifetime == Lifetime::Persistent && tensor.space == Space::Device;
+        is_resident && is_state(tensor) && !unsplit.contains(&TensorId(*number as u32))
+    });
+    split.map(|(number, tensor)| (TensorId(number as u32), shard(set, share, tensor))).collect()
+}
+
+/// Returns the split of a tensor, aligned with that of the weight that it belongs to.
+fn shard(set: &ProgramSet, share: &Share, tensor: &Tensor) -> Shard {
+    let suffix = STATE_SUFFIXES.into_iter().find(|suffix| tensor.name.ends_with(suffix)).unwrap_or("");
+    let weight = set.find(tensor.name.strip_suffix(suffix).unwrap_or(&tensor.name));
+    let elements = set.tensor(weight.expect("state belongs to a weight")).elements();
+    let weight_elements = if suffix.ends_with("_scale") { STATE_BLOCK } else { 1 };
+    let parts = share.parts(elements).into_iter();
+    let parts = parts.map(|part| part.start.div_ceil(weight_elements)..part.end.div_ceil(weight_elements)).collect();
+    Shard { parts, weight_elements }
+}
+
+/// Returns the split weights with one slot per layer.
+fn layer_weights(set: &ProgramSet, shards: &HashMap<TensorId, Shard>) -> BTreeSet<TensorId> {
+    let computing = set.programs.iter().filter(|program| !matches!(program.work, WorkKind::Update | WorkKind::Load));
+    let mut ops: Vec<Op> = computing.flat_map(|program| &program.blocks).flat_map(|block| block.ops.clone()).collect();
+    let operands = ops.iter_mut().flat_map(|op| operands_mut(&mut op.kind));
+    let layered = operands.filter(|operand| operand.slot.scale != 0).map(|operand| operand.tensor);
+    let is_weight = |id: &TensorId| shards.contains_key(id) && set.tensor(*id).category == Category::Weight;
+    layered.filter(is_weight).collect()
+}
+
+/// The state of the pass over a set.
+struct Sharder<'a> {
+    share: &'a Share,
+    offload: &'a Offload,
+    /// Whether this rank computes sequences.
+    computes: bool,
+    set: ProgramSet,
+    /// The tensors of a single device, with unsplit shapes.
+    unsharded: Vec<Tensor>,
+    shards: HashMap<TensorId, Shard>,
+    layer_weights: BTreeSet<TensorId>,
+}
+
+/// A slot of a split tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct TensorSlot {
+    tensor: TensorId,
+    slot: i64,
+}
+
+/// An iteration of a block, or all iterations if they touch the same slots.
+struct ComputeUnit {
+    block: Block,
+    /// Weights that the unit reads.
+    weights: BTreeSet<TensorSlot>,
+    /// Gradients that the unit adds to.
+    gradients: BTreeSet<TensorSlot>,
+}
+
+impl Sharder<'_> {
+    fn exchange(&self, collective: Collective, pieces: Vec<Piece>, sequence: Index) -> Exchange {
+        Exchange { collective, pieces, rank: self.share.rank, peer: None, sequence, last: false }
+    }
+
+    fn unsharded_elements(&self, id: TensorId) -> u64 {
+        self.unsharded[id.0 as usize].elements()
+    }
+
+    // ---- passes over the model ----
+
+    /// Returns the compute units of a Program.
+    fn compute_units(&self, program: &Program) -> Vec<ComputeUnit> {
+        let mut units = Vec::new();
+        for block in &program.blocks {
+            let iteration =
+                |variable: i64| Block::once(&block.name, block.ops.iter().map(|op| op.iteration(variable)).collect());
+            let iterations: Vec<Block> = match block.repeat > 1 && block.touches_fixed_slots() {
+                true => vec![block.clone()],
+                false => block.variables().map(iteration).collect(),
+            };
+            units.extend(iterations.into_iter().map(|block| self.compute_unit(block)));
+        }
+        units
+    }
+
+    fn compute_unit(&self, block: Block) -> ComputeUnit {
+        let (mut weights, mut gradients) = (BTreeSet::new(), BTreeSet::new());
+        for access in block.ops.iter().flat_map(|op| op.accesses(&|id| self.unsharded_elements(id))) {
+            let tensor = access.operand.tensor;
+            if self.shards.contains_key(&tensor) {
+                let slots = i64::from(self.unsharded[tensor.0 as usize].slots);
+                let slot = access.operand.slot.base.rem_euclid(slots);
+                let list = if access.mode == Mode::Read { &mut weights } else { &mut gradients };
+                list.insert(TensorSlot { tensor, slot });
+            }
+        }
+        // Ranks may differ in recompute levels, but all must gather the same weights: all weights of each layer.
+        let layer_weight = |used: &&TensorSlot| self.layer_weights.contains(&used.tensor);
+        let layers: BTreeSet<i64> = weights.iter().filter(layer_weight).map(|used| used.slot).collect();
+        let all_of_layer = |&slot: &i64| self.layer_weights.iter().map(move |&tensor| TensorSlot { tensor, slot });
+        weights.extend(layers.iter().flat_map(all_of_layer));
+        ComputeUnit { block, weights, gradients }
+    }
+
+    /// Adds the gather buffers of a Program and returns them by tensor.
+    fn add_buffers(&mut self, program: &Program, units: &[ComputeUnit]) -> HashMap<TensorId, TensorId> {
+        let mut buffers: HashMap<TensorId, TensorId> = HashMap::new();
+        for used in units.iter().flat_map(|unit| unit.weights.iter().chain(&unit.gradients)) {
+            buffers.entry(used.tensor).or_insert_with(|| {
+                let like = &self.unsharded[used.tensor.0 as usize];
+                self.set.tensors.push(Tensor {
+                    name: format!("{}.{}.gathered", program.kind, like.name),
+                    category: Category::Communication,
+                    lifetime: Lifetime::Transient,
+                    slots: like.slots.min(GATHERED_LAYERS),
+                    ..like.clone()
+                });
+                TensorId(self.set.tensors.len() as u32 - 1)
+            });
+        }
+        buffers
+    }
+
+    /// Returns the blocks of a pass over the model, with its gathers and reduce-scatters.
+    fn computing_blocks(&mut self, program: &Program) -> Vec<Block> {
+        let units = self.compute_units(program);
+        let buffers = self.add_buffers(program, &units);
+        let zeroed = HashSet::new();
+        let mut walker =
+            UnitWalker { sharder: self, buffers, zeroed, sequence: 0, pending_gather: None, pending_scatter: None };
+        let mut blocks = Vec::new();
+        for at in 0..units.len() {
+            walker.push_unit(&units, at, &mut blocks);
+        }
+        blocks.retain(|block| !block.ops.is_empty());
+        blocks
+    }
+
+    // ---- elementwise Programs ----
+
+    /// Returns the blocks of an elementwise Program, restricted to the rank's own parts.
+    fn elementwise_blocks(&self, program: &Program) -> Vec<Block> {
+        let mut blocks = Vec::new();
+        for block in &program.blocks {
+            if block.ops.iter().any(|op| matches!(op.kind, OpKind::ClipFactor { .. })) {
+                blocks.push(loss_and_norm_sum(&self.set, self.share, Index::fixed(LOSS_AND_NORM)));
+            }
+            match self.element_run(block) {
+                None => blocks.push(block.clone()),
+                Some(run) => {
+                    let own = self.shards[&run.tensor].parts[self.share.rank as usize].clone();
+                    blocks.extend(run.parts(own).iter().map(|part| self.restricted(block, &run, part, None)));
+                }
+            }
+        }
+        blocks
+    }
+
+    /// Returns the elements of a split tensor that a block covers, and `None` if it touches no split tensor.
+    fn element_run(&self, block: &Block) -> Option<ElementRun> {
+        let accesses = block.ops.iter().flat_map(|op| op.accesses(&|id| self.unsharded_elements(id)));
+        let split = accesses.filter(|access| self.shards.contains_key(&access.operand.tensor));
+        let longest = split.max_by_key(|access| access.elements)?;
+        let Operand { tensor, slot, offset } = longest.operand;
+        let strides = offset.scale != 0;
+        assert!(!strides || offset.scale * block.step == longest.elements as i64, "pieces are contiguous");
+        let first = offset.at(block.first, 0);
+        Some(ElementRun { tensor, slot, first, elements: longest.elements, strides, repeat: block.repeat })
+    }
+
+    /// Returns a block restricted to a part of the elements that it covers.
+    ///
+    /// Operands in split tensors refer to this rank's part, or to `received`, a buffer with another rank's part.
+    fn restricted(&self, block: &Block, run: &ElementRun, part: &RunPart, received: Option<TensorId>) -> Block {
+        let rank = self.share.rank as usize;
+        let run_weight_elements = self.shards[&run.tensor].weight_elements;
+        let moved = |index: Index| Index {
+            base: index.at(if run.strides { block.first } else { 0 }, 0) + part.offset,
+            scale: if run.strides { run.elements as i64 } else { index.scale },
+            ..index
+        };
+        let mut ops = block.ops.clone();
+        for op in &mut ops {
+            *elements_mut(&mut op.kind).expect("ops on split tensors are elementwise") = part.elements;
+            for operand in operands_mut(&mut op.kind) {
+                match (self.shards.get(&operand.tensor), received) {
+                    (Some(_), Some(buffer)) => *operand = Operand::whole(buffer),
+                    (Some(shard), None) => {
+                        // A scale stands for a block of elements.
+                        let elements_per_scale = (shard.weight_elements / run_weight_elements) as i64;
+                        let first = run.first + part.offset;
+                        let stride = if run.strides { run.elements as i64 } else { 0 };
+                        operand.offset = Index {
+                            base: first / elements_per_scale - shard.parts[rank].start as i64,
+                            scale: stride / elements_per_scale,
+                            micro_batch: 0,
+                        };
+                    }
+                    (None, _) if self.set.tensor(operand.tensor).space == Space::File => {
+                        operand.offset = moved(operand.offset);
+                    }
+                    (None, _) => {}
+                }
+            }
+            if let OpKind::AdamW8 { elements, .. } = &op.kind {
+                assert!(run.first == 0 && *elements > 0, "8-bit state is updated in whole blocks");
+            }
+            if let OpKind::InitNormal { first, .. } | OpKind::InitUniform { first, .. } = &mut op.kind {
+                *first = moved(*first);
+            }
+        }
+        match run.strides {
+            true => Block { name: block.name.clone(), first: 0, step: 1, repeat: part.repeat, ops },
+            false => Block { ops, ..block.clone() },
+        }
+    }
+
+    // ---- Programs that write files ----
+
+    /// Returns the blocks of a Program that writes files: rank 0 writes, and the other ranks send it their parts piece
+    /// by piece.
+    fn saving_blocks(&mut self, program: &Program) -> Vec<Block> {
+        let mut blocks = Vec::new();
+        let mut next_sequence = 0;
+        for block in &program.blocks {
+            let Some(run) = self.element_run(block) else {
+                blocks.extend((self.share.rank == 0).then(|| block.clone()));
+                continue;
+            };
+            for (owner, elements) in self.shards[&run.tensor].parts.clone().into_iter().enumerate() {
+                for part in run.parts(elements) {
+                    let sequence = Index { base: next_sequence, scale: 1, micro_batch: 0 };
+                    next_sequence += i64::from(part.repeat);
+                    match (owner as u32, self.share.rank) {
+                        (0, 0) => blocks.push(self.restricted(block, &run, &part, None)),
+                        (owner, 0) => {
+                            let buffer = self.receive_buffer(program, &run, &part);
+                            blocks.push(self.receive_part(block, &run, &part, owner, sequence, buffer));
+                        }
+                        (owner, rank) if owner == rank => blocks.push(self.send_part(block, &run, &part, sequence)),
+                        _ => {}
+                    }
+                }
+            }
+        }
+        blocks
+    }
+
+    /// Returns the block in which a rank sends a part to rank 0.
+    fn send_part(&self, block: &Block, run: &ElementRun, part: &RunPart, sequence: Index) -> Block {
+        let own = &self.shards[&run.tensor].parts[self.share.rank as usize];
+        let offset = Index {
+            base: run.first + part.offset - own.start as i64,
+            scale: if run.strides { run.elements as i64 } else { 0 },
+            micro_batch: 0,
+        };
+        let at = Operand { tensor: run.tensor, slot: run.slot, offset };
+        let ops = message(self.share, Collective::Send, 0, at, part.elements, sequence).into();
+        Block { name: block.name.clone(), first: 0, step: 1, repeat: part.repeat, ops }
+    }
+
+    /// Returns rank 0's buffer for a part of another rank, enlarged if needed.
+    fn receive_buffer(&mut self, program: &Program, run: &ElementRun, part: &RunPart) -> TensorId {
+        let dtype = self.unsharded[run.tensor.0 as usize].dtype;
+        let name = format!("{}.received.{dtype}", program.kind);
+        let buffer = self.set.find(&name).unwrap_or_else(|| {
+            let (space, category, lifetime) = (Space::Device, Category::Communication, Lifetime::Transient);
+            self.set.tensors.push(Tensor { name, shape: vec![1], dtype, space, category, lifetime, slots: 1 });
+            TensorId(self.set.tensors.len() as u32 - 1)
+        });
+        let capacity = &mut self.set.tensors[buffer.0 as usize].shape[0];
+        *capacity = (*capacity).max(part.elements);
+        buffer
+    }
+
+    /// Returns the block in which rank 0 receives a part from its owner and writes it.
+    fn receive_part(
+        &self,
+        block: &Block,
+        run: &ElementRun,
+        part: &RunPart,
+        owner: u32,
+        sequence: Index,
+        buffer: TensorId,
+    ) -> Block {
+        let into = Operand::whole(buffer);
+        let mut ops = Vec::from(message(self.share, Collective::Receive, owner, into, part.elements, sequence));
+        let writing = self.restricted(block, run, part, Some(buffer));
+        ops.extend(writing.ops);
+        Block { ops, ..writing }
+    }
+}
+
+/// The elements of a tensor's slot that a block covers: contiguous pieces (`strides`), or the same range of each slot.
+struct ElementRun {
+    tensor: TensorId,
+    slot: Index,
+    first: i64,
+    /// Elements of one iteration.
+    elements: u64,
+    strides: bool,
+    repeat: u32,
+}
+
+/// Iterations of equal size within an [`ElementRun`].
+struct RunPart {
+    /// Offset from the first element of the run.
+    offset: i64,
+    /// Elements of one iteration.
+    elements: u64,
+    repeat: u32,
+}
+
+impl ElementRun {
+    /// Returns the parts of the run that lie in `range`: whole iterations, then the rest.
+    fn parts(&self, range: Range<u64>) -> Vec<RunPart> {
+        let repeat = if self.strides { u64::from(self.repeat) } else { 1 };
+        let first = (range.start as i64).max(self.first);
+        let end = (range.end as i64).min(self.first + (repeat * self.elements) as i64);
+        let (offset, Ok(count)) = (first - self.first, u64::try_from(end - first)) else { return vec![] };
+        if !self.strides {
+            return Vec::from_iter((count > 0).then_some(RunPart { offset, elements: count, repeat: self.repeat }));
+        }
+        let (iterations, rest) = (count / self.elements, count % self.elements);
+        let rest_offset = offset + (iterations * self.elements) as i64;
+        let mut parts = Vec::new();
+        if iterations > 0 {
+            parts.push(RunPart { offset, elements: self.elements, repeat: iterations as u32 });
+        }
+        if rest > 0 {
+            parts.push(RunPart { offset: rest_offset, elements: rest, repeat: 1 });
+        }
+        parts
+    }
+}
+
+/// Writes a pass unit by unit, with the collectives between units.
+struct UnitWalker<'p, 'a> {
+    sharder: &'p mut Sharder<'a>,
+    /// Gather buffers by split tensor.
+    buffers: HashMap<TensorId, TensorId>,
+    /// Buffers that a rank without sequences has already zeroed.
+    zeroed: HashSet<Operand>,
+    /// Sequence number of the last collective.
+    sequence: i64,
+    /// Wait for the all-gather in flight.
+    pending_gather: Option<Op>,
+    /// Wait for the reduce-scatter in flight.
+    pending_scatter: Option<Op>,
+}
+
+impl UnitWalker<'_, '_> {
+    /// Appends the blocks of a unit: wait for its weights, gather those of the next unit, compute, scatter gradients.
+    fn push_unit(&mut self, units: &[ComputeUnit], at: usize, blocks: &mut Vec<Block>) {
+        let none = BTreeSet::new();
+        let (unit, previous, next) = (&units[at], at.checked_sub(1).map(|before| &units[before]), units.get(at + 1));
+        let mut ops = Vec::new();
+        if previous.is_none() {
+            self.gather(&unit.weights, &none, &mut ops);
+        }
+        ops.extend(self.pending_gather.take());
+        if let Some(next) = next {
+            self.gather(&next.weights, &unit.weights, &mut ops);
+        }
+        for slot in unit.gradients.difference(previous.map_or(&none, |previous| &previous.gradients)) {
+            let (into, elements) = (self.buffer(*slot), self.sharder.unsharded_elements(slot.tensor));
+            // A rank without sequences adds nothing, so its zeros stay valid.
+            if self.sharder.computes || self.zeroed.insert(into) {
+                ops.push(OpKind::Fill { into, value: 0.0, elements }.into());
+            }
+        }
+        let computing = unit.block.ops.iter().filter(|_| self.sharder.computes);
+        let computing: Vec<Op> = computing.map(|op| self.on_buffers(op)).collect();
+        if unit.block.repeat == 1 {
+            ops.extend(computing);
+        } else {
+            let computing = Block { ops: computing, ..unit.block.clone() };
+            blocks.push(Block::once(&unit.block.name, std::mem::take(&mut ops)));
+            blocks.push(computing);
+        }
+        let complete =
+            unit.gradients.difference(next.map_or(&none, |next| &next.gradients)).copied().collect::<Vec<_>>();
+        self.scatter(&complete, &mut ops);
+        if next.is_none() {
+            ops.extend(self.pending_scatter.take());
+        }
+        blocks.push(Block::once(&unit.block.name, ops));
+    }
+
+    /// Returns the buffer that holds a gathered slot.
+    fn buffer(&self, TensorSlot { tensor, slot }: TensorSlot) -> Operand {
+        let buffer = self.buffers[&tensor];
+        Operand::slot(buffer, slot.rem_euclid(i64::from(self.sharder.set.tensor(buffer).slots)))
+    }
+
+    /// Returns the own part of a slot.
+    fn own_part(&self, TensorSlot { tensor, slot }: TensorSlot) -> Operand {
+        Operand::slot(tensor, slot)
+    }
+
+    /// Returns the elements of a tensor that each rank holds.
+    fn counts(&self, tensor: TensorId) -> Vec<u64> {
+        self.sharder.shards[&tensor].parts.iter().map(|part| part.end - part.start).collect()
+    }
+
+    /// Returns start and wait of the next collective.
+    fn next_collective(&mut self, collective: Collective, pieces: Vec<Piece>) -> [Op; 2] {
+        self.sequence += 1;
+        start_and_wait(self.sharder.exchange(collective, pieces, Index::fixed(self.sequence)))
+    }
+
+    /// Starts the all-gather of weights that are needed and not yet gathered.
+    fn gather(&mut self, needed: &BTreeSet<TensorSlot>, gathered: &BTreeSet<TensorSlot>, ops: &mut Vec<Op>) {
+        let piece = |slot: &TensorSlot| Piece {
+            input: self.own_part(*slot),
+            output: self.buffer(*slot),
+            counts: self.counts(slot.tensor),
+        };
+        let pieces: Vec<Piece> = needed.difference(gathered).map(piece).collect();
+        if pieces.is_empty() {
+            return;
+        }
+        let [start, wait] = self.next_collective(Collective::AllGather, pieces);
+        ops.push(start);
+        let Offload { weights, embedding, head, .. } = *self.sharder.offload;
+        match weights > 0 || embedding || head {
+            true => ops.push(wait),
+            false => self.pending_gather = Some(wait),
+        }
+    }
+
+    /// Starts the reduce-scatter of complete gradients.
+    fn scatter(&mut self, complete: &[TensorSlot], ops: &mut Vec<Op>) {
+        if complete.is_empty() {
+            return;
+        }
+        ops.extend(self.pending_scatter.take());
+        let piece = |slot: &TensorSlot| Piece {
+            input: self.buffer(*slot),
+            output: self.own_part(*slot),
+            counts: self.counts(slot.tensor),
+        };
+        let pieces = complete.iter().map(piece).collect();
+        let [start, wait] = self.next_collective(Collective::ReduceScatter, pieces);
+        ops.push(start);
+        let Offload { gradients, embedding, head, .. } = *self.sharder.offload;
+        match gradients > 0 || embedding || head {
+            true => ops.push(wait),
+            false => self.pending_scatter = Some(wait),
+        }
+    }
+
+    /// Returns an op with split tensors replaced by gather buffers.
+    fn on_buffers(&self, op: &Op) -> Op {
+        let mut op = op.clone();
+        for operand in operands_mut(&mut op.kind) {
+            let tensor = operand.tensor;
+            if self.buffers.contains_key(&tensor) {
+                let slots = i64::from(self.sharder.unsharded[tensor.0 as usize].slots);
+                let slot = operand.slot.base.rem_euclid(slots);
+                *operand = self.buffer(TensorSlot { tensor, slot }).from(operand.offset);
+            }
+        }
+        op
+    }
+}

@@ -1,0 +1,107 @@
+//! Fault injection: deliberate out-of-memory errors, slow, lost and silent devices, so that users and tests can see how a run recovers.
+//!
+//! The flags `--inject-oom`, `--inject-slow`, `--inject-loss` and `--inject-silence` become [`Injection`]s. A run refuses injections
+//! that cannot occur (`check`), triggers the others at their place (`trigger`), and reports at its end which ones did not occur.
+//! Reading and printing flags is in `parse`.
+
+mod check;
+mod parse;
+mod trigger;
+
+pub use check::{InjectionTargets, TargetDevice};
+pub use trigger::{FaultInjection, FaultObserver, PendingFault};
+
+use plimsoll_program::ProgramKind;
+
+/// Names of the Programs in which a fault can occur, as the flags spell them.
+pub const PROGRAMS: [&str; 16] = [
+    OPEN,
+    ProgramKind::Load.name(),
+    ProgramKind::InitOptimizer.name(),
+    ProgramKind::BeginStep.name(),
+    ProgramKind::Forward.name(),
+    ProgramKind::Backward.name(),
+    ProgramKind::GradientNorm.name(),
+    ProgramKind::Update.name(),
+    ProgramKind::Evaluate.name(),
+    ProgramKind::Prefill.name(),
+    ProgramKind::Decode.name(),
+    ProgramKind::Save.name(),
+    ProgramKind::Checkpoint.name(),
+    ProgramKind::Restore.name(),
+    ProgramKind::ReloadWeights.name(),
+    REPLAN,
+];
+
+/// Name for the switch to another plan, which fails as a whole.
+pub(crate) const REPLAN: &str = "re-plan";
+
+/// Name for the opening of a device, during which it can be lost or fall silent.
+pub(crate) const OPEN: &str = "open";
+
+/// Programs that run in step 0, the start, and in no other step.
+const START_PROGRAMS: [&str; 3] =
+    [ProgramKind::Load.name(), ProgramKind::InitOptimizer.name(), ProgramKind::Restore.name()];
+
+/// Programs that an evaluator runs.
+const EVALUATOR_PROGRAMS: [&str; 4] =
+    [OPEN, ProgramKind::Load.name(), ProgramKind::ReloadWeights.name(), ProgramKind::Evaluate.name()];
+
+/// A fault that the user asks for.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Injection {
+    /// `--inject-oom [DEVICE/]STEP[:PROGRAM[:OP]]`: one out-of-memory error at this place.
+    OutOfMemory {
+        /// Name of the device; the first of the team if absent.
+        device: Option<String>,
+        /// Step in progress. Work between two steps belongs to the earlier one, and 0 is the start.
+        step: u64,
+        /// Name of the Program; the first that runs in the step if absent.
+        program: Option<String>,
+        /// Op of the Program; its first one if absent.
+        op: Option<OpSelector>,
+    },
+    /// `--inject-oom random:P`: each run of a Program fails with this probability, at a random op.
+    RandomOutOfMemory {
+        /// Probability, above 0 and at most 1.
+        probability: f64,
+    },
+    /// `--inject-slow DEVICE:STEP:FACTOR`: the passes of the device take longer from this step on.
+    Slow {
+        /// Name of the device.
+        device: String,
+        /// First slow step.
+        step: u64,
+        /// Factor of the compute time, at least 1.
+        factor: f64,
+    },
+    /// `--inject-loss DEVICE:STEP[:PROGRAM]`: the device is lost from here on.
+    Loss {
+        /// Name of the device.
+        device: String,
+        /// Step of the loss; 0 is the start.
+        step: u64,
+        /// Name of the Program that fails; the first that runs in the step if absent.
+        program: Option<String>,
+    },
+    /// `--inject-silence DEVICE:STEP[:open][:forever]`: the device sends no heartbeat from here on.
+    Silence {
+        /// Name of the device.
+        device: String,
+        /// Step of the silence; 0 is the start.
+        step: u64,
+        /// Whether it falls silent while it is opened; otherwise at its next work.
+        opening: bool,
+        /// Whether its thread never returns; otherwise it returns as soon as the device counts as lost.
+        forever: bool,
+    },
+}
+
+/// An op of a Program.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum OpSelector {
+    /// Position of the op, counted from 1.
+    Number(u32),
+    /// First op of this name.
+    Named(String),
+}

@@ -1,0 +1,305 @@
+//! Requests to the planner: for one device and for a team. They state the precision, optimizer, adapters, pinned choices, host
+//! and scratch file that a run file sets or leaves open. What is made of the plan is in `plan` and `prepare`.
+
+use crate::config::{Length, Method, Optimizer, ParallelismChoice, RunConfig};
+use crate::resolve::example::model_is_example;
+use crate::resolve::model::Model;
+use crate::resolve::{Resolved, RunRequest, Workload};
+use plimsoll_core::{Budget, Bytes, DeviceKind, DeviceSpec, Failure, FileSpec, HostSpec, Rung, format_count};
+use plimsoll_device::calibration;
+use plimsoll_device::probe::Memory;
+use plimsoll_device::{cuda, disk};
+use plimsoll_plan::search::{LossyOptions, PinnedChoices, PlanRequest, with_lossy};
+use plimsoll_plan::team::{EvaluationSchedule, TeamConstraint, TeamRequest};
+use plimsoll_program::Share;
+use plimsoll_program::models::decoder::{self, Base, Generation, Lora, WeightSource};
+use plimsoll_program::models::{Target, check_supported};
+use plimsoll_program::workspace::Kernels;
+use std::path::Path;
+
+impl Resolved {
+    /// Returns the request to plan `work` on the chosen device.
+    ///
+    /// # Errors
+    /// Pinned choices that do not match the model.
+    pub fn plan_request(&self, run: &RunRequest, work: Workload) -> Result<PlanRequest<'_>, Failure> {
+        plan_request(run, &self.model, &self.device, work)
+    }
+}
+
+/// Returns the request to plan `work` on one device.
+///
+/// # Errors
+/// Pinned choices that do not match the model, or a model that the device has no kernels for.
+pub(crate) fn plan_request<'a>(
+    run: &RunRequest,
+    model: &'a Model,
+    device: &'a DeviceSpec,
+    work: Workload,
+) -> Result<PlanRequest<'a>, Failure> {
+    let precision = run.arithmetic(device.kind);
+    check_supported(&model.config, precision, Kernels::for_device(device))?;
+    let train = work == Workload::Train;
+    let rungs = run.train.rungs.as_deref().unwrap_or_default();
+    let request = PlanRequest {
+        config: &model.config,
+        precision,
+        sequence: u64::from(run.data.sequence),
+        sequences: run.batch_sequences(),
+        source: model.source(run),
+        optimizer: train.then(|| optimizer(run)),
+        evaluate: work == Workload::Evaluate || train && !run.data.eval.is_empty(),
+        generation: match work {
+            Workload::Train => sample_generation(run, model),
+            Workload::Evaluate => None,
+            Workload::Generate(generation) => Some(generation),
+        },
+        device,
+        host: host_spec(run, device)?,
+        lossy: lossy_options(run, model, work),
+        pins: pinned_choices(run, model.config.layers as usize)?,
+        rungs: vec![],
+        share: Share::SINGLE_DEVICE,
+    };
+    Ok(with_lossy(&request, rungs))
+}
+
+/// Returns the request to plan a share of a training run on one device.
+///
+/// # Errors
+/// Those of [`plan_request`].
+pub(crate) fn share_request<'a>(
+    run: &RunRequest,
+    model: &'a Model,
+    device: &'a DeviceSpec,
+    share: &Share,
+    sequences: u64,
+) -> Result<PlanRequest<'a>, Failure> {
+    Ok(plan_request(run, model, device, Workload::Train)?.for_share(share, sequences))
+}
+
+/// Removes the scratch file from the requests of several devices, because each would count on all of it.
+///
+/// # Errors
+/// The user asked for a scratch file.
+fn forbid_shared_scratch(run: &RunRequest, requests: &mut [PlanRequest]) -> Result<(), Failure> {
+    if requests.len() > 1 {
+        if run.scratch_budget().is_some() {
+            let message = "several devices cannot share one scratch file";
+            return Err(Failure::input(message).hint("name one device, or leave out memory.file and `file=`"));
+        }
+        requests.iter_mut().for_each(|request| request.host.file = FileSpec::NONE);
+    }
+    Ok(())
+}
+
+/// Returns the request to plan a training run on several devices together.
+///
+/// # Errors
+/// Those of [`plan_request`], and a scratch file for several devices.
+pub fn team_request<'a>(
+    run: &RunRequest,
+    model: &'a Model,
+    devices: &'a [DeviceSpec],
+) -> Result<TeamRequest<'a>, Failure> {
+    let mut requests: Vec<PlanRequest> =
+        devices.iter().map(|device| plan_request(run, model, device, Workload::Train)).collect::<Result<_, _>>()?;
+    // The precision belongs to the experiment, so all devices have the same.
+    let precision = requests[0].precision;
+    requests.iter_mut().for_each(|request| request.precision = precision);
+    forbid_shared_scratch(run, &mut requests)?;
+    for (number, request) in requests.iter_mut().enumerate().filter(|(_, request)| request.host != HostSpec::NONE) {
+        if request.device.kind != DeviceKind::Paper {
+            // The budgets of the other devices in this process are not free for offloaded tensors.
+            let others = devices.iter().enumerate().filter(|(other, _)| *other != number).map(|(_, device)| device);
+            let others: Bytes = others.filter(|device| device.in_process()).map(|device| device.budget).sum();
+            let free = Memory::read().free.saturating_sub(others);
+            request.host.budget = request.host.budget.min(free);
+        }
+    }
+    // Each request has subtracted the staging buffers of its own device only.
+    let budget = |request: &PlanRequest| request.host.budget + staging_bytes(std::slice::from_ref(request.device));
+    let host = requests.iter().map(budget).max().unwrap_or_default().saturating_sub(staging_bytes(devices));
+    let all = run.run.parallelism == ParallelismChoice::All;
+    let pinned = run.run.parallelism.pinned().filter(|_| devices.len() > 1);
+    let constraint = pinned.map(TeamConstraint::Parallelism);
+    Ok(TeamRequest {
+        devices: requests,
+        host,
+        require_all: all,
+        constraint,
+        evaluations: evaluation_schedule(run, None),
+    })
+}
+
+/// Returns how often a run evaluates, on `rows` rows if they have been read; `None` without evaluation data.
+pub(crate) fn evaluation_schedule(run: &RunConfig, rows: Option<u64>) -> Option<EvaluationSchedule> {
+    let ends_before = matches!(run.length(), Some(Length::Steps(steps)) if run.train.eval_every >= steps);
+    let every = if ends_before { 0 } else { run.train.eval_every };
+    (!run.data.eval.is_empty()).then_some(EvaluationSchedule { every, rows })
+}
+
+/// Returns the adapters of a run, and the lossy rungs that the planner may take or propose. Rungs that have been decided are
+/// not proposed again.
+fn lossy_options(run: &RunConfig, model: &Model, work: Workload) -> LossyOptions {
+    let lora = adapter_config(run, model);
+    let adapters = match work {
+        Workload::Train => run.train.method == Method::Lora,
+        Workload::Evaluate | Workload::Generate(_) => model.adapter.is_some(),
+    };
+    let method = if adapters { decoder::Method::Lora(lora.clone()) } else { decoder::Method::Full };
+    let undecided = run.train.rungs.is_none();
+    let offer = Rung::ALL.into_iter().filter(|_| undecided).collect::<Vec<_>>();
+    let allow = run.memory.allow.iter().copied().filter(|rung| offer.contains(rung)).collect();
+    LossyOptions { method, base: Base::Plain, allow, offer, lora }
+}
+
+/// Returns the adapters that are trained, or would be if the planner takes the LoRA rung: those of the model if it has some,
+/// else those of the run file.
+pub(crate) fn adapter_config(run: &RunConfig, model: &Model) -> Lora {
+    let RunConfig { lora, train, .. } = run;
+    if let Some(adapter) = &model.adapter {
+        return adapter.lora(lora.dropout, train.seed);
+    }
+    let is_named = |target: &Target| lora.targets.iter().any(|name| name == target.name());
+    Lora {
+        rank: u64::from(lora.rank),
+        alpha: lora.alpha,
+        dropout: lora.dropout,
+        targets: Target::ALL.into_iter().filter(is_named).collect(),
+        seed: train.seed,
+        source: WeightSource::Random { seed: train.seed },
+    }
+}
+
+/// Returns the generation of samples at the end of a run; `None` without a tokenizer or evaluation data.
+fn sample_generation(run: &RunConfig, model: &Model) -> Option<Generation> {
+    let has_tokenizer = model.tokenizer().is_some() || model_is_example(run);
+    let sequence = u64::from(run.data.sequence);
+    let chunk = sequence.min(64);
+    let generation = Generation { capacity: sequence.min(512).next_multiple_of(chunk), chunk };
+    (has_tokenizer && !run.data.eval.is_empty()).then_some(generation)
+}
+
+/// Returns the optimizer of a run file as the program's optimizer op.
+pub fn optimizer(run: &RunConfig) -> decoder::Optimizer {
+    let train = &run.train;
+    match train.optimizer {
+        Optimizer::Adamw => decoder::Optimizer::AdamW {
+            betas: train.betas,
+            eps: train.eps,
+            decay: train.weight_decay,
+            state: decoder::AdamState::Full,
+        },
+        Optimizer::Sgd => decoder::Optimizer::Sgd { momentum: train.betas[0], decay: train.weight_decay },
+    }
+}
+
+/// Returns the choices that `[recipe]` takes away from the planner, for a model of `layers` layers.
+fn pinned_choices(run: &RunConfig, layers: usize) -> Result<PinnedChoices, Failure> {
+    let levels = &run.recipe.recompute;
+    let recompute = match levels.len() {
+        0 => None,
+        1 => Some(vec![levels[0]; layers]),
+        given if given == layers => Some(levels.clone()),
+        given => {
+            let message = format!("recipe.recompute names {}, the model has {layers}", format_count(given, "layer"));
+            return Err(Failure::input(message).hint("name one level for all layers, or one for each"));
+        }
+    };
+    Ok(PinnedChoices { micro_batch: run.recipe.micro_batch, recompute, offload: None })
+}
+
+/// Assumed memory bandwidth of a machine with a paper device: two channels of DDR5 at less than half their rate.
+const PAPER_HOST_BYTES_PER_SECOND: f64 = 30e9;
+
+/// Returns the host memory and scratch file that a device may offload to. A processor has no host memory of its own. On paper
+/// there is as much as the user says.
+pub(crate) fn host_spec(run: &RunRequest, device: &DeviceSpec) -> Result<HostSpec, Failure> {
+    let (given, budget) = (run.devices().host, run.host_budget());
+    if device.remote_host().is_some() {
+        // Remote devices do not offload.
+        return Ok(HostSpec::NONE);
+    }
+    let scratch = scratch_spec(run, device.kind)?;
+    match device.kind {
+        DeviceKind::Cpu => Ok(HostSpec { file: scratch, ..HostSpec::NONE }),
+        DeviceKind::Paper => Ok(HostSpec {
+            budget: given.map_or(Bytes::ZERO, |budget| budget.load_line(Bytes::ZERO)),
+            memory_bytes_per_second: PAPER_HOST_BYTES_PER_SECOND,
+            file: scratch,
+        }),
+        DeviceKind::Virtual | DeviceKind::Cuda => host_spec_beside(device, budget, scratch),
+    }
+}
+
+/// Returns the host memory of this machine that an accelerator may use under a budget.
+pub(crate) fn host_spec_beside(device: &DeviceSpec, budget: Budget, file: FileSpec) -> Result<HostSpec, Failure> {
+    // The memory of a virtual device is memory of this machine, too.
+    let taken = if device.kind == DeviceKind::Virtual { device.budget } else { Bytes::ZERO };
+    let free = Memory::read().free.saturating_sub(taken);
+    // For a virtual device, one thread does the work of the host.
+    let threads = if device.kind == DeviceKind::Virtual { 1 } else { device.threads.max(1) };
+    let memory_bytes_per_second = calibration::cpu(threads)?.rates.memory_bytes_per_second;
+    let budget = budget.load_line(free).saturating_sub(staging_bytes(std::slice::from_ref(device)));
+    Ok(HostSpec { budget, memory_bytes_per_second, file })
+}
+
+/// Share of the free disk space that is offered to the scratch file without `memory.file`. The rest is for checkpoints and
+/// other programs.
+const DISK_SHARE: f64 = 0.8;
+
+/// Returns the scratch file. Disk rates are measured only if the user asked for a scratch file. On paper there is as much disk
+/// space as the user says.
+fn scratch_spec(run: &RunRequest, kind: DeviceKind) -> Result<FileSpec, Failure> {
+    let given = run.scratch_budget();
+    if kind == DeviceKind::Paper {
+        let budget = given.map_or(Bytes::ZERO, |budget| budget.load_line(Bytes::ZERO));
+        return Ok(FileSpec { budget, available: Bytes(u64::MAX), ..FileSpec::NONE });
+    }
+    if let Some(folder) = run.memory.file_dir.as_ref().filter(|folder| given.is_some() && !Path::new(folder).is_dir()) {
+        return Err(Failure::input(format!("memory.file_dir: {folder} is no folder"))
+            .hint("create it, or mount the disk that it is on: the scratch file is created nowhere else"));
+    }
+    let folder = run.scratch_file_folder();
+    let free = disk::free(folder).unwrap_or(Bytes::ZERO);
+    let (budget, available) =
+        (given.map_or(Bytes::ZERO, |budget| budget.load_line(free)), Budget::Share(DISK_SHARE).load_line(free));
+    let measured = given.and_then(|_| calibration::disk(folder));
+    let spec = FileSpec { budget, available, ..FileSpec::NONE };
+    Ok(match measured {
+        Some(rates) => FileSpec {
+            read_bytes_per_second: rates.read_bytes_per_second,
+            write_bytes_per_second: rates.write_bytes_per_second,
+            measured: true,
+            ..spec
+        },
+        None => spec,
+    })
+}
+
+/// Returns the pinned host memory that the GPUs among these devices use outside the host arena, under the same load line.
+pub(crate) fn staging_bytes(devices: &[DeviceSpec]) -> Bytes {
+    let gpus = devices.iter().filter(|device| device.kind == DeviceKind::Cuda && device.remote_host().is_none());
+    gpus.map(|_| Bytes(cuda::staging::STAGING_BYTES)).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::resolve::Model;
+    use crate::resolve::tests::run_request;
+
+    #[test]
+    fn recompute_levels_must_match_layer_count() {
+        let run = run_request(&[
+            "model.preset=smollm2-135m",
+            "run.devices=rtx3090",
+            "recipe.recompute=[\"block\", \"norms\"]",
+        ]);
+        let resolved = Resolved::new(&run, Model::open(&run).unwrap()).unwrap();
+        let failure = resolved.plan_request(&run, Workload::Train).map(|_| ()).unwrap_err();
+        assert_eq!(failure.exit as i32, 2);
+        assert!(failure.to_string().starts_with("recipe.recompute names 2 layers, the model has 30\n"));
+    }
+}

@@ -1,0 +1,218 @@
+//! Forms a team of local and remote devices: connects every pair of devices by a wire, and passes aborts and new attempts on
+//! to each device.
+
+use super::device::Connection;
+use super::{Invitation, RemoteConnector, lock};
+use plimsoll_device::device::DeviceError;
+use plimsoll_device::transport::wire::WireTransport;
+use plimsoll_device::transport::{CollectiveCall, GroupHandle, Transport};
+use std::fs::File;
+use std::io::{self, Read};
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::channel;
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Instant;
+
+/// A device of a distributed team, as the run's process sees it.
+#[derive(Clone)]
+pub enum TeamEndpoint {
+    /// A device in this process.
+    Local,
+    /// A device at the other end of a connection.
+    Remote(Arc<Connection>),
+}
+
+impl TeamEndpoint {
+    fn connection(&self) -> Option<&Arc<Connection>> {
+        match self {
+            TeamEndpoint::Local => None,
+            TeamEndpoint::Remote(connection) => Some(connection),
+        }
+    }
+}
+
+/// A remote device with its rank in the team.
+struct RemoteRank {
+    rank: u32,
+    connection: Arc<Connection>,
+}
+
+/// The run's control over the collectives of a distributed team. The devices exchange over wires of their own; this only
+/// aborts attempts and begins new ones.
+pub struct DistributedTransport {
+    epoch: Instant,
+    local: Vec<Arc<WireTransport>>,
+    remote: Vec<RemoteRank>,
+    world_size: u32,
+    attempt: AtomicU64,
+    /// The last attempt that was aborted on all devices.
+    aborted_attempt: Mutex<Option<u64>>,
+}
+
+/// A connected team.
+pub struct ConnectedTeam {
+    /// Control over the collectives of the whole team.
+    pub transport: Arc<DistributedTransport>,
+    /// Group handles of the local devices in rank order; `None` for remote devices, which have theirs already.
+    pub groups: Vec<Option<GroupHandle>>,
+}
+
+impl DistributedTransport {
+    /// Connects all devices of a team with each other. `endpoints` are in rank order; `team` is a number that no other team of
+    /// the run has; `nccl` says whether all devices are GPUs that exchange by NCCL.
+    ///
+    /// # Errors
+    /// The failing rank with its error: a lost device, or one that cannot reach its peers. If a device is lost, devices that
+    /// wait for it are told to stop, and this does not wait for them.
+    ///
+    /// # Panics
+    /// If a thread that connects a device panics.
+    pub fn connect_team(
+        endpoints: &[TeamEndpoint],
+        connector: &dyn RemoteConnector,
+        team: u64,
+        nccl: bool,
+    ) -> Result<ConnectedTeam, (usize, DeviceError)> {
+        let network = connector.peer_network();
+        let address = |endpoint: &TeamEndpoint| match endpoint {
+            TeamEndpoint::Local => network.address(),
+            TeamEndpoint::Remote(connection) => connection.address(),
+        };
+        let unreachable = |rank: usize, error: io::Error| DeviceError::PeerUnreachable {
+            rank: rank as u32,
+            reason: error.to_string(),
+        };
+        let secret = random_secret().map_err(|error| (0, unreachable(0, error)))?;
+        let epoch = Instant::now();
+        let addresses = endpoints.iter().map(address).collect();
+        let invitation = Invitation { team, secret: secret.clone(), addresses, epoch, nccl };
+        let local_network = Arc::clone(&network);
+        let join = move |rank: usize, endpoint: &TeamEndpoint| match endpoint {
+            TeamEndpoint::Remote(connection) => {
+                connection.begin_attempt(0);
+                connection.join_team(rank as u32, &invitation).map(|()| None)
+            }
+            TeamEndpoint::Local => {
+                let wires = local_network.connect_peers(&invitation, rank as u32);
+                let transport = wires.and_then(|wires| WireTransport::new(rank as u32, wires, epoch));
+                transport.map(Some).map_err(|error| unreachable(rank, error))
+            }
+        };
+        let (join, (sender, results)) = (Arc::new(join), channel());
+        for (rank, endpoint) in endpoints.iter().enumerate() {
+            let (join, endpoint, sender) = (Arc::clone(&join), endpoint.clone(), sender.clone());
+            // The receiver is gone if another rank was lost meanwhile.
+            thread::spawn(move || drop(sender.send((rank, join(rank, &endpoint)))));
+        }
+        drop(sender);
+        let mut local: Vec<Option<Arc<WireTransport>>> = endpoints.iter().map(|_| None).collect();
+        let mut failed: Option<(usize, DeviceError)> = None;
+        for _ in endpoints {
+            match results.recv().expect("every thread sends its result") {
+                (rank, Ok(transport)) => local[rank] = transport,
+                // A lost rank is the reason why its peers cannot connect, so nothing waits for them.
+                (rank, Err(error)) if error.is_device_lost() => {
+                    network.cancel_team(&secret);
+                    cancel_remote_ranks(endpoints, rank, &secret);
+                    return Err((rank, error));
+                }
+                (rank, Err(error)) => failed = failed.or(Some((rank, error))),
+            }
+        }
+        if let Some(failed) = failed {
+            return Err(failed);
+        }
+        let remote = (0..)
+            .zip(endpoints)
+            .filter_map(|(rank, endpoint)| Some(RemoteRank { rank, connection: Arc::clone(endpoint.connection()?) }));
+        let transport = Arc::new(DistributedTransport {
+            epoch,
+            local: local.iter().flatten().cloned().collect(),
+            remote: remote.collect(),
+            world_size: endpoints.len() as u32,
+            attempt: AtomicU64::new(0),
+            aborted_attempt: Mutex::new(None),
+        });
+        let group = |(rank, transport): (u32, Option<Arc<WireTransport>>)| {
+            Some(GroupHandle { rank, transport: transport?, nccl })
+        };
+        Ok(ConnectedTeam { transport, groups: (0..).zip(local).map(group).collect() })
+    }
+}
+
+/// Tells all remote devices but `lost` that the team will not form. Each is told on a thread of its own, because it may not
+/// respond.
+fn cancel_remote_ranks(endpoints: &[TeamEndpoint], lost: usize, secret: &str) {
+    let others = endpoints.iter().enumerate().filter(|(rank, _)| *rank != lost);
+    for connection in others.filter_map(|(_, endpoint)| endpoint.connection()) {
+        let (connection, secret) = (Arc::clone(connection), secret.to_owned());
+        // If the system refuses a thread, the device waits until its own timeout.
+        let _ = thread::Builder::new().spawn(move || connection.cancel_team(&secret));
+    }
+}
+
+/// Returns 128 random bits as hexadecimal text.
+pub(super) fn random_secret() -> io::Result<String> {
+    let mut bytes = [0; 16];
+    File::open("/dev/urandom")?.read_exact(&mut bytes)?;
+    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+/// Panic text of the methods that only the devices' own transports implement.
+const NO_EXCHANGE: &str = "devices exchange over their own wire transports";
+
+impl Transport for DistributedTransport {
+    fn world_size(&self) -> u32 {
+        self.world_size
+    }
+
+    fn epoch(&self) -> Instant {
+        self.epoch
+    }
+
+    fn exchange(&self, _: CollectiveCall) -> Result<f64, DeviceError> {
+        unreachable!("{NO_EXCHANGE}")
+    }
+
+    fn post_send(&self, _: CollectiveCall) -> Result<(), DeviceError> {
+        unreachable!("{NO_EXCHANGE}")
+    }
+
+    fn wait_send(&self, _: u32, _: u32, _: u64) -> Result<f64, DeviceError> {
+        unreachable!("{NO_EXCHANGE}")
+    }
+
+    fn cancel_sends(&self, _: u32) {}
+
+    fn is_borrowed(&self, _: u32, _: Range<usize>) -> bool {
+        false
+    }
+
+    /// Aborts the current attempt on all devices, once. Remote devices are told on threads of their own, because the one that
+    /// is told may be the one that is lost.
+    fn abort(&self, rank: u32, reason: &str) {
+        let attempt = self.attempt.load(Ordering::Relaxed);
+        let before = lock(&self.aborted_attempt).replace(attempt);
+        if before == Some(attempt) {
+            return;
+        }
+        self.local.iter().for_each(|transport| transport.abort_attempt(attempt, rank, reason));
+        for remote in self.remote.iter().filter(|remote| remote.rank != rank) {
+            let (connection, reason) = (Arc::clone(&remote.connection), reason.to_owned());
+            // If the system refuses a thread, the device learns of the abort from its peers or from a closed wire.
+            let _ = thread::Builder::new().spawn(move || connection.abort_attempt(attempt, rank, &reason));
+        }
+    }
+
+    fn check_aborted(&self) -> Result<(), DeviceError> {
+        unreachable!("{NO_EXCHANGE}")
+    }
+
+    fn reset(&self) {
+        let attempt = self.attempt.fetch_add(1, Ordering::Relaxed) + 1;
+        self.local.iter().for_each(|transport| transport.begin_attempt(attempt));
+        self.remote.iter().for_each(|remote| remote.connection.begin_attempt(attempt));
+    }
+}

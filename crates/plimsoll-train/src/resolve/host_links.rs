@@ -1,0 +1,75 @@
+//! The links between the hosts of a run: measured where the user does not give them.
+
+use crate::remote::{self, RemoteDevices};
+use plimsoll_core::{DeviceSpec, Failure, Link};
+use plimsoll_device::device::DeviceError;
+use plimsoll_plan::device_request::{DeviceRequest, DevicesRequest};
+
+/// Measures the links of remote devices if the user did not give them, and sets `team_link`. The devices of one host share
+/// its link. If all devices are on one remote host, the links between its devices are measured instead.
+///
+/// # Errors
+/// A device that cannot be reached, or a link that cannot be measured.
+pub(super) fn measure_host_links(
+    remote: &RemoteDevices,
+    request: &DevicesRequest,
+    devices: &mut [DeviceSpec],
+) -> Result<(), Failure> {
+    let unknown: Vec<String> =
+        request.devices.iter().filter(|requested| has_unknown_link(requested)).map(DeviceRequest::name).collect();
+    let Some(connector) = remote.connector().filter(|_| devices.len() > 1 && !unknown.is_empty()) else {
+        return Ok(());
+    };
+    // `None` stands for this machine and sorts first.
+    let mut hosts: Vec<Option<&str>> = devices.iter().map(DeviceSpec::remote_host).collect();
+    hosts.sort_unstable();
+    hosts.dedup();
+    let several_hosts = hosts.len() > 1;
+    // One device measures for each host; on a single host, all devices measure.
+    let remote_devices: Vec<&DeviceSpec> = devices.iter().filter(|device| device.remote_host().is_some()).collect();
+    let is_first_of_host = |device: &&&DeviceSpec| {
+        remote_devices.iter().find(|other| other.remote_host() == device.remote_host()) == Some(*device)
+    };
+    let measuring: Vec<&DeviceSpec> =
+        remote_devices.iter().filter(|device| !several_hosts || is_first_of_host(device)).copied().collect();
+    let connections = measuring.iter().map(|device| remote.connection(&device.name)).collect::<Result<Vec<_>, _>>()?;
+    let not_measured = |(rank, error): (usize, DeviceError)| {
+        let name = measuring.get(rank).map_or("this machine", |device| &device.name);
+        let failure = remote::unreachable_failure(error);
+        Failure {
+            message: format!("run.devices: the links of {name} cannot be measured: {}", failure.message),
+            ..failure
+        }
+    };
+    let include_local = hosts[0].is_none();
+    let links = remote::links::measure_slowest_links(&connections, include_local, &*connector).map_err(not_measured)?;
+    let measured: Vec<(String, Link)> =
+        measuring.iter().zip(&links).map(|(device, link)| (device.name.clone(), *link)).collect();
+    for index in 0..devices.len() {
+        let (host, name) = (devices[index].remote_host(), &devices[index].name);
+        if !unknown.contains(name) {
+            continue;
+        }
+        let applies = |(measured, _): &&(String, Link)| match several_hosts {
+            true => measured.split_once('/').map(|(host, _)| host) == host,
+            false => measured == name,
+        };
+        let sharing =
+            if several_hosts { devices.iter().filter(|other| other.remote_host() == host).count() } else { 1 };
+        let Some((_, link)) = measured.iter().find(applies) else { continue };
+        let bytes_per_second = link.bytes_per_second / sharing as f64;
+        devices[index].team_link = Link { bytes_per_second, ..*link };
+        devices[index].link_measured = true;
+    }
+    Ok(())
+}
+
+/// Returns whether a device is remote and the user gave no link for it.
+fn has_unknown_link(requested: &DeviceRequest) -> bool {
+    match requested {
+        DeviceRequest::Remote { device, team_link, .. } => {
+            team_link.is_none() && !matches!(&**device, DeviceRequest::Virtual { team_link: Some(_), .. })
+        }
+        _ => false,
+    }
+}

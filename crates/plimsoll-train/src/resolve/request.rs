@@ -1,0 +1,100 @@
+//! The request for one run: its configuration together with what no run file can hold, namely live connections to remote
+//! devices and load lines that were changed while the run was active.
+
+use crate::config::RunConfig;
+use crate::remote::RemoteDevices;
+use plimsoll_core::{Budget, Failure};
+use plimsoll_plan::device_request::{DeviceRequest, DevicesRequest};
+use std::collections::BTreeMap;
+use std::ops::{Deref, DerefMut};
+use std::path::Path;
+
+/// A run as its caller asks for it. It dereferences to its [`RunConfig`], because most code needs nothing else.
+#[derive(Clone, Debug, Default)]
+pub struct RunRequest {
+    /// The settings of the run, as plain data.
+    pub config: RunConfig,
+    /// Connections to devices on other hosts or in other processes. The caller provides them; no run file names them.
+    pub remote: RemoteDevices,
+    /// Load lines that the user changed while the run was active, by device name. They are stored in a file of their own.
+    pub budget_overrides: BTreeMap<String, Budget>,
+}
+
+impl From<RunConfig> for RunRequest {
+    fn from(config: RunConfig) -> RunRequest {
+        RunRequest { config, ..RunRequest::default() }
+    }
+}
+
+impl Deref for RunRequest {
+    type Target = RunConfig;
+
+    fn deref(&self) -> &RunConfig {
+        &self.config
+    }
+}
+
+impl DerefMut for RunRequest {
+    fn deref_mut(&mut self) -> &mut RunConfig {
+        &mut self.config
+    }
+}
+
+impl RunRequest {
+    /// Loads the request to resume a run from its folder, with the load lines that were changed while it was active. The
+    /// settings replace those of the run file as in [`RunConfig::resume`]; a new `memory.budget` or `run.devices` drops the
+    /// changed load lines.
+    ///
+    /// # Errors
+    /// The errors of [`RunConfig::resume`].
+    pub fn resume(run_dir: &Path, settings: &[String]) -> Result<RunRequest, Failure> {
+        let mut request = RunRequest::from(RunConfig::resume(run_dir, settings)?);
+        let sets =
+            |key: &str| settings.iter().any(|setting| setting.split('=').next().is_some_and(|k| k.trim() == key));
+        if !sets("memory.budget") && !sets("run.devices") {
+            request.load_budget_overrides(run_dir);
+        }
+        Ok(request)
+    }
+
+    /// Returns the devices of the run. Words that stand for a cluster are replaced by the devices that the cluster provided.
+    pub fn devices(&self) -> DevicesRequest {
+        self.remote.devices().cloned().unwrap_or_else(|| self.config.requested_devices())
+    }
+
+    /// Returns the load line that the run file gives a device: its own where it is named with one, else `memory.budget`.
+    pub fn budget_of(&self, device: &str) -> Budget {
+        let is_named = |requested: &DeviceRequest| {
+            let any_gpu = matches!(requested, DeviceRequest::Cuda { index: None, .. }) && device.starts_with("cuda:");
+            any_gpu || requested.name() == device
+        };
+        let own = self.devices().devices.into_iter().find(is_named).and_then(|requested| requested.budget());
+        own.unwrap_or(self.memory.device_budget())
+    }
+
+    /// Returns a note if `memory.budget` is set without effect, because every device is named with an amount of its own.
+    pub fn unused_budget_note(&self) -> Option<String> {
+        let devices = self.devices();
+        let has_own = |requested: &DeviceRequest| requested.budget().is_some();
+        // Devices of a cluster have received their amount from memory.budget by now.
+        let all_own =
+            !devices.devices.is_empty() && devices.devices.iter().all(has_own) && !devices.has_remote_devices();
+        let budget = self.memory.budget.filter(|budget| all_own && *budget != Budget::DEVICE)?;
+        Some(format!("memory.budget = {budget} has no effect: run.devices gives each device an amount of its own"))
+    }
+
+    /// Returns the load line of the host.
+    pub fn host_budget(&self) -> Budget {
+        self.devices().host.unwrap_or(self.memory.host)
+    }
+
+    /// Returns the most that the scratch file may hold; `None` if there may be no scratch file.
+    pub fn scratch_budget(&self) -> Option<Budget> {
+        self.devices().file.or(self.memory.file)
+    }
+
+    /// Returns the folder of the scratch file if there may be a scratch file.
+    pub fn scratch_folder(&self) -> Option<&Path> {
+        self.scratch_budget().map(|_| self.config.scratch_file_folder())
+    }
+}

@@ -1,0 +1,229 @@
+//! Files of a run in its folder: plan, checkpoints, model and result. The training loop decides when they are written;
+//! their formats are in `checkpoint` and `files`.
+
+use crate::config::{Method, RunConfig};
+use crate::files::{WeightWriter, atomic, write_adapter_dir, write_model_dir};
+use crate::inference::samples::decode_samples;
+use crate::planning::request::adapter_config;
+use crate::session::checkpoint;
+use crate::session::events::EventLog;
+use crate::session::failure::{DeviceFailure, StepInterrupt};
+use crate::session::outcome::Outcome;
+use crate::session::tensor_files::TensorWriter;
+use crate::session::training::{Ending, Session};
+use plimsoll_core::{Event, Failure, LossSpan, Plan, RunResult, RunStatus, StepSeconds, format_count};
+use plimsoll_program::ProgramKind;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+impl Session {
+    /// Updates the plan from the open devices, and stores it on disk and for the next checkpoint.
+    pub(crate) fn store_current_plan(&mut self) -> Result<(), Failure> {
+        if self.team.len() == 0 {
+            // The devices are not open yet.
+            return Ok(());
+        }
+        let Plan { planned_for, contention_note, excluded, .. } = self.plan.clone();
+        self.plan = Plan { planned_for, contention_note, excluded, ..self.team.plan(&self.plan) };
+        let charges = self.team.first().device.charges;
+        self.info.set_plan(&self.plan, charges);
+        store_plan(&self.context.folder, &self.plan)
+    }
+
+    /// Describes what a run that stops now can resume from.
+    pub(crate) fn resume_hint(&self) -> String {
+        let newest = self.checkpoints.newest_step;
+        match self.info.step - newest {
+            _ if !self.checkpoints.enabled => "saving is off: the run would start from step 0".to_owned(),
+            _ if newest == 0 => {
+                "there is no checkpoint yet (train.save_every, train.save_every_minutes): the run would \
+                                 start from step 0"
+                    .to_owned()
+            }
+            0 => format!("the newest checkpoint is of step {newest}: no step is lost"),
+            lost => format!(
+                "the newest checkpoint is of step {newest}: {} after it will be repeated",
+                format_count(lost, "step")
+            ),
+        }
+    }
+
+    /// Saves the current step, with recovery, unless it is saved already.
+    pub(crate) fn save(&mut self, log: &mut EventLog) -> Result<(), StepInterrupt> {
+        if self.is_saved() {
+            return Ok(());
+        }
+        let start = Instant::now();
+        self.run_with_recovery(log, Session::write_checkpoint)?;
+        Ok(self.record_checkpoint(start, log)?)
+    }
+
+    /// Tries up to `tries` times to save the current step. If the devices fail, the previous checkpoint stays the
+    /// newest one.
+    pub(crate) fn save_if_possible(&mut self, tries: u32, log: &mut EventLog) -> Result<(), Failure> {
+        let start = Instant::now();
+        for _ in 0..tries {
+            if self.is_saved() {
+                break;
+            }
+            match self.write_checkpoint() {
+                Ok(()) => self.record_checkpoint(start, log)?,
+                Err(DeviceFailure::Fatal(failure)) => return Err(failure),
+                Err(DeviceFailure::OutOfMemory { .. } | DeviceFailure::Lost { .. } | DeviceFailure::PeerAborted(_)) => {
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Saves after a device was lost, if all remaining workers are remote. The cause of the loss, such as the end of a
+    /// cluster's head node, may soon take the others with the weights.
+    pub(crate) fn save_if_all_workers_remote(&mut self, log: &mut EventLog) -> Result<(), Failure> {
+        let lost = std::mem::take(&mut self.recovery.lost_since_step);
+        match lost && self.team.workers().iter().all(|worker| worker.device.remote_host().is_some()) {
+            true => self.save_if_possible(1, log),
+            false => Ok(()),
+        }
+    }
+
+    /// Whether everything that is to be saved is saved.
+    fn is_saved(&self) -> bool {
+        let step = self.info.step;
+        !self.checkpoints.enabled
+            || step == 0
+            || self.checkpoints.newest_step == step && self.checkpoint_path().exists()
+    }
+
+    /// Returns the folder of the current step's checkpoint, which may not exist yet.
+    fn checkpoint_path(&self) -> PathBuf {
+        self.context.folder.join("checkpoints").join(format!("step-{}", self.info.step))
+    }
+
+    /// Writes the checkpoint of the current step.
+    fn write_checkpoint(&mut self) -> Result<(), DeviceFailure> {
+        checkpoint::write(&self.context.folder, &self.info, &mut self.team, self.context.run.train.keep)?;
+        Ok(())
+    }
+
+    /// Records and logs a checkpoint that was started at `start`.
+    fn record_checkpoint(&mut self, start: Instant, log: &mut EventLog) -> Result<(), Failure> {
+        self.checkpoints.set_newest(self.info.step);
+        let seconds = start.elapsed().as_secs_f64();
+        self.checkpoints.write_seconds = Some(seconds);
+        let (step, path) = (self.info.step, self.checkpoint_path().display().to_string());
+        log.emit(Event::Checkpoint { step, path, seconds })
+    }
+
+    /// Writes the trained model atomically: a Hugging Face directory, or adapters as a PEFT directory.
+    pub(crate) fn write_model(&mut self) -> Result<PathBuf, DeviceFailure> {
+        let (model, team) = (&self.context.resolved.model, &mut self.team);
+        let tensors = team.file_tensors(ProgramKind::Save);
+        let write = |writer: &mut WeightWriter| team.write_files(ProgramKind::Save, &mut TensorWriter(writer));
+        let path = model_folder(&self.context.folder, &self.context.run);
+        if self.context.run.train.method == Method::Lora {
+            let base = model.weights(&self.context.run).and_then(|_| model.folder());
+            write_adapter_dir(&path, &adapter_config(&self.context.run, model), base, &tensors, write)?;
+            return Ok(path);
+        }
+        let config = model.config.to_json(model.dir.as_ref().map(|dir| &dir.raw_config), self.info.precision);
+        write_model_dir(&path, &config, &tensors, model.folder(), write)?;
+        Ok(path)
+    }
+
+    /// Writes `result.json` and returns the outcome of the run.
+    ///
+    /// # Errors
+    /// The file cannot be written, or the run was stopped by a failure, which is then returned.
+    pub(crate) fn finish(mut self, ending: Ending, log: &mut EventLog) -> Result<Outcome, Failure> {
+        let Ending { status, failure: stop_reason, model, drawn } = ending;
+        let mut memory = self.team.memory();
+        let external_peak_bytes = self.team.external_peak_bytes();
+        if let Some(evaluator) = self.evaluator.take() {
+            self.evaluator_result = evaluator.result();
+            memory.extend(evaluator.memory(external_peak_bytes));
+        }
+        let path = self.context.folder.join("result.json");
+        let (step_seconds, tokens_per_second) = self.measured_speed(&path);
+        for (recovery, seconds) in self.recovery.recoveries.iter_mut().zip(self.step_times.medians_after_plan_changes())
+        {
+            recovery.step_seconds = seconds;
+        }
+        let pending = self.faults.iter().filter(|fault| !fault.has_triggered());
+        let faults_not_triggered: Vec<String> = pending.map(|fault| fault.injection.to_string()).collect();
+        for fault in faults_not_triggered.iter().filter(|_| status == RunStatus::Done) {
+            log.emit(Event::Warning { message: format!("{fault}: not reached, so the fault did not occur") })?;
+        }
+        let result = RunResult {
+            status,
+            steps: self.info.step,
+            loss: LossSpan { first: self.info.first_loss, last: self.info.last_loss },
+            tokens_per_second,
+            step_seconds,
+            eval: self.last_eval.map(|(_, result)| result),
+            memory,
+            recipe: self.info.recipe.clone(),
+            parallelism: self.plan.parallelism,
+            team: self.team.worker_results(),
+            evaluator: self.evaluator_result,
+            recoveries: self.recovery.recoveries,
+            lost: self.recovery.lost,
+            faults_not_triggered,
+            thermal_pause_seconds: self.thermal.seconds,
+            fallback: self.context.resolved.fallback.clone(),
+        };
+        let text = serde_json::to_vec_pretty(&result).expect("plain data has a JSON form");
+        atomic::write_file(&path, &text)?;
+        let word = match status {
+            RunStatus::Done => "done",
+            RunStatus::Stopped => "stopped",
+        };
+        log.emit(Event::End { status: word.into(), step: self.info.step })?;
+        if self.faults.is_empty() {
+            self.team.store_measured_speeds(&format!("the run in {}", self.context.folder.display()));
+        }
+        if let Some(failure) = stop_reason {
+            return Err(failure);
+        }
+        // A tokenizer may take tens of megabytes: load it after the arena is freed.
+        drop(self.team);
+        let samples = match self.context.resolved.model.tokenizer() {
+            Some(tokenizer) if !drawn.is_empty() => decode_samples(&drawn, &tokenizer)?,
+            _ => Vec::new(),
+        };
+        Ok(Outcome { result, samples, model, folder: self.context.folder })
+    }
+}
+
+impl Session {
+    /// Returns the step times and tokens per second of the run. Where no step was done since this start, the earlier result in `path`
+    /// has them, or the elapsed time of the checkpoint.
+    fn measured_speed(&mut self, path: &Path) -> (StepSeconds, f64) {
+        let tokens = (self.context.batches.rows * u64::from(self.context.run.data.sequence)) as f64;
+        let earlier = fs::read(path).ok().and_then(|text| serde_json::from_slice::<RunResult>(&text).ok());
+        if let Some(earlier) = earlier.filter(|earlier| earlier.steps == self.info.step && self.step_times.is_empty()) {
+            return (earlier.step_seconds, earlier.tokens_per_second);
+        }
+        if self.step_times.is_empty() {
+            self.step_times.push(self.info.elapsed_seconds / self.info.step.max(1) as f64);
+        }
+        let times = &self.step_times;
+        let predicted = self.plan.predicted.step_seconds;
+        let seconds = StepSeconds { median: times.quantile(0.5), p95: times.quantile(0.95), predicted };
+        (seconds, tokens * times.steps_per_second().unwrap_or(0.0))
+    }
+}
+
+/// Stores the plan that a run follows, for readers and for resuming.
+///
+/// # Errors
+/// The file cannot be written.
+pub(crate) fn store_plan(folder: &Path, plan: &Plan) -> Result<(), Failure> {
+    let text = serde_json::to_vec_pretty(plan).expect("plain data has a JSON form");
+    Ok(atomic::write_file(&folder.join("plan.json"), &text)?)
+}
+
+/// Returns the folder of the trained model.
+pub(crate) fn model_folder(folder: &Path, run: &RunConfig) -> PathBuf {
+    folder.join(if run.train.method == Method::Lora { "adapter" } else { "model" })
+}

@@ -1,0 +1,57 @@
+//! Lost remote devices that may return. Their processes may be restarted, for example by Ray. A thread polls each of
+//! them; a device that answers and is idle can join the team again.
+
+use crate::remote::RemoteDevices;
+use plimsoll_core::DeviceSpec;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::thread;
+use std::time::Duration;
+
+/// Interval between two attempts to reach the device.
+const POLL_INTERVAL: Duration = Duration::from_millis(500);
+/// Largest number of doublings of the delay before the first attempt.
+const MAX_DELAY_DOUBLINGS: u32 = 6;
+
+/// A lost device that is being polled.
+pub struct UnavailableDevice {
+    /// The device, with its last load line.
+    pub spec: DeviceSpec,
+    answered: Arc<AtomicBool>,
+    /// Whether it was considered for the present team and not taken. Reset when the team changes.
+    pub declined: bool,
+    /// Dropping it ends the thread, without waiting for an answer in progress.
+    _end: Sender<()>,
+}
+
+impl UnavailableDevice {
+    /// Starts to poll a lost device. The first attempt is delayed, doubled for each of the `quick_losses`, the times
+    /// that the device was lost soon after its return: a process may still answer for some seconds before its node goes
+    /// down. Returns none if the system refuses a thread; such a device does not return.
+    pub fn poll(spec: DeviceSpec, remote: RemoteDevices, quick_losses: u32) -> Option<UnavailableDevice> {
+        let (end, ended) = channel::<()>();
+        let mut wait = POLL_INTERVAL * 2u32.pow(quick_losses.min(MAX_DELAY_DOUBLINGS));
+        let answered = Arc::new(AtomicBool::new(false));
+        let (answered_flag, name) = (Arc::clone(&answered), spec.name.clone());
+        let thread = thread::Builder::new().name(format!("plimsoll-absent-{name}"));
+        let poll_device = move || {
+            while ended.recv_timeout(std::mem::replace(&mut wait, POLL_INTERVAL)) == Err(RecvTimeoutError::Timeout) {
+                // The heartbeat channel of a process answers even if its device hangs, so ask the device as well.
+                if remote
+                    .connection(&name)
+                    .is_ok_and(|connection| connection.is_responsive() && connection.fetch_address().is_ok())
+                {
+                    return answered_flag.store(true, Ordering::Relaxed);
+                }
+            }
+        };
+        thread.spawn(poll_device).ok()?;
+        Some(UnavailableDevice { spec, answered, declined: false, _end: end })
+    }
+
+    /// Whether the device has answered.
+    pub fn has_answered(&self) -> bool {
+        self.answered.load(Ordering::Relaxed)
+    }
+}

@@ -1,0 +1,243 @@
+//! Remedies for a plan that does not fit on this machine, each with the settings that apply it, cheapest loss first. The
+//! caller writes the settings as a command line, or as arguments of a Python call.
+
+use crate::plan::does_not_fit;
+use plimsoll_core::{Budget, Bytes, Failure, Plan, Remedy, Rung};
+use plimsoll_device::cuda;
+use plimsoll_device::probe::Memory;
+use plimsoll_plan::device_request::{DeviceRequest, DevicesRequest};
+use plimsoll_plan::paper;
+
+/// A remedy with the settings that apply it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RemedySettings {
+    /// The rungs and budgets that make the plan fit.
+    pub remedy: Remedy,
+    /// The load line of the device under these settings.
+    pub budget_bytes: Bytes,
+    /// The settings to change.
+    pub settings: Vec<Setting>,
+}
+
+/// A setting to change, as a command-line flag and as a run-file key.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Setting {
+    /// The command-line flag.
+    pub flag: &'static str,
+    /// The run-file key.
+    pub key: &'static str,
+    /// The value, as written after the flag.
+    pub value: String,
+}
+
+/// Returns the remedies of a plan that this machine has memory for. `request` is the request for the plan's devices.
+pub fn remedies(request: &DevicesRequest, plan: &Plan) -> Vec<RemedySettings> {
+    let free = device_memory(plan).free;
+    let mut remedies: Vec<RemedySettings> = Vec::new();
+    for remedy in plan.needs.iter().filter_map(|remedy| with_settings(remedy, request, plan, free)) {
+        if !remedies.iter().any(|before| makes_needless(before, &remedy)) {
+            remedies.push(remedy);
+        }
+    }
+    remedies
+}
+
+/// Returns the failure for a plan that does not fit. Each remedy comes with its command as a hint; hints are numbered if the
+/// user is going to choose one.
+pub fn refusal(plan: &Plan, remedies: &[(RemedySettings, String)], numbered: bool) -> Failure {
+    let refusal = does_not_fit(plan, remedies, Some(device_memory(plan).total), numbered);
+    plan.shortfall_note.iter().cloned().fold(refusal, Failure::hint)
+}
+
+/// Returns whether `more` is not worth offering beside `less`: it loses more and needs at least the same load line. Load lines are
+/// rounded up, so two that differ a little may be equal here.
+fn makes_needless(less: &RemedySettings, more: &RemedySettings) -> bool {
+    let Remedy { allow, host_bytes: None, file_bytes: None, .. } = &less.remedy else { return false };
+    less.budget_bytes <= more.budget_bytes && allow.iter().all(|rung| more.remedy.allow.contains(rung))
+}
+
+/// Returns a remedy with its settings; none where the device or the host has not enough memory. `free` bytes of the device
+/// are free.
+fn with_settings(remedy: &Remedy, request: &DevicesRequest, plan: &Plan, free: Bytes) -> Option<RemedySettings> {
+    let device = plan.devices.first()?;
+    let line = device.budget_bytes;
+    let round_up = |bytes: Bytes| Bytes::mib(bytes.0.div_ceil(1 << 20));
+    // The memory of the process outside its arena varies from start to start; the settings leave room for that.
+    let budget = (remedy.budget_bytes > line).then(|| round_up(remedy.budget_bytes) + Bytes::mib(1));
+    let host = remedy.host_bytes.map(round_up);
+    // The host of paper devices has any size.
+    let host_free = if request.has_paper_devices() { Bytes(u64::MAX) } else { Memory::read().free };
+    if budget.is_some_and(|bytes| bytes > free) || host.is_some_and(|bytes| bytes > host_free) {
+        return None;
+    }
+    let several = request.devices.len() > 1;
+    let target = if several { LineTarget::One(device.name.clone()) } else { LineTarget::All };
+    let own = budget.map(|budget| (target, budget));
+    let others = remedy.other_budget_bytes.iter().map(|(name, line)| (LineTarget::Named(name.clone()), *line));
+    let lines = own.into_iter().chain(others).collect();
+    let change = Change { allow: remedy.allow.clone(), lines, host, file: remedy.file_bytes.map(round_up) };
+    Some(RemedySettings {
+        remedy: remedy.clone(),
+        budget_bytes: budget.unwrap_or(line),
+        settings: settings(request, &change),
+    })
+}
+
+/// The memory of a device.
+struct DeviceMemory {
+    free: Bytes,
+    total: Bytes,
+}
+
+/// Returns the memory of a plan's first device.
+fn device_memory(plan: &Plan) -> DeviceMemory {
+    let device = plan.devices.first().map(|device| device.name.as_str()).unwrap_or_default();
+    let of_paper_device = paper::usable_memory(device).map(|bytes| DeviceMemory { free: bytes, total: bytes });
+    let of_host = Memory::read();
+    of_paper_device.or_else(|| gpu_memory(device)).unwrap_or(DeviceMemory { free: of_host.free, total: of_host.total })
+}
+
+/// Returns the memory of a GPU of this machine by its name, such as `cuda:0`.
+fn gpu_memory(device: &str) -> Option<DeviceMemory> {
+    let index = device.strip_prefix("cuda:")?.parse().ok()?;
+    let (here, card) = cuda::open::find_gpu(index).ok()?;
+    Some(DeviceMemory { free: cuda::open::free_bytes(here, card).ok()?, total: card.memory_bytes })
+}
+
+/// The devices that get a load line.
+#[derive(Clone, Debug, PartialEq)]
+enum LineTarget {
+    /// Every device.
+    All,
+    /// The device of this name; of several, the one with the highest load line.
+    One(String),
+    /// All devices of this name with a lower load line.
+    Named(String),
+}
+
+/// A change of load lines and allowed rungs.
+#[derive(Clone, Debug, Default, PartialEq)]
+struct Change {
+    /// The rungs to allow.
+    allow: Vec<Rung>,
+    /// Load lines of devices.
+    lines: Vec<(LineTarget, Bytes)>,
+    /// The load line of the host.
+    host: Option<Bytes>,
+    /// The budget of the scratch file.
+    file: Option<Bytes>,
+}
+
+/// Returns the settings of a change. `request` is the request for the devices.
+fn settings(request: &DevicesRequest, change: &Change) -> Vec<Setting> {
+    let Change { allow, lines, host, file } = change;
+    let in_devices = devices_have_budgets(request) || lines.iter().any(|(target, _)| *target != LineTarget::All);
+    let mut settings = Vec::new();
+    if !allow.is_empty() {
+        let names: Vec<String> = allow.iter().map(Rung::to_string).collect();
+        settings.push(Setting { flag: "--allow", key: "memory.allow", value: names.join(",") });
+    }
+    if let ([(LineTarget::All, bytes)], false) = (&lines[..], in_devices) {
+        let value = Budget::Amount(*bytes).to_string();
+        settings.push(Setting { flag: "--budget", key: "memory.budget", value });
+    }
+    if host.is_some() || file.is_some() || !lines.is_empty() && in_devices {
+        let mut request = request.clone();
+        for (target, bytes) in lines.iter().filter(|_| in_devices) {
+            set_load_line(&mut request, target, *bytes);
+        }
+        request.host = host.map(Budget::Amount).or(request.host);
+        request.file = file.map(Budget::Amount).or(request.file);
+        settings.push(Setting { flag: "--devices", key: "run.devices", value: request.to_string() });
+    }
+    settings
+}
+
+/// Returns whether a device has a load line of its own, which `memory.budget` does not change.
+fn devices_have_budgets(request: &DevicesRequest) -> bool {
+    request.devices.iter().any(|device| device.budget().is_some())
+}
+
+/// Sets the load line of the target devices.
+fn set_load_line(request: &mut DevicesRequest, target: &LineTarget, bytes: Bytes) {
+    let line = |device: &DeviceRequest| match device {
+        DeviceRequest::Paper { name, budget, .. } => {
+            paper::paper(name, budget.unwrap_or(Budget::DEVICE)).map_or(Bytes::ZERO, |device| device.budget)
+        }
+        _ => Bytes::ZERO,
+    };
+    let all = 0..request.devices.len();
+    let named = |name: &String| all.clone().filter(|&at| request.devices[at].name() == *name).collect::<Vec<_>>();
+    let targets = match target {
+        LineTarget::All => all.collect(),
+        LineTarget::One(name) => {
+            named(name).into_iter().rev().max_by_key(|&at| line(&request.devices[at])).into_iter().collect()
+        }
+        LineTarget::Named(name) => match &named(name)[..] {
+            [one] => vec![*one],
+            several => several.iter().copied().filter(|&at| line(&request.devices[at]) < bytes).collect(),
+        },
+    };
+    targets.into_iter().for_each(|at| request.devices[at].set_budget(Budget::Amount(bytes)));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn settings_change_the_flag_that_set_the_line() {
+        let (lines, host) = (vec![(LineTarget::All, Bytes::mib(41))], Some(Bytes::gib(3)));
+        let line_and_host = Change { lines, host, ..Change::default() };
+        let flags = |devices: &str, change: &Change| {
+            let settings = settings(&devices.parse().unwrap(), change);
+            settings.iter().map(|setting| format!("{} {}", setting.flag, setting.value)).collect::<Vec<_>>().join(" ")
+        };
+        let line = Change { host: None, ..line_and_host.clone() };
+        assert_eq!(flags("auto", &line), "--budget 41MiB");
+        assert_eq!(flags("cpu", &line), "--budget 41MiB");
+        assert_eq!(flags("cpu=1GiB", &line), "--devices cpu=41MiB");
+        assert_eq!(flags("virtual:a=600MiB@0.5,host=1GiB", &line), "--devices virtual:a=41MiB@0.5,host=1GiB");
+        assert_eq!(flags("rtx3070", &line_and_host), "--budget 41MiB --devices rtx3070,host=3GiB");
+        let line_of = |name: &str, mib| (LineTarget::Named(name.to_owned()), Bytes::mib(mib));
+        let one = Change { lines: vec![line_of("rtx3070", 41)], ..line.clone() };
+        assert_eq!(flags("rtx3090,rtx3070", &one), "--devices rtx3090,rtx3070=41MiB");
+        let two = Change { lines: vec![line_of("rtx3070", 41), line_of("rtx3090", 43)], ..line.clone() };
+        assert_eq!(flags("rtx3090,rtx3070", &two), "--devices rtx3090=43MiB,rtx3070=41MiB");
+        assert_eq!(flags("rtx3070=6GiB,rtx3070=12MiB", &one), "--devices rtx3070=6GiB,rtx3070=41MiB");
+        let most = Change { lines: vec![(LineTarget::One("rtx3070".to_owned()), Bytes::mib(41))], ..line.clone() };
+        assert_eq!(flags("rtx3070=9MiB,rtx3070=12MiB", &most), "--devices rtx3070=9MiB,rtx3070=41MiB");
+        let file = Change { file: Some(Bytes::gib(9)), ..Change::default() };
+        assert_eq!(flags("auto", &file), "--devices auto,file=9GiB");
+        assert_eq!(flags("rtx3070,host=2GiB,file=1GiB", &file), "--devices rtx3070,host=2GiB,file=9GiB");
+        let host = Change { lines: vec![], ..line_and_host };
+        assert_eq!(flags("virtual:a=600MiB@0.5,host=1GiB", &host), "--devices virtual:a=600MiB@0.5,host=3GiB");
+        let allow = Change { allow: vec![Rung::Lora, Rung::Nf4], ..Change::default() };
+        assert_eq!(flags("cpu=1GiB", &allow), "--allow lora,nf4");
+    }
+
+    #[test]
+    fn remedy_with_needless_loss_is_dropped() {
+        let remedy = |allow: &[Rung], mib, host_bytes| RemedySettings {
+            remedy: Remedy {
+                allow: allow.to_vec(),
+                budget_bytes: Bytes::mib(mib),
+                host_bytes,
+                file_bytes: None,
+                peak_bytes: None,
+                other_budget_bytes: std::collections::BTreeMap::new(),
+            },
+            budget_bytes: Bytes::mib(mib),
+            settings: vec![],
+        };
+        let lora = remedy(&[Rung::Lora], 41, None);
+        let with_nf4 = |mib| remedy(&[Rung::Lora, Rung::Nf4], mib, None);
+        assert!(makes_needless(&lora, &with_nf4(41)) && makes_needless(&lora, &with_nf4(42)));
+        assert!(!makes_needless(&lora, &with_nf4(40)), "more is lost for a lower line");
+        assert!(!makes_needless(&lora, &remedy(&[Rung::Adam8bit], 41, None)), "it loses something else");
+        assert!(
+            !makes_needless(&remedy(&[Rung::Lora], 41, Some(Bytes::gib(1))), &with_nf4(41)),
+            "the host may be short"
+        );
+    }
+}

@@ -1,0 +1,280 @@
+//! Command-line definitions: one struct per command, one field per flag, with its help text.
+//!
+//! A flag that stands for a key of the run file becomes a `KEY=VALUE` setting. Meanings, defaults and checks of keys
+//! therefore live in one place: `plimsoll_train::config`. Commands themselves are in `commands/`.
+//!
+//! `run` has the commands that plan and train, `model` those for trained models, `bench` the benchmarks, and `values` the
+//! parsers of flag values.
+
+mod bench;
+mod model;
+mod run;
+mod values;
+
+pub use bench::{BenchDevicesArgs, BenchModelsArgs, BenchStepArgs};
+pub use model::{EvalArgs, GenerateArgs, MergeArgs};
+pub use run::{PlanArgs, SweepArgs, TrainArgs};
+
+use clap::{Args, Parser, Subcommand};
+use plimsoll_core::Budget;
+use plimsoll_train::config::{list_setting, setting};
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+/// Train and fine-tune language models within a fixed memory budget
+///
+/// Before a run starts, Plimsoll computes how many bytes it needs on each device and chooses the fastest recipe that
+/// fits: micro-batch size, activation checkpointing, offload to host memory, and how several GPUs share the work (data
+/// parallel, sharded as in FSDP, or pipeline parallel). While the run is under way, no device exceeds its memory limit.
+#[derive(Debug, Parser)]
+#[command(
+    name = "plimsoll",
+    version,
+    arg_required_else_help = true,
+    disable_help_subcommand = true,
+    after_help = "\
+First steps:
+  plimsoll train                       train the built-in example
+  plimsoll devices                     list devices and their memory
+  plimsoll plan --model qwen2.5-7b --devices rtx3090,host=64GiB
+                                       check what fits, also on other hardware
+  plimsoll train run.toml              train as run.toml describes
+  plimsoll train --resume runs/my-run  continue from the newest checkpoint
+
+Exit codes:
+  0  done
+  1  a bug in Plimsoll
+  2  wrong input: a flag, a key of the run file, a model or data
+  3  does not fit in memory; the message has commands that do fit
+  4  stopped early; continue with --resume"
+)]
+pub struct Cli {
+    /// The subcommand.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// A subcommand with its arguments.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Train or fine-tune a model as a run file describes
+    Train(TrainArgs),
+    /// Show memory use and predicted speed of a run without running it
+    Plan(PlanArgs),
+    /// Train several runs side by side on the same devices
+    Sweep(SweepArgs),
+    /// List the devices of this machine and their memory
+    Devices(DevicesArgs),
+    /// Change the memory limit of a run that is under way
+    Budget(BudgetArgs),
+    /// Measure the speed of devices, training steps or models
+    Bench {
+        /// The benchmark.
+        #[command(subcommand)]
+        benchmark: BenchCommand,
+    },
+    /// Compute loss and perplexity of a model on a data set
+    Eval(EvalArgs),
+    /// Continue a prompt with a model
+    Generate(GenerateArgs),
+    /// Merge LoRA adapters into their base model
+    Merge(MergeArgs),
+    /// Add this machine to a cluster, or start one with --head (needs the Python wheel with Ray)
+    #[command(disable_help_flag = true)]
+    Join(PassthroughArgs),
+    /// List the machines of the cluster, their devices, free memory and runs
+    #[command(disable_help_flag = true)]
+    Cluster(PassthroughArgs),
+    /// Test every device and every network link of the cluster
+    #[command(disable_help_flag = true)]
+    Verify(PassthroughArgs),
+    /// Remove this machine from the cluster
+    #[command(disable_help_flag = true)]
+    Leave(PassthroughArgs),
+}
+
+/// A benchmark with its arguments.
+#[derive(Debug, Subcommand)]
+pub enum BenchCommand {
+    /// Measure the devices of this machine: matrix products, memory bandwidth, disk
+    ///
+    /// Each device is measured alone, then all at the same time. The planner predicts step times from these rates.
+    Devices(BenchDevicesArgs),
+    /// Time one training step of a model with random weights
+    ///
+    /// The flags are those of the PyTorch script that it is compared with. Prints one line of JSON.
+    Step(BenchStepArgs),
+    /// Plan several models and train those that fit
+    ///
+    /// Every model has random weights and trains for one epoch on random tokens. A model that fails does not stop the
+    /// others.
+    Models(BenchModelsArgs),
+}
+
+impl Command {
+    /// Returns the words that select the subcommand.
+    pub fn path(&self) -> &'static [&'static str] {
+        match self {
+            Command::Train(_) => &["train"],
+            Command::Plan(_) => &["plan"],
+            Command::Sweep(_) => &["sweep"],
+            Command::Devices(_) => &["devices"],
+            Command::Budget(_) => &["budget"],
+            Command::Bench { benchmark: BenchCommand::Devices(_) } => &["bench", "devices"],
+            Command::Bench { benchmark: BenchCommand::Step(_) } => &["bench", "step"],
+            Command::Bench { benchmark: BenchCommand::Models(_) } => &["bench", "models"],
+            Command::Eval(_) => &["eval"],
+            Command::Generate(_) => &["generate"],
+            Command::Merge(_) => &["merge"],
+            Command::Join(_) => &["join"],
+            Command::Cluster(_) => &["cluster"],
+            Command::Verify(_) => &["verify"],
+            Command::Leave(_) => &["leave"],
+        }
+    }
+
+    /// Whether stdout carries JSON, so that a failure must be printed there as JSON as well.
+    pub fn prints_json(&self) -> bool {
+        match self {
+            Command::Train(args) => args.json,
+            Command::Plan(args) => args.json,
+            Command::Sweep(_) => false,
+            Command::Devices(args) => args.json,
+            Command::Budget(args) => args.json,
+            Command::Bench { benchmark: BenchCommand::Devices(_) | BenchCommand::Models(_) } => false,
+            Command::Bench { benchmark: BenchCommand::Step(_) } => true,
+            Command::Eval(args) => args.json,
+            Command::Generate(args) => args.json,
+            Command::Merge(_) => false,
+            Command::Join(args) | Command::Leave(args) | Command::Cluster(args) | Command::Verify(args) => {
+                args.arguments.iter().any(|argument| argument == "--json")
+            }
+        }
+    }
+}
+
+/// Flags for keys of the run file that `train`, `plan` and `bench models` share.
+#[derive(Debug, Args)]
+pub struct SettingArgs {
+    /// Set any key of the run file, for example train.steps=20 (repeatable)
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    set: Vec<String>,
+    /// Devices to use, separated by commas, for example cuda:0,cuda:1 or cpu=6GiB
+    ///
+    /// cpu, cuda:0: a device of this machine. DEVICE=SIZE limits the memory of one device, for example cuda:0=6GiB.
+    ///
+    /// virtual:NAME=SIZE@CORES: a simulated accelerator on the CPU with SIZE of memory and the speed of CORES cores,
+    /// for example virtual:a=600MiB@1.0,virtual:b=200MiB@0.5.
+    ///
+    /// rtx3090,host=64GiB: devices that are not present, for plans only.
+    ///
+    /// ray: all devices of the cluster.
+    #[arg(long, help_heading = "Devices and memory")]
+    devices: Option<String>,
+    /// Memory limit of each device, an amount (6GiB) or a share of the free memory (90%) [default: 90%]
+    ///
+    /// The limit covers everything that a device holds: weights, gradients, optimizer state and activations, and also
+    /// the CUDA context and libraries. An amount in --devices has precedence. Units: B, KiB, MiB, GiB.
+    #[arg(long, value_name = "SIZE|SHARE", help_heading = "Devices and memory")]
+    budget: Option<String>,
+    /// Lossy memory savings that the planner may use if nothing else fits: bf16, adam8bit, lora, int8, nf4
+    ///
+    /// bf16: bfloat16 arithmetic. adam8bit: optimizer state in 8 bit. lora: train LoRA adapters and freeze the base
+    /// model. int8, nf4: store the frozen base model in 8 or 4 bit (includes lora). Separate several by commas.
+    #[arg(long, value_name = "RUNGS", help_heading = "Devices and memory")]
+    allow: Option<String>,
+    /// Ignore a key of the model's config.json that Plimsoll does not know (repeatable)
+    #[arg(long, value_name = "KEY")]
+    ignore_config_key: Vec<String>,
+}
+
+impl SettingArgs {
+    /// Returns the flags as settings. `--set` comes last and wins.
+    fn settings(&self) -> Vec<String> {
+        let mut settings: Vec<String> =
+            [("run.devices", &self.devices), ("memory.budget", &self.budget), ("memory.allow", &self.allow)]
+                .into_iter()
+                .filter_map(|(key, value)| value.as_ref().map(|value| setting(key, value)))
+                .collect();
+        if !self.ignore_config_key.is_empty() {
+            settings.push(list_setting("model.ignore_config_keys", &self.ignore_config_key));
+        }
+        settings.extend(self.set.iter().cloned());
+        settings
+    }
+}
+
+/// `plimsoll budget`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  plimsoll budget runs/my-llama 6GiB
+  plimsoll budget runs/my-llama 50% --device cuda:1
+
+Before its next step, the run switches to the fastest recipe that fits. If none
+fits, the command exits with code 3 and the run continues unchanged.")]
+pub struct BudgetArgs {
+    /// Folder of the run
+    #[arg(value_name = "RUN_DIR")]
+    pub run_dir: PathBuf,
+    /// New memory limit from the next step on, an amount (6GiB) or a share (50%)
+    ///
+    /// A share refers to the free memory plus the memory that the run holds. For a virtual device it refers to the
+    /// size that the device was created with.
+    #[arg(value_name = "SIZE|SHARE")]
+    pub budget: Budget,
+    /// Device to change, if the run uses several, for example cuda:1
+    #[arg(long)]
+    pub device: Option<String>,
+    /// Print the result as JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `plimsoll devices`.
+#[derive(Debug, Args)]
+#[command(after_help = "Example:\n  plimsoll devices --watch")]
+pub struct DevicesArgs {
+    /// Print the devices as JSON
+    #[arg(long)]
+    pub json: bool,
+    /// Refresh the table until a key is pressed
+    #[arg(long, conflicts_with = "json")]
+    pub watch: bool,
+    /// Delete what earlier runs learned about devices: reduced memory limits and slower speeds
+    #[arg(long, conflicts_with_all = ["json", "watch"])]
+    pub forget: bool,
+}
+
+/// Arguments of a command that the Python package `plimsoll.ray` implements. It parses them itself, `--help` included.
+#[derive(Debug, Args)]
+pub struct PassthroughArgs {
+    /// Arguments of the command; add --help for a list
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "ARGUMENTS")]
+    pub arguments: Vec<OsString>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn command_line_definition_is_valid() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn plan_flags_become_run_file_settings() {
+        let line = "plimsoll plan --model qwen2.5-7b --devices rtx3090,host=64GiB --budget 6GiB --allow 16,8,4 \
+                    --sequence 512 --batch-tokens 4096 --ignore-config-key odd";
+        let Command::Plan(args) = Cli::parse_from(line.split_whitespace()).command else { panic!("expected plan") };
+        let file = args.resolve().unwrap();
+        assert_eq!(file.model.preset.as_deref(), Some("qwen2.5-7b"));
+        assert_eq!(file.run.devices, "rtx3090,host=64GiB");
+        assert_eq!(file.memory.device_budget().to_string(), "6GiB");
+        assert_eq!(file.memory.allow.len(), 3);
+        assert_eq!((file.data.sequence, file.train.batch_tokens), (512, 4096));
+        assert_eq!(file.model.ignore_config_keys, ["odd"]);
+    }
+}

@@ -1,0 +1,290 @@
+//! Arguments of `train`, `plan` and `sweep`.
+
+use super::SettingArgs;
+use super::values::positive;
+use clap::Args;
+use plimsoll_core::{Failure, Plan};
+use plimsoll_train::config::{RunConfig, list_setting, model_setting, setting};
+use plimsoll_train::fault_injection::Injection;
+use plimsoll_train::planning::check_stored_plan;
+use plimsoll_train::resolve::RunRequest;
+use std::path::{Path, PathBuf};
+
+/// `plimsoll train`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  plimsoll train
+  plimsoll train run.toml --budget 6GiB --set train.steps=20
+  plimsoll train --resume runs/my-run")]
+pub struct TrainArgs {
+    /// Run file: model, data and training settings [default: a built-in example that learns to add numbers]
+    #[arg(value_name = "RUN.toml", conflicts_with = "resume")]
+    run_file: Option<PathBuf>,
+    #[command(flatten)]
+    settings: SettingArgs,
+    /// Continue the run in this folder from its newest valid checkpoint
+    #[arg(long, value_name = "RUN_DIR")]
+    resume: Option<PathBuf>,
+    /// Use this plan (printed by `plimsoll plan --json`) instead of searching for one
+    ///
+    /// Micro-batch size, recompute levels, offload and the shares of several devices are taken from the plan.
+    #[arg(long, value_name = "FILE", conflicts_with = "resume")]
+    plan: Option<PathBuf>,
+    /// Save no checkpoint and no model, for benchmarks
+    #[arg(long, conflicts_with = "resume")]
+    pub no_save: bool,
+    /// Stop as after an interrupt when standard input is closed
+    ///
+    /// For runs that another program starts: the run finishes its step, saves a checkpoint and exits with code 4 when
+    /// that program closes the pipe or ends.
+    #[arg(long)]
+    pub stop_on_eof: bool,
+    /// Print events as JSON, one object per line, and the result as the last line
+    #[arg(long, help_heading = "Output")]
+    pub json: bool,
+    /// Print only warnings and errors
+    #[arg(long, short, help_heading = "Output")]
+    pub quiet: bool,
+    /// Simulate an out-of-memory error, for example at 12, 12:backward, 12:update:3 or 0:load (repeatable)
+    ///
+    /// STEP is a training step, PROGRAM a part of it, OP the number or name of an operation. Step 0 is the start of the
+    /// run. DEVICE/STEP selects one device. random:0.01 refuses each allocation with a probability of 1 %.
+    #[arg(long, value_name = "STEP[:PROGRAM[:OP]]", help_heading = "Fault injection")]
+    inject_oom: Vec<String>,
+    /// Simulate the loss of a device from a step on, or from a Program of that step on (repeatable)
+    #[arg(long, value_name = "DEVICE:STEP[:PROGRAM]", help_heading = "Fault injection")]
+    inject_loss: Vec<String>,
+    /// Simulate a slow device: from this step on, its forward and backward passes take FACTOR times as long (repeatable)
+    #[arg(long, value_name = "DEVICE:STEP:FACTOR", help_heading = "Fault injection")]
+    inject_slow: Vec<String>,
+    /// Simulate a device that stops responding: it sends no heartbeat from this step on (repeatable)
+    ///
+    /// The device resumes when the run has declared it lost. With :forever it never does. 0:open makes it unresponsive
+    /// while it is opened.
+    #[arg(long, value_name = "DEVICE:STEP[:open][:forever]", help_heading = "Fault injection")]
+    inject_silence: Vec<String>,
+}
+
+impl TrainArgs {
+    /// Whether the command continues an existing run.
+    pub fn resumes(&self) -> bool {
+        self.resume.is_some()
+    }
+
+    /// Parses the faults to inject.
+    ///
+    /// # Errors
+    /// A fault that cannot be parsed.
+    pub fn injections(&self) -> Result<Vec<Injection>, Failure> {
+        let out_of_memory = self.inject_oom.iter().map(|text| text.parse());
+        let losses = self.inject_loss.iter().map(|text| Injection::loss(text));
+        let slow = self.inject_slow.iter().map(|text| Injection::slow(text));
+        let silent = self.inject_silence.iter().map(|text| Injection::silence(text));
+        out_of_memory.chain(losses).chain(slow).chain(silent).collect()
+    }
+
+    /// Reads the stored plan of `--plan`.
+    ///
+    /// # Errors
+    /// A file that cannot be read or does not contain a plan.
+    pub fn plan(&self) -> Result<Option<Plan>, Failure> {
+        let Some(path) = &self.plan else { return Ok(None) };
+        let name = path.display();
+        let wrong = |message: String| Failure::input(message).hint("create one with plimsoll plan RUN.toml --json");
+        let text =
+            std::fs::read_to_string(path).map_err(|error| wrong(format!("cannot read the plan {name}: {error}")))?;
+        let plan = serde_json::from_str(&text).map_err(|error| wrong(format!("{name} is not a plan: {error}")))?;
+        Ok(Some(plan))
+    }
+
+    /// Builds the run configuration from the run file and the flags.
+    ///
+    /// # Errors
+    /// An invalid run file, setting or plan file.
+    pub fn resolve(&self) -> Result<RunRequest, Failure> {
+        let mut settings = self.settings.settings();
+        if let Some(dir) = &self.resume {
+            return RunRequest::resume(dir, &settings);
+        }
+        if let (Some(plan), Some(path)) = (self.plan()?, &self.plan) {
+            let run_file = RunConfig::load(self.run_file.as_deref(), &settings)?;
+            check_stored_plan(&run_file, &plan, &path.display().to_string())?;
+            settings.splice(0..0, recipe_settings(&plan));
+        }
+        let mut run_file = RunRequest::from(RunConfig::load(self.run_file.as_deref(), &settings)?);
+        run_file.check_trainable()?;
+        let names_folder = settings.iter().any(|setting| setting.trim_start().starts_with("run.dir"));
+        if self.run_file.is_none() && !names_folder {
+            run_file.run.dir = next_free_folder(&run_file.run.dir);
+        }
+        Ok(run_file)
+    }
+}
+
+/// Returns the first of `folder`, `folder-2`, `folder-3`, … without a run, so that the built-in example can be repeated.
+fn next_free_folder(folder: &str) -> String {
+    let numbered = (2..).map(|number| format!("{folder}-{number}"));
+    let mut folders = std::iter::once(folder.to_owned()).chain(numbered);
+    folders.find(|folder| !Path::new(folder).join("run.toml").exists()).expect("numbers do not end")
+}
+
+/// Returns the recipe of a stored plan as settings. The workers of a team have recipes of their own and share only the
+/// lossy rungs, so for a team only the rungs are set.
+fn recipe_settings(plan: &Plan) -> Vec<String> {
+    let levels: Vec<String> = plan.recipe.recompute.iter().map(ToString::to_string).collect();
+    let rungs: Vec<String> = plan.recipe.rungs.iter().map(ToString::to_string).collect();
+    let mut settings = vec![list_setting("train.rungs", &rungs)];
+    if plan.team.is_empty() {
+        settings.push(format!("recipe.micro_batch={}", plan.recipe.micro_batch));
+        settings.push(list_setting("recipe.recompute", &levels));
+    }
+    settings
+}
+
+/// `plimsoll plan`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  plimsoll plan run.toml
+  plimsoll plan --devices rtx3090,rtx3070,host=64GiB --model qwen2.5-7b --explain")]
+pub struct PlanArgs {
+    /// Run file [default: the built-in example, or random weights of --model]
+    #[arg(value_name = "RUN.toml")]
+    run_file: Option<PathBuf>,
+    /// Model: a Hugging Face directory, a config.json, or a preset such as qwen2.5-7b
+    #[arg(long, value_name = "DIR|config.json|PRESET")]
+    model: Option<String>,
+    #[command(flatten)]
+    settings: SettingArgs,
+    /// Tokens per sequence
+    #[arg(long, value_name = "TOKENS")]
+    sequence: Option<u32>,
+    /// Tokens per optimizer step, a multiple of the sequence length
+    #[arg(long, value_name = "TOKENS")]
+    batch_tokens: Option<u64>,
+    /// Print the plan as JSON
+    #[arg(long, help_heading = "Output")]
+    pub json: bool,
+    /// Show the memory saved and the time added by each memory-saving step, and every recipe that was tried
+    ///
+    /// With --json, the plan gets the key `ladder`.
+    #[arg(long, help_heading = "Output")]
+    pub explain: bool,
+}
+
+impl PlanArgs {
+    /// Builds the run configuration from the run file and the flags.
+    ///
+    /// # Errors
+    /// An invalid run file or setting.
+    pub fn resolve(&self) -> Result<RunRequest, Failure> {
+        let sequence = self.sequence.map(|sequence| format!("data.sequence={sequence}"));
+        let batch_tokens = self.batch_tokens.map(|tokens| format!("train.batch_tokens={tokens}"));
+        let mut settings: Vec<String> = sequence.into_iter().chain(batch_tokens).collect();
+        settings.extend(self.settings.settings());
+        settings.splice(0..0, self.model.as_deref().map(model_setting));
+        let config = match (&self.run_file, &self.model) {
+            (None, Some(_)) => RunConfig::from_settings(&settings)?,
+            (run_file, _) => RunConfig::load(run_file.as_deref(), &settings)?,
+        };
+        Ok(config.into())
+    }
+}
+
+/// `plimsoll sweep`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Example:
+  plimsoll sweep run.toml --devices cuda:0,cuda:1 \\
+    --set train.learning_rate=1e-4,3e-4,1e-3 --set train.seed=1,2
+
+This runs all six combinations of three learning rates and two seeds. Commas
+inside brackets or quotes belong to a value. Every run is a process of its own,
+gets a memory limit on one device, and starts when that memory is free.")]
+pub struct SweepArgs {
+    /// Run files [default: the built-in example]
+    #[arg(value_name = "RUN.toml", conflicts_with = "resume")]
+    pub runs: Vec<PathBuf>,
+    /// Set a key of all run files to a value, or run once for each of several values: train.seed=1,2,3 (repeatable)
+    ///
+    /// Several keys with several values are combined: every value with every other.
+    #[arg(long = "set", value_name = "KEY=VALUE[,VALUE...]", conflicts_with = "resume")]
+    pub set: Vec<String>,
+    /// Folder of the sweep; each run has a subfolder [default: runs/sweep, runs/sweep-2, ...]
+    #[arg(long, value_name = "DIR", conflicts_with = "resume")]
+    pub dir: Option<PathBuf>,
+    /// Continue the sweep in this folder: finished runs stay, all others are tried again
+    #[arg(long, value_name = "DIR")]
+    pub resume: Option<PathBuf>,
+    /// Restarts of a run that ended early [default: 2]
+    #[arg(long, value_name = "COUNT")]
+    pub retries: Option<u32>,
+    /// Maximum number of runs at the same time on a device [default: as many as fit in its memory]
+    #[arg(long, value_name = "COUNT", value_parser = positive())]
+    pub workers: Option<u32>,
+    /// Devices that the runs share, separated by commas, for example cuda:0,cuda:1 or cpu=6GiB
+    ///
+    /// Also simulated devices (virtual:a=240MiB@0.6,virtual:b=80MiB@0.2) and ray: all devices of the cluster. See
+    /// `plimsoll train --help` for the syntax.
+    #[arg(long, help_heading = "Devices and memory")]
+    pub devices: Option<String>,
+    /// Memory limit of each device, an amount (6GiB) or a share of the free memory (90%) [default: 90%]
+    #[arg(long, value_name = "SIZE|SHARE", help_heading = "Devices and memory")]
+    budget: Option<String>,
+    /// Lossy memory savings that runs may use if nothing else fits: bf16, adam8bit, lora, int8, nf4
+    #[arg(long, value_name = "RUNGS", conflicts_with = "resume", help_heading = "Devices and memory")]
+    allow: Option<String>,
+    /// Also write the report to this file as JSON
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
+    pub json: Option<PathBuf>,
+    /// Print only the table of results
+    #[arg(long, short, help_heading = "Output")]
+    pub quiet: bool,
+    /// Simulate an out-of-memory error in one run, for example sums-seed=2=12:backward (repeatable)
+    ///
+    /// RUN is the name of the run in the table of the sweep. See `plimsoll train --help` for the rest.
+    #[arg(long, value_name = "RUN=STEP[:PROGRAM[:OP]]", help_heading = "Fault injection")]
+    pub inject_oom: Vec<String>,
+    /// Print the resources that a run needs on a device as JSON. The sweep calls itself with this flag, because charges
+    /// outside the arena can only be measured in a process of their own.
+    #[arg(long, value_name = "RUN.toml", hide = true)]
+    pub demand: Option<PathBuf>,
+}
+
+impl SweepArgs {
+    /// Returns the settings that all runs share. Settings of the grid come after them.
+    pub fn settings(&self) -> Vec<String> {
+        self.allow.iter().map(|allow| setting("memory.allow", allow)).collect()
+    }
+
+    /// Builds a run configuration that only holds the devices of the sweep and their load lines. `before` holds the
+    /// devices of the sweep that is resumed.
+    ///
+    /// # Errors
+    /// Invalid devices or an invalid budget.
+    pub fn devices(&self, before: Option<&str>) -> Result<RunRequest, Failure> {
+        let devices = self.devices.as_deref().or(before).map(|devices| setting("run.devices", devices));
+        let budget = self.budget.as_deref().map(|budget| setting("memory.budget", budget));
+        let settings: Vec<String> = devices.into_iter().chain(budget).collect();
+        Ok(RunConfig::load(None, &settings)?.into())
+    }
+
+    /// Parses the faults to inject into pairs of run name and place (`STEP[:PROGRAM[:OP]]`).
+    ///
+    /// # Errors
+    /// A fault that cannot be parsed.
+    pub fn injections(&self) -> Result<Vec<(String, String)>, Failure> {
+        self.inject_oom.iter().map(|text| parse_sweep_injection(text)).collect()
+    }
+}
+
+/// Splits `RUN=STEP[:PROGRAM[:OP]]` at the last `=` and checks the place.
+fn parse_sweep_injection(text: &str) -> Result<(String, String), Failure> {
+    let (name, place) = text.rsplit_once('=').ok_or_else(|| {
+        Failure::input(format!("--inject-oom `{text}`: expected RUN=STEP[:PROGRAM[:OP]]"))
+            .hint("RUN is a name in the table of the sweep")
+    })?;
+    place.parse::<Injection>()?;
+    Ok((name.to_owned(), place.to_owned()))
+}

@@ -1,0 +1,126 @@
+//! Terminal output: results go to stdout; errors, notes and progress to stderr. A closed pipe is not an error.
+
+use plimsoll_core::{Exit, Failure};
+use serde_json::json;
+use std::backtrace::{Backtrace, BacktraceStatus};
+use std::io::{self, IsTerminal, Write};
+use std::panic::PanicHookInfo;
+
+/// Prints a result to stdout.
+pub fn print(text: &str) {
+    // Write errors are ignored: a closed pipe means that the reader has enough.
+    let mut out = io::stdout().lock();
+    let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+}
+
+/// Prints a failure to stderr and, with `json`, also as a JSON object to stdout.
+pub fn print_failure(failure: &Failure, json: bool) {
+    print_error(failure);
+    if json {
+        let object =
+            json!({"error": {"exit": failure.exit as i32, "message": failure.message, "hints": failure.hints}});
+        print(&format!("{object}\n"));
+    }
+}
+
+/// Prints a failure to stderr only.
+pub fn print_error(failure: &Failure) {
+    let word = if failure.exit == Exit::Stopped { "stopped" } else { "error" };
+    let word = if supports_color(&io::stderr()) { format!("\x1b[1;31m{word}:\x1b[0m") } else { format!("{word}:") };
+    let _ = writeln!(io::stderr(), "{word} {failure}");
+}
+
+/// Whether the user can answer a prompt: both stdin and stderr are terminals.
+pub fn is_interactive() -> bool {
+    io::stdin().is_terminal() && io::stderr().is_terminal()
+}
+
+/// Asks for a number from 1 to `count` and returns it counted from 0; `None` for any other input.
+pub fn prompt_choice(count: usize) -> Option<usize> {
+    let numbers = if count == 1 { "1".to_owned() } else { format!("1 to {count}") };
+    let _ = write!(io::stderr(), "run one of them? {numbers}, or Enter for none: ");
+    let mut line = String::new();
+    io::stdin().read_line(&mut line).ok()?;
+    parse_choice(&line, count)
+}
+
+/// Parses a number from 1 to `count` and returns it counted from 0.
+fn parse_choice(line: &str, count: usize) -> Option<usize> {
+    let number: usize = line.trim().parse().ok()?;
+    (1..=count).contains(&number).then(|| number - 1)
+}
+
+/// Prints a note to stderr.
+pub fn print_note(note: &str) {
+    let _ = writeln!(io::stderr(), "note: {note}");
+}
+
+/// Prints the start of a long operation, if stderr is a terminal.
+pub fn print_progress(operation: &str) {
+    if io::stderr().is_terminal() {
+        let _ = writeln!(io::stderr(), "{operation} ...");
+    }
+}
+
+/// Whether to use colors: the output is a terminal, and neither `NO_COLOR` (no-color.org) nor `TERM=dumb` is set.
+fn supports_color(output: &impl IsTerminal) -> bool {
+    let plain = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
+    let dumb = std::env::var_os("TERM").is_some_and(|value| value == "dumb");
+    output.is_terminal() && !plain && !dumb
+}
+
+/// Makes a panic in any thread print a bug report and end the program with exit code 1.
+///
+/// Files are written to a temporary name and then renamed, so an abrupt end damages no saved file.
+pub fn install_panic_hook() {
+    std::panic::set_hook(Box::new(|panic| {
+        let backtrace = Backtrace::capture();
+        let has_backtrace = backtrace.status() == BacktraceStatus::Captured;
+        if has_backtrace {
+            let _ = writeln!(io::stderr(), "{backtrace}");
+        }
+        print_error(&panic_failure(panic, has_backtrace));
+        std::process::exit(Exit::Bug as i32);
+    }));
+}
+
+/// Describes a panic as a bug in Plimsoll, with its source location and hints for a report.
+fn panic_failure(panic: &PanicHookInfo, has_backtrace: bool) -> Failure {
+    let text = panic.payload().downcast_ref::<&str>().copied();
+    let message = text.or(panic.payload().downcast_ref::<String>().map(|text| &**text)).unwrap_or("no message");
+    let location = panic.location().map(|at| format!(" ({}:{})", at.file(), at.line())).unwrap_or_default();
+    let bug = Failure::bug(format!("this is a bug in plimsoll: {message}{location}"));
+    let bug = if has_backtrace { bug } else { bug.hint("set RUST_BACKTRACE=1 for a backtrace") };
+    bug.hint(concat!("please report it: ", env!("CARGO_PKG_REPOSITORY"), "/issues"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::panic;
+    use std::sync::{Arc, Mutex};
+
+    #[test]
+    fn choice_requires_a_listed_number() {
+        assert_eq!((parse_choice("2\n", 3), parse_choice(" 1 \n", 1)), (Some(1), Some(0)));
+        for line in ["", "\n", "y\n", "0\n", "4\n", "1 2\n", "-1\n"] {
+            assert_eq!(parse_choice(line, 3), None, "{line:?}");
+        }
+    }
+
+    #[test]
+    fn panic_reports_location_and_issue_tracker() {
+        let seen: Arc<Mutex<Option<Failure>>> = Arc::default();
+        let hook_seen = Arc::clone(&seen);
+        let previous_hook = panic::take_hook();
+        panic::set_hook(Box::new(move |panic| *hook_seen.lock().unwrap() = Some(panic_failure(panic, false))));
+        let caught = panic::catch_unwind(|| panic!("tensor {} has no shape", 7));
+        panic::set_hook(previous_hook);
+        assert!(caught.is_err());
+        let bug = seen.lock().unwrap().take().expect("the hook was called");
+        assert_eq!(bug.exit as i32, 1);
+        let expected = format!("this is a bug in plimsoll: tensor 7 has no shape ({}:", file!());
+        assert!(bug.message.starts_with(&expected), "{bug}");
+        assert!(bug.hints.iter().any(|hint| hint.starts_with("please report it: https://")), "{bug}");
+    }
+}

@@ -1,0 +1,74 @@
+//! Access from Python to the server of a remote device: Ray carries the requests of a run to this process, and the server
+//! answers them. The server itself is `plimsoll_train::remote::server`.
+
+use crate::failure::{argument_error, run_detached, to_exception};
+use plimsoll_core::Failure;
+use plimsoll_device::process;
+use plimsoll_train::remote::Invitation;
+use plimsoll_train::remote::links::LinkSpeeds;
+use plimsoll_train::remote::server;
+use plimsoll_train::remote::sockets::TcpPeerNetwork;
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+use std::net::{IpAddr, SocketAddr};
+use std::time::Instant;
+
+/// Bytes per second to the peer and from the peer, and latency in seconds; a tuple in Python.
+type LinkTuple = (f64, f64, f64);
+
+/// The server of the device in this process.
+#[pyclass]
+pub struct DeviceServer {
+    server: server::DeviceServer,
+}
+
+#[pymethods]
+impl DeviceServer {
+    /// Creates a server that accepts peers at `ip`, on the first free port of `ports`; 0 stands for any port. `gpu` is the
+    /// index of the GPU in this process, whatever its index in the run.
+    #[new]
+    #[pyo3(signature = (ip, ports, gpu=None))]
+    fn new(py: Python<'_>, ip: &str, ports: Vec<u16>, gpu: Option<u32>) -> PyResult<DeviceServer> {
+        process::set_heap_trim_threshold();
+        let listen = || {
+            let ip: IpAddr = ip.parse().map_err(argument_error("ip"))?;
+            let addresses: Vec<SocketAddr> = ports.iter().map(|port| SocketAddr::new(ip, *port)).collect();
+            let network = TcpPeerNetwork::listen(&*addresses).map_err(|error| {
+                Failure::input(format!(
+                    "none of the ports for connections between workers is available at {ip}: {error}"
+                ))
+            })?;
+            server::DeviceServer::with_gpu(network, gpu).map_err(argument_error("a thread"))
+        };
+        Ok(DeviceServer { server: listen().map_err(|failure| to_exception(py, &failure))? })
+    }
+
+    /// Returns the address at which peers connect.
+    fn address(&self) -> String {
+        self.server.address()
+    }
+
+    /// Measures the links to the peers at these addresses, which call this function at the same time with the same `secret`.
+    /// Returns one entry per rank. Of each two ranks, only the lower one gets the figures.
+    fn measure_links(
+        &self,
+        py: Python<'_>,
+        rank: u32,
+        addresses: Vec<String>,
+        secret: String,
+    ) -> PyResult<Vec<Option<LinkTuple>>> {
+        let invitation = Invitation { team: 0, secret, addresses, epoch: Instant::now(), nccl: false };
+        let to_tuple = |speeds: LinkSpeeds| {
+            (speeds.to_peer.bytes_per_second, speeds.from_peer.bytes_per_second, speeds.to_peer.latency_seconds)
+        };
+        run_detached(py, || {
+            let links = self.server.measure_links(&invitation, rank).map_err(argument_error("links"))?;
+            Ok(links.into_iter().map(|speeds| speeds.map(to_tuple)).collect())
+        })
+    }
+
+    /// Answers a request of the run. Several threads may call this at the same time.
+    fn answer<'py>(&self, py: Python<'py>, request: &[u8]) -> PyResult<Bound<'py, PyBytes>> {
+        Ok(PyBytes::new(py, &run_detached(py, || Ok(self.server.answer(request)))?))
+    }
+}

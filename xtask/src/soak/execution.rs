@@ -1,0 +1,326 @@
+//! Runs every Program of a plan: loading, two training steps, evaluation, saving, generation and restoring.
+
+use super::case::{Case, Rng};
+use super::observed_device::{Observation, ObservedDevice, tensors_at_byte};
+use super::reference::values;
+use super::tally::Tally;
+use plimsoll_core::{Category, DType, Recipe, Space};
+use plimsoll_device::device::{Device, DeviceError, FileSpace};
+use plimsoll_device::heap::{self, HeapGrowth};
+use plimsoll_plan::search::PlanOutcome;
+use plimsoll_program::models::decoder::Generation;
+use plimsoll_program::{Lifetime, Placement, ProgramKind, ProgramSet, TensorId};
+use plimsoll_train::inference::samples::Sampling;
+use plimsoll_train::session::engine::{Engine, StepInput, StepLoss};
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::{Arc, Mutex};
+
+/// Largest growth of the heap after a step. The heap must not grow from step to step.
+const KEPT_BYTES: i64 = 64 << 10;
+
+/// All numeric results of an execution.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RunValues {
+    /// Loss and norm of each step.
+    pub losses: Vec<[f64; 2]>,
+    /// Sum of the losses of the evaluated rows, and number of exactly predicted documents.
+    pub evaluated: Option<(f64, u64)>,
+    /// Logits after the prompt and after each new token.
+    pub logits: Vec<Vec<f64>>,
+    /// Weights and optimizer state after the steps, with their element type.
+    pub tensors: BTreeMap<String, (DType, Vec<u8>)>,
+}
+
+impl RunValues {
+    /// Whether all bits are equal.
+    pub fn same_bits(&self, other: &RunValues) -> bool {
+        let bits = |v: &[Vec<f64>]| v.iter().flatten().map(|x| x.to_bits()).collect::<Vec<_>>();
+        let losses = |n: &RunValues| n.losses.iter().flatten().map(|x| x.to_bits()).collect::<Vec<_>>();
+        let evaluated = |n: &RunValues| n.evaluated.map(|(loss, exact)| (loss.to_bits(), exact));
+        losses(self) == losses(other)
+            && evaluated(self) == evaluated(other)
+            && bits(&self.logits) == bits(&other.logits)
+            && self.tensors == other.tensors
+    }
+
+    /// Whether all losses and logits are finite.
+    pub fn finite(&self) -> bool {
+        self.losses.iter().flatten().chain(self.logits.iter().flatten()).all(|x| x.is_finite())
+            && self.evaluated.is_none_or(|(loss, _)| loss.is_finite())
+    }
+
+    /// Returns the largest relative difference of a loss or of a weight tensor (by norm), and its name.
+    pub fn distance(&self, other: &RunValues) -> (f64, String) {
+        let relative = |a: f64, b: f64| if a == b { 0.0 } else { (a - b).abs() / a.abs().max(b.abs()) };
+        let losses = self.losses.iter().flatten().zip(other.losses.iter().flatten());
+        let losses = losses.map(|(a, b)| (relative(*a, *b), "loss or norm".to_owned()));
+        // Optimizer state is skipped: with a true gradient of zero it averages rounding noise.
+        let is_weight = |name: &str| !name.contains(".first[") && !name.contains(".second[");
+        let weights = self.tensors.iter().filter(|(name, _)| is_weight(name)).map(|(name, (dtype, a))| {
+            let (a, b) = (values(*dtype, a), values(*dtype, &other.tensors[name].1));
+            let square = |x: f64| x * x;
+            let apart: f64 = a.iter().zip(&b).map(|(a, b)| square(a - b)).sum();
+            let size: f64 = a.iter().map(|a| square(*a)).sum();
+            (if apart == 0.0 { 0.0 } else { (apart / size).sqrt() }, name.clone())
+        });
+        let worse = |a: &(f64, String), b: &(f64, String)| a.0.is_nan() || a.0 > b.0;
+        losses.chain(weights).fold((0.0, String::new()), |worst, x| if worse(&x, &worst) { x } else { worst })
+    }
+}
+
+/// Files of a run, kept in memory and complete before anything runs.
+pub struct InMemoryFiles(BTreeMap<String, Vec<u8>>);
+
+impl InMemoryFiles {
+    /// Creates every file of a Program set: random weights in the model files, placeholders in all others.
+    pub fn new(set: &ProgramSet, rng: &mut Rng) -> InMemoryFiles {
+        let files = set.tensors.iter().filter(|t| t.space == Space::File);
+        let contents = |name: &str, dtype: DType, bytes: u64| {
+            if !name.starts_with("model:") {
+                return vec![0xff; bytes as usize];
+            }
+            (0..bytes / dtype.bytes()).flat_map(|_| random_weight(dtype, rng)).collect()
+        };
+        let mut contents = contents;
+        InMemoryFiles(files.map(|t| (t.name.clone(), contents(&t.name, t.dtype, t.bytes()))).collect())
+    }
+}
+
+/// Returns the bytes of a random number of the size of a weight.
+fn random_weight(dtype: DType, rng: &mut Rng) -> Vec<u8> {
+    let (sign, power, rest) = (rng.range(0, 1), rng.range(0, 3), rng.range(0, (1 << 52) - 1));
+    match dtype {
+        DType::F16 => ((sign << 15 | (8 + power) << 10 | rest >> 42) as u16).to_le_bytes().to_vec(),
+        DType::Bf16 => ((sign << 15 | (120 + power) << 7 | rest >> 45) as u16).to_le_bytes().to_vec(),
+        _ => ((sign << 31 | (120 + power) << 23 | rest >> 29) as u32).to_le_bytes().to_vec(),
+    }
+}
+
+impl FileSpace for InMemoryFiles {
+    fn read(&mut self, tensor: &str, offset: u64, into: &mut [u8]) -> io::Result<()> {
+        into.copy_from_slice(&self.0[tensor][offset as usize..offset as usize + into.len()]);
+        Ok(())
+    }
+
+    fn write(&mut self, tensor: &str, offset: u64, from: &[u8]) -> io::Result<()> {
+        let file = self.0.get_mut(tensor).expect("a file of the set");
+        file[offset as usize..offset as usize + from.len()].copy_from_slice(from);
+        Ok(())
+    }
+}
+
+fn read_persistent_tensors(engine: &mut Engine, set: &ProgramSet) -> BTreeMap<String, (DType, Vec<u8>)> {
+    let mut all = BTreeMap::new();
+    for (id, tensor) in set.tensors.iter().enumerate() {
+        let kept = matches!(tensor.category, Category::Weight | Category::Optimizer);
+        if !kept || tensor.lifetime != Lifetime::Persistent || tensor.space == Space::File {
+            continue;
+        }
+        for slot in 0..tensor.slots {
+            let mut bytes = vec![0; tensor.bytes() as usize];
+            engine.device().read(TensorId(id as u32), slot, &mut bytes);
+            all.insert(format!("{}[{slot}]", tensor.name), (tensor.dtype, bytes));
+        }
+    }
+    all
+}
+
+/// Compares the files with the tensors in the arena and returns a mismatch. If weights have f32 master copies,
+/// checkpoints hold the masters and the saved model holds the weights.
+fn find_file_mismatch(
+    case: &Case,
+    memory: &InMemoryFiles,
+    tensors: &BTreeMap<String, (DType, Vec<u8>)>,
+) -> Option<String> {
+    for p in case.config.hf_parameters() {
+        for (file, bytes) in &memory.0 {
+            let Some((group, name)) = file.split_once(':') else { continue };
+            let state = match name.strip_suffix(&p.hf_name) {
+                Some("") => String::new(),
+                Some(state) => format!(".{}", state.trim_end_matches('.')),
+                None => continue,
+            };
+            if group == "model" {
+                continue;
+            }
+            let layer = p.layer.unwrap_or(0);
+            let master =
+                tensors.get(&format!("{}.master[{layer}]", p.tensor)).filter(|_| state.is_empty() && group != "saved");
+            let (dtype, tensor) = master.unwrap_or_else(|| &tensors[&format!("{}{state}[{layer}]", p.tensor)]);
+            let size = dtype.bytes();
+            let first = (p.offset * size) as usize;
+            if tensor[first..first + (p.elements() * size) as usize] != bytes[..] {
+                return Some(format!("{file} is not what the arena holds"));
+            }
+        }
+    }
+    None
+}
+
+/// Options for the execution of a plan.
+#[derive(Clone, Copy)]
+pub struct ExecutionOptions<'a> {
+    /// Arithmetic of the execution.
+    pub precision: DType,
+    /// CPU threads.
+    pub threads: u32,
+    /// Observation of the device.
+    pub observation: Observation,
+    /// Name of the case in failure messages.
+    pub label: &'a str,
+    /// Wraps the device, for tests that inject a fault.
+    pub damage: fn(Box<dyn Device>) -> Box<dyn Device>,
+}
+
+impl<'a> ExecutionOptions<'a> {
+    /// Returns options with the precision and threads of the case, without a fault.
+    pub fn new(case: &Case, label: &'a str) -> ExecutionOptions<'a> {
+        let undamaged = |device| device;
+        ExecutionOptions {
+            precision: case.precision,
+            threads: case.threads,
+            observation: Observation::Outcome,
+            label,
+            damage: undamaged,
+        }
+    }
+}
+
+/// Returns the logits after a prompt, after each token until the cache is full, and after a prompt of one token. This
+/// runs every Program of generation.
+///
+/// # Errors
+/// The device fails.
+pub fn generate_all(case: &Case, generation: Generation, engine: &mut Engine) -> Result<Vec<Vec<f64>>, DeviceError> {
+    let prompt = case.prompt(generation);
+    let (mut length, mut all) = (prompt.len(), Vec::new());
+    let mut logits = engine.extend(&prompt, 0)?;
+    loop {
+        let token = Sampling::GREEDY.choose(&logits, length as u64) as i32;
+        all.push(logits);
+        if length as u64 == generation.capacity {
+            break;
+        }
+        logits = engine.extend(&[token], length)?;
+        length += 1;
+    }
+    // A prompt of one token, for prompts that fill the cache completely.
+    all.push(engine.extend(&prompt[..1], 0)?);
+    Ok(all)
+}
+
+/// Trains one step on the rows of the case. Returns its loss and the growth of the heap.
+///
+/// # Errors
+/// The device fails.
+pub fn train_step(
+    case: &Case,
+    engine: &mut Engine,
+    step: u64,
+    learning_rate: f64,
+) -> Result<(StepLoss, HeapGrowth), DeviceError> {
+    let mut rows = case.rows(case.sequences, step);
+    let labelled_tokens = rows.labelled_tokens();
+    let input = StepInput { step, learning_rate, betas: [0.9, 0.95], clip_norm: case.clip_norm, labelled_tokens };
+    // The loader pads rows to whole micro-batches. Its memory must not count as growth of the step.
+    rows.tokens.reserve(1 << 12);
+    let (loss, grown) = heap::measure_growth(|| {
+        let loss = engine.gradients(&mut rows, &input, 1)?;
+        engine.update()?;
+        Ok::<_, DeviceError>(loss)
+    });
+    Ok((loss?, grown))
+}
+
+/// Runs every Program of a plan.
+///
+/// # Errors
+/// The device fails.
+pub fn execute(
+    case: &Case,
+    outcome: &PlanOutcome,
+    options: ExecutionOptions,
+    tally: &mut Tally,
+) -> Result<RunValues, DeviceError> {
+    let found = Arc::new(Mutex::new(Tally::default()));
+    let numbers = execute_programs(case, outcome, options, &found, tally);
+    // Checks from before a device failure count as well.
+    tally.add(std::mem::take(&mut *found.lock().expect("no thread panics while it holds the lock")));
+    numbers
+}
+
+/// Runs every Program of a plan. Checks of single ops are added to `found`, all others to `tally`.
+fn execute_programs(
+    case: &Case,
+    outcome: &PlanOutcome,
+    options: ExecutionOptions,
+    found: &Arc<Mutex<Tally>>,
+    tally: &mut Tally,
+) -> Result<RunValues, DeviceError> {
+    let ExecutionOptions { precision, threads, observation, label, damage } = options;
+    let set = Arc::new(outcome.set.clone());
+    let placement: Placement = outcome.layout.placement.clone();
+    let recipe: Recipe = outcome.plan.recipe.clone();
+    let inner = damage(case.device.open(outcome.set.clone(), placement.clone(), precision, threads)?);
+    let (its_set, its_found) = (Arc::clone(&set), Arc::clone(found));
+    let device =
+        ObservedDevice::new(inner, its_set, placement.clone(), precision, observation, its_found, label.to_owned())?;
+    let (sequence, vocab) = (case.sequence, case.config.vocab);
+    let mut engine = Engine::new(Box::new(device), &set, precision, recipe.clone(), sequence, vocab);
+    let mut memory = InMemoryFiles::new(&set, &mut Rng::new(case.seed, case.number));
+    let mut numbers = RunValues { losses: Vec::new(), evaluated: None, logits: Vec::new(), tensors: BTreeMap::new() };
+
+    engine.move_files(ProgramKind::Load, &mut memory)?;
+    if case.optimizer.is_some() {
+        engine.run(ProgramKind::InitOptimizer)?;
+        for step in 1..=2 {
+            let (loss, grown) = train_step(case, &mut engine, step, 1e-2)?;
+            numbers.losses.push([loss.loss, loss.norm]);
+            if observation == Observation::Outcome && step == 2 {
+                let kept = grown.kept_bytes;
+                tally.figure("heap kept after a step, bytes", kept as f64, kept <= KEPT_BYTES, || {
+                    format!("{label}: {kept} bytes")
+                });
+            }
+        }
+    }
+    let evaluation = |engine: &mut Engine| -> Result<Option<(f64, u64)>, DeviceError> {
+        if !case.evaluate {
+            return Ok(None);
+        }
+        let sum = engine.evaluate(&mut case.rows(u64::from(recipe.micro_batch) + 1, 99))?;
+        Ok(Some((sum.loss_sum, sum.exact)))
+    };
+    numbers.evaluated = evaluation(&mut engine)?;
+    numbers.tensors = read_persistent_tensors(&mut engine, &set);
+    if case.optimizer.is_some() {
+        engine.move_files(ProgramKind::Checkpoint, &mut memory)?;
+        engine.move_files(ProgramKind::Save, &mut memory)?;
+        let wrong = find_file_mismatch(case, &memory, &numbers.tensors);
+        tally.check("files hold what the arena holds", wrong.is_none(), || {
+            format!("{label}: {}", wrong.unwrap_or_default())
+        });
+    }
+    if let Some(generation) = case.generation {
+        numbers.logits = generate_all(case, generation, &mut engine)?;
+    }
+    if case.optimizer.is_some() {
+        engine.move_files(ProgramKind::Restore, &mut memory)?;
+        let same = read_persistent_tensors(&mut engine, &set) == numbers.tensors;
+        tally.check("restore brings back every bit", same, || label.to_owned());
+        let evaluated = evaluation(&mut engine)?;
+        let same = evaluated.map(|(loss, _)| loss.to_bits()) == numbers.evaluated.map(|(loss, _)| loss.to_bits());
+        tally.check("restore brings back every bit", same, || {
+            format!("{label}: {evaluated:?} was {:?}", numbers.evaluated)
+        });
+    }
+    if observation == Observation::Outcome {
+        let (planned, used) = (placement.arena_bytes, engine.stats().arena_measured_bytes.0);
+        tally.figure("arena planned but not used, bytes", planned as f64 - used as f64, planned == used, || {
+            let top = tensors_at_byte(&set, &placement, Space::Device, planned - 1).join(", ");
+            format!("{label}: planned {planned}, used {used}; on top stands {top}")
+        });
+    }
+    Ok(numbers)
+}
