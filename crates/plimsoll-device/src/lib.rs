@@ -10,7 +10,7 @@
 //! | memory | [`arena`] (one allocation between guard pages), [`spaces`] (device arena, host arena, scratch file) |
 //! | devices | [`cpu`], [`virtual_device`] (simulated accelerator on the CPU), [`cuda`] |
 //! | communication | [`transport`] (groups of devices in one process or in several) |
-//! | measurement | [`probe`] (hardware), [`bench`], [`disk`], [`calibration`] (cached measurements), [`process`], [`heap`] |
+//! | measurement | [`probe`] (hardware), [`bench`](mod@bench), [`disk`], [`calibration`] (cached measurements), [`process`], [`heap`] |
 //!
 //! # Example
 //!

@@ -1,8 +1,8 @@
 //! The memory spaces of a device with memory that this processor can address: the device arena, the host arena and the
 //! scratch file.
 //!
-//! When the device switches to another plan, [`adopt`] moves its persistent tensors between and within these spaces.
-//! CUDA devices have their arena in GPU memory; they implement [`ResizableArenas`] themselves and use the same algorithm.
+//! When the device switches to another plan, `adopt` moves its persistent tensors between and within these spaces.
+//! CUDA devices have their arena in GPU memory; they implement `ResizableArenas` themselves and use the same algorithm.
 
 use crate::arena::Arena;
 use crate::device::{DeviceError, Memory};
@@ -123,7 +123,7 @@ impl Spaces {
         bytes.copy_from_slice(&self.view(tensor_info.space, first..first + bytes.len() as u64));
     }
 
-    /// Switches from one plan to another; see the function [`adopt`].
+    /// Switches from one plan to another; see the function `adopt`.
     ///
     /// # Errors
     /// Memory or disk space is refused, or a tensor changes its shape. The old plan then remains in place.

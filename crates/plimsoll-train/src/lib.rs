@@ -9,7 +9,7 @@
 //! | plan | [`planning`] | [`planning::PlannedRun`], [`planning::prepare::PreparedRun`]: the recipe, Programs and arenas of each device |
 //! | open | [`session`], `team` | opened devices that hold their arenas and form a team |
 //! | train | [`session`], `recovery` | the training loop: steps, evaluations, checkpoints; recovery after out-of-memory errors and lost devices |
-//! | report | [`session`] | [`session::start::Outcome`]: `result.json`, events and the trained model |
+//! | report | [`session`] | [`session::outcome::Outcome`]: `result.json`, events and the trained model |
 //!
 //! Modules beside this route: [`data`] (rows of tokens), [`files`] (models, adapters and checkpoints on disk), [`remote`]
 //! (devices in other processes), [`inference`] (evaluation, generation and merging of finished models), [`fault_injection`],

@@ -71,17 +71,12 @@ fn line_comments(text: &str) -> Vec<Comment> {
     for (number, line) in (1..).zip(text.lines()) {
         let line = line.trim();
         let marker = ["///", "//!", "//"].into_iter().find(|marker| line.starts_with(marker));
-        match marker {
-            Some(marker) => {
-                let words = line[marker.len()..].trim();
-                match comments.last_mut().filter(|_| open == Some(marker)) {
-                    Some(comment) => comment.text = format!("{} {words}", comment.text),
-                    None => {
-                        comments.push(Comment { line: number, text: words.to_owned(), is_doc: marker != "//" });
-                    }
-                }
+        if let Some(marker) = marker {
+            let words = line[marker.len()..].trim();
+            match comments.last_mut().filter(|_| open == Some(marker)) {
+                Some(comment) => comment.text = format!("{} {words}", comment.text),
+                None => comments.push(Comment { line: number, text: words.to_owned(), is_doc: marker != "//" }),
             }
-            None => {}
         }
         open = marker;
     }

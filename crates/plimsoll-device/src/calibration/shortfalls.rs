@@ -60,7 +60,7 @@ pub fn forget_memory_shortfall(device: &DeviceSpec) {
 }
 
 /// Updates the slowdown of a device. `times` is the time of its work over the prediction, which already includes any
-/// recorded slowdown. A total slowdown of at least [`MIN_SLOWDOWN`] is recorded for the next plan; a smaller one
+/// recorded slowdown. A total slowdown of at least `MIN_SLOWDOWN` is recorded for the next plan; a smaller one
 /// removes the record.
 pub fn record_slowdown(device: &DeviceSpec, times: f64, run: &str) {
     let slower = |short: &Shortfall| if let ShortfallKind::Slowdown(times) = short.kind { Some(times) } else { None };

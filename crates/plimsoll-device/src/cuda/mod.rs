@@ -5,7 +5,7 @@
 //! - Execution, bottom to top: [`driver`] (function table and safe wrappers), [`arena`], [`queues`] and [`staging`],
 //!   which [`resources`] groups per GPU, then [`products`] (cuBLASLt), [`collectives`] and [`nccl`], and the
 //!   [`executor`].
-//! - [`open`] opens a GPU by its number; [`bench`] measures it.
+//! - [`open`] opens a GPU by its number; [`bench`](mod@bench) measures it.
 //! - [`headers`] compares the declarations used here with NVIDIA's headers.
 
 pub mod arena;

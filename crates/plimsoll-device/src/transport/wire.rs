@@ -40,7 +40,7 @@ pub const ROUND_BYTES: u64 = 1 << 20;
 const MAX_SENDS_AHEAD: u32 = 2;
 
 /// The most bytes that a rank holds outside its arenas for frames in flight, with rounds of [`ROUND_BYTES`] and sends
-/// from two neighbours: two outgoing rounds, three incoming ones, and [`MAX_SENDS_AHEAD`] sends per neighbour and
+/// from two neighbours: two outgoing rounds, three incoming ones, and `MAX_SENDS_AHEAD` sends per neighbour and
 /// direction.
 pub const MAX_IN_FLIGHT_BYTES: Bytes = Bytes((2 + 3 + 4 * MAX_SENDS_AHEAD as u64) * ROUND_BYTES);
 

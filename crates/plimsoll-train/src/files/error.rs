@@ -177,7 +177,7 @@ impl FilesError {
             io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
                 FilesError::DiskFull { path: path.to_owned(), needed: None }
             }
-            _ => FilesError::Io { path: path.to_owned(), action: action, source },
+            _ => FilesError::Io { path: path.to_owned(), action, source },
         }
     }
 

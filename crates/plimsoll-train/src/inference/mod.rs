@@ -61,7 +61,7 @@ pub struct PlannedEvaluation {
 
 impl PlannedEvaluation {
     /// Plans the evaluation of the run file's model on its evaluation data. Each sample begins a new row. Without
-    /// `sequence`, rows are as long as the longest sample, at most the model's context and [`SEQUENCE_MAX`].
+    /// `sequence`, rows are as long as the longest sample, at most the model's context and `SEQUENCE_MAX`.
     ///
     /// # Errors
     /// An invalid model, invalid data, or devices that cannot be used.

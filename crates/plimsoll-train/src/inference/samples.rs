@@ -36,7 +36,7 @@ impl Sampling {
     /// Always selects the most likely token.
     pub const GREEDY: Sampling = Sampling { temperature: 0.0, top_k: 0, top_p: 1.0, seed: 0 };
 
-    /// Selects the token at `position` from its `logits`, of shape [V].
+    /// Selects the token at `position` from its `logits`, of shape `[V]`.
     pub fn choose(&self, logits: &[f64], position: u64) -> usize {
         let best = (0..logits.len()).fold(0, |best, i| if logits[i] > logits[best] { i } else { best });
         if self.temperature <= 0.0 {
@@ -74,7 +74,7 @@ fn uniform(seed: u64, position: u64) -> f64 {
 
 /// A model with a key-value cache that generates token by token: on one device, or on a team of devices.
 pub trait CachedDecoder {
-    /// Appends `tokens` to the cache, which holds `length` tokens. Returns the logits of the next token, of shape [V].
+    /// Appends `tokens` to the cache, which holds `length` tokens. Returns the logits of the next token, of shape `[V]`.
     ///
     /// # Errors
     /// A device that fails.

@@ -186,6 +186,7 @@ mod tests {
         };
         assert_eq!(parallelism("data"), Some(Parallelism::Data));
         assert_eq!(parallelism("sharded"), Some(Parallelism::Sharded));
-        assert_eq!(parallelism("pipeline"), Some(Parallelism::Pipeline));
+        // One device alone is faster than this pipeline.
+        assert_eq!(parallelism("pipeline"), None);
     }
 }

@@ -96,7 +96,7 @@ fn forbid_shared_scratch(run: &RunRequest, requests: &mut [PlanRequest]) -> Resu
 /// Returns the request to plan a training run on several devices together.
 ///
 /// # Errors
-/// Those of [`plan_request`], and a scratch file for several devices.
+/// Those of `plan_request`, and a scratch file for several devices.
 pub fn team_request<'a>(
     run: &RunRequest,
     model: &'a Model,

@@ -4,8 +4,8 @@
 //! resolves the devices that the run file names, has Ray place a worker on each, and forwards requests to the workers. This
 //! module is the run's side. The run itself is not part of the cluster, so it can save and report when the cluster fails.
 //!
-//! Messages over the pipe have a length in front. The first exchange is JSON: a [`PlacementRequest`] and a
-//! [`PlacementReply`]. All later messages are encoded as in `protocol`, and a number pairs each response with its request.
+//! Messages over the pipe have a length in front. The first exchange is JSON: a `PlacementRequest` and a
+//! `PlacementReply`. All later messages are encoded as in `protocol`, and a number pairs each response with its request.
 
 use super::protocol::{decode, encode, exit_of};
 use super::sockets::{TcpPeerNetwork, receive, send};

@@ -2,7 +2,7 @@
 //!
 //! Three threads work together:
 //! - callers of [`DeviceServer::answer`] handle out-of-band requests themselves and queue all others;
-//! - the device thread ([`DeviceWorker`]) executes queued requests one at a time;
+//! - the device thread (`DeviceWorker`) executes queued requests one at a time;
 //! - the contact thread closes the device if the run sends nothing for too long, so that its memory becomes free.
 
 use super::links::{self, LinkSpeeds};

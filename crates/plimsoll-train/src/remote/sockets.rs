@@ -1,7 +1,7 @@
 //! Channels and peer networks over sockets.
 //!
 //! The wires of a team connect as follows. Every process listens. Of two ranks, the higher one connects and sends a
-//! [`Greeting`] with the secret of the team; connections without a valid greeting are closed. Traffic is not encrypted, so
+//! `Greeting` with the secret of the team; connections without a valid greeting are closed. Traffic is not encrypted, so
 //! these sockets are as safe as the network.
 
 use super::server::DeviceServer;

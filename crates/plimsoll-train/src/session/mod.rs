@@ -8,7 +8,7 @@
 //! ```
 //!
 //! Before the update, a failed step is dropped and repeated with the same rows. From the update on it only rolls forward. If part
-//! of the state is lost with a device, the loop is left with [`failure::StepInterrupt::RolledBack`] and continues from the newest
+//! of the state is lost with a device, the loop is left with `failure::StepInterrupt::RolledBack` and continues from the newest
 //! checkpoint. Between two steps ("adapt"), the session rebalances the team, takes devices back, answers the control socket, reacts
 //! to memory pressure and pauses hot devices.
 //!

@@ -1,7 +1,7 @@
-//! The training loop: a [`Session`] runs steps, evaluations and saves, until the run is finished or stopped.
+//! The training loop: a `Session` runs steps, evaluations and saves, until the run is finished or stopped.
 //!
 //! Opening devices and loading state is in `opening`, files are written in `run_folder`, evaluation is in `evaluation`. Device
-//! failures are handled in `recovery`, changes of the team in `team::rebalance`. These modules extend [`Session`] with their own
+//! failures are handled in `recovery`, changes of the team in `team::rebalance`. These modules extend `Session` with their own
 //! `impl` blocks.
 
 use crate::data::{Loader, Rows};

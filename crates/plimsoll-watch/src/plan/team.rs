@@ -227,7 +227,7 @@ fn is_plan_itself(plan: &Plan, alternative: &Alternative) -> bool {
     alternative.parallelism == plan.parallelism && devices == names && alternative.predicted == plan.predicted
 }
 
-/// Names an alternative: `rtx3090 alone`, `data parallel over 8 × rtx5090`, with the shares if they differ.
+/// Names an alternative: `rtx3090 alone`, `data over 8 × rtx5090`, with the shares if they differ.
 fn name(alternative: &Alternative) -> String {
     let mut groups: Vec<(&str, usize)> = Vec::new();
     for device in &alternative.devices {
@@ -246,7 +246,7 @@ fn name(alternative: &Alternative) -> String {
     let differ = shares.windows(2).any(|pair| pair[0] != pair[1]);
     let shares = if differ && shares.len() <= 4 { format!(" ({})", shares.join(" : ")) } else { String::new() };
     let kind = match parallelism {
-        Parallelism::Data => "data parallel",
+        Parallelism::Data => "data",
         Parallelism::Sharded => "sharded",
         Parallelism::Pipeline => "pipeline",
     };

@@ -51,7 +51,7 @@ const CONTEXT_BYTES_MAX: Bytes = Bytes::mib(512);
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Charges {
     /// The context. If free memory before it is unknown: all memory then in use on the GPU, at most
-    /// [`CONTEXT_BYTES_MAX`].
+    /// `CONTEXT_BYTES_MAX`.
     pub context: Bytes,
     /// Modules, cuBLASLt and kernel-local memory: everything that was loaded after the context.
     pub libraries: Bytes,

@@ -1,6 +1,6 @@
 //! Evaluation of the model on the evaluation data.
 //!
-//! The team evaluates itself, each worker on a part of the rows. Or a device outside the team does it ([`Evaluator`]):
+//! The team evaluates itself, each worker on a part of the rows. Or a device outside the team does it (`Evaluator`):
 //! it receives a copy of the weights and evaluates while the team continues. Its event is then logged when the result
 //! arrives, at the latest before the next evaluation and before the end. If the evaluator is lost or runs out of
 //! memory, the team evaluates from then on.
