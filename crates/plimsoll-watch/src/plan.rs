@@ -206,7 +206,8 @@ fn measured_or(measured: bool, otherwise: &'static str) -> &'static str {
     if measured { "measured" } else { otherwise }
 }
 
-/// Returns the source of the predicted time.
+/// Returns the suffix of the predicted time that names its source: simulated devices, measured rates, or published or
+/// assumed rates.
 fn source_of_rates(view: &PlanView) -> &'static str {
     if view.plan.devices.iter().any(|device| device.simulated) {
         " (simulated devices)"

@@ -164,7 +164,7 @@ impl WeightFiles {
         self.entries.iter().map(|(name, entry)| (name.as_str(), entry))
     }
 
-    /// Returns the bytes of all tensors together.
+    /// Returns the total size of all tensors.
     pub fn bytes(&self) -> Bytes {
         self.entries.values().map(|entry| Bytes(entry.bytes)).sum()
     }

@@ -75,7 +75,7 @@ struct ContactMonitor {
     timeout_ms: AtomicU64,
 }
 
-/// Marks a run that has sent no ping yet. It is never considered lost.
+/// Value of `missed_checks` before the run's first ping; until then the run is never considered lost.
 const NO_CONTACT_YET: u32 = u32::MAX;
 
 /// Checks per timeout.

@@ -201,7 +201,8 @@ impl Session {
         self.initialize_state(checkpoint.as_ref(), log)
     }
 
-    /// Loads weights and optimizer state with recovery. Fault injection counts this as step 0.
+    /// Fills weights and optimizer state, from the checkpoint if there is one. Out-of-memory errors and lost devices are
+    /// handled as in a step. Faults set for step 0 occur here.
     fn initialize_state(
         &mut self,
         checkpoint: Option<&Arc<Checkpoint>>,

@@ -1,7 +1,7 @@
 //! Heartbeats: detection of devices that no longer respond.
 //!
 //! Each device has a [`HeartbeatSender`], a thread that asks it for a sign of life at short intervals, however long its work takes. A
-//! [`HeartbeatMonitor`] counts its own ticks since the last heartbeat of each device. After [`TICKS_PER_TIMEOUT`] ticks without one the
+//! [`HeartbeatMonitor`] counts its own ticks since the last heartbeat of each device. After [`TICKS_PER_TIMEOUT`] ticks without one (`run.heartbeat_seconds`) the
 //! device is lost: workers that wait for it are told, and its job is abandoned (`run_on_all`). A slow step is never a loss.
 //!
 //! The monitor counts ticks instead of clock time, so a process that was suspended, or a machine that slept, loses no device.

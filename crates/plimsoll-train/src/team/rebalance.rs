@@ -243,7 +243,7 @@ impl Session {
         }
     }
 
-    /// Returns the load line of host memory that holds now.
+    /// Returns the largest present host load line of the workers, or the host budget if no worker has one.
     pub(crate) fn host_load_line(&self) -> Bytes {
         let lines = self.team.workers().iter().map(|worker| worker.line.host);
         lines.max().filter(|host| *host > Bytes::ZERO).unwrap_or(self.context.host_budget)
