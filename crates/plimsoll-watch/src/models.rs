@@ -109,7 +109,7 @@ mod tests {
         let text = table(&ModelsBench { samples: 1000, sequence: 1024, models: vec![ran, refused, broken] });
         let lines: Vec<&str> = text.lines().collect();
         assert_eq!(lines[0], "1000 sequences of 1024 tokens each, random weights");
-        assert!(lines[2].ends_with("tok/s  retreats"), "{text}");
+        assert!(lines[2].ends_with("tok/s  recoveries"), "{text}");
         for word in ["7b", "yes", "6.00 GiB", "5.00 GiB", "2.00 s", "2.50 s", "1.23 k", "1"] {
             assert!(lines[3].contains(word), "{word}: {text}");
         }
