@@ -309,7 +309,7 @@ fn check_with_faults(
         let Event::DeviceLost { device, reason, .. } = event else { continue };
         let meant = what.iter().any(|injection| match injection {
             Injection::Loss { device: of, .. } | Injection::Silence { device: of, .. } => of == device,
-            Injection::OutOfMemory { .. } | Injection::RandomOutOfMemory { .. } => reason.contains("refused"),
+            Injection::OutOfMemory { .. } | Injection::RandomOutOfMemory { .. } => reason.contains("out of memory"),
             Injection::Slow { .. } => false,
         });
         tally.check("only faulty devices are lost", meant, || format!("{}: {device}: {reason}", case.label));

@@ -325,7 +325,7 @@ pub(crate) mod tests {
             reason: "its library and its kernel module are of different versions (code 803)".to_owned(),
         };
         let nvidia = Nvidia::of(&libraries, Err(error), 1);
-        assert!(nvidia.error.as_ref().unwrap().contains("of different versions (code 803): nvidia-smi should"));
+        assert!(nvidia.error.as_ref().unwrap().contains("of different versions (code 803): check that nvidia-smi"));
         assert!(shown(root.path(), &nvidia).contains("\nthe NVIDIA driver (/usr/lib/"), "{nvidia}");
     }
 
