@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{SMALL, Shape, Workspace};
+use common::{SMALL, Shape, Turn, Workspace};
 use serde_json::Value;
 
 /// A model that is large compared with the charges of a process, and enough sequences to keep all stages busy.
@@ -57,6 +57,7 @@ fn stages(workspace: &Workspace, run: &str) -> Vec<(String, u64)> {
 
 #[test]
 fn slow_stage_hands_layers_to_others() {
+    let _alone = Turn::alone();
     let workspace = workspace();
     let words = ["--devices", "virtual:a=86MiB@0.4::0.4gbit,virtual:b=86MiB@0.4::0.4gbit,host=1MiB"];
     // Enough steps to detect a straggler, and enough remaining steps for a new plan to pay off.

@@ -3,6 +3,8 @@
 
 #![allow(dead_code, reason = "each test file uses some of the helpers")]
 
+mod turn;
+
 use plimsoll_device::probe::Cpu;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -12,6 +14,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
+
+pub use turn::Turn;
 
 /// Time after which a command counts as hanging. Each takes less than a tenth of this.
 const WATCHDOG: Duration = Duration::from_secs(120);
@@ -38,11 +42,13 @@ pub const VOCAB: u32 = 32;
 pub struct Workspace {
     dir: TempDir,
     started: std::cell::Cell<u32>,
+    _turn: Turn,
 }
 
 impl Workspace {
     pub fn new(shape: &Shape) -> Workspace {
-        let workspace = Workspace { dir: tempfile::tempdir().unwrap(), started: Default::default() };
+        let _turn = Turn::shared();
+        let workspace = Workspace { dir: tempfile::tempdir().unwrap(), started: Default::default(), _turn };
         workspace.write_device_rates();
         fs::create_dir(workspace.path("model")).unwrap();
         workspace.write("model/config.json", config(shape.hidden).to_string());

@@ -1,6 +1,6 @@
 //! Data parallel training on unequal devices: the same result as on one device, out-of-memory errors, rebalancing and load lines.
 
-use crate::common::{Shape, Workspace};
+use crate::common::{Shape, Turn, Workspace};
 use crate::helpers::{
     ALL, NO_SAVES_OR_EVALS, QUICK, TRIO, assert_same_experiment, assert_within_load_lines, train, train_plain,
     train_with_oom_at, trio_with_plain_run, worker_names,
@@ -67,6 +67,7 @@ fn rebalancing_after_oom_keeps_load_lines() {
 
 #[test]
 fn slow_device_gets_fewer_sequences() {
+    let _alone = Turn::alone();
     let workspace = Workspace::new(&Shape { steps: 24, ..QUICK });
     let words = ["--devices", "virtual:a=64MiB@0.05,virtual:b=64MiB@0.05", "--set", "run.parallelism=all"];
     let (result, words) = train_plain(&workspace, &[&words[..], &NO_SAVES_OR_EVALS].concat());

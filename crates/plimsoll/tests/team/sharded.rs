@@ -1,6 +1,6 @@
 //! Sharded training (weights, gradients and optimizer state split over devices), storage-only workers and resharding.
 
-use crate::common::Workspace;
+use crate::common::{Turn, Workspace};
 use crate::helpers::{
     NO_SAVES_OR_EVALS, assert_same_experiment, assert_same_weights, assert_within_load_lines, lost_device,
     model_for_two, persistent_oom, step_losses, train, train_plain, train_with_oom_at, worker_names,
@@ -215,6 +215,7 @@ fn repeated_resharding_terminates() {
 
 #[test]
 fn slow_sharded_worker_keeps_its_shard() {
+    let _alone = Turn::alone();
     let workspace = model_for_two();
     let words = ["--devices", "virtual:a=56MiB@0.25,virtual:b=56MiB@0.25,host=1MiB"];
     let length = ["--set", "train.steps=20", "--set", "data.sequence=24", "--set", "train.batch_tokens=96"];
@@ -246,6 +247,7 @@ fn slow_sharded_worker_keeps_its_shard() {
 
 #[test]
 fn storage_only_worker_computes_when_other_slows() {
+    let _alone = Turn::alone();
     let workspace = model_for_two();
     let devices = ["--devices", "virtual:a=56MiB@0.4,virtual:b=52MiB@0.054,host=1MiB"];
     let length = ["--set", "train.steps=20", "--set", "data.sequence=16", "--set", "train.batch_tokens=96"];
@@ -261,6 +263,7 @@ fn storage_only_worker_computes_when_other_slows() {
 
 #[test]
 fn recovered_straggler_computes_again() {
+    let _alone = Turn::alone();
     let workspace = model_for_two();
     let words = ["--devices", "virtual:a=56MiB@0.4,virtual:b=56MiB@0.4,host=1MiB"];
     let length = ["--set", "train.steps=84", "--set", "data.sequence=24", "--set", "train.batch_tokens=48"];
