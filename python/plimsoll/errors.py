@@ -43,6 +43,6 @@ class Stopped(PlimsollError):
 
 
 def from_exit_code(exit_code: int, message: str, hints: list[str]) -> PlimsollError:
-    """Creates the exception for an exit code."""
+    """Creates the exception for an exit code; an unknown code gives a :class:`Bug`."""
     kinds = {kind.exit_code: kind for kind in (Bug, InputError, DoesNotFit, Stopped)}
     return kinds.get(exit_code, Bug)(message, hints)

@@ -1,418 +1,1019 @@
 """Types of the results: dictionaries with the keys of ``plan.json``, ``result.json``, ``events.jsonl`` and ``devices --json``.
 
-The types mirror the structs of ``crates/plimsoll-core``; a test compares them with real results. Bytes and seconds are plain
-numbers, not multiples. All figures of a plan are predicted. All other figures are measured, unless their name contains
-``predicted``. ``json.dump`` writes a dictionary in the format of the file that it mirrors.
+Generated from the Rust types by ``cargo xtask schema``: change those, not this file. Bytes and seconds are plain numbers, not
+multiples. All figures of a plan are predicted. All other figures are measured, unless their name contains ``predicted``.
+``json.dump`` writes a dictionary in the format of the file that it mirrors.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Literal, TypedDict, Union
 
-from plimsoll.run_file import Level, Rung
+from plimsoll._best_batch import BestBatch as BestBatch
 
 if TYPE_CHECKING:
     from typing_extensions import NotRequired
 
-#: Effect of a recipe on the numbers of a run.
+#: The recompute level of a layer (activation checkpointing): the activations that the forward pass drops and the backward pass
+#: recomputes. Each level includes all lower levels.
+Level = Literal["nothing", "norms", "feed_forward", "attention", "block"]
+#: A lossy rung that the user may allow.
+Rung = Literal["bf16", "adam8bit", "lora", "int8", "nf4"]
+#: The effect of a rung, or of a change of recipe, on the numbers of a run: its losses and weights.
 Class = Literal["identical", "reordered", "lossy"]
-#: Parallelism of a team: data parallel, sharded (FSDP, ZeRO-3), or pipeline parallel.
+#: The parallelism of a team: how its devices divide the work of a step.
 Parallelism = Literal["data", "sharded", "pipeline"]
+#: The way in which a run ended.
+RunStatus = Literal["done", "stopped"]
+#: The source of a device's measured memory.
+MeasuredBy = Literal["process", "free_memory"]
+#: The kind of a device.
+DeviceKind = Literal["cpu", "virtual", "cuda", "paper"]
+#: A library of NVIDIA that Plimsoll uses.
+Library = Literal["driver", "nvml", "nvrtc", "cublaslt", "nccl"]
 
 
 class ScratchOffload(TypedDict):
-    """Numbers of layers with tensors offloaded to the scratch file."""
+    """Offloaded tensors that the scratch file holds.
 
+    They pass through windows of host memory. Numbers count layers from the first layer of the model, and never exceed the
+    offloaded layers.
+    """
+
+    #: Number of layers with optimizer state and master weights in the file. If it is all layers, those of embedding and head
+    #: are in the file too.
     optimizer: int
+    #: Number of layers with gradients in the file.
     gradients: int
+    #: Number of layers with weight matrices in the file.
     weights: int
 
 
 class Offload(TypedDict):
-    """Tensors offloaded to the host; numbers count layers."""
+    """The tensors that a recipe offloads to the host.
 
+    They pass to the device through staging buffers that all layers share. Numbers count layers from the first layer of
+    the model. Ops and the order of sums stay the same, so no bit changes. Gradients and weights of a trained layer are
+    offloaded only if its optimizer state is, which is used least often.
+    """
+
+    #: Number of layers with offloaded optimizer state and master weights. If it is all layers, those of embedding and head are
+    #: offloaded too.
     optimizer: int
+    #: Number of layers with offloaded gradients, which the host accumulates over the micro-batches of a step.
     gradients: int
+    #: Number of layers with offloaded weight matrices, which are fetched for each pass over the layer.
     weights: int
+    #: Number of layers whose inputs are on the host between the forward and the backward pass.
     inputs: int
+    #: Whether the embedding table and its gradient are offloaded. The host then looks up the rows of the tokens. A head that is
+    #: tied to the embedding is offloaded with it.
     embedding: bool
+    #: Whether the head and its gradient are offloaded. For the loss, the device then fetches the head in blocks of rows.
     head: bool
+    #: Whether the host updates the parameters whose optimizer state is offloaded: their gradients go to the host, and new
+    #: weights come back. If false, their optimizer state passes through the device in pieces.
     update: NotRequired[bool]
+    #: The part of the offloaded tensors that the scratch file holds instead of host memory.
     file: NotRequired[ScratchOffload]
 
 
 class Recipe(TypedDict):
-    """The planner's choices for one device."""
+    """The planner's choices for one device.
 
+    They never change the experiment: tokens per step, sample order, learning rates, seeds, precision and method.
+    """
+
+    #: Sequences per forward and backward pass (the micro-batch); 0 for a storage-only worker, which computes none.
     micro_batch: int
+    #: Recompute level of each layer, first layer first.
     recompute: list[Level]
+    #: Tensors offloaded to the host.
     offload: NotRequired[Offload]
+    #: Lossy rungs taken, each allowed by the user; absent if the recipe is lossless.
     rungs: NotRequired[list[Rung]]
 
 
 class DevicePlan(TypedDict):
-    """Predicted memory of a device, of the host or of the scratch file."""
+    """Predicted memory of a device, of the host or of the scratch file under a plan."""
 
+    #: The name of the device; ``host`` for the host, ``file`` for the scratch file.
     name: str
+    #: Whether figures of this device come from a simulation.
     simulated: bool
+    #: The load line: the most bytes that arena and charges may hold together.
     budget_bytes: int
+    #: Bytes of the arena, the only allocation for tensors.
     arena_bytes: int
+    #: Bytes held outside the arena: context, modules and workspaces of libraries, and the process itself.
     charges_bytes: int
+    #: Bytes of arena and charges together.
     peak_bytes: int
+    #: Bytes of the tensors in the arena by category, at the moment when the arena is fullest. Empty if no tensor lies in it.
     by_category: dict[str, int]
+    #: Peak of the arena in bytes during each kind of work. Empty if no tensor lies in the arena.
     by_program: dict[str, int]
+    #: Largest sum of the bytes of simultaneously live tensors. No placement of the tensors needs a smaller arena.
     lower_bound_bytes: int
 
 
-class Predicted(TypedDict):
-    """Predicted speed."""
-
-    step_seconds: float
-    tokens_per_second: float
-
-
 class GemmAlgorithms(TypedDict):
-    """The cuBLASLt algorithm of each matrix product of a GPU."""
+    """The cuBLASLt algorithm of each matrix product of a run on a GPU.
 
+    The algorithm decides the last bits of a product, so it is chosen once and stored with plan and checkpoint.
+    """
+
+    #: Version of cuBLASLt as reported by the library.
     library: int
+    #: The GPU's model name, as reported by the driver.
     gpu: str
+    #: Newest CUDA version supported by the driver: 12040 is 12.4.
     driver: int
+    #: The algorithm of each matrix product, 64 bytes in hexadecimal, by the name of the product.
     chosen: dict[str, str]
-
-
-class Remedy(TypedDict):
-    """The smallest load lines that fit if the named lossy rungs are allowed."""
-
-    allow: list[Rung]
-    budget_bytes: int
-    host_bytes: NotRequired[int]
-    file_bytes: NotRequired[int]
-    peak_bytes: NotRequired[int]
-    other_budget_bytes: NotRequired[dict[str, int]]
-
-
-class Fallback(TypedDict):
-    """A device that the CPU replaces, because no permitted recipe fits on it."""
-
-    device: str
-    budget_bytes: int
-    required_bytes: int
 
 
 class RungEffect(TypedDict):
     """The predicted effect of taking a rung."""
 
+    #: Bytes freed on the device; negative if the device holds more.
     freed_bytes: int
+    #: Bytes added on the host; negative if the host holds less.
     host_bytes: int
+    #: Bytes added in the scratch file; negative if the file holds less.
     file_bytes: NotRequired[int]
+    #: Seconds added to a step; negative if the step is faster.
     added_seconds: float
+    #: Predicted tokens (including padding) per second with the rung.
     tokens_per_second: float
 
 
+#: A rung of the memory ladder with its predicted effects.
 RungPrice = TypedDict(
     "RungPrice",
     {
+        #: Name of the rung: ``micro_batch``, ``recompute``, an offload such as ``offload.optimizer``, or that of a lossy rung.
         "rung": str,
+        #: Effect of the rung on the numbers.
         "class": Class,
+        #: The loss of accuracy, in words.
         "accuracy_impact": str,
+        #: Whether the planner may take the rung. Always true for a rung that is not lossy.
         "allowed": bool,
+        #: Effect of taking this rung alone, as far as possible. It is compared with the plain recipe: one micro-batch, no
+        #: recompute, no offload.
         "alone": RungEffect,
+        #: Effect of this rung in the plan, compared with the same plan without the rung. Absent if the plan does not take it.
         "in_plan": "NotRequired[RungEffect]",
     },
 )
-RungPrice.__doc__ = "A rung of the memory ladder with its predicted effects."
 
 
 class WorkerPlan(TypedDict):
-    """The plan of one worker (device) of a team."""
+    """The plan of one worker (device) of a team. All figures are predicted."""
 
+    #: The device's name.
     device: str
+    #: The recipe of this worker.
     recipe: Recipe
+    #: Number of sequences that the worker computes in each optimizer step. In a pipeline, these are all sequences. 0 for a
+    #: storage-only worker.
     sequences: int
+    #: Layers of the worker's pipeline stage, as two indices: its first layer, and the layer after its last. Absent unless the
+    #: team is a pipeline.
     layers: NotRequired[list[int]]
+    #: The worker's shard of weights, gradients and optimizer state in 1024ths. Absent unless the team is sharded.
     shard_1024ths: NotRequired[int]
+    #: The reason why a storage-only worker computes no sequences; absent for a worker that computes.
     reason: NotRequired[str]
+    #: The algorithms of the GPU's matrix products; absent before the GPU was opened, and for other devices.
     algorithms: NotRequired[GemmAlgorithms]
+    #: Seconds of a step in which the worker computes.
     busy_seconds: float
+    #: Seconds of a step in which the worker communicates or waits for other workers.
     idle_seconds: float
+    #: Effect of each rung on this worker. Filled with ``--explain``, else absent.
     ladder: NotRequired[list[RungPrice]]
 
 
-class EvaluatorPlan(TypedDict):
-    """The plan of a device outside the team that evaluates while the team trains."""
+class ScalingEfficiency(TypedDict):
+    """The throughput of a team's devices if each runs alone, and the upper bound for the team.
 
+    All figures are predicted tokens (including padding) per second.
+    """
+
+    #: Sum of the throughputs of all devices of the team, each running the whole step alone.
+    single_device_tokens_per_second: float
+    #: Throughput of the team if communication took no time. It is below the sum over the single devices, because a sequence is
+    #: not divided and every device executes the optimizer update.
+    upper_bound_tokens_per_second: float
+
+
+class FasterAlone(TypedDict):
+    """A part of the team that would be faster alone than the whole team."""
+
+    #: The name of a device, or of a host that stands for all of its devices.
+    name: str
+    #: Predicted tokens (including padding) per second of that part.
+    tokens_per_second: float
+
+
+class EvaluatorPlan(TypedDict):
+    """The plan of an evaluator: a device outside the team that evaluates while the team trains. All figures are predicted."""
+
+    #: The recipe of the evaluator. Its micro-batch is the number of rows that one forward pass evaluates.
     recipe: Recipe
+    #: Planned memory of the evaluator, under its own load line. The evaluator holds weights and activations only.
     device: DevicePlan
+    #: Number of rows of an evaluation; absent if the evaluation data have not been read.
     rows: NotRequired[int]
+    #: Seconds of a whole evaluation on the evaluator. If the number of rows is unknown, seconds per row of a long evaluation.
     seconds: float
+    #: Seconds of a whole evaluation if the team itself evaluates. If the number of rows is unknown, seconds per row.
     team_seconds: float
+    #: Seconds in which the team sends its weights to the evaluator, once per evaluation.
     weight_transfer_seconds: float
 
 
 class ExcludedDevice(TypedDict):
-    """A device that takes no part in the training steps."""
+    """A named or detected device that takes no part in the training steps."""
 
+    #: The device's name.
     device: str
+    #: Index of the device, from 0, among all requested devices. Several paper devices may share a name.
     device_index: int
+    #: The reason for the exclusion.
     reason: str
+    #: Command-line settings with which the device would take part; absent if the planner found none.
     remedy: NotRequired[str]
+    #: Predicted tokens (including padding) per second of the team with this device; absent if it cannot take part.
     tokens_per_second: NotRequired[float]
+    #: The plan of the evaluations that the device does while the team trains; absent if the device stays idle.
     evaluator_plan: NotRequired[EvaluatorPlan]
 
 
-class FasterAlone(TypedDict):
-    """A device, or a host with its devices, that would be faster without the rest of the team."""
+class Predicted(TypedDict):
+    """The predicted speed of a plan."""
 
-    name: str
+    #: Seconds of one optimizer step; if nothing is trained, seconds of one evaluation.
+    step_seconds: float
+    #: Tokens (including padding) per second.
     tokens_per_second: float
 
 
-class ScalingEfficiency(TypedDict):
-    """Sum of the throughputs of the team's devices used separately, and the upper bound of the team."""
-
-    single_device_tokens_per_second: float
-    upper_bound_tokens_per_second: float
-
-
 class Alternative(TypedDict):
-    """A considered plan for the team that was not chosen."""
+    """A plan for the team that the planner compared with others. ``--explain`` lists all of them, the chosen one included."""
 
+    #: The parallelism; absent for a single device.
     parallelism: NotRequired[Parallelism]
+    #: Names of the devices that take part, by rank.
     devices: list[str]
+    #: The work and the recipe of each device in words, by rank, such as ``3 sequences, micro-batch 3, …``.
     shares: list[str]
+    #: Whether every device stays under its load line.
     fits: bool
+    #: Predicted peak of each device in bytes, by rank, with charges.
     peak_bytes: list[int]
+    #: Predicted speed of the alternative.
     predicted: Predicted
 
 
-class PlannedWorkload(TypedDict):
-    """The workload that a plan was made for."""
+class Remedy(TypedDict):
+    """A remedy for a run that does not fit: the smallest budget that fits if the given lossy rungs are allowed."""
 
+    #: Lossy rungs that must be allowed; empty if the remedy needs none.
+    allow: list[Rung]
+    #: Smallest load line of the device under which the run fits with the rungs in ``allow``.
+    budget_bytes: int
+    #: Required host memory; absent if the host's present load line is enough.
+    host_bytes: NotRequired[int]
+    #: Required size of the scratch file; absent if the file's present load line is enough.
+    file_bytes: NotRequired[int]
+    #: Predicted peak of the device with the rungs in ``allow``. Absent for a team, and if the remedy also needs a higher load
+    #: line, more host memory or a larger scratch file.
+    peak_bytes: NotRequired[int]
+    #: Required load lines of other devices of the team, by name; absent if none has to change. If several devices share a name,
+    #: the load line applies to each that has a lower one.
+    other_budget_bytes: NotRequired[dict[str, int]]
+
+
+class PlannedWorkload(TypedDict):
+    """The workload that a plan was made for. A run with another workload cannot use the plan."""
+
+    #: Number of parameters of the model.
     parameters: int
+    #: Number of tokens per sequence.
     sequence: int
+    #: Number of tokens per optimizer step, including padding.
     batch_tokens: int
 
 
-#: ``plan.json``: a plan, or with ``fits`` false a refusal with remedies in ``needs``.
+class Fallback(TypedDict):
+    """The replacement of the requested device by the CPU (``run.fallback``).
+
+    It takes place if the run fits on the requested device under no permitted recipe.
+    """
+
+    #: The name of the requested device.
+    device: str
+    #: The requested device's load line.
+    budget_bytes: int
+    #: Smallest load line of the requested device under which the run would fit on it.
+    required_bytes: int
+
+
+#: A plan, or a refusal with the remedies that would make the run fit.
 Plan = TypedDict(
     "Plan",
     {
+        #: Whether the run fits under every load line.
         "fits": bool,
+        #: The chosen recipe; of a team, the recipe of rank 0. If nothing fits, the smallest recipe.
         "recipe": Recipe,
+        #: Effect of the plan's rungs on the results of the run, compared with the plain recipe.
         "class": Class,
+        #: Lossy rungs taken; empty if the plan loses no accuracy.
         "rungs": list[Rung],
+        #: Bytes of a checkpoint on disk.
         "checkpoint_bytes": int,
+        #: Memory of each device that takes part, by rank. If nothing fits, memory of one device only.
         "devices": list[DevicePlan],
+        #: The parallelism of the team; absent for a single device.
         "parallelism": "NotRequired[Parallelism]",
+        #: The workers of the team by rank; absent for a single device.
         "team": "NotRequired[list[WorkerPlan]]",
+        #: Throughput of the team compared with its devices. Absent for a single device, a sharded team, a pipeline, or workers
+        #: taken over from an earlier plan.
         "scaling_efficiency": "NotRequired[ScalingEfficiency]",
+        #: Predicted seconds that the links of the team add to a step; absent for a single device.
         "link_seconds": "NotRequired[float]",
+        #: A device, or a host with its devices, that would be faster alone than the whole team. Absent if there is none, and if
+        #: the planner may exclude devices.
         "faster_alone": "NotRequired[FasterAlone]",
+        #: Devices that take no part, with the reason; absent if all take part.
         "excluded": "NotRequired[list[ExcludedDevice]]",
+        #: The plan and its alternatives for the team. Those that fit come first; among equals, faster ones come first. Filled
+        #: with ``--explain``, else absent.
         "alternatives": "NotRequired[list[Alternative]]",
+        #: Memory of the host.
         "host": DevicePlan,
+        #: The scratch file; absent if the plan does not use it.
         "file": "NotRequired[DevicePlan]",
+        #: Predicted speed.
         "predicted": Predicted,
+        #: Remedies if the run does not fit, least loss first; empty if it fits.
         "needs": list[Remedy],
+        #: The workload that was planned; absent if only a part of a run was planned.
         "planned_for": "NotRequired[PlannedWorkload]",
+        #: A note that other programs used the CPU while its rates were measured, with the consequence and the remedy. absent if
+        #: the measurement was undisturbed.
         "contention_note": "NotRequired[str]",
+        #: A note on limits that earlier runs found and that this plan respects: a device could not hold all of its free memory,
+        #: or was slower than calibrated. Absent if no limit applies.
         "shortfall_note": "NotRequired[str]",
+        #: The algorithms of the GPU's matrix products; absent before the GPU was opened, and for other devices.
         "algorithms": "NotRequired[GemmAlgorithms]",
+        #: The fallback from the requested device to the CPU; absent if the requested device is planned.
         "fallback": "NotRequired[Fallback]",
+        #: Predicted effect of each rung. Filled with ``--explain`` for a single device, else absent.
         "ladder": "NotRequired[list[RungPrice]]",
     },
 )
 
 
-class LossSpan(TypedDict):
-    """The training loss of the first and the last step; ``None`` if no step completed."""
+class StartEvent(TypedDict):
+    """Training starts, or continues after ``--resume``."""
 
+    #: Version of the event lines.
+    version: int
+    #: Time of the event, in seconds since the Unix epoch.
+    time: float
+    event: Literal["start"]
+    #: The next step to execute, counted from 1.
+    step: int
+    #: The last step of the run; 0 if the length of the run is given in hours.
+    steps: int
+    #: Number of parameters of the model.
+    parameters: int
+    #: Planned bytes of the arenas of all devices together, including the evaluator. Host arenas do not count.
+    arena_bytes: int
+    #: Predicted seconds of a step.
+    predicted_step_seconds: float
+    #: Number of floating-point operations in the matrix products of a step. Recomputed products do not count.
+    product_flops: float
+    #: Peak rate of matrix products of all training devices together, in floating-point operations per second. 0 if the rate is
+    #: unknown, or if other programs disturbed its measurement.
+    peak_flops: float
+    #: Whether any training device is simulated; all seconds of the run are then simulated.
+    simulated: bool
+
+
+class StepEvent(TypedDict):
+    """An optimizer step completed."""
+
+    #: Version of the event lines.
+    version: int
+    #: Time of the event, in seconds since the Unix epoch.
+    time: float
+    event: Literal["step"]
+    #: The step, counted from 1.
+    step: int
+    #: Mean loss over the labelled tokens of the step.
+    loss: float
+    #: Global gradient norm before clipping.
+    norm: float
+    #: The learning rate of the step.
+    learning_rate: float
+    #: Number of tokens of the step, including padding.
+    tokens: int
+    #: Number of tokens that count in the loss.
+    labelled_tokens: int
+    #: Seconds that the step took.
+    seconds: float
+    #: Bytes that all training devices together hold after the step (CPU: that the process holds).
+    bytes: int
+
+
+class EvaluationEvent(TypedDict):
+    """An evaluation completed.
+
+    If a device outside the team evaluates while training goes on, this event comes after the events of later steps.
+    """
+
+    #: Version of the event lines.
+    version: int
+    #: Time of the event, in seconds since the Unix epoch.
+    time: float
+    event: Literal["evaluation"]
+    #: The step after which the weights were evaluated.
+    step: int
+    #: Mean loss over the labelled tokens.
+    loss: float
+    #: Share of samples, 0 to 1, with all labelled tokens predicted correctly; ``None`` if samples have no labels.
+    exact_match: float | None
+    #: Number of labelled tokens.
+    tokens: int
+    #: Seconds that the evaluation took.
+    seconds: float
+    #: The device that evaluated concurrently with training; absent if the training devices evaluated.
+    device: NotRequired[str]
+
+
+class CheckpointEvent(TypedDict):
+    """A checkpoint is complete on disk."""
+
+    #: Version of the event lines.
+    version: int
+    #: Time of the event, in seconds since the Unix epoch.
+    time: float
+    event: Literal["checkpoint"]
+    #: The last step that the checkpoint contains.
+    step: int
+    #: The folder of the checkpoint.
+    path: str
+    #: Seconds that saving took.
+    seconds: float
+
+
+#: The run continued after an out-of-memory error or a moved load line, with another recipe or by a retry.
+RecoveryEvent = TypedDict(
+    "RecoveryEvent",
+    {
+        #: Version of the event lines.
+        "version": int,
+        #: Time of the event, in seconds since the Unix epoch.
+        "time": float,
+        "event": Literal["recovery"],
+        #: The step during or after which the recovery took place.
+        "step": int,
+        #: The device that changed its recipe.
+        "device": str,
+        #: The cause of the recovery.
+        "reason": str,
+        #: The recipe before the recovery.
+        "from": Recipe,
+        #: The recipe after the recovery.
+        "to": Recipe,
+        #: Number of sequences that the device computes per step, before and after the recovery. Absent if this number did not
+        #: change.
+        "sequences": "NotRequired[list[int]]",
+        #: Effect of the change on the results of the run.
+        "class": Class,
+        #: Planned bytes of the device's arena before the recovery.
+        "arena_bytes_before": int,
+        #: Planned bytes of the device's arena after the recovery.
+        "arena_bytes": int,
+        #: Measured bytes that the device (CPU: the process) held before the recovery; absent if the device kept its plan.
+        "held_bytes_before": "NotRequired[int]",
+        #: Measured bytes that the device (CPU: the process) held after the recovery; absent if the device kept its plan.
+        "held_bytes": "NotRequired[int]",
+        #: Measured seconds of the recovery, without the repeated work.
+        "seconds": float,
+        #: Predicted seconds of a step under the recipe before the recovery.
+        "predicted_step_seconds_before": float,
+        #: Predicted seconds of a step under the recipe after the recovery.
+        "predicted_step_seconds": float,
+        #: Measured median seconds of a step between the previous recovery and this one; absent if no step completed between
+        #: them.
+        "step_seconds_before": "NotRequired[float]",
+        #: Measured median seconds of a step between this recovery and the next one, or the end of the run. Absent until the run
+        #: has ended, and if no step completed between them.
+        "step_seconds": "NotRequired[float]",
+    },
+)
+
+
+class DeviceLostEvent(TypedDict):
+    """A device was lost; training continues on the remaining devices."""
+
+    #: Version of the event lines.
+    version: int
+    #: Time of the event, in seconds since the Unix epoch.
+    time: float
+    event: Literal["device_lost"]
+    #: The step during or after which the device was lost.
+    step: int
+    #: The name of the lost device.
+    device: str
+    #: The cause, as far as it is known.
+    reason: str
+    #: Names of the devices that continue the run. A device that the plan excluded before may be among them.
+    remaining_devices: list[str]
+    #: Step of the checkpoint from which training continues; 0 if it begins anew. Absent if training continues without going
+    #: back, because no completed step was lost.
+    resumed_from_step: NotRequired[int]
+
+
+class DeviceReturnedEvent(TypedDict):
+    """A lost device returned and joined the team again."""
+
+    #: Version of the event lines.
+    version: int
+    #: Time of the event, in seconds since the Unix epoch.
+    time: float
+    event: Literal["device_returned"]
+    #: The last step completed without the device.
+    step: int
+    #: The name of the device.
+    device: str
+    #: Names of all devices that train from now on.
+    team: list[str]
+
+
+class ThermalPauseEvent(TypedDict):
+    """Training paused between two steps, because a device was too warm or throttled by heat."""
+
+    #: Version of the event lines.
+    version: int
+    #: Time of the event, in seconds since the Unix epoch.
+    time: float
+    event: Literal["thermal_pause"]
+    #: The last step completed before the pause.
+    step: int
+    #: The name of the device.
+    device: str
+    #: Temperature of the device before the pause, in degrees Celsius.
+    celsius: float
+    #: Whether the device reported thermal throttling.
+    throttled: bool
+    #: Temperature of the device after the pause, in degrees Celsius.
+    celsius_after: float
+    #: Highest permitted temperature in degrees Celsius (``run.max_temperature``).
+    max_celsius: float
+    #: Duration of the pause in seconds.
+    seconds: float
+
+
+class WarningEvent(TypedDict):
+    """A warning for the user."""
+
+    #: Version of the event lines.
+    version: int
+    #: Time of the event, in seconds since the Unix epoch.
+    time: float
+    event: Literal["warning"]
+    #: The warning, one line.
+    message: str
+
+
+class EndEvent(TypedDict):
+    """The run ended."""
+
+    #: Version of the event lines.
+    version: int
+    #: Time of the event, in seconds since the Unix epoch.
+    time: float
+    event: Literal["end"]
+    #: The outcome of the run: ``done`` or ``stopped``.
+    status: str
+    #: Number of completed steps.
+    step: int
+
+
+#: One line of ``events.jsonl``.
+Event = Union[
+    StartEvent,
+    StepEvent,
+    EvaluationEvent,
+    CheckpointEvent,
+    RecoveryEvent,
+    DeviceLostEvent,
+    DeviceReturnedEvent,
+    ThermalPauseEvent,
+    WarningEvent,
+    EndEvent,
+]
+
+
+class LossSpan(TypedDict):
+    """The training loss at both ends of a run, each the mean over the labelled tokens of a step.
+
+    NaN, in JSON ``null``, if no step completed.
+    """
+
+    #: Loss of the first step.
     first: float | None
+    #: Loss of the last step.
     last: float | None
 
 
 class StepSeconds(TypedDict):
-    """Seconds of an optimizer step."""
+    """Seconds of an optimizer step, measured and predicted."""
 
+    #: Measured median over the steps, in seconds.
     median: float
+    #: Measured 95th percentile over the steps, in seconds.
     p95: float
+    #: Seconds of a step that the plan predicts.
     predicted: float
 
 
 class EvalResult(TypedDict):
-    """The last evaluation."""
+    """The result of an evaluation."""
 
+    #: Mean loss over the labelled tokens.
     loss: float
+    #: Share of samples, 0 to 1, with all labelled tokens predicted correctly; absent if samples have no labels.
     exact_match: NotRequired[float]
 
 
 class DeviceMemory(TypedDict):
     """Planned and measured memory of a device."""
 
+    #: The device's name.
     device: str
+    #: The device's load line at the time when the device held the most bytes.
     budget_bytes: int
+    #: The device's load line at the end of the run; absent if it did not move during the run.
     budget_bytes_at_end: NotRequired[int]
+    #: Planned bytes of the arena.
     arena_bytes: int
+    #: Measured high-water mark of the arena in bytes.
     arena_measured_bytes: int
+    #: Planned bytes of arena and charges together.
     predicted_bytes: int
+    #: Measured peak of the device (CPU: of the process) in bytes; absent if the machine cannot measure it.
     measured_bytes: NotRequired[int]
-    measured_by: NotRequired[Literal["process", "free_memory"]]
+    #: The source of ``measured_bytes``; absent without a measurement.
+    measured_by: NotRequired[MeasuredBy]
 
 
 class CollectiveBackend(TypedDict):
-    """The backend of a GPU's collectives. If this GPU prevents NCCL, ``reason`` says why."""
+    """The backend by which a GPU exchanges with the other GPUs of its team."""
 
     backend: Literal["nccl", "host"]
+    #: The reason why this GPU cannot exchange by NCCL; absent if another GPU of the team is the cause.
     reason: NotRequired[str]
 
 
 class WorkerResult(TypedDict):
     """A worker of the team in the last step."""
 
+    #: The device's name.
     device: str
+    #: Whether the figures come from a simulation.
     simulated: bool
+    #: Number of sequences that the worker computed in the last step.
     sequences: int
+    #: The worker's recipe.
     recipe: Recipe
+    #: Measured compute time of a step divided by the predicted one: the median over the steps since the last start of the run.
+    #: Time spent waiting does not count. 0 for a worker without sequences.
     compute_slowdown: float
+    #: The backend of the worker's collectives. Absent for a device without NCCL, and for a team that does not exchange by NCCL.
     collectives: NotRequired[CollectiveBackend]
 
 
 class EvaluatorResult(TypedDict):
-    """A device that evaluated while the team trained."""
+    """A device that evaluated while the team trained, since the last start of the run."""
 
+    #: The device's name.
     device: str
+    #: Whether the figures come from a simulation.
     simulated: bool
+    #: The recipe of the evaluator. Its micro-batch is the number of rows that one forward pass evaluates.
     recipe: Recipe
+    #: Number of evaluations since the last start of the run.
     evaluations: int
+    #: Measured median of the seconds of an evaluation.
     seconds: float
+    #: Predicted seconds of an evaluation.
     predicted_seconds: float
+    #: Measured median of the seconds in which the team sent its weights to the evaluator once.
     weight_transfer_seconds: float
+    #: Predicted seconds in which the team sends its weights to the evaluator once.
     predicted_weight_transfer_seconds: float
+
+
+#: A change of a device's recipe during a run: to one with less memory after an out-of-memory error or under memory pressure, or
+#: back to a faster one. If ``from`` equals ``to``, the device only repeated the work for which memory was refused, or its share
+#: of the sequences changed.
+Recovery = TypedDict(
+    "Recovery",
+    {
+        #: The step during or after which the recovery took place.
+        "step": int,
+        #: The device that changed its recipe.
+        "device": str,
+        #: The cause of the recovery.
+        "reason": str,
+        #: The recipe before the recovery.
+        "from": Recipe,
+        #: The recipe after the recovery.
+        "to": Recipe,
+        #: Number of sequences that the device computes per step, before and after the recovery. Absent if this number did not
+        #: change.
+        "sequences": "NotRequired[list[int]]",
+        #: Effect of the change on the results of the run.
+        "class": Class,
+        #: Planned bytes of the device's arena before the recovery.
+        "arena_bytes_before": int,
+        #: Planned bytes of the device's arena after the recovery.
+        "arena_bytes": int,
+        #: Measured bytes that the device (CPU: the process) held before the recovery; absent if the device kept its plan.
+        "held_bytes_before": "NotRequired[int]",
+        #: Measured bytes that the device (CPU: the process) held after the recovery; absent if the device kept its plan.
+        "held_bytes": "NotRequired[int]",
+        #: Measured seconds of the recovery, without the repeated work.
+        "seconds": float,
+        #: Predicted seconds of a step under the recipe before the recovery.
+        "predicted_step_seconds_before": float,
+        #: Predicted seconds of a step under the recipe after the recovery.
+        "predicted_step_seconds": float,
+        #: Measured median seconds of a step between the previous recovery and this one; absent if no step completed between
+        #: them.
+        "step_seconds_before": "NotRequired[float]",
+        #: Measured median seconds of a step between this recovery and the next one, or the end of the run. Absent until the run
+        #: has ended, and if no step completed between them.
+        "step_seconds": "NotRequired[float]",
+    },
+)
 
 
 class LostDevice(TypedDict):
     """A device lost during a run."""
 
+    #: The device's name.
     device: str
+    #: The step during or after which the device was lost.
     step: int
+    #: Step of the checkpoint from which training continued on the other devices; 0 if it began anew. Absent if training
+    #: continued without going back, because no completed step was lost.
     resumed_from_step: NotRequired[int]
+    #: Last step that the team completed before the device joined it again; absent if the device did not return.
     returned_after_step: NotRequired[int]
 
 
 class RunResult(TypedDict):
-    """``result.json``: the result of a run."""
+    """The content of ``result.json``. Figures are measured, except fields with ``predicted`` in their name."""
 
-    status: Literal["done", "stopped"]
+    #: Whether the run is done or stopped early.
+    status: RunStatus
+    #: Number of completed optimizer steps, including those before a resume.
     steps: int
+    #: The training loss of the first and the last step.
     loss: LossSpan
+    #: Tokens (including padding) per second over all steps since the last start of the run. Time outside steps does not count.
     tokens_per_second: float
+    #: Seconds of an optimizer step, measured and predicted.
     step_seconds: StepSeconds
+    #: The last evaluation; ``None`` without evaluation data.
     eval: EvalResult | None
+    #: Memory of every device that took part.
     memory: list[DeviceMemory]
+    #: The recipe of the last step; of a team, the recipe of rank 0.
     recipe: Recipe
+    #: The parallelism of the last step; absent for a single device.
     parallelism: NotRequired[Parallelism]
+    #: The workers of the team in the last step, by rank; absent for a single device.
     team: NotRequired[list[WorkerResult]]
+    #: The device that evaluated while the team trained; absent without such a device.
     evaluator: NotRequired[EvaluatorResult]
-    recoveries: list[dict[str, Any]]
+    #: Recoveries since the last start of the run; empty if there was none.
+    recoveries: list[Recovery]
+    #: Devices lost since the last start of the run; absent if none was.
     lost: NotRequired[list[LostDevice]]
+    #: Injected faults (``--inject-…``) that did not occur since the last start of the run, as given on the command line; absent
+    #: if all occurred.
     faults_not_triggered: NotRequired[list[str]]
+    #: Sum of the seconds in which training paused because a device was too warm, since the last start of the run.
     thermal_pause_seconds: float
+    #: The fallback from the requested device to the CPU; absent if the requested device ran.
     fallback: NotRequired[Fallback]
 
 
-class Sample(TypedDict):
-    """The trained model's answer to a prompt of the evaluation data."""
-
-    prompt: str
-    expected: str
-    answer: str
-
-
-class Trained(TypedDict):
-    """The outcome of :func:`plimsoll.train`."""
-
-    #: The content of ``result.json``.
-    result: RunResult
-    samples: list[Sample]
-    #: Folder of the saved model; ``None`` if the run was stopped or saves nothing.
-    model: str | None
-    #: The run folder.
-    folder: str
-
-
-#: A line of ``events.jsonl``. ``event`` is its kind and ``time`` the seconds since 1970; all other keys depend on the kind.
-Event = dict[str, Any]
-
-
-class DefaultLimits(TypedDict):
-    """The load line and the threads that Plimsoll uses by default, with the reason."""
-
-    budget_bytes: int
-    threads: int
-    reason: str
-
-
 class Cache(TypedDict):
-    """A cache of a CPU."""
+    """A cache of the processor."""
 
+    #: Level; 1 is nearest to the core.
     level: int
+    #: Size of the cache.
     bytes: int
+    #: Number of hardware threads that share the cache.
     shared_by: int
 
 
-class Gpu(TypedDict):
-    """Details of a GPU."""
+class DefaultLimits(TypedDict):
+    """Default limits of a device, with their reason."""
 
-    family: str
-    compute_capability: str
-    uuid: str
-    bus: str
+    #: Load line; zero for a GPU that cannot be used.
+    budget_bytes: int
+    #: Number of threads that compute; 0 for a GPU.
+    threads: int
+    #: Explanation of the limits, or the reason why a GPU cannot be used.
+    reason: str
+
+
+class Process(TypedDict):
+    """A process that computes on a GPU."""
+
+    #: Process id.
+    pid: int
+    #: Process name; ``None`` if it is not visible.
+    name: str | None
+    #: Memory held by the process; ``None`` if the driver does not report it.
     held_bytes: int | None
+
+
+class Pcie(TypedDict):
+    """The PCIe link between a GPU and the host."""
+
+    #: The highest generation that both ends support; the present one if NVML does not report it.
+    generation: int
+    #: The highest number of lanes; the present one if NVML does not report it.
+    lanes: int
+    #: The present generation; idle GPUs reduce it.
+    generation_now: int
+    #: The present number of lanes.
+    lanes_now: int
+
+
+class Condition(TypedDict):
+    """Temperature, clocks, power and load of a GPU at one moment."""
+
+    #: Chip temperature in degrees Celsius; ``None`` if it is not reported.
+    temperature_celsius: int | None
+    #: Multiprocessor clock in MHz; ``None`` if it is not reported.
+    clock_mhz: int | None
+    #: The highest multiprocessor clock in MHz; ``None`` if it is not reported.
+    clock_mhz_max: int | None
+    #: Memory clock in MHz; ``None`` if it is not reported.
+    memory_clock_mhz: int | None
+    #: Reasons for reduced clocks; empty if there are none or they are not reported.
+    throttled_by: list[str]
+    #: Power draw in watts; ``None`` if it is not reported.
+    power_watts: float | None
+    #: Power limit in watts; ``None`` if it is not reported.
+    power_watts_max: float | None
+    #: Share of the recent sampling period in which a kernel ran, 0 to 1; ``None`` if it is not reported.
+    busy: float | None
+
+
+class Gpu(TypedDict):
+    """Facts that only GPUs have."""
+
+    #: Architecture family, such as ``Ampere``.
+    family: str
+    #: Compute capability, such as ``8.6``.
+    compute_capability: str
+    #: Unique identifier (UUID) that the driver gives the GPU.
+    uuid: str
+    #: Address on the PCI bus.
+    bus: str
+    #: Memory that all processes together use on the GPU. ``None`` without NVML.
+    held_bytes: int | None
+    #: Memory reserved by the driver. ``None`` without NVML.
     reserved_bytes: int | None
-    processes: list[dict[str, Any]]
-    pcie: dict[str, int] | None
-    condition: dict[str, Any]
+    #: Processes that compute on the GPU; empty if there are none or NVML does not see them.
+    processes: list[Process]
+    #: Link to the host. ``None`` if NVML does not report it.
+    pcie: Pcie | None
+    #: Temperature, clocks and utilisation now.
+    condition: Condition
+    #: Reason why Plimsoll cannot use the GPU. ``None`` if it can.
     unusable: str | None
 
 
 class DeviceInfo(TypedDict):
     """A device of this machine."""
 
+    #: Name in run files and for ``--devices``.
     name: str
-    kind: Literal["cpu", "cuda"]
+    #: Kind of the device.
+    kind: DeviceKind
+    #: Model name given by the maker.
     model: str
+    #: Total memory of a GPU. For the processor: the machine's memory, or a smaller limit on this process, such as the
+    #: container's.
     memory_total_bytes: int
+    #: Free bytes of that memory now. For a GPU without NVML, all its memory is assumed to be free.
     memory_free_bytes: int
+    #: Source of the figure for free memory. For the processor: the limit that determines it. For a GPU: NVML, or the note that
+    #: the figure is assumed.
     memory_bound_by: str
+    #: Number of physical cores that this process may use; for a GPU, the number of its multiprocessors.
     cores: int
+    #: Number of hardware threads that this process may use; 0 for a GPU.
     threads: int
+    #: Instruction sets of the processor by which kernels are selected, such as ``avx2``; empty for a GPU.
     features: list[str]
+    #: Caches of the processor, nearest to the core first; empty for a GPU, or if the system does not report them.
     caches: list[Cache]
+    #: Limits that Plimsoll chooses if the run file sets none.
     defaults: DefaultLimits
+    #: Facts that only GPUs have. Absent for a processor.
     gpu: NotRequired[Gpu]
 
 
-class Machine(TypedDict):
-    """The devices of this machine (first the CPU, then every GPU), and the installed NVIDIA software."""
+class LibraryState(TypedDict):
+    """An NVIDIA library with its path, or with the command that installs it."""
 
+    #: The library.
+    library: Library
+    #: Path of the file. ``None`` if no usable version was found.
+    path: str | None
+    #: Version. ``None`` if no usable version was found, or if the version is not known without loading the library.
+    version: str | None
+    #: Kind of location, such as a system folder or a Python package. ``None`` if no usable version was found.
+    place: str | None
+    #: Reason why the library is not usable. ``None`` if it is usable.
+    missing: str | None
+    #: Command or advice that makes the library usable. ``None`` if it is usable.
+    remedy: str | None
+
+
+class Nvidia(TypedDict):
+    """NVIDIA software on this machine."""
+
+    #: Version of the driver. ``None`` if it is not installed or does not start.
+    driver: str | None
+    #: Newest CUDA version that the driver supports. ``None`` without a working driver.
+    cuda: str | None
+    #: Reason why no GPU can be used although a driver is installed. ``None`` if the driver works or is not installed.
+    error: str | None
+    #: State of each NVIDIA library that Plimsoll uses, usable or not.
+    libraries: list[LibraryState]
+    #: Number of NVIDIA graphics cards on the PCI bus, whether or not the driver lists them.
+    cards_on_bus: int
+
+
+class Machine(TypedDict):
+    """The machine as this process sees it."""
+
+    #: The processor, then every GPU that NVIDIA's driver lists, usable or not.
     devices: list[DeviceInfo]
-    nvidia: dict[str, Any]
+    #: NVIDIA's driver and libraries.
+    nvidia: Nvidia
 
 
 class BudgetChange(TypedDict):
-    """A load line that was changed during a run."""
+    """A load line that was changed."""
 
+    #: The new load line in bytes.
     budget_bytes: int
+    #: Description of the plan under the new load line.
     message: str
 
 
-class BestBatch(TypedDict):
-    """The micro-batch of the fastest plan on a device, predicted."""
+class Sample(TypedDict):
+    """A prompt from evaluation data, with the model's answer and the expected answer."""
 
-    device: str
-    #: Sequences per forward and backward pass.
-    micro_batch: int
-    #: Sequences of each optimizer step that this device computes.
-    sequences: int
-    peak_bytes: int
-    budget_bytes: int
+    #: The prompt.
+    prompt: str
+    #: The answer in the data.
+    expected: str
+    #: The model's answer.
+    answer: str
+
+
+class Trained(TypedDict):
+    """Products of a run that ended. The Python function ``plimsoll.train`` returns them."""
+
+    #: Contents of ``result.json``.
+    result: RunResult
+    #: Prompts of the evaluation data with the text that the model generates.
+    samples: list[Sample]
+    #: Folder of the written model; ``None`` if the run stopped early or saves nothing.
+    model: str | None
+    #: Run folder.
+    folder: str

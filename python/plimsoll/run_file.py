@@ -10,12 +10,11 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypedDict, Union
 
+from plimsoll.results import Level as Level
+from plimsoll.results import Rung as Rung
+
 #: A file or folder.
 AnyPath = Union[str, "os.PathLike[str]"]
-#: Lossy rungs that the planner may take if no lossless recipe fits.
-Rung = Literal["bf16", "adam8bit", "lora", "int8", "nf4"]
-#: Recompute level of a layer (activation checkpointing).
-Level = Literal["nothing", "norms", "feed_forward", "attention", "block"]
 
 
 class ModelSection(TypedDict, total=False):
@@ -85,7 +84,7 @@ class MemorySection(TypedDict, total=False):
 
 
 class RecipeSection(TypedDict, total=False):
-    """``[recipe]``: choices that the planner may not make."""
+    """``[recipe]``: choices that the user makes instead of the planner."""
 
     micro_batch: int
     recompute: Level | Sequence[Level]
@@ -117,7 +116,7 @@ class RunFile(TypedDict, total=False):
 
 
 def settings(sections: Mapping[str, object]) -> list[str]:
-    """Converts sections to settings of the command line: ``train.steps=20``."""
+    """Converts sections with their keys to settings, as ``--set`` takes them: ``train.steps=20``."""
     return [
         f"{section}.{key}={_toml(value)}"
         for section, keys in sections.items()

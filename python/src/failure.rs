@@ -10,8 +10,8 @@ use std::collections::BTreeMap;
 use std::fmt::Display;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// Runs `work` without the interpreter's lock, and raises its failure as an exception. A panic is reported as a bug and does
-/// not end the interpreter.
+/// Runs `work` without the interpreter's lock, and raises its failure as an exception. A panic is reported as a bug and
+/// does not end the interpreter.
 pub fn run_detached<T: Ungil + Send>(
     py: Python<'_>,
     work: impl FnOnce() -> Result<T, Failure> + Ungil + Send,
@@ -46,7 +46,8 @@ pub fn argument_error<E: Display>(argument: &str) -> impl FnOnce(E) -> Failure {
     move |error| Failure::input(format!("{argument}: {error}"))
 }
 
-/// Returns the failure for a plan that does not fit. Its hints contain the arguments of each remedy.
+/// Returns the failure for a plan that does not fit. Its hints are arguments of the Python functions with which the run
+/// fits.
 pub fn refusal(devices: &DevicesRequest, plan: &Plan) -> Failure {
     let remedies: Vec<(RemedySettings, String)> = remedies::remedies(devices, plan)
         .into_iter()

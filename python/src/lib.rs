@@ -1,8 +1,8 @@
 //! `plimsoll._native`, the native module of the Python package.
 //!
 //! Arguments are a run file and its settings; results are the JSON that the command line prints. The Python files in
-//! `plimsoll/` convert them to typed values. Long functions release the interpreter's lock. Failures become exceptions with the
-//! message, the hints and the exit code of the command line.
+//! `plimsoll/` convert them to typed values. Long functions release the interpreter's lock. Failures become exceptions
+//! with the message, the hints and the exit code of the command line.
 
 #![forbid(unsafe_code)]
 
@@ -14,7 +14,7 @@ mod training;
 use failure::{argument_error, refusal, run_detached, to_exception};
 use plimsoll_core::{Budget, Bytes, Failure, ParseBudgetError};
 use plimsoll_device::bench::cpu_products;
-use plimsoll_device::probe;
+use plimsoll_device::machine::Machine;
 use plimsoll_plan::device_request::{DeviceAttributes, DeviceRequest, DevicesRequest, RequestError};
 use plimsoll_train::config::RunConfig;
 use plimsoll_train::planning;
@@ -26,8 +26,8 @@ use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Loads a run file with settings, and connects to its remote devices. Settings without a file are a run of their own if they
-/// name a model; otherwise they change the built-in example.
+/// Loads a run file with settings, and connects to its remote devices. Settings without a file are a run of their own
+/// if they name a model; otherwise they change the built-in example.
 fn load_run(path: Option<&Path>, settings: &[String]) -> Result<RunRequest, Failure> {
     with_remote_devices(match path {
         None if settings.iter().any(|setting| setting.starts_with("model.")) => {
@@ -37,12 +37,13 @@ fn load_run(path: Option<&Path>, settings: &[String]) -> Result<RunRequest, Fail
     })
 }
 
-/// Connects a run to its devices of the cluster, if it has some. The connection starts another process of this interpreter.
+/// Connects a run to its devices of the cluster, if it has some. The connection starts another process of this
+/// interpreter.
 fn with_remote_devices(mut run: RunRequest) -> Result<RunRequest, Failure> {
     if run.devices().has_remote_devices() {
         let executable = |py: Python<'_>| py.import("sys")?.getattr("executable")?.extract::<PathBuf>();
         let python = Python::attach(executable).map_err(|error| Failure::bug(format!("sys.executable: {error}")))?;
-        remote::ray::connect_cluster(&mut run, &python)?;
+        run.remote = remote::ray::connect_cluster(&run.config, &python)?;
     }
     Ok(run)
 }
@@ -74,10 +75,11 @@ fn plan(
 /// Returns the JSON of `plimsoll devices --json`.
 #[pyfunction]
 fn devices(py: Python<'_>) -> PyResult<String> {
-    run_detached(py, || Ok(shown::json(&probe::machine())))
+    run_detached(py, || Ok(shown::json(&Machine::read())))
 }
 
-/// Returns JSON of the devices that these settings name, with the rates that the planner uses. Measures unknown rates.
+/// Returns JSON of the devices that these settings name, with the rates from which the planner predicts seconds.
+/// Measures rates that are not stored yet.
 #[pyfunction]
 fn resolve_devices(py: Python<'_>, settings: Vec<String>) -> PyResult<String> {
     run_detached(py, || Ok(json(&resolve::resolve_devices(&RunConfig::load(None, &settings)?.into())?)))
@@ -89,7 +91,8 @@ fn list_named_devices(py: Python<'_>, settings: Vec<String>) -> PyResult<String>
     run_detached(py, || Ok(json(&resolve::list_named_devices(&RunConfig::load(None, &settings)?.into())?)))
 }
 
-/// Changes the load line of a running run. Returns the JSON of `plimsoll budget --json`.
+/// Changes the load line of a device in a run that is under way; `device` may be `None` if the run has one device.
+/// Returns the JSON of `plimsoll budget --json`.
 #[pyfunction]
 fn budget(py: Python<'_>, run_dir: PathBuf, budget: &str, device: Option<&str>) -> PyResult<String> {
     run_detached(py, || {
@@ -98,7 +101,7 @@ fn budget(py: Python<'_>, run_dir: PathBuf, budget: &str, device: Option<&str>) 
     })
 }
 
-/// Returns the bytes of a budget, such as `6GiB`, or `50%` of `free_bytes`.
+/// Returns the bytes of a budget, which is an amount such as `6GiB` or a share such as `50%` of `free_bytes`.
 #[pyfunction]
 fn budget_bytes(py: Python<'_>, budget: &str, free_bytes: u64) -> PyResult<u64> {
     let budget = budget.parse().map_err(|error: ParseBudgetError| Failure::input(error.to_string()));
@@ -116,13 +119,29 @@ fn format_bytes(count: u64) -> String {
 struct ParsedDevice {
     /// The whole entry in the notation of the run file.
     text: String,
+    /// The host of the device; `None` if the entry names no host.
     host: Option<String>,
+    /// The device as named on its host.
     device: String,
+    /// The load line, an amount or a share of free memory; `None` if the entry states none.
     budget: Option<String>,
+    /// The pace of a simulated device in CPU cores; `None` if the entry states none.
     pace: Option<f64>,
 }
 
-/// Parses a list in the notation of `run.devices`: each device with the attributes that its entry states.
+impl ParsedDevice {
+    fn new(device: &DeviceRequest, attributes: DeviceAttributes) -> ParsedDevice {
+        ParsedDevice {
+            text: device.to_string(),
+            host: attributes.host,
+            device: attributes.device,
+            budget: attributes.budget.map(|budget| budget.to_string()),
+            pace: attributes.pace,
+        }
+    }
+}
+
+/// Parses a list in the notation of `run.devices`. Returns each device with the attributes that its entry states.
 fn parse_entries(text: &str) -> Result<Vec<(DeviceRequest, DeviceAttributes)>, Failure> {
     let with_attributes = |device: DeviceRequest| device.attributes().map(|attributes| (device, attributes));
     let parse = || {
@@ -138,19 +157,14 @@ fn parse_entries(text: &str) -> Result<Vec<(DeviceRequest, DeviceAttributes)>, F
 /// Parses a list in the notation of `run.devices`. Returns JSON of the attributes of each device.
 #[pyfunction]
 fn parse_devices(py: Python<'_>, text: &str) -> PyResult<String> {
-    let parsed = |(device, attributes): (DeviceRequest, DeviceAttributes)| ParsedDevice {
-        text: device.to_string(),
-        host: attributes.host,
-        device: attributes.device,
-        budget: attributes.budget.map(|budget| budget.to_string()),
-        pace: attributes.pace,
-    };
     let entries = parse_entries(text).map_err(|failure| to_exception(py, &failure))?;
-    Ok(json(&entries.into_iter().map(parsed).collect::<Vec<_>>()))
+    let parsed = entries.into_iter().map(|(device, attributes)| ParsedDevice::new(&device, attributes));
+    Ok(json(&parsed.collect::<Vec<_>>()))
 }
 
-/// Returns the entry of a device for a run that has reserved it: with the load line `budget`, and with missing attributes
-/// taken from the device `joined_as` that its node joined the cluster with.
+/// Returns the `run.devices` entry of a device that a run has reserved. Its load line is `budget`. Attributes that
+/// `device` does not state come from `joined_as`, the device with which its node joined the cluster; with `None` they
+/// stay absent.
 #[pyfunction]
 fn with_node_defaults(py: Python<'_>, device: &str, budget: &str, joined_as: Option<&str>) -> PyResult<String> {
     let attributes =

@@ -4,10 +4,11 @@ use crate::failure::{run_detached, to_exception};
 use plimsoll_core::{Bytes, Failure};
 use plimsoll_device::arena::Arena;
 use plimsoll_device::cuda::arena::DeviceArena;
-use plimsoll_device::cuda::open;
+use plimsoll_device::gpu;
 use pyo3::prelude::*;
 
-/// Memory held in arenas: of the GPU with index `gpu`, or else of this machine.
+/// Memory held on one device up to a limit: on the GPU with index `gpu`, or without `gpu` in the memory of this
+/// machine.
 #[pyclass]
 pub struct MemoryHold {
     limit: Bytes,
@@ -30,7 +31,8 @@ impl MemoryHold {
         MemoryHold { limit: Bytes(limit_bytes), gpu, taken: Bytes::ZERO, pieces: Vec::new() }
     }
 
-    /// Takes bytes and backs them with memory. Fails if they exceed the limit or the free memory of the device.
+    /// Allocates `bytes` bytes and backs them with physical memory. Fails if they exceed the rest of the limit or the
+    /// free memory of the device.
     fn take(&mut self, py: Python<'_>, bytes: u64) -> PyResult<()> {
         let (requested, left) = (Bytes(bytes), self.limit.saturating_sub(self.taken));
         if requested > left {
@@ -39,7 +41,7 @@ impl MemoryHold {
         }
         let gpu = self.gpu;
         self.pieces.push(run_detached(py, || match gpu {
-            Some(gpu) => Ok(Piece::Gpu(open::hold_bytes(gpu, requested)?)),
+            Some(gpu) => Ok(Piece::Gpu(gpu::hold_bytes(gpu, requested)?)),
             None => Ok(Piece::Memory(Arena::map(bytes)?)),
         })?);
         self.taken += requested;

@@ -1,5 +1,5 @@
-//! The Python function `train`. The run has a thread of its own. The calling thread delivers its events to `on_event` and
-//! handles signals.
+//! The Python function `train`. The run has a thread of its own. The calling thread delivers its events to `on_event`
+//! and handles signals.
 
 use crate::failure::{catch_panic, refusal, to_exception};
 use crate::{json, load_run, with_remote_devices};
@@ -9,7 +9,6 @@ use plimsoll_train::session::outcome::Outcome;
 use plimsoll_train::session::start::{Resumed, Run};
 use pyo3::exceptions::PyKeyboardInterrupt;
 use pyo3::prelude::*;
-use serde_json::json;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -25,7 +24,7 @@ const STACK_BYTES: usize = 8 << 20;
 
 /// A message from the run's thread.
 enum RunMessage {
-    /// A line of `events.jsonl`.
+    /// An event of the run: a line of `events.jsonl`.
     Event(String),
     /// The end of the run.
     Ended(Result<Ended, Failure>),
@@ -41,14 +40,18 @@ struct Ended {
 
 /// The arguments of `train`.
 struct TrainRequest {
+    /// The run file. `None` for the built-in example, for a run that `settings` alone describe, and for a resumed run.
     path: Option<PathBuf>,
+    /// Settings as `KEY=VALUE`.
     settings: Vec<String>,
+    /// The folder of the run to resume; `None` for a new run.
     resume: Option<PathBuf>,
+    /// Whether the run writes checkpoints and a model.
     saves: bool,
 }
 
-/// Trains and returns the result as JSON. Calls `on_event` with each line of `events.jsonl`. If it returns `False` or raises,
-/// the run saves and ends after its step, as after an interrupt.
+/// Trains and returns the result as JSON. Calls `on_event` with each line of `events.jsonl`. If `on_event` returns
+/// `False` or raises, the run saves and ends after its step, as after an interrupt.
 #[pyfunction]
 pub fn train(
     py: Python<'_>,
@@ -102,7 +105,8 @@ fn next(messages: &Mutex<Receiver<RunMessage>>) -> Result<RunMessage, RecvTimeou
     messages.lock().unwrap_or_else(PoisonError::into_inner).recv_timeout(SIGNAL_PERIOD)
 }
 
-/// Returns the result or the exception of an ended run. After an interrupt, the exception says how to resume.
+/// Returns the result of an ended run, or raises its failure. After an exception of `on_event` or an interrupt, raises
+/// that instead; if the run was stopped by Ctrl-C, the message says how to resume.
 fn outcome_for_caller(py: Python<'_>, ended: Result<Ended, Failure>, interrupt: Option<PyErr>) -> PyResult<String> {
     match (ended, interrupt) {
         (Ok(ended), Some(error)) if ended.stopped && error.is_instance_of::<PyKeyboardInterrupt>(py) => {
@@ -148,15 +152,11 @@ impl TrainRequest {
     }
 }
 
-/// Converts the outcome of a run to the JSON that the caller gets.
+/// Converts the outcome of a run for the Python caller.
 fn ended(outcome: Outcome) -> Ended {
-    let Outcome { result, samples, model, folder } = outcome;
-    let samples: Vec<_> = samples
-        .iter()
-        .map(|sample| json!({"prompt": sample.prompt, "expected": sample.expected, "answer": sample.answer}))
-        .collect();
-    let folder = folder.display().to_string();
-    let model = model.map(|path| path.display().to_string());
-    let content = json!({"result": result, "samples": samples, "model": model, "folder": folder});
-    Ended { stopped: result.status == RunStatus::Stopped, result: content.to_string(), folder }
+    Ended {
+        stopped: outcome.result.status == RunStatus::Stopped,
+        result: json(&outcome),
+        folder: outcome.folder.display().to_string(),
+    }
 }

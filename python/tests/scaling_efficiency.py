@@ -4,7 +4,7 @@ Adapters and the whole model are trained by each device alone on its own host, a
 
     python tests/scaling_efficiency.py
 
-prints the table of docs/measured/ray.md. Needs root, iproute2, and half a core that no other program uses.
+prints the table of docs/measured/ray.md. It needs root, iproute2, and half a core that no other program uses.
 """
 
 from __future__ import annotations

@@ -86,6 +86,7 @@ def test_train_delivers_events_and_returns_folder_content(tmp_path: Path) -> Non
     ended.set()
     counter.join()
     assert type_errors(trained, results.Trained) == []
+    assert [line for event in events for line in type_errors(event, results.Event)] == []
     assert trained["result"] == json.loads((tmp_path / "run" / "result.json").read_text())
     assert trained["result"]["status"] == "done" and trained["samples"]
     assert trained["model"] == str(tmp_path / "run" / "model") and trained["folder"] == str(tmp_path / "run")

@@ -552,12 +552,7 @@ def test_command_line_without_ray_names_the_package(
     assert said.stderr.startswith("error: this needs Ray 2.60; ") and " has 2.9.3\n" in said.stderr, said.stderr
 
 
-LEAVE_JSON = """{
-  "address": "192.0.2.1:7300",
-  "processes_ended": 2,
-  "ends_for": []
-}
-"""
+LEAVE_JSON = json.dumps({"address": "192.0.2.1:7300", "processes_ended": 2, "ends_for": []}, indent=2) + "\n"
 
 
 def test_leave_works_without_ray(command: Path, tmp_path: Path, no_ray: dict[str, str]) -> None:

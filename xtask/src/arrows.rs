@@ -10,7 +10,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Each crate with the crates of the workspace that it may depend on, also in tests. Other crates are not allowed.
+/// Each crate of the workspace, with the other crates of the workspace that it may depend on, also in tests. A crate
+/// that is not listed is not permitted.
 const ARROWS: &[(&str, &[&str])] = &[
     ("plimsoll-core", &[]),
     ("plimsoll-program", &["plimsoll-core"]),
@@ -32,7 +33,7 @@ const UNSAFE_CRATE: &str = "plimsoll-device";
 /// File with a table of all external dependencies and their reasons.
 const REASONS: &str = "docs/ARCHITECTURE.md";
 
-/// Attribute that every other crate root needs, so that the compiler checks it as well.
+/// Attribute at the root of every crate other than [`UNSAFE_CRATE`]. With it, the compiler forbids unsafe code as well.
 const FORBID: &str = "#![forbid(unsafe_code)]";
 
 #[derive(Deserialize)]
@@ -59,7 +60,7 @@ struct Target {
     src_path: PathBuf,
 }
 
-/// Checks the workspace and prints the result.
+/// Checks dependencies and unsafe code of the workspace, and prints the result. Fails if a rule is broken.
 pub fn run() -> anyhow::Result<()> {
     let packages = packages()?;
     let reasons = read(&Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(REASONS))?;
@@ -91,7 +92,8 @@ fn packages() -> anyhow::Result<Vec<Package>> {
     Ok(serde_json::from_slice::<Metadata>(&output.stdout).context("cannot read what cargo metadata printed")?.packages)
 }
 
-/// Returns every dependency within the workspace that is not allowed, every unlisted crate, and every missing crate.
+/// Returns a message for every dependency between crates of the workspace that `arrows` does not permit. Crates that
+/// `arrows` does not list, and listed crates that do not exist, get a message too.
 fn disallowed_dependencies(packages: &[Package], arrows: &[(&str, &[&str])]) -> Vec<String> {
     let allowed: BTreeMap<&str, &[&str]> = arrows.iter().copied().collect();
     let mut wrong = Vec::new();
@@ -115,7 +117,8 @@ fn disallowed_dependencies(packages: &[Package], arrows: &[(&str, &[&str])]) -> 
     wrong
 }
 
-/// Returns every external dependency without a row in the table of reasons.
+/// Returns a message for every external dependency without a row in the table of reasons. `reasons` is the text of
+/// [`REASONS`].
 fn without_reason(packages: &[Package], reasons: &str) -> BTreeSet<String> {
     let first_cells = reasons.lines().filter_map(|line| line.strip_prefix("| ")?.split(" |").next());
     let named: BTreeSet<&str> = first_cells.flat_map(|cell| cell.split('`').skip(1).step_by(2)).collect();
@@ -125,8 +128,9 @@ fn without_reason(packages: &[Package], reasons: &str) -> BTreeSet<String> {
         .collect()
 }
 
-/// Returns every crate root that does not forbid unsafe code, and every line with unsafe code, outside of
-/// [`UNSAFE_CRATE`]. Tests and examples are checked as well, because the attribute of a crate root does not cover them.
+/// Returns a message for every crate root that does not forbid unsafe code, and for every line with unsafe code,
+/// outside of [`UNSAFE_CRATE`]. Tests and examples are checked as well, because the attribute of a crate root does not
+/// cover them.
 fn unsafe_code(packages: &[Package]) -> anyhow::Result<Vec<String>> {
     let mut wrong = Vec::new();
     for package in packages.iter().filter(|package| package.name != UNSAFE_CRATE) {
@@ -149,7 +153,7 @@ fn unsafe_code(packages: &[Package]) -> anyhow::Result<Vec<String>> {
     Ok(wrong)
 }
 
-/// Whether a line starts unsafe code. The word in comments, strings and lint names does not count.
+/// Returns whether a line contains the keyword `unsafe`. The word in comments, strings and lint names does not count.
 fn is_unsafe(line: &str) -> bool {
     let code = line.split("//").next().unwrap_or_default();
     code.match_indices("unsafe").any(|(start, word)| {

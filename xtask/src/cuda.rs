@@ -21,22 +21,22 @@ use std::env;
 use std::fmt::Write as _;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Command, Output, Stdio};
 
-/// Compute capabilities: Ampere (A100 and consumer), Ada, Hopper, Blackwell (consumer).
+/// Compute capabilities for which kernels are compiled: Ampere (A100 and consumer), Ada, Hopper, Blackwell (consumer).
 const ARCHS: [&str; 5] = ["80", "86", "89", "90", "120"];
-/// Head dimensions of published models.
+/// Attention head dimensions for which kernels are compiled: those of published models.
 const HEAD_DIMS: [u64; 6] = [16, 32, 64, 80, 96, 128];
-/// File for the table of kernel resources.
+/// File to which the table of kernel resources is written.
 const TABLE: &str = "docs/measured/cuda-kernels.md";
 
-/// Compiler that `compile.py` reports.
+/// Versions of the compiler, as `compile.py` reports them.
 #[derive(Deserialize)]
 struct Compiler {
     nvrtc: String,
 }
 
-/// Resources of a kernel on an architecture.
+/// Registers and memory of a kernel that is compiled for one architecture.
 #[derive(Deserialize)]
 struct KernelResources {
     unit: String,
@@ -49,10 +49,12 @@ struct KernelResources {
     static_shared_bytes: u64,
 }
 
-/// Runs the chore.
+/// Compiles the kernels for every architecture, compares our declarations with NVIDIA's headers, and runs the kernels
+/// on the CPU.
 ///
 /// # Errors
-/// A unit does not compile (its log is on stderr), a kernel spills registers, or a result is wrong.
+/// Fails if a source does not compile (its log is on stderr), a kernel spills registers, a declaration differs, or a
+/// result is wrong.
 pub fn run() -> anyhow::Result<()> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("the workspace's root")?;
     let python = python(root)?;
@@ -69,7 +71,8 @@ pub fn run() -> anyhow::Result<()> {
     test_kernels_on_cpu(root)
 }
 
-/// Returns a Python interpreter with the packages in `parity/cuda/requirements.txt`.
+/// Returns the path of a Python interpreter with the packages in `parity/cuda/requirements.txt`. Installs them if
+/// necessary.
 fn python(root: &Path) -> anyhow::Result<PathBuf> {
     let here = root.join("parity/cuda");
     if let Some(venv) = std::env::var_os("PLIMSOLL_CUDA_VENV") {
@@ -87,12 +90,13 @@ fn python(root: &Path) -> anyhow::Result<PathBuf> {
     Ok(python)
 }
 
-/// Returns the venv folder of a Python interpreter.
+/// Returns the folder of the venv to which a Python interpreter belongs.
 fn venv(python: &Path) -> anyhow::Result<&Path> {
     python.parent().and_then(Path::parent).context("the venv's folder")
 }
 
-/// Compares our declarations of functions, constants and structures of each library with its headers.
+/// Compares our declarations of functions, constants and structures of each NVIDIA library with the library's headers.
+/// Fails if one differs.
 fn check_declarations(root: &Path, python: &Path) -> anyhow::Result<()> {
     ensure!(Command::new("g++").arg("--version").output().is_ok(), "g++ is needed to read NVIDIA's headers");
     let pattern = venv(python)?.join("lib/python*/site-packages/nvidia/*/include");
@@ -102,18 +106,8 @@ fn check_declarations(root: &Path, python: &Path) -> anyhow::Result<()> {
     std::fs::create_dir_all(&target)?;
     for (number, library) in headers::libraries().iter().enumerate() {
         let source = target.join(format!("{number}.cpp"));
-        let read = |text: String| -> anyhow::Result<std::process::Output> {
-            std::fs::write(&source, text)?;
-            let mut compiler = Command::new("g++");
-            compiler.args(["-std=c++17", "-fsyntax-only"]);
-            for folder in &folders {
-                // System includes, to suppress warnings in NVIDIA's headers.
-                compiler.arg("-isystem").arg(folder);
-            }
-            Ok(compiler.arg(&source).output()?)
-        };
         let text = library.assertions();
-        let said = read(text.clone())?;
+        let said = check_syntax(&source, &text, &folders)?;
         ensure!(
             said.status.success(),
             "our declarations of {} do not match its headers:\n{}",
@@ -122,7 +116,7 @@ fn check_declarations(root: &Path, python: &Path) -> anyhow::Result<()> {
         );
         // Negative test: with one more argument for each function, the compiler has to report all of them.
         let wrong = text.replace(">(), \"", ", 1>(), \"");
-        let said = String::from_utf8_lossy(&read(wrong)?.stderr).into_owned();
+        let said = String::from_utf8_lossy(&check_syntax(&source, &wrong, &folders)?.stderr).into_owned();
         for call in &library.calls {
             ensure!(said.contains(&format!("{} has another signature", call.name)), "{}: not checked", call.name);
         }
@@ -139,7 +133,19 @@ fn check_declarations(root: &Path, python: &Path) -> anyhow::Result<()> {
     succeed(Command::new("cargo").args(tests).env("VIRTUAL_ENV", venv(python)?).current_dir(root))
 }
 
-/// Writes each unit to a file of its own in an empty folder.
+/// Writes `text` to the file `source` and checks it with g++, without code generation. `folders` contain the headers.
+fn check_syntax(source: &Path, text: &str, folders: &[PathBuf]) -> anyhow::Result<Output> {
+    std::fs::write(source, text)?;
+    let mut compiler = Command::new("g++");
+    compiler.args(["-std=c++17", "-fsyntax-only"]);
+    for folder in folders {
+        // System includes, to suppress warnings in NVIDIA's headers.
+        compiler.arg("-isystem").arg(folder);
+    }
+    Ok(compiler.arg(source).output()?)
+}
+
+/// Writes the source of each compilation unit to a `.cu` file of its own in an empty folder, and returns the folder.
 fn write_units(root: &Path, units: &[Unit]) -> anyhow::Result<PathBuf> {
     let folder = root.join("target/cuda-check");
     if folder.exists() {
@@ -152,7 +158,8 @@ fn write_units(root: &Path, units: &[Unit]) -> anyhow::Result<PathBuf> {
     Ok(folder)
 }
 
-/// Compiles all units and returns the compiler and the resources of each kernel.
+/// Compiles the units in `folder` for every architecture. Returns the version of the compiler, and the resources of
+/// each kernel.
 fn compile(root: &Path, python: &Path, folder: &Path) -> anyhow::Result<(Compiler, Vec<KernelResources>)> {
     let mut command = Command::new(python);
     command
@@ -171,7 +178,7 @@ fn compile(root: &Path, python: &Path, folder: &Path) -> anyhow::Result<(Compile
     Ok((serde_json::from_str(&first).context("the first line of compile.py")?, resources?))
 }
 
-/// Checks that every kernel of every unit exists for every architecture and spills no registers.
+/// Checks that every kernel of every compilation unit exists for every architecture, and that none spills registers.
 fn check(units: &[Unit], resources: &[KernelResources]) -> anyhow::Result<()> {
     let found: BTreeSet<(&str, &str, &str)> =
         resources.iter().map(|n| (n.unit.as_str(), n.kernel.as_str(), n.arch.as_str())).collect();
@@ -197,7 +204,8 @@ fn check(units: &[Unit], resources: &[KernelResources]) -> anyhow::Result<()> {
 /// A row of the table: the resources of a kernel by architecture, without and with bf16 activations.
 type Row<'a> = BTreeMap<(&'a str, bool), &'a KernelResources>;
 
-/// Formats the table, with a row for each kernel and head dimension and a column for each architecture.
+/// Formats the page with the table of kernel resources: a row for each kernel and head dimension, a column for each
+/// architecture.
 fn markdown_table(compiler: &Compiler, resources: &[KernelResources]) -> String {
     let mut rows: BTreeMap<(String, &str), Row> = BTreeMap::new();
     for n in resources {
@@ -209,13 +217,16 @@ fn markdown_table(compiler: &Compiler, resources: &[KernelResources]) -> String 
         rows.entry((unit, &n.kernel)).or_default().insert((&n.arch, bf16), n);
     }
     let mut text = format!(
-        "# What the CUDA kernels need\n\n\
-         Written by `cargo xtask cuda-check`: NVRTC {} with `{}`, then ptxas of the same version; no GPU.\n\
-         Registers of a thread, for f32 / bf16 activations where the kernel depends on them; nothing is spilled.\n\
-         *Stack* is the most bytes of local memory of a thread (the slow path of sines in double), *shared* the\n\
-         static shared memory of a block; the dynamic one is in `cuda/kernels/launch.rs`. The number behind\n\
-         `attention` is the head dimension. What attention on tensor cores may reach: `cuda-attention.md`.\n\n\
-         | file | kernel | sm_{} | stack | shared |\n|---|---|{}---|---|\n",
+        "# Resources of the CUDA kernels\n\n\
+         `cargo xtask cuda-check` writes this page. NVRTC {} with `{}` and ptxas of the same version compile each unit;\n\
+         no GPU is involved. No kernel spills registers.\n\n\
+         - **unit**: source file, with the head dimension where the code depends on it\n\
+         - **sm_…**: registers per thread for f32 / bf16 activations; one number where a kernel has only one version\n\
+         - **stack**: local memory per thread in bytes, the largest of all columns; sine and cosine in f64 use it\n\
+         - **shared**: static shared memory per block in bytes\n\n\
+         The dynamic shared memory is in `crates/plimsoll-device/src/cuda/kernels/launch.rs`. The expected speed of the\n\
+         tensor-core kernels is in [cuda-attention](cuda-attention.md).\n\n\
+         | unit | kernel | sm_{} | stack | shared |\n|---|---|{}---|---|\n",
         compiler.nvrtc,
         OPTIONS.join(" "),
         ARCHS.join(" | sm_"),
@@ -238,13 +249,13 @@ fn markdown_table(compiler: &Compiler, resources: &[KernelResources]) -> String 
     text
 }
 
-/// Runs the tests of our own compilation and its cache, with the NVRTC of the venv.
+/// Runs the tests of run-time compilation and of its cache, with the NVRTC of the interpreter's venv.
 fn test_compilation(root: &Path, python: &Path) -> anyhow::Result<()> {
     let tests = ["test", "--workspace", "--lib", "cuda::compile", "--", "--ignored"];
     succeed(Command::new("cargo").args(tests).env("VIRTUAL_ENV", venv(python)?).current_dir(root))
 }
 
-/// Runs the kernels on the CPU and compares them with the CPU implementation.
+/// Runs the tests that execute the CUDA kernels on the CPU and compare their results with the CPU implementation.
 fn test_kernels_on_cpu(root: &Path) -> anyhow::Result<()> {
     ensure!(Command::new("g++").arg("--version").output().is_ok(), "g++ is needed to run kernels on the CPU");
     let two = ("PLIMSOLL_STAND_IN_MEMORY", "8GiB,8GiB,1GiB");
@@ -259,11 +270,11 @@ fn test_kernels_on_cpu(root: &Path) -> anyhow::Result<()> {
     run(&["cuda_executor", "cuda_adopt", "device"], &["--test-threads=1"])
 }
 
-/// Runs the program on a stand-in for a GPU, which runs on the CPU: the tests of the stand-in, the command line, and every
-/// op of a few models compared with the CPU. A separate chore (`cargo xtask stand-in`), because it takes minutes.
+/// Runs the program on a stand-in for a GPU, which runs on the CPU: the tests of the stand-in, the command line, and
+/// every op of a few models compared with the CPU. A separate chore (`cargo xtask stand-in`), because it takes minutes.
 ///
 /// # Errors
-/// A check on the stand-in fails.
+/// Fails if a check on the stand-in fails.
 pub fn on_stand_in() -> anyhow::Result<()> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("the workspace's root")?;
     let program = program::release()?;

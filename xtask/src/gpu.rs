@@ -1,5 +1,5 @@
-//! `cargo xtask gpu-check`: packs a check that runs on a machine with a GPU: the program, the chores (for the soak), and
-//! the script that runs both. `--rehearse` runs a small version of that script here, on the stand-in for a GPU.
+//! `cargo xtask gpu-check`: packs a check that runs on a machine with a GPU: the program, the chores (for the soak),
+//! and the script that runs both. `--rehearse` runs a small version of that script here, on the stand-in for a GPU.
 
 use crate::{program, stand_in};
 use anyhow::{Context, ensure};
@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{env, fs};
 
-/// Maximum size of the archive.
+/// Largest permitted size of the archive in bytes.
 const PACKED_BYTES_MAX: u64 = 60 << 20;
 
 /// Pack a check for a machine with a GPU. On that machine, `python3 gpu_check.py` needs neither Rust nor a network.
@@ -30,21 +30,24 @@ struct Options {
     only: Option<String>,
 }
 
-/// Runs the chore.
+/// Builds the program and packs the check for a machine with a GPU. With `--rehearse`, also runs a small version of the
+/// check here.
 ///
 /// # Errors
-/// A build fails, the archive is too large, or the rehearsal fails.
+/// Fails if a build fails, if the archive is too large, or if the check fails.
 pub fn run(arguments: &[String]) -> anyhow::Result<()> {
     let options = Options::try_parse_from(arguments).unwrap_or_else(|error| error.exit());
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("the workspace's root")?;
-    program::release()?;
+    let program = program::release()?;
     let folder = root.join(&options.out);
-    pack(root, &folder, &options.peer)?;
+    pack(root, &program, &folder, &options.peer)?;
     if options.dry_run { run_on_stand_in(root, &folder, options.only.as_deref()) } else { Ok(()) }
 }
 
-/// Writes the folder and the archive.
-fn pack(root: &Path, folder: &Path, peer: &Path) -> anyhow::Result<()> {
+/// Fills `folder` with the programs and the scripts of the check, and packs it into an archive beside it. `program` is
+/// the release build of `plimsoll`, with that of this program beside it. `peer` is the
+/// PyTorch script, which may be missing.
+fn pack(root: &Path, program: &Path, folder: &Path, peer: &Path) -> anyhow::Result<()> {
     if folder.exists() {
         fs::remove_dir_all(folder)?;
     }
@@ -52,7 +55,7 @@ fn pack(root: &Path, folder: &Path, peer: &Path) -> anyhow::Result<()> {
     let mut glibc = (0, 0);
     for (built, name) in [("plimsoll", "plimsoll"), ("xtask", "plimsoll-check")] {
         let to = folder.join(name);
-        fs::copy(root.join("target/release").join(built), &to)?;
+        fs::copy(program.with_file_name(built), &to)?;
         stand_in::succeed(Command::new("strip").arg(&to))?;
         glibc = glibc.max(newest_glibc(&fs::read(&to)?));
     }
@@ -95,7 +98,7 @@ fn newest_glibc(program: &[u8]) -> (u32, u32) {
     versions.max().unwrap_or((0, 0))
 }
 
-/// Returns the commit, marked if the working tree has changes.
+/// Returns the short hash of the commit, followed by `, changed` if the working tree has changes.
 fn commit(root: &Path) -> anyhow::Result<String> {
     let said = |arguments: &[&str]| -> anyhow::Result<String> {
         let output = Command::new("git").args(arguments).current_dir(root).output().context("running git")?;
@@ -105,7 +108,8 @@ fn commit(root: &Path) -> anyhow::Result<String> {
     Ok(format!("{}{changed}", said(&["rev-parse", "--short", "HEAD"])?))
 }
 
-/// Runs a small version of the check on the stand-in.
+/// Runs a small version of the packed check on the stand-in for a GPU. `only` names sections of the check; `None` runs
+/// all.
 fn run_on_stand_in(root: &Path, folder: &Path, only: Option<&str>) -> anyhow::Result<()> {
     let libraries = stand_in::build(root)?;
     // Prefer the venv of the parity tests, which has torch and transformers.

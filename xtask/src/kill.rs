@@ -17,10 +17,10 @@ struct Args {
     runs: u64,
 }
 
-/// Runs the test, which prints a table.
+/// Runs the long test of killed runs, which prints a table.
 ///
 /// # Errors
-/// A killed run does not end like an undisturbed one, or a build fails.
+/// Fails if a killed run does not end like an undisturbed one, or if the build fails.
 pub fn run(arguments: &[String]) -> Result<()> {
     let args = Args::parse_from(std::iter::once("kill").chain(arguments.iter().map(String::as_str)));
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());

@@ -9,6 +9,7 @@ mod kill;
 mod predict;
 mod program;
 mod scaling_efficiency;
+mod schema;
 mod soak;
 mod stand_in;
 mod style;
@@ -23,6 +24,7 @@ const USAGE: &str = "usage: cargo xtask CHORE
   gpu-check   pack a check for a machine with a GPU, or rehearse it without one (see gpu-check --help)
   kill        kill runs at random moments and compare their final files (see kill --help)
   predict     compare predicted and measured step times of random recipes (see predict --help)
+  schema      write the JSON schemas of docs/schema and the Python types of python/plimsoll/results.py
   soak        test on random models that plans are exact (see soak --help)
   stand-in    run the program on a stand-in for a GPU (runs on the CPU) and compare it with the CPU
   style       measure how readable the project is, and fail where a limit is passed; --list prints all places
@@ -39,6 +41,7 @@ fn main() -> anyhow::Result<()> {
         Some("gpu-check") => gpu::run(&arguments[1..]),
         Some("kill") => kill::run(&arguments[1..]),
         Some("predict") => predict::run(&arguments[1..]),
+        Some("schema") => schema::run(&arguments[1..]),
         Some("soak") => soak::run(&arguments[1..]),
         Some("style") => style::run(&arguments[1..]),
         Some("sweep") => sweep::run(&arguments[1..]),

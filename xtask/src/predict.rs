@@ -1,5 +1,5 @@
-//! `cargo xtask predict`: compares predicted and measured step times of random recipes. Needs an idle machine, so CI does
-//! not run it.
+//! `cargo xtask predict`: compares predicted and measured step times of random recipes. Needs an idle machine, so CI
+//! does not run it.
 
 use crate::soak::case::Rng;
 use anyhow::{Result, ensure};
@@ -8,7 +8,7 @@ use plimsoll_core::DType;
 use plimsoll_program::models::decoder::Base;
 use plimsoll_train::bench::{StepShape, step};
 
-/// Largest median error that passes.
+/// Largest permitted median of the relative errors of predicted step times.
 const MAX_MEDIAN_ERROR: f64 = 0.10;
 
 /// Predict and measure the training steps of random recipes.
@@ -29,7 +29,7 @@ struct Args {
     threads: u32,
 }
 
-/// Returns a random step of at most some hundred GFLOP.
+/// Returns the shape of a random training step of about 2 to 250 GFLOP.
 fn shape(rng: &mut Rng, args: &Args) -> StepShape {
     loop {
         let heads = rng.pick(&[4, 6, 8, 12]);
@@ -62,10 +62,11 @@ fn shape(rng: &mut Rng, args: &Args) -> StepShape {
     }
 }
 
-/// Measures all recipes and prints a line for each, and the median error.
+/// Predicts and measures the step time of random recipes. Prints a line for each, and the median and 90th percentile of
+/// the errors.
 ///
 /// # Errors
-/// The median error is too large.
+/// Fails if a step cannot run, or if the median error is too large.
 pub fn run(arguments: &[String]) -> Result<()> {
     let args = Args::parse_from(std::iter::once("predict").chain(arguments.iter().map(String::as_str)));
     let mut rng = Rng::new(args.seed, 0);

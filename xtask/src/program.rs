@@ -2,20 +2,20 @@
 
 use anyhow::{Context, Result, bail, ensure};
 use plimsoll_device::probe::Cpu;
-use serde_json::json;
+use serde_json::{Value, json};
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Builds the workspace for release and returns the path of the program.
+/// Builds the workspace for release and returns the path of the command-line program `plimsoll`.
 ///
 /// The whole workspace is built, because a build of a single crate enables fewer features of shared dependencies and
 /// would rebuild them.
 ///
 /// # Errors
-/// The build fails.
+/// Fails if the build fails.
 pub fn release() -> Result<PathBuf> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("the workspace's root")?;
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
@@ -26,30 +26,32 @@ pub fn release() -> Result<PathBuf> {
     Ok(target.join("release/plimsoll"))
 }
 
-/// Writes fixed CPU rates into a cache folder: 50 GFLOP/s per core, about half of a core with AVX-512. Simulated devices
-/// are then equally fast on all machines, also on a machine that does some other work.
+/// Writes fixed CPU rates into a cache folder, in place of measured ones: 50 GFLOP/s, about half of a core with
+/// AVX-512. Simulated devices are then equally fast on all machines, even on a machine that does some other work.
 ///
 /// # Errors
-/// A folder that cannot be written.
+/// Fails if the folder cannot be written.
 pub fn write_device_rates(cache: &Path) -> Result<()> {
     let cpu = Cpu::read();
-    let entry = |threads: u32| {
-        json!({
-            "plimsoll": env!("CARGO_PKG_VERSION"), "device": "cpu", "model": cpu.model, "features": cpu.features,
-            "threads": threads,
-            "rates": {
-                "f32_flops": 5e10, "bf16_flops": 5e10, "memory_bytes_per_second": 1e10, "op_seconds": 5e-6,
-                "host_link": {"bytes_per_second": 1e10, "latency_seconds": 2e-6}, "measured": true,
-            },
-        })
-    };
-    let known: Vec<_> = (1..=cpu.threads).map(entry).collect();
+    let known: Vec<_> = (1..=cpu.threads).map(|threads| device_rates(&cpu, threads)).collect();
     fs::create_dir_all(cache)?;
     fs::write(cache.join("devices.json"), serde_json::to_string(&known)?)?;
     Ok(())
 }
 
-/// Output and exit code of a command.
+/// Returns the entry of the cache for the CPU with this number of threads.
+fn device_rates(cpu: &Cpu, threads: u32) -> Value {
+    json!({
+        "plimsoll": env!("CARGO_PKG_VERSION"), "device": "cpu", "model": cpu.model, "features": cpu.features,
+        "threads": threads,
+        "rates": {
+            "f32_flops": 5e10, "bf16_flops": 5e10, "memory_bytes_per_second": 1e10, "op_seconds": 5e-6,
+            "host_link": {"bytes_per_second": 1e10, "latency_seconds": 2e-6}, "measured": true,
+        },
+    })
+}
+
+/// Output and exit code of a process that has ended.
 pub struct ProgramOutput {
     /// Exit code; `None` if a signal ended the process.
     pub code: Option<i32>,
@@ -59,10 +61,11 @@ pub struct ProgramOutput {
     pub stderr: String,
 }
 
-/// Runs a command to its end, with stdout and stderr in two files of `folder`.
+/// Runs a command to its end and returns its output. Writes stdout and stderr to two files in `folder`. Kills the
+/// process if it takes longer than `seconds`.
 ///
 /// # Errors
-/// The command cannot be started, or is killed because it takes longer than `seconds`.
+/// Fails if the command cannot be started or is killed.
 pub fn start(command: &mut Command, folder: &Path, seconds: u64) -> Result<ProgramOutput> {
     let [stdout, stderr] = ["stdout", "stderr"].map(|name| folder.join(name));
     let mut child = command

@@ -1,8 +1,8 @@
-//! `cargo xtask scaling-efficiency`: measures the scaling efficiency of teams of unequal simulated devices, with real runs of the
-//! release build. Needs an idle machine, so CI does not run it.
+//! `cargo xtask scaling-efficiency`: measures the scaling efficiency of teams of unequal simulated devices, with real
+//! runs of the release build. Needs an idle machine, so CI does not run it.
 //!
 //! - Data parallel: each device trains alone, then all together, then a team in which all devices are as slow as the
-//!   slowest one. The latter equals an even split, where faster devices wait.
+//!   slowest one. This last team is as fast as an even split, in which faster devices wait.
 //! - Sharded and pipeline: models that fit on no single device, with measured and predicted step times.
 
 use crate::program;
@@ -13,12 +13,12 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-/// Smallest throughput of a team, relative to the sum of its devices alone.
+/// Smallest permitted throughput of a team, relative to the sum of the throughputs of its devices alone.
 const MIN_SCALING_EFFICIENCY: f64 = 0.95;
-/// Smallest speedup of the pair 1 : 0.57 over an even split.
+/// Smallest permitted speedup, over an even split, of a pair of devices with the relative speeds 1 and 0.57.
 const MIN_SPEEDUP_OVER_EVEN_SPLIT: f64 = 1.30;
 
-/// Largest relative error of the predicted step time of sharded and pipeline runs.
+/// Largest permitted relative error of the predicted step time of sharded and pipeline runs.
 const MAX_PREDICTION_ERROR: f64 = 0.10;
 
 /// Compare teams of unequal devices with the sum of the same devices alone.
@@ -40,7 +40,7 @@ struct Args {
     link: String,
 }
 
-/// Teams with the relative speeds of their devices.
+/// Data parallel teams to measure: name, and relative speeds of the devices.
 const TEAMS: [(&str, &[f64]); 4] = [
     ("1 : 0.57", &[1.0, 0.57]),
     ("1 : 0.5", &[1.0, 0.5]),
@@ -48,11 +48,11 @@ const TEAMS: [(&str, &[f64]); 4] = [
     ("8 equal", &[1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
 ];
 
-/// Budget of a device in MiB, and its share of all cores.
+/// Budget of a device in MiB, and its share of the cores (`--cores`) that the devices of a team use together.
 type DeviceShape = (u64, f64);
 
-/// Teams of devices that only fit a model of 13 million parameters together, without host memory: the devices, the link
-/// between them, and the expected parallelism.
+/// Teams whose devices can hold a model of 13 million parameters together, but not alone, without host memory. Each has
+/// its devices, the link between them, and the expected parallelism.
 const SPLIT_MODELS: [(&[DeviceShape], &str, Parallelism); 6] = [
     (&[(160, 0.33), (120, 0.33), (160, 0.33)], "16GB/s", Parallelism::Sharded),
     (&[(200, 0.5), (200, 0.5)], "2GB/s", Parallelism::Sharded),
@@ -62,11 +62,11 @@ const SPLIT_MODELS: [(&[DeviceShape], &str, Parallelism); 6] = [
     (&[(160, 0.33), (120, 0.33), (160, 0.33)], "50MB/s", Parallelism::Pipeline),
 ];
 
-/// Run-file section that disables offload to the host. The host is not simulated: a slow device alone would run its update
-/// there, and eight single devices would have eight hosts.
+/// Run-file section that leaves no room for offload to the host. The host is not simulated: a slow device alone could
+/// run its update there at full speed. Eight devices that train alone would also have eight hosts.
 const NO_HOST: &str = "[memory]\nhost = \"1MiB\"\n";
 
-/// Model and length of a run.
+/// Sizes of a model, and length and memory settings of its run.
 struct Model {
     hidden: u64,
     layers: u64,
@@ -75,10 +75,10 @@ struct Model {
     memory: &'static str,
 }
 
-/// Measures all teams and prints a row for each.
+/// Trains all teams and prints a row with the measured and predicted speed of each.
 ///
 /// # Errors
-/// A run fails, or a team is slower than promised.
+/// Fails if a run fails, if a team is slower than promised, or if a step time is predicted too badly.
 pub fn run(arguments: &[String]) -> Result<()> {
     let args = Args::parse_from(std::iter::once("scaling-efficiency").chain(arguments.iter().map(String::as_str)));
     let folder = std::env::temp_dir().join(format!("plimsoll-scaling-{}", std::process::id()));
@@ -95,7 +95,7 @@ pub fn run(arguments: &[String]) -> Result<()> {
     measured
 }
 
-/// Compares data parallel teams with the sum of their devices alone.
+/// Compares the throughput of each data parallel team with the sum over its devices alone, and with an even split.
 fn measure_data_parallel(args: &Args, folder: &Path, binary: &Path) -> Result<()> {
     write_run(args, folder, Model { hidden: 128, layers: 4, steps: args.steps, memory: NO_HOST })?;
     println!("simulated devices, {} sequences of 64 tokens a step; tokens/s, measured", args.sequences);
@@ -135,7 +135,7 @@ fn measure_data_parallel(args: &Args, folder: &Path, binary: &Path) -> Result<()
     Ok(())
 }
 
-/// Compares measured and predicted step times of sharded and pipeline runs.
+/// Compares measured and predicted step times of the sharded and pipeline teams in [`SPLIT_MODELS`].
 fn measure_split_models(args: &Args, folder: &Path, binary: &Path) -> Result<()> {
     write_run(args, folder, Model { hidden: 384, layers: 8, steps: args.steps.div_ceil(3), memory: NO_HOST })?;
     println!(
@@ -162,13 +162,13 @@ fn measure_split_models(args: &Args, folder: &Path, binary: &Path) -> Result<()>
     Ok(())
 }
 
-/// Formats devices of these paces for `--devices`.
+/// Formats simulated devices of these paces as a value of `--devices`.
 fn devices(args: &Args, paces: &[f64]) -> String {
     let device = |(number, pace): (usize, &f64)| format!("virtual:d{number}=200MiB@{pace}:16GB/s:{}", args.link);
     paces.iter().enumerate().map(device).collect::<Vec<_>>().join(",")
 }
 
-/// Writes a run file, a small model and random tokens.
+/// Writes a run file, the configuration of a small model, and random tokens into `folder`.
 fn write_run(args: &Args, folder: &Path, model: Model) -> Result<()> {
     let tokens = args.sequences * 64;
     let mut state = 1u64;
@@ -191,13 +191,13 @@ fn write_run(args: &Args, folder: &Path, model: Model) -> Result<()> {
     fs::write(folder.join("config.json"), config.to_string())?;
     let run = format!(
         "[model]\npath = \"config.json\"\ninit = \"random\"\n[data]\ntrain = \"train.jsonl\"\nformat = \"tokens\"\n\
-         sequence = 64\n[train]\nsteps = {}\nbatch_tokens = {tokens}\n{}[run]\ndir = \"run\"\nteam = \"all\"\n",
+         sequence = 64\n[train]\nsteps = {}\nbatch_tokens = {tokens}\n{}[run]\ndir = \"run\"\nparallelism = \"all\"\n",
         model.steps, model.memory
     );
     Ok(fs::write(folder.join("run.toml"), run)?)
 }
 
-/// Trains a run and reads its result.
+/// Trains the run in `folder` on these devices, and reads its result. Removes the run folder of an earlier run first.
 fn train(binary: &Path, folder: &Path, devices: &str) -> Result<RunResult> {
     let run = folder.join("run");
     if run.exists() {

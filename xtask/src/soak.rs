@@ -40,7 +40,7 @@ use test_device::TestDevice;
 #[global_allocator]
 static HEAP: CountingAllocator = CountingAllocator;
 
-/// Default of [`Options::case_seconds`].
+/// Default number of seconds after which a case counts as hanging ([`Options::case_seconds`]).
 const CASE_SECONDS_MAX: u64 = 300;
 
 /// Test on random small models and on whole processes that plans are exact.
@@ -113,12 +113,12 @@ enum Part {
 }
 
 impl Options {
-    /// Returns a case for the device and arithmetic of these options.
+    /// Returns case `number` of the soak, on the device and in the arithmetic of these options.
     fn case_of(&self, number: u64) -> Case {
         Case::new(self.seed, number).on(self.device, self.dtype)
     }
 
-    /// Whether cases start the program in processes of their own.
+    /// Returns whether each case starts the program, in processes of its own.
     fn starts_program(&self) -> bool {
         matches!(self.only, Some(Part::Refusals | Part::Teams))
     }
@@ -135,7 +135,7 @@ impl Options {
         }
     }
 
-    /// Returns the arguments of a worker process.
+    /// Returns the arguments with which a worker process gets these options. `started` is the start of the soak.
     fn worker_arguments(&self, started: Instant) -> Vec<String> {
         let mut list = vec![format!("--device={}", self.device), format!("--dtype={}", self.dtype)];
         let named = |value: &dyn Fn() -> Option<clap::builder::PossibleValue>| {
@@ -150,25 +150,26 @@ impl Options {
     }
 }
 
-/// Parses `f32` or `bf16`.
+/// Parses the arithmetic of the cases: `f32` or `bf16`.
 fn dtype(text: &str) -> Result<DType, String> {
     [DType::F32, DType::Bf16].into_iter().find(|dtype| dtype.to_string() == text).ok_or("expected f32 or bf16".into())
 }
 
-/// Exit code of a worker after the loss of its device. The next case needs a new process.
+/// Exit code of a worker process that lost its device. Only a new process can run the next case.
 const DEVICE_LOST_EXIT: i32 = 75;
 
-/// Message of a worker process.
+/// Message from a worker process: the number of the case that starts, or the results of the case that ended.
 #[derive(Serialize, Deserialize)]
 enum WorkerMessage {
     Started(u64),
     Finished(Tally),
 }
 
-/// Runs the chore.
+/// Runs the cases in worker processes and prints the results. With hidden arguments, this process is itself such a
+/// worker.
 ///
 /// # Errors
-/// A check failed.
+/// Fails if a check failed, or if a process cannot be started.
 pub fn run(arguments: &[String]) -> anyhow::Result<()> {
     let mut options = Options::try_parse_from(arguments).unwrap_or_else(|error| error.exit());
     if options.starts_program() && options.binary.is_none() {
@@ -210,12 +211,12 @@ pub fn run(arguments: &[String]) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Whether the time of `--seconds` is over.
+/// Returns whether the time limit (`--seconds`) is over; false without a limit.
 fn is_late(options: &Options, started: Instant) -> bool {
     options.seconds.is_some_and(|seconds| started.elapsed().as_secs() >= seconds)
 }
 
-/// Runs cases as a worker and prints a message before and after each.
+/// Runs cases as a worker process, and prints a message before and after each case.
 fn run_worker(options: &Options, numbers: std::ops::Range<u64>, started: Instant) -> anyhow::Result<()> {
     let send = |word: &WorkerMessage| -> anyhow::Result<()> {
         let mut out = std::io::stdout().lock();
@@ -247,7 +248,8 @@ fn one_failure(kind: &str, message: String) -> Tally {
     tally
 }
 
-/// Starts a worker at case `first` and collects its messages. Returns the case to continue from.
+/// Starts a worker process for the cases from `first` to `end` (exclusive), and adds its results to `tally`. Returns
+/// the case from which a new worker has to continue.
 fn supervise(options: &Options, first: u64, end: u64, started: Instant, tally: &mut Tally) -> anyhow::Result<u64> {
     let program = std::env::current_exe().context("where is this program?")?;
     let mut child = Command::new(program)

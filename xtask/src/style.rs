@@ -1,8 +1,9 @@
-//! `cargo xtask style`: measures how readable the project is, and fails where a limit is passed. The same checks run as tests.
+//! `cargo xtask style`: measures how readable the project is, and fails where a limit is passed. The same checks run as
+//! tests.
 //!
-//! `prose` looks at comments and documents, `code` at files, functions and identifiers, `modules` at imports between modules. A figure
-//! is printed for each limit, then the places that pass it. `cargo xtask style --list` prints all places, also those that a limit
-//! tolerates.
+//! `prose` looks at comments and documents, `code` at files, functions, closures and identifiers, `modules` at imports
+//! between modules. A figure is printed for each limit, then the places that pass it. `cargo xtask style --list` prints
+//! all places, also those that a limit tolerates.
 
 mod code;
 mod modules;
@@ -12,27 +13,28 @@ use anyhow::{Context, bail};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// A figure with its limit, and the places that it counts.
+/// A figure about readability with its limit, and the places in the project that it counts.
 pub struct Finding {
     /// Name of the figure, for the printed line.
     name: &'static str,
-    /// Number of things looked at; 0 where the figure is a plain count.
+    /// Number of things that were checked, such as doc comments. 0 if the figure is a count, not a share.
     of: usize,
-    /// Places found, each as `file:line: text`.
+    /// Places that count, most as `file:line: text`.
     places: Vec<String>,
-    /// Largest share of `of` that is tolerated (0.015 is 1.5 %), or the largest count where `of` is 0.
+    /// Largest tolerated share of `of` (0.015 is 1.5 %). If `of` is 0, the largest tolerated number of places.
     limit: f64,
 }
 
 impl Finding {
-    /// Whether the figure is within its limit.
+    /// Returns whether the figure is within its limit.
     fn holds(&self) -> bool {
         let count = self.places.len() as f64;
         let figure = if self.of == 0 { count } else { count / self.of as f64 };
         figure <= self.limit
     }
 
-    /// One line for people: `ok  doc comments that open with a bare clause: 12 of 6098 (0.2 %, at most 1.5 %)`.
+    /// Formats the figure as one line:
+    /// `ok  doc comments that open with a bare clause: 12 of 6098 (0.20 %, at most 1.5 %)`.
     fn line(&self) -> String {
         let (word, count) = (if self.holds() { "ok " } else { "BAD" }, self.places.len());
         match self.of {
@@ -45,10 +47,10 @@ impl Finding {
     }
 }
 
-/// Prints all figures; with `--list` also the places within the limits.
+/// Prints all figures, and the places of those above their limits. With `--list`, prints the places of all figures.
 ///
 /// # Errors
-/// Files that cannot be read or parsed, and figures above their limits.
+/// Fails if a file cannot be read or parsed, or if a figure is above its limit.
 pub fn run(arguments: &[String]) -> anyhow::Result<()> {
     let list = match arguments {
         [] => false,
@@ -69,7 +71,7 @@ pub fn run(arguments: &[String]) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// All figures of the project in `root`.
+/// Returns all figures about the project in the folder `root`.
 fn findings(root: &Path) -> anyhow::Result<Vec<Finding>> {
     let sources = sources(root)?;
     let mut findings = prose::comments(&sources);
@@ -81,27 +83,27 @@ fn findings(root: &Path) -> anyhow::Result<Vec<Finding>> {
     Ok(findings)
 }
 
-/// Root folder of the project.
+/// Returns the root folder of the project.
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }
 
 /// A text file of the project.
 pub struct Source {
-    /// Path from the root, with `/`.
+    /// Path from the root of the project, with `/` between folders.
     path: String,
-    /// Contents.
+    /// Contents of the file.
     text: String,
 }
 
 impl Source {
-    /// Whether the name ends in one of these extensions.
+    /// Returns whether the file has one of these extensions, given without a dot.
     fn has_extension(&self, extensions: &[&str]) -> bool {
         self.path.rsplit_once('.').is_some_and(|(_, extension)| extensions.contains(&extension))
     }
 }
 
-/// All source and document files that git tracks, or would track.
+/// Reads all source and document files of the project that git tracks or would track, that is, does not ignore.
 fn sources(root: &Path) -> anyhow::Result<Vec<Source>> {
     let output = Command::new("git")
         .args(["ls-files", "--cached", "--others", "--exclude-standard"])

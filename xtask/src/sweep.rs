@@ -1,5 +1,5 @@
-//! `cargo xtask sweep`: sweeps 30 runs of mixed size over two unequal virtual devices with memory 24 : 8, and compares the
-//! total time with a lower bound for any schedule. Needs an idle machine.
+//! `cargo xtask sweep`: sweeps 30 runs of mixed size over two unequal virtual devices with memory 24 : 8, and compares
+//! the total time with a lower bound for any schedule. Needs an idle machine.
 
 use crate::program;
 use anyhow::{Context, Result, ensure};
@@ -11,7 +11,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Largest excess of the total time over the lower bound.
+/// Largest permitted excess of the sweep's total time over its lower bound, as a fraction of the bound.
 const MAX_EXCESS: f64 = 0.10;
 
 /// Sweep 30 runs of mixed size over two devices.
@@ -32,10 +32,10 @@ struct Args {
     binary: Option<PathBuf>,
 }
 
-/// Writes models, data and run files, runs the sweep, and prints a table in Markdown.
+/// Writes models, data and run files, runs the sweep, and prints its report in Markdown.
 ///
 /// # Errors
-/// A run is not done, exceeded its load line, or the sweep took too long.
+/// Fails if a run is not done or exceeded its load line, or if the sweep took too long.
 pub fn run(arguments: &[String]) -> Result<()> {
     let args = Args::parse_from(std::iter::once("sweep").chain(arguments.iter().map(String::as_str)));
     let binary = args.binary.clone().map_or_else(program::release, Ok)?;
@@ -63,7 +63,8 @@ pub fn run(arguments: &[String]) -> Result<()> {
     Ok(())
 }
 
-/// Writes a run file. Models, batch sizes and lengths repeat with different periods, so that runs differ.
+/// Writes the run file of run `number`, with its model and data, and returns the path of the run file. Models, batch
+/// sizes and lengths repeat with different periods, so that runs differ.
 fn write_run(folder: &Path, number: u64, args: &Args) -> Result<PathBuf> {
     let (hidden, layers) = [(64, 2), (96, 3), (128, 4), (192, 4), (256, 4), (320, 6)][(number % 6) as usize];
     let sequences = [4, 8, 16, 8, 32][(number % 5) as usize];
@@ -100,7 +101,7 @@ fn write_run(folder: &Path, number: u64, args: &Args) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// Formats the report as Markdown.
+/// Formats the report of a sweep as Markdown: a table of the runs, and lines on total time and devices.
 fn markdown(report: &SweepReport) -> String {
     let mib =
         |bytes: Option<plimsoll_core::Bytes>| bytes.map_or_else(String::new, |bytes| format!("{:.1}", bytes.as_mib()));

@@ -12,7 +12,8 @@ const USAGE: &str = "usage: cargo xtask wheel [FOLDER]
 Builds the command line and the Python library, and writes plimsoll_train-VERSION-….whl into FOLDER (target/wheels).
 Needs maturin (pip install maturin) on the path, or in the Python that PLIMSOLL_PYTHON names.";
 
-/// Builds the wheel.
+/// Builds the command line and the wheel that contains it. The only argument is the folder of the wheel, and may be
+/// missing.
 pub fn run(arguments: &[String]) -> anyhow::Result<()> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("xtask lies in the workspace")?;
     let folder = match arguments {
@@ -38,7 +39,7 @@ pub fn run(arguments: &[String]) -> anyhow::Result<()> {
     done(maturin.arg("--out").arg(folder).current_dir(root))
 }
 
-/// Runs a command that has to succeed.
+/// Runs a command to its end. Fails if the command cannot be started or fails.
 fn done(command: &mut Command) -> anyhow::Result<()> {
     let name = command.get_program().to_string_lossy().into_owned();
     let words: Vec<&OsStr> = command.get_args().collect();

@@ -20,7 +20,7 @@ impl Budget {
     /// Default budget of a device: 90 % of its free memory.
     pub const DEVICE: Budget = Budget::Share(0.9);
 
-    /// Default budget of host memory used by an accelerator: 80 % of the free host memory.
+    /// Default budget of the host memory for offloaded tensors: 80 % of the free host memory.
     pub const HOST: Budget = Budget::Share(0.8);
 
     /// Returns the amount if the budget is an amount, `None` if it is a share.
@@ -31,8 +31,8 @@ impl Budget {
         }
     }
 
-    /// Computes the load line for a memory with `free` free bytes. An amount is returned unchanged, even above `free`:
-    /// the device checks it when it is opened.
+    /// Computes the load line in bytes for a memory with `free` free bytes. A budget that is an amount is returned
+    /// unchanged, even above `free`. Whether so much memory is available is only checked when the device is opened.
     pub fn load_line(self, free: Bytes) -> Bytes {
         match self {
             Budget::Share(share) => Bytes((free.0 as f64 * share) as u64),
@@ -68,7 +68,7 @@ pub enum ParseBudgetError {
         /// The text that failed to parse.
         text: String,
     },
-    /// A number without a unit, too small to mean bytes.
+    /// The text is a number without a unit, and too small to mean bytes.
     #[error("`{text}` has no unit: write `{text}GiB`, `{text}MiB`, or `{text}B` if bytes are meant")]
     NoUnit {
         /// The text that failed to parse.
@@ -76,7 +76,8 @@ pub enum ParseBudgetError {
     },
 }
 
-/// Smallest number without a unit that is accepted as bytes. A smaller one is an error that asks for the unit.
+/// Smallest number without a unit that is accepted as bytes. A smaller number is rejected with
+/// [`ParseBudgetError::NoUnit`].
 const UNITLESS_BYTES_MIN: Bytes = Bytes::mib(1);
 
 impl FromStr for Budget {

@@ -6,8 +6,14 @@ use std::iter::Sum;
 use std::ops::{Add, AddAssign, Sub};
 use std::str::FromStr;
 
-/// An amount of memory in bytes. Printed in binary units (`1.50 GiB`), parsed from `6GiB`, `600 MiB`, `4096`.
+/// An amount of memory in bytes. Printed in binary units (`1.50 GiB`). Parsed from binary units (`6GiB`, `600 MiB`),
+/// decimal units (`2GB`) and plain bytes (`4096`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[cfg_attr(
+    feature = "schema",
+    derive(schemars::JsonSchema),
+    schemars(inline, description = "An amount of memory in bytes.")
+)]
 #[serde(transparent)]
 pub struct Bytes(pub u64);
 
@@ -30,7 +36,7 @@ impl Bytes {
         Bytes(self.0.saturating_sub(other.0))
     }
 
-    /// Returns the amount in mebibytes.
+    /// Returns the amount in mebibytes, with its fraction.
     pub fn as_mib(self) -> f64 {
         self.0 as f64 / (1u64 << 20) as f64
     }

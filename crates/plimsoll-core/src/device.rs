@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 
 /// The kind of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum DeviceKind {
     /// The CPU of this machine.
@@ -21,8 +22,9 @@ pub enum DeviceKind {
     Paper,
 }
 
-/// One direction of a link to the host or to another device.
+/// The speed of a link to the host or to another device, in one direction.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Link {
     /// Bandwidth in bytes per second.
     pub bytes_per_second: f64,
@@ -31,7 +33,7 @@ pub struct Link {
 }
 
 impl Link {
-    /// The link between devices that share the memory of one machine, such as `cpu` and `virtual` devices.
+    /// The assumed link between devices that share the memory of one machine, such as `cpu` and `virtual` devices.
     pub const MEMORY: Link = Link { bytes_per_second: 10e9, latency_seconds: 10e-6 };
 }
 
@@ -50,21 +52,25 @@ pub struct Rates {
     pub host_link: Link,
     /// Whether these rates were measured on the device; otherwise they are published or assumed.
     pub measured: bool,
-    /// Measured rates per kind of op; empty if the device was not measured.
+    /// Measured rates of single kinds of ops; empty if the device was not measured.
     #[serde(default)]
     pub ops: OpRates,
 }
 
 /// Measured rates of a device per kind of op.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct OpRates {
-    /// Sizes at which matrix products were timed, ascending. All three axes m, n and k use these sizes.
+    /// Sizes at which matrix products were timed, ascending, for all three axes m, n and k. Empty without a
+    /// measurement.
     pub product_sizes: Vec<u64>,
     /// Operations per second of f32 matrix products on the grid m × n × k of `product_sizes` (k varies fastest).
     pub product_flops: Vec<f64>,
-    /// Rate by op name: matrix operations per second for attention, bytes moved per second for all other ops.
+    /// Rates of ops other than matrix products, by op name: operations per second for attention, bytes moved per second
+    /// for all others. An op without an entry moves its bytes at [`Rates::memory_bytes_per_second`].
     pub other_ops: BTreeMap<String, f64>,
-    /// Rates in bf16, if they were timed; otherwise they are scaled by the ratio of matrix product rates.
+    /// Rates in bf16. `None` if they were not timed: the f32 rates then apply, those of matrix products times
+    /// `bf16_flops / f32_flops`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bf16: Option<Box<OpRates>>,
 }
@@ -88,8 +94,8 @@ impl OpRates {
 }
 
 impl Rates {
-    /// Returns the operations per second of matrix products in `precision`. f64 is not measured: it counts as half of
-    /// f32.
+    /// Returns the operations per second of matrix products in `precision`. The rate in f64 is not measured; half of
+    /// the rate in f32 is taken.
     pub fn product_flops(&self, precision: DType) -> f64 {
         match precision {
             DType::Bf16 => self.bf16_flops,
@@ -98,7 +104,7 @@ impl Rates {
         }
     }
 
-    /// Returns the rates of a device that gives the share `pace` (0 to 1) of its time.
+    /// Returns the rates of a device that computes at `pace` times this speed. The rates of links stay the same.
     #[must_use]
     pub fn paced(&self, pace: f64) -> Rates {
         let mut rates = self.clone();
@@ -120,11 +126,11 @@ pub struct DeviceSpec {
     pub kind: DeviceKind,
     /// The load line: the most bytes that arena and charges may hold together.
     pub budget: Bytes,
-    /// Bytes held outside the arena.
+    /// Bytes held outside the arena: context, modules and workspaces of libraries, and the process itself.
     pub charges: Bytes,
     /// Whether the charges were measured; otherwise they are assumed.
     pub charges_measured: bool,
-    /// Compute threads (`cpu` and `virtual` only).
+    /// Number of CPU threads. `cpu` and `virtual` devices compute on them; a GPU runs the ops of its host on them.
     pub threads: u32,
     /// Compute and memory rates.
     pub rates: Rates,
@@ -133,13 +139,13 @@ pub struct DeviceSpec {
     /// Whether `team_link` was measured; otherwise it is assumed or given by the user.
     #[serde(default)]
     pub link_measured: bool,
-    /// The NCCL library of the GPU. After the devices of a run are resolved it is set only if the team exchanges by
+    /// The NCCL library of the GPU; `None` without one. In a planned run it is `None` unless the team exchanges by
     /// NCCL; its bytes are then part of the charges.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub nccl: Option<NcclSpec>,
 }
 
-/// An NCCL library and its memory on a GPU.
+/// An NCCL library, and the memory that it takes on a GPU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NcclSpec {
     /// The version, such as `2.28.9`. Only GPUs with equal versions exchange by NCCL.
@@ -160,7 +166,8 @@ pub struct HostSpec {
 }
 
 impl HostSpec {
-    /// A host without memory for offloaded tensors: for the CPU, which is its own host, or an unknown machine.
+    /// A host without memory for offloaded tensors. It stands for the host of the CPU, which is its own host, and for
+    /// an unknown machine.
     pub const NONE: HostSpec = HostSpec { budget: Bytes::ZERO, memory_bytes_per_second: 20e9, file: FileSpec::NONE };
 }
 
@@ -169,7 +176,7 @@ impl HostSpec {
 pub struct FileSpec {
     /// The load line of the file: the most bytes that it may hold. Zero unless the user sets it.
     pub budget: Bytes,
-    /// Free bytes on the disk: the largest possible budget.
+    /// Free bytes on the disk of the file. A budget cannot be larger.
     pub available: Bytes,
     /// Read bandwidth in bytes per second, with concurrent writes.
     pub read_bytes_per_second: f64,
@@ -196,12 +203,12 @@ impl DeviceSpec {
         self.name.split_once('/').map(|(host, _)| host)
     }
 
-    /// Returns the part of the charges that NCCL holds.
+    /// Returns the part of the charges that NCCL holds; zero without NCCL.
     pub fn nccl_bytes(&self) -> Bytes {
         self.nccl.as_ref().map_or(Bytes::ZERO, |nccl| nccl.bytes)
     }
 
-    /// Returns whether arena and charges are memory of this process.
+    /// Returns whether the device's arena and charges lie in the memory of this process.
     pub fn in_process(&self) -> bool {
         matches!(self.kind, DeviceKind::Cpu | DeviceKind::Virtual) && self.remote_host().is_none()
     }
@@ -211,7 +218,8 @@ impl DeviceSpec {
         self.kind == DeviceKind::Virtual
     }
 
-    /// Computes the bytes left for the arena under the load line, after the charges.
+    /// Computes the bytes that the load line leaves for the arena, after the charges; zero if the charges take all of
+    /// it.
     pub fn arena_budget(&self) -> Bytes {
         self.budget.saturating_sub(self.charges)
     }

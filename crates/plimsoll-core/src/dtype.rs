@@ -5,6 +5,7 @@ use std::fmt;
 
 /// The element type of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum DType {
     /// 64-bit float: sums of metrics, and the reference precision of tests.
@@ -17,12 +18,12 @@ pub enum DType {
     F16,
     /// 32-bit integer: tokens, labels, positions.
     I32,
-    /// A byte: quantized blocks, raw staging.
+    /// A byte: quantized blocks, and buffers for raw bytes.
     U8,
 }
 
 impl DType {
-    /// Returns the bytes of one element.
+    /// Returns the size of one element in bytes.
     pub const fn bytes(self) -> u64 {
         match self {
             DType::F64 => 8,

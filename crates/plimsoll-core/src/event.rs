@@ -8,10 +8,11 @@ pub const EVENTS_VERSION: u32 = 1;
 
 /// One line of `events.jsonl`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Record {
-    /// [`EVENTS_VERSION`].
+    /// Version of the event lines ([`EVENTS_VERSION`]).
     pub version: u32,
-    /// Seconds since the Unix epoch.
+    /// Time of the event, in seconds since the Unix epoch.
     pub time: f64,
     /// The event; its fields are on the top level of the JSON object.
     #[serde(flatten)]
@@ -20,26 +21,27 @@ pub struct Record {
 
 /// An event of a run. All bytes and seconds are measured, except fields with `predicted` in their name.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(tag = "event", rename_all = "snake_case")]
 pub enum Event {
     /// Training starts, or continues after `--resume`.
     Start {
         /// The next step to execute, counted from 1.
         step: u64,
-        /// The last step; 0 if the length of the run is given in hours.
+        /// The last step of the run; 0 if the length of the run is given in hours.
         steps: u64,
-        /// Trained parameters.
+        /// Number of parameters of the model.
         parameters: u64,
-        /// Bytes of all arenas.
+        /// Planned bytes of the arenas of all devices together, including the evaluator. Host arenas do not count.
         arena_bytes: Bytes,
         /// Predicted seconds of a step.
         predicted_step_seconds: f64,
-        /// Operations of the matrix products of a step, without recompute.
+        /// Number of floating-point operations in the matrix products of a step. Recomputed products do not count.
         product_flops: f64,
-        /// Measured operations per second of the devices in such matrix products. 0 if unknown, or if other programs
-        /// disturbed the measurement.
+        /// Peak rate of matrix products of all training devices together, in floating-point operations per second. 0 if
+        /// the rate is unknown, or if other programs disturbed its measurement.
         peak_flops: f64,
-        /// Whether any device is simulated; all seconds of the run are then simulated.
+        /// Whether any training device is simulated; all seconds of the run are then simulated.
         #[serde(default)]
         simulated: bool,
     },
@@ -53,24 +55,25 @@ pub enum Event {
         norm: f64,
         /// The learning rate of the step.
         learning_rate: f64,
-        /// Tokens of the step, including padding.
+        /// Number of tokens of the step, including padding.
         tokens: u64,
-        /// Tokens that count in the loss.
+        /// Number of tokens that count in the loss.
         labelled_tokens: u64,
         /// Seconds that the step took.
         seconds: f64,
-        /// Bytes held after the step by the device (CPU: by the process).
+        /// Bytes that all training devices together hold after the step (CPU: that the process holds).
         bytes: Bytes,
     },
-    /// An evaluation completed. If a device outside the team evaluates concurrently, the event follows later steps.
+    /// An evaluation completed. If a device outside the team evaluates while training goes on, this event comes after
+    /// the events of later steps.
     Evaluation {
         /// The step after which the weights were evaluated.
         step: u64,
         /// Mean loss over the labelled tokens.
         loss: f64,
-        /// Share of samples with all labelled tokens predicted correctly.
+        /// Share of samples, 0 to 1, with all labelled tokens predicted correctly; `None` if samples have no labels.
         exact_match: Option<f64>,
-        /// Labelled tokens.
+        /// Number of labelled tokens.
         tokens: u64,
         /// Seconds that the evaluation took.
         seconds: f64,
@@ -97,10 +100,10 @@ pub enum Event {
         device: String,
         /// The cause, as far as it is known.
         reason: String,
-        /// Devices that continue the run, including devices that the plan had excluded before.
+        /// Names of the devices that continue the run. A device that the plan excluded before may be among them.
         remaining_devices: Vec<String>,
-        /// Step of the checkpoint from which training continues, 0 for the start of the run. `None` if no completed
-        /// step was lost with the device.
+        /// Step of the checkpoint from which training continues; 0 if it begins anew. `None` if training continues
+        /// without going back, because no completed step was lost.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         resumed_from_step: Option<u64>,
     },
@@ -110,24 +113,24 @@ pub enum Event {
         step: u64,
         /// The name of the device.
         device: String,
-        /// All devices that now train.
+        /// Names of all devices that train from now on.
         team: Vec<String>,
     },
     /// Training paused between two steps, because a device was too warm or throttled by heat.
     ThermalPause {
-        /// The step before the pause.
+        /// The last step completed before the pause.
         step: u64,
         /// The name of the device.
         device: String,
-        /// Temperature before the pause in degrees Celsius.
+        /// Temperature of the device before the pause, in degrees Celsius.
         celsius: f64,
         /// Whether the device reported thermal throttling.
         throttled: bool,
-        /// Temperature after the pause in degrees Celsius.
+        /// Temperature of the device after the pause, in degrees Celsius.
         celsius_after: f64,
-        /// The permitted temperature in degrees Celsius (`run.max_temperature`).
+        /// Highest permitted temperature in degrees Celsius (`run.max_temperature`).
         max_celsius: f64,
-        /// Seconds of the pause.
+        /// Duration of the pause in seconds.
         seconds: f64,
     },
     /// A warning for the user.
@@ -137,9 +140,9 @@ pub enum Event {
     },
     /// The run ended.
     End {
-        /// `done` or `stopped`.
+        /// The outcome of the run: `done` or `stopped`.
         status: String,
-        /// Completed steps.
+        /// Number of completed steps.
         step: u64,
     },
 }

@@ -28,27 +28,27 @@ pub struct Failure {
     pub exit: Exit,
     /// The cause and the place of the failure.
     pub message: String,
-    /// Actions that remedy the failure, one line each.
+    /// Actions that remedy the failure, one line each; empty if none is known.
     pub hints: Vec<String>,
 }
 
 impl Failure {
-    /// Creates a failure for wrong input (exit 2).
+    /// Creates a failure for wrong input (exit 2), without hints.
     pub fn input(message: impl Into<String>) -> Failure {
         Failure { exit: Exit::Input, message: message.into(), hints: Vec::new() }
     }
 
-    /// Creates a failure for a bug in Plimsoll (exit 1).
+    /// Creates a failure for a bug in Plimsoll (exit 1), without hints.
     pub fn bug(message: impl Into<String>) -> Failure {
         Failure { exit: Exit::Bug, message: message.into(), hints: Vec::new() }
     }
 
-    /// Creates a failure for a run that does not fit under a load line (exit 3).
+    /// Creates a failure for a run that does not fit under a load line (exit 3), without hints.
     pub fn does_not_fit(message: impl Into<String>) -> Failure {
         Failure { exit: Exit::DoesNotFit, message: message.into(), hints: Vec::new() }
     }
 
-    /// Creates a failure for a run that stopped early and can be resumed (exit 4).
+    /// Creates a failure for a run that stopped early and can be resumed (exit 4), without hints.
     pub fn stopped(message: impl Into<String>) -> Failure {
         Failure { exit: Exit::Stopped, message: message.into(), hints: Vec::new() }
     }

@@ -1,11 +1,62 @@
-//! Types shared by all crates of Plimsoll: amounts of memory, element types, device specifications, recipes, plans,
-//! results, events and failures.
+//! Types shared by all crates of Plimsoll, which plans every byte of a training run before it starts.
 //!
-//! The serialised types are the JSON formats: `plan.json` ([`Plan`]), `result.json` ([`RunResult`]), a line of
-//! `events.jsonl` ([`Record`]), `sweep.json` ([`SweepReport`]) and the table of `bench models` ([`ModelsBench`]). Field
-//! names are JSON keys.
+//! | subject | types |
+//! |---|---|
+//! | memory | [`Bytes`], [`Budget`] (`90%`, `6GiB`), [`Space`] and [`PerSpace`], [`Category`], [`DType`] |
+//! | devices: input of the planner | [`DeviceSpec`] with [`Rates`] and [`Link`], [`HostSpec`], [`FileSpec`] |
+//! | choices of the planner | [`Recipe`] with [`RecomputeLevel`] and [`Offload`], [`Rung`] and its [`Class`] |
+//! | the plan | [`Plan`] with a [`DevicePlan`] per device; the [`Remedy`] list of a refusal |
+//! | the team of a plan | [`Parallelism`], [`WorkerPlan`], [`ExcludedDevice`], [`EvaluatorPlan`] |
+//! | a run | [`Event`], [`RunResult`], [`Recovery`] |
+//! | failures | [`Failure`]: message, hints and [`Exit`] code |
 //!
-//! This crate holds types only: it does no input or output and plans nothing.
+//! The types with `Serialize` are the JSON formats. Field names are JSON keys. Under the feature `schema` they have
+//! JSON schemas, which `cargo xtask schema` writes.
+//!
+//! | file | type |
+//! |---|---|
+//! | `plan.json`, output of `plimsoll plan --json` | [`Plan`] |
+//! | a line of `events.jsonl` | [`Record`] |
+//! | `result.json` | [`RunResult`] |
+//! | `sweep.json` | [`SweepReport`] |
+//! | file of `plimsoll bench models --json` | [`ModelsBench`] |
+//!
+//! This crate does no input or output, and plans nothing.
+//!
+//! # Example
+//!
+//! A load line is a budget applied to the free memory of a device. A plan fits if no device exceeds its load line.
+//!
+//! ```
+//! use plimsoll_core::{Budget, Bytes, Plan};
+//!
+//! let free: Bytes = "8GiB".parse()?;
+//! let budget: Budget = "75%".parse()?;
+//! assert_eq!(budget.load_line(free), Bytes::gib(6));
+//!
+//! let json = r#"{
+//!     "fits": true,
+//!     "recipe": {"micro_batch": 2, "recompute": ["nothing", "block"]},
+//!     "class": "reordered",
+//!     "devices": [{
+//!         "name": "cuda:0", "simulated": false, "budget_bytes": 6442450944,
+//!         "arena_bytes": 4294967296, "charges_bytes": 536870912, "peak_bytes": 4831838208,
+//!         "lower_bound_bytes": 4294967296, "by_category": {}, "by_program": {}
+//!     }],
+//!     "predicted": {"step_seconds": 0.5, "tokens_per_second": 8192.0},
+//! #   "host": {
+//! #       "name": "host", "simulated": false, "budget_bytes": 0,
+//! #       "arena_bytes": 0, "charges_bytes": 0, "peak_bytes": 0,
+//! #       "lower_bound_bytes": 0, "by_category": {}, "by_program": {}
+//! #   },
+//!     "needs": []
+//! }"#;
+//! let plan: Plan = serde_json::from_str(json)?;
+//! let device = &plan.devices[0];
+//! assert_eq!(device.peak_bytes.to_string(), "4.50 GiB");
+//! assert!(plan.fits && device.peak_bytes <= device.budget_bytes);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
 #![forbid(unsafe_code)]
 

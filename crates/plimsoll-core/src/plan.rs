@@ -13,31 +13,34 @@ use std::fmt;
 
 /// Predicted memory of a device, of the host or of the scratch file under a plan.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct DevicePlan {
-    /// The name of the device or space.
+    /// The name of the device; `host` for the host, `file` for the scratch file.
     pub name: String,
     /// Whether figures of this device come from a simulation.
     pub simulated: bool,
-    /// The load line.
+    /// The load line: the most bytes that arena and charges may hold together.
     pub budget_bytes: Bytes,
     /// Bytes of the arena, the only allocation for tensors.
     pub arena_bytes: Bytes,
-    /// Bytes held outside the arena.
+    /// Bytes held outside the arena: context, modules and workspaces of libraries, and the process itself.
     pub charges_bytes: Bytes,
-    /// Arena and charges.
+    /// Bytes of arena and charges together.
     pub peak_bytes: Bytes,
-    /// Bytes by category at the moment when the arena is fullest.
+    /// Bytes of the tensors in the arena by category, at the moment when the arena is fullest. Empty if no tensor lies
+    /// in it.
     pub by_category: BTreeMap<Category, Bytes>,
-    /// Peak of the arena by kind of work.
+    /// Peak of the arena in bytes during each kind of work. Empty if no tensor lies in the arena.
     pub by_program: BTreeMap<WorkKind, Bytes>,
-    /// Largest sum of simultaneously live tensors: no packing needs fewer bytes.
+    /// Largest sum of the bytes of simultaneously live tensors. No placement of the tensors needs a smaller arena.
     pub lower_bound_bytes: Bytes,
 }
 
-/// Predicted speed.
+/// The predicted speed of a plan.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Predicted {
-    /// Seconds of one optimizer step.
+    /// Seconds of one optimizer step; if nothing is trained, seconds of one evaluation.
     pub step_seconds: f64,
     /// Tokens (including padding) per second.
     pub tokens_per_second: f64,
@@ -46,20 +49,21 @@ pub struct Predicted {
 /// The cuBLASLt algorithm of each matrix product of a run on a GPU. The algorithm decides the last bits of a product,
 /// so it is chosen once and stored with plan and checkpoint.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct GemmAlgorithms {
     /// Version of cuBLASLt as reported by the library.
     pub library: u64,
-    /// The GPU's name.
+    /// The GPU's model name, as reported by the driver.
     pub gpu: String,
     /// Newest CUDA version supported by the driver: 12040 is 12.4.
     pub driver: u32,
-    /// Algorithm by name of the matrix product: 64 bytes in hexadecimal.
+    /// The algorithm of each matrix product, 64 bytes in hexadecimal, by the name of the product.
     pub chosen: BTreeMap<String, String>,
 }
 
 impl GemmAlgorithms {
-    /// Returns whether both were chosen by the same library and driver on the same GPU model. Only then the algorithms
-    /// of one are valid for the other.
+    /// Returns whether the algorithms in `self` and `other` were chosen with the same library and driver on the same
+    /// GPU model. Only then may one replace the other.
     pub fn is_compatible_with(&self, other: &GemmAlgorithms) -> bool {
         (self.library, &self.gpu, self.driver) == (other.library, &other.gpu, other.driver)
     }
@@ -74,34 +78,53 @@ impl fmt::Display for GemmAlgorithms {
 
 /// A remedy for a run that does not fit: the smallest budget that fits if the given lossy rungs are allowed.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Remedy {
-    /// Lossy rungs that must be allowed.
+    /// Lossy rungs that must be allowed; empty if the remedy needs none.
     pub allow: Vec<Rung>,
-    /// Smallest load line of the device that fits with these rungs.
+    /// Smallest load line of the device under which the run fits with the rungs in `allow`.
     pub budget_bytes: Bytes,
-    /// Required host memory, if it exceeds the host's load line.
+    /// Required host memory; `None` if the host's present load line is enough.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host_bytes: Option<Bytes>,
-    /// Required size of the scratch file, if it exceeds the file's load line.
+    /// Required size of the scratch file; `None` if the file's present load line is enough.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub file_bytes: Option<Bytes>,
-    /// Peak of the device with these rungs, if a single device fits under its present load line.
+    /// Predicted peak of the device with the rungs in `allow`. `None` for a team, and if the remedy also needs a higher
+    /// load line, more host memory or a larger scratch file.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub peak_bytes: Option<Bytes>,
-    /// Required load lines of other devices of the team, by name; they apply to all devices of that name with less.
+    /// Required load lines of other devices of the team, by name; empty if none has to change. If several devices share
+    /// a name, the load line applies to each that has a lower one.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub other_budget_bytes: BTreeMap<String, Bytes>,
 }
 
-/// The last rung, `run.fallback`: the requested device cannot hold the run under any permitted recipe, and the CPU
-/// replaces it.
+impl Remedy {
+    /// Creates a remedy that allows these lossy rungs and sets the load line of the device. All other load lines stay
+    /// as they are, and the peak is unknown.
+    pub fn new(allow: Vec<Rung>, budget_bytes: Bytes) -> Remedy {
+        Remedy {
+            allow,
+            budget_bytes,
+            host_bytes: None,
+            file_bytes: None,
+            peak_bytes: None,
+            other_budget_bytes: BTreeMap::new(),
+        }
+    }
+}
+
+/// The replacement of the requested device by the CPU (`run.fallback`). It takes place if the run fits on the requested
+/// device under no permitted recipe.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Fallback {
-    /// The requested device.
+    /// The name of the requested device.
     pub device: String,
     /// The requested device's load line.
     pub budget_bytes: Bytes,
-    /// Smallest load line with which the requested device would fit.
+    /// Smallest load line of the requested device under which the run would fit on it.
     pub required_bytes: Bytes,
 }
 
@@ -114,37 +137,39 @@ impl fmt::Display for Fallback {
 
 /// A rung of the memory ladder with its predicted effects.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct RungPrice {
-    /// `micro_batch`, `recompute`, an offload such as `offload.optimizer`, or the name of a lossy rung.
+    /// Name of the rung: `micro_batch`, `recompute`, an offload such as `offload.optimizer`, or that of a lossy rung.
     pub rung: String,
     /// Effect of the rung on the numbers.
     pub class: Class,
     /// The loss of accuracy, in words.
     pub accuracy_impact: String,
-    /// Whether the planner may take the rung.
+    /// Whether the planner may take the rung. Always true for a rung that is not lossy.
     pub allowed: bool,
-    /// Effect of the rung alone, taken as far as possible. The comparison is the plain recipe: one micro-batch, no
+    /// Effect of taking this rung alone, as far as possible. It is compared with the plain recipe: one micro-batch, no
     /// recompute, no offload.
     pub alone: RungEffect,
-    /// Effect of the rung as far as the plan takes it, compared with the same plan without it. `None` if the plan does
-    /// not take it.
+    /// Effect of this rung in the plan, compared with the same plan without the rung. `None` if the plan does not take
+    /// it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub in_plan: Option<RungEffect>,
 }
 
 /// The predicted effect of taking a rung.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct RungEffect {
-    /// Bytes freed on the device.
+    /// Bytes freed on the device; negative if the device holds more.
     pub freed_bytes: i64,
-    /// Bytes added on the host.
+    /// Bytes added on the host; negative if the host holds less.
     pub host_bytes: i64,
-    /// Bytes added in the scratch file.
+    /// Bytes added in the scratch file; negative if the file holds less.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub file_bytes: i64,
-    /// Seconds added to a step.
+    /// Seconds added to a step; negative if the step is faster.
     pub added_seconds: f64,
-    /// Tokens (including padding) per second with the rung.
+    /// Predicted tokens (including padding) per second with the rung.
     pub tokens_per_second: f64,
 }
 
@@ -154,12 +179,13 @@ fn is_zero(bytes: &i64) -> bool {
 
 /// The workload that a plan was made for. A run with another workload cannot use the plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct PlannedWorkload {
-    /// Parameters of the model.
+    /// Number of parameters of the model.
     pub parameters: u64,
-    /// Tokens per sequence.
+    /// Number of tokens per sequence.
     pub sequence: u64,
-    /// Tokens per optimizer step.
+    /// Number of tokens per optimizer step, including padding.
     pub batch_tokens: u64,
 }
 
@@ -172,20 +198,21 @@ impl fmt::Display for PlannedWorkload {
 
 /// A plan, or a refusal with the remedies that would make the run fit.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Plan {
     /// Whether the run fits under every load line.
     pub fits: bool,
-    /// The chosen recipe (of a team: of rank 0); the smallest recipe if nothing fits.
+    /// The chosen recipe; of a team, the recipe of rank 0. If nothing fits, the smallest recipe.
     pub recipe: Recipe,
-    /// Effect of the rungs taken on the numbers, compared with the plain recipe.
+    /// Effect of the plan's rungs on the results of the run, compared with the plain recipe.
     pub class: Class,
-    /// Lossy rungs taken.
+    /// Lossy rungs taken; empty if the plan loses no accuracy.
     #[serde(default)]
     pub rungs: Vec<Rung>,
     /// Bytes of a checkpoint on disk.
     #[serde(default)]
     pub checkpoint_bytes: Bytes,
-    /// Devices that take part, by rank.
+    /// Memory of each device that takes part, by rank. If nothing fits, memory of one device only.
     pub devices: Vec<DevicePlan>,
     /// The parallelism of the team; `None` for a single device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -193,47 +220,51 @@ pub struct Plan {
     /// The workers of the team by rank; empty for a single device.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub team: Vec<WorkerPlan>,
-    /// Throughput of the team compared with its devices; `None` for a single device or a team given by the user.
+    /// Throughput of the team compared with its devices. `None` for a single device, a sharded team, a pipeline, or
+    /// workers taken over from an earlier plan.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scaling_efficiency: Option<ScalingEfficiency>,
-    /// Predicted seconds that the links of the team add to a step.
+    /// Predicted seconds that the links of the team add to a step; `None` for a single device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub link_seconds: Option<f64>,
-    /// A device or host that would be faster alone, if all devices must take part or if the team spans several hosts.
+    /// A device, or a host with its devices, that would be faster alone than the whole team. `None` if there is none,
+    /// and if the planner may exclude devices.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub faster_alone: Option<FasterAlone>,
-    /// Devices that take no part.
+    /// Devices that take no part, with the reason; empty if all take part.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub excluded: Vec<ExcludedDevice>,
-    /// Alternatives for the team, fastest first; filled with `--explain` only.
+    /// The plan and its alternatives for the team. Those that fit come first; among equals, faster ones come first.
+    /// Filled with `--explain`, else empty.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub alternatives: Vec<Alternative>,
     /// Memory of the host.
     pub host: DevicePlan,
-    /// The scratch file, if the plan uses it.
+    /// The scratch file; `None` if the plan does not use it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub file: Option<DevicePlan>,
     /// Predicted speed.
     pub predicted: Predicted,
     /// Remedies if the run does not fit, least loss first; empty if it fits.
     pub needs: Vec<Remedy>,
-    /// The workload that was planned; `None` for the plan of a part of a run.
+    /// The workload that was planned; `None` if only a part of a run was planned.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub planned_for: Option<PlannedWorkload>,
     /// A note that other programs used the CPU while its rates were measured, with the consequence and the remedy.
+    /// `None` if the measurement was undisturbed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub contention_note: Option<String>,
-    /// A note on limits found by earlier runs and applied here: the device could not hold all of its free memory, or
-    /// was slower than calibrated.
+    /// A note on limits that earlier runs found and that this plan respects: a device could not hold all of its free
+    /// memory, or was slower than calibrated. `None` if no limit applies.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shortfall_note: Option<String>,
-    /// GEMM algorithms of the GPU, once it was opened.
+    /// The algorithms of the GPU's matrix products; `None` before the GPU was opened, and for other devices.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub algorithms: Option<GemmAlgorithms>,
-    /// The fallback from the requested device to the CPU, if it was taken.
+    /// The fallback from the requested device to the CPU; `None` if the requested device is planned.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fallback: Option<Fallback>,
-    /// Predicted effect of each rung; filled with `--explain` only.
+    /// Predicted effect of each rung. Filled with `--explain` for a single device, else empty.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub ladder: Vec<RungPrice>,
 }

@@ -5,16 +5,18 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 /// The content of `result.json`. Figures are measured, except fields with `predicted` in their name.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct RunResult {
     /// Whether the run is done or stopped early.
     pub status: RunStatus,
-    /// Completed optimizer steps, including those before a resume.
+    /// Number of completed optimizer steps, including those before a resume.
     pub steps: u64,
     /// The training loss of the first and the last step.
     pub loss: LossSpan,
-    /// Tokens (including padding) per second over all steps since the last start; time outside steps does not count.
+    /// Tokens (including padding) per second over all steps since the last start of the run. Time outside steps does
+    /// not count.
     pub tokens_per_second: f64,
-    /// Seconds of an optimizer step.
+    /// Seconds of an optimizer step, measured and predicted.
     pub step_seconds: StepSeconds,
     /// The last evaluation; `None` without evaluation data.
     pub eval: Option<EvalResult>,
@@ -25,72 +27,77 @@ pub struct RunResult {
     /// The parallelism of the last step; `None` for a single device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parallelism: Option<Parallelism>,
-    /// The workers of the team in the last step.
+    /// The workers of the team in the last step, by rank; empty for a single device.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub team: Vec<WorkerResult>,
     /// The device that evaluated while the team trained; `None` without such a device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub evaluator: Option<EvaluatorResult>,
-    /// Recoveries since the last start of the run.
+    /// Recoveries since the last start of the run; empty if there was none.
     pub recoveries: Vec<Recovery>,
-    /// Devices lost since the last start of the run.
+    /// Devices lost since the last start of the run; empty if none was.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub lost: Vec<LostDevice>,
-    /// Injected faults (`--inject-…`) that were never triggered since the last start, as given on the command line.
+    /// Injected faults (`--inject-…`) that did not occur since the last start of the run, as given on the command line;
+    /// empty if all occurred.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub faults_not_triggered: Vec<String>,
-    /// Seconds of pauses for devices that were too warm, since the last start of the run.
+    /// Sum of the seconds in which training paused because a device was too warm, since the last start of the run.
     #[serde(default)]
     pub thermal_pause_seconds: f64,
-    /// The fallback from the requested device to the CPU, if it was taken.
+    /// The fallback from the requested device to the CPU; `None` if the requested device ran.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fallback: Option<Fallback>,
 }
 
 /// A device lost during a run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct LostDevice {
     /// The device's name.
     pub device: String,
     /// The step during or after which the device was lost.
     pub step: u64,
-    /// Step of the checkpoint from which training continued on the other devices, 0 for the start of the run. `None` if
-    /// no completed step was lost.
+    /// Step of the checkpoint from which training continued on the other devices; 0 if it began anew. `None` if
+    /// training continued without going back, because no completed step was lost.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub resumed_from_step: Option<u64>,
-    /// Last step before the device joined the team again; `None` if it did not return.
+    /// Last step that the team completed before the device joined it again; `None` if the device did not return.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub returned_after_step: Option<u64>,
 }
 
 /// A worker of the team in the last step.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct WorkerResult {
     /// The device's name.
     pub device: String,
     /// Whether the figures come from a simulation.
     pub simulated: bool,
-    /// Sequences of the step that the worker computed.
+    /// Number of sequences that the worker computed in the last step.
     pub sequences: u64,
     /// The worker's recipe.
     pub recipe: Recipe,
-    /// Measured compute time of a step divided by the predicted time: the median over the steps since the last start.
-    /// Time spent waiting does not count. 0 for a worker without sequences.
+    /// Measured compute time of a step divided by the predicted one: the median over the steps since the last start of
+    /// the run. Time spent waiting does not count. 0 for a worker without sequences.
     pub compute_slowdown: f64,
-    /// The backend of the worker's collectives; `None` for a device without NCCL.
+    /// The backend of the worker's collectives. `None` for a device without NCCL, and for a team that does not exchange
+    /// by NCCL.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub collectives: Option<CollectiveBackend>,
 }
 
 /// The backend by which a GPU exchanges with the other GPUs of its team.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(tag = "backend", rename_all = "lowercase")]
 pub enum CollectiveBackend {
-    /// NCCL, on device memory.
+    /// NCCL, directly between the memories of the GPUs.
     Nccl,
-    /// Staging through pinned host memory, although all GPUs have NCCL.
+    /// Staging through pinned host memory. All GPUs have NCCL, but at least one of them cannot exchange by it.
     Host {
-        /// The reason, if this GPU is the cause.
+        /// The reason why this GPU cannot exchange by NCCL; `None` if another GPU of the team is the cause.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         reason: Option<String>,
     },
@@ -98,44 +105,49 @@ pub enum CollectiveBackend {
 
 /// A device that evaluated while the team trained, since the last start of the run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct EvaluatorResult {
     /// The device's name.
     pub device: String,
     /// Whether the figures come from a simulation.
     pub simulated: bool,
-    /// The recipe: rows per evaluation batch.
+    /// The recipe of the evaluator. Its micro-batch is the number of rows that one forward pass evaluates.
     pub recipe: Recipe,
-    /// Number of evaluations.
+    /// Number of evaluations since the last start of the run.
     pub evaluations: u64,
-    /// Median seconds of an evaluation.
+    /// Measured median of the seconds of an evaluation.
     pub seconds: f64,
     /// Predicted seconds of an evaluation.
     pub predicted_seconds: f64,
-    /// Median seconds in which the team sent its weights to the evaluator once.
+    /// Measured median of the seconds in which the team sent its weights to the evaluator once.
     pub weight_transfer_seconds: f64,
-    /// Predicted seconds of one transfer of the weights.
+    /// Predicted seconds in which the team sends its weights to the evaluator once.
     pub predicted_weight_transfer_seconds: f64,
 }
 
-/// The end of a run.
+/// The way in which a run ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum RunStatus {
-    /// All steps completed.
+    /// The run completed all steps.
     Done,
-    /// Stopped early; the run can be resumed.
+    /// The run stopped early and can be resumed.
     Stopped,
 }
 
 /// The training loss at both ends of a run, each the mean over the labelled tokens of a step. NaN, in JSON `null`, if
 /// no step completed.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct LossSpan {
     /// Loss of the first step.
     #[serde(deserialize_with = "nan_from_null")]
+    #[cfg_attr(feature = "schema", schemars(with = "Option<f64>"))]
     pub first: f64,
     /// Loss of the last step.
     #[serde(deserialize_with = "nan_from_null")]
+    #[cfg_attr(feature = "schema", schemars(with = "Option<f64>"))]
     pub last: f64,
 }
 
@@ -146,63 +158,69 @@ fn nan_from_null<'de, D: Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
 
 /// Seconds of an optimizer step, measured and predicted.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct StepSeconds {
-    /// Measured median.
+    /// Measured median over the steps, in seconds.
     pub median: f64,
-    /// Measured 95th percentile.
+    /// Measured 95th percentile over the steps, in seconds.
     pub p95: f64,
-    /// Seconds predicted by the plan.
+    /// Seconds of a step that the plan predicts.
     pub predicted: f64,
 }
 
 /// The result of an evaluation.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct EvalResult {
     /// Mean loss over the labelled tokens.
     pub loss: f64,
-    /// Share of samples with all labelled tokens predicted correctly; `None` if samples have no labels.
+    /// Share of samples, 0 to 1, with all labelled tokens predicted correctly; `None` if samples have no labels.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub exact_match: Option<f64>,
 }
 
 /// Planned and measured memory of a device.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct DeviceMemory {
     /// The device's name.
     pub device: String,
-    /// The load line at the time of the largest use.
+    /// The device's load line at the time when the device held the most bytes.
     pub budget_bytes: Bytes,
-    /// The load line at the end, if it was moved during the run.
+    /// The device's load line at the end of the run; `None` if it did not move during the run.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub budget_bytes_at_end: Option<Bytes>,
     /// Planned bytes of the arena.
     pub arena_bytes: Bytes,
-    /// Measured high-water mark of the arena.
+    /// Measured high-water mark of the arena in bytes.
     pub arena_measured_bytes: Bytes,
-    /// Planned bytes of arena and charges.
+    /// Planned bytes of arena and charges together.
     pub predicted_bytes: Bytes,
-    /// Measured peak of the device (CPU: of the process); `None` if the machine cannot measure it.
+    /// Measured peak of the device (CPU: of the process) in bytes; `None` if the machine cannot measure it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub measured_bytes: Option<Bytes>,
-    /// The source of `measured_bytes`.
+    /// The source of `measured_bytes`; `None` without a measurement.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub measured_by: Option<MeasuredBy>,
 }
 
 /// The source of a device's measured memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum MeasuredBy {
     /// The memory of this process, reported by the system or by the GPU driver.
     Process,
-    /// The decrease of a GPU's free memory since the start of the run. Used if the driver hides the memory of processes
-    /// (WSL, containers). Allocations of other processes in the meantime are included.
+    /// The decrease of a GPU's free memory since the start of the run, which includes allocations of other processes.
+    /// Used if the driver hides the memory of single processes (WSL, containers).
     FreeMemory,
 }
 
-/// A change of recipe during a run: down the ladder after an out-of-memory error or under memory pressure, or up again.
-/// If `from` equals `to`, the refused work was only retried.
+/// A change of a device's recipe during a run: to one with less memory after an out-of-memory error or under memory
+/// pressure, or back to a faster one. If `from` equals `to`, the device only repeated the work for which memory was
+/// refused, or its share of the sequences changed.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Recovery {
     /// The step during or after which the recovery took place.
     pub step: u64,
@@ -210,35 +228,38 @@ pub struct Recovery {
     pub device: String,
     /// The cause of the recovery.
     pub reason: String,
-    /// The recipe before.
+    /// The recipe before the recovery.
     pub from: Recipe,
-    /// The recipe after.
+    /// The recipe after the recovery.
     pub to: Recipe,
-    /// Sequences per step of the device before and after, if the step was divided anew.
+    /// Number of sequences that the device computes per step, before and after the recovery. `None` if this number did
+    /// not change.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sequences: Option<[u64; 2]>,
-    /// Effect of the change on the numbers.
+    /// Effect of the change on the results of the run.
     pub class: Class,
-    /// Planned bytes of the arena before.
+    /// Planned bytes of the device's arena before the recovery.
     pub arena_bytes_before: Bytes,
-    /// Planned bytes of the arena after.
+    /// Planned bytes of the device's arena after the recovery.
     pub arena_bytes: Bytes,
-    /// Measured bytes of the device (CPU: of the process) before; `None` if no memory was moved.
+    /// Measured bytes that the device (CPU: the process) held before the recovery; `None` if the device kept its plan.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub held_bytes_before: Option<Bytes>,
-    /// Measured bytes of the device (CPU: of the process) after; `None` if no memory was moved.
+    /// Measured bytes that the device (CPU: the process) held after the recovery; `None` if the device kept its plan.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub held_bytes: Option<Bytes>,
     /// Measured seconds of the recovery, without the repeated work.
     pub seconds: f64,
-    /// Predicted seconds of a step before.
+    /// Predicted seconds of a step under the recipe before the recovery.
     pub predicted_step_seconds_before: f64,
-    /// Predicted seconds of a step after.
+    /// Predicted seconds of a step under the recipe after the recovery.
     pub predicted_step_seconds: f64,
-    /// Measured median seconds of a step between the previous recovery and this one; `None` without a completed step.
+    /// Measured median seconds of a step between the previous recovery and this one; `None` if no step completed
+    /// between them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub step_seconds_before: Option<f64>,
-    /// Measured median seconds of a step from this recovery to the next one; set at the end of the run.
+    /// Measured median seconds of a step between this recovery and the next one, or the end of the run. `None` until
+    /// the run has ended, and if no step completed between them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub step_seconds: Option<f64>,
 }

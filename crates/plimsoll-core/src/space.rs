@@ -7,6 +7,7 @@ use std::ops::Add;
 
 /// The purpose of a tensor. Every byte of an arena belongs to exactly one category.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum Category {
     /// Parameters and constant tables.
@@ -15,11 +16,11 @@ pub enum Category {
     Gradient,
     /// Optimizer state.
     Optimizer,
-    /// Values of a micro-batch and their gradients, inputs, and caches of generation.
+    /// Inputs and intermediate values of a micro-batch, their gradients, and the key-value cache of text generation.
     Activation,
-    /// Workspace of one op.
+    /// Temporary buffer of one op.
     Workspace,
-    /// Buffers of collectives.
+    /// Buffers of collectives, sends and receives.
     Communication,
     /// Staging buffers of copies between spaces.
     Staging,
@@ -49,23 +50,23 @@ pub enum Space {
     Host,
     /// The scratch file, for offloaded tensors that exceed the host memory.
     Scratch,
-    /// A file of the run, such as a model or a checkpoint. It is neither packed nor budgeted.
+    /// A file of the run, such as a model or a checkpoint. It has no arena and no load line.
     File,
 }
 
-/// One value for each budgeted memory space: the device, its host and the scratch file.
+/// One value for each memory space with a load line: the device, its host and the scratch file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct PerSpace<T> {
-    /// The value of the device's arena ([`Space::Device`]).
+    /// The value for the device's arena ([`Space::Device`]).
     pub device: T,
-    /// The value of the host's arena ([`Space::Host`]).
+    /// The value for the host's arena ([`Space::Host`]).
     pub host: T,
-    /// The value of the scratch file ([`Space::Scratch`]).
+    /// The value for the scratch file ([`Space::Scratch`]).
     pub file: T,
 }
 
 impl PerSpace<Space> {
-    /// The budgeted spaces themselves.
+    /// The three spaces with a load line, each in its own field.
     pub const SPACES: PerSpace<Space> = PerSpace { device: Space::Device, host: Space::Host, file: Space::Scratch };
 }
 
@@ -82,10 +83,10 @@ impl<T> PerSpace<T> {
 }
 
 impl<T: Copy> PerSpace<T> {
-    /// Returns the value of a space.
+    /// Returns the value for a space.
     ///
     /// # Panics
-    /// If `space` is [`Space::File`], which has no budget.
+    /// Panics if `space` is [`Space::File`], which has no load line.
     pub fn get(&self, space: Space) -> T {
         match space {
             Space::Device => self.device,
@@ -97,7 +98,7 @@ impl<T: Copy> PerSpace<T> {
 }
 
 impl<T: PartialOrd> PerSpace<T> {
-    /// Returns whether no value exceeds the value of the same space in `limits`.
+    /// Returns whether each value is at most the value for the same space in `limits`.
     pub fn fits(&self, limits: &PerSpace<T>) -> bool {
         self.device <= limits.device && self.host <= limits.host && self.file <= limits.file
     }
@@ -111,7 +112,7 @@ impl<T: Add<Output = T>> Add for PerSpace<T> {
 }
 
 impl PerSpace<u64> {
-    /// Subtracts space by space; a negative difference becomes zero.
+    /// Returns `self - other` for each space; a negative difference becomes zero.
     pub fn saturating_sub(self, other: PerSpace<u64>) -> PerSpace<u64> {
         PerSpace {
             device: self.device.saturating_sub(other.device),
@@ -120,7 +121,7 @@ impl PerSpace<u64> {
         }
     }
 
-    /// Returns the larger value of each space.
+    /// Returns, for each space, the larger of the values in `self` and `other`.
     pub fn max(self, other: PerSpace<u64>) -> PerSpace<u64> {
         PerSpace {
             device: self.device.max(other.device),
@@ -132,6 +133,7 @@ impl PerSpace<u64> {
 
 /// The kind of work that a Program does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub enum WorkKind {
     /// Fills the arena with weights from files or with random weights.
     #[serde(rename = "load")]

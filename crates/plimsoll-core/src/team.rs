@@ -7,6 +7,7 @@ use std::fmt;
 
 /// The parallelism of a team: how its devices divide the work of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum Parallelism {
     /// Data parallel: every device holds the whole model and computes some of the sequences.
@@ -19,7 +20,7 @@ pub enum Parallelism {
 }
 
 impl Parallelism {
-    /// Returns the term for prose, such as `data parallel`.
+    /// Returns the name for messages to the user, such as `data parallel`.
     pub fn describe(self) -> &'static str {
         match self {
             Parallelism::Data => "data parallel",
@@ -41,15 +42,17 @@ impl fmt::Display for Parallelism {
 
 /// The plan of one worker (device) of a team. All figures are predicted.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct WorkerPlan {
     /// The device's name.
     pub device: String,
     /// The recipe of this worker.
     pub recipe: Recipe,
-    /// Sequences of each optimizer step that the worker computes; all of them in a pipeline. 0 for a storage-only
-    /// worker.
+    /// Number of sequences that the worker computes in each optimizer step. In a pipeline, these are all sequences. 0
+    /// for a storage-only worker.
     pub sequences: u64,
-    /// Layers of the pipeline stage: the first layer, and the one after the last. `None` unless the team is a pipeline.
+    /// Layers of the worker's pipeline stage, as two indices: its first layer, and the layer after its last. `None`
+    /// unless the team is a pipeline.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub layers: Option<[u64; 2]>,
     /// The worker's shard of weights, gradients and optimizer state in 1024ths. `None` unless the team is sharded.
@@ -58,105 +61,112 @@ pub struct WorkerPlan {
     /// The reason why a storage-only worker computes no sequences; `None` for a worker that computes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
-    /// The GEMM algorithms of the GPU, once it was opened.
+    /// The algorithms of the GPU's matrix products; `None` before the GPU was opened, and for other devices.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub algorithms: Option<GemmAlgorithms>,
     /// Seconds of a step in which the worker computes.
     pub busy_seconds: f64,
     /// Seconds of a step in which the worker communicates or waits for other workers.
     pub idle_seconds: f64,
-    /// Effect of each rung on this worker; filled with `--explain` only.
+    /// Effect of each rung on this worker. Filled with `--explain`, else empty.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub ladder: Vec<RungPrice>,
 }
 
 /// A named or detected device that takes no part in the training steps.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct ExcludedDevice {
     /// The device's name.
     pub device: String,
-    /// Index among all devices of the run, from 0: several paper devices may share a name.
+    /// Index of the device, from 0, among all requested devices. Several paper devices may share a name.
     #[serde(default)]
     pub device_index: usize,
     /// The reason for the exclusion.
     pub reason: String,
-    /// Command-line settings with which the planner would use the device.
+    /// Command-line settings with which the device would take part; `None` if the planner found none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub remedy: Option<String>,
     /// Predicted tokens (including padding) per second of the team with this device; `None` if it cannot take part.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tokens_per_second: Option<f64>,
-    /// The evaluations that the device does while the team trains; `None` if it stays idle.
+    /// The plan of the evaluations that the device does while the team trains; `None` if the device stays idle.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub evaluator_plan: Option<EvaluatorPlan>,
 }
 
 /// The plan of an evaluator: a device outside the team that evaluates while the team trains. All figures are predicted.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct EvaluatorPlan {
-    /// The recipe: rows per evaluation batch. The evaluator holds weights and activations only.
+    /// The recipe of the evaluator. Its micro-batch is the number of rows that one forward pass evaluates.
     pub recipe: Recipe,
-    /// Memory of the evaluator under its own load line.
+    /// Planned memory of the evaluator, under its own load line. The evaluator holds weights and activations only.
     pub device: DevicePlan,
-    /// Rows of an evaluation; `None` if the data have not been read.
+    /// Number of rows of an evaluation; `None` if the evaluation data have not been read.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rows: Option<u64>,
-    /// Seconds of an evaluation on the evaluator. If the data have not been read: seconds per row of a long evaluation.
+    /// Seconds of a whole evaluation on the evaluator. If the number of rows is unknown, seconds per row of a long
+    /// evaluation.
     pub seconds: f64,
-    /// Seconds of the evaluation on the team, in the unit of `seconds`.
+    /// Seconds of a whole evaluation if the team itself evaluates. If the number of rows is unknown, seconds per row.
     pub team_seconds: f64,
-    /// Seconds in which the team sends its weights to the evaluator.
+    /// Seconds in which the team sends its weights to the evaluator, once per evaluation.
     pub weight_transfer_seconds: f64,
 }
 
 impl EvaluatorPlan {
     /// Computes the seconds that the team saves per evaluation, if it can train for `meanwhile_seconds` before it needs
-    /// the result.
+    /// the result. Negative if the evaluator costs time.
     pub fn saved_seconds(&self, meanwhile_seconds: f64) -> f64 {
         let wait_seconds = (self.seconds - meanwhile_seconds).max(0.0);
         self.team_seconds - self.weight_transfer_seconds - wait_seconds
     }
 
-    /// Computes the fewest rows for which an evaluator saves time, if the seconds of the plan are per row.
+    /// Computes the smallest number of rows of an evaluation for which the evaluator saves time. Valid only if `rows`
+    /// is `None`: the seconds of the plan are then per row.
     pub fn break_even_rows(&self) -> u64 {
         (self.weight_transfer_seconds / self.team_seconds).ceil().max(1.0) as u64
     }
 }
 
-/// The throughput of a team's devices used separately, and the upper bound of the team. All figures are predicted
+/// The throughput of a team's devices if each runs alone, and the upper bound for the team. All figures are predicted
 /// tokens (including padding) per second.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct ScalingEfficiency {
     /// Sum of the throughputs of all devices of the team, each running the whole step alone.
     pub single_device_tokens_per_second: f64,
-    /// Throughput of the team without any communication. Below the sum, because a sequence is not divided and every
-    /// device executes the optimizer update.
+    /// Throughput of the team if communication took no time. It is below the sum over the single devices, because a
+    /// sequence is not divided and every device executes the optimizer update.
     pub upper_bound_tokens_per_second: f64,
 }
 
-/// A part of the team that would be faster without the other devices.
+/// A part of the team that would be faster alone than the whole team.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct FasterAlone {
-    /// The name of a device, or of a host with its devices.
+    /// The name of a device, or of a host that stands for all of its devices.
     pub name: String,
-    /// Predicted tokens per second of that part.
+    /// Predicted tokens (including padding) per second of that part.
     pub tokens_per_second: f64,
 }
 
-/// A considered plan for the team that was not chosen; filled with `--explain` only.
+/// A plan for the team that the planner compared with others. `--explain` lists all of them, the chosen one included.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Alternative {
     /// The parallelism; `None` for a single device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parallelism: Option<Parallelism>,
-    /// Devices that take part.
+    /// Names of the devices that take part, by rank.
     pub devices: Vec<String>,
-    /// Description of the work and the memory of each device.
+    /// The work and the recipe of each device in words, by rank, such as `3 sequences, micro-batch 3, …`.
     pub shares: Vec<String>,
     /// Whether every device stays under its load line.
     pub fits: bool,
-    /// Predicted bytes of each device, including charges.
+    /// Predicted peak of each device in bytes, by rank, with charges.
     pub peak_bytes: Vec<Bytes>,
-    /// Predicted speed.
+    /// Predicted speed of the alternative.
     pub predicted: Predicted,
 }

@@ -100,15 +100,18 @@ fn main() {
     println!("products {:.0} ms, others {:.0} ms a step", bench.products, bench.others);
 }
 
-fn run_all<T: Real<Wide = f32>>(bench: &mut Bench, lanes: u64) {
+fn run_all<T: Multiply<Wide = f32>>(bench: &mut Bench, lanes: u64) {
     products::<T>(bench, lanes);
     decode::<T>(bench, lanes);
-    others::<T>(bench, lanes);
+    embedding_and_norms::<T>(bench);
+    attention_ops::<T>(bench, lanes);
+    long_attention::<T>(bench, lanes);
+    swiglu_and_loss::<T>(bench);
     update::<T>(bench);
     quantized::<T>(bench);
 }
 
-fn products<T: Real<Wide = f32>>(bench: &mut Bench, lanes: u64) {
+fn products<T: Multiply<Wide = f32>>(bench: &mut Bench, lanes: u64) {
     let forward = |name, n, k| (name, ROWS, n, k, false, true);
     let weights = |name, m, n| (name, m, n, ROWS, true, false);
     let inputs = |name, n, k| (name, ROWS, n, k, false, false);
@@ -131,7 +134,7 @@ fn products<T: Real<Wide = f32>>(bench: &mut Bench, lanes: u64) {
     ] {
         let (a, b) = (numbers::<T>(m * k), numbers::<T>(k * n));
         let (mut out, mut gradient) = (zeros::<T>(m * n), zeros::<f32>(m * n));
-        let size = Kernels::Cpu { threads: lanes }.product(T::DTYPE, m as u64, n as u64, k as u64);
+        let size = Kernels::Cpu { threads: lanes }.product_workspace(T::DTYPE, m as u64, n as u64, k as u64);
         let mut scratch = vec![0.0; size as usize];
         let label = format!("product {name} {pass} {m}x{n}x{k}");
         bench.time(&label, per_step, Work::Flops(2 * m * n * k), |pool| {
@@ -149,11 +152,11 @@ fn products<T: Real<Wide = f32>>(bench: &mut Bench, lanes: u64) {
     }
 }
 
-fn decode<T: Real<Wide = f32>>(bench: &mut Bench, lanes: u64) {
+fn decode<T: Multiply<Wide = f32>>(bench: &mut Bench, lanes: u64) {
     for (m, n, k) in [(1, VOCAB, HIDDEN), (1, 4096, 4096), (4, 4096, 4096), (16, 4096, 4096), (64, 2 * FFN, HIDDEN)] {
         let (a, b) = (numbers::<T>(m * k), numbers::<T>(k * n));
         let mut out = zeros::<T>(m * n);
-        let size = Kernels::Cpu { threads: lanes }.product(T::DTYPE, m as u64, n as u64, k as u64);
+        let size = Kernels::Cpu { threads: lanes }.product_workspace(T::DTYPE, m as u64, n as u64, k as u64);
         let mut scratch = vec![0.0; size as usize];
         bench.time(&format!("decode {m}x{n}x{k}"), 0, Work::Bytes(size_of::<T>() * n * k), |pool| {
             product(pool, Product::new(m, n, k, &a, &b).b_transposed(), &mut out, &mut scratch);
@@ -161,18 +164,17 @@ fn decode<T: Real<Wide = f32>>(bench: &mut Bench, lanes: u64) {
     }
 }
 
-fn others<T: Real<Wide = f32>>(bench: &mut Bench, lanes: u64) {
-    let tokens: Vec<i32> = (0..ROWS).map(|i| (i * 37 % VOCAB) as i32).collect();
-    let positions: Vec<i32> = (0..ROWS).map(|i| (i % SEQUENCE) as i32).collect();
-    let starts = vec![0; ROWS];
-    let ones = vec![1.0; ROWS];
-    let weight = numbers::<T>(HIDDEN);
-    let kernels = Kernels::Cpu { threads: lanes };
-    let size = size_of::<T>();
+/// Returns a token of the vocabulary for each row.
+fn row_tokens() -> Vec<i32> {
+    (0..ROWS).map(|i| (i * 37 % VOCAB) as i32).collect()
+}
 
+fn embedding_and_norms<T: Real<Wide = f32>>(bench: &mut Bench) {
+    let tokens = row_tokens();
+    let weight = numbers::<T>(HIDDEN);
     let (x, dout) = (numbers::<T>(ROWS * HIDDEN), numbers::<T>(ROWS * HIDDEN));
     let (mut out, mut rstd) = (zeros::<T>(ROWS * HIDDEN), vec![0.0; ROWS]);
-    let row_bytes = ROWS * HIDDEN * size;
+    let row_bytes = ROWS * HIDDEN * size_of::<T>();
     let table = numbers::<T>(VOCAB * HIDDEN);
     bench.time("embed", 1, Work::Bytes(2 * row_bytes), |pool| embed(pool, &tokens, &table, HIDDEN, &mut out));
     let mut dtable = zeros::<f32>(VOCAB * HIDDEN);
@@ -188,7 +190,14 @@ fn others<T: Real<Wide = f32>>(bench: &mut Bench, lanes: u64) {
         rms_norm_grad(pool, &x, &weight, &rstd, &dout, &mut out, Some(&mut dweight), true, &mut scratch)
     });
     bench.time("add", 0, Work::Bytes(3 * row_bytes), |pool| add(pool, &x, &mut out));
+}
 
+fn attention_ops<T: Multiply<Wide = f32>>(bench: &mut Bench, lanes: u64) {
+    let positions: Vec<i32> = (0..ROWS).map(|i| (i % SEQUENCE) as i32).collect();
+    let starts = vec![0; ROWS];
+    let kernels = Kernels::Cpu { threads: lanes };
+    let row_bytes = ROWS * HIDDEN * size_of::<T>();
+    let (mut out, dout) = (zeros::<T>(ROWS * HIDDEN), numbers::<T>(ROWS * HIDDEN));
     let mut qkv = numbers::<T>(ROWS * QKV);
     let mut dqkv = zeros::<T>(ROWS * QKV);
     let (wq, wk) = (numbers::<T>(64), numbers::<T>(64));
@@ -207,7 +216,7 @@ fn others<T: Real<Wide = f32>>(bench: &mut Bench, lanes: u64) {
         rope(pool, SHAPE, &table, &positions, false, &mut qkv)
     });
     let mut stats = vec![0.0; ROWS * 6];
-    let mut scratch = vec![0.0; kernels.attention_grad(T::DTYPE, 1, SEQUENCE as u64, SHAPE) as usize];
+    let mut scratch = vec![0.0; kernels.attention_grad_workspace(T::DTYPE, 1, SEQUENCE as u64, SHAPE) as usize];
     let scores = BATCH * 6 * SEQUENCE * (SEQUENCE + 1) / 2;
     bench.time("attention", LAYERS, Work::Flops(4 * 64 * scores), |pool| {
         attention(pool, SHAPE, SEQUENCE, &qkv, &starts, &mut out, &mut stats, &mut scratch)
@@ -215,27 +224,34 @@ fn others<T: Real<Wide = f32>>(bench: &mut Bench, lanes: u64) {
     bench.time("attention_grad", LAYERS, Work::Flops(10 * 64 * scores), |pool| {
         attention_grad(pool, SHAPE, SEQUENCE, &qkv, &out, &dout, &stats, &starts, &mut dqkv, &mut scratch)
     });
-    {
-        let (long, shape) = (2048, Heads { heads: 8, kv_heads: 2, head_dim: 128 });
-        let qkv = numbers::<T>(long * 12 * 128);
-        let (mut out, mut stats) = (zeros::<T>(long * 1024), vec![0.0; long * 8]);
-        let mut dqkv = zeros::<T>(qkv.len());
-        let mut scratch = vec![0.0; kernels.attention_grad(T::DTYPE, 1, long as u64, shape) as usize];
-        let starts = vec![0; long];
-        let scores = 8 * long * (long + 1) / 2;
-        bench.time("long attention 2048 of 128, 8 on 2", 0, Work::Flops(4 * 128 * scores), |pool| {
-            attention(pool, shape, long, &qkv, &starts, &mut out, &mut stats, &mut scratch)
-        });
-        let dout = numbers::<T>(out.len());
-        bench.time("long attention_grad", 0, Work::Flops(10 * 128 * scores), |pool| {
-            attention_grad(pool, shape, long, &qkv, &out, &dout, &stats, &starts, &mut dqkv, &mut scratch)
-        });
-        let (keys, values) = (numbers::<T>(long * 256), numbers::<T>(long * 256));
-        bench.time("long cached_attention 1 on 2047", 0, Work::Bytes(2 * size * long * 256), |pool| {
-            cached_attention(pool, shape, &qkv[..1536], &keys, &values, 2047, &mut out[..1024], &mut scratch)
-        });
-    }
+}
 
+/// Times attention over 2048 positions with wide heads, and one query on a cache of 2047.
+fn long_attention<T: Multiply<Wide = f32>>(bench: &mut Bench, lanes: u64) {
+    let (long, shape) = (2048, Heads { heads: 8, kv_heads: 2, head_dim: 128 });
+    let qkv = numbers::<T>(long * 12 * 128);
+    let (mut out, mut stats) = (zeros::<T>(long * 1024), vec![0.0; long * 8]);
+    let mut dqkv = zeros::<T>(qkv.len());
+    let kernels = Kernels::Cpu { threads: lanes };
+    let mut scratch = vec![0.0; kernels.attention_grad_workspace(T::DTYPE, 1, long as u64, shape) as usize];
+    let starts = vec![0; long];
+    let scores = 8 * long * (long + 1) / 2;
+    bench.time("long attention 2048 of 128, 8 on 2", 0, Work::Flops(4 * 128 * scores), |pool| {
+        attention(pool, shape, long, &qkv, &starts, &mut out, &mut stats, &mut scratch)
+    });
+    let dout = numbers::<T>(out.len());
+    bench.time("long attention_grad", 0, Work::Flops(10 * 128 * scores), |pool| {
+        attention_grad(pool, shape, long, &qkv, &out, &dout, &stats, &starts, &mut dqkv, &mut scratch)
+    });
+    let (keys, values) = (numbers::<T>(long * 256), numbers::<T>(long * 256));
+    bench.time("long cached_attention 1 on 2047", 0, Work::Bytes(2 * size_of::<T>() * long * 256), |pool| {
+        cached_attention(pool, shape, &qkv[..1536], &keys, &values, 2047, &mut out[..1024], &mut scratch)
+    });
+}
+
+fn swiglu_and_loss<T: Real<Wide = f32>>(bench: &mut Bench) {
+    let (tokens, ones) = (row_tokens(), vec![1.0; ROWS]);
+    let size = size_of::<T>();
     let (gate_up, dffn) = (numbers::<T>(ROWS * 2 * FFN), numbers::<T>(ROWS * FFN));
     let mut gated = zeros::<T>(ROWS * FFN);
     bench.time("swiglu", LAYERS, Work::Bytes(3 * size * ROWS * FFN), |pool| swiglu(pool, FFN, &gate_up, &mut gated));

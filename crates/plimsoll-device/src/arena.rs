@@ -21,11 +21,12 @@ use std::io;
 use std::ops::Range;
 use std::ptr::{self, NonNull};
 
-/// Alignment of the arena's first byte: a cache line, and the widest vector register.
+/// Alignment of the arena's first byte, in bytes: a cache line, and the widest vector register.
 pub const ALIGNMENT: u64 = 64;
 
-/// Two bytes that repeat to a NaN in bf16, f16, f32 and f64 (a signalling NaN there), and to an index out of every
-/// range in i32. Reading a dead tensor therefore shows in the results.
+/// Two bytes whose repetition is a NaN in bf16, f16, f32 and f64 (in f64 a signalling one), and an index out of every
+/// range in i32. They overwrite tensors that are no longer in use, so reading one by mistake spoils the results
+/// visibly.
 const POISON: [u8; 2] = 0x7ff4_u16.to_ne_bytes();
 
 /// A failed allocation of an arena.
@@ -36,9 +37,10 @@ pub enum ArenaError {
     OutOfMemory {
         /// Requested size.
         requested: Bytes,
-        /// Bytes that were available at that moment.
+        /// Bytes that were available at that moment. If the arena was to be resized, its own bytes are included.
         available: Bytes,
-        /// Source of the limit.
+        /// Name of the limit that determines the available memory: the machine, a control group, a limit of the
+        /// process, or the load line of a simulated device.
         bound_by: String,
     },
     /// A system call failed for another reason.
@@ -63,20 +65,20 @@ impl From<ArenaError> for Failure {
     }
 }
 
-/// A mapping of exact size between two guard pages. All its pages are resident from the start, so a shortage is an
-/// error of [`Arena::map`] and never a fault during a step. Its bytes are initially zero.
+/// Memory of an exact size between two guard pages. All its pages are resident from the start. A shortage of memory is
+/// therefore an error of [`Arena::map`], and never a fault during a step. The bytes are initially zero.
 #[derive(Debug)]
 pub struct Arena {
     /// Start of the lower guard page.
     mapping: NonNull<u8>,
     page: usize,
-    /// Bytes between the guard pages, in whole pages.
+    /// Bytes between the two guard pages, a multiple of the page size.
     body: usize,
-    /// Bytes of slack below the base.
+    /// Number of unused bytes between the lower guard page and byte 0 of the arena.
     slack: usize,
     bytes: usize,
-    /// Lengths of the separately mapped ranges of the body, in order. The kernel can move only one of them per
-    /// `mremap`.
+    /// Lengths in bytes of the kernel mappings that together form the memory between the guard pages, in address order.
+    /// One `mremap` call can move only one mapping.
     mapped_lengths: Vec<usize>,
 }
 
@@ -91,7 +93,8 @@ impl Arena {
     ///
     /// # Errors
     /// [`ArenaError::OutOfMemory`] if this process has less than `bytes` available. This is checked before mapping,
-    /// because the kernel kills a process that exceeds its container's limit.
+    /// because the kernel kills a process that exceeds its container's limit. [`ArenaError::System`] if a system call
+    /// fails for another reason.
     pub fn map(bytes: u64) -> Result<Arena, ArenaError> {
         let memory = probe::Memory::read();
         if Bytes(bytes) > memory.free {
@@ -104,7 +107,7 @@ impl Arena {
         Arena::map_without_check(bytes, &memory)
     }
 
-    /// Implements [`Arena::map`] without the check; `memory` only serves the error message.
+    /// Implements [`Arena::map`] without checking the available memory; `memory` only serves the error message.
     fn map_without_check(bytes: u64, memory: &probe::Memory) -> Result<Arena, ArenaError> {
         let refused = || ArenaError::OutOfMemory {
             requested: Bytes(bytes),
@@ -134,8 +137,8 @@ impl Arena {
         Ok(arena)
     }
 
-    /// Makes pages of the body writable and resident; `range` is in bytes of the body. They hold zeros. Returns the
-    /// name of a failed system call; the reason is in `errno`.
+    /// Makes fresh pages writable and resident; they hold zeros. `range` counts bytes from the end of the lower guard
+    /// page. The error is the name of the failed system call; the reason is in `errno`.
     fn commit_pages(&self, range: Range<usize>) -> Result<(), &'static str> {
         let length = range.len();
         if length == 0 {
@@ -171,9 +174,9 @@ impl Arena {
         Ok(())
     }
 
-    /// Resizes the arena to exactly `bytes` bytes. The first `kept_bytes` bytes keep their values; all others hold the
-    /// pattern of [`Arena::fill_pattern`]. New pages are resident before anything changes, and freed pages return to
-    /// the system. The base may change.
+    /// Resizes the arena to exactly `bytes` bytes. The first `kept_bytes` bytes keep their values. All others are
+    /// filled with the pattern by which later writes are detected. New pages are resident before anything changes, and
+    /// freed pages return to the system. The arena's address may change.
     ///
     /// # Errors
     /// The errors of [`Arena::map`]. The arena then keeps its old size, but bytes above `kept_bytes` may have changed.
@@ -216,7 +219,8 @@ impl Arena {
         Ok(())
     }
 
-    /// Extends the body with resident pages, by moving its pages into a larger mapping.
+    /// Grows the memory between the guard pages to `body` bytes, by moving its pages into a larger mapping. The new
+    /// pages are resident. The error is the name of the failed system call; the reason is in `errno`.
     fn grow(&mut self, body: usize) -> Result<(), &'static str> {
         let (page, old_body_bytes) = (self.page, self.body);
         let mapped = body.checked_add(2 * page).ok_or("mmap")?;
@@ -264,7 +268,8 @@ impl Arena {
         Ok(())
     }
 
-    /// Shortens the body: maps a new guard page behind it and returns the rest to the system.
+    /// Shrinks the memory between the guard pages to `body` bytes: maps a new guard page behind them and returns the
+    /// rest to the system. The error is the name of the failed system call; the reason is in `errno`.
     fn shrink(&mut self, body: usize) -> Result<(), &'static str> {
         let (page, old_body_bytes) = (self.page, self.body);
         // SAFETY: a page of the body, which `&mut self` protects from other accesses; inaccessible pages replace it at
@@ -289,7 +294,7 @@ impl Arena {
         Ok(())
     }
 
-    /// Returns the requested size.
+    /// Returns the size of the arena as requested, without the unused bytes between it and its guard pages.
     pub fn bytes(&self) -> Bytes {
         Bytes(self.bytes as u64)
     }
@@ -301,7 +306,7 @@ impl Arena {
     }
 
     /// Returns the address of byte 0, for calls to libraries. It is valid for reads and writes of [`Arena::bytes`]
-    /// bytes while the arena lives, under the promise of [`Arena::slice_mut`].
+    /// bytes until the arena is resized or dropped. No slice of the same bytes may be in use meanwhile.
     pub fn base(&self) -> *mut u8 {
         // SAFETY: `slack <= body`, so this stays inside the mapping.
         unsafe { self.body_start().add(self.slack) }
@@ -362,7 +367,7 @@ impl Arena {
         unsafe { std::slice::from_raw_parts_mut(address, len) }
     }
 
-    /// Returns all bytes between the guard pages.
+    /// Returns all bytes between the guard pages: the arena, and the unused bytes below and above it.
     fn body(&mut self) -> &mut [u8] {
         // SAFETY: mapped, writable and initialised; `&mut self` excludes every slice handed out through `&self`.
         unsafe { std::slice::from_raw_parts_mut(self.body_start(), self.body) }
@@ -374,17 +379,19 @@ impl Arena {
         &mut self.body()[inside]
     }
 
-    /// Returns the body as words of the pattern. Pages consist of whole words.
+    /// Returns all bytes between the guard pages as words of 8 bytes, the unit of the pattern that detects writes.
     fn pattern_words(&mut self) -> &mut [u64] {
         bytemuck::cast_slice_mut(self.body())
     }
 
-    /// Fills the arena, slack and tail included, with a pattern in which every word depends on its index.
+    /// Fills the arena, and the unused bytes between it and its guard pages, with a pattern. Bytes that later differ
+    /// from the pattern have been written. Each word of 8 bytes of the pattern depends on its index.
     pub fn fill_pattern(&mut self) {
         self.fill_pattern_except(0..0);
     }
 
-    /// Fills the body with the pattern, except for the bytes `kept`.
+    /// Fills the memory between the guard pages with the pattern of [`Arena::fill_pattern`], except for the byte range
+    /// `kept`, which counts from the end of the lower guard page.
     fn fill_pattern_except(&mut self, kept: Range<usize>) {
         let (first_word, last) = (kept.start / 8, kept.end.div_ceil(8));
         for (index, word) in self.pattern_words().iter_mut().enumerate() {
@@ -401,9 +408,11 @@ impl Arena {
         }
     }
 
-    /// Returns the end of the topmost byte written since [`Arena::fill_pattern`], counted from the base.
+    /// Returns the offset just past the highest byte written since [`Arena::fill_pattern`], rounded up to a multiple of
+    /// four, but at most the arena's size. Zero if no byte was written.
     ///
-    /// The comparison uses units of four bytes. A last write that happens to equal the pattern is missed once in 2³².
+    /// Four bytes count as written if they differ from the pattern. A random write equals the pattern once in 2³²
+    /// times. Bytes that [`Arena::resize`] kept count as written.
     pub fn high_water(&mut self) -> Bytes {
         let (slack, bytes) = (self.slack, self.bytes);
         // Words of the body up to the one that holds the arena's last byte; the base starts a word.
@@ -418,7 +427,7 @@ impl Arena {
         Bytes((last as u64 * 8 + halves * 4).min(bytes as u64))
     }
 
-    /// Whether no byte of `range` (from the base) was written since [`Arena::fill_pattern`].
+    /// Whether no byte of `range` of the arena was written since [`Arena::fill_pattern`].
     ///
     /// # Panics
     /// If `range` lies outside the arena.
@@ -427,13 +436,14 @@ impl Arena {
         self.holds_pattern(range)
     }
 
-    /// Whether the slack or the tail was written since [`Arena::fill_pattern`].
+    /// Whether unused bytes between the arena and its guard pages were written since [`Arena::fill_pattern`].
     pub fn has_stray_writes(&mut self) -> bool {
         let (slack, end, body) = (self.slack, self.slack + self.bytes, self.body);
         !(self.holds_pattern(0..slack) && self.holds_pattern(end..body))
     }
 
-    /// Whether bytes `range` of the body still hold the pattern.
+    /// Whether bytes `range`, counted from the end of the lower guard page, still hold the pattern of
+    /// [`Arena::fill_pattern`].
     fn holds_pattern(&mut self, range: Range<usize>) -> bool {
         let Range { start, end } = range;
         // Compares whole words quickly, and the bytes at both ends one by one.
@@ -448,8 +458,8 @@ impl Arena {
             && self.holds_pattern(last * 8..end)
     }
 
-    /// Overwrites `range` (from the base) with bytes that are NaN in every float type, so that reading a dead tensor
-    /// shows.
+    /// Overwrites bytes `range` of the arena with bytes that are NaN in every float type. A tensor that is read after
+    /// its last planned use then spoils the results visibly.
     ///
     /// # Panics
     /// If `range` lies outside the arena.
@@ -462,7 +472,7 @@ impl Arena {
         }
     }
 
-    /// Converts a range from the base into a range of the body.
+    /// Converts a byte range of the arena into one that counts from the end of the lower guard page.
     fn to_body_range(&self, range: Range<u64>) -> Range<usize> {
         assert!(
             range.start <= range.end && range.end <= self.bytes as u64,
@@ -501,8 +511,8 @@ impl Drop for Arena {
     }
 }
 
-/// Returns the initial value of word `index` of the body: a mixing hash (the finaliser of splitmix64), so that neither
-/// zeros nor shifted copies of the arena look untouched.
+/// Returns word `index` of the pattern that fills unwritten memory of an arena. The word is a hash of the index (the
+/// finaliser of splitmix64). Neither zeros nor a shifted copy of the arena's bytes therefore look unwritten.
 fn pattern(index: usize) -> u64 {
     let mut word = (index as u64).wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -510,7 +520,8 @@ fn pattern(index: usize) -> u64 {
     word ^ (word >> 31)
 }
 
-/// Returns the bytes of slack below the base of an arena of `size` bytes in a body of `body` bytes.
+/// Returns the number of unused bytes below an arena of `size` bytes in a mapping with `body` bytes between its guard
+/// pages.
 fn slack_bytes(size: usize, body: usize) -> usize {
     (body - size) / ALIGNMENT as usize * ALIGNMENT as usize
 }

@@ -2,10 +2,9 @@
 //! one test body runs on all of them.
 //!
 //! This module also holds the types around it: the arenas as seen by tests and tools ([`Memory`]), file access
-//! ([`FileSpace`]) and hooks around ops ([`Observer`]).
+//! ([`FileSpace`]) and hooks around ops ([`Observer`]). Errors are in [`crate::error`].
 
-pub use crate::error::DeviceError;
-
+use crate::error::DeviceError;
 use crate::transport::GroupHandle;
 use crate::{probe, process};
 use plimsoll_core::{Bytes, CollectiveBackend, GemmAlgorithms, Space};
@@ -19,25 +18,25 @@ use std::ops::Range;
 pub struct Stats {
     /// Size of the device arena.
     pub arena_bytes: Bytes,
-    /// End of the topmost byte ever written in the device arena.
+    /// Offset just past the highest byte written in the device arena, as measured.
     pub arena_measured_bytes: Bytes,
     /// Size of the host arena.
     pub host_bytes: Bytes,
-    /// End of the topmost byte ever written in the host arena.
+    /// Offset just past the highest byte written in the host arena, as measured.
     pub host_measured_bytes: Bytes,
     /// Size of the scratch file.
     pub file_bytes: Bytes,
-    /// End of the topmost byte ever written in the scratch file.
+    /// Offset just past the highest byte written in the scratch file, as measured.
     pub file_measured_bytes: Bytes,
 }
 
-/// The memory that holds a device's arena, at this moment. A run polls it to notice memory pressure from other
+/// State of the memory that holds a device's arena, at one moment. A run polls it to notice memory pressure from other
 /// processes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AvailableMemory {
-    /// Total and free bytes.
+    /// Total and free bytes of the memory that holds the device's arena.
     pub memory: probe::Memory,
-    /// Bytes that this run holds of it, including charges.
+    /// Bytes of that memory that this run holds, including bytes outside the arena (charges).
     pub held_bytes: Bytes,
 }
 
@@ -46,35 +45,37 @@ pub struct AvailableMemory {
 /// `space` is [`Space::Device`], [`Space::Host`] or [`Space::Scratch`]. Ranges count from the first byte of that arena
 /// or file.
 pub trait Memory {
-    /// Returns the size of an arena.
+    /// Returns the size of the arena, or of the scratch file.
     fn bytes(&self, space: Space) -> Bytes;
 
-    /// Returns bytes of an arena: borrowed if this processor can address them, otherwise a copy.
+    /// Returns bytes `range` of an arena or of the scratch file: borrowed if this processor can address them, otherwise
+    /// a copy.
     fn view(&mut self, space: Space, range: Range<u64>) -> Cow<'_, [u8]>;
 
-    /// Overwrites an arena from byte `first` on.
+    /// Copies `bytes` into an arena or the scratch file, from byte `first` on.
     fn fill(&mut self, space: Space, first: u64, bytes: &[u8]);
 
-    /// Overwrites a range with bytes that are NaN in every float type, so that reading a dead tensor shows in the
-    /// results.
+    /// Overwrites a range of an arena with bytes that are NaN in every float type. A tensor that is read after its last
+    /// planned use then spoils the results visibly. Does nothing for the scratch file, whose tensors stay in use for
+    /// the whole run.
     fn poison(&mut self, space: Space, range: Range<u64>);
 
-    /// Returns the end of the topmost byte written since the device was opened.
+    /// Returns the offset just past the highest byte written in an arena or the scratch file; zero if none was written.
     fn high_water(&mut self, space: Space) -> Bytes;
 
-    /// Whether something was written outside an arena.
+    /// Whether bytes beside an arena, which belong to no tensor, were written. Always false for the scratch file.
     fn has_stray_writes(&mut self, space: Space) -> bool;
 }
 
-/// Access to file-space tensors, by the tensor's name.
+/// Access to tensors that are stored in files of the run ([`Space::File`]), by the tensor's name.
 pub trait FileSpace: Send {
-    /// Fills `into` from byte `offset` of the tensor.
+    /// Reads bytes of the tensor into `into`, from byte `offset` of the tensor on.
     fn read(&mut self, tensor: &str, offset: u64, into: &mut [u8]) -> io::Result<()>;
-    /// Writes `from` to byte `offset` of the tensor.
+    /// Writes the bytes `from` to the tensor, from byte `offset` of the tensor on.
     fn write(&mut self, tensor: &str, offset: u64, from: &[u8]) -> io::Result<()>;
 }
 
-/// The [`FileSpace`] of Programs that access no files.
+/// The [`FileSpace`] of Programs that access no files. Each access is an error.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct NoFiles;
 
@@ -96,15 +97,15 @@ pub trait Observer: Send {
         Ok(())
     }
 
-    /// Called after the op.
+    /// Called after op number `tick` (counted from 1 within the Program) has run without error.
     fn after(&mut self, tick: u32, op: &Op, memory: &mut dyn Memory) {
         let _ = (tick, op, memory);
     }
 
     /// Whether each op must end before the next one begins, so that the hooks can inspect the memory in between.
     ///
-    /// If not, ops of different queues overlap as in normal runs. They are then announced in the order in which they
-    /// are issued, which may differ from their numbers, and the hooks receive [`NoMemory`].
+    /// If false, ops of different queues overlap as in normal runs. The hooks are then called in the order in which ops
+    /// are issued, which may differ from the order of their numbers, and receive [`NoMemory`].
     fn serializes_ops(&self) -> bool {
         true
     }
@@ -120,7 +121,7 @@ impl Observer for NoObserver {
     }
 }
 
-/// An empty [`Memory`], passed to an [`Observer`] while ops may be running.
+/// A [`Memory`] without bytes, passed to an [`Observer`] while ops may be running.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct NoMemory;
 
@@ -151,12 +152,13 @@ impl Memory for NoMemory {
 pub struct ProgramCall {
     /// The Program to run.
     pub program: ProgramKind,
-    /// Index of the micro-batch that it processes.
+    /// Index within the step, from 0, of the micro-batch that the Program processes; 0 outside a loop over
+    /// micro-batches.
     pub micro_batch: u32,
     /// Number of the first op to run, counted from 1. It exceeds 1 only when an interrupted update continues.
     pub first_op: u32,
-    /// Whether this is the last micro-batch of its step, after which accumulated gradients are reduced. True for
-    /// Programs that run once per step.
+    /// Whether this is the last micro-batch of its step. Ops that run once per step, such as the reduction of
+    /// accumulated gradients, run only then. True for Programs that run once per step.
     pub is_last_micro_batch: bool,
 }
 
@@ -167,7 +169,7 @@ impl ProgramCall {
     }
 }
 
-/// A device with sealed arenas and the Programs of a run.
+/// An opened device: its arenas are allocated, and it holds the Programs of a run.
 pub trait Device: Send {
     /// Runs a Program. Its inputs must have been written with [`Device::write`].
     ///
@@ -191,8 +193,8 @@ pub trait Device: Send {
         self.run_observed(ProgramCall::of(program), files, &mut NoObserver)
     }
 
-    /// Joins a communication group, in which the collectives of its Programs run. If one of its Programs fails, the
-    /// device aborts the group.
+    /// Joins a communication group, with which the device's Programs run their collectives. If a Program fails on this
+    /// device, the device aborts the group.
     ///
     /// # Errors
     /// The device does not support collectives.
@@ -210,8 +212,8 @@ pub trait Device: Send {
         Ok(())
     }
 
-    /// Returns the backend of its collectives. None before the first collective, without a group, or if there is only
-    /// one backend.
+    /// Returns the backend that runs the device's collectives: NCCL, or staging through the host. None before the first
+    /// collective, without a communication group, or on devices with only one backend.
     fn collectives(&self) -> Option<CollectiveBackend> {
         None
     }
@@ -235,35 +237,36 @@ pub trait Device: Send {
     /// Copies bytes out of a tensor's slot, from its first element on.
     fn read(&mut self, tensor: TensorId, slot: u32, bytes: &mut [u8]);
 
-    /// Switches to the Programs of another plan of the same experiment, between two Programs.
+    /// Switches to the Programs of another plan of the same experiment. No Program runs meanwhile.
     ///
     /// Persistent tensors of both plans keep every bit, even if they change their space. The arenas get the sizes of
     /// the new plan, and are meanwhile never larger than the larger of both. Tensors that only the new plan has are
     /// uninitialized.
     ///
     /// # Errors
-    /// Memory or disk space is refused. The device then keeps the old plan and its persistent tensors.
+    /// The device cannot switch plans, or memory or disk space is refused. The device then keeps the old plan and its
+    /// persistent tensors.
     fn adopt(&mut self, set: ProgramSet, placement: Placement) -> Result<(), DeviceError> {
         let _ = (set, placement);
         Err(DeviceError::Unsupported { op: "re-plan", device: "this device" })
     }
 
-    /// Returns the state of the memory that holds its arena: the machine's, unless the device has its own. None if
+    /// Returns the state of the memory that holds the device's arena: memory of its own, else the machine's. None if
     /// unknown.
     fn available_memory(&mut self) -> Option<AvailableMemory> {
         Some(AvailableMemory { memory: probe::Memory::read(), held_bytes: process::resident().ok()? })
     }
 
-    /// Returns the GEMM algorithms chosen by a library, which the plan and the checkpoint record. None if there is no
-    /// choice.
+    /// Returns the GEMM algorithms that a library such as cuBLASLt chose; the plan and the checkpoint record them. None
+    /// for devices without such a choice.
     fn algorithms(&self) -> Option<GemmAlgorithms> {
         None
     }
 
-    /// Returns access to its arenas.
+    /// Returns access to the device's arenas and scratch file.
     fn memory(&mut self) -> &mut dyn Memory;
 
-    /// Returns sizes and high-water marks, measured independently of the plan.
+    /// Returns the sizes and high-water marks of arenas and scratch file, measured independently of the plan.
     fn stats(&mut self) -> Stats {
         let memory = self.memory();
         Stats {

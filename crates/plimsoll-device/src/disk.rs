@@ -9,19 +9,20 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// Bytes of one read or write, as large as a typical transfer of an offload window.
+/// Size of one read or write in the measurement of a disk. Typical transfers between the scratch file and memory are as
+/// large.
 const PART_BYTES: usize = 8 << 20;
-/// Parts of the test file: one half is read, the other written.
+/// Size of the test file, in parts of `PART_BYTES`. One half of the parts is read, the other half is written.
 const PART_COUNT: u64 = 16;
-/// Approximate duration of the measurement, in seconds.
+/// Approximate duration of the measurement of a disk, in seconds. A slow disk takes longer.
 const MEASURE_SECONDS: f64 = 1.0;
 
 /// Bytes per second of a disk while it is read and written at the same time.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct DiskRates {
-    /// Read rate.
+    /// Bytes read per second while the disk is also written.
     pub read_bytes_per_second: f64,
-    /// Write rate.
+    /// Bytes written per second while the disk is also read.
     pub write_bytes_per_second: f64,
 }
 
@@ -36,37 +37,40 @@ pub fn free(folder: &Path) -> Option<Bytes> {
     (result == 0).then(|| Bytes(stats.f_bavail.saturating_mul(stats.f_frsize)))
 }
 
-/// Returns the system's number of the disk that holds a folder.
+/// Returns the system's number of the disk that holds a folder (`st_dev`); the folder need not exist yet. None if the
+/// system does not report it.
 pub(crate) fn device_number(folder: &Path) -> Option<u64> {
     Some(nearest_existing(folder).metadata().ok()?.dev())
 }
 
-/// Measures the disk of a folder, in about a second. None if the test file does not fit.
+/// Measures how fast the disk that holds a folder is read and written at the same time, in about a second. None if the
+/// test file does not fit or cannot be accessed.
 pub fn measure(folder: &Path) -> Option<DiskRates> {
     let scratch = ScratchFile::create(Some(folder), PART_COUNT * PART_BYTES as u64).ok()?;
     let part = vec![7u8; PART_BYTES];
     (0..PART_COUNT).try_for_each(|index| scratch.write(index * PART_BYTES as u64, &part)).ok()?;
     let begin = Instant::now();
-    let is_over = || begin.elapsed() >= Duration::from_secs_f64(MEASURE_SECONDS);
-    // Each thread repeats its half until the time is over, and does it at least once.
-    let time_parts = |first: u64, each: &dyn Fn(u64) -> Option<()>| -> Option<f64> {
-        let mut parts = 0;
-        while parts < PART_COUNT / 2 || !is_over() {
-            each((first + parts % (PART_COUNT / 2)) * PART_BYTES as u64)?;
-            parts += 1;
-        }
-        Some(parts as f64 * PART_BYTES as f64 / begin.elapsed().as_secs_f64())
-    };
     std::thread::scope(|scope| {
         let reads = scope.spawn(|| {
             let mut into = vec![0; PART_BYTES];
-            let into = std::cell::RefCell::new(&mut into);
-            time_parts(0, &|first| scratch.read(first, &mut into.borrow_mut()).ok())
+            half_rate(begin, 0, |first| scratch.read(first, &mut into).ok())
         });
-        let write_bytes_per_second = time_parts(PART_COUNT / 2, &|first| scratch.write(first, &part).ok())?;
+        let write_bytes_per_second = half_rate(begin, PART_COUNT / 2, |first| scratch.write(first, &part).ok())?;
         let read_bytes_per_second = reads.join().ok()??;
         Some(DiskRates { read_bytes_per_second, write_bytes_per_second })
     })
+}
+
+/// Calls `each` for the parts of one half of the test file, from part `first` on, with their first byte. Repeats this
+/// until the time since `begin` is over, and does it at least once. Returns the bytes per second; None if a call
+/// returns None.
+fn half_rate(begin: Instant, first: u64, mut each: impl FnMut(u64) -> Option<()>) -> Option<f64> {
+    let mut parts = 0;
+    while parts < PART_COUNT / 2 || begin.elapsed() < Duration::from_secs_f64(MEASURE_SECONDS) {
+        each((first + parts % (PART_COUNT / 2)) * PART_BYTES as u64)?;
+        parts += 1;
+    }
+    Some(parts as f64 * PART_BYTES as f64 / begin.elapsed().as_secs_f64())
 }
 
 #[cfg(test)]

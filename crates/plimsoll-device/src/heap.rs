@@ -1,5 +1,5 @@
-//! A counting allocator. The soak and the tests install it to show that only the arena grows while a Program runs. Shipped
-//! programs use the system's allocator alone.
+//! A counting allocator. The soak and the tests install it to show that only the arena grows while a Program runs.
+//! Shipped programs use the system's allocator alone.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -8,7 +8,7 @@ static LIVE: AtomicUsize = AtomicUsize::new(0);
 static PEAK: AtomicUsize = AtomicUsize::new(0);
 static LARGEST: AtomicUsize = AtomicUsize::new(0);
 
-/// The system's allocator with counters over all threads. Install it with `#[global_allocator]`.
+/// The system's allocator, with counters of the allocated bytes of all threads. Install it with `#[global_allocator]`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CountingAllocator;
 
@@ -63,16 +63,17 @@ unsafe impl GlobalAlloc for CountingAllocator {
 /// Heap growth while some work ran.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct HeapGrowth {
-    /// Largest single allocation.
+    /// Size of the largest single allocation during the work.
     pub largest_bytes: u64,
-    /// Peak of live bytes above those live before.
+    /// Largest number of allocated bytes at any time during the work, minus those allocated before it.
     pub peak_bytes: u64,
-    /// Live bytes left afterwards, minus those live before.
+    /// Allocated bytes after the work, minus those allocated before it; negative if the work freed more than it
+    /// allocated.
     pub kept_bytes: i64,
 }
 
-/// Runs `work` and returns the heap growth of all threads of the process meanwhile. Only one call may run at a time. All
-/// figures are zero if [`CountingAllocator`] is not installed.
+/// Runs `work` and returns the heap growth of all threads of the process meanwhile. Only one call may run at a time.
+/// All figures are zero if [`CountingAllocator`] is not installed.
 pub fn measure_growth<R>(work: impl FnOnce() -> R) -> (R, HeapGrowth) {
     let before = LIVE.load(Relaxed);
     PEAK.store(before, Relaxed);

@@ -1,16 +1,21 @@
 //! Devices that execute Programs: the CPU, simulated devices, and NVIDIA GPUs.
 //!
-//! A plan consists of Programs (from `plimsoll-program`) and a placement of their tensors (from `plimsoll-plan`). A device
-//! allocates the arenas of the plan once, when it is opened, and then runs Programs in them. This crate is the only one with
-//! `unsafe` code; it knows nothing of the planner.
+//! A plan consists of Programs (from `plimsoll-program`) and a placement of their tensors (from `plimsoll-plan`). A
+//! device allocates the arenas of the plan once, when it is opened, and then runs Programs in them. This crate is the
+//! only one with `unsafe` code; it knows nothing of the planner.
+//!
+//! Each module uses only modules of rows above it, and modules that precede it in its own row:
 //!
 //! | layer | modules |
 //! |---|---|
-//! | interface | [`device`] (trait [`Device`](device::Device), observers, errors) |
-//! | memory | [`arena`] (one allocation between guard pages), [`spaces`] (device arena, host arena, scratch file) |
-//! | devices | [`cpu`], [`virtual_device`] (simulated accelerator on the CPU), [`cuda`] |
+//! | system | [`process`] and [`heap`] (memory of this process), [`probe`] (processor, memory, temperature) |
+//! | allocation | [`arena`] (one allocation between guard pages), [`error`] (failures of all devices) |
 //! | communication | [`transport`] (groups of devices in one process or in several) |
-//! | measurement | [`probe`] (hardware), [`bench`](mod@bench), [`disk`], [`calibration`] (cached measurements), [`process`], [`heap`] |
+//! | interface | [`device`] (trait [`Device`](device::Device), observers) |
+//! | memory spaces | `scratch_file`, [`spaces`] (device arena, host arena and scratch file of a device) |
+//! | executors | [`cpu`], then [`virtual_device`] (simulated accelerator on the CPU) and [`cuda`] |
+//! | opening of GPUs | [`cache`] (charges and algorithms of earlier runs), [`gpu`] |
+//! | measurement | [`machine`] (all devices), [`bench`](mod@bench) and [`disk`] (speed), [`calibration`] (cached rates) |
 //!
 //! # Example
 //!
@@ -42,24 +47,24 @@
 //! let mut bytes = [0; 16];
 //! device.read(TensorId(0), 0, &mut bytes);
 //! assert_eq!(executor::real_values(DType::F32, &bytes), [1.5; 4]);
-//! # Ok::<(), plimsoll_device::device::DeviceError>(())
+//! # Ok::<(), plimsoll_device::error::DeviceError>(())
 //! ```
 
 pub mod arena;
 pub mod bench;
+pub mod cache;
 pub mod calibration;
-mod collectives;
 pub mod cpu;
 pub mod cuda;
 pub mod device;
 pub mod disk;
-mod error;
+pub mod error;
+pub mod gpu;
 pub mod heap;
-mod op_rates;
+pub mod machine;
 pub mod probe;
 pub mod process;
 mod scratch_file;
 pub mod spaces;
-mod timing;
 pub mod transport;
 pub mod virtual_device;

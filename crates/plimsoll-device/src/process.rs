@@ -3,7 +3,7 @@
 use plimsoll_core::Bytes;
 use std::{fs, io};
 
-/// Returns the resident memory (`VmRSS`). The kernel's counters lag by up to some 100 KiB per thread.
+/// Returns the resident memory of this process (`VmRSS`). The kernel's counters lag by up to some 100 KiB per thread.
 ///
 /// # Errors
 /// `/proc` is missing or does not report it.
@@ -11,7 +11,7 @@ pub fn resident() -> io::Result<Bytes> {
     status_field("VmRSS")
 }
 
-/// Returns the peak of resident memory since the start or the last [`reset_peak`] (`VmHWM`).
+/// Returns the peak of this process's resident memory since its start or the last [`reset_peak`] (`VmHWM`).
 ///
 /// # Errors
 /// `/proc` is missing or does not report it.
@@ -19,7 +19,7 @@ pub fn peak_resident() -> io::Result<Bytes> {
     status_field("VmHWM")
 }
 
-/// Returns the size of the address space (`VmSize`), which `ulimit -v` limits.
+/// Returns the size of this process's address space (`VmSize`), which `ulimit -v` limits.
 ///
 /// # Errors
 /// `/proc` is missing or does not report it.
@@ -27,7 +27,7 @@ pub fn virtual_size() -> io::Result<Bytes> {
     status_field("VmSize")
 }
 
-/// Returns the size of the private writable memory (`VmData`), which `ulimit -d` limits.
+/// Returns the size of this process's private writable memory (`VmData`), which `ulimit -d` limits.
 ///
 /// # Errors
 /// `/proc` is missing or does not report it.
@@ -35,7 +35,9 @@ pub fn data_size() -> io::Result<Bytes> {
     status_field("VmData")
 }
 
-/// Makes the heap return freed memory to the system, at the latest in [`trim_heap`]. Call it when the process starts.
+/// Fixes the trim threshold of glibc's heap at 128 KiB. Larger pieces of free memory at the heap's end then return to
+/// the system at once, and smaller ones in [`trim_heap`]. Call this when the process starts. Does nothing with another
+/// C library.
 ///
 /// By default glibc raises its trim threshold after large pieces are freed (`mallopt(3)`, `M_TRIM_THRESHOLD`), and
 /// `malloc_trim` does not reach the end of a thread's heap. In one run 3 MiB freed by planning stayed resident next to
@@ -49,7 +51,8 @@ pub fn set_heap_trim_threshold() {
     }
 }
 
-/// Returns freed heap memory to the system, so that it does not count as used by the run.
+/// Returns freed heap memory to the system, so that it does not count as used by the run. Does nothing with a C library
+/// other than glibc.
 pub fn trim_heap() {
     #[cfg(target_env = "gnu")]
     // SAFETY: malloc_trim takes no pointer and may be called at any time from any thread (malloc_trim(3)).
@@ -58,7 +61,7 @@ pub fn trim_heap() {
     }
 }
 
-/// Resets [`peak_resident`] to the bytes that are resident now.
+/// Resets the value of [`peak_resident`] to the bytes that are resident now.
 ///
 /// # Errors
 /// The system does not allow it; some containers mount `/proc` read-only.
@@ -67,17 +70,18 @@ pub fn reset_peak() -> io::Result<()> {
     fs::write("/proc/self/clear_refs", "5")
 }
 
-/// Times of this process's threads in the kernel's scheduler, in nanoseconds since each thread started.
+/// Time that this process's threads have run on cores and waited for cores since they started, as the kernel's
+/// scheduler counts it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SchedulerTimes {
-    /// Time on a core.
+    /// Nanoseconds in which threads ran on a core.
     running_ns: u64,
-    /// Time ready to run but waiting for a core.
+    /// Nanoseconds in which threads were ready to run but waited for a core.
     waiting_ns: u64,
 }
 
 impl SchedulerTimes {
-    /// Reads the sum over all live threads; zero if the system does not report it.
+    /// Reads the times now, summed over all live threads of this process; zero if the system does not report them.
     pub fn read() -> SchedulerTimes {
         let tasks = fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
         tasks.filter_map(|task| SchedulerTimes::parse(&fs::read_to_string(task.path().join("schedstat")).ok()?)).fold(
@@ -89,13 +93,14 @@ impl SchedulerTimes {
         )
     }
 
-    /// Parses the kernel's schedstat format, `running waiting slices`.
+    /// Parses the kernel's schedstat format, `running waiting slices`. None if `running` or `waiting` is not a number.
     fn parse(text: &str) -> Option<SchedulerTimes> {
         let mut numbers = text.split_whitespace().map(str::parse::<u64>);
         Some(SchedulerTimes { running_ns: numbers.next()?.ok()?, waiting_ns: numbers.next()?.ok()? })
     }
 
-    /// Returns the share of the time since `earlier`, from 0 to 1, in which runnable threads waited for a core.
+    /// Returns the share, from 0 to 1, of the threads' runnable time since `earlier` in which they waited for a core; 0
+    /// if no thread was runnable.
     pub fn contention_since(self, earlier: SchedulerTimes) -> f64 {
         let running_ns = self.running_ns.saturating_sub(earlier.running_ns);
         let waiting_ns = self.waiting_ns.saturating_sub(earlier.waiting_ns);
@@ -109,7 +114,8 @@ fn status_field(field: &str) -> io::Result<Bytes> {
         .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, format!("/proc/self/status has no {field}")))
 }
 
-/// Returns the value of a `Name:   123 kB` line, the format of `/proc/self/status` and `/proc/meminfo`.
+/// Returns the value of a `Name:   123 kB` line, the format of `/proc/self/status` and `/proc/meminfo`. None if the
+/// field is missing or is not in kB.
 pub(crate) fn kib_field(text: &str, field: &str) -> Option<Bytes> {
     let line = text.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;

@@ -17,24 +17,30 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Bytes per step when a tensor moves within the file.
+/// Number of bytes that are copied at once when a tensor moves within the scratch file.
 const COPY_CHUNK_BYTES: usize = 4 << 20;
 
-/// A file of exactly the planned size, or no file if that is zero.
+/// The scratch file of a device: a file of exactly the planned size, or no file if that size is zero.
 #[derive(Debug)]
 pub(crate) struct ScratchFile {
-    /// Folder of the file; none for devices without one.
+    /// Folder in which the file is created, or in its nearest ancestor that exists. None for devices without a scratch
+    /// file.
     folder: Option<PathBuf>,
     file: Option<File>,
     bytes: u64,
-    /// End of the topmost byte ever written.
+    /// Offset just past the highest byte written, at most the size of the file.
     high_water_bytes: AtomicU64,
-    /// First error of a method that cannot return it.
+    /// First error, since the last [`ScratchFile::check`], of methods that do not return errors.
     first_error: Mutex<Option<io::Error>>,
 }
 
 impl ScratchFile {
-    /// Creates a file of `bytes` bytes in a folder; no file if `bytes` is zero.
+    /// Creates a file of `bytes` bytes in a folder; no file if `bytes` is zero. `folder` is None for devices without a
+    /// scratch file.
+    ///
+    /// # Errors
+    /// [`DeviceError::ScratchFile`] if the disk lacks the space, the file cannot be created, or `bytes` is not zero and
+    /// `folder` is None.
     pub fn create(folder: Option<&Path>, bytes: u64) -> Result<ScratchFile, DeviceError> {
         let folder = folder.map(Path::to_owned);
         let (high_water_bytes, first_error) = (AtomicU64::new(0), Mutex::new(None));
@@ -51,7 +57,8 @@ impl ScratchFile {
         Bytes(self.high_water_bytes.load(Ordering::Relaxed))
     }
 
-    /// Resizes the file. Bytes below both sizes keep their values.
+    /// Resizes the file to `bytes`; zero removes it. The bytes that lie below both the old and the new size keep their
+    /// values. After an error the file keeps its old size.
     pub fn resize(&mut self, bytes: u64) -> Result<(), DeviceError> {
         let error =
             |source| DeviceError::ScratchFile { folder: self.folder.clone().unwrap_or_default(), bytes, source };
@@ -73,7 +80,7 @@ impl ScratchFile {
         Ok(())
     }
 
-    /// Reads the bytes from `first` on.
+    /// Fills `into` with the bytes of the file from byte `first` on.
     pub fn read(&self, first: u64, into: &mut [u8]) -> Result<(), DeviceError> {
         let length = into.len();
         let read = |file: &File| {
@@ -84,31 +91,36 @@ impl ScratchFile {
         self.checked_range(first, length).and_then(read).map_err(|source| self.error(source))
     }
 
-    /// Writes bytes from `first` on.
+    /// Writes the bytes `from` to the file, from byte `first` on.
     pub fn write(&self, first: u64, from: &[u8]) -> Result<(), DeviceError> {
-        let write = |file: &File| {
-            file.write_all_at(from, first)?;
-            self.high_water_bytes.fetch_max(first + from.len() as u64, Ordering::Relaxed);
-            flush_range(file, first, from.len())?;
-            drop_from_page_cache(file, first, from.len());
-            Ok(())
-        };
-        self.checked_range(first, from.len()).and_then(write).map_err(|source| self.error(source))
+        let file = self.checked_range(first, from.len());
+        file.and_then(|file| self.write_to_disk(file, first, from)).map_err(|source| self.error(source))
     }
 
-    /// Returns a copy of a range. Errors are recorded for [`ScratchFile::check`].
+    /// Writes bytes to the open file, and waits until they are on the disk.
+    fn write_to_disk(&self, file: &File, first: u64, from: &[u8]) -> io::Result<()> {
+        file.write_all_at(from, first)?;
+        self.high_water_bytes.fetch_max(first + from.len() as u64, Ordering::Relaxed);
+        flush_range(file, first, from.len())?;
+        drop_from_page_cache(file, first, from.len());
+        Ok(())
+    }
+
+    /// Returns a copy of a byte range of the file. An error is recorded, and [`ScratchFile::check`] returns it later.
     pub fn view(&self, range: Range<u64>) -> Cow<'static, [u8]> {
         let mut bytes = vec![0; (range.end - range.start) as usize];
         self.record_error(self.read(range.start, &mut bytes));
         Cow::Owned(bytes)
     }
 
-    /// Overwrites bytes from `first` on. Errors are recorded for [`ScratchFile::check`].
+    /// Overwrites bytes of the file, from byte `first` on. An error is recorded, and [`ScratchFile::check`] returns it
+    /// later.
     pub fn fill(&self, first: u64, bytes: &[u8]) {
         self.record_error(self.write(first, bytes));
     }
 
-    /// Copies bytes within the file; the ranges may overlap. Errors are recorded for [`ScratchFile::check`].
+    /// Copies `bytes` bytes within the file, from offset `from` to offset `to`. The two ranges may overlap. An error is
+    /// recorded, and [`ScratchFile::check`] returns it later.
     pub fn copy_within(&self, from: u64, to: u64, bytes: u64) {
         let step = COPY_CHUNK_BYTES as u64;
         let chunks = (0..bytes.div_ceil(step)).map(|chunk| chunk * step);
@@ -119,13 +131,14 @@ impl ScratchFile {
         }
     }
 
-    /// Returns the first error recorded since the last call.
+    /// Returns, as `Err`, the first error that methods without a `Result` have recorded since the last call, and
+    /// forgets it. `Ok` if there was none.
     pub fn check(&self) -> Result<(), DeviceError> {
         let mut first_error = self.first_error.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         first_error.take().map_or(Ok(()), |source| Err(self.error(source)))
     }
 
-    /// Records an error for [`ScratchFile::check`].
+    /// Records the error of `result`, if any, for [`ScratchFile::check`]. Only the first one is kept.
     pub fn record_error(&self, result: Result<(), DeviceError>) {
         if let Err(DeviceError::ScratchFileLost { source, .. }) = result {
             let mut first_error = self.first_error.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
@@ -134,23 +147,31 @@ impl ScratchFile {
     }
 
     /// Returns the file after checking that a range lies within it.
+    ///
+    /// # Errors
+    /// There is no file, because its size is zero.
+    ///
+    /// # Panics
+    /// If the range extends beyond the end of the file.
     fn checked_range(&self, first: u64, bytes: usize) -> io::Result<&File> {
         assert!(first + bytes as u64 <= self.bytes, "bug: beyond the end of the scratch file");
         self.file.as_ref().ok_or_else(|| io::ErrorKind::NotFound.into())
     }
 
-    /// Converts an error of the open file. It is allocated completely, so a plan with a smaller file would not help.
+    /// Converts an error of the open file into [`DeviceError::ScratchFileLost`], which never counts as a lack of disk
+    /// space. The disk space was allocated completely beforehand, so a plan with a smaller file would not help.
     fn error(&self, source: io::Error) -> DeviceError {
         DeviceError::ScratchFileLost { folder: self.folder.clone().unwrap_or_default(), source }
     }
 }
 
-/// Returns the folder itself, or its nearest existing ancestor, in which it would be created.
+/// Returns the folder itself if it exists, else its nearest existing ancestor. For a relative path without an existing
+/// ancestor, returns `.`.
 pub(crate) fn nearest_existing(folder: &Path) -> &Path {
-    folder.ancestors().find(|folder| folder.is_dir()).unwrap_or(Path::new("/"))
+    folder.ancestors().find(|folder| folder.is_dir()).unwrap_or(Path::new("."))
 }
 
-/// Creates a file without a name in a folder, or in its nearest existing ancestor.
+/// Creates a file without a name in a folder, or in the folder's nearest ancestor that exists.
 fn create_unnamed(folder: &Path) -> io::Result<File> {
     let folder = nearest_existing(folder);
     let mut options = OpenOptions::new();
@@ -165,7 +186,7 @@ fn create_unnamed(folder: &Path) -> io::Result<File> {
     Ok(file)
 }
 
-/// Truncates a file, or extends it by allocated disk space.
+/// Changes the size of a file from `from` to `to` bytes. Additional disk space is allocated at once.
 fn set_size(file: &File, from: u64, to: u64) -> io::Result<()> {
     if to <= from {
         return file.set_len(to);
@@ -182,7 +203,8 @@ fn set_size(file: &File, from: u64, to: u64) -> io::Result<()> {
     }
 }
 
-/// Waits until a range is on the disk. Otherwise the page cache would hold it until the system writes it back.
+/// Writes a byte range of the file to the disk and waits for the end. Otherwise the page cache would hold the range
+/// until the system writes it back.
 fn flush_range(file: &File, first: u64, bytes: usize) -> io::Result<()> {
     let all = libc::SYNC_FILE_RANGE_WAIT_BEFORE | libc::SYNC_FILE_RANGE_WRITE | libc::SYNC_FILE_RANGE_WAIT_AFTER;
     // SAFETY: an open file of ours; the call touches no memory of this process.
@@ -195,7 +217,8 @@ fn flush_range(file: &File, first: u64, bytes: usize) -> io::Result<()> {
     }
 }
 
-/// Drops a range that is on the disk from the page cache. Only advice: the system may keep it.
+/// Drops a byte range of the file from the page cache. The range must be on the disk. The call is only advice: the
+/// system may keep the range.
 fn drop_from_page_cache(file: &File, first: u64, bytes: usize) {
     // SAFETY: an open file of ours; the call touches no memory of this process.
     unsafe { libc::posix_fadvise(file.as_raw_fd(), first as i64, bytes as i64, libc::POSIX_FADV_DONTNEED) };

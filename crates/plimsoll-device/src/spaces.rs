@@ -5,7 +5,8 @@
 //! CUDA devices have their arena in GPU memory; they implement `ResizableArenas` themselves and use the same algorithm.
 
 use crate::arena::Arena;
-use crate::device::{DeviceError, Memory};
+use crate::device::Memory;
+use crate::error::DeviceError;
 use crate::scratch_file::ScratchFile;
 use crate::transport::GroupHandle;
 use plimsoll_core::{Bytes, Space};
@@ -19,8 +20,8 @@ use std::path::Path;
 /// A program set with the placement of its tensors.
 pub type PlanRef<'a> = (&'a ProgramSet, &'a Placement);
 
-/// The arenas and the scratch file of a device. Bytes borrowed by a pending send are never overwritten, and pending
-/// sends are cancelled before the arenas are freed.
+/// The arenas and the scratch file of a device. Bytes that a peer has still to copy (a pending send) are never
+/// overwritten. Pending sends are cancelled before the arenas are freed.
 #[derive(Debug)]
 pub struct Spaces {
     device: Arena,
@@ -35,12 +36,12 @@ impl Drop for Spaces {
     }
 }
 
-/// All spaces that belong to the device.
+/// The spaces that a device allocates: both arenas and the scratch file.
 const SPACES: [Space; 3] = [Space::Device, Space::Host, Space::Scratch];
 
 impl Spaces {
-    /// Maps both arenas of a plan, fills them with the pattern that reveals writes, and creates the scratch file in
-    /// `folder`.
+    /// Maps both arenas of a plan, fills them with the pattern that reveals writes, and creates the plan's scratch file
+    /// in `folder`. `folder` is None for plans without a scratch file.
     ///
     /// # Errors
     /// Memory or disk space is refused.
@@ -56,15 +57,16 @@ impl Spaces {
         Ok(spaces)
     }
 
-    /// Allows peers to read the buffers of this rank's pending sends until they are cancelled.
+    /// Stores the device's communication group. From then on, bytes of this rank's sends that peers have not yet copied
+    /// are protected from overwriting.
     pub fn join_group(&mut self, group: GroupHandle) {
         self.group = Some(group);
     }
 
-    /// Checks that bytes of an arena may be overwritten while no op runs.
+    /// Checks that bytes of an arena may be overwritten, before this is done while no op runs.
     ///
     /// # Panics
-    /// If a pending send borrows them.
+    /// If the bytes belong to a send that its receiver has not copied.
     fn assert_not_borrowed(&self, space: Space, range: &Range<u64>) {
         let Some(group) = &self.group else { return };
         let first = self.arena(space).base() as usize;
@@ -74,7 +76,7 @@ impl Spaces {
     /// Returns the arena of a space.
     ///
     /// # Panics
-    /// For file spaces, which have no arena.
+    /// For [`Space::Scratch`] and [`Space::File`], which have no arena.
     pub fn arena(&self, space: Space) -> &Arena {
         match space {
             Space::Device => &self.device,
@@ -91,7 +93,7 @@ impl Spaces {
     /// Returns the arena of a space for modification.
     ///
     /// # Panics
-    /// For file spaces, which have no arena.
+    /// For [`Space::Scratch`] and [`Space::File`], which have no arena.
     pub fn arena_mut(&mut self, space: Space) -> &mut Arena {
         match space {
             Space::Device => &mut self.device,
@@ -123,7 +125,8 @@ impl Spaces {
         bytes.copy_from_slice(&self.view(tensor_info.space, first..first + bytes.len() as u64));
     }
 
-    /// Switches from one plan to another; see the function `adopt`.
+    /// Switches from the plan `old` to the plan `new`, after cancelling pending sends. Persistent tensors of both plans
+    /// keep every bit, even if they change their place or space. Returns the bytes moved between device and host.
     ///
     /// # Errors
     /// Memory or disk space is refused, or a tensor changes its shape. The old plan then remains in place.
@@ -138,10 +141,11 @@ impl Spaces {
 
 /// Arenas that can be resized, with tensors that can be moved, while no op runs.
 pub(crate) trait ResizableArenas: Memory {
-    /// Resizes an arena. Bytes below `kept` keep their values; the others hold the pattern that reveals writes.
+    /// Resizes an arena or the scratch file to `bytes`. The first `kept` bytes keep their values. In an arena, all
+    /// other bytes are filled with the pattern that reveals writes.
     fn resize(&mut self, space: Space, bytes: u64, kept: u64) -> Result<(), DeviceError>;
 
-    /// Copies bytes between two places, given as space and first byte. They may overlap.
+    /// Copies bytes between two places, given as space and first byte. The places may overlap.
     fn copy(&mut self, from: (Space, u64), to: (Space, u64), bytes: u64);
 }
 
@@ -178,9 +182,10 @@ impl ResizableArenas for Spaces {
     }
 }
 
-/// Switches from one plan to another. Persistent tensors of both plans keep every bit; all other bytes hold the pattern
-/// that reveals writes. Meanwhile an arena is never larger than the larger of its two sizes. If tensors swap places,
-/// one of them is copied to temporary memory.
+/// Switches from the plan `old` to the plan `new`. Persistent tensors that both plans have keep every bit. In the
+/// arenas, the bytes after the last of them are filled with the pattern that reveals writes. Meanwhile an arena is
+/// never larger than the larger of its old and new size. If tensors swap places, one of them is copied to temporary
+/// memory. Returns the bytes moved between device and host.
 ///
 /// # Errors
 /// Memory or disk space is refused, or a tensor changes its shape. The old plan then remains in place.
@@ -202,7 +207,8 @@ pub(crate) fn adopt(arenas: &mut dyn ResizableArenas, old: PlanRef, new: PlanRef
     Ok(moved)
 }
 
-/// Shrinks the arenas to the sizes of a placement. Bytes below `kept` keep their values.
+/// Shrinks the arenas and the scratch file to the sizes of a placement. In each space, bytes below `kept(space)` keep
+/// their values.
 fn shrink(
     arenas: &mut dyn ResizableArenas,
     placement: &Placement,
@@ -215,7 +221,8 @@ fn shrink(
     Ok(())
 }
 
-/// Moves slots to their new places, overwriting none before it has moved. A cycle is broken through a temporary copy.
+/// Moves tensor slots to their new places, in an order that overwrites no slot before it has moved. If slots exchange
+/// places in a cycle, one of them is first copied to temporary memory. Returns the bytes moved between device and host.
 fn move_slots(arenas: &mut dyn ResizableArenas, moves: Vec<SlotMove>) -> MovedBytes {
     let mut moved = MovedBytes::default();
     for step in &moves {
@@ -264,16 +271,17 @@ fn move_slots(arenas: &mut dyn ResizableArenas, moves: Vec<SlotMove>) -> MovedBy
     moved
 }
 
-/// Bytes moved between device and host by a plan switch.
+/// Bytes that were moved between the device arena and the host arena when a device switched to another plan.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MovedBytes {
-    /// From host to device.
+    /// Bytes moved from host to device.
     pub to_device: Bytes,
-    /// From device to host.
+    /// Bytes moved from device to host.
     pub to_host: Bytes,
 }
 
-/// A slot of both plans, with its space and first byte in each.
+/// A tensor slot that two plans have in common, with its space and first byte in the old (`from`) and the new plan
+/// (`to`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct SlotMove {
     from: (Space, u64),
@@ -281,8 +289,11 @@ struct SlotMove {
     bytes: u64,
 }
 
-/// Returns the slots of the persistent tensors that both plans have. A tensor may be in one space in one plan, and in
-/// the other have some of its slots on the host as a tensor of its own.
+/// Returns the slots of all persistent tensors that both plans have, with their places in both. A plan may keep some
+/// slots of a tensor on the host, as a second tensor. Slots are therefore matched by their number before that split.
+///
+/// # Errors
+/// A tensor has another shape, type or number of slots in the new plan.
 fn matching_slots(old: PlanRef, new: PlanRef) -> Result<Vec<SlotMove>, DeviceError> {
     let old_slots_by_name = persistent_slots(old);
     let mut persistent = Vec::new();
@@ -305,8 +316,9 @@ fn matching_slots(old: PlanRef, new: PlanRef) -> Result<Vec<SlotMove>, DeviceErr
     Ok(persistent)
 }
 
-/// Returns the slots of all persistent tensors, keyed by the tensor's name and slot before any offload was applied.
-/// Values are the tensor and slot of this plan.
+/// Returns the slots of a plan's persistent tensors, except for tensors in files of the run. The keys are the tensor's
+/// name and the slot's number before offload moved some slots to another tensor. The values are the tensor and the
+/// slot's number in this plan.
 fn persistent_slots<'a>((set, placement): PlanRef<'a>) -> BTreeMap<&'a str, BTreeMap<u32, (TensorId, u32)>> {
     let mut persistent_slots: BTreeMap<&str, BTreeMap<u32, (TensorId, u32)>> = BTreeMap::new();
     for (number, origin) in tensor_origins(set).into_iter().enumerate() {
@@ -377,7 +389,8 @@ mod tests {
     use plimsoll_program::Tensor;
     use proptest::prelude::*;
 
-    /// Returns a plan with one tensor per entry (bytes, on the host, order key, gap before it).
+    /// Returns a plan with one tensor per entry: its bytes, whether it is on the host, the key that orders tensors in
+    /// their space, and the gap in bytes before it.
     fn plan(tensors: &[(u64, bool, u8, u64)]) -> (ProgramSet, Placement) {
         let mut set = ProgramSet::default();
         let mut placement = Placement { offsets: vec![Vec::new(); tensors.len()], ..Placement::default() };

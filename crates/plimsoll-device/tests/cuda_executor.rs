@@ -12,12 +12,14 @@ use plimsoll_core::{
 };
 use plimsoll_device::cpu::executor;
 use plimsoll_device::cuda::arena::DeviceArena;
-use plimsoll_device::cuda::collectives::{PieceAddresses, ROUND_BYTES};
+use plimsoll_device::cuda::collectives::ROUND_BYTES;
 use plimsoll_device::cuda::compile::Compiler;
-use plimsoll_device::cuda::driver::{Context, CudaError, Driver, Pinned, Stream};
+use plimsoll_device::cuda::driver::{Context, Driver, Pinned, Stream};
 use plimsoll_device::cuda::executor::OpenedGpu;
 use plimsoll_device::cuda::nccl::{self, Nccl};
-use plimsoll_device::device::{Device, DeviceError, FileSpace, Memory, NoFiles, NoObserver, Observer, ProgramCall};
+use plimsoll_device::cuda::pieces::PieceAddresses;
+use plimsoll_device::device::{Device, FileSpace, Memory, NoFiles, NoObserver, Observer, ProgramCall};
+use plimsoll_device::error::{CudaError, DeviceError};
 use plimsoll_device::transport::in_process::InProcessTransport;
 use plimsoll_device::transport::{GroupHandle, Transport};
 use plimsoll_program::models::Target;
@@ -25,7 +27,7 @@ use plimsoll_program::models::config::{ModelConfig, ModelType, RopeScaling};
 use plimsoll_program::models::decoder::{
     AdamState, Base, BuildOptions, Generation, Lora, Method, Optimizer, Training, WeightSource, build,
 };
-use plimsoll_program::op::{Collective, Exchange, Piece};
+use plimsoll_program::op::{Collective, Exchange, ExchangeRange};
 use plimsoll_program::passes::host_staged_p2p::stage_sends_through_host;
 use plimsoll_program::passes::parallelism::parallelize;
 use plimsoll_program::scalars::{METRIC_COUNT, Metric, SCALAR_COUNT, Scalar};

@@ -6,7 +6,8 @@ mod cuda_stand_in;
 
 use plimsoll_core::{Bytes, Category, DType, Link, Space, WorkKind};
 use plimsoll_device::cpu::executor;
-use plimsoll_device::device::{Device, DeviceError, FileSpace, Memory, NoFiles, NoObserver, Observer, ProgramCall};
+use plimsoll_device::device::{Device, FileSpace, Memory, NoFiles, NoObserver, Observer, ProgramCall};
+use plimsoll_device::error::DeviceError;
 use plimsoll_device::virtual_device::{self, VirtualDeviceSpec};
 use plimsoll_program::ProgramKind;
 use plimsoll_program::op::Queue;
@@ -31,7 +32,7 @@ const SCRATCH: TensorId = TensorId(3);
 type Draw = (u8, i64, i64);
 
 fn op(&(kind, x, to): &Draw, sequence: u64) -> Op {
-    let at = |tensor, piece: i64| Operand::whole(tensor).from(Index::fixed(piece * PIECE));
+    let at = |tensor, piece: i64| Operand::whole(tensor).starting_at(Index::fixed(piece * PIECE));
     let elements = PIECE as u64;
     let add = |tensor| OpKind::Add {
         x: at(tensor, x),

@@ -7,7 +7,7 @@ use std::thread;
 
 #[test]
 #[cfg_attr(not(target_env = "gnu"), ignore = "only glibc has a trim threshold")]
-fn memory_freed_by_a_thread_returns_to_the_system() {
+fn memory_freed_by_thread_returns_to_system() {
     process::set_heap_trim_threshold();
     let before = process::resident().unwrap();
     let allocate_and_free = || {

@@ -1,8 +1,8 @@
 //! The layout of a device: the offset of every tensor in the arenas of the device and of its host, and in the scratch
 //! file.
 //!
-//! Persistent tensors are at the bottom, those that are offloaded first (optimizer state) at the top of them. Above
-//! them, each phase packs its own buffers, so all phases share those bytes. Lifetimes come from `lifetimes`, the
+//! Persistent tensors are at the bottom: weights, then gradients, then optimizer state, which is offloaded first. Each
+//! phase packs its own buffers above them, so all phases share the bytes there. Lifetimes come from `lifetimes`, the
 //! packing itself from `packing`.
 
 use crate::lifetimes::{Lifetimes, lifetimes, lifetimes_in};
@@ -19,31 +19,33 @@ pub const ALIGNMENT: u64 = 256;
 pub struct ArenaLayout {
     /// Bytes of the arena: the end of the highest buffer.
     pub bytes: u64,
-    /// Bytes of persistent tensors.
+    /// Bytes of the persistent tensors, which are at the bottom of the arena.
     pub persistent_bytes: u64,
-    /// Lower bound of the bytes of any packing.
+    /// Lower bound of `bytes`: no packing of the same tensors is smaller.
     pub lower_bound_bytes: u64,
-    /// Peak of the arena by kind of work.
+    /// Peak of the arena for each kind of work: the end of the highest buffer that is in use while this work runs.
+    /// Empty for an unused space.
     pub by_program: BTreeMap<WorkKind, Bytes>,
-    /// Bytes by category at the moment when the arena is fullest.
+    /// Bytes of each category of tensors at the moment when the arena is fullest. Unused bytes count as workspace, so
+    /// that the sum is `bytes`. Empty for an unused space.
     pub by_category: BTreeMap<Category, Bytes>,
 }
 
 /// The layout of all spaces of a device.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Layout {
-    /// The offsets of all tensors.
+    /// The offset of each tensor in its space, in bytes.
     pub placement: Placement,
-    /// The device's arena.
+    /// The layout of the device's arena.
     pub device: ArenaLayout,
-    /// The host's arena; empty without offload.
+    /// The layout of the host's arena; of zero bytes if no tensor is on the host.
     pub host: ArenaLayout,
-    /// The scratch file; empty if nothing is offloaded to it.
+    /// The layout of the scratch file; of zero bytes if nothing is offloaded to it.
     pub file: ArenaLayout,
 }
 
 impl Layout {
-    /// Returns the bytes of each space.
+    /// Returns the bytes of the two arenas and of the scratch file.
     pub fn bytes(&self) -> PerSpace<u64> {
         PerSpace { device: self.device.bytes, host: self.host.bytes, file: self.file.bytes }
     }
@@ -54,7 +56,7 @@ fn aligned(bytes: u64) -> u64 {
     bytes.next_multiple_of(ALIGNMENT)
 }
 
-/// A slot of a tensor with its offset.
+/// A slot of a tensor, with its offset in bytes.
 struct PlacedSlot {
     tensor: TensorId,
     slot: u32,
@@ -64,25 +66,20 @@ struct PlacedSlot {
 /// The persistent tensors of a space, placed one after another.
 struct PersistentTensors {
     slots: Vec<PlacedSlot>,
-    /// End of the last tensor.
+    /// End of the last tensor in bytes, not rounded up; 0 without tensors.
     end: u64,
-    /// End of the last tensor, rounded up to [`ALIGNMENT`].
+    /// End of the last tensor in bytes, rounded up to [`ALIGNMENT`].
     aligned_end: u64,
 }
 
-/// Places the persistent tensors of a space.
+/// Places the persistent tensors of a space one after another. Weights, gradients and optimizer state come last, in
+/// this order.
 fn place_persistent(set: &ProgramSet, space: Space) -> PersistentTensors {
-    let rank = |category: Category| match category {
-        Category::Staging | Category::Communication | Category::Activation | Category::Workspace => 0,
-        Category::Weight => 1,
-        Category::Gradient => 2,
-        Category::Optimizer => 3,
-    };
     let mut ids: Vec<TensorId> = (0..set.tensors.len() as u32)
         .map(TensorId)
         .filter(|&id| set.tensor(id).lifetime == Lifetime::Persistent && set.tensor(id).space == space)
         .collect();
-    ids.sort_by_key(|&id| rank(set.tensor(id).category));
+    ids.sort_by_key(|&id| persistent_order(set.tensor(id).category));
     let mut placed = PersistentTensors { slots: Vec::new(), end: 0, aligned_end: 0 };
     for id in ids {
         let tensor = set.tensor(id);
@@ -93,6 +90,16 @@ fn place_persistent(set: &ProgramSet, space: Space) -> PersistentTensors {
         }
     }
     placed
+}
+
+/// Returns the position of a category among persistent tensors, the lowest first.
+fn persistent_order(category: Category) -> u32 {
+    match category {
+        Category::Staging | Category::Communication | Category::Activation | Category::Workspace => 0,
+        Category::Weight => 1,
+        Category::Gradient => 2,
+        Category::Optimizer => 3,
+    }
 }
 
 /// Computes a lower bound of the bytes of each space for any layout of these Programs, without packing them.
@@ -112,7 +119,8 @@ pub fn lower_bounds(set: &ProgramSet) -> PerSpace<u64> {
     PerSpace { device, host, file }
 }
 
-/// Lays out all Programs of a device.
+/// Lays out all tensors of a device's Programs: persistent tensors at the bottom of each space, and the buffers of each
+/// phase above them.
 pub fn lay_out(set: &ProgramSet) -> Layout {
     let mut offsets: Vec<Vec<Option<u64>>> = set.tensors.iter().map(|t| vec![None; t.slots as usize]).collect();
     let device = lay_out_space(set, Space::Device, &mut offsets);
@@ -124,7 +132,7 @@ pub fn lay_out(set: &ProgramSet) -> Layout {
     Layout { placement, device, host, file }
 }
 
-/// Lays out one space and stores the offsets of its tensors.
+/// Lays out one space, and stores the offsets of its tensors in `offsets`, by tensor and slot.
 fn lay_out_space(set: &ProgramSet, space: Space, offsets: &mut [Vec<Option<u64>>]) -> ArenaLayout {
     let PersistentTensors { slots, end, aligned_end } = place_persistent(set, space);
     for PlacedSlot { tensor, slot, offset } in slots {
@@ -173,8 +181,9 @@ fn lay_out_space(set: &ProgramSet, space: Space, offsets: &mut [Vec<Option<u64>>
     ArenaLayout { bytes, persistent_bytes: end, lower_bound_bytes, by_program, by_category }
 }
 
-/// Computes the bytes by category at the tick with the most live bytes, in the phase with the largest packing. Bytes
-/// left unused by alignment and packing count as workspace, so that the sum is the arena.
+/// Computes the bytes of each category of tensors in one space, at the tick with the most live bytes in the phase with
+/// the largest packing. Bytes left unused by alignment and packing count as workspace, so that the sum is
+/// `arena_bytes`.
 fn by_category(
     set: &ProgramSet,
     space: Space,
@@ -198,7 +207,7 @@ fn by_category(
     sums
 }
 
-/// Returns the first tick with the most live bytes.
+/// Returns the first tick with the most live bytes; 0 without buffers.
 fn peak_tick(lifetimes: &Lifetimes) -> u32 {
     let mut change: BTreeMap<u32, i64> = BTreeMap::new();
     for b in &lifetimes.buffers {

@@ -7,28 +7,29 @@ use plimsoll_core::{Space, WorkKind};
 use plimsoll_program::{Lifetime, Operand, Phase, ProgramSet, TensorId};
 use std::collections::HashMap;
 
-/// A slot of a tensor.
+/// A slot of a tensor: the tensor, and the index of the slot from 0.
 pub type Slot = (TensorId, u32);
 
-/// The ticks of one Program of a phase.
+/// The range of ticks of one Program of a phase. Each op takes one tick.
 #[derive(Clone, Copy, Debug)]
 pub struct ProgramTicks {
     /// Kind of work of the Program.
     pub work: WorkKind,
-    /// First tick.
+    /// The tick before the Program's first op, counted from the start of the phase.
     pub first: u32,
-    /// Last tick, inclusive.
+    /// The tick of the Program's last op; one later if the host reads outputs of the Program.
     pub last: u32,
 }
 
-/// The buffers of a phase in one space: all tensors in its arena that are not persistent.
+/// The buffers of a phase in one space: all tensors there that the phase accesses and that are not persistent.
 #[derive(Clone, Debug, Default)]
 pub struct Lifetimes {
-    /// Size and lifetime of each buffer.
+    /// Size and lifetime of each buffer; empty if the phase uses only persistent tensors of the space.
     pub buffers: Vec<Buffer>,
-    /// Slots of each buffer; several if an op works in place.
+    /// Slots of each buffer, in the order of `buffers`. The input and the output of an op that works in place share a
+    /// buffer.
     pub slots: Vec<Vec<Slot>>,
-    /// Ticks of each Program of the phase.
+    /// Ticks of each Program of the phase, in the order in which they run.
     pub programs: Vec<ProgramTicks>,
 }
 
@@ -46,13 +47,14 @@ struct InPlacePair {
     tick: u32,
 }
 
-/// Computes the lifetimes of a phase in one space.
+/// Computes the lifetimes of all tensors of a phase in one space. Persistent tensors are left out.
 pub fn lifetimes(set: &ProgramSet, phase: &Phase, space: Space) -> Lifetimes {
     let [lifetimes] = lifetimes_in(set, phase, [space]);
     lifetimes
 }
 
-/// Computes the lifetimes of a phase in several spaces; the phase is unrolled once.
+/// Computes the lifetimes of a phase in several spaces, without persistent tensors. The phase is unrolled once for all
+/// of them.
 pub fn lifetimes_in<const N: usize>(set: &ProgramSet, phase: &Phase, spaces: [Space; N]) -> [Lifetimes; N] {
     let unrolled = unroll(set, phase, &spaces);
     spaces.map(|space| unrolled.in_space(set, space))
@@ -60,11 +62,12 @@ pub fn lifetimes_in<const N: usize>(set: &ProgramSet, phase: &Phase, spaces: [Sp
 
 /// A phase unrolled into ticks.
 struct UnrolledPhase {
-    /// Number of the first slot of each tensor that is not persistent. Slots are numbered tensor by tensor.
+    /// Number of the first slot of each tensor; `None` for a tensor that is persistent or in another space. Slots are
+    /// numbered tensor by tensor.
     first_slots: Vec<Option<usize>>,
-    /// Lifetime by slot number; `None` for a slot that is never accessed.
+    /// First and last access to each slot, by slot number; `None` for a slot that is never accessed.
     spans: Vec<Option<Span>>,
-    /// Accessed slots with their numbers, in the order of their first access.
+    /// Accessed slots with their slot numbers, in the order of their first access.
     order: Vec<(Slot, usize)>,
     pairs: Vec<InPlacePair>,
     programs: Vec<ProgramTicks>,
@@ -72,7 +75,7 @@ struct UnrolledPhase {
     end: u32,
 }
 
-/// Unrolls a phase with the accesses to tensors in `spaces`.
+/// Unrolls a phase into ticks, and records the accesses to tensors in `spaces` that are not persistent.
 fn unroll(set: &ProgramSet, phase: &Phase, spaces: &[Space]) -> UnrolledPhase {
     let mut slots = 0;
     let first_slots: Vec<Option<usize>> = set
@@ -131,12 +134,12 @@ fn unroll(set: &ProgramSet, phase: &Phase, spaces: &[Space]) -> UnrolledPhase {
 }
 
 impl UnrolledPhase {
-    /// Returns the number of a slot, `None` for a slot of a persistent tensor.
+    /// Returns the number of a slot; `None` if its tensor is persistent or in a space that was not unrolled.
     fn slot_number(&self, (id, slot): Slot) -> Option<usize> {
         self.first_slots[id.0 as usize].map(|first| first + slot as usize)
     }
 
-    /// Extends the lifetime of a slot to `tick`.
+    /// Extends the lifetime of a slot to include `tick`. Does nothing for a slot without a number.
     fn touch(&mut self, slot: Slot, tick: u32) {
         let Some(number) = self.slot_number(slot) else { return };
         let span = self.spans[number].get_or_insert_with(|| {
@@ -147,8 +150,8 @@ impl UnrolledPhase {
         span.last = span.last.max(tick);
     }
 
-    /// Returns the buffers of one space. If an op may work in place and its input dies there, both slots share a
-    /// buffer.
+    /// Returns the buffers of one space. If an op may work in place and is the last to access its input, input and
+    /// output share a buffer, provided that they have equal sizes.
     fn in_space(&self, set: &ProgramSet, space: Space) -> Lifetimes {
         let mut buffer_of: Vec<Option<usize>> = vec![None; self.spans.len()];
         let mut result = Lifetimes { programs: self.programs.clone(), ..Lifetimes::default() };
@@ -183,8 +186,8 @@ impl UnrolledPhase {
     }
 }
 
-/// Returns for each tick of a phase the transient slots that are accessed for the last time. Tests poison them
-/// afterwards.
+/// Returns, by tick, the transient slots that a phase accesses at this tick for the last time, one slot per buffer.
+/// Tests overwrite their bytes afterwards. Ticks without such a slot are missing.
 pub fn deaths(set: &ProgramSet, lifetimes: &Lifetimes) -> HashMap<u32, Vec<Slot>> {
     let mut deaths: HashMap<u32, Vec<Slot>> = HashMap::new();
     for (buffer, slots) in lifetimes.buffers.iter().zip(&lifetimes.slots) {

@@ -56,9 +56,9 @@ impl Packing {
     }
 }
 
-/// Computes a lower bound of the bytes of any packing with aligned offsets: over all moments, the largest sum of the
-/// rounded sizes of live buffers, less the largest rounding among them. Linear in buffers and moments if op numbers are
-/// dense.
+/// Computes a lower bound of the bytes of any packing with aligned offsets. Each moment needs the sum of the rounded
+/// sizes of live buffers, less the largest rounding among them. The bound is the largest need over all moments. Returns
+/// 0 without buffers. Linear in buffers and moments if op numbers are dense.
 ///
 /// # Panics
 /// If a buffer ends before it begins, or if `alignment` is 0. The sum of all sizes must fit in u64.
@@ -66,24 +66,24 @@ pub fn lower_bound(buffers: &[Buffer], alignment: u64) -> u64 {
     PackingProblem::new(buffers, alignment).lower_bound()
 }
 
-/// Default effort of [`pack`]: about a second for 10,000 buffers. It is spent only if no fixed order meets the bound,
-/// apart from the rounding of the topmost buffer.
+/// Effort of [`pack`]: the number of buffers that it places to improve a packing, about a second for 10,000 buffers.
+/// [`pack`] spends it only if no fixed order of the buffers reaches the lower bound with all sizes rounded up.
 pub const EFFORT: u64 = 500_000;
 
 /// Packs `buffers` at multiples of `alignment`, with [`EFFORT`].
 ///
 /// # Panics
-/// If [`lower_bound`] panics.
+/// If a buffer ends before it begins, or if `alignment` is 0.
 pub fn pack(buffers: &[Buffer], alignment: u64) -> Packing {
     pack_with_effort(buffers, alignment, EFFORT)
 }
 
-/// Packs `buffers` at multiples of `alignment`. If no fixed order meets the bound, the packing is improved until
-/// `effort` more buffers have been placed, about a microsecond each. The effort is a count, so the result is the same
-/// on every machine. 0 tries the fixed orders only.
+/// Packs `buffers` at multiples of `alignment`. The function first places the buffers in some fixed orders. If none
+/// gives a packing at the lower bound, it improves the best one until `effort` more buffers have been placed, about a
+/// microsecond each. The effort is a count, so the result is the same on every machine. 0 tries the fixed orders only.
 ///
 /// # Panics
-/// If [`lower_bound`] panics.
+/// If a buffer ends before it begins, or if `alignment` is 0.
 pub fn pack_with_effort(buffers: &[Buffer], alignment: u64, effort: u64) -> Packing {
     let problem = PackingProblem::new(buffers, alignment);
     let offsets = PackingSearch::new(&problem).run(effort);
@@ -108,14 +108,14 @@ struct Item {
 struct PackingProblem {
     items: Vec<Item>,
     alignment: u64,
-    /// Live units at each tick.
+    /// Units of the alignment that are live at each tick, with every buffer rounded up.
     load: Vec<u64>,
-    /// Largest load in units: a lower bound of the rounded top of any packing.
+    /// Most live units at any tick. No packing is lower if all sizes are rounded up to units.
     max_load: u64,
-    /// Ticks with the largest load, ascending.
+    /// Ticks at which `max_load` units are live, ascending.
     peaks: Vec<u32>,
-    /// Bytes of rounding that can be saved at the top at every peak: the difference between the rounded and the plain
-    /// bound.
+    /// Bytes by which the lower bound is below `max_load` units: at every peak, the topmost buffer can save so many
+    /// bytes of rounding.
     slack: u64,
 }
 
@@ -161,12 +161,12 @@ impl PackingProblem {
         ends.max().unwrap_or(0)
     }
 
-    /// Returns the first tick with the largest load.
+    /// Returns the first tick with the most live units; 0 without buffers.
     fn peak(&self) -> u32 {
         self.peaks.first().copied().unwrap_or(0)
     }
 
-    /// Returns whether `item` is placed from the top downwards.
+    /// Returns whether `top_placement` places `item` from the top downwards. Short-lived items never are.
     fn is_placed_at_top(&self, item: &Item, top_placement: TopPlacement) -> bool {
         let peak = self.peak();
         let long = item.last - item.first > self.load.len() as u32 / 16;
@@ -177,9 +177,9 @@ impl PackingProblem {
         }
     }
 
-    /// Returns buffers that, fixed at the top, lower the plain top to the bound. They are disjoint in time, one of them
-    /// lives at every peak, and each has enough rounding. Returns `None` if there is nothing to save, or if no such set
-    /// is found.
+    /// Returns the indices of buffers that are fixed at the top of the arena, so that it can end at the lower bound.
+    /// They are disjoint in time, one of them lives at every peak, and each has enough rounding. Returns `None` if
+    /// rounding has nothing to save, or if no such set is found.
     fn top_buffers(&self) -> Option<Vec<usize>> {
         if self.slack == 0 {
             return None;
@@ -208,9 +208,9 @@ impl PackingProblem {
     }
 }
 
-/// Converts lifetimes to ticks, and returns the number of ticks. Two lifetimes overlap if and only if the later start
-/// is within the other lifetime, so only starts matter. Sparse op numbers are replaced by the ranks of starts; dense
-/// ones are kept.
+/// Returns the first and last tick of each buffer, and the number of ticks. Two lifetimes overlap if and only if the
+/// later start is within the other lifetime, so only starts matter. Ticks are the ranks of starts if op numbers are
+/// sparse; dense op numbers are kept.
 fn lifetimes(buffers: &[Buffer]) -> (Vec<(u32, u32)>, usize) {
     let mut latest = 0;
     for buffer in buffers {
@@ -231,7 +231,8 @@ fn lifetimes(buffers: &[Buffer]) -> (Vec<(u32, u32)>, usize) {
     (buffers.iter().map(|buffer| (rank(buffer.first), rank(buffer.last))).collect(), firsts.len())
 }
 
-/// Computes the minimum over the peaks of the largest slack of a buffer that lives there.
+/// Computes the largest slack (bytes of rounding) among the buffers that live at each peak, and returns the smallest of
+/// these values.
 fn top_slack(items: &[Item], peaks: &[u32]) -> u64 {
     let alive_at = |item: &Item| {
         let from = peaks.partition_point(|&peak| peak < item.first);
@@ -274,7 +275,7 @@ enum Fit {
     First,
     /// The tightest gap; among equals the lowest.
     Best,
-    /// The highest gap that ends at or below a unit.
+    /// The place that ends at unit `below`, if it is above all neighbors; otherwise the upper end of the highest gap.
     Last { below: u64 },
 }
 
@@ -327,7 +328,7 @@ impl PlacedBuffers {
         insert_sorted(&mut self.all, placed);
     }
 
-    /// Returns the windows that contain a tick of the lifetime.
+    /// Returns the indices of the windows that overlap a lifetime from tick `first` to tick `last`, inclusive.
     fn windows_of(&self, first: u32, last: u32) -> RangeInclusive<usize> {
         let from = (first / self.window_ticks).saturating_sub(1);
         from as usize..=(last / self.window_ticks) as usize
@@ -367,7 +368,7 @@ enum TopPlacement {
     None,
     /// Buffers that do not live at the peak.
     OffPeak,
-    /// Buffers that live after the peak, or nearly so.
+    /// Buffers that begin after the peak, or that live much longer after it than before it.
     AfterPeak,
 }
 
@@ -439,7 +440,7 @@ impl<'a> PackingSearch<'a> {
         self.best.as_ref().is_some_and(|best| best.height == self.problem.max_load)
     }
 
-    /// Packs in this order and keeps the result if it is better than the best packing.
+    /// Packs the buffers in this order, and keeps the result if it is lower than the best packing so far.
     fn try_order(&mut self, order: &[u32], strategy: PlacementStrategy) {
         if !self.is_at_max_load() {
             let limit = self.best.as_ref().map_or(u64::MAX, |best| best.height - 1);
@@ -450,7 +451,7 @@ impl<'a> PackingSearch<'a> {
         self.try_with_top_buffers(order, strategy);
     }
 
-    /// If the rounded top is minimal, packs again with buffers of much rounding at the top, to lower the plain top.
+    /// Packs again with buffers of much rounding at the top, if the best packing is minimal in units but not in bytes.
     fn try_with_top_buffers(&mut self, order: &[u32], strategy: PlacementStrategy) {
         if self.is_at_max_load()
             && !self.is_at_lower_bound()
@@ -470,8 +471,8 @@ impl<'a> PackingSearch<'a> {
         }
     }
 
-    /// Places the items one by one. The error is the position in `order` of the first item that would end above
-    /// `limit`.
+    /// Places the items one by one, and returns their offsets in units. The error is the position in `order` of the
+    /// first item that would end above `limit` units.
     fn place(
         &mut self,
         order: &[u32],
@@ -524,8 +525,9 @@ impl<'a> PackingSearch<'a> {
         Ok(offsets)
     }
 
-    /// Searches for a lower rounded top until `effort` buffers are placed. The first buffer that exceeds the wanted
-    /// height is placed earlier in the next attempt. The search restarts from the best order at regular intervals.
+    /// Searches for a packing of fewer units until `effort` buffers are placed. The first buffer that exceeds the
+    /// wanted height is placed earlier in the next attempt. The search restarts from the best order at regular
+    /// intervals.
     fn improve(&mut self, effort: u64) {
         const RESTART_INTERVAL: u32 = 128;
         let mut random = Random(0x9e37_79b9_7f4a_7c15);
@@ -571,23 +573,23 @@ enum FirstBuffers {
     None,
     /// Buffers at the peak in the order of their start.
     PeakByStart,
-    /// Buffers at the peak, the last to end first.
+    /// Buffers at the peak, from the latest end to the earliest.
     PeakByEnd,
-    /// Small buffers at the peak (labels, row statistics) at the bottom, then the others at the peak, the last to end
-    /// first.
+    /// Small buffers at the peak (labels, row statistics) at the bottom, then the others at the peak, from the latest
+    /// end to the earliest.
     SmallThenPeakByEnd,
 }
 
-/// The sort key of all other buffers, largest first.
+/// The sort key of the buffers that [`FirstBuffers`] leaves. The buffer with the largest key is placed first.
 #[derive(Clone, Copy)]
 enum SortKey {
     Size,
     /// Size times lifetime.
     Area,
-    /// Largest load during the lifetime.
+    /// Most units of all buffers together that are live at one tick of the lifetime.
     Load,
     Lifetime,
-    /// Earliness of the start.
+    /// Start of the lifetime; here the earliest is placed first.
     Start,
 }
 
@@ -596,7 +598,7 @@ impl PlacementOrder {
         [FirstBuffers::None, FirstBuffers::PeakByStart, FirstBuffers::PeakByEnd, FirstBuffers::SmallThenPeakByEnd];
     const SORT_KEYS: [SortKey; 5] = [SortKey::Size, SortKey::Area, SortKey::Load, SortKey::Lifetime, SortKey::Start];
 
-    /// Returns all orders. Those that meet the bound most often come first.
+    /// Returns all orders. Those that reach the lower bound most often come first.
     fn all() -> impl Iterator<Item = PlacementOrder> {
         Self::SORT_KEYS
             .into_iter()
@@ -605,31 +607,35 @@ impl PlacementOrder {
 
     /// Returns the indices of the items in this order.
     fn sort(self, problem: &PackingProblem) -> Vec<u32> {
-        let lifetime = |item: &Item| u64::from(item.last - item.first + 1);
-        let peak = problem.peak();
-        let small = problem.max_load / 4096;
         let loads = RangeMax::new(&problem.load);
-        let key = |item: &Item| -> (u64, u64) {
-            let at_peak = (item.first..=item.last).contains(&peak);
-            match (self.first_buffers, self.by) {
-                (FirstBuffers::PeakByStart, _) if at_peak => (u64::MAX, u64::from(u32::MAX - item.first)),
-                (FirstBuffers::SmallThenPeakByEnd, _) if at_peak && item.units < small => (u64::MAX, u64::MAX),
-                (FirstBuffers::PeakByEnd | FirstBuffers::SmallThenPeakByEnd, _) if at_peak => {
-                    (u64::MAX, u64::from(item.last))
-                }
-                (_, SortKey::Size) => (item.units, lifetime(item)),
-                (_, SortKey::Area) => (item.units.saturating_mul(lifetime(item)), item.units),
-                (_, SortKey::Load) => (loads.largest(item.first, item.last), item.units),
-                (_, SortKey::Start) => (u64::from(u32::MAX - item.first), item.units),
-                (_, SortKey::Lifetime) => (lifetime(item), item.units),
-            }
-        };
         // Ties are broken by the buffer's properties; the input position decides only between equal buffers. So the
         // height of the packing does not depend on the order of the input.
-        let ranked = |(item, i): (&Item, u32)| (Reverse(key(item)), item.first, item.last, item.units, item.slack, i);
+        let ranked = |(item, i): (&Item, u32)| {
+            let priority = Reverse(self.priority(item, problem, &loads));
+            (priority, item.first, item.last, item.units, item.slack, i)
+        };
         let mut ranked: Vec<_> = problem.items.iter().zip(0u32..).map(ranked).collect();
         ranked.sort_unstable();
         ranked.into_iter().map(|(.., i)| i).collect()
+    }
+
+    /// Returns the priority of an item. The item with the largest priority is placed first.
+    fn priority(self, item: &Item, problem: &PackingProblem, loads: &RangeMax) -> (u64, u64) {
+        let lifetime = u64::from(item.last - item.first + 1);
+        let is_small = item.units < problem.max_load / 4096;
+        let at_peak = (item.first..=item.last).contains(&problem.peak());
+        match (self.first_buffers, self.by) {
+            (FirstBuffers::PeakByStart, _) if at_peak => (u64::MAX, u64::from(u32::MAX - item.first)),
+            (FirstBuffers::SmallThenPeakByEnd, _) if at_peak && is_small => (u64::MAX, u64::MAX),
+            (FirstBuffers::PeakByEnd | FirstBuffers::SmallThenPeakByEnd, _) if at_peak => {
+                (u64::MAX, u64::from(item.last))
+            }
+            (_, SortKey::Size) => (item.units, lifetime),
+            (_, SortKey::Area) => (item.units.saturating_mul(lifetime), item.units),
+            (_, SortKey::Load) => (loads.largest(item.first, item.last), item.units),
+            (_, SortKey::Start) => (u64::from(u32::MAX - item.first), item.units),
+            (_, SortKey::Lifetime) => (lifetime, item.units),
+        }
     }
 }
 

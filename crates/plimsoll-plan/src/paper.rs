@@ -3,8 +3,8 @@
 
 use plimsoll_core::{Budget, Bytes, DeviceKind, DeviceSpec, Link, Rates};
 
-/// Assumed bytes that a CUDA process holds on its GPU outside the arena: the driver's context (300–500 MB in published
-/// measurements) and 32 MiB of cuBLASLt workspace. Printed as assumed.
+/// Assumed bytes that a CUDA process holds on its GPU outside the arena. They are 512 MiB for the driver's context
+/// (300–500 MB in published measurements) and 32 MiB of cuBLASLt workspace. Plans print the figure as assumed.
 pub const ASSUMED_CHARGES: Bytes = Bytes::mib(512 + 32);
 
 /// Fraction of a link's published rate that plans assume: 80–85 % are reached in practice.
@@ -39,23 +39,24 @@ const DATA_SHEETS: [DataSheet; 8] = [
     DataSheet { name: "h200",          usable_gib: 140.4, f32_tflops: 67.0,  bf16_tflops: 989.0, memory_gb_per_second: 4800.0, pcie_generation: 5, pcie_lanes: 16, nvlink_gb_per_second: 450.0 },
 ];
 
-/// Returns the data sheet of a paper device.
+/// Returns the data sheet of a paper device; `None` for an unknown name.
 fn data_sheet(name: &str) -> Option<&'static DataSheet> {
     DATA_SHEETS.iter().find(|sheet| sheet.name == name)
 }
 
-/// Returns the names of all paper devices.
+/// Returns the names of all paper devices, such as `rtx3090`.
 pub fn names() -> impl Iterator<Item = &'static str> {
     DATA_SHEETS.iter().map(|sheet| sheet.name)
 }
 
-/// Returns the memory of a paper device, all of it taken as free.
+/// Returns the total memory of a paper device in bytes; plans take all of it as free. Returns `None` for an unknown
+/// name.
 pub fn usable_memory(name: &str) -> Option<Bytes> {
     Some(Bytes((data_sheet(name)?.usable_gib * f64::from(1 << 30)) as u64))
 }
 
-/// Returns the specification of a paper device under `budget`, limited to the memory of the device. The charges are
-/// assumed. Returns `None` for an unknown name.
+/// Returns the specification of a paper device. Its load line follows from `budget`, and is at most its whole memory.
+/// Its charges are assumed. Returns `None` for an unknown name.
 pub fn paper(name: &str, budget: Budget) -> Option<DeviceSpec> {
     let sheet = data_sheet(name)?;
     Some(DeviceSpec {
@@ -81,13 +82,15 @@ pub fn paper(name: &str, budget: Budget) -> Option<DeviceSpec> {
     })
 }
 
-/// Returns the direct link between two paper devices of this name, `None` if they have none.
+/// Returns the direct link (NVLink) between two paper devices of this name; `None` if they have none, or if the name is
+/// unknown.
 pub fn peer_link(name: &str) -> Option<Link> {
     let rate = data_sheet(name)?.nvlink_gb_per_second;
     (rate > 0.0).then_some(Link { bytes_per_second: LINK_EFFICIENCY * rate * 1e9, latency_seconds: 5e-6 })
 }
 
-/// Returns one direction of a PCIe link at the rate assumed by plans, `None` for an unknown generation.
+/// Returns one direction of a PCIe link of `generation` (3 to 5) with `lanes` lanes, at the rate that plans assume.
+/// `None` for another generation.
 pub fn pcie(generation: u32, lanes: u32) -> Option<Link> {
     // Published GB/s of 16 lanes.
     let gb_of_16_lanes = match generation {
@@ -100,7 +103,7 @@ pub fn pcie(generation: u32, lanes: u32) -> Option<Link> {
     Some(Link { bytes_per_second, latency_seconds: 10e-6 })
 }
 
-/// Returns an Ethernet link of `gbit_per_second`: 0.118 GB/s of payload per Gbit/s.
+/// Returns an Ethernet link with a nominal rate of `gbit_per_second`. Plans assume 0.118 GB/s of payload per Gbit/s.
 pub fn ethernet(gbit_per_second: f64) -> Link {
     Link { bytes_per_second: 0.118e9 * gbit_per_second, latency_seconds: 100e-6 }
 }

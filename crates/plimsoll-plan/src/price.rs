@@ -15,13 +15,13 @@
 //! access the same tensors: `Clock` simulates them.
 
 use plimsoll_core::{DType, HostSpec, Link, OpRates, Rates, Space};
-use plimsoll_program::op::{Access, Collective, Exchange, Piece, Queue};
+use plimsoll_program::op::{Access, Collective, Exchange, ExchangeRange, Queue};
 use plimsoll_program::passes::recompute::RECOMPUTED_SUFFIX;
 use plimsoll_program::{Block, Call, Mode, Op, OpKind, Program, ProgramKind, ProgramSet, TensorId};
 use std::collections::HashMap;
 
-/// Rate of other arithmetic on a paper device, as a fraction of the f32 matrix rate: vector units without register
-/// reuse.
+/// Assumed rate of arithmetic outside matrix products, as a fraction of the f32 matrix rate, for ops without a measured
+/// rate. Such arithmetic runs on vector units and reuses no registers.
 const OTHER_ARITHMETIC_RATE: f64 = 0.1;
 
 /// Predicts the seconds of one op on the device.
@@ -48,26 +48,15 @@ fn op_seconds(set: &ProgramSet, op: &Op, rates: &Rates, precision: DType) -> f64
     rates.op_seconds + if product > 0.0 { product.max(moved) + other } else { moved.max(other) }
 }
 
-/// Interpolates the measured rate of a matrix product of size m × n × k, in operations per second: linearly on
-/// logarithmic scales between the timed sizes; outside of them, the rate of the nearest size. Returns `None` without
-/// measurements.
+/// Interpolates the measured rate of a matrix product of size m × n × k, in operations per second. Between the timed
+/// sizes the interpolation is linear on logarithmic scales. Outside of them, the rate of the nearest size applies.
+/// Returns `None` without measurements.
 fn product_rate_at(ops: &OpRates, size: [u64; 3]) -> Option<f64> {
     let sizes = &ops.product_sizes;
     if sizes.is_empty() || ops.product_flops.len() != sizes.len().pow(3) {
         return None;
     }
-    // For each axis: the index of the timed size below, and the fraction of the distance to the next one.
-    let locate = |wanted: u64| {
-        let wanted = wanted.clamp(sizes[0], sizes[sizes.len() - 1]);
-        let below = sizes.iter().rposition(|&s| s <= wanted).expect("clamped to the first");
-        match sizes.get(below + 1) {
-            Some(&above) => {
-                (below, (wanted as f64 / sizes[below] as f64).ln() / (above as f64 / sizes[below] as f64).ln())
-            }
-            None => (below, 0.0),
-        }
-    };
-    let places = size.map(locate);
+    let places = size.map(|wanted| locate(sizes, wanted));
     let mut log_rate = 0.0;
     for corner in 0..8usize {
         let (mut weight, mut at) = (1.0, 0);
@@ -81,12 +70,22 @@ fn product_rate_at(ops: &OpRates, size: [u64; 3]) -> Option<f64> {
     Some(log_rate.exp())
 }
 
-/// Prices of work on a device and its host.
+/// Locates `wanted` in the ascending `sizes`. Returns the index of the last size that is at most `wanted`. Also returns
+/// the position of `wanted` between this size (0) and the next (1) on a logarithmic scale. A `wanted` outside of the
+/// sizes counts as the nearest size.
+fn locate(sizes: &[u64], wanted: u64) -> (usize, f64) {
+    let wanted = wanted.clamp(sizes[0], sizes[sizes.len() - 1]);
+    let below = sizes.iter().rposition(|&size| size <= wanted).expect("clamped to the first");
+    let ratio_to_below = |size: u64| (size as f64 / sizes[below] as f64).ln();
+    (below, sizes.get(below + 1).map_or(0.0, |&above| ratio_to_below(wanted) / ratio_to_below(above)))
+}
+
+/// The rates of a device and its host, from which the seconds of their work are predicted.
 #[derive(Clone, Copy, Debug)]
 pub struct Prices<'a> {
     /// Rates of the device.
     pub rates: &'a Rates,
-    /// The host.
+    /// The host of the device, with its scratch file.
     pub host: &'a HostSpec,
     /// Precision of the arithmetic.
     pub precision: DType,
@@ -95,7 +94,7 @@ pub struct Prices<'a> {
 }
 
 impl Prices<'_> {
-    /// Predicts the seconds in which an op keeps its queue busy.
+    /// Predicts the seconds in which an op keeps its queue busy; 0 for an op that waits for a copy or a collective.
     pub fn op_seconds(&self, set: &ProgramSet, op: &Op) -> f64 {
         match (&op.kind, op.queue) {
             (OpKind::TransferWait { .. } | OpKind::CollectiveWait(_), _) => 0.0,
@@ -127,8 +126,8 @@ impl Prices<'_> {
     }
 
     /// Predicts the seconds of one call of a Program. Each queue runs its ops in order, and an op waits for ops of
-    /// other queues that access the same tensor. `last` selects the last micro-batch of a step, which includes the
-    /// all-reduce of a team.
+    /// other queues that access the same tensor. `last` selects the last micro-batch of a step, in which data parallel
+    /// workers also run the all-reduce.
     pub fn program_seconds(&self, set: &ProgramSet, program: &Program, last: bool) -> f64 {
         let mut ops = program.blocks.iter().flat_map(|block| &block.ops).filter(|op| op.runs(last));
         if ops.all(|op| op.queue == Queue::Compute) {
@@ -181,7 +180,8 @@ impl Prices<'_> {
         ops.map(|op| self.op_seconds(set, op)).sum::<f64>() * f64::from(block.repeat)
     }
 
-    /// Predicts the seconds of a schedule. Each Program begins when the previous one has ended.
+    /// Predicts the seconds of `calls`. Each call begins when the previous one has ended. A call of a Program that
+    /// `set` lacks takes no time.
     pub fn schedule_seconds(&self, set: &ProgramSet, calls: &[Call]) -> f64 {
         let mut seconds_by_call: HashMap<(ProgramKind, bool), f64> = HashMap::new();
         let mut sum = 0.0;
@@ -194,25 +194,30 @@ impl Prices<'_> {
     }
 }
 
-/// Computes the bytes of a collective over the busiest link, one way, in a ring of equal links. Each rank's part passes
-/// all other ranks once; in an all-reduce twice (Patarasuk and Yuan, 2009).
+/// Computes the bytes that an exchange (a collective, a send or a receive) moves over the busiest link in one
+/// direction. A collective runs in a ring of equal links: each rank's part passes all other ranks once, in an
+/// all-reduce twice (Patarasuk and Yuan, 2009).
 fn wire_bytes(set: &ProgramSet, exchange: &Exchange) -> f64 {
-    let bytes = |piece: &Piece| {
-        let total: u64 = piece.counts.iter().sum();
-        let own = piece.counts[exchange.rank as usize];
-        let least = piece.counts.iter().min().copied().unwrap_or(0);
-        let ranks = piece.counts.len() as f64;
-        let elements = match exchange.collective {
-            Collective::AllReduce => 2.0 * total as f64 * (ranks - 1.0) / ranks,
-            Collective::ReduceScatter | Collective::AllGather => (total - least) as f64,
-            Collective::Send | Collective::Receive => own as f64,
-        };
-        elements * set.tensor(piece.input.tensor).dtype.bytes() as f64
-    };
+    let bytes =
+        |piece: &ExchangeRange| wire_elements(exchange, piece) * set.tensor(piece.input.tensor).dtype.bytes() as f64;
     exchange.pieces.iter().map(bytes).sum()
 }
 
-/// The times at which a part of a slot was last written and read. Parts are identified by their first element.
+/// Computes the number of elements of one piece of an exchange that cross the busiest link in one direction.
+fn wire_elements(exchange: &Exchange, piece: &ExchangeRange) -> f64 {
+    let total: u64 = piece.counts.iter().sum();
+    let own = piece.counts[exchange.rank as usize];
+    let least = piece.counts.iter().min().copied().unwrap_or(0);
+    let ranks = piece.counts.len() as f64;
+    match exchange.collective {
+        Collective::Send | Collective::Receive => own as f64,
+        collective if collective.sums() && collective.gathers() => 2.0 * total as f64 * (ranks - 1.0) / ranks,
+        _ => (total - least) as f64,
+    }
+}
+
+/// A part of a slot, and the simulated seconds at which the last write and the last read of the part end. Parts are
+/// identified by their first element.
 #[derive(Clone, Copy, Default)]
 struct SlotPart {
     first: i64,
@@ -231,11 +236,11 @@ struct PartAccess {
 /// A simulation of a Program's queues: the time at which each queue is free, and the last accesses to shared tensors.
 struct Clock {
     queues: [f64; 7],
-    /// Number of the first slot of each tensor that any queue other than the compute queue accesses.
+    /// Index in `slots` of the first slot of each tensor; `None` for a tensor that only the compute queue accesses.
     shared: Vec<Option<usize>>,
-    /// Accessed parts by slot number.
+    /// The accessed parts of each slot.
     slots: Vec<Vec<SlotPart>>,
-    /// Accesses of the current op to shared tensors.
+    /// Accesses of the simulated op to tensors that several queues may access.
     accesses: Vec<PartAccess>,
 }
 
@@ -255,7 +260,7 @@ impl Clock {
         Clock { queues: [0.0; 7], shared, slots: vec![Vec::new(); slots], accesses: Vec::new() }
     }
 
-    /// Runs an op that takes `seconds` in the iteration `variable` of its block.
+    /// Simulates an op that takes `seconds`, in the iteration `variable` of its block.
     fn run(&mut self, set: &ProgramSet, op: &Op, variable: i64, seconds: f64) {
         let Clock { queues, shared, slots, accesses } = self;
         let queue = &mut queues[op.queue as usize];
@@ -282,38 +287,29 @@ impl Clock {
     }
 }
 
-/// Computes the operations of the matrix products in the forward and backward pass of one micro-batch, without
-/// recompute. Divided by time and measured peak rate, this gives the utilization.
+/// Computes the number of floating-point operations of the matrix products in the forward and backward pass of one
+/// micro-batch, without recompute. Divided by the time and the measured peak rate, this gives the utilization.
 pub fn required_gemm_flops(set: &ProgramSet) -> f64 {
-    let all_flops = |kind: ProgramKind| -> f64 {
-        set.program(kind).map_or(0.0, |program| {
-            program
-                .blocks
-                .iter()
-                .map(|b| b.ops.iter().map(|op| op.cost().product_flops).sum::<f64>() * f64::from(b.repeat))
-                .sum()
-        })
+    let all = |kind: ProgramKind| gemm_flops(set, kind, |_| true);
+    let recomputed = gemm_flops(set, ProgramKind::Backward, |op| is_recompute(set, op));
+    all(ProgramKind::Forward) + all(ProgramKind::Backward) - recomputed
+}
+
+/// Sums the floating-point operations of the selected matrix products in one call of a Program; 0 if `set` lacks the
+/// Program.
+fn gemm_flops(set: &ProgramSet, kind: ProgramKind, is_selected: impl Fn(&Op) -> bool) -> f64 {
+    let flops_of_block = |block: &Block| {
+        let ops = block.ops.iter().filter(|op| is_selected(op));
+        ops.map(|op| op.cost().product_flops).sum::<f64>() * f64::from(block.repeat)
     };
-    let recompute_flops = |kind: ProgramKind| -> f64 {
-        set.program(kind).map_or(0.0, |program| {
-            program
-                .blocks
-                .iter()
-                .map(|b| {
-                    let is_recompute = |op: &&Op| {
-                        let elements_of = |id: TensorId| set.tensor(id).elements();
-                        op.accesses(&elements_of).iter().any(|a| {
-                            a.mode == plimsoll_program::Mode::Write
-                                && set.tensor(a.operand.tensor).name.ends_with(RECOMPUTED_SUFFIX)
-                        })
-                    };
-                    b.ops.iter().filter(is_recompute).map(|op| op.cost().product_flops).sum::<f64>()
-                        * f64::from(b.repeat)
-                })
-                .sum()
-        })
-    };
-    all_flops(ProgramKind::Forward) + all_flops(ProgramKind::Backward) - recompute_flops(ProgramKind::Backward)
+    set.program(kind).map_or(0.0, |program| program.blocks.iter().map(flops_of_block).sum())
+}
+
+/// Returns whether an op recomputes a value for the backward pass.
+fn is_recompute(set: &ProgramSet, op: &Op) -> bool {
+    let accesses = op.accesses(&|id: TensorId| set.tensor(id).elements());
+    let mut written = accesses.iter().filter(|access| access.mode == Mode::Write);
+    written.any(|access| set.tensor(access.operand.tensor).name.ends_with(RECOMPUTED_SUFFIX))
 }
 
 #[cfg(test)]

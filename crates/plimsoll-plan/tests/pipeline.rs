@@ -107,7 +107,7 @@ fn assert_pipeline(team: &TeamRequest, outcome: &TeamOutcome) {
 }
 
 #[test]
-fn model_too_large_for_each_device_becomes_a_pipeline() {
+fn model_too_large_for_each_device_becomes_pipeline() {
     let config = preset("smollm2-135m").expect("listed");
     for (budgets, paces) in [
         (&[Bytes::mib(1700), Bytes::mib(900)][..], &[1.0, 0.5][..]),

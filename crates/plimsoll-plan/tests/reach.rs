@@ -171,6 +171,7 @@ fn assert_never_slower(case: &Case, rooms: impl Iterator<Item = (Budget, Bytes)>
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn more_host_memory_never_slows_a_step() {
     let small = Case {
         model: "smollm2-135m",
@@ -194,6 +195,7 @@ fn more_host_memory_never_slows_a_step() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn more_device_memory_never_slows_a_step() {
     let case = Case {
         model: "smollm2-135m",
@@ -279,6 +281,7 @@ fn allowed_quantization_is_unused_if_adapters_suffice() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn smallest_host_is_found_with_full_device() {
     let config = preset("llama-3.1-8b").unwrap();
     let device = paper("rtx3070", Budget::Amount(Bytes::mib(4776))).unwrap();

@@ -423,6 +423,7 @@ fn two_slow_devices_become_storage_only_together() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn storage_only_workers_keep_their_load_line() {
     let config = ModelConfig { layers: 4, vocab: 1024, ..preset("smollm2-135m").expect("listed") };
     let mut storage_workers = 0;
@@ -451,6 +452,7 @@ fn storage_only_workers_keep_their_load_line() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn more_memory_never_makes_a_team_slower() {
     let slow = Link { bytes_per_second: 125e6, latency_seconds: 1e-4 };
     // The cases: over a slow link even shards are best, whatever the room; one device alone is fastest, the one with more
@@ -504,6 +506,7 @@ fn more_memory_never_makes_a_team_slower() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn device_with_slow_link_is_excluded() {
     let config = preset("smollm2-135m").expect("listed");
     let link = |bytes_per_second: f64| Link { bytes_per_second, latency_seconds: 1e-5 };
@@ -599,12 +602,14 @@ fn fixed_shards_still_balance_sequences() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn large_model_fits_large_team() {
     let eight = &["rtx5090"; 8][..];
     assert_fits("qwen2.5-32b", eight, &[(0, &[Rung::Lora], true), (512, &[], true)]);
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn large_model_on_unequal_devices_fits_with_rungs() {
     assert_fits("llama-2-13b", &["rtx3090", "rtx3070"], &[(128, &[Rung::Lora], true), (128, &[], false)]);
 }

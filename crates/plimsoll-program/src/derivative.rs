@@ -1,9 +1,10 @@
-//! Derivatives: the ops that compute gradients, for each op of a forward pass.
+//! Derivatives: the ops that compute gradients, for each op of a forward pass. This is autograd at the time when
+//! Programs are built; nothing is recorded at run time.
 //!
-//! [`Tape::derive`] takes the ops of a block from last to first. For each op it appends the ops that turn the gradient
-//! of the output into gradients of the inputs.
+//! [`Tape::derive`] takes the ops of a block (such as a layer) from last to first. For each op it appends the ops that
+//! turn the gradient of the output into gradients of the inputs.
 //!
-//! - Gradients of weights are persistent and summed over micro-batches.
+//! - Gradients of weights are persistent tensors and summed over micro-batches.
 //! - The gradient of a value that several ops read is summed in place.
 //! - The gradient of the residual stream is one buffer to which every layer adds.
 
@@ -12,28 +13,33 @@ use crate::op::{Op, OpKind};
 use crate::tensor::{Index, Operand, TensorId};
 use std::collections::HashMap;
 
-/// Gradients of a block so far, and the ops that compute them.
+/// The backward pass of one block (such as a layer) under construction: the ops so far, and the tensors that hold the
+/// gradients of forward values. It runs when Programs are built, unlike an autograd tape.
 pub struct Tape<'a> {
     builder: &'a mut Builder,
-    /// Gradient operand by tensor and slot.
+    /// Gradient of each forward value that has one so far, by tensor and slot of the value.
     gradients: HashMap<(TensorId, Index), Operand>,
-    /// Operand for the first contribution to a gradient, by tensor and slot.
+    /// Operand for the first contribution to a gradient, by tensor and slot of the value; without an entry, a new
+    /// tensor takes it.
     reserved: HashMap<(TensorId, Index), Operand>,
     /// Persistent gradient tensor of each trained weight; all other weights are frozen.
     weight_gradients: &'a HashMap<TensorId, TensorId>,
-    /// Dequantization ops by the weight that they write.
+    /// Ops of the forward pass that dequantize frozen weights, by the buffer that they write.
     dequantizers: HashMap<TensorId, Vec<Op>>,
     ops: Vec<Op>,
 }
 
-/// The gradient operand of a value, and whether an op must add to it.
+/// The operand to which an op writes its contribution to the gradient of a value.
 struct Contribution {
     gradient: Operand,
+    /// Whether the op must add to the gradient, because an earlier op has written it.
     accumulate: bool,
 }
 
 impl<'a> Tape<'a> {
-    /// Creates a tape for one block with the forward ops `forward`.
+    /// Creates a tape without ops for a block with the forward ops `forward`.
+    ///
+    /// `weight_gradients` gives the gradient tensor of each trained weight; weights without an entry are frozen.
     pub fn new(
         builder: &'a mut Builder,
         weight_gradients: &'a HashMap<TensorId, TensorId>,
@@ -49,41 +55,44 @@ impl<'a> Tape<'a> {
         Tape { builder, gradients, reserved, weight_gradients, dequantizers, ops }
     }
 
-    /// Reserves `gradient` for the first contribution to the gradient of `value`.
-    pub fn reserve(&mut self, value: Operand, gradient: Operand) {
+    /// Makes the first op that contributes to the gradient of `value` write to `gradient` instead of a new tensor.
+    pub fn reserve_gradient(&mut self, value: Operand, gradient: Operand) {
         self.reserved.insert((value.tensor, value.slot), gradient);
     }
 
-    /// Declares that the gradient of `value` is at `gradient`.
-    pub fn seed(&mut self, value: Operand, gradient: Operand) {
+    /// Declares that `gradient` already holds the gradient of `value`, such as that of the block's output. Later
+    /// contributions are added to it.
+    pub fn set_gradient(&mut self, value: Operand, gradient: Operand) {
         self.gradients.insert((value.tensor, value.slot), gradient);
     }
 
-    /// Returns the gradient of `value`, if any op has contributed to it.
+    /// Returns the operand that holds the gradient of `value`, and `None` if no op has contributed to it so far.
     pub fn gradient(&self, value: Operand) -> Option<Operand> {
         self.gradients.get(&(value.tensor, value.slot)).copied()
     }
 
-    /// Returns the ops so far.
+    /// Returns the backward ops, in execution order.
     pub fn into_ops(self) -> Vec<Op> {
         self.ops
     }
 
-    /// Returns the gradient of an op's output.
+    /// Returns the operand that holds the gradient of an op's output. Panics if the output has no gradient so far,
+    /// because no later forward op reads it.
     fn output_gradient(&self, out: Operand) -> Operand {
         self.gradient(out).unwrap_or_else(|| {
             panic!("no op reads `{}`, so it has no gradient", self.builder.set.tensor(out.tensor).name)
         })
     }
 
-    /// Returns the gradient of a weight, and `None` if it is frozen.
+    /// Returns the operand for the gradient of a weight, and `None` if the weight is frozen.
     fn weight_gradient(&self, weight: Operand) -> Option<Operand> {
         let gradient = *self.weight_gradients.get(&weight.tensor)?;
         Some(Operand { tensor: gradient, ..weight })
     }
 
-    /// Returns a weight for the backward pass: the weight itself, or, if it is quantized, a buffer into which it is
-    /// dequantized once more. So neither buffer lives from the forward to the backward product.
+    /// Returns the operand of a weight for the backward pass. For a weight that is not quantized it is the weight
+    /// itself. For a quantized one it is a buffer into which appended ops dequantize the weight once more; the buffer
+    /// of the forward pass need not be kept until then.
     fn dequantized_weight(&mut self, weight: Operand) -> Operand {
         let dequantizers: Vec<Op> = self.dequantizers.get(&weight.tensor).cloned().unwrap_or_default();
         if dequantizers.is_empty() {
@@ -95,13 +104,14 @@ impl<'a> Tape<'a> {
         Operand { tensor: copy, ..weight }
     }
 
-    /// Returns the tensor `NAME.gradient` of the shape of tensor `NAME`, and adds it if needed.
+    /// Returns the tensor for the gradient of a tensor `NAME`: `NAME.gradient`, with the same shape. Adds it if needed.
     fn gradient_tensor(&mut self, tensor: TensorId) -> TensorId {
         let name = format!("{}.gradient", self.builder.set.tensor(tensor).name);
         self.builder.find(&name).unwrap_or_else(|| self.builder.copy_of(tensor, name))
     }
 
-    /// Returns the operand to which a contribution to the gradient of `x` goes.
+    /// Returns the operand to which the next op writes its contribution to the gradient of `x`, and whether it adds.
+    /// From then on `x` has a gradient.
     fn contribute(&mut self, x: Operand) -> Contribution {
         if let Some(gradient) = self.gradient(x) {
             return Contribution { gradient, accumulate: true };
@@ -110,11 +120,12 @@ impl<'a> Tape<'a> {
             Some(reserved) => reserved,
             None => Operand { tensor: self.gradient_tensor(x.tensor), ..x },
         };
-        self.seed(x, gradient);
+        self.set_gradient(x, gradient);
         Contribution { gradient, accumulate: false }
     }
 
-    /// Returns the operand for the only contribution to the gradient of `x`.
+    /// Returns the operand to which an op writes the gradient of `x`. Panics if an earlier op has contributed to it:
+    /// the op's kernel cannot add.
     fn contribute_alone(&mut self, x: Operand) -> Operand {
         let Contribution { gradient, accumulate } = self.contribute(x);
         assert!(!accumulate, "only one op reads `{}`", self.builder.set.tensor(x.tensor).name);
@@ -130,10 +141,11 @@ impl<'a> Tape<'a> {
         self.ops.push(kind.into());
     }
 
-    /// Appends the derivative of one op. Ops must be passed from last to first.
+    /// Appends the ops that compute the gradients of one forward op's inputs from the gradient of its output. The
+    /// caller passes forward ops from last to first.
     ///
     /// # Panics
-    /// Panics for ops that occur in no forward pass, and for outputs that no op reads.
+    /// Panics for ops that occur in no forward pass, and for ops with outputs that no later op reads.
     pub fn derive(&mut self, op: &OpKind) {
         match op {
             OpKind::Product { a_transposed: false, b_transposed: true, .. } => self.derive_linear(op),
@@ -151,7 +163,7 @@ impl<'a> Tape<'a> {
             OpKind::Embed { tokens, table, out, rows, hidden, vocab } => {
                 let dout = self.output_gradient(*out);
                 let Some(dtable) = self.weight_gradient(*table) else { return };
-                let elements = self.builder.kernels.embed_grad(*rows, *hidden);
+                let elements = self.builder.kernels.embed_grad_workspace(*rows, *hidden);
                 let workspace = self.builder.workspace_for(*out, "embed_sums", elements);
                 let (tokens, rows, hidden, vocab) = (*tokens, *rows, *hidden, *vocab);
                 self.push(OpKind::EmbedGrad { tokens, dout, dtable, workspace, rows, hidden, vocab });
@@ -176,14 +188,14 @@ impl<'a> Tape<'a> {
         }
     }
 
-    /// Appends the derivative of a linear layer: gradients of weight, bias, input and residual.
+    /// Appends the ops for the gradients of a linear layer: of its weight, bias, input and residual.
     fn derive_linear(&mut self, op: &OpKind) {
         let OpKind::Product { a, b, out, bias, residual, m, n, k, a_stride, out_stride, scale, .. } = op else {
             unreachable!("the caller passes a product")
         };
         assert_eq!(a_stride, k, "linear layers read whole rows");
         // An adapter adds to some columns of `out`: its gradient is that of these columns, and `out` keeps its own.
-        let g = self.output_gradient(*out).from(out.offset);
+        let g = self.output_gradient(*out).starting_at(out.offset);
         let g_stride = Some(*out_stride);
         // dW[n,k] += gᵀ[n,m] · a[m,k]
         if let Some(dweight) = self.weight_gradient(*b) {
@@ -191,7 +203,7 @@ impl<'a> Tape<'a> {
             self.product(Product { a_stride: g_stride, scale: *scale, ..product });
         }
         if let Some(into) = bias.and_then(|bias| self.weight_gradient(bias)) {
-            let elements = self.builder.kernels.sum_rows(*m, *n);
+            let elements = self.builder.kernels.sum_rows_workspace(*m, *n);
             let workspace = self.builder.workspace_for(*out, "bias_sums", elements);
             self.push(OpKind::SumRows { x: g, into, workspace, rows: *m, columns: *n });
         }
@@ -203,7 +215,7 @@ impl<'a> Tape<'a> {
         if let Some(residual) = residual {
             // The residual has the gradient of the sum. No later op reads `g` itself, so both may share the buffer.
             match self.gradient(*residual) {
-                None => self.seed(*residual, g),
+                None => self.set_gradient(*residual, g),
                 Some(into) => self.push(OpKind::Add { x: g, into, elements: m * n }),
             }
         }
@@ -215,7 +227,7 @@ impl<'a> Tape<'a> {
         };
         let dout = self.output_gradient(out);
         let dweight = self.weight_gradient(weight);
-        let elements = self.builder.kernels.rms_norm_grad(rows, dim);
+        let elements = self.builder.kernels.rms_norm_grad_workspace(rows, dim);
         let workspace = self.builder.workspace_for(out, "norm_sums", elements);
         let Contribution { gradient: dx, accumulate } = self.contribute(x);
         self.push(OpKind::RmsNormGrad { x, weight, rstd, dout, dx, dweight, workspace, rows, dim, accumulate });
@@ -227,10 +239,10 @@ impl<'a> Tape<'a> {
         };
         let dx = self.output_gradient(out);
         let dweights = self.weight_gradient(q_weight).zip(self.weight_gradient(k_weight)).map(|(q, k)| [q, k]);
-        let elements = self.builder.kernels.head_norm_grad(rows, shape.head_dim);
+        let elements = self.builder.kernels.head_norm_grad_workspace(rows, shape.head_dim);
         let workspace = self.builder.workspace_for(out, "norm_sums", elements);
         self.push(OpKind::HeadNormGrad { x, q_weight, k_weight, rstd, dx, dweights, workspace, rows, shape });
-        self.seed(x, dx);
+        self.set_gradient(x, dx);
     }
 
     fn derive_attention(&mut self, op: &OpKind) {
@@ -238,7 +250,7 @@ impl<'a> Tape<'a> {
             unreachable!("the caller passes an attention")
         };
         let dout = self.output_gradient(out);
-        let elements = self.builder.kernels.attention_grad(self.builder.precision, batch, sequence, shape);
+        let elements = self.builder.kernels.attention_grad_workspace(self.builder.precision, batch, sequence, shape);
         let workspace = self.builder.workspace_for(out, "gradient", elements);
         let dqkv = self.contribute_alone(qkv);
         self.push(OpKind::AttentionGrad {
@@ -376,7 +388,7 @@ mod tests {
             let b = add(builder, b, &[columns, RANK]);
             let inside = add(builder, inside, &[ROWS, RANK]);
             ops.push(builder.product(Product::linear(seen, a, inside, ROWS, IN, RANK)));
-            let columns_of = out.from(Index::fixed(first));
+            let columns_of = out.starting_at(Index::fixed(first));
             ops.push(builder.product(Product {
                 out_stride: Some(OUT),
                 scale: 1.5,
@@ -398,7 +410,7 @@ mod tests {
         // The loss is a weighted sum of the outputs; the weights are its gradient.
         let seed = builder.copy_of(names["out"], "seed".into());
         let mut tape = Tape::new(&mut builder, &gradients, &ops);
-        tape.seed(Operand::whole(names["out"]), Operand::whole(seed));
+        tape.set_gradient(Operand::whole(names["out"]), Operand::whole(seed));
         ops.iter().rev().for_each(|op| tape.derive(&op.kind));
         let dx = tape.gradient(Operand::whole(names["x"])).expect("x is used").tensor;
         let dresidual = tape.gradient(Operand::whole(names["residual"])).expect("the residual is used").tensor;

@@ -19,21 +19,23 @@
 
 use std::sync::LazyLock;
 
-/// Elements that share a scale in 8-bit optimizer state.
+/// Elements that share a scale in block-wise 8-bit optimizer state (8-bit Adam).
 pub const STATE_BLOCK: u64 = 256;
-/// Smallest tensor with 8-bit optimizer state; smaller tensors, such as norms and biases, keep the wide dtype. The
-/// value is `min_8bit_size` of bitsandbytes.
+/// Elements of the smallest tensor with 8-bit optimizer state; smaller tensors, such as norms and biases, keep it in
+/// f32 (f64 in an f64 run). The value is `min_8bit_size` of bitsandbytes.
 pub const QUANTIZED_STATE_ELEMENTS_MIN: u64 = 4096;
-/// Elements that share a scale in nf4.
+/// Elements of a matrix that share a scale in nf4 (4-bit quantization of QLoRA).
 pub const NF4_BLOCK: u64 = 64;
-/// Scales of nf4 that share a mean and a largest distance.
+/// Scales of nf4 that are quantized together in double quantization: they share a mean and a largest distance from it.
 pub const NF4_GROUP: u64 = 256;
-/// Elements of a group of nf4 scales; pieces that are quantized separately start at multiples of it.
+/// Elements of a matrix that one group of [`NF4_GROUP`] nf4 scales covers. A matrix can be quantized in pieces that
+/// start at multiples of it.
 pub const NF4_PIECE: u64 = NF4_BLOCK * NF4_GROUP;
-/// Largest code of int8.
+/// Largest code of an int8 element; the smallest is its negative.
 pub const INT8_MAX: f32 = 127.0;
 
-/// Table of nf4: quantiles of a normal distribution, with an exact zero (QLoRA, appendix E).
+/// The value of each nf4 code, ascending and scaled to −1..=1: quantiles of a normal distribution, with an exact zero
+/// (QLoRA, appendix E).
 pub const NF4: [f32; 16] = [
     -1.0,
     -0.696_192_8,
@@ -53,8 +55,11 @@ pub const NF4: [f32; 16] = [
     1.0,
 ];
 
-/// Returns the dynamic 8-bit map, in ascending order: an optional sign, a decimal exponent of varying length and a
-/// linear fraction. It contains exactly 0 and 1.
+/// Returns the value of each code of 8-bit optimizer state, ascending: the dynamic map of bitsandbytes.
+///
+/// A code has an optional sign, a decimal exponent of varying length and a linear fraction. The map contains exactly 0
+/// and 1. The `signed` map is for Adam's first moment and for the scales of nf4, the unsigned map for the second
+/// moment.
 pub fn dynamic_map(signed: bool) -> &'static [f32; 256] {
     static MAPS: LazyLock<[[f32; 256]; 2]> = LazyLock::new(|| [make_dynamic_map(false), make_dynamic_map(true)]);
     &MAPS[usize::from(signed)]
@@ -79,30 +84,31 @@ fn make_dynamic_map(signed: bool) -> [f32; 256] {
     std::array::from_fn(|i| values[i] as f32)
 }
 
-/// Returns the midpoints of neighbouring entries of an ascending table.
+/// Returns the midpoints of neighbouring entries of an ascending table, between which a value is rounded to an entry.
 pub fn thresholds<const N: usize>(table: &[f32; N]) -> Vec<f32> {
     table.windows(2).map(|pair| ((f64::from(pair[0]) + f64::from(pair[1])) / 2.0) as f32).collect()
 }
 
-/// Returns the thresholds of [`dynamic_map`].
+/// Returns the midpoints of neighbouring entries of [`dynamic_map`], with which [`code`] quantizes.
 pub fn dynamic_thresholds(signed: bool) -> &'static [f32] {
     static THRESHOLDS: LazyLock<[Vec<f32>; 2]> =
         LazyLock::new(|| [thresholds(dynamic_map(false)), thresholds(dynamic_map(true))]);
     &THRESHOLDS[usize::from(signed)]
 }
 
-/// Returns the thresholds of [`NF4`].
+/// Returns the midpoints of neighbouring entries of [`NF4`], with which [`code`] quantizes.
 pub fn nf4_thresholds() -> &'static [f32] {
     static THRESHOLDS: LazyLock<Vec<f32>> = LazyLock::new(|| thresholds(&NF4));
     &THRESHOLDS
 }
 
-/// Returns the code of a value: the number of thresholds below it, 0 for NaN.
+/// Quantizes a value: returns the code of the nearest table entry, where `thresholds` are the midpoints between
+/// entries. It is the number of thresholds below the value, and 0 for NaN.
 pub fn code(thresholds: &[f32], value: f32) -> u8 {
     thresholds.partition_point(|&threshold| threshold < value) as u8
 }
 
-/// Returns the factor of values before quantization: 1 / scale, or 0 if the scale is 0.
+/// Returns the factor by which values are multiplied before quantization: 1 / scale, or 0 if the scale is 0.
 pub fn inverse(scale: f32) -> f32 {
     if scale == 0.0 { 0.0 } else { 1.0 / scale }
 }
@@ -118,13 +124,13 @@ pub fn int8_row(from: &[f32], codes: &mut [u8]) -> f32 {
     scale
 }
 
-/// Returns the value of an int8 code.
+/// Dequantizes an int8 code of a row with this scale.
 pub fn int8_value(code: u8, scale: f32) -> f32 {
     f32::from(code as i8) * scale
 }
 
-/// Quantizes up to [`NF4_BLOCK`] elements to nf4, two codes per byte, and returns their scale, which is not yet
-/// quantized itself. The last byte of an odd count has the code of zero in its lower half.
+/// Quantizes up to [`NF4_BLOCK`] elements to nf4, two codes per byte with the first in the upper half. Returns their
+/// scale, which is not yet quantized itself. The last byte of an odd count has the code of zero in its lower half.
 pub fn nf4_block(from: &[f32], codes: &mut [u8]) -> f32 {
     let scale = largest(from);
     let inverse = inverse(scale);
@@ -135,8 +141,8 @@ pub fn nf4_block(from: &[f32], codes: &mut [u8]) -> f32 {
     scale
 }
 
-/// Quantizes up to [`NF4_GROUP`] nf4 scales to 8 bits. Returns their mean, summed in order in f64, and the largest
-/// distance from it.
+/// Quantizes up to [`NF4_GROUP`] nf4 scales to 8 bits (double quantization). Returns their mean, summed in order in
+/// f64, and the largest distance from it.
 pub fn nf4_group(scales: &[f32], codes: &mut [u8]) -> [f32; 2] {
     let sum: f64 = scales.iter().map(|&scale| f64::from(scale)).sum();
     let mean = (sum / scales.len() as f64) as f32;
@@ -148,12 +154,14 @@ pub fn nf4_group(scales: &[f32], codes: &mut [u8]) -> [f32; 2] {
     [mean, largest_distance]
 }
 
-/// Returns the value of an 8-bit nf4 scale, computed by one fused multiply-add.
+/// Dequantizes an nf4 scale from its 8-bit code and the mean and largest distance of its group, by one fused
+/// multiply-add.
 pub fn nf4_scale(code: u8, [mean, largest_distance]: [f32; 2]) -> f32 {
     dynamic_map(true)[usize::from(code)].mul_add(largest_distance, mean)
 }
 
-/// Returns the value of one of the two nf4 codes in a byte; `upper` selects the first.
+/// Dequantizes one of the two nf4 codes in a byte, with the scale of their block. `upper` selects the code in the upper
+/// half, which is the first of the two elements.
 pub fn nf4_value(byte: u8, upper: bool, scale: f32) -> f32 {
     NF4[usize::from(if upper { byte >> 4 } else { byte & 15 })] * scale
 }

@@ -1,4 +1,4 @@
-//! The order between queues, derived after packing from hazards on arena bytes.
+//! The order between queues (as between CUDA streams), derived after packing from hazards on arena bytes.
 //!
 //! Ops of one queue run in Program order. Two ops of different queues may run at the same time, unless their byte
 //! ranges overlap and one of them writes. In that case the later op waits for the earlier one. The ranges are those of
@@ -10,16 +10,17 @@ use plimsoll_core::Space;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// An op that must not start before an op of another queue has ended.
+/// A wait between two ops of different queues, like a CUDA event wait: op `op` starts after op `on` has ended. Ops are
+/// numbered in the order of [`Program::trace`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Wait {
-    /// Number of the waiting op in [`Program::trace`], counted from 1.
+    /// Number of the op that waits, counted from 1.
     pub op: u32,
     /// Number of the op that must have ended, counted from 1.
     pub on: u32,
 }
 
-/// A range of bytes that an op touches.
+/// A range of bytes in the arena of a memory space that an op reads or writes.
 #[derive(Clone, Debug)]
 struct Touch {
     space: Space,
@@ -27,7 +28,9 @@ struct Touch {
     writes: bool,
 }
 
-/// Returns the waits of a Program, without those that other waits and the order within queues already imply.
+/// Returns the waits between ops of different queues that a Program needs under this placement of its tensors.
+///
+/// Waits that other waits and the order within queues already imply are left out.
 pub fn waits(set: &ProgramSet, program: &Program, placement: &Placement) -> Vec<Wait> {
     let mut before: BTreeMap<Queue, Vec<(u32, Vec<Touch>)>> = BTreeMap::new();
     // The last op of each other queue that a queue has waited for, by (waiting queue, other queue).
@@ -50,7 +53,8 @@ pub fn waits(set: &ProgramSet, program: &Program, placement: &Placement) -> Vec<
     waits
 }
 
-/// Returns the arena bytes that an op touches. Files have no hazards.
+/// Returns the byte ranges that an op touches when the block's variable is `variable`. Ranges of file tensors are left
+/// out, because they are in no arena.
 fn touches(set: &ProgramSet, placement: &Placement, op: &Op, variable: i64) -> Vec<Touch> {
     let elements_of = |id: TensorId| set.tensor(id).elements();
     let accesses = op.accesses(&elements_of);
@@ -87,7 +91,7 @@ mod tests {
     fn program(ops: &[(u8, i64, i64)]) -> (ProgramSet, Placement) {
         let mut builder = Builder::new(DType::F32, crate::workspace::Kernels::Cuda);
         let buffer = builder.persistent("buffer", &[80], DType::F32, Category::Activation, 1);
-        let piece = |number: i64| Operand::whole(buffer).from(Index::fixed(number * 10));
+        let piece = |number: i64| Operand::whole(buffer).starting_at(Index::fixed(number * 10));
         let queues = [Queue::Compute, Queue::CopyIn, Queue::CopyOut, Queue::Communication];
         let ops = ops.iter().map(|&(queue, x, into)| Op {
             kind: OpKind::Add { x: piece(x), into: piece(into), elements: 10 },

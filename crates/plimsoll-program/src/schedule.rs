@@ -3,18 +3,19 @@
 
 use crate::program::ProgramKind;
 
-/// One call of a Program.
+/// One call of a Program for one micro-batch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Call {
     /// The Program to run.
     pub program: ProgramKind,
-    /// Index of the micro-batch within the step, from 0.
+    /// Index of the micro-batch within the step, from 0; 0 for Programs that run once per step.
     pub micro_batch: u32,
-    /// Whether this is the last micro-batch of the step: gradients are complete after its backward pass.
+    /// Whether this is the last micro-batch of the step: gradients are complete after its backward pass. Also true for
+    /// Programs that run once per step, such as the update.
     pub last: bool,
 }
 
-/// The calls of one device in one optimizer step.
+/// The order in which one device calls its Programs in one optimizer step.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Schedule {
     /// Calls in execution order.
@@ -22,7 +23,7 @@ pub struct Schedule {
 }
 
 impl Schedule {
-    /// Appends a call for one of `micro_batches`.
+    /// Appends the call of `program` for micro-batch `micro_batch` of `micro_batches`.
     fn push(&mut self, program: ProgramKind, micro_batch: u32, micro_batches: u32) {
         self.calls.push(Call { program, micro_batch, last: micro_batch + 1 == micro_batches });
     }
@@ -47,11 +48,14 @@ impl Schedule {
         schedule.close()
     }
 
-    /// Returns the 1F1B schedule of stage `stage` in a pipeline of `stages`.
+    /// Returns the 1F1B schedule (PipeDream-Flush) of stage `stage`, counted from 0, in a pipeline of `stages` stages.
     ///
     /// The stage first runs enough forward passes to fill the stages after it. Then it alternates one forward and one
     /// backward pass, and ends with the remaining backward passes. At most `stages - stage` micro-batches are in
-    /// flight on it.
+    /// flight on it (forward pass done, backward pass not).
+    ///
+    /// # Panics
+    /// Panics if `stage` is not below `stages`.
     pub fn one_forward_one_backward(stages: u32, stage: u32, micro_batches: u32) -> Schedule {
         assert!(stage < stages, "stage {stage} of {stages}");
         let mut schedule = Schedule::default();

@@ -4,23 +4,26 @@
 use plimsoll_core::{Category, DType, Space};
 use serde::{Deserialize, Serialize};
 
-/// The index of a tensor in its [`crate::ProgramSet`].
+/// The index of a tensor in [`crate::ProgramSet::tensors`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct TensorId(pub u32);
 
-/// The time for which a tensor's bytes are reserved.
+/// The time for which the planner reserves a tensor's bytes in the arena. Tensors with disjoint times may share bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Lifetime {
-    /// The whole run.
+    /// The whole run: weights, gradients, optimizer state.
     Persistent,
-    /// A whole phase, including the time between calls of its Programs: the key-value cache of generation.
+    /// A whole [`crate::Phase`] (Programs that run in sequence, such as prefill and decode), including the time between
+    /// their calls: the key-value cache of generation.
     Phase,
-    /// From the first to the last op of a phase that touches the tensor.
+    /// From the first to the last op of a [`crate::Phase`] that touches the tensor: activations and workspaces.
     Transient,
 }
 
-/// A tensor, or `slots` equal tensors under one name: one per layer, per micro-batch in flight or per staging buffer.
-/// Every slot has its own place in the arena and its own lifetime.
+/// A tensor without data: name, shape, dtype, place and lifetime.
+///
+/// It stands for `slots` equal tensors under one name: one per layer, per micro-batch in flight (forward pass done,
+/// backward pass not) or per staging buffer. Every slot has its own byte offset in the arena.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Tensor {
     /// Name, unique within its Program set.
@@ -29,41 +32,42 @@ pub struct Tensor {
     pub shape: Vec<u64>,
     /// Element type.
     pub dtype: DType,
-    /// Memory space that holds it.
+    /// Memory space that holds the tensor (device, host, scratch file or files).
     pub space: Space,
-    /// Purpose, by which the plan sums up bytes.
+    /// Purpose (weight, gradient, activation, …), by which the plan reports bytes.
     pub category: Category,
     /// Time for which its bytes are reserved.
     pub lifetime: Lifetime,
-    /// Number of equal tensors.
+    /// Number of equal tensors under this name, at least 1; a slot is one of them.
     pub slots: u32,
 }
 
-/// The part of the model that a tensor belongs to, as offload treats it.
+/// The part of the model that a persistent tensor belongs to. Offload treats the parts differently.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TensorRole {
-    /// The token embedding, with its gradient, master and optimizer state.
+    /// The token embedding, or its gradient, master weight or optimizer state.
     Embedding,
-    /// The output head, with its gradient, master and optimizer state.
+    /// The output head, or its gradient, master weight or optimizer state.
     Head,
     /// The final norm or the rotary table: small, and needed by every micro-batch.
     Shared,
-    /// A tensor with one slot per layer.
+    /// Any other tensor, which has one slot per layer.
     Layer,
 }
 
 impl Tensor {
-    /// Returns the elements of one slot.
+    /// Returns the number of elements of one slot.
     pub fn elements(&self) -> u64 {
         self.shape.iter().product()
     }
 
-    /// Returns the bytes of one slot.
+    /// Returns the number of bytes of one slot.
     pub fn bytes(&self) -> u64 {
         self.elements() * self.dtype.bytes()
     }
 
-    /// Returns the slot for a slot number, which counts modulo the number of slots.
+    /// Returns `number` modulo the number of slots, also for a negative `number`. Operands thus use the slots of a
+    /// tensor as a ring buffer.
     pub fn slot(&self, number: i64) -> u32 {
         number.rem_euclid(i64::from(self.slots)) as u32
     }
@@ -80,15 +84,19 @@ impl Tensor {
     }
 }
 
-/// A number that is linear in the variable v of the block (a layer, a chunk) and in the micro-batch m:
+/// An integer (slot, element offset, sample or sequence number) that may differ between iterations of a
+/// [`crate::Block`] and between micro-batches.
+///
+/// With the block's variable v (the layer or the piece) and the micro-batch m of the step, the value is
 /// `base + scale · v + micro_batch · m`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Index {
-    /// Constant part.
+    /// Constant part of the value.
     pub base: i64,
     /// Increment per unit of the block's variable.
     pub scale: i64,
-    /// Increment per micro-batch of the schedule.
+    /// Increment per micro-batch of the step. Sample numbers of dropout use it, and in a pipeline the slots of
+    /// activations and the sequence numbers of messages. All other indices have 0.
     pub micro_batch: i64,
 }
 
@@ -108,20 +116,21 @@ impl Index {
         Index { base: 0, scale: step, micro_batch: 0 }
     }
 
-    /// Returns the value for one iteration and micro-batch.
+    /// Returns the value for the block's variable `variable` and micro-batch `micro_batch` of the step, from 0.
     pub fn at(self, variable: i64, micro_batch: i64) -> i64 {
         self.base + self.scale * variable + self.micro_batch * micro_batch
     }
 }
 
-/// A reference of an op to a tensor: a slot and the first element within it.
+/// A reference of an op to a tensor: one of its slots, and the first element within that slot. The op knows the number
+/// of elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Operand {
     /// Tensor that is read or written.
     pub tensor: TensorId,
-    /// Slot, modulo the tensor's slots.
+    /// Slot; values beyond the number of slots count modulo that number.
     pub slot: Index,
-    /// First element within the slot.
+    /// First element within the slot, in elements.
     pub offset: Index,
 }
 
@@ -136,18 +145,19 @@ impl Operand {
         Operand { tensor, slot: Index::layer(base), offset: Index::fixed(0) }
     }
 
-    /// Refers to one slot, the same in every iteration.
+    /// Refers to slot `slot` from its first element, the same in every iteration of the block.
     pub const fn slot(tensor: TensorId, slot: i64) -> Operand {
         Operand { tensor, slot: Index::fixed(slot), offset: Index::fixed(0) }
     }
 
-    /// Returns the first byte within the slot, for one iteration and micro-batch.
+    /// Returns the byte offset of the first element within the slot. `variable` is the value of the Block's loop
+    /// variable, such as the layer; `micro_batch` counts from 0 within the step.
     pub fn first_byte(self, tensor: &Tensor, variable: i64, micro_batch: i64) -> u64 {
         self.offset.at(variable, micro_batch) as u64 * tensor.dtype.bytes()
     }
 
-    /// Returns the slots, of `slots` in all, that the operand may refer to in one iteration: one slot, or one for each
-    /// micro-batch in flight.
+    /// Returns the slots that the operand may refer to when the block's variable is `variable`. That is one slot, or in
+    /// a pipeline one for each micro-batch in flight. `slots` is the tensor's number of slots.
     pub fn possible_slots(self, variable: i64, slots: u32) -> impl Iterator<Item = u32> {
         let slots = i64::from(slots.max(1));
         let (first, step) = (self.slot.at(variable, 0).rem_euclid(slots), self.slot.micro_batch.rem_euclid(slots));
@@ -155,9 +165,20 @@ impl Operand {
         std::iter::successors(Some(first), next).map(|slot| slot as u32)
     }
 
-    /// Returns the operand with another first element.
+    /// Returns this operand with its first element moved by `elements` elements within the same slot.
     #[must_use]
-    pub const fn from(self, offset: Index) -> Operand {
+    pub const fn offset_by(self, elements: Index) -> Operand {
+        let Index { base, scale, micro_batch } = self.offset;
+        self.starting_at(Index {
+            base: base + elements.base,
+            scale: scale + elements.scale,
+            micro_batch: micro_batch + elements.micro_batch,
+        })
+    }
+
+    /// Returns this operand with its first element at `offset` in the same slot.
+    #[must_use]
+    pub const fn starting_at(self, offset: Index) -> Operand {
         Operand { tensor: self.tensor, slot: self.slot, offset }
     }
 }

@@ -1,5 +1,5 @@
-//! Workspace (temporary memory) of each op, in elements of the wide dtype of the run's precision. The planner reserves
-//! exactly this, and kernels get exactly this.
+//! Workspace (temporary memory) of each op. All sizes are in elements of the wide dtype: f64 in an f64 run, else f32.
+//! The planner reserves exactly this, and kernels get exactly this.
 //!
 //! The sizes are pure functions of the op's sizes and of [`Kernels`]. They do not depend on the processor or GPU model,
 //! so that a plan for a paper device is also the plan on the machine.
@@ -7,12 +7,13 @@
 use crate::op::Heads;
 use plimsoll_core::{DType, DeviceKind, DeviceSpec};
 
-/// The kernels that run the ops; workspace sizes depend on them.
+/// The kind of kernels that run the ops. Its methods return the sizes of the workspaces (temporary buffers) that these
+/// kernels need, in elements of the wide dtype (f32, or f64 in an f64 run).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Kernels {
-    /// Kernels for CPUs and virtual devices.
+    /// Kernels for the CPU, and for virtual devices (accelerators simulated on the CPU).
     Cpu {
-        /// Threads that run at once.
+        /// Threads that run at once; each needs workspace of its own.
         threads: u64,
     },
     /// Kernels for NVIDIA GPUs.
@@ -20,7 +21,7 @@ pub enum Kernels {
 }
 
 impl Kernels {
-    /// Returns the kernels of a device; a paper device has those of a GPU.
+    /// Returns the kernels of a device. A paper device (planned for from a data sheet, not present) has those of a GPU.
     pub fn for_device(device: &DeviceSpec) -> Kernels {
         match device.kind {
             DeviceKind::Cpu | DeviceKind::Virtual => Kernels::Cpu { threads: u64::from(device.threads) },
@@ -28,8 +29,9 @@ impl Kernels {
         }
     }
 
-    /// Returns the workspace of `product`: `out[m, n]` with inner dimension k.
-    pub fn product(self, precision: DType, m: u64, n: u64, k: u64) -> u64 {
+    /// Returns the workspace size of a matrix product `out[m, n]` with inner dimension `k`. The unit is an f32 element
+    /// (f64 in an f64 run).
+    pub fn product_workspace(self, precision: DType, m: u64, n: u64, k: u64) -> u64 {
         match self {
             Kernels::Cpu { threads } if precision == DType::Bf16 => cpu::bf16_product(threads, m, n, k),
             Kernels::Cpu { threads } => cpu::product(threads, m, n, k),
@@ -37,34 +39,40 @@ impl Kernels {
         }
     }
 
-    /// Returns the workspace of `sum_rows` of `x[rows, columns]`.
-    pub fn sum_rows(self, rows: u64, columns: u64) -> u64 {
+    /// Returns the workspace size of a sum over the rows of `x[rows, columns]` (the gradient of a bias). The unit is an
+    /// f32 element (f64 in an f64 run).
+    pub fn sum_rows_workspace(self, rows: u64, columns: u64) -> u64 {
         match self {
             Kernels::Cpu { .. } => cpu::sum_rows(rows, columns),
             Kernels::Cuda => cuda::sum_rows(rows, columns),
         }
     }
 
-    /// Returns the workspace of `embed_grad` of `dout[rows, hidden]`.
-    pub fn embed_grad(self, rows: u64, hidden: u64) -> u64 {
+    /// Returns the workspace size of the gradient of the embedding table, from `dout[rows, hidden]`. The unit is an f32
+    /// element (f64 in an f64 run).
+    pub fn embed_grad_workspace(self, rows: u64, hidden: u64) -> u64 {
         match self {
             Kernels::Cpu { .. } => 0,
             Kernels::Cuda => cuda::embed_grad(rows, hidden),
         }
     }
 
-    /// Returns the workspace of `rms_norm_grad` of `x[rows, dim]`.
-    pub fn rms_norm_grad(self, rows: u64, dim: u64) -> u64 {
-        self.sum_rows(rows, dim)
+    /// Returns the workspace size of the gradient of an RMS norm of `x[rows, dim]`. The unit is an f32 element (f64 in
+    /// an f64 run).
+    pub fn rms_norm_grad_workspace(self, rows: u64, dim: u64) -> u64 {
+        self.sum_rows_workspace(rows, dim)
     }
 
-    /// Returns the workspace of `head_norm_grad`, for any number of heads.
-    pub fn head_norm_grad(self, rows: u64, head_dim: u64) -> u64 {
-        self.sum_rows(rows, 2 * head_dim)
+    /// Returns the workspace size of the gradient of the RMS norms of query and key heads (Qwen 3), of `rows` tokens
+    /// and heads of `head_dim` elements. The unit is an f32 element (f64 in an f64 run). The number of heads does not
+    /// matter.
+    pub fn head_norm_grad_workspace(self, rows: u64, head_dim: u64) -> u64 {
+        self.sum_rows_workspace(rows, 2 * head_dim)
     }
 
-    /// Returns the workspace of `attention` over sequences of `sequence` tokens.
-    pub fn attention(self, precision: DType, sequence: u64, shape: Heads) -> u64 {
+    /// Returns the workspace size of attention over sequences of `sequence` tokens. The unit is an f32 element (f64 in
+    /// an f64 run).
+    pub fn attention_workspace(self, precision: DType, sequence: u64, shape: Heads) -> u64 {
         match self {
             Kernels::Cpu { threads } => {
                 cpu::attention(threads, sequence, shape.head_dim)
@@ -74,8 +82,9 @@ impl Kernels {
         }
     }
 
-    /// Returns the workspace of `attention_grad` of `batch` sequences of `sequence` tokens.
-    pub fn attention_grad(self, precision: DType, batch: u64, sequence: u64, shape: Heads) -> u64 {
+    /// Returns the workspace size of the gradient of attention over `batch` sequences of `sequence` tokens. The unit is
+    /// an f32 element (f64 in an f64 run).
+    pub fn attention_grad_workspace(self, precision: DType, batch: u64, sequence: u64, shape: Heads) -> u64 {
         match self {
             Kernels::Cpu { threads } => {
                 cpu::attention_grad(threads, sequence, shape.head_dim)
@@ -85,8 +94,9 @@ impl Kernels {
         }
     }
 
-    /// Returns the workspace of `cached_attention` of `rows` new tokens over at most `capacity` keys.
-    pub fn cached_attention(self, precision: DType, rows: u64, capacity: u64, shape: Heads) -> u64 {
+    /// Returns the workspace size of attention of `rows` new tokens over a key-value cache of `capacity` tokens. The
+    /// unit is an f32 element (f64 in an f64 run).
+    pub fn cached_attention_workspace(self, precision: DType, rows: u64, capacity: u64, shape: Heads) -> u64 {
         match self {
             Kernels::Cpu { threads } => {
                 cpu::cached_attention(threads, rows, capacity, shape.head_dim)
@@ -96,8 +106,9 @@ impl Kernels {
         }
     }
 
-    /// Returns the workspace of `squared_norm`.
-    pub fn squared_norm(self) -> u64 {
+    /// Returns the workspace size of Σ x², from which the gradient norm is computed. The unit is an f32 element (f64 in
+    /// an f64 run).
+    pub fn squared_norm_workspace(self) -> u64 {
         match self {
             Kernels::Cpu { .. } => 0,
             Kernels::Cuda => cuda::squared_norm(),
@@ -105,32 +116,39 @@ impl Kernels {
     }
 }
 
-/// Workspaces and tile sizes of the CPU kernels (`cpu/kernels` in `plimsoll-device`). `lanes` is the number of threads
-/// that run at once.
+/// Workspaces and tile sizes of the CPU kernels (`cpu/kernels` in `plimsoll-device`). Workspaces are in elements of the
+/// wide dtype (f32, or f64 in an f64 run). `lanes` is the number of threads that run at once.
+///
+/// A matrix product `a[m, k] · b[k, n]` copies both operands piece by piece into packed buffers (as in GotoBLAS): a
+/// *slice* is a part of k, and the right-hand side b is packed in *panels* of columns.
 pub mod cpu {
     use plimsoll_core::DType;
 
-    /// Multiple to which the columns of the packed right-hand side are padded.
+    /// Columns of a panel: the packed right-hand side of a matrix product is padded to a multiple of it.
     pub const PRODUCT_PANEL: u64 = 64;
-    /// Rows of the left-hand side that registers hold at once.
+    /// Number of left-hand rows of a matrix product whose results are in registers at once.
     pub const PRODUCT_GROUP: u64 = 6;
-    /// Largest depth (part of `k`) of a slice of a product.
+    /// Largest part of the inner dimension k that a matrix product packs at once.
     pub const PRODUCT_DEPTH: u64 = 512;
-    /// Rows of the left-hand side that one task packs.
+    /// Rows of the left-hand side of a matrix product that one task packs.
     pub const PRODUCT_ROWS: u64 = 96;
-    /// Columns of the right-hand side that are packed at once.
+    /// Columns of the right-hand side of a matrix product that are packed at once.
     pub const PRODUCT_COLUMNS: u64 = 2048;
-    /// Largest number of rows for which nothing is packed, if the right-hand side is stored as n × k.
+    /// Largest number of left-hand rows m with which a matrix product multiplies without packed copies of its operands.
+    /// It does so only if the right-hand side is stored `[n, k]`.
     pub const PRODUCT_FEW_ROWS: u64 = 4;
 
-    /// Returns the depth of the slices of a product of depth `k`: equal, except for a shorter last slice, and from 1 to
-    /// [`PRODUCT_DEPTH`].
+    /// Returns the part of the inner dimension `k` that a matrix product packs at once, from 1 to [`PRODUCT_DEPTH`].
+    /// All parts of k have this length, except for a shorter last one.
     pub fn product_depth(k: u64) -> u64 {
         k.div_ceil(k.div_ceil(PRODUCT_DEPTH).max(1)).max(1)
     }
 
-    /// Returns the workspace of `product`: `out[m, n]` with inner dimension k. It holds the packed slice of the
-    /// right-hand side and a block of left-hand rows per lane.
+    /// Returns the workspace size of a matrix product `out[m, n]` with inner dimension `k`, for f32 and f64 operands.
+    /// The unit is an f32 element (f64 in an f64 run).
+    ///
+    /// The workspace holds a packed slice of the right-hand side, and for each of `lanes` threads a packed block of
+    /// left-hand rows.
     pub fn product(lanes: u64, m: u64, n: u64, k: u64) -> u64 {
         let depth = product_depth(k);
         let right = n.min(PRODUCT_COLUMNS).next_multiple_of(PRODUCT_PANEL) * depth;
@@ -138,21 +156,25 @@ pub mod cpu {
         right + lanes * left
     }
 
-    /// Largest number of f32 elements for the partial sums of a bf16 product with several slices.
+    /// Largest number of f32 elements for the partial sums of a bf16 matrix product that processes the inner dimension
+    /// in several slices.
     pub const BF16_SUMS_MAX: u64 = 1 << 20;
 
-    /// The tiling of a bf16 product. Kernels process bf16 elements in pairs, each of the size of an f32.
+    /// The tiling of a bf16 matrix product `out[m, n]` with inner dimension k.
+    ///
+    /// Kernels process a slice of k at a time, and bf16 elements in pairs, each of the size of an f32. With several
+    /// slices, partial sums stay in f32 in the workspace.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct Bf16Product {
-        /// Depth of a slice of k, an even number.
+        /// Length of a slice of the inner dimension k, an even number.
         pub depth: u64,
         /// Rows of the left-hand side that one task packs.
         pub rows: u64,
         /// Columns of the right-hand side that are packed at once.
         pub columns: u64,
-        /// Rows with partial sums in the workspace at once, if there are several slices.
+        /// Number of rows of `out` whose partial sums the workspace holds at once, if there are several slices.
         pub rows_at_once: u64,
-        /// Whether there are several slices.
+        /// Whether the inner dimension k takes several slices.
         pub sliced: bool,
     }
 
@@ -167,136 +189,154 @@ pub mod cpu {
             Bf16Product { depth, rows, columns, rows_at_once, sliced: k > depth }
         }
 
-        /// Returns the f32 elements of the packed slice of the right-hand side.
-        pub fn right(self) -> u64 {
+        /// Returns the size of the packed slice of the right-hand side, in f32 elements.
+        pub fn right_elements(self) -> u64 {
             self.columns.next_multiple_of(PRODUCT_PANEL) * self.depth / 2
         }
 
-        /// Returns the f32 elements of a packed block of left-hand rows.
-        pub fn left(self) -> u64 {
+        /// Returns the size of a packed block of left-hand rows, in f32 elements; each thread has one.
+        pub fn left_elements(self) -> u64 {
             self.rows.next_multiple_of(PRODUCT_GROUP) * self.depth / 2
         }
 
-        /// Returns the f32 elements of the partial sums.
-        pub fn sums(self) -> u64 {
+        /// Returns the size of the partial sums, in f32 elements; 0 if there is only one slice.
+        pub fn sum_elements(self) -> u64 {
             if self.sliced { self.rows_at_once * self.columns } else { 0 }
         }
     }
 
-    /// Returns the workspace of a bf16 `product`: packed operands as for f32, but in pairs, and the partial sums.
+    /// Returns the workspace of a bf16 matrix product `out[m, n]` with inner dimension `k`, in f32 elements: packed
+    /// operands as for f32, but two bf16 per element, and the partial sums.
     pub fn bf16_product(lanes: u64, m: u64, n: u64, k: u64) -> u64 {
         let tiling = Bf16Product::new(m, n, k);
-        tiling.right() + lanes * tiling.left() + tiling.sums()
+        tiling.right_elements() + lanes * tiling.left_elements() + tiling.sum_elements()
     }
 
-    /// Returns the rows that one task adds in sums over rows: gradients of biases and norm weights. It depends only on
-    /// the number of rows, so that the sum is the same for any number of threads.
+    /// Returns the number of rows that one task adds in a sum over `rows` rows (gradients of biases and norm weights).
+    ///
+    /// It depends only on the number of rows, so that the sum is the same for any number of threads.
     pub fn rows_per_sum(rows: u64) -> u64 {
         rows.div_ceil(16).max(32)
     }
 
-    /// Returns the workspace of `sum_rows` and of gradients of norm weights: a partial sum per [`rows_per_sum`] rows.
+    /// Returns the workspace size of a sum over the rows of `x[rows, columns]`. The unit is an f32 element (f64 in an
+    /// f64 run). The workspace holds `columns` partial sums for every [`rows_per_sum`] rows.
     pub fn sum_rows(rows: u64, columns: u64) -> u64 {
         rows.div_ceil(rows_per_sum(rows)) * columns
     }
 
-    /// Queries of an attention block.
+    /// Queries that attention processes together, as in FlashAttention.
     pub const ATTENTION_QUERIES: u64 = 64;
-    /// Largest number of keys of an attention block.
+    /// Largest number of keys that attention processes together.
     pub const ATTENTION_KEYS: u64 = 256;
 
-    /// Returns the workspace of `attention`: per lane the transposed queries, a block of scores, and four numbers per
-    /// query.
+    /// Returns the workspace size of attention over sequences of `sequence` tokens. The unit is an f32 element (f64 in
+    /// an f64 run). The workspace holds, for each of `lanes` threads, the transposed queries of a block, its scores,
+    /// and four numbers per query.
     pub fn attention(lanes: u64, sequence: u64, head_dim: u64) -> u64 {
         lanes * ATTENTION_QUERIES * (head_dim + sequence.min(ATTENTION_KEYS) + 4)
     }
 
-    /// Returns the workspace of `attention_grad`: per lane the transposed queries and output gradients, the
-    /// probabilities and their gradients, and four numbers per query.
+    /// Returns the workspace size of the gradient of attention over sequences of `sequence` tokens. The unit is an f32
+    /// element (f64 in an f64 run). For each of `lanes` threads the workspace holds data of one block of queries:
+    /// transposed queries and output gradients, probabilities and their gradients, and four numbers per query.
     pub fn attention_grad(lanes: u64, sequence: u64, head_dim: u64) -> u64 {
         lanes * ATTENTION_QUERIES * (2 * head_dim + 2 * sequence.min(ATTENTION_KEYS) + 4)
     }
 
-    /// Returns the additional workspace of `attention` in bf16, which sums in f32: per lane the outputs of a block.
+    /// Returns the additional workspace of attention in bf16, which sums in f32: for each of `lanes` threads the
+    /// outputs of a block of queries. 0 in other precisions.
     pub fn attention_sums(precision: DType, lanes: u64, head_dim: u64) -> u64 {
         if precision == precision.wide() { 0 } else { lanes * ATTENTION_QUERIES * head_dim }
     }
 
-    /// Returns the additional workspace of `attention_grad` in bf16, which sums in f32: per lane the gradients of a
-    /// block of queries, and those of all keys and values of a head.
+    /// Returns the additional workspace of the gradient of attention in bf16, which sums in f32. For each of `lanes`
+    /// threads it holds the gradients of a block of queries, and those of all keys and values of a head. 0 in other
+    /// precisions.
     pub fn attention_grad_sums(precision: DType, lanes: u64, sequence: u64, head_dim: u64) -> u64 {
         if precision == precision.wide() { 0 } else { lanes * head_dim * (ATTENTION_QUERIES + 2 * sequence) }
     }
 
-    /// Returns the workspace of `cached_attention` over at most `capacity` keys, which equals that of [`attention`].
+    /// Returns the workspace size of attention over a key-value cache of `capacity` tokens. The unit is an f32 element
+    /// (f64 in an f64 run). The size is that of [`attention`] over as many tokens. The number of new tokens does not
+    /// matter.
     pub fn cached_attention(lanes: u64, _rows: u64, capacity: u64, head_dim: u64) -> u64 {
         attention(lanes, capacity, head_dim)
     }
 }
 
-/// Largest workspace of cuBLASLt in a product, in bytes. Algorithms that need more are not considered.
+/// Largest workspace of cuBLASLt in a matrix product, in bytes. Its algorithms that need more are not considered.
 pub const CUDA_PRODUCT_BYTES: u64 = 32 << 20;
 
-/// Workspaces of the CUDA kernels (`cuda/kernels` in `plimsoll-device`), in f32 elements.
+/// Workspaces of the CUDA kernels (`cuda/kernels` in `plimsoll-device`), in f32 elements: GPUs run f32 and bf16 only.
 pub mod cuda {
     use crate::op::Heads;
 
-    /// Partial sums of `squared_norm`, in f64 elements.
+    /// Largest number of partial sums of Σ x² (for the gradient norm), each an f64.
     pub const NORM_PARTIALS: u64 = 1024;
-    /// Largest number of portions of rows that are summed in parallel.
+    /// Largest number of portions into which a sum over rows is split; one thread block sums each.
     const PORTIONS_MAX: u64 = 256;
-    /// Smallest number of rows of a portion.
+    /// Smallest number of rows of a portion, the rows that one thread block sums.
     const PORTION_ROWS_MIN: u64 = 4;
 
-    /// Returns the rows that one block sums. They depend only on the number of rows, and so does the order of the sum.
+    /// Returns the number of rows that one thread block adds in a sum over `rows` rows.
+    ///
+    /// It depends only on the number of rows, and so does the order of the sum.
     pub fn rows_per_portion(rows: u64) -> u64 {
         rows.div_ceil(PORTIONS_MAX).max(PORTION_ROWS_MIN)
     }
 
-    /// Returns the number of portions of [`rows_per_portion`] rows.
+    /// Returns the number of portions of [`rows_per_portion`] rows, each summed by one thread block, in `rows` rows.
     pub fn portions(rows: u64) -> u64 {
         rows.div_ceil(rows_per_portion(rows))
     }
 
-    /// Returns the workspace of `product`: 32 partial results, at most [`super::CUDA_PRODUCT_BYTES`]. Small models
-    /// thus get small arenas, and products of common sizes get the maximum.
+    /// Returns the workspace of a matrix product `out[m, n]` by cuBLASLt, in f32 elements. It has room for 32 partial
+    /// results, but at least 64 KiB and at most [`super::CUDA_PRODUCT_BYTES`]. Small models thus get small arenas, and
+    /// products of common sizes get the maximum.
     pub fn product(m: u64, n: u64) -> u64 {
         (32 * m * n).clamp(1 << 14, super::CUDA_PRODUCT_BYTES / 4)
     }
 
-    /// Returns the workspace of `sum_rows` and of gradients of norm weights: a partial sum per portion.
+    /// Returns the workspace of a sum over the rows of `x[rows, columns]`, in f32 elements: `columns` partial sums for
+    /// each of the [`portions`].
     pub fn sum_rows(rows: u64, columns: u64) -> u64 {
         portions(rows) * columns
     }
 
-    /// Returns the workspace of `embed_grad`: tokens and rows in sorted order with a second buffer each, and per
-    /// portion the partial sum of a token that started in an earlier portion.
+    /// Returns the workspace of the gradient of the embedding table, from `rows` tokens of `hidden` elements, in f32
+    /// elements.
+    ///
+    /// It holds token ids and row numbers sorted by token with a second buffer each. For each of the [`portions`] it
+    /// also holds the partial sum of a token whose rows start in an earlier portion.
     pub fn embed_grad(rows: u64, hidden: u64) -> u64 {
         4 * rows + portions(rows) * hidden
     }
 
-    /// Returns the workspace of `attention_grad`: the sum of out · dout for each query and head.
+    /// Returns the workspace of the gradient of attention, in f32 elements: one sum Σ out · dout for each query and
+    /// head.
     pub fn attention_grad(batch: u64, sequence: u64, heads: u64) -> u64 {
         batch * sequence * heads
     }
 
-    /// Largest number of new tokens for which cached attention splits the keys over several blocks.
+    /// Largest number of new tokens for which cached attention splits the keys over several thread blocks.
     pub const FEW_ROWS: u64 = 4;
 
-    /// Returns the keys per block and the number of such parts, if the keys are split. Both depend only on the
-    /// capacity, and so does the order of the sum.
+    /// Returns the keys per part, and the number of parts, into which attention splits a key-value cache of `capacity`
+    /// tokens. Both depend only on the capacity, and so does the order of the sum.
     pub fn key_parts(capacity: u64) -> (u64, u64) {
         let part = capacity.div_ceil(128).next_multiple_of(16).max(128);
         (part, capacity.div_ceil(part))
     }
 
-    /// Returns the workspace of `cached_attention`: with at most [`FEW_ROWS`] tokens, an output and two numbers for
-    /// each part of the keys and each head.
+    /// Returns the workspace of attention of `rows` new tokens over a key-value cache of `capacity` tokens, in f32
+    /// elements. With at most [`FEW_ROWS`] tokens it holds an output and two numbers for each token, part of the keys
+    /// and head; with more it is 0.
     pub fn cached_attention(rows: u64, capacity: u64, shape: Heads) -> u64 {
         if rows > FEW_ROWS { 0 } else { key_parts(capacity).1 * rows * shape.heads * (shape.head_dim + 2) }
     }
 
-    /// Returns the workspace of `squared_norm`.
+    /// Returns the workspace of Σ x², in f32 elements: [`NORM_PARTIALS`] f64 partial sums.
     pub const fn squared_norm() -> u64 {
         2 * NORM_PARTIALS
     }

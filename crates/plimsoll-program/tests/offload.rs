@@ -100,8 +100,11 @@ fn offload_keeps_all_bytes_with_separate_head() {
     check_every_choice(&model("llama-3.1-8b"));
 }
 
-/// Checks that Programs stay well-formed and persistent bytes stay equal under every choice.
+/// Checks that Programs stay well-formed and persistent bytes stay equal under every choice. A smaller vocabulary keeps
+/// the number of head blocks, and with it the test, short.
 fn check_every_choice(config: &ModelConfig) {
+    let config = &ModelConfig { vocab: 32_768, ..config.clone() };
+    assert!(head_blocks(config.vocab, Kernels::Cuda).len() > 2, "an offloaded head is streamed");
     let sgd = Optimizer::Sgd { momentum: 0.9, decay: 0.0 };
     let mut runs = Vec::new();
     for precision in [DType::F32, DType::Bf16] {

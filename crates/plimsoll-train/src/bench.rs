@@ -2,14 +2,14 @@
 //! `peers/torch_step.py`, so that the results can be compared.
 
 use crate::data::Rows;
+use crate::engine::{Engine, StepInput};
 use crate::planning::request::host_spec_beside;
-use crate::session::engine::{Engine, StepInput};
 use plimsoll_core::{
     Budget, Bytes, DType, DeviceKind, DeviceSpec, Failure, FileSpec, HostSpec, Link, Recipe, RecomputeLevel,
 };
-use plimsoll_device::cuda;
-use plimsoll_device::cuda::open::GpuMonitor;
-use plimsoll_device::device::{DeviceError, Memory, Observer};
+use plimsoll_device::device::{Memory, Observer};
+use plimsoll_device::error::DeviceError;
+use plimsoll_device::gpu::{self, GpuMonitor};
 use plimsoll_device::probe::Cpu;
 use plimsoll_device::{calibration, process};
 use plimsoll_plan::price::required_gemm_flops;
@@ -23,7 +23,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-/// Shapes and counts of a timed training step.
+/// Options of a step benchmark: shapes of the model, batch, counts of steps, and the device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StepShape {
     /// Vocabulary size V.
@@ -40,11 +40,11 @@ pub struct StepShape {
     pub ffn: u64,
     /// Tokens of a sequence T.
     pub sequence: u64,
-    /// Sequences of a micro-batch B.
+    /// Sequences of a micro-batch B. If `memory` is set, the planner chooses the micro-batch instead.
     pub batch: u64,
-    /// Micro-batches of a step (gradient accumulation).
+    /// Micro-batches of B sequences in a step (gradient accumulation). A step has `batch` · `accumulate` sequences.
     pub accumulate: u64,
-    /// Number of computing threads.
+    /// Number of threads that compute on the processor.
     pub threads: u32,
     /// Number of timed steps.
     pub steps: u64,
@@ -52,29 +52,33 @@ pub struct StepShape {
     pub warmup: u64,
     /// Precision of the computation: f32, or bf16 with accumulation and master weights in f32.
     pub dtype: DType,
-    /// Whether each block is recomputed in the backward pass (activation checkpointing).
+    /// Whether each layer is recomputed in the backward pass (activation checkpointing). If `memory` is set, the
+    /// planner chooses instead.
     pub checkpoint: bool,
-    /// Budget of the arena. If it is set, the planner chooses the fastest lossless recipe that fits.
+    /// Most bytes of the arena. If it is set, the planner chooses the fastest lossless recipe that fits; `None` takes
+    /// the recipe from `batch` and `checkpoint`.
     pub memory: Option<Bytes>,
     /// Device: `cpu`, or a GPU by the driver's index, such as `cuda:0`.
     pub device: String,
     /// Rank of LoRA adapters on all projections, with alpha twice the rank; 0 trains all parameters.
     pub rank: u64,
-    /// Storage of the frozen matrices, if adapters are trained.
+    /// Storage format of the frozen matrices, if adapters are trained (`rank` above 0).
     pub base: Base,
 }
 
-/// Result of a step benchmark, with the field names that `torch_step.py` prints. Bytes and seconds are measured unless stated
-/// otherwise.
+/// Result of a step benchmark, with the field names that `torch_step.py` prints. Bytes and seconds are measured unless
+/// stated otherwise.
 #[derive(Clone, Debug, PartialEq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct StepBench {
     /// Name and version of this program.
     pub peer: String,
-    /// Name of the device.
+    /// Name of the device, as the caller gave it: `cpu` or `cuda:0`.
     pub device: String,
-    /// Model name of the device.
+    /// Product name of the processor or GPU.
     pub device_model: String,
-    /// MiB that the process held on its GPU, including contexts and libraries.
+    /// MiB that the process held on its GPU, including contexts and libraries. `None` on the processor, or if the
+    /// driver does not report it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub device_mib: Option<f64>,
     /// Precision of the computation.
@@ -83,7 +87,7 @@ pub struct StepBench {
     pub compile: bool,
     /// Whether the caller requested recomputation of each block.
     pub checkpoint: bool,
-    /// Recipe of the step.
+    /// Recipe of the timed steps: micro-batch, recompute levels, offload.
     pub recipe: Recipe,
     /// Number of trained parameters.
     pub parameters: u64,
@@ -103,17 +107,17 @@ pub struct StepBench {
     pub arena_bytes: Bytes,
     /// High-water mark of the arena.
     pub arena_measured_bytes: Bytes,
-    /// Planned host memory for offloaded tensors of a GPU.
+    /// Planned host memory for tensors that a GPU offloads; 0 without offload.
     pub host_bytes: Bytes,
     /// Step duration that the planner predicted.
     pub predicted_step_seconds: f64,
     /// Lower bound of the step duration: the necessary matrix products at the device's measured rate.
     pub limit_step_seconds: f64,
-    /// Seconds of a step by kind of op, measured in separate steps.
+    /// Seconds per step that each kind of op takes, by the name of the op. They are measured in separate steps.
     pub seconds_by_op: BTreeMap<&'static str, f64>,
 }
 
-/// Adds up the time of each kind of op.
+/// An observer of Programs that adds up the run time of each kind of op.
 #[derive(Clone, Default)]
 struct OpTimer {
     started: Option<Instant>,
@@ -132,7 +136,7 @@ impl Observer for OpTimer {
     }
 }
 
-/// Number of steps in which each op is timed.
+/// Number of further steps, after those of `StepShape::steps`, in which each op is timed.
 const OP_TIMING_STEPS: u64 = 3;
 
 /// AdamW's decay rates in all benchmarks.
@@ -141,7 +145,7 @@ const BETAS: [f64; 2] = [0.9, 0.999];
 /// Times training steps of a model with random weights on random tokens.
 ///
 /// # Errors
-/// Invalid shapes, an unknown device, or an arena that does not fit.
+/// Invalid shapes, an unknown device, an arena that does not fit, or a device that fails.
 pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
     let config = model_config(shape)?;
     let (device, device_model) = find_device(shape)?;
@@ -239,7 +243,7 @@ fn find_device(shape: &StepShape) -> Result<(DeviceSpec, String), Failure> {
     let (kind, device_model, rates) = match gpu_index(&shape.device)? {
         None => (DeviceKind::Cpu, Cpu::read().model, calibration::cpu(shape.threads)?.rates),
         Some(index) => {
-            let (installation, gpu) = cuda::open::find_gpu(index)?;
+            let (installation, gpu) = gpu::find_gpu(index)?;
             (DeviceKind::Cuda, gpu.name.clone(), calibration::gpu(installation, gpu)?.rates)
         }
     };
@@ -258,7 +262,8 @@ fn find_device(shape: &StepShape) -> Result<(DeviceSpec, String), Failure> {
     Ok((device, device_model))
 }
 
-/// Plans the step: with the fastest recipe that fits under `shape.memory`, else with the recipe that the shape describes.
+/// Plans the step. If `shape.memory` is set, takes the fastest recipe that fits in it, or fails if none does. Otherwise
+/// takes the recipe that `shape.batch` and `shape.checkpoint` describe.
 fn plan_step(shape: &StepShape, request: &PlanRequest) -> Result<PlanOutcome, Failure> {
     let Some(memory) = shape.memory else {
         let level = if shape.checkpoint { RecomputeLevel::Block } else { RecomputeLevel::Nothing };
@@ -274,7 +279,7 @@ fn plan_step(shape: &StepShape, request: &PlanRequest) -> Result<PlanOutcome, Fa
     Err(Failure::does_not_fit(text).hint(format!("--memory {least}MiB, or a smaller --batch")))
 }
 
-/// Measurements of [`time_steps`].
+/// Step times, op times and memory that [`time_steps`] measures.
 struct Timings {
     step_seconds: Vec<f64>,
     seconds_by_op: BTreeMap<&'static str, f64>,
@@ -331,7 +336,8 @@ fn median(mut values: Vec<f64>) -> f64 {
     if values.len().is_multiple_of(2) { (values[middle - 1] + values[middle]) / 2.0 } else { values[middle] }
 }
 
-/// Returns the index of a GPU from its name; `None` for the processor.
+/// Returns the index of the GPU that `device` names, such as 0 for `cuda:0`; `None` for `cpu`. Another name is an
+/// error.
 fn gpu_index(device: &str) -> Result<Option<u32>, Failure> {
     match device.strip_prefix("cuda:").map(str::parse) {
         None if device == "cpu" => Ok(None),
@@ -340,22 +346,25 @@ fn gpu_index(device: &str) -> Result<Option<u32>, Failure> {
     }
 }
 
-/// Returns rows of random tokens that are all labelled, different for each step.
+/// Returns the sequences of step `step` with random tokens. Every position has a random label, and each step other
+/// numbers.
 fn random_rows(shape: &StepShape, step: u64) -> Rows {
     let values = shape.batch * shape.accumulate * shape.sequence;
     let mut state = step.wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    let mut next_token = || {
-        // xorshift64* (Vigna 2016); its quality suffices for timing.
-        state ^= state >> 12;
-        state ^= state << 25;
-        state ^= state >> 27;
-        (state.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33) as i32 % shape.vocab as i32
-    };
     let mut rows = Rows::new(shape.batch * shape.accumulate, shape.sequence);
-    rows.tokens = (0..values).map(|_| next_token()).collect();
-    rows.labels = (0..values).map(|_| next_token()).collect();
+    rows.tokens = (0..values).map(|_| next_token(&mut state, shape.vocab)).collect();
+    rows.labels = (0..values).map(|_| next_token(&mut state, shape.vocab)).collect();
     rows.positions = (0..values).map(|i| (i % shape.sequence) as i32).collect();
     rows.document_start = vec![0; values as usize];
     rows.weights = vec![1.0; values as usize];
     rows
+}
+
+/// Draws a random token of a vocabulary of `vocab` tokens. `state` is the state of the random numbers.
+fn next_token(state: &mut u64, vocab: u64) -> i32 {
+    // xorshift64* (Vigna 2016); its quality suffices for timing.
+    *state ^= *state >> 12;
+    *state ^= *state << 25;
+    *state ^= *state >> 27;
+    (state.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33) as i32 % vocab as i32
 }

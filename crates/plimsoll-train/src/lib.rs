@@ -8,12 +8,22 @@
 //! | resolve | [`resolve`] | [`resolve::RunRequest`], [`resolve::Resolved`]: model, devices, load lines and rates on this machine |
 //! | plan | [`planning`] | [`planning::PlannedRun`], [`planning::prepare::PreparedRun`]: the recipe, Programs and arenas of each device |
 //! | open | [`session`], `team` | opened devices that hold their arenas and form a team |
-//! | train | [`session`], `recovery` | the training loop: steps, evaluations, checkpoints; recovery after out-of-memory errors and lost devices |
+//! | train | [`session`] | the training loop: steps, evaluations, checkpoints; it carries out what `recovery` decides |
 //! | report | [`session`] | [`session::outcome::Outcome`]: `result.json`, events and the trained model |
 //!
-//! Modules beside this route: [`data`] (rows of tokens), [`files`] (models, adapters and checkpoints on disk), [`remote`]
-//! (devices in other processes), [`inference`] (evaluation, generation and merging of finished models), [`fault_injection`],
-//! and [`bench`](mod@bench) (a timed training step).
+//! The modules form layers. A module imports modules of the rows above it only, or some of its own row without a ring:
+//!
+//! | layer | modules |
+//! |---|---|
+//! | data and files | [`config`], [`data`], [`files`], `events` (`events.jsonl`), `step_times` |
+//! | signs of life and faults | `heartbeat`, [`fault_injection`] |
+//! | other processes | [`remote`]: connections to devices of other processes, as the run sees them |
+//! | this machine | [`resolve`] |
+//! | one device | [`engine`]: a device that runs Programs |
+//! | users of one device | [`planning`], [`device_server`] (the process of a remote device), [`inference`] (finished models), [`bench`](mod@bench) |
+//! | decisions | `recovery`: pure functions of a state and an event |
+//! | several devices | `team`: the workers of a run |
+//! | the run | [`session`] |
 //!
 //! Plan a run on a device that is not present:
 //!
@@ -48,12 +58,17 @@
 pub mod bench;
 pub mod config;
 pub mod data;
+pub mod device_server;
+pub mod engine;
+mod events;
 pub mod fault_injection;
 pub mod files;
+mod heartbeat;
 pub mod inference;
 pub mod planning;
 mod recovery;
 pub mod remote;
 pub mod resolve;
 pub mod session;
-pub(crate) mod team;
+mod step_times;
+mod team;

@@ -17,7 +17,7 @@ use plimsoll_program::passes::check::check;
 use plimsoll_program::workspace::Kernels;
 use plimsoll_program::{Lifetime, ProgramKind, Share, TensorId};
 use plimsoll_train::data::Rows;
-use plimsoll_train::session::engine::{Engine, StepInput};
+use plimsoll_train::engine::{Engine, StepInput};
 use std::collections::BTreeMap;
 use std::io;
 
@@ -280,6 +280,7 @@ fn offload_choices(layers: u32) -> Vec<Offload> {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn offload_to_host_is_bit_exact() {
     for config in models() {
         for precision in [DType::F32, DType::Bf16] {
@@ -397,6 +398,7 @@ fn large_tensor_updated_in_pieces_is_bit_exact() {
 /// The head has several blocks, the last of which is smaller, and the number of rows is not a multiple of a block of
 /// rows. The loss iterates over all rows per head block, or over the whole head per block of rows.
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn offloaded_head_in_blocks_is_bit_exact() {
     let all = Offload {
         optimizer: 1,

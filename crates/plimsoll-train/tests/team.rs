@@ -8,14 +8,15 @@ mod team_support;
 use common::Watchdog;
 use plimsoll_core::{Category, DType, DeviceKind, Offload, Parallelism, Recipe, RecomputeLevel, Space};
 use plimsoll_device::cpu::executor;
-use plimsoll_device::device::{Device, DeviceError, Memory, NoObserver, Observer};
+use plimsoll_device::device::{Device, Memory, NoObserver, Observer};
+use plimsoll_device::error::DeviceError;
 use plimsoll_plan::search::{LossyOptions, PlanOutcome, PlanRequest, plan_recipe};
 use plimsoll_plan::team::evaluation_request;
 use plimsoll_program::models::ModelConfig;
 use plimsoll_program::models::decoder::{AdamState, Base};
 use plimsoll_program::passes::check::check;
 use plimsoll_program::{Lifetime, Op, OpKind, ProgramKind, ProgramSet, TensorId};
-use plimsoll_train::session::engine::{Engine, EvaluationSums, StepLoss};
+use plimsoll_train::engine::{Engine, EvaluationSums, StepLoss};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -376,6 +377,7 @@ fn pipeline_supports_master_weights_and_quantized_bases() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn pipeline_offload_keeps_every_bit() {
     let _watchdog = Watchdog::new();
     let none = Offload::NOTHING;
@@ -611,6 +613,7 @@ fn aborted_step_repeats_with_same_bits() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn distributed_team_matches_one_process() {
     let _watchdog = Watchdog::new();
     // The transport depends on the data type, the remote protocol on the device kind.

@@ -1,11 +1,12 @@
-//! The output of `plimsoll devices`, its live view, and `plimsoll bench devices`, as text and JSON. `plimsoll-device` finds and
-//! measures the devices.
+//! The output of `plimsoll devices`, its live view, and `plimsoll bench devices`, as text and JSON. `plimsoll-device`
+//! finds and measures the devices.
 
 use crate::text::{columns, flops, percent};
 use plimsoll_core::{Bytes, format_count};
 use plimsoll_device::bench::{Bench, DeviceBench};
 use plimsoll_device::disk::DiskRates;
-use plimsoll_device::probe::{self, Cache, CpuUsage, DeviceInfo, Gpu, Machine};
+use plimsoll_device::machine::{DeviceInfo, Gpu, Machine};
+use plimsoll_device::probe::{Cache, CpuUsage};
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
 use ratatui::layout::{Constraint, Layout, Rect};
 use ratatui::style::Stylize;
@@ -18,7 +19,8 @@ use std::time::{Duration, Instant};
 /// The time between two updates of the live view.
 const UPDATE_PERIOD: Duration = Duration::from_secs(1);
 
-/// Formats the devices as a table. Ends with a line break.
+/// Formats the devices of a machine as a table, followed by their default limits, their hardware and the NVIDIA
+/// libraries. Ends with a line break.
 pub fn table(machine: &Machine) -> String {
     let mut rows = vec![titles(&["device", "cores", "memory", "free", "would take", "threads"])];
     rows.extend(machine.devices.iter().map(|device| {
@@ -31,7 +33,7 @@ pub fn table(machine: &Machine) -> String {
             if device.gpu.is_some() { "-".to_owned() } else { device.defaults.threads.to_string() },
         ]
     }));
-    let mut text = columns(&rows, "");
+    let mut text = columns(&rows);
     for device in &machine.devices {
         text += &format!("\n{}: {}\n", device.name, device.defaults.reason);
         text += &format!("{}: {}\n", device.name, describe_hardware(device));
@@ -63,7 +65,8 @@ fn describe_hardware(device: &DeviceInfo) -> String {
     parts.join("; ")
 }
 
-/// Describes a GPU: architecture, PCIe link, memory of other processes, and condition.
+/// Describes a GPU in one phrase per property: architecture, PCIe link, memory held by other processes, and condition
+/// (such as its temperature). Leaves out properties that are unknown.
 fn describe_gpu(gpu: &Gpu) -> Vec<String> {
     let mut parts = vec![format!("{} {}", gpu.family, gpu.compute_capability)];
     if let Some(pcie) = &gpu.pcie {
@@ -87,12 +90,12 @@ fn describe_gpu(gpu: &Gpu) -> Vec<String> {
     parts
 }
 
-/// Formats the devices as a JSON object.
+/// Formats the devices of a machine as a JSON object.
 pub fn json(machine: &Machine) -> String {
     pretty(machine)
 }
 
-/// Formats the figures of a benchmark as a JSON object.
+/// Formats the measured rates of a device benchmark as a JSON object.
 pub fn bench_json(bench: &Bench) -> String {
     pretty(bench)
 }
@@ -101,7 +104,7 @@ fn pretty(value: &impl Serialize) -> String {
     serde_json::to_string_pretty(value).expect("plain data has a JSON form")
 }
 
-/// Formats the figures of a benchmark as tables. Ends with a line break.
+/// Formats the measured rates of a device benchmark as tables. Ends with a line break.
 pub fn bench_table(bench: &Bench) -> String {
     let mut products = vec![titles(&["device", "threads", "products", "median", "best", "sustained"])];
     let mut memory = vec![titles(&["device", "threads", "read", "write", "copy", "triad", "empty op"])];
@@ -134,9 +137,9 @@ pub fn bench_table(bench: &Bench) -> String {
             }
         }
     }
-    let mut text = format!("{}\n{}\n", columns(&products, ""), columns(&memory, ""));
+    let mut text = format!("{}\n{}\n", columns(&products), columns(&memory));
     if links.len() > 1 {
-        text += &format!("{}\n{conditions}", columns(&links, ""));
+        text += &format!("{}\n{conditions}", columns(&links));
     }
     let rates = bench.all.products.iter().map(|sum| format!("{} {}", flops(sum.sustained_flops), sum.dtype));
     let rates: Vec<String> = rates.chain([traffic(bench.all.memory_bytes_per_second)]).collect();
@@ -159,7 +162,8 @@ pub fn bench_table(bench: &Bench) -> String {
     text
 }
 
-/// Describes the rates of a scratch file in this folder. Ends with a line break.
+/// Formats the read and write rates of a scratch file in the working directory. The text is an empty line and a line
+/// with the rates.
 pub fn disk_line(rates: &DiskRates) -> String {
     let DiskRates { read_bytes_per_second, write_bytes_per_second } = *rates;
     let [read, write] = [read_bytes_per_second, write_bytes_per_second].map(|rate| format!("{:.2} GB/s", rate / 1e9));
@@ -174,23 +178,29 @@ fn traffic(bytes_per_second: f64) -> String {
 #[derive(Clone, Debug)]
 struct LiveSample {
     machine: Machine,
-    /// The fraction of the CPU's time spent working since the last sample.
+    /// The fraction of the CPU's time, 0 to 1, spent working since the last sample; `None` if the system does not
+    /// report it.
     busy: Option<f64>,
 }
 
-/// Shows the devices once a second. On a terminal it is a live table until `q`, escape or ctrl-c; else lines are printed until the
-/// output is closed.
+impl LiveSample {
+    /// Reads the state of the machine. `earlier` is the CPU usage at the last sample, and is updated.
+    fn read(earlier: &mut Option<CpuUsage>) -> LiveSample {
+        let now = CpuUsage::read();
+        let busy = now.zip(*earlier).map(|(now, earlier)| now.usage_since(earlier));
+        *earlier = now;
+        LiveSample { machine: Machine::read(), busy }
+    }
+}
+
+/// Shows the load and memory of the devices once a second. On a terminal, updates a table until the user presses `q`,
+/// escape or ctrl-c. Elsewhere, prints a line per device until the output is closed.
 ///
 /// # Errors
-/// If the terminal or standard output fails. The terminal is always restored, also after a panic.
+/// Fails if the terminal or standard output fails. The terminal is always restored, also after a panic.
 pub fn watch() -> io::Result<()> {
     let mut earlier = CpuUsage::read();
-    let mut sample = move || {
-        let now = CpuUsage::read();
-        let busy = now.zip(earlier).map(|(now, earlier)| now.usage_since(earlier));
-        earlier = now;
-        LiveSample { machine: probe::machine(), busy }
-    };
+    let mut sample = || LiveSample::read(&mut earlier);
     if !io::stdout().is_terminal() {
         return lines(&mut sample);
     }
@@ -214,7 +224,8 @@ fn lines(sample: &mut impl FnMut() -> LiveSample) -> io::Result<()> {
     }
 }
 
-/// Formats a device at one moment as one line.
+/// Formats the load and memory of a device as one line. `busy` is the fraction of the CPU's time spent working; `None`
+/// if unknown.
 fn line(device: &DeviceInfo, busy: Option<f64>) -> String {
     let condition = device.gpu.as_ref().map(|gpu| gpu.condition.describe()).filter(|text| !text.is_empty());
     format!(
@@ -228,12 +239,14 @@ fn line(device: &DeviceInfo, busy: Option<f64>) -> String {
     )
 }
 
-/// Returns the fraction of the last second in which a device worked; `cpu` is that of the CPU.
+/// Returns the fraction of the recent past, 0 to 1, in which a device worked; `None` if the system does not report it.
+/// `cpu` is this fraction for the CPU, and is returned for each device other than a GPU.
 fn busy_of(device: &DeviceInfo, cpu: Option<f64>) -> Option<f64> {
     device.gpu.as_ref().map_or(cpu, |gpu| gpu.condition.busy)
 }
 
-/// Formats the default limits of a device: memory, and threads on the CPU.
+/// Formats the limits that a run would have on a device by default: its load line and, unless it is a GPU, its threads.
+/// The text `and` is put between the two.
 fn default_limits(device: &DeviceInfo, and: &str) -> String {
     match &device.gpu {
         Some(_) => device.defaults.budget_bytes.to_string(),
@@ -265,7 +278,8 @@ fn live(terminal: &mut DefaultTerminal, sample: &mut impl FnMut() -> LiveSample)
     }
 }
 
-/// Returns whether the user wants to quit. In raw mode ctrl-c is a key, not a signal.
+/// Returns whether a terminal event is a key that quits: `q`, escape or ctrl-c. In raw mode ctrl-c is a key, not a
+/// signal.
 fn quits(event: &Event) -> bool {
     let Event::Key(key) = event else { return false };
     key.kind == KeyEventKind::Press
@@ -276,7 +290,7 @@ fn quits(event: &Event) -> bool {
         }
 }
 
-/// The columns of the live table; the third is the bar of used memory.
+/// Widths of the columns of the live table: device, load, bar of used memory, free memory, default limits.
 const WIDTHS: [Constraint; 5] = [
     Constraint::Length(10),
     Constraint::Length(6),
@@ -307,7 +321,8 @@ fn draw(frame: &mut Frame, sample: &LiveSample) {
     frame.render_widget(Paragraph::new("q quits").dim(), keys);
 }
 
-/// Returns the notes below the live table: the condition of the GPUs, or why there are none.
+/// Returns the notes below the live table: for each GPU its condition, or the reason why it is not used. On a machine
+/// without GPUs, returns a description of the NVIDIA driver and libraries.
 fn notes_of(machine: &Machine) -> String {
     let gpus = machine.devices.iter().filter_map(|device| Some((&device.name, device.gpu.as_ref()?)));
     let lines: Vec<String> = gpus
@@ -337,7 +352,7 @@ mod tests {
     use plimsoll_device::bench::{CombinedRate, CombinedRates, GpuBench, MemoryRate, ProductRate};
     use plimsoll_device::cuda::libraries::Library;
     use plimsoll_device::cuda::nvml::{Condition, Pcie, Process};
-    use plimsoll_device::probe::{DefaultLimits, LibraryState, Nvidia};
+    use plimsoll_device::machine::{DefaultLimits, LibraryState, Nvidia};
     use ratatui::Terminal;
     use ratatui::backend::TestBackend;
     use ratatui::crossterm::event::KeyEvent;
@@ -368,7 +383,8 @@ mod tests {
         Machine { devices: vec![cpu], nvidia: nvidia(None) }
     }
 
-    /// Returns the NVIDIA libraries of a machine with only the driver, or with nothing.
+    /// Returns the NVIDIA libraries of a machine that has only the driver, in version `driver`. If `driver` is `None`,
+    /// it has none.
     fn nvidia(driver: Option<&str>) -> Nvidia {
         let libraries = Library::ALL.map(|library| {
             let here = driver.filter(|_| library == Library::Driver);
@@ -385,7 +401,7 @@ mod tests {
         Nvidia { driver: driver.map(str::to_owned), cuda, error: None, libraries: libraries.into(), cards_on_bus: 0 }
     }
 
-    /// Returns the laptop with a GPU that another program uses.
+    /// Returns a machine with a CPU, and with a GPU that another program uses.
     fn workstation() -> Machine {
         let mut machine = laptop();
         let condition = Condition { temperature_celsius: Some(61), busy: Some(0.5), ..Condition::default() };

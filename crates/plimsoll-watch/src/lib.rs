@@ -1,6 +1,41 @@
 //! Output for people and programs: runs, plans, sweeps and devices as text, live views and JSON.
 //!
-//! Each module turns data into text. None of them plans, trains or decides anything.
+//! Each module turns data of the other crates into text. None of them plans, trains or decides anything, and most
+//! functions return a `String`, so that the caller chooses where it is printed.
+//!
+//! | module | input | output |
+//! |---|---|---|
+//! | [`plan`] | a plan with its devices and the recipes that were tried | tables of bytes, `--explain`, a refusal |
+//! | [`remedies`] | a plan that does not fit | the settings with which it fits |
+//! | [`terminal`] | the events of a run | a live line, whole lines, or JSON lines |
+//! | [`progress`] | the events of a run | the text of one line |
+//! | [`summary`] | the result of a run | predicted beside measured figures |
+//! | [`sweep`], [`models`] | reports of `plimsoll sweep` and `plimsoll bench models` | tables |
+//! | [`devices`] | devices and measured rates | tables, JSON, the live view |
+//! | [`text`] | numbers, rows, words | formatted numbers, aligned columns, wrapped lines, shell words |
+//!
+//! # Example
+//!
+//! The line for a finished run of a sweep, and the devices of this machine:
+//!
+//! ```
+//! use plimsoll_core::{SweepRun, SweepState};
+//! use plimsoll_device::machine::Machine;
+//! use plimsoll_watch::{devices, sweep};
+//!
+//! let run = SweepRun {
+//!     state: SweepState::Done,
+//!     steps: 200,
+//!     seconds: 12.5,
+//!     loss: Some(0.25),
+//!     ..SweepRun::new("sums-seed=1")
+//! };
+//! assert_eq!(sweep::ended(&run), "done   sums-seed=1: 200 steps, loss 0.2500, 12.50 s\n");
+//!
+//! // device  cores     memory       free  would take  threads
+//! // cpu         2  23.54 GiB  22.57 GiB   20.32 GiB        2
+//! print!("{}", devices::table(&Machine::read()));
+//! ```
 
 #![forbid(unsafe_code)]
 

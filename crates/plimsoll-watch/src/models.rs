@@ -3,7 +3,7 @@
 use crate::text::{columns, count, seconds};
 use plimsoll_core::{Bytes, ModelRow, ModelStatus, ModelsBench, format_count};
 
-/// Formats a table with a row per model, and notes below it.
+/// Formats the workload, a table with a row per model, and a note on each model.
 pub fn table(bench: &ModelsBench) -> String {
     let head = [
         "model",
@@ -21,7 +21,7 @@ pub fn table(bench: &ModelsBench) -> String {
     let notes: String = bench.models.iter().map(note).collect();
     let [samples, tokens] = [format_count(bench.samples, "sequence"), format_count(bench.sequence, "token")];
     let workload = format!("{samples} of {tokens} each, random weights\n\n");
-    format!("{workload}{}\n{notes}", columns(&rows, ""))
+    format!("{workload}{}\n{notes}", columns(&rows))
 }
 
 fn row(row: &ModelRow) -> Vec<String> {
@@ -46,7 +46,8 @@ fn row(row: &ModelRow) -> Vec<String> {
     ]
 }
 
-/// Formats the note of a model: its resolved name, device and recipe; or the reason why it did not run, with hints.
+/// Formats the note of a model: its resolved name, device, recipe and times, as far as they are known. Adds the reason
+/// and hints if the model does not fit or its run failed.
 fn note(row: &ModelRow) -> String {
     let mut parts = Vec::new();
     parts.extend((row.model != row.resolved_model).then(|| row.resolved_model.clone()));

@@ -1,5 +1,5 @@
-//! A plan as text for people: the table of bytes, the recipes that were tried, and the failure with remedies where the plan
-//! does not fit.
+//! A plan as text for people: the table of bytes, the recipes that were tried, and the failure with remedies where the
+//! plan does not fit.
 
 mod team;
 
@@ -11,23 +11,26 @@ use plimsoll_core::{
 };
 use plimsoll_plan::search::TriedRecipe;
 
-/// The narrowest terminal that shows everything.
+/// Largest number of characters in a line of text. A longer line would wrap on a narrow terminal.
 const WIDTH: usize = 80;
-/// Devices that one table shows side by side.
+/// Largest number of devices that one table shows side by side.
 const DEVICES_PER_TABLE: usize = 4;
 
-/// A plan to display, with the sources of its numbers.
+/// A plan to display, with its title, its devices, the recipes that the planner tried, and the rungs that the user
+/// allowed.
 #[derive(Clone, Copy, Debug)]
 pub struct PlanView<'a> {
     /// The planned run in one line, such as `sums: 0.33 M parameters, 3072 tokens a step`.
     pub title: &'a str,
     /// The plan.
     pub plan: &'a Plan,
-    /// The devices in the plan's order. They tell which rates and charges were measured.
+    /// Specifications of the plan's devices, in the plan's order; may be empty. They state whether rates and charges
+    /// were measured.
     pub specs: &'a [DeviceSpec],
-    /// The recipes that were tried, fastest first.
+    /// The recipes that the planner tried. Those with less loss of accuracy come first; among equals, the fastest comes
+    /// first. Empty if the recipe was pinned by the user or stored with the run.
     pub tried: &'a [TriedRecipe],
-    /// The lossy rungs that the user allowed.
+    /// The lossy rungs that the user allowed. Empty if the plan must not lose accuracy.
     pub allow: &'a [Rung],
 }
 
@@ -54,7 +57,7 @@ pub fn table(view: &PlanView) -> String {
     columns_of.extend(plan.file.as_ref().map(|file| (file, None)));
     for devices in columns_of.chunks(DEVICES_PER_TABLE) {
         text.push('\n');
-        text += &columns(&device_rows(devices), "");
+        text += &columns(&device_rows(devices));
     }
     text.push('\n');
     if plan.predicted.step_seconds > 0.0 {
@@ -82,16 +85,16 @@ fn fallback_note(plan: &Plan, fallback: &Fallback) -> String {
     format!("{fallback}; predicted on the CPU {} tokens/s", count(plan.predicted.tokens_per_second))
 }
 
-/// Describes the effect of a class of rungs on the results.
+/// Describes the effect of a class of rungs on the results of a run.
 fn describe_class(class: Class) -> &'static str {
     match class {
         Class::Identical => "identical: the same bits as without it",
-        Class::Reordered => "reordered: the same sums in another order",
+        Class::Reordered => "reordered: equal up to the order of sums",
         Class::Lossy => "lossy: other arithmetic, as allowed",
     }
 }
 
-/// Explains why the plan has this recipe and no faster one.
+/// Explains why the plan has this recipe and not a faster one, by the recipes that were tried.
 fn choice_reason(view: &PlanView) -> String {
     let PlanView { plan, tried, .. } = view;
     if !plan.fits {
@@ -121,7 +124,8 @@ fn choice_reason(view: &PlanView) -> String {
     reason + &less_loss
 }
 
-/// Returns the rows of one table: bytes by category, the total against the load line, and the arena of each Program.
+/// Returns the rows of one table with a column per device: bytes by category, the total against the load line, and
+/// arena bytes by kind of Program.
 fn device_rows(devices: &[(&DevicePlan, Option<&DeviceSpec>)]) -> Vec<Vec<String>> {
     let row = |label: &str, cell: &dyn Fn(&DevicePlan, Option<&DeviceSpec>) -> String| {
         let cells = devices.iter().map(|(plan, spec)| cell(plan, *spec));
@@ -186,7 +190,8 @@ const WORK_KINDS: [WorkKind; 8] = [
     WorkKind::Replan,
 ];
 
-/// Returns the fraction by which the arena exceeds its lower bound, the largest sum of live tensors.
+/// Returns the fraction by which the arena is larger than the largest sum of simultaneously live bytes, its lower
+/// bound. Returns 0 if the lower bound is 0.
 fn packing_overhead(plan: &DevicePlan) -> f64 {
     match plan.lower_bound_bytes.0 {
         0 => 0.0,
@@ -194,7 +199,8 @@ fn packing_overhead(plan: &DevicePlan) -> f64 {
     }
 }
 
-/// Returns `measured` or `assumed`, if all devices agree.
+/// Returns `measured` or `assumed`, if this is true of the charges of all devices with a spec. Returns `None` if they
+/// differ, or if none has a spec.
 fn source_of_charges(devices: &[(&DevicePlan, Option<&DeviceSpec>)]) -> Option<&'static str> {
     let mut words =
         devices.iter().filter_map(|(_, spec)| *spec).map(|spec| measured_or(spec.charges_measured, "assumed"));
@@ -206,8 +212,8 @@ fn measured_or(measured: bool, otherwise: &'static str) -> &'static str {
     if measured { "measured" } else { otherwise }
 }
 
-/// Returns the suffix of the predicted time that names its source: simulated devices, measured rates, or published or
-/// assumed rates.
+/// Returns words in parentheses that name the source of the rates behind the predicted speed: a simulation, a
+/// measurement, or published and assumed figures.
 fn source_of_rates(view: &PlanView) -> &'static str {
     if view.plan.devices.iter().any(|device| device.simulated) {
         " (simulated devices)"
@@ -218,16 +224,12 @@ fn source_of_rates(view: &PlanView) -> &'static str {
     }
 }
 
-/// Lists the lossy rungs that the plan takes, and the allowed rungs that it does not need.
+/// Lists the lossy rungs that the plan takes, and the allowed lossy rungs that it does not take. Returns `None` if
+/// there is none of either.
 fn lossy_rungs_note(view: &PlanView) -> Option<String> {
-    let names = |taken: bool| {
-        let rungs = Rung::ALL.into_iter().filter(|rung| match taken {
-            true => view.plan.rungs.contains(rung),
-            false => view.allow.contains(rung) && !view.plan.rungs.contains(rung),
-        });
-        rungs.map(|rung| rung.to_string()).collect::<Vec<_>>().join(", ")
-    };
-    match (&*names(true), &*names(false)) {
+    let is_taken = |rung: &Rung| view.plan.rungs.contains(rung);
+    let allowed = rung_names(|rung| view.allow.contains(rung) && !is_taken(rung));
+    match (&*rung_names(is_taken), &*allowed) {
         ("", "") => None,
         ("", allowed) => Some(format!("allowed but not needed: {allowed}")),
         (taken, "") => Some(format!("lossy rungs taken: {taken}")),
@@ -235,8 +237,13 @@ fn lossy_rungs_note(view: &PlanView) -> Option<String> {
     }
 }
 
-/// Formats the explanation of a plan: alternative teams, the bytes that each rung frees and its cost, and the recipes that were
-/// tried, fastest first. Ends with a line break.
+/// Lists the names of the rungs for which `is_listed` is true, in the order of the ladder.
+fn rung_names(is_listed: impl Fn(&Rung) -> bool) -> String {
+    Rung::ALL.into_iter().filter(is_listed).map(|rung| rung.to_string()).collect::<Vec<_>>().join(", ")
+}
+
+/// Formats the explanation of a plan (`--explain`): the alternatives for a team, and the bytes that each rung frees and
+/// the seconds that it adds. For a single device, the recipes that were tried follow.
 pub fn explain(view: &PlanView) -> String {
     let alternatives = team::alternatives(view.plan);
     if view.plan.team.is_empty() {
@@ -245,39 +252,42 @@ pub fn explain(view: &PlanView) -> String {
     alternatives + &team::ladders(view.plan)
 }
 
-/// Formats a memory ladder: each rung alone, and the rungs of the plan. `prefix` names the devices. Ends with an empty line,
-/// unless the ladder is empty.
+/// Formats a memory ladder as two tables: the effect of each rung alone, and the effect of each rung that the plan
+/// takes. `prefix` begins both titles and names the devices. The text ends with an empty line. Returns an empty text
+/// for an empty ladder.
 fn rung_tables(ladder: &[RungPrice], prefix: &str) -> String {
     if ladder.is_empty() {
         return String::new();
     }
     let header = || vec![["rung", "frees", "costs", "tokens/s", "accuracy impact"].map(str::to_owned).to_vec()];
-    let row = |rung: &RungPrice, effect: &RungEffect| {
-        let allowed = if rung.allowed { "" } else { " (not allowed)" };
-        vec![
-            rung.rung.clone() + allowed,
-            match effect {
-                // A scratch file only frees memory of the host.
-                RungEffect { freed_bytes: 0, host_bytes: ..0, file_bytes: 1.., .. } => {
-                    format!("{} of the host", Bytes(effect.host_bytes.unsigned_abs()))
-                }
-                _ => signed(effect.freed_bytes, |bytes| Bytes(bytes).to_string()),
-            },
-            signed_seconds(effect.added_seconds),
-            // A storage-only worker computes no tokens.
-            if effect.tokens_per_second > 0.0 { count(effect.tokens_per_second) } else { "-".to_owned() },
-            rung.accuracy_impact.clone(),
-        ]
-    };
     let (mut alone, mut taken) = (header(), header());
-    alone.extend(ladder.iter().map(|rung| row(rung, &rung.alone)));
-    taken.extend(ladder.iter().filter_map(|rung| Some(row(rung, rung.in_plan.as_ref()?))));
+    alone.extend(ladder.iter().map(|rung| rung_row(rung, &rung.alone)));
+    taken.extend(ladder.iter().filter_map(|rung| Some(rung_row(rung, rung.in_plan.as_ref()?))));
     let title = |text: &str| wrapped(&format!("{prefix}{text} (predicted)"), WIDTH, "  ");
-    let mut text = title("each rung alone, at its maximum, compared with the plain recipe") + &columns(&alone, "");
+    let mut text = title("each rung alone, at its maximum, compared with the plain recipe") + &columns(&alone);
     text += "\n";
     text += &title("rungs of this plan, each compared with the plan without it");
-    text += &if taken.len() > 1 { columns(&taken, "") } else { "none: this is the plain recipe\n".to_owned() };
+    text += &if taken.len() > 1 { columns(&taken) } else { "none: this is the plain recipe\n".to_owned() };
     text + "\n"
+}
+
+/// Returns the table row of a rung that has this effect.
+fn rung_row(rung: &RungPrice, effect: &RungEffect) -> Vec<String> {
+    let allowed = if rung.allowed { "" } else { " (not allowed)" };
+    vec![
+        rung.rung.clone() + allowed,
+        match effect {
+            // A scratch file only frees memory of the host.
+            RungEffect { freed_bytes: 0, host_bytes: ..0, file_bytes: 1.., .. } => {
+                format!("{} of the host", Bytes(effect.host_bytes.unsigned_abs()))
+            }
+            _ => signed(effect.freed_bytes, |bytes| Bytes(bytes).to_string()),
+        },
+        signed_seconds(effect.added_seconds),
+        // A storage-only worker computes no tokens.
+        if effect.tokens_per_second > 0.0 { count(effect.tokens_per_second) } else { "-".to_owned() },
+        rung.accuracy_impact.clone(),
+    ]
 }
 
 fn signed(number: i64, text: impl Fn(u64) -> String) -> String {
@@ -290,7 +300,7 @@ fn signed_seconds(number: f64) -> String {
     format!("{sign}{}", seconds(number.abs()))
 }
 
-/// Formats the recipes that were tried, fastest first.
+/// Formats the recipes that were tried as a table, in the order of [`PlanView::tried`].
 fn recipes_tried(view: &PlanView) -> String {
     let lossy = view.tried.iter().any(|tried| !tried.recipe.rungs.is_empty());
     let row = |recipe: String, rungs: String, others: [String; 3]| {
@@ -320,13 +330,14 @@ fn recipes_tried(view: &PlanView) -> String {
     let mut text = format!("{} tried; bytes and seconds are predicted\n", format_count(view.tried.len(), "recipe"));
     let offloads = view.tried.iter().map(|tried| offload_line(&tried.recipe.offload));
     let offloads = std::iter::once(String::new()).chain(offloads);
-    for (line, offload) in columns(&rows, "").lines().zip(offloads) {
+    for (line, offload) in columns(&rows).lines().zip(offloads) {
         text += &format!("{line}\n{offload}");
     }
     text
 }
 
-/// Formats the offload of a recipe as lines below its row, where the table has no room. Recipes may differ only in it.
+/// Formats the offload of a recipe as one or more lines, which are printed below the recipe's row of a table. Returns
+/// an empty text if nothing is offloaded.
 fn offload_line(offload: &Offload) -> String {
     if offload.is_nothing() {
         return String::new();
@@ -338,7 +349,8 @@ fn offload_line(offload: &Offload) -> String {
     format!("  {}", wrapped(&format!("on the host: {offload}{file}"), WIDTH - 2, "    "))
 }
 
-/// Formats a recipe in at most `longest` letters: `32: 2 × nothing, 1 × block`.
+/// Formats micro-batch and recompute levels of a recipe: `32: 2 × nothing, 1 × block`. Cuts the text after `longest`
+/// characters and then adds `…`.
 fn short(recipe: &Recipe, longest: usize) -> String {
     let text = format!("{}: {}", recipe.micro_batch, plimsoll_core::describe_levels(&recipe.recompute));
     match text.char_indices().nth(longest) {
@@ -347,9 +359,10 @@ fn short(recipe: &Recipe, longest: usize) -> String {
     }
 }
 
-/// Returns the failure for a plan that does not fit. Each remedy becomes a hint with its command, cheapest loss first, numbered if
-/// the user is going to choose one. Without remedies, the failure names `total_memory`, the memory of the device.
-pub fn does_not_fit(
+/// Returns the failure for a plan that does not fit. Each pair of a remedy and its command becomes a hint, in the given
+/// order. If `numbered`, each hint begins with a number, by which the user chooses a remedy. `total_memory` is the
+/// memory of the device, `None` if unknown. If there are no remedies, a hint names it.
+pub(crate) fn does_not_fit(
     plan: &Plan,
     remedies: &[(RemedySettings, String)],
     total_memory: Option<Bytes>,
@@ -375,7 +388,8 @@ pub fn does_not_fit(
     })
 }
 
-/// Formats one remedy with its command. `present` is the load line of the device as it is.
+/// Formats one remedy with its command. `present` is the present load line of the device that is too small; `None` if
+/// the devices have enough memory and only the host has too little.
 fn remedy_hint(settings: &RemedySettings, command: &str, present: Option<Bytes>) -> String {
     let RemedySettings { remedy, budget_bytes, .. } = settings;
     let names: Vec<String> = remedy.allow.iter().map(Rung::to_string).collect();
@@ -493,8 +507,8 @@ mod tests {
         };
         let expected = "\
 plan for sums: 0.33 M parameters, 4096 tokens a step
-recipe: micro-batch 64, recompute 2 × nothing, 1 × block (reordered: the same
-  sums in another order)
+recipe: micro-batch 64, recompute 2 × nothing, 1 × block (reordered: equal up to
+  the order of sums)
 why: 1 recipe would be faster by prediction, but does not fit: the fastest
   (micro-batch 256, recompute 3 × nothing) would hold 130.00 MiB
 

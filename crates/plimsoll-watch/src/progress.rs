@@ -3,25 +3,29 @@
 use crate::text::{clock, count, percent, seconds};
 use plimsoll_core::{Bytes, Event, Recovery};
 
-/// Weight of the newest step in the running mean of the step time.
+/// Weight of the newest step in the running mean of the step time, 0 to 1.
 const NEWEST: f64 = 0.1;
-/// Step lines of a run without a terminal, about; more where [`MAX_SILENCE_SECONDS`] demands it.
+/// Approximate number of step lines that a run prints without a terminal. [`MAX_SILENCE_SECONDS`] may demand more.
 const MAX_STEP_LINES: u64 = 50;
-/// The longest training time without a line, where there is no terminal.
+/// The longest training time in seconds without a printed line, if there is no terminal.
 const MAX_SILENCE_SECONDS: f64 = 30.0;
 
 /// The state of a run, derived from its events alone.
 #[derive(Clone, Debug, Default)]
 pub struct Progress {
-    /// Steps of the run; 0 if its length is given in hours.
+    /// Number of steps of the run; 0 if its length is given in hours.
     steps: u64,
+    /// Number of floating-point operations in the matrix products of a step, without recompute.
     product_flops: f64,
+    /// Peak floating-point operations per second of all devices together in matrix products; 0 if unknown.
     peak_flops: f64,
     simulated: bool,
-    /// Running mean of the seconds of a step, without checkpoints and evaluations.
+    /// Running mean of the seconds per step, without the time of checkpoints and evaluations. `None` before the first
+    /// step.
     step_seconds: Option<f64>,
+    /// The newest completed step; `None` before the first one.
     last: Option<LastStep>,
-    /// Seconds of training since the last line.
+    /// Seconds of training since the last step for which a line was printed.
     silent_seconds: f64,
 }
 
@@ -35,8 +39,8 @@ struct LastStep {
 }
 
 impl Progress {
-    /// Updates the state with an event. Returns the line to print where there is no terminal, if the event deserves one: every
-    /// evaluation, checkpoint and warning, but not every step.
+    /// Updates the state with an event, and returns the line to print for it. Returns `None` for most steps, for the
+    /// start of a run that does not resume, and for the end of a run.
     pub fn update(&mut self, event: &Event) -> Option<String> {
         match event {
             Event::Start { step, steps, product_flops, peak_flops, simulated, .. } => {
@@ -90,8 +94,9 @@ impl Progress {
         }
     }
 
-    /// Formats the run as one line of less than 80 columns:
-    /// `120/450  loss 1.2345  rate 1.9e-3  48.7 k tok/s  38 % of peak  40.00 MiB  0:26 left`.
+    /// Formats the newest step as one line:
+    /// `120/450  loss 1.2345  rate 1.9e-3  48.7 k tok/s  38 % of peak  40.00 MiB  0:26 left`. Before the first step,
+    /// returns `starting`.
     pub fn line(&self) -> String {
         let (Some(last), Some(mean)) = (self.last, self.step_seconds) else { return "starting".to_owned() };
         let mut parts = vec![
@@ -110,13 +115,16 @@ impl Progress {
         parts.join("  ")
     }
 
-    /// Returns the completed steps and the total steps.
+    /// Returns the newest completed step, counted from 1, and the number of all steps of the run. The former is 0
+    /// before the first step. The latter is 0 if the length of the run is given in hours.
     pub fn steps_done_and_total(&self) -> (u64, u64) {
         (self.last.map_or(0, |last| last.step), self.steps)
     }
 }
 
-/// Formats the loss of a device as one line, with the devices on which training continues.
+/// Formats the loss of a device as one line. The run continues on `remaining_devices`; if there are none, the run
+/// stops. `resumed_from_step` is the step of the checkpoint from which training continues, and 0 if it begins anew. It
+/// is `None` if no completed step is repeated.
 fn device_lost_line(
     step: u64,
     device: &str,
@@ -277,20 +285,10 @@ pub(crate) mod tests {
             progress.update(&pause).as_deref(),
             Some("thermal pause after step 51: cpu at 86 °C (limit 85 °C); 78 °C after 12.00 s")
         );
-        let lost = |left: &[&str]| {
-            let left = left.iter().map(|name| (*name).to_owned()).collect();
-            Event::DeviceLost {
-                step: 7,
-                device: "virtual:c".into(),
-                reason: "it is gone".into(),
-                remaining_devices: left,
-                resumed_from_step: None,
-            }
-        };
         let told = |end: &str| Some(format!("device lost at step 7: virtual:c (it is gone); {end}"));
-        assert_eq!(progress.update(&lost(&["virtual:a"])), told("training continues on virtual:a"));
+        assert_eq!(progress.update(&device_lost(&["virtual:a"])), told("training continues on virtual:a"));
         assert_eq!(
-            progress.update(&lost(&["virtual:a", "virtual:b"])),
+            progress.update(&device_lost(&["virtual:a", "virtual:b"])),
             told("training continues on virtual:a, virtual:b")
         );
         let (device, reason) = ("b/cuda:0".to_owned(), "b/cuda:0 is gone: its process has ended".to_owned());
@@ -308,5 +306,16 @@ pub(crate) mod tests {
         );
         let warning = Event::Warning { message: "the disk is slow".into() };
         assert_eq!(progress.update(&warning).as_deref(), Some("warning: the disk is slow"));
+    }
+
+    /// Returns the event that `virtual:c` was lost at step 7 and these devices are left.
+    fn device_lost(left: &[&str]) -> Event {
+        Event::DeviceLost {
+            step: 7,
+            device: "virtual:c".into(),
+            reason: "it is gone".into(),
+            remaining_devices: left.iter().map(|name| (*name).to_owned()).collect(),
+            resumed_from_step: None,
+        }
     }
 }

@@ -1,9 +1,9 @@
-//! Remedies for a plan that does not fit on this machine, each with the settings that apply it, cheapest loss first. The
+//! Remedies for a plan that does not fit on this machine, each with the settings that apply it, least loss first. The
 //! caller writes the settings as a command line, or as arguments of a Python call.
 
 use crate::plan::does_not_fit;
 use plimsoll_core::{Budget, Bytes, Failure, Plan, Remedy, Rung};
-use plimsoll_device::cuda;
+use plimsoll_device::gpu;
 use plimsoll_device::probe::Memory;
 use plimsoll_plan::device_request::{DeviceRequest, DevicesRequest};
 use plimsoll_plan::paper;
@@ -11,26 +11,28 @@ use plimsoll_plan::paper;
 /// A remedy with the settings that apply it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RemedySettings {
-    /// The rungs and budgets that make the plan fit.
+    /// The remedy: the rungs to allow and the load lines with which the run fits.
     pub remedy: Remedy,
-    /// The load line of the device under these settings.
+    /// The load line, with these settings, of the device that is too small.
     pub budget_bytes: Bytes,
-    /// The settings to change.
+    /// The settings that apply the remedy, with their new values.
     pub settings: Vec<Setting>,
 }
 
 /// A setting to change, as a command-line flag and as a run-file key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Setting {
-    /// The command-line flag.
+    /// The command-line flag, such as `--budget`.
     pub flag: &'static str,
-    /// The run-file key.
+    /// The run-file key with the same effect, such as `memory.budget`.
     pub key: &'static str,
-    /// The value, as written after the flag.
+    /// The new value, as written after the flag.
     pub value: String,
 }
 
-/// Returns the remedies of a plan that this machine has memory for. `request` is the request for the plan's devices.
+/// Returns the remedies of a plan that does not fit, with their settings. Leaves out those for which this machine has
+/// too little memory, and those that lose more accuracy than another one without needing less memory. `request` is the
+/// request for the plan's devices.
 pub fn remedies(request: &DevicesRequest, plan: &Plan) -> Vec<RemedySettings> {
     let free = device_memory(plan).free;
     let mut remedies: Vec<RemedySettings> = Vec::new();
@@ -42,22 +44,23 @@ pub fn remedies(request: &DevicesRequest, plan: &Plan) -> Vec<RemedySettings> {
     remedies
 }
 
-/// Returns the failure for a plan that does not fit. Each remedy comes with its command as a hint; hints are numbered if the
-/// user is going to choose one.
+/// Returns the failure for a plan that does not fit. Each pair of a remedy and its command becomes a hint, in the given
+/// order. If `numbered`, each hint begins with a number, by which the user chooses a remedy.
 pub fn refusal(plan: &Plan, remedies: &[(RemedySettings, String)], numbered: bool) -> Failure {
     let refusal = does_not_fit(plan, remedies, Some(device_memory(plan).total), numbered);
     plan.shortfall_note.iter().cloned().fold(refusal, Failure::hint)
 }
 
-/// Returns whether `more` is not worth offering beside `less`: it loses more and needs at least the same load line. Load lines are
-/// rounded up, so two that differ a little may be equal here.
+/// Returns whether the remedy `less` makes the remedy `more` needless. For that, the load line of `less` must not be
+/// higher, and `less` may only need rungs that `more` needs too. It must need no further memory of the host or scratch
+/// file. Load lines are rounded up, and may be equal although the predicted bytes differ.
 fn makes_needless(less: &RemedySettings, more: &RemedySettings) -> bool {
     let Remedy { allow, host_bytes: None, file_bytes: None, .. } = &less.remedy else { return false };
     less.budget_bytes <= more.budget_bytes && allow.iter().all(|rung| more.remedy.allow.contains(rung))
 }
 
-/// Returns a remedy with its settings; none where the device or the host has not enough memory. `free` bytes of the device
-/// are free.
+/// Returns a remedy with its settings. Returns `None` if the device or the host has less memory than the remedy needs,
+/// or if the plan has no device. `free` is the free memory of the plan's first device.
 fn with_settings(remedy: &Remedy, request: &DevicesRequest, plan: &Plan, free: Bytes) -> Option<RemedySettings> {
     let device = plan.devices.first()?;
     let line = device.budget_bytes;
@@ -89,7 +92,8 @@ struct DeviceMemory {
     total: Bytes,
 }
 
-/// Returns the memory of a plan's first device.
+/// Returns the memory of a plan's first device. If its name is that of no paper device and of no GPU of this machine,
+/// returns the memory of this machine.
 fn device_memory(plan: &Plan) -> DeviceMemory {
     let device = plan.devices.first().map(|device| device.name.as_str()).unwrap_or_default();
     let of_paper_device = paper::usable_memory(device).map(|bytes| DeviceMemory { free: bytes, total: bytes });
@@ -97,11 +101,12 @@ fn device_memory(plan: &Plan) -> DeviceMemory {
     of_paper_device.or_else(|| gpu_memory(device)).unwrap_or(DeviceMemory { free: of_host.free, total: of_host.total })
 }
 
-/// Returns the memory of a GPU of this machine by its name, such as `cuda:0`.
+/// Returns the memory of a GPU of this machine by its name, such as `cuda:0`. Returns `None` if this machine has no
+/// such GPU, or if its free memory cannot be read.
 fn gpu_memory(device: &str) -> Option<DeviceMemory> {
     let index = device.strip_prefix("cuda:")?.parse().ok()?;
-    let (here, card) = cuda::open::find_gpu(index).ok()?;
-    Some(DeviceMemory { free: cuda::open::free_bytes(here, card).ok()?, total: card.memory_bytes })
+    let (here, card) = gpu::find_gpu(index).ok()?;
+    Some(DeviceMemory { free: gpu::free_bytes(here, card).ok()?, total: card.memory_bytes })
 }
 
 /// The devices that get a load line.
@@ -109,9 +114,9 @@ fn gpu_memory(device: &str) -> Option<DeviceMemory> {
 enum LineTarget {
     /// Every device.
     All,
-    /// The device of this name; of several, the one with the highest load line.
+    /// The device of this name. If several have the name, the one with the highest load line.
     One(String),
-    /// All devices of this name with a lower load line.
+    /// The device of this name. If several have the name, each whose load line is below the new one.
     Named(String),
 }
 
@@ -120,15 +125,15 @@ enum LineTarget {
 struct Change {
     /// The rungs to allow.
     allow: Vec<Rung>,
-    /// Load lines of devices.
+    /// New load lines, each with the devices that get it; empty if none changes.
     lines: Vec<(LineTarget, Bytes)>,
-    /// The load line of the host.
+    /// The new load line of the host; `None` leaves it as it is.
     host: Option<Bytes>,
-    /// The budget of the scratch file.
+    /// The new load line of the scratch file; `None` leaves it as it is.
     file: Option<Bytes>,
 }
 
-/// Returns the settings of a change. `request` is the request for the devices.
+/// Returns the settings that make a change. `request` is the present request for the devices.
 fn settings(request: &DevicesRequest, change: &Change) -> Vec<Setting> {
     let Change { allow, lines, host, file } = change;
     let in_devices = devices_have_budgets(request) || lines.iter().any(|(target, _)| *target != LineTarget::All);
@@ -153,32 +158,38 @@ fn settings(request: &DevicesRequest, change: &Change) -> Vec<Setting> {
     settings
 }
 
-/// Returns whether a device has a load line of its own, which `memory.budget` does not change.
+/// Returns whether the request itself sets the load line of at least one device, as `cpu=1GiB` does. `memory.budget`
+/// does not change such a load line.
 fn devices_have_budgets(request: &DevicesRequest) -> bool {
     request.devices.iter().any(|device| device.budget().is_some())
 }
 
-/// Sets the load line of the target devices.
+/// Sets the load line of the devices that `target` names in the request to `bytes`.
 fn set_load_line(request: &mut DevicesRequest, target: &LineTarget, bytes: Bytes) {
-    let line = |device: &DeviceRequest| match device {
-        DeviceRequest::Paper { name, budget, .. } => {
-            paper::paper(name, budget.unwrap_or(Budget::DEVICE)).map_or(Bytes::ZERO, |device| device.budget)
-        }
-        _ => Bytes::ZERO,
-    };
     let all = 0..request.devices.len();
     let named = |name: &String| all.clone().filter(|&at| request.devices[at].name() == *name).collect::<Vec<_>>();
     let targets = match target {
         LineTarget::All => all.collect(),
         LineTarget::One(name) => {
-            named(name).into_iter().rev().max_by_key(|&at| line(&request.devices[at])).into_iter().collect()
+            let lines = named(name).into_iter().rev();
+            lines.max_by_key(|&at| paper_load_line(&request.devices[at])).into_iter().collect()
         }
         LineTarget::Named(name) => match &named(name)[..] {
             [one] => vec![*one],
-            several => several.iter().copied().filter(|&at| line(&request.devices[at]) < bytes).collect(),
+            several => several.iter().copied().filter(|&at| paper_load_line(&request.devices[at]) < bytes).collect(),
         },
     };
     targets.into_iter().for_each(|at| request.devices[at].set_budget(Budget::Amount(bytes)));
+}
+
+/// Returns the load line of a requested paper device, and zero for any other device.
+fn paper_load_line(device: &DeviceRequest) -> Bytes {
+    match device {
+        DeviceRequest::Paper { name, budget, .. } => {
+            paper::paper(name, budget.unwrap_or(Budget::DEVICE)).map_or(Bytes::ZERO, |device| device.budget)
+        }
+        _ => Bytes::ZERO,
+    }
 }
 
 #[cfg(test)]

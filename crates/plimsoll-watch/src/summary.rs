@@ -1,5 +1,5 @@
-//! The summary at the end of a run as text: predicted and measured figures side by side, the evaluation, samples, and the
-//! folder of the model.
+//! The summary at the end of a run as text: predicted and measured figures side by side, the evaluation, samples, and
+//! the folder of the model.
 
 use crate::progress::recovery_line;
 use crate::text::{columns, count, percent, seconds, shell_word};
@@ -13,14 +13,15 @@ use plimsoll_core::{
 pub struct Sample {
     /// The prompt.
     pub prompt: String,
-    /// The continuation in the data.
+    /// The right continuation of the prompt, from the data.
     pub expected: String,
-    /// The continuation that the model generated.
+    /// The continuation of the prompt that the model generated.
     pub answer: String,
 }
 
-/// Formats the summary of a run. `folder` is the run folder, and `model` the folder of the model, if it was written. Ends with
-/// a line break.
+/// Formats the summary of a run. `samples` may be empty, and `folder` is the run folder. `model` is the folder of the
+/// trained model or adapters; `None` if none was written. With `simulated`, the speed is labelled as simulated. Ends
+/// with a line break.
 pub fn summary(result: &RunResult, samples: &[Sample], folder: &str, model: Option<&str>, simulated: bool) -> String {
     let mut text = match result.status {
         RunStatus::Done => format!("done: {}, ", format_count(result.steps, "step")),
@@ -34,7 +35,7 @@ pub fn summary(result: &RunResult, samples: &[Sample], folder: &str, model: Opti
     text += "\n";
     text += &team_lines(result);
     text += &result.evaluator.as_ref().map_or(String::new(), evaluator_lines);
-    text += &columns(&measured_rows(result), "");
+    text += &columns(&measured_rows(result));
     text += &format!(
         "{} tokens/s (measured{})\n",
         count(result.tokens_per_second),
@@ -67,8 +68,9 @@ pub fn summary(result: &RunResult, samples: &[Sample], folder: &str, model: Opti
     text
 }
 
-/// Formats the message for `--resume` of a run that is already done: its results, and the command `more` that trains longer. Ends
-/// with a line break.
+/// Formats the message for `--resume` of a run that is already done. `folder` is the run folder, and `model` the folder
+/// of the trained model, `None` if none was written. `more` is a command that trains for more steps. The text ends with
+/// a line break.
 pub fn already_done(result: &RunResult, folder: &str, model: Option<&str>, more: &str) -> String {
     let mut text =
         format!("already done: {}, {}; nothing was changed\n", format_count(result.steps, "step"), losses(result));
@@ -79,7 +81,7 @@ pub fn already_done(result: &RunResult, folder: &str, model: Option<&str>, more:
     text + &format!("for more steps: {more}\n")
 }
 
-/// Formats the training loss and the evaluation.
+/// Formats the first and last training loss, and the loss and exact match of the last evaluation, if there was one.
 fn losses(result: &RunResult) -> String {
     let mut text = format!("loss {:.4} -> {:.4}", result.loss.first, result.loss.last);
     if let Some(eval) = &result.eval {
@@ -100,12 +102,7 @@ pub fn resume_command(folder: &str) -> String {
 fn measured_rows(result: &RunResult) -> Vec<Vec<String>> {
     let mut rows = vec![["", "predicted", "measured", "difference"].map(str::to_owned).to_vec()];
     let mut row = |label: String, predicted: (String, f64), measured: (String, f64)| {
-        let difference = match predicted.1 {
-            0.0 => String::new(),
-            _ if measured.1.is_nan() => String::new(),
-            base => format!("{:+.1} %", (measured.1 / base - 1.0) * 100.0),
-        };
-        rows.push(vec![label, predicted.0, measured.0, difference]);
+        rows.push(vec![label, predicted.0, measured.0, difference(predicted.1, measured.1)]);
     };
     let shown = |bytes: plimsoll_core::Bytes| (bytes.to_string(), bytes.0 as f64);
     for memory in &result.memory {
@@ -129,27 +126,41 @@ fn measured_rows(result: &RunResult) -> Vec<Vec<String>> {
     rows
 }
 
-/// Formats the work of each worker of the team, one line each.
+/// Formats the difference from the prediction in percent. Returns an empty text if there is none to compare with.
+fn difference(predicted: f64, measured: f64) -> String {
+    match predicted {
+        0.0 => String::new(),
+        _ if measured.is_nan() => String::new(),
+        base => format!("{:+.1} %", (measured / base - 1.0) * 100.0),
+    }
+}
+
+/// Formats the parallelism of the team, the work of each worker in a line of its own, and the backend of the
+/// collectives. Returns an empty text for a single device.
 fn team_lines(result: &RunResult) -> String {
     let Some(parallelism) = result.parallelism else { return String::new() };
     let all: u64 = result.team.iter().map(|worker| worker.sequences).sum();
-    let line = |worker: &WorkerResult| {
-        let simulated = if worker.simulated { " (simulated)" } else { "" };
-        let did = match parallelism {
-            Parallelism::Pipeline => {
-                format!("{} of all sequences", format_count(worker.recipe.recompute.len(), "layer"))
-            }
-            _ if worker.sequences == 0 => return format!("  {}: storage-only{simulated}\n", worker.device),
-            _ => format!("{} of {}", worker.sequences, format_count(all, "sequence")),
-        };
-        let took = worker.compute_slowdown;
-        format!("  {}: {did}, {took:.2} × the predicted compute time{simulated}\n", worker.device)
-    };
+    let lines: String = result.team.iter().map(|worker| worker_line(worker, parallelism, all)).collect();
     let collectives = collectives_note(&result.team).map(|how| format!("  {how}\n")).unwrap_or_default();
-    format!("{}\n{}{collectives}\n", parallelism.describe(), result.team.iter().map(line).collect::<String>())
+    format!("{}\n{lines}{collectives}\n", parallelism.describe())
 }
 
-/// Describes the backend of the collectives, if there were GPUs with NCCL.
+/// Formats the work of a worker as one line. `sequences` is the number of sequences of the whole team.
+fn worker_line(worker: &WorkerResult, parallelism: Parallelism, sequences: u64) -> String {
+    let simulated = if worker.simulated { " (simulated)" } else { "" };
+    let did = match parallelism {
+        Parallelism::Pipeline => {
+            format!("{} of all sequences", format_count(worker.recipe.recompute.len(), "layer"))
+        }
+        _ if worker.sequences == 0 => return format!("  {}: storage-only{simulated}\n", worker.device),
+        _ => format!("{} of {}", worker.sequences, format_count(sequences, "sequence")),
+    };
+    let took = worker.compute_slowdown;
+    format!("  {}: {did}, {took:.2} × the predicted compute time{simulated}\n", worker.device)
+}
+
+/// Describes the backend of the team's collectives. If a GPU cannot use NCCL, adds the reason. Returns `None` if NCCL
+/// is no choice for these devices, such as CPUs.
 fn collectives_note(team: &[WorkerResult]) -> Option<String> {
     let is_reason =
         |worker: &&WorkerResult| matches!(worker.collectives, Some(CollectiveBackend::Host { reason: Some(_) }));
@@ -163,7 +174,8 @@ fn collectives_note(team: &[WorkerResult]) -> Option<String> {
     })
 }
 
-/// Formats the work of the evaluator.
+/// Formats the work of the evaluator: the number of evaluations, and the measured and predicted seconds of an
+/// evaluation and of a weight transfer.
 fn evaluator_lines(evaluator: &EvaluatorResult) -> String {
     let EvaluatorResult { device, simulated, evaluations, .. } = evaluator;
     let simulated = if *simulated { " (simulated)" } else { "" };
@@ -176,7 +188,7 @@ fn evaluator_lines(evaluator: &EvaluatorResult) -> String {
     format!("evaluator: {device}{simulated}\n  {times}: {one}; weight transfer {transfer}\n\n")
 }
 
-/// Formats samples, one line each, with a verdict.
+/// Formats samples, one line each: prompt, answer, and whether the answer is right.
 fn sample_rows(samples: &[Sample]) -> String {
     let width = samples.iter().map(|sample| sample.prompt.chars().count()).max().unwrap_or(0);
     let line = |sample: &Sample| {

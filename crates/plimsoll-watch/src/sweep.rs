@@ -3,7 +3,7 @@
 use crate::text::{columns, percent, seconds};
 use plimsoll_core::{Bytes, SweepDevice, SweepReport, SweepRun, SweepState, format_count};
 
-/// Formats the first line: planning takes a while, and no run starts before.
+/// Formats the line that announces the planning of a sweep with `runs` runs. Planning takes a while.
 pub fn planning(runs: usize) -> String {
     format!("plan   {}: measuring devices and planning each run on them\n", format_count(runs, "run"))
 }
@@ -13,7 +13,7 @@ pub fn started(run: &SweepRun) -> String {
     let device = run.device.as_deref().unwrap_or_default();
     let share = percent(run.share.unwrap_or(0.0), 0);
     let retry = if run.retries > 0 { format!(", retry {}", run.retries) } else { String::new() };
-    let left = seconds(run.predicted_seconds.unwrap_or(0.0) - run.seconds);
+    let left = seconds((run.predicted_seconds.unwrap_or(0.0) - run.seconds).max(0.0));
     format!(
         "start  {}: {} of {device} and {share} of its time{retry}, {left} predicted\n",
         run.name,
@@ -21,7 +21,8 @@ pub fn started(run: &SweepRun) -> String {
     )
 }
 
-/// Formats the line for a worker process that has ended: the run is done, is retried, or ended otherwise.
+/// Formats the line for a run whose worker process has ended. Such a run is done, waits for a retry, or ended without
+/// success.
 pub fn ended(run: &SweepRun) -> String {
     let reason = run.reason.as_ref().map_or(String::new(), |reason| format!(": {reason}"));
     let loss = run.loss.map_or(String::new(), |loss| format!(", loss {loss:.4}"));
@@ -55,7 +56,7 @@ pub fn table(report: &SweepReport) -> String {
     let reasons =
         unfinished.filter_map(|run| Some(format!("{}: {}\n", run.name, run.reason.as_ref()?))).collect::<String>();
     let devices: String = report.devices.iter().map(device).collect();
-    format!("\n{}\n{reasons}{devices}{}", columns(&rows, ""), ending(report))
+    format!("\n{}\n{reasons}{devices}{}", columns(&rows), ending(report))
 }
 
 fn row(run: &SweepRun) -> Vec<String> {
@@ -149,7 +150,7 @@ mod tests {
         };
         let reason = "fits on none of the devices: virtual:a has 96.00 MiB, the least that would do there is 1.00 GiB";
         let refused = SweepRun { state: SweepState::DoesNotFit, reason: Some(reason.into()), ..SweepRun::new("huge") };
-        assert_eq!(started(&done), "start  one: 40.00 MiB of virtual:a and 25 % of its time, -1000000 µs predicted\n");
+        assert_eq!(started(&done), "start  one: 40.00 MiB of virtual:a and 25 % of its time, 0 µs predicted\n");
         assert_eq!(ended(&done), "done   one: 20 steps, loss 1.5000, 11.00 s\n");
         let device = SweepDevice {
             name: "virtual:a".into(),

@@ -1,5 +1,5 @@
-//! Watchers that display a run on standard output: a live terminal line, whole lines, or JSON. All receive the same records. A
-//! closed output never stops a run.
+//! Watchers that display a run on standard output: a live terminal line, whole lines, or JSON. All receive the same
+//! records. A closed output never stops a run.
 
 use crate::progress::Progress;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -12,8 +12,8 @@ pub trait Watcher: Send {
     fn observe(&mut self, record: &Record);
 }
 
-/// Returns the watcher for standard output: JSON lines if `json`, only warnings if `quiet`, else one rewritten line on a
-/// terminal and whole lines anywhere else.
+/// Returns the watcher for standard output. It prints JSON lines if `json`, and no progress if `quiet`, only warnings
+/// on standard error. Otherwise it rewrites one line on a terminal, and prints whole lines elsewhere.
 pub fn for_stdout(json: bool, quiet: bool) -> Box<dyn Watcher> {
     match () {
         () if json => Box::new(Json(io::stdout())),
@@ -23,7 +23,7 @@ pub fn for_stdout(json: bool, quiet: bool) -> Box<dyn Watcher> {
     }
 }
 
-/// Prints only warnings, on standard error.
+/// A watcher that prints only warnings, on standard error.
 struct Quiet;
 
 impl Watcher for Quiet {
@@ -34,14 +34,14 @@ impl Watcher for Quiet {
     }
 }
 
-/// Shows one line that is rewritten at each step, and prints other events above it.
+/// A watcher that shows one line, rewrites it at each step, and prints other events above it.
 pub struct Terminal {
     bar: ProgressBar,
     progress: Progress,
 }
 
 impl Terminal {
-    /// Creates a watcher that draws on a target.
+    /// Creates a watcher that draws on `target`, such as standard output.
     pub fn new(target: ProgressDrawTarget) -> Terminal {
         let bar = ProgressBar::with_draw_target(Some(0), target);
         bar.set_style(ProgressStyle::with_template("{wide_msg}").expect("a template of our own"));
@@ -67,7 +67,7 @@ impl Watcher for Terminal {
     }
 }
 
-/// Prints whole lines, for the events that [`Progress::update`] returns one for.
+/// A watcher that prints a line for each event for which [`Progress::update`] returns one. Most steps have none.
 pub struct Lines<W> {
     out: W,
     progress: Progress,
@@ -88,7 +88,7 @@ impl<W: Write + Send> Watcher for Lines<W> {
     }
 }
 
-/// Prints each record as a JSON object on its own line, as in `events.jsonl`.
+/// A watcher that prints each record as a JSON object on its own line, as in `events.jsonl`.
 pub struct Json<W>(pub W);
 
 impl<W: Write + Send> Watcher for Json<W> {

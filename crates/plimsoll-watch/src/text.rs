@@ -1,11 +1,14 @@
 //! Formatting of numbers, tables, wrapped lines and shell words. `Bytes` formats itself.
 
-/// Formats a count with three significant figures: `344`, `12.3 k`, `134.5 M`, `8.03 B`.
+use comfy_table::{CellAlignment, Table, presets};
+use textwrap::WordSplitter;
+
+/// Formats a count in ones, thousands, millions or billions: `344`, `12.3 k`, `134.5 M`, `8.03 B`.
 pub fn count(number: f64) -> String {
     scaled(number, &[("B", 1e9), ("M", 1e6), ("k", 1e3)]).unwrap_or_else(|| format!("{number:.0}"))
 }
 
-/// Formats operations per second: `1.35 TFLOP/s`.
+/// Formats floating-point operations per second in MFLOP/s, GFLOP/s or TFLOP/s: `1.35 TFLOP/s`.
 pub fn flops(number: f64) -> String {
     scaled(number, &[("TFLOP/s", 1e12), ("GFLOP/s", 1e9)]).unwrap_or_else(|| format!("{:.1} MFLOP/s", number / 1e6))
 }
@@ -17,8 +20,8 @@ fn scaled(number: f64, units: &[(&str, f64)]) -> Option<String> {
     Some(format!("{number:.decimals$} {unit}"))
 }
 
-/// Formats a duration: `820 µs`, `84.1 ms`, `1.25 s`, `3 min 20 s`, `2 h 05 min`, `5.6 days`. A number that rounds up to a larger
-/// unit is shown in that unit.
+/// Formats a duration in seconds: `820 µs`, `84.1 ms`, `1.25 s`, `3 min 20 s`, `2 h 05 min`, `5.6 days`. A duration
+/// that rounds up to a larger unit is shown in that unit. Returns `?` if the number is not finite.
 pub fn seconds(number: f64) -> String {
     match number {
         _ if !number.is_finite() => "?".to_owned(),
@@ -37,7 +40,8 @@ pub fn seconds(number: f64) -> String {
     }
 }
 
-/// Formats the remaining time like a clock: `0:26`, `1:02:03`, `3 days`.
+/// Formats a remaining time in seconds like a clock: `0:26`, `1:02:03`, `3 days`. Returns `?` if the number is negative
+/// or not finite.
 pub fn clock(number: f64) -> String {
     if !number.is_finite() || number < 0.0 {
         return "?".to_owned();
@@ -51,7 +55,7 @@ pub fn clock(number: f64) -> String {
     }
 }
 
-/// Formats a position, counted from 1: `1st`, `2nd`, `11th`.
+/// Formats a position, counted from 1, as an ordinal number: `1st`, `2nd`, `11th`.
 pub fn ordinal(place: usize) -> String {
     let ending = match (place % 10, place % 100) {
         (_, 11..=13) => "th",
@@ -63,55 +67,43 @@ pub fn ordinal(place: usize) -> String {
     format!("{place}{ending}")
 }
 
-/// Formats a fraction as percent with this many decimals: `97.5 %`.
+/// Formats a fraction as percent with `decimals` decimals: `97.5 %` for 0.975 and 1.
 pub fn percent(share: f64, decimals: usize) -> String {
     format!("{:.decimals$} %", share * 100.0)
 }
 
-/// Formats rows as columns two spaces apart. The first column is aligned left, the others right. Each line begins with `indent`
-/// and ends without spaces.
-pub fn columns(rows: &[Vec<String>], indent: &str) -> String {
-    let count = rows.iter().map(Vec::len).max().unwrap_or(0);
-    let cell_width =
-        |column: usize| rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count()).max();
-    let widths: Vec<usize> = (0..count).map(|column| cell_width(column).unwrap_or(0)).collect();
-    let mut text = String::new();
-    for row in rows {
-        let mut line = indent.to_owned();
-        for (column, (cell, width)) in row.iter().zip(&widths).enumerate() {
-            line += &if column == 0 { format!("{cell:<width$}") } else { format!("  {cell:>width$}") };
+/// Formats rows of cells as columns two spaces apart, one line per row. The first column is aligned left, the others
+/// right. Lines have no trailing spaces. Rows may have unequal numbers of cells.
+pub fn columns(rows: &[Vec<String>]) -> String {
+    let mut table = Table::new();
+    table.load_preset(presets::NOTHING).add_rows(rows);
+    for (index, column) in table.column_iter_mut().enumerate() {
+        if index == 0 {
+            column.set_padding((0, 0));
+        } else {
+            column.set_padding((2, 0)).set_cell_alignment(CellAlignment::Right);
         }
-        text += line.trim_end();
-        text.push('\n');
     }
-    text
+    table.lines().map(|line| line.trim_end().to_owned() + "\n").collect()
 }
 
-/// Wraps text at `width` characters; further lines begin with `indent`.
-pub fn wrapped(words: &str, width: usize, indent: &str) -> String {
-    let mut text = String::new();
-    let mut line = String::new();
-    for word in words.split(' ') {
-        if !line.trim().is_empty() && line.chars().count() + 1 + word.chars().count() > width {
-            text += line.trim_end();
-            text.push('\n');
-            line = indent.to_owned();
-        } else if !line.is_empty() {
-            line.push(' ');
-        }
-        line += word;
-    }
-    text + line.trim_end() + "\n"
+/// Wraps text between words at `width` characters; a longer word stays whole. Lines after the first begin with
+/// `indent`. The last line ends with a line break.
+pub fn wrapped(text: &str, width: usize, indent: &str) -> String {
+    let options = textwrap::Options::new(width)
+        .subsequent_indent(indent)
+        .break_words(false)
+        .word_splitter(WordSplitter::NoHyphenation);
+    textwrap::fill(text, options) + "\n"
 }
 
-/// Quotes a word for a POSIX shell where necessary.
+/// Returns a word as it is written in a POSIX shell: in quotes if it has characters with a meaning there, else
+/// unchanged.
 pub fn shell_word(word: &str) -> String {
-    let plain = |letter: char| letter.is_ascii_alphanumeric() || "-_./=:,@%+".contains(letter);
-    if !word.is_empty() && word.chars().all(plain) {
-        word.to_owned()
-    } else {
-        format!("'{}'", word.replace('\'', r"'\''"))
-    }
+    let quoted = |word: &str| shlex::Quoter::new().allow_nul(true).quote(word).expect("NUL is allowed").into_owned();
+    // `shlex` also quotes `=`, `,` and `%`, which mean nothing to a shell outside braces.
+    let others = word.replace(['=', ',', '%'], "");
+    if !others.is_empty() && quoted(&others) == others { word.to_owned() } else { quoted(word) }
 }
 
 #[cfg(test)]
@@ -134,9 +126,20 @@ mod tests {
     #[test]
     fn shell_words_are_quoted_if_needed() {
         assert_eq!(
-            ["runs/sums", "my runs/a", "it's", ""].map(shell_word),
-            ["runs/sums", "'my runs/a'", r"'it'\''s'", "''"]
+            ["runs/sums", "my runs/a", "it's", "", "train.rungs=[\"lora\"]", "$HOME"].map(shell_word),
+            ["runs/sums", "'my runs/a'", "\"it's\"", "''", "'train.rungs=[\"lora\"]'", "'$HOME'"]
         );
+        for plain in ["--set", "train.steps=20", "virtual:a=1MiB@0.4,host=1MiB", "memory.budget=90%"] {
+            assert_eq!(shell_word(plain), plain);
+        }
+    }
+
+    #[test]
+    fn columns_are_aligned_without_trailing_spaces() {
+        let rows = [vec!["", "peak", "step"], vec!["  fast", "2 GiB", "20 µs"], vec!["slow", "", "1 s"], vec!["none"]];
+        let rows = rows.map(|row| row.into_iter().map(str::to_owned).collect::<Vec<_>>());
+        assert_eq!(columns(&rows), "         peak   step\n  fast  2 GiB  20 µs\nslow             1 s\nnone\n");
+        assert_eq!(columns(&[]), "");
     }
 
     #[test]

@@ -3,7 +3,8 @@
 use plimsoll_watch::remedies::Setting;
 use plimsoll_watch::text::shell_word;
 
-/// Returns the words of a command with these settings instead of its own ones for the same keys.
+/// Returns the words of a command with `settings` appended as flags. Earlier flags of the command for the same keys are
+/// removed.
 pub fn with_settings(words: impl Iterator<Item = String>, settings: &[Setting]) -> Vec<String> {
     let mut command = without_settings(words, settings);
     command.extend(settings.iter().flat_map(|setting| [setting.flag.to_owned(), setting.value.clone()]));
@@ -15,8 +16,8 @@ pub fn shell_quoted(words: &[String]) -> String {
     words.iter().map(|word| shell_word(word)).collect::<Vec<_>>().join(" ")
 }
 
-/// Returns the command's words without the flags of `settings`, and without `--set` of their keys: `--set` would win
-/// over the flag.
+/// Returns the command's words without its own flags for the keys of `settings`, and without `--set` for these keys. A
+/// remaining `--set` would override the new flag.
 fn without_settings(words: impl Iterator<Item = String>, settings: &[Setting]) -> Vec<String> {
     let key = |setting: &str| setting.split('=').next().unwrap_or_default().trim().to_owned();
     let mut command = vec!["plimsoll".to_owned()];
@@ -70,9 +71,9 @@ mod tests {
             format!("{same} --budget 1GiB --set train.steps=2 --allow lora,nf4")
         );
         let line = ["plimsoll", "train", "--devices", "cpu=1GiB", "it's"];
-        let allowed = r"plimsoll train --devices cpu=1GiB 'it'\''s' --allow lora,nf4";
+        let allowed = r#"plimsoll train --devices cpu=1GiB "it's" --allow lora,nf4"#;
         assert_eq!(rewritten(&line, &[(ALLOW, "lora,nf4")]), allowed);
-        assert_eq!(rewritten(&line, &[(DEVICES, "cpu=41MiB")]), r"plimsoll train 'it'\''s' --devices cpu=41MiB");
+        assert_eq!(rewritten(&line, &[(DEVICES, "cpu=41MiB")]), r#"plimsoll train "it's" --devices cpu=41MiB"#);
     }
 
     #[test]

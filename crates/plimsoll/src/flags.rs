@@ -24,8 +24,8 @@ const FLAGS: [(&str, &str); 9] = [
 /// The sections of a run file.
 const SECTIONS: [&str; 7] = ["data", "lora", "memory", "model", "recipe", "run", "train"];
 
-/// Returns the failure with flags of the command at this path instead of run-file keys. A command that has `--set` keeps
-/// its failure unchanged.
+/// Replaces run-file keys in a failure by flags of the command, and drops hints that set other keys. `path` holds the
+/// words of the command: `["bench", "devices"]`. A command that has `--set` keeps its failure unchanged.
 pub fn with_flags_for_keys(path: &[&str], failure: Failure) -> Failure {
     let cli = Cli::command();
     let command = path.iter().try_fold(&cli, |command, word| command.find_subcommand(word));
@@ -41,7 +41,8 @@ pub fn with_flags_for_keys(path: &[&str], failure: Failure) -> Failure {
     Failure { message: translate(failure.message), hints, ..failure }
 }
 
-/// Replaces a key by a flag, and `key = value` by `--flag value`. File names that contain the key stay.
+/// Replaces a key of the run file by a flag in a text, and `key = value` by `--flag value`. A key that is part of a
+/// file name stays.
 fn replace_key(text: &str, key: &str, flag: &str) -> String {
     let is_word = |letter: char| letter.is_ascii_alphanumeric() || "_/-".contains(letter);
     let (mut translated, mut rest) = (String::new(), text);
@@ -71,7 +72,7 @@ fn replace_key(text: &str, key: &str, flag: &str) -> String {
     translated + rest
 }
 
-/// Whether a hint tells the user to set a key of the run file.
+/// Returns whether a hint tells the user to set a key of the run file.
 fn sets_key(text: &str) -> bool {
     let is_key = |word: &str| word.split_once('.').is_some_and(|(section, _)| SECTIONS.contains(&section));
     let words: Vec<&str> = text.split_whitespace().collect();

@@ -1,5 +1,5 @@
-//! The `plimsoll` command line: parses arguments, calls the libraries and prints results. Training, planning and devices
-//! are in the other crates.
+//! The `plimsoll` command line: parses arguments, calls the libraries and prints results. Training, planning and
+//! devices are in the other crates.
 
 #![forbid(unsafe_code)]
 

@@ -30,12 +30,12 @@ pub fn print_error(failure: &Failure) {
     let _ = writeln!(io::stderr(), "{word} {failure}");
 }
 
-/// Whether the user can answer a prompt: both stdin and stderr are terminals.
+/// Returns whether the user can answer a prompt: both stdin and stderr are terminals.
 pub fn is_interactive() -> bool {
     io::stdin().is_terminal() && io::stderr().is_terminal()
 }
 
-/// Asks for a number from 1 to `count` and returns it counted from 0; `None` for any other input.
+/// Asks the user on the terminal for a number from 1 to `count`, and returns it minus 1; `None` for any other input.
 pub fn prompt_choice(count: usize) -> Option<usize> {
     let numbers = if count == 1 { "1".to_owned() } else { format!("1 to {count}") };
     let _ = write!(io::stderr(), "run one of them? {numbers}, or Enter for none: ");
@@ -44,7 +44,7 @@ pub fn prompt_choice(count: usize) -> Option<usize> {
     parse_choice(&line, count)
 }
 
-/// Parses a number from 1 to `count` and returns it counted from 0.
+/// Parses a number from 1 to `count`, and returns it minus 1; `None` for any other text.
 fn parse_choice(line: &str, count: usize) -> Option<usize> {
     let number: usize = line.trim().parse().ok()?;
     (1..=count).contains(&number).then(|| number - 1)
@@ -55,14 +55,15 @@ pub fn print_note(note: &str) {
     let _ = writeln!(io::stderr(), "note: {note}");
 }
 
-/// Prints the start of a long operation, if stderr is a terminal.
+/// Prints to stderr that a long operation starts, if stderr is a terminal.
 pub fn print_progress(operation: &str) {
     if io::stderr().is_terminal() {
         let _ = writeln!(io::stderr(), "{operation} ...");
     }
 }
 
-/// Whether to use colors: the output is a terminal, and neither `NO_COLOR` (no-color.org) nor `TERM=dumb` is set.
+/// Returns whether to use colors: the output is a terminal, and neither `NO_COLOR` (no-color.org) nor `TERM=dumb` is
+/// set.
 fn supports_color(output: &impl IsTerminal) -> bool {
     let plain = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
     let dumb = std::env::var_os("TERM").is_some_and(|value| value == "dumb");

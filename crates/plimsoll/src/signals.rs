@@ -15,7 +15,8 @@ use std::thread;
 /// Flag that is true once the run has to finish its step, save and end.
 pub type StopFlag = Arc<AtomicBool>;
 
-/// Installs handlers for SIGINT, SIGTERM and SIGHUP and returns the flag that they set.
+/// Installs handlers for SIGINT, SIGTERM and SIGHUP and returns the flag that they set. A second SIGINT ends the
+/// program at once.
 ///
 /// # Errors
 /// The system refuses to install a handler.
@@ -31,7 +32,7 @@ pub fn install() -> io::Result<StopFlag> {
     Ok(stop)
 }
 
-/// Also sets the flag at the end of standard input. A parent process that holds the other end of the pipe can stop the
+/// Sets the flag at the end of standard input, too. A parent process that holds the other end of the pipe can stop the
 /// run this way, and the run also stops if that process dies.
 pub fn stop_on_eof(stop: &StopFlag) {
     let stop = Arc::clone(stop);

@@ -48,6 +48,7 @@ fn formatted_bytes(value: &Value) -> String {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn refusal_commands_plan_as_announced() {
     let workspace = Workspace::new(&SMALL);
     // A model of few layers keeps the search over pipelines short.
@@ -66,11 +67,22 @@ fn refusal_commands_plan_as_announced() {
         (one, &["--devices=rtx3090=1GiB,host=300MiB", "--allow", "adam8bit"]),
         (one, &["--set", "run.devices=rtx3070", "--set", "memory.budget=900MiB"]),
         (one, &["--devices", "rtx3070=1GiB", "--set", "train.precision=f32", "--set", "memory.allow=[\"lora\"]"]),
-        // A device alone needs more than in a team. Of two devices with one name, the larger one keeps its budget.
-        (several, &["--devices", "rtx3090=400MiB,rtx3070=380MiB,host=24MiB"]),
+        // A device alone needs more than in a team. Of two devices with one name, the larger one keeps its budget. With offload,
+        // a pinned micro-batch keeps the search short.
+        (several, &["--devices", "rtx3090=400MiB,rtx3070=380MiB,host=24MiB", "--set", "recipe.micro_batch=2"]),
         (several, &["--devices", "rtx3070=400MiB,rtx3070=300MiB"]),
         // All devices are required, and each of them is too small.
-        (several, &["--devices", "rtx3090=500MiB,rtx3070=400MiB,host=24MiB", "--set", "run.parallelism=all"]),
+        (
+            several,
+            &[
+                "--devices",
+                "rtx3090=500MiB,rtx3070=400MiB,host=24MiB",
+                "--set",
+                "run.parallelism=all",
+                "--set",
+                "recipe.micro_batch=2",
+            ],
+        ),
         (
             several,
             &["--devices", "rtx3090,rtx3070=300MiB", "--set", "run.parallelism=all", "--set", "train.precision=f32"],
@@ -225,8 +237,11 @@ fn terminal_prompt_runs_only_the_chosen_remedy() {
 }
 
 #[test]
-fn model_too_large_for_device_falls_back_to_cpu() {
+#[ignore = "slow: .ci/slow-tests"]
+fn model_larger_than_device_falls_back_to_cpu() {
     let workspace = Workspace::new(&Shape { steps: 4, ..SMALL });
+    // A pinned micro-batch keeps the search for remedies short.
+    workspace.write("run.toml", workspace.read("run.toml") + "[recipe]\nmicro_batch = 8\n");
     let small = ["--devices", "virtual:a=2MiB@0.5"];
     let train = |more: &[&str]| workspace.run(&[&["train", "run.toml"], more].concat());
     let refused = train(&[&small[..], &["--set", "run.fallback=none"]].concat());
@@ -359,7 +374,8 @@ impl Drop for BusyProcesses {
 
 /// Rates measured while other programs run are not used as peak rates, and learned slowdowns stay unchanged.
 #[test]
-fn rates_measured_under_contention_are_marked_and_not_learned() {
+#[ignore = "slow: .ci/slow-tests"]
+fn rates_under_contention_are_marked_not_learned() {
     let workspace = Workspace::new(&Shape { steps: 8, hidden: 64, batch_sequences: 32, ..SMALL });
     assert!(workspace.succeed(&["plan", "run.toml", "--json"]).json().get("contention_note").is_none());
     workspace.succeed(&["train", "run.toml", "--set", "run.dir=before", "--set", "train.steps=1"]);

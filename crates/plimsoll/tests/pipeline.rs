@@ -56,6 +56,7 @@ fn stages(workspace: &Workspace, run: &str) -> Vec<(String, u64)> {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn slow_stage_hands_layers_to_others() {
     let _alone = Turn::alone();
     let workspace = workspace();
@@ -75,7 +76,7 @@ fn slow_stage_hands_layers_to_others() {
 }
 
 #[test]
-fn model_too_large_for_each_device_trains_as_pipeline() {
+fn model_larger_than_each_device_trains_as_pipeline() {
     let workspace = workspace();
     for alone in PAIR.split(',').take(2) {
         let line = format!("{alone},host=1MiB");
@@ -96,6 +97,7 @@ fn model_too_large_for_each_device_trains_as_pipeline() {
 const SMALL_PAIR: &str = "virtual:a=55MiB@0.6::1.5gbit,virtual:b=47MiB@0.45::1.5gbit,host=56MiB";
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn stages_offload_to_host() {
     let workspace = workspace();
     train(&workspace, "alone", &["--devices", "cpu"]);
@@ -124,6 +126,7 @@ fn stages_offload_to_host() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn pipeline_checkpoint_resumes_on_one_device_or_pipeline() {
     let workspace = workspace();
     train(&workspace, "whole", &["--devices", PAIR]);
@@ -165,6 +168,7 @@ fn out_of_memory_stage_repeats_step_on_all() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn lost_stage_restarts_from_checkpoint_or_stops() {
     let workspace = workspace();
     train(&workspace, "plain", &["--devices", PAIR]);

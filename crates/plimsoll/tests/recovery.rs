@@ -533,6 +533,7 @@ fn learned_slowdown_is_planned_until_disproved() {
 
 /// Creates memory pressure by lowering the data limit of the running process. This affects no other test.
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn memory_pressure_shrinks_plan_and_recovers() {
     // Much memory, little work: the safety margin is a share of the limit. The run therefore detects pressure while some
     // MiB are free, which it needs to plan.

@@ -74,6 +74,24 @@ fn run_writes_contract_files_and_keys() {
     );
     assert_eq!((&plan["recipe"], &plan["devices"][0]["arena_bytes"]), (&result["recipe"], &memory["arena_bytes"]));
 
+    check_events(&workspace, &result);
+
+    // The stored run file has all decided values, and the run folder is sufficient to resume.
+    assert!(workspace.read("run/run.toml").contains("precision = \"f32\""));
+    workspace.succeed(&["plan", "run/run.toml"]);
+    let before = (workspace.read_files("run/model"), workspace.read_files("run/checkpoints"));
+    std::fs::rename(workspace.path("run.toml"), workspace.path("gone.toml")).unwrap();
+    std::fs::remove_file(workspace.path("run/result.json")).unwrap();
+    workspace.succeed(&["train", "--resume", "run"]);
+    assert!(
+        before == (workspace.read_files("run/model"), workspace.read_files("run/checkpoints")),
+        "only the end was repeated"
+    );
+    assert!(number(&workspace.json("run/result.json")["tokens_per_second"]) > 0.0);
+}
+
+/// Checks the keys of `run/events.jsonl` and compares its losses with the result.
+fn check_events(workspace: &Workspace, result: &Value) {
     let events = workspace.events("run");
     assert_eq!(events.len(), workspace.read("run/events.jsonl").lines().count(), "every line is an object");
     assert!(events.iter().all(|event| event["version"] == 1 && number(&event["time"]) > 0.0));
@@ -93,19 +111,6 @@ fn run_writes_contract_files_and_keys() {
     assert!(number(&result["loss"]["last"]) < number(&result["loss"]["first"]), "it learns");
     assert_eq!(of("evaluation").last().unwrap()["loss"], result["eval"]["loss"]);
     assert_eq!(events.last().unwrap()["event"], "end");
-
-    // The stored run file has all decided values, and the run folder is sufficient to resume.
-    assert!(workspace.read("run/run.toml").contains("precision = \"f32\""));
-    workspace.succeed(&["plan", "run/run.toml"]);
-    let before = (workspace.read_files("run/model"), workspace.read_files("run/checkpoints"));
-    std::fs::rename(workspace.path("run.toml"), workspace.path("gone.toml")).unwrap();
-    std::fs::remove_file(workspace.path("run/result.json")).unwrap();
-    workspace.succeed(&["train", "--resume", "run"]);
-    assert!(
-        before == (workspace.read_files("run/model"), workspace.read_files("run/checkpoints")),
-        "only the end was repeated"
-    );
-    assert!(number(&workspace.json("run/result.json")["tokens_per_second"]) > 0.0);
 }
 
 #[test]

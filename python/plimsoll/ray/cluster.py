@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 #: Seconds that a node has to answer, which includes the start of a process.
 ANSWER_TIMEOUT_SECONDS = 30.0
 
-#: Ray's numbers for the death reasons of a node that was asked to end: expected termination, and draining before it.
+#: Ray's numbers for the death reasons of a node that was asked to end: expected termination (1), and the end after
+#: draining (3, 4).
 LEFT_REASONS = (1, 3, 4)
 
 
@@ -41,7 +42,7 @@ class Reservation(TypedDict):
 
     #: The host and the folder of a run, or ``a sweep of alpha``.
     owner: str
-    #: ``vram_mib``, or ``memory`` of the host.
+    #: The kind of memory: ``vram_mib`` for that of the device, or ``memory`` for that of the host.
     resource: str
     bytes: int
 
@@ -64,7 +65,8 @@ class Node(TypedDict):
     #: The load line of the device in MiB; ``None`` for a CPU, which uses the machine's memory.
     vram_mib: int | None
     memory_bytes: int
-    #: Memory of the device that a new run can get: measured free memory without reservations. ``None`` without an answer.
+    #: Memory of the device that a new run can get: measured free memory, but at most the unreserved memory. ``None`` if
+    #: the node did not answer.
     free_bytes: int | None
     #: The reason why the node did not answer.
     no_answer_reason: NotRequired[str]
@@ -217,7 +219,7 @@ UnreservedResources = Mapping[str, Mapping[str, float]]
 
 
 def unreserved_resources() -> UnreservedResources:
-    """Returns the unreserved resources of all nodes."""
+    """Returns the unreserved amount of each resource on each node, by node id."""
     from ray._private import state  # Ray publishes only the sum over all nodes.
 
     unreserved: UnreservedResources = state.available_resources_per_node()
@@ -225,12 +227,12 @@ def unreserved_resources() -> UnreservedResources:
 
 
 def budget_bytes(node: Node) -> int:
-    """Returns the load line of a node's device."""
+    """Returns the load line of a node's device, in bytes."""
     return node["memory_bytes"] if node["vram_mib"] is None else node["vram_mib"] << 20
 
 
 def unreserved_bytes(node: Node, unreserved: UnreservedResources) -> int:
-    """Returns the unreserved memory of a node's device."""
+    """Returns the unreserved memory of a node's device, in bytes."""
     resources = unreserved.get(node["id"], {})
     return int(resources.get("memory", 0.0)) if node["vram_mib"] is None else int(resources.get("vram_mib", 0.0)) << 20
 
@@ -267,7 +269,7 @@ class Facts(TypedDict):
     ray: str
     plimsoll: str
     system: str
-    #: Version of the NVIDIA driver, if there is one.
+    #: Version of the NVIDIA driver; ``None`` if there is none.
     driver: str | None
     #: Number of NVIDIA cards on the machine's bus, used or not.
     cards: int
@@ -277,7 +279,7 @@ class Facts(TypedDict):
 
 
 def facts() -> Facts:
-    """Returns the facts of the node that this process runs on. A process sees only the GPU of its raylet."""
+    """Returns versions and hardware of the node that this process runs on. A process sees only the GPU of its raylet."""
     import plimsoll
     import ray
 

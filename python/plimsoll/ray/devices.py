@@ -23,11 +23,14 @@ STORE_SHARE, STORE_BYTES_MIN, STORE_BYTES_MAX = 0.1, 128 * MIB, 1024 * MIB
 
 
 class DeviceAttributes(TypedDict):
-    """The attributes that an entry of ``run.devices`` states. Missing ones come from the device's host or from the run."""
+    """The attributes that an entry of ``run.devices`` states.
+
+    An attribute that it does not state is ``None``, and comes from the device's host or from the run.
+    """
 
     #: The whole entry in the notation of the run file.
     text: str
-    #: The host of the device, if it is named.
+    #: The host of the device.
     host: str | None
     #: The device as named on its host; ``ray`` stands for every device of the cluster.
     device: str
@@ -53,9 +56,9 @@ class Device:
     model: str
     #: The load line.
     budget_bytes: int
-    #: Name in ``run.devices`` for a worker of this raylet, which sees no other GPU.
+    #: Name in ``run.devices`` for a worker of this raylet. A GPU is ``cuda:0``, because the worker sees no other.
     worker_name: str
-    #: Value of ``CUDA_VISIBLE_DEVICES`` for the workers.
+    #: Value of ``CUDA_VISIBLE_DEVICES`` for the workers; ``None`` if the device is not a GPU.
     visible: str | None = None
 
     @property
@@ -65,7 +68,10 @@ class Device:
 
 
 def local_devices(named: str | None = None) -> list[Device]:
-    """Returns the devices of this machine. ``named`` selects devices in the notation of ``run.devices``."""
+    """Returns the devices of this machine.
+
+    ``named`` selects devices in the notation of ``run.devices``. ``None`` selects all usable GPUs, or the CPU if there are none.
+    """
     machine = api.devices()["devices"]
     cpu, gpus = machine[0], [found for found in machine[1:] if not found.get("gpu", {}).get("unusable")]
     cards = [
@@ -123,7 +129,8 @@ class RayletResources:
 def divide_resources(devices: list[Device]) -> list[RayletResources]:
     """Divides the machine among the raylets of its devices.
 
-    Cores are divided evenly. So is the memory that remains without the load lines of simulated devices and of the CPU.
+    Cores are divided evenly. The raylet of the CPU gets its load line as memory. The other raylets share the rest of the host
+    memory evenly, without the load lines of simulated devices.
     """
     cpu = api.devices()["devices"][0]
     count = len(devices)

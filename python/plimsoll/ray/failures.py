@@ -44,7 +44,10 @@ RAY_ERRORS = {
 
 
 def version_mismatch(output: str) -> str | None:
-    """Returns a message if Ray's output says that versions of Ray or Python differ. Ray requires equal patch versions."""
+    """Returns a message if Ray's output says that versions of Ray or Python differ, else ``None``.
+
+    Ray requires equal patch versions.
+    """
     found = re.findall(r"Ray: (\S+)\s+Python: (\S+)", output)
     if len(found) != 2:
         return None

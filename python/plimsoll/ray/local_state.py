@@ -142,7 +142,7 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def session_pids(raylet: Raylet) -> list[int]:
-    """Returns the running processes of a raylet's session."""
+    """Returns the process ids of the running processes in a raylet's session."""
     leader_ticks = start_ticks(raylet.pid)
     if raylet.boot_id != boot_id() or (leader_ticks is not None and leader_ticks != raylet.start_ticks):
         # The pid belongs to another process now. The system reuses a pid only after its session has no processes left.
@@ -163,7 +163,7 @@ def is_raylet_running(raylet: Raylet) -> bool:
 
 
 def ended_raylets(membership: Membership) -> list[int]:
-    """Returns the indices of the raylets that are not running any more."""
+    """Returns the indices, in the membership record, of the raylets that are not running any more."""
     return [index for index, raylet in enumerate(membership.raylets) if not is_raylet_running(raylet)]
 
 
@@ -174,7 +174,7 @@ def _process_name(pid: int) -> str | None:
 
 
 def stop(raylets: list[Raylet]) -> int:
-    """Ends raylets with all processes of their sessions, and returns the number of these processes."""
+    """Ends raylets with all processes of their sessions. Returns the number of processes that were running."""
     process_count = sum(len(session_pids(raylet)) for raylet in raylets)
     # The leader ends its child processes in order.
     for raylet in filter(is_leader_running, raylets):

@@ -54,7 +54,7 @@ HEALTH = {
     # By default Ray lowers the priority of its workers, which would slow a whole team.
     "RAY_worker_niceness": "0",
 }
-#: Ray's setting for large results. Pieces of files are 1 MiB (``remote/server.rs``) and are sent directly. In Ray's object store
+#: Ray's setting for large results. Pieces of files are 1 MiB (``device_server.rs``) and are sent directly. In Ray's object store
 #: they would be mapped by each process that reads them, outside its load line.
 INLINE_RESULTS = {"RAY_max_direct_call_object_size": "2097152"}
 #: Settings that keep the memory of a worker constant: no reports about tasks, and one heap for all threads.
@@ -152,7 +152,10 @@ def join(
 def _restart_raylets(
     joined: local_state.Membership, ended: list[int], devices: str | None, command: str
 ) -> list[tuple[Device, RayletResources]]:
-    """Restarts the ended raylets of this machine. Returns all devices with the resources of their raylets."""
+    """Restarts the raylets of this machine with the indices ``ended``. Returns all devices with the resources of their raylets.
+
+    Raises :class:`plimsoll.InputError` if ``command`` or ``devices`` differ from those with which the machine joined.
+    """
     here, names = local_devices(devices), [raylet.name for raylet in joined.raylets]
     host = names[0].rpartition("/")[0]
     if command != joined.command or [f"{host}/{device.name}" for device in here] != names:
@@ -170,7 +173,7 @@ def _restart_raylets(
 
 
 def _host_name(name: str | None) -> str:
-    """Returns the name of this machine in the cluster, which is also its name in ``run.devices``."""
+    """Returns the name of this machine in the cluster and in ``run.devices``: ``name``, or its host name if that is ``None``."""
     host = socket.gethostname() if name is None else name
     if re.fullmatch("[A-Za-z0-9._-]+", host) is None:
         hint = "allowed are a-z, A-Z, 0-9, `.`, `-` and `_`: --name second"
@@ -189,7 +192,7 @@ def _token_refused(address: str) -> InputError:
 
 
 def _is_member(joined: local_state.Membership) -> bool:
-    """Returns whether this machine still is a node of its cluster.
+    """Returns whether this machine is still part of the cluster that it joined.
 
     A head that was restarted does not know its former nodes. Their raylets look for the old head for a minute before they end.
     """
@@ -216,7 +219,7 @@ def is_known_to_head(joined: local_state.Membership) -> bool | None:
 
 
 def _alive_nodes(address: str) -> dict[str, str] | None:
-    """Returns the addresses of a cluster's nodes by node name; ``None`` if the head refuses the token."""
+    """Returns the addresses of a cluster's alive nodes by node name; ``None`` if the head refuses the token."""
     os.environ.update(environment())
     # The public function works on nodes of the cluster only. Ray's type stubs omit this one.
     client, errors = importlib.import_module("ray._raylet").GcsClient, importlib.import_module("ray.exceptions")
@@ -238,7 +241,10 @@ def _alive_nodes(address: str) -> dict[str, str] | None:
 
 
 def other_machines() -> list[str]:
-    """Returns the other machines of the cluster if this machine is its head. The cluster ends when the head leaves."""
+    """Returns the names of the cluster's other machines if this machine is its head. Without the head, the cluster ends for them.
+
+    The list is empty on a machine that is not the head, and if the head does not answer.
+    """
     joined = local_state.load_membership()
     if joined is None or not joined.head or not any(map(local_state.is_raylet_running, joined.raylets)):
         return []
@@ -249,7 +255,10 @@ def other_machines() -> list[str]:
 
 
 def leave() -> tuple[local_state.Membership, int] | None:
-    """Stops the raylets of this machine. Returns the former membership and the number of ended processes."""
+    """Stops the raylets of this machine.
+
+    Returns the former membership and the number of ended processes; ``None`` if this machine has joined no cluster.
+    """
     joined = local_state.load_membership()
     if joined is None:
         return None
@@ -365,7 +374,10 @@ def _temp_dir() -> Path:
 
 
 def _own_ip() -> str:
-    """Returns the address of this machine on its default route, or else its only address. Sends nothing."""
+    """Returns the address of this machine on its default route, or else its only address. Sends nothing.
+
+    Without any address, returns the loopback address.
+    """
     with contextlib.suppress(InputError):
         return _ip_towards("192.0.2.1:9")
     here = _interface_addresses()

@@ -41,7 +41,7 @@ class Ports:
 
 
 def raylet_ports(base_port: int, index: int) -> Ports:
-    """Returns the ports of a machine's raylet; ``index`` counts from 0."""
+    """Returns the ports of one raylet of a machine; ``index`` counts the raylets of the machine from 0."""
     first = base_port + FIRST + STRIDE * index
     last = first + STRIDE - 1
     return Ports(
@@ -59,6 +59,6 @@ def raylet_ports(base_port: int, index: int) -> Ports:
 
 
 def wire_ports() -> list[int]:
-    """Returns the ports on which this worker accepts other workers. 0 stands for any port, if none are set."""
+    """Returns the ports on which this worker accepts other workers; only 0, for any port, if none are set."""
     first, dash, last = os.environ.get("PLIMSOLL_RAY_WIRES", "").partition("-")
     return list(range(int(first), int(last) + 1)) if dash else [0]

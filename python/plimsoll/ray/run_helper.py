@@ -38,7 +38,7 @@ POLL_SECONDS = 1.0
 FREED_TIMEOUT_SECONDS, SWEEP_FREED_TIMEOUT_SECONDS = 5.0, 20.0
 #: Seconds to wait for Ray when this process frees its reservations. Ray also frees them after this process has ended.
 RELEASE_TIMEOUT_SECONDS = 5.0
-#: Seconds that the runs of an ended sweep have to stop: one step and one checkpoint.
+#: Seconds that the runs of a sweep have to stop after its end: one step and one checkpoint.
 RUNS_STOP_TIMEOUT_SECONDS = 600.0
 #: Environment variable with the placement group that a sweep has reserved for a run (``RESERVATION_ENV`` in ``remote/ray.rs``).
 RESERVATION_ENV = "PLIMSOLL_RAY_KEPT"
@@ -60,7 +60,7 @@ class RequestedDevice:
     node: Node
     #: Resources that Ray reserves for the worker.
     bundle: dict[str, float]
-    #: The device that its node joined with, if it joined with ``plimsoll join``.
+    #: The device with which ``plimsoll join`` added its node to the cluster; ``None`` if another command did.
     joined_as: str | None = None
     #: Ray's scheduling strategy for the reservation, and the name of its placement group.
     strategy: Any = None
@@ -83,7 +83,7 @@ class Worker:
         self.server = _native.DeviceServer(ray.util.get_node_ip_address(), [0] if alone else ports.wire_ports(), gpu)
 
     def device(self) -> str | None:
-        """Returns the device that this node has joined with."""
+        """Returns the device with which ``plimsoll join`` added this node to the cluster; ``None`` if another command did."""
         return os.environ.get("PLIMSOLL_RAY_DEVICE")
 
     def answer(self, request: bytes) -> bytes:
@@ -160,7 +160,10 @@ def _request_device(
     unreserved: UnreservedResources,
     before: list[RequestedDevice],
 ) -> RequestedDevice:
-    """Resolves the load line of a device in whole MiB. ``before`` are the devices of the run that already use the node."""
+    """Resolves a device on a node, with its load line in whole MiB. ``before`` holds the run's devices resolved so far.
+
+    Raises :class:`plimsoll.DoesNotFit` if the node has too little unreserved memory for the load line.
+    """
     resource = "vram_mib" if node["vram_mib"] is not None and name == _device_name(node) else "memory"
     unit = MIB if resource == "vram_mib" else 1
     node_unreserved = int(unreserved.get(node["id"], {}).get(resource, 0.0)) * unit
@@ -205,7 +208,7 @@ class Placement:
         # A run of a sweep has one device and no peers.
         self.alone = group_name is not None
         self.workers = dict[str, Any]()
-        #: Devices with a worker that is being restarted.
+        #: Names of the devices for which a thread restarts the worker or reserves the memory again.
         self.restarting: set[str] = set()
         self.lock, self.released = threading.Lock(), False
         try:
@@ -252,7 +255,7 @@ class Placement:
         return {one.name: one.group_name for one, node in available if node["id"] == one.node["id"]}
 
     def wait_until_unused(self) -> None:
-        """Waits until the runs of a sweep have freed their reservations. They save and stop when the sweep has ended."""
+        """Waits until no run of an ended sweep uses its reservation, at most some minutes. The runs save and stop meanwhile."""
         deadline = time.monotonic() + RUNS_STOP_TIMEOUT_SECONDS
         while time.monotonic() < deadline and any(_is_in_use(one, unreserved_resources()) for one in self.devices):
             time.sleep(POLL_SECONDS)
@@ -366,7 +369,7 @@ def _resolve_when_freed(request: dict[str, Any], listed: list[Node]) -> list[Req
 
 
 def _has_unaccounted(node: Node, unreserved: UnreservedResources) -> bool:
-    """Returns whether memory of a node is neither unreserved nor part of a reservation: it is being freed."""
+    """Returns whether some memory of a node is neither unreserved nor part of a reservation. Such memory is being freed."""
 
     def lacks(resource: str, total: int, unit: int) -> bool:
         left = int(unreserved.get(node["id"], {}).get(resource, 0.0)) * unit
@@ -385,7 +388,10 @@ def _owner(run: str | None, alive: list[Node]) -> str:
 
 
 def _reserved_by_sweep(group_name: str, texts: list[str], listed: list[Node]) -> list[RequestedDevice]:
-    """Returns the device of a run that a sweep places in its reservation. Ray delays the run until earlier runs have freed theirs."""
+    """Returns the only device of a run that a sweep places in its reservation ``group_name``.
+
+    Ray delays the run until earlier runs in the reservation have freed their memory.
+    """
     from ray.util.placement_group import get_placement_group, placement_group_table
 
     try:
@@ -429,7 +435,7 @@ def _wait_while_alive(devices: list[RequestedDevice], is_done: Callable[[], bool
 
 
 def _lost(devices: list[RequestedDevice]) -> list[str]:
-    """Returns the names of the devices on nodes that are not alive."""
+    """Returns the names of those devices whose nodes are not alive."""
     alive = {node["id"] for node in alive_nodes(nodes())}
     return [one.name for one in devices if one.node["id"] not in alive]
 
@@ -443,7 +449,7 @@ def _is_in_use(one: RequestedDevice, unreserved: UnreservedResources) -> bool:
 
 
 def _wait_for_response(one: RequestedDevice, response: Any) -> Any:
-    """Waits for the response of a worker that is starting."""
+    """Waits for the response of a worker that is starting, and returns it. Raises if the node is lost or takes too long."""
     import ray
 
     if not _wait_while_alive([one], lambda: bool(ray.wait([response], timeout=POLL_SECONDS)[0])):
@@ -480,7 +486,7 @@ def _receive(source: IO[bytes]) -> bytes | None:
 
 
 def forward_requests(placement: Placement, source: IO[bytes], output: IO[bytes]) -> None:
-    """Forwards requests until the run ends. Each request has a thread of its own, so an unresponsive device blocks no other."""
+    """Forwards requests of the run to workers until the run ends. An unresponsive device does not block the requests for others."""
     output_lock = threading.Lock()
 
     def forward(header: dict[str, Any], request: bytes) -> None:

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 ANSWER_TIMEOUT_SECONDS = 60.0
 #: Seconds to wait for memory that a run has just freed before a device counts as busy, and the interval.
 BUSY_TIMEOUT_SECONDS, POLL_SECONDS = 3.0, 0.5
-#: Difference between clocks that is reported.
+#: Largest difference between the clocks of nodes for which no warning is given.
 CLOCK_SECONDS_MAX = 1.0
-#: Devices below this share of the speed of the fastest device of the same model are reported.
+#: Lowest share of the speed of the fastest device of the same model for which no warning is given.
 SLOW_SHARE = 0.5
 
 
@@ -51,8 +51,9 @@ class DeviceResult(TypedDict):
     name: str
     model: str
     simulated: bool
-    #: The share of memory that was requested, and the memory that the prober then held.
+    #: The requested share of the device's memory.
     requested_bytes: int
+    #: The memory that the prober then held; ``None`` if it failed or was not started.
     held_bytes: int | None
     #: Whether one byte beyond the share was refused.
     refused_beyond: bool
@@ -139,7 +140,10 @@ class Prober:
 
 
 def verify(*, share: float, seconds: float) -> Report:
-    """Tests all devices at the same time, then the links one after another."""
+    """Tests all devices at the same time, then the links one after another. Devices with too little free memory are skipped.
+
+    ``share`` is the share of each device's load line to hold, and ``seconds`` the time for which each CPU computes.
+    """
     import ray
 
     listed = nodes()
@@ -183,7 +187,7 @@ def _share_bytes(node: Node, share: float) -> int:
 
 
 def _busy_nodes(alive: list[Node], share: float) -> dict[str, str]:
-    """Returns the verdict of each node with too little unreserved memory, by name. Ray would wait until the memory is freed."""
+    """Returns the verdict, by node name, for each node with too little unreserved memory. Ray would wait until it is freed."""
     deadline = time.monotonic() + BUSY_TIMEOUT_SECONDS
     while True:
         unreserved = unreserved_resources()
@@ -232,7 +236,7 @@ def _actor_options(node: Node, share: float) -> dict[str, Any]:
 
 
 def _responses(requests: list[Any]) -> list[Any]:
-    """Waits for the responses to all requests. A failed request yields its exception."""
+    """Waits for the responses to all requests, and returns them in order. A failed request yields its exception."""
     import ray
 
     deadline = time.monotonic() + ANSWER_TIMEOUT_SECONDS
@@ -263,7 +267,10 @@ def _judge(node: Node, requested: int, node_facts: Any, taken: Any, flops: Any) 
 
 
 def _measure_link(one: tuple[Node, Any], other: tuple[Node, Any]) -> list[LinkResult]:
-    """Measures both directions between two nodes."""
+    """Measures the link between two nodes, each given with its prober. Returns one result for each direction.
+
+    After a failure, both results contain the reason.
+    """
     import ray
 
     ends = (one, other)

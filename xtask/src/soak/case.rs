@@ -10,11 +10,11 @@ use plimsoll_program::models::{ModelConfig, ModelType, RopeScaling};
 use plimsoll_train::data::Rows;
 use std::fmt;
 
-/// Random numbers (splitmix64 of Steele, Lea and Flood).
+/// Generator of random numbers (splitmix64 of Steele, Lea and Flood).
 pub struct Rng(u64);
 
 impl Rng {
-    /// Returns the generator of one case.
+    /// Returns the generator for case `number` of the soak with this seed.
     pub fn new(seed: u64, number: u64) -> Rng {
         let mut rng = Rng(seed);
         let mixed = rng.next();
@@ -33,7 +33,7 @@ impl Rng {
         (self.next() >> 11) as f64 / (1u64 << 53) as f64
     }
 
-    /// Returns true with the given probability.
+    /// Returns true with the probability `share`.
     pub fn chance(&mut self, share: f64) -> bool {
         self.fraction() < share
     }
@@ -43,7 +43,7 @@ impl Rng {
         low + self.next() % (high - low + 1)
     }
 
-    /// Returns an integer from `low` to `high`, uniform in its logarithm.
+    /// Returns an integer from `low` to `high`, both included, whose logarithm is uniformly distributed.
     pub fn log_range(&mut self, low: u64, high: u64) -> u64 {
         let (low_log, high_log) = ((low as f64).ln(), ((high + 1) as f64).ln());
         ((low_log + self.fraction() * (high_log - low_log)).exp() as u64).clamp(low, high)
@@ -60,12 +60,12 @@ impl Rng {
     }
 }
 
-/// The budget of a case, relative to the demand of its model.
+/// The budget of a case, relative to the memory that its model needs.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Load {
-    /// Less than any recipe needs; the case then runs with the budget that the refusal names.
+    /// Less than any recipe needs. After the refusal, the case runs with the budget that the refusal names.
     TooSmall,
-    /// Position between the smallest budget (0) and that of the fastest recipe (1).
+    /// A budget between two others: 0 stands for the smallest that fits, 1 for that of the fastest recipe.
     Between(f64),
     /// More than any recipe needs.
     Plenty,
@@ -80,11 +80,11 @@ pub struct Case {
     pub number: u64,
     /// Shape of the model.
     pub config: ModelConfig,
-    /// Tokens per sequence.
+    /// Number of tokens per sequence.
     pub sequence: u64,
-    /// Sequences per step.
+    /// Number of sequences per step.
     pub sequences: u64,
-    /// CPU threads.
+    /// Number of CPU threads.
     pub threads: u32,
     /// Optimizer; `None` for a case without training.
     pub optimizer: Option<Optimizer>,
@@ -96,11 +96,11 @@ pub struct Case {
     pub source: WeightSource,
     /// Maximum gradient norm; 0 disables clipping.
     pub clip_norm: f64,
-    /// Budget of the device.
+    /// Budget of the device, relative to the memory that the model needs.
     pub load: Load,
-    /// Device of the case.
+    /// Device on which the case runs.
     pub device: TestDevice,
-    /// Arithmetic of the case.
+    /// Dtype of the case's arithmetic.
     pub precision: DType,
 }
 
@@ -185,7 +185,7 @@ impl Case {
         Case { device, precision, ..self }
     }
 
-    /// Returns the case with a number, on the CPU in f32.
+    /// Returns case `number` of the soak with this seed, on the CPU in f32.
     pub fn new(seed: u64, number: u64) -> Case {
         let mut rng = Rng::new(seed, number);
         let config = config(&mut rng);
@@ -225,7 +225,7 @@ impl Case {
         }
     }
 
-    /// Returns the device with a load line, for the planner.
+    /// Returns the device as the planner sees it: with the load line `budget`, without charges, and with assumed rates.
     pub fn device_spec(&self, budget: Bytes, threads: u32) -> DeviceSpec {
         DeviceSpec {
             name: "device".into(),
@@ -249,7 +249,7 @@ impl Case {
         }
     }
 
-    /// Returns the request to the planner.
+    /// Returns the request to plan this case on `device`, with arithmetic in `precision` and without lossy rungs.
     pub fn request<'a>(&'a self, device: &'a DeviceSpec, precision: DType) -> PlanRequest<'a> {
         PlanRequest {
             config: &self.config,
@@ -274,7 +274,8 @@ impl Case {
         Recipe::on_device(micro_batch as u32, vec![level; self.config.layers as usize])
     }
 
-    /// Returns random rows with several documents each and some ignored labels.
+    /// Returns `count` random rows of tokens. A row may hold several documents, and some labels are ignored. Another
+    /// `salt` gives other rows.
     pub fn rows(&self, count: u64, salt: u64) -> Rows {
         let mut rng = Rng::new(self.seed ^ salt, self.number);
         let mut rows = Rows::new(count, self.sequence);
@@ -299,7 +300,8 @@ impl Case {
         rows
     }
 
-    /// Returns a prompt of at least two tokens that leaves room for at most three more, so that generation fills the cache.
+    /// Returns a prompt of at least two tokens that leaves room for at most three more, so that generation fills the
+    /// cache.
     pub fn prompt(&self, generation: Generation) -> Vec<i32> {
         let mut rng = Rng::new(!self.seed, self.number);
         let length = generation.capacity.saturating_sub(rng.range(0, 3)).max(2);

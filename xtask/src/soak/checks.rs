@@ -1,4 +1,5 @@
-//! The checks of a case: budgets and refusals, placement, planned against used bytes, and equal results for all recipes.
+//! The checks of a case: budgets and refusals, placement, planned against used bytes, and equal results for all
+//! recipes.
 
 use super::case::{Case, Load, Rng};
 use super::execution::{ExecutionOptions, RunValues, execute};
@@ -12,10 +13,10 @@ use plimsoll_plan::search::{PlanOutcome, plan_recipe, search};
 use plimsoll_program::ProgramSet;
 use plimsoll_program::passes::check::check;
 
-/// Largest relative difference of losses and weights in f64.
+/// Largest permitted relative difference, in f64, of losses and weights between two micro-batch sizes.
 const F64_DISTANCE: f64 = 1e-9;
 
-/// Compares every op of a case with the CPU in f64.
+/// Runs a case with a random recipe, and compares the output of every op with that of the CPU in f64.
 pub fn run_ops(case: &Case) -> Tally {
     let mut tally = Tally::default();
     let device = case.device_spec(Bytes(1 << 40), case.threads);
@@ -32,7 +33,7 @@ pub fn run_ops(case: &Case) -> Tally {
     tally
 }
 
-/// Runs all checks of one case.
+/// Plans and runs one case, and makes all checks of this module.
 pub fn run_case(case: &Case) -> Tally {
     let mut tally = Tally::default();
     let Some(outcome) = check_budgets(case, &mut tally) else { return tally };
@@ -92,26 +93,18 @@ fn check_plan_runs(
     result.ok()
 }
 
-/// Plans with many budgets and checks which of them fit. Returns the plan that the case runs.
+/// Plans a case under many budgets, and checks for each whether the plan has to fit. Returns the plan under the case's
+/// own budget; `None` if that does not fit.
 fn check_budgets(case: &Case, tally: &mut Tally) -> Option<PlanOutcome> {
     let mut rng = Rng::new(case.seed ^ 1, case.number);
-    let mut plan_at = |budget: u64| {
-        let device = case.device_spec(Bytes(budget), case.threads);
-        let outcome = search(&case.request(&device, case.precision));
-        check_packing_overhead(case, &outcome, tally);
-        let arena = outcome.plan.devices[0].arena_bytes.0;
-        tally.check("a plan that fits is within the load line", !outcome.plan.fits || arena <= budget, || {
-            format!("{case}: {arena} bytes under {budget}")
-        });
-        outcome
-    };
+    let mut plan_at = |budget: u64| plan_under_budget(case, budget, tally);
     let unlimited = plan_at(1 << 40);
     let refused = plan_at(1);
     let most = unlimited.plan.devices[0].arena_bytes.0;
     let smallest = refused.plan.needs.first().map_or(0, |smallest| smallest.budget_bytes.0);
     let at_smallest = plan_at(smallest);
     let below: Vec<(u64, PlanOutcome)> =
-        [smallest - 1, smallest.saturating_sub(1 << 20)].map(|budget| (budget, plan_at(budget))).into();
+        [1, 1 << 20].map(|less| smallest.saturating_sub(less)).map(|budget| (budget, plan_at(budget))).into();
     let between: Vec<u64> = (0..3).map(|_| rng.range(smallest.min(most), most.max(smallest))).collect();
     let between: Vec<(u64, PlanOutcome)> = between.into_iter().map(|budget| (budget, plan_at(budget))).collect();
     let chosen = match case.load {
@@ -146,8 +139,20 @@ fn check_budgets(case: &Case, tally: &mut Tally) -> Option<PlanOutcome> {
     chosen.plan.fits.then_some(chosen)
 }
 
-/// Packs recipes without the search: none may be smaller than the lower bound of the smallest recipe that the search
-/// found. The difference between packing and its bound is checked separately.
+/// Plans a case under a budget in bytes, and checks the packing and the size of the arena.
+fn plan_under_budget(case: &Case, budget: u64, tally: &mut Tally) -> PlanOutcome {
+    let device = case.device_spec(Bytes(budget), case.threads);
+    let outcome = search(&case.request(&device, case.precision));
+    check_packing_overhead(case, &outcome, tally);
+    let arena = outcome.plan.devices[0].arena_bytes.0;
+    tally.check("a plan that fits is within the load line", !outcome.plan.fits || arena <= budget, || {
+        format!("{case}: {arena} bytes under {budget}")
+    });
+    outcome
+}
+
+/// Packs some recipes without the search, and checks that none needs fewer bytes than `bound`. `smallest` is the arena
+/// of the smallest recipe that the search found, and `bound` the lower bound of that arena.
 fn check_smallest_recipe(case: &Case, smallest: u64, bound: u64, tally: &mut Tally) {
     let device = case.device_spec(Bytes(1), case.threads);
     let request = case.request(&device, case.precision);
@@ -184,7 +189,8 @@ fn check_packing_overhead(case: &Case, outcome: &PlanOutcome, tally: &mut Tally)
     }
 }
 
-/// Checks that tensors that live at the same time share no bytes, and that all are aligned and inside the arena.
+/// Checks that tensors that live at the same time share no bytes, and that every tensor is aligned and inside its
+/// arena.
 pub fn check_placement(case: &Case, set: &ProgramSet, layout: &Layout, tally: &mut Tally) {
     let malformed = check(set).err();
     tally.check("programs are well-formed", malformed.is_none(), || format!("{case}: {}", malformed.unwrap()));
@@ -217,7 +223,8 @@ pub fn check_placement(case: &Case, set: &ProgramSet, layout: &Layout, tally: &m
     }
 }
 
-/// Checks that recompute changes no bit, and that micro-batches only change the order of sums.
+/// Runs other recipes of a case and compares their results with `plain`, those of `recipe`. Other recompute levels may
+/// change no bit. Other micro-batch sizes may only change the order of sums.
 fn compare_recipes(case: &Case, recipe: &Recipe, plain: &RunValues, tally: &mut Tally) {
     let device = case.device_spec(Bytes(1 << 40), case.threads);
     let mut rng = Rng::new(case.seed ^ 3, case.number);
@@ -263,7 +270,7 @@ fn compare_recipes(case: &Case, recipe: &Recipe, plain: &RunValues, tally: &mut 
     }
 }
 
-/// Checks that the number of threads changes no bit.
+/// Runs a recipe with other numbers of threads, and checks that no bit differs from `plain`, its results in the case.
 fn compare_thread_counts(case: &Case, recipe: &Recipe, plain: &RunValues, tally: &mut Tally) {
     for threads in (1..=3).filter(|&threads| threads != case.threads) {
         let device = case.device_spec(Bytes(1 << 40), threads);

@@ -5,35 +5,38 @@ use super::observed_device::{Observation, ObservedDevice, tensors_at_byte};
 use super::reference::values;
 use super::tally::Tally;
 use plimsoll_core::{Category, DType, Recipe, Space};
-use plimsoll_device::device::{Device, DeviceError, FileSpace};
+use plimsoll_device::device::{Device, FileSpace};
+use plimsoll_device::error::DeviceError;
 use plimsoll_device::heap::{self, HeapGrowth};
 use plimsoll_plan::search::PlanOutcome;
 use plimsoll_program::models::decoder::Generation;
-use plimsoll_program::{Lifetime, Placement, ProgramKind, ProgramSet, TensorId};
+use plimsoll_program::{Lifetime, Placement, ProgramKind, ProgramSet, Tensor, TensorId};
+use plimsoll_train::engine::{Engine, StepInput, StepLoss};
 use plimsoll_train::inference::samples::Sampling;
-use plimsoll_train::session::engine::{Engine, StepInput, StepLoss};
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::{Arc, Mutex};
 
-/// Largest growth of the heap after a step. The heap must not grow from step to step.
+/// Largest permitted growth of the heap over one step, in bytes. The heap must not grow from step to step.
 const KEPT_BYTES: i64 = 64 << 10;
 
 /// All numeric results of an execution.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RunValues {
-    /// Loss and norm of each step.
+    /// Loss and gradient norm of each step.
     pub losses: Vec<[f64; 2]>,
-    /// Sum of the losses of the evaluated rows, and number of exactly predicted documents.
+    /// Sum of the losses of the evaluated rows, and number of exactly predicted documents; `None` for a case without
+    /// evaluation.
     pub evaluated: Option<(f64, u64)>,
-    /// Logits after the prompt and after each new token.
+    /// Logits after the prompt, after each new token, and after a second prompt of one token. Empty for a case without
+    /// text generation.
     pub logits: Vec<Vec<f64>>,
-    /// Weights and optimizer state after the steps, with their element type.
+    /// Dtype and bytes of all weights and optimizer state after the steps, by tensor name and slot (`name[slot]`).
     pub tensors: BTreeMap<String, (DType, Vec<u8>)>,
 }
 
 impl RunValues {
-    /// Whether all bits are equal.
+    /// Returns whether all values of both executions are equal bit by bit.
     pub fn same_bits(&self, other: &RunValues) -> bool {
         let bits = |v: &[Vec<f64>]| v.iter().flatten().map(|x| x.to_bits()).collect::<Vec<_>>();
         let losses = |n: &RunValues| n.losses.iter().flatten().map(|x| x.to_bits()).collect::<Vec<_>>();
@@ -44,13 +47,14 @@ impl RunValues {
             && self.tensors == other.tensors
     }
 
-    /// Whether all losses and logits are finite.
+    /// Returns whether all losses, gradient norms and logits are finite.
     pub fn finite(&self) -> bool {
         self.losses.iter().flatten().chain(self.logits.iter().flatten()).all(|x| x.is_finite())
             && self.evaluated.is_none_or(|(loss, _)| loss.is_finite())
     }
 
-    /// Returns the largest relative difference of a loss or of a weight tensor (by norm), and its name.
+    /// Returns the largest relative difference between both executions, and the name of the value that differs most.
+    /// Losses, gradient norms and weight tensors (by the norm of their difference) are compared.
     pub fn distance(&self, other: &RunValues) -> (f64, String) {
         let relative = |a: f64, b: f64| if a == b { 0.0 } else { (a - b).abs() / a.abs().max(b.abs()) };
         let losses = self.losses.iter().flatten().zip(other.losses.iter().flatten());
@@ -69,25 +73,26 @@ impl RunValues {
     }
 }
 
-/// Files of a run, kept in memory and complete before anything runs.
+/// Files of a run, kept in memory instead of on disk. All have their final size from the start.
 pub struct InMemoryFiles(BTreeMap<String, Vec<u8>>);
 
 impl InMemoryFiles {
-    /// Creates every file of a Program set: random weights in the model files, placeholders in all others.
+    /// Creates every file of a Program set. Model files hold random weights, all other files hold bytes of 0xff.
     pub fn new(set: &ProgramSet, rng: &mut Rng) -> InMemoryFiles {
         let files = set.tensors.iter().filter(|t| t.space == Space::File);
-        let contents = |name: &str, dtype: DType, bytes: u64| {
-            if !name.starts_with("model:") {
-                return vec![0xff; bytes as usize];
-            }
-            (0..bytes / dtype.bytes()).flat_map(|_| random_weight(dtype, rng)).collect()
-        };
-        let mut contents = contents;
-        InMemoryFiles(files.map(|t| (t.name.clone(), contents(&t.name, t.dtype, t.bytes()))).collect())
+        InMemoryFiles(files.map(|t| (t.name.clone(), file_contents(t, rng))).collect())
     }
 }
 
-/// Returns the bytes of a random number of the size of a weight.
+/// Returns random weights for a tensor of a model file, and bytes of 0xff for any other.
+fn file_contents(tensor: &Tensor, rng: &mut Rng) -> Vec<u8> {
+    if !tensor.name.starts_with("model:") {
+        return vec![0xff; tensor.bytes() as usize];
+    }
+    (0..tensor.bytes() / tensor.dtype.bytes()).flat_map(|_| random_weight(tensor.dtype, rng)).collect()
+}
+
+/// Returns the bytes of a random number of `dtype` whose magnitude is that of a usual weight.
 fn random_weight(dtype: DType, rng: &mut Rng) -> Vec<u8> {
     let (sign, power, rest) = (rng.range(0, 1), rng.range(0, 3), rng.range(0, (1 << 52) - 1));
     match dtype {
@@ -126,8 +131,9 @@ fn read_persistent_tensors(engine: &mut Engine, set: &ProgramSet) -> BTreeMap<St
     all
 }
 
-/// Compares the files with the tensors in the arena and returns a mismatch. If weights have f32 master copies,
-/// checkpoints hold the masters and the saved model holds the weights.
+/// Compares the checkpoint and the saved model with the tensors in the arena. Describes the first mismatch; returns
+/// `None` if all are equal. If weights have f32 master copies, checkpoints hold the masters, and the saved model holds
+/// the weights.
 fn find_file_mismatch(
     case: &Case,
     memory: &InMemoryFiles,
@@ -161,20 +167,21 @@ fn find_file_mismatch(
 /// Options for the execution of a plan.
 #[derive(Clone, Copy)]
 pub struct ExecutionOptions<'a> {
-    /// Arithmetic of the execution.
+    /// Dtype of the arithmetic.
     pub precision: DType,
-    /// CPU threads.
+    /// Number of CPU threads.
     pub threads: u32,
-    /// Observation of the device.
+    /// The way in which the device is observed while it runs.
     pub observation: Observation,
     /// Name of the case in failure messages.
     pub label: &'a str,
-    /// Wraps the device, for tests that inject a fault.
+    /// Function that wraps the opened device. Tests inject a fault with it; by default it returns the device unchanged.
     pub damage: fn(Box<dyn Device>) -> Box<dyn Device>,
 }
 
 impl<'a> ExecutionOptions<'a> {
-    /// Returns options with the precision and threads of the case, without a fault.
+    /// Returns options with the precision and threads of the case, without an injected fault, and without observing
+    /// single ops.
     pub fn new(case: &Case, label: &'a str) -> ExecutionOptions<'a> {
         let undamaged = |device| device;
         ExecutionOptions {
@@ -187,11 +194,11 @@ impl<'a> ExecutionOptions<'a> {
     }
 }
 
-/// Returns the logits after a prompt, after each token until the cache is full, and after a prompt of one token. This
-/// runs every Program of generation.
+/// Generates tokens until the cache is full. Returns the logits after the prompt, after each new token, and after a
+/// second prompt of one token. This runs every Program of text generation.
 ///
 /// # Errors
-/// The device fails.
+/// Fails if the device fails.
 pub fn generate_all(case: &Case, generation: Generation, engine: &mut Engine) -> Result<Vec<Vec<f64>>, DeviceError> {
     let prompt = case.prompt(generation);
     let (mut length, mut all) = (prompt.len(), Vec::new());
@@ -210,10 +217,10 @@ pub fn generate_all(case: &Case, generation: Generation, engine: &mut Engine) ->
     Ok(all)
 }
 
-/// Trains one step on the rows of the case. Returns its loss and the growth of the heap.
+/// Trains one step on random rows of the case. Returns the loss, and the growth of the heap meanwhile.
 ///
 /// # Errors
-/// The device fails.
+/// Fails if the device fails.
 pub fn train_step(
     case: &Case,
     engine: &mut Engine,
@@ -233,10 +240,10 @@ pub fn train_step(
     Ok((loss?, grown))
 }
 
-/// Runs every Program of a plan.
+/// Runs every Program of a plan, adds the checks to `tally`, and returns the numeric results.
 ///
 /// # Errors
-/// The device fails.
+/// Fails if the device fails.
 pub fn execute(
     case: &Case,
     outcome: &PlanOutcome,
@@ -250,7 +257,8 @@ pub fn execute(
     numbers
 }
 
-/// Runs every Program of a plan. Checks of single ops are added to `found`, all others to `tally`.
+/// Runs every Program of a plan and returns the numeric results. Adds the checks that the observed device makes to
+/// `found`, and all others to `tally`.
 fn execute_programs(
     case: &Case,
     outcome: &PlanOutcome,
@@ -285,14 +293,7 @@ fn execute_programs(
             }
         }
     }
-    let evaluation = |engine: &mut Engine| -> Result<Option<(f64, u64)>, DeviceError> {
-        if !case.evaluate {
-            return Ok(None);
-        }
-        let sum = engine.evaluate(&mut case.rows(u64::from(recipe.micro_batch) + 1, 99))?;
-        Ok(Some((sum.loss_sum, sum.exact)))
-    };
-    numbers.evaluated = evaluation(&mut engine)?;
+    numbers.evaluated = evaluate(case, recipe.micro_batch, &mut engine)?;
     numbers.tensors = read_persistent_tensors(&mut engine, &set);
     if case.optimizer.is_some() {
         engine.move_files(ProgramKind::Checkpoint, &mut memory)?;
@@ -309,7 +310,7 @@ fn execute_programs(
         engine.move_files(ProgramKind::Restore, &mut memory)?;
         let same = read_persistent_tensors(&mut engine, &set) == numbers.tensors;
         tally.check("restore brings back every bit", same, || label.to_owned());
-        let evaluated = evaluation(&mut engine)?;
+        let evaluated = evaluate(case, recipe.micro_batch, &mut engine)?;
         let same = evaluated.map(|(loss, _)| loss.to_bits()) == numbers.evaluated.map(|(loss, _)| loss.to_bits());
         tally.check("restore brings back every bit", same, || {
             format!("{label}: {evaluated:?} was {:?}", numbers.evaluated)
@@ -323,4 +324,14 @@ fn execute_programs(
         });
     }
     Ok(numbers)
+}
+
+/// Evaluates more rows than one micro-batch has. Returns the sum of the losses and the number of exact matches; `None`
+/// if the case has no evaluation.
+fn evaluate(case: &Case, micro_batch: u32, engine: &mut Engine) -> Result<Option<(f64, u64)>, DeviceError> {
+    if !case.evaluate {
+        return Ok(None);
+    }
+    let sum = engine.evaluate(&mut case.rows(u64::from(micro_batch) + 1, 99))?;
+    Ok(Some((sum.loss_sum, sum.exact)))
 }

@@ -11,7 +11,7 @@ use plimsoll_core::{
     Bytes, DType, DeviceKind, DeviceSpec, FileSpec, HostSpec, Link, Offload, Recipe, Remedy, Rung, ScratchOffload,
     Space,
 };
-use plimsoll_device::device::DeviceError;
+use plimsoll_device::error::DeviceError;
 use plimsoll_device::virtual_device::{self, VirtualDeviceSpec};
 use plimsoll_plan::price::Prices;
 use plimsoll_plan::search::{LossyOptions, PlanOutcome, PlanRequest, plan_recipe, search};
@@ -19,12 +19,12 @@ use plimsoll_program::ProgramKind;
 use plimsoll_program::models::Target;
 use plimsoll_program::models::decoder::{AdamState, Base, Lora, Method, Optimizer, WeightSource};
 use plimsoll_program::passes::check::check;
-use plimsoll_train::session::engine::Engine;
+use plimsoll_train::engine::Engine;
 
-/// One case in this many is run.
+/// One case in this many is not only planned, but also run.
 const RUN_EVERY: u64 = 3;
 
-/// A case with its lossy options, budgets and link.
+/// A case with its lossy options, the load lines of device and host, and the link between them.
 struct LadderCase {
     case: Case,
     lossy: LossyOptions,
@@ -113,7 +113,7 @@ impl LadderCase {
     }
 }
 
-/// Runs all checks of one case.
+/// Plans case `number` of the soak with this seed, runs it if it is its turn, and makes all checks.
 pub fn run_ladder(seed: u64, number: u64) -> Tally {
     let mut tally = Tally::default();
     let ladder = LadderCase::new(seed, number);
@@ -146,7 +146,8 @@ pub fn run_ladder(seed: u64, number: u64) -> Tally {
     tally
 }
 
-/// Returns the case with the budgets and rungs of a remedy.
+/// Returns case `number` of the soak with this seed, with the load lines and allowed rungs that the remedy `need` asks
+/// for.
 fn with_remedy(seed: u64, number: u64, need: &Remedy) -> LadderCase {
     let mut ladder = LadderCase::new(seed, number);
     ladder.budget = need.budget_bytes;
@@ -160,7 +161,7 @@ fn with_remedy(seed: u64, number: u64, need: &Remedy) -> LadderCase {
     ladder
 }
 
-/// Plans a case and runs the checks that hold for every plan.
+/// Plans a case, makes the checks that hold for every plan, and returns the plan.
 fn plan_and_check(ladder: &LadderCase, tally: &mut Tally) -> PlanOutcome {
     let device = ladder.device();
     let outcome = search(&ladder.request(&device));
@@ -205,7 +206,7 @@ fn record_coverage(outcome: &PlanOutcome, tally: &mut Tally) {
     }
 }
 
-/// Checks that lossy rungs were needed: without them the case does not fit.
+/// Checks that a plan takes lossy rungs only if it needs them: without them, the case must not fit.
 fn check_rungs_needed(ladder: &LadderCase, outcome: &PlanOutcome, tally: &mut Tally) {
     if outcome.plan.rungs.is_empty() {
         return;
@@ -261,7 +262,7 @@ fn check_no_recipe_overlooked(ladder: &LadderCase, tally: &mut Tally) {
     }
 }
 
-/// Runs a plan; `kind` is the name of the check.
+/// Runs the Programs of a plan and checks that no error occurs. `what` is the name of this check.
 fn check_runs(ladder: &LadderCase, outcome: &PlanOutcome, what: &str, tally: &mut Tally) {
     tally.cover("run");
     let result = run_programs(ladder, outcome, tally);
@@ -270,7 +271,8 @@ fn check_runs(ladder: &LadderCase, outcome: &PlanOutcome, what: &str, tally: &mu
     });
 }
 
-/// Loads, trains for two steps, evaluates and generates as the case requires.
+/// Runs the Programs of a plan on a virtual device, and checks heap, results and used bytes. It loads, trains two
+/// steps, evaluates and generates, as far as the case does these.
 fn run_programs(ladder: &LadderCase, outcome: &PlanOutcome, tally: &mut Tally) -> Result<(), DeviceError> {
     let case = &ladder.case;
     let device = ladder.device();

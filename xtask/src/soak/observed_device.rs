@@ -4,7 +4,8 @@
 use super::reference::CpuReference;
 use super::tally::Tally;
 use plimsoll_core::{Category, DType, Space};
-use plimsoll_device::device::{Device, DeviceError, FileSpace, Memory, NoObserver, Observer, ProgramCall};
+use plimsoll_device::device::{Device, FileSpace, Memory, NoObserver, Observer, ProgramCall};
+use plimsoll_device::error::DeviceError;
 use plimsoll_device::heap;
 use plimsoll_plan::lifetimes::{Lifetimes, Slot, deaths, lifetimes};
 use plimsoll_program::ProgramKind;
@@ -13,15 +14,17 @@ use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
-/// Largest heap allocation while a Program runs: enough for messages between threads, too small for a tensor.
+/// Largest permitted growth of the heap, in bytes, while a Program runs: enough for messages between threads, too small
+/// for a tensor.
 const HEAP_BYTES: u64 = 64 << 10;
 
-/// Kind of observation.
+/// The way in which a device is observed while it runs Programs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Observation {
-    /// The device runs unchanged; only heap and results are checked.
+    /// The device runs unchanged. Only the heap, writes outside the arena and the results are checked.
     Outcome,
-    /// The whole arena is compared after every op, and all dead bytes are poisoned.
+    /// After every op, the whole arena is compared with its expected bytes. Bytes that no live tensor holds are
+    /// overwritten, so that an op that reads them computes another result.
     EveryOp,
     /// The output of every op is compared with that of the CPU in f64 for the same input.
     CpuReference,
@@ -37,10 +40,11 @@ pub struct ObservedDevice {
 }
 
 impl ObservedDevice {
-    /// Observes a device that runs the Programs of `set` in `precision`, and adds its checks to `found`.
+    /// Wraps a device that runs the Programs of `set` in `precision`. The wrapper adds its checks to `found`, with the
+    /// name `case` in failure messages.
     ///
     /// # Errors
-    /// There is no memory for the CPU reference.
+    /// Fails if there is no memory for the CPU reference.
     pub fn new(
         inner: Box<dyn Device>,
         set: Arc<ProgramSet>,
@@ -111,7 +115,8 @@ impl Device for ObservedDevice {
     }
 }
 
-/// A copy of the arenas with the expected value of every byte.
+/// A copy of the arenas with the expected value of every byte. As an observer, it compares them with the real arenas
+/// after every op.
 struct ShadowMemory {
     set: Arc<ProgramSet>,
     placement: Placement,
@@ -122,25 +127,32 @@ struct ShadowMemory {
     bytes: BTreeMap<Space, Vec<u8>>,
     program: usize,
     phase: usize,
-    /// Phase that ran last; `None` at the start.
+    /// Index of the phase to which the last completed Program belongs; `None` before the first one.
     before: Option<usize>,
-    /// Number of ops of the phase before this Program.
+    /// Number of ops in those Programs of the phase that precede the current Program.
     start: u32,
     micro_batch: i64,
     trace: Vec<(Op, i64)>,
-    /// Ranges that were poisoned before this op, because the op has to write them.
+    /// Ranges that were overwritten with poison before the current op, because the op has to write them whole.
     poisoned: Vec<(Space, Range<u64>)>,
 }
 
-/// Spaces with an arena.
+/// Memory spaces with an arena.
 const SPACES: [Space; 2] = [Space::Device, Space::Host];
 
-/// A range of an arena that an op touches.
+/// A byte range of an arena that an op reads or writes, with the tensor that lies there.
 struct AccessedRange {
     space: Space,
     range: Range<u64>,
     mode: Mode,
     tensor: TensorId,
+}
+
+impl AccessedRange {
+    /// Returns whether the two ranges share a byte.
+    fn overlaps(&self, other: &AccessedRange) -> bool {
+        self.space == other.space && self.range.start < other.range.end && other.range.start < self.range.end
+    }
 }
 
 impl ShadowMemory {
@@ -171,7 +183,8 @@ impl ShadowMemory {
         }
     }
 
-    /// Prepares for a Program that is about to run.
+    /// Makes a Program and a micro-batch the current ones before the Program runs: sets its place in its phase, and
+    /// lists its ops in order.
     fn enter(&mut self, program: ProgramKind, micro_batch: u32) {
         let set = &self.set;
         self.program = set.program_index(program).expect("a program of the set");
@@ -205,13 +218,14 @@ impl ShadowMemory {
             .collect()
     }
 
-    /// Copies a range of the arena into the expected bytes.
+    /// Makes the present bytes of a range of the arena the expected ones.
     fn record(&mut self, space: Space, range: Range<u64>, memory: &mut dyn Memory) {
         let known = &mut self.bytes.get_mut(&space).expect("both arenas are known")[index_range(&range)];
         known.copy_from_slice(&memory.view(space, range));
     }
 
-    /// Returns the first byte of a range that differs from its expected value.
+    /// Returns the offset in the arena of the first byte in a range that differs from its expected value; `None` if
+    /// none does.
     fn first_change(&self, space: Space, range: Range<u64>, memory: &mut dyn Memory) -> Option<u64> {
         let first = range.start;
         difference(&self.bytes[&space][index_range(&range)], &memory.view(space, range)).map(|at| first + at as u64)
@@ -222,7 +236,8 @@ impl ShadowMemory {
         self.record(space, range, memory);
     }
 
-    /// Poisons all bytes that this Program must not read: those of tensors that are not alive when it starts.
+    /// Overwrites with poison all bytes that the current Program must not read: those that belong to no tensor that is
+    /// alive at its start.
     fn poison_dead(&mut self, memory: &mut dyn Memory) {
         // The generation cache lives between calls, but each forward pass starts a new micro-batch.
         let has_phase_tensors =
@@ -271,7 +286,7 @@ impl ShadowMemory {
         format!("{}: {} at op {tick} ({})", self.case, self.set.programs[self.program].kind, op.name())
     }
 
-    /// Returns the names of the tensors at a byte of an arena.
+    /// Returns the names, separated by commas, of the tensors that hold a byte of an arena.
     fn tensors_at(&self, space: Space, byte: u64) -> String {
         tensors_at_byte(&self.set, &self.placement, space, byte).join(", ")
     }
@@ -284,12 +299,12 @@ impl ShadowMemory {
     }
 }
 
-/// Converts a byte range to an index range.
+/// Converts a range of byte offsets to a range of indices into a slice.
 fn index_range(range: &Range<u64>) -> Range<usize> {
     range.start as usize..range.end as usize
 }
 
-/// Returns the names of the tensors at a byte of an arena.
+/// Returns the names, each as `name[slot]`, of the tensors that the placement puts on a byte of an arena.
 pub fn tensors_at_byte(set: &ProgramSet, placement: &Placement, space: Space, byte: u64) -> Vec<String> {
     let mut names = Vec::new();
     let tensors = set.tensors.iter().zip(&placement.offsets);
@@ -303,7 +318,7 @@ pub fn tensors_at_byte(set: &ProgramSet, placement: &Placement, space: Space, by
     names
 }
 
-/// Returns the first index at which two slices of equal length differ.
+/// Returns the first index at which two slices of equal length differ; `None` if they are equal.
 fn difference(a: &[u8], b: &[u8]) -> Option<usize> {
     if a == b { None } else { a.iter().zip(b).position(|(a, b)| a != b) }
 }
@@ -329,13 +344,7 @@ impl Observer for ShadowMemory {
             let touched = self.accessed_ranges(op, variable);
             for written in touched.iter().filter(|t| t.mode == Mode::Write) {
                 // An op reads and writes its in-place operand.
-                let read = |t: &&AccessedRange| {
-                    t.mode != Mode::Write
-                        && t.space == written.space
-                        && t.range.start < written.range.end
-                        && written.range.start < t.range.end
-                };
-                if !touched.iter().any(|t| read(&t)) {
+                if !touched.iter().any(|t| t.mode != Mode::Write && t.overlaps(written)) {
                     self.poison(written.space, written.range.clone(), memory);
                     self.poisoned.push((written.space, written.range.clone()));
                 }

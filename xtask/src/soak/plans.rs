@@ -1,43 +1,45 @@
 //! Compares planned and used memory on a GPU with models that fill it: the arena to the byte, and the whole device
-//! according to NVML and the driver. Budgets must never be exceeded. The values that are computed are checked elsewhere.
+//! according to NVML and the driver. Budgets must never be exceeded. The values that are computed are checked
+//! elsewhere.
 
 use super::case::{Case, Load, Rng};
 use super::tally::Tally;
 use super::test_device::TestDevice;
 use clap::ValueEnum;
 use plimsoll_core::{Bytes, DType, DeviceSpec};
-use plimsoll_device::calibration::gemm_algorithms;
+use plimsoll_device::cache::gemm_algorithms;
 use plimsoll_device::cuda::driver::{Context, Driver};
 use plimsoll_device::cuda::gpus::{CudaInstallation, GpuInfo};
-use plimsoll_device::cuda::open::{OpenOptions, find_gpu, measure_charges, open};
-use plimsoll_device::device::DeviceError;
+use plimsoll_device::error::DeviceError;
+use plimsoll_device::gpu::{OpenOptions, find_gpu, measure_charges, open};
 use plimsoll_plan::search::{PlanOutcome, search};
 use plimsoll_program::ProgramKind;
 use plimsoll_program::models::decoder::WeightSource;
 use plimsoll_program::models::{ModelType, RopeScaling};
-use plimsoll_train::session::engine::{Engine, StepInput};
+use plimsoll_train::engine::{Engine, StepInput};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
-/// Allowed difference of the whole device between prediction and measurement, in addition to 1 %.
+/// Permitted difference in bytes between predicted and measured memory of the whole device, in addition to 1 %.
 const TOLERANCE_BYTES: u64 = 64 << 20;
 
-/// Charges of the process outside the arena: an assumption at first, then the measurement of the previous case.
+/// Charges of the process on the GPU in bytes: an assumption at first, then the measurement of the previous case.
 static LAST_CHARGES: AtomicU64 = AtomicU64::new(330 << 20);
-/// Maximum number of plans per case, until the measured charges match those of the plan.
+/// Largest number of plans for one case. A case is planned again while its measured charges exceed those of the plan.
 const PLANS_MAX: u32 = 3;
 
-/// Size of the models.
+/// Size of the models that are planned and trained.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Size {
-    /// Small models for the stand-in.
+    /// Small models, for the stand-in that runs on the CPU in place of a GPU.
     Small,
     /// Hundreds of millions of parameters, with the load lines of an RTX 3070 and an RTX 3090.
     Large,
 }
 
 impl Size {
-    /// Returns load lines: the free memory of cards with 8 and 24 GiB that also show a desktop.
+    /// Returns the load lines for models of this size. For large models, they are the free memory of cards with 8 and
+    /// 24 GiB that also show a desktop.
     fn budgets(self) -> [Bytes; 2] {
         let gib = |gib: f64| Bytes((gib * (1u64 << 30) as f64) as u64);
         match self {
@@ -46,7 +48,7 @@ impl Size {
         }
     }
 
-    /// Returns a random model with its batch.
+    /// Returns case `number` of the soak with this seed, with a random model and batch of this size.
     fn case(self, seed: u64, number: u64) -> Case {
         let mut rng = Rng::new(!seed, number);
         let mut case = Case::new(seed, number);
@@ -82,7 +84,7 @@ impl Size {
     }
 }
 
-/// A GPU, with its memory use before this process used it.
+/// A GPU, with the bytes that were used on it before this process used it.
 struct Gpu {
     here: &'static CudaInstallation,
     card: &'static GpuInfo,
@@ -91,7 +93,8 @@ struct Gpu {
 }
 
 impl Gpu {
-    /// Returns the GPU, which is opened once per process: the memory of a context can only be measured when it is created.
+    /// Returns GPU `number`. The first call opens it for the whole process, because the memory of a context can only be
+    /// measured when the context is created.
     fn get(number: u32) -> Result<&'static Gpu, String> {
         static GPU: OnceLock<Result<Gpu, String>> = OnceLock::new();
         GPU.get_or_init(|| Gpu::open(number)).as_ref().map_err(Clone::clone)
@@ -108,7 +111,7 @@ impl Gpu {
         Ok(Gpu { here, card, before, context })
     }
 
-    /// Measures the charges outside the arena for the Programs of a plan, in the way a run does.
+    /// Measures the charges for the Programs of a plan on this GPU, in the same way as a run.
     fn charges(&self, precision: DType, outcome: &PlanOutcome) -> Result<Bytes, DeviceError> {
         let options = OpenOptions {
             index: self.card.index,
@@ -121,14 +124,16 @@ impl Gpu {
         measure_charges(&options, outcome.set.clone(), outcome.layout.placement.clone())
     }
 
-    /// Returns the GPU memory of this process; `None` without NVML, which would have to be read before the context exists.
+    /// Returns the GPU memory that this process holds, as the increase of used memory since its start. `None` without
+    /// NVML.
     fn held(&self) -> Option<Bytes> {
         let now = self.here.memory(self.card)?;
         Some(Bytes(now.used_bytes.0.saturating_sub(self.before?.0)))
     }
 }
 
-/// Plans a model with a load line and trains one step.
+/// Plans a random model of this size under a load line of a GPU, trains one step, and checks planned against used
+/// bytes.
 pub fn run_plan(seed: u64, number: u64, size: Size, device: TestDevice, precision: DType) -> Tally {
     let mut tally = Tally::default();
     let TestDevice::Cuda(ordinal) = device else {

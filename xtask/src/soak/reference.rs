@@ -4,19 +4,20 @@
 use super::tally::Tally;
 use plimsoll_core::{Category, DType, Space};
 use plimsoll_device::cpu::executor;
-use plimsoll_device::device::{Device, DeviceError, Memory, NoFiles, NoObserver, Observer, ProgramCall};
+use plimsoll_device::device::{Device, Memory, NoFiles, NoObserver, Observer, ProgramCall};
+use plimsoll_device::error::DeviceError;
 use plimsoll_program::ProgramKind;
 use plimsoll_program::op::Access;
-use plimsoll_program::{Block, Mode, Op, OpKind, Placement, Program, ProgramSet, TensorId};
+use plimsoll_program::{Block, Mode, Op, OpKind, Placement, Program, ProgramSet, Tensor, TensorId};
 use std::collections::HashMap;
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::thread;
 
-/// Workspace elements of every op on the CPU, more than small models need.
+/// Number of elements of each workspace on the CPU. Ops of small models need fewer.
 const WORKSPACE_ELEMENTS: u64 = 1 << 21;
 
-/// Converts bytes of an element type to numbers.
+/// Converts the bytes of a tensor with elements of `dtype` to numbers.
 pub fn values(dtype: DType, bytes: &[u8]) -> Vec<f64> {
     let wide = |bits: u32| f64::from(f32::from_bits(bits));
     match dtype {
@@ -32,7 +33,7 @@ pub fn values(dtype: DType, bytes: &[u8]) -> Vec<f64> {
     }
 }
 
-/// Converts the bits of an IEEE half-precision number.
+/// Converts the bits of an IEEE half-precision number to the number.
 fn half(bits: u16) -> f64 {
     let (exponent, fraction) = (i32::from(bits >> 10 & 31), f64::from(bits & 1023));
     let size = match exponent {
@@ -44,15 +45,16 @@ fn half(bits: u16) -> f64 {
     if bits >> 15 == 1 { -size } else { size }
 }
 
-/// Returns the largest difference of an element, relative to its value or to the root mean square, whichever is larger.
+/// Returns the largest permitted difference of an element from the f64 result. It is relative to the larger of the
+/// element's value and the root mean square of all elements.
 ///
-/// f32 allows for sums over a few hundred elements in another order. bf16 rounds by up to 2⁻⁹, and products inside
-/// attention also round their factors.
+/// The value for f32 permits sums over a few hundred elements in another order. bf16 rounds by up to 2⁻⁹, and products
+/// inside attention also round their factors.
 fn tolerance(precision: DType) -> f64 {
     if precision == DType::Bf16 { 3e-2 } else { 5e-5 }
 }
 
-/// A closure to run on the thread of the CPU device. An observer may move between threads, but a device may not.
+/// A closure to run on the thread that owns the CPU device. An observer may move between threads, but a device may not.
 type Work = Box<dyn FnOnce(&mut dyn Device) + Send>;
 
 struct ReferenceThread(Sender<Work>);
@@ -85,12 +87,13 @@ impl ReferenceThread {
     }
 }
 
-/// Observer that repeats each op on the CPU in f64.
+/// Observer of a device that repeats each op on the CPU in f64 and compares the outputs.
 pub struct CpuReference {
     set: Arc<ProgramSet>,
     placement: Placement,
     cpu: ReferenceThread,
-    /// The single-op Program on the CPU for each op, by Program and tick.
+    /// The Program on the CPU that consists of one op of the observed device. The key is the op's Program and its
+    /// number in it, counted from 1.
     cpu_programs: HashMap<(ProgramKind, u32), ProgramKind>,
     precision: DType,
     found: Arc<Mutex<Tally>>,
@@ -101,10 +104,11 @@ pub struct CpuReference {
 }
 
 impl CpuReference {
-    /// Creates the reference for the Programs of `set`, which a device runs in `precision` with this placement.
+    /// Creates the reference for the Programs of `set`, which the observed device runs in `precision` with this
+    /// placement. Its checks are added to `found`.
     ///
     /// # Errors
-    /// The CPU device has no memory for it.
+    /// Fails if there is no memory for the CPU device.
     pub fn new(
         set: Arc<ProgramSet>,
         placement: Placement,
@@ -118,7 +122,7 @@ impl CpuReference {
         Ok(CpuReference { set, placement, cpu, cpu_programs, precision, found, case, program, micro_batch: 0, trace })
     }
 
-    /// Prepares for a Program that is about to run.
+    /// Records which Program runs next and for which micro-batch, and lists its ops in order.
     pub fn enter(&mut self, call: ProgramCall) {
         self.program = call.program;
         self.micro_batch = call.micro_batch;
@@ -126,7 +130,8 @@ impl CpuReference {
         self.trace = program.trace().map(|(op, variable)| (op.clone(), variable)).collect();
     }
 
-    /// Returns the accesses of an op, each with its slot and first element.
+    /// Returns the accesses of op number `tick` to tensors other than workspaces. Each comes with the slot of the
+    /// tensor, and with the index of the first element that is accessed.
     fn accesses(&self, tick: u32) -> Vec<(Access, u32, u64)> {
         let (op, variable) = &self.trace[tick as usize - 1];
         let (variable, micro_batch) = (*variable, i64::from(self.micro_batch));
@@ -141,7 +146,7 @@ impl CpuReference {
             .collect()
     }
 
-    /// Reads elements of a slot from the device.
+    /// Reads elements of a tensor's slot from the memory of the observed device, as numbers.
     fn on_device(&self, id: TensorId, slot: u32, first: u64, elements: u64, memory: &mut dyn Memory) -> Vec<f64> {
         let (tensor, size) = (self.set.tensor(id), self.set.tensor(id).dtype.bytes());
         let start = self.placement.offset(id, slot) + first * size;
@@ -235,7 +240,8 @@ impl Observer for CpuReference {
     }
 }
 
-/// Whether an op computes on tensors. Copies, collectives and file access are checked elsewhere.
+/// Returns whether an op can be repeated on the CPU, because it only computes on tensors. False for copies, collectives
+/// and file access, which other checks cover.
 fn comparable(set: &ProgramSet, op: &Op) -> bool {
     let other_ops = matches!(
         op.kind,
@@ -248,7 +254,8 @@ fn comparable(set: &ProgramSet, op: &Op) -> bool {
     !other_ops && touched.iter().all(|access| set.tensor(access.operand.tensor).space != Space::File)
 }
 
-/// Returns a Program set with the same tensors in f64 in device memory and one Program per op.
+/// Returns a Program set with one Program per op of `set`, and the same tensors in f64 in device memory. The map leads
+/// from an op's Program and number in it, counted from 1, to its own Program.
 fn single_ops(set: &ProgramSet) -> (ProgramSet, HashMap<(ProgramKind, u32), ProgramKind>) {
     let mut wide = set.clone();
     for tensor in &mut wide.tensors {
@@ -279,20 +286,22 @@ fn single_ops(set: &ProgramSet) -> (ProgramSet, HashMap<(ProgramKind, u32), Prog
     (wide, kinds)
 }
 
-/// Returns a placement in which all tensors have their own bytes. Workspaces share theirs, because one op runs at a time.
+/// Returns a placement in which tensors share no bytes. Only workspaces share theirs, because one op runs at a time.
 fn separate_placement(set: &ProgramSet) -> Placement {
     let mut arena_bytes = 8 * WORKSPACE_ELEMENTS;
-    let place = |tensor: &plimsoll_program::Tensor, at: &mut u64| {
-        if tensor.space == Space::File {
-            return None;
-        }
-        if tensor.category == Category::Workspace {
-            return Some(0);
-        }
-        let first = *at;
-        *at += tensor.bytes().next_multiple_of(512);
-        Some(first)
-    };
-    let offsets = set.tensors.iter().map(|t| (0..t.slots).map(|_| place(t, &mut arena_bytes)).collect()).collect();
+    let offsets = set.tensors.iter().map(|t| (0..t.slots).map(|_| place_slot(t, &mut arena_bytes)).collect()).collect();
     Placement { offsets, arena_bytes, ..Placement::default() }
+}
+
+/// Places a slot of a tensor at the end of the arena, which grows. Returns its offset; `None` for a file.
+fn place_slot(tensor: &Tensor, arena_bytes: &mut u64) -> Option<u64> {
+    if tensor.space == Space::File {
+        return None;
+    }
+    if tensor.category == Category::Workspace {
+        return Some(0);
+    }
+    let first = *arena_bytes;
+    *arena_bytes += tensor.bytes().next_multiple_of(512);
+    Some(first)
 }

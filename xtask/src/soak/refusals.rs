@@ -1,5 +1,5 @@
-//! Small runs on a device that refuses memory at random. Every run ends done or resumable, none hangs, and all train on the
-//! same samples as the undisturbed run. If only identical rungs were taken, every bit is equal.
+//! Small runs on a device that refuses memory at random. Every run ends done or resumable, none hangs, and all train on
+//! the same samples as the undisturbed run. If only identical rungs were taken, every bit is equal.
 
 use super::case::Rng;
 use super::runs::{RandomRun, RunRecord, small_model};
@@ -10,12 +10,12 @@ use plimsoll_train::fault_injection::Injection;
 use std::fs;
 use std::path::Path;
 
-/// Returns a random single device.
+/// Returns one random device, as a value of `--devices`.
 fn device(rng: &mut Rng) -> String {
     rng.pick(&["cpu=512MiB", "virtual:a=64MiB@1.0", "virtual:a=64MiB@1.0:16GB/s,host=32MiB"]).to_owned()
 }
 
-/// Trains one random run twice: undisturbed, and with random out-of-memory errors.
+/// Trains one random run twice, undisturbed and with random out-of-memory errors, and compares both.
 pub fn run_refusals(binary: &Path, seed: u64, number: u64) -> Tally {
     let mut tally = Tally::default();
     let case = RandomRun::on(binary, (seed, number), &small_model, &device);

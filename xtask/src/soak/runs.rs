@@ -16,22 +16,25 @@ use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Number of steps of a run.
+/// Number of steps of each random run.
 pub const STEPS: u64 = 6;
 /// Number of documents for evaluation. Few, because training steps matter more here.
 const EVAL_DOCUMENTS: usize = 6;
-/// Largest relative difference of losses and norms between runs that add up in another order.
+/// Largest permitted relative difference, in f32, of losses and gradient norms between two runs that differ in the
+/// order of sums.
 pub const F32_DISTANCE: f64 = 1e-3;
+/// Largest permitted relative difference, in bf16, of losses and gradient norms between two runs that differ in the
+/// order of sums.
 pub const BF16_DISTANCE: f64 = 5e-2;
 
 /// Seconds after which a process counts as hanging. On an idle machine each takes a few seconds.
 const START_SECONDS_MAX: u64 = 180;
-/// Maximum number of processes per case.
+/// Largest number of processes that one case starts.
 const STARTS_MAX: u64 = 12;
 /// Seconds after which a case counts as hanging.
 pub const CASE_SECONDS_MAX: u64 = STARTS_MAX * START_SECONDS_MAX;
 
-/// A random run with its folder and settings.
+/// A random run of the program, with its folder and settings. Its training may be started several times.
 pub struct RandomRun {
     binary: PathBuf,
     /// Folder with all run folders of the case.
@@ -40,7 +43,7 @@ pub struct RandomRun {
     pub settings: Vec<String>,
     /// Value of `run.devices`.
     pub devices: String,
-    /// Probability with which an allocation is refused.
+    /// Probability with which a run of a Program fails with an injected out-of-memory error.
     pub share: f64,
     /// Arithmetic of the run.
     pub precision: DType,
@@ -58,10 +61,11 @@ pub fn small_model(rng: &mut Rng) -> ModelSizes {
 }
 
 impl RandomRun {
-    /// Creates a random run, with the model and devices from these functions.
+    /// Creates run `number` of the soak with this seed. The functions `sizes` and `devices` choose its model and its
+    /// devices.
     ///
     /// # Errors
-    /// A folder that cannot be written.
+    /// Fails if the folder of the run cannot be written.
     pub fn on(
         binary: &Path,
         (seed, number): (u64, u64),
@@ -115,7 +119,7 @@ impl RandomRun {
         Ok(RandomRun { binary: binary.to_owned(), folder, settings, devices, share, precision, label })
     }
 
-    /// Returns the run with more settings.
+    /// Returns the run with these settings (`KEY=VALUE`) after its own, which they override.
     pub fn with(&self, settings: &[&str]) -> RandomRun {
         let (mut all, binary) = (self.settings.clone(), self.binary.clone());
         all.extend(settings.iter().map(|setting| (*setting).to_owned()));
@@ -123,7 +127,8 @@ impl RandomRun {
         RandomRun { binary, folder, settings: all, devices, label, ..*self }
     }
 
-    /// Runs the program with a command, optionally with all settings.
+    /// Runs a command of the program, such as `plan --json`, to its end. `with_settings` adds the run file and all
+    /// settings.
     fn start(&self, command: &[&str], with_settings: bool) -> anyhow::Result<ProgramOutput> {
         let mut program = Command::new(&self.binary);
         program.current_dir(&self.folder).env("PLIMSOLL_CACHE", self.folder.join("cache")).args(command);
@@ -134,10 +139,10 @@ impl RandomRun {
         program::start(&mut program, &self.folder, START_SECONDS_MAX)
     }
 
-    /// Plans the run. Returns the plan, which may not fit, and the text on stderr.
+    /// Plans the run. Returns the plan, which need not fit, and the text on stderr.
     ///
     /// # Errors
-    /// The command fails without a plan.
+    /// Fails if the command fails without a plan.
     pub fn plan(&self) -> anyhow::Result<(Plan, String)> {
         let ended = self.start(&["plan", "--json"], true)?;
         let answered = [Exit::Done, Exit::DoesNotFit].map(|exit| Some(exit as i32)).contains(&ended.code);
@@ -147,10 +152,11 @@ impl RandomRun {
         Ok((plan, ended.stderr))
     }
 
-    /// Trains or resumes in a run folder. Returns the text on stderr if the run stopped and can be resumed.
+    /// Trains with these faults in the run folder `run`, or resumes what was begun there. Returns `None` if the run is
+    /// done, and the text on stderr if it stopped and can be resumed.
     ///
     /// # Errors
-    /// The run ends in any other way.
+    /// Fails if the run ends in any other way.
     pub fn train(&self, run: &str, injections: &[Injection]) -> anyhow::Result<Option<String>> {
         // A run without a run file has never started.
         let begun = self.folder.join(run).join("run.toml").exists();
@@ -167,7 +173,8 @@ impl RandomRun {
         }
     }
 
-    /// Checks that losses and norms of two runs only differ by the order of sums.
+    /// Checks that losses and gradient norms of two runs differ no more than by the order of sums. `what` is part of
+    /// the check's name.
     pub fn compare_losses(&self, what: &str, one: &RunRecord, other: &RunRecord, tally: &mut Tally) {
         let most = if self.precision == DType::F32 { F32_DISTANCE } else { BF16_DISTANCE };
         let pairs = one.steps.values().zip(other.steps.values());
@@ -179,7 +186,7 @@ impl RandomRun {
         tally.figure(&kind, apart, apart <= most, || format!("{}: {:?}, {:?}", self.label, one.steps, other.steps));
     }
 
-    /// Checks that two runs had the same samples in every step.
+    /// Checks that two runs had the same samples in every step, by the number of their labelled tokens.
     pub fn check_same_samples(&self, one: &RunRecord, other: &RunRecord, tally: &mut Tally) {
         let samples = |record: &RunRecord| {
             record.steps.iter().map(|(step, values)| (*step, values.labelled_tokens)).collect::<Vec<_>>()
@@ -200,19 +207,19 @@ pub struct StepValues {
 
 /// Events of a run and hashes of its final tensors.
 pub struct RunRecord {
-    /// Values by step, of its last execution.
+    /// Values of each step, by its number. For a repeated step, those of its last execution.
     pub steps: BTreeMap<u64, StepValues>,
     /// All events in order.
     pub events: Vec<Event>,
-    /// Name and hash of each tensor file in the last checkpoint.
+    /// Name and hash of each tensor file in the final checkpoint.
     pub tensors: Vec<(String, u64)>,
 }
 
 impl RunRecord {
-    /// Reads the folder of a finished run.
+    /// Reads the events and the final checkpoint in the folder of a finished run.
     ///
     /// # Errors
-    /// Missing or invalid files.
+    /// Fails if a file is missing or invalid.
     pub fn read(run: &Path) -> anyhow::Result<RunRecord> {
         let (mut steps, mut events) = (BTreeMap::new(), Vec::new());
         for line in fs::read_to_string(run.join("events.jsonl"))?.lines() {
@@ -235,7 +242,7 @@ impl RunRecord {
         Ok(RunRecord { steps, events, tensors })
     }
 
-    /// Returns the class of each recovery.
+    /// Returns the class (identical, reordered or lossy) of each recovery of the run.
     pub fn classes(&self) -> Vec<Class> {
         let class = |event: &Event| if let Event::Recovery(recovery) = event { Some(recovery.class) } else { None };
         self.events.iter().filter_map(class).collect()

@@ -4,40 +4,42 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-/// Results of one kind of check.
+/// Results of all checks of one kind. Some kinds measure a figure (a number), such as a distance between two losses.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Kind {
     /// Number of checks that passed.
     pub passed: u64,
     /// One line per failed check.
     pub failed: Vec<String>,
-    /// Largest figure.
+    /// Largest figure that the checks measured; `None` if this kind of check measures none.
     pub worst: Option<f64>,
-    /// Description of the case with the largest figure.
+    /// Description of the case with the largest figure; empty if this kind of check measures none.
     pub worst_of: String,
-    /// Number of figures above zero.
+    /// Number of checks that measured a figure above zero.
     pub above_zero: u64,
 }
 
-/// Results of all checks.
+/// Results of all checks of a soak.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Tally {
-    /// Results by name of the check.
+    /// Results of each kind of check, by its name.
     pub kinds: BTreeMap<String, Kind>,
-    /// Number of cases by property.
+    /// Number of cases with each feature, such as `refused` or `with a lost device`. It shows which situations the soak
+    /// has met.
     pub covered: BTreeMap<String, u64>,
-    /// Remarks that are not failures.
+    /// Remarks for the reader that are not failures.
     pub notes: Vec<String>,
 }
 
 impl Tally {
-    /// Records one check.
+    /// Records one check of a kind, which passed if `held`. Otherwise `message` describes the failure.
     pub fn check(&mut self, kind: &str, held: bool, message: impl FnOnce() -> String) {
         let entry = self.kinds.entry(kind.into()).or_default();
         if held { entry.passed += 1 } else { entry.failed.push(message()) }
     }
 
-    /// Records one figure, with a check on it.
+    /// Records one check of a kind that measures a figure (a number). The check passed if `held`. `message` describes
+    /// the case.
     pub fn figure(&mut self, kind: &str, figure: f64, held: bool, message: impl Fn() -> String) {
         self.check(kind, held, &message);
         let entry = self.kinds.get_mut(kind).expect("made just now");
@@ -49,12 +51,12 @@ impl Tally {
         entry.above_zero += u64::from(figure > 0.0);
     }
 
-    /// Counts a case with a property.
-    pub fn cover(&mut self, sort: &str) {
-        *self.covered.entry(sort.into()).or_default() += 1;
+    /// Counts a case that has this feature, such as `refused`.
+    pub fn cover(&mut self, feature: &str) {
+        *self.covered.entry(feature.into()).or_default() += 1;
     }
 
-    /// Adds a remark, unless it exists.
+    /// Adds a remark for the reader, unless the tally has it already.
     pub fn note(&mut self, line: String) {
         if !self.notes.contains(&line) {
             self.notes.push(line);
@@ -89,7 +91,7 @@ impl Tally {
         self.kinds.values().map(|kind| kind.failed.len()).sum()
     }
 
-    /// Formats the results as text; the last line has the totals.
+    /// Formats the results as text of several lines; the last one has the totals.
     pub fn lines(&self) -> String {
         let mut text = String::new();
         let width = self.kinds.keys().map(|name| name.chars().count()).max().unwrap_or(0);

@@ -9,25 +9,26 @@ use super::runs::{RandomRun, RunRecord, STEPS, small_model};
 use super::tally::Tally;
 use super::whole_process::{ModelSizes, TOLERANCE_BYTES};
 use anyhow::{Context, ensure};
-use plimsoll_core::{Event, Parallelism, Plan, RunResult, RunStatus};
+use plimsoll_core::{Bytes, Event, Parallelism, Plan, RunResult, RunStatus};
 use plimsoll_program::ProgramKind;
 use plimsoll_train::fault_injection::Injection;
 use std::fs;
 use std::path::Path;
 
-/// One team in this many is run.
+/// One team in this many is not only planned, but also trained.
 const RUN_EVERY: u64 = 3;
 /// Number of runs with injected faults per team.
 const FAULTY_RUNS: u64 = 2;
-/// Number of equal out-of-memory errors after which a device is excluded; a run has fewer rungs and tries.
+/// Number of equal out-of-memory faults that make a device fail for good. It exceeds the number of rungs and retries of
+/// a run, so the run goes on without the device.
 const PERSISTENT_COUNT: usize = 40;
-/// Heartbeat timeout in seconds.
+/// Seconds without a heartbeat after which a device counts as lost (`run.heartbeat_seconds`).
 const HEARTBEAT_SECONDS: u64 = 2;
 
-/// Number of attempts to find devices for which the planner chooses the wanted parallelism.
+/// Largest number of random teams that are drawn in search of one for which the planner chooses the wanted parallelism.
 const DRAWS: u64 = 8;
 
-/// Intended kind of team; cases alternate between them. The planner decides which parallelism it uses.
+/// The kind of team that a case intends. Cases take turns between the kinds; the planner decides on the parallelism.
 #[derive(Clone, Copy)]
 enum TeamKind {
     /// Random devices; each may be large enough for the model.
@@ -42,41 +43,45 @@ enum TeamKind {
 
 const TEAM_KINDS: [TeamKind; 4] = [TeamKind::Any, TeamKind::FastLink, TeamKind::WithOutlier, TeamKind::SlowLink];
 
-/// Returns two to four random devices.
+/// Returns two to four random devices, as a value of `--devices`.
 fn devices(rng: &mut Rng) -> String {
     let count = rng.range(2, 4);
-    let device = |number: u64, rng: &mut Rng| {
-        let budget = rng.pick(&[64, 72, 80, 96, 128]);
-        let pace = rng.pick(&["0.4", "0.3", "0.2", "0.12", "0.08"]);
-        let link = rng.pick(&["16GB/s", "1GB/s", "125MB/s+100us"]);
-        format!("virtual:d{number}={budget}MiB@{pace}:16GB/s:{link}")
-    };
-    let list: Vec<String> = (0..count).map(|number| device(number, rng)).collect();
+    let list: Vec<String> = (0..count).map(|number| random_device(number, rng)).collect();
     let host = rng.pick(&["", ",host=64MiB"]);
     format!("{}{host}", list.join(","))
 }
 
-/// Returns two devices and a third one that is slow, behind a slow link, or too small for anything.
+/// Returns the device with this number, with random limits, as part of a value of `--devices`.
+fn random_device(number: u64, rng: &mut Rng) -> String {
+    let budget = rng.pick(&[64, 72, 80, 96, 128]);
+    let pace = rng.pick(&["0.4", "0.3", "0.2", "0.12", "0.08"]);
+    let link = rng.pick(&["16GB/s", "1GB/s", "125MB/s+100us"]);
+    format!("virtual:d{number}={budget}MiB@{pace}:16GB/s:{link}")
+}
+
+/// Returns two devices and a third one that is slow, behind a slow link, or too small for any model, as a value of
+/// `--devices`.
 fn devices_with_outlier(rng: &mut Rng) -> String {
     let odd = rng.pick(&["96MiB@0.01", "96MiB@0.2:16GB/s:1MB/s+900us", "12MiB@0.3"]);
     let pace = rng.pick(&["0.4", "0.2"]);
     format!("virtual:d0=96MiB@0.4:16GB/s:1GB/s,virtual:d1=80MiB@{pace}:16GB/s:1GB/s,virtual:odd={odd}")
 }
 
-/// Returns the sizes of a model that needs about as much memory as the devices have beyond the charges of a process.
+/// Returns random sizes of a model for teams whose devices are each too small for it.
 fn large_model(rng: &mut Rng) -> ModelSizes {
     let hidden = rng.pick(&[128, 192]);
     let (layers, vocab) = (rng.range(8, 14), rng.pick(&[500, 900]));
     ModelSizes { hidden, layers, heads: 4, kv_heads: 2, ffn: 2 * hidden, vocab }
 }
 
-/// Returns a device that is too small for any model.
+/// Returns a device that is too small for any model, as a value of `--devices`.
 fn too_small_device(_: &mut Rng) -> String {
     "virtual:none=1MiB@0.4,host=1MiB".to_owned()
 }
 
-/// Gives the case two or three devices that are each too small for it, without host memory. Tries several times to find
-/// devices for which the planner chooses `wanted`.
+/// Gives the case two or three devices that are each too small for its model, without host memory. Draws devices up to
+/// [`DRAWS`] times, until the planner chooses the parallelism `wanted`. If it never does, the case keeps the last
+/// devices.
 fn draw_devices_too_small_alone(case: &mut RandomRun, wanted: Parallelism, rng: &mut Rng) -> anyhow::Result<()> {
     let (plan, _) = case.plan()?;
     let alone = plan.needs.first().context("a refusal says what would do")?.budget_bytes;
@@ -89,14 +94,8 @@ fn draw_devices_too_small_alone(case: &mut RandomRun, wanted: Parallelism, rng: 
     };
     for _ in 0..DRAWS {
         let link = rng.pick(&links);
-        let device = |number: u64, rng: &mut Rng| {
-            let share = rng.pick(&[0.5, 0.6, 0.7, 0.8, 0.9]);
-            // In a team, each worker has charges for its own rows.
-            let budget = (charges.0 >> 20) + 4 + (arena_mib * share) as u64;
-            let pace = rng.pick(&["0.5", "0.4", "0.3"]);
-            format!("virtual:d{number}={budget}MiB@{pace}:16GB/s:{link}")
-        };
-        let list: Vec<String> = (0..rng.range(2, 3)).map(|number| device(number, rng)).collect();
+        let numbers = 0..rng.range(2, 3);
+        let list: Vec<String> = numbers.map(|number| device_for_part(number, charges, arena_mib, link, rng)).collect();
         let devices = format!("{},host=1MiB", list.join(","));
         case.label = case.label.replace(&case.devices, &devices);
         case.settings.push(format!("run.devices={devices}"));
@@ -108,13 +107,21 @@ fn draw_devices_too_small_alone(case: &mut RandomRun, wanted: Parallelism, rng: 
     Ok(())
 }
 
+/// Returns a device with memory for 50 to 90 % of an arena, as part of a value of `--devices`.
+fn device_for_part(number: u64, charges: Bytes, arena_mib: f64, link: &str, rng: &mut Rng) -> String {
+    let share = rng.pick(&[0.5, 0.6, 0.7, 0.8, 0.9]);
+    // In a team, each worker has charges for its own rows.
+    let budget = (charges.0 >> 20) + 4 + (arena_mib * share) as u64;
+    let pace = rng.pick(&["0.5", "0.4", "0.3"]);
+    format!("virtual:d{number}={budget}MiB@{pace}:16GB/s:{link}")
+}
+
 fn random_team(binary: &Path, seed: u64, number: u64) -> anyhow::Result<RandomRun> {
     let mut rng = Rng::new(seed ^ 13, number);
+    let silence = format!("run.heartbeat_seconds={HEARTBEAT_SECONDS}");
     let on = |sizes: &dyn Fn(&mut Rng) -> ModelSizes, devices: &dyn Fn(&mut Rng) -> String| {
-        let silence = format!("run.heartbeat_seconds={HEARTBEAT_SECONDS}");
-        Ok::<_, anyhow::Error>(
-            RandomRun::on(binary, (seed ^ 11, number), sizes, devices)?.with(&["run.fallback=none", &silence]),
-        )
+        let case = RandomRun::on(binary, (seed ^ 11, number), sizes, devices)?;
+        anyhow::Ok(case.with(&["run.fallback=none", &silence]))
     };
     let mut case = match TEAM_KINDS[number as usize % TEAM_KINDS.len()] {
         TeamKind::Any => on(&small_model, &devices)?,
@@ -137,7 +144,7 @@ fn random_team(binary: &Path, seed: u64, number: u64) -> anyhow::Result<RandomRu
     Ok(case)
 }
 
-/// Plans one random team. Every third team is also trained, undisturbed and with faults.
+/// Plans one random team. One team in [`RUN_EVERY`] is also trained, both undisturbed and with injected faults.
 pub fn run_team(binary: &Path, seed: u64, number: u64) -> Tally {
     let mut tally = Tally::default();
     let case = random_team(binary, seed, number);
@@ -151,7 +158,7 @@ pub fn run_team(binary: &Path, seed: u64, number: u64) -> Tally {
     tally
 }
 
-/// Returns the name of a plan's parallelism.
+/// Returns the name of a plan's parallelism, `one device` without a team, or `refused` if the plan does not fit.
 fn parallelism_name(plan: &Plan) -> String {
     match plan.parallelism {
         _ if !plan.fits => "refused".to_owned(),
@@ -221,7 +228,7 @@ fn check_team(case: &RandomRun, rng: &mut Rng, number: u64, tally: &mut Tally) -
     Ok(())
 }
 
-/// Returns random faults for the devices of a team.
+/// Returns random faults for the devices of a team with these names, and counts their kinds in `tally`.
 fn random_faults(case: &RandomRun, names: &[String], rng: &mut Rng, tally: &mut Tally) -> Vec<Injection> {
     let device = |rng: &mut Rng| names[rng.range(0, names.len() as u64 - 1) as usize].clone();
     let programs = [
@@ -260,7 +267,7 @@ fn random_faults(case: &RandomRun, names: &[String], rng: &mut Rng, tally: &mut 
     injections
 }
 
-/// Returns random faults for the device that evaluates for a team.
+/// Returns random faults for the evaluator of a team; none in one case of five.
 fn random_evaluator_faults(device: &str, rng: &mut Rng, tally: &mut Tally) -> Vec<Injection> {
     tally.cover("a device evaluates for the team: with faults");
     let (device, step) = (device.to_owned(), rng.range(1, STEPS));
@@ -274,7 +281,7 @@ fn random_evaluator_faults(device: &str, rng: &mut Rng, tally: &mut Tally) -> Ve
     }
 }
 
-/// Trains a run with faults, resumes it if it stops, and checks the result.
+/// Trains a run with the faults `what`, resumes it if it stops, and compares it with the undisturbed run `plain`.
 fn check_with_faults(
     case: &RandomRun,
     run: &str,
@@ -318,8 +325,9 @@ fn check_with_faults(
     Ok(())
 }
 
-/// Describes the first step that does not follow the previous one. Steps may be repeated after the loss of a shard, and
-/// after a stop that the state did not survive.
+/// Describes the first step that does not follow the previous one; `None` if each does. A run may go back to its
+/// checkpoint after it lost a device with a shard. It may also do so after a stop, if `survives` is false: its state
+/// was then lost.
 fn find_repeated_step(events: &[Event], survives: bool) -> Option<String> {
     let (mut done, mut saved) = (0, 0);
     for event in events {
@@ -342,7 +350,8 @@ fn find_repeated_step(events: &[Event], survives: bool) -> Option<String> {
     None
 }
 
-/// Checks `result.json` of a run: its status, the planned arena sizes, and the load lines.
+/// Checks `result.json` of a run: whether it has this status, and whether each device held no more than planned and
+/// permitted.
 fn check_result(case: &RandomRun, run: &str, status: RunStatus, tally: &mut Tally) -> anyhow::Result<()> {
     let path = case.folder.join(run).join("result.json");
     let result: RunResult = serde_json::from_slice(&fs::read(path).context("result.json")?)?;

@@ -3,15 +3,16 @@
 use anyhow::bail;
 use plimsoll_core::{Bytes, DType, DeviceKind, FileSpec, GemmAlgorithms, HostSpec, Link};
 use plimsoll_device::cuda::driver::Context;
-use plimsoll_device::device::{Device, DeviceError};
+use plimsoll_device::device::Device;
+use plimsoll_device::error::DeviceError;
 use plimsoll_device::virtual_device::{self, VirtualDeviceSpec};
-use plimsoll_device::{cpu, cuda};
+use plimsoll_device::{cpu, gpu};
 use plimsoll_program::{Placement, ProgramSet};
 use std::fmt;
 use std::str::FromStr;
 use std::sync::{Mutex, PoisonError};
 
-/// A device that runs cases.
+/// The device that runs the cases of a soak.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TestDevice {
     /// The CPU.
@@ -55,7 +56,7 @@ impl TestDevice {
         }
     }
 
-    /// Returns the host memory that is available for offload.
+    /// Returns the host memory that is available for offload: 1 GiB for a virtual device, none for others.
     pub fn host(self) -> HostSpec {
         match self {
             TestDevice::Cpu | TestDevice::Cuda(_) => HostSpec::NONE,
@@ -65,15 +66,15 @@ impl TestDevice {
         }
     }
 
-    /// Whether the device is lost for this process. A new process may be able to use it.
+    /// Returns whether this process has lost the device. A new process may be able to use it.
     pub fn is_lost(self) -> bool {
         matches!(self, TestDevice::Cuda(number) if Context::is_lost(number))
     }
 
-    /// Opens the device with the Programs of a plan.
+    /// Opens the device for the Programs of a plan, with the arena that `placement` describes.
     ///
     /// # Errors
-    /// The device refuses memory or a Program.
+    /// Fails if the device refuses the memory or a Program.
     pub fn open(
         self,
         set: ProgramSet,
@@ -87,7 +88,7 @@ impl TestDevice {
                 // Recipes of one case are compared bit by bit, so all of them use the same matrix product algorithms.
                 static CHOSEN: Mutex<Option<GemmAlgorithms>> = Mutex::new(None);
                 let mut chosen = CHOSEN.lock().unwrap_or_else(PoisonError::into_inner);
-                let opened = cuda::open::open(number, threads as usize, precision, chosen.as_ref(), set, placement)?;
+                let opened = gpu::open(number, threads as usize, precision, chosen.as_ref(), set, placement)?;
                 chosen.get_or_insert_with(|| opened.algorithms.clone()).chosen.extend(opened.algorithms.chosen);
                 Ok(opened.device)
             }

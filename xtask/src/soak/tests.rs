@@ -6,7 +6,8 @@ use super::execution::{ExecutionOptions, execute};
 use super::observed_device::Observation;
 use super::tally::Tally;
 use plimsoll_core::{Bytes, Space};
-use plimsoll_device::device::{Device, DeviceError, FileSpace, Memory, Observer, ProgramCall};
+use plimsoll_device::device::{Device, FileSpace, Memory, Observer, ProgramCall};
+use plimsoll_device::error::DeviceError;
 use plimsoll_plan::search::{PlanOutcome, search};
 use plimsoll_program::{Op, OpKind, ProgramKind, TensorId};
 
@@ -20,14 +21,15 @@ fn plan(case: &Case) -> PlanOutcome {
     search(&case.request(&case.device_spec(Bytes::gib(1), case.threads), plimsoll_core::DType::F32))
 }
 
-/// Returns the names of the checks that fail.
+/// Executes a plan with these options and returns the names of the checks that fail.
 fn failures(case: &Case, outcome: &PlanOutcome, options: ExecutionOptions) -> Vec<String> {
     let mut tally = Tally::default();
     execute(case, outcome, options, &mut tally).expect("it runs in spite of the fault");
     tally.kinds.iter().filter(|(_, kind)| !kind.failed.is_empty()).map(|(name, _)| name.clone()).collect()
 }
 
-/// A device with a fault: after every op, `fault` may change the memory. `heap` bytes are allocated per Program.
+/// A device with injected faults: `fault` may change the memory after every op, and each Program allocates `heap`
+/// bytes.
 struct Faulty {
     inner: Box<dyn Device>,
     fault: fn(&Op, &mut dyn Memory),

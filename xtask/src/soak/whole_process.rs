@@ -15,7 +15,7 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::atomic::AtomicBool;
 
-/// Allowed difference between predicted and measured memory of a process, in addition to 1 %.
+/// Permitted difference in bytes between predicted and measured memory of a process, in addition to 1 %.
 pub const TOLERANCE_BYTES: u64 = 16 << 20;
 
 /// Sizes of a small model.
@@ -25,9 +25,9 @@ pub struct ModelSizes {
     pub hidden: u64,
     /// Number of layers.
     pub layers: u64,
-    /// Attention heads.
+    /// Number of attention heads.
     pub heads: u64,
-    /// Key/value heads.
+    /// Number of key/value heads.
     pub kv_heads: u64,
     /// Feed-forward size.
     pub ffn: u64,
@@ -35,12 +35,13 @@ pub struct ModelSizes {
     pub vocab: u64,
 }
 
-/// A run that is measured.
+/// A run whose memory is measured, in a process of its own.
 struct ProcessRun {
     name: &'static str,
-    /// Type and sizes of the model; `None` for the built-in example or the model of an earlier run.
+    /// Type and sizes of a new model; `None` for the built-in example, and for the model of an earlier run.
     model: Option<(ModelType, ModelSizes)>,
-    /// Name of an earlier run; this one continues to train its model.
+    /// Name of an earlier run whose model this run trains further; `None` if the run starts from a new model or from
+    /// the built-in example.
     from: Option<&'static str>,
     settings: &'static [&'static str],
 }
@@ -116,7 +117,7 @@ const RUNS: &[ProcessRun] = &[
     },
 ];
 
-/// Memory of a run according to its plan, its result, and the system.
+/// Memory of a run: planned, from its `result.json`, and as the system counts it.
 #[derive(Debug, Serialize, Deserialize)]
 struct Figures {
     recipe: String,
@@ -130,10 +131,11 @@ struct Figures {
     resident: Bytes,
 }
 
-/// Runs all of them, each in a child process, and returns a table.
+/// Trains each of [`RUNS`] in a child process, adds checks of its memory to `tally`, and returns a table of planned and
+/// measured memory.
 ///
 /// # Errors
-/// A child process cannot be started. Failed checks are in the tally.
+/// Fails if a child process cannot be started. Failed checks are in the tally.
 pub fn run_all(tally: &mut Tally) -> anyhow::Result<String> {
     let folder = std::env::temp_dir().join(format!("plimsoll-soak-{}", std::process::id()));
     let mut table = format!(
@@ -190,10 +192,11 @@ pub fn run_all(tally: &mut Tally) -> anyhow::Result<String> {
     Ok(table + "(MiB)")
 }
 
-/// Runs one of them in this process.
+/// Trains run `number` of [`RUNS`] in this process, and prints its memory as JSON. `folder` holds the folders of all
+/// runs.
 ///
 /// # Errors
-/// The run fails.
+/// Fails if the run fails.
 pub fn run_one(number: usize, folder: &Path) -> anyhow::Result<()> {
     let run = RUNS.get(number).context("there is no such run")?;
     let folder_of = |name: &str| folder.join(name.replace([' ', ','], "_"));
@@ -269,13 +272,13 @@ pub fn config(model_type: ModelType, sizes: ModelSizes) -> ModelConfig {
     }
 }
 
-/// Smallest vocabulary of the models here; data with these tokens suits all of them.
+/// Smallest vocabulary of all models in [`RUNS`]. Data with tokens below this number suit each of them.
 const VOCAB_MIN: u64 = 500;
 
-/// Writes documents of random tokens to a file in the folder and returns its path.
+/// Writes documents of random tokens below `vocab` to a file in `folder`, and returns the file's path.
 ///
 /// # Errors
-/// The file cannot be written.
+/// Fails if the file cannot be written.
 pub fn data(folder: &Path, vocab: u64) -> anyhow::Result<String> {
     let mut rng = Rng::new(7, vocab);
     let mut text = String::new();

@@ -5,20 +5,20 @@ use super::{Finding, Source};
 /// First words that make the opening of a comment a bare clause instead of a verb or a noun phrase.
 const BARE_OPENINGS: &[&str] = &["What", "Who", "Whoever", "Whatever", "That", "Where", "How", "So"];
 
-/// Words that stand for an actor without naming it.
+/// Words that stand for an actor without naming the actor.
 const HIDDEN_ACTORS: &[&str] = &["who", "nobody", "somebody", "whoever"];
 
-/// Most words of a sentence in a document, tables and code left out.
+/// Largest permitted number of words in a sentence of a document. Tables and code do not count as sentences.
 const SENTENCE_WORDS_MAX: usize = 35;
 
-/// A run of comment lines.
+/// A comment of one or more adjacent lines.
 struct Comment {
     line: usize,
     text: String,
     is_doc: bool,
 }
 
-/// Figures about the comments of all code files.
+/// Returns the figures about the comments of all code files: bare clauses at the start, and hidden actors.
 pub fn comments(sources: &[Source]) -> Vec<Finding> {
     let (mut docs, mut all, mut bare, mut hidden) = (0, 0, Vec::new(), Vec::new());
     for source in sources.iter().filter(|source| source.has_extension(&["rs", "py", "cu", "cuh", "cpp", "h"])) {
@@ -42,7 +42,7 @@ pub fn comments(sources: &[Source]) -> Vec<Finding> {
     ]
 }
 
-/// Figures about the sentences of `README.md`, `CONTRIBUTING.md` and `docs/`.
+/// Returns the figure that counts long sentences in `README.md`, `CONTRIBUTING.md` and `docs/`.
 pub fn documents(sources: &[Source]) -> Vec<Finding> {
     let mut long = Vec::new();
     for source in sources.iter().filter(|source| is_document(&source.path)) {
@@ -60,7 +60,8 @@ fn is_document(path: &str) -> bool {
     path.ends_with(".md") && (path.starts_with("docs/") || ["README.md", "CONTRIBUTING.md"].contains(&path))
 }
 
-/// All comments of a file: neighbouring comment lines of one kind are one comment; a Python docstring is one, too.
+/// Returns all comments of a file. Adjacent comment lines of one kind form one comment, and each Python docstring is
+/// one.
 fn comments_of(source: &Source) -> Vec<Comment> {
     if source.path.ends_with(".py") { python_comments(&source.text) } else { line_comments(&source.text) }
 }
@@ -117,8 +118,8 @@ fn has_hidden_actor(text: &str) -> bool {
     words.any(|word| HIDDEN_ACTORS.iter().any(|actor| word.eq_ignore_ascii_case(actor)))
 }
 
-/// Sentences of a Markdown text with the line on which each begins. Code blocks, tables, headings and HTML are left out; a list item is a
-/// paragraph of its own.
+/// Returns the sentences of a Markdown text, each with the line on which its paragraph begins. Code blocks, tables,
+/// headings and HTML are left out. A list item counts as a paragraph.
 fn sentences(text: &str) -> Vec<(usize, String)> {
     let (mut paragraphs, mut in_code): (Vec<(usize, String)>, bool) = (Vec::new(), false);
     let mut goes_on = false;
@@ -147,12 +148,13 @@ fn sentences(text: &str) -> Vec<(usize, String)> {
     paragraphs.iter().flat_map(|(line, text)| split_sentences(text).into_iter().map(|s| (*line, s))).collect()
 }
 
-/// Whether a line is an item of a numbered list: `12. text`.
+/// Returns whether a line begins an item of a numbered list: `12. text`.
 fn starts_with_number(line: &str) -> bool {
     line.split_once(". ").is_some_and(|(number, _)| !number.is_empty() && number.bytes().all(|b| b.is_ascii_digit()))
 }
 
-/// Splits at `.`, `!`, `?` and `:` before a space, outside of code spans.
+/// Splits a paragraph into sentences, at each `.`, `!`, `?` and `:` before a space or at the end, outside of code
+/// spans.
 fn split_sentences(paragraph: &str) -> Vec<String> {
     let (mut sentences, mut sentence, mut in_span) = (Vec::new(), String::new(), false);
     let mut letters = paragraph.chars().peekable();

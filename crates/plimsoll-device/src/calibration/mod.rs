@@ -3,33 +3,26 @@
 //! | file | contents | module |
 //! |---|---|---|
 //! | `devices.json` | rates that the planner prices with | this one |
-//! | `charges.json` | bytes that GPUs hold outside the arena | `charges` |
 //! | `shortfalls.json` | memory or speed that devices lacked | `shortfalls` |
-//! | `algorithms.json` | GEMM algorithms of GPUs | `algorithms` |
 //! | `disks.json` | rates of disks | `disks` |
 //!
-//! The folder is `PLIMSOLL_CACHE`, else `$XDG_CACHE_HOME/plimsoll`, else `~/.cache/plimsoll` (`store`).
+//! They lie in the folder of [`crate::cache`].
 //!
 //! Rates of another processor or GPU, thread count, driver or version of Plimsoll are not used. Rates measured while
 //! other programs used the cores expire after a few minutes. If the folder is not writable, the next run measures
 //! again.
 
-mod algorithms;
-mod charges;
 mod disks;
 mod shortfalls;
-mod store;
 
-pub use algorithms::{gemm_algorithms, store_gemm_algorithms};
-pub use charges::{store_charges, stored_charges};
 pub use disks::{disk, remeasure_disk};
 pub use shortfalls::{
     Shortfall, ShortfallKind, forget_memory_shortfall, forget_shortfalls, record_memory_shortfall, record_slowdown,
     shortfalls,
 };
-pub use store::folder;
 
 use crate::bench::{self, Bench, BenchError, DeviceBench, MeasurementExtent};
+use crate::cache::{folder, load, save};
 use crate::cuda;
 use crate::cuda::driver::Context;
 use crate::cuda::gpus::{CudaInstallation, GpuInfo};
@@ -40,16 +33,15 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
-use store::{load, save};
 
-/// Duration of the measurement at the first use.
+/// Approximate duration of the measurement of a device that has no cached rates.
 pub const QUICK_MEASUREMENT: Duration = Duration::from_millis(1500);
 
-/// Lifetime of rates that were measured while other programs used the cores, so that several commands in a row measure
-/// once.
+/// Age up to which cached rates are used if they were measured while other programs used the cores. Several commands in
+/// a row then measure once.
 pub const DISTURBED_LIFETIME: Duration = Duration::from_secs(300);
 
-/// Rates with their origin.
+/// Rates of a device, from which the planner predicts times, with their origin.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Calibration {
     /// Rates of the device.
@@ -58,28 +50,29 @@ pub struct Calibration {
     pub source: RateSource,
 }
 
-/// Origin of rates.
+/// Origin of a device's rates.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum RateSource {
     /// An earlier measurement on this machine.
     Cached,
     /// Measured just now.
     Measured,
-    /// Measured within [`DISTURBED_LIFETIME`] while other programs used the cores: right for now, and too low for
-    /// later.
+    /// Measured just now, or less than [`DISTURBED_LIFETIME`] ago, while other programs used the cores. The rates are
+    /// right for now, and too low for later.
     Disturbed {
-        /// Share of the time in which its threads waited for a core.
+        /// Share of the time, from 0 to 1, in which threads of the measurement waited for a core.
         contention: f64,
     },
-    /// Measured just now with less memory than usual: right for this run, which has no more, and not cached.
+    /// Measured by this process with smaller arrays and ops, because memory is short. The rates are right for this run,
+    /// and are not written to the cache.
     MemoryLimited,
 }
 
 /// Rates of the CPU known to this process, by thread count, so that nothing is measured twice.
 static CPU_RATES: Mutex<BTreeMap<u32, Calibration>> = Mutex::new(BTreeMap::new());
 
-/// Returns the largest share of the time in which other programs used the cores during a measurement that this process
-/// uses.
+/// Returns the largest share of the time, from 0 to 1, in which other programs used the cores during a measurement that
+/// this process uses. None if no such measurement was disturbed.
 pub fn max_contention() -> Option<f64> {
     let rates_by_threads = CPU_RATES.lock().unwrap_or_else(PoisonError::into_inner);
     let shares = rates_by_threads.values().filter_map(|entry| match entry.source {
@@ -89,7 +82,8 @@ pub fn max_contention() -> Option<f64> {
     shares.max_by(f64::total_cmp)
 }
 
-/// Returns the CPU's rates with `threads` threads: from the cache, or measured in [`QUICK_MEASUREMENT`] and cached.
+/// Returns the CPU's rates with `threads` threads: from the cache, or measured in about [`QUICK_MEASUREMENT`] and
+/// cached.
 ///
 /// # Errors
 /// A measurement is needed, and memory or threads are refused.
@@ -97,7 +91,9 @@ pub fn cpu(threads: u32) -> Result<Calibration, BenchError> {
     cpu_within_memory(threads, Bytes(u64::MAX))
 }
 
-/// Returns the CPU's rates like [`cpu`], using at most `memory_limit` more bytes for a measurement.
+/// Returns the CPU's rates with `threads` threads: from the cache, or measured in about [`QUICK_MEASUREMENT`]. A
+/// measurement uses at most `memory_limit` bytes more than the process holds now. Its rates are cached unless that
+/// limit made it smaller.
 ///
 /// # Errors
 /// The errors of [`cpu`].
@@ -155,7 +151,7 @@ pub fn gpu(installation: &'static CudaInstallation, gpu: &GpuInfo) -> Result<Cal
     if let Some(entry) = folder.as_deref().and_then(|folder| read(folder).into_iter().find(|entry| entry.key == key)) {
         return Ok(Calibration { rates: entry.rates, source: RateSource::Cached });
     }
-    let measured = cuda::bench::measure(installation, gpu, QUICK_MEASUREMENT, &mut |_| {});
+    let measured = bench::measure_gpu(installation, gpu, QUICK_MEASUREMENT, &mut |_| {});
     // Modules loaded for the measurement must not count as charges of the following run.
     Context::close(gpu.index);
     let rates = rates(&measured?);
@@ -165,7 +161,8 @@ pub fn gpu(installation: &'static CudaInstallation, gpu: &GpuInfo) -> Result<Cal
     Ok(Calibration { rates, source: RateSource::Measured })
 }
 
-/// Caches the results of a longer measurement in place of earlier ones.
+/// Caches the rates in the output of `plimsoll bench devices`, in place of earlier ones. CPU figures that other
+/// programs disturbed are left out.
 pub fn store_bench(bench: &Bench) {
     let Some(folder) = folder() else { return };
     store_measured(&folder, &Cpu::read(), &bench.devices);
@@ -210,7 +207,7 @@ pub fn rates(measured: &DeviceBench) -> Rates {
     }
 }
 
-/// The conditions under which rates were measured; they are used only under the same ones.
+/// The conditions under which rates were measured. Cached rates are used only if all of them are equal.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct RatesKey {
     plimsoll: String,
@@ -244,7 +241,7 @@ impl RatesKey {
     }
 }
 
-/// An entry of `devices.json`.
+/// An entry of `devices.json`: rates, and the conditions under which they were measured.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct CachedRates {
     #[serde(flatten)]
@@ -254,16 +251,16 @@ struct CachedRates {
     disturbed: Option<Disturbance>,
 }
 
-/// The time and degree of a disturbed measurement.
+/// Time of a measurement while other programs used the cores, and the share of the time in which threads waited.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 struct Disturbance {
     contention: f64,
-    /// Seconds since the epoch.
+    /// Time of the measurement, in seconds since 1970.
     at: u64,
 }
 
 impl Disturbance {
-    /// Whether rates measured then are still usable.
+    /// Whether the rates are still usable at time `now`, in seconds since 1970. False also if the clock was set back.
     fn holds_at(self, now: u64) -> bool {
         now.checked_sub(self.at).is_some_and(|age| age < DISTURBED_LIFETIME.as_secs())
     }
@@ -273,16 +270,18 @@ fn now() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 
-/// File of the rates in the cache folder.
+/// Name of the file in the cache folder that holds the rates of devices.
 const FILE_NAME: &str = "devices.json";
 
-/// Returns the cached rates; none if the file is unreadable, and without implausible entries.
+/// Returns the entries of `devices.json` in the cache folder, without implausible ones; empty if the file is missing or
+/// damaged.
 fn read(folder: &Path) -> Vec<CachedRates> {
     let entries: Vec<CachedRates> = load(&folder.join(FILE_NAME));
     entries.into_iter().filter(|entry| is_plausible(&entry.rates)).collect()
 }
 
-/// Whether all rates are positive and finite, so that the planner can divide by them.
+/// Whether rates were measured, and all are positive and finite, so that the planner can divide by them. The fixed cost
+/// of an op may also be zero.
 fn is_plausible(rates: &Rates) -> bool {
     let positive = |rate: f64| rate.is_finite() && rate > 0.0;
     positive(rates.f32_flops)
@@ -298,7 +297,8 @@ fn is_plausible(rates: &Rates) -> bool {
         })
 }
 
-/// Adds entries in place of those with the same key. A disturbed measurement does not replace an undisturbed one.
+/// Adds entries to `devices.json` in place of those with the same key. Rates measured while other programs used the
+/// cores do not replace undisturbed ones.
 fn store_rates(folder: &Path, new: Vec<CachedRates>) {
     if new.is_empty() {
         return;

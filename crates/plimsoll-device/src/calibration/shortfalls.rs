@@ -1,8 +1,8 @@
 //! Shortfalls of devices, in `shortfalls.json`: less memory or speed than planned. Runs record them, and the planner
 //! uses them.
 
-use super::store::{folder, load, save};
-use crate::cuda;
+use crate::cache::{folder, load, save};
+use crate::gpu;
 use crate::probe::Cpu;
 use plimsoll_core::{Bytes, DeviceKind, DeviceSpec};
 use serde::{Deserialize, Serialize};
@@ -13,7 +13,7 @@ use std::path::Path;
 pub struct Shortfall {
     /// Name of the device in run files.
     pub device: String,
-    /// Model name of the processor or GPU.
+    /// Model name of the processor or GPU; the entry is not used for another model.
     model: String,
     /// The missing resource.
     #[serde(flatten)]
@@ -26,9 +26,10 @@ pub struct Shortfall {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ShortfallKind {
-    /// Memory: the device ran out of it or was under memory pressure. Holds the load line with which the run continued.
+    /// Memory: the device ran out of it, or other processes took it. Holds the load line (the most bytes that the
+    /// device may hold) with which the run continued.
     LoadLineBytes(Bytes),
-    /// Speed: its work took this many times as long as its rates predict.
+    /// Speed: the device's work took this many times as long as its rates predict.
     Slowdown(f64),
 }
 
@@ -38,10 +39,12 @@ impl ShortfallKind {
     }
 }
 
-/// Smallest slowdown that is recorded. Predictions of single recipes have errors of up to a fifth.
+/// Smallest slowdown that is recorded: actual time divided by predicted time. Predictions of single recipes have errors
+/// of up to a fifth.
 const MIN_SLOWDOWN: f64 = 1.25;
 
-/// Returns the shortfalls of a device that no later run has disproved.
+/// Returns the recorded shortfalls of a device that no later run has disproved; empty if there are none, or for paper
+/// devices.
 pub fn shortfalls(device: &DeviceSpec) -> Vec<Shortfall> {
     let (Some(folder), Some(model)) = (folder(), model_of(device)) else { return vec![] };
     let mut entries: Vec<Shortfall> = load(&folder.join(FILE_NAME));
@@ -49,7 +52,8 @@ pub fn shortfalls(device: &DeviceSpec) -> Vec<Shortfall> {
     entries
 }
 
-/// Records for the next plan that a device had less memory than planned.
+/// Records for the next plan that a device had less memory than planned. `line_bytes` is the load line (the most bytes
+/// that the device may hold) with which the run continued.
 pub fn record_memory_shortfall(device: &DeviceSpec, line_bytes: Bytes, reason: &str) {
     store_shortfall(device, ShortfallKind::LoadLineBytes(line_bytes), reason.to_owned());
 }
@@ -59,9 +63,9 @@ pub fn forget_memory_shortfall(device: &DeviceSpec) {
     forget_shortfalls(|entry| entry.device == device.name && matches!(entry.kind, ShortfallKind::LoadLineBytes(_)));
 }
 
-/// Updates the slowdown of a device. `times` is the time of its work over the prediction, which already includes any
-/// recorded slowdown. A total slowdown of at least `MIN_SLOWDOWN` is recorded for the next plan; a smaller one
-/// removes the record.
+/// Updates the recorded slowdown of a device. `times` is the time of its work divided by the predicted time, which
+/// already includes any recorded slowdown. If the total slowdown is at least `MIN_SLOWDOWN`, it is recorded for the
+/// next plan. A smaller one removes the record. `run` names the run in the record's reason.
 pub fn record_slowdown(device: &DeviceSpec, times: f64, run: &str) {
     let slower = |short: &Shortfall| if let ShortfallKind::Slowdown(times) = short.kind { Some(times) } else { None };
     let times = times * shortfalls(device).iter().find_map(slower).unwrap_or(1.0);
@@ -88,7 +92,7 @@ fn store_shortfall_in(folder: &Path, new: Shortfall) {
     save(folder, FILE_NAME, &entries);
 }
 
-/// Removes the shortfalls for which `which` is true, and returns them.
+/// Removes the shortfalls for which `which` is true, and returns them; empty if there were none.
 pub fn forget_shortfalls(which: impl Fn(&Shortfall) -> bool) -> Vec<Shortfall> {
     folder().map(|folder| forget_shortfalls_in(&folder, which)).unwrap_or_default()
 }
@@ -102,19 +106,19 @@ fn forget_shortfalls_in(folder: &Path, which: impl Fn(&Shortfall) -> bool) -> Ve
     removed
 }
 
-/// Returns the model name of a device; none for paper devices.
+/// Returns the model name of a device. None for paper devices and for GPUs that are not listed.
 fn model_of(device: &DeviceSpec) -> Option<String> {
     match device.kind {
         DeviceKind::Paper => None,
         DeviceKind::Cpu | DeviceKind::Virtual => Some(Cpu::read().model),
         DeviceKind::Cuda => {
             let index = device.name.strip_prefix("cuda:")?.parse().ok()?;
-            Some(cuda::open::find_gpu(index).ok()?.1.name.clone())
+            Some(gpu::find_gpu(index).ok()?.1.name.clone())
         }
     }
 }
 
-/// File of the shortfalls in the cache folder.
+/// Name of the file in the cache folder that holds the shortfalls.
 const FILE_NAME: &str = "shortfalls.json";
 
 #[cfg(test)]

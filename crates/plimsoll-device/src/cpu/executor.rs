@@ -1,10 +1,11 @@
 //! The CPU as a device: runs the ops of a Program one after another on a thread pool. How an op runs is in `ops`.
 
+use super::collectives::{start_collective, wait_collective};
 use super::kernels::Real;
 use super::ops::{RunOp, Site, runner};
 use super::pool::Pool;
-use crate::collectives::{start_collective, wait_collective};
-use crate::device::{Device, DeviceError, FileSpace, Memory, Observer, ProgramCall};
+use crate::device::{Device, FileSpace, Memory, Observer, ProgramCall};
+use crate::error::DeviceError;
 use crate::spaces::Spaces;
 use crate::transport::{self, GroupHandle};
 use bytemuck::bytes_of;
@@ -15,10 +16,11 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 /// Opens the CPU as a device: allocates its arenas, starts its threads, and creates the scratch file in
-/// `scratch_folder` if the plan has one.
+/// `scratch_folder` if the plan has one. `scratch_folder` is `None` for runs without a scratch file.
 ///
 /// # Errors
-/// [`DeviceError::Arena`] if the machine lacks the memory, [`DeviceError::ScratchFile`] if the disk lacks the space.
+/// [`DeviceError::Arena`] if the machine lacks the memory, [`DeviceError::ScratchFile`] if the disk lacks the space,
+/// [`DeviceError::Threads`] if the system refuses a thread.
 ///
 /// # Panics
 /// For a precision that the CPU does not compute in; the caller resolves the precision before.
@@ -40,7 +42,7 @@ struct CpuDevice {
     set: ProgramSet,
     placement: Placement,
     run: RunOp,
-    /// Membership in a communication group.
+    /// Membership in a communication group; `None` for a single device.
     group: Option<GroupHandle>,
     /// Time spent computing, without waits for other ranks.
     compute_time: Duration,
@@ -53,37 +55,18 @@ impl Device for CpuDevice {
         files: &mut dyn FileSpace,
         observer: &mut dyn Observer,
     ) -> Result<(), DeviceError> {
-        let (spaces, pool, set, placement, run) = (&mut self.spaces, &self.pool, &self.set, &self.placement, self.run);
-        let group = self.group.as_ref();
-        let (start, mut wait_time) = (Instant::now(), Duration::ZERO);
-        let work = || {
-            let missing = || DeviceError::UnknownProgram { program: call.program.to_string() };
-            let program = set.program(call.program).ok_or_else(missing)?;
-            for (tick, (op, variable)) in (1..).zip(program.trace()).skip_while(|(tick, _)| *tick < call.first_op) {
-                if !op.runs(call.is_last_micro_batch) {
-                    continue;
-                }
-                observer.before(tick, op, spaces)?;
-                let micro_batch = i64::from(call.micro_batch);
-                let site = Site { spaces, pool, set, placement, variable, micro_batch };
-                let wait_start = Instant::now();
-                match &op.kind {
-                    OpKind::CollectiveStart(exchange) => {
-                        start_collective(site, group, exchange, 0.0, 0.0)?;
-                        wait_time += wait_start.elapsed();
-                    }
-                    OpKind::CollectiveWait(exchange) => {
-                        wait_collective(site, group, exchange, 0.0)?;
-                        wait_time += wait_start.elapsed();
-                    }
-                    _ => run(site, op, files)?,
-                }
-                observer.after(tick, op, spaces);
-            }
-            Ok(())
+        let (pool, group, start) = (&self.pool, self.group.as_ref(), Instant::now());
+        let mut run = ProgramRun {
+            spaces: &mut self.spaces,
+            pool,
+            set: &self.set,
+            placement: &self.placement,
+            run: self.run,
+            group,
+            wait_time: Duration::ZERO,
         };
-        let result = transport::abort_group_on_failure(group, || pool.enter(work));
-        self.compute_time += start.elapsed().saturating_sub(wait_time);
+        let result = transport::abort_group_on_failure(group, || pool.enter(|| run.run_ops(call, files, observer)));
+        self.compute_time += start.elapsed().saturating_sub(run.wait_time);
         result
     }
 
@@ -113,6 +96,55 @@ impl Device for CpuDevice {
 
     fn memory(&mut self) -> &mut dyn Memory {
         &mut self.spaces
+    }
+}
+
+/// One run of a Program, with the parts of the device that it uses.
+struct ProgramRun<'a> {
+    spaces: &'a mut Spaces,
+    pool: &'a Pool,
+    set: &'a ProgramSet,
+    placement: &'a Placement,
+    run: RunOp,
+    group: Option<&'a GroupHandle>,
+    /// Time spent in collectives, which includes waits for other ranks.
+    wait_time: Duration,
+}
+
+impl ProgramRun<'_> {
+    /// Runs the ops of the Program one after another, from the call's first op on.
+    fn run_ops(
+        &mut self,
+        call: ProgramCall,
+        files: &mut dyn FileSpace,
+        observer: &mut dyn Observer,
+    ) -> Result<(), DeviceError> {
+        let ProgramRun { spaces, wait_time, .. } = self;
+        let (pool, set, placement, group) = (self.pool, self.set, self.placement, self.group);
+        let missing = || DeviceError::UnknownProgram { program: call.program.to_string() };
+        let program = set.program(call.program).ok_or_else(missing)?;
+        for (tick, (op, variable)) in (1..).zip(program.trace()).skip_while(|(tick, _)| *tick < call.first_op) {
+            if !op.runs(call.is_last_micro_batch) {
+                continue;
+            }
+            observer.before(tick, op, *spaces)?;
+            let micro_batch = i64::from(call.micro_batch);
+            let site = Site { spaces, pool, set, placement, variable, micro_batch };
+            let wait_start = Instant::now();
+            match &op.kind {
+                OpKind::CollectiveStart(exchange) => {
+                    start_collective(site, group, exchange, 0.0, 0.0)?;
+                    *wait_time += wait_start.elapsed();
+                }
+                OpKind::CollectiveWait(exchange) => {
+                    wait_collective(site, group, exchange, 0.0)?;
+                    *wait_time += wait_start.elapsed();
+                }
+                _ => (self.run)(site, op, files)?,
+            }
+            observer.after(tick, op, *spaces);
+        }
+        Ok(())
     }
 }
 

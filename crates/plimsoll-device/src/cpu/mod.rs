@@ -1,5 +1,6 @@
-//! The CPU device: thread pool, kernels, execution of ops, and the executor of Programs.
+//! The CPU device: thread pool, kernels, execution of ops and collectives, and the executor of Programs.
 
+pub(crate) mod collectives;
 pub mod executor;
 pub mod kernels;
 pub(crate) mod ops;

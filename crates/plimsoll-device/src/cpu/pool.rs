@@ -3,26 +3,10 @@
 //! Results never depend on the number of threads: tasks are numbered, each runs once, and the caller sums results of tasks in the
 //! order of their numbers.
 
-use plimsoll_core::format_count;
+use crate::error::DeviceError;
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
-
-/// The threads of a pool could not be started.
-#[derive(Debug, thiserror::Error)]
-#[error("cannot start {}: {source}", format_count(*threads, "thread"))]
-pub struct PoolError {
-    /// Requested number of threads.
-    pub threads: usize,
-    /// Error of the operating system.
-    source: rayon::ThreadPoolBuildError,
-}
-
-impl From<PoolError> for plimsoll_core::Failure {
-    fn from(error: PoolError) -> Self {
-        plimsoll_core::Failure::input(error.to_string()).hint("use fewer threads: --set run.threads=1")
-    }
-}
 
 /// A pool of worker threads. With one thread all work runs on the caller's thread.
 pub struct Pool {
@@ -32,26 +16,22 @@ pub struct Pool {
 
 impl Pool {
     /// Starts a pool of `threads` threads (0 counts as 1).
-    pub fn new(threads: usize) -> Result<Pool, PoolError> {
+    ///
+    /// # Errors
+    /// [`DeviceError::Threads`] if the system refuses a thread.
+    pub fn new(threads: usize) -> Result<Pool, DeviceError> {
         let threads = threads.max(1);
-        let build = || {
-            rayon::ThreadPoolBuilder::new()
-                .num_threads(threads)
-                .thread_name(|index| format!("plimsoll-{index}"))
-                .build()
-                .map_err(|source| PoolError { threads, source })
-        };
-        let workers = if threads == 1 { None } else { Some(build()?) };
+        let workers = if threads == 1 { None } else { Some(start_workers(threads)?) };
         Ok(Pool { workers, threads })
     }
 
-    /// Returns the number of threads. Workspaces hold one part for each of these lanes.
+    /// Returns the number of threads, at least 1. The workspace of an op has one part for each of them.
     pub fn threads(&self) -> usize {
         self.threads
     }
 
-    /// Runs `work` on one of the pool's own threads, so that parallel regions inside start
-    /// without waking a thread first. Executors run a whole Program inside one `enter`.
+    /// Runs `work` on one of the pool's own threads, so that parallel regions inside start without waking a thread
+    /// first. Executors run a whole Program inside one `enter`.
     pub fn enter<R: Send>(&self, work: impl FnOnce() -> R + Send) -> R {
         match &self.workers {
             Some(workers) => workers.install(work),
@@ -59,38 +39,51 @@ impl Pool {
         }
     }
 
-    /// Calls `work(task, lane)` once for each task in `0..tasks`. A lane (`< threads()`) runs one task at
-    /// a time. Tasks start in order, as threads become free.
+    /// Calls `work(task, lane)` once for each task in `0..tasks`. `lane` is the number of the thread, below
+    /// [`Pool::threads`], and runs one task at a time. Tasks start in order, as threads become free.
     pub fn run(&self, tasks: usize, work: impl Fn(usize, usize) + Sync) {
         match &self.workers {
             Some(workers) if tasks > 1 => {
                 let next = AtomicUsize::new(0);
-                let lane = || {
-                    let lane = rayon::current_thread_index().expect("lanes run on the pool's threads");
-                    loop {
-                        let task = next.fetch_add(1, Ordering::Relaxed);
-                        if task >= tasks {
-                            break;
-                        }
-                        work(task, lane);
-                    }
-                };
-                workers.install(|| offer_to_threads(self.threads.min(tasks), &lane));
+                workers.install(|| offer_to_threads(self.threads.min(tasks), &|| run_lane(&next, tasks, &work)));
             }
             _ => (0..tasks).for_each(|task| work(task, 0)),
         }
     }
 
-    /// Splits `0..total` into ranges of at least `min_size` (the last may be shorter) and calls
-    /// `work(range, lane)` for each. The result of `work` must not depend on the split.
+    /// Splits `0..total` into ranges of at least `min_size` (the last may be shorter) and calls `work(range, lane)` for
+    /// each; `lane` is the number of the thread. The result of `work` must not depend on the split.
     pub fn split(&self, total: usize, min_size: usize, work: impl Fn(Range<usize>, usize) + Sync) {
         let size = total.div_ceil(4 * self.threads).max(min_size).max(1);
         self.run(total.div_ceil(size), |task, lane| work(task * size..total.min((task + 1) * size), lane));
     }
 }
 
-/// Offers `lane` to `count` threads. Uses `rayon::join`, which does not allocate and does not wait for threads that have not
-/// started: a thread that finishes takes back the remaining offers.
+/// Starts `threads` named worker threads.
+fn start_workers(threads: usize) -> Result<rayon::ThreadPool, DeviceError> {
+    rayon::ThreadPoolBuilder::new()
+        .num_threads(threads)
+        .thread_name(|index| format!("plimsoll-{index}"))
+        .build()
+        .map_err(|source| DeviceError::Threads { threads, source })
+}
+
+/// Runs tasks on this thread of the pool until all `tasks` tasks have started; `next` is the next task.
+#[inline]
+fn run_lane(next: &AtomicUsize, tasks: usize, work: &impl Fn(usize, usize)) {
+    let lane = rayon::current_thread_index().expect("lanes run on the pool's threads");
+    loop {
+        let task = next.fetch_add(1, Ordering::Relaxed);
+        if task >= tasks {
+            break;
+        }
+        work(task, lane);
+    }
+}
+
+/// Offers the function `lane` to `count` threads, each of which may call it. Uses `rayon::join`, which does not
+/// allocate. It does not wait for threads that have not started: a thread that finishes takes back the remaining
+/// offers.
 fn offer_to_threads(count: usize, lane: &(impl Fn() + Sync)) {
     if count == 1 {
         lane();
@@ -118,7 +111,7 @@ impl<'a, T> Shared<'a, T> {
         Shared { start: slice.as_mut_ptr(), len: slice.len(), life: PhantomData }
     }
 
-    /// Returns the elements `range`; panics if they are not inside the slice.
+    /// Returns the elements with indices in `range`; panics if they are not inside the slice.
     ///
     /// # Safety
     /// No other part that overlaps `range` may be in use until the returned borrow ends.

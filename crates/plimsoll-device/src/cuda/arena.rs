@@ -15,36 +15,37 @@
 //!
 //! Other drivers provide plain memory. Such an arena does not grow, and shrinking does not free memory.
 
-use super::driver::{Address, Context, CudaError};
+use super::driver::{Address, Context};
+use crate::error::CudaError;
 use plimsoll_core::Bytes;
 use std::sync::Arc;
 
-/// Size of a mapped piece: large enough to map a whole GPU within a second, small enough that the excess of a shrunken
-/// arena is negligible.
+/// Size of the pieces in which an arena maps memory. Larger pieces map faster (a whole GPU within a second). Smaller
+/// ones waste less: an arena that has shrunk holds less than one piece too much.
 pub const PIECE_BYTES: u64 = 32 << 20;
 
-/// The single memory allocation of a device.
+/// The one range of a GPU's memory that holds all device tensors of a run.
 pub struct DeviceArena {
     context: Arc<Context>,
     base: Address,
-    /// The requested size.
+    /// The size that the last resize requested; the mapped pieces may be larger.
     bytes: u64,
-    /// Sizes of the mapped pieces in address order; one entry for plain memory.
+    /// Sizes of the mapped pieces in address order. Memory of `cuMemAlloc` is one piece.
     pieces: Vec<u64>,
-    /// Origin of the memory.
+    /// Kind of the memory: mapped, or allocated by `cuMemAlloc`.
     backing: Backing,
 }
 
-/// Origin of an arena's memory.
+/// Kind of an arena's memory.
 enum Backing {
-    /// Mapped into `capacity` reserved bytes, in multiples of the granularity.
+    /// Memory mapped into a reserved range of `capacity` bytes, in multiples of the driver's `granularity`.
     Mapped { capacity: u64, granularity: u64 },
-    /// Allocated by `cuMemAlloc`.
+    /// Memory allocated by `cuMemAlloc`, which cannot grow in place.
     Plain,
 }
 
-/// Returns the sizes of the pieces to map above `held` bytes so that `bytes` are mapped; each is a multiple of
-/// `granularity`.
+/// Returns the sizes of the pieces that an arena which holds `held` bytes must map to hold at least `bytes`. Each size
+/// is a multiple of `granularity`.
 fn pieces_to_map(held: u64, bytes: u64, granularity: u64) -> Vec<u64> {
     let piece = PIECE_BYTES.next_multiple_of(granularity);
     let missing = bytes.saturating_sub(held).next_multiple_of(granularity);
@@ -53,7 +54,7 @@ fn pieces_to_map(held: u64, bytes: u64, granularity: u64) -> Vec<u64> {
     whole.chain((rest > 0).then_some(rest)).collect()
 }
 
-/// Returns how many of the pieces an arena of `bytes` keeps.
+/// Returns how many of its `pieces`, from the lowest address on, an arena keeps when it shrinks to `bytes`.
 fn pieces_kept(pieces: &[u64], bytes: u64) -> usize {
     let mut held = 0;
     let begins = pieces.iter().map(|piece| {
@@ -64,7 +65,7 @@ fn pieces_kept(pieces: &[u64], bytes: u64) -> usize {
 }
 
 impl DeviceArena {
-    /// Allocates an arena of `bytes` at once.
+    /// Allocates an arena of `bytes`. On drivers with virtual memory it reserves addresses for the whole GPU first.
     ///
     /// # Errors
     /// [`CudaError::Refused`] if the GPU has too little free memory; then nothing stays allocated.
@@ -91,17 +92,17 @@ impl DeviceArena {
         self.base
     }
 
-    /// Returns the requested size.
+    /// Returns the size of the arena in bytes, without bytes that are mapped beyond it.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Returns the memory that the device holds for the arena.
+    /// Returns the device memory that the arena holds, with bytes that are mapped beyond its size.
     pub fn held_bytes(&self) -> Bytes {
         Bytes(self.pieces.iter().sum())
     }
 
-    /// Returns the address of `bytes` bytes at `offset`.
+    /// Returns the device address of the range of `bytes` bytes at `offset` in the arena.
     ///
     /// # Panics
     /// Panics if the range exceeds the arena, which is a bug of the plan or the executor.
@@ -114,7 +115,7 @@ impl DeviceArena {
         self.base + offset
     }
 
-    /// Returns the most bytes that are mapped beyond the size of a newly allocated arena.
+    /// Returns an upper bound of the bytes that a newly allocated arena maps beyond its size, whatever that size is.
     ///
     /// # Errors
     /// Returns the error of the driver.
@@ -123,10 +124,12 @@ impl DeviceArena {
         Ok(Bytes(granularity.saturating_sub(1)))
     }
 
-    /// Resizes the arena without keeping its contents, also on drivers without virtual memory.
+    /// Resizes the arena; its contents are undefined afterwards. Unlike [`DeviceArena::resize`], this can grow an arena
+    /// on drivers without virtual memory, by a new allocation.
     ///
     /// # Errors
-    /// As [`DeviceArena::resize`]; without virtual memory the old allocation is lost on failure.
+    /// [`CudaError::Refused`] if the GPU has too little free memory. The arena is then empty on drivers without virtual
+    /// memory, otherwise unchanged.
     pub fn resize_discarding(&mut self, bytes: u64) -> Result<(), CudaError> {
         if matches!(self.backing, Backing::Plain) && bytes > self.held_bytes().0 {
             if self.base != 0 {
@@ -141,11 +144,12 @@ impl DeviceArena {
         self.resize(bytes)
     }
 
-    /// Resizes the arena at its upper end, while no work uses it. Remaining bytes keep their addresses and contents;
-    /// new bytes are undefined.
+    /// Grows or shrinks the arena at its upper end, while no work uses it. Remaining bytes keep their addresses and
+    /// contents; new bytes are undefined.
     ///
     /// # Errors
-    /// [`CudaError::Refused`] if the GPU has too little free memory; the arena is then unchanged.
+    /// [`CudaError::Refused`] if the GPU has too little free memory, or the arena must grow without virtual memory. The
+    /// arena is then unchanged.
     pub fn resize(&mut self, bytes: u64) -> Result<(), CudaError> {
         let held = self.held_bytes().0;
         match self.backing {
@@ -163,7 +167,8 @@ impl DeviceArena {
         Ok(())
     }
 
-    /// Maps the missing memory, all or nothing.
+    /// Maps pieces above the `held` bytes until at least `bytes` are held. If the GPU refuses a piece, unmaps the new
+    /// ones again.
     fn grow(&mut self, held: u64, bytes: u64, granularity: u64) -> Result<(), CudaError> {
         let before = self.pieces.len();
         let mut end = held;
@@ -180,7 +185,7 @@ impl DeviceArena {
         Ok(())
     }
 
-    /// Unmaps the pieces from index `kept` on.
+    /// Keeps the first `kept` pieces, and unmaps the others.
     fn shrink_to(&mut self, kept: usize) -> Result<(), CudaError> {
         while self.pieces.len() > kept {
             let piece = self.pieces.pop().expect("more pieces than are kept");
@@ -230,7 +235,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn mapped_bytes_exceed_request_by_less_than_one_step(
+        fn mapped_bytes_exceed_request_by_under_one_step(
             first in 1u64..1 << 38, second in 1u64..1 << 38
         ) {
             let pieces = pieces_to_map(0, first, GRANULARITY);

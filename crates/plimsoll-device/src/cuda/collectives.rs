@@ -3,34 +3,25 @@
 //! Through the host, bytes travel in the pinned slots of staging, one slot per round. Rounds overlap: while the ranks
 //! exchange one round, the next is being copied out and the previous one is being copied in.
 //!
-//! A send that its sender waits for in the same program uses a slot. A slot cannot be lent longer than
-//! that, so a send that completes in a later program uses the host arena, and does not come through here.
+//! A send that its sender waits for in the same program uses a slot. A send that completes in a later program would
+//! occupy the slot for too long. It goes through the host arena instead, and does not come through here.
 
 use super::driver::{Address, Stream};
 use super::nccl::Nccl;
+use super::pieces::PieceAddresses;
 use super::staging::{SLOT_BYTES, Staging};
-use crate::device::{DeviceError, FileSpace};
+use crate::device::FileSpace;
+use crate::error::{CudaError, DeviceError};
 use crate::transport::rounds::{PieceSlice, split_into_rounds};
 use crate::transport::{CollectiveCall, GroupHandle, PieceBuffers};
-use plimsoll_core::DType;
 use plimsoll_program::op::{Collective, Exchange};
 use std::ops::Range;
 
-/// The most bytes per round. A reduce-scatter has its input in one half of a slot and its output in the other.
+/// The most bytes of a collective that one round exchanges through the host. Each round has one slot of staging memory.
+/// A reduce-scatter has its input in one half of the slot and its output in the other.
 pub const ROUND_BYTES: u64 = SLOT_BYTES / 2;
 
-/// Addresses of one piece of a collective in device memory.
-#[derive(Clone, Copy, Debug)]
-pub struct PieceAddresses {
-    /// First byte of the input.
-    pub input: Address,
-    /// First byte of the output.
-    pub output: Address,
-    /// Data type of both.
-    pub dtype: DType,
-}
-
-/// A collective resolved to device addresses.
+/// A collective, send or receive with the device addresses of its pieces.
 pub struct PreparedCollective {
     exchange: Exchange,
     sequence: u64,
@@ -38,12 +29,13 @@ pub struct PreparedCollective {
 }
 
 impl PreparedCollective {
-    /// Creates a collective with this sequence number.
+    /// Creates a collective from its op, its sequence number, and the addresses of the op's pieces in the same order.
     pub fn new(exchange: Exchange, sequence: u64, pieces: Vec<PieceAddresses>) -> PreparedCollective {
         PreparedCollective { exchange, sequence, pieces }
     }
 
-    /// Runs the collective in the order of `stream`. On return, copies of the result to the device are enqueued.
+    /// Runs the collective in the order of `stream`, by `nccl` if all ranks agree on it. Otherwise, and if `nccl` is
+    /// `None`, bytes go through the host; copies of the result to the device may be unfinished on return.
     ///
     /// # Errors
     /// Fails if this rank or another cannot continue; the output may then be partly written.
@@ -82,7 +74,7 @@ impl PreparedCollective {
         Ok(())
     }
 
-    /// Claims a slot, and enqueues copies of a round's input into it.
+    /// Claims a staging slot, and enqueues copies of a round's input into it. Returns the slot's index.
     ///
     /// # Safety
     /// As for [`PreparedCollective::run`].
@@ -96,26 +88,21 @@ impl PreparedCollective {
         let slot = staging.claim(files)?;
         for cut in round {
             let (piece, place) = (self.pieces[cut.piece], self.slot_buffers(cut, staging.slot_pointer(slot)));
-            let out = |to: *mut u8, from: Address, range: &Range<u64>| {
-                let (first, bytes) =
-                    (range.start * piece.dtype.bytes(), (range.end - range.start) * piece.dtype.bytes());
-                match bytes {
-                    0 => Ok(()),
-                    // SAFETY: `place` lies within the slot, which is not touched before its event completes.
-                    _ => unsafe { stream.copy_out(to, from + first, bytes) },
-                }
-            };
-            out(place.input.cast_mut(), piece.input, &cut.reads)?;
-            if self.exchange.collective == Collective::ReduceScatter {
+            let size = piece.dtype.bytes();
+            // SAFETY: `place` lies within the slot, which is not touched before its event completes.
+            unsafe { copy_range_out(stream, piece.input, &cut.reads, size, place.input.cast_mut()) }?;
+            if self.exchange.collective.adds_to_output() {
                 // The result is added to the previous output.
-                out(place.output, piece.output, &cut.writes)?;
+                // SAFETY: as above.
+                unsafe { copy_range_out(stream, piece.output, &cut.writes, size, place.output) }?;
             }
         }
         staging.record(slot, stream)?;
         Ok(slot)
     }
 
-    /// Exchanges a round with the other ranks, and enqueues copies of its output to the device.
+    /// Exchanges the bytes of a round in staging slot `slot` with the other ranks, and enqueues copies of the round's
+    /// output to the device.
     ///
     /// # Safety
     /// As for [`PreparedCollective::run`]; the slot comes from [`PreparedCollective::stage_out`] for this round.
@@ -151,18 +138,37 @@ impl PreparedCollective {
         Ok(staging.record(slot, stream)?)
     }
 
-    /// Returns the buffers of a slice within its slot.
+    /// Returns the input and output buffers of one slice of a round, within the round's slot at `slot`.
     fn slot_buffers(&self, cut: &PieceSlice, slot: *mut u8) -> PieceBuffers {
         let Exchange { collective, rank, .. } = self.exchange;
         let dtype = self.pieces[cut.piece].dtype;
         let here = slot.wrapping_add(cut.first_byte as usize);
         let before: u64 = cut.counts[..rank as usize].iter().sum();
-        let (input, output) = match collective {
-            Collective::AllReduce | Collective::Send | Collective::Receive => (here, here),
-            Collective::ReduceScatter => (here, here.wrapping_add(ROUND_BYTES as usize)),
+        let (input, output) = match (collective.sums(), collective.gathers()) {
+            // An all-reduce, a send or a receive works in place.
+            (true, true) | (false, false) => (here, here),
+            (true, false) => (here, here.wrapping_add(ROUND_BYTES as usize)),
             // The own part is at its place in the output.
-            Collective::AllGather => (here.wrapping_add((before * dtype.bytes()) as usize), here),
+            (false, true) => (here.wrapping_add((before * dtype.bytes()) as usize), here),
         };
         PieceBuffers { input, output, dtype, counts: cut.counts.clone() }
+    }
+}
+
+/// Enqueues a copy of a range of elements, each of `size` bytes, from device memory to the host.
+///
+/// # Safety
+/// The memory at `from` and `to` is free for this use in the order of `stream`.
+unsafe fn copy_range_out(
+    stream: &Stream,
+    from: Address,
+    range: &Range<u64>,
+    size: u64,
+    to: *mut u8,
+) -> Result<(), CudaError> {
+    match (range.end - range.start) * size {
+        0 => Ok(()),
+        // SAFETY: as the caller promises.
+        bytes => unsafe { stream.copy_out(to, from + range.start * size, bytes) },
     }
 }

@@ -2,70 +2,22 @@
 //! disk.
 //!
 //! The result is a cubin, not PTX. A driver runs machine code of any NVRTC up to its own CUDA version, but refuses PTX
-//! of a newer one. A cache file is named by a hash of everything that it depends on, and contains a hash of itself. So
-//! neither an update nor a partly written file can yield a wrong kernel.
+//! of a newer one. A cache file is named by a hash of everything that its cubin depends on, and contains a hash of the
+//! cubin. Neither an update nor a partly written file can therefore yield a wrong kernel.
 
-use super::driver::{CudaError, library};
+use super::abi::library;
+use super::architecture::Architecture;
 use super::kernels::{OPTIONS, Unit};
 use super::libraries::builtins_beside;
+use crate::error::{CudaError, DeviceError};
 use plimsoll_core::Failure;
-use serde::Serialize;
 use sha2::{Digest, Sha256};
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::UNIX_EPOCH;
-use std::{fmt, fs, process, ptr, thread};
-
-/// The compute capability of a GPU.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
-pub struct Architecture {
-    /// Major version: 8 of 8.6.
-    pub major: u32,
-    /// Minor version: 6 of 8.6.
-    pub minor: u32,
-}
-
-impl Architecture {
-    /// Returns the name of the GPU generation.
-    pub fn family(self) -> &'static str {
-        match (self.major, self.minor) {
-            (0..=4, _) => "Kepler or older",
-            (5, _) => "Maxwell",
-            (6, _) => "Pascal",
-            (7, 0..=4) => "Volta",
-            (7, _) => "Turing",
-            (8, 9) => "Ada",
-            (8, _) => "Ampere",
-            (9, _) => "Hopper",
-            (10..=12, _) => "Blackwell",
-            _ => "newer than Blackwell",
-        }
-    }
-
-    /// Checks that the kernels run on this architecture: Ampere (the first with bf16) to Blackwell.
-    ///
-    /// # Errors
-    /// Returns the reason if they do not.
-    pub fn check(self) -> Result<(), String> {
-        match self.major {
-            0..=7 => Err(format!("{} ({self}) is too old: it has no bf16; Ampere (8.0) is the oldest", self.family())),
-            8..=12 => Ok(()),
-            _ => Err(format!("compute capability {self} is {}: this version does not know it", self.family())),
-        }
-    }
-
-    fn number(self) -> u32 {
-        self.major * 10 + self.minor
-    }
-}
-
-impl fmt::Display for Architecture {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}.{}", self.major, self.minor)
-    }
-}
+use std::{fs, process, ptr, thread};
 
 /// A failure to produce machine code.
 #[derive(Debug, thiserror::Error)]
@@ -83,7 +35,7 @@ pub enum CompileError {
         version: String,
         /// Path of the compiler.
         path: PathBuf,
-        /// Requested architecture.
+        /// Compute capability of the GPU.
         architecture: Architecture,
     },
     /// A kernel does not compile: a bug of Plimsoll, or an incomplete NVRTC.
@@ -91,15 +43,21 @@ pub enum CompileError {
     Refused {
         /// Version of the compiler.
         version: String,
-        /// Name of the unit.
+        /// Name of the source unit, such as `norm-bf16`.
         unit: String,
-        /// Target architecture, as `86`.
+        /// Target architecture: 86 for sm_86.
         target: u32,
         /// The compiler's error.
         reason: String,
-        /// The compiler's log.
+        /// The compiler's log; empty if NVRTC gave none.
         log: String,
     },
+}
+
+impl From<CompileError> for DeviceError {
+    fn from(error: CompileError) -> DeviceError {
+        DeviceError::CudaSoftware { failure: Box::new(error.into()) }
+    }
 }
 
 impl From<CompileError> for Failure {
@@ -122,7 +80,7 @@ impl From<CompileError> for Failure {
     }
 }
 
-/// `nvrtcProgram`.
+/// `nvrtcProgram`: NVRTC's handle of a source, its log and its cubin.
 type Program = *mut c_void;
 
 library! {
@@ -145,22 +103,24 @@ library! {
     }
 }
 
-/// The compiler of kernels, with its cache.
+/// NVRTC, the compiler of kernels, with its cache on disk.
 pub struct Compiler {
     nvrtc: Nvrtc,
     path: PathBuf,
     version: String,
-    /// Fingerprint that distinguishes builds of one version.
+    /// Sizes and modification times of NVRTC's files, which distinguish builds of one version.
     build: String,
-    /// Supported target architectures, as `86`.
+    /// Architectures that NVRTC compiles for: 86 for sm_86. Empty if it does not report them.
     targets: Vec<u32>,
+    /// Version of the driver, such as `580.1`; a part of the names of cache files.
     driver: String,
+    /// Folder of cached cubins; `None` if the caller wants no cache.
     cache: Option<PathBuf>,
 }
 
 impl Compiler {
-    /// Loads the NVRTC at `path`. Cubins are cached below the folder `cache`; they stay valid until compiler, sources
-    /// or the version `driver` change.
+    /// Loads the NVRTC library at `path`, which caches cubins below the folder `cache`. If `cache` is `None`, every
+    /// call compiles. `driver` is the driver's version: a cubin is reused only under the same one.
     ///
     /// # Errors
     /// Fails if the library cannot be loaded.
@@ -194,13 +154,16 @@ impl Compiler {
         })
     }
 
-    /// Returns the version, `13.2`.
+    /// Returns the version of NVRTC, such as `13.2`.
     pub fn version(&self) -> &str {
         &self.version
     }
 
-    /// Returns the target for a GPU: its own architecture or, if the compiler does not support that, the newest older
-    /// one with machine code that the GPU runs.
+    /// Returns the architecture to compile for, as 86 for sm_86: the GPU's own one if NVRTC supports it. Otherwise it
+    /// is the newest older one of the same major version, because the GPU runs that machine code, too.
+    ///
+    /// # Errors
+    /// Fails if kernels do not run on the GPU, or NVRTC supports none of these architectures.
     fn target(&self, architecture: Architecture) -> Result<u32, CompileError> {
         architecture.check().map_err(CompileError::Architecture)?;
         let runs = |target: &&u32| **target / 10 == architecture.major && **target <= architecture.number();
@@ -211,24 +174,16 @@ impl Compiler {
         })
     }
 
-    /// Returns the cubin of each unit, from the cache or compiled on several threads.
+    /// Returns the cubin of each unit for a GPU of this `architecture`, in the order of `units`. Units that are not in
+    /// the cache are compiled on several threads.
     ///
     /// # Errors
-    /// Returns the first failure of a unit, or the lack of a target for the architecture.
+    /// Fails if NVRTC cannot compile for the architecture, or a unit does not compile.
     pub fn cubins(&self, units: &[Unit], architecture: Architecture) -> Result<Vec<Vec<u8>>, CompileError> {
         let target = self.target(architecture)?;
         let next = AtomicUsize::new(0);
         let done = Mutex::new(Vec::new());
-        let work = || {
-            while let Some(unit) = units.get(next.fetch_add(1, Ordering::Relaxed)) {
-                let made = self.cubin(*unit, target);
-                let failed = made.is_err();
-                done.lock().unwrap_or_else(PoisonError::into_inner).push((*unit, made));
-                if failed {
-                    next.store(units.len(), Ordering::Relaxed);
-                }
-            }
-        };
+        let work = || self.compile_units(units, target, &next, &done);
         let threads = thread::available_parallelism().map_or(1, usize::from).min(units.len()).min(8);
         thread::scope(|scope| {
             for _ in 1..threads {
@@ -245,7 +200,20 @@ impl Compiler {
         Ok(units.iter().map(|unit| cubin_of(unit).expect("every unit was compiled")).collect())
     }
 
-    /// Returns the cubin of one unit.
+    /// Makes the cubins of `units` from unit `next` on and appends them to `done`, together with other threads. Ends
+    /// when all units have started or one has failed.
+    fn compile_units(&self, units: &[Unit], target: u32, next: &AtomicUsize, done: &Mutex<Vec<Made>>) {
+        while let Some(unit) = units.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let made = self.cubin(*unit, target);
+            let failed = made.is_err();
+            done.lock().unwrap_or_else(PoisonError::into_inner).push((*unit, made));
+            if failed {
+                next.store(units.len(), Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// Returns the cubin of one unit for the architecture `target`, from the cache or compiled.
     fn cubin(&self, unit: Unit, target: u32) -> Result<Vec<u8>, CompileError> {
         let source = unit.source();
         let file = self.cache.as_ref().map(|cache| cache.join(self.key(&source, target, &unit.name())));
@@ -259,7 +227,8 @@ impl Compiler {
         Ok(cubin)
     }
 
-    /// Returns the cache file name: the unit's name for readability, and a hash of everything the cubin depends on.
+    /// Returns the name of a cubin's cache file: the unit's name for readability, and a hash of everything that the
+    /// cubin depends on.
     fn key(&self, source: &str, target: u32, unit: &str) -> String {
         let mut hash = Sha256::new();
         for part in [source, &OPTIONS.join(" "), &target.to_string(), &self.version, &self.build, &self.driver] {
@@ -282,14 +251,7 @@ impl Compiler {
         let code = unsafe {
             (api.nvrtcCreateProgram)(&mut program, source.as_ptr(), name.as_ptr(), 0, ptr::null(), ptr::null())
         };
-        let refused = |code: c_int, log: String| CompileError::Refused {
-            version: self.version.clone(),
-            unit: unit.to_owned(),
-            target,
-            // SAFETY: a text owned by the library, for any code.
-            reason: unsafe { text_at((api.nvrtcGetErrorString)(code)) },
-            log,
-        };
+        let refused = |code: c_int, log: String| self.refused(unit, target, code, log);
         if code != 0 {
             return Err(refused(code, String::new()));
         }
@@ -309,10 +271,25 @@ impl Compiler {
         unsafe { (api.nvrtcDestroyProgram)(&mut program) };
         result
     }
+
+    /// Returns the error for a unit that NVRTC refuses with this code and log.
+    fn refused(&self, unit: &str, target: u32, code: c_int, log: String) -> CompileError {
+        CompileError::Refused {
+            version: self.version.clone(),
+            unit: unit.to_owned(),
+            target,
+            // SAFETY: a text owned by the library, for any code.
+            reason: unsafe { text_at((self.nvrtc.nvrtcGetErrorString)(code)) },
+            log,
+        }
+    }
 }
 
+/// A unit with its cubin, or with the reason why there is none.
+type Made = (Unit, Result<Vec<u8>, CompileError>);
+
 /// Returns size and modification time of a library file, which distinguish builds of one version. Hashing the file
-/// would take as long as compiling.
+/// would take as long as compiling. Empty if the file cannot be read.
 fn build_fingerprint(library: &Path) -> String {
     let Ok(file) = fs::metadata(library) else { return String::new() };
     let written = file.modified().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok()).unwrap_or_default();
@@ -322,10 +299,11 @@ fn build_fingerprint(library: &Path) -> String {
 type SizeOf = unsafe extern "C" fn(Program, *mut usize) -> c_int;
 type CopyOf = unsafe extern "C" fn(Program, *mut c_char) -> c_int;
 
-/// Reads an output of NVRTC, which takes one call for the size and one for the bytes.
+/// Reads a log or cubin of a program from NVRTC: `size` asks for its size, then `copy` for its bytes. An error is
+/// NVRTC's error code.
 ///
 /// # Safety
-/// The functions belong together, and the program is alive.
+/// `size` and `copy` are NVRTC functions for the same output, and the program is alive.
 unsafe fn read_output(program: Program, size: SizeOf, copy: CopyOf) -> Result<Vec<u8>, c_int> {
     let mut bytes = 0;
     // SAFETY: writes one number; the program is alive.
@@ -341,6 +319,8 @@ unsafe fn read_output(program: Program, size: SizeOf, copy: CopyOf) -> Result<Ve
     }
 }
 
+/// Copies a text of NVRTC; empty for a null pointer.
+///
 /// # Safety
 /// The pointer is null, or points to a text with a terminating zero.
 unsafe fn text_at(text: *const c_char) -> String {
@@ -351,15 +331,15 @@ unsafe fn text_at(text: *const c_char) -> String {
     unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
 }
 
-/// Returns the cubin in a cache file; `None` if its hash does not match.
+/// Returns the cubin in a cache file; `None` if the file cannot be read or is damaged.
 fn read_cached(file: &Path) -> Option<Vec<u8>> {
     let bytes = fs::read(file).ok()?;
     let (hash, cubin) = bytes.split_at_checked(32)?;
     (!cubin.is_empty() && Sha256::digest(cubin).as_slice() == hash).then(|| cubin.to_vec())
 }
 
-/// Writes a cache file to a temporary name and renames it, so that readers never see a partial file. Errors are
-/// ignored: the cache only saves time.
+/// Writes a cache file under a temporary name and renames it, so that readers never see a partial file. Ignores errors,
+/// because the cache only saves time.
 fn write_cached(file: &Path, cubin: &[u8]) {
     let temporary = file.with_extension(format!("{}", process::id()));
     let bytes = [Sha256::digest(cubin).as_slice(), cubin].concat();
@@ -372,17 +352,6 @@ fn write_cached(file: &Path, cubin: &[u8]) {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn unsupported_architectures_are_refused_by_name() {
-        let check = |major, minor| Architecture { major, minor }.check();
-        assert_eq!(check(7, 5).unwrap_err(), "Turing (7.5) is too old: it has no bf16; Ampere (8.0) is the oldest");
-        assert!(check(6, 1).unwrap_err().starts_with("Pascal (6.1) is too old"));
-        for (major, minor) in [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (12, 0), (12, 1)] {
-            assert_eq!(check(major, minor), Ok(()));
-        }
-        assert!(check(13, 0).unwrap_err().contains("13.0 is newer than Blackwell"));
-    }
 
     #[test]
     fn builds_of_one_version_are_distinguished() {

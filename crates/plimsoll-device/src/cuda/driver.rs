@@ -11,16 +11,15 @@
 //! | `libcublasLt.so.*` | those in [`super::products::Library`] |
 //! | `libnccl.so.2` | those in [`super::nccl::Library`] |
 
-mod error;
 mod module;
 mod stream;
 
-pub use error::CudaError;
 pub use module::{Function, Module};
 pub use stream::{Event, Stream};
 
-use super::compile::Architecture;
-use super::headers::{Structure, numbers, structure};
+use super::abi::{Structure, library, numbers, structure};
+use super::architecture::Architecture;
+use crate::error::CudaError;
 use plimsoll_core::Bytes;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -36,51 +35,6 @@ pub type Address = u64;
 type Status = c_uint;
 /// Opaque handle of a driver object.
 type Handle = *mut c_void;
-
-/// Declares a function table of a library. Loading it fails if any function is missing.
-macro_rules! library {
-    ($(#[$note:meta])* $table:ident { $(fn $name:ident($($argument:ident: $type:ty),* $(,)?) -> $returned:ty;)* }) => {
-        $(#[$note])*
-        #[allow(non_snake_case)]
-        pub struct $table {
-            $(pub(super) $name: unsafe extern "C" fn($($argument: $type),*) -> $returned,)*
-        }
-
-        impl $table {
-            /// The signature of each function, to be compared with the library's header.
-            pub(super) const CALLS: &'static [$crate::cuda::headers::Call] = &[$($crate::cuda::headers::Call {
-                name: stringify!($name),
-                returned: <$returned as $crate::cuda::headers::HasAbiKind>::ABI_KIND,
-                arguments: &[$(<$type as $crate::cuda::headers::HasAbiKind>::ABI_KIND),*],
-            }),*];
-
-            /// Loads the library for the lifetime of the process.
-            ///
-            /// # Errors
-            /// Fails if the library cannot be loaded, or lacks a function.
-            pub fn load(path: &std::path::Path) -> Result<$table, $crate::cuda::driver::CudaError> {
-                use $crate::cuda::driver::CudaError;
-                let name = || path.display().to_string();
-                // SAFETY: loads a library with the name of an NVIDIA library; its initializers do not touch memory of
-                // this program.
-                let library = unsafe { libloading::Library::new(path) }
-                    .map_err(|error| CudaError::Library { library: name(), detail: error.to_string() })?;
-                $(
-                    // SAFETY: the type is the declaration in the library's header.
-                    #[allow(non_snake_case)]
-                    let $name = *unsafe {
-                        library.get::<unsafe extern "C" fn($($argument: $type),*) -> $returned>(stringify!($name))
-                    }
-                    .map_err(|_| CudaError::Function { library: name(), function: stringify!($name) })?;
-                )*
-                // The pointers stay valid because the library is never unloaded.
-                std::mem::forget(library);
-                Ok($table { $($name),* })
-            }
-        }
-    };
-}
-pub(super) use library;
 
 library! {
     /// The functions of the driver that this crate calls.
@@ -141,7 +95,7 @@ library! {
     }
 }
 
-/// `CUmemLocation`.
+/// `CUmemLocation`: the device on which memory lies.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 struct Location {
@@ -171,7 +125,7 @@ pub(super) struct Access {
     flags: c_uint,
 }
 
-/// Field names of the structures in cuda.h.
+/// Layouts of the structures above, with the names that structures and fields have in cuda.h.
 pub(super) const STRUCTURES: &[Structure] = &[
     structure!(CUmemLocation, Location { "type" => kind: c_uint, "id" => id: c_int }),
     structure!(CUmemAllocationProp, Allocation {
@@ -184,7 +138,7 @@ pub(super) const STRUCTURES: &[Structure] = &[
 ];
 
 numbers! {
-    /// Values of the enumerations in cuda.h.
+    /// Values of enumerations in cuda.h that this crate uses.
     NUMBERS {
         CU_MEM_ALLOCATION_TYPE_PINNED => ALLOCATION_PINNED: c_uint = 1;
         CU_MEM_LOCATION_TYPE_DEVICE => LOCATION_DEVICE: c_uint = 1;
@@ -207,8 +161,8 @@ numbers! {
 }
 
 numbers! {
-    /// Codes after which the context and its memory are lost: errors for which `CUresult` in cuda.h (CUDA 13.2)
-    /// requires a restart of the process, and errors of a driver or GPU that is no longer there.
+    /// Error codes after which the context and its memory are lost. For some, `CUresult` in cuda.h (CUDA 13.2) requires
+    /// a restart of the process. The others mean that the driver or the GPU is no longer there.
     STICKY {
         CUDA_ERROR_DEINITIALIZED => DEINITIALIZED: Status = 4;
         CUDA_ERROR_DEVICE_UNAVAILABLE => DEVICE_UNAVAILABLE: Status = 46;
@@ -237,12 +191,13 @@ fn is_sticky(status: Status) -> bool {
 }
 
 impl Driver {
-    /// Converts a status to a result. `what` completes "the driver refuses to …".
+    /// Converts a status code of the driver to a result. `what` completes the error message "the driver refuses to …".
     pub(super) fn check(&self, what: &'static str, status: Status) -> Result<(), CudaError> {
         self.check_with(status, || what.into())
     }
 
-    /// Converts a status to a result. `what` is only called for an error.
+    /// Converts a status code of the driver to a result. `what` is only called for an error; its text completes the
+    /// message "the driver refuses to …".
     fn check_with(&self, status: Status, what: impl FnOnce() -> Cow<'static, str>) -> Result<(), CudaError> {
         if status == 0 {
             return Ok(());
@@ -258,7 +213,8 @@ impl Driver {
         Err(if is_sticky(status) { CudaError::Lost { what, name, text } } else { CudaError::Call { what, name, text } })
     }
 
-    /// Returns the text that one of the two explaining functions has for a code.
+    /// Returns the text that `explain` (`cuGetErrorName` or `cuGetErrorString`) has for a status code; `None` for an
+    /// unknown code.
     fn status_text(
         &self,
         status: Status,
@@ -271,7 +227,8 @@ impl Driver {
         known.then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
     }
 
-    /// Returns the value that a function writes through a pointer.
+    /// Calls a driver function through `ask`, and returns the value that the function writes to the given pointer.
+    /// `what` names the call in an error.
     fn get<T: Copy>(&self, what: &'static str, ask: impl FnOnce(*mut T) -> Status) -> Result<T, CudaError> {
         let mut value = MaybeUninit::zeroed();
         self.check(what, ask(value.as_mut_ptr()))?;
@@ -279,7 +236,7 @@ impl Driver {
         Ok(unsafe { value.assume_init() })
     }
 
-    /// Starts the driver and returns the number of GPUs.
+    /// Starts the driver and returns the number of GPUs that it lists, which may be 0.
     ///
     /// # Errors
     /// Fails if the driver does not start.
@@ -296,7 +253,7 @@ impl Driver {
             .map(|count| count as u32)
     }
 
-    /// Returns the newest supported CUDA version: 12040 is 12.4.
+    /// Returns the newest CUDA version that the driver supports: 12040 is 12.4.
     ///
     /// # Errors
     /// Fails if the driver does not report it.
@@ -310,7 +267,7 @@ impl Driver {
 /// Properties of a GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Gpu {
-    /// Number among the visible GPUs.
+    /// Number among the visible GPUs, from 0.
     pub ordinal: u32,
     /// Name given by the driver.
     pub name: String,
@@ -318,18 +275,18 @@ pub struct Gpu {
     pub architecture: Architecture,
     /// Number of streaming multiprocessors.
     pub multiprocessors: u32,
-    /// The most shared memory per block, with opt-in.
+    /// The most shared memory that a thread block can opt in to, in bytes.
     pub shared_bytes_max: u32,
-    /// Whether address space can be reserved and memory mapped into it.
+    /// Whether the driver can reserve address space and map memory into it (`cuMemAddressReserve`, `cuMemMap`).
     pub virtual_memory: bool,
-    /// The newest CUDA version of the driver: 12040 is 12.4.
+    /// The newest CUDA version that the driver supports: 12040 is 12.4.
     pub driver_version: u32,
 }
 
 /// The primary context of a GPU, kept open until the process ends or [`Context::close`] is called.
 ///
-/// Reopening a context takes time, unloads what libraries have loaded in it, and changes the memory that the GPU holds
-/// compared with the measured charges.
+/// Reopening a context takes time and unloads the code of libraries. The memory that the GPU then holds may differ from
+/// the measured charges.
 ///
 /// Methods require a preceding [`Context::enter`] on the calling thread. Without it the driver returns an error.
 pub struct Context {
@@ -339,11 +296,11 @@ pub struct Context {
     gpu: Gpu,
     free_before: Option<Bytes>,
     free_after_open: Bytes,
-    /// The most memory that libraries in this context were seen to hold.
+    /// The most memory that libraries and kernels have held in this context, over all measurements so far.
     pub(super) library_bytes_max: Mutex<Bytes>,
 }
 
-/// The open contexts of this process. A process has one driver, even if its function table is loaded twice.
+/// The open contexts of this process, by GPU number. All function tables of the driver share them.
 static CONTEXTS: Mutex<BTreeMap<u32, Arc<Context>>> = Mutex::new(BTreeMap::new());
 
 // SAFETY: the driver may be called from any thread, and a context may be current on several.
@@ -352,11 +309,13 @@ unsafe impl Send for Context {}
 unsafe impl Sync for Context {}
 
 impl Context {
-    /// Opens a GPU, or returns the context that is already open. `free_before` is the free memory of the GPU now, if
-    /// known: at the first opening, that is before the context takes its own memory.
+    /// Returns the context of GPU number `ordinal`, opened if it is not open yet, and enters it on the calling thread.
+    ///
+    /// `free_before` is the GPU's free memory before this call, `None` if unknown. A new context stores it
+    /// ([`Context::free_before`]); an open one ignores it.
     ///
     /// # Errors
-    /// Fails if the number is not listed, or the driver refuses.
+    /// Fails if the driver lists no GPU of that number, or refuses to open it.
     pub fn open(driver: &Arc<Driver>, ordinal: u32, free_before: Option<Bytes>) -> Result<Arc<Context>, CudaError> {
         let mut known = CONTEXTS.lock().unwrap_or_else(PoisonError::into_inner);
         let context = match known.get(&ordinal) {
@@ -367,13 +326,13 @@ impl Context {
         Ok(context)
     }
 
-    /// Closes the context of a GPU once it is unused. Memory that measurements loaded is then no charge of the next
-    /// run, which opens a new context.
+    /// Gives up the context of a GPU, which closes when its last user drops it. The next [`Context::open`] creates a
+    /// new one, without the code that earlier measurements loaded.
     pub fn close(ordinal: u32) {
         drop(CONTEXTS.lock().unwrap_or_else(PoisonError::into_inner).remove(&ordinal));
     }
 
-    /// Returns whether a GPU that this process has opened is lost.
+    /// Returns whether a GPU is lost, after waiting for its work. Returns `false` if this process has not opened it.
     pub fn is_lost(ordinal: u32) -> bool {
         let context = CONTEXTS.lock().unwrap_or_else(PoisonError::into_inner).get(&ordinal).cloned();
         let synchronize = |context: Arc<Context>| context.enter().and_then(|()| context.synchronize());
@@ -427,17 +386,17 @@ impl Context {
         &self.gpu
     }
 
-    /// Returns the free memory before this context was opened, if known.
+    /// Returns the free memory of the GPU just before this context was opened; `None` if it was unknown.
     pub fn free_before(&self) -> Option<Bytes> {
         self.free_before
     }
 
-    /// Returns the free memory right after this context was opened, while it was empty.
+    /// Returns the free memory of the GPU right after this context was opened, before anything was loaded into it.
     pub fn free_after_open(&self) -> Bytes {
         self.free_after_open
     }
 
-    /// Returns the function table.
+    /// Returns the driver's function table.
     pub(super) fn driver(&self) -> &Driver {
         &self.driver
     }
@@ -451,22 +410,22 @@ impl Context {
         self.driver.check("enter a context", unsafe { (self.driver.cuCtxSetCurrent)(self.handle) })
     }
 
-    /// Waits for all work in the context.
+    /// Waits until the device has completed all work in the context.
     ///
     /// # Errors
-    /// Returns a failure on the device since the last call.
+    /// Returns a failure of that work.
     pub fn synchronize(&self) -> Result<(), CudaError> {
         // SAFETY: takes no pointers.
         self.driver.check("finish its work", unsafe { (self.driver.cuCtxSynchronize)() })
     }
 
-    /// Waits for all work in the context, and names `op` in an error.
+    /// Waits until the device has completed all work in the context. An error names the op `op`.
     pub(super) fn finish(&self, op: &'static str) -> Result<(), CudaError> {
         // SAFETY: takes no pointers.
         self.driver.check_with(unsafe { (self.driver.cuCtxSynchronize)() }, || format!("finish {op}").into())
     }
 
-    /// Returns free and total memory of the device.
+    /// Returns the GPU's free memory, then its total memory, as the driver reports them. Other processes count, too.
     ///
     /// # Errors
     /// Fails if the driver does not report it.
@@ -477,7 +436,7 @@ impl Context {
         Ok((Bytes(free as u64), Bytes(total as u64)))
     }
 
-    /// Returns the properties of allocations on this device.
+    /// Returns the driver structure that describes memory on this device, for allocations that are mapped.
     fn allocation(&self) -> Allocation {
         Allocation {
             kind: ALLOCATION_PINNED,
@@ -491,7 +450,7 @@ impl Context {
         }
     }
 
-    /// Returns the granularity of mapped memory in bytes.
+    /// Returns the granularity of mapped memory in bytes: addresses and sizes of mappings are multiples of it.
     ///
     /// # Errors
     /// Fails if the driver does not report it.
@@ -504,31 +463,37 @@ impl Context {
         self.driver.get("report its granularity", ask).map(|bytes| bytes as u64)
     }
 
-    /// Tests whether memory can be mapped: a container may forbid it although the driver reports support.
+    /// Tests whether memory can be mapped, by mapping and unmapping a little. A container may forbid it although the
+    /// driver reports support.
+    ///
+    /// # Errors
+    /// Fails if memory is exhausted or the device is lost; the test then says nothing.
     fn maps_memory(&self) -> Result<bool, CudaError> {
-        let map_and_unmap = || {
-            let bytes = self.granularity()?;
-            let at = self.reserve(bytes)?;
-            // SAFETY: a newly reserved range of one granule, known only here.
-            let mapped = unsafe { self.map(at, bytes).and_then(|()| self.unmap(at, bytes)) };
-            // SAFETY: the same range, with nothing mapped.
-            unsafe { self.unreserve(at, bytes) }?;
-            mapped
-        };
-        match map_and_unmap() {
+        match self.map_and_unmap() {
             Err(CudaError::Call { .. }) => Ok(false),
             tried => tried.map(|()| true),
         }
     }
 
-    /// Reserves address space without memory.
+    /// Maps and unmaps one granule of memory.
+    fn map_and_unmap(&self) -> Result<(), CudaError> {
+        let bytes = self.granularity()?;
+        let at = self.reserve(bytes)?;
+        // SAFETY: a newly reserved range of one granule, known only here.
+        let mapped = unsafe { self.map(at, bytes).and_then(|()| self.unmap(at, bytes)) };
+        // SAFETY: the same range, with nothing mapped.
+        unsafe { self.unreserve(at, bytes) }?;
+        mapped
+    }
+
+    /// Reserves a range of device addresses without memory behind it, and returns its first address.
     pub(super) fn reserve(&self, bytes: u64) -> Result<Address, CudaError> {
         // SAFETY: writes one address, of the driver's choice.
         let ask = |at: *mut Address| unsafe { (self.driver.cuMemAddressReserve)(at, bytes as usize, 0, 0, 0) };
         self.driver.get("reserve address space", ask)
     }
 
-    /// Allocates memory and maps it at `at`, readable and writable by this device.
+    /// Allocates `bytes` of device memory and maps it at address `at`, readable and writable by this device alone.
     ///
     /// # Safety
     /// The range lies in reserved address space with nothing mapped in it; address and size are multiples of the
@@ -554,7 +519,7 @@ impl Context {
         allowed.and(released)
     }
 
-    /// Unmaps ranges that [`Context::map`] mapped.
+    /// Unmaps ranges that [`Context::map`] mapped, which frees their memory.
     ///
     /// # Safety
     /// The range consists of whole mapped ranges, and no work in progress touches it.
@@ -574,8 +539,11 @@ impl Context {
 
     /// Pins host pages, so that the device copies from and to them directly.
     ///
-    /// Returns `false` if this device cannot. Copies are then still correct, but synchronous: the driver buffers the
-    /// source and waits for the destination before the call returns.
+    /// Returns `false` if the driver refuses to pin them. Copies are then still correct, but synchronous: the driver
+    /// buffers the source and waits for the destination before the call returns.
+    ///
+    /// # Errors
+    /// Fails only if the device is lost.
     ///
     /// # Safety
     /// The range consists of whole pages that stay mapped until [`Context::unpin`].
@@ -598,14 +566,14 @@ impl Context {
         self.driver.check("unpin memory of the host", unsafe { (self.driver.cuMemHostUnregister)(place.cast()) })
     }
 
-    /// Allocates plain memory, for drivers without virtual memory.
+    /// Allocates device memory with `cuMemAlloc`, and returns its first address.
     pub(super) fn allocate(&self, bytes: u64) -> Result<Address, CudaError> {
         // SAFETY: writes one address.
         let ask = |at: *mut Address| unsafe { (self.driver.cuMemAlloc_v2)(at, bytes as usize) };
         self.driver.get("allocate memory", ask)
     }
 
-    /// Frees plain memory.
+    /// Frees memory that [`Context::allocate`] allocated.
     ///
     /// # Safety
     /// The address came from [`Context::allocate`], and no work in progress touches it.
@@ -622,7 +590,7 @@ impl Drop for Context {
     }
 }
 
-/// Pinned host memory, which the device copies from and to directly. Initially zero.
+/// A block of pinned host memory, which the device copies from and to directly.
 pub struct Pinned {
     context: Arc<Context>,
     place: ptr::NonNull<u8>,

@@ -1,9 +1,11 @@
 //! The GPUs of this machine as the driver lists them. Nothing here opens a context or allocates GPU memory.
 
-use super::compile::Architecture;
-use super::driver::{CudaError, DEVICE_COMPUTE_MAJOR, DEVICE_COMPUTE_MINOR, DEVICE_MULTIPROCESSORS, library};
+use super::abi::library;
+use super::architecture::Architecture;
+use super::driver::{DEVICE_COMPUTE_MAJOR, DEVICE_COMPUTE_MINOR, DEVICE_MULTIPROCESSORS};
 use super::libraries::{CudaVersion, FoundLibrary, Libraries, Library, LibraryError};
 use super::nvml::{Condition, GpuId, Memory, Nvml, Pcie, Process};
+use crate::error::CudaError;
 use plimsoll_core::Bytes;
 use serde::Serialize;
 use std::ffi::{CStr, c_char, c_int, c_uint};
@@ -29,13 +31,13 @@ library! {
 /// A GPU as the driver lists it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct GpuInfo {
-    /// Driver number: 0 for `cuda:0`.
+    /// Number of the GPU in the driver's list: 0 for `cuda:0`.
     pub index: u32,
     /// Product name.
     pub name: String,
     /// UUID: 16 bytes in hexadecimal with dashes.
     pub uuid: String,
-    /// PCI bus address.
+    /// PCI bus address, such as `0000:01:00.0`.
     pub bus: String,
     /// Compute capability.
     pub architecture: Architecture,
@@ -51,15 +53,15 @@ impl GpuInfo {
     }
 }
 
-/// The started driver, the libraries that were found, and the GPUs.
+/// NVIDIA's software and GPUs on this machine: the started driver, the libraries that were found, and the GPUs.
 pub struct CudaInstallation {
-    /// The driver library.
+    /// File of the driver library that was started.
     pub driver: FoundLibrary,
-    /// Driver version as far as it can be read: `550.54.14`.
+    /// Driver version, such as `550.54.14`. Less exact or empty if neither NVML nor the kernel module reports it.
     pub driver_version: String,
     /// The newest CUDA version that the driver supports.
     pub cuda: CudaVersion,
-    /// All libraries that were found.
+    /// Files of all NVIDIA libraries that were found.
     pub libraries: Libraries,
     /// The GPUs, in driver order.
     pub gpus: Vec<GpuInfo>,
@@ -67,70 +69,76 @@ pub struct CudaInstallation {
 }
 
 impl CudaInstallation {
-    /// Returns the NVRTC that is compatible with the driver.
+    /// Returns the preferred NVRTC library that is compatible with the driver.
     ///
     /// # Errors
-    /// Fails if none is installed.
+    /// Fails if none is installed, or none is compatible.
     pub fn nvrtc(&self) -> Result<&FoundLibrary, LibraryError> {
         self.libraries.choose(Library::Nvrtc, Some(self.cuda))
     }
 
-    /// Returns the cuBLASLt that is compatible with the driver.
+    /// Returns the preferred cuBLASLt library that is compatible with the driver.
     ///
     /// # Errors
-    /// Fails if none is installed.
+    /// Fails if none is installed, or none is compatible.
     pub fn cublaslt(&self) -> Result<&FoundLibrary, LibraryError> {
         self.libraries.choose(Library::CublasLt, Some(self.cuda))
     }
 
-    /// Returns the NCCL library, if installed.
+    /// Returns the preferred NCCL library, of any version; `None` if none is installed.
     pub fn nccl(&self) -> Option<&FoundLibrary> {
         self.libraries.choose(Library::Nccl, None).ok()
     }
 
-    /// Returns the version of a usable NCCL, queried once.
+    /// Returns the version of the NCCL library, asked from it once per process. `None` if NCCL is missing, cannot be
+    /// loaded, or is too old for Plimsoll.
     pub fn nccl_version(&self) -> Option<&'static str> {
         static VERSION: OnceLock<Option<String>> = OnceLock::new();
         VERSION.get_or_init(|| super::nccl::version(&self.nccl()?.path)).as_deref()
     }
 
-    /// Returns whether NVML works.
+    /// Returns whether NVML, NVIDIA's management library, was found and started.
     pub fn has_nvml(&self) -> bool {
         self.nvml.is_some()
     }
 
-    /// Returns the current memory of a GPU from NVML, including memory of other processes. Needs no context.
+    /// Returns the current memory of a GPU from NVML, including memory of other processes. Needs no context. `None` if
+    /// NVML does not report it.
     pub fn memory(&self, gpu: &GpuInfo) -> Option<Memory> {
         self.nvml.as_ref()?.memory(gpu.nvml_id())
     }
 
-    /// Returns the processes that compute on a GPU.
+    /// Returns the visible processes that compute on a GPU; empty if there are none or NVML does not report them.
     pub fn processes(&self, gpu: &GpuInfo) -> Vec<Process> {
         self.nvml.as_ref().map(|nvml| nvml.processes(gpu.nvml_id())).unwrap_or_default()
     }
 
-    /// Returns the PCIe link between a GPU and the host.
+    /// Returns the PCIe link between a GPU and the host; `None` if NVML is missing or does not report it.
     pub fn pcie(&self, gpu: &GpuInfo) -> Option<Pcie> {
         self.nvml.as_ref()?.pcie(gpu.nvml_id())
     }
 
-    /// Returns the current temperature, clocks and power of a GPU.
+    /// Returns the current temperature, clocks, power and load of a GPU. Figures that NVML does not report are `None`.
     pub fn condition(&self, gpu: &GpuInfo) -> Condition {
         self.nvml.as_ref().map(|nvml| nvml.condition(gpu.nvml_id())).unwrap_or_default()
     }
 }
 
-/// Starts the driver and lists the GPUs, once per process.
+/// Returns NVIDIA's software and GPUs on this machine. The first call in a process starts the driver and lists the
+/// GPUs; later calls return the same result.
 ///
 /// # Errors
-/// Fails if there is no driver, it does not start, or it lists no GPU.
+/// Fails if there is no driver, or none starts. A driver without any GPU does not start.
 pub fn installation() -> Result<&'static CudaInstallation, LibraryError> {
     static INSTALLATION: OnceLock<Result<CudaInstallation, LibraryError>> = OnceLock::new();
     INSTALLATION.get_or_init(|| start_driver(Libraries::find())).as_ref().map_err(Clone::clone)
 }
 
-/// Starts the first driver that works. Some machines also have a stub from the toolkit or a compatibility library. If
-/// none starts, returns the error of the first.
+/// Starts the first driver library that works, and lists its GPUs. There may be several libraries, such as a stub of
+/// the toolkit or a compatibility library.
+///
+/// # Errors
+/// Fails if no library is found, with the first library's error if none starts, or if its GPUs cannot be listed.
 fn start_driver(libraries: Libraries) -> Result<CudaInstallation, LibraryError> {
     let mut first_error = libraries.choose(Library::Driver, None).map(drop).err();
     let mut started = None;
@@ -163,8 +171,8 @@ fn start_driver(libraries: Libraries) -> Result<CudaInstallation, LibraryError> 
     Ok(CudaInstallation { driver, driver_version, cuda: CudaVersion::of_driver(number), libraries, gpus, nvml })
 }
 
-/// Checks whether a driver library starts, and returns the reason if not. A library that fails is unloaded: otherwise
-/// other libraries that load the driver by name would get it.
+/// Loads and starts the driver library at `path`, or returns the reason why it does not start. A library that fails is
+/// unloaded, because other libraries that load the driver by name would otherwise get it.
 fn try_start(path: &Path) -> Result<(), String> {
     // SAFETY: loads a file with the name of NVIDIA's driver; a file that is not a driver lacks the function.
     let library = unsafe { libloading::Library::new(path) }.map_err(|error| error.to_string())?;
@@ -183,7 +191,6 @@ fn try_start(path: &Path) -> Result<(), String> {
 }
 
 fn list_gpus(api: &ListingApi) -> Result<Vec<GpuInfo>, c_uint> {
-    let ok = |code: c_uint| if code == 0 { Ok(()) } else { Err(code) };
     let mut count = 0;
     // SAFETY: writes one int.
     ok(unsafe { (api.cuDeviceGetCount)(&mut count) })?;
@@ -196,20 +203,9 @@ fn list_gpus(api: &ListingApi) -> Result<Vec<GpuInfo>, c_uint> {
             ok(unsafe { (api.cuDeviceTotalMem_v2)(&mut bytes, device) })?;
             // SAFETY: writes 16 bytes, for a device that exists.
             ok(unsafe { (api.cuDeviceGetUuid_v2)(&mut uuid, device) })?;
-            let attribute = |which: c_uint| {
-                let mut value = 0;
-                // SAFETY: writes one int, for a device that exists.
-                ok(unsafe { (api.cuDeviceGetAttribute)(&mut value, which, device) })?;
-                Ok::<u32, c_uint>(u32::try_from(value).unwrap_or(0))
-            };
-            let text = |query: unsafe extern "C" fn(*mut c_char, c_int, c_int) -> c_uint| {
-                let mut text = [0u8; 256];
-                // SAFETY: writes at most `length` bytes, with a terminating zero.
-                ok(unsafe { query(text.as_mut_ptr().cast(), text.len() as c_int, device) })?;
-                Ok::<String, c_uint>(
-                    CStr::from_bytes_until_nul(&text).map_or(String::new(), |text| text.to_string_lossy().into_owned()),
-                )
-            };
+            let attribute = |which: c_uint| device_attribute(api, which, device);
+            // SAFETY: called below with functions that return texts of a device.
+            let text = |query: TextQuery| unsafe { device_text(query, device) };
             Ok(GpuInfo {
                 index: ordinal as u32,
                 name: text(api.cuDeviceGetName)?,
@@ -226,24 +222,52 @@ fn list_gpus(api: &ListingApi) -> Result<Vec<GpuInfo>, c_uint> {
         .collect()
 }
 
-/// Formats a UUID as NVIDIA's tools do.
+/// Converts a status code of the driver to a result.
+fn ok(code: c_uint) -> Result<(), c_uint> {
+    if code == 0 { Ok(()) } else { Err(code) }
+}
+
+/// Returns a number that the driver reports about a device; 0 if it is negative.
+fn device_attribute(api: &ListingApi, which: c_uint, device: c_int) -> Result<u32, c_uint> {
+    let mut value = 0;
+    // SAFETY: writes one int; the driver refuses a device that does not exist.
+    ok(unsafe { (api.cuDeviceGetAttribute)(&mut value, which, device) })?;
+    Ok(u32::try_from(value).unwrap_or(0))
+}
+
+/// A driver function that writes a text about a device, of at most the given length.
+type TextQuery = unsafe extern "C" fn(*mut c_char, c_int, c_int) -> c_uint;
+
+/// Returns a text that the driver reports about a device.
+///
+/// # Safety
+/// `query` writes at most as many bytes as its second argument says, for a device that exists.
+unsafe fn device_text(query: TextQuery, device: c_int) -> Result<String, c_uint> {
+    let mut text = [0u8; 256];
+    // SAFETY: as the caller promises.
+    ok(unsafe { query(text.as_mut_ptr().cast(), text.len() as c_int, device) })?;
+    Ok(CStr::from_bytes_until_nul(&text).map_or(String::new(), |text| text.to_string_lossy().into_owned()))
+}
+
+/// Formats a UUID as NVIDIA's tools do, in hexadecimal with dashes.
 fn format_uuid(uuid: [u8; 16]) -> String {
     let hex = |range: std::ops::Range<usize>| uuid[range].iter().map(|byte| format!("{byte:02x}")).collect::<String>();
     [0..4, 4..6, 6..8, 8..10, 10..16].map(hex).join("-")
 }
 
-/// Reads the driver version from the kernel module; WSL has no such module.
+/// Reads the driver version that the kernel module states under `/proc`; `None` if it states none, as on WSL.
 fn module_version() -> Option<String> {
     parse_module_version(&fs::read_to_string("/proc/driver/nvidia/version").ok()?)
 }
 
-/// Parses the version from `NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14  Thu Feb 22 ...`.
+/// Parses the version from `NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14  Thu Feb 22 ...`. `None` if the
+/// first line has no version.
 fn parse_module_version(text: &str) -> Option<String> {
     let is_version = |word: &&str| word.contains('.') && word.starts_with(|c: char| c.is_ascii_digit());
     text.lines().next()?.split_whitespace().find(is_version).map(str::to_owned)
 }
 
-/// Explains the `CUresult` of a driver that does not start.
+/// Returns the meaning of the error code (`CUresult`) with which a driver does not start.
 fn start_error(code: c_uint) -> String {
     match code {
         34 => "it is the stub of the CUDA toolkit, not a driver (code 34)".to_owned(),

@@ -1,125 +1,31 @@
-//! Declarations of this crate as data, to be compared with NVIDIA's headers: functions, constants and structures.
+//! Comparison of this crate's declarations of functions, constants and structures with NVIDIA's headers.
 //! `cargo xtask cuda-check` has a C++ compiler do that ([`Library::assertions`]), since no library checks its
 //! arguments.
 //!
-//! Everything here is derived from the declarations in use: the function tables (`library!` in [`super::driver`]), the
-//! constants (`numbers!`) and the structures. NVML is missing here because `nvml-wrapper` has its own declarations.
+//! The declarations come from the modules that use them, as the macros of [`super::abi`] describe them. NVML is missing
+//! here because `nvml-wrapper` has its own declarations.
 
-use std::ffi::{c_int, c_longlong, c_uint, c_ulonglong};
+use super::abi::{AbiKind, Call, Number, Structure};
+use super::{compile, driver, gpus, nccl, products};
 use std::fmt::Write as _;
 
-/// Kind of a function argument or return value.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum AbiKind {
-    /// An integer or enumeration, with its size in bytes.
-    Integer(usize),
-    /// A floating-point number, with its size in bytes.
-    Float(usize),
-    /// A pointer of any type.
-    Pointer,
-    /// A structure, with its size in bytes.
-    Structure(usize),
-}
-
-/// A type that functions take or return.
-pub(super) trait HasAbiKind {
-    /// ABI kind of this type.
-    const ABI_KIND: AbiKind;
-}
-
-macro_rules! passed {
-    ($($type:ty => $word:ident),* $(,)?) => {
-        $(impl HasAbiKind for $type {
-            const ABI_KIND: AbiKind = AbiKind::$word(size_of::<$type>());
-        })*
-    };
-}
-passed!(c_int => Integer, c_uint => Integer, c_longlong => Integer, c_ulonglong => Integer);
-passed!(usize => Integer, u16 => Integer, u8 => Integer, f32 => Float);
-
-impl<T> HasAbiKind for *const T {
-    const ABI_KIND: AbiKind = AbiKind::Pointer;
-}
-
-impl<T> HasAbiKind for *mut T {
-    const ABI_KIND: AbiKind = AbiKind::Pointer;
-}
-
-/// The signature of a function.
-#[derive(Clone, Copy, Debug)]
-pub struct Call {
-    /// Name in the library.
-    pub name: &'static str,
-    /// Return type.
-    pub returned: AbiKind,
-    /// Argument types.
-    pub arguments: &'static [AbiKind],
-}
-
-/// An enumeration value or a constant.
-#[derive(Clone, Copy, Debug)]
-pub struct Number {
-    /// Name in the header.
-    pub name: &'static str,
-    /// Value in this crate.
-    pub value: i64,
-}
-
-/// Declares constants with their names in the header, and a table of them.
-macro_rules! numbers {
-    ($(#[$note:meta])* $table:ident { $($(#[$reason:meta])* $header:ident => $name:ident: $type:ty = $value:expr;)* }) => {
-        $($(#[$reason])* pub(super) const $name: $type = $value;)*
-        $(#[$note])*
-        pub(super) const $table: &[$crate::cuda::headers::Number] =
-            &[$($crate::cuda::headers::Number { name: stringify!($header), value: $name as i64 }),*];
-    };
-}
-pub(super) use numbers;
-
-/// The layout of a structure.
-#[derive(Clone, Copy, Debug)]
-pub struct Structure {
-    /// Name in the header.
-    pub name: &'static str,
-    /// Size in bytes.
-    pub bytes: usize,
-    /// Whether newer headers may append fields.
-    pub may_grow: bool,
-    /// Name in the header, offset and size of each field.
-    pub fields: &'static [(&'static str, usize, usize)],
-}
-
-/// Describes a structure by the header names of its fields. A trailing `..` means that newer headers may append fields.
-macro_rules! structure {
-    ($header:ident, $type:ty { $($name:literal => $field:ident: $of:ty),* $(,)? } $($may_grow:tt)?) => {
-        $crate::cuda::headers::Structure {
-            name: stringify!($header),
-            bytes: size_of::<$type>(),
-            may_grow: [$(stringify!($may_grow),)? ""].len() > 1,
-            fields: &[$(($name, std::mem::offset_of!($type, $field), size_of::<$of>())),*],
-        }
-    };
-}
-pub(super) use structure;
-
-/// A library with the declarations that this crate uses.
+/// A library of NVIDIA, with everything that this crate declares of it.
 #[derive(Clone, Debug)]
 pub struct Library {
-    /// Display name.
+    /// Name of the library in messages, such as `cuBLASLt`.
     pub name: &'static str,
-    /// Headers that declare it.
+    /// NVIDIA's headers that declare the library.
     pub headers: &'static [&'static str],
-    /// Functions that are called.
+    /// Functions that this crate calls.
     pub calls: Vec<Call>,
-    /// Constants that are used.
+    /// Constants that this crate uses.
     pub numbers: Vec<Number>,
-    /// Structures that are passed.
+    /// Structures that this crate passes to the functions.
     pub structures: Vec<Structure>,
 }
 
-/// Returns all libraries that this crate declares itself.
+/// Returns the libraries whose functions this crate declares itself. NVML is not among them.
 pub fn libraries() -> [Library; 4] {
-    use super::{compile, driver, gpus, nccl, products};
     [
         Library {
             name: "the driver",
@@ -152,7 +58,8 @@ pub fn libraries() -> [Library; 4] {
     ]
 }
 
-/// C++ prelude that computes the number of an [`AbiKind`]: integer or enumeration, float, pointer, structure.
+/// C++ code before the assertions. `word` maps a type to a number for its kind and size, as `AbiKind::number` does.
+/// `Called` compares a function's type with such numbers.
 const WORDS: &str = "\
 #include <type_traits>
 #include <cstddef>
@@ -183,7 +90,8 @@ impl AbiKind {
 }
 
 impl Library {
-    /// Returns C++ with one `static_assert` per declaration. It compiles only if the headers agree.
+    /// Returns C++ source with one `static_assert` per function, constant, structure and field. It compiles only if
+    /// NVIDIA's headers agree with this crate's declarations.
     pub fn assertions(&self) -> String {
         // cuda.h renames functions to their newest versions unless this macro is defined.
         let mut text = String::from("#define __CUDA_API_VERSION_INTERNAL\n");

@@ -4,6 +4,7 @@
 //! Search order: the loader path, the active virtual or conda environment (torch installs the libraries there),
 //! toolkits, the user's Python, system folders, the system's Python.
 
+use crate::error::DeviceError;
 use plimsoll_core::Failure;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -16,8 +17,9 @@ use std::path::{Path, PathBuf};
 /// The oldest CUDA major version that is supported.
 const CUDA_MAJOR_MIN: u32 = 12;
 
-/// A library that Plimsoll uses.
+/// A library of NVIDIA that Plimsoll uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum Library {
     /// `libcuda`: the driver.
@@ -36,7 +38,7 @@ impl Library {
     /// Every library.
     pub const ALL: [Library; 5] = [Library::Driver, Library::Nvml, Library::Nvrtc, Library::CublasLt, Library::Nccl];
 
-    /// Returns the file name up to `.so`.
+    /// Returns the library's file name without `.so` and what follows: `libcuda`.
     fn stem(self) -> &'static str {
         match self {
             Library::Driver => "libcuda",
@@ -47,8 +49,9 @@ impl Library {
         }
     }
 
-    /// Returns the library's PyPI package, as folders of installed wheels name it, without the CUDA version.
-    fn wheel(self) -> Option<&'static str> {
+    /// Returns the name of the library's packages on PyPI without a CUDA version: `nvidia_cublas` for
+    /// `nvidia_cublas_cu12`. It is spelled as in the folders of installed wheels. `None` for libraries of the driver.
+    fn pypi_package_prefix(self) -> Option<&'static str> {
         match self {
             Library::Driver | Library::Nvml => None,
             Library::Nvrtc => Some("nvidia_cuda_nvrtc"),
@@ -57,12 +60,13 @@ impl Library {
         }
     }
 
-    /// Whether the library's major version is the CUDA version, which the driver must support.
+    /// Returns whether the library belongs to the CUDA toolkit. Its major version is then a CUDA version, which the
+    /// driver must support.
     fn belongs_to_toolkit(self) -> bool {
         matches!(self, Library::Nvrtc | Library::CublasLt)
     }
 
-    /// Whether GPUs are unusable without the library.
+    /// Returns whether GPUs are unusable without the library.
     pub fn is_required(self) -> bool {
         matches!(self, Library::Driver | Library::Nvrtc | Library::CublasLt)
     }
@@ -87,14 +91,15 @@ pub struct FoundLibrary {
     pub library: Library,
     /// Path of the file.
     pub path: PathBuf,
-    /// Version, as far as file name, neighbouring files or wheel state it: `13.2`, `12.4.127`.
+    /// Version, as far as the file's name, neighbouring files or the Python wheel state it: `13.2`, `12.4.127`. Empty
+    /// if none of them does.
     pub version: String,
-    /// Kind of the search place: `virtual environment`, `toolkit`.
+    /// Kind of place where the file was found, such as `virtual environment` or `toolkit`.
     pub place: &'static str,
 }
 
 impl FoundLibrary {
-    /// Returns the major version; 0 if unknown.
+    /// Returns the library's major version; 0 if unknown.
     pub fn major(&self) -> u32 {
         self.version.split('.').next().and_then(|major| major.parse().ok()).unwrap_or(0)
     }
@@ -110,9 +115,9 @@ pub enum LibraryError {
         library: Library,
         /// Number of searched folders.
         folders: usize,
-        /// The searched kinds of places, in order.
+        /// The searched kinds of places, in order, separated by commas.
         searched: String,
-        /// The command that installs it.
+        /// Command or instruction that installs the library.
         remedy: String,
     },
     /// The library needs a newer CUDA than the driver supports.
@@ -120,15 +125,15 @@ pub enum LibraryError {
     TooNew {
         /// The library.
         library: Library,
-        /// Its version.
+        /// Version of the library.
         version: String,
-        /// Its CUDA major version.
+        /// CUDA major version that the library needs.
         major: u32,
-        /// Path of the file.
+        /// Path of the library's file.
         path: PathBuf,
-        /// The newest CUDA version of the driver.
+        /// The newest CUDA version that the driver supports.
         driver: CudaVersion,
-        /// The command that installs a compatible version.
+        /// Command that installs a compatible version, or the advice to update the driver.
         remedy: String,
     },
     /// The library's CUDA version is no longer supported.
@@ -136,25 +141,25 @@ pub enum LibraryError {
     TooOld {
         /// The library.
         library: Library,
-        /// Its version.
+        /// Version of the library.
         version: String,
-        /// Path of the file.
+        /// Path of the library's file.
         path: PathBuf,
-        /// The command that installs a compatible version.
+        /// Command that installs a supported version.
         remedy: String,
     },
     /// The driver is installed, but does not start.
     #[error("the NVIDIA driver ({}) refuses to start: {reason}", path.display())]
     DriverRefuses {
-        /// Path of the file.
+        /// Path of the driver's file.
         path: PathBuf,
-        /// The driver's reason.
+        /// Reason that the driver or the loader gives.
         reason: String,
     },
 }
 
 impl LibraryError {
-    /// Returns the hint or command that solves the problem.
+    /// Returns a command or instruction that solves the problem.
     pub fn remedy(&self) -> String {
         match self {
             LibraryError::Missing { remedy, .. }
@@ -164,6 +169,12 @@ impl LibraryError {
                 "check that nvidia-smi lists the GPUs; after a driver update, restart the machine".to_owned()
             }
         }
+    }
+}
+
+impl From<LibraryError> for DeviceError {
+    fn from(error: LibraryError) -> DeviceError {
+        DeviceError::CudaSoftware { failure: Box::new(error.into()) }
     }
 }
 
@@ -199,7 +210,7 @@ impl fmt::Display for CudaVersion {
     }
 }
 
-/// The environment of a search. Tests provide their own.
+/// The surroundings in which libraries are searched: root folder, environment variables and working folder.
 #[derive(Clone, Debug)]
 pub struct SearchEnvironment {
     /// Root folder; `/` outside of tests.
@@ -210,7 +221,7 @@ pub struct SearchEnvironment {
     folder: PathBuf,
 }
 
-/// Kinds of search places with their folders.
+/// Kinds of places to search, such as `toolkit`, with the folders of each, in search order.
 type SearchPlaces = Vec<(&'static str, Vec<PathBuf>)>;
 
 impl SearchEnvironment {
@@ -220,7 +231,7 @@ impl SearchEnvironment {
         SearchEnvironment { root: "/".into(), variables, folder: env::current_dir().unwrap_or_default() }
     }
 
-    /// Returns an environment without variables below a folder.
+    /// Returns an environment with `root` as its root folder and without variables.
     #[cfg(test)]
     pub(crate) fn rooted_at(root: &Path) -> SearchEnvironment {
         SearchEnvironment { root: root.to_path_buf(), variables: BTreeMap::new(), folder: root.join("work") }
@@ -238,7 +249,8 @@ impl SearchEnvironment {
         env::split_paths(self.variable(name).unwrap_or_default()).filter(|path| path.is_absolute()).collect()
     }
 
-    /// Returns the places to search, in order of preference: user settings, the user's environments, then the system.
+    /// Returns the places to search, in order of preference: `LD_LIBRARY_PATH`, virtual environments, conda, toolkits,
+    /// the user's Python, system folders, the system's Python.
     fn search_places(&self) -> SearchPlaces {
         let under_root = |folders: &[&str]| folders.iter().map(|folder| self.root.join(folder)).collect::<Vec<_>>();
         let mut active = Vec::new();
@@ -256,16 +268,23 @@ impl SearchEnvironment {
         let site = [self.root.join("usr/local"), self.root.join("usr")];
         vec![
             ("LD_LIBRARY_PATH", self.paths_of("LD_LIBRARY_PATH")),
-            ("virtual environment", active.iter().flat_map(|prefix| wheels(prefix)).collect()),
-            ("conda", conda.iter().flat_map(|prefix| [wheels(prefix), libraries_of(prefix)].concat()).collect()),
+            ("virtual environment", active.iter().flat_map(|prefix| wheel_library_folders(prefix)).collect()),
+            (
+                "conda",
+                conda
+                    .iter()
+                    .flat_map(|prefix| [wheel_library_folders(prefix), libraries_of(prefix)].concat())
+                    .collect(),
+            ),
             ("toolkit", toolkits.iter().flat_map(|prefix| libraries_of(prefix)).collect()),
-            ("user's Python", home.iter().flat_map(|prefix| wheels(prefix)).collect()),
+            ("user's Python", home.iter().flat_map(|prefix| wheel_library_folders(prefix)).collect()),
             ("system", system),
-            ("system's Python", site.iter().flat_map(|prefix| wheels(prefix)).collect()),
+            ("system's Python", site.iter().flat_map(|prefix| wheel_library_folders(prefix)).collect()),
         ]
     }
 
-    /// Returns the prefix of the first `python3` or `python` on the path. Does not start Python.
+    /// Returns the installation folder (prefix) of the first `python3` or `python` on `PATH`; `None` if there is none.
+    /// Does not start Python.
     fn python(&self) -> Option<PathBuf> {
         let folders = self.paths_of("PATH");
         let first = folders.iter().find_map(|folder| {
@@ -282,16 +301,18 @@ impl SearchEnvironment {
     fn loader_folders(&self) -> Vec<PathBuf> {
         let mut files: Vec<PathBuf> = entries(&self.root.join("etc/ld.so.conf.d"));
         files.retain(|file| file.extension().is_some_and(|extension| extension == "conf"));
-        let lines = |file: PathBuf| {
-            let text = fs::read_to_string(file).unwrap_or_default();
-            let named =
-                text.lines().map(str::trim).filter_map(|line| line.strip_prefix('/')).map(|l| self.root.join(l));
-            named.collect::<Vec<_>>()
-        };
-        files.into_iter().flat_map(lines).collect()
+        files.into_iter().flat_map(|file| self.folders_named_in(&file)).collect()
     }
 
-    /// Returns the command that installs a missing or incompatible library. `driver` is the CUDA version of the driver.
+    /// Returns the absolute folders that a configuration file of the loader names; empty if it cannot be read.
+    fn folders_named_in(&self, file: &Path) -> Vec<PathBuf> {
+        let text = fs::read_to_string(file).unwrap_or_default();
+        let relative = text.lines().map(str::trim).filter_map(|line| line.strip_prefix('/'));
+        relative.map(|folder| self.root.join(folder)).collect()
+    }
+
+    /// Returns a command or instruction that installs a missing or incompatible library on this machine. `driver` is
+    /// the newest CUDA version that the driver supports; `None` if unknown.
     fn remedy(&self, library: Library, driver: Option<CudaVersion>) -> String {
         if library.belongs_to_toolkit() || library == Library::Nccl {
             // Unsuffixed package names are for the newest CUDA; packages for older drivers have a version suffix.
@@ -330,14 +351,14 @@ impl SearchEnvironment {
         }
     }
 
-    /// Whether this is Linux on Windows (WSL), where Windows provides the driver.
+    /// Returns whether this machine is Linux on Windows (WSL), where Windows provides the driver.
     fn is_wsl(&self) -> bool {
         let release = fs::read_to_string(self.root.join("proc/sys/kernel/osrelease")).unwrap_or_default();
         release.to_lowercase().contains("microsoft")
     }
 }
 
-/// Library folders of distributions, containers and WSL.
+/// Library folders of distributions, containers and WSL, relative to the root folder.
 const SYSTEM_FOLDERS: [&str; 10] = [
     "usr/lib/x86_64-linux-gnu",
     "usr/lib/aarch64-linux-gnu",
@@ -364,12 +385,13 @@ fn name_of(path: &Path) -> &str {
     path.file_name().and_then(OsStr::to_str).unwrap_or_default()
 }
 
-/// Returns the numeric parts of a version, for comparison.
+/// Returns the numbers of a version, for comparison: 12, 4, 127 for `12.4.127`. Ends before the first part that is no
+/// number.
 fn numbers(version: &str) -> Vec<u32> {
     version.split('.').map_while(|part| part.parse().ok()).collect()
 }
 
-/// Returns the entries that start with `prefix` and a version, newest first.
+/// Returns the entries of a folder whose names start with `prefix`, sorted by the version that follows, newest first.
 fn newest_first(folder: &Path, prefix: &str) -> Vec<PathBuf> {
     let mut found = entries(folder);
     found.retain(|path| name_of(path).starts_with(prefix));
@@ -377,15 +399,15 @@ fn newest_first(folder: &Path, prefix: &str) -> Vec<PathBuf> {
     found
 }
 
-/// Returns the library folders below a prefix of a toolkit or conda environment.
+/// Returns the folders that may contain libraries in a toolkit or conda environment at `prefix`.
 fn libraries_of(prefix: &Path) -> Vec<PathBuf> {
     let target = format!("targets/{}-linux/lib", std::env::consts::ARCH);
     ["lib64", "lib", &target].iter().map(|folder| prefix.join(folder)).collect()
 }
 
-/// Returns the library folders of NVIDIA's wheels in the Python environment at a prefix: `nvidia/cublas/lib` for CUDA
-/// 12, `nvidia/cu13/lib` from CUDA 13 on.
-fn wheels(prefix: &Path) -> Vec<PathBuf> {
+/// Returns the library folders of NVIDIA's wheels in the Python environment at `prefix`. They end in
+/// `nvidia/cublas/lib` for CUDA 12, in `nvidia/cu13/lib` for CUDA 13.
+fn wheel_library_folders(prefix: &Path) -> Vec<PathBuf> {
     let mut sites = Vec::new();
     for lib in ["lib", "lib64"] {
         for python in newest_first(&prefix.join(lib), "python3") {
@@ -395,7 +417,8 @@ fn wheels(prefix: &Path) -> Vec<PathBuf> {
     sites.iter().flat_map(|site| entries(&site.join("nvidia"))).map(|package| package.join("lib")).collect()
 }
 
-/// Returns one file per major version of a library in a folder, newest first, with its version.
+/// Returns the files of a library in a folder with their versions, newest first. Only one file of each major version is
+/// returned.
 fn files_in(folder: &Path, library: Library) -> Vec<(PathBuf, String)> {
     let prefix = format!("{}.so", library.stem());
     let mut by_major: BTreeMap<Option<u32>, (PathBuf, String)> = BTreeMap::new();
@@ -420,8 +443,8 @@ fn files_in(folder: &Path, library: Library) -> Vec<(PathBuf, String)> {
     by_major.into_values().rev().collect()
 }
 
-/// Returns the version of a library without loading it: the longest of the linked file's version, its neighbours'
-/// versions and its wheel's version.
+/// Returns the version of a library file without loading it; empty if unknown. The version may stand in the name of the
+/// file, of its link target or of NVRTC's second file, or in a Python wheel. The most detailed one counts.
 fn version_of(path: &Path, library: Library) -> String {
     let real = fs::canonicalize(path).unwrap_or_else(|_| path.to_path_buf());
     let version_suffix = |path: &Path| name_of(path).split_once(".so.").map_or("", |(_, version)| version).to_owned();
@@ -432,12 +455,12 @@ fn version_of(path: &Path, library: Library) -> String {
         versions.extend(builtins.as_deref().map(version_suffix));
     }
     // site-packages/nvidia/PACKAGE/lib/FILE: records of wheels lie next to `nvidia`.
-    if let (Some(wheel), Some(site)) = (library.wheel(), folder.ancestors().nth(3))
+    if let (Some(prefix), Some(site)) = (library.pypi_package_prefix(), folder.ancestors().nth(3))
         && folder.ancestors().nth(2).is_some_and(|nvidia| name_of(nvidia) == "nvidia")
     {
         let record = |path: &PathBuf| {
             let (package, version) = name_of(path).strip_suffix(".dist-info")?.split_once('-')?;
-            let cuda = package.strip_prefix(wheel)?;
+            let cuda = package.strip_prefix(prefix)?;
             (cuda.is_empty() || cuda.starts_with("_cu")).then(|| version.to_owned())
         };
         versions.extend(entries(site).iter().filter_map(record));
@@ -447,7 +470,7 @@ fn version_of(path: &Path, library: Library) -> String {
     versions.into_iter().max_by_key(|version| numbers(version).len()).unwrap_or_default()
 }
 
-/// Every NVIDIA library found on this machine, in order of preference.
+/// The files of NVIDIA's libraries that were found on this machine, in order of preference.
 #[derive(Clone, Debug)]
 pub struct Libraries {
     found: Vec<FoundLibrary>,
@@ -457,11 +480,12 @@ pub struct Libraries {
 }
 
 impl Libraries {
-    /// Searches this machine. Reads folders, and loads nothing.
+    /// Searches this machine for NVIDIA's libraries. Reads folders, and loads nothing.
     pub fn find() -> Libraries {
         Libraries::find_in(SearchEnvironment::current())
     }
 
+    /// Searches an environment for NVIDIA's libraries. Reads folders, and loads nothing.
     pub(crate) fn find_in(environment: SearchEnvironment) -> Libraries {
         let places = environment.search_places();
         let mut found: Vec<FoundLibrary> = Vec::new();
@@ -479,16 +503,16 @@ impl Libraries {
         Libraries { found, folders, searched, environment }
     }
 
-    /// Returns all files of a library, in order of preference.
+    /// Returns all files that were found of a library, in order of preference.
     pub fn of_kind(&self, library: Library) -> impl Iterator<Item = &FoundLibrary> {
         self.found.iter().filter(move |found| found.library == library)
     }
 
-    /// Returns the first library, in order of preference, that is compatible with a driver of CUDA version `driver`.
-    /// Without a driver version, returns the first supported one.
+    /// Returns the preferred file of a library that Plimsoll supports and that works with the driver. `driver` is the
+    /// newest CUDA version that the driver supports; with `None`, any driver counts as new enough.
     ///
     /// # Errors
-    /// Fails if none is installed, or none is compatible with the driver.
+    /// Fails if no file was found, or each is too old or too new.
     pub fn choose(&self, library: Library, driver: Option<CudaVersion>) -> Result<&FoundLibrary, LibraryError> {
         let is_compatible = |found: &&FoundLibrary| {
             !library.belongs_to_toolkit()
@@ -513,8 +537,8 @@ impl Libraries {
     }
 }
 
-/// Returns NVRTC's builtins library next to `nvrtc`. NVRTC loads it by name, so it must be loaded first if its folder
-/// is not on the loader path.
+/// Returns the path of NVRTC's second library (`libnvrtc-builtins`) in the folder of the file `nvrtc`; `None` if it is
+/// not there. NVRTC looks for it by name on the loader path, and finds it elsewhere only if it is already loaded.
 pub(super) fn builtins_beside(nvrtc: &Path) -> Option<PathBuf> {
     let major = numbers(&version_of(nvrtc, Library::Nvrtc)).first().copied();
     let is_same_major = |path: &PathBuf| {
@@ -529,7 +553,7 @@ mod tests {
     use super::*;
     use std::os::unix::fs::symlink;
 
-    /// A machine laid out in a temporary folder.
+    /// A machine whose root folder is a temporary folder, with environment variables.
     struct Machine {
         root: tempfile::TempDir,
         variables: BTreeMap<String, OsString>,

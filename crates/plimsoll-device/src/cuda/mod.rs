@@ -1,15 +1,22 @@
 //! NVIDIA GPUs, from library discovery to program execution.
 //!
-//! - Discovery: [`libraries`] (files on disk), [`gpus`] (devices), [`nvml`] (memory, temperature, clocks).
-//! - Kernels: [`kernels`] holds the sources, [`compile`] turns them into machine code.
-//! - Execution, bottom to top: [`driver`] (function table and safe wrappers), [`arena`], [`queues`] and [`staging`],
-//!   which [`resources`] groups per GPU, then [`products`] (cuBLASLt), [`collectives`] and [`nccl`], and the
-//!   [`executor`].
-//! - [`open`] opens a GPU by its number; [`bench`](mod@bench) measures it.
-//! - [`headers`] compares the declarations used here with NVIDIA's headers.
+//! Each group imports only groups above it:
+//!
+//! | group | modules |
+//! |---|---|
+//! | declarations | [`abi`] (functions, constants and structures of NVIDIA's libraries as data), [`architecture`] |
+//! | discovery | [`libraries`] (files on disk), [`nvml`] (memory, temperature, clocks) |
+//! | kernels | [`kernels`] (sources and launch parameters), [`compile`] (machine code) |
+//! | one GPU | [`driver`] (function table and safe wrappers), [`arena`], [`queues`], [`staging`], and [`resources`], which groups them |
+//! | products and collectives | [`products`] (cuBLASLt), [`pieces`], [`nccl`], [`collectives`] (by NCCL or through the host) |
+//! | execution | [`executor`] |
+//! | checks and lists | [`gpus`] (GPUs of this machine), [`headers`] (declarations compared with NVIDIA's headers) |
+//!
+//! [`crate::gpu`] opens a GPU by its number; [`crate::bench`](mod@crate::bench) measures it.
 
+pub mod abi;
+pub mod architecture;
 pub mod arena;
-pub mod bench;
 pub mod collectives;
 pub mod compile;
 pub mod driver;
@@ -20,7 +27,7 @@ pub mod kernels;
 pub mod libraries;
 pub mod nccl;
 pub mod nvml;
-pub mod open;
+pub mod pieces;
 pub mod products;
 pub mod queues;
 pub mod resources;

@@ -9,7 +9,7 @@ use plimsoll_core::Bytes;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 
-/// The loaded library.
+/// NVIDIA's management library (NVML), loaded and initialized.
 pub struct Nvml(nvml_wrapper::Nvml);
 
 /// Memory of a GPU.
@@ -17,7 +17,7 @@ pub struct Nvml(nvml_wrapper::Nvml);
 pub struct Memory {
     /// Total memory.
     pub total_bytes: Bytes,
-    /// Memory held by processes.
+    /// Memory held by processes, without the reserved memory.
     pub used_bytes: Bytes,
     /// Memory reserved by the driver.
     pub reserved_bytes: Bytes,
@@ -27,21 +27,23 @@ pub struct Memory {
 
 /// A process that computes on a GPU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Process {
     /// Process id.
     pub pid: u32,
-    /// Process name, if visible.
+    /// Process name; `None` if it is not visible.
     pub name: Option<String>,
-    /// Memory held by the process, if the driver reports it.
+    /// Memory held by the process; `None` if the driver does not report it.
     pub held_bytes: Option<Bytes>,
 }
 
 /// The PCIe link between a GPU and the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Pcie {
-    /// The highest generation that both ends support.
+    /// The highest generation that both ends support; the present one if NVML does not report it.
     pub generation: u32,
-    /// The highest number of lanes.
+    /// The highest number of lanes; the present one if NVML does not report it.
     pub lanes: u32,
     /// The present generation; idle GPUs reduce it.
     pub generation_now: u32,
@@ -51,22 +53,23 @@ pub struct Pcie {
 
 /// Temperature, clocks, power and load of a GPU at one moment.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Condition {
-    /// Chip temperature in degrees Celsius.
+    /// Chip temperature in degrees Celsius; `None` if it is not reported.
     pub temperature_celsius: Option<u32>,
-    /// Multiprocessor clock in MHz.
+    /// Multiprocessor clock in MHz; `None` if it is not reported.
     pub clock_mhz: Option<u32>,
-    /// The highest multiprocessor clock in MHz.
+    /// The highest multiprocessor clock in MHz; `None` if it is not reported.
     pub clock_mhz_max: Option<u32>,
-    /// Memory clock in MHz.
+    /// Memory clock in MHz; `None` if it is not reported.
     pub memory_clock_mhz: Option<u32>,
-    /// Reasons for reduced clocks; empty if there are none.
+    /// Reasons for reduced clocks; empty if there are none or they are not reported.
     pub throttled_by: Vec<String>,
-    /// Power draw in watts.
+    /// Power draw in watts; `None` if it is not reported.
     pub power_watts: Option<f64>,
-    /// Power limit in watts.
+    /// Power limit in watts; `None` if it is not reported.
     pub power_watts_max: Option<f64>,
-    /// Share of the recent sampling period in which a kernel ran, 0 to 1.
+    /// Share of the recent sampling period in which a kernel ran, 0 to 1; `None` if it is not reported.
     pub busy: Option<f64>,
 }
 
@@ -75,30 +78,30 @@ pub struct Condition {
 pub struct GpuId<'a> {
     /// UUID: 16 bytes in hexadecimal with dashes, without a prefix.
     pub uuid: &'a str,
-    /// PCI bus address, `00000000:01:00.0`.
+    /// PCI bus address, such as `0000:01:00.0`.
     pub bus: &'a str,
 }
 
 impl Nvml {
-    /// Loads the library at `path`; `None` if it does not work.
+    /// Loads NVML from the file `path`; `None` if it cannot be loaded or initialized.
     pub fn open(path: &Path) -> Option<Nvml> {
         nvml_wrapper::Nvml::builder().lib_path(path.as_os_str()).init().ok().map(Nvml)
     }
 
-    /// Returns the driver version, `550.54.14`.
+    /// Returns the driver version, `550.54.14`; `None` if it is not reported.
     pub fn driver_version(&self) -> Option<String> {
         self.0.sys_driver_version().ok()
     }
 
-    /// Returns the GPU by UUID or bus address, which do not depend on the numbering order. A MIG partition has its own
-    /// UUID.
+    /// Finds a GPU or MIG partition by its UUID, else a GPU by its bus address; `None` if NVML lists neither. GPU
+    /// numbers are no key, because NVML and the driver may number GPUs differently.
     fn device(&self, id: GpuId) -> Option<nvml_wrapper::Device<'_>> {
         let named =
             ["GPU", "MIG"].into_iter().find_map(|kind| self.0.device_by_uuid(format!("{kind}-{}", id.uuid)).ok());
         named.or_else(|| self.0.device_by_pci_bus_id(id.bus).ok())
     }
 
-    /// Returns the memory of a GPU.
+    /// Returns the memory of a GPU; `None` if it is not reported.
     pub fn memory(&self, id: GpuId) -> Option<Memory> {
         let info = self.device(id)?.memory_info().ok()?;
         Some(Memory {
@@ -110,7 +113,7 @@ impl Nvml {
         })
     }
 
-    /// Returns the visible processes that compute on a GPU.
+    /// Returns the visible processes that compute on a GPU; empty if there are none or NVML does not report them.
     pub fn processes(&self, id: GpuId) -> Vec<Process> {
         let running = self.device(id).and_then(|device| device.running_compute_processes().ok()).unwrap_or_default();
         let seen = running.into_iter().map(|process| Process {
@@ -124,7 +127,7 @@ impl Nvml {
         seen.collect()
     }
 
-    /// Returns the PCIe link of a GPU.
+    /// Returns the PCIe link of a GPU; `None` if NVML does not report its present state.
     pub fn pcie(&self, id: GpuId) -> Option<Pcie> {
         let device = self.device(id)?;
         let (generation_now, lanes_now) =
@@ -137,7 +140,7 @@ impl Nvml {
         })
     }
 
-    /// Returns the present condition of a GPU.
+    /// Returns the present temperature, clocks, power and load of a GPU. Figures that NVML does not report are `None`.
     pub fn condition(&self, id: GpuId) -> Condition {
         let Some(device) = self.device(id) else { return Condition::default() };
         let watts = |milliwatts: u32| f64::from(milliwatts) / 1e3;
@@ -154,10 +157,11 @@ impl Nvml {
     }
 }
 
-/// Throttle reason for heat; a detail may follow it.
+/// First word of the throttle reasons that mean heat: `heat` and `heat (hardware)`.
 const HEAT: &str = "heat";
 
-/// Returns the throttle reasons as text. Idle clocks are no throttling.
+/// Returns the throttle reasons as text. Low clocks of an idle GPU are not listed. The general bit for a hardware
+/// slowdown is listed only if no bit names its cause.
 fn throttle_reasons(bits: ThrottleReasons) -> Vec<String> {
     let words = [
         (ThrottleReasons::SW_POWER_CAP, "power limit"),
@@ -177,13 +181,14 @@ fn throttle_reasons(bits: ThrottleReasons) -> Vec<String> {
 }
 
 impl Condition {
-    /// Returns the temperature and whether heat throttles the GPU, if known.
+    /// Returns the temperature and whether heat throttles the GPU; `None` if the temperature is unknown.
     pub fn heat(&self) -> Option<Temperature> {
         let throttled = self.throttled_by.iter().any(|by| by.starts_with(HEAT));
         Some(Temperature { celsius: f64::from(self.temperature_celsius?), throttled })
     }
 
-    /// Returns the known figures as text: `61 °C, 1695 of 1710 MHz, 348 of 350 W, held back by power limit`.
+    /// Returns the known figures as text, without load and memory clock; empty if none is known. Example:
+    /// `61 °C, 1695 of 1710 MHz, 348 of 350 W, held back by power limit`.
     pub fn describe(&self) -> String {
         let with_limit = |now: Option<String>, most: Option<String>, unit: &str| match (now, most) {
             (Some(now), Some(most)) => Some(format!("{now} of {most} {unit}")),

@@ -4,12 +4,14 @@
 //! round once, when they are stored. Only algorithms with a fixed order of summation are used: no reduction in place
 //! and none in the output type. The same GPU therefore gives the same bits every time.
 //!
-//! **Algorithms are part of the plan.** For each distinct product, the proposals of the library for the planned
-//! workspace are timed when the device is opened, and the fastest is kept ([`GemmAlgorithms`]). The choice is stored
-//! with plan and checkpoint, and a resumed run uses it again. A different library, driver or GPU requires a new choice.
+//! **Algorithms are part of the plan.** When the device is opened, the library proposes algorithms for each distinct
+//! product and its planned workspace. They are timed, and the fastest is kept ([`GemmAlgorithms`]). The choice is
+//! stored with plan and checkpoint, and a resumed run uses it again. A different library, driver or GPU requires a new
+//! choice.
 
-use super::driver::{Address, Context, CudaError, Event, Stream, library};
-use super::headers::{Structure, numbers, structure};
+use super::abi::{Structure, library, numbers, structure};
+use super::driver::{Address, Context, Event, Stream};
+use crate::error::CudaError;
 use plimsoll_core::{DType, GemmAlgorithms};
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
@@ -59,7 +61,7 @@ library! {
     }
 }
 
-/// `cublasLtMatmulHeuristicResult_t`.
+/// `cublasLtMatmulHeuristicResult_t`: an algorithm that cuBLASLt proposes or has checked, with the workspace it needs.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct HeuristicResult {
@@ -70,14 +72,14 @@ pub(super) struct HeuristicResult {
     reserved: [c_int; 4],
 }
 
-/// Field names of the structures in cublasLt.h.
+/// Layouts of the structures above, with the names that structures and fields have in cublasLt.h.
 pub(super) const STRUCTURES: &[Structure] = &[structure!(cublasLtMatmulHeuristicResult_t, HeuristicResult {
     "algo" => algorithm: RawAlgorithm, "workspaceSize" => workspace_bytes: usize, "state" => state: Status,
     "wavesCount" => waves: f32, "reserved" => reserved: [c_int; 4],
 })];
 
 numbers! {
-    /// Values of the enumerations in cublasLt.h, cublas_api.h and library_types.h.
+    /// Values of enumerations in cublasLt.h, cublas_api.h and library_types.h that this crate uses.
     NUMBERS {
         CUBLAS_COMPUTE_32F => COMPUTE_32F: c_uint = 68;
         CUDA_R_32F => R_32F: c_uint = 0;
@@ -100,69 +102,69 @@ numbers! {
     }
 }
 
-/// The largest number of proposals that are timed.
+/// The most algorithms that cuBLASLt is asked to propose for one product.
 const PROPOSALS_MAX: usize = 8;
-/// Timings per proposal; their median counts.
+/// Number of timings of each proposed algorithm; their median counts.
 const TIMING_ROUNDS: usize = 3;
-/// A later proposal must take less than this share of the best time so far: timings scatter, and the library's order is
-/// a good guess.
+/// Share of the best time so far that a later proposal must stay below to be chosen. Timings scatter, and cuBLASLt
+/// proposes the algorithm first that it expects to be the fastest.
 const FASTER_RATIO: f64 = 0.97;
-/// A proposal that takes this many times the best time so far is timed only once.
+/// Multiple of the best time so far from which a proposed algorithm is given up after one timing.
 const ABANDON_RATIO: f64 = 2.0;
-/// Target duration of one timing. Shorter products are repeated to reach it.
+/// Target duration of one timing, in seconds. Shorter products are repeated to reach it.
 const TIMED_SECONDS_MIN: f64 = 2e-4;
 /// The most repeats of a product in one timing.
 const REPEATS_MAX: f64 = 16.0;
 
-/// The key of a matrix product: sizes as in `OpKind::Product`, types, strides and alignments.
+/// The properties of a matrix product on which the choice of its algorithm depends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Shape {
-    /// Rows of the result.
+    /// Rows of `a` and of the result.
     pub m: u64,
-    /// Columns of the result.
+    /// Columns of `b` and of the result.
     pub n: u64,
-    /// Inner dimension.
+    /// Columns of `a` and rows of `b`.
     pub k: u64,
-    /// Whether `a` is stored as `[k,m]`.
+    /// Whether `a` is stored as `[k,m]` instead of `[m,k]`.
     pub a_transposed: bool,
-    /// Whether `b` is stored as `[n,k]`.
+    /// Whether `b` is stored as `[n,k]` instead of `[k,n]`.
     pub b_transposed: bool,
     /// Elements between the starts of stored rows of `a`.
     pub a_stride: u64,
-    /// Elements between the starts of rows of the addend.
+    /// Elements between the starts of rows of the addend, the matrix that is added to the product.
     pub addend_stride: u64,
     /// Elements between the starts of rows of the result.
     pub out_stride: u64,
     /// Data type of `a` and `b`.
     pub input: DType,
-    /// Data type of the result and the addend.
+    /// Data type of the result, the bias and the addend.
     pub output: DType,
     /// Whether a bias row `[n]` is added to every row.
     pub bias: bool,
     /// Whether a matrix `[m,n]` is added: a residual, or the previous result.
     pub has_addend: bool,
-    /// Alignments of the addresses of a, b, addend and result in bytes: powers of two up to 256.
+    /// Alignments of the addresses of `a`, `b`, addend and result in bytes, in this order: powers of two up to 256.
     pub alignment: [u32; 4],
     /// Size of the workspace in bytes.
     pub workspace_bytes: u64,
 }
 
-/// The operand addresses of one matrix product.
+/// The operand addresses of one matrix product, and its factor.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Operands {
-    /// Factor of the product.
+    /// Factor by which a·b is multiplied.
     pub scale: f32,
-    /// `[m,k]`, or `[k,m]` if transposed.
+    /// Address of the left matrix, stored as `[m,k]`, or as `[k,m]` if transposed.
     pub a: Address,
-    /// `[k,n]`, or `[n,k]` if transposed.
+    /// Address of the right matrix, stored as `[k,n]`, or as `[n,k]` if transposed.
     pub b: Address,
-    /// `[m,n]`, added if the shape has an addend; may equal `out`.
+    /// Address of the matrix `[m,n]` that is added, not read if [`Shape::has_addend`] is false. May equal `out`.
     pub addend: Address,
-    /// `[m,n]`.
+    /// Address of the result `[m,n]`.
     pub out: Address,
-    /// `[n]`; 0 if there is no bias.
+    /// Address of the bias row `[n]`; 0 if there is none.
     pub bias: Address,
-    /// Workspace of the size in the shape.
+    /// Address of the workspace, which has [`Shape::workspace_bytes`] bytes.
     pub workspace: Address,
 }
 
@@ -172,15 +174,15 @@ fn alignment(address: Address) -> u32 {
 }
 
 impl Operands {
-    /// Returns the alignments for [`Shape::alignment`].
+    /// Returns the alignments of `a`, `b`, addend and result in bytes, for [`Shape::alignment`].
     pub fn alignments(&self) -> [u32; 4] {
         [self.a, self.b, self.addend, self.out].map(alignment)
     }
 }
 
 impl Shape {
-    /// Returns the key of the product as text: `2048×1024×384 nt bf16→f32 +bias +c @256,256,256,256 in 33554432`.
-    /// Strides appear if rows are not contiguous.
+    /// Returns all properties as text: `2048×1024×384 nt bf16→f32 +bias +c @256,256,256,256 in 33554432`. Plans store
+    /// algorithms under this name. Strides appear only if rows are not contiguous.
     pub fn name(&self) -> String {
         let letter = |transposed: bool| if transposed { 't' } else { 'n' };
         let (a, b) = (letter(self.a_transposed), letter(self.b_transposed));
@@ -200,7 +202,7 @@ impl Shape {
     }
 }
 
-/// Layout of a column-major matrix.
+/// Sizes of a column-major matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct ColumnMajor {
     rows: u64,
@@ -209,21 +211,21 @@ struct ColumnMajor {
     leading: u64,
 }
 
-/// A product as a column-major library receives it.
+/// A row-major product out = A·B as cuBLASLt receives it, which takes column-major matrices.
 ///
-/// A row-major matrix, read by columns, is its own transpose. So out = A·B is passed as outᵀ = Bᵀ·Aᵀ: `b` comes first,
-/// and transposition flags stay unchanged.
+/// The bytes of a row-major matrix are those of its transpose in column-major order. The product is therefore passed as
+/// outᵀ = Bᵀ·Aᵀ: `b` comes first, and transposition flags stay unchanged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct ColumnMajorProduct {
-    /// The first matrix, which is `b`.
+    /// The library's first matrix, which is `b` of the row-major product.
     first: ColumnMajor,
     first_transposed: bool,
-    /// The second matrix, which is `a`.
+    /// The library's second matrix, which is `a` of the row-major product.
     second: ColumnMajor,
     second_transposed: bool,
-    /// The addend.
+    /// The matrix that is added to the product.
     addend: ColumnMajor,
-    /// The result.
+    /// The matrix that receives the result.
     out: ColumnMajor,
 }
 
@@ -255,7 +257,7 @@ fn from_hex(text: &str) -> Option<RawAlgorithm> {
     Some(words)
 }
 
-/// A product with its algorithm.
+/// A matrix product with its cuBLASLt description and the algorithm chosen for it.
 struct PreparedProduct {
     description: Description,
     algorithm: RawAlgorithm,
@@ -263,14 +265,14 @@ struct PreparedProduct {
     bias_by_kernel: bool,
 }
 
-/// The matrix products of a device.
+/// The matrix products of a device, with the algorithm of each.
 pub struct Products {
     library: Arc<Library>,
     context: Arc<Context>,
     handle: Handle,
     ready: BTreeMap<Shape, PreparedProduct>,
     stored: GemmAlgorithms,
-    /// Whether an algorithm was chosen that was not stored.
+    /// Whether some algorithm was chosen now instead of taken from `stored`.
     newly_tuned: bool,
 }
 
@@ -279,7 +281,8 @@ pub struct Products {
 unsafe impl Send for Products {}
 
 impl Products {
-    /// Opens cuBLASLt in the current context. Algorithms in `stored` are used if library, driver and GPU match.
+    /// Opens cuBLASLt in the current context. Later choices use the algorithms in `stored` if they were chosen with the
+    /// same cuBLASLt and driver versions on the same GPU model.
     ///
     /// # Errors
     /// Returns the error of the library.
@@ -307,14 +310,14 @@ impl Products {
         })
     }
 
-    /// Returns the algorithms of all prepared products, and whether any was chosen now. Bits may then differ from a run
-    /// with other algorithms.
+    /// Returns the algorithms of all prepared products, and whether any of them is newly chosen. In that case the bits
+    /// of results may differ from those of an earlier run.
     pub fn algorithms(&self) -> (GemmAlgorithms, bool) {
         let chosen = self.ready.iter().map(|(shape, ready)| (shape.name(), to_hex(ready.algorithm))).collect();
         (GemmAlgorithms { chosen, ..self.stored.clone() }, self.newly_tuned)
     }
 
-    /// Returns whether a kernel must add the bias of a prepared product.
+    /// Returns whether a kernel must add the bias after a prepared product, because cuBLASLt cannot.
     ///
     /// # Panics
     /// Panics if the product was not prepared.
@@ -322,10 +325,10 @@ impl Products {
         self.ready[shape].bias_by_kernel
     }
 
-    /// Chooses an algorithm for a product that has none.
+    /// Chooses an algorithm for a product, unless that has been done.
     ///
-    /// Uses the stored algorithm if there is one. Otherwise times the proposals of the library on `operands`, and
-    /// overwrites result and workspace. Without a stream, takes the first proposal.
+    /// Uses the stored algorithm if there is one. Otherwise times the library's proposals on `operands` and the stream
+    /// `timed_on`, which overwrites result and workspace. If `timed_on` is `None`, takes the first proposal instead.
     ///
     /// # Errors
     /// Fails if the library cannot compute the product, or the device fails.
@@ -389,7 +392,7 @@ impl Products {
     /// Panics if the product was not prepared.
     ///
     /// # Safety
-    /// The operands are device memory with the size and alignment in the shape, and are free for this use in the order
+    /// The operands are device memory with the size and alignment in the shape. They are free for this use in the order
     /// of `stream`.
     pub unsafe fn run(&self, shape: &Shape, operands: &Operands, stream: &Stream) -> Result<(), CudaError> {
         let ready = &self.ready[shape];
@@ -406,7 +409,7 @@ impl Products {
         done
     }
 
-    /// Returns whether the library accepts an algorithm for a product within the workspace.
+    /// Returns whether the library accepts an algorithm for a product, with a workspace of at most `workspace_bytes`.
     fn accepts(&self, description: &Description, words: &RawAlgorithm, workspace_bytes: u64) -> bool {
         let (mut found, [a, b, c, d]) = (HeuristicResult::default(), description.layouts);
         // SAFETY: all handles live; reads 64 bytes and writes one structure.
@@ -417,7 +420,11 @@ impl Products {
         status == 0 && found.workspace_bytes as u64 <= workspace_bytes
     }
 
-    /// Returns the library's proposals, best first; empty if it cannot compute the product.
+    /// Returns the algorithms that the library proposes for a product, presumably fastest first. The list is empty if
+    /// none fits the workspace.
+    ///
+    /// # Errors
+    /// Returns the error of the library, as for a product that it cannot compute.
     fn proposals(&self, description: &Description, shape: &Shape) -> Result<Vec<RawAlgorithm>, CudaError> {
         let preference = Preference::new(&self.library)?;
         preference.set(PREFER_WORKSPACE, &shape.workspace_bytes)?;
@@ -444,8 +451,11 @@ impl Products {
         Ok(found[..count].iter().filter(usable).map(|found| found.algorithm).collect())
     }
 
-    /// Returns the fastest proposal, and the earliest of nearly equal ones. If all are refused, returns the last
-    /// refusal.
+    /// Times the proposed algorithms and returns the fastest, or the earliest of nearly equal ones. Returns `None` if
+    /// `proposals` is empty.
+    ///
+    /// # Errors
+    /// Fails if the library refuses all proposals, with its last error, or if the device fails.
     ///
     /// # Safety
     /// As for [`Products::prepare`].
@@ -457,20 +467,15 @@ impl Products {
         stream: &Stream,
         proposals: &[RawAlgorithm],
     ) -> Result<Option<RawAlgorithm>, CudaError> {
-        let [start, end] = [Event::timed(&self.context)?, Event::timed(&self.context)?];
+        let events = [Event::timed(&self.context)?, Event::timed(&self.context)?];
         let (mut best, mut refused): (Option<(f64, RawAlgorithm)>, _) = (None, None);
         for words in proposals {
-            let time = |times: u32| -> Result<f64, CudaError> {
-                start.record(stream)?;
-                for _ in 0..times {
-                    // SAFETY: as the caller promises.
-                    let status = unsafe { self.start(description, shape, operands, words, stream) };
-                    self.library.check_product("try an algorithm", status, shape)?;
-                }
-                end.record(stream)?;
-                end.synchronize()?;
-                Ok(end.seconds_since(&start)? / f64::from(times))
+            let run = || {
+                // SAFETY: as the caller promises.
+                let status = unsafe { self.start(description, shape, operands, words, stream) };
+                self.library.check_product("try an algorithm", status, shape)
             };
+            let time = |times: u32| seconds_per_run(&events, stream, times, run);
             // The first run loads the kernel. A proposal that the library then refuses is skipped.
             match time(1) {
                 Err(error @ CudaError::Product { .. }) => {
@@ -540,6 +545,20 @@ impl Products {
     }
 }
 
+/// Enqueues `times` runs between the two events, and returns the seconds that one takes on the device.
+fn seconds_per_run(
+    [start, end]: &[Event; 2],
+    stream: &Stream,
+    times: u32,
+    run: impl Fn() -> Result<(), CudaError>,
+) -> Result<f64, CudaError> {
+    start.record(stream)?;
+    (0..times).try_for_each(|_| run())?;
+    end.record(stream)?;
+    end.synchronize()?;
+    Ok(end.seconds_since(start)? / f64::from(times))
+}
+
 impl Drop for Products {
     fn drop(&mut self) {
         self.ready.clear();
@@ -576,7 +595,8 @@ impl Library {
     }
 }
 
-/// The cuBLASLt description of a product, with the layouts of first matrix, second matrix, addend and result.
+/// The handles by which cuBLASLt knows a product: its description, and the layouts of first matrix, second matrix,
+/// addend and result.
 struct Description {
     library: Arc<Library>,
     product: Handle,
@@ -623,7 +643,7 @@ impl Description {
         self.library.check("describe a product", status)
     }
 
-    /// Sets the bias address for the next start.
+    /// Sets the address of the bias for later runs of the product; does nothing for 0.
     fn set_bias(&self, bias: Address) -> Result<(), CudaError> {
         if bias == 0 { Ok(()) } else { self.set(DESC_BIAS_POINTER, &bias) }
     }
@@ -643,7 +663,7 @@ impl Drop for Description {
     }
 }
 
-/// Constraints on proposed algorithms.
+/// Constraints that cuBLASLt must respect when it proposes algorithms, such as the size of the workspace.
 struct Preference {
     library: Arc<Library>,
     handle: Handle,
@@ -698,7 +718,7 @@ mod tests {
         }
     }
 
-    /// Returns element (row, column) of a column-major matrix, transposed if requested.
+    /// Returns element (row, column) of a column-major matrix, or of its transpose if `transposed` is true.
     fn at(matrix: &[f64], layout: ColumnMajor, transposed: bool, row: u64, column: u64) -> f64 {
         let ColumnMajor { rows, columns, leading } = layout;
         let (row, column) = if transposed { (column, row) } else { (row, column) };

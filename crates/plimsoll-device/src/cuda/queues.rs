@@ -5,49 +5,49 @@
 //! are enqueued later than the work that follows them on other streams (`Gates`). The host takes part in collectives,
 //! and the device would otherwise have no work meanwhile.
 
-use super::driver::{Context, CudaError, Event, Stream};
+use super::driver::{Context, Event, Stream};
+use crate::error::CudaError;
 use plimsoll_program::op::Queue;
 use plimsoll_program::order::Wait;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// The queues that have a stream.
+/// The queues that have a CUDA stream. The CPU runs the ops of all others.
 const STREAMED_QUEUES: [Queue; 4] = [Queue::Compute, Queue::CopyIn, Queue::CopyOut, Queue::Communication];
 
-/// Streams, and the events between them.
+/// The streams of a GPU's queues, and the events that order work between them.
 pub struct Queues {
     context: Arc<Context>,
     streams: [Stream; 4],
-    /// Events that order all queues at the start and the end of a program.
+    /// One event per stream, for the start and the end of a program, where all streams wait for each other.
     join_events: [Event; 4],
-    /// Events numbered by [`EventAssignment`]; as many as any program needs.
+    /// Events between ops, by their number in an [`EventAssignment`]. There are as many as the largest program needs.
     events: Vec<Event>,
     gates: Gates,
     stopwatch: Stopwatch,
 }
 
-/// Pairs of timed events on the compute stream: computation starts, computation ends. The time between them is compute
-/// time.
+/// Measures compute time by pairs of timed events on the compute stream: computation starts, computation ends.
 #[derive(Default)]
 struct Stopwatch {
-    /// Timed events in the order in which they are recorded.
+    /// Timed events in recording order: start, end, start, end, …
     marks: Vec<Event>,
     recorded: usize,
-    /// Compute seconds of earlier pairs; their events were reused.
+    /// Compute seconds of earlier pairs, whose events may have been recorded again since.
     seconds: f64,
 }
 
-/// Positions that other queues must reach before a deferred collective starts.
+/// The gates of deferred collectives. A gate is an event that completes when its collective may start.
 ///
-/// The waits of the collective go on a separate stream when its turn comes, and an event marks them there, because
-/// numbered events are reused later.
+/// The numbered events that a collective waits for may be recorded again before the deferred collective is enqueued. A
+/// separate stream therefore waits for them at the collective's place in the program, and the gate is recorded there.
 struct Gates {
     stream: Stream,
     marks: Vec<Event>,
 }
 
 impl Queues {
-    /// Creates the streams.
+    /// Creates the streams of a GPU. Events between ops come later ([`Queues::make_events`], [`Queues::make_gates`]).
     ///
     /// # Errors
     /// Fails if the driver refuses.
@@ -64,7 +64,7 @@ impl Queues {
         })
     }
 
-    /// Creates events until there are `count`.
+    /// Creates events for waits between ops until there are at least `count`.
     ///
     /// # Errors
     /// Fails if the driver refuses.
@@ -75,7 +75,7 @@ impl Queues {
         Ok(())
     }
 
-    /// Creates gates until there are `count`, one for each op on the communication queue.
+    /// Creates gates for deferred collectives until there are at least `count`.
     ///
     /// # Errors
     /// Fails if the driver refuses.
@@ -86,7 +86,8 @@ impl Queues {
         Ok(())
     }
 
-    /// Records gate number `gate`: it opens after these events as they are now, and after all earlier gates.
+    /// Records gate number `gate`. It opens once all gates recorded before it are open, and the numbered `events` are
+    /// complete as they are recorded now.
     ///
     /// # Errors
     /// Fails if the driver refuses.
@@ -95,7 +96,7 @@ impl Queues {
         self.gates.marks[gate].record(&self.gates.stream)
     }
 
-    /// Makes later work of the communication queue wait for a gate.
+    /// Makes later work of the communication queue wait until a gate opens.
     ///
     /// # Errors
     /// Fails if the driver refuses.
@@ -103,7 +104,7 @@ impl Queues {
         self.stream(Queue::Communication).expect("a queue with a stream").wait(&self.gates.marks[gate])
     }
 
-    /// Returns the stream of a queue; the queue of CPU ops has none.
+    /// Returns the stream of a queue; `None` for queues whose ops the CPU runs.
     pub fn stream(&self, queue: Queue) -> Option<&Stream> {
         let index = STREAMED_QUEUES.iter().position(|streamed| *streamed == queue)?;
         Some(&self.streams[index])
@@ -114,18 +115,18 @@ impl Queues {
         &self.streams[0]
     }
 
-    /// Records event number `event` on a queue.
+    /// Records event number `event` at the present end of a queue.
     ///
     /// # Errors
     /// Fails if the driver refuses.
     ///
     /// # Panics
-    /// Panics for the queue of CPU ops: its ops complete when they are enqueued, so nothing waits for them.
+    /// Panics for queues whose ops the CPU runs. Their ops are complete when the host continues, so no event is needed.
     pub fn signal(&self, queue: Queue, event: usize) -> Result<(), CudaError> {
         self.events[event].record(self.stream(queue).expect("a queue with a stream"))
     }
 
-    /// Makes later work of `queue` wait for event number `event`. For CPU ops the host waits.
+    /// Makes later work of `queue` wait for event number `event`. If the CPU runs the queue's ops, blocks the host.
     ///
     /// # Errors
     /// Returns a failure of the device.
@@ -136,7 +137,8 @@ impl Queues {
         }
     }
 
-    /// Marks the start of computation on the compute stream. Drops an earlier start without an end.
+    /// Marks the start of computation at the present end of the compute stream, for [`Queues::compute_seconds`]. Drops
+    /// an earlier start that has no end.
     ///
     /// # Errors
     /// Fails if the driver refuses.
@@ -145,7 +147,7 @@ impl Queues {
         self.mark()
     }
 
-    /// Marks the end of computation on the compute stream.
+    /// Marks the end of computation at the present end of the compute stream, for [`Queues::compute_seconds`].
     ///
     /// # Errors
     /// Fails if the driver refuses.
@@ -163,10 +165,11 @@ impl Queues {
         Ok(())
     }
 
-    /// Returns the compute seconds of the compute stream so far. All its work must have completed.
+    /// Returns the seconds between all marked starts and ends of computation so far. The work of the compute stream
+    /// must be complete.
     ///
     /// # Errors
-    /// Fails if it has not.
+    /// Fails if it is not, or the device failed.
     pub fn compute_seconds(&mut self) -> Result<f64, CudaError> {
         let Stopwatch { marks, recorded, seconds } = &mut self.stopwatch;
         for [begin, end] in marks[..*recorded].as_chunks::<2>().0 {
@@ -198,19 +201,20 @@ impl Queues {
     }
 }
 
-/// Events between the ops of a program. An event number is reused once all ops that wait for it are enqueued.
+/// The numbered events through which ops of a program wait for each other. Ops are numbered from 1 in program order. A
+/// later op records the same event again once all ops that wait for it are enqueued.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct EventAssignment {
-    /// The event that an op records when it completes, by op.
+    /// Number of the event that an op records when it completes, by the op's number.
     pub signals: BTreeMap<u32, usize>,
-    /// The events that an op waits for, by op.
+    /// Numbers of the events that an op waits for, by the op's number.
     pub waits_for: BTreeMap<u32, Vec<usize>>,
-    /// Number of events.
+    /// Number of events that the program needs; the events are numbered from 0.
     pub count: usize,
 }
 
-/// Assigns events to the waits of a program. Ops with the same leader are enqueued as one in the leader's place, and
-/// their waits and events belong to the leader.
+/// Assigns events to the waits of a program. `leader_of` maps an op to the first op of the group with which it is
+/// enqueued. Waits and events of the whole group belong to that leader.
 pub fn assign_events(waits: &[Wait], leader_of: impl Fn(u32) -> u32) -> EventAssignment {
     let mut pairs: Vec<(u32, u32)> = waits.iter().map(|wait| (leader_of(wait.on), leader_of(wait.op))).collect();
     pairs.sort_unstable();

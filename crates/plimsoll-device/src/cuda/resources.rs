@@ -2,10 +2,11 @@
 //! tests and observers get. Running programs in them belongs to `executor`.
 
 use super::arena::DeviceArena;
-use super::driver::{Address, Context, CudaError};
+use super::driver::{Address, Context};
 use super::queues::Queues;
 use super::staging::Staging;
-use crate::device::{DeviceError, Memory, NoFiles};
+use crate::device::{Memory, NoFiles};
+use crate::error::{CudaError, DeviceError};
 use crate::spaces::{ResizableArenas, Spaces};
 use crate::transport::GroupHandle;
 use plimsoll_core::{Bytes, Space};
@@ -15,16 +16,16 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Fill pattern of unwritten arena bytes: NaN in every float type, and out of range as an index. Differs from the
-/// pattern of [`Memory::poison`].
+/// Two-byte pattern that fills arena bytes before they are written: NaN in every float type, and out of range as an
+/// index. It differs from the pattern of [`Memory::poison`].
 const UNWRITTEN_PATTERN: u16 = 0x7ff5;
-/// Poison pattern: two bytes that are NaN in every float type.
+/// Two-byte pattern that overwrites dead tensors ([`Memory::poison`]): NaN in every float type.
 const POISON: u16 = 0x7ff4;
 
-/// The host-side arena, pinned for copies by the GPU, and the scratch file.
+/// The arena in host memory, pinned for copies by the GPU if possible, and the scratch file.
 struct HostArena {
     context: Arc<Context>,
-    /// Host arena and scratch file; the device part is empty.
+    /// Host arena and scratch file, with an empty device arena.
     spaces: Spaces,
     pinned: Option<*mut u8>,
 }
@@ -49,7 +50,7 @@ impl HostArena {
         self.spaces.bytes(Space::Host).0
     }
 
-    /// Pins all pages that contain bytes of the arena.
+    /// Pins all pages that contain bytes of the arena. Leaves them unpinned if the driver refuses.
     fn pin(&mut self) -> Result<(), CudaError> {
         if self.bytes() == 0 {
             return Ok(());
@@ -83,7 +84,7 @@ fn page_bytes() -> usize {
     unsafe { libc::sysconf(libc::_SC_PAGESIZE) as usize }
 }
 
-/// Address range of the host arena, valid until the arena is resized.
+/// The address range of the host arena, valid until the arena is resized.
 #[derive(Clone, Copy, Debug)]
 pub struct HostArenaRange {
     base: *mut u8,
@@ -91,7 +92,7 @@ pub struct HostArenaRange {
 }
 
 impl HostArenaRange {
-    /// Returns the pointer to `bytes` bytes at `offset`.
+    /// Returns a pointer to the range of `bytes` bytes at `offset` in the host arena.
     ///
     /// # Panics
     /// Panics if the range exceeds the host arena.
@@ -101,19 +102,21 @@ impl HostArenaRange {
     }
 }
 
-/// The resources of one opened GPU.
+/// The resources of one opened GPU: context, streams, staging, the device arena, the host arena and the scratch file.
 pub struct GpuResources {
-    /// The GPU's context, declared before the fields that hold its memory.
+    /// The GPU's CUDA context.
     pub context: Arc<Context>,
-    /// Streams and events.
+    /// Streams of the GPU's queues, and events between them.
     pub queues: Queues,
     /// Pinned slots for copies to and from ordinary memory and files.
     pub staging: Staging,
     arena: DeviceArena,
     host: HostArena,
-    /// End of the arena range that executed ops used as workspace. Libraries may leave part of it unwritten.
+    /// End of the topmost workspace that executed ops used in the device arena. Counts as written, although libraries
+    /// may leave part of a workspace unwritten.
     pub workspace_end: u64,
-    /// The first CUDA failure that could not be returned. Every later operation returns it.
+    /// The first CUDA failure in a function that returns no error, reported by [`GpuResources::check`]; `None` if there
+    /// was none.
     first_failure: Option<CudaError>,
 }
 
@@ -159,12 +162,13 @@ impl GpuResources {
         self.arena.base()
     }
 
-    /// Returns the address of `bytes` bytes at `offset` in the device arena.
+    /// Returns the address of the range of `bytes` bytes at `offset` in the device arena. Panics if the range exceeds
+    /// the arena.
     pub fn address(&self, offset: u64, bytes: u64) -> Address {
         self.arena.address(offset, bytes)
     }
 
-    /// Returns the memory that the device holds for the arena.
+    /// Returns the memory that the device arena holds, with bytes that are mapped beyond its size.
     pub fn held_bytes(&self) -> Bytes {
         self.arena.held_bytes()
     }
@@ -174,7 +178,7 @@ impl GpuResources {
         HostArenaRange { base: self.host.spaces.arena(Space::Host).base(), bytes: self.host.bytes() }
     }
 
-    /// Joins a communication group. Its peers may read posted sends from the host arena.
+    /// Joins a communication group, whose ranks may then read posted sends directly from the host arena.
     pub fn join(&mut self, group: GroupHandle) {
         self.host.spaces.join_group(group);
     }
@@ -184,7 +188,7 @@ impl GpuResources {
         &self.host.spaces
     }
 
-    /// Checks that no failure was recorded.
+    /// Checks that [`GpuResources::record_failure`] has recorded no failure.
     ///
     /// # Errors
     /// Returns the first recorded failure.
@@ -192,7 +196,7 @@ impl GpuResources {
         self.first_failure.clone().map_or(Ok(()), Err)
     }
 
-    /// Fills the whole device arena with a two-byte pattern.
+    /// Fills the device arena, and bytes that are mapped beyond it, with the two-byte pattern `value`.
     ///
     /// # Errors
     /// Returns the error of the driver.
@@ -204,7 +208,8 @@ impl GpuResources {
         unsafe { self.queues.compute().fill(self.arena.base(), value, self.held_bytes().0 & !1) }
     }
 
-    /// Fills the device arena with the pattern that marks unwritten bytes.
+    /// Fills the device arena, and bytes that are mapped beyond it, with the pattern that marks unwritten bytes.
+    /// Forgets which workspaces ops have used.
     ///
     /// # Errors
     /// Returns the error of the driver.
@@ -213,7 +218,7 @@ impl GpuResources {
         self.fill_all(UNWRITTEN_PATTERN)
     }
 
-    /// Writes bytes into an arena between programs.
+    /// Writes bytes into an arena or the scratch file, from byte `first` on, between two programs.
     pub fn write(&mut self, space: Space, first: u64, bytes: &[u8]) -> Result<(), DeviceError> {
         self.context.enter()?;
         if space != Space::Device {
@@ -230,7 +235,8 @@ impl GpuResources {
         unsafe { self.staging.copy_to_device(self.queues.compute(), to, bytes.len() as u64, &mut NoFiles, fill_part) }
     }
 
-    /// Reads bytes of an arena between programs, and waits for the copy.
+    /// Fills `into` with bytes of an arena or the scratch file, from byte `first` on, between two programs. Waits until
+    /// they have arrived.
     pub fn read(&mut self, space: Space, first: u64, into: &mut [u8]) -> Result<(), CudaError> {
         self.context.enter()?;
         if space != Space::Device {
@@ -244,7 +250,11 @@ impl GpuResources {
         unsafe { self.staging.copy_from_device(self.queues.compute(), from, into) }
     }
 
-    /// Records a CUDA failure that the caller cannot return, and returns the value on success.
+    /// Returns the value of a result. If it is a CUDA failure, records it for [`GpuResources::check`] and returns
+    /// `None`; an earlier recorded failure stays.
+    ///
+    /// # Panics
+    /// Panics for errors of other kinds, which are bugs.
     pub fn record_failure<T>(&mut self, result: Result<T, impl Into<DeviceError>>) -> Option<T> {
         match result.map_err(Into::into) {
             Ok(value) => Some(value),
@@ -256,7 +266,7 @@ impl GpuResources {
         }
     }
 
-    /// Returns the end of the topmost written part of the device arena, searching from the top.
+    /// Returns the offset just past the topmost written bytes of the device arena; 0 if none was written.
     fn device_high_water(&mut self) -> Result<u64, CudaError> {
         const PART_BYTES: u64 = 8 << 20;
         let pattern = UNWRITTEN_PATTERN.to_ne_bytes();
@@ -332,7 +342,7 @@ impl Memory for GpuResources {
         if space == Space::Device { Bytes(self.arena.bytes()) } else { self.host.spaces.bytes(space) }
     }
 
-    /// Returns NaN bytes if the read fails.
+    /// Returns a copy of the bytes, which are NaN if the read fails.
     fn view(&mut self, space: Space, range: Range<u64>) -> Cow<'_, [u8]> {
         let mut bytes = vec![0xff; (range.end - range.start) as usize];
         let read = self.read(space, range.start, &mut bytes);
@@ -377,7 +387,7 @@ impl Memory for GpuResources {
         }
         // Bytes mapped beyond the arena must still hold the pattern.
         let (first, end) = (self.arena.bytes().next_multiple_of(2), self.held_bytes().0);
-        let mut beyond = vec![0; (end - first) as usize & !1];
+        let mut beyond = vec![0; end.saturating_sub(first) as usize & !1];
         let from = self.arena.base() + first;
         let entered = self.context.enter();
         // SAFETY: the range is mapped, and no op runs.

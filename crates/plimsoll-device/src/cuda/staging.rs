@@ -4,18 +4,19 @@
 //! bytes that the device still reads. File writes stay in their slot until it is needed or the program ends; the device
 //! continues meanwhile.
 
-use super::driver::{Address, Context, CudaError, Event, Pinned, Stream};
-use crate::device::{DeviceError, FileSpace};
+use super::driver::{Address, Context, Event, Pinned, Stream};
+use crate::device::FileSpace;
+use crate::error::{CudaError, DeviceError};
 use std::sync::Arc;
 
-/// Size of a slot.
+/// Size of one slot of the staging ring.
 pub(super) const SLOT_BYTES: u64 = 8 << 20;
-/// Number of slots.
+/// Number of slots of the staging ring.
 const SLOT_COUNT: u64 = 4;
-/// Pinned staging memory per device, outside the arenas; planned as host bytes.
+/// Pinned host memory that each GPU uses for staging, outside the arenas. The plan counts it as host bytes.
 pub const STAGING_BYTES: u64 = SLOT_BYTES * SLOT_COUNT;
 
-/// A file write that waits for its slot's copy.
+/// A write to a file whose bytes the device is still copying into a staging slot.
 struct PendingFileWrite {
     tensor: String,
     offset: u64,
@@ -23,13 +24,13 @@ struct PendingFileWrite {
 }
 
 struct Slot {
-    /// Recorded when the device has finished with the slot.
+    /// Event behind the device's last copy from or to the slot.
     done: Event,
-    /// The file write to do after that.
+    /// The write of the slot's bytes to a file, due once `done` is complete; `None` if no write is due.
     pending_write: Option<PendingFileWrite>,
 }
 
-/// The ring of slots.
+/// A ring of slots in pinned host memory, through which bytes pass between the device and ordinary memory or files.
 pub struct Staging {
     memory: Pinned,
     slots: Vec<Slot>,
@@ -47,23 +48,23 @@ impl Staging {
         Ok(Staging { memory: Pinned::new(context, STAGING_BYTES)?, slots, next: 0 })
     }
 
-    /// Returns the pointer to a slot.
+    /// Returns a pointer to the first byte of a slot.
     pub(super) fn slot_pointer(&self, slot: usize) -> *mut u8 {
         // SAFETY: the memory holds [`SLOT_COUNT`] slots.
         unsafe { self.memory.base().add(slot * SLOT_BYTES as usize) }
     }
 
-    /// Returns the first bytes of a slot that the device does not use.
+    /// Returns the first `bytes` bytes of a slot. The device must not be using the slot.
     ///
     /// # Safety
     /// [`Event::synchronize`] of the slot's event has returned since the device last got the slot.
     unsafe fn slot_bytes(&mut self, slot: usize, bytes: u64) -> &mut [u8] {
-        debug_assert!(bytes <= SLOT_BYTES);
+        assert!(bytes <= SLOT_BYTES);
         // SAFETY: inside the memory, which was zeroed; the caller promises exclusive use.
         unsafe { std::slice::from_raw_parts_mut(self.slot_pointer(slot), bytes as usize) }
     }
 
-    /// Waits for a slot, and carries out its pending file write.
+    /// Waits until the device has finished with a slot, then carries out the slot's pending file write, if any.
     fn drain(&mut self, slot: usize, files: &mut dyn FileSpace) -> Result<(), DeviceError> {
         self.slots[slot].done.synchronize()?;
         if let Some(PendingFileWrite { tensor, offset, bytes }) = self.slots[slot].pending_write.take() {
@@ -74,7 +75,7 @@ impl Staging {
         Ok(())
     }
 
-    /// Marks the slot as used by the device until all work now in the stream completes.
+    /// Marks a slot as used by the device until all work completes that the stream holds now.
     pub(super) fn record(&self, slot: usize, stream: &Stream) -> Result<(), CudaError> {
         self.slots[slot].done.record(stream)
     }
@@ -84,7 +85,8 @@ impl Staging {
         self.slots[slot].done.synchronize()
     }
 
-    /// Returns the next slot of the ring, free for use.
+    /// Returns the index of the ring's next slot, after waiting until it is free. Carries out the slot's pending file
+    /// write first.
     pub(super) fn claim(&mut self, files: &mut dyn FileSpace) -> Result<usize, DeviceError> {
         let slot = self.next;
         self.drain(slot, files)?;
@@ -92,7 +94,8 @@ impl Staging {
         Ok(slot)
     }
 
-    /// Copies `bytes` to the device, slot by slot. `fill_part` fills each part, given its offset.
+    /// Copies `bytes` bytes to the device, slot by slot. `fill_part(files, offset, part)` must fill each part with the
+    /// bytes that begin at `offset`. On return, copies are enqueued but may not have completed.
     ///
     /// # Errors
     /// Returns the error of `fill_part`, of a pending file write, or of the driver.
@@ -119,7 +122,8 @@ impl Staging {
         Ok(())
     }
 
-    /// Copies from the device into a file, at byte `first` of the tensor. Complete after [`Staging::flush`].
+    /// Copies `bytes` bytes from the device to a tensor in a file, from byte `first` of the tensor on. The file may
+    /// lack some of them until [`Staging::flush`].
     ///
     /// # Errors
     /// Returns the error of a file or of the driver.
@@ -138,7 +142,7 @@ impl Staging {
         for offset in (0..bytes).step_by(SLOT_BYTES as usize) {
             let part = SLOT_BYTES.min(bytes - offset);
             let slot = self.claim(files)?;
-            // SAFETY: as in `send`.
+            // SAFETY: as in `copy_to_device`.
             unsafe { stream.copy_out(self.slot_pointer(slot), from + offset, part) }?;
             self.slots[slot].done.record(stream)?;
             self.slots[slot].pending_write =
@@ -147,13 +151,15 @@ impl Staging {
         Ok(())
     }
 
-    /// Copies from the device and waits for the copy. Later parts are in flight while earlier ones are read.
+    /// Fills `into` with bytes of the device from address `from` on, and waits for them. While the host takes one part
+    /// out of its slot, the device copies the next parts into the other slots.
     ///
     /// # Errors
     /// Returns the error of the driver.
     ///
     /// # Safety
-    /// As for [`Staging::copy_to_file`]; no slot holds a pending file write.
+    /// The range at `from` is device memory, and not written meanwhile in the order of `stream`. No slot holds a
+    /// pending file write.
     pub unsafe fn copy_from_device(
         &mut self,
         stream: &Stream,
@@ -169,7 +175,7 @@ impl Staging {
                 let offset = part as u64 * SLOT_BYTES;
                 let bytes = SLOT_BYTES.min(rest.len() as u64 + received - offset);
                 self.slots[slot].done.synchronize()?;
-                // SAFETY: as in `send`.
+                // SAFETY: as in `copy_to_device`.
                 unsafe { stream.copy_out(self.slot_pointer(slot), from + offset, bytes) }?;
                 self.slots[slot].done.record(stream)?;
             }
@@ -188,7 +194,7 @@ impl Staging {
         Ok(())
     }
 
-    /// Carries out all pending file writes, in order. Does not wait if there are none.
+    /// Carries out all pending file writes, in order. Waits for the device's copies into their slots.
     ///
     /// # Errors
     /// Returns the error of a file or of the driver.
@@ -202,7 +208,7 @@ impl Staging {
         Ok(())
     }
 
-    /// Discards pending file writes of a failed program.
+    /// Discards all pending file writes, after a program has failed.
     pub fn discard_pending_writes(&mut self) {
         self.slots.iter_mut().for_each(|slot| slot.pending_write = None);
     }

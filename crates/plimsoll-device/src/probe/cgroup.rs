@@ -1,28 +1,40 @@
-//! Limits of the control groups of this process (containers, batch systems, systemd slices) on memory and processor time.
-//! Supports versions 1 and 2; the limits of all ancestor groups count.
+//! Limits of the control groups of this process (containers, batch systems, systemd slices) on memory and processor
+//! time. Supports versions 1 and 2; the limits of all ancestor groups count.
 
-use super::memory::Limit;
 use super::read_text;
 use plimsoll_core::Bytes;
 use std::path::{Path, PathBuf};
 
-/// A folder of a control group, and the version of its files.
+/// A limit on the memory of this process, in addition to the size of the machine's memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MemoryLimit {
+    /// Origin of the limit, such as the folder of the control group.
+    pub source: String,
+    /// Largest permitted usage.
+    pub limit: Bytes,
+    /// Current usage that counts towards the limit, without memory that the kernel would reclaim (unused page cache).
+    pub used: Bytes,
+}
+
+/// A control group: the folder of its files, and the version (1 or 2) of their format.
 struct Group {
     folder: PathBuf,
     version: u8,
 }
 
-/// Returns all memory limits of this process.
-pub fn memory_limits(root: &Path) -> Vec<Limit> {
+/// Returns the memory limits of all control groups of this process; empty without limits. `root` is `/`, or a test's
+/// folder.
+pub fn memory_limits(root: &Path) -> Vec<MemoryLimit> {
     groups(root, "memory").iter().filter_map(memory_limit).collect()
 }
 
-/// Returns the smallest quota of processor time, in cores.
+/// Returns the smallest quota of processor time among all control groups of this process, in cores. None without a
+/// quota. `root` is `/`, or a test's folder.
 pub fn cpu_quota(root: &Path) -> Option<f64> {
     groups(root, "cpu").iter().filter_map(quota).min_by(f64::total_cmp)
 }
 
-fn memory_limit(group: &Group) -> Option<Limit> {
+fn memory_limit(group: &Group) -> Option<MemoryLimit> {
     // Above `memory.high` the kernel throttles a group until it hardly runs, so it counts as a limit.
     let (limits, used, cache): (&[&str], _, _) = match group.version {
         1 => (&["memory.limit_in_bytes"], "memory.usage_in_bytes", "total_inactive_file"),
@@ -34,7 +46,7 @@ fn memory_limit(group: &Group) -> Option<Limit> {
     let used = number(used).unwrap_or(0);
     let reclaimable =
         read_text(group.folder.join("memory.stat")).and_then(|stat| stat_field(&stat, cache)).unwrap_or(0);
-    Some(Limit {
+    Some(MemoryLimit {
         source: format!("control group {}", group.folder.display()),
         limit: Bytes(limit),
         used: Bytes(used.saturating_sub(reclaimable)),
@@ -59,7 +71,8 @@ fn stat_field(stat: &str, field: &str) -> Option<u64> {
     stat.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(' ')?.trim().parse().ok())
 }
 
-/// Returns the folders of this process's groups for `controller`, innermost first.
+/// Returns the control groups that limit this process's use of a resource, innermost first. `controller` is the
+/// kernel's name of the resource: `memory` or `cpu`.
 fn groups(root: &Path, controller: &str) -> Vec<Group> {
     let memberships = read_text(root.join("proc/self/cgroup")).unwrap_or_default();
     let mounts = read_text(root.join("proc/self/mountinfo")).unwrap_or_default();
@@ -76,15 +89,15 @@ fn groups(root: &Path, controller: &str) -> Vec<Group> {
     groups
 }
 
-/// A mount of a control-group tree.
+/// A mount of a tree of control groups.
 struct Mount<'a> {
     mount_point: &'a str,
     root_in_tree: &'a str,
     version: u8,
 }
 
-/// Parses a line of `/proc/self/mountinfo` if it mounts the tree that `controller` is in:
-/// `35 31 0:32 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory`.
+/// Parses a line of `/proc/self/mountinfo`, such as `35 31 0:32 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory`.
+/// None if the line is no mount of the control groups for `controller` (`memory` or `cpu`).
 fn mount<'a>(line: &'a str, controller: &str) -> Option<Mount<'a>> {
     let (place, kind) = line.split_once(" - ")?;
     let mut place = place.split(' ').skip(3);
@@ -99,7 +112,8 @@ fn mount<'a>(line: &'a str, controller: &str) -> Option<Mount<'a>> {
     }
 }
 
-/// Returns the path in a line of `/proc/self/cgroup` if it belongs to the requested tree: `4:memory:/docker/1f`, or `0::/user`.
+/// Returns the path of a control group from a line of `/proc/self/cgroup`, such as `4:memory:/docker/1f` (version 1) or
+/// `0::/user` (version 2). None if the line is for another controller or another version.
 fn membership<'a>(line: &'a str, controller: &str, version: u8) -> Option<&'a str> {
     let mut parts = line.splitn(3, ':');
     let (id, controllers, path) = (parts.next()?, parts.next()?, parts.next()?);

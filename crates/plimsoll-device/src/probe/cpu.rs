@@ -9,38 +9,40 @@ use std::path::Path;
 /// The processor as this process sees it.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Cpu {
-    /// Model name given by the maker.
+    /// Model name given by the maker, or `unknown processor`.
     pub model: String,
     /// Physical cores that this process may run on (affinity and cpusets honoured).
     pub cores: u32,
     /// Hardware threads that this process may run on.
     pub threads: u32,
-    /// Quota of processor time of a control group, in cores; none without a quota.
+    /// Smallest quota of processor time among the control groups of this process, in cores. None without a quota.
     pub quota: Option<f64>,
-    /// Instruction sets by which kernels are selected.
+    /// Instruction sets of the processor by which kernels are selected, such as `avx2`; empty if it has none of these.
     pub features: Vec<String>,
-    /// Caches of the first usable core, nearest first, without instruction caches.
+    /// Caches of the first usable core, nearest first, without instruction caches; empty if the system does not report
+    /// them.
     pub caches: Vec<Cache>,
 }
 
 /// A cache of the processor.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Cache {
     /// Level; 1 is nearest to the core.
     pub level: u32,
     /// Size of the cache.
     pub bytes: Bytes,
-    /// Hardware threads that share it.
+    /// Number of hardware threads that share the cache.
     pub shared_by: u32,
 }
 
 impl Cpu {
-    /// Reads the state now.
+    /// Reads the facts of this machine's processor.
     pub fn read() -> Cpu {
         Cpu { features: features(), ..Cpu::from_root(Path::new("/")) }
     }
 
-    /// Reads it from the files under `root`.
+    /// Reads the facts of the processor from the files under `root`, except for `features`, which stays empty.
     fn from_root(root: &Path) -> Cpu {
         let cpus = root.join("sys/devices/system/cpu");
         let info = read_text(root.join("proc/cpuinfo")).unwrap_or_default();
@@ -68,12 +70,14 @@ impl Cpu {
         }
     }
 
-    /// Returns the processor time available to this process, in cores; may be fractional.
+    /// Returns the processor time available to this process, in cores: the physical cores, or a smaller quota, which
+    /// may be fractional.
     pub fn usable_cores(&self) -> f64 {
         f64::from(self.cores).min(self.quota.unwrap_or(f64::INFINITY))
     }
 
-    /// Returns the number of compute threads: as requested, or [`auto_threads`] of the usable cores.
+    /// Returns the number of compute threads: as requested, but at least one. If `requested` is None, [`auto_threads`]
+    /// derives the number from the usable cores.
     ///
     /// # Errors
     /// More threads are requested than this process has hardware threads; they would only wait for each other.
@@ -91,14 +95,15 @@ impl Cpu {
     }
 }
 
-/// Returns 80 % of the cores, rounded to the nearest whole number (2 cores give 2, 4 give 3, 8 give 6), and at least one: the
-/// machine stays usable.
+/// Returns the default number of compute threads: 80 % of the cores, rounded to the nearest whole number (2 cores give
+/// 2, 4 give 3, 8 give 6), and at least one. The other cores keep the machine usable.
 pub fn auto_threads(cores: f64) -> u32 {
     ((cores * 0.8).round() as u32).max(1)
 }
 
-/// Returns the share of the time in which `threads` may compute so that 80 % of the cores' time is used: 1 where whole threads
-/// leave enough (85 % or less), less on machines of one or two cores.
+/// Returns the share of the time, from 0 to 1, in which `threads` compute threads may work; they pause for the rest.
+/// The share is 1 if the threads are at most 85 % of the cores. Otherwise, as on one or two cores, the share is such
+/// that the threads use 80 % of the cores' time.
 pub fn auto_pace(cores: f64, threads: u32) -> f64 {
     if f64::from(threads) <= 0.85 * cores { 1.0 } else { (0.8 * cores / f64::from(threads)).min(1.0) }
 }
@@ -119,7 +124,8 @@ impl From<TooManyThreads> for Failure {
     }
 }
 
-/// Busy and total time of the processor since the system started, in ticks. The difference of two gives the utilisation.
+/// Busy and total time of all cores since the system started, in ticks. The difference between two readings gives the
+/// utilisation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CpuUsage {
     busy: u64,
@@ -127,12 +133,13 @@ pub struct CpuUsage {
 }
 
 impl CpuUsage {
-    /// Reads it now; none if the system does not report it.
+    /// Reads the times now. None if the system does not report them.
     pub fn read() -> Option<CpuUsage> {
         CpuUsage::parse(&read_text("/proc/stat")?)
     }
 
-    /// Parses `cpu user nice system idle iowait irq softirq steal ...`, proc(5).
+    /// Parses the line `cpu user nice system idle iowait irq softirq steal ...` of `/proc/stat`, proc(5). None if the
+    /// text has no such line, or the line has fewer than five numbers.
     fn parse(stat: &str) -> Option<CpuUsage> {
         let line = stat.lines().find_map(|line| line.strip_prefix("cpu "))?;
         let ticks: Vec<u64> = line.split_whitespace().take(8).map(|tick| tick.parse().unwrap_or(0)).collect();
@@ -141,20 +148,22 @@ impl CpuUsage {
         Some(CpuUsage { busy: all - idle, all })
     }
 
-    /// Returns the share of the time of all cores that was busy since `earlier`, from 0 to 1.
+    /// Returns the share of all cores' time that was busy since the reading `earlier`, from 0 to 1; 0 if no time has
+    /// passed.
     pub fn usage_since(self, earlier: CpuUsage) -> f64 {
         let all = self.all.saturating_sub(earlier.all);
         if all == 0 { 0.0 } else { self.busy.saturating_sub(earlier.busy) as f64 / all as f64 }
     }
 }
 
-/// Returns the value of a `name   : value` line.
+/// Returns the value of the first line `name   : value` in a text. None without such a line.
 fn field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
     let value = text.lines().find_map(|line| line.strip_prefix(name)?.trim_start().strip_prefix(':'))?;
     Some(value.trim())
 }
 
-/// Parses a list of processors in the kernel's format: `0-3,8,10-11`.
+/// Parses a list of processor numbers in the kernel's format, such as `0-3,8,10-11`. None if the text is not such a
+/// list.
 fn cpu_list(text: &str) -> Option<BTreeSet<u32>> {
     let mut cpus = BTreeSet::new();
     for part in text.trim().split(',') {
@@ -170,15 +179,17 @@ fn cpu_list(text: &str) -> Option<BTreeSet<u32>> {
 }
 
 fn caches(folder: &Path) -> Vec<Cache> {
-    let cache = |index: u32| {
-        let file = |name: &str| read_text(folder.join(format!("index{index}/{name}")));
-        let kind = file("type")?;
-        let bytes: Bytes = file("size")?.trim().parse().ok()?;
-        let level = file("level")?.trim().parse().ok()?;
-        let shared_by = cpu_list(&file("shared_cpu_list")?)?.len() as u32;
-        Some((kind.trim() != "Instruction").then_some(Cache { level, bytes, shared_by }))
-    };
-    (0..).map_while(cache).flatten().collect()
+    (0..).map_while(|index| cache(folder, index)).flatten().collect()
+}
+
+/// Reads cache number `index`. None if it is not reported; an inner None if it holds only instructions.
+fn cache(folder: &Path, index: u32) -> Option<Option<Cache>> {
+    let file = |name: &str| read_text(folder.join(format!("index{index}/{name}")));
+    let kind = file("type")?;
+    let bytes: Bytes = file("size")?.trim().parse().ok()?;
+    let level = file("level")?.trim().parse().ok()?;
+    let shared_by = cpu_list(&file("shared_cpu_list")?)?.len() as u32;
+    Some((kind.trim() != "Instruction").then_some(Cache { level, bytes, shared_by }))
 }
 
 /// Returns the instruction sets of this processor by which kernels are selected.

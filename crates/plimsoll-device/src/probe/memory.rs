@@ -1,7 +1,8 @@
-//! Memory available to this process: what the machine has, bounded by the container's control groups and by limits of the
-//! process.
+//! Memory available to this process: what the machine has, bounded by the container's control groups and by limits of
+//! the process.
 
-use super::{cgroup, read_text};
+use super::cgroup::{self, MemoryLimit};
+use super::read_text;
 use crate::process;
 use plimsoll_core::Bytes;
 use serde::Serialize;
@@ -10,27 +11,17 @@ use std::path::Path;
 /// Memory of this machine that is available to this process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Memory {
-    /// Total memory: the machine's, or the smallest limit of a control group.
+    /// Total memory: the machine's, or a smaller limit of a control group or of the process (`ulimit`).
     pub total: Bytes,
     /// Free memory now: the least of what the machine has available and what each limit leaves.
     pub free: Bytes,
-    /// Name of the limit that determines `free`.
+    /// Name of the limit that determines `free`: `the machine`, a control group, or a limit of the process.
     pub bound_by: String,
 }
 
-/// A memory limit in addition to the machine's size.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Limit {
-    /// Origin of the limit.
-    pub source: String,
-    /// Largest permitted usage.
-    pub limit: Bytes,
-    /// Current usage, without memory that the kernel would reclaim (unused page cache).
-    pub used: Bytes,
-}
-
 impl Memory {
-    /// Reads the state now.
+    /// Reads how much memory this process can use, total and free now: the least of what the machine, control groups
+    /// and limits of the process leave.
     pub fn read() -> Memory {
         let root = Path::new("/");
         let mut limits = cgroup::memory_limits(root);
@@ -38,14 +29,14 @@ impl Memory {
         Memory::bounded(&read_text(root.join("proc/meminfo")).unwrap_or_default(), &limits)
     }
 
-    /// Computes it from the text of `/proc/meminfo` and the limits.
-    fn bounded(meminfo: &str, limits: &[Limit]) -> Memory {
+    /// Computes total and free memory from the text of `/proc/meminfo` and the limits.
+    fn bounded(meminfo: &str, limits: &[MemoryLimit]) -> Memory {
         let total = process::kib_field(meminfo, "MemTotal").unwrap_or_default();
         // Kernels before 3.14 do not report available memory; free memory is a safe substitute.
         let available = process::kib_field(meminfo, "MemAvailable").or_else(|| process::kib_field(meminfo, "MemFree"));
         let mut memory =
             Memory { total, free: available.unwrap_or_default().min(total), bound_by: "the machine".to_owned() };
-        for Limit { source, limit, used } in limits {
+        for MemoryLimit { source, limit, used } in limits {
             memory.total = memory.total.min(*limit);
             let remaining = limit.saturating_sub(*used);
             if remaining < memory.free {
@@ -57,21 +48,20 @@ impl Memory {
     }
 }
 
-/// Returns the limits of the process on its address space and on its private writable memory.
-fn process_limits() -> impl Iterator<Item = Limit> {
-    let soft_limit = |resource, used: std::io::Result<Bytes>, source: &str| {
+/// Returns the limits of this process on its address space and on its private writable memory (`ulimit -v` and `-d`);
+/// empty if neither is set.
+fn process_limits() -> impl Iterator<Item = MemoryLimit> {
+    let limits = [
+        (libc::RLIMIT_AS, process::virtual_size(), "ulimit -v, the limit on address space"),
+        (libc::RLIMIT_DATA, process::data_size(), "ulimit -d, the limit on data"),
+    ];
+    limits.into_iter().filter_map(|(resource, used, source)| {
         let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
         // SAFETY: the call only fills the struct.
         let is_limited = unsafe { libc::getrlimit(resource, &mut limit) } == 0 && limit.rlim_cur != libc::RLIM_INFINITY;
         let limit = Bytes(limit.rlim_cur);
-        is_limited.then(|| Limit { source: source.to_owned(), limit, used: used.unwrap_or_default() })
-    };
-    [
-        soft_limit(libc::RLIMIT_AS, process::virtual_size(), "ulimit -v, the limit on address space"),
-        soft_limit(libc::RLIMIT_DATA, process::data_size(), "ulimit -d, the limit on data"),
-    ]
-    .into_iter()
-    .flatten()
+        is_limited.then(|| MemoryLimit { source: source.to_owned(), limit, used: used.unwrap_or_default() })
+    })
 }
 
 #[cfg(test)]
@@ -80,8 +70,8 @@ mod tests {
 
     const MEMINFO: &str = "MemTotal:       16777216 kB\nMemFree:         1048576 kB\nMemAvailable:    8388608 kB\n";
 
-    fn limit(limit: u64, used: u64) -> Limit {
-        Limit { source: format!("limit {limit}"), limit: Bytes::gib(limit), used: Bytes::gib(used) }
+    fn limit(limit: u64, used: u64) -> MemoryLimit {
+        MemoryLimit { source: format!("limit {limit}"), limit: Bytes::gib(limit), used: Bytes::gib(used) }
     }
 
     #[test]

@@ -1,5 +1,5 @@
-//! Temperature and thermal throttling of the processor, from the kernel's sensors. Many virtual machines and containers have
-//! none.
+//! Temperature and thermal throttling of the processor, from the kernel's sensors. Many virtual machines and containers
+//! have none.
 
 use super::read_text;
 use std::fs;
@@ -8,15 +8,16 @@ use std::path::{Path, PathBuf};
 /// Temperature of a device.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Temperature {
-    /// Temperature of its warmest sensor, in degrees Celsius.
+    /// Temperature of the device's warmest sensor, in degrees Celsius.
     pub celsius: f64,
-    /// Whether it is throttled because of heat now; for a processor, whether it was throttled since the last count.
+    /// Whether a GPU is throttled because of heat now. For a processor: whether it was throttled because of heat since
+    /// the previous reading.
     pub throttled: bool,
 }
 
-/// Driver names of `hwmon` chips that measure the processor: Intel, AMD and ARM boards.
+/// Driver names of the `hwmon` chips that measure the processor's temperature, for Intel, AMD and ARM boards.
 const CPU_CHIPS: [&str; 7] = ["coretemp", "k10temp", "zenpower", "cpu_thermal", "soc_thermal", "scpi_sensors", "cpu"];
-/// Types of thermal zones that measure the processor.
+/// Types of the kernel's thermal zones that measure the processor's temperature.
 const CPU_ZONES: [&str; 5] = ["x86_pkg_temp", "cpu-thermal", "cpu_thermal", "soc-thermal", "soc_thermal"];
 
 /// Returns the sysfs folder: `PLIMSOLL_SYSFS`, for containers that mount the machine's sysfs elsewhere, or `/sys`.
@@ -28,14 +29,15 @@ pub fn sysfs() -> PathBuf {
 /// Temperature of the processor, and its thermal throttle events since the machine started.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct CpuTemperature {
-    /// Temperature of the warmest sensor, in degrees Celsius; none without a sensor.
+    /// Temperature of the warmest sensor, in degrees Celsius. None without a sensor.
     pub celsius: Option<f64>,
-    /// Times that a core or a package was throttled because of heat; 0 if the system does not count.
+    /// Sum of the throttle counters of all cores and packages; 0 if the system does not count. The kernel lists the
+    /// counters for each hardware thread, so one event may count several times.
     pub throttle_count: u64,
 }
 
 impl CpuTemperature {
-    /// Reads the state now from files under `sysfs`.
+    /// Reads temperature and throttle counters now, from files under `sysfs`.
     pub fn read(sysfs: &Path) -> CpuTemperature {
         let chips = entries(&sysfs.join("class/hwmon"));
         let chip_sensors = chips.iter().filter(|chip| contains_word(&chip.join("name"), &CPU_CHIPS)).flat_map(|chip| {
@@ -57,7 +59,7 @@ impl CpuTemperature {
     }
 }
 
-/// Returns the paths of a folder's entries.
+/// Returns the paths of a folder's entries; empty if the folder is unreadable.
 fn entries(folder: &Path) -> Vec<PathBuf> {
     fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()).collect()
 }
@@ -66,13 +68,13 @@ fn file_name(path: &Path) -> &str {
     path.file_name().and_then(|name| name.to_str()).unwrap_or_default()
 }
 
-/// Whether a file contains exactly one of these words.
+/// Whether the text of a file, without surrounding white space, equals one of `words`.
 fn contains_word(file: &Path, words: &[&str]) -> bool {
     read_text(file).is_some_and(|found| words.contains(&found.trim()))
 }
 
-/// Returns the temperature in a file, which the kernel writes in thousandths of a degree. None for impossible values of
-/// sensors that are not connected.
+/// Returns the temperature in a sensor's file, in degrees Celsius; the kernel writes thousandths. None if the file is
+/// unreadable, or for impossible values, which sensors that are not connected give.
 fn degrees(file: &Path) -> Option<f64> {
     let degrees = read_text(file)?.trim().parse::<f64>().ok()? / 1000.0;
     (-40.0..=150.0).contains(&degrees).then_some(degrees)

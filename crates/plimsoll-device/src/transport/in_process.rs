@@ -17,7 +17,7 @@ use std::ops::{Add, Range};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Instant;
 
-/// Elements summed per chunk, so that the chunk stays in the L1 cache.
+/// Number of elements that are summed over all ranks at a time. The sums of such a chunk stay in the L1 cache.
 const CHUNK_ELEMENTS: usize = 1024;
 
 /// The communication group of devices in one process.
@@ -32,9 +32,9 @@ pub struct InProcessTransport {
 #[derive(Default)]
 struct State {
     aborted: Option<(u32, String)>,
-    /// Number of collectives that each rank has joined.
+    /// Number of collectives that each rank has joined since the group was created or reset.
     joined_counts: HashMap<u32, u64>,
-    /// Collectives in progress, by their number.
+    /// Collectives in progress. The key counts the collectives of the group, from 1.
     rendezvous: HashMap<u64, Rendezvous>,
     /// Posted sends, by sender and receiver.
     pending_sends: HashMap<(u32, u32), VecDeque<PendingSend>>,
@@ -45,24 +45,24 @@ struct PendingSend {
     call: Arc<CollectiveCall>,
     /// Whether the receiver is copying it now.
     is_being_read: bool,
-    /// Planned completion time, in seconds since the epoch; none until the receiver has copied it.
+    /// Planned completion time, in seconds since the transport's epoch. None until the receiver has copied the send.
     completed_at: Option<f64>,
 }
 
 /// A collective that at least one rank has joined and not all have left.
 #[derive(Default)]
 struct Rendezvous {
-    /// Calls of the ranks that have joined, by rank.
+    /// Call of each rank, by rank. None for ranks that have not joined.
     calls: Vec<Option<Arc<CollectiveCall>>>,
-    /// Ranks that have finished the current stage.
+    /// Number of ranks that have finished the current stage.
     finished_count: usize,
-    /// Number of the current stage.
+    /// Index of the current stage, from 0. An all-reduce has two stages, other collectives have one.
     stage: usize,
-    /// Ranks that are accessing other ranks' memory now.
+    /// Number of ranks that are accessing other ranks' memory now.
     working_count: usize,
     /// Whether a rank panicked while it accessed other ranks' memory.
     panicked: bool,
-    /// Ranks that have left the collective.
+    /// Number of ranks that have left the collective.
     left_count: usize,
 }
 
@@ -72,7 +72,8 @@ impl InProcessTransport {
         InProcessTransport::new(ranks, None)
     }
 
-    /// Creates a group in which some devices stage their bytes on the host, at most `round_bytes` at a time.
+    /// Creates a group of `ranks` devices, of which some stage their bytes on the host, at most `round_bytes` at a
+    /// time.
     pub fn new_group_with_rounds(ranks: u32, round_bytes: u64) -> Arc<InProcessTransport> {
         InProcessTransport::new(ranks, Some(round_bytes))
     }
@@ -91,7 +92,11 @@ impl InProcessTransport {
         self.changed.wait(state).unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    /// Joins a collective and waits until all ranks have joined. Returns their calls in rank order.
+    /// Joins a collective and waits until all ranks have joined. Returns the joined collective with the calls of all
+    /// ranks, in rank order.
+    ///
+    /// # Errors
+    /// [`DeviceError::PeerAborted`] if a rank has aborted the group or joined another collective.
     fn join_collective(&self, call: &Arc<CollectiveCall>) -> Result<JoinedCollective<'_>, DeviceError> {
         let mut state = self.state();
         state.check_aborted()?;
@@ -129,7 +134,7 @@ impl InProcessTransport {
 }
 
 impl InProcessTransport {
-    /// Aborts the group because two ranks called different collectives.
+    /// Aborts the group because two ranks called different collectives. Returns the error for this rank's caller.
     fn abort_mismatch(
         &self,
         mut state: MutexGuard<State>,
@@ -142,7 +147,8 @@ impl InProcessTransport {
         DeviceError::PeerAborted { rank, reason }
     }
 
-    /// Copies the next send from rank `from`, and returns the planned end of the transfer.
+    /// Waits for the next send from rank `from` and copies it. Returns the planned end of the transfer, in seconds
+    /// since the epoch.
     fn receive(&self, own: &CollectiveCall, from: u32) -> Result<f64, DeviceError> {
         let key = (from, own.rank);
         let mut state = self.state();
@@ -183,9 +189,10 @@ impl State {
     }
 }
 
-/// Whether two ranks called the same collective with the same sizes.
+/// Whether the calls of two ranks belong to the same collective and have the same sizes. A send and a receive match if
+/// their sequence numbers and bytes are equal.
 fn same_collective(a: &CollectiveCall, b: &CollectiveCall) -> bool {
-    let messages = |m: &CollectiveCall| matches!(m.collective, Collective::Send | Collective::Receive);
+    let messages = |m: &CollectiveCall| m.collective.is_point_to_point();
     let counts = |m: &CollectiveCall| -> Vec<(DType, Vec<u64>)> {
         m.buffers.iter().map(|buffer| (buffer.dtype, buffer.counts.clone())).collect()
     };
@@ -212,7 +219,11 @@ impl JoinedCollective<'_> {
         state.rendezvous.get_mut(&self.key).expect("a joined collective stays until its ranks leave")
     }
 
-    /// Runs `work` on the buffers of all ranks, then waits until every rank has finished this stage.
+    /// Runs this rank's `work` of one stage, which gets the calls of all ranks. Then waits until every rank has
+    /// finished the stage.
+    ///
+    /// # Errors
+    /// [`DeviceError::PeerAborted`] if a rank panicked.
     fn stage(&mut self, work: impl FnOnce(&[Arc<CollectiveCall>])) -> Result<(), DeviceError> {
         {
             let mut state = self.transport.state();
@@ -239,12 +250,13 @@ impl JoinedCollective<'_> {
         }
     }
 
-    /// Leaves a collective in which a rank panicked, once no rank accesses its memory any more.
+    /// Waits until no rank accesses another rank's memory any more, in a collective in which a rank panicked. Always
+    /// returns an error.
     fn break_up(&self, mut state: MutexGuard<'_, State>) -> Result<(), DeviceError> {
         while self.rendezvous(&mut state).working_count > 0 {
             state = self.transport.wait(state);
         }
-        let reason = "a device hit a bug during the transfer".into();
+        let reason = "a device of the group hit a bug during the transfer".into();
         Err(DeviceError::PeerAborted { rank: self.all[0].rank, reason })
     }
 }
@@ -261,8 +273,9 @@ impl Drop for JoinedCollective<'_> {
     }
 }
 
-/// Marks a rank as accessing other ranks' memory. If the rank panics, the guard marks the collective as panicked and
-/// waits until no other rank reads this rank's memory.
+/// A guard that exists while a rank accesses other ranks' memory in one stage. When dropped, it marks the stage as
+/// finished by this rank. If the rank panics, the guard marks the collective as panicked and waits until no rank reads
+/// this rank's memory.
 struct StageGuard<'a, 's>(&'a JoinedCollective<'s>);
 
 impl Drop for StageGuard<'_, '_> {
@@ -304,19 +317,20 @@ impl Transport for InProcessTransport {
         }
         let call = Arc::new(call);
         let mut joined = self.join_collective(&call)?;
-        match call.collective {
-            Collective::AllReduce => {
-                // SAFETY: all ranks have joined. The stage boundary separates the sums of `reduce_own_part` from the
-                // copies of `copy_reduced_parts`.
-                joined.stage(|all| unsafe { reduce_own_part(&call, all, false) })?;
-                // SAFETY: all ranks have joined, and each writes only its own memory in this stage.
-                joined.stage(|all| unsafe { copy_reduced_parts(&call, all) })?;
-            }
+        let (sums, gathers) = (call.collective.sums(), call.collective.gathers());
+        assert!(sums || gathers, "bug: a send has a peer and is posted by its sender");
+        if sums {
+            let adds = call.collective.adds_to_output();
+            // SAFETY: all ranks have joined, and each writes only its own memory in this stage. The stage boundary
+            // separates the sums of `reduce_own_part` from the copies of `copy_reduced_parts`.
+            joined.stage(|all| unsafe { reduce_own_part(&call, all, adds) })?;
+        }
+        if sums && gathers {
             // SAFETY: all ranks have joined, and each writes only its own memory in this stage.
-            Collective::ReduceScatter => joined.stage(|all| unsafe { reduce_own_part(&call, all, true) })?,
+            joined.stage(|all| unsafe { copy_reduced_parts(&call, all) })?;
+        } else if gathers {
             // SAFETY: all ranks have joined, and each writes only its own memory in this stage.
-            Collective::AllGather => joined.stage(|all| unsafe { all_gather_parts(&call, all) })?,
-            Collective::Send | Collective::Receive => unreachable!("a send has a peer and is posted by its sender"),
+            joined.stage(|all| unsafe { all_gather_parts(&call, all) })?;
         }
         let ready = joined.all.iter().map(|other| other.ready_seconds).fold(0.0, f64::max);
         let seconds = joined.all.iter().map(|other| other.duration_seconds).fold(0.0, f64::max);
@@ -388,19 +402,19 @@ impl Transport for InProcessTransport {
     }
 }
 
-/// Returns the element range of a rank's part.
+/// Returns the element range of a rank's part within a piece, given the number of elements of each rank's part.
 fn part_elements(counts: &[u64], rank: usize) -> Range<usize> {
     let first: u64 = counts[..rank].iter().sum();
     first as usize..(first + counts[rank]) as usize
 }
 
-/// Sums this rank's own part of every piece over all ranks, in rank order. The sum overwrites the output, or is added
-/// to it with `adds`.
+/// Sums this rank's own part of every piece over all ranks, in rank order. The sum is added to the output if `adds` is
+/// true, and overwrites it otherwise.
 ///
 /// This function and the ones below access the memory of all ranks. They are sound because:
-/// - Every rank lends its buffers until `exchange` returns (the promise of `CollectiveCall::from_buffers`). It returns after all
-///   ranks have ended the last stage, or after no rank accesses its memory if one panics. The lock between two stages
-///   orders earlier writes before later reads.
+/// - Every rank lends its buffers until `exchange` returns (the promise of `CollectiveCall::from_buffers`). It returns
+///   after all ranks have ended the last stage, or after no rank accesses its memory if one panics. The lock between
+///   two stages orders earlier writes before later reads.
 /// - All ranks use the same parts (`same_collective`), and parts do not overlap. In each stage a rank writes only its
 ///   own memory. For a sum that is first its own part, which no other rank touches in that stage, and then the others'
 ///   parts, while its own part is read. Gathered and sent bytes are written where no rank reads, and read where no rank
@@ -422,7 +436,8 @@ unsafe fn reduce_own_part(own: &CollectiveCall, all: &[Arc<CollectiveCall>], add
     }
 }
 
-/// Sets `into` to the sum of `inputs` in their order, or adds that sum to it.
+/// Sums `inputs` element by element, in their order. The sums are added to `into` if `adds` is true, and overwrite it
+/// otherwise.
 ///
 /// # Safety
 /// Every pointer addresses `elements` elements, which no other thread writes meanwhile. `into` is aligned, and overlaps
@@ -438,7 +453,7 @@ pub(super) unsafe fn sum_elements(dtype: DType, inputs: &[*const u8], into: *mut
     }
 }
 
-/// Implements [`sum_elements`] for one type.
+/// Implements [`sum_elements`] for one element type.
 ///
 /// # Safety
 /// The promises of [`sum_elements`] hold.
@@ -463,7 +478,7 @@ unsafe fn sum<T: Copy + Default + Add<Output = T>>(inputs: &[*const u8], into: *
     }
 }
 
-/// Copies the other ranks' reduced parts into this rank's output.
+/// Copies the parts that other ranks have summed into this rank's output.
 ///
 /// # Safety
 /// Call it in the stage after `reduce_own_part`, in which all ranks do so.
@@ -480,7 +495,8 @@ unsafe fn copy_reduced_parts(own: &CollectiveCall, all: &[Arc<CollectiveCall>]) 
     }
 }
 
-/// Copies the parts of all ranks into the gathered output. This rank's own part may already be in place.
+/// Copies the parts of all ranks into this rank's output of an all-gather. This rank's own part may already be in
+/// place.
 ///
 /// # Safety
 /// Call it in the only stage of an all-gather, in which all ranks do so.

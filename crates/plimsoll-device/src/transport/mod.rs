@@ -16,8 +16,8 @@
 //! - `wire` connects processes,
 //! - `rounds` splits collectives that pass through a staging buffer into rounds of its size.
 //!
-//! The step from a Program's op to a [`CollectiveCall`] is in `crate::collectives`; NCCL collectives between GPUs are in
-//! `cuda::nccl`.
+//! The step from a Program's op to a [`CollectiveCall`] is in `crate::cpu::collectives`; NCCL collectives between GPUs
+//! are in `cuda::nccl`.
 
 pub mod in_process;
 pub(crate) mod rounds;
@@ -36,11 +36,12 @@ pub trait Transport: Send + Sync {
     /// Returns the number of ranks.
     fn world_size(&self) -> u32;
 
-    /// Returns the common start of the clocks of simulated devices. Planned times of all ranks count from it.
+    /// Returns the moment from which the planned times of all ranks count. The clocks of simulated devices start then.
     fn epoch(&self) -> Instant;
 
-    /// Returns the largest number of bytes that one call may exchange, if some device of the group stages its bytes on
-    /// the host. The caller then splits a collective into rounds. None means that one call does all of it.
+    /// Returns the largest number of bytes that one call may exchange. The caller splits larger collectives into
+    /// rounds, one call each. There is a limit if ranks are in other processes, or if a device stages its bytes on the
+    /// host. None if one call may exchange any number of bytes.
     fn round_bytes(&self) -> Option<u64> {
         None
     }
@@ -48,43 +49,49 @@ pub trait Transport: Send + Sync {
     /// Takes part in a collective. Returns when this rank has its result and no other rank reads its buffers any more.
     ///
     /// All ranks call collectives in the same order. A receiver takes sends in the order in which they were posted.
-    /// Returns the planned end in seconds since the epoch: the latest `ready_seconds` of all ranks plus the longest
-    /// `duration_seconds`.
+    /// Returns the planned end in seconds since [`Transport::epoch`]: the latest `ready_seconds` of all ranks plus the
+    /// longest `duration_seconds`.
     ///
     /// # Errors
-    /// [`DeviceError::PeerAborted`] if a rank has aborted the group. No buffer has then been read or written.
+    /// [`DeviceError::PeerAborted`] if a rank has aborted the group, [`DeviceError::PeerUnreachable`] if a rank cannot
+    /// be reached. If this happens before all ranks have joined, no output has been written.
     fn exchange(&self, call: CollectiveCall) -> Result<f64, DeviceError>;
 
-    /// Posts a send. Its receiver may copy the buffers from now on.
+    /// Posts a send and returns without waiting. Its receiver may copy the buffers from now on.
     ///
     /// # Errors
-    /// [`DeviceError::PeerAborted`] if a rank has aborted the group.
+    /// [`DeviceError::PeerAborted`] if a rank has aborted the group, [`DeviceError::PeerUnreachable`] if a rank cannot
+    /// be reached.
     fn post_send(&self, call: CollectiveCall) -> Result<(), DeviceError>;
 
-    /// Waits until `peer` has copied the send with this sequence number. Returns the planned end of the transfer.
+    /// Waits until `peer` has copied the send of `rank` with sequence number `number`. Returns the planned end of the
+    /// transfer, in seconds since [`Transport::epoch`].
     ///
     /// # Errors
-    /// [`DeviceError::PeerAborted`] if a rank has aborted the group; the buffers may then still be borrowed.
+    /// [`DeviceError::PeerAborted`] if a rank has aborted the group, [`DeviceError::PeerUnreachable`] if a rank cannot
+    /// be reached. The peer may then still read the buffers.
     fn wait_send(&self, rank: u32, peer: u32, number: u64) -> Result<f64, DeviceError>;
 
     /// Cancels all sends of a rank that no receiver has copied. Returns when no other rank reads their buffers any
     /// more.
     fn cancel_sends(&self, rank: u32);
 
-    /// Whether a pending send of `rank` borrows some of these bytes, given as an address range.
+    /// Whether some of these bytes, given as an address range, belong to a posted send of `rank` and may still be read
+    /// for it. They must not be overwritten.
     fn is_borrowed(&self, rank: u32, bytes: Range<usize>) -> bool;
 
-    /// Aborts the group on behalf of a rank that cannot continue. Until [`Transport::reset`], waiting ranks and later
-    /// calls fail. The error names the first rank that aborted.
+    /// Aborts the group on behalf of `rank`, which cannot continue. Until [`Transport::reset`], waiting ranks and later
+    /// calls fail with an error that names the first rank that aborted.
     fn abort(&self, rank: u32, reason: &str);
 
     /// Checks whether a rank has aborted the group, for code that waits for other ranks outside the transport.
     ///
     /// # Errors
-    /// [`DeviceError::PeerAborted`] if a rank has aborted the group.
+    /// [`DeviceError::PeerAborted`] if a rank has aborted the group, [`DeviceError::PeerUnreachable`] if a rank cannot
+    /// be reached.
     fn check_aborted(&self) -> Result<(), DeviceError>;
 
-    /// Returns the group to its initial state. No rank may be inside a Program.
+    /// Returns the group to its initial state, without aborts and pending sends. No rank may be inside a Program.
     fn reset(&self);
 }
 
@@ -95,7 +102,7 @@ pub struct GroupHandle {
     pub rank: u32,
     /// Transport that connects the ranks.
     pub transport: Arc<dyn Transport>,
-    /// Whether all ranks are GPUs with the same NCCL version, so that collectives use NCCL.
+    /// Whether collectives use NCCL. True only if all ranks are GPUs with the same NCCL version.
     pub nccl: bool,
 }
 
@@ -111,22 +118,23 @@ impl GroupHandle {
         self.transport.abort(self.rank, reason);
     }
 
-    /// Cancels this rank's pending sends, so that its memory is no longer borrowed.
+    /// Cancels this rank's sends that no receiver has copied. Afterwards no other rank reads this rank's memory for
+    /// them.
     pub(crate) fn cancel_sends(&self) {
         self.transport.cancel_sends(self.rank);
     }
 
-    /// Checks that no pending send borrows an address range, before it is written.
+    /// Checks that an address range may be overwritten, because no pending send of this rank needs its bytes.
     ///
     /// # Panics
-    /// If it is borrowed: a bug of the caller.
+    /// If a pending send needs some of the bytes: a bug of the caller.
     pub(crate) fn assert_not_borrowed(&self, bytes: Range<usize>) {
         assert!(!self.transport.is_borrowed(self.rank, bytes), "bug: these bytes belong to a pending send");
     }
 }
 
-/// Runs `work` of a device that may belong to a group. If `work` fails for a reason of its own, or panics, the group is
-/// aborted. After every failure this rank's pending sends are cancelled.
+/// Runs `work` of a device that may belong to a communication group. If `work` panics, or fails for a reason other than
+/// another rank's failure, the group is aborted. After every failure or panic this rank's pending sends are cancelled.
 pub(crate) fn abort_group_on_failure<R>(
     group: Option<&GroupHandle>,
     work: impl FnOnce() -> Result<R, DeviceError>,
@@ -151,24 +159,26 @@ pub(crate) fn abort_group_on_failure<R>(
     result
 }
 
-/// One rank's call of a collective.
+/// One rank's call of a collective, or its send or receive, with the buffers in its memory.
 pub struct CollectiveCall {
     /// Rank of the caller.
     pub rank: u32,
     /// Kind of the collective.
     pub collective: Collective,
-    /// Rank at the other end of a send or receive; none for collectives of the whole group.
+    /// Rank at the other end of a send or receive. None for collectives of the whole group.
     pub peer: Option<u32>,
     /// Sequence number of the collective, the same on all its ranks.
     pub number: u64,
-    /// Planned time at which this rank is ready, in seconds since the epoch.
+    /// Planned time at which this rank is ready, in seconds since [`Transport::epoch`]; zero on devices that are not
+    /// simulated.
     pub ready_seconds: f64,
-    /// Planned duration of the collective on this rank.
+    /// Planned duration of the collective on this rank, in seconds; zero on devices that are not simulated.
     pub duration_seconds: f64,
     buffers: Vec<PieceBuffers>,
 }
 
-/// The buffers of one piece of a collective in the memory of one rank, which lends them for the duration of the call.
+/// The buffers of one tensor range (piece) of a collective in the memory of one rank. The rank lends them to the
+/// transport for the duration of the call.
 pub(crate) struct PieceBuffers {
     /// First byte of the input.
     pub input: *const u8,
@@ -176,7 +186,7 @@ pub(crate) struct PieceBuffers {
     pub output: *mut u8,
     /// Element type of input and output.
     pub dtype: DType,
-    /// Elements of each rank's part.
+    /// Number of elements of each rank's part of the piece, by rank.
     pub counts: Vec<u64>,
 }
 
@@ -187,11 +197,12 @@ unsafe impl Send for PieceBuffers {}
 unsafe impl Sync for PieceBuffers {}
 
 impl CollectiveCall {
-    /// Creates a call with buffers given by address.
+    /// Creates a call of `exchange` on this rank, with buffers given by address. Its times, which only simulated
+    /// devices use, are zero.
     ///
     /// # Safety
-    /// The promises below last until [`Transport::exchange`] returns, or, for a posted send, until [`Transport::wait_send`]
-    /// or [`Transport::cancel_sends`] returns:
+    /// The promises below last until [`Transport::exchange`] returns, or, for a posted send, until
+    /// [`Transport::wait_send`] or [`Transport::cancel_sends`] returns:
     ///
     /// - The memory of every piece stays in place.
     /// - Any thread may read the inputs and write the outputs. No other code writes the inputs or touches the outputs.
@@ -208,7 +219,8 @@ impl CollectiveCall {
         CollectiveCall { rank: group.rank, collective, peer, number, ready_seconds, duration_seconds, buffers }
     }
 
-    /// Creates an all-gather that does not belong to a Program, such as the exchange of NCCL ids.
+    /// Creates an all-gather of one buffer that does not belong to a Program, such as the exchange of NCCL ids. Both
+    /// planned times are zero.
     ///
     /// # Safety
     /// The promises of [`CollectiveCall::from_buffers`] hold for the buffer.
@@ -219,23 +231,27 @@ impl CollectiveCall {
         CollectiveCall { rank, collective, peer: None, number, ready_seconds, duration_seconds, buffers }
     }
 
-    /// Splits the call into rounds. Each round keeps the planned duration of the whole, since only the end of the last
-    /// one counts.
+    /// Splits the call into calls of at most `round_bytes` each (rounds). Each keeps the planned duration of the whole
+    /// call, since only the planned end of the last round counts.
     pub(crate) fn split_into_rounds(&self, round_bytes: u64) -> impl Iterator<Item = CollectiveCall> {
         let pieces: Vec<_> = self.buffers.iter().map(|buffer| (buffer.dtype, buffer.counts.clone())).collect();
         let rounds = rounds::split_into_rounds(self.collective, self.rank as usize, &pieces, round_bytes);
         rounds.into_iter().map(|round| {
-            let buffers_of = |slice: rounds::PieceSlice| {
-                let PieceBuffers { input, output, dtype, .. } = self.buffers[slice.piece];
-                let byte_offset = |range: &Range<u64>| (range.start * dtype.bytes()) as usize;
-                PieceBuffers {
-                    input: input.wrapping_add(byte_offset(&slice.reads)),
-                    output: output.wrapping_add(byte_offset(&slice.writes)),
-                    dtype,
-                    counts: slice.counts,
-                }
-            };
-            CollectiveCall { buffers: round.into_iter().map(buffers_of).collect(), ..*self }
+            let buffers = round.into_iter().map(|slice| self.buffers[slice.piece].slice(slice)).collect();
+            CollectiveCall { buffers, ..*self }
         })
+    }
+}
+
+impl PieceBuffers {
+    /// Returns the buffers of a slice of this piece.
+    fn slice(&self, slice: rounds::PieceSlice) -> PieceBuffers {
+        let byte_offset = |range: &Range<u64>| (range.start * self.dtype.bytes()) as usize;
+        PieceBuffers {
+            input: self.input.wrapping_add(byte_offset(&slice.reads)),
+            output: self.output.wrapping_add(byte_offset(&slice.writes)),
+            dtype: self.dtype,
+            counts: slice.counts,
+        }
     }
 }

@@ -8,26 +8,28 @@ use plimsoll_core::DType;
 use plimsoll_program::op::Collective;
 use std::ops::Range;
 
-/// The slice of one piece that goes into one round. Element ranges count from the rank's own first element.
+/// The slice of one tensor range (piece) of a collective that one round exchanges, as one rank takes part. Element
+/// ranges count from the first element of the rank's input or output buffer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct PieceSlice {
-    /// Index of the piece.
+    /// Index of the piece among the pieces of the collective.
     pub piece: usize,
-    /// First byte in the buffer that holds the whole round.
+    /// Offset of the slice in the staging buffer that holds the whole round, in bytes.
     pub first_byte: u64,
-    /// Elements of the input that the rank reads.
+    /// Elements of the input that the rank reads; empty for a receive.
     pub reads: Range<u64>,
-    /// Elements of the output that the rank writes.
+    /// Elements of the output that the rank writes; empty for a send.
     pub writes: Range<u64>,
-    /// Elements of each rank's part in this round.
+    /// Number of elements of each rank's part in this round, by rank.
     pub counts: Vec<u64>,
 }
 
-/// Alignment of slices in a round's buffer.
+/// Alignment of slices in the staging buffer of a round.
 const SLICE_ALIGNMENT_BYTES: u64 = 256;
 
-/// Splits a collective over pieces of the given types and part sizes into rounds of at most `round_bytes`, as `rank`
-/// takes part in them. All ranks split in the same way.
+/// Splits a collective into rounds of at most `round_bytes`. Returns the slices of each round as `rank` takes part in
+/// them. `pieces` holds the type of each piece, and the number of elements of each rank's part. All ranks split in the
+/// same way.
 pub(crate) fn split_into_rounds(
     collective: Collective,
     rank: usize,
@@ -37,8 +39,7 @@ pub(crate) fn split_into_rounds(
     let mut rounds = vec![Vec::new()];
     let mut used = 0;
     for (piece, (dtype, counts)) in pieces.iter().enumerate() {
-        let is_point_to_point = matches!(collective, Collective::Send | Collective::Receive);
-        let total = if is_point_to_point { counts[rank] } else { counts.iter().sum() };
+        let total = if collective.is_point_to_point() { counts[rank] } else { counts.iter().sum() };
         let mut first = 0;
         while first < total {
             if used + dtype.bytes() > round_bytes {
@@ -56,7 +57,8 @@ pub(crate) fn split_into_rounds(
     rounds
 }
 
-/// Returns the slice for elements `range` of a whole piece. `piece` and `first_byte` are left zero.
+/// Returns the slice in which a round exchanges elements `range` of a whole piece. Its fields `piece` and `first_byte`
+/// are left zero.
 fn slice_of(collective: Collective, rank: usize, counts: &[u64], range: Range<u64>) -> PieceSlice {
     let nothing = 0..0;
     let part_starts = counts.iter().scan(0, |first, count| {
@@ -71,13 +73,20 @@ fn slice_of(collective: Collective, rank: usize, counts: &[u64], range: Range<u6
     let parts: Vec<Range<u64>> = part_starts.zip(counts).map(overlap_with_part).collect();
     let own = parts[rank].clone();
     let length = |range: &Range<u64>| range.end - range.start;
+    let range_or_own = |is_range: bool| if is_range { range.clone() } else { own.clone() };
     let (reads, writes, counts) = match collective {
-        // The choice of the summing rank changes no bit, so every rank sums a share of each round.
-        Collective::AllReduce => (range.clone(), range.clone(), scale_counts(counts, length(&range))),
-        Collective::ReduceScatter => (range, own, parts.iter().map(length).collect()),
-        Collective::AllGather => (own, range, parts.iter().map(length).collect()),
         Collective::Send => (range.clone(), nothing, single_rank_counts(counts.len(), rank, length(&range))),
         Collective::Receive => (nothing, range.clone(), single_rank_counts(counts.len(), rank, length(&range))),
+        _ => {
+            let (sums, gathers) = (collective.sums(), collective.gathers());
+            // If all ranks get the sum, it does not matter which rank adds up an element: each takes a share of the
+            // round.
+            let counts = match sums && gathers {
+                true => scale_counts(counts, length(&range)),
+                false => parts.iter().map(length).collect(),
+            };
+            (range_or_own(sums), range_or_own(gathers), counts)
+        }
     };
     PieceSlice { piece: 0, first_byte: 0, reads, writes, counts }
 }
@@ -95,7 +104,7 @@ fn scale_counts(counts: &[u64], elements: u64) -> Vec<u64> {
     counts.iter().map(part).collect()
 }
 
-/// Returns counts in which only `rank` has elements.
+/// Returns the part sizes of `ranks` ranks of which only `rank` has elements.
 fn single_rank_counts(ranks: usize, rank: usize, elements: u64) -> Vec<u64> {
     (0..ranks).map(|other| if other == rank { elements } else { 0 }).collect()
 }

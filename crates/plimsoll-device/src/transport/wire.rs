@@ -16,10 +16,13 @@
 //!
 //! If a wire fails after all ranks have joined an all-reduce, its output may be partly written.
 
+use self::frame::{
+    Frame, FrameHeader, FrameKind, HEADER_BYTES, MAX_SIGNATURE_BYTES, append, join_payload, part_bytes, signature,
+};
 use super::in_process::sum_elements;
 use super::{CollectiveCall, Transport};
 use crate::error::DeviceError;
-use plimsoll_core::{Bytes, DType};
+use plimsoll_core::Bytes;
 use plimsoll_program::op::Collective;
 use std::collections::{BTreeMap, VecDeque};
 use std::io::{self, Read, Write};
@@ -31,12 +34,14 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread;
 use std::time::Instant;
 
+mod frame;
+
 #[cfg(test)]
 mod tests;
 
-/// Largest round, in bytes.
+/// Most bytes that one round of a collective between processes exchanges. Larger collectives are split into rounds.
 pub const ROUND_BYTES: u64 = 1 << 20;
-/// Sends of a round's size that may be transferred before their receiver asks for them.
+/// Number of sends to a peer, each of at most a round's size, that may be transferred before the peer takes the first.
 const MAX_SENDS_AHEAD: u32 = 2;
 
 /// The most bytes that a rank holds outside its arenas for frames in flight, with rounds of [`ROUND_BYTES`] and sends
@@ -45,8 +50,8 @@ const MAX_SENDS_AHEAD: u32 = 2;
 pub const MAX_IN_FLIGHT_BYTES: Bytes = Bytes((2 + 3 + 4 * MAX_SENDS_AHEAD as u64) * ROUND_BYTES);
 
 /// A connection between two ranks that carries bytes in both directions, complete and in order. Each `receive` asks for
-/// as many bytes as one `send` at the other end gave, in the same order, so a message queue can implement it as well as
-/// a stream.
+/// as many bytes as the matching `send` at the other end gave. A message queue can therefore implement the trait as
+/// well as a stream.
 pub trait Wire: Send + Sync {
     /// Sends all bytes. May block until the other end receives.
     ///
@@ -54,7 +59,7 @@ pub trait Wire: Send + Sync {
     /// The other end is unreachable, or this end is closed.
     fn send(&self, bytes: &[u8]) -> io::Result<()>;
 
-    /// Waits for as many bytes as `into` holds.
+    /// Waits until `into` is filled with the next bytes.
     ///
     /// # Errors
     /// The other end is unreachable, or this end is closed.
@@ -90,171 +95,60 @@ pub struct WireTransport {
     shared: Arc<Shared>,
 }
 
-/// State shared with the reading and writing threads.
+/// The part of a rank's transport that its reading and writing threads share.
 struct Shared {
     rank: u32,
     ranks: u32,
     round_bytes: u64,
     epoch: Instant,
-    /// By rank; none for this rank.
+    /// Connection to each rank, by rank. None for this rank.
     wires: Vec<Option<Arc<dyn Wire>>>,
     state: Mutex<State>,
     changed: Condvar,
 }
 
 struct State {
-    /// Number of the current attempt, raised by each reset. Frames of earlier attempts are dropped, those of later ones
-    /// are kept.
+    /// Number of the team's current attempt at its work, raised by each reset. Frames of earlier attempts are dropped.
     attempt: u64,
-    /// First rank that aborted and its reason, by attempt; the current attempt and later ones.
+    /// First rank that aborted, and its reason, by attempt. Holds entries for the current attempt and later ones only.
     aborts: BTreeMap<u64, (u32, String)>,
-    /// First peer with a failed wire, and the reason.
+    /// First peer whose wire failed, and the reason. None while all wires work.
     unreachable_peer: Option<(u32, String)>,
-    /// Collectives that this rank has joined in this attempt.
+    /// Number of collectives that this rank has joined in the current attempt.
     joined_count: u64,
-    /// Traffic with each rank.
+    /// Traffic with each rank, by rank.
     channels: Vec<PeerChannel>,
 }
 
 /// Traffic between this rank and one peer.
 struct PeerChannel {
-    /// Queue of the writing thread; none for this rank itself, or after shutdown.
+    /// Queue of frames for the thread that writes to the peer. None for this rank itself, and after shutdown.
     outgoing: Option<Sender<Arc<Frame>>>,
     collective_frames: VecDeque<Frame>,
     message_frames: VecDeque<Frame>,
-    /// Sends that may be transferred before the peer completes one more.
+    /// Number of further sends that may be transferred now. Each reported completion of a send adds one.
     send_credits: u32,
     pending_sends: VecDeque<PendingSend>,
 }
 
-/// A posted send. Its buffers are borrowed until its bytes are in the queue of the writing thread.
+impl PeerChannel {
+    fn new(outgoing: Option<Sender<Arc<Frame>>>) -> PeerChannel {
+        PeerChannel {
+            outgoing,
+            collective_frames: VecDeque::new(),
+            message_frames: VecDeque::new(),
+            send_credits: MAX_SENDS_AHEAD,
+            pending_sends: VecDeque::new(),
+        }
+    }
+}
+
+/// A posted send. Its buffers must keep their bytes until these are in the queue of the writing thread.
 struct PendingSend {
     message: CollectiveCall,
     sent: bool,
-    /// Planned completion time, in seconds since the epoch; none until the receiver reports it.
+    /// Planned completion time, in seconds since the transport's epoch. None until the receiver reports it.
     completed_at: Option<f64>,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum FrameKind {
-    /// The sender has joined a collective; the payload is its input for the receiver.
-    Join,
-    /// The sender's part of an all-reduce, summed over all ranks.
-    ReducedPart,
-    /// The payload of a point-to-point send.
-    Send,
-    /// The receiver of a send has taken it, at the planned time in `ready_seconds`.
-    SendCompleted,
-    /// Rank `number` aborted; the body holds the reason.
-    Abort,
-}
-
-const FRAME_KINDS: [FrameKind; 5] =
-    [FrameKind::Join, FrameKind::ReducedPart, FrameKind::Send, FrameKind::SendCompleted, FrameKind::Abort];
-
-/// The header in front of a frame's body, stored as seven little-endian 64-bit numbers.
-#[derive(Clone, Copy, Debug, PartialEq)]
-struct FrameHeader {
-    kind: FrameKind,
-    attempt: u64,
-    /// Index of the collective among those of this attempt, counted from 1.
-    collective_index: u64,
-    /// Sequence number of the collective; for aborts the rank that aborted.
-    number: u64,
-    /// Planned times, see [`CollectiveCall`].
-    ready_seconds: f64,
-    duration_seconds: f64,
-    /// Bytes of the body that hold the signature of the collective.
-    signature_bytes: u32,
-    body_bytes: u32,
-}
-
-/// Size of a header.
-const HEADER_BYTES: usize = 56;
-/// Limit on the body's bytes beyond one round; larger frames are invalid.
-const MAX_SIGNATURE_BYTES: u64 = 1 << 24;
-
-impl FrameHeader {
-    fn bytes(&self) -> [u8; HEADER_BYTES] {
-        let mut bytes = [0; HEADER_BYTES];
-        let kind = FRAME_KINDS.iter().position(|kind| *kind == self.kind).expect("all kinds are listed");
-        let numbers = [
-            kind as u64,
-            self.attempt,
-            self.collective_index,
-            self.number,
-            self.ready_seconds.to_bits(),
-            self.duration_seconds.to_bits(),
-            u64::from(self.signature_bytes) << 32 | u64::from(self.body_bytes),
-        ];
-        bytes.as_chunks_mut().0.iter_mut().zip(numbers).for_each(|(bytes, number)| *bytes = number.to_le_bytes());
-        bytes
-    }
-
-    fn read(bytes: &[u8; HEADER_BYTES]) -> Option<FrameHeader> {
-        let at = |index: usize| u64::from_le_bytes(bytes.as_chunks().0[index]);
-        let (signature_bytes, body_bytes) = ((at(6) >> 32) as u32, at(6) as u32);
-        Some(FrameHeader {
-            kind: *FRAME_KINDS.get(usize::try_from(at(0)).ok()?)?,
-            attempt: at(1),
-            collective_index: at(2),
-            number: at(3),
-            ready_seconds: f64::from_bits(at(4)),
-            duration_seconds: f64::from_bits(at(5)),
-            signature_bytes: (signature_bytes <= body_bytes).then_some(signature_bytes)?,
-            body_bytes,
-        })
-    }
-}
-
-struct Frame {
-    header: FrameHeader,
-    body: Vec<u8>,
-}
-
-impl Frame {
-    fn signature(&self) -> &[u8] {
-        &self.body[..self.header.signature_bytes as usize]
-    }
-
-    fn payload(&self) -> &[u8] {
-        &self.body[self.header.signature_bytes as usize..]
-    }
-}
-
-/// Encodes the collective, types and sizes that all ranks of a collective, or both ends of a send, must agree on.
-fn signature(call: &CollectiveCall) -> Vec<u8> {
-    let mut signature = Vec::new();
-    let mut number = |number: u64| signature.extend_from_slice(&number.to_le_bytes());
-    match call.collective {
-        Collective::Send | Collective::Receive => {
-            call.buffers.iter().for_each(|buffer| number(buffer.counts[call.rank as usize] * buffer.dtype.bytes()));
-        }
-        collective => {
-            number(collective as u64);
-            for buffer in &call.buffers {
-                number(buffer.dtype as u64);
-                buffer.counts.iter().for_each(|&count| number(count));
-            }
-        }
-    }
-    signature
-}
-
-/// Returns the byte range of a rank's part within a piece.
-fn part_bytes(counts: &[u64], dtype: DType, rank: u32) -> Range<usize> {
-    let first: u64 = counts[..rank as usize].iter().sum();
-    let offset = |elements: u64| (elements * dtype.bytes()) as usize;
-    offset(first)..offset(first + counts[rank as usize])
-}
-
-/// Appends bytes of a lent buffer.
-///
-/// # Safety
-/// The buffer is lent, and no thread writes it now.
-unsafe fn append(from: *const u8, range: Range<usize>, to: &mut Vec<u8>) {
-    // SAFETY: the caller's promise.
-    to.extend_from_slice(unsafe { std::slice::from_raw_parts(from.add(range.start), range.len()) });
 }
 
 impl WireTransport {
@@ -279,19 +173,9 @@ impl WireTransport {
     ) -> io::Result<Arc<WireTransport>> {
         let is_own = |index: usize| index == rank as usize;
         assert!(wires.iter().enumerate().all(|(peer, wire)| wire.is_none() == is_own(peer)), "one wire per peer");
-        let mut outgoing_queues = Vec::new();
-        let open_channel = |wire: &Option<Arc<dyn Wire>>| {
-            let (sender, receiver) = channel();
-            outgoing_queues.push(receiver);
-            PeerChannel {
-                outgoing: wire.is_some().then_some(sender),
-                collective_frames: VecDeque::new(),
-                message_frames: VecDeque::new(),
-                send_credits: MAX_SENDS_AHEAD,
-                pending_sends: VecDeque::new(),
-            }
-        };
-        let channels = wires.iter().map(open_channel).collect();
+        let (senders, outgoing_queues): (Vec<_>, Vec<_>) = wires.iter().map(|_| channel()).unzip();
+        let open_channel = |(wire, sender): (&Option<_>, _)| PeerChannel::new(wire.is_some().then_some(sender));
+        let channels = wires.iter().zip(senders).map(open_channel).collect();
         let state = State { attempt: 0, aborts: BTreeMap::new(), unreachable_peer: None, joined_count: 0, channels };
         let (ranks, state, changed) = (wires.len() as u32, Mutex::new(state), Condvar::new());
         let shared = Arc::new(Shared { rank, ranks, round_bytes, epoch, wires, state, changed });
@@ -313,7 +197,7 @@ impl WireTransport {
         self.shared.rank
     }
 
-    /// Records that a rank aborted in an attempt. Attempts that are over are ignored.
+    /// Records that a rank aborted in an attempt. Does nothing if a later attempt has begun.
     pub fn abort_attempt(&self, attempt: u64, rank: u32, reason: &str) {
         let mut state = self.shared.state();
         if attempt == state.attempt {
@@ -324,8 +208,8 @@ impl WireTransport {
         self.shared.changed.notify_all();
     }
 
-    /// Starts attempt `attempt` with a clean state. The number must be the same on all ranks and higher than any
-    /// before. This rank must not be inside a Program; the others may already have begun.
+    /// Starts attempt number `attempt` with a clean state. The number must be the same on all ranks and higher than any
+    /// before. This rank must not be inside a Program. Other ranks may have begun the attempt already.
     pub fn begin_attempt(&self, attempt: u64) {
         let mut state = self.shared.state();
         state.attempt = attempt;
@@ -361,7 +245,7 @@ impl State {
         }
     }
 
-    /// Queues a frame for a rank. If its writing thread has ended, the reading thread reports the failure.
+    /// Queues a frame for another rank. If the writing thread for it has ended, the reading thread reports the failure.
     fn send_frame(&self, to: usize, frame: &Arc<Frame>) {
         if let Some(outgoing) = &self.channels[to].outgoing {
             let _ = outgoing.send(Arc::clone(frame));
@@ -373,7 +257,7 @@ impl State {
         (0..self.channels.len()).for_each(|to| self.send_frame(to, &frame));
     }
 
-    /// Aborts the current attempt unless a rank already has, and tells all ranks. Returns the first abort.
+    /// Aborts the current attempt for `rank`, unless a rank already has, and tells all ranks. Returns the first abort.
     fn abort(&mut self, rank: u32, reason: &str) -> (u32, String) {
         if let Some(first) = self.aborts.get(&self.attempt) {
             return first.clone();
@@ -400,7 +284,7 @@ impl State {
         }
     }
 
-    /// Queues pending sends to a rank while it has credits.
+    /// Queues pending sends to a rank, as many as `send_credits` allows.
     fn send_pending(&mut self, to: usize) {
         let header = self.header(FrameKind::Send);
         while self.channels[to].send_credits > 0 {
@@ -422,14 +306,6 @@ impl State {
     }
 }
 
-impl Frame {
-    fn new(header: FrameHeader, signature: Vec<u8>, payload: Vec<u8>) -> Frame {
-        let (signature_bytes, mut body) = (signature.len() as u32, signature);
-        body.extend(payload);
-        Frame { header: FrameHeader { signature_bytes, body_bytes: body.len() as u32, ..header }, body }
-    }
-}
-
 impl Shared {
     fn state(&self) -> MutexGuard<'_, State> {
         // No code panics while the state is half changed, so a poisoned lock is still consistent.
@@ -440,7 +316,7 @@ impl Shared {
         self.changed.wait(state).unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    /// Sends queued frames to a rank; the body of its writing thread.
+    /// Sends queued frames to a rank until the queue or the wire ends. Runs on the thread that writes to the rank.
     fn write_loop(&self, peer: u32, wire: &dyn Wire, outgoing: &Receiver<Arc<Frame>>) {
         for frame in outgoing {
             let sent = wire.send(&frame.header.bytes()).and_then(|()| match &*frame.body {
@@ -453,7 +329,7 @@ impl Shared {
         }
     }
 
-    /// Receives frames from a rank; the body of its reading thread.
+    /// Receives frames from a rank until the wire ends. Runs on the thread that reads from the rank.
     fn read_loop(&self, peer: u32, wire: &dyn Wire) {
         loop {
             if let Err(error) = self.read(wire).and_then(|frame| self.handle_frame(peer, frame)) {
@@ -503,7 +379,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Records that the wire to a rank failed, and aborts the group: other ranks may reach it, but cannot continue.
+    /// Records that the wire to a rank failed, and aborts the group, even though other ranks may still reach that rank.
     fn set_unreachable(&self, peer: u32, error: &io::Error) {
         let mut state = self.state();
         let reason = match error.kind() {
@@ -517,7 +393,7 @@ impl Shared {
         self.changed.notify_all();
     }
 
-    /// Aborts the group because a peer called another collective than this rank.
+    /// Aborts the group because rank `other` called another collective than this rank. Returns the resulting error.
     fn abort_mismatch(
         &self,
         mut state: MutexGuard<State>,
@@ -531,7 +407,8 @@ impl Shared {
         DeviceError::PeerAborted { rank, reason }
     }
 
-    /// Waits for the next collective frame of each peer. `is_expected` tells whether a frame belongs to this collective.
+    /// Waits for the next collective frame of each peer, and returns the frames by rank; None for this rank.
+    /// `is_expected` tells whether a frame from a peer belongs to this collective.
     fn receive_from_all(
         &self,
         own: &CollectiveCall,
@@ -564,10 +441,9 @@ impl Shared {
     }
 
     /// Joins a collective: sends this rank's input to all peers and waits for theirs. Returns the peers' frames by
-    /// rank.
+    /// rank; None for this rank.
     fn join_collective(&self, own: &CollectiveCall) -> Result<Vec<Option<Frame>>, DeviceError> {
         let signature = signature(own);
-        let sends_parts = own.collective != Collective::AllGather;
         let header = {
             let mut state = self.state();
             state.check_aborted()?;
@@ -575,18 +451,10 @@ impl Shared {
             let CollectiveCall { number, ready_seconds, duration_seconds, .. } = *own;
             FrameHeader { number, ready_seconds, duration_seconds, ..state.header(FrameKind::Join) }
         };
-        let join_frame = |receiver: Option<u32>| {
-            let mut payload = Vec::new();
-            for buffer in &own.buffers {
-                let range = match receiver {
-                    Some(peer) => part_bytes(&buffer.counts, buffer.dtype, peer),
-                    None => 0..part_bytes(&buffer.counts, buffer.dtype, self.rank).len(),
-                };
-                // SAFETY: the call lends the buffer, and no thread writes it before `receive_from_all` returns.
-                unsafe { append(buffer.input, range, &mut payload) };
-            }
-            Frame::new(header, signature.clone(), payload)
-        };
+        // SAFETY: the call lends the buffers, and no thread writes them before `receive_from_all` returns.
+        let join_frame = |receiver| Frame::new(header, signature.clone(), unsafe { join_payload(own, receiver) });
+        // A rank that sums needs its part of all inputs; otherwise all ranks get this rank's whole input.
+        let sends_parts = own.collective.sums();
         if sends_parts {
             for peer in (0..self.ranks).filter(|peer| *peer != self.rank) {
                 let frame = Arc::new(join_frame(Some(peer)));
@@ -605,8 +473,8 @@ impl Shared {
         })
     }
 
-    /// Sums this rank's own part of every piece over all ranks, in rank order. The sum overwrites the output, or is
-    /// added to it with `adds`.
+    /// Sums this rank's own part of every piece over all ranks, in rank order. The sum is added to the output if `adds`
+    /// is true, and overwrites it otherwise.
     ///
     /// # Safety
     /// `joins` are the frames that `join_collective` returned for this call.
@@ -630,7 +498,7 @@ impl Shared {
         }
     }
 
-    /// Copies the peers' parts into this rank's output.
+    /// Copies the peers' parts of every piece from their frames into this rank's output.
     ///
     /// # Safety
     /// All ranks have joined, and each frame has the size of its rank's part.
@@ -648,7 +516,7 @@ impl Shared {
         }
     }
 
-    /// Receives the next send from rank `from`. Returns the planned end of the transfer.
+    /// Waits for the next send from rank `from`, and copies it into the buffers of `own`. Returns its planned end.
     fn receive(&self, own: &CollectiveCall, from: u32) -> Result<f64, DeviceError> {
         let mut state = self.state();
         let frame = loop {
@@ -703,45 +571,43 @@ impl Transport for WireTransport {
         let headers = || joins.iter().flatten().map(|frame| frame.header);
         let ready_seconds = headers().map(|header| header.ready_seconds).fold(call.ready_seconds, f64::max);
         let duration_seconds = headers().map(|header| header.duration_seconds).fold(call.duration_seconds, f64::max);
-        match call.collective {
-            Collective::AllReduce => {
-                // SAFETY: all ranks have joined, and `join_collective` checked the sizes.
-                unsafe { shared.reduce_own_part(&call, &joins, false) };
-                drop(joins);
-                let mut payload = Vec::new();
-                for buffer in &call.buffers {
-                    let range = part_bytes(&buffer.counts, buffer.dtype, shared.rank);
-                    // SAFETY: this rank's own part, written just now.
-                    unsafe { append(buffer.output, range, &mut payload) };
+        let (sums, gathers) = (call.collective.sums(), call.collective.gathers());
+        assert!(sums || gathers, "bug: a send has a peer and is posted by its sender");
+        if sums {
+            // SAFETY: all ranks have joined, and `join_collective` checked the sizes.
+            unsafe { shared.reduce_own_part(&call, &joins, call.collective.adds_to_output()) };
+        }
+        if sums && gathers {
+            drop(joins);
+            let mut payload = Vec::new();
+            for buffer in &call.buffers {
+                let range = part_bytes(&buffer.counts, buffer.dtype, shared.rank);
+                // SAFETY: this rank's own part, written just now.
+                unsafe { append(buffer.output, range, &mut payload) };
+            }
+            let state = shared.state();
+            let header = FrameHeader { number: call.number, ..state.header(FrameKind::ReducedPart) };
+            let joined_count = state.joined_count;
+            state.send_frame_to_all(Frame::new(header, vec![], payload));
+            drop(state);
+            let parts = shared.receive_from_all(&call, |peer, frame| {
+                let bytes = call.buffers.iter().map(|buffer| part_bytes(&buffer.counts, buffer.dtype, peer).len());
+                (frame.header.kind, frame.header.collective_index) == (FrameKind::ReducedPart, joined_count)
+                    && frame.payload().len() == bytes.sum::<usize>()
+            })?;
+            // SAFETY: all ranks have joined, and the sizes were checked just now.
+            unsafe { shared.copy_parts(&call, &parts) };
+        } else if gathers {
+            for buffer in &call.buffers {
+                let range = part_bytes(&buffer.counts, buffer.dtype, shared.rank);
+                let to = buffer.output.wrapping_add(range.start);
+                if buffer.input != to.cast_const() {
+                    // SAFETY: both buffers are this rank's; they are identical or disjoint.
+                    unsafe { buffer.input.copy_to_nonoverlapping(to, range.len()) };
                 }
-                let state = shared.state();
-                let header = FrameHeader { number: call.number, ..state.header(FrameKind::ReducedPart) };
-                let joined_count = state.joined_count;
-                state.send_frame_to_all(Frame::new(header, vec![], payload));
-                drop(state);
-                let parts = shared.receive_from_all(&call, |peer, frame| {
-                    let bytes = call.buffers.iter().map(|buffer| part_bytes(&buffer.counts, buffer.dtype, peer).len());
-                    (frame.header.kind, frame.header.collective_index) == (FrameKind::ReducedPart, joined_count)
-                        && frame.payload().len() == bytes.sum::<usize>()
-                })?;
-                // SAFETY: all ranks have joined, and the sizes were checked just now.
-                unsafe { shared.copy_parts(&call, &parts) };
             }
             // SAFETY: all ranks have joined, and `join_collective` checked the sizes.
-            Collective::ReduceScatter => unsafe { shared.reduce_own_part(&call, &joins, true) },
-            Collective::AllGather => {
-                for buffer in &call.buffers {
-                    let range = part_bytes(&buffer.counts, buffer.dtype, shared.rank);
-                    let to = buffer.output.wrapping_add(range.start);
-                    if buffer.input != to.cast_const() {
-                        // SAFETY: both buffers are this rank's; they are identical or disjoint.
-                        unsafe { buffer.input.copy_to_nonoverlapping(to, range.len()) };
-                    }
-                }
-                // SAFETY: all ranks have joined, and `join_collective` checked the sizes.
-                unsafe { shared.copy_parts(&call, &joins) };
-            }
-            Collective::Send | Collective::Receive => unreachable!("a send has a peer and is posted by its sender"),
+            unsafe { shared.copy_parts(&call, &joins) };
         }
         Ok(ready_seconds + duration_seconds)
     }

@@ -3,14 +3,15 @@
 
 use std::time::{Duration, Instant};
 
-/// Sleeps shorter than this are skipped: the system would extend them, and the next deadline compensates.
+/// Sleeps shorter than this are skipped, because the system would extend them. The sleep until the next deadline is
+/// then longer.
 const MIN_SLEEP_SECONDS: f64 = 100e-6;
 
-/// The lag behind the plan that a device can still catch up. Larger lags, from a busy machine or late data, delay the
-/// plan.
+/// The largest lag behind the planned times that a device catches up by running faster than its simulated pace. A
+/// larger lag, from a busy machine or late data, delays all later planned times.
 pub(super) const MAX_LAG_SECONDS: f64 = 20e-3;
 
-/// Planned end of the device's work so far.
+/// The clock of a simulated device, with the planned end of the device's work so far.
 #[derive(Clone, Copy, Debug)]
 pub struct Clock {
     epoch: Instant,
@@ -18,22 +19,24 @@ pub struct Clock {
 }
 
 impl Clock {
-    /// Creates a clock that starts now.
+    /// Creates a clock that counts time from now.
     pub fn start() -> Clock {
         Clock { epoch: Instant::now(), planned_end: 0.0 }
     }
 
-    /// Creates a clock of a group with time counted from `epoch`. Its planned end is now.
+    /// Creates a clock that counts time from `epoch`, the common start of the clocks of a communication group. The
+    /// planned end of work is now.
     pub fn with_epoch(epoch: Instant) -> Clock {
         Clock { epoch, planned_end: epoch.elapsed().as_secs_f64() }
     }
 
-    /// Returns the planned start of work that begins now, in seconds of this clock.
+    /// Returns the planned start of work that begins now, in seconds of this clock: the planned end of earlier work. If
+    /// the device lags further behind than it can catch up, the start is later.
     pub fn next_start(&self) -> f64 {
         self.planned_end.max(self.now() - MAX_LAG_SECONDS)
     }
 
-    /// Returns the planned end of all work so far.
+    /// Returns the planned end of all work so far, in seconds of this clock.
     #[cfg(test)]
     pub fn planned_end(&self) -> f64 {
         self.planned_end
@@ -43,7 +46,8 @@ impl Clock {
         self.epoch.elapsed().as_secs_f64()
     }
 
-    /// Waits until a planned time, unless it has passed.
+    /// Sleeps until a planned time, in seconds of this clock. Returns at once if that time has passed or is less than
+    /// 0.1 ms ahead.
     pub fn wait_until(&self, planned_end: f64) {
         let remaining = planned_end - self.now();
         if remaining >= MIN_SLEEP_SECONDS {
@@ -51,12 +55,13 @@ impl Clock {
         }
     }
 
-    /// Extends the planned end to at least this time.
+    /// Moves the planned end of work to this time, in seconds of this clock, unless it is already later.
     pub fn advance_to(&mut self, planned_end: f64) {
         self.planned_end = self.planned_end.max(planned_end);
     }
 
-    /// Spends some seconds from now on.
+    /// Simulates work of some seconds, which begins at the planned end of earlier work, or now if that is later. Waits
+    /// for the end of the work.
     pub fn spend(&mut self, seconds: f64) {
         let end = self.now().max(self.planned_end) + seconds;
         self.wait_until(end);

@@ -22,7 +22,8 @@ mod tests;
 use crate::arena::ArenaError;
 use crate::cpu::ops::{RunOp, runner};
 use crate::cpu::pool::Pool;
-use crate::device::{Device, DeviceError, FileSpace, Memory, Observer, ProgramCall};
+use crate::device::{Device, FileSpace, Memory, Observer, ProgramCall};
+use crate::error::DeviceError;
 use crate::spaces::Spaces;
 use crate::transport::{self, GroupHandle};
 use clock::Clock;
@@ -33,29 +34,31 @@ use plimsoll_program::{Op, OpKind, Placement, Program, ProgramSet, TensorId};
 use std::path::PathBuf;
 use std::time::Instant;
 
-/// Predicted seconds of an op at the device's pace.
+/// A function that predicts the seconds of an op on the simulated device.
 pub type Price = Box<dyn Fn(&ProgramSet, &Op) -> f64 + Send>;
 
 /// The properties of the simulated device.
 pub struct VirtualDeviceSpec {
     /// Name in run files, such as `virtual:a`.
     pub name: String,
-    /// Largest arena that the device provides.
+    /// Load line: the largest device arena that the device accepts.
     pub arena_budget: Bytes,
-    /// Threads that compute.
+    /// Number of CPU threads that compute the device's ops.
     pub threads: usize,
-    /// Time of ops, except for copies and ops of the host.
+    /// Prediction of the time that compute ops and collectives take. Other ops do not use it: copies take the time of
+    /// `link`, and ops of the host and of files take their real time.
     pub price: Price,
-    /// Link between device and host, for each direction separately.
+    /// Speed of copies between device and host; both directions have this speed at the same time.
     pub link: Link,
-    /// Folder of the scratch file; none if the device has no scratch file.
+    /// Folder of the scratch file. None if the device has no scratch file.
     pub scratch_folder: Option<PathBuf>,
 }
 
 /// Opens a virtual device and allocates its device and host arenas.
 ///
 /// # Errors
-/// [`DeviceError::Arena`] if the plan exceeds the device's load line, or the machine lacks the memory.
+/// [`DeviceError::Arena`] if the plan exceeds the device's load line, or the machine lacks the memory. Fails also if
+/// threads or the scratch file are refused.
 ///
 /// # Panics
 /// For a precision that the CPU does not compute in.
@@ -72,17 +75,17 @@ struct VirtualDevice {
     spec: VirtualDeviceSpec,
     spaces: Spaces,
     pool: Pool,
-    /// Pool of one thread, with which the other queues compute.
+    /// Pool of one thread, with which ops of all queues but the compute queue run.
     single_thread_pool: Pool,
     run: RunOp,
     set: ProgramSet,
     placement: Placement,
-    /// By index of the Program.
+    /// Prepared data of each Program, by the Program's index in `set`.
     programs: Vec<PreparedProgram>,
     clock: Clock,
-    /// Membership in a communication group.
+    /// Membership in a communication group. None before the device joins one.
     group: Option<GroupHandle>,
-    /// Simulated seconds spent computing.
+    /// Simulated seconds spent on compute ops since the device was opened.
     compute_seconds: f64,
     /// Factor on the time of compute ops, set by fault injection.
     compute_slowdown: f64,
@@ -91,42 +94,43 @@ struct VirtualDevice {
 /// Data about a Program that is derived before it runs.
 #[derive(Debug)]
 struct PreparedProgram {
-    /// Waits between ops, in ascending order.
+    /// Pairs of ops of which one waits for the other, in ascending order of the waiting op; empty if the Program uses a
+    /// single queue.
     waits: Vec<Wait>,
-    /// Time of each op, by block and index in the block.
+    /// Simulated time of each op, by block and index in the block.
     op_times: Vec<Vec<OpTime>>,
     /// Queues that the Program uses.
     queues: Vec<Queue>,
 }
 
-/// Time that an op takes on the simulated device.
+/// Time that an op takes on the simulated device, without any slowdown; zero for ops that take their real time.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct OpTime {
-    /// Time before it accesses memory.
+    /// Seconds before the op accesses memory: the latency of the link for copies, zero for other ops.
     latency_seconds: f64,
-    /// Time from then on.
+    /// Seconds from that moment to the end of the op.
     seconds: f64,
 }
 
 impl OpTime {
-    /// Returns the time with compute ops slowed down by `factor`.
+    /// Returns the time of `op`, with `seconds` multiplied by `factor` if it is a compute op.
     fn slowed_down(self, op: &Op, factor: f64) -> OpTime {
         let factor = if op.queue == Queue::Compute { factor } else { 1.0 };
         OpTime { seconds: self.seconds * factor, ..self }
     }
 }
 
-/// Time spent on compute ops.
+/// Total time of the compute ops that have run during one call of a Program.
 #[derive(Clone, Copy, Debug, Default)]
 struct ComputeTime {
-    /// Simulated time.
+    /// Simulated seconds.
     simulated: f64,
-    /// Real time on this processor.
+    /// Seconds that the ops really took on this processor.
     real: f64,
 }
 
 impl ComputeTime {
-    /// Adds an op that started at `started` and has just ended.
+    /// Adds the time of an op that started at `started` and has just ended. Ignores ops of other queues than compute.
     fn add(&mut self, op: &Op, op_time: OpTime, started: Instant) {
         if op.queue == Queue::Compute {
             self.simulated += op_time.seconds;
@@ -134,7 +138,8 @@ impl ComputeTime {
         }
     }
 
-    /// Returns the larger total. The device falls behind its simulated pace over a whole Program, not in single ops.
+    /// Returns the larger of simulated and real seconds. Totals are compared, because an op that was slower than
+    /// simulated can be made up for by later ops.
     fn seconds(self) -> f64 {
         self.simulated.max(self.real)
     }
@@ -246,7 +251,8 @@ impl Device for VirtualDevice {
         Ok(())
     }
 
-    /// Returns the simulated time. Noise of the machine is not included unless the device falls behind its pace.
+    /// Returns the simulated seconds spent on compute ops since the device was opened. For a Program whose compute ops
+    /// really took longer, the real seconds count.
     fn compute_seconds(&mut self) -> Option<f64> {
         Some(self.compute_seconds)
     }
@@ -279,7 +285,7 @@ impl Device for VirtualDevice {
     }
 }
 
-/// Whether an op accesses the files of the call.
+/// Whether an op copies from or to a tensor in a file of the run ([`Space::File`]).
 fn needs_files(set: &ProgramSet, op: &Op) -> bool {
     let OpKind::TransferStart { from, to, .. } = &op.kind else { return false };
     [from, to].iter().any(|end| set.tensor(end.tensor).space == Space::File)

@@ -7,10 +7,11 @@
 
 use super::clock::Clock;
 use super::{ComputeTime, OpTime, PreparedProgram, VirtualDevice, needs_files};
-use crate::collectives::{start_collective, wait_collective};
+use crate::cpu::collectives::{start_collective, wait_collective};
 use crate::cpu::ops::{RunOp, Site};
 use crate::cpu::pool::Pool;
-use crate::device::{DeviceError, FileSpace, NoFiles, NoMemory, Observer, ProgramCall};
+use crate::device::{FileSpace, NoFiles, NoMemory, Observer, ProgramCall};
+use crate::error::DeviceError;
 use crate::spaces::Spaces;
 use crate::transport::GroupHandle;
 use plimsoll_program::op::Queue;
@@ -21,7 +22,7 @@ use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::Instant;
 
 impl VirtualDevice {
-    /// Runs one op at a time, on the caller's thread and the pool.
+    /// Runs the Program with index `number` in the set. One op runs at a time, on the caller's thread and the pool.
     pub(super) fn run_serialized(
         &mut self,
         number: usize,
@@ -69,7 +70,8 @@ impl VirtualDevice {
         done
     }
 
-    /// Runs each queue on a thread of its own, in the order that the waits demand.
+    /// Runs the Program with index `number` in the set. Each queue has a thread of its own, and the compute queue has
+    /// the caller's. An op starts after the previous op of its queue and all ops that it depends on have ended.
     pub(super) fn run_queues(
         &mut self,
         number: usize,
@@ -133,7 +135,7 @@ impl VirtualDevice {
     }
 }
 
-/// One run of a Program, shared by its queues.
+/// One run of a Program, shared by the threads of its queues.
 struct ProgramRun<'a> {
     program: &'a Program,
     prepared: &'a PreparedProgram,
@@ -144,11 +146,11 @@ struct ProgramRun<'a> {
     micro_batch: i64,
     /// Numbers of the ops that run, counted from 1.
     ticks: RangeInclusive<u32>,
-    /// Whether the call is for the last micro-batch of a step.
+    /// Whether the call is for the last micro-batch of a step. Some ops run only then.
     last: bool,
     group: Option<&'a GroupHandle>,
     clock: Clock,
-    /// Factor on the time of compute ops.
+    /// Factor on the time of compute ops, set by fault injection; 1 without it.
     compute_slowdown: f64,
     /// Planned start of the run, in seconds of the clock.
     begin: f64,
@@ -157,11 +159,11 @@ struct ProgramRun<'a> {
     changed: Condvar,
 }
 
-/// Progress of a run.
+/// Progress of one run of a Program.
 struct State {
-    /// Planned end of each op that has ended, by its number minus one.
+    /// Planned end of each op, by its number minus one. None until the op has ended.
     ends: Vec<Option<f64>>,
-    /// Ops that queues wait for now; only their ends wake other threads.
+    /// Numbers of the ops that queues wait for now; only the ends of these ops wake other threads.
     awaited: Vec<u32>,
     computed: ComputeTime,
     failed: Option<DeviceError>,
@@ -169,7 +171,7 @@ struct State {
     stopped: bool,
 }
 
-/// Stops the other queues when a queue panics, because they may wait for it.
+/// A guard that stops all queues if the thread of its queue panics, because the other queues may wait for its ops.
 struct StopOnPanic<'a, 'b>(&'a ProgramRun<'b>);
 
 impl Drop for StopOnPanic<'_, '_> {
@@ -198,7 +200,8 @@ impl ProgramRun<'_> {
         self.changed.notify_all();
     }
 
-    /// Runs all ops of a queue in order.
+    /// Runs all ops of one queue in order, and marks each as ended. Ends early if the run is stopped. An error of an op
+    /// stops the run.
     fn queue(&self, queue: Queue, pool: &Pool) {
         let _guard = StopOnPanic(self);
         let mut free = self.begin;
@@ -228,8 +231,8 @@ impl ProgramRun<'_> {
         }
     }
 
-    /// Waits until all ops that an op depends on have ended. Returns the latest planned end among them; none if the run
-    /// stops.
+    /// Waits until all ops that op number `tick` depends on have ended. Returns the latest planned end among them, or
+    /// the start of the run if there are none. None if the run has been stopped.
     fn wait(&self, tick: u32) -> Option<f64> {
         let waits = &self.prepared.waits;
         let first = waits.partition_point(|wait| wait.op < tick);
@@ -258,7 +261,8 @@ impl ProgramRun<'_> {
         (!state.stopped).then_some(ready)
     }
 
-    /// Runs an op with inputs planned to be ready at `ready`. Returns its planned end, after waiting for it.
+    /// Runs an op whose planned start is `ready`, in seconds of the clock. Waits until its planned end, and returns
+    /// that time.
     fn run_paced(&self, op: &Op, variable: i64, op_time: OpTime, ready: f64, pool: &Pool) -> Result<f64, DeviceError> {
         let (spaces, set, placement, micro_batch) = (self.spaces, self.set, self.placement, self.micro_batch);
         let site = Site { spaces, pool, set, placement, variable, micro_batch };

@@ -8,7 +8,7 @@ use crate::transport::in_process::InProcessTransport;
 use plimsoll_core::{Category, WorkKind};
 use plimsoll_program::ProgramKind;
 use plimsoll_program::builder::Builder;
-use plimsoll_program::op::{Collective, Exchange, Piece};
+use plimsoll_program::op::{Collective, Exchange, ExchangeRange};
 use plimsoll_program::workspace::Kernels;
 use plimsoll_program::{Block, Index, Lifetime, Operand, Tensor};
 use std::io;
@@ -43,7 +43,7 @@ impl Pieces {
     }
 
     fn at(&self, tensor: TensorId, piece: i64) -> Operand {
-        Operand::whole(tensor).from(Index::fixed(piece * PIECE_ELEMENTS as i64))
+        Operand::whole(tensor).starting_at(Index::fixed(piece * PIECE_ELEMENTS as i64))
     }
 
     /// Returns an op that adds piece `x` on the device to piece `into`.
@@ -94,8 +94,8 @@ fn result(device: &mut VirtualDevice) -> [Vec<f32>; 2] {
     [0, 1].map(|tensor| values_of(device, tensor).iter().step_by(PIECE_ELEMENTS as usize).copied().collect())
 }
 
-/// Checks that a Program gives wrong bytes without its waits and right ones with them. A slow machine may hide a race now and
-/// then, so there are several tries.
+/// Checks that a Program gives wrong bytes without its waits and right ones with them. A slow machine may hide a race
+/// now and then, so there are several tries.
 fn assert_race_detected(ops: impl Fn(&Pieces) -> Vec<Op>, op_seconds: f64, latency_seconds: f64) {
     let open = || {
         let pieces = Pieces::new();
@@ -194,11 +194,12 @@ fn plan_beyond_the_load_line_is_refused() {
     device.run(ProgramKind::Probe(0)).unwrap();
 }
 
-/// Opens a device of a group of two. Its Program runs `before` additions, then an all-reduce of piece 0 that takes 0.1 s.
+/// Opens a device of a group of two. Its Program runs `before` additions, then an all-reduce of piece 0 that takes 0.1
+/// s.
 fn open_in_group(rank: u32, before: usize, transport: &Arc<InProcessTransport>) -> VirtualDevice {
     let pieces = Pieces::new();
     let at = pieces.at(pieces.device, 0);
-    let piece = Piece { input: at, output: at, counts: vec![PIECE_ELEMENTS - 300, 300] };
+    let piece = ExchangeRange { input: at, output: at, counts: vec![PIECE_ELEMENTS - 300, 300] };
     let (collective, sequence) = (Collective::AllReduce, Index::fixed(1));
     let exchange = Exchange { collective, pieces: vec![piece], rank, peer: None, sequence, last: false };
     let communication_op = |kind| Op { kind, queue: Queue::Communication };

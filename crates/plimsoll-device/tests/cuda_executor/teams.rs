@@ -41,7 +41,6 @@ fn data_parallel_and_sharded_match_single_device() {
         (Parallelism::Data, RankDevice::Gpu(0), 3000, true),
     ] {
         let what = format!("{parallelism}, {round_bytes}, second device {second_device:?}, by NCCL: {nccl}");
-        let transport = InProcessTransport::new_group_with_rounds(2, round_bytes);
         let on_cpu = second_device == RankDevice::Cpu;
         let of_rank =
             |rank: u32, on| Run::of_rank(rank, parallelism, on, algorithms.get(&(parallelism.to_string(), rank)));
@@ -51,24 +50,7 @@ fn data_parallel_and_sharded_match_single_device() {
                 (0..).zip(&team).map(|(rank, run)| ((parallelism.to_string(), rank), run.device.algorithms().unwrap()));
             algorithms.extend(chosen);
         }
-        let found: Vec<Vec<f64>> = std::thread::scope(|scope| {
-            let ranks = team.iter_mut().enumerate().map(|(rank, run)| {
-                let group = GroupHandle { rank: rank as u32, transport: transport.clone(), nccl };
-                scope.spawn(move || {
-                    run.device.join_group(group).unwrap();
-                    run.run(ProgramKind::Load);
-                    run.run(ProgramKind::InitOptimizer);
-                    let step = |step| {
-                        run.gradients_of(step, rank..rank + 1);
-                        run.run(ProgramKind::Update);
-                        run.metric(Metric::LossSum) / 148.0
-                    };
-                    (0..STEPS).map(step).collect()
-                })
-            });
-            let ranks: Vec<_> = ranks.collect();
-            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
-        });
+        let found = train_team(&mut team, round_bytes, nccl, STEPS);
         assert_eq!(found[0], found[1], "{what}");
         close(&found[0], &losses, 1e-5, &what);
         let [first, second] = team.each_mut().map(|run| run.all_of(Category::Weight));
@@ -92,23 +74,51 @@ fn data_parallel_and_sharded_match_single_device() {
                 "the same bits: {what}"
             );
         }
-        let by = team.each_mut().map(|run| run.device.collectives());
-        match (nccl, second_device) {
-            (true, RankDevice::Gpu(1)) => assert_eq!(by, [const { Some(CollectiveBackend::Nccl) }; 2], "{what}"),
-            (true, _) => {
-                let [
-                    Some(CollectiveBackend::Host { reason: Some(reason) }),
-                    Some(CollectiveBackend::Host { reason: Some(_) }),
-                ] = &by
-                else {
-                    panic!("{by:?}")
-                };
-                assert!(reason.starts_with("NCCL refuses to connect the ranks: "), "{reason}");
-            }
-            _ => assert_eq!(by, [const { None }; 2], "{what}"),
-        }
+        check_backends(&mut team, second_device, nccl, &what);
     }
     done.store(true, Ordering::Relaxed);
+}
+
+/// Trains two ranks, rank `r` on sequence `r` of each step. Returns the loss per token of each step, for each rank.
+fn train_team(team: &mut [Run; 2], round_bytes: u64, nccl: bool, steps: usize) -> Vec<Vec<f64>> {
+    let transport = InProcessTransport::new_group_with_rounds(2, round_bytes);
+    std::thread::scope(|scope| {
+        let ranks = team.iter_mut().enumerate().map(|(rank, run)| {
+            let group = GroupHandle { rank: rank as u32, transport: transport.clone(), nccl };
+            scope.spawn(move || {
+                run.device.join_group(group).unwrap();
+                run.run(ProgramKind::Load);
+                run.run(ProgramKind::InitOptimizer);
+                let step = |step| {
+                    run.gradients_of(step, rank..rank + 1);
+                    run.run(ProgramKind::Update);
+                    run.metric(Metric::LossSum) / 148.0
+                };
+                (0..steps).map(step).collect()
+            })
+        });
+        let ranks: Vec<_> = ranks.collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+/// Checks that two GPUs used NCCL, that a GPU given twice was refused by NCCL, and that other teams had no choice.
+fn check_backends(team: &mut [Run; 2], second_device: RankDevice, nccl: bool, what: &str) {
+    let by = team.each_mut().map(|run| run.device.collectives());
+    match (nccl, second_device) {
+        (true, RankDevice::Gpu(1)) => assert_eq!(by, [const { Some(CollectiveBackend::Nccl) }; 2], "{what}"),
+        (true, _) => {
+            let [
+                Some(CollectiveBackend::Host { reason: Some(reason) }),
+                Some(CollectiveBackend::Host { reason: Some(_) }),
+            ] = &by
+            else {
+                panic!("{by:?}")
+            };
+            assert!(reason.starts_with("NCCL refuses to connect the ranks: "), "{reason}");
+        }
+        _ => assert_eq!(by, [const { None }; 2], "{what}"),
+    }
 }
 
 #[test]
@@ -340,7 +350,7 @@ fn run_collective_on_rank(
             PieceAddresses { input, output, dtype },
             if collective == Collective::ReduceScatter { own } else { total },
         ));
-        pieces.push(Piece { input: operand(0), output: operand(0), counts: counts.to_vec() });
+        pieces.push(ExchangeRange { input: operand(0), output: operand(0), counts: counts.to_vec() });
     }
     let exchange =
         Exchange { collective, pieces, rank: group.rank, peer: None, sequence: Index::fixed(0), last: false };

@@ -5,7 +5,7 @@ use plimsoll_device::cuda::compile::Compiler;
 use plimsoll_device::cuda::driver::Driver;
 use plimsoll_device::cuda::executor::{self, OpenRequest, OpenedGpu};
 use plimsoll_device::cuda::{nccl, products};
-use plimsoll_device::device::DeviceError;
+use plimsoll_device::error::DeviceError;
 use plimsoll_program::{Placement, ProgramSet};
 use std::path::{Path, PathBuf};
 use std::process::Command;

@@ -195,18 +195,27 @@ EXPORT int ncclCommGetAsyncError(Handle* handle, int* status) {
     }
     *status = comm.failed;
     if (comm.whole) return SUCCESS;
-    if (present(comm) < comm.ranks) {
-        *status = IN_PROGRESS;
-        return SUCCESS;
+    // The first rank that sees all ranks decides for all of them, because it may leave before another rank looks.
+    int verdict = SUCCESS;
+    std::string verdict_path = comm.folder + "/verdict";
+    if (!(std::ifstream(verdict_path) >> verdict)) {
+        if (present(comm) < comm.ranks) {
+            *status = IN_PROGRESS;
+            return SUCCESS;
+        }
+        // A GPU may join only once.
+        verdict = SUCCESS;
+        std::set<std::string> cards;
+        for (int rank = 0; rank < comm.ranks; rank++) {
+            std::ifstream file(comm.folder + "/rank-" + std::to_string(rank));
+            std::string card((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+            if (!cards.insert(card).second) verdict = INVALID_USAGE;
+        }
+        std::ofstream(verdict_path + ".part") << verdict << "\n";
+        rename((verdict_path + ".part").c_str(), verdict_path.c_str());
     }
     comm.whole = true;
-    // A GPU may join only once.
-    std::set<std::string> cards;
-    for (int rank = 0; rank < comm.ranks; rank++) {
-        std::ifstream file(comm.folder + "/rank-" + std::to_string(rank));
-        std::string card((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-        if (!cards.insert(card).second) *status = comm.failed = INVALID_USAGE;
-    }
+    *status = comm.failed = verdict;
     return SUCCESS;
 }
 

@@ -7,9 +7,9 @@ use plimsoll_core::Offload;
 use plimsoll_program::models::decoder::Method;
 
 impl Measurer<'_> {
-    /// Estimates the seconds of a step under an offload choice, with the lightest recompute that about fits. Returns
-    /// `None` if none fits. The estimate is the longest of compute, copies in, copies out, and disk traffic, plus the
-    /// work done once per step.
+    /// Estimates the seconds of a step under an offload choice, with the least recompute that fits by this estimate.
+    /// Returns `None` if no recompute makes it fit. The estimate is the longest of compute, copies in, copies out, and
+    /// disk traffic, plus the work done once per step.
     pub fn estimate_step_seconds(&self, micro_batch: u32, offload: Offload) -> Option<f64> {
         if !self.may_fit(micro_batch, offload) {
             return None;
@@ -56,7 +56,7 @@ impl Measurer<'_> {
     }
 
     /// Estimates the seconds of the work done once per step, by interpolation between measurements with nothing and
-    /// with everything offloaded.
+    /// with everything offloaded. Returns 0 without training.
     fn estimate_per_step_seconds(&self, micro_batch: u32, offload: Offload) -> f64 {
         let request = self.request;
         if request.optimizer.is_none() {
@@ -66,8 +66,7 @@ impl Measurer<'_> {
         let measured = |optimizer: u32, gradients: u32, weights: u32| {
             let update = update && optimizer > 0;
             let choice = Offload { optimizer, gradients, weights, update, ..Offload::NOTHING };
-            let recipe = self.full_recompute(micro_batch, choice);
-            self.per_step(&recipe, &|| request.build(request.config, &recipe, false)).seconds
+            self.measured_per_step_seconds(micro_batch, choice)
         };
         let fraction = |count: u32, all: u32| if all > 0 { f64::from(count) / f64::from(all) } else { 0.0 };
         let interpolate = |fraction: f64, none: f64, all: &dyn Fn() -> f64| {
@@ -90,8 +89,14 @@ impl Measurer<'_> {
         measured_seconds.max(disk_seconds)
     }
 
-    /// Returns the offloaded bytes of layers, without embedding and head: embedding rows are used on the host, and the
-    /// head is fetched in blocks, twice.
+    /// Predicts the seconds of the work done once per step from Programs with full recompute.
+    fn measured_per_step_seconds(&self, micro_batch: u32, offload: Offload) -> f64 {
+        let recipe = self.full_recompute(micro_batch, offload);
+        self.per_step(&recipe, &|| self.request.build(self.request.config, &recipe, false)).seconds
+    }
+
+    /// Returns the offloaded bytes of the layers, without weights and gradients of embedding and head. The estimate
+    /// counts those apart: embedding rows are used on the host, and the head is fetched in blocks.
     fn offloaded_layer_bytes(&self, offload: Offload) -> OffloadedBytes {
         let (request, offloaded) = (self.request, self.resident(offload).offloaded);
         let ends = [offload.embedding, offload.head].iter().filter(|is_offloaded| **is_offloaded).count() as u64;
@@ -101,7 +106,7 @@ impl Measurer<'_> {
         OffloadedBytes { weights, gradients, ..offloaded }
     }
 
-    /// Predicts the seconds of disk traffic; the disk reads and writes concurrently.
+    /// Predicts the seconds of disk traffic: the longer of reading and writing, because the disk does both at once.
     fn disk_seconds(&self, read_bytes: f64, written_bytes: f64) -> f64 {
         let file = &self.request.host.file;
         (read_bytes / file.read_bytes_per_second).max(written_bytes / file.write_bytes_per_second)

@@ -1,18 +1,20 @@
 //! The memory ladder of a request (`--explain`): the predicted effect of each rung, alone and within a plan.
 
 use super::PlanRequest;
-use super::lossy::{lossy_option_sets, with_lossy};
+use super::lossy::lossy_option_sets;
 use super::measure::{Candidate, Measurer};
+use super::plan_request::with_lossy;
 use plimsoll_core::{Class, Offload, Recipe, RecomputeLevel, Rung, RungEffect, RungPrice, ScratchOffload};
 
-/// The plain recipe, and the price of each rung compared with it.
+/// The memory ladder of a request: bytes and seconds of each rung, compared with the plain recipe (one micro-batch per
+/// step, no recompute, no offload).
 #[derive(Clone, Debug)]
 pub struct Ladder {
     /// Bytes of the plain recipe on the device, without charges.
     pub plain_bytes: u64,
     /// Predicted seconds of a step under the plain recipe.
     pub plain_step_seconds: f64,
-    /// The rungs in the order in which the planner takes them.
+    /// The rungs in the order in which `--explain` prints them.
     pub rungs: Vec<RungPrice>,
 }
 
@@ -58,7 +60,7 @@ fn plain_recipe(request: &PlanRequest) -> Recipe {
     request.uniform(largest, RecomputeLevel::Nothing)
 }
 
-/// Returns the recipe with all rungs taken as far as possible.
+/// Returns the recipe with all rungs that are not lossy, each taken as far as possible.
 fn recipe_with_all_rungs(request: &PlanRequest) -> Recipe {
     let layers = request.layers() as u32;
     let has_host = request.host.budget.0 > 0;
@@ -80,7 +82,7 @@ fn recipe_with_all_rungs(request: &PlanRequest) -> Recipe {
     Recipe { offload, ..request.uniform(request.micro_batch_sizes()[0], level) }
 }
 
-/// Computes the effect of replacing `from` by `to`.
+/// Computes the changes of bytes, seconds and throughput if recipe `to` replaces recipe `from`.
 fn effect(request: &PlanRequest, from: &Candidate, to: &Candidate) -> RungEffect {
     let decrease = |from: u64, to: u64| from as i64 - to as i64;
     RungEffect {
@@ -92,13 +94,13 @@ fn effect(request: &PlanRequest, from: &Candidate, to: &Candidate) -> RungEffect
     }
 }
 
-/// Measures a recipe with lossy rungs.
+/// Predicts bytes and seconds of a recipe with the given lossy rungs, from its Programs.
 fn candidate_with(request: &PlanRequest, rungs: &[Rung], recipe: &Recipe) -> Candidate {
     let request = with_lossy(request, rungs);
     Measurer::new(&request).candidate(Recipe { rungs: request.rungs.clone(), ..recipe.clone() })
 }
 
-/// Computes the ladder of a request. `recipe` is the recipe of the plan.
+/// Computes the memory ladder of a request. `recipe` is the recipe of its plan, which [`RungPrice::in_plan`] refers to.
 pub fn ladder(request: &PlanRequest, recipe: &Recipe) -> Ladder {
     let measurer = Measurer::new(request);
     let (plain, all) = (plain_recipe(request), recipe_with_all_rungs(request));

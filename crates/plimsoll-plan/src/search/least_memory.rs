@@ -1,17 +1,18 @@
 //! The smallest load line of a run before it gets slower. The runs of a sweep use it to share the memory of a device.
 
 use super::{PlanOutcome, PlanRequest, search};
-use plimsoll_core::{Bytes, DeviceSpec};
+use crate::bisection;
+use plimsoll_core::{Bytes, DeviceSpec, Rung};
 
-/// Searches of the bisection.
-const BISECTION_STEPS: u32 = 7;
+/// Number of searches that narrow the load line by bisection.
+const MAX_SEARCHES: u32 = 7;
 
 /// A plan with little memory, and the time of the fastest plan for comparison.
 #[derive(Clone, Debug)]
 pub struct LeastMemoryPlan {
-    /// The plan under the lowest load line found.
+    /// The plan under the lowest load line found; the refusal if nothing fits.
     pub outcome: PlanOutcome,
-    /// Predicted seconds of a step of the fastest plan under the whole load line.
+    /// Predicted seconds of a step of the fastest plan, under the whole load line of the device.
     pub fastest_step_seconds: f64,
 }
 
@@ -26,19 +27,23 @@ pub fn least_memory_plan(request: &PlanRequest, max_slowdown: f64) -> LeastMemor
     }
     let peak = |outcome: &PlanOutcome| outcome.plan.devices[0].peak_bytes;
     let max_seconds = fastest_step_seconds * (1.0 + max_slowdown);
-    let (mut too_little, mut best) = (request.device.charges, fastest);
-    for _ in 0..BISECTION_STEPS {
-        let line = Bytes((too_little.0 + peak(&best).0) / 2);
-        let device = DeviceSpec { budget: line, ..request.device.clone() };
-        let smaller = search(&PlanRequest { device: &device, ..request.clone() });
-        let plan = &smaller.plan;
-        if plan.fits && plan.rungs == best.plan.rungs && plan.predicted.step_seconds <= max_seconds {
-            best = smaller;
-        } else {
-            too_little = line;
-        }
-    }
+    let mut best = fastest;
+    let (too_low, enough) = (request.device.charges.0, peak(&best).0);
+    bisection::narrow(too_low, enough, MAX_SEARCHES, u64::midpoint, |line| {
+        best = plan_under(request, Bytes(line), &best.plan.rungs, max_seconds)?;
+        Some(peak(&best).0)
+    });
     LeastMemoryPlan { outcome: best, fastest_step_seconds }
+}
+
+/// Finds the fastest plan under another load line. Returns `None` if none fits, if it takes other lossy rungs than
+/// `rungs`, or if a step takes more than `max_seconds`.
+fn plan_under(request: &PlanRequest, line: Bytes, rungs: &[Rung], max_seconds: f64) -> Option<PlanOutcome> {
+    let device = DeviceSpec { budget: line, ..request.device.clone() };
+    let outcome = search(&PlanRequest { device: &device, ..request.clone() });
+    let plan = &outcome.plan;
+    let is_as_fast = plan.fits && plan.rungs == rungs && plan.predicted.step_seconds <= max_seconds;
+    is_as_fast.then_some(outcome)
 }
 
 #[cfg(test)]

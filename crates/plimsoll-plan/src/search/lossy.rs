@@ -8,10 +8,11 @@
 use super::measure::{Candidate, MeasurementCache, Measurer};
 use super::memo::Memo;
 use super::parallel::parallel_map;
+use super::plan_request::with_lossy;
 use super::{LossyOptions, PackedCandidate, PlanRequest, TriedRecipe, fastest, offload};
 use plimsoll_core::{Bytes, DType, DevicePlan, FileSpec, HostSpec, Plan, Remedy, Rung, Space};
 use plimsoll_program::models::decoder::{AdamState, Base, Method, Optimizer};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 /// Returns the combinations of allowed rungs that change anything, least loss first. The first one is empty. Trained
@@ -52,27 +53,6 @@ pub(crate) fn lossy_option_sets(request: &PlanRequest, allow: &[Rung]) -> Vec<Ve
     sets
 }
 
-/// Returns the request with lossy rungs applied, in addition to those that it already has.
-pub fn with_lossy<'a>(request: &PlanRequest<'a>, rungs: &[Rung]) -> PlanRequest<'a> {
-    let mut request = request.clone();
-    let further: Vec<Rung> = rungs.iter().filter(|rung| !request.rungs.contains(rung)).copied().collect();
-    request.rungs.extend(further);
-    for rung in rungs {
-        match rung {
-            Rung::Bf16 => request.precision = DType::Bf16,
-            Rung::Adam8bit => {
-                if let Some(Optimizer::AdamW { state, .. }) = &mut request.optimizer {
-                    *state = AdamState::Blockwise8;
-                }
-            }
-            Rung::Lora => request.lossy.method = Method::Lora(request.lossy.lora.clone()),
-            Rung::Int8 => request.lossy.base = Base::Int8,
-            Rung::Nf4 => request.lossy.base = Base::Nf4,
-        }
-    }
-    request
-}
-
 /// The result of a search for the smallest recipe of a combination of rungs.
 #[derive(Clone, Debug)]
 enum SmallestRecipe {
@@ -86,12 +66,13 @@ enum SmallestRecipe {
 /// them several times.
 #[derive(Debug)]
 pub(crate) struct LossySearch<'q> {
-    /// The request without further rungs.
+    /// The request, before the search takes any lossy rungs.
     pub request: &'q PlanRequest<'q>,
-    /// Measurements by combination; they do not depend on load lines.
+    /// Bytes and predicted seconds of recipes, by combination of rungs; they do not depend on load lines.
     caches: Arc<Mutex<HashMap<Vec<Rung>, Arc<MeasurementCache>>>>,
     smallest: Memo<Vec<Rung>, SmallestRecipe>,
-    /// Peak of the device (including charges) of the fastest recipe by combination; `None` if none fits.
+    /// Peak of the device (including charges) under the fastest recipe, by combination of rungs; `None` if no recipe
+    /// fits.
     peaks: Memo<Vec<Rung>, Option<Bytes>>,
 }
 
@@ -111,10 +92,11 @@ impl<'q> LossySearch<'q> {
         Arc::clone(lock(&self.caches).entry(rungs.to_vec()).or_default())
     }
 
-    /// Finds the fastest recipe that fits with these rungs. Adds the considered recipes to `tried`, fastest first.
+    /// Finds the fastest recipe that fits with these rungs; `None` if none fits. Adds the considered recipes to
+    /// `tried`, fastest first.
     ///
     /// The search tries in this order: the fastest recipe in memory, the smallest recipe in memory however slow, and
-    /// both with the scratch file. Only then the caller takes a further rung.
+    /// both with the scratch file.
     pub fn fastest(&self, rungs: &[Rung], tried: &mut Vec<TriedRecipe>) -> Option<Arc<PackedCandidate>> {
         let request = with_lossy(self.request, rungs);
         let bound = Some(request.device.arena_budget().0.saturating_add(1));
@@ -136,7 +118,7 @@ impl<'q> LossySearch<'q> {
         packed
     }
 
-    /// Returns the peak of the device under the fastest recipe with these rungs, if one fits.
+    /// Returns the peak of the device under the fastest recipe with these rungs; `None` if no recipe fits.
     fn peak(&self, rungs: &[Rung]) -> Option<Bytes> {
         let rungs = rungs.to_vec();
         self.peaks.get(&rungs).unwrap_or_else(|| {
@@ -145,7 +127,7 @@ impl<'q> LossySearch<'q> {
         })
     }
 
-    /// Returns the recipe with the fewest device bytes with these rungs, or `None` if it is not below `bound` bytes.
+    /// Returns the recipe with the fewest device bytes with these rungs, or `None` if it needs `bound` bytes or more.
     fn smallest_with(&self, rungs: &[Rung], bound: Option<u64>) -> Option<Candidate> {
         let is_below = |candidate: &Candidate| bound.is_none_or(|bound| candidate.bytes.device < bound);
         let rungs = rungs.to_vec();
@@ -174,7 +156,8 @@ impl<'q> LossySearch<'q> {
     }
 }
 
-/// Packs the smallest recipe, adds it to `tried`, and returns it if it fits.
+/// Packs the smallest recipe, adds it to `tried`, and returns it if it fits. Returns `None` if it does not fit, or if
+/// `smallest` is `None`.
 fn pack_smallest(
     request: &PlanRequest,
     smallest: Option<Candidate>,
@@ -195,11 +178,11 @@ pub(crate) fn smallest_recipe(request: &PlanRequest, allow: &[Rung]) -> Candidat
 
 /// A search for one remedy.
 enum RemedyQuery {
-    /// The host memory that is enough.
+    /// The search for the host memory that is enough.
     HostMemory,
-    /// The size of the scratch file that is enough.
+    /// The search for the size of the scratch file that is enough.
     ScratchFile,
-    /// The load line that is enough if these rungs are allowed.
+    /// The search for the load line that is enough if these rungs are allowed.
     Rungs(Vec<Rung>),
 }
 
@@ -212,28 +195,14 @@ enum RemedyQuery {
 pub(super) fn remedies(search: &LossySearch, refused: &Plan) -> Vec<Remedy> {
     let request = search.request;
     let LossyOptions { allow, offer, .. } = &request.lossy;
-    let DevicePlan { budget_bytes: line, peak_bytes: as_allowed, .. } = refused.devices[0];
     let every: Vec<Rung> = Rung::ALL.into_iter().filter(|rung| allow.contains(rung) || offer.contains(rung)).collect();
     let further = every.iter().filter(|rung| !allow.contains(rung));
     let alone = further.map(|rung| allow.iter().chain([rung]).copied().collect::<Vec<_>>());
     let with_rungs = alone.chain([every.clone()]).map(RemedyQuery::Rungs);
     let queries: Vec<RemedyQuery> =
         [RemedyQuery::HostMemory, RemedyQuery::ScratchFile].into_iter().chain(with_rungs).collect();
-    // A remedy names the rungs taken. Allowed rungs may exclude each other or have no effect.
-    let taken =
-        |rungs: &[Rung]| -> Vec<Rung> { rungs.iter().copied().filter(|rung| !request.rungs.contains(rung)).collect() };
-    let found = parallel_map(&queries, |query| {
-        let allowed = match query {
-            RemedyQuery::HostMemory => return search.remedy_by_offload(Space::Host, line),
-            RemedyQuery::ScratchFile => return search.remedy_by_offload(Space::Scratch, line),
-            RemedyQuery::Rungs(allowed) => allowed,
-        };
-        let smallest = search.smallest(allowed);
-        let packed = smallest.packed(&with_lossy(request, &smallest.recipe.rungs));
-        let budget_bytes = Bytes(packed.layout.device.bytes) + request.device.charges;
-        Some(remedy(taken(&smallest.recipe.rungs), budget_bytes)).filter(|remedy| remedy.budget_bytes < as_allowed)
-    });
-    let mut remedies = vec![remedy(taken(&refused.rungs), as_allowed)];
+    let found = parallel_map(&queries, |query| search.find_remedy(query, &refused.devices[0]));
+    let mut remedies = vec![Remedy::new(taken_in_addition(request, &refused.rungs), refused.devices[0].peak_bytes)];
     for remedy in found.into_iter().flatten() {
         if !needs_only_rungs(&remedy) || remedies.iter().all(|before| before.allow != remedy.allow) {
             remedies.push(remedy);
@@ -242,8 +211,9 @@ pub(super) fn remedies(search: &LossySearch, refused: &Plan) -> Vec<Remedy> {
     remedies
 }
 
-/// Predicts the peak of each remedy that is satisfied by the present load line. If a remedy includes the rungs of a
-/// smaller one, both have the same peak, because the search takes the least loss.
+/// Predicts the device's peak under each remedy that only allows rungs and needs no higher load line than the present
+/// one. If a remedy includes the rungs of an earlier one, both have the same peak, because the search takes the least
+/// loss.
 pub(super) fn predict_peaks(search: &LossySearch, refused: &Plan, remedies: &mut [Remedy]) {
     let (request, line) = (search.request, refused.devices[0].budget_bytes);
     let is_enough = |remedy: &Remedy| needs_only_rungs(remedy) && remedy.budget_bytes <= line;
@@ -266,16 +236,10 @@ pub(super) fn predict_peaks(search: &LossySearch, refused: &Plan, remedies: &mut
     }
 }
 
-/// Returns a remedy of rungs and a load line of the device.
-pub(crate) fn remedy(allow: Vec<Rung>, budget_bytes: Bytes) -> Remedy {
-    Remedy {
-        allow,
-        budget_bytes,
-        host_bytes: None,
-        file_bytes: None,
-        peak_bytes: None,
-        other_budget_bytes: BTreeMap::new(),
-    }
+/// Returns those of the `taken` rungs that the request does not have already. A remedy names the rungs that were taken.
+/// Some of the allowed rungs may exclude each other or have no effect.
+fn taken_in_addition(request: &PlanRequest, taken: &[Rung]) -> Vec<Rung> {
+    taken.iter().copied().filter(|rung| !request.rungs.contains(rung)).collect()
 }
 
 /// Returns whether a remedy needs neither more host memory nor a scratch file.
@@ -284,6 +248,21 @@ fn needs_only_rungs(remedy: &Remedy) -> bool {
 }
 
 impl LossySearch<'_> {
+    /// Finds one remedy of a refusal; `refused` is the plan of the device that was refused. Returns `None` if there is
+    /// no such remedy, or if the rungs do not lower the peak of the device.
+    fn find_remedy(&self, query: &RemedyQuery, refused: &DevicePlan) -> Option<Remedy> {
+        let allowed = match query {
+            RemedyQuery::HostMemory => return self.remedy_by_offload(Space::Host, refused.budget_bytes),
+            RemedyQuery::ScratchFile => return self.remedy_by_offload(Space::Scratch, refused.budget_bytes),
+            RemedyQuery::Rungs(allowed) => allowed,
+        };
+        let smallest = self.smallest(allowed);
+        let rungs = &smallest.recipe.rungs;
+        let packed = smallest.packed(&with_lossy(self.request, rungs));
+        let peak = Bytes(packed.layout.device.bytes) + self.request.device.charges;
+        (peak < refused.peak_bytes).then(|| Remedy::new(taken_in_addition(self.request, rungs), peak))
+    }
+
     /// Returns the remedy of more host memory ([`Space::Host`]) or of a larger scratch file ([`Space::Scratch`]): the
     /// smallest one, in MiB, with any allowed rungs. `line` is the present load line of the device. Returns `None` if
     /// the space cannot grow, or if no size is enough.
@@ -316,7 +295,7 @@ impl LossySearch<'_> {
         let request = PlanRequest { host: with_budget(enough), ..self.request.clone() };
         // With exactly this budget the search may choose another recipe.
         let peak = self.with_load_lines(&request).peak(&rungs)?;
-        let remedy = Remedy { peak_bytes: Some(peak), ..remedy(rungs, line) };
+        let remedy = Remedy { peak_bytes: Some(peak), ..Remedy::new(rungs, line) };
         Some(match in_file {
             true => Remedy { file_bytes: Some(enough), ..remedy },
             false => Remedy { host_bytes: Some(enough), ..remedy },

@@ -6,7 +6,7 @@
 
 use super::memo::Memo;
 use super::profile::{Profile, choose_levels, measure_profile};
-use super::residency::ResidencyModel;
+use super::residency::{ResidencyModel, ResidentBytes};
 use super::{PackedCandidate, PlanRequest, TriedRecipe};
 use crate::layout::{ALIGNMENT, lower_bounds};
 use plimsoll_core::{Bytes, Offload, Parallelism, PerSpace, Recipe, RecomputeLevel, ScratchOffload, WorkKind};
@@ -16,7 +16,8 @@ use plimsoll_program::workspace::Kernels;
 use plimsoll_program::{Block, Op, OpKind, Program, ProgramKind, ProgramSet};
 use std::sync::{Arc, OnceLock};
 
-/// Upper bound of the staging buffers for files, on the device and on the host: a few buffers at a time.
+/// Most bytes of the staging buffers through which files are read and written: a few buffers on the device, and as many
+/// on the host.
 const MAX_STAGING_BYTES: u64 = 8 * STAGING_BYTES;
 
 /// A recipe with its lower bounds of bytes and its predicted time.
@@ -27,9 +28,9 @@ pub(crate) struct Candidate {
     pub bytes: PerSpace<u64>,
     /// Predicted seconds of a step.
     pub step_seconds: f64,
-    /// Seconds of the work done once per step.
+    /// Predicted seconds of the work done once per step.
     pub per_step_seconds: f64,
-    /// Seconds of the forward and backward pass of one micro-batch.
+    /// Predicted seconds of the forward and backward pass of one micro-batch.
     pub per_micro_batch_seconds: f64,
     /// Part of `per_micro_batch_seconds` in which finished gradients can already be exchanged.
     pub overlap_seconds: f64,
@@ -56,46 +57,47 @@ impl Candidate {
     }
 }
 
-/// Measured lower bounds and seconds of a part of a step.
+/// Lower bounds of the bytes, and predicted seconds, of a part of a step. Both are read from its Programs.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Measured {
     bytes: PerSpace<u64>,
     pub(super) seconds: f64,
     /// Seconds of the last micro-batch of a step, which includes the all-reduce of data parallel workers.
     last_micro_batch_seconds: f64,
-    /// Part of `seconds` after the gradients of the first layer are complete.
+    /// Part of `seconds` after the backward pass has completed the gradients of the topmost layer.
     overlap_seconds: f64,
 }
 
-/// Measures the recipes of a request.
+/// A request, and a cache of what was read from the Programs of its recipes: bytes and predicted seconds.
 pub(super) struct Measurer<'q> {
     pub request: &'q PlanRequest<'q>,
-    pub(super) cache: Arc<MeasurementCache>,
+    cache: Arc<MeasurementCache>,
 }
 
-/// The key of work done once per step: it depends only on the offload choice and on whether the step has one
-/// micro-batch.
+/// The cache key of the work done once per step. This work depends only on the offload choice and on whether the step
+/// has one micro-batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct PerStepKey {
     offload: Offload,
     one_micro_batch: bool,
 }
 
-/// Cached measurements. They do not depend on load lines, so requests that differ only in load lines share a cache.
+/// Cached bytes and predicted seconds, read from the Programs of recipes. They do not depend on load lines, so requests
+/// that differ only in load lines share a cache.
 #[derive(Debug, Default)]
 pub(crate) struct MeasurementCache {
     candidates: Memo<Recipe, Candidate>,
     per_step: Memo<PerStepKey, Measured>,
-    /// Bytes above the resident bytes while files are read and written, by representative offload choice.
+    /// Bytes above the resident bytes while files are read and written. The key is a representative offload choice: it
+    /// stands for all choices that need the same bytes.
     file_bytes: Memo<Offload, PerSpace<u64>>,
     micro_batches: Memo<u32, MicroBatchCosts>,
     profiles: Memo<u32, Arc<Profile>>,
-    pub(super) residency: OnceLock<ResidencyModel>,
-    /// Bytes above the resident bytes, by recipe with a representative offload choice.
+    residency: OnceLock<ResidencyModel>,
+    /// Bytes above the resident bytes, by recipe. Its offload choice is a representative: it stands for all choices
+    /// that need the same bytes.
     transient_bytes: Memo<Recipe, PerSpace<u64>>,
     smallest_levels: Memo<u32, Option<Vec<RecomputeLevel>>>,
-    /// The resident tensors without Programs.
-    pub(super) resident_tensors: OnceLock<ProgramSet>,
 }
 
 /// Returns the representative of all offload choices that need the same bytes above their resident bytes. Staging rings
@@ -118,20 +120,20 @@ fn representative(offload: Offload, layers: u32) -> Offload {
     }
 }
 
-/// Costs of a micro-batch without offload.
+/// Predicted seconds and bytes of a micro-batch without offload.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct MicroBatchCosts {
     /// Seconds of forward and backward pass without recompute.
     pub(super) pass_seconds: f64,
-    /// Bytes above the resident bytes with full recompute.
+    /// Bytes on the device above the resident bytes, with full recompute.
     pub(super) full_recompute_bytes: u64,
-    /// Bytes of a layer's input.
+    /// Bytes of the input of one layer.
     pub(super) input_bytes: u64,
     /// Bytes of the logits that exist at once.
     pub(super) logits_bytes: u64,
     /// Seconds of the matrix product that computes all logits once.
     pub(super) logits_seconds: f64,
-    /// Fraction of the head that is one block of rows.
+    /// Rows of the block in which the device fetches the head, as a fraction of all rows of the head.
     pub(super) head_block: f64,
 }
 
@@ -140,7 +142,7 @@ fn with_offload(recipe: &Recipe, offload: Offload) -> Recipe {
     Recipe { offload, ..recipe.clone() }
 }
 
-/// Returns whether a Program runs per micro-batch or outside of steps. Such Programs depend on all choices of a recipe.
+/// Returns whether a Program depends on all choices of a recipe: one of a micro-batch, an evaluation or a generation.
 fn depends_on_whole_recipe(program: &Program) -> bool {
     matches!(
         program.kind,
@@ -152,13 +154,6 @@ fn depends_on_whole_recipe(program: &Program) -> bool {
     )
 }
 
-/// Returns the resident tensors of a request, without Programs.
-pub(crate) fn resident_tensors(request: &PlanRequest) -> ProgramSet {
-    let recipe = request.uniform(1, RecomputeLevel::Nothing);
-    let set = request.build(request.config, &recipe, false);
-    ProgramSet { programs: vec![], phases: vec![], ..set }
-}
-
 impl<'q> Measurer<'q> {
     /// Creates a measurer with an empty cache.
     pub fn new(request: &'q PlanRequest<'q>) -> Measurer<'q> {
@@ -168,6 +163,12 @@ impl<'q> Measurer<'q> {
     /// Creates a measurer that shares a cache with requests that differ only in load lines.
     pub fn with_cache(request: &'q PlanRequest<'q>, cache: Arc<MeasurementCache>) -> Measurer<'q> {
         Measurer { request, cache }
+    }
+
+    /// Predicts the resident bytes of an offload choice.
+    pub fn resident(&self, offload: Offload) -> ResidentBytes {
+        let model = self.cache.residency.get_or_init(|| ResidencyModel::measure(self.request));
+        model.predict(&offload, self.layers())
     }
 
     /// Returns whether a candidate stays under the load lines, by its lower bounds.
@@ -183,7 +184,8 @@ impl<'q> Measurer<'q> {
         candidate.bytes.fits(&limits) && (candidate.recipe.offload.is_nothing() || packs())
     }
 
-    /// Measures a recipe.
+    /// Builds the Programs of a recipe, and reads lower bounds of its bytes and its predicted seconds from them.
+    /// Further calls return the cached result.
     pub fn candidate(&self, recipe: Recipe) -> Candidate {
         self.cache.candidates.get_or_compute(recipe.clone(), || {
             let resident = self.resident(recipe.offload).spaces;
@@ -194,13 +196,14 @@ impl<'q> Measurer<'q> {
         })
     }
 
-    /// Returns the recipe with the representative of its offload choice.
+    /// Returns the recipe with another offload choice: the representative of all choices that need the same bytes above
+    /// their resident bytes.
     fn representative_recipe(&self, recipe: &Recipe) -> Recipe {
         with_offload(recipe, self.representative(recipe.offload))
     }
 
-    /// Returns the bytes of a recipe, if it or one with an equivalent offload choice was measured. In the second case
-    /// they are a lower bound: rounding up to [`ALIGNMENT`] may add to them.
+    /// Returns the bytes of a recipe if the cache has them for it, or for the recipe with an equivalent offload choice;
+    /// otherwise `None`. By the equivalent choice they are a lower bound: rounding up to [`ALIGNMENT`] may add to them.
     pub fn known_bytes(&self, recipe: &Recipe) -> Option<PerSpace<u64>> {
         if let Some(candidate) = self.cache.candidates.get(recipe) {
             return Some(candidate.bytes);
@@ -227,12 +230,14 @@ impl<'q> Measurer<'q> {
         bytes.fits(&self.request.arena_limits())
     }
 
-    /// Returns whether an offload choice may fit, as far as measurements tell.
+    /// Returns false if an offload choice does not fit even with full recompute, by cached measurements and resident
+    /// bytes.
     pub fn may_fit(&self, micro_batch: u32, offload: Offload) -> bool {
         self.is_under_load_lines(self.min_bytes(&self.full_recompute(micro_batch, offload)))
     }
 
-    /// Returns a lower bound of a recipe's bytes, as far as measurements tell.
+    /// Returns a lower bound of a recipe's bytes in each space. Without a cached measurement, the device counts 0 bytes
+    /// and the scratch file its resident bytes. The host then counts its resident bytes and the offloaded layer inputs.
     pub fn min_bytes(&self, recipe: &Recipe) -> PerSpace<u64> {
         self.known_bytes(recipe).unwrap_or_else(|| {
             let Recipe { micro_batch, offload, .. } = *recipe;
@@ -243,7 +248,7 @@ impl<'q> Measurer<'q> {
         })
     }
 
-    /// Offloads the selected Programs of a recipe that were built without offload.
+    /// Applies the offload choice of a recipe to the selected Programs of `plain`, a set built without offload.
     fn offload_selected(&self, plain: ProgramSet, recipe: &Recipe, selected: &dyn Fn(&Program) -> bool) -> ProgramSet {
         let request = self.request;
         let one_micro_batch = request.micro_batch_count(recipe) == 1;
@@ -251,8 +256,8 @@ impl<'q> Measurer<'q> {
         request.stage_messages_on_host(request.move_to_scratch_file(set, recipe.offload))
     }
 
-    /// Measures the work done once per step. It does not depend on offloaded layer inputs. `plain` builds the Programs
-    /// without offload.
+    /// Reads bytes and predicted seconds of the work done once per step from its Programs, or from the cache. The
+    /// number of offloaded layer inputs does not matter. `plain` builds the Programs without offload.
     pub(super) fn per_step(&self, recipe: &Recipe, plain: &dyn Fn() -> ProgramSet) -> Measured {
         let one_micro_batch = self.request.micro_batch_count(recipe) == 1;
         let key = PerStepKey { offload: Offload { inputs: 0, ..recipe.offload }, one_micro_batch };
@@ -262,7 +267,7 @@ impl<'q> Measurer<'q> {
         })
     }
 
-    /// Measures a recipe without the cache.
+    /// Builds the Programs of a recipe that is not cached, and reads its bytes and predicted seconds from them.
     fn measure(&self, recipe: Recipe) -> Candidate {
         let request = self.request;
         let plain = request.build(request.config, &recipe, false);
@@ -285,7 +290,7 @@ impl<'q> Measurer<'q> {
     }
 
     /// Returns whether the bytes needed while files are read and written satisfy `fits`. Files pass through small
-    /// staging buffers, so the Programs that move them are rarely measured.
+    /// staging buffers, so the Programs that move them are rarely built to answer this.
     pub fn file_staging_fits(&self, recipe: &Recipe, fits: &dyn Fn(PerSpace<u64>) -> bool) -> bool {
         let resident = self.resident(recipe.offload).spaces;
         let on_host = if recipe.offload.is_nothing() { 0 } else { MAX_STAGING_BYTES };
@@ -293,18 +298,23 @@ impl<'q> Measurer<'q> {
             return true;
         }
         let offload = Offload { inputs: 0, update: false, ..self.representative(recipe.offload) };
-        let staging = self.cache.file_bytes.get_or_compute(offload, || {
-            let request = self.request;
-            let set = request.build(request.config, &with_offload(recipe, offload), true);
-            let moves_files = |program: &Program| matches!(program.work, WorkKind::Load | WorkKind::Save);
-            let set = offload_programs(set, self.layers(), &offload, false, &moves_files);
-            let all = lower_bounds(&request.move_to_scratch_file(set, offload));
-            all.saturating_sub(self.resident(offload).spaces)
-        });
+        let measure = || self.measure_file_staging(&with_offload(recipe, offload));
+        let staging = self.cache.file_bytes.get_or_compute(offload, measure);
         fits((resident + staging).map(|bytes| bytes.saturating_sub(ALIGNMENT)))
     }
 
-    /// Measures the bytes of a set of Programs, and the seconds of the Programs of the `timed` kinds.
+    /// Computes the bytes above the resident bytes while files are read and written, from the Programs that move files.
+    fn measure_file_staging(&self, recipe: &Recipe) -> PerSpace<u64> {
+        let (request, offload) = (self.request, recipe.offload);
+        let set = request.build(request.config, recipe, true);
+        let moves_files = |program: &Program| matches!(program.work, WorkKind::Load | WorkKind::Save);
+        let set = offload_programs(set, self.layers(), &offload, false, &moves_files);
+        let all = lower_bounds(&request.move_to_scratch_file(set, offload));
+        all.saturating_sub(self.resident(offload).spaces)
+    }
+
+    /// Computes lower bounds of the bytes of a set of Programs, and predicts the seconds of its Programs of the `timed`
+    /// kinds.
     fn measure_programs(&self, set: &ProgramSet, timed: &[ProgramKind]) -> Measured {
         let prices = self.request.prices();
         let seconds_of = |last: bool| {
@@ -326,7 +336,7 @@ impl<'q> Measurer<'q> {
         }
     }
 
-    /// Computes the compute time of a backward pass after the gradients of its first layer are complete.
+    /// Predicts the compute time of a backward pass after it has completed the gradients of the topmost layer.
     fn overlap_compute_seconds(&self, set: &ProgramSet, backward: &Program) -> f64 {
         let prices = self.request.prices();
         let first_layer = backward.blocks.iter().position(|block| block.name == "layer");
@@ -337,7 +347,7 @@ impl<'q> Measurer<'q> {
         prices.compute_seconds(set, backward) - before - first
     }
 
-    /// Measures the device bytes above the resident bytes, without offload.
+    /// Returns a lower bound of the device bytes above the resident bytes, for recompute `levels` without offload.
     pub fn transient_bytes_without_offload(&self, micro_batch: u32, levels: &[RecomputeLevel]) -> u64 {
         let plain = self.candidate(self.request.recipe(micro_batch, levels.to_vec(), Offload::NOTHING));
         plain.bytes.device.saturating_sub(self.resident(Offload::NOTHING).spaces.device)
@@ -365,22 +375,23 @@ impl<'q> Measurer<'q> {
         offload.streams_head(self.request.config.tied) && streams_head(self.request.config.vocab, kernels)
     }
 
-    /// Returns the layers that the device computes.
+    /// Returns the number of layers that the device computes.
     pub(super) fn layers(&self) -> u32 {
         self.request.layers() as u32
     }
 
-    /// Returns the costs of a micro-batch without offload.
+    /// Returns predicted seconds and bytes of a micro-batch without offload, which are computed once per size.
+    /// Estimates of offload choices start from them.
     pub(super) fn micro_batch_costs(&self, micro_batch: u32) -> MicroBatchCosts {
         self.cache.micro_batches.get_or_compute(micro_batch, || self.measure_micro_batch(micro_batch))
     }
 
-    /// Returns the profile of the recompute levels of one layer.
+    /// Returns the bytes and seconds of one layer under each recompute level.
     pub fn profile(&self, micro_batch: u32) -> Arc<Profile> {
         self.cache.profiles.get_or_compute(micro_batch, || Arc::new(measure_profile(self.request, micro_batch)))
     }
 
-    /// Measures the costs of a micro-batch without offload.
+    /// Builds the Programs of a micro-batch without offload, and reads seconds and bytes from them.
     fn measure_micro_batch(&self, micro_batch: u32) -> MicroBatchCosts {
         let request = self.request;
         let set = request.build(request.config, &request.uniform(micro_batch, RecomputeLevel::Nothing), false);
@@ -411,14 +422,14 @@ impl<'q> Measurer<'q> {
         }
     }
 
-    /// Returns the recompute levels that need the fewest bytes according to the profile.
+    /// Returns the recompute levels of all layers that need the fewest bytes, according to the profile of one layer.
     pub fn smallest_levels(&self, micro_batch: u32) -> Option<Vec<RecomputeLevel>> {
         let find = || self.profile(micro_batch).smallest_levels(self.request.layers());
         self.cache.smallest_levels.get_or_compute(micro_batch, find)
     }
 
-    /// Returns recipes that recompute as little as the load lines allow. The byte budget is lowered until one fits or
-    /// none can.
+    /// Returns recipes that recompute as little as the load lines allow. If a recipe does not fit, levels are chosen
+    /// again under a lower byte budget, a few times at most. None of the recipes may fit.
     pub fn candidates_with_recompute(&self, micro_batch: u32, offload: Offload) -> Vec<Candidate> {
         const MAX_ATTEMPTS: usize = 4;
         let request = self.request;

@@ -16,7 +16,7 @@ impl<K, V> Default for Memo<K, V> {
 }
 
 impl<K: Eq + Hash, V: Clone> Memo<K, V> {
-    /// Returns the value of a key, if it is known.
+    /// Returns the value of a key; `None` if no value is stored.
     pub fn get(&self, key: &K) -> Option<V> {
         self.lock().get(key).cloned()
     }
@@ -26,7 +26,7 @@ impl<K: Eq + Hash, V: Clone> Memo<K, V> {
         self.lock().insert(key, value);
     }
 
-    /// Returns the value of a key; computes and stores it if it is not known.
+    /// Returns the value of a key; computes and stores it first if no value is stored.
     pub fn get_or_compute(&self, key: K, compute: impl FnOnce() -> V) -> V {
         if let Some(value) = self.get(&key) {
             return value;

@@ -36,19 +36,21 @@ use std::sync::Arc;
 
 pub use ladder::{Ladder, ladder};
 pub use least_memory::{LeastMemoryPlan, least_memory_plan};
-pub use lossy::with_lossy;
-pub(crate) use lossy::{LossySearch, lossy_option_sets, remedy, smallest_recipe};
-pub(crate) use measure::{Candidate, MeasurementCache, resident_tensors};
+pub(crate) use lossy::{LossySearch, lossy_option_sets, smallest_recipe};
+pub(crate) use measure::{Candidate, MeasurementCache};
 pub(crate) use packed::{PackedCandidate, checkpoint_bytes};
 pub(crate) use parallel::{join, parallel_map};
-pub use plan_request::{LossyOptions, PinnedChoices, PlanOutcome, PlanRequest, TriedRecipe};
+pub use plan_request::{LossyOptions, PinnedChoices, PlanOutcome, PlanRequest, TriedRecipe, with_lossy};
 pub(crate) use recipe_table::RecipeTable;
+pub(crate) use residency::resident_tensors;
 pub(crate) use sharded_costs::{RankCosts, ShardedBytes, fastest_unpacked, single_device_compute_seconds};
 
-/// Most finalists that are packed until one fits.
+/// Most candidates that a search packs, fastest first, until one fits.
 const MAX_FINALISTS: usize = 20;
 
-/// Returns the candidates of the given micro-batch sizes.
+/// Returns recipes with the given micro-batch sizes, with bounds on their bytes and predicted seconds, in no order:
+/// recipes without offload, and recipes that offload may make faster. If the user has pinned an offload choice, all
+/// have it.
 fn candidates(measurer: &Measurer, micro_batches: &[u32]) -> Vec<Candidate> {
     let request = measurer.request;
     let offload = request.pins.offload.unwrap_or_default();
@@ -60,7 +62,8 @@ fn candidates(measurer: &Measurer, micro_batches: &[u32]) -> Vec<Candidate> {
     list
 }
 
-/// Returns the candidates of one micro-batch size and one offload choice.
+/// Returns recipes with one micro-batch size and one offload choice, with bounds on their bytes and predicted seconds.
+/// The first one recomputes least. If it does not fit, others follow that recompute more.
 fn candidates_with_offload(measurer: &Measurer, micro_batch: u32, offload: Offload) -> Vec<Candidate> {
     let request = measurer.request;
     let lightest = request.fixed_recompute().unwrap_or_else(|| vec![RecomputeLevel::Nothing; request.layers()]);
@@ -73,8 +76,8 @@ fn candidates_with_offload(measurer: &Measurer, micro_batch: u32, offload: Offlo
     list
 }
 
-/// Finds the fastest plan that fits, with the least loss of accuracy. If nothing fits, returns the smallest recipe and
-/// the remedies.
+/// Finds the fastest plan of one device that fits, with the least loss of accuracy. If nothing fits, the outcome is a
+/// refusal: the plan of the smallest recipe, with its remedies.
 pub fn search(request: &PlanRequest) -> PlanOutcome {
     search_with(&LossySearch::new(request), |search, refused| {
         let mut remedies = lossy::remedies(search, refused);
@@ -83,13 +86,14 @@ pub fn search(request: &PlanRequest) -> PlanOutcome {
     })
 }
 
-/// Finds the fastest plan for one device of a team. The remedies of a refusal carry no predicted peak, because the team
-/// plans its peaks together.
+/// Finds the fastest plan in which one of several devices does the whole step. The remedies of a refusal carry no
+/// predicted peak, because under a remedy all devices are planned together anew.
 pub(crate) fn search_for_team(search: &LossySearch) -> PlanOutcome {
     search_with(search, lossy::remedies)
 }
 
-/// Finds the fastest plan; `remedies` computes the remedies of a refusal.
+/// Finds the fastest plan that fits, with the least loss of accuracy. If nothing fits, `remedies` computes the remedies
+/// of the refusal.
 fn search_with(search: &LossySearch, remedies: impl Fn(&LossySearch, &Plan) -> Vec<Remedy>) -> PlanOutcome {
     let mut tried = Vec::new();
     let request = search.request;
@@ -107,19 +111,20 @@ fn search_with(search: &LossySearch, remedies: impl Fn(&LossySearch, &Plan) -> V
     outcome
 }
 
-/// Returns whether any recipe fits with the present rungs, by the lower bounds of the smallest recipe.
+/// Returns whether the smallest recipe fits after packing. No further lossy rungs are taken.
 pub(crate) fn has_fitting_recipe(request: &PlanRequest) -> bool {
     has_fitting_recipe_with(request, &Arc::default())
 }
 
-/// Returns whether any recipe fits, as [`has_fitting_recipe`], with measurements of requests that differ only in load
-/// lines.
+/// Returns whether the smallest recipe fits, like [`has_fitting_recipe`]. `cache` has measurements of requests that
+/// differ from this one only in load lines.
 pub(crate) fn has_fitting_recipe_with(request: &PlanRequest, cache: &Arc<MeasurementCache>) -> bool {
     let bound = request.device.arena_budget().0.saturating_add(1);
     offload::smallest(&Measurer::with_cache(request, Arc::clone(cache)), Some(bound)).is_some()
 }
 
-/// Finds the fastest recipe that fits after packing. Adds the considered recipes to `tried`, fastest first.
+/// Finds the fastest recipe that fits after packing; `None` if none of the candidates fits. Adds the considered recipes
+/// to `tried`, fastest first.
 fn fastest(measurer: &Measurer, tried: &mut Vec<TriedRecipe>) -> Option<Arc<PackedCandidate>> {
     let request = measurer.request;
     let mut list = candidates(measurer, &request.micro_batch_sizes());
@@ -143,15 +148,16 @@ fn fastest(measurer: &Measurer, tried: &mut Vec<TriedRecipe>) -> Option<Arc<Pack
     found
 }
 
-/// Plans a given recipe, whether or not it fits: for a resumed run and for pinned choices.
+/// Plans a given recipe: for a resumed run and for pinned choices. If it does not fit, the outcome is a refusal with
+/// the peak of this recipe as its only remedy.
 pub fn plan_recipe(request: &PlanRequest, recipe: &Recipe) -> PlanOutcome {
     let request = with_lossy(request, &recipe.rungs);
     PackedCandidate::new(&request, recipe.clone()).into_outcome(&request, Vec::new())
 }
 
-/// Plans a given recipe with the layout of another rank that has the same recipe, if their tensors are equal. A paper
-/// device of a sharded team never runs: it takes the other rank's Programs, without those that move files, which are
-/// long.
+/// Plans a given recipe for a rank. `like` is the outcome of another rank with the same recipe: its layout is taken if
+/// the tensors of both are equal. A paper device of a sharded team never runs, so it also takes the other rank's
+/// Programs, without the long ones that move files.
 pub(crate) fn plan_recipe_like(request: &PlanRequest, recipe: &Recipe, like: &PlanOutcome) -> PlanOutcome {
     let request = with_lossy(request, &recipe.rungs);
     let set = match request.device.kind {

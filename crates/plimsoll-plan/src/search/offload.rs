@@ -4,25 +4,31 @@
 //! when no further choice can win.
 
 use super::measure::{Candidate, Measurer};
+use crate::bisection;
 use plimsoll_core::{Offload, Parallelism, PerSpace, RecomputeLevel, ScratchOffload, Space};
 use std::collections::{HashMap, HashSet};
 
-/// Most choices that are measured, the most promising first.
+/// Most offload choices whose Programs a search builds to read bytes and seconds, the most promising first. Choices
+/// that fit and choices that do not fit count apart.
 const MAX_MEASURED: usize = 48;
-/// Divisor of that number for each micro-batch size in the first round, so that every size gets a turn.
+/// Divisor of [`MAX_MEASURED`] that limits the choices of each micro-batch size in the first round, so that every size
+/// gets a turn.
 const FIRST_ROUND_DIVISOR: usize = 6;
-/// Most choices that are measured for a sharded rank or a pipeline stage. Their Programs are not repeated per layer and
-/// are slow to write.
+/// The limit that replaces [`MAX_MEASURED`] for a sharded rank or a pipeline stage. Their Programs are slow to write,
+/// because they write out every layer.
 const MAX_MEASURED_IN_TEAM: usize = 6;
-/// Most of the smallest recipes that are packed until one fits.
+/// Most recipes that a search for the smallest recipe packs until one fits.
 const MAX_PACKED: usize = 8;
-/// Smallest relative gain for which the search continues.
+/// Smallest fraction of the best step time that a further offload choice has to save, by estimate, for its Programs to
+/// be built.
 const MIN_GAIN: f64 = 0.005;
-/// Relative error by which the first candidate of a kind may be faster than estimated.
+/// Fraction by which an offload choice may be faster than its estimate, as long as no Programs of a similar choice were
+/// built.
 const ESTIMATE_ERROR: f64 = 0.03;
 
 /// Returns the offload choices from nothing to everything, layer by layer (for sharded ranks: by sixteenths of the
-/// layers). If the host memory is short and there is a scratch file, choices use the file for the rest.
+/// layers). If the host memory is short and there is a scratch file, choices use the file for the rest. A pinned choice
+/// is the only one.
 fn choices(measurer: &Measurer) -> Vec<Offload> {
     let request = measurer.request;
     if let Some(pinned) = request.pins.offload {
@@ -65,7 +71,8 @@ fn layer_choices(measurer: &Measurer) -> Vec<Offload> {
     list
 }
 
-/// Extends a choice by layer inputs, embedding and head.
+/// Returns variants of a choice that also offload layer inputs, the embedding or the head. The choice itself is one of
+/// them.
 fn with_inputs_and_ends(measurer: &Measurer, base: Offload) -> Vec<Offload> {
     let request = measurer.request;
     let (layers, trained) = (request.layers() as u32, request.optimizer.is_some());
@@ -81,16 +88,13 @@ fn with_inputs_and_ends(measurer: &Measurer, base: Offload) -> Vec<Offload> {
     ends.into_iter().flat_map(extend).collect()
 }
 
-/// Moves as much of a choice to the scratch file as the host memory requires. Returns three variants: the least, all
-/// that can be in the file, and halfway between. Optimizer state moves first, because it is used once per step.
+/// Returns up to three variants of a choice, which keep different numbers of its offloaded tensors in the scratch file:
+/// the fewest that the host memory requires, all of them, and halfway between. Optimizer state moves to the file first,
+/// because it is used once per step. A device that is its own host keeps all of them there. Returns an empty list if
+/// host memory or file are too small, or if that device's choice has tensors that cannot lie in the file.
 fn with_scratch_file(measurer: &Measurer, choice: Offload) -> Vec<Offload> {
     let request = measurer.request;
-    let with_count = |count: u32| {
-        let optimizer = count.min(choice.optimizer);
-        let gradients = (count - optimizer).min(choice.gradients);
-        let weights = (count - optimizer - gradients).min(choice.weights);
-        Offload { file: ScratchOffload { optimizer, gradients, weights }, ..choice }
-    };
+    let with_count = |count: u32| with_count_in_file(choice, count);
     let most = choice.optimizer + choice.gradients + choice.weights;
     if request.is_own_host() {
         // A device that is its own host can offload to the file only.
@@ -98,19 +102,24 @@ fn with_scratch_file(measurer: &Measurer, choice: Offload) -> Vec<Offload> {
         return if all_in_file { vec![with_count(most)] } else { vec![] };
     }
     let fits_on_host = |choice: Offload| measurer.resident(choice).spaces.host <= request.host.budget.0;
-    let (mut low, mut high) = (0, most);
     if !fits_on_host(with_count(most)) {
         return vec![];
     }
-    while low < high {
-        let middle = low + (high - low) / 2;
-        if fits_on_host(with_count(middle)) { high = middle } else { low = middle + 1 }
-    }
+    let least = bisection::smallest(0..u64::from(most), 0, |count| fits_on_host(with_count(count as u32))) as u32;
     let fits_in_file = |choice: &Offload| measurer.resident(*choice).spaces.file <= request.host.file.budget.0;
-    [low, low.midpoint(most), most].map(with_count).into_iter().filter(fits_in_file).collect()
+    [least, least.midpoint(most), most].map(with_count).into_iter().filter(fits_in_file).collect()
 }
 
-/// Returns the offload choices, each with the update on the host, if possible, and on the device.
+/// Keeps `count` of the offloaded tensors of a choice in the scratch file: optimizer state first, weights last.
+fn with_count_in_file(choice: Offload, count: u32) -> Offload {
+    let optimizer = count.min(choice.optimizer);
+    let gradients = (count - optimizer).min(choice.gradients);
+    let weights = (count - optimizer - gradients).min(choice.weights);
+    Offload { file: ScratchOffload { optimizer, gradients, weights }, ..choice }
+}
+
+/// Returns each offload choice twice: with the update on the host, if that is possible, and with the update on the
+/// device.
 fn choices_with_update(measurer: &Measurer) -> impl Iterator<Item = Offload> {
     let own_host = measurer.request.is_own_host();
     let pinned = measurer.request.pins.offload.is_some();
@@ -130,7 +139,8 @@ struct EstimatedChoice {
     choice: Offload,
 }
 
-/// Observed ratios of measured to estimated seconds, which correct the estimates of similar choices.
+/// Observed ratios of seconds predicted from Programs to seconds estimated without Programs. They correct the estimates
+/// of similar choices.
 #[derive(Default)]
 struct EstimateCorrections {
     /// The ratio by micro-batch size and representative offload choice.
@@ -140,21 +150,22 @@ struct EstimateCorrections {
 }
 
 impl EstimateCorrections {
-    /// Returns the factor for an estimate; for a new kind, a cautious factor from other kinds with the same micro-batch
-    /// size.
+    /// Returns the factor by which to multiply an estimate: the observed ratio of this kind. For a new kind, the factor
+    /// is cautious: below the smallest ratio of this micro-batch size, or below 1 if there is none.
     fn factor(&self, micro_batch: u32, representative: Offload) -> f64 {
         let cautious = || self.smallest.get(&micro_batch).copied().unwrap_or(1.0) * (1.0 - ESTIMATE_ERROR);
         self.by_kind.get(&(micro_batch, representative)).copied().unwrap_or_else(cautious)
     }
 
-    /// Records an observed ratio.
+    /// Records an observed ratio of seconds predicted from Programs to estimated seconds.
     fn record(&mut self, micro_batch: u32, representative: Offload, factor: f64) {
         self.by_kind.insert((micro_batch, representative), factor);
         self.smallest.entry(micro_batch).and_modify(|least| *least = least.min(factor)).or_insert(factor);
     }
 }
 
-/// Estimates the choices that could be faster than `best` seconds, fastest first.
+/// Returns the offload choices whose estimated step takes less than `best` seconds, fastest first. Choices with too
+/// many resident bytes for host or scratch file are left out.
 fn estimate_choices(measurer: &Measurer, micro_batches: &[u32], best: f64) -> Vec<EstimatedChoice> {
     let mut list = Vec::new();
     let offloads = |choice: &Offload| !choice.is_nothing() && resident_bytes_fit(measurer, *choice);
@@ -175,8 +186,8 @@ fn estimate_choices(measurer: &Measurer, micro_batches: &[u32], best: f64) -> Ve
 
 /// Adds candidates with offload that could be faster than those in `list`.
 ///
-/// Choices are measured in the order of their estimated time, until none can be faster than the best that fits. The
-/// ratio of measured to estimated time corrects the estimates of similar choices.
+/// Programs are built for the choices in the order of their estimated time, until none can be faster than the best that
+/// fits. The ratio of the seconds predicted from Programs to the estimate corrects the estimates of similar choices.
 pub(super) fn add_candidates(measurer: &Measurer, micro_batches: &[u32], list: &mut Vec<Candidate>) {
     let best_of = |list: &[Candidate]| fastest(measurer, list).map(|best| best.step_seconds);
     let mut best = best_of(list).unwrap_or(f64::INFINITY);
@@ -234,9 +245,9 @@ fn fastest<'c>(measurer: &Measurer, list: &'c [Candidate]) -> Option<&'c Candida
     fitting.min_by(|a, b| a.step_seconds.total_cmp(&b.step_seconds))
 }
 
-/// Returns the recipe with the fewest device bytes that stays under the load lines of host and scratch file, or `None`
-/// if it does not come below `bound` bytes. Without a bound there is always a result. The result does not depend on
-/// earlier measurements.
+/// Returns the recipe with the fewest device bytes that stays under the load lines of host and scratch file. Returns
+/// `None` if it needs `bound` device bytes or more. Without a bound there is always a result. The result does not
+/// depend on earlier measurements.
 pub(super) fn smallest(measurer: &Measurer, bound: Option<u64>) -> Option<Candidate> {
     let fits_on_host = |bytes: PerSpace<u64>| measurer.is_under_load_lines(PerSpace { device: 0, ..bytes });
     let packs = |found: &Candidate| {
@@ -251,7 +262,7 @@ pub(super) fn smallest(measurer: &Measurer, bound: Option<u64>) -> Option<Candid
 }
 
 /// Returns the fewest bytes of the host, or of the scratch file, with which a recipe fits on the device. Returns `None`
-/// if they are not below `bound`.
+/// if no recipe fits, or if each needs `bound` bytes or more.
 pub(super) fn min_offload_bytes(measurer: &Measurer, space: Space, bound: u64) -> Option<u64> {
     let request = measurer.request;
     let packed_bytes = |found: &Candidate| found.packed(request).layout.bytes().get(space);
@@ -290,12 +301,13 @@ fn smaller_variants(measurer: &Measurer, choice: Offload) -> [Offload; 2] {
 struct SmallRecipe {
     min_bytes: PerSpace<u64>,
     offload: Offload,
-    /// Index of the recompute levels.
+    /// Index in the list of recompute levels that are tried.
     level: usize,
 }
 
-/// Returns the recipe with the fewest bytes in a space. Its lower bounds must satisfy `fits`, and its packed arenas
-/// `packs`. Returns `None` if it is not below `bound`. Recipes are tried in the order of their lower bounds.
+/// Returns the recipe with the fewest bytes in a space. The lower bounds of the recipe must satisfy `fits`, and its
+/// packed arenas `packs`. Returns `None` if no recipe does so with fewer than `bound` bytes. Recipes are tried in the
+/// order of their lower bounds.
 fn smallest_in_space(
     measurer: &Measurer,
     space: Space,
@@ -324,15 +336,9 @@ fn smallest_in_space(
     recipes.sort_by_key(|SmallRecipe { min_bytes, offload, level }| {
         (min_bytes.get(space), offload.optimizer, !offload.update, *level)
     });
-    // The bytes of an offload choice with full recompute predict its bytes with other levels.
     let predicted_from_full_recompute = |offload: Offload, level: usize| {
-        let bytes = measurer.known_bytes(&recipe_of(0, offload))?;
-        let uncertainty = transient[0] / 4;
-        Some(PerSpace {
-            device: (bytes.device + transient[level]).saturating_sub(transient[0] + uncertainty),
-            host: bytes.host.saturating_sub(uncertainty),
-            file: bytes.file,
-        })
+        let full = measurer.known_bytes(&recipe_of(0, offload))?;
+        Some(predict_from_full_recompute(full, transient[0], transient[level]))
     };
     let mut does_not_pack = HashSet::new();
     while does_not_pack.len() < MAX_PACKED {
@@ -364,4 +370,14 @@ fn smallest_in_space(
         does_not_pack.insert(found.recipe);
     }
     None
+}
+
+/// Predicts the least bytes of an offload choice at other recompute levels from its bytes with full recompute.
+fn predict_from_full_recompute(full: PerSpace<u64>, full_transient: u64, transient: u64) -> PerSpace<u64> {
+    let uncertainty = full_transient / 4;
+    PerSpace {
+        device: (full.device + transient).saturating_sub(full_transient + uncertainty),
+        host: full.host.saturating_sub(uncertainty),
+        file: full.file,
+    }
 }

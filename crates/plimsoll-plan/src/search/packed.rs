@@ -3,7 +3,7 @@
 use super::plan_request::sums_on_host_instead_of_gpu;
 use super::{PlanOutcome, PlanRequest, TriedRecipe};
 use crate::layout::{ArenaLayout, Layout, lay_out};
-use plimsoll_core::{Bytes, Class, DeviceKind, DevicePlan, Plan, Predicted, Recipe, Space};
+use plimsoll_core::{Bytes, Class, DeviceKind, DevicePlan, Plan, Predicted, Recipe, Remedy, Space};
 use plimsoll_program::ProgramSet;
 use std::collections::BTreeMap;
 
@@ -65,7 +65,7 @@ fn to_plan(request: &PlanRequest, fits: bool, recipe: Recipe, set: &ProgramSet, 
     let (device, host) = (request.device, &request.host);
     let peak = Bytes(layout.device.bytes) + device.charges;
     let step_seconds = request.step_seconds(set, &recipe);
-    let needs = if fits { vec![] } else { vec![super::lossy::remedy(vec![], peak)] };
+    let needs = if fits { vec![] } else { vec![Remedy::new(vec![], peak)] };
     let in_order = u64::from(recipe.micro_batch) >= request.sequences && !sums_on_host_instead_of_gpu(request, set);
     let simulated_host = device.kind == DeviceKind::Virtual;
     Plan {

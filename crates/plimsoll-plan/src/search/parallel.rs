@@ -1,5 +1,7 @@
 //! Independent computations on as many threads as the machine has cores.
 
+use std::iter::Enumerate;
+use std::slice::Iter;
 use std::sync::Mutex;
 use std::thread;
 
@@ -7,13 +9,7 @@ use std::thread;
 pub fn parallel_map<T: Sync, R: Send>(items: &[T], function: impl Fn(&T) -> R + Sync) -> Vec<R> {
     let next = Mutex::new(items.iter().enumerate());
     let results = Mutex::new(items.iter().map(|_| None).collect::<Vec<Option<R>>>());
-    let take = || next.lock().expect("no panic occurs while the lock is held").next();
-    let work = || {
-        while let Some((index, item)) = take() {
-            let result = function(item);
-            results.lock().expect("no panic occurs while the lock is held")[index] = Some(result);
-        }
-    };
+    let work = || apply_to_rest(&function, &next, &results);
     let threads = thread::available_parallelism().map_or(1, |cores| cores.get()).min(items.len());
     thread::scope(|scope| {
         for _ in 1..threads {
@@ -23,6 +19,15 @@ pub fn parallel_map<T: Sync, R: Send>(items: &[T], function: impl Fn(&T) -> R + 
     });
     let results = results.into_inner().expect("the scope has passed on a panic of any thread");
     results.into_iter().map(|result| result.expect("every item has been computed")).collect()
+}
+
+/// Applies `function` to the items that other threads have not taken, until there are none.
+fn apply_to_rest<T, R>(function: &impl Fn(&T) -> R, next: &Mutex<Enumerate<Iter<T>>>, results: &Mutex<Vec<Option<R>>>) {
+    let take = || next.lock().expect("no panic occurs while the lock is held").next();
+    while let Some((index, item)) = take() {
+        let result = function(item);
+        results.lock().expect("no panic occurs while the lock is held")[index] = Some(result);
+    }
 }
 
 /// Runs two functions in parallel and returns both results.

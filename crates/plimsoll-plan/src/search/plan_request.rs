@@ -1,7 +1,6 @@
 //! The request that the planner answers, [`PlanRequest`], and its answer, [`PlanOutcome`]. The request also builds the
 //! Programs of any recipe and prices them. The search over recipes is in the parent module.
 
-use super::lossy;
 use crate::layout::Layout;
 use crate::price::Prices;
 use plimsoll_core::{
@@ -9,7 +8,7 @@ use plimsoll_core::{
     RecomputeLevel, Rung, Space,
 };
 use plimsoll_program::models::decoder::{
-    Base, BuildOptions, Generation, Lora, Method, Optimizer, Training, WeightSource, build,
+    AdamState, Base, BuildOptions, Generation, Lora, Method, Optimizer, Training, WeightSource, build,
 };
 use plimsoll_program::models::{ModelConfig, Target};
 use plimsoll_program::op::Queue;
@@ -19,9 +18,9 @@ use plimsoll_program::{Op, OpKind, ProgramKind, ProgramSet, Share, passes};
 /// A request to the planner: a model, a step, one device with its host, and the choices left open.
 #[derive(Clone, Debug)]
 pub struct PlanRequest<'a> {
-    /// The model.
+    /// The shape of the model.
     pub config: &'a ModelConfig,
-    /// Precision of the arithmetic.
+    /// Precision of the arithmetic. The rung `bf16` may lower it.
     pub precision: DType,
     /// Tokens per sequence.
     pub sequence: u64,
@@ -30,13 +29,13 @@ pub struct PlanRequest<'a> {
     pub sequences: u64,
     /// Source of the weights.
     pub source: WeightSource,
-    /// The optimizer; `None` without training.
+    /// The optimizer; `None` for an evaluation or a generation without training.
     pub optimizer: Option<Optimizer>,
     /// Whether the Programs include evaluation.
     pub evaluate: bool,
-    /// Token generation; `None` without.
+    /// Cache and prefill sizes of token generation in tokens; `None` if the run generates no tokens.
     pub generation: Option<Generation>,
-    /// The device.
+    /// The device with its load line, charges and rates.
     pub device: &'a DeviceSpec,
     /// The host for offloaded tensors; [`HostSpec::NONE`] if nothing can be offloaded.
     pub host: HostSpec,
@@ -44,10 +43,10 @@ pub struct PlanRequest<'a> {
     pub lossy: LossyOptions,
     /// Choices fixed by the user.
     pub pins: PinnedChoices,
-    /// Lossy rungs that are already part of this request.
+    /// Lossy rungs that this request has already taken, by [`with_lossy`]; empty if none was taken.
     pub rungs: Vec<Rung>,
-    /// The device's share of the step in a team. `sequences` are the device's own, and the device's `team_link` is the
-    /// slowest link of the team.
+    /// The device's share of the step in a team. In a team, `sequences` counts only this device's sequences, and
+    /// `team_link` in `device` is the slowest link of the team.
     pub share: Share,
 }
 
@@ -58,9 +57,9 @@ pub struct LossyOptions {
     pub method: Method,
     /// Storage format of frozen matrices.
     pub base: Base,
-    /// Rungs that the planner may take.
+    /// Rungs that the planner may take (`memory.allow`); empty if the plan must be lossless.
     pub allow: Vec<Rung>,
-    /// Rungs that a refusal may offer as remedies.
+    /// Rungs that a refusal may offer as remedies; empty if it may offer none.
     pub offer: Vec<Rung>,
     /// Adapters that the rung `lora` trains.
     pub lora: Lora,
@@ -74,14 +73,14 @@ impl Default for LossyOptions {
     }
 }
 
-/// Choices of the recipe that the user has fixed.
+/// Choices of the recipe that the user has fixed. The planner makes each choice that is `None`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PinnedChoices {
-    /// Sequences per micro-batch.
+    /// Sequences per micro-batch; `None` lets the planner choose.
     pub micro_batch: Option<u32>,
-    /// Recompute level of each layer.
+    /// Recompute level of each layer, first layer first; `None` lets the planner choose.
     pub recompute: Option<Vec<RecomputeLevel>>,
-    /// Tensors offloaded to the host.
+    /// Tensors offloaded to the host; `None` lets the planner choose, and [`Offload::NOTHING`] forbids offload.
     pub offload: Option<Offload>,
 }
 
@@ -90,11 +89,12 @@ pub struct PinnedChoices {
 pub struct TriedRecipe {
     /// The recipe.
     pub recipe: Recipe,
-    /// Predicted bytes on the device including charges. A lower bound, unless the recipe was packed as a finalist.
+    /// Predicted bytes on the device including charges. Exact for the fastest recipes, which are packed; a lower bound
+    /// for all others.
     pub peak_bytes: Bytes,
-    /// Predicted bytes on the host.
+    /// Predicted bytes on the host; zero without offload.
     pub host_bytes: Bytes,
-    /// Predicted bytes in the scratch file.
+    /// Predicted bytes in the scratch file; zero if nothing is offloaded to it.
     pub file_bytes: Bytes,
     /// Predicted seconds of a step.
     pub step_seconds: f64,
@@ -109,9 +109,10 @@ pub struct PlanOutcome {
     pub plan: Plan,
     /// The Programs of the plan.
     pub set: ProgramSet,
-    /// The offsets of all tensors.
+    /// The arenas of the Programs, with the offset of each tensor.
     pub layout: Layout,
-    /// Recipes considered by the search, fastest first.
+    /// Recipes that the search considered, fastest first in each of its rounds (in memory, with the scratch file, with
+    /// each combination of lossy rungs). Empty if the recipe was given.
     pub tried: Vec<TriedRecipe>,
     /// Precision of the Programs: lower than requested if the rung `bf16` is taken.
     pub precision: DType,
@@ -127,7 +128,8 @@ pub(crate) struct ModelEnds {
 }
 
 impl<'a> PlanRequest<'a> {
-    /// Restricts the request to a device's share of the step with `sequences` sequences. Teams use no scratch file.
+    /// Restricts the request to a device's share of a step, with `sequences` sequences. In a team the request loses its
+    /// scratch file. In a pipeline, pinned recompute levels are cut to the layers of the stage.
     #[must_use]
     pub fn for_share(mut self, share: &Share, sequences: u64) -> PlanRequest<'a> {
         (self.share, self.sequences) = (share.clone(), sequences);
@@ -144,7 +146,8 @@ impl<'a> PlanRequest<'a> {
 }
 
 impl PlanRequest<'_> {
-    /// Builds the Programs of a recipe for this device's share, before offload.
+    /// Builds the Programs of a recipe for this device's share, without its offload. `files` adds the Programs that
+    /// move files.
     pub(super) fn build(&self, config: &ModelConfig, recipe: &Recipe, files: bool) -> ProgramSet {
         let set = build(&BuildOptions {
             config,
@@ -166,7 +169,7 @@ impl PlanRequest<'_> {
         passes::parallelism::parallelize(set, &self.share, recipe, self.micro_batch_count(recipe), config.tied)
     }
 
-    /// Builds all Programs of a recipe.
+    /// Builds all Programs of a recipe for the device's share of the step, with recompute, offload and parallelism.
     pub fn programs(&self, recipe: &Recipe) -> ProgramSet {
         let plain = self.build(self.config, recipe, true);
         let one_micro_batch = self.micro_batch_count(recipe) == 1;
@@ -185,14 +188,15 @@ impl PlanRequest<'_> {
         })
     }
 
-    /// Stages messages between pipeline stages in host memory, if the device has its own memory.
+    /// Passes the messages between pipeline stages through host memory, if the device is a GPU. Other sets stay
+    /// unchanged.
     pub(super) fn stage_messages_on_host(&self, set: ProgramSet) -> ProgramSet {
         let is_pipeline = self.share.parallelism == Some(Parallelism::Pipeline);
         let staged = is_pipeline && Kernels::for_device(self.device) == Kernels::Cuda;
         if staged { passes::host_staged_p2p::stage_sends_through_host(set) } else { set }
     }
 
-    /// Moves the offloaded tensors that belong in the scratch file there.
+    /// Moves those offloaded tensors of `set` to the scratch file that `offload` assigns to it.
     pub(super) fn move_to_scratch_file(&self, set: ProgramSet, offload: Offload) -> ProgramSet {
         let memory = if self.is_own_host() { Space::Device } else { Space::Host };
         match offload.file.is_nothing() {
@@ -206,7 +210,7 @@ impl PlanRequest<'_> {
         self.device.kind == DeviceKind::Cpu
     }
 
-    /// Returns the layers that the device computes.
+    /// Returns the number of layers that the device computes.
     pub(super) fn layers(&self) -> usize {
         let own = self.share.own_layers(self.config.layers);
         (own.end - own.start) as usize
@@ -219,7 +223,7 @@ impl PlanRequest<'_> {
         ModelEnds { embedding: first || last && tied, head: last && !tied }
     }
 
-    /// Returns a recipe with the given recompute choices and the rungs of the request.
+    /// Returns a recipe with the given choices and the lossy rungs of the request.
     pub(super) fn recipe(&self, micro_batch: u32, recompute: Vec<RecomputeLevel>, offload: Offload) -> Recipe {
         Recipe { micro_batch, recompute, offload, rungs: self.rungs.clone() }
     }
@@ -229,17 +233,19 @@ impl PlanRequest<'_> {
         self.recipe(micro_batch, vec![level; self.layers()], Offload::NOTHING)
     }
 
-    /// Returns the effect on the numbers of changing from one recipe to another.
+    /// Returns what happens to the results if a run goes on under recipe `to` instead of `from`. They keep every bit
+    /// ([`Class::Identical`]), or sums are added in another order ([`Class::Reordered`]).
     pub fn class_of_change(&self, from: &Recipe, to: &Recipe) -> Class {
         let has_host_sums = |recipe: &Recipe| {
-            let request = lossy::with_lossy(self, &recipe.rungs);
+            let request = with_lossy(self, &recipe.rungs);
             sums_on_host_instead_of_gpu(&request, &request.programs(recipe))
         };
         let same_sums = from.offload.embedding == to.offload.embedding || has_host_sums(from) == has_host_sums(to);
         if from.micro_batch == to.micro_batch && same_sums { Class::Identical } else { Class::Reordered }
     }
 
-    /// Returns the micro-batch sizes to try, ascending: divisors of the step's sequences and powers of two.
+    /// Returns the micro-batch sizes to try, ascending: divisors of the device's sequences and powers of two. A pinned
+    /// size is the only one. A storage-only worker has the single size 0.
     pub(super) fn micro_batch_sizes(&self) -> Vec<u32> {
         if self.is_storage_only() {
             return vec![0];
@@ -256,7 +262,8 @@ impl PlanRequest<'_> {
         self.share.parallelism == Some(Parallelism::Sharded) && self.sequences == 0
     }
 
-    /// Returns the recompute levels if the planner has no choice: pinned, without training, or storage-only.
+    /// Returns the recompute level of each layer if the planner has no choice. These are the pinned levels, or no
+    /// recompute for a request without training and for a storage-only worker. `None` lets the planner choose.
     pub(super) fn fixed_recompute(&self) -> Option<Vec<RecomputeLevel>> {
         let nothing = || vec![RecomputeLevel::Nothing; self.layers()];
         match &self.pins.recompute {
@@ -270,13 +277,13 @@ impl PlanRequest<'_> {
         self.share.micro_batches_of(self.sequences, recipe.micro_batch) as u32
     }
 
-    /// Returns the prices of ops on the device and its host.
+    /// Returns the rates from which the seconds of ops on the device and its host are predicted.
     pub(crate) fn prices(&self) -> Prices<'_> {
         let team_link = self.device.team_link;
         Prices { rates: &self.device.rates, host: &self.host, precision: self.precision, team_link }
     }
 
-    /// Predicts the seconds of a step; without training, of an evaluation.
+    /// Predicts the seconds of a step, or of an evaluation if the request trains nothing.
     pub(super) fn step_seconds(&self, set: &ProgramSet, recipe: &Recipe) -> f64 {
         let count = self.micro_batch_count(recipe);
         let prices = self.prices();
@@ -298,8 +305,30 @@ impl PlanRequest<'_> {
     }
 }
 
-/// Returns whether the host computes a sum that a GPU kernel adds in another order: rows of the embedding gradient. A
-/// virtual device uses the host's kernels, so its order is the same.
+/// Returns the request with lossy rungs taken: they change its precision, optimizer state, training method or the
+/// storage of frozen matrices. Rungs that the request already has stay.
+pub fn with_lossy<'a>(request: &PlanRequest<'a>, rungs: &[Rung]) -> PlanRequest<'a> {
+    let mut request = request.clone();
+    let further: Vec<Rung> = rungs.iter().filter(|rung| !request.rungs.contains(rung)).copied().collect();
+    request.rungs.extend(further);
+    for rung in rungs {
+        match rung {
+            Rung::Bf16 => request.precision = DType::Bf16,
+            Rung::Adam8bit => {
+                if let Some(Optimizer::AdamW { state, .. }) = &mut request.optimizer {
+                    *state = AdamState::Blockwise8;
+                }
+            }
+            Rung::Lora => request.lossy.method = Method::Lora(request.lossy.lora.clone()),
+            Rung::Int8 => request.lossy.base = Base::Int8,
+            Rung::Nf4 => request.lossy.base = Base::Nf4,
+        }
+    }
+    request
+}
+
+/// Returns whether the host adds up rows of the embedding gradient for a GPU, whose kernel adds them in another order.
+/// A virtual device uses the host's kernels, so its order is the same.
 pub(super) fn sums_on_host_instead_of_gpu(request: &PlanRequest, set: &ProgramSet) -> bool {
     let on_host = |op: &Op| op.queue == Queue::Host && matches!(op.kind, OpKind::EmbedGrad { .. });
     let mut ops = set.programs.iter().flat_map(|program| &program.blocks).flat_map(|block| &block.ops);

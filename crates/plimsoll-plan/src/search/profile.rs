@@ -4,6 +4,7 @@
 //! 2. [`choose_levels`] is a dynamic program over (layer, live bytes): the fastest levels under a byte budget.
 
 use super::PlanRequest;
+use crate::bisection;
 use crate::layout::ALIGNMENT;
 use crate::lifetimes::{Lifetimes, lifetimes};
 use plimsoll_core::{Recipe, RecomputeLevel, Space};
@@ -32,7 +33,7 @@ struct LevelProfile {
 #[derive(Debug)]
 pub(super) struct Profile {
     levels: Vec<LevelProfile>,
-    /// Live bytes below the first layer.
+    /// Bytes that are live, above the resident bytes, when the first layer begins.
     base: u64,
     /// Peak between the last layer's forward and backward pass, above the bytes kept by all layers.
     top: u64,
@@ -74,17 +75,17 @@ impl Profile {
     pub(super) fn smallest_levels(&self, layers: usize) -> Option<Vec<RecomputeLevel>> {
         let uniform_peak =
             |p: &LevelProfile| self.base + layers as u64 * p.saved + p.forward.max(p.backward).max(self.top);
-        // The upper end is enough for the smallest uniform level.
-        let (mut low, mut high) = (0, self.levels.iter().map(uniform_peak).min()?);
-        let mut found = choose_levels(self, layers, high)?;
-        while low < high {
-            let middle = low + (high - low) / 2;
-            match choose_levels(self, layers, middle) {
-                Some(smaller) => (found, high) = (smaller, middle),
-                None => low = middle + 1,
+        // Enough for the smallest uniform level.
+        let enough = self.levels.iter().map(uniform_peak).min()?;
+        let mut smallest = choose_levels(self, layers, enough)?;
+        bisection::smallest(0..enough, 0, |budget| match choose_levels(self, layers, budget) {
+            Some(levels) => {
+                smallest = levels;
+                true
             }
-        }
-        Some(found)
+            None => false,
+        });
+        Some(smallest)
     }
 }
 
@@ -117,10 +118,11 @@ fn bytes_across(lifetimes: &Lifetimes, tick: u32) -> u64 {
         .sum()
 }
 
-/// Measures the recompute levels on a model of three equal layers.
+/// Predicts bytes and seconds of a layer under each recompute level, from the Programs of a model of three equal
+/// layers.
 ///
 /// Bytes kept and recomputed by a layer do not depend on a team, except in a pipeline: a stage keeps them for each
-/// micro-batch in flight. Communication buffers of a team are measured elsewhere, on the whole model.
+/// micro-batch in flight. The communication buffers of a team are not part of the profile.
 pub(super) fn measure_profile(request: &PlanRequest, micro_batch: u32) -> Profile {
     let (stage, stages) = request.share.stage();
     let [layers_before, layers_after] = [stage > 0, stage + 1 < stages].map(u64::from);
@@ -147,7 +149,8 @@ pub(super) fn measure_profile(request: &PlanRequest, micro_batch: u32) -> Profil
 }
 
 impl Profile {
-    /// Measures a level on the model `small` and adds it.
+    /// Adds the profile of a recompute level. Builds the Programs of the three-layer model `small` at this level, and
+    /// reads bytes and predicted seconds of its middle layer from them.
     fn add_level(&mut self, request: &PlanRequest, small: &ModelConfig, micro_batch: u32, level: RecomputeLevel) {
         let prices = request.prices();
         let recipe = Recipe::on_device(micro_batch, vec![level; 3]);
@@ -188,13 +191,11 @@ impl Profile {
 
 /// Returns the share of a pipeline stage like `like` that has three layers after `layers_before`, of `all_layers`.
 fn three_layer_stage(like: &Share, layers_before: u64, all_layers: u64) -> Share {
-    let first_layer = |rank: u32| match rank {
-        0 => 0,
-        rank if rank <= like.rank => layers_before,
-        rank if rank < like.ranks => layers_before + 3,
-        _ => all_layers,
-    };
-    Share { layers: (0..=like.ranks).map(first_layer).collect(), ..like.clone() }
+    let stage = like.rank as usize;
+    let mut layers = vec![layers_before + 3; like.ranks as usize + 1];
+    layers[..=stage].fill(layers_before);
+    (layers[0], layers[like.ranks as usize]) = (0, all_layers);
+    Share { layers, ..like.clone() }
 }
 
 /// Returns the fastest levels of all layers with a peak of at most `budget` bytes above the resident bytes, or `None`

@@ -6,18 +6,18 @@ use super::{PlanRequest, candidates, candidates_with_offload, offload};
 use plimsoll_core::{Bytes, Offload, Recipe};
 use std::collections::HashSet;
 
-/// Divisors of a number of sequences that are tried as micro-batch sizes.
+/// Most divisors of a number of sequences that are tried as micro-batch sizes.
 const MAX_DIVISORS: usize = 3;
 
-/// The seconds that a device waits for the other workers' part of a step, as a function of its overlap: the seconds of
-/// its passes in which gradients are already exchanged.
+/// A function that returns the seconds that a device waits in a step for the gradients of other workers. Its argument
+/// is the overlap: the seconds of the device's passes in which gradients are already exchanged.
 pub(crate) type WaitSeconds<'w> = &'w dyn Fn(f64) -> f64;
 
 /// The recipes of one device with their prices.
 pub(crate) struct RecipeTable<'q> {
     measurer: Measurer<'q>,
     recipes: Vec<PricedRecipe>,
-    /// Micro-batch sizes that have been measured for the table.
+    /// Micro-batch sizes whose recipes have been tried for the table.
     micro_batches: HashSet<u32>,
 }
 
@@ -25,8 +25,8 @@ pub(crate) struct RecipeTable<'q> {
 #[derive(Clone, Debug)]
 struct PricedRecipe {
     candidate: Candidate,
-    /// Whether the recipe was measured for a step of one micro-batch, in which offload copies less than in a step of
-    /// several.
+    /// Whether the predicted seconds hold only for a step of one micro-batch, in which offload copies less than in a
+    /// step of several.
     only_one_micro_batch: bool,
 }
 
@@ -42,7 +42,8 @@ impl PricedRecipe {
         fitting.map(priced).collect()
     }
 
-    /// Predicts the seconds of a step with `sequences` sequences. A partial micro-batch costs as much as a full one.
+    /// Predicts the seconds of a step with `sequences` sequences, including waiting. A partial micro-batch takes as
+    /// long as a full one. The seconds are infinite if the recipe is for one micro-batch and the step needs more.
     fn step_seconds(&self, sequences: u64, wait: WaitSeconds) -> f64 {
         let Candidate { per_step_seconds, per_micro_batch_seconds, overlap_seconds, ref recipe, .. } = self.candidate;
         let count = sequences.div_ceil(u64::from(recipe.micro_batch));
@@ -52,7 +53,8 @@ impl PricedRecipe {
         per_step_seconds + count as f64 * per_micro_batch_seconds + wait(overlap_seconds)
     }
 
-    /// Returns the most sequences that fit into a step of `seconds`.
+    /// Returns the most sequences that the recipe computes in a step of at most `seconds`, including the `wait` for
+    /// other workers' gradients. The number is a multiple of the micro-batch.
     fn max_sequences(&self, seconds: f64, wait: WaitSeconds) -> u64 {
         let Candidate { per_step_seconds, per_micro_batch_seconds, overlap_seconds, ref recipe, .. } = self.candidate;
         let micro_batch = u64::from(recipe.micro_batch);
@@ -68,7 +70,8 @@ impl PricedRecipe {
 }
 
 impl<'q> RecipeTable<'q> {
-    /// Builds the table for about as many sequences as the request has, and for all `step_sequences` of a step.
+    /// Builds the table of a device. The table has recipes for about as many sequences as the request asks for. If the
+    /// device can offload to its host, it also has recipes for all `step_sequences` of a step.
     pub fn new(request: &'q PlanRequest<'q>, step_sequences: u64) -> RecipeTable<'q> {
         let mut table =
             RecipeTable { measurer: Measurer::new(request), recipes: Vec::new(), micro_batches: HashSet::new() };
@@ -106,6 +109,7 @@ impl<'q> RecipeTable<'q> {
     }
 
     /// Returns the fastest recipe for a step with `sequences` sequences, and the seconds of the step including waiting.
+    /// Returns `None` if the table has no recipe for them.
     pub fn fastest(&self, sequences: u64, wait: WaitSeconds) -> Option<(&Candidate, f64)> {
         let priced = self.recipes.iter().map(|recipe| (&recipe.candidate, recipe.step_seconds(sequences, wait)));
         priced.filter(|(_, seconds)| seconds.is_finite()).min_by(|a, b| a.1.total_cmp(&b.1))
@@ -116,7 +120,8 @@ impl<'q> RecipeTable<'q> {
         self.recipes.iter().map(|recipe| recipe.max_sequences(seconds, wait)).max().unwrap_or(0)
     }
 
-    /// Adds micro-batch sizes near the fastest one that divide `sequences` into equal micro-batches.
+    /// Adds recipes for `sequences` sequences with about as many micro-batches as the fastest recipe, and with twice as
+    /// many. The micro-batches are as equal as possible.
     pub fn refine_near(&mut self, sequences: u64, wait: WaitSeconds) {
         let Some((fastest, _)) = self.fastest(sequences, wait) else { return };
         let (offload, count) = (fastest.recipe.offload, sequences.div_ceil(u64::from(fastest.recipe.micro_batch)));
@@ -124,7 +129,7 @@ impl<'q> RecipeTable<'q> {
         self.add_micro_batches(counts.map(|count| sequences.div_ceil(count)).collect(), offload);
     }
 
-    /// Returns the smallest seconds per sequence in long steps; infinite if nothing fits.
+    /// Returns the seconds per sequence of the fastest recipe in long steps; infinite if the table is empty.
     pub fn seconds_per_sequence(&self) -> f64 {
         let per_sequence = |recipe: &PricedRecipe| {
             recipe.candidate.per_micro_batch_seconds / f64::from(recipe.candidate.recipe.micro_batch)
@@ -132,8 +137,8 @@ impl<'q> RecipeTable<'q> {
         self.recipes.iter().map(per_sequence).fold(f64::INFINITY, f64::min)
     }
 
-    /// Adds the largest divisors of `sequences` that may fit as micro-batch sizes, with the offload choice of the
-    /// fastest recipe.
+    /// Adds recipes whose micro-batch size divides `sequences`, with the offload choice of the fastest recipe. The
+    /// largest few divisors are tried that may fit.
     pub fn add_divisors(&mut self, sequences: u64, wait: WaitSeconds) {
         let Some(offload) = self.fastest(sequences, wait).map(|(fastest, _)| fastest.recipe.offload) else { return };
         let sizes = self.recipes.iter().map(|recipe| u64::from(recipe.candidate.recipe.micro_batch));

@@ -5,9 +5,10 @@
 //! which is measured once on the real tensors. The resident bytes of a choice are a sum of deltas. Bytes that a recipe
 //! needs above its resident bytes are in `measure`.
 
-use super::measure::{Measurer, resident_tensors};
+use super::PlanRequest;
 use crate::layout::{ALIGNMENT, lower_bounds};
-use plimsoll_core::{Category, Offload, PerSpace, ScratchOffload, Space};
+use plimsoll_core::{Category, Offload, PerSpace, RecomputeLevel, ScratchOffload, Space};
+use plimsoll_program::ProgramSet;
 use plimsoll_program::passes::offload::offload_programs;
 use std::ops::{Add, Mul, Sub};
 
@@ -87,14 +88,15 @@ impl OffloadUnit {
 pub(super) struct ResidencyModel {
     /// Resident bytes without offload.
     without_offload: ResidencyDelta,
-    /// The delta of one unit of each kind.
+    /// The change of the resident bytes by one offloaded unit, for each kind of unit.
     deltas: [(OffloadUnit, ResidencyDelta); 10],
 }
 
 impl ResidencyModel {
-    /// Measures the delta of each unit.
-    fn measure(measurer: &Measurer) -> ResidencyModel {
-        let layers = measurer.layers();
+    /// Computes the change of the resident bytes by each unit, by offloading the resident tensors of a request.
+    pub fn measure(request: &PlanRequest) -> ResidencyModel {
+        let layers = request.layers() as u32;
+        let tensors = resident_tensors(request);
         let all_layers = f64::from(layers);
         let nothing = Offload::NOTHING;
         let optimizer = |optimizer: u32| Offload { optimizer, ..nothing };
@@ -108,7 +110,7 @@ impl ResidencyModel {
             Offload { file: ScratchOffload { gradients: 1, ..ScratchOffload::NOTHING }, ..one_gradient };
         let weight_in_file = Offload { file: ScratchOffload { weights: 1, ..ScratchOffload::NOTHING }, ..one_weight };
 
-        let measure = |offload: Offload| ResidencyDelta::from(measurer.measure_residency(offload));
+        let measure = |offload: Offload| ResidencyDelta::from(measure_residency(request, &tensors, offload));
         let without_offload = measure(nothing);
         let (all_optimizers, gradients, weights) =
             (measure(optimizer(layers)), measure(one_gradient), measure(one_weight));
@@ -133,41 +135,40 @@ impl ResidencyModel {
         ResidencyModel { without_offload, deltas }
     }
 
-    /// Predicts the resident bytes of a choice.
-    fn predict(&self, offload: &Offload, layers: u32) -> ResidentBytes {
+    /// Predicts the resident bytes of a choice, of a model with `layers` layers.
+    pub fn predict(&self, offload: &Offload, layers: u32) -> ResidentBytes {
         let counted = self.deltas.iter().map(|(unit, delta)| (unit.count(offload, layers), *delta));
         let used = counted.filter(|(count, _)| *count > 0);
         used.fold(self.without_offload, |sum, (count, delta)| sum + delta * f64::from(count)).into()
     }
 }
 
-impl Measurer<'_> {
-    /// Predicts the resident bytes of an offload choice.
-    pub fn resident(&self, offload: Offload) -> ResidentBytes {
-        let model = self.cache.residency.get_or_init(|| ResidencyModel::measure(self));
-        model.predict(&offload, self.layers())
-    }
+/// Returns a set with the tensors of a request without offload. It has no Programs, so only resident tensors take
+/// bytes.
+pub(crate) fn resident_tensors(request: &PlanRequest) -> ProgramSet {
+    let recipe = request.uniform(1, RecomputeLevel::Nothing);
+    let set = request.build(request.config, &recipe, false);
+    ProgramSet { programs: vec![], phases: vec![], ..set }
+}
 
-    /// Measures the resident bytes of an offload choice by moving all tensors.
-    fn measure_residency(&self, offload: Offload) -> ResidentBytes {
-        let resident = self.cache.resident_tensors.get_or_init(|| resident_tensors(self.request));
-        let offloaded = offload_programs(resident.clone(), self.layers(), &offload, false, &|_| false);
-        let set = self.request.move_to_scratch_file(offloaded, offload);
-        let bytes = |spaces: &[Space], category: Category| {
-            let tensors = set.tensors.iter().filter(|t| spaces.contains(&t.space) && t.category == category);
-            tensors.map(|t| t.bytes() * u64::from(t.slots)).sum::<u64>() as f64
-        };
-        let offloaded_bytes = |spaces: &[Space]| OffloadedBytes {
-            weights: bytes(spaces, Category::Weight),
-            gradients: bytes(spaces, Category::Gradient),
-            optimizer: bytes(spaces, Category::Optimizer),
-        };
-        let bounds = lower_bounds(&set);
-        ResidentBytes {
-            spaces: PerSpace { device: bounds.device.next_multiple_of(ALIGNMENT), ..bounds },
-            offloaded: offloaded_bytes(&[Space::Host, Space::Scratch]),
-            in_file: offloaded_bytes(&[Space::Scratch]),
-        }
+/// Computes the resident bytes of an offload choice, by offloading the resident `tensors` of a request.
+fn measure_residency(request: &PlanRequest, tensors: &ProgramSet, offload: Offload) -> ResidentBytes {
+    let offloaded = offload_programs(tensors.clone(), request.layers() as u32, &offload, false, &|_| false);
+    let set = request.move_to_scratch_file(offloaded, offload);
+    let bytes = |spaces: &[Space], category: Category| {
+        let tensors = set.tensors.iter().filter(|t| spaces.contains(&t.space) && t.category == category);
+        tensors.map(|t| t.bytes() * u64::from(t.slots)).sum::<u64>() as f64
+    };
+    let offloaded_bytes = |spaces: &[Space]| OffloadedBytes {
+        weights: bytes(spaces, Category::Weight),
+        gradients: bytes(spaces, Category::Gradient),
+        optimizer: bytes(spaces, Category::Optimizer),
+    };
+    let bounds = lower_bounds(&set);
+    ResidentBytes {
+        spaces: PerSpace { device: bounds.device.next_multiple_of(ALIGNMENT), ..bounds },
+        offloaded: offloaded_bytes(&[Space::Host, Space::Scratch]),
+        in_file: offloaded_bytes(&[Space::Scratch]),
     }
 }
 
@@ -230,7 +231,7 @@ impl Mul<f64> for ResidencyDelta {
 mod tests {
     use super::*;
     use crate::paper::paper;
-    use crate::search::{LossyOptions, PinnedChoices, PlanRequest};
+    use crate::search::{LossyOptions, PinnedChoices};
     use plimsoll_core::{Budget, DType, HostSpec};
     use plimsoll_program::Share;
     use plimsoll_program::models::decoder::{AdamState, Base, Method, Optimizer, WeightSource};
@@ -260,7 +261,8 @@ mod tests {
                 rungs: vec![],
                 share: Share::SINGLE_DEVICE,
             };
-            let (measurer, layers) = (Measurer::new(&request), config.layers as u32);
+            let layers = config.layers as u32;
+            let (residency, tensors) = (ResidencyModel::measure(&request), resident_tensors(&request));
             for number in 0..64u32 {
                 // Each count goes through its range at another stride.
                 let count = |stride: u32, most: u32| (number * stride) % (most + 1);
@@ -273,7 +275,8 @@ mod tests {
                 };
                 let (embedding, head) = (number & 4 > 0, number & 8 > 0 && !config.tied);
                 let offload = Offload { optimizer, gradients, weights, embedding, head, file, ..Offload::NOTHING };
-                let (predicted, measured) = (measurer.resident(offload), measurer.measure_residency(offload));
+                let predicted = residency.predict(&offload, layers);
+                let measured = measure_residency(&request, &tensors, offload);
                 let difference = ResidencyDelta::from(predicted) - ResidencyDelta::from(measured);
                 let of_category = |bytes: OffloadedBytes| [bytes.weights, bytes.gradients, bytes.optimizer];
                 let [a, b] = [difference.offloaded, difference.in_file].map(of_category);

@@ -1,7 +1,8 @@
 //! Bytes and seconds of a rank of a sharded team (FSDP, ZeRO-3), as functions of its micro-batch and its shard. The
 //! planner of teams sizes shards by them, without a search for each size.
 
-use super::measure::{Candidate, Measurer, resident_tensors};
+use super::measure::{Candidate, Measurer};
+use super::residency::resident_tensors;
 use super::{PlanRequest, candidates, offload};
 use plimsoll_core::{Category, Offload, Parallelism, RecomputeLevel};
 use plimsoll_program::models::ModelConfig;
@@ -17,7 +18,7 @@ pub(crate) struct ShardedBytes {
 }
 
 impl ShardedBytes {
-    /// Measures the sharded bytes of the request's model: the tensors of a device alone, less those of a rank with an
+    /// Computes the sharded bytes of the request's model: the tensors of a device alone, less those of a rank with an
     /// empty shard. The share of the request does not matter.
     pub fn measure(request: &PlanRequest) -> ShardedBytes {
         let empty_shard =
@@ -52,20 +53,25 @@ impl PerRecompute<f64> {
 }
 
 impl<T> PerRecompute<T> {
+    /// Borrows both values.
+    fn as_ref(&self) -> PerRecompute<&T> {
+        PerRecompute { none: &self.none, full: &self.full }
+    }
+
     /// Applies `function` to both values.
     fn map<U>(self, mut function: impl FnMut(T) -> U) -> PerRecompute<U> {
         PerRecompute { none: function(self.none), full: function(self.full) }
     }
 }
 
-/// Costs of a rank with one micro-batch size, without offload.
+/// Predicted seconds and bytes of a rank of a sharded team at a given micro-batch size, without offload.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RankCosts {
     /// Seconds of the passes of a micro-batch including communication, with equal shards.
     micro_batch_seconds: PerRecompute<f64>,
-    /// Compute time of the passes.
+    /// Seconds of computing in the passes of a micro-batch.
     compute_seconds: PerRecompute<f64>,
-    /// Time of the passes in which the link is busy.
+    /// Seconds in which the passes of a micro-batch keep the team link busy.
     exchange_seconds: PerRecompute<f64>,
     /// Seconds of the work done once per step.
     pub per_step_seconds: f64,
@@ -73,13 +79,13 @@ pub(crate) struct RankCosts {
     pub transient_bytes: PerRecompute<u64>,
 }
 
-/// Layers of the two small models that are measured. Gathering runs two layers ahead, so fewer layers would not be
-/// representative.
+/// Layers of the two small models from whose Programs the seconds and bytes of a rank are read and extrapolated.
+/// Weights are gathered two layers ahead, so fewer layers would not be representative.
 const SMALL_MODEL_LAYERS: [u64; 2] = [4, 8];
 
 impl RankCosts {
-    /// Measures the rank of a request with a share. The costs are measured with few layers and extrapolated linearly to
-    /// all.
+    /// Predicts seconds and bytes of the rank of a request, which has a share of a sharded team. They are read from the
+    /// Programs of models with few layers, and extrapolated linearly to all layers.
     pub fn measure(request: &PlanRequest, micro_batch: u32) -> RankCosts {
         let layers = request.config.layers;
         let [few_layers, more_layers] = SMALL_MODEL_LAYERS.map(|small| small.min(layers));
@@ -112,7 +118,6 @@ impl RankCosts {
     ///
     /// - `recompute`: fraction of full recompute, 0 to 1.
     /// - `smallest_shard`: the smallest shard of the team as a fraction of an equal shard. The smaller it is, the more
-    ///   its rank receives. Communication that takes longer than computing is waited for.
     pub fn micro_batch_seconds(&self, recompute: f64, ranks: usize, smallest_shard: f64) -> f64 {
         let equal_shard = 1.0 / ranks as f64;
         let [passes, compute, exchange] = [self.micro_batch_seconds, self.compute_seconds, self.exchange_seconds]
@@ -121,7 +126,7 @@ impl RankCosts {
         passes + (longest_exchange - exchange.max(compute)).max(0.0)
     }
 
-    /// Measures the rank with a model of `layers` layers.
+    /// Predicts seconds and bytes of the rank with a model of `layers` layers, from its Programs.
     fn measure_layers(request: &PlanRequest, micro_batch: u32, layers: u64) -> RankCosts {
         let config = ModelConfig { layers, ..request.config.clone() };
         let request = &PlanRequest { config: &config, ..request.clone() };
@@ -134,37 +139,33 @@ impl RankCosts {
         };
         let candidates =
             PerRecompute { none: with_level(RecomputeLevel::Nothing), full: with_level(RecomputeLevel::Block) };
-        let prices = request.prices();
-        let sum_passes = |candidate: &Candidate, seconds: &dyn Fn(&ProgramSet, &Program) -> f64| -> f64 {
-            let set = request.compute_programs(&candidate.recipe);
-            [ProgramKind::Forward, ProgramKind::Backward]
-                .into_iter()
-                .filter_map(|kind| set.program(kind))
-                .map(|program| seconds(&set, program))
-                .sum()
-        };
-        let both = || PerRecompute { none: &candidates.none, full: &candidates.full };
+        let sets = candidates.as_ref().map(|candidate| request.compute_programs(&candidate.recipe));
+        let (candidates, sets, prices) = (candidates.as_ref(), sets.as_ref(), request.prices());
         RankCosts {
-            micro_batch_seconds: both().map(|candidate| candidate.per_micro_batch_seconds),
-            compute_seconds: both()
-                .map(|candidate| sum_passes(candidate, &|set, program| prices.compute_seconds(set, program))),
-            exchange_seconds: both()
-                .map(|candidate| sum_passes(candidate, &|set, program| prices.exchange_seconds(set, program))),
+            micro_batch_seconds: candidates.map(|candidate| candidate.per_micro_batch_seconds),
+            compute_seconds: sets.map(|set| sum_passes(set, |program| prices.compute_seconds(set, program))),
+            exchange_seconds: sets.map(|set| sum_passes(set, |program| prices.exchange_seconds(set, program))),
             per_step_seconds: candidates.none.per_step_seconds,
-            transient_bytes: both().map(|candidate| candidate.bytes.device.saturating_sub(resident)),
+            transient_bytes: candidates.map(|candidate| candidate.bytes.device.saturating_sub(resident)),
         }
     }
+}
+
+/// Sums the seconds of the forward and the backward pass.
+fn sum_passes(set: &ProgramSet, seconds: impl Fn(&Program) -> f64) -> f64 {
+    let passes = [ProgramKind::Forward, ProgramKind::Backward].into_iter().filter_map(|kind| set.program(kind));
+    passes.map(seconds).sum()
 }
 
 /// Predicts the seconds of the passes of a micro-batch on the device alone, without recompute.
 pub(crate) fn single_device_compute_seconds(request: &PlanRequest, micro_batch: u32) -> f64 {
     let request = PlanRequest { share: Share::SINGLE_DEVICE, ..request.clone() };
     let set = request.build(request.config, &request.uniform(micro_batch, RecomputeLevel::Nothing), false);
-    let passes = [ProgramKind::Forward, ProgramKind::Backward].into_iter().filter_map(|kind| set.program(kind));
-    passes.map(|program| request.prices().program_seconds(&set, program, false)).sum()
+    sum_passes(&set, |program| request.prices().program_seconds(&set, program, false))
 }
 
-/// Returns the fastest recipe of a share with the pinned micro-batch size, by the lower bounds of its bytes.
+/// Returns the fastest recipe of a share that fits by the lower bounds of its bytes. If the usual candidates do not
+/// fit, it is the smallest recipe. Returns `None` if that does not fit either.
 pub(crate) fn fastest_unpacked(request: &PlanRequest) -> Option<Candidate> {
     let measurer = Measurer::new(request);
     let fits = |candidate: &Candidate| measurer.fits(candidate);

@@ -7,15 +7,17 @@ use plimsoll_program::Tensor;
 /// Seconds of the all-reduce of a step's gradients.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct AllReduceTime {
-    /// For all gradients.
+    /// Seconds for all gradients.
     total: f64,
-    /// For the gradients that are complete only at the end of the last backward pass: nothing overlaps with them.
+    /// Seconds for the gradients that are complete only at the end of the last backward pass. No computing is left to
+    /// overlap with them.
     tail: f64,
 }
 
 impl AllReduceTime {
-    /// Computes the time between the devices of these requests. Each rank reduces its part of the gradients and then gathers
-    /// the others: twice all bytes but its own cross its link. The slowest link sets the pace.
+    /// Computes the seconds of an all-reduce between the devices of these requests; zero for a single device. Each rank
+    /// reduces its part of the gradients and then gathers the others, so all bytes except its own cross its link twice.
+    /// The slowest link sets the pace.
     pub fn between(requests: &[&PlanRequest]) -> AllReduceTime {
         let [first, _, ..] = requests else { return AllReduceTime::default() };
         let set = resident_tensors(first);
@@ -35,8 +37,9 @@ impl AllReduceTime {
         })
     }
 
-    /// Returns the seconds after the last backward pass in which the devices wait for the all-reduce. It overlaps with
-    /// `overlap_seconds` of that pass: a layer's gradients are sent while the layers below it are computed.
+    /// Returns the seconds in which the devices wait for the all-reduce after the last backward pass. The all-reduce
+    /// overlaps with `overlap_seconds` of that pass: a layer's gradients are sent while the layers below it are
+    /// computed.
     pub fn exposed_seconds(&self, overlap_seconds: f64) -> f64 {
         self.tail.max(self.total - overlap_seconds)
     }

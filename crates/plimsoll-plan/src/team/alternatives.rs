@@ -1,31 +1,24 @@
-//! Comparisons of a planned team with other teams: the alternatives and memory ladders of `--explain`, the scaling efficiency,
-//! and a device or host that would be faster alone.
+//! Comparisons of a planned team with other teams: the alternatives and memory ladders of `--explain`, and a device or
+//! host that would be faster alone.
 
-use super::candidate::{TeamCandidate, TeamSearch, pack_candidate};
+use super::candidate::{TeamCandidate, TeamSearch};
 use super::data_parallel::{BatchSplitter, Split};
+use super::packed::pack_candidate;
 use super::pipeline::Pipeline;
 use super::sharded::Sharded;
 use super::{PlannedWorker, TeamOutcome, TeamRequest, slowest_link, team_plan};
 use crate::search::{PlanRequest, ladder, smallest_recipe, with_lossy};
 use plimsoll_core::{
-    Alternative, Bytes, DeviceSpec, FasterAlone, Parallelism, Plan, Predicted, Recipe, Rung, ScalingEfficiency,
-    format_count,
+    Alternative, Bytes, DeviceSpec, FasterAlone, Parallelism, Plan, Predicted, Recipe, Rung, format_count,
 };
 use plimsoll_program::Share;
 
-/// Devices are compared with the team only if this many times their upper bound exceeds its rate.
+/// Factor on the estimated largest throughput of some devices. They are compared with the team only if the product
+/// exceeds the team's throughput.
 const BOUND_MARGIN: f64 = 1.1;
 
-/// Computes what the devices of a data parallel team do alone, in sum, and the upper bound of the team.
-pub(super) fn scaling_efficiency(team: &TeamRequest, splitter: &BatchSplitter, devices: &[usize]) -> ScalingEfficiency {
-    let tokens = team.tokens_per_step();
-    let alone = devices.iter().filter_map(|&device| splitter.split(&[device])).map(|split| tokens / split.seconds);
-    let upper_bound = splitter.split_without_all_reduce(devices).map_or(0.0, |split| tokens / split.seconds);
-    ScalingEfficiency { single_device_tokens_per_second: alone.sum(), upper_bound_tokens_per_second: upper_bound }
-}
-
-/// Finds the device, or the host with its devices, that would be fastest without the others, if it is faster than a plan in
-/// which all have to take part.
+/// Finds the device, or the host with its devices, that would be fastest without the others. Returns `None` if it is
+/// not faster than the plan, or if not all devices have to take part.
 pub(super) fn faster_alone(team: &TeamRequest, plan: &Plan) -> Option<FasterAlone> {
     if !team.require_all || plan.team.is_empty() {
         return None;
@@ -53,7 +46,8 @@ pub(super) fn faster_alone(team: &TeamRequest, plan: &Plan) -> Option<FasterAlon
     (best.tokens_per_second > plan.predicted.tokens_per_second).then_some(best)
 }
 
-/// Returns named subsets that could work without the others: the devices of each host, or each device of a single host.
+/// Returns named subsets of `devices` that could work without the others. They are the devices of each host, or each
+/// single device if all are on one host.
 fn independent_subsets(team: &TeamRequest, devices: &[usize]) -> Vec<(String, Vec<usize>)> {
     let host = |device: usize| team.devices[device].device.remote_host().unwrap_or("this machine").to_owned();
     let mut hosts: Vec<(String, Vec<usize>)> = Vec::new();
@@ -69,15 +63,15 @@ fn independent_subsets(team: &TeamRequest, devices: &[usize]) -> Vec<(String, Ve
     }
 }
 
-/// Lists other teams next to the plan itself. Those that fit come first, fastest first:
+/// Lists the plan itself and the other teams that were possible: those that fit first, fastest first.
 ///
 /// - each device alone,
 /// - data parallel over the fastest n devices, for each n, and with an even split over all,
 /// - sharded, also with other storage-only workers,
 /// - a pipeline.
 ///
-/// Bytes are lower bounds, without packing. A data parallel team that seems faster than the plan is packed, because the exact
-/// time of its all-reduce is only known then.
+/// Bytes of other teams are lower bounds, without packing. A data parallel team that seems faster than the plan is
+/// packed, because the exact time of its all-reduce is only known then.
 pub fn alternatives(team: &TeamRequest, plan: &Plan) -> Vec<Alternative> {
     let requests = team.requests_by_speed(&plan.rungs, &vec![team.host; team.devices.len()]);
     let mut splitter = BatchSplitter::new(&requests, team.sequences_per_step());
@@ -134,21 +128,14 @@ fn splits_to_compare(splitter: &BatchSplitter, able: &[usize]) -> Vec<Split> {
     splits
 }
 
-/// Fills in the memory ladder of each worker of a plan: the bytes that each rung frees, and its cost. Workers with identical
-/// devices, shares and recipes have the same ladder.
+/// Fills in the memory ladder of each worker of a plan: the bytes that each rung frees, and the seconds that it adds.
+/// Workers with identical devices, shares and recipes have the same ladder.
 pub fn fill_ladders(team: &TeamRequest, outcome: &mut TeamOutcome) {
     let TeamOutcome { workers, plan, .. } = outcome;
     let team_link = slowest_link(workers.iter().map(|worker| team.devices[worker.device].device.team_link));
-    let are_alike = |one: &PlannedWorker, other: &PlannedWorker| {
-        let identity = |worker: &PlannedWorker| {
-            (team.first_alike(worker.device), worker.sequences, worker.share.own_state_share())
-        };
-        let is_stage = one.share.parallelism == Some(Parallelism::Pipeline);
-        !is_stage && identity(one) == identity(other) && one.outcome.plan.recipe == other.outcome.plan.recipe
-    };
     for rank in 0..plan.team.len() {
         let worker = &workers[rank];
-        plan.team[rank].ladder = match (0..rank).find(|&before| are_alike(&workers[before], worker)) {
+        plan.team[rank].ladder = match (0..rank).find(|&before| have_same_ladder(team, &workers[before], worker)) {
             Some(before) => plan.team[before].ladder.clone(),
             None => {
                 let request = team.request_for(worker.device, &worker.share, worker.sequences, team.host);
@@ -159,11 +146,19 @@ pub fn fill_ladders(team: &TeamRequest, outcome: &mut TeamOutcome) {
     }
 }
 
+/// Returns whether two workers have identical devices, shares and recipes. Stages of a pipeline never count as such.
+fn have_same_ladder(team: &TeamRequest, one: &PlannedWorker, other: &PlannedWorker) -> bool {
+    let identity =
+        |worker: &PlannedWorker| (team.first_alike(worker.device), worker.sequences, worker.share.own_state_share());
+    let is_stage = one.share.parallelism == Some(Parallelism::Pipeline);
+    !is_stage && identity(one) == identity(other) && one.outcome.plan.recipe == other.outcome.plan.recipe
+}
+
 fn first_word(text: &str) -> String {
     text.split(' ').next().unwrap_or_default().to_owned()
 }
 
-/// Describes the plan itself.
+/// Describes the plan itself as an entry of the list of alternatives.
 fn describe_plan(plan: &Plan) -> Alternative {
     let alone = [describe_share(None, 0, None, &plan.recipe)];
     let shares = plan
@@ -180,7 +175,7 @@ fn describe_plan(plan: &Plan) -> Alternative {
     }
 }
 
-/// Describes a candidate by its bounds.
+/// Describes a candidate, which is not packed, by the lower bounds of its bytes and by its predicted seconds.
 fn describe_bounds(team: &TeamRequest, candidate: &TeamCandidate) -> Alternative {
     let spec = |device: usize| team.devices[device].device;
     let workers = || candidate.workers.iter();
@@ -201,7 +196,8 @@ fn describe_bounds(team: &TeamRequest, candidate: &TeamCandidate) -> Alternative
     }
 }
 
-/// Packs a candidate and describes it; by its bounds where its recipes do not pack.
+/// Packs a candidate and describes it by its exact bytes and seconds. If a recipe does not fit after packing, describes
+/// the candidate by its lower bounds.
 fn describe_packed(team: &TeamRequest, rungs: &[Rung], candidate: &TeamCandidate) -> Alternative {
     let bounds = describe_bounds(team, candidate);
     let Ok(mut workers) = pack_candidate(team, rungs, candidate) else { return bounds };
@@ -210,7 +206,7 @@ fn describe_packed(team: &TeamRequest, rungs: &[Rung], candidate: &TeamCandidate
     Alternative { fits, predicted, peak_bytes, ..bounds }
 }
 
-/// Describes the share of a device in words; the first word tells its amount of work.
+/// Describes the share of a device in words. The first word is its number of sequences or layers, or `all`.
 fn describe_share(parallelism: Option<Parallelism>, sequences: u64, shard: Option<u64>, recipe: &Recipe) -> String {
     match (parallelism, shard) {
         (None, _) => format!("all sequences, {recipe}"),

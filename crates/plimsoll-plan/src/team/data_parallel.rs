@@ -1,31 +1,33 @@
 //! Data parallel teams: every device has the whole model and computes whole sequences. This module finds the numbers of
 //! sequences that make the slowest device as fast as possible, and the devices that are worth including.
 //!
-//! [`BatchSplitter`] does so from a table of recipes per kind of device, without a search for each split. [`DataParallel`]
-//! is the [`TeamSearch`] over it. Devices share one host: `with_host_shares` divides its memory where together they would
-//! use more of it than there is.
+//! [`BatchSplitter`] does so from a table of recipes per kind of device, without a search for each split.
+//! [`DataParallel`] is the [`TeamSearch`] over it. Devices share one host: `with_host_shares` divides its memory where
+//! together they would use more of it than there is.
 
 use super::all_reduce::AllReduceTime;
 use super::candidate::{TeamCandidate, TeamSearch, WorkerCandidate};
-use super::exclusion::{exclude, exclude_slower, exclude_too_small};
-use super::{TeamOutcome, TeamRequest, alternatives, bandwidth_tiers, limit_host, single_device};
+use super::exclusion::{exclude_from, exclude_slower, exclude_too_small};
+use super::{TeamOutcome, TeamRequest, bandwidth_tiers, limit_host, single_device};
+use crate::bisection;
 use crate::search::{Candidate, MeasurementCache, PlanRequest, RecipeTable, has_fitting_recipe_with, search};
 use plimsoll_core::{Bytes, DeviceSpec, ExcludedDevice, Parallelism, Recipe, Rung, ScalingEfficiency};
 use plimsoll_program::Share;
 use std::sync::Arc;
 
-/// Times that the host may be divided before the search gives up.
+/// Most times that the search divides the host's memory between the devices before it gives up.
 const MAX_HOST_DIVISIONS: usize = 40;
-/// Times that recipes near a split are added and the split is chosen anew, before the host is divided.
+/// Most times that the search adds recipes near the fastest split and then chooses the split anew.
 const MAX_REFINEMENTS: usize = 4;
-/// Bisection steps that find the least host memory of a device: a 1024th of the host.
-const HOST_BISECTIONS: u32 = 10;
-/// Bisection steps that find the time of the fastest split.
-const TIME_BISECTIONS: u32 = 100;
+/// Divisor of the host's memory: the quotient is the precision with which the least host memory of a device is found.
+const HOST_STEPS: u64 = 1024;
+/// Probes of the bisection that finds the time of the fastest split.
+const TIME_PROBES: u32 = 100;
 
-/// The devices of a team with a table of priced recipes each, to split a batch over them. Identical devices share a table.
+/// The devices of a team with a table of priced recipes each, to split a batch over them. Identical devices share a
+/// table.
 pub(super) struct BatchSplitter<'q> {
-    /// The request of each device that its table answers.
+    /// The request of each device, from which its table is built.
     requests: &'q [PlanRequest<'q>],
     tables: Vec<RecipeTable<'q>>,
     /// The index in `tables` for each device.
@@ -38,9 +40,9 @@ pub(super) struct BatchSplitter<'q> {
 pub(super) struct Split {
     /// The devices that take part, in the order of ranks.
     pub devices: Vec<usize>,
-    /// The sequences of each.
+    /// The number of sequences of each device, in the order of `devices`.
     pub sequences: Vec<u64>,
-    /// Seconds of a step.
+    /// Predicted seconds of a step, including the all-reduce.
     pub seconds: f64,
 }
 
@@ -51,7 +53,8 @@ pub(super) fn are_alike(a: &PlanRequest, b: &PlanRequest) -> bool {
 }
 
 impl<'q> BatchSplitter<'q> {
-    /// Builds the tables. Each request should ask for about the sequences that the device will get.
+    /// Builds a table of recipes for each kind of device. Each request should ask for about as many sequences as the
+    /// device will get.
     pub fn new(requests: &'q [PlanRequest<'q>], sequences_per_step: u64) -> BatchSplitter<'q> {
         let mut first_of_kind: Vec<usize> = Vec::new();
         let mut table_of = Vec::new();
@@ -71,7 +74,7 @@ impl<'q> BatchSplitter<'q> {
         &self.tables[self.table_of[device]]
     }
 
-    /// Returns whether two devices share a table.
+    /// Returns whether two devices are identical for the planner, and so share a table of recipes.
     pub fn are_alike(&self, one: usize, other: usize) -> bool {
         self.table_of[one] == self.table_of[other]
     }
@@ -87,17 +90,20 @@ impl<'q> BatchSplitter<'q> {
         AllReduceTime::between(&requests)
     }
 
-    /// Returns the fastest split over exactly these devices. None where a device cannot hold the model, or gets no sequence.
+    /// Returns the fastest split over exactly these devices; `None` if a device cannot hold the model, or would get no
+    /// sequence.
     pub fn split(&self, devices: &[usize]) -> Option<Split> {
         self.split_with(devices, &self.all_reduce(devices))
     }
 
-    /// Returns the fastest split over these devices if the all-reduce took no time.
+    /// Returns the fastest split over exactly these devices, as if the all-reduce took no time. Returns `None` if a
+    /// device cannot hold the model, or would get no sequence.
     pub fn split_without_all_reduce(&self, devices: &[usize]) -> Option<Split> {
         self.split_with(devices, &AllReduceTime::default())
     }
 
-    /// Returns the split that gives all devices the same number of sequences, or one more.
+    /// Returns the split that gives all devices the same number of sequences, or some of them one more. Returns `None`
+    /// if a device has no sequence, or no recipe for its sequences.
     pub fn split_evenly(&self, devices: &[usize]) -> Option<Split> {
         let ranks = devices.len() as u64;
         let total = self.sequences_per_step;
@@ -105,7 +111,7 @@ impl<'q> BatchSplitter<'q> {
         self.price_split(devices, sequences.collect())
     }
 
-    /// Predicts the time of a given split. None where a device has no sequence, or no recipe for its sequences.
+    /// Predicts the time of a given split; `None` if a device has no sequence, or no recipe for its sequences.
     fn price_split(&self, devices: &[usize], sequences: Vec<u64>) -> Option<Split> {
         let all_reduce = self.all_reduce(devices);
         let seconds_of = |(&device, &own): (&usize, &u64)| self.seconds(device, own, &all_reduce);
@@ -114,14 +120,15 @@ impl<'q> BatchSplitter<'q> {
         is_possible.then(|| Split { devices: devices.to_vec(), sequences, seconds })
     }
 
-    /// Predicts the seconds of a step in which a device computes `sequences`; infinite where it has no recipe for them.
+    /// Predicts the seconds of a step in which a device computes `sequences` sequences; infinite if it has no recipe
+    /// for them.
     fn seconds(&self, device: usize, sequences: u64, all_reduce: &AllReduceTime) -> f64 {
         let best = self.table(device).fastest(sequences, &|overlap| all_reduce.exposed_seconds(overlap));
         best.map_or(f64::INFINITY, |(_, seconds)| seconds)
     }
 
-    /// Finds the fastest split by bisection over the time of a step: in a given time each device does the most sequences
-    /// that it can.
+    /// Finds the fastest split by bisection over the time of a step: in a given time, each device computes as many
+    /// sequences as it can. Returns `None` if a device has no recipe, or would get no sequence.
     fn split_with(&self, devices: &[usize], all_reduce: &AllReduceTime) -> Option<Split> {
         let total = self.sequences_per_step;
         let seconds_of = |device: usize, sequences: u64| self.seconds(device, sequences, all_reduce);
@@ -134,13 +141,10 @@ impl<'q> BatchSplitter<'q> {
         if !alone.is_finite() || !one_each.is_finite() || total < devices.len() as u64 {
             return None;
         }
-        let (mut low, mut high) = (0.0, alone);
-        for _ in 0..TIME_BISECTIONS {
-            let middle = 0.5 * (low + high);
-            let done: u64 = devices.iter().map(|&device| most_within(device, middle)).sum();
-            if done >= total { high = middle } else { low = middle }
-        }
-        let within = high.max(one_each);
+        let is_enough = |seconds: f64| devices.iter().map(|&device| most_within(device, seconds)).sum::<u64>() >= total;
+        let shortest =
+            bisection::narrow(0.0, alone, TIME_PROBES, f64::midpoint, |seconds| is_enough(seconds).then_some(seconds));
+        let within = shortest.max(one_each);
         let mut sequences: Vec<u64> = devices.iter().map(|&device| most_within(device, within)).collect();
         // The surplus is taken from the devices that take longest, so that identical devices get the same.
         let mut seconds: Vec<f64> =
@@ -157,8 +161,8 @@ impl<'q> BatchSplitter<'q> {
         Some(Split { devices: devices.to_vec(), sequences, seconds: slowest })
     }
 
-    /// Finds the fastest team among `able` devices. It tries the fastest n devices of each bandwidth tier, for each n, and
-    /// then adds or removes single devices for as long as that helps.
+    /// Finds the fastest team among the devices `able`; `None` if there is none. The method tries the fastest n devices
+    /// of each bandwidth tier, for each n. Then it adds or removes single devices as long as that is faster.
     pub fn fastest(&self, able: &[usize]) -> Option<Split> {
         let alone = |device: usize| self.split(&[device]).map_or(f64::INFINITY, |split| split.seconds);
         let mut by_speed: Vec<(usize, f64)> = able.iter().map(|&device| (device, alone(device))).collect();
@@ -194,18 +198,12 @@ impl<'q> BatchSplitter<'q> {
         split.devices.iter().zip(&split.sequences).map(best).collect()
     }
 
-    /// Converts a split to a team candidate. Every device may use all of the host.
+    /// Converts a split to a team candidate. Every device may use all of the `host` bytes of host memory.
     pub fn candidate(&self, split: &Split, host: Bytes) -> TeamCandidate {
         let shares = shares(&split.sequences);
         let recipes = self.best_recipes(split);
-        let worker = |(rank, (recipe, share)): (usize, (&Candidate, Share))| WorkerCandidate {
-            device: split.devices[rank],
-            share,
-            sequences: split.sequences[rank],
-            recipe: recipe.recipe.clone(),
-            host,
-            device_bytes: recipe.bytes.device,
-            host_bytes: recipe.bytes.host,
+        let worker = |(rank, (recipe, share)): (usize, (&Candidate, Share))| {
+            WorkerCandidate::new(split.devices[rank], share, split.sequences[rank], recipe, host)
         };
         TeamCandidate {
             parallelism: (split.devices.len() > 1).then_some(Parallelism::Data),
@@ -214,7 +212,7 @@ impl<'q> BatchSplitter<'q> {
         }
     }
 
-    /// Adds recipes near those of a split to the tables.
+    /// Adds recipes to the tables, with micro-batch sizes near those of a split.
     pub fn refine(&mut self, split: &Split) {
         let all_reduce = self.all_reduce(&split.devices);
         for (&device, &own) in split.devices.iter().zip(&split.sequences) {
@@ -222,7 +220,8 @@ impl<'q> BatchSplitter<'q> {
         }
     }
 
-    /// Adds recipes near those of each device alone, and near those of an even split over all devices.
+    /// Adds recipes to the tables, with micro-batch sizes near those of each device alone. Also adds those of an even
+    /// split over all devices that can hold the model.
     pub fn refine_baselines(&mut self) {
         let able = self.able_devices();
         let splits = able.iter().filter_map(|&device| self.split(&[device])).chain(self.split_evenly(&able));
@@ -231,8 +230,8 @@ impl<'q> BatchSplitter<'q> {
         }
     }
 
-    /// Adds recipes for the ideal number of sequences of each device, rounded down and up: their micro-batches divide it.
-    /// Under the ideal, fractional split all devices end at the same time.
+    /// Adds recipes to the tables whose micro-batches divide the ideal number of sequences of a device, rounded down or
+    /// up. In the ideal split, which has fractions of sequences, all devices end at the same time.
     fn refine_ideal_split(&mut self) {
         let able = self.able_devices();
         let all_reduce = self.all_reduce(&able);
@@ -253,7 +252,7 @@ impl<'q> BatchSplitter<'q> {
     }
 }
 
-/// Returns the faster of two splits; the first where they are equal.
+/// Returns the faster of two splits; the first if both are equally fast, and `None` if there is neither.
 fn faster(best: Option<Split>, other: Option<Split>) -> Option<Split> {
     match (best, other) {
         (Some(best), Some(other)) if other.seconds < best.seconds => Some(other),
@@ -261,7 +260,7 @@ fn faster(best: Option<Split>, other: Option<Split>) -> Option<Split> {
     }
 }
 
-/// Returns a sorted list of devices with `device` removed if it is there, else added.
+/// Returns the sorted list `devices` without `device` if it contains it, and otherwise with it.
 fn toggle(devices: &[usize], device: usize) -> Vec<usize> {
     let mut devices = devices.to_vec();
     match devices.binary_search(&device) {
@@ -278,8 +277,9 @@ pub(super) struct DataParallel<'t, 'q> {
     splitter: BatchSplitter<'q>,
 }
 
-/// Prepares a search under the load line of the host, and passes it to `then`. Where the fastest recipes of the devices
-/// together want more host memory than there is, the host is divided between them and the tables are built anew.
+/// Prepares a search under the load line of the host, and passes it to `then`. If the fastest recipes of the devices
+/// together use more host memory than there is, the host is divided between them and the tables are built anew. Returns
+/// the result of `then`, or `None` if no division of the host works.
 pub(super) fn with_host_shares<T>(
     team: &TeamRequest,
     rungs: &[Rung],
@@ -311,9 +311,9 @@ pub(super) fn with_host_shares<T>(
     None
 }
 
-/// Divides the host between devices that together want more of it than there is, in proportion to what each wants. Where a
-/// device could not hold the model with its portion, each first gets the least that it needs, and the rest is divided.
-/// `known` caches measurements, which hold for any portion of the host.
+/// Divides the host's memory between devices in proportion to the bytes that each wants, which together are too many.
+/// If a device could not hold the model with its portion, each device first gets the least that it needs, and the rest
+/// is divided. `known` caches measurements of each device, which hold for any portion of the host.
 fn divide_host(
     team: &TeamRequest,
     requests: &[PlanRequest],
@@ -331,19 +331,17 @@ fn divide_host(
         return portions;
     }
     // Packed, a device may need a little more than its bounds say.
-    let least = |&device: &usize| {
-        let (mut low, mut high) = (0, team.host.0);
-        while high - low > (team.host.0 >> HOST_BISECTIONS).max(1) {
-            let middle = low + (high - low) / 2;
-            if fits(device, Bytes(middle)) { high = middle } else { low = middle + 1 }
-        }
-        Bytes(if fits(device, Bytes::ZERO) { 0 } else { high })
+    let tolerance = (team.host.0 / HOST_STEPS).max(1);
+    let least = |&device: &usize| match fits(device, Bytes::ZERO) {
+        true => Bytes::ZERO,
+        false => Bytes(bisection::smallest(0..team.host.0, tolerance, |host| fits(device, Bytes(host)))),
     };
     let least: Vec<Bytes> = devices.iter().map(least).collect();
     if least.iter().copied().sum::<Bytes>() > team.host { portions } else { divide_above(team.host, &least, wanted) }
 }
 
-/// Gives each device its `least` bytes of the host, and divides the rest in proportion to what each wants beyond that.
+/// Gives each device its `least` bytes of the host, and divides the rest in proportion to the bytes that each wants
+/// beyond its least. Returns the bytes of each device.
 fn divide_above(host: Bytes, least: &[Bytes], wanted: &[Bytes]) -> Vec<Bytes> {
     let beyond_least = |at: usize| wanted[at].saturating_sub(least[at]).0 as f64;
     let left = host.saturating_sub(least.iter().copied().sum()).0 as f64;
@@ -353,7 +351,8 @@ fn divide_above(host: Bytes, least: &[Bytes], wanted: &[Bytes]) -> Vec<Bytes> {
 }
 
 impl DataParallel<'_, '_> {
-    /// Returns the fastest split: over all devices where the request requires them, else over any of them.
+    /// Returns the fastest split: over all devices if the request requires them, else over any of them. Returns `None`
+    /// if there is no such split.
     fn choose(&self) -> Option<Split> {
         let able = self.splitter.able_devices();
         match self.team.require_all {
@@ -363,7 +362,9 @@ impl DataParallel<'_, '_> {
         }
     }
 
-    /// Returns the fastest split after recipes near it were added, until it no longer changes.
+    /// Returns the fastest split; `None` if there is none. After each choice, the method adds micro-batch sizes near
+    /// each device's share to its recipe table and chooses again. It ends when the split no longer changes, or after
+    /// [`MAX_REFINEMENTS`] choices.
     fn choose_refined(&mut self) -> Option<Split> {
         let mut split = self.choose()?;
         for _ in 0..MAX_REFINEMENTS {
@@ -378,8 +379,8 @@ impl DataParallel<'_, '_> {
         Some(split)
     }
 
-    /// Returns the packed team, or the fastest device alone where that is faster: the exact time of the all-reduce is only
-    /// known of a packed team.
+    /// Returns the packed team, or the fastest device alone if that is faster. The comparison is due now, because the
+    /// exact time of the all-reduce is only known of a packed team.
     pub fn or_single_device(&self, packed: TeamOutcome) -> TeamOutcome {
         let DataParallel { team, splitter, .. } = self;
         let seconds = packed.plan.predicted.step_seconds;
@@ -422,35 +423,39 @@ impl TeamSearch for DataParallel<'_, '_> {
         let (able, taken) = (splitter.able_devices(), candidate.devices());
         let others = (0..team.devices.len()).filter(|device| !taken.contains(device));
         let (slow, unable): (Vec<usize>, Vec<usize>) = others.partition(|device| able.contains(device));
-        let exclude_one = |device: usize| {
-            let mut devices = taken.clone();
-            devices.push(device);
-            devices.sort_unstable();
-            match splitter.split(&devices) {
-                Some(with) => exclude_slower(team, device, candidate.seconds, with.seconds),
-                None => exclude(team, device, "no sequence of a step is left for it".to_owned()),
-            }
-        };
-        slow.into_iter().map(exclude_one).chain(exclude_too_small(team, &unable, rungs, &[])).collect()
+        let seconds_with = |devices: &[usize]| splitter.split(devices).map(|with| with.seconds);
+        let reason = "no sequence of a step is left for it";
+        let slow = slow.into_iter().map(|device| exclude_from(team, candidate, device, reason, seconds_with));
+        slow.chain(exclude_too_small(team, &unable, rungs, &[])).collect()
     }
 
     fn scaling_efficiency(&self, candidate: &TeamCandidate) -> Option<ScalingEfficiency> {
-        Some(alternatives::scaling_efficiency(self.team, &self.splitter, &candidate.devices()))
+        let (devices, tokens) = (candidate.devices(), self.team.tokens_per_step());
+        let alone = devices.iter().filter_map(|&device| self.splitter.split(&[device]));
+        let upper_bound = self.splitter.split_without_all_reduce(&devices);
+        Some(ScalingEfficiency {
+            single_device_tokens_per_second: alone.map(|split| tokens / split.seconds).sum(),
+            upper_bound_tokens_per_second: upper_bound.map_or(0.0, |split| tokens / split.seconds),
+        })
     }
 }
 
 /// Returns the shares of a data parallel team, in the order of ranks.
 pub(super) fn shares(sequences: &[u64]) -> Vec<Share> {
-    let share = |rank: usize| Share {
+    match sequences.len() {
+        1 => vec![Share::SINGLE_DEVICE],
+        ranks => (0..ranks).map(|rank| share_of_rank(sequences, rank)).collect(),
+    }
+}
+
+/// Returns the share of one rank of a data parallel team with several ranks.
+fn share_of_rank(sequences: &[u64], rank: usize) -> Share {
+    Share {
         parallelism: Some(Parallelism::Data),
         rank: rank as u32,
         ranks: sequences.len() as u32,
         first_sequence: sequences[..rank].iter().sum(),
         ..Share::SINGLE_DEVICE
-    };
-    match sequences.len() {
-        1 => vec![Share::SINGLE_DEVICE],
-        ranks => (0..ranks).map(share).collect(),
     }
 }
 
@@ -541,20 +546,13 @@ mod tests {
         assert!((split.seconds / packed - 1.0).abs() < 0.01, "{} listed, {packed} packed", split.seconds);
     }
 
-    /// The least of the host beside which a device holds the model.
+    /// Returns the least host memory with which a device holds the model; `None` if `most` is not enough.
     fn least_host(request: &PlanRequest, most: Bytes) -> Option<Bytes> {
         let holds = |mib: u64| {
             has_fitting_recipe(&PlanRequest { host: limit_host(request.host, Bytes::mib(mib)), ..request.clone() })
         };
-        let (mut low, mut high) = (0, most.0 >> 20);
-        if !holds(high) {
-            return None;
-        }
-        while low < high {
-            let middle = low + (high - low) / 2;
-            if holds(middle) { high = middle } else { low = middle + 1 }
-        }
-        Some(Bytes::mib(high))
+        let most = most.0 >> 20;
+        holds(most).then(|| Bytes::mib(bisection::smallest(0..most, 0, holds)))
     }
 
     proptest! {

@@ -1,7 +1,7 @@
 //! The evaluator: an excluded device that runs the evaluations while the team goes on with training.
 //!
-//! It holds weights and the activations of an evaluation on its device, nothing on the host, and gets the trained weights
-//! before each evaluation. A device becomes the evaluator only where that saves time.
+//! It holds weights and the activations of an evaluation on its device, nothing on the host, and gets the trained
+//! weights before each evaluation. A device becomes the evaluator only where that saves time.
 
 use super::{EvaluationSchedule, PlannedWorker, TeamOutcome, TeamRequest, slowest_link};
 use crate::price::Prices;
@@ -10,9 +10,9 @@ use plimsoll_core::{
     Bytes, EvaluatorPlan, FileSpec, HostSpec, Link, Offload, Parallelism, Recipe, RecomputeLevel, Rung, Space,
 };
 use plimsoll_program::models::decoder::{Method, WeightSource};
-use plimsoll_program::{Block, Op, OpKind, ProgramKind, Share};
+use plimsoll_program::{Block, Op, OpKind, ProgramKind, ProgramSet, Share};
 
-/// Rows of the evaluation that stands for a long one where the data have not been read.
+/// Number of rows that an evaluation is taken to have if the data have not been read.
 const LONG_EVALUATION_ROWS: u64 = 1 << 16;
 
 /// Returns the request to run only evaluations, with weights that other devices train.
@@ -30,7 +30,7 @@ pub fn evaluation_request<'a>(request: &PlanRequest<'a>) -> PlanRequest<'a> {
     PlanRequest { optimizer: None, evaluate: true, generation: None, share: Share::SINGLE_DEVICE, ..request }
 }
 
-/// Makes the fastest excluded device the evaluator, where one saves time.
+/// Makes the fastest excluded device the evaluator, if one saves time.
 pub(super) fn add_evaluator(team: &TeamRequest, mut outcome: TeamOutcome) -> TeamOutcome {
     let Some(evaluations) = team.evaluations.filter(|_| outcome.plan.fits) else { return outcome };
     let takes_part = |device: &usize| outcome.workers.iter().any(|worker| worker.device == *device);
@@ -47,7 +47,7 @@ pub(super) fn add_evaluator(team: &TeamRequest, mut outcome: TeamOutcome) -> Tea
     outcome
 }
 
-/// Plans one device as the evaluator of a team. None where it cannot hold the weights, or saves no time.
+/// Plans one device as the evaluator of a team; `None` if the device cannot hold the weights, or saves no time.
 fn plan_evaluator(
     team: &TeamRequest,
     outcome: &TeamOutcome,
@@ -104,8 +104,8 @@ fn plan_evaluator(
         .then_some((PlannedWorker { device, share: Share::SINGLE_DEVICE, sequences, outcome: own }, evaluator_plan))
 }
 
-/// Plans an evaluation on a device. The micro-batch is the largest of the team, which gives the same bits; where that does not
-/// fit, it is halved until it does.
+/// Plans an evaluation on a device. The micro-batch is the largest of the team, which gives the same bits. If that does
+/// not fit, it is halved until it does. Returns `None` if no micro-batch fits.
 fn plan_evaluation_recipe(request: &PlanRequest, workers: &[PlannedWorker], rungs: &[Rung]) -> Option<PlanOutcome> {
     let most = workers.iter().map(|worker| worker.outcome.plan.recipe.micro_batch).max()?;
     if !has_fitting_recipe(&PlanRequest { sequences: u64::from(most), ..request.clone() }) {
@@ -120,8 +120,8 @@ fn plan_evaluation_recipe(request: &PlanRequest, workers: &[PlannedWorker], rung
     outcomes.find(|outcome| outcome.plan.fits)
 }
 
-/// Returns the micro-batches that a worker computes in an evaluation of `rows`; per row of a long evaluation where the number
-/// of rows is unknown.
+/// Returns the number of micro-batches that a worker computes in an evaluation of `rows` rows. If `rows` is `None`,
+/// returns the number per row of a long evaluation.
 fn evaluation_micro_batches(workers: &[PlannedWorker], worker: &PlannedWorker, rows: Option<u64>) -> f64 {
     let total_sequences: u64 = workers.iter().map(|worker| worker.sequences).sum();
     let all_rows = rows.unwrap_or(LONG_EVALUATION_ROWS);
@@ -133,19 +133,24 @@ fn evaluation_micro_batches(workers: &[PlannedWorker], worker: &PlannedWorker, r
     if rows.is_some() { micro_batches } else { micro_batches / all_rows as f64 }
 }
 
-/// Returns the bytes that a Program reads from files.
+/// Returns the bytes that a Program reads from files; 0 if the outcome has no such Program.
 fn bytes_read(outcome: &PlanOutcome, program: ProgramKind) -> f64 {
-    let bytes_of_op = |op: &Op| match &op.kind {
-        OpKind::TransferStart { from, elements, .. } if outcome.set.tensor(from.tensor).space == Space::File => {
-            (elements * outcome.set.tensor(from.tensor).dtype.bytes()) as f64
-        }
-        _ => 0.0,
-    };
+    let bytes_of_op = |op: &Op| bytes_read_by(&outcome.set, op);
     let bytes_of_block = |block: &Block| f64::from(block.repeat) * block.ops.iter().map(bytes_of_op).sum::<f64>();
     outcome.set.program(program).map_or(0.0, |program| program.blocks.iter().map(bytes_of_block).sum())
 }
 
-/// Predicts the seconds of one run of a Program.
+/// Returns the bytes that an operation reads from a file.
+fn bytes_read_by(set: &ProgramSet, op: &Op) -> f64 {
+    match &op.kind {
+        OpKind::TransferStart { from, elements, .. } if set.tensor(from.tensor).space == Space::File => {
+            (elements * set.tensor(from.tensor).dtype.bytes()) as f64
+        }
+        _ => 0.0,
+    }
+}
+
+/// Predicts the seconds of one run of a Program; 0 if the outcome has no such Program.
 fn program_seconds(request: &PlanRequest, outcome: &PlanOutcome, program: ProgramKind, team_link: Link) -> f64 {
     let (rates, host) = (&request.device.rates, &request.host);
     let prices = Prices { rates, host, precision: outcome.precision, team_link };

@@ -3,13 +3,8 @@
 use super::TeamRequest;
 use super::candidate::TeamCandidate;
 use crate::search::{parallel_map, smallest_recipe, with_lossy};
-use plimsoll_core::{Bytes, ExcludedDevice, Plan, Rung};
+use plimsoll_core::{Bytes, ExcludedDevice, Rung};
 use plimsoll_program::Share;
-
-/// Returns the bytes by which a plan exceeds the load line of its device.
-pub(super) fn excess(plan: &Plan) -> Bytes {
-    plan.devices[0].peak_bytes.saturating_sub(plan.devices[0].budget_bytes)
-}
 
 /// Returns an excluded device with a reason.
 pub(super) fn exclude(team: &TeamRequest, device_index: usize, reason: String) -> ExcludedDevice {
@@ -17,8 +12,9 @@ pub(super) fn exclude(team: &TeamRequest, device_index: usize, reason: String) -
     ExcludedDevice { device, device_index, reason, remedy: None, tokens_per_second: None, evaluator_plan: None }
 }
 
-/// Excludes the devices that take no part in a sharded team or a pipeline. `plan_with` finds the fastest team with one more
-/// device: that team is slower, or the device cannot take part at all (`no_recipe` is then the reason).
+/// Returns the devices that take no part in `candidate`, a sharded team or a pipeline, with reasons. `plan_with` finds
+/// the fastest team of given devices, and is called with one more device. The reason tells how much slower that team
+/// is. If there is no such team, the reason is `no_recipe`.
 pub(super) fn exclude_others(
     team: &TeamRequest,
     candidate: &TeamCandidate,
@@ -27,16 +23,27 @@ pub(super) fn exclude_others(
 ) -> Vec<ExcludedDevice> {
     let taken = candidate.devices();
     let others = (0..team.devices.len()).filter(|device| !taken.contains(device));
-    let exclude_one = |device: usize| {
-        let mut devices = taken.clone();
-        devices.push(device);
-        devices.sort_unstable();
-        match plan_with(&devices) {
-            Some(with) => exclude_slower(team, device, candidate.seconds, with.seconds),
-            None => exclude(team, device, no_recipe.to_owned()),
-        }
-    };
-    others.map(exclude_one).collect()
+    let seconds_with = |devices: &[usize]| plan_with(devices).map(|with| with.seconds);
+    others.map(|device| exclude_from(team, candidate, device, no_recipe, seconds_with)).collect()
+}
+
+/// Excludes one device from a candidate, with a reason. `seconds_with` predicts the seconds of a step on given devices,
+/// here those of the candidate and this one. The reason tells how much slower the step is. If `seconds_with` returns
+/// `None`, the reason is `no_recipe`.
+pub(super) fn exclude_from(
+    team: &TeamRequest,
+    candidate: &TeamCandidate,
+    device: usize,
+    no_recipe: &str,
+    seconds_with: impl Fn(&[usize]) -> Option<f64>,
+) -> ExcludedDevice {
+    let mut devices = candidate.devices();
+    devices.push(device);
+    devices.sort_unstable();
+    match seconds_with(&devices) {
+        Some(seconds) => exclude_slower(team, device, candidate.seconds, seconds),
+        None => exclude(team, device, no_recipe.to_owned()),
+    }
 }
 
 /// Excludes a device because a step takes `with` seconds with it, and `without` seconds without it.
@@ -45,12 +52,13 @@ pub(super) fn exclude_slower(team: &TeamRequest, device: usize, without: f64, wi
     ExcludedDevice { tokens_per_second: Some(team.tokens_per_step() / with), ..exclude(team, device, reason) }
 }
 
-/// Returns the reason for excluding a device that lowers the throughput of the team to `ratio` of it.
+/// Returns the reason for excluding a device that would lower the throughput of the team to the fraction `ratio`.
 pub(super) fn slowdown_reason(ratio: f64) -> String {
     format!("it would slow the team to {:.1} % of its tokens per second (predicted)", 100.0 * ratio)
 }
 
-/// Excludes devices that cannot hold the model alone with `rungs` taken, nor with any of the further rungs in `allow`.
+/// Excludes `devices` because none can hold the model alone: neither with `rungs` taken, nor with any of the rungs in
+/// `allow` in addition. The reason tells what the smallest recipe needs.
 pub(super) fn exclude_too_small(
     team: &TeamRequest,
     devices: &[usize],
@@ -68,7 +76,7 @@ pub(super) fn exclude_too_small(
     devices.iter().map(exclude_one).collect()
 }
 
-/// Returns the smallest peak of a device that does the whole step, next to its load line.
+/// Returns a reason in words: the smallest peak of a device that does the whole step, and the device's load line.
 fn too_small_reason(team: &TeamRequest, device: usize, rungs: &[Rung], allow: &[Rung]) -> String {
     let request = team.request_for(device, &Share::SINGLE_DEVICE, 1, team.host);
     let smallest = smallest_recipe(&with_lossy(&request, rungs), allow);

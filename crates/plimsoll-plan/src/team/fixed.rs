@@ -1,5 +1,5 @@
-//! Plans for a team with given shares: a resumed run keeps its plan, and after a change of load lines a run keeps its shares
-//! where it can.
+//! Plans for a team with given shares. A resumed run keeps its plan. After a change of load lines, a run keeps its
+//! shares if they still fit.
 
 use super::exclusion::exclude;
 use super::{
@@ -9,8 +9,8 @@ use crate::search::{PinnedChoices, PlanOutcome, PlanRequest, plan_recipe, plan_r
 use plimsoll_core::{Parallelism, Recipe, WorkerPlan};
 use plimsoll_program::Share;
 
-/// Plans a team with the shares and recipes of an earlier plan, without regard to load lines: for a resumed run. Workers are
-/// matched to devices by name.
+/// Plans a team with the shares and recipes of an earlier plan, without regard to load lines: for a resumed run.
+/// Workers are matched to devices by name.
 ///
 /// # Panics
 /// If a worker is not a device of the request.
@@ -18,8 +18,8 @@ pub fn plan_fixed_team(team: &TeamRequest, workers: &[WorkerPlan]) -> TeamOutcom
     plan_workers(team, workers, plan_recipe)
 }
 
-/// Plans a team anew after its load lines changed. Every worker keeps its share, and its recipe where that still fits; the
-/// others get the fastest recipe that fits. If a worker has none, the whole step is planned anew.
+/// Plans a team anew after its load lines changed. Every worker keeps its share, and its recipe if that still fits. The
+/// other workers get the fastest recipe that fits their share. If a worker has none, the whole step is planned anew.
 ///
 /// # Panics
 /// If a worker is not a device of the request.
@@ -31,7 +31,8 @@ pub fn replan_team(team: &TeamRequest, workers: &[WorkerPlan]) -> TeamOutcome {
     if kept.plan.fits { kept } else { plan_team(team) }
 }
 
-/// Pins the micro-batch of `recipe` where all ranks must have the same number of micro-batches (sharded and pipeline).
+/// Pins the micro-batch of `recipe` in the request of a sharded rank or of a pipeline stage, because all ranks must
+/// have the same number of micro-batches. Other requests are returned unchanged.
 pub fn keep_micro_batch<'a>(request: PlanRequest<'a>, recipe: &Recipe) -> PlanRequest<'a> {
     match request.share.parallelism {
         Some(Parallelism::Sharded | Parallelism::Pipeline) => {
@@ -42,7 +43,8 @@ pub fn keep_micro_batch<'a>(request: PlanRequest<'a>, recipe: &Recipe) -> PlanRe
     }
 }
 
-/// Plans every worker of an earlier plan with `plan`, and puts the team's plan together. Identical workers are planned once.
+/// Plans every worker of an earlier plan by calling `plan` with its request and recipe, and puts the team's plan
+/// together. Identical workers are planned once.
 fn plan_workers(
     team: &TeamRequest,
     workers: &[WorkerPlan],

@@ -1,5 +1,5 @@
-//! Plans a step for several devices: the devices that take part, the share of the step that each computes, and the recipe
-//! of each device under its own load line.
+//! Plans a step for several devices. A plan names the devices that take part, the share of the step that each computes,
+//! and the recipe of each under its own load line.
 //!
 //! Three searches propose teams, one for each kind of parallelism:
 //!
@@ -10,7 +10,7 @@
 //! | `pipeline` | a run of layers on each device | its layers of every sequence |
 //!
 //! Each search ranks its teams by lower bounds on bytes and by predicted time. Only the best candidates are packed
-//! (`candidate`), and the fastest packed team becomes the plan. A device that would slow the team, or that cannot hold its
+//! (`packed`), and the fastest packed team becomes the plan. A device that would slow the team, or that cannot hold its
 //! share, is excluded with a reason (`exclusion`) and a remedy (`remedies`). An excluded device may still run the
 //! evaluations (`evaluator`). The search on a single device is in `crate::search`.
 
@@ -21,6 +21,7 @@ mod data_parallel;
 mod evaluator;
 mod exclusion;
 mod fixed;
+mod packed;
 mod pipeline;
 mod remedies;
 mod sharded;
@@ -30,38 +31,39 @@ mod testing;
 
 use crate::search::{
     LossySearch, PinnedChoices, PlanOutcome, PlanRequest, has_fitting_recipe, join, lossy_option_sets, parallel_map,
-    remedy, search, search_for_team, with_lossy,
+    search, search_for_team, with_lossy,
 };
 pub use alternatives::{alternatives, fill_ladders};
-use candidate::{TeamSearch, pack_fastest};
+use candidate::TeamSearch;
 pub use evaluator::evaluation_request;
 use exclusion::{exclude, exclude_too_small};
 pub use fixed::{keep_micro_batch, plan_fixed_team, replan_team};
+use packed::pack_fastest;
 use pipeline::Pipeline;
 use plimsoll_core::{Bytes, ExcludedDevice, FileSpec, HostSpec, Link, Parallelism, Plan, Remedy, Rung};
 use plimsoll_program::Share;
 pub use remedies::add_device_remedies;
 use sharded::Sharded;
 
-/// The most a sharded team or a pipeline may take of the step time of a data-parallel team to replace it. The two are more
-/// fragile: a shard or a stage exists on one device alone and is lost with it.
+/// Largest step time with which a sharded team or a pipeline replaces a data parallel team, as a fraction of the step
+/// time of that team. The two are more fragile: a shard or a stage exists on one device alone and is lost with it.
 const MAX_TIME_RATIO: f64 = 0.95;
-/// Factors on the estimated least host memory that a refusal tries in order until the team fits.
+/// Factors on the estimate of the least host memory of a team. A refusal tries them in this order until the team fits.
 const HOST_MARGINS: [f64; 4] = [1.01, 1.02, 1.04, 1.1];
 
 /// A request to plan a step for several devices.
 #[derive(Clone, Debug)]
 pub struct TeamRequest<'a> {
-    /// One request per device, in the order of ranks. All ask for the whole step: `sequences` counts all sequences of the
-    /// step, and `share` is the whole.
+    /// One request per device, in the order of ranks. All ask for the whole step: `sequences` counts all sequences of
+    /// the step, and `share` is the whole.
     pub devices: Vec<PlanRequest<'a>>,
     /// The load line of the host. All devices share its memory.
     pub host: Bytes,
     /// Whether every device has to take part (`run.parallelism = "all"`).
     pub require_all: bool,
-    /// A kind of parallelism, or shard sizes, that the plan must have.
+    /// A kind of parallelism, or shard sizes, that the plan must have; `None` lets the planner choose.
     pub constraint: Option<TeamConstraint>,
-    /// The evaluations that an excluded device may run; none where the run has none, or where the team runs them.
+    /// The evaluations that an excluded device may run; `None` if the run has none, or if the team has to run them.
     pub evaluations: Option<EvaluationSchedule>,
 }
 
@@ -70,7 +72,7 @@ pub struct TeamRequest<'a> {
 pub struct EvaluationSchedule {
     /// Steps between two evaluations; 0 for a single evaluation at the end.
     pub every: u64,
-    /// Rows of one evaluation; none where the data have not been read.
+    /// Rows of one evaluation; `None` if the data have not been read.
     pub rows: Option<u64>,
 }
 
@@ -79,8 +81,8 @@ pub struct EvaluationSchedule {
 pub enum TeamConstraint {
     /// The plan uses this kind of parallelism.
     Parallelism(Parallelism),
-    /// The plan is sharded, and each device keeps a shard of this size (of 1024 parts). All devices take part; only the
-    /// numbers of sequences are open.
+    /// The plan is sharded. The list has the shard of each device, in parts of 1024. All devices take part; the planner
+    /// chooses only their numbers of sequences.
     ShardSizes(Vec<u64>),
 }
 
@@ -98,9 +100,9 @@ impl TeamConstraint {
 pub struct PlannedWorker {
     /// The index of the device in [`TeamRequest::devices`].
     pub device: usize,
-    /// The share of the step.
+    /// The share of the step that the device computes.
     pub share: Share,
-    /// Sequences of a step that the device computes.
+    /// Sequences of a step that the device computes; 0 for a storage-only worker.
     pub sequences: u64,
     /// The plan, Programs and layout of the device.
     pub outcome: PlanOutcome,
@@ -109,11 +111,12 @@ pub struct PlannedWorker {
 /// The plan of a team, with everything that is needed to run it.
 #[derive(Clone, Debug)]
 pub struct TeamOutcome {
-    /// The devices that take part, in the order of ranks. Where nothing fits, the device that lacks the least memory.
+    /// The devices that take part, in the order of ranks. If nothing fits, the list has only the device that the
+    /// refusal is about.
     pub workers: Vec<PlannedWorker>,
     /// The plan of the whole team, as `plan.json` stores it.
     pub plan: Plan,
-    /// An excluded device that runs the evaluations while the team trains.
+    /// An excluded device that runs the evaluations while the team trains; `None` if no device does.
     pub evaluator: Option<PlannedWorker>,
 }
 
@@ -129,12 +132,12 @@ impl<'a> TeamRequest<'a> {
         if self.devices.len() == 1 { search(request) } else { search_for_team(&LossySearch::new(request)) }
     }
 
-    /// Returns whether only one device can work: there is just one, or nothing is trained.
+    /// Returns whether only one device can take part: there is just one, or nothing is trained.
     fn is_for_one_device(&self) -> bool {
         self.devices.len() == 1 || self.devices[0].optimizer.is_none()
     }
 
-    /// Returns the sequences of a step, of all devices together.
+    /// Returns the number of sequences of a step, of all devices together.
     fn sequences_per_step(&self) -> u64 {
         self.devices.first().map_or(0, |request| request.sequences)
     }
@@ -145,25 +148,26 @@ impl<'a> TeamRequest<'a> {
         (0..self.devices.len()).filter(is_first).collect()
     }
 
-    /// Returns the first device that is identical to `device` but for its name.
+    /// Returns the first device that is identical to `device` except for its name; it may be `device` itself.
     fn first_alike(&self, device: usize) -> usize {
         let is_alike = |other: &usize| data_parallel::are_alike(&self.devices[*other], &self.devices[device]);
         (0..device).find(is_alike).unwrap_or(device)
     }
 
-    /// Returns the tokens of a step, padding included.
+    /// Returns the number of tokens of a step, padding included.
     fn tokens_per_step(&self) -> f64 {
         self.devices.first().map_or(0.0, |request| (request.sequences * request.sequence) as f64)
     }
 
-    /// Returns the request to plan `share` of the step on one device, with `host` bytes of host memory.
+    /// Returns the request to plan `share` of the step on one device, with at most `host` bytes of host memory.
     fn request_for(&self, device: usize, share: &Share, sequences: u64, host: Bytes) -> PlanRequest<'a> {
         let request = self.devices[device].clone().for_share(share, sequences);
         PlanRequest { host: limit_host(request.host, host), ..request }
     }
 
-    /// Returns a request per device to build recipe tables from, with `rungs` taken. Each asks for about the sequences that
-    /// the device's published rate would give it.
+    /// Returns a request per device, with `rungs` taken, from which its table of recipes is built. Each request asks
+    /// for a number of sequences in proportion to the device's rate of matrix products. `hosts` limits the host memory
+    /// of each.
     fn requests_by_speed(&self, rungs: &[Rung], hosts: &[Bytes]) -> Vec<PlanRequest<'a>> {
         let rate = |request: &PlanRequest| request.device.rates.product_flops(request.precision);
         let total_rate: f64 = self.devices.iter().map(rate).sum();
@@ -177,13 +181,14 @@ impl<'a> TeamRequest<'a> {
     }
 }
 
-/// Lowers the load line of a host to `budget`.
+/// Lowers the load line of a host to `budget`; a lower load line stays.
 fn limit_host(host: HostSpec, budget: Bytes) -> HostSpec {
     HostSpec { budget: budget.min(host.budget), ..host }
 }
 
-/// Plans the fastest team that fits under all load lines, with the least loss that is needed. Where nothing fits, returns
-/// the plan of the device that lacks the least memory, with the budgets that would be enough.
+/// Plans the fastest team that fits under all load lines, with the least loss of accuracy. If nothing fits, the outcome
+/// is a refusal, with the budgets that would be enough. It is about the device that lacks the least memory; if all have
+/// to take part, about one that does not fit.
 ///
 /// # Panics
 /// If the request has no device.
@@ -191,8 +196,8 @@ pub fn plan_team(team: &TeamRequest) -> TeamOutcome {
     add_evaluator_and_faster_device(team, plan_or_refuse(team))
 }
 
-/// Plans like [`plan_team`], but returns none where nothing fits. It does not search for remedies, which takes time that a
-/// running training has not.
+/// Plans like [`plan_team`], but returns `None` if nothing fits. The search for remedies is left out, because it would
+/// delay a training that is running.
 ///
 /// # Panics
 /// If the request has no device.
@@ -211,7 +216,7 @@ fn add_evaluator_and_faster_device(team: &TeamRequest, outcome: TeamOutcome) -> 
     outcome
 }
 
-/// Plans the fastest team that fits, or refuses with the needs of the device that lacks the least memory.
+/// Plans the fastest team that fits, or refuses with the remedies of the device that lacks the least memory.
 fn plan_or_refuse(team: &TeamRequest) -> TeamOutcome {
     if team.is_for_one_device() {
         return single_device(team, best_single_device(team, false), vec![]);
@@ -259,7 +264,7 @@ fn device_nearest_to_fitting(team: &TeamRequest) -> (usize, PlanOutcome) {
     (devices[nearest], search_for_team(&known[nearest]))
 }
 
-/// Plans the fastest team that fits, with the least loss; none where no team fits.
+/// Plans the fastest team that fits, with the least loss of accuracy; `None` if no team fits.
 fn find_fitting(team: &TeamRequest) -> Option<TeamOutcome> {
     let first = &team.devices[0];
     // Charges may take all of a device's load line; then no recipe fits there.
@@ -270,8 +275,9 @@ fn find_fitting(team: &TeamRequest) -> Option<TeamOutcome> {
     lossy_option_sets(first, &first.lossy.allow).into_iter().find_map(|rungs| best_team(team, &rungs))
 }
 
-/// Plans the fastest device that holds the model with all of the host's memory. Used where no two devices can work data
-/// parallel, because the host is too small for both.
+/// Plans the whole step on the fastest device that fits with all of the host's memory. This is for teams whose host is
+/// too small for two data parallel devices. Returns `None` if no device fits, if all devices have to take part, or if
+/// the plan may not be data parallel.
 fn fastest_device_with_whole_host(team: &TeamRequest, rungs: &[Rung]) -> Option<TeamOutcome> {
     if team.require_all || !team.allows(Parallelism::Data) {
         return None;
@@ -289,13 +295,15 @@ fn fastest_device_with_whole_host(team: &TeamRequest, rungs: &[Rung]) -> Option<
     Some(single_device(team, best, excluded))
 }
 
-/// Plans the whole step on the best single device, as [`best_device_among`] ranks them.
+/// Plans the whole step on each device alone and returns the best: the fastest that fits, else the one that lacks the
+/// least memory. With `refused_first`, devices that do not fit rank before those that do.
 fn best_single_device(team: &TeamRequest, refused_first: bool) -> (usize, PlanOutcome) {
     best_device_among(team, team.distinct_devices().into_iter(), refused_first).expect("a team has a device")
 }
 
-/// Plans the whole step on each of `devices` and returns the best: the fastest that fits, else the one that lacks the least
-/// memory. With `refused_first`, devices that do not fit rank before those that do. None without devices.
+/// Plans the whole step on each of `devices` and returns the best: the fastest that fits, else the one that lacks the
+/// least memory. With `refused_first`, devices that do not fit rank before those that do. Returns `None` without
+/// devices.
 fn best_device_among(
     team: &TeamRequest,
     devices: impl Iterator<Item = usize>,
@@ -323,7 +331,7 @@ fn single_device(
     TeamOutcome { workers: vec![worker], plan, evaluator: None }
 }
 
-/// Plans the fastest team with `rungs` taken, over all kinds of parallelism; none where no team fits.
+/// Plans the fastest team with `rungs` taken, over all kinds of parallelism; `None` if no team fits.
 fn best_team(team: &TeamRequest, rungs: &[Rung]) -> Option<TeamOutcome> {
     let data_parallel = team.allows(Parallelism::Data).then(|| {
         data_parallel::with_host_shares(team, rungs, |mut search| {
@@ -365,8 +373,9 @@ fn best_team(team: &TeamRequest, rungs: &[Rung]) -> Option<TeamOutcome> {
     best
 }
 
-/// Finds the least host memory with which the whole team fits, sharded or as a pipeline. None where it is not less than
-/// `refused` needs there on one device alone.
+/// Finds the least host memory with which the whole team fits, sharded or as a pipeline, and returns it as a remedy.
+/// Returns `None` if no amount is enough, if the host cannot be used, or if one device alone would need no more (by
+/// `refused`).
 fn host_memory_need(team: &TeamRequest, refused: &Plan) -> Option<Remedy> {
     let first = &team.devices[0];
     let alone = refused.needs.iter().find_map(|need| need.host_bytes);
@@ -397,7 +406,7 @@ fn host_memory_need(team: &TeamRequest, refused: &Plan) -> Option<Remedy> {
             }
         }
         if found.is_some() {
-            return Some(Remedy { host_bytes: found, ..remedy(rungs, refused.devices.first()?.budget_bytes) });
+            return Some(Remedy { host_bytes: found, ..Remedy::new(rungs, refused.devices.first()?.budget_bytes) });
         }
     }
     None
@@ -425,14 +434,14 @@ fn fits_with_host(team: &TeamRequest, host: Bytes, rungs: &[Rung], parallelism: 
     outcome.is_some()
 }
 
-/// Returns the slowest link, which sets the pace of a team's collectives.
+/// Returns the slowest link, which sets the pace of a team's collectives; [`Link::MEMORY`] without links.
 fn slowest_link(links: impl Iterator<Item = Link>) -> Link {
     let slower = |a: Link, b: Link| if b.bytes_per_second < a.bytes_per_second { b } else { a };
     links.reduce(slower).unwrap_or(Link::MEMORY)
 }
 
-/// Returns nested sets of devices: all, then those above the slowest link, and so on. Collectives run at the pace of the
-/// slowest link, so devices with equally slow links are only worth excluding together.
+/// Returns nested sets of devices: all, then those with a faster link than the slowest, and so on. Collectives run at
+/// the pace of the slowest link, so devices with equally slow links are only worth excluding together.
 fn bandwidth_tiers(devices: &[usize], link: impl Fn(usize) -> Link) -> Vec<Vec<usize>> {
     let rate = |device: usize| link(device).bytes_per_second;
     let mut rates: Vec<f64> = devices.iter().map(|&device| rate(device)).collect();

@@ -1,12 +1,13 @@
 //! Pipelines: each device has a run of layers (a stage), and micro-batches pass through the stages (1F1B schedule).
 //!
-//! Only hidden states cross the links, so slow links matter little. A step loses the time in which the pipeline fills and
-//! empties, and the time by which its slowest stage is slower than the others. A stage may offload to the host what its device
-//! has no room for. Stages on GPUs also stage their transfers in host memory: without a host they form no pipeline.
+//! Only hidden states cross the links, so slow links matter little. A step loses the time in which the pipeline fills
+//! and empties, and the time by which its slowest stage is slower than the others. A stage may offload to the host what
+//! its device has no room for. Stages on GPUs also stage their transfers in host memory: without a host they form no
+//! pipeline.
 //!
-//! The search tries sets and orders of devices and sizes of micro-batches. For each it cuts the layers by dynamic programming
-//! over (stage, layers below), from interpolated costs (`stage`). The most promising cuts are searched for recipes. The
-//! predicted time of a step comes from a simulation of the schedule (`schedule`).
+//! The search tries sets and orders of devices and sizes of micro-batches. For each it cuts the layers by dynamic
+//! programming over (stage, layers below), from interpolated costs (`stage`). The most promising cuts are searched for
+//! recipes. The predicted time of a step comes from a simulation of the schedule (`schedule`).
 
 mod cuts;
 mod schedule;
@@ -26,15 +27,17 @@ use stage::{MeasuredStage, StageLimits, StageModel, StageOption, can_offload};
 use std::cell::{OnceCell, RefCell};
 use std::collections::HashMap;
 
-/// Every order of stages is tried for at most this many devices.
+/// Most devices for which every order of stages is tried.
 const MAX_PERMUTED_DEVICES: usize = 4;
-/// Sizes of micro-batches in a row that may be slower than the best before the rest is skipped.
+/// Number of micro-batch sizes in a row, all slower than the best, after which larger sizes are skipped.
 const MAX_SLOWER_IN_A_ROW: usize = 2;
-/// Sketches that are searched for recipes before only those with the smallest micro-batch are.
+/// Number of the fastest sketches (stages with estimated times) that are searched for recipes. After them, only
+/// sketches with the smallest micro-batch are searched.
 const MAX_SEARCHED: usize = 6;
-/// Times that the layers are cut anew with less memory because a stage has no recipe for its layers.
+/// Most times that the layers are cut anew, with less memory, because a stage has no recipe for its layers.
 const MAX_REDRAWS: usize = 6;
-/// Layers of the two stages that the cost of any stage is interpolated from.
+/// Layers of the larger of two stages from which the seconds and bytes of any stage are interpolated. The smaller has
+/// one layer.
 const MEASURED_LAYERS: u64 = 2;
 
 /// The search for pipelines, with some lossy rungs taken.
@@ -48,25 +51,25 @@ pub(super) struct Pipeline<'t, 'q> {
     fastest: OnceCell<Option<TeamCandidate>>,
 }
 
-/// The properties that the cost of a stage depends on.
+/// The properties on which the predicted seconds and bytes of a stage depend.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct StageKey {
-    /// The first device of the kind.
+    /// The first device that is identical to the stage's device.
     device: usize,
     stage: usize,
     stages: usize,
     micro_batch: u32,
 }
 
-/// Stages with estimated times, before recipes are searched.
+/// The stages of a pipeline with estimated times, before recipes are searched.
 #[derive(Clone, Debug)]
 struct Sketch {
     micro_batch: u32,
-    /// The first layer of each stage, and at last the number of layers.
+    /// The first layer of each stage, and then the number of layers of the model.
     boundaries: Vec<u64>,
     /// Bytes of the host that all stages use together.
     host_bytes: Bytes,
-    /// The load line of each stage's portion of the host.
+    /// Most bytes of host memory that each stage may use.
     hosts: Vec<Bytes>,
     /// Whether each stage offloads anything to the host.
     offloads: Vec<bool>,
@@ -90,7 +93,8 @@ impl<'t, 'q> Pipeline<'t, 'q> {
         self.team.devices[0].config.layers
     }
 
-    /// Returns a device as a team of `devices` plans with it: with the slowest link, and without the bytes held back.
+    /// Returns the specification of a device in a team of `devices`. It has the team's slowest link, and a load line
+    /// that is lower by the bytes held back.
     fn spec_in_team(&self, device: usize, devices: &[usize]) -> DeviceSpec {
         let spec = self.team.devices[device].device;
         let team_link = slowest_link(devices.iter().map(|&device| self.team.devices[device].device.team_link));
@@ -121,15 +125,11 @@ impl<'t, 'q> Pipeline<'t, 'q> {
         PlanRequest { device: spec, pins, ..request }
     }
 
-    /// Returns the cost of each stage of a pipeline over `devices`, for any number of layers. Unknown costs are measured.
+    /// Returns a model of each stage of a pipeline over `devices`: its predicted seconds and bytes with any number of
+    /// layers. Models that are not cached are built from Programs.
     fn models_of(&self, devices: &[usize], micro_batch: u32) -> Vec<StageModel> {
         let count = devices.len();
-        let key = |stage: usize| StageKey {
-            device: self.team.first_alike(devices[stage]),
-            stage,
-            stages: count,
-            micro_batch,
-        };
+        let key = |stage: usize| self.stage_key(devices, stage, micro_batch);
         let unknown: Vec<usize> =
             (0..count).filter(|&stage| !self.stage_models.borrow().contains_key(&key(stage))).collect();
         let specs: Vec<DeviceSpec> = devices.iter().map(|&device| self.spec_in_team(device, devices)).collect();
@@ -150,11 +150,22 @@ impl<'t, 'q> Pipeline<'t, 'q> {
         (0..count).map(|stage| known[&key(stage)]).collect()
     }
 
+    /// Returns the key under which the model of a stage is cached.
+    fn stage_key(&self, devices: &[usize], stage: usize, micro_batch: u32) -> StageKey {
+        let device = self.team.first_alike(devices[stage]);
+        StageKey { device, stage, stages: devices.len(), micro_batch }
+    }
+
+    /// Returns the number of micro-batches of a step, each with `micro_batch` sequences.
+    fn micro_batch_count(&self, micro_batch: u32) -> u32 {
+        self.team.sequences_per_step().div_ceil(u64::from(micro_batch)) as u32
+    }
+
     /// Returns the memory limits of one stage; `unused` bytes of its device stay free.
     fn stage_limits(&self, devices: &[usize], stage: usize, micro_batch: u32, unused: u64) -> StageLimits {
         let request = with_lossy(&self.team.devices[devices[stage]], self.rungs);
         let spec = self.spec_in_team(devices[stage], devices);
-        let micro_batches = self.team.sequences_per_step().div_ceil(u64::from(micro_batch)) as u32;
+        let micro_batches = self.micro_batch_count(micro_batch);
         StageLimits {
             budget: spec.arena_budget().0.saturating_sub(unused) as f64,
             host: if can_offload(&request, self.team.host) { self.team.host.0 as f64 } else { 0.0 },
@@ -164,6 +175,7 @@ impl<'t, 'q> Pipeline<'t, 'q> {
     }
 
     /// Estimates the least host memory that is enough for a pipeline of all devices, with the smallest micro-batch.
+    /// Returns `None` if they form no pipeline.
     pub fn least_host(&self) -> Option<Bytes> {
         let micro_batch = self.team.devices[0].pins.micro_batch.unwrap_or(1);
         let devices = self.limit_to_depth(self.all_devices())?;
@@ -172,13 +184,15 @@ impl<'t, 'q> Pipeline<'t, 'q> {
         sketches.map(|sketch| sketch.host_bytes).min()
     }
 
-    /// Returns the fastest cut of the layers for devices in this order; `unused` bytes of each stay free.
+    /// Returns the fastest cut of the layers for devices in this order; `None` if none fits. `unused` bytes of each
+    /// device stay free.
     fn sketch(&self, devices: &[usize], micro_batch: u32, unused: &[u64]) -> Option<Sketch> {
         let sketches = self.sketches(devices, micro_batch, unused).into_iter();
         sketches.min_by(|a, b| a.seconds.total_cmp(&b.seconds))
     }
 
-    /// Returns the Pareto-optimal cuts of the layers, by time and host memory, for devices in this order.
+    /// Returns the Pareto-optimal cuts of the layers, by time and host memory, for devices in this order. `unused`
+    /// bytes of each device stay free.
     fn sketches(&self, devices: &[usize], micro_batch: u32, unused: &[u64]) -> Vec<Sketch> {
         let models = self.models_of(devices, micro_batch);
         let (count, depth) = (devices.len(), self.depth());
@@ -191,31 +205,34 @@ impl<'t, 'q> Pipeline<'t, 'q> {
             false => 0.0,
         };
         let staging: Vec<f64> = (0..count).map(staging_bytes).collect();
-        let total_staging = staging.iter().sum::<f64>();
-        let host = self.team.host.0 as f64 - total_staging;
+        let host = self.team.host.0 as f64 - staging.iter().sum::<f64>();
         let options = |stage: usize, layers: u64| models[stage].options(layers, &limits[stage]);
         let table = CutTable::build(count, depth, micro_batches, host, options);
-        let to_sketch = |last: &Cut| {
-            let (options, boundaries) = table.trace(last);
-            let seconds: Vec<StageSeconds> = options.iter().map(|option| option.seconds).collect();
-            let spare = (host - last.totals.host_bytes).max(0.0) / count as f64;
-            let host_of = |(stage, option): (usize, &StageOption)| {
-                Bytes((option.offloaded + staging[stage] + spare) as u64).min(self.team.host)
-            };
-            Sketch {
-                micro_batch,
-                boundaries,
-                host_bytes: Bytes((last.totals.host_bytes + total_staging) as u64),
-                hosts: options.iter().enumerate().map(host_of).collect(),
-                offloads: options.iter().map(|option| option.offloaded > 0.0).collect(),
-                seconds: step_seconds(&seconds, micro_batches),
-            }
-        };
-        table.complete_cuts().iter().map(to_sketch).collect()
+        table.complete_cuts().iter().map(|last| self.to_sketch(&table, last, &staging, micro_batch)).collect()
     }
 
-    /// Returns the orders of devices that are worth trying. Few devices are tried in every order; else they are tried as named
-    /// and by memory, both also reversed. Orders that differ only in identical devices count once.
+    /// Converts a complete cut to a sketch. `staging` holds the bytes of the host buffers of each stage.
+    fn to_sketch(&self, table: &CutTable, last: &Cut, staging: &[f64], micro_batch: u32) -> Sketch {
+        let (options, boundaries) = table.trace(last);
+        let seconds: Vec<StageSeconds> = options.iter().map(|option| option.seconds).collect();
+        let total_staging = staging.iter().sum::<f64>();
+        let host = self.team.host.0 as f64 - total_staging;
+        let spare = (host - last.totals.host_bytes).max(0.0) / staging.len() as f64;
+        let host_of = |(stage, option): (usize, &StageOption)| {
+            Bytes((option.offloaded + staging[stage] + spare) as u64).min(self.team.host)
+        };
+        Sketch {
+            micro_batch,
+            boundaries,
+            host_bytes: Bytes((last.totals.host_bytes + total_staging) as u64),
+            hosts: options.iter().enumerate().map(host_of).collect(),
+            offloads: options.iter().map(|option| option.offloaded > 0.0).collect(),
+            seconds: step_seconds(&seconds, self.micro_batch_count(micro_batch)),
+        }
+    }
+
+    /// Returns the orders of devices that are worth trying. Few devices are tried in every order. More are tried in the
+    /// given order and by memory, both also reversed. Orders that differ only in identical devices count once.
     fn stage_orders(&self, devices: &[usize]) -> Vec<Vec<usize>> {
         let mut by_memory = devices.to_vec();
         by_memory.sort_by_key(|&device| self.team.devices[device].device.arena_budget());
@@ -263,7 +280,8 @@ impl<'t, 'q> Pipeline<'t, 'q> {
         searched.find_map(|(order, sketch)| self.with_recipes(order, sketch))
     }
 
-    /// Searches a recipe for each stage of a sketch. Where a stage has none, the layers are cut anew with less of its memory.
+    /// Searches a recipe for each stage of a sketch. If a stage has none, the layers are cut anew with less of its
+    /// memory. Returns `None` if that does not help.
     fn with_recipes(&self, devices: &[usize], sketch: &Sketch) -> Option<TeamCandidate> {
         let specs: Vec<DeviceSpec> = devices.iter().map(|&device| self.spec_in_team(device, devices)).collect();
         let mut unused = vec![0; devices.len()];
@@ -271,11 +289,9 @@ impl<'t, 'q> Pipeline<'t, 'q> {
         for _ in 0..MAX_REDRAWS {
             let shares = shares(&sketch.boundaries);
             let request = |stage: usize| {
-                let (spec, device, share) = (&specs[stage], devices[stage], &shares[stage]);
-                let request = self.request(spec, device, share, sketch.micro_batch, sketch.hosts[stage]);
-                let no_offload = (!sketch.offloads[stage]).then_some(Offload::NOTHING);
-                let pins = PinnedChoices { offload: request.pins.offload.or(no_offload), ..request.pins.clone() };
-                PlanRequest { pins, ..request }
+                let (spec, share) = (&specs[stage], &shares[stage]);
+                let request = self.request(spec, devices[stage], share, sketch.micro_batch, sketch.hosts[stage]);
+                if sketch.offloads[stage] { request } else { without_offload(request) }
             };
             let requests: Vec<PlanRequest> = (0..devices.len()).map(request).collect();
             let recipes = parallel_map(&requests, |request| {
@@ -296,7 +312,7 @@ impl<'t, 'q> Pipeline<'t, 'q> {
         None
     }
 
-    /// Converts a sketch with the recipe of each stage to a team candidate.
+    /// Builds a team candidate from a sketch and the recipe of each stage.
     fn to_candidate(
         &self,
         devices: &[usize],
@@ -306,15 +322,9 @@ impl<'t, 'q> Pipeline<'t, 'q> {
     ) -> TeamCandidate {
         let total = self.team.sequences_per_step();
         let seconds: Vec<StageSeconds> = recipes.iter().map(|(_, seconds)| *seconds).collect();
-        let micro_batches = total.div_ceil(u64::from(sketch.micro_batch)) as u32;
-        let worker = |(stage, (recipe, _)): (usize, &(Candidate, _))| WorkerCandidate {
-            device: devices[stage],
-            share: shares[stage].clone(),
-            sequences: total,
-            recipe: recipe.recipe.clone(),
-            host: sketch.hosts[stage],
-            device_bytes: recipe.bytes.device,
-            host_bytes: recipe.bytes.host,
+        let micro_batches = self.micro_batch_count(sketch.micro_batch);
+        let worker = |(stage, (recipe, _)): (usize, &(Candidate, _))| {
+            WorkerCandidate::new(devices[stage], shares[stage].clone(), total, recipe, sketch.hosts[stage])
         };
         let workers = recipes.iter().enumerate().map(worker).collect();
         let seconds = step_seconds(&seconds, micro_batches);
@@ -326,7 +336,9 @@ impl<'t, 'q> Pipeline<'t, 'q> {
         devices.iter().copied().min_by(|&a, &b| speed(a).total_cmp(&speed(b)))
     }
 
-    /// Drops the slowest devices until each of the others can have a layer. None where no pipeline of them is possible.
+    /// Drops the slowest devices until there are no more devices than layers; drops none if the request requires all.
+    /// Returns `None` if the remaining devices form no pipeline: fewer than two, or more than the layers. Also returns
+    /// `None` without training, with pinned offload, or for a GPU without host memory.
     fn limit_to_depth(&self, mut devices: Vec<usize>) -> Option<Vec<usize>> {
         let pinned = &self.team.devices[0].pins;
         if self.team.devices[0].optimizer.is_none() || pinned.offload.is_some_and(|offload| !offload.is_nothing()) {
@@ -346,7 +358,7 @@ impl<'t, 'q> Pipeline<'t, 'q> {
         (0..self.team.devices.len()).collect()
     }
 
-    /// Finds the fastest candidate: over all devices where the request requires them, else over any.
+    /// Finds the fastest candidate: over all devices if the request requires them, else over any of them.
     fn find_fastest(&self) -> Option<TeamCandidate> {
         let devices = self.all_devices();
         if self.team.require_all {
@@ -357,7 +369,8 @@ impl<'t, 'q> Pipeline<'t, 'q> {
         candidates.min_by(|a, b| a.seconds.total_cmp(&b.seconds))
     }
 
-    /// Finds the fastest candidate over some of `devices`. Single devices are dropped for as long as that makes it faster.
+    /// Finds the fastest candidate over some of `devices`. Single devices are dropped as long as the candidate gets
+    /// faster.
     fn fastest_among(&self, mut devices: Vec<usize>) -> Option<TeamCandidate> {
         let mut best = self.fastest_over(&devices);
         while devices.len() > 2 {
@@ -404,18 +417,21 @@ impl TeamSearch for Pipeline<'_, '_> {
     }
 }
 
-/// Returns stage boundaries in which `stage` has `layers` layers, and the other stages have the rest evenly.
+/// Returns the boundaries of a pipeline in which `stage` has `layers` layers, and the other stages share the rest
+/// evenly. They are the first layer of each stage, and then `depth`, the number of layers of the model.
 fn boundaries_around(stage: usize, stages: usize, layers: u64, depth: u64) -> Vec<u64> {
+    let (stages_below, stages_above) = (stage as u64, (stages - stage - 1) as u64);
     let others = depth - layers;
-    let below = others * stage as u64 / (stages as u64 - 1);
-    let first_layer = |rank: usize| match rank {
-        rank if rank <= stage => below * rank as u64 / stage.max(1) as u64,
-        rank => {
-            let (after, all) = ((rank - stage - 1) as u64, (stages - stage - 1).max(1) as u64);
-            below + layers + (others - below) * after / all
-        }
-    };
-    (0..=stages).map(first_layer).collect()
+    let below = others * stages_below / (stages as u64 - 1);
+    let first = (0..=stages_below).map(|number| below * number / stages_below.max(1));
+    let rest = (0..=stages_above).map(|number| below + layers + (others - below) * number / stages_above.max(1));
+    first.chain(rest).collect()
+}
+
+/// Pins a request to no offload, unless its offload is already pinned.
+fn without_offload(mut request: PlanRequest) -> PlanRequest {
+    request.pins.offload.get_or_insert(Offload::NOTHING);
+    request
 }
 
 /// Returns all orders of some devices.
@@ -430,15 +446,19 @@ fn permutations(devices: &[usize]) -> Vec<Vec<usize>> {
     devices.iter().flat_map(starting_with).collect()
 }
 
-/// Returns the shares of a pipeline in the order of ranks. `boundaries` has the first layer of each stage, and at last the
-/// number of layers.
+/// Returns the shares of a pipeline in the order of ranks. `boundaries` has the first layer of each stage, and then the
+/// number of layers of the model.
 pub(super) fn shares(boundaries: &[u64]) -> Vec<Share> {
-    let share = |rank: usize| Share {
+    (0..boundaries.len() - 1).map(|rank| share_of_rank(boundaries, rank)).collect()
+}
+
+/// Returns the share of one rank of a pipeline.
+fn share_of_rank(boundaries: &[u64], rank: usize) -> Share {
+    Share {
         parallelism: Some(Parallelism::Pipeline),
         rank: rank as u32,
         ranks: boundaries.len() as u32 - 1,
         layers: boundaries.to_vec(),
         ..Share::SINGLE_DEVICE
-    };
-    (0..boundaries.len() - 1).map(share).collect()
+    }
 }

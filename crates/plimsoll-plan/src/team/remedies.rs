@@ -1,13 +1,15 @@
-//! Remedies for a team: settings with which an excluded device would take part, and needs with which a refused team would fit.
+//! Remedies for a team: settings with which an excluded device would take part, and needs with which a refused team
+//! would fit.
 //!
 //! The team is planned under each change before the change is named, so that a named remedy works when it is typed.
 
 use super::exclusion::slowdown_reason;
 use super::{TeamConstraint, TeamOutcome, TeamRequest, data_parallel, find_fitting};
+use crate::bisection;
 use crate::device_request::DevicesRequest;
 use crate::paper;
 use crate::search::{
-    PlanRequest, has_fitting_recipe, lossy_option_sets, plan_recipe, remedy, search, smallest_recipe, with_lossy,
+    PlanRequest, has_fitting_recipe, lossy_option_sets, plan_recipe, search, smallest_recipe, with_lossy,
 };
 use plimsoll_core::{Budget, Bytes, DeviceKind, DevicePlan, DeviceSpec, Parallelism, Plan, Remedy, Rung};
 use plimsoll_program::Share;
@@ -15,7 +17,7 @@ use std::collections::BTreeMap;
 
 /// Room for the memory of a process outside its arenas, which varies from start to start.
 const PROCESS_VARIATION: Bytes = Bytes::mib(1);
-/// Steps between the present load lines and those that are enough, in which lower lines are tried.
+/// Number of steps into which the way from the present load lines to sufficient ones is divided, to find lower ones.
 const LINE_STEPS: u64 = 32;
 
 /// A change of the settings of a request.
@@ -37,7 +39,7 @@ struct RatedChange {
 }
 
 impl Change {
-    /// Plans the team under the change; none where it does not fit.
+    /// Plans the team under the change; `None` if it does not fit.
     fn plan(&self, team: &TeamRequest) -> Option<TeamOutcome> {
         let changed_spec = |(number, request): (usize, &PlanRequest)| {
             let budget = self.budgets.get(&number).copied();
@@ -58,6 +60,15 @@ impl Change {
             evaluations: None,
         })?;
         (!require_all || outcome.workers.len() == team.devices.len()).then_some(outcome)
+    }
+
+    /// Rates the change; `None` if the team does not fit, or if at most `before` devices like `device` take part.
+    fn rate(self, team: &TeamRequest, device: usize, before: usize) -> Option<RatedChange> {
+        let outcome = self.plan(team)?;
+        let is_alike = |other: usize| team.first_alike(other) == team.first_alike(device);
+        let taken = outcome.workers.iter().filter(|worker| is_alike(worker.device)).count();
+        let tokens_per_second = outcome.plan.predicted.tokens_per_second;
+        (taken > before).then_some(RatedChange { change: self, tokens_per_second })
     }
 
     /// Returns the change as command-line settings, for a command that asked for its devices with `devices`.
@@ -83,8 +94,8 @@ impl Change {
     }
 }
 
-/// Adds to each excluded device of a plan the settings with which it would take part, where there are any. `devices` is what
-/// the command asked for its devices with.
+/// Adds to each excluded device of a plan its remedy: the settings with which it would take part, if there are any.
+/// `devices` is the device list of the command, which the settings change. A refusal is left as it is.
 pub fn add_device_remedies(team: &TeamRequest, devices: &DevicesRequest, plan: &mut Plan) {
     let without = plan.predicted.tokens_per_second;
     let mut known: Vec<(usize, Option<RatedChange>)> = Vec::new();
@@ -93,12 +104,7 @@ pub fn add_device_remedies(team: &TeamRequest, devices: &DevicesRequest, plan: &
         let is_alike = |other: usize| team.first_alike(other) == team.first_alike(device);
         // A change is a remedy if more of the identical devices take part, whichever they are.
         let before = (0..team.devices.len()).filter(|number| is_alike(*number) && !excluded.contains(number)).count();
-        let rate = |change: Change| {
-            let outcome = change.plan(team)?;
-            let taken = outcome.workers.iter().filter(|worker| is_alike(worker.device)).count();
-            let tokens_per_second = outcome.plan.predicted.tokens_per_second;
-            (taken > before).then_some(RatedChange { change, tokens_per_second })
-        };
+        let rate = |change: Change| change.rate(team, device, before);
         // Identical devices have the same remedy, unless it names a device.
         let found = match known.iter().find(|(other, _)| is_alike(*other)) {
             Some((_, Some(rated))) if rated.change.budgets.is_empty() => Some(rated.clone()),
@@ -116,7 +122,8 @@ pub fn add_device_remedies(team: &TeamRequest, devices: &DevicesRequest, plan: &
     }
 }
 
-/// Returns where `devices` names a device of the team. Paper devices may share a name; they are named in the team's order.
+/// Returns the index in `devices` of device `number` of the team; `None` if its name is not there. Paper devices may
+/// share a name: they are in the same order in both.
 fn position_in_request(team: &TeamRequest, devices: &DevicesRequest, number: usize) -> Option<usize> {
     let name = &team.devices[number].device.name;
     let before = team.devices[..number].iter().filter(|request| request.device.name == *name).count();
@@ -154,7 +161,7 @@ fn possible_changes(team: &TeamRequest, devices: &DevicesRequest, device: usize,
     changes
 }
 
-/// Returns the load line under which a device fits a request, in whole MiB; none where no line is enough.
+/// Returns a load line under which the request fits on its device, in whole MiB; `None` if no load line is enough.
 fn needed_budget(request: &PlanRequest) -> Option<Bytes> {
     let mut request = request.clone();
     (request.lossy.allow, request.lossy.offer) = (vec![], vec![]);
@@ -163,8 +170,8 @@ fn needed_budget(request: &PlanRequest) -> Option<Bytes> {
     Some(Bytes::mib(need.budget_bytes.0.div_ceil(1 << 20)) + PROCESS_VARIATION)
 }
 
-/// Adds the first single lossy rung with which the whole team fits, where none lets one device fit alone. Needs that take this
-/// rung and more are then removed.
+/// Adds a remedy to a refusal: the first single lossy rung with which the whole team fits. Remedies that take this rung
+/// and more are then removed. Nothing changes if a single rung already lets one device fit alone.
 pub(super) fn prefer_single_rung(team: &TeamRequest, refused: &mut Plan) {
     let (request, budget) = (&team.devices[0], refused.devices[0].budget_bytes);
     let is_rungs_only = |need: &Remedy| need.host_bytes.is_none() && need.file_bytes.is_none();
@@ -184,11 +191,12 @@ pub(super) fn prefer_single_rung(team: &TeamRequest, refused: &mut Plan) {
     let needs = &mut refused.needs;
     let at = needs.iter().position(|need| !need.allow.is_empty()).unwrap_or(needs.len());
     let allow = taken.into_iter().filter(|rung| !request.rungs.contains(rung)).collect();
-    needs.insert(at, remedy(allow, budget));
+    needs.insert(at, Remedy::new(allow, budget));
 }
 
-/// Converts the needs of one device to needs of a team in which every device has to take part. Each device gets an even share
-/// of the sequences and of the host, and the load lines that it then needs. Needs that are not enough for all are dropped.
+/// Converts the remedies of one refused device to remedies of a team in which every device has to take part. Each
+/// device gets an even share of the sequences and of the host, and the load line that it then needs. Remedies that are
+/// not enough for all devices are dropped.
 pub(super) fn needs_for_all(team: &TeamRequest, refused: &Plan) -> Vec<Remedy> {
     let enough_sequences = team.sequences_per_step() >= team.devices.len() as u64;
     let Some(first) = refused.devices.first().filter(|_| enough_sequences) else { return vec![] };
@@ -204,7 +212,7 @@ pub(super) fn needs_for_all(team: &TeamRequest, refused: &Plan) -> Vec<Remedy> {
     needs
 }
 
-/// Converts one need to a need of all devices, data parallel; none where it is not enough.
+/// Converts one remedy of a device to a remedy of all devices, data parallel; `None` if it is not enough for them.
 fn need_for_all(team: &TeamRequest, first: &DevicePlan, need: &Remedy) -> Option<Remedy> {
     let (total, ranks) = (team.sequences_per_step(), team.devices.len() as u64);
     let sequences: Vec<u64> = (0..ranks).map(|rank| total * (rank + 1) / ranks - total * rank / ranks).collect();
@@ -242,16 +250,25 @@ fn need_for_all(team: &TeamRequest, first: &DevicePlan, need: &Remedy) -> Option
     Some(Remedy { other_budget_bytes: others, budget_bytes, peak_bytes: None, ..need.clone() })
 }
 
-/// A device with too low a load line for a need.
+/// A device whose load line a remedy raises.
 struct ShortDevice {
     number: usize,
     budget: Bytes,
-    /// The load line that is enough data parallel.
+    /// The load line of the remedy, which is enough for a data parallel team.
     enough: Bytes,
 }
 
-/// Lowers the load lines of a need as far as all devices still fit with another kind of parallelism than data parallel. Tries
-/// by bisection in steps between the present lines and those of the need.
+impl ShortDevice {
+    /// Returns the load line at a step between the present one and the sufficient one, in whole MiB.
+    fn budget_at(&self, step: u64) -> Bytes {
+        let more = (self.enough.0 - self.budget.0).div_ceil(LINE_STEPS) * step;
+        self.enough.min(Bytes::mib((self.budget.0 + more).div_ceil(1 << 20)))
+    }
+}
+
+/// Lowers the load lines of a remedy as far as all devices still fit, with any kind of parallelism. The search is a
+/// bisection over steps between the present load lines and those of the remedy, which are enough for a data parallel
+/// team.
 fn with_lower_budgets(team: &TeamRequest, first: &DevicePlan, need: &Remedy) -> Remedy {
     let enough = |name: &String| match need.other_budget_bytes.get(name) {
         Some(budget) => Some(*budget),
@@ -264,23 +281,15 @@ fn with_lower_budgets(team: &TeamRequest, first: &DevicePlan, need: &Remedy) -> 
     };
     let short: Vec<ShortDevice> = team.devices.iter().enumerate().filter_map(to_short).collect();
     let budgets_at = |step: u64| -> BTreeMap<usize, Bytes> {
-        let budget_at = |device: &ShortDevice| {
-            let more = (device.enough.0 - device.budget.0).div_ceil(LINE_STEPS) * step;
-            (device.number, device.enough.min(Bytes::mib((device.budget.0 + more).div_ceil(1 << 20))))
-        };
-        short.iter().map(budget_at).collect()
+        short.iter().map(|device| (device.number, device.budget_at(step))).collect()
     };
-    let (mut too_low, mut sufficient) = (0, LINE_STEPS);
-    while sufficient - too_low > 1 {
-        let step = (too_low + sufficient) / 2;
+    let is_enough = |step: u64| {
         let lower = |(number, budget): (usize, Bytes)| (number, budget.saturating_sub(PROCESS_VARIATION));
         let budgets = budgets_at(step).into_iter().map(lower).collect();
-        match (Change { budgets, require_all: true, ..Change::default() }.plan(team)) {
-            Some(_) => sufficient = step,
-            None => too_low = step,
-        }
-    }
-    let budgets = budgets_at(sufficient);
+        Change { budgets, require_all: true, ..Change::default() }.plan(team).is_some()
+    };
+    // The lines of the need itself are enough.
+    let budgets = budgets_at(bisection::smallest(1..LINE_STEPS, 0, is_enough));
     let of_name = |name: &String| budgets.iter().find(|(number, _)| team.devices[**number].device.name == *name);
     let budget = |name: &String, before: Bytes| of_name(name).map_or(before, |(_, budget)| *budget);
     let others = need.other_budget_bytes.iter().map(|(name, before)| (name.clone(), budget(name, *before))).collect();

@@ -1,15 +1,15 @@
 //! Sharded teams (FSDP, ZeRO-3): weights, gradients and optimizer state are split over all devices.
 //!
-//! - **Shards** have the size that each device's memory allows, counted in parts of 1024. Each layer is gathered for each
-//!   pass over it, so no device has to hold the model.
-//! - **Sequences** of each micro-batch go to the devices by speed. Devices wait for each other at each layer, so all have the
-//!   same number of micro-batches.
-//! - **Storage-only workers** hold a shard and compute nothing but its update: devices without room for one sequence, and
-//!   devices that would slow the others even with one.
+//! - **Shards** have the size that each device's memory allows, counted in parts of 1024. Each layer is gathered for
+//!   each pass over it, so no device has to hold the model.
+//! - **Sequences** of each micro-batch go to the devices by speed. Devices wait for each other at each layer, so all
+//!   have the same number of micro-batches.
+//! - **Storage-only workers** hold a shard and compute nothing but its update: devices without room for one sequence,
+//!   and devices that would slow the others even with one.
 //!
-//! The search tries numbers of micro-batches, fewest first. More micro-batches repeat the collectives more often; fewer need
-//! more activation memory, and so more recompute. Each number is first sketched ([`Sketch`]) from two measurements per rank:
-//! without recompute, and with full recompute. The most promising sketches are searched for recipes.
+//! The search tries numbers of micro-batches, fewest first. More micro-batches repeat the collectives more often; fewer
+//! need more activation memory, and so more recompute. Each number is first sketched ([`Sketch`]) from two measurements
+//! per rank: without recompute, and with full recompute. The most promising sketches are searched for recipes.
 
 use super::candidate::{TeamCandidate, TeamSearch, WorkerCandidate};
 use super::exclusion::exclude_others;
@@ -27,17 +27,19 @@ use std::collections::{HashMap, HashSet};
 
 mod sizing;
 
-/// The parts that the sharded bytes are counted in: the shards of all ranks add up to this.
+/// Number of parts in which shards are counted: the shards of all ranks add up to it.
 const ALL_PARTS: u64 = 1024;
-/// Sketches within this factor of the fastest are searched for recipes, too.
+/// Factor on the time of the fastest sketch (a team with estimated times). Sketches up to the product are searched for
+/// recipes, too.
 const NEAR_FASTEST: f64 = 1.03;
-/// Sketches that are searched for recipes at most; more only if none of these has recipes.
+/// Most sketches (teams with estimated times) that are searched for recipes. More are searched only if none of these
+/// has any.
 const MAX_SEARCHED: usize = 2;
-/// Numbers of micro-batches in a row that may be slower than the best before the rest is skipped.
+/// Most numbers of micro-batches in a row that may be slower than the best; with one more, the search skips the rest.
 const MAX_SLOWER_IN_A_ROW: usize = 2;
 /// The reason given for a device that has no recipe to compute with.
 const NO_RECIPE: &str = "no recipe fits on it that computes a sequence of each micro-batch";
-/// Times that a sketch is made anew with less memory because a rank has no recipe for its share.
+/// Most times that a sketch (a team with estimated times) is made anew because it does not fit a rank.
 const MAX_REDRAWS: usize = 4;
 
 /// The search for sharded teams, with some lossy rungs taken.
@@ -47,15 +49,15 @@ pub(super) struct Sharded<'t, 'q> {
     /// Bytes of each device that the search leaves free because a candidate did not pack.
     held_back: Vec<u64>,
     sharded_bytes: OnceCell<ShardedBytes>,
-    /// Seconds of a micro-batch, by device and size.
+    /// Predicted seconds in which a device computes a micro-batch, by the first device of its kind and by size.
     compute_seconds: RefCell<HashMap<(usize, u32), f64>>,
     rank_costs: RefCell<HashMap<RankKey, RankCosts>>,
 }
 
-/// The properties that the cost of a rank depends on.
+/// The properties on which the predicted seconds and bytes of a rank depend.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct RankKey {
-    /// The first device of the kind.
+    /// The first device that is identical to the rank's device.
     device: usize,
     micro_batch: u32,
     ranks: usize,
@@ -63,16 +65,16 @@ struct RankKey {
     link: u64,
 }
 
-/// A team with estimated times, before recipes are searched.
+/// A sharded team with estimated times, before recipes are searched.
 #[derive(Clone, Debug)]
 struct Sketch {
-    /// Micro-batches of a step.
+    /// Number of micro-batches of a step.
     micro_batch_count: u64,
-    /// Sequences of a micro-batch on each rank.
+    /// Number of sequences of a micro-batch on each rank.
     micro_batches: Vec<u64>,
     /// The shard of each rank, in parts of 1024.
     shards: Vec<u64>,
-    /// The load line of each rank's portion of the host.
+    /// Most bytes of host memory that each rank may use.
     hosts: Vec<Bytes>,
     /// Bytes of the shards that are offloaded to the host, of all ranks together.
     offloaded: f64,
@@ -88,7 +90,7 @@ struct Roles {
 }
 
 impl Roles {
-    /// Assigns roles to `devices`: those that `storage_only` selects compute nothing.
+    /// Assigns roles to `devices`: those that `storage_only` selects only store a shard, the others compute, too.
     fn new(devices: Vec<usize>, storage_only: impl Fn(usize) -> bool) -> Roles {
         Roles { storage_only: devices.iter().map(|&device| storage_only(device)).collect(), devices }
     }
@@ -122,13 +124,13 @@ impl<'t, 'q> Sharded<'t, 'q> {
         self.max_tokens_per_second_of(0..self.team.devices.len())
     }
 
-    /// Returns the upper bound for a team in which only `devices` compute.
+    /// Returns an upper bound on the tokens per second of a team in which only `devices` compute.
     fn max_tokens_per_second_of(&self, devices: impl Iterator<Item = usize>) -> f64 {
         self.max_rate(devices, None)
     }
 
-    /// Returns about the upper bound for `devices`, where a micro-batch may also be the whole step: the largest micro-batch
-    /// mostly is the fastest.
+    /// Estimates the most tokens per second of a team of `devices`. Micro-batches may also be the whole step, because
+    /// the largest micro-batch mostly is the fastest.
     pub fn approximate_max_tokens_per_second(&self, devices: &[usize]) -> f64 {
         self.max_rate(devices.iter().copied(), Some(self.team.sequences_per_step()))
     }
@@ -136,17 +138,21 @@ impl<'t, 'q> Sharded<'t, 'q> {
     /// Adds up the best tokens per second of each device, over micro-batches that are powers of two and `extra_size`.
     fn max_rate(&self, devices: impl Iterator<Item = usize>, extra_size: Option<u64>) -> f64 {
         let total = self.team.sequences_per_step();
-        let best_rate = |device: usize| {
-            let sizes = (0..32).map(|power| 1u64 << power).take_while(|&size| size <= total).chain(extra_size);
-            let pinned = self.team.devices[device].pins.micro_batch.map(u64::from);
-            let rate = |size: u64| size as f64 / self.micro_batch_seconds(device, size);
-            sizes.filter(|size| pinned.is_none_or(|pin| pin == *size)).chain(pinned).map(rate).fold(0.0, f64::max)
-        };
-        let sequences_per_second: f64 = devices.map(best_rate).sum();
+        let sequences_per_second: f64 = devices.map(|device| self.max_rate_of_device(device, extra_size)).sum();
         sequences_per_second * self.team.tokens_per_step() / total as f64
     }
 
-    /// Estimates the least host memory that is enough: every device computes one sequence at a time with full recompute.
+    /// Returns the best sequences per second of a device, over micro-batches that are powers of two and `extra_size`.
+    fn max_rate_of_device(&self, device: usize, extra_size: Option<u64>) -> f64 {
+        let total = self.team.sequences_per_step();
+        let sizes = (0..32).map(|power| 1u64 << power).take_while(|&size| size <= total).chain(extra_size);
+        let pinned = self.team.devices[device].pins.micro_batch.map(u64::from);
+        let rate = |size: u64| size as f64 / self.micro_batch_seconds(device, size);
+        sizes.filter(|size| pinned.is_none_or(|pin| pin == *size)).chain(pinned).map(rate).fold(0.0, f64::max)
+    }
+
+    /// Estimates the least host memory that is enough: every device computes one sequence at a time with full
+    /// recompute. `None` if such a team does not fit with any host memory.
     pub fn least_host(&self) -> Option<Bytes> {
         let roles = Roles::all_compute((0..self.team.devices.len()).collect());
         let ranks = roles.devices.len();
@@ -154,28 +160,31 @@ impl<'t, 'q> Sharded<'t, 'q> {
         Some(Bytes(sketch.offloaded as u64))
     }
 
-    /// Returns the seconds in which a device computes a micro-batch. Powers of two are measured; between them the time is
-    /// interpolated.
+    /// Predicts the seconds in which a device computes a micro-batch. For powers of two, they are read from Programs;
+    /// between them they are interpolated.
     fn micro_batch_seconds(&self, device: usize, micro_batch: u64) -> f64 {
         if micro_batch == 0 {
             return 0.0;
         }
         let kind = self.team.first_alike(device);
-        let measured = |size: u64| {
-            let key = (kind, size as u32);
-            let known = self.compute_seconds.borrow().get(&key).copied();
-            known.unwrap_or_else(|| {
-                let request = with_lossy(&self.team.devices[kind], self.rungs);
-                let seconds = single_device_compute_seconds(&request, size as u32);
-                self.compute_seconds.borrow_mut().insert(key, seconds);
-                seconds
-            })
-        };
+        let measured = |size: u64| self.measured_seconds(kind, size as u32);
         let below = 1 << micro_batch.ilog2();
         match micro_batch - below {
             0 => measured(below),
             more => measured(below) + (measured(2 * below) - measured(below)) * more as f64 / below as f64,
         }
+    }
+
+    /// Predicts the seconds in which a device computes a micro-batch, once for each size and kind of device. `kind` is
+    /// the first device of the kind.
+    fn measured_seconds(&self, kind: usize, micro_batch: u32) -> f64 {
+        if let Some(&known) = self.compute_seconds.borrow().get(&(kind, micro_batch)) {
+            return known;
+        }
+        let request = with_lossy(&self.team.devices[kind], self.rungs);
+        let seconds = single_device_compute_seconds(&request, micro_batch);
+        self.compute_seconds.borrow_mut().insert((kind, micro_batch), seconds);
+        seconds
     }
 
     /// Returns the request for the share of one worker; `spec` is its device as the team plans with it.
@@ -190,7 +199,8 @@ impl<'t, 'q> Sharded<'t, 'q> {
         PlanRequest { pins, ..request }
     }
 
-    /// Returns a device as a team of `devices` plans with it: with the slowest link, and without the bytes held back.
+    /// Returns the specification of a device in a team of `devices`. It has the team's slowest link, and a load line
+    /// that is lower by the bytes held back.
     fn spec_in_team(&self, device: usize, devices: &[usize]) -> DeviceSpec {
         let spec = self.team.devices[device].device;
         let team_link = slowest_link(devices.iter().map(|&device| self.team.devices[device].device.team_link));
@@ -198,7 +208,7 @@ impl<'t, 'q> Sharded<'t, 'q> {
         DeviceSpec { team_link, budget, ..spec.clone() }
     }
 
-    /// Returns the measured cost of a device as a rank of a team of `devices`, with even shards.
+    /// Predicts seconds and bytes of a device as a rank of a team of `devices`, with even shards.
     fn rank_cost(&self, device: usize, micro_batch: u64, devices: &[usize]) -> RankCosts {
         let spec = self.spec_in_team(device, devices);
         let key = RankKey {
@@ -207,21 +217,20 @@ impl<'t, 'q> Sharded<'t, 'q> {
             ranks: devices.len(),
             link: spec.team_link.bytes_per_second.to_bits(),
         };
-        let known = self.rank_costs.borrow().get(&key).copied();
-        known.unwrap_or_else(|| {
-            let ranks = devices.len() as u64;
-            let state = even_shards(ranks);
-            let share =
-                Share { parallelism: Some(Parallelism::Sharded), ranks: ranks as u32, state, ..Share::SINGLE_DEVICE };
-            let request = self.team.request_for(device, &share, micro_batch, Bytes::ZERO);
-            let request = PlanRequest { device: &spec, ..with_lossy(&request, self.rungs) };
-            let cost = RankCosts::measure(&request, micro_batch as u32);
-            self.rank_costs.borrow_mut().insert(key, cost);
-            cost
-        })
+        if let Some(&known) = self.rank_costs.borrow().get(&key) {
+            return known;
+        }
+        let ranks = devices.len() as u64;
+        let (parallelism, state) = (Some(Parallelism::Sharded), even_shards(ranks));
+        let share = Share { parallelism, ranks: ranks as u32, state, ..Share::SINGLE_DEVICE };
+        let request = self.team.request_for(device, &share, micro_batch, Bytes::ZERO);
+        let request = PlanRequest { device: &spec, ..with_lossy(&request, self.rungs) };
+        let cost = RankCosts::measure(&request, micro_batch as u32);
+        self.rank_costs.borrow_mut().insert(key, cost);
+        cost
     }
 
-    /// Returns the shard sizes that the request fixes, if it does.
+    /// Returns the shard sizes that the request fixes; `None` if it leaves them open.
     fn fixed_shards(&self) -> Option<&'t [u64]> {
         match &self.team.constraint {
             Some(TeamConstraint::ShardSizes(shards)) => Some(shards),
@@ -229,7 +238,8 @@ impl<'t, 'q> Sharded<'t, 'q> {
         }
     }
 
-    /// Returns the bytes of a device beside its fixed shard, as far as the shard cannot be offloaded to the host.
+    /// Returns the bytes of a device's arena that its shard leaves free. Only a fixed shard counts, less the bytes of
+    /// it that the host can hold.
     fn room_beside_fixed_shard(&self, device: usize, devices: &[usize]) -> u64 {
         let shard_bytes = |shards: &[u64]| (self.sharded_bytes().all * shards[device] as f64 / ALL_PARTS as f64) as u64;
         let resident = self.fixed_shards().map_or(0, |shards| shard_bytes(shards).saturating_sub(self.team.host.0));
@@ -240,8 +250,9 @@ impl<'t, 'q> Sharded<'t, 'q> {
         *self.sharded_bytes.get_or_init(|| ShardedBytes::measure(&with_lossy(&self.team.devices[0], self.rungs)))
     }
 
-    /// Distributes the sequences of a micro-batch. Each computing rank gets one, and each further sequence goes to the rank
-    /// that ends first with it. No rank gets more than its cap; none where the caps are too low.
+    /// Distributes the sequences of a micro-batch, and returns the number of each rank. Each computing rank gets one,
+    /// and each further sequence goes to the rank that ends first with it. No rank gets more than its cap. Returns
+    /// `None` if the caps are too low, or if there are fewer sequences than computing ranks.
     fn split_micro_batch(&self, roles: &Roles, sequences: u64, caps: &[u64]) -> Option<Vec<u64>> {
         let Roles { devices, storage_only } = roles;
         let mut own: Vec<u64> = storage_only.iter().map(|&storage_only| u64::from(!storage_only)).collect();
@@ -258,8 +269,8 @@ impl<'t, 'q> Sharded<'t, 'q> {
         Some(own)
     }
 
-    /// Sketches a team with micro-batches of `micro_batch` sequences over all ranks. `unused` bytes of each rank stay free.
-    /// None where no split of the micro-batch fits.
+    /// Sketches a team with micro-batches of `micro_batch` sequences over all ranks. `unused` bytes of each rank stay
+    /// free. Returns `None` if no split of the micro-batch fits.
     fn sketch(&self, roles: &Roles, micro_batch: u64, unused: &[u64]) -> Option<Sketch> {
         let Roles { devices, storage_only } = roles;
         let total = self.team.sequences_per_step();
@@ -298,7 +309,8 @@ impl<'t, 'q> Sharded<'t, 'q> {
         None
     }
 
-    /// Sizes the shards for given micro-batches and costs. None where the host is too small for what has to be offloaded.
+    /// Sizes the shards for given micro-batches, and for the predicted seconds and bytes of each rank. Returns `None`
+    /// if the host is too small for the bytes that have to be offloaded.
     fn size_shards(
         &self,
         devices: &[usize],
@@ -335,7 +347,8 @@ impl<'t, 'q> Sharded<'t, 'q> {
         })
     }
 
-    /// Returns sketches of the numbers of micro-batches that are worth trying, fastest first.
+    /// Returns a sketch (a sharded team with estimated times, without recipes) for each number of micro-batches that is
+    /// worth trying, fastest first.
     fn sketches(&self, roles: &Roles) -> Vec<Sketch> {
         let (total, least) = (self.team.sequences_per_step(), roles.computing_count());
         let mut sizes: Vec<u64> = match self.team.devices[0].pins.micro_batch {
@@ -374,7 +387,8 @@ impl<'t, 'q> Sharded<'t, 'q> {
             .or_else(|| sketches.iter().skip(searched_count).find_map(|sketch| self.with_recipes(roles, sketch)))
     }
 
-    /// Searches a recipe for each rank of a sketch. Where a rank has none, the sketch is made anew with less of its memory.
+    /// Searches a recipe for each rank of a sketch. If a rank has none, the sketch is made anew with less of its
+    /// memory. Returns `None` if that does not help.
     fn with_recipes(&self, roles: &Roles, sketch: &Sketch) -> Option<TeamCandidate> {
         let devices = &roles.devices;
         let specs: Vec<DeviceSpec> = devices.iter().map(|&device| self.spec_in_team(device, devices)).collect();
@@ -410,7 +424,7 @@ impl<'t, 'q> Sharded<'t, 'q> {
         None
     }
 
-    /// Returns, for each rank, the identical rank with the largest shard. All identical ranks get its recipe.
+    /// Returns, for each rank, the rank with the largest shard among those identical to it. All of them get its recipe.
     fn representatives(&self, workers: &[WorkerCandidate], shards: &[u64]) -> Vec<usize> {
         let are_alike = |a: &WorkerCandidate, b: &WorkerCandidate| {
             self.team.first_alike(a.device) == self.team.first_alike(b.device)
@@ -424,7 +438,7 @@ impl<'t, 'q> Sharded<'t, 'q> {
         (0..workers.len()).map(largest).collect()
     }
 
-    /// Returns the workers of a sketch. Of their recipes only the micro-batch is set.
+    /// Returns the workers of a sketch. Only the micro-batch is set in their recipes.
     fn workers_without_recipes(&self, devices: &[usize], sketch: &Sketch) -> Vec<WorkerCandidate> {
         let mut sequences: Vec<u64> = sketch.micro_batches.iter().map(|own| own * sketch.micro_batch_count).collect();
         for _ in self.team.sequences_per_step()..sequences.iter().sum() {
@@ -432,20 +446,15 @@ impl<'t, 'q> Sharded<'t, 'q> {
             sequences[most.expect("a team has a device")] -= 1;
         }
         let shares = shares(&sequences, &sketch.shards, sketch.micro_batch_count);
-        let worker = |(rank, share): (usize, Share)| WorkerCandidate {
-            device: devices[rank],
-            share,
-            sequences: sequences[rank],
-            recipe: plimsoll_core::Recipe::on_device(sketch.micro_batches[rank] as u32, vec![]),
-            host: sketch.hosts[rank],
-            device_bytes: 0,
-            host_bytes: 0,
+        let worker = |(rank, share): (usize, Share)| {
+            let (micro_batch, host) = (sketch.micro_batches[rank] as u32, sketch.hosts[rank]);
+            WorkerCandidate::without_recipe(devices[rank], share, sequences[rank], micro_batch, host)
         };
         shares.into_iter().enumerate().map(worker).collect()
     }
 
-    /// Finds the fastest candidate over `devices`. Devices without room for a sequence only store a shard. Of the other
-    /// devices, the slowest also only store a shard or, with `may_exclude`, are left out: as many as is fastest.
+    /// Finds the fastest candidate over `devices`. Devices without room for a sequence only store a shard. The search
+    /// also tries to let the slowest of the other devices only store a shard or, with `may_exclude`, to leave them out.
     fn fastest_among(&self, mut devices: Vec<usize>, may_exclude: bool) -> Option<TeamCandidate> {
         let all = devices.clone();
         let has_room_for = |device: usize, sequences: u64| {
@@ -493,8 +502,8 @@ impl<'t, 'q> Sharded<'t, 'q> {
         best
     }
 
-    /// Returns the fastest candidate without one of the storage-only workers, if it is faster: a shard may cost more time in
-    /// collectives than its memory saves.
+    /// Returns the fastest candidate without one of the storage-only workers; `None` if none is faster than
+    /// `candidate`. A shard may take more time in collectives than its memory saves.
     fn without_one_storage_worker(&self, candidate: &TeamCandidate) -> Option<TeamCandidate> {
         let devices = candidate.devices();
         let mut seen = HashSet::new();
@@ -511,8 +520,9 @@ impl<'t, 'q> Sharded<'t, 'q> {
         fastest(candidates).filter(|without| without.seconds < candidate.seconds)
     }
 
-    /// Returns a candidate with other roles, to compare with. If `candidate` has storage-only workers, all devices compute in
-    /// the other. Else the slowest devices that have one sequence of each micro-batch only store a shard there.
+    /// Returns a candidate with other roles, for comparison. If `candidate` has storage-only workers, all devices
+    /// compute in the returned one. Otherwise the slowest devices only store a shard in it, if they have one sequence
+    /// of each micro-batch. Returns `None` if there is no such candidate.
     pub fn with_other_roles(&self, candidate: &TeamCandidate) -> Option<TeamCandidate> {
         let all_compute = Roles::all_compute(candidate.devices());
         if candidate.workers.iter().any(WorkerCandidate::is_storage_only) {
@@ -527,8 +537,25 @@ impl<'t, 'q> Sharded<'t, 'q> {
         if slow.is_empty() || roles.computing_count() == 0 { None } else { self.fastest_with_roles(&roles) }
     }
 
-    /// Returns why the devices that `computes` selects store only: the throughput of the team if they computed, too. None
-    /// where they cannot compute.
+    /// Returns why a storage-only worker computes nothing. Identical workers get one reason, about all of them.
+    fn reason_of_storage_worker(&self, candidate: &TeamCandidate, device: usize) -> String {
+        let is_alike = |other: usize| self.team.first_alike(other) == self.team.first_alike(device);
+        let alike = candidate.workers.iter().filter(|other| other.is_storage_only() && is_alike(other.device));
+        let others = alike.count() as u64 - 1;
+        let about_all = || {
+            let subject = format!("with sequences of their own it and {} like it", format_count(others, "other"));
+            self.storage_only_reason(candidate, &subject, &is_alike)
+        };
+        let about_one = || {
+            let subject = "with sequences of its own it";
+            self.storage_only_reason(candidate, subject, &|other| other == device)
+        };
+        let about_all = if others > 0 { about_all() } else { None };
+        about_all.or_else(about_one).unwrap_or_else(|| NO_RECIPE.to_owned())
+    }
+
+    /// Returns why the devices that `computes` selects only store a shard: the throughput of the team if they computed,
+    /// too. Returns `None` if they cannot compute.
     fn storage_only_reason(
         &self,
         candidate: &TeamCandidate,
@@ -542,7 +569,7 @@ impl<'t, 'q> Sharded<'t, 'q> {
     }
 }
 
-/// Returns the fastest of some candidates.
+/// Returns the fastest of some candidates; `None` without candidates.
 fn fastest(candidates: impl Iterator<Item = TeamCandidate>) -> Option<TeamCandidate> {
     candidates.min_by(|a, b| a.seconds.total_cmp(&b.seconds))
 }
@@ -576,23 +603,7 @@ impl TeamSearch for Sharded<'_, '_> {
     }
 
     fn storage_only_reasons(&self, candidate: &TeamCandidate) -> Vec<Option<String>> {
-        let reason = |worker: &WorkerCandidate| {
-            let is_alike = |device: usize| self.team.first_alike(device) == self.team.first_alike(worker.device);
-            let alike =
-                candidate.workers.iter().filter(|other| other.is_storage_only() && is_alike(other.device)).count()
-                    as u64;
-            // Identical workers get one reason, about all of them.
-            let about_all = (alike > 1).then(|| {
-                let subject =
-                    format!("with sequences of their own it and {} like it", format_count(alike - 1, "other"));
-                self.storage_only_reason(candidate, &subject, &is_alike)
-            });
-            let about_one = || {
-                let subject = "with sequences of its own it";
-                self.storage_only_reason(candidate, subject, &|device| device == worker.device)
-            };
-            about_all.flatten().or_else(about_one).unwrap_or_else(|| NO_RECIPE.to_owned())
-        };
+        let reason = |worker: &WorkerCandidate| self.reason_of_storage_worker(candidate, worker.device);
         candidate.workers.iter().map(|worker| worker.is_storage_only().then(|| reason(worker))).collect()
     }
 
@@ -603,7 +614,12 @@ impl TeamSearch for Sharded<'_, '_> {
 
 /// Returns the shares of a sharded team in the order of ranks, for `micro_batch_count` micro-batches per step.
 pub(super) fn shares(sequences: &[u64], shards: &[u64], micro_batch_count: u64) -> Vec<Share> {
-    let share = |rank: usize| Share {
+    (0..sequences.len()).map(|rank| share_of_rank(sequences, shards, micro_batch_count, rank)).collect()
+}
+
+/// Returns the share of one rank of a sharded team.
+fn share_of_rank(sequences: &[u64], shards: &[u64], micro_batch_count: u64, rank: usize) -> Share {
+    Share {
         parallelism: Some(Parallelism::Sharded),
         rank: rank as u32,
         ranks: sequences.len() as u32,
@@ -611,11 +627,10 @@ pub(super) fn shares(sequences: &[u64], shards: &[u64], micro_batch_count: u64) 
         state: shards.to_vec(),
         micro_batches: micro_batch_count,
         ..Share::SINGLE_DEVICE
-    };
-    (0..sequences.len()).map(share).collect()
+    }
 }
 
-/// Returns shards of equal size, as far as 1024 can be divided.
+/// Returns shards that are equal, or differ by one part if 1024 is no multiple of `ranks`.
 fn even_shards(ranks: u64) -> Vec<u64> {
     (0..ranks).map(|rank| ALL_PARTS * (rank + 1) / ranks - ALL_PARTS * rank / ranks).collect()
 }
@@ -627,7 +642,7 @@ mod tests {
     use plimsoll_core::{HostSpec, Link};
     use plimsoll_program::models::{ModelConfig, preset};
 
-    /// Returns a team that trains a small model.
+    /// Returns the request for a team of `devices` that trains a model with `config`.
     fn team<'a>(config: &'a ModelConfig, devices: &'a [DeviceSpec], sequences: u64, host: Bytes) -> TeamRequest<'a> {
         let host_spec = HostSpec { budget: host, memory_bytes_per_second: 30e9, ..HostSpec::NONE };
         let request =

@@ -14,12 +14,12 @@ const INSTANT_LINK: Link = Link { bytes_per_second: f64::INFINITY, latency_secon
 struct WorkerSeconds {
     /// Seconds in which the device computes.
     busy: f64,
-    /// Seconds in which it waits for collectives or transfers.
+    /// Seconds in which the device waits for collectives or transfers.
     waiting: f64,
 }
 
-/// Puts the plan of a team together. It fits where each worker fits on its device, and all together fit on the host. The plan
-/// of each worker gets its portion of the host, and the predicted time as a part of the team.
+/// Puts the plan of a team together. The plan fits if each worker fits on its device, and all together fit on the host.
+/// In the plan of each worker, the function sets the worker's portion of the host and its predicted time in the team.
 pub(super) fn assemble(team: &TeamRequest, workers: &mut [PlannedWorker]) -> Plan {
     let fits_on_host = divide_host(team, workers);
     let link = slowest_link(workers.iter().map(|worker| team.devices[worker.device].device.team_link));
@@ -34,20 +34,8 @@ pub(super) fn assemble(team: &TeamRequest, workers: &mut [PlannedWorker]) -> Pla
     let (first, parallelism) = (&workers[0].outcome.plan, workers[0].share.parallelism);
     let is_team = parallelism.is_some();
     let step_seconds = step_seconds_of(&seconds);
-    let worker_plan = |(worker, seconds): (&PlannedWorker, &WorkerSeconds)| WorkerPlan {
-        device: team.devices[worker.device].device.name.clone(),
-        recipe: worker.outcome.plan.recipe.clone(),
-        sequences: worker.sequences,
-        layers: (parallelism == Some(Parallelism::Pipeline)).then(|| {
-            let own = worker.share.own_layers(team.devices[worker.device].config.layers);
-            [own.start, own.end]
-        }),
-        shard_1024ths: worker.share.own_state_share(),
-        reason: None,
-        algorithms: None,
-        busy_seconds: seconds.busy,
-        idle_seconds: step_seconds - seconds.busy,
-        ladder: vec![],
+    let worker_plan = |(worker, seconds): (&PlannedWorker, &WorkerSeconds)| {
+        worker_plan(team, worker, seconds.busy, step_seconds - seconds.busy)
     };
     Plan {
         fits: fits_on_host && workers.iter().all(|worker| worker.outcome.plan.fits),
@@ -67,7 +55,27 @@ pub(super) fn assemble(team: &TeamRequest, workers: &mut [PlannedWorker]) -> Pla
     }
 }
 
-/// Divides the free memory of the host evenly between the workers that use it. Returns whether all fit on it together.
+/// Returns the entry of a worker in the plan of its team.
+fn worker_plan(team: &TeamRequest, worker: &PlannedWorker, busy_seconds: f64, idle_seconds: f64) -> WorkerPlan {
+    let request = &team.devices[worker.device];
+    let own_layers = worker.share.own_layers(request.config.layers);
+    let is_stage = worker.share.parallelism == Some(Parallelism::Pipeline);
+    WorkerPlan {
+        device: request.device.name.clone(),
+        recipe: worker.outcome.plan.recipe.clone(),
+        sequences: worker.sequences,
+        layers: is_stage.then_some([own_layers.start, own_layers.end]),
+        shard_1024ths: worker.share.own_state_share(),
+        reason: None,
+        algorithms: None,
+        busy_seconds,
+        idle_seconds,
+        ladder: vec![],
+    }
+}
+
+/// Raises the host budget of each worker that uses the host: by the free memory of the host, divided by the number of
+/// all workers. Returns whether the host arenas of all workers fit on the host together.
 fn divide_host(team: &TeamRequest, workers: &mut [PlannedWorker]) -> bool {
     let used: Bytes = workers.iter().map(|worker| worker.outcome.plan.host.arena_bytes).sum();
     let free_each = team.host.saturating_sub(used).0 / workers.len() as u64;
@@ -77,7 +85,7 @@ fn divide_host(team: &TeamRequest, workers: &mut [PlannedWorker]) -> bool {
     used <= team.host
 }
 
-/// Predicts the time of each worker in a step over a link.
+/// Predicts the computing and waiting seconds of each worker in a step, with `team_link` between the workers.
 fn worker_seconds(team: &TeamRequest, workers: &[PlannedWorker], team_link: Link) -> Vec<WorkerSeconds> {
     match workers[0].share.parallelism {
         Some(Parallelism::Pipeline) => pipeline_seconds(team, workers, team_link),
@@ -92,11 +100,7 @@ fn step_seconds_of(workers: &[WorkerSeconds]) -> f64 {
 
 /// Predicts the time of each stage of a pipeline in a step.
 fn pipeline_seconds(team: &TeamRequest, workers: &[PlannedWorker], team_link: Link) -> Vec<WorkerSeconds> {
-    let stage = |worker: &PlannedWorker| {
-        let (request, precision) = (&team.devices[worker.device], worker.outcome.precision);
-        let (rates, host) = (&request.device.rates, &request.host);
-        StageSeconds::of(&worker.outcome.set, &Prices { rates, host, precision, team_link })
-    };
+    let stage = |worker: &PlannedWorker| StageSeconds::of(&worker.outcome.set, &prices(team, worker, team_link));
     let first = &workers[0];
     let micro_batches = first.share.micro_batches_of(first.sequences, first.outcome.plan.recipe.micro_batch) as u32;
     let stages: Vec<StageSeconds> = workers.iter().map(stage).collect();
@@ -107,16 +111,10 @@ fn pipeline_seconds(team: &TeamRequest, workers: &[PlannedWorker], team_link: Li
 
 /// Predicts the time of a worker that takes part in collectives (data parallel or sharded), or works alone.
 fn collective_seconds(team: &TeamRequest, worker: &PlannedWorker, team_link: Link) -> WorkerSeconds {
-    let (request, set) = (&team.devices[worker.device], &worker.outcome.set);
-    let prices = |team_link| Prices {
-        rates: &request.device.rates,
-        host: &request.host,
-        precision: worker.outcome.precision,
-        team_link,
-    };
+    let set = &worker.outcome.set;
     let micro_batches = worker.share.micro_batches_of(worker.sequences, worker.outcome.plan.recipe.micro_batch);
     let mut calls = worker.share.schedule(micro_batches as u32).calls;
-    let total = prices(team_link).schedule_seconds(set, &calls);
+    let total = prices(team, worker, team_link).schedule_seconds(set, &calls);
     // Computing alone is priced without collectives: data parallel, these are only in the last micro-batch.
     let link_without_collectives = match worker.share.parallelism {
         Some(Parallelism::Data) => {
@@ -125,8 +123,15 @@ fn collective_seconds(team: &TeamRequest, worker: &PlannedWorker, team_link: Lin
         }
         _ => INSTANT_LINK,
     };
-    let busy = prices(link_without_collectives).schedule_seconds(set, &calls);
+    let busy = prices(team, worker, link_without_collectives).schedule_seconds(set, &calls);
     WorkerSeconds { busy, waiting: (total - busy).max(0.0) }
+}
+
+/// Returns the prices of the Programs of a worker, with `team_link` between the workers.
+fn prices<'t>(team: &'t TeamRequest, worker: &PlannedWorker, team_link: Link) -> Prices<'t> {
+    let request = &team.devices[worker.device];
+    let (rates, host) = (&request.device.rates, &request.host);
+    Prices { rates, host, precision: worker.outcome.precision, team_link }
 }
 
 /// Adds up the host arenas of all workers.

@@ -23,10 +23,10 @@ pub enum ModelType {
 }
 
 impl ModelType {
-    /// All types.
+    /// All supported families.
     pub const ALL: [ModelType; 4] = [ModelType::Llama, ModelType::Mistral, ModelType::Qwen2, ModelType::Qwen3];
 
-    /// Returns the value of `model_type`.
+    /// Returns the name of the family: the value of `model_type` in `config.json`.
     pub const fn name(self) -> &'static str {
         match self {
             ModelType::Llama => "llama",
@@ -36,7 +36,7 @@ impl ModelType {
         }
     }
 
-    /// Returns the class in transformers, the value of `architectures`.
+    /// Returns the name of the model class in transformers: the value of `architectures` in `config.json`.
     pub const fn architecture(self) -> &'static str {
         match self {
             ModelType::Llama => "LlamaForCausalLM",
@@ -46,12 +46,12 @@ impl ModelType {
         }
     }
 
-    /// Returns whether queries, keys and values have biases.
+    /// Returns whether the projections to queries, keys and values have biases in this family.
     pub const fn qkv_bias(self) -> bool {
         matches!(self, ModelType::Qwen2)
     }
 
-    /// Returns whether every query and key head has a norm.
+    /// Returns whether every query and key head has an RMS norm in this family.
     pub const fn qk_norm(self) -> bool {
         matches!(self, ModelType::Qwen3)
     }
@@ -63,7 +63,7 @@ impl fmt::Display for ModelType {
     }
 }
 
-/// The scaling of rotary frequencies.
+/// The scaling of rotary frequencies: `rope_scaling` in `config.json`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub enum RopeScaling {
     /// No scaling.
@@ -86,7 +86,8 @@ pub enum RopeScaling {
     },
 }
 
-/// The configuration of a decoder of the Llama, Mistral or Qwen family.
+/// The configuration of a decoder of the Llama, Mistral or Qwen family: the content of its `config.json` as far as it
+/// determines the arithmetic. Sizes are in elements.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
     /// Model family.
@@ -95,19 +96,19 @@ pub struct ModelConfig {
     pub hidden: u64,
     /// Number of layers.
     pub layers: u64,
-    /// H: query heads.
+    /// H: number of query heads.
     pub heads: u64,
-    /// K: key and value heads; divides `heads`.
+    /// K: number of key heads and of value heads; divides `heads`.
     pub kv_heads: u64,
-    /// E: size of a head; even.
+    /// E: size of an attention head, an even number.
     pub head_dim: u64,
-    /// F: width of the feed-forward part.
+    /// F: width of the feed-forward part (`intermediate_size`).
     pub ffn: u64,
     /// V: vocabulary size.
     pub vocab: u64,
-    /// Whether the head shares the weights of the embedding.
+    /// Whether the output head shares the weights of the embedding (`tie_word_embeddings`).
     pub tied: bool,
-    /// Value added to the mean square in every norm.
+    /// Value added to the mean square in every RMS norm.
     pub norm_eps: f64,
     /// Base of the rotary frequencies.
     pub rope_theta: f64,
@@ -115,15 +116,15 @@ pub struct ModelConfig {
     pub rope_scaling: RopeScaling,
     /// Whether queries, keys and values have biases.
     pub qkv_bias: bool,
-    /// Whether every query and key head has a norm before the rotation.
+    /// Whether every query and key head has an RMS norm before the rotation.
     pub qk_norm: bool,
-    /// Longest sequence, in tokens.
+    /// Longest sequence that the model accepts, in tokens.
     pub max_positions: u64,
-    /// Token that starts a document.
+    /// Id of the token that starts a document; `None` if the model has none.
     pub bos: Option<i64>,
-    /// Tokens that end a document.
+    /// Ids of the tokens that end a document; empty if the model has none.
     pub eos: Vec<i64>,
-    /// Standard deviation of randomly initialized matrices.
+    /// Standard deviation of randomly initialized matrices (`initializer_range`).
     pub init_std: f64,
 }
 
@@ -140,17 +141,17 @@ pub(crate) mod limit {
     pub const PARAMETERS: u64 = 1 << 44;
 }
 
-/// The reason why Plimsoll cannot compute a model. Keys are those of `config.json`; a dot separates the key of an inner
-/// object.
+/// The reason why Plimsoll refuses a model configuration. Keys are those of `config.json`; a dot separates the key of
+/// an inner object.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ConfigError {
-    /// Text that is not JSON.
+    /// The text of `config.json` is not JSON, or not a JSON object.
     #[error("not valid JSON: {message}")]
     Json {
-        /// Message of the parser, with line and column.
+        /// Description of the error; for text that is not JSON with line and column.
         message: String,
     },
-    /// A missing key without a default.
+    /// A key that has no default is missing.
     #[error("`{key}` is missing, expected {expected}")]
     Missing {
         /// Missing key.
@@ -158,7 +159,7 @@ pub enum ConfigError {
         /// Description of the expected value.
         expected: String,
     },
-    /// A value out of range or of the wrong type.
+    /// A value is out of range or of the wrong type.
     #[error("`{key}` is {found}, expected {expected}")]
     Wrong {
         /// Key of the value.
@@ -168,17 +169,17 @@ pub enum ConfigError {
         /// Description of the expected value.
         expected: String,
     },
-    /// A valid value that Plimsoll does not support.
+    /// A value is valid in transformers, but Plimsoll does not support it.
     #[error("`{key}` is {found}, which is not supported; supported: {supported}")]
     Unsupported {
         /// Key of the value.
         key: String,
-        /// Value as JSON.
+        /// Value as JSON; for an absent key, the meaning of its absence.
         found: String,
         /// Supported values.
         supported: String,
     },
-    /// Two keys with contradicting values.
+    /// Two keys have contradicting values.
     #[error("`{key}` is {found}, but `{other}` is {other_found}")]
     Contradiction {
         /// First key.
@@ -190,16 +191,16 @@ pub enum ConfigError {
         /// Value of the second key, as JSON.
         other_found: String,
     },
-    /// Unknown keys, which might change the arithmetic.
+    /// The file has unknown keys, which might change the arithmetic.
     #[error("unknown {}: {}", if keys.len() == 1 { "key" } else { "keys" }, quoted(keys))]
     Unknown {
         /// Keys as in the file.
         keys: Vec<String>,
     },
-    /// An ignored key that Plimsoll knows to change the arithmetic.
+    /// The user asks to ignore a key (`--ignore-config-key`) that Plimsoll knows to change the arithmetic.
     #[error("`{key}` cannot be ignored: it changes what the model computes")]
     CannotIgnore {
-        /// Ignored key.
+        /// Key that the user asks to ignore.
         key: String,
     },
 }
@@ -214,7 +215,7 @@ fn quoted(keys: &[String]) -> String {
 }
 
 impl ConfigError {
-    /// Returns hints with which the user can solve the problem.
+    /// Returns hints with which the user can solve the problem; empty if there are none.
     pub fn hints(&self) -> Vec<String> {
         match self {
             ConfigError::Unknown { keys } if keys.len() <= 8 => {
@@ -244,22 +245,23 @@ impl From<ConfigError> for Failure {
 }
 
 impl ModelConfig {
-    /// Returns H·E, the width of all query heads.
+    /// Returns the width of all query heads together: heads · head size.
     pub fn query_width(&self) -> u64 {
         self.heads * self.head_dim
     }
 
-    /// Returns K·E, the width of all key heads, and of all value heads.
+    /// Returns the width of all key heads together, which is also that of all value heads: kv heads · head size.
     pub fn kv_width(&self) -> u64 {
         self.kv_heads * self.head_dim
     }
 
-    /// Returns (H + 2·K)·E, the rows of the fused matrix of queries, keys and values.
+    /// Returns the rows of the matrix that computes queries, keys and values at once: (heads + 2 · kv heads) · head
+    /// size.
     pub fn qkv_width(&self) -> u64 {
         self.query_width() + 2 * self.kv_width()
     }
 
-    /// Returns the parameters of one layer.
+    /// Returns the number of parameters of one layer.
     pub fn layer_parameters(&self) -> u64 {
         let attention = self.qkv_width() * self.hidden + self.hidden * self.query_width();
         let bias = if self.qkv_bias { self.qkv_width() } else { 0 };
@@ -268,13 +270,13 @@ impl ModelConfig {
         attention + bias + head_norms + feed_forward + 2 * self.hidden
     }
 
-    /// Returns the parameters of the whole model; a tied head counts once.
+    /// Returns the number of parameters of the whole model. A head that shares the embedding's weights does not count.
     pub fn parameters(&self) -> u64 {
         let tables = if self.tied { 1 } else { 2 } * self.vocab * self.hidden;
         tables + self.layers * self.layer_parameters() + self.hidden
     }
 
-    /// Checks that the sizes are in range and consistent, so that later arithmetic cannot overflow.
+    /// Checks that all values are in range and consistent. Later arithmetic on sizes cannot overflow then.
     ///
     /// # Errors
     /// Returns the first key that is out of range or inconsistent with others.

@@ -13,8 +13,8 @@ use serde_json::{Map, Value, json};
 use std::cell::RefCell;
 use std::collections::BTreeSet;
 
-/// Keys that do not change the arithmetic of training: names and versions, defaults of generation and of classifiers,
-/// and switches of what transformers returns or caches.
+/// Keys of `config.json` that do not change the arithmetic of training: names and versions, defaults of generation and
+/// of classifiers, and switches of what transformers returns or caches.
 const INERT: &[&str] = &[
     // origin
     "architectures",
@@ -87,7 +87,7 @@ const INERT: &[&str] = &[
     "typical_p",
 ];
 
-/// Returns the switches of transformers that Plimsoll does not support, each with its neutral values.
+/// Returns the keys of `config.json` that Plimsoll does not support, each with the values at which it changes nothing.
 fn neutral_switches() -> [(&'static str, Vec<Value>); 15] {
     let off = || vec![json!(false)];
     let none = || vec![json!([]), json!({})];
@@ -117,7 +117,8 @@ impl ModelConfig {
     /// `rope_scaling.KEY`.
     ///
     /// # Errors
-    /// Returns the first key that is missing, wrong, unsupported or contradicted, else all unknown keys.
+    /// Fails if the text is no JSON object. Otherwise returns the first key that is missing, wrong, unsupported,
+    /// contradicted, or ignored although it changes the arithmetic; without such a key, all unknown keys.
     pub fn from_json(text: &str, ignore_keys: &[String]) -> Result<ModelConfig, ConfigError> {
         let root: Value = serde_json::from_str(text).map_err(|e| ConfigError::Json { message: e.to_string() })?;
         let Value::Object(map) = &root else {
@@ -132,9 +133,9 @@ impl ModelConfig {
 
     /// Returns the `config.json` of this model with weights stored as `dtype`.
     ///
-    /// Keys of `base`, the file that the model was read from, are kept unless this model determines them. The key names
-    /// are those that both transformers 4 and 5 read: version 4 ignores `rope_parameters` and would compute other
-    /// frequencies.
+    /// `base` is the `config.json` that the model was read from; its keys are kept unless this model determines them.
+    /// `None` stands for a model without a file, such as a preset. The key names are those that both transformers 4 and
+    /// 5 read: version 4 ignores `rope_parameters` and would compute other frequencies.
     pub fn to_json(&self, base: Option<&Value>, dtype: DType) -> Value {
         let mut map = match base {
             Some(Value::Object(map)) => map.clone(),
@@ -188,7 +189,7 @@ impl ModelConfig {
     }
 }
 
-/// Returns the name of a dtype in PyTorch.
+/// Returns the name of a dtype in PyTorch, such as `bfloat16`.
 fn dtype_name(dtype: DType) -> &'static str {
     match dtype {
         DType::F64 => "float64",
@@ -300,7 +301,7 @@ fn read_head_dim(keys: &Keys, model_type: ModelType, hidden: u64, heads: u64) ->
     }
 }
 
-/// Refuses sliding windows, unless they are off or cover the longest sequence.
+/// Refuses sliding-window attention, unless it is off or its window covers the longest sequence.
 fn refuse_windows(keys: &Keys, model_type: ModelType, layers: u64, max_positions: u64) -> Result<(), ConfigError> {
     if let Some(found) = keys.value("layer_types") {
         let full = |list: &Vec<Value>| list.len() as u64 == layers && list.iter().all(|t| t == "full_attention");
@@ -434,13 +435,13 @@ impl<'a> Keys<'a> {
         if self.section.is_empty() { key.to_owned() } else { format!("{}.{key}", self.section) }
     }
 
-    /// Returns the value, which may be null.
+    /// Returns the value of a key, which may be null, and `None` if the key is absent.
     fn raw(&self, key: &str) -> Option<&'a Value> {
         self.asked.borrow_mut().insert(key.to_owned());
         self.map.get(key)
     }
 
-    /// Returns the value, and `None` for null.
+    /// Returns the value of a key, and `None` if it is null or absent.
     fn value(&self, key: &str) -> Option<&'a Value> {
         self.raw(key).filter(|value| !value.is_null())
     }
@@ -484,13 +485,14 @@ impl<'a> Keys<'a> {
         self.read(key, expected, |value| value.as_u64().filter(|n| (1..=largest).contains(n)))
     }
 
-    /// Returns a size that has no default.
+    /// Returns the value of a key that must be a size from 1 to `largest` and has no default.
     fn size(&self, key: &str, largest: u64) -> Result<u64, ConfigError> {
         let expected = || format!("a whole number from 1 to {largest}");
         self.whole(key, largest)?.ok_or_else(|| self.missing(key, expected()))
     }
 
-    /// Returns token numbers, given as one number, a list or null (no tokens).
+    /// Returns the token ids of a key, and `None` if the key is absent. The value is one number or null (no tokens); if
+    /// `most` is above 1, also a list of at most `most` numbers.
     fn tokens(&self, key: &str, most: usize) -> Result<Option<Vec<i64>>, ConfigError> {
         let expected = if most == 1 { "a token number or null" } else { "a token number, a list of them, or null" };
         match self.raw(key) {
@@ -510,7 +512,7 @@ impl<'a> Keys<'a> {
         self.read(key, || "an object or null".into(), |value| value.as_object().map(|map| Keys::new(map, key)))
     }
 
-    /// Refuses values other than null and those of `neutral`.
+    /// Refuses a key with a value other than null and those of `neutral`, which change nothing.
     fn must_be_neutral(&self, key: &str, neutral: &[Value]) -> Result<(), ConfigError> {
         match self.value(key) {
             Some(found) if !neutral.contains(found) => {
@@ -523,7 +525,7 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// Merges the looked-up and unknown keys of an inner object.
+    /// Adds the looked-up and unknown keys of an inner object to those of this one.
     fn adopt(&self, inner: Keys) {
         let mut asked = self.asked.borrow_mut();
         asked.extend(inner.asked.borrow().iter().map(|key| inner.path(key)));
@@ -531,7 +533,8 @@ impl<'a> Keys<'a> {
         self.unknown.borrow_mut().extend(unknown.map(|key| inner.path(key)));
     }
 
-    /// Refuses the keys that the reader has not looked up, unless they are inert or ignored.
+    /// Refuses the keys that the reader has not looked up, unless they are inert or in `ignore_keys`. Also refuses an
+    /// ignored key that the reader has looked up.
     fn finish(self, ignore_keys: &[String]) -> Result<(), ConfigError> {
         let asked = self.asked.into_inner();
         if let Some(key) = ignore_keys.iter().find(|key| asked.contains(*key)) {

@@ -5,7 +5,7 @@
 
 use super::config::{ModelConfig, ModelType, RopeScaling};
 
-/// A published shape, one row of the table.
+/// The published shape of a model: one row of the table of presets.
 struct Row {
     name: &'static str,
     model_type: ModelType,
@@ -64,7 +64,8 @@ const fn row(
 
 const PLAIN: RopeScaling = RopeScaling::None;
 
-/// Columns: name, type, [D, layers, H, K, E, F, V], tied, (theta, scaling, eps), longest sequence, [bos, eos].
+/// The presets, ordered by family and size. Columns: name, type, [hidden, layers, heads, kv heads, head size,
+/// feed-forward, vocabulary], tied, (theta, scaling, eps), longest sequence, [bos, eos].
 #[rustfmt::skip]
 static ROWS: [Row; 17] = [
     Row {
@@ -89,7 +90,8 @@ static ROWS: [Row; 17] = [
     row("qwen3-8b", Qwen3, [4096, 36, 32, 8, 128, 12288, 151_936], false, (1e6, PLAIN, 1e-6), 40960, [151_643, 151_645]),
 ];
 
-/// Returns the shape with this name.
+/// Returns the configuration of the preset (published model shape) with this name, such as `llama-3.2-1b`, and `None`
+/// if there is none.
 pub fn preset(name: &str) -> Option<ModelConfig> {
     ROWS.iter().find(|row| row.name == name).map(|row| ModelConfig {
         model_type: row.model_type,
@@ -113,12 +115,12 @@ pub fn preset(name: &str) -> Option<ModelConfig> {
     })
 }
 
-/// Returns all names, ordered by family and size.
+/// Returns the names of all presets (published model shapes), ordered by family and size.
 pub fn preset_names() -> impl Iterator<Item = &'static str> {
     ROWS.iter().map(|row| row.name)
 }
 
-/// Presets for sizes without a family name, as scripts commonly mean them.
+/// Pairs of a size without a family name, such as `7b`, and the preset that it stands for.
 const SIZES: [(&str, &str); 9] = [
     ("0.5b", "qwen2.5-0.5b"),
     ("1b", "llama-3.2-1b"),
@@ -131,14 +133,14 @@ const SIZES: [(&str, &str); 9] = [
     ("32b", "qwen2.5-32b"),
 ];
 
-/// Returns the preset that a size such as `7b` stands for.
+/// Returns the name of the preset that a size without family, such as `7b`, stands for; `None` for an unknown size.
 pub fn preset_of_size(size: &str) -> Option<&'static str> {
     let size = size.to_lowercase();
     SIZES.iter().find(|(known, _)| *known == size).map(|(_, name)| *name)
 }
 
-/// Returns the preset closest to `name`, which may be misspelled or start with a publisher; `None` if no name is
-/// similar.
+/// Returns the name of the preset most similar to `name`, which may be misspelled or start with a publisher
+/// (`meta-llama/…`); `None` if no name is similar.
 pub fn closest_preset(name: &str) -> Option<&'static str> {
     const SIMILARITY_MIN: f64 = 0.75;
     let lower = name.to_lowercase();

@@ -5,22 +5,22 @@ use super::ModelConfig;
 use crate::workspace::Kernels;
 use plimsoll_core::{DType, Failure};
 
-/// Largest head size of the CUDA kernels. The tiles of attention must fit into 99 KiB, the shared memory that a block
-/// may have on most GPUs.
+/// Largest head size of the CUDA kernels. The tiles of attention must fit into 99 KiB, the shared memory that a thread
+/// block may have on most GPUs.
 pub const CUDA_HEAD_DIM_MAX: u64 = 128;
 
-/// A model that these kernels cannot compute.
+/// The reason why the kernels of a device cannot compute a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Unsupported {
-    /// Heads that are too large for attention.
+    /// The model's heads are too large for attention.
     #[error("head size {head_dim} exceeds the limit of attention on NVIDIA GPUs ({max})")]
     HeadDim {
-        /// Elements of the model's heads.
+        /// Size of an attention head of the model, in elements.
         head_dim: u64,
         /// Largest supported head size.
         max: u64,
     },
-    /// A precision that only CPU kernels support.
+    /// The run's precision is f64, which only CPU kernels support.
     #[error("kernels for NVIDIA GPUs support f32 and bf16, not f64")]
     Precision,
 }
@@ -35,7 +35,7 @@ impl From<Unsupported> for Failure {
     }
 }
 
-/// Checks that kernels can compute a model in a precision.
+/// Checks that the kernels of a device (CPU or CUDA) can compute a model in the precision of the run.
 ///
 /// # Errors
 /// Returns the limit that the model or precision exceeds.

@@ -16,7 +16,8 @@
 
 use super::config::ModelConfig;
 
-/// A projection of a layer. Adapters attach to projections, and a frozen model may quantize them.
+/// A projection (linear layer) of a transformer layer, as transformers has it: `q_proj`, `down_proj`, …. LoRA adapters
+/// attach to projections, and a frozen model may quantize them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[expect(missing_docs, reason = "named after the modules of transformers: q_proj, …")]
 pub enum Target {
@@ -46,12 +47,12 @@ impl Target {
         }
     }
 
-    /// Returns the projection with this module name.
+    /// Returns the projection with this module name, and `None` if there is none.
     pub fn named(name: &str) -> Option<Target> {
         Target::ALL.into_iter().find(|target| target.name() == name)
     }
 
-    /// Returns the parent module in transformers.
+    /// Returns the name of the parent module in transformers, `self_attn` or `mlp`.
     const fn group(self) -> &'static str {
         match self {
             Target::Q | Target::K | Target::V | Target::O => "self_attn",
@@ -59,7 +60,8 @@ impl Target {
         }
     }
 
-    /// Returns the fused tensor that contains the rows of the projection.
+    /// Returns the name of the fused tensor that contains the projection's matrix: queries, keys and values are rows of
+    /// the one tensor `qkv`, gate and up of `gate_up`.
     pub const fn tensor(self) -> &'static str {
         match self {
             Target::Q | Target::K | Target::V => "qkv",
@@ -69,7 +71,8 @@ impl Target {
         }
     }
 
-    /// Returns the tensors of the projection's adapter: A `[r, columns]` and B `[rows, r]`.
+    /// Returns the names of the tensors of the projection's LoRA adapter: A `[r, columns]` and B `[rows, r]`, with rank
+    /// r.
     pub const fn adapter(self) -> [&'static str; 2] {
         match self {
             Target::Q => ["q.lora_a", "q.lora_b"],
@@ -82,7 +85,7 @@ impl Target {
         }
     }
 
-    /// Returns the rows and columns of the projection's matrix.
+    /// Returns the rows (outputs) and columns (inputs) of the projection's matrix.
     pub fn shape(self, config: &ModelConfig) -> [u64; 2] {
         let (d, f, q, kv) = (config.hidden, config.ffn, config.query_width(), config.kv_width());
         match self {
@@ -94,7 +97,8 @@ impl Target {
         }
     }
 
-    /// Returns the projection's first row in the fused tensor, which is the first column of its results.
+    /// Returns the projection's first row in the fused tensor ([`Target::tensor`]). The projection's results start at
+    /// the column with the same number in the output of the fused product.
     pub fn first_row(self, config: &ModelConfig) -> u64 {
         match self {
             Target::Q | Target::O | Target::Gate | Target::Down => 0,
@@ -105,34 +109,36 @@ impl Target {
     }
 }
 
-/// A weight as Hugging Face files store it.
+/// A weight as Hugging Face files store it, and its place in the fused tensors that Plimsoll computes with.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Parameter {
-    /// Name in the file.
+    /// Name in the file, such as `model.layers.0.self_attn.q_proj.weight`.
     pub hf_name: String,
-    /// Fused tensor that contains it.
+    /// Name of the fused tensor that contains it, such as `qkv`.
     pub tensor: &'static str,
-    /// Layer, counted from 0; `None` outside the layers.
+    /// Layer, counted from 0; `None` for embedding, final norm and head.
     pub layer: Option<u64>,
-    /// First element within the fused tensor of the layer.
+    /// Index of its first element within the layer's slot of the fused tensor.
     pub offset: u64,
-    /// Shape in the file.
+    /// Shape in the file; `[out, in]` for matrices.
     pub shape: Vec<u64>,
     /// Whether weight decay applies; only matrices decay.
     pub decay: bool,
-    /// Projection, if the parameter is the matrix of one.
+    /// Projection of which the parameter is the matrix, or the A or B of the LoRA adapter. `None` for biases, norms,
+    /// embedding and head.
     pub target: Option<Target>,
 }
 
 impl Parameter {
-    /// Returns the number of elements.
+    /// Returns the number of elements of the parameter.
     pub fn elements(&self) -> u64 {
         self.shape.iter().product()
     }
 }
 
 impl ModelConfig {
-    /// Returns all weights in the order of transformers, without a tied head.
+    /// Returns all weights of the model, in the order of `named_parameters()` in transformers. A head that shares the
+    /// embedding's weights is left out.
     pub fn hf_parameters(&self) -> Vec<Parameter> {
         let mut all = vec![outside("model.embed_tokens.weight", "embedding", vec![self.vocab, self.hidden])];
         for layer in 0..self.layers {
@@ -145,7 +151,8 @@ impl ModelConfig {
         all
     }
 
-    /// Returns A and B of the adapters of `targets`, with their names in PEFT.
+    /// Returns the matrices A and B of LoRA adapters of rank `rank` on the projections `targets`, for all layers, with
+    /// their names in PEFT.
     pub fn adapter_parameters(&self, targets: &[Target], rank: u64) -> Vec<Parameter> {
         let mut all = Vec::new();
         for layer in 0..self.layers {

@@ -4,19 +4,19 @@ use super::{AccessVisitor, Cost, OpKind, OperandTypes, not_in_family};
 use plimsoll_core::DType;
 use serde::{Deserialize, Serialize};
 
-/// The head counts and the head size of an attention.
+/// The numbers of query heads and of key/value heads of an attention, and the size of a head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Heads {
-    /// H, query heads.
+    /// H, the number of query heads.
     pub heads: u64,
-    /// K, key and value heads.
+    /// K, the number of key heads and of value heads.
     pub kv_heads: u64,
-    /// E, elements of a head.
+    /// E, the number of elements of a head.
     pub head_dim: u64,
 }
 
 impl Heads {
-    /// Returns C = (H + 2K)·E, the columns of the fused queries | keys | values.
+    /// Returns C = (H + 2K)·E, the columns of the tensor with queries, keys and values side by side.
     pub fn columns(self) -> u64 {
         (self.heads + 2 * self.kv_heads) * self.head_dim
     }
@@ -26,13 +26,14 @@ impl Heads {
         self.heads * self.head_dim
     }
 
-    /// Returns H + K, the heads that head norms and rotary positions apply to: queries and keys.
+    /// Returns H + K, the number of query and key heads, to which rotary positions (and the head norms of Qwen 3)
+    /// apply.
     pub fn rotated_heads(self) -> u64 {
         self.heads + self.kv_heads
     }
 }
 
-/// Visits the operand ranges that the op touches.
+/// Reports to `visitor` each range of tensor elements that an op of this module reads or writes.
 pub(super) fn visit_accesses(op: &OpKind, visitor: &mut AccessVisitor) {
     match op {
         OpKind::Rope { qkv, table, positions, rows, table_rows, shape, .. } => {
@@ -77,7 +78,7 @@ pub(super) fn visit_accesses(op: &OpKind, visitor: &mut AccessVisitor) {
     }
 }
 
-/// Returns the floating-point operations of the op.
+/// Returns the number of floating-point operations of an op of this module.
 pub(super) fn cost(op: &OpKind) -> Cost {
     match op {
         OpKind::Rope { rows, shape, .. } => Cost::other(3 * rows * shape.rotated_heads() * shape.head_dim),
@@ -108,7 +109,7 @@ pub(super) fn cost(op: &OpKind) -> Cost {
     }
 }
 
-/// Adds the dtypes that the operands must have.
+/// Adds to `types` the dtype that each operand of an op of this module must have.
 pub(super) fn expect_types<'k>(op: &'k OpKind, types: &mut OperandTypes<'k>) {
     match op {
         OpKind::Rope { qkv, table, positions, .. } => {

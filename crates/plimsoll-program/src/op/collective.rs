@@ -6,33 +6,62 @@ use serde::{Deserialize, Serialize};
 
 /// The kinds of communication between the workers of a team.
 ///
-/// Every piece of an [`Exchange`] is split into one part per rank, with the lengths in [`Piece::counts`].
+/// A collective works on ranges of elements ([`ExchangeRange`]). Each range is split into one part per rank; unlike in
+/// NCCL, the parts may have unequal lengths ([`ExchangeRange::counts`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Collective {
-    /// Every rank gets the sum of all inputs, in place. Each rank adds up its own part and sends it to the others.
+    /// Every rank gets the sum over all ranks of the whole range, in place. Each rank adds up its own part and sends
+    /// the sum to the others.
     AllReduce,
-    /// Each rank adds the sum of all inputs over its own part to its output.
+    /// Each rank gets the sum over all ranks of its own part, and adds it to its output.
     ReduceScatter,
-    /// Every rank gets the parts of all ranks.
+    /// Every rank gets the parts of all ranks, one after another.
     AllGather,
-    /// Point-to-point send to [`Exchange::peer`].
+    /// One rank sends its part to another rank ([`Exchange::peer`]).
     Send,
-    /// Point-to-point receive from [`Exchange::peer`].
+    /// One rank receives its part from another rank ([`Exchange::peer`]).
     Receive,
 }
 
-/// A run of elements in a collective.
+impl Collective {
+    /// Returns whether the collective begins with a sum, in which each rank adds up its own part over all ranks. True
+    /// for all-reduce and reduce-scatter.
+    pub const fn sums(self) -> bool {
+        matches!(self, Collective::AllReduce | Collective::ReduceScatter)
+    }
+
+    /// Returns whether the collective ends with a gather, in which every rank gets the parts of all ranks. True for
+    /// all-reduce and all-gather.
+    pub const fn gathers(self) -> bool {
+        matches!(self, Collective::AllReduce | Collective::AllGather)
+    }
+
+    /// Returns whether the result is added to the output, as in reduce-scatter. The other kinds overwrite the output.
+    pub const fn adds_to_output(self) -> bool {
+        matches!(self, Collective::ReduceScatter)
+    }
+
+    /// Returns whether this is a send or a receive, in which only two ranks take part.
+    pub const fn is_point_to_point(self) -> bool {
+        matches!(self, Collective::Send | Collective::Receive)
+    }
+}
+
+/// A range of tensor elements that a collective works on, with its split into one part per rank. An [`Exchange`] may
+/// have several, of different tensors.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Piece {
-    /// First element that this rank contributes: of all parts if the collective sums, else of its own part.
+pub struct ExchangeRange {
+    /// First element that this rank contributes (the send buffer). It begins the whole range in all-reduce and
+    /// reduce-scatter, the rank's own part in all-gather and send. A receive does not use it.
     pub input: Operand,
-    /// First element that this rank gets: of all parts, or of its own part in a reduce-scatter.
+    /// First element that this rank gets (the receive buffer). It begins the whole range in all-reduce and all-gather,
+    /// the rank's own part in reduce-scatter and receive. A send does not use it.
     pub output: Operand,
-    /// Elements of each rank's part.
+    /// Number of elements of each rank's part, by rank.
     pub counts: Vec<u64>,
 }
 
-/// One communication call as the Program of one rank contains it.
+/// A collective, send or receive as the Program of one rank contains it.
 ///
 /// All ranks of a team start the same collectives in the same order with the same counts. Sums are added in the order
 /// of the ranks, so that all ranks get the same bits.
@@ -41,43 +70,44 @@ pub struct Exchange {
     /// Kind of communication.
     pub collective: Collective,
     /// Tensor ranges that are communicated together.
-    pub pieces: Vec<Piece>,
+    pub pieces: Vec<ExchangeRange>,
     /// Rank of the worker that runs the Program.
     pub rank: u32,
-    /// Rank of the other worker, in sends and receives.
+    /// Rank of the other worker in sends and receives; `None` in collectives, in which all ranks take part.
     pub peer: Option<u32>,
-    /// Sequence number, unique within its Program for each iteration of the block.
+    /// Sequence number, equal in start, wait and the ops of the other ranks for the same exchange. Within a call of a
+    /// Program no two sends have the same number, and no two other exchanges.
     pub sequence: Index,
-    /// Whether only the last micro-batch of a step runs it, when the gradients are complete.
+    /// Whether the exchange runs for the last micro-batch of a step only, such as the all-reduce of complete gradients;
+    /// otherwise it runs for each.
     pub last: bool,
 }
 
 impl Exchange {
     /// Returns whether this is a send or a receive, in which only two ranks take part.
     pub fn is_point_to_point(&self) -> bool {
-        matches!(self.collective, Collective::Send | Collective::Receive)
+        self.collective.is_point_to_point()
     }
 
-    /// Returns the elements of `piece` that this rank reads and those that it writes.
-    pub fn elements(&self, piece: &Piece) -> (u64, u64) {
+    /// Returns the number of elements of `piece` that this rank reads, and the number that it writes.
+    pub fn elements(&self, piece: &ExchangeRange) -> (u64, u64) {
         let (total, own) = (piece.counts.iter().sum(), piece.counts[self.rank as usize]);
+        let total_or_own = |is_total: bool| if is_total { total } else { own };
         match self.collective {
-            Collective::AllReduce => (total, total),
-            Collective::ReduceScatter => (total, own),
-            Collective::AllGather => (own, total),
             Collective::Send => (own, 0),
             Collective::Receive => (0, own),
+            collective => (total_or_own(collective.sums()), total_or_own(collective.gathers())),
         }
     }
 }
 
-/// Visits the operand ranges that the op touches.
+/// Reports to `visitor` each range of tensor elements that an op of this module reads or writes.
 pub(super) fn visit_accesses(op: &OpKind, visitor: &mut AccessVisitor) {
     match op {
         OpKind::CollectiveStart(exchange) | OpKind::CollectiveWait(exchange) => {
             for piece in &exchange.pieces {
                 let (read, written) = exchange.elements(piece);
-                let adds = exchange.collective == Collective::ReduceScatter;
+                let adds = exchange.collective.adds_to_output();
                 if piece.input == piece.output && read == written {
                     visitor.update(piece.output, written);
                     continue;
@@ -94,12 +124,12 @@ pub(super) fn visit_accesses(op: &OpKind, visitor: &mut AccessVisitor) {
     }
 }
 
-/// Adds the dtypes that the operands must have.
+/// Adds to `types` the dtype that each operand of an op of this module must have.
 pub(super) fn expect_types<'k>(op: &'k OpKind, types: &mut OperandTypes<'k>) {
     match op {
         OpKind::CollectiveStart(exchange) | OpKind::CollectiveWait(exchange) => {
             for piece in &exchange.pieces {
-                let sums = matches!(exchange.collective, Collective::AllReduce | Collective::ReduceScatter);
+                let sums = exchange.collective.sums();
                 let real = if sums { types.summed(&piece.input) } else { types.found(&piece.input) };
                 types.expect(real, [&piece.input, &piece.output]);
             }

@@ -3,7 +3,7 @@
 use super::{AccessVisitor, Cost, OpKind, OperandTypes, not_in_family};
 use plimsoll_core::DType;
 
-/// Visits the operand ranges that the op touches.
+/// Reports to `visitor` each range of tensor elements that an op of this module reads or writes.
 pub(super) fn visit_accesses(op: &OpKind, visitor: &mut AccessVisitor) {
     match op {
         OpKind::Embed { tokens, table, out, rows, hidden, vocab } => {
@@ -21,7 +21,7 @@ pub(super) fn visit_accesses(op: &OpKind, visitor: &mut AccessVisitor) {
     }
 }
 
-/// Returns the floating-point operations of the op.
+/// Returns the number of floating-point operations of an op of this module.
 pub(super) fn cost(op: &OpKind) -> Cost {
     match op {
         OpKind::EmbedGrad { rows, hidden, .. } => Cost::other(rows * hidden),
@@ -29,7 +29,7 @@ pub(super) fn cost(op: &OpKind) -> Cost {
     }
 }
 
-/// Adds the dtypes that the operands must have.
+/// Adds to `types` the dtype that each operand of an op of this module must have.
 pub(super) fn expect_types<'k>(op: &'k OpKind, types: &mut OperandTypes<'k>) {
     match op {
         OpKind::Embed { tokens, table, out, .. } => {

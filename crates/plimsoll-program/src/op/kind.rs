@@ -1,8 +1,5 @@
-//! The closed set of ops: [`OpKind`] with the operands and sizes of each op, its name, and its [`Family`].
-//!
-//! Legend: N rows (tokens of a micro-batch, B sequences × T tokens), D hidden, H heads, K kv heads, E head dim, F ffn,
-//! V vocabulary, C = (H + 2K)·E columns of the fused queries | keys | values, P rows of the rotary table. Matrices are
-//! row-major; weights are `[out, in]` as in Hugging Face files. Operands that start with `d` are gradients.
+//! The closed set of ops: [`OpKind`] with the operands and sizes of each op, its name, and its [`Family`] (the module
+//! that describes it).
 
 use super::{Exchange, Heads, Quantized};
 use crate::models::config::RopeScaling;
@@ -10,6 +7,11 @@ use crate::tensor::{Index, Operand};
 use serde::{Deserialize, Serialize};
 
 /// An operation with its operands and sizes.
+///
+/// Shape letters: N tokens of a micro-batch (B sequences × T tokens), D hidden, H heads, K kv heads, E head dim, F ffn,
+/// V vocabulary, C = (H + 2K)·E columns of queries, keys and values side by side, P positions. Matrices are row-major;
+/// weights are `[out, in]` as in Hugging Face files. Operands whose names start with `d` are gradients. A `workspace`
+/// is a temporary buffer of the kernel; `scalars` and `metrics` are the small tensors of [`crate::scalars`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[expect(missing_docs, reason = "fields are the letters of the legend, and operands named by role")]
 pub enum OpKind {
@@ -37,7 +39,7 @@ pub enum OpKind {
     },
     /// Embedding lookup: `out[N,D]` = the rows of `table[V,D]` that `tokens[N]` select.
     Embed { tokens: Operand, table: Operand, out: Operand, rows: u64, hidden: u64, vocab: u64 },
-    /// Gradient of [`OpKind::Embed`]: rows of `dtable[V,D]` += rows of `dout[N,D]`.
+    /// Gradient of [`OpKind::Embed`]: adds each row of `dout[N,D]` to the row of `dtable[V,D]` that its token selects.
     EmbedGrad {
         tokens: Operand,
         dout: Operand,
@@ -47,10 +49,10 @@ pub enum OpKind {
         hidden: u64,
         vocab: u64,
     },
-    /// RMS norm: out = x / rms(x) · weight for each of R `rows`; `rstd[R]` = 1 / rms.
+    /// RMS norm of each row: out = x / rms(x) · weight. `rstd[rows]` = 1 / rms(x).
     RmsNorm { x: Operand, weight: Operand, out: Operand, rstd: Operand, rows: u64, dim: u64, eps: f64 },
-    /// Gradient of [`OpKind::RmsNorm`]: writes dx or, with `accumulate`, adds to it. Adds to `dweight` of a trained
-    /// weight.
+    /// Gradient of [`OpKind::RmsNorm`]: writes `dx` or, with `accumulate`, adds to it. Adds the weight's gradient to
+    /// `dweight`, which is `None` for a frozen weight.
     RmsNormGrad {
         x: Operand,
         weight: Operand,
@@ -63,7 +65,8 @@ pub enum OpKind {
         dim: u64,
         accumulate: bool,
     },
-    /// RMS norm of each query and key head of `x[N,C]`; values are copied. `rstd[N, H+K]` = 1 / rms.
+    /// RMS norm of each query and key head (Qwen 3). A row of `x[N,C]` has queries, keys and values side by side; the
+    /// values are copied. `rstd[N, H+K]` = 1 / rms of each head.
     HeadNorm {
         x: Operand,
         q_weight: Operand,
@@ -74,8 +77,8 @@ pub enum OpKind {
         shape: Heads,
         eps: f64,
     },
-    /// Gradient of [`OpKind::HeadNorm`]: turns dout into `dx` in place. Adds to `dweights` (queries, keys) of trained
-    /// weights.
+    /// Gradient of [`OpKind::HeadNorm`]: replaces the gradient of the output in `dx` by that of the input. Adds the
+    /// gradients of the two weights to `dweights` (queries, keys), which is `None` for frozen weights.
     HeadNormGrad {
         x: Operand,
         q_weight: Operand,
@@ -87,13 +90,15 @@ pub enum OpKind {
         rows: u64,
         shape: Heads,
     },
-    /// Rotary positions: rotates query and key heads of `qkv[N,C]` in place by `positions[N]`; `table[P,E]` is cos |
-    /// sin. `inverse` rotates back, which is the gradient.
+    /// Rotary positions: rotates query and key heads of `qkv[N,C]` in place, each row by its entry in `positions[N]`.
+    /// Row p of `table[P,E]` has the cosines, then the sines of position p. `inverse` rotates back, which is the
+    /// gradient.
     Rope { qkv: Operand, table: Operand, positions: Operand, rows: u64, table_rows: u64, shape: Heads, inverse: bool },
-    /// Computes the `table[P,E]` of [`OpKind::Rope`].
+    /// Computes the `table[P,E]` of cosines and sines that [`OpKind::Rope`] reads.
     RopeTable { table: Operand, table_rows: u64, head_dim: u64, theta: f64, scaling: RopeScaling },
-    /// Causal attention within documents: query i of a sequence attends to keys `document_start[i] ..= i`.
-    /// `out[N, H·E]`, `stats[B,H,T]` = log-sum-exp of the scores.
+    /// Causal attention within documents, of which a sequence may hold several (packing): query i attends to keys
+    /// `document_start[i] ..= i`. Reads `qkv[N,C]`, writes `out[N, H·E]` and `stats[B,H,T]`, the log-sum-exp of the
+    /// scores.
     Attention {
         qkv: Operand,
         document_start: Operand,
@@ -104,7 +109,7 @@ pub enum OpKind {
         sequence: u64,
         shape: Heads,
     },
-    /// Gradient of [`OpKind::Attention`]: writes all of `dqkv[N,C]`.
+    /// Gradient of [`OpKind::Attention`]: writes the gradients of queries, keys and values to `dqkv[N,C]`.
     AttentionGrad {
         qkv: Operand,
         out: Operand,
@@ -117,8 +122,8 @@ pub enum OpKind {
         sequence: u64,
         shape: Heads,
     },
-    /// Attention of `rows` new tokens over a key-value cache that already holds them. A scalar holds the earlier
-    /// length.
+    /// Attention of `rows` new tokens over a key-value cache of `capacity` tokens, to which their keys and values have
+    /// been written. Before that it held [`crate::scalars::Scalar::CacheLength`] tokens.
     CachedAttention {
         qkv: Operand,
         keys: Operand,
@@ -130,7 +135,8 @@ pub enum OpKind {
         capacity: u64,
         shape: Heads,
     },
-    /// Appends keys and values of `rows` tokens to the key-value cache.
+    /// Writes keys and values of `rows` tokens to a key-value cache of `capacity` tokens, from position
+    /// [`crate::scalars::Scalar::CacheLength`] on.
     AppendCache {
         qkv: Operand,
         keys: Operand,
@@ -140,15 +146,16 @@ pub enum OpKind {
         capacity: u64,
         shape: Heads,
     },
-    /// `out[N,F]` = silu(gate) · up of `gate_up[N,2F]`.
+    /// SwiGLU: `out[N,F]` = silu(gate) · up, elementwise. Each row of `gate_up[N,2F]` has gate, then up.
     SwiGlu { gate_up: Operand, out: Operand, rows: u64, ffn: u64 },
-    /// Gradient of [`OpKind::SwiGlu`]: `dgate_up[N,2F]`, which may overwrite `gate_up`.
+    /// Gradient of [`OpKind::SwiGlu`]: writes `dgate_up[N,2F]`, which may be the same memory as `gate_up`.
     SwiGluGrad { gate_up: Operand, dout: Operand, dgate_up: Operand, rows: u64, ffn: u64 },
-    /// Updates the online softmax of R rows with `logits[R, columns]`, which start at column `first` of the vocabulary.
+    /// Updates the running softmax of R rows (tokens) with one block of the vocabulary: `logits[R, columns]`, of which
+    /// the first column is vocabulary entry `first`. All blocks together give the cross entropy without full logits.
     ///
     /// `stats[R, 4]` holds the largest logit, Σ e^(x − largest), the label's logit (NaN before its block), and 1 if the
-    /// first largest logit is the label's, else 0. `begin` starts anew. Ignored rows (label −100 or weight 0) have
-    /// 0, 1, 0, 0.
+    /// first largest logit is the label's, else 0. `begin` marks the first block. Ignored rows (label −100 or weight 0)
+    /// have 0, 1, 0, 0.
     SoftmaxStats {
         logits: Operand,
         labels: Operand,
@@ -159,8 +166,10 @@ pub enum OpKind {
         columns: u64,
         begin: bool,
     },
-    /// Adds Σ weight · negative log-likelihood to the metrics, from `stats` over the full vocabulary. Writes to
-    /// `correct` whether the largest logit was the label's.
+    /// Adds the loss Σ weight · negative log-likelihood of `rows` tokens to the metrics tensor. It reads the `stats`
+    /// that [`OpKind::SoftmaxStats`] has computed over the full vocabulary. `weights` are loss weights per token.
+    ///
+    /// If `correct` is given, writes to it for each token whether its label had the largest logit.
     CrossEntropy {
         stats: Operand,
         labels: Operand,
@@ -169,8 +178,8 @@ pub enum OpKind {
         correct: Option<Operand>,
         rows: u64,
     },
-    /// Replaces `logits[R, columns]`, which start at column `first` of the vocabulary, by the gradient of the loss,
-    /// scaled by 1 / labelled tokens of the step.
+    /// Replaces `logits[R, columns]`, of which the first column is vocabulary entry `first`, by the gradient of the
+    /// loss. The gradient is scaled by the loss weight of each token and by 1 / labelled tokens of the step.
     SoftmaxGrad {
         logits: Operand,
         labels: Operand,
@@ -183,13 +192,15 @@ pub enum OpKind {
     },
     /// Sum over rows: `into[n]` += Σ rows of `x[m,n]`; the gradient of a bias.
     SumRows { x: Operand, into: Operand, workspace: Operand, rows: u64, columns: u64 },
-    /// `out[D]` = the row of `x[N,D]` that [`crate::scalars::Scalar::LastRow`] selects.
+    /// Selects one token in generation: `out[D]` = the row of `x[N,D]` with number [`crate::scalars::Scalar::LastRow`].
     PickRow { x: Operand, scalars: Operand, out: Operand, rows: u64, columns: u64 },
-    /// into += x.
+    /// Elementwise sum: into += x.
     Add { x: Operand, into: Operand, elements: u64 },
     /// Dropout: `out[N,D]` = x with random elements zeroed and the others divided by 1 − probability; with
-    /// `accumulate`, out += that. The choice is a function of (seed, step, sample, layer, site, element), so that the
-    /// gradient is the same op applied to the gradient.
+    /// `accumulate`, out += that.
+    ///
+    /// The choice is a function of (seed, step, sample, layer, site, element), so that the gradient is the same op
+    /// applied to the gradient. A sample is a sequence, numbered within the step; a site is an input of the layer.
     ///
     /// Row r is token t = r mod sequence of sample s = first_sample + r div sequence of the step; element e = t·D +
     /// column. Words: Philox-4x32-10 (as `InitNormal`) with counter (e div 4, layer · 256 + site, s, step) and key
@@ -212,11 +223,13 @@ pub enum OpKind {
     },
     /// Sets all elements to `value` (of byte tensors: every byte).
     Fill { into: Operand, value: f64, elements: u64 },
-    /// Adds Σ x² to the metrics.
+    /// Adds Σ x² of a gradient to [`crate::scalars::Metric::NormSquared`].
     SquaredNorm { x: Operand, metrics: Operand, workspace: Operand, elements: u64 },
-    /// Computes the scalar that scales all gradients: min(1, clip / (norm + 1e-6)), as in PyTorch.
+    /// Computes [`crate::scalars::Scalar::ClipFactor`] from the norm of all gradients: min(1, clip / (norm + 1e-6)), as
+    /// in `clip_grad_norm_`.
     ClipFactor { metrics: Operand, scalars: Operand },
-    /// AdamW update: bias-corrected `first` and `second` moments, decoupled weight decay (Loshchilov and Hutter, 2019).
+    /// AdamW update of `weight` and of its `first` and `second` moments, with bias correction and decoupled weight
+    /// decay (Loshchilov and Hutter, 2019). Learning rate, bias corrections and clip factor are in `scalars`.
     AdamW {
         weight: Operand,
         gradient: Operand,
@@ -228,8 +241,8 @@ pub enum OpKind {
         eps: f64,
         decay: f64,
     },
-    /// AdamW update with block-wise 8-bit moments. Elements b·256 .. b·256 + 256 form a block with one scale per
-    /// moment; the last block may be shorter. All arithmetic is f32:
+    /// AdamW update with block-wise 8-bit moments (8-bit Adam of bitsandbytes). Elements b·256 .. b·256 + 256 form a
+    /// block with one scale per moment; the last block may be shorter. All arithmetic is f32:
     ///
     /// 1. m = signed map\[first\] · first_scale, v = unsigned map\[second\] · second_scale.
     /// 2. m, v and the weight are updated as in [`OpKind::AdamW`].
@@ -248,7 +261,8 @@ pub enum OpKind {
         eps: f64,
         decay: f64,
     },
-    /// Stochastic gradient descent, with momentum if there is a momentum buffer.
+    /// Stochastic gradient descent, as in `torch.optim.SGD`; without momentum if `momentum_buffer` is `None`. Learning
+    /// rate and clip factor are in `scalars`.
     Sgd {
         weight: Operand,
         gradient: Operand,
@@ -258,46 +272,64 @@ pub enum OpKind {
         momentum: f64,
         decay: f64,
     },
-    /// Copies elements to a tensor of another dtype.
+    /// Copies elements and converts them to the dtype of `to`.
     Cast { from: Operand, to: Operand, elements: u64 },
-    /// Normal numbers as a function of (seed, `number` of the parameter, `first` + element).
+    /// Fills a piece of a parameter with normal random numbers of standard deviation `std`. Element e is a function of
+    /// (`seed`, `number` of the parameter, `first` + e), so that pieces may be filled in any order.
     InitNormal { into: Operand, seed: u64, number: u64, first: Index, std: f64, elements: u64 },
-    /// Uniform numbers from −bound to bound as a function of (seed, number, first + element): word w of `InitNormal`'s
-    /// generator becomes ((w + 0.5) / 2³² · 2 − 1) · bound in f64, rounded once. Element e has word e mod 4 of block
-    /// e div 4.
+    /// Fills a piece of a parameter with uniform random numbers from −`bound` to `bound`. Element e is a function of
+    /// (`seed`, `number` of the parameter, `first` + e).
+    ///
+    /// Word w of `InitNormal`'s generator becomes ((w + 0.5) / 2³² · 2 − 1) · bound in f64, rounded once. Element e has
+    /// word e mod 4 of block e div 4.
     InitUniform { into: Operand, seed: u64, number: u64, first: Index, bound: f64, elements: u64 },
-    /// Quantizes whole blocks of a matrix with rows of `columns` elements, after a conversion to f32.
+    /// Quantizes `elements` elements of a matrix with rows of `columns` elements, after a conversion to f32. The
+    /// elements start at a quantization block, and end with one or with the matrix.
     Quantize { from: Operand, into: Quantized, elements: u64, columns: u64 },
-    /// Dequantizes a matrix; each element is rounded once to the dtype of `into`.
+    /// Dequantizes `elements` elements of an int8 or nf4 matrix with rows of `columns` elements. Each element is
+    /// rounded once to the dtype of `into`.
     Dequantize { from: Quantized, into: Operand, elements: u64, columns: u64 },
-    /// Starts a copy between memory spaces; source and target live until the wait with the same `sequence`.
+    /// Starts an asynchronous copy between memory spaces (device, host, scratch file, files). The
+    /// [`OpKind::TransferWait`] with the same `sequence` number waits for it. Until then both tensors stay allocated.
     TransferStart { from: Operand, to: Operand, elements: u64, sequence: u64 },
-    /// Waits until the copy with this `sequence` is complete.
+    /// Waits until the copy that [`OpKind::TransferStart`] started with the same `sequence` number is complete.
     TransferWait { from: Operand, to: Operand, elements: u64, sequence: u64 },
-    /// Starts a collective, a send or a receive.
+    /// Starts a collective, a send or a receive between the workers of a team, asynchronously.
     CollectiveStart(Exchange),
-    /// Waits until the collective with this sequence number is complete.
+    /// Waits until the collective, send or receive that was started with the same sequence number is complete.
     CollectiveWait(Exchange),
 }
 
-/// Ops that are described together; each family has a module of [`crate::op`].
+/// A group of similar ops. The module of [`crate::op`] with the family's name describes their accesses, cost and
+/// operand types.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Family {
+pub enum Family {
+    /// Matrix products.
     Matmul,
+    /// Token embeddings and their gradient.
     Embedding,
+    /// RMS norms of rows and of heads, with their gradients.
     Norm,
+    /// Attention, its gradient and its cache, and rotary embeddings.
     Attention,
+    /// Softmax statistics, cross entropy and the gradient of logits.
     Loss,
+    /// Activations, dropout, additions, casts, sums and copies of rows.
     Elementwise,
+    /// Constants and random numbers.
     Fill,
+    /// Quantization and dequantization.
     Quantization,
+    /// Optimizer updates, gradient norms and clipping.
     Optimizer,
+    /// Copies between memory spaces.
     Transfer,
+    /// Collectives, sends and receives.
     Collective,
 }
 
 impl OpKind {
-    /// Returns the name that plans, messages and rates use, and the family.
+    /// Returns the op's name (such as `rms_norm_grad`) and its family.
     const fn name_and_family(&self) -> (&'static str, Family) {
         match self {
             OpKind::Product { .. } => ("product", Family::Matmul),
@@ -340,18 +372,21 @@ impl OpKind {
         }
     }
 
-    /// Returns the name that plans, messages and measured rates use.
+    /// Returns the op's name, such as `rms_norm_grad`, which plans, messages and measured rates use.
     pub(super) const fn name(&self) -> &'static str {
         self.name_and_family().0
     }
 
-    /// Returns the family. Its module describes the accesses, cost and operand types of the op.
-    pub(super) const fn family(&self) -> Family {
+    /// Returns the family of the op, whose module describes its accesses, cost and operand types.
+    pub const fn family(&self) -> Family {
         self.name_and_family().1
     }
 }
 
-/// Reports an op that its family's module does not describe.
-pub(super) fn not_in_family(op: &OpKind) -> ! {
+/// Panics because the module of an op's family has no arm for the op.
+///
+/// # Panics
+/// Always.
+pub fn not_in_family(op: &OpKind) -> ! {
     panic!("the module of {:?} does not describe `{}`", op.family(), op.name())
 }

@@ -3,10 +3,11 @@
 use super::{AccessVisitor, Cost, Mode, OpKind, OperandTypes, not_in_family};
 use plimsoll_core::DType;
 
-/// Statistics per row of the running softmax; [`OpKind::SoftmaxStats`] lists them.
+/// Number of statistics that the loss keeps per row (token) while it processes the vocabulary block by block;
+/// [`OpKind::SoftmaxStats`] lists them.
 pub const SOFTMAX_STATS: u64 = 4;
 
-/// Visits the operand ranges that the op touches.
+/// Reports to `visitor` each range of tensor elements that an op of this module reads or writes.
 pub(super) fn visit_accesses(op: &OpKind, visitor: &mut AccessVisitor) {
     match op {
         OpKind::SoftmaxStats { logits, labels, weights, stats, rows, columns, begin, .. } => {
@@ -35,7 +36,7 @@ pub(super) fn visit_accesses(op: &OpKind, visitor: &mut AccessVisitor) {
     }
 }
 
-/// Returns the floating-point operations of the op.
+/// Returns the number of floating-point operations of an op of this module.
 pub(super) fn cost(op: &OpKind) -> Cost {
     match op {
         OpKind::SoftmaxStats { rows, columns, .. } => Cost::other(12 * rows * columns),
@@ -45,7 +46,7 @@ pub(super) fn cost(op: &OpKind) -> Cost {
     }
 }
 
-/// Adds the dtypes that the operands must have.
+/// Adds to `types` the dtype that each operand of an op of this module must have.
 pub(super) fn expect_types<'k>(op: &'k OpKind, types: &mut OperandTypes<'k>) {
     match op {
         OpKind::SoftmaxStats { logits, labels, weights, stats, .. } => {

@@ -2,7 +2,7 @@
 
 use super::{AccessVisitor, Cost, Mode, OpKind, OperandTypes, not_in_family};
 
-/// Visits the operand ranges that the op touches.
+/// Reports to `visitor` each range of tensor elements that an op of this module reads or writes.
 pub(super) fn visit_accesses(op: &OpKind, visitor: &mut AccessVisitor) {
     match op {
         OpKind::Product {
@@ -38,7 +38,7 @@ pub(super) fn visit_accesses(op: &OpKind, visitor: &mut AccessVisitor) {
     }
 }
 
-/// Returns the floating-point operations of the op.
+/// Returns the number of floating-point operations of an op of this module.
 pub(super) fn cost(op: &OpKind) -> Cost {
     match op {
         OpKind::Product { m, n, k, .. } => Cost {
@@ -50,7 +50,7 @@ pub(super) fn cost(op: &OpKind) -> Cost {
     }
 }
 
-/// Adds the dtypes that the operands must have.
+/// Adds to `types` the dtype that each operand of an op of this module must have.
 pub(super) fn expect_types<'k>(op: &'k OpKind, types: &mut OperandTypes<'k>) {
     match op {
         OpKind::Product { a, b, out, bias, residual, workspace, .. } => {

@@ -27,7 +27,6 @@ mod quantization;
 mod transfer;
 mod types;
 
-use self::kind::{Family, not_in_family};
 use self::types::OperandTypes;
 use crate::tensor::{Operand, TensorId};
 use plimsoll_core::DType;
@@ -35,44 +34,45 @@ use serde::{Deserialize, Serialize};
 use smallvec::SmallVec;
 
 pub use self::attention::Heads;
-pub use self::collective::{Collective, Exchange, Piece};
-pub use self::kind::OpKind;
+pub use self::collective::{Collective, Exchange, ExchangeRange};
+pub use self::kind::{Family, OpKind, not_in_family};
 pub use self::loss::SOFTMAX_STATS;
 pub use self::quantization::{Quantized, QuantizedPart};
 pub(crate) use self::types::mistyped_operand;
 pub use crate::models::config::RopeScaling;
 
-/// The queue that an op runs on. The order between queues follows from hazards on arena ranges ([`crate::order`]).
+/// The queue (as a CUDA stream) that an op runs on. Ops of one queue run in order; ops of different queues overlap
+/// unless they touch the same bytes ([`crate::order`]).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum Queue {
-    /// Arithmetic on the device.
+    /// Arithmetic on the device; the default queue.
     #[default]
     Compute,
-    /// Copies into the device.
+    /// Copies from host memory or files into the device.
     CopyIn,
-    /// Copies out of the device.
+    /// Copies from the device to host memory or files.
     CopyOut,
-    /// Collectives and point-to-point messages.
+    /// Collectives and point-to-point messages between workers.
     Communication,
-    /// Work of the host's processor on host tensors.
+    /// Work of the CPU on offloaded tensors in host memory.
     Host,
-    /// Copies out of the scratch file.
+    /// Copies from the scratch file, which holds offloaded tensors that exceed host memory.
     FileRead,
-    /// Copies into the scratch file.
+    /// Copies to the scratch file.
     FileWrite,
 }
 
 impl Queue {
-    /// Returns whether the host's processor runs the queue, not the device.
+    /// Returns whether the host's CPU runs the ops of the queue, not the device.
     pub fn runs_on_host(self) -> bool {
         matches!(self, Queue::Host | Queue::FileRead | Queue::FileWrite)
     }
 }
 
-/// An op and the queue that it runs on.
+/// An operation on tensors (`kind`), and the queue that it runs on.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Op {
-    /// The operation with its operands.
+    /// The operation with its operands and sizes.
     pub kind: OpKind,
     /// The queue that runs it.
     pub queue: Queue,
@@ -84,7 +84,7 @@ impl From<OpKind> for Op {
     }
 }
 
-/// The way in which an op touches elements.
+/// The way in which an op touches a range of elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Mode {
     /// Reads only.
@@ -95,23 +95,23 @@ pub enum Mode {
     Update,
 }
 
-/// A range of elements that an op touches.
+/// A range of tensor elements that an op reads or writes.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Access {
-    /// First element.
+    /// Tensor slot and first element of the range.
     pub operand: Operand,
-    /// Number of elements.
+    /// Number of elements in the range.
     pub elements: u64,
-    /// Whether they are read or written.
+    /// Whether the op reads the elements, writes them, or both.
     pub mode: Mode,
 }
 
-/// The floating-point operations of an op.
+/// The number of floating-point operations of an op, from which the planner predicts its time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Cost {
-    /// Floating-point operations in matrix products.
+    /// Floating-point operations in matrix products; a multiply-add counts as two.
     pub product_flops: f64,
-    /// The (m, n, k) of the product, or of each of the products inside attention.
+    /// The sizes (m, n, k) of the matrix product, or of a typical product inside attention; `None` for other ops.
     pub product_shape: Option<(u64, u64, u64)>,
     /// Other floating-point operations.
     pub other_flops: f64,
@@ -129,10 +129,10 @@ impl Cost {
     }
 }
 
-/// The ranges that an op touches.
+/// The ranges that an op touches, one [`Access`] each.
 pub type Accesses = SmallVec<[Access; 8]>;
 
-/// Passes the ranges that an op touches to a visitor.
+/// The means by which an op reports its accesses: methods that pass each range to the closure `visit`.
 struct AccessVisitor<'a> {
     elements_of: &'a dyn Fn(TensorId) -> u64,
     visit: &'a mut dyn FnMut(Access),
@@ -155,17 +155,17 @@ impl AccessVisitor<'_> {
         self.touch(operand, elements, Mode::Update);
     }
 
-    /// Reads the whole tensor: scalars, metrics.
+    /// Reports that the op reads the whole tensor, such as the scalar tensor.
     fn read_all(&mut self, operand: Operand) {
         self.read(operand, (self.elements_of)(operand.tensor));
     }
 
-    /// Writes the whole tensor: a workspace.
+    /// Reports that the op writes the whole tensor, such as a workspace.
     fn write_all(&mut self, operand: Operand) {
         self.write(operand, (self.elements_of)(operand.tensor));
     }
 
-    /// Updates the whole tensor: scalars, metrics.
+    /// Reports that the op reads and writes the whole tensor, such as the metrics tensor.
     fn update_all(&mut self, operand: Operand) {
         self.update(operand, (self.elements_of)(operand.tensor));
     }
@@ -177,7 +177,8 @@ impl Op {
         self.kind.name()
     }
 
-    /// Returns whether the op runs in a call for the last micro-batch of a step (`last`), or for an earlier one.
+    /// Returns whether the op runs for a micro-batch; `last` tells whether that is the last one of its step.
+    /// Collectives on complete gradients run for the last one only, all other ops for each.
     pub fn runs(&self, last: bool) -> bool {
         match &self.kind {
             OpKind::CollectiveStart(exchange) | OpKind::CollectiveWait(exchange) => last || !exchange.last,
@@ -185,15 +186,15 @@ impl Op {
         }
     }
 
-    /// Returns all ranges that the op touches. `elements_of` gives the elements of a workspace, which an op touches
-    /// whole.
+    /// Returns all ranges of elements that the op reads or writes. `elements_of` returns the number of elements of a
+    /// tensor's slot; it is asked for workspaces and other tensors that an op touches whole.
     pub fn accesses(&self, elements_of: &dyn Fn(TensorId) -> u64) -> Accesses {
         let mut list = SmallVec::new();
         self.for_each_access(elements_of, &mut |access| list.push(access));
         list
     }
 
-    /// Calls `visit` with each range of [`Op::accesses`], in the same order.
+    /// Calls `visit` with each range of elements that the op reads or writes, like [`Op::accesses`] but without a list.
     pub fn for_each_access(&self, elements_of: &dyn Fn(TensorId) -> u64, visit: &mut dyn FnMut(Access)) {
         let (op, visitor) = (&self.kind, &mut AccessVisitor { elements_of, visit });
         match op.family() {
@@ -211,9 +212,10 @@ impl Op {
         }
     }
 
-    /// Returns the (read, written) operands that may share their bytes.
+    /// Returns a pair of operands (read, written) that the op's kernel allows to be the same memory, and `None` if it
+    /// allows none.
     ///
-    /// The planner uses this if the read tensor is not needed afterwards and both have the same size.
+    /// The planner places both at the same bytes if no later op needs the read tensor and both have the same size.
     pub fn in_place(&self) -> Option<(Operand, Operand)> {
         match &self.kind {
             OpKind::SwiGluGrad { gate_up, dgate_up, .. } => Some((*gate_up, *dgate_up)),
@@ -222,7 +224,8 @@ impl Op {
         }
     }
 
-    /// Returns the floating-point operations, in the worst case if they depend on data.
+    /// Returns the number of floating-point operations of the op; the largest possible one if it depends on data.
+    /// Copies and collectives have 0.
     pub fn cost(&self) -> Cost {
         let op = &self.kind;
         match op.family() {
@@ -239,7 +242,8 @@ impl Op {
         }
     }
 
-    /// Returns the bytes read and written. Each range counts once, an updated range twice; a wait moves nothing.
+    /// Returns the number of bytes that the op reads and writes in memory. A range that is both read and written counts
+    /// twice. Waits for copies and collectives move 0 bytes. `elements_of` and `dtype_of` describe the tensors.
     pub fn bytes_moved(&self, elements_of: &dyn Fn(TensorId) -> u64, dtype_of: &dyn Fn(TensorId) -> DType) -> u64 {
         if matches!(self.kind, OpKind::TransferWait { .. } | OpKind::CollectiveWait(_)) {
             return 0;
@@ -252,9 +256,8 @@ impl Op {
         bytes
     }
 
-    /// Returns the elements of an access that memory really transfers.
-    ///
-    /// They are fewer than the access covers if tokens or scalars select rows, or if a stride skips columns.
+    /// Returns how many of the elements of an access the op reads or writes. They are fewer than all if token ids or a
+    /// row number in `scalars` select rows of a table, or if a stride skips columns.
     fn elements_moved(&self, access: &Access) -> u64 {
         let is = |operand: &Operand| access.operand == *operand;
         match &self.kind {

@@ -1,11 +1,11 @@
-//! The operands of each op, which passes rename and move.
+//! The operands (references to tensors) of each op. Passes use them to replace tensors and to move offsets.
 
-use crate::op::{Op, OpKind, Piece, Quantized};
+use crate::op::{ExchangeRange, Op, OpKind, Quantized};
 use crate::tensor::{Index, Operand, TensorId};
 use smallvec::{SmallVec, smallvec};
 
 impl Op {
-    /// Returns the op with each tensor replaced by `rename` of it.
+    /// Returns the same op on other tensors: `rename` maps each tensor to its replacement. Slots and offsets stay.
     #[must_use]
     pub fn rename_tensors(&self, rename: &dyn Fn(TensorId) -> TensorId) -> Op {
         let mut op = self.clone();
@@ -15,7 +15,8 @@ impl Op {
         op
     }
 
-    /// Returns the op as it runs in the block iteration `variable`, with fixed slots and offsets.
+    /// Returns the op as it runs in one iteration of its block, with `variable` as the value of the block's variable:
+    /// slots and offsets no longer depend on it.
     #[must_use]
     pub fn iteration(&self, variable: i64) -> Op {
         let mut op = self.clone();
@@ -36,7 +37,8 @@ impl Op {
         op
     }
 
-    /// Returns whether the op differs between micro-batches: in its slots, its offsets or its random numbers.
+    /// Returns whether the op differs between the micro-batches of a step: in its slots, its offsets, its random
+    /// numbers, or whether it runs at all.
     pub fn depends_on_micro_batch(&self) -> bool {
         let moved = operands(self).any(|at| at.slot.micro_batch != 0 || at.offset.micro_batch != 0);
         let draws = match &self.kind {
@@ -51,7 +53,7 @@ impl Op {
     }
 }
 
-/// Largest number of operands of an op. Collectives may have more and then allocate.
+/// Number of operands for which a list needs no heap allocation. Only collectives may have more operands.
 const OPERANDS_MAX: usize = 8;
 
 /// Lists the operands of an [`OpKind`] as shared or mutable references, as `$kind` is borrowed; `$iter` is `iter` or
@@ -130,24 +132,25 @@ macro_rules! operand_list {
             OpKind::Cast { from, to, .. } => smallvec![from, to],
             OpKind::TransferStart { from, to, .. } | OpKind::TransferWait { from, to, .. } => smallvec![from, to],
             OpKind::CollectiveStart(exchange) | OpKind::CollectiveWait(exchange) => {
-                exchange.pieces.$iter().flat_map(|Piece { input, output, .. }| [input, output]).collect()
+                exchange.pieces.$iter().flat_map(|ExchangeRange { input, output, .. }| [input, output]).collect()
             }
         }
     };
 }
 
-/// Returns the operands of an op.
+/// Returns the operands of an op: first the required ones, then the optional ones that are present.
 pub(crate) fn operands(op: &Op) -> impl Iterator<Item = Operand> {
     let list: SmallVec<[&Operand; OPERANDS_MAX]> = operand_list!(&op.kind, iter);
     list.into_iter().copied()
 }
 
-/// Returns the operands of an op for changes in place.
+/// Returns the operands of an op as mutable references, in the order of [`operands`].
 pub(crate) fn operands_mut(kind: &mut OpKind) -> SmallVec<[&mut Operand; OPERANDS_MAX]> {
     operand_list!(kind, iter_mut)
 }
 
-/// Returns the element count of an op that treats each element independently, and `None` for all other ops.
+/// Returns the element count of an op that can run on any range of its elements: a fill, a cast, a copy, an optimizer
+/// update or a squared norm. Returns `None` for all other ops.
 pub(crate) fn elements_mut(kind: &mut OpKind) -> Option<&mut u64> {
     match kind {
         OpKind::AdamW { elements, .. }

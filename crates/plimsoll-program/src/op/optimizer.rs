@@ -4,7 +4,7 @@ use super::{AccessVisitor, Cost, OpKind, OperandTypes, not_in_family};
 use crate::formats::STATE_BLOCK;
 use plimsoll_core::DType;
 
-/// Visits the operand ranges that the op touches.
+/// Reports to `visitor` each range of tensor elements that an op of this module reads or writes.
 pub(super) fn visit_accesses(op: &OpKind, visitor: &mut AccessVisitor) {
     match op {
         OpKind::SquaredNorm { x, metrics, workspace, elements } => {
@@ -45,7 +45,7 @@ pub(super) fn visit_accesses(op: &OpKind, visitor: &mut AccessVisitor) {
     }
 }
 
-/// Returns the floating-point operations of the op.
+/// Returns the number of floating-point operations of an op of this module.
 pub(super) fn cost(op: &OpKind) -> Cost {
     match op {
         OpKind::SquaredNorm { elements, .. } => Cost::other(2 * elements),
@@ -56,7 +56,7 @@ pub(super) fn cost(op: &OpKind) -> Cost {
     }
 }
 
-/// Adds the dtypes that the operands must have.
+/// Adds to `types` the dtype that each operand of an op of this module must have.
 pub(super) fn expect_types<'k>(op: &'k OpKind, types: &mut OperandTypes<'k>) {
     match op {
         OpKind::SquaredNorm { x, metrics, workspace, .. } => {

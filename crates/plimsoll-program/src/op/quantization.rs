@@ -5,38 +5,39 @@ use crate::formats::{NF4_BLOCK, NF4_GROUP};
 use crate::tensor::Operand;
 use serde::{Deserialize, Serialize};
 
-/// The operands of a quantized matrix, or of whole quantization blocks of one.
+/// The tensors of a quantized matrix, or of some whole quantization blocks of it.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Quantized {
-    /// 8-bit codes with one scale per row.
+    /// int8: 8-bit codes with one scale per row.
     Int8 {
-        /// One byte per element.
+        /// Signed codes, one byte per element.
         codes: Operand,
-        /// One f32 per row.
+        /// Factors of the codes, one f32 per row.
         scales: Operand,
     },
-    /// 4-bit codes with 8-bit scales.
+    /// nf4 with double quantization (QLoRA): 4-bit codes with 8-bit scales.
     Nf4 {
-        /// One byte per two elements.
+        /// Codes, one byte per two elements.
         codes: Operand,
-        /// One byte per 64 elements.
+        /// 8-bit codes of the scales, one byte per 64 elements.
         scales: Operand,
-        /// Two f32 per 256 scales: their mean and their largest distance from it.
+        /// Scales of the scales, two f32 per 256 scales: their mean and their largest distance from it.
         groups: Operand,
     },
 }
 
-/// An operand of a quantized matrix with the number of its elements.
+/// One of the tensors of a quantized matrix (codes, scales or groups), with the number of its elements in use.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct QuantizedPart {
-    /// First element of the part.
+    /// Tensor slot and first element.
     pub operand: Operand,
-    /// Elements of the operand's tensor.
+    /// Number of elements of this tensor, not of the matrix.
     pub elements: u64,
 }
 
 impl Quantized {
-    /// Returns each operand with the elements that belong to `elements` elements of a matrix of `columns` columns.
+    /// Returns the tensors that describe `elements` elements of a matrix with `columns` columns: codes, scales and, for
+    /// nf4, groups. Each comes with the number of its elements in use.
     pub fn parts(self, elements: u64, columns: u64) -> Vec<QuantizedPart> {
         let part = |operand, elements| QuantizedPart { operand, elements };
         match self {
@@ -53,7 +54,7 @@ impl Quantized {
     }
 }
 
-/// Visits the operand ranges that the op touches.
+/// Reports to `visitor` each range of tensor elements that an op of this module reads or writes.
 pub(super) fn visit_accesses(op: &OpKind, visitor: &mut AccessVisitor) {
     match op {
         OpKind::Quantize { from, into, elements, columns } => {
@@ -68,7 +69,7 @@ pub(super) fn visit_accesses(op: &OpKind, visitor: &mut AccessVisitor) {
     }
 }
 
-/// Returns the floating-point operations of the op.
+/// Returns the number of floating-point operations of an op of this module.
 pub(super) fn cost(op: &OpKind) -> Cost {
     match op {
         OpKind::Quantize { elements, .. } => Cost::other(10 * elements),
@@ -77,7 +78,7 @@ pub(super) fn cost(op: &OpKind) -> Cost {
     }
 }
 
-/// Adds the dtypes that the operands must have.
+/// Adds to `types` the dtype that each operand of an op of this module must have.
 pub(super) fn expect_types<'k>(op: &'k OpKind, types: &mut OperandTypes<'k>) {
     match op {
         OpKind::Quantize { from, into, .. } => {

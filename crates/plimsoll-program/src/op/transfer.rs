@@ -2,7 +2,7 @@
 
 use super::{AccessVisitor, OpKind, OperandTypes, not_in_family};
 
-/// Visits the operand ranges that the op touches.
+/// Reports to `visitor` each range of tensor elements that an op of this module reads or writes.
 pub(super) fn visit_accesses(op: &OpKind, visitor: &mut AccessVisitor) {
     match op {
         OpKind::TransferStart { from, to, elements, .. } | OpKind::TransferWait { from, to, elements, .. } => {
@@ -13,7 +13,7 @@ pub(super) fn visit_accesses(op: &OpKind, visitor: &mut AccessVisitor) {
     }
 }
 
-/// Adds the dtypes that the operands must have.
+/// Adds to `types` the dtype that each operand of an op of this module must have.
 pub(super) fn expect_types<'k>(op: &'k OpKind, types: &mut OperandTypes<'k>) {
     match op {
         // A copy keeps the type.

@@ -10,25 +10,26 @@ use super::{
 use crate::tensor::Operand;
 use plimsoll_core::DType;
 
-/// The operands of an op with the dtypes that they must have.
+/// A list of the dtypes that the operands of an op must have. The module of the op's family fills it.
 pub(super) struct OperandTypes<'k> {
     expected: Vec<(&'k Operand, DType)>,
     dtype_of: &'k dyn Fn(&Operand) -> DType,
 }
 
 impl<'k> OperandTypes<'k> {
-    /// Requires `dtype` of all `operands`.
+    /// Requires that all `operands` have dtype `dtype`.
     pub(super) fn expect<const N: usize>(&mut self, dtype: DType, operands: [&'k Operand; N]) -> &mut Self {
         self.expect_all(dtype, operands.into_iter())
     }
 
-    /// Requires `dtype` of the optional operands that the op has.
+    /// Requires that all `operands`, such as the optional ones that the op has, have dtype `dtype`.
     pub(super) fn expect_all(&mut self, dtype: DType, operands: impl Iterator<Item = &'k Operand>) -> &mut Self {
         self.expected.extend(operands.map(|operand| (operand, dtype)));
         self
     }
 
-    /// Requires bytes for the codes of a quantized matrix, and the dtypes of its scales.
+    /// Requires the dtypes of a quantized matrix: u8 for codes and for the scales of nf4; f32 for the scales of int8
+    /// and for the groups of nf4.
     pub(super) fn quantized(&mut self, matrix: &'k Quantized) -> &mut Self {
         match matrix {
             Quantized::Int8 { codes, scales } => self.expect(DType::U8, [codes]).expect(DType::F32, [scales]),
@@ -38,35 +39,36 @@ impl<'k> OperandTypes<'k> {
         }
     }
 
-    /// Returns the dtype of an operand.
+    /// Returns the dtype that an operand's tensor has.
     pub(super) fn found(&self, operand: &Operand) -> DType {
         (self.dtype_of)(operand)
     }
 
-    /// Returns the dtype of an operand that decides those of the others, or the first choice if it is none of
-    /// `choices`. In that case the operand itself is reported as mistyped.
+    /// Returns the dtype of an operand from which those of the other operands follow. If it is none of `choices`,
+    /// returns the first choice, so that the operand itself is reported as mistyped.
     pub(super) fn one_of(&self, operand: &Operand, choices: &[DType]) -> DType {
         let found = self.found(operand);
         if choices.contains(&found) { found } else { choices[0] }
     }
 
-    /// Returns A, from an activation.
+    /// Returns the dtype of activations (f32, f64 or bf16), taken from the operand of an activation.
     pub(super) fn activation(&self, operand: &Operand) -> DType {
         self.one_of(operand, &[DType::F32, DType::F64, DType::Bf16])
     }
 
-    /// Returns W, from a sum or an optimizer state.
+    /// Returns the dtype of sums (f32 or f64), taken from the operand of a sum or of optimizer state.
     pub(super) fn summed(&self, operand: &Operand) -> DType {
         self.one_of(operand, &[DType::F32, DType::F64])
     }
 
-    /// Returns a dtype that files may have.
+    /// Returns the dtype of an operand with data from or for a model file: f32, f64, bf16 or f16.
     pub(super) fn file(&self, operand: &Operand) -> DType {
         self.one_of(operand, &[DType::F32, DType::F64, DType::Bf16, DType::F16])
     }
 }
 
-/// Returns the first operand with a wrong dtype, and the dtype that it must have.
+/// Returns the first operand with a wrong dtype, and the dtype that it must have; `None` if all are right. `dtype_of`
+/// gives the dtype of an operand's tensor.
 pub(crate) fn mistyped_operand(op: &OpKind, dtype_of: &dyn Fn(&Operand) -> DType) -> Option<(Operand, DType)> {
     let mut types = OperandTypes { expected: Vec::with_capacity(10), dtype_of };
     match op.family() {

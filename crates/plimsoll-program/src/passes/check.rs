@@ -12,7 +12,7 @@ use crate::tensor::{Lifetime, Operand, TensorId};
 use plimsoll_core::{DType, Space};
 use std::collections::HashSet;
 
-/// A Program that must not run.
+/// The reason why a set of Programs is malformed and must not run: a fault of the code that built it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MalformedProgram {
     /// An operand reaches beyond its tensor.
@@ -28,7 +28,7 @@ pub enum MalformedProgram {
         first: i64,
         /// Index after the last element touched.
         end: i64,
-        /// Elements of a slot.
+        /// Elements that the tensor has in a slot.
         elements: u64,
     },
     /// An operand does not have the dtype that its op needs.
@@ -45,7 +45,8 @@ pub enum MalformedProgram {
         /// Dtype that the op needs.
         expected: DType,
     },
-    /// An op reads a transient tensor that no earlier op of the phase has written.
+    /// An op reads a transient tensor that is no input and that no earlier op of its phase (Programs that run in
+    /// sequence) has written.
     #[error("{program}: {op} reads `{tensor}` (slot {slot}) before any op has written it")]
     ReadBeforeWrite {
         /// Program with the op.
@@ -54,19 +55,20 @@ pub enum MalformedProgram {
         op: String,
         /// Name of the tensor.
         tensor: String,
-        /// Slot of the tensor.
+        /// Slot of the tensor: which of the equal tensors under its name.
         slot: u32,
     },
-    /// A copy or collective with a start but no wait in the same Program (for a send: in the same phase), or the
-    /// reverse.
+    /// A copy or collective is started and never awaited in the same Program (a send: in the same phase), or awaited
+    /// and never started.
     #[error("{program}: sequence number {sequence} has a start without a wait, or a wait without a start")]
     Unpaired {
         /// Program with the op.
         program: ProgramKind,
-        /// Sequence number.
+        /// Sequence number, by which a wait finds its start.
         sequence: u64,
     },
-    /// The queue of an op does not reach the memory space of an operand.
+    /// The queue of an op cannot access the memory space of an operand. The compute queue, for example, accesses device
+    /// memory only.
     #[error("{program}: {op} on queue {queue:?} cannot access `{tensor}` in space {space:?}")]
     OutOfReach {
         /// Program with the op.
@@ -80,19 +82,19 @@ pub enum MalformedProgram {
         /// Memory space of the tensor.
         space: Space,
     },
-    /// An op writes the source of a copy in flight, or touches its target.
+    /// An op writes the source of a copy or collective in flight (started, not yet awaited), or touches its target.
     #[error("{program}: {op} conflicts with copy {sequence} in flight at `{tensor}`")]
     Disturbed {
         /// Program with the op.
         program: ProgramKind,
         /// Name of the op.
         op: String,
-        /// Sequence number of the copy.
+        /// Sequence number of the copy or collective.
         sequence: u64,
         /// Name of the tensor.
         tensor: String,
     },
-    /// A Program is in no phase, or in more than one.
+    /// A Program is in no phase (group of Programs that share activations), or in more than one.
     #[error("program {program} is in {phases} phases, expected 1")]
     Phases {
         /// The Program.
@@ -102,7 +104,8 @@ pub enum MalformedProgram {
     },
 }
 
-/// Checks all Programs of a set.
+/// Checks that all Programs of a set are well-formed: ranges, dtypes, memory spaces, order of reads and writes, paired
+/// starts and waits.
 ///
 /// # Errors
 /// Returns the first violation.
@@ -119,16 +122,16 @@ pub fn check(set: &ProgramSet) -> Result<(), MalformedProgram> {
     Ok(())
 }
 
-/// A transfer in flight with the ranges that it touches.
+/// A copy or collective that is started and not yet awaited, with the ranges that it touches.
 struct CopyInFlight {
     number: CopyNumber,
     places: Vec<Place>,
 }
 
-/// The state of the check within one phase.
+/// The state of the check after some ops of a phase (Programs that run in sequence).
 struct PhaseChecker<'a> {
     set: &'a ProgramSet,
-    /// Slots that an op or the host has written.
+    /// Slots that an op has written so far, and slots of inputs, which the host fills.
     written: HashSet<(TensorId, u32)>,
     /// Copies and collectives that are started and not yet awaited.
     open: Vec<CopyNumber>,
@@ -201,7 +204,7 @@ impl<'a> PhaseChecker<'a> {
         Ok(())
     }
 
-    /// Matches the wait of a copy or collective with its start.
+    /// Records the start of a copy or collective, or removes the start that a wait belongs to. Fails if there is none.
     fn pair(&mut self, program: ProgramKind, event: Option<CopyEvent>) -> Result<(), MalformedProgram> {
         match event {
             Some(CopyEvent { starts: true, number }) => self.open.push(number),
@@ -216,7 +219,7 @@ impl<'a> PhaseChecker<'a> {
         Ok(())
     }
 
-    /// Checks memory space, range, and that a transient tensor is written before it is read.
+    /// Checks an access of an op: memory space, range, and that a transient tensor is written before it is read.
     fn check_access(
         &self,
         program: ProgramKind,
@@ -250,7 +253,8 @@ impl<'a> PhaseChecker<'a> {
         Ok(())
     }
 
-    /// Checks that an op does not conflict with copies in flight.
+    /// Checks that an op does not conflict with a copy or collective in flight. `places` are the ranges that the op
+    /// touches.
     fn check_conflicts(&self, program: ProgramKind, op: &Op, places: &[Place]) -> Result<(), MalformedProgram> {
         for copy in &self.in_flight {
             let conflicts = |place: &&Place| copy.places.iter().any(|copied| copied.conflicts(place));
@@ -267,7 +271,7 @@ impl<'a> PhaseChecker<'a> {
     }
 }
 
-/// Returns whether the queue of an op reaches a memory space.
+/// Returns whether an op can access a memory space from its queue.
 ///
 /// The device computes on device tensors and the host on host tensors. Copies connect any two spaces; only the file
 /// queues reach the scratch file.
@@ -304,7 +308,8 @@ struct CopyEvent {
 }
 
 impl CopyEvent {
-    /// Returns the event of an op, and `None` if the op is no copy or collective.
+    /// Returns whether the op starts a copy or collective or waits for one, with its sequence number for the value
+    /// `variable` of the Block's loop variable. Returns `None` for other ops.
     fn of(op: &Op, variable: i64) -> Option<CopyEvent> {
         let starts = matches!(op.kind, OpKind::TransferStart { .. } | OpKind::CollectiveStart(_));
         let number = match &op.kind {
@@ -321,7 +326,7 @@ impl CopyEvent {
     }
 }
 
-/// The elements that an access touches in one iteration.
+/// The range of elements of a tensor's slot that an op touches in one iteration of its block.
 struct Place {
     tensor: TensorId,
     slot: u32,

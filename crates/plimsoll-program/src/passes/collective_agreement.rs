@@ -1,40 +1,41 @@
 //! Agreement check: all ranks of a team start the same collectives in the same order with the same counts, every start
 //! has its wait, and every send has a matching receive.
 
-use crate::op::{Collective, Exchange, OpKind, Piece};
+use crate::op::{Collective, Exchange, ExchangeRange, OpKind};
 use crate::program::ProgramSet;
 use crate::schedule::Schedule;
 use plimsoll_core::DType;
 
-/// A difference between the collectives of two ranks.
+/// A difference between the collectives of two ranks, which would make them wait for each other forever or exchange
+/// wrong data.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CollectiveMismatch {
-    /// A rank starts another collective than rank 0.
+    /// At one position in the order of collectives, a rank starts another one than rank 0.
     #[error("collective {position}: rank {rank} starts {found}, rank 0 starts {expected}")]
     Different {
-        /// Position in the order of collectives.
+        /// Index in the order in which each rank starts its collectives, from 0.
         position: usize,
         /// Rank that differs from rank 0.
         rank: usize,
-        /// Collective that this rank starts.
+        /// Collective that this rank starts, or `nothing`.
         found: String,
-        /// Collective that rank 0 starts.
+        /// Collective that rank 0 starts, or `nothing`.
         expected: String,
     },
-    /// A start without a wait, or a wait without a start.
+    /// A collective or message is started and never awaited, or awaited and never started.
     #[error("rank {rank}: collective {sequence} has a start without a wait, or a wait without a start")]
     Unpaired {
         /// Rank of the worker.
         rank: usize,
-        /// Sequence number.
+        /// Sequence number, by which a wait finds its start.
         sequence: u64,
     },
-    /// A send and a receive with different element counts; 0 if one of them is missing.
+    /// A send and its receive have different element counts (0 if one of them is missing), or both have 0.
     #[error(
         "message {sequence} from rank {from} to rank {to}: {found} elements sent, {expected} expected by the receiver"
     )]
     Message {
-        /// Sequence number.
+        /// Sequence number, equal in the send and its receive.
         sequence: u64,
         /// Rank of the sender.
         from: usize,
@@ -45,21 +46,22 @@ pub enum CollectiveMismatch {
         /// Elements that the receiver expects.
         expected: u64,
     },
-    /// A collective that is written for another rank or another number of ranks.
+    /// The Program of a rank has a collective or message that is built for another rank, or for another number of
+    /// ranks.
     #[error("rank {rank}: collective {sequence} is written for rank {written} of {ranks}")]
     WrongRank {
         /// Rank with the collective in its Program.
         rank: usize,
-        /// Sequence number.
+        /// Sequence number of the collective.
         sequence: u64,
-        /// Rank written in the collective.
+        /// Rank for which the collective is built.
         written: u32,
-        /// Number of parts that it counts.
+        /// Number of ranks for which the collective is built.
         ranks: usize,
     },
 }
 
-/// A collective as all ranks must have it.
+/// A collective with the properties in which all ranks must agree.
 #[derive(Clone, Debug, PartialEq)]
 struct StartedCollective {
     sequence: u64,
@@ -67,7 +69,7 @@ struct StartedCollective {
     pieces: Vec<PieceShape>,
 }
 
-/// The dtype of a piece and the elements of each rank's part.
+/// The dtype of a range that a collective works on, and the number of elements of each rank's part.
 #[derive(Clone, Debug, PartialEq)]
 struct PieceShape {
     dtype: DType,
@@ -85,7 +87,9 @@ struct Message {
     sent: bool,
 }
 
-/// Checks the Programs of all ranks, each with its schedule.
+/// Checks that the Programs of all ranks, run in the order of their schedules, start matching collectives.
+///
+/// `ranks` has the Programs and the schedule of each rank, rank 0 first.
 ///
 /// # Errors
 /// Returns the first mismatch.
@@ -99,7 +103,8 @@ pub fn check_agreement(ranks: &[(&ProgramSet, &Schedule)]) -> Result<(), Collect
     check_messages(&messages)
 }
 
-/// Returns the collectives that a rank starts, in order, and adds its messages to `messages`.
+/// Returns the collectives that a rank starts, in order, and adds its sends and receives to `messages`. Fails if a
+/// start or wait is unpaired, or if a collective is built for another rank.
 fn started_collectives(
     set: &ProgramSet,
     schedule: &Schedule,
@@ -108,7 +113,9 @@ fn started_collectives(
     messages: &mut Vec<Message>,
 ) -> Result<Vec<StartedCollective>, CollectiveMismatch> {
     let mut collectives = Vec::new();
-    let mut open: Vec<u64> = Vec::new();
+    // A send and a receive of the same rank may share a sequence number.
+    let mut open: Vec<(u64, bool)> = Vec::new();
+    let is_send = |exchange: &Exchange| exchange.collective == Collective::Send;
     for call in &schedule.calls {
         let Some(program) = set.program(call.program) else { continue };
         for (op, variable) in program.trace().filter(|(op, _)| op.runs(call.last)) {
@@ -116,7 +123,7 @@ fn started_collectives(
                 OpKind::CollectiveStart(exchange) => {
                     let sequence = sequence_number(exchange, variable, call.micro_batch);
                     check_rank(exchange, sequence, rank, ranks)?;
-                    open.push(sequence);
+                    open.push((sequence, is_send(exchange)));
                     let elements = exchange.pieces.iter().map(|piece| piece.counts[rank]).sum();
                     match (exchange.collective, exchange.peer) {
                         (Collective::Send, Some(peer)) => {
@@ -126,7 +133,7 @@ fn started_collectives(
                             messages.push(Message { sequence, from: peer as usize, to: rank, elements, sent: false });
                         }
                         (collective, _) => {
-                            let shape = |piece: &Piece| PieceShape {
+                            let shape = |piece: &ExchangeRange| PieceShape {
                                 dtype: set.tensor(piece.input.tensor).dtype,
                                 counts: piece.counts.clone(),
                             };
@@ -137,7 +144,8 @@ fn started_collectives(
                 }
                 OpKind::CollectiveWait(exchange) => {
                     let sequence = sequence_number(exchange, variable, call.micro_batch);
-                    let Some(at) = open.iter().position(|other| *other == sequence) else {
+                    let started = (sequence, is_send(exchange));
+                    let Some(at) = open.iter().position(|other| *other == started) else {
                         return Err(CollectiveMismatch::Unpaired { rank, sequence });
                     };
                     open.remove(at);
@@ -147,12 +155,12 @@ fn started_collectives(
         }
     }
     match open.first() {
-        Some(&sequence) => Err(CollectiveMismatch::Unpaired { rank, sequence }),
+        Some(&(sequence, _)) => Err(CollectiveMismatch::Unpaired { rank, sequence }),
         None => Ok(collectives),
     }
 }
 
-/// Checks that all ranks start the collectives of rank 0.
+/// Checks that every rank starts the same collectives as rank 0, in the same order.
 fn check_order(collectives: &[Vec<StartedCollective>]) -> Result<(), CollectiveMismatch> {
     let show = |collective: Option<&StartedCollective>| match collective {
         Some(StartedCollective { sequence, collective, pieces }) => format!("{collective:?} {sequence} of {pieces:?}"),
@@ -170,7 +178,7 @@ fn check_order(collectives: &[Vec<StartedCollective>]) -> Result<(), CollectiveM
     Ok(())
 }
 
-/// Checks that both sides of every message have the same number of elements.
+/// Checks that both sides of every message have the same number of elements, at least 1.
 fn check_messages(messages: &[Message]) -> Result<(), CollectiveMismatch> {
     for &Message { sequence, from, to, elements, sent } in messages {
         let total = |sent: bool| -> u64 {
@@ -188,7 +196,7 @@ fn sequence_number(exchange: &Exchange, variable: i64, micro_batch: u32) -> u64 
     exchange.sequence.at(variable, i64::from(micro_batch)) as u64
 }
 
-/// Checks that a collective in a rank's Program is written for that rank, and counts the parts of all ranks.
+/// Checks that a collective in a rank's Program is built for that rank, and has a part for each of the ranks.
 fn check_rank(exchange: &Exchange, sequence: u64, rank: usize, ranks: usize) -> Result<(), CollectiveMismatch> {
     let wrong_count = exchange.pieces.iter().map(|piece| piece.counts.len()).find(|count| *count != ranks);
     if exchange.rank as usize == rank && wrong_count.is_none() {
@@ -216,7 +224,7 @@ mod tests {
         let at = Operand::whole(buffer);
         let mut ops = Vec::new();
         for (collective, counts, peer, sequence) in collectives {
-            let pieces = vec![Piece { input: at, output: at, counts: counts.clone() }];
+            let pieces = vec![ExchangeRange { input: at, output: at, counts: counts.clone() }];
             let sequence = Index::fixed(*sequence as i64);
             let exchange = Exchange { collective: *collective, pieces, rank, peer: *peer, sequence, last: false };
             ops.push(OpKind::CollectiveStart(exchange.clone()).into());
@@ -267,6 +275,18 @@ mod tests {
             check(&[rank(0, &one, false), rank(1, &one, true)]),
             Err(CollectiveMismatch::Unpaired { rank: 0, sequence: 1 })
         );
+    }
+
+    #[test]
+    fn wait_for_receive_does_not_end_send() {
+        let send = [(Collective::Send, vec![8, 8], Some(1), 7)];
+        let (mut set, schedule) = rank(0, &send, true);
+        let wait = &mut set.programs[0].blocks[0].ops[1].kind;
+        let OpKind::CollectiveWait(exchange) = wait else { panic!("{wait:?}") };
+        exchange.collective = Collective::Receive;
+        let receive = [(Collective::Receive, vec![8, 8], Some(0), 7)];
+        let found = check(&[(set, schedule), rank(1, &receive, true)]);
+        assert_eq!(found, Err(CollectiveMismatch::Unpaired { rank: 0, sequence: 7 }));
     }
 
     #[test]

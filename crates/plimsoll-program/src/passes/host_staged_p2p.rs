@@ -12,9 +12,10 @@ use crate::program::ProgramSet;
 use crate::tensor::{Index, Lifetime, Operand, Tensor, TensorId};
 use plimsoll_core::{Category, Space};
 
-/// Replaces the device operands of all sends and receives by host buffers, with the copies.
+/// Makes all sends and receives (of a pipeline) use buffers in host memory, and adds the copies between these and the
+/// device.
 ///
-/// It must be the last pass that moves tensors, since none of these buffers is offloaded.
+/// It must be the last pass that moves tensors: the buffers must stay in host memory.
 pub fn stage_sends_through_host(mut set: ProgramSet) -> ProgramSet {
     for number in 0..set.programs.len() {
         let mut blocks = std::mem::take(&mut set.programs[number].blocks);
@@ -29,7 +30,8 @@ pub fn stage_sends_through_host(mut set: ProgramSet) -> ProgramSet {
     set
 }
 
-/// Returns an op unchanged, or a message with its copies. `copies` is the sequence number of the Program's last copy.
+/// Returns the ops that replace an op. A send or receive becomes one on a host buffer, with the copies to or from the
+/// device; any other op stays. `copies` is the sequence number of the Program's last copy, and counts on.
 fn staged(set: &mut ProgramSet, op: Op, copies: &mut u64) -> Vec<Op> {
     let (OpKind::CollectiveStart(exchange) | OpKind::CollectiveWait(exchange)) = &op.kind else { return vec![op] };
     if !exchange.is_point_to_point() {
@@ -62,7 +64,8 @@ fn staged(set: &mut ProgramSet, op: Op, copies: &mut u64) -> Vec<Op> {
     }
 }
 
-/// Returns the host buffer for sends or receives of a tensor, with as many slots as micro-batches are in flight.
+/// Returns the host buffer for sends or receives of a tensor, and adds it if needed. It has a slot for each micro-batch
+/// in flight (forward pass done, backward pass not).
 fn host_buffer(set: &mut ProgramSet, at: Operand, sends: bool, elements: u64) -> Operand {
     let tensor = set.tensor(at.tensor);
     let slots = at.possible_slots(0, tensor.slots).count() as u32;

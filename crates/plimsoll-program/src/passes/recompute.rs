@@ -9,13 +9,15 @@ use crate::op::{Mode, Op};
 use crate::tensor::TensorId;
 use std::collections::{HashMap, HashSet};
 
-/// Suffix of the tensors that hold recomputed activations.
+/// Name suffix of the tensors into which a backward pass recomputes dropped activations.
 pub const RECOMPUTED_SUFFIX: &str = ".recomputed";
 
-/// Returns the backward ops of a layer, each preceded by the forward ops that compute dropped tensors it reads.
+/// Returns the backward ops of a layer with recompute (activation checkpointing): the forward ops that compute a
+/// dropped tensor run again before the first backward op that reads it.
 ///
-/// `dropped` are the tensors that the forward pass does not keep. Recomputed tensors have the name of the original with
-/// [`RECOMPUTED_SUFFIX`]. Repeated calls share them, so that layers of different recompute levels use the same tensors.
+/// `forward` and `backward` are the ops of the layer, and `dropped` are the activations that the forward pass does not
+/// keep. A recomputed tensor has the name of the original with [`RECOMPUTED_SUFFIX`]. All calls share these tensors, so
+/// that layers of different recompute levels use the same ones.
 pub fn recompute(builder: &mut Builder, forward: &[Op], backward: &[Op], dropped: &HashSet<TensorId>) -> Vec<Op> {
     let (recomputed, done) = (HashMap::new(), HashSet::new());
     let mut recomputer = Recomputer { builder, forward, dropped, recomputed, done, ops: Vec::new() };
@@ -30,15 +32,15 @@ struct Recomputer<'a> {
     builder: &'a mut Builder,
     forward: &'a [Op],
     dropped: &'a HashSet<TensorId>,
-    /// Recomputed tensors by original.
+    /// Tensor with the recomputed values, by dropped tensor.
     recomputed: HashMap<TensorId, TensorId>,
-    /// Indices of forward ops that have been repeated.
+    /// Indices in `forward` of the ops that already run again.
     done: HashSet<usize>,
     ops: Vec<Op>,
 }
 
 impl Recomputer<'_> {
-    /// Appends a backward op, after the ops that recompute its dropped operands.
+    /// Appends a backward op, and before it the ops that recompute the dropped tensors that it reads.
     fn push_backward(&mut self, op: &Op) {
         let reads: Vec<TensorId> = self.touched(op, |mode| mode != Mode::Write);
         for tensor in reads {
@@ -48,7 +50,8 @@ impl Recomputer<'_> {
         self.ops.push(op);
     }
 
-    /// Appends the forward ops that write a dropped tensor, after those that they depend on.
+    /// Appends the forward ops that write a dropped tensor, after the ops that recompute their own inputs. Does nothing
+    /// for a tensor that is kept, or whose ops already run again.
     fn recompute_tensor(&mut self, tensor: TensorId) {
         if !self.dropped.contains(&tensor) {
             return;
@@ -73,7 +76,7 @@ impl Recomputer<'_> {
         }
     }
 
-    /// Adds the tensor that holds the recomputed values of another.
+    /// Adds the tensor that holds the recomputed values of the dropped tensor `tensor`, unless there is one.
     fn add_recomputed(&mut self, tensor: TensorId) {
         if self.recomputed.contains_key(&tensor) {
             return;

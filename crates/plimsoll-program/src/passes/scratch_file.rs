@@ -21,18 +21,22 @@ use crate::tensor::{Index, Lifetime, Operand, Tensor, TensorId, TensorRole};
 use plimsoll_core::{Category, DType, ScratchOffload, Space};
 use std::collections::{BTreeMap, HashMap, HashSet};
 
-/// Largest number of elements of a window: enough for the full rate of a disk, and small beside a layer.
+/// Largest number of elements of a window (a buffer between file and device): enough for the full rate of a disk, and
+/// small beside a layer.
 const WINDOW_ELEMENTS: u64 = 1 << 21;
-/// Windows of a kind: while one is read, one is in use and one is written.
+/// Number of windows (buffers) of a ring: while one is read from the file, one is in use and one is written to the
+/// file.
 const WINDOWS: u32 = 3;
 
-/// Suffix of the file tensor that holds some of a tensor's slots.
+/// Name suffix of the tensor in the scratch file that holds some slots (layers) of an offloaded tensor.
 pub(super) const FILE_SUFFIX: &str = ".file";
 
-/// Moves the tensors that `in_file` names from host memory to the scratch file.
+/// Moves the offloaded tensors that `in_file` names from host memory on to the scratch file, and adds the copies. It
+/// runs after the offload pass.
 ///
-/// `layers` is the layer count of the device. `memory` is the space of the windows: the host's, or the device's if the
-/// device is its own host. In that case all other host tensors move to the device space as well.
+/// `layers` is the number of layers of the device. Data between file and device passes through windows, a few buffers
+/// in memory space `memory`. This is the host space, but the device space if the device is a CPU. In the second case
+/// all other host tensors move to the device space as well.
 pub fn move_to_scratch_file(mut set: ProgramSet, layers: u32, in_file: ScratchOffload, memory: Space) -> ProgramSet {
     let mut scratch = ScratchFile { memory, placements: HashMap::new() };
     if !in_file.is_nothing() {
@@ -54,7 +58,7 @@ pub fn move_to_scratch_file(mut set: ProgramSet, layers: u32, in_file: ScratchOf
     set
 }
 
-/// Returns the slots of a tensor that move to the file.
+/// Returns the number of slots (layers) of a tensor that move to the scratch file, its first ones.
 fn slots_in_file(tensor: &Tensor, layers: u32, in_file: ScratchOffload) -> u32 {
     if tensor.lifetime != Lifetime::Persistent || tensor.space != Space::Host {
         return 0;
@@ -72,15 +76,18 @@ fn slots_in_file(tensor: &Tensor, layers: u32, in_file: ScratchOffload) -> u32 {
     }
 }
 
-/// The new home of a tensor's first `in_file` slots. The other slots stay, renumbered from 0.
+/// The tensor in the scratch file to which the first `in_file` slots (layers) of a host tensor have moved. The other
+/// slots stay in host memory, renumbered from 0.
 #[derive(Clone, Copy)]
 struct FilePlacement {
     tensor: TensorId,
     in_file: u32,
+    /// Slots of the host tensor before the move.
     slots: u32,
 }
 
-/// The tensors that the pass has moved, and the memory space of the windows.
+/// The tensors that the pass has moved to the scratch file, and the memory space of the windows (the buffers through
+/// which their data passes).
 struct ScratchFile {
     memory: Space,
     placements: HashMap<TensorId, FilePlacement>,
@@ -111,7 +118,7 @@ impl ScratchFile {
         }
     }
 
-    /// Returns an op with every operand where it is after the move.
+    /// Returns an op with each operand replaced by its place after the move: in the file, or in a renumbered slot.
     fn relocated(&self, op: &Op) -> Op {
         let mut op = op.clone();
         for operand in operands_mut(&mut op.kind) {
@@ -128,24 +135,25 @@ impl ScratchFile {
     }
 }
 
-/// The purpose of a window; each purpose and dtype has its own ring of windows.
+/// The purpose of a window (a buffer between the scratch file and a device or host op). Each purpose and dtype has its
+/// own ring of windows.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum WindowUse {
-    /// Copy from the file to another space.
+    /// Data on its way from the file to another memory space.
     Read,
-    /// Copy from another space to the file.
+    /// Data on its way from another memory space to the file.
     Write,
-    /// Operand of a host op, by its number among the op's file operands.
+    /// Range of a file tensor on which the host runs ops, by its number among the ranges that these ops use.
     Operand(usize),
 }
 
-/// Windows that are used in turn.
+/// A ring of windows (buffers of one purpose and dtype) that are used in turn, as slots of one tensor.
 struct WindowRing {
     tensor: TensorId,
     next: i64,
 }
 
-/// A range of a file tensor that host ops access through a window.
+/// A range of a tensor in the scratch file, and the window in memory through which host ops access it.
 struct OpenWindow {
     file: Operand,
     window: Operand,
@@ -159,16 +167,17 @@ struct ProgramRewriter<'a> {
     set: &'a mut ProgramSet,
     program: ProgramKind,
     rings: BTreeMap<(WindowUse, DType), WindowRing>,
-    /// Sequence numbers of copies that already end where they were started.
+    /// Sequence numbers of copies that now go through windows, each with a wait of its own. Their original wait is
+    /// dropped.
     completed: HashSet<u64>,
     /// Sequence number of the last copy.
     sequence: u64,
-    /// Ops of the block in the making.
+    /// Ops of the block under construction.
     ops: Vec<Op>,
 }
 
 impl ProgramRewriter<'_> {
-    /// Returns the new blocks of a Program.
+    /// Returns the blocks of a Program after the move, with the copies between windows and file.
     fn rewrite_program(scratch: &ScratchFile, set: &mut ProgramSet, program: &Program) -> Vec<Block> {
         let sequences = program.blocks.iter().flat_map(|block| &block.ops).filter_map(|op| match op.kind {
             OpKind::TransferStart { sequence, .. } => Some(sequence),
@@ -209,14 +218,15 @@ impl ProgramRewriter<'_> {
         operands(op).any(|operand| self.is_in_file(operand))
     }
 
-    /// Returns whether two host ops treat the same elements, so that both run on a window before it is written back.
+    /// Returns whether two ops are both elementwise host ops on file tensors, with equal element counts. Both then run
+    /// on the same windows (buffers) before these are written back to the file.
     fn share_windows(&self, a: &Op, b: &Op) -> bool {
         let runs_in_windows = |op: &Op| op.queue == Queue::Host && self.touches_file(op);
         let elements = |op: &Op| elementwise_count(op).filter(|_| runs_in_windows(op));
         elements(a).is_some() && elements(a) == elements(b)
     }
 
-    /// Appends one op, or several that share windows.
+    /// Appends one op, or several that share windows (buffers), with the copies to and from the file.
     fn rewrite_ops(&mut self, ops: &[Op]) {
         match &ops[0].kind {
             OpKind::TransferStart { from, to, elements, sequence } if self.touches_file(&ops[0]) => {
@@ -233,7 +243,8 @@ impl ProgramRewriter<'_> {
         }
     }
 
-    /// Appends a copy that starts or ends in the file: directly if the other end is in `memory`, else through windows.
+    /// Appends a copy that starts or ends in the file: directly if its other end is in the memory of the windows, else
+    /// through windows.
     fn rewrite_copy(&mut self, op: &Op, from: Operand, to: Operand, elements: u64, sequence: u64) {
         let reads = self.is_in_file(from);
         let other_end = if reads { to } else { from };
@@ -248,8 +259,9 @@ impl ProgramRewriter<'_> {
             let count = WINDOW_ELEMENTS.min(elements - first);
             let window = self.next_window(if reads { WindowUse::Read } else { WindowUse::Write }, dtype, count);
             let (into_window, out_of_window) = if reads { (file_queue, op.queue) } else { (op.queue, file_queue) };
-            self.copy(offset_by(from, first), window, count, into_window);
-            self.copy(window, offset_by(to, first), count, out_of_window);
+            let first = Index::fixed(first as i64);
+            self.copy(from.offset_by(first), window, count, into_window);
+            self.copy(window, to.offset_by(first), count, out_of_window);
         }
     }
 
@@ -272,7 +284,8 @@ impl ProgramRewriter<'_> {
         }
     }
 
-    /// Replaces file operands by windows, and reads a range into its window at its first use.
+    /// Returns an op with file operands replaced by windows (buffers in memory). Adds new windows to `open`, and
+    /// appends their read from the file unless the op only writes them.
     fn with_windows(&mut self, mut op: Op, open: &mut Vec<OpenWindow>) -> Op {
         for access in op.accesses(&|id| self.set.tensor(id).elements()) {
             if !self.is_in_file(access.operand) {
@@ -298,7 +311,8 @@ impl ProgramRewriter<'_> {
         op
     }
 
-    /// Returns the next window for a purpose, enlarged to `elements` if needed.
+    /// Returns the next window (buffer) of the ring for a purpose. The ring is created, or enlarged to `elements`, if
+    /// needed.
     fn next_window(&mut self, purpose: WindowUse, dtype: DType, elements: u64) -> Operand {
         let set = &mut *self.set;
         let ring = self.rings.entry((purpose, dtype)).or_insert_with(|| {
@@ -319,17 +333,12 @@ impl ProgramRewriter<'_> {
         Operand::slot(ring.tensor, slot)
     }
 
-    /// Appends a copy and its wait on the same queue. Ops of other queues wait for it because of the bytes that it
-    /// touches.
+    /// Appends a copy and its wait on the same queue. Ops of other queues that touch the same bytes wait for it
+    /// ([`crate::order`]).
     fn copy(&mut self, from: Operand, to: Operand, elements: u64, queue: Queue) {
         self.sequence += 1;
         let sequence = self.sequence;
         self.ops.push(Op { kind: OpKind::TransferStart { from, to, elements, sequence }, queue });
         self.ops.push(Op { kind: OpKind::TransferWait { from, to, elements, sequence }, queue });
     }
-}
-
-/// Returns an operand that starts `elements` further.
-fn offset_by(operand: Operand, elements: u64) -> Operand {
-    operand.from(Index { base: operand.offset.base + elements as i64, ..operand.offset })
 }

@@ -6,7 +6,8 @@ use crate::program::ProgramSet;
 use crate::tensor::{Index, Lifetime};
 use plimsoll_core::{Category, Space};
 
-/// Shrinks every transient staging buffer to the elements that ops touch.
+/// Shrinks every staging buffer to the largest piece that passes through it. Buffers that an op touches from another
+/// element than the first keep their size, and so do buffers that no op uses.
 pub fn trim_staging_buffers(mut set: ProgramSet) -> ProgramSet {
     // Elements that ops touch of each tensor; `None` if an op does not start at the first element.
     let mut used: Vec<Option<u64>> = vec![Some(0); set.tensors.len()];
@@ -51,7 +52,7 @@ mod tests {
         let ops = vec![
             fill(Operand::whole(pieces), 7),
             fill(Operand::whole(pieces), 30),
-            fill(Operand::whole(moved).from(Index::fixed(3)), 20),
+            fill(Operand::whole(moved).starting_at(Index::fixed(3)), 20),
             fill(Operand::whole(kept), 100),
             fill(Operand::whole(weight), 2),
         ];

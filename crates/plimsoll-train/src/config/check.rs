@@ -5,15 +5,16 @@ use plimsoll_core::{Failure, Rung, format_count};
 use plimsoll_plan::device_request::DevicesRequest;
 use plimsoll_program::models::Target;
 
-/// A violated rule of a run file. The types of its keys have been checked before.
+/// A violated rule of a run file: a value that has the right type and is still wrong.
 pub(super) enum RuleViolation {
-    /// A key with a value outside the range that `keys` describes.
+    /// The `section.key` of a value that is outside its range.
     OutOfRange(&'static str),
-    /// A key with an invalid value, the reason, and hints.
+    /// The `section.key` of a value that is invalid or conflicts with another one; then the reason, and hints to the
+    /// user.
     Invalid(&'static str, String, Vec<String>),
 }
 
-/// Checks all rules and returns the first violation.
+/// Checks the ranges of all keys and the rules between keys. Returns the first violation.
 pub(super) fn check(config: &RunConfig) -> Result<(), RuleViolation> {
     check_ranges(config)?;
     check_combinations(config)?;
@@ -93,7 +94,7 @@ fn check_combinations(config: &RunConfig) -> Result<(), RuleViolation> {
     Ok(())
 }
 
-/// Checks that the trained parameters and the quantization of the others are compatible.
+/// Checks that training method, lossy rungs and optimizer are compatible: only frozen matrices are quantized, say.
 fn check_method(config: &RunConfig) -> Result<(), RuleViolation> {
     let RunConfig { model, data, train, .. } = config;
     let rungs = train.rungs.as_deref().unwrap_or_default();

@@ -1,11 +1,12 @@
-//! Grids of settings for a sweep: `train.seed=1,2` stands for two values of a key, and several keys for all combinations.
+//! Grids of settings for a sweep: `train.seed=1,2` stands for two values of a key, and several keys for all
+//! combinations.
 
 use super::{RunConfig, RunConfigError};
 use plimsoll_core::Failure;
 use std::fs;
 use std::path::Path;
 
-/// Keys that a sweep sets itself, with the flag to use instead.
+/// Keys that `plimsoll sweep` sets itself, each with the flag to use instead.
 const SET_BY_SWEEP: [(&str, &str); 4] = [
     ("run.dir", "every run has a folder in the sweep's: --dir"),
     ("run.devices", "the devices are the sweep's: --devices"),
@@ -13,17 +14,19 @@ const SET_BY_SWEEP: [(&str, &str); 4] = [
     ("memory.host", "runs share the host's line: --devices ...,host=8GiB"),
 ];
 
-/// One point of a grid.
+/// One point of a grid of settings: one run of a sweep for each run file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct GridPoint {
-    /// All settings of the form `section.key=value`.
+    /// All settings of this point, each as `section.key=value`.
     pub settings: Vec<String>,
-    /// Settings that differ between points, as `key=value`.
+    /// Settings of this point that differ from other points, each as `key=value`. They become part of the run's name.
     pub labels: Vec<String>,
 }
 
-/// Returns all points of a grid; the last key changes fastest. Each text is `section.key=value` or
-/// `section.key=value,value,...`. Commas in brackets or quotes belong to a value.
+/// Returns one point for each combination of the values in `texts`; the last key changes fastest. Without texts there
+/// is one point without settings.
+///
+/// Each text is `section.key=value` or `section.key=value,value,...`. Commas in brackets or quotes belong to a value.
 ///
 /// # Errors
 /// A text without a key or a value, a repeated value, or a key that a sweep sets itself.
@@ -61,11 +64,13 @@ pub fn grid(texts: &[String]) -> Result<Vec<GridPoint>, Failure> {
     Ok(points)
 }
 
-/// Returns the runs of a sweep: every run file (without any, the built-in example) at every point of a grid, with a unique name
-/// that is a valid folder name.
+/// Returns the runs of a sweep with their names: one run for each run file in `files` and each point in `points`. If
+/// `files` is empty, the built-in example takes its place. `settings` apply to every run.
+///
+/// Names are unique, and valid as names of folders.
 ///
 /// # Errors
-/// An invalid run file or setting, or a run file that is named twice.
+/// An invalid run file or setting, a run file without data or length, or a run file that is named twice.
 pub fn runs(files: &[&Path], settings: &[String], points: &[GridPoint]) -> Result<Vec<(String, RunConfig)>, Failure> {
     let real = |path: &Path| fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
     let mut pairs = files.iter().enumerate().flat_map(|(index, a)| files[index + 1..].iter().map(move |b| (*a, *b)));
@@ -95,8 +100,8 @@ pub fn runs(files: &[&Path], settings: &[String], points: &[GridPoint]) -> Resul
     Ok(runs)
 }
 
-/// Converts a text into a folder name: characters that are special to shells or file systems become `-`. An empty result
-/// becomes `run`.
+/// Converts a text into a folder name of at most 120 bytes. Characters that are special to shells or file systems
+/// become `-`, and leading dots and dashes are removed. An empty result becomes `run`.
 fn folder_name(text: &str) -> String {
     const LONGEST_BYTES: usize = 120;
     let plain = |letter: char| letter.is_alphanumeric() || "._=+-".contains(letter);

@@ -1,7 +1,10 @@
-//! All keys of a run file with their expected values, as error messages state them; and the search for the known key that is
-//! most similar to an unknown one.
+//! All keys of a run file with their expected values, as error messages state them; and the search for the known key
+//! that is most similar to an unknown one.
 
-/// Each `section.key` with its expected value. Tests compare this list with the structs and with `docs/run-file.md`.
+use plimsoll_core::rung_names;
+
+/// Each `section.key` with a description of its valid values, for messages. Tests compare this list with the structs
+/// and with `docs/run-file.md`.
 pub(super) const KEYS: &[(&str, &str)] = &[
     ("model.path", "a Hugging Face directory, or a config.json"),
     ("model.preset", "the name of a known shape, such as \"llama-3.2-1b\""),
@@ -29,7 +32,7 @@ pub(super) const KEYS: &[(&str, &str)] = &[
     ("train.clip_norm", "a number, 0 or more (0 clips nothing)"),
     ("train.precision", "\"auto\", \"f32\", \"bf16\" or \"f64\""),
     ("train.method", "\"full\" or \"lora\""),
-    ("train.rungs", "a list of \"bf16\", \"adam8bit\", \"lora\", \"int8\", \"nf4\""),
+    ("train.rungs", concat!("a list of ", rung_names!(quoted))),
     ("train.seed", "a whole number, 0 or more"),
     ("train.eval_every", "a whole number of steps, 0 or more"),
     ("train.save_every", "a whole number of steps, 0 or more"),
@@ -43,10 +46,7 @@ pub(super) const KEYS: &[(&str, &str)] = &[
     ("memory.host", "a share of what is free, such as \"80%\", or an amount, such as \"6GiB\""),
     ("memory.file", "a share of what is free on the disk, such as \"50%\", or an amount, such as \"40GiB\""),
     ("memory.file_dir", "a folder, such as \"/scratch\""),
-    (
-        "memory.allow",
-        "a list of \"bf16\", \"adam8bit\", \"lora\", \"int8\", \"nf4\", or \"16,8,4\" for the fall from 16 to 4 bit",
-    ),
+    ("memory.allow", concat!("a list of ", rung_names!(quoted), ", or \"16,8,4\" for the fall from 16 to 4 bit")),
     ("recipe.micro_batch", "a whole number of sequences, from 1 to those of one step"),
     (
         "recipe.recompute",
@@ -62,7 +62,7 @@ pub(super) const KEYS: &[(&str, &str)] = &[
     ("run.nccl", "true or false"),
 ];
 
-/// Returns the expected value of a known key.
+/// Returns the description of the valid values of `section.key`, and `None` for an unknown key.
 pub(super) fn expected(key: &str) -> Option<&'static str> {
     KEYS.iter().find(|(known, _)| *known == key).map(|(_, expected)| *expected)
 }
@@ -72,7 +72,7 @@ pub(super) fn is_section(name: &str) -> bool {
     KEYS.iter().any(|(known, _)| split(known).0 == name)
 }
 
-/// Returns the known section that is most similar to a word.
+/// Returns the known section that is most similar to a word, and `None` if none is similar enough.
 pub(super) fn nearest_section(word: &str) -> Option<&'static str> {
     let distances =
         KEYS.iter().map(|(known, _)| split(known).0).map(|known| (known, strsim::osa_distance(word, known)));
@@ -80,7 +80,8 @@ pub(super) fn nearest_section(word: &str) -> Option<&'static str> {
     near.min_by_key(|(_, distance)| *distance).map(|(known, _)| known)
 }
 
-/// Returns the known key that is most similar. Among equally similar names, a key of the same section comes first.
+/// Returns the known key that is most similar to `section.name`, and `None` if none is similar enough. Among equally
+/// similar names, a key of the same section comes first.
 pub(super) fn nearest_key(section: &str, name: &str) -> Option<&'static str> {
     let distances = KEYS.iter().map(|(known, _)| {
         let (known_section, known_name) = split(known);
@@ -90,18 +91,18 @@ pub(super) fn nearest_key(section: &str, name: &str) -> Option<&'static str> {
     near.min_by_key(|(_, distance, other_section)| (*distance, *other_section)).map(|(known, ..)| known)
 }
 
-/// Returns the known word that is most similar to a word.
+/// Returns the word of `known` that is most similar to `word`, and `None` if none is similar enough.
 pub(super) fn nearest(word: &str, known: impl Iterator<Item = String>) -> Option<String> {
     let distances = known.map(|known| (strsim::osa_distance(word, &known), known));
     distances.filter(|(distance, _)| *distance <= tolerance(word)).min().map(|(_, known)| known)
 }
 
-/// Returns the most edits between a typo and the intended word; longer words allow more.
+/// Returns the largest edit distance at which a known word counts as similar; longer words allow more.
 fn tolerance(word: &str) -> usize {
     (word.chars().count() / 3).max(1)
 }
 
-/// Splits a key path into section and key; a word without a dot is a key without a section.
+/// Splits `section.key` into section and key. For a word without a dot, the section is empty.
 pub(super) fn split(key: &str) -> (&str, &str) {
     key.split_once('.').unwrap_or(("", key))
 }

@@ -1,11 +1,11 @@
 //! The run file: every key of `run.toml` with its type and default, as plain data.
 //!
 //! `read` parses text and `--set` settings, `keys` lists each key with its expected value, `check` holds the rules between
-//! keys, and `grid` expands the settings of a sweep. Nothing here looks at models, data or devices: `resolve` reports a path
-//! that does not exist or an unknown preset.
+//! keys, and `grid` expands the settings of a sweep. Nothing here looks at models, data or devices: `resolve` reports a
+//! path that does not exist or an unknown preset.
 //!
-//! Steps to add a key: the field and its default here, a line in `keys`, a rule in `check` if it has a range, and a row in
-//! `docs/run-file.md`. Two tests compare the list and the documentation with the structs.
+//! Steps to add a key: the field and its default here, a line in `keys`, a rule in `check` if it has a range, and a row
+//! in `docs/run-file.md`. Two tests compare the list and the documentation with the structs.
 
 mod check;
 pub mod grid;
@@ -21,11 +21,11 @@ use plimsoll_plan::device_request::DevicesRequest;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 
-/// Prefix of models and data that Plimsoll generates; such values are not paths.
+/// Prefix of names of built-in models and data (`example:sums`) in a run file; such values are not paths.
 pub const EXAMPLE_PREFIX: &str = "example:";
 
-/// A run file in which every key has its value. It is plain data; see [`RunRequest`](crate::resolve::RunRequest) for a run with
-/// connections to remote devices.
+/// Content of a run file (`run.toml`), with a given or default value for every key. It is plain data; see
+/// [`RunRequest`](crate::resolve::RunRequest) for a run with connections to remote devices.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RunConfig {
@@ -35,37 +35,38 @@ pub struct RunConfig {
     pub data: DataSection,
     /// Length, optimizer and other settings of the experiment.
     pub train: TrainSection,
-    /// Adapters, for `train.method = "lora"`.
+    /// Rank, scale and matrices of LoRA adapters, if the run trains them.
     pub lora: LoraSection,
-    /// Load lines and permitted lossy rungs.
+    /// Memory limits, and the lossy savings (rungs) that the planner may take.
     pub memory: MemorySection,
-    /// Choices that the planner may not make.
+    /// Planner choices that the user fixes: micro-batch and recompute levels.
     pub recipe: RecipeSection,
     /// Run folder and devices.
     pub run: RunSection,
 }
 
-/// `[model]`: exactly one of `path` and `preset` is set.
+/// The section `[model]` of a run file. Exactly one of `path` and `preset` is set.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ModelSection {
-    /// A Hugging Face directory, or its `config.json` alone. Absolute after [`RunConfig::load`].
+    /// A Hugging Face directory, or its `config.json` alone; `None` if `preset` names the model. Absolute after
+    /// [`RunConfig::load`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub path: Option<String>,
-    /// The name of a built-in model shape without weights.
+    /// The name of a built-in model shape without weights, such as `llama-3.2-1b`; `None` if `path` names the model.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub preset: Option<String>,
     /// Source of the first weights. Default: pretrained for a path, random for a preset.
     pub init: Init,
-    /// A PEFT directory with adapters of the model, which are trained further or used for evaluation. Absolute after
-    /// [`RunConfig::load`].
+    /// A PEFT directory with adapters of the model, which are trained further or used for evaluation. `None` if the run
+    /// has no adapters or starts with new ones. Absolute after [`RunConfig::load`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub adapter: Option<String>,
-    /// Keys of `config.json` that Plimsoll does not know and the user declares harmless.
+    /// Keys of `config.json` that Plimsoll does not know and the user declares harmless. Other unknown keys are errors.
     pub ignore_config_keys: Vec<String>,
 }
 
-/// Source of the first weights.
+/// Source of the weights with which a new run starts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Init {
@@ -76,25 +77,28 @@ pub enum Init {
     Random,
 }
 
-/// `[data]`.
+/// The section `[data]` of a run file: training and evaluation data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DataSection {
-    /// Files or globs, `.jsonl` or `.txt`; or `example:sums`. Absolute after [`RunConfig::load`].
+    /// Training data: files or globs, `.jsonl` or `.txt`; or `example:sums`. Empty in runs that only evaluate. Absolute
+    /// after [`RunConfig::load`].
     #[serde(deserialize_with = "read::one_or_many")]
     pub train: Vec<String>,
-    /// Evaluation data in the same notation.
+    /// Evaluation data: files or globs, `.jsonl` or `.txt`; or `example:sums`. Empty for no evaluation. Absolute after
+    /// [`RunConfig::load`].
     #[serde(deserialize_with = "read::one_or_many")]
     pub eval: Vec<String>,
-    /// Format of a sample.
+    /// Format of the files: text or token ids.
     pub format: Format,
-    /// Tokens of one sequence (T).
+    /// T: tokens of one sequence.
     pub sequence: u32,
-    /// Whether samples are packed back to back; otherwise each sequence holds one sample and padding.
+    /// Whether documents are packed back to back into sequences; otherwise each document starts a sequence of its own,
+    /// and the rest is padding.
     pub pack: bool,
-    /// Handling of samples longer than `sequence`.
+    /// Handling of documents longer than `sequence`.
     pub long: LongSamples,
-    /// Whether samples are shuffled, in a new order each epoch.
+    /// Whether sequences are shuffled, in a new order each epoch.
     pub shuffle: bool,
 }
 
@@ -112,37 +116,38 @@ impl Default for DataSection {
     }
 }
 
-/// Format of a sample.
+/// Format of data files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Format {
-    /// One JSON object with `text` per line, or plain text.
+    /// Text, which is tokenized: one JSON object with `text` per line (`.jsonl`), or a plain text file (`.txt`).
     Text,
-    /// One JSON object with `input_ids` and optional `labels` per line.
+    /// Token ids: one JSON object with `input_ids` and optional `labels` per line (`.jsonl`).
     Tokens,
 }
 
-/// Handling of samples longer than a sequence.
+/// Handling of documents that are longer than a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LongSamples {
-    /// The sample continues in the next sequence.
+    /// The document continues in the next sequence.
     Split,
-    /// The run does not start.
+    /// The document is an error, and the run does not start.
     Refuse,
 }
 
-/// `[train]`: at most one of `steps`, `epochs` and `hours` is set.
+/// The section `[train]` of a run file: the experiment. At most one of `steps`, `epochs` and `hours` is set.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct TrainSection {
-    /// Optimizer steps.
+    /// Length of the run in optimizer steps; `None` if `epochs` or `hours` gives the length, or no key does.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub steps: Option<u64>,
-    /// Passes over the training data.
+    /// Length of the run in passes over the training data; `None` if `steps` or `hours` gives the length, or no key
+    /// does.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub epochs: Option<f64>,
-    /// Hours of training time.
+    /// Length of the run in hours of training time; `None` if `steps` or `epochs` gives the length, or no key does.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub hours: Option<f64>,
     /// Tokens of one optimizer step over the whole team, including padding; a multiple of `data.sequence`. Default: the
@@ -152,9 +157,9 @@ pub struct TrainSection {
     pub optimizer: Optimizer,
     /// The highest learning rate.
     pub learning_rate: f64,
-    /// Learning rate after the warm-up.
+    /// Course of the learning rate after the warm-up.
     pub schedule: RateSchedule,
-    /// Steps in which the learning rate rises from zero.
+    /// Number of steps at the start of the run in which the learning rate rises linearly from zero.
     pub warmup_steps: u64,
     /// Decoupled weight decay, applied to matrices only.
     pub weight_decay: f64,
@@ -166,12 +171,13 @@ pub struct TrainSection {
     pub clip_norm: f64,
     /// Precision of the computation.
     pub precision: Precision,
-    /// Trained parameters: all, or adapters.
+    /// Trained parameters: all, or LoRA adapters.
     pub method: Method,
-    /// Lossy rungs that the run uses; `None` until they are decided.
+    /// Lossy memory savings (rungs, such as 8-bit Adam) that the run uses. `None` until the user or the first plan has
+    /// decided them; then they stay.
     #[serde(deserialize_with = "read::decided_rungs", skip_serializing_if = "Option::is_none")]
     pub rungs: Option<Vec<Rung>>,
-    /// Seed of weights, sample order and sampling.
+    /// Seed of random weights, dropout, the order of sequences and random faults.
     pub seed: u64,
     /// Steps between evaluations; 0 evaluates at the end only.
     pub eval_every: u64,
@@ -179,7 +185,7 @@ pub struct TrainSection {
     pub save_every: u64,
     /// Minutes between checkpoints; 0 uses `save_every` only.
     pub save_every_minutes: f64,
-    /// Number of newest checkpoints to keep.
+    /// Number of checkpoints that are kept: the newest ones.
     pub keep: u32,
 }
 
@@ -210,7 +216,7 @@ impl Default for TrainSection {
     }
 }
 
-/// Length of a run.
+/// Length of a training run.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Length {
     /// Optimizer steps.
@@ -243,21 +249,21 @@ pub enum RateSchedule {
     Cosine,
 }
 
-/// Precision of the computation; part of the experiment.
+/// Precision of the computation. It belongs to the experiment: a resumed run cannot change it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Precision {
-    /// Decided when the run first starts: bf16 on GPUs, f32 on processors.
+    /// Decided when the run first starts: bf16 on GPUs, f32 on CPUs.
     Auto,
     /// 32-bit floats.
     F32,
-    /// Products of bfloat16 numbers with f32 accumulation.
+    /// bfloat16 with f32 sums, master weights and optimizer state.
     Bf16,
-    /// 64-bit floats, on processors only, as a reference.
+    /// 64-bit floats, on CPUs only, as a reference.
     F64,
 }
 
-/// Trained parameters.
+/// The parameters that a run trains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Method {
@@ -267,17 +273,17 @@ pub enum Method {
     Lora,
 }
 
-/// `[lora]`.
+/// The section `[lora]` of a run file: adapters, for `train.method = "lora"`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct LoraSection {
     /// Rank of an adapter.
     pub rank: u32,
-    /// Scale of an adapter's output, which is multiplied by alpha / rank.
+    /// Scale of the adapters: an adapter's output is multiplied by alpha / rank.
     pub alpha: f64,
     /// Dropout probability of an adapter's input.
     pub dropout: f64,
-    /// Names of the matrices that get an adapter.
+    /// Names of the matrices that get an adapter in every layer: `q_proj`, `down_proj` and so on.
     #[serde(deserialize_with = "read::one_or_many")]
     pub targets: Vec<String>,
 }
@@ -289,29 +295,30 @@ impl Default for LoraSection {
     }
 }
 
-/// `[memory]`.
+/// The section `[memory]` of a run file: limits (load lines) and permitted lossy savings.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct MemorySection {
-    /// Load line of each device that has none of its own: a share of free memory, or an amount such as `6GiB`. See
-    /// [`MemorySection::device_budget`].
+    /// Load line (the most bytes that a device may hold) of each device for which `run.devices` gives none: a share of
+    /// free memory, or an amount such as `6GiB`. `None` stands for 90 % of free memory.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub budget: Option<Budget>,
-    /// Load line of the host's memory: a share or an amount.
+    /// Most bytes of host memory that offloaded tensors may fill: a share of free memory, or an amount.
     pub host: Budget,
     /// Largest size of the scratch file: a share of the free disk space, or an amount. `None` allows no scratch file.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub file: Option<Budget>,
-    /// Folder of the scratch file. Default: the run folder. Absolute after [`RunConfig::load`].
+    /// Folder of the scratch file; `None` stands for the run folder. Absolute after [`RunConfig::load`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub file_dir: Option<String>,
-    /// Lossy rungs that the planner may take.
+    /// Lossy memory savings (rungs) that the planner may take if nothing else fits; empty for none.
     #[serde(deserialize_with = "read::rungs")]
     pub allow: Vec<Rung>,
 }
 
 impl MemorySection {
-    /// Returns the load line of each device that has none of its own. Default: 90 % of free memory.
+    /// Returns the load line (the most bytes that a device may hold) of each device for which `run.devices` gives none.
+    /// It is `memory.budget`, or 90 % of free memory if that key is not set.
     pub fn device_budget(&self) -> Budget {
         self.budget.unwrap_or(Budget::DEVICE)
     }
@@ -323,39 +330,40 @@ impl Default for MemorySection {
     }
 }
 
-/// `[recipe]`: choices that the planner may not make.
+/// The section `[recipe]` of a run file: planner choices that the user fixes.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RecipeSection {
-    /// Sequences in one forward and backward pass.
+    /// Sequences in one forward and backward pass; `None` if the planner chooses.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub micro_batch: Option<u32>,
-    /// Recompute level of each layer: one level for all layers, or one per layer. If empty, the planner chooses.
+    /// Recompute level (activation checkpointing) of each layer: one level for all layers, or one per layer. If empty,
+    /// the planner chooses.
     #[serde(deserialize_with = "read::one_or_many")]
     pub recompute: Vec<RecomputeLevel>,
 }
 
-/// `[run]`.
+/// The section `[run]` of a run file: run folder, devices and their operation.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RunSection {
     /// The run folder. Absolute after [`RunConfig::load`].
     pub dir: String,
-    /// The devices: `auto`, `cpu=6GiB`, `virtual:a=600MiB@1.0,virtual:b=200MiB@0.5`, `rtx3090`.
+    /// The devices of the run, such as `auto`, `cpu=6GiB`, `virtual:a=600MiB@1.0,virtual:b=200MiB@0.5` or `rtx3090`.
     pub devices: String,
-    /// Number of computing threads.
+    /// Number of compute threads of the CPU.
     pub threads: Threads,
     /// Temperature in degrees Celsius at which a device pauses between two steps; `None` never pauses.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_temperature: Option<f64>,
-    /// Seconds without a heartbeat after which a device of a team is lost. A thread of its own sends heartbeats, so slow work
-    /// does not count as a loss.
+    /// Seconds without a heartbeat after which a device of a team counts as lost. A separate thread sends heartbeats,
+    /// so slow work does not count as a loss.
     pub heartbeat_seconds: f64,
-    /// Device that takes over if no permitted recipe fits on an accelerator.
+    /// Device that takes over if the run does not fit on the requested devices.
     pub fallback: FallbackTarget,
-    /// Sharing of the run among several devices.
+    /// Kind of parallelism with several devices.
     pub parallelism: ParallelismChoice,
-    /// Whether GPUs exchange by NCCL if all have the same version of it.
+    /// Whether a team of GPUs exchanges data by NCCL, if all have the same version of it.
     pub nccl: bool,
 }
 
@@ -378,17 +386,17 @@ impl Default for RunSection {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum FallbackTarget {
-    /// The processor, under the host's load line; the plan reports it.
+    /// The CPU, under the host's load line (`memory.host`); the plan reports it.
     Cpu,
     /// No device: the run is refused.
     None,
 }
 
-/// Sharing of a run among several devices.
+/// The user's choice of parallelism with several devices.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ParallelismChoice {
-    /// The fastest way, on the devices that make the run faster or possible.
+    /// The fastest kind, on those devices that make the run faster or possible.
     #[default]
     Auto,
     /// Data parallel only.
@@ -397,7 +405,7 @@ pub enum ParallelismChoice {
     Sharded,
     /// Pipeline parallel only.
     Pipeline,
-    /// The fastest way that uses every device.
+    /// The fastest kind that uses every device.
     All,
 }
 
@@ -412,13 +420,13 @@ impl ParallelismChoice {
         }
     }
 
-    /// Returns whether one of several devices may work alone.
+    /// Returns whether the planner may choose a plan that uses a single device and leaves the others idle.
     pub fn allows_single_device(self) -> bool {
         matches!(self, ParallelismChoice::Auto | ParallelismChoice::Data)
     }
 }
 
-/// Number of computing threads.
+/// Number of compute threads of the CPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "read::WordOrNumber", into = "read::WordOrNumber")]
 pub enum Threads {
@@ -440,7 +448,7 @@ impl Threads {
 }
 
 impl RunConfig {
-    /// Returns the length of the run; `None` if the file sets none, which [`RunConfig::check_trainable`] rejects.
+    /// Returns the length of the run; `None` if no key sets it, which [`RunConfig::check_trainable`] rejects.
     pub fn length(&self) -> Option<Length> {
         let train = &self.train;
         train.steps.map(Length::Steps).or(train.epochs.map(Length::Epochs)).or(train.hours.map(Length::Hours))
@@ -451,7 +459,8 @@ impl RunConfig {
         self.train.batch_tokens / u64::from(self.data.sequence)
     }
 
-    /// Returns the element type of the computation on a kind of device. With `auto`, bf16 on GPUs and f32 on processors.
+    /// Returns the element type of the computation on a kind of device. With `train.precision = "auto"` it is bf16 on
+    /// GPUs and f32 on CPUs.
     pub fn arithmetic(&self, on: DeviceKind) -> DType {
         match self.train.precision {
             Precision::Auto => match on {
@@ -464,8 +473,8 @@ impl RunConfig {
         }
     }
 
-    /// Replaces `precision = "auto"` by the precision on this kind of device. The precision belongs to the experiment and is
-    /// decided once.
+    /// Replaces `train.precision = "auto"` by the precision on this kind of device. The precision belongs to the
+    /// experiment and is decided once, when the run first starts.
     pub fn decide_precision(&mut self, on: DeviceKind) {
         if self.train.precision == Precision::Auto {
             self.train.precision = match self.arithmetic(on) {
@@ -475,7 +484,8 @@ impl RunConfig {
         }
     }
 
-    /// Stores the lossy rungs of a plan. From now on they belong to the experiment.
+    /// Stores in `[train]` which lossy memory savings (rungs) a plan uses. From then on they belong to the experiment.
+    /// The rungs `bf16` and `lora` also change `train.precision` and `train.method`.
     pub fn decide_rungs(&mut self, rungs: &[Rung]) {
         if rungs.contains(&Rung::Bf16) {
             self.train.precision = Precision::Bf16;
@@ -486,7 +496,8 @@ impl RunConfig {
         self.train.rungs = Some(rungs.to_vec());
     }
 
-    /// Returns a warning if adapters are trained over a random model, because nothing saves that model.
+    /// Returns a warning if adapters are trained over a random model, because nothing saves that model; otherwise
+    /// `None`.
     pub(crate) fn unsaved_base_warning(&self) -> Option<String> {
         let unsaved = self.train.method == Method::Lora && self.model.init == Init::Random;
         unsaved.then(|| {
@@ -496,7 +507,8 @@ impl RunConfig {
         })
     }
 
-    /// Returns the devices that `run.devices` names, with `ray` and other cluster words as they are written.
+    /// Returns the parsed `run.devices`. Words that stand for several devices, such as `auto` and `ray`, stay as they
+    /// are.
     ///
     /// # Panics
     /// If `run.devices` cannot be parsed; loading a run file checks it.
@@ -504,12 +516,13 @@ impl RunConfig {
         self.run.devices.parse().expect("loading a run file checks run.devices")
     }
 
-    /// Returns the folder of the scratch file, whether or not there may be a scratch file.
+    /// Returns the folder for the scratch file: `memory.file_dir`, or else the run folder. `memory.file` decides
+    /// whether there may be a scratch file.
     pub fn scratch_file_folder(&self) -> &Path {
         Path::new(self.memory.file_dir.as_ref().unwrap_or(&self.run.dir))
     }
 
-    /// Returns the model as the user named it: its path or its preset.
+    /// Returns the path or preset that names the model; empty text if neither is set.
     pub fn model_name(&self) -> &str {
         self.model.path.as_deref().or(self.model.preset.as_deref()).unwrap_or_default()
     }

@@ -1,7 +1,7 @@
 //! Reads a [`RunConfig`] from text and `--set` settings, and writes it back.
 //!
-//! Settings are merged into the TOML document of the file, and then the document is deserialized. The location of each key is
-//! kept for error messages.
+//! Settings are merged into the TOML document of the file, and then the document is deserialized. The location of each
+//! key is kept for error messages.
 
 use super::check::{RuleViolation, check};
 use super::{EXAMPLE_PREFIX, Init, RunConfig, Threads, keys};
@@ -15,74 +15,74 @@ use toml_edit::{Document, DocumentMut, Item, TableLike, Value};
 /// An error in a run file or a setting.
 #[derive(Debug, thiserror::Error)]
 pub enum RunConfigError {
-    /// A file that cannot be read.
+    /// The run file cannot be read, or a path in it cannot be made absolute.
     #[error("cannot read {path}: {source}")]
     Unreadable {
-        /// Path of the run file.
+        /// Path of the run file, or the path in it.
         path: String,
         /// Error of the system.
         source: std::io::Error,
     },
-    /// Text that is not TOML.
+    /// The text is not TOML, or has an error that belongs to no known key.
     #[error("{place}: {message}")]
     Syntax {
-        /// File and line.
+        /// Place of the error: file and line, or the command line.
         place: String,
         /// The parser's message, on one line.
         message: String,
     },
-    /// A `--set` without a valid key and value.
+    /// A setting of `--set` is not of the form `section.key=value`, or its value cannot be read.
     #[error("--set {text}: {message}")]
     Setting {
-        /// The setting as given.
+        /// The setting as the user wrote it.
         text: String,
-        /// The missing part.
+        /// Reason, such as a missing `=`.
         message: String,
     },
-    /// An unknown key.
+    /// A key is unknown.
     #[error("{place}: unknown key `{key}`")]
     UnknownKey {
-        /// File and line, or the command line.
+        /// Place of the key: file and line, or the command line.
         place: String,
-        /// The key path.
+        /// The key, as `section.key`.
         key: String,
-        /// The key or section that was probably meant.
+        /// The most similar key or section, for a hint; `None` if none is similar enough.
         nearest: Option<&'static str>,
     },
-    /// A value of the wrong type or out of range.
+    /// A value has the wrong type or is out of range.
     #[error("{place}: {key} is {found}, expected {expected}")]
     Value {
-        /// File and line, or the command line.
+        /// Place of the key: file and line, or the command line.
         place: String,
-        /// The key path.
+        /// The key, as `section.key`.
         key: String,
         /// The value as written.
         found: String,
         /// Description of valid values.
         expected: String,
     },
-    /// A value that conflicts with another one or cannot be parsed.
+    /// A value conflicts with another one or cannot be parsed.
     #[error("{place}: {key}: {message}")]
     Invalid {
-        /// File and line, or the command line.
+        /// Place of the key: file and line, or the command line.
         place: String,
-        /// The key path.
+        /// The key, as `section.key`.
         key: String,
         /// Reason.
         message: String,
         /// Hints to the user.
         hints: Vec<String>,
     },
-    /// A key that a resumed run cannot change.
+    /// A setting names a key that belongs to the experiment, which a resumed run cannot change.
     #[error("{key} belongs to the experiment: a run that goes on cannot change it")]
     Experiment {
-        /// The key path.
+        /// The key, as `section.key`.
         key: String,
     },
-    /// A key that a run needs and the file does not set.
+    /// The file does not set a key that a training run needs.
     #[error("{key} is not set")]
     Missing {
-        /// The key path.
+        /// The key, as `section.key`.
         key: &'static str,
         /// Hint to the user.
         hint: &'static str,
@@ -125,7 +125,8 @@ fn unreadable_hint(path: &Path, reason: ErrorKind) -> String {
     }
 }
 
-/// Returns the file with the most similar name in the same folder, if one is similar enough.
+/// Returns the path of the `.toml` file in the folder of `path` whose name is most similar to that of `path`. Returns
+/// `None` if none is similar enough.
 fn nearest_file(path: &Path) -> Option<PathBuf> {
     let name = path.file_name()?.to_str()?;
     let name = name.strip_suffix(".toml").unwrap_or(name);
@@ -135,7 +136,8 @@ fn nearest_file(path: &Path) -> Option<PathBuf> {
     Some(path.with_file_name(format!("{near}.toml")))
 }
 
-/// Returns the keys of the section of an unknown key, or all sections if the section is unknown, too.
+/// Returns a hint for an unknown `section.key`. It lists the keys of the section, or all sections if the section is
+/// unknown, too.
 fn known_keys(key: &str) -> String {
     let (section, _) = keys::split(key);
     let known: Vec<&str> = if keys::is_section(section) {
@@ -155,8 +157,8 @@ fn known_keys(key: &str) -> String {
 }
 
 impl RunConfig {
-    /// Reads a run file (`None`: the built-in example), merges settings of the form `section.key=value`, checks the result, and
-    /// makes paths absolute against the working directory.
+    /// Reads a run file (`None`: the built-in example), merges settings of the form `section.key=value`, checks the
+    /// result, and makes paths absolute against the working directory.
     ///
     /// # Errors
     /// A [`RunConfigError`] as a failure with exit code 2.
@@ -173,7 +175,8 @@ impl RunConfig {
         Ok(file.with_absolute_paths()?)
     }
 
-    /// Builds a run file from settings alone, for commands that name their model themselves.
+    /// Builds a configuration from settings and defaults, without a run file, for commands that name their model
+    /// themselves.
     ///
     /// # Errors
     /// The errors of [`RunConfig::load`].
@@ -181,8 +184,8 @@ impl RunConfig {
         Ok(RunConfig::parse("the command line", "", settings)?.with_absolute_paths()?)
     }
 
-    /// Loads `run.toml` from the folder of a run that is resumed. Settings may change devices, budgets, the recipe, the length,
-    /// and the intervals of evaluations and checkpoints. All other keys belong to the experiment.
+    /// Loads `run.toml` from the folder of a run that is resumed. Settings may change devices, budgets, the recipe, the
+    /// length, and the intervals of evaluations and checkpoints. All other keys belong to the experiment.
     ///
     /// # Errors
     /// The errors of [`RunConfig::load`], or a setting that belongs to the experiment.
@@ -208,7 +211,8 @@ impl RunConfig {
         Ok(file.with_absolute_paths()?)
     }
 
-    /// Parses the run file in `text` and merges the settings. `name` stands for the file in messages. Paths are not changed.
+    /// Parses the run file in `text` and merges the settings. `name` stands for the file in messages. Paths are not
+    /// changed.
     ///
     /// # Errors
     /// The first error, with its location.
@@ -243,7 +247,8 @@ impl RunConfig {
         Ok(config)
     }
 
-    /// Sets the defaults that depend on other keys. `is_set` tells whether the user set a key.
+    /// Sets the defaults that depend on other keys, such as `train.batch_tokens`. `is_set` tells whether the user has
+    /// set a key.
     fn apply_dependent_defaults(&mut self, is_set: impl Fn(&str) -> bool) {
         if !is_set("model.init") && self.model.preset.is_some() {
             self.model.init = Init::Random;
@@ -283,7 +288,7 @@ impl RunConfig {
         Ok(())
     }
 
-    /// Writes the run file with every key. Reading it again gives an equal run file.
+    /// Returns the text of a run file with every key that has a value. Parsing the text gives an equal configuration.
     pub fn to_toml(&self) -> String {
         toml::to_string(self).expect("a checked run file has only what TOML can say")
     }
@@ -319,7 +324,7 @@ fn check_keys(name: &str, text: &str, root: &dyn TableLike) -> Result<(), RunCon
     Ok(())
 }
 
-/// Merges a setting `section.key=value` into the document and returns its key.
+/// Merges a setting `section.key=value` into the document and returns its `section.key`.
 fn merge(document: &mut DocumentMut, setting: &str) -> Result<String, RunConfigError> {
     let wrong = |message: &str| RunConfigError::Setting { text: setting.to_owned(), message: message.to_owned() };
     let (key, value) = setting.split_once('=').ok_or_else(|| wrong("no `=` between key and value"))?;
@@ -336,8 +341,9 @@ fn merge(document: &mut DocumentMut, setting: &str) -> Result<String, RunConfigE
     Ok(key.to_owned())
 }
 
-/// Removes the keys of the file that are alternatives to a key from a setting: another way to name the model, or another
-/// measure of length. Keys that come from settings are kept, so that a conflict between two settings is reported.
+/// Removes the keys of the file that are alternatives to a key from a setting: another way to name the model, or
+/// another measure of length. Keys that come from settings are kept, so that a conflict between two settings is
+/// reported.
 fn remove_alternatives(document: &mut DocumentMut, key: &str, keys_from_settings: &[String]) {
     let others: &[&str] = match key {
         "model.path" => &["model.preset", "model.init", "model.adapter"],
@@ -355,23 +361,25 @@ fn remove_alternatives(document: &mut DocumentMut, key: &str, keys_from_settings
     }
 }
 
-/// Returns the setting `key="text"`. Its value is a string, even if the text looks like a number.
+/// Returns `key="text"`, as `--set` takes it. The value is a string, even if the text looks like a number.
 pub fn setting(key: &str, text: &str) -> String {
     format!("{key}={}", Value::from(text))
 }
 
-/// Returns the setting `key=["text", …]` with a list of strings.
+/// Returns `key=["text", …]`, as `--set` takes it: a list of strings.
 pub fn list_setting(key: &str, texts: &[String]) -> String {
     format!("{key}={}", Value::from_iter(texts))
 }
 
-/// Returns the setting that names a model: as a path if it looks like one or exists, else as a preset.
+/// Returns the setting that names `model`: `model.path=…` if the text looks like a path or exists as one, else
+/// `model.preset=…`.
 pub fn model_setting(model: &str) -> String {
     let is_path = model.contains(path::MAIN_SEPARATOR) || model.ends_with(".json") || Path::new(model).exists();
     setting(if is_path { "model.path" } else { "model.preset" }, model)
 }
 
-/// Parses a TOML value. Text that is no TOML value, and does not begin like one, is taken as a string.
+/// Parses a TOML value. Text that is no TOML value, and does not begin like one, is taken as a string. Returns `None`
+/// for any other text, such as an unclosed list, and for empty text.
 fn setting_value(text: &str) -> Option<Value> {
     if let Ok(value) = text.parse::<Value>() {
         return Some(value);
@@ -382,7 +390,7 @@ fn setting_value(text: &str) -> Option<Value> {
 
 const COMMAND_LINE: &str = "command line";
 
-/// Finds the value and location of keys, for messages.
+/// A run file and settings, in which messages look up the value and the place of a key.
 struct KeyLocations<'a> {
     name: &'a str,
     text: &'a str,
@@ -392,13 +400,14 @@ struct KeyLocations<'a> {
 }
 
 impl KeyLocations<'_> {
-    /// Returns the key's value as text, if the file or a setting gives one.
+    /// Returns the key's value as text; `None` if neither the file nor a setting gives one.
     fn value(&self, key: &str) -> Option<String> {
         let (section, name) = keys::split(key);
         self.merged.get(section)?.as_table_like()?.get(name).map(display_value)
     }
 
-    /// Returns the file and line of the key, or the command line.
+    /// Returns the place of the key for messages: file and line, or the command line. For a key that is not set, it is
+    /// the name of the file.
     fn location(&self, key: &str) -> String {
         if self.keys_from_settings.iter().any(|set| set == key) {
             return COMMAND_LINE.to_owned();
@@ -422,7 +431,7 @@ impl KeyLocations<'_> {
     }
 }
 
-/// Returns the path of the key with a value that contains this byte of the text.
+/// Returns the `section.key` whose value contains byte `byte` of the TOML text; `None` if no value contains it.
 fn key_at(text: &str, byte: usize) -> Option<String> {
     let document = Document::parse(text).ok()?;
     for (section, item) in document.iter() {
@@ -436,7 +445,7 @@ fn key_at(text: &str, byte: usize) -> Option<String> {
     None
 }
 
-/// Formats a value for a message: one line, shortened if it is long.
+/// Formats a value for a message: on one line, shortened to 60 characters.
 fn display_value(item: &Item) -> String {
     const LONGEST: usize = 60;
     let text = item.to_string();
@@ -447,7 +456,7 @@ fn display_value(item: &Item) -> String {
     }
 }
 
-/// Returns the line that contains a byte, counted from 1.
+/// Returns the number of the line that contains byte `byte` of the text. Lines are counted from 1.
 fn line_at(text: &str, byte: usize) -> usize {
     1 + text.bytes().take(byte).filter(|byte| *byte == b'\n').count()
 }
@@ -466,19 +475,13 @@ pub(super) fn one_or_many<'de, D: Deserializer<'de>, T: Deserialize<'de>>(deseri
     })
 }
 
-/// Deserializes rungs from names with commas or in a list, without duplicates. `16,8,4` names rungs by their bits.
+/// Deserializes lossy memory savings (rungs) from their names, in a list or in one text with commas. The numbers in
+/// `16,8,4` name rungs by their bits. Duplicates are dropped.
 pub(super) fn rungs<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Rung>, D::Error> {
     let texts: Vec<String> = one_or_many(deserializer)?;
     let mut rungs = Vec::new();
     for word in texts.iter().flat_map(|text| text.split(',')).map(str::trim).filter(|word| !word.is_empty()) {
-        let rung = match word {
-            "bf16" | "16" => Rung::Bf16,
-            "adam8bit" => Rung::Adam8bit,
-            "lora" => Rung::Lora,
-            "int8" | "8" => Rung::Int8,
-            "nf4" | "4" => Rung::Nf4,
-            _ => return Err(de::Error::custom(format!("`{word}` is no rung"))),
-        };
+        let rung = Rung::named(word).ok_or_else(|| de::Error::custom(format!("`{word}` is no rung")))?;
         if !rungs.contains(&rung) {
             rungs.push(rung);
         }
@@ -486,12 +489,13 @@ pub(super) fn rungs<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Ru
     Ok(rungs)
 }
 
-/// Deserializes rungs that have been decided.
+/// Deserializes `train.rungs` like [`rungs`]. A present key gives `Some`, even if its list is empty: the rungs of the
+/// run are decided.
 pub(super) fn decided_rungs<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Vec<Rung>>, D::Error> {
     rungs(deserializer).map(Some)
 }
 
-/// The TOML form of [`Threads`].
+/// The TOML form of [`Threads`]: a number, or the word `auto`.
 #[derive(Serialize, Deserialize)]
 #[serde(untagged)]
 pub(super) enum WordOrNumber {

@@ -16,15 +16,17 @@ use std::fs::{self, File};
 use std::io::{BufRead, BufReader, BufWriter, Write};
 use std::path::Path;
 
-/// Input positions per sample: 13 tokens, of which the last is only a target.
+/// Input positions per sample of the built-in example. A sample has one token more, because its last token is only a
+/// target.
 pub const SEQUENCE: u64 = 12;
-/// Size of the vocabulary: ten digits, `+`, `=`, the end token, the unknown token, and two unused tokens.
+/// Size of the vocabulary of the built-in example: ten digits, `+`, `=`, the end token, the unknown token, and two
+/// unused tokens.
 pub const VOCAB: u64 = 16;
-/// Id of the end token.
+/// Id of the end token of the built-in example.
 pub const END_TOKEN: u32 = 12;
-/// Training samples, all different.
+/// Number of training samples of the built-in example, all different.
 pub const TRAIN_SAMPLES: u64 = 100_000;
-/// Evaluation samples, none of which is a training sample.
+/// Number of evaluation samples of the built-in example, none of which is a training sample.
 pub const EVAL_SAMPLES: u64 = 1024;
 
 const PLUS: u32 = 10;
@@ -32,24 +34,15 @@ const EQUALS: u32 = 11;
 const UNKNOWN: u32 = 13;
 const PROBLEM_COUNT: u64 = 1_000_000;
 
-/// Writes the example into `folder` and creates the folder if needed. The same `seed` yields the same files.
+/// Writes the built-in example (data, tokenizer and model configuration) into `folder`, which is created if needed. The
+/// same `seed` yields the same files.
 ///
 /// # Errors
 /// A folder or file that cannot be written.
 pub fn write_example(folder: &Path, seed: u64) -> Result<(), DataError> {
     fs::create_dir_all(folder).map_err(DataError::io("create the folder", folder))?;
-    let problems = |eval: bool| {
-        let order = RowOrder { seed, rows: PROBLEM_COUNT, shuffle: true };
-        (0..PROBLEM_COUNT).map(move |position| order.row(position)).filter(move |&problem| is_held_out(problem) == eval)
-    };
-    let samples = |eval: bool, count: u64| {
-        problems(eval).take(count as usize).map(|problem| {
-            let (ids, labels) = encode_problem(problem);
-            serde_json::json!({ "input_ids": ids, "labels": labels }).to_string()
-        })
-    };
-    write_lines_if_changed(&folder.join("train.jsonl"), || samples(false, TRAIN_SAMPLES))?;
-    write_lines_if_changed(&folder.join("eval.jsonl"), || samples(true, EVAL_SAMPLES))?;
+    write_lines_if_changed(&folder.join("train.jsonl"), || samples(seed, false, TRAIN_SAMPLES))?;
+    write_lines_if_changed(&folder.join("eval.jsonl"), || samples(seed, true, EVAL_SAMPLES))?;
     for (name, content) in
         [("tokenizer.json", tokenizer()), ("tokenizer_config.json", tokenizer_config()), ("config.json", config())]
     {
@@ -59,7 +52,17 @@ pub fn write_example(folder: &Path, seed: u64) -> Result<(), DataError> {
     Ok(())
 }
 
-/// Returns whether the problem a + b, numbered a · 1000 + b, is held out for evaluation. One in fifty is.
+/// Returns `count` samples as lines of JSON, for evaluation if `eval`, else for training.
+fn samples(seed: u64, eval: bool, count: u64) -> impl Iterator<Item = String> {
+    let order = RowOrder { seed, rows: PROBLEM_COUNT, shuffle: true };
+    let problems = (0..PROBLEM_COUNT).map(move |position| order.row(position));
+    problems.filter(move |&problem| is_held_out(problem) == eval).take(count as usize).map(|problem| {
+        let (ids, labels) = encode_problem(problem);
+        serde_json::json!({ "input_ids": ids, "labels": labels }).to_string()
+    })
+}
+
+/// Returns whether the problem a + b, numbered a · 1000 + b, is held out for evaluation. About one in fifty is.
 fn is_held_out(problem: u64) -> bool {
     splitmix64(problem).is_multiple_of(50)
 }
@@ -78,7 +81,8 @@ fn write_lines_if_changed<L: Iterator<Item = String>>(file: &Path, lines: impl F
     write().map_err(DataError::io("write", file))
 }
 
-/// Returns the tokens and labels of a problem. The question has the label −100.
+/// Returns the tokens and labels of the problem a + b, numbered a · 1000 + b. Tokens of the question have the label
+/// −100, which keeps them out of the loss.
 fn encode_problem(problem: u64) -> ([u32; 13], [i32; 13]) {
     let digit = |number: u64, place: u32| (number / 10u64.pow(place) % 10) as u32;
     let (a, b) = (problem / 1000, problem % 1000);

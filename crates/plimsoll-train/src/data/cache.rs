@@ -24,16 +24,16 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
 
-/// Version of the records. It changes whenever the same files would yield other records.
+/// Version of the token cache. It changes whenever the same files would yield other records (tokens and labels).
 const VERSION: u32 = 2;
-/// The bit of a record that marks the first token of a document.
+/// The bit of a token id in the token cache that marks the first token of a document.
 pub(super) const FIRST_TOKEN_BIT: u32 = 1 << 31;
 /// Bytes of text per thread that are tokenized in one batch.
 const BATCH_BYTES_PER_THREAD: usize = 256 << 10;
-/// Records per read while the starts of rows are computed.
+/// Records (tokens) per read while the starts of padded rows are computed.
 const SCAN_RECORDS: u64 = 64 << 10;
 
-/// Everything that the records depend on. Its hash is the name of the cache.
+/// Everything that the records (tokens and labels) of a token cache depend on. Its hash is the name of the cache.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct CacheKey {
     version: u32,
@@ -44,7 +44,7 @@ struct CacheKey {
     vocab: u64,
 }
 
-/// A data file as part of the key. A changed size or modification time is taken as a change of the content.
+/// A data file as part of the key of a token cache. A changed size or modification time counts as changed content.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct FileKey {
     path: String,
@@ -62,35 +62,35 @@ impl FileKey {
     }
 }
 
-/// Counts of a cache, known without reading its records.
+/// Counts of tokens and documents in a token cache, known without reading its records.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct DatasetCounts {
-    /// Tokens of all documents, which is the number of records.
+    /// Tokens of all documents that are used. The cache has one record for each.
     pub tokens: u64,
     /// Documents that are used: those of at least two tokens.
     pub documents: u64,
     /// Skipped documents: those of fewer than two tokens.
     pub skipped: u64,
-    /// Tokens that are targets.
+    /// Tokens that are targets of the loss: not the first of their document, and without the label −100.
     pub labelled: u64,
     /// Tokens of the longest document.
     pub longest: u64,
-    /// Index of the file of the longest document.
+    /// Index of the file of the longest document, among all data files.
     longest_file: usize,
-    /// Line of the longest document, counted from 1. 0 means the whole file.
+    /// Line of the longest document in its file, counted from 1; 0 if the document is the whole file.
     longest_line: u64,
 }
 
-/// Content of `NAME.json`.
+/// Content of `NAME.json`, which completes a token cache.
 #[derive(Serialize, Deserialize)]
 struct CacheMetadata {
     key: CacheKey,
     counts: DatasetCounts,
-    /// SHA-256 of the records, in hexadecimal.
+    /// SHA-256 of all tokens and labels, in hexadecimal.
     content: String,
 }
 
-/// An open, complete cache.
+/// An open, complete token cache: the tokens of all data files on disk, one record per token.
 #[derive(Debug)]
 pub(super) struct TokenCache {
     path: PathBuf,
@@ -98,15 +98,15 @@ pub(super) struct TokenCache {
     record_bytes: u64,
     vocab: u64,
     pub counts: DatasetCounts,
-    /// SHA-256 of the records, in hexadecimal.
+    /// SHA-256 of all tokens and labels, in hexadecimal.
     pub content_sha256: String,
-    /// Position of the longest document.
+    /// Position of the longest document in the user's files.
     pub longest: SourceLocation,
 }
 
 impl TokenCache {
-    /// Opens the cache of `spec`'s `files` in `folder`. If no complete cache exists, it is built first, and `progress`
-    /// is called with the bytes read and the total bytes.
+    /// Opens the token cache of `files`, the data files of `spec`, in `folder`. If no complete cache exists, it is
+    /// built first, and `progress` is called with the bytes read and the total bytes.
     pub fn open(
         spec: &DataSpec,
         files: &[PathBuf],
@@ -142,7 +142,8 @@ impl TokenCache {
         TokenCache::open_existing(&key, &base, files).ok_or_else(damaged)
     }
 
-    /// Reads the files and writes the cache at `base`. Fails if a file changes meanwhile.
+    /// Reads the data files and writes their token cache to the path `base`, with one ending per file. Fails if a data
+    /// file changes meanwhile.
     fn build(
         key: &CacheKey,
         base: &Path,
@@ -211,7 +212,8 @@ impl TokenCache {
         })
     }
 
-    /// Reads up to `count` records from `start` on into `buffer`, and replaces its content.
+    /// Reads up to `count` records (tokens with their labels), from record `start` on. Replaces the content of `buffer`
+    /// by their bytes.
     pub fn read<'a>(&'a self, start: u64, count: u64, buffer: &'a mut Vec<u8>) -> Result<Records<'a>, DataError> {
         let count = count.min(self.counts.tokens.saturating_sub(start));
         buffer.resize((count * self.record_bytes) as usize, 0);
@@ -224,13 +226,13 @@ impl TokenCache {
     }
 }
 
-/// Records as read from the file. Each is checked when it is decoded.
+/// Records (tokens with their labels) as read from the token cache. Each is checked when it is decoded.
 pub(super) struct Records<'a> {
     cache: &'a TokenCache,
     bytes: &'a [u8],
 }
 
-/// A token of the cache, decoded.
+/// A token of the token cache with its label, decoded.
 #[derive(Clone, Copy)]
 pub(super) struct Record {
     pub token: i32,
@@ -264,7 +266,7 @@ impl Records<'_> {
     }
 }
 
-/// Tokenizes text in batches of pieces, in parallel, and passes the tokens to the writer in order.
+/// An encoder that tokenizes text in batches of pieces, in parallel, and passes the tokens to the writer in order.
 struct BatchEncoder {
     tokenizer: Tokenizer,
     end_token: u32,
@@ -274,7 +276,7 @@ struct BatchEncoder {
     batch_bytes_max: usize,
 }
 
-/// A piece of a document's text that waits for its batch.
+/// A piece of a document's text that waits to be tokenized.
 struct TextPiece {
     origin: DocumentOrigin,
     text: String,
@@ -297,7 +299,8 @@ impl BatchEncoder {
         Ok(BatchEncoder { tokenizer, end_token, pool, batch: Vec::new(), batch_bytes: 0, batch_bytes_max })
     }
 
-    /// Adds a piece of text to the batch, and flushes a full batch.
+    /// Adds a piece of text to the batch, and tokenizes and writes the batch if it is full. A document without text is
+    /// counted as skipped.
     fn push_part(
         &mut self,
         origin: DocumentOrigin,
@@ -342,20 +345,22 @@ impl BatchEncoder {
     }
 }
 
-/// Writes records and counts tokens and documents.
+/// A token cache being written. It counts tokens and documents.
 struct RecordWriter<'a> {
     out: &'a mut HashedFile,
     files: &'a [PathBuf],
     vocab: u64,
     counts: DatasetCounts,
-    /// Tokens of the current document so far.
+    /// Number of tokens of the current document so far.
     document_tokens: u64,
-    /// First record of the current document. It is written with the second, because a document of one token is skipped.
+    /// First record of the current document, until the second is known; else `None`. Both are written together, because
+    /// a document of one token is skipped.
     pending_first: Option<[u8; 8]>,
 }
 
 impl RecordWriter<'_> {
-    /// Writes a document of the tokens format.
+    /// Writes a document that the user gave as token ids (`data.format = "tokens"`), each id with its label. A document
+    /// of fewer than two tokens is counted as skipped and not written.
     fn write_ids(&mut self, origin: DocumentOrigin, part: DocumentPart) -> Result<(), DataError> {
         if let DocumentPart::Tokens { ids, labels } = part {
             for (index, &id) in ids.iter().enumerate() {
@@ -366,7 +371,7 @@ impl RecordWriter<'_> {
         Ok(())
     }
 
-    /// Writes a token of the text format. An id outside the vocabulary is an error.
+    /// Writes a token of a text (`data.format = "text"`). An id outside the vocabulary is an error.
     fn write_text_token(&mut self, origin: DocumentOrigin, id: u32) -> Result<(), DataError> {
         if u64::from(id) >= self.vocab || id >= FIRST_TOKEN_BIT {
             let location = origin.location(self.files);
@@ -410,7 +415,8 @@ impl RecordWriter<'_> {
     }
 }
 
-/// The table of padded rows: the first record of each row as u64, followed by the number of all tokens.
+/// The table of padded rows, for data in which each document begins a row: the index in the token cache of the first
+/// token of each row, as u64, followed by the number of all tokens.
 #[derive(Debug)]
 pub(super) struct RowStarts {
     path: PathBuf,
@@ -463,7 +469,7 @@ impl RowStarts {
         (bytes % 8 == 0 && starts.read_u64(starts.rows).ok()? == cache.counts.tokens).then_some(starts)
     }
 
-    /// Returns the record with which `row` begins.
+    /// Returns the index in the token cache of the first token of row `row`.
     pub fn start_of(&self, row: u64, cache: &TokenCache) -> Result<u64, DataError> {
         let start = self.read_u64(row)?;
         if start < cache.counts.tokens { Ok(start) } else { Err(DataError::DamagedCache { file: self.path.clone() }) }

@@ -5,12 +5,12 @@ use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// A position in the user's files.
+/// A position in the user's data files, for messages.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SourceLocation {
     /// The file.
     pub file: PathBuf,
-    /// The line, counted from 1. `None` means the whole file.
+    /// The line, counted from 1. `None` if the position is the whole file.
     pub line: Option<u64>,
 }
 
@@ -44,7 +44,7 @@ pub enum DataError {
         /// The pattern from the run file.
         pattern: String,
     },
-    /// The file is neither `.jsonl` nor `.txt`, or it is `.txt` in the tokens format.
+    /// A data file is a folder, is neither `.jsonl` nor `.txt`, or is `.txt` although `data.format` is "tokens".
     #[error("{}: expected {expected}", file.display())]
     UnsupportedFile {
         /// The file.
@@ -109,14 +109,14 @@ pub enum DataError {
     IdOutOfRange {
         /// The position in the file.
         location: SourceLocation,
-        /// "token" or "label".
+        /// Kind of the id: "token" or "label".
         id_kind: &'static str,
         /// The token or label id.
         id: i64,
         /// Number of tokens in the model's vocabulary.
         vocab: u64,
     },
-    /// A document needs more than one row and `data.long` is "refuse".
+    /// A document needs more than one row (training sequence), which `data.long = "refuse"` forbids.
     #[error("{location}: a document of {} does not fit in a row of {}", format_count(*tokens, "token"), format_count(*sequence, "position"))]
     DocumentTooLong {
         /// The position in the file.
@@ -126,7 +126,7 @@ pub enum DataError {
         /// T: input positions of a row.
         sequence: u64,
     },
-    /// No document has a token to predict.
+    /// No document has a token to predict: all have fewer than two tokens.
     #[error("no data: nothing to predict in {} ({skipped} empty documents)", describe_files(files))]
     Empty {
         /// The files that were read.
@@ -142,10 +142,10 @@ pub enum DataError {
         /// Tokens of all documents.
         tokens: u64,
     },
-    /// The text format is used without a tokenizer.
+    /// The data are text (`data.format = "text"`), but the model has no tokenizer.
     #[error("the text format needs a tokenizer.json")]
     NoTokenizer,
-    /// The text format is used without an end token.
+    /// The data are text (`data.format = "text"`), but the model's files define no end token.
     #[error("no end token is defined for {}", tokenizer.display())]
     NoEndToken {
         /// Path of the `tokenizer.json`.
@@ -191,7 +191,7 @@ pub enum DataError {
         /// The file.
         file: PathBuf,
     },
-    /// The token cache holds impossible records.
+    /// A file of the token cache on disk is incomplete or has impossible content, such as ids outside the vocabulary.
     #[error("the token cache {} is damaged", file.display())]
     DamagedCache {
         /// The cache file.

@@ -11,19 +11,21 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 
-/// The rows of one optimizer step.
+/// The rows (training sequences) of one optimizer step, for all workers and micro-batches together.
 #[derive(Clone, Debug)]
 pub struct Batch {
-    /// The step's number, counted from 0.
+    /// Number of the step, counted from 0.
     pub step: u64,
-    /// The step's rows: R, or fewer in the last step of a finite stream.
+    /// The step's rows; fewer than usual in the last step of a run with a number of epochs.
     pub rows: Rows,
-    /// Number of positions with a label, over all rows. 0 if every label is ignored.
+    /// Number of positions with a label (tokens that count in the loss), over all rows; 0 if every label is ignored.
     pub labelled_tokens: u64,
 }
 
-/// An iterator over batches that prepares the next batch in a thread. A loader may start at any step and then yields
-/// the batches that a loader started at step 0 yields from there on. Dropping it stops the thread.
+/// An iterator over the batches of a run. A thread prepares the next batch while the current step runs.
+///
+/// A loader may start at any step and then yields the batches that a loader started at step 0 yields from there on.
+/// Dropping it stops the thread.
 pub struct Loader {
     batches: Option<Receiver<Result<Batch, DataError>>>,
     free_rows: Option<Sender<Rows>>,
@@ -32,7 +34,7 @@ pub struct Loader {
 }
 
 impl Loader {
-    /// Starts the data thread, which reads the batches of `sampler` from `first_step` on.
+    /// Starts the thread that reads the batches of `sampler`, from step `first_step` (counted from 0) on.
     pub fn start(dataset: Arc<Dataset>, sampler: BatchSampler, first_step: u64) -> Loader {
         assert_eq!(sampler.order.rows, dataset.rows(), "the sampler belongs to another dataset");
         let (batch_sender, batches) = channel();
@@ -40,28 +42,16 @@ impl Loader {
         for _ in 0..2 {
             free_rows.send(Rows::new(sampler.rows, dataset.sequence())).expect("the receiver is in scope");
         }
-        let read_batches = move || {
-            for step in first_step.. {
-                let positions = sampler.positions(step);
-                // The loader was dropped.
-                let Ok(mut rows) = free_rows_receiver.recv() else { return };
-                if positions.is_empty() {
-                    return;
-                }
-                let read = dataset.read(positions.map(|position| sampler.order.row(position)), &mut rows);
-                let labelled_tokens = rows.labelled_tokens();
-                let failed = read.is_err();
-                if batch_sender.send(read.map(|()| Batch { step, rows, labelled_tokens })).is_err() || failed {
-                    return;
-                }
-            }
-        };
-        let thread =
-            std::thread::Builder::new().name("data".to_owned()).spawn(read_batches).expect("a thread can be started");
+        let read = move || read_batches(&dataset, sampler, first_step, &free_rows_receiver, &batch_sender);
+        let thread = std::thread::Builder::new().name("data".to_owned()).spawn(read).expect("a thread can be started");
         Loader { batches: Some(batches), free_rows: Some(free_rows), thread: Some(thread), current: None }
     }
 
-    /// Returns the next batch, or `None` after the last. The buffer of the previous batch is reused.
+    /// Returns the batch of the next step, or `None` after the last batch or an error. The buffer of the previous batch
+    /// is reused.
+    ///
+    /// # Errors
+    /// The token cache cannot be read or is damaged.
     pub fn next_batch(&mut self) -> Result<Option<&mut Batch>, DataError> {
         if let (Some(batch), Some(free_rows)) = (self.current.take(), &self.free_rows) {
             // Sending fails if the thread has ended and needs no buffers.
@@ -81,7 +71,7 @@ impl Loader {
         }
     }
 
-    /// Returns the most memory that a loader holds for batches of `rows` rows.
+    /// Returns the most bytes that a loader holds: two batches, each of `rows` rows of `sequence` tokens.
     pub fn max_bytes(rows: u64, sequence: u64) -> Bytes {
         Rows::max_bytes(rows, sequence) + Rows::max_bytes(rows, sequence)
     }
@@ -92,6 +82,30 @@ impl Loader {
             && !std::thread::panicking()
         {
             std::panic::resume_unwind(panic);
+        }
+    }
+}
+
+/// Sends the batches of `sampler` from step `first_step` on, until the last batch, an error, or the drop of the loader.
+fn read_batches(
+    dataset: &Dataset,
+    sampler: BatchSampler,
+    first_step: u64,
+    free_rows: &Receiver<Rows>,
+    batches: &Sender<Result<Batch, DataError>>,
+) {
+    for step in first_step.. {
+        let positions = sampler.positions(step);
+        // The loader was dropped.
+        let Ok(mut rows) = free_rows.recv() else { return };
+        if positions.is_empty() {
+            return;
+        }
+        let read = dataset.read(positions.map(|position| sampler.order.row(position)), &mut rows);
+        let labelled_tokens = rows.labelled_tokens();
+        let failed = read.is_err();
+        if batches.send(read.map(|()| Batch { step, rows, labelled_tokens })).is_err() || failed {
+            return;
         }
     }
 }

@@ -72,12 +72,13 @@ pub struct DataSpec {
     pub format: Format,
     /// T: input positions of a row.
     pub sequence: u64,
-    /// Whether rows hold concatenated documents (packed). Otherwise each document begins a new row (padded).
+    /// Whether rows hold concatenated documents (packed); otherwise each document begins a new row (padded).
     pub pack: bool,
     /// Handling of documents that need more than T positions.
     pub long: LongSamples,
     /// V: number of tokens in the model's vocabulary. Every id must be smaller.
     pub vocab: u64,
-    /// Token appended to each document in the text format (see [`read_end_token`]).
+    /// Id of the token that is appended to each document in the text format ([`read_end_token`]); `None` if there is
+    /// none, which the text format refuses.
     pub end_token: Option<u32>,
 }

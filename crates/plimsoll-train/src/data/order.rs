@@ -3,19 +3,20 @@
 
 use std::ops::Range;
 
-/// An endless stream of row numbers: epoch after epoch, each epoch a permutation of all rows.
+/// The order in which training sees the rows (sequences) of a dataset: an endless stream of row numbers, epoch after
+/// epoch, each epoch a permutation of all rows. It is computed from the seed, without a table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RowOrder {
     /// Seed of the permutations.
     pub seed: u64,
-    /// Rows per epoch, at least 1.
+    /// Number of rows of the dataset, at least 1: one epoch.
     pub rows: u64,
-    /// Whether each epoch has its own permutation. Otherwise every epoch is in file order.
+    /// Whether rows are shuffled, with a permutation for each epoch; otherwise every epoch is in file order.
     pub shuffle: bool,
 }
 
 impl RowOrder {
-    /// Returns the row at `position` of the stream. The epoch is `position / rows`.
+    /// Returns the number of the row at `position` of the stream, both counted from 0. The epoch is `position / rows`.
     pub fn row(&self, position: u64) -> u64 {
         assert!(self.rows > 0, "an order needs at least one row");
         let (epoch, index) = (position / self.rows, position % self.rows);
@@ -28,25 +29,25 @@ impl RowOrder {
     }
 }
 
-/// The batches of a run: consecutive slices of the stream of rows, one per step.
+/// The rows of each optimizer step: consecutive slices of the stream of rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BatchSampler {
-    /// The stream of rows.
+    /// Order in which training sees the rows.
     pub order: RowOrder,
-    /// R: rows per step, at least 1.
+    /// R: rows (sequences) per step, at least 1.
     pub rows: u64,
-    /// Number of rows after which the stream ends ([`RowOrder::rows_of_epochs`]). `None`: the stream is endless.
+    /// Number of rows after which training ends ([`RowOrder::rows_of_epochs`]); `None` if it may go on for ever.
     pub row_limit: Option<u64>,
 }
 
 impl BatchSampler {
-    /// Returns the number of steps, or `None` if the stream is endless.
+    /// Returns the number of steps, and `None` if there is no [`BatchSampler::row_limit`].
     pub fn steps(&self) -> Option<u64> {
         self.row_limit.map(|end| end.div_ceil(self.rows))
     }
 
-    /// Returns the positions in the stream that belong to `step`, counted from 0. There are R of them, fewer in the
-    /// last step of a finite stream, and none after it.
+    /// Returns the positions in the stream of rows ([`RowOrder::row`]) that belong to step `step`, counted from 0.
+    /// There are R of them, fewer in the last step of a limited stream, and none after it.
     pub fn positions(&self, step: u64) -> Range<u64> {
         assert!(self.rows > 0, "a step needs at least one row");
         let end = self.row_limit.unwrap_or(u64::MAX);
@@ -63,7 +64,7 @@ pub(crate) fn splitmix64(value: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Returns the image of `index` under the permutation of `0..count` that `key` selects, without a table.
+/// Shuffles without a table: returns the image of `index` under the permutation of `0..count` that `key` selects.
 ///
 /// A Feistel network permutes the 4^k numbers of the next larger power of four. Applying it until the result is below
 /// `count` makes it a permutation of `0..count` (cycle walking, Black and Rogaway 2002). It takes fewer than four

@@ -8,14 +8,15 @@ use plimsoll_core::Bytes;
 use std::ops::ControlFlow;
 use std::path::Path;
 
-/// The label of a position without a target.
+/// The label of a position that predicts nothing: −100, as in transformers.
 pub const IGNORED_LABEL: i32 = -100;
 
-/// The largest number of positions per row. It exceeds any model's context, and such a row still fits in one read.
+/// The largest allowed number of positions per row. It exceeds any model's context.
 const SEQUENCE_MAX: u64 = 1 << 24;
 
-/// The rows of the files of a [`DataSpec`]. It holds only open files and counts, so its memory does not grow with the
-/// data.
+/// A dataset: the user's files as numbered rows (training sequences of T tokens), read from a cache of tokens on disk.
+///
+/// It holds only open files and counts, so its memory does not grow with the data.
 #[derive(Debug)]
 pub struct Dataset {
     cache: TokenCache,
@@ -65,17 +66,17 @@ impl Dataset {
         Ok(Dataset { cache, row_starts: starts, sequence, rows })
     }
 
-    /// Returns the number of rows per epoch, at least 1.
+    /// Returns the number of rows (training sequences), at least 1: one epoch.
     pub fn rows(&self) -> u64 {
         self.rows
     }
 
-    /// Returns T, the number of positions per row.
+    /// Returns T, the number of tokens per row.
     pub fn sequence(&self) -> u64 {
         self.sequence
     }
 
-    /// Returns the number of tokens of all documents, including end tokens.
+    /// Returns the number of tokens of all documents that are used, including end tokens.
     pub fn tokens(&self) -> u64 {
         self.cache.counts.tokens
     }
@@ -90,7 +91,8 @@ impl Dataset {
         self.cache.counts.skipped
     }
 
-    /// Returns the number of labelled tokens per epoch, at least 1.
+    /// Returns the number of labelled tokens (those that count in the loss) per epoch. Never 0, because data without
+    /// labels are refused when they are opened.
     pub fn labelled_tokens(&self) -> u64 {
         self.cache.counts.labelled
     }
@@ -100,12 +102,15 @@ impl Dataset {
         &self.cache.content_sha256
     }
 
-    /// Returns the number of tokens of the longest document, and its position.
+    /// Returns the number of tokens of the longest document, and its file and line.
     pub fn longest_document(&self) -> (u64, &SourceLocation) {
         (self.cache.counts.longest, &self.cache.longest)
     }
 
-    /// Replaces the content of `into` by the rows with the numbers `rows`.
+    /// Replaces the content of `into` by the rows with the numbers `rows`, counted from 0 in file order.
+    ///
+    /// # Errors
+    /// The token cache cannot be read or is damaged.
     pub fn read(&self, rows: impl IntoIterator<Item = u64>, into: &mut Rows) -> Result<(), DataError> {
         into.clear();
         for row in rows {
@@ -147,17 +152,20 @@ impl Dataset {
     }
 }
 
-/// The values of R rows of T positions, reused for each batch without allocating. Each vector has shape [R, T].
+/// The values of R rows (training sequences) of T positions, as Programs take them. The buffer is reused for each batch
+/// without allocating. Each vector has shape `[R, T]`.
 #[derive(Clone, Debug, Default)]
 pub struct Rows {
     sequence: usize,
     /// Input token ids.
     pub tokens: Vec<i32>,
-    /// The target id of each position, or [`IGNORED_LABEL`].
+    /// Id of the token that each position predicts (already shifted by one), or [`IGNORED_LABEL`].
     pub labels: Vec<i32>,
-    /// Index of each position in its document, counted from `document_start`. It restarts at 0 in each row.
+    /// Position id for rotary embeddings: the index in the document, counted from its first token in this row. It
+    /// restarts at 0 in each row.
     pub positions: Vec<i32>,
-    /// The first index of the row that a position attends to. The last is the position itself.
+    /// For each position, the index in its row of the first position that it attends to: the start of its document. The
+    /// last that it attends to is itself.
     pub document_start: Vec<i32>,
     /// Weight of each position in the loss: 1 with a label, 0 without.
     pub weights: Vec<f32>,
@@ -180,7 +188,7 @@ impl Rows {
         }
     }
 
-    /// Returns the memory of a buffer for `rows` rows of `sequence` positions.
+    /// Returns the bytes of memory of a buffer for `rows` rows of `sequence` positions.
     pub fn max_bytes(rows: u64, sequence: u64) -> Bytes {
         Bytes(rows * sequence * 20 + (sequence + 1) * 8)
     }
@@ -205,7 +213,7 @@ impl Rows {
         self.pad_row(0);
     }
 
-    /// Replaces the content by the rows with the indices `rows` of `other`.
+    /// Replaces the content by the rows of `other` with the indices `rows`.
     pub fn copy_from(&mut self, other: &Rows, rows: std::ops::Range<usize>) {
         self.clear();
         self.sequence = other.sequence;
@@ -225,7 +233,8 @@ impl Rows {
         self.weights.clear();
     }
 
-    /// Appends a position. Its label is `next`, the following record, unless that begins a document.
+    /// Appends a position with the token of `record`. Its label is that of `next`, the following record. If `next` is
+    /// `None` or begins a document, the position has no label.
     fn push(&mut self, position: usize, document_start: usize, record: Record, next: Option<Record>) {
         let label = next.filter(|next| !next.begins_document).map_or(IGNORED_LABEL, |next| next.label);
         self.tokens.push(record.token);
@@ -235,7 +244,7 @@ impl Rows {
         self.weights.push(if label == IGNORED_LABEL { 0.0 } else { 1.0 });
     }
 
-    /// Pads a row from position `at` on. Each padding position attends only to itself, the cheapest attention.
+    /// Pads a row from position `at` to its end. Each padding position attends only to itself, the cheapest attention.
     fn pad_row(&mut self, at: usize) {
         for at in at..self.sequence {
             self.tokens.push(0);

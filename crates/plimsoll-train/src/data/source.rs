@@ -21,7 +21,8 @@ const LINE_BYTES_MAX: usize = 16 << 20;
 const PROGRESS_BYTES: u64 = 1 << 20;
 const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
-/// The beginning of a document: the index of its file, and its line counted from 1. Line 0 means the whole file.
+/// The place of a document: the index of its file, and its line, counted from 1. Line 0 means that the document is the
+/// whole file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct DocumentOrigin {
     pub file: usize,
@@ -29,24 +30,27 @@ pub(super) struct DocumentOrigin {
 }
 
 impl DocumentOrigin {
-    /// Returns the path and line for messages.
+    /// Returns the path and line of the document in `files`, for messages.
     pub fn location(self, files: &[PathBuf]) -> SourceLocation {
         SourceLocation { file: files[self.file].clone(), line: (self.line > 0).then_some(self.line) }
     }
 }
 
-/// A document, or a piece of one, as the reader yields it in file order.
+/// A document (a text or a list of tokens), or a piece of one, as the reader of the user's files yields it.
 #[derive(Debug)]
 pub(super) enum DocumentPart<'a> {
-    /// A piece of a document's text. It is not empty.
+    /// A piece of a document's text, not empty. `begins` tells whether it is the first piece of its document, and
+    /// `ends` whether it is the last.
     Text { piece: &'a str, begins: bool, ends: bool },
-    /// A whole document as token ids, all inside the model's vocabulary.
+    /// A whole document as token ids, all inside the model's vocabulary, with the label of each token; `labels` is
+    /// `None` if every token is its own label.
     Tokens { ids: &'a [i32], labels: Option<&'a [i32]> },
     /// A document without text.
     Empty,
 }
 
-/// Expands `patterns` into files: in the order of the patterns, a glob's files alphabetically, each file once.
+/// Expands paths and globs into files, each file once. Files come in the order of `patterns`, those of one glob in
+/// alphabetical order.
 ///
 /// # Errors
 /// An invalid pattern, a pattern without files, or a file that is not of `format`.
@@ -92,7 +96,7 @@ fn file_kind(file: &Path, format: Format) -> Result<FileKind, DataError> {
     }
 }
 
-/// A single pass over all files.
+/// A reader that passes once over all data files and yields their documents.
 pub(super) struct SourceReader<'a> {
     pub files: &'a [PathBuf],
     pub format: Format,
@@ -103,7 +107,7 @@ pub(super) struct SourceReader<'a> {
 }
 
 impl SourceReader<'_> {
-    /// Calls `on_part` with every document, or piece of one, file by file.
+    /// Calls `on_part` with every document, or with each piece of a long text, file by file.
     pub fn read_all(
         &mut self,
         mut on_part: impl FnMut(DocumentOrigin, DocumentPart) -> Result<(), DataError>,
@@ -124,7 +128,7 @@ impl SourceReader<'_> {
         Ok(())
     }
 
-    /// Parses each line of a `.jsonl` file as a document. `file` is the file's index.
+    /// Parses each line of a `.jsonl` file as a document and passes it to `on_part`. `file` is the file's index.
     fn read_json_lines(
         &mut self,
         reader: &mut impl BufRead,
@@ -183,7 +187,8 @@ impl SourceReader<'_> {
         Ok(())
     }
 
-    /// Reads the text of one document in pieces. The cuts depend only on the text.
+    /// Reads the text of one document and passes it to `on_part` in pieces. Where a piece ends depends only on the
+    /// text.
     fn read_text(
         &mut self,
         reader: &mut impl Read,
@@ -250,7 +255,7 @@ impl SourceReader<'_> {
         }
     }
 
-    /// Counts bytes read, and calls the progress callback about every MiB.
+    /// Counts bytes read, and calls the progress callback about every MiB. Fails if the callback asks to stop.
     fn report_progress(&mut self, bytes: usize) -> Result<(), DataError> {
         let before = self.done_bytes;
         self.done_bytes += bytes as u64;

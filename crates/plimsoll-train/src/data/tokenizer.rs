@@ -7,7 +7,7 @@ use sha2::{Digest, Sha256};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// A loaded `tokenizer.json`.
+/// The tokenizer of a model: a loaded `tokenizer.json` of the crate `tokenizers`.
 pub struct Tokenizer {
     file: PathBuf,
     inner: tokenizers::Tokenizer,
@@ -44,12 +44,12 @@ impl Tokenizer {
         self.inner.get_vocab_size(true) as u64
     }
 
-    /// Returns the id of the token with exactly this text.
+    /// Returns the id of the token with exactly this text, and `None` if there is none.
     pub fn token_id(&self, token: &str) -> Option<u32> {
         self.inner.token_to_id(token)
     }
 
-    /// Encodes a prompt: the special tokens that precede every text, then the text.
+    /// Encodes a prompt: the special tokens that precede every text, then the text. No token follows.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, DataError> {
         let mut ids = self.prefix.clone();
         ids.extend(self.encode_piece(text).map_err(|reason| DataError::Encode { location: None, reason })?);
@@ -67,12 +67,12 @@ impl Tokenizer {
         Ok(encoding.get_ids().to_vec())
     }
 
-    /// Returns the special tokens that begin every document.
+    /// Returns the special tokens that the tokenizer puts before every text.
     pub(super) fn prefix(&self) -> &[u32] {
         &self.prefix
     }
 
-    /// Returns the special tokens that end every document, before the end token.
+    /// Returns the special tokens that the tokenizer puts after every text. The end token follows them.
     pub(super) fn suffix(&self) -> &[u32] {
         &self.suffix
     }
@@ -86,8 +86,8 @@ pub(super) fn file_sha256(file: &Path) -> Result<String, DataError> {
     Ok(format!("{:x}", hasher.finalize()))
 }
 
-/// Returns the end token of the model in `folder`: `eos_token` of `tokenizer_config.json`, else `eos_token_id` of
-/// `config.json` (the first, if it is a list). Returns `None` if neither defines one.
+/// Returns the id of the end token of the model in `folder`: that of `eos_token` in `tokenizer_config.json`, else
+/// `eos_token_id` of `config.json` (the first, if it is a list). Returns `None` if neither defines one.
 ///
 /// # Errors
 /// An existing file that cannot be read or parsed. A missing file is not an error.

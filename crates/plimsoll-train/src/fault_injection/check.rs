@@ -4,12 +4,12 @@ use super::{EVALUATOR_PROGRAMS, Injection, OPEN, OpSelector, PROGRAMS, REPLAN, S
 use plimsoll_core::{ExcludedDevice, Failure, format_count};
 use plimsoll_program::{Op, Program, ProgramKind, ProgramSet};
 
-/// A device of a run with its Programs.
+/// A device of a run, for checks whether a fault can occur on it.
 #[derive(Clone, Copy)]
 pub struct TargetDevice<'a> {
     /// Name of the device.
     pub name: &'a str,
-    /// Programs that it runs.
+    /// Programs that the device runs.
     pub programs: &'a ProgramSet,
 }
 
@@ -17,13 +17,13 @@ pub struct TargetDevice<'a> {
 pub struct InjectionTargets<'a> {
     /// Workers in rank order.
     pub workers: Vec<TargetDevice<'a>>,
-    /// Device outside the team that evaluates.
+    /// Device outside the team that evaluates while the team trains; `None` if there is none.
     pub evaluator: Option<TargetDevice<'a>>,
-    /// Devices that the plan excludes; they could take over from a single worker.
+    /// Devices that the plan does not use. They could take over from a single worker.
     pub excluded: &'a [ExcludedDevice],
     /// Number of steps that were done before this start.
     pub steps_done: u64,
-    /// Total number of steps, if it is known.
+    /// Number of steps of the whole run; `None` if it is not known.
     pub steps: Option<u64>,
 }
 
@@ -32,7 +32,7 @@ impl<'a> InjectionTargets<'a> {
         self.workers.iter().chain(&self.evaluator)
     }
 
-    /// Whether a monitor watches the heartbeats of this device.
+    /// Returns whether the run watches the heartbeats of this device. It does not if a local device works alone.
     fn is_monitored(&self, device: &str) -> bool {
         self.workers.len() > 1
             || !self.excluded.is_empty()
@@ -41,7 +41,7 @@ impl<'a> InjectionTargets<'a> {
     }
 }
 
-/// Place at which an injection occurs.
+/// Device, step and Program at which an injected fault occurs.
 struct Place<'a> {
     device: Option<&'a String>,
     step: u64,
@@ -87,7 +87,7 @@ impl Injection {
         }
     }
 
-    /// Returns the place of the fault; none for random faults.
+    /// Returns the place of the fault; `None` for random faults.
     fn place(&self) -> Option<Place<'_>> {
         Some(match self {
             Injection::RandomOutOfMemory { .. } => return None,
@@ -108,7 +108,8 @@ impl Injection {
         Failure::input(format!("{self}: {message}"))
     }
 
-    /// Returns the Programs of the device; of the first worker if none is named.
+    /// Returns the Programs of `device`, or of the first worker if `device` is `None`. Fails if the run does not use
+    /// the device.
     fn programs_of<'a>(&self, device: Option<&String>, run: &InjectionTargets<'a>) -> Result<&'a ProgramSet, Failure> {
         let target = match device {
             None => run.workers.first(),
@@ -129,7 +130,8 @@ impl Injection {
         })
     }
 
-    /// Checks that a worker runs this Program, in this step if one is given, with the named op.
+    /// Checks that the Program named `program` is among `programs` and runs in `step` (if given). Also checks that it
+    /// has the op that the fault names.
     fn check_program(&self, program: &str, programs: &ProgramSet, step: Option<u64>) -> Result<(), Failure> {
         let Some(found) = find_program(programs, program) else {
             let names = programs.programs.iter().map(|program| program.kind.name());
@@ -161,7 +163,7 @@ impl Injection {
         Ok(())
     }
 
-    /// Checks a fault during the opening of a device.
+    /// Checks that this fault can occur while a device is opened.
     fn check_open(&self) -> Result<(), Failure> {
         match self {
             Injection::Loss { step: 0, .. } | Injection::Silence { step: 0, .. } => Ok(()),
@@ -174,7 +176,8 @@ impl Injection {
         }
     }
 
-    /// Checks a fault on the evaluator, which has a single recipe.
+    /// Checks that this fault can occur on the evaluator, a device outside the team that only evaluates. Its plan never
+    /// changes, so `programs` are all that it runs.
     fn check_on_evaluator(&self, programs: &ProgramSet) -> Result<(), Failure> {
         let failure = |message: String| self.failure(&format!("a device that only evaluates {message}"));
         let (step, program, op) = match self {
@@ -211,7 +214,7 @@ impl Injection {
     }
 }
 
-/// Returns the Program of this name.
+/// Returns the Program of this name; `None` if there is none.
 fn find_program<'a>(programs: &'a ProgramSet, name: &str) -> Option<&'a Program> {
     ProgramKind::from_name(name).and_then(|kind| programs.program(kind))
 }

@@ -13,7 +13,7 @@ pub use trigger::{FaultInjection, FaultObserver, PendingFault};
 
 use plimsoll_program::ProgramKind;
 
-/// Names of the Programs in which a fault can occur, as the flags spell them.
+/// Names that the flags accept as `PROGRAM`: Programs, the opening of a device, and the switch to another plan.
 pub const PROGRAMS: [&str; 16] = [
     OPEN,
     ProgramKind::Load.name(),
@@ -33,17 +33,17 @@ pub const PROGRAMS: [&str; 16] = [
     REPLAN,
 ];
 
-/// Name for the switch to another plan, which fails as a whole.
+/// Name by which a flag selects the switch to another plan. A fault there makes the whole switch fail, not one op.
 pub(crate) const REPLAN: &str = "re-plan";
 
-/// Name for the opening of a device, during which it can be lost or fall silent.
+/// Name by which a flag selects the opening of a device, during which the device can be lost or fall silent.
 pub(crate) const OPEN: &str = "open";
 
-/// Programs that run in step 0, the start, and in no other step.
+/// Names of the Programs that run in step 0, the start, and in no other step.
 const START_PROGRAMS: [&str; 3] =
     [ProgramKind::Load.name(), ProgramKind::InitOptimizer.name(), ProgramKind::Restore.name()];
 
-/// Programs that an evaluator runs.
+/// Names of the work of an evaluator, a device outside the team that only evaluates: opening and Programs.
 const EVALUATOR_PROGRAMS: [&str; 4] =
     [OPEN, ProgramKind::Load.name(), ProgramKind::ReloadWeights.name(), ProgramKind::Evaluate.name()];
 
@@ -54,7 +54,7 @@ pub enum Injection {
     OutOfMemory {
         /// Name of the device; the first of the team if absent.
         device: Option<String>,
-        /// Step in progress. Work between two steps belongs to the earlier one, and 0 is the start.
+        /// Step in which the error occurs. Work between two steps belongs to the earlier one, and 0 is the start.
         step: u64,
         /// Name of the Program; the first that runs in the step if absent.
         program: Option<String>,
@@ -66,7 +66,7 @@ pub enum Injection {
         /// Probability, above 0 and at most 1.
         probability: f64,
     },
-    /// `--inject-slow DEVICE:STEP:FACTOR`: the passes of the device take longer from this step on.
+    /// `--inject-slow DEVICE:STEP:FACTOR`: forward and backward passes of the device take longer from this step on.
     Slow {
         /// Name of the device.
         device: String,
@@ -75,33 +75,33 @@ pub enum Injection {
         /// Factor of the compute time, at least 1.
         factor: f64,
     },
-    /// `--inject-loss DEVICE:STEP[:PROGRAM]`: the device is lost from here on.
+    /// `--inject-loss DEVICE:STEP[:PROGRAM]`: the device is lost at this place and stays lost.
     Loss {
         /// Name of the device.
         device: String,
         /// Step of the loss; 0 is the start.
         step: u64,
-        /// Name of the Program that fails; the first that runs in the step if absent.
+        /// Name of the Program at whose start the device is lost; the first that runs in the step if absent.
         program: Option<String>,
     },
-    /// `--inject-silence DEVICE:STEP[:open][:forever]`: the device sends no heartbeat from here on.
+    /// `--inject-silence DEVICE:STEP[:open][:forever]`: the device sends no heartbeat from this step on.
     Silence {
         /// Name of the device.
         device: String,
         /// Step of the silence; 0 is the start.
         step: u64,
-        /// Whether it falls silent while it is opened; otherwise at its next work.
+        /// Whether the device falls silent while it is opened; otherwise before the first Program that it runs then.
         opening: bool,
-        /// Whether its thread never returns; otherwise it returns as soon as the device counts as lost.
+        /// Whether the device's thread blocks for ever; otherwise it returns as soon as the device counts as lost.
         forever: bool,
     },
 }
 
-/// An op of a Program.
+/// A choice of one op of a Program.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum OpSelector {
-    /// Position of the op, counted from 1.
+    /// Position of the op in its Program, counted from 1.
     Number(u32),
-    /// First op of this name.
+    /// Name of the op; the first one with this name is meant.
     Named(String),
 }

@@ -2,13 +2,15 @@
 
 use super::{Injection, OPEN, OpSelector, REPLAN};
 use crate::data::splitmix64;
-use crate::team::heartbeat::Liveness;
-use plimsoll_device::device::{DeviceError, Memory, Observer};
+use crate::heartbeat::Liveness;
+use plimsoll_device::device::{Memory, Observer};
+use plimsoll_device::error::DeviceError;
 use plimsoll_program::Op;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// An injection of a run, with whether it has occurred. It outlives the devices: a reopened device does not repeat a fault.
+/// An injection of a run, with whether it has occurred. It outlives the devices: a reopened device does not repeat a
+/// fault.
 #[derive(Debug)]
 pub struct PendingFault {
     /// Fault to inject.
@@ -22,9 +24,19 @@ impl PendingFault {
         Arc::new(PendingFault { injection, triggered: AtomicBool::new(false) })
     }
 
-    /// Whether the fault has occurred.
+    /// Returns whether the fault has occurred.
     pub fn has_triggered(&self) -> bool {
         self.triggered.load(Ordering::Relaxed)
+    }
+
+    /// Returns whether this fault has made the device of this name lost or silent.
+    pub(crate) fn has_disabled(&self, name: &str) -> bool {
+        match &self.injection {
+            Injection::Loss { device, .. } | Injection::Silence { device, .. } => {
+                device == name && self.has_triggered()
+            }
+            _ => false,
+        }
     }
 
     fn mark_triggered(&self) {
@@ -44,10 +56,10 @@ pub struct FaultInjection {
     /// Name of the device.
     device: String,
     loss: Option<LossFault>,
-    /// Slowdowns by first step; the last one that has begun holds.
+    /// Slowdowns in the order of their first steps. The last one that has begun applies.
     slowdowns: Vec<SlowdownFault>,
     silence: Option<SilenceFault>,
-    /// Liveness of the device, if it has a heartbeat.
+    /// Heartbeat of the device; `None` if it has none.
     liveness: Option<Arc<Liveness>>,
 }
 
@@ -88,7 +100,8 @@ struct SilenceFault {
 }
 
 impl FaultInjection {
-    /// Selects the faults of the device with this rank and name that have not occurred. `seed` draws the random ones.
+    /// Selects the faults of the device with this rank and name. Out-of-memory errors that have occurred are left out.
+    /// `seed` decides when random faults occur.
     pub fn new(
         all: &[Arc<PendingFault>],
         seed: u64,
@@ -132,7 +145,8 @@ impl FaultInjection {
         }
     }
 
-    /// Checks that the device is present when this Program is to run. A silent device blocks here until it counts as lost.
+    /// Checks, before a Program runs, that no injected fault makes the device lost. On a device that falls silent, this
+    /// call blocks until the device counts as lost, or for ever if the fault says so.
     ///
     /// # Errors
     /// The device is lost.
@@ -158,7 +172,7 @@ impl FaultInjection {
         Err(lost())
     }
 
-    /// Checks that a device is present while it is opened.
+    /// Checks, while a device is opened, that no injected fault makes it lost.
     ///
     /// # Errors
     /// The device is lost.
@@ -175,7 +189,7 @@ impl FaultInjection {
         self.step = step;
     }
 
-    /// Whether no fault remains for this device.
+    /// Returns whether no fault remains for this device.
     pub fn is_empty(&self) -> bool {
         self.out_of_memory.is_empty()
             && self.random.is_none()
@@ -184,7 +198,8 @@ impl FaultInjection {
             && self.slowdowns.is_empty()
     }
 
-    /// Returns the factor by which the passes of the present step are slowed down; 1 for none.
+    /// Returns the factor by which a fault slows down the passes of the present step; 1 if none does. Marks the fault
+    /// as occurred.
     pub fn slowdown(&self) -> f64 {
         let Some(slowdown) = self.slowdowns.iter().rfind(|slowdown| self.step >= slowdown.first_step) else {
             return 1.0;
@@ -193,7 +208,8 @@ impl FaultInjection {
         slowdown.factor
     }
 
-    /// Whether the next switch to another plan runs out of memory.
+    /// Returns whether an injected fault makes the switch to another plan run out of memory now. Marks the fault as
+    /// occurred.
     pub fn refuses_replan(&mut self) -> bool {
         let step = self.step;
         if self.trigger_once(|fault| fault.step == step && fault.program.as_deref() == Some(REPLAN)) {
@@ -203,7 +219,8 @@ impl FaultInjection {
         is_drawn && self.trigger_random()
     }
 
-    /// Draws the op, of `op_count`, at which this run of a Program fails at random.
+    /// Draws whether a random fault occurs in this run of a Program. Returns the number of the op that fails, from 1 to
+    /// `op_count`, or `None` if no fault occurs.
     fn draw_op(&mut self, op_count: u32) -> Option<u32> {
         let probability = self.random.as_ref()?.probability;
         self.runs += 1;
@@ -212,13 +229,14 @@ impl FaultInjection {
         (unit < probability).then(|| 1 + (splitmix64(number) % u64::from(op_count.max(1))) as u32)
     }
 
-    /// Marks the random fault as triggered; always true.
+    /// Marks the random fault as occurred. Returns true.
     fn trigger_random(&self) -> bool {
         self.random.iter().for_each(|random| random.fault.mark_triggered());
         true
     }
 
-    /// Whether an out-of-memory fault matches. It is then removed.
+    /// Removes the first out-of-memory fault for which `matches` is true, and marks it as occurred. Returns whether
+    /// there was one.
     fn trigger_once(&mut self, matches: impl Fn(&OutOfMemoryFault) -> bool) -> bool {
         let Some(index) = self.out_of_memory.iter().position(matches) else { return false };
         self.out_of_memory.remove(index).fault.mark_triggered();
@@ -236,7 +254,8 @@ impl FaultInjection {
         FaultObserver { faults: self, program, random_op, inner }
     }
 
-    /// Whether this op runs out of memory.
+    /// Returns whether an injected fault makes this op run out of memory. Each fault does so once. `tick` is the number
+    /// of the op in the Program, counted from 1.
     fn refuses_op(&mut self, program: &str, tick: u32, op: &str) -> bool {
         let step = self.step;
         self.trigger_once(|fault| {
@@ -251,11 +270,11 @@ impl FaultInjection {
     }
 }
 
-/// Observer that injects out-of-memory errors, see [`FaultInjection::observer`].
+/// An observer of one Program run that injects out-of-memory errors; see [`FaultInjection::observer`].
 pub struct FaultObserver<'a> {
     faults: &'a mut FaultInjection,
     program: &'a str,
-    /// Number of the op that fails at random.
+    /// Number of the op that a random fault makes fail; `None` if none fails.
     random_op: Option<u32>,
     inner: &'a mut dyn Observer,
 }
@@ -285,7 +304,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn out_of_memory_fault_triggers_once_at_its_place() {
+    fn oom_fault_triggers_once_at_its_place() {
         let all: Vec<Arc<PendingFault>> =
             ["2:backward:3", "2:re-plan", "4"].iter().map(|text| PendingFault::new(text.parse().unwrap())).collect();
         let mut faults = FaultInjection::new(&all, 1, 0, "cpu", None);

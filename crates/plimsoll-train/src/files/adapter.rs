@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 /// Size limit of an `adapter_config.json`. A larger file is not an adapter configuration.
 const MAX_CONFIG_BYTES: u64 = 1 << 20;
 
-/// Keys that do not change the computation, or that repeat information from the tensors.
+/// Keys of an `adapter_config.json` that do not change the computation, or that repeat information from the tensors.
 const IGNORED_KEYS: [&str; 14] = [
     "auto_mapping",
     "base_model_name_or_path",
@@ -35,7 +35,7 @@ const IGNORED_KEYS: [&str; 14] = [
     "task_type",
 ];
 
-/// An opened adapter directory that matches a model.
+/// An opened PEFT directory with LoRA adapters that match a model.
 #[derive(Debug)]
 pub struct AdapterDir {
     /// The directory.
@@ -44,7 +44,7 @@ pub struct AdapterDir {
     pub rank: u64,
     /// Scale of the adapters: their output is multiplied by alpha / r.
     pub alpha: f64,
-    /// Whether `adapter_config.json` names the base model.
+    /// Whether `adapter_config.json` names the base model (`base_model_name_or_path`).
     pub names_base_model: bool,
     /// The projections with an adapter, in the order in which a layer computes them.
     pub targets: Vec<Target>,
@@ -101,7 +101,8 @@ impl AdapterDir {
         })
     }
 
-    /// Returns a warning if the adapters name no base model. They may belong to random weights that were never saved.
+    /// Returns a warning if the adapters name no base model, and `None` if they do. Without a name they may belong to
+    /// random weights that were never saved.
     pub fn unknown_base_note(&self) -> Option<String> {
         let path = self.path.display();
         (!self.names_base_model).then(|| {
@@ -112,14 +113,15 @@ impl AdapterDir {
         })
     }
 
-    /// Returns the adapters as a method for Programs. `dropout` and its `seed` apply to training only.
+    /// Returns the adapters as settings for the Programs that compute with them. `dropout` and its `seed` apply to
+    /// training only.
     pub fn lora(&self, dropout: f64, seed: u64) -> Lora {
         let AdapterDir { rank, alpha, targets, weights, .. } = self;
         Lora { rank: *rank, alpha: *alpha, dropout, targets: targets.clone(), seed, source: weights.source() }
     }
 }
 
-/// Returns an error of the adapter file `path`.
+/// Returns an error about the adapter file `path`.
 fn invalid(path: &Path, problem: &str, hint: &str) -> FilesError {
     FilesError::Adapter { path: path.to_owned(), problem: problem.to_owned(), hint: hint.to_owned() }
 }

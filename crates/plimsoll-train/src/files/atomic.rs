@@ -49,7 +49,7 @@ pub fn write_dir<T, E: From<FilesError>>(path: &Path, fill: impl FnOnce(&Path) -
     result
 }
 
-/// Renames `partial` to `path`, then removes the old directory.
+/// Renames the directory `partial` to `path`. A directory that had this name before is removed after that.
 fn replace(partial: &Path, path: &Path) -> Result<(), FilesError> {
     let failed = |e| FilesError::io(path, "write", e);
     if path.symlink_metadata().is_err() {
@@ -79,7 +79,7 @@ fn partial_path(path: &Path) -> Result<PathBuf, FilesError> {
     sibling(path, "partial")
 }
 
-/// Returns the temporary directories in `folder` that killed processes left.
+/// Returns the temporary directories in `folder` that a killed process left behind while it wrote a directory.
 pub fn unfinished_directories(folder: &Path) -> Vec<PathBuf> {
     let paths = fs::read_dir(folder).into_iter().flatten().filter_map(|entry| Some(entry.ok()?.path()));
     let is_unfinished = |path: &PathBuf| {

@@ -23,7 +23,7 @@ pub enum FilesError {
     DiskFull {
         /// The file that could not be written.
         path: PathBuf,
-        /// Its size, if known.
+        /// The size of the file; `None` if it is not known.
         needed: Option<Bytes>,
     },
     /// A path that is missing, or that is not the expected kind of file.
@@ -73,7 +73,7 @@ pub enum FilesError {
     NoWeights {
         /// The directory.
         dir: PathBuf,
-        /// A weight file of an unsupported format in the directory, if there is one.
+        /// Name of a weight file of an unsupported format in the directory; `None` if there is none.
         other: Option<String>,
     },
     /// The weights lack tensors of the configuration, or hold others.
@@ -93,9 +93,9 @@ pub enum FilesError {
         path: PathBuf,
         /// The tensor.
         name: String,
-        /// Its shape in the file.
+        /// Shape of the tensor in the file.
         found: Vec<u64>,
-        /// Its shape according to the configuration.
+        /// Shape of the tensor according to the configuration.
         expected: Vec<u64>,
     },
     /// A weight is not stored as F32, BF16 or F16.
@@ -105,7 +105,7 @@ pub enum FilesError {
         path: PathBuf,
         /// The tensor.
         name: String,
-        /// Its type in the file.
+        /// Element type of the tensor in the file.
         found: String,
     },
     /// The adapters are of an unsupported kind, or their files are invalid.
@@ -118,7 +118,7 @@ pub enum FilesError {
         /// A hint for the user.
         hint: String,
     },
-    /// The adapters do not match the model's projections.
+    /// The adapters do not match the model's projections, or there are none: then both lists are empty.
     #[error("{}: the adapters do not match the model: {}", dir.display(), describe_adapter_mismatch(missing, extra))]
     AdapterNames {
         /// The directory.
@@ -138,18 +138,21 @@ pub enum FilesError {
     },
 }
 
-/// Lists up to three missing and three unexpected tensors.
+/// Formats up to three missing and three unexpected names of tensors, with the number of further ones.
 fn describe_mismatch(missing: &[String], extra: &[String]) -> String {
-    let list = |what: &str, names: &[String]| {
-        const SHOWN: usize = 3;
-        let shown = names.iter().take(SHOWN).map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
-        match names.len() {
-            0 => None,
-            n if n <= SHOWN => Some(format!("{what} {shown}")),
-            n => Some(format!("{what} {shown} and {} more", n - SHOWN)),
-        }
-    };
-    [list("missing", missing), list("unexpected", extra)].into_iter().flatten().collect::<Vec<_>>().join("; ")
+    let lists = [format_names("missing", missing), format_names("unexpected", extra)];
+    lists.into_iter().flatten().collect::<Vec<_>>().join("; ")
+}
+
+/// Formats up to three names after `what`, with the number of further ones; `None` without names.
+fn format_names(what: &str, names: &[String]) -> Option<String> {
+    const SHOWN: usize = 3;
+    let shown = names.iter().take(SHOWN).map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
+    match names.len() {
+        0 => None,
+        n if n <= SHOWN => Some(format!("{what} {shown}")),
+        n => Some(format!("{what} {shown} and {} more", n - SHOWN)),
+    }
 }
 
 fn describe_adapter_mismatch(missing: &[String], extra: &[String]) -> String {
@@ -159,7 +162,8 @@ fn describe_adapter_mismatch(missing: &[String], extra: &[String]) -> String {
     }
 }
 
-/// Returns a hint for a directory that a run wrote and that is not a model: the model or the adapters to use instead.
+/// Returns a hint for a directory that is not a model: the model or the adapters in it to use instead. Returns `None`
+/// if it has neither.
 fn suggest_model(dir: &Path) -> Option<String> {
     let adapter = |dir: &Path| dir.join("adapter_config.json").is_file();
     if dir.join("model/config.json").is_file() {
@@ -251,7 +255,7 @@ pub enum HeaderError {
         /// The message of the parser.
         message: String,
     },
-    /// The type of a tensor is not in the format.
+    /// A tensor has an element type that the format does not define.
     #[error("tensor `{tensor}` has the unknown type `{dtype}`")]
     UnknownDType {
         /// The tensor.
@@ -267,13 +271,13 @@ pub enum HeaderError {
     SizeMismatch {
         /// The tensor.
         tensor: String,
-        /// Its type.
+        /// Element type of the tensor, as the header names it.
         dtype: String,
-        /// Its shape.
+        /// Shape of the tensor, as the header states it.
         shape: Vec<u64>,
         /// Bytes between its offsets.
         spanned: i128,
-        /// Bytes by type and shape. `None` if they are not a whole number below 2^64.
+        /// Bytes that type and shape need. `None` if they are not a whole number below 2^64.
         needed: Option<u64>,
     },
     /// The data of two tensors overlaps or leaves a gap.
@@ -281,9 +285,9 @@ pub enum HeaderError {
     WrongOffset {
         /// The tensor.
         tensor: String,
-        /// Offset of its data.
+        /// Offset in bytes at which the tensor's data begins.
         begin: u64,
-        /// End of the previous tensor's data.
+        /// Offset in bytes at which the previous tensor's data ends.
         expected: u64,
     },
     /// The tensors need more or fewer bytes of data than the file has.

@@ -18,7 +18,7 @@ pub(super) const LENGTH_BYTES: u64 = 8;
 /// Size limit of a header, set by the format.
 pub(super) const MAX_HEADER_BYTES: u64 = 100_000_000;
 
-/// A tensor as described by the header.
+/// A tensor as the header of a `*.safetensors` file describes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct HeaderEntry {
     pub name: String,
@@ -29,7 +29,8 @@ pub(super) struct HeaderEntry {
     pub bytes: u64,
 }
 
-/// Decodes the length of the header and checks that a file of `file_bytes` bytes can hold it.
+/// Decodes the length of the header in bytes from `prefix`, the first 8 bytes of a file. Checks that a file of
+/// `file_bytes` bytes can hold such a header.
 pub(super) fn check_header_bytes(prefix: [u8; 8], file_bytes: u64) -> Result<u64, HeaderError> {
     let bytes = u64::from_le_bytes(prefix);
     let left = file_bytes.saturating_sub(LENGTH_BYTES);
@@ -42,8 +43,8 @@ pub(super) fn check_header_bytes(prefix: [u8; 8], file_bytes: u64) -> Result<u64
     Ok(bytes)
 }
 
-/// Parses the header of a file with `data_bytes` bytes of data. Returns the tensors in the order of their data, which
-/// they cover without gap or overlap.
+/// Parses the header of a file with `data_bytes` bytes of data. Returns the tensors in the order of their data. Fails
+/// unless they cover all data without gap or overlap.
 pub(super) fn parse_header(json: &[u8], data_bytes: u64) -> Result<Vec<HeaderEntry>, HeaderError> {
     let header: JsonHeader = serde_json::from_slice(json).map_err(|e| HeaderError::Json { message: e.to_string() })?;
     let mut tensors = header.0.into_iter().map(parse_entry).collect::<Result<Vec<_>, _>>()?;
@@ -62,7 +63,10 @@ pub(super) fn parse_header(json: &[u8], data_bytes: u64) -> Result<Vec<HeaderEnt
     Ok(tensors)
 }
 
-/// Checks a tensor's type, and that its shape needs exactly the bytes that its offsets span.
+/// Converts the JSON entry of a tensor, given with its name.
+///
+/// # Errors
+/// An unknown type, or offsets that do not span exactly the bytes that type and shape need.
 fn parse_entry((name, raw): (String, JsonEntry)) -> Result<HeaderEntry, HeaderError> {
     let JsonEntry { dtype: dtype_name, shape, data_offsets: [begin, end] } = raw;
     let deserializer: serde::de::value::StrDeserializer<serde::de::value::Error> =

@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 /// Size limit of a `config.json`. A larger file is not a model configuration.
 const MAX_CONFIG_BYTES: u64 = 16 << 20;
 
-/// Files of the tokenizer, generation settings and chat templates, which are copied unchanged.
+/// Names of the files of the tokenizer, generation settings and chat templates. A saved model gets unchanged copies.
 const SIDE_FILES: [&str; 11] = [
     "tokenizer.json",
     "tokenizer.model",
@@ -30,7 +30,7 @@ const SIDE_FILES: [&str; 11] = [
     "additional_chat_templates",
 ];
 
-/// An opened model directory. Its configuration and weights match.
+/// An opened Hugging Face model directory, whose configuration and weights match.
 #[derive(Debug)]
 pub struct ModelDir {
     /// The directory.
@@ -39,9 +39,9 @@ pub struct ModelDir {
     pub config: ModelConfig,
     /// The parsed `config.json`, with the keys that Plimsoll does not use. A saved model keeps them.
     pub raw_config: Value,
-    /// The weights. `None` if the directory holds only a configuration.
+    /// The weights; `None` if the directory holds only a configuration.
     pub weights: Option<ModelWeights>,
-    /// Path of `tokenizer.json`, if it exists.
+    /// Path of `tokenizer.json`; `None` if there is none.
     pub tokenizer_path: Option<PathBuf>,
 }
 
@@ -56,24 +56,25 @@ pub struct ModelWeights {
 }
 
 impl ModelWeights {
-    /// Returns the weights as a source for Programs: the stored type of each parameter.
+    /// Returns the stored type of each parameter, from which the Programs that load these files are built.
     pub fn source(&self) -> WeightSource {
         let dtype = |entry: &TensorEntry| entry.dtype().expect("opened weights are floats");
         WeightSource::Files { dtypes: self.parameters.iter().map(|(_, entry)| dtype(entry)).collect() }
     }
 
-    /// Returns the bytes of all parameters in the files.
+    /// Returns the size of all parameters in the files.
     pub fn bytes(&self) -> Bytes {
         self.parameters.iter().map(|(_, entry)| Bytes(entry.bytes)).sum()
     }
 
-    /// Returns the set of stored types.
+    /// Returns the set of element types in which parameters are stored.
     pub fn dtypes(&self) -> BTreeSet<DType> {
         self.parameters.iter().filter_map(|(_, entry)| entry.dtype()).collect()
     }
 }
 
-/// Reads a `config.json` without weights. Returns the model's configuration and the parsed JSON.
+/// Reads a `config.json` without weights. Returns the model's configuration and the parsed JSON. Keys that Plimsoll
+/// does not know are errors, unless `ignore_keys` names them.
 ///
 /// # Errors
 /// A file that cannot be read, or that does not configure a model that Plimsoll supports.
@@ -107,10 +108,10 @@ impl ModelDir {
         Ok(ModelDir { path: path.to_owned(), config, raw_config, weights, tokenizer_path })
     }
 
-    /// Returns the weights.
+    /// Returns the weights; their absence is an error.
     ///
     /// # Errors
-    /// The directory has no weights.
+    /// The directory holds only a configuration.
     pub fn require_weights(&self) -> Result<&ModelWeights, FilesError> {
         self.weights.as_ref().ok_or_else(|| {
             let formats = ["pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth", "model.ckpt"];
@@ -153,8 +154,8 @@ fn match_weights(dir: &Path, config: &ModelConfig, files: WeightFiles) -> Result
     Ok(ModelWeights { parameters: matched, files })
 }
 
-/// Finds a tensor by its name. A model saved without its head has names without the prefix `model.`, which
-/// transformers accepts, too.
+/// Finds the tensor named `name`, or else the one with that name without the prefix `model.`. A model that was saved
+/// without its head has such names, which transformers accepts, too. Returns `None` if there is neither.
 fn find_parameter<'a>(files: &'a WeightFiles, name: &str) -> Option<(&'a str, &'a TensorEntry)> {
     files.entry_with_name(name).or_else(|| files.entry_with_name(name.strip_prefix("model.")?))
 }
@@ -195,8 +196,8 @@ fn tensors_equal(files: &WeightFiles, a: &TensorEntry, b: &TensorEntry) -> Resul
     Ok(true)
 }
 
-/// Writes a model directory and replaces an existing one. `config` becomes `config.json`, `write_weights` writes
-/// `tensors`, and the side files are copied from `side_files_from`.
+/// Writes a model directory and replaces an existing one. `config` becomes `config.json`, and `write_weights` writes
+/// `tensors`. Tokenizer, generation settings and chat templates are copied from `side_files_from`, if it is given.
 ///
 /// # Errors
 /// A failure of `write_weights` or of a file operation. An existing directory is then kept.
@@ -230,7 +231,7 @@ pub fn copy_side_files(from: &Path, to: &Path) -> Result<(), FilesError> {
     Ok(())
 }
 
-/// Copies a file, or a directory of files. A missing source is skipped.
+/// Copies a file, or a directory with the files directly in it. A missing source is skipped.
 fn copy_if_present(from: &Path, to: &Path) -> Result<(), FilesError> {
     if from.is_file() {
         fs::copy(from, to).map_err(|e| FilesError::io(to, "write", e))?;

@@ -10,23 +10,23 @@ use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-/// A tensor's type, shape and place in the files.
+/// The type and shape of a stored tensor, and its place in the files.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorEntry {
-    /// The type of its elements in the file.
+    /// The type of the tensor's elements in the file.
     pub dtype: Dtype,
-    /// Its shape.
+    /// The shape of the tensor.
     pub shape: Vec<u64>,
     /// Index of the file in [`WeightFiles::paths`].
     pub file: usize,
-    /// Offset of its first byte in the file.
+    /// Offset of the tensor's first byte in the file.
     pub begin: u64,
-    /// Its size in bytes.
+    /// Size of the tensor in bytes.
     pub bytes: u64,
 }
 
 impl TensorEntry {
-    /// Returns the element type as a [`DType`], or `None` if Plimsoll has no such type.
+    /// Returns the element type as a [`DType`], and `None` if Plimsoll does not support the type.
     pub fn dtype(&self) -> Option<DType> {
         Some(match self.dtype {
             Dtype::F64 => DType::F64,
@@ -93,7 +93,8 @@ impl WeightFiles {
         Ok(weights)
     }
 
-    /// Opens the files of an index. The index decides the file from which each tensor is read.
+    /// Opens the files that the index (`*.safetensors.index.json`) lists. The index decides the file from which each
+    /// tensor is read.
     fn open_indexed(dir: &Path, index: &Path) -> Result<WeightFiles, FilesError> {
         let invalid = |problem: String| FilesError::Index { path: index.to_owned(), problem };
         let text = read_small(index, header::MAX_HEADER_BYTES)?;
@@ -149,22 +150,22 @@ impl WeightFiles {
         &self.paths
     }
 
-    /// Returns the tensor named `name`.
+    /// Returns type, shape and place of the tensor named `name`, and `None` if no file has it.
     pub fn entry(&self, name: &str) -> Option<&TensorEntry> {
         self.entries.get(name)
     }
 
-    /// Returns the tensor named `name`, with a reference to the stored name.
+    /// Returns the stored name, and the type, shape and place, of the tensor named `name`; `None` if no file has it.
     pub(super) fn entry_with_name(&self, name: &str) -> Option<(&str, &TensorEntry)> {
         self.entries.get_key_value(name).map(|(name, entry)| (name.as_str(), entry))
     }
 
-    /// Returns all tensors, ordered by name.
+    /// Returns each tensor's name with its type, shape and place, ordered by name.
     pub fn entries(&self) -> impl Iterator<Item = (&str, &TensorEntry)> {
         self.entries.iter().map(|(name, entry)| (name.as_str(), entry))
     }
 
-    /// Returns the total size of all tensors.
+    /// Returns the total size of all tensors in the files.
     pub fn bytes(&self) -> Bytes {
         self.entries.values().map(|entry| Bytes(entry.bytes)).sum()
     }
@@ -198,7 +199,8 @@ impl<'de> Deserialize<'de> for WeightMap {
     }
 }
 
-/// Opens a regular file for reading and returns it with its size. Other kinds of files could block or never end.
+/// Opens a regular file for reading and returns it with its size in bytes. Other kinds of files are refused, because
+/// reading them could block or never end.
 pub(super) fn open_regular(path: &Path) -> Result<(File, u64), FilesError> {
     let problem = |problem| FilesError::BadPath { path: path.to_owned(), problem };
     let metadata = fs::metadata(path).map_err(|e| match e.kind() {
@@ -212,7 +214,7 @@ pub(super) fn open_regular(path: &Path) -> Result<(File, u64), FilesError> {
     Ok((file, metadata.len()))
 }
 
-/// Reads a whole file of at most `max_bytes` bytes.
+/// Reads a whole file. Fails if it is larger than `max_bytes` bytes.
 pub(super) fn read_small(path: &Path, max_bytes: u64) -> Result<Vec<u8>, FilesError> {
     let (file, bytes) = open_regular(path)?;
     if bytes > max_bytes {

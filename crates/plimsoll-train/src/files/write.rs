@@ -11,22 +11,22 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-/// Size limit of a shard; the default of transformers.
+/// Size limit of one `*.safetensors` file of a saved model (a shard); the default of transformers.
 pub const MAX_SHARD_BYTES: Bytes = Bytes(5_000_000_000);
 
-/// A tensor to be stored.
+/// A tensor to be written to a `*.safetensors` file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StoredTensor {
-    /// Its name in the file.
+    /// The name of the tensor in the file.
     pub name: String,
-    /// The type of its elements in the file.
+    /// The type of the tensor's elements in the file.
     pub dtype: DType,
-    /// Its shape.
+    /// The shape of the tensor.
     pub shape: Vec<u64>,
 }
 
 impl StoredTensor {
-    /// Returns its bytes in the file.
+    /// Returns the size of the tensor in the file, in bytes.
     pub fn bytes(&self) -> u64 {
         self.shape.iter().product::<u64>() * self.dtype.bytes()
     }
@@ -128,7 +128,7 @@ impl WeightWriter {
         Ok(())
     }
 
-    /// Syncs the files to disk.
+    /// Syncs the files to disk, after which they are complete.
     ///
     /// # Errors
     /// A failed sync.
@@ -166,7 +166,7 @@ fn split_into_shards(tensors: &[StoredTensor], max_shard: u64) -> Vec<Vec<&Store
     shards
 }
 
-/// Returns the header, padded to align the data, and the bytes of the data.
+/// Returns the JSON of the header, padded to align the data, and the size of the data in bytes.
 fn build_header(tensors: &[&StoredTensor]) -> (Vec<u8>, u64) {
     let mut map = Map::new();
     // transformers refuses a file without the `format` entry.

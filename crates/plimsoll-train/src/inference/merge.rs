@@ -1,12 +1,12 @@
 //! Merging of adapters into their model. The result is a Hugging Face directory with the parameters and types of the
 //! model. The model's weights are streamed; only the adapters stay in memory.
 
+use crate::engine::failure::DeviceFailure;
+use crate::engine::tensor_files::{MergeFiles, ModelSource, TensorWriter};
 use crate::files::{AdapterDir, ModelDir, StoredTensor, WeightWriter, write_model_dir};
-use crate::session::failure::DeviceFailure;
-use crate::session::tensor_files::{MergeFiles, ModelSource, TensorWriter};
 use plimsoll_core::{DType, Failure};
 use plimsoll_device::cpu::executor;
-use plimsoll_device::device::{NoObserver, ProgramCall};
+use plimsoll_device::device::{Device, NoObserver, ProgramCall};
 use plimsoll_device::probe::Cpu;
 use plimsoll_plan::layout::lay_out;
 use plimsoll_program::ProgramKind;
@@ -16,7 +16,7 @@ use std::path::Path;
 
 /// Writes the model directory `out`: the weights of `base` with the adapters of `adapter` merged, and the side files of
 /// `base`. Unknown keys of the model's `config.json` are accepted if they are in `ignore_keys`. Returns a note if the
-/// adapters name no base model.
+/// adapters name no base model, else `None`.
 ///
 /// # Errors
 /// Directories that cannot be read or do not match, or an `out` that exists.
@@ -47,18 +47,15 @@ pub fn merge(base: &Path, adapter: &Path, out: &Path, ignore_keys: &[String]) ->
     let mut device = executor::open(set, layout.placement, DType::F32, threads as usize, None)?;
     let source = || ModelSource::new([weights, &adapter.weights]);
     device.run_observed(ProgramCall::of(ProgramKind::Load), &mut source(), &mut NoObserver)?;
-    write_model_dir(
-        out,
-        &model.raw_config,
-        &tensors,
-        Some(base),
-        |writer: &mut WeightWriter| -> Result<(), DeviceFailure> {
-            Ok(device.run_observed(
-                ProgramCall::of(ProgramKind::Merge),
-                &mut MergeFiles(source(), TensorWriter(writer)),
-                &mut NoObserver,
-            )?)
-        },
-    )?;
+    write_model_dir(out, &model.raw_config, &tensors, Some(base), |writer: &mut WeightWriter| {
+        run_merge(&mut *device, source(), writer)
+    })?;
     Ok(note)
+}
+
+/// Runs the Program that merges adapters into their model. It reads both from `source`, and writes the parameters to
+/// `writer`.
+fn run_merge(device: &mut dyn Device, source: ModelSource, writer: &mut WeightWriter) -> Result<(), DeviceFailure> {
+    let mut files = MergeFiles(source, TensorWriter(writer));
+    Ok(device.run_observed(ProgramCall::of(ProgramKind::Merge), &mut files, &mut NoObserver)?)
 }

@@ -7,30 +7,32 @@ pub mod samples;
 
 use crate::config::LongSamples;
 use crate::data::{Dataset, Tokenizer};
+use crate::engine::evaluation::{EvaluationSlice, evaluate_slice};
+use crate::engine::tensor_files::load_weights;
+use crate::engine::{Engine, EvaluationSums};
+use crate::planning::planner::{Charges, Planner};
 use crate::planning::prepare::open_dataset;
 use crate::resolve::RunRequest;
-use crate::resolve::charges::set_process_charges;
 use crate::resolve::{Model, Resolved, Workload};
-use crate::session::engine::{Engine, EvaluationSums};
-use crate::session::evaluation::{EvaluationSlice, evaluate};
-use crate::session::tensor_files::load_weights;
-use crate::team::open::measure_gpu_charges;
 use plimsoll_core::Failure;
-use plimsoll_plan::search::{PlanOutcome, search};
+use plimsoll_plan::search::PlanOutcome;
 use plimsoll_program::models::decoder::Generation;
 use samples::{Sampling, generate};
 use serde::Serialize;
+use std::path::Path;
+use std::sync::Arc;
 
-/// Largest number of positions per row in an evaluation without an explicit length. The longest sequence of a model may
-/// need more memory than a loss is worth.
+/// Largest number of positions per row in an evaluation for which the user gives no length. Rows as long as a model's
+/// context could need too much memory.
 const SEQUENCE_MAX: u64 = 4096;
-/// Most sequences per evaluation batch.
+/// Largest number of sequences per evaluation batch.
 const MAX_BATCH_SEQUENCES: u64 = 16;
-/// Prompt tokens processed per prefill call.
+/// Number of prompt tokens that one run of the prefill Program processes.
 const PREFILL_CHUNK_TOKENS: u64 = 64;
 
 /// The loss of a model on evaluation data.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct EvaluationLoss {
     /// Mean negative log-likelihood per labelled token, in nats.
     pub loss: f64,
@@ -42,6 +44,7 @@ pub struct EvaluationLoss {
 
 /// A prompt and its continuation by the model.
 #[derive(Clone, Debug, PartialEq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct GeneratedText {
     /// The prompt.
     pub prompt: String,
@@ -60,8 +63,8 @@ pub struct PlannedEvaluation {
 }
 
 impl PlannedEvaluation {
-    /// Plans the evaluation of the run file's model on its evaluation data. Each sample begins a new row. Without
-    /// `sequence`, rows are as long as the longest sample, at most the model's context and `SEQUENCE_MAX`.
+    /// Plans the evaluation of the run file's model on its evaluation data. Each sample begins a new row of `sequence`
+    /// tokens. With `None`, rows are as long as the longest sample, at most the model's context and `SEQUENCE_MAX`.
     ///
     /// # Errors
     /// An invalid model, invalid data, or devices that cannot be used.
@@ -79,18 +82,8 @@ impl PlannedEvaluation {
         }
         let mut resolved = Resolved::for_run(&request, model, Workload::Evaluate)?;
         let data = open_dataset(&request, &resolved.model, &request.data.eval, resolved.device.threads as usize)?;
-        let sequence = u64::from(request.data.sequence);
-        request.train.batch_tokens = sequence * data.rows().clamp(1, MAX_BATCH_SEQUENCES);
-        let plan = |resolved: &mut Resolved, request: &RunRequest| {
-            set_process_charges(&mut resolved.device, request.batch_sequences(), sequence);
-            let outcome = search(&resolved.plan_request(request, Workload::Evaluate)?);
-            match measure_gpu_charges(&mut resolved.device, &outcome, request.scratch_folder())? {
-                true => Ok(search(&resolved.plan_request(request, Workload::Evaluate)?)),
-                false => Ok(outcome),
-            }
-        };
-        let outcome = plan(&mut resolved, &request)?;
-        let outcome = resolved.or_fall_back_to_cpu(&request, outcome, plan)?;
+        request.train.batch_tokens = u64::from(request.data.sequence) * data.rows().clamp(1, MAX_BATCH_SEQUENCES);
+        let outcome = plan_work(&request, &mut resolved, Workload::Evaluate)?;
         Ok(PlannedEvaluation { request, resolved, data, outcome })
     }
 
@@ -106,7 +99,7 @@ impl PlannedEvaluation {
     pub fn run(self) -> Result<EvaluationLoss, Failure> {
         let mut engine = open_engine(&self.request, &self.resolved, self.outcome)?;
         let slice = EvaluationSlice { rows: 0..self.data.rows(), micro_batch: engine.recipe().micro_batch };
-        let sums: EvaluationSums = evaluate(&mut engine, &self.data, &slice, 0)?;
+        let sums: EvaluationSums = evaluate_slice(&mut engine, &self.data, &slice, 0)?;
         Ok(EvaluationLoss { loss: sums.loss(), perplexity: sums.loss().exp(), tokens: sums.tokens })
     }
 }
@@ -139,50 +132,21 @@ impl PlannedGeneration {
                 .hint("put the model's tokenizer beside its weights")
         })?;
         let tokenizer = Tokenizer::load(&path)?;
-        let tokens: Vec<i32> = tokenizer.encode(prompt)?.into_iter().map(|id| id as i32).collect();
-        let vocab = resolved.model.config.vocab;
-        if let Some(unknown) = tokens.iter().find(|id| **id as u64 >= vocab) {
-            return Err(Failure::input(format!(
-                "{}: token {unknown} is outside the model's vocabulary of {vocab} tokens",
-                path.display()
-            ))
-            .hint("use the tokenizer.json that belongs to the model"));
-        }
-        if tokens.is_empty() {
-            return Err(Failure::input("the prompt has no tokens").hint("give a prompt of at least one token"));
-        }
+        let prompt_tokens = encode_prompt(&tokenizer, &path, prompt, resolved.model.config.vocab)?;
         let positions = resolved.model.config.max_positions;
-        let needed = tokens.len() as u64 + max_new_tokens as u64;
+        let needed = prompt_tokens.len() as u64 + max_new_tokens as u64;
         if needed > positions {
             let message = format!(
                 "{} prompt tokens and {max_new_tokens} new tokens exceed the model's {positions} positions",
-                tokens.len()
+                prompt_tokens.len()
             );
             return Err(Failure::input(message).hint("lower --max-tokens or shorten the prompt"));
         }
         let capacity = needed.next_multiple_of(PREFILL_CHUNK_TOKENS);
-        let workload = || Workload::Generate(Generation { capacity, chunk: PREFILL_CHUNK_TOKENS });
-        let plan = |resolved: &mut Resolved, request: &RunRequest| {
-            set_process_charges(&mut resolved.device, 1, 1);
-            let outcome = search(&resolved.plan_request(request, workload())?);
-            match measure_gpu_charges(&mut resolved.device, &outcome, request.scratch_folder())? {
-                true => Ok(search(&resolved.plan_request(request, workload())?)),
-                false => Ok(outcome),
-            }
-        };
-        let outcome = plan(&mut resolved, &request)?;
-        let outcome = resolved.or_fall_back_to_cpu(&request, outcome, plan)?;
+        let generation = Generation { capacity, chunk: PREFILL_CHUNK_TOKENS };
+        let outcome = plan_work(&request, &mut resolved, Workload::Generate(generation))?;
         let prompt = prompt.to_owned();
-        Ok(PlannedGeneration {
-            request,
-            resolved,
-            tokenizer,
-            prompt,
-            prompt_tokens: tokens,
-            max_new_tokens,
-            capacity,
-            outcome,
-        })
+        Ok(PlannedGeneration { request, resolved, tokenizer, prompt, prompt_tokens, max_new_tokens, capacity, outcome })
     }
 
     /// Returns the request, its resolved model and device, and the plan.
@@ -217,7 +181,31 @@ impl PlannedGeneration {
     }
 }
 
-/// Opens the device with a plan and loads the weights.
+/// Plans an evaluation or a generation on the device of `resolved`. If it does not fit there, plans for the processor
+/// where that is allowed. Sets the charges (bytes outside the arena) of the device to those of the plan.
+fn plan_work(request: &RunRequest, resolved: &mut Resolved, work: Workload) -> Result<PlanOutcome, Failure> {
+    let model = Arc::clone(&resolved.model);
+    Planner::new(request, &model, Charges::Measured).plan_chosen_device(resolved, work)
+}
+
+/// Encodes a prompt with the tokenizer from the file `path`.
+///
+/// # Errors
+/// An empty prompt, or a token outside the model's vocabulary of `vocab` tokens.
+fn encode_prompt(tokenizer: &Tokenizer, path: &Path, prompt: &str, vocab: u64) -> Result<Vec<i32>, Failure> {
+    let tokens: Vec<i32> = tokenizer.encode(prompt)?.into_iter().map(|id| id as i32).collect();
+    if let Some(unknown) = tokens.iter().find(|id| **id as u64 >= vocab) {
+        let message =
+            format!("{}: token {unknown} is outside the model's vocabulary of {vocab} tokens", path.display());
+        return Err(Failure::input(message).hint("use the tokenizer.json that belongs to the model"));
+    }
+    if tokens.is_empty() {
+        return Err(Failure::input("the prompt has no tokens").hint("give a prompt of at least one token"));
+    }
+    Ok(tokens)
+}
+
+/// Opens the device of `resolved` with the arena and Programs of a plan, and loads the model's weights.
 fn open_engine(request: &RunRequest, resolved: &Resolved, outcome: PlanOutcome) -> Result<Engine, Failure> {
     let (sequence, vocab) = (u64::from(request.data.sequence), resolved.model.config.vocab);
     let device = &resolved.device;

@@ -2,21 +2,23 @@
 //! same tokens.
 
 use crate::data::{Dataset, Rows, Tokenizer, splitmix64};
-use crate::session::engine::Engine;
-use crate::session::failure::DeviceFailure;
+use crate::engine::Engine;
+use crate::engine::failure::DeviceFailure;
 use plimsoll_core::Failure;
 use plimsoll_program::models::ModelConfig;
+use serde::Serialize;
 use std::path::Path;
 
 /// A prompt from evaluation data, with the model's answer and the expected answer.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Sample {
     /// The prompt.
     pub prompt: String,
-    /// The model's answer.
-    pub answer: String,
     /// The answer in the data.
     pub expected: String,
+    /// The model's answer.
+    pub answer: String,
 }
 
 /// Rules for the choice of the next token.
@@ -24,19 +26,21 @@ pub struct Sample {
 pub struct Sampling {
     /// Softmax temperature. 0 selects the most likely token.
     pub temperature: f64,
-    /// Samples only from this number of the most likely tokens. 0 means all.
+    /// Number of the most likely tokens from which the next one is drawn; 0 means all.
     pub top_k: usize,
-    /// Samples only from the most likely tokens that together have this probability (nucleus sampling). 1 means all.
+    /// Nucleus sampling: the next token is drawn from the fewest most likely tokens that together have this
+    /// probability. 1 means all.
     pub top_p: f64,
     /// Seed of the random draws.
     pub seed: u64,
 }
 
 impl Sampling {
-    /// Always selects the most likely token.
+    /// Rules that always select the most likely token.
     pub const GREEDY: Sampling = Sampling { temperature: 0.0, top_k: 0, top_p: 1.0, seed: 0 };
 
-    /// Selects the token at `position` from its `logits`, of shape `[V]`.
+    /// Returns the id of the token to put at `position` of the sequence, chosen by its `logits`, of shape `[V]`. The
+    /// seed and `position` decide a random choice.
     pub fn choose(&self, logits: &[f64], position: u64) -> usize {
         let best = (0..logits.len()).fold(0, |best, i| if logits[i] > logits[best] { i } else { best });
         if self.temperature <= 0.0 {
@@ -74,7 +78,8 @@ fn uniform(seed: u64, position: u64) -> f64 {
 
 /// A model with a key-value cache that generates token by token: on one device, or on a team of devices.
 pub trait CachedDecoder {
-    /// Appends `tokens` to the cache, which holds `length` tokens. Returns the logits of the next token, of shape `[V]`.
+    /// Appends `tokens` to the cache, which holds `length` tokens before. Returns the logits of the next token, of
+    /// shape `[V]`.
     ///
     /// # Errors
     /// A device that fails.
@@ -94,8 +99,8 @@ impl CachedDecoder for Engine {
     }
 }
 
-/// Generates tokens after `prompt`: at most `max_new_tokens`, up to and including one of `end_tokens`, or until the
-/// cache of `capacity` tokens is full.
+/// Generates and returns the tokens that follow `prompt`. Stops after `max_new_tokens` tokens, after one of
+/// `end_tokens`, which is included, or when the cache of `capacity` tokens is full.
 ///
 /// # Errors
 /// A device that fails.
@@ -123,13 +128,13 @@ pub fn generate(
     Ok(tokens)
 }
 
-/// Samples shown at the end of a run.
+/// Largest number of samples that a run shows at its end.
 const SAMPLES_SHOWN: usize = 5;
-/// Rows searched for samples.
+/// Number of rows of evaluation data that are searched for samples.
 const ROWS_SEARCHED: u64 = 64;
-/// Most tokens of an answer.
+/// Largest number of tokens of a sample's answer.
 const ANSWER_TOKENS_MAX: usize = 32;
-/// Tokens of a prompt if every token of its row is labelled.
+/// Number of tokens of a sample's prompt if its row is labelled from the first token on.
 const PROMPT_TOKENS: usize = 8;
 
 /// A prompt, the model's answer and the expected answer, as tokens.
@@ -140,9 +145,9 @@ pub struct TokenSample {
     expected: Vec<i32>,
 }
 
-/// Answers prompts from evaluation data with greedy decoding. A prompt is the part of a row before its first label, or
-/// the first tokens of a row that is labelled from its start. Rows without labels, or too long for the cache, are
-/// skipped.
+/// Answers up to 5 prompts from evaluation data with greedy decoding. A prompt is the part of a row before its first
+/// label, or the first 8 tokens if the row is labelled from its start. Rows without labels, or too long for the
+/// cache, are skipped.
 ///
 /// # Errors
 /// A device that fails, or data that can no longer be read.

@@ -1,6 +1,6 @@
-//! The demand of a run: the least memory on a device that leaves the run fast, and the time that it takes. `plimsoll sweep`
-//! packs runs by it. It is measured in a process of its own with model and data open, because the charges of a process can
-//! only be measured there.
+//! The demand of a run: the least memory on a device that leaves the run fast, and the time that it takes. `plimsoll
+//! sweep` packs runs by it. It is measured in a process of its own with model and data open, because the charges of a
+//! process can only be measured there.
 
 use super::prepare::{PreparedRun, prepare};
 use crate::config::{Length, RunConfig};
@@ -10,17 +10,18 @@ use crate::resolve::charges::CHARGE_GRANULARITY;
 use plimsoll_core::{Bytes, DeviceKind, DeviceSpec, Failure, RunDemand};
 use plimsoll_plan::price::Prices;
 use plimsoll_plan::search::{LeastMemoryPlan, least_memory_plan};
-use plimsoll_program::ProgramKind;
+use plimsoll_program::{ProgramKind, ProgramSet};
 use std::time::Instant;
 
-/// Share by which less memory may slow a run down.
+/// Largest slowdown that less memory may cause, as a fraction of the fastest step time.
 const MAX_SLOWDOWN: f64 = 0.02;
 
-/// Plans a run for the one device that it names, with the least memory that leaves it at most 2 % slower. `start` is when the
-/// command started; the time to reach the device counts as preparation.
+/// Plans a run for the one device that it names, and returns the memory and time that the run needs. The memory is the
+/// least under which a step takes at most 2 % longer than under the fastest plan. Preparation time is measured from
+/// `start`, when the command began.
 ///
 /// # Errors
-/// An invalid run file, model or data.
+/// The run file, the model or the data are invalid.
 pub fn demand(run: RunRequest, start: Instant) -> Result<RunDemand, Failure> {
     let PreparedRun { run, resolved, train, eval, planned, .. } = prepare(run, None)?;
     let prepare_seconds = start.elapsed().as_secs_f64();
@@ -43,10 +44,7 @@ pub fn demand(run: RunRequest, start: Instant) -> Result<RunDemand, Failure> {
     }
     let DeviceSpec { rates, team_link, .. } = request.device;
     let prices = Prices { rates, host: &request.host, team_link: *team_link, precision: outcome.precision };
-    let seconds = |kind: ProgramKind| {
-        let program = outcome.set.program(kind);
-        program.map_or(0.0, |program| prices.program_seconds(&outcome.set, program, true))
-    };
+    let seconds = |kind: ProgramKind| program_seconds(&prices, &outcome.set, kind);
     let micro_batches = eval.as_ref().map_or(0, |eval| eval.rows().div_ceil(u64::from(plan.recipe.micro_batch)));
     Ok(RunDemand {
         fits: plan.fits,
@@ -63,17 +61,22 @@ pub fn demand(run: RunRequest, start: Instant) -> Result<RunDemand, Failure> {
     })
 }
 
-/// Predicted seconds of a run.
+/// Returns the predicted seconds of a Program; 0 if the set has no such Program.
+fn program_seconds(prices: &Prices, set: &ProgramSet, kind: ProgramKind) -> f64 {
+    set.program(kind).map_or(0.0, |program| prices.program_seconds(set, program, true))
+}
+
+/// Predicted seconds of a run, in two parts. Other runs that share the device lengthen only the first.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RunSeconds {
     /// Seconds of work on the device if the run has the device to itself.
     pub work: f64,
-    /// Seconds that do not depend on the run's share of the device.
+    /// Seconds that other runs on the device do not lengthen, such as opening model and data.
     pub fixed: f64,
 }
 
-/// Returns the remaining seconds of a run that has finished `done` steps, if a step takes `step_seconds` of the device. A run
-/// with a length in hours takes that long, whatever its share of the device.
+/// Returns the predicted remaining seconds of a run that has finished `done` steps. A step takes `step_seconds` if the
+/// run has the device to itself. For a run with a length in hours, ignores `done` and returns its whole length.
 pub fn run_seconds(run: &RunConfig, demand: &RunDemand, step_seconds: f64, done: u64) -> RunSeconds {
     let order = RowOrder { seed: 0, rows: demand.rows, shuffle: false };
     let end = |epochs: f64| Some(order.rows_of_epochs(epochs).max(1));
@@ -97,8 +100,8 @@ pub fn run_seconds(run: &RunConfig, demand: &RunDemand, step_seconds: f64, done:
     RunSeconds { work, fixed: demand.prepare_seconds }
 }
 
-/// Returns a key that is equal for runs with the same demand: the run file without learning rates, seeds, lengths and other
-/// settings that do not change the demand.
+/// Returns a key that is equal for runs that need the same memory and seconds per step. The key is the text of the run
+/// file, with default values for settings that change neither, such as learning rates, seeds and lengths.
 pub fn demand_key(run: &RunConfig) -> String {
     let mut key = run.clone();
     let defaults = RunConfig::default().train;
@@ -113,7 +116,7 @@ pub fn demand_key(run: &RunConfig) -> String {
     key.to_toml()
 }
 
-/// Bytes by which the load line of a run is raised if the run did not fit into its demand.
+/// Bytes by which `plimsoll sweep` raises the load line of a run that did not fit under its predicted load line.
 pub const DEMAND_INCREMENT: Bytes = Bytes(2 * CHARGE_GRANULARITY.0);
 
 #[cfg(test)]

@@ -1,18 +1,20 @@
-//! Choice of the device for work that one device does: the preferred one of several, and the processor as the last resort.
+//! Choice of the device for work that one device does: the preferred one of several, and the processor as the last
+//! resort.
 
-use super::request::plan_request;
+use super::planner::{Charges, Planner};
 use crate::config::{FallbackTarget, ParallelismChoice};
 use crate::resolve::devices::{cpu_device, use_host_exchange};
 use crate::resolve::{Model, Resolved, RunRequest, Workload};
 use plimsoll_core::{DeviceKind, Failure, Fallback, Plan};
 use plimsoll_plan::device_request::DeviceRequest;
-use plimsoll_plan::search::{PlanOutcome, search};
+use plimsoll_plan::search::PlanOutcome;
 
 impl Resolved {
-    /// Resolves the devices for `work` and chooses one for work that is not training: the device that the planner prefers.
+    /// Combines `model` with the devices of a run for `work`. Training keeps all devices that the run names. Other work
+    /// keeps only the best one: the fastest on which it fits.
     ///
     /// # Errors
-    /// The errors of [`Resolved::new`], or a paper device, which can only be planned for.
+    /// The errors of [`Resolved::new`], or the run names a paper device, which can only be planned for.
     pub fn for_run(run: &RunRequest, model: Model, work: Workload) -> Result<Resolved, Failure> {
         let mut resolved = Resolved::new(run, model)?;
         resolved.reject_paper_devices()?;
@@ -24,81 +26,22 @@ impl Resolved {
         Ok(resolved)
     }
 
-    /// Plans for every device and chooses the fastest that fits. If none fits, chooses the one that lacks the least memory.
+    /// Plans `work` for every device, and makes the best device `self.device`. The best is the fastest on which the
+    /// work fits. If it fits on none, the best is the device that lacks the least memory.
     fn choose_device(&mut self, run: &RunRequest, work: Workload) -> Result<(), Failure> {
-        let mut best = search(&self.plan_request(run, work)?);
-        for number in 0..self.others.len() {
-            let other = search(&plan_request(run, &self.model, &self.others[number], work)?);
+        let planner = Planner::new(run, &self.model, Charges::Stated);
+        let mut best = planner.plan_work(&mut self.device, work)?;
+        for device in &mut self.others {
+            let other = planner.plan_work(device, work)?;
             if plan_rank(&other.plan).total_cmp(&plan_rank(&best.plan)).is_lt() {
                 best = other;
-                std::mem::swap(&mut self.device, &mut self.others[number]);
+                std::mem::swap(&mut self.device, device);
             }
         }
         Ok(())
     }
 
-    /// Returns `outcome`, or the plan on the processor if `outcome` does not fit and that does, see
-    /// [`Resolved::fall_back_to_cpu`].
-    ///
-    /// # Errors
-    /// Those of `plan`.
-    pub(crate) fn or_fall_back_to_cpu(
-        &mut self,
-        run: &RunRequest,
-        outcome: PlanOutcome,
-        plan: impl FnOnce(&mut Resolved, &RunRequest) -> Result<PlanOutcome, Failure>,
-    ) -> Result<PlanOutcome, Failure> {
-        if outcome.plan.fits {
-            return Ok(outcome);
-        }
-        Ok(self.fall_back_to_cpu(run, &outcome.plan, plan)?.unwrap_or(outcome))
-    }
-
-    /// Replaces accelerators by the processor, after their plan was `refused`, if the run fits under the host's load line.
-    /// `plan` plans for the processor and may measure its charges. The experiment does not change: the precision stays that of
-    /// the accelerator. Returns `None`, and keeps the device, if the fallback does not fit or does not apply:
-    /// - `run.fallback` is off, or the device is no accelerator;
-    /// - the user named the processor, which then has its own load line;
-    /// - some devices are remote, or a team must use all devices.
-    ///
-    /// # Errors
-    /// Those of `plan`.
-    pub(crate) fn fall_back_to_cpu(
-        &mut self,
-        run: &RunRequest,
-        refused: &Plan,
-        plan: impl FnOnce(&mut Resolved, &RunRequest) -> Result<PlanOutcome, Failure>,
-    ) -> Result<Option<PlanOutcome>, Failure> {
-        let is_accelerator = matches!(self.device.kind, DeviceKind::Cuda | DeviceKind::Virtual);
-        let requested = run.devices();
-        let names_cpu = requested.devices.iter().any(|device| matches!(device, DeviceRequest::Cpu { .. }));
-        let several = refused.team.len() > 1 || !self.others.is_empty();
-        let excluded =
-            names_cpu || requested.has_remote_devices() || several && run.run.parallelism == ParallelismChoice::All;
-        if !is_accelerator || excluded || run.run.fallback == FallbackTarget::None {
-            return Ok(None);
-        }
-        let mut decided = run.clone();
-        decided.decide_precision(self.device.kind);
-        let accelerator = std::mem::replace(&mut self.device, cpu_device(run, Some(run.host_budget()))?);
-        let mut on_cpu = plan(self, &decided)?;
-        if !on_cpu.plan.fits {
-            self.device = accelerator;
-            return Ok(None);
-        }
-        self.others.clear();
-        let lacking = &refused.devices[0];
-        let fallback = Fallback {
-            device: lacking.name.clone(),
-            budget_bytes: lacking.budget_bytes,
-            required_bytes: lacking.peak_bytes,
-        };
-        on_cpu.plan.fallback = Some(fallback.clone());
-        self.fallback = Some(fallback);
-        Ok(Some(on_cpu))
-    }
-
-    /// Returns an error if the device can only be planned for.
+    /// Returns an error if the first device is a paper device, on which nothing runs.
     fn reject_paper_devices(&self) -> Result<(), Failure> {
         if self.device.kind != DeviceKind::Paper {
             return Ok(());
@@ -108,8 +51,79 @@ impl Resolved {
     }
 }
 
-/// Returns a key that sorts plans by preference: plans that fit by step time, then the others by missing bytes.
-pub(crate) fn plan_rank(plan: &Plan) -> f64 {
+impl Planner<'_> {
+    /// Plans `work` on the device of `resolved`. If `work` does not fit there, plans it on the processor if
+    /// [`Planner::fall_back_to_cpu`] allows that. Stores the device and its charges in `resolved`. The result may not
+    /// fit.
+    ///
+    /// # Errors
+    /// Those of [`Planner::plan_work`].
+    pub(crate) fn plan_chosen_device(&self, resolved: &mut Resolved, work: Workload) -> Result<PlanOutcome, Failure> {
+        let outcome = self.plan_work(&mut resolved.device, work)?;
+        Ok(self.fall_back_to_cpu(resolved, &outcome.plan, work)?.unwrap_or(outcome))
+    }
+
+    /// Replaces the accelerators in `resolved` by the processor if their `plan` does not fit and `work` fits on the
+    /// processor under the host's load line. Returns the plan on the processor. The experiment does not change: the
+    /// precision stays that of the accelerator.
+    ///
+    /// Returns `None`, and keeps the devices, if `plan` fits, if `work` does not fit on the processor, or if no
+    /// fallback is allowed:
+    /// - `run.fallback` is off, or the device is no accelerator;
+    /// - the user named the processor, which then has its own load line;
+    /// - some devices are remote, or a team must use all devices.
+    ///
+    /// # Errors
+    /// Those of [`Planner::plan_work`].
+    pub(crate) fn fall_back_to_cpu(
+        &self,
+        resolved: &mut Resolved,
+        plan: &Plan,
+        work: Workload,
+    ) -> Result<Option<PlanOutcome>, Failure> {
+        if plan.fits || !may_fall_back(self.run, resolved, plan) {
+            return Ok(None);
+        }
+        let mut decided = self.run.clone();
+        decided.decide_precision(resolved.device.kind);
+        let planner = Planner { run: &decided, ..*self };
+        let mut processor = cpu_device(self.run, Some(self.run.host_budget()))?;
+        let mut on_cpu = planner.plan_work(&mut processor, work)?;
+        if !on_cpu.plan.fits {
+            return Ok(None);
+        }
+        resolved.device = processor;
+        resolved.others.clear();
+        let lacking = &plan.devices[0];
+        let fallback = Fallback {
+            device: lacking.name.clone(),
+            budget_bytes: lacking.budget_bytes,
+            required_bytes: lacking.peak_bytes,
+        };
+        on_cpu.plan.fallback = Some(fallback.clone());
+        resolved.fallback = Some(fallback);
+        Ok(Some(on_cpu))
+    }
+}
+
+/// Whether the processor may replace the accelerators of a run whose `plan` does not fit. False under the conditions
+/// that [`Planner::fall_back_to_cpu`] lists.
+fn may_fall_back(run: &RunRequest, resolved: &Resolved, plan: &Plan) -> bool {
+    let requested = run.devices();
+    let is_accelerator = matches!(resolved.device.kind, DeviceKind::Cuda | DeviceKind::Virtual);
+    let names_cpu = requested.devices.iter().any(|device| matches!(device, DeviceRequest::Cpu { .. }));
+    let several = plan.team.len() > 1 || !resolved.others.is_empty();
+    let needs_all = several && run.run.parallelism == ParallelismChoice::All;
+    is_accelerator
+        && !names_cpu
+        && !requested.has_remote_devices()
+        && !needs_all
+        && run.run.fallback != FallbackTarget::None
+}
+
+/// Returns a number that is lower for better plans. Plans that fit have the lowest numbers, ordered by step time. The
+/// others have higher numbers, ordered by the bytes that they lack.
+fn plan_rank(plan: &Plan) -> f64 {
     if plan.fits {
         return -1.0 / plan.predicted.step_seconds;
     }

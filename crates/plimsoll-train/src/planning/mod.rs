@@ -1,12 +1,32 @@
-//! Plans of a run: the requests to the planner, the charges of each device, and the chosen plan.
+//! Plans of a run: what it needs of each device, and the recipe that it trains with.
 //!
 //! Data flows config → resolve → planning. Nothing here opens a device, except to measure the charges of a GPU.
 //!
+//! ```text
+//! plimsoll plan                 ─► plan ────┐              ┌─ request: run file → PlanRequest, TeamRequest
+//! train, sweep (through demand) ─► prepare ─┤              │
+//! evaluation, generation  ─► device_choice ─┼─► Planner ───┼─ charges: of teams, previous plans and Programs
+//! recovery, rebalancing   ──────────────────┘              │
+//!                                                          └─ plimsoll_plan: search, plan_team
+//! ```
+//!
+//! One `Planner` makes all plans of a run:
+//!
+//! 1. It starts from the charges that the devices have, or measures those of this process.
+//! 2. It makes a request of the run file, and asks `plimsoll_plan` for the fastest recipe that fits. A previous plan comes
+//!    first: it is kept if it still fits.
+//! 3. It charges the Programs of that plan, and measures its GPUs. If charges have changed, it repeats step 2.
+//! 4. If several devices do not fit together, it plans for each of them alone. If an accelerator does not fit, it plans for the
+//!    processor.
+//!
 //! | module | content |
 //! |---|---|
-//! | `request` | requests to the planner for one device and for a team |
-//! | `charges` | charges of a team and of Programs, and the fixed point between charges and plan |
+//! | `planner` | the `Planner`, and the fixed point between charges and plan |
+//! | `charges` | the charge model: charges of a team, of a previous plan and of Programs |
+//! | `request` | requests to `plimsoll_plan` for one device and for a team |
 //! | `device_choice` | the preferred device for work that one device does, and the fallback to the processor |
+//! | [`previous_plan`] | the plan of an earlier part of a run, which a resumed run keeps |
+//! | [`team_plan`] | the plan of a run together with its devices |
 //! | [`plan`](mod@plan) | the plan of a run file, without opening model weights or data (`plimsoll plan`) |
 //! | [`prepare`](mod@prepare) | model, data and plan of a run that is about to start, with measured charges |
 //! | [`demand`](mod@demand) | the least memory that leaves a run fast, for `plimsoll sweep` |
@@ -15,8 +35,12 @@ pub(crate) mod charges;
 pub mod demand;
 mod device_choice;
 pub mod plan;
+pub(crate) mod planner;
 pub mod prepare;
-pub mod request;
+pub mod previous_plan;
+pub(crate) mod request;
+pub mod team_plan;
+#[cfg(test)]
+mod testing;
 
 pub use plan::{PlannedRun, check_stored_plan, plan};
-pub use request::{optimizer, team_request};

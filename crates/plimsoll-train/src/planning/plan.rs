@@ -1,24 +1,21 @@
-//! The plan of a run file, made without opening weights, data or devices; and the check that a stored plan belongs to a run.
-//! A run that starts is planned by `prepare`, with measured charges.
+//! The plan of a run file, made without opening weights, data or devices; and the check that a stored plan belongs to a
+//! run. A run that starts is planned by `prepare`, with measured charges.
 
-use super::charges::{
-    SingleDevicePlan, add_team_charges, plan_single_device, plan_with_program_charges, program_heap_bytes,
-};
-use super::request::{plan_request, team_request};
+use super::planner::{Charges, Planner, first_outcome};
+use super::request::plan_request;
 use crate::config::{ParallelismChoice, RunConfig};
 use crate::resolve::devices::{contention_note, shortfall_note};
 use crate::resolve::{Model, Resolved, RunRequest, Workload};
-use plimsoll_core::{Bytes, DeviceSpec, Failure, Parallelism, Plan, PlannedWorkload, format_count};
-use plimsoll_plan::search::{PlanOutcome, ladder, search};
-use plimsoll_plan::team::{
-    TeamConstraint, TeamOutcome, TeamRequest, add_device_remedies, alternatives, fill_ladders, plan_team,
-};
+use plimsoll_core::{DeviceSpec, Failure, Plan, PlannedWorkload, format_count};
+use plimsoll_plan::search::{PlanOutcome, ladder};
+use plimsoll_plan::team::{TeamOutcome, alternatives, fill_ladders};
 use plimsoll_program::models::ModelConfig;
+use std::sync::Arc;
 
 /// Checks that a run can follow a stored plan. `name` is the plan's file name, for messages.
 ///
 /// # Errors
-/// A plan that does not fit or was made for another workload, or an invalid model.
+/// The plan does not fit or was made for another workload, or the model is invalid.
 pub fn check_stored_plan(config: &RunConfig, plan: &Plan, name: &str) -> Result<(), Failure> {
     if !plan.fits {
         return Err(Failure::input(format!("{name}: this plan does not fit, so there is nothing to follow"))
@@ -34,8 +31,8 @@ pub fn check_stored_plan(config: &RunConfig, plan: &Plan, name: &str) -> Result<
     }
 }
 
-/// Returns the workload that a run file plans.
-pub(crate) fn planned_workload(config: &RunConfig, model: &ModelConfig) -> PlannedWorkload {
+/// Returns the workload of a run file: the numbers of model parameters, of tokens per row and of tokens per step.
+fn planned_workload(config: &RunConfig, model: &ModelConfig) -> PlannedWorkload {
     let RunConfig { train, data, .. } = config;
     PlannedWorkload {
         parameters: model.parameters(),
@@ -47,96 +44,82 @@ pub(crate) fn planned_workload(config: &RunConfig, model: &ModelConfig) -> Plann
 /// A training run with its plan.
 #[derive(Debug)]
 pub struct PlannedRun {
-    /// The model, and the first device of the team.
+    /// The model, the first of `devices`, and the devices that the plan does not use.
     pub resolved: Resolved,
-    /// The devices of the team, in rank order.
+    /// The devices that the plan uses, in the order of the run file.
     pub devices: Vec<DeviceSpec>,
     /// The plan of the team, with the Programs of the first device.
     pub outcome: PlanOutcome,
 }
 
-/// Plans a training run on the devices that it names. If it fits on none, returns the plan for the device that lacks the least
-/// memory, or a plan for the processor in its place. With `explain`, the plan also lists alternatives, and what each rung
-/// frees and costs.
+/// Plans a training run on the devices that the run file names. If the run does not fit on them, the processor may take
+/// their place. If it does not fit there either, returns a plan that does not fit, with settings under which it would.
+/// With `explain`, the plan also lists alternatives, and the memory ladder: for each step down, the memory that it
+/// frees and the time that it costs.
 ///
 /// # Errors
-/// The errors of [`Resolved::new`], or a team that must use all devices and cannot.
+/// The errors of [`Resolved::new`], or the team must use all devices and cannot.
 pub fn plan(run: &RunRequest, explain: bool) -> Result<PlannedRun, Failure> {
     let mut resolved = Resolved::new(run, Model::open(run)?)?;
+    let model = Arc::clone(&resolved.model);
+    let planner = Planner::new(run, &model, Charges::Stated);
     let mut devices = vec![resolved.device.clone()];
     devices.append(&mut resolved.others);
-    let mut team = plan_devices(run, &resolved.model, &mut devices)?;
-    if devices.len() > 1 {
-        let request = team_request(run, &resolved.model, &devices)?;
-        add_device_remedies(&request, &run.devices(), &mut team.plan);
-        if explain {
-            team.plan.alternatives = alternatives(&request, &team.plan);
-            fill_ladders(&request, &mut team);
-        }
+    let mut team = planner.plan_run(&mut devices, None)?;
+    if explain && devices.len() > 1 {
+        explain_team(&planner, &devices, &mut team)?;
     }
-    let TeamOutcome { workers, plan, .. } = team;
-    if run.run.parallelism == ParallelismChoice::All && plan.fits && workers.len() < devices.len() {
+    if run.run.parallelism == ParallelismChoice::All && team.plan.fits && team.workers.len() < devices.len() {
         return Err(cannot_use_all(run, devices.len()));
     }
-    let used: Vec<usize> = workers.iter().map(|worker| worker.device).collect();
-    let first = workers.into_iter().next().expect("a team has at least one device");
-    let outcome = PlanOutcome { plan, ..first.outcome };
-    let (used, unused): (Vec<_>, Vec<_>) =
-        devices.into_iter().enumerate().partition(|(device, _)| used.contains(device));
-    let mut devices: Vec<DeviceSpec> = used.into_iter().map(|(_, device)| device).collect();
-    resolved.others = unused.into_iter().map(|(_, device)| device).collect();
+    let (mut devices, unused) = split_by_use(devices, &team);
+    resolved.others = unused;
     resolved.device = devices[0].clone();
-    let mut outcome = resolved.or_fall_back_to_cpu(run, outcome, plan_device)?;
-    if resolved.fallback.is_some() {
+    let mut outcome = first_outcome(team);
+    if let Some(on_cpu) = planner.fall_back_to_cpu(&mut resolved, &outcome.plan, Workload::Train)? {
+        outcome = on_cpu;
         devices = vec![resolved.device.clone()];
     }
     if explain && outcome.plan.team.is_empty() {
-        outcome.plan.ladder = ladder(&resolved.plan_request(run, Workload::Train)?, &outcome.plan.recipe).rungs;
+        let request = plan_request(run, &model, &resolved.device, Workload::Train)?;
+        outcome.plan.ladder = ladder(&request, &outcome.plan.recipe).rungs;
     }
-    outcome.plan.shortfall_note = devices.iter().find_map(shortfall_note);
-    outcome.plan.contention_note = contention_note();
-    outcome.plan.planned_for = Some(planned_workload(run, &resolved.model.config));
+    add_notes(&mut outcome.plan, &devices, run, &model);
     Ok(PlannedRun { resolved, devices, outcome })
 }
 
-/// Plans for the devices together, and if that does not fit, for each of them alone. `devices` get the charges of the plan.
-fn plan_devices(run: &RunRequest, model: &Model, devices: &mut Vec<DeviceSpec>) -> Result<TeamOutcome, Failure> {
-    let charges_alone: Vec<Bytes> = devices.iter().map(|device| device.charges).collect();
-    if devices.len() > 1 {
-        add_team_charges(devices, run);
-    }
-    let team = plan_with_program_charges(devices, |devices| {
-        let team = plan_team(&team_request(run, model, devices)?);
-        let program_bytes = || program_heap_bytes(team.workers.iter().map(|worker| &worker.outcome.set));
-        let program_bytes = team.plan.fits.then(program_bytes);
-        Ok((team, program_bytes))
-    })?;
-    if team.plan.fits || devices.len() == 1 || !run.run.parallelism.allows_single_device() {
-        return Ok(team);
-    }
-    let single = plan_single_device(devices, &charges_alone, |devices| {
-        let constraint = Some(TeamConstraint::Parallelism(Parallelism::Data));
-        let outcome = plan_team(&TeamRequest { constraint, evaluations: None, ..team_request(run, model, devices)? });
-        let [worker] = &outcome.workers[..] else { return Ok(None) };
-        let device = devices[worker.device].name.clone();
-        let (step_seconds, program_bytes) =
-            (outcome.plan.predicted.step_seconds, program_heap_bytes([&worker.outcome.set]));
-        let fits = outcome.plan.fits;
-        Ok(fits.then_some(SingleDevicePlan { outcome, device, step_seconds, program_bytes }))
-    })?;
-    Ok(single.unwrap_or(team))
+/// Adds other parallelisms and teams to the plan of a team as alternatives, and the memory ladder of each worker.
+fn explain_team(planner: &Planner, devices: &[DeviceSpec], team: &mut TeamOutcome) -> Result<(), Failure> {
+    let request = planner.team_request(devices)?;
+    team.plan.alternatives = alternatives(&request, &team.plan);
+    fill_ladders(&request, team);
+    Ok(())
 }
 
-/// Plans for the chosen device alone, with its Programs charged.
-fn plan_device(resolved: &mut Resolved, run: &RunRequest) -> Result<PlanOutcome, Failure> {
-    let Resolved { model, device, .. } = resolved;
-    plan_with_program_charges(std::slice::from_mut(device), |devices| {
-        let outcome = search(&plan_request(run, model, &devices[0], Workload::Train)?);
-        let program_bytes = outcome.plan.fits.then(|| program_heap_bytes([&outcome.set]));
-        Ok((outcome, program_bytes))
-    })
+/// Splits devices into the workers of a team and the unused devices. Both lists keep the order of the run file.
+fn split_by_use(devices: Vec<DeviceSpec>, team: &TeamOutcome) -> (Vec<DeviceSpec>, Vec<DeviceSpec>) {
+    let (mut used, mut unused) = (Vec::new(), Vec::new());
+    for (number, device) in devices.into_iter().enumerate() {
+        let is_used = team.workers.iter().any(|worker| worker.device == number);
+        if is_used { used.push(device) } else { unused.push(device) }
+    }
+    (used, unused)
 }
 
+/// Adds to a plan: its workload; a note if earlier runs found that one of its `devices` has less memory or speed than
+/// reported; and a note if other programs used the processor while its rates were measured.
+pub(super) fn add_notes<'a>(
+    plan: &mut Plan,
+    devices: impl IntoIterator<Item = &'a DeviceSpec>,
+    run: &RunConfig,
+    model: &Model,
+) {
+    plan.shortfall_note = devices.into_iter().find_map(shortfall_note);
+    plan.contention_note = contention_note();
+    plan.planned_for = Some(planned_workload(run, &model.config));
+}
+
+/// Returns the error of a run that must use all of its devices, and has no plan that does. `devices` is their number.
 fn cannot_use_all(run: &RunRequest, devices: usize) -> Failure {
     let sequences = format_count(run.batch_sequences(), "sequence");
     let message = format!(
@@ -150,7 +133,7 @@ fn cannot_use_all(run: &RunRequest, devices: usize) -> Failure {
 mod tests {
     use super::*;
     use crate::resolve::tests::run_request;
-    use plimsoll_core::RecomputeLevel;
+    use plimsoll_core::{Bytes, Parallelism, RecomputeLevel};
 
     #[test]
     fn preset_is_planned_on_paper_device() {

@@ -1,10 +1,11 @@
-//! Requests to the planner: for one device and for a team. They state the precision, optimizer, adapters, pinned choices, host
-//! and scratch file that a run file sets or leaves open. What is made of the plan is in `plan` and `prepare`.
+//! Requests to the planner: for one device and for a team. They state the precision, optimizer, adapters, pinned
+//! choices, host and scratch file that a run file sets or leaves open. [`Planner`](super::planner::Planner) makes plans
+//! of them.
 
 use crate::config::{Length, Method, Optimizer, ParallelismChoice, RunConfig};
 use crate::resolve::example::model_is_example;
 use crate::resolve::model::Model;
-use crate::resolve::{Resolved, RunRequest, Workload};
+use crate::resolve::{RunRequest, Workload};
 use plimsoll_core::{Budget, Bytes, DeviceKind, DeviceSpec, Failure, FileSpec, HostSpec, Rung, format_count};
 use plimsoll_device::calibration;
 use plimsoll_device::probe::Memory;
@@ -17,20 +18,10 @@ use plimsoll_program::models::{Target, check_supported};
 use plimsoll_program::workspace::Kernels;
 use std::path::Path;
 
-impl Resolved {
-    /// Returns the request to plan `work` on the chosen device.
-    ///
-    /// # Errors
-    /// Pinned choices that do not match the model.
-    pub fn plan_request(&self, run: &RunRequest, work: Workload) -> Result<PlanRequest<'_>, Failure> {
-        plan_request(run, &self.model, &self.device, work)
-    }
-}
-
 /// Returns the request to plan `work` on one device.
 ///
 /// # Errors
-/// Pinned choices that do not match the model, or a model that the device has no kernels for.
+/// The run file fixes choices that do not match the model, or the device has no kernels for the model.
 pub(crate) fn plan_request<'a>(
     run: &RunRequest,
     model: &'a Model,
@@ -64,7 +55,8 @@ pub(crate) fn plan_request<'a>(
     Ok(with_lossy(&request, rungs))
 }
 
-/// Returns the request to plan a share of a training run on one device.
+/// Returns the request to plan a share of a training run on one device. `share` is the part of the model that the
+/// device holds, `sequences` the number of sequences of each step that it computes.
 ///
 /// # Errors
 /// Those of [`plan_request`].
@@ -78,7 +70,7 @@ pub(crate) fn share_request<'a>(
     Ok(plan_request(run, model, device, Workload::Train)?.for_share(share, sequences))
 }
 
-/// Removes the scratch file from the requests of several devices, because each would count on all of it.
+/// Removes the scratch file from the requests if there are several, because each device would count on the whole file.
 ///
 /// # Errors
 /// The user asked for a scratch file.
@@ -96,8 +88,8 @@ fn forbid_shared_scratch(run: &RunRequest, requests: &mut [PlanRequest]) -> Resu
 /// Returns the request to plan a training run on several devices together.
 ///
 /// # Errors
-/// Those of `plan_request`, and a scratch file for several devices.
-pub fn team_request<'a>(
+/// Those of `plan_request`, or the user asks for a scratch file for several devices.
+pub(crate) fn team_request<'a>(
     run: &RunRequest,
     model: &'a Model,
     devices: &'a [DeviceSpec],
@@ -132,15 +124,16 @@ pub fn team_request<'a>(
     })
 }
 
-/// Returns how often a run evaluates, on `rows` rows if they have been read; `None` without evaluation data.
+/// Returns how often a run evaluates, and on how many rows; `None` without evaluation data. The interval is 0 for a run
+/// that evaluates only at its end. `rows` is `None` until the evaluation data have been read.
 pub(crate) fn evaluation_schedule(run: &RunConfig, rows: Option<u64>) -> Option<EvaluationSchedule> {
     let ends_before = matches!(run.length(), Some(Length::Steps(steps)) if run.train.eval_every >= steps);
     let every = if ends_before { 0 } else { run.train.eval_every };
     (!run.data.eval.is_empty()).then_some(EvaluationSchedule { every, rows })
 }
 
-/// Returns the adapters of a run, and the lossy rungs that the planner may take or propose. Rungs that have been decided are
-/// not proposed again.
+/// Returns the adapters of a run, and the lossy rungs (steps of the memory ladder that change results) that the planner
+/// may take or propose. There are no such rungs if the run's rungs have been decided.
 fn lossy_options(run: &RunConfig, model: &Model, work: Workload) -> LossyOptions {
     let lora = adapter_config(run, model);
     let adapters = match work {
@@ -154,8 +147,8 @@ fn lossy_options(run: &RunConfig, model: &Model, work: Workload) -> LossyOptions
     LossyOptions { method, base: Base::Plain, allow, offer, lora }
 }
 
-/// Returns the adapters that are trained, or would be if the planner takes the LoRA rung: those of the model if it has some,
-/// else those of the run file.
+/// Returns the configuration of the adapters that the run trains, or would train if the planner chose LoRA. Existing
+/// adapters of the model determine it, else the run file.
 pub(crate) fn adapter_config(run: &RunConfig, model: &Model) -> Lora {
     let RunConfig { lora, train, .. } = run;
     if let Some(adapter) = &model.adapter {
@@ -172,7 +165,8 @@ pub(crate) fn adapter_config(run: &RunConfig, model: &Model) -> Lora {
     }
 }
 
-/// Returns the generation of samples at the end of a run; `None` without a tokenizer or evaluation data.
+/// Returns the sizes for the text samples of a training run: the capacity of the key-value cache, and the length of one
+/// chunk of the prompt, both in tokens. Returns `None` without a tokenizer or without evaluation data.
 fn sample_generation(run: &RunConfig, model: &Model) -> Option<Generation> {
     let has_tokenizer = model.tokenizer().is_some() || model_is_example(run);
     let sequence = u64::from(run.data.sequence);
@@ -181,8 +175,8 @@ fn sample_generation(run: &RunConfig, model: &Model) -> Option<Generation> {
     (has_tokenizer && !run.data.eval.is_empty()).then_some(generation)
 }
 
-/// Returns the optimizer of a run file as the program's optimizer op.
-pub fn optimizer(run: &RunConfig) -> decoder::Optimizer {
+/// Returns the optimizer of a run file in the form that Programs are built from.
+fn optimizer(run: &RunConfig) -> decoder::Optimizer {
     let train = &run.train;
     match train.optimizer {
         Optimizer::Adamw => decoder::Optimizer::AdamW {
@@ -195,7 +189,11 @@ pub fn optimizer(run: &RunConfig) -> decoder::Optimizer {
     }
 }
 
-/// Returns the choices that `[recipe]` takes away from the planner, for a model of `layers` layers.
+/// Returns the choices that the section `[recipe]` of the run file fixes for the planner. The model has `layers`
+/// layers.
+///
+/// # Errors
+/// The section names another number of recompute levels than 1 or `layers`.
 fn pinned_choices(run: &RunConfig, layers: usize) -> Result<PinnedChoices, Failure> {
     let levels = &run.recipe.recompute;
     let recompute = match levels.len() {
@@ -210,11 +208,11 @@ fn pinned_choices(run: &RunConfig, layers: usize) -> Result<PinnedChoices, Failu
     Ok(PinnedChoices { micro_batch: run.recipe.micro_batch, recompute, offload: None })
 }
 
-/// Assumed memory bandwidth of a machine with a paper device: two channels of DDR5 at less than half their rate.
+/// Assumed bandwidth of host memory beside a paper device: two channels of DDR5 at less than half their rate.
 const PAPER_HOST_BYTES_PER_SECOND: f64 = 30e9;
 
-/// Returns the host memory and scratch file that a device may offload to. A processor has no host memory of its own. On paper
-/// there is as much as the user says.
+/// Returns the host memory and scratch file to which a device may offload tensors. A remote device has neither. A CPU
+/// device has only the scratch file. A paper device has as much of both as the user names.
 pub(crate) fn host_spec(run: &RunRequest, device: &DeviceSpec) -> Result<HostSpec, Failure> {
     let (given, budget) = (run.devices().host, run.host_budget());
     if device.remote_host().is_some() {
@@ -233,7 +231,8 @@ pub(crate) fn host_spec(run: &RunRequest, device: &DeviceSpec) -> Result<HostSpe
     }
 }
 
-/// Returns the host memory of this machine that an accelerator may use under a budget.
+/// Returns the host memory of this machine that an accelerator may use under `budget`, with its measured bandwidth. The
+/// result also holds the scratch file `file`.
 pub(crate) fn host_spec_beside(device: &DeviceSpec, budget: Budget, file: FileSpec) -> Result<HostSpec, Failure> {
     // The memory of a virtual device is memory of this machine, too.
     let taken = if device.kind == DeviceKind::Virtual { device.budget } else { Bytes::ZERO };
@@ -245,12 +244,12 @@ pub(crate) fn host_spec_beside(device: &DeviceSpec, budget: Budget, file: FileSp
     Ok(HostSpec { budget, memory_bytes_per_second, file })
 }
 
-/// Share of the free disk space that is offered to the scratch file without `memory.file`. The rest is for checkpoints and
-/// other programs.
+/// Share of the free disk space that the scratch file could take if the user does not limit it with `memory.file`. The
+/// rest is for checkpoints and other programs.
 const DISK_SHARE: f64 = 0.8;
 
-/// Returns the scratch file. Disk rates are measured only if the user asked for a scratch file. On paper there is as much disk
-/// space as the user says.
+/// Returns the space and speed of the scratch file on a device of this kind. Disk rates are measured only if the user
+/// asked for a scratch file. For a paper device, the space is the one that the user names, or none.
 fn scratch_spec(run: &RunRequest, kind: DeviceKind) -> Result<FileSpec, Failure> {
     let given = run.scratch_budget();
     if kind == DeviceKind::Paper {
@@ -278,7 +277,8 @@ fn scratch_spec(run: &RunRequest, kind: DeviceKind) -> Result<FileSpec, Failure>
     })
 }
 
-/// Returns the pinned host memory that the GPUs among these devices use outside the host arena, under the same load line.
+/// Returns the bytes of pinned host memory that the GPUs of this machine among `devices` use outside the host arena.
+/// The load line of the host covers both.
 pub(crate) fn staging_bytes(devices: &[DeviceSpec]) -> Bytes {
     let gpus = devices.iter().filter(|device| device.kind == DeviceKind::Cuda && device.remote_host().is_none());
     gpus.map(|_| Bytes(cuda::staging::STAGING_BYTES)).sum()
@@ -287,7 +287,7 @@ pub(crate) fn staging_bytes(devices: &[DeviceSpec]) -> Bytes {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::resolve::Model;
+    use crate::resolve::Resolved;
     use crate::resolve::tests::run_request;
 
     #[test]
@@ -298,7 +298,7 @@ mod tests {
             "recipe.recompute=[\"block\", \"norms\"]",
         ]);
         let resolved = Resolved::new(&run, Model::open(&run).unwrap()).unwrap();
-        let failure = resolved.plan_request(&run, Workload::Train).map(|_| ()).unwrap_err();
+        let failure = plan_request(&run, &resolved.model, &resolved.device, Workload::Train).map(|_| ()).unwrap_err();
         assert_eq!(failure.exit as i32, 2);
         assert!(failure.to_string().starts_with("recipe.recompute names 2 layers, the model has 30\n"));
     }

@@ -1,282 +1,191 @@
-//! Changes of a load line between two steps: budget requests of the user, memory pressure by other processes, and the return to the
-//! preferred plan.
+//! Decisions when a load line changes, or when other processes take or free memory.
 
-use super::pressure::{MemoryUsage, PressureSignal, available};
-use crate::resolve::Resolved;
-use crate::session::control::BudgetChange;
-use crate::session::evaluation::evaluator::Evaluator;
-use crate::session::events::EventLog;
-use crate::session::failure::{DeviceFailure, StepInterrupt};
-use crate::session::training::Session;
-use crate::team::Worker;
-use plimsoll_core::{Budget, Bytes, Event, Failure, Plan};
-use plimsoll_device::calibration;
-use plimsoll_device::probe::Memory;
-use plimsoll_plan::search::{plan_recipe, search};
-use std::time::Instant;
+use super::MAX_STEP_TIME_RATIO;
+use super::pressure::PressureSignal;
+use plimsoll_core::{Budget, Bytes};
 
-/// Largest ratio of the new to the present step time at which a plan is worth restoring.
-const MAX_STEP_TIME_RATIO: f64 = 0.98;
-
-/// Margin by which the charges of the next start may exceed the present ones.
-const CHARGES_MARGIN: Bytes = Bytes::mib(4);
-
-/// Memory of a device that a budget refers to.
-struct MemoryLimits {
-    /// Bytes that are free or held by this run.
-    total: Bytes,
-    /// Highest load line that the memory allows.
-    largest_line: Bytes,
+/// Limits that the memory of a device sets when the user changes its budget.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemoryLimits {
+    /// Bytes of the memory that are free, plus those that this run holds.
+    pub total: Bytes,
+    /// Highest load line (most bytes that the run may hold) that the memory allows.
+    pub largest_line: Bytes,
 }
 
-impl Session {
-    /// Answers budget requests and reacts to memory pressure. Called between two steps.
-    pub(crate) fn poll_control_and_memory(&mut self, log: &mut EventLog) -> Result<(), StepInterrupt> {
-        let pending_requests: Vec<_> = self.control.iter().flat_map(|control| control.pending_requests()).collect();
-        for request in pending_requests {
-            let evaluator = self.evaluator.as_ref().map(Evaluator::name);
-            let answer = match self.team.rank_named(request.device.as_deref()) {
-                Ok(rank) => self.set_budget(rank, request.budget, log)?,
-                Err(_) if evaluator.is_some() && request.device.as_deref() == evaluator => {
-                    self.set_evaluator_budget(request.budget, log)?
-                }
-                Err(message) => Err(Failure::input(message)),
-            };
-            request.answer(answer);
-        }
-        for rank in 0..self.team.len() {
-            if self.worker(rank).line.retry_step.is_some_and(|step| self.info.step >= step) {
-                self.line(rank).retry_step = None;
-                self.restore_plan(rank, "trying the recipe again that ran out of memory", log)?;
-            }
-            let start = Instant::now();
-            if self.worker(rank).line.pressure.is_due(start) {
-                self.respond_to_device_pressure(rank, start, log)?;
-                self.respond_to_host_pressure(rank, start, log)?;
-                self.line(rank).pressure.schedule_next(start, Instant::now());
-            }
-        }
-        Ok(())
-    }
+/// A budget that the user asked for, reduced if the memory of the device does not allow it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct GrantedBudget {
+    /// The requested budget if the memory allows it, else `line` as an amount of bytes.
+    pub budget: Budget,
+    /// Load line (most bytes that the run may hold) that this budget gives the device.
+    pub line: Bytes,
+    /// Load line that the user asked for, if the memory allows only less; `None` if the request is granted in full.
+    pub reduced_from: Option<Bytes>,
+}
 
-    /// Returns the memory that a device has or could have for this run, and the highest load line that it allows.
-    fn memory_limits(&mut self, rank: usize) -> MemoryLimits {
-        let memory = self.team.worker(rank).engine.memory();
-        let held = self.team.held_bytes(rank);
-        let Worker { plan, line, .. } = self.worker(rank);
-        match memory {
-            // The present plan has its memory already.
-            Some(memory) => MemoryLimits {
-                total: memory.free + held,
-                largest_line: line.clamp(available(&memory, held).max(plan.devices[0].peak_bytes)),
-            },
-            None => MemoryLimits { total: held, largest_line: line.clamp(Bytes(u64::MAX)) },
-        }
-    }
-
-    /// Changes the load line of a worker at the user's request, up to what the device has. Returns the new load line
-    /// with the plan, or the reason for refusing it.
-    fn set_budget(
-        &mut self,
-        rank: usize,
-        budget: Budget,
-        log: &mut EventLog,
-    ) -> Result<Result<BudgetChange, Failure>, Failure> {
-        let start = Instant::now();
-        let limits = self.memory_limits(rank);
-        let worker = self.worker(rank);
-        let requested = worker.line.resolve(budget, limits.total);
+impl GrantedBudget {
+    /// Grants `budget`, which asks for a load line of `requested` bytes. Reduces it to `limits.largest_line` if it asks
+    /// for more.
+    pub fn new(budget: Budget, requested: Bytes, limits: &MemoryLimits) -> GrantedBudget {
         let line = requested.min(limits.largest_line);
-        let (budget, line_text) = match line < requested {
-            true => {
-                let text = format!(
-                    "{line}, the most that {} may hold for this run ({requested} was requested)",
-                    worker.device.name
-                );
-                (Budget::Amount(line), text)
-            }
-            false => (budget, line.to_string()),
-        };
-        let refuse = |reason: String| Ok(Err(Failure::does_not_fit(format!("{reason}; the run keeps its plan"))));
-        let change = |message: String| {
-            Ok(Ok(BudgetChange { budget_bytes: line, message: format!("load line {line_text}: {message}") }))
-        };
-        let Some(answer) = self.fastest_plan_under(rank, line, worker.line.host, false) else {
-            return refuse(format!(
-                "{line_text} is not enough: the smallest budget that fits is {}",
-                self.smallest_budget(rank)
-            ));
-        };
-        let worker = self.team.worker(rank);
-        let faster = answer.plan.predicted.step_seconds < worker.plan.predicted.step_seconds;
-        let before = (worker.line.budget, worker.line.bytes, worker.line.preferred_recipe.clone());
-        (worker.line.budget, worker.line.bytes) = (budget, line);
-        worker.line.preferred_recipe = answer.plan.recipe.clone();
-        let device = worker.device.name.clone();
-        if worker.plan.devices[0].peak_bytes <= line && !faster {
-            worker.plan.devices[0].budget_bytes = line;
-            let message = format!("the plan stays the same ({})", worker.plan.recipe);
-            self.store_current_plan()?;
-            self.store_budget(device, budget, line)?;
-            return change(message);
-        }
-        match self.switch_plan(rank, answer) {
-            Ok(before) => {
-                self.store_budget(device, budget, line)?;
-                self.log_recovery(rank, before, format!("load line changed to {line}"), start, log)?;
-                let Worker { plan, .. } = self.worker(rank);
-                change(format!("{}, predicted peak {}", plan.recipe, plan.devices[0].peak_bytes))
-            }
-            Err(failure @ (DeviceFailure::OutOfMemory { .. } | DeviceFailure::Lost { .. })) => {
-                let line = self.line(rank);
-                (line.budget, line.bytes, line.preferred_recipe) = before;
-                refuse(failure.message())
-            }
-            Err(other) => Err(other.into()),
+        match line < requested {
+            true => GrantedBudget { budget: Budget::Amount(line), line, reduced_from: Some(requested) },
+            false => GrantedBudget { budget, line, reduced_from: None },
         }
     }
+}
 
-    /// Stores a changed load line in the run folder, for the rest of the run and for resuming.
-    pub(crate) fn store_budget(&mut self, device: String, budget: Budget, line: Bytes) -> Result<(), Failure> {
-        let Resolved { device: first, others, .. } = &mut self.context.resolved;
-        let named = std::iter::once(first).chain(others).filter(|spec| spec.name == device);
-        named.for_each(|spec| spec.budget = line);
-        self.context.run.budget_overrides.insert(device, budget);
-        self.context.run.save_budget_overrides(&self.context.folder)
-    }
+/// Figures of a worker's plan, by which decisions compare plans.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PlanFigures {
+    /// Most bytes that the plan needs on the device.
+    pub peak_bytes: Bytes,
+    /// Bytes of the host arena.
+    pub host_arena_bytes: Bytes,
+    /// Predicted seconds of a step.
+    pub step_seconds: f64,
+}
 
-    /// Returns the smallest budget under which a worker's share fits.
-    fn smallest_budget(&self, rank: usize) -> Bytes {
-        let host = self.worker(rank).line.host;
-        let smallest = self.plan_share_under(rank, Bytes(1), host, |question| search(&question));
-        let remedies = smallest.map(|answer| answer.plan.needs).unwrap_or_default();
-        remedies.first().map(|need| need.budget_bytes).unwrap_or_default()
-    }
+/// Load lines (most bytes that the run may hold) and plan of a worker.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LoadState {
+    /// Present load line of the device.
+    pub device_line: Bytes,
+    /// Present load line of the host memory.
+    pub host_line: Bytes,
+    /// Figures of the present plan.
+    pub plan: PlanFigures,
+}
 
-    /// Restores the recipe that was planned under the user's load line. If it does not fit now, takes the fastest that
-    /// does. Keeps the present plan if neither is faster enough.
-    fn restore_plan(&mut self, rank: usize, reason: &str, log: &mut EventLog) -> Result<(), Failure> {
-        let start = Instant::now();
-        let worker = self.worker(rank);
-        let (line, host) = (worker.line.bytes, worker.line.host);
-        let preferred =
-            self.plan_share_under(rank, line, host, |question| plan_recipe(&question, &worker.line.preferred_recipe))?;
-        let is_preferred = worker.plan.recipe == worker.line.preferred_recipe;
-        let best = if preferred.plan.fits && !is_preferred {
-            Some(preferred)
-        } else {
-            self.fastest_plan_under(rank, line, host, false)
-        };
-        let is_faster =
-            |plan: &Plan| plan.predicted.step_seconds < worker.plan.predicted.step_seconds * MAX_STEP_TIME_RATIO;
-        let Some(answer) = best.filter(|answer| is_faster(&answer.plan)) else { return Ok(()) };
-        match self.switch_plan(rank, answer) {
-            Ok(before) => {
-                let worker = self.team.worker(rank);
-                calibration::forget_memory_shortfall(&worker.device);
-                if is_preferred {
-                    // There is more memory now than when the run was planned.
-                    worker.line.preferred_recipe = worker.plan.recipe.clone();
-                }
-                self.log_recovery(rank, before, reason.to_owned(), start, log)
-            }
-            Err(DeviceFailure::OutOfMemory { .. } | DeviceFailure::Lost { .. }) => {
-                let step = self.info.step;
-                let line = self.line(rank);
-                line.retry_delay_steps = line.retry_delay_steps.saturating_mul(2);
-                line.retry_step = Some(step + line.retry_delay_steps);
-                Ok(())
-            }
-            Err(other) => Err(other.into()),
-        }
-    }
-
-    /// Checks the memory of a device: shrinks the plan if other processes need memory, restores it if they freed some.
-    fn respond_to_device_pressure(&mut self, rank: usize, start: Instant, log: &mut EventLog) -> Result<(), Failure> {
-        let Some(memory) = self.team.worker(rank).engine.memory() else { return Ok(()) };
-        let now = self.team.held_bytes(rank);
-        let worker = self.team.worker(rank);
-        let budget = worker.line.clamp(worker.line.resolve(worker.line.budget, memory.free + now));
-        let usage = MemoryUsage { now, line: worker.line.bytes, budget, target: worker.largest_plan.peak_bytes };
-        match worker.line.pressure.observe(&memory, usage, start) {
-            PressureSignal::None => Ok(()),
-            PressureSignal::Grow(available) => {
-                (worker.line.bytes, worker.line.warned) = (available, false);
-                self.restore_plan(rank, "other processes freed memory", log)
-            }
-            PressureSignal::Shrink(left) if left >= worker.plan.devices[0].peak_bytes => Ok(()),
-            PressureSignal::Shrink(left) => {
-                let host = worker.line.host;
-                self.shrink(rank, left, host, &memory, start, log)
-            }
-        }
-    }
-
-    /// Checks host memory for the offloaded tensors of a GPU. The host arena of a virtual device shares its memory with
-    /// the device arena, which shrinks instead.
-    fn respond_to_host_pressure(&mut self, rank: usize, start: Instant, log: &mut EventLog) -> Result<(), Failure> {
-        let worker = self.team.worker(rank);
-        if worker.engine.gpu().is_none() || worker.line.host_peak_bytes == Bytes::ZERO {
-            return Ok(());
-        }
-        let (memory, now) = (Memory::read(), worker.plan.host.arena_bytes);
-        let (line, budget, target) = (worker.line.host, worker.line.host_budget, worker.line.host_peak_bytes);
-        match worker.line.host_pressure.observe(&memory, MemoryUsage { now, line, budget, target }, start) {
-            PressureSignal::None => Ok(()),
-            PressureSignal::Grow(available) => {
-                (worker.line.host, worker.line.warned) = (available, false);
-                self.restore_plan(rank, "other processes freed memory", log)
-            }
-            PressureSignal::Shrink(left) if left >= now => Ok(()),
-            PressureSignal::Shrink(left) => {
-                let line = worker.line.bytes;
-                self.shrink(rank, line, left, &memory, start, log)
-            }
-        }
-    }
-
-    /// Switches a worker to the fastest plan under lower load lines, because other processes need memory.
-    fn shrink(
-        &mut self,
-        rank: usize,
+/// A change of the memory that a worker may use.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum LoadEvent {
+    /// The user asked for another load line (most bytes that the run may hold) of the device.
+    BudgetRequest {
+        /// The requested load line, or the highest that the memory of the device allows if that is lower.
         line: Bytes,
+        /// Figures of the fastest plan under `line`; `None` if no plan fits.
+        fastest: Option<PlanFigures>,
+    },
+    /// The device memory was checked, with this result.
+    DevicePressure(PressureSignal),
+    /// The host memory was checked, with this result.
+    HostPressure(PressureSignal),
+    /// The run looked for a faster plan. Holds the figures of the fastest one that fits now.
+    PlanFound(PlanFigures),
+}
+
+/// Reaction to a [`LoadEvent`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LoadAction {
+    /// Keep the plan.
+    Keep,
+    /// Refuse the user's request for another load line.
+    Refuse,
+    /// Switch to the plan with the figures in the event.
+    Switch,
+    /// Use less memory: set these load lines (most bytes to hold) and switch to the fastest plan under them. If no plan
+    /// fits, keep the present plan and load lines.
+    Shrink {
+        /// New load line of the device.
+        device: Bytes,
+        /// New load line of the host memory.
         host: Bytes,
-        memory: &Memory,
-        start: Instant,
-        log: &mut EventLog,
-    ) -> Result<(), Failure> {
-        let reason = format!("{} has {} free: other processes need memory", memory.bound_by, memory.free);
-        let worker = self.worker(rank);
-        let before = (worker.line.bytes, worker.line.host);
-        let obstacle = match self.fastest_plan_under(rank, line, host, false) {
-            None => format!("no recipe of this run holds less than {}", worker.plan.devices[0].peak_bytes),
-            Some(answer) => {
-                let now = self.line(rank);
-                (now.bytes, now.host) = (line, host);
-                match self.switch_plan(rank, answer) {
-                    Ok(before) => {
-                        self.store_learned_line(rank, &reason);
-                        return self.log_recovery(rank, before, reason, start, log);
-                    }
-                    Err(failure @ (DeviceFailure::OutOfMemory { .. } | DeviceFailure::Lost { .. })) => {
-                        failure.message()
-                    }
-                    Err(other) => return Err(other.into()),
-                }
+    },
+    /// Use more memory: set these load lines (most bytes to hold) and look for a faster plan under them.
+    Grow {
+        /// New load line of the device.
+        device: Bytes,
+        /// New load line of the host memory.
+        host: Bytes,
+    },
+}
+
+/// Decides what a worker does when the memory that it may use has changed.
+pub fn decide_load_change(now: &LoadState, event: LoadEvent) -> LoadAction {
+    let LoadState { device_line, host_line, plan } = *now;
+    match event {
+        LoadEvent::BudgetRequest { fastest: None, .. } => LoadAction::Refuse,
+        LoadEvent::BudgetRequest { line, fastest: Some(fastest) } => {
+            match plan.peak_bytes <= line && fastest.step_seconds >= plan.step_seconds {
+                true => LoadAction::Keep,
+                false => LoadAction::Switch,
             }
-        };
-        let line = self.line(rank);
-        (line.bytes, line.host) = before;
-        if std::mem::replace(&mut line.warned, true) {
-            return Ok(());
         }
-        log.emit(Event::Warning { message: format!("{reason}; {obstacle}, so the run keeps its plan") })
+        LoadEvent::DevicePressure(PressureSignal::Shrink(left)) if left < plan.peak_bytes => {
+            LoadAction::Shrink { device: left, host: host_line }
+        }
+        LoadEvent::HostPressure(PressureSignal::Shrink(left)) if left < plan.host_arena_bytes => {
+            LoadAction::Shrink { device: device_line, host: left }
+        }
+        LoadEvent::DevicePressure(PressureSignal::Grow(available)) => {
+            LoadAction::Grow { device: available, host: host_line }
+        }
+        LoadEvent::HostPressure(PressureSignal::Grow(available)) => {
+            LoadAction::Grow { device: device_line, host: available }
+        }
+        LoadEvent::DevicePressure(_) | LoadEvent::HostPressure(_) => LoadAction::Keep,
+        LoadEvent::PlanFound(found) => match found.step_seconds < plan.step_seconds * MAX_STEP_TIME_RATIO {
+            true => LoadAction::Switch,
+            false => LoadAction::Keep,
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use LoadAction::{Grow, Keep, Refuse, Shrink, Switch};
+    use LoadEvent::{DevicePressure, HostPressure, PlanFound};
+
+    /// A plan with a peak in MiB, a host arena of 3 MiB and a step time.
+    fn plan(peak: u64, step_seconds: f64) -> PlanFigures {
+        PlanFigures { peak_bytes: Bytes::mib(peak), host_arena_bytes: Bytes::mib(3), step_seconds }
     }
 
-    /// Stores the present peak as learned load line, so that the next plan on this device starts with it.
-    pub(super) fn store_learned_line(&self, rank: usize, reason: &str) {
-        let worker = self.worker(rank);
-        let line = worker.plan.devices[0].peak_bytes + CHARGES_MARGIN;
-        calibration::record_memory_shortfall(&worker.device, line, reason);
+    fn request(line: u64, fastest: Option<PlanFigures>) -> LoadEvent {
+        LoadEvent::BudgetRequest { line: Bytes::mib(line), fastest }
+    }
+
+    #[test]
+    fn load_changes_have_these_actions() {
+        let mib = Bytes::mib;
+        let now = LoadState { device_line: mib(10), host_line: mib(5), plan: plan(8, 1.0) };
+        let rows = [
+            // The user changes the load line.
+            (request(4, None), Refuse),
+            (request(9, Some(plan(8, 1.0))), Keep),
+            (request(8, Some(plan(7, 1.1))), Keep),
+            (request(7, Some(plan(7, 1.1))), Switch),
+            (request(20, Some(plan(15, 0.9))), Switch),
+            // Other processes take or free memory.
+            (DevicePressure(PressureSignal::None), Keep),
+            (DevicePressure(PressureSignal::Shrink(mib(8))), Keep),
+            (DevicePressure(PressureSignal::Shrink(mib(7))), Shrink { device: mib(7), host: mib(5) }),
+            (DevicePressure(PressureSignal::Grow(mib(12))), Grow { device: mib(12), host: mib(5) }),
+            (HostPressure(PressureSignal::None), Keep),
+            (HostPressure(PressureSignal::Shrink(mib(3))), Keep),
+            (HostPressure(PressureSignal::Shrink(mib(2))), Shrink { device: mib(10), host: mib(2) }),
+            (HostPressure(PressureSignal::Grow(mib(6))), Grow { device: mib(10), host: mib(6) }),
+            // A faster plan fits again.
+            (PlanFound(plan(9, 0.97)), Switch),
+            (PlanFound(plan(9, 0.99)), Keep),
+            (PlanFound(plan(6, 1.2)), Keep),
+        ];
+        for (event, action) in rows {
+            assert_eq!(decide_load_change(&now, event), action, "{event:?}");
+        }
+    }
+
+    #[test]
+    fn budget_is_granted_up_to_available_memory() {
+        let limits = MemoryLimits { total: Bytes::gib(8), largest_line: Bytes::gib(6) };
+        let share = Budget::Share(0.5);
+        let granted = GrantedBudget::new(share, Bytes::gib(4), &limits);
+        assert_eq!(granted, GrantedBudget { budget: share, line: Bytes::gib(4), reduced_from: None });
+        let line = Bytes::gib(6);
+        let reduced = GrantedBudget { budget: Budget::Amount(line), line, reduced_from: Some(Bytes::gib(8)) };
+        assert_eq!(GrantedBudget::new(Budget::Share(1.0), Bytes::gib(8), &limits), reduced);
     }
 }

@@ -7,51 +7,55 @@ use std::time::{Duration, Instant};
 
 /// Shortest interval between two checks of a memory.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
-/// Factor between the duration of a check with its consequences and the pause after it.
+/// Smallest ratio of the pause after a check to the time that the check and the run's reaction took.
 const IDLE_FACTOR: u32 = 10;
-/// Time for which memory must stay free before the run uses it again; doubled after each attempt that was too early.
+/// Time for which memory must stay free before the run uses it again. It doubles each time that other processes soon
+/// need the memory back.
 const INITIAL_CALM: Duration = Duration::from_secs(10);
-/// Largest value of that time.
+/// Longest time for which memory must stay free before the run uses it again.
 const MAX_CALM: Duration = Duration::from_secs(640);
 
-/// Result of a check.
+/// Result of a check for memory pressure by other processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PressureSignal {
     /// No change is needed.
     None,
-    /// Other processes need memory: hold at most these bytes.
+    /// Other processes need memory. Holds the most bytes that the run may hold from now on.
     Shrink(Bytes),
-    /// Other processes freed memory long enough ago: the run may hold these bytes.
+    /// Other processes have left enough memory free for some time. Holds the most bytes that the run may hold from now
+    /// on.
     Grow(Bytes),
 }
 
-/// Memory use and limits of a run.
+/// Use of one memory by a run, and the run's limits there. The memory is that of a device or that of the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryUsage {
-    /// Measured bytes held now.
+    /// Bytes that the run holds now.
     pub now: Bytes,
-    /// Load line that holds now.
+    /// Present load line: the most bytes that the run may hold.
     pub line: Bytes,
-    /// Load line of the user.
+    /// Load line that the user asked for. The present load line never exceeds it.
     pub budget: Bytes,
-    /// Peak of the plan that the run would return to.
+    /// Peak bytes of the plan to which the run would return if it had more memory.
     pub target: Bytes,
 }
 
-/// State between two checks.
+/// State of the repeated checks for pressure on one memory: that of a device or that of the host.
 #[derive(Clone, Copy, Debug)]
 pub struct PressureMonitor {
     next: Instant,
-    /// Time since which enough memory has been free.
+    /// Start of the time in which enough memory has been free for the run to grow. `None` while there is too little, or
+    /// while the run needs no more.
     calm_since: Option<Instant>,
-    /// Time for which memory must stay free.
+    /// Time for which memory must stay free before the run uses it again.
     required_calm: Duration,
-    /// Time at which the run last used freed memory.
+    /// Time at which the run was last allowed to take freed memory. `None` if it never was, or if other processes have
+    /// needed memory since.
     last_growth: Option<Instant>,
 }
 
 impl PressureMonitor {
-    /// Creates a monitor that first checks after one interval.
+    /// Creates a monitor at the time `now`. Its first check is due one interval later.
     pub fn new(now: Instant) -> PressureMonitor {
         PressureMonitor { next: now + POLL_INTERVAL, calm_since: None, required_calm: INITIAL_CALM, last_growth: None }
     }
@@ -61,13 +65,18 @@ impl PressureMonitor {
         now >= self.next
     }
 
-    /// Schedules the next check after one that began at `start`, so that checking takes a small part of the time.
+    /// Schedules the next check after one that lasted from `start` to `now`. The pause is at least ten times as long as
+    /// the check. Checks then take a small part of the time.
     pub fn schedule_next(&mut self, start: Instant, now: Instant) {
         self.next = now + POLL_INTERVAL.max(now.duration_since(start) * IDLE_FACTOR);
     }
 
-    /// Checks a memory. When little is free, the run shrinks until twice the margin is free. It grows only if enough
-    /// memory stays free for some time and twice the margin remains afterwards; otherwise it would oscillate.
+    /// Checks a memory, of which the run holds `usage.now` bytes. Returns whether the run should shrink, may grow, or
+    /// needs no change.
+    ///
+    /// The margin is 2 % of the memory, at most 512 MiB. If less is free, the run should shrink until twice the margin
+    /// is free. It may grow only if enough memory has stayed free for some time, and twice the margin remains
+    /// afterwards. Otherwise the run would oscillate.
     pub fn observe(&mut self, memory: &Memory, usage: MemoryUsage, now: Instant) -> PressureSignal {
         let left = available(memory, usage.now);
         if memory.free < margin(memory) {
@@ -96,12 +105,13 @@ impl PressureMonitor {
     }
 }
 
-/// Returns the most bytes that a run may hold if twice the margin is to stay free.
+/// Returns the most bytes that a run may hold if 4 % of the memory, at most 1 GiB, must stay free. `usage` is the
+/// number of bytes that the run holds now.
 pub fn available(memory: &Memory, usage: Bytes) -> Bytes {
     (usage + memory.free).saturating_sub(Bytes(2 * margin(memory).0))
 }
 
-/// Returns the free memory that is left to other processes: 2 % of the total, at most 512 MiB.
+/// Returns the margin: free bytes that are left to other processes. It is 2 % of the memory, at most 512 MiB.
 fn margin(memory: &Memory) -> Bytes {
     Bytes(memory.total.0 / 50).min(Bytes::mib(512))
 }
@@ -116,7 +126,7 @@ mod tests {
 
     const MARGIN: Bytes = Bytes(Bytes::gib(10).0 / 50);
 
-    /// Memory use of a run with room to its budget.
+    /// Returns the memory use of a run with a budget of 6 GiB, whose preferred plan needs 5 GiB.
     fn usage(now: Bytes, line: Bytes) -> MemoryUsage {
         MemoryUsage { now, line, budget: Bytes::gib(6), target: Bytes::gib(5) }
     }

@@ -1,26 +1,27 @@
 //! The run's side of a remote device: a [`Device`] that forwards its calls, and the connection to the other process.
 
-use super::links::LinkSpeeds;
-use super::protocol::{ArenaSizes, Command, CommandResult, MemoryReport, Request, Response, VERSION, decode, encode};
+use super::protocol::{
+    ArenaSizes, Command, CommandResult, LinkSpeeds, MemoryReport, Request, Response, VERSION, decode, encode,
+};
 use super::{Channel, Invitation, lock};
 use crate::config::RunConfig;
-use crate::team::heartbeat::Liveness;
+use crate::heartbeat::Liveness;
 use plimsoll_core::{Bytes, CollectiveBackend, DType, DeviceKind, DeviceSpec, GemmAlgorithms, MeasuredBy, Space};
-use plimsoll_device::device::{
-    AvailableMemory, Device, DeviceError, FileSpace, Memory, NoFiles, NoMemory, Observer, ProgramCall,
-};
+use plimsoll_device::device::{AvailableMemory, Device, FileSpace, Memory, NoFiles, NoMemory, Observer, ProgramCall};
+use plimsoll_device::error::DeviceError;
 use plimsoll_device::probe;
 use plimsoll_program::{Placement, ProgramKind, ProgramSet, TensorId};
 use std::borrow::Cow;
 use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
-/// Interval at which a caller that waits for a response checks whether the device was declared lost.
+/// Interval at which a caller that waits for a response checks whether the heartbeat monitor has declared the device
+/// lost.
 const LIVENESS_CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
 /// A request on its way to the connection's thread.
@@ -29,35 +30,31 @@ struct PendingRequest {
     reply: Sender<io::Result<Vec<u8>>>,
 }
 
-/// A connection to the process of a device. A thread of its own waits for responses, so a caller can return as soon as the
-/// device is declared lost.
+/// A connection to the process of a device. A thread of its own waits for responses, so a caller can return as soon as
+/// the device is declared lost.
 pub struct Connection {
     device: String,
     channel: Arc<dyn Channel>,
     requests: Mutex<Sender<PendingRequest>>,
-    /// Number of the team's current attempt.
+    /// Sequence number of the team's current attempt at its work, which is sent with commands.
     attempt: AtomicU64,
-    /// Address at which the other devices of the team reach this one.
+    /// Address at which the other devices of the team reach this one; empty until the device is opened.
     address: Mutex<String>,
-    /// Peak bytes of the device's process, or bytes held on its GPU, as last reported.
+    /// Peak bytes of the device's process, or bytes held on its GPU, with the method of measurement. `None` until the
+    /// process has reported them.
     measured_memory: Mutex<Option<(Bytes, MeasuredBy)>>,
     liveness: Mutex<Option<Arc<Liveness>>>,
 }
 
 impl Connection {
-    /// Connects to the device with this name.
+    /// Creates a connection to the device with this name, and starts its thread. Sends nothing yet.
     ///
     /// # Errors
     /// The system refuses a thread.
     pub fn new(device: &str, channel: Arc<dyn Channel>) -> Result<Arc<Connection>, DeviceError> {
         let (requests, pending) = self::channel::<PendingRequest>();
         let thread_channel = Arc::clone(&channel);
-        let forward = move || {
-            for PendingRequest { request, reply } in pending {
-                // The caller has returned if the device was declared lost.
-                let _ = reply.send(thread_channel.call(&request));
-            }
-        };
+        let forward = move || forward_requests(&*thread_channel, pending);
         let thread = thread::Builder::new().name(format!("plimsoll-requests-{device}")).spawn(forward);
         thread.map_err(|_| DeviceError::NoThread { queue: "requests".to_owned() })?;
         Ok(Arc::new(Connection {
@@ -71,23 +68,25 @@ impl Connection {
         }))
     }
 
-    /// Returns the address at which peers reach the opened device.
+    /// Returns the address at which peers reach the opened device; empty if it was never opened.
     pub(super) fn address(&self) -> String {
         lock(&self.address).clone()
     }
 
-    /// Returns the peak bytes of the device's process, or the bytes that it held on its GPU, as of the last
-    /// [`Device::available_memory`], with the method of measurement.
+    /// Returns the peak bytes of the device's process, or the bytes that it held on its GPU, with the method of
+    /// measurement. They are as of the last [`Device::available_memory`]; `None` before, or if the process cannot
+    /// measure them.
     pub fn measured_memory(&self) -> Option<(Bytes, MeasuredBy)> {
         *lock(&self.measured_memory)
     }
 
-    /// Sets the number of the team's current attempt.
+    /// Sets the sequence number of the team's current attempt, which is sent with all later commands.
     pub(super) fn begin_attempt(&self, attempt: u64) {
         self.attempt.store(attempt, Ordering::Relaxed);
     }
 
-    /// Tells the device that a rank has failed, whatever the device is doing.
+    /// Tells the device at once that `rank` has failed, even while it works on a request. The device then ends this
+    /// attempt.
     pub(super) fn abort_attempt(&self, attempt: u64, rank: u32, reason: &str) {
         let request = encode(&Request::Abort { attempt, rank, reason: reason.to_owned() }, &[]);
         // A lost device needs no notice.
@@ -111,7 +110,8 @@ impl Connection {
         *lock(&self.liveness) = Some(liveness);
     }
 
-    /// Requests the specification of the device that `config` names as its process knows it.
+    /// Requests the specification of the device that `config` names. The name in `config` is that which the process
+    /// uses.
     ///
     /// # Errors
     /// An error that the process reports, or a lost connection.
@@ -133,7 +133,8 @@ impl Connection {
         }
     }
 
-    /// Has the device measure its links to the other ranks, and returns the speeds that it measured itself.
+    /// Has the device measure its links to the other ranks. Returns the speeds in rank order, `None` for links that the
+    /// device did not measure itself.
     ///
     /// # Errors
     /// An error that the process reports, or a lost connection.
@@ -154,8 +155,8 @@ impl Connection {
     /// An error that the process reports, or a lost connection.
     pub fn join_team(&self, rank: u32, invitation: &Invitation) -> Result<(), DeviceError> {
         match self.ask(&Request::JoinTeam { rank, invitation: invitation.into() }, &[])?.0 {
-            Response::Failed(error) => Err(error.into_error(&self.device)),
-            _ => Ok(()),
+            Response::Done(_) => Ok(()),
+            other => Err(self.unexpected(other)),
         }
     }
 
@@ -164,7 +165,8 @@ impl Connection {
         DeviceError::Lost { device: self.device.clone(), reason: reason.to_string() }
     }
 
-    /// Converts a response of another kind than requested into an error.
+    /// Converts a response of another kind than requested into an error: a failure that the process reports, or else
+    /// the loss of the device.
     fn unexpected(&self, response: Response) -> DeviceError {
         match response {
             Response::Failed(error) => error.into_error(&self.device),
@@ -172,7 +174,8 @@ impl Connection {
         }
     }
 
-    /// Sends a request followed by `bytes` and waits for the response and its bytes, or until the device is declared lost.
+    /// Sends a request followed by `bytes`, and waits for the response. Returns it with the bytes that follow it. Fails
+    /// as soon as the device is declared lost.
     fn ask(&self, request: &Request, bytes: &[u8]) -> Result<(Response, Vec<u8>), DeviceError> {
         let (reply, response) = channel();
         let sent = lock(&self.requests).send(PendingRequest { request: encode(request, bytes), reply });
@@ -195,6 +198,14 @@ impl Connection {
     }
 }
 
+/// Sends each request over `channel` and passes the response to its caller, until the connection is dropped.
+fn forward_requests(channel: &dyn Channel, pending: Receiver<PendingRequest>) {
+    for PendingRequest { request, reply } in pending {
+        // The caller has returned if the device was declared lost.
+        let _ = reply.send(channel.call(&request));
+    }
+}
+
 /// A device in another process.
 pub struct RemoteDevice {
     connection: Arc<Connection>,
@@ -204,20 +215,20 @@ pub struct RemoteDevice {
     kind: DeviceKind,
     /// Commands without a result that are sent with the next command that has one.
     deferred: Vec<Command>,
-    /// Input of the deferred commands.
+    /// Bytes that the deferred commands write, in the order of the commands.
     deferred_input: Vec<u8>,
     /// Whether no Program was submitted since the last synchronization.
     synchronized: bool,
     slowdown: f64,
     compute_seconds: Option<f64>,
     collectives: Option<CollectiveBackend>,
-    /// Error of a method without an error result; the next command reports it.
+    /// Error of a call that cannot return one; the next call that can returns it.
     deferred_error: Option<DeviceError>,
 }
 
 impl RemoteDevice {
-    /// Opens a device in the process at the other end of a connection. That process closes the device if it receives nothing
-    /// from the run for twice `heartbeat_timeout`.
+    /// Opens a device in the process at the other end of a connection. That process closes the device if it receives
+    /// nothing from the run for twice `heartbeat_timeout`.
     ///
     /// # Errors
     /// An error that the process reports, or a lost connection.
@@ -259,7 +270,8 @@ impl RemoteDevice {
         Ok(device)
     }
 
-    /// Stores what a response to opening or re-planning says.
+    /// Stores address, arena sizes and algorithms from the response to a request that opened the device or replaced its
+    /// plan.
     fn handle_opened(&mut self, response: Response) -> Result<(), DeviceError> {
         match response {
             Response::Opened { address, arenas, algorithms } => {
@@ -275,8 +287,9 @@ impl RemoteDevice {
         self.deferred.push(command);
     }
 
-    /// Executes the deferred commands and then `last`, and returns the result of `last`. While the device works, this serves
-    /// its requests for files. A failed file access is reported as that error, not as the error that follows from it.
+    /// Executes the deferred commands and then `last`, and returns the result of `last` with the bytes that it read.
+    /// While the device works, this serves its requests for files. A failed file access is reported as that error, not
+    /// as the error that follows from it. If an earlier call has left an error, returns that and executes nothing.
     fn execute(&mut self, last: Command, files: &mut dyn FileSpace) -> Result<(CommandResult, Vec<u8>), DeviceError> {
         if let Some(error) = self.deferred_error.take() {
             self.deferred.clear();
@@ -314,8 +327,8 @@ impl RemoteDevice {
         }
     }
 
-    /// Executes a command for a method that cannot return an error. An error is kept for the next synchronization, and the
-    /// result is then empty.
+    /// Executes a command for a method that cannot return an error. After an error the result is empty, and a later
+    /// call that can return the error does.
     fn execute_infallible(&mut self, command: Command) -> (CommandResult, Vec<u8>) {
         self.execute(command, &mut NoFiles).unwrap_or_else(|error| {
             self.deferred_error = Some(error);
@@ -331,7 +344,7 @@ impl Drop for RemoteDevice {
     }
 }
 
-/// Programs that are deferred: the next Program of the step reports their errors.
+/// Programs that are queued on this side and sent with the next Program of the step, which then reports their errors.
 const DEFERRED_PROGRAMS: [ProgramKind; 3] = [ProgramKind::BeginStep, ProgramKind::Forward, ProgramKind::Backward];
 
 impl Device for RemoteDevice {
@@ -401,7 +414,8 @@ impl Device for RemoteDevice {
         self.deferred_input.extend_from_slice(bytes);
     }
 
-    /// Copies bytes out of a tensor's slot. If the device cannot be reached, all bits are set, which is NaN for floats.
+    /// Copies bytes out of a tensor's slot into `bytes`. If the device cannot be reached, sets all bits of `bytes`,
+    /// which is NaN for floats.
     fn read(&mut self, tensor: TensorId, slot: u32, bytes: &mut [u8]) {
         let (_, read) = self.execute_infallible(Command::Read { tensor, slot, bytes: bytes.len() as u64 });
         match read.len() == bytes.len() {

@@ -1,9 +1,9 @@
-//! Forms a team of local and remote devices: connects every pair of devices by a wire, and passes aborts and new attempts on
-//! to each device.
+//! Forms a team of local and remote devices: connects every pair of devices by a wire, and passes aborts and new
+//! attempts on to each device.
 
 use super::device::Connection;
-use super::{Invitation, RemoteConnector, lock};
-use plimsoll_device::device::DeviceError;
+use super::{Invitation, PeerNetwork, RemoteConnector, lock, peer_unreachable};
+use plimsoll_device::error::DeviceError;
 use plimsoll_device::transport::wire::WireTransport;
 use plimsoll_device::transport::{CollectiveCall, GroupHandle, Transport};
 use std::fs::File;
@@ -31,6 +31,26 @@ impl TeamEndpoint {
             TeamEndpoint::Remote(connection) => Some(connection),
         }
     }
+
+    /// Connects the device to its peers as `rank`. Returns the transport of a local device.
+    fn join(
+        &self,
+        rank: u32,
+        invitation: &Invitation,
+        network: &dyn PeerNetwork,
+    ) -> Result<Option<Arc<WireTransport>>, DeviceError> {
+        match self {
+            TeamEndpoint::Remote(connection) => {
+                connection.begin_attempt(0);
+                connection.join_team(rank, invitation).map(|()| None)
+            }
+            TeamEndpoint::Local => {
+                let wires = network.connect_peers(invitation, rank);
+                let transport = wires.and_then(|wires| WireTransport::new(rank, wires, invitation.epoch));
+                transport.map(Some).map_err(|error| peer_unreachable(rank, &error))
+            }
+        }
+    }
 }
 
 /// A remote device with its rank in the team.
@@ -39,15 +59,15 @@ struct RemoteRank {
     connection: Arc<Connection>,
 }
 
-/// The run's control over the collectives of a distributed team. The devices exchange over wires of their own; this only
-/// aborts attempts and begins new ones.
+/// The run's control over the collectives of a distributed team: aborts attempts and begins new ones. The devices
+/// exchange over wires of their own.
 pub struct DistributedTransport {
     epoch: Instant,
     local: Vec<Arc<WireTransport>>,
     remote: Vec<RemoteRank>,
     world_size: u32,
     attempt: AtomicU64,
-    /// The last attempt that was aborted on all devices.
+    /// Number of the last attempt that was aborted; `None` before the first abort.
     aborted_attempt: Mutex<Option<u64>>,
 }
 
@@ -55,17 +75,17 @@ pub struct DistributedTransport {
 pub struct ConnectedTeam {
     /// Control over the collectives of the whole team.
     pub transport: Arc<DistributedTransport>,
-    /// Group handles of the local devices in rank order; `None` for remote devices, which have theirs already.
+    /// Group handles of the local devices in rank order. `None` for remote devices, whose own processes hold theirs.
     pub groups: Vec<Option<GroupHandle>>,
 }
 
 impl DistributedTransport {
-    /// Connects all devices of a team with each other. `endpoints` are in rank order; `team` is a number that no other team of
-    /// the run has; `nccl` says whether all devices are GPUs that exchange by NCCL.
+    /// Connects all devices of a team with each other. `endpoints` are in rank order; `team` is a number that no other
+    /// team of the run has; `nccl` says whether all devices are GPUs that exchange by NCCL.
     ///
     /// # Errors
-    /// The failing rank with its error: a lost device, or one that cannot reach its peers. If a device is lost, devices that
-    /// wait for it are told to stop, and this does not wait for them.
+    /// The failing rank with its error: a lost device, or one that cannot reach its peers. If a device is lost, devices
+    /// that wait for it are told to stop, and this does not wait for them.
     ///
     /// # Panics
     /// If a thread that connects a device panics.
@@ -80,31 +100,16 @@ impl DistributedTransport {
             TeamEndpoint::Local => network.address(),
             TeamEndpoint::Remote(connection) => connection.address(),
         };
-        let unreachable = |rank: usize, error: io::Error| DeviceError::PeerUnreachable {
-            rank: rank as u32,
-            reason: error.to_string(),
-        };
-        let secret = random_secret().map_err(|error| (0, unreachable(0, error)))?;
+        let secret = random_secret().map_err(|error| (0, peer_unreachable(0, &error)))?;
         let epoch = Instant::now();
         let addresses = endpoints.iter().map(address).collect();
-        let invitation = Invitation { team, secret: secret.clone(), addresses, epoch, nccl };
-        let local_network = Arc::clone(&network);
-        let join = move |rank: usize, endpoint: &TeamEndpoint| match endpoint {
-            TeamEndpoint::Remote(connection) => {
-                connection.begin_attempt(0);
-                connection.join_team(rank as u32, &invitation).map(|()| None)
-            }
-            TeamEndpoint::Local => {
-                let wires = local_network.connect_peers(&invitation, rank as u32);
-                let transport = wires.and_then(|wires| WireTransport::new(rank as u32, wires, epoch));
-                transport.map(Some).map_err(|error| unreachable(rank, error))
-            }
-        };
-        let (join, (sender, results)) = (Arc::new(join), channel());
+        let invitation = Arc::new(Invitation { team, secret: secret.clone(), addresses, epoch, nccl });
+        let (sender, results) = channel();
         for (rank, endpoint) in endpoints.iter().enumerate() {
-            let (join, endpoint, sender) = (Arc::clone(&join), endpoint.clone(), sender.clone());
+            let (invitation, network) = (Arc::clone(&invitation), Arc::clone(&network));
+            let (endpoint, sender) = (endpoint.clone(), sender.clone());
             // The receiver is gone if another rank was lost meanwhile.
-            thread::spawn(move || drop(sender.send((rank, join(rank, &endpoint)))));
+            thread::spawn(move || drop(sender.send((rank, endpoint.join(rank as u32, &invitation, &*network)))));
         }
         drop(sender);
         let mut local: Vec<Option<Arc<WireTransport>>> = endpoints.iter().map(|_| None).collect();
@@ -142,8 +147,8 @@ impl DistributedTransport {
     }
 }
 
-/// Tells all remote devices but `lost` that the team will not form. Each is told on a thread of its own, because it may not
-/// respond.
+/// Tells all remote devices but rank `lost` that the team will not form. Each is told on a thread of its own, because
+/// it may not respond.
 fn cancel_remote_ranks(endpoints: &[TeamEndpoint], lost: usize, secret: &str) {
     let others = endpoints.iter().enumerate().filter(|(rank, _)| *rank != lost);
     for connection in others.filter_map(|(_, endpoint)| endpoint.connection()) {
@@ -160,7 +165,8 @@ pub(super) fn random_secret() -> io::Result<String> {
     Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
-/// Panic text of the methods that only the devices' own transports implement.
+/// Panic text of exchange methods: a device calls them on its own [`WireTransport`], never on a
+/// [`DistributedTransport`].
 const NO_EXCHANGE: &str = "devices exchange over their own wire transports";
 
 impl Transport for DistributedTransport {
@@ -190,8 +196,8 @@ impl Transport for DistributedTransport {
         false
     }
 
-    /// Aborts the current attempt on all devices, once. Remote devices are told on threads of their own, because the one that
-    /// is told may be the one that is lost.
+    /// Aborts the current attempt on all devices, because `rank` has failed. Later calls in the same attempt do
+    /// nothing. Remote devices are told on threads of their own, because a device may be lost and not respond.
     fn abort(&self, rank: u32, reason: &str) {
         let attempt = self.attempt.load(Ordering::Relaxed);
         let before = lock(&self.aborted_attempt).replace(attempt);

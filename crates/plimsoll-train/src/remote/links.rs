@@ -1,47 +1,39 @@
-//! Measures bandwidth and latency between hosts, over the same kind of wires that the devices of a team use. Each pair of
-//! ranks is measured in turn.
+//! Measures bandwidth and latency between hosts, over the same kind of wires that the devices of a team use. Each pair
+//! of ranks is measured in turn.
 
 use super::device::Connection;
 use super::distributed::random_secret;
-use super::{Invitation, RemoteConnector};
+use super::protocol::LinkSpeeds;
+use super::{Invitation, PeerNetwork, RemoteConnector, peer_unreachable};
 use plimsoll_core::Link;
-use plimsoll_device::device::DeviceError;
+use plimsoll_device::error::DeviceError;
 use plimsoll_device::transport::wire::Wire;
-use serde::{Deserialize, Serialize};
 use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Round trips of which the median is the latency.
+/// Number of round trips in a latency measurement. Half of their median is the latency.
 const PINGS: usize = 21;
 /// Bytes of one chunk in a bandwidth measurement.
 const CHUNK_BYTES: usize = 1 << 20;
 /// Duration that a bandwidth measurement aims at.
 const TARGET_SECONDS: f64 = 0.25;
-/// Most chunks in a bandwidth measurement.
+/// Largest number of chunks in a bandwidth measurement.
 const MAX_CHUNKS: f64 = 256.0;
-/// Time after which a measurement that has not ended closes its wires.
+/// Time after which an unfinished measurement closes its wires, which makes it fail.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Commands from the rank that measures to its peer. Each is followed by a count of chunks.
+/// First byte of a command from the measuring rank to its peer, here: send one byte back. A count of chunks follows
+/// each such byte.
 const PING: u8 = b'p';
 const RECEIVE_CHUNKS: u8 = b't';
 const SEND_CHUNKS: u8 = b'g';
 const FINISH: u8 = b'e';
 
-/// Speeds of a link in both directions, as seen by the rank that measured it.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct LinkSpeeds {
-    /// From the measuring rank to its peer.
-    pub to_peer: Link,
-    /// From the peer to the measuring rank.
-    pub from_peer: Link,
-}
-
-/// Measures the links between these processes and returns the slowest link of each, counting the slower direction. The order is
-/// that of `connections`, followed by this process if `include_local`.
+/// Measures the links between the processes of `connections` and, if `include_local`, this process. Returns for each
+/// process the lowest bandwidth and the highest latency of its links, over both directions. This process comes last.
 ///
 /// # Errors
 /// The failing rank with its error: a lost process, or a peer that cannot be reached.
@@ -51,24 +43,16 @@ pub(crate) fn measure_slowest_links(
     connector: &dyn RemoteConnector,
 ) -> Result<Vec<Link>, (usize, DeviceError)> {
     let network = connector.peer_network();
-    let unreachable =
-        |rank: usize, error: io::Error| DeviceError::PeerUnreachable { rank: rank as u32, reason: error.to_string() };
     let mut addresses = Vec::new();
     for (rank, connection) in connections.iter().enumerate() {
         addresses.push(connection.fetch_address().map_err(|error| (rank, error))?);
     }
     addresses.extend(include_local.then(|| network.address()));
     let ranks = addresses.len();
-    let secret = random_secret().map_err(|error| (0, unreachable(0, error)))?;
+    let secret = random_secret().map_err(|error| (0, peer_unreachable(0, &error)))?;
     // Teams of the run are numbered from 1.
     let invitation = Invitation { team: 0, secret, addresses, epoch: Instant::now(), nccl: false };
-    let measure = |rank: usize| match connections.get(rank) {
-        Some(connection) => connection.measure_links(rank as u32, &invitation),
-        None => {
-            let wires = network.connect_peers(&invitation, rank as u32);
-            wires.and_then(|wires| measure_links(rank as u32, &wires)).map_err(|error| unreachable(rank, error))
-        }
-    };
+    let measure = |rank: usize| measure_rank(rank as u32, connections.get(rank), &*network, &invitation);
     let results: Vec<Result<Vec<Option<LinkSpeeds>>, DeviceError>> = thread::scope(|scope| {
         let measure = &measure;
         let threads: Vec<_> = (0..ranks).map(|rank| scope.spawn(move || measure(rank))).collect();
@@ -77,7 +61,24 @@ pub(crate) fn measure_slowest_links(
     slowest_by_rank(results)
 }
 
-/// Reduces the measurements of all ranks to the slowest link of each rank. A rank without a link gets [`Link::MEMORY`].
+/// Measures the links of one rank over its connection, or those of this process without a connection.
+fn measure_rank(
+    rank: u32,
+    connection: Option<&Arc<Connection>>,
+    network: &dyn PeerNetwork,
+    invitation: &Invitation,
+) -> Result<Vec<Option<LinkSpeeds>>, DeviceError> {
+    match connection {
+        Some(connection) => connection.measure_links(rank, invitation),
+        None => {
+            let wires = network.connect_peers(invitation, rank);
+            wires.and_then(|wires| measure_links(rank, &wires)).map_err(|error| peer_unreachable(rank, &error))
+        }
+    }
+}
+
+/// Reduces the measurements of all ranks to one link per rank: its lowest bandwidth and highest latency, over both
+/// directions. A rank without a link gets [`Link::MEMORY`].
 fn slowest_by_rank(
     results: Vec<Result<Vec<Option<LinkSpeeds>>, DeviceError>>,
 ) -> Result<Vec<Link>, (usize, DeviceError)> {
@@ -104,7 +105,7 @@ fn slowest_by_rank(
     }
 }
 
-/// Returns the lower bandwidth and the higher latency of two links.
+/// Returns a link with the lower bandwidth and the higher latency of two links.
 fn slower(one: Link, other: Link) -> Link {
     Link {
         bytes_per_second: one.bytes_per_second.min(other.bytes_per_second),
@@ -112,12 +113,13 @@ fn slower(one: Link, other: Link) -> Link {
     }
 }
 
-/// Takes part in the measurement as `rank`. Of each pair, the lower rank measures and the higher rank responds. Returns the
-/// speeds that this rank measured, by peer.
+/// Measures the links of `rank` over `wires`, which hold one wire per rank, while the other ranks do the same. Of each
+/// pair, the lower rank measures and the higher rank responds. Returns the measured speeds in rank order, `None` where
+/// the other rank measured.
 ///
 /// # Errors
 /// A wire that is closed, or a measurement that exceeds [`TIMEOUT`].
-pub(super) fn measure_links(rank: u32, wires: &[Option<Arc<dyn Wire>>]) -> io::Result<Vec<Option<LinkSpeeds>>> {
+pub(crate) fn measure_links(rank: u32, wires: &[Option<Arc<dyn Wire>>]) -> io::Result<Vec<Option<LinkSpeeds>>> {
     let (done, finished) = channel::<()>();
     let watched = wires.to_vec();
     let watch = move || {
@@ -143,7 +145,7 @@ fn command(kind: u8, chunks: u32) -> [u8; 5] {
     [kind, a, b, c, d]
 }
 
-/// Returns the seconds that `work` takes.
+/// Runs `work` and returns the seconds that it takes.
 fn time_seconds(work: impl FnOnce() -> io::Result<()>) -> io::Result<f64> {
     let start = Instant::now();
     work()?;
@@ -160,20 +162,25 @@ fn measure_link(wire: &dyn Wire) -> io::Result<LinkSpeeds> {
     round_trips.sort_by(f64::total_cmp);
     let round_trip = round_trips[PINGS / 2];
     let mut chunk = vec![0; CHUNK_BYTES];
-    let mut bytes_per_second = |kind: u8| -> io::Result<f64> {
-        // The first chunk tells how many chunks take long enough to measure.
-        let first = transfer_seconds(wire, kind, 1, &mut chunk)?;
-        let chunks = (TARGET_SECONDS / first).clamp(1.0, MAX_CHUNKS) as u32;
-        let seconds = transfer_seconds(wire, kind, chunks, &mut chunk)?;
-        Ok(f64::from(chunks) * CHUNK_BYTES as f64 / (seconds - round_trip).max(seconds / 2.0))
-    };
+    let mut bytes_per_second = |kind: u8| measure_bandwidth(wire, kind, &mut chunk, round_trip);
     let (to_peer, from_peer) = (bytes_per_second(RECEIVE_CHUNKS)?, bytes_per_second(SEND_CHUNKS)?);
     wire.send(&command(FINISH, 0))?;
     let link = |bytes_per_second| Link { bytes_per_second, latency_seconds: round_trip / 2.0 };
     Ok(LinkSpeeds { to_peer: link(to_peer), from_peer: link(from_peer) })
 }
 
-/// Returns the seconds that the transfer of some chunks takes. `kind` says what the peer does: receive or send.
+/// Returns the bytes per second of one direction. `round_trip` is the measured time of a ping in seconds; the rest as
+/// in [`transfer_seconds`].
+fn measure_bandwidth(wire: &dyn Wire, kind: u8, chunk: &mut [u8], round_trip: f64) -> io::Result<f64> {
+    // The first chunk tells how many chunks take long enough to measure.
+    let first = transfer_seconds(wire, kind, 1, chunk)?;
+    let chunks = (TARGET_SECONDS / first).clamp(1.0, MAX_CHUNKS) as u32;
+    let seconds = transfer_seconds(wire, kind, chunks, chunk)?;
+    Ok(f64::from(chunks) * CHUNK_BYTES as f64 / (seconds - round_trip).max(seconds / 2.0))
+}
+
+/// Transfers `chunks` chunks through the buffer `chunk`, and returns the seconds. `kind` tells the direction for the
+/// peer: [`RECEIVE_CHUNKS`] or [`SEND_CHUNKS`].
 fn transfer_seconds(wire: &dyn Wire, kind: u8, chunks: u32, chunk: &mut [u8]) -> io::Result<f64> {
     time_seconds(|| {
         wire.send(&command(kind, chunks))?;
@@ -184,7 +191,7 @@ fn transfer_seconds(wire: &dyn Wire, kind: u8, chunks: u32, chunk: &mut [u8]) ->
     })
 }
 
-/// Responds to the commands of the rank that measures.
+/// Responds to the commands of the measuring rank until it sends [`FINISH`].
 fn respond(wire: &dyn Wire) -> io::Result<()> {
     let mut chunk = vec![0; CHUNK_BYTES];
     loop {

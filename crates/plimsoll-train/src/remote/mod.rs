@@ -5,17 +5,18 @@
 //!                                                     │
 //!                                  collectives: wires between all devices of the team
 //! ```
-//! Only the [`Device`](plimsoll_device::device::Device) is remote. The engine and everything above it (recovery, loss of a
-//! device, stragglers) do not differ from a run on local devices. Three rules shape the protocol:
+//! Only the [`Device`](plimsoll_device::device::Device) is remote. The engine and everything above it (recovery, loss
+//! of a device, stragglers) do not differ from a run on local devices. Three rules shape the protocol:
 //! - Commands without a result are queued and sent with the next command that has one, so a step takes a few round trips.
 //! - Files stay with the run. The device's process asks the run for bytes to read and hands over bytes to write.
 //! - Collectives do not pass through the run: the devices of a team exchange over wires of their own.
+//!
+//! This module is the run's side, and what both sides share. The device's side is `device_server`.
 //!
 //! | module | content |
 //! |---|---|
 //! | `protocol` | requests, responses and their encoding |
 //! | `device` | the run's side: [`device::RemoteDevice`] and its connection |
-//! | `server` | the device's side: [`server::DeviceServer`] |
 //! | `distributed` | forms a team of local and remote devices |
 //! | `links` | measures bandwidth and latency between hosts |
 //! | `sockets` | channels and wires over sockets |
@@ -24,17 +25,16 @@
 pub mod device;
 pub mod distributed;
 pub mod links;
-mod protocol;
+pub(crate) mod protocol;
 pub mod ray;
-pub mod server;
 pub mod sockets;
 
-pub use protocol::VERSION;
+pub use protocol::{LinkSpeeds, VERSION};
 
 use self::device::Connection;
 use crate::config::RunConfig;
 use plimsoll_core::{DeviceSpec, Failure};
-use plimsoll_device::device::DeviceError;
+use plimsoll_device::error::DeviceError;
 use plimsoll_device::transport::wire::Wire;
 use plimsoll_plan::device_request::DevicesRequest;
 use std::fmt;
@@ -42,39 +42,41 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
-/// Locks a mutex, also if a thread panicked while it held the lock: no update in this module leaves partial state.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+/// Locks a mutex, also if a thread panicked while it held the lock. No update under these locks leaves partial state.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
 /// Carries requests to the process of a device, and its responses back.
 pub trait Channel: Send + Sync {
-    /// Sends a request and waits for the response without a timeout. At most one such call is in progress.
+    /// Sends a request and waits for the response without a timeout. Callers make at most one such call at a time.
     ///
     /// # Errors
     /// The process has ended or cannot be reached.
     fn call(&self, request: &[u8]) -> io::Result<Vec<u8>>;
 
-    /// Sends a request that is answered at once, even while a [`Channel::call`] is in progress.
+    /// Sends a request that the process answers at once, even while a [`Channel::call`] is in progress. Returns the
+    /// response.
     ///
     /// # Errors
     /// The process has ended or cannot be reached.
     fn call_out_of_band(&self, request: &[u8]) -> io::Result<Vec<u8>>;
 }
 
-/// Connects the devices of a team with each other; each process has one.
+/// Network between the processes of a team, over which their devices exchange. Each process has one.
 pub trait PeerNetwork: Send + Sync {
     /// Returns the address at which peers reach this process.
     fn address(&self) -> String;
 
-    /// Connects this process, as `rank`, to every other rank of a team. Returns one wire per rank, in rank order, and `None`
-    /// for `rank` itself. All ranks call this at the same time and wait for each other.
+    /// Connects this process, as `rank`, to every other rank of a team. Returns one wire per rank, in rank order, and
+    /// `None` for `rank` itself. All ranks call this at the same time and wait for each other.
     ///
     /// # Errors
     /// A peer cannot be reached or does not connect in time, or the team was cancelled.
     fn connect_peers(&self, invitation: &Invitation, rank: u32) -> io::Result<Vec<Option<Arc<dyn Wire>>>>;
 
-    /// Cancels the team with this secret: a [`PeerNetwork::connect_peers`] that waits for it returns an error.
+    /// Cancels the team with this secret. Its [`PeerNetwork::connect_peers`] returns an error, whether it waits already
+    /// or is called later.
     fn cancel_team(&self, secret: &str);
 }
 
@@ -90,8 +92,8 @@ pub trait RemoteConnector: Send + Sync {
     fn peer_network(&self) -> Arc<dyn PeerNetwork>;
 }
 
-/// The remote devices of a run, and the connector that reaches them. The caller provides both; the run file does not say how
-/// devices are reached.
+/// The remote devices of a run, and the connector that reaches them. The caller provides both; the run file does not
+/// say how devices are reached.
 #[derive(Clone, Default)]
 pub struct RemoteDevices {
     connector: Option<Arc<dyn RemoteConnector>>,
@@ -105,7 +107,8 @@ impl RemoteDevices {
         RemoteDevices { connector: Some(connector), ..RemoteDevices::default() }
     }
 
-    /// Sets the devices that replace the cluster words of `run.devices`.
+    /// Sets all devices of the run, local ones included. They replace `run.devices`, which may have words for devices
+    /// of a cluster such as `ray`.
     pub fn with_devices(self, devices: DevicesRequest) -> RemoteDevices {
         RemoteDevices { devices: Some(devices), ..self }
     }
@@ -115,7 +118,7 @@ impl RemoteDevices {
         RemoteDevices { missing, ..self }
     }
 
-    /// Returns a note for each requested device that is not available.
+    /// Returns a note for the user about each requested cluster device that is not available.
     pub fn missing_notes(&self) -> impl Iterator<Item = String> {
         let note = |device: &String| {
             format!("{device} of the cluster is unavailable and not used; for its state: plimsoll cluster")
@@ -123,7 +126,8 @@ impl RemoteDevices {
         self.missing.iter().map(note)
     }
 
-    /// Returns all devices of the run if the cluster has determined them; `None` if the run file names them itself.
+    /// Returns all devices of the run, as set by [`RemoteDevices::with_devices`]. `None` if they were not set:
+    /// `run.devices` then names them.
     pub fn devices(&self) -> Option<&DevicesRequest> {
         self.devices.as_ref()
     }
@@ -136,7 +140,7 @@ impl RemoteDevices {
     /// Connects to the process of a device.
     ///
     /// # Errors
-    /// There is no connector, the device does not exist, or its process cannot be started.
+    /// There is no connector, the device does not exist, its process cannot be started, or the system refuses a thread.
     pub(crate) fn connection(&self, device: &str) -> Result<Arc<Connection>, Failure> {
         let connector = self.connector().ok_or_else(|| {
             Failure::input(format!(
@@ -149,7 +153,8 @@ impl RemoteDevices {
         Ok(Connection::new(device, channel)?)
     }
 
-    /// Asks the process of a device for its specification. `config` names the device as that process knows it.
+    /// Asks the process of a device for its specification. `config` names the device as that process knows it. The
+    /// returned specification has the name `device`.
     ///
     /// # Errors
     /// The process cannot be reached, or reports a failure.
@@ -174,18 +179,23 @@ pub struct Invitation {
     pub secret: String,
     /// Address of each rank.
     pub addresses: Vec<String>,
-    /// Start of the clocks of simulated devices.
+    /// Common zero of the clocks of all simulated devices in the team.
     pub epoch: Instant,
     /// Whether all devices are GPUs that exchange by NCCL.
     pub nccl: bool,
 }
 
-/// Hint for a host that stops responding before a run has begun.
+/// Returns the error of a rank that cannot reach its peers.
+pub(crate) fn peer_unreachable(rank: u32, error: &io::Error) -> DeviceError {
+    DeviceError::PeerUnreachable { rank, reason: error.to_string() }
+}
+
+/// Hint for the user about a host that stops responding before a run has begun.
 const CLUSTER_PORTS: &str =
     "ports 7300 and 7310-7419 (110 more for each further device) must be open between the machines: docs/ray.md";
 
-/// Converts an error that occurred before the run has begun. A lost device or wire is reported as wrong input with a hint
-/// about ports, because a firewall is the usual cause; other errors are passed on.
+/// Converts an error that occurred before the run has begun. A lost device or wire is reported as wrong input with a
+/// hint about ports, because a firewall is the usual cause; other errors are passed on.
 pub(crate) fn unreachable_failure(error: DeviceError) -> Failure {
     match error {
         DeviceError::Lost { .. } | DeviceError::PeerUnreachable { .. } | DeviceError::PeerAborted { .. } => {

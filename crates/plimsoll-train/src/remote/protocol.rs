@@ -1,23 +1,24 @@
 //! Messages between a run and the process of a remote device, and their encoding: a length, JSON, then raw bytes.
 
 use super::Invitation;
-use super::links::LinkSpeeds;
 use crate::config::RunConfig;
-use plimsoll_core::{Bytes, CollectiveBackend, DType, DeviceSpec, Exit, Failure, GemmAlgorithms, MeasuredBy, Space};
-use plimsoll_device::device::DeviceError;
+use plimsoll_core::{
+    Bytes, CollectiveBackend, DType, DeviceSpec, Exit, Failure, GemmAlgorithms, Link, MeasuredBy, Space,
+};
+use plimsoll_device::error::DeviceError;
 use plimsoll_program::{Placement, ProgramKind, ProgramSet, TensorId};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::io;
 use std::time::{Duration, Instant};
 
-/// Version of the messages. Both ends must have the same.
+/// Version of the messages between a run and the process of a remote device. Both ends must have the same.
 pub const VERSION: u32 = 5;
 
-/// An [`Invitation`] as it is sent to another process. The epoch is sent as elapsed time, because the clocks of two processes
-/// differ.
+/// An [`Invitation`] as it is sent to another process. The epoch is sent as elapsed time, because the clocks of two
+/// processes differ.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(super) struct InvitationMessage {
+pub(crate) struct InvitationMessage {
     team: u64,
     secret: String,
     addresses: Vec<String>,
@@ -42,8 +43,8 @@ impl From<InvitationMessage> for Invitation {
 
 /// A request from the run to the process of a device. Raw bytes may follow it.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) enum Request {
-    /// Returns the specification of the device that the configuration names.
+pub(crate) enum Request {
+    /// Asks for the specification of the device that `config` names.
     Describe { version: u32, config: Box<RunConfig> },
     /// Opens the device with the Programs of a plan.
     Open {
@@ -58,15 +59,17 @@ pub(super) enum Request {
     },
     /// Executes commands in order, up to the first that fails.
     Execute {
-        /// See [`WireTransport::begin_attempt`](plimsoll_device::transport::wire::WireTransport::begin_attempt).
+        /// Sequence number of the team's attempt at its work. A higher number than before makes the device forget
+        /// aborts and messages of earlier attempts.
         attempt: u64,
         commands: Vec<Command>,
     },
-    /// Reply to [`Response::ReadFile`], followed by the bytes, and to [`Response::WriteFile`].
+    /// Answers a [`Response::ReadFile`], followed by the bytes that were read, or a [`Response::WriteFile`]. `error`
+    /// tells why the file access failed.
     FileReply { error: Option<String> },
-    /// Replaces the plan of the open device.
+    /// Replaces the Programs and the placement of the open device by those of another plan.
     Adopt { set: Box<ProgramSet>, placement: Placement },
-    /// Returns the address at which peers reach the process.
+    /// Asks for the address at which peers reach the process.
     GetAddress,
     /// Measures the links to the other ranks, which receive the same request.
     MeasureLinks { rank: u32, invitation: InvitationMessage },
@@ -74,7 +77,7 @@ pub(super) enum Request {
     JoinTeam { rank: u32, invitation: InvitationMessage },
     /// Closes the device.
     Close,
-    /// Out of band: reports whether the device responds.
+    /// Out of band: asks whether the device responds.
     Ping,
     /// Out of band: aborts an attempt of the team, because `rank` has failed.
     Abort { attempt: u64, rank: u32, reason: String },
@@ -82,39 +85,42 @@ pub(super) enum Request {
     CancelTeam { secret: String },
 }
 
-/// A call of one method of the remote device or its memory.
+/// A method call on the open device or on its memory, sent to the device's process.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) enum Command {
-    /// Writes the next `bytes` of the request into a tensor.
+pub(crate) enum Command {
+    /// Writes bytes into a slot of a tensor. They are the next `bytes` bytes after the JSON of the request.
     Write { tensor: TensorId, slot: u32, bytes: u64 },
-    /// Runs a Program. `refuses_at` is the op at which fault injection reports an out-of-memory error.
+    /// Runs a Program from its op number `first_op` on. Fault injection reports an out-of-memory error at op number
+    /// `refuses_at`; `None` injects nothing.
     Run { program: ProgramKind, micro_batch: u32, first_op: u32, is_last_micro_batch: bool, refuses_at: Option<u32> },
-    /// Waits until all queued Programs have finished.
+    /// Waits until all queued Programs have finished. Returns compute seconds and the collective backend.
     Synchronize,
-    /// Sets the compute slowdown of a simulated device.
+    /// Multiplies the compute time of a simulated device by this factor, for fault injection.
     SlowDown(f64),
-    /// Returns the bytes of a tensor.
+    /// Returns the first `bytes` bytes in a slot of a tensor.
     Read { tensor: TensorId, slot: u32, bytes: u64 },
-    /// Returns a range of a memory space.
+    /// Returns the bytes of a memory space from `first` up to, but without, `end`.
     View { space: Space, first: u64, end: u64 },
-    /// Copies the next `bytes` of the request into a memory space.
+    /// Copies bytes into a memory space, from byte `first` on. They are the next `bytes` bytes after the JSON of the
+    /// request.
     Fill { space: Space, first: u64, bytes: u64 },
-    /// Overwrites a range of a memory space with a marker.
+    /// Overwrites the bytes of an arena from `first` up to, but without, `end` with NaN.
     Poison { space: Space, first: u64, end: u64 },
-    /// Returns the high-water mark of a memory space.
+    /// Returns the offset just past the highest byte that was written in a memory space.
     HighWater(Space),
-    /// Returns whether bytes outside the arena were written.
+    /// Returns whether bytes beside the arena of a memory space were written.
     HasStrayWrites(Space),
-    /// Returns the available memory of the device.
+    /// Returns total, free and held memory of the device.
     AvailableMemory,
 }
 
 /// A response from the process of a device. Raw bytes may follow it.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) enum Response {
+pub(crate) enum Response {
     Described(Box<DeviceSpec>),
     Address(String),
-    /// Speeds by rank; only those that this process measured itself.
+    /// Speeds of the links from this process to each rank, in rank order. `None` for itself and for links that the peer
+    /// measured.
     Links(Vec<Option<LinkSpeeds>>),
     Opened {
         address: String,
@@ -122,13 +128,14 @@ pub(super) enum Response {
         algorithms: Option<GemmAlgorithms>,
     },
     Done(CommandResult),
-    /// Requests bytes of a tensor from a file of the run.
+    /// Asks the run to read bytes of a tensor from a file. The run answers with [`Request::FileReply`].
     ReadFile {
         tensor: String,
         offset: u64,
         bytes: u64,
     },
-    /// Hands over bytes of a tensor for a file of the run.
+    /// Asks the run to write the bytes that follow into the file of a tensor. The run answers with
+    /// [`Request::FileReply`].
     WriteFile {
         tensor: String,
         offset: u64,
@@ -136,40 +143,52 @@ pub(super) enum Response {
     Failed(ErrorReply),
 }
 
-/// Bytes of the arena in each memory space.
+/// Speeds of a link in both directions, as seen by the rank that measured it.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct LinkSpeeds {
+    /// Bandwidth and latency from the measuring rank to its peer.
+    pub to_peer: Link,
+    /// Bandwidth and latency from the peer to the measuring rank.
+    pub from_peer: Link,
+}
+
+/// Sizes of a remote device's arenas and scratch file.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
-pub(super) struct ArenaSizes {
+pub(crate) struct ArenaSizes {
     pub device: Bytes,
     pub host: Bytes,
     pub scratch: Bytes,
 }
 
-/// Result of the last of the executed commands. Each command sets the fields that it has a result for.
+/// Result of the last command of a [`Request::Execute`]. Fields for which that command has no result keep their
+/// default.
 #[derive(Debug, Default, Serialize, Deserialize)]
-pub(super) struct CommandResult {
-    /// High-water mark.
+pub(crate) struct CommandResult {
+    /// Result of [`Command::HighWater`]: the offset just past the highest byte written.
     pub bytes: Bytes,
-    /// Whether a slowdown was accepted, or stray writes were found.
+    /// Result of [`Command::SlowDown`] (whether the device supports it) or [`Command::HasStrayWrites`] (whether there
+    /// were any).
     pub flag: bool,
     pub compute_seconds: Option<f64>,
     pub collectives: Option<CollectiveBackend>,
     pub memory: Option<MemoryReport>,
 }
 
-/// Available memory of a remote device.
+/// Total, free and held memory of a remote device.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct MemoryReport {
+pub(crate) struct MemoryReport {
     pub total: Bytes,
     pub free: Bytes,
     pub bound_by: String,
     pub held: Bytes,
-    /// Peak bytes of the process, or bytes that the process holds on its GPU, with the method of measurement.
+    /// Peak bytes of the process, or bytes that the process holds on its GPU, with the method of measurement. `None` if
+    /// the system reports neither.
     pub measured: Option<(Bytes, MeasuredBy)>,
 }
 
 /// A [`DeviceError`] as it is sent to the run.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) enum ErrorReply {
+pub(crate) enum ErrorReply {
     PeerAborted { rank: u32, reason: String },
     PeerUnreachable { rank: u32, reason: String },
     Lost(String),
@@ -204,7 +223,7 @@ impl From<Failure> for ErrorReply {
 }
 
 impl ErrorReply {
-    /// Converts the reply into an error of the device with this name.
+    /// Converts the reply into the [`DeviceError`] that it stands for, of the device with this name.
     pub fn into_error(self, device: &str) -> DeviceError {
         match self {
             ErrorReply::PeerAborted { rank, reason } => DeviceError::PeerAborted { rank, reason },
@@ -220,14 +239,14 @@ impl ErrorReply {
     }
 }
 
-/// Returns the exit code with this number; an unknown number stands for a bug.
-pub(super) fn exit_of(number: u8) -> Exit {
+/// Returns the exit code of a failure with this number. An unknown number gives [`Exit::Bug`].
+pub(crate) fn exit_of(number: u8) -> Exit {
     let exits = [Exit::Input, Exit::DoesNotFit, Exit::Stopped];
     exits.into_iter().find(|exit| *exit as u8 == number).unwrap_or(Exit::Bug)
 }
 
 /// Encodes a message: the length of its JSON as a little-endian `u64`, the JSON, then `bytes`.
-pub(super) fn encode(message: &impl Serialize, bytes: &[u8]) -> Vec<u8> {
+pub(crate) fn encode(message: &impl Serialize, bytes: &[u8]) -> Vec<u8> {
     let json = serde_json::to_vec(message).expect("plain data has a JSON form");
     [&(json.len() as u64).to_le_bytes(), &*json, bytes].concat()
 }
@@ -236,7 +255,7 @@ pub(super) fn encode(message: &impl Serialize, bytes: &[u8]) -> Vec<u8> {
 ///
 /// # Errors
 /// A truncated message, or JSON of another type.
-pub(super) fn decode<T: DeserializeOwned>(encoded: &[u8]) -> io::Result<(T, &[u8])> {
+pub(crate) fn decode<T: DeserializeOwned>(encoded: &[u8]) -> io::Result<(T, &[u8])> {
     let invalid = |reason: String| io::Error::new(io::ErrorKind::InvalidData, reason);
     let parts = encoded.split_first_chunk().and_then(|(length, rest)| {
         let length = usize::try_from(u64::from_le_bytes(*length)).ok()?;

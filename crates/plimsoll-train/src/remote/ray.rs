@@ -1,16 +1,18 @@
 //! Devices of a Ray cluster.
 //!
-//! Ray speaks Python, so a helper process (`python -m plimsoll.ray.run_helper`) stands between the run and the cluster: it
-//! resolves the devices that the run file names, has Ray place a worker on each, and forwards requests to the workers. This
-//! module is the run's side. The run itself is not part of the cluster, so it can save and report when the cluster fails.
+//! Ray speaks Python, so a helper process (`python -m plimsoll.ray.run_helper`) stands between the run and the cluster:
+//! it resolves the devices that the run file names, has Ray place a worker on each, and forwards requests to the
+//! workers. This module is the run's side. The run itself is not part of the cluster, so it can save and report when
+//! the cluster fails.
 //!
 //! Messages over the pipe have a length in front. The first exchange is JSON: a `PlacementRequest` and a
-//! `PlacementReply`. All later messages are encoded as in `protocol`, and a number pairs each response with its request.
+//! `PlacementReply`. All later messages are encoded as in `protocol`, and a number pairs each response with its
+//! request.
 
 use super::protocol::{decode, encode, exit_of};
 use super::sockets::{TcpPeerNetwork, receive, send};
 use super::{Channel, PeerNetwork, RemoteConnector, RemoteDevices, lock};
-use crate::resolve::RunRequest;
+use crate::config::RunConfig;
 use plimsoll_core::Failure;
 use plimsoll_plan::device_request::{DeviceRequest, DevicesRequest};
 use serde::{Deserialize, Serialize};
@@ -22,15 +24,15 @@ use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Sender, channel};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 /// Time that the helper process has to leave the cluster before it is killed.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// Environment variable with the placement group that a sweep has reserved for this run's device. The run is placed in that
-/// group and reserves nothing itself.
+/// Environment variable with the placement group that a sweep has reserved for this run's device. The run is placed in
+/// that group and reserves nothing itself.
 pub const RESERVATION_ENV: &str = "PLIMSOLL_RAY_KEPT";
 
 /// Interval at which a sweep checks which of its devices are available.
@@ -40,8 +42,8 @@ const POLL_INTERVAL: Duration = Duration::from_secs(1);
 #[derive(Serialize)]
 struct PlacementRequest {
     devices: Vec<String>,
-    /// Load line of each device that is named without one: an amount, or a share of free memory. `None` selects all of what
-    /// the device has joined the cluster with.
+    /// Load line of each device that is named without one: an amount, or a share of free memory. `None` selects all
+    /// memory that the device contributes to the cluster and no run has reserved.
     budget: Option<String>,
     /// Whether each device is reserved separately, for the runs of a sweep.
     #[serde(rename = "for_runs")]
@@ -76,7 +78,7 @@ struct Placement {
 #[derive(Serialize)]
 struct RequestHeader<'a> {
     number: u64,
-    /// The device that the request is for; `None` asks for the reserved devices that are available.
+    /// Name of the device that the request is for; `None` asks which reserved devices are available.
     device: Option<&'a str>,
     #[serde(rename = "aside")]
     out_of_band: bool,
@@ -90,23 +92,29 @@ struct ResponseHeader {
     error: Option<String>,
 }
 
-/// Places the cluster devices that a run names, and connects the run to them. `python` has the wheel and Ray installed.
+/// Places the cluster devices that a run names, and returns the connections to them. `python` has the wheel and Ray
+/// installed.
 ///
 /// # Errors
 /// There is no cluster, no such device, or not enough free memory on it.
-pub fn connect_cluster(run: &mut RunRequest, python: &Path) -> Result<(), Failure> {
-    place_devices(run, python, false).map(|_| ())
+pub fn connect_cluster(config: &RunConfig, python: &Path) -> Result<RemoteDevices, Failure> {
+    Ok(place_devices(config, python, false)?.1)
 }
 
-fn place_devices(run: &mut RunRequest, python: &Path, for_sweep: bool) -> Result<Arc<HelperProcess>, Failure> {
-    let requested = run.devices();
+fn place_devices(
+    config: &RunConfig,
+    python: &Path,
+    for_sweep: bool,
+) -> Result<(Arc<HelperProcess>, RemoteDevices), Failure> {
+    let requested = config.requested_devices();
     // Without a budget, a device gets the share of free memory that it had when it joined the cluster.
-    let budget = run.memory.budget.map(|budget| budget.to_string());
+    let budget = config.memory.budget.map(|budget| budget.to_string());
     let (remote, local): (Vec<DeviceRequest>, Vec<DeviceRequest>) = requested
         .devices
         .into_iter()
         .partition(|device| matches!(device, DeviceRequest::Remote { .. } | DeviceRequest::Ray { .. }));
-    let folder = || std::path::absolute(&run.run.dir).map_or(run.run.dir.clone(), |path| path.display().to_string());
+    let dir = &config.run.dir;
+    let folder = || std::path::absolute(dir).map_or(dir.clone(), |path| path.display().to_string());
     let folder = (!for_sweep).then(folder);
     let request =
         PlacementRequest { devices: remote.iter().map(ToString::to_string).collect(), budget, for_sweep, run: folder };
@@ -135,8 +143,7 @@ fn place_devices(run: &mut RunRequest, python: &Path, for_sweep: bool) -> Result
     thread.map_err(no_thread)?;
     let placed = DevicesRequest { host: requested.host, file: requested.file, ..placed };
     let cluster = Cluster { process: Arc::clone(&process), network };
-    run.remote = RemoteDevices::via(Arc::new(cluster)).with_devices(placed).with_missing(missing);
-    Ok(process)
+    Ok((process, RemoteDevices::via(Arc::new(cluster)).with_devices(placed).with_missing(missing)))
 }
 
 fn no_thread(error: io::Error) -> Failure {
@@ -149,16 +156,19 @@ type AvailableReservations = BTreeMap<String, String>;
 /// Devices of a cluster that are reserved for the runs of a sweep.
 pub struct Reservation {
     process: Arc<HelperProcess>,
-    /// Empty if the cluster is lost.
+    /// Placement groups of the available devices, as last polled; empty before the runs begin and after the loss of the
+    /// cluster.
     available: Arc<Mutex<AvailableReservations>>,
 }
 
-/// Reserves the cluster devices that a sweep names. They can be queried until [`Reservation::begin_runs`].
+/// Reserves the cluster devices that a sweep names, and returns the connections to them. The devices answer requests
+/// over these connections until [`Reservation::begin_runs`].
 ///
 /// # Errors
 /// The errors of [`connect_cluster`].
-pub fn reserve(run: &mut RunRequest, python: &Path) -> Result<Reservation, Failure> {
-    Ok(Reservation { process: place_devices(run, python, true)?, available: Arc::default() })
+pub fn reserve(config: &RunConfig, python: &Path) -> Result<(RemoteDevices, Reservation), Failure> {
+    let (process, remote) = place_devices(config, python, true)?;
+    Ok((remote, Reservation { process, available: Arc::default() }))
 }
 
 impl Reservation {
@@ -170,18 +180,7 @@ impl Reservation {
         let lost = |error: io::Error| Failure::stopped(format!("--devices: {error}"));
         *lock(&self.available) = self.process.available_reservations().map_err(lost)?;
         let (process, available) = (Arc::downgrade(&self.process), Arc::downgrade(&self.available));
-        let poll = move || {
-            loop {
-                thread::sleep(POLL_INTERVAL);
-                let (Some(process), Some(available)) = (process.upgrade(), available.upgrade()) else { return };
-                match process.available_reservations() {
-                    Ok(reservations) => *lock(&available) = reservations,
-                    Err(_) if process.has_ended() => return lock(&available).clear(),
-                    // A single failed query does not mean that the devices are lost.
-                    Err(_) => {}
-                }
-            }
-        };
+        let poll = move || poll_reservations(&process, &available);
         let thread = thread::Builder::new().name("plimsoll-ray-poll".to_owned()).spawn(poll);
         thread.map(|_| ()).map_err(no_thread)
     }
@@ -191,9 +190,23 @@ impl Reservation {
         self.process.has_ended()
     }
 
-    /// Returns the placement group of a device, while the device is available.
+    /// Returns the placement group of a reserved device; `None` while the device is not available.
     pub fn placement_group(&self, device: &str) -> Option<String> {
         lock(&self.available).get(device).cloned()
+    }
+}
+
+/// Updates `available` at intervals, until the process has ended or the reservation is dropped.
+fn poll_reservations(process: &Weak<HelperProcess>, available: &Weak<Mutex<AvailableReservations>>) {
+    loop {
+        thread::sleep(POLL_INTERVAL);
+        let (Some(process), Some(available)) = (process.upgrade(), available.upgrade()) else { return };
+        match process.available_reservations() {
+            Ok(reservations) => *lock(&available) = reservations,
+            Err(_) if process.has_ended() => return lock(&available).clear(),
+            // A single failed query does not mean that the devices are lost.
+            Err(_) => {}
+        }
     }
 }
 
@@ -229,10 +242,12 @@ impl Channel for DeviceChannel {
     }
 }
 
-/// The helper process that speaks with Ray. It ends when its standard input is closed, and so do the workers that it placed.
+/// The helper process that speaks with Ray. It ends when its standard input is closed, and so do the workers that it
+/// placed.
 struct HelperProcess {
     child: Mutex<Child>,
-    /// Returns the last line of standard error when the process has ended.
+    /// Thread that reads the standard error of the process and, once that has ended, returns the last line. `None`
+    /// after it was joined.
     last_error_line: Mutex<Option<JoinHandle<String>>>,
     stdin: Mutex<Option<ChildStdin>>,
     replies: Arc<ReplyDispatcher>,
@@ -242,7 +257,8 @@ struct HelperProcess {
 /// Callers that wait for a response, by request number.
 type WaitingCallers = HashMap<u64, Sender<io::Result<Vec<u8>>>>;
 
-/// Hands each response to the caller that waits for it. `None` after the process has ended.
+/// Hands each response of the helper process to the caller that waits for it. Holds the waiting callers; `None` after
+/// the process has ended.
 struct ReplyDispatcher(Mutex<Option<WaitingCallers>>);
 
 fn process_ended() -> io::Error {
@@ -295,13 +311,17 @@ impl HelperProcess {
         let number = self.next_number.fetch_add(1, Ordering::Relaxed);
         let (sender, response) = channel();
         lock(&self.replies.0).as_mut().ok_or_else(process_ended)?.insert(number, sender);
-        self.send(&encode(&RequestHeader { number, device, out_of_band }, request))?;
+        self.send(&encode(&RequestHeader { number, device, out_of_band }, request)).inspect_err(|_| {
+            if let Some(callers) = lock(&self.replies.0).as_mut() {
+                callers.remove(&number);
+            }
+        })?;
         response.recv().unwrap_or_else(|_| Err(process_ended()))
     }
 }
 
 impl ReplyDispatcher {
-    /// Dispatches responses until the process ends.
+    /// Reads responses of the helper process and hands them to their callers, until the process ends.
     fn dispatch_all(&self, mut stdout: ChildStdout) {
         while let Ok(response) = receive(&mut stdout) {
             let Ok((ResponseHeader { number, error }, bytes)) = decode(&response) else { break };

@@ -1,10 +1,9 @@
 //! Channels and peer networks over sockets.
 //!
 //! The wires of a team connect as follows. Every process listens. Of two ranks, the higher one connects and sends a
-//! `Greeting` with the secret of the team; connections without a valid greeting are closed. Traffic is not encrypted, so
-//! these sockets are as safe as the network.
+//! `Greeting` with the secret of the team; connections without a valid greeting are closed. Traffic is not encrypted,
+//! so these sockets are as safe as the network.
 
-use super::server::DeviceServer;
 use super::{Channel, Invitation, PeerNetwork, lock};
 use plimsoll_device::transport::wire::Wire;
 use std::collections::{HashMap, HashSet};
@@ -15,28 +14,28 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Time that all peers of a team have to connect.
+/// Time within which all peers of a team must connect.
 const PEER_TIMEOUT: Duration = Duration::from_secs(30);
-/// Time after which an attempt to connect is repeated.
+/// Time after which an unanswered attempt to connect to a peer is repeated.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Time that an accepted connection has to send its greeting.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(2);
-/// Largest valid greeting.
+/// Size of the largest valid [`Greeting`], in bytes.
 const GREETING_BYTES_MAX: u64 = 256;
-/// Most accepted connections without a complete greeting; further ones wait in the listener's backlog.
+/// Largest number of accepted connections without a complete greeting. Further ones wait in the listener's backlog.
 const PENDING_CONNECTIONS_MAX: usize = 64;
-/// Largest valid message.
+/// Size of the largest valid message in bytes.
 const MESSAGE_BYTES_MAX: u64 = 1 << 36;
 
 /// Sends a message: its length as a little-endian `u64`, then its bytes.
-pub(super) fn send(stream: &mut impl Write, bytes: &[u8]) -> io::Result<()> {
+pub(crate) fn send(stream: &mut impl Write, bytes: &[u8]) -> io::Result<()> {
     stream.write_all(&(bytes.len() as u64).to_le_bytes())?;
     stream.write_all(bytes)?;
     stream.flush()
 }
 
 /// Receives a message that [`send`] sent.
-pub(super) fn receive(stream: &mut impl Read) -> io::Result<Vec<u8>> {
+pub(crate) fn receive(stream: &mut impl Read) -> io::Result<Vec<u8>> {
     let mut length = [0; 8];
     stream.read_exact(&mut length)?;
     let length = u64::from_le_bytes(length);
@@ -80,21 +79,6 @@ impl<S: Read + Write + Send> Channel for StreamChannel<S> {
     }
 }
 
-/// Answers requests on both streams of a [`StreamChannel`] until the run closes them.
-pub fn serve<S: Read + Write + Send>(server: &DeviceServer, requests: S, out_of_band: S) {
-    let answer_all = |mut stream: S| {
-        while let Ok(request) = receive(&mut stream) {
-            if send(&mut stream, &server.answer(&request)).is_err() {
-                return;
-            }
-        }
-    };
-    thread::scope(|scope| {
-        scope.spawn(|| answer_all(out_of_band));
-        answer_all(requests);
-    });
-}
-
 /// First message on a connection between two ranks of a team.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Greeting {
@@ -129,8 +113,8 @@ struct PendingConnection {
 }
 
 impl PendingConnection {
-    /// Reads what has arrived and returns the greeting once it is complete. Bytes behind the greeting stay in the stream,
-    /// because they belong to the team.
+    /// Reads what has arrived and returns the greeting once it is complete. Bytes behind the greeting stay in the
+    /// stream, because they belong to the team.
     ///
     /// # Errors
     /// Bytes that are not a greeting, a closed connection, or an expired deadline.
@@ -165,17 +149,18 @@ pub struct TcpPeerNetwork {
     address: SocketAddr,
     /// Accepted connections without a complete greeting.
     pending: Mutex<Vec<PendingConnection>>,
-    /// Connections with a greeting that no team has claimed yet.
+    /// Connections whose greeting is complete, by greeting, until the team that it names takes them.
     greeted: Mutex<HashMap<Greeting, TcpStream>>,
     /// Secrets of cancelled teams.
     cancelled: Mutex<HashSet<String>>,
 }
 
 impl TcpPeerNetwork {
-    /// Listens at an address at which peers reach this process; port 0 selects a free port.
+    /// Listens at the first of these addresses that can be bound. Peers reach this process there; port 0 selects a free
+    /// port.
     ///
     /// # Errors
-    /// The address cannot be bound.
+    /// None of the addresses can be bound.
     pub fn listen(address: impl ToSocketAddrs) -> io::Result<Arc<TcpPeerNetwork>> {
         let listener = TcpListener::bind(address)?;
         listener.set_nonblocking(true)?;
@@ -184,7 +169,7 @@ impl TcpPeerNetwork {
         Ok(Arc::new(TcpPeerNetwork { listener, address, pending, greeted, cancelled }))
     }
 
-    /// Returns whether this process may wait longer for the team with this secret.
+    /// Returns whether `deadline`, until which this process waits for the team with this secret, has not passed yet.
     ///
     /// # Errors
     /// The team was cancelled.
@@ -226,7 +211,8 @@ impl TcpPeerNetwork {
         Ok(any_greeted)
     }
 
-    /// Connects to a peer, again after each timeout, until the deadline.
+    /// Connects to a peer. Tries again after each timeout until `deadline`. The outer error says that the team was
+    /// cancelled; the inner one is that of the last attempt.
     fn connect(&self, address: &SocketAddr, secret: &str, deadline: Instant) -> io::Result<io::Result<TcpStream>> {
         loop {
             match TcpStream::connect_timeout(address, CONNECT_TIMEOUT) {

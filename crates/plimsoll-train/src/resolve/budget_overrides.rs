@@ -23,13 +23,14 @@ fn overrides_path(run_dir: &Path) -> PathBuf {
 }
 
 impl RunRequest {
-    /// Returns the load line of a device: the changed one if there is one, else its `own` in `run.devices`, else `memory.budget`.
+    /// Returns the load line (the most bytes that it may hold) of a device: the one that the user set while the run was
+    /// active, else `own`, the one in `run.devices`, else `memory.budget`.
     pub(crate) fn effective_budget(&self, device: &str, own: Option<Budget>) -> Budget {
         self.budget_overrides.get(device).copied().or(own).unwrap_or(self.memory.device_budget())
     }
 
-    /// Loads the load lines that were changed in an earlier part of this run. A change is dropped if the run file now says
-    /// something else than at the time of the change.
+    /// Loads the load lines that the user changed before this run was interrupted. A change is dropped if the run file
+    /// now gives the device another load line than at the time of the change.
     pub(super) fn load_budget_overrides(&mut self, run_dir: &Path) {
         let text = fs::read(overrides_path(run_dir)).unwrap_or_default();
         let changes: BTreeMap<String, BudgetChange> = serde_json::from_slice(&text).unwrap_or_default();
@@ -40,7 +41,8 @@ impl RunRequest {
         self.budget_overrides = changes.into_iter().filter_map(holds).collect();
     }
 
-    /// Stores the changed load lines in the run folder, in place of those stored before.
+    /// Stores the load lines that the user changed in the run folder, in place of those stored before. Removes the file
+    /// if there are none.
     ///
     /// # Errors
     /// A folder that cannot be written.
@@ -64,14 +66,15 @@ impl RunRequest {
 
     /// Returns a note for each changed load line that this run uses.
     pub(crate) fn budget_override_notes(&self) -> Vec<String> {
-        let note = |(device, to): (&String, &Budget)| {
-            let from = self.budget_of(device);
-            format!(
-                "the load line of {device} is {to}, as set while the run was active (its run file says {from}); use --budget \
-                 or --devices to replace it"
-            )
-        };
-        self.budget_overrides.iter().map(note).collect()
+        self.budget_overrides.iter().map(|(device, &to)| self.budget_override_note(device, to)).collect()
+    }
+
+    fn budget_override_note(&self, device: &str, to: Budget) -> String {
+        let from = self.budget_of(device);
+        format!(
+            "the load line of {device} is {to}, as set while the run was active (its run file says {from}); use \
+             --budget or --devices to replace it"
+        )
     }
 }
 

@@ -5,48 +5,51 @@ use crate::data::Loader;
 use plimsoll_core::{Bytes, DeviceSpec};
 use plimsoll_device::process;
 
-/// Heap that a run takes in addition to its arena and rows: thread stacks, event lines, growing tables. Measured on runs of
-/// many sizes, with a margin.
+/// Bytes of heap that a run takes in addition to its arena and rows: thread stacks, event lines, growing tables.
+/// Measured on runs of many sizes, with a margin.
 const HEAP_BYTES: Bytes = Bytes::mib(5);
 
-/// Lower bound of the charges of a process, without rows and Programs. It exceeds what a process holds that trains on
-/// tokenized data. So a plan made without data has the same charges as the run, whatever happened while the run started.
+/// Least charges (bytes outside the arena) of a process, without rows of data and Programs. A process that trains on
+/// tokenized data holds less. A plan that is made without data therefore has the same charges as the run.
 const PROCESS_BYTES: Bytes = Bytes::mib(20);
 
-/// Variation of the resident memory of one program between starts, with a margin. It depends on which pages of the binary are
-/// in memory and on kernel counters that are updated late. Measured: 0.3 MiB.
+/// Difference in resident memory between two starts of the same program, with a margin. It depends on which pages of
+/// the binary are in memory, and on kernel counters that are updated late. Measured: 0.3 MiB.
 pub(crate) const RESIDENT_VARIATION_BYTES: Bytes = Bytes::mib(2);
 
-/// Excess over a named budget that is tolerated: if a plan does not fit, it is tried with charges lower by this amount.
-/// `HEAP_BYTES` has room for it.
+/// Bytes by which a plan may exceed a budget: if it does not fit, it is tried again with charges (bytes outside the
+/// arena) lower by this amount. The margin of `HEAP_BYTES` covers them.
 pub(crate) const NEAR_FIT_BYTES: Bytes = Bytes::mib(1);
 
-/// Multiple that charges are rounded up to.
+/// Size to whose next multiple charges (bytes outside the arena) are rounded up.
 pub(crate) const CHARGE_GRANULARITY: Bytes = Bytes::mib(4);
 
-/// Returns the bytes of this process outside the arena: what it holds now, the rows of two steps (`rows` sequences each of
-/// `sequence` tokens), and heap. Call it once data and tokenizer are open.
+/// Returns the bytes of this process outside the arena: its present memory, the rows of two steps (each with `rows`
+/// sequences of `sequence` tokens), and further heap. Call it once data and tokenizer are open.
 ///
-/// What a process holds varies by some hundred KiB between starts. The result is rounded up and never below
-/// `PROCESS_BYTES`, so that a run gets the same plan each time and a budget that was named as sufficient is sufficient.
+/// The memory of a process varies by some hundred KiB between starts. The result is therefore rounded up and never
+/// below `PROCESS_BYTES`. A run then gets the same plan each time, and a budget that a message named as sufficient
+/// suffices.
 pub(crate) fn process_charges(rows: u64, sequence: u64) -> Bytes {
     process_charges_minus(Bytes::ZERO, rows, sequence)
 }
 
-/// Returns the [`process_charges`] of a process that holds fewer bytes by `less`.
+/// Returns the result that [`process_charges`] would have if this process held `less` bytes fewer.
 pub(crate) fn process_charges_minus(less: Bytes, rows: u64, sequence: u64) -> Bytes {
     process::trim_heap();
     let held = process::resident().unwrap_or(Bytes::mib(16)) + HEAP_BYTES;
     round_up_charges(held.saturating_sub(less)).max(PROCESS_BYTES) + Loader::max_bytes(rows, sequence)
 }
 
-/// Rounds measured charges up, so that runs that differ by a page have the same plan.
+/// Rounds charges (bytes outside the arena) up to a multiple of 4 MiB. Runs that differ by a page then get the same
+/// plan.
 pub(crate) fn round_up_charges(charges: Bytes) -> Bytes {
     Bytes(charges.0.next_multiple_of(CHARGE_GRANULARITY.0))
 }
 
-/// Sets the charges of a device in this process, once data and tokenizer are open. Charges of a GPU are measured when it is
-/// opened, those of a remote device in its own process.
+/// Sets the charges (bytes outside the arena) of a CPU or virtual device in this process, once data and tokenizer are
+/// open. Other devices stay unchanged: charges of a GPU are measured when it is opened, and those of a remote device in
+/// its own process.
 pub(crate) fn set_process_charges(device: &mut DeviceSpec, rows: u64, sequence: u64) {
     if device.in_process() {
         (device.charges, device.charges_measured) = (process_charges(rows, sequence), true);

@@ -4,10 +4,11 @@ use super::RunRequest;
 use plimsoll_core::{Budget, Bytes, Failure};
 use plimsoll_plan::device_request::DeviceRequest;
 
-/// Share of the cores that virtual devices may use together.
+/// Share of this machine's cores that all virtual devices together may use.
 const VIRTUAL_CORE_SHARE: f64 = 0.8;
 
-/// Checks that load lines given as amounts exist. Load lines given as shares always do.
+/// Checks that this machine has the memory for load lines that are amounts, such as `6GiB`. Load lines that are shares
+/// of free memory always fit. `total` is the memory of this machine.
 ///
 /// # Errors
 /// Load lines in this machine's memory that exceed `total` together.
@@ -33,8 +34,8 @@ pub(super) fn check_budgets(run: &RunRequest, devices: &[DeviceRequest], total: 
     Ok(())
 }
 
-/// Checks that load lines are at most `total` together, which is the memory of `owner`. `key` is the setting that they come from.
-/// A total of zero means that the system does not report its memory.
+/// Checks that the sum of the load lines `lines` is at most `total`, the memory of `owner`. A `total` of zero passes:
+/// the system does not report its memory. `key` is the setting that gives the load lines, for the message.
 pub(super) fn check_total(key: &str, lines: &[(String, Bytes)], owner: &str, total: Bytes) -> Result<(), Failure> {
     let sum: Bytes = lines.iter().map(|(_, line)| *line).sum();
     if sum <= total || total == Bytes::ZERO {
@@ -45,7 +46,7 @@ pub(super) fn check_total(key: &str, lines: &[(String, Bytes)], owner: &str, tot
     Err(Failure::input(message).hint("use smaller amounts, or shares of free memory, such as 50%"))
 }
 
-/// Checks that virtual devices leave this machine a fifth of its `cores`.
+/// Checks that virtual devices together use at most 80 % of this machine's `cores`.
 pub(super) fn check_virtual_paces(devices: &[DeviceRequest], cores: f64) -> Result<(), Failure> {
     let pace = |device: &DeviceRequest| match device {
         DeviceRequest::Virtual { pace, .. } => *pace,

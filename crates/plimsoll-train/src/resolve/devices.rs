@@ -1,24 +1,24 @@
 //! The devices that a run names, local, on paper or in a cluster: whether they exist, their load lines, and their rates, which
-//! are taken from earlier measurements or measured now. Checks that need no measurement are in `device_checks`, the links
-//! between hosts in `host_links`.
+//! are taken from earlier measurements or measured now. GPUs are in `gpus`, checks that need no measurement in `device_checks`,
+//! the links between hosts in `host_links`.
 
 use super::RunRequest;
-use super::charges::{process_charges, round_up_charges};
-use super::device_checks::{check_budgets, check_total, check_virtual_paces};
+use super::charges::process_charges;
+use super::device_checks::{check_budgets, check_virtual_paces};
 use super::example::{example_devices, model_is_example};
+use super::gpus::{all_gpus, gpu_device, gpu_free_bytes, has_usable_gpu, usable_gpus};
 use super::host_links::measure_host_links;
 use crate::config::RunConfig;
-use plimsoll_core::{Budget, Bytes, DeviceKind, DeviceSpec, Failure, Link, NcclSpec, Rates};
+use plimsoll_core::{Budget, Bytes, DeviceKind, DeviceSpec, Failure, Link, Rates};
 use plimsoll_device::calibration::{self, Shortfall, ShortfallKind};
-use plimsoll_device::cuda::gpus::{CudaInstallation, GpuInfo};
 use plimsoll_device::probe::{Cpu, Memory, auto_pace};
-use plimsoll_device::{cuda, process};
+use plimsoll_device::{gpu, process};
 use plimsoll_plan::device_request::{DeviceRequest, LinkRequest};
 use plimsoll_plan::paper;
 use serde::Serialize;
 
-/// Resolves the devices that a run names, at least one, with load lines and rates. Load lines and rates are corrected by what
-/// earlier runs have learned.
+/// Returns the devices that a run names, at least one, with load lines and rates. Both are lowered where an earlier run
+/// found that a device has less memory or speed.
 ///
 /// # Errors
 /// Devices that do not exist or cannot be used together.
@@ -40,10 +40,18 @@ pub fn resolve_devices(run: &RunRequest) -> Result<Vec<DeviceSpec>, Failure> {
     Ok(devices)
 }
 
-/// Returns a note about the corrections of a device that earlier runs have learned.
+/// Returns a note if earlier runs found that the device has less memory or speed than reported, and this run uses their
+/// corrections. Otherwise returns `None`.
 pub(crate) fn shortfall_note(device: &DeviceSpec) -> Option<String> {
+    let shortfalls = calibration::shortfalls(device);
+    let notes: Vec<String> = shortfalls.iter().filter_map(|shortfall| describe_shortfall(device, shortfall)).collect();
+    (!notes.is_empty()).then(|| format!("learned: {}; to forget it: plimsoll devices --forget", notes.join("; ")))
+}
+
+/// Describes a shortfall of the device; `None` for a load line that is not the device's present one.
+fn describe_shortfall(device: &DeviceSpec, shortfall: &Shortfall) -> Option<String> {
     let name = &device.name;
-    let note = |shortfall: &Shortfall| match shortfall.kind {
+    match shortfall.kind {
         ShortfallKind::LoadLineBytes(line) if line != device.budget => None,
         ShortfallKind::LoadLineBytes(line) => {
             Some(format!("{name} has a load line of {line}, because a run could not get more ({})", shortfall.reason))
@@ -51,12 +59,10 @@ pub(crate) fn shortfall_note(device: &DeviceSpec) -> Option<String> {
         ShortfallKind::Slowdown(times) => {
             Some(format!("{name} is {times} times slower than measured ({})", shortfall.reason))
         }
-    };
-    let notes: Vec<String> = calibration::shortfalls(device).iter().filter_map(note).collect();
-    (!notes.is_empty()).then(|| format!("learned: {}; to forget it: plimsoll devices --forget", notes.join("; ")))
+    }
 }
 
-/// Returns a note if other programs used the processor while rates were measured.
+/// Returns a note if other programs used the processor while its rates were measured; otherwise `None`.
 pub fn contention_note() -> Option<String> {
     calibration::max_contention().map(|share| {
         format!(
@@ -78,18 +84,19 @@ pub fn check_requested_devices(run: &RunRequest) -> Result<(), Failure> {
     check_budgets(run, &devices, Memory::read().total)
 }
 
-/// A local device with its load line, without measured rates.
+/// A device of this machine with its load line, without measured rates.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct NamedDevice {
     /// Name of the device.
     pub name: String,
     /// Kind of the device.
     pub kind: DeviceKind,
-    /// Its load line.
+    /// Load line of the device: the most bytes that it may hold.
     pub budget: Bytes,
 }
 
-/// Lists the local devices that a run names, without measuring rates. A machine that joins a cluster uses it.
+/// Lists the devices of this machine that a run names, without measuring rates. `plimsoll join` offers them to a
+/// cluster.
 ///
 /// # Errors
 /// Devices that do not exist, cannot be used, or are remote.
@@ -120,26 +127,8 @@ pub fn list_named_devices(run: &RunRequest) -> Result<Vec<NamedDevice>, Failure>
     Ok(devices)
 }
 
-/// Returns the free bytes of a GPU, and checks that its load line does not exceed its memory.
-///
-/// # Errors
-/// A load line that exceeds the memory of the GPU, or an error of the driver.
-fn gpu_free_bytes(
-    cuda: &'static CudaInstallation,
-    gpu: &GpuInfo,
-    run: &RunRequest,
-    own: Option<Budget>,
-) -> Result<Bytes, Failure> {
-    let name = format!("cuda:{}", gpu.index);
-    let key = if own.is_some() { "run.devices" } else { "memory.budget" };
-    let amount = own.unwrap_or(run.memory.device_budget()).amount();
-    let amount = amount.filter(|_| !run.budget_overrides.contains_key(&name)).map(|line| (name, line));
-    check_total(key, amount.as_slice(), &gpu.name, gpu.memory_bytes)?;
-    Ok(cuda::open::free_bytes(cuda, gpu)?)
-}
-
-/// Measures the rates of this processor that are not known yet, for the local device that a run names, within the memory that
-/// the device's load line leaves to this process.
+/// Measures those rates of this processor that are not known yet, for each CPU or virtual device that a run names. A
+/// measurement uses only the memory that the device's load line leaves to this process.
 ///
 /// # Errors
 /// The errors of [`list_named_devices`], or the system refuses memory or threads.
@@ -157,7 +146,8 @@ pub(crate) fn measure_rates_within_budget(run: &RunRequest) -> Result<(), Failur
     Ok(())
 }
 
-/// Resolves the devices that a run names. If it names none, uses the GPUs of this machine, else the processor.
+/// Returns the devices that a run names. If it names none, returns the GPUs of this machine, or else the processor. The
+/// built-in example gets virtual devices instead of the processor.
 fn find_devices(run: &RunRequest) -> Result<Vec<DeviceSpec>, Failure> {
     let request = run.devices();
     if request.devices.is_empty() {
@@ -188,74 +178,8 @@ fn find_devices(run: &RunRequest) -> Result<Vec<DeviceSpec>, Failure> {
     Ok(devices)
 }
 
-/// Returns the GPU with this index, or every GPU that Plimsoll has kernels for.
-///
-/// # Errors
-/// There is no such GPU.
-fn usable_gpus(index: Option<u32>) -> Result<Vec<(&'static CudaInstallation, &'static GpuInfo)>, Failure> {
-    let (cuda, gpus) = match index {
-        Some(index) => cuda::open::find_gpu(index).map(|(cuda, gpu)| (cuda, std::slice::from_ref(gpu)))?,
-        None => cuda::gpus::installation().map(|cuda| (cuda, &*cuda.gpus))?,
-    };
-    let usable: Vec<_> = gpus.iter().filter(|gpu| gpu.architecture.check().is_ok()).map(|gpu| (cuda, gpu)).collect();
-    match gpus.first() {
-        Some(gpu) if usable.is_empty() => Err(unusable_gpu(gpu)),
-        _ => Ok(usable),
-    }
-}
-
-/// Resolves every GPU that Plimsoll has kernels for.
-fn all_gpus(run: &RunRequest, budget: Option<Budget>) -> Result<Vec<DeviceSpec>, Failure> {
-    usable_gpus(None)?.into_iter().map(|(cuda, gpu)| gpu_device(run, cuda, gpu, budget)).collect()
-}
-
-/// Returns whether this machine has a GPU that Plimsoll has kernels for, even if libraries are missing.
-pub(crate) fn has_usable_gpu() -> bool {
-    cuda::gpus::installation().is_ok_and(|cuda| cuda.gpus.iter().any(|gpu| gpu.architecture.check().is_ok()))
-}
-
-fn unusable_gpu(gpu: &GpuInfo) -> Failure {
-    let reason = gpu.architecture.check().err().unwrap_or_default();
-    Failure::input(format!("run.devices: cuda:{} ({}) cannot be used: {reason}", gpu.index, gpu.name))
-        .hint("run on another device: --devices cpu; plimsoll devices lists them")
-}
-
-/// Resolves a GPU of this machine. Its load line refers to the memory that other programs leave free. Its charges are those that
-/// a run has measured on such a GPU, else assumed.
-fn gpu_device(
-    run: &RunRequest,
-    cuda: &'static CudaInstallation,
-    gpu: &GpuInfo,
-    budget: Option<Budget>,
-) -> Result<DeviceSpec, Failure> {
-    if gpu.architecture.check().is_err() {
-        return Err(unusable_gpu(gpu));
-    }
-    // Missing libraries are reported before anything is measured.
-    cuda.nvrtc()?;
-    cuda.cublaslt()?;
-    let name = format!("cuda:{}", gpu.index);
-    let free = gpu_free_bytes(cuda, gpu, run, budget)?;
-    let charges = calibration::stored_charges(cuda, gpu).map(round_up_charges);
-    let rates = calibration::gpu(cuda, gpu)?.rates;
-    Ok(DeviceSpec {
-        budget: run.effective_budget(&name, budget).load_line(free),
-        name,
-        kind: DeviceKind::Cuda,
-        charges: charges.unwrap_or(paper::ASSUMED_CHARGES),
-        charges_measured: charges.is_some(),
-        link_measured: false,
-        nccl: cuda.nccl_version().map(|version| NcclSpec { version: version.to_owned(), bytes: cuda::nccl::CHARGES }),
-        // Transfers to other devices go through host memory.
-        team_link: rates.host_link,
-        // Threads for work of the processor beside the GPU.
-        threads: Cpu::read().threads_for(run.run.threads.requested())?,
-        rates,
-    })
-}
-
-/// Decides how the devices of a run exchange: by NCCL if all are GPUs with the same NCCL version, else through host memory. The
-/// memory of NCCL is charged.
+/// Decides how the devices of a run exchange data: by NCCL if all are GPUs with the same NCCL version, else through
+/// host memory. If they use NCCL, its memory is added to their charges (bytes outside the arena).
 pub(crate) fn choose_nccl(run: &RunRequest, devices: &mut [DeviceSpec]) {
     let version = |device: &DeviceSpec| device.nccl.as_ref().map(|nccl| nccl.version.clone());
     let first = devices.first().and_then(version);
@@ -269,7 +193,8 @@ pub(crate) fn choose_nccl(run: &RunRequest, devices: &mut [DeviceSpec]) {
     }
 }
 
-/// Makes devices exchange through host memory, and removes the charges of NCCL.
+/// Makes devices exchange data through host memory, and removes the memory of NCCL from their charges (bytes outside
+/// the arena).
 pub(crate) fn use_host_exchange<'a>(devices: impl IntoIterator<Item = &'a mut DeviceSpec>) {
     for device in devices {
         device.charges = device.charges.saturating_sub(device.nccl_bytes());
@@ -280,7 +205,7 @@ pub(crate) fn use_host_exchange<'a>(devices: impl IntoIterator<Item = &'a mut De
 /// Assumed bandwidth between hosts, in Gbit/s, if the user gives none and it cannot be measured.
 const ASSUMED_GBIT: f64 = 1.0;
 
-/// Resolves one requested device.
+/// Returns one requested device with its load line and rates. A GPU without an index stands for GPU 0.
 fn resolve_device(run: &RunRequest, requested: &DeviceRequest) -> Result<DeviceSpec, Failure> {
     match requested {
         DeviceRequest::Remote { device, team_link, .. } => {
@@ -314,18 +239,20 @@ fn resolve_device(run: &RunRequest, requested: &DeviceRequest) -> Result<DeviceS
                 message: format!("run.devices: {}: {}", requested.name(), failure.message),
                 ..failure
             };
-            let (cuda, gpu) = cuda::open::find_gpu(index.unwrap_or(0)).map_err(|error| with_key(error.into()))?;
+            let (cuda, gpu) = gpu::find_gpu(index.unwrap_or(0)).map_err(|error| with_key(error.into()))?;
             gpu_device(run, cuda, gpu, *budget)
         }
     }
 }
 
-/// Returns the charges of a device in this process before model and data are open.
+/// Returns the charges (bytes outside the arena) that are assumed for a device in this process until model and data are
+/// open.
 fn assumed_charges(config: &RunConfig) -> Bytes {
     process_charges(config.batch_sequences(), u64::from(config.data.sequence))
 }
 
-/// Resolves the processor of this machine. `budget` is its own load line, if the user gave one.
+/// Returns the processor of this machine as a device. `budget` is its load line in `run.devices`, if the user gave one
+/// there.
 pub(crate) fn cpu_device(run: &RunRequest, budget: Option<Budget>) -> Result<DeviceSpec, Failure> {
     let threads = Cpu::read().threads_for(run.run.threads.requested())?;
     let rates = calibration::cpu(threads)?.rates.paced(cpu_duty(run, threads));
@@ -343,13 +270,13 @@ pub(crate) fn cpu_device(run: &RunRequest, budget: Option<Budget>) -> Result<Dev
     })
 }
 
-/// Returns the share of the time in which training on the processor computes: 1 if the user set the number of threads, else a
-/// share that leaves the machine usable.
+/// Returns the fraction of the time in which training on the processor computes; it sleeps for the rest. The fraction
+/// is 1 if the user set the number of threads, else one that leaves the machine usable.
 pub fn cpu_duty(config: &RunConfig, threads: u32) -> f64 {
     if config.run.threads.requested().is_some() { 1.0 } else { auto_pace(Cpu::read().usable_cores(), threads) }
 }
 
-/// Resolves a virtual device: a part of this processor, of the size that `pace` gives in cores.
+/// Returns a virtual device: a part of this processor. `pace` is its size in cores.
 fn virtual_device(
     run: &RunRequest,
     name: &str,

@@ -2,20 +2,21 @@
 //! the files are made in `data::addition_example`.
 
 use super::RunRequest;
-use super::devices::has_usable_gpu;
+use super::gpus::has_usable_gpu;
 use crate::config::{EXAMPLE_PREFIX, RunConfig};
 use crate::data::addition_example;
 use plimsoll_core::{Budget, Bytes, Failure};
 use plimsoll_device::probe::{Cpu, Memory};
 use std::path::Path;
 
-/// Returns whether the model of a run is the built-in example.
+/// Returns whether `model.path` names the built-in example, `example:sums`.
 pub(crate) fn model_is_example(config: &RunConfig) -> bool {
     config.model.path.as_deref().is_some_and(|path| path.starts_with(EXAMPLE_PREFIX))
 }
 
-/// Returns the devices of the example on a machine without a GPU: two virtual devices with the speed ratio of an RTX 3070 and an
-/// RTX 3090. Together they use at most 80 % of the cores, and each holds at most the load line.
+/// Returns the text of `run.devices` for the built-in example on a machine without a GPU: two virtual devices with the
+/// speed ratio of an RTX 3070 and an RTX 3090. Together they use at most 80 % of the cores. Neither has a higher load
+/// line (the most bytes that a device may hold) than `memory.budget` gives.
 pub(crate) fn example_devices(config: &RunConfig) -> String {
     const SLOWER_PACE: f64 = 0.57;
     let cores = (0.8 * Cpu::read().usable_cores()).min(1.0 + SLOWER_PACE);
@@ -24,8 +25,8 @@ pub(crate) fn example_devices(config: &RunConfig) -> String {
     format!("virtual:large={}@{},virtual:small={}@{}", line(48), pace(1.0), line(32), pace(SLOWER_PACE))
 }
 
-/// Writes the files of the built-in example into the run folder and names them in the run, if the run names the example. After
-/// that it is a run like any other.
+/// Does nothing unless the run names the built-in example. Otherwise writes its files into the run folder, and replaces
+/// `example:sums` in the run by their paths. A run that names no devices gets virtual ones on a machine without a GPU.
 ///
 /// # Errors
 /// A folder that cannot be written.

@@ -2,11 +2,12 @@
 
 use crate::remote::{self, RemoteDevices};
 use plimsoll_core::{DeviceSpec, Failure, Link};
-use plimsoll_device::device::DeviceError;
+use plimsoll_device::error::DeviceError;
 use plimsoll_plan::device_request::{DeviceRequest, DevicesRequest};
 
-/// Measures the links of remote devices if the user did not give them, and sets `team_link`. The devices of one host share
-/// its link. If all devices are on one remote host, the links between its devices are measured instead.
+/// Measures the network links of those remote devices for which the user gave none, and sets their `team_link`. The
+/// devices of one host share its link. If all devices are on one remote host, the links between its devices are
+/// measured instead.
 ///
 /// # Errors
 /// A device that cannot be reached, or a link that cannot be measured.
@@ -34,12 +35,7 @@ pub(super) fn measure_host_links(
         remote_devices.iter().filter(|device| !several_hosts || is_first_of_host(device)).copied().collect();
     let connections = measuring.iter().map(|device| remote.connection(&device.name)).collect::<Result<Vec<_>, _>>()?;
     let not_measured = |(rank, error): (usize, DeviceError)| {
-        let name = measuring.get(rank).map_or("this machine", |device| &device.name);
-        let failure = remote::unreachable_failure(error);
-        Failure {
-            message: format!("run.devices: the links of {name} cannot be measured: {}", failure.message),
-            ..failure
-        }
+        measurement_failure(measuring.get(rank).map_or("this machine", |device| &device.name), error)
     };
     let include_local = hosts[0].is_none();
     let links = remote::links::measure_slowest_links(&connections, include_local, &*connector).map_err(not_measured)?;
@@ -62,6 +58,12 @@ pub(super) fn measure_host_links(
         devices[index].link_measured = true;
     }
     Ok(())
+}
+
+/// Returns the failure of a run if the links of a device or of this machine cannot be measured.
+fn measurement_failure(name: &str, error: DeviceError) -> Failure {
+    let failure = remote::unreachable_failure(error);
+    Failure { message: format!("run.devices: the links of {name} cannot be measured: {}", failure.message), ..failure }
 }
 
 /// Returns whether a device is remote and the user gave no link for it.

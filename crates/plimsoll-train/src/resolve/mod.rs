@@ -6,6 +6,7 @@
 //! | `request` | [`RunRequest`]: the run file with remote connections and changed load lines |
 //! | `model` | [`Model`]: what `[model]` names |
 //! | `devices` | the devices that `run.devices` names |
+//! | `gpus` | the GPUs of this machine |
 //! | `device_checks` | checks of requested devices against cores and memory |
 //! | `host_links` | measured links between hosts |
 //! | `charges` | bytes of this process outside arenas |
@@ -16,6 +17,7 @@ pub(crate) mod charges;
 mod device_checks;
 pub(crate) mod devices;
 pub(crate) mod example;
+mod gpus;
 mod host_links;
 pub(crate) mod model;
 mod request;
@@ -49,16 +51,16 @@ pub enum Workload {
 pub struct Resolved {
     /// The model; devices that load it share it.
     pub model: Arc<Model>,
-    /// The first or only device. Its charges are assumed until model and data are open.
+    /// The first or only device. Its charges (bytes outside the arena) are assumed until model and data are open.
     pub device: DeviceSpec,
     /// Further devices that the user requested or allowed.
     pub others: Vec<DeviceSpec>,
-    /// The requested accelerator, if the processor replaces it.
+    /// The requested accelerator that the processor replaces; `None` if nothing is replaced.
     pub fallback: Option<Fallback>,
 }
 
 impl Resolved {
-    /// Resolves the devices that a run names for its model.
+    /// Joins the model with the devices that a run names. Looks up or measures their load lines and rates.
     ///
     /// # Errors
     /// Sequences that the model does not support, or devices that cannot be used.

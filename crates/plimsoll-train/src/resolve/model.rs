@@ -16,7 +16,8 @@ pub struct Model {
     pub config: ModelConfig,
     /// Directory of the model; `None` for a preset, a single `config.json`, or an example that is not written yet.
     pub dir: Option<ModelDir>,
-    /// Existing adapters of the model.
+    /// Stored adapters of the model, which `model.adapter` names; `None` if the run starts without adapters or with new
+    /// ones.
     pub adapter: Option<AdapterDir>,
 }
 
@@ -68,12 +69,12 @@ impl Model {
         Ok(model(dir.config.clone(), Some(dir)))
     }
 
-    /// Returns the model's directory, if it has one.
+    /// Returns the model's directory; `None` for a preset or a single `config.json`.
     pub fn folder(&self) -> Option<&Path> {
         self.dir.as_ref().map(|dir| &*dir.path)
     }
 
-    /// Returns the path of `tokenizer.json`, if the model has one.
+    /// Returns the path of `tokenizer.json`; `None` if the model has none.
     pub fn tokenizer(&self) -> Option<PathBuf> {
         self.dir.as_ref().and_then(|dir| dir.tokenizer_path.clone())
     }
@@ -99,13 +100,15 @@ impl Model {
         self.adapter.as_ref().and_then(AdapterDir::unknown_base_note).into_iter().fold(failure, Failure::hint)
     }
 
-    /// Returns the weights that a run starts from; `None` for random weights.
+    /// Returns the stored weights that a run starts from; `None` if it starts from random weights or the model has
+    /// none.
     pub fn weights(&self, config: &RunConfig) -> Option<&ModelWeights> {
         let pretrained = config.model.init == Init::Pretrained;
         self.dir.as_ref().filter(|_| pretrained).and_then(|dir| dir.weights.as_ref())
     }
 
-    /// Returns the source of the first weights. A model without files is planned as if its weights were random.
+    /// Returns the source of the weights that a run starts from. A model without files is planned as if they were
+    /// random.
     pub(crate) fn source(&self, config: &RunConfig) -> WeightSource {
         self.weights(config).map_or(WeightSource::Random { seed: config.train.seed }, ModelWeights::source)
     }

@@ -9,14 +9,16 @@ use std::collections::BTreeMap;
 use std::ops::{Deref, DerefMut};
 use std::path::Path;
 
-/// A run as its caller asks for it. It dereferences to its [`RunConfig`], because most code needs nothing else.
+/// A request for a run: its settings, connections and changed load lines. It dereferences to its [`RunConfig`], because
+/// most code needs nothing else.
 #[derive(Clone, Debug, Default)]
 pub struct RunRequest {
     /// The settings of the run, as plain data.
     pub config: RunConfig,
     /// Connections to devices on other hosts or in other processes. The caller provides them; no run file names them.
     pub remote: RemoteDevices,
-    /// Load lines that the user changed while the run was active, by device name. They are stored in a file of their own.
+    /// Load lines (the most bytes that a device may hold) that the user changed while the run was active, by device
+    /// name. They are stored in `load-lines.json`.
     pub budget_overrides: BTreeMap<String, Budget>,
 }
 
@@ -41,9 +43,9 @@ impl DerefMut for RunRequest {
 }
 
 impl RunRequest {
-    /// Loads the request to resume a run from its folder, with the load lines that were changed while it was active. The
-    /// settings replace those of the run file as in [`RunConfig::resume`]; a new `memory.budget` or `run.devices` drops the
-    /// changed load lines.
+    /// Loads the request to resume a run from its folder. `settings` replace those of the run file as in
+    /// [`RunConfig::resume`]. Load lines that the user changed while the run was active still apply, unless `settings`
+    /// name `memory.budget` or `run.devices`.
     ///
     /// # Errors
     /// The errors of [`RunConfig::resume`].
@@ -57,12 +59,14 @@ impl RunRequest {
         Ok(request)
     }
 
-    /// Returns the devices of the run. Words that stand for a cluster are replaced by the devices that the cluster provided.
+    /// Returns the devices of the run. Words that stand for a cluster are replaced by the devices that the cluster
+    /// provided.
     pub fn devices(&self) -> DevicesRequest {
         self.remote.devices().cloned().unwrap_or_else(|| self.config.requested_devices())
     }
 
-    /// Returns the load line that the run file gives a device: its own where it is named with one, else `memory.budget`.
+    /// Returns the load line (the most bytes that it may hold) that the run file gives a device: the one in
+    /// `run.devices`, else `memory.budget`.
     pub fn budget_of(&self, device: &str) -> Budget {
         let is_named = |requested: &DeviceRequest| {
             let any_gpu = matches!(requested, DeviceRequest::Cuda { index: None, .. }) && device.starts_with("cuda:");
@@ -72,7 +76,8 @@ impl RunRequest {
         own.unwrap_or(self.memory.device_budget())
     }
 
-    /// Returns a note if `memory.budget` is set without effect, because every device is named with an amount of its own.
+    /// Returns a note if `memory.budget` is set without effect, because `run.devices` gives every device its own load
+    /// line. Otherwise returns `None`.
     pub fn unused_budget_note(&self) -> Option<String> {
         let devices = self.devices();
         let has_own = |requested: &DeviceRequest| requested.budget().is_some();
@@ -83,7 +88,8 @@ impl RunRequest {
         Some(format!("memory.budget = {budget} has no effect: run.devices gives each device an amount of its own"))
     }
 
-    /// Returns the load line of the host.
+    /// Returns the most bytes of host memory that offloaded tensors may fill: `host=` in `run.devices`, else
+    /// `memory.host`.
     pub fn host_budget(&self) -> Budget {
         self.devices().host.unwrap_or(self.memory.host)
     }
@@ -93,7 +99,7 @@ impl RunRequest {
         self.devices().file.or(self.memory.file)
     }
 
-    /// Returns the folder of the scratch file if there may be a scratch file.
+    /// Returns the folder of the scratch file; `None` if there may be no scratch file.
     pub fn scratch_folder(&self) -> Option<&Path> {
         self.scratch_budget().map(|_| self.config.scratch_file_folder())
     }

@@ -4,20 +4,21 @@
 //! ([`CheckpointInfo`]). A checkpoint is written to a temporary folder, synced and renamed, so a folder of that name is
 //! complete. Reading checks all file sizes, because a disk may lose data later.
 
+use crate::engine::Engine;
+use crate::engine::failure::DeviceFailure;
+use crate::engine::tensor_files::{CheckpointReader, TensorWriter};
 use crate::files::{FilesError, MAX_SHARD_BYTES, WeightFiles, WeightWriter, atomic};
-use crate::planning::prepare::PreviousPlan;
-use crate::session::engine::Engine;
-use crate::session::failure::DeviceFailure;
-use crate::session::tensor_files::{CheckpointReader, TensorWriter};
+use crate::planning::previous_plan::PreviousPlan;
 use crate::team::Team;
 use plimsoll_core::{Bytes, DType, Failure, GemmAlgorithms, Parallelism, Plan, Recipe, WorkerPlan};
 use plimsoll_program::ProgramKind;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Version of `checkpoint.json`.
+/// Version of the format of `checkpoint.json`.
 const VERSION: u32 = 3;
 
 /// Contents of `checkpoint.json`: everything of a checkpoint but its tensors.
@@ -27,28 +28,29 @@ pub struct CheckpointInfo {
     pub version: u32,
     /// Number of finished steps.
     pub step: u64,
-    /// Total number of steps, if the run file fixes it.
+    /// Total number of steps; `None` if a time limit ends the run.
     pub steps: Option<u64>,
     /// Seconds of training so far.
     pub elapsed_seconds: f64,
-    /// Loss of the first step.
+    /// Loss of the first step; NaN before it is done.
     pub first_loss: f64,
-    /// Loss of the last finished step.
+    /// Loss of the last finished step; NaN if no step is done.
     pub last_loss: f64,
     /// Recipe of the first device. A resumed run uses it again, so that results are bit-identical.
     pub recipe: Recipe,
-    /// Kind of parallelism; none for one device.
+    /// Kind of parallelism; `None` for one device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parallelism: Option<Parallelism>,
     /// Plan of each worker, in rank order; empty for one device. A resumed run uses it again.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub team: Vec<WorkerPlan>,
-    /// Number of CPU threads. A resumed run uses as many.
+    /// Number of CPU threads. A resumed run uses as many if the machine has them.
     pub threads: u32,
     /// Planned bytes of the first device outside its arena. A resumed run plans with this value, because a new
     /// measurement could differ slightly and change the plan.
     pub charges_bytes: Bytes,
-    /// Matrix product algorithms of the GPU. A resumed run uses them again, so that results are bit-identical.
+    /// Matrix product algorithms of the GPU; `None` for one device that is no GPU, and for a team, whose workers have
+    /// their own. A resumed run uses them again, so that results are bit-identical.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub algorithms: Option<GemmAlgorithms>,
     /// Data type of the computation.
@@ -67,15 +69,16 @@ impl CheckpointInfo {
     /// Version that this program writes and reads.
     pub const VERSION: u32 = VERSION;
 
-    /// Takes over recipe, parallelism, algorithms and charges from a plan, for the next checkpoint.
+    /// Takes over recipe, parallelism, workers and matrix product algorithms from a plan, for the next checkpoint.
+    /// `charges_bytes` are the planned bytes of the first device outside its arena.
     pub(crate) fn set_plan(&mut self, plan: &Plan, charges_bytes: Bytes) {
         self.recipe = plan.recipe.clone();
         (self.parallelism, self.team) = (plan.parallelism, plan.team.clone());
         (self.algorithms, self.charges_bytes) = (plan.algorithms.clone(), charges_bytes);
     }
 
-    /// Returns the same description with the progress of a checkpoint: its step, time and losses. Without a checkpoint, the progress
-    /// of a new run.
+    /// Returns `self` with the step, training time and losses of `checkpoint`. Without a checkpoint they are those of a
+    /// new run.
     pub(crate) fn with_progress_of(self, checkpoint: Option<&Checkpoint>) -> CheckpointInfo {
         let (step, elapsed_seconds, first_loss, last_loss) = match checkpoint {
             Some(Checkpoint { info, .. }) => (info.step, info.elapsed_seconds, info.first_loss, info.last_loss),
@@ -84,7 +87,7 @@ impl CheckpointInfo {
         CheckpointInfo { step, elapsed_seconds, first_loss, last_loss, ..self }
     }
 
-    /// Whether the values are in a range that a run can have written and that is safe to compute with.
+    /// Whether the values are in the range that a run can write. A damaged file may hold others.
     fn is_plausible(&self) -> bool {
         (1..=i64::MAX as u64).contains(&self.step)
             && self.elapsed_seconds >= 0.0
@@ -116,33 +119,92 @@ pub struct Checkpoint {
     pub tensors: WeightFiles,
 }
 
+/// Reason that a checkpoint cannot be used.
+enum Unusable {
+    /// `checkpoint.json` has this version, which differs from the one that this program reads.
+    OtherVersion(u32),
+    /// A file is missing or damaged, as the text tells.
+    Incomplete(String),
+}
+
+impl fmt::Display for Unusable {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        match self {
+            Unusable::OtherVersion(version) => write!(f, "checkpoint.json has version {version}, expected {VERSION}"),
+            Unusable::Incomplete(problem) => f.write_str(problem),
+        }
+    }
+}
+
 /// Returns the newest complete checkpoint of a run folder, with a warning for each newer one that is incomplete.
-/// Returns none if there was never a checkpoint.
+/// Returns `None` if the folder has no checkpoint.
 ///
 /// # Errors
-/// There are checkpoints, but all of them are incomplete. Starting from scratch would silently lose work.
+/// There are checkpoints, but each of them is incomplete or has the layout of another version. To start from scratch
+/// would silently lose work.
 pub fn newest(run_dir: &Path) -> Result<(Option<Checkpoint>, Vec<String>), Failure> {
-    let mut warnings = Vec::new();
+    let (mut warnings, mut other_versions) = (Vec::new(), Vec::new());
     for (_, path) in checkpoint_folders(run_dir).into_iter().rev() {
         match read(&path) {
             Ok(checkpoint) => return Ok((Some(checkpoint), warnings)),
-            Err(problem) => warnings.push(format!("checkpoint {} is incomplete: {problem}", path.display())),
+            Err(problem) => {
+                warnings.push(format!("checkpoint {} is incomplete: {problem}", path.display()));
+                if let Unusable::OtherVersion(version) = problem {
+                    other_versions.push(version);
+                }
+            }
         }
     }
     if warnings.is_empty() {
         return Ok((None, warnings));
+    }
+    if other_versions.len() == warnings.len() {
+        return Err(other_layout(run_dir, other_versions));
     }
     let message = format!("run folder {}: every checkpoint is incomplete", run_dir.display());
     let failure = warnings.into_iter().fold(Failure::input(message), Failure::hint);
     Err(failure.hint("restore a checkpoint from a backup, or delete the folder `checkpoints` to start from step 0"))
 }
 
-fn read(path: &Path) -> Result<Checkpoint, String> {
-    let text = fs::read(path.join("checkpoint.json")).map_err(|e| format!("checkpoint.json: {e}"))?;
-    let info: CheckpointInfo = serde_json::from_slice(&text).map_err(|e| format!("checkpoint.json: {e}"))?;
-    if info.version != VERSION {
-        return Err(format!("checkpoint.json has version {}, expected {VERSION}", info.version));
+/// Returns the failure for a run folder in which every checkpoint has the layout of another version. `versions` lists
+/// the version of each checkpoint.
+fn other_layout(run_dir: &Path, mut versions: Vec<u32>) -> Failure {
+    versions.sort_unstable();
+    versions.dedup();
+    let layout = if versions.iter().all(|version| *version < VERSION) { "an older layout" } else { "another layout" };
+    let versions: Vec<String> = versions.iter().map(u32::to_string).collect();
+    let message = format!(
+        "run folder {}: every checkpoint has {layout} (version {}; this program reads version {VERSION})",
+        run_dir.display(),
+        versions.join(", ")
+    );
+    Failure::input(message)
+        .hint("start a new run in another folder: --set run.dir=runs/another")
+        .hint("or resume this one with the version of Plimsoll that wrote it")
+}
+
+/// Reads the checkpoint in a folder and checks the sizes of its files.
+fn read(path: &Path) -> Result<Checkpoint, Unusable> {
+    let text = fs::read(path.join("checkpoint.json")).map_err(|e| format!("checkpoint.json: {e}"));
+    let text = text.map_err(Unusable::Incomplete)?;
+    // Another version may have other fields, so the version is read on its own.
+    if let Ok(Layout { version }) = serde_json::from_slice(&text)
+        && version != VERSION
+    {
+        return Err(Unusable::OtherVersion(version));
     }
+    read_files(path, &text).map_err(Unusable::Incomplete)
+}
+
+/// Version field of a `checkpoint.json`, to be read before all other fields.
+#[derive(Deserialize)]
+struct Layout {
+    version: u32,
+}
+
+/// Reads the checkpoint in the folder `path`. `text` is its `checkpoint.json`, which has the present version.
+fn read_files(path: &Path, text: &[u8]) -> Result<Checkpoint, String> {
+    let info: CheckpointInfo = serde_json::from_slice(text).map_err(|e| format!("checkpoint.json: {e}"))?;
     if !info.is_plausible() || path.file_name().is_none_or(|name| name != &*format!("step-{}", info.step)) {
         return Err("checkpoint.json has impossible values".to_owned());
     }
@@ -172,7 +234,8 @@ fn checkpoint_folders(run_dir: &Path) -> Vec<(u64, PathBuf)> {
     folders
 }
 
-/// Writes a checkpoint, then removes all but the `keep` newest. Returns its folder.
+/// Writes the checkpoint of the step `info.step`, then removes all but the `keep` newest checkpoints. Returns the
+/// folder of the new checkpoint.
 pub(crate) fn write(
     run_dir: &Path,
     info: &CheckpointInfo,
@@ -206,8 +269,9 @@ fn file_sizes(dir: &Path) -> Result<BTreeMap<String, Bytes>, FilesError> {
     Ok(file_sizes)
 }
 
-/// Removes all but the `keep` newest checkpoints up to `step`, and the temporary folders of killed saves. Later
-/// checkpoints stay and do not count: they are incomplete, or this run would have resumed from them.
+/// Removes all checkpoints of steps up to `step` but the `keep` newest ones. Also removes the temporary folders of
+/// killed saves. Checkpoints of later steps stay and do not count: they are incomplete, or this run would have resumed
+/// from them.
 fn prune(run_dir: &Path, step: u64, keep: u32) -> Result<(), FilesError> {
     let up_to_now = checkpoint_folders(run_dir).into_iter().filter(|(of, _)| *of <= step).map(|(_, path)| path);
     let unfinished = atomic::unfinished_directories(&run_dir.join("checkpoints"));
@@ -217,7 +281,10 @@ fn prune(run_dir: &Path, step: u64, keep: u32) -> Result<(), FilesError> {
     Ok(())
 }
 
-/// Loads the tensors of a checkpoint into the arena.
+/// Loads the tensors of a checkpoint into the arena of a device.
+///
+/// # Errors
+/// A tensor is missing or has another shape or type than the run needs, or the device fails.
 pub(crate) fn restore(checkpoint: &Checkpoint, engine: &mut Engine) -> Result<(), DeviceFailure> {
     for wanted in engine.file_tensors(ProgramKind::Restore) {
         let entry = checkpoint.tensors.entry(&wanted.name);
@@ -299,6 +366,28 @@ mod tests {
         fs::rename(run.path().join("checkpoints/step-20"), run.path().join("checkpoints/step-30")).unwrap();
         let (found, warnings) = newest(run.path()).unwrap();
         assert_eq!((found.unwrap().info.step, warnings.len()), (10, 1));
+    }
+
+    #[test]
+    fn older_layout_is_named_with_its_versions() {
+        let run = run_with(&[10, 20]);
+        let write = |step: u64, text: &str| {
+            fs::write(run.path().join(format!("checkpoints/step-{step}/checkpoint.json")), text).unwrap();
+        };
+        let refusal = || newest(run.path()).map(|_| ()).unwrap_err();
+        write(20, r#"{"version": 2, "step": 20}"#);
+        // A complete checkpoint of this version is still used.
+        let (found, warnings) = newest(run.path()).unwrap();
+        assert_eq!(found.unwrap().info.step, 10);
+        assert!(warnings[0].ends_with("step-20 is incomplete: checkpoint.json has version 2, expected 3"));
+        write(10, r#"{"version": 1}"#);
+        let expected = "every checkpoint has an older layout (version 1, 2; this program reads version 3)";
+        assert!(refusal().message.ends_with(expected), "{}", refusal());
+        assert!(refusal().hints[0].starts_with("start a new run"), "{}", refusal());
+        write(10, r#"{"version": 4}"#);
+        assert!(refusal().message.contains("has another layout (version 2, 4; "), "{}", refusal());
+        write(10, "{}");
+        assert!(refusal().message.ends_with("every checkpoint is incomplete"), "{}", refusal());
     }
 
     /// Corrupts `checkpoint.json` at random: either it is still plausible, or the previous checkpoint is used.

@@ -1,11 +1,13 @@
-//! State of a session, grouped by duty: [`RunContext`] holds the inputs of the run, [`Checkpointer`] the progress of saving,
-//! and [`RecoveryState`] failures and lost devices. The code that uses them is in `training`, `run_folder` and `recovery`.
+//! State of a session, grouped by duty: [`RunContext`] holds the inputs of the run, [`Checkpointer`] the progress of
+//! saving, and [`RecoveryState`] failures and lost devices. The code that uses them is in `training`, `run_folder` and
+//! `recovery`.
 
 use crate::data::{BatchSampler, Dataset};
+use crate::planning::planner::{Charges, Planner};
+use crate::recovery::failures::RefusalCounts;
 use crate::resolve::{Resolved, RunRequest};
 use crate::team::unavailable::UnavailableDevice;
 use plimsoll_core::{Bytes, LostDevice, Recovery};
-use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
@@ -14,13 +16,13 @@ use std::time::Instant;
 pub(crate) struct RunContext {
     /// Run folder.
     pub folder: PathBuf,
-    /// Run file with overrides and remote connections.
+    /// Values of the run file with the user's overrides, and the connections to remote devices.
     pub run: RunRequest,
     /// Model and devices that the run file resolved to.
     pub resolved: Resolved,
     /// Training data.
     pub data: Arc<Dataset>,
-    /// Evaluation data.
+    /// Evaluation data; `None` if the run does not evaluate.
     pub eval: Option<Arc<Dataset>>,
     /// Order and size of the batches.
     pub batches: BatchSampler,
@@ -30,13 +32,22 @@ pub(crate) struct RunContext {
     pub resumed_step: u64,
     /// Floating-point operations of all matrix products in one step.
     pub gemm_flops_per_step: f64,
-    /// Fraction of the time in which the CPU computes; below 1, a pause follows each step.
+    /// Fraction of the time in which the CPU computes. Below 1, a pause follows each step; 1 if the first device is no
+    /// CPU.
     pub cpu_duty: f64,
     /// Whether the run draws text samples at its end.
     pub draws_samples: bool,
 }
 
-/// Progress of saving.
+impl RunContext {
+    /// Returns the planner for an active run, under the load line `host` of host memory. It plans with the charges
+    /// (bytes outside the arena) that the devices have, and measures none.
+    pub fn planner(&self, host: Bytes) -> Planner<'_> {
+        Planner::new(&self.run, &self.resolved.model, Charges::Stated).with_host(host)
+    }
+}
+
+/// State of saving: whether the run saves, and its newest checkpoint.
 pub(crate) struct Checkpointer {
     /// Whether checkpoints and the model are written at all; false for a run that is only measured.
     pub enabled: bool,
@@ -44,17 +55,17 @@ pub(crate) struct Checkpointer {
     pub newest_step: u64,
     /// Time of the newest checkpoint, or of the start.
     pub newest_time: Instant,
-    /// Seconds that writing the newest checkpoint took.
+    /// Seconds that writing the newest checkpoint took; `None` until this process has written one.
     pub write_seconds: Option<f64>,
 }
 
 impl Checkpointer {
-    /// Creates the state of a run that starts after `step`, which is saved or 0.
+    /// Creates the state of a run that starts after `step`: the step of a checkpoint, or 0.
     pub fn new(enabled: bool, step: u64) -> Checkpointer {
         Checkpointer { enabled, newest_step: step, newest_time: Instant::now(), write_seconds: None }
     }
 
-    /// Records that the checkpoint of `step` is the newest one.
+    /// Records that the checkpoint of `step` is now the newest one; 0 if there is no checkpoint.
     pub fn set_newest(&mut self, step: u64) {
         (self.newest_step, self.newest_time) = (step, Instant::now());
     }
@@ -63,14 +74,14 @@ impl Checkpointer {
 /// Failures of the run and their consequences.
 #[derive(Default)]
 pub(crate) struct RecoveryState {
-    /// Changes of plan and retries, in order.
+    /// Changes of a worker's recipe or share after failures and changes of memory, and repeated work, in order.
     pub recoveries: Vec<Recovery>,
-    /// Lost devices, in order.
+    /// Losses of devices, in order. A device that was lost twice is listed twice.
     pub lost: Vec<LostDevice>,
     /// Whether a device was lost since the last finished step.
     pub lost_since_step: bool,
-    /// Lost remote devices that may return.
+    /// Lost remote devices that are polled for their return.
     pub unavailable: Vec<UnavailableDevice>,
-    /// Refusals of each device, by name, since the run last made progress. Devices keep their count when they are reopened.
-    pub refusals: BTreeMap<String, u32>,
+    /// Number of out-of-memory errors of each device since the run last made progress.
+    pub refusals: RefusalCounts,
 }

@@ -8,11 +8,11 @@ use serde::{Deserialize, Serialize};
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 use std::{fs, io, thread};
 
-/// Longest time that a client waits for the reply; the run replies between two steps.
+/// Longest time that a client waits for the reply. A run replies between two steps, which can take minutes.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(30 * 60);
 /// Longest time that the run waits for a client to send its request.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
@@ -21,17 +21,18 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Request {
-    /// Load line that holds from the next step on.
+    /// Load line that the device shall have from the next step on.
     budget: Budget,
-    /// Name of the device; optional for a run on one device.
+    /// Name of the device; `None` means the only device of the run.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     device: Option<String>,
 }
 
 /// A load line that was changed.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct BudgetChange {
-    /// Load line in bytes that holds now.
+    /// The new load line in bytes.
     pub budget_bytes: Bytes,
     /// Description of the plan under the new load line.
     pub message: String,
@@ -66,11 +67,11 @@ impl From<Reply> for Result<BudgetChange, Failure> {
     }
 }
 
-/// A request that the run has not answered yet.
+/// A client's request for another load line, which the run has not answered yet.
 pub struct BudgetRequest {
     /// Load line that the client asks for.
     pub budget: Budget,
-    /// Name of the device; optional for a run on one device.
+    /// Name of the device; `None` means the only device of the run.
     pub device: Option<String>,
     reply: Sender<Reply>,
 }
@@ -93,10 +94,11 @@ fn socket(run_dir: &Path) -> PathBuf {
 }
 
 impl ControlSocket {
-    /// Listens in the run folder, which the client has locked.
+    /// Creates the socket in the run folder, which the caller has locked, and starts a thread that serves clients.
     ///
     /// # Errors
-    /// The socket cannot be created, because its path is too long or the file system does not support sockets.
+    /// The socket cannot be created, for example because its path is too long or the file system does not support
+    /// sockets. Or the system refuses a thread.
     pub fn listen(run_dir: &Path) -> io::Result<ControlSocket> {
         let path = socket(run_dir);
         // A killed run leaves its socket behind.
@@ -138,7 +140,13 @@ fn answer_client(client: &UnixStream, pending_requests: &Sender<BudgetRequest>) 
             let ended = || Reply::Invalid("the run has ended".into());
             match pending_requests.send(BudgetRequest { budget, device, reply }) {
                 Err(_) => ended(),
-                Ok(()) => answer.recv_timeout(REPLY_TIMEOUT).unwrap_or_else(|_| ended()),
+                Ok(()) => answer.recv_timeout(REPLY_TIMEOUT).unwrap_or_else(|error| match error {
+                    RecvTimeoutError::Timeout => {
+                        let minutes = REPLY_TIMEOUT.as_secs() / 60;
+                        Reply::Invalid(format!("the run has not answered for {minutes} minutes"))
+                    }
+                    RecvTimeoutError::Disconnected => ended(),
+                }),
             }
         }
     };
@@ -147,25 +155,16 @@ fn answer_client(client: &UnixStream, pending_requests: &Sender<BudgetRequest>) 
     (&*client).write_all(&text)
 }
 
-/// Asks the run in this folder to hold another load line, and waits for the reply.
+/// Asks the run in the folder `run_dir` to change the load line of a device, and waits for the reply. A `device` of
+/// `None` means the only device of the run.
 ///
 /// # Errors
 /// - No run is active in this folder, or it ended meanwhile.
-/// - The named device does not work on the run.
+/// - The named device does not work on the run, or no device is named and several work on it.
 /// - No recipe fits under the load line (exit 3). The run keeps its plan.
 pub fn request_budget(run_dir: &Path, device: Option<&str>, budget: Budget) -> Result<BudgetChange, Failure> {
     let path = socket(run_dir);
-    let not_running = |error: io::Error| {
-        use io::ErrorKind::{ConnectionRefused, NotFound};
-        let reason = match error.kind() {
-            NotFound if !run_dir.is_dir() => ": the folder does not exist".to_owned(),
-            // There is no socket, or a killed run left it behind.
-            NotFound | ConnectionRefused => String::new(),
-            _ => format!(" ({error})"),
-        };
-        Failure::input(format!("{}: no run is active in this folder{reason}", run_dir.display()))
-            .hint("name the folder (run.dir) of a run that `plimsoll train` is working on")
-    };
+    let not_running = |error: io::Error| no_active_run(run_dir, &error);
     let mut stream = UnixStream::connect(&path).map_err(not_running)?;
     let mut text =
         serde_json::to_vec(&Request { budget, device: device.map(str::to_owned) }).expect("plain data has a JSON form");
@@ -175,6 +174,19 @@ pub fn request_budget(run_dir: &Path, device: Option<&str>, budget: Budget) -> R
     BufReader::new(stream).read_line(&mut line).map_err(not_running)?;
     let ended = |_| Failure::input(format!("{}: the run has ended", run_dir.display()));
     serde_json::from_str::<Reply>(&line).map_err(ended)?.into()
+}
+
+/// Returns the failure of a request to a folder in which no run replies. `error` is the error of the socket.
+fn no_active_run(run_dir: &Path, error: &io::Error) -> Failure {
+    use io::ErrorKind::{ConnectionRefused, NotFound};
+    let reason = match error.kind() {
+        NotFound if !run_dir.is_dir() => ": the folder does not exist".to_owned(),
+        // There is no socket, or a killed run left it behind.
+        NotFound | ConnectionRefused => String::new(),
+        _ => format!(" ({error})"),
+    };
+    Failure::input(format!("{}: no run is active in this folder{reason}", run_dir.display()))
+        .hint("name the folder (run.dir) of a run that `plimsoll train` is working on")
 }
 
 #[cfg(test)]

@@ -3,8 +3,8 @@
 use crate::config::RateSchedule;
 
 /// Returns the learning rate of `step`, counted from 1. The rate rises linearly to `highest` over `warmup_steps`, then
-/// follows `schedule`. `progress` is the fraction of the run after warm-up: 0 at the end of warm-up, 1 after the last
-/// step.
+/// follows `schedule`. `progress` is the finished fraction of the run after warm-up: 0 at the end of warm-up, 1 after
+/// the last step.
 pub fn learning_rate(schedule: RateSchedule, highest: f64, step: u64, warmup_steps: u64, progress: f64) -> f64 {
     if step <= warmup_steps {
         return highest * step as f64 / warmup_steps as f64;

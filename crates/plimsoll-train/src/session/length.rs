@@ -1,11 +1,12 @@
-//! Length of a run: which rows form its steps, how many steps there are, and when it is finished. Pure functions of the run file and
-//! the progress so far.
+//! Length of a run: which rows form its steps, how many steps there are, and when it is finished. Pure functions of the
+//! run file and the progress so far.
 
 use crate::config::{Length, RunConfig};
 use crate::data::{BatchSampler, RowOrder};
 use crate::session::checkpoint::CheckpointInfo;
 
-/// Whether a run with this progress has reached its last step or its time limit. `steps` is the total, where it is known.
+/// Whether a run with the progress `info` has reached its last step or its time limit. `steps` is the total number of
+/// steps; `None` if a time limit ends the run.
 pub(crate) fn is_finished(run: &RunConfig, steps: Option<u64>, info: &CheckpointInfo) -> bool {
     let seconds_limit = match run.length() {
         Some(Length::Hours(hours)) => hours * 3600.0,
@@ -14,7 +15,8 @@ pub(crate) fn is_finished(run: &RunConfig, steps: Option<u64>, info: &Checkpoint
     steps.is_some_and(|steps| info.step >= steps) || info.elapsed_seconds >= seconds_limit
 }
 
-/// Returns the batches of a run over `rows` rows, and the total number of steps unless the run is limited by time.
+/// Returns the batches of a run over `rows` rows of training data, and its number of steps. The number is `None` if a
+/// time limit ends the run.
 pub(crate) fn batches_and_steps(run: &RunConfig, rows: u64) -> (BatchSampler, Option<u64>) {
     let order = RowOrder { seed: run.train.seed, rows, shuffle: run.data.shuffle };
     let end = match run.length() {
@@ -38,7 +40,8 @@ pub(crate) fn remaining_steps(run: &RunConfig, info: &CheckpointInfo, step_secon
     }
 }
 
-/// Returns the progress after warm-up that the learning rate schedule uses for `step`: 0 at the end of warm-up, 1 at the end.
+/// Returns the progress that the learning rate schedule uses for `step`: 0 until the end of the warm-up, 1 at the end
+/// of the run. If a time limit ends the run, it is the part of that time that has passed; 0 for a run without limit.
 pub(crate) fn schedule_progress(run: &RunConfig, info: &CheckpointInfo, step: u64) -> f64 {
     let warmup = run.train.warmup_steps;
     match (info.steps, run.length()) {

@@ -1,25 +1,27 @@
-//! Opening a session: opens the devices of a plan, loads weights and optimizer state, and restarts from a checkpoint when the team
-//! changes.
+//! Opening a session: opens the devices of a plan, loads weights and optimizer state, and restarts from a checkpoint
+//! when the team changes.
 
 use crate::config::Method;
+use crate::engine::failure::DeviceFailure;
+use crate::engine::tensor_files::load_weights;
+use crate::events::EventLog;
 use crate::fault_injection::PendingFault;
-use crate::planning::prepare::{PreparedRun, TeamPlan, WorkerAssignment};
+use crate::planning::prepare::PreparedRun;
+use crate::planning::team_plan::{TeamPlan, WorkerAssignment};
+use crate::recovery::stragglers::StragglerDetector;
 use crate::resolve::cpu_duty;
 use crate::session::checkpoint::{self, Checkpoint, CheckpointInfo};
 use crate::session::context::{Checkpointer, RecoveryState, RunContext};
 use crate::session::control::ControlSocket;
-use crate::session::evaluation::evaluator::Evaluator;
-use crate::session::events::EventLog;
-use crate::session::failure::{DeviceFailure, StepInterrupt};
+use crate::session::evaluator::Evaluator;
+use crate::session::interrupt::StepInterrupt;
 use crate::session::length::batches_and_steps;
-use crate::session::step_times::StepTimes;
-use crate::session::tensor_files::load_weights;
 use crate::session::thermal::ThermalGuard;
 use crate::session::training::Session;
+use crate::step_times::StepTimes;
 use crate::team::Team;
 use crate::team::abandoned::AbandonedMemory;
 use crate::team::open::open_team;
-use crate::team::stragglers::StragglerDetector;
 use plimsoll_core::{Bytes, DeviceKind, DeviceSpec, Event, Exit, Failure};
 use plimsoll_device::process;
 use plimsoll_plan::price::required_gemm_flops;
@@ -29,28 +31,33 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Everything that a session starts from.
+/// Inputs of [`Session::open`].
 pub(crate) struct SessionRequest {
     /// Run folder, which the caller has locked.
     pub folder: PathBuf,
     /// Run file, model, data and plan.
     pub prepared: PreparedRun,
-    /// Checkpoint to resume from.
+    /// Checkpoint to resume from; `None` to start from step 0.
     pub checkpoint: Option<Checkpoint>,
-    /// Faults that the user asked for.
+    /// Faults that the user asked to inject.
     pub faults: Vec<Arc<PendingFault>>,
     /// Whether checkpoints and the model are written.
     pub saves: bool,
-    /// Control socket.
+    /// Control socket; `None` if the system refuses it.
     pub control: Option<ControlSocket>,
 }
 
 impl Session {
-    /// Opens the devices and loads weights and optimizer state. If the devices fail before the first step, the reason to stop is
-    /// returned with the session, so that the run still writes its result.
+    /// Opens the devices and loads weights and optimizer state. Returns the session with `None` if it is ready for its
+    /// first step. If device failures stop the run before, returns the session with that failure, and the caller still
+    /// writes a result.
+    ///
+    /// # Errors
+    /// Any failure without a result to write, such as a device that cannot be opened or invalid weights.
     pub(crate) fn open(request: SessionRequest, log: &mut EventLog) -> Result<(Session, Option<Failure>), Failure> {
         let SessionRequest { folder, prepared, checkpoint, faults, saves, control } = request;
         let checkpoint = checkpoint.map(Arc::new);
+        let info = info_at_start(&prepared, checkpoint.as_deref());
         let PreparedRun { run, resolved, train, eval, mut planned, .. } = prepared;
         // The memory peak of the run starts here: data and planning released their memory, or it is part of the charges.
         process::trim_heap();
@@ -60,27 +67,6 @@ impl Session {
         let abandoned = AbandonedMemory::default();
         let plan = planned.plan.clone();
         let first = &planned.assignments[0].device;
-        let (batches, steps) = batches_and_steps(&run, train.rows());
-        let info = CheckpointInfo {
-            version: CheckpointInfo::VERSION,
-            step: 0,
-            steps,
-            elapsed_seconds: 0.0,
-            first_loss: f64::NAN,
-            last_loss: f64::NAN,
-            recipe: plan.recipe.clone(),
-            parallelism: plan.parallelism,
-            team: plan.team.clone(),
-            threads: first.threads,
-            charges_bytes: first.charges,
-            algorithms: plan.algorithms.clone(),
-            precision: run.arithmetic(resolved.device.kind),
-            rows: train.rows(),
-            labelled_tokens: train.labelled_tokens(),
-            data: train.content_sha256().to_owned(),
-            files: BTreeMap::new(),
-        };
-        let info = info.with_progress_of(checkpoint.as_deref());
         let context = RunContext {
             folder,
             draws_samples: planned.assignments[0].outcome.set.program(ProgramKind::Prefill).is_some(),
@@ -89,9 +75,9 @@ impl Session {
             cpu_duty: if first.kind == DeviceKind::Cpu { cpu_duty(&run, first.threads) } else { 1.0 },
             resumed_step: info.step,
             host_budget: planned.host,
+            batches: batches_and_steps(&run, train.rows()).0,
             data: Arc::new(train),
             eval: eval.map(Arc::new),
-            batches,
             run,
             resolved,
         };
@@ -130,8 +116,8 @@ impl Session {
         Ok((session, None))
     }
 
-    /// Opens the devices of a plan. If a device is lost meanwhile, the remaining ones plan again without it. With `under_way`, for a run
-    /// that has trained already, any failure to open a device counts as its loss.
+    /// Opens the devices of a plan. If a device is lost meanwhile, plans the run again for the remaining ones and opens
+    /// those. `under_way` says that the run has trained already: any failure to open a device then counts as its loss.
     fn open_devices(
         &mut self,
         mut planned: TeamPlan,
@@ -169,12 +155,14 @@ impl Session {
         }
     }
 
-    /// Closes all devices, opens those of another plan and continues from the newest checkpoint, or from step 0 without one.
+    /// Closes all devices, opens those of another plan and continues from the newest checkpoint, or from step 0 without
+    /// one. Returns [`StepInterrupt::RolledBack`] after success, else the reason to end the run.
     pub(crate) fn restart_from_checkpoint(&mut self, planned: TeamPlan, log: &mut EventLog) -> StepInterrupt {
         self.reopen_from_checkpoint(planned, log).map_or_else(|interrupt| interrupt, |()| StepInterrupt::RolledBack)
     }
 
-    /// Opens the devices of a plan and loads the newest checkpoint, or the initial state.
+    /// Closes all devices, opens those of another plan and loads the newest checkpoint, or the initial state without
+    /// one.
     fn reopen_from_checkpoint(&mut self, planned: TeamPlan, log: &mut EventLog) -> Result<(), StepInterrupt> {
         self.team.record_peaks(None);
         let external_peak_bytes = self.team.external_peak_bytes().unwrap_or(Bytes::ZERO);
@@ -201,8 +189,8 @@ impl Session {
         self.initialize_state(checkpoint.as_ref(), log)
     }
 
-    /// Fills weights and optimizer state, from the checkpoint if there is one. Out-of-memory errors and lost devices are
-    /// handled as in a step. Faults set for step 0 occur here.
+    /// Fills weights and optimizer state from `checkpoint`, or with initial values if it is `None`. Recovers from
+    /// out-of-memory errors and lost devices, as in a step. Faults that the user injects into step 0 occur here.
     fn initialize_state(
         &mut self,
         checkpoint: Option<&Arc<Checkpoint>>,
@@ -214,8 +202,8 @@ impl Session {
         Ok(())
     }
 
-    /// Loads weights and optimizer state from a checkpoint, or initializes them without one. A LoRA run always reads its frozen base
-    /// weights from the model.
+    /// Loads weights and optimizer state from a checkpoint, or initializes them without one. A LoRA run always reads
+    /// its frozen base weights from the model.
     fn load_state(&mut self, checkpoint: Option<&Arc<Checkpoint>>) -> Result<(), DeviceFailure> {
         let (model, run) = (Arc::clone(&self.context.resolved.model), self.context.run.clone());
         let (checkpoint, frozen) = (checkpoint.cloned(), run.train.method == Method::Lora);
@@ -232,7 +220,35 @@ impl Session {
     }
 }
 
-/// Returns the floating-point operations of all matrix products that one worker runs in a step.
+/// Returns the `checkpoint.json` of a run before its next step: its inputs and plan, with the progress of the
+/// checkpoint that it resumes from. Without a checkpoint, the run is at step 0.
+fn info_at_start(prepared: &PreparedRun, checkpoint: Option<&Checkpoint>) -> CheckpointInfo {
+    let PreparedRun { run, resolved, train, planned, .. } = prepared;
+    let (plan, first) = (&planned.plan, &planned.assignments[0].device);
+    let info = CheckpointInfo {
+        version: CheckpointInfo::VERSION,
+        step: 0,
+        steps: batches_and_steps(run, train.rows()).1,
+        elapsed_seconds: 0.0,
+        first_loss: f64::NAN,
+        last_loss: f64::NAN,
+        recipe: plan.recipe.clone(),
+        parallelism: plan.parallelism,
+        team: plan.team.clone(),
+        threads: first.threads,
+        charges_bytes: first.charges,
+        algorithms: plan.algorithms.clone(),
+        precision: run.arithmetic(resolved.device.kind),
+        rows: train.rows(),
+        labelled_tokens: train.labelled_tokens(),
+        data: train.content_sha256().to_owned(),
+        files: BTreeMap::new(),
+    };
+    info.with_progress_of(checkpoint)
+}
+
+/// Returns the number of floating-point operations of all matrix products that one worker runs in a step, without
+/// recompute.
 fn gemm_flops_per_step(part: &WorkerAssignment) -> f64 {
     required_gemm_flops(&part.outcome.set) * part.outcome.plan.recipe.micro_batches(part.sequences) as f64
 }

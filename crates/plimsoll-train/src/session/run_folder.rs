@@ -2,14 +2,15 @@
 //! their formats are in `checkpoint` and `files`.
 
 use crate::config::{Method, RunConfig};
+use crate::engine::failure::DeviceFailure;
+use crate::engine::tensor_files::TensorWriter;
+use crate::events::EventLog;
 use crate::files::{WeightWriter, atomic, write_adapter_dir, write_model_dir};
 use crate::inference::samples::decode_samples;
 use crate::planning::request::adapter_config;
 use crate::session::checkpoint;
-use crate::session::events::EventLog;
-use crate::session::failure::{DeviceFailure, StepInterrupt};
+use crate::session::interrupt::StepInterrupt;
 use crate::session::outcome::Outcome;
-use crate::session::tensor_files::TensorWriter;
 use crate::session::training::{Ending, Session};
 use plimsoll_core::{Event, Failure, LossSpan, Plan, RunResult, RunStatus, StepSeconds, format_count};
 use plimsoll_program::ProgramKind;
@@ -18,7 +19,8 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 impl Session {
-    /// Updates the plan from the open devices, and stores it on disk and for the next checkpoint.
+    /// Replaces the run's plan by the one that its open devices follow, writes it to `plan.json`, and stores it with
+    /// the next checkpoint. Does nothing if no device is open.
     pub(crate) fn store_current_plan(&mut self) -> Result<(), Failure> {
         if self.team.len() == 0 {
             // The devices are not open yet.
@@ -31,7 +33,7 @@ impl Session {
         store_plan(&self.context.folder, &self.plan)
     }
 
-    /// Describes what a run that stops now can resume from.
+    /// Describes from which step a run that stops now can resume, and how many steps are lost.
     pub(crate) fn resume_hint(&self) -> String {
         let newest = self.checkpoints.newest_step;
         match self.info.step - newest {
@@ -49,7 +51,8 @@ impl Session {
         }
     }
 
-    /// Saves the current step, with recovery, unless it is saved already.
+    /// Writes the checkpoint of the last finished step, unless it exists or saving is off. Recovers from device
+    /// failures.
     pub(crate) fn save(&mut self, log: &mut EventLog) -> Result<(), StepInterrupt> {
         if self.is_saved() {
             return Ok(());
@@ -59,8 +62,8 @@ impl Session {
         Ok(self.record_checkpoint(start, log)?)
     }
 
-    /// Tries up to `tries` times to save the current step. If the devices fail, the previous checkpoint stays the
-    /// newest one.
+    /// Tries up to `tries` times to save the last finished step. If the devices fail each time, the previous checkpoint
+    /// stays the newest one, which is no error.
     pub(crate) fn save_if_possible(&mut self, tries: u32, log: &mut EventLog) -> Result<(), Failure> {
         let start = Instant::now();
         for _ in 0..tries {
@@ -77,8 +80,9 @@ impl Session {
         Ok(())
     }
 
-    /// Saves after a device was lost, if all remaining workers are remote. The cause of the loss, such as the end of a
-    /// cluster's head node, may soon take the others with the weights.
+    /// Tries once to save if a device was lost since the last finished step and all remaining workers are remote. The
+    /// cause of the loss, such as the end of a cluster's head node, may soon end the other workers and lose the
+    /// weights.
     pub(crate) fn save_if_all_workers_remote(&mut self, log: &mut EventLog) -> Result<(), Failure> {
         let lost = std::mem::take(&mut self.recovery.lost_since_step);
         match lost && self.team.workers().iter().all(|worker| worker.device.remote_host().is_some()) {
@@ -87,7 +91,8 @@ impl Session {
         }
     }
 
-    /// Whether everything that is to be saved is saved.
+    /// Whether the last finished step needs no checkpoint: saving is off, no step is finished, or its checkpoint
+    /// exists.
     fn is_saved(&self) -> bool {
         let step = self.info.step;
         !self.checkpoints.enabled
@@ -95,18 +100,18 @@ impl Session {
             || self.checkpoints.newest_step == step && self.checkpoint_path().exists()
     }
 
-    /// Returns the folder of the current step's checkpoint, which may not exist yet.
+    /// Returns the folder for the checkpoint of the last finished step. The folder may not exist yet.
     fn checkpoint_path(&self) -> PathBuf {
         self.context.folder.join("checkpoints").join(format!("step-{}", self.info.step))
     }
 
-    /// Writes the checkpoint of the current step.
+    /// Writes the checkpoint of the last finished step.
     fn write_checkpoint(&mut self) -> Result<(), DeviceFailure> {
         checkpoint::write(&self.context.folder, &self.info, &mut self.team, self.context.run.train.keep)?;
         Ok(())
     }
 
-    /// Records and logs a checkpoint that was started at `start`.
+    /// Records and logs a checkpoint that has been written. Writing it began at `start`.
     fn record_checkpoint(&mut self, start: Instant, log: &mut EventLog) -> Result<(), Failure> {
         self.checkpoints.set_newest(self.info.step);
         let seconds = start.elapsed().as_secs_f64();
@@ -115,7 +120,8 @@ impl Session {
         log.emit(Event::Checkpoint { step, path, seconds })
     }
 
-    /// Writes the trained model atomically: a Hugging Face directory, or adapters as a PEFT directory.
+    /// Writes the trained model atomically: as a Hugging Face directory, or for a LoRA run its adapters as a PEFT
+    /// directory. Returns the directory.
     pub(crate) fn write_model(&mut self) -> Result<PathBuf, DeviceFailure> {
         let (model, team) = (&self.context.resolved.model, &mut self.team);
         let tensors = team.file_tensors(ProgramKind::Save);
@@ -131,7 +137,7 @@ impl Session {
         Ok(path)
     }
 
-    /// Writes `result.json` and returns the outcome of the run.
+    /// Ends the run: writes `result.json`, closes the devices and returns the outcome.
     ///
     /// # Errors
     /// The file cannot be written, or the run was stopped by a failure, which is then returned.
@@ -196,8 +202,9 @@ impl Session {
 }
 
 impl Session {
-    /// Returns the step times and tokens per second of the run. Where no step was done since this start, the earlier result in `path`
-    /// has them, or the elapsed time of the checkpoint.
+    /// Returns the step times and tokens per second of the run. If this process has done no step, takes them from an
+    /// earlier result in the file `path` that ended at the same step. Without such a result, computes them from the
+    /// training time that the checkpoint records.
     fn measured_speed(&mut self, path: &Path) -> (StepSeconds, f64) {
         let tokens = (self.context.batches.rows * u64::from(self.context.run.data.sequence)) as f64;
         let earlier = fs::read(path).ok().and_then(|text| serde_json::from_slice::<RunResult>(&text).ok());
@@ -214,7 +221,7 @@ impl Session {
     }
 }
 
-/// Stores the plan that a run follows, for readers and for resuming.
+/// Writes the plan that a run follows to `plan.json`, for users and for resuming.
 ///
 /// # Errors
 /// The file cannot be written.
@@ -223,7 +230,7 @@ pub(crate) fn store_plan(folder: &Path, plan: &Plan) -> Result<(), Failure> {
     Ok(atomic::write_file(&folder.join("plan.json"), &text)?)
 }
 
-/// Returns the folder of the trained model.
+/// Returns the folder of the trained model: `adapter` for a LoRA run, else `model`.
 pub(crate) fn model_folder(folder: &Path, run: &RunConfig) -> PathBuf {
     folder.join(if run.train.method == Method::Lora { "adapter" } else { "model" })
 }

@@ -3,13 +3,15 @@
 
 use crate::config::{Length, RunConfig, Threads};
 use crate::data::Dataset;
+use crate::events::{EventLog, ensure_not_running};
 use crate::fault_injection::{Injection, InjectionTargets, PendingFault};
 use crate::files::atomic;
-use crate::planning::prepare::{PreparedRun, PreviousPlan, WorkerAssignment, prepare};
+use crate::planning::prepare::{PreparedRun, prepare};
+use crate::planning::previous_plan::PreviousPlan;
+use crate::planning::team_plan::WorkerAssignment;
 use crate::resolve::RunRequest;
 use crate::session::checkpoint::{self, Checkpoint, CheckpointInfo};
 use crate::session::control::ControlSocket;
-use crate::session::events::{EventLog, ensure_not_running};
 use crate::session::length::{batches_and_steps, is_finished};
 use crate::session::opening::SessionRequest;
 use crate::session::outcome::Outcome;
@@ -24,7 +26,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-/// A planned run, ready to start.
+/// A planned run. It is ready to start if its plan fits.
 pub struct Run {
     prepared: PreparedRun,
     checkpoint: Option<Checkpoint>,
@@ -33,11 +35,12 @@ pub struct Run {
     saves: bool,
 }
 
-/// Result of resuming a run.
+/// Result of [`Run::resume`].
 pub enum Resumed {
-    /// Steps remain to be done.
+    /// The run, to be started: steps remain to be done, or its result or model is missing.
     Continue(Box<Run>),
-    /// All steps are done, and result and model are written. Nothing is opened.
+    /// Outcome of a run that was complete before: all steps are done, and result and model are written. No device is
+    /// opened.
     Done(Box<Outcome>),
 }
 
@@ -51,8 +54,8 @@ impl Run {
         Run::begin(run, None)
     }
 
-    /// Plans a new run with the recipes of a stored plan, if they fit on this machine. Otherwise it plans again, with a
-    /// warning.
+    /// Plans a new run with the recipes of a stored plan, if they fit on this machine. Otherwise plans without them,
+    /// and the run warns about it when it starts.
     ///
     /// # Errors
     /// As [`Run::new`].
@@ -66,7 +69,8 @@ impl Run {
         Ok(run)
     }
 
-    /// Checks that the run folder is free, and plans a new run.
+    /// Checks that the run folder is free, and plans a new run. `known` is a stored plan to follow; `None` plans from
+    /// scratch.
     fn begin(run: RunRequest, known: Option<&PreviousPlan>) -> Result<Run, Failure> {
         let folder = Path::new(&run.run.dir);
         ensure_not_running(folder)?;
@@ -80,10 +84,11 @@ impl Run {
         Ok(Run { prepared, checkpoint: None, warnings: Vec::new(), faults: Vec::new(), saves: true })
     }
 
-    /// Plans to resume a run from its newest complete checkpoint, or from step 0 if there was never one.
+    /// Plans to resume a run from its newest complete checkpoint, or from step 0 if it has no checkpoint.
     ///
     /// # Errors
-    /// As [`Run::new`]. Also, all checkpoints are incomplete, or the data differ from those of the checkpoint.
+    /// The run file, the model or the data are invalid, or another process trains in the run folder. Also if no
+    /// checkpoint is usable, the data differ from those of the checkpoint, or the run file ends the run before it.
     pub fn resume(mut run: RunRequest) -> Result<Resumed, Failure> {
         let folder = PathBuf::from(&run.run.dir);
         ensure_not_running(&folder)?;
@@ -130,10 +135,11 @@ impl Run {
         Ok(Resumed::Continue(Box::new(run)))
     }
 
-    /// Asks for faults during the run: out-of-memory errors, slow, lost or silent devices.
+    /// Asks for faults during the run: out-of-memory errors, slow, lost or silent devices. Does nothing if the plan
+    /// does not fit.
     ///
     /// # Errors
-    /// A fault cannot occur in this run.
+    /// A fault cannot occur in this run, such as one of an unknown device or of a step after the last.
     pub fn inject_faults(&mut self, injections: Vec<Injection>) -> Result<(), Failure> {
         let PreparedRun { run, train, planned, .. } = &self.prepared;
         if !planned.plan.fits {
@@ -157,17 +163,19 @@ impl Run {
         self.saves = false;
     }
 
-    /// Returns the plan with its inputs.
+    /// Returns the plan of the run, with its run file, model and data.
     pub fn prepared(&self) -> &PreparedRun {
         &self.prepared
     }
 
-    /// Runs to the end, or until `stop` is raised; then the current step is finished and saved. A device that never
-    /// responds again keeps its thread until the process ends.
+    /// Runs to the end, or until `stop` becomes true. When `stop` becomes true, finishes and saves the step in
+    /// progress. `observer` receives each event. A device that never responds again keeps its thread until the process
+    /// ends.
     ///
     /// # Errors
-    /// Invalid weights, file errors, or a loss that is not finite. Saved checkpoints stay. A new run that fails before
-    /// its first step leaves nothing in the folder that would block another run.
+    /// Invalid weights, file errors, a loss that is not finite, or device failures after which no plan fits. Saved
+    /// checkpoints stay. A new run whose devices cannot be opened, or whose weights are invalid, leaves nothing in the
+    /// folder that would block another run.
     ///
     /// # Panics
     /// If the plan does not fit; the caller checks that first.
@@ -213,7 +221,7 @@ impl Run {
 /// Checks that the training data are those of the checkpoint.
 ///
 /// # Errors
-/// Another number of rows or labels, or other contents.
+/// The data have another number of rows or labels, or other contents.
 fn check_same_data(train: &Dataset, checkpoint: &Checkpoint) -> Result<(), Failure> {
     let Checkpoint { info, path, .. } = checkpoint;
     let hint = "restore the original files; other data need a new run";
@@ -236,7 +244,8 @@ fn check_same_data(train: &Dataset, checkpoint: &Checkpoint) -> Result<(), Failu
     Ok(())
 }
 
-/// Stores the length with which the run is resumed, so that the next `--resume` uses it.
+/// Writes the present length of the run (steps, epochs or hours) to its `run.toml`, so that the next `--resume` uses
+/// it.
 fn store_length(folder: &Path, run: &RunConfig) -> Result<(), Failure> {
     let path = folder.join("run.toml");
     let mut stored = RunConfig::load(Some(&path), &[])?;
@@ -266,8 +275,8 @@ fn check_not_shorter(run: &RunConfig, info: &CheckpointInfo) -> Result<(), Failu
         .hint(format!("to end it now: --set train.steps={}", info.step)))
 }
 
-/// Returns the outcome of a run that finished with this checkpoint. Returns none if steps, the result or the model are
-/// missing.
+/// Returns the outcome of a run that finished with the checkpoint that `info` describes. Returns `None` if steps remain
+/// to be done, or if the result or the model is missing.
 fn completed_outcome(run: &RunConfig, info: &CheckpointInfo) -> Option<Outcome> {
     let folder = PathBuf::from(&run.run.dir);
     let result: RunResult = serde_json::from_slice(&fs::read(folder.join("result.json")).ok()?).ok()?;
@@ -277,26 +286,29 @@ fn completed_outcome(run: &RunConfig, info: &CheckpointInfo) -> Option<Outcome> 
     done.then(|| Outcome { result, samples: Vec::new(), model: Some(model), folder })
 }
 
-/// Returns the plan of a run that never reached a checkpoint. Planning with it again gives bit-identical results.
+/// Returns the stored plan of a run that has no checkpoint; `None` without a readable `plan.json` that names devices. A
+/// run with this plan has bit-identical results.
 fn plan_before(folder: &Path) -> Option<PreviousPlan> {
     let plan: Plan = serde_json::from_slice(&fs::read(folder.join("plan.json")).ok()?).ok()?;
     PreviousPlan::from_plan(&plan)
 }
 
-/// Describes how a run computes. Two runs with the same description have bit-identical results.
+/// Describes how a run computes: its plan, and on one device the number of threads. Two runs of the same run file with
+/// equal descriptions have bit-identical results.
 fn describe_execution(recipe: &Recipe, parallelism: Option<Parallelism>, team: &[WorkerPlan], threads: u32) -> String {
     let plan = describe_plan(recipe, parallelism, team);
     if parallelism.is_none() { format!("{plan}, {}", format_count(threads, "thread")) } else { plan }
 }
 
-/// Describes the recipe, or for a team the parallelism with the share and recipe of each worker.
+/// Describes a plan in words: on one device its recipe, for a team the parallelism with the share and recipe of each
+/// worker.
 fn describe_plan(recipe: &Recipe, parallelism: Option<Parallelism>, team: &[WorkerPlan]) -> String {
     let Some(parallelism) = parallelism else { return recipe.to_string() };
     let worker = |plan: &WorkerPlan| format!("{} {}, {}", plan.device, describe_share(plan), plan.recipe);
     format!("{parallelism} on {}", team.iter().map(worker).collect::<Vec<_>>().join("; "))
 }
 
-/// Describes which layers or how many sequences a worker computes.
+/// Describes which layers or how many sequences a worker computes, or that it only stores a part of the state.
 fn describe_share(plan: &WorkerPlan) -> String {
     match plan.layers {
         Some([first, end]) if end - first == 1 => format!("layer {first}"),

@@ -1,28 +1,28 @@
 //! The training loop: a `Session` runs steps, evaluations and saves, until the run is finished or stopped.
 //!
-//! Opening devices and loading state is in `opening`, files are written in `run_folder`, evaluation is in `evaluation`. Device
-//! failures are handled in `recovery`, changes of the team in `team::rebalance`. These modules extend `Session` with their own
-//! `impl` blocks.
+//! Opening devices and loading state is in `opening`, files are written in `run_folder`, evaluation is in `evaluation`.
+//! Device failures are handled in `recover` and `device_loss`, changes of the team in `rebalance`. These modules extend
+//! `Session` with their own `impl` blocks.
 
 use crate::data::{Loader, Rows};
+use crate::engine::{StepInput, StepLoss};
+use crate::events::EventLog;
 use crate::fault_injection::PendingFault;
 use crate::inference::samples::{TokenSample, generate_samples};
+use crate::recovery::failures::Work;
+use crate::recovery::stragglers::StragglerDetector;
 use crate::session::checkpoint::CheckpointInfo;
 use crate::session::context::{Checkpointer, RecoveryState, RunContext};
 use crate::session::control::ControlSocket;
-use crate::session::engine::{StepInput, StepLoss};
-use crate::session::evaluation::evaluator::Evaluator;
-use crate::session::events::EventLog;
-use crate::session::failure::{DeviceFailure, StepInterrupt};
+use crate::session::evaluator::Evaluator;
+use crate::session::interrupt::{Continuation, StepInterrupt};
 use crate::session::learning_rate::learning_rate;
 use crate::session::length::{self, schedule_progress};
-use crate::session::step_times::StepTimes;
 use crate::session::thermal::ThermalGuard;
+use crate::step_times::StepTimes;
 use crate::team::Team;
 use crate::team::abandoned::AbandonedMemory;
-use crate::team::stragglers::StragglerDetector;
 use plimsoll_core::{Bytes, EvalResult, EvaluatorResult, Event, ExcludedDevice, Exit, Failure, Plan, RunStatus};
-use plimsoll_device::device::DeviceError;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -47,39 +47,39 @@ pub(crate) struct Session {
     pub(crate) checkpoints: Checkpointer,
     /// Failures and lost devices.
     pub(crate) recovery: RecoveryState,
-    /// Device outside the team that evaluates.
+    /// Device outside the team that evaluates; `None` if the team evaluates itself.
     pub(crate) evaluator: Option<Evaluator>,
-    /// Result of an evaluator that was closed.
+    /// Result of an evaluator that was closed; `None` if no evaluator was closed, or if it had made no evaluation.
     pub(crate) evaluator_result: Option<EvaluatorResult>,
-    /// Newest evaluation, with its step.
+    /// Newest evaluation with its step; `None` before the first one.
     pub(crate) last_eval: Option<(u64, EvalResult)>,
-    /// Detector of devices that are slower than planned.
+    /// Detector of workers that are slower than planned.
     pub(crate) stragglers: StragglerDetector,
-    /// Thermal limit.
+    /// Temperature limit, and the time that the run paused for hot devices.
     pub(crate) thermal: ThermalGuard,
-    /// Control socket; none where the system refuses it.
+    /// Control socket; `None` if the system refuses it.
     pub(crate) control: Option<ControlSocket>,
-    /// Faults that the user asked for.
+    /// Faults that the user asked to inject.
     pub(crate) faults: Vec<Arc<PendingFault>>,
-    /// Memory that unresponsive devices still hold.
+    /// Memory that lost devices still hold, because they do not respond.
     pub(crate) abandoned: AbandonedMemory,
     /// Measured step durations.
     pub(crate) step_times: StepTimes,
-    /// Measured peak of matrix products of all devices, in FLOP/s; 0 where it is unknown.
+    /// Sum over all devices of the measured peak rate of matrix products, in FLOP/s; 0 if it is unknown.
     pub(crate) peak_flops: f64,
     /// Seconds that opening the devices and loading the state took.
     pub(crate) setup_seconds: f64,
 }
 
-/// End of the training loop, with its products.
+/// Products of the training loop at its end.
 pub(crate) struct Ending {
     /// Whether the run is done or was stopped.
     pub(crate) status: RunStatus,
-    /// Failure that stopped the run; none where it is done or the user stopped it.
+    /// Failure that stopped the run; `None` if the run is done or the user stopped it.
     pub(crate) failure: Option<Failure>,
-    /// Written model.
+    /// Folder of the written model; `None` if the run stopped early or saves nothing.
     pub(crate) model: Option<PathBuf>,
-    /// Drawn samples.
+    /// Text samples that the model generated, as tokens; empty if the run draws none.
     pub(crate) drawn: Vec<TokenSample>,
 }
 
@@ -98,12 +98,13 @@ impl Session {
         }
     }
 
-    /// Whether the run has done its last step.
+    /// Whether the run has done its last step or reached its time limit.
     pub(crate) fn is_finished(&self) -> bool {
         length::is_finished(&self.context.run, self.info.steps, &self.info)
     }
 
-    /// Runs all steps, the final evaluation and saves. After a restart from a checkpoint it repeats the steps that were lost.
+    /// Runs all remaining steps, the final evaluation and the final saves. After a restart from a checkpoint it repeats
+    /// the steps that were lost.
     pub(crate) fn run(&mut self, log: &mut EventLog, stop: &AtomicBool) -> Result<Ending, Failure> {
         self.log_start(log)?;
         loop {
@@ -119,7 +120,7 @@ impl Session {
         }
     }
 
-    /// Ends the run early. Saves the finished steps if weights and optimizer state are intact.
+    /// Ends the run early, because of `failure`. Saves the finished steps if weights and optimizer state are intact.
     pub(crate) fn stop(&mut self, failure: Failure, state_intact: bool, log: &mut EventLog) -> Ending {
         let mut failure = failure;
         if self.state_loaded && state_intact && self.info.step > 0 {
@@ -147,7 +148,8 @@ impl Session {
         })
     }
 
-    /// Runs steps until the run is finished or `stop` is raised; after each one it evaluates, saves and adapts as needed.
+    /// Runs steps until the run is finished or `stop` becomes true. After each step it evaluates, saves and adapts as
+    /// needed.
     fn train_steps(&mut self, log: &mut EventLog, stop: &AtomicBool) -> Result<RunStatus, StepInterrupt> {
         self.redo_interrupted_evaluation(log)?;
         let mut loader = Loader::start(Arc::clone(&self.context.data), self.context.batches, self.info.step);
@@ -159,7 +161,7 @@ impl Session {
             let step = self.info.step;
             let every = |every: u64| every > 0 && step.is_multiple_of(every);
             if self.evaluates_after(step) && !self.is_finished() {
-                self.evaluate(log)?;
+                self.evaluate_current_step(log)?;
             }
             let minutes = self.context.run.train.save_every_minutes;
             let due = minutes > 0.0 && self.checkpoints.newest_time.elapsed().as_secs_f64() > minutes * 60.0;
@@ -175,15 +177,15 @@ impl Session {
                 self.readmit_returned_devices(log)?;
             }
             self.poll_control_and_memory(log)?;
-            self.pause_if_too_hot(stop, log)?;
+            self.thermal.pause_if_too_hot(&self.team, self.info.step, stop, log)?;
         }
         Ok(RunStatus::Done)
     }
 
     /// Runs one training step: gradients, update, bookkeeping.
     ///
-    /// Until the update begins the weights are unchanged, so a failed step is dropped and repeated with the same rows. From the
-    /// update on the step only rolls forward.
+    /// Until the update begins the weights are unchanged, so a failed step is dropped and repeated with the same rows.
+    /// From the update on the step only rolls forward.
     fn step(&mut self, rows: &mut Rows, labelled_tokens: u64, log: &mut EventLog) -> Result<(), StepInterrupt> {
         let step = self.info.step + 1;
         let start = Instant::now();
@@ -228,9 +230,11 @@ impl Session {
     }
 
     /// Updates the weights on all devices. After an out-of-memory error the update continues with the op that failed.
+    /// Returns the reason if a worker was removed; `None` if all workers remain.
     ///
-    /// In a data parallel team a worker that fails is removed and the others finish the step; the reason is returned, and the team
-    /// must be rebalanced. If the worker held a part of the model, the run restarts without it.
+    /// A worker of a data parallel team that is lost, or runs out of memory too often, is removed. The others finish
+    /// the step, and the caller must then rebalance the team. If the worker held a part of the model that no other has,
+    /// the run restarts without it.
     fn update_weights(&mut self, log: &mut EventLog) -> Result<Option<String>, StepInterrupt> {
         let (mut removed_reason, mut ops_done) = (None, 0);
         while let Err(failure) = self.team.update() {
@@ -238,39 +242,21 @@ impl Session {
             if ops_done > ops_before {
                 self.reset_refusals();
             }
-            let is_irreplaceable = self.team.len() == 1 || self.team.is_partitioned();
-            match failure {
-                DeviceFailure::OutOfMemory { rank, error } => match self.count_refusal(rank, &error) {
-                    None => self.log_retry(rank, &error, log)?,
-                    Some(reason) if is_irreplaceable => {
-                        // Only an injected out-of-memory error is known to come before any change.
-                        let begun = ops_done > 0 || !matches!(error, DeviceError::OutOfMemory { .. });
-                        self.exclude_worker(rank, &reason, !begun, log)?;
-                    }
-                    Some(reason) => {
-                        self.remove_lost_worker(rank, &reason, log)?;
-                        removed_reason = Some(reason);
-                    }
-                },
-                DeviceFailure::Lost { rank, reason } if is_irreplaceable => {
-                    self.continue_without(rank, &reason, log)?;
-                }
-                DeviceFailure::Lost { rank, reason } => {
-                    self.remove_lost_worker(rank, &reason, log)?;
-                    removed_reason = Some(reason);
-                }
-                other => return Err(other.into()),
+            match self.recover(failure, Work::Update { begun: ops_done > 0 }, log)? {
+                Continuation::Repeat | Continuation::PlanChanged => {}
+                Continuation::FinishStep(reason) => removed_reason = Some(reason),
             }
         }
         self.reset_refusals();
         Ok(removed_reason)
     }
 
-    /// Finishes a run after its last step: evaluates, saves, writes the model and draws samples.
+    /// Ends the training loop. If all steps are done, evaluates, saves, writes the model and draws samples. If the user
+    /// stopped the run, only waits for an evaluation in progress.
     fn conclude(&mut self, status: RunStatus, log: &mut EventLog) -> Result<Ending, StepInterrupt> {
         let mut ending = Ending { status, failure: None, model: None, drawn: Vec::new() };
         if status == RunStatus::Done {
-            self.evaluate(log)?;
+            self.evaluate_current_step(log)?;
             self.save(log)?;
             if self.checkpoints.enabled {
                 ending.model = Some(self.run_with_recovery(log, Session::write_model)?);
@@ -286,7 +272,7 @@ impl Session {
     }
 }
 
-/// Describes a step with a NaN or infinite loss or gradient norm.
+/// Returns the failure of a step with a NaN or infinite loss or gradient norm.
 fn not_finite(step: u64, found: StepLoss) -> Failure {
     let message = format!("step {step}: loss {} and gradient norm {} are not finite", found.loss, found.norm);
     Failure::stopped(message).hint(

@@ -1,16 +1,18 @@
 //! Communication groups: assigns ranks to the workers and connects them, in this process or over the network.
 
 use super::{Team, Worker};
+use crate::engine::failure::DeviceFailure;
 use crate::remote::RemoteConnector;
 use crate::remote::distributed::{ConnectedTeam, DistributedTransport, TeamEndpoint};
-use crate::session::failure::DeviceFailure;
 use plimsoll_core::DeviceKind;
 use plimsoll_device::cuda::collectives;
-use plimsoll_device::device::{DeviceError, NoFiles};
+use plimsoll_device::device::NoFiles;
+use plimsoll_device::error::DeviceError;
 use plimsoll_device::transport::{GroupHandle, Transport, in_process};
 use std::sync::Arc;
 
-/// Creates the transport for workers of this process. GPUs exchange in rounds of the size of their staging buffer.
+/// Creates the transport between workers of this process. If one of them is a GPU, exchanges run in rounds of the size
+/// of a GPU's staging buffer.
 pub(super) fn transport(workers: &[Worker]) -> Arc<dyn Transport> {
     let ranks = workers.len() as u32;
     match workers.iter().any(|worker| worker.device.kind == DeviceKind::Cuda) {
@@ -20,7 +22,8 @@ pub(super) fn transport(workers: &[Worker]) -> Arc<dyn Transport> {
 }
 
 impl Team {
-    /// Forms the communication group of the present workers. A device that misses its heartbeats meanwhile is lost.
+    /// Restarts the heartbeat monitor and forms the communication group of the present workers. A single worker needs
+    /// no group. A device that misses its heartbeats meanwhile is lost.
     pub(super) fn form_group(&mut self) -> Result<(), DeviceFailure> {
         self.start_monitor();
         if self.len() <= 1 {
@@ -42,12 +45,13 @@ impl Team {
         Ok(())
     }
 
-    /// Whether all devices have NCCL.
+    /// Returns whether all workers of the team are GPUs that exchange by NCCL.
     fn has_nccl(&self) -> bool {
         self.workers.iter().all(|worker| worker.device.nccl.is_some())
     }
 
-    /// Connects workers of several processes over the network. Returns the group handles of those in this process.
+    /// Connects workers of several processes over the network. Returns the group handle of each worker in rank order;
+    /// `None` for a remote worker, which has its own.
     fn form_remote_group(
         &mut self,
         connector: &dyn RemoteConnector,

@@ -8,9 +8,9 @@ use plimsoll_device::process;
 /// Bytes of a worker's arenas in the memory of this process.
 #[derive(Clone, Copy, Default)]
 pub(super) struct ArenaBytes {
-    /// Device arena, if the device is the CPU or simulated.
+    /// Device arena of a CPU or a virtual device of this process; 0 for others.
     device: Bytes,
-    /// Host arena.
+    /// Host arena of a device of this process; 0 for a remote device.
     host: Bytes,
 }
 
@@ -22,8 +22,9 @@ impl ArenaBytes {
 }
 
 impl Team {
-    /// Returns the measured bytes that a worker holds now. For a device in this process: without other devices' arenas
-    /// and host arenas.
+    /// Returns the measured bytes that a worker holds on its device now. For a device in the memory of this process,
+    /// they are the bytes of the process without three parts: host arenas, device arenas of other workers, and
+    /// abandoned memory.
     pub fn held_bytes(&mut self, rank: usize) -> Bytes {
         let other_bytes = self.other_arena_bytes(rank) + self.abandoned.bytes();
         let worker = &mut self.workers[rank];
@@ -33,8 +34,8 @@ impl Team {
         }
     }
 
-    /// Records the memory peaks before an arena changes or a worker leaves, and starts new ones. A `lost` worker is not
-    /// asked.
+    /// Records the memory peaks of all workers except the `lost` one, and starts new peaks. Call it before an arena
+    /// changes or a worker leaves.
     pub fn record_peaks(&mut self, lost: Option<usize>) {
         let peak = process::peak_resident().unwrap_or(Bytes::ZERO);
         for rank in (0..self.len()).filter(|rank| Some(*rank) != lost) {
@@ -55,12 +56,14 @@ impl Team {
         let _ = process::reset_peak();
     }
 
-    /// Sets the bytes of arenas outside the team, and the measured peak of this process while they existed.
+    /// Sets the bytes of arenas in this process that are outside the team, such as the evaluator's. `held` is the peak
+    /// of this process without the team's arenas, as measured so far.
     pub fn set_external_arenas(&mut self, arena_bytes: Bytes, held: Bytes) {
         (self.external_arena_bytes, self.external_peak_bytes) = (arena_bytes, held);
     }
 
-    /// Returns the measured peak of this process without the arenas of the team.
+    /// Returns the measured peak of this process without the arenas of the team; `None` if the system does not report
+    /// it.
     pub fn external_peak_bytes(&mut self) -> Option<Bytes> {
         let peak = process::peak_resident().ok()?;
         let abandoned = self.abandoned.peak_bytes();
@@ -72,7 +75,8 @@ impl Team {
         (0..self.len()).map(|rank| self.arena_bytes_of(rank).total()).sum()
     }
 
-    /// Returns the bytes of a worker's arenas in this process.
+    /// Returns the bytes of a worker's arenas that lie in the memory of this process. A GPU's device arena does not; for
+    /// a remote worker both are 0.
     pub(super) fn arena_bytes_of(&mut self, rank: usize) -> ArenaBytes {
         let worker = &mut self.workers[rank];
         if worker.device.remote_host().is_some() {
@@ -84,13 +88,14 @@ impl Team {
         ArenaBytes { device, host: memory.bytes(Space::Host) }
     }
 
-    /// Returns the bytes of arenas in this process that belong to other devices, without abandoned ones.
+    /// Returns the bytes of the arenas in this process, the evaluator's included. The device arena of worker `rank` and
+    /// the arenas of abandoned devices do not count.
     fn other_arena_bytes(&mut self, rank: usize) -> Bytes {
         let own = self.arena_bytes_of(rank).device;
         self.total_arena_bytes().saturating_sub(own) + self.external_arena_bytes
     }
 
-    /// Returns the measured bytes that all workers hold now.
+    /// Returns the sum of the measured bytes that all workers hold on their devices now.
     pub fn total_held_bytes(&mut self) -> Bytes {
         if self.len() == 1 {
             return self.held_bytes(0);
@@ -107,7 +112,7 @@ impl Team {
         if is_all_separate { separate } else { separate + process }
     }
 
-    /// Returns the measured memory of each worker beside its plan.
+    /// Returns planned and measured memory of each worker, in rank order.
     pub fn memory(&mut self) -> Vec<DeviceMemory> {
         let peak = process::peak_resident().ok();
         (0..self.len())

@@ -11,48 +11,38 @@
 //! | `group` | communication groups and their transport |
 //! | `run_on_all` | jobs in parallel, on one thread per worker |
 //! | `abandoned` | memory that unresponsive devices still hold |
-//! | `heartbeat` | detection of unresponsive devices |
 //! | `unavailable` | lost remote devices that may return |
 //! | `memory` | measured memory of the workers |
-//! | `stragglers` | detection of workers that are slower than planned |
-//! | `rebalance` | changes of the team and of the shares during a run |
 
 pub(crate) mod abandoned;
 mod group;
-pub(crate) mod heartbeat;
 mod memory;
 pub mod open;
-pub(crate) mod rebalance;
 pub(crate) mod run_on_all;
-pub(crate) mod stragglers;
 pub(crate) mod unavailable;
 mod worker;
 
 pub use worker::{PredictedCompute, Worker};
 
 use crate::data::Rows;
+use crate::engine::failure::DeviceFailure;
+use crate::engine::{Engine, StepInput, StepLoss};
 use crate::fault_injection::{FaultInjection, PendingFault};
 use crate::files::StoredTensor;
-use crate::inference::samples::CachedDecoder;
-use crate::planning::prepare::WorkerAssignment;
+use crate::heartbeat::{HeartbeatMonitor, MonitoredDevice, timeout_message};
+use crate::planning::team_plan::WorkerAssignment;
 use crate::remote::RemoteDevices;
-use crate::session::engine::{Engine, StepInput, StepLoss};
-use crate::session::failure::DeviceFailure;
-use crate::session::step_times::quantile;
-use crate::team::heartbeat::{HeartbeatMonitor, MonitoredDevice, timeout_message};
+use crate::step_times::quantile;
 use abandoned::AbandonedMemory;
 use plimsoll_core::{Bytes, DType, DeviceSpec, Parallelism, Plan, WorkerPlan, WorkerResult};
 use plimsoll_device::calibration;
-use plimsoll_device::device::{DeviceError, FileSpace, NoFiles};
+use plimsoll_device::device::{FileSpace, NoFiles};
+use plimsoll_device::error::DeviceError;
 use plimsoll_device::transport::Transport;
 use plimsoll_program::ProgramKind;
 use run_on_all::{Job, JobOutcome, Task, run_on_all};
 use std::sync::Arc;
 use std::time::Duration;
-use stragglers::MIN_PREDICTED_SECONDS;
-
-/// Fewest steps from which a device's speed is learned.
-const MIN_STEPS: usize = 8;
 
 /// All workers of a run, in rank order.
 pub struct Team {
@@ -67,28 +57,10 @@ pub struct Team {
     /// Bytes of arenas outside the team in this process, such as the evaluator's.
     external_arena_bytes: Bytes,
     external_peak_bytes: Bytes,
-    /// Connections to remote devices.
+    /// Remote devices of the run, with the connector that reaches them.
     remote: RemoteDevices,
-    /// Number of groups formed so far; each one gets its own number.
+    /// Number of communication groups with remote devices formed so far, which numbers the next one.
     group_count: u64,
-}
-
-impl CachedDecoder for Team {
-    fn extend(&mut self, tokens: &[i32], length: usize) -> Result<Vec<f64>, DeviceFailure> {
-        if !self.is_partitioned() {
-            let tokens = tokens.to_vec();
-            return self.on_one(0, move |engine| Ok(engine.extend(&tokens, length)?));
-        }
-        // All workers receive the same tokens. Of a pipeline only the last stage has logits; otherwise all have the
-        // same ones.
-        let tokens = tokens.to_vec();
-        let all = self.on_all(move |_, engine| Ok(engine.extend(&tokens, length)?))?;
-        Ok(all.into_iter().find(|logits| !logits.is_empty()).expect("a worker has the output head"))
-    }
-
-    fn capacity(&self) -> usize {
-        self.workers[0].engine.capacity()
-    }
 }
 
 impl Team {
@@ -144,7 +116,8 @@ impl Team {
         self.has_replacement = has_replacement;
     }
 
-    /// Starts the heartbeat monitor for the present workers.
+    /// Starts the heartbeat monitor for the present workers. A single local worker is monitored only if an excluded
+    /// device could take over.
     fn start_monitor(&mut self) {
         // Stop the previous monitor first.
         self.monitor = None;
@@ -160,7 +133,8 @@ impl Team {
         self.monitor = HeartbeatMonitor::start(devices, on_loss, self.heartbeat_timeout);
     }
 
-    /// Returns the only worker if no monitor watches it; its work needs no thread of its own.
+    /// Returns the only worker, whose work needs no thread of its own; `None` for several workers, or if a monitor
+    /// watches the worker.
     fn sole_unmonitored(&mut self) -> Option<&mut Worker> {
         let is_monitored = self.monitor.is_some();
         match &mut self.workers[..] {
@@ -169,7 +143,7 @@ impl Team {
         }
     }
 
-    /// Returns the loss of a worker that missed its heartbeats.
+    /// Returns the loss of a worker that missed its heartbeats; `None` if no worker did.
     fn heartbeat_failure(&self) -> Option<DeviceFailure> {
         let rank = self.workers.iter().position(Worker::is_missed)?;
         Some(DeviceFailure::Lost {
@@ -183,7 +157,7 @@ impl Team {
         self.workers.len()
     }
 
-    /// Returns all workers.
+    /// Returns all workers in rank order.
     pub fn workers(&self) -> &[Worker] {
         &self.workers
     }
@@ -193,7 +167,7 @@ impl Team {
         &mut self.workers[rank]
     }
 
-    /// Returns the worker that writes files and draws samples.
+    /// Returns the worker of rank 0.
     pub fn first(&mut self) -> &mut Worker {
         &mut self.workers[0]
     }
@@ -201,7 +175,7 @@ impl Team {
     /// Returns the rank of the device of this name. Without a name, the team must have one worker.
     ///
     /// # Errors
-    /// A message that lists the devices.
+    /// A message that lists the devices: no worker has this name, or there is no name and several workers.
     pub fn rank_named(&self, device: Option<&str>) -> Result<usize, String> {
         let names = || self.workers.iter().map(|worker| worker.device.name.as_str()).collect::<Vec<_>>().join(", ");
         match device {
@@ -214,8 +188,8 @@ impl Team {
         }
     }
 
-    /// Runs work on all workers in parallel. If one fails, the work counts as not done, and the most severe failure is
-    /// returned.
+    /// Runs work on all workers in parallel and returns the results in rank order. If one fails, the work counts as not
+    /// done, and the most severe failure is returned.
     ///
     /// # Errors
     /// The failure of a worker.
@@ -248,7 +222,7 @@ impl Team {
     }
 
     /// Runs the task that `task` returns for each worker, in parallel; tasks may write to `files`. Workers without a
-    /// task are skipped.
+    /// task are skipped. Returns the results in rank order, or the most severe failure.
     fn run_tasks<T: Send + 'static>(
         &mut self,
         files: &mut dyn FileSpace,
@@ -313,7 +287,7 @@ impl Team {
         }
     }
 
-    /// Injects these faults into the work of the devices.
+    /// Replaces the faults that are injected into the work of the devices; `seed` draws the random ones.
     pub fn inject_faults(&mut self, faults: &[Arc<PendingFault>], seed: u64) {
         for (rank, worker) in (0..).zip(&mut self.workers) {
             let liveness = worker.liveness();
@@ -321,8 +295,8 @@ impl Team {
         }
     }
 
-    /// Computes the gradients of all rows of a step and the clip factor: each worker takes its own rows, and the sums
-    /// are reduced over all. The weights do not change.
+    /// Computes the gradients of all rows of a step and the clip factor, and returns loss and gradient norm of the
+    /// step. Each worker takes its own rows, and the sums over all workers are formed. The weights do not change.
     ///
     /// # Errors
     /// The failure of a worker; the step is dropped on all of them.
@@ -356,32 +330,33 @@ impl Team {
         Ok(losses[0])
     }
 
-    /// Records the measured seconds of a step, for a team of one.
+    /// Records the measured seconds of a step in a team of one; does nothing in a larger team.
     pub fn record_step_seconds(&mut self, seconds: f64) {
         if let [only] = &mut self.workers[..] {
             only.slowdowns.push(seconds / only.plan.predicted.step_seconds);
         }
     }
 
-    /// Whether each worker holds a part of the model that no other has: sharded or pipeline parallel.
+    /// Returns whether each worker holds a part of the model that no other has: sharded or pipeline parallel.
     pub fn is_partitioned(&self) -> bool {
         matches!(self.workers[0].share.parallelism, Some(Parallelism::Sharded | Parallelism::Pipeline))
     }
 
-    /// Returns the number of micro-batches that every worker of a sharded team must run: that of the worker with the
-    /// most. Returns 0 where the workers are independent.
+    /// Returns the number of micro-batches that every worker of a sharded or pipeline team must run: that of the worker
+    /// with the most. Returns 0 where the workers are independent.
     fn common_micro_batches(&self) -> u64 {
         let micro_batches = |worker: &Worker| worker.plan.recipe.micro_batches(worker.sequences);
         if self.is_partitioned() { self.workers.iter().map(micro_batches).max().unwrap_or(0) } else { 0 }
     }
 
-    /// Returns measured and predicted compute seconds of each worker in the last step; none for storage-only workers.
+    /// Returns measured and predicted compute seconds of each worker in the last step, in rank order; `None` for
+    /// storage-only workers. Both numbers are 0 if the device did not measure its seconds.
     pub fn compute_times(&self) -> Vec<Option<(f64, f64)>> {
         self.workers.iter().map(|worker| (worker.sequences > 0).then_some(worker.last_compute)).collect()
     }
 
     /// Updates the weights on all workers. After an out-of-memory error, the next call continues on the workers that
-    /// are not done.
+    /// have not finished.
     ///
     /// # Errors
     /// The failure of a worker; the others have updated nevertheless.
@@ -390,8 +365,8 @@ impl Team {
         Ok(())
     }
 
-    /// Returns the number of finished update ops over all workers. A worker that is done counts more than any partial
-    /// update.
+    /// Returns the number of finished update ops, summed over all workers. A worker with a finished update counts with
+    /// a number larger than the ops of any update.
     pub fn update_ops_done(&self) -> u64 {
         self.workers.iter().map(|worker| worker.engine.update_ops_done()).sum()
     }
@@ -404,8 +379,8 @@ impl Team {
         self.monitor = None;
     }
 
-    /// Removes a worker and drops its engine; in the background if it missed its heartbeats, because dropping may
-    /// block.
+    /// Removes a worker from the list, drops its engine and returns the rest. If it missed its heartbeats, the engine
+    /// is dropped in the background, because that may block.
     fn release(&mut self, rank: usize) -> Worker {
         let arenas = self.arena_bytes_of(rank).total();
         let mut worker = self.workers.remove(rank);
@@ -416,7 +391,8 @@ impl Team {
         worker
     }
 
-    /// Returns the plan of the whole team, from the present plan of each worker. `before` is the previous one.
+    /// Returns the plan of the whole team, from the present plan of each worker. `before` is the previous plan of the
+    /// team; it supplies what the workers' plans lack.
     pub fn plan(&self, before: &Plan) -> Plan {
         if let [only] = &self.workers[..] {
             return only.plan.clone();
@@ -442,7 +418,7 @@ impl Team {
         plan
     }
 
-    /// Returns the names of all devices.
+    /// Returns the names of all devices in rank order.
     pub fn names(&self) -> Vec<String> {
         self.workers.iter().map(|worker| worker.device.name.clone()).collect()
     }
@@ -452,17 +428,18 @@ impl Team {
         self.workers.iter().map(|worker| DeviceSpec { budget: worker.line.bytes, ..worker.device.clone() }).collect()
     }
 
-    /// Returns the rank of a device.
+    /// Returns the rank of the device of this name; `None` if it is not in the team.
     pub fn rank_of(&self, name: &str) -> Option<usize> {
         self.workers.iter().position(|worker| worker.device.name == name)
     }
 
-    /// Sorts the workers in the order of these names, which are those of all devices.
+    /// Sorts the workers in the order of `names`, which must contain the name of each worker.
     pub fn reorder(&mut self, names: &[String]) {
         self.workers.sort_by_key(|worker| names.iter().position(|name| *name == worker.device.name));
     }
 
-    /// Switches every worker to its part of another plan, then forms a new communication group.
+    /// Switches every worker to its part of another plan, then forms a new communication group. `parts` holds the parts
+    /// in rank order.
     ///
     /// # Errors
     /// The failure of a device; some workers may have switched.
@@ -484,7 +461,8 @@ impl Team {
         self.form_group()
     }
 
-    /// Returns the tensors that a Program reads from files or writes to them, over all workers, each tensor once.
+    /// Returns the tensors that a Program of the workers reads from files or writes to them. Each tensor is listed
+    /// once, even if several workers have it.
     pub fn file_tensors(&self, program: ProgramKind) -> Vec<StoredTensor> {
         let stages = if self.workers[0].share.parallelism == Some(Parallelism::Pipeline) { self.len() } else { 1 };
         self.workers[..stages].iter().flat_map(|worker| worker.engine.file_tensors(program)).cloned().collect()
@@ -519,24 +497,16 @@ impl Team {
         Ok(())
     }
 
-    /// Returns the result of each worker; empty for a team of one.
+    /// Returns the result of each worker in rank order; empty for a team of one.
     pub fn worker_results(&self) -> Vec<WorkerResult> {
         if self.len() == 1 {
             return vec![];
         }
-        let result = |worker: &Worker| WorkerResult {
-            device: worker.device.name.clone(),
-            simulated: worker.device.simulated(),
-            sequences: worker.sequences,
-            recipe: worker.plan.recipe.clone(),
-            compute_slowdown: quantile(&worker.slowdowns, 0.5),
-            collectives: worker.engine.collectives(),
-        };
-        self.workers.iter().map(result).collect()
+        self.workers.iter().map(Worker::result).collect()
     }
 
-    /// Returns the measured peak of matrix products of all devices in FLOP/s. Returns 0 if one was measured beside
-    /// other load.
+    /// Returns the sum over all devices of the measured peak rate of matrix products, in FLOP/s. Returns 0 if other
+    /// programs used the CPU while its rate was measured.
     pub fn peak_flops(&self, precision: DType) -> f64 {
         match self.workers.iter().any(Worker::is_disturbed) {
             true => 0.0,
@@ -544,21 +514,17 @@ impl Team {
         }
     }
 
-    /// Stores the measured speed of devices that were slower than planned, for the next plan. Skips simulated devices,
-    /// and devices with rates that were measured beside other load.
+    /// Stores the measured speed of devices that were slower than planned, for the next plan. `run` names the run that
+    /// measured it. Skips simulated devices, a CPU with rates that were measured beside other load, and devices with
+    /// too few or too short steps.
     pub fn store_measured_speeds(&self, run: &str) {
-        let is_comparable = |worker: &&Worker| {
-            !worker.device.simulated()
-                && !worker.is_disturbed()
-                && worker.plan.predicted.step_seconds >= MIN_PREDICTED_SECONDS
-                && worker.slowdowns.len() >= MIN_STEPS
-        };
-        for worker in self.workers.iter().filter(is_comparable) {
+        for worker in self.workers.iter().filter(|worker| worker.has_comparable_speed()) {
             calibration::record_slowdown(&worker.device, quantile(&worker.slowdowns, 0.5), run);
         }
     }
 
-    /// Removes a lost worker with all its memory, and returns its name. The next plan forms a new communication group.
+    /// Removes a worker with all its memory, and returns its name. The remaining workers have no communication group
+    /// until the next plan forms one.
     pub fn remove(&mut self, rank: usize) -> String {
         self.record_peaks(Some(rank));
         let Worker { device, .. } = self.release(rank);

@@ -1,161 +1,39 @@
-//! Opens the devices of a plan: selects the executor for each [`DeviceSpec`], monitors the heartbeat meanwhile, and
-//! plans again if a GPU holds more memory outside its arena than expected.
+//! Opens the devices of a plan: monitors the heartbeat of each meanwhile, and plans again if a GPU holds more memory
+//! outside its arena than expected.
 
 use super::abandoned::AbandonedMemory;
 use super::run_on_all::{Job, JobOutcome, Task, run_on_all};
 use super::{Team, Worker};
+use crate::engine::Engine;
+use crate::engine::failure::DeviceFailure;
+use crate::engine::open::liveness_probe;
+use crate::events::EventLog;
 use crate::fault_injection::{FaultInjection, PendingFault};
+use crate::heartbeat::{HeartbeatMonitor, HeartbeatSender, Liveness, MonitoredDevice, timeout_message};
 use crate::planning::charges::program_charges;
-use crate::planning::prepare::{TeamPlan, WorkerAssignment};
+use crate::planning::planner::{Charges, Planner};
+use crate::planning::team_plan::{TeamPlan, WorkerAssignment};
 use crate::recovery::LoadLine;
 use crate::remote::device::Connection;
 use crate::resolve::Resolved;
 use crate::resolve::RunRequest;
 use crate::resolve::charges::round_up_charges;
-use crate::session::engine::Engine;
-use crate::session::events::EventLog;
-use crate::session::failure::DeviceFailure;
-use crate::team::heartbeat::{HeartbeatMonitor, HeartbeatSender, Liveness, MonitoredDevice, timeout_message};
-use plimsoll_core::{
-    Budget, Bytes, DType, DeviceKind, DeviceSpec, Event, Failure, GemmAlgorithms, HostSpec, Link, Plan,
-};
-use plimsoll_device::cpu::executor;
-use plimsoll_device::cuda;
-use plimsoll_device::cuda::open::{GpuMonitor, OpenOptions};
-use plimsoll_device::device::{Device, DeviceError, NoFiles};
+use plimsoll_core::{Budget, Bytes, DeviceKind, DeviceSpec, Event, Failure, Plan};
+use plimsoll_device::device::NoFiles;
+use plimsoll_device::error::DeviceError;
 use plimsoll_device::probe::Memory;
 use plimsoll_device::transport::{Transport, in_process};
-use plimsoll_device::virtual_device::{self, VirtualDeviceSpec};
-use plimsoll_plan::price::Prices;
-use plimsoll_plan::search::{PlanOutcome, plan_recipe, search};
-use plimsoll_plan::team::{evaluation_request, keep_micro_batch};
-use plimsoll_program::{Op, Placement, ProgramSet};
-use std::path::Path;
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-/// Opens a device with the Programs of a plan, and returns the monitor of a GPU. `algorithms` fixes the matrix product
-/// algorithms, `scratch` is the folder of the scratch file.
-///
-/// # Errors
-/// The device cannot be opened, or no executor supports it.
-pub fn open_device(
-    spec: &DeviceSpec,
-    set: ProgramSet,
-    placement: Placement,
-    precision: DType,
-    algorithms: Option<&GemmAlgorithms>,
-    scratch: Option<&Path>,
-) -> Result<(Box<dyn Device>, Option<GpuMonitor>), DeviceError> {
-    let threads = spec.threads as usize;
-    match spec.kind {
-        DeviceKind::Cpu if scratch.is_none() => Ok((executor::open(set, placement, precision, threads, None)?, None)),
-        DeviceKind::Cpu => Ok((virtual_device::open(cpu_with_queues(spec, scratch), set, placement, precision)?, None)),
-        DeviceKind::Virtual => {
-            let what =
-                VirtualDeviceSpec { scratch_folder: scratch.map(Path::to_owned), ..virtual_device_of(spec, precision) };
-            Ok((virtual_device::open(what, set, placement, precision)?, None))
-        }
-        DeviceKind::Cuda => {
-            let options = OpenOptions { scratch, ..open_options(spec, precision, algorithms) };
-            let (device, gpu) = cuda::open::open_for_run(&options, set, placement)?;
-            Ok((device, Some(gpu)))
-        }
-        DeviceKind::Paper => Err(DeviceError::Unsupported { op: "a run", device: "a device on paper" }),
-    }
-}
-
-/// Returns the function that asks a device for a sign of life. It works before the device is opened and during all its
-/// work. A remote device is asked through its process.
-pub(crate) fn liveness_probe(
-    spec: &DeviceSpec,
-    connection: Option<Arc<Connection>>,
-) -> Arc<dyn Fn() -> bool + Send + Sync> {
-    match (connection, spec.kind) {
-        (Some(connection), _) => Arc::new(move || connection.is_responsive()),
-        (None, DeviceKind::Cuda) => Arc::new(cuda::open::liveness_probe(gpu_index(spec))),
-        // The CPU answers for as long as threads run.
-        _ => Arc::new(|| true),
-    }
-}
-
-/// Returns the driver's index of a GPU.
-fn gpu_index(spec: &DeviceSpec) -> u32 {
-    let index = spec.name.strip_prefix("cuda:").and_then(|index| index.parse().ok());
-    index.expect("GPUs are named by the driver's numbers")
-}
-
-fn open_options<'a>(spec: &DeviceSpec, precision: DType, algorithms: Option<&'a GemmAlgorithms>) -> OpenOptions<'a> {
-    OpenOptions {
-        index: gpu_index(spec),
-        threads: spec.threads as usize,
-        precision,
-        algorithms,
-        // NCCL allocates its memory later.
-        charges: spec.charges_measured.then_some(spec.charges.saturating_sub(spec.nccl_bytes())),
-        scratch: None,
-    }
-}
-
-/// Measures the charges of a GPU with the Programs of a plan that assumed them, unless they have been measured. Returns
-/// whether `spec` changed, so that a new plan is needed.
-///
-/// # Errors
-/// The GPU cannot be opened. If it runs out of memory, the assumed charges stay.
-pub fn measure_gpu_charges(
-    spec: &mut DeviceSpec,
-    answer: &PlanOutcome,
-    scratch: Option<&Path>,
-) -> Result<bool, DeviceError> {
-    if spec.kind != DeviceKind::Cuda || spec.charges_measured || spec.remote_host().is_some() {
-        return Ok(false);
-    }
-    let options = OpenOptions { scratch, ..open_options(spec, answer.precision, None) };
-    match cuda::open::measure_charges(&options, answer.set.clone(), answer.layout.placement.clone()) {
-        Ok(charges) => {
-            (spec.charges, spec.charges_measured) = (round_up_charges(charges) + spec.nccl_bytes(), true);
-            Ok(true)
-        }
-        Err(error) if error.is_out_of_memory() => Ok(false),
-        Err(error) => Err(error),
-    }
-}
-
-/// Returns the virtual device of a spec; its ops take the predicted time.
-fn virtual_device_of(spec: &DeviceSpec, precision: DType) -> VirtualDeviceSpec {
-    let (rates, team_link) = (spec.rates.clone(), spec.team_link);
-    let price = move |set: &ProgramSet, op: &Op| {
-        Prices { rates: &rates, host: &HostSpec::NONE, precision, team_link }.op_seconds(set, op)
-    };
-    VirtualDeviceSpec {
-        name: spec.name.clone(),
-        arena_budget: spec.arena_budget(),
-        threads: spec.threads as usize,
-        price: Box::new(price),
-        link: spec.rates.host_link,
-        scratch_folder: None,
-    }
-}
-
-/// Returns the CPU as a device with queues and without simulated delays, so that it computes while the scratch file is
-/// read and written.
-fn cpu_with_queues(spec: &DeviceSpec, scratch: Option<&Path>) -> VirtualDeviceSpec {
-    VirtualDeviceSpec {
-        name: spec.name.clone(),
-        arena_budget: Bytes(u64::MAX),
-        threads: spec.threads as usize,
-        price: Box::new(|_, _| 0.0),
-        link: Link { bytes_per_second: f64::INFINITY, latency_seconds: 0.0 },
-        scratch_folder: scratch.map(Path::to_owned),
-    }
-}
-
-/// Most plans for a GPU with measured charges above the planned ones.
+/// Largest number of plans to try for one GPU. A further plan is needed if the GPU holds more memory outside its arena
+/// than planned.
 const MAX_PLAN_ATTEMPTS: u32 = 3;
 
-/// Opens the devices of a plan and forms their team. `under_way` is set for a run that has trained already: then any
-/// failure counts as the loss of the device. Returns the team with its plan.
+/// Opens the devices of a plan and forms their team. `under_way` says that the run has trained before: any failure then
+/// counts as the loss of the device. `has_replacement` says that excluded devices could take over if the only worker is
+/// lost. `abandoned` lists memory of earlier teams. Returns the team with its plan.
 ///
 /// # Errors
 /// A device cannot be opened, or is lost.
@@ -206,7 +84,8 @@ fn heartbeat_timeout(run: &RunRequest) -> Duration {
     Duration::from_secs_f64(run.run.heartbeat_seconds)
 }
 
-/// Opens one device with its load line; see [`OpenedDevice::monitor`].
+/// Opens one device of a plan as a worker with its load line. Returns the worker, and a monitor of its heartbeat until
+/// the team starts its own; `None` if the system refused a thread.
 fn open_worker(
     run: &RunRequest,
     resolved: &Resolved,
@@ -223,7 +102,8 @@ fn open_worker(
     Ok((Worker::new(&assignment, engine, plan, line, heartbeat), monitor))
 }
 
-/// Returns the budget of a device in the run file.
+/// Returns the budget that the run file gives a device. A CPU that replaces accelerators on which the run does not fit
+/// has the budget of the host.
 fn budget(run: &RunRequest, resolved: &Resolved, device: &DeviceSpec) -> Budget {
     match &resolved.fallback {
         Some(_) => run.host_budget(),
@@ -232,7 +112,7 @@ fn budget(run: &RunRequest, resolved: &Resolved, device: &DeviceSpec) -> Budget 
 }
 
 /// Returns the fixed memory size of a device: the configured size of a virtual device, or the reservation on a remote
-/// host. None for other devices.
+/// host. `None` for other devices.
 pub(crate) fn fixed_capacity(run: &RunRequest, resolved: &Resolved, device: &DeviceSpec) -> Option<Bytes> {
     let here = device.remote_host().is_none();
     let free = || if here { Memory::read().free } else { device.budget };
@@ -242,22 +122,23 @@ pub(crate) fn fixed_capacity(run: &RunRequest, resolved: &Resolved, device: &Dev
 
 /// An open device of a plan.
 pub(crate) struct OpenedDevice {
-    /// Its part of the plan, planned again if necessary.
+    /// The device with its part of the run's plan, planned again if necessary.
     pub assignment: WorkerAssignment,
     /// Open device with its Programs.
     pub engine: Engine,
     /// Plan of the device.
     pub plan: Plan,
-    /// Charges of its Programs.
+    /// Bytes of the device's charges that its Programs cause.
     pub programs: Bytes,
-    /// Heartbeat, which began before the device was opened.
+    /// Heartbeat, which began before the device was opened; `None` if the system refused a thread.
     pub heartbeat: Option<HeartbeatSender>,
-    /// Temporary monitor, until the team starts its own.
+    /// Monitor of the heartbeat until the team starts its own; `None` if the system refused a thread.
     pub monitor: Option<HeartbeatMonitor>,
 }
 
-/// Opens one device of a plan on a thread that owns it meanwhile. With `evaluates`, the device is an evaluator. Opening
-/// may take any time while the device sends heartbeats; otherwise it is abandoned with all its memory.
+/// Opens one device of a plan on a thread of its own. With `evaluates`, the device is an evaluator, which is outside
+/// the team. Opening may take any time while the device sends heartbeats. A device that sends none is abandoned with
+/// all its memory.
 ///
 /// # Errors
 /// The device cannot be opened, its part no longer fits, or it is lost.
@@ -308,9 +189,9 @@ struct OpenedEngine {
     programs: Bytes,
 }
 
-/// Opens the engine of one device, and returns its plan and the charges of its Programs. If a GPU holds more memory
-/// outside the arena than planned, which is found before the arena is allocated, its part is planned again under the
-/// same load line.
+/// Opens the engine of one device, and returns it with its plan and the charges of its Programs. A GPU may hold more
+/// memory outside the arena than planned, which is found before the arena is allocated. The device is then planned
+/// again under the same load line. With `evaluates`, it is an evaluator, which is outside the team.
 fn open_engine(
     run: &RunRequest,
     resolved: &Resolved,
@@ -365,13 +246,8 @@ fn open_engine(
         };
         attempts += 1;
         assignment.device.charges = round_up_charges(held) + assignment.device.nccl_bytes();
-        let question = assignment.plan_request(run, &resolved.model)?;
-        let question = if evaluates { evaluation_request(&question) } else { question };
-        let mut answer = plan_recipe(&question, &plan.recipe);
-        if !answer.plan.fits && !evaluates {
-            // The other workers keep their number of micro-batches.
-            answer = search(&keep_micro_batch(question, &plan.recipe));
-        }
+        let planner = Planner::new(run, &resolved.model, Charges::Stated);
+        let answer = planner.replan_assignment(assignment, evaluates)?;
         if !answer.plan.fits {
             let message = format!("{} holds {held} outside its arena, more than planned", assignment.device.name);
             let least = answer.plan.needs.first().map(|need| need.budget_bytes);

@@ -1,13 +1,14 @@
 //! [`run_on_all`]: runs one job on each worker in parallel.
 //!
-//! Each job runs on a thread of its own, which owns the engine meanwhile. So no caller has to wait for a device that missed its
-//! heartbeats: its job is *abandoned*, with the engine and all its memory, until the thread returns, which may be never. An abandoned
-//! thread can do no harm: its writes are discarded, and the remaining workers use another transport.
+//! Each job runs on a thread of its own, which owns the engine meanwhile. So no caller has to wait for a device that
+//! missed its heartbeats: its job is *abandoned*, with the engine and all its memory, until the thread returns, which
+//! may be never. An abandoned thread can do no harm: its writes are discarded, and the remaining workers use another
+//! transport.
 
-use crate::session::engine::Engine;
-use crate::session::evaluation::weight_transfer::CHUNK_BYTES;
-use crate::session::failure::DeviceFailure;
-use crate::team::heartbeat::Liveness;
+use crate::engine::Engine;
+use crate::engine::failure::DeviceFailure;
+use crate::engine::tensor_files::CHUNK_BYTES;
+use crate::heartbeat::Liveness;
 use plimsoll_device::device::FileSpace;
 use plimsoll_device::transport::Transport;
 use std::any::Any;
@@ -18,10 +19,10 @@ use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::Duration;
 
-/// Interval at which the caller checks that the devices are alive.
+/// Interval at which [`run_on_all`] checks whether devices have missed their heartbeats.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Work on an engine, with access to the caller's files for writing.
+/// Work on an engine. It can write to the caller's files, but not read them.
 pub type Task<T> = Box<dyn FnOnce(&mut Engine, &mut dyn FileSpace) -> Result<T, DeviceFailure> + Send>;
 
 /// A task with the engine that runs it.
@@ -30,7 +31,7 @@ pub struct Job<T> {
     pub rank: usize,
     /// Engine of the worker; the outcome returns it.
     pub engine: Engine,
-    /// Liveness of the device; none where it has no heartbeat.
+    /// Liveness of the device, which tells whether it is lost; `None` if it has no heartbeat.
     pub liveness: Option<Arc<Liveness>>,
     /// Work to do.
     pub task: Task<T>,
@@ -40,7 +41,7 @@ pub struct Job<T> {
 pub enum JobOutcome<T> {
     /// The thread returned its engine and the result of the task.
     Returned(Box<Engine>, Result<T, DeviceFailure>),
-    /// The device missed its heartbeats. Its memory is held for as long as the reference is alive.
+    /// The device missed its heartbeats. Its memory is held for as long as the reference can be upgraded.
     Abandoned(Weak<()>),
 }
 
@@ -60,14 +61,15 @@ struct RunningJob {
 }
 
 impl RunningJob {
-    /// Whether the device missed its heartbeats.
+    /// Returns whether the device missed its heartbeats.
     fn is_lost(&self) -> bool {
         self.liveness.as_ref().is_some_and(|liveness| liveness.is_lost())
     }
 }
 
-/// Runs all jobs in parallel and returns their outcomes with the ranks. Files are written on the calling thread. A worker that
-/// fails or panics aborts the collectives of all. Returns when every job has returned or is abandoned.
+/// Runs all jobs in parallel and returns each outcome with the rank of its worker, in any order. Files are written on
+/// the calling thread. If a worker fails or panics, the collectives of all workers are aborted. Returns when every job
+/// has returned or is abandoned.
 ///
 /// # Panics
 /// If a job panics, after the others have returned.
@@ -112,7 +114,8 @@ pub fn run_on_all<T: Send + 'static>(
     outcomes
 }
 
-/// Runs a job on its thread. On failure, aborts the collectives of the other workers, which may be waiting for this one.
+/// Runs a job on its thread. On failure, aborts the collectives of the other workers, which may be waiting for this
+/// one.
 fn run_job<T: Send>(job: Job<T>, sender: &Sender<WorkerMessage<T>>, transport: &dyn Transport) {
     let Job { rank, mut engine, task, .. } = job;
     let mut files = MessageFiles(sender);
@@ -151,8 +154,8 @@ impl<T: Send> FileSpace for MessageFiles<'_, T> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::heartbeat::{HeartbeatMonitor, HeartbeatSender, MonitoredDevice};
     use crate::team::abandoned::AbandonedMemory;
-    use crate::team::heartbeat::{HeartbeatMonitor, HeartbeatSender, MonitoredDevice};
     use plimsoll_core::Bytes;
     use plimsoll_device::device::NoFiles;
     use plimsoll_device::transport::in_process;

@@ -1,11 +1,13 @@
 //! One worker of a team: its engine, its share of each step, its plan and its measurements.
 
 use crate::data::Rows;
-use crate::planning::prepare::WorkerAssignment;
+use crate::engine::Engine;
+use crate::heartbeat::{HeartbeatSender, Liveness};
+use crate::planning::team_plan::WorkerAssignment;
 use crate::recovery::LoadLine;
-use crate::session::engine::Engine;
-use crate::team::heartbeat::{HeartbeatSender, Liveness};
-use plimsoll_core::{Bytes, DeviceKind, DevicePlan, DeviceSpec, HostSpec, Plan};
+use crate::recovery::stragglers::MIN_PREDICTED_SECONDS;
+use crate::step_times::quantile;
+use plimsoll_core::{Bytes, DeviceKind, DevicePlan, DeviceSpec, HostSpec, Plan, WorkerResult};
 use plimsoll_device::calibration;
 use plimsoll_plan::price::Prices;
 use plimsoll_plan::search::PlanOutcome;
@@ -14,34 +16,40 @@ use plimsoll_program::Share;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// A device at work.
+/// Fewest measured steps from which the speed of a device is stored for later plans.
+const MIN_STEPS: usize = 8;
+
+/// A device of a team with its engine, its share of the work, its plan and its measurements.
 pub struct Worker {
     /// Description of the device, with the charges of its plan.
     pub device: DeviceSpec,
-    /// Share of each step.
+    /// Share of the weights, the optimizer state and each step.
     pub share: Share,
-    /// Number of sequences that it computes in each step.
+    /// Number of sequences that this worker computes in each step; 0 for a storage-only worker.
     pub sequences: u64,
     /// Open device with its Programs.
     pub engine: Engine,
     /// Plan of this worker alone, for its share.
     pub plan: Plan,
-    /// Device plan with the highest peak so far.
+    /// Predicted memory of the device under the plan with the highest predicted peak so far.
     pub largest_plan: DevicePlan,
-    /// Measured arena use under `largest_plan`.
+    /// Most bytes of the arena that were in use, as measured while `largest_plan` was the device's plan.
     pub(super) arena_used_bytes: Bytes,
-    /// Measured peak before the present arenas existed; only for devices in this process.
+    /// Highest measured bytes that this worker has held up to the last
+    /// [`Team::record_peaks`](super::Team::record_peaks). Used only for devices in the memory of this process.
     pub(super) peak_held_bytes: Bytes,
-    /// Load line and its changes.
+    /// Load line of the device, with the state of its changes.
     pub line: LoadLine,
-    /// Buffer for the rows of this worker in a step.
+    /// Rows of training data of this worker in a step; a buffer that the next step reuses.
     pub(super) rows: Rows,
     pub(super) predicted_compute: PredictedCompute,
     /// Measured and predicted compute seconds of the last step; both 0 without a measurement.
     pub(super) last_compute: (f64, f64),
-    /// Measured over predicted compute time, for each step.
+    /// Measured seconds divided by predicted seconds, one entry per step. The seconds are those of computing; in a team
+    /// of one, those of the whole step.
     pub(super) slowdowns: Vec<f64>,
-    /// Heartbeat, where other workers or a replacement depend on it.
+    /// Heartbeat of the device; `None` if no other worker or replacement depends on it, or if the system refused a
+    /// thread.
     pub(super) heartbeat: Option<HeartbeatSender>,
 }
 
@@ -72,40 +80,61 @@ impl Worker {
         }
     }
 
-    /// Whether the rates were measured beside other load, which happens for the CPU.
+    /// Returns whether the device is the CPU and its rates were measured while other programs used it.
     pub(super) fn is_disturbed(&self) -> bool {
         self.device.kind == DeviceKind::Cpu && calibration::max_contention().is_some()
     }
 
-    /// Returns the liveness of the device, if it has a heartbeat.
+    /// Returns the liveness of the device; `None` if it has no heartbeat.
     pub(super) fn liveness(&self) -> Option<Arc<Liveness>> {
         self.heartbeat.as_ref().map(HeartbeatSender::liveness)
     }
 
-    /// Whether the device missed its heartbeats.
+    /// Returns whether the device missed its heartbeats.
     pub(super) fn is_missed(&self) -> bool {
         self.heartbeat.as_ref().is_some_and(|heartbeat| heartbeat.liveness().is_lost())
     }
 
-    /// Whether the device is in another process.
+    /// Returns whether the device is in another process.
     pub(super) fn is_remote(&self) -> bool {
         self.engine.connection().is_some()
     }
 
-    /// Records the measured arena use, if the present plan is the largest.
+    /// Records the measured use of the arena, if the present plan has the highest predicted peak so far.
     pub(super) fn record_arena_use(&mut self) {
         if self.plan.devices[0].peak_bytes == self.largest_plan.peak_bytes {
             self.arena_used_bytes = self.arena_used_bytes.max(self.engine.stats().arena_measured_bytes);
         }
     }
 
-    /// Records the compute time of the last step against its prediction, if the device measures it.
+    /// Records measured and predicted compute seconds of the last step. Does nothing if the device does not measure
+    /// them.
     pub(super) fn record_compute_time(&mut self) {
         let Some(measured) = self.engine.compute_time() else { return };
         let PredictedCompute { micro_batch, per_step } = self.predicted_compute;
         let predicted = measured.micro_batches as f64 * micro_batch + per_step;
         self.last_compute = (measured.seconds, predicted);
         self.slowdowns.push(measured.seconds / predicted);
+    }
+
+    /// Returns whether the measured speed may be stored for later plans.
+    pub(super) fn has_comparable_speed(&self) -> bool {
+        !self.device.simulated()
+            && !self.is_disturbed()
+            && self.plan.predicted.step_seconds >= MIN_PREDICTED_SECONDS
+            && self.slowdowns.len() >= MIN_STEPS
+    }
+
+    /// Returns the result of this worker for the report of the run.
+    pub(super) fn result(&self) -> WorkerResult {
+        WorkerResult {
+            device: self.device.name.clone(),
+            simulated: self.device.simulated(),
+            sequences: self.sequences,
+            recipe: self.plan.recipe.clone(),
+            compute_slowdown: quantile(&self.slowdowns, 0.5),
+            collectives: self.engine.collectives(),
+        }
     }
 
     /// Records that the device switched to another plan. `predicted_compute` is the compute time that this plan
@@ -121,24 +150,25 @@ impl Worker {
         }
     }
 
-    /// Returns the range of this worker's rows in a step of `rows` rows; the last step may have fewer.
+    /// Returns the indices of this worker's rows in a step of `rows` rows. The last step of a run may have fewer rows
+    /// than planned; then the range may be shorter or empty.
     pub(super) fn own_range(&self, rows: usize) -> Range<usize> {
         let first = (self.share.first_sequence as usize).min(rows);
         first..(first + self.sequences as usize).min(rows)
     }
 }
 
-/// Predicted compute seconds of a worker in a step before the update.
+/// Predicted compute seconds of a worker in a step, up to the update.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct PredictedCompute {
-    /// Seconds of a forward and a backward pass.
+    /// Seconds of one micro-batch: a forward and a backward pass.
     pub(super) micro_batch: f64,
-    /// Seconds of the work before the first and after the last pass.
+    /// Seconds of the work before the first forward pass and after the last backward pass.
     pub(super) per_step: f64,
 }
 
 impl PredictedCompute {
-    /// Computes the prediction from the plan of a device.
+    /// Predicts the compute seconds from the Programs of a planned device and its rates. Nothing runs.
     pub fn of(device: &DeviceSpec, answer: &PlanOutcome) -> PredictedCompute {
         let (rates, team_link) = (&device.rates, device.team_link);
         let prices = Prices { rates, host: &HostSpec::NONE, precision: answer.precision, team_link };

@@ -1,4 +1,4 @@
-//! What the tests of runs have in common.
+//! Shared helpers of the tests of runs: a watchdog.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -5,7 +5,8 @@ use plimsoll_core::{
     RecomputeLevel, Space, micro_batches,
 };
 use plimsoll_device::cpu::executor;
-use plimsoll_device::device::{Device, DeviceError, FileSpace, NoFiles};
+use plimsoll_device::device::{Device, FileSpace, NoFiles};
+use plimsoll_device::error::DeviceError;
 use plimsoll_device::transport::in_process::InProcessTransport;
 use plimsoll_device::transport::wire::{Wire, WireTransport};
 use plimsoll_device::transport::{GroupHandle, Transport};
@@ -17,12 +18,12 @@ use plimsoll_program::passes::check::check;
 use plimsoll_program::passes::collective_agreement::check_agreement;
 use plimsoll_program::{Call, Lifetime, ProgramKind, ProgramSet, Schedule, Share, TensorId};
 use plimsoll_train::data::Rows;
+use plimsoll_train::device_server::{DeviceServer, serve};
+use plimsoll_train::engine::{Engine, EvaluationSums, StepInput, StepLoss};
 use plimsoll_train::remote::device::Connection;
 use plimsoll_train::remote::distributed::{ConnectedTeam, DistributedTransport, TeamEndpoint};
-use plimsoll_train::remote::server::DeviceServer;
-use plimsoll_train::remote::sockets::{StreamChannel, TcpPeerNetwork, serve};
+use plimsoll_train::remote::sockets::{StreamChannel, TcpPeerNetwork};
 use plimsoll_train::remote::{Channel, PeerNetwork, RemoteConnector};
-use plimsoll_train::session::engine::{Engine, EvaluationSums, StepInput, StepLoss};
 use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;

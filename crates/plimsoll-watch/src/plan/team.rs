@@ -7,7 +7,8 @@ use plimsoll_core::{
     WorkerPlan, format_count,
 };
 
-/// Formats the excluded devices, one or two lines each. Devices of one name with the same reason share their lines.
+/// Formats a paragraph for each excluded device, with the reason. Devices that share a name, a reason and all other
+/// details share one paragraph.
 pub(super) fn excluded(plan: &Plan) -> String {
     let mut groups: Vec<(Vec<usize>, &ExcludedDevice)> = Vec::new();
     for device in &plan.excluded {
@@ -18,20 +19,21 @@ pub(super) fn excluded(plan: &Plan) -> String {
             None => groups.push((vec![device.device_index], device)),
         }
     }
-    let line = |(numbers, device): &(Vec<usize>, &ExcludedDevice)| {
-        let ExcludedDevice { reason, remedy, evaluator_plan, .. } = device;
-        let remedy = remedy.as_ref().map_or(String::new(), |settings| format!("; it would take part with {settings}"));
-        let evaluates = evaluator_plan.as_ref().map_or(String::new(), evaluator_note);
-        wrapped(
-            &format!("excluded: {}: {reason}{remedy}{evaluates}", name_devices(plan, &device.device, numbers)),
-            WIDTH,
-            "  ",
-        )
-    };
-    groups.iter().map(line).collect()
+    groups.iter().map(|(numbers, device)| excluded_paragraph(plan, device, numbers)).collect()
 }
 
-/// Names several devices of one name. Adds their positions if other devices have the name, too: `3 × rtx5090 (the 2nd to 4th of 8 devices)`.
+/// Formats the paragraph for a group of excluded devices. `numbers` are their indices among all requested devices.
+fn excluded_paragraph(plan: &Plan, device: &ExcludedDevice, numbers: &[usize]) -> String {
+    let ExcludedDevice { reason, remedy, evaluator_plan, .. } = device;
+    let remedy = remedy.as_ref().map_or(String::new(), |settings| format!("; it would take part with {settings}"));
+    let evaluates = evaluator_plan.as_ref().map_or(String::new(), evaluator_note);
+    let name = name_devices(plan, &device.device, numbers);
+    wrapped(&format!("excluded: {name}: {reason}{remedy}{evaluates}"), WIDTH, "  ")
+}
+
+/// Formats a group of devices that are all called `name`, such as `3 × rtx5090`. `numbers` are the devices' indices
+/// among all requested devices. If other devices have this name too, their positions are added:
+/// `3 × rtx5090 (the 2nd to 4th of 8 devices)`.
 fn name_devices(plan: &Plan, name: &str, numbers: &[usize]) -> String {
     let names = || {
         let used = plan.devices.iter().map(|device| &device.name);
@@ -51,17 +53,19 @@ fn name_devices(plan: &Plan, name: &str, numbers: &[usize]) -> String {
     format!("{count}{name} (the {positions} of {} devices)", names().count())
 }
 
-/// Formats the storage-only workers, one or two lines each.
+/// Formats a paragraph for each storage-only worker: its share of the state, and the reason why it computes no
+/// sequences. Returns an empty text if there is none.
 fn storage_only(plan: &Plan) -> String {
-    let line = |(worker, device): (&WorkerPlan, &DevicePlan)| {
-        let shard = percent(worker.shard_1024ths.unwrap_or(0) as f64 / 1024.0, 1);
-        let simulated = if device.simulated { " (simulated)" } else { "" };
-        let reason = worker.reason.as_ref().map_or(String::new(), |reason| format!(": {reason}"));
-        let line =
-            format!("{}{simulated} stores {shard} of the state and computes no sequences{reason}", worker.device);
-        wrapped(&line, WIDTH, "  ")
-    };
-    plan.team.iter().zip(&plan.devices).filter(|(worker, _)| worker.sequences == 0).map(line).collect()
+    let workers = plan.team.iter().zip(&plan.devices).filter(|(worker, _)| worker.sequences == 0);
+    workers.map(|(worker, device)| storage_only_paragraph(worker, device)).collect()
+}
+
+fn storage_only_paragraph(worker: &WorkerPlan, device: &DevicePlan) -> String {
+    let shard = percent(worker.shard_1024ths.unwrap_or(0) as f64 / 1024.0, 1);
+    let simulated = if device.simulated { " (simulated)" } else { "" };
+    let reason = worker.reason.as_ref().map_or(String::new(), |reason| format!(": {reason}"));
+    let line = format!("{}{simulated} stores {shard} of the state and computes no sequences{reason}", worker.device);
+    wrapped(&line, WIDTH, "  ")
 }
 
 /// Describes the evaluations that an excluded device runs while the team trains.
@@ -82,7 +86,8 @@ fn evaluator_note(evaluator_plan: &EvaluatorPlan) -> String {
     }
 }
 
-/// Formats the team of a plan: the share, recipe, memory and time of each worker.
+/// Formats the team of a plan: the share, memory and time of each worker, the recipes, the excluded devices, the
+/// scaling efficiency and the links.
 pub(super) fn shares(view: &PlanView) -> String {
     let PlanView { plan, specs, .. } = view;
     let parallelism = plan.parallelism.map_or(String::new(), |parallelism| format!("{} over ", parallelism.describe()));
@@ -103,7 +108,7 @@ pub(super) fn shares(view: &PlanView) -> String {
         text += &wrapped(&alone, WIDTH, "  ");
     }
     text.push('\n');
-    text += &columns(&rows(plan), "");
+    text += &columns(&rows(plan));
     for (devices, first) in by_recipe(plan) {
         let names =
             if devices.len() == plan.team.len() && devices.len() > 1 { "all".to_owned() } else { devices.join(", ") };
@@ -112,7 +117,8 @@ pub(super) fn shares(view: &PlanView) -> String {
     text + &links(plan, specs)
 }
 
-/// Returns the table rows of the workers.
+/// Returns the rows of a table with one row per worker below a header: its share of the work, memory, and busy and idle
+/// seconds.
 fn rows(plan: &Plan) -> Vec<Vec<String>> {
     // Shards replace the column of the micro-batch, which is in the recipe, too.
     let is_sharded = plan.team.iter().any(|worker| worker.shard_1024ths.is_some());
@@ -135,7 +141,8 @@ fn rows(plan: &Plan) -> Vec<Vec<String>> {
     rows
 }
 
-/// Groups the workers by recipe, in the order of the first of each group.
+/// Groups the workers by recipe. Returns, for each group, the names of its devices and its first worker, in the order
+/// of the first workers.
 fn by_recipe(plan: &Plan) -> Vec<(Vec<String>, &WorkerPlan)> {
     let mut groups: Vec<(Vec<String>, &WorkerPlan)> = Vec::new();
     for worker in &plan.team {
@@ -147,7 +154,8 @@ fn by_recipe(plan: &Plan) -> Vec<(Vec<String>, &WorkerPlan)> {
     groups
 }
 
-/// Describes the slowest link of the team and its cost.
+/// Describes the slowest link of the team, and the predicted seconds that all links add to a step. Returns an empty
+/// text if `specs` is empty.
 fn links(plan: &Plan, specs: &[DeviceSpec]) -> String {
     let Some(slowest) =
         specs.iter().min_by(|a, b| a.team_link.bytes_per_second.total_cmp(&b.team_link.bytes_per_second))
@@ -177,7 +185,8 @@ fn links(plan: &Plan, specs: &[DeviceSpec]) -> String {
     wrapped(&line, WIDTH, "  ")
 }
 
-/// Formats the alternative teams, fastest first. Ends with an empty line, unless there are none.
+/// Formats the alternatives for the team as a table, in the order of [`Plan::alternatives`]. The text ends with an
+/// empty line. Returns an empty text if there are no alternatives.
 pub(super) fn alternatives(plan: &Plan) -> String {
     if plan.alternatives.is_empty() {
         return String::new();
@@ -200,11 +209,11 @@ pub(super) fn alternatives(plan: &Plan) -> String {
             verdict.to_owned(),
         ]);
     }
-    wrapped("alternative teams; bytes and seconds are predicted", WIDTH, "  ") + &columns(&rows, "") + "\n"
+    wrapped("alternative teams; bytes and seconds are predicted", WIDTH, "  ") + &columns(&rows) + "\n"
 }
 
-/// Formats the memory ladder of each worker; workers with equal ladders share one. Ends with an empty line, unless there are
-/// none.
+/// Formats the memory ladder of each worker. Workers with equal ladders share their tables. The text ends with an empty
+/// line. Returns an empty text if all ladders are empty.
 pub(super) fn ladders(plan: &Plan) -> String {
     let mut groups: Vec<(Vec<&str>, &WorkerPlan)> = Vec::new();
     for worker in &plan.team {
@@ -227,7 +236,8 @@ fn is_plan_itself(plan: &Plan, alternative: &Alternative) -> bool {
     alternative.parallelism == plan.parallelism && devices == names && alternative.predicted == plan.predicted
 }
 
-/// Names an alternative: `rtx3090 alone`, `data over 8 × rtx5090`, with the shares if they differ.
+/// Names an alternative: `rtx3090 alone`, `data over 8 × rtx5090`. If it has at most four devices with unequal shares
+/// of the work, the shares are added: `(3 : 1)`.
 fn name(alternative: &Alternative) -> String {
     let mut groups: Vec<(&str, usize)> = Vec::new();
     for device in &alternative.devices {

@@ -107,11 +107,12 @@ pub struct BenchModelsArgs {
 }
 
 impl BenchModelsArgs {
-    /// Builds the run configuration of one model: random weights, one epoch over the file `data`.
+    /// Builds the request of one model: random weights, one epoch over the file `data`, with about 65536 tokens per
+    /// step.
     ///
     /// # Errors
     /// An invalid setting.
-    pub fn resolve(&self, model: &str, data: &Path, run_dir: &Path) -> Result<RunRequest, Failure> {
+    pub fn build_request(&self, model: &str, data: &Path, run_dir: &Path) -> Result<RunRequest, Failure> {
         const STEP_TOKENS: u64 = 65536;
         let sequence = u64::from(self.sequence);
         let batch_sequences = (STEP_TOKENS / sequence).clamp(1, self.samples);

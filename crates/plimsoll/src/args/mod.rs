@@ -3,8 +3,8 @@
 //! A flag that stands for a key of the run file becomes a `KEY=VALUE` setting. Meanings, defaults and checks of keys
 //! therefore live in one place: `plimsoll_train::config`. Commands themselves are in `commands/`.
 //!
-//! `run` has the commands that plan and train, `model` those for trained models, `bench` the benchmarks, and `values` the
-//! parsers of flag values.
+//! `run` has the commands that plan and train, `model` those for trained models, `bench` the benchmarks, and `values`
+//! the parsers of flag values.
 
 mod bench;
 mod model;
@@ -36,7 +36,7 @@ use std::path::PathBuf;
 First steps:
   plimsoll train                       train the built-in example
   plimsoll devices                     list devices and their memory
-  plimsoll plan --model qwen2.5-7b --devices rtx3090,host=64GiB
+  plimsoll plan --model qwen2.5-7b --devices rtx3090,host=64GiB --allow lora
                                        check what fits, also on other hardware
   plimsoll train run.toml              train as run.toml describes
   plimsoll train --resume runs/my-run  continue from the newest checkpoint
@@ -133,7 +133,7 @@ impl Command {
         }
     }
 
-    /// Whether stdout carries JSON, so that a failure must be printed there as JSON as well.
+    /// Returns whether stdout carries JSON, so that a failure must be printed there as JSON as well.
     pub fn prints_json(&self) -> bool {
         match self {
             Command::Train(args) => args.json,
@@ -189,7 +189,8 @@ pub struct SettingArgs {
 }
 
 impl SettingArgs {
-    /// Returns the flags as settings. `--set` comes last and wins.
+    /// Returns the flags as `KEY=VALUE` settings of the run file. Settings of `--set` come last and override the
+    /// others.
     fn settings(&self) -> Vec<String> {
         let mut settings: Vec<String> =
             [("run.devices", &self.devices), ("memory.budget", &self.budget), ("memory.allow", &self.allow)]
@@ -204,7 +205,7 @@ impl SettingArgs {
     }
 }
 
-/// `plimsoll budget`.
+/// Arguments of `plimsoll budget`, which changes the memory limit of a running run.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -231,7 +232,7 @@ pub struct BudgetArgs {
     pub json: bool,
 }
 
-/// `plimsoll devices`.
+/// Arguments of `plimsoll devices`, which lists devices and their default limits.
 #[derive(Debug, Args)]
 #[command(after_help = "Example:\n  plimsoll devices --watch")]
 pub struct DevicesArgs {
@@ -269,7 +270,7 @@ mod tests {
         let line = "plimsoll plan --model qwen2.5-7b --devices rtx3090,host=64GiB --budget 6GiB --allow 16,8,4 \
                     --sequence 512 --batch-tokens 4096 --ignore-config-key odd";
         let Command::Plan(args) = Cli::parse_from(line.split_whitespace()).command else { panic!("expected plan") };
-        let file = args.resolve().unwrap();
+        let file = args.build_request().unwrap();
         assert_eq!(file.model.preset.as_deref(), Some("qwen2.5-7b"));
         assert_eq!(file.run.devices, "rtx3090,host=64GiB");
         assert_eq!(file.memory.device_budget().to_string(), "6GiB");

@@ -7,7 +7,7 @@ use plimsoll_train::config::{RunConfig, list_setting, setting};
 use plimsoll_train::resolve::RunRequest;
 use std::path::{Path, PathBuf};
 
-/// `plimsoll eval`.
+/// Arguments of `plimsoll eval`, which evaluates a model on data.
 #[derive(Debug, Args)]
 #[command(after_help = "Example:\n  plimsoll eval runs/sums/model --data runs/sums/example/eval.jsonl --format tokens")]
 pub struct EvalArgs {
@@ -31,11 +31,11 @@ pub struct EvalArgs {
 }
 
 impl EvalArgs {
-    /// Builds the run configuration from the flags.
+    /// Builds the request to evaluate the model, with the data in `data.eval`.
     ///
     /// # Errors
-    /// An invalid setting.
-    pub fn resolve(&self) -> Result<RunRequest, Failure> {
+    /// An invalid setting, or a rung in `--allow` that only applies to training.
+    pub fn build_request(&self) -> Result<RunRequest, Failure> {
         let mut settings = self.inference.settings(&self.dir);
         settings.push(setting("data.eval", &self.data));
         settings.extend(self.format.as_ref().map(|format| setting("data.format", format)));
@@ -43,7 +43,7 @@ impl EvalArgs {
     }
 }
 
-/// `plimsoll generate`.
+/// Arguments of `plimsoll generate`, which continues a prompt.
 #[derive(Debug, Args)]
 #[command(after_help = "Example:\n  plimsoll generate models/my-llama --prompt \"Once upon a time\" --max-tokens 50")]
 pub struct GenerateArgs {
@@ -76,16 +76,16 @@ pub struct GenerateArgs {
 }
 
 impl GenerateArgs {
-    /// Builds the run configuration from the flags.
+    /// Builds the request to generate text with the model.
     ///
     /// # Errors
-    /// An invalid setting.
-    pub fn resolve(&self) -> Result<RunRequest, Failure> {
+    /// An invalid setting, or a rung in `--allow` that only applies to training.
+    pub fn build_request(&self) -> Result<RunRequest, Failure> {
         reject_training_rungs(RunConfig::from_settings(&self.inference.settings(&self.dir))?)
     }
 }
 
-/// `plimsoll merge`.
+/// Arguments of `plimsoll merge`, which merges an adapter into its base model.
 #[derive(Debug, Args)]
 #[command(after_help = "Example:\n  plimsoll merge models/my-llama runs/my-llama/adapter models/my-llama-tuned")]
 pub struct MergeArgs {
@@ -127,7 +127,7 @@ struct InferenceArgs {
 }
 
 impl InferenceArgs {
-    /// Returns the flags as settings of the run file.
+    /// Returns the model and the flags as `KEY=VALUE` settings of the run file.
     fn settings(&self, model: &Path) -> Vec<String> {
         let mut settings = vec![setting("model.path", &model.to_string_lossy())];
         settings.extend(self.adapter.as_ref().map(|adapter| setting("model.adapter", &adapter.to_string_lossy())));
@@ -142,12 +142,11 @@ impl InferenceArgs {
     }
 }
 
-/// Rejects `--allow` rungs that only affect training.
-fn reject_training_rungs(file: RunConfig) -> Result<RunRequest, Failure> {
-    let needs_training = |rung: &&Rung| matches!(rung, Rung::Adam8bit | Rung::Lora);
-    match file.memory.allow.iter().find(needs_training) {
-        Some(rung) => Err(Failure::input(format!("--allow {rung}: this rung only applies to training"))
-            .hint("allowed here: bf16, int8, nf4")),
-        None => Ok(file.into()),
-    }
+/// Converts a configuration to a request. Rejects rungs of `--allow` that only affect training.
+fn reject_training_rungs(config: RunConfig) -> Result<RunRequest, Failure> {
+    let Some(rung) = config.memory.allow.iter().find(|rung| rung.is_training_only()) else { return Ok(config.into()) };
+    let allowed = Rung::ALL.into_iter().filter(|rung| !rung.is_training_only());
+    let names = allowed.map(|rung| rung.to_string()).collect::<Vec<_>>().join(", ");
+    let failure = Failure::input(format!("--allow {rung}: this rung only applies to training"));
+    Err(failure.hint(format!("allowed here: {names}")))
 }

@@ -3,14 +3,14 @@
 use super::SettingArgs;
 use super::values::positive;
 use clap::Args;
-use plimsoll_core::{Failure, Plan};
+use plimsoll_core::{Failure, Plan, rung_names};
 use plimsoll_train::config::{RunConfig, list_setting, model_setting, setting};
 use plimsoll_train::fault_injection::Injection;
 use plimsoll_train::planning::check_stored_plan;
 use plimsoll_train::resolve::RunRequest;
 use std::path::{Path, PathBuf};
 
-/// `plimsoll train`.
+/// Arguments of `plimsoll train`, which trains, or resumes a run.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -55,7 +55,8 @@ pub struct TrainArgs {
     /// Simulate the loss of a device from a step on, or from a Program of that step on (repeatable)
     #[arg(long, value_name = "DEVICE:STEP[:PROGRAM]", help_heading = "Fault injection")]
     inject_loss: Vec<String>,
-    /// Simulate a slow device: from this step on, its forward and backward passes take FACTOR times as long (repeatable)
+    /// Simulate a slow device: from this step on, its forward and backward passes take FACTOR times as long
+    /// (repeatable)
     #[arg(long, value_name = "DEVICE:STEP:FACTOR", help_heading = "Fault injection")]
     inject_slow: Vec<String>,
     /// Simulate a device that stops responding: it sends no heartbeat from this step on (repeatable)
@@ -67,7 +68,7 @@ pub struct TrainArgs {
 }
 
 impl TrainArgs {
-    /// Whether the command continues an existing run.
+    /// Returns whether the command continues an existing run.
     pub fn resumes(&self) -> bool {
         self.resume.is_some()
     }
@@ -84,7 +85,7 @@ impl TrainArgs {
         out_of_memory.chain(losses).chain(slow).chain(silent).collect()
     }
 
-    /// Reads the stored plan of `--plan`.
+    /// Reads the stored plan of `--plan`; `None` without that flag.
     ///
     /// # Errors
     /// A file that cannot be read or does not contain a plan.
@@ -98,31 +99,32 @@ impl TrainArgs {
         Ok(Some(plan))
     }
 
-    /// Builds the run configuration from the run file and the flags.
+    /// Builds the request of the run from the run file and the flags, or from the run folder of `--resume`.
     ///
     /// # Errors
-    /// An invalid run file, setting or plan file.
-    pub fn resolve(&self) -> Result<RunRequest, Failure> {
+    /// An invalid run file, setting, plan file or run folder.
+    pub fn build_request(&self) -> Result<RunRequest, Failure> {
         let mut settings = self.settings.settings();
         if let Some(dir) = &self.resume {
             return RunRequest::resume(dir, &settings);
         }
         if let (Some(plan), Some(path)) = (self.plan()?, &self.plan) {
-            let run_file = RunConfig::load(self.run_file.as_deref(), &settings)?;
-            check_stored_plan(&run_file, &plan, &path.display().to_string())?;
+            let config = RunConfig::load(self.run_file.as_deref(), &settings)?;
+            check_stored_plan(&config, &plan, &path.display().to_string())?;
             settings.splice(0..0, recipe_settings(&plan));
         }
-        let mut run_file = RunRequest::from(RunConfig::load(self.run_file.as_deref(), &settings)?);
-        run_file.check_trainable()?;
+        let mut request = RunRequest::from(RunConfig::load(self.run_file.as_deref(), &settings)?);
+        request.check_trainable()?;
         let names_folder = settings.iter().any(|setting| setting.trim_start().starts_with("run.dir"));
         if self.run_file.is_none() && !names_folder {
-            run_file.run.dir = next_free_folder(&run_file.run.dir);
+            request.run.dir = next_free_folder(&request.run.dir);
         }
-        Ok(run_file)
+        Ok(request)
     }
 }
 
-/// Returns the first of `folder`, `folder-2`, `folder-3`, … without a run, so that the built-in example can be repeated.
+/// Returns the first of `folder`, `folder-2`, `folder-3`, … that holds no run. The built-in example can thus be
+/// repeated.
 fn next_free_folder(folder: &str) -> String {
     let numbered = (2..).map(|number| format!("{folder}-{number}"));
     let mut folders = std::iter::once(folder.to_owned()).chain(numbered);
@@ -142,7 +144,7 @@ fn recipe_settings(plan: &Plan) -> Vec<String> {
     settings
 }
 
-/// `plimsoll plan`.
+/// Arguments of `plimsoll plan`, which plans a run without running it.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -174,11 +176,12 @@ pub struct PlanArgs {
 }
 
 impl PlanArgs {
-    /// Builds the run configuration from the run file and the flags.
+    /// Builds the request to plan from the run file and the flags. With `--model` and no run file, the model has random
+    /// weights.
     ///
     /// # Errors
     /// An invalid run file or setting.
-    pub fn resolve(&self) -> Result<RunRequest, Failure> {
+    pub fn build_request(&self) -> Result<RunRequest, Failure> {
         let sequence = self.sequence.map(|sequence| format!("data.sequence={sequence}"));
         let batch_tokens = self.batch_tokens.map(|tokens| format!("train.batch_tokens={tokens}"));
         let mut settings: Vec<String> = sequence.into_iter().chain(batch_tokens).collect();
@@ -192,7 +195,7 @@ impl PlanArgs {
     }
 }
 
-/// `plimsoll sweep`.
+/// Arguments of `plimsoll sweep`, which runs several configurations at once.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Example:
@@ -232,8 +235,13 @@ pub struct SweepArgs {
     /// Memory limit of each device, an amount (6GiB) or a share of the free memory (90%) [default: 90%]
     #[arg(long, value_name = "SIZE|SHARE", help_heading = "Devices and memory")]
     budget: Option<String>,
-    /// Lossy memory savings that runs may use if nothing else fits: bf16, adam8bit, lora, int8, nf4
-    #[arg(long, value_name = "RUNGS", conflicts_with = "resume", help_heading = "Devices and memory")]
+    #[arg(
+        long,
+        value_name = "RUNGS",
+        help = concat!("Lossy memory savings that runs may use if nothing else fits: ", rung_names!()),
+        conflicts_with = "resume",
+        help_heading = "Devices and memory"
+    )]
     allow: Option<String>,
     /// Also write the report to this file as JSON
     #[arg(long, value_name = "FILE", help_heading = "Output")]
@@ -253,13 +261,13 @@ pub struct SweepArgs {
 }
 
 impl SweepArgs {
-    /// Returns the settings that all runs share. Settings of the grid come after them.
+    /// Returns the `KEY=VALUE` settings that all runs share. The caller adds the settings of `--set` after them.
     pub fn settings(&self) -> Vec<String> {
         self.allow.iter().map(|allow| setting("memory.allow", allow)).collect()
     }
 
-    /// Builds a run configuration that only holds the devices of the sweep and their load lines. `before` holds the
-    /// devices of the sweep that is resumed.
+    /// Builds a run configuration that only holds the devices of the sweep and their load lines. `before` names the
+    /// devices of the sweep that is resumed, in the notation of `--devices`; `None` for a new sweep.
     ///
     /// # Errors
     /// Invalid devices or an invalid budget.
@@ -279,7 +287,8 @@ impl SweepArgs {
     }
 }
 
-/// Splits `RUN=STEP[:PROGRAM[:OP]]` at the last `=` and checks the place.
+/// Splits `RUN=STEP[:PROGRAM[:OP]]` at the last `=` into the name of the run and the place. Checks that the place is
+/// valid.
 fn parse_sweep_injection(text: &str) -> Result<(String, String), Failure> {
     let (name, place) = text.rsplit_once('=').ok_or_else(|| {
         Failure::input(format!("--inject-oom `{text}`: expected RUN=STEP[:PROGRAM[:OP]]"))

@@ -7,24 +7,18 @@ pub fn positive() -> clap::builder::RangedI64ValueParser<u32> {
     clap::value_parser!(u32).range(1..)
 }
 
-/// Parses a duration such as `90s`, `3m`, `1h` or `45` (seconds).
+/// Parses a duration from 1 second to 24 hours, such as `90s`, `3m`, `1h 30m` or `45` (seconds).
 pub fn duration(text: &str) -> Result<Duration, String> {
-    let split = text.find(|letter: char| !letter.is_ascii_digit() && letter != '.').unwrap_or(text.len());
-    let (number, unit) = text.split_at(split);
-    let scale = match unit {
-        "" | "s" => 1.0,
-        "m" => 60.0,
-        "h" => 3600.0,
-        _ => return Err("expected a duration such as 30s, 3m or 1h".to_owned()),
-    };
-    let seconds = number.parse::<f64>().unwrap_or(0.0) * scale;
-    if !(1.0..=86400.0).contains(&seconds) {
+    let unit = if text.parse::<f64>().is_ok() { "s" } else { "" };
+    let duration = humantime::parse_duration(&format!("{text}{unit}"))
+        .map_err(|_| "expected a duration such as 30s, 3m or 1h".to_owned())?;
+    if !(Duration::from_secs(1)..=Duration::from_secs(86_400)).contains(&duration) {
         return Err("expected a duration from 1s to 24h, such as 30s or 3m".to_owned());
     }
-    Ok(Duration::from_secs_f64(seconds))
+    Ok(duration)
 }
 
-/// Parses a finite number from 0 on.
+/// Parses a sampling temperature: a finite number that is 0 or more.
 pub fn temperature(text: &str) -> Result<f32, String> {
     match text.parse::<f32>() {
         Ok(number) if number.is_finite() && number >= 0.0 => Ok(number),
@@ -49,6 +43,7 @@ mod tests {
         assert_eq!(duration("3m"), Ok(Duration::from_secs(180)));
         assert_eq!(duration("1.5h"), Ok(Duration::from_secs(5400)));
         assert_eq!(duration("45"), Ok(Duration::from_secs(45)));
+        assert_eq!(duration("2.5"), Ok(Duration::from_millis(2500)));
         for bad in ["", "m", "0s", "3 parsec", "-1s", "99999h"] {
             assert!(duration(bad).is_err(), "{bad}");
         }

@@ -8,8 +8,8 @@ use plimsoll_train::session::control;
 /// Sends the new load line to the run and prints its reply.
 ///
 /// # Errors
-/// No run is under way in the folder, or the device is not part of it. Exit code 3 if no recipe fits under the new line;
-/// the run then continues unchanged.
+/// No run is under way in the folder, or the device is not part of it. Exit code 3 if no recipe fits under the new
+/// line; the run then continues unchanged.
 pub fn run(args: &BudgetArgs) -> Result<Exit, Failure> {
     let moved = control::request_budget(&args.run_dir, args.device.as_deref(), args.budget)?;
     let text = match args.json {

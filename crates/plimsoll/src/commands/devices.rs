@@ -4,9 +4,10 @@ use super::model::json_line;
 use crate::args::{BenchDevicesArgs, BenchStepArgs, DevicesArgs};
 use crate::output;
 use plimsoll_core::{DType, Exit, Failure};
-use plimsoll_device::calibration::{self, ShortfallKind};
+use plimsoll_device::bench;
+use plimsoll_device::calibration::{self, Shortfall, ShortfallKind};
+use plimsoll_device::machine::Machine;
 use plimsoll_device::probe::Cpu;
-use plimsoll_device::{bench, probe};
 use plimsoll_program::models::decoder::Base;
 use plimsoll_train::bench::{StepShape, step};
 use plimsoll_watch::devices;
@@ -20,24 +21,24 @@ use std::path::Path;
 pub fn show(args: &DevicesArgs) -> Result<Exit, Failure> {
     if args.forget {
         let forgotten = calibration::forget_shortfalls(|_| true);
-        let line = |short: &calibration::Shortfall| match short.kind {
-            ShortfallKind::LoadLineBytes(line) => {
-                format!("forgotten: {} was held to {line} ({})\n", short.device, short.reason)
-            }
-            ShortfallKind::Slowdown(times) => {
-                format!("forgotten: {} was {times} times slower ({})\n", short.device, short.reason)
-            }
-        };
-        let text: String = forgotten.iter().map(line).collect();
+        let text: String = forgotten.iter().map(forgotten_line).collect();
         output::print(if text.is_empty() { "nothing to forget\n" } else { &text });
     } else if args.watch {
         devices::watch().map_err(|error| Failure::input(format!("the terminal cannot be drawn on: {error}")))?;
     } else if args.json {
-        output::print(&devices::json(&probe::machine()));
+        output::print(&devices::json(&Machine::read()));
     } else {
-        output::print(&devices::table(&probe::machine()));
+        output::print(&devices::table(&Machine::read()));
     }
     Ok(Exit::Done)
+}
+
+fn forgotten_line(short: &Shortfall) -> String {
+    let Shortfall { device, reason, .. } = short;
+    match short.kind {
+        ShortfallKind::LoadLineBytes(line) => format!("forgotten: {device} was held to {line} ({reason})\n"),
+        ShortfallKind::Slowdown(times) => format!("forgotten: {device} was {times} times slower ({reason})\n"),
+    }
 }
 
 /// Measures the devices and stores the rates for the planner.

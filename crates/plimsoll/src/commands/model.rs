@@ -10,12 +10,12 @@ use plimsoll_train::inference::{PlannedEvaluation, PlannedGeneration};
 use plimsoll_train::resolve::Resolved;
 use serde::Serialize;
 
-/// Prints the loss of a model on data.
+/// Computes the loss of a model on data and prints it.
 ///
 /// # Errors
 /// An invalid model or data; a model that does not fit.
 pub fn eval(args: &EvalArgs) -> Result<Exit, Failure> {
-    let evaluation = PlannedEvaluation::new(args.resolve()?, args.sequence)?;
+    let evaluation = PlannedEvaluation::new(args.build_request()?, args.sequence)?;
     let (run_config, resolved, answer) = evaluation.plan();
     if !answer.plan.fits {
         return refuse_or_prompt(run_config, &answer.plan, !args.json);
@@ -35,12 +35,12 @@ pub fn eval(args: &EvalArgs) -> Result<Exit, Failure> {
     Ok(Exit::Done)
 }
 
-/// Prints the continuation of a prompt by a model.
+/// Continues a prompt with a model and prints the text.
 ///
 /// # Errors
 /// An invalid model or prompt; a model that does not fit.
 pub fn generate(args: &GenerateArgs) -> Result<Exit, Failure> {
-    let generation = PlannedGeneration::new(args.resolve()?, &args.prompt, args.max_tokens as usize)?;
+    let generation = PlannedGeneration::new(args.build_request()?, &args.prompt, args.max_tokens as usize)?;
     let (run_config, resolved, answer) = generation.plan();
     if !answer.plan.fits {
         return refuse_or_prompt(run_config, &answer.plan, !args.json);
@@ -67,7 +67,8 @@ pub fn merge(args: &MergeArgs) -> Result<Exit, Failure> {
     Ok(Exit::Done)
 }
 
-/// Prints a note if the adapters name no base model, and if the model falls back to the CPU.
+/// Prints a note if the adapters name no base model, and another if the CPU replaces an accelerator on which the model
+/// does not fit.
 fn print_notes(resolved: &Resolved) {
     if let Some(note) = resolved.model.adapter.as_ref().and_then(AdapterDir::unknown_base_note) {
         output::print_note(&note);

@@ -25,22 +25,16 @@ use std::time::Instant;
 /// none fits.
 pub fn run(args: &BenchModelsArgs) -> Result<Exit, Failure> {
     // An invalid setting or device affects every model, so it is reported once, before the first one.
-    resolve_devices(&args.resolve(&args.models[0], Path::new("train.jsonl"), Path::new("run"))?)?;
+    resolve_devices(&args.build_request(&args.models[0], Path::new("train.jsonl"), Path::new("run"))?)?;
     let stop = signals::install().map_err(|error| Failure::bug(format!("signals cannot be caught: {error}")))?;
     let mut bench = ModelsBench { samples: args.samples, sequence: u64::from(args.sequence), models: Vec::new() };
-    let write = |bench: &ModelsBench| {
-        let Some(path) = &args.json else { return Ok(()) };
-        let text = serde_json::to_string_pretty(bench).expect("rows are plain data");
-        fs::write(path, text + "\n")
-            .map_err(|error| Failure::input(format!("cannot write {}: {error}", path.display())))
-    };
     // The benchmark may take hours, so a file that cannot be written is reported at the start.
-    write(&bench)?;
+    write_json(args, &bench)?;
     for (number, model) in args.models.iter().enumerate() {
         let folder = TemporaryFolder::make(number)?;
         output::print_progress(model);
         bench.models.push(measure(args, model, &folder.0));
-        write(&bench)?;
+        write_json(args, &bench)?;
         if stop.load(Ordering::Relaxed) {
             break;
         }
@@ -65,6 +59,13 @@ pub fn run(args: &BenchModelsArgs) -> Result<Exit, Failure> {
     Ok(Exit::Done)
 }
 
+/// Writes the results to the file that `--json` names, if it names one.
+fn write_json(args: &BenchModelsArgs, bench: &ModelsBench) -> Result<(), Failure> {
+    let Some(path) = &args.json else { return Ok(()) };
+    let text = serde_json::to_string_pretty(bench).expect("rows are plain data");
+    fs::write(path, text + "\n").map_err(|error| Failure::input(format!("cannot write {}: {error}", path.display())))
+}
+
 /// Temporary folder of one model, deleted with its contents when dropped.
 struct TemporaryFolder(PathBuf);
 
@@ -83,7 +84,7 @@ impl Drop for TemporaryFolder {
     }
 }
 
-/// Returns the row of a model. A failure becomes part of the row.
+/// Plans and trains one model, and returns its row of the table. A failure becomes part of the row.
 fn measure(args: &BenchModelsArgs, model: &str, folder: &Path) -> ModelRow {
     let resolved_model = preset_of_size(model).unwrap_or(model);
     let mut row = ModelRow::new(model, resolved_model);
@@ -96,7 +97,7 @@ fn measure(args: &BenchModelsArgs, model: &str, folder: &Path) -> ModelRow {
 /// Plans a model and trains it if it fits and the device is present. Fills in the row along the way.
 fn plan_and_train(args: &BenchModelsArgs, model: &str, folder: &Path, row: &mut ModelRow) -> Result<(), Failure> {
     let data = folder.join("train.jsonl");
-    let file = args.resolve(model, &data, &folder.join("run"))?;
+    let file = args.build_request(model, &data, &folder.join("run"))?;
     let PlannedRun { resolved, outcome: answer, devices } = plan(&file, false)?;
     let (plan, device) = (&answer.plan, &resolved.device);
     row.fits = plan.fits;
@@ -133,7 +134,7 @@ fn plan_and_train(args: &BenchModelsArgs, model: &str, folder: &Path, row: &mut 
     train(&file, folder, row)
 }
 
-/// Trains in a process of its own and copies the result into the row.
+/// Trains the run `file` in a process of its own and copies the result into the row.
 fn train(file: &RunConfig, folder: &Path, row: &mut ModelRow) -> Result<(), Failure> {
     let failed = |what: &str, error: std::io::Error| Failure::input(format!("cannot {what}: {error}"));
     let run_file = folder.join("run.toml");

@@ -1,5 +1,5 @@
-//! `plimsoll plan`: prints the plan of a run; if it does not fit, also the remedies. Other commands refuse a run through
-//! the functions here.
+//! `plimsoll plan`: prints the plan of a run; if it does not fit, also the remedies. Other commands refuse a run
+//! through the functions here.
 
 use super::ray::with_remote_devices;
 use crate::args::PlanArgs;
@@ -21,7 +21,7 @@ use std::process::Command;
 /// # Errors
 /// An invalid run file, model or device.
 pub fn run(args: &PlanArgs) -> Result<Exit, Failure> {
-    let request = with_remote_devices(args.resolve()?)?;
+    let request = with_remote_devices(args.build_request()?)?;
     request.remote.missing_notes().for_each(|missed| output::print_note(&missed));
     let PlannedRun { resolved, devices, outcome: answer } = plan(&request, args.explain)?;
     if args.json {
@@ -56,23 +56,24 @@ pub fn plan_text(
     table(&view) + &tried
 }
 
-/// Describes why a plan does not fit, with commands that fit.
+/// Describes why a plan does not fit, with variations of the typed command with which the run fits.
 fn refusal(request: &RunRequest, plan: &Plan) -> Failure {
     refusal_for_command(request, plan, &typed_command())
 }
 
-/// Describes why a plan does not fit, with commands that fit. The commands are variations of `words`.
+/// Describes why a plan does not fit, with commands with which the run fits. They are variations of the command
+/// `words`.
 pub fn refusal_for_command(request: &RunRequest, plan: &Plan, words: &[String]) -> Failure {
     refusal_with_commands(plan, &remedies_with_commands(request, plan, words), false)
 }
 
-/// Returns the words of the command that the user typed.
+/// Returns the words of the command that the user typed, the program's name included.
 fn typed_command() -> Vec<String> {
     std::env::args().collect()
 }
 
-/// Refuses a plan that does not fit. On a terminal, offers the remedies and runs the command of the one that the user
-/// chooses, in place of this process.
+/// Refuses a plan that does not fit. On a terminal, if `may_prompt`, offers the remedies, and replaces this process by
+/// the command of the remedy that the user chooses. Returns the exit code of a refusal if the user chooses none.
 ///
 /// # Errors
 /// The refusal, if no remedy can be offered. A command that cannot be started.
@@ -98,7 +99,7 @@ fn refusal_with_commands(plan: &Plan, remedies: &[(RemedySettings, Vec<String>)]
     remedies::refusal(plan, &remedies, numbered)
 }
 
-/// Returns the remedies of a plan that does not fit, each with its command: `words` with other flags.
+/// Returns the remedies of a plan that does not fit. Each comes with its command: `words` with the flags of the remedy.
 fn remedies_with_commands(request: &RunRequest, plan: &Plan, words: &[String]) -> Vec<(RemedySettings, Vec<String>)> {
     let command = |remedy: &RemedySettings| command_line::with_settings(words.iter().cloned(), &remedy.settings);
     remedies::remedies(&request.devices(), plan).into_iter().map(|remedy| (remedy.clone(), command(&remedy))).collect()

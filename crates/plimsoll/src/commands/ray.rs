@@ -16,7 +16,7 @@ use std::process::{Command, Stdio};
 /// program.
 const PYTHON: &str = "PLIMSOLL_PYTHON";
 
-/// Replaces this process by the Python implementation of a command.
+/// Replaces this process by the Python implementation of a command. Returns only if that fails.
 ///
 /// # Errors
 /// No Python with the wheel is found.
@@ -32,24 +32,26 @@ pub fn run(command: &str, args: &PassthroughArgs) -> Result<Exit, Failure> {
 /// No Python with the wheel, no cluster, an unknown device, or too little free memory on it.
 pub fn with_remote_devices(mut request: RunRequest) -> Result<RunRequest, Failure> {
     if request.devices().has_remote_devices() {
-        remote::ray::connect_cluster(&mut request, &find_python("ray")?)?;
+        request.remote = remote::ray::connect_cluster(&request.config, &find_python("ray")?)?;
     }
     Ok(request)
 }
 
-/// Connects a sweep to its devices in the cluster and reserves them, so that its runs find them free.
+/// Connects a sweep to its devices in the cluster and reserves them, so that its runs find them free. The reservation
+/// is `None` if all devices are in this machine.
 ///
 /// # Errors
 /// No Python with the wheel, no cluster, an unknown device, or too little free memory on it.
 pub fn reserve_devices(mut request: RunRequest) -> Result<(RunRequest, Option<remote::ray::Reservation>), Failure> {
-    let reservation = match request.devices().has_remote_devices() {
-        true => Some(remote::ray::reserve(&mut request, &find_python("ray")?)?),
-        false => None,
-    };
-    Ok((request, reservation))
+    if !request.devices().has_remote_devices() {
+        return Ok((request, None));
+    }
+    let (remote, reservation) = remote::ray::reserve(&request.config, &find_python("ray")?)?;
+    request.remote = remote;
+    Ok((request, Some(reservation)))
 }
 
-/// Returns the first Python interpreter that has the wheel.
+/// Returns the first Python interpreter that has the wheel, for messages about `command`.
 fn find_python(command: &str) -> Result<PathBuf, Failure> {
     let program = std::env::current_exe().ok();
     let (first, other) = python_candidates(std::env::var_os(PYTHON), program.as_deref());
@@ -57,10 +59,10 @@ fn find_python(command: &str) -> Result<PathBuf, Failure> {
     other.filter(|other| check_wheel(command, other).is_ok()).ok_or(failure)
 }
 
-/// Returns the Python interpreters to try.
+/// Returns the Python interpreters to try: the first, and if there is one, another.
 ///
-/// If `named` is set, it is the only one. Otherwise the interpreter in the folder of `program` comes first, then the one
-/// in `PATH`: `pip install --user` installs the program into a folder without an interpreter.
+/// If `named` is set, it is the only one. Otherwise the interpreter in the folder of `program` comes first, then the
+/// one in `PATH`: `pip install --user` installs the program into a folder without an interpreter.
 fn python_candidates(named: Option<OsString>, program: Option<&Path>) -> (PathBuf, Option<PathBuf>) {
     if let Some(named) = named.filter(|named| !named.is_empty()) {
         return (PathBuf::from(named), None);
@@ -73,7 +75,8 @@ fn python_candidates(named: Option<OsString>, program: Option<&Path>) -> (PathBu
     }
 }
 
-/// Checks that the interpreter has the wheel. Python's own message about a missing module would not help a user.
+/// Checks that the interpreter has the wheel, and otherwise fails with a message about `command`. Python's own message
+/// about a missing module would not help a user.
 fn check_wheel(command: &str, python: &Path) -> Result<(), Failure> {
     let script = "import importlib.util, sys; sys.exit(0 if importlib.util.find_spec('plimsoll') else 3)";
     let mut check = Command::new(python);

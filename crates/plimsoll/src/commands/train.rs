@@ -22,7 +22,7 @@ use std::process::Command;
 /// # Errors
 /// Invalid input, a plan that does not fit, or a failure that stops the run.
 pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
-    let request = with_remote_devices(args.resolve()?)?;
+    let request = with_remote_devices(args.build_request()?)?;
     let injections = args.injections()?;
     let mut run = match args.plan()? {
         Some(plan) => Run::with_plan(request, &plan)?,
@@ -114,7 +114,7 @@ fn data_summary(name: &str, data: &Dataset) -> String {
     )
 }
 
-/// Returns the setting that makes a run twice as long as its run file says.
+/// Returns the `KEY=VALUE` setting that makes a run twice as long as its run file says.
 fn doubled_length(request: &RunConfig) -> String {
     match request.length() {
         Some(Length::Epochs(epochs)) => format!("train.epochs={}", 2.0 * epochs),
@@ -124,10 +124,10 @@ fn doubled_length(request: &RunConfig) -> String {
     }
 }
 
-/// Prints that a run is already done, with the command that extends it.
+/// Prints that a resumed run is already done, with the command that makes it longer.
 ///
 /// # Errors
-/// A fault to inject, which can no longer occur.
+/// A fault is to be injected, although the run can no longer reach it.
 fn print_already_done(
     args: &TrainArgs,
     outcome: &Outcome,

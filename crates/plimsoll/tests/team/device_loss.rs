@@ -75,6 +75,7 @@ fn losing_the_only_device_stops_resumable() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn excluded_device_replaces_lost_one() {
     let workspace = Workspace::new(&QUICK);
     let (_, words) = train_plain(&workspace, &["--devices", WITH_SPARE, "--set", "run.heartbeat_seconds=1"]);
@@ -186,6 +187,7 @@ fn loss_before_first_step_is_resumable() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn lost_device_memory_is_not_charged_to_others() {
     let workspace = one_layer_model();
     let devices = "virtual:a=180MiB@0.8,virtual:b=180MiB@0.6,host=1MiB";

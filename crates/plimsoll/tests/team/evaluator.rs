@@ -83,6 +83,7 @@ fn evaluator_uses_exact_team_weights() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn run_survives_any_evaluator_fault() {
     let workspace = Workspace::new(&QUICK);
     let (_, words) = train_plain(
@@ -182,6 +183,7 @@ fn evaluator_replaces_lost_device() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn impossible_evaluator_faults_are_refused() {
     let workspace = Workspace::new(&QUICK);
     // There is no evaluation after step 3.

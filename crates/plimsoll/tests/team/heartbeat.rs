@@ -7,6 +7,7 @@ use crate::helpers::{
 };
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn only_missed_heartbeats_declare_device_lost() {
     let (workspace, words) = trio_with_plain_run(&["--set", "run.heartbeat_seconds=1"]);
     let result = train(&workspace, "silent", &[&words[..], &["--inject-silence", "virtual:b:3"]].concat());

@@ -21,7 +21,7 @@ fn sequence_shares(workspace: &Workspace, run: &str) -> Vec<u64> {
 }
 
 #[test]
-fn model_too_large_for_each_device_trains_sharded() {
+fn model_larger_than_each_device_trains_sharded() {
     let workspace = model_for_two();
     for device in PAIR.split(',').take(2) {
         let device = format!("{device},host=1MiB");
@@ -59,6 +59,7 @@ fn model_too_large_for_each_device_trains_sharded() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn slow_device_becomes_storage_only_worker() {
     let workspace = model_for_two();
     train(&workspace, "alone", &["--devices", "cpu"]);
@@ -95,6 +96,7 @@ fn slow_device_becomes_storage_only_worker() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn failing_storage_only_worker_is_reported() {
     let workspace = model_for_two();
     let trio = "virtual:a=56MiB@0.75,virtual:b=52MiB@0.5,virtual:c=52MiB@0.03,host=1MiB";
@@ -124,6 +126,7 @@ fn sharded_worker_oom_repeats_step() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn lost_shard_restarts_from_checkpoint() {
     let workspace = model_for_two();
     let trio = "virtual:a=56MiB@0.75,virtual:b=52MiB@0.5,virtual:c=52MiB@0.25,host=1MiB";
@@ -152,6 +155,7 @@ fn lost_shard_restarts_from_checkpoint() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn silent_shard_stops_when_rest_is_too_small() {
     let workspace = model_for_two();
     let (_, words) = train_plain(&workspace, &["--devices", PAIR, "--set", "run.heartbeat_seconds=1"]);
@@ -174,6 +178,7 @@ fn silent_shard_stops_when_rest_is_too_small() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn shard_is_saved_before_worker_is_excluded() {
     let workspace = model_for_two();
     let trio = "virtual:a=56MiB@0.7,virtual:b=52MiB@0.5,virtual:c=52MiB@0.3,host=1MiB";
@@ -214,6 +219,7 @@ fn repeated_resharding_terminates() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn slow_sharded_worker_keeps_its_shard() {
     let _alone = Turn::alone();
     let workspace = model_for_two();
@@ -246,6 +252,7 @@ fn slow_sharded_worker_keeps_its_shard() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn storage_only_worker_computes_when_other_slows() {
     let _alone = Turn::alone();
     let workspace = model_for_two();
@@ -262,6 +269,7 @@ fn storage_only_worker_computes_when_other_slows() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn recovered_straggler_computes_again() {
     let _alone = Turn::alone();
     let workspace = model_for_two();

@@ -14,37 +14,39 @@
 
 use super::Heads;
 use super::elementwise::round_to;
-use super::product::{Depth, FEW_ROWS, Left, Target, dots_1, small_product};
-use super::simd::{Float, Real, get, get_or, put, strips, transpose, vectorized};
+use super::product::{Depth, FEW_ROWS, Left, Multiply, QUERIES, Target, dots_1, small_product};
+use super::simd::{Float, Real, get, get_or, put, strips, vectorized};
 use crate::cpu::pool::{Pool, Shared};
 use plimsoll_program::workspace::Kernels;
-use plimsoll_program::workspace::cpu::{ATTENTION_KEYS, ATTENTION_QUERIES};
+use plimsoll_program::workspace::cpu::ATTENTION_KEYS;
 
-/// Queries in a block.
-pub(super) const QUERIES: usize = ATTENTION_QUERIES as usize;
-/// Keys in a block.
+/// Number of keys that are processed at once, in a block.
 const KEYS: usize = ATTENTION_KEYS as usize;
-/// Up to this many new tokens are processed one query at a time.
+/// Number of new tokens from which attention over a cache processes queries in blocks. Fewer are processed one by one.
 const FEW_TOKENS: usize = 8;
 
-/// Layout of heads in a row of queries | keys | values.
+/// Layout of heads in a row of fused queries | keys | values.
 #[derive(Clone, Copy)]
 pub(super) struct Columns {
-    /// Query heads H.
+    /// Number of query heads H.
     pub heads: usize,
-    /// Key heads K.
+    /// Number of key heads K; there are as many value heads.
     pub kv_heads: usize,
-    /// Head dim E.
+    /// Number of columns of a head, E.
     pub head: usize,
     /// First column of keys: H·E.
     pub keys: usize,
     /// First column of values: (H + K)·E.
     pub values: usize,
-    /// All columns C.
+    /// Number of all columns, C = (H + 2K)·E.
     pub all: usize,
 }
 
 impl Columns {
+    /// Returns the layout for these numbers of heads.
+    ///
+    /// # Panics
+    /// Panics if the query heads are no multiple of the key heads.
     pub fn from_heads(shape: Heads) -> Columns {
         let (heads, kv_heads, head) = (shape.heads as usize, shape.kv_heads as usize, shape.head_dim as usize);
         assert!(kv_heads > 0 && heads.is_multiple_of(kv_heads), "{heads} heads over {kv_heads} kv heads");
@@ -62,15 +64,16 @@ impl Columns {
 /// The keys and values of one head of one sequence.
 #[derive(Clone, Copy)]
 struct Cache<'a, T> {
-    /// Elements from the head's first key on.
+    /// Elements from the key of the first token on.
     keys: &'a [T],
-    /// Elements from the head's first value on.
+    /// Elements from the value of the first token on.
     values: &'a [T],
-    /// Stride between tokens, in elements.
+    /// Number of elements from one token to the next.
     row: usize,
 }
 
-/// The workspace of a lane, split into its parts. If T is its own wide type, sums need no space in it.
+/// The workspace of one thread, split into its parts. Q is `QUERIES`, the largest number of queries in a block. If
+/// activations have the wide type, results are summed in the output, and the parts for sums are empty.
 struct Scratch<'a, T> {
     /// [E, Q]: the queries, as right-hand operands.
     queries: &'a mut [T],
@@ -80,20 +83,25 @@ struct Scratch<'a, T> {
     scores: &'a mut [T],
     /// [keys, Q]: the gradients of the scores. Empty in the forward direction.
     dscores: &'a mut [T],
-    /// `[Q]` each: the largest score or the statistics; the sum or δ; a factor; the first visible key.
+    /// `[Q]`: forward, the largest score of each query so far; backward, the statistics ln Σ e^S of each query.
     largest: &'a mut [T],
+    /// `[Q]`: forward, Σ e^(S − max) of each query so far; backward, δ = Σ out · dO of each query.
     sum: &'a mut [T],
+    /// `[Q]`: factor that corrects the earlier results of each query when its largest score grows.
     factor: &'a mut [T],
+    /// `[Q]`: the first visible key of each query.
     start: &'a mut [T],
-    /// [Q, E]: the sums of the outputs, or of the queries' gradients.
+    /// [Q, E]: forward, the sums of the outputs; backward, those of the queries' gradients.
     sums: &'a mut [T],
-    /// [T, E] each: the sums of the gradients of keys and of values. Empty in the forward direction.
+    /// [T, E]: the sums of the gradients of the keys. Empty in the forward direction.
     key_sums: &'a mut [T],
+    /// [T, E]: the sums of the gradients of the values. Empty in the forward direction.
     value_sums: &'a mut [T],
 }
 
 impl<'a, T> Scratch<'a, T> {
-    /// `tokens` is the length of the sequence in the backward direction.
+    /// Splits the workspace of one thread into its parts. `tokens` is the length of the sequence in the backward
+    /// direction, `None` in the forward direction. `apart` reserves parts for sums in the wide type.
     fn split(lane: &'a mut [T], head: usize, keys: usize, tokens: Option<usize>, apart: bool) -> Self {
         let gradient = tokens.is_some();
         let twice = |size: usize| if gradient { size } else { 0 };
@@ -118,7 +126,7 @@ impl<'a, T> Scratch<'a, T> {
 struct Block<'a> {
     first: usize,
     count: usize,
-    /// The first visible key of each; empty: all keys from 0.
+    /// The first visible key of each query; empty if every query sees all keys from 0 on.
     starts: &'a [i32],
 }
 
@@ -128,7 +136,8 @@ impl Block<'_> {
         self.starts.iter().min().map_or(0, |&start| start as usize)
     }
 
-    /// Writes the first visible keys into lanes; lanes beyond `count` see all keys.
+    /// Writes the first visible key of each query to `start`. Elements beyond the queries of the block become 0: they
+    /// see all keys.
     fn first_visible_keys<T: Float>(&self, start: &mut [T]) {
         start.fill(T::ZERO);
         for (lane, &value) in start.iter_mut().zip(self.starts) {
@@ -136,8 +145,8 @@ impl Block<'_> {
         }
     }
 
-    /// Sets scores [keys, Q] of the keys from `from` on to −∞ where the query does not see the key. Only keys before some
-    /// document's start and those on the diagonal can be hidden.
+    /// Sets `scores[keys, Q]`, of the keys from `from` on, to −∞ where the query does not see the key. Only keys before
+    /// the start of some query's document, and keys from the block's first query on, can be hidden.
     fn hide_keys<T: Float>(&self, scores: &mut [T], from: usize, start: &[T]) {
         let keys = scores.len() / QUERIES;
         let last_start = self.starts.iter().max().map_or(0, |&start| start as usize);
@@ -149,19 +158,20 @@ impl Block<'_> {
 }
 
 impl Block<'_> {
-    /// Returns the keys from `from` on that query i of the block may see: 0 ..= first + i − from.
+    /// Returns the range of keys, counted from `from`, that query i of the block may see: 0 ..= first + i − from.
     fn visible_keys(&self, from: usize) -> Depth {
         if from <= self.first { Depth::To(self.first - from) } else { Depth::Whole }
     }
 
-    /// Returns the queries of the block that may see key j from `from` on: from + j − first ...
+    /// Returns the range of queries of the block that may see the key `from` + j: those from query `from` + j − first
+    /// on.
     fn visible_queries(&self, from: usize) -> Depth {
         if from <= self.first { Depth::From(self.first - from) } else { Depth::Whole }
     }
 
-    /// Computes `to[keys, Q]` = the rows from key `from` on · `right[E, Q]`. If the diagonal hides all keys from the first half of
-    /// the lanes, that half is set to zero instead.
-    fn scores<T: Real>(
+    /// Computes `to[keys, Q]` = `rows[keys, E]` · `right[E, Q]`, for the keys from `from` on. For keys that the first
+    /// half of the queries cannot see, that half is set to zero instead.
+    fn scores<T: Multiply>(
         &self,
         from: usize,
         keys: usize,
@@ -189,7 +199,7 @@ impl Block<'_> {
 /// Computes `out[N, H·E]` and `stats[B, H, T]` (log-sum-exp of the scaled scores) of `qkv[N, C]` in sequences of
 /// `sequence` tokens: query i of a sequence sees its keys `document_start[i]..=i`. `scratch` has
 /// `workspace::cpu::attention` elements.
-pub fn attention<T: Real>(
+pub fn attention<T: Multiply>(
     pool: &Pool,
     shape: Heads,
     sequence: usize,
@@ -204,7 +214,7 @@ pub fn attention<T: Real>(
     assert!(sequence > 0 && rows.is_multiple_of(sequence) && qkv.len() == rows * c.all);
     assert!(out.len() == rows * c.keys && stats.len() == rows * c.heads);
     let keys = sequence.min(KEYS);
-    let lane_size = Kernels::Cpu { threads: 1 }.attention(T::DTYPE, sequence as u64, shape) as usize;
+    let lane_size = Kernels::Cpu { threads: 1 }.attention_workspace(T::DTYPE, sequence as u64, shape) as usize;
     let scratch = Shared::new(&mut scratch[..pool.threads() * lane_size]);
     let (out, stats) = (Shared::new(out), Shared::new(stats));
     let blocks = sequence.div_ceil(QUERIES);
@@ -241,9 +251,10 @@ pub fn attention<T: Real>(
     });
 }
 
-/// Computes the output of one block of queries of one head. `queries` starts at the block's first query with stride
-/// `query_row`; `out` is the address of the first result and its row stride.
-fn forward<T: Real>(
+/// Computes the output of one block of queries of one head, and their statistics unless `stats` is `None`. `queries`
+/// begins with the block's first query; queries are `query_row` elements apart. `out` is the address of the first
+/// result, and `out_row` its row stride.
+fn forward<T: Multiply>(
     block: Block,
     queries: &[T],
     query_row: usize,
@@ -292,9 +303,9 @@ fn forward<T: Real>(
     }
 }
 
-/// Computes `dqkv[N, C]`, completely, from the inputs and outputs of `attention` and the gradient `dout[N, H·E]`.
-/// `scratch` has `workspace::cpu::attention_grad` elements.
-pub fn attention_grad<T: Real>(
+/// Computes the gradient of `attention`: all of `dqkv[N, C]`, from the inputs and outputs of `attention` and
+/// `dout[N, H·E]`. `scratch` has `workspace::cpu::attention_grad` elements.
+pub fn attention_grad<T: Multiply>(
     pool: &Pool,
     shape: Heads,
     sequence: usize,
@@ -311,7 +322,7 @@ pub fn attention_grad<T: Real>(
     assert!(sequence > 0 && rows.is_multiple_of(sequence) && qkv.len() == rows * c.all && dqkv.len() == rows * c.all);
     assert!(out.len() == rows * c.keys && dout.len() == rows * c.keys && stats.len() == rows * c.heads);
     let keys = sequence.min(KEYS);
-    let lane_size = Kernels::Cpu { threads: 1 }.attention_grad(T::DTYPE, 1, sequence as u64, shape) as usize;
+    let lane_size = Kernels::Cpu { threads: 1 }.attention_grad_workspace(T::DTYPE, 1, sequence as u64, shape) as usize;
     let scratch = Shared::new(&mut scratch[..pool.threads() * lane_size]);
     let dqkv = Shared::new(dqkv);
     let group = c.heads / c.kv_heads;
@@ -368,8 +379,9 @@ pub fn attention_grad<T: Real>(
     });
 }
 
-/// Processes one block of queries of one head: writes its part of dq and adds to dk and dv, or to their sums.
-fn backward<T: Real>(
+/// Processes one block of queries of one head in the backward direction. Writes its part of dq, and adds to dk and dv,
+/// or to their sums in `s` if activations are not of the wide type.
+fn backward<T: Multiply>(
     block: Block,
     c: &Columns,
     queries: &[T],
@@ -432,7 +444,8 @@ fn backward<T: Real>(
     }
 }
 
-/// Copies keys and values of the n tokens in `qkv[n, C]` into the caches [P, K·E], from row `start` on.
+/// Copies the keys and values of the n tokens in `qkv[n, C]` to the caches `keys[P, K·E]` and `values[P, K·E]`, from
+/// row `start` on.
 pub fn append_cache<T: Real>(shape: Heads, qkv: &[T], start: usize, keys: &mut [T], values: &mut [T]) {
     let c = Columns::from_heads(shape);
     let width = c.kv_heads * c.head;
@@ -443,10 +456,10 @@ pub fn append_cache<T: Real>(shape: Heads, qkv: &[T], start: usize, keys: &mut [
     }
 }
 
-/// Computes `out[n, H·E]`: attention of the n tokens in `qkv[n, C]`, already at positions `start`.. of the caches [P, K·E], over
-/// all keys up to their own. `scratch` has
+/// Computes `out[n, H·E]`: attention of the n new tokens in `qkv[n, C]` over all keys in the cache up to their own. The
+/// caches [P, K·E] already hold these tokens, from position `start` on. `scratch` has
 /// `workspace::cpu::cached_attention` elements for the caches' P.
-pub fn cached_attention<T: Real>(
+pub fn cached_attention<T: Multiply>(
     pool: &Pool,
     shape: Heads,
     qkv: &[T],
@@ -461,7 +474,7 @@ pub fn cached_attention<T: Real>(
     let capacity = keys.len() / width;
     assert!(start + rows <= capacity && values.len() == keys.len() && out.len() == rows * c.keys);
     let one = Kernels::Cpu { threads: 1 };
-    let lane_size = one.cached_attention(T::DTYPE, rows as u64, capacity as u64, shape) as usize;
+    let lane_size = one.cached_attention_workspace(T::DTYPE, rows as u64, capacity as u64, shape) as usize;
     let scratch = Shared::new(&mut scratch[..pool.threads() * lane_size]);
     let out = Shared::new(out);
     let each = if rows < FEW_TOKENS { 1 } else { QUERIES };
@@ -490,7 +503,7 @@ pub fn cached_attention<T: Real>(
     });
 }
 
-/// Computes attention of one query over the first `seen` keys.
+/// Computes attention of one query over the first `seen` keys of `cache`, and writes it to `out[E]`.
 fn one_query<T: Real>(query: &[T], cache: Cache<T>, seen: usize, out: &mut [T], s: Scratch<T::Wide>) {
     let head = query.len();
     let scale = inverse_sqrt::<T::Wide>(head);
@@ -526,20 +539,13 @@ fn one_query<T: Real>(query: &[T], cache: Cache<T>, seen: usize, out: &mut [T], 
     }
 }
 
-/// Returns 1 / √E.
+/// Returns 1 / √`head`, the scale of the scores of a head with `head` columns.
 fn inverse_sqrt<T: Float>(head: usize) -> T {
     T::ONE / T::from_f64(head as f64).sqrt()
 }
 
-/// Implements `Real::pack_right_operand` for f32 and f64 by a transposition.
-pub(super) fn pack_right_operand<T: Float>(from: &[T], row: usize, count: usize, head: usize, scale: T, to: &mut [T]) {
-    if count < QUERIES {
-        to.fill(T::ZERO);
-    }
-    transpose(from, row, count, head, scale, to, QUERIES);
-}
-
 vectorized! {
+    /// Returns a · b; both have the same length.
     fn dot<T, V>(a: &[T], b: &[T]) -> T::Wide {
         let mut sum = V::splat(T::Wide::ZERO);
         strips::<T, V>(a.len(), #[inline(always)] |at, count| {
@@ -550,6 +556,7 @@ vectorized! {
 }
 
 vectorized! {
+    /// Multiplies all elements of `x` by `factor`.
     fn multiply<T: Float, V>(x: &mut [T], factor: T) {
         strips::<T, V>(x.len(), #[inline(always)] |at, count| {
             let value: V = get(x, at, count);
@@ -559,7 +566,7 @@ vectorized! {
 }
 
 vectorized! {
-    /// Computes x = e^(x − largest) and returns the sum.
+    /// Replaces each x by e^(x − largest), and returns their sum.
     fn exponentiate<T: Float, V>(x: &mut [T], largest: T) -> T {
         let mut sum = V::splat(T::ZERO);
         strips::<T, V>(x.len(), #[inline(always)] |at, count| {
@@ -572,8 +579,8 @@ vectorized! {
 }
 
 vectorized! {
-    /// Sets `scores[keys, Q]` of key j (from `from` on) and query i (from `first` on) to −∞ unless
-    /// `start[i]` <= j <= i.
+    /// Sets the element of `scores[keys, Q]` of key j (from `from` on) and query i (from `first` on) to −∞, unless the
+    /// query sees the key: the query's `start` <= j <= i.
     fn hide_keys<T: Float, V>(scores: &mut [T], from: usize, first: usize, start: &[T]) {
         let hidden = V::splat(T::MINUS_INFINITY);
         let mut places = [T::ZERO; QUERIES];
@@ -591,8 +598,8 @@ vectorized! {
 }
 
 vectorized! {
-    /// Replaces `scores[keys, Q]` by e^(rest · score − largest), with the largest score of each lane so far. Continues `sum`, and
-    /// sets `factor` to the correction of earlier results.
+    /// Replaces `scores[keys, Q]` by e^(rest · score − largest), where `largest` is the largest scaled score of each
+    /// query so far. Adds the results of each query to `sum`. Sets `factor` to the correction of its earlier results.
     fn online_softmax<T: Float, V>(scores: &mut [T], rest: T, largest: &mut [T], sum: &mut [T], factor: &mut [T]) {
         let rest = V::splat(rest);
         strips::<T, V>(QUERIES, #[inline(always)] |at, count| {
@@ -618,7 +625,8 @@ vectorized! {
 }
 
 vectorized! {
-    /// Turns `p[keys, Q]` from scores, which still need the factor `rest`, into probabilities, and ds from dP into dS.
+    /// Replaces `p[keys, Q]`, scores that still need the factor `rest`, by probabilities P = e^(S − stats). Replaces
+    /// `ds[keys, Q]`, the gradients dP of the probabilities, by those of the scores: dS = P · (dP − delta) · scale.
     fn score_gradients<T: Float, V>(p: &mut [T], rest: T, ds: &mut [T], stats: &[T], delta: &[T], scale: T) {
         let (rest, scale) = (V::splat(rest), V::splat(scale));
         for (p, ds) in p.chunks_exact_mut(QUERIES).zip(ds.chunks_exact_mut(QUERIES)) {
@@ -633,7 +641,8 @@ vectorized! {
     }
 }
 
-/// Multiplies rows of `out` by the factor of their lane.
+/// Multiplies each of the `count` rows of `out[count, head]` by its element of `factor`. Rows are `out_row` elements
+/// apart.
 fn scale_rows<T: Float>(out: *mut T, out_row: usize, count: usize, head: usize, factor: &[T]) {
     for (lane, &factor) in factor[..count].iter().enumerate() {
         // SAFETY: `out` is the block's exclusive part of the output: count rows of `head` elements.
@@ -641,7 +650,7 @@ fn scale_rows<T: Float>(out: *mut T, out_row: usize, count: usize, head: usize, 
     }
 }
 
-/// Rounds the first `count` rows of `sums[.., E]` into rows of `to` with stride `to_row`.
+/// Rounds the first `count` rows of `sums`, of `head` elements each, into rows of `to` with stride `to_row`.
 fn round_rows<T: Real>(sums: &[T::Wide], count: usize, head: usize, to: *mut T, to_row: usize) {
     for (row, sums) in sums.chunks_exact(head).take(count).enumerate() {
         // SAFETY: `to` is the caller's exclusive part of a result: count rows of `head` elements.

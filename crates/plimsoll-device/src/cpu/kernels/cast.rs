@@ -1,11 +1,11 @@
 //! Conversion between numbers and the bytes of files: little-endian, rounded to nearest even.
 
-use super::simd::Real;
+use super::simd::{Real, to_odd};
 use crate::cpu::pool::{Pool, Shared};
 use half::{bf16, f16};
 use plimsoll_core::DType;
 
-/// Smallest task, in elements.
+/// Smallest number of elements that one task of the thread pool processes.
 const MIN_TASK_ELEMENTS: usize = 16384;
 
 /// A failed conversion between bytes and numbers.
@@ -14,7 +14,7 @@ pub enum CastError {
     /// The type is not a float type.
     #[error("{0} is not a float type: expected f64, f32, bf16 or f16")]
     NotFloat(DType),
-    /// The number of bytes does not match the elements.
+    /// The number of bytes is not that of the elements.
     #[error("{bytes} bytes do not hold {elements} elements of {dtype}")]
     Length {
         /// Number of bytes.
@@ -42,7 +42,11 @@ fn check(dtype: DType, bytes: usize, elements: usize) -> Result<(), CastError> {
     Ok(())
 }
 
-/// Reads `to.len()` numbers of `dtype` from exactly their bytes, at any alignment.
+/// Reads `to.len()` numbers of `dtype` from `bytes`, and rounds them to nearest even. `bytes` hold exactly these
+/// numbers, little-endian and at any alignment.
+///
+/// # Errors
+/// Fails if `dtype` is no float type, or the bytes are not as many as the numbers need.
 pub fn from_bytes<T: Real>(pool: &Pool, dtype: DType, bytes: &[u8], to: &mut [T]) -> Result<(), CastError> {
     check(dtype, bytes.len(), to.len())?;
     let (total, to) = (to.len(), Shared::new(to));
@@ -59,7 +63,11 @@ pub fn from_bytes<T: Real>(pool: &Pool, dtype: DType, bytes: &[u8], to: &mut [T]
     Ok(())
 }
 
-/// Writes `from` as numbers of `dtype` into exactly their bytes, at any alignment.
+/// Writes `from` as numbers of `dtype` to `bytes`, rounded to nearest even. `bytes` have exactly the size of these
+/// numbers, which are little-endian and at any alignment.
+///
+/// # Errors
+/// Fails if `dtype` is no float type, or the bytes are not as many as the numbers need.
 pub fn to_bytes<T: Real>(pool: &Pool, dtype: DType, from: &[T], bytes: &mut [u8]) -> Result<(), CastError> {
     check(dtype, bytes.len(), from.len())?;
     let bytes = Shared::new(bytes);
@@ -76,18 +84,6 @@ pub fn to_bytes<T: Real>(pool: &Pool, dtype: DType, from: &[T], bytes: &mut [u8]
         }
     });
     Ok(())
-}
-
-/// Rounds `x` to f32, to the neighbour with last bit 1 if inexact (round to odd). Rounding that again to half as many bits gives
-/// the same result as rounding `x` once (Boldo and Melquiond, "When double
-/// rounding is odd"). `half` drops the low half of an f64 instead.
-pub(super) fn to_odd(x: f64) -> f32 {
-    let nearest = x as f32;
-    if f64::from(nearest) == x || x.is_nan() {
-        return nearest;
-    }
-    let toward_zero = nearest.to_bits() - u32::from(f64::from(nearest).abs() > x.abs());
-    f32::from_bits(toward_zero | 1)
 }
 
 fn read<T, const N: usize>(bytes: &[u8], first: usize, to: &mut [T], convert: impl Fn([u8; N]) -> T) {

@@ -5,25 +5,26 @@ use super::init::philox;
 use super::simd::{Dot, Float, Real, get, put, strips, vectorized, vectorized_dot};
 use crate::cpu::pool::{Pool, Shared};
 
-/// Smallest task, in elements.
+/// Smallest number of elements that one task of the thread pool processes.
 const MIN_TASK_ELEMENTS: usize = 8192;
-/// Blocks of four random words generated at once.
+/// Number of blocks, each of four random words, that are generated at once.
 const BLOCK_COUNT: usize = 16;
 
-/// The position of rows in the run, and the dropout probability.
+/// Options of a dropout op: the position of its rows in the run, which decides the dropped elements, and the
+/// probability.
 #[derive(Clone, Copy, Debug)]
 pub struct Dropout {
     /// Seed of the run.
     pub seed: u64,
     /// Optimizer step, counted from 1.
     pub step: u32,
-    /// Index within the step of the sample of row 0.
+    /// Index in the step of the sample (sequence) that row 0 belongs to.
     pub first_sample: u32,
-    /// Rows per sample.
+    /// Number of rows (tokens) per sample.
     pub sequence: usize,
     /// Layer index.
     pub layer: u32,
-    /// Index of the dropout site within the layer.
+    /// Index of the dropout op within the layer.
     pub site: u8,
     /// Probability that an element is dropped.
     pub probability: f64,
@@ -67,7 +68,8 @@ pub fn dropout<T: Real>(pool: &Pool, at: Dropout, columns: usize, x: &[T], out: 
 }
 
 vectorized_dot! {
-    /// Generates the words of `BLOCK_COUNT` blocks from `first` on.
+    /// Generates the random words of `BLOCK_COUNT` blocks, from block `first` on. `key` and the last three numbers of
+    /// `counter` select the sequence.
     fn draw<D>(counter: [u32; 4], first: u32, key: [u32; 2], words: &mut [u32; 4 * BLOCK_COUNT]) {
         let mut blocks = [[0; BLOCK_COUNT]; 4];
         for lane in 0..BLOCK_COUNT {

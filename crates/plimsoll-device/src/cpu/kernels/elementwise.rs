@@ -6,10 +6,10 @@ use crate::cpu::pool::{Pool, Shared};
 use plimsoll_program::workspace;
 use std::ops::Range;
 
-/// Smallest task, in elements.
+/// Smallest number of elements that one task of the thread pool processes.
 const MIN_TASK_ELEMENTS: usize = 16384;
 
-/// Computes into += x.
+/// Computes `into += x`, element by element; both have the same length.
 pub fn add<T: Real, I: Real<Wide = T::Wide>>(pool: &Pool, x: &[T], into: &mut [I]) {
     assert_eq!(x.len(), into.len());
     let shared = Shared::new(into);
@@ -19,7 +19,7 @@ pub fn add<T: Real, I: Real<Wide = T::Wide>>(pool: &Pool, x: &[T], into: &mut [I
     });
 }
 
-/// Copies `from` to `to`.
+/// Copies `from` to `to`, which has the same length.
 pub fn copy<T: Copy + Send + Sync>(pool: &Pool, from: &[T], to: &mut [T]) {
     assert_eq!(from.len(), to.len());
     let shared = Shared::new(to);
@@ -59,9 +59,11 @@ pub fn sum_rows<T: Real>(
     }
 }
 
-/// Sums rows in fixed portions: `work(rows, sum)` adds its rows to a zeroed `sum[width]`. Returns the number of sums in
-/// `scratch`, one after the other, which the caller adds in order.
-/// `scratch` has `workspace::cpu::sum_rows(rows, width)` elements.
+/// Sums rows in portions that do not depend on the number of threads. For each portion, `work(rows, sum)` adds these
+/// rows to a zeroed `sum[width]`.
+///
+/// The sums lie one after the other at the beginning of `scratch`, which has `workspace::cpu::sum_rows(rows, width)`
+/// elements. Returns their number. The caller adds them in order.
 pub(super) fn partial_sums<T: Float>(
     pool: &Pool,
     rows: usize,
@@ -92,7 +94,7 @@ pub fn round<T: Real>(pool: &Pool, from: &[T::Wide], to: &mut [T]) {
 }
 
 vectorized! {
-    /// Rounds `from` into `to`.
+    /// Rounds `from` to nearest even into `to`, on this thread.
     pub(super) fn round_to<T, V>(from: &[T::Wide], to: &mut [T]) {
         strips::<T, V>(from.len(), #[inline(always)] |at, count| {
             put(to, at, count, get::<T::Wide, V>(from, at, count));

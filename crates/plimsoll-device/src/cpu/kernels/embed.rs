@@ -3,9 +3,9 @@
 use super::simd::{Real, get, put, strips, vectorized};
 use crate::cpu::pool::{Pool, Shared};
 
-/// Smallest task, in elements.
+/// Smallest number of elements that one task of the thread pool processes.
 const MIN_TASK_ELEMENTS: usize = 16384;
-/// Columns per task of the gradient.
+/// Number of columns of the embedding table whose gradient one task computes.
 const STRIP: usize = 64;
 
 /// Computes `out[N, D]` = the rows of `table[V, D]` selected by `tokens`.
@@ -20,8 +20,8 @@ pub fn embed<T: Real>(pool: &Pool, tokens: &[i32], table: &[T], hidden: usize, o
     });
 }
 
-/// Adds each row of `dout[N, D]` to the row of `dtable[V, D]` of its token. A task owns columns and processes the tokens in order,
-/// so the sums do not depend on the threads.
+/// Adds each row of `dout[N, D]` to the row of `dtable[V, D]` of its token. A task owns columns and processes the
+/// tokens in order, so the sums do not depend on the threads.
 pub fn embed_grad<T: Real>(pool: &Pool, tokens: &[i32], dout: &[T], hidden: usize, dtable: &mut [T::Wide]) {
     let vocab = dtable.len() / hidden.max(1);
     let table = Shared::new(dtable);
@@ -38,7 +38,7 @@ pub fn embed_grad<T: Real>(pool: &Pool, tokens: &[i32], dout: &[T], hidden: usiz
 }
 
 vectorized! {
-    /// Computes into += x.
+    /// Computes `into` += `x`, element by element.
     pub(super) fn add_to<T: Real, V, X>(into: &mut [T], x: &[X]) {
         strips::<T, V>(into.len(), #[inline(always)] |at, count| {
             let sum = get::<T, V>(into, at, count) + get::<X, V>(x, at, count);

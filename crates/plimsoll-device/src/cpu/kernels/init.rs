@@ -7,23 +7,24 @@
 use super::simd::Real;
 use crate::cpu::pool::{Pool, Shared};
 
-/// Smallest task, in elements.
+/// Smallest number of elements that one task of the thread pool processes.
 const MIN_TASK_ELEMENTS: usize = 4096;
 
-/// Fills `to` with normal numbers of mean 0: element i is number `first + i` of tensor `number`
-/// under `seed`, times `std`.
+/// Fills `to` with normal numbers of mean 0 and standard deviation `std`. Element i is number `first + i` of the
+/// sequence that `seed` and `number`, the number of the tensor, select.
 pub fn normal<T: Real>(pool: &Pool, seed: u64, number: u64, first: u64, std: f64, to: &mut [T]) {
     fill(pool, first, to, |block| box_muller(random_words(seed, number, block)).map(|value| T::from_f64(value * std)));
 }
 
-/// Fills `to` with uniform numbers from −bound to bound: element i is number `first + i` of tensor `number` under `seed`.
+/// Fills `to` with uniform numbers from −bound to bound. Element i is number `first + i` of the sequence that `seed`
+/// and `number`, the number of the tensor, select.
 pub fn uniform<T: Real>(pool: &Pool, seed: u64, number: u64, first: u64, bound: f64, to: &mut [T]) {
     fill(pool, first, to, |block| {
         random_words(seed, number, block).map(|word| T::from_f64((to_unit_interval(word) * 2.0 - 1.0) * bound))
     });
 }
 
-/// Fills `to` with the numbers from `first` on of a sequence that `four` generates in blocks of four.
+/// Fills `to` with a part of a sequence, from number `first` on. `four(block)` returns the four numbers of a block.
 fn fill<T: Real>(pool: &Pool, first: u64, to: &mut [T], four: impl Fn(u64) -> [T; 4] + Sync) {
     let (total, to) = (to.len(), Shared::new(to));
     pool.split(total, MIN_TASK_ELEMENTS, |range, _| {
@@ -50,7 +51,7 @@ fn random_words(seed: u64, number: u64, block: u64) -> [u32; 4] {
     )
 }
 
-/// Maps a word to the middle of one of 2^32 equal steps between 0 and 1, so never to 0 or 1.
+/// Maps a random word to a number above 0 and below 1: the middle of one of 2^32 equal steps.
 fn to_unit_interval(word: u32) -> f64 {
     (f64::from(word) + 0.5) / 4_294_967_296.0
 }
@@ -65,6 +66,8 @@ fn box_muller(random_words: [u32; 4]) -> [f64; 4] {
 }
 
 #[inline(always)]
+/// Returns four random words by Philox-4x32-10. `key` selects a sequence, and `counter` is the number of the block of
+/// four words in it.
 pub(super) fn philox(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
     for round in 0..10 {
         if round > 0 {

@@ -9,23 +9,24 @@ use super::simd::{Float, Real, get, get_or, put, strips, vectorized};
 use crate::cpu::pool::{Pool, Shared};
 use plimsoll_program::op::SOFTMAX_STATS;
 
-/// Label of rows that do not count.
+/// Label of rows that do not count in the loss.
 pub const IGNORED: i32 = -100;
-/// Smallest task, in elements.
+/// Smallest number of elements that one task of the thread pool processes.
 const MIN_TASK_ELEMENTS: usize = 8192;
-/// Statistics per row.
+/// Number of softmax statistics per row.
 const STATS: usize = SOFTMAX_STATS as usize;
 
-/// Labels and weights of the rows of a block of logits. Rows with label −100 or weight 0 do not count.
+/// Labels and loss weights of R rows, for a block of columns of their logits. Rows with label −100 or weight 0 do not
+/// count in the loss.
 #[derive(Clone, Copy)]
 pub struct LabelledRows<'a, T> {
-    /// Labels in the whole vocabulary, `[R]`.
+    /// Label of each row, `[R]`: an id in the whole vocabulary, or −100.
     pub labels: &'a [i32],
-    /// Weights, `[R]`.
+    /// Loss weight of each row, `[R]`.
     pub weights: &'a [T],
-    /// First vocabulary column of the block.
+    /// Id of the token to which the first column of the block belongs.
     pub first: usize,
-    /// Number of columns of the block.
+    /// Number of columns of the block, one per token of the vocabulary.
     pub columns: usize,
 }
 
@@ -34,13 +35,13 @@ impl<T: Float> LabelledRows<'_, T> {
         self.labels[row] != IGNORED && self.weights[row] != T::ZERO
     }
 
-    /// Returns the label's column in the block, if it lies there.
+    /// Returns the column in the block that is the label of this row; `None` if the label is −100 or in another block.
     fn column(&self, row: usize) -> Option<usize> {
         let column = usize::try_from(self.labels[row]).ok()?.checked_sub(self.first)?;
         (column < self.columns).then_some(column)
     }
 
-    /// Calls `work` once for each row, spread over the pool.
+    /// Calls `work(row)` once for each row, spread over the pool.
     fn split(&self, pool: &Pool, work: impl Fn(usize) + Sync) {
         assert_eq!(self.labels.len(), self.weights.len());
         pool.split(self.labels.len(), MIN_TASK_ELEMENTS.div_ceil(self.columns.max(1)), |range, _| {
@@ -49,7 +50,9 @@ impl<T: Float> LabelledRows<'_, T> {
     }
 }
 
-/// Updates `stats[R, 4]` with `logits[R, columns]`, as defined by [`SoftmaxStats`](plimsoll_program::OpKind::SoftmaxStats).
+/// Updates `stats[R, 4]` with `logits[R, columns]`, as defined by
+/// [`SoftmaxStats`](plimsoll_program::OpKind::SoftmaxStats). `begin` marks the first block of columns, which overwrites
+/// `stats`.
 pub fn softmax_stats<T: Real>(
     pool: &Pool,
     of: LabelledRows<T::Wide>,
@@ -92,8 +95,9 @@ pub fn softmax_stats<T: Real>(
     });
 }
 
-/// Returns Σ weight · nll over rows with `stats[R, 4]` of the whole vocabulary. Sets `correct[R]`, if given, to 1 where the label has
-/// the largest logit (the first of equals).
+/// Returns the loss sum Σ weight · nll over all rows, where nll is the negative log-likelihood of a row's label.
+/// `stats[R, 4]` are those of the whole vocabulary. Sets `correct[R]` to 1 where the label has the largest logit (the
+/// first of equals), else to 0; `None` skips this.
 pub fn cross_entropy<T: Float>(stats: &[T], labels: &[i32], weights: &[T], mut correct: Option<&mut [i32]>) -> f64 {
     let mut sum = 0.0;
     for (row, stats) in stats.chunks_exact(STATS).enumerate() {
@@ -109,7 +113,8 @@ pub fn cross_entropy<T: Float>(stats: &[T], labels: &[i32], weights: &[T], mut c
     sum
 }
 
-/// Turns `logits[R, columns]` into the gradient of `scale` times the loss sum. Rows that do not count become exact zeros.
+/// Replaces `logits[R, columns]` by the gradient of `scale` times the loss sum. `stats[R, 4]` are those of the whole
+/// vocabulary. Rows with label −100 or weight 0 become exact zeros.
 pub fn softmax_grad<T: Real>(
     pool: &Pool,
     of: LabelledRows<T::Wide>,
@@ -141,7 +146,7 @@ pub fn softmax_grad<T: Real>(
     });
 }
 
-/// Whether the logit of `label` is the largest, and no earlier one is as large.
+/// Returns whether the logit of `label` equals `largest`, the largest of the row, and no earlier one does.
 fn is_first_maximum<T: Real>(logits: &[T], label: usize, largest: T::Wide) -> bool {
     logits[label].widen() == largest && !logits[..label].iter().any(|logit| logit.widen() == largest)
 }
@@ -160,7 +165,7 @@ vectorized! {
 }
 
 vectorized! {
-    /// Returns Σ e^(x − shift)
+    /// Returns Σ e^(x − shift).
     fn exp_sum<T, V>(x: &[T], shift: T::Wide) -> T::Wide {
         let (shift, nothing) = (V::splat(shift), V::splat(T::Wide::MINUS_INFINITY));
         let mut sum = V::splat(T::Wide::ZERO);
@@ -172,7 +177,7 @@ vectorized! {
 }
 
 vectorized! {
-    /// Computes x = e^(x − shift) · factor
+    /// Replaces each x by e^(x − shift) · factor.
     fn probabilities<T, V>(x: &mut [T], shift: T::Wide, factor: T::Wide) {
         let (shift, factor) = (V::splat(shift), V::splat(factor));
         strips::<T, V>(x.len(), #[inline(always)] |at, count| {

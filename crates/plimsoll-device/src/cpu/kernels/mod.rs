@@ -6,6 +6,8 @@
 //! workspace slice. Results do not depend on the number of threads. Slices shorter than the shapes require are a bug of the
 //! caller, and panic.
 //!
+//! `simd` holds the vectors and number types below all kernels. `product` holds matrix products, which attention uses as well.
+//!
 //! Legend: B sequences of T tokens, N = B·T rows, D hidden, H heads, K kv heads, E head dim,
 //! F ffn, V vocabulary, C = (H + 2K)·E columns of the fused queries | keys | values, R rows,
 //! P positions. Matrices are row-major, weights are [out, in].
@@ -22,7 +24,6 @@ mod init;
 mod loss;
 mod norm;
 mod optimizer;
-mod pairs;
 mod product;
 mod quantized;
 mod rope;
@@ -41,7 +42,7 @@ pub use loss::{IGNORED, LabelledRows, cross_entropy, softmax_grad, softmax_stats
 pub use norm::{head_norm, head_norm_grad, rms_norm, rms_norm_grad};
 pub use optimizer::{AdamW, Sgd, State8, adamw, adamw8, sgd, squared_norm};
 pub use plimsoll_program::op::Heads;
-pub use product::{Product, product};
+pub use product::{Multiply, Product, product};
 pub use quantized::{QuantizedData, dequantize, quantize};
 pub use rope::{rope, rope_table};
 pub use simd::{Float, Real, SimdLevel, simd_level};

@@ -9,11 +9,11 @@ use super::simd::{Float, Real, get, put, strips, vectorized};
 use super::{Heads, attention::Columns};
 use crate::cpu::pool::{Pool, Shared};
 
-/// Smallest task, in elements.
+/// Smallest number of elements that one task of the thread pool processes.
 const MIN_TASK_ELEMENTS: usize = 8192;
 
 vectorized! {
-    /// Computes out = x · r · weight and returns r.
+    /// Normalizes a row: computes out = x · r · weight with r = 1 / sqrt(mean(x²) + eps), and returns r.
     fn norm_row<T, V>(x: &[T], weight: &[T], eps: T::Wide, out: &mut [T]) -> T::Wide {
         let mut squares = V::splat(T::Wide::ZERO);
         strips::<T, V>(x.len(), #[inline(always)] |at, count| {
@@ -29,7 +29,8 @@ vectorized! {
 }
 
 vectorized! {
-    /// Computes dx = (or +=) the gradient, and adds to dweight.
+    /// Computes the gradient of one normalized row: `dx` (= or, with `accumulate`, +=), and `dweight` +=. `r` is the
+    /// number that [`norm_row`] returned.
     fn norm_row_grad<T, V>(x: &[T], weight: &[T], r: T::Wide, dout: &[T], dx: &mut [T], dweight: &mut [T::Wide], accumulate: bool) {
         let mut products = V::splat(T::Wide::ZERO);
         strips::<T, V>(x.len(), #[inline(always)] |at, count| {
@@ -51,7 +52,8 @@ vectorized! {
 }
 
 vectorized! {
-    /// Turns dout into dx in place, and adds to dweight.
+    /// Replaces `d`, the gradient of the output of one normalized row, by that of the input, and adds to `dweight`. `r`
+    /// is the number that [`norm_row`] returned.
     fn norm_row_grad_in_place<T, V>(x: &[T], weight: &[T], r: T::Wide, d: &mut [T], dweight: &mut [T::Wide]) {
         let mut products = V::splat(T::Wide::ZERO);
         strips::<T, V>(x.len(), #[inline(always)] |at, count| {
@@ -68,7 +70,8 @@ vectorized! {
     }
 }
 
-/// Computes `out[R, D]` = x / rms(x) · weight; `rstd[R]` = 1 / rms.
+/// Normalizes the R rows of x: computes `out[R, D]` = x / rms · weight, and `rstd[R]` = 1 / rms, where rms =
+/// sqrt(mean(x²) + eps) of the row.
 pub fn rms_norm<T: Real>(pool: &Pool, x: &[T], weight: &[T], eps: f64, out: &mut [T], rstd: &mut [T::Wide]) {
     let (rows, dim) = (rstd.len(), weight.len());
     assert!(x.len() == rows * dim && out.len() == rows * dim);
@@ -83,8 +86,8 @@ pub fn rms_norm<T: Real>(pool: &Pool, x: &[T], weight: &[T], eps: f64, out: &mut
     });
 }
 
-/// Computes `dx[R, D]` = (or +=, with `accumulate`) the gradient of `rms_norm`, and adds to `dweight[D]` if given.
-/// `scratch` has `workspace::cpu::sum_rows(rows, dim)` elements.
+/// Computes the gradient of `rms_norm`: `dx[R, D]` (= or, with `accumulate`, +=), and `dweight[D]` += (`None` for a
+/// frozen weight). `scratch` has `workspace::cpu::sum_rows(rows, dim)` elements.
 pub fn rms_norm_grad<T: Real>(
     pool: &Pool,
     x: &[T],
@@ -115,8 +118,8 @@ pub fn rms_norm_grad<T: Real>(
     }
 }
 
-/// Computes `out[N, C]`: each query head of `x[N, C]` normalized with `q_weight[E]`, each key head with `k_weight[E]`,
-/// values copied; `rstd[N, H + K]`.
+/// Normalizes each query head of `x[N, C]` with `q_weight[E]` and each key head with `k_weight[E]`, copies the values,
+/// and writes the result to `out[N, C]`. `rstd[N, H + K]` gets 1 / rms of each head.
 pub fn head_norm<T: Real>(
     pool: &Pool,
     shape: Heads,
@@ -149,8 +152,8 @@ pub fn head_norm<T: Real>(
     });
 }
 
-/// Turns the gradient of `head_norm`'s output, in `dx[N, C]`, into that of its input in place, and
-/// adds to `dweights` (`[E]` of queries and of keys) if given. `scratch` has `workspace::cpu::sum_rows(rows, 2 E)` elements.
+/// Replaces `dx[N, C]`, the gradient of the output of `head_norm`, by that of its input. Adds to `dweights` (`[E]` of
+/// queries and `[E]` of keys; `None` for frozen weights). `scratch` has `workspace::cpu::sum_rows(rows, 2 E)` elements.
 pub fn head_norm_grad<T: Real>(
     pool: &Pool,
     shape: Heads,

@@ -1,19 +1,20 @@
 //! Optimizer updates and the gradient norm for clipping, in the wide type of master weights, gradients and optimizer state.
 
-use super::quantized::{Encoder, encode_by_codebook, from_codebook};
-use super::simd::{Float, get, put, strips, vectorized};
+use super::quantized::{encode_by_codebook, from_codebook};
+use super::simd::{Encoder, Float, get, put, strips, vectorized};
 use crate::cpu::pool::{Pool, Shared};
 use plimsoll_core::DType;
 use plimsoll_program::formats::{self, STATE_BLOCK};
 
-/// Smallest task, in elements.
+/// Smallest number of elements that one task of the thread pool processes.
 const MIN_TASK_ELEMENTS: usize = 16384;
-/// Largest number of portions of the sum of squares, independent of the number of threads.
+/// Largest number of portions in which a sum of squares is computed. It does not depend on the number of threads, so
+/// neither does the sum.
 const PORTIONS: usize = 256;
-/// Squares summed in `T` before they are added to an f64.
+/// Number of squares that are summed in their own type before they are added to a sum in f64.
 const CHUNK_ELEMENTS: usize = 2048;
 
-/// Returns Σ x²; NaN and infinity propagate.
+/// Returns Σ x² over all elements. It is NaN or infinite if an element is.
 pub fn squared_norm<T: Float>(pool: &Pool, x: &[T]) -> f64 {
     let each = x.len().div_ceil(PORTIONS).next_multiple_of(CHUNK_ELEMENTS).max(MIN_TASK_ELEMENTS);
     let portions = x.len().div_ceil(each);
@@ -52,15 +53,15 @@ pub struct AdamW<T> {
     pub eps: T,
     /// Decoupled weight decay.
     pub decay: T,
-    /// 1 − β₁ᵗ and 1 − β₂ᵗ.
+    /// 1 − β₁ᵗ and 1 − β₂ᵗ in step t.
     pub bias_corrections: [T; 2],
-    /// Clip factor of all gradients.
+    /// Factor of all gradients, from clipping by their global norm; 1 without clipping.
     pub clip: T,
 }
 
-/// Computes one step of AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization"; the order of
-/// operations of PyTorch): w −= rate · decay · w; m, v are the moving averages of g and g²;
-/// w −= rate / c₁ · m / (√v / √c₂ + eps).
+/// Computes one step of AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization"; the order of operations
+/// of PyTorch): w −= rate · decay · w; then w −= rate / c₁ · m / (√v / √c₂ + eps). m (`first`) and v (`second`) are the
+/// moving averages of g and g², and c₁ and c₂ the bias corrections.
 pub fn adamw<T: Float>(
     pool: &Pool,
     step: AdamW<T>,
@@ -167,14 +168,15 @@ pub struct Sgd<T> {
     pub rate: T,
     /// Momentum; used only with a momentum buffer.
     pub momentum: T,
-    /// Weight decay, added to the gradient.
+    /// Weight decay: the gradient gets decay · w in addition.
     pub decay: T,
-    /// Clip factor of all gradients.
+    /// Factor of all gradients, from clipping by their global norm; 1 without clipping.
     pub clip: T,
 }
 
-/// Computes one step as in PyTorch: g += decay · w; buffer = momentum · buffer + g (initially
-/// zero); w −= rate · buffer, or rate · g without one.
+/// Computes one step of gradient descent as in PyTorch: g += decay · w; buffer = momentum · buffer + g; w −= rate ·
+/// buffer. The caller sets the buffer to zero before the first step. Without a buffer (`None`) there is no momentum: w
+/// −= rate · g.
 pub fn sgd<T: Float>(pool: &Pool, step: Sgd<T>, weight: &mut [T], gradient: &[T], buffer: Option<&mut [T]>) {
     let n = gradient.len();
     assert!(weight.len() == n && buffer.as_ref().is_none_or(|buffer| buffer.len() == n));

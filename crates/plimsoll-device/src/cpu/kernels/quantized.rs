@@ -3,20 +3,20 @@
 //! `plimsoll_program::formats` defines the formats and the exact arithmetic. These kernels process many numbers at a time and
 //! give the same bits.
 
-use super::simd::{Dot, QuantizedVector, Real, Vector, vectorized_dot};
+use super::simd::{Dot, Encoder, QuantizedVector, Real, Vector, vectorized_dot};
 use crate::cpu::pool::{Pool, Shared};
 use half::bf16;
 use plimsoll_core::DType;
 use plimsoll_program::formats::{self, NF4_BLOCK, NF4_GROUP, NF4_PIECE};
 use std::ops::Range;
 
-/// Elements of an nf4 block.
+/// Number of elements of an nf4 block: those that share a scale.
 const NF4_BLOCK_ELEMENTS: usize = NF4_BLOCK as usize;
-/// Blocks of an nf4 group.
+/// Number of blocks of an nf4 group: those whose scales are quantized together.
 const NF4_GROUP_BLOCKS: usize = NF4_GROUP as usize;
-/// Elements of an nf4 group.
+/// Number of elements of an nf4 group, a number of blocks whose scales are quantized together.
 const NF4_GROUP_ELEMENTS: usize = NF4_PIECE as usize;
-/// Smallest task, in elements.
+/// Smallest number of elements that one task of the thread pool processes.
 const MIN_TASK_ELEMENTS: usize = 16384;
 
 /// A quantized matrix, or whole blocks of one.
@@ -24,23 +24,23 @@ const MIN_TASK_ELEMENTS: usize = 16384;
 pub enum QuantizedData<B, F> {
     /// 8 bits, with a scale per row.
     Int8 {
-        /// Two's complement, `[elements]`.
+        /// Codes in two's complement, `[elements]`.
         codes: B,
-        /// Scales, `[rows]`.
+        /// Scale of each row, `[rows]`.
         scales: F,
     },
     /// 4 bits, with 8-bit scales.
     Nf4 {
-        /// `[⌈elements / 2⌉]`, with the first of each pair in the upper half.
+        /// Codes, two per byte, `[⌈elements / 2⌉]`. The first of a pair is in the upper half of the byte.
         codes: B,
-        /// One for each block of 64 elements.
+        /// 8-bit code of the scale of each block of 64 elements.
         scales: B,
-        /// Mean and largest distance of each 256 scales.
+        /// Two numbers for each group of 256 scales: their mean, and their largest distance from it.
         groups: F,
     },
 }
 
-/// Quantizes `from`, with rows of `columns` elements, into `into`.
+/// Quantizes the matrix `from`, with rows of `columns` elements, and writes the result to `into`.
 pub fn quantize<T: Real>(pool: &Pool, from: &[T], columns: usize, into: QuantizedData<&mut [u8], &mut [f32]>) {
     match into {
         QuantizedData::Int8 { codes, scales } => {
@@ -159,7 +159,7 @@ fn nf4_scale_of_block(scales: &[u8], groups: &[f32], block: usize) -> f32 {
     formats::nf4_scale(scales[block], [groups[group], groups[group + 1]])
 }
 
-/// Quantizes a row like `formats::int8_row`.
+/// Quantizes a row to 8 bits with the bits of `formats::int8_row`, and returns its scale.
 fn int8_row<T: Real>(from: &[T], codes: &mut [u8]) -> f32 {
     let mut row = [0.0; 256];
     let mut max = 0.0f32;
@@ -177,6 +177,7 @@ fn int8_row<T: Real>(from: &[T], codes: &mut [u8]) -> f32 {
 }
 
 vectorized_dot! {
+    /// Returns the largest magnitude of the numbers; NaN is ignored.
     fn max_abs<D>(x: &[f32]) -> f32 {
         let mut max = D::V::splat(0.0);
         let zero = D::V::splat(0.0);
@@ -194,6 +195,7 @@ vectorized_dot! {
 }
 
 vectorized_dot! {
+    /// Computes `codes` = `from` · `inverse`, rounded to nearest even and limited to ±127.
     fn int8_codes<D>(from: &[f32], inverse: f32, codes: &mut [u8]) {
         for (code, x) in codes.iter_mut().zip(from) {
             *code = (x * inverse).round_ties_even().clamp(-formats::INT8_MAX, formats::INT8_MAX) as i8 as u8;
@@ -202,6 +204,7 @@ vectorized_dot! {
 }
 
 vectorized_dot! {
+    /// Computes `to` = `codes` · `scale`.
     fn int8_values<D, O>(codes: &[u8], scale: f32, to: &mut [O]) {
         assert!(codes.len() == to.len());
         let lanes = D::V::LANES;
@@ -217,7 +220,7 @@ vectorized_dot! {
 }
 
 vectorized_dot! {
-    /// Quantizes a whole block like `formats::nf4_block`.
+    /// Quantizes a whole block to 4 bits with the bits of `formats::nf4_block`, and returns its scale.
     fn nf4_block<D>(from: &[f32; NF4_BLOCK_ELEMENTS], codes: &mut [u8]) -> f32 {
         let scale = max_abs(from);
         let inverse = formats::inverse(scale);
@@ -235,7 +238,8 @@ vectorized_dot! {
 }
 
 vectorized_dot! {
-    /// Dequantizes `blocks`, given their codes; `scales` and `groups` belong to the whole matrix.
+    /// Dequantizes the blocks with the indices `blocks` into `to`. `codes` are those of these blocks only; `scales` and
+    /// `groups` are those of the whole matrix.
     fn nf4_values<D, O>(codes: &[u8], scales: &[u8], groups: &[f32], blocks: Range<usize>, to: &mut [O]) {
         let lanes = D::V::LANES;
         for ((block, codes), to) in blocks.zip(codes.chunks(NF4_BLOCK_ELEMENTS / 2)).zip(to.chunks_mut(NF4_BLOCK_ELEMENTS)) {
@@ -258,74 +262,6 @@ vectorized_dot! {
     }
 }
 
-/// Converts numbers to codes of `formats::dynamic_map` by a table instead of a search.
-pub struct Encoder {
-    thresholds: [f32; 256],
-    /// Least code by sign, exponent and leading bits of a number. Comparing with the next threshold gives the code.
-    least_code: Vec<i32>,
-}
-
-impl Encoder {
-    /// Low bits of a magnitude that the table ignores. The remaining bits, its exponent and 7 more, are so fine that at most
-    /// one threshold lies between neighbouring entries.
-    pub const SHIFT: u32 = 16;
-    /// Magnitudes below this (2^-25) have the code of zero.
-    pub const MIN_MAGNITUDE: u32 = 0x3300;
-    /// Magnitudes from this (1.0) on have the last code, or the first.
-    pub const MAX_MAGNITUDE: u32 = 0x3f80;
-    /// Entries per sign.
-    pub const ENTRIES: usize = (Encoder::MAX_MAGNITUDE - Encoder::MIN_MAGNITUDE + 1) as usize;
-
-    /// Returns the encoder for signed or unsigned codes.
-    pub fn shared(signed: bool) -> &'static Encoder {
-        use std::sync::LazyLock;
-        static ENCODERS: LazyLock<[Encoder; 2]> = LazyLock::new(|| [Encoder::new(false), Encoder::new(true)]);
-        &ENCODERS[usize::from(signed)]
-    }
-
-    fn new(signed: bool) -> Encoder {
-        let new_thresholds = formats::dynamic_thresholds(signed);
-        let mut thresholds = [f32::INFINITY; 256];
-        thresholds[..new_thresholds.len()].copy_from_slice(new_thresholds);
-        let mut least_code = vec![0; 2 * Encoder::ENTRIES];
-        for entry in 0..Encoder::ENTRIES {
-            let first = (Encoder::MIN_MAGNITUDE + entry as u32) << Encoder::SHIFT;
-            let (mut low, mut high) = (f32::from_bits(first), f32::from_bits(first | 0xffff));
-            if entry == 0 {
-                low = 0.0;
-            }
-            if entry + 1 == Encoder::ENTRIES {
-                high = f32::INFINITY;
-            }
-            least_code[entry] = formats::code(new_thresholds, low).into();
-            least_code[Encoder::ENTRIES + entry] = formats::code(new_thresholds, -high).into();
-            debug_assert!(formats::code(new_thresholds, high) as i32 - least_code[entry] <= 1);
-        }
-        Encoder { thresholds, least_code }
-    }
-
-    /// Returns the code of a number.
-    #[inline(always)]
-    pub fn code(&self, value: f32) -> u8 {
-        let bits = value.to_bits();
-        let magnitude = (bits & 0x7fff_ffff) >> Encoder::SHIFT;
-        let entry = magnitude.clamp(Encoder::MIN_MAGNITUDE, Encoder::MAX_MAGNITUDE) - Encoder::MIN_MAGNITUDE;
-        let sign = if bits >> 31 == 1 { Encoder::ENTRIES } else { 0 };
-        let least_code = self.least_code[entry as usize + sign];
-        if value.is_nan() { 0 } else { (least_code + i32::from(self.thresholds[least_code as usize] < value)) as u8 }
-    }
-
-    /// Returns the thresholds between codes.
-    pub fn thresholds(&self) -> &[f32; 256] {
-        &self.thresholds
-    }
-
-    /// Returns the table of least codes.
-    pub fn least_code(&self) -> &[i32] {
-        &self.least_code
-    }
-}
-
 vectorized_dot! {
     /// Computes `to` = `map[codes]` · scale.
     pub(super) fn from_codebook<D>(map: &[f32; 256], codes: &[u8], scale: f32, to: &mut [f32]) {
@@ -343,7 +279,8 @@ vectorized_dot! {
 }
 
 vectorized_dot! {
-    /// Encodes `from`, scaled by its largest magnitude, which is returned.
+    /// Divides `from` by its largest magnitude, and encodes the quotients into `codes`. Returns that magnitude, the
+    /// scale.
     pub(super) fn encode_by_codebook<D>(encoder: &Encoder, from: &[f32], codes: &mut [u8]) -> f32 {
         assert!(codes.len() == from.len());
         let scale = max_abs(from);
@@ -361,41 +298,5 @@ vectorized_dot! {
             *code = encoder.code(x * inverse);
         }
         scale
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn table_codes_match_searched_codes() {
-        for signed in [false, true] {
-            let (encoder, thresholds) = (Encoder::shared(signed), formats::dynamic_thresholds(signed));
-            // Every 7th upper half and its neighbours, and the neighbourhood of each threshold.
-            let bits = (0..=u16::MAX)
-                .step_by(7)
-                .flat_map(|high| [0u16, 1, 0xffff].map(|low| u32::from(high) << 16 | u32::from(low)));
-            let near = thresholds.iter().flat_map(|t| [t.to_bits() - 1, t.to_bits(), t.to_bits() + 1]);
-            let x: Vec<f32> =
-                bits.chain(near).map(f32::from_bits).filter(|x| signed || x.is_nan() || *x >= 0.0).collect();
-            let mut codes = vec![0; x.len()];
-            let many = x.len() / 32 * 32;
-            encode_with_vectors(encoder, &x[..many], &mut codes[..many]);
-            for (i, &x) in x.iter().enumerate() {
-                let want = formats::code(thresholds, x);
-                assert_eq!(encoder.code(x), want, "{x:e} signed {signed}");
-                assert!(i >= many || codes[i] == want, "{x:e} signed {signed}: {} for {want}", codes[i]);
-            }
-        }
-    }
-
-    vectorized_dot! {
-        fn encode_with_vectors<D>(encoder: &Encoder, x: &[f32], codes: &mut [u8]) {
-            for at in (0..x.len()).step_by(D::V::LANES) {
-                // SAFETY: a multiple of all lanes, inside both.
-                unsafe { D::V::load(x.as_ptr().add(at)).store_codes(encoder, codes.as_mut_ptr().add(at)) };
-            }
-        }
     }
 }

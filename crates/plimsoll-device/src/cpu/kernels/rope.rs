@@ -6,10 +6,10 @@ use super::{Heads, attention::Columns};
 use crate::cpu::pool::{Pool, Shared};
 use plimsoll_program::op::RopeScaling;
 
-/// Smallest task, in elements.
+/// Smallest number of elements that one task of the thread pool processes.
 const MIN_TASK_ELEMENTS: usize = 8192;
 
-/// Fills `table[P, E]`: row p holds the cosines of p's E/2 angles, then their sines.
+/// Fills `table[P, E]`: row p holds the cosines of the E/2 angles of position p, then their sines.
 ///
 /// Frequencies and angles are computed in `T`, as transformers does in f32.
 pub fn rope_table<T: Float>(pool: &Pool, head_dim: usize, theta: f64, scaling: &RopeScaling, table: &mut [T]) {
@@ -29,8 +29,9 @@ pub fn rope_table<T: Float>(pool: &Pool, head_dim: usize, theta: f64, scaling: &
     });
 }
 
-/// Returns the radians per position of pair `i`. Llama 3 scaling keeps short wavelengths, divides the frequency of long
-/// ones, and interpolates between (Llama 3.1 model card; transformers, `modeling_rope_utils`).
+/// Returns the angle, in radians per position, by which pair `i` of a head is rotated. Llama 3 scaling keeps the
+/// frequency of short wavelengths, divides that of long ones, and interpolates between (Llama 3.1 model card;
+/// transformers, `modeling_rope_utils`).
 fn frequency<T: Float>(i: usize, head_dim: usize, theta: T, scaling: &RopeScaling) -> T {
     let plain = T::ONE / theta.powf(T::from_f64((2 * i) as f64) / T::from_f64(head_dim as f64));
     match *scaling {
@@ -53,8 +54,8 @@ fn frequency<T: Float>(i: usize, head_dim: usize, theta: T, scaling: &RopeScalin
     }
 }
 
-/// Rotates the query and key heads of `qkv[N, C]` in place by their `positions[N]`, or back if
-/// `inverse` (which is the gradient).
+/// Rotates the query and key heads of `qkv[N, C]` in place, by the angles in `table` for the row's position in
+/// `positions[N]`. With `inverse`, rotates them back, which is the gradient.
 pub fn rope<T: Real>(pool: &Pool, shape: Heads, table: &[T::Wide], positions: &[i32], inverse: bool, qkv: &mut [T]) {
     let c = Columns::from_heads(shape);
     assert!(qkv.len() == positions.len() * c.all);
@@ -70,7 +71,8 @@ pub fn rope<T: Real>(pool: &Pool, shape: Heads, table: &[T::Wide], positions: &[
 }
 
 vectorized! {
-    /// Rotates all heads in `row` by the angles of `turn` (cosines, sines), sines times `sign`.
+    /// Rotates all heads in `row`. `turn` holds the cosines of the angles, then their sines. `sign` is 1, or −1 to
+    /// rotate back.
     fn rotate<T, V>(row: &mut [T], turn: &[T::Wide], sign: T::Wide) {
         let (cos, sin) = turn.split_at(turn.len() / 2);
         for head in row.chunks_exact_mut(turn.len()) {

@@ -5,10 +5,10 @@
 use super::simd::{Float, Real, Vector, get, put, strips, vectorized};
 use crate::cpu::pool::{Pool, Shared};
 
-/// Smallest task, in elements.
+/// Smallest number of elements that one task of the thread pool processes.
 const MIN_TASK_ELEMENTS: usize = 4096;
 
-/// Computes `out[N, F]` = silu(gate) · up of `gate_up[N, 2F]` = gate | up.
+/// Computes `out[N, F]` = silu(gate) · up. Each row of `gate_up[N, 2F]` holds F values of gate, then F of up.
 pub fn swiglu<T: Real>(pool: &Pool, ffn: usize, gate_up: &[T], out: &mut [T]) {
     let rows = out.len() / ffn;
     assert!(out.len() == rows * ffn && gate_up.len() == 2 * out.len());
@@ -22,7 +22,7 @@ pub fn swiglu<T: Real>(pool: &Pool, ffn: usize, gate_up: &[T], out: &mut [T]) {
     });
 }
 
-/// Computes `dgate_up[N, 2F]` from `gate_up[N, 2F]` and `dout[N, F]`.
+/// Computes `dgate_up[N, 2F]`, the gradient of the input of `swiglu`, from its input `gate_up[N, 2F]` and `dout[N, F]`.
 pub fn swiglu_grad<T: Real>(pool: &Pool, ffn: usize, gate_up: &[T], dout: &[T], dgate_up: &mut [T]) {
     let rows = dout.len() / ffn;
     assert!(dout.len() == rows * ffn && gate_up.len() == 2 * dout.len() && dgate_up.len() == 2 * dout.len());
@@ -37,7 +37,7 @@ pub fn swiglu_grad<T: Real>(pool: &Pool, ffn: usize, gate_up: &[T], dout: &[T], 
     });
 }
 
-/// Overwrites `gate_up[N, 2F]` with its gradient, given `dout[N, F]`.
+/// Overwrites `gate_up[N, 2F]`, the input of `swiglu`, with its gradient, given `dout[N, F]`.
 pub fn swiglu_grad_in_place<T: Real>(pool: &Pool, ffn: usize, gate_up: &mut [T], dout: &[T]) {
     let rows = dout.len() / ffn;
     assert!(dout.len() == rows * ffn && gate_up.len() == 2 * dout.len());
@@ -57,7 +57,7 @@ fn sigmoid<T: Float, V: Vector<T>>(x: V) -> V {
     one / (one + (V::splat(T::ZERO) - x).exp())
 }
 
-/// Returns the gradients of gate and up.
+/// Returns the gradients of gate and of up for one vector of elements, given that of the output.
 #[inline(always)]
 fn gradients<T: Float, V: Vector<T>>(gate: V, up: V, dout: V) -> (V, V) {
     let s = sigmoid::<T, V>(gate);

@@ -1,12 +1,13 @@
 //! Loaded modules and their kernels.
 
-use super::{Context, CudaError, FUNCTION_MAX_DYNAMIC_SHARED, Handle};
+use super::{Context, FUNCTION_MAX_DYNAMIC_SHARED, Handle};
 use crate::cuda::kernels::Unit;
+use crate::error::CudaError;
 use std::ffi::{CString, c_int};
 use std::ptr;
 use std::sync::Arc;
 
-/// A loaded cubin.
+/// A cubin (compiled kernels) that is loaded on a GPU.
 pub struct Module {
     context: Arc<Context>,
     handle: Handle,
@@ -19,7 +20,7 @@ unsafe impl Send for Module {}
 #[derive(Clone, Copy, Debug)]
 pub struct Function {
     pub(super) handle: Handle,
-    /// Name in the source.
+    /// Name of the kernel in the source.
     pub(super) name: &'static str,
 }
 
@@ -29,10 +30,10 @@ unsafe impl Send for Function {}
 unsafe impl Sync for Function {}
 
 impl Module {
-    /// Loads the cubin of a unit.
+    /// Loads `cubin` onto the GPU. Errors name `unit`, the source from which the cubin was compiled.
     ///
     /// # Errors
-    /// Fails if the cubin is not for this GPU, or memory is exhausted.
+    /// Fails if the cubin is not for this GPU, or device memory is exhausted.
     pub fn load(context: &Arc<Context>, unit: Unit, cubin: &[u8]) -> Result<Module, CudaError> {
         let driver = context.driver();
         // SAFETY: writes one handle. A cubin is an ELF file that states its own length; PTX text, which would need a
@@ -43,7 +44,7 @@ impl Module {
         Ok(Module { handle, context: context.clone() })
     }
 
-    /// Returns a kernel by name, with permission for `shared_bytes` of dynamic shared memory.
+    /// Returns a kernel by name, and raises its limit of dynamic shared memory to `shared_bytes` if necessary.
     ///
     /// # Errors
     /// Fails if the module has no kernel of that name, or the GPU has less shared memory.

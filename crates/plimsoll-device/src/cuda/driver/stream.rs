@@ -1,13 +1,12 @@
 //! Streams and events.
 
-use super::{
-    Address, Context, CudaError, Driver, EVENT_DISABLE_TIMING, Function, Handle, NOT_READY, STREAM_NON_BLOCKING,
-};
+use super::{Address, Context, Driver, EVENT_DISABLE_TIMING, Function, Handle, NOT_READY, STREAM_NON_BLOCKING};
+use crate::error::CudaError;
 use std::ffi::{c_uint, c_void};
 use std::ptr;
 use std::sync::Arc;
 
-/// A stream: work on it runs in order.
+/// A CUDA stream, whose work runs in order.
 pub struct Stream {
     context: Arc<Context>,
     handle: Handle,
@@ -28,7 +27,7 @@ impl Stream {
         Ok(Stream { handle: driver.get("create a stream", make)?, context: context.clone() })
     }
 
-    /// Returns the handle, for calls to libraries.
+    /// Returns the driver's handle of the stream, for calls to cuBLASLt and NCCL.
     pub(in crate::cuda) fn handle(&self) -> *mut c_void {
         self.handle
     }
@@ -89,7 +88,8 @@ impl Stream {
     /// Enqueues a fill with a two-byte pattern.
     ///
     /// # Safety
-    /// The range is device memory, even at both ends, and free for this use until the stream has completed the fill.
+    /// The range is device memory with an even address and size, and free for this use until the stream has completed
+    /// the fill.
     pub unsafe fn fill(&self, to: Address, value: u16, bytes: u64) -> Result<(), CudaError> {
         if bytes < 2 {
             return Ok(());
@@ -153,7 +153,7 @@ pub struct Event {
 unsafe impl Send for Event {}
 
 impl Event {
-    /// Creates an event without timing.
+    /// Creates an event that records no time.
     ///
     /// # Errors
     /// Fails if the driver refuses.
@@ -161,7 +161,7 @@ impl Event {
         Event::with_flags(context, EVENT_DISABLE_TIMING)
     }
 
-    /// Creates an event that records its time.
+    /// Creates an event that also records the time at which the stream reaches it ([`Event::seconds_since`]).
     ///
     /// # Errors
     /// Fails if the driver refuses.
@@ -187,7 +187,7 @@ impl Event {
         driver.check("record an event", unsafe { (driver.cuEventRecord)(self.handle, stream.handle) })
     }
 
-    /// Waits until the stream reaches the event.
+    /// Blocks the host until the stream reaches the event.
     ///
     /// # Errors
     /// Returns a failure of the device.
@@ -210,10 +210,10 @@ impl Event {
         }
     }
 
-    /// Returns the seconds from `start` to this event; both must be timed, recorded and complete.
+    /// Returns the seconds from `start` to this event. Both events must be timed, recorded and complete.
     ///
     /// # Errors
-    /// Fails if they are not.
+    /// Fails if one of the events is not.
     pub fn seconds_since(&self, start: &Event) -> Result<f64, CudaError> {
         let driver = self.context.driver();
         // SAFETY: writes one float; both events live.

@@ -45,14 +45,15 @@ pub use open::{Charges, OpenRequest, OpenedGpu, measure_charges, open};
 
 use super::collectives::ROUND_BYTES;
 use super::compile::Compiler;
-use super::driver::CudaError;
 use super::kernels::Real;
 use super::nccl::{self, Nccl};
 use super::products::Products;
 use super::resources::GpuResources;
+use crate::cpu;
 use crate::cpu::ops::{RunOp, Site, runner};
 use crate::cpu::pool::Pool;
-use crate::device::{AvailableMemory, Device, DeviceError, FileSpace, Memory, NoMemory, Observer, ProgramCall};
+use crate::device::{AvailableMemory, Device, FileSpace, Memory, NoMemory, Observer, ProgramCall};
+use crate::error::{CudaError, DeviceError};
 use crate::probe;
 use crate::spaces::ResizableArenas;
 use crate::transport::{self, GroupHandle};
@@ -69,28 +70,30 @@ use warm_up::{LoadedKernels, WarmedUp};
 /// Device name in error messages.
 const DEVICE: &str = "a single GPU";
 
-/// The largest number of arguments of a kernel.
+/// Upper bound of the number of arguments that a kernel takes.
 const ARGUMENTS: usize = 32;
 
-/// A GPU with the programs of a run. Fields drop in order: those that use memory precede those that own it.
+/// A GPU that runs the programs of a plan. Rust drops fields in this order, so fields that use device memory precede
+/// `resources`, which owns it.
 struct CudaDevice {
-    /// NCCL state of this rank, if the group uses NCCL.
+    /// NCCL state of this rank; `None` without a team, or if the team does not use NCCL.
     nccl: Option<Nccl>,
-    /// Prepared programs by program index and, where operands depend on it, micro-batch (else 0).
+    /// Prepared programs by (program index, micro-batch). The micro-batch is 0 if the program's addresses do not depend
+    /// on it.
     prepared: BTreeMap<(usize, u32), Arc<PreparedProgram>>,
     products: Products,
     kernels: LoadedKernels,
     plan: Arc<LoadedPlan>,
     resources: GpuResources,
-    /// CPU threads for host ops, if there are any.
+    /// CPU threads for ops that run on the host; `None` if the plan has no such ops.
     pool: Option<Pool>,
     threads: usize,
     compiler: Arc<Compiler>,
     charges: Charges,
     warmed_up: WarmedUp,
-    /// Communication group of the team.
+    /// Communication group of the team; `None` for a single device.
     group: Option<GroupHandle>,
-    /// The NCCL library, if installed.
+    /// The NCCL library; `None` if it is not installed.
     nccl_library: Option<Arc<nccl::Library>>,
     /// Whether tensors that live between the ops of a program were lost. A program then cannot resume in its middle.
     intermediates_lost: bool,
@@ -112,8 +115,8 @@ impl CudaDevice {
         OperandResolver { plan, placement: &plan.placement, base, variable, micro_batch: i64::from(micro_batch) }
     }
 
-    /// Enqueues one piece of work, or executes it if it runs on the host. A queue without a stream uses the compute
-    /// stream.
+    /// Enqueues one piece of work on the stream of `queue`, or executes it here if it runs on the host. Device work of
+    /// a queue without a stream goes to the compute stream.
     fn start_work(
         &mut self,
         work: &Work,
@@ -145,10 +148,10 @@ impl CudaDevice {
                 let (group, single_thread_pool) = (self.group.as_ref(), Pool::new(1)?);
                 match &op.kind {
                     OpKind::CollectiveStart(message) => {
-                        crate::collectives::start_collective(site(&single_thread_pool), group, message, 0.0, 0.0)?;
+                        cpu::collectives::start_collective(site(&single_thread_pool), group, message, 0.0, 0.0)?;
                     }
                     OpKind::CollectiveWait(message) => {
-                        crate::collectives::wait_collective(site(&single_thread_pool), group, message, 0.0)?;
+                        cpu::collectives::wait_collective(site(&single_thread_pool), group, message, 0.0)?;
                     }
                     _ => {
                         let pool = self.pool.as_ref().expect("a plan with host ops has a pool");
@@ -168,7 +171,7 @@ impl CudaDevice {
         Ok(())
     }
 
-    /// Enqueues a deferred step, after its gate.
+    /// Enqueues a deferred step behind its gate, and signals the step's event.
     fn start_deferred(
         &mut self,
         deferred_step: &DeferredStep,
@@ -193,7 +196,7 @@ impl CudaDevice {
             .map_or(Ok(()), |event| self.resources.queues.signal(deferred_step.step.queue, event))?)
     }
 
-    /// Enqueues a copy, or executes it if the device takes no part.
+    /// Enqueues a copy, or executes it here if neither end is in device memory.
     fn copy(
         &mut self,
         from: CopyEndpoint,
@@ -254,7 +257,8 @@ impl CudaDevice {
         Ok(())
     }
 
-    /// Makes the step's queue, or the host for host work, wait for the events that the step depends on.
+    /// Makes the step's queue wait for the events that the step depends on. If the step has work for the host, blocks
+    /// the host until these events and all earlier work of the queue are complete.
     fn wait_before(&self, step: &Step) -> Result<(), CudaError> {
         let queues = &self.resources.queues;
         let by_host = step.work.iter().any(Work::runs_on_host);
@@ -266,8 +270,8 @@ impl CudaDevice {
         }
     }
 
-    /// Runs the ops of a program from `call.from` on, as steps. If the observer refuses an op, all earlier ops are
-    /// started and no later one.
+    /// Runs the ops of a program from `call.first_op` on, in the steps of `prepared`, so that queues overlap. If the
+    /// observer refuses an op, all earlier ops are started and no later one.
     fn run_steps(
         &mut self,
         prepared: &PreparedProgram,
@@ -300,7 +304,8 @@ impl CudaDevice {
         Ok(())
     }
 
-    /// Enqueues steps. Collective steps are deferred into `deferred`.
+    /// Enqueues the steps of a program. Steps of the communication queue go to `deferred` instead, until another step
+    /// waits for them; the caller enqueues the rest.
     fn start_steps<'a>(
         &mut self,
         prepared: &'a PreparedProgram,
@@ -386,7 +391,8 @@ impl CudaDevice {
         Ok(())
     }
 
-    /// Defers a step, behind a gate that records the work enqueued so far.
+    /// Appends a step to `deferred` instead of enqueueing it. Records gate number `gate` for it, with the events that
+    /// the step waits for as they are now, and increments `gate`.
     fn defer<'a>(
         &mut self,
         step: &'a Step,
@@ -400,7 +406,8 @@ impl CudaDevice {
         Ok(())
     }
 
-    /// Runs the ops of a program from `call.from` on, one at a time on the compute queue.
+    /// Runs the ops of a program from `call.first_op` on, on the compute queue. Each op completes before the next
+    /// begins.
     fn run_one_at_a_time(
         &mut self,
         program: &Program,
@@ -431,9 +438,9 @@ impl CudaDevice {
 /// A step of the communication queue that is not yet enqueued.
 struct DeferredStep<'a> {
     step: &'a Step,
-    /// Index of the gate that the step waits for.
+    /// Number of the gate that the step waits for ([`Queues::record_gate`](super::queues::Queues::record_gate)).
     gate: usize,
-    /// Whether the step executes work in this call; otherwise it only signals its event.
+    /// Whether the step does its work in this micro-batch; otherwise it only signals its event.
     runs: bool,
 }
 
@@ -475,7 +482,8 @@ impl Device for CudaDevice {
         Err(error)
     }
 
-    /// Joins a communication group. Fails if the transport's rounds are larger than a staging slot allows.
+    /// Joins a communication group. Fails if the transport does not split collectives into rounds, or its rounds are
+    /// larger than a staging slot allows.
     fn join_group(&mut self, group: GroupHandle) -> Result<(), DeviceError> {
         if group.transport.round_bytes().is_none_or(|bytes| bytes > ROUND_BYTES) {
             return Err(DeviceError::CollectivesUnsupported {
@@ -501,7 +509,8 @@ impl Device for CudaDevice {
         self.nccl.as_ref()?.backend()
     }
 
-    /// Returns the seconds of computation by the GPU's clock, for programs that ran in a team.
+    /// Returns the seconds that programs have computed since the device was opened, by the GPU's clock. Counts only
+    /// programs that ran in a team. `None` if their work is not complete, or the device failed.
     fn compute_seconds(&mut self) -> Option<f64> {
         self.resources.context.enter().and_then(|()| self.resources.queues.compute_seconds()).ok()
     }
@@ -519,7 +528,8 @@ impl Device for CudaDevice {
         self.resources.record_failure(written);
     }
 
-    /// Reads NaN from a lost device; [`Device::synchronize`] and the next program return the error.
+    /// Fills `bytes` with NaN if the read fails, as from a lost device. [`Device::synchronize`] and the next program
+    /// then return the error.
     fn read(&mut self, tensor: TensorId, slot: u32, bytes: &mut [u8]) {
         let (known, first) = (self.plan.set.tensor(tensor), self.plan.placement.offset(tensor, slot));
         assert!(
@@ -562,8 +572,8 @@ impl Device for CudaDevice {
         Some(self.products.algorithms().0)
     }
 
-    /// Returns free and total memory from the driver, including other processes. The held figure is computed, not
-    /// measured.
+    /// Returns the GPU's free and total memory from the driver, to which other processes count, too. The held bytes are
+    /// computed: arena, context, libraries and NCCL. `None` if the driver does not report its memory.
     fn available_memory(&mut self) -> Option<AvailableMemory> {
         let context = &self.resources.context;
         let (free, total) = context.enter().and_then(|()| context.memory()).ok()?;

@@ -11,52 +11,57 @@ use crate::cuda::kernels::Real;
 use crate::cuda::nccl;
 use crate::cuda::products::{self, Products};
 use crate::cuda::resources::GpuResources;
-use crate::device::{Device, DeviceError};
+use crate::device::Device;
+use crate::error::DeviceError;
 use plimsoll_core::{Bytes, DType, GemmAlgorithms};
 use plimsoll_program::{Placement, ProgramSet};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Arc, PoisonError};
 
-/// Everything that opening a GPU needs.
+/// The libraries, settings and limits for opening a GPU.
 pub struct OpenRequest<'a> {
-    /// The driver.
+    /// Function table of the driver.
     pub driver: &'a Arc<Driver>,
-    /// cuBLASLt.
+    /// cuBLASLt, for matrix products.
     pub products: &'a Arc<products::Library>,
-    /// NVRTC and its cache.
+    /// NVRTC, which compiles kernels, with its cache.
     pub compiler: &'a Arc<Compiler>,
-    /// NCCL, if installed.
+    /// NCCL; `None` if it is not installed. Collectives then go through the host.
     pub nccl: Option<&'a Arc<nccl::Library>>,
-    /// GPU number among the visible ones.
+    /// Number of the GPU among the visible ones, from 0.
     pub ordinal: u32,
     /// Data type of the computation: f32 or bf16.
     pub precision: DType,
-    /// CPU threads for host ops.
+    /// Number of CPU threads for ops that run on the host.
     pub threads: usize,
-    /// GEMM algorithms from a plan or checkpoint.
+    /// GEMM algorithms from a plan or checkpoint; `None` if there are none. For a product without a usable algorithm,
+    /// opening times several and keeps the fastest.
     pub algorithms: Option<&'a GemmAlgorithms>,
-    /// Folder of the scratch file, if the run may have one.
+    /// Folder of the scratch file; `None` for runs without a scratch file.
     pub scratch: Option<&'a Path>,
-    /// Free memory of the GPU from NVML, before this process opens a context on it (or now, if one is already open).
+    /// Free memory of the GPU just before this opening, from NVML; `None` if NVML does not report it. Not used if this
+    /// process already has a context on the GPU.
     pub free_before: Option<Bytes>,
-    /// Planned charges. If the measured charges exceed them, no arena is allocated.
+    /// Charges in the plan: bytes that the GPU may hold outside the arena. Opening fails if more are measured. `None`
+    /// sets no limit.
     pub charges_max: Option<Bytes>,
 }
 
-/// Assumed upper bound of the context's own memory, used if free memory before the context is unknown.
+/// Assumed upper bound of the memory that a CUDA context takes. Used if the free memory before the context is unknown.
 const CONTEXT_BYTES_MAX: Bytes = Bytes::mib(512);
 
-/// Bytes that a GPU holds outside the arena, measured after everything has run once.
+/// Bytes that this process holds on a GPU outside the arena, measured after each kernel and product has run once.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Charges {
-    /// The context. If free memory before it is unknown: all memory then in use on the GPU, at most
-    /// `CONTEXT_BYTES_MAX`.
+    /// Memory taken by opening the CUDA context. If the free memory before that is unknown, this is an upper bound: all
+    /// memory in use on the GPU just after, at most `CONTEXT_BYTES_MAX`.
     pub context: Bytes,
-    /// Modules, cuBLASLt and kernel-local memory: everything that was loaded after the context.
+    /// Memory taken after the context was opened and outside the arena: loaded kernels, cuBLASLt, and local memory of
+    /// kernels.
     pub libraries: Bytes,
-    /// Upper bound of bytes mapped beyond the arena size. A constant bound, so that charges do not change with the
-    /// arena size.
+    /// Upper bound of the bytes that are mapped beyond the arena's size, because memory is mapped in whole granules. It
+    /// is the same for every arena size.
     pub rounding: Bytes,
 }
 
@@ -66,10 +71,11 @@ impl Charges {
         self.context + self.libraries + self.rounding
     }
 
-    /// Includes memory that libraries kept from earlier openings of the same context.
+    /// Raises `libraries` to include memory that libraries kept from earlier uses of the same context.
     ///
-    /// `since_first` is the memory taken since the context was first opened. Other processes may have taken or freed
-    /// memory meanwhile, so it is clamped to the possible range.
+    /// `since_first` is the memory taken on the GPU since the context was opened. Other processes may have taken or
+    /// freed some of it. The figure is therefore limited to at least `libraries`, and at most `libraries` plus the most
+    /// that earlier uses measured.
     fn with_earlier_libraries(mut self, context: &Context, since_first: Bytes) -> Charges {
         let mut known_max = context.library_bytes_max.lock().unwrap_or_else(PoisonError::into_inner);
         *known_max = (*known_max).max(since_first.clamp(self.libraries, self.libraries + *known_max));
@@ -80,26 +86,27 @@ impl Charges {
 
 /// A GPU ready for execution.
 pub struct OpenedGpu {
-    /// The device; its arena is unwritten.
+    /// The device, with its arena at full size. The arena holds the pattern of unwritten bytes.
     pub device: Box<dyn Device>,
     /// Properties of the GPU.
     pub gpu: Gpu,
-    /// Measured memory outside the arena.
+    /// Measured bytes that the GPU holds outside the arena.
     pub charges: Charges,
-    /// GEMM algorithms, to be stored with the plan and checkpoints.
+    /// GEMM algorithm of each matrix product, to be stored with the plan and checkpoints.
     pub algorithms: GemmAlgorithms,
-    /// Whether some algorithms were chosen at this opening. Results of a resumed run may then differ in bits.
+    /// Whether this opening chose an algorithm that the request did not give. Results of a resumed run may then differ
+    /// in bits from those before.
     pub newly_tuned: bool,
 }
 
-/// Opens a GPU: loads kernels, chooses GEMM algorithms, runs everything once, measures charges, then allocates the
-/// arena at its full size.
+/// Opens a GPU: loads kernels, chooses GEMM algorithms, runs each kernel and product once, measures charges, then
+/// allocates the arena at its full size.
 ///
 /// # Errors
 /// Returns [`CudaError::Refused`] if the arena exceeds free memory, [`DeviceError::ChargesExceedPlan`] if the measured
 /// charges exceed the planned ones, and other errors of the driver.
 ///
-/// [`CudaError::Refused`]: crate::cuda::driver::CudaError::Refused
+/// [`CudaError::Refused`]: crate::error::CudaError::Refused
 pub fn open(request: &OpenRequest, set: ProgramSet, placement: Placement) -> Result<OpenedGpu, DeviceError> {
     let (mut device, charges) = open_without_arena(request, set, placement)?;
     device.charges = charges;
@@ -116,8 +123,8 @@ pub fn open(request: &OpenRequest, set: ProgramSet, placement: Placement) -> Res
     Ok(OpenedGpu { device: Box::new(device), gpu, charges, algorithms, newly_tuned })
 }
 
-/// Measures the charges that a GPU would have with these programs, and chooses their GEMM algorithms. Allocates only as
-/// much arena as the largest op needs.
+/// Opens a GPU for these programs, runs each kernel and product once, and closes the device. Its arena is just large
+/// enough for the largest op. Returns the measured charges and the chosen GEMM algorithms.
 ///
 /// # Errors
 /// Returns the error of the GPU.
@@ -130,8 +137,8 @@ pub fn measure_charges(
     Ok((charges, device.products.algorithms().0))
 }
 
-/// Returns a GPU on which everything has run once, with an arena as large as the largest op needs, and its charges once
-/// the full arena is allocated.
+/// Opens a GPU with an arena just large enough for the largest op, and runs each kernel and product once. Returns it
+/// with the measured charges, which do not change when the full arena is allocated.
 fn open_without_arena(
     request: &OpenRequest,
     set: ProgramSet,

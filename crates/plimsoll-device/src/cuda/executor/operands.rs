@@ -7,20 +7,23 @@ use crate::cuda::kernels::Real;
 use crate::cuda::kernels::launch::{self, Launch};
 use crate::cuda::kernels::ops::{self, OperandLookup};
 use crate::cuda::products::{Operands, Shape};
-use crate::device::DeviceError;
+use crate::error::DeviceError;
 use plimsoll_core::{DType, Space};
-use plimsoll_program::op::{Collective, Piece};
+use plimsoll_program::op::{Collective, ExchangeRange};
 use plimsoll_program::{Index, Lifetime, Op, OpKind, Operand, Placement, Program, ProgramSet, Tensor};
 
 /// The programs of a run and the placement of their tensors.
 pub(super) struct LoadedPlan {
+    /// Programs with their tensors.
     pub(super) set: ProgramSet,
+    /// Offset of each tensor in the arena of its memory space.
     pub(super) placement: Placement,
+    /// Data type of activations.
     pub(super) real: Real,
 }
 
 impl LoadedPlan {
-    /// Returns the end of the persistent tensors in the device arena.
+    /// Returns the end of the topmost persistent tensor in the device arena; 0 if there is none.
     pub(super) fn persistent_end(&self) -> u64 {
         let stays = |tensor: &Tensor| tensor.lifetime == Lifetime::Persistent && tensor.space == Space::Device;
         let kept = self.set.tensors.iter().zip(&self.placement.offsets).filter(|(tensor, _)| stays(tensor));
@@ -28,19 +31,19 @@ impl LoadedPlan {
         ends.max().unwrap_or(0)
     }
 
-    /// Whether an op belongs to a message in the host arena.
+    /// Returns whether an op starts or awaits a send or receive whose tensors lie in the host arena.
     fn is_host_staged(&self, op: &Op) -> bool {
         match &op.kind {
             OpKind::CollectiveStart(exchange) | OpKind::CollectiveWait(exchange) => {
-                let on_host = |piece: &Piece| self.set.tensor(piece.input.tensor).space == Space::Host;
+                let on_host = |piece: &ExchangeRange| self.set.tensor(piece.input.tensor).space == Space::Host;
                 exchange.is_point_to_point() && exchange.pieces.iter().all(on_host)
             }
             _ => false,
         }
     }
 
-    /// Checks that every send out of device memory completes within the program that posts it. A staging slot cannot
-    /// stay lent beyond that.
+    /// Checks that each send out of device memory is started and awaited in the same program. The send occupies a
+    /// staging slot, which must be free again when the program ends.
     pub(super) fn check_sends_completed(&self, program: &Program) -> Result<(), DeviceError> {
         let unfinished = DeviceError::CollectivesUnsupported {
             device: "a GPU whose send out of device memory ends in a later program",
@@ -63,41 +66,45 @@ impl LoadedPlan {
         if open_sends.is_empty() { Ok(()) } else { Err(unfinished) }
     }
 
-    /// Returns threads for host ops, if the programs have any.
+    /// Returns a pool of `threads` threads for ops that run on the host; `None` if the programs have no such ops.
     pub(super) fn pool(&self, threads: usize) -> Result<Option<Pool>, DeviceError> {
         let is_on_host = |program: &Program| program.trace().any(|(op, _)| op.queue.runs_on_host());
-        Ok(self.set.programs.iter().any(is_on_host).then(|| Pool::new(threads)).transpose()?)
+        self.set.programs.iter().any(is_on_host).then(|| Pool::new(threads)).transpose()
     }
 }
 
-/// Resolves operands to addresses in one iteration of a block.
+/// The context in which operands become addresses: a plan, one iteration of a block, and a micro-batch.
 #[derive(Clone, Copy)]
 pub(super) struct OperandResolver<'a> {
+    /// Programs and placement of the run.
     pub(super) plan: &'a LoadedPlan,
-    /// The plan's placement, or the placement of a single op during warm-up.
+    /// Placement that counts: the plan's, or one for a single op during warm-up.
     pub(super) placement: &'a Placement,
     /// Address of the first byte of the device arena.
     pub(super) base: Address,
+    /// Iteration of the op's block.
     pub(super) variable: i64,
+    /// Number of the micro-batch in its step, from 0.
     pub(super) micro_batch: i64,
 }
 
 impl OperandResolver<'_> {
+    /// Returns the memory space that holds the operand's tensor.
     pub(super) fn space(&self, operand: &Operand) -> Space {
         self.plan.set.tensor(operand.tensor).space
     }
 
-    /// Returns the operand's first byte within its tensor's slot.
+    /// Returns the byte offset at which an operand begins, within the slot of its tensor.
     pub(super) fn first_byte(&self, operand: &Operand) -> u64 {
         operand.first_byte(self.plan.set.tensor(operand.tensor), self.variable, self.micro_batch)
     }
 
-    /// Returns the operand's first byte within the arena of its space.
+    /// Returns the offset of the operand's first byte within the arena of its memory space.
     pub(super) fn offset(&self, operand: &Operand) -> u64 {
         self.placement.first_byte(&self.plan.set, operand, self.variable, self.micro_batch)
     }
 
-    /// Returns shape and operands of a matrix product, or `None` for other ops.
+    /// Returns shape and operand addresses of a matrix product; `None` for other ops.
     pub(super) fn product(&self, kind: &OpKind) -> Option<(Shape, Operands)> {
         let OpKind::Product {
             a,
@@ -152,22 +159,12 @@ impl OperandResolver<'_> {
         Some((shape, operands))
     }
 
-    /// Returns the kernels that may follow a product: one adds a bias that cuBLASLt cannot fuse, one adds the residual
-    /// if the product accumulates.
+    /// Returns the kernels that may have to follow a matrix product, each with its purpose; empty for other ops. A
+    /// kernel for the bias is needed only if cuBLASLt cannot fuse it. A product that accumulates needs one for the
+    /// residual.
     pub(super) fn post_product_launches(&self, kind: &OpKind) -> Vec<(PostProduct, Launch)> {
         let OpKind::Product { out, bias, residual, m, n, out_stride, accumulate, .. } = kind else { return Vec::new() };
-        let add = |x: &Operand, x_stride: u64| {
-            let [launch] = launch::add_rows(
-                self.plan.real,
-                self.address_of(x),
-                x_stride,
-                self.address_of(out),
-                *out_stride,
-                *m,
-                *n,
-            );
-            launch
-        };
+        let add = |x: &Operand, x_stride: u64| self.add_rows(x, x_stride, out, *out_stride, [*m, *n]);
         let mut after = Vec::new();
         if let Some(bias) = bias {
             after.push((PostProduct::Bias, add(bias, 0)));
@@ -178,14 +175,22 @@ impl OperandResolver<'_> {
         after
     }
 
-    /// Returns the address of a range in the device arena.
+    /// Returns the launch that adds the rows of `x` to those of `out`.
+    fn add_rows(&self, x: &Operand, x_stride: u64, out: &Operand, out_stride: u64, [m, n]: [u64; 2]) -> Launch {
+        let (x, out) = (self.address_of(x), self.address_of(out));
+        let [launch] = launch::add_rows(self.plan.real, x, x_stride, out, out_stride, m, n);
+        launch
+    }
+
+    /// Returns the address of the range of `bytes` bytes at `offset` in the device arena. Panics if the range exceeds
+    /// the placement's arena.
     pub(super) fn address(&self, offset: u64, bytes: u64) -> Address {
         let end = self.placement.arena_bytes;
         assert!(offset + bytes <= end, "bug: {bytes} bytes at {offset} do not lie in an arena of {end}");
         self.base + offset
     }
 
-    /// Checks that kernels and products only touch device memory.
+    /// Checks that an op which runs as a kernel, product or collective touches device memory only.
     pub(super) fn check(&self, op: &Op) -> Result<(), DeviceError> {
         let copies = matches!(op.kind, OpKind::TransferStart { .. } | OpKind::TransferWait { .. });
         let on_device = |operand: &Operand| self.space(operand) == Space::Device;
@@ -195,12 +200,12 @@ impl OperandResolver<'_> {
         Err(DeviceError::Unsupported { op: op.name(), device: "a GPU, with operands in host memory" })
     }
 
-    /// Whether the op runs on the host: a CPU op, or a message in the host arena.
+    /// Returns whether the CPU runs the op: it is on a queue of the host, or a message between host arenas.
     pub(super) fn runs_on_host(&self, op: &Op) -> bool {
         op.queue.runs_on_host() || self.plan.is_host_staged(op)
     }
 
-    /// Returns every kernel that the op may start; see [`OperandResolver::check`].
+    /// Returns the launch of every kernel that the op may start; empty if it starts none.
     pub(super) fn launches(&self, op: &Op) -> Vec<Launch> {
         if op.queue.runs_on_host() {
             return Vec::new();

@@ -3,49 +3,66 @@
 
 use super::operands::{LoadedPlan, OperandResolver, PostProduct};
 use super::{CudaDevice, DEVICE};
-use crate::cuda::collectives::{PieceAddresses, PreparedCollective};
+use crate::cuda::collectives::PreparedCollective;
 use crate::cuda::driver::{Address, Function};
 use crate::cuda::kernels::launch::{self, Launch, OptimizerTensor};
 use crate::cuda::kernels::ops::{self, OperandLookup};
+use crate::cuda::pieces::PieceAddresses;
 use crate::cuda::products::{Operands, Shape};
 use crate::cuda::queues::{self, EventAssignment};
-use crate::device::DeviceError;
+use crate::error::DeviceError;
 use plimsoll_core::Space;
-use plimsoll_program::op::{Collective, Piece, Queue};
+use plimsoll_program::op::{Collective, ExchangeRange, Queue};
 use plimsoll_program::{Op, OpKind, Operand, TensorId, order};
 use std::sync::Arc;
 
-/// Source or destination of a copy: an arena or a file.
+/// Source or destination of a copy, in an arena or a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum CopyEndpoint {
+    /// Address in device memory.
     Device(Address),
     /// Byte offset in the host arena.
     Host(u64),
-    /// Byte offset in a file-space tensor.
+    /// Byte offset in a tensor that lies in a file.
     File(TensorId, u64),
 }
 
-/// One piece of work for a queue.
+/// One piece of an op's work, for the queue that runs the op.
 pub(super) enum Work {
+    /// A kernel with its launch parameters.
     Kernel(Function, Launch),
+    /// A matrix product of cuBLASLt.
     Product(Shape, Operands),
-    /// A copy between memory spaces.
-    Copy {
-        from: CopyEndpoint,
-        to: CopyEndpoint,
-        bytes: u64,
-    },
-    /// An op for the CPU, or a host-staged message.
-    OnHost {
-        op: Box<Op>,
-        variable: i64,
-    },
-    /// This rank's part in a collective.
+    /// A copy of `bytes` bytes within device memory, or between device, host and files.
+    Copy { from: CopyEndpoint, to: CopyEndpoint, bytes: u64 },
+    /// An op that the CPU runs: computation on host tensors, or a message in the host arena. `variable` is the
+    /// iteration of the op's block.
+    OnHost { op: Box<Op>, variable: i64 },
+    /// This rank's part in a collective, send or receive of tensors in device memory.
     Collective(Box<PreparedCollective>),
 }
 
+impl CopyEndpoint {
+    /// Returns the place of an operand's first element.
+    fn of(operand: &Operand, resolver: &OperandResolver) -> CopyEndpoint {
+        match resolver.space(operand) {
+            Space::Device => CopyEndpoint::Device(resolver.address_of(operand)),
+            Space::Host => CopyEndpoint::Host(resolver.offset(operand)),
+            Space::File => CopyEndpoint::File(operand.tensor, resolver.first_byte(operand)),
+            Space::Scratch => panic!("bug: the host copies to and from the scratch file"),
+        }
+    }
+}
+
 impl Work {
-    /// Whether the host executes the work synchronously; all dependencies must then have completed.
+    /// Creates the copy of `elements` elements between two operands of the same type.
+    fn copy(from: &Operand, to: &Operand, elements: u64, resolver: &OperandResolver) -> Work {
+        let bytes = elements * resolver.dtype(from).bytes();
+        Work::Copy { from: CopyEndpoint::of(from, resolver), to: CopyEndpoint::of(to, resolver), bytes }
+    }
+
+    /// Returns whether the host executes the work itself when it is enqueued. Everything that the work depends on must
+    /// then have completed.
     pub(super) fn runs_on_host(&self) -> bool {
         match self {
             Work::Kernel(..) | Work::Product(..) | Work::Collective(_) => false,
@@ -57,30 +74,33 @@ impl Work {
     }
 }
 
-/// Consecutive ops that are enqueued together.
+/// Consecutive ops that are enqueued together: one op, or several optimizer updates.
 pub(super) struct Step {
-    /// One-based index of the first op in the program's trace.
+    /// Number of the step's first op in the program's order, from 1.
     pub(super) first: u32,
-    /// Number of ops.
+    /// Number of ops in the step.
     pub(super) count: u32,
+    /// Queue that does the step's work.
     pub(super) queue: Queue,
-    /// Events to wait for before the work.
+    /// Numbers of the events that the queue must wait for before the work.
     pub(super) waits_for: Vec<usize>,
+    /// The step's work, in order. Empty for ops such as `TransferWait`, which only make queues wait.
     pub(super) work: Vec<Work>,
-    /// Event to record after the work.
+    /// Number of the event to record after the work; `None` if no step waits for this one.
     pub(super) signals: Option<usize>,
 }
 
-/// A program resolved to steps.
+/// A program whose ops are resolved to steps with addresses, ready to be enqueued.
 pub(super) struct PreparedProgram {
+    /// Steps in the order in which they are enqueued.
     pub(super) steps: Vec<Step>,
-    /// Whether addresses depend on the micro-batch.
+    /// Whether some addresses depend on the number of the micro-batch.
     depends_on_micro_batch: bool,
-    /// Whether some ops use other queues than the compute queue.
+    /// Whether some ops run on a device queue other than the compute queue.
     pub(super) uses_other_queues: bool,
     /// Whether some work runs on the host.
     pub(super) has_host_work: bool,
-    /// End of the topmost workspace in the device arena.
+    /// End of the topmost workspace that the ops use in the device arena; 0 if they use none.
     pub(super) workspace_end: u64,
 }
 
@@ -118,7 +138,8 @@ impl UpdateGroup {
     }
 }
 
-/// Returns, for each op, the one-based index of the op it is started with: itself, or the first of its group.
+/// Returns for each op its leader: the number (from 1) of the op with which it is started. The leader is the first of
+/// the consecutive ops with the same update group, or the op itself if it has no group (`None`).
 fn group_leaders(update_groups: &[Option<UpdateGroup>]) -> Vec<u32> {
     let mut leaders: Vec<u32> = Vec::with_capacity(update_groups.len());
     for (index, group) in update_groups.iter().enumerate() {
@@ -129,21 +150,12 @@ fn group_leaders(update_groups: &[Option<UpdateGroup>]) -> Vec<u32> {
 }
 
 impl CudaDevice {
-    /// Returns the work of one op on this device.
+    /// Returns the kernels, products, copies or host work that carry out one op, in order.
     pub(super) fn work_for(&self, resolver: &OperandResolver, op: &Op) -> Result<Vec<Work>, DeviceError> {
         if resolver.runs_on_host(op) {
             return Ok(vec![Work::OnHost { op: Box::new(op.clone()), variable: resolver.variable }]);
         }
         let kernel = |launch: Launch| Work::Kernel(self.kernels.function(&launch), launch);
-        let copy = |from: &Operand, to: &Operand, elements: u64| {
-            let place = |operand: &Operand| match resolver.space(operand) {
-                Space::Device => CopyEndpoint::Device(resolver.address_of(operand)),
-                Space::Host => CopyEndpoint::Host(resolver.offset(operand)),
-                Space::File => CopyEndpoint::File(operand.tensor, resolver.first_byte(operand)),
-                Space::Scratch => panic!("bug: the host copies to and from the scratch file"),
-            };
-            vec![Work::Copy { from: place(from), to: place(to), bytes: elements * resolver.dtype(from).bytes() }]
-        };
         Ok(match &op.kind {
             kind @ OpKind::Product { .. } => {
                 let (shape, operands) = resolver.product(kind).expect("a product");
@@ -155,13 +167,13 @@ impl CudaDevice {
                 work
             }
             OpKind::Cast { from, to, elements } if resolver.dtype(from) == resolver.dtype(to) => {
-                copy(from, to, *elements)
+                vec![Work::copy(from, to, *elements, resolver)]
             }
-            OpKind::TransferStart { from, to, elements, .. } => copy(from, to, *elements),
+            OpKind::TransferStart { from, to, elements, .. } => vec![Work::copy(from, to, *elements, resolver)],
             OpKind::CollectiveStart(exchange) | OpKind::CollectiveWait(exchange)
                 if matches!(op.kind, OpKind::CollectiveStart(_)) != (exchange.collective == Collective::Send) =>
             {
-                let addresses_of = |piece: &Piece| PieceAddresses {
+                let addresses_of = |piece: &ExchangeRange| PieceAddresses {
                     input: resolver.address_of(&piece.input),
                     output: resolver.address_of(&piece.output),
                     dtype: resolver.dtype(&piece.input),
@@ -179,7 +191,7 @@ impl CudaDevice {
         })
     }
 
-    /// Resolves a program to steps with events.
+    /// Resolves program number `index` to steps for one micro-batch, and assigns the events between them.
     fn prepare(&self, index: usize, micro_batch: u32) -> Result<PreparedProgram, DeviceError> {
         let LoadedPlan { set, placement, .. } = &*self.plan;
         let program = &set.programs[index];
@@ -228,7 +240,8 @@ impl CudaDevice {
         })
     }
 
-    /// Returns the end of the topmost workspace that these ops use.
+    /// Returns the end of the topmost workspace that these ops (each with its block iteration) use in the device arena;
+    /// 0 if they use none.
     fn workspace_end(&self, trace: &[(&Op, i64)]) -> u64 {
         let ends = trace.iter().flat_map(|&(op, variable)| {
             let resolver = self.resolver(variable, 0);
@@ -250,12 +263,13 @@ impl CudaDevice {
         ends.max().unwrap_or(0)
     }
 
-    /// Prepares every program for its first micro-batch.
+    /// Prepares every program of the plan for micro-batch 0.
     pub(super) fn prepare_all(&mut self) -> Result<(), DeviceError> {
         (0..self.plan.set.programs.len()).try_for_each(|index| self.prepared(index, 0).map(drop))
     }
 
-    /// Returns a prepared program, and prepares it if necessary.
+    /// Returns program number `index`, prepared for a micro-batch. Prepares it at the first call only, or once for all
+    /// micro-batches if its addresses are the same in each.
     pub(super) fn prepared(&mut self, index: usize, micro_batch: u32) -> Result<Arc<PreparedProgram>, DeviceError> {
         let first = self.prepared.get(&(index, 0)).filter(|first| !first.depends_on_micro_batch);
         let key = (index, micro_batch);

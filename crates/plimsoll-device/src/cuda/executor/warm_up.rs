@@ -4,29 +4,30 @@
 
 use super::CudaDevice;
 use super::operands::{LoadedPlan, OperandResolver};
-use crate::cuda::driver::{Address, CudaError, Function, Module};
+use crate::cuda::driver::{Address, Function, Module};
 use crate::cuda::kernels::Unit;
 use crate::cuda::kernels::launch::Launch;
 use crate::cuda::kernels::ops::OperandLookup;
 use crate::cuda::products::Shape;
-use crate::device::{DeviceError, NoFiles};
+use crate::device::NoFiles;
+use crate::error::{CudaError, DeviceError};
 use crate::spaces::{self, ResizableArenas};
 use plimsoll_core::{Bytes, Space};
 use plimsoll_program::op::Queue;
 use plimsoll_program::{Op, OpKind, Placement, TensorId};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Loaded modules and their kernels.
+/// The modules that are loaded on a GPU, and their kernels.
 #[derive(Default)]
 pub(super) struct LoadedKernels {
     functions: BTreeMap<(Unit, &'static str), Function>,
-    /// Largest shared memory limit of each kernel over all plans so far. It never shrinks, because a plan may be
-    /// restored.
+    /// Limit of dynamic shared memory of each kernel: the most that any plan so far needed. It never shrinks, because
+    /// the device may return to an earlier plan.
     shared_bytes: BTreeMap<(Unit, &'static str), u32>,
     modules: BTreeMap<Unit, Module>,
 }
 
-/// Kernels and products that have run once on a device, so that their code is loaded.
+/// The kernels and matrix products that have run once on a device, so that their code is loaded.
 #[derive(Clone, Default)]
 pub(super) struct WarmedUp {
     kernels: BTreeSet<(Unit, &'static str)>,
@@ -34,16 +35,20 @@ pub(super) struct WarmedUp {
 }
 
 impl LoadedKernels {
+    /// Returns the loaded kernel that a launch starts.
+    ///
+    /// # Panics
+    /// Panics if the kernel was not loaded.
     pub(super) fn function(&self, launch: &Launch) -> Function {
         self.functions[&(launch.unit, launch.kernel)]
     }
 }
 
 impl OperandResolver<'_> {
-    /// Places the operands of a single op at the start of the arena.
+    /// Returns a placement for a single op, with its operands moved together at the start of the arena.
     ///
-    /// Operands keep their order, overlaps and alignment modulo 256 bytes. The result never needs a larger arena than
-    /// the plan.
+    /// Operands keep their order, overlaps and address modulo 256 bytes. Such an arena is never larger than that of the
+    /// plan.
     fn compact_placement(&self, op: &Op) -> Placement {
         let elements_of = |id: TensorId| self.plan.set.tensor(id).elements();
         let accesses = op.accesses(&elements_of);
@@ -73,7 +78,8 @@ impl OperandResolver<'_> {
         placement
     }
 
-    /// Places all operands of an op over each other at the start of the arena, with their alignment modulo 256 bytes.
+    /// Returns a placement for a single op, with all operands over each other at the start of the arena. They keep
+    /// their address modulo 256 bytes.
     fn overlapping_placement(&self, op: &Op) -> Placement {
         let mut placement = Placement { arena_bytes: 0, ..self.placement.clone() };
         for access in op.accesses(&|id| self.plan.set.tensor(id).elements()) {
@@ -89,7 +95,7 @@ impl OperandResolver<'_> {
         placement
     }
 
-    /// Returns the device arena ranges that an op touches.
+    /// Returns address and size in bytes of each range of the device arena that an op touches.
     fn device_ranges(&self, op: &Op) -> Vec<(Address, u64)> {
         let elements_of = |id: TensorId| self.plan.set.tensor(id).elements();
         let accesses = op.accesses(&elements_of);
@@ -104,7 +110,8 @@ impl OperandResolver<'_> {
 }
 
 impl CudaDevice {
-    /// Compiles and loads every kernel of every program that is not yet loaded.
+    /// Compiles and loads all kernels that the plan's programs need and that are not loaded yet. Raises the limit of
+    /// shared memory where a kernel needs more.
     pub(super) fn load_kernels(&mut self) -> Result<(), DeviceError> {
         let mut shared_bytes: BTreeMap<(Unit, &'static str), u32> = BTreeMap::new();
         for program in &self.plan.set.programs {
@@ -140,8 +147,8 @@ impl CudaDevice {
         Ok(())
     }
 
-    /// Chooses an algorithm for every product without one. Takes the library's first proposal instead of timing,
-    /// because the arena holds persistent tensors.
+    /// Chooses an algorithm for each matrix product of the plan that has none. Takes cuBLASLt's first proposal, because
+    /// timing would overwrite tensors in the arena.
     fn choose_algorithms(&mut self) -> Result<(), CudaError> {
         for program in &self.plan.set.programs {
             for (op, variable) in program.trace() {
@@ -156,8 +163,8 @@ impl CudaDevice {
         Ok(())
     }
 
-    /// Runs every kernel and every product once, each op alone and on zeros, and times GEMM algorithms. The arena is as
-    /// large as the largest op needs.
+    /// Runs every kernel and every product of the plan once, each op alone and on zeros, and times GEMM algorithms.
+    /// Resizes the arena to what the largest op needs, and discards its contents.
     pub(super) fn warm_up_all(&mut self) -> Result<(), DeviceError> {
         let plan = self.plan.clone();
         let (ops, warmed_up) = self.ops_to_warm_up(&plan);
@@ -173,7 +180,8 @@ impl CudaDevice {
         Ok(())
     }
 
-    /// Runs one op on zeros. A product without an algorithm gets the fastest.
+    /// Runs one op with all operands zero. A product without an algorithm first gets the fastest of cuBLASLt's
+    /// proposals.
     fn warm_up_op(&mut self, resolver: &OperandResolver, op: &Op) -> Result<(), DeviceError> {
         for (at, bytes) in resolver.device_ranges(op) {
             // SAFETY: a range of the arena, ordered on the queue that runs the op.
@@ -189,8 +197,8 @@ impl CudaDevice {
         Ok(self.resources.context.finish(op.name())?)
     }
 
-    /// Returns the ops, each with its block iteration, that cover every kernel and product that has not run yet, and
-    /// the updated record.
+    /// Returns ops that together start every kernel and product of `plan` that has not run yet. Each comes with the
+    /// iteration of its block. Also returns the record of warmed-up kernels and products as it will be after they run.
     fn ops_to_warm_up<'a>(&self, plan: &'a LoadedPlan) -> (Vec<(&'a Op, i64)>, WarmedUp) {
         let (mut warmed_up, mut found) = (self.warmed_up.clone(), Vec::new());
         for (op, variable) in plan.set.programs.iter().flat_map(|program| program.trace()) {
@@ -206,10 +214,11 @@ impl CudaDevice {
         (found, warmed_up)
     }
 
-    /// Runs new kernels and products of an adopted plan once, so that their code is loaded before the next step.
+    /// Runs kernels and products that are new in the current plan once, so that their code is loaded before the next
+    /// step.
     ///
-    /// Uses the arena range above the persistent tensors. A product too large for it gets overlapping operands, as its
-    /// result is unused. Any other op that is too large first runs in a step.
+    /// The ops run in the arena range above the persistent tensors. If a product does not fit there, its operands
+    /// overlap, because the result is unused. Any other op that does not fit is skipped, and first runs in a step.
     fn warm_up_new(&mut self) -> Result<(), DeviceError> {
         let plan = self.plan.clone();
         let (ops, warmed_up) = self.ops_to_warm_up(&plan);
@@ -238,8 +247,12 @@ impl CudaDevice {
         self.resources.resize(Space::Device, plan.placement.arena_bytes, first.min(plan.placement.arena_bytes))
     }
 
-    /// Switches from plan `old` to the current plan: loads kernels and prepares programs, moves persistent tensors,
-    /// then runs new code once. Algorithms are not timed, because the arena holds persistent tensors.
+    /// Switches the device from plan `old` to `self.plan`: loads kernels, prepares programs, moves persistent tensors,
+    /// then runs new kernels and products once. Algorithms are not timed, because the arena holds persistent tensors.
+    ///
+    /// # Errors
+    /// Fails if memory is refused or an op cannot run. Persistent tensors are then back in their old places. If they
+    /// cannot be moved back, every later operation of the device fails.
     pub(super) fn switch_from(&mut self, old: &LoadedPlan) -> Result<(), DeviceError> {
         let pool = self.plan.pool(self.threads)?;
         let (free, _) = self.resources.context.memory()?;

@@ -19,7 +19,7 @@ use std::ptr;
 /// An address in device memory.
 pub type Address = u64;
 
-/// One argument of a kernel.
+/// One argument of a kernel, with its value.
 #[derive(Clone, Debug, PartialEq)]
 #[expect(missing_docs, reason = "named after the types in the kernel's signature")]
 pub enum Argument {
@@ -32,7 +32,8 @@ pub enum Argument {
 }
 
 impl Argument {
-    /// Returns a pointer to the value, for a launch. Valid until the argument moves.
+    /// Returns a pointer to the value, as the driver takes it for a launch. The pointer is valid until the argument
+    /// moves.
     pub fn pointer(&self) -> *const c_void {
         match self {
             Argument::Address(value) | Argument::U64(value) => ptr::from_ref(value).cast(),
@@ -49,21 +50,21 @@ impl Argument {
 pub struct Launch {
     /// The unit that contains the kernel.
     pub unit: Unit,
-    /// Name in the unit.
+    /// Name of the kernel in the unit's source.
     pub kernel: &'static str,
-    /// Blocks along x, y, z.
+    /// Number of thread blocks along x, y and z.
     pub grid: [u32; 3],
     /// Threads per block, along x.
     pub block: u32,
-    /// Dynamic shared memory. Above 48 KiB the kernel needs permission once.
+    /// Dynamic shared memory per block. Above 40 KiB, the kernel's limit must be raised once, when it is loaded.
     pub shared_bytes: u32,
     /// Arguments in the order of the kernel's signature.
     pub arguments: Vec<Argument>,
 }
 
-/// Creates a launch with a one-dimensional grid.
+/// Creates a launch of `blocks` blocks of `block` threads, along x, without dynamic shared memory.
 fn launch(unit: Unit, kernel: &'static str, blocks: u64, block: u32, arguments: Vec<Argument>) -> Launch {
-    debug_assert!(unit.family().kernels().contains(&kernel));
+    assert!(unit.family().kernels().contains(&kernel));
     Launch { unit, kernel, grid: [u32_of(blocks), 1, 1], block, shared_bytes: 0, arguments }
 }
 
@@ -74,14 +75,17 @@ impl Launch {
         self
     }
 
-    /// Sets the dynamic shared memory, in floats.
+    /// Sets the dynamic shared memory per block to `floats` f32 numbers.
     fn with_shared_floats(mut self, floats: u64) -> Launch {
         self.shared_bytes = u32_of(4 * floats);
         self
     }
 }
 
-/// Converts a dimension. Single dimensions are far below 2^32, because memory limits them.
+/// Converts a size to u32. Each single dimension of a tensor is far below 2^32, because memory limits it.
+///
+/// # Panics
+/// Panics if the size is 2^32 or more.
 fn u32_of(size: u64) -> u32 {
     u32::try_from(size).expect("a dimension below 2^32")
 }
@@ -98,19 +102,20 @@ fn float(value: f64) -> Argument {
     Argument::F32(value as f32)
 }
 
-/// Returns the unit of a family that does not depend on the head dimension.
+/// Returns the unit of a family whose kernels do not depend on the head dimension.
 fn unit(family: Family, real: Real) -> Unit {
     Unit::new(family, real, 0)
 }
 
-/// Returns the grid size of an element-wise kernel.
+/// Returns the number of thread blocks of an element-wise kernel; each block loops if there are more elements.
 fn elementwise_blocks(elements: u64) -> u64 {
     elements.div_ceil(1024).clamp(1, 65_536)
 }
 
 // ---- norms ----
 
-/// Computes `out[N,D]` and `rstd[N]` from `x[N,D]` and `weight[D]`.
+/// Returns the launch of an RMS norm over the `dim` elements of each of `rows` rows: `out` = x · rstd · weight. It also
+/// writes `rstd`, one f32 (1 / rms) per row.
 pub fn rms_norm(
     real: Real,
     x: Address,
@@ -125,7 +130,8 @@ pub fn rms_norm(
     [launch(unit(Family::Norm, real), "rms_norm", rows, 256, arguments)]
 }
 
-/// Computes `dx[N,D]` (= or +=) and `dweight[D]` (+=).
+/// Returns the launches of the gradient of an RMS norm. The first writes `dx` or, with `accumulate`, adds to it, and
+/// writes partial sums to `scratch`. The second adds their sum to `dweight`; a frozen weight does not need it.
 pub fn rms_norm_grad(
     real: Real,
     [x, weight, rstd, dout]: [Address; 4],
@@ -154,7 +160,8 @@ pub fn rms_norm_grad(
     ]
 }
 
-/// Computes `out[N,C]` and `rstd[N, H+K]` from `x[N,C]` and the weights `[E]` of queries and keys.
+/// Returns the launch of an RMS norm of each query and key head of `x`, whose rows hold queries, keys and values. It
+/// copies values to `out`, and writes `rstd`, one f32 (1 / rms) for each query and key head of each row.
 pub fn head_norm(
     real: Real,
     [x, q_weight, k_weight]: [Address; 3],
@@ -170,7 +177,8 @@ pub fn head_norm(
     [launch(unit(Family::HeadNorm, real), "head_norm", all.div_ceil(8), 256, arguments)]
 }
 
-/// Converts `dx[N,C]` from the output's gradient to the input's; adds to `dq_weight[E]` and `dk_weight[E]`.
+/// Returns the launches of the gradient of [`head_norm`]. The first converts `dx` in place from the gradient of the
+/// output to that of the input. The others add the weights' gradients to `dq_weight` and `dk_weight`.
 pub fn head_norm_grad(
     real: Real,
     [x, q_weight, k_weight, rstd]: [Address; 4],
@@ -193,7 +201,8 @@ pub fn head_norm_grad(
 
 // ---- positions ----
 
-/// Rotates the query and key heads of `qkv[N,C]` in place.
+/// Returns the launch that rotates the query and key heads of `qkv` in place by rotary positions. With `inverse` it
+/// rotates back, which is the gradient.
 pub fn rope(
     real: Real,
     qkv: Address,
@@ -210,7 +219,8 @@ pub fn rope(
     [launch(unit(Family::Rope, real), "rope", rows, 256, arguments).with_grid_yz(pairs.div_ceil(2048), 1)]
 }
 
-/// Fills `table[P,E]`.
+/// Returns the launch that fills the f32 table of rotary positions. Row p holds the cosines of the `head_dim` / 2
+/// angles of position p, then their sines.
 pub fn rope_table(
     real: Real,
     table: Address,
@@ -234,45 +244,48 @@ pub fn rope_table(
 
 // ---- attention ----
 
-/// Returns the floats between the starts of tile rows.
+/// Returns the floats between the starts of two rows of an attention tile in shared memory.
 fn tile_row(head_dim: u64) -> u64 {
     assert!(head_dim <= HEAD_DIM_MAX, "heads of {head_dim} elements: at most {HEAD_DIM_MAX}");
     head_dim.next_multiple_of(16) + 4
 }
 
-/// Returns the shared floats of a block with 64 queries and tiles of 64 keys.
+/// Returns the floats of shared memory for a block of the attention kernel: 64 queries, and tiles of 64 keys.
 fn forward_tiles(head_dim: u64) -> u64 {
     (64 + 64) * tile_row(head_dim) + 64 * 68
 }
 
-/// Returns the shared floats of a block that owns two tiles of 32 rows and visits tiles of 64.
+/// Returns the floats of shared memory for a block of the attention gradient kernels without tensor cores. Such a block
+/// keeps two tiles of 32 rows, loads a tile of 64 rows, and stores a 32 × 64 tile of intermediate results.
 fn backward_tiles(head_dim: u64) -> u64 {
     (32 + 32 + 64) * tile_row(head_dim) + 32 * 68
 }
 
-/// Whether attention runs on tensor cores: bf16, a supported head dimension, and addresses aligned to 16 bytes.
+/// Returns whether attention runs on tensor cores. It does for bf16, a head dimension that those kernels support, and
+/// `addresses` that are all aligned to 16 bytes.
 fn on_tensor_cores(real: Real, shape: Heads, addresses: &[Address]) -> bool {
     let packs = addresses.iter().all(|address| address.is_multiple_of(16));
     real == Real::Bf16 && Family::TensorAttention.supports_head_dim(shape.head_dim) && packs
 }
 
-/// Threads per block on tensor cores.
+/// Threads per block of the attention kernels for tensor cores.
 const TENSOR_THREADS: u32 = 128;
 
-/// Queries per block of the forward pass on tensor cores.
+/// Queries per block of the forward attention kernels for tensor cores.
 const TENSOR_QUERIES: u64 = 128;
 
-/// Returns the queries or keys per block of the backward pass on tensor cores.
+/// Returns the number of queries (or of keys) that a block of the attention gradient kernels for tensor cores handles.
 fn tensor_owned(head_dim: u64) -> u64 {
     if head_dim <= 64 { 128 } else { 64 }
 }
 
-/// Returns the shared floats of tile rows on tensor cores.
+/// Returns the shared memory, in floats, for `rows` bf16 rows of tiles in the attention kernels for tensor cores.
 fn tensor_tiles(rows: u64, head_dim: u64) -> u64 {
     rows * (head_dim + 8) / 2
 }
 
-/// Computes `out[N, H·E]` and `stats[B,H,T]` from `qkv[N,C]`.
+/// Returns the launch of causal attention within documents. It reads rows of queries, keys and values from `qkv`, and
+/// writes `out`. It also writes `stats`, the log-sum-exp of the scores for each sequence, head and query.
 pub fn attention(
     real: Real,
     qkv: Address,
@@ -296,7 +309,8 @@ pub fn attention(
     [grid.with_shared_floats(forward_tiles(shape.head_dim))]
 }
 
-/// Computes all of `dqkv[N,C]`.
+/// Returns the launches of the gradient of [`attention`], which overwrite all of `dqkv`. `scratch` is the address of a
+/// workspace.
 pub fn attention_grad(
     real: Real,
     [qkv, out, dout, stats, document_start]: [Address; 5],
@@ -337,8 +351,8 @@ pub fn attention_grad(
     ]
 }
 
-/// Computes `out[n, H·E]` of n new tokens over caches of `capacity` tokens that already contain them. Only few tokens
-/// need `scratch` ([`workspace::cuda::cached_attention`]).
+/// Returns the launches of attention of `rows` new tokens over caches of `capacity` tokens, which already contain the
+/// new keys and values. Only at most [`workspace::cuda::FEW_ROWS`] rows use the workspace `scratch`.
 pub fn cached_attention(
     real: Real,
     [qkv, keys, values, scalars]: [Address; 4],
@@ -375,7 +389,7 @@ pub fn cached_attention(
     vec![grid.with_shared_floats(forward_tiles(shape.head_dim))]
 }
 
-/// Appends keys and values of n tokens to the caches.
+/// Returns the launch that appends the keys and values of `rows` tokens in `qkv` to the caches `keys` and `values`.
 pub fn append_cache(
     real: Real,
     qkv: Address,
@@ -393,13 +407,14 @@ pub fn append_cache(
 
 // ---- feed-forward ----
 
-/// Computes `out[N,F]` from `gate_up[N,2F]`.
+/// Returns the launch of SwiGLU: `out` = silu(gate) · up. A row of `gate_up` holds `ffn` gates, then `ffn` ups.
 pub fn swiglu(real: Real, gate_up: Address, out: Address, rows: u64, ffn: u64) -> [Launch; 1] {
     let arguments = vec![at(gate_up), at(out), n(ffn)];
     [launch(unit(Family::SwiGlu, real), "swiglu", rows, 256, arguments).with_grid_yz(ffn.div_ceil(2048), 1)]
 }
 
-/// Computes `dgate_up[N,2F]`, which may overwrite gate_up.
+/// Returns the launch of the gradient of [`swiglu`], which writes `dgate_up`. The addresses `dgate_up` and `gate_up`
+/// may be equal.
 pub fn swiglu_grad(real: Real, gate_up: Address, dout: Address, dgate_up: Address, rows: u64, ffn: u64) -> [Launch; 1] {
     let arguments = vec![at(gate_up), at(dout), at(dgate_up), n(ffn)];
     [launch(unit(Family::SwiGlu, real), "swiglu_grad", rows, 256, arguments).with_grid_yz(ffn.div_ceil(2048), 1)]
@@ -407,7 +422,8 @@ pub fn swiglu_grad(real: Real, gate_up: Address, dout: Address, dgate_up: Addres
 
 // ---- loss ----
 
-/// Computes `stats[R,4]` of `logits[R,columns]`, from column `first` of the vocabulary on.
+/// Returns the launch that updates the softmax statistics of each row, four f32 numbers in `stats`. `logits` are one
+/// block of the vocabulary, from column `first` on; `begin` marks the first block.
 pub fn softmax_stats(
     real: Real,
     [logits, labels, weights, stats]: [Address; 4],
@@ -421,7 +437,8 @@ pub fn softmax_stats(
     [launch(unit(Family::CrossEntropy, real), "softmax_stats", rows, 512, arguments)]
 }
 
-/// Adds Σ weight · nll to the metrics; writes hits to `correct[R]`, if given.
+/// Returns the launch that adds the loss of `rows` rows, Σ weight · negative log-likelihood, to `metrics`. For each row
+/// it writes 1 to `correct` if the label has the largest logit, else 0; with `None` it writes neither.
 pub fn cross_entropy(
     real: Real,
     [stats, labels, weights]: [Address; 3],
@@ -433,7 +450,8 @@ pub fn cross_entropy(
     [launch(unit(Family::CrossEntropy, real), "cross_entropy", 1, 256, arguments)]
 }
 
-/// Replaces `logits[R,columns]`, from column `first` of the vocabulary on, by their gradient.
+/// Returns the launch that replaces `logits` by their gradient. They are one block of the vocabulary, from column
+/// `first` on.
 pub fn softmax_grad(
     real: Real,
     [logits, labels, weights, stats, scalars]: [Address; 5],
@@ -448,7 +466,7 @@ pub fn softmax_grad(
 
 // ---- embedding ----
 
-/// Copies rows of `table[V,D]` to `out[N,D]`.
+/// Returns the launch of an embedding lookup, which copies the row of `table` that each token selects to `out`.
 pub fn embed(
     real: Real,
     tokens: Address,
@@ -462,7 +480,8 @@ pub fn embed(
     [launch(unit(Family::Embed, real), "embed", rows, 256, arguments)]
 }
 
-/// Adds rows of `dout[N,D]` to `dtable[V,D]`.
+/// Returns the launches of the gradient of [`embed`], which add each row of `dout` to the row of `dtable` that its
+/// token selects. They first sort the tokens in `scratch`, so that the order of sums is fixed.
 pub fn embed_grad(
     real: Real,
     tokens: Address,
@@ -494,22 +513,23 @@ pub fn embed_grad(
 
 // ---- between ranks ----
 
-/// A part of a tensor: this rank's own values, and those received from the other ranks.
+/// The addends of a sum over ranks: this rank's values, and the values received from each other rank.
 #[derive(Clone, Copy, Debug)]
 pub struct RankParts {
-    /// Address of this rank's part.
+    /// Address of this rank's values.
     pub own: Address,
-    /// Address of the other ranks' parts, in rank order.
+    /// Address of the first of the other ranks' values, which lie in rank order.
     pub others: Address,
-    /// Elements between the starts of the other ranks' parts.
+    /// Elements between the starts of the values of two consecutive other ranks.
     pub stride: u64,
-    /// This rank.
+    /// Number of this rank, from 0.
     pub rank: u32,
-    /// Number of ranks.
+    /// Number of ranks, including this one.
     pub ranks: u32,
 }
 
-/// Sums the parts of all ranks in rank order: `into` = the sum, or += with `adds`. `None` for types without sums.
+/// Returns the launch that sums the values of all ranks in rank order. It writes the sum to `into` or, with `adds`,
+/// adds it there. `None` for data types other than f32 and f64.
 pub fn sum_ranks(dtype: DType, parts: RankParts, into: Address, elements: u64, adds: bool) -> Option<[Launch; 1]> {
     let kernel = match dtype {
         DType::F32 => "sum_ranks_f32",
@@ -525,14 +545,14 @@ pub fn sum_ranks(dtype: DType, parts: RankParts, into: Address, elements: u64, a
 
 // ---- element-wise ----
 
-/// Adds activations: into += x.
+/// Returns the launch that adds activations: `into` += `x`.
 pub fn add(real: Real, x: Address, into: Address, elements: u64) -> [Launch; 1] {
     let arguments = vec![at(x), at(into), Argument::U64(elements)];
     [launch(unit(Family::Elementwise, real), "add", elementwise_blocks(elements), 256, arguments)]
 }
 
-/// Adds `x[N,C]` to `into[N,C]`, with rows `x_stride` and `stride` elements apart; an `x_stride` of 0 repeats one row.
-/// Used for a bias or residual that a product cannot fuse.
+/// Returns the launch that adds a matrix `x` of `rows` × `columns` elements to `into`. Rows of `x` are `x_stride`
+/// elements apart, rows of `into` `stride`; an `x_stride` of 0 adds one row, such as a bias, to all rows.
 pub fn add_rows(
     real: Real,
     x: Address,
@@ -546,7 +566,8 @@ pub fn add_rows(
     [launch(unit(Family::Elementwise, real), "add_rows", rows, 256, arguments).with_grid_yz(columns.div_ceil(2048), 1)]
 }
 
-/// Adds Σ rows of `x[N,C]` to `into[C]`.
+/// Returns the launches that add the sum of the rows of `x` to the row `into`. `scratch` is a workspace for partial
+/// sums.
 pub fn sum_rows(real: Real, x: Address, into: Address, scratch: Address, rows: u64, columns: u64) -> [Launch; 2] {
     let arguments = vec![at(x), at(scratch), n(rows), n(columns), n(rows_per_portion(rows))];
     let grid = launch(unit(Family::Elementwise, real), "sum_rows", columns.div_ceil(2048), 256, arguments);
@@ -558,13 +579,14 @@ fn add_partials(real: Real, partials: Address, into: Address, count: u64, column
     launch(unit(Family::Elementwise, real), "add_partials", columns.div_ceil(32), 256, arguments)
 }
 
-/// Copies to `out[C]` the row of `x[N,C]` that the scalars select.
+/// Returns the launch that copies one row of `x` to `out`. Its row number is `Scalar::LastRow` in the tensor `scalars`.
 pub fn pick_row(real: Real, x: Address, scalars: Address, out: Address, columns: u64) -> [Launch; 1] {
     let arguments = vec![at(x), at(scalars), at(out), n(columns)];
     [launch(unit(Family::Elementwise, real), "pick_row", columns.div_ceil(256), 256, arguments)]
 }
 
-/// Casts `from` to another type. `None` for non-float types, and for equal types, which are a copy.
+/// Returns the launch that converts elements from one float type to another. `None` for equal types, for types that are
+/// no floats, and for f16 with f64.
 pub fn cast(from_type: DType, from: Address, to_type: DType, to: Address, elements: u64) -> Option<[Launch; 1]> {
     let kernel = match (from_type, to_type) {
         (DType::F32, DType::Bf16) => "cast_f32_bf16",
@@ -583,7 +605,7 @@ pub fn cast(from_type: DType, from: Address, to_type: DType, to: Address, elemen
     Some([launch(unit(Family::Cast, Real::F32), kernel, elementwise_blocks(elements), 256, arguments)])
 }
 
-/// Sets all elements to `value`. `None` for types that are never filled.
+/// Returns the launch that sets all elements to `value`. `None` for data types other than f32, f64, bf16 and u8.
 pub fn fill(dtype: DType, into: Address, value: f64, elements: u64) -> Option<[Launch; 1]> {
     let kernel = match dtype {
         DType::F32 => "fill_f32",
@@ -596,12 +618,14 @@ pub fn fill(dtype: DType, into: Address, value: f64, elements: u64) -> Option<[L
     Some([launch(unit(Family::Cast, Real::F32), kernel, elementwise_blocks(elements), 256, arguments)])
 }
 
-/// Draws normal f32 numbers: element i is number `first + i` of tensor `number` under `seed`.
+/// Returns the launch that fills `into` with normal random f32 numbers of standard deviation `std`. Element i is a
+/// function of `seed`, the tensor's `number` and `first` + i.
 pub fn init_normal(into: Address, seed: u64, number: u64, first: u64, std: f64, elements: u64) -> [Launch; 1] {
     [init("init_normal", into, seed, number, first, std, elements)]
 }
 
-/// Draws uniform f32 numbers from −bound to bound: element i is number `first + i` of tensor `number` under `seed`.
+/// Returns the launch that fills `into` with uniform random f32 numbers from −`bound` to `bound`. Element i is a
+/// function of `seed`, the tensor's `number` and `first` + i.
 pub fn init_uniform(into: Address, seed: u64, number: u64, first: u64, bound: f64, elements: u64) -> [Launch; 1] {
     [init("init_uniform", into, seed, number, first, bound, elements)]
 }
@@ -613,12 +637,13 @@ fn init(kernel: &'static str, into: Address, seed: u64, number: u64, first: u64,
     launch(unit(Family::Init, Real::F32), kernel, blocks, 256, arguments)
 }
 
-/// The position of a dropout op within the run; the step is a scalar.
+/// The probability of a dropout op, and numbers that select its random bits. The step number also selects them; kernels
+/// read it from the `scalars` tensor.
 #[derive(Clone, Copy, Debug)]
 pub struct Dropout {
     /// Seed of the run.
     pub seed: u64,
-    /// Sample of row 0 within the step.
+    /// Number of the sample (sequence) that row 0 belongs to, counted within the step.
     pub first_sample: u64,
     /// Rows per sample.
     pub sequence: u64,
@@ -630,7 +655,8 @@ pub struct Dropout {
     pub probability: f64,
 }
 
-/// Computes `out[N,D]` (= or, with `accumulate`, +=): x with dropped elements, the others divided by 1 − probability.
+/// Returns the launch of dropout, which zeroes random elements of `x` and divides the others by 1 − probability. It
+/// writes the result to `out` or, with `accumulate`, adds it there.
 pub fn dropout(
     real: Real,
     site: Dropout,
@@ -652,7 +678,8 @@ pub fn dropout(
 
 // ---- quantized formats ----
 
-/// Addresses of a quantized matrix, or of whole blocks of one.
+/// Device addresses of the parts of a quantized matrix, by format: codes, scales, and for NF4 the groups of scales. They
+/// may also begin at a quantization block inside the matrix.
 #[derive(Clone, Copy, Debug)]
 #[expect(missing_docs, reason = "as `plimsoll_program::op::Quantized`")]
 pub enum QuantizedAddresses {
@@ -660,7 +687,8 @@ pub enum QuantizedAddresses {
     Nf4 { codes: Address, scales: Address, groups: Address },
 }
 
-/// Quantizes f32 elements of a matrix with rows of `columns`.
+/// Returns the launch that quantizes `elements` f32 elements at `from`, part of a matrix with rows of `columns`
+/// elements.
 pub fn quantize(from: Address, into: QuantizedAddresses, elements: u64, columns: u64) -> [Launch; 1] {
     let unit = unit(Family::Quantized, Real::F32);
     [match into {
@@ -675,10 +703,11 @@ pub fn quantize(from: Address, into: QuantizedAddresses, elements: u64, columns:
     }]
 }
 
-/// Elements that a thread block dequantizes.
+/// Elements that one thread block of a dequantization kernel converts.
 const DEQUANTIZE_ELEMENTS_PER_BLOCK: u64 = 8192;
 
-/// Dequantizes the elements of `from`, each rounded once.
+/// Returns the launch that dequantizes `elements` elements of `from` to `into`. Each is rounded once, to the type
+/// `real`.
 pub fn dequantize(real: Real, from: QuantizedAddresses, into: Address, elements: u64, columns: u64) -> [Launch; 1] {
     let (unit, blocks) = (unit(Family::Quantized, real), elements.div_ceil(DEQUANTIZE_ELEMENTS_PER_BLOCK));
     [match from {

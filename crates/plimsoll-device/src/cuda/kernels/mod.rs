@@ -12,15 +12,15 @@ pub mod ops;
 use plimsoll_program::formats;
 use std::borrow::Cow;
 
-/// Source that precedes every family.
+/// CUDA source that precedes the source of every family of kernels.
 const COMMON_SOURCE: &str = include_str!("common.cuh");
-/// Sources that follow it in some families.
+/// CUDA source for tensor cores, which precedes the source of `Family::TensorAttention`.
 const TENSOR_SOURCE: &str = include_str!("tensor.cuh");
 const RANDOM_SOURCE: &str = include_str!("random.cuh");
 const FORMATS_SOURCE: &str = include_str!("formats.cuh");
-/// NVRTC options besides the architecture. No fast math: divisions and roots round as on the CPU.
+/// NVRTC options besides the architecture. Fast math is off, so that divisions and roots round as on the CPU.
 pub const OPTIONS: [&str; 1] = ["--std=c++17"];
-/// The largest head dimension that attention supports.
+/// The largest head dimension that the attention kernels support.
 pub const HEAD_DIM_MAX: u64 = plimsoll_program::models::CUDA_HEAD_DIM_MAX;
 
 /// Data type of activations and of the weights multiplied with them.
@@ -32,7 +32,7 @@ pub enum Real {
     Bf16,
 }
 
-/// A source file with its kernels.
+/// A CUDA source file (`.cu`) with its kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[expect(missing_docs, reason = "named after the ops, as the files are")]
 pub enum Family {
@@ -73,7 +73,7 @@ impl Family {
         Family::TensorAttention,
     ];
 
-    /// Returns the file name without extension, the source, and the kernels in it.
+    /// Returns the name of the family's file without extension, its source, and the names of the kernels in it.
     fn source_entry(self) -> (&'static str, &'static str, &'static [&'static str]) {
         match self {
             Family::Attention => (
@@ -156,7 +156,8 @@ impl Family {
         self.source_entry().2
     }
 
-    /// Returns the sources between the common part and the family's source, with the file names for compiler messages.
+    /// Returns the sources to be placed between the common source and the family's own source. Each has a file name for
+    /// compiler messages.
     fn shared_sources(self) -> Vec<(&'static str, Cow<'static, str>)> {
         let formats = || vec![("formats.rs", Cow::Owned(format_tables())), ("formats.cuh", FORMATS_SOURCE.into())];
         match self {
@@ -167,17 +168,18 @@ impl Family {
         }
     }
 
-    /// Whether the kernels depend on the data type of activations.
+    /// Returns whether the source is compiled once for each data type of activations.
     fn has_real(self) -> bool {
         !matches!(self, Family::Cast | Family::Collective | Family::Init | Family::Optimizer | Family::TensorAttention)
     }
 
-    /// Whether the kernels depend on the head dimension.
+    /// Returns whether the source is compiled once for each head dimension.
     fn has_head_dim(self) -> bool {
         matches!(self, Family::Attention | Family::TensorAttention)
     }
 
-    /// Whether there are kernels for this head dimension. Tensor cores need a multiple of 16.
+    /// Returns whether the family's kernels support a head dimension; always true if they do not depend on it. Kernels
+    /// for tensor cores need a multiple of 16.
     pub fn supports_head_dim(self, head_dim: u64) -> bool {
         match self {
             Family::Attention => head_dim <= HEAD_DIM_MAX,
@@ -187,7 +189,7 @@ impl Family {
     }
 }
 
-/// A translation unit, compiled and loaded as one module.
+/// A translation unit: a family's source for one data type and head dimension. It is compiled and loaded as one module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Unit {
     family: Family,
@@ -196,13 +198,13 @@ pub struct Unit {
 }
 
 impl Unit {
-    /// Creates the unit with a family's kernels. Data type and head dimension are dropped if the family does not depend
-    /// on them.
+    /// Creates the unit of a family's kernels for activations of type `real` and heads of `head_dim` elements. Ignores
+    /// either of them if the kernels do not depend on it.
     pub fn new(family: Family, real: Real, head_dim: u64) -> Unit {
         Unit { family, real: family.has_real().then_some(real), head_dim: family.has_head_dim().then_some(head_dim) }
     }
 
-    /// Returns every unit of all families for these head dimensions, each once.
+    /// Returns every unit of all families for f32, bf16 and these head dimensions, each unit once.
     pub fn all(head_dims: &[u64]) -> Vec<Unit> {
         let mut units = Vec::new();
         for family in Family::ALL {
@@ -216,19 +218,20 @@ impl Unit {
         units
     }
 
-    /// Returns the family.
+    /// Returns the family whose kernels the unit contains.
     pub fn family(self) -> Family {
         self.family
     }
 
-    /// Returns a unique name: `norm-bf16`, `attention-f32-128`.
+    /// Returns a name that no other unit has, such as `optimizer`, `norm-bf16` or `attention-f32-128`.
     pub fn name(self) -> String {
         let real = self.real.map_or("", |real| if real == Real::F32 { "-f32" } else { "-bf16" });
         let head_dim = self.head_dim.map_or(String::new(), |head_dim| format!("-{head_dim}"));
         format!("{}{real}{head_dim}", self.family.source_entry().0)
     }
 
-    /// Returns the complete source. It includes no header, and compiler messages name the files of this crate.
+    /// Returns the complete CUDA source of the unit, which includes no header. Compiler messages about it name the
+    /// files of this crate.
     pub fn source(self) -> String {
         let (name, source, _) = self.family.source_entry();
         let real = self.real.map_or("", |real| match real {
@@ -242,7 +245,8 @@ impl Unit {
     }
 }
 
-/// Returns the tables of the quantized formats, with numbers as bit patterns; `formats.cuh` uses them.
+/// Returns CUDA source with the tables of the quantized formats, which `formats.cuh` uses. Numbers are written as bit
+/// patterns.
 fn format_tables() -> String {
     let table = |name: &str, values: &[f32]| {
         let bits: Vec<String> = values.iter().map(|value| format!("0x{:08x}u", value.to_bits())).collect();
@@ -260,8 +264,8 @@ fn format_tables() -> String {
     .concat()
 }
 
-/// Orders ascending numbers (one less than a power of two) by tree level: the middle one, then the middles of the
-/// halves, and so on.
+/// Orders ascending numbers as the levels of a binary search tree: the middle one, then the middles of the two halves,
+/// and so on. Their count must be one less than a power of two.
 fn level_order(ascending: &[f32]) -> Vec<f32> {
     let (count, mut levels) = (ascending.len() + 1, Vec::with_capacity(ascending.len()));
     assert!(count.is_power_of_two());

@@ -4,26 +4,43 @@
 use super::Real;
 use super::launch::{self, Address, Dropout, Launch, OptimizerTensor, QuantizedAddresses};
 use plimsoll_core::DType;
-use plimsoll_program::op::{OpKind, Quantized};
+use plimsoll_program::op::{Family, OpKind, Quantized, not_in_family};
 use plimsoll_program::tensor::{Index, Operand};
 
-/// Addresses and types of an op's operands.
+/// A source of the addresses and data types of an op's operands, in one iteration of the op's block.
 pub trait OperandLookup {
-    /// Returns the data type of activations.
+    /// Returns the data type of the run's activations.
     fn real(&self) -> Real;
-    /// Returns the address of the operand's first element.
+    /// Returns the device address of the operand's first element.
     fn address_of(&self, operand: &Operand) -> Address;
     /// Returns the data type of the operand's elements.
     fn dtype(&self, operand: &Operand) -> DType;
-    /// Returns the value of an index in this iteration of the op's block.
+    /// Returns the value of an index, such as a layer number, in this iteration of the op's block.
     fn index(&self, index: Index) -> i64;
 }
 
-/// Returns the kernels of an op, in order. `None` if no kernel does the op: products, casts between equal types,
-/// transfers and collectives. Workspaces are those of `plimsoll_program::workspace`, for CUDA.
+/// Returns the kernel launches that carry out an op, in order. `None` if no kernel does the op: products, casts between
+/// equal types, fills of types without a kernel, transfers and collectives.
+///
+/// Workspaces are as large as `plimsoll_program::workspace` states for CUDA.
 pub fn launches(kind: &OpKind, operands: &impl OperandLookup) -> Option<Vec<Launch>> {
+    match kind.family() {
+        Family::Embedding => Some(embedding_launches(kind, operands)),
+        Family::Norm => Some(norm_launches(kind, operands)),
+        Family::Attention => Some(attention_launches(kind, operands)),
+        Family::Loss => Some(loss_launches(kind, operands)),
+        Family::Elementwise => elementwise_launches(kind, operands),
+        Family::Fill => fill_launches(kind, operands),
+        Family::Quantization => Some(quantization_launches(kind, operands)),
+        Family::Optimizer => optimizer_launches(kind, operands),
+        Family::Matmul | Family::Transfer | Family::Collective => None,
+    }
+}
+
+/// Returns the launches of an embedding op or its gradient, in order.
+fn embedding_launches(kind: &OpKind, operands: &impl OperandLookup) -> Vec<Launch> {
     let (real, at) = (operands.real(), |operand: &Operand| operands.address_of(operand));
-    let list = match kind {
+    match kind {
         OpKind::Embed { tokens, table, out, rows, hidden, vocab } => {
             launch::embed(real, at(tokens), at(table), at(out), *rows, *hidden, *vocab).to_vec()
         }
@@ -31,6 +48,14 @@ pub fn launches(kind: &OpKind, operands: &impl OperandLookup) -> Option<Vec<Laun
             let (dtable, scratch) = (at(dtable), at(workspace));
             launch::embed_grad(real, at(tokens), at(dout), dtable, scratch, *rows, *hidden, *vocab).to_vec()
         }
+        other => not_in_family(other),
+    }
+}
+
+/// Returns the launches of an RMS norm or its gradient, in order.
+fn norm_launches(kind: &OpKind, operands: &impl OperandLookup) -> Vec<Launch> {
+    let (real, at) = (operands.real(), |operand: &Operand| operands.address_of(operand));
+    match kind {
         OpKind::RmsNorm { x, weight, out, rstd, rows, dim, eps } => {
             launch::rms_norm(real, at(x), at(weight), at(out), at(rstd), *rows, *dim, *eps).to_vec()
         }
@@ -50,6 +75,14 @@ pub fn launches(kind: &OpKind, operands: &impl OperandLookup) -> Option<Vec<Laun
             let all = launch::head_norm_grad(real, inputs, at(dx), into, at(workspace), *rows, *shape);
             all[..count].to_vec()
         }
+        other => not_in_family(other),
+    }
+}
+
+/// Returns the launches of an op of attention, rotary positions or the key-value cache, in order.
+fn attention_launches(kind: &OpKind, operands: &impl OperandLookup) -> Vec<Launch> {
+    let (real, at) = (operands.real(), |operand: &Operand| operands.address_of(operand));
+    match kind {
         OpKind::Rope { qkv, table, positions, rows, table_rows: _, shape, inverse } => {
             launch::rope(real, at(qkv), at(table), at(positions), *rows, *shape, *inverse).to_vec()
         }
@@ -70,21 +103,18 @@ pub fn launches(kind: &OpKind, operands: &impl OperandLookup) -> Option<Vec<Laun
         OpKind::AppendCache { qkv, keys, values, scalars, rows, capacity: _, shape } => {
             launch::append_cache(real, at(qkv), at(scalars), at(keys), at(values), *rows, *shape).to_vec()
         }
+        other => not_in_family(other),
+    }
+}
+
+/// Returns the launches of an activation, dropout, sum, row copy or cast, in order. `None` for a cast between equal
+/// types or non-float types.
+fn elementwise_launches(kind: &OpKind, operands: &impl OperandLookup) -> Option<Vec<Launch>> {
+    let (real, at) = (operands.real(), |operand: &Operand| operands.address_of(operand));
+    Some(match kind {
         OpKind::SwiGlu { gate_up, out, rows, ffn } => launch::swiglu(real, at(gate_up), at(out), *rows, *ffn).to_vec(),
         OpKind::SwiGluGrad { gate_up, dout, dgate_up, rows, ffn } => {
             launch::swiglu_grad(real, at(gate_up), at(dout), at(dgate_up), *rows, *ffn).to_vec()
-        }
-        OpKind::SoftmaxStats { logits, labels, weights, stats, rows, first, columns, begin } => {
-            let tensors = [logits, labels, weights, stats].map(at);
-            launch::softmax_stats(real, tensors, *rows, *first, *columns, *begin).to_vec()
-        }
-        OpKind::CrossEntropy { stats, labels, weights, metrics, correct, rows } => {
-            let correct = correct.as_ref().map(at);
-            launch::cross_entropy(real, [stats, labels, weights].map(at), at(metrics), correct, *rows).to_vec()
-        }
-        OpKind::SoftmaxGrad { logits, labels, weights, stats, scalars, rows, first, columns } => {
-            let tensors = [logits, labels, weights, stats, scalars].map(at);
-            launch::softmax_grad(real, tensors, *rows, *first, *columns).to_vec()
         }
         OpKind::SumRows { x, into, workspace, rows, columns } => {
             launch::sum_rows(real, at(x), at(into), at(workspace), *rows, *columns).to_vec()
@@ -93,31 +123,6 @@ pub fn launches(kind: &OpKind, operands: &impl OperandLookup) -> Option<Vec<Laun
             launch::pick_row(real, at(x), at(scalars), at(out), *columns).to_vec()
         }
         OpKind::Add { x, into, elements } => launch::add(real, at(x), at(into), *elements).to_vec(),
-        OpKind::Fill { into, value, elements } => {
-            launch::fill(operands.dtype(into), at(into), *value, *elements)?.to_vec()
-        }
-        OpKind::SquaredNorm { x, metrics, workspace, elements } => {
-            launch::squared_norm(&[(at(x), *elements)], at(workspace), at(metrics))
-        }
-        OpKind::ClipFactor { metrics, scalars } => launch::clip_factor(at(metrics), at(scalars)).to_vec(),
-        OpKind::AdamW { scalars, betas, eps, .. } => {
-            launch::adamw(&[optimizer_tensor(kind, operands)?], at(scalars), *betas, *eps)
-        }
-        OpKind::AdamW8 { scalars, betas, eps, .. } => {
-            launch::adamw8(&[optimizer_tensor(kind, operands)?], at(scalars), *betas, *eps)
-        }
-        OpKind::Sgd { scalars, momentum, .. } => {
-            launch::sgd(&[optimizer_tensor(kind, operands)?], at(scalars), *momentum)
-        }
-        OpKind::Cast { from, to, elements } => {
-            launch::cast(operands.dtype(from), at(from), operands.dtype(to), at(to), *elements)?.to_vec()
-        }
-        OpKind::InitNormal { into, seed, number, first, std, elements } => {
-            launch::init_normal(at(into), *seed, *number, operands.index(*first) as u64, *std, *elements).to_vec()
-        }
-        OpKind::InitUniform { into, seed, number, first, bound, elements } => {
-            launch::init_uniform(at(into), *seed, *number, operands.index(*first) as u64, *bound, *elements).to_vec()
-        }
         OpKind::Dropout {
             x,
             out,
@@ -142,21 +147,87 @@ pub fn launches(kind: &OpKind, operands: &impl OperandLookup) -> Option<Vec<Laun
             };
             launch::dropout(real, site, [x, out, scalars].map(at), *rows, *columns, *accumulate).to_vec()
         }
+        OpKind::Cast { from, to, elements } => {
+            launch::cast(operands.dtype(from), at(from), operands.dtype(to), at(to), *elements)?.to_vec()
+        }
+        other => not_in_family(other),
+    })
+}
+
+/// Returns the launches of an op of the loss, in order.
+fn loss_launches(kind: &OpKind, operands: &impl OperandLookup) -> Vec<Launch> {
+    let (real, at) = (operands.real(), |operand: &Operand| operands.address_of(operand));
+    match kind {
+        OpKind::SoftmaxStats { logits, labels, weights, stats, rows, first, columns, begin } => {
+            let tensors = [logits, labels, weights, stats].map(at);
+            launch::softmax_stats(real, tensors, *rows, *first, *columns, *begin).to_vec()
+        }
+        OpKind::CrossEntropy { stats, labels, weights, metrics, correct, rows } => {
+            let correct = correct.as_ref().map(at);
+            launch::cross_entropy(real, [stats, labels, weights].map(at), at(metrics), correct, *rows).to_vec()
+        }
+        OpKind::SoftmaxGrad { logits, labels, weights, stats, scalars, rows, first, columns } => {
+            let tensors = [logits, labels, weights, stats, scalars].map(at);
+            launch::softmax_grad(real, tensors, *rows, *first, *columns).to_vec()
+        }
+        other => not_in_family(other),
+    }
+}
+
+/// Returns the launches of an optimizer update, gradient norm or clip factor, in order. Never `None` for these ops.
+fn optimizer_launches(kind: &OpKind, operands: &impl OperandLookup) -> Option<Vec<Launch>> {
+    let at = |operand: &Operand| operands.address_of(operand);
+    Some(match kind {
+        OpKind::SquaredNorm { x, metrics, workspace, elements } => {
+            launch::squared_norm(&[(at(x), *elements)], at(workspace), at(metrics))
+        }
+        OpKind::ClipFactor { metrics, scalars } => launch::clip_factor(at(metrics), at(scalars)).to_vec(),
+        OpKind::AdamW { scalars, betas, eps, .. } => {
+            launch::adamw(&[optimizer_tensor(kind, operands)?], at(scalars), *betas, *eps)
+        }
+        OpKind::AdamW8 { scalars, betas, eps, .. } => {
+            launch::adamw8(&[optimizer_tensor(kind, operands)?], at(scalars), *betas, *eps)
+        }
+        OpKind::Sgd { scalars, momentum, .. } => {
+            launch::sgd(&[optimizer_tensor(kind, operands)?], at(scalars), *momentum)
+        }
+        other => not_in_family(other),
+    })
+}
+
+/// Returns the launches of an op that fills a tensor with a constant or random numbers, in order. `None` if no kernel
+/// fills the data type.
+fn fill_launches(kind: &OpKind, operands: &impl OperandLookup) -> Option<Vec<Launch>> {
+    let at = |operand: &Operand| operands.address_of(operand);
+    Some(match kind {
+        OpKind::Fill { into, value, elements } => {
+            launch::fill(operands.dtype(into), at(into), *value, *elements)?.to_vec()
+        }
+        OpKind::InitNormal { into, seed, number, first, std, elements } => {
+            launch::init_normal(at(into), *seed, *number, operands.index(*first) as u64, *std, *elements).to_vec()
+        }
+        OpKind::InitUniform { into, seed, number, first, bound, elements } => {
+            launch::init_uniform(at(into), *seed, *number, operands.index(*first) as u64, *bound, *elements).to_vec()
+        }
+        other => not_in_family(other),
+    })
+}
+
+/// Returns the launches of a quantization or dequantization, in order.
+fn quantization_launches(kind: &OpKind, operands: &impl OperandLookup) -> Vec<Launch> {
+    let (real, at) = (operands.real(), |operand: &Operand| operands.address_of(operand));
+    match kind {
         OpKind::Quantize { from, into, elements, columns } => {
             launch::quantize(at(from), quantized_addresses(into, operands), *elements, *columns).to_vec()
         }
         OpKind::Dequantize { from, into, elements, columns } => {
             launch::dequantize(real, quantized_addresses(from, operands), at(into), *elements, *columns).to_vec()
         }
-        OpKind::Product { .. }
-        | OpKind::TransferStart { .. }
-        | OpKind::TransferWait { .. }
-        | OpKind::CollectiveStart(_)
-        | OpKind::CollectiveWait(_) => return None,
-    };
-    Some(list)
+        other => not_in_family(other),
+    }
 }
 
+/// Returns the addresses of a quantized matrix: its codes, scales and, for nf4, scales of groups.
 fn quantized_addresses(matrix: &Quantized, operands: &impl OperandLookup) -> QuantizedAddresses {
     let at = |operand: &Operand| operands.address_of(operand);
     match matrix {
@@ -167,8 +238,8 @@ fn quantized_addresses(matrix: &Quantized, operands: &impl OperandLookup) -> Qua
     }
 }
 
-/// Returns the tensor that an optimizer op updates. Consecutive updates with equal parameters may share launches
-/// ([`launch::adamw`], [`launch::adamw8`], [`launch::sgd`]).
+/// Returns the tensor that an optimizer op updates; `None` for other ops. One launch of [`launch::adamw`],
+/// [`launch::adamw8`] or [`launch::sgd`] can update many such tensors.
 pub fn optimizer_tensor(kind: &OpKind, operands: &impl OperandLookup) -> Option<OptimizerTensor> {
     let at = |operand: &Operand| operands.address_of(operand);
     match kind {

@@ -10,7 +10,7 @@ use std::collections::BTreeSet;
 
 const SHAPE: Heads = Heads { heads: 6, kv_heads: 2, head_dim: 64 };
 
-/// Returns every launch, for shapes like those of models, with `rows` rows.
+/// Returns launches of every kernel that fits heads of `shape`. Sizes are like those of models, with `rows` rows.
 fn launches(real: Real, rows: u64, shape: Heads) -> Vec<Launch> {
     let mut all = Vec::new();
     all.extend(rms_norm(real, 0, 0, 0, 0, rows, 8192, 1e-5));
@@ -67,7 +67,7 @@ fn launches(real: Real, rows: u64, shape: Heads) -> Vec<Launch> {
     all
 }
 
-/// Returns the parameters that a kernel's source declares.
+/// Returns the parameters (type and name each) that the declaration of `kernel` in `source` has.
 fn parameters<'a>(source: &'a str, kernel: &str) -> Vec<&'a str> {
     let start = source
         .match_indices(&format!("{kernel}("))
@@ -197,7 +197,7 @@ fn unit_names_are_unique() {
     assert!(names.contains("attention-bf16-128") && names.contains("norm-f32") && names.contains("optimizer"));
 }
 
-/// Mirrors `code_of` in formats.cuh.
+/// Finds the code of a value by a walk down the tree `levels`, as `code_of` in formats.cuh does.
 fn code_by_levels(levels: &[f32], value: f32) -> usize {
     let mut node = 0;
     while let Some(threshold) = levels.get(node) {

@@ -3,32 +3,36 @@
 use plimsoll_core::DType;
 use std::ops::Range;
 
-/// The most chunks per batch: an NCCL group holds this many messages for each pair of ranks.
+/// The most chunks per batch. The chunks of a batch share an NCCL group, with one message per chunk from each rank to
+/// each other rank.
 const CHUNKS_PER_BATCH_MAX: usize = 64;
 /// Alignment of slots in the staging buffer.
 pub(super) const SLOT_ALIGNMENT: u64 = 256;
 
-/// One range of elements of every rank's part of a piece.
+/// A range of elements of a collective's piece, the same range within each rank's part. If a part ends before the range
+/// does, the chunk has fewer elements of that rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Chunk {
+    /// Index of the piece in the collective.
     pub(super) piece: usize,
-    /// Element range, relative to the start of each part.
+    /// Range of elements, relative to the start of each rank's part of the piece.
     pub(super) elements: Range<u64>,
     /// Offset of the chunk's slots in the staging buffer: one outgoing slot for each other rank, then one incoming slot
     /// for each.
     pub(super) staging_offset: u64,
-    /// Bytes between slots.
+    /// Bytes between the starts of two consecutive slots.
     pub(super) stride: u64,
 }
 
 impl Chunk {
-    /// Returns the range within a part of `count` elements.
+    /// Returns the chunk's range of elements, shortened to a part that has `count` elements.
     pub(super) fn range_within(&self, count: u64) -> Range<u64> {
         self.elements.start.min(count)..self.elements.end.min(count)
     }
 }
 
-/// Splits pieces into batches of chunks that fit into the staging buffer. All ranks compute the same batches.
+/// Splits the pieces of a collective between `ranks` ranks into chunks, in batches that fit into a staging buffer. A
+/// piece is given by its data type and the number of elements of each rank's part. All ranks compute the same batches.
 pub(super) fn chunk_batches(ranks: usize, pieces: &[(DType, &[u64])], staging_bytes: u64) -> Vec<Vec<Chunk>> {
     let slots = 2 * (ranks as u64 - 1);
     let slot_bytes_max = staging_bytes / slots / SLOT_ALIGNMENT * SLOT_ALIGNMENT;

@@ -1,6 +1,7 @@
 use super::*;
 use crate::transport::in_process::InProcessTransport;
 use crate::transport::{GroupHandle, PieceBuffers};
+use plimsoll_core::DType;
 use plimsoll_program::op::Exchange;
 use plimsoll_program::tensor::Index;
 use proptest::prelude::*;
@@ -67,7 +68,7 @@ impl Values {
     }
 }
 
-/// Whether a piece is f64, and the elements of each rank's part.
+/// Type and size of a piece: whether it is f64 (else f32), and the number of elements of each rank's part.
 type PieceShape = (bool, Vec<u64>);
 
 /// Returns pieces with values that differ between ranks and sums that depend on the order of addition.
@@ -150,7 +151,7 @@ proptest! {
     }
 }
 
-/// Creates a send (or receive) of `values`.
+/// Creates a send of `values` if `sends` is true, otherwise a receive into them.
 fn message(handle: &GroupHandle, peer: u32, number: u64, values: &mut [f32], sends: bool) -> CollectiveCall {
     let mut counts = vec![0; handle.transport.world_size() as usize];
     counts[handle.rank as usize] = values.len() as u64;

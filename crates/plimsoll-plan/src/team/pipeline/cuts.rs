@@ -1,39 +1,40 @@
 //! Cuts of a model's layers into pipeline stages, found by dynamic programming over (stage, layers below).
 //!
-//! A cut is one choice for the first stages. For each number of stages and of layers only Pareto-optimal cuts are kept: those
-//! that no other beats in time and in host memory.
+//! A cut is one choice for the first stages. For each number of stages and of layers only Pareto-optimal cuts are kept:
+//! those that no other beats in time and in host memory.
 
 use super::stage::StageOption;
 
-/// Cuts that are kept for each number of stages and of layers; one more if it needs less of the host.
+/// Most cuts that are kept for each number of stages and of layers: the fastest. The cut with the least host memory is
+/// kept in addition.
 const MAX_FRONT: usize = 12;
 
 /// The totals of the stages of a cut.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct CutTotals {
-    /// Seconds of the slowest stage.
+    /// Seconds per step of the slowest stage.
     pub slowest: f64,
-    /// Seconds of all stages.
+    /// Seconds per step of all stages together.
     pub sum: f64,
-    /// Bytes that the stages offload to the host.
+    /// Bytes that all stages together offload to the host.
     pub host_bytes: f64,
 }
 
-/// A choice for the first stages of a pipeline.
+/// A division of a model's first layers into the first stages of a pipeline.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Cut {
     pub totals: CutTotals,
-    /// The last of its stages.
+    /// The last stage of the cut, and the way to run it.
     stage: StageOption,
     /// The cut without the last stage.
     before: CutIndex,
 }
 
-/// The place of a cut in the table of its number of stages.
+/// The place of a cut among all cuts with the same number of stages.
 #[derive(Clone, Copy, Debug)]
 struct CutIndex {
     layers: u64,
-    /// The number among the cuts of these layers.
+    /// Index among the cuts with this number of layers.
     number: usize,
 }
 
@@ -44,8 +45,9 @@ pub(super) struct CutTable {
 }
 
 impl CutTable {
-    /// Builds the table for `stages` stages of a model of `depth` layers, which offload at most `host` bytes. `options` returns
-    /// the ways to run a stage with a number of layers; an empty list means that these and more layers do not fit.
+    /// Builds the table for `stages` stages of a model of `depth` layers, which offload at most `host` bytes. `options`
+    /// returns the ways to run a stage with a number of layers; an empty list means that these and more layers do not
+    /// fit.
     pub fn build(
         stages: usize,
         depth: u64,
@@ -93,12 +95,13 @@ impl CutTable {
         CutTable { depth, cuts }
     }
 
-    /// Returns the cuts of all layers into all stages.
+    /// Returns the cuts of all layers into all stages; empty if no cut fits.
     pub fn complete_cuts(&self) -> &[Cut] {
         &self.cuts.last().expect("there is a stage")[self.depth as usize]
     }
 
-    /// Returns the stages of a complete cut, and their boundaries: the first layer of each, and at last the number of layers.
+    /// Returns the stages of a complete cut, and their boundaries: the first layer of each stage, and then the number
+    /// of layers of the model.
     pub fn trace<'t>(&'t self, last: &'t Cut) -> (Vec<StageOption>, Vec<u64>) {
         let (mut stages, mut boundaries, mut cut) = (vec![last.stage], vec![self.depth], last);
         for stage in (0..self.cuts.len() - 1).rev() {
@@ -114,8 +117,8 @@ impl CutTable {
     }
 }
 
-/// Keeps the cuts that no other beats in both total time and host memory: the fastest of them, and the one that needs the
-/// least of the host.
+/// Keeps the cuts that no other cut beats in both time and host memory. If these are many, only the fastest are kept,
+/// and the one that needs the least host memory.
 fn keep_pareto_front(cuts: &mut Vec<Cut>) {
     let by_time = |a: &Cut, b: &Cut| {
         let (a, b) = (a.totals, b.totals);

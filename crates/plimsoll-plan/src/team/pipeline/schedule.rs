@@ -21,8 +21,9 @@ fn passes_of_stage(stages: usize, stage: usize, micro_batches: u32) -> Vec<Pass>
     schedule.calls.into_iter().filter_map(|call| pass(call.program, call.micro_batch)).collect()
 }
 
-/// Predicts the seconds of a pipeline step. Each stage runs its passes in order. Activations wait in a buffer until the next
-/// stage takes them. A gradient is handed over directly: the stage that computed it is blocked until the stage before takes it.
+/// Predicts the seconds of a pipeline step. Each stage runs its passes in order. Activations wait in a buffer until the
+/// next stage takes them. A gradient is handed over directly: the stage that computed it is blocked until the stage
+/// before takes it.
 pub(in crate::team) fn step_seconds(stages: &[StageSeconds], micro_batches: u32) -> f64 {
     let count = stages.len();
     let passes: Vec<Vec<Pass>> = (0..count).map(|stage| passes_of_stage(count, stage, micro_batches)).collect();

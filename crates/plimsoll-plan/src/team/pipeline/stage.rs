@@ -9,28 +9,29 @@ use crate::search::PlanRequest;
 use plimsoll_core::{Bytes, Category, DeviceKind, Link, Offload, Recipe, RecomputeLevel, Space};
 use plimsoll_program::{Lifetime, Program, ProgramKind, ProgramSet, Tensor};
 
-/// Kinds of tensors that a stage can offload to the host: optimizer state, gradients, weights, inputs of layers. A kind is only
-/// offloaded where all kinds before it are: the tensors that are used least go first.
+/// Number of kinds of tensors that a stage can offload to the host: optimizer state, gradients, weights, inputs of
+/// layers. A kind is only offloaded if all kinds before it are: the tensors that are used least go first.
 const OFFLOAD_KINDS: usize = 4;
 
-/// The seconds of a stage without offload, and with all of the first n kinds offloaded.
+/// The predicted seconds of a stage by offload: entry n is with all tensors of the first n kinds offloaded, entry 0
+/// without offload.
 type SecondsByOffload = [StageSeconds; OFFLOAD_KINDS + 1];
 
 /// Predicted seconds of a pipeline stage.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(in crate::team) struct StageSeconds {
-    /// The forward pass of a micro-batch.
+    /// Seconds of the forward pass of a micro-batch.
     pub(super) forward: f64,
-    /// The backward pass of a micro-batch.
+    /// Seconds of the backward pass of a micro-batch.
     pub(super) backward: f64,
-    /// The transfer of one hidden state or gradient between this stage and the next.
+    /// Seconds of the transfer of one hidden state or gradient between this stage and the next.
     pub(super) transfer: f64,
-    /// Work before the first and after the last pass of a step: the update.
+    /// Seconds of the work before the first and after the last pass of a step: beginning, gradient norm and update.
     pub(super) per_step: f64,
 }
 
 impl StageSeconds {
-    /// Prices the Programs of a stage.
+    /// Predicts the seconds of a stage from its Programs.
     pub fn of(set: &ProgramSet, prices: &Prices) -> StageSeconds {
         let no_wire = Link { bytes_per_second: f64::INFINITY, latency_seconds: 0.0 };
         let without_transfers = Prices { team_link: no_wire, ..*prices };
@@ -49,17 +50,17 @@ impl StageSeconds {
         }
     }
 
-    /// Returns the seconds of a step in which the stage computes.
+    /// Returns the seconds in which the stage computes in a step of `micro_batches` micro-batches.
     pub fn busy(&self, micro_batches: u32) -> f64 {
         f64::from(micro_batches) * (self.forward + self.backward) + self.per_step
     }
 
-    /// Interpolates to `other`, or extrapolates beyond it for a fraction above 1.
+    /// Interpolates from `self` (fraction 0) to `other` (fraction 1), or extrapolates for a fraction above 1.
     fn interpolate(self, other: StageSeconds, fraction: f64) -> StageSeconds {
         self.plus_difference(fraction, self, other)
     }
 
-    /// Adds a fraction of the difference from `a` to `b`.
+    /// Adds `fraction` times the difference `b` − `a` to each of the seconds.
     fn plus_difference(self, fraction: f64, a: StageSeconds, b: StageSeconds) -> StageSeconds {
         let add = |from: f64, a: f64, b: f64| from + fraction * (b - a);
         StageSeconds {
@@ -71,7 +72,8 @@ impl StageSeconds {
     }
 }
 
-/// Bytes of a stage that can be offloaded, in the order in which they are: what is used least goes first.
+/// Bytes of a stage that can be offloaded, by kind of tensor. The kinds are offloaded in the order of the fields: the
+/// tensors that are used least go first.
 #[derive(Clone, Copy, Debug, Default)]
 struct OffloadableBytes {
     optimizer_state: f64,
@@ -82,7 +84,7 @@ struct OffloadableBytes {
 }
 
 impl OffloadableBytes {
-    /// Adds up the tensors on the device of a stage's Programs.
+    /// Adds up the bytes of the tensors that a stage's Programs keep on the device.
     fn of(set: &ProgramSet) -> OffloadableBytes {
         let sum = |is_counted: &dyn Fn(&Tensor) -> bool| {
             let counted = set.tensors.iter().filter(|tensor| tensor.space == Space::Device && is_counted(tensor));
@@ -99,7 +101,8 @@ impl OffloadableBytes {
         }
     }
 
-    /// Returns the bytes of each kind that are offloaded to free `bytes` on the device; none where all is not enough.
+    /// Returns the bytes of each kind that are offloaded to free `bytes` on the device; `None` if offloading everything
+    /// frees too little.
     fn take(self, mut bytes: f64) -> Option<OffloadableBytes> {
         let mut take = |most: f64| {
             let taken = bytes.clamp(0.0, most);
@@ -119,12 +122,12 @@ impl OffloadableBytes {
         self.optimizer_state + self.gradients + self.weights + self.layer_inputs
     }
 
-    /// Returns the kinds in the order in which they are offloaded.
+    /// Returns the bytes of each kind, in the order in which they are offloaded.
     fn in_order(self) -> [f64; OFFLOAD_KINDS] {
         [self.optimizer_state, self.gradients, self.weights, self.layer_inputs]
     }
 
-    /// Interpolates to `other`, or extrapolates beyond it for a fraction above 1.
+    /// Interpolates from `self` (fraction 0) to `other` (fraction 1), or extrapolates for a fraction above 1.
     fn interpolate(self, other: OffloadableBytes, fraction: f64) -> OffloadableBytes {
         let mix = |a: f64, b: f64| a + fraction * (b - a);
         OffloadableBytes {
@@ -136,19 +139,19 @@ impl OffloadableBytes {
     }
 }
 
-/// A measured value at both ends of the range of recompute.
+/// A value without recompute and the same value with full recompute.
 #[derive(Clone, Copy, Debug)]
 struct ByRecompute<T> {
-    /// Without recompute.
+    /// The value without recompute.
     none: T,
-    /// With full recompute.
+    /// The value with full recompute.
     full: T,
 }
 
-/// The measured cost of a stage with a given number of layers.
+/// Predicted seconds and bytes of a stage with a given number of layers, read from its Programs.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct MeasuredStage {
-    /// A lower bound on the device arena, without offload.
+    /// A lower bound on the bytes of the device arena, without offload.
     arena_bytes: ByRecompute<f64>,
     seconds: ByRecompute<SecondsByOffload>,
     offloadable: OffloadableBytes,
@@ -156,7 +159,7 @@ pub(super) struct MeasuredStage {
     pub hidden_bytes: f64,
 }
 
-/// A stage that is measured with one level of recompute.
+/// Programs of a stage at one recompute level, with the bytes and predicted seconds read from them.
 struct MeasuredLevel {
     arena_bytes: f64,
     seconds: SecondsByOffload,
@@ -164,7 +167,8 @@ struct MeasuredLevel {
 }
 
 impl MeasuredStage {
-    /// Measures the stage of a request. `can_offload` tells whether its tensors can be offloaded to the host.
+    /// Reads bytes and predicted seconds of the stage of a request from its Programs. `can_offload` tells whether the
+    /// tensors of the stage can be offloaded to the host.
     pub fn measure(request: &PlanRequest, can_offload: bool) -> MeasuredStage {
         let [none, full] = [RecomputeLevel::Nothing, RecomputeLevel::Block]
             .map(|level| MeasuredStage::measure_level(request, level, can_offload));
@@ -177,7 +181,8 @@ impl MeasuredStage {
         }
     }
 
-    /// Measures the stage with one level of recompute in all layers.
+    /// Builds the Programs of the stage at one recompute level in all layers, and reads bytes and predicted seconds
+    /// from them. Pinned recompute levels replace `level`.
     fn measure_level(request: &PlanRequest, level: RecomputeLevel, can_offload: bool) -> MeasuredLevel {
         let own = request.share.own_layers(request.config.layers);
         let layers = (own.end - own.start) as u32;
@@ -188,12 +193,7 @@ impl MeasuredStage {
         let set = request.compute_programs(&recipe);
         let mut seconds = [StageSeconds::of(&set, &prices); OFFLOAD_KINDS + 1];
         let with_offload = |kinds: usize, update: bool| {
-            let layers_of_kind = |kind: usize| if kind < kinds { layers } else { 0 };
-            let [optimizer, gradients, weights, inputs] = [0, 1, 2, 3].map(layers_of_kind);
-            let ends = request.ends();
-            let (embedding, head) = (ends.embedding && weights > 0, ends.head && weights > 0);
-            let offload =
-                Offload { optimizer, gradients, weights, inputs, embedding, head, update, ..Offload::NOTHING };
+            let offload = offload_of_kinds(request, kinds, update);
             StageSeconds::of(&request.compute_programs(&Recipe { offload, ..recipe.clone() }), &prices)
         };
         // The host or the device updates offloaded weights, whichever is faster.
@@ -205,16 +205,26 @@ impl MeasuredStage {
     }
 }
 
-/// The cost of a stage with any number of layers, interpolated from two measured stages.
+/// Returns the offload choice with all tensors of the first `kinds` kinds of a stage.
+fn offload_of_kinds(request: &PlanRequest, kinds: usize, update: bool) -> Offload {
+    let own = request.share.own_layers(request.config.layers);
+    let layers_of_kind = |kind: usize| if kind < kinds { (own.end - own.start) as u32 } else { 0 };
+    let [optimizer, gradients, weights, inputs] = [0, 1, 2, 3].map(layers_of_kind);
+    let ends = request.ends();
+    let (embedding, head) = (ends.embedding && weights > 0, ends.head && weights > 0);
+    Offload { optimizer, gradients, weights, inputs, embedding, head, update, ..Offload::NOTHING }
+}
+
+/// A model of a stage with any number of layers. Its seconds and bytes are interpolated from two stages.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct StageModel {
-    /// With one layer.
+    /// The stage with one layer.
     pub one: MeasuredStage,
-    /// With two layers.
+    /// The stage with two layers.
     pub two: MeasuredStage,
 }
 
-/// One way to run a stage.
+/// One way to run a stage: with some amount of recompute and of offload.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct StageOption {
     pub seconds: StageSeconds,
@@ -222,63 +232,55 @@ pub(super) struct StageOption {
     pub offloaded: f64,
 }
 
-/// The memory that a stage may use, and its schedule.
+/// The memory that a stage may use, and the numbers of micro-batches of its schedule.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct StageLimits {
-    /// Bytes of the device arena.
+    /// Most bytes of the device arena.
     pub budget: f64,
-    /// Bytes of the host.
+    /// Most bytes of host memory; 0 if the stage cannot offload.
     pub host: f64,
-    /// Micro-batches of a step.
+    /// Number of micro-batches of a step.
     pub micro_batches: u32,
-    /// Micro-batches in flight: the stage holds their activations at once.
+    /// Number of micro-batches in flight: the stage holds their activations at once.
     pub in_flight: u32,
 }
 
 impl StageModel {
-    /// Returns the fastest way to run a stage of this many layers; and, if it is another, the way that offloads least. None
-    /// where the stage does not fit.
+    /// Returns the fastest way to run a stage of `layers` layers and then, if the fastest offloads more, the way that
+    /// offloads least. Returns an empty list if the stage does not fit.
     pub fn options(&self, layers: u64, limits: &StageLimits) -> Vec<StageOption> {
+        let stage = self.with_layers(layers, limits);
+        let Some(smallest) = stage.option(1.0) else { return vec![] };
+        let with_least_recompute = stage.option(stage.recompute_beside(0.0));
+        let smallest = with_least_recompute.filter(|option| option.offloaded <= smallest.offloaded).unwrap_or(smallest);
+        if limits.host == 0.0 {
+            return vec![smallest];
+        }
+        // Recompute is tried without any, and as much as is needed beside offloaded optimizer state, and gradients.
+        let OffloadableBytes { optimizer_state, gradients, .. } = stage.offloadable;
+        let others =
+            [0.0, stage.recompute_beside(optimizer_state), stage.recompute_beside(optimizer_state + gradients)];
+        let busy = |option: &StageOption| option.seconds.busy(limits.micro_batches);
+        let faster = |best: StageOption, other: StageOption| if busy(&other) < busy(&best) { other } else { best };
+        let fastest = others.into_iter().filter_map(|recompute| stage.option(recompute)).fold(smallest, faster);
+        if fastest.offloaded > smallest.offloaded { vec![fastest, smallest] } else { vec![fastest] }
+    }
+
+    /// Interpolates the bytes of a stage of `layers` layers.
+    fn with_layers<'s>(&'s self, layers: u64, limits: &'s StageLimits) -> SizedStage<'s> {
         let more = layers as f64 - 1.0;
         let extrapolate = |one: f64, two: f64| one + more * (two - one);
         let arena_bytes = ByRecompute {
             none: extrapolate(self.one.arena_bytes.none, self.two.arena_bytes.none),
             full: extrapolate(self.one.arena_bytes.full, self.two.arena_bytes.full),
         };
-        let offloadable = self.one.offloadable.interpolate(self.two.offloadable, more);
-        // Offloaded gradients and weights pass through staging rings of two layers.
         let (one, two) = (&self.one.offloadable, &self.two.offloadable);
         let ring_bytes = 2.0 * (two.gradients - one.gradients + two.weights - one.weights);
-        let option = |recompute: f64| {
-            let needed = arena_bytes.none + recompute * (arena_bytes.full - arena_bytes.none);
-            let missing = (needed - limits.budget).max(0.0);
-            let missing = if missing > offloadable.optimizer_state { missing + ring_bytes } else { missing };
-            let offloaded = offloadable.take(missing)?;
-            let seconds = self.seconds(more, recompute, offloadable, offloaded);
-            (offloaded.total() <= limits.host).then(|| StageOption { seconds, offloaded: offloaded.total() })
-        };
-        // The recompute with which a stage fits if it offloads this many bytes.
-        let recompute_beside = |offloaded: f64| {
-            ((arena_bytes.none - offloaded - limits.budget) / (arena_bytes.none - arena_bytes.full).max(1.0))
-                .clamp(0.0, 1.0)
-        };
-        let Some(smallest) = option(1.0) else { return vec![] };
-        let smallest =
-            option(recompute_beside(0.0)).filter(|option| option.offloaded <= smallest.offloaded).unwrap_or(smallest);
-        if limits.host == 0.0 {
-            return vec![smallest];
-        }
-        // Recompute is tried without any, and as much as is needed beside offloaded optimizer state, and gradients.
-        let state = offloadable.optimizer_state;
-        let others = [0.0, recompute_beside(state), recompute_beside(state + offloadable.gradients)];
-        let busy = |option: &StageOption| option.seconds.busy(limits.micro_batches);
-        let faster = |best: StageOption, other: StageOption| if busy(&other) < busy(&best) { other } else { best };
-        let fastest = others.into_iter().filter_map(option).fold(smallest, faster);
-        if fastest.offloaded > smallest.offloaded { vec![fastest, smallest] } else { vec![fastest] }
+        SizedStage { model: self, limits, more, arena_bytes, offloadable: one.interpolate(*two, more), ring_bytes }
     }
 
-    /// Interpolates the seconds of a stage with `more` layers than one, for a fraction of recompute and the bytes that it
-    /// offloads of each kind.
+    /// Interpolates the seconds of a stage with 1 + `more` layers and a fraction of recompute. The stage offloads the
+    /// `offloaded` part of the `offloadable` bytes of each kind.
     fn seconds(
         &self,
         more: f64,
@@ -299,7 +301,39 @@ impl StageModel {
     }
 }
 
-/// Returns whether a stage can offload tensors to a host with this budget.
+/// A stage with a given number of layers, and its interpolated bytes.
+struct SizedStage<'s> {
+    model: &'s StageModel,
+    limits: &'s StageLimits,
+    /// Number of layers after the first.
+    more: f64,
+    /// Bytes of the device arena, without offload.
+    arena_bytes: ByRecompute<f64>,
+    offloadable: OffloadableBytes,
+    /// Bytes of the staging rings of two layers, through which offloaded gradients and weights pass.
+    ring_bytes: f64,
+}
+
+impl SizedStage<'_> {
+    /// Returns the way to run the stage with this fraction of recompute; `None` if it does not fit.
+    fn option(&self, recompute: f64) -> Option<StageOption> {
+        let needed = self.arena_bytes.none + recompute * (self.arena_bytes.full - self.arena_bytes.none);
+        let missing = (needed - self.limits.budget).max(0.0);
+        let has_rings = missing > self.offloadable.optimizer_state;
+        let offloaded = self.offloadable.take(if has_rings { missing + self.ring_bytes } else { missing })?;
+        let seconds = self.model.seconds(self.more, recompute, self.offloadable, offloaded);
+        (offloaded.total() <= self.limits.host).then(|| StageOption { seconds, offloaded: offloaded.total() })
+    }
+
+    /// Returns the fraction of recompute with which the stage fits if it offloads this many bytes.
+    fn recompute_beside(&self, offloaded: f64) -> f64 {
+        let ByRecompute { none, full } = self.arena_bytes;
+        ((none - offloaded - self.limits.budget) / (none - full).max(1.0)).clamp(0.0, 1.0)
+    }
+}
+
+/// Returns whether a stage can offload tensors to a host with this load line. A CPU cannot, nor a request with pinned
+/// offload.
 pub(super) fn can_offload(request: &PlanRequest, host: Bytes) -> bool {
     host > Bytes::ZERO && request.pins.offload.is_none() && request.device.kind != DeviceKind::Cpu
 }

@@ -1,33 +1,34 @@
 //! The sizes of the shards of a sharded team, for given micro-batches.
 //!
-//! Shards fill the memory that each rank has free beside its activations. Where that is not enough for the whole model, all
-//! ranks recompute more, and at last a rest is offloaded to the host. More recompute than needed frees memory for more even
-//! shards: with uneven shards the rank that owns the smallest has to receive the most, so even shards are faster over slow
-//! links. The fastest of a few amounts of recompute is taken.
+//! Shards fill the memory that each rank has free beside its activations. If that is not enough for the whole model,
+//! all ranks recompute more, and at last a rest is offloaded to the host. More recompute than needed frees memory for
+//! more even shards. With uneven shards the rank that owns the smallest has to receive the most, so even shards are
+//! faster over slow links. The fastest of a few amounts of recompute is taken.
 
 use super::ALL_PARTS;
+use crate::bisection;
 use crate::search::{RankCosts, ShardedBytes};
 
-/// Room for the rounding of shards to whole parts and blocks.
+/// Factor on the sharded bytes that leaves room for the rounding of shards to whole parts and blocks.
 const ROUNDING_ROOM: f64 = 1.002;
 /// Further amounts of recompute that are tried, to make the shards more even.
 const EVENING_STEPS: u32 = 4;
-/// More even shards are taken if a step takes at most this fraction of the time.
+/// More even shards are taken if a step with them takes less than this fraction of the time.
 const EVENING_GAIN: f64 = 0.995;
-/// Bisection steps that find the least recompute.
-const RECOMPUTE_BISECTIONS: u32 = 20;
+/// Probes of the bisection that finds the least recompute.
+const RECOMPUTE_PROBES: u32 = 20;
 
-/// The inputs for sizing shards: the ranks of a team with their costs and memory.
+/// The inputs for sizing shards: the predicted seconds and bytes of the ranks of a team, and their memory.
 pub(super) struct ShardSizing<'a> {
     /// The bytes that are sharded, of all ranks together.
     pub sharded: ShardedBytes,
-    /// The cost of each rank, without recompute and with full recompute.
+    /// Predicted seconds and bytes of each rank, without recompute and with full recompute.
     pub costs: &'a [RankCosts],
     /// Bytes of each rank's arena that may be used.
     pub budgets: Vec<u64>,
     /// Bytes per second of each rank's link to the host.
     pub host_links: Vec<f64>,
-    /// Micro-batches of a step.
+    /// Number of micro-batches of a step.
     pub micro_batch_count: u64,
 }
 
@@ -82,7 +83,8 @@ impl ShardSizing<'_> {
         self.host_links.iter().map(|link| link / total).collect()
     }
 
-    /// Predicts the times of one rank. The further the smallest shard is below an even one, the longer the gathers take.
+    /// Predicts the times of one rank. The further the team's smallest shard is below an even one, the longer the
+    /// collectives take.
     fn rank_seconds(&self, shards: &[u64], recompute: &[f64], rank: usize) -> RankSeconds {
         let even = ALL_PARTS as f64 / self.costs.len() as f64;
         let smallest = shards.iter().min().map_or(0.0, |least| *least as f64 / even);
@@ -106,21 +108,20 @@ impl ShardSizing<'_> {
         per_step + self.micro_batch_count as f64 * per_micro_batch
     }
 
-    /// Keeps the shards as they are. Each rank recomputes as little as possible, and offloads what still has no room.
+    /// Keeps the given shards, and sizes only recompute and offload. Each rank recomputes as little as possible, and
+    /// offloads the bytes that have no room even with full recompute.
     pub fn with_fixed_shards(&self, shards: &[u64]) -> SizedShards {
         let recompute_of = |rank: usize| {
-            least_recompute(
-                &|recompute| self.free_bytes(rank, recompute),
-                self.shard_bytes(shards, rank) * ROUNDING_ROOM,
-            )
+            let wanted = self.shard_bytes(shards, rank) * ROUNDING_ROOM;
+            least_recompute(&|recompute| self.free_bytes(rank, recompute), wanted)
         };
         let recompute: Vec<f64> = self.ranks().map(recompute_of).collect();
         let offloaded = self.ranks().map(|rank| self.offloaded_bytes(shards, &recompute, rank)).sum();
         SizedShards { shards: shards.to_vec(), recompute, offloaded }
     }
 
-    /// Sizes the shards so that the step is fastest: in proportion to free memory with the least recompute, or more even with
-    /// more recompute where that is clearly faster.
+    /// Sizes the shards so that the step is fastest. They are in proportion to free memory with the least recompute, or
+    /// more even with more recompute if that is clearly faster.
     pub fn with_fastest_shards(&self) -> SizedShards {
         let wanted = self.sharded.all * ROUNDING_ROOM;
         let least = least_recompute(&|recompute| self.total_free_bytes(recompute), wanted);
@@ -147,17 +148,16 @@ impl ShardSizing<'_> {
     }
 }
 
-/// Returns the least fraction of recompute, 0 to 1, with which there is room for the wanted bytes; 1 where there never is.
+/// Returns the least fraction of recompute, 0 to 1, with which there is room for the wanted bytes; 1 if no fraction is
+/// enough.
 fn least_recompute(room: &dyn Fn(f64) -> f64, wanted: f64) -> f64 {
-    if room(0.0) >= wanted {
-        return 0.0;
+    let is_enough = |recompute: f64| room(recompute) >= wanted;
+    match is_enough(0.0) {
+        true => 0.0,
+        false => bisection::narrow(0.0, 1.0, RECOMPUTE_PROBES, f64::midpoint, |recompute| {
+            is_enough(recompute).then_some(recompute)
+        }),
     }
-    let (mut low, mut high) = (0.0, 1.0);
-    for _ in 0..RECOMPUTE_BISECTIONS {
-        let middle = 0.5 * (low + high);
-        if room(middle) < wanted { low = middle } else { high = middle }
-    }
-    high
 }
 
 /// Divides the wanted bytes as evenly as the room of each rank allows.
@@ -172,8 +172,8 @@ fn level(room: &[f64], wanted: f64) -> Vec<f64> {
     bytes
 }
 
-/// Converts bytes per rank to parts of 1024, rounded down. Each remaining part goes to the rank with the largest rest, relative
-/// to its room.
+/// Divides 1024 parts in proportion to the bytes of each rank, rounded down. Each remaining part goes to the rank with
+/// the largest rest, relative to its bytes.
 fn to_parts(room: &[f64]) -> Vec<u64> {
     let total: f64 = room.iter().sum();
     let exact: Vec<f64> = room.iter().map(|room| ALL_PARTS as f64 * room / total).collect();

@@ -12,21 +12,23 @@ use crate::tensor::{Operand, Tensor, TensorId};
 use plimsoll_core::{Category, DType, WorkKind};
 use std::collections::{HashMap, HashSet};
 
-/// Name of the gradient of the residual stream in a backward pass.
+/// Name of the tensor with the gradient of the residual stream in a backward pass; all layers share it.
 pub(crate) const RESIDUAL_GRADIENT: &str = "train.stream.gradient";
 
-/// A tensor of optimizer state that belongs to a trained tensor.
+/// The description of a tensor of optimizer state that belongs to a trained tensor.
 pub(super) struct OptimizerTensor {
-    /// Name suffix.
+    /// Name suffix, such as `first` for the first moment.
     pub role: &'static str,
-    /// Dtype of quantized state and its scales; `None` for the wide dtype.
+    /// Dtype of a tensor of 8-bit state: u8, or f32 for its scales. `None` for state that is not quantized, which is in
+    /// f32 (f64 in an f64 run).
     pub dtype: Option<DType>,
-    /// Elements of the trained tensor per element of this tensor.
+    /// Elements of the trained tensor per element of this tensor: 1, or 256 for the scales of 8-bit state.
     pub elements_per_entry: u64,
 }
 
 impl Optimizer {
-    /// Returns the optimizer state of a trained tensor with `elements` elements.
+    /// Returns descriptions of the tensors of optimizer state that a trained tensor with `elements` elements per slot
+    /// needs. Empty for SGD without momentum.
     pub(super) fn state(&self, elements: u64) -> Vec<OptimizerTensor> {
         let full = |role| OptimizerTensor { role, dtype: None, elements_per_entry: 1 };
         let quantized = |role| OptimizerTensor { role, dtype: Some(DType::U8), elements_per_entry: 1 };
@@ -70,8 +72,8 @@ impl Decoder<'_> {
         let stream = Operand::whole(self.builder.activation(RESIDUAL_GRADIENT, &[rows, self.options.config.hidden], 1));
         if let Some((normed, dnormed)) = top {
             let mut tape = Tape::new(&mut self.builder, &gradients, &forward.last);
-            tape.seed(Operand::whole(normed), Operand::whole(dnormed));
-            tape.reserve(Operand::slot(forward.hidden, layers), stream);
+            tape.set_gradient(Operand::whole(normed), Operand::whole(dnormed));
+            tape.reserve_gradient(Operand::slot(forward.hidden, layers), stream);
             for op in forward.last.iter().rev() {
                 tape.derive(&op.kind);
             }
@@ -79,7 +81,7 @@ impl Decoder<'_> {
         }
 
         let mut tape = Tape::new(&mut self.builder, &gradients, &forward.layer);
-        tape.seed(Operand::layer(forward.hidden, 1), stream);
+        tape.set_gradient(Operand::layer(forward.hidden, 1), stream);
         for op in forward.layer.iter().rev() {
             tape.derive(&op.kind);
         }
@@ -99,7 +101,7 @@ impl Decoder<'_> {
         }
 
         let mut tape = Tape::new(&mut self.builder, &gradients, &forward.embedding);
-        tape.seed(Operand::slot(forward.hidden, 0), stream);
+        tape.set_gradient(Operand::slot(forward.hidden, 0), stream);
         for op in forward.embedding.iter().rev() {
             tape.derive(&op.kind);
         }
@@ -118,7 +120,7 @@ impl Decoder<'_> {
         }
     }
 
-    /// Adds the optimizer state of a weight.
+    /// Adds the tensors of optimizer state of a weight and returns them.
     fn add_optimizer_state(&mut self, weight: TensorId, optimizer: &Optimizer) -> Vec<TensorId> {
         let Tensor { name, slots, .. } = self.builder.set.tensor(weight).clone();
         let elements = self.elements_of(weight);
@@ -142,7 +144,7 @@ impl Decoder<'_> {
         let mut fresh = Vec::new();
         let mut norm = Vec::new();
         let mut update = Vec::new();
-        let partials = self.options.kernels.squared_norm();
+        let partials = self.options.kernels.squared_norm_workspace();
         let workspace = Operand::whole(self.builder.workspace("norm_workspace", partials, 1));
         for id in self.trained_weights() {
             let states = self.add_optimizer_state(id, optimizer);

@@ -20,25 +20,24 @@ use crate::program::{Block, ProgramKind};
 use crate::tensor::{Index, Lifetime, Operand, Tensor, TensorId};
 use plimsoll_core::{Category, DType, Space, WorkKind};
 
-/// Largest size of a staging buffer, except for a single row that is larger.
+/// Largest size in bytes of a staging buffer, through which data passes between files and the device. A single row that
+/// is larger gets a larger buffer.
 pub const STAGING_BYTES: u64 = 4 << 20;
 
-/// Returns the operand of a parameter on a device that holds the layers from `first` on.
+/// Returns the operand of a parameter within the fused tensor `tensor`, on a device that holds the layers from `first`
+/// on.
 pub(super) fn parameter_operand(tensor: TensorId, parameter: &Parameter, first: u64) -> Operand {
     Operand { tensor, slot: Index::fixed(slot_of(parameter, first)), offset: Index::fixed(parameter.offset as i64) }
 }
 
-/// Returns the slot of a parameter's layer on a device that holds the layers from `first` on.
+/// Returns the slot of a parameter's layer on a device that holds the layers from `first` on; 0 for a parameter outside
+/// the layers.
 fn slot_of(parameter: &Parameter, first: u64) -> i64 {
     parameter.layer.map_or(0, |layer| (layer - first) as i64)
 }
 
-/// Returns an operand that starts `offset` elements further.
-pub(super) fn offset_by(place: Operand, offset: Index) -> Operand {
-    place.from(Index { base: place.offset.base + offset.base, ..offset })
-}
-
-/// Returns a Program's staging buffer for elements of `dtype`, with at most `elements_max` elements.
+/// Returns the buffer through which a Program moves elements of `dtype` between files and tensors. If there is none,
+/// adds one of `elements_max` elements, or fewer so that it is no larger than [`STAGING_BYTES`].
 pub(super) fn staging_buffer(builder: &mut Builder, program: ProgramKind, dtype: DType, elements_max: u64) -> TensorId {
     let name = format!("{program}.staging.{dtype}");
     if let Some(id) = builder.find(&name) {
@@ -48,7 +47,8 @@ pub(super) fn staging_buffer(builder: &mut Builder, program: ProgramKind, dtype:
     builder.transient(&name, &[elements], dtype, Category::Staging, 1)
 }
 
-/// Returns the file tensor with this name, and adds it if needed.
+/// Returns the file tensor with this name, and adds it if needed. A file tensor stands for data in a file: ops copy
+/// from and to it, and it has no place in an arena.
 pub(super) fn file_tensor(builder: &mut Builder, name: &str, shape: &[u64], dtype: DType) -> TensorId {
     match builder.find(name) {
         Some(id) => id,
@@ -64,8 +64,8 @@ pub(super) fn file_tensor(builder: &mut Builder, name: &str, shape: &[u64], dtyp
     }
 }
 
-/// Returns the blocks that process `elements` in pieces of at most `capacity`. `ops` returns the ops of a piece from
-/// its element count and its first element.
+/// Returns the blocks (loops of ops) that process `elements` elements in pieces of at most `capacity`: one for all full
+/// pieces, one for the rest. `ops` returns the ops of a piece from its element count and its first element.
 pub(super) fn pieces(
     name: &str,
     elements: u64,
@@ -84,14 +84,14 @@ pub(super) fn pieces(
     blocks
 }
 
-/// Returns the copy of a piece of a file to the device.
+/// Returns the ops that copy `elements` elements of a file, from `offset` on, to the device.
 pub(super) fn read_piece(file: TensorId, into: Operand, elements: u64, offset: Index) -> Vec<Op> {
-    transfer(Operand::whole(file).from(offset), into, elements, Queue::CopyIn)
+    transfer(Operand::whole(file).starting_at(offset), into, elements, Queue::CopyIn)
 }
 
-/// Returns the copy of a piece from the device to a file.
+/// Returns the ops that copy `elements` elements from the device to a file, at `offset`.
 pub(super) fn write_piece(from: Operand, file: TensorId, elements: u64, offset: Index) -> Vec<Op> {
-    transfer(from, Operand::whole(file).from(offset), elements, Queue::CopyOut)
+    transfer(from, Operand::whole(file).starting_at(offset), elements, Queue::CopyOut)
 }
 
 fn transfer(from: Operand, to: Operand, elements: u64, queue: Queue) -> Vec<Op> {
@@ -101,13 +101,15 @@ fn transfer(from: Operand, to: Operand, elements: u64, queue: Queue) -> Vec<Op> 
     ]
 }
 
-/// The origin of a parameter's values.
+/// The origin of a parameter's values when a run starts.
 enum PieceSource {
-    /// A file tensor.
+    /// A file, by its file tensor.
     File(TensorId),
-    /// Normal random numbers; `number` is that of the parameter.
+    /// Normal random numbers of standard deviation `std`. `number` is the index of the parameter, so that parameters
+    /// get different numbers.
     Normal { seed: u64, number: u64, std: f64 },
-    /// Uniform random numbers; `number` is that of the parameter.
+    /// Uniform random numbers from −`bound` to `bound`. `number` is the index of the parameter, so that parameters get
+    /// different numbers.
     Uniform { seed: u64, number: u64, bound: f64 },
 }
 
@@ -120,7 +122,7 @@ impl Decoder<'_> {
         parameter_operand(tensor, parameter, self.options.layers.start)
     }
 
-    /// Returns whether this device holds a parameter.
+    /// Returns whether this device holds a parameter; a pipeline stage holds those of its layers.
     fn has_parameter(&self, parameter: &Parameter) -> bool {
         let tensor = self.builder.find(parameter.tensor);
         let is_matrix = || self.weights.matrices().iter().any(|matrix| matrix.name == parameter.tensor);
@@ -128,12 +130,13 @@ impl Decoder<'_> {
         has_layer && (tensor.is_some() || is_matrix())
     }
 
-    /// Returns whether this device writes a parameter to files. The first stage writes a tied embedding.
+    /// Returns whether this device writes a parameter to files: each one that it holds, with one exception. If the last
+    /// pipeline stage holds the embedding as its tied head, only the first stage writes it.
     fn writes_parameter(&self, parameter: &Parameter) -> bool {
         self.has_parameter(parameter) && (self.options.is_first() || parameter.tensor != "embedding")
     }
 
-    /// Returns the quantized projection that contains a parameter.
+    /// Returns the quantized projection that stores a parameter, and `None` if the parameter is not quantized.
     fn quantized_projection(&self, parameter: &Parameter) -> Option<&Projection> {
         let target = parameter.target?;
         let matrix = self.weights.matrices().into_iter().find(|matrix| matrix.name == parameter.tensor)?;
@@ -144,7 +147,7 @@ impl Decoder<'_> {
         self.builder.set.tensor(tensor).elements()
     }
 
-    /// Returns the ops that write a piece of a parameter to `into`.
+    /// Returns the ops that bring `elements` elements of a parameter, from element `first` on, to `into`.
     fn fill_piece(source: &PieceSource, into: Operand, elements: u64, first: Index) -> Vec<Op> {
         match *source {
             PieceSource::File(file) => read_piece(file, into, elements, first),
@@ -157,8 +160,9 @@ impl Decoder<'_> {
         }
     }
 
-    /// Returns the blocks that load a parameter: each piece arrives as `dtype` in a staging buffer of at most
-    /// `elements_max` elements, and is then cast or quantized.
+    /// Returns the blocks (loops of ops) that load a parameter piece by piece. Each piece arrives as `dtype` in a
+    /// staging buffer of at most `elements_max` elements, and is then cast or quantized to its place. Random numbers
+    /// for a tensor in f32 (f64 in an f64 run) need no buffer.
     fn load_parameter(
         &mut self,
         parameter: &Parameter,
@@ -180,7 +184,7 @@ impl Decoder<'_> {
         let staged = Operand::whole(staging);
         pieces(name, elements, self.elements_of(staging), &mut |elements, offset| {
             let mut ops = Self::fill_piece(source, staged, elements, offset);
-            ops.push(OpKind::Cast { from: staged, to: offset_by(place, offset), elements }.into());
+            ops.push(OpKind::Cast { from: staged, to: place.offset_by(offset), elements }.into());
             ops
         })
     }
@@ -196,13 +200,7 @@ impl Decoder<'_> {
         // The buffer must hold the largest piece that can be quantized separately.
         let granules = self.weights.matrices().into_iter().flat_map(|m| m.parts()).map(|p| p.granule().min(p.elements));
         let least = granules.max().unwrap_or(1);
-        let mut buffer = |dtype: DType| {
-            let name = format!("load.pieces.{dtype}");
-            let elements_max = elements_max.min(STAGING_BYTES / dtype.bytes()).max(least);
-            let found = self.builder.find(&name);
-            found.unwrap_or_else(|| self.builder.transient(&name, &[elements_max], dtype, Category::Staging, 1))
-        };
-        let (staging, widened) = (buffer(dtype), buffer(wide));
+        let [staging, widened] = [dtype, wide].map(|dtype| self.pieces_buffer(dtype, elements_max, least));
         let room = self.elements_of(staging).min(self.elements_of(widened));
         let part = self.quantized_projection(parameter).expect("the caller has found it");
         let layer = slot_of(parameter, self.options.layers.start);
@@ -219,7 +217,17 @@ impl Decoder<'_> {
         })
     }
 
-    /// Returns the blocks that load parameters from files.
+    /// Returns the buffer for pieces of quantized parameters in `dtype`. If there is none, adds one of `elements_max`
+    /// elements, or fewer within [`STAGING_BYTES`], but at least `least`.
+    fn pieces_buffer(&mut self, dtype: DType, elements_max: u64, least: u64) -> TensorId {
+        let name = format!("load.pieces.{dtype}");
+        let elements = elements_max.min(STAGING_BYTES / dtype.bytes()).max(least);
+        let found = self.builder.find(&name);
+        found.unwrap_or_else(|| self.builder.transient(&name, &[elements], dtype, Category::Staging, 1))
+    }
+
+    /// Returns the blocks (loops of ops) that load parameters from files with these dtypes. `group` is the prefix of
+    /// the file tensors' names, such as `model`.
     fn load_from_files(&mut self, group: &str, parameters: &[Parameter], dtypes: &[DType]) -> Vec<Block> {
         let mut blocks = Vec::new();
         let own: Vec<(&Parameter, &DType)> =
@@ -234,7 +242,7 @@ impl Decoder<'_> {
         blocks
     }
 
-    /// Returns the block that sets all elements of a parameter.
+    /// Returns the block that sets all elements of a parameter to `value`.
     fn set_constant(&self, parameter: &Parameter, value: f64) -> Block {
         let into = self.place(self.master_or_weight(self.weight_tensor(parameter)), parameter);
         let fill = OpKind::Fill { into, value, elements: parameter.elements() };
@@ -264,7 +272,8 @@ impl Decoder<'_> {
         blocks
     }
 
-    /// Returns the blocks that load adapters. Without files, A is random and B is zero, as in PEFT.
+    /// Returns the blocks (loops of ops) that load adapters from files, or set A to random numbers and B to zero as in
+    /// PEFT. Empty without adapters, and if they come from a live run.
     fn load_adapters(&mut self) -> Vec<Block> {
         let Method::Lora(lora) = &self.options.method else { return vec![] };
         let parameters = lora.parameters(self.options.config);
@@ -315,7 +324,8 @@ impl Decoder<'_> {
         }
     }
 
-    /// Adds the Program that reads trained weights as the training devices save them, in the same order.
+    /// Adds the Program [`ProgramKind::ReloadWeights`] of a device that only evaluates. It reads the trained weights in
+    /// the order in which the training devices save them.
     fn reload_weights(&mut self) {
         let parameters = self.trained_parameters();
         let elements_max = parameters.iter().map(Parameter::elements).max().unwrap_or(1);
@@ -341,8 +351,8 @@ impl Decoder<'_> {
     /// Adds the Programs `save`, `checkpoint` and `restore`.
     ///
     /// `save` writes trained weights in the run's precision. `checkpoint` writes trained weights (the masters, if there
-    /// are any) and optimizer state in the wide dtype; `restore` reads them. Frozen weights are in neither: a run with
-    /// frozen weights runs `load` before `restore`.
+    /// are any) and optimizer state in f32 (f64 in an f64 run); `restore` reads them. Frozen weights are in neither: a
+    /// run with frozen weights runs `load` before `restore`.
     pub(super) fn save(&mut self, optimizer: &Optimizer) {
         let (precision, wide) = (self.options.precision, self.options.precision.wide());
         let parameters = self.trained_parameters();
@@ -384,7 +394,8 @@ impl Decoder<'_> {
         }
     }
 
-    /// Returns the blocks that copy a parameter to a file, or from it in Programs that read files.
+    /// Returns the blocks (loops of ops) that copy a parameter, a part of `tensor`, to the file tensor `name` with
+    /// dtype `dtype`. In the Programs `restore` and `renew` they copy from the file to `tensor`.
     fn move_parameter(
         &mut self,
         parameter: &Parameter,
@@ -399,7 +410,7 @@ impl Decoder<'_> {
         let reads = matches!(program, ProgramKind::Restore | ProgramKind::ReloadWeights);
         let (staged, place) = (Operand::whole(staging), self.place(tensor, parameter));
         pieces(name, parameter.elements(), self.elements_of(staging), &mut |elements, offset| {
-            let place = offset_by(place, offset);
+            let place = place.offset_by(offset);
             if reads {
                 let mut ops = read_piece(file, staged, elements, offset);
                 ops.push(OpKind::Cast { from: staged, to: place, elements }.into());
@@ -412,8 +423,9 @@ impl Decoder<'_> {
         })
     }
 
-    /// Returns the blocks that copy quantized state to or from files. Its quantization blocks span whole fused tensors,
-    /// so files are named after these: `checkpoint:first.qkv.3`.
+    /// Returns the blocks (loops of ops) that copy 8-bit optimizer state to files, or from files if `restores`. A
+    /// quantization block may cross from one parameter of a fused tensor to the next. Files are therefore named after
+    /// the fused tensor and the layer: `checkpoint:first.qkv.3`.
     fn move_quantized_state(&mut self, optimizer: &Optimizer, restores: bool) -> Vec<Block> {
         let mut blocks = Vec::new();
         for weight in self.trained_weights() {
@@ -431,8 +443,8 @@ impl Decoder<'_> {
                     let file = file_tensor(&mut self.builder, &file_name, &shape, dtype);
                     let room = STAGING_BYTES / dtype.bytes();
                     blocks.extend(pieces(&file_name, shape[0], room, &mut |elements, offset| {
-                        let place = Operand::slot(id, i64::from(slot)).from(offset);
-                        let file = Operand::whole(file).from(offset);
+                        let place = Operand::slot(id, i64::from(slot)).starting_at(offset);
+                        let file = Operand::whole(file).starting_at(offset);
                         match restores {
                             true => transfer(file, place, elements, Queue::CopyIn),
                             false => transfer(place, file, elements, Queue::CopyOut),

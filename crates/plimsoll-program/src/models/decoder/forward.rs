@@ -2,7 +2,7 @@
 
 use super::lora::Site;
 use super::matrices::Matrix;
-use super::{Decoder, Weights};
+use super::{BuildOptions, Decoder, Weights};
 use crate::builder::{Builder, Product};
 use crate::op::{Heads, Op, OpKind};
 use crate::program::Block;
@@ -10,33 +10,37 @@ use crate::tensor::{Index, Operand, TensorId};
 use plimsoll_core::{Category, DType, RecomputeLevel};
 use std::collections::HashMap;
 
-/// A function that returns the attention ops from qkv `[N,C]` to `[N, H·E]`, and the tensors that they write besides.
+/// A function that returns the ops of attention (over a micro-batch, or over a key-value cache), and the tensors that
+/// they write besides their output. Its operands are queries | keys | values `[N,C]` and the output `[N, H·E]`.
 pub(super) type AttentionOps<'f> = dyn FnMut(&mut Builder, Operand, Operand) -> (Vec<Op>, Vec<TensorId>) + 'f;
 
-/// The input tensors of a forward pass.
+/// The input tensors of a forward pass, which the host fills.
 pub(super) struct Inputs {
-    /// Token ids, on the first stage.
+    /// Token ids `[N]`; `None` on all pipeline stages but the first.
     pub tokens: Option<TensorId>,
+    /// Position of each token within its document, `[N]`.
     pub positions: TensorId,
+    /// For each token, the index within the sequence at which its document starts, `[N]`.
     pub document_start: TensorId,
 }
 
-/// The ops of a forward pass, and the tensors that other parts of the decoder need.
+/// The ops of a forward pass, and the tensors that the loss and the backward pass read.
 pub(super) struct Forward {
-    /// Ops of the embedding; empty if the input comes from the previous stage.
+    /// Ops of the embedding; empty if the input comes from the previous pipeline stage.
     pub embedding: Vec<Op>,
+    /// Ops of a layer, with the layer as the block's variable.
     pub layer: Vec<Op>,
-    /// Final norm; empty if the output goes to the next stage.
+    /// Ops of the final norm; empty if the output goes to the next pipeline stage.
     pub last: Vec<Op>,
     /// Residual stream `[N, D]`: one slot before each layer and one after the last.
     pub hidden: TensorId,
-    /// Output `[N, D]` of the final norm, and the head, on the last stage.
+    /// Output `[N, D]` of the final norm, and the head; `None` on all pipeline stages but the last.
     pub top: Option<(TensorId, TensorId)>,
-    /// Lowest recompute level that drops a tensor.
+    /// Lowest recompute level at which the forward pass drops an activation instead of keeping it, by activation.
     pub dropped_from: HashMap<TensorId, RecomputeLevel>,
 }
 
-/// A layer under construction.
+/// The forward pass of a layer under construction.
 struct Layer<'a, 'b> {
     decoder: &'a mut Decoder<'b>,
     prefix: &'a str,
@@ -45,12 +49,12 @@ struct Layer<'a, 'b> {
     dropped_from: HashMap<TensorId, RecomputeLevel>,
     /// Whether dropout applies to the inputs of adapters, as in training.
     dropout: bool,
-    /// Inputs of adapters after dropout.
+    /// Input of adapters after dropout, by the input of the layer's projections that it stems from.
     adapter_inputs: HashMap<Site, Operand>,
 }
 
 impl Layer<'_, '_> {
-    /// Appends all ops of a layer l: from slot l of `hidden` to slot l + 1.
+    /// Appends all ops of a layer. Layer l reads slot l of the residual stream `hidden` and writes slot l + 1.
     fn write(&mut self, hidden: TensorId, inputs: &Inputs, attention: &mut AttentionOps) {
         use RecomputeLevel::{Attention, Block as WholeBlock, FeedForward, Norms};
         let (rows, shape, table_rows) = (self.rows, self.decoder.shape, self.decoder.table_rows);
@@ -94,7 +98,7 @@ impl Layer<'_, '_> {
         self.linear(|w| &w.down, (gated, Site::FfnMiddle), next, [None, Some(middle)], FeedForward);
     }
 
-    /// Appends the norms of query and key heads.
+    /// Appends the RMS norms of query and key heads (Qwen 3) and returns their output.
     fn head_norm(&mut self, x: Operand, (q_norm, k_norm): (TensorId, TensorId), shape: Heads) -> Operand {
         let (rows, eps, wide) =
             (self.rows, self.decoder.options.config.norm_eps, self.decoder.options.precision.wide());
@@ -113,12 +117,12 @@ impl Layer<'_, '_> {
         Operand::layer(id, 0)
     }
 
-    /// Adds an activation of the layer that recompute drops from `level` on.
+    /// Adds an activation of the layer that the forward pass drops from recompute level `level` on.
     fn add_activation(&mut self, name: &str, dims: &[u64], level: RecomputeLevel) -> Operand {
         self.add_tensor(name, dims, self.decoder.options.precision, level)
     }
 
-    /// Appends out = x / rms(x) · weight.
+    /// Appends an RMS norm, out = x / rms(x) · weight, and returns out.
     fn norm(&mut self, name: &str, x: Operand, weight: TensorId) -> Operand {
         let (rows, dim, eps) = (self.rows, self.decoder.options.config.hidden, self.decoder.options.config.norm_eps);
         let wide = self.decoder.options.precision.wide();
@@ -128,8 +132,10 @@ impl Layer<'_, '_> {
         out
     }
 
-    /// Appends out = x · matrixᵀ (+ bias) (+ residual), and the adapters of the matrix. Recompute drops the products of
-    /// x and A from `level` on.
+    /// Appends out = x · matrixᵀ (+ bias) (+ residual), and the adapters of the matrix.
+    ///
+    /// `select` picks the matrix, and `site` names the input x. The forward pass drops the products of x and an
+    /// adapter's A from recompute level `level` on.
     fn linear(
         &mut self,
         select: fn(&Weights) -> &Matrix,
@@ -154,7 +160,7 @@ impl Layer<'_, '_> {
             let x = self.adapter_input(x, site, k);
             let low_rank =
                 self.add_activation(&format!("{}.low_rank", adapter.target.name()), &[rows, lora.rank], level);
-            let columns = out.from(Index::fixed(adapter.first_column as i64));
+            let columns = out.starting_at(Index::fixed(adapter.first_column as i64));
             let (a, b) = (Operand::layer(adapter.a, 0), Operand::layer(adapter.b, 0));
             let builder = &mut self.decoder.builder;
             self.ops.push(builder.product(Product::linear(x, a, low_rank, rows, k, lora.rank)));
@@ -167,8 +173,8 @@ impl Layer<'_, '_> {
         }
     }
 
-    /// Returns the input `[N, columns]` of adapters: x after dropout. All projections of one input drop the same
-    /// elements. It is cheap to recompute, so no recompute level keeps it.
+    /// Returns the input `[N, columns]` of adapters: x after dropout, or x itself without dropout. All projections of
+    /// one input drop the same elements. It is cheap to recompute, so no recompute level keeps it.
     fn adapter_input(&mut self, x: Operand, site: Site, columns: u64) -> Operand {
         let lora = self.decoder.options.method.lora().expect("adapters have settings");
         if lora.dropout == 0.0 || !self.dropout {
@@ -201,9 +207,39 @@ impl Layer<'_, '_> {
 }
 
 impl Inputs {
-    /// Returns the tensors that the host fills.
+    /// Returns all input tensors, with `tokens` only if it is not `None`.
     pub fn all(&self) -> Vec<TensorId> {
         self.tokens.into_iter().chain([self.positions, self.document_start]).collect()
+    }
+}
+
+/// Attention of a micro-batch within its sequences.
+struct BatchAttention<'a> {
+    options: &'a BuildOptions<'a>,
+    prefix: &'a str,
+    shape: Heads,
+    document_start: Operand,
+}
+
+impl BatchAttention<'_> {
+    /// Returns the op of attention and its statistics, and adds their tensors. See [`AttentionOps`].
+    fn ops(&self, b: &mut Builder, qkv: Operand, out: Operand) -> (Vec<Op>, Vec<TensorId>) {
+        let BatchAttention { options, prefix, shape, document_start } = *self;
+        let (batch, sequence, layers) = (options.micro_batch, options.sequence, options.depth());
+        let stats = b.statistic(&format!("{prefix}attention_stats"), &[batch, shape.heads, sequence], layers);
+        let elements = options.kernels.attention_workspace(b.precision, sequence, shape);
+        let scratch = b.workspace(&format!("{prefix}attention_workspace"), elements, layers);
+        let op = OpKind::Attention {
+            qkv,
+            document_start,
+            out,
+            stats: Operand::layer(stats, 0),
+            workspace: Operand::layer(scratch, 0),
+            batch,
+            sequence,
+            shape,
+        };
+        (vec![op.into()], vec![stats])
     }
 }
 
@@ -216,7 +252,8 @@ impl Decoder<'_> {
         Inputs { tokens, positions: input("positions"), document_start: input("document_start") }
     }
 
-    /// Builds the forward pass over `rows` rows, with the ops of `attention`.
+    /// Builds the forward pass over `rows` tokens; `attention` returns the ops of its attention. Names of activations
+    /// start with `prefix`. `dropout` says whether dropout applies to the inputs of adapters.
     pub(super) fn forward(
         &mut self,
         prefix: &str,
@@ -256,29 +293,14 @@ impl Decoder<'_> {
         Forward { embedding, layer: ops, last, hidden, top, dropped_from }
     }
 
-    /// Builds the forward pass of a micro-batch, with attention within its sequences.
+    /// Builds the forward pass of a micro-batch, with attention within its sequences. Names of activations start with
+    /// `prefix`; `dropout` says whether dropout applies to the inputs of adapters.
     pub(super) fn forward_over_batch(&mut self, prefix: &str, inputs: &Inputs, dropout: bool) -> Forward {
-        let (batch, sequence, kernels) = (self.options.micro_batch, self.options.sequence, self.options.kernels);
-        let layers = self.options.depth();
-        let shape = self.shape;
-        let document_start = Operand::whole(inputs.document_start);
-        let mut attention = |b: &mut Builder, qkv: Operand, out: Operand| {
-            let stats = b.statistic(&format!("{prefix}attention_stats"), &[batch, shape.heads, sequence], layers);
-            let elements = kernels.attention(b.precision, sequence, shape);
-            let scratch = b.workspace(&format!("{prefix}attention_workspace"), elements, layers);
-            let op = OpKind::Attention {
-                qkv,
-                document_start,
-                out,
-                stats: Operand::layer(stats, 0),
-                workspace: Operand::layer(scratch, 0),
-                batch,
-                sequence,
-                shape,
-            };
-            (vec![op.into()], vec![stats])
-        };
-        self.forward(prefix, batch * sequence, inputs, dropout, &mut attention)
+        let (options, shape) = (self.options, self.shape);
+        let attention =
+            BatchAttention { options, prefix, shape, document_start: Operand::whole(inputs.document_start) };
+        let rows = options.micro_batch * options.sequence;
+        self.forward(prefix, rows, inputs, dropout, &mut |b, qkv, out| attention.ops(b, qkv, out))
     }
 
     pub(super) fn forward_blocks(&self, forward: &Forward) -> Vec<Block> {
@@ -292,7 +314,8 @@ impl Decoder<'_> {
         blocks
     }
 
-    /// Adds labels and token weights, the inputs of the loss, on the last stage.
+    /// Adds the inputs of the loss, labels and loss weights per token, each `[rows]`. Returns `None` on all pipeline
+    /// stages but the last, which has the loss.
     pub(super) fn labels(&mut self, prefix: &str, rows: u64) -> Option<(TensorId, TensorId)> {
         if !self.options.is_last() {
             return None;

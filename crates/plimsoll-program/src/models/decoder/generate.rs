@@ -1,11 +1,11 @@
 //! Programs without a backward pass: evaluation, and generation with its key-value cache.
 
 use super::loss::{Loss, head_blocks};
-use super::{Decoder, Generation};
+use super::{BuildOptions, Decoder, Generation};
 use crate::builder::{Builder, Product};
-use crate::op::OpKind;
+use crate::op::{Heads, Op, OpKind};
 use crate::program::{Block, ProgramKind};
-use crate::tensor::{Index, Lifetime, Operand};
+use crate::tensor::{Index, Lifetime, Operand, TensorId};
 use plimsoll_core::{Category, DType, WorkKind};
 
 impl Decoder<'_> {
@@ -38,29 +38,13 @@ impl Decoder<'_> {
         };
         let (keys, values) = (Operand::layer(cache("cache_keys"), 0), Operand::layer(cache("cache_values"), 0));
         let scalars = Operand::whole(self.scalars);
-        let kernels = self.options.kernels;
+        let options = self.options;
         let mut programs = Vec::new();
         for (kind, rows) in [(ProgramKind::Prefill, generation.chunk), (ProgramKind::Decode, 1)] {
             let prefix = format!("{kind}.");
             let inputs = self.inputs(&prefix, rows);
-            let mut attention = |b: &mut Builder, qkv: Operand, out: Operand| {
-                let elements = kernels.cached_attention(b.precision, rows, capacity, shape);
-                let scratch = b.workspace(&format!("{prefix}attention_workspace"), elements, layers);
-                let append = OpKind::AppendCache { qkv, keys, values, scalars, rows, capacity, shape };
-                let attend = OpKind::CachedAttention {
-                    qkv,
-                    keys,
-                    values,
-                    scalars,
-                    out,
-                    workspace: Operand::layer(scratch, 0),
-                    rows,
-                    capacity,
-                    shape,
-                };
-                (vec![append.into(), attend.into()], vec![])
-            };
-            let forward = self.forward(&prefix, rows, &inputs, false, &mut attention);
+            let attention = CachedAttention { options, prefix: &prefix, keys, values, scalars, rows, capacity, shape };
+            let forward = self.forward(&prefix, rows, &inputs, false, &mut |b, qkv, out| attention.ops(b, qkv, out));
             let (d, v) = (self.options.config.hidden, self.options.config.vocab);
             let mut blocks = self.forward_blocks(&forward);
             let mut outputs = vec![];
@@ -72,8 +56,8 @@ impl Decoder<'_> {
                 blocks.push(Block::once("pick", vec![OpKind::PickRow { x, scalars, out, rows, columns: d }.into()]));
                 for block in head_blocks(v, self.options.kernels) {
                     let (columns, first) = (block.end - block.start, block.start as i64);
-                    let head = Operand::whole(head).from(Index::fixed(first * d as i64));
-                    let out = Operand::whole(logits).from(Index::fixed(first));
+                    let head = Operand::whole(head).starting_at(Index::fixed(first * d as i64));
+                    let out = Operand::whole(logits).starting_at(Index::fixed(first));
                     let product = Product::linear(Operand::whole(picked), head, out, 1, d, columns);
                     blocks.push(Block::once("logits", vec![self.builder.product(product)]));
                 }
@@ -88,5 +72,30 @@ impl Decoder<'_> {
             ));
         }
         self.push_phase(programs);
+    }
+}
+
+/// Attention of `rows` new tokens over the key-value cache.
+struct CachedAttention<'a> {
+    options: &'a BuildOptions<'a>,
+    prefix: &'a str,
+    keys: Operand,
+    values: Operand,
+    scalars: Operand,
+    rows: u64,
+    capacity: u64,
+    shape: Heads,
+}
+
+impl CachedAttention<'_> {
+    /// Returns the ops that append to the cache and attend to it, and adds their workspace. See `AttentionOps`.
+    fn ops(&self, b: &mut Builder, qkv: Operand, out: Operand) -> (Vec<Op>, Vec<TensorId>) {
+        let CachedAttention { options, prefix, keys, values, scalars, rows, capacity, shape } = *self;
+        let elements = options.kernels.cached_attention_workspace(b.precision, rows, capacity, shape);
+        let scratch = b.workspace(&format!("{prefix}attention_workspace"), elements, options.depth());
+        let workspace = Operand::layer(scratch, 0);
+        let append = OpKind::AppendCache { qkv, keys, values, scalars, rows, capacity, shape };
+        let attend = OpKind::CachedAttention { qkv, keys, values, scalars, out, workspace, rows, capacity, shape };
+        (vec![append.into(), attend.into()], vec![])
     }
 }

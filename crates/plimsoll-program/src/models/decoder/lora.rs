@@ -12,37 +12,39 @@ use crate::tensor::{Index, Operand, TensorId};
 use crate::workspace::Kernels;
 use plimsoll_core::{Category, DType, WorkKind};
 
-/// Settings of the adapters.
+/// Settings of low-rank adapters (LoRA) on a frozen model, as in PEFT's `LoraConfig`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Lora {
     /// r: rank of A and B.
     pub rank: u64,
-    /// Numerator of the scale alpha / r.
+    /// Numerator of alpha / r, the factor of an adapter's output.
     pub alpha: f64,
     /// Dropout probability of the adapters' inputs in training. Projections with the same input share the dropped
     /// elements; in PEFT each projection draws its own.
     pub dropout: f64,
-    /// Projections with an adapter.
+    /// Projections with an adapter, in every layer.
     pub targets: Vec<Target>,
-    /// Seed of the initial A and of dropout.
+    /// Seed of the initial values of A and of dropout.
     pub seed: u64,
-    /// Origin of A and B. Random A is uniform within ± 1 / √columns, as in PEFT (Kaiming initialization with a = √5),
-    /// and B is zero. Files have a dtype for each of [`ModelConfig::adapter_parameters`].
+    /// Origin of the initial A and B. A random start draws A uniformly within ± 1 / √columns, as in PEFT (Kaiming
+    /// initialization with a = √5), and sets B to zero. For files, it lists the dtype of each of
+    /// [`ModelConfig::adapter_parameters`].
     pub source: WeightSource,
 }
 
 impl Lora {
-    /// Returns alpha / r, the factor of the product of A and B.
+    /// Returns alpha / r, the factor of an adapter's output.
     pub fn scale(&self) -> f64 {
         self.alpha / self.rank as f64
     }
 
-    /// Returns A and B of all adapters as files store them.
+    /// Returns the matrices A and B of all adapters as files in PEFT's format store them.
     pub fn parameters(&self, config: &ModelConfig) -> Vec<Parameter> {
         config.adapter_parameters(&self.targets, self.rank)
     }
 
-    /// Adds the tensors of all adapters.
+    /// Adds the tensors of all adapters, with a slot for each of `layers` layers. Returns the adapters in the order of
+    /// [`Target::ALL`].
     pub(super) fn adapters(
         &self,
         builder: &mut Builder,
@@ -52,35 +54,45 @@ impl Lora {
     ) -> Vec<Adapter> {
         let mut targets = self.targets.clone();
         targets.sort();
-        let mut adapter = |target: Target| {
-            let ([rows, columns], [a, b]) = (target.shape(config), target.adapter());
-            Adapter {
-                target,
-                a: builder.persistent(a, &[self.rank, columns], dtype, Category::Weight, layers),
-                b: builder.persistent(b, &[rows, self.rank], dtype, Category::Weight, layers),
-                first_column: target.first_row(config),
-                columns: rows,
-            }
-        };
-        targets.into_iter().map(&mut adapter).collect()
+        targets.into_iter().map(|target| self.adapter(builder, config, layers, dtype, target)).collect()
+    }
+
+    /// Adds the tensors of the adapter of one projection, and returns the adapter.
+    fn adapter(
+        &self,
+        builder: &mut Builder,
+        config: &ModelConfig,
+        layers: u32,
+        dtype: DType,
+        target: Target,
+    ) -> Adapter {
+        let ([rows, columns], [a, b]) = (target.shape(config), target.adapter());
+        Adapter {
+            target,
+            a: builder.persistent(a, &[self.rank, columns], dtype, Category::Weight, layers),
+            b: builder.persistent(b, &[rows, self.rank], dtype, Category::Weight, layers),
+            first_column: target.first_row(config),
+            columns: rows,
+        }
     }
 }
 
-/// The adapter of one projection, in every layer.
+/// The tensors of the LoRA adapter of one projection, with a slot for each layer.
 #[derive(Clone, Copy)]
 pub(super) struct Adapter {
     pub target: Target,
-    /// `[r, columns of the matrix]`.
+    /// Matrix A, `[r, columns of the adapted matrix]`.
     pub a: TensorId,
-    /// `[rows of the matrix, r]`.
+    /// Matrix B, `[rows of the adapted matrix, r]`.
     pub b: TensorId,
-    /// First column of its results in the output of the fused matrix.
+    /// First column of the adapter's results in the output of the fused matrix (such as queries | keys | values).
     pub first_column: u64,
-    /// Columns of its results.
+    /// Number of columns of the adapter's results.
     pub columns: u64,
 }
 
-/// An input in a layer to which adapters apply; it tells dropout masks apart.
+/// An input of a layer's projections, such as the normed input of queries, keys and values. The LoRA adapters on one
+/// input share its dropout mask.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub(super) enum Site {
@@ -101,11 +113,11 @@ impl Site {
     }
 }
 
-/// Builds the Programs that fold adapters into the matrices of a model directory, piece by piece.
+/// Builds the Programs that add LoRA adapters to the matrices of a model directory (`plimsoll merge`), piece by piece.
 ///
-/// `load` reads the adapters. `merge` reads the model files (`model:NAME`, with one of `dtypes` per parameter) and
-/// writes the same parameters in the same dtypes (`merged:NAME`). Arithmetic is f32. The whole model is never in
-/// memory.
+/// Program `load` reads the adapters. Program `merge` reads each parameter of the model from the file tensor
+/// `model:NAME`, and writes it to `merged:NAME` in the same dtype. `dtypes` has the dtype of each parameter in the
+/// files, in the order of [`ModelConfig::hf_parameters`]. Arithmetic is f32. The whole model is never in memory.
 ///
 /// # Panics
 /// Panics if the adapters do not come from files.
@@ -128,7 +140,7 @@ pub fn merge(config: &ModelConfig, lora: &Lora, kernels: Kernels, dtypes: &[DTyp
         let (staged, room) = (Operand::whole(staging), builder.set.tensor(staging).elements());
         load.extend(files::pieces(&parameter.hf_name, parameter.elements(), room, &mut |elements, offset| {
             let mut ops = files::read_piece(file, staged, elements, offset);
-            ops.push(OpKind::Cast { from: staged, to: files::offset_by(place, offset), elements }.into());
+            ops.push(OpKind::Cast { from: staged, to: place.offset_by(offset), elements }.into());
             ops
         }));
     }
@@ -158,7 +170,7 @@ pub fn merge(config: &ModelConfig, lora: &Lora, kernels: Kernels, dtypes: &[DTyp
                 let layer = parameter.layer.unwrap_or(0) as i64;
                 let by_rank = |elements: i64| elements / columns as i64 * lora.rank as i64;
                 let rows = Index { base: by_rank(offset.base), scale: by_rank(offset.scale), micro_batch: 0 };
-                let (a, b) = (Operand::slot(adapter.a, layer), Operand::slot(adapter.b, layer).from(rows));
+                let (a, b) = (Operand::slot(adapter.a, layer), Operand::slot(adapter.b, layer).starting_at(rows));
                 ops.push(OpKind::Cast { from: staged, to: sum, elements }.into());
                 ops.push(builder.product(Product {
                     scale: lora.scale(),

@@ -16,11 +16,12 @@ use crate::tensor::{Index, Operand, TensorId};
 use crate::workspace::Kernels;
 use std::ops::Range;
 
-/// Smallest number of head rows in a block: products with fewer columns leave a GPU idle.
+/// Smallest number of rows of the output head (vocabulary entries) in a block: matrix products with fewer columns leave
+/// a GPU idle.
 const HEAD_BLOCK_MIN: u64 = 8192;
 
-/// Returns the largest number of head blocks. GPUs get fewer and therefore larger blocks: a product that takes only a
-/// few waves leaves many multiprocessors idle in the last one.
+/// Returns the largest number of blocks into which the output head is split. GPUs get fewer and therefore larger
+/// blocks: a product that takes only a few waves leaves many multiprocessors idle in the last one.
 fn head_blocks_max(kernels: Kernels) -> u64 {
     match kernels {
         Kernels::Cpu { .. } => 16,
@@ -28,18 +29,19 @@ fn head_blocks_max(kernels: Kernels) -> u64 {
     }
 }
 
-/// Returns the rows of logits that exist at once.
+/// Returns the number of rows (tokens) for which logits exist at once: a power of two, at least 32.
 ///
-/// They depend only on the model, on the width of a trained head (`None` if the head is frozen) and on the kernels. So
-/// no rung of the class `identical` changes the order of sums.
+/// It depends only on the vocabulary size, on the hidden size of a trained head (`trained_width`; `None` if the head is
+/// frozen) and on the kernels. Recompute and offload therefore do not change the order of sums.
 ///
-/// - On a CPU they fit into the last-level cache: 8 MiB in f32.
-/// - On a GPU each block of rows reads the head twice and moves its gradient twice, in f32. R rows give R/4 operations
-///   per byte of that traffic. By their data sheets, an RTX 3090 does 76 operations in the time of a byte, and an H100
-///   does 295. With 1,024 rows the gradient of the head takes no longer to move than to compute. The product of a block
-///   then fills all multiprocessors of an H100 four times. The logits take 297 MiB in bf16 with a vocabulary of
-///   151,936.
-/// - On a GPU without head gradient, or for models that small cards train, 512 rows suffice.
+/// - CPU: at most 1,024 rows, and as many as keep the logits within 8 MiB in f32, so that they stay in the last-level
+///   cache.
+/// - GPU that trains the head of a large model (hidden size from `WIDE_HIDDEN_MIN`): at most 1,024 rows. Each block
+///   of rows reads and writes the f32 gradient of the head once, so R rows give R/4 operations per byte of it: 256 for
+///   1,024 rows. By their data sheets, an RTX 3090 does 76 operations in the time of a byte, and an H100 does 295. The
+///   product of a block then fills all multiprocessors of an H100 four times. The logits take 297 MiB in bf16 with a
+///   vocabulary of 151,936.
+/// - Other runs on a GPU: at most 512 rows.
 pub fn loss_rows(vocab: u64, trained_width: Option<u64>, kernels: Kernels) -> u64 {
     let (bytes, most) = match kernels {
         Kernels::Cpu { .. } => (8 << 20, 1024),
@@ -50,39 +52,42 @@ pub fn loss_rows(vocab: u64, trained_width: Option<u64>, kernels: Kernels) -> u6
     (1 << rows.max(1).ilog2()).clamp(32, most)
 }
 
-/// Smallest hidden size of a model that an 8 GiB card cannot train in full.
+/// Smallest hidden size of a model that counts as large: an 8 GiB card cannot train all its parameters.
 const WIDE_HIDDEN_MIN: u64 = 1536;
 
-/// Returns the row ranges of the head's blocks. They depend only on the vocabulary and the kernels; the last block may
-/// be smaller.
+/// Returns the ranges of the vocabulary whose logits the loss computes at once, which are blocks of rows of the output
+/// head. They depend only on the vocabulary and the kernels; the last one may be smaller.
 pub fn head_blocks(vocab: u64, kernels: Kernels) -> Vec<Range<u64>> {
     let count = (vocab / HEAD_BLOCK_MIN).clamp(1, head_blocks_max(kernels));
     let rows = vocab.div_ceil(count).next_multiple_of(64);
     (0..vocab.div_ceil(rows)).map(|number| number * rows..vocab.min((number + 1) * rows)).collect()
 }
 
-/// Returns whether streaming an offloaded head in blocks saves memory. Two blocks are on the device at once, so it
-/// takes at least three.
+/// Returns whether it saves memory to stream an offloaded output head, of which two blocks at a time are on the device.
+/// The head must have at least three blocks ([`head_blocks`]).
 pub fn streams_head(vocab: u64, kernels: Kernels) -> bool {
     head_blocks(vocab, kernels).len() > 2
 }
 
-/// The inputs and outputs of a loss.
+/// The inputs and outputs of a loss over N tokens.
 pub(super) struct Loss<'a> {
+    /// Start of the names of tensors that the loss adds.
     pub prefix: &'a str,
     /// Output of the final norm, `[N, D]`.
     pub normed: TensorId,
-    /// Head, `[V, D]`.
+    /// Weights of the output head, `[V, D]`.
     pub head: TensorId,
+    /// Token ids to predict, `[N]`; −100 marks tokens without loss.
     pub labels: TensorId,
+    /// Loss weight of each token, `[N]`.
     pub token_weights: TensorId,
-    /// Gradients of `normed`, and of the head if it is trained; `None` computes the loss alone.
+    /// Gradient tensors of `normed`, and of the head if it is trained; `None` computes the loss alone.
     pub gradients: Option<(TensorId, Option<TensorId>)>,
-    /// Output `[N]` that tells whether the label had the largest logit; `None` omits it.
+    /// Output `[N]` that tells for each token whether its label had the largest logit; `None` omits it.
     pub correct: Option<TensorId>,
 }
 
-/// A block of rows of the micro-batch.
+/// A range of rows (tokens) of the micro-batch, which may depend on the block's variable.
 #[derive(Clone, Copy)]
 struct Rows {
     first: Index,
@@ -94,26 +99,29 @@ impl Rows {
     fn slice(self, tensor: TensorId, columns: u64) -> Operand {
         let Index { base, scale, micro_batch } = self.first;
         let columns = columns as i64;
-        Operand::whole(tensor).from(Index { base: base * columns, scale: scale * columns, micro_batch })
+        Operand::whole(tensor).starting_at(Index { base: base * columns, scale: scale * columns, micro_batch })
     }
 }
 
-/// A loss under construction. `stats` and `sums` have entries for all rows if the head is streamed, else for one block.
+/// A loss under construction. `stats` and `sums` have entries for all rows if the head is streamed, else for one block
+/// of rows.
 struct LossWriter<'a, 'b, 'l> {
     decoder: &'a mut Decoder<'b>,
     loss: Loss<'l>,
-    /// Logits of a block of rows.
+    /// Logits of a block of rows and a block of the vocabulary.
     logits: TensorId,
-    /// Statistics of the online softmax.
+    /// Statistics of the running softmax ([`OpKind::SoftmaxStats`]).
     stats: TensorId,
-    /// Wide sums of the gradient of `normed`, if they need to be rounded.
+    /// Tensor with the f32 sums of the gradient of `normed`, which are rounded to bf16 at the end. `None` in other
+    /// precisions, without gradients, and if the head is a single block.
     sums: Option<TensorId>,
-    /// Whether the head is streamed.
+    /// Whether the head is streamed: only two of its blocks are on the device at a time.
     streamed: bool,
 }
 
 impl Decoder<'_> {
-    /// Returns the blocks of the loss over all rows.
+    /// Returns the blocks (loops of ops) that compute a loss over all tokens of a micro-batch, and its gradients if
+    /// `loss.gradients` names tensors for them.
     pub(super) fn loss(&mut self, loss: Loss) -> Vec<Block> {
         let (d, v) = (self.options.config.hidden, self.options.config.vocab);
         let rows = self.options.micro_batch * self.options.sequence;
@@ -140,7 +148,7 @@ impl Decoder<'_> {
 }
 
 impl LossWriter<'_, '_, '_> {
-    /// Returns the blocks that process the whole head for each block of rows.
+    /// Returns the Program blocks of a loss that is not streamed: for each block of rows the whole head.
     fn rows_outer(&mut self, blocks: &[Range<u64>], all: u64, block_rows: u64) -> Vec<Block> {
         for_row_blocks("loss", all, block_rows, |rows| {
             let mut ops = Vec::new();
@@ -159,7 +167,7 @@ impl LossWriter<'_, '_, '_> {
         })
     }
 
-    /// Returns the blocks that process all rows for each block of the head.
+    /// Returns the Program blocks of a loss with a streamed head: for each block of the head all rows.
     fn head_outer(&mut self, blocks: &[Range<u64>], all: u64, block_rows: u64) -> Vec<Block> {
         let mut list = Vec::new();
         for block in blocks {
@@ -192,23 +200,25 @@ impl LossWriter<'_, '_, '_> {
         self.decoder.options.config.hidden
     }
 
-    /// Returns the operand of a block's logits `[R, columns]`, which are contiguous.
+    /// Returns the operand in `logits` for the logits `[R, columns]` of these rows and a block of the vocabulary, which
+    /// are contiguous.
     fn place(&self, rows: Rows, block: &Range<u64>, logits: TensorId) -> Operand {
         let first = if self.streamed { 0 } else { rows.count * block.start };
-        Operand::whole(logits).from(Index::fixed(first as i64))
+        Operand::whole(logits).starting_at(Index::fixed(first as i64))
     }
 
-    /// Returns the operand of these rows in `stats` or `sums`.
+    /// Returns the operand of these rows in `tensor` (`stats` or `sums`), which has `each` elements per row.
     fn row_state(&self, rows: Rows, tensor: TensorId, each: u64) -> Operand {
         if self.streamed { rows.slice(tensor, each) } else { Operand::whole(tensor) }
     }
 
-    /// Returns the operand of a block in the head or in its gradient.
+    /// Returns the operand of a block of the vocabulary in `tensor`, the head or its gradient.
     fn head_rows(&self, tensor: TensorId, block: &Range<u64>) -> Operand {
-        Operand::whole(tensor).from(Index::fixed((block.start * self.hidden()) as i64))
+        Operand::whole(tensor).starting_at(Index::fixed((block.start * self.hidden()) as i64))
     }
 
-    /// Returns the product `logits[R, columns]` = `x[R, D]` · headᵀ.
+    /// Returns the op that computes the logits of these rows and a block of the vocabulary: `logits[R, columns]` =
+    /// `x[R, D]` · headᵀ.
     fn make_logits(&mut self, rows: Rows, block: &Range<u64>, logits: TensorId) -> Op {
         let (d, columns) = (self.hidden(), block.end - block.start);
         let (x, head) = (rows.slice(self.loss.normed, d), self.head_rows(self.loss.head, block));
@@ -242,8 +252,8 @@ impl LossWriter<'_, '_, '_> {
         .into()
     }
 
-    /// Returns the ops that turn logits into their gradient, add dlogitsᵀ · x to `dhead[columns, D]`, and write
-    /// dlogits · head to `dx[R, D]` (`begin`) or add it.
+    /// Returns the ops that turn logits into their gradient and add dlogitsᵀ · x to the gradient of the head. They also
+    /// write dlogits · head to the gradient of x if `begin`, or else add it.
     fn derive(&mut self, rows: Rows, block: &Range<u64>, begin: bool, logits: TensorId) -> Vec<Op> {
         let (d, columns) = (self.hidden(), block.end - block.start);
         let (dnormed, dhead) = self.loss.gradients.expect("gradients are asked for");
@@ -270,7 +280,7 @@ impl LossWriter<'_, '_, '_> {
         ops
     }
 
-    /// Returns the op that rounds the wide sums of the gradient of these rows.
+    /// Returns the op that rounds the f32 sums of the gradient of these rows to bf16; `None` if there are no such sums.
     fn round_sums(&self, rows: Rows) -> Option<Op> {
         let ((dnormed, _), d) = (self.loss.gradients?, self.hidden());
         let (from, to) = (self.row_state(rows, self.sums?, d), rows.slice(dnormed, d));
@@ -278,7 +288,8 @@ impl LossWriter<'_, '_, '_> {
     }
 }
 
-/// Returns a block that repeats for every `block_rows` rows, and a block for the rest.
+/// Returns a block that repeats for every `block_rows` of `all` rows, and a block for the rest, if there is one. `ops`
+/// returns the ops for some rows.
 fn for_row_blocks(name: &str, all: u64, block_rows: u64, mut ops: impl FnMut(Rows) -> Vec<Op>) -> Vec<Block> {
     let (whole, rest) = (all / block_rows, all % block_rows);
     let mut blocks = vec![Block {

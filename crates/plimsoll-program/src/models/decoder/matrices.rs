@@ -10,7 +10,7 @@ use crate::tensor::{Index, Operand, TensorId};
 use plimsoll_core::{Category, DType, RecomputeLevel};
 use std::collections::HashMap;
 
-/// A fused matrix `[rows, columns]` of every layer.
+/// A matrix `[rows, columns]` of every layer, such as the fused one of queries, keys and values, and its storage.
 pub(super) struct Matrix {
     pub name: &'static str,
     pub rows: u64,
@@ -25,19 +25,43 @@ enum Stored {
     Quantized(Vec<Projection>),
 }
 
-/// A quantized projection.
+/// A projection (such as `q_proj`) that is stored quantized, as a part of a fused matrix.
 pub(super) struct Projection {
     pub target: Target,
-    /// First element within the fused matrix.
+    /// Index of its first element within the fused matrix.
     pub offset: u64,
     pub elements: u64,
     pub columns: u64,
-    /// Operands of the block's layer.
+    /// Operands of the projection's tensors; the block's variable is the layer, which selects the slot.
     pub stored: Quantized,
 }
 
 impl Projection {
-    /// Returns the number of elements of which pieces that are quantized separately must be a multiple.
+    /// Adds the tensors of a quantized projection of all layers, with `columns` columns.
+    fn new(builder: &mut Builder, options: &BuildOptions, target: Target, columns: u64) -> Projection {
+        let (config, layers) = (options.config, options.depth());
+        let elements = target.shape(config)[0] * columns;
+        let mut tensor = |role: &str, elements: u64, dtype: DType| {
+            let name = format!("{}.{role}", target.name());
+            Operand::layer(builder.persistent(&name, &[elements], dtype, Category::Weight, layers), 0)
+        };
+        let blocks = elements.div_ceil(NF4_BLOCK);
+        let stored = match options.base {
+            Base::Nf4 => Quantized::Nf4 {
+                codes: tensor("codes", elements.div_ceil(2), DType::U8),
+                scales: tensor("scales", blocks, DType::U8),
+                groups: tensor("groups", 2 * blocks.div_ceil(NF4_GROUP), DType::F32),
+            },
+            Base::Int8 | Base::Plain => Quantized::Int8 {
+                codes: tensor("codes", elements, DType::U8),
+                scales: tensor("scales", elements / columns, DType::F32),
+            },
+        };
+        Projection { target, offset: target.first_row(config) * columns, elements, columns, stored }
+    }
+
+    /// Returns the granule, a number of elements: the projection can be quantized in pieces that start at its
+    /// multiples.
     pub fn granule(&self) -> u64 {
         match self.stored {
             Quantized::Int8 { .. } => self.columns,
@@ -45,19 +69,13 @@ impl Projection {
         }
     }
 
-    /// Returns the piece of layer `layer` that starts at element `offset`, a multiple of the granule in every
-    /// iteration.
+    /// Returns the piece of the projection in layer `layer` that starts at element `offset`. The offset must be a
+    /// multiple of [`Projection::granule`] in every iteration of the block.
     pub fn piece(&self, layer: i64, offset: Index) -> Quantized {
-        // `entries` elements of the operand stand for `group` elements of the matrix.
         let at = |operand: Operand, group: u64, entries: u64| {
-            let scaled = |elements: i64| {
-                // No piece follows one that is the whole projection.
-                let is_end = elements >= self.elements as i64;
-                debug_assert!(is_end || elements % group as i64 == 0, "pieces start at quantization blocks");
-                elements / group as i64 * entries as i64
-            };
-            let offset = Index { base: scaled(offset.base), scale: scaled(offset.scale), micro_batch: 0 };
-            Operand { slot: Index::fixed(layer), ..operand }.from(offset)
+            let [base, scale] = [offset.base, offset.scale].map(|elements| self.entry(elements, group, entries));
+            let operand = Operand { slot: Index::fixed(layer), ..operand };
+            operand.starting_at(Index { base, scale, micro_batch: 0 })
         };
         match self.stored {
             Quantized::Int8 { codes, scales } => {
@@ -70,46 +88,38 @@ impl Projection {
             },
         }
     }
+
+    /// Returns the entry of a tensor that belongs to element number `elements` of the projection. Each `group` elements
+    /// have `entries` entries.
+    fn entry(&self, elements: i64, group: u64, entries: u64) -> i64 {
+        // No piece follows one that is the whole projection.
+        let is_end = elements >= self.elements as i64;
+        debug_assert!(is_end || elements % group as i64 == 0, "pieces start at quantization blocks");
+        elements / group as i64 * entries as i64
+    }
 }
 
 impl Matrix {
-    /// Adds the tensors of the fused matrix with this name.
+    /// Adds the tensors of the matrix `name` of all layers, in the run's precision or quantized as `options.base` says.
     pub fn new(builder: &mut Builder, options: &BuildOptions, name: &'static str) -> Matrix {
         let (config, base, layers) = (options.config, options.base, options.depth());
         let targets: Vec<Target> = Target::ALL.into_iter().filter(|target| target.tensor() == name).collect();
         let rows = targets.iter().map(|target| target.shape(config)[0]).sum();
         let columns = targets[0].shape(config)[1];
-        let mut quantized = |target: Target| {
-            let elements = target.shape(config)[0] * columns;
-            let mut tensor = |role: &str, elements: u64, dtype: DType| {
-                let name = format!("{}.{role}", target.name());
-                Operand::layer(builder.persistent(&name, &[elements], dtype, Category::Weight, layers), 0)
-            };
-            let blocks = elements.div_ceil(NF4_BLOCK);
-            let stored = match base {
-                Base::Nf4 => Quantized::Nf4 {
-                    codes: tensor("codes", elements.div_ceil(2), DType::U8),
-                    scales: tensor("scales", blocks, DType::U8),
-                    groups: tensor("groups", 2 * blocks.div_ceil(NF4_GROUP), DType::F32),
-                },
-                Base::Int8 | Base::Plain => Quantized::Int8 {
-                    codes: tensor("codes", elements, DType::U8),
-                    scales: tensor("scales", elements / columns, DType::F32),
-                },
-            };
-            Projection { target, offset: target.first_row(config) * columns, elements, columns, stored }
-        };
         let stored = match base {
             Base::Plain => {
                 let dims = [rows, columns];
                 Stored::Plain(builder.persistent(name, &dims, builder.precision, Category::Weight, layers))
             }
-            Base::Int8 | Base::Nf4 => Stored::Quantized(targets.into_iter().map(&mut quantized).collect()),
+            Base::Int8 | Base::Nf4 => {
+                let quantized = |target| Projection::new(builder, options, target, columns);
+                Stored::Quantized(targets.into_iter().map(quantized).collect())
+            }
         };
         Matrix { name, rows, columns, stored }
     }
 
-    /// Returns the tensor of an unquantized matrix.
+    /// Returns the tensor of a matrix that is not quantized, and `None` for a quantized one.
     pub fn plain(&self) -> Option<TensorId> {
         match self.stored {
             Stored::Plain(id) => Some(id),
@@ -117,7 +127,7 @@ impl Matrix {
         }
     }
 
-    /// Returns the projections of a quantized matrix.
+    /// Returns the projections of a quantized matrix; empty if it is not quantized.
     pub fn parts(&self) -> &[Projection] {
         match &self.stored {
             Stored::Plain(_) => &[],
@@ -125,8 +135,8 @@ impl Matrix {
         }
     }
 
-    /// Returns the matrix as a product reads it. A quantized matrix is first dequantized, by ops appended to `ops`,
-    /// into a buffer that is dropped after the product at every recompute level.
+    /// Returns the operand of the matrix for a product. A quantized matrix is first dequantized, by ops appended to
+    /// `ops`, into a buffer that no recompute level keeps for the backward pass.
     pub fn dequantized(
         &self,
         builder: &mut Builder,
@@ -145,7 +155,7 @@ impl Matrix {
         dropped_from.insert(id, RecomputeLevel::Nothing);
         let dequantized = Operand::layer(id, 0);
         for &Projection { offset, elements, columns, stored, .. } in parts {
-            let into = dequantized.from(Index::fixed(offset as i64));
+            let into = dequantized.starting_at(Index::fixed(offset as i64));
             ops.push(OpKind::Dequantize { from: stored, into, elements, columns }.into());
         }
         dequantized

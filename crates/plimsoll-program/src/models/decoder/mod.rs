@@ -40,35 +40,37 @@ pub use self::files::STAGING_BYTES;
 pub use self::lora::{Lora, merge};
 pub use self::loss::{head_blocks, loss_rows, streams_head};
 
-/// The storage of AdamW's two moments.
+/// The storage format of AdamW's two moments.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum AdamState {
-    /// The wide dtype.
+    /// f32, or f64 in an f64 run.
     #[default]
     Full,
-    /// One byte per element in blocks of 256 with a scale, except for small tensors ([`crate::formats`]).
+    /// 8-bit Adam (bitsandbytes): one byte per element, and an f32 scale per block of 256 elements. Tensors below 4096
+    /// elements keep their moments in f32 or f64 ([`crate::formats`]).
     Blockwise8,
 }
 
-/// The optimizer with its settings.
+/// The optimizer of a run with its settings. The learning rate is not among them: it changes with each step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Optimizer {
     /// AdamW with decoupled weight decay of matrices.
     AdamW {
-        /// β₁, β₂.
+        /// Decay rates β₁ and β₂ of the first and second moment.
         betas: [f64; 2],
         /// Value added to the root of the second moment.
         eps: f64,
-        /// Weight decay of matrices.
+        /// Weight decay coefficient; applies to matrices only.
         decay: f64,
-        /// Storage of the moments.
+        /// Storage format of the moments.
         state: AdamState,
     },
     /// Stochastic gradient descent.
     Sgd {
         /// Momentum; 0 for none, which needs no state.
         momentum: f64,
-        /// Weight decay of matrices, added to the gradient.
+        /// Weight decay coefficient. The update adds this coefficient · weight to the gradient of each matrix; other
+        /// tensors do not decay.
         decay: f64,
     },
 }
@@ -84,7 +86,7 @@ pub enum Method {
 }
 
 impl Method {
-    /// Returns the adapter settings, and `None` without adapters.
+    /// Returns the settings of the LoRA adapters, and `None` if all weights are trained.
     pub fn lora(&self) -> Option<&Lora> {
         match self {
             Method::Full => None,
@@ -93,95 +95,99 @@ impl Method {
     }
 }
 
-/// The storage of frozen layer matrices. Embedding, head, norms and biases always have the run's precision.
+/// The storage format of frozen layer matrices, as in QLoRA. Embedding, head, norms and biases always have the run's
+/// precision.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Base {
-    /// The run's precision.
+    /// Not quantized: the run's precision.
     #[default]
     Plain,
-    /// 8 bits with one scale per row, without separate outliers.
+    /// int8: one byte per element and an f32 scale per row, without separate outliers.
     Int8,
-    /// 4 bits as in QLoRA, with quantized scales.
+    /// nf4 as in QLoRA: 4 bits per element, with scales that are quantized themselves.
     Nf4,
 }
 
-/// The origin of weights.
+/// The origin of the weights that a run starts with.
 #[derive(Clone, Debug, PartialEq)]
 pub enum WeightSource {
-    /// Random initialization: normal matrices, norms of one, biases of zero.
+    /// Random initialization: matrices from a normal distribution, norm weights of one, biases of zero.
     Random {
         /// Seed of the random numbers.
         seed: u64,
     },
-    /// Files of a model directory.
+    /// The safetensors files of a model directory.
     Files {
         /// Dtype of each parameter in the files, in the order of [`ModelConfig::hf_parameters`].
         dtypes: Vec<DType>,
     },
-    /// A training run in progress: [`ProgramKind::ReloadWeights`] reads what its [`ProgramKind::Save`] writes, in the
-    /// run's precision, as often as it is called.
+    /// A training run on other devices, for a device that only evaluates. Its Program [`ProgramKind::ReloadWeights`]
+    /// reads, before each evaluation, the weights that [`ProgramKind::Save`] of the training devices writes.
     LiveRun,
 }
 
-/// Options of the training Programs.
+/// Options of the Programs for training: forward and backward pass, update and checkpoints.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Training {
     /// Optimizer with its settings.
     pub optimizer: Optimizer,
-    /// Recompute level of each layer of this device, first layer first.
+    /// Recompute level (which activations the backward pass recomputes) of each layer of this device, first layer
+    /// first.
     pub recompute: Vec<RecomputeLevel>,
 }
 
-/// Options of the generation Programs.
+/// Options of the Programs for generation: prefill and decode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Generation {
     /// Tokens that the key-value cache can hold.
     pub capacity: u64,
-    /// Prompt tokens per prefill call.
+    /// Prompt tokens that one call of the prefill Program processes.
     pub chunk: u64,
 }
 
-/// Options of [`build`].
+/// Options of [`build`], which makes the Programs of one device from a model configuration.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BuildOptions<'a> {
     /// Model configuration.
     pub config: &'a ModelConfig,
-    /// Layers of this device: all layers, or a pipeline stage. The first stage has the embedding; the last has the
-    /// final norm, the head and the loss. Blocks and slots count from the first layer of the stage, file names from the
-    /// first layer of the model.
+    /// Layers of this device: all layers, or those of a pipeline stage. The first stage has the embedding; the last has
+    /// the final norm, the head and the loss. Layer numbers in Programs count from the first layer of the stage, those
+    /// in file names from the first layer of the model.
     pub layers: Range<u64>,
     /// Dtype of arithmetic, activations and weights.
     pub precision: DType,
-    /// Kernels that run the ops.
+    /// Kernels that run the ops (CPU or CUDA); they determine workspaces and the blocks of the loss.
     pub kernels: Kernels,
     /// T: tokens per sequence.
     pub sequence: u64,
     /// B: sequences per micro-batch.
     pub micro_batch: u64,
-    /// Origin of the weights.
+    /// Origin of the weights with which the run starts.
     pub source: WeightSource,
-    /// Training method; evaluation and generation use its adapters too.
+    /// Training method: all weights or LoRA adapters. Evaluation and generation use the adapters too.
     pub method: Method,
-    /// Storage of frozen matrices.
+    /// Storage format of frozen matrices.
     pub base: Base,
-    /// Whether the loss streams an offloaded head in blocks, if it has enough of them ([`streams_head`]). The loss then
-    /// processes all rows for each block, and computes logits twice.
+    /// Whether the device holds only two blocks of the output head at a time, because the head is offloaded to the
+    /// host. The loss then processes all tokens for each block, and computes logits twice. Has no effect if the head
+    /// has too few blocks ([`streams_head`]).
     pub streamed_head: bool,
-    /// Options of forward pass, backward pass, update and checkpoints; `None` builds none of them.
+    /// Options of the Programs for training (forward, backward, update, checkpoints); `None` builds none of them.
     pub training: Option<Training>,
     /// Whether to build the evaluation Program.
     pub evaluate: bool,
-    /// Options of prefill and decode; `None` builds neither.
+    /// Options of the Programs for generation (prefill and decode); `None` builds neither.
     pub generation: Option<Generation>,
-    /// Whether to build the Programs for loading, saving and checkpoints. They do not depend on the recipe, so the
-    /// planner's search omits them.
+    /// Whether to build the Programs for loading, saving and checkpoints. They do not depend on the planner's choices,
+    /// so its search omits them.
     pub files: bool,
 }
 
-/// Builds all Programs that the options ask for.
+/// Builds the Programs of one device (forward, backward, update, load, save, …) for a decoder, as the options ask for.
 ///
 /// # Panics
-/// Panics if matrices are both trained and quantized; the caller must refuse that.
+/// Panics if matrices are both trained and quantized, which the caller must refuse. Also panics if the number of
+/// recompute levels is not the number of layers.
 pub fn build(options: &BuildOptions) -> ProgramSet {
     let mut decoder = Decoder::new(options);
     if options.files {
@@ -200,12 +206,12 @@ pub fn build(options: &BuildOptions) -> ProgramSet {
 }
 
 impl BuildOptions<'_> {
-    /// Returns whether this device has the embedding, as the first stage or the only one.
+    /// Returns whether this device has the first layer, as the first pipeline stage or the only device.
     fn is_first(&self) -> bool {
         self.layers.start == 0
     }
 
-    /// Returns whether this device computes the loss, as the last stage or the only one.
+    /// Returns whether this device computes the loss, as the last pipeline stage or the only device.
     fn is_last(&self) -> bool {
         self.layers.end == self.config.layers
     }
@@ -227,13 +233,15 @@ struct Weights {
     ffn_norm: TensorId,
     gate_up: Matrix,
     down: Matrix,
-    /// Final norm and head (the embedding if they are tied), on the last stage.
+    /// Final norm and output head; the head is the embedding tensor if both are tied. `None` on all pipeline stages but
+    /// the last.
     top: Option<(TensorId, TensorId)>,
     rope_table: TensorId,
 }
 
 impl Weights {
-    /// Returns all weights in the order of a file; quantized matrices are not included.
+    /// Returns all weights that are not quantized and may be trained, from the embedding to the head. A tied head is
+    /// not listed twice.
     fn plain(&self) -> Vec<TensorId> {
         let mut list = Vec::from_iter(self.embedding);
         list.push(self.attention_norm);
@@ -266,9 +274,10 @@ struct Decoder<'a> {
     options: &'a BuildOptions<'a>,
     builder: Builder,
     weights: Weights,
-    /// Adapters in the order of their targets.
+    /// LoRA adapters in the order of their targets; empty if all weights are trained.
     adapters: Vec<Adapter>,
-    /// Master weights: wide copies of trained weights, if the precision is too low to accumulate small updates.
+    /// Master weight of each trained bf16 weight: an f32 copy, because bf16 loses small updates. Empty in other
+    /// precisions and without training.
     masters: HashMap<TensorId, TensorId>,
     scalars: TensorId,
     metrics: TensorId,
@@ -336,7 +345,7 @@ impl<'a> Decoder<'a> {
         decoder
     }
 
-    /// Returns all trained tensors.
+    /// Returns all trained tensors: the weights, or the adapters if the model is frozen.
     fn trained_weights(&self) -> Vec<TensorId> {
         match self.options.method {
             Method::Full => self.weights.plain(),
@@ -344,18 +353,21 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// Adds a wide tensor of the shape of a weight, named `WEIGHT.ROLE`.
+    /// Adds a persistent tensor of the shape of a weight, such as its gradient, named `WEIGHT.ROLE`. Its dtype is f32,
+    /// or f64 in an f64 run.
     fn add_companion(&mut self, weight: TensorId, role: &str, category: Category) -> TensorId {
         let Tensor { name, shape, slots, .. } = self.builder.set.tensor(weight).clone();
         self.builder.persistent(&format!("{name}.{role}"), &shape, self.options.precision.wide(), category, slots)
     }
 
-    /// Returns the tensor that updates, files and checkpoints use: the master of a weight, or the weight itself.
+    /// Returns the tensor that updates, files and checkpoints use: the master weight, or the weight itself if it has
+    /// none.
     fn master_or_weight(&self, weight: TensorId) -> TensorId {
         self.masters.get(&weight).copied().unwrap_or(weight)
     }
 
-    /// Returns the blocks that cast master weights to the weights of the passes.
+    /// Returns the blocks that round master weights (f32) to the weights that forward and backward passes use (bf16).
+    /// Empty if there are no masters.
     fn cast_masters(&self) -> Vec<Block> {
         let copies = self.trained_weights().into_iter().filter_map(|id| Some((id, *self.masters.get(&id)?)));
         copies
@@ -368,7 +380,7 @@ impl<'a> Decoder<'a> {
             .collect()
     }
 
-    /// Adds a Program and returns its index.
+    /// Adds a Program and returns its index in [`crate::ProgramSet::programs`].
     fn push_program(
         &mut self,
         work: WorkKind,
@@ -381,19 +393,19 @@ impl<'a> Decoder<'a> {
         self.builder.set.programs.len() - 1
     }
 
-    /// Adds a phase with Programs of these indices.
+    /// Adds a phase (Programs that run in sequence and share activations) of the Programs with these indices.
     fn push_phase(&mut self, programs: Vec<usize>) {
         self.builder.set.phases.push(Phase { programs });
     }
 
-    /// Adds a Program without inputs and outputs as a phase of its own.
+    /// Adds a Program without inputs and outputs, which shares no activations with others: a phase of its own.
     fn push_program_as_phase(&mut self, work: WorkKind, kind: ProgramKind, blocks: Vec<Block>) {
         let program = self.push_program(work, kind, vec![], vec![], blocks);
         self.push_phase(vec![program]);
     }
 }
 
-/// Returns a block that applies an op to each slot of a tensor.
+/// Returns a block that applies an op to each slot (layer) of a tensor.
 fn for_each_slot(tensor: &Tensor, op: OpKind) -> Block {
     Block { name: tensor.name.clone(), first: 0, step: 1, repeat: tensor.slots, ops: vec![op.into()] }
 }

@@ -10,10 +10,11 @@ use crate::tensor::{Index, Lifetime, Operand, Tensor, TensorId, TensorRole};
 use plimsoll_core::{Category, Offload, Space};
 use std::collections::{BTreeMap, HashMap, HashSet};
 
-/// The new home of a tensor's first slots. The other slots stay on the device, renumbered from 0.
+/// The tensor in host memory to which the first slots (layers) of a device tensor have moved. The other slots stay on
+/// the device, renumbered from 0.
 ///
-/// A tensor may have slots for several micro-batches in flight. Then the first `on_host` of each micro-batch's
-/// `per_micro_batch` slots move.
+/// In a pipeline, a tensor may have slots for several micro-batches in flight. Then the first `on_host` of each
+/// micro-batch's `per_micro_batch` slots have moved.
 #[derive(Clone, Copy)]
 pub(super) struct HostPlacement {
     tensor: TensorId,
@@ -24,36 +25,39 @@ pub(super) struct HostPlacement {
 /// Name of the tensor with the inputs of all layers and the output of the last.
 const LAYER_INPUTS: &str = "train.hidden";
 
-/// The state of the offload pass over a set.
+/// The state of the offload pass over a set of Programs: which tensors it has moved to host memory.
 pub(super) struct Offloader {
     pub(super) set: ProgramSet,
-    /// Tensors with slots on the host.
+    /// New place of each tensor with slots in host memory.
     pub(super) placements: HashMap<TensorId, HostPlacement>,
-    /// The host's staging buffer that replaces one of the device.
+    /// Buffer in host memory through which data passes between files and host tensors, by the device buffer that it
+    /// replaces.
     host_staging: HashMap<TensorId, TensorId>,
-    /// Host gradients that the backward Program starts from zero, so that no other Program zeroes them.
+    /// Host tensors of gradients that the backward Program starts from zero. No other Program zeroes them.
     pub(super) zeroed_in_backward: HashSet<TensorId>,
-    /// Elements of a piece of a tensor in the update.
+    /// Elements of the pieces in which the update processes a large tensor.
     pub(super) piece_elements: u64,
-    /// Whether the host runs the update of parameters with offloaded optimizer state.
+    /// Whether the host's CPU runs the update of parameters with offloaded optimizer state.
     pub(super) host_updates: bool,
 }
 
 impl Offloader {
-    /// Starts a pass over `set` with no tensor on the host.
+    /// Creates the state for `set` with all tensors on the device.
     pub(super) fn new(set: ProgramSet, host_updates: bool) -> Offloader {
         let (placements, host_staging, zeroed_in_backward) = (HashMap::new(), HashMap::new(), HashSet::new());
         Offloader { set, placements, host_staging, zeroed_in_backward, piece_elements: 0, host_updates }
     }
 
-    /// Sets the piece size to a fraction of the largest matrix, so that pieces in flight are small beside the model.
+    /// Sets the size of the pieces in which the update processes offloaded tensors. It is a fraction of the largest
+    /// matrix of a layer, so that the pieces in flight are small beside the model.
     pub(super) fn set_piece_elements(&mut self, layers: u32) {
         let layered = self.set.tensors.iter().filter(|t| t.lifetime == Lifetime::Persistent && t.slots == layers);
         let largest = layered.map(Tensor::elements).max().unwrap_or(1);
         self.piece_elements = (largest / PIECES_PER_MATRIX).clamp(*PIECE_ELEMENTS.start(), *PIECE_ELEMENTS.end());
     }
 
-    /// Returns the slots of a tensor, per micro-batch, that move to the host.
+    /// Returns the number of slots (layers) of a tensor that move to the host, always the first ones. With slots for
+    /// several micro-batches in flight, that many of each micro-batch move.
     fn offloaded_slots(&self, tensor: &Tensor, layers: u32, offload: &Offload) -> u32 {
         if tensor.name == LAYER_INPUTS {
             return offload.inputs.min(layers);
@@ -76,7 +80,7 @@ impl Offloader {
         }
     }
 
-    /// Moves slots to host tensors as `offload` says, except those of small tensors.
+    /// Moves slots (layers) to tensors in host memory as `offload` says, except those of small tensors.
     pub(super) fn place_on_host(&mut self, layers: u32, offload: &Offload) {
         let mut largest: BTreeMap<Category, u64> = BTreeMap::new();
         for tensor in self.set.tensors.iter().filter(|t| t.lifetime == Lifetime::Persistent && t.slots == layers) {
@@ -107,7 +111,7 @@ impl Offloader {
         }
     }
 
-    /// Moves inputs to the host that only ops of the host read.
+    /// Moves Program inputs, such as token ids, to host memory if only ops that the host runs read them.
     pub(super) fn move_inputs_to_host(&mut self) {
         let inputs: HashSet<TensorId> = self.set.programs.iter().flat_map(|p| p.inputs.iter().copied()).collect();
         for input in inputs {
@@ -124,7 +128,7 @@ impl Offloader {
         }
     }
 
-    /// Shrinks the device workspaces of embedding gradients that the host adds up: the host kernel needs none.
+    /// Shrinks the workspaces of embedding gradients that the host sums up: its kernel needs none.
     pub(super) fn drop_device_workspaces(&mut self) {
         let ops = self.set.programs.iter().flat_map(|program| &program.blocks).flat_map(|block| &block.ops);
         let workspaces: Vec<TensorId> = ops
@@ -141,8 +145,8 @@ impl Offloader {
         }
     }
 
-    /// Marks host gradients that the device is the first to add to in the backward pass: it starts them from zero in a
-    /// ring and fetches nothing.
+    /// Marks offloaded gradients that the backward pass can start from zero in a staging ring on the device, instead of
+    /// fetching them: those to which the device is the first to add.
     pub(super) fn zero_gradients_in_backward(&mut self) {
         let Some(backward) = self.set.program(ProgramKind::Backward) else { return };
         let mut seen = HashSet::new();
@@ -157,7 +161,7 @@ impl Offloader {
         }
     }
 
-    /// Removes the Programs for which `wanted` is false.
+    /// Removes the Programs for which `wanted` is false, and phases without Programs.
     pub(super) fn retain_programs(&mut self, wanted: &dyn Fn(&Program) -> bool) {
         let programs = std::mem::take(&mut self.set.programs);
         let mut new_indices: HashMap<usize, usize> = HashMap::new();
@@ -171,12 +175,13 @@ impl Offloader {
         self.set.phases.retain(|phase| !phase.programs.is_empty());
     }
 
-    /// Returns whether an op touches a tensor with slots on the host.
+    /// Returns whether an op touches a tensor that is offloaded, at least in part.
     pub(super) fn touches_host(&self, op: &Op) -> bool {
         operands(op).any(|operand| self.is_offloaded(operand))
     }
 
-    /// Returns whether the tensor of an operand has slots on the host.
+    /// Returns whether any slot of the operand's tensor is offloaded, even if the operand's own slot stays on the
+    /// device.
     pub(super) fn is_offloaded(&self, operand: Operand) -> bool {
         self.placements.contains_key(&operand.tensor) || self.space(operand) == Space::Host
     }
@@ -186,7 +191,7 @@ impl Offloader {
         TensorId(self.set.tensors.len() as u32 - 1)
     }
 
-    /// Adds a staging buffer with the dtype of `like`.
+    /// Adds `slots` equal staging buffers with the dtype of `like` in memory space `space`.
     pub(super) fn add_buffer(
         &mut self,
         name: String,
@@ -200,7 +205,7 @@ impl Offloader {
         self.add(Tensor { name, shape, dtype, space, category, lifetime, slots })
     }
 
-    /// Returns the host's staging buffer that replaces the device's `staging`.
+    /// Returns the buffer in host memory that replaces the device buffer `staging`, and adds it if needed.
     pub(super) fn host_staging_for(&mut self, staging: TensorId) -> TensorId {
         if let Some(&host_staging) = self.host_staging.get(&staging) {
             return host_staging;
@@ -217,12 +222,13 @@ impl Offloader {
         self.set.tensor(operand.tensor).space
     }
 
-    /// Returns the ranges that an op touches.
+    /// Returns the ranges of elements that an op reads or writes.
     pub(super) fn accesses(&self, op: &Op) -> Accesses {
         op.accesses(&|id| self.set.tensor(id).elements())
     }
 
-    /// Returns an operand with a fixed slot where it is after the move.
+    /// Returns the operand for the same data after the move: in the host tensor or in a renumbered slot. The operand's
+    /// slot must not depend on the block's variable.
     pub(super) fn relocated(&self, operand: Operand) -> Operand {
         let Some(placement) = self.placements.get(&operand.tensor) else { return operand };
         let (on_host, all) = (i64::from(placement.on_host), i64::from(placement.per_micro_batch));
@@ -237,7 +243,7 @@ impl Offloader {
         }
     }
 
-    /// Returns an op as it runs in one iteration of its block, with every operand where it is after the move.
+    /// Returns an op as it runs in one iteration of its block, with each operand replaced by its place after the move.
     pub(super) fn unrolled(&self, op: &Op, variable: i64) -> Op {
         let mut op = op.iteration(variable);
         for operand in operands_mut(&mut op.kind) {
@@ -246,7 +252,8 @@ impl Offloader {
         op
     }
 
-    /// Returns the regions of memory space `space` that ops use, one per tensor slot.
+    /// Returns the ranges of tensors in memory space `space` that ops use. Several ranges of one slot become one range
+    /// that includes them all.
     pub(super) fn uses_in(&self, ops: &[Op], space: Space) -> Vec<RegionUse> {
         let mut uses: Vec<RegionUse> = Vec::new();
         let accesses = ops.iter().flat_map(|op| self.accesses(op));

@@ -9,7 +9,8 @@ use crate::tensor::{Operand, TensorId};
 use plimsoll_core::Space;
 
 impl ProgramRewriter<'_> {
-    /// Appends a unit that the host runs, with copies of the device tensors that it reads or writes.
+    /// Appends a work unit (ops that run together) that the host runs, with copies of the device tensors that it reads
+    /// or writes.
     pub(super) fn rewrite_host_unit(&mut self, unit: &WorkUnit) {
         if unit.blocks[0].repeat > 1 {
             self.evict_all();
@@ -45,7 +46,8 @@ impl ProgramRewriter<'_> {
         }
     }
 
-    /// Returns the host's copy of a device region, up to date if the op reads it.
+    /// Returns the copy in host memory of a range of a device tensor. If the op reads the range, the copy is up to
+    /// date.
     fn host_copy_of(&mut self, access: &Access) -> TensorId {
         let region = Region::of(access.operand, access.elements);
         if let Some(&copy) = self.host_copies.get(&region) {

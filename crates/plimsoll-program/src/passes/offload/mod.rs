@@ -30,7 +30,7 @@ mod work_units;
 
 use self::host_tensors::Offloader;
 use self::staging_rings::StagingRing;
-use self::work_units::{Executor, Region};
+use self::work_units::{Processor, Region};
 use crate::formats::STATE_BLOCK;
 use crate::op::operands::{elements_mut, operands_mut};
 use crate::op::{Op, OpKind};
@@ -41,47 +41,44 @@ use plimsoll_core::{Offload, WorkKind};
 use std::collections::{HashMap, HashSet};
 use std::ops::RangeInclusive;
 
-/// Limits on the elements of a piece of a tensor in the update. A few pieces are in flight at once.
+/// Smallest and largest number of elements of a piece. The optimizer update moves offloaded tensors through the device
+/// in pieces, of which a few are on the device at once.
 const PIECE_ELEMENTS: RangeInclusive<u64> = 1 << 20..=1 << 25;
-/// Pieces of the largest matrix of a layer, within [`PIECE_ELEMENTS`].
+/// Number of pieces in which the update processes the largest matrix of a layer, within the limits of
+/// [`PIECE_ELEMENTS`].
 const PIECES_PER_MATRIX: u64 = 4;
-/// Pieces start at multiples of this, which is a multiple of every quantization block.
+/// Pieces of a tensor in the update start at multiples of this many elements, a multiple of every quantization block.
 const PIECE_ALIGNMENT: u64 = 1 << 12;
-/// A tensor stays on the device if it is smaller than the largest of its category by this factor: norms, biases, small
-/// adapters.
+/// Factor by which a tensor must be smaller than the largest layer tensor of its category to be too small for offload:
+/// norms, biases, small adapters.
 const SMALL_TENSOR_FACTOR: u64 = 32;
 
-/// Suffix of the host tensor that holds some of a tensor's slots.
+/// Name suffix of the tensor in host memory that holds some slots (layers) of a device tensor.
 pub(super) const HOST_SUFFIX: &str = ".host";
 
-/// The tensor and slot, in a plan without offload, that the first slot of a tensor corresponds to.
+/// The origin of a tensor after offload, which splits the slots (layers) of a tensor into one tensor per memory space.
+/// The origin tells which slots of the unsplit tensor such a part holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TensorOrigin<'a> {
-    /// Name of the tensor in a plan without offload.
+    /// Name of the unsplit tensor, as in a plan without offload.
     pub name: &'a str,
-    /// Slot of that tensor.
+    /// Slot of the unsplit tensor that is slot 0 here; the others follow.
     pub first_slot: u32,
 }
 
-/// Returns the origin of each tensor of a set.
+/// Returns the origin of each tensor of a set, indexed by [`TensorId`].
 ///
-/// Two plans may offload different slots of a tensor. Origins tell which slots hold the same values.
+/// Two plans may offload different layers. When a run changes its plan, origins tell which tensors and slots hold the
+/// same values in both.
 pub fn tensor_origins(set: &ProgramSet) -> Vec<TensorOrigin<'_>> {
-    // A split tensor has its first slots in the scratch file (part 0), then in host memory (1), then on the device (2).
-    let part = |tensor: &Tensor| match &tensor.name {
-        _ if tensor.lifetime != Lifetime::Persistent => None,
-        name if name.ends_with(FILE_SUFFIX) => Some((name.len() - FILE_SUFFIX.len(), 0)),
-        name if name.ends_with(HOST_SUFFIX) => Some((name.len() - HOST_SUFFIX.len(), 1)),
-        name => Some((name.len(), 2)),
-    };
     let mut slots_before: HashMap<&str, [u32; 3]> = HashMap::new();
     for tensor in &set.tensors {
-        if let Some((length, part)) = part(tensor) {
+        if let Some((length, part)) = part_of(tensor) {
             let counts = slots_before.entry(&tensor.name[..length]).or_default();
             counts.iter_mut().skip(part + 1).for_each(|count| *count += tensor.slots);
         }
     }
-    let origins = set.tensors.iter().map(|tensor| match part(tensor) {
+    let origins = set.tensors.iter().map(|tensor| match part_of(tensor) {
         Some((length, part)) => {
             let name = &tensor.name[..length];
             TensorOrigin { name, first_slot: slots_before[name][part] }
@@ -91,16 +88,27 @@ pub fn tensor_origins(set: &ProgramSet) -> Vec<TensorOrigin<'_>> {
     origins.collect()
 }
 
-/// Moves the tensors that `offload` names to the host.
+/// Returns the length of the unsplit tensor's name and the number of this part of it; `None` if it cannot be split.
+fn part_of(tensor: &Tensor) -> Option<(usize, usize)> {
+    // A split tensor has its first slots in the scratch file (part 0), then in host memory (1), then on the device (2).
+    match &tensor.name {
+        _ if tensor.lifetime != Lifetime::Persistent => None,
+        name if name.ends_with(FILE_SUFFIX) => Some((name.len() - FILE_SUFFIX.len(), 0)),
+        name if name.ends_with(HOST_SUFFIX) => Some((name.len() - HOST_SUFFIX.len(), 1)),
+        name => Some((name.len(), 2)),
+    }
+}
+
+/// Moves the tensors that `offload` names to host memory, and adds the copies to and from the device.
 ///
-/// `layers` is the layer count of the device. `one_micro_batch` says that a step has a single micro-batch: offloaded
-/// gradients then start from zero in the backward pass and need not be fetched.
+/// `layers` is the number of layers of the device. `one_micro_batch` says that a step has a single micro-batch:
+/// offloaded gradients then start from zero in the backward pass and need not be fetched.
 pub fn offload(set: ProgramSet, layers: u32, offload: &Offload, one_micro_batch: bool) -> ProgramSet {
     offload_programs(set, layers, offload, one_micro_batch, &|_| true)
 }
 
-/// Applies [`offload`] and keeps only the Programs for which `wanted` is true. The planner's search uses it to rewrite
-/// no more than it prices.
+/// Does the same as [`offload`], and removes the Programs for which `wanted` is false. The planner's search thus
+/// rewrites only the Programs whose time it predicts.
 pub fn offload_programs(
     set: ProgramSet,
     layers: u32,
@@ -136,20 +144,20 @@ struct ProgramRewriter<'a> {
     rings: Vec<StagingRing>,
     /// Index of the ring through which each offloaded tensor passes.
     ring_of: HashMap<TensorId, usize>,
-    /// Device regions of which the host holds a current copy.
+    /// Host tensor with a current copy of a range of a device tensor, by that range.
     host_copies: HashMap<Region, TensorId>,
-    /// Gradient regions that the backward pass has zeroed in a ring.
+    /// Ranges of offloaded gradients that the backward pass has already started from zero in a staging ring.
     zeroed: HashSet<Region>,
     /// Sequence number of the last copy.
     sequence: u64,
     /// Finished blocks.
     blocks: Vec<Block>,
-    /// Ops of the block in the making.
+    /// Ops of the block under construction.
     ops: Vec<Op>,
 }
 
 impl ProgramRewriter<'_> {
-    /// Returns the new blocks of a Program.
+    /// Returns the blocks of a Program after offload, with the copies.
     fn rewrite(offloader: &mut Offloader, number: usize) -> Vec<Block> {
         let Program { kind: program, work, .. } = offloader.set.programs[number];
         let mut rewriter = ProgramRewriter {
@@ -167,9 +175,9 @@ impl ProgramRewriter<'_> {
         let units = rewriter.work_units(number);
         rewriter.create_rings(&units);
         for at in 0..units.len() {
-            match units[at].executor {
-                Executor::Host => rewriter.rewrite_host_unit(&units[at]),
-                Executor::Device | Executor::HostUpdate => rewriter.rewrite_unit(&units, at),
+            match units[at].processor {
+                Processor::Host => rewriter.rewrite_host_unit(&units[at]),
+                Processor::Device | Processor::HostUpdate => rewriter.rewrite_unit(&units, at),
             }
             if at + 1 == units.len() {
                 rewriter.evict_all();
@@ -179,7 +187,7 @@ impl ProgramRewriter<'_> {
         rewriter.blocks
     }
 
-    /// Closes the block in the making.
+    /// Adds the block under construction to the finished ones, under this name, unless it has no ops.
     fn flush(&mut self, name: &str) {
         if !self.ops.is_empty() {
             self.blocks.push(Block::once(name, std::mem::take(&mut self.ops)));
@@ -187,7 +195,7 @@ impl ProgramRewriter<'_> {
     }
 }
 
-/// Returns the element count of an elementwise op that a pass may split into pieces.
+/// Returns the element count of an elementwise op, which a pass may split into pieces, and `None` for all other ops.
 pub(super) fn elementwise_count(op: &Op) -> Option<u64> {
     match op.kind {
         OpKind::AdamW { elements, .. }
@@ -201,8 +209,8 @@ pub(super) fn elementwise_count(op: &Op) -> Option<u64> {
     }
 }
 
-/// Returns an elementwise op on `count` of its `total` elements, starting at `first`, a multiple of every quantization
-/// block.
+/// Returns an elementwise op restricted to `count` of its `total` elements, from element `first` on. `first` must be a
+/// multiple of every quantization block.
 pub(super) fn slice_of(op: &Op, total: u64, first: u64, count: u64, elements_of: &dyn Fn(TensorId) -> u64) -> Op {
     let (accesses, mut op) = (op.accesses(elements_of), op.clone());
     for operand in operands_mut(&mut op.kind) {

@@ -1,6 +1,6 @@
-//! Staging rings: a few buffers that hold offloaded regions next to the processor that works on them. Regions are
-//! fetched one work unit ahead and written back once they are complete. `work_units` knows which unit uses which
-//! regions.
+//! Staging rings: a few buffers that hold ranges of offloaded tensors (*regions*) next to the processor that works on
+//! them. Regions are fetched one work unit (such as a layer) ahead and written back once they are complete.
+//! `work_units` knows which unit uses which regions.
 
 use super::ProgramRewriter;
 use super::work_units::{Region, RegionUse, WorkUnit};
@@ -11,25 +11,25 @@ use crate::tensor::{Index, Lifetime, Operand, TensorId};
 use plimsoll_core::{Category, Space, WorkKind};
 use std::collections::{BTreeMap, HashSet};
 
-/// A buffer of a ring that holds a region.
+/// An occupied buffer of a staging ring: it holds a region (a range of an offloaded tensor).
 #[derive(Clone, Copy)]
 struct RingSlot {
     region: Region,
-    /// Last unit known to need it.
+    /// Index of the last work unit known to need the region.
     last_use: usize,
-    /// Sequence number of the copy into the buffer that is not yet awaited.
+    /// Sequence number of the copy into the buffer that is not yet awaited; `None` if there is none.
     fetching: Option<u64>,
-    /// Sequence number of the copy out of the buffer that is not yet awaited.
+    /// Sequence number of the copy out of the buffer that is not yet awaited; `None` if there is none.
     writing_back: Option<u64>,
 }
 
-/// Buffers of one size and dtype, as slots of one tensor.
+/// A staging ring: buffers of one size and dtype, as slots of one tensor, through which offloaded tensors pass.
 pub(super) struct StagingRing {
     tensor: TensorId,
     slots: Vec<Option<RingSlot>>,
 }
 
-/// The largest region of a ring, and the most regions that it holds at once.
+/// The size that a staging ring needs: elements of its largest region, and the most regions that it holds at once.
 #[derive(Clone, Copy)]
 struct RingSize {
     largest: Region,
@@ -37,7 +37,7 @@ struct RingSize {
 }
 
 impl ProgramRewriter<'_> {
-    /// Returns the name of the ring through which an offloaded tensor passes.
+    /// Returns the name of the staging ring (shared buffers) through which an offloaded tensor passes.
     ///
     /// In an update, all persistent tensors of one dtype share a ring, except the few scalars that every piece needs.
     fn ring_name(&self, host_tensor: TensorId) -> String {
@@ -51,7 +51,7 @@ impl ProgramRewriter<'_> {
         }
     }
 
-    /// Creates the rings, each with the slots that two consecutive units need.
+    /// Creates the staging rings, each with as many buffers as two consecutive work units need.
     pub(super) fn create_rings(&mut self, units: &[WorkUnit]) {
         let tensors: HashSet<TensorId> = units.iter().flat_map(|unit| &unit.uses).map(|u| u.region.tensor).collect();
         let mut by_name: BTreeMap<String, Vec<TensorId>> = BTreeMap::new();
@@ -71,7 +71,8 @@ impl ProgramRewriter<'_> {
         }
     }
 
-    /// Returns the size that each ring needs for any unit together with what it prefetches for the next one.
+    /// Returns the size that each of `rings` rings needs for any work unit and the prefetch for its next one; `None`
+    /// for a ring that no unit uses.
     fn ring_sizes(&self, units: &[WorkUnit], rings: usize) -> Vec<Option<RingSize>> {
         let mut sizes: Vec<Option<RingSize>> = vec![None; rings];
         for at in 0..units.len() {
@@ -97,18 +98,18 @@ impl ProgramRewriter<'_> {
         sizes
     }
 
-    /// Returns all occupied slots.
+    /// Returns the occupied buffers of all rings.
     fn occupied(&mut self) -> impl Iterator<Item = &mut RingSlot> {
         self.rings.iter_mut().flat_map(|ring| ring.slots.iter_mut().flatten())
     }
 
-    /// Returns the slot that holds a region.
+    /// Returns the occupied buffer that holds a region, and `None` if no ring holds the region.
     fn slot_of(&mut self, region: Region) -> Option<&mut RingSlot> {
         let &ring = self.ring_of.get(&region.tensor)?;
         self.rings[ring].slots.iter_mut().flatten().find(|slot| slot.region == region)
     }
 
-    /// Returns the buffer that holds a region.
+    /// Returns the buffer that holds a region, as an operand. The region must be in its ring.
     fn buffer_of(&self, region: Region) -> Operand {
         let ring = &self.rings[self.ring_of[&region.tensor]];
         let holds = |slot: &Option<RingSlot>| slot.is_some_and(|slot| slot.region == region);
@@ -116,8 +117,11 @@ impl ProgramRewriter<'_> {
         Operand::slot(ring.tensor, slot as i64)
     }
 
-    /// Gives a region a slot, and starts the copy if its content is read. `last_use` is the unit that needs the region.
-    /// Slots in use by `now`, the unit in progress, stay.
+    /// Assigns a buffer of its ring to a region. If the unit reads the region's content, starts the copy into the
+    /// buffer. A gradient that starts from zero is zeroed in the buffer instead.
+    ///
+    /// `last_use` is the index of the work unit that needs the region, and `now` that of the unit in progress. Buffers
+    /// that unit `now` or a later one needs are not taken.
     fn fetch(&mut self, wanted: RegionUse, last_use: usize, now: usize) {
         let region = wanted.region;
         self.evict(|other| other.overlaps(region));
@@ -145,14 +149,15 @@ impl ProgramRewriter<'_> {
         self.rings[ring_index].slots[slot] = Some(RingSlot { region, last_use, fetching, writing_back: None });
     }
 
-    /// Returns whether this Program starts a gradient from zero instead of fetching it.
+    /// Returns whether the wanted region is a gradient that this Program starts from zero instead of fetching it, and
+    /// has not started yet.
     fn starts_from_zero(&self, wanted: RegionUse) -> bool {
         let is_zeroed_here =
             self.work == WorkKind::Backward && self.offloader.zeroed_in_backward.contains(&wanted.region.tensor);
         is_zeroed_here && wanted.read && !self.zeroed.contains(&wanted.region)
     }
 
-    /// Empties the slots of the regions for which `outdated` is true, after their write-backs.
+    /// Empties the buffers of the regions for which `outdated` is true, and appends the waits for their write-backs.
     fn evict(&mut self, outdated: impl Fn(Region) -> bool) {
         let mut emptied = Vec::new();
         for ring in &mut self.rings {
@@ -167,7 +172,7 @@ impl ProgramRewriter<'_> {
         }
     }
 
-    /// Empties all slots, after their write-backs.
+    /// Empties all buffers, and appends the waits for their write-backs.
     pub(super) fn evict_all(&mut self) {
         self.evict(|_| true);
     }
@@ -182,7 +187,7 @@ impl ProgramRewriter<'_> {
         self.ops.push(Op { kind: OpKind::TransferWait { from, to, elements, sequence }, queue });
     }
 
-    /// Returns the queue of copies from a region into its ring.
+    /// Returns the queue for copies from an offloaded region into its ring.
     fn fetch_queue(&self, region: Region) -> Queue {
         match self.offloader.set.tensor(region.tensor).space {
             Space::Host => Queue::CopyIn,
@@ -190,7 +195,7 @@ impl ProgramRewriter<'_> {
         }
     }
 
-    /// Returns the queue of copies from a ring back to a region.
+    /// Returns the queue for copies from a ring back to the offloaded region.
     fn write_back_queue(&self, region: Region) -> Queue {
         match self.offloader.set.tensor(region.tensor).space {
             Space::Host => Queue::CopyOut,
@@ -198,7 +203,7 @@ impl ProgramRewriter<'_> {
         }
     }
 
-    /// Appends the wait for a slot's pending write-back.
+    /// Appends the wait for a pending write-back from `buffer`, if there is one.
     fn wait_for_write_back(&mut self, held: RingSlot, buffer: Operand) {
         if let Some(sequence) = held.writing_back {
             let queue = self.write_back_queue(held.region);
@@ -206,12 +211,13 @@ impl ProgramRewriter<'_> {
         }
     }
 
-    /// Appends a unit with regions in rings, and the prefetch for the next unit.
+    /// Appends work unit `at` with its regions in ring buffers. The prefetch for the next unit comes before its ops,
+    /// the start of its write-backs after them.
     pub(super) fn rewrite_unit(&mut self, units: &[WorkUnit], at: usize) {
         let unit = &units[at];
         self.fetch_missing(unit, at);
         self.wait_for_fetches(unit);
-        let next = units.get(at + 1).filter(|next| next.executor == unit.executor);
+        let next = units.get(at + 1).filter(|next| next.processor == unit.processor);
         for wanted in next.iter().flat_map(|next| &next.uses) {
             if let Some(slot) = self.slot_of(wanted.region) {
                 slot.last_use = at + 1;
@@ -239,7 +245,7 @@ impl ProgramRewriter<'_> {
         }
     }
 
-    /// Gives every region of a unit a slot.
+    /// Fetches the regions of work unit `at` that are not yet in a ring.
     fn fetch_missing(&mut self, unit: &WorkUnit, at: usize) {
         let missing: Vec<RegionUse> = unit.uses.iter().copied().filter(|u| self.slot_of(u.region).is_none()).collect();
         for u in &unit.uses {
@@ -252,7 +258,7 @@ impl ProgramRewriter<'_> {
         }
     }
 
-    /// Waits for the fetches of a unit's regions, and for write-backs of the regions that it overwrites.
+    /// Appends the waits for the fetches of a unit's regions, and for write-backs of the regions that it overwrites.
     fn wait_for_fetches(&mut self, unit: &WorkUnit) {
         for u in &unit.uses {
             let buffer = self.buffer_of(u.region);
@@ -268,7 +274,7 @@ impl ProgramRewriter<'_> {
         }
     }
 
-    /// Appends an op with the operands of its unit's regions replaced by ring buffers.
+    /// Appends an op with operands in its unit's regions replaced by ring buffers.
     fn rewrite_op(&mut self, op: &Op, unit: &WorkUnit) {
         let mut op = op.clone();
         for access in self.offloader.accesses(&op).iter().filter(|access| access.mode != Mode::Read) {
@@ -282,13 +288,13 @@ impl ProgramRewriter<'_> {
                 (region.tensor, region.slot) == (operand.tensor, operand.slot) && region.first <= first
             };
             if let Some(u) = unit.uses.iter().find(contains_operand) {
-                *operand = self.buffer_of(u.region).from(Index::fixed(first - u.region.first));
+                *operand = self.buffer_of(u.region).starting_at(Index::fixed(first - u.region.first));
             }
         }
         self.ops.push(op);
     }
 
-    /// Starts the copy of a written region from its ring back to the host tensor.
+    /// Appends the start of the copy of a written region from its ring back to the offloaded tensor.
     fn start_write_back(&mut self, region: Region) {
         let buffer = self.buffer_of(region);
         self.sequence += 1;
@@ -298,7 +304,8 @@ impl ProgramRewriter<'_> {
         self.start_copy(buffer, region.at(), region.elements, sequence, queue);
     }
 
-    /// Ends the copies of other units' regions that an op touches in its own memory space. Only host updates need this.
+    /// Appends the waits for copies to or from ranges that an op touches in place and not through a ring of its unit.
+    /// Does nothing outside updates that the host runs.
     fn release_conflicts(&mut self, op: &Op, unit: &WorkUnit) {
         if self.work != WorkKind::Update || !self.offloader.host_updates {
             return;
@@ -311,8 +318,8 @@ impl ProgramRewriter<'_> {
         }
     }
 
-    /// Waits for the write-backs into a region that an op is about to touch directly. A write also evicts its ring
-    /// slots.
+    /// Appends the waits for write-backs into a region that an op is about to touch in place. If `mode` writes, ring
+    /// buffers with the region are emptied, because they are outdated.
     pub(super) fn release_region(&mut self, region: Region, mode: Mode) {
         let held: Vec<Region> = self.occupied().map(|slot| slot.region).filter(|r| r.overlaps(region)).collect();
         for held in held {

@@ -8,18 +8,20 @@ use crate::program::{Block, ProgramKind};
 use crate::tensor::{Index, Lifetime, Operand, TensorId};
 use plimsoll_core::{Category, Space, WorkKind};
 
-/// A range of elements in a tensor's slot.
+/// A range of elements in a tensor's slot, which the offload pass copies as a whole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Region {
     pub(super) tensor: TensorId,
-    /// Slot, fixed within the block; only the executor knows the micro-batch.
+    /// Slot, which may depend on the micro-batch but not on the block's variable.
     pub(super) slot: Index,
+    /// First element.
     pub(super) first: i64,
     pub(super) elements: u64,
 }
 
 impl Region {
-    /// Returns the region of an unrolled op's access.
+    /// Returns the region of `elements` elements from an operand on. The operand must not depend on the block's
+    /// variable.
     pub(super) fn of(operand: Operand, elements: u64) -> Region {
         let slot = Index { scale: 0, ..operand.slot };
         Region { tensor: operand.tensor, slot, first: operand.offset.base, elements }
@@ -41,32 +43,37 @@ impl Region {
     }
 }
 
-/// The use of a region, in the other memory space, by a work unit.
+/// The use of a region (range of a tensor) by a work unit whose processor cannot access the region in place. It is a
+/// host tensor in a device unit, and a device tensor in an update that the host runs.
 #[derive(Clone, Copy)]
 pub(super) struct RegionUse {
     pub(super) region: Region,
-    /// Whether the unit reads the content that the region has at its start.
+    /// Whether the unit reads the content that the region has before the unit runs, so that it must be fetched.
     pub(super) read: bool,
+    /// Whether the unit changes the region, so that it must be written back.
     pub(super) written: bool,
 }
 
-/// The processor that runs a work unit.
+/// The processor that runs a work unit (ops that run together), which decides where staging rings are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Executor {
-    /// The device; host tensors pass through rings on the device.
+pub(super) enum Processor {
+    /// The device; host tensors pass through staging rings (shared buffers) on the device.
     Device,
     /// The host, which holds all or nearly all tensors of the unit.
     Host,
-    /// The host, for an update; device tensors pass through rings on the host.
+    /// The host, for an optimizer update; device tensors pass through staging rings (shared buffers) on the host.
     HostUpdate,
 }
 
-/// Ops that run together: an iteration of a block, or a piece of a tensor.
+/// Ops for which the offload pass fetches all offloaded data at once: those of a layer, or those on a piece of a tensor
+/// in the update.
 pub(super) struct WorkUnit {
     pub(super) name: String,
-    /// Either one block that runs once, or several rolled blocks that use the same regions.
+    /// One block that runs once, or one or several repeated blocks that use the same regions.
     pub(super) blocks: Vec<Block>,
-    pub(super) executor: Executor,
+    pub(super) processor: Processor,
+    /// Regions that must pass through staging rings: ranges of host tensors for a device unit, of device tensors for an
+    /// update on the host. Empty for other host units.
     pub(super) uses: Vec<RegionUse>,
 }
 
@@ -76,8 +83,8 @@ impl WorkUnit {
         self.blocks.iter().flat_map(|block| &block.ops)
     }
 
-    /// Returns whether a region of the next unit can be fetched while this unit runs: not if it partly overlaps a
-    /// region of this unit.
+    /// Returns whether a region of the next unit can be fetched while this unit runs. A region that partly overlaps one
+    /// of this unit cannot: the write-back of this unit must come first.
     pub(super) fn can_prefetch(&self, next: &RegionUse) -> bool {
         self.uses.iter().all(|u| u.region == next.region || !u.region.overlaps(next.region))
     }
@@ -85,12 +92,12 @@ impl WorkUnit {
     /// Returns whether both units use the same regions on the same processor.
     fn has_same_uses(&self, other: &WorkUnit) -> bool {
         let regions = |unit: &WorkUnit| unit.uses.iter().map(|u| u.region).collect::<Vec<_>>();
-        self.executor == other.executor && regions(self) == regions(other)
+        self.processor == other.processor && regions(self) == regions(other)
     }
 }
 
 impl ProgramRewriter<'_> {
-    /// Takes the blocks of a Program and returns its work units.
+    /// Takes the blocks of the Program with this index and splits them into work units, in order.
     pub(super) fn work_units(&mut self, number: usize) -> Vec<WorkUnit> {
         let blocks = std::mem::take(&mut self.offloader.set.programs[number].blocks);
         let mut units: Vec<WorkUnit> = Vec::new();
@@ -117,8 +124,8 @@ impl ProgramRewriter<'_> {
         units
     }
 
-    /// Returns a block of the loss as one unit without unrolling it. Its iterations take one block of rows after
-    /// another and use the same offloaded regions.
+    /// Returns a block of the loss, of which each iteration processes some rows, as one work unit without unrolling it.
+    /// Returns `None` for other blocks, if iterations use different offloaded regions, or if the host runs an op.
     fn rolled_loss(&self, block: &Block) -> Option<WorkUnit> {
         let is_pass = matches!(self.work, WorkKind::Forward | WorkKind::Backward | WorkKind::Evaluate);
         let has_fixed_regions =
@@ -135,17 +142,17 @@ impl ProgramRewriter<'_> {
                 }
             }
         }
-        let on_device = |op: &Op| op.queue == Queue::Compute && self.executor_of(op) == Executor::Device;
+        let on_device = |op: &Op| op.queue == Queue::Compute && self.processor_of(op) == Processor::Device;
         let runs_on_device = rolled.ops.iter().all(on_device);
         let uses = self.offloader.uses_in(&rolled.ops, Space::Host);
         runs_on_device.then(|| {
             let (name, blocks) = (block.name.clone(), vec![rolled]);
-            WorkUnit { name, blocks, executor: Executor::Device, uses }
+            WorkUnit { name, blocks, processor: Processor::Device, uses }
         })
     }
 
-    /// Returns a block that copies between a file and host tensors as one unit without unrolling it. The host runs it
-    /// alone, without a ring.
+    /// Returns a repeated block that copies between a file and host tensors as one work unit, without unrolling it. The
+    /// host runs it without staging rings. Returns `None` for other blocks.
     fn rolled_file_copy(&mut self, block: &Block) -> Option<WorkUnit> {
         let moves_files = matches!(self.work, WorkKind::Load | WorkKind::Save);
         if !moves_files || block.repeat == 1 || !block.touches_fixed_slots() {
@@ -156,15 +163,15 @@ impl ProgramRewriter<'_> {
             *operand = self.offloader.relocated(*operand);
         }
         rolled.ops = self.with_host_staging(rolled.ops);
-        if rolled.ops.iter().any(|op| self.executor_of(op) != Executor::Host) {
+        if rolled.ops.iter().any(|op| self.processor_of(op) != Processor::Host) {
             return None;
         }
         rolled.ops.iter_mut().filter(|op| op.queue == Queue::Compute).for_each(|op| op.queue = Queue::Host);
         let (name, blocks) = (block.name.clone(), vec![rolled]);
-        Some(WorkUnit { name, blocks, executor: Executor::Host, uses: vec![] })
+        Some(WorkUnit { name, blocks, processor: Processor::Host, uses: vec![] })
     }
 
-    /// Replaces the device's staging buffers by host buffers in ops that move host tensors to or from files.
+    /// Returns the ops with each device buffer between a host tensor and a file replaced by a buffer in host memory.
     fn with_host_staging(&mut self, ops: Vec<Op>) -> Vec<Op> {
         let replaced: Vec<TensorId> = ops.iter().filter_map(|op| self.device_staging(op)).collect();
         replaced.into_iter().fold(ops, |ops, staging| {
@@ -174,7 +181,8 @@ impl ProgramRewriter<'_> {
         })
     }
 
-    /// Splits elementwise ops on a large host tensor into pieces; returns all other ops as one piece.
+    /// Splits ops into pieces, and returns the ops of each piece. Only elementwise ops on a large host tensor are
+    /// split; all other ops stay together as one piece.
     fn split_into_pieces(&self, ops: Vec<Op>) -> Vec<Vec<Op>> {
         let total = ops.first().and_then(elementwise_count).unwrap_or(0);
         // Ops that only write need no ring and therefore no pieces.
@@ -194,25 +202,26 @@ impl ProgramRewriter<'_> {
         (0..total.div_ceil(piece)).map(|number| slice(number * piece)).collect()
     }
 
-    /// Appends ops as units, one for each run of ops on the same processor.
+    /// Appends ops as work units, one for each run of consecutive ops on the same processor.
     fn push_units(&mut self, name: &str, ops: Vec<Op>, units: &mut Vec<WorkUnit>) {
         let mut ops = self.with_host_staging(ops);
         ops.retain(|op| !self.is_redundant_zeroing(op));
-        for ops in ops.chunk_by(|a, b| self.executor_of(a) == self.executor_of(b)) {
-            let (mut ops, executor) = (ops.to_vec(), self.executor_of(&ops[0]));
-            for op in ops.iter_mut().filter(|op| executor != Executor::Device && op.queue == Queue::Compute) {
+        for ops in ops.chunk_by(|a, b| self.processor_of(a) == self.processor_of(b)) {
+            let (mut ops, processor) = (ops.to_vec(), self.processor_of(&ops[0]));
+            for op in ops.iter_mut().filter(|op| processor != Processor::Device && op.queue == Queue::Compute) {
                 op.queue = Queue::Host;
             }
-            let uses = match executor {
-                Executor::Device => self.offloader.uses_in(&ops, Space::Host),
-                Executor::Host => vec![],
-                Executor::HostUpdate => self.offloader.uses_in(&ops, Space::Device),
+            let uses = match processor {
+                Processor::Device => self.offloader.uses_in(&ops, Space::Host),
+                Processor::Host => vec![],
+                Processor::HostUpdate => self.offloader.uses_in(&ops, Space::Device),
             };
-            units.push(WorkUnit { name: name.to_owned(), blocks: vec![Block::once(name, ops)], executor, uses });
+            units.push(WorkUnit { name: name.to_owned(), blocks: vec![Block::once(name, ops)], processor, uses });
         }
     }
 
-    /// Returns the device's staging buffer through which an op moves a host tensor.
+    /// Returns the device buffer through which an op moves a host tensor to or from a file, and `None` if there is
+    /// none.
     fn device_staging(&self, op: &Op) -> Option<TensorId> {
         let OpKind::Cast { from, to, .. } = op.kind else { return None };
         let device_staging = |operand: Operand| {
@@ -227,7 +236,7 @@ impl ProgramRewriter<'_> {
         }
     }
 
-    /// Returns whether an op zeroes a gradient that the backward Program zeroes anyway.
+    /// Returns whether an op zeroes an offloaded gradient that the backward Program starts from zero anyway.
     fn is_redundant_zeroing(&self, op: &Op) -> bool {
         match op.kind {
             OpKind::Fill { into, .. } if self.program == ProgramKind::BeginStep => {
@@ -237,8 +246,9 @@ impl ProgramRewriter<'_> {
         }
     }
 
-    /// Returns the processor of an op: the host if its tensors are there, or if the host runs this update.
-    fn executor_of(&self, op: &Op) -> Executor {
+    /// Returns the processor that runs an op. The host runs ops without device arithmetic whose tensors are all in host
+    /// memory or files, embedding ops on a table in host memory, and updates of offloaded state if it is to update.
+    fn processor_of(&self, op: &Op) -> Processor {
         let on_host = |operand: Operand| self.offloader.space(operand) == Space::Host;
         let runs_on_host = match &op.kind {
             OpKind::Embed { table, .. } => on_host(*table),
@@ -252,13 +262,13 @@ impl ProgramRewriter<'_> {
             _ => false,
         };
         if runs_on_host {
-            return Executor::Host;
+            return Processor::Host;
         }
         let host_updates = self.work == WorkKind::Update && self.offloader.host_updates;
-        if host_updates && self.has_offloaded_state(op) { Executor::HostUpdate } else { Executor::Device }
+        if host_updates && self.has_offloaded_state(op) { Processor::HostUpdate } else { Processor::Device }
     }
 
-    /// Returns whether an op of the update works on offloaded optimizer state.
+    /// Returns whether an op of the update reads or writes offloaded optimizer state.
     fn has_offloaded_state(&self, op: &Op) -> bool {
         let on_host = |operand: Operand| self.offloader.space(operand) == Space::Host;
         match &op.kind {

@@ -4,7 +4,7 @@
 //! run the same update on the same bits.
 
 use super::{metrics, start_and_wait};
-use crate::op::{Collective, Exchange, Mode, Piece};
+use crate::op::{Collective, Exchange, ExchangeRange, Mode};
 use crate::program::{Block, ProgramKind, ProgramSet};
 use crate::scalars::Metric;
 use crate::share::Share;
@@ -12,18 +12,19 @@ use crate::tensor::{Index, Operand, TensorId};
 use plimsoll_core::{Category, Offload};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Parts of a piece start at multiples of this many elements, which is more than a cache line.
+/// Alignment, in elements, of the part of a gradient that each rank sums up; more than a cache line.
 const PART_ALIGNMENT: u64 = 64;
 
 /// Sequence number of the all-reduce of the loss, in the norm Program.
 const LOSS: i64 = 1;
-/// Sequence numbers of the all-reduces in the backward Program: tensors above the layers, tensors below them, and layer
-/// `n` as `LAYERS + n`.
+/// Sequence number of the all-reduce of gradients above the layers (final norm, head), in the backward Program.
 const ABOVE: i64 = 2;
+/// Sequence number of the all-reduce of gradients below the layers (embedding), in the backward Program.
 const BELOW: i64 = 3;
+/// Sequence number of the all-reduce of the gradients of layer 0, in the backward Program; layer `n` has `LAYERS + n`.
 const LAYERS: i64 = 16;
 
-/// Returns the Programs of one rank.
+/// Returns the Programs of one rank of a data-parallel team, from those of a single device.
 pub(super) fn parallelize(mut set: ProgramSet, share: &Share, offload: &Offload) -> ProgramSet {
     if let Some(number) = set.program_index(ProgramKind::Backward) {
         let blocks = std::mem::take(&mut set.programs[number].blocks);
@@ -37,32 +38,33 @@ pub(super) fn parallelize(mut set: ProgramSet, share: &Share, offload: &Offload)
     set
 }
 
-/// Returns the all-reduce of the loss. The norm needs none: all ranks have the same gradients.
+/// Returns a block that all-reduces the loss. The gradient norm needs no all-reduce: all ranks have the same gradients.
 fn loss_sum(set: &ProgramSet, share: &Share) -> Block {
-    let loss = Operand::whole(metrics(set)).from(Index::fixed(Metric::LossSum as i64));
-    let piece = Piece { input: loss, output: loss, counts: even_parts(1, share.ranks) };
+    let loss = Operand::whole(metrics(set)).starting_at(Index::fixed(Metric::LossSum as i64));
+    let piece = ExchangeRange { input: loss, output: loss, counts: even_parts(1, share.ranks) };
     let exchange = all_reduce(share, vec![piece], Index::fixed(LOSS), false);
     Block::once("loss", start_and_wait(exchange).into())
 }
 
-/// Splits elements into about equal parts, one per rank.
+/// Splits `elements` elements into about equal parts, and returns the length of each rank's part. The last parts may be
+/// shorter or empty.
 fn even_parts(elements: u64, ranks: u32) -> Vec<u64> {
     let part = elements.div_ceil(u64::from(ranks)).next_multiple_of(PART_ALIGNMENT);
     (0..u64::from(ranks)).map(|rank| elements.saturating_sub(rank * part).min(part)).collect()
 }
 
-fn all_reduce(share: &Share, pieces: Vec<Piece>, sequence: Index, last: bool) -> Exchange {
+fn all_reduce(share: &Share, pieces: Vec<ExchangeRange>, sequence: Index, last: bool) -> Exchange {
     Exchange { collective: Collective::AllReduce, pieces, rank: share.rank, peer: None, sequence, last }
 }
 
-/// Adds all-reduces of gradients to a backward Program.
+/// A backward Program under construction, with the all-reduces of its gradients.
 struct GradientReducer<'a> {
     set: &'a ProgramSet,
     share: &'a Share,
     offload: &'a Offload,
     /// Finished blocks.
     blocks: Vec<Block>,
-    /// Waits that move to the end of the Program.
+    /// Blocks that wait for the all-reduces, to be appended at the end of the Program.
     waits: Vec<Block>,
 }
 
@@ -89,7 +91,8 @@ impl GradientReducer<'_> {
         self.blocks
     }
 
-    /// Returns the gradients that a block adds to: those with a slot per layer, or the others.
+    /// Returns the gradient tensors that a block adds to: those with a slot per layer if `of_layers`, or else the
+    /// others.
     fn gradients(&self, block: &Block, of_layers: bool) -> BTreeSet<TensorId> {
         let accesses = block.ops.iter().flat_map(|op| op.accesses(&|id| self.set.tensor(id).elements()));
         let gradients = accesses.filter(|access| {
@@ -99,11 +102,12 @@ impl GradientReducer<'_> {
         gradients.map(|access| access.operand.tensor).collect()
     }
 
-    fn piece(&self, at: Operand) -> Piece {
-        Piece { input: at, output: at, counts: even_parts(self.set.tensor(at.tensor).elements(), self.share.ranks) }
+    fn piece(&self, at: Operand) -> ExchangeRange {
+        let counts = even_parts(self.set.tensor(at.tensor).elements(), self.share.ranks);
+        ExchangeRange { input: at, output: at, counts }
     }
 
-    /// Appends the all-reduce of gradients outside the layers.
+    /// Appends the all-reduce of gradients outside the layers, with sequence number `number`.
     fn reduce(&mut self, gradients: &[TensorId], number: i64) {
         if gradients.is_empty() {
             return;

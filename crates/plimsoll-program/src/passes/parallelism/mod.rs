@@ -14,19 +14,20 @@ mod data_parallel;
 mod pipeline;
 mod sharded;
 
-use crate::op::{Collective, Exchange, Op, OpKind, Piece, Queue};
+use crate::op::{Collective, Exchange, ExchangeRange, Op, OpKind, Queue};
 use crate::program::{Block, Program, ProgramSet};
 use crate::scalars::{METRICS, Metric};
 use crate::share::Share;
 use crate::tensor::{Index, Operand, TensorId};
 use plimsoll_core::{Parallelism, Recipe};
 
-/// Returns the Programs of one rank.
+/// Returns the Programs of one rank of a team, made from those of a single device by adding collectives.
 ///
 /// - `set` has the Programs of one device under `recipe`; for a pipeline, those of the rank's stage.
+/// - `share` says which part of the step the rank computes. For a single device the set is returned unchanged.
 /// - A sharded rank with micro-batch 0 computes nothing and only takes part in collectives; `set` is then built for one
 ///   sequence.
-/// - `micro_batches` and `tied` (the head is the embedding) matter for a pipeline only.
+/// - `micro_batches` (of this rank, per step) and `tied` (the head is the embedding) matter for a pipeline only.
 /// - Collectives on tensors that `recipe` offloads are awaited at once, so that the offload pass can move them.
 pub fn parallelize(mut set: ProgramSet, share: &Share, recipe: &Recipe, micro_batches: u32, tied: bool) -> ProgramSet {
     let Some(parallelism) = share.parallelism.filter(|_| share.ranks > 1) else { return set };
@@ -38,7 +39,8 @@ pub fn parallelize(mut set: ProgramSet, share: &Share, recipe: &Recipe, micro_ba
     }
 }
 
-/// Makes dropout use the positions of the rank's sequences in the whole step.
+/// Makes dropout masks depend on the position of a sequence among all sequences of the step, not only those of the
+/// rank. The masks are then those of a single device.
 fn offset_dropout_samples(set: &mut ProgramSet, share: &Share) {
     let blocks = set.programs.iter_mut().flat_map(|program: &mut Program| &mut program.blocks);
     for op in blocks.flat_map(|block| &mut block.ops) {
@@ -48,29 +50,29 @@ fn offset_dropout_samples(set: &mut ProgramSet, share: &Share) {
     }
 }
 
-/// Returns the metrics tensor.
+/// Returns the metrics tensor, in which ops sum up loss and gradient norm.
 fn metrics(set: &ProgramSet) -> TensorId {
     set.find(METRICS).expect("every set has a metrics tensor")
 }
 
-/// Returns the all-reduce of loss and squared gradient norm, of which each rank holds a partial sum.
+/// Returns a block that all-reduces the loss and the squared gradient norm, of which each rank holds a partial sum.
 fn loss_and_norm_sum(set: &ProgramSet, share: &Share, sequence: Index) -> Block {
-    let metrics = Operand::whole(metrics(set)).from(Index::fixed(Metric::LossSum as i64));
+    let metrics = Operand::whole(metrics(set)).starting_at(Index::fixed(Metric::LossSum as i64));
     let mut counts = vec![0; share.ranks as usize];
     counts[0] = Metric::NormSquared as u64 + 1 - Metric::LossSum as u64;
-    let pieces = vec![Piece { input: metrics, output: metrics, counts }];
+    let pieces = vec![ExchangeRange { input: metrics, output: metrics, counts }];
     let (collective, rank) = (Collective::AllReduce, share.rank);
     let exchange = Exchange { collective, pieces, rank, peer: None, sequence, last: false };
     Block::once("norm", start_and_wait(exchange).into())
 }
 
-/// Returns start and wait of a point-to-point message of `elements` between this rank and `peer`.
+/// Returns the ops that start and await a send or receive of `elements` elements at `at`, between this rank and `peer`.
 fn message(share: &Share, collective: Collective, peer: u32, at: Operand, elements: u64, sequence: Index) -> [Op; 2] {
-    let pieces = vec![Piece { input: at, output: at, counts: vec![elements; share.ranks as usize] }];
+    let pieces = vec![ExchangeRange { input: at, output: at, counts: vec![elements; share.ranks as usize] }];
     start_and_wait(Exchange { collective, pieces, rank: share.rank, peer: Some(peer), sequence, last: false })
 }
 
-/// Returns start and wait of a collective on the communication queue.
+/// Returns the op that starts a collective and the one that waits for it, on the communication queue.
 fn start_and_wait(exchange: Exchange) -> [Op; 2] {
     let on_queue = |kind| Op { kind, queue: Queue::Communication };
     [on_queue(OpKind::CollectiveStart(exchange.clone())), on_queue(OpKind::CollectiveWait(exchange))]

@@ -26,22 +26,27 @@ use crate::tensor::{Index, Lifetime, Operand, Tensor, TensorId};
 use plimsoll_core::{Category, Space};
 use std::collections::HashSet;
 
+/// Rank of the first stage.
+const FIRST_STAGE: u32 = 0;
+
 /// Name of the gradient of a tied embedding table.
 const TABLE_GRADIENT: &str = "embedding.gradient";
 
-/// Elements of the table gradient that are summed at once.
+/// Elements of the gradient of a tied embedding table that first and last stage exchange at once.
 const TABLE_PIECE: u64 = 1 << 20;
 
-/// Sequence numbers of activations to the next stage, which differ by micro-batch.
+/// Sequence numbers of the messages with activations to the next stage: 1 for the first micro-batch, then 3, 5, ….
 const DOWN: Index = Index { base: 1, scale: 0, micro_batch: 2 };
-/// Sequence numbers of gradients to the previous stage, which differ by micro-batch.
+/// Sequence numbers of the messages with gradients to the previous stage: 2 for the first micro-batch, then 4, 6, ….
 const UP: Index = Index { base: 2, scale: 0, micro_batch: 2 };
-/// Sequence number of the all-reduce of loss and norm.
+/// Sequence number of the all-reduce of loss and norm, in the norm Program.
 const LOSS_AND_NORM: Index = Index::fixed(1);
-/// Sequence number of the first message about the tied table; each piece has two.
+/// Sequence number of the first message about the tied embedding table, in the norm Program. Each piece of the table
+/// has two messages.
 const TABLE: i64 = 2;
 
-/// Returns the Programs of one stage; `set` has the Programs for its layers alone.
+/// Returns the Programs of one pipeline stage, with the messages to and from its neighbours. `set` has the Programs for
+/// the stage's layers, without messages.
 pub(super) fn parallelize(set: ProgramSet, share: &Share, micro_batches: u32, tied: bool) -> ProgramSet {
     let mut stage = Stage { share, set };
     stage.connect_forward(ProgramKind::Forward, "train.hidden");
@@ -54,29 +59,29 @@ pub(super) fn parallelize(set: ProgramSet, share: &Share, micro_batches: u32, ti
     stage.set
 }
 
-/// The stage of one rank while its Programs are rewritten.
+/// The pipeline stage of one rank while its Programs are rewritten.
 struct Stage<'a> {
     share: &'a Share,
     set: ProgramSet,
 }
 
 impl Stage<'_> {
-    /// Returns the rank of the previous stage.
+    /// Returns the rank of the previous stage, and `None` for the first stage.
     fn previous(&self) -> Option<u32> {
         self.share.rank.checked_sub(1)
     }
 
-    /// Returns the rank of the next stage.
+    /// Returns the rank of the next stage, and `None` for the last stage.
     fn next(&self) -> Option<u32> {
         Some(self.share.rank + 1).filter(|next| *next < self.share.ranks)
     }
 
-    /// Returns start and wait of a message with a whole slot of a tensor.
+    /// Returns the ops that start and await a send or receive of the whole slot at `at`.
     fn message(&self, collective: Collective, peer: u32, at: Operand, sequence: Index) -> [Op; 2] {
         message(self.share, collective, peer, at, self.set.tensor(at.tensor).elements(), sequence)
     }
 
-    /// Returns the hidden state before the first layer and after the last.
+    /// Returns the operands of the residual stream before the stage's first layer and after its last.
     fn input_and_output(&self, hidden: TensorId) -> [Operand; 2] {
         let slots = i64::from(self.set.tensor(hidden).slots);
         [Operand::slot(hidden, 0), Operand::slot(hidden, slots - 1)]
@@ -101,7 +106,8 @@ impl Stage<'_> {
         }
     }
 
-    /// Makes the backward pass receive its gradient from the next stage and send its own to the previous one.
+    /// Makes the backward pass receive the gradient of its output from the next stage, and send the gradient of its
+    /// input to the previous one.
     fn connect_backward(&mut self) {
         let Some(number) = self.set.program_index(ProgramKind::Backward) else { return };
         let hidden = self.set.find("train.hidden").expect("a forward pass has a hidden state");
@@ -120,7 +126,8 @@ impl Stage<'_> {
         blocks.extend(send.map(|send| Block::once("send to previous stage", send.into())));
     }
 
-    /// Makes loss and norm those of all stages before the clip factor is computed.
+    /// Adds the sums of loss and gradient norm over all stages to the norm Program, before the clip factor is computed.
+    /// If the embedding table is `tied`, adds the sum of its two gradients, too.
     fn connect_norm(&mut self, tied: bool) {
         let Some(number) = self.set.program_index(ProgramKind::GradientNorm) else { return };
         let table = self.set.find(TABLE_GRADIENT).filter(|_| tied);
@@ -142,40 +149,46 @@ impl Stage<'_> {
     fn table_sum(&mut self, gradient: TensorId) -> Vec<Block> {
         let Tensor { dtype, .. } = *self.set.tensor(gradient);
         let total = self.set.tensor(gradient).elements();
-        let (first_stage, last_stage) = (0, self.share.ranks - 1);
         let mut received = None;
-        if self.share.rank == first_stage {
+        if self.share.rank == FIRST_STAGE {
             let (name, shape) = ("norm.received".into(), vec![total.min(TABLE_PIECE)]);
             let (space, category, lifetime) = (Space::Device, Category::Communication, Lifetime::Transient);
             self.set.tensors.push(Tensor { name, shape, dtype, space, category, lifetime, slots: 1 });
             received = Some(Operand::whole(TensorId(self.set.tensors.len() as u32 - 1)));
         }
+        let (full, rest) = (total / TABLE_PIECE, total % TABLE_PIECE);
         let pieces = |first: i64, repeat: u32, elements: u64| {
-            let at = Operand::whole(gradient).from(Index::stride(TABLE_PIECE as i64));
-            let [to_first, to_last] = [0, 1].map(|way| Index { base: TABLE + way, scale: 2, micro_batch: 0 });
-            let message =
-                |collective, peer, at, sequence| message(self.share, collective, peer, at, elements, sequence);
-            let ops = match received {
-                Some(received) => {
-                    let mut ops = Vec::from(message(Collective::Receive, last_stage, received, to_first));
-                    ops.push(OpKind::Add { x: received, into: at, elements }.into());
-                    ops.extend(message(Collective::Send, last_stage, at, to_last));
-                    ops
-                }
-                None => {
-                    let mut ops = Vec::from(message(Collective::Send, first_stage, at, to_first));
-                    ops.extend(message(Collective::Receive, first_stage, at, to_last));
-                    ops
-                }
-            };
+            let ops = self.piece_sum(gradient, received, elements);
             Block { name: "tied table".into(), first, step: 1, repeat, ops }
         };
-        let (full, rest) = (total / TABLE_PIECE, total % TABLE_PIECE);
         let blocks = [pieces(0, full as u32, TABLE_PIECE), pieces(full as i64, u32::from(rest > 0), rest)];
         blocks.into_iter().filter(|block| block.repeat > 0).collect()
     }
 
-    /// Gives the tensors that a backward pass reads from its forward pass slots for each micro-batch in flight.
+    /// Returns the ops that sum one piece of the two gradients of a tied table. `received` is the first stage's buffer
+    /// for the gradient of the last stage, and `None` on the last stage.
+    fn piece_sum(&self, gradient: TensorId, received: Option<Operand>, elements: u64) -> Vec<Op> {
+        let last_stage = self.share.ranks - 1;
+        let at = Operand::whole(gradient).starting_at(Index::stride(TABLE_PIECE as i64));
+        let [to_first, to_last] = [0, 1].map(|way| Index { base: TABLE + way, scale: 2, micro_batch: 0 });
+        let message = |collective, peer, at, sequence| message(self.share, collective, peer, at, elements, sequence);
+        match received {
+            Some(received) => {
+                let mut ops = Vec::from(message(Collective::Receive, last_stage, received, to_first));
+                ops.push(OpKind::Add { x: received, into: at, elements }.into());
+                ops.extend(message(Collective::Send, last_stage, at, to_last));
+                ops
+            }
+            None => {
+                let mut ops = Vec::from(message(Collective::Send, FIRST_STAGE, at, to_first));
+                ops.extend(message(Collective::Receive, FIRST_STAGE, at, to_last));
+                ops
+            }
+        }
+    }
+
+    /// Multiplies by `in_flight` the slots of each tensor that a backward pass reads from its forward pass. The forward
+    /// passes of that many micro-batches run before the backward pass of the first one.
     fn add_in_flight_slots(&mut self, in_flight: u32) {
         if in_flight == 1 {
             return;
@@ -199,7 +212,7 @@ impl Stage<'_> {
         }
     }
 
-    /// Returns the non-persistent tensors that the backward pass reads before it writes them.
+    /// Returns the activations that the backward pass reads before it writes them: those from the forward pass.
     fn tensors_kept_for_backward(&self) -> HashSet<TensorId> {
         let (mut written, mut kept) = (HashSet::new(), HashSet::new());
         let Some(backward) = self.set.program(ProgramKind::Backward) else { return kept };

@@ -15,7 +15,7 @@
 use super::{loss_and_norm_sum, message, start_and_wait};
 use crate::formats::STATE_BLOCK;
 use crate::op::operands::{elements_mut, operands_mut};
-use crate::op::{Collective, Exchange, Mode, Op, OpKind, Piece};
+use crate::op::{Collective, Exchange, ExchangeRange, Mode, Op, OpKind};
 use crate::program::{Block, Program, ProgramSet};
 use crate::share::Share;
 use crate::tensor::{Index, Lifetime, Operand, Tensor, TensorId};
@@ -23,7 +23,7 @@ use plimsoll_core::{Category, Offload, Recipe, Space, WorkKind};
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::ops::Range;
 
-/// Slots of the gather buffer of a layer's weight: one for the layer at work, one for the next layer.
+/// Number of layers whose gathered weights are in buffers at once: the layer at work and the next one.
 const GATHERED_LAYERS: u32 = 2;
 
 /// Name suffixes of the tensors that belong to a weight.
@@ -32,7 +32,7 @@ const STATE_SUFFIXES: [&str; 6] = [".gradient", ".master", ".first_scale", ".sec
 /// Sequence number of the all-reduce of loss and norm.
 const LOSS_AND_NORM: i64 = 1;
 
-/// Returns the Programs of one rank.
+/// Returns the Programs of one rank of a sharded team (FSDP, ZeRO-3), from those of a single device.
 pub(super) fn parallelize(set: ProgramSet, share: &Share, recipe: &Recipe) -> ProgramSet {
     assert_eq!(share.state.len(), share.ranks as usize, "every rank has its part of the state");
     let shards = shards(&set, share);
@@ -57,16 +57,16 @@ pub(super) fn parallelize(set: ProgramSet, share: &Share, recipe: &Recipe) -> Pr
     sharder.set
 }
 
-/// The split of a tensor over the ranks.
+/// The split of a tensor (a weight, its gradient or its optimizer state) over the ranks.
 struct Shard {
-    /// Elements of a slot that each rank holds.
+    /// Range of elements of a slot that each rank holds, by rank; may be empty.
     parts: Vec<Range<u64>>,
-    /// Elements of the weight per element of this tensor: more than one for the scales of 8-bit state.
+    /// Elements of the weight per element of this tensor: 1, or 256 for the scales of 8-bit optimizer state.
     weight_elements: u64,
 }
 
-/// Returns the tensors that are split: weights, gradients and optimizer state, without quantized matrices and the
-/// rotary table.
+/// Returns the tensors that are split over the ranks, each with its split: weights, gradients and optimizer state,
+/// without quantized matrices and the rotary table.
 fn shards(set: &ProgramSet, share: &Share) -> HashMap<TensorId, Shard> {
     let ops = set.programs.iter().flat_map(|program| &program.blocks).flat_map(|block| &block.ops);
     let mut unsplit: HashSet<TensorId> = HashSet::new();
@@ -99,7 +99,7 @@ fn shard(set: &ProgramSet, share: &Share, tensor: &Tensor) -> Shard {
     Shard { parts, weight_elements }
 }
 
-/// Returns the split weights with one slot per layer.
+/// Returns those split weights that have one slot per layer; embedding and head have none.
 fn layer_weights(set: &ProgramSet, shards: &HashMap<TensorId, Shard>) -> BTreeSet<TensorId> {
     let computing = set.programs.iter().filter(|program| !matches!(program.work, WorkKind::Update | WorkKind::Load));
     let mut ops: Vec<Op> = computing.flat_map(|program| &program.blocks).flat_map(|block| block.ops.clone()).collect();
@@ -109,11 +109,11 @@ fn layer_weights(set: &ProgramSet, shards: &HashMap<TensorId, Shard>) -> BTreeSe
     layered.filter(is_weight).collect()
 }
 
-/// The state of the pass over a set.
+/// The state of the sharding pass over the Programs of one rank.
 struct Sharder<'a> {
     share: &'a Share,
     offload: &'a Offload,
-    /// Whether this rank computes sequences.
+    /// Whether this rank computes sequences; a storage-only worker computes none.
     computes: bool,
     set: ProgramSet,
     /// The tensors of a single device, with unsplit shapes.
@@ -122,14 +122,15 @@ struct Sharder<'a> {
     layer_weights: BTreeSet<TensorId>,
 }
 
-/// A slot of a split tensor.
+/// A slot (usually a layer) of a split tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct TensorSlot {
     tensor: TensorId,
     slot: i64,
 }
 
-/// An iteration of a block, or all iterations if they touch the same slots.
+/// Ops for which weights are gathered together (an FSDP unit): an iteration of a block such as one layer, or all
+/// iterations if they use the same weights.
 struct ComputeUnit {
     block: Block,
     /// Weights that the unit reads.
@@ -139,7 +140,7 @@ struct ComputeUnit {
 }
 
 impl Sharder<'_> {
-    fn exchange(&self, collective: Collective, pieces: Vec<Piece>, sequence: Index) -> Exchange {
+    fn exchange(&self, collective: Collective, pieces: Vec<ExchangeRange>, sequence: Index) -> Exchange {
         Exchange { collective, pieces, rank: self.share.rank, peer: None, sequence, last: false }
     }
 
@@ -149,7 +150,7 @@ impl Sharder<'_> {
 
     // ---- passes over the model ----
 
-    /// Returns the compute units of a Program.
+    /// Splits a Program into compute units (FSDP units), in order.
     fn compute_units(&self, program: &Program) -> Vec<ComputeUnit> {
         let mut units = Vec::new();
         for block in &program.blocks {
@@ -183,7 +184,8 @@ impl Sharder<'_> {
         ComputeUnit { block, weights, gradients }
     }
 
-    /// Adds the gather buffers of a Program and returns them by tensor.
+    /// Adds a buffer for each split tensor that the units use: for gathered weights, or for gradients before their
+    /// reduce-scatter. Returns the buffers by split tensor.
     fn add_buffers(&mut self, program: &Program, units: &[ComputeUnit]) -> HashMap<TensorId, TensorId> {
         let mut buffers: HashMap<TensorId, TensorId> = HashMap::new();
         for used in units.iter().flat_map(|unit| unit.weights.iter().chain(&unit.gradients)) {
@@ -202,7 +204,8 @@ impl Sharder<'_> {
         buffers
     }
 
-    /// Returns the blocks of a pass over the model, with its gathers and reduce-scatters.
+    /// Returns the blocks of a forward or backward pass, an evaluation or generation, with the all-gathers and
+    /// reduce-scatters.
     fn computing_blocks(&mut self, program: &Program) -> Vec<Block> {
         let units = self.compute_units(program);
         let buffers = self.add_buffers(program, &units);
@@ -219,7 +222,8 @@ impl Sharder<'_> {
 
     // ---- elementwise Programs ----
 
-    /// Returns the blocks of an elementwise Program, restricted to the rank's own parts.
+    /// Returns the blocks of a Program that treats each element by itself (load, update), restricted to the rank's own
+    /// parts. Adds the all-reduce of loss and norm before the clip factor.
     fn elementwise_blocks(&self, program: &Program) -> Vec<Block> {
         let mut blocks = Vec::new();
         for block in &program.blocks {
@@ -237,7 +241,8 @@ impl Sharder<'_> {
         blocks
     }
 
-    /// Returns the elements of a split tensor that a block covers, and `None` if it touches no split tensor.
+    /// Returns the elements of a split tensor that an elementwise block covers, and `None` if it touches no split
+    /// tensor.
     fn element_run(&self, block: &Block) -> Option<ElementRun> {
         let accesses = block.ops.iter().flat_map(|op| op.accesses(&|id| self.unsharded_elements(id)));
         let split = accesses.filter(|access| self.shards.contains_key(&access.operand.tensor));
@@ -249,7 +254,7 @@ impl Sharder<'_> {
         Some(ElementRun { tensor, slot, first, elements: longest.elements, strides, repeat: block.repeat })
     }
 
-    /// Returns a block restricted to a part of the elements that it covers.
+    /// Returns an elementwise block restricted to the part `part` of `run`, the elements that the whole block covers.
     ///
     /// Operands in split tensors refer to this rank's part, or to `received`, a buffer with another rank's part.
     fn restricted(&self, block: &Block, run: &ElementRun, part: &RunPart, received: Option<TensorId>) -> Block {
@@ -327,7 +332,7 @@ impl Sharder<'_> {
         blocks
     }
 
-    /// Returns the block in which a rank sends a part to rank 0.
+    /// Returns the block in which this rank sends a part of the elements of `block` to rank 0.
     fn send_part(&self, block: &Block, run: &ElementRun, part: &RunPart, sequence: Index) -> Block {
         let own = &self.shards[&run.tensor].parts[self.share.rank as usize];
         let offset = Index {
@@ -340,7 +345,7 @@ impl Sharder<'_> {
         Block { name: block.name.clone(), first: 0, step: 1, repeat: part.repeat, ops }
     }
 
-    /// Returns rank 0's buffer for a part of another rank, enlarged if needed.
+    /// Returns the buffer into which rank 0 receives parts of other ranks. It is added, or enlarged, if needed.
     fn receive_buffer(&mut self, program: &Program, run: &ElementRun, part: &RunPart) -> TensorId {
         let dtype = self.unsharded[run.tensor.0 as usize].dtype;
         let name = format!("{}.received.{dtype}", program.kind);
@@ -354,7 +359,7 @@ impl Sharder<'_> {
         buffer
     }
 
-    /// Returns the block in which rank 0 receives a part from its owner and writes it.
+    /// Returns the block in which rank 0 receives a part from its owner and writes it to a file.
     fn receive_part(
         &self,
         block: &Block,
@@ -372,18 +377,22 @@ impl Sharder<'_> {
     }
 }
 
-/// The elements of a tensor's slot that a block covers: contiguous pieces (`strides`), or the same range of each slot.
+/// The elements of a split tensor that the iterations of an elementwise block cover.
 struct ElementRun {
     tensor: TensorId,
     slot: Index,
+    /// First element of the first iteration.
     first: i64,
     /// Elements of one iteration.
     elements: u64,
+    /// Whether the iterations cover consecutive ranges of one slot. Otherwise each covers the same range, of a slot
+    /// (layer) of its own.
     strides: bool,
+    /// Iterations of the block.
     repeat: u32,
 }
 
-/// Iterations of equal size within an [`ElementRun`].
+/// A part of an [`ElementRun`], covered by iterations of equal size.
 struct RunPart {
     /// Offset from the first element of the run.
     offset: i64,
@@ -393,7 +402,7 @@ struct RunPart {
 }
 
 impl ElementRun {
-    /// Returns the parts of the run that lie in `range`: whole iterations, then the rest.
+    /// Returns the parts of the run that lie in the element range `range` of the slot: whole iterations, then the rest.
     fn parts(&self, range: Range<u64>) -> Vec<RunPart> {
         let repeat = if self.strides { u64::from(self.repeat) } else { 1 };
         let first = (range.start as i64).max(self.first);
@@ -415,23 +424,24 @@ impl ElementRun {
     }
 }
 
-/// Writes a pass unit by unit, with the collectives between units.
+/// A forward or backward pass under construction, compute unit by compute unit, with the collectives between them.
 struct UnitWalker<'p, 'a> {
     sharder: &'p mut Sharder<'a>,
-    /// Gather buffers by split tensor.
+    /// Buffers for gathered weights and for gradients before their reduce-scatter, by split tensor.
     buffers: HashMap<TensorId, TensorId>,
     /// Buffers that a rank without sequences has already zeroed.
     zeroed: HashSet<Operand>,
     /// Sequence number of the last collective.
     sequence: i64,
-    /// Wait for the all-gather in flight.
+    /// The op that waits for the all-gather in flight; `None` if there is none.
     pending_gather: Option<Op>,
-    /// Wait for the reduce-scatter in flight.
+    /// The op that waits for the reduce-scatter in flight; `None` if there is none.
     pending_scatter: Option<Op>,
 }
 
 impl UnitWalker<'_, '_> {
-    /// Appends the blocks of a unit: wait for its weights, gather those of the next unit, compute, scatter gradients.
+    /// Appends the blocks of compute unit `at`: wait for its weights, start the all-gather for the next unit, compute,
+    /// start the reduce-scatter of complete gradients.
     fn push_unit(&mut self, units: &[ComputeUnit], at: usize, blocks: &mut Vec<Block>) {
         let none = BTreeSet::new();
         let (unit, previous, next) = (&units[at], at.checked_sub(1).map(|before| &units[before]), units.get(at + 1));
@@ -468,36 +478,38 @@ impl UnitWalker<'_, '_> {
         blocks.push(Block::once(&unit.block.name, ops));
     }
 
-    /// Returns the buffer that holds a gathered slot.
+    /// Returns the operand of the buffer for a slot, with gathered weights or with gradients before their
+    /// reduce-scatter.
     fn buffer(&self, TensorSlot { tensor, slot }: TensorSlot) -> Operand {
         let buffer = self.buffers[&tensor];
         Operand::slot(buffer, slot.rem_euclid(i64::from(self.sharder.set.tensor(buffer).slots)))
     }
 
-    /// Returns the own part of a slot.
+    /// Returns the operand of this rank's part of a slot.
     fn own_part(&self, TensorSlot { tensor, slot }: TensorSlot) -> Operand {
         Operand::slot(tensor, slot)
     }
 
-    /// Returns the elements of a tensor that each rank holds.
+    /// Returns the number of elements of a tensor's slot that each rank holds, by rank.
     fn counts(&self, tensor: TensorId) -> Vec<u64> {
         self.sharder.shards[&tensor].parts.iter().map(|part| part.end - part.start).collect()
     }
 
-    /// Returns start and wait of the next collective.
-    fn next_collective(&mut self, collective: Collective, pieces: Vec<Piece>) -> [Op; 2] {
+    /// Returns the ops that start and await a collective, with the next sequence number.
+    fn next_collective(&mut self, collective: Collective, pieces: Vec<ExchangeRange>) -> [Op; 2] {
         self.sequence += 1;
         start_and_wait(self.sharder.exchange(collective, pieces, Index::fixed(self.sequence)))
     }
 
-    /// Starts the all-gather of weights that are needed and not yet gathered.
+    /// Appends to `ops` the start of the all-gather of the weights in `needed` that are not in `gathered`. Its wait
+    /// becomes `pending_gather`, or follows at once if weights are offloaded.
     fn gather(&mut self, needed: &BTreeSet<TensorSlot>, gathered: &BTreeSet<TensorSlot>, ops: &mut Vec<Op>) {
-        let piece = |slot: &TensorSlot| Piece {
+        let piece = |slot: &TensorSlot| ExchangeRange {
             input: self.own_part(*slot),
             output: self.buffer(*slot),
             counts: self.counts(slot.tensor),
         };
-        let pieces: Vec<Piece> = needed.difference(gathered).map(piece).collect();
+        let pieces: Vec<ExchangeRange> = needed.difference(gathered).map(piece).collect();
         if pieces.is_empty() {
             return;
         }
@@ -510,13 +522,14 @@ impl UnitWalker<'_, '_> {
         }
     }
 
-    /// Starts the reduce-scatter of complete gradients.
+    /// Appends to `ops` the start of the reduce-scatter of gradients that are complete for this micro-batch. Its wait
+    /// becomes `pending_scatter`, or follows at once if gradients are offloaded.
     fn scatter(&mut self, complete: &[TensorSlot], ops: &mut Vec<Op>) {
         if complete.is_empty() {
             return;
         }
         ops.extend(self.pending_scatter.take());
-        let piece = |slot: &TensorSlot| Piece {
+        let piece = |slot: &TensorSlot| ExchangeRange {
             input: self.buffer(*slot),
             output: self.own_part(*slot),
             counts: self.counts(slot.tensor),
@@ -531,7 +544,7 @@ impl UnitWalker<'_, '_> {
         }
     }
 
-    /// Returns an op with split tensors replaced by gather buffers.
+    /// Returns an op with split tensors replaced by their buffers.
     fn on_buffers(&self, op: &Op) -> Op {
         let mut op = op.clone();
         for operand in operands_mut(&mut op.kind) {
@@ -539,7 +552,7 @@ impl UnitWalker<'_, '_> {
             if self.buffers.contains_key(&tensor) {
                 let slots = i64::from(self.sharder.unsharded[tensor.0 as usize].slots);
                 let slot = operand.slot.base.rem_euclid(slots);
-                *operand = self.buffer(TensorSlot { tensor, slot }).from(operand.offset);
+                *operand = self.buffer(TensorSlot { tensor, slot }).starting_at(operand.offset);
             }
         }
         op

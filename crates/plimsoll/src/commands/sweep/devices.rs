@@ -20,39 +20,74 @@ use std::thread;
 /// Number of equal parts that the time of a device is divided into. The CPU is divided by threads instead.
 const TIME_PARTS: u32 = 1000;
 
-/// Lowest pace of a virtual device, in CPU cores.
+/// Lowest pace that a run gets on a virtual device, in CPU cores.
 const MIN_PACE: f64 = 0.01;
 
 /// A device that the runs of a sweep share.
 struct SharedDevice {
     spec: DeviceSpec,
-    /// The device as the user named it.
+    /// The device in the notation of `--devices`, as the user named it.
     request: DeviceRequest,
     capacity: DeviceCapacity,
+}
+
+impl SharedDevice {
+    /// Creates a device of a sweep. `asked` are the devices of the request, `workers` the largest number of runs on it.
+    fn new(spec: DeviceSpec, asked: &[DeviceRequest], workers: Option<u32>) -> SharedDevice {
+        let named = asked.iter().find(|asked| asked.name() == spec.name).cloned();
+        let request = named.unwrap_or_else(|| match spec.name.strip_prefix("cuda:").and_then(|n| n.parse().ok()) {
+            Some(index) => DeviceRequest::Cuda { index: Some(index), budget: None },
+            None => DeviceRequest::Cpu { budget: None },
+        });
+        let (time_shares, min_time_shares) = match request.local_device() {
+            DeviceRequest::Virtual { pace, .. } => {
+                (TIME_PARTS, ((MIN_PACE / pace * f64::from(TIME_PARTS)).ceil() as u32).clamp(1, TIME_PARTS))
+            }
+            DeviceRequest::Cpu { .. } => (spec.threads, 1),
+            _ => (TIME_PARTS, 1),
+        };
+        let max_workers = workers.unwrap_or(u32::MAX);
+        let capacity = DeviceCapacity { line: spec.budget, time_shares, min_time_shares, max_workers };
+        SharedDevice { spec, request, capacity }
+    }
+
+    /// Returns the device for the report of a sweep in which no run has started yet.
+    fn initial_report(&self) -> SweepDevice {
+        SweepDevice {
+            name: self.spec.name.clone(),
+            simulated: self.spec.simulated(),
+            budget_bytes: self.spec.budget,
+            peak_reserved_bytes: Bytes::ZERO,
+            workers: 0,
+            reason: None,
+        }
+    }
 }
 
 /// All devices of a sweep, with the memory of the host.
 pub struct SharedDevices {
     devices: Vec<SharedDevice>,
-    /// Reservation of the devices in the cluster, if there are any.
+    /// Reservation of the devices in the cluster; `None` if all devices are in this machine.
     reservation: Option<Reservation>,
-    /// Load line of the host memory.
+    /// Load line of the host memory, which all runs share.
     pub host: Bytes,
 }
 
 /// The resources that one run needs, per device.
 pub struct RunDemands {
-    /// Demand by device index; `None` where the run must not run.
+    /// Demand on each device of the sweep. `None` where the run must not run: other devices need fewer lossy rungs, or
+    /// the cluster lost the device during the measurement.
     pub per_device: Vec<Option<RunDemand>>,
 }
 
 impl RunDemands {
-    /// Whether the run fits on any device.
+    /// Returns whether the run fits on at least one device.
     pub fn fits(&self) -> bool {
         self.per_device.iter().flatten().any(|demand| demand.fits)
     }
 
-    /// Returns the smallest budget that would fit on some device, for a run that fits on none.
+    /// Returns the smallest budget under which a run that now fits on no device would fit on one. `None` if the run
+    /// must run on no device at all.
     pub fn smallest_budget(&self) -> Option<Bytes> {
         self.per_device.iter().flatten().map(|demand| demand.bytes).min()
     }
@@ -68,15 +103,16 @@ impl RunDemands {
         format!("fits on none of the devices: {}", devices.collect::<Vec<_>>().join("; "))
     }
 
-    /// Increases the demand on a device where the run did not fit under its load line.
+    /// Adds `more` bytes to the demand on a device, after the run did not fit there. Does nothing for a device without
+    /// a demand.
     pub fn increase(&mut self, device: usize, more: Bytes) {
         if let Some(demand) = &mut self.per_device[device] {
             demand.bytes += more;
         }
     }
 
-    /// Removes devices on which the run would need more lossy rungs than on others. The choice of the device must not
-    /// change the experiment.
+    /// Keeps, of the devices on which the run fits, those with the same lossy rungs as the device with the fewest. The
+    /// choice of the device must not change the experiment.
     fn on_least_lossy_devices(mut self) -> RunDemands {
         let fitting = self.per_device.iter().flatten().filter(|demand| demand.fits);
         if let Some(fewest) = fitting.map(|demand| demand.rungs.clone()).min_by_key(Vec::len) {
@@ -100,7 +136,8 @@ impl SharedDevices {
         check_requested_devices(file)
     }
 
-    /// Resolves the requested devices; without a request, the devices that are found.
+    /// Resolves the requested devices; without a request, those of this machine. Hands `reservation` over to the runs
+    /// of the sweep. At most `workers` runs share a device at a time; `None` sets no limit.
     ///
     /// # Errors
     /// Devices that are not present or not free.
@@ -111,12 +148,7 @@ impl SharedDevices {
     ) -> Result<SharedDevices, Failure> {
         let request = file.devices();
         // Each device is resolved alone: a run of a sweep uses one device, so links between devices do not matter.
-        let alone = |asked: &DeviceRequest| {
-            let mut alone = file.clone();
-            alone.remote =
-                alone.remote.with_devices(DevicesRequest { devices: vec![asked.clone()], ..request.clone() });
-            resolve_devices(&alone)
-        };
+        let alone = |asked: &DeviceRequest| resolve_alone(file, &request, asked);
         let specs = match &*request.devices {
             [] => resolve_devices(file)?,
             several => several.iter().map(alone).collect::<Result<Vec<_>, _>>()?.concat(),
@@ -126,42 +158,21 @@ impl SharedDevices {
         let is_local_virtual = |spec: &&DeviceSpec| spec.kind == DeviceKind::Virtual && spec.remote_host().is_none();
         let virtual_bytes: Bytes = specs.iter().filter(is_local_virtual).map(|spec| spec.budget).sum();
         let host = file.host_budget().load_line(Memory::read().free.saturating_sub(virtual_bytes));
-        let device = |spec: DeviceSpec| {
-            let named = request.devices.iter().find(|asked| asked.name() == spec.name).cloned();
-            let requested =
-                named.unwrap_or_else(|| match spec.name.strip_prefix("cuda:").and_then(|n| n.parse().ok()) {
-                    Some(index) => DeviceRequest::Cuda { index: Some(index), budget: None },
-                    None => DeviceRequest::Cpu { budget: None },
-                });
-            let (time_shares, min_time_shares) = match requested.local_device() {
-                DeviceRequest::Virtual { pace, .. } => {
-                    (TIME_PARTS, ((MIN_PACE / pace * f64::from(TIME_PARTS)).ceil() as u32).clamp(1, TIME_PARTS))
-                }
-                DeviceRequest::Cpu { .. } => (spec.threads, 1),
-                _ => (TIME_PARTS, 1),
-            };
-            let capacity = DeviceCapacity {
-                line: spec.budget,
-                time_shares,
-                min_time_shares,
-                max_workers: workers.unwrap_or(u32::MAX),
-            };
-            SharedDevice { spec, request: requested, capacity }
-        };
-        Ok(SharedDevices { devices: specs.into_iter().map(device).collect(), reservation, host })
+        let devices = specs.into_iter().map(|spec| SharedDevice::new(spec, &request.devices, workers)).collect();
+        Ok(SharedDevices { devices, reservation, host })
     }
 
-    /// Whether a device belongs to the cluster.
+    /// Returns whether the device with this index belongs to the cluster.
     pub fn is_remote(&self, device: usize) -> bool {
         self.reservation.is_some() && self.devices[device].spec.remote_host().is_some()
     }
 
-    /// Whether a device of the cluster is currently lost.
+    /// Returns whether a device of the cluster is currently lost.
     pub fn is_lost(&self, device: usize) -> bool {
         self.is_remote(device) && self.reservation_of(device).is_none()
     }
 
-    /// Whether the whole cluster is lost.
+    /// Returns whether the whole cluster is lost.
     pub fn is_cluster_lost(&self) -> bool {
         self.reservation.as_ref().is_some_and(Reservation::is_lost)
     }
@@ -170,8 +181,8 @@ impl SharedDevices {
         self.reservation.as_ref().and_then(|reservation| reservation.placement_group(self.name(device)))
     }
 
-    /// Returns the environment variable that gives a worker the reservation of its device in the cluster. It is empty for
-    /// a lost device, so that the worker does not reserve one itself.
+    /// Returns the environment variable that gives a worker the reservation of its device in the cluster; `None` for a
+    /// device of this machine. The value is empty for a lost device, so that the worker does not reserve one itself.
     pub fn worker_environment(&self, device: usize) -> Option<(&'static str, String)> {
         self.is_remote(device).then(|| (RESERVATION_ENV, self.reservation_of(device).unwrap_or_default()))
     }
@@ -186,7 +197,7 @@ impl SharedDevices {
         &self.devices[device].spec.name
     }
 
-    /// Explains why a device got none of the runs with these demands.
+    /// Explains why a device got none of the runs, which have these demands. `None` without demands.
     pub fn unused_reason(&self, device: usize, demands: &[&RunDemands]) -> Option<String> {
         if self.is_lost(device) {
             return Some("it was lost".to_owned());
@@ -215,18 +226,10 @@ impl SharedDevices {
 
     /// Returns the devices for the report of a sweep in which no run has started yet.
     pub fn initial_report(&self) -> Vec<SweepDevice> {
-        let device = |device: &SharedDevice| SweepDevice {
-            name: device.spec.name.clone(),
-            simulated: device.spec.simulated(),
-            budget_bytes: device.spec.budget,
-            peak_reserved_bytes: Bytes::ZERO,
-            workers: 0,
-            reason: None,
-        };
-        self.devices.iter().map(device).collect()
+        self.devices.iter().map(SharedDevice::initial_report).collect()
     }
 
-    /// Returns the settings of a worker: its share of the device and of the host memory.
+    /// Returns the `KEY=VALUE` settings of a worker: its share of the device and of the host memory.
     pub fn worker_settings(&self, worker: &ScheduledRun) -> Vec<String> {
         let device = &self.devices[worker.device];
         let text = self.worker_request(worker.device, worker.bytes, worker.host_bytes, worker.time_shares);
@@ -237,7 +240,8 @@ impl SharedDevices {
         settings
     }
 
-    /// Formats a share of a device and of the host memory in the syntax of `--devices`.
+    /// Formats a share of a device and of the host memory in the syntax of `--devices`. `parts` counts parts of the
+    /// device's time: threads for a CPU.
     fn worker_request(&self, device: usize, bytes: Bytes, host: Bytes, parts: u32) -> String {
         let device = &self.devices[device];
         let mut requested = device.request.clone();
@@ -249,12 +253,14 @@ impl SharedDevices {
             .to_string()
     }
 
-    /// Measures the demand of each open run on each device. Runs with equal demands are measured once.
+    /// Determines the demand of each open run on each device. `open` holds the indices in `runs` of the runs that are
+    /// not done. Runs with equal demands are planned once.
     ///
-    /// Each measurement is a process of its own, like a run: charges outside the arena can only be measured there.
+    /// Each run is planned for each device in a process of its own, because charges outside the arena can only be
+    /// measured there. With a GPU of this machine, only one such process runs at a time.
     ///
     /// # Errors
-    /// Processes that cannot be started. An error of a run is in that run's entry of the result.
+    /// The data of the built-in example cannot be written. An error of a run is in that run's entry of the result.
     pub fn measure_demands(
         &self,
         folder: &SweepFolder,
@@ -300,26 +306,32 @@ impl SharedDevices {
         let answers = answers.into_inner().expect("no thread panics while it holds the lock");
         let answers: Vec<Result<RunDemand, Failure>> =
             answers.into_iter().map(|answer| answer.expect("all were asked")).collect();
-        let demands_of = |key: &String| -> Result<RunDemands, Failure> {
+        let demands_of = |key: &String| {
             let index = distinct.iter().position(|&other| keys[other] == *key).expect("every key is among them");
-            let mut per_device = Vec::new();
-            for (device, answer) in answers[index * devices..(index + 1) * devices].iter().enumerate() {
-                per_device.push(match answer {
-                    Ok(demand) => Some(self.round_up_to_mib(device, demand)),
-                    // A device that was lost during the measurement is not used.
-                    Err(_) if self.is_remote(device) => None,
-                    Err(failure) => return Err(failure.clone()),
-                });
-            }
-            match answers[index * devices].clone() {
-                Err(failure) if per_device.iter().all(Option::is_none) => Err(failure),
-                _ => Ok(RunDemands { per_device }.on_least_lossy_devices()),
-            }
+            self.demands_of_run(&answers[index * devices..(index + 1) * devices])
         };
         Ok(keys.iter().map(demands_of).collect())
     }
 
-    /// Rounds the demand on a device of the cluster up to whole MiB, the unit of reservations.
+    /// Combines the demands of a run on each device, as they were measured.
+    fn demands_of_run(&self, answers: &[Result<RunDemand, Failure>]) -> Result<RunDemands, Failure> {
+        let mut per_device = Vec::new();
+        for (device, answer) in answers.iter().enumerate() {
+            per_device.push(match answer {
+                Ok(demand) => Some(self.round_up_to_mib(device, demand)),
+                // A device that was lost during the measurement is not used.
+                Err(_) if self.is_remote(device) => None,
+                Err(failure) => return Err(failure.clone()),
+            });
+        }
+        match &answers[0] {
+            Err(failure) if per_device.iter().all(Option::is_none) => Err(failure.clone()),
+            _ => Ok(RunDemands { per_device }.on_least_lossy_devices()),
+        }
+    }
+
+    /// Rounds the demand on a device of the cluster up to whole MiB, the unit of reservations, but not above its load
+    /// line. Other demands stay.
     fn round_up_to_mib(&self, device: usize, demand: &RunDemand) -> RunDemand {
         let whole = Bytes::mib(demand.bytes.0.div_ceil(1 << 20));
         let bytes = if self.is_remote(device) && demand.fits {
@@ -330,7 +342,7 @@ impl SharedDevices {
         RunDemand { bytes, ..demand.clone() }
     }
 
-    /// Measures the demand of one run on one device in a process of its own.
+    /// Determines the demand of one run on one device in a process of its own, which measures the charges.
     fn measure_demand(&self, folder: &SweepFolder, name: &str, device: usize) -> Result<RunDemand, Failure> {
         let capacity = self.devices[device].capacity;
         let cannot_start = |error: std::io::Error| Failure::bug(format!("a process cannot be started: {error}"));
@@ -362,7 +374,18 @@ impl SharedDevices {
     }
 }
 
-/// Returns settings that run on these devices only, without a fallback to the CPU.
+/// Resolves one device of a request without the others.
+fn resolve_alone(
+    file: &RunRequest,
+    request: &DevicesRequest,
+    asked: &DeviceRequest,
+) -> Result<Vec<DeviceSpec>, Failure> {
+    let mut alone = file.clone();
+    alone.remote = alone.remote.with_devices(DevicesRequest { devices: vec![asked.clone()], ..request.clone() });
+    resolve_devices(&alone)
+}
+
+/// Returns `KEY=VALUE` settings with which a run uses only `devices`, without a fallback to the CPU.
 pub fn device_settings(devices: &str) -> Vec<String> {
     vec![setting("run.devices", devices), "run.fallback=none".to_owned()]
 }

@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Restarts of a run without `--retries`.
+/// Number of restarts of a run that ended early, without `--retries`.
 const DEFAULT_RETRIES: u32 = 2;
 
 /// Time for workers of an interrupted sweep to finish their step, save and end.
@@ -35,19 +35,20 @@ pub struct SweepFolder {
 pub struct RunProgress {
     /// Number of finished steps.
     pub steps: u64,
-    /// Step of the newest checkpoint, from which the run would resume.
+    /// Step of the newest checkpoint, from which the run would resume; 0 before the first.
     pub saved_step: u64,
-    /// Training loss of the last step.
+    /// Training loss of the last step; `None` before the first one.
     pub loss: Option<f64>,
-    /// Loss of the last evaluation.
+    /// Loss of the last evaluation; `None` before the first one.
     pub eval_loss: Option<f64>,
-    /// Number of recoveries from refused memory.
+    /// Number of recoveries, which finish a step after an out-of-memory error or adapt to a changed load line.
     pub recoveries: u64,
-    /// Result of the run, if it ended without a crash.
+    /// Result of the run; `None` while it is under way, and after a crash.
     pub result: Option<RunResult>,
 }
 
-/// Builds the named configurations of all runs: every run file at every point of the grid.
+/// Builds the configuration of each run with the run's name: every run file at every combination of the values of
+/// `--set`.
 ///
 /// # Errors
 /// An invalid run file or grid.
@@ -177,7 +178,7 @@ impl SweepFolder {
         Ok(())
     }
 
-    /// Returns the path of the folder as text.
+    /// Returns the absolute path of the folder as text.
     pub fn name(&self) -> String {
         self.path.display().to_string()
     }
@@ -230,7 +231,7 @@ fn write(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
     Ok(atomic::write_file(path, bytes)?)
 }
 
-/// Describes a file operation that failed.
+/// Returns the failure for a file operation on `path`; `what` is its verb.
 fn cannot(what: &str, path: &Path, error: &std::io::Error) -> Failure {
     Failure::input(format!("cannot {what} {}: {error}", path.display()))
         .hint("name a folder that can be written: --dir")

@@ -13,8 +13,8 @@ use crate::args::SweepArgs;
 use crate::{output, signals};
 use devices::{RunDemands, SharedDevices};
 use folder::{OpenedSweep, RunProgress, SweepFolder};
-use plimsoll_core::{Bytes, Exit, Failure, RunStatus, SweepReport, SweepState, format_count};
-use plimsoll_plan::sweep::{Job, SweepScheduler, makespan, makespan_lower_bound, simulate};
+use plimsoll_core::{Bytes, Exit, Failure, RunDemand, RunStatus, SweepReport, SweepState, format_count};
+use plimsoll_plan::sweep::{Demand, Job, SweepScheduler, makespan, makespan_lower_bound, simulate};
 use plimsoll_train::config::{MemorySection, RunConfig};
 use plimsoll_train::planning::demand::{DEMAND_INCREMENT, demand, run_seconds};
 use plimsoll_train::resolve::contention_note;
@@ -33,13 +33,16 @@ const PROGRAM: &str = "/proc/self/exe";
 /// Time between two checks for workers that have ended.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Time without a new run for a cluster device on which a run ended early. The cluster reports a lost device later.
+/// Time for which a cluster device gets no new run after a run ended early there: the device may be lost, which the
+/// cluster reports only later.
 const FAILED_DEVICE_COOLDOWN: Duration = Duration::from_secs(10);
 
-/// Time that the sweep waits for a lost device to return if all waiting runs need lost devices.
+/// Time that the sweep waits for a lost device to return, while no run is under way and all waiting runs need lost
+/// devices.
 const LOST_DEVICE_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Time between two scheduling decisions if no worker starts or ends. A worker that is late changes the decision.
+/// Time between two scheduling decisions while no worker starts or ends. A worker that takes longer than predicted
+/// changes the decision.
 const SCHEDULE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Plans and runs a sweep and prints a table of the results. A run that fails does not stop the others.
@@ -126,21 +129,22 @@ struct ActiveSweep<'a> {
     devices: SharedDevices,
     folder: SweepFolder,
     runs: Vec<RunConfig>,
-    /// Demand by run index; `None` for runs that are done or cannot run.
+    /// Demand of each run; `None` for runs that are done or cannot run.
     demands: Vec<Option<RunDemands>>,
     report: SweepReport,
     schedule: SweepScheduler,
     workers: Vec<Worker>,
     injections: Vec<(String, String)>,
-    /// Whether a device was lost at the last check, by device index.
+    /// Whether each device was lost at the last check.
     lost: Vec<bool>,
-    /// End of the time in which a device gets no run, by device index.
+    /// Time until which each device gets no run, because a run ended early there; `None` for a device without such a
+    /// run.
     cooldowns: Vec<Option<Instant>>,
     started_at: Instant,
 }
 
 impl<'a> ActiveSweep<'a> {
-    /// Measures the demands of all runs and predicts the schedule.
+    /// Determines the demands of all runs that are not done, and predicts the schedule.
     fn plan(
         args: &'a SweepArgs,
         devices: SharedDevices,
@@ -196,22 +200,27 @@ impl<'a> ActiveSweep<'a> {
         Ok(sweep)
     }
 
-    /// Returns the rest of a run as a job for the scheduler. With `unconstrained`, its step takes the time that it takes
-    /// with the whole memory of the device.
+    /// Returns the rest of a run, from its newest checkpoint on, as a job for the scheduler. With `unconstrained`, a
+    /// step takes as long as with the whole memory of the device.
     fn job(&self, run: usize, progress: &RunProgress, unconstrained: bool) -> Job {
         let demands = self.demands[run].as_ref().map_or(&[][..], |demands| &demands.per_device);
-        let demand = |demand: &Option<plimsoll_core::RunDemand>| {
+        let demand = |demand: &Option<RunDemand>| {
             let demand = demand.as_ref().filter(|demand| demand.fits)?;
             let step = if unconstrained { demand.fastest_step_seconds } else { demand.step_seconds };
-            let seconds = run_seconds(&self.runs[run], demand, step, progress.saved_step);
-            Some(plimsoll_plan::sweep::Demand {
-                bytes: demand.bytes,
-                host_bytes: demand.host_bytes,
-                work_seconds: seconds.work,
-                fixed_seconds: seconds.fixed,
-            })
+            Some(self.rest_demand(run, progress, demand, step))
         };
         Job { demands: demands.iter().map(demand).collect() }
+    }
+
+    /// Returns the demand of the rest of a run on one device, on which a step takes `step_seconds`.
+    fn rest_demand(&self, run: usize, progress: &RunProgress, demand: &RunDemand, step_seconds: f64) -> Demand {
+        let seconds = run_seconds(&self.runs[run], demand, step_seconds, progress.saved_step);
+        Demand {
+            bytes: demand.bytes,
+            host_bytes: demand.host_bytes,
+            work_seconds: seconds.work,
+            fixed_seconds: seconds.fixed,
+        }
     }
 
     /// Starts and restarts runs until none is running or waiting, or until all have stopped after a signal.
@@ -385,7 +394,8 @@ impl<'a> ActiveSweep<'a> {
     }
 }
 
-/// Returns the exit of a sweep: that of the first run that is not done.
+/// Returns [`Exit::Done`] if all runs are done. Otherwise fails with the exit code of the first run that is not done,
+/// or after a signal with that of a stopped run.
 fn outcome(sweep: &ActiveSweep, stopped: bool) -> Result<Exit, Failure> {
     let runs = &sweep.report.runs;
     let Some(first) = runs.iter().find(|run| run.state != SweepState::Done) else { return Ok(Exit::Done) };
@@ -402,5 +412,5 @@ fn outcome(sweep: &ActiveSweep, stopped: bool) -> Result<Exit, Failure> {
     Err(Failure { exit, message, hints: vec![hint] })
 }
 
-/// Smallest load line of a worker: the syntax of `--devices` has no budget of zero.
+/// Smallest host budget of a worker: the syntax of `--devices` has no budget of zero.
 const MIN_BYTES: Bytes = Bytes(1);

@@ -19,11 +19,11 @@ pub struct WorkerStart {
     pub run: usize,
     /// Index of the device.
     pub device: usize,
-    /// Settings of the run: its share of the device and of the host memory.
+    /// `KEY=VALUE` settings of the run: its share of the device and of the host memory.
     pub settings: Vec<String>,
-    /// Environment variable for a device of the cluster.
+    /// Name and value of the environment variable for a device of the cluster; `None` for a device of this machine.
     pub environment: Option<(&'static str, String)>,
-    /// Out-of-memory errors to inject, as `--inject-oom` takes them.
+    /// Places of out-of-memory errors to inject, as `--inject-oom` of `plimsoll train` takes them.
     pub injections: Vec<String>,
 }
 
@@ -44,7 +44,7 @@ pub struct Worker {
 pub struct WorkerExit {
     /// Exit code; `None` if a signal ended the process.
     pub code: Option<i32>,
-    /// Error of the process in one line.
+    /// Exit code or signal and error message of the process in one line; `None` if it succeeded.
     pub reason: Option<String>,
 }
 
@@ -89,29 +89,32 @@ impl Worker {
         drop(self.child.stdin.take());
     }
 
-    /// Returns the exit of the process if it has ended.
+    /// Returns the exit of the process; `None` while it runs.
     pub fn try_exit(&mut self) -> Option<WorkerExit> {
         let status = self.child.try_wait().ok().flatten()?;
         Some(WorkerExit { code: status.code(), reason: describe_exit(status, &self.read_log()) })
     }
 
-    /// Returns the output of this process in the log. Removes a log that is empty.
+    /// Returns the part of the log that this process has written; nothing after an error. Removes the log if it is
+    /// empty.
     fn read_log(&self) -> String {
-        let read = || -> io::Result<String> {
-            let mut text = Vec::new();
-            let mut file = File::open(&self.log)?;
-            file.seek(SeekFrom::Start(self.log_start))?;
-            file.read_to_end(&mut text)?;
-            if text.is_empty() && self.log_start == 0 {
-                fs::remove_file(&self.log)?;
-            }
-            Ok(String::from_utf8_lossy(&text).into_owned())
-        };
-        read().unwrap_or_default()
+        self.try_read_log().unwrap_or_default()
+    }
+
+    fn try_read_log(&self) -> io::Result<String> {
+        let mut text = Vec::new();
+        let mut file = File::open(&self.log)?;
+        file.seek(SeekFrom::Start(self.log_start))?;
+        file.read_to_end(&mut text)?;
+        if text.is_empty() && self.log_start == 0 {
+            fs::remove_file(&self.log)?;
+        }
+        Ok(String::from_utf8_lossy(&text).into_owned())
     }
 }
 
-/// Describes a failed process in one line: the exit code and its first error message, or the signal.
+/// Describes a failed process in one line: the exit code and its first error message, or the signal. Returns `None` for
+/// exit code 0.
 fn describe_exit(status: ExitStatus, log: &str) -> Option<String> {
     let line = log.lines().find_map(|line| line.strip_prefix("error: ").or(line.strip_prefix("stopped: ")));
     match (status.code(), line) {

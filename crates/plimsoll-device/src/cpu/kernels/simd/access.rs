@@ -15,7 +15,7 @@ pub fn strips<T: Real, V: Vector<T::Wide>>(n: usize, mut work: impl FnMut(usize,
     }
 }
 
-/// Reads the strip of `count` elements at `at`; the other lanes come from `fill`.
+/// Reads the `count` elements from index `at` on into a vector. The other lanes come from `fill`.
 #[inline(always)]
 pub fn get_or<T: Real, V: Vector<T::Wide>>(slice: &[T], at: usize, count: usize, fill: V) -> V {
     assert!(count <= V::LANES && at + count <= slice.len());
@@ -29,13 +29,13 @@ pub fn get_or<T: Real, V: Vector<T::Wide>>(slice: &[T], at: usize, count: usize,
     }
 }
 
-/// Reads the strip of `count` elements at `at`; the other lanes are zero.
+/// Reads the `count` elements from index `at` on into a vector. The other lanes are zero.
 #[inline(always)]
 pub fn get<T: Real, V: Vector<T::Wide>>(slice: &[T], at: usize, count: usize) -> V {
     get_or(slice, at, count, V::splat(T::Wide::ZERO))
 }
 
-/// Writes the first `count` lanes to the elements at `at`.
+/// Writes the first `count` lanes to the elements from index `at` on.
 #[inline(always)]
 pub fn put<T: Real, V: Vector<T::Wide>>(slice: &mut [T], at: usize, count: usize, value: V) {
     assert!(count <= V::LANES && at + count <= slice.len());

@@ -2,7 +2,7 @@
 
 use std::sync::OnceLock;
 
-/// Vector instructions in use.
+/// A set of vector instructions that kernels use, in ascending order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum SimdLevel {
     /// Arrays of numbers, vectorized by the compiler.
@@ -15,7 +15,8 @@ pub enum SimdLevel {
     Avx512Bf16,
 }
 
-/// Returns the widest vector instructions of this processor, or narrower ones if `PLIMSOLL_VECTORS` says so.
+/// Returns the widest vector instructions of this processor, or narrower ones if the environment variable
+/// `PLIMSOLL_VECTORS` names them.
 pub fn simd_level() -> SimdLevel {
     static LEVEL: OnceLock<SimdLevel> = OnceLock::new();
     *LEVEL.get_or_init(|| {
@@ -46,9 +47,9 @@ fn widest() -> SimdLevel {
     SimdLevel::Portable
 }
 
-/// Defines `fn name<T: Real>(…)` (or `T: Float`) with a body over `T` and `V: Vector<T::Wide>`. The body is compiled for each
-/// width of vectors, and calls use the widest one that the processor supports. Types after `V` are further type parameters
-/// with the same wide type.
+/// Defines `fn name<T: Real>(…)` (or `T: Float`) with a body over `T` and `V: Vector<T::Wide>`. The body is compiled
+/// for each width of vectors, and calls use the widest one that the processor supports. Types after `V` are further
+/// type parameters with the same wide type.
 macro_rules! vectorized {
     ($(#[$meta:meta])* $vis:vis fn $name:ident<$T:ident, $V:ident>($($rest:tt)*) $($more:tt)*) => {
         vectorized! { $(#[$meta])* $vis fn $name<$T: Real, $V>($($rest)*) $($more)* }
@@ -83,8 +84,8 @@ macro_rules! vectorized {
 }
 pub(crate) use vectorized;
 
-/// Defines a function over `D: Dot`. It is compiled for each method to multiply pairs, and calls use the best one of this
-/// processor.
+/// Defines a function over `D: Dot`. It is compiled for each method to multiply pairs, and calls use the best one of
+/// this processor.
 macro_rules! vectorized_dot {
     ($(#[$meta:meta])* $vis:vis fn $name:ident<$D:ident $(, $O:ident)?>($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
         $(#[$meta])*

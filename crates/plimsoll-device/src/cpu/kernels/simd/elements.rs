@@ -4,9 +4,6 @@ use super::exp::exp_f32;
 #[cfg(target_arch = "x86_64")]
 use super::x86;
 use super::{Float, Lanes, Real, Vector};
-use crate::cpu::kernels::product::{self, Left, Product, Target};
-use crate::cpu::kernels::{attention, pairs};
-use crate::cpu::pool::Pool;
 use half::bf16;
 use plimsoll_core::DType;
 
@@ -52,27 +49,6 @@ macro_rules! real {
             unsafe fn store_part<V: Vector<Self>>(value: V, to: *mut Self, count: usize) {
                 // SAFETY: the caller's promise.
                 unsafe { value.store_part(to, count) }
-            }
-            fn product<O: Real<Wide = Self>>(pool: &Pool, p: Product<Self>, out: &mut [O], scratch: &mut [Self]) {
-                product::packed_product(pool, p, out, scratch);
-            }
-            fn pack_right_operand(from: &[Self], row: usize, count: usize, head: usize, scale: Self, to: &mut [Self]) {
-                attention::pack_right_operand(from, row, count, head, scale, to);
-            }
-            fn remaining_scale(_: Self) -> Self {
-                1.0
-            }
-            fn score(m: usize, n: usize, k: usize, a: *const Self, row: usize, right: *const Self, to: Target<Self>) {
-                product::small_product(
-                    m,
-                    n,
-                    k,
-                    product::Depth::Whole,
-                    Left::rows(a, row),
-                    right,
-                    attention::QUERIES,
-                    to,
-                );
             }
         }
         impl Float for $T {
@@ -122,7 +98,7 @@ impl Real for bf16 {
     const IS_WIDE: bool = false;
     const ZERO: Self = bf16::ZERO;
     fn from_f64(x: f64) -> Self {
-        bf16::from_f32(crate::cpu::kernels::cast::to_odd(x))
+        bf16::from_f32(to_odd(x))
     }
     #[inline(always)]
     fn to_f64(self) -> f64 {
@@ -157,16 +133,17 @@ impl Real for bf16 {
         // SAFETY: the caller's promise.
         unsafe { value.store_bf16_part(to, count) }
     }
-    fn product<O: Real<Wide = f32>>(pool: &Pool, p: Product<Self>, out: &mut [O], scratch: &mut [f32]) {
-        pairs::product(pool, p, out, scratch);
+}
+
+/// Rounds `x` to f32: if it lies between two numbers, to the one whose last bit is 1 (round to odd). Rounding the
+/// result to half as many bits then gives the same as rounding `x` once (Boldo and Melquiond, "When double rounding is
+/// odd"). The crate `half` drops the low half of an f64 instead.
+#[inline]
+pub fn to_odd(x: f64) -> f32 {
+    let nearest = x as f32;
+    if f64::from(nearest) == x || x.is_nan() {
+        return nearest;
     }
-    fn pack_right_operand(from: &[Self], row: usize, count: usize, head: usize, _: f32, to: &mut [f32]) {
-        pairs::pack_right_operand(from, row, count, head, to);
-    }
-    fn remaining_scale(scale: f32) -> f32 {
-        scale
-    }
-    fn score(m: usize, n: usize, k: usize, a: *const Self, row: usize, right: *const f32, to: Target<f32>) {
-        pairs::score(m, n, k, a, row, right, to);
-    }
+    let toward_zero = nearest.to_bits() - u32::from(f64::from(nearest).abs() > x.abs());
+    f32::from_bits(toward_zero | 1)
 }

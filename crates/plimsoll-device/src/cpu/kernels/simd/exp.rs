@@ -1,16 +1,19 @@
 //! The exponential function in f32: constants shared by all widths of vectors, and the scalar version.
 
-/// Smallest input from which e^x is infinite in f32 (ln 2^128 = 88.72…; the scaling overflows by itself).
+/// Upper limit of inputs: larger ones count as this one. e^x is infinite in f32 from x = ln 2^128 = 88.72… on, where
+/// the scaling overflows by itself.
 pub(super) const EXP_MAX: f32 = 90.0;
-/// Input below which e^x is zero in f32 (half the smallest subnormal is e^-103.97…).
+/// Lower limit of inputs: smaller ones count as this one. e^x is zero in f32 below x = -103.97…, half the smallest
+/// subnormal.
 pub(super) const EXP_MIN: f32 = -105.0;
-/// ln 2 in two parts; the first has so few bits that its product with any exponent is exact.
+/// First of two parts of ln 2. It has so few bits that its product with any exponent is exact.
 pub(super) const LN2_HIGH: f32 = 355.0 / 512.0;
+/// Second of two parts of ln 2: the rest.
 pub(super) const LN2_LOW: f32 = -2.121_944_4e-4;
-/// 1/k! for k = 7 … 1. After the reduction |r| <= ln 2 / 2, where the next term of the series
-/// is below 5e-9: less than a tenth of the rounding.
+/// Coefficients 1/k! of the series of e^r, for k = 7 down to 2. After the reduction |r| <= ln 2 / 2, where the next
+/// term is below 5e-9: less than a tenth of the rounding.
 pub(super) const EXP_TERMS: [f32; 6] = [1.0 / 5040.0, 1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5];
-/// Adding and subtracting 1.5 · 2^23 rounds to the nearest integer, ties to even.
+/// 1.5 · 2^23. Adding and subtracting it rounds an f32 to the nearest integer, ties to even.
 pub(super) const ROUNDING_SHIFT: f32 = 12_582_912.0;
 
 /// Returns e^x by the same algorithm as the vectors.

@@ -11,6 +11,7 @@
 mod access;
 mod dispatch;
 mod elements;
+mod encoder;
 mod exp;
 mod portable;
 #[cfg(test)]
@@ -22,17 +23,16 @@ mod x86;
 pub use access::{get, get_or, prefetch, put, strips};
 pub use dispatch::{SimdLevel, simd_level};
 pub(crate) use dispatch::{vectorized, vectorized_dot};
+pub use elements::to_odd;
+pub use encoder::Encoder;
 pub use portable::Lanes;
 pub use transpose::{transpose, transpose_bits};
 #[cfg(target_arch = "x86_64")]
 pub use x86::NativeDot;
-/// Pair products without a bf16 instruction.
+/// The method to multiply pairs of bf16 on processors other than x86: in f32, without a bf16 instruction.
 #[cfg(not(target_arch = "x86_64"))]
 pub type NativeDot = WidenedDot<Lanes<f32, 8>>;
 
-use super::product::{Product, Target};
-use super::quantized::Encoder;
-use crate::cpu::pool::Pool;
 use bytemuck::Pod;
 use half::bf16;
 use plimsoll_core::DType;
@@ -42,9 +42,9 @@ use std::ops::{Add, AddAssign, Div, Mul, Neg, Sub};
 
 /// A type that tensors are stored in: `f32`, `bf16`, or `f64` for the reference executor of the tests.
 pub trait Real: Pod + Default + PartialOrd + Send + Sync + Debug {
-    /// Type in which it is computed, and in which sums, statistics and master weights are stored.
+    /// Type in which kernels compute with these numbers, and in which sums, statistics and master weights are stored.
     type Wide: Float;
-    /// Name of the type in plans.
+    /// The same type as a value, as plans name it.
     const DTYPE: DType;
     /// Whether the type is its own wide type.
     const IS_WIDE: bool;
@@ -58,50 +58,26 @@ pub trait Real: Pod + Default + PartialOrd + Send + Sync + Debug {
     fn widen(self) -> Self::Wide;
     /// Returns the nearest number to `x`, ties to even.
     fn narrow(x: Self::Wide) -> Self;
-    /// Reads `LANES` numbers.
+    /// Reads a vector of numbers and widens them.
     ///
     /// # Safety
     /// The promises of `Vector::load` hold.
     unsafe fn load<V: Vector<Self::Wide>>(from: *const Self) -> V;
-    /// Writes all lanes, rounded to this type.
+    /// Writes all lanes of a vector, rounded to this type.
     ///
     /// # Safety
     /// The promises of `Vector::store` hold.
     unsafe fn store<V: Vector<Self::Wide>>(value: V, to: *mut Self);
-    /// Reads `count` numbers; the other lanes come from `fill`.
+    /// Reads `count` numbers into the first lanes of a vector, and widens them. The other lanes come from `fill`.
     ///
     /// # Safety
     /// The promises of `Vector::load_part` hold.
     unsafe fn load_part<V: Vector<Self::Wide>>(from: *const Self, count: usize, fill: V) -> V;
-    /// Writes the first `count` lanes, rounded to this type.
+    /// Writes the first `count` lanes of a vector, rounded to this type.
     ///
     /// # Safety
     /// The promises of `Vector::store_part` hold.
     unsafe fn store_part<V: Vector<Self::Wide>>(value: V, to: *mut Self, count: usize);
-    /// Implements `kernels::product` for operands of this type and a result of this or the wide type.
-    fn product<O: Real<Wide = Self::Wide>>(pool: &Pool, p: Product<Self>, out: &mut [O], scratch: &mut [Self::Wide]);
-    /// Packs right-hand operands of attention products: `to[E, Q]` = the first `count` rows of `from` (stride `row`), transposed
-    /// and times `scale`. Types that multiply in pairs pack pairs instead and do not scale. Other lanes are zero.
-    fn pack_right_operand(
-        from: &[Self],
-        row: usize,
-        count: usize,
-        head: usize,
-        scale: Self::Wide,
-        to: &mut [Self::Wide],
-    );
-    /// Returns the factor that scores of packed operands still need if `scale` was requested.
-    fn remaining_scale(scale: Self::Wide) -> Self::Wide;
-    /// Computes `target[m, n]` = rows of `a` over k · the operand packed by `pack_right_operand` at `right`, with stride Q.
-    fn score(
-        m: usize,
-        n: usize,
-        k: usize,
-        a: *const Self,
-        row: usize,
-        right: *const Self::Wide,
-        target: Target<Self::Wide>,
-    );
 }
 
 /// A float that kernels compute in: `f32`, or `f64` for the reference executor of the tests.
@@ -143,14 +119,14 @@ pub trait Float:
 /// A vector of `LANES` numbers.
 ///
 /// The AVX types use instructions that some processors lack. Values of these types are created only in functions under
-/// `vectorized!`, which checks the processor first; their `SAFETY` comments call this "the dispatcher". The module is private
-/// for that reason.
+/// `vectorized!`, which checks the processor first; their `SAFETY` comments call this "the dispatcher". The module is
+/// private for that reason.
 pub trait Vector<T: Float>:
     Copy + Add<Output = Self> + Sub<Output = Self> + Mul<Output = Self> + Div<Output = Self>
 {
-    /// Numbers in a vector.
+    /// Number of numbers in a vector.
     const LANES: usize;
-    /// Width of a matrix-product tile in vectors, chosen to fill the registers.
+    /// Number of vectors in a row of a matrix-product tile, chosen to fill the registers.
     const PANEL_VECTORS: usize;
     /// Returns a vector with `x` in all lanes.
     fn splat(x: T) -> Self;
@@ -202,9 +178,7 @@ pub trait Vector<T: Float>:
         // SAFETY: `MAX_LANES` suffices for every vector; the caller's promise.
         unsafe {
             fill.store(lanes.as_mut_ptr());
-            for (at, lane) in lanes.iter_mut().enumerate().take(count) {
-                *lane = T::from_f64((*from.add(at)).to_f64());
-            }
+            widen_lanes(std::slice::from_raw_parts(from, count), &mut lanes);
             Self::load(lanes.as_ptr())
         }
     }
@@ -218,24 +192,22 @@ pub trait Vector<T: Float>:
         // SAFETY: `MAX_LANES` suffices for every vector; the caller's promise.
         unsafe {
             self.store(lanes.as_mut_ptr());
-            for (at, lane) in lanes.iter().enumerate().take(count) {
-                *to.add(at) = bf16::from_f32(lane.to_f64() as f32);
-            }
+            narrow_lanes(&lanes, std::slice::from_raw_parts_mut(to, count));
         }
     }
     /// Returns `self * factor + term`, fused if the processor supports it.
     fn mul_add(self, factor: Self, term: Self) -> Self;
-    /// Returns the larger number of each lane; that of `other` if they are unordered.
+    /// Returns the larger number of each lane, or that of `other` if one of the two is NaN.
     fn max(self, other: Self) -> Self;
-    /// Returns the square root.
+    /// Returns the square root of each lane.
     fn sqrt(self) -> Self;
-    /// Returns e to the power of each lane: within 2 units in the last place for f32, infinity above the range, 0 below it,
-    /// NaN for NaN.
+    /// Returns e to the power of each lane: within 2 units in the last place for f32, infinity above the range, 0 below
+    /// it, NaN for NaN.
     fn exp(self) -> Self;
     /// Returns `yes` in lanes where `self <= other`, else `no`.
     fn select_le(self, other: Self, yes: Self, no: Self) -> Self;
-    /// Swaps each lane of `self` that has `bit` in its index with the lane of `other` that lies `bit` below. A transposition
-    /// consists of such steps.
+    /// Swaps each lane of `self` that has `bit` in its index with the lane of `other` that lies `bit` below. A
+    /// transposition consists of such steps.
     fn swap_lanes(self, other: Self, bit: usize) -> (Self, Self);
     /// Returns the sum of all lanes, in an order fixed by the type.
     fn sum(self) -> T;
@@ -243,15 +215,32 @@ pub trait Vector<T: Float>:
     fn max_lane(self) -> T;
 }
 
-/// Vectors with lanes that may hold the bits of a pair of bf16, the first number in the lower half.
+/// Converts numbers of bf16 and writes them to the first lanes. Not inlined, because parts of vectors are rare and the
+/// code is long.
+#[inline(never)]
+fn widen_lanes<T: Float>(from: &[bf16], lanes: &mut [T; MAX_LANES]) {
+    for (lane, number) in lanes.iter_mut().zip(from) {
+        *lane = T::from_f64(number.to_f64());
+    }
+}
+
+/// Rounds the first `to.len()` lanes to bf16. Not inlined, because parts of vectors are rare and the code is long.
+#[inline(never)]
+fn narrow_lanes<T: Float>(lanes: &[T; MAX_LANES], to: &mut [bf16]) {
+    for (number, lane) in to.iter_mut().zip(lanes) {
+        *number = bf16::from_f32(lane.to_f64() as f32);
+    }
+}
+
+/// A vector of 32-bit lanes, each of which may hold the bits of two bf16 numbers, the first in the lower half.
 pub trait PairVector: Vector<f32> {
-    /// Returns the first number of each pair.
+    /// Returns the first number of each lane's pair, as f32.
     fn low(self) -> Self;
-    /// Returns the second number of each pair.
+    /// Returns the second number of each lane's pair, as f32.
     fn high(self) -> Self;
 }
 
-/// Vectors that decode and encode quantized numbers of 4 or 8 bits (`plimsoll_program::formats`).
+/// A vector that can be decoded from, and encoded to, quantized numbers of 4 or 8 bits (`plimsoll_program::formats`).
 pub trait QuantizedVector: Vector<f32> {
     /// Decodes `LANES` int8 numbers.
     ///
@@ -283,7 +272,7 @@ pub trait QuantizedVector: Vector<f32> {
         // SAFETY: `MAX_LANES` suffices for every vector.
         unsafe { Self::load(lanes.as_ptr()) }
     }
-    /// Looks up `LANES` codes in a table.
+    /// Returns the numbers that `map` gives for `LANES` codes.
     ///
     /// # Safety
     /// `codes` must be readable for `LANES` bytes.
@@ -297,7 +286,7 @@ pub trait QuantizedVector: Vector<f32> {
         // SAFETY: `MAX_LANES` suffices for every vector.
         unsafe { Self::load(lanes.as_ptr()) }
     }
-    /// Encodes all lanes.
+    /// Encodes each lane to a byte, and writes the bytes.
     ///
     /// # Safety
     /// `to` must be writable for `LANES` bytes.
@@ -314,15 +303,15 @@ pub trait QuantizedVector: Vector<f32> {
     }
 }
 
-/// A method to multiply pairs of bf16.
+/// A method to multiply pairs of bf16 numbers, two in each 32-bit lane of a vector.
 pub trait Dot {
     /// Vectors that hold the pairs and the sums.
     type V: PairVector + QuantizedVector;
-    /// Returns sum + a.low · b.low + a.high · b.high
+    /// Returns sum + a.low · b.low + a.high · b.high in each lane.
     fn dot(a: Self::V, b: Self::V, sum: Self::V) -> Self::V;
 }
 
-/// Pair products in f32, for processors without a bf16 instruction.
+/// The method to multiply pairs of bf16 in f32, for processors without a bf16 instruction.
 pub struct WidenedDot<V>(std::marker::PhantomData<V>);
 
 impl<V: PairVector + QuantizedVector> Dot for WidenedDot<V> {
@@ -333,5 +322,5 @@ impl<V: PairVector + QuantizedVector> Dot for WidenedDot<V> {
     }
 }
 
-/// Largest number of lanes of any vector.
+/// Largest number of lanes that a vector of any type has.
 const MAX_LANES: usize = 16;

@@ -3,7 +3,7 @@
 use super::{Float, PairVector, QuantizedVector, Vector};
 use std::ops::{Add, Div, Mul, Sub};
 
-/// Vectors for any processor.
+/// A vector for any processor: an array of N numbers.
 #[derive(Clone, Copy)]
 pub struct Lanes<T, const N: usize>([T; N]);
 

@@ -11,7 +11,8 @@ vectorized! {
 }
 
 vectorized! {
-    /// Transposes elements of the size of `T` without changing a bit.
+    /// Computes `to[columns, to_row]` = the transpose of `from[rows, from_row]`. Elements keep all their bits, whatever
+    /// they encode.
     pub fn transpose_bits<T: Float, V>(from: &[T], from_row: usize, rows: usize, columns: usize, to: &mut [T], to_row: usize) {
         transpose_blocks::<T, V>(from, from_row, rows, columns, to, to_row, #[inline(always)] |block| block, #[inline(always)] |x| x);
     }

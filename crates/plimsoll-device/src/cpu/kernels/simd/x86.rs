@@ -3,9 +3,8 @@
 //! `SAFETY` throughout: values of these types exist only where the dispatcher has checked the processor (see `Vector`), and
 //! pointers satisfy the caller's promise.
 
-use super::super::quantized::Encoder;
 use super::exp::{EXP_MAX, EXP_MIN, EXP_TERMS, LN2_HIGH, LN2_LOW};
-use super::{Dot, PairVector, QuantizedVector, Vector};
+use super::{Dot, Encoder, PairVector, QuantizedVector, Vector};
 use half::bf16;
 use plimsoll_program::formats;
 use std::arch::x86_64::*;
@@ -367,7 +366,7 @@ impl QuantizedVector for F32x16 {
     }
 }
 
-/// Pair products with AVX-512 BF16.
+/// The method to multiply pairs of bf16 with the instruction of AVX-512 BF16.
 pub struct NativeDot;
 
 impl Dot for NativeDot {
@@ -383,7 +382,8 @@ impl Dot for NativeDot {
     }
 }
 
-/// Returns the source lanes of both results of `swap_lanes`; lanes of the second operand count from N.
+/// Returns, for each lane of the two results of `swap_lanes`, the lane that it comes from. Lanes of the second operand
+/// count from N.
 #[inline(always)]
 const fn swap_indices<const N: usize>(bit: usize) -> ([u32; N], [u32; N]) {
     let (mut first, mut second) = ([0; N], [0; N]);
@@ -397,7 +397,7 @@ const fn swap_indices<const N: usize>(bit: usize) -> ([u32; N], [u32; N]) {
     (first, second)
 }
 
-/// Returns the mask of the first `count` of up to 16 lanes.
+/// Returns a mask of 16 lanes in which the first `count` are set.
 #[inline(always)]
 fn mask_first16(count: usize) -> u16 {
     ((1u32 << count) - 1) as u16
@@ -415,8 +415,8 @@ unsafe fn mask_first4(count: usize) -> __m256i {
     unsafe { _mm256_cmpgt_epi64(_mm256_set1_epi64x(count as i64), _mm256_setr_epi64x(0, 1, 2, 3)) }
 }
 
-/// Rounds 16 lanes to bf16 like `bf16::from_f32`. Uses integer operations, because the bf16 instruction flushes subnormals
-/// to zero and many processors lack it.
+/// Rounds 16 lanes to bf16 like `bf16::from_f32`. Uses integer operations, because the bf16 instruction flushes
+/// subnormals to zero and many processors lack it.
 #[inline(always)]
 unsafe fn bf16_avx512(x: __m512) -> __m256i {
     // SAFETY: the dispatcher.

@@ -43,7 +43,7 @@ fn naive_attention(shape: Heads, sequence: usize, qkv: &[f64], starts: &[i32]) -
     (out, stats)
 }
 
-pub(super) fn run_attention<T: Real>(
+pub(super) fn run_attention<T: Multiply>(
     threads: usize,
     shape: Heads,
     sequence: usize,
@@ -54,12 +54,12 @@ pub(super) fn run_attention<T: Real>(
     let mut out = vec![T::from_f64(f64::NAN); rows * shape.query_columns() as usize];
     let mut stats = vec![T::Wide::from_f64(f64::NAN); rows * shape.heads as usize];
     let kernels = Kernels::Cpu { threads: threads as u64 };
-    let mut scratch = scratch(kernels.attention(T::DTYPE, sequence as u64, shape));
+    let mut scratch = scratch(kernels.attention_workspace(T::DTYPE, sequence as u64, shape));
     attention(&pool(threads), shape, sequence, qkv, starts, &mut out, &mut stats, &mut scratch);
     (out, stats)
 }
 
-pub(super) fn run_attention_grad<T: Real>(
+pub(super) fn run_attention_grad<T: Multiply>(
     threads: usize,
     shape: Heads,
     sequence: usize,
@@ -71,7 +71,7 @@ pub(super) fn run_attention_grad<T: Real>(
     attention_grad_of(threads, shape, sequence, qkv, &out, dout, &stats, starts)
 }
 
-pub(super) fn attention_grad_of<T: Real>(
+pub(super) fn attention_grad_of<T: Multiply>(
     threads: usize,
     shape: Heads,
     sequence: usize,
@@ -83,19 +83,19 @@ pub(super) fn attention_grad_of<T: Real>(
 ) -> Vec<T> {
     let mut dqkv = vec![T::from_f64(f64::NAN); qkv.len()];
     let kernels = Kernels::Cpu { threads: threads as u64 };
-    let mut scratch = scratch(kernels.attention_grad(T::DTYPE, 1, sequence as u64, shape));
+    let mut scratch = scratch(kernels.attention_grad_workspace(T::DTYPE, 1, sequence as u64, shape));
     attention_grad(&pool(threads), shape, sequence, qkv, out, dout, stats, starts, &mut dqkv, &mut scratch);
     dqkv
 }
 
-/// Test cases (batch, sequence, longest document): one token, less than a block, and several blocks of queries and keys,
-/// with and without document boundaries inside.
+/// Test cases (batch, sequence, longest document): one token, less than a block, and several blocks of queries and
+/// keys, with and without document boundaries inside.
 pub(super) const SEQUENCES: [(usize, usize, usize); 5] =
     [(3, 1, 1), (2, 23, 9), (1, 130, 1000), (2, 130, 50), (1, 600, 300)];
 
 #[test]
 fn attention_sees_only_its_document() {
-    fn check<T: Real>() {
+    fn check<T: Multiply>() {
         let mut draw = Draw(8);
         for shape in SHAPES {
             for (batch, sequence, longest) in SEQUENCES {
@@ -154,7 +154,7 @@ fn huge_scores_do_not_overflow() {
 
 #[test]
 fn cached_attention_matches_full_attention() {
-    fn check<T: Real>() {
+    fn check<T: Multiply>() {
         let mut draw = Draw(11);
         for shape in SHAPES {
             let (total, all) = (300, shape.columns() as usize);
@@ -171,7 +171,7 @@ fn cached_attention_matches_full_attention() {
                 append_cache(shape, new, start, &mut keys, &mut values);
                 let mut out = vec![T::from_f64(f64::NAN); rows * shape.query_columns() as usize];
                 let kernels = Kernels::Cpu { threads: 2 };
-                let size = kernels.cached_attention(T::DTYPE, rows as u64, capacity as u64, shape);
+                let size = kernels.cached_attention_workspace(T::DTYPE, rows as u64, capacity as u64, shape);
                 let mut scratch = scratch(size);
                 cached_attention(&pool(2), shape, new, &keys, &values, start, &mut out, &mut scratch);
                 let columns = shape.query_columns() as usize;

@@ -97,102 +97,133 @@ fn dot(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| a * b).sum()
 }
 
-/// Returns the bits of every op's results, on shapes that need several tasks.
-fn bits_of_all_ops(threads: usize) -> Vec<(&'static str, Vec<u32>)> {
-    let pool = &pool(threads);
-    let lanes = threads as u64;
-    let mut draw = Draw(18);
-    let mut results = Vec::new();
-    let mut keep = |name, x: &[f32]| results.push((name, x.iter().map(|x| x.to_bits()).collect()));
+/// The results of several ops as bits, each result with the name of its op.
+#[derive(Default)]
+struct ResultBits(Vec<(&'static str, Vec<u32>)>);
 
-    for bits in [0, 1, 2, 3, 31] {
-        let case = case_from_flags(200, 150, 700, bits);
-        keep("product", &case.got(threads, case.draw::<f32, f32>(&mut Draw(bits as u64))));
+impl ResultBits {
+    /// Adds the bits of one result.
+    fn keep(&mut self, name: &'static str, x: &[f32]) {
+        self.0.push((name, x.iter().map(|x| x.to_bits()).collect()));
+    }
+}
+
+/// Heads of the attention in [`bits_of_all_ops`].
+const HEADS: Heads = Heads { heads: 6, kv_heads: 2, head_dim: 20 };
+
+/// Returns the bits of every op's results, on shapes that need several tasks.
+fn bits_of_all_ops(threads: usize) -> ResultBits {
+    let pool = &pool(threads);
+    let (mut draw, mut bits) = (Draw(18), ResultBits::default());
+    keep_products(threads, &mut draw, &mut bits);
+    keep_row_ops(pool, &mut draw, &mut bits);
+    keep_attention(pool, threads, &mut draw, &mut bits);
+    keep_swiglu_and_loss(pool, threads, &mut draw, &mut bits);
+    keep_bf16_ops(threads, &mut draw, &mut bits);
+    bits
+}
+
+/// Computes products of f32, and adds their bits to `bits`.
+fn keep_products(threads: usize, draw: &mut Draw, bits: &mut ResultBits) {
+    for flags in [0, 1, 2, 3, 31] {
+        let case = case_from_flags(200, 150, 700, flags);
+        bits.keep("product", &case.got(threads, case.draw::<f32, f32>(&mut Draw(flags as u64))));
     }
     let case = case_from_flags(2, 3000, 100, 2);
-    keep("few rows", &case.got(threads, case.draw::<f32, f32>(&mut draw)));
+    bits.keep("few rows", &case.got(threads, case.draw::<f32, f32>(draw)));
+}
 
+/// Computes gradients of embeddings, RMS norms and sums of rows, and adds their bits to `bits`.
+fn keep_row_ops(pool: &Pool, draw: &mut Draw, bits: &mut ResultBits) {
     let tokens: Vec<i32> = (0..500).map(|_| draw.below(90) as i32).collect();
     let (x, weight, dout): (Vec<f32>, Vec<f32>, Vec<f32>) =
         (draw.many(500 * 130), draw.many(130), draw.many(500 * 130));
     let mut dtable = vec![0.0; 90 * 130];
     embed_grad(pool, &tokens, &x, 130, &mut dtable);
-    keep("embed_grad", &dtable);
+    bits.keep("embed_grad", &dtable);
     let (mut out, mut rstd) = (vec![0.0; 500 * 130], vec![0.0; 500]);
     rms_norm(pool, &x, &weight, 1e-5, &mut out, &mut rstd);
-    keep("rms_norm", &out);
+    bits.keep("rms_norm", &out);
     let (mut dx, mut dweight) = (vec![0.0; 500 * 130], vec![0.0; 130]);
     let mut space = scratch(workspace::cpu::sum_rows(500, 130));
     rms_norm_grad(pool, &x, &weight, &rstd, &dout, &mut dx, Some(&mut dweight), false, &mut space);
-    keep("rms_norm_grad", &dx);
-    keep("rms_norm_grad weight", &dweight);
+    bits.keep("rms_norm_grad", &dx);
+    bits.keep("rms_norm_grad weight", &dweight);
     let mut sums = vec![0.0; 130];
     sum_rows(pool, 500, 130, &x, &mut sums, &mut scratch(workspace::cpu::sum_rows(500, 130)));
-    keep("sum_rows", &sums);
+    bits.keep("sum_rows", &sums);
+}
 
-    let shape = Heads { heads: 6, kv_heads: 2, head_dim: 20 };
-    let starts = documents(&mut draw, 2, 300, 150);
-    let qkv: Vec<f32> = draw.many(600 * shape.columns() as usize);
-    let (out, stats) = run_attention(threads, shape, 300, &qkv, &starts);
-    let dqkv = run_attention_grad(threads, shape, 300, &qkv, &out, &starts);
-    keep("attention", &out);
-    keep("attention stats", &stats);
-    keep("attention_grad", &dqkv);
+/// Computes attention, norms of heads and attention over a cache, and adds their bits to `bits`.
+fn keep_attention(pool: &Pool, threads: usize, draw: &mut Draw, bits: &mut ResultBits) {
+    let starts = documents(draw, 2, 300, 150);
+    let qkv: Vec<f32> = draw.many(600 * HEADS.columns() as usize);
+    let (out, stats) = run_attention(threads, HEADS, 300, &qkv, &starts);
+    let dqkv = run_attention_grad(threads, HEADS, 300, &qkv, &out, &starts);
+    bits.keep("attention", &out);
+    bits.keep("attention stats", &stats);
+    bits.keep("attention_grad", &dqkv);
     let (wq, wk): (Vec<f32>, Vec<f32>) = (draw.many(20), draw.many(20));
     let (mut normed, mut rstd) = (vec![0.0; qkv.len()], vec![0.0; 600 * 8]);
-    head_norm(pool, shape, &qkv, &wq, &wk, 1e-5, &mut normed, &mut rstd);
+    head_norm(pool, HEADS, &qkv, &wq, &wk, 1e-5, &mut normed, &mut rstd);
     let (mut dx, mut dq, mut dk) = (dqkv.clone(), vec![0.0; 20], vec![0.0; 20]);
     let mut space = scratch(workspace::cpu::sum_rows(600, 2 * 20));
-    head_norm_grad(pool, shape, &qkv, &wq, &wk, &rstd, &mut dx, Some([&mut dq, &mut dk]), &mut space);
+    head_norm_grad(pool, HEADS, &qkv, &wq, &wk, &rstd, &mut dx, Some([&mut dq, &mut dk]), &mut space);
     for x in [&normed, &dx, &dq, &dk] {
-        keep("head_norm", x);
+        bits.keep("head_norm", x);
     }
     for rows in [3, 100] {
         let (keys, values): (Vec<f32>, Vec<f32>) = (draw.many(400 * 40), draw.many(400 * 40));
         let mut out = vec![0.0; rows * 120];
-        let mut space = scratch(workspace::cpu::cached_attention(lanes, rows as u64, 400, 20));
-        cached_attention(pool, shape, &qkv[..rows * 200], &keys, &values, 300, &mut out, &mut space);
-        keep("cached_attention", &out);
+        let mut space = scratch(workspace::cpu::cached_attention(threads as u64, rows as u64, 400, 20));
+        cached_attention(pool, HEADS, &qkv[..rows * 200], &keys, &values, 300, &mut out, &mut space);
+        bits.keep("cached_attention", &out);
     }
+}
 
+/// Computes SwiGLU, the loss and the norm of a tensor, and adds their bits to `bits`.
+fn keep_swiglu_and_loss(pool: &Pool, threads: usize, draw: &mut Draw, bits: &mut ResultBits) {
     let (gate_up, dout): (Vec<f32>, Vec<f32>) = (draw.many(600 * 200), draw.many(600 * 100));
     let (mut out, mut dgate_up) = (vec![0.0; 600 * 100], vec![0.0; 600 * 200]);
     swiglu(pool, 100, &gate_up, &mut out);
     swiglu_grad(pool, 100, &gate_up, &dout, &mut dgate_up);
-    keep("swiglu", &out);
-    keep("swiglu_grad", &dgate_up);
+    bits.keep("swiglu", &out);
+    bits.keep("swiglu_grad", &dgate_up);
 
     let logits: Vec<f32> = draw.many(200 * 501);
     let labels: Vec<i32> = (0..200).map(|_| draw.below(501) as i32).collect();
     let weights: Vec<f32> = draw.many(200);
     let (loss, _, gradient) = loss_in_blocks(threads, (501, 200), &logits, &labels, &weights, 0.1);
-    keep("softmax_grad", &gradient);
-    keep("loss", &[loss as f32, (loss - f64::from(loss as f32)) as f32]);
-    let norm = squared_norm(pool, &qkv);
-    keep("norm", &[norm as f32, (norm - f64::from(norm as f32)) as f32]);
+    bits.keep("softmax_grad", &gradient);
+    bits.keep("loss", &[loss as f32, (loss - f64::from(loss as f32)) as f32]);
+    let norm = squared_norm(pool, &gate_up);
+    bits.keep("norm", &[norm as f32, (norm - f64::from(norm as f32)) as f32]);
+}
 
+/// Computes products and attention of bf16, and adds their bits to `bits`.
+fn keep_bf16_ops(threads: usize, draw: &mut Draw, bits: &mut ResultBits) {
     let widened = |x: &[bf16]| x.iter().map(|x| x.to_f32()).collect::<Vec<f32>>();
-    for bits in [0, 1, 2, 3, 31] {
-        let case = case_from_flags(200, 150, 2100, bits);
-        let draw = || Draw(bits as u64);
-        keep("product in bf16", &widened(&case.got(threads, case.draw::<bf16, bf16>(&mut draw()))));
-        keep("product of bf16", &case.got(threads, case.draw::<bf16, f32>(&mut draw())));
+    for flags in [0, 1, 2, 3, 31] {
+        let case = case_from_flags(200, 150, 2100, flags);
+        let draw = || Draw(flags as u64);
+        bits.keep("product in bf16", &widened(&case.got(threads, case.draw::<bf16, bf16>(&mut draw()))));
+        bits.keep("product of bf16", &case.got(threads, case.draw::<bf16, f32>(&mut draw())));
     }
-    let qkv: Vec<bf16> = draw.many(qkv.len());
-    let (out, stats) = run_attention(threads, shape, 300, &qkv, &starts);
-    keep("attention in bf16", &widened(&out));
-    keep(
+    let starts = documents(draw, 2, 300, 150);
+    let qkv: Vec<bf16> = draw.many(600 * HEADS.columns() as usize);
+    let (out, stats) = run_attention(threads, HEADS, 300, &qkv, &starts);
+    bits.keep("attention in bf16", &widened(&out));
+    bits.keep(
         "attention_grad in bf16",
-        &widened(&attention_grad_of(threads, shape, 300, &qkv, &out, &out, &stats, &starts)),
+        &widened(&attention_grad_of(threads, HEADS, 300, &qkv, &out, &out, &stats, &starts)),
     );
-    results
 }
 
 #[test]
 fn results_do_not_depend_on_thread_count() {
     let one = bits_of_all_ops(1);
     for threads in [2, 3] {
-        for ((name, a), (_, b)) in one.iter().zip(bits_of_all_ops(threads)) {
+        for ((name, a), (_, b)) in one.0.iter().zip(bits_of_all_ops(threads).0) {
             assert!(*a == b, "{name} with {threads} threads");
         }
     }

@@ -25,7 +25,8 @@ pub(super) struct Numbers<T, O> {
 }
 
 impl ProductCase {
-    /// Returns a row stride: that of a part of a wider matrix, or of a contiguous one.
+    /// Returns the row stride of a matrix: that of a part of a matrix wider `by` columns if the case asks for it, else
+    /// `columns`.
     fn row(&self, columns: usize, by: usize) -> usize {
         if self.apart { columns + by } else { columns }
     }
@@ -80,7 +81,7 @@ impl ProductCase {
     }
 
     /// Returns the kernel's result.
-    pub(super) fn got<T: Real, O: Real<Wide = T::Wide>>(&self, threads: usize, numbers: Numbers<T, O>) -> Vec<O> {
+    pub(super) fn got<T: Multiply, O: Real<Wide = T::Wide>>(&self, threads: usize, numbers: Numbers<T, O>) -> Vec<O> {
         let ProductCase { m, n, k, .. } = *self;
         let Numbers { a, b, bias, residual, mut out } = numbers;
         let product_of = Product {
@@ -94,14 +95,14 @@ impl ProductCase {
             scale: T::Wide::from_f64(self.scale()),
             ..Product::new(m, n, k, &a, &b)
         };
-        let size = Kernels::Cpu { threads: threads as u64 }.product(T::DTYPE, m as u64, n as u64, k as u64);
+        let size = Kernels::Cpu { threads: threads as u64 }.product_workspace(T::DTYPE, m as u64, n as u64, k as u64);
         product(&pool(threads), product_of, &mut out, &mut scratch(size));
         out
     }
 }
 
-/// Returns the result in O and the expected one.
-fn run_product<T: Real, O: Real<Wide = T::Wide>>(
+/// Runs a product with random operands. Returns the kernel's result, of type O, and the expected one.
+fn run_product<T: Multiply, O: Real<Wide = T::Wide>>(
     threads: usize,
     case: ProductCase,
     draw: &mut Draw,

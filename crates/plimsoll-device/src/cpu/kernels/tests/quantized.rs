@@ -94,7 +94,7 @@ fn nf4_values_survive_a_round_trip() {
     assert_eq!(back, from);
 }
 
-/// Expected codes from bitsandbytes 0.50.2 on the CPU:
+/// Compares nf4 codes with those of bitsandbytes 0.50.2 on the CPU:
 /// `i = torch.arange(256.); x = (i * 37 % 101 - 50) / 64 * (1 + i // 64)`
 /// `quantize_4bit(x, blocksize=64, quant_type="nf4", compress_statistics=False)[0]`
 #[test]

@@ -2,12 +2,12 @@
 
 use super::*;
 
-/// The most tensors per launch of the optimizer kernels.
+/// The most tensors that one launch of an optimizer kernel updates.
 pub const TABLE_TENSORS: usize = 56;
-/// Elements per block of the optimizer kernels.
+/// Elements that one thread block of an optimizer kernel updates.
 const UPDATE_CHUNK: u64 = 8192;
 
-/// `Tensor` in optimizer.cu.
+/// One tensor of a launch, laid out as `Tensor` in optimizer.cu.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct TensorEntry {
@@ -22,33 +22,34 @@ struct TensorEntry {
     first_block: u32,
 }
 
-/// `Table` in optimizer.cu, passed by value.
+/// The tensors of one launch, laid out as `Table` in optimizer.cu. The kernel receives it by value.
 #[repr(C)]
 #[derive(Clone, Debug, PartialEq)]
 pub struct Table([TensorEntry; TABLE_TENSORS]);
 
-/// A tensor that an optimizer updates. Missing addresses are 0.
+/// A weight that an optimizer updates, with its gradient and state. An address that the optimizer does not need is 0.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct OptimizerTensor {
     /// Address of the f32 weight.
     pub weight: Address,
-    /// Address of its f32 gradient.
+    /// Address of the weight's f32 gradient.
     pub gradient: Address,
-    /// Address of AdamW's first moment (f32 or codes), or of SGD's momentum buffer.
+    /// Address of AdamW's first moment (f32, or 8-bit codes) or of SGD's momentum buffer; 0 without momentum.
     pub first: Address,
-    /// Address of AdamW's second moment (f32 or codes).
+    /// Address of AdamW's second moment (f32, or 8-bit codes); 0 for SGD.
     pub second: Address,
-    /// Address of the scales of the first moment's codes.
+    /// Address of the scales of the first moment's 8-bit codes; 0 without codes.
     pub first_scale: Address,
-    /// Address of the scales of the second moment's codes.
+    /// Address of the scales of the second moment's 8-bit codes; 0 without codes.
     pub second_scale: Address,
-    /// Number of elements.
+    /// Number of elements of the weight.
     pub elements: u64,
-    /// Weight decay.
+    /// Weight decay coefficient of this weight.
     pub decay: f64,
 }
 
-/// Packs tensors into tables: each with its number of tensors, and of blocks of `chunk` elements.
+/// Packs tensors into tables of at most [`TABLE_TENSORS`]. Returns each table with its number of tensors and the number
+/// of thread blocks for them, with `chunk` elements of one tensor per block.
 fn tables(tensors: &[OptimizerTensor], chunk: u64) -> impl Iterator<Item = (Box<Table>, u64, u64)> {
     tensors.chunks(TABLE_TENSORS).map(move |group| {
         let mut table = Box::new(Table([TensorEntry::default(); TABLE_TENSORS]));
@@ -74,12 +75,12 @@ fn tables(tensors: &[OptimizerTensor], chunk: u64) -> impl Iterator<Item = (Box<
     })
 }
 
-/// Updates all tensors by one AdamW step.
+/// Returns launches that update all tensors by one AdamW step.
 pub fn adamw(tensors: &[OptimizerTensor], scalars: Address, betas: [f64; 2], eps: f64) -> Vec<Launch> {
     adamw_launches("adamw", tensors, scalars, betas, eps)
 }
 
-/// Updates all tensors by one AdamW step with 8-bit moments.
+/// Returns launches that update all tensors by one AdamW step with 8-bit moments.
 pub fn adamw8(tensors: &[OptimizerTensor], scalars: Address, betas: [f64; 2], eps: f64) -> Vec<Launch> {
     adamw_launches("adamw8", tensors, scalars, betas, eps)
 }
@@ -100,7 +101,7 @@ fn adamw_launches(
     tables(tensors, UPDATE_CHUNK).map(launch_group).collect()
 }
 
-/// Updates all tensors by one step of stochastic gradient descent.
+/// Returns launches that update all tensors by one step of stochastic gradient descent.
 pub fn sgd(tensors: &[OptimizerTensor], scalars: Address, momentum: f64) -> Vec<Launch> {
     let unit = unit(Family::Optimizer, Real::F32);
     let launch_group = |(table, count, blocks)| {
@@ -110,7 +111,8 @@ pub fn sgd(tensors: &[OptimizerTensor], scalars: Address, momentum: f64) -> Vec<
     tables(tensors, UPDATE_CHUNK).map(launch_group).collect()
 }
 
-/// Adds Σ x² of f32 tensors (address, elements) to the metrics. `partials` has [`NORM_PARTIALS`] f64 elements.
+/// Returns launches that add Σ x² over f32 tensors, given as (address, elements), to the squared gradient norm in
+/// `metrics`. `partials` is the address of a workspace of [`NORM_PARTIALS`] f64 elements.
 pub fn squared_norm(tensors: &[(Address, u64)], partials: Address, metrics: Address) -> Vec<Launch> {
     let unit = unit(Family::Optimizer, Real::F32);
     let squared = |&(gradient, elements)| OptimizerTensor { gradient, elements, ..OptimizerTensor::default() };
@@ -131,7 +133,8 @@ pub fn squared_norm(tensors: &[(Address, u64)], partials: Address, metrics: Addr
     launches
 }
 
-/// Computes the factor by which gradient clipping scales gradients.
+/// Returns the launch that computes the factor by which gradient clipping scales gradients. It reads the squared norm
+/// in `metrics`, and writes the factor to `scalars`.
 pub fn clip_factor(metrics: Address, scalars: Address) -> [Launch; 1] {
     [launch(unit(Family::Optimizer, Real::F32), "clip_factor", 1, 32, vec![at(metrics), at(scalars)])]
 }

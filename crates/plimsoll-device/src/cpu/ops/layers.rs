@@ -1,0 +1,331 @@
+//! Ops of the forward and backward pass: products, embeddings, norms, attention, elementwise ops and the loss.
+
+use super::operands::OpContext;
+use crate::cpu::kernels::{self, Multiply, Real};
+use plimsoll_program::op::{SOFTMAX_STATS, not_in_family};
+use plimsoll_program::scalars::{Metric, Scalar};
+use plimsoll_program::{OpKind, Operand};
+
+impl<T: Multiply> OpContext<'_, T> {
+    /// Computes a matrix product.
+    pub fn run_product(&self, kind: &OpKind) {
+        let OpKind::Product {
+            a,
+            b,
+            out,
+            bias,
+            residual,
+            workspace,
+            m,
+            n,
+            k,
+            a_transposed,
+            b_transposed,
+            a_stride,
+            out_stride,
+            scale,
+            accumulate,
+        } = kind
+        else {
+            not_in_family(kind)
+        };
+        let pool = self.site.pool;
+        // A residual at the same address as the output is added in place.
+        let in_place = residual.is_some_and(|r| self.offset(&r) == self.offset(out));
+        let (a_rows, a_columns) = if *a_transposed { (k, m) } else { (m, k) };
+        let product = kernels::Product {
+            m: *m as usize,
+            n: *n as usize,
+            k: *k as usize,
+            a: self.read(a, (a_rows - 1) * a_stride + a_columns),
+            a_transposed: *a_transposed,
+            b: self.read(b, k * n),
+            b_transposed: *b_transposed,
+            bias: bias.map(|bias| self.read(&bias, *n)),
+            residual: residual.filter(|_| !in_place).map(|residual| self.read(&residual, m * n)),
+            accumulate: *accumulate || in_place,
+            a_row: *a_stride as usize,
+            out_row: *out_stride as usize,
+            scale: T::Wide::from_f64(*scale),
+        };
+        let (scratch, written) = (self.workspace_of(workspace), (m - 1) * out_stride + n);
+        if self.is_wide(out) {
+            kernels::product(pool, product, self.write_wide(out, written), scratch);
+        } else {
+            kernels::product(pool, product, self.write(out, written), scratch);
+        }
+    }
+
+    /// Looks up embeddings, or computes their gradient.
+    pub fn run_embedding(&self, kind: &OpKind) {
+        let pool = self.site.pool;
+        match kind {
+            OpKind::Embed { tokens, table, out, rows, hidden, vocab } => {
+                let table = self.read(table, vocab * hidden);
+                kernels::embed(
+                    pool,
+                    self.read_integers(tokens, *rows),
+                    table,
+                    *hidden as usize,
+                    self.write(out, rows * hidden),
+                );
+            }
+            OpKind::EmbedGrad { tokens, dout, dtable, workspace, rows, hidden, vocab } => {
+                self.workspace_of(workspace);
+                let dout = self.read(dout, rows * hidden);
+                let dtable = self.write_wide(dtable, vocab * hidden);
+                kernels::embed_grad(pool, self.read_integers(tokens, *rows), dout, *hidden as usize, dtable);
+            }
+            other => not_in_family(other),
+        }
+    }
+
+    /// Normalizes rows or heads by their root mean square, or computes the gradient.
+    pub fn run_norm(&self, kind: &OpKind) {
+        let pool = self.site.pool;
+        match kind {
+            OpKind::RmsNorm { x, weight, out, rstd, rows, dim, eps } => {
+                let (x, weight) = (self.read(x, rows * dim), self.read(weight, *dim));
+                kernels::rms_norm(pool, x, weight, *eps, self.write(out, rows * dim), self.write_wide(rstd, *rows));
+            }
+            OpKind::RmsNormGrad { x, weight, rstd, dout, dx, dweight, workspace, rows, dim, accumulate } => {
+                kernels::rms_norm_grad(
+                    pool,
+                    self.read(x, rows * dim),
+                    self.read(weight, *dim),
+                    self.read_wide(rstd, *rows),
+                    self.read(dout, rows * dim),
+                    self.write(dx, rows * dim),
+                    dweight.map(|dweight| self.write_wide(&dweight, *dim)),
+                    *accumulate,
+                    self.workspace_of(workspace),
+                );
+            }
+            OpKind::HeadNorm { x, q_weight, k_weight, out, rstd, rows, shape, eps } => {
+                let columns = rows * shape.columns();
+                kernels::head_norm(
+                    pool,
+                    *shape,
+                    self.read(x, columns),
+                    self.read(q_weight, shape.head_dim),
+                    self.read(k_weight, shape.head_dim),
+                    *eps,
+                    self.write(out, columns),
+                    self.write_wide(rstd, rows * shape.rotated_heads()),
+                );
+            }
+            OpKind::HeadNormGrad { x, q_weight, k_weight, rstd, dx, dweights, workspace, rows, shape } => {
+                let columns = rows * shape.columns();
+                kernels::head_norm_grad(
+                    pool,
+                    *shape,
+                    self.read(x, columns),
+                    self.read(q_weight, shape.head_dim),
+                    self.read(k_weight, shape.head_dim),
+                    self.read_wide(rstd, rows * shape.rotated_heads()),
+                    self.write(dx, columns),
+                    dweights.map(|both| both.map(|dweight| self.write_wide(&dweight, shape.head_dim))),
+                    self.workspace_of(workspace),
+                );
+            }
+            other => not_in_family(other),
+        }
+    }
+
+    /// Runs attention, its gradient, rotary embeddings, or an append to the cache.
+    pub fn run_attention(&self, kind: &OpKind) {
+        let pool = self.site.pool;
+        match kind {
+            OpKind::Rope { qkv, table, positions, rows, table_rows, shape, inverse } => {
+                let table = self.read_wide(table, table_rows * shape.head_dim);
+                let qkv = self.write(qkv, rows * shape.columns());
+                kernels::rope(pool, *shape, table, self.read_integers(positions, *rows), *inverse, qkv);
+            }
+            OpKind::RopeTable { table, table_rows, head_dim, theta, scaling } => {
+                let table = self.write_wide(table, table_rows * head_dim);
+                kernels::rope_table(pool, *head_dim as usize, *theta, scaling, table);
+            }
+            OpKind::Attention { qkv, document_start, out, stats, workspace, batch, sequence, shape } => {
+                let rows = batch * sequence;
+                kernels::attention(
+                    pool,
+                    *shape,
+                    *sequence as usize,
+                    self.read(qkv, rows * shape.columns()),
+                    self.read_integers(document_start, rows),
+                    self.write(out, rows * shape.query_columns()),
+                    self.write_wide(stats, rows * shape.heads),
+                    self.workspace_of(workspace),
+                );
+            }
+            OpKind::AttentionGrad {
+                qkv,
+                out,
+                dout,
+                stats,
+                document_start,
+                dqkv,
+                workspace,
+                batch,
+                sequence,
+                shape,
+            } => {
+                let rows = batch * sequence;
+                kernels::attention_grad(
+                    pool,
+                    *shape,
+                    *sequence as usize,
+                    self.read(qkv, rows * shape.columns()),
+                    self.read(out, rows * shape.query_columns()),
+                    self.read(dout, rows * shape.query_columns()),
+                    self.read_wide(stats, rows * shape.heads),
+                    self.read_integers(document_start, rows),
+                    self.write(dqkv, rows * shape.columns()),
+                    self.workspace_of(workspace),
+                );
+            }
+            OpKind::CachedAttention { qkv, keys, values, scalars, out, workspace, rows, capacity, shape } => {
+                let cache = capacity * shape.kv_heads * shape.head_dim;
+                kernels::cached_attention(
+                    pool,
+                    *shape,
+                    self.read(qkv, rows * shape.columns()),
+                    self.read(keys, cache),
+                    self.read(values, cache),
+                    self.count(scalars, Scalar::CacheLength),
+                    self.write(out, rows * shape.query_columns()),
+                    self.workspace_of(workspace),
+                );
+            }
+            OpKind::AppendCache { qkv, keys, values, scalars, rows, capacity, shape } => {
+                let cache = capacity * shape.kv_heads * shape.head_dim;
+                kernels::append_cache(
+                    *shape,
+                    self.read(qkv, rows * shape.columns()),
+                    self.count(scalars, Scalar::CacheLength),
+                    self.write(keys, cache),
+                    self.write(values, cache),
+                );
+            }
+            other => not_in_family(other),
+        }
+    }
+
+    /// Runs an op that treats each element, or each row, alike: activation, dropout, sums, casts, or the choice of a
+    /// row.
+    pub fn run_elementwise(&self, kind: &OpKind) {
+        let pool = self.site.pool;
+        match kind {
+            OpKind::SwiGlu { gate_up, out, rows, ffn } => {
+                kernels::swiglu(pool, *ffn as usize, self.read(gate_up, rows * 2 * ffn), self.write(out, rows * ffn));
+            }
+            OpKind::SwiGluGrad { gate_up, dout, dgate_up, rows, ffn } => {
+                let (ffn, wide, dout) = (*ffn as usize, rows * 2 * ffn, self.read(dout, rows * ffn));
+                if self.offset(gate_up) == self.offset(dgate_up) {
+                    kernels::swiglu_grad_in_place(pool, ffn, self.write(gate_up, wide), dout);
+                } else {
+                    kernels::swiglu_grad(pool, ffn, self.read(gate_up, wide), dout, self.write(dgate_up, wide));
+                }
+            }
+            OpKind::Dropout {
+                x,
+                out,
+                scalars,
+                seed,
+                first_sample,
+                layer,
+                site,
+                probability,
+                rows,
+                columns,
+                sequence,
+                accumulate,
+            } => {
+                let at = kernels::Dropout {
+                    seed: *seed,
+                    step: self.count(scalars, Scalar::Step) as u32,
+                    first_sample: first_sample.at(self.site.variable, self.site.micro_batch) as u32,
+                    sequence: *sequence as usize,
+                    layer: layer.at(self.site.variable, self.site.micro_batch) as u32,
+                    site: *site,
+                    probability: *probability,
+                };
+                let (x, out) = (self.read(x, rows * columns), self.write(out, rows * columns));
+                kernels::dropout(pool, at, *columns as usize, x, out, *accumulate);
+            }
+            OpKind::SumRows { x, into, workspace, rows, columns } => {
+                let (into, scratch) = (self.write_wide(into, *columns), self.workspace_of(workspace));
+                kernels::sum_rows(pool, *rows as usize, *columns as usize, self.read(x, rows * columns), into, scratch);
+            }
+            OpKind::PickRow { x, scalars, out, rows, columns } => {
+                let row = self.count(scalars, Scalar::LastRow) * *columns as usize;
+                let x = self.read(x, rows * columns);
+                self.write(out, *columns).copy_from_slice(&x[row..row + *columns as usize]);
+            }
+            OpKind::Add { x, into, elements } => {
+                let n = *elements;
+                match (self.is_wide(x), self.is_wide(into)) {
+                    (true, true) => kernels::add(pool, self.read_wide(x, n), self.write_wide(into, n)),
+                    (true, false) => kernels::add(pool, self.read_wide(x, n), self.write(into, n)),
+                    (false, true) => kernels::add(pool, self.read(x, n), self.write_wide(into, n)),
+                    (false, false) => kernels::add(pool, self.read(x, n), self.write(into, n)),
+                }
+            }
+            OpKind::Cast { from, to, elements } => self.cast(from, to, *elements),
+            other => not_in_family(other),
+        }
+    }
+
+    /// Computes the loss, its statistics or its gradient.
+    pub fn run_loss(&self, kind: &OpKind) {
+        let pool = self.site.pool;
+        match kind {
+            OpKind::SoftmaxStats { logits, labels, weights, stats, rows, first, columns, begin } => {
+                let labelled = self.labelled_rows(labels, weights, *rows, *first, *columns);
+                let stats = self.write_wide(stats, rows * SOFTMAX_STATS);
+                kernels::softmax_stats(pool, labelled, self.read(logits, rows * columns), stats, *begin);
+            }
+            OpKind::CrossEntropy { stats, labels, weights, metrics, correct, rows } => {
+                let (labels, weights) = (self.read_integers(labels, *rows), self.read_wide(weights, *rows));
+                let correct = correct.map(|correct| self.slice_of_mut::<i32>(&correct, *rows));
+                let loss =
+                    kernels::cross_entropy(self.read_wide(stats, rows * SOFTMAX_STATS), labels, weights, correct);
+                self.metrics(metrics)[Metric::LossSum as usize] += loss;
+            }
+            OpKind::SoftmaxGrad { logits, labels, weights, stats, scalars, rows, first, columns } => {
+                let labelled = self.labelled_rows(labels, weights, *rows, *first, *columns);
+                let (stats, scale) =
+                    (self.read_wide(stats, rows * SOFTMAX_STATS), self.scalar(scalars, Scalar::InverseTokens));
+                kernels::softmax_grad(pool, labelled, self.write(logits, rows * columns), stats, scale);
+            }
+            other => not_in_family(other),
+        }
+    }
+
+    /// Converts `elements` elements of `from` to the type of `to`. One of the two types is one that the run computes
+    /// in.
+    fn cast(&self, from: &Operand, to: &Operand, elements: u64) {
+        let (source, target) = (self.site.set.tensor(from.tensor).dtype, self.site.set.tensor(to.tensor).dtype);
+        let bytes = || self.slice_of(from, elements * source.bytes());
+        // One side always has a type that the run computes in.
+        let done = match (source == T::Wide::DTYPE, target == T::DTYPE) {
+            (true, true) => {
+                kernels::round::<T>(self.site.pool, self.read_wide(from, elements), self.write(to, elements));
+                Ok(())
+            }
+            (_, true) => kernels::from_bytes(self.site.pool, source, bytes(), self.write(to, elements)),
+            _ if target == T::Wide::DTYPE => {
+                kernels::from_bytes(self.site.pool, source, bytes(), self.write_wide(to, elements))
+            }
+            (true, _) => {
+                let to = self.slice_of_mut(to, elements * target.bytes());
+                kernels::to_bytes(self.site.pool, target, self.read_wide(from, elements), to)
+            }
+            _ => {
+                let to = self.slice_of_mut(to, elements * target.bytes());
+                kernels::to_bytes(self.site.pool, target, self.read(from, elements), to)
+            }
+        };
+        done.expect("casts are between floats, and ranges have the same length");
+    }
+}

@@ -1,0 +1,66 @@
+//! The links of requested devices: to their host, and to the other devices of a team.
+
+use crate::paper;
+use plimsoll_core::{Bytes, Link};
+use std::fmt;
+
+/// Usual Ethernet rates in Gbit/s. Links with these rates are printed as `1gbit`.
+const ETHERNET_GBITS: [f64; 8] = [0.1, 1.0, 2.5, 5.0, 10.0, 25.0, 40.0, 100.0];
+
+/// A requested link of a device to its host or to other devices, per direction: `12GB/s`, `12GB/s+10us`, or Ethernet as
+/// `1gbit`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LinkRequest {
+    /// Bandwidth in bytes per second, at least 1.
+    pub bytes_per_second: u64,
+    /// Latency in microseconds.
+    pub latency_us: u32,
+}
+
+impl LinkRequest {
+    /// The default host link of a virtual device: PCIe 4.0 with 8 lanes.
+    pub const DEFAULT: LinkRequest = LinkRequest { bytes_per_second: 16_000_000_000, latency_us: 10 };
+
+    /// Converts the request to a [`Link`] of the planner.
+    pub fn link(self) -> Link {
+        Link { bytes_per_second: self.bytes_per_second as f64, latency_seconds: f64::from(self.latency_us) / 1e6 }
+    }
+
+    /// Returns an Ethernet link of `gbit` Gbit/s, `None` if the rate is below one byte per second or infinite.
+    pub(super) fn ethernet(gbit: f64) -> Option<LinkRequest> {
+        let Link { bytes_per_second, latency_seconds } = paper::ethernet(gbit);
+        let is_valid = bytes_per_second >= 1.0 && bytes_per_second.is_finite();
+        let latency_us = (latency_seconds * 1e6).round() as u32;
+        is_valid.then_some(LinkRequest { bytes_per_second: bytes_per_second.round() as u64, latency_us })
+    }
+
+    /// Parses `12GB/s`, `12GB/s+10us` or `1gbit`. Returns `None` for other text and for a rate below one byte per
+    /// second.
+    pub(super) fn parse(text: &str) -> Option<LinkRequest> {
+        if let Some(gbit) = text.trim().strip_suffix("gbit") {
+            return LinkRequest::ethernet(gbit.trim().parse().ok()?);
+        }
+        let (rate, latency) = match text.split_once('+') {
+            Some((rate, latency)) => (rate, Some(latency.trim())),
+            None => (text, None),
+        };
+        let bytes: Bytes = rate.trim().strip_suffix("/s")?.parse().ok()?;
+        let latency_us = match latency {
+            Some(text) => text.strip_suffix("us")?.trim().parse().ok()?,
+            None => LinkRequest::DEFAULT.latency_us,
+        };
+        (bytes > Bytes::ZERO).then_some(LinkRequest { bytes_per_second: bytes.0, latency_us })
+    }
+}
+
+impl fmt::Display for LinkRequest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(gbit) = ETHERNET_GBITS.into_iter().find(|gbit| LinkRequest::ethernet(*gbit) == Some(*self)) {
+            return write!(f, "{gbit}gbit");
+        }
+        let units = [(1_000_000_000, "GB"), (1_000_000, "MB"), (1000, "KB")];
+        let unit = units.into_iter().find(|(scale, _)| self.bytes_per_second.is_multiple_of(*scale));
+        let (scale, name) = unit.unwrap_or((1, "B"));
+        write!(f, "{}{name}/s+{}us", self.bytes_per_second / scale, self.latency_us)
+    }
+}

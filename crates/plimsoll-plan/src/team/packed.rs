@@ -1,0 +1,104 @@
+//! The packed arenas of a team candidate. The candidates of a search are packed, fastest first, until one fits.
+
+use super::candidate::{TeamCandidate, TeamSearch, WorkerCandidate};
+use super::{PlannedWorker, TeamOutcome, TeamRequest, single_device, team_plan};
+use crate::search::{parallel_map, plan_recipe, plan_recipe_like, search as search_device, with_lossy};
+use plimsoll_core::{Bytes, Plan, Rung};
+use plimsoll_program::Share;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Most candidates that are packed before the search gives up.
+const MAX_PACKING_ATTEMPTS: usize = 40;
+
+/// Packs the candidates of a search, fastest first, and returns the first that fits. Candidates that do not fit are
+/// rejected. Returns `None` if no candidate is left, or after too many attempts.
+pub(super) fn pack_fastest(team: &TeamRequest, rungs: &[Rung], search: &mut dyn TeamSearch) -> Option<TeamOutcome> {
+    for _ in 0..MAX_PACKING_ATTEMPTS {
+        let candidate = search.fastest()?;
+        if let [WorkerCandidate { device, .. }] = candidate.workers[..] {
+            let outcome =
+                search_device(&team.request_for(device, &Share::SINGLE_DEVICE, team.sequences_per_step(), team.host));
+            if outcome.plan.fits {
+                return Some(single_device(team, (device, outcome), search.excluded(&candidate)));
+            }
+        }
+        let failure = match pack_candidate(team, rungs, &candidate) {
+            Ok(mut workers) => {
+                let mut plan = team_plan::assemble(team, &mut workers);
+                if plan.fits {
+                    plan.excluded = search.excluded(&candidate);
+                    plan.scaling_efficiency = search.scaling_efficiency(&candidate);
+                    let reasons = search.storage_only_reasons(&candidate);
+                    plan.team.iter_mut().zip(reasons).for_each(|(worker, reason)| worker.reason = reason);
+                    return Some(TeamOutcome { workers, plan, evaluator: None });
+                }
+                // Each fits on its device, but together they exceed the host: the largest host arena is rejected.
+                let host_bytes = |rank: &usize| workers[*rank].outcome.layout.host.bytes;
+                PackingFailure { rank: (0..workers.len()).max_by_key(host_bytes)?, over: Bytes::ZERO }
+            }
+            Err(failure) => failure,
+        };
+        search.reject(&candidate, failure.rank, failure.over);
+    }
+    None
+}
+
+/// A rank of a candidate that does not fit after packing.
+pub(super) struct PackingFailure {
+    rank: usize,
+    /// Bytes of the packed arena above the device's load line; zero if only the host is too small for all ranks.
+    over: Bytes,
+}
+
+/// Packs the arenas of all workers of a candidate; identical workers are packed once. Fails at the first rank that does
+/// not fit.
+pub(super) fn pack_candidate(
+    team: &TeamRequest,
+    rungs: &[Rung],
+    candidate: &TeamCandidate,
+) -> Result<Vec<PlannedWorker>, PackingFailure> {
+    let request = |worker: &WorkerCandidate| {
+        let WorkerCandidate { device, ref share, sequences, host, .. } = *worker;
+        with_lossy(&team.request_for(device, share, sequences, host), rungs)
+    };
+    let are_alike = |a: &WorkerCandidate, b: &WorkerCandidate| {
+        team.first_alike(a.device) == team.first_alike(b.device)
+            && (a.sequences, a.share.own_state_share()) == (b.sequences, b.share.own_state_share())
+            && a.recipe == b.recipe
+    };
+    let first_alike = |worker: &WorkerCandidate| {
+        candidate.workers.iter().position(|other| are_alike(other, worker)).expect("it is like itself")
+    };
+    let distinct: Vec<usize> =
+        (0..candidate.workers.len()).filter(|&rank| first_alike(&candidate.workers[rank]) == rank).collect();
+    // Ranks after one that does not fit are skipped.
+    let first_failure = AtomicUsize::new(usize::MAX);
+    let packed = parallel_map(&distinct, |&rank| {
+        let worker = &candidate.workers[rank];
+        let outcome =
+            (rank < first_failure.load(Ordering::Relaxed)).then(|| plan_recipe(&request(worker), &worker.recipe))?;
+        if !outcome.plan.fits {
+            first_failure.fetch_min(rank, Ordering::Relaxed);
+        }
+        Some(outcome)
+    });
+    let mut packed = packed.into_iter();
+    let mut workers: Vec<PlannedWorker> = Vec::new();
+    for (rank, worker) in candidate.workers.iter().enumerate() {
+        let outcome = match first_alike(worker) {
+            first if first < rank => plan_recipe_like(&request(worker), &worker.recipe, &workers[first].outcome),
+            _ => packed.next().flatten().expect("all ranks before this one fit"),
+        };
+        if !outcome.plan.fits {
+            return Err(PackingFailure { rank, over: excess(&outcome.plan) });
+        }
+        let WorkerCandidate { device, ref share, sequences, .. } = *worker;
+        workers.push(PlannedWorker { device, share: share.clone(), sequences, outcome });
+    }
+    Ok(workers)
+}
+
+/// Returns the bytes by which a plan exceeds the load line of its device.
+fn excess(plan: &Plan) -> Bytes {
+    plan.devices[0].peak_bytes.saturating_sub(plan.devices[0].budget_bytes)
+}

@@ -1,0 +1,134 @@
+//! The tensors of a `ProgramSet` that the engine writes and reads at run time, by their purpose.
+
+use super::tensor_files::stored_tensors;
+use crate::files::StoredTensor;
+use plimsoll_program::scalars::{METRICS, SCALARS};
+use plimsoll_program::{Program, ProgramKind, ProgramSet, TensorId};
+use std::collections::HashMap;
+
+/// Input tensors of a micro-batch. A field is `None` if the device does not read that tensor: a pipeline stage reads
+/// some of them, a storage-only worker none.
+pub(super) struct BatchInputs {
+    pub(super) tokens: Option<InputTensor>,
+    pub(super) labels: Option<InputTensor>,
+    pub(super) positions: Option<InputTensor>,
+    pub(super) document_start: Option<InputTensor>,
+    pub(super) weights: Option<InputTensor>,
+}
+
+/// An input tensor with one slot (copy) for each micro-batch that keeps its activations at the same time.
+#[derive(Clone, Copy)]
+pub(super) struct InputTensor {
+    pub(super) tensor: TensorId,
+    pub(super) slots: u32,
+}
+
+/// Input and output tensors of a forward pass that generates text. In a pipeline, only the first stage has tokens and
+/// only the last one has logits. A storage-only worker has neither.
+#[derive(Clone, Copy)]
+pub(super) struct GenerationTensors {
+    pub(super) tokens: Option<TensorId>,
+    pub(super) positions: Option<TensorId>,
+    pub(super) logits: Option<TensorId>,
+    /// Largest number of tokens in one pass.
+    pub(super) chunk: usize,
+}
+
+/// Tensors and sizes of a `ProgramSet` that the engine needs at run time.
+pub(super) struct TensorTable {
+    pub(super) scalars: TensorId,
+    pub(super) metrics: TensorId,
+    pub(super) train: Option<BatchInputs>,
+    /// Largest number of micro-batches that keep their activations in the arena at the same time; above 1 only on
+    /// pipeline stages.
+    pub(super) in_flight: u32,
+    /// Inputs of an evaluation, and the output tensor that marks correct predictions. The outer `None` means that the
+    /// plan does not evaluate, the inner `None` that this device does not compute the loss.
+    pub(super) evaluate: Option<(BatchInputs, Option<TensorId>)>,
+    pub(super) prefill: Option<GenerationTensors>,
+    pub(super) decode: Option<GenerationTensors>,
+    pub(super) capacity: usize,
+    /// Number of ops of each Program.
+    pub(super) op_counts: HashMap<ProgramKind, u32>,
+    /// Tensors that each Program reads from files or writes to them.
+    pub(super) files: HashMap<ProgramKind, Vec<StoredTensor>>,
+}
+
+impl TensorTable {
+    /// Creates an empty table, for a placeholder device without Programs.
+    pub(super) fn none() -> TensorTable {
+        TensorTable {
+            scalars: TensorId(0),
+            metrics: TensorId(0),
+            train: None,
+            in_flight: 1,
+            evaluate: None,
+            prefill: None,
+            decode: None,
+            capacity: 0,
+            op_counts: HashMap::new(),
+            files: HashMap::new(),
+        }
+    }
+
+    /// Creates the table of these Programs: looks up their tensors by name.
+    pub(super) fn of(set: &ProgramSet) -> TensorTable {
+        let train = set.program(ProgramKind::Forward).map(|program| BatchInputs::of(set, program, "train"));
+        let evaluate = set.program(ProgramKind::Evaluate).map(|program| {
+            let correct = listed_tensor(set, &program.outputs, "evaluate.correct");
+            (BatchInputs::of(set, program, "evaluate"), correct)
+        });
+        TensorTable {
+            scalars: find_tensor(set, SCALARS),
+            metrics: find_tensor(set, METRICS),
+            // Every backward pass reads the positions, so their slots are the micro-batches in flight.
+            in_flight: train.as_ref().and_then(|train| train.positions).map_or(1, |input| input.slots),
+            train,
+            evaluate,
+            prefill: GenerationTensors::of(set, ProgramKind::Prefill),
+            decode: GenerationTensors::of(set, ProgramKind::Decode),
+            capacity: set.find("cache_keys").map_or(0, |keys| set.tensor(keys).shape[0] as usize),
+            op_counts: set.programs.iter().map(|program| (program.kind, program.op_count() as u32)).collect(),
+            files: set.programs.iter().map(|program| (program.kind, stored_tensors(set, program.kind))).collect(),
+        }
+    }
+}
+
+impl BatchInputs {
+    /// Looks up the inputs of `program`, which have names with this prefix.
+    fn of(set: &ProgramSet, program: &Program, prefix: &str) -> BatchInputs {
+        let input = |name: &str| {
+            let tensor = listed_tensor(set, &program.inputs, &format!("{prefix}.{name}"))?;
+            Some(InputTensor { tensor, slots: set.tensor(tensor).slots })
+        };
+        BatchInputs {
+            tokens: input("tokens"),
+            labels: input("labels"),
+            positions: input("positions"),
+            document_start: input("document_start"),
+            weights: input("token_weights"),
+        }
+    }
+}
+
+impl GenerationTensors {
+    /// Looks up the tensors of a Program that generates text; `None` if there is no such Program.
+    fn of(set: &ProgramSet, kind: ProgramKind) -> Option<GenerationTensors> {
+        set.program(kind).map(|program| GenerationTensors {
+            tokens: listed_tensor(set, &program.inputs, &format!("{kind}.tokens")),
+            positions: listed_tensor(set, &program.inputs, &format!("{kind}.positions")),
+            logits: listed_tensor(set, &program.outputs, &format!("{kind}.logits")),
+            chunk: set.tensor(find_tensor(set, &format!("{kind}.positions"))).elements() as usize,
+        })
+    }
+}
+
+/// Returns the tensor of this name, which must exist.
+fn find_tensor(set: &ProgramSet, name: &str) -> TensorId {
+    set.find(name).unwrap_or_else(|| panic!("the Programs have no tensor `{name}`"))
+}
+
+/// Returns the tensor of this name if it is in `list`.
+fn listed_tensor(set: &ProgramSet, list: &[TensorId], name: &str) -> Option<TensorId> {
+    set.find(name).filter(|tensor| list.contains(tensor))
+}

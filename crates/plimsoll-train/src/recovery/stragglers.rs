@@ -1,0 +1,315 @@
+//! Detection of stragglers: devices with a measured compute time that deviates from the plan, for example because of
+//! heat or another user. One slow device delays all others, so the work is then rebalanced. Small or short deviations
+//! change nothing.
+
+use crate::step_times::quantile;
+use plimsoll_core::{DeviceSpec, Rates};
+use std::collections::{BTreeSet, VecDeque};
+
+/// Largest tolerated deviation of a worker's slowdown from the mean of the team; 0.05 is 5 %. A slowdown is the
+/// measured compute time divided by the planned one.
+const MAX_DEVIATION: f64 = 0.05;
+/// Smallest number of recent steps from which slowdowns of workers are judged. Their median counts.
+const MIN_STEPS: usize = 16;
+/// Smallest total compute time, in seconds, of the recent steps from which slowdowns of workers are judged. A short
+/// load by another program then has little effect.
+const MIN_WINDOW_SECONDS: f64 = 1.0;
+/// Smallest number of steps between two changes of the workers' shares. It doubles each time that the shares are
+/// planned anew and no idle device gets work. A slowdown that deviates from the mean by more than [`MAX_DEVIATION`]
+/// shortens the wait: twice the deviation halves it.
+const COOLDOWN_STEPS: u64 = 32;
+
+/// Predicted compute seconds of a worker in a step, below which the detector ignores measurements because overhead
+/// dominates.
+pub(crate) const MIN_PREDICTED_SECONDS: f64 = 0.02;
+
+/// Detector of workers that are slower or faster than planned. It holds recent measurements, and the step in which the
+/// shares last changed.
+#[derive(Clone, Debug, Default)]
+pub struct StragglerDetector {
+    /// Recent steps: compute seconds of the slowest worker, and for each worker the ratio of measured to predicted
+    /// compute time.
+    window: VecDeque<(f64, Vec<f64>)>,
+    /// Step in which the workers' shares were last changed or planned anew; 0 at the start.
+    last_change: u64,
+    /// Number of steps to wait after the last change of the shares. Large deviations from the plan shorten the wait.
+    cooldown: u64,
+    /// Number of times that the shares were planned anew and no idle device got work. Each time doubles the cooldown.
+    reviews: u32,
+    /// Names of the devices that computed sequences at any time.
+    ever_active: BTreeSet<String>,
+    /// Whether a device that was too slow has just been given sequences again. It is then judged as soon as there are
+    /// enough measurements, without a cooldown.
+    on_probation: bool,
+}
+
+impl StragglerDetector {
+    /// Forgets all measurements, because the workers' shares were changed or planned anew in `step`. The next change
+    /// must wait for the cooldown, unless an idle device has just been given sequences again.
+    pub fn restart(&mut self, step: u64) {
+        self.window.clear();
+        self.last_change = step;
+        self.cooldown = if self.on_probation { 0 } else { COOLDOWN_STEPS << self.reviews.min(16) };
+    }
+
+    /// Records that these devices compute sequences now.
+    pub fn record_active(&mut self, devices: &[String]) {
+        self.ever_active.extend(devices.iter().cloned());
+    }
+
+    /// Returns the devices that computed sequences at any time.
+    pub fn ever_active(&self) -> impl Iterator<Item = &String> {
+        self.ever_active.iter()
+    }
+
+    /// Whether a device that was too slow for any work may be given sequences again in this step. The cooldown must be
+    /// over, and no other such device may be on probation.
+    pub fn may_retry_idle(&self, step: u64) -> bool {
+        !self.on_probation && step >= self.last_change + self.cooldown
+    }
+
+    /// Records the compute time of each worker in a step, and decides whether the work should be rebalanced. `times`
+    /// holds the measured and predicted seconds per worker; `None` for a storage-only worker. `has_idle_candidate`
+    /// tells whether an idle device could be given sequences again.
+    ///
+    /// Returns the slowdown (measured divided by predicted time) of each worker if the work should be rebalanced. Also
+    /// returns slowdowns if an idle device may be tried again now; without enough measurements, they are then all 1.
+    /// Otherwise returns `None`.
+    pub fn observe(&mut self, step: u64, times: &[Option<(f64, f64)>], has_idle_candidate: bool) -> Option<Vec<f64>> {
+        let may_retry_idle = has_idle_candidate && self.may_retry_idle(step);
+        let retry_only = || may_retry_idle.then(|| vec![1.0; times.len()]);
+        let computed = || times.iter().flatten();
+        if computed().any(|(_, predicted)| *predicted < MIN_PREDICTED_SECONDS) {
+            return retry_only();
+        }
+        let slowest = computed().map(|(measured, _)| *measured).fold(0.0, f64::max);
+        let factor = |times: &Option<(f64, f64)>| times.map_or(1.0, |(measured, predicted)| measured / predicted);
+        self.window.push_back((slowest, times.iter().map(factor).collect()));
+        let mut seconds: f64 = self.window.iter().map(|(seconds, _)| seconds).sum();
+        while self.window.len() > MIN_STEPS && seconds - self.window[0].0 >= MIN_WINDOW_SECONDS {
+            seconds -= self.window.pop_front().map_or(0.0, |(seconds, _)| seconds);
+        }
+        if self.window.len() < MIN_STEPS || seconds < MIN_WINDOW_SECONDS {
+            return retry_only();
+        }
+        let slowdowns_of = |rank: usize| self.window.iter().map(|(_, slowdowns)| slowdowns[rank]).collect::<Vec<_>>();
+        let slowdowns: Vec<f64> = (0..times.len()).map(|rank| quantile(&slowdowns_of(rank), 0.5)).collect();
+        let compared = |rank: &usize| times[*rank].is_some() || computed().count() == 1;
+        let compared: Vec<f64> = (0..times.len()).filter(compared).map(|rank| slowdowns[rank]).collect();
+        let mean = compared.iter().sum::<f64>() / compared.len() as f64;
+        let deviation = compared.iter().map(|factor| (factor / mean - 1.0).abs()).fold(0.0, f64::max);
+        let cooldown_over = step.saturating_sub(self.last_change) as f64
+            >= self.cooldown as f64 * MAX_DEVIATION / deviation.max(MAX_DEVIATION);
+        let deviates = deviation > MAX_DEVIATION && cooldown_over;
+        if self.on_probation && !deviates {
+            self.on_probation = false;
+            self.restart(step);
+        }
+        (deviates || may_retry_idle).then_some(slowdowns)
+    }
+
+    /// Records that the workers' shares were planned anew in this step, and whether an idle device received sequences
+    /// again. If none did, the next change must wait twice as long as after the previous time.
+    pub fn record_review(&mut self, step: u64, idle_readmitted: bool) {
+        self.on_probation = idle_readmitted;
+        if !idle_readmitted {
+            self.reviews += 1;
+        }
+        self.restart(step);
+    }
+}
+
+/// Sets the rates of devices that the planner assumes when it plans the workers' shares anew. `slowdowns` holds, for
+/// each worker, its measured divided by its planned compute time; `None` for a worker that computes no sequences.
+/// `idle` are devices outside the team. Returns one description for each slowdown other than 1.
+///
+/// A worker that computes gets its present rates divided by its slowdown. Every other device gets its rates before the
+/// run. If several workers compute, these rates are divided by their smallest slowdown since the start of the run.
+pub fn assume_rates<'a>(
+    workers: &mut [DeviceSpec],
+    idle: &mut [DeviceSpec],
+    slowdowns: &[Option<f64>],
+    rates_before_run: impl Fn(&str) -> &'a Rates,
+) -> Vec<String> {
+    let (mut reasons, mut since_start) = (Vec::new(), Vec::new());
+    for (worker, slowdown) in workers.iter_mut().zip(slowdowns) {
+        let Some(slowdown) = *slowdown else { continue };
+        worker.rates = worker.rates.paced(1.0 / slowdown);
+        since_start.push(rates_before_run(&worker.name).f32_flops / worker.rates.f32_flops);
+        if slowdown != 1.0 {
+            reasons.push(format!("{} takes {slowdown:.2} times the planned time", worker.name));
+        }
+    }
+    let several = since_start.len() > 1;
+    let common_slowdown = if several { since_start.into_iter().fold(f64::INFINITY, f64::min) } else { 1.0 };
+    let without_sequences = workers.iter_mut().zip(slowdowns).filter(|(_, slowdown)| slowdown.is_none());
+    for device in without_sequences.map(|(worker, _)| worker).chain(idle) {
+        device.rates = rates_before_run(&device.name).paced(1.0 / common_slowdown);
+    }
+    reasons
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use plimsoll_core::{Budget, Bytes};
+    use plimsoll_plan::paper::paper;
+
+    #[test]
+    fn idle_devices_share_common_slowdown() {
+        let device = |name: &str| {
+            let device = paper("rtx3090", Budget::Amount(Bytes::gib(8))).expect("the table has this device");
+            DeviceSpec { name: name.to_owned(), ..device }
+        };
+        let before = device("any").rates;
+        // Slowdowns of the workers, then the expected paces of three workers and of an idle device.
+        let rows: [([Option<f64>; 3], [f64; 4], usize); 4] = [
+            ([Some(2.0), Some(1.0), None], [0.5, 1.0, 1.0, 1.0], 1),
+            ([Some(4.0), Some(2.0), None], [0.25, 0.5, 0.5, 0.5], 2),
+            ([Some(2.0), Some(2.0), Some(2.0)], [0.5, 0.5, 0.5, 0.5], 3),
+            // A single computing worker says nothing about the others.
+            ([Some(2.0), None, None], [0.5, 1.0, 1.0, 1.0], 1),
+        ];
+        for (slowdowns, paces, reasons) in rows {
+            let (mut workers, mut idle) = (["a", "b", "c"].map(device), [device("d")]);
+            let described = assume_rates(&mut workers, &mut idle, &slowdowns, |_| &before);
+            assert_eq!(described.len(), reasons, "{described:?}");
+            let all = workers.iter().chain(&idle).map(|device| device.rates.f32_flops / before.f32_flops);
+            assert_eq!(all.collect::<Vec<_>>(), paces, "{slowdowns:?}");
+        }
+    }
+
+    /// Returns compute times of workers with these slowdowns: measured and predicted seconds.
+    fn took(slowdowns: &[f64]) -> Vec<Option<(f64, f64)>> {
+        slowdowns.iter().map(|factor| Some((0.5 * factor, 0.5))).collect()
+    }
+
+    #[test]
+    fn slow_device_is_noticed_but_not_slow_step() {
+        let mut stragglers = StragglerDetector::default();
+        for step in 1..50 {
+            let slowdowns = if step == 20 { [1.0, 1.3] } else { [1.0, 1.01] };
+            assert_eq!(stragglers.observe(step, &took(&slowdowns), false), None, "step {step}");
+        }
+        let noticed = (50..80)
+            .find(|&step| stragglers.observe(step, &took(&[1.0, 1.3]), false).is_some())
+            .expect("it stays slow");
+        assert!((57..66).contains(&noticed), "{noticed}");
+    }
+
+    #[test]
+    fn common_slowdown_changes_nothing() {
+        let mut stragglers = StragglerDetector::default();
+        assert!((1..100).all(|step| stragglers.observe(step, &took(&[1.4, 1.42, 1.38]), false).is_none()));
+    }
+
+    #[test]
+    fn cooldown_is_shorter_for_larger_deviation() {
+        let stragglers = StragglerDetector { reviews: 1, ..StragglerDetector::default() };
+        let noticed = |slow: f64| {
+            let mut stragglers = stragglers.clone();
+            stragglers.restart(100);
+            (101..).find(|&step| stragglers.observe(step, &took(&[1.0, slow]), false).is_some()).unwrap()
+        };
+        // The cooldown is 64 steps; twice the deviation halves it.
+        let (near, further, far) = (noticed(1.1053), noticed(1.2223), noticed(3.0));
+        assert!((162..=164).contains(&near) && (131..=133).contains(&further), "{near} {further}");
+        assert_eq!(far, 100 + MIN_STEPS as u64);
+    }
+
+    #[test]
+    fn short_load_at_start_is_ignored() {
+        let mut stragglers = StragglerDetector::default();
+        for step in 1..100 {
+            // Seven slow steps while another program starts, then fast steps, so that the window is limited by seconds.
+            let factor = if step <= 7 { 4.5 } else { 1.0 };
+            assert_eq!(
+                stragglers.observe(step, &[Some((0.03 * factor, 0.03)), Some((0.03, 0.03))], false),
+                None,
+                "step {step}"
+            );
+        }
+    }
+
+    #[test]
+    fn very_short_compute_times_are_ignored() {
+        let mut stragglers = StragglerDetector::default();
+        assert!(
+            (1..100)
+                .all(|step| stragglers.observe(step, &[Some((0.002, 0.001)), Some((0.001, 0.001))], false).is_none())
+        );
+    }
+
+    #[test]
+    fn single_computing_worker_is_compared_with_plan() {
+        let mut stragglers = StragglerDetector::default();
+        assert!((1..50).all(|step| stragglers.observe(step, &[Some((0.51, 0.5)), None, None], false).is_none()));
+        let noticed = (50..80)
+            .find_map(|step| stragglers.observe(step, &[Some((1.0, 0.5)), None, None], false))
+            .expect("it is slow");
+        assert_eq!(noticed, [2.0, 1.0, 1.0]);
+        // The window is judged by the compute time of the working device.
+        assert!(
+            (80..180)
+                .all(|step| StragglerDetector::default().observe(step, &[Some((0.002, 0.001)), None], false).is_none())
+        );
+    }
+
+    #[test]
+    fn computing_workers_are_compared_with_each_other() {
+        let mut stragglers = StragglerDetector::default();
+        let alike = [Some((0.7, 0.5)), None, Some((0.71, 0.5))];
+        assert!((1..100).all(|step| stragglers.observe(step, &alike, false).is_none()));
+        let apart = [Some((0.7, 0.5)), None, Some((0.5, 0.5))];
+        assert!((100..130).any(|step| stragglers.observe(step, &apart, false).is_some()));
+    }
+
+    #[test]
+    fn idle_device_is_retried_after_doubling_cooldown() {
+        let mut stragglers = StragglerDetector::default();
+        let alone = [Some((0.5, 0.5)), None];
+        let mut step = (1..).find(|&step| stragglers.observe(step, &took(&[1.0, 3.0]), false).is_some()).unwrap();
+        for cooldown in [64, 128, 256] {
+            stragglers.record_review(step, false);
+            let retried_at = (step + 1..).find(|&step| stragglers.observe(step, &alone, true).is_some()).unwrap();
+            assert_eq!(retried_at, step + cooldown);
+            // The device computes again and is as slow as before.
+            stragglers.record_review(retried_at, true);
+            step =
+                (retried_at + 1..).find(|&step| stragglers.observe(step, &took(&[1.0, 3.0]), false).is_some()).unwrap();
+            assert_eq!(step, retried_at + MIN_STEPS as u64);
+        }
+        // The device was not readmitted: no retry before the next cooldown is over.
+        stragglers.record_review(step, false);
+        stragglers.record_review(step + 512, false);
+        assert!((step + 513..step + 1536).all(|step| stragglers.observe(step, &alone, true).is_none()));
+    }
+
+    #[test]
+    fn large_deviation_does_not_retry_idle_during_cooldown() {
+        let mut stragglers = StragglerDetector { reviews: 3, ..StragglerDetector::default() };
+        stragglers.restart(10);
+        let noticed = (11..).find(|&step| stragglers.observe(step, &took(&[1.0, 3.0]), true).is_some()).unwrap();
+        assert!(
+            noticed < 100 && !stragglers.may_retry_idle(noticed) && stragglers.may_retry_idle(10 + 256),
+            "{noticed}"
+        );
+    }
+
+    #[test]
+    fn recovered_device_stays_and_others_are_retried() {
+        let mut stragglers = StragglerDetector::default();
+        stragglers.record_active(&["b".to_owned(), "a".to_owned()]);
+        stragglers.record_active(&["a".to_owned()]);
+        assert!(stragglers.ever_active().eq(["a", "b"]));
+        stragglers.record_review(20, false);
+        // A single worker is not measured.
+        let retried_at = (21..).find(|&step| stragglers.observe(step, &[Some((0.0, 0.0))], true).is_some()).unwrap();
+        assert_eq!(retried_at, 84);
+        stragglers.record_review(retried_at, true);
+        // A third device is still too slow.
+        let found =
+            (retried_at + 1..).find(|&step| stragglers.observe(step, &took(&[1.0, 1.01]), true).is_some()).unwrap();
+        assert_eq!(found, retried_at + MIN_STEPS as u64 + 64);
+    }
+}
