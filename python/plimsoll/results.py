@@ -27,7 +27,7 @@ Parallelism = Literal["data", "sharded", "pipeline"]
 RunStatus = Literal["done", "stopped"]
 #: The source of a device's measured memory.
 MeasuredBy = Literal["process", "free_memory"]
-#: The kind of a device.
+#: The kind of a device: CPU, simulated accelerator, GPU, or data sheet of a GPU.
 DeviceKind = Literal["cpu", "virtual", "cuda", "paper"]
 #: A library of NVIDIA that Plimsoll uses.
 Library = Literal["driver", "nvml", "nvrtc", "cublaslt", "nccl"]
@@ -105,7 +105,7 @@ class DevicePlan(TypedDict):
     budget_bytes: int
     #: Bytes of the arena, the only allocation for tensors.
     arena_bytes: int
-    #: Bytes held outside the arena: context, modules and workspaces of libraries, and the process itself.
+    #: Bytes held outside the arena: CUDA context, kernels, library workspaces, and the process itself.
     charges_bytes: int
     #: Bytes of arena and charges together.
     peak_bytes: int
@@ -152,7 +152,8 @@ class RungEffect(TypedDict):
 RungPrice = TypedDict(
     "RungPrice",
     {
-        #: Name of the rung: ``micro_batch``, ``recompute``, an offload such as ``offload.optimizer``, or that of a lossy rung.
+        #: Name of the rung: ``micro_batch``, ``recompute``, an offload such as ``offload.optimizer``, or a lossy rung such as
+        #: ``nf4``.
         "rung": str,
         #: Effect of the rung on the numbers.
         "class": Class,
@@ -160,8 +161,8 @@ RungPrice = TypedDict(
         "accuracy_impact": str,
         #: Whether the planner may take the rung. Always true for a rung that is not lossy.
         "allowed": bool,
-        #: Effect of taking this rung alone, as far as possible. It is compared with the plain recipe: one micro-batch, no
-        #: recompute, no offload.
+        #: Effect of taking this rung in full on the plain recipe (one micro-batch, no recompute, no offload). No other rung is
+        #: taken, except one that it requires.
         "alone": RungEffect,
         #: Effect of this rung in the plan, compared with the same plan without the rung. Absent if the plan does not take it.
         "in_plan": "NotRequired[RungEffect]",
@@ -236,7 +237,7 @@ class EvaluatorPlan(TypedDict):
 
 
 class ExcludedDevice(TypedDict):
-    """A named or detected device that takes no part in the training steps."""
+    """A requested or detected device that takes no part in the training steps."""
 
     #: The device's name.
     device: str
@@ -311,7 +312,7 @@ class PlannedWorkload(TypedDict):
 class Fallback(TypedDict):
     """The replacement of the requested device by the CPU (``run.fallback``).
 
-    It takes place if the run fits on the requested device under no permitted recipe.
+    It takes place if no permitted recipe fits on the requested device.
     """
 
     #: The name of the requested device.
@@ -347,8 +348,8 @@ Plan = TypedDict(
         "scaling_efficiency": "NotRequired[ScalingEfficiency]",
         #: Predicted seconds that the links of the team add to a step; absent for a single device.
         "link_seconds": "NotRequired[float]",
-        #: A device, or a host with its devices, that would be faster alone than the whole team. Absent if there is none, and if
-        #: the planner may exclude devices.
+        #: A device, or a host with its devices, that would be faster alone than the whole team. Absent if there is none. Also
+        #: absent if the planner may exclude slow devices itself.
         "faster_alone": "NotRequired[FasterAlone]",
         #: Devices that take no part, with the reason; absent if all take part.
         "excluded": "NotRequired[list[ExcludedDevice]]",
@@ -384,7 +385,7 @@ Plan = TypedDict(
 class StartEvent(TypedDict):
     """Training starts, or continues after ``--resume``."""
 
-    #: Version of the event lines.
+    #: Version of the format of ``events.jsonl``.
     version: int
     #: Time of the event, in seconds since the Unix epoch.
     time: float
@@ -411,7 +412,7 @@ class StartEvent(TypedDict):
 class StepEvent(TypedDict):
     """An optimizer step completed."""
 
-    #: Version of the event lines.
+    #: Version of the format of ``events.jsonl``.
     version: int
     #: Time of the event, in seconds since the Unix epoch.
     time: float
@@ -440,7 +441,7 @@ class EvaluationEvent(TypedDict):
     If a device outside the team evaluates while training goes on, this event comes after the events of later steps.
     """
 
-    #: Version of the event lines.
+    #: Version of the format of ``events.jsonl``.
     version: int
     #: Time of the event, in seconds since the Unix epoch.
     time: float
@@ -462,7 +463,7 @@ class EvaluationEvent(TypedDict):
 class CheckpointEvent(TypedDict):
     """A checkpoint is complete on disk."""
 
-    #: Version of the event lines.
+    #: Version of the format of ``events.jsonl``.
     version: int
     #: Time of the event, in seconds since the Unix epoch.
     time: float
@@ -475,11 +476,11 @@ class CheckpointEvent(TypedDict):
     seconds: float
 
 
-#: The run continued after an out-of-memory error or a moved load line, with another recipe or by a retry.
+#: A device ran out of memory, or its load line moved. The run continued with another recipe, or repeated the failed work.
 RecoveryEvent = TypedDict(
     "RecoveryEvent",
     {
-        #: Version of the event lines.
+        #: Version of the format of ``events.jsonl``.
         "version": int,
         #: Time of the event, in seconds since the Unix epoch.
         "time": float,
@@ -526,7 +527,7 @@ RecoveryEvent = TypedDict(
 class DeviceLostEvent(TypedDict):
     """A device was lost; training continues on the remaining devices."""
 
-    #: Version of the event lines.
+    #: Version of the format of ``events.jsonl``.
     version: int
     #: Time of the event, in seconds since the Unix epoch.
     time: float
@@ -547,7 +548,7 @@ class DeviceLostEvent(TypedDict):
 class DeviceReturnedEvent(TypedDict):
     """A lost device returned and joined the team again."""
 
-    #: Version of the event lines.
+    #: Version of the format of ``events.jsonl``.
     version: int
     #: Time of the event, in seconds since the Unix epoch.
     time: float
@@ -563,7 +564,7 @@ class DeviceReturnedEvent(TypedDict):
 class ThermalPauseEvent(TypedDict):
     """Training paused between two steps, because a device was too warm or throttled by heat."""
 
-    #: Version of the event lines.
+    #: Version of the format of ``events.jsonl``.
     version: int
     #: Time of the event, in seconds since the Unix epoch.
     time: float
@@ -587,7 +588,7 @@ class ThermalPauseEvent(TypedDict):
 class WarningEvent(TypedDict):
     """A warning for the user."""
 
-    #: Version of the event lines.
+    #: Version of the format of ``events.jsonl``.
     version: int
     #: Time of the event, in seconds since the Unix epoch.
     time: float
@@ -599,7 +600,7 @@ class WarningEvent(TypedDict):
 class EndEvent(TypedDict):
     """The run ended."""
 
-    #: Version of the event lines.
+    #: Version of the format of ``events.jsonl``.
     version: int
     #: Time of the event, in seconds since the Unix epoch.
     time: float
@@ -640,9 +641,9 @@ class LossSpan(TypedDict):
 class StepSeconds(TypedDict):
     """Seconds of an optimizer step, measured and predicted."""
 
-    #: Measured median over the steps, in seconds.
+    #: Measured median over the steps since the last start of the run, in seconds.
     median: float
-    #: Measured 95th percentile over the steps, in seconds.
+    #: Measured 95th percentile over the steps since the last start of the run, in seconds.
     p95: float
     #: Seconds of a step that the plan predicts.
     predicted: float

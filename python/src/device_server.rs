@@ -12,7 +12,8 @@ use pyo3::types::PyBytes;
 use std::net::{IpAddr, SocketAddr};
 use std::time::Instant;
 
-/// Bytes per second to the peer and from the peer, and latency in seconds; a tuple in Python.
+/// Measured speed of a link, as a tuple in Python: bytes per second to the peer, bytes per second from the peer, and
+/// latency in seconds.
 type LinkTuple = (f64, f64, f64);
 
 /// The server of the device in this process.

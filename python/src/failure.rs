@@ -41,13 +41,14 @@ pub fn to_exception(py: Python<'_>, failure: &Failure) -> PyErr {
     make().map_or_else(|error| error, PyErr::from_value)
 }
 
-/// Returns a function that converts an error to the failure of an argument with this name.
+/// Returns a function that converts an error to a failure about invalid input. The message begins with the argument's
+/// name.
 pub fn argument_error<E: Display>(argument: &str) -> impl FnOnce(E) -> Failure {
     move |error| Failure::input(format!("{argument}: {error}"))
 }
 
-/// Returns the failure for a plan that does not fit. Its hints are arguments of the Python functions with which the run
-/// fits.
+/// Returns the failure for a plan that does not fit. Each hint shows arguments for the Python functions with which the
+/// run fits.
 pub fn refusal(devices: &DevicesRequest, plan: &Plan) -> Failure {
     let remedies: Vec<(RemedySettings, String)> = remedies::remedies(devices, plan)
         .into_iter()

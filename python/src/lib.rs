@@ -37,8 +37,8 @@ fn load_run(path: Option<&Path>, settings: &[String]) -> Result<RunRequest, Fail
     })
 }
 
-/// Connects a run to its devices of the cluster, if it has some. The connection starts another process of this
-/// interpreter.
+/// Connects a run to its devices of the cluster, if it has some. For the connection, starts this Python interpreter as
+/// another process.
 fn with_remote_devices(mut run: RunRequest) -> Result<RunRequest, Failure> {
     if run.devices().has_remote_devices() {
         let executable = |py: Python<'_>| py.import("sys")?.getattr("executable")?.extract::<PathBuf>();

@@ -152,7 +152,7 @@ impl TrainRequest {
     }
 }
 
-/// Converts the outcome of a run for the Python caller.
+/// Returns the parts of a run's outcome that the Python caller needs.
 fn ended(outcome: Outcome) -> Ended {
     Ended {
         stopped: outcome.result.status == RunStatus::Stopped,

@@ -30,7 +30,7 @@ const HEAD_DIMS: [u64; 6] = [16, 32, 64, 80, 96, 128];
 /// File to which the table of kernel resources is written.
 const TABLE: &str = "docs/measured/cuda-kernels.md";
 
-/// Versions of the compiler, as `compile.py` reports them.
+/// Version of the compiler NVRTC, as `compile.py` reports it.
 #[derive(Deserialize)]
 struct Compiler {
     nvrtc: String,
@@ -201,7 +201,8 @@ fn check(units: &[Unit], resources: &[KernelResources]) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A row of the table: the resources of a kernel by architecture, without and with bf16 activations.
+/// A row of the table: the resources of a kernel. The key is the architecture, and true for the version with bf16
+/// activations.
 type Row<'a> = BTreeMap<(&'a str, bool), &'a KernelResources>;
 
 /// Formats the page with the table of kernel resources: a row for each kernel and head dimension, a column for each

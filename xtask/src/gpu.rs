@@ -19,13 +19,13 @@ struct Options {
     /// Folder to write; its .tar.gz is written beside it.
     #[arg(long, default_value = "target/gpu-check")]
     out: PathBuf,
-    /// PyTorch script for the comparison of speed; packed if it exists.
+    /// PyTorch script that is timed for comparison; packed if it exists.
     #[arg(long, default_value = "../shared/peers/torch_step.py")]
     peer: PathBuf,
-    /// Run a small version of the script here, on a stand-in for a GPU (runs on the CPU).
+    /// Also run a small version of `gpu_check.py` here, on a stand-in for a GPU (runs on the CPU).
     #[arg(long = "rehearse")]
     dry_run: bool,
-    /// Run only these sections of the rehearsal.
+    /// With --rehearse, run only these sections of `gpu_check.py`.
     #[arg(long, requires = "dry_run")]
     only: Option<String>,
 }
@@ -44,9 +44,9 @@ pub fn run(arguments: &[String]) -> anyhow::Result<()> {
     if options.dry_run { run_on_stand_in(root, &folder, options.only.as_deref()) } else { Ok(()) }
 }
 
-/// Fills `folder` with the programs and the scripts of the check, and packs it into an archive beside it. `program` is
-/// the release build of `plimsoll`, with that of this program beside it. `peer` is the
-/// PyTorch script, which may be missing.
+/// Fills `folder` with the programs and scripts of the check, and packs it into an archive beside it. `program` is the
+/// release build of `plimsoll`; the release build of `xtask` lies in the same folder. `peer` is the PyTorch script,
+/// which may be missing.
 fn pack(root: &Path, program: &Path, folder: &Path, peer: &Path) -> anyhow::Result<()> {
     if folder.exists() {
         fs::remove_dir_all(folder)?;

@@ -39,7 +39,7 @@ pub fn write_device_rates(cache: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Returns the entry of the cache for the CPU with this number of threads.
+/// Returns the cache entry with fixed rates for this CPU and number of threads.
 fn device_rates(cpu: &Cpu, threads: u32) -> Value {
     json!({
         "plimsoll": env!("CARGO_PKG_VERSION"), "device": "cpu", "model": cpu.model, "features": cpu.features,

@@ -162,7 +162,7 @@ fn measure_split_models(args: &Args, folder: &Path, binary: &Path) -> Result<()>
     Ok(())
 }
 
-/// Formats simulated devices of these paces as a value of `--devices`.
+/// Formats simulated devices as a value of `--devices`. Each has one of the `paces`, in CPU cores.
 fn devices(args: &Args, paces: &[f64]) -> String {
     let device = |(number, pace): (usize, &f64)| format!("virtual:d{number}=200MiB@{pace}:16GB/s:{}", args.link);
     paces.iter().enumerate().map(device).collect::<Vec<_>>().join(",")

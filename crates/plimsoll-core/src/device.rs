@@ -7,7 +7,7 @@ use crate::{Bytes, DType};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// The kind of a device.
+/// The kind of a device: CPU, simulated accelerator, GPU, or data sheet of a GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
@@ -18,7 +18,7 @@ pub enum DeviceKind {
     Virtual,
     /// An NVIDIA GPU.
     Cuda,
-    /// A data sheet of a device that is not present: planning only.
+    /// A GPU model known only from its data sheet. Runs are planned for it and never executed on it.
     Paper,
 }
 
@@ -69,14 +69,14 @@ pub struct OpRates {
     /// Rates of ops other than matrix products, by op name: operations per second for attention, bytes moved per second
     /// for all others. An op without an entry moves its bytes at [`Rates::memory_bytes_per_second`].
     pub other_ops: BTreeMap<String, f64>,
-    /// Rates in bf16. `None` if they were not timed: the f32 rates then apply, those of matrix products times
-    /// `bf16_flops / f32_flops`.
+    /// Rates in bf16; `None` if they were not timed. The f32 rates then apply, but those of matrix products are
+    /// multiplied by `bf16_flops / f32_flops`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bf16: Option<Box<OpRates>>,
 }
 
 impl OpRates {
-    /// Returns the rates that apply to `precision`, and whether they were timed in that precision.
+    /// Returns the rates that apply to `precision`. The second value is whether they were timed in that precision.
     pub fn for_precision(&self, precision: DType) -> (&OpRates, bool) {
         match (precision, &self.bf16) {
             (DType::Bf16, Some(bf16)) => (bf16, true),
@@ -126,11 +126,12 @@ pub struct DeviceSpec {
     pub kind: DeviceKind,
     /// The load line: the most bytes that arena and charges may hold together.
     pub budget: Bytes,
-    /// Bytes held outside the arena: context, modules and workspaces of libraries, and the process itself.
+    /// Bytes held outside the arena: CUDA context, kernels, library workspaces, and the process itself.
     pub charges: Bytes,
     /// Whether the charges were measured; otherwise they are assumed.
     pub charges_measured: bool,
-    /// Number of CPU threads. `cpu` and `virtual` devices compute on them; a GPU runs the ops of its host on them.
+    /// Number of CPU threads. A `cpu` or `virtual` device computes on them. For a GPU, they run the ops of its host
+    /// queue.
     pub threads: u32,
     /// Compute and memory rates.
     pub rates: Rates,
@@ -139,8 +140,8 @@ pub struct DeviceSpec {
     /// Whether `team_link` was measured; otherwise it is assumed or given by the user.
     #[serde(default)]
     pub link_measured: bool,
-    /// The NCCL library of the GPU; `None` without one. In a planned run it is `None` unless the team exchanges by
-    /// NCCL; its bytes are then part of the charges.
+    /// The NCCL library of the GPU; `None` if there is none, or if the planned team does not exchange by NCCL. In a
+    /// team that does, its bytes are part of the charges.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub nccl: Option<NcclSpec>,
 }
@@ -166,8 +167,8 @@ pub struct HostSpec {
 }
 
 impl HostSpec {
-    /// A host without memory for offloaded tensors. It stands for the host of the CPU, which is its own host, and for
-    /// an unknown machine.
+    /// A host without memory for offloaded tensors. Used for the CPU, which is its own host, for remote devices, and
+    /// for an unknown host.
     pub const NONE: HostSpec = HostSpec { budget: Bytes::ZERO, memory_bytes_per_second: 20e9, file: FileSpec::NONE };
 }
 

@@ -3,14 +3,14 @@
 use crate::{Bytes, Recovery};
 use serde::{Deserialize, Serialize};
 
-/// Version of the event lines. It changes when a field changes its meaning or is removed.
+/// Version of the format of `events.jsonl`. It changes when a field changes its meaning or is removed.
 pub const EVENTS_VERSION: u32 = 1;
 
 /// One line of `events.jsonl`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Record {
-    /// Version of the event lines ([`EVENTS_VERSION`]).
+    /// Version of the format of `events.jsonl` ([`EVENTS_VERSION`]).
     pub version: u32,
     /// Time of the event, in seconds since the Unix epoch.
     pub time: f64,
@@ -90,7 +90,8 @@ pub enum Event {
         /// Seconds that saving took.
         seconds: f64,
     },
-    /// The run continued after an out-of-memory error or a moved load line, with another recipe or by a retry.
+    /// A device ran out of memory, or its load line moved. The run continued with another recipe, or repeated the
+    /// failed work.
     Recovery(Box<Recovery>),
     /// A device was lost; training continues on the remaining devices.
     DeviceLost {

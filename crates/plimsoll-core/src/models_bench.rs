@@ -18,8 +18,8 @@ pub enum ModelStatus {
     Failed,
 }
 
-/// A model on a device. Figures are measured, except fields with `predicted` in their name. `None` is an unknown value,
-/// as after a failure; it is omitted from the JSON.
+/// The benchmark result of one model on a device. Figures are measured, except fields with `predicted` in their name.
+/// `None` is an unknown value, as after a failure; it is omitted from the JSON.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct ModelRow {
@@ -96,7 +96,8 @@ pub struct ModelRow {
 }
 
 impl ModelRow {
-    /// Creates a row without any result. Its status is [`ModelStatus::Failed`] until the caller fills in another one.
+    /// Creates a row in which only the names are known. Its status is [`ModelStatus::Failed`] until the caller sets
+    /// another one.
     pub fn new(model: &str, resolved_model: &str) -> ModelRow {
         ModelRow {
             model: model.to_owned(),

@@ -23,7 +23,7 @@ pub struct DevicePlan {
     pub budget_bytes: Bytes,
     /// Bytes of the arena, the only allocation for tensors.
     pub arena_bytes: Bytes,
-    /// Bytes held outside the arena: context, modules and workspaces of libraries, and the process itself.
+    /// Bytes held outside the arena: CUDA context, kernels, library workspaces, and the process itself.
     pub charges_bytes: Bytes,
     /// Bytes of arena and charges together.
     pub peak_bytes: Bytes,
@@ -115,8 +115,8 @@ impl Remedy {
     }
 }
 
-/// The replacement of the requested device by the CPU (`run.fallback`). It takes place if the run fits on the requested
-/// device under no permitted recipe.
+/// The replacement of the requested device by the CPU (`run.fallback`). It takes place if no permitted recipe fits on
+/// the requested device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Fallback {
@@ -139,7 +139,8 @@ impl fmt::Display for Fallback {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct RungPrice {
-    /// Name of the rung: `micro_batch`, `recompute`, an offload such as `offload.optimizer`, or that of a lossy rung.
+    /// Name of the rung: `micro_batch`, `recompute`, an offload such as `offload.optimizer`, or a lossy rung such as
+    /// `nf4`.
     pub rung: String,
     /// Effect of the rung on the numbers.
     pub class: Class,
@@ -147,8 +148,8 @@ pub struct RungPrice {
     pub accuracy_impact: String,
     /// Whether the planner may take the rung. Always true for a rung that is not lossy.
     pub allowed: bool,
-    /// Effect of taking this rung alone, as far as possible. It is compared with the plain recipe: one micro-batch, no
-    /// recompute, no offload.
+    /// Effect of taking this rung in full on the plain recipe (one micro-batch, no recompute, no offload). No other
+    /// rung is taken, except one that it requires.
     pub alone: RungEffect,
     /// Effect of this rung in the plan, compared with the same plan without the rung. `None` if the plan does not take
     /// it.
@@ -227,8 +228,8 @@ pub struct Plan {
     /// Predicted seconds that the links of the team add to a step; `None` for a single device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub link_seconds: Option<f64>,
-    /// A device, or a host with its devices, that would be faster alone than the whole team. `None` if there is none,
-    /// and if the planner may exclude devices.
+    /// A device, or a host with its devices, that would be faster alone than the whole team. `None` if there is none.
+    /// Also `None` if the planner may exclude slow devices itself.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub faster_alone: Option<FasterAlone>,
     /// Devices that take no part, with the reason; empty if all take part.

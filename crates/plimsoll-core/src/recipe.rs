@@ -140,8 +140,8 @@ impl Offload {
         file: ScratchOffload::NOTHING,
     };
 
-    /// Returns whether the head is offloaded, so that the device fetches it in blocks of rows. A `tied` head is the
-    /// embedding table.
+    /// Returns whether the head is offloaded, so that the device fetches it in blocks of rows. If the head is `tied`,
+    /// it is the embedding table, and is offloaded with it.
     pub fn streams_head(&self, tied: bool) -> bool {
         if tied { self.embedding } else { self.head }
     }
@@ -288,7 +288,7 @@ impl Rung {
         RungProperties { name, bits, accuracy_impact, is_training_only }
     }
 
-    /// Returns the rung with this name (`nf4`) or these bits (`4`), and `None` if there is none.
+    /// Returns the lossy rung whose name (`nf4`) or number of bits (`4`) is `word`; `None` if there is none.
     pub fn named(word: &str) -> Option<Rung> {
         Rung::ALL.into_iter().find(|rung| {
             let RungProperties { name, bits, .. } = rung.properties();

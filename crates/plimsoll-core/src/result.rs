@@ -160,9 +160,9 @@ fn nan_from_null<'de, D: Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct StepSeconds {
-    /// Measured median over the steps, in seconds.
+    /// Measured median over the steps since the last start of the run, in seconds.
     pub median: f64,
-    /// Measured 95th percentile over the steps, in seconds.
+    /// Measured 95th percentile over the steps since the last start of the run, in seconds.
     pub p95: f64,
     /// Seconds of a step that the plan predicts.
     pub predicted: f64,

@@ -29,8 +29,8 @@ pub enum SweepState {
 pub struct RunDemand {
     /// Whether the run fits on the device.
     pub fits: bool,
-    /// Load line that the run gets, for arena and charges together. If the run fits, this is a small load line under
-    /// which a step takes at most 2 % longer. Otherwise it is the smallest load line under which the run would fit.
+    /// Load line that the run gets, for arena and charges together. If the run fits, a step under it takes at most 2 %
+    /// longer than with the device's whole memory. Otherwise, it is the smallest load line under which it would fit.
     pub bytes: Bytes,
     /// Bytes offloaded to the host.
     pub host_bytes: Bytes,
@@ -78,7 +78,7 @@ pub struct SweepRun {
     /// Share of the device's computing time that the run gets, 0 to 1; `None` before the first start.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub share: Option<f64>,
-    /// Predicted seconds that the run takes over all its starts, with its share of the device's computing time. `None`
+    /// Predicted total seconds of the run, restarts included, at its share of the device's computing time. `None`
     /// before the first start.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub predicted_seconds: Option<f64>,
@@ -142,7 +142,7 @@ pub struct SweepDevice {
     pub simulated: bool,
     /// The device's load line.
     pub budget_bytes: Bytes,
-    /// Largest sum, at any time, of the load lines of the runs on this device.
+    /// Largest value that the sum of the load lines of the concurrent runs on this device has reached.
     pub peak_reserved_bytes: Bytes,
     /// Largest number of runs that were on this device at the same time.
     pub workers: u32,

@@ -73,7 +73,7 @@ pub struct WorkerPlan {
     pub ladder: Vec<RungPrice>,
 }
 
-/// A named or detected device that takes no part in the training steps.
+/// A requested or detected device that takes no part in the training steps.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct ExcludedDevice {

@@ -373,7 +373,7 @@ impl Arena {
         unsafe { std::slice::from_raw_parts_mut(self.body_start(), self.body) }
     }
 
-    /// Returns the arena's bytes, for access from outside while no op runs.
+    /// Returns all bytes of the arena, for reads and writes while no op runs.
     pub fn contents(&mut self) -> &mut [u8] {
         let inside = self.slack..self.slack + self.bytes;
         &mut self.body()[inside]

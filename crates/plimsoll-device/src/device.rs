@@ -63,7 +63,8 @@ pub trait Memory {
     /// Returns the offset just past the highest byte written in an arena or the scratch file; zero if none was written.
     fn high_water(&mut self, space: Space) -> Bytes;
 
-    /// Whether bytes beside an arena, which belong to no tensor, were written. Always false for the scratch file.
+    /// Whether an op wrote unused bytes directly before or after an arena, which no tensor owns: a bug. Always false
+    /// for the scratch file.
     fn has_stray_writes(&mut self, space: Space) -> bool;
 }
 
@@ -97,7 +98,8 @@ pub trait Observer: Send {
         Ok(())
     }
 
-    /// Called after op number `tick` (counted from 1 within the Program) has run without error.
+    /// Called after op number `tick` (counted from 1 within the Program) has run without error. If
+    /// [`Observer::serializes_ops`] is false, a device may call it earlier, even before the op runs.
     fn after(&mut self, tick: u32, op: &Op, memory: &mut dyn Memory) {
         let _ = (tick, op, memory);
     }
@@ -163,7 +165,7 @@ pub struct ProgramCall {
 }
 
 impl ProgramCall {
-    /// Returns a call of all ops of a Program, outside a loop over micro-batches.
+    /// Returns the call that runs a Program from its first op to its last, outside a loop over micro-batches.
     pub fn of(program: ProgramKind) -> ProgramCall {
         ProgramCall { program, micro_batch: 0, first_op: 1, is_last_micro_batch: true }
     }
@@ -171,7 +173,8 @@ impl ProgramCall {
 
 /// An opened device: its arenas are allocated, and it holds the Programs of a run.
 pub trait Device: Send {
-    /// Runs a Program. Its inputs must have been written with [`Device::write`].
+    /// Runs the Program of `call`, and calls the hooks of `observer` around each op. Ops that access tensors in files
+    /// of the run do so through `files`. The Program's inputs must have been written with [`Device::write`].
     ///
     /// # Errors
     /// Any error of an op or the observer. All started ops have then ended: every op before the failed one has run, and
@@ -203,11 +206,11 @@ pub trait Device: Send {
         Err(DeviceError::CollectivesUnsupported { device: "this device" })
     }
 
-    /// Waits for all submitted work. `run` may return before its ops have ended; their errors are reported here, at the
-    /// latest before a caller relies on bytes from [`Device::read`].
+    /// Waits until all ops of earlier calls have ended, because `run` may return before that. Call it before relying on
+    /// bytes from [`Device::read`].
     ///
     /// # Errors
-    /// Failures since the last call.
+    /// Errors of these ops that no earlier call has returned.
     fn synchronize(&mut self) -> Result<(), DeviceError> {
         Ok(())
     }
@@ -251,8 +254,8 @@ pub trait Device: Send {
         Err(DeviceError::Unsupported { op: "re-plan", device: "this device" })
     }
 
-    /// Returns the state of the memory that holds the device's arena: memory of its own, else the machine's. None if
-    /// unknown.
+    /// Returns the state of the memory that holds the device's arena: the device's own memory, or the machine's if the
+    /// device has none. None if the state is unknown.
     fn available_memory(&mut self) -> Option<AvailableMemory> {
         Some(AvailableMemory { memory: probe::Memory::read(), held_bytes: process::resident().ok()? })
     }

@@ -26,8 +26,8 @@ pub struct DiskRates {
     pub write_bytes_per_second: f64,
 }
 
-/// Returns the bytes that an ordinary user may still write in a folder, which need not exist yet. None if the system
-/// does not report it.
+/// Returns the free bytes, for a user without root privileges, of the disk that holds a folder. The folder need not
+/// exist yet. None if the system does not report it.
 pub fn free(folder: &Path) -> Option<Bytes> {
     let path = CString::new(nearest_existing(folder).as_os_str().as_bytes()).ok()?;
     // SAFETY: zeros are a valid `statvfs`, which the call fills in.
@@ -61,9 +61,9 @@ pub fn measure(folder: &Path) -> Option<DiskRates> {
     })
 }
 
-/// Calls `each` for the parts of one half of the test file, from part `first` on, with their first byte. Repeats this
-/// until the time since `begin` is over, and does it at least once. Returns the bytes per second; None if a call
-/// returns None.
+/// Calls `each` with the first byte of every part in one half of the test file, whose first part is number `first`.
+/// Repeats this until `MEASURE_SECONDS` have passed since `begin`, and goes through the half at least once. Returns the
+/// bytes per second; None if a call returns None.
 fn half_rate(begin: Instant, first: u64, mut each: impl FnMut(u64) -> Option<()>) -> Option<f64> {
     let mut parts = 0;
     while parts < PART_COUNT / 2 || begin.elapsed() < Duration::from_secs_f64(MEASURE_SECONDS) {

@@ -107,7 +107,7 @@ pub fn liveness_probe(index: u32) -> impl Fn() -> bool + Send + Sync {
     }
 }
 
-/// A GPU that a run has opened, observed outside the executor.
+/// Access to memory figures and temperature of a GPU that a run has opened, also while a Program runs on it.
 pub struct GpuMonitor {
     installation: &'static CudaInstallation,
     gpu: &'static GpuInfo,

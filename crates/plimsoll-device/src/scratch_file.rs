@@ -23,8 +23,8 @@ const COPY_CHUNK_BYTES: usize = 4 << 20;
 /// The scratch file of a device: a file of exactly the planned size, or no file if that size is zero.
 #[derive(Debug)]
 pub(crate) struct ScratchFile {
-    /// Folder in which the file is created, or in its nearest ancestor that exists. None for devices without a scratch
-    /// file.
+    /// Folder for the file. If the folder does not exist, its nearest existing ancestor holds the file. None for
+    /// devices without a scratch file.
     folder: Option<PathBuf>,
     file: Option<File>,
     bytes: u64,

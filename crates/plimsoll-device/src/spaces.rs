@@ -63,7 +63,7 @@ impl Spaces {
         self.group = Some(group);
     }
 
-    /// Checks that bytes of an arena may be overwritten, before this is done while no op runs.
+    /// Checks that a range of an arena may be overwritten. Called before each write from outside the Programs.
     ///
     /// # Panics
     /// If the bytes belong to a send that its receiver has not copied.
@@ -182,10 +182,12 @@ impl ResizableArenas for Spaces {
     }
 }
 
-/// Switches from the plan `old` to the plan `new`. Persistent tensors that both plans have keep every bit. In the
-/// arenas, the bytes after the last of them are filled with the pattern that reveals writes. Meanwhile an arena is
-/// never larger than the larger of its old and new size. If tensors swap places, one of them is copied to temporary
-/// memory. Returns the bytes moved between device and host.
+/// Switches from the plan `old` to the plan `new`, and returns the bytes moved between device and host. Persistent
+/// tensors that both plans have keep every bit.
+///
+/// In each arena, the bytes above the highest of these tensors are filled with the pattern that reveals writes.
+/// Meanwhile an arena is never larger than the larger of its old and new size. If tensors swap places, one of them is
+/// copied to temporary memory.
 ///
 /// # Errors
 /// Memory or disk space is refused, or a tensor changes its shape. The old plan then remains in place.

@@ -22,8 +22,9 @@ pub(crate) fn smallest(range: Range<u64>, tolerance: u64, mut is_enough: impl Fn
 /// Narrows the interval between `too_low` and `enough` by bisection with `probes` probes, and returns its upper end:
 /// the smallest value found that is enough.
 ///
-/// `midpoint` is that of the type, such as [`f64::midpoint`]. `probe` tests a value and returns one that is enough: the
-/// tested value, or a smaller one that it has found. It returns `None` if the tested value is too low.
+/// `midpoint` returns the value halfway between two values, as [`f64::midpoint`] does. `probe` tests a value and
+/// returns one that is enough: the tested value, or a smaller one that it has found. It returns `None` if the tested
+/// value is too low.
 pub(crate) fn narrow<T: Copy>(
     mut too_low: T,
     mut enough: T,

@@ -92,7 +92,7 @@ fn place_persistent(set: &ProgramSet, space: Space) -> PersistentTensors {
     placed
 }
 
-/// Returns the position of a category among persistent tensors, the lowest first.
+/// Returns a sort key of a category: persistent tensors are placed in ascending order of this key.
 fn persistent_order(category: Category) -> u32 {
     match category {
         Category::Staging | Category::Communication | Category::Activation | Category::Workspace => 0,

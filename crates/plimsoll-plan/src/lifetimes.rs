@@ -15,7 +15,7 @@ pub type Slot = (TensorId, u32);
 pub struct ProgramTicks {
     /// Kind of work of the Program.
     pub work: WorkKind,
-    /// The tick before the Program's first op, counted from the start of the phase.
+    /// The tick just before the Program's first op: the last op of the previous Program, or 0 for the first Program.
     pub first: u32,
     /// The tick of the Program's last op; one later if the host reads outputs of the Program.
     pub last: u32,
@@ -62,8 +62,8 @@ pub fn lifetimes_in<const N: usize>(set: &ProgramSet, phase: &Phase, spaces: [Sp
 
 /// A phase unrolled into ticks.
 struct UnrolledPhase {
-    /// Number of the first slot of each tensor; `None` for a tensor that is persistent or in another space. Slots are
-    /// numbered tensor by tensor.
+    /// Number of the first slot of each tensor; `None` for a tensor that is persistent, or in a space that was not
+    /// unrolled. Slots are numbered tensor by tensor.
     first_slots: Vec<Option<usize>>,
     /// First and last access to each slot, by slot number; `None` for a slot that is never accessed.
     spans: Vec<Option<Span>>,
@@ -186,8 +186,8 @@ impl UnrolledPhase {
     }
 }
 
-/// Returns, by tick, the transient slots that a phase accesses at this tick for the last time, one slot per buffer.
-/// Tests overwrite their bytes afterwards. Ticks without such a slot are missing.
+/// Returns the transient slots of a phase, by the tick of their last access: one slot for each buffer. Tests overwrite
+/// the bytes of a slot after that tick.
 pub fn deaths(set: &ProgramSet, lifetimes: &Lifetimes) -> HashMap<u32, Vec<Slot>> {
     let mut deaths: HashMap<u32, Vec<Slot>> = HashMap::new();
     for (buffer, slots) in lifetimes.buffers.iter().zip(&lifetimes.slots) {

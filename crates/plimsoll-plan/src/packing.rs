@@ -104,7 +104,7 @@ struct Item {
     last: u32,
 }
 
-/// The buffers to pack, with their load over time.
+/// The buffers to pack, and their summed sizes at each tick.
 struct PackingProblem {
     items: Vec<Item>,
     alignment: u64,
@@ -114,8 +114,8 @@ struct PackingProblem {
     max_load: u64,
     /// Ticks at which `max_load` units are live, ascending.
     peaks: Vec<u32>,
-    /// Bytes by which the lower bound is below `max_load` units: at every peak, the topmost buffer can save so many
-    /// bytes of rounding.
+    /// Bytes by which the lower bound is below `max_load` units. At every peak, some live buffer has at least these
+    /// bytes of rounding, which an arena saves if that buffer is at the top.
     slack: u64,
 }
 
@@ -178,8 +178,8 @@ impl PackingProblem {
     }
 
     /// Returns the indices of buffers that are fixed at the top of the arena, so that it can end at the lower bound.
-    /// They are disjoint in time, one of them lives at every peak, and each has enough rounding. Returns `None` if
-    /// rounding has nothing to save, or if no such set is found.
+    /// Exactly one of them lives at every peak, and each has at least `slack` bytes of rounding. Returns `None` if
+    /// `slack` is 0, or if no such buffers are found.
     fn top_buffers(&self) -> Option<Vec<usize>> {
         if self.slack == 0 {
             return None;
@@ -208,9 +208,9 @@ impl PackingProblem {
     }
 }
 
-/// Returns the first and last tick of each buffer, and the number of ticks. Two lifetimes overlap if and only if the
-/// later start is within the other lifetime, so only starts matter. Ticks are the ranks of starts if op numbers are
-/// sparse; dense op numbers are kept.
+/// Converts op numbers to ticks: returns the first and last tick of each buffer, and the number of ticks. Dense op
+/// numbers are ticks already. For sparse ones, the ticks number the distinct starts, because only starts decide which
+/// lifetimes overlap.
 fn lifetimes(buffers: &[Buffer]) -> (Vec<(u32, u32)>, usize) {
     let mut latest = 0;
     for buffer in buffers {
@@ -275,7 +275,7 @@ enum Fit {
     First,
     /// The tightest gap; among equals the lowest.
     Best,
-    /// The place that ends at unit `below`, if it is above all neighbors; otherwise the upper end of the highest gap.
+    /// The units that end at unit `below`, if all neighbors end lower; otherwise the upper end of the highest gap.
     Last { below: u64 },
 }
 
@@ -394,7 +394,7 @@ struct BestPacking {
     order: Vec<u32>,
     strategy: PlacementStrategy,
     offsets: Vec<u64>,
-    /// Highest rounded end in units.
+    /// End of the highest buffer in units, rounded up.
     height: u64,
     bytes: u64,
 }
@@ -417,7 +417,8 @@ impl<'a> PackingSearch<'a> {
         }
     }
 
-    /// Runs the search and returns the offsets in units.
+    /// Runs the search, and returns the offset of each buffer in units. `effort` limits the improvement after the fixed
+    /// orders, as in [`pack_with_effort`].
     fn run(mut self, effort: u64) -> Vec<u64> {
         for order in PlacementOrder::all() {
             let order = order.sort(self.problem);
@@ -451,7 +452,8 @@ impl<'a> PackingSearch<'a> {
         self.try_with_top_buffers(order, strategy);
     }
 
-    /// Packs again with buffers of much rounding at the top, if the best packing is minimal in units but not in bytes.
+    /// Packs again with the buffers of `top_buffers` at the top, if the best packing is minimal in units but not in
+    /// bytes.
     fn try_with_top_buffers(&mut self, order: &[u32], strategy: PlacementStrategy) {
         if self.is_at_max_load()
             && !self.is_at_lower_bound()
@@ -586,7 +588,7 @@ enum SortKey {
     Size,
     /// Size times lifetime.
     Area,
-    /// Most units of all buffers together that are live at one tick of the lifetime.
+    /// Largest sum, over the ticks of the lifetime, of the sizes of all buffers that are live at the tick.
     Load,
     Lifetime,
     /// Start of the lifetime; here the earliest is placed first.
@@ -619,7 +621,8 @@ impl PlacementOrder {
         ranked.into_iter().map(|(.., i)| i).collect()
     }
 
-    /// Returns the priority of an item. The item with the largest priority is placed first.
+    /// Returns the priority of an item: the item with the largest one is placed first. `loads` finds the most live
+    /// units in a range of ticks.
     fn priority(self, item: &Item, problem: &PackingProblem, loads: &RangeMax) -> (u64, u64) {
         let lifetime = u64::from(item.last - item.first + 1);
         let is_small = item.units < problem.max_load / 4096;

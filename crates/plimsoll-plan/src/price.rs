@@ -240,7 +240,7 @@ struct Clock {
     shared: Vec<Option<usize>>,
     /// The accessed parts of each slot.
     slots: Vec<Vec<SlotPart>>,
-    /// Accesses of the simulated op to tensors that several queues may access.
+    /// Accesses of the op that is being simulated, to tensors that several queues may access.
     accesses: Vec<PartAccess>,
 }
 

@@ -14,7 +14,7 @@
 
 use plimsoll_core::Bytes;
 
-/// Largest loss of device time for which runs wait until a device is empty, instead of joining its running runs. The
+/// Fraction of device time that may be lost by waiting: runs wait until a device is empty only if less is lost. The
 /// loss is the free fraction of the device times the seconds of the wait, relative to the seconds of work of the
 /// waiting runs. Waiting pays because runs that start together also end together.
 ///
@@ -34,7 +34,7 @@ pub struct DeviceCapacity {
     pub line: Bytes,
     /// Number of equal shares into which the device's time is divided.
     pub time_shares: u32,
-    /// Fewest shares that a run may get, at least 1.
+    /// Fewest shares that the scheduler gives to a run. Must not be 0.
     pub min_time_shares: u32,
     /// Most runs that the device holds at a time.
     pub max_workers: u32,
@@ -101,9 +101,9 @@ pub struct SweepScheduler {
 }
 
 impl SweepScheduler {
-    /// Creates a scheduler in which all jobs wait that a device can run. `host` is the load line of the host: the most
-    /// bytes that the runs of all devices may hold there together. A job never runs on a device with a load line below
-    /// the job's demand.
+    /// Creates a scheduler in which every job waits, except jobs that no device can run. A job never runs on a device
+    /// with a load line below the job's demand. `host` is the load line of the host: the most bytes that all runs may
+    /// hold there together.
     pub fn new(devices: Vec<DeviceCapacity>, host: Bytes, jobs: Vec<Job>) -> SweepScheduler {
         let lost = vec![false; devices.len()];
         let mut sweep =
@@ -122,8 +122,8 @@ impl SweepScheduler {
         number
     }
 
-    /// Puts a job that is not running back into the queue, with the demands of `job`. Returns whether any device can
-    /// run it, lost devices included; if none can, the job does not wait.
+    /// Replaces the job with index `number`, which must not be running, by `job`, and lets it wait. Returns whether any
+    /// device can run it, lost devices included; if none can, the job does not wait.
     pub fn requeue(&mut self, number: usize, mut job: Job) -> bool {
         for (demand, capacity) in job.demands.iter_mut().zip(&self.devices) {
             *demand = demand.filter(|demand| demand.bytes <= capacity.line && demand.host_bytes <= self.host);
@@ -317,8 +317,9 @@ impl SweepScheduler {
         workers.collect()
     }
 
-    /// Returns jobs that can start together on a device now, with their demands. The method takes each job of the list,
-    /// in order, that fits beside the running jobs and those already taken.
+    /// Returns jobs that can start together on a device now, with their demands; `time_shares` is the number of free
+    /// shares. The method takes each job of the list, in order, that fits beside the running jobs and those already
+    /// taken.
     fn first_that_fit(&self, device: usize, time_shares: u32, list: &[usize]) -> Vec<(usize, Demand)> {
         let capacity = self.devices[device];
         let mut bytes = capacity.line.saturating_sub(self.running_on(device).map(|worker| worker.bytes).sum());

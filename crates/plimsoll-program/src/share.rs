@@ -76,7 +76,7 @@ impl Share {
     }
 
     /// Returns the largest number of micro-batches in flight (forward pass done, backward pass not) in a step of
-    /// `micro_batches`, at least 1. This rank holds the activations of that many micro-batches at once.
+    /// `micro_batches`; 1 if that is 0. This rank holds the activations of that many micro-batches at once.
     pub fn in_flight(&self, micro_batches: u32) -> u32 {
         let (stage, stages) = self.stage();
         (stages - stage).min(micro_batches).max(1)

@@ -32,7 +32,7 @@ pub struct Tensor {
     pub shape: Vec<u64>,
     /// Element type.
     pub dtype: DType,
-    /// Memory space that holds the tensor (device, host, scratch file or files).
+    /// Memory space that holds the tensor: device, host, scratch file, or a file of a model or checkpoint.
     pub space: Space,
     /// Purpose (weight, gradient, activation, …), by which the plan reports bytes.
     pub category: Category,

@@ -244,15 +244,15 @@ pub mod cpu {
         lanes * ATTENTION_QUERIES * (2 * head_dim + 2 * sequence.min(ATTENTION_KEYS) + 4)
     }
 
-    /// Returns the additional workspace of attention in bf16, which sums in f32: for each of `lanes` threads the
-    /// outputs of a block of queries. 0 in other precisions.
+    /// Returns the additional workspace of attention in bf16, which sums in f32, in f32 elements; 0 in other
+    /// precisions. It holds the outputs of a block of queries for each of `lanes` threads.
     pub fn attention_sums(precision: DType, lanes: u64, head_dim: u64) -> u64 {
         if precision == precision.wide() { 0 } else { lanes * ATTENTION_QUERIES * head_dim }
     }
 
-    /// Returns the additional workspace of the gradient of attention in bf16, which sums in f32. For each of `lanes`
-    /// threads it holds the gradients of a block of queries, and those of all keys and values of a head. 0 in other
-    /// precisions.
+    /// Returns the additional workspace of the gradient of attention in bf16, which sums in f32, in f32 elements; 0 in
+    /// other precisions. For each of `lanes` threads it holds the gradients of a block of queries, and those of all
+    /// keys and values of a head.
     pub fn attention_grad_sums(precision: DType, lanes: u64, sequence: u64, head_dim: u64) -> u64 {
         if precision == precision.wide() { 0 } else { lanes * head_dim * (ATTENTION_QUERIES + 2 * sequence) }
     }
@@ -307,8 +307,8 @@ pub mod cuda {
     /// Returns the workspace of the gradient of the embedding table, from `rows` tokens of `hidden` elements, in f32
     /// elements.
     ///
-    /// It holds token ids and row numbers sorted by token with a second buffer each. For each of the [`portions`] it
-    /// also holds the partial sum of a token whose rows start in an earlier portion.
+    /// It holds token ids and row numbers, which the kernel sorts by token, each twice for the sort. For each of the
+    /// [`portions`] it also holds the partial sum of a token whose rows start in an earlier portion.
     pub fn embed_grad(rows: u64, hidden: u64) -> u64 {
         4 * rows + portions(rows) * hidden
     }
@@ -330,8 +330,8 @@ pub mod cuda {
     }
 
     /// Returns the workspace of attention of `rows` new tokens over a key-value cache of `capacity` tokens, in f32
-    /// elements. With at most [`FEW_ROWS`] tokens it holds an output and two numbers for each token, part of the keys
-    /// and head; with more it is 0.
+    /// elements; 0 for more than [`FEW_ROWS`] new tokens. For each head, new token and part of the cache
+    /// ([`key_parts`]) it holds an output vector and two numbers.
     pub fn cached_attention(rows: u64, capacity: u64, shape: Heads) -> u64 {
         if rows > FEW_ROWS { 0 } else { key_parts(capacity).1 * rows * shape.heads * (shape.head_dim + 2) }
     }

@@ -99,13 +99,13 @@ pub struct StepBench {
     pub tokens_per_second: f64,
     /// Peak resident memory of the process.
     pub peak_rss_mib: f64,
-    /// Resident memory of the process before the device was opened.
+    /// Resident memory of the process before the device was opened; for PyTorch, after the imports.
     pub import_rss_mib: f64,
-    /// Difference of peak and import memory.
+    /// Peak resident memory minus resident memory before the device was opened.
     pub growth_mib: f64,
     /// Planned size of the arena.
     pub arena_bytes: Bytes,
-    /// High-water mark of the arena.
+    /// Measured use of the arena: offset just past the highest byte that was written.
     pub arena_measured_bytes: Bytes,
     /// Planned host memory for tensors that a GPU offloads; 0 without offload.
     pub host_bytes: Bytes,
@@ -212,7 +212,7 @@ pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
     })
 }
 
-/// Returns a llama model of the given shapes.
+/// Returns the configuration of a llama model with the shapes in `shape`. Fails if they are invalid.
 fn model_config(shape: &StepShape) -> Result<ModelConfig, Failure> {
     let config = ModelConfig {
         model_type: ModelType::Llama,
@@ -238,7 +238,8 @@ fn model_config(shape: &StepShape) -> Result<ModelConfig, Failure> {
     Ok(config)
 }
 
-/// Returns the specification of the benchmarked device with measured rates, and its model name.
+/// Returns the specification of the benchmarked device with measured rates, and the product name of the processor or
+/// GPU.
 fn find_device(shape: &StepShape) -> Result<(DeviceSpec, String), Failure> {
     let (kind, device_model, rates) = match gpu_index(&shape.device)? {
         None => (DeviceKind::Cpu, Cpu::read().model, calibration::cpu(shape.threads)?.rates),
@@ -346,8 +347,8 @@ fn gpu_index(device: &str) -> Result<Option<u32>, Failure> {
     }
 }
 
-/// Returns the sequences of step `step` with random tokens. Every position has a random label, and each step other
-/// numbers.
+/// Returns the sequences of step `step`, with a random token and a random label at every position. They differ from
+/// step to step.
 fn random_rows(shape: &StepShape, step: u64) -> Rows {
     let values = shape.batch * shape.accumulate * shape.sequence;
     let mut state = step.wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -360,7 +361,7 @@ fn random_rows(shape: &StepShape, step: u64) -> Rows {
     rows
 }
 
-/// Draws a random token of a vocabulary of `vocab` tokens. `state` is the state of the random numbers.
+/// Draws a random token id below `vocab`, and advances the state of the random number generator.
 fn next_token(state: &mut u64, vocab: u64) -> i32 {
     // xorshift64* (Vigna 2016); its quality suffices for timing.
     *state ^= *state >> 12;

@@ -324,8 +324,8 @@ impl FileSpace for RequestQueue {
     }
 }
 
-/// Observer that injects an out-of-memory error at the request of the run. It reports the error before op number `op`
-/// of the Program, counted from 1; with `None` it reports no error.
+/// Observer of one Program that injects an out-of-memory error at the request of the run. The error occurs before the
+/// op with the number `op`, counted from 1. If `op` is `None`, no error occurs.
 struct InjectedRefusal {
     program: ProgramKind,
     op: Option<u32>,

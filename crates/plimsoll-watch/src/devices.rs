@@ -184,7 +184,7 @@ struct LiveSample {
 }
 
 impl LiveSample {
-    /// Reads the state of the machine. `earlier` is the CPU usage at the last sample, and is updated.
+    /// Reads the state of the machine. `earlier` is the CPU usage at the last sample; the present usage replaces it.
     fn read(earlier: &mut Option<CpuUsage>) -> LiveSample {
         let now = CpuUsage::read();
         let busy = now.zip(*earlier).map(|(now, earlier)| now.usage_since(earlier));

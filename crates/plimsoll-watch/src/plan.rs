@@ -80,7 +80,7 @@ pub fn table(view: &PlanView) -> String {
     text
 }
 
-/// Describes the fallback to the CPU with its predicted throughput.
+/// Describes the reason for the fallback to the CPU, and the predicted throughput there.
 fn fallback_note(plan: &Plan, fallback: &Fallback) -> String {
     format!("{fallback}; predicted on the CPU {} tokens/s", count(plan.predicted.tokens_per_second))
 }
@@ -271,7 +271,8 @@ fn rung_tables(ladder: &[RungPrice], prefix: &str) -> String {
     text + "\n"
 }
 
-/// Returns the table row of a rung that has this effect.
+/// Returns the table row of a rung: its name, its `effect` (bytes freed, seconds added, tokens per second), and its
+/// impact on accuracy. The effect is that of the rung alone or that within the plan.
 fn rung_row(rung: &RungPrice, effect: &RungEffect) -> Vec<String> {
     let allowed = if rung.allowed { "" } else { " (not allowed)" };
     vec![
@@ -360,8 +361,8 @@ fn short(recipe: &Recipe, longest: usize) -> String {
 }
 
 /// Returns the failure for a plan that does not fit. Each pair of a remedy and its command becomes a hint, in the given
-/// order. If `numbered`, each hint begins with a number, by which the user chooses a remedy. `total_memory` is the
-/// memory of the device, `None` if unknown. If there are no remedies, a hint names it.
+/// order. If `numbered`, each hint begins with a number, by which the user chooses a remedy. Without remedies, a hint
+/// states the device's `total_memory`, unless that is `None` (unknown).
 pub(crate) fn does_not_fit(
     plan: &Plan,
     remedies: &[(RemedySettings, String)],

@@ -13,7 +13,7 @@ use plimsoll_plan::paper;
 pub struct RemedySettings {
     /// The remedy: the rungs to allow and the load lines with which the run fits.
     pub remedy: Remedy,
-    /// The load line, with these settings, of the device that is too small.
+    /// The load line that these settings give to the device that is too small.
     pub budget_bytes: Bytes,
     /// The settings that apply the remedy, with their new values.
     pub settings: Vec<Setting>,
@@ -51,9 +51,9 @@ pub fn refusal(plan: &Plan, remedies: &[(RemedySettings, String)], numbered: boo
     plan.shortfall_note.iter().cloned().fold(refusal, Failure::hint)
 }
 
-/// Returns whether the remedy `less` makes the remedy `more` needless. For that, the load line of `less` must not be
-/// higher, and `less` may only need rungs that `more` needs too. It must need no further memory of the host or scratch
-/// file. Load lines are rounded up, and may be equal although the predicted bytes differ.
+/// Returns whether the remedy `less` makes the remedy `more` needless. For that, `less` must have no higher load line,
+/// no rung that `more` lacks, and no new load line for the host or the scratch file. Load lines are rounded up, and may
+/// be equal although the predicted bytes differ.
 fn makes_needless(less: &RemedySettings, more: &RemedySettings) -> bool {
     let Remedy { allow, host_bytes: None, file_bytes: None, .. } = &less.remedy else { return false };
     less.budget_bytes <= more.budget_bytes && allow.iter().all(|rung| more.remedy.allow.contains(rung))
@@ -86,7 +86,7 @@ fn with_settings(remedy: &Remedy, request: &DevicesRequest, plan: &Plan, free: B
     })
 }
 
-/// The memory of a device.
+/// Free and total bytes of a device's memory.
 struct DeviceMemory {
     free: Bytes,
     total: Bytes,
@@ -114,9 +114,9 @@ fn gpu_memory(device: &str) -> Option<DeviceMemory> {
 enum LineTarget {
     /// Every device.
     All,
-    /// The device of this name. If several have the name, the one with the highest load line.
+    /// The device of this name. If several have the name, only the one with the highest load line gets the new one.
     One(String),
-    /// The device of this name. If several have the name, each whose load line is below the new one.
+    /// The device of this name. If several have the name, each with a load line below the new one gets it.
     Named(String),
 }
 

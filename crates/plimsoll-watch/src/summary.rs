@@ -126,7 +126,8 @@ fn measured_rows(result: &RunResult) -> Vec<Vec<String>> {
     rows
 }
 
-/// Formats the difference from the prediction in percent. Returns an empty text if there is none to compare with.
+/// Formats the difference of `measured` from `predicted` in percent, such as `+3.2 %`. Returns an empty text if the
+/// prediction is 0, or if `measured` is NaN (not known).
 fn difference(predicted: f64, measured: f64) -> String {
     match predicted {
         0.0 => String::new(),
@@ -135,7 +136,7 @@ fn difference(predicted: f64, measured: f64) -> String {
     }
 }
 
-/// Formats the parallelism of the team, the work of each worker in a line of its own, and the backend of the
+/// Formats the parallelism of the team, one line about the work of each worker, and the backend of the
 /// collectives. Returns an empty text for a single device.
 fn team_lines(result: &RunResult) -> String {
     let Some(parallelism) = result.parallelism else { return String::new() };
@@ -145,7 +146,7 @@ fn team_lines(result: &RunResult) -> String {
     format!("{}\n{lines}{collectives}\n", parallelism.describe())
 }
 
-/// Formats the work of a worker as one line. `sequences` is the number of sequences of the whole team.
+/// Formats the work of a worker as one line. `sequences` is the number of sequences per step of the whole team.
 fn worker_line(worker: &WorkerResult, parallelism: Parallelism, sequences: u64) -> String {
     let simulated = if worker.simulated { " (simulated)" } else { "" };
     let did = match parallelism {

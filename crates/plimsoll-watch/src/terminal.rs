@@ -12,8 +12,8 @@ pub trait Watcher: Send {
     fn observe(&mut self, record: &Record);
 }
 
-/// Returns the watcher for standard output. It prints JSON lines if `json`, and no progress if `quiet`, only warnings
-/// on standard error. Otherwise it rewrites one line on a terminal, and prints whole lines elsewhere.
+/// Returns the watcher for standard output. With `json`, it prints JSON lines. Else with `quiet`, it prints only
+/// warnings, on standard error. Otherwise it rewrites one line on a terminal, and prints whole lines elsewhere.
 pub fn for_stdout(json: bool, quiet: bool) -> Box<dyn Watcher> {
     match () {
         () if json => Box::new(Json(io::stdout())),

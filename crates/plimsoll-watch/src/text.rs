@@ -67,7 +67,7 @@ pub fn ordinal(place: usize) -> String {
     format!("{place}{ending}")
 }
 
-/// Formats a fraction as percent with `decimals` decimals: `97.5 %` for 0.975 and 1.
+/// Formats a fraction as percent with `decimals` decimals: 0.975 with one decimal is `97.5 %`.
 pub fn percent(share: f64, decimals: usize) -> String {
     format!("{:.decimals$} %", share * 100.0)
 }

@@ -107,8 +107,8 @@ pub fn references(schema: &Value) -> Vec<String> {
     names
 }
 
-/// Words all descriptions for readers of JSON, and removes `null` from the types of keys that may be absent. Does so in
-/// this schema and in all schemas inside it.
+/// Rewrites all descriptions for readers of JSON instead of Rust. Removes `null` from the types of keys that may be
+/// absent. Does so in this schema and in all schemas inside it.
 fn refine(schema: &mut Value) {
     match schema {
         Value::Array(items) => items.iter_mut().for_each(refine),
@@ -137,8 +137,8 @@ fn refine(schema: &mut Value) {
     }
 }
 
-/// Words the description of a property for readers of JSON. If the key may be absent (not `required`), also removes
-/// `null` from its types.
+/// Rewrites the description of a property for readers of JSON instead of Rust, such as `None` to `null`. If the key may
+/// be absent (not `required`), also removes `null` from its types.
 fn refine_property(property: &mut Value, required: bool) {
     let holds_several = matches!(property["type"].as_str(), Some("array" | "object"));
     if !required {

@@ -170,7 +170,8 @@ fn python_type(schema: &Value) -> anyhow::Result<String> {
     Ok(types.join(" | "))
 }
 
-/// Returns the Python type of one JSON type of a schema, such as `float` for `number`.
+/// Returns the Python type for the JSON type `name`, such as `float` for `number`. `schema` gives further details, such
+/// as the type of an array's elements.
 fn python_type_of(name: &Value, schema: &Value) -> anyhow::Result<String> {
     Ok(match name.as_str() {
         Some("null") => "None".to_owned(),

@@ -257,8 +257,8 @@ pub fn execute(
     numbers
 }
 
-/// Runs every Program of a plan and returns the numeric results. Adds the checks that the observed device makes to
-/// `found`, and all others to `tally`.
+/// Runs every Program of a plan and returns the numeric results. Checks by the observed device are added to `found`,
+/// all others to `tally`.
 fn execute_programs(
     case: &Case,
     outcome: &PlanOutcome,

@@ -113,7 +113,7 @@ impl LadderCase {
     }
 }
 
-/// Plans case `number` of the soak with this seed, runs it if it is its turn, and makes all checks.
+/// Plans case `number` of the soak with this seed and makes all checks. Also runs one case in [`RUN_EVERY`].
 pub fn run_ladder(seed: u64, number: u64) -> Tally {
     let mut tally = Tally::default();
     let ladder = LadderCase::new(seed, number);

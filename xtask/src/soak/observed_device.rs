@@ -183,7 +183,7 @@ impl ShadowMemory {
         }
     }
 
-    /// Makes a Program and a micro-batch the current ones before the Program runs: sets its place in its phase, and
+    /// Records which Program runs next and for which micro-batch. Also determines the Program's place in its phase, and
     /// lists its ops in order.
     fn enter(&mut self, program: ProgramKind, micro_batch: u32) {
         let set = &self.set;
@@ -218,7 +218,7 @@ impl ShadowMemory {
             .collect()
     }
 
-    /// Makes the present bytes of a range of the arena the expected ones.
+    /// Records the present bytes of a range of the arena as the expected ones.
     fn record(&mut self, space: Space, range: Range<u64>, memory: &mut dyn Memory) {
         let known = &mut self.bytes.get_mut(&space).expect("both arenas are known")[index_range(&range)];
         known.copy_from_slice(&memory.view(space, range));

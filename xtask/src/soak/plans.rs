@@ -94,7 +94,7 @@ struct Gpu {
 
 impl Gpu {
     /// Returns GPU `number`. The first call opens it for the whole process, because the memory of a context can only be
-    /// measured when the context is created.
+    /// measured when the context is created. Later calls ignore `number` and return that GPU.
     fn get(number: u32) -> Result<&'static Gpu, String> {
         static GPU: OnceLock<Result<Gpu, String>> = OnceLock::new();
         GPU.get_or_init(|| Gpu::open(number)).as_ref().map_err(Clone::clone)

@@ -27,7 +27,7 @@ pub const F32_DISTANCE: f64 = 1e-3;
 /// order of sums.
 pub const BF16_DISTANCE: f64 = 5e-2;
 
-/// Seconds after which a process counts as hanging. On an idle machine each takes a few seconds.
+/// Seconds after which a process counts as hanging. On an idle machine, a process takes a few seconds.
 const START_SECONDS_MAX: u64 = 180;
 /// Largest number of processes that one case starts.
 const STARTS_MAX: u64 = 12;

@@ -107,7 +107,8 @@ fn draw_devices_too_small_alone(case: &mut RandomRun, wanted: Parallelism, rng: 
     Ok(())
 }
 
-/// Returns a device with memory for 50 to 90 % of an arena, as part of a value of `--devices`.
+/// Returns device `number` as part of a value of `--devices`. It has memory for `charges` and 50 to 90 % of an arena of
+/// `arena_mib` MiB, and is connected by `link`.
 fn device_for_part(number: u64, charges: Bytes, arena_mib: f64, link: &str, rng: &mut Rng) -> String {
     let share = rng.pick(&[0.5, 0.6, 0.7, 0.8, 0.9]);
     // In a team, each worker has charges for its own rows.
@@ -281,7 +282,8 @@ fn random_evaluator_faults(device: &str, rng: &mut Rng, tally: &mut Tally) -> Ve
     }
 }
 
-/// Trains a run with the faults `what`, resumes it if it stops, and compares it with the undisturbed run `plain`.
+/// Trains the case in the run folder `run` with the faults `what`, and resumes it if it stops. Compares it with the
+/// undisturbed run `plain`.
 fn check_with_faults(
     case: &RandomRun,
     run: &str,
@@ -325,9 +327,9 @@ fn check_with_faults(
     Ok(())
 }
 
-/// Describes the first step that does not follow the previous one; `None` if each does. A run may go back to its
-/// checkpoint after it lost a device with a shard. It may also do so after a stop, if `survives` is false: its state
-/// was then lost.
+/// Describes the first step that does not follow the previous one; `None` if each does. A return to the checkpoint is
+/// permitted after the loss of a device with a shard. It is also permitted after a stop that destroyed the state (not
+/// `survives`).
 fn find_repeated_step(events: &[Event], survives: bool) -> Option<String> {
     let (mut done, mut saved) = (0, 0);
     for event in events {

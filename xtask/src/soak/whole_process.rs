@@ -117,7 +117,7 @@ const RUNS: &[ProcessRun] = &[
     },
 ];
 
-/// Memory of a run: planned, from its `result.json`, and as the system counts it.
+/// Memory of a run: figures of its plan, figures of its `result.json`, and a figure of the operating system.
 #[derive(Debug, Serialize, Deserialize)]
 struct Figures {
     recipe: String,

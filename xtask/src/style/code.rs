@@ -18,11 +18,11 @@ const FUNCTION_LINES_MAX: usize = 80;
 /// has types and a doc comment.
 const CLOSURE_LINES_MAX: usize = 3;
 
-/// Tolerated number of files above [`FILE_LINES_MAX`]. It may only go down.
+/// Tolerated number of files above [`FILE_LINES_MAX`]. Changes of the project may only lower it.
 const FILES_LEFT: f64 = 0.0;
-/// Tolerated number of functions above [`FUNCTION_LINES_MAX`]. It may only go down.
+/// Tolerated number of functions above [`FUNCTION_LINES_MAX`]. Changes of the project may only lower it.
 const FUNCTIONS_LEFT: f64 = 0.0;
-/// Tolerated number of closures above [`CLOSURE_LINES_MAX`]. It may only go down.
+/// Tolerated number of closures above [`CLOSURE_LINES_MAX`]. Changes of the project may only lower it.
 const CLOSURES_LEFT: f64 = 0.0;
 
 /// Smallest number of arms of a `match` for which a function may be longer than [`FUNCTION_LINES_MAX`]. Such a function

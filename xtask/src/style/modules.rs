@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 /// Path of a module from the root of its crate: `["search", "measure"]`.
 type ModulePath = Vec<String>;
 
-/// A module of a crate, with the paths that occur in its own code.
+/// A module of a crate, with the paths that occur in its own code, not in that of its child modules.
 struct Module {
     path: ModulePath,
     /// Paths to modules and items that occur in its code, each from the root of the crate.

@@ -15,8 +15,8 @@ use plimsoll_program::workspace::Kernels;
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-/// Measures the processor at the same time as the other devices, which meet at `barrier` before each part. The parts
-/// are f32 products, bf16 products, and memory. Each takes a third of `duration`.
+/// Measures the CPU while the other devices are measured as well. All devices wait for each other at `barrier` before
+/// each part: f32 products, bf16 products, and memory. Each part takes a third of `duration`.
 pub(super) fn measure_share(
     cpu: &Cpu,
     threads: u32,
@@ -70,8 +70,8 @@ impl MeasurementExtent {
 
     /// Reduces the extent so that a measurement uses at most `memory_limit`, if that is at least about 4 MiB.
     ///
-    /// Two threads use this much memory, as the system counts it: 24 MiB for f32 products, 114 MiB for the ops of a
-    /// training step, and 12 MiB for the ops of a smaller model. Each further thread needs its workspace and stack.
+    /// At full size, two threads use 24 MiB for f32 products and 114 MiB for the ops of a training step; the ops of a
+    /// smaller model use 12 MiB. Each further thread needs its workspace and stack.
     pub fn within_memory(self, memory_limit: Bytes, threads: u32) -> MeasurementExtent {
         let memory_limit = memory_limit.saturating_sub(Bytes::mib(u64::from(threads.saturating_sub(2))));
         let (shrink, scale) = match memory_limit {

@@ -86,8 +86,8 @@ pub(super) struct ConcurrentBench {
     pub condition: Condition,
 }
 
-/// Measures a GPU at the same time as the other devices, which meet at the barrier `meeting` before each part. The
-/// parts are f32 products, bf16 products, and memory. Each takes a third of `duration`.
+/// Measures a GPU while the other devices are measured as well. All devices wait for each other at the barrier
+/// `meeting` before each part: f32 products, bf16 products, and memory. Each part takes a third of `duration`.
 ///
 /// # Errors
 /// Fails if a library is missing, or the GPU refuses memory. The other devices do not wait for a GPU that has failed.

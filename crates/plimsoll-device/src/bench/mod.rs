@@ -85,11 +85,11 @@ pub struct DeviceBench {
     /// Fixed time of each op, in seconds. On a CPU: the time to wake all threads for no work and wait for them. On a
     /// GPU: the time of a launch.
     pub op_seconds: f64,
-    /// Rates of products of many sizes and of the other ops of a training step, the base of the planner's prices.
+    /// Rates of products of many sizes and of the other ops of a training step. The planner predicts times from them.
     pub ops: OpRates,
     /// Share of the time in which runnable threads of this process waited for a core, from 0 to 1; 0 for a GPU.
     pub contention: f64,
-    /// Figures that only GPUs have. None for a processor.
+    /// Figures that only GPUs have; `None` for a CPU.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gpu: Option<GpuBench>,
 }
@@ -234,8 +234,8 @@ const CONCURRENT_DTYPES: [DType; 2] = [DType::F32, DType::Bf16];
 struct StartBarrier(Barrier);
 
 impl StartBarrier {
-    /// Runs `work` of one device, which calls its argument when it is ready to measure. That call returns when all
-    /// devices are ready. If `work` fails earlier, the other devices do not wait for this one.
+    /// Runs `work` for one device. When `work` is ready to measure, it calls its argument, which returns when all
+    /// devices are ready. If `work` fails before that call, the other devices do not wait for this one.
     pub fn run_when_all_ready<T>(
         &self,
         work: impl FnOnce(&mut dyn FnMut()) -> Result<T, BenchError>,

@@ -121,9 +121,9 @@ pub(super) fn measure(subject: &OpRateSubject) -> Result<OpRates, BenchError> {
     Ok(OpRates { product_sizes: sizes.to_vec(), product_flops, other_ops: reference_step(subject)?, bf16: None })
 }
 
-/// Times matrix products of several shapes `[m, n, k]`, each shape for about the duration `each`. A round runs `repeat`
-/// products of one shape. Returns, by shape, the seconds of one product in each of its rounds. The right-hand side has the layout of weights, `[n, k]`. `ready` is
-/// called after all preparation, right before the first measurement.
+/// Times matrix products of the shapes `[m, n, k]` with right operands stored `[n, k]`, like weights. Runs rounds of
+/// `repeat` products for about `each` per shape, and returns by shape the seconds of one product in each round. Calls
+/// `ready` right before the first measurement.
 ///
 /// # Errors
 /// The errors of [`measure`].

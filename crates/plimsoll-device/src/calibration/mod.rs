@@ -260,7 +260,8 @@ struct Disturbance {
 }
 
 impl Disturbance {
-    /// Whether the rates are still usable at time `now`, in seconds since 1970. False also if the clock was set back.
+    /// Whether the disturbed rates are still young enough for use at time `now`, in seconds since 1970. Also false if
+    /// the clock was set back.
     fn holds_at(self, now: u64) -> bool {
         now.checked_sub(self.at).is_some_and(|age| age < DISTURBED_LIFETIME.as_secs())
     }

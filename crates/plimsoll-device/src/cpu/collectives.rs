@@ -9,11 +9,11 @@ use plimsoll_program::Operand;
 use plimsoll_program::op::{Collective, Exchange, ExchangeRange};
 
 /// Starts a collective of a Program: posts a send, or runs any other collective to its end. Returns the planned end in
-/// seconds since the epoch. If a rank aborts between two rounds, the output may be partly written. Fails without a
-/// group (`None`), as on a single device.
+/// seconds since the epoch. If a rank aborts between two rounds (parts of limited size), the output may be partly
+/// written. Fails without a group (`None`), as on a single device.
 ///
-/// The caller makes the promise of every op that runs at a site: meanwhile no other code writes the bytes that the op
-/// touches, or touches the bytes that it writes.
+/// The caller promises that, until the collective ends, no other code writes the bytes that it touches, or touches the
+/// bytes that it writes. `site` is the context of the op.
 pub(crate) fn start_collective(
     site: Site,
     group: Option<&GroupHandle>,
@@ -38,9 +38,9 @@ pub(crate) fn start_collective(
     }
 }
 
-/// Waits for the end of a collective of a Program. A send ends when its receiver has copied it; all others ended in
-/// [`start_collective`]. Returns the planned end in seconds since the epoch. Returns `ready_seconds` if there is
-/// nothing to wait for, as without a group (`None`).
+/// Waits until a send of a Program has been copied by its receiver. Returns the planned end in seconds since the epoch.
+/// For other collectives, which [`start_collective`] has completed, and without a group, returns `ready_seconds` at
+/// once.
 pub(crate) fn wait_collective(
     site: Site,
     group: Option<&GroupHandle>,
@@ -59,7 +59,7 @@ pub(crate) fn wait_collective(
     (0..send_count).try_fold(ready_seconds, |end, _| Ok(group.transport.wait_send(group.rank, peer, number)?.max(end)))
 }
 
-/// Returns this rank's part of a Program's collective, with the addresses of its operands, as the transport takes it.
+/// Returns the call that makes the transport execute this rank's part of a collective, with the operands' addresses.
 ///
 /// # Safety
 /// The promises of [`CollectiveCall::from_buffers`] hold for the operands of `exchange`.
@@ -79,7 +79,7 @@ unsafe fn call_of(
     call
 }
 
-/// Returns the addresses of one piece of a collective, with its type and counts.
+/// Returns the addresses, the element type and the element counts of one piece (tensor range) of a collective.
 ///
 /// # Safety
 /// As for [`call_of`].

@@ -44,7 +44,7 @@ struct CpuDevice {
     run: RunOp,
     /// Membership in a communication group; `None` for a single device.
     group: Option<GroupHandle>,
-    /// Time spent computing, without waits for other ranks.
+    /// Sum of the time spent in Programs so far, without their collectives.
     compute_time: Duration,
 }
 
@@ -112,7 +112,7 @@ struct ProgramRun<'a> {
 }
 
 impl ProgramRun<'_> {
-    /// Runs the ops of the Program one after another, from the call's first op on.
+    /// Runs the ops of the Program one after another, from number `call.first_op` on.
     fn run_ops(
         &mut self,
         call: ProgramCall,

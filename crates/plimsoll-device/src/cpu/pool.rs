@@ -39,8 +39,8 @@ impl Pool {
         }
     }
 
-    /// Calls `work(task, lane)` once for each task in `0..tasks`. `lane` is the number of the thread, below
-    /// [`Pool::threads`], and runs one task at a time. Tasks start in order, as threads become free.
+    /// Calls `work(task, lane)` once for each task in `0..tasks`. `lane` is the number of the thread that runs the
+    /// task, less than [`Pool::threads`]. Tasks start in order, as threads become free.
     pub fn run(&self, tasks: usize, work: impl Fn(usize, usize) + Sync) {
         match &self.workers {
             Some(workers) if tasks > 1 => {
@@ -68,7 +68,8 @@ fn start_workers(threads: usize) -> Result<rayon::ThreadPool, DeviceError> {
         .map_err(|source| DeviceError::Threads { threads, source })
 }
 
-/// Runs tasks on this thread of the pool until all `tasks` tasks have started; `next` is the next task.
+/// Runs tasks on this thread of the pool until all `tasks` tasks have started. `next` is the number of the first task
+/// that no thread has started.
 #[inline]
 fn run_lane(next: &AtomicUsize, tasks: usize, work: &impl Fn(usize, usize)) {
     let lane = rayon::current_thread_index().expect("lanes run on the pool's threads");
@@ -81,9 +82,9 @@ fn run_lane(next: &AtomicUsize, tasks: usize, work: &impl Fn(usize, usize)) {
     }
 }
 
-/// Offers the function `lane` to `count` threads, each of which may call it. Uses `rayon::join`, which does not
-/// allocate. It does not wait for threads that have not started: a thread that finishes takes back the remaining
-/// offers.
+/// Calls the function `lane` `count` times, on as many threads of the pool as are free. Returns once all calls have
+/// ended: a thread that ends its call makes calls that no other thread has begun. Uses `rayon::join`, which does not
+/// allocate.
 fn offer_to_threads(count: usize, lane: &(impl Fn() + Sync)) {
     if count == 1 {
         lane();

@@ -115,7 +115,7 @@ impl DeviceArena {
         self.base + offset
     }
 
-    /// Returns an upper bound of the bytes that a newly allocated arena maps beyond its size, whatever that size is.
+    /// Returns the most bytes that a newly allocated arena can map beyond its size, whatever that size is.
     ///
     /// # Errors
     /// Returns the error of the driver.
@@ -167,8 +167,8 @@ impl DeviceArena {
         Ok(())
     }
 
-    /// Maps pieces above the `held` bytes until at least `bytes` are held. If the GPU refuses a piece, unmaps the new
-    /// ones again.
+    /// Maps pieces above the `held` bytes until at least `bytes` are held, in multiples of `granularity`. If the GPU
+    /// refuses a piece, unmaps the new ones again.
     fn grow(&mut self, held: u64, bytes: u64, granularity: u64) -> Result<(), CudaError> {
         let before = self.pieces.len();
         let mut end = held;

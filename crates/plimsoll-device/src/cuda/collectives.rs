@@ -21,7 +21,7 @@ use std::ops::Range;
 /// A reduce-scatter has its input in one half of the slot and its output in the other.
 pub const ROUND_BYTES: u64 = SLOT_BYTES / 2;
 
-/// A collective, send or receive with the device addresses of its pieces.
+/// A collective, send or receive with the device addresses of its pieces (the tensor ranges that it communicates).
 pub struct PreparedCollective {
     exchange: Exchange,
     sequence: u64,
@@ -29,13 +29,15 @@ pub struct PreparedCollective {
 }
 
 impl PreparedCollective {
-    /// Creates a collective from its op, its sequence number, and the addresses of the op's pieces in the same order.
+    /// Creates a collective from its op, the sequence number that all ranks use for it, and the addresses of the op's
+    /// pieces in the same order.
     pub fn new(exchange: Exchange, sequence: u64, pieces: Vec<PieceAddresses>) -> PreparedCollective {
         PreparedCollective { exchange, sequence, pieces }
     }
 
-    /// Runs the collective in the order of `stream`, by `nccl` if all ranks agree on it. Otherwise, and if `nccl` is
-    /// `None`, bytes go through the host; copies of the result to the device may be unfinished on return.
+    /// Runs the collective after the earlier work of `stream`, by `nccl` if all ranks agree on it. Otherwise, and if
+    /// `nccl` is `None`, bytes go through the host. Copies of the result to the device may then be unfinished on
+    /// return.
     ///
     /// # Errors
     /// Fails if this rank or another cannot continue; the output may then be partly written.
@@ -74,7 +76,7 @@ impl PreparedCollective {
         Ok(())
     }
 
-    /// Claims a staging slot, and enqueues copies of a round's input into it. Returns the slot's index.
+    /// Claims a staging slot, and enqueues copies of a round's input from the device into it. Returns the slot's index.
     ///
     /// # Safety
     /// As for [`PreparedCollective::run`].
@@ -138,7 +140,8 @@ impl PreparedCollective {
         Ok(staging.record(slot, stream)?)
     }
 
-    /// Returns the input and output buffers of one slice of a round, within the round's slot at `slot`.
+    /// Returns the input and output buffers of the slice `cut`, which a round exchanges. They lie in the round's
+    /// staging slot, which begins at `slot`.
     fn slot_buffers(&self, cut: &PieceSlice, slot: *mut u8) -> PieceBuffers {
         let Exchange { collective, rank, .. } = self.exchange;
         let dtype = self.pieces[cut.piece].dtype;

@@ -38,7 +38,7 @@ pub enum CompileError {
         /// Compute capability of the GPU.
         architecture: Architecture,
     },
-    /// A kernel does not compile: a bug of Plimsoll, or an incomplete NVRTC.
+    /// A kernel does not compile, because of a bug of Plimsoll or an incomplete installation of NVRTC.
     #[error("NVRTC {version} refuses the unit {unit} for sm_{target}: {reason}\n{log}")]
     Refused {
         /// Version of the compiler.
@@ -119,7 +119,7 @@ pub struct Compiler {
 }
 
 impl Compiler {
-    /// Loads the NVRTC library at `path`, which caches cubins below the folder `cache`. If `cache` is `None`, every
+    /// Loads the NVRTC library at `path`. The compiler caches cubins below the folder `cache`; if it is `None`, every
     /// call compiles. `driver` is the driver's version: a cubin is reused only under the same one.
     ///
     /// # Errors
@@ -200,8 +200,8 @@ impl Compiler {
         Ok(units.iter().map(|unit| cubin_of(unit).expect("every unit was compiled")).collect())
     }
 
-    /// Makes the cubins of `units` from unit `next` on and appends them to `done`, together with other threads. Ends
-    /// when all units have started or one has failed.
+    /// Makes cubins of `units` and appends them to `done`, in parallel with other threads. `next` is the index of the
+    /// first unit that no thread has taken. Returns when all units are taken or one has failed.
     fn compile_units(&self, units: &[Unit], target: u32, next: &AtomicUsize, done: &Mutex<Vec<Made>>) {
         while let Some(unit) = units.get(next.fetch_add(1, Ordering::Relaxed)) {
             let made = self.cubin(*unit, target);
@@ -272,7 +272,7 @@ impl Compiler {
         result
     }
 
-    /// Returns the error for a unit that NVRTC refuses with this code and log.
+    /// Returns the error for a unit that NVRTC fails to compile, with NVRTC's error code and log.
     fn refused(&self, unit: &str, target: u32, code: c_int, log: String) -> CompileError {
         CompileError::Refused {
             version: self.version.clone(),
@@ -299,7 +299,7 @@ fn build_fingerprint(library: &Path) -> String {
 type SizeOf = unsafe extern "C" fn(Program, *mut usize) -> c_int;
 type CopyOf = unsafe extern "C" fn(Program, *mut c_char) -> c_int;
 
-/// Reads a log or cubin of a program from NVRTC: `size` asks for its size, then `copy` for its bytes. An error is
+/// Reads the log or the cubin of an NVRTC program: calls `size` for its size, then `copy` for its bytes. An error is
 /// NVRTC's error code.
 ///
 /// # Safety

@@ -228,7 +228,7 @@ impl Driver {
     }
 
     /// Calls a driver function through `ask`, and returns the value that the function writes to the given pointer.
-    /// `what` names the call in an error.
+    /// `what` completes the error message "the driver refuses to …".
     fn get<T: Copy>(&self, what: &'static str, ask: impl FnOnce(*mut T) -> Status) -> Result<T, CudaError> {
         let mut value = MaybeUninit::zeroed();
         self.check(what, ask(value.as_mut_ptr()))?;
@@ -326,13 +326,13 @@ impl Context {
         Ok(context)
     }
 
-    /// Gives up the context of a GPU, which closes when its last user drops it. The next [`Context::open`] creates a
-    /// new one, without the code that earlier measurements loaded.
+    /// Removes the context of a GPU from the open ones; it closes when its last user drops it. The next
+    /// [`Context::open`] creates a new one, into which no code is loaded yet.
     pub fn close(ordinal: u32) {
         drop(CONTEXTS.lock().unwrap_or_else(PoisonError::into_inner).remove(&ordinal));
     }
 
-    /// Returns whether a GPU is lost, after waiting for its work. Returns `false` if this process has not opened it.
+    /// Waits for a GPU's work, and returns whether the GPU is lost. Returns `false` if this process has not opened it.
     pub fn is_lost(ordinal: u32) -> bool {
         let context = CONTEXTS.lock().unwrap_or_else(PoisonError::into_inner).get(&ordinal).cloned();
         let synchronize = |context: Arc<Context>| context.enter().and_then(|()| context.synchronize());
@@ -419,7 +419,7 @@ impl Context {
         self.driver.check("finish its work", unsafe { (self.driver.cuCtxSynchronize)() })
     }
 
-    /// Waits until the device has completed all work in the context. An error names the op `op`.
+    /// Waits until the device has completed all work in the context. `op` is the name of an op for the error message.
     pub(super) fn finish(&self, op: &'static str) -> Result<(), CudaError> {
         // SAFETY: takes no pointers.
         self.driver.check_with(unsafe { (self.driver.cuCtxSynchronize)() }, || format!("finish {op}").into())
@@ -467,7 +467,7 @@ impl Context {
     /// driver reports support.
     ///
     /// # Errors
-    /// Fails if memory is exhausted or the device is lost; the test then says nothing.
+    /// Fails if memory is exhausted or the device is lost; it is then unknown whether memory can be mapped.
     fn maps_memory(&self) -> Result<bool, CudaError> {
         match self.map_and_unmap() {
             Err(CudaError::Call { .. }) => Ok(false),

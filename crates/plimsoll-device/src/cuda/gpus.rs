@@ -222,12 +222,12 @@ fn list_gpus(api: &ListingApi) -> Result<Vec<GpuInfo>, c_uint> {
         .collect()
 }
 
-/// Converts a status code of the driver to a result.
+/// Converts a status code of the driver to a result, whose error is the code.
 fn ok(code: c_uint) -> Result<(), c_uint> {
     if code == 0 { Ok(()) } else { Err(code) }
 }
 
-/// Returns a number that the driver reports about a device; 0 if it is negative.
+/// Returns the device attribute `which` (a `CUdevice_attribute`) from the driver; 0 if its value is negative.
 fn device_attribute(api: &ListingApi, which: c_uint, device: c_int) -> Result<u32, c_uint> {
     let mut value = 0;
     // SAFETY: writes one int; the driver refuses a device that does not exist.
@@ -235,7 +235,8 @@ fn device_attribute(api: &ListingApi, which: c_uint, device: c_int) -> Result<u3
     Ok(u32::try_from(value).unwrap_or(0))
 }
 
-/// A driver function that writes a text about a device, of at most the given length.
+/// A driver function that writes a text about a device. Its arguments are a buffer, the size of the buffer, and the
+/// device.
 type TextQuery = unsafe extern "C" fn(*mut c_char, c_int, c_int) -> c_uint;
 
 /// Returns a text that the driver reports about a device.

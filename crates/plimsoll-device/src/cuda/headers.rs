@@ -58,8 +58,8 @@ pub fn libraries() -> [Library; 4] {
     ]
 }
 
-/// C++ code before the assertions. `word` maps a type to a number for its kind and size, as `AbiKind::number` does.
-/// `Called` compares a function's type with such numbers.
+/// C++ code that precedes the assertions and that they call. `word` maps a type to a number for its kind and size, as
+/// `AbiKind::number` does. `Called` compares the signature of a function with such numbers.
 const WORDS: &str = "\
 #include <type_traits>
 #include <cstddef>

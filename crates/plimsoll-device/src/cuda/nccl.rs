@@ -126,7 +126,8 @@ const ASSUMED_BYTES: Bytes = Bytes::mib(512);
 /// The most memory that a GPU may hold for NCCL outside its arena.
 pub const CHARGES: Bytes = Bytes(ASSUMED_BYTES.0 + STAGING_BYTES);
 
-/// Longest wait after an NCCL error for the team to report a failed rank. The report then replaces the NCCL error.
+/// Longest time that a rank with an NCCL error waits for the team's report of the failed rank. Such a report replaces
+/// the NCCL error.
 const EXPLANATION_TIMEOUT: Duration = Duration::from_secs(90);
 /// Pause between two checks whether NCCL or the device is done.
 const POLL_INTERVAL: Duration = Duration::from_micros(50);
@@ -139,13 +140,14 @@ impl Library {
         (unsafe { (self.ncclGetVersion)(&mut number) } == 0).then_some(number)
     }
 
-    /// Converts the status of a function without a communicator to a result. `what` names the action in an error.
+    /// Converts the status of an NCCL function that takes no communicator to a result. `what` names the action in an
+    /// error.
     fn check(&self, what: &'static str, status: Status) -> Result<(), CudaError> {
         self.check_communicator(ptr::null_mut(), what, status)
     }
 
-    /// Converts the status of a function on `communicator` to a result. A call in progress counts as success. `what`
-    /// names the action in an error.
+    /// Converts the status of an NCCL function on `communicator` to a result. A call in progress counts as success.
+    /// `what` names the action in an error.
     fn check_communicator(&self, communicator: Handle, what: &'static str, status: Status) -> Result<(), CudaError> {
         if status == 0 || status == IN_PROGRESS {
             return Ok(());
@@ -353,8 +355,8 @@ impl Nccl {
     }
 }
 
-/// Gathers the words of all ranks in rank order, over the team's transport. `own` are this rank's words; `counts` has
-/// the number of words of each rank. `sequence` is the number of the collective that the words precede.
+/// Gathers 32-bit words of all ranks in rank order, over the team's transport. `own` are this rank's words; `counts`
+/// has the number of words of each rank. `sequence` is the number of the collective that this exchange prepares.
 fn gather_words(group: &GroupHandle, sequence: u64, own: &[u32], counts: Vec<u64>) -> Result<Vec<u32>, DeviceError> {
     let first = counts[..group.rank as usize].iter().sum::<u64>() as usize;
     let mut all = vec![0u32; counts.iter().sum::<u64>() as usize];

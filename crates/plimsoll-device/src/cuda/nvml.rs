@@ -157,7 +157,7 @@ impl Nvml {
     }
 }
 
-/// First word of the throttle reasons that mean heat: `heat` and `heat (hardware)`.
+/// Beginning of the texts of the two throttle reasons that mean heat: `heat` and `heat (hardware)`.
 const HEAT: &str = "heat";
 
 /// Returns the throttle reasons as text. Low clocks of an idle GPU are not listed. The general bit for a hardware

@@ -95,9 +95,9 @@ numbers! {
         CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES => PREFER_ALIGNMENT_B: c_uint = 6;
         CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES => PREFER_ALIGNMENT_C: c_uint = 7;
         CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES => PREFER_ALIGNMENT_D: c_uint = 8;
-        /// Partial sums are reduced in the workspace, in the compute type and in a fixed order.
+        /// Reduction scheme of split-k products: sums are in the workspace, in the compute type, in a fixed order.
         CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE => REDUCTION_COMPUTE_TYPE: u32 = 2;
-        /// The library was refused memory, usually for a kernel that it loads at first use.
+        /// Error code: the library was refused memory, usually for a kernel that it loads at first use.
         CUBLAS_STATUS_ALLOC_FAILED => ALLOC_FAILED: Status = 3;
     }
 }
@@ -272,7 +272,7 @@ pub struct Products {
     handle: Handle,
     ready: BTreeMap<Shape, PreparedProduct>,
     stored: GemmAlgorithms,
-    /// Whether some algorithm was chosen now instead of taken from `stored`.
+    /// Whether the algorithm of some prepared product is not from `stored`.
     newly_tuned: bool,
 }
 
@@ -310,8 +310,7 @@ impl Products {
         })
     }
 
-    /// Returns the algorithms of all prepared products, and whether any of them is newly chosen. In that case the bits
-    /// of results may differ from those of an earlier run.
+    /// Returns the algorithms of all prepared products, and whether any is new, which may change bits of results.
     pub fn algorithms(&self) -> (GemmAlgorithms, bool) {
         let chosen = self.ready.iter().map(|(shape, ready)| (shape.name(), to_hex(ready.algorithm))).collect();
         (GemmAlgorithms { chosen, ..self.stored.clone() }, self.newly_tuned)
@@ -409,7 +408,7 @@ impl Products {
         done
     }
 
-    /// Returns whether the library accepts an algorithm for a product, with a workspace of at most `workspace_bytes`.
+    /// Returns whether the library accepts the algorithm `words` for a product, in a workspace of `workspace_bytes`.
     fn accepts(&self, description: &Description, words: &RawAlgorithm, workspace_bytes: u64) -> bool {
         let (mut found, [a, b, c, d]) = (HeuristicResult::default(), description.layouts);
         // SAFETY: all handles live; reads 64 bytes and writes one structure.
@@ -420,8 +419,7 @@ impl Products {
         status == 0 && found.workspace_bytes as u64 <= workspace_bytes
     }
 
-    /// Returns the algorithms that the library proposes for a product, presumably fastest first. The list is empty if
-    /// none fits the workspace.
+    /// Returns the algorithms that the library proposes for a product, fastest first by its guess; empty if none fits.
     ///
     /// # Errors
     /// Returns the error of the library, as for a product that it cannot compute.
@@ -506,6 +504,8 @@ impl Products {
         }
     }
 
+    /// Enqueues a product with the given algorithm on a stream. Returns the library's status code.
+    ///
     /// # Safety
     /// As for [`Products::run`].
     unsafe fn start(
@@ -545,7 +545,7 @@ impl Products {
     }
 }
 
-/// Enqueues `times` runs between the two events, and returns the seconds that one takes on the device.
+/// Calls `run`, which enqueues work, `times` times between two events. Returns the seconds on the device per call.
 fn seconds_per_run(
     [start, end]: &[Event; 2],
     stream: &Stream,

@@ -86,8 +86,8 @@ impl Queues {
         Ok(())
     }
 
-    /// Records gate number `gate`. It opens once all gates recorded before it are open, and the numbered `events` are
-    /// complete as they are recorded now.
+    /// Records gate number `gate`. It opens once all gates recorded before it are open and the numbered `events` are
+    /// complete; recording these events again later does not delay it.
     ///
     /// # Errors
     /// Fails if the driver refuses.

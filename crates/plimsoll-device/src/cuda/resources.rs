@@ -112,8 +112,8 @@ pub struct GpuResources {
     pub staging: Staging,
     arena: DeviceArena,
     host: HostArena,
-    /// End of the topmost workspace that executed ops used in the device arena. Counts as written, although libraries
-    /// may leave part of a workspace unwritten.
+    /// End of the topmost workspace that executed ops used in the device arena. All of that workspace counts as
+    /// written, although libraries may leave parts of it unwritten.
     pub workspace_end: u64,
     /// The first CUDA failure in a function that returns no error, reported by [`GpuResources::check`]; `None` if there
     /// was none.
@@ -218,7 +218,7 @@ impl GpuResources {
         self.fill_all(UNWRITTEN_PATTERN)
     }
 
-    /// Writes bytes into an arena or the scratch file, from byte `first` on, between two programs.
+    /// Writes bytes into an arena or the scratch file, from byte `first` on. No program may be running.
     pub fn write(&mut self, space: Space, first: u64, bytes: &[u8]) -> Result<(), DeviceError> {
         self.context.enter()?;
         if space != Space::Device {
@@ -235,8 +235,8 @@ impl GpuResources {
         unsafe { self.staging.copy_to_device(self.queues.compute(), to, bytes.len() as u64, &mut NoFiles, fill_part) }
     }
 
-    /// Fills `into` with bytes of an arena or the scratch file, from byte `first` on, between two programs. Waits until
-    /// they have arrived.
+    /// Fills `into` with bytes of an arena or the scratch file, from byte `first` on, and waits until they have
+    /// arrived. No program may be running.
     pub fn read(&mut self, space: Space, first: u64, into: &mut [u8]) -> Result<(), CudaError> {
         self.context.enter()?;
         if space != Space::Device {
@@ -342,7 +342,7 @@ impl Memory for GpuResources {
         if space == Space::Device { Bytes(self.arena.bytes()) } else { self.host.spaces.bytes(space) }
     }
 
-    /// Returns a copy of the bytes, which are NaN if the read fails.
+    /// Returns a copy of the bytes in `range` of an arena or the scratch file. They are NaN if the read fails.
     fn view(&mut self, space: Space, range: Range<u64>) -> Cow<'_, [u8]> {
         let mut bytes = vec![0xff; (range.end - range.start) as usize];
         let read = self.read(space, range.start, &mut bytes);

@@ -75,7 +75,7 @@ impl Staging {
         Ok(())
     }
 
-    /// Marks a slot as used by the device until all work completes that the stream holds now.
+    /// Marks a slot as in use. The device has finished with it once all work that `stream` holds now is complete.
     pub(super) fn record(&self, slot: usize, stream: &Stream) -> Result<(), CudaError> {
         self.slots[slot].done.record(stream)
     }
@@ -101,7 +101,8 @@ impl Staging {
     /// Returns the error of `fill_part`, of a pending file write, or of the driver.
     ///
     /// # Safety
-    /// The range at `to` is device memory, and free for this use in the order of `stream`.
+    /// The `bytes` bytes at `to` are device memory. When the copies have their turn in `stream`, no other work accesses
+    /// these bytes.
     pub unsafe fn copy_to_device(
         &mut self,
         stream: &Stream,
@@ -122,14 +123,15 @@ impl Staging {
         Ok(())
     }
 
-    /// Copies `bytes` bytes from the device to a tensor in a file, from byte `first` of the tensor on. The file may
-    /// lack some of them until [`Staging::flush`].
+    /// Copies `bytes` bytes from device address `from` to a tensor in a file, starting at byte `first` of the tensor.
+    /// Some of the bytes reach the file only in [`Staging::flush`].
     ///
     /// # Errors
     /// Returns the error of a file or of the driver.
     ///
     /// # Safety
-    /// The range at `from` is device memory, and not written meanwhile in the order of `stream`.
+    /// The `bytes` bytes at `from` are device memory. While the copies have their turn in `stream`, no other work
+    /// writes these bytes.
     pub unsafe fn copy_to_file(
         &mut self,
         stream: &Stream,
@@ -151,15 +153,15 @@ impl Staging {
         Ok(())
     }
 
-    /// Fills `into` with bytes of the device from address `from` on, and waits for them. While the host takes one part
-    /// out of its slot, the device copies the next parts into the other slots.
+    /// Fills `into` with the bytes at device address `from`, and returns when they have arrived. While the host takes
+    /// one part out of its slot, the device copies the next parts into the other slots.
     ///
     /// # Errors
     /// Returns the error of the driver.
     ///
     /// # Safety
-    /// The range at `from` is device memory, and not written meanwhile in the order of `stream`. No slot holds a
-    /// pending file write.
+    /// The bytes at `from` are device memory. While the copies have their turn in `stream`, no other work writes these
+    /// bytes. No slot holds a pending file write.
     pub unsafe fn copy_from_device(
         &mut self,
         stream: &Stream,

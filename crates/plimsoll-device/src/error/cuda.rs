@@ -57,13 +57,13 @@ pub enum CudaError {
     /// The driver refused memory outside the arena, for example for a module, an event or a pinned buffer.
     #[error("out of memory: cannot {what}")]
     Memory {
-        /// The attempted action, as an infinitive without "to".
+        /// The attempted action as an infinitive without "to", such as `start a kernel`.
         what: Cow<'static, str>,
     },
     /// The CUDA context is broken: this process can no longer use the GPU.
     #[error("the GPU is lost: cannot {what}: {name} ({text})")]
     Lost {
-        /// The attempted action, as an infinitive without "to".
+        /// The attempted action as an infinitive without "to", such as `start a kernel`.
         what: Cow<'static, str>,
         /// The driver's name of the error.
         name: String,
@@ -73,7 +73,7 @@ pub enum CudaError {
     /// An error of the driver that is neither a lack of memory nor the loss of the GPU.
     #[error("the driver refuses to {what}: {name} ({text})")]
     Call {
-        /// The attempted action, as an infinitive without "to".
+        /// The attempted action as an infinitive without "to", such as `start a kernel`.
         what: Cow<'static, str>,
         /// The driver's name of the error.
         name: String,
@@ -83,7 +83,7 @@ pub enum CudaError {
     /// An error of cuBLASLt.
     #[error("cuBLASLt refuses to {what}: {name}{product}")]
     Product {
-        /// The attempted action, as an infinitive without "to".
+        /// The attempted action as an infinitive without "to", such as `start a kernel`.
         what: &'static str,
         /// The library's name of the error.
         name: String,
@@ -93,7 +93,7 @@ pub enum CudaError {
     /// An error of NCCL.
     #[error("NCCL refuses to {what}: {detail}")]
     Nccl {
-        /// The attempted action, as an infinitive without "to".
+        /// The attempted action as an infinitive without "to", such as `start a kernel`.
         what: &'static str,
         /// The library's description.
         detail: String,

@@ -12,7 +12,7 @@ use std::path::PathBuf;
 /// A failure of a device.
 #[derive(Debug, thiserror::Error)]
 pub enum DeviceError {
-    /// The arena does not fit, or could not be mapped or resized.
+    /// An arena is larger than the available memory, or a system call that maps or resizes it failed.
     #[error(transparent)]
     Arena(#[from] ArenaError),
     /// The CPU threads could not be started.
@@ -43,7 +43,7 @@ pub enum DeviceError {
     /// The scratch file could not be created or resized.
     #[error("cannot create a scratch file of {} in {}: {source}", Bytes(*bytes), folder.display())]
     ScratchFile {
-        /// Folder of the scratch file; empty if the device has none.
+        /// Folder of the scratch file; an empty path if the device was opened without such a folder.
         folder: PathBuf,
         /// Requested size, in bytes.
         bytes: u64,
@@ -72,7 +72,7 @@ pub enum DeviceError {
         /// Description of the device.
         device: &'static str,
     },
-    /// The device has no collectives.
+    /// The device does not support collectives.
     #[error("{device} does not support collectives")]
     CollectivesUnsupported {
         /// Description of the device.

@@ -243,7 +243,7 @@ fn device_info(gpu: &GpuInfo, state: GpuState, missing_library: Option<String>) 
     }
 }
 
-/// Counts the NVIDIA graphics cards that the kernel lists on the PCI bus.
+/// Counts the NVIDIA graphics cards that the kernel lists on the PCI bus. `root` is `/`, or a test's folder.
 fn on_bus(root: &Path) -> usize {
     let devices = std::fs::read_dir(root.join("sys/bus/pci/devices")).into_iter().flatten().flatten();
     let is = |device: &Path, file: &str, start: &str| {

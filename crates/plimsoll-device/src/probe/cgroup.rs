@@ -89,7 +89,7 @@ fn groups(root: &Path, controller: &str) -> Vec<Group> {
     groups
 }
 
-/// A mount of a tree of control groups.
+/// A mount point at which the kernel shows a tree of control groups, such as `/sys/fs/cgroup`.
 struct Mount<'a> {
     mount_point: &'a str,
     root_in_tree: &'a str,

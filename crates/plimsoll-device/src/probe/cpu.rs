@@ -114,7 +114,7 @@ pub fn auto_pace(cores: f64, threads: u32) -> f64 {
 pub struct TooManyThreads {
     /// Requested threads.
     pub requested: u32,
-    /// Hardware threads of this process.
+    /// Hardware threads that this process may use.
     pub usable: u32,
 }
 
@@ -182,7 +182,8 @@ fn caches(folder: &Path) -> Vec<Cache> {
     (0..).map_while(|index| cache(folder, index)).flatten().collect()
 }
 
-/// Reads cache number `index`. None if it is not reported; an inner None if it holds only instructions.
+/// Reads the files of one cache from `index<index>` in `folder`, a core's `cache` folder in sysfs. None if the system
+/// does not report the cache; an inner None if it holds only instructions.
 fn cache(folder: &Path, index: u32) -> Option<Option<Cache>> {
     let file = |name: &str| read_text(folder.join(format!("index{index}/{name}")));
     let kind = file("type")?;

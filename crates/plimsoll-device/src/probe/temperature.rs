@@ -20,7 +20,8 @@ const CPU_CHIPS: [&str; 7] = ["coretemp", "k10temp", "zenpower", "cpu_thermal", 
 /// Types of the kernel's thermal zones that measure the processor's temperature.
 const CPU_ZONES: [&str; 5] = ["x86_pkg_temp", "cpu-thermal", "cpu_thermal", "soc-thermal", "soc_thermal"];
 
-/// Returns the sysfs folder: `PLIMSOLL_SYSFS`, for containers that mount the machine's sysfs elsewhere, or `/sys`.
+/// Returns the folder of sysfs: `/sys`, or the value of the environment variable `PLIMSOLL_SYSFS`. Containers that
+/// mount the machine's sysfs elsewhere set it.
 pub fn sysfs() -> PathBuf {
     let path = std::env::var_os("PLIMSOLL_SYSFS").filter(|path| !path.is_empty());
     path.map_or_else(|| PathBuf::from("/sys"), PathBuf::from)

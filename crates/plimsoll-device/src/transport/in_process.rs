@@ -147,8 +147,8 @@ impl InProcessTransport {
         DeviceError::PeerAborted { rank, reason }
     }
 
-    /// Waits for the next send from rank `from` and copies it. Returns the planned end of the transfer, in seconds
-    /// since the epoch.
+    /// Waits for the next send from rank `from`, and copies it to the buffers of `own`, this rank's receive call.
+    /// Returns the planned end of the transfer, in seconds since the epoch.
     fn receive(&self, own: &CollectiveCall, from: u32) -> Result<f64, DeviceError> {
         let key = (from, own.rank);
         let mut state = self.state();
@@ -402,14 +402,15 @@ impl Transport for InProcessTransport {
     }
 }
 
-/// Returns the element range of a rank's part within a piece, given the number of elements of each rank's part.
+/// Returns the element range of a rank's part within a piece (one tensor range of a collective). `counts` holds the
+/// number of elements of each rank's part.
 fn part_elements(counts: &[u64], rank: usize) -> Range<usize> {
     let first: u64 = counts[..rank].iter().sum();
     first as usize..(first + counts[rank]) as usize
 }
 
-/// Sums this rank's own part of every piece over all ranks, in rank order. The sum is added to the output if `adds` is
-/// true, and overwrites it otherwise.
+/// Sums this rank's own part of every piece (tensor range) over all ranks, in rank order. The sum is added to this
+/// rank's output if `adds` is true, and overwrites it otherwise.
 ///
 /// This function and the ones below access the memory of all ranks. They are sound because:
 /// - Every rank lends its buffers until `exchange` returns (the promise of `CollectiveCall::from_buffers`). It returns
@@ -515,7 +516,7 @@ unsafe fn all_gather_parts(own: &CollectiveCall, all: &[Arc<CollectiveCall>]) {
     }
 }
 
-/// Copies the buffers of a posted send into this rank's receive buffers.
+/// Copies the buffers of a posted send (`message`) into the buffers of this rank's receive call (`own`).
 ///
 /// # Safety
 /// The send is marked as being read.

@@ -197,8 +197,8 @@ unsafe impl Send for PieceBuffers {}
 unsafe impl Sync for PieceBuffers {}
 
 impl CollectiveCall {
-    /// Creates a call of `exchange` on this rank, with buffers given by address. Its times, which only simulated
-    /// devices use, are zero.
+    /// Creates this rank's call for `exchange` (a collective, a send or a receive of a Program) with sequence number
+    /// `number`. The planned times, which only simulated devices use, are zero.
     ///
     /// # Safety
     /// The promises below last until [`Transport::exchange`] returns, or, for a posted send, until

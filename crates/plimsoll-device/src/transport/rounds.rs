@@ -8,8 +8,8 @@ use plimsoll_core::DType;
 use plimsoll_program::op::Collective;
 use std::ops::Range;
 
-/// The slice of one tensor range (piece) of a collective that one round exchanges, as one rank takes part. Element
-/// ranges count from the first element of the rank's input or output buffer.
+/// One rank's accesses to the slice of a tensor range (piece) that one round of a collective exchanges. Element ranges
+/// count from the first element of the rank's input or output buffer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct PieceSlice {
     /// Index of the piece among the pieces of the collective.
@@ -27,9 +27,9 @@ pub(crate) struct PieceSlice {
 /// Alignment of slices in the staging buffer of a round.
 const SLICE_ALIGNMENT_BYTES: u64 = 256;
 
-/// Splits a collective into rounds of at most `round_bytes`. Returns the slices of each round as `rank` takes part in
-/// them. `pieces` holds the type of each piece, and the number of elements of each rank's part. All ranks split in the
-/// same way.
+/// Splits a collective into rounds of at most `round_bytes`, and returns the slices that `rank` accesses in each round.
+/// `pieces` holds the type of each piece, and the number of elements of each rank's part. Every rank computes the same
+/// rounds.
 pub(crate) fn split_into_rounds(
     collective: Collective,
     rank: usize,
@@ -57,8 +57,8 @@ pub(crate) fn split_into_rounds(
     rounds
 }
 
-/// Returns the slice in which a round exchanges elements `range` of a whole piece. Its fields `piece` and `first_byte`
-/// are left zero.
+/// Returns the slice of a round that exchanges elements `range`, counted from the first element of the whole piece. Its
+/// fields `piece` and `first_byte` are left zero.
 fn slice_of(collective: Collective, rank: usize, counts: &[u64], range: Range<u64>) -> PieceSlice {
     let nothing = 0..0;
     let part_starts = counts.iter().scan(0, |first, count| {

@@ -261,8 +261,8 @@ impl ProgramRun<'_> {
         (!state.stopped).then_some(ready)
     }
 
-    /// Runs an op whose planned start is `ready`, in seconds of the clock. Waits until its planned end, and returns
-    /// that time.
+    /// Runs an op in the iteration `variable` of its Block, with planned start `ready`, in seconds of the clock. Waits
+    /// until the planned end of the op, and returns that time.
     fn run_paced(&self, op: &Op, variable: i64, op_time: OpTime, ready: f64, pool: &Pool) -> Result<f64, DeviceError> {
         let (spaces, set, placement, micro_batch) = (self.spaces, self.set, self.placement, self.micro_batch);
         let site = Site { spaces, pool, set, placement, variable, micro_batch };

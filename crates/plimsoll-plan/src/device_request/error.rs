@@ -15,7 +15,7 @@ pub enum RequestError {
     /// An unknown device name.
     #[error("`{name}` is not a known device")]
     UnknownDevice {
-        /// The name.
+        /// The unknown name.
         name: String,
     },
     /// An invalid budget.

@@ -4,14 +4,14 @@ use crate::paper;
 use plimsoll_core::{Bytes, Link};
 use std::fmt;
 
-/// Usual Ethernet rates in Gbit/s. Links with these rates are printed as `1gbit`.
+/// Usual Ethernet rates in Gbit/s. An Ethernet link with one of these rates is printed in gbit, such as `2.5gbit`.
 const ETHERNET_GBITS: [f64; 8] = [0.1, 1.0, 2.5, 5.0, 10.0, 25.0, 40.0, 100.0];
 
 /// A requested link of a device to its host or to other devices, per direction: `12GB/s`, `12GB/s+10us`, or Ethernet as
 /// `1gbit`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LinkRequest {
-    /// Bandwidth in bytes per second, at least 1.
+    /// Bandwidth in bytes per second; never 0.
     pub bytes_per_second: u64,
     /// Latency in microseconds.
     pub latency_us: u32,

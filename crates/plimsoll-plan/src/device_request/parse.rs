@@ -66,7 +66,7 @@ impl FromStr for DevicesRequest {
     }
 }
 
-/// Parses the budget of a device.
+/// Parses the budget in `text`. `device` is the name of the device, for the error.
 fn parse_budget(device: &str, text: &str) -> Result<Budget, RequestError> {
     text.parse().map_err(|source| RequestError::InvalidBudget { device: device.to_owned(), source })
 }
@@ -189,7 +189,7 @@ fn split_team_link<'a>(name: &'a str, value: Option<&'a str>) -> (&'a str, Optio
     (name, value, team_link)
 }
 
-/// Parses a link of a device.
+/// Parses the link in `text`. `device` is the name of the device, for the error.
 fn parse_link(device: &str, text: &str) -> Result<LinkRequest, RequestError> {
     let invalid = || RequestError::InvalidLink { device: device.to_owned(), link: text.trim().to_owned() };
     LinkRequest::parse(text).ok_or_else(invalid)

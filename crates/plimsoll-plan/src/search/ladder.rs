@@ -18,7 +18,7 @@ pub struct Ladder {
     pub rungs: Vec<RungPrice>,
 }
 
-/// A choice of the recipe that is not lossy.
+/// A rung that is not lossy, such as recompute: it changes one choice of the recipe.
 struct RecipeRung {
     name: &'static str,
     class: Class,

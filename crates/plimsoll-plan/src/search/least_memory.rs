@@ -4,7 +4,7 @@ use super::{PlanOutcome, PlanRequest, search};
 use crate::bisection;
 use plimsoll_core::{Bytes, DeviceSpec, Rung};
 
-/// Number of searches that narrow the load line by bisection.
+/// Most searches for a plan while bisection narrows the load line.
 const MAX_SEARCHES: u32 = 7;
 
 /// A plan with little memory, and the time of the fastest plan for comparison.
@@ -36,8 +36,8 @@ pub fn least_memory_plan(request: &PlanRequest, max_slowdown: f64) -> LeastMemor
     LeastMemoryPlan { outcome: best, fastest_step_seconds }
 }
 
-/// Finds the fastest plan under another load line. Returns `None` if none fits, if it takes other lossy rungs than
-/// `rungs`, or if a step takes more than `max_seconds`.
+/// Finds the fastest plan if the device's load line is `line`. Returns `None` if no plan fits. Also returns `None` if
+/// the plan takes other lossy rungs than `rungs`, or more than `max_seconds` for a step.
 fn plan_under(request: &PlanRequest, line: Bytes, rungs: &[Rung], max_seconds: f64) -> Option<PlanOutcome> {
     let device = DeviceSpec { budget: line, ..request.device.clone() };
     let outcome = search(&PlanRequest { device: &device, ..request.clone() });

@@ -15,8 +15,9 @@ use plimsoll_program::models::decoder::{AdamState, Base, Method, Optimizer};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// Returns the combinations of allowed rungs that change anything, least loss first. The first one is empty. Trained
-/// matrices are never quantized: in a full fine-tuning, `int8` and `nf4` include `lora`, and allow it by themselves.
+/// Returns the combinations of allowed rungs that change anything, least loss first; the first one is empty. Trained
+/// matrices are never quantized, so in a full fine-tuning `int8` and `nf4` come with `lora`. Allowing `int8` or `nf4`
+/// is then enough: `lora` need not be allowed.
 pub(crate) fn lossy_option_sets(request: &PlanRequest, allow: &[Rung]) -> Vec<Vec<Rung>> {
     let allowed = |rung: Rung| allow.contains(&rung);
     let trained = request.optimizer.is_some();
@@ -248,8 +249,8 @@ fn needs_only_rungs(remedy: &Remedy) -> bool {
 }
 
 impl LossySearch<'_> {
-    /// Finds one remedy of a refusal; `refused` is the plan of the device that was refused. Returns `None` if there is
-    /// no such remedy, or if the rungs do not lower the peak of the device.
+    /// Finds the remedy that `query` asks for; `refused` is the plan of the device that was refused. Returns `None` if
+    /// there is no such remedy, or if the rungs do not lower the peak of the device.
     fn find_remedy(&self, query: &RemedyQuery, refused: &DevicePlan) -> Option<Remedy> {
         let allowed = match query {
             RemedyQuery::HostMemory => return self.remedy_by_offload(Space::Host, refused.budget_bytes),

@@ -64,7 +64,7 @@ pub(super) struct Measured {
     pub(super) seconds: f64,
     /// Seconds of the last micro-batch of a step, which includes the all-reduce of data parallel workers.
     last_micro_batch_seconds: f64,
-    /// Part of `seconds` after the backward pass has completed the gradients of the topmost layer.
+    /// Part of `seconds` after the backward pass has completed the gradients of the last layer, which it reaches first.
     overlap_seconds: f64,
 }
 
@@ -101,7 +101,7 @@ pub(crate) struct MeasurementCache {
 }
 
 /// Returns the representative of all offload choices that need the same bytes above their resident bytes. Staging rings
-/// hold two layers, so counts above two are equivalent.
+/// hold two layers, so it does not matter which number above two of layers is offloaded.
 fn representative(offload: Offload, layers: u32) -> Offload {
     let at_most_two = |count: u32| count.min(2);
     let optimizer_count = |count: u32| if count >= layers { 3 } else { at_most_two(count) };
@@ -129,11 +129,11 @@ pub(super) struct MicroBatchCosts {
     pub(super) full_recompute_bytes: u64,
     /// Bytes of the input of one layer.
     pub(super) input_bytes: u64,
-    /// Bytes of the logits that exist at once.
+    /// Largest number of bytes of logits that are live at the same time.
     pub(super) logits_bytes: u64,
     /// Seconds of the matrix product that computes all logits once.
     pub(super) logits_seconds: f64,
-    /// Rows of the block in which the device fetches the head, as a fraction of all rows of the head.
+    /// Fraction of the head's rows that the device fetches as one block.
     pub(super) head_block: f64,
 }
 
@@ -202,8 +202,8 @@ impl<'q> Measurer<'q> {
         with_offload(recipe, self.representative(recipe.offload))
     }
 
-    /// Returns the bytes of a recipe if the cache has them for it, or for the recipe with an equivalent offload choice;
-    /// otherwise `None`. By the equivalent choice they are a lower bound: rounding up to [`ALIGNMENT`] may add to them.
+    /// Returns the cached bytes of a recipe, or else a lower bound from a cached recipe with an equivalent offload
+    /// choice. The bound allows for different rounding up to [`ALIGNMENT`]. Returns `None` if the cache has neither.
     pub fn known_bytes(&self, recipe: &Recipe) -> Option<PerSpace<u64>> {
         if let Some(candidate) = self.cache.candidates.get(recipe) {
             return Some(candidate.bytes);
@@ -248,7 +248,8 @@ impl<'q> Measurer<'q> {
         })
     }
 
-    /// Applies the offload choice of a recipe to the selected Programs of `plain`, a set built without offload.
+    /// Returns the Programs of `plain`, which was built without offload, with the offload choice of a recipe applied to
+    /// those that `selected` accepts.
     fn offload_selected(&self, plain: ProgramSet, recipe: &Recipe, selected: &dyn Fn(&Program) -> bool) -> ProgramSet {
         let request = self.request;
         let one_micro_batch = request.micro_batch_count(recipe) == 1;
@@ -354,7 +355,7 @@ impl<'q> Measurer<'q> {
     }
 
     /// Returns a lower bound of the device bytes with an offload choice, for recompute levels that need
-    /// `transient_bytes` above the resident bytes without offload. Writes no Programs.
+    /// `transient_bytes` above the resident bytes without offload. Builds no Programs.
     pub fn min_device_bytes(&self, micro_batch: u32, transient_bytes: u64, offload: Offload) -> u64 {
         let costs = self.micro_batch_costs(micro_batch);
         let inputs = self.in_flight(micro_batch) * u64::from(offload.inputs) * costs.input_bytes;
@@ -363,7 +364,7 @@ impl<'q> Measurer<'q> {
         (self.resident(offload).spaces.device + transient_bytes).saturating_sub(inputs + logits + ALIGNMENT)
     }
 
-    /// Returns the number of micro-batches in flight: their layer inputs exist at once.
+    /// Returns the number of micro-batches in flight: their layer inputs are live at the same time.
     pub(super) fn in_flight(&self, micro_batch: u32) -> u64 {
         let share = &self.request.share;
         u64::from(share.in_flight(share.micro_batches_of(self.request.sequences, micro_batch) as u32))
@@ -422,14 +423,15 @@ impl<'q> Measurer<'q> {
         }
     }
 
-    /// Returns the recompute levels of all layers that need the fewest bytes, according to the profile of one layer.
+    /// Returns one recompute level per layer, such that all together need the fewest bytes according to the profile of
+    /// one layer. Returns `None` if the profile is empty.
     pub fn smallest_levels(&self, micro_batch: u32) -> Option<Vec<RecomputeLevel>> {
         let find = || self.profile(micro_batch).smallest_levels(self.request.layers());
         self.cache.smallest_levels.get_or_compute(micro_batch, find)
     }
 
     /// Returns recipes that recompute as little as the load lines allow. If a recipe does not fit, levels are chosen
-    /// again under a lower byte budget, a few times at most. None of the recipes may fit.
+    /// again under a lower byte budget, a few times at most. Possibly no recipe of the result fits.
     pub fn candidates_with_recompute(&self, micro_batch: u32, offload: Offload) -> Vec<Candidate> {
         const MAX_ATTEMPTS: usize = 4;
         let request = self.request;

@@ -50,7 +50,8 @@ fn choices(measurer: &Measurer) -> Vec<Offload> {
     list
 }
 
-/// Returns the choices of optimizer state, gradients and weights, by number of layers.
+/// Returns the choices that offload optimizer state, gradients and weights of more and more layers; the first one
+/// offloads nothing.
 fn layer_choices(measurer: &Measurer) -> Vec<Offload> {
     let request = measurer.request;
     let layers = request.layers() as u32;
@@ -90,8 +91,10 @@ fn with_inputs_and_ends(measurer: &Measurer, base: Offload) -> Vec<Offload> {
 
 /// Returns up to three variants of a choice, which keep different numbers of its offloaded tensors in the scratch file:
 /// the fewest that the host memory requires, all of them, and halfway between. Optimizer state moves to the file first,
-/// because it is used once per step. A device that is its own host keeps all of them there. Returns an empty list if
-/// host memory or file are too small, or if that device's choice has tensors that cannot lie in the file.
+/// because it is used once per step. Returns an empty list if host memory or file are too small.
+///
+/// A device that is its own host can offload to the file only. It gets the variant with all tensors in the file, or an
+/// empty list if the choice has tensors that cannot lie there.
 fn with_scratch_file(measurer: &Measurer, choice: Offload) -> Vec<Offload> {
     let request = measurer.request;
     let with_count = |count: u32| with_count_in_file(choice, count);
@@ -143,9 +146,9 @@ struct EstimatedChoice {
 /// of similar choices.
 #[derive(Default)]
 struct EstimateCorrections {
-    /// The ratio by micro-batch size and representative offload choice.
+    /// The observed ratio for each micro-batch size and representative offload choice.
     by_kind: HashMap<(u32, Offload), f64>,
-    /// The smallest ratio by micro-batch size.
+    /// The smallest observed ratio for each micro-batch size.
     smallest: HashMap<u32, f64>,
 }
 
@@ -239,7 +242,7 @@ fn is_sharded(measurer: &Measurer) -> bool {
     measurer.request.share.parallelism == Some(Parallelism::Sharded)
 }
 
-/// Returns the fastest candidate that fits by its lower bounds.
+/// Returns the fastest candidate that fits by its lower bounds; `None` if none fits.
 fn fastest<'c>(measurer: &Measurer, list: &'c [Candidate]) -> Option<&'c Candidate> {
     let fitting = list.iter().filter(|candidate| measurer.fits(candidate));
     fitting.min_by(|a, b| a.step_seconds.total_cmp(&b.step_seconds))
@@ -301,7 +304,7 @@ fn smaller_variants(measurer: &Measurer, choice: Offload) -> [Offload; 2] {
 struct SmallRecipe {
     min_bytes: PerSpace<u64>,
     offload: Offload,
-    /// Index in the list of recompute levels that are tried.
+    /// Index in the result of `small_recompute_levels`: the recompute levels of the recipe.
     level: usize,
 }
 
@@ -372,7 +375,9 @@ fn smallest_in_space(
     None
 }
 
-/// Predicts the least bytes of an offload choice at other recompute levels from its bytes with full recompute.
+/// Predicts a lower bound of an offload choice's bytes at other recompute levels, from its bytes `full` with full
+/// recompute. `full_transient` and `transient` are the bytes above the resident bytes without offload: with full
+/// recompute, and at the other levels.
 fn predict_from_full_recompute(full: PerSpace<u64>, full_transient: u64, transient: u64) -> PerSpace<u64> {
     let uncertainty = full_transient / 4;
     PerSpace {

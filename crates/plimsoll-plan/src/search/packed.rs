@@ -39,7 +39,7 @@ pub(crate) fn checkpoint_bytes<'a>(sets: impl IntoIterator<Item = &'a ProgramSet
     Bytes(bytes_by_name.values().sum())
 }
 
-/// Returns the plan of an arena with its charges.
+/// Returns the part of a plan for one space (device, host or scratch file), with its layout, budget and charges.
 fn device_plan(
     name: &str,
     simulated: bool,

@@ -27,13 +27,14 @@ pub struct PlanRequest<'a> {
     /// Sequences of an optimizer step that the device computes; for an evaluation, the most in one batch. 0 for a
     /// storage-only worker of a sharded team.
     pub sequences: u64,
-    /// Source of the weights.
+    /// Source of the initial weights: random numbers, files, or a run that is being trained.
     pub source: WeightSource,
     /// The optimizer; `None` for an evaluation or a generation without training.
     pub optimizer: Option<Optimizer>,
     /// Whether the Programs include evaluation.
     pub evaluate: bool,
-    /// Cache and prefill sizes of token generation in tokens; `None` if the run generates no tokens.
+    /// Sizes for token generation, in tokens: of the key-value cache, and of one prefill call. `None` if the run
+    /// generates no tokens.
     pub generation: Option<Generation>,
     /// The device with its load line, charges and rates.
     pub device: &'a DeviceSpec,
@@ -179,7 +180,8 @@ impl PlanRequest<'_> {
         )
     }
 
-    /// Builds the Programs of a recipe that compute, without those that move files.
+    /// Builds the Programs of a recipe without those that only read or write files: load, save, checkpoint. Offload to
+    /// the host is part of them; offload to the scratch file is not.
     pub(crate) fn compute_programs(&self, recipe: &Recipe) -> ProgramSet {
         let (plain, one_micro_batch) = (self.build(self.config, recipe, false), self.micro_batch_count(recipe) == 1);
         self.stage_messages_on_host(match recipe.offload.is_nothing() {
@@ -188,15 +190,16 @@ impl PlanRequest<'_> {
         })
     }
 
-    /// Passes the messages between pipeline stages through host memory, if the device is a GPU. Other sets stay
-    /// unchanged.
+    /// Makes the sends of a pipeline stage on a GPU pass through host memory. Programs of other devices, or without a
+    /// pipeline, stay unchanged.
     pub(super) fn stage_messages_on_host(&self, set: ProgramSet) -> ProgramSet {
         let is_pipeline = self.share.parallelism == Some(Parallelism::Pipeline);
         let staged = is_pipeline && Kernels::for_device(self.device) == Kernels::Cuda;
         if staged { passes::host_staged_p2p::stage_sends_through_host(set) } else { set }
     }
 
-    /// Moves those offloaded tensors of `set` to the scratch file that `offload` assigns to it.
+    /// Moves offloaded tensors of `set` to the scratch file: those for which `offload` chooses the file. Other tensors
+    /// stay where they are.
     pub(super) fn move_to_scratch_file(&self, set: ProgramSet, offload: Offload) -> ProgramSet {
         let memory = if self.is_own_host() { Space::Device } else { Space::Host };
         match offload.file.is_nothing() {
@@ -205,7 +208,7 @@ impl PlanRequest<'_> {
         }
     }
 
-    /// Returns whether the device is its own host. Such a device can offload to the scratch file only.
+    /// Returns whether the device is the CPU, which is its own host. It can offload to the scratch file only.
     pub(super) fn is_own_host(&self) -> bool {
         self.device.kind == DeviceKind::Cpu
     }
@@ -216,7 +219,8 @@ impl PlanRequest<'_> {
         (own.end - own.start) as usize
     }
 
-    /// Returns which ends of the model the device has.
+    /// Returns whether the device has the embedding, and whether it has an output head of its own. A tied head counts
+    /// as the embedding.
     pub(crate) fn ends(&self) -> ModelEnds {
         let (stage, stages) = self.share.stage();
         let (first, last, tied) = (stage == 0, stage + 1 == stages, self.config.tied);

@@ -12,7 +12,7 @@ use plimsoll_program::ProgramKind;
 use plimsoll_program::Share;
 use plimsoll_program::models::ModelConfig;
 
-/// Most states of the dynamic program that are kept per layer.
+/// Most states per layer that [`choose_levels`] keeps. A state is a choice of levels for the layers so far.
 const MAX_FRONTIER: usize = 512;
 
 /// Bytes and seconds of one layer under a recompute level.
@@ -29,7 +29,7 @@ struct LevelProfile {
     seconds: f64,
 }
 
-/// The profile of all recompute levels at one micro-batch size.
+/// Bytes and predicted seconds of one layer under each recompute level, at one micro-batch size.
 #[derive(Debug)]
 pub(super) struct Profile {
     levels: Vec<LevelProfile>,
@@ -40,8 +40,8 @@ pub(super) struct Profile {
 }
 
 impl Profile {
-    /// Estimates the seconds that recompute adds to a backward pass under `budget` bytes. The estimate mixes two levels
-    /// in any proportion of the layers. Returns `None` if no level fits.
+    /// Estimates the seconds that recompute adds to a backward pass if the peak is at most `budget` bytes above the
+    /// resident bytes. The estimate gives the layers two levels, in any proportion. `None` if no level fits.
     pub(super) fn min_recompute_seconds(&self, layers: usize, budget: u64) -> Option<f64> {
         let plain = self.levels.first()?.seconds;
         let need = |p: &LevelProfile| {
@@ -71,7 +71,8 @@ impl Profile {
         most.max(live + self.top)
     }
 
-    /// Finds the levels with the smallest peak, by bisection of the budget.
+    /// Finds the levels of the layers with which the peak is smallest, by bisection of the byte budget. Returns `None`
+    /// if the profile has no levels.
     pub(super) fn smallest_levels(&self, layers: usize) -> Option<Vec<RecomputeLevel>> {
         let uniform_peak =
             |p: &LevelProfile| self.base + layers as u64 * p.saved + p.forward.max(p.backward).max(self.top);
@@ -89,7 +90,7 @@ impl Profile {
     }
 }
 
-/// Computes the live bytes at each tick.
+/// Computes the bytes of all live buffers at each tick, the unit of time of `lifetimes`.
 fn live_bytes(lifetimes: &Lifetimes) -> Vec<u64> {
     let end = lifetimes.buffers.iter().map(|b| b.last).max().unwrap_or(0) as usize;
     let mut change = vec![0i64; end + 2];
@@ -108,7 +109,7 @@ fn live_bytes(lifetimes: &Lifetimes) -> Vec<u64> {
         .collect()
 }
 
-/// Computes the bytes of buffers that live both at `tick` and after it.
+/// Computes the bytes of the buffers that are live at tick `tick` and at the next one.
 fn bytes_across(lifetimes: &Lifetimes, tick: u32) -> u64 {
     lifetimes
         .buffers
@@ -189,7 +190,8 @@ impl Profile {
     }
 }
 
-/// Returns the share of a pipeline stage like `like` that has three layers after `layers_before`, of `all_layers`.
+/// Returns the share `like` of a pipeline stage, changed so that the stage has three layers. The earlier stages then
+/// have `layers_before` layers together, and the model has `all_layers`.
 fn three_layer_stage(like: &Share, layers_before: u64, all_layers: u64) -> Share {
     let stage = like.rank as usize;
     let mut layers = vec![layers_before + 3; like.ranks as usize + 1];
@@ -206,7 +208,7 @@ pub(super) fn choose_levels(profile: &Profile, layers: usize, budget: u64) -> Op
         live: u64,
         seconds: f64,
         level: usize,
-        /// Index of the preceding state in the frontier of the layer below.
+        /// Index of the state of the layer below from which this state was reached.
         from: usize,
     }
     let mut frontiers = vec![vec![State { live: profile.base, seconds: 0.0, level: 0, from: 0 }]];

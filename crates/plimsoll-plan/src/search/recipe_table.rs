@@ -13,7 +13,7 @@ const MAX_DIVISORS: usize = 3;
 /// is the overlap: the seconds of the device's passes in which gradients are already exchanged.
 pub(crate) type WaitSeconds<'w> = &'w dyn Fn(f64) -> f64;
 
-/// The recipes of one device with their prices.
+/// The recipes that fit on one device, with their predicted seconds.
 pub(crate) struct RecipeTable<'q> {
     measurer: Measurer<'q>,
     recipes: Vec<PricedRecipe>,
@@ -21,7 +21,7 @@ pub(crate) struct RecipeTable<'q> {
     micro_batches: HashSet<u32>,
 }
 
-/// A recipe that fits by its lower bounds.
+/// A recipe whose lower bounds of bytes fit on the device, with its predicted seconds.
 #[derive(Clone, Debug)]
 struct PricedRecipe {
     candidate: Candidate,
@@ -70,8 +70,8 @@ impl PricedRecipe {
 }
 
 impl<'q> RecipeTable<'q> {
-    /// Builds the table of a device. The table has recipes for about as many sequences as the request asks for. If the
-    /// device can offload to its host, it also has recipes for all `step_sequences` of a step.
+    /// Builds the table of a device. Its recipes suit steps in which the device computes about as many sequences as the
+    /// request asks for. If the device can offload to its host, further recipes suit all `step_sequences` of a step.
     pub fn new(request: &'q PlanRequest<'q>, step_sequences: u64) -> RecipeTable<'q> {
         let mut table =
             RecipeTable { measurer: Measurer::new(request), recipes: Vec::new(), micro_batches: HashSet::new() };
@@ -115,7 +115,7 @@ impl<'q> RecipeTable<'q> {
         priced.filter(|(_, seconds)| seconds.is_finite()).min_by(|a, b| a.1.total_cmp(&b.1))
     }
 
-    /// Returns the most sequences that the device computes in a step of `seconds`.
+    /// Returns the most sequences that the device computes in a step of at most `seconds`, with its best recipe.
     pub fn max_sequences(&self, seconds: f64, wait: WaitSeconds) -> u64 {
         self.recipes.iter().map(|recipe| recipe.max_sequences(seconds, wait)).max().unwrap_or(0)
     }

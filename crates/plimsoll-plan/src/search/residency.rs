@@ -12,10 +12,10 @@ use plimsoll_program::ProgramSet;
 use plimsoll_program::passes::offload::offload_programs;
 use std::ops::{Add, Mul, Sub};
 
-/// Resident bytes of an offload choice.
+/// Resident bytes of a device and its host under one offload choice.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct ResidentBytes {
-    /// Resident bytes per space.
+    /// Resident bytes in the device arena, the host arena and the scratch file.
     pub spaces: PerSpace<u64>,
     /// Offloaded bytes, on the host and in the scratch file.
     pub offloaded: OffloadedBytes,
@@ -23,7 +23,7 @@ pub(super) struct ResidentBytes {
     pub in_file: OffloadedBytes,
 }
 
-/// Offloaded bytes by category.
+/// Offloaded bytes of weights, gradients and optimizer state.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct OffloadedBytes {
     pub weights: f64,
@@ -39,7 +39,8 @@ struct ResidencyDelta {
     in_file: OffloadedBytes,
 }
 
-/// A group of tensors that is offloaded independently of all others.
+/// A kind of group of tensors that are offloaded together, such as the gradients of one layer. See
+/// [`OffloadUnit::count`] for the number of groups of a kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum OffloadUnit {
     /// Optimizer state and master weights of one layer, on the host.
@@ -173,7 +174,7 @@ fn measure_residency(request: &PlanRequest, tensors: &ProgramSet, offload: Offlo
 }
 
 impl OffloadedBytes {
-    /// Combines the categories of two values one by one.
+    /// Applies `combine` to the two weights, to the two gradients and to the two optimizer states.
     fn combine(self, other: OffloadedBytes, combine: impl Fn(f64, f64) -> f64) -> OffloadedBytes {
         OffloadedBytes {
             weights: combine(self.weights, other.weights),

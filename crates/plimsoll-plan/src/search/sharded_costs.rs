@@ -117,7 +117,8 @@ impl RankCosts {
     /// Predicts the seconds of the passes of a micro-batch.
     ///
     /// - `recompute`: fraction of full recompute, 0 to 1.
-    /// - `smallest_shard`: the smallest shard of the team as a fraction of an equal shard. The smaller it is, the more
+    /// - `smallest_shard`: the smallest shard of the team as a fraction of an equal shard. The smaller it is, the
+    ///   longer the collectives take, because its rank receives more.
     pub fn micro_batch_seconds(&self, recompute: f64, ranks: usize, smallest_shard: f64) -> f64 {
         let equal_shard = 1.0 / ranks as f64;
         let [passes, compute, exchange] = [self.micro_batch_seconds, self.compute_seconds, self.exchange_seconds]
@@ -151,7 +152,7 @@ impl RankCosts {
     }
 }
 
-/// Sums the seconds of the forward and the backward pass.
+/// Adds up the `seconds` of the forward and of the backward Program of `set`.
 fn sum_passes(set: &ProgramSet, seconds: impl Fn(&Program) -> f64) -> f64 {
     let passes = [ProgramKind::Forward, ProgramKind::Backward].into_iter().filter_map(|kind| set.program(kind));
     passes.map(seconds).sum()

@@ -146,7 +146,8 @@ pub fn fill_ladders(team: &TeamRequest, outcome: &mut TeamOutcome) {
     }
 }
 
-/// Returns whether two workers have identical devices, shares and recipes. Stages of a pipeline never count as such.
+/// Returns whether two workers have the same memory ladder, because their devices, shares and recipes are identical.
+/// Always false for stages of a pipeline.
 fn have_same_ladder(team: &TeamRequest, one: &PlannedWorker, other: &PlannedWorker) -> bool {
     let identity =
         |worker: &PlannedWorker| (team.first_alike(worker.device), worker.sequences, worker.share.own_state_share());
@@ -206,7 +207,8 @@ fn describe_packed(team: &TeamRequest, rungs: &[Rung], candidate: &TeamCandidate
     Alternative { fits, predicted, peak_bytes, ..bounds }
 }
 
-/// Describes the share of a device in words. The first word is its number of sequences or layers, or `all`.
+/// Describes the share and the recipe of a device in words. The first word is the number of layers of a pipeline stage,
+/// `all` for a device alone, else the number of sequences. `shard` is in parts of 1024.
 fn describe_share(parallelism: Option<Parallelism>, sequences: u64, shard: Option<u64>, recipe: &Recipe) -> String {
     match (parallelism, shard) {
         (None, _) => format!("all sequences, {recipe}"),

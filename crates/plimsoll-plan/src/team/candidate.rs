@@ -83,8 +83,8 @@ pub(super) trait TeamSearch {
     fn reject(&mut self, candidate: &TeamCandidate, rank: usize, over: Bytes);
     /// Returns the devices that take no part in a candidate, with reasons.
     fn excluded(&self, candidate: &TeamCandidate) -> Vec<ExcludedDevice>;
-    /// Returns the throughput of the single devices, with which the team is compared; `None` if devices may be unable
-    /// to do the step alone.
+    /// Returns the throughputs with which the team's is compared: summed over its devices alone, and an upper bound.
+    /// `None` for a kind of parallelism in which a device may be unable to do the step alone.
     fn scaling_efficiency(&self, candidate: &TeamCandidate) -> Option<ScalingEfficiency>;
     /// Returns, for each rank, why it only stores a shard; `None` for a rank that computes.
     fn storage_only_reasons(&self, candidate: &TeamCandidate) -> Vec<Option<String>> {

@@ -21,11 +21,11 @@ const MAX_HOST_DIVISIONS: usize = 40;
 const MAX_REFINEMENTS: usize = 4;
 /// Divisor of the host's memory: the quotient is the precision with which the least host memory of a device is found.
 const HOST_STEPS: u64 = 1024;
-/// Probes of the bisection that finds the time of the fastest split.
+/// Number of probes of the bisection that finds the time of the fastest split.
 const TIME_PROBES: u32 = 100;
 
-/// The devices of a team with a table of priced recipes each, to split a batch over them. Identical devices share a
-/// table.
+/// The devices of a team, among which the sequences of a step are split. Each has a table of recipes with predicted
+/// seconds; identical devices share a table.
 pub(super) struct BatchSplitter<'q> {
     /// The request of each device, from which its table is built.
     requests: &'q [PlanRequest<'q>],

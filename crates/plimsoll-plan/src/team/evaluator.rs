@@ -104,8 +104,8 @@ fn plan_evaluator(
         .then_some((PlannedWorker { device, share: Share::SINGLE_DEVICE, sequences, outcome: own }, evaluator_plan))
 }
 
-/// Plans an evaluation on a device. The micro-batch is the largest of the team, which gives the same bits. If that does
-/// not fit, it is halved until it does. Returns `None` if no micro-batch fits.
+/// Plans an evaluation on a device. The micro-batch is the largest of the team, which gives the same bits as an
+/// evaluation by the team. If that does not fit, it is halved until it does. Returns `None` if no micro-batch fits.
 fn plan_evaluation_recipe(request: &PlanRequest, workers: &[PlannedWorker], rungs: &[Rung]) -> Option<PlanOutcome> {
     let most = workers.iter().map(|worker| worker.outcome.plan.recipe.micro_batch).max()?;
     if !has_fitting_recipe(&PlanRequest { sequences: u64::from(most), ..request.clone() }) {
@@ -150,7 +150,8 @@ fn bytes_read_by(set: &ProgramSet, op: &Op) -> f64 {
     }
 }
 
-/// Predicts the seconds of one run of a Program; 0 if the outcome has no such Program.
+/// Predicts the seconds of one run of a Program on the device of `request`, with `team_link` between the workers.
+/// Returns 0 if the outcome has no such Program.
 fn program_seconds(request: &PlanRequest, outcome: &PlanOutcome, program: ProgramKind, team_link: Link) -> f64 {
     let (rates, host) = (&request.device.rates, &request.host);
     let prices = Prices { rates, host, precision: outcome.precision, team_link };

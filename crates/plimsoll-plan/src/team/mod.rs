@@ -159,7 +159,8 @@ impl<'a> TeamRequest<'a> {
         self.devices.first().map_or(0.0, |request| (request.sequences * request.sequence) as f64)
     }
 
-    /// Returns the request to plan `share` of the step on one device, with at most `host` bytes of host memory.
+    /// Returns the request to plan `share` of the step on one device, with at most `host` bytes of host memory. The
+    /// device then computes `sequences` sequences per step.
     fn request_for(&self, device: usize, share: &Share, sequences: u64, host: Bytes) -> PlanRequest<'a> {
         let request = self.devices[device].clone().for_share(share, sequences);
         PlanRequest { host: limit_host(request.host, host), ..request }
@@ -374,8 +375,8 @@ fn best_team(team: &TeamRequest, rungs: &[Rung]) -> Option<TeamOutcome> {
 }
 
 /// Finds the least host memory with which the whole team fits, sharded or as a pipeline, and returns it as a remedy.
-/// Returns `None` if no amount is enough, if the host cannot be used, or if one device alone would need no more (by
-/// `refused`).
+/// `refused` is the refused plan of one device. Returns `None` if no amount is enough, if the host cannot be used, or
+/// if a remedy of `refused` needs no more host memory.
 fn host_memory_need(team: &TeamRequest, refused: &Plan) -> Option<Remedy> {
     let first = &team.devices[0];
     let alone = refused.needs.iter().find_map(|need| need.host_bytes);
@@ -434,7 +435,8 @@ fn fits_with_host(team: &TeamRequest, host: Bytes, rungs: &[Rung], parallelism: 
     outcome.is_some()
 }
 
-/// Returns the slowest link, which sets the pace of a team's collectives; [`Link::MEMORY`] without links.
+/// Returns the slowest of some links, which sets the pace of a team's collectives. Returns [`Link::MEMORY`] if `links`
+/// is empty.
 fn slowest_link(links: impl Iterator<Item = Link>) -> Link {
     let slower = |a: Link, b: Link| if b.bytes_per_second < a.bytes_per_second { b } else { a };
     links.reduce(slower).unwrap_or(Link::MEMORY)

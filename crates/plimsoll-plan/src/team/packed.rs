@@ -98,7 +98,7 @@ pub(super) fn pack_candidate(
     Ok(workers)
 }
 
-/// Returns the bytes by which a plan exceeds the load line of its device.
+/// Returns the bytes by which a plan exceeds the load line of its device; zero if it does not.
 fn excess(plan: &Plan) -> Bytes {
     plan.devices[0].peak_bytes.saturating_sub(plan.devices[0].budget_bytes)
 }

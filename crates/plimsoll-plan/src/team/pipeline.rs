@@ -107,7 +107,8 @@ impl<'t, 'q> Pipeline<'t, 'q> {
         Kernels::for_device(self.team.devices[device].device) == Kernels::Cuda
     }
 
-    /// Returns the request for one stage; `spec` is its device as the team plans with it.
+    /// Returns the request for one stage. `spec` is the specification of its device in the team, as `spec_in_team`
+    /// returns it.
     fn request<'s>(
         &self,
         spec: &'s DeviceSpec,
@@ -252,7 +253,7 @@ impl<'t, 'q> Pipeline<'t, 'q> {
         orders
     }
 
-    /// Returns the fastest candidate in which exactly these devices take part.
+    /// Returns the fastest candidate in which exactly these devices take part; `None` if none fits.
     fn fastest_over(&self, devices: &[usize]) -> Option<TeamCandidate> {
         let total = self.team.sequences_per_step();
         let sizes: Vec<u32> = match self.team.devices[0].pins.micro_batch {
@@ -358,7 +359,8 @@ impl<'t, 'q> Pipeline<'t, 'q> {
         (0..self.team.devices.len()).collect()
     }
 
-    /// Finds the fastest candidate: over all devices if the request requires them, else over any of them.
+    /// Finds the fastest candidate: over all devices if the request requires them, else over any of them. Returns
+    /// `None` if none fits.
     fn find_fastest(&self) -> Option<TeamCandidate> {
         let devices = self.all_devices();
         if self.team.require_all {
@@ -369,8 +371,8 @@ impl<'t, 'q> Pipeline<'t, 'q> {
         candidates.min_by(|a, b| a.seconds.total_cmp(&b.seconds))
     }
 
-    /// Finds the fastest candidate over some of `devices`. Single devices are dropped as long as the candidate gets
-    /// faster.
+    /// Finds the fastest candidate over some of `devices`; `None` if none fits. Single devices are dropped as long as
+    /// the candidate gets faster.
     fn fastest_among(&self, mut devices: Vec<usize>) -> Option<TeamCandidate> {
         let mut best = self.fastest_over(&devices);
         while devices.len() > 2 {

@@ -17,13 +17,14 @@ use std::collections::BTreeMap;
 
 /// Room for the memory of a process outside its arenas, which varies from start to start.
 const PROCESS_VARIATION: Bytes = Bytes::mib(1);
-/// Number of steps into which the way from the present load lines to sufficient ones is divided, to find lower ones.
+/// Number of steps between the present load lines and sufficient ones. The search for lower sufficient ones tries
+/// load lines at these steps.
 const LINE_STEPS: u64 = 32;
 
 /// A change of the settings of a request.
 #[derive(Clone, Debug, Default)]
 struct Change {
-    /// New load lines, by device number.
+    /// New load lines, by index of the device in [`TeamRequest::devices`].
     budgets: BTreeMap<usize, Bytes>,
     /// Lossy rungs that are allowed in addition.
     allow: Vec<Rung>,
@@ -212,7 +213,8 @@ pub(super) fn needs_for_all(team: &TeamRequest, refused: &Plan) -> Vec<Remedy> {
     needs
 }
 
-/// Converts one remedy of a device to a remedy of all devices, data parallel; `None` if it is not enough for them.
+/// Converts the remedy `need` of the refused device `first` to a remedy of all devices as a data parallel team. Returns
+/// `None` if it is not enough for them.
 fn need_for_all(team: &TeamRequest, first: &DevicePlan, need: &Remedy) -> Option<Remedy> {
     let (total, ranks) = (team.sequences_per_step(), team.devices.len() as u64);
     let sequences: Vec<u64> = (0..ranks).map(|rank| total * (rank + 1) / ranks - total * rank / ranks).collect();
@@ -266,9 +268,9 @@ impl ShortDevice {
     }
 }
 
-/// Lowers the load lines of a remedy as far as all devices still fit, with any kind of parallelism. The search is a
-/// bisection over steps between the present load lines and those of the remedy, which are enough for a data parallel
-/// team.
+/// Lowers the load lines of the remedy `need` as far as all devices still fit, with any kind of parallelism. The search
+/// is a bisection over steps between the present load lines and those of `need`. `first` is the device to which
+/// [`Remedy::budget_bytes`] of `need` belongs.
 fn with_lower_budgets(team: &TeamRequest, first: &DevicePlan, need: &Remedy) -> Remedy {
     let enough = |name: &String| match need.other_budget_bytes.get(name) {
         Some(budget) => Some(*budget),

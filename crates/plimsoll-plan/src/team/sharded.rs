@@ -61,7 +61,7 @@ struct RankKey {
     device: usize,
     micro_batch: u32,
     ranks: usize,
-    /// The bits of the team link's bytes per second.
+    /// Bytes per second of the team link: the bits of the `f64`, so that the key can be hashed.
     link: u64,
 }
 
@@ -129,8 +129,8 @@ impl<'t, 'q> Sharded<'t, 'q> {
         self.max_rate(devices, None)
     }
 
-    /// Estimates the most tokens per second of a team of `devices`. Micro-batches may also be the whole step, because
-    /// the largest micro-batch mostly is the fastest.
+    /// Estimates the most tokens per second of a team of `devices`. Besides powers of two, the estimate tries a
+    /// micro-batch of the whole step, because the largest is mostly the fastest.
     pub fn approximate_max_tokens_per_second(&self, devices: &[usize]) -> f64 {
         self.max_rate(devices.iter().copied(), Some(self.team.sequences_per_step()))
     }
@@ -175,8 +175,8 @@ impl<'t, 'q> Sharded<'t, 'q> {
         }
     }
 
-    /// Predicts the seconds in which a device computes a micro-batch, once for each size and kind of device. `kind` is
-    /// the first device of the kind.
+    /// Predicts the seconds in which a device computes a micro-batch, from Programs. The result is cached for each size
+    /// and kind of device; `kind` is the first device of the kind.
     fn measured_seconds(&self, kind: usize, micro_batch: u32) -> f64 {
         if let Some(&known) = self.compute_seconds.borrow().get(&(kind, micro_batch)) {
             return known;
@@ -187,7 +187,8 @@ impl<'t, 'q> Sharded<'t, 'q> {
         seconds
     }
 
-    /// Returns the request for the share of one worker; `spec` is its device as the team plans with it.
+    /// Returns the request for the share of one worker. `spec` is the specification of its device in the team, as
+    /// `spec_in_team` returns it.
     fn request<'s>(&self, spec: &'s DeviceSpec, worker: &WorkerCandidate) -> PlanRequest<'s>
     where
         'q: 's,
@@ -238,8 +239,8 @@ impl<'t, 'q> Sharded<'t, 'q> {
         }
     }
 
-    /// Returns the bytes of a device's arena that its shard leaves free. Only a fixed shard counts, less the bytes of
-    /// it that the host can hold.
+    /// Returns the bytes of a device's arena that a fixed shard leaves free, if the host holds as much of the shard as
+    /// it can. Without fixed shards, these are all bytes of the arena.
     fn room_beside_fixed_shard(&self, device: usize, devices: &[usize]) -> u64 {
         let shard_bytes = |shards: &[u64]| (self.sharded_bytes().all * shards[device] as f64 / ALL_PARTS as f64) as u64;
         let resident = self.fixed_shards().map_or(0, |shards| shard_bytes(shards).saturating_sub(self.team.host.0));
@@ -376,7 +377,7 @@ impl<'t, 'q> Sharded<'t, 'q> {
         sketches
     }
 
-    /// Returns the fastest candidate in which exactly these devices take part, in these roles.
+    /// Returns the fastest candidate in which exactly these devices take part, in these roles; `None` if none fits.
     fn fastest_with_roles(&self, roles: &Roles) -> Option<TeamCandidate> {
         let sketches = self.sketches(roles);
         let least = sketches.first()?.seconds;
@@ -453,8 +454,8 @@ impl<'t, 'q> Sharded<'t, 'q> {
         shares.into_iter().enumerate().map(worker).collect()
     }
 
-    /// Finds the fastest candidate over `devices`. Devices without room for a sequence only store a shard. The search
-    /// also tries to let the slowest of the other devices only store a shard or, with `may_exclude`, to leave them out.
+    /// Finds the fastest candidate over `devices`; `None` if none fits. Devices without room for a sequence only store
+    /// a shard. For the slowest of the others, the search also tries this or, with `may_exclude`, leaving them out.
     fn fastest_among(&self, mut devices: Vec<usize>, may_exclude: bool) -> Option<TeamCandidate> {
         let all = devices.clone();
         let has_room_for = |device: usize, sequences: u64| {

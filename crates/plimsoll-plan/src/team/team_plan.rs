@@ -127,7 +127,7 @@ fn collective_seconds(team: &TeamRequest, worker: &PlannedWorker, team_link: Lin
     WorkerSeconds { busy, waiting: (total - busy).max(0.0) }
 }
 
-/// Returns the prices of the Programs of a worker, with `team_link` between the workers.
+/// Returns the rates from which the seconds of a worker's Programs are predicted, with `team_link` between the workers.
 fn prices<'t>(team: &'t TeamRequest, worker: &PlannedWorker, team_link: Link) -> Prices<'t> {
     let request = &team.devices[worker.device];
     let (rates, host) = (&request.device.rates, &request.host);

@@ -337,7 +337,8 @@ fn refuse_windows(keys: &Keys, model_type: ModelType, layers: u64, max_positions
 }
 
 /// Reads base and scaling of the rotary frequencies from `rope_theta` and `rope_scaling` (transformers 4) or
-/// `rope_parameters` (5). Repeated values must agree.
+/// `rope_parameters` (5). Repeated values must agree. `max_positions` replaces a missing
+/// `original_max_position_embeddings`.
 fn read_rope(keys: &Keys, max_positions: u64) -> Result<(f64, RopeScaling), ConfigError> {
     let mut thetas: Vec<(String, f64)> = Vec::new();
     thetas.extend(keys.number("rope_theta")?.map(|theta| ("rope_theta".to_owned(), theta)));
@@ -533,8 +534,8 @@ impl<'a> Keys<'a> {
         self.unknown.borrow_mut().extend(unknown.map(|key| inner.path(key)));
     }
 
-    /// Refuses the keys that the reader has not looked up, unless they are inert or in `ignore_keys`. Also refuses an
-    /// ignored key that the reader has looked up.
+    /// Refuses keys that the reader has not looked up. Keys that do not matter for training ([`INERT`]) and those in
+    /// `ignore_keys` are accepted. Also refuses a key in `ignore_keys` that the reader has looked up.
     fn finish(self, ignore_keys: &[String]) -> Result<(), ConfigError> {
         let asked = self.asked.into_inner();
         if let Some(key) = ignore_keys.iter().find(|key| asked.contains(*key)) {

@@ -38,7 +38,7 @@ impl From<Unsupported> for Failure {
 /// Checks that the kernels of a device (CPU or CUDA) can compute a model in the precision of the run.
 ///
 /// # Errors
-/// Returns the limit that the model or precision exceeds.
+/// A head size or precision that these kernels do not support.
 pub fn check_supported(config: &ModelConfig, precision: DType, kernels: Kernels) -> Result<(), Unsupported> {
     let (head_dim, max) = (config.head_dim, CUDA_HEAD_DIM_MAX);
     match kernels {

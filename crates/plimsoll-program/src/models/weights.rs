@@ -60,8 +60,8 @@ impl Target {
         }
     }
 
-    /// Returns the name of the fused tensor that contains the projection's matrix: queries, keys and values are rows of
-    /// the one tensor `qkv`, gate and up of `gate_up`.
+    /// Returns the name of the tensor that contains the projection's matrix. Queries, keys and values are rows of the
+    /// fused tensor `qkv`, gate and up of `gate_up`. Each other projection has a tensor of its own.
     pub const fn tensor(self) -> &'static str {
         match self {
             Target::Q | Target::K | Target::V => "qkv",
@@ -97,8 +97,8 @@ impl Target {
         }
     }
 
-    /// Returns the projection's first row in the fused tensor ([`Target::tensor`]). The projection's results start at
-    /// the column with the same number in the output of the fused product.
+    /// Returns the projection's first row in its tensor ([`Target::tensor`]), 0 if the tensor is not fused. In the
+    /// output of the product with that tensor, the projection's results start at the column with this number.
     pub fn first_row(self, config: &ModelConfig) -> u64 {
         match self {
             Target::Q | Target::O | Target::Gate | Target::Down => 0,
@@ -118,14 +118,14 @@ pub struct Parameter {
     pub tensor: &'static str,
     /// Layer, counted from 0; `None` for embedding, final norm and head.
     pub layer: Option<u64>,
-    /// Index of its first element within the layer's slot of the fused tensor.
+    /// Index of its first element within the tensor; if the tensor has a slot per layer, within that slot.
     pub offset: u64,
     /// Shape in the file; `[out, in]` for matrices.
     pub shape: Vec<u64>,
     /// Whether weight decay applies; only matrices decay.
     pub decay: bool,
-    /// Projection of which the parameter is the matrix, or the A or B of the LoRA adapter. `None` for biases, norms,
-    /// embedding and head.
+    /// Projection that the parameter belongs to, as its matrix or as matrix A or B of its LoRA adapter. `None` for
+    /// biases, norms, embedding and head.
     pub target: Option<Target>,
 }
 

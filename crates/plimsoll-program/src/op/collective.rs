@@ -10,10 +10,10 @@ use serde::{Deserialize, Serialize};
 /// NCCL, the parts may have unequal lengths ([`ExchangeRange::counts`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Collective {
-    /// Every rank gets the sum over all ranks of the whole range, in place. Each rank adds up its own part and sends
-    /// the sum to the others.
+    /// Adds up the range elementwise over all ranks, in place; every rank gets the whole result. Each rank computes its
+    /// own part of the sum and sends it to the others.
     AllReduce,
-    /// Each rank gets the sum over all ranks of its own part, and adds it to its output.
+    /// Adds up the range elementwise over all ranks. Each rank gets its own part of the sum, and adds it to its output.
     ReduceScatter,
     /// Every rank gets the parts of all ranks, one after another.
     AllGather,
@@ -24,8 +24,8 @@ pub enum Collective {
 }
 
 impl Collective {
-    /// Returns whether the collective begins with a sum, in which each rank adds up its own part over all ranks. True
-    /// for all-reduce and reduce-scatter.
+    /// Returns whether the collective begins with an elementwise sum over all ranks, of which each rank computes its
+    /// own part. True for all-reduce and reduce-scatter.
     pub const fn sums(self) -> bool {
         matches!(self, Collective::AllReduce | Collective::ReduceScatter)
     }
@@ -75,11 +75,11 @@ pub struct Exchange {
     pub rank: u32,
     /// Rank of the other worker in sends and receives; `None` in collectives, in which all ranks take part.
     pub peer: Option<u32>,
-    /// Sequence number, equal in start, wait and the ops of the other ranks for the same exchange. Within a call of a
-    /// Program no two sends have the same number, and no two other exchanges.
+    /// Sequence number, by which the start, the wait and the ops of the other ranks for one exchange are matched.
+    /// Within a call of a Program, all sends have different numbers, and so do all other exchanges.
     pub sequence: Index,
-    /// Whether the exchange runs for the last micro-batch of a step only, such as the all-reduce of complete gradients;
-    /// otherwise it runs for each.
+    /// Whether the exchange runs only for the last micro-batch of a step, such as the all-reduce of complete gradients.
+    /// If false, it runs for every micro-batch.
     pub last: bool,
 }
 

@@ -221,7 +221,7 @@ pub enum OpKind {
         sequence: u64,
         accumulate: bool,
     },
-    /// Sets all elements to `value` (of byte tensors: every byte).
+    /// Sets all elements to `value`.
     Fill { into: Operand, value: f64, elements: u64 },
     /// Adds Σ x² of a gradient to [`crate::scalars::Metric::NormSquared`].
     SquaredNorm { x: Operand, metrics: Operand, workspace: Operand, elements: u64 },
@@ -289,7 +289,7 @@ pub enum OpKind {
     /// Dequantizes `elements` elements of an int8 or nf4 matrix with rows of `columns` elements. Each element is
     /// rounded once to the dtype of `into`.
     Dequantize { from: Quantized, into: Operand, elements: u64, columns: u64 },
-    /// Starts an asynchronous copy between memory spaces (device, host, scratch file, files). The
+    /// Starts an asynchronous copy between memory spaces: device, host, scratch file, model and checkpoint files. The
     /// [`OpKind::TransferWait`] with the same `sequence` number waits for it. Until then both tensors stay allocated.
     TransferStart { from: Operand, to: Operand, elements: u64, sequence: u64 },
     /// Waits until the copy that [`OpKind::TransferStart`] started with the same `sequence` number is complete.

@@ -41,16 +41,16 @@ pub use self::quantization::{Quantized, QuantizedPart};
 pub(crate) use self::types::mistyped_operand;
 pub use crate::models::config::RopeScaling;
 
-/// The queue (as a CUDA stream) that an op runs on. Ops of one queue run in order; ops of different queues overlap
-/// unless they touch the same bytes ([`crate::order`]).
+/// The queue, like a CUDA stream, that an op runs on. Ops of one queue run in order. Ops of different queues may
+/// overlap, unless they touch the same bytes and one of them writes ([`crate::order`]).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum Queue {
     /// Arithmetic on the device; the default queue.
     #[default]
     Compute,
-    /// Copies from host memory or files into the device.
+    /// Copies into the device from host memory, or from files of models and checkpoints.
     CopyIn,
-    /// Copies from the device to host memory or files.
+    /// Copies from the device to host memory, or to files of models and checkpoints.
     CopyOut,
     /// Collectives and point-to-point messages between workers.
     Communication,
@@ -132,7 +132,7 @@ impl Cost {
 /// The ranges that an op touches, one [`Access`] each.
 pub type Accesses = SmallVec<[Access; 8]>;
 
-/// The means by which an op reports its accesses: methods that pass each range to the closure `visit`.
+/// A closure (`visit`) that is called with each range that an op touches, and methods that build these calls.
 struct AccessVisitor<'a> {
     elements_of: &'a dyn Fn(TensorId) -> u64,
     visit: &'a mut dyn FnMut(Access),
@@ -186,8 +186,8 @@ impl Op {
         }
     }
 
-    /// Returns all ranges of elements that the op reads or writes. `elements_of` returns the number of elements of a
-    /// tensor's slot; it is asked for workspaces and other tensors that an op touches whole.
+    /// Returns all ranges of elements that the op reads or writes. `elements_of` must return the number of elements of
+    /// a tensor's slot: the length of the range for tensors that the op touches as a whole.
     pub fn accesses(&self, elements_of: &dyn Fn(TensorId) -> u64) -> Accesses {
         let mut list = SmallVec::new();
         self.for_each_access(elements_of, &mut |access| list.push(access));
@@ -224,8 +224,8 @@ impl Op {
         }
     }
 
-    /// Returns the number of floating-point operations of the op; the largest possible one if it depends on data.
-    /// Copies and collectives have 0.
+    /// Returns the number of floating-point operations of the op, 0 for copies and collectives. If it depends on data,
+    /// as in attention within documents, returns the largest possible number.
     pub fn cost(&self) -> Cost {
         let op = &self.kind;
         match op.family() {
@@ -243,7 +243,7 @@ impl Op {
     }
 
     /// Returns the number of bytes that the op reads and writes in memory. A range that is both read and written counts
-    /// twice. Waits for copies and collectives move 0 bytes. `elements_of` and `dtype_of` describe the tensors.
+    /// twice. Waits move 0 bytes. `elements_of` gives the elements of a tensor's slot, `dtype_of` its dtype.
     pub fn bytes_moved(&self, elements_of: &dyn Fn(TensorId) -> u64, dtype_of: &dyn Fn(TensorId) -> DType) -> u64 {
         if matches!(self.kind, OpKind::TransferWait { .. } | OpKind::CollectiveWait(_)) {
             return 0;

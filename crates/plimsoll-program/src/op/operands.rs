@@ -149,8 +149,8 @@ pub(crate) fn operands_mut(kind: &mut OpKind) -> SmallVec<[&mut Operand; OPERAND
     operand_list!(kind, iter_mut)
 }
 
-/// Returns the element count of an op that can run on any range of its elements: a fill, a cast, a copy, an optimizer
-/// update or a squared norm. Returns `None` for all other ops.
+/// Returns a reference to the element count of an op that can run on any range of its elements: a fill, a cast, a
+/// copy, an optimizer update or a squared norm. Returns `None` for all other ops.
 pub(crate) fn elements_mut(kind: &mut OpKind) -> Option<&mut u64> {
     match kind {
         OpKind::AdamW { elements, .. }

@@ -22,7 +22,7 @@ impl<'k> OperandTypes<'k> {
         self.expect_all(dtype, operands.into_iter())
     }
 
-    /// Requires that all `operands`, such as the optional ones that the op has, have dtype `dtype`.
+    /// Requires that all `operands` have dtype `dtype`. Takes an iterator, so that optional operands may be left out.
     pub(super) fn expect_all(&mut self, dtype: DType, operands: impl Iterator<Item = &'k Operand>) -> &mut Self {
         self.expected.extend(operands.map(|operand| (operand, dtype)));
         self
@@ -44,24 +44,24 @@ impl<'k> OperandTypes<'k> {
         (self.dtype_of)(operand)
     }
 
-    /// Returns the dtype of an operand from which those of the other operands follow. If it is none of `choices`,
-    /// returns the first choice, so that the operand itself is reported as mistyped.
+    /// Returns the dtype of `operand`, which decides the required dtypes of the op's other operands. If it is none of
+    /// `choices`, returns the first choice; `operand` itself is then reported as mistyped.
     pub(super) fn one_of(&self, operand: &Operand, choices: &[DType]) -> DType {
         let found = self.found(operand);
         if choices.contains(&found) { found } else { choices[0] }
     }
 
-    /// Returns the dtype of activations (f32, f64 or bf16), taken from the operand of an activation.
+    /// Returns the dtype of `operand`, an activation, if it is f32, f64 or bf16; f32 otherwise.
     pub(super) fn activation(&self, operand: &Operand) -> DType {
         self.one_of(operand, &[DType::F32, DType::F64, DType::Bf16])
     }
 
-    /// Returns the dtype of sums (f32 or f64), taken from the operand of a sum or of optimizer state.
+    /// Returns the dtype of `operand`, a sum or optimizer state, if it is f32 or f64; f32 otherwise.
     pub(super) fn summed(&self, operand: &Operand) -> DType {
         self.one_of(operand, &[DType::F32, DType::F64])
     }
 
-    /// Returns the dtype of an operand with data from or for a model file: f32, f64, bf16 or f16.
+    /// Returns the dtype of `operand`, data of a model file, if it is f32, f64, bf16 or f16; f32 otherwise.
     pub(super) fn file(&self, operand: &Operand) -> DType {
         self.one_of(operand, &[DType::F32, DType::F64, DType::Bf16, DType::F16])
     }

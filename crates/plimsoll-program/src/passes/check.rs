@@ -204,7 +204,8 @@ impl<'a> PhaseChecker<'a> {
         Ok(())
     }
 
-    /// Records the start of a copy or collective, or removes the start that a wait belongs to. Fails if there is none.
+    /// Records an event that starts a copy or collective. For a wait, removes the recorded start, and fails if there is
+    /// none. Does nothing for `None`.
     fn pair(&mut self, program: ProgramKind, event: Option<CopyEvent>) -> Result<(), MalformedProgram> {
         match event {
             Some(CopyEvent { starts: true, number }) => self.open.push(number),

@@ -31,7 +31,7 @@ pub fn stage_sends_through_host(mut set: ProgramSet) -> ProgramSet {
 }
 
 /// Returns the ops that replace an op. A send or receive becomes one on a host buffer, with the copies to or from the
-/// device; any other op stays. `copies` is the sequence number of the Program's last copy, and counts on.
+/// device; any other op stays. `copies` is the sequence number of the Program's last copy; new copies increment it.
 fn staged(set: &mut ProgramSet, op: Op, copies: &mut u64) -> Vec<Op> {
     let (OpKind::CollectiveStart(exchange) | OpKind::CollectiveWait(exchange)) = &op.kind else { return vec![op] };
     if !exchange.is_point_to_point() {
@@ -64,8 +64,9 @@ fn staged(set: &mut ProgramSet, op: Op, copies: &mut u64) -> Vec<Op> {
     }
 }
 
-/// Returns the host buffer for sends or receives of a tensor, and adds it if needed. It has a slot for each micro-batch
-/// in flight (forward pass done, backward pass not).
+/// Returns the host buffer for sends (`sends`) or receives of the tensor of `at`, and adds or enlarges it if needed.
+/// Each slot has at least `elements` elements. There is one for each micro-batch in flight (forward pass done, backward
+/// pass not).
 fn host_buffer(set: &mut ProgramSet, at: Operand, sends: bool, elements: u64) -> Operand {
     let tensor = set.tensor(at.tensor);
     let slots = at.possible_slots(0, tensor.slots).count() as u32;

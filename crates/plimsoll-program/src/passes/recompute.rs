@@ -27,7 +27,7 @@ pub fn recompute(builder: &mut Builder, forward: &[Op], backward: &[Op], dropped
     recomputer.ops
 }
 
-/// The state of the pass over one layer.
+/// The state of the recompute pass over the backward ops of one layer.
 struct Recomputer<'a> {
     builder: &'a mut Builder,
     forward: &'a [Op],

@@ -34,9 +34,9 @@ pub(super) const FILE_SUFFIX: &str = ".file";
 /// Moves the offloaded tensors that `in_file` names from host memory on to the scratch file, and adds the copies. It
 /// runs after the offload pass.
 ///
-/// `layers` is the number of layers of the device. Data between file and device passes through windows, a few buffers
-/// in memory space `memory`. This is the host space, but the device space if the device is a CPU. In the second case
-/// all other host tensors move to the device space as well.
+/// `layers` is the number of layers that the device computes. Data between file and device passes through windows, a
+/// few buffers in memory space `memory`: the host, or the device if it is a CPU. In the second case all other host
+/// tensors move to the device space as well.
 pub fn move_to_scratch_file(mut set: ProgramSet, layers: u32, in_file: ScratchOffload, memory: Space) -> ProgramSet {
     let mut scratch = ScratchFile { memory, placements: HashMap::new() };
     if !in_file.is_nothing() {
@@ -161,14 +161,14 @@ struct OpenWindow {
     written: bool,
 }
 
-/// The state of the pass while it rewrites one Program.
+/// The state of the scratch-file pass while it rewrites one Program.
 struct ProgramRewriter<'a> {
     scratch: &'a ScratchFile,
     set: &'a mut ProgramSet,
     program: ProgramKind,
     rings: BTreeMap<(WindowUse, DType), WindowRing>,
-    /// Sequence numbers of copies that now go through windows, each with a wait of its own. Their original wait is
-    /// dropped.
+    /// Sequence numbers of the original copies that are replaced by copies through windows. As the new copies have
+    /// waits of their own, the wait of each original copy is dropped.
     completed: HashSet<u64>,
     /// Sequence number of the last copy.
     sequence: u64,

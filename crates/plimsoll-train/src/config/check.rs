@@ -7,10 +7,9 @@ use plimsoll_program::models::Target;
 
 /// A violated rule of a run file: a value that has the right type and is still wrong.
 pub(super) enum RuleViolation {
-    /// The `section.key` of a value that is outside its range.
+    /// A value is outside its range: its `section.key`.
     OutOfRange(&'static str),
-    /// The `section.key` of a value that is invalid or conflicts with another one; then the reason, and hints to the
-    /// user.
+    /// A value is invalid or conflicts with another one: its `section.key`, the reason, and hints to the user.
     Invalid(&'static str, String, Vec<String>),
 }
 

@@ -14,7 +14,7 @@ const SET_BY_SWEEP: [(&str, &str); 4] = [
     ("memory.host", "runs share the host's line: --devices ...,host=8GiB"),
 ];
 
-/// One point of a grid of settings: one run of a sweep for each run file.
+/// One combination of settings in a sweep's grid. The sweep runs each of its run files with these settings.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct GridPoint {
     /// All settings of this point, each as `section.key=value`.

@@ -294,7 +294,8 @@ impl RunConfig {
     }
 }
 
-/// Checks that all sections are tables and all keys are known.
+/// Checks that all sections of the parsed run file `root` are tables, and all keys are known. `name` stands for the
+/// file in messages, and `text` is its text.
 fn check_keys(name: &str, text: &str, root: &dyn TableLike) -> Result<(), RunConfigError> {
     let place = |table: &dyn TableLike, key: &str| {
         let span = table.get_key_value(key).and_then(|(key, item)| key.span().or(item.span()));

@@ -81,8 +81,8 @@ fn write_lines_if_changed<L: Iterator<Item = String>>(file: &Path, lines: impl F
     write().map_err(DataError::io("write", file))
 }
 
-/// Returns the tokens and labels of the problem a + b, numbered a · 1000 + b. Tokens of the question have the label
-/// −100, which keeps them out of the loss.
+/// Returns the tokens and labels of one addition problem, a + b. Its number `problem` is 1000 · a + b. Tokens of the
+/// question have the label −100, which keeps them out of the loss.
 fn encode_problem(problem: u64) -> ([u32; 13], [i32; 13]) {
     let digit = |number: u64, place: u32| (number / 10u64.pow(place) % 10) as u32;
     let (a, b) = (problem / 1000, problem % 1000);

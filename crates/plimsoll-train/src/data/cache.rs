@@ -75,7 +75,7 @@ pub(super) struct DatasetCounts {
     pub labelled: u64,
     /// Tokens of the longest document.
     pub longest: u64,
-    /// Index of the file of the longest document, among all data files.
+    /// Index, in the list of data files, of the file that holds the longest document.
     longest_file: usize,
     /// Line of the longest document in its file, counted from 1; 0 if the document is the whole file.
     longest_line: u64,
@@ -142,8 +142,8 @@ impl TokenCache {
         TokenCache::open_existing(&key, &base, files).ok_or_else(damaged)
     }
 
-    /// Reads the data files and writes their token cache to the path `base`, with one ending per file. Fails if a data
-    /// file changes meanwhile.
+    /// Reads the data files and writes their token cache: records to the path `base` with the ending `.tokens`,
+    /// metadata with the ending `.json`. Fails if a data file changes meanwhile.
     fn build(
         key: &CacheKey,
         base: &Path,
@@ -236,7 +236,7 @@ pub(super) struct Records<'a> {
 #[derive(Clone, Copy)]
 pub(super) struct Record {
     pub token: i32,
-    /// The token as a target, or −100 if it is not predicted.
+    /// Label of this token, for the position before it: usually the token's own id; −100 keeps it out of the loss.
     pub label: i32,
     /// Whether it is the first token of a document.
     pub begins_document: bool,
@@ -360,7 +360,7 @@ struct RecordWriter<'a> {
 
 impl RecordWriter<'_> {
     /// Writes a document that the user gave as token ids (`data.format = "tokens"`), each id with its label. A document
-    /// of fewer than two tokens is counted as skipped and not written.
+    /// of fewer than two tokens is counted as skipped and not written. `origin` is the document's place in the files.
     fn write_ids(&mut self, origin: DocumentOrigin, part: DocumentPart) -> Result<(), DataError> {
         if let DocumentPart::Tokens { ids, labels } = part {
             for (index, &id) in ids.iter().enumerate() {
@@ -371,7 +371,8 @@ impl RecordWriter<'_> {
         Ok(())
     }
 
-    /// Writes a token of a text (`data.format = "text"`). An id outside the vocabulary is an error.
+    /// Writes a token of a text (`data.format = "text"`). An id outside the vocabulary is an error that names `origin`,
+    /// the document's place in the files.
     fn write_text_token(&mut self, origin: DocumentOrigin, id: u32) -> Result<(), DataError> {
         if u64::from(id) >= self.vocab || id >= FIRST_TOKEN_BIT {
             let location = origin.location(self.files);
@@ -398,7 +399,8 @@ impl RecordWriter<'_> {
         self.out.write(&record[..size])
     }
 
-    /// Ends the current document, and counts it as used or skipped.
+    /// Ends the current document, and counts it as used or skipped. `origin` is its place in the files, which is kept
+    /// if the document is the longest so far.
     fn end_document(&mut self, origin: DocumentOrigin) {
         let tokens = std::mem::take(&mut self.document_tokens);
         if tokens < 2 {

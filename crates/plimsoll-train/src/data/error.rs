@@ -8,9 +8,9 @@ use std::path::{Path, PathBuf};
 /// A position in the user's data files, for messages.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SourceLocation {
-    /// The file.
+    /// Path of the data file.
     pub file: PathBuf,
-    /// The line, counted from 1. `None` if the position is the whole file.
+    /// Line in the file, counted from 1; `None` for the file as a whole.
     pub line: Option<u64>,
 }
 
@@ -47,9 +47,9 @@ pub enum DataError {
     /// A data file is a folder, is neither `.jsonl` nor `.txt`, or is `.txt` although `data.format` is "tokens".
     #[error("{}: expected {expected}", file.display())]
     UnsupportedFile {
-        /// The file.
+        /// Path of the refused file or folder.
         file: PathBuf,
-        /// Description of a valid file.
+        /// Description of the files that the data format allows, for the message.
         expected: &'static str,
     },
     /// Reading or writing failed.
@@ -57,7 +57,7 @@ pub enum DataError {
     Io {
         /// The failed operation as a verb: "read", "write" and so on.
         action: &'static str,
-        /// The file.
+        /// Path of the file or folder that the operation failed on.
         file: PathBuf,
         /// The error of the operating system.
         source: io::Error,
@@ -65,7 +65,7 @@ pub enum DataError {
     /// The folder of token caches cannot be created or written.
     #[error("cannot write the token cache in {}: {source}", folder.display())]
     CacheFolder {
-        /// The folder.
+        /// Path of the folder of token caches.
         folder: PathBuf,
         /// The error of the operating system.
         source: io::Error,
@@ -73,13 +73,13 @@ pub enum DataError {
     /// The text is not UTF-8.
     #[error("{location}: not UTF-8")]
     NotUtf8 {
-        /// The position in the file.
+        /// Place of the text that is not UTF-8.
         location: SourceLocation,
     },
     /// A line is not a JSON object of the expected form.
     #[error("{location}: {reason}")]
     MalformedLine {
-        /// The position in the file.
+        /// Place of the malformed line.
         location: SourceLocation,
         /// The message of the JSON parser.
         reason: String,
@@ -89,29 +89,29 @@ pub enum DataError {
     /// A line is longer than the reader's limit.
     #[error("{location}: the line is longer than {limit}")]
     LineTooLong {
-        /// The position in the file.
+        /// Place of the line that is too long.
         location: SourceLocation,
-        /// The largest size of a line.
+        /// Size limit of a line.
         limit: Bytes,
     },
     /// The number of labels differs from the number of tokens.
     #[error("{location}: {} for {}", format_count(*labels, "label"), format_count(*tokens, "token"))]
     LabelCount {
-        /// The position in the file.
+        /// Place of the document whose counts differ.
         location: SourceLocation,
-        /// Number of `input_ids`.
+        /// Number of tokens of the document: the length of its `input_ids`.
         tokens: usize,
-        /// Number of `labels`.
+        /// Number of labels of the document: the length of its `labels`.
         labels: usize,
     },
     /// A token or label is outside the model's vocabulary.
     #[error("{location}: {id_kind} {id} is outside the model's vocabulary of {vocab} tokens")]
     IdOutOfRange {
-        /// The position in the file.
+        /// Place of the document that holds the id.
         location: SourceLocation,
         /// Kind of the id: "token" or "label".
         id_kind: &'static str,
-        /// The token or label id.
+        /// The id that is outside the vocabulary.
         id: i64,
         /// Number of tokens in the model's vocabulary.
         vocab: u64,
@@ -119,11 +119,11 @@ pub enum DataError {
     /// A document needs more than one row (training sequence), which `data.long = "refuse"` forbids.
     #[error("{location}: a document of {} does not fit in a row of {}", format_count(*tokens, "token"), format_count(*sequence, "position"))]
     DocumentTooLong {
-        /// The position in the file.
+        /// Place of the document that is too long.
         location: SourceLocation,
-        /// Tokens of the document.
+        /// Number of tokens of the document.
         tokens: u64,
-        /// T: input positions of a row.
+        /// T: number of input positions of a row.
         sequence: u64,
     },
     /// No document has a token to predict: all have fewer than two tokens.
@@ -131,7 +131,7 @@ pub enum DataError {
     Empty {
         /// The files that were read.
         files: Vec<PathBuf>,
-        /// Skipped documents: those of fewer than two tokens.
+        /// Number of skipped documents, which have fewer than two tokens each.
         skipped: u64,
     },
     /// Every label is −100, so there is nothing to predict.
@@ -139,7 +139,7 @@ pub enum DataError {
     NoLabels {
         /// The files that were read.
         files: Vec<PathBuf>,
-        /// Tokens of all documents.
+        /// Number of tokens of all documents that are used.
         tokens: u64,
     },
     /// The data are text (`data.format = "text"`), but the model has no tokenizer.
@@ -154,7 +154,7 @@ pub enum DataError {
     /// The tokenizer, or a configuration file beside it, cannot be parsed.
     #[error("{} cannot be used: {reason}", file.display())]
     Tokenizer {
-        /// The file.
+        /// Path of the `tokenizer.json` or configuration file that cannot be parsed.
         file: PathBuf,
         /// The message of the parser.
         reason: String,
@@ -162,7 +162,7 @@ pub enum DataError {
     /// The tokenizer cannot encode or decode a text.
     #[error("{}tokenizer error: {reason}", location.as_ref().map(|location| format!("{location}: ")).unwrap_or_default())]
     Encode {
-        /// The position in the file, if the text comes from a data file.
+        /// Place of the text in the data files; `None` if it comes from elsewhere, such as a prompt.
         location: Option<SourceLocation>,
         /// The message of the tokenizer.
         reason: String,
@@ -177,10 +177,10 @@ pub enum DataError {
         /// Number of tokens in the model's vocabulary.
         vocab: u64,
     },
-    /// `data.sequence` is outside its limits.
+    /// `data.sequence`, the number of positions of a row, is below 1 or above its limit.
     #[error("sequence = {sequence} is not between 1 and {limit}")]
     SequenceOutOfRange {
-        /// The value from the run file.
+        /// Refused value of `data.sequence`.
         sequence: u64,
         /// The largest allowed value.
         limit: u64,
@@ -188,13 +188,13 @@ pub enum DataError {
     /// A data file changed while it was read.
     #[error("{} was changed while it was read", file.display())]
     FileChanged {
-        /// The file.
+        /// Path of the data file that changed.
         file: PathBuf,
     },
     /// A file of the token cache on disk is incomplete or has impossible content, such as ids outside the vocabulary.
     #[error("the token cache {} is damaged", file.display())]
     DamagedCache {
-        /// The cache file.
+        /// Path of the damaged cache file.
         file: PathBuf,
     },
     /// The caller's progress callback asked to stop.

@@ -16,7 +16,7 @@ use std::thread::JoinHandle;
 pub struct Batch {
     /// Number of the step, counted from 0.
     pub step: u64,
-    /// The step's rows; fewer than usual in the last step of a run with a number of epochs.
+    /// The step's rows. There may be fewer in the last step of a run with its length given in epochs.
     pub rows: Rows,
     /// Number of positions with a label (tokens that count in the loss), over all rows; 0 if every label is ignored.
     pub labelled_tokens: u64,
@@ -86,7 +86,8 @@ impl Loader {
     }
 }
 
-/// Sends the batches of `sampler` from step `first_step` on, until the last batch, an error, or the drop of the loader.
+/// Reads the batches of `sampler` from step `first_step` on and sends them to the loader, into buffers that it returns.
+/// Ends after the last batch, after an error, or when the loader is dropped.
 fn read_batches(
     dataset: &Dataset,
     sampler: BatchSampler,

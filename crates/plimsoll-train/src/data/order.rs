@@ -9,7 +9,7 @@ use std::ops::Range;
 pub struct RowOrder {
     /// Seed of the permutations.
     pub seed: u64,
-    /// Number of rows of the dataset, at least 1: one epoch.
+    /// Number of rows of the dataset, which is the length of an epoch. Must not be 0.
     pub rows: u64,
     /// Whether rows are shuffled, with a permutation for each epoch; otherwise every epoch is in file order.
     pub shuffle: bool,
@@ -34,7 +34,7 @@ impl RowOrder {
 pub struct BatchSampler {
     /// Order in which training sees the rows.
     pub order: RowOrder,
-    /// R: rows (sequences) per step, at least 1.
+    /// R: number of rows (sequences) per step. Must not be 0.
     pub rows: u64,
     /// Number of rows after which training ends ([`RowOrder::rows_of_epochs`]); `None` if it may go on for ever.
     pub row_limit: Option<u64>,

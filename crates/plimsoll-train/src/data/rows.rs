@@ -66,7 +66,8 @@ impl Dataset {
         Ok(Dataset { cache, row_starts: starts, sequence, rows })
     }
 
-    /// Returns the number of rows (training sequences), at least 1: one epoch.
+    /// Returns the number of rows (training sequences), which is the length of an epoch. Never 0, because empty data
+    /// are refused when they are opened.
     pub fn rows(&self) -> u64 {
         self.rows
     }
@@ -233,8 +234,9 @@ impl Rows {
         self.weights.clear();
     }
 
-    /// Appends a position with the token of `record`. Its label is that of `next`, the following record. If `next` is
-    /// `None` or begins a document, the position has no label.
+    /// Appends a position of a row. `position` is its index in the row, `document_start` that of the first position of
+    /// its document. Its token is that of `record`; its label is that of `next`, the following record, or none if
+    /// `next` is `None` or begins a document.
     fn push(&mut self, position: usize, document_start: usize, record: Record, next: Option<Record>) {
         let label = next.filter(|next| !next.begins_document).map_or(IGNORED_LABEL, |next| next.label);
         self.tokens.push(record.token);

@@ -227,7 +227,7 @@ impl SourceReader<'_> {
         }
     }
 
-    /// Parses a line as JSON of the form `T`.
+    /// Parses the JSON line `text` into a value of type `T`. Errors name `origin`, the place of the line.
     fn parse_line<'a, T: Deserialize<'a>>(&self, text: &'a str, origin: DocumentOrigin) -> Result<T, DataError> {
         serde_json::from_str(text).map_err(|error| {
             // The parser sees a single line, so its line number is dropped and its column kept.
@@ -242,7 +242,8 @@ impl SourceReader<'_> {
         })
     }
 
-    /// Checks that every id is inside the vocabulary. A label may also be −100.
+    /// Checks that every id is inside the vocabulary; a label may also be −100. `id_kind` is "token" or "label". Errors
+    /// name `origin`, the document's place in the files.
     fn check_ids(&self, origin: DocumentOrigin, id_kind: &'static str, ids: &[i32]) -> Result<(), DataError> {
         let allowed =
             |id: i32| (id >= 0 && (id as u64) < self.vocab) || (id_kind == "label" && id == super::IGNORED_LABEL);
@@ -284,7 +285,7 @@ fn piece_end(text: &str) -> usize {
     last('\n').map(|at| at + 1).or_else(|| last(' ')).unwrap_or(limit)
 }
 
-/// Reads `bytes` as a `.jsonl` file (for tests).
+/// Passes the documents in `bytes`, the content of a `.jsonl` file, to `on_part` (for tests).
 #[cfg(test)]
 pub(super) fn read_json_bytes(
     bytes: &[u8],

@@ -51,7 +51,8 @@ pub struct StepInput {
     pub learning_rate: f64,
     /// AdamW decay rates of the first and the second moment, for bias correction.
     pub betas: [f64; 2],
-    /// Largest global gradient norm. Gradients with a larger norm are scaled down to it. 0 disables clipping.
+    /// Limit of the global gradient norm. Gradients with a larger norm are scaled down to this norm. 0 disables
+    /// clipping.
     pub clip_norm: f64,
     /// Number of labelled tokens in the whole step, summed over all devices.
     pub labelled_tokens: u64,
@@ -248,7 +249,7 @@ impl Engine {
         }
     }
 
-    /// Switches the device to the Programs of another plan of the same experiment. Weights and optimizer state stay
+    /// Switches the device to the Programs of `answer`, another plan of the same run. Weights and optimizer state stay
     /// bit-identical. After a failure, the engine keeps its old Programs.
     ///
     /// # Errors
@@ -318,8 +319,8 @@ impl Engine {
         &self.recipe
     }
 
-    /// Returns the tensors that a Program reads from files or writes to files, in the order of access. The list is
-    /// empty without such a Program.
+    /// Returns the tensors that this kind of Program reads from files or writes to files, in the order of access. The
+    /// list is empty if the engine has no Program of this kind.
     pub fn file_tensors(&self, program: ProgramKind) -> &[StoredTensor] {
         self.tensors.files.get(&program).map_or(&[], Vec::as_slice)
     }

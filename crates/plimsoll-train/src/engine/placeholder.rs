@@ -32,7 +32,7 @@ impl Device for PlaceholderDevice {
 
     fn write(&mut self, _: TensorId, _: u32, _: &[u8]) {}
 
-    /// Fills the result with one bits, which are NaN for floats.
+    /// Fills `bytes`, the buffer for the tensor's content, with one bits, which are NaN for floats.
     fn read(&mut self, _: TensorId, _: u32, bytes: &mut [u8]) {
         bytes.fill(0xff);
     }

@@ -95,7 +95,7 @@ impl TensorTable {
 }
 
 impl BatchInputs {
-    /// Looks up the inputs of `program`, which have names with this prefix.
+    /// Looks up the input tensors of `program`, by names that begin with `prefix`.
     fn of(set: &ProgramSet, program: &Program, prefix: &str) -> BatchInputs {
         let input = |name: &str| {
             let tensor = listed_tensor(set, &program.inputs, &format!("{prefix}.{name}"))?;
@@ -112,7 +112,7 @@ impl BatchInputs {
 }
 
 impl GenerationTensors {
-    /// Looks up the tensors of a Program that generates text; `None` if there is no such Program.
+    /// Looks up the tensors of the Program `kind`, which generates text; `None` if `set` has no Program of this kind.
     fn of(set: &ProgramSet, kind: ProgramKind) -> Option<GenerationTensors> {
         set.program(kind).map(|program| GenerationTensors {
             tokens: listed_tensor(set, &program.inputs, &format!("{kind}.tokens")),
@@ -128,7 +128,7 @@ fn find_tensor(set: &ProgramSet, name: &str) -> TensorId {
     set.find(name).unwrap_or_else(|| panic!("the Programs have no tensor `{name}`"))
 }
 
-/// Returns the tensor of this name if it is in `list`.
+/// Returns the tensor of this name; `None` if it does not exist or is not in `list`.
 fn listed_tensor(set: &ProgramSet, list: &[TensorId], name: &str) -> Option<TensorId> {
     set.find(name).filter(|tensor| list.contains(tensor))
 }

@@ -19,9 +19,10 @@ pub struct InjectionTargets<'a> {
     pub workers: Vec<TargetDevice<'a>>,
     /// Device outside the team that evaluates while the team trains; `None` if there is none.
     pub evaluator: Option<TargetDevice<'a>>,
-    /// Devices that the plan does not use. They could take over from a single worker.
+    /// Devices that the plan does not use. With any of them, even a run on one device watches its heartbeats, because
+    /// another device could take over.
     pub excluded: &'a [ExcludedDevice],
-    /// Number of steps that were done before this start.
+    /// Number of steps that were done when this process started or resumed the run.
     pub steps_done: u64,
     /// Number of steps of the whole run; `None` if it is not known.
     pub steps: Option<u64>,
@@ -32,7 +33,8 @@ impl<'a> InjectionTargets<'a> {
         self.workers.iter().chain(&self.evaluator)
     }
 
-    /// Returns whether the run watches the heartbeats of this device. It does not if a local device works alone.
+    /// Returns whether the run watches the heartbeats of this device. It does not watch a local device that works alone
+    /// and has no other device to take over.
     fn is_monitored(&self, device: &str) -> bool {
         self.workers.len() > 1
             || !self.excluded.is_empty()

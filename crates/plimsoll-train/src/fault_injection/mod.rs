@@ -13,7 +13,8 @@ pub use trigger::{FaultInjection, FaultObserver, PendingFault};
 
 use plimsoll_program::ProgramKind;
 
-/// Names that the flags accept as `PROGRAM`: Programs, the opening of a device, and the switch to another plan.
+/// Names that `--inject-oom` and `--inject-loss` know as `PROGRAM`: Programs, the opening of a device, and the switch
+/// to another plan.
 pub const PROGRAMS: [&str; 16] = [
     OPEN,
     ProgramKind::Load.name(),
@@ -33,10 +34,12 @@ pub const PROGRAMS: [&str; 16] = [
     REPLAN,
 ];
 
-/// Name by which a flag selects the switch to another plan. A fault there makes the whole switch fail, not one op.
+/// Name that selects the switch to another plan in the value of a flag such as `--inject-oom`. The fault makes the
+/// whole switch fail, not one op.
 pub(crate) const REPLAN: &str = "re-plan";
 
-/// Name by which a flag selects the opening of a device, during which the device can be lost or fall silent.
+/// Name that selects the opening of a device in the value of `--inject-loss` or `--inject-silence`. The device is then
+/// lost, or falls silent, while it is opened.
 pub(crate) const OPEN: &str = "open";
 
 /// Names of the Programs that run in step 0, the start, and in no other step.
@@ -50,7 +53,7 @@ const EVALUATOR_PROGRAMS: [&str; 4] =
 /// A fault that the user asks for.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Injection {
-    /// `--inject-oom [DEVICE/]STEP[:PROGRAM[:OP]]`: one out-of-memory error at this place.
+    /// `--inject-oom [DEVICE/]STEP[:PROGRAM[:OP]]`: one out-of-memory error, in this step at this op.
     OutOfMemory {
         /// Name of the device; the first of the team if absent.
         device: Option<String>,
@@ -63,7 +66,7 @@ pub enum Injection {
     },
     /// `--inject-oom random:P`: each run of a Program fails with this probability, at a random op.
     RandomOutOfMemory {
-        /// Probability, above 0 and at most 1.
+        /// Probability that one run of a Program fails, above 0 and at most 1.
         probability: f64,
     },
     /// `--inject-slow DEVICE:STEP:FACTOR`: forward and backward passes of the device take longer from this step on.
@@ -72,10 +75,11 @@ pub enum Injection {
         device: String,
         /// First slow step.
         step: u64,
-        /// Factor of the compute time, at least 1.
+        /// Factor by which the passes take longer; 1 changes nothing, and smaller values are refused.
         factor: f64,
     },
-    /// `--inject-loss DEVICE:STEP[:PROGRAM]`: the device is lost at this place and stays lost.
+    /// `--inject-loss DEVICE:STEP[:PROGRAM]`: the device is lost in this step, at the start of the Program, and stays
+    /// lost.
     Loss {
         /// Name of the device.
         device: String,
@@ -90,7 +94,8 @@ pub enum Injection {
         device: String,
         /// Step of the silence; 0 is the start.
         step: u64,
-        /// Whether the device falls silent while it is opened; otherwise before the first Program that it runs then.
+        /// Whether the device falls silent while it is opened. Otherwise it does so before its first Program in this
+        /// step.
         opening: bool,
         /// Whether the device's thread blocks for ever; otherwise it returns as soon as the device counts as lost.
         forever: bool,

@@ -9,8 +9,8 @@ use plimsoll_program::Op;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// An injection of a run, with whether it has occurred. It outlives the devices: a reopened device does not repeat a
-/// fault.
+/// A fault that the user asked for, with a mark whether it has occurred. It outlives the devices, so that a reopened
+/// device does not repeat the fault.
 #[derive(Debug)]
 pub struct PendingFault {
     /// Fault to inject.
@@ -51,12 +51,12 @@ pub struct FaultInjection {
     random: Option<RandomFault>,
     seed: u64,
     step: u64,
-    /// Number of Program runs so far, from which random faults are drawn.
+    /// Number of random draws so far: one per Program run or switch to another plan. Seed and number decide each draw.
     runs: u64,
     /// Name of the device.
     device: String,
     loss: Option<LossFault>,
-    /// Slowdowns in the order of their first steps. The last one that has begun applies.
+    /// Slowdowns in the order of their first steps. If several have begun, only the last of them applies.
     slowdowns: Vec<SlowdownFault>,
     silence: Option<SilenceFault>,
     /// Heartbeat of the device; `None` if it has none.
@@ -117,7 +117,8 @@ impl FaultInjection {
         faults
     }
 
-    /// Adds a fault if it concerns this device.
+    /// Adds `fault` if it concerns this device, the one with rank `rank`. An out-of-memory error without a device name
+    /// concerns rank 0.
     fn add(&mut self, fault: Arc<PendingFault>, rank: u64) {
         match fault.injection.clone() {
             Injection::OutOfMemory { device, step, program, op } => {
@@ -229,7 +230,7 @@ impl FaultInjection {
         (unit < probability).then(|| 1 + (splitmix64(number) % u64::from(op_count.max(1))) as u32)
     }
 
-    /// Marks the random fault as occurred. Returns true.
+    /// Marks the random fault as occurred. Always returns true, so that a condition can end in this call.
     fn trigger_random(&self) -> bool {
         self.random.iter().for_each(|random| random.fault.mark_triggered());
         true

@@ -38,7 +38,7 @@ const IGNORED_KEYS: [&str; 14] = [
 /// An opened PEFT directory with LoRA adapters that match a model.
 #[derive(Debug)]
 pub struct AdapterDir {
-    /// The directory.
+    /// Path of the directory.
     pub path: PathBuf,
     /// r: the rank of every adapter.
     pub rank: u64,
@@ -121,7 +121,7 @@ impl AdapterDir {
     }
 }
 
-/// Returns an error about the adapter file `path`.
+/// Returns an error about the adapter file `path`, with a description of the problem and a hint for the user.
 fn invalid(path: &Path, problem: &str, hint: &str) -> FilesError {
     FilesError::Adapter { path: path.to_owned(), problem: problem.to_owned(), hint: hint.to_owned() }
 }
@@ -203,7 +203,8 @@ pub fn write_adapter_dir<E: From<FilesError>>(
     })
 }
 
-/// Returns the `adapter_config.json` that PEFT's `LoraConfig` reads.
+/// Returns the content of the `adapter_config.json` of these adapters, as PEFT's `LoraConfig` reads it. `base` is the
+/// directory of the base model; `None` names none.
 fn config_json(lora: &Lora, base: Option<&Path>) -> Value {
     // PEFT documents alpha as an integer, but accepts any number.
     let is_integer = lora.alpha.fract() == 0.0 && lora.alpha.abs() < 1e15;

@@ -89,7 +89,7 @@ pub fn unfinished_directories(folder: &Path) -> Vec<PathBuf> {
     paths.filter(is_unfinished).collect()
 }
 
-/// Returns the path `.NAME.ENDING` beside `path`.
+/// Returns the path `.NAME.ENDING` in the folder of `path`, with NAME being the last component of `path`.
 fn sibling(path: &Path, ending: &str) -> Result<PathBuf, FilesError> {
     let no_name = || FilesError::BadPath { path: path.to_owned(), problem: "not a valid file name" };
     let mut name = OsString::from(".");

@@ -11,7 +11,7 @@ pub enum FilesError {
     /// A file operation failed.
     #[error("{}: cannot {action}: {source}", path.display())]
     Io {
-        /// The file or directory.
+        /// Path of the file or directory that the operation failed on.
         path: PathBuf,
         /// The failed operation as a verb: `read`, `write` and so on.
         action: &'static str,
@@ -23,13 +23,13 @@ pub enum FilesError {
     DiskFull {
         /// The file that could not be written.
         path: PathBuf,
-        /// The size of the file; `None` if it is not known.
+        /// Size that the whole file would have had; `None` if it is not known.
         needed: Option<Bytes>,
     },
     /// A path that is missing, or that is not the expected kind of file.
     #[error("{}: {problem}", path.display())]
     BadPath {
-        /// The path.
+        /// The missing or unsuitable path.
         path: PathBuf,
         /// The reason, such as `no such directory` or `not a regular file`.
         problem: &'static str,
@@ -37,61 +37,61 @@ pub enum FilesError {
     /// A `*.safetensors` file has an invalid header.
     #[error("{}: {source}", path.display())]
     Header {
-        /// The file.
+        /// Path of the file with the invalid header.
         path: PathBuf,
-        /// The error in the header.
+        /// The error that was found in the header.
         source: Box<HeaderError>,
     },
     /// A `*.safetensors.index.json` is invalid, or does not match its files.
     #[error("{}: {problem}", path.display())]
     Index {
-        /// The index.
+        /// Path of the `*.safetensors.index.json`.
         path: PathBuf,
-        /// The reason.
+        /// Description of what is invalid or does not match.
         problem: String,
     },
     /// Two files hold a tensor of the same name.
     #[error("tensor `{name}` is in both {} and {}", first.display(), second.display())]
     Duplicate {
-        /// The tensor.
+        /// Name of the tensor that two files hold.
         name: String,
-        /// The first file.
+        /// Path of the first file with this tensor.
         first: PathBuf,
-        /// The second file.
+        /// Path of the second file with this tensor.
         second: PathBuf,
     },
     /// The `config.json` is invalid, or its model is not supported.
     #[error("{}: {source}", path.display())]
     Config {
-        /// The file.
+        /// Path of the `config.json`.
         path: PathBuf,
-        /// The error in the configuration.
+        /// The error that was found in the configuration.
         source: Box<ConfigError>,
     },
     /// A model directory has no weights, but the run needs them.
     #[error("{}: no *.safetensors file{}", dir.display(), other.as_ref().map_or(String::new(), |o| format!(", only {o}")))]
     NoWeights {
-        /// The directory.
+        /// Path of the model directory.
         dir: PathBuf,
         /// Name of a weight file of an unsupported format in the directory; `None` if there is none.
         other: Option<String>,
     },
-    /// The weights lack tensors of the configuration, or hold others.
+    /// The weight files lack tensors that the configuration asks for, or hold tensors that it does not.
     #[error("{}: the weights do not match config.json: {}", dir.display(), describe_mismatch(missing, extra))]
     WeightNames {
-        /// The directory.
+        /// Path of the model directory.
         dir: PathBuf,
-        /// Names of the missing tensors.
+        /// Names of the tensors that the configuration asks for and no file has.
         missing: Vec<String>,
-        /// Names of the tensors that the configuration does not have.
+        /// Names of the tensors that are in the files and not in the configuration.
         extra: Vec<String>,
     },
     /// A tensor's shape differs from the configuration.
     #[error("{}: tensor `{name}` has shape {found:?}, but config.json says {expected:?}", path.display())]
     WeightShape {
-        /// The file.
+        /// Path of the file with the tensor.
         path: PathBuf,
-        /// The tensor.
+        /// Name of the tensor with the wrong shape.
         name: String,
         /// Shape of the tensor in the file.
         found: Vec<u64>,
@@ -101,9 +101,9 @@ pub enum FilesError {
     /// A weight is not stored as F32, BF16 or F16.
     #[error("{}: tensor `{name}` is stored as {found}, expected F32, BF16 or F16", path.display())]
     WeightType {
-        /// The file.
+        /// Path of the file with the tensor.
         path: PathBuf,
-        /// The tensor.
+        /// Name of the tensor with the unsupported element type.
         name: String,
         /// Element type of the tensor in the file.
         found: String,
@@ -111,27 +111,28 @@ pub enum FilesError {
     /// The adapters are of an unsupported kind, or their files are invalid.
     #[error("{}: {problem}", path.display())]
     Adapter {
-        /// The file.
+        /// Path of the adapter file that is refused.
         path: PathBuf,
-        /// The reason.
+        /// Description of what is unsupported or invalid.
         problem: String,
-        /// A hint for the user.
+        /// Hint for the user: a way to avoid the problem.
         hint: String,
     },
-    /// The adapters do not match the model's projections, or there are none: then both lists are empty.
+    /// The adapters do not match the model's projections. Both lists are empty if the file has no adapters at all.
     #[error("{}: the adapters do not match the model: {}", dir.display(), describe_adapter_mismatch(missing, extra))]
     AdapterNames {
-        /// The directory.
+        /// Path of the adapter directory.
         dir: PathBuf,
-        /// Names of the missing tensors.
+        /// Names of the adapter tensors that should exist and do not.
         missing: Vec<String>,
-        /// Names of the tensors that belong to no projection of the model.
+        /// Names of the adapter tensors that belong to no projection of the model.
         extra: Vec<String>,
     },
-    /// `tie_word_embeddings` is true, but the stored head differs from the embedding.
+    /// The configuration ties head and embedding (`tie_word_embeddings`), but the files hold a head that differs from
+    /// the embedding.
     #[error("{}: `tie_word_embeddings` is true, but `{name}` differs from the embedding", dir.display())]
     HeadNotTied {
-        /// The directory.
+        /// Path of the model directory.
         dir: PathBuf,
         /// Name of the head's tensor.
         name: String,
@@ -175,7 +176,8 @@ fn suggest_model(dir: &Path) -> Option<String> {
 }
 
 impl FilesError {
-    /// Converts an error of the operating system. A full disk becomes [`FilesError::DiskFull`].
+    /// Converts an error of the operating system that occurred when `action` (a verb) was done to `path`. A full disk
+    /// or quota becomes [`FilesError::DiskFull`].
     pub fn io(path: &Path, action: &'static str, source: io::Error) -> FilesError {
         match source.kind() {
             io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
@@ -227,26 +229,26 @@ impl From<FilesError> for Failure {
 /// An error in the header of a `*.safetensors` file.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HeaderError {
-    /// The file is too short for the length field.
+    /// The file is too short for the length field, its first 8 bytes.
     #[error("a safetensors file has at least 8 bytes, this one has {bytes}")]
     TooShort {
-        /// Bytes of the file.
+        /// Size of the file in bytes.
         bytes: u64,
     },
-    /// The length field exceeds the limit of the format.
+    /// The length field states a header longer than the format allows.
     #[error("the header claims {bytes} bytes, but the format allows at most {max_bytes}")]
     TooLarge {
-        /// The value of the length field.
+        /// Length of the header in bytes, as the length field states it.
         bytes: u64,
-        /// The limit of the format.
+        /// Longest header in bytes that the format allows.
         max_bytes: u64,
     },
-    /// The length field exceeds the file.
+    /// The length field states a header longer than the rest of the file.
     #[error("the header claims {bytes} bytes, but {left} follow: the file is truncated or not a safetensors file")]
     Truncated {
-        /// The value of the length field.
+        /// Length of the header in bytes, as the length field states it.
         bytes: u64,
-        /// Bytes after the length field.
+        /// Number of bytes that follow the length field in the file.
         left: u64,
     },
     /// The header is not JSON of the expected form.
@@ -258,9 +260,9 @@ pub enum HeaderError {
     /// A tensor has an element type that the format does not define.
     #[error("tensor `{tensor}` has the unknown type `{dtype}`")]
     UnknownDType {
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
-        /// Name of the type.
+        /// Element type that the header names.
         dtype: String,
     },
     /// A tensor's type and shape need a different number of bytes than its offsets span.
@@ -269,34 +271,34 @@ pub enum HeaderError {
         None => ", but its shape is too large".to_owned(),
     })]
     SizeMismatch {
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
         /// Element type of the tensor, as the header names it.
         dtype: String,
         /// Shape of the tensor, as the header states it.
         shape: Vec<u64>,
-        /// Bytes between its offsets.
+        /// Number of bytes from the tensor's first offset to its second; negative if they are swapped.
         spanned: i128,
-        /// Bytes that type and shape need. `None` if they are not a whole number below 2^64.
+        /// Number of bytes that type and shape need; `None` if it is not a whole number or is 2^64 or more.
         needed: Option<u64>,
     },
-    /// The data of two tensors overlaps or leaves a gap.
+    /// A tensor's data does not begin where the previous tensor's data ends: they overlap or leave a gap.
     #[error("tensor `{tensor}` begins at byte {begin} of the data, but the previous tensor ends at {expected}")]
     WrongOffset {
-        /// The tensor.
+        /// Name of the tensor that begins at the wrong offset.
         tensor: String,
-        /// Offset in bytes at which the tensor's data begins.
+        /// Offset in bytes, from the start of the data, at which this tensor begins.
         begin: u64,
-        /// Offset in bytes at which the previous tensor's data ends.
+        /// Offset at which the previous tensor ends, or 0 for the first tensor: where this tensor should begin.
         expected: u64,
     },
     /// The tensors need more or fewer bytes of data than the file has.
     #[error("the tensors need {needed} bytes of data, but the file has {found}{}",
         if found < needed { ": it is truncated" } else { "" })]
     WrongDataLength {
-        /// Bytes of data according to the header.
+        /// Number of bytes of data that the header describes.
         needed: u64,
-        /// Bytes of data in the file.
+        /// Number of bytes that follow the header in the file.
         found: u64,
     },
 }

@@ -12,10 +12,10 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::marker::PhantomData;
 
-/// Bytes of the length field at the beginning of a file.
+/// Size in bytes of the length field at the beginning of a `*.safetensors` file.
 pub(super) const LENGTH_BYTES: u64 = 8;
 
-/// Size limit of a header, set by the format.
+/// Size limit of a `*.safetensors` header in bytes, set by the format.
 pub(super) const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 /// A tensor as the header of a `*.safetensors` file describes it.
@@ -63,7 +63,7 @@ pub(super) fn parse_header(json: &[u8], data_bytes: u64) -> Result<Vec<HeaderEnt
     Ok(tensors)
 }
 
-/// Converts the JSON entry of a tensor, given with its name.
+/// Converts a tensor's entry in the JSON header, a pair of its name and its properties, to a [`HeaderEntry`].
 ///
 /// # Errors
 /// An unknown type, or offsets that do not span exactly the bytes that type and shape need.

@@ -33,7 +33,7 @@ const SIDE_FILES: [&str; 11] = [
 /// An opened Hugging Face model directory, whose configuration and weights match.
 #[derive(Debug)]
 pub struct ModelDir {
-    /// The directory.
+    /// Path of the directory.
     pub path: PathBuf,
     /// The model's configuration.
     pub config: ModelConfig,

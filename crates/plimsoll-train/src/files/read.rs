@@ -155,7 +155,8 @@ impl WeightFiles {
         self.entries.get(name)
     }
 
-    /// Returns the stored name, and the type, shape and place, of the tensor named `name`; `None` if no file has it.
+    /// Returns the entry of the tensor named `name` (type, shape and place), and the name once more, borrowed from
+    /// these files. Returns `None` if no file has the tensor.
     pub(super) fn entry_with_name(&self, name: &str) -> Option<(&str, &TensorEntry)> {
         self.entries.get_key_value(name).map(|(name, entry)| (name.as_str(), entry))
     }

@@ -166,7 +166,8 @@ fn split_into_shards(tensors: &[StoredTensor], max_shard: u64) -> Vec<Vec<&Store
     shards
 }
 
-/// Returns the JSON of the header, padded to align the data, and the size of the data in bytes.
+/// Returns the JSON header of a `*.safetensors` file with these tensors, padded to align the data, and the size of the
+/// data in bytes.
 fn build_header(tensors: &[&StoredTensor]) -> (Vec<u8>, u64) {
     let mut map = Map::new();
     // transformers refuses a file without the `format` entry.
@@ -183,7 +184,8 @@ fn build_header(tensors: &[&StoredTensor]) -> (Vec<u8>, u64) {
     (json, begin)
 }
 
-/// Reserves the file's disk space, if the file system supports it. Otherwise sets the file's length only.
+/// Reserves `bytes` bytes of disk space for the file, if the file system supports it. Otherwise only sets the file's
+/// length.
 fn reserve_space(file: &File, path: &Path, bytes: u64) -> Result<(), FilesError> {
     use rustix::io::Errno;
     match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, bytes) {

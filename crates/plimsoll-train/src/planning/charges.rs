@@ -65,8 +65,8 @@ pub(crate) fn near_fit_charges(run: &RunRequest) -> Bytes {
 }
 
 /// Returns the bytes that Programs take in the memory of a process, beyond what every process is charged with. `sets`
-/// are the Programs of all devices of the process. Each op above 4096 counts 1792 bytes, a measured figure. They hold
-/// its place in the order of the queues and the names of its tensors.
+/// are the Programs of all devices of the process. The first 4096 ops are free; each further one counts 1792 bytes, a
+/// measured figure for its place in the queues and its tensor names.
 pub(crate) fn program_heap_bytes<'a>(sets: impl IntoIterator<Item = &'a ProgramSet>) -> Bytes {
     const FREE_OPS: u64 = 4096;
     const OP_BYTES: u64 = 1792;
@@ -130,7 +130,7 @@ pub(crate) struct ProgramCharges {
 }
 
 impl ProgramCharges {
-    /// Takes the present charges of the devices as those without Programs.
+    /// Creates the state before the first plan. The present charges of `devices` count as those without Programs.
     pub fn new(devices: &[DeviceSpec], charging: ProgramCharging) -> ProgramCharges {
         let base = devices.iter().map(|device| device.charges).collect();
         ProgramCharges { charging, base, charged: Bytes::ZERO }

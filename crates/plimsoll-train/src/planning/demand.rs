@@ -61,7 +61,7 @@ pub fn demand(run: RunRequest, start: Instant) -> Result<RunDemand, Failure> {
     })
 }
 
-/// Returns the predicted seconds of a Program; 0 if the set has no such Program.
+/// Returns the predicted seconds of one run of the Program `kind`; 0 if `set` has no Program of this kind.
 fn program_seconds(prices: &Prices, set: &ProgramSet, kind: ProgramKind) -> f64 {
     set.program(kind).map_or(0.0, |program| prices.program_seconds(set, program, true))
 }

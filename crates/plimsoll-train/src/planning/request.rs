@@ -244,8 +244,8 @@ pub(crate) fn host_spec_beside(device: &DeviceSpec, budget: Budget, file: FileSp
     Ok(HostSpec { budget, memory_bytes_per_second, file })
 }
 
-/// Share of the free disk space that the scratch file could take if the user does not limit it with `memory.file`. The
-/// rest is for checkpoints and other programs.
+/// Largest fraction of the free disk space that the planner proposes for the scratch file. The rest is for checkpoints
+/// and other programs.
 const DISK_SHARE: f64 = 0.8;
 
 /// Returns the space and speed of the scratch file on a device of this kind. Disk rates are measured only if the user

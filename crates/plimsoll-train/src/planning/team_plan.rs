@@ -55,9 +55,9 @@ pub struct TeamPlan {
 }
 
 impl TeamPlan {
-    /// Combines the `outcome` of planning with the `devices` that it numbers. `host` is the load line of the host
-    /// memory that the workers share; `None` takes it from the plan. The workers take over the matrix product
-    /// algorithms of the previous plan, if there is one.
+    /// Combines the `outcome` of planning with `devices`, into which its workers hold indices. `host` is the load line
+    /// of the host memory that the workers share; `None` takes it from the plan. The workers take over the matrix
+    /// product algorithms of the previous plan, if there is one.
     pub(super) fn new(
         devices: &[DeviceSpec],
         outcome: TeamOutcome,

@@ -4,10 +4,10 @@ use super::MAX_STEP_TIME_RATIO;
 use super::pressure::PressureSignal;
 use plimsoll_core::{Budget, Bytes};
 
-/// Limits that the memory of a device sets when the user changes its budget.
+/// Memory of a device, which limits the budget that the user can set while the run is active.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryLimits {
-    /// Bytes of the memory that are free, plus those that this run holds.
+    /// Bytes of the device's memory that are free, plus those that this run holds already.
     pub total: Bytes,
     /// Highest load line (most bytes that the run may hold) that the memory allows.
     pub largest_line: Bytes,
@@ -16,7 +16,7 @@ pub struct MemoryLimits {
 /// A budget that the user asked for, reduced if the memory of the device does not allow it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GrantedBudget {
-    /// The requested budget if the memory allows it, else `line` as an amount of bytes.
+    /// The requested budget. If the memory allows only less, the bytes in `line` instead.
     pub budget: Budget,
     /// Load line (most bytes that the run may hold) that this budget gives the device.
     pub line: Bytes,
@@ -63,7 +63,7 @@ pub struct LoadState {
 pub enum LoadEvent {
     /// The user asked for another load line (most bytes that the run may hold) of the device.
     BudgetRequest {
-        /// The requested load line, or the highest that the memory of the device allows if that is lower.
+        /// The requested load line. If the memory of the device allows only a lower one, the highest that it allows.
         line: Bytes,
         /// Figures of the fastest plan under `line`; `None` if no plan fits.
         fastest: Option<PlanFigures>,
@@ -72,7 +72,7 @@ pub enum LoadEvent {
     DevicePressure(PressureSignal),
     /// The host memory was checked, with this result.
     HostPressure(PressureSignal),
-    /// The run looked for a faster plan. Holds the figures of the fastest one that fits now.
+    /// The run has found another plan that fits now, with these figures.
     PlanFound(PlanFigures),
 }
 
@@ -83,7 +83,7 @@ pub enum LoadAction {
     Keep,
     /// Refuse the user's request for another load line.
     Refuse,
-    /// Switch to the plan with the figures in the event.
+    /// Switch to the plan whose figures the event holds.
     Switch,
     /// Use less memory: set these load lines (most bytes to hold) and switch to the fastest plan under them. If no plan
     /// fits, keep the present plan and load lines.
@@ -102,7 +102,7 @@ pub enum LoadAction {
     },
 }
 
-/// Decides what a worker does when the memory that it may use has changed.
+/// Decides how a worker reacts when the memory that it may use has changed. `now` holds its load lines and plan.
 pub fn decide_load_change(now: &LoadState, event: LoadEvent) -> LoadAction {
     let LoadState { device_line, host_line, plan } = *now;
     match event {

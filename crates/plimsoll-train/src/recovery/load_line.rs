@@ -4,8 +4,8 @@ use super::pressure::PressureMonitor;
 use plimsoll_core::{Budget, Bytes, Plan, Recipe};
 use std::time::Instant;
 
-/// Number of steps after an out-of-memory error before the run tries the previous recipe again. Each failed attempt
-/// doubles it.
+/// Number of steps from an out-of-memory error to the first attempt to return to the preferred recipe. Each failed
+/// attempt doubles it.
 const RETRY_DELAY_STEPS: u64 = 32;
 
 /// Schedule of attempts to return to the preferred recipe, which was planned under the user's budget. After an
@@ -28,8 +28,8 @@ impl Default for RetrySchedule {
 }
 
 impl RetrySchedule {
-    /// Plans an attempt to return to the preferred recipe, after an out-of-memory error in `step`. The delay doubles if
-    /// the error comes before the most recently planned attempt, or within one delay after it.
+    /// Plans an attempt to return to the preferred recipe, because of an out-of-memory error in `step`. Doubles
+    /// `delay_steps` if `step` lies before the previously planned attempt, or fewer than `delay_steps` steps after it.
     pub fn record_fallback(&mut self, step: u64) {
         if self.last_due_step.is_some_and(|due_step| step < due_step + self.delay_steps) {
             self.delay_steps = self.delay_steps.saturating_mul(2);
@@ -62,7 +62,7 @@ pub struct LoadLine {
     /// fixed capacity.
     pub(crate) budget: Budget,
     /// Size of a virtual device, or memory that is reserved for the run on a remote host; `None` for other devices. It
-    /// is the upper limit of the load line, and relative budgets refer to it.
+    /// is the upper limit of the load line. A budget that is a share is a share of it.
     pub(crate) fixed_capacity: Option<Bytes>,
     /// Present load line of the device: the budget, or less under memory pressure.
     pub(crate) bytes: Bytes,
@@ -105,8 +105,8 @@ impl LoadLine {
         }
     }
 
-    /// Returns the load line in bytes that `budget` gives the device. A relative budget refers to the fixed capacity of
-    /// the device. For a device without one, it refers to `free`, the bytes that the run can use.
+    /// Returns the load line in bytes that `budget` gives the device. If `budget` is a share, it is a share of the
+    /// device's fixed capacity. Without a fixed capacity, it is a share of `free`, the bytes that the run can use.
     pub(crate) fn resolve(&self, budget: Budget, free: Bytes) -> Bytes {
         budget.load_line(self.fixed_capacity.unwrap_or(free))
     }

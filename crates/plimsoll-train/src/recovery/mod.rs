@@ -25,5 +25,5 @@ pub(crate) mod stragglers;
 
 pub use load_line::LoadLine;
 
-/// Ratio of the step time under another plan to the present one, below which the other plan is worth a change.
+/// Fraction of the present step time. Another plan is worth a change only if its step time is below this fraction.
 const MAX_STEP_TIME_RATIO: f64 = 0.98;

@@ -55,7 +55,7 @@ pub struct PressureMonitor {
 }
 
 impl PressureMonitor {
-    /// Creates a monitor at the time `now`. Its first check is due one interval later.
+    /// Creates a monitor at the time `now`. Its first check is due one second later.
     pub fn new(now: Instant) -> PressureMonitor {
         PressureMonitor { next: now + POLL_INTERVAL, calm_since: None, required_calm: INITIAL_CALM, last_growth: None }
     }
@@ -65,8 +65,8 @@ impl PressureMonitor {
         now >= self.next
     }
 
-    /// Schedules the next check after one that lasted from `start` to `now`. The pause is at least ten times as long as
-    /// the check. Checks then take a small part of the time.
+    /// Schedules the next check after a check that lasted from `start` to `now`. The pause is ten times as long as that
+    /// check, but never shorter than one second.
     pub fn schedule_next(&mut self, start: Instant, now: Instant) {
         self.next = now + POLL_INTERVAL.max(now.duration_since(start) * IDLE_FACTOR);
     }
@@ -74,9 +74,9 @@ impl PressureMonitor {
     /// Checks a memory, of which the run holds `usage.now` bytes. Returns whether the run should shrink, may grow, or
     /// needs no change.
     ///
-    /// The margin is 2 % of the memory, at most 512 MiB. If less is free, the run should shrink until twice the margin
-    /// is free. It may grow only if enough memory has stayed free for some time, and twice the margin remains
-    /// afterwards. Otherwise the run would oscillate.
+    /// The margin is 2 % of the memory, or 512 MiB if that is less. If less than the margin is free, the run should
+    /// shrink until twice the margin is free. The run may grow if enough memory has stayed free for some time. Twice
+    /// the margin then remains free, because the run would oscillate otherwise.
     pub fn observe(&mut self, memory: &Memory, usage: MemoryUsage, now: Instant) -> PressureSignal {
         let left = available(memory, usage.now);
         if memory.free < margin(memory) {
@@ -105,13 +105,13 @@ impl PressureMonitor {
     }
 }
 
-/// Returns the most bytes that a run may hold if 4 % of the memory, at most 1 GiB, must stay free. `usage` is the
-/// number of bytes that the run holds now.
+/// Returns the most bytes that a run may hold so that other processes keep 4 % of the memory, or 1 GiB if that is less.
+/// `usage` is the number of bytes that the run holds now.
 pub fn available(memory: &Memory, usage: Bytes) -> Bytes {
     (usage + memory.free).saturating_sub(Bytes(2 * margin(memory).0))
 }
 
-/// Returns the margin: free bytes that are left to other processes. It is 2 % of the memory, at most 512 MiB.
+/// Returns the margin, the free bytes that are left to other processes: 2 % of the memory, or 512 MiB if that is less.
 fn margin(memory: &Memory) -> Bytes {
     Bytes(memory.total.0 / 50).min(Bytes::mib(512))
 }

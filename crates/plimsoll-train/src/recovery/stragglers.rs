@@ -9,14 +9,15 @@ use std::collections::{BTreeSet, VecDeque};
 /// Largest tolerated deviation of a worker's slowdown from the mean of the team; 0.05 is 5 %. A slowdown is the
 /// measured compute time divided by the planned one.
 const MAX_DEVIATION: f64 = 0.05;
-/// Smallest number of recent steps from which slowdowns of workers are judged. Their median counts.
+/// Smallest number of recent steps from which the slowdown of a worker is judged. Its slowdown is the median over these
+/// steps.
 const MIN_STEPS: usize = 16;
-/// Smallest total compute time, in seconds, of the recent steps from which slowdowns of workers are judged. A short
-/// load by another program then has little effect.
+/// Least compute time of the slowest workers, in seconds, that the recent steps must add up to before slowdowns are
+/// judged. A short load by another program then has little effect.
 const MIN_WINDOW_SECONDS: f64 = 1.0;
 /// Smallest number of steps between two changes of the workers' shares. It doubles each time that the shares are
-/// planned anew and no idle device gets work. A slowdown that deviates from the mean by more than [`MAX_DEVIATION`]
-/// shortens the wait: twice the deviation halves it.
+/// planned anew and no idle device gets work. A slowdown that deviates by more than [`MAX_DEVIATION`] shortens it in
+/// proportion: a deviation of twice that value halves it.
 const COOLDOWN_STEPS: u64 = 32;
 
 /// Predicted compute seconds of a worker in a step, below which the detector ignores measurements because overhead
@@ -109,7 +110,7 @@ impl StragglerDetector {
     }
 
     /// Records that the workers' shares were planned anew in this step, and whether an idle device received sequences
-    /// again. If none did, the next change must wait twice as long as after the previous time.
+    /// again. If none did, doubles the number of steps that must pass before later changes.
     pub fn record_review(&mut self, step: u64, idle_readmitted: bool) {
         self.on_probation = idle_readmitted;
         if !idle_readmitted {
@@ -119,12 +120,13 @@ impl StragglerDetector {
     }
 }
 
-/// Sets the rates of devices that the planner assumes when it plans the workers' shares anew. `slowdowns` holds, for
-/// each worker, its measured divided by its planned compute time; `None` for a worker that computes no sequences.
-/// `idle` are devices outside the team. Returns one description for each slowdown other than 1.
+/// Sets the rates in `workers` and `idle` (devices outside the team) that the planner assumes for new shares.
+/// `slowdowns` holds, for each worker, its measured compute time divided by the planned one; `None` for a worker that
+/// computes no sequences. Returns one description for each slowdown other than 1.
 ///
-/// A worker that computes gets its present rates divided by its slowdown. Every other device gets its rates before the
-/// run. If several workers compute, these rates are divided by their smallest slowdown since the start of the run.
+/// A worker that computes gets its present rates divided by its slowdown. Every other device gets the rates that it had
+/// before the run. If several workers compute, those rates are divided by the smallest slowdown of these workers since
+/// the start.
 pub fn assume_rates<'a>(
     workers: &mut [DeviceSpec],
     idle: &mut [DeviceSpec],

@@ -24,7 +24,7 @@ use std::time::Duration;
 /// lost.
 const LIVENESS_CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
-/// A request on its way to the connection's thread.
+/// A request that waits until the connection's thread sends it, with the sender that returns the response.
 struct PendingRequest {
     request: Vec<u8>,
     reply: Sender<io::Result<Vec<u8>>>,
@@ -85,15 +85,15 @@ impl Connection {
         self.attempt.store(attempt, Ordering::Relaxed);
     }
 
-    /// Tells the device at once that `rank` has failed, even while it works on a request. The device then ends this
-    /// attempt.
+    /// Tells the device at once that the worker `rank` has failed, even while the device works on a request. The device
+    /// then ends the attempt with the number `attempt`.
     pub(super) fn abort_attempt(&self, attempt: u64, rank: u32, reason: &str) {
         let request = encode(&Request::Abort { attempt, rank, reason: reason.to_owned() }, &[]);
         // A lost device needs no notice.
         let _ = self.channel.call_out_of_band(&request);
     }
 
-    /// Tells the device that the team with this secret will not form, in case it waits for the team.
+    /// Tells the device that the team whose invitation has this secret will not form, in case the device waits for it.
     pub(super) fn cancel_team(&self, secret: &str) {
         // A lost device needs no notice.
         let _ = self.channel.call_out_of_band(&encode(&Request::CancelTeam { secret: secret.to_owned() }, &[]));
@@ -105,13 +105,13 @@ impl Connection {
         response.is_ok_and(|response| matches!(decode(&response), Ok((Response::Done(_), _))))
     }
 
-    /// Sets the heartbeat record of the device; requests fail as soon as it declares the device lost.
+    /// Sets the record of the device's heartbeats. Requests fail as soon as this record declares the device lost.
     pub fn set_liveness(&self, liveness: Arc<Liveness>) {
         *lock(&self.liveness) = Some(liveness);
     }
 
-    /// Requests the specification of the device that `config` names. The name in `config` is that which the process
-    /// uses.
+    /// Requests the specification of the device that `config` names. `config` must use the name by which the device's
+    /// own process knows it.
     ///
     /// # Errors
     /// An error that the process reports, or a lost connection.
@@ -133,8 +133,8 @@ impl Connection {
         }
     }
 
-    /// Has the device measure its links to the other ranks. Returns the speeds in rank order, `None` for links that the
-    /// device did not measure itself.
+    /// Has the device, as `rank`, measure its links to the other ranks of the invitation. Returns the speeds in rank
+    /// order, `None` for links that the device did not measure itself.
     ///
     /// # Errors
     /// An error that the process reports, or a lost connection.
@@ -213,7 +213,7 @@ pub struct RemoteDevice {
     arenas: ArenaSizes,
     algorithms: Option<GemmAlgorithms>,
     kind: DeviceKind,
-    /// Commands without a result that are sent with the next command that has one.
+    /// Commands without a result. They are kept back and sent together with the next command that has a result.
     deferred: Vec<Command>,
     /// Bytes that the deferred commands write, in the order of the commands.
     deferred_input: Vec<u8>,
@@ -222,7 +222,7 @@ pub struct RemoteDevice {
     slowdown: f64,
     compute_seconds: Option<f64>,
     collectives: Option<CollectiveBackend>,
-    /// Error of a call that cannot return one; the next call that can returns it.
+    /// Error of a call that cannot return errors. The next call that can return errors returns it.
     deferred_error: Option<DeviceError>,
 }
 
@@ -287,9 +287,9 @@ impl RemoteDevice {
         self.deferred.push(command);
     }
 
-    /// Executes the deferred commands and then `last`, and returns the result of `last` with the bytes that it read.
-    /// While the device works, this serves its requests for files. A failed file access is reported as that error, not
-    /// as the error that follows from it. If an earlier call has left an error, returns that and executes nothing.
+    /// Executes the deferred commands and then `last`; returns the result of `last` with the bytes that it read.
+    /// Meanwhile serves the device's requests for `files`; if one fails, returns its error instead of the one that
+    /// follows. If an earlier call has left an error, returns it and executes nothing.
     fn execute(&mut self, last: Command, files: &mut dyn FileSpace) -> Result<(CommandResult, Vec<u8>), DeviceError> {
         if let Some(error) = self.deferred_error.take() {
             self.deferred.clear();
@@ -327,8 +327,8 @@ impl RemoteDevice {
         }
     }
 
-    /// Executes a command for a method that cannot return an error. After an error the result is empty, and a later
-    /// call that can return the error does.
+    /// Executes a command for a method that cannot return errors. If the command fails, returns an empty result, and
+    /// keeps the error for the next call that can return errors.
     fn execute_infallible(&mut self, command: Command) -> (CommandResult, Vec<u8>) {
         self.execute(command, &mut NoFiles).unwrap_or_else(|error| {
             self.deferred_error = Some(error);
@@ -344,7 +344,8 @@ impl Drop for RemoteDevice {
     }
 }
 
-/// Programs that are queued on this side and sent with the next Program of the step, which then reports their errors.
+/// Programs that the run keeps back and sends together with the next Program of the step. That Program also reports
+/// their errors.
 const DEFERRED_PROGRAMS: [ProgramKind; 3] = [ProgramKind::BeginStep, ProgramKind::Forward, ProgramKind::Backward];
 
 impl Device for RemoteDevice {

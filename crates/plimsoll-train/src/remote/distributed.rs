@@ -32,7 +32,7 @@ impl TeamEndpoint {
         }
     }
 
-    /// Connects the device to its peers as `rank`. Returns the transport of a local device.
+    /// Connects the device to its peers as `rank`. Returns the transport of a local device, `None` for a remote one.
     fn join(
         &self,
         rank: u32,
@@ -165,8 +165,8 @@ pub(super) fn random_secret() -> io::Result<String> {
     Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
-/// Panic text of exchange methods: a device calls them on its own [`WireTransport`], never on a
-/// [`DistributedTransport`].
+/// Panic text of the exchange methods of [`DistributedTransport`]. They are never called, because each device exchanges
+/// over its own [`WireTransport`].
 const NO_EXCHANGE: &str = "devices exchange over their own wire transports";
 
 impl Transport for DistributedTransport {

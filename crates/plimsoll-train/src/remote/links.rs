@@ -25,8 +25,8 @@ const MAX_CHUNKS: f64 = 256.0;
 /// Time after which an unfinished measurement closes its wires, which makes it fail.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// First byte of a command from the measuring rank to its peer, here: send one byte back. A count of chunks follows
-/// each such byte.
+/// Command that the measuring rank sends to its peer: send one byte back. As after the other command bytes, a number of
+/// chunks follows.
 const PING: u8 = b'p';
 const RECEIVE_CHUNKS: u8 = b't';
 const SEND_CHUNKS: u8 = b'g';
@@ -61,7 +61,8 @@ pub(crate) fn measure_slowest_links(
     slowest_by_rank(results)
 }
 
-/// Measures the links of one rank over its connection, or those of this process without a connection.
+/// Measures the links of a rank through its connection. Without a connection, the rank is this process, which measures
+/// its links itself.
 fn measure_rank(
     rank: u32,
     connection: Option<&Arc<Connection>>,
@@ -77,8 +78,8 @@ fn measure_rank(
     }
 }
 
-/// Reduces the measurements of all ranks to one link per rank: its lowest bandwidth and highest latency, over both
-/// directions. A rank without a link gets [`Link::MEMORY`].
+/// Combines the measurements of all ranks into one link per rank. It has the lowest bandwidth and the highest latency
+/// of the rank's links, over both directions. A rank without links gets [`Link::MEMORY`].
 fn slowest_by_rank(
     results: Vec<Result<Vec<Option<LinkSpeeds>>, DeviceError>>,
 ) -> Result<Vec<Link>, (usize, DeviceError)> {
@@ -169,8 +170,8 @@ fn measure_link(wire: &dyn Wire) -> io::Result<LinkSpeeds> {
     Ok(LinkSpeeds { to_peer: link(to_peer), from_peer: link(from_peer) })
 }
 
-/// Returns the bytes per second of one direction. `round_trip` is the measured time of a ping in seconds; the rest as
-/// in [`transfer_seconds`].
+/// Returns the bytes per second in one direction, which `kind` selects as in [`transfer_seconds`]. `chunk` is a buffer
+/// for one chunk, `round_trip` the measured time of a ping in seconds.
 fn measure_bandwidth(wire: &dyn Wire, kind: u8, chunk: &mut [u8], round_trip: f64) -> io::Result<f64> {
     // The first chunk tells how many chunks take long enough to measure.
     let first = transfer_seconds(wire, kind, 1, chunk)?;
@@ -179,8 +180,8 @@ fn measure_bandwidth(wire: &dyn Wire, kind: u8, chunk: &mut [u8], round_trip: f6
     Ok(f64::from(chunks) * CHUNK_BYTES as f64 / (seconds - round_trip).max(seconds / 2.0))
 }
 
-/// Transfers `chunks` chunks through the buffer `chunk`, and returns the seconds. `kind` tells the direction for the
-/// peer: [`RECEIVE_CHUNKS`] or [`SEND_CHUNKS`].
+/// Transfers `chunks` chunks through the buffer `chunk`, and returns the seconds that this takes. `kind` tells the peer
+/// what to do: [`RECEIVE_CHUNKS`] or [`SEND_CHUNKS`].
 fn transfer_seconds(wire: &dyn Wire, kind: u8, chunks: u32, chunk: &mut [u8]) -> io::Result<f64> {
     time_seconds(|| {
         wire.send(&command(kind, chunks))?;

@@ -107,8 +107,8 @@ impl RemoteDevices {
         RemoteDevices { connector: Some(connector), ..RemoteDevices::default() }
     }
 
-    /// Sets all devices of the run, local ones included. They replace `run.devices`, which may have words for devices
-    /// of a cluster such as `ray`.
+    /// Sets all devices of the run, local ones included. They replace `run.devices`, which may contain words such as
+    /// `ray` for the devices of a cluster.
     pub fn with_devices(self, devices: DevicesRequest) -> RemoteDevices {
         RemoteDevices { devices: Some(devices), ..self }
     }
@@ -177,7 +177,7 @@ pub struct Invitation {
     pub team: u64,
     /// Random text known only to the ranks of the team.
     pub secret: String,
-    /// Address of each rank.
+    /// Address of each rank, in rank order.
     pub addresses: Vec<String>,
     /// Common zero of the clocks of all simulated devices in the team.
     pub epoch: Instant,

@@ -108,7 +108,8 @@ pub(crate) enum Command {
     Poison { space: Space, first: u64, end: u64 },
     /// Returns the offset just past the highest byte that was written in a memory space.
     HighWater(Space),
-    /// Returns whether bytes beside the arena of a memory space were written.
+    /// Returns whether bytes next to the arena of a memory space, which belong to no tensor, were written. Always false
+    /// for the scratch file.
     HasStrayWrites(Space),
     /// Returns total, free and held memory of the device.
     AvailableMemory,
@@ -134,7 +135,7 @@ pub(crate) enum Response {
         offset: u64,
         bytes: u64,
     },
-    /// Asks the run to write the bytes that follow into the file of a tensor. The run answers with
+    /// Asks the run to write bytes into the file of a tensor; they follow this response. The run answers with
     /// [`Request::FileReply`].
     WriteFile {
         tensor: String,
@@ -239,7 +240,7 @@ impl ErrorReply {
     }
 }
 
-/// Returns the exit code of a failure with this number. An unknown number gives [`Exit::Bug`].
+/// Converts the number of an exit code into the exit code. An unknown number gives [`Exit::Bug`].
 pub(crate) fn exit_of(number: u8) -> Exit {
     let exits = [Exit::Input, Exit::DoesNotFit, Exit::Stopped];
     exits.into_iter().find(|exit| *exit as u8 == number).unwrap_or(Exit::Bug)

@@ -52,7 +52,7 @@ struct PlacementRequest {
     run: Option<String>,
 }
 
-/// First message from the helper process.
+/// Answer of the helper process to the [`PlacementRequest`].
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum PlacementReply {
@@ -67,7 +67,8 @@ struct Placement {
     devices: Vec<String>,
     /// Address of this machine within the cluster.
     ip: IpAddr,
-    /// Ports for the wires of the run's own devices, of which the first free one is used; 0 selects any.
+    /// Ports on which the run's own devices may accept connections from peers. The first free one is used; 0 selects
+    /// any free port.
     ports: Vec<u16>,
     /// Names of cluster devices that were requested and are not available.
     #[serde(rename = "missed")]
@@ -92,8 +93,8 @@ struct ResponseHeader {
     error: Option<String>,
 }
 
-/// Places the cluster devices that a run names, and returns the connections to them. `python` has the wheel and Ray
-/// installed.
+/// Places the cluster devices that a run names, and returns the connections to them. `python` is the path of an
+/// interpreter that has Plimsoll and Ray installed.
 ///
 /// # Errors
 /// There is no cluster, no such device, or not enough free memory on it.

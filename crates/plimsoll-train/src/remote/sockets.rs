@@ -169,7 +169,7 @@ impl TcpPeerNetwork {
         Ok(Arc::new(TcpPeerNetwork { listener, address, pending, greeted, cancelled }))
     }
 
-    /// Returns whether `deadline`, until which this process waits for the team with this secret, has not passed yet.
+    /// Returns whether this process may go on waiting for the team with this secret: `deadline` has not passed yet.
     ///
     /// # Errors
     /// The team was cancelled.

@@ -23,8 +23,8 @@ fn overrides_path(run_dir: &Path) -> PathBuf {
 }
 
 impl RunRequest {
-    /// Returns the load line (the most bytes that it may hold) of a device: the one that the user set while the run was
-    /// active, else `own`, the one in `run.devices`, else `memory.budget`.
+    /// Returns the load line (the most bytes that it may hold) of a device. The one that the user set while the run was
+    /// active comes first, then `own` (the one in `run.devices`), then `memory.budget`.
     pub(crate) fn effective_budget(&self, device: &str, own: Option<Budget>) -> Budget {
         self.budget_overrides.get(device).copied().or(own).unwrap_or(self.memory.device_budget())
     }
@@ -41,8 +41,8 @@ impl RunRequest {
         self.budget_overrides = changes.into_iter().filter_map(holds).collect();
     }
 
-    /// Stores the load lines that the user changed in the run folder, in place of those stored before. Removes the file
-    /// if there are none.
+    /// Writes the changed load lines to a file in the folder `run_dir`, in place of those stored before. Removes the
+    /// file if the user has changed none.
     ///
     /// # Errors
     /// A folder that cannot be written.

@@ -5,23 +5,24 @@ use crate::data::Loader;
 use plimsoll_core::{Bytes, DeviceSpec};
 use plimsoll_device::process;
 
-/// Bytes of heap that a run takes in addition to its arena and rows: thread stacks, event lines, growing tables.
-/// Measured on runs of many sizes, with a margin.
+/// Bytes of heap that a run takes in addition to its arena and rows: thread stacks, lines of the event log, growing
+/// tables. Measured on runs of many sizes, with a margin.
 const HEAP_BYTES: Bytes = Bytes::mib(5);
 
-/// Least charges (bytes outside the arena) of a process, without rows of data and Programs. A process that trains on
-/// tokenized data holds less. A plan that is made without data therefore has the same charges as the run.
+/// Smallest charges (bytes outside the arena) planned for a process, without rows of data and Programs. A process that
+/// trains on tokenized data holds less than this. A plan made before the data are open therefore has the same charges
+/// as the run.
 const PROCESS_BYTES: Bytes = Bytes::mib(20);
 
 /// Difference in resident memory between two starts of the same program, with a margin. It depends on which pages of
 /// the binary are in memory, and on kernel counters that are updated late. Measured: 0.3 MiB.
 pub(crate) const RESIDENT_VARIATION_BYTES: Bytes = Bytes::mib(2);
 
-/// Bytes by which a plan may exceed a budget: if it does not fit, it is tried again with charges (bytes outside the
-/// arena) lower by this amount. The margin of `HEAP_BYTES` covers them.
+/// Bytes by which a plan may exceed a budget. A plan that does not fit is made again with charges (bytes outside the
+/// arena) lower by this amount. The margin in `HEAP_BYTES` covers the difference.
 pub(crate) const NEAR_FIT_BYTES: Bytes = Bytes::mib(1);
 
-/// Size to whose next multiple charges (bytes outside the arena) are rounded up.
+/// Unit of charges (bytes outside the arena): they are rounded up to a multiple of it.
 pub(crate) const CHARGE_GRANULARITY: Bytes = Bytes::mib(4);
 
 /// Returns the bytes of this process outside the arena: its present memory, the rows of two steps (each with `rows`

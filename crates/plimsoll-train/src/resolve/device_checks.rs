@@ -34,8 +34,9 @@ pub(super) fn check_budgets(run: &RunRequest, devices: &[DeviceRequest], total: 
     Ok(())
 }
 
-/// Checks that the sum of the load lines `lines` is at most `total`, the memory of `owner`. A `total` of zero passes:
-/// the system does not report its memory. `key` is the setting that gives the load lines, for the message.
+/// Checks that the load lines in `lines`, each with its device's name, sum up to at most `total`, the memory of
+/// `owner`. Accepts all if `total` is 0, because the system does not report its memory. `key` is the setting that gives
+/// the load lines, for the message.
 pub(super) fn check_total(key: &str, lines: &[(String, Bytes)], owner: &str, total: Bytes) -> Result<(), Failure> {
     let sum: Bytes = lines.iter().map(|(_, line)| *line).sum();
     if sum <= total || total == Bytes::ZERO {

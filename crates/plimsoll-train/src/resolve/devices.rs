@@ -40,15 +40,16 @@ pub fn resolve_devices(run: &RunRequest) -> Result<Vec<DeviceSpec>, Failure> {
     Ok(devices)
 }
 
-/// Returns a note if earlier runs found that the device has less memory or speed than reported, and this run uses their
-/// corrections. Otherwise returns `None`.
+/// Returns a note if this run plans with less memory or speed than the device reports, because earlier runs found less.
+/// Otherwise returns `None`.
 pub(crate) fn shortfall_note(device: &DeviceSpec) -> Option<String> {
     let shortfalls = calibration::shortfalls(device);
     let notes: Vec<String> = shortfalls.iter().filter_map(|shortfall| describe_shortfall(device, shortfall)).collect();
     (!notes.is_empty()).then(|| format!("learned: {}; to forget it: plimsoll devices --forget", notes.join("; ")))
 }
 
-/// Describes a shortfall of the device; `None` for a load line that is not the device's present one.
+/// Describes a shortfall: memory or speed that the device lacked in an earlier run. Returns `None` for a lack of memory
+/// that does not determine the device's present load line.
 fn describe_shortfall(device: &DeviceSpec, shortfall: &Shortfall) -> Option<String> {
     let name = &device.name;
     match shortfall.kind {
@@ -128,7 +129,7 @@ pub fn list_named_devices(run: &RunRequest) -> Result<Vec<NamedDevice>, Failure>
 }
 
 /// Measures those rates of this processor that are not known yet, for each CPU or virtual device that a run names. A
-/// measurement uses only the memory that the device's load line leaves to this process.
+/// measurement takes at most the bytes of the device's load line that this process does not hold already.
 ///
 /// # Errors
 /// The errors of [`list_named_devices`], or the system refuses memory or threads.

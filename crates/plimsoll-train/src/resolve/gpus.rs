@@ -76,7 +76,8 @@ pub(super) fn gpu_device(
     })
 }
 
-/// Returns the free bytes of a GPU. Before that, checks that its load line does not exceed its memory.
+/// Returns the free bytes of a GPU, after a check that its load line does not exceed its memory. `own` is its load line
+/// in `run.devices`, if the user gave one there.
 ///
 /// # Errors
 /// A load line that exceeds the memory of the GPU, or an error of the driver.

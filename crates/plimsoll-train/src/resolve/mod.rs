@@ -53,7 +53,7 @@ pub struct Resolved {
     pub model: Arc<Model>,
     /// The first or only device. Its charges (bytes outside the arena) are assumed until model and data are open.
     pub device: DeviceSpec,
-    /// Further devices that the user requested or allowed.
+    /// All other devices of the run: those that the user named, or the default ones if the user named none.
     pub others: Vec<DeviceSpec>,
     /// The requested accelerator that the processor replaces; `None` if nothing is replaced.
     pub fallback: Option<Fallback>,
@@ -83,7 +83,7 @@ pub(crate) mod tests {
         RunConfig::parse("run.toml", "", &settings).unwrap().into()
     }
 
-    /// Returns the message and hints of the failure to resolve a run.
+    /// Returns the message and hints of the failure to resolve a run with these settings.
     pub(crate) fn refusal(settings: &[&str]) -> String {
         let run = run_request(settings);
         let failure = Model::open(&run).and_then(|model| Resolved::new(&run, model)).expect_err("this run is invalid");

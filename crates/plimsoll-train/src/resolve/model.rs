@@ -95,7 +95,7 @@ impl Model {
         }
     }
 
-    /// Adds a hint to a failure if the adapters do not name their base model.
+    /// Adds a hint to a failure if the stored adapters do not say to which base model they belong.
     fn with_adapter_hint(&self, failure: Failure) -> Failure {
         self.adapter.as_ref().and_then(AdapterDir::unknown_base_note).into_iter().fold(failure, Failure::hint)
     }
@@ -107,8 +107,8 @@ impl Model {
         self.dir.as_ref().filter(|_| pretrained).and_then(|dir| dir.weights.as_ref())
     }
 
-    /// Returns the source of the weights that a run starts from. A model without files is planned as if they were
-    /// random.
+    /// Returns the source of the weights that a run starts from: stored weights or random values. A model without
+    /// stored weights is planned with random ones.
     pub(crate) fn source(&self, config: &RunConfig) -> WeightSource {
         self.weights(config).map_or(WeightSource::Random { seed: config.train.seed }, ModelWeights::source)
     }

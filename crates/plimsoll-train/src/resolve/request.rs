@@ -43,7 +43,7 @@ impl DerefMut for RunRequest {
 }
 
 impl RunRequest {
-    /// Loads the request to resume a run from its folder. `settings` replace those of the run file as in
+    /// Creates the request that resumes the run in the folder `run_dir`. `settings` replace those of the run file as in
     /// [`RunConfig::resume`]. Load lines that the user changed while the run was active still apply, unless `settings`
     /// name `memory.budget` or `run.devices`.
     ///

@@ -66,7 +66,7 @@ pub struct CheckpointInfo {
 }
 
 impl CheckpointInfo {
-    /// Version that this program writes and reads.
+    /// Version of the format of `checkpoint.json` that this program writes and reads.
     pub const VERSION: u32 = VERSION;
 
     /// Takes over recipe, parallelism, workers and matrix product algorithms from a plan, for the next checkpoint.

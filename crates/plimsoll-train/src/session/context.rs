@@ -60,7 +60,8 @@ pub(crate) struct Checkpointer {
 }
 
 impl Checkpointer {
-    /// Creates the state of a run that starts after `step`: the step of a checkpoint, or 0.
+    /// Creates the state of saving for a run that starts from the checkpoint of `step`; 0 without one. `enabled` tells
+    /// whether the run saves.
     pub fn new(enabled: bool, step: u64) -> Checkpointer {
         Checkpointer { enabled, newest_step: step, newest_time: Instant::now(), write_seconds: None }
     }
@@ -74,7 +75,7 @@ impl Checkpointer {
 /// Failures of the run and their consequences.
 #[derive(Default)]
 pub(crate) struct RecoveryState {
-    /// Changes of a worker's recipe or share after failures and changes of memory, and repeated work, in order.
+    /// Recoveries, in order: changes of a worker's recipe or share during the run, and repetitions of failed work.
     pub recoveries: Vec<Recovery>,
     /// Losses of devices, in order. A device that was lost twice is listed twice.
     pub lost: Vec<LostDevice>,

@@ -11,9 +11,9 @@ use plimsoll_core::{Bytes, DeviceSpec, Event, Failure, LostDevice};
 const QUICK_LOSS_STEPS: u64 = 16;
 
 impl Session {
-    /// Removes a failed worker whose part of the state no other worker has. Plans the run for the remaining or the
-    /// unused devices, and restarts from the newest checkpoint. Returns [`StepInterrupt::RolledBack`] after success,
-    /// else the reason to end the run: no plan fits, or the restart failed.
+    /// Removes a failed worker whose part of the state no other worker has. Plans the run for the remaining devices
+    /// (with the unused ones if needed), and restarts from the newest checkpoint. Returns [`StepInterrupt::RolledBack`]
+    /// after success, else the reason to end the run: no plan fits, or the restart failed.
     pub(crate) fn restart_without(&mut self, rank: usize, reason: &str, log: &mut EventLog) -> StepInterrupt {
         match self.replan_after_loss(rank, reason, log) {
             Ok(planned) => self.restart_from_checkpoint(planned, log),
@@ -21,8 +21,8 @@ impl Session {
         }
     }
 
-    /// Removes a lost worker. Returns a plan for the remaining or the unused devices, with which the run restarts from
-    /// the newest checkpoint.
+    /// Removes a lost worker. Returns a plan for the remaining devices (with the unused ones if needed), under which
+    /// the run restarts from the newest checkpoint.
     fn replan_after_loss(&mut self, rank: usize, reason: &str, log: &mut EventLog) -> Result<TeamPlan, StepInterrupt> {
         let (resumed_from_step, host) = (self.newest_checkpoint_step()?, self.host_load_line());
         let spec = self.remove_worker(rank);
@@ -98,7 +98,8 @@ impl Session {
     }
 
     /// Starts to poll a lost remote device for its return, unless it ran out of memory too often or was lost by fault
-    /// injection. Also considers again the returned devices that the team declined before, because it is smaller now.
+    /// injection. Also gives another chance to returned devices that the team declined before, because the team is
+    /// smaller now.
     pub(crate) fn watch_for_return(&mut self, spec: DeviceSpec) {
         self.recovery.unavailable.iter_mut().for_each(|unavailable| unavailable.declined = false);
         let may_return = spec.remote_host().is_some()
@@ -116,8 +117,8 @@ impl Session {
         }
     }
 
-    /// Counts the latest losses of a device, back to the first one that did not come less than [`QUICK_LOSS_STEPS`]
-    /// steps after a return.
+    /// Returns how many times in a row, up to now, a device was lost less than [`QUICK_LOSS_STEPS`] steps after its
+    /// return.
     fn count_quick_losses(&self, name: &str) -> u32 {
         let (mut quick_losses, mut step) = (0, self.current_step);
         for lost in self.recovery.lost.iter().rev().filter(|lost| lost.device == name) {

@@ -71,8 +71,8 @@ impl Team {
 }
 
 impl Session {
-    /// Opens the evaluator on the device of `part`; `None` if none is planned. A failure of the device is only logged,
-    /// because the team can evaluate itself.
+    /// Opens the evaluator on the device of `part`; does nothing if `part` is `None`, because no evaluator is planned.
+    /// A failure of the device is only logged, because the team can evaluate itself.
     pub(crate) fn open_evaluator(&mut self, part: Option<WorkerAssignment>, log: &mut EventLog) -> Result<(), Failure> {
         let Some((part, data)) = part.zip(self.context.eval.clone()) else { return Ok(()) };
         let name = part.device.name.clone();
@@ -416,8 +416,8 @@ fn evaluation_slice(worker: &Worker, rows: u64, total: u64) -> EvaluationSlice {
     EvaluationSlice { rows, micro_batch: worker.plan.recipe.micro_batch }
 }
 
-/// Returns a worker's entry of a team plan for the worker of a run on one device, whose plan has no such entry. Its
-/// predicted times are 0.
+/// Returns a worker of a run on one device as an entry of a team plan. The plan of such a run has no entries of
+/// workers. The predicted times in the entry are 0.
 fn worker_plan_alone(worker: &Worker) -> WorkerPlan {
     WorkerPlan {
         device: worker.device.name.clone(),

@@ -10,7 +10,8 @@ use plimsoll_core::Failure;
 pub(crate) enum Continuation {
     /// The caller tries the same work again.
     Repeat,
-    /// The whole team has another plan. The caller tries the work again if it does not belong to the previous plan.
+    /// The failed worker was removed, and the others follow another plan. The caller tries the work again, unless that
+    /// work was itself a switch to another plan.
     PlanChanged,
     /// The failed worker was removed, for the reason in this text. The others finish the step, and share the work of
     /// the removed worker from the next step on.
@@ -20,8 +21,8 @@ pub(crate) enum Continuation {
 /// Reason that the training loop was left.
 #[derive(Debug)]
 pub enum StepInterrupt {
-    /// The run ends with an error. If the exit code of the failure is `Exit::Stopped`, the run stops as with
-    /// [`StepInterrupt::Stop`] without intact state.
+    /// The run ends with an error. A failure with the exit code `Exit::Stopped` is treated as a [`StepInterrupt::Stop`]
+    /// with a `state_intact` of false.
     Fatal(Failure),
     /// The run stops early and can be resumed.
     Stop {

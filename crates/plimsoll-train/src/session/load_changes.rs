@@ -20,7 +20,7 @@ use plimsoll_device::probe::Memory;
 
 use std::time::Instant;
 
-/// Bytes by which the charges (bytes outside the arena) of a later start may exceed the present ones.
+/// Bytes by which the charges (bytes outside the arena) of a later run may exceed those of this run.
 const CHARGES_MARGIN: Bytes = Bytes::mib(4);
 
 impl Session {
@@ -54,8 +54,8 @@ impl Session {
         Ok(())
     }
 
-    /// Returns the bytes that a device holds or could hold for this run, and the highest load line that its memory
-    /// allows. If the device does not report its memory, the bytes are those that it holds, and only a fixed capacity
+    /// Returns the bytes that the run holds on a device plus those that are free there, and the highest load line that
+    /// its memory allows. If the device does not report its memory, none count as free, and only a fixed capacity
     /// limits the load line.
     fn memory_limits(&mut self, rank: usize) -> MemoryLimits {
         let memory = self.team.worker(rank).engine.memory();
@@ -133,7 +133,8 @@ impl Session {
         }
     }
 
-    /// Stores a changed load line in the run folder, for the rest of the run and for resuming.
+    /// Stores `budget`, a device's load line that the user changed, in the run folder, for the rest of the run and for
+    /// resuming. `line` is the same load line in bytes.
     pub(crate) fn store_budget(&mut self, device: String, budget: Budget, line: Bytes) -> Result<(), Failure> {
         let Resolved { device: first, others, .. } = &mut self.context.resolved;
         let named = std::iter::once(first).chain(others).filter(|spec| spec.name == device);
@@ -187,7 +188,8 @@ impl Session {
         }
     }
 
-    /// Checks the memory of a device: shrinks the plan if other processes need memory, restores it if they freed some.
+    /// Checks the memory of a device; the check began at `start`. Shrinks the plan if other processes need memory,
+    /// restores it if they freed some.
     fn respond_to_device_pressure(&mut self, rank: usize, start: Instant, log: &mut EventLog) -> Result<(), Failure> {
         let Some(memory) = self.team.worker(rank).engine.memory() else { return Ok(()) };
         let now = self.team.held_bytes(rank);
@@ -199,8 +201,9 @@ impl Session {
         self.apply_pressure(rank, action, &memory, start, log)
     }
 
-    /// Checks the host memory that holds offloaded tensors of a GPU, and shrinks or restores the plan. Skips other
-    /// devices: the host arena of a virtual device shares its memory with the device arena, which shrinks instead.
+    /// Checks the host memory that holds offloaded tensors of a GPU, and shrinks or restores the plan. The check began
+    /// at `start`. Skips other devices: the host arena of a virtual device shares its memory with the device arena,
+    /// which shrinks instead.
     fn respond_to_host_pressure(&mut self, rank: usize, start: Instant, log: &mut EventLog) -> Result<(), Failure> {
         let worker = self.team.worker(rank);
         if worker.engine.gpu().is_none() || worker.line.host_peak_bytes == Bytes::ZERO {
@@ -240,8 +243,8 @@ impl Session {
         }
     }
 
-    /// Switches a worker to the fastest plan under lower load lines, because other processes need memory. If that is
-    /// not possible, keeps the plan, and warns the user once.
+    /// Switches a worker to the fastest plan under the load lines `line` of its device and `host` of host memory,
+    /// because other processes need `memory`. If that is not possible, keeps the plan, and warns the user once.
     fn shrink(
         &mut self,
         rank: usize,
@@ -279,8 +282,8 @@ impl Session {
         log.emit(Event::Warning { message: format!("{reason}; {obstacle}, so the run keeps its plan") })
     }
 
-    /// Stores the peak of the worker's present plan, plus a margin, as the most that its device can hold. Later runs on
-    /// this device plan under this limit.
+    /// Stores the peak of the worker's present plan, plus a margin, as the most that its device can hold, with the
+    /// reason. Later runs on this device plan under this limit.
     pub(super) fn store_learned_line(&self, rank: usize, reason: &str) {
         let worker = self.worker(rank);
         let line = worker.plan.devices[0].peak_bytes + CHARGES_MARGIN;

@@ -46,7 +46,7 @@ impl Session {
         self.merge_specs(team, &self.unused_devices(team))
     }
 
-    /// Returns both lists together, in the order of the run file.
+    /// Returns the devices in `team` and `others` together, in the order of the run file.
     fn merge_specs(&self, team: &[DeviceSpec], others: &[DeviceSpec]) -> Vec<DeviceSpec> {
         let mut all = [team, others].concat();
         self.sort_by_run_file(&mut all);
@@ -102,8 +102,9 @@ impl Session {
         Err(self.restart_from_checkpoint(planned, log))
     }
 
-    /// Rebalances the team because no recipe for the share of the worker `rank` fits under `line`. Returns false and
-    /// changes nothing if no plan of the team fits with that load line, or if the change would lose finished steps.
+    /// Rebalances the team because no recipe for the share of the worker `rank` fits under the load line `line`.
+    /// Returns false and changes nothing if no plan of the team fits with that load line, or if the change would lose
+    /// finished steps.
     pub(crate) fn rebalance_below(
         &mut self,
         rank: usize,
@@ -126,9 +127,9 @@ impl Session {
         Ok(true)
     }
 
-    /// Rebalances the work if workers are faster or slower than planned, with the same kind of parallelism. After a
-    /// number of steps, also considers devices again that got no work because they were too slow. It then assumes their
-    /// speed from before the run. Called between two steps.
+    /// Rebalances the work if workers are faster or slower than planned; the kind of parallelism stays the same. After
+    /// a number of steps, also considers devices again that got no work because they were too slow, with their speed
+    /// from before the run. Called between two steps.
     pub(crate) fn rebalance_stragglers(&mut self, log: &mut EventLog) -> Result<(), StepInterrupt> {
         let at_work = self.team.workers().iter().filter(|worker| worker.sequences > 0);
         let at_work: Vec<String> = at_work.map(|worker| worker.device.name.clone()).collect();

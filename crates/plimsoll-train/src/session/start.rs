@@ -286,8 +286,8 @@ fn completed_outcome(run: &RunConfig, info: &CheckpointInfo) -> Option<Outcome> 
     done.then(|| Outcome { result, samples: Vec::new(), model: Some(model), folder })
 }
 
-/// Returns the stored plan of a run that has no checkpoint; `None` without a readable `plan.json` that names devices. A
-/// run with this plan has bit-identical results.
+/// Returns the stored plan of a run that has no checkpoint; `None` without a readable `plan.json` that names devices.
+/// If the run starts again with this plan, it gets the same results bit for bit.
 fn plan_before(folder: &Path) -> Option<PreviousPlan> {
     let plan: Plan = serde_json::from_slice(&fs::read(folder.join("plan.json")).ok()?).ok()?;
     PreviousPlan::from_plan(&plan)

@@ -120,7 +120,8 @@ impl Session {
         }
     }
 
-    /// Ends the run early, because of `failure`. Saves the finished steps if weights and optimizer state are intact.
+    /// Ends the run early, because of `failure`. Saves the finished steps if `state_intact`, that is, if weights and
+    /// optimizer state are those of the last finished step.
     pub(crate) fn stop(&mut self, failure: Failure, state_intact: bool, log: &mut EventLog) -> Ending {
         let mut failure = failure;
         if self.state_loaded && state_intact && self.info.step > 0 {
@@ -185,7 +186,8 @@ impl Session {
     /// Runs one training step: gradients, update, bookkeeping.
     ///
     /// Until the update begins the weights are unchanged, so a failed step is dropped and repeated with the same rows.
-    /// From the update on the step only rolls forward.
+    /// Once the update has begun, the step is no longer dropped: after a failure the update continues, or the run
+    /// restarts from a checkpoint.
     fn step(&mut self, rows: &mut Rows, labelled_tokens: u64, log: &mut EventLog) -> Result<(), StepInterrupt> {
         let step = self.info.step + 1;
         let start = Instant::now();

@@ -22,9 +22,8 @@ impl ArenaBytes {
 }
 
 impl Team {
-    /// Returns the measured bytes that a worker holds on its device now. For a device in the memory of this process,
-    /// they are the bytes of the process without three parts: host arenas, device arenas of other workers, and
-    /// abandoned memory.
+    /// Returns the measured bytes that a worker holds on its device now. For a CPU or virtual device of this process:
+    /// the bytes of the process without host arenas, device arenas of other workers and abandoned memory.
     pub fn held_bytes(&mut self, rank: usize) -> Bytes {
         let other_bytes = self.other_arena_bytes(rank) + self.abandoned.bytes();
         let worker = &mut self.workers[rank];
@@ -50,7 +49,7 @@ impl Team {
         self.reset_peak();
     }
 
-    /// Starts new memory peaks for this process and for abandoned jobs.
+    /// Starts new memory peaks for this process and for the arenas of abandoned engines.
     pub fn reset_peak(&self) {
         self.abandoned.reset_peak();
         let _ = process::reset_peak();
@@ -75,8 +74,8 @@ impl Team {
         (0..self.len()).map(|rank| self.arena_bytes_of(rank).total()).sum()
     }
 
-    /// Returns the bytes of a worker's arenas that lie in the memory of this process. A GPU's device arena does not; for
-    /// a remote worker both are 0.
+    /// Returns the bytes of a worker's arenas that lie in the memory of this process. A GPU's device arena does not;
+    /// for a remote worker both are 0.
     pub(super) fn arena_bytes_of(&mut self, rank: usize) -> ArenaBytes {
         let worker = &mut self.workers[rank];
         if worker.device.remote_host().is_some() {
@@ -88,8 +87,8 @@ impl Team {
         ArenaBytes { device, host: memory.bytes(Space::Host) }
     }
 
-    /// Returns the bytes of the arenas in this process, the evaluator's included. The device arena of worker `rank` and
-    /// the arenas of abandoned devices do not count.
+    /// Returns the bytes of the arenas of the team and the evaluator in this process, without the device arena of
+    /// worker `rank`. Arenas of abandoned engines do not count.
     fn other_arena_bytes(&mut self, rank: usize) -> Bytes {
         let own = self.arena_bytes_of(rank).device;
         self.total_arena_bytes().saturating_sub(own) + self.external_arena_bytes

@@ -221,8 +221,8 @@ impl Team {
         Ok(self.run_tasks(&mut NoFiles, task)?.pop().expect("the worker returned its result"))
     }
 
-    /// Runs the task that `task` returns for each worker, in parallel; tasks may write to `files`. Workers without a
-    /// task are skipped. Returns the results in rank order, or the most severe failure.
+    /// Calls `task` for each worker, and runs the tasks that it returns in parallel; they may access `files`. Workers
+    /// without a task (`None`) are skipped. Returns the results in rank order, or the most severe failure.
     fn run_tasks<T: Send + 'static>(
         &mut self,
         files: &mut dyn FileSpace,
@@ -287,7 +287,7 @@ impl Team {
         }
     }
 
-    /// Replaces the faults that are injected into the work of the devices; `seed` draws the random ones.
+    /// Replaces the faults that are injected into the work of the devices. `seed` is the seed of random faults.
     pub fn inject_faults(&mut self, faults: &[Arc<PendingFault>], seed: u64) {
         for (rank, worker) in (0..).zip(&mut self.workers) {
             let liveness = worker.liveness();
@@ -497,7 +497,7 @@ impl Team {
         Ok(())
     }
 
-    /// Returns the result of each worker in rank order; empty for a team of one.
+    /// Returns the entry of each worker in `result.json`, in rank order; empty for a team of one.
     pub fn worker_results(&self) -> Vec<WorkerResult> {
         if self.len() == 1 {
             return vec![];
@@ -514,9 +514,9 @@ impl Team {
         }
     }
 
-    /// Stores the measured speed of devices that were slower than planned, for the next plan. `run` names the run that
-    /// measured it. Skips simulated devices, a CPU with rates that were measured beside other load, and devices with
-    /// too few or too short steps.
+    /// Stores the measured speed of devices that were slower than planned, for later plans. `run` names the run that
+    /// measured it. Skips simulated devices, a CPU whose rates were measured while other programs used it, and devices
+    /// with too few or too short steps.
     pub fn store_measured_speeds(&self, run: &str) {
         for worker in self.workers.iter().filter(|worker| worker.has_comparable_speed()) {
             calibration::record_slowdown(&worker.device, quantile(&worker.slowdowns, 0.5), run);

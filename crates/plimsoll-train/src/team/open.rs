@@ -103,7 +103,7 @@ fn open_worker(
 }
 
 /// Returns the budget that the run file gives a device. A CPU that replaces accelerators on which the run does not fit
-/// has the budget of the host.
+/// has the budget of host memory.
 fn budget(run: &RunRequest, resolved: &Resolved, device: &DeviceSpec) -> Budget {
     match &resolved.fallback {
         Some(_) => run.host_budget(),
@@ -111,8 +111,8 @@ fn budget(run: &RunRequest, resolved: &Resolved, device: &DeviceSpec) -> Budget 
     }
 }
 
-/// Returns the fixed memory size of a device: the configured size of a virtual device, or the reservation on a remote
-/// host. `None` for other devices.
+/// Returns the fixed memory size of a device: the configured size of a virtual device, or the bytes that a remote host
+/// reserves for the run. `None` for other devices.
 pub(crate) fn fixed_capacity(run: &RunRequest, resolved: &Resolved, device: &DeviceSpec) -> Option<Bytes> {
     let here = device.remote_host().is_none();
     let free = || if here { Memory::read().free } else { device.budget };
@@ -120,15 +120,16 @@ pub(crate) fn fixed_capacity(run: &RunRequest, resolved: &Resolved, device: &Dev
     (device.kind == DeviceKind::Virtual || !here).then(fixed_capacity)
 }
 
-/// An open device of a plan.
+/// A device of a plan after it was opened, ready to run its Programs.
 pub(crate) struct OpenedDevice {
-    /// The device with its part of the run's plan, planned again if necessary.
+    /// The device with its part of the run's plan. The part is planned again if the device has higher charges than
+    /// planned.
     pub assignment: WorkerAssignment,
-    /// Open device with its Programs.
+    /// Engine that runs the Programs on the device.
     pub engine: Engine,
-    /// Plan of the device.
+    /// Plan of this device alone, for its part of the run.
     pub plan: Plan,
-    /// Bytes of the device's charges that its Programs cause.
+    /// Part of the device's charges that its Programs cause.
     pub programs: Bytes,
     /// Heartbeat, which began before the device was opened; `None` if the system refused a thread.
     pub heartbeat: Option<HeartbeatSender>,
@@ -189,9 +190,9 @@ struct OpenedEngine {
     programs: Bytes,
 }
 
-/// Opens the engine of one device, and returns it with its plan and the charges of its Programs. A GPU may hold more
-/// memory outside the arena than planned, which is found before the arena is allocated. The device is then planned
-/// again under the same load line. With `evaluates`, it is an evaluator, which is outside the team.
+/// Opens the engine of one device, and returns it with its plan and the charges of its Programs. If the device has
+/// higher charges than planned, plans it again under the same load line and changes `assignment`. With `evaluates`, the
+/// device is an evaluator, which is outside the team.
 fn open_engine(
     run: &RunRequest,
     resolved: &Resolved,

@@ -22,14 +22,15 @@ use std::time::Duration;
 /// Interval at which [`run_on_all`] checks whether devices have missed their heartbeats.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Work on an engine. It can write to the caller's files, but not read them.
+/// A closure that works with an engine on a thread of its own. Its second argument gives access to the files of the
+/// caller of [`run_on_all`], for writing only.
 pub type Task<T> = Box<dyn FnOnce(&mut Engine, &mut dyn FileSpace) -> Result<T, DeviceFailure> + Send>;
 
 /// A task with the engine that runs it.
 pub struct Job<T> {
     /// Rank of the worker.
     pub rank: usize,
-    /// Engine of the worker; the outcome returns it.
+    /// Engine of the worker, which [`JobOutcome::Returned`] gives back.
     pub engine: Engine,
     /// Liveness of the device, which tells whether it is lost; `None` if it has no heartbeat.
     pub liveness: Option<Arc<Liveness>>,
@@ -47,7 +48,8 @@ pub enum JobOutcome<T> {
 
 /// Message of a worker thread to the caller.
 enum WorkerMessage<T> {
-    /// Write these bytes of a tensor.
+    /// Request to write these bytes of a tensor to the caller's files, from the byte `offset` of the tensor on. The
+    /// caller sends the result to `reply`.
     Write { tensor: String, offset: u64, bytes: Vec<u8>, reply: Sender<io::Result<()>> },
     /// The task has ended; the outer error is a panic.
     Finished { rank: usize, engine: Box<Engine>, result: Result<Result<T, DeviceFailure>, Box<dyn Any + Send>> },

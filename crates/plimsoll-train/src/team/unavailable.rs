@@ -9,9 +9,9 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread;
 use std::time::Duration;
 
-/// Interval between two attempts to reach the device.
+/// Interval at which a lost device is polled.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
-/// Largest number of doublings of the delay before the first attempt.
+/// Largest number of times that the delay before the first poll is doubled.
 const MAX_DELAY_DOUBLINGS: u32 = 6;
 
 /// A lost device that is being polled.
@@ -27,7 +27,7 @@ pub struct UnavailableDevice {
 
 impl UnavailableDevice {
     /// Starts to poll a lost device. `quick_losses` counts how often in a row the device was lost soon after its
-    /// return. Each of these losses doubles the delay before the first attempt, up to a limit: a process may still
+    /// return. Each of these losses doubles the delay before the first poll, up to a limit: a process may still
     /// answer for some seconds before its node goes down. Returns `None` if the system refuses a thread; such a device
     /// does not return.
     pub fn poll(spec: DeviceSpec, remote: RemoteDevices, quick_losses: u32) -> Option<UnavailableDevice> {

@@ -27,7 +27,7 @@ pub struct Worker {
     pub share: Share,
     /// Number of sequences that this worker computes in each step; 0 for a storage-only worker.
     pub sequences: u64,
-    /// Open device with its Programs.
+    /// Engine that runs the Programs on the device.
     pub engine: Engine,
     /// Plan of this worker alone, for its share.
     pub plan: Plan,
@@ -38,7 +38,7 @@ pub struct Worker {
     /// Highest measured bytes that this worker has held up to the last
     /// [`Team::record_peaks`](super::Team::record_peaks). Used only for devices in the memory of this process.
     pub(super) peak_held_bytes: Bytes,
-    /// Load line of the device, with the state of its changes.
+    /// Load lines of the device and of its host memory, with the state from which they change.
     pub line: LoadLine,
     /// Rows of training data of this worker in a step; a buffer that the next step reuses.
     pub(super) rows: Rows,
@@ -48,13 +48,13 @@ pub struct Worker {
     /// Measured seconds divided by predicted seconds, one entry per step. The seconds are those of computing; in a team
     /// of one, those of the whole step.
     pub(super) slowdowns: Vec<f64>,
-    /// Heartbeat of the device; `None` if no other worker or replacement depends on it, or if the system refused a
-    /// thread.
+    /// Heartbeat of the device. `None` if the run has no other device that could go on without this one, or if the
+    /// system refused a thread.
     pub(super) heartbeat: Option<HeartbeatSender>,
 }
 
 impl Worker {
-    /// Creates a worker for an open device.
+    /// Creates a worker from an open device (`engine`) and its part of the run's plan (`part`).
     pub fn new(
         part: &WorkerAssignment,
         engine: Engine,
@@ -117,7 +117,8 @@ impl Worker {
         self.slowdowns.push(measured.seconds / predicted);
     }
 
-    /// Returns whether the measured speed may be stored for later plans.
+    /// Returns whether the measured speed may be stored for later plans. The device must be real and undisturbed, and
+    /// enough steps of sufficient length must have been measured.
     pub(super) fn has_comparable_speed(&self) -> bool {
         !self.device.simulated()
             && !self.is_disturbed()
@@ -158,7 +159,7 @@ impl Worker {
     }
 }
 
-/// Predicted compute seconds of a worker in a step, up to the update.
+/// Predicted compute seconds of a worker in a step, without the update of the weights.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct PredictedCompute {
     /// Seconds of one micro-batch: a forward and a backward pass.
@@ -168,7 +169,7 @@ pub struct PredictedCompute {
 }
 
 impl PredictedCompute {
-    /// Predicts the compute seconds from the Programs of a planned device and its rates. Nothing runs.
+    /// Predicts the compute seconds of a device from its rates and the planned Programs in `answer`. Nothing runs.
     pub fn of(device: &DeviceSpec, answer: &PlanOutcome) -> PredictedCompute {
         let (rates, team_link) = (&device.rates, device.team_link);
         let prices = Prices { rates, host: &HostSpec::NONE, precision: answer.precision, team_link };

@@ -9,7 +9,7 @@ use plimsoll_train::resolve::RunRequest;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// `plimsoll bench devices`.
+/// Arguments of `plimsoll bench devices`, which measures the devices of this machine.
 #[derive(Debug, Args)]
 #[command(after_help = "Example:\n  plimsoll bench devices --duration 3m --json rates.json")]
 pub struct BenchDevicesArgs {
@@ -21,7 +21,8 @@ pub struct BenchDevicesArgs {
     pub json: Option<PathBuf>,
 }
 
-/// `plimsoll bench step`, with the options of `peers/torch_step.py`, the PyTorch script that it is compared with.
+/// Arguments of `plimsoll bench step`, which times a training step. They are those of `peers/torch_step.py`, the
+/// PyTorch script for comparison.
 #[derive(Debug, Args)]
 #[command(after_help = "Example:\n  plimsoll bench step --threads 2 --sequence 512 --batch 4")]
 pub struct BenchStepArgs {
@@ -84,7 +85,7 @@ pub struct BenchStepArgs {
     pub base: String,
 }
 
-/// `plimsoll bench models`.
+/// Arguments of `plimsoll bench models`, which plans models and trains those that fit.
 #[derive(Debug, Args)]
 #[command(
     after_help = "Example:\n  plimsoll bench models 7b 11b 13b --devices cuda:0 --allow nf4,lora --json models.json"

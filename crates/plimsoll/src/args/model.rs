@@ -31,7 +31,7 @@ pub struct EvalArgs {
 }
 
 impl EvalArgs {
-    /// Builds the request to evaluate the model, with the data in `data.eval`.
+    /// Builds the request to evaluate the model. The key `data.eval` of the request names the data.
     ///
     /// # Errors
     /// An invalid setting, or a rung in `--allow` that only applies to training.

@@ -59,7 +59,7 @@ pub fn run(args: &BenchModelsArgs) -> Result<Exit, Failure> {
     Ok(Exit::Done)
 }
 
-/// Writes the results to the file that `--json` names, if it names one.
+/// Writes the results as JSON to the file that `--json` names. Does nothing without that flag.
 fn write_json(args: &BenchModelsArgs, bench: &ModelsBench) -> Result<(), Failure> {
     let Some(path) = &args.json else { return Ok(()) };
     let text = serde_json::to_string_pretty(bench).expect("rows are plain data");
@@ -94,7 +94,8 @@ fn measure(args: &BenchModelsArgs, model: &str, folder: &Path) -> ModelRow {
     row
 }
 
-/// Plans a model and trains it if it fits and the device is present. Fills in the row along the way.
+/// Plans a model and trains it if it fits and the device is present. Fills in `row` as it goes, so that a failure
+/// leaves the results up to then.
 fn plan_and_train(args: &BenchModelsArgs, model: &str, folder: &Path, row: &mut ModelRow) -> Result<(), Failure> {
     let data = folder.join("train.jsonl");
     let file = args.build_request(model, &data, &folder.join("run"))?;
@@ -134,7 +135,7 @@ fn plan_and_train(args: &BenchModelsArgs, model: &str, folder: &Path, row: &mut 
     train(&file, folder, row)
 }
 
-/// Trains the run `file` in a process of its own and copies the result into the row.
+/// Writes the run file into `folder`, trains it in a process of its own, and copies the result into the row.
 fn train(file: &RunConfig, folder: &Path, row: &mut ModelRow) -> Result<(), Failure> {
     let failed = |what: &str, error: std::io::Error| Failure::input(format!("cannot {what}: {error}"));
     let run_file = folder.join("run.toml");
@@ -180,7 +181,8 @@ fn describe_exit(status: ExitStatus, stderr: &str) -> String {
     }
 }
 
-/// Writes `samples` sequences of random tokens to a file. The same arguments give the same file.
+/// Writes `samples` sequences of `sequence` random tokens below `vocab` to a file. The same arguments give the same
+/// file.
 fn write_random_samples(path: &Path, samples: u64, sequence: u64, vocab: u64) -> std::io::Result<()> {
     let mut out = BufWriter::new(fs::File::create(path)?);
     let mut state = 0_u64;

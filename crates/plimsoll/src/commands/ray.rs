@@ -12,14 +12,14 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// Environment variable with the path of the Python that has the wheel. Needed if Python is in another folder than this
-/// program.
+/// Environment variable with the path of a Python interpreter that has the Plimsoll wheel installed. Needed if that
+/// interpreter is neither in the folder of this program nor in `PATH`.
 const PYTHON: &str = "PLIMSOLL_PYTHON";
 
 /// Replaces this process by the Python implementation of a command. Returns only if that fails.
 ///
 /// # Errors
-/// No Python with the wheel is found.
+/// No Python interpreter with the Plimsoll wheel is found.
 pub fn run(command: &str, args: &PassthroughArgs) -> Result<Exit, Failure> {
     let python = find_python(command)?;
     let error = ray_module_command(&python).arg(command).args(&args.arguments).exec();
@@ -29,7 +29,7 @@ pub fn run(command: &str, args: &PassthroughArgs) -> Result<Exit, Failure> {
 /// Connects a run to its devices in the cluster. A run without such devices is returned unchanged.
 ///
 /// # Errors
-/// No Python with the wheel, no cluster, an unknown device, or too little free memory on it.
+/// No Python with the Plimsoll wheel, no cluster, an unknown device, or too little free memory on it.
 pub fn with_remote_devices(mut request: RunRequest) -> Result<RunRequest, Failure> {
     if request.devices().has_remote_devices() {
         request.remote = remote::ray::connect_cluster(&request.config, &find_python("ray")?)?;
@@ -41,7 +41,7 @@ pub fn with_remote_devices(mut request: RunRequest) -> Result<RunRequest, Failur
 /// is `None` if all devices are in this machine.
 ///
 /// # Errors
-/// No Python with the wheel, no cluster, an unknown device, or too little free memory on it.
+/// No Python with the Plimsoll wheel, no cluster, an unknown device, or too little free memory on it.
 pub fn reserve_devices(mut request: RunRequest) -> Result<(RunRequest, Option<remote::ray::Reservation>), Failure> {
     if !request.devices().has_remote_devices() {
         return Ok((request, None));
@@ -51,7 +51,8 @@ pub fn reserve_devices(mut request: RunRequest) -> Result<(RunRequest, Option<re
     Ok((request, Some(reservation)))
 }
 
-/// Returns the first Python interpreter that has the wheel, for messages about `command`.
+/// Returns the first Python interpreter that has the Plimsoll wheel. If none has it, the failure names `command` as the
+/// command that needs it.
 fn find_python(command: &str) -> Result<PathBuf, Failure> {
     let program = std::env::current_exe().ok();
     let (first, other) = python_candidates(std::env::var_os(PYTHON), program.as_deref());
@@ -59,10 +60,10 @@ fn find_python(command: &str) -> Result<PathBuf, Failure> {
     other.filter(|other| check_wheel(command, other).is_ok()).ok_or(failure)
 }
 
-/// Returns the Python interpreters to try: the first, and if there is one, another.
+/// Returns the one or two Python interpreters to try, in this order.
 ///
-/// If `named` is set, it is the only one. Otherwise the interpreter in the folder of `program` comes first, then the
-/// one in `PATH`: `pip install --user` installs the program into a folder without an interpreter.
+/// If `named` (from the environment) is set, it is the only one. Otherwise the interpreter in the folder of `program`
+/// comes first, then the one in `PATH`: `pip install --user` installs the program into a folder without an interpreter.
 fn python_candidates(named: Option<OsString>, program: Option<&Path>) -> (PathBuf, Option<PathBuf>) {
     if let Some(named) = named.filter(|named| !named.is_empty()) {
         return (PathBuf::from(named), None);
@@ -75,8 +76,8 @@ fn python_candidates(named: Option<OsString>, program: Option<&Path>) -> (PathBu
     }
 }
 
-/// Checks that the interpreter has the wheel, and otherwise fails with a message about `command`. Python's own message
-/// about a missing module would not help a user.
+/// Checks that the interpreter has the Plimsoll wheel. Otherwise fails with a message that names `command` as the
+/// command that needs it. Python's own message about a missing module would not help a user.
 fn check_wheel(command: &str, python: &Path) -> Result<(), Failure> {
     let script = "import importlib.util, sys; sys.exit(0 if importlib.util.find_spec('plimsoll') else 3)";
     let mut check = Command::new(python);

@@ -64,9 +64,9 @@ impl Columns {
 /// The keys and values of one head of one sequence.
 #[derive(Clone, Copy)]
 struct Cache<'a, T> {
-    /// Elements from the key of the first token on.
+    /// The first token's key, and all elements after it; keys begin `row` elements apart.
     keys: &'a [T],
-    /// Elements from the value of the first token on.
+    /// The first token's value, and all elements after it; values begin `row` elements apart.
     values: &'a [T],
     /// Number of elements from one token to the next.
     row: usize,
@@ -100,8 +100,9 @@ struct Scratch<'a, T> {
 }
 
 impl<'a, T> Scratch<'a, T> {
-    /// Splits the workspace of one thread into its parts. `tokens` is the length of the sequence in the backward
-    /// direction, `None` in the forward direction. `apart` reserves parts for sums in the wide type.
+    /// Splits the workspace of one thread for heads of `head` columns and blocks of at most `keys` keys. `tokens` is
+    /// the length of the sequence in the backward direction, `None` in the forward direction. `apart` reserves parts
+    /// for sums in the wide type.
     fn split(lane: &'a mut [T], head: usize, keys: usize, tokens: Option<usize>, apart: bool) -> Self {
         let gradient = tokens.is_some();
         let twice = |size: usize| if gradient { size } else { 0 };
@@ -379,8 +380,8 @@ pub fn attention_grad<T: Multiply>(
     });
 }
 
-/// Processes one block of queries of one head in the backward direction. Writes its part of dq, and adds to dk and dv,
-/// or to their sums in `s` if activations are not of the wide type.
+/// Computes the gradients of one block of queries of one head. Writes the gradient of the queries, and adds to those of
+/// keys and values. If activations do not have the wide type, adds to the sums in `s` instead.
 fn backward<T: Multiply>(
     block: Block,
     c: &Columns,
@@ -444,8 +445,8 @@ fn backward<T: Multiply>(
     }
 }
 
-/// Copies the keys and values of the n tokens in `qkv[n, C]` to the caches `keys[P, K·E]` and `values[P, K·E]`, from
-/// row `start` on.
+/// Copies the keys and values of the n tokens in `qkv[n, C]` to rows `start..start + n` of the caches. The caches
+/// `keys[P, K·E]` and `values[P, K·E]` have room for P tokens.
 pub fn append_cache<T: Real>(shape: Heads, qkv: &[T], start: usize, keys: &mut [T], values: &mut [T]) {
     let c = Columns::from_heads(shape);
     let width = c.kv_heads * c.head;
@@ -457,8 +458,8 @@ pub fn append_cache<T: Real>(shape: Heads, qkv: &[T], start: usize, keys: &mut [
 }
 
 /// Computes `out[n, H·E]`: attention of the n new tokens in `qkv[n, C]` over all keys in the cache up to their own. The
-/// caches [P, K·E] already hold these tokens, from position `start` on. `scratch` has
-/// `workspace::cpu::cached_attention` elements for the caches' P.
+/// caches [P, K·E], with room for P tokens, already hold the new ones from position `start` on. `scratch` has
+/// `workspace::cpu::cached_attention` elements.
 pub fn cached_attention<T: Multiply>(
     pool: &Pool,
     shape: Heads,
@@ -598,8 +599,9 @@ vectorized! {
 }
 
 vectorized! {
-    /// Replaces `scores[keys, Q]` by e^(rest · score − largest), where `largest` is the largest scaled score of each
-    /// query so far. Adds the results of each query to `sum`. Sets `factor` to the correction of its earlier results.
+    /// Replaces each score s in `scores[keys, Q]` by e^(rest · s − largest); `rest` is the scale that the scores still
+    /// lack. Before that, raises `largest` to the largest scaled score of each query so far, and sets `factor` to the
+    /// resulting correction of earlier results. Corrects `sum`, and adds the new results of each query to it.
     fn online_softmax<T: Float, V>(scores: &mut [T], rest: T, largest: &mut [T], sum: &mut [T], factor: &mut [T]) {
         let rest = V::splat(rest);
         strips::<T, V>(QUERIES, #[inline(always)] |at, count| {

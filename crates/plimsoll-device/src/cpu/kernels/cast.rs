@@ -14,12 +14,12 @@ pub enum CastError {
     /// The type is not a float type.
     #[error("{0} is not a float type: expected f64, f32, bf16 or f16")]
     NotFloat(DType),
-    /// The number of bytes is not that of the elements.
+    /// The number of bytes does not match the number and type of the elements.
     #[error("{bytes} bytes do not hold {elements} elements of {dtype}")]
     Length {
-        /// Number of bytes.
+        /// Number of bytes given.
         bytes: usize,
-        /// Number of elements.
+        /// Number of elements that the bytes should hold.
         elements: usize,
         /// Type of the elements.
         dtype: DType,
@@ -42,11 +42,11 @@ fn check(dtype: DType, bytes: usize, elements: usize) -> Result<(), CastError> {
     Ok(())
 }
 
-/// Reads `to.len()` numbers of `dtype` from `bytes`, and rounds them to nearest even. `bytes` hold exactly these
-/// numbers, little-endian and at any alignment.
+/// Reads `to.len()` numbers of `dtype` from `bytes`, and rounds them to type `T` (ties to even). `bytes` hold exactly
+/// these numbers, little-endian and at any alignment.
 ///
 /// # Errors
-/// Fails if `dtype` is no float type, or the bytes are not as many as the numbers need.
+/// Fails if `dtype` is no float type, or if the number of bytes does not match.
 pub fn from_bytes<T: Real>(pool: &Pool, dtype: DType, bytes: &[u8], to: &mut [T]) -> Result<(), CastError> {
     check(dtype, bytes.len(), to.len())?;
     let (total, to) = (to.len(), Shared::new(to));
@@ -63,11 +63,11 @@ pub fn from_bytes<T: Real>(pool: &Pool, dtype: DType, bytes: &[u8], to: &mut [T]
     Ok(())
 }
 
-/// Writes `from` as numbers of `dtype` to `bytes`, rounded to nearest even. `bytes` have exactly the size of these
-/// numbers, which are little-endian and at any alignment.
+/// Writes `from` as numbers of `dtype` to `bytes`, rounded to nearest (ties to even). `bytes` have exactly the size of
+/// these numbers, which are little-endian and at any alignment.
 ///
 /// # Errors
-/// Fails if `dtype` is no float type, or the bytes are not as many as the numbers need.
+/// Fails if `dtype` is no float type, or if the number of bytes does not match.
 pub fn to_bytes<T: Real>(pool: &Pool, dtype: DType, from: &[T], bytes: &mut [u8]) -> Result<(), CastError> {
     check(dtype, bytes.len(), from.len())?;
     let bytes = Shared::new(bytes);

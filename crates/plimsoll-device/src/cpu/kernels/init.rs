@@ -24,7 +24,8 @@ pub fn uniform<T: Real>(pool: &Pool, seed: u64, number: u64, first: u64, bound: 
     });
 }
 
-/// Fills `to` with a part of a sequence, from number `first` on. `four(block)` returns the four numbers of a block.
+/// Fills `to` with the part of a number sequence that begins at number `first`. `four(i)` returns the sequence's
+/// numbers 4 i to 4 i + 3.
 fn fill<T: Real>(pool: &Pool, first: u64, to: &mut [T], four: impl Fn(u64) -> [T; 4] + Sync) {
     let (total, to) = (to.len(), Shared::new(to));
     pool.split(total, MIN_TASK_ELEMENTS, |range, _| {
@@ -66,8 +67,8 @@ fn box_muller(random_words: [u32; 4]) -> [f64; 4] {
 }
 
 #[inline(always)]
-/// Returns four random words by Philox-4x32-10. `key` selects a sequence, and `counter` is the number of the block of
-/// four words in it.
+/// Returns a block of four random words by Philox-4x32-10. `counter` holds the number of the block in its sequence, and
+/// numbers that select the sequence together with `key`.
 pub(super) fn philox(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
     for round in 0..10 {
         if round > 0 {

@@ -14,7 +14,7 @@ use std::ops::Range;
 const NF4_BLOCK_ELEMENTS: usize = NF4_BLOCK as usize;
 /// Number of blocks of an nf4 group: those whose scales are quantized together.
 const NF4_GROUP_BLOCKS: usize = NF4_GROUP as usize;
-/// Number of elements of an nf4 group, a number of blocks whose scales are quantized together.
+/// Number of elements of an nf4 group: those of all its blocks together.
 const NF4_GROUP_ELEMENTS: usize = NF4_PIECE as usize;
 /// Smallest number of elements that one task of the thread pool processes.
 const MIN_TASK_ELEMENTS: usize = 16384;
@@ -159,7 +159,7 @@ fn nf4_scale_of_block(scales: &[u8], groups: &[f32], block: usize) -> f32 {
     formats::nf4_scale(scales[block], [groups[group], groups[group + 1]])
 }
 
-/// Quantizes a row to 8 bits with the bits of `formats::int8_row`, and returns its scale.
+/// Quantizes a row to 8 bits and returns its scale. Codes and scale equal those of `formats::int8_row` bit for bit.
 fn int8_row<T: Real>(from: &[T], codes: &mut [u8]) -> f32 {
     let mut row = [0.0; 256];
     let mut max = 0.0f32;
@@ -220,7 +220,8 @@ vectorized_dot! {
 }
 
 vectorized_dot! {
-    /// Quantizes a whole block to 4 bits with the bits of `formats::nf4_block`, and returns its scale.
+    /// Quantizes a whole block to 4 bits and returns its scale. Codes and scale equal those of `formats::nf4_block` bit
+    /// for bit.
     fn nf4_block<D>(from: &[f32; NF4_BLOCK_ELEMENTS], codes: &mut [u8]) -> f32 {
         let scale = max_abs(from);
         let inverse = formats::inverse(scale);

@@ -9,9 +9,9 @@ use plimsoll_program::op::RopeScaling;
 /// Smallest number of elements that one task of the thread pool processes.
 const MIN_TASK_ELEMENTS: usize = 8192;
 
-/// Fills `table[P, E]`: row p holds the cosines of the E/2 angles of position p, then their sines.
+/// Fills `table[P, E]`, with E = `head_dim`: row p holds the cosines of the E/2 angles of position p, then their sines.
 ///
-/// Frequencies and angles are computed in `T`, as transformers does in f32.
+/// Computes frequencies and angles in `T`; the Python library transformers computes them in f32.
 pub fn rope_table<T: Float>(pool: &Pool, head_dim: usize, theta: f64, scaling: &RopeScaling, table: &mut [T]) {
     let half = head_dim / 2;
     let rows = table.len() / head_dim;
@@ -55,7 +55,7 @@ fn frequency<T: Float>(i: usize, head_dim: usize, theta: T, scaling: &RopeScalin
 }
 
 /// Rotates the query and key heads of `qkv[N, C]` in place, by the angles in `table` for the row's position in
-/// `positions[N]`. With `inverse`, rotates them back, which is the gradient.
+/// `positions[N]`. With `inverse`, rotates back, by which a gradient of the output becomes that of the input.
 pub fn rope<T: Real>(pool: &Pool, shape: Heads, table: &[T::Wide], positions: &[i32], inverse: bool, qkv: &mut [T]) {
     let c = Columns::from_heads(shape);
     assert!(qkv.len() == positions.len() * c.all);

@@ -57,7 +57,7 @@ fn sigmoid<T: Float, V: Vector<T>>(x: V) -> V {
     one / (one + (V::splat(T::ZERO) - x).exp())
 }
 
-/// Returns the gradients of gate and of up for one vector of elements, given that of the output.
+/// Returns the gradients of gate and of up for one vector of elements, from their values and the output's gradient.
 #[inline(always)]
 fn gradients<T: Float, V: Vector<T>>(gate: V, up: V, dout: V) -> (V, V) {
     let s = sigmoid::<T, V>(gate);

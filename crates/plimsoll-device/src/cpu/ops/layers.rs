@@ -7,7 +7,7 @@ use plimsoll_program::scalars::{Metric, Scalar};
 use plimsoll_program::{OpKind, Operand};
 
 impl<T: Multiply> OpContext<'_, T> {
-    /// Computes a matrix product.
+    /// Computes the matrix product that an op describes, with its bias and residual.
     pub fn run_product(&self, kind: &OpKind) {
         let OpKind::Product {
             a,
@@ -132,7 +132,7 @@ impl<T: Multiply> OpContext<'_, T> {
         }
     }
 
-    /// Runs attention, its gradient, rotary embeddings, or an append to the cache.
+    /// Runs attention, its gradient, rotary embeddings, or an append of keys and values to their cache.
     pub fn run_attention(&self, kind: &OpKind) {
         let pool = self.site.pool;
         match kind {
@@ -211,8 +211,7 @@ impl<T: Multiply> OpContext<'_, T> {
         }
     }
 
-    /// Runs an op that treats each element, or each row, alike: activation, dropout, sums, casts, or the choice of a
-    /// row.
+    /// Runs an op that treats each element, or each row, alike: activation, dropout, sum, cast, or the copy of one row.
     pub fn run_elementwise(&self, kind: &OpKind) {
         let pool = self.site.pool;
         match kind {
@@ -276,7 +275,7 @@ impl<T: Multiply> OpContext<'_, T> {
         }
     }
 
-    /// Computes the loss, its statistics or its gradient.
+    /// Computes the softmax statistics of logits, the cross-entropy loss from them, or the gradient of the logits.
     pub fn run_loss(&self, kind: &OpKind) {
         let pool = self.site.pool;
         match kind {
@@ -302,8 +301,8 @@ impl<T: Multiply> OpContext<'_, T> {
         }
     }
 
-    /// Converts `elements` elements of `from` to the type of `to`. One of the two types is one that the run computes
-    /// in.
+    /// Converts `elements` elements of `from` to the type of `to`. At least one of the two types must be `T` or
+    /// `T::Wide`.
     fn cast(&self, from: &Operand, to: &Operand, elements: u64) {
         let (source, target) = (self.site.set.tensor(from.tensor).dtype, self.site.set.tensor(to.tensor).dtype);
         let bytes = || self.slice_of(from, elements * source.bytes());

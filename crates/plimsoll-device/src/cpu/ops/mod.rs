@@ -39,8 +39,8 @@ pub(crate) struct Site<'a> {
 
 /// A function that runs one op to its end, on the caller's thread and those of the site's pool.
 ///
-/// Ops may run concurrently at sites that share their spaces if none of them writes bytes that another one accesses.
-/// The caller ensures this.
+/// Several ops may run at once in the same memory. The caller ensures that none of them writes bytes that another one
+/// accesses.
 pub(crate) type RunOp = fn(Site, &Op, &mut dyn FileSpace) -> Result<(), DeviceError>;
 
 /// Returns the function that runs ops in a precision.
@@ -59,7 +59,8 @@ pub(crate) fn runner(precision: DType) -> RunOp {
     }
 }
 
-/// Runs an op by calling the function for its family, such as norms. Fails for the start of a collective.
+/// Runs an op by calling the function for its family, such as norms. Fails for the start of a collective, which
+/// executors must run themselves; its wait does nothing here.
 fn run_op<T: Multiply>(context: &OpContext<T>, op: &Op, files: &mut dyn FileSpace) -> Result<(), DeviceError> {
     let kind = &op.kind;
     match kind.family() {

@@ -12,7 +12,7 @@ use std::marker::PhantomData;
 pub struct OpContext<'a, T> {
     /// Memory, threads and plan, with the iteration of the op's block and the micro-batch.
     pub site: Site<'a>,
-    /// Data type of activations.
+    /// Marker for the data type `T` of activations; holds no value.
     pub precision: PhantomData<T>,
 }
 
@@ -88,8 +88,8 @@ impl<'a, T: Real> OpContext<'a, T> {
         self.write_wide(operand, self.site.set.tensor(operand.tensor).elements())
     }
 
-    /// Returns the workspace of an op. The distribution of tasks to lanes is random and may leave parts unwritten.
-    /// Writing the last element makes the measured size equal the planned one.
+    /// Returns the workspace of an op, and writes zero to its last element. Its threads may leave parts of it
+    /// unwritten; with that write, the measured high-water mark includes the whole workspace in every run.
     pub fn workspace_of(&self, operand: &Operand) -> &'a mut [T::Wide] {
         let workspace = self.write_all_wide(operand);
         if let Some(last) = workspace.last_mut() {
@@ -98,8 +98,8 @@ impl<'a, T: Real> OpContext<'a, T> {
         workspace
     }
 
-    /// Returns the labels and loss weights of `rows` rows, for a block of their logits: the `columns` tokens of the
-    /// vocabulary from token `first` on.
+    /// Returns the labels and loss weights of `rows` rows, with the range of the vocabulary to which a block of logits
+    /// belongs: `columns` tokens from token `first` on.
     pub fn labelled_rows(
         &self,
         labels: &Operand,
@@ -118,12 +118,12 @@ impl<'a, T: Real> OpContext<'a, T> {
         self.slice_of_mut(operand, self.site.set.tensor(operand.tensor).elements())
     }
 
-    /// Returns one of the scalars of a step, such as its learning rate. `operand` is the tensor of all scalars.
+    /// Returns the scalar `which` of a step, such as its learning rate. `operand` is the tensor of all scalars.
     pub fn scalar(&self, operand: &Operand, which: Scalar) -> T::Wide {
         self.read_wide(operand, which as u64 + 1)[which as usize]
     }
 
-    /// Returns one of the scalars of a step as a whole number, such as the step number. `operand` is the tensor of all
+    /// Returns the scalar `which` of a step as a whole number, such as the step number. `operand` is the tensor of all
     /// scalars.
     pub fn count(&self, operand: &Operand, which: Scalar) -> usize {
         self.scalar(operand, which).to_f64() as usize

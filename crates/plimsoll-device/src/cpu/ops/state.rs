@@ -164,7 +164,7 @@ impl<T: Multiply> OpContext<'_, T> {
         }
     }
 
-    /// Starts a transfer, or waits for it.
+    /// Copies all elements of a transfer at its start; does nothing for the wait.
     ///
     /// # Errors
     /// Fails if a file cannot be read or written.

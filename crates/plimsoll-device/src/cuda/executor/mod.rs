@@ -67,7 +67,7 @@ use std::ffi::c_void;
 use std::sync::Arc;
 use warm_up::{LoadedKernels, WarmedUp};
 
-/// Device name in error messages.
+/// Text that stands for this kind of device in errors about unsupported ops.
 const DEVICE: &str = "a single GPU";
 
 /// Upper bound of the number of arguments that a kernel takes.
@@ -95,7 +95,8 @@ struct CudaDevice {
     group: Option<GroupHandle>,
     /// The NCCL library; `None` if it is not installed.
     nccl_library: Option<Arc<nccl::Library>>,
-    /// Whether tensors that live between the ops of a program were lost. A program then cannot resume in its middle.
+    /// Whether a failed switch of plans destroyed the tensors that a program keeps only while it runs. An interrupted
+    /// program then cannot resume in its middle.
     intermediates_lost: bool,
 }
 
@@ -115,8 +116,8 @@ impl CudaDevice {
         OperandResolver { plan, placement: &plan.placement, base, variable, micro_batch: i64::from(micro_batch) }
     }
 
-    /// Enqueues one piece of work on the stream of `queue`, or executes it here if it runs on the host. Device work of
-    /// a queue without a stream goes to the compute stream.
+    /// Enqueues one piece of work on the stream of `queue`, or executes it before returning if it runs on the host.
+    /// Device work of a queue without a stream goes to the compute stream.
     fn start_work(
         &mut self,
         work: &Work,
@@ -171,7 +172,7 @@ impl CudaDevice {
         Ok(())
     }
 
-    /// Enqueues a deferred step behind its gate, and signals the step's event.
+    /// Enqueues a deferred step so that it starts when its gate opens, and records the step's event after it.
     fn start_deferred(
         &mut self,
         deferred_step: &DeferredStep,
@@ -196,7 +197,7 @@ impl CudaDevice {
             .map_or(Ok(()), |event| self.resources.queues.signal(deferred_step.step.queue, event))?)
     }
 
-    /// Enqueues a copy, or executes it here if neither end is in device memory.
+    /// Enqueues a copy, or executes it before returning if neither end is in device memory.
     fn copy(
         &mut self,
         from: CopyEndpoint,
@@ -391,8 +392,8 @@ impl CudaDevice {
         Ok(())
     }
 
-    /// Appends a step to `deferred` instead of enqueueing it. Records gate number `gate` for it, with the events that
-    /// the step waits for as they are now, and increments `gate`.
+    /// Appends a step to `deferred` instead of enqueueing it. Records gate number `gate`, which opens once the events
+    /// that the step waits for are complete. Increments `gate`.
     fn defer<'a>(
         &mut self,
         step: &'a Step,
@@ -440,7 +441,7 @@ struct DeferredStep<'a> {
     step: &'a Step,
     /// Number of the gate that the step waits for ([`Queues::record_gate`](super::queues::Queues::record_gate)).
     gate: usize,
-    /// Whether the step does its work in this micro-batch; otherwise it only signals its event.
+    /// Whether the step does its work in this micro-batch; otherwise it only records its event.
     runs: bool,
 }
 

@@ -74,8 +74,8 @@ impl Charges {
     /// Raises `libraries` to include memory that libraries kept from earlier uses of the same context.
     ///
     /// `since_first` is the memory taken on the GPU since the context was opened. Other processes may have taken or
-    /// freed some of it. The figure is therefore limited to at least `libraries`, and at most `libraries` plus the most
-    /// that earlier uses measured.
+    /// freed some of it. It is therefore clamped between `libraries` and `libraries` plus the largest figure of earlier
+    /// uses.
     fn with_earlier_libraries(mut self, context: &Context, since_first: Bytes) -> Charges {
         let mut known_max = context.library_bytes_max.lock().unwrap_or_else(PoisonError::into_inner);
         *known_max = (*known_max).max(since_first.clamp(self.libraries, self.libraries + *known_max));

@@ -42,7 +42,7 @@ impl LoadedPlan {
         }
     }
 
-    /// Checks that each send out of device memory is started and awaited in the same program. The send occupies a
+    /// Checks that each send of tensors in device memory is started and awaited in the same program. It occupies a
     /// staging slot, which must be free again when the program ends.
     pub(super) fn check_sends_completed(&self, program: &Program) -> Result<(), DeviceError> {
         let unfinished = DeviceError::CollectivesUnsupported {
@@ -78,11 +78,11 @@ impl LoadedPlan {
 pub(super) struct OperandResolver<'a> {
     /// Programs and placement of the run.
     pub(super) plan: &'a LoadedPlan,
-    /// Placement that counts: the plan's, or one for a single op during warm-up.
+    /// Placement from which addresses are computed: the plan's, or one for a single op during warm-up.
     pub(super) placement: &'a Placement,
     /// Address of the first byte of the device arena.
     pub(super) base: Address,
-    /// Iteration of the op's block.
+    /// Value of the loop variable of the op's block (repeated part of a Program), such as the index of a layer.
     pub(super) variable: i64,
     /// Number of the micro-batch in its step, from 0.
     pub(super) micro_batch: i64,
@@ -159,9 +159,8 @@ impl OperandResolver<'_> {
         Some((shape, operands))
     }
 
-    /// Returns the kernels that may have to follow a matrix product, each with its purpose; empty for other ops. A
-    /// kernel for the bias is needed only if cuBLASLt cannot fuse it. A product that accumulates needs one for the
-    /// residual.
+    /// Returns the kernels that may have to follow a matrix product; empty for other ops. One adds the bias, and is
+    /// needed only if cuBLASLt cannot fuse it. One adds the residual to a product that accumulates.
     pub(super) fn post_product_launches(&self, kind: &OpKind) -> Vec<(PostProduct, Launch)> {
         let OpKind::Product { out, bias, residual, m, n, out_stride, accumulate, .. } = kind else { return Vec::new() };
         let add = |x: &Operand, x_stride: u64| self.add_rows(x, x_stride, out, *out_stride, [*m, *n]);
@@ -175,7 +174,8 @@ impl OperandResolver<'_> {
         after
     }
 
-    /// Returns the launch that adds the rows of `x` to those of `out`.
+    /// Returns the launch that adds the `m` × `n` matrix `x` to `out`. Strides are elements between the starts of rows;
+    /// an `x_stride` of 0 adds one row to all rows.
     fn add_rows(&self, x: &Operand, x_stride: u64, out: &Operand, out_stride: u64, [m, n]: [u64; 2]) -> Launch {
         let (x, out) = (self.address_of(x), self.address_of(out));
         let [launch] = launch::add_rows(self.plan.real, x, x_stride, out, out_stride, m, n);
@@ -200,7 +200,8 @@ impl OperandResolver<'_> {
         Err(DeviceError::Unsupported { op: op.name(), device: "a GPU, with operands in host memory" })
     }
 
-    /// Returns whether the CPU runs the op: it is on a queue of the host, or a message between host arenas.
+    /// Returns whether the CPU runs the op, because its queue belongs to the host or it is a message between host
+    /// arenas.
     pub(super) fn runs_on_host(&self, op: &Op) -> bool {
         op.queue.runs_on_host() || self.plan.is_host_staged(op)
     }

@@ -27,7 +27,7 @@ pub(super) enum CopyEndpoint {
     File(TensorId, u64),
 }
 
-/// One piece of an op's work, for the queue that runs the op.
+/// One piece of an op's work, such as a kernel or a copy. It runs on the op's queue.
 pub(super) enum Work {
     /// A kernel with its launch parameters.
     Kernel(Function, Launch),
@@ -55,7 +55,7 @@ impl CopyEndpoint {
 }
 
 impl Work {
-    /// Creates the copy of `elements` elements between two operands of the same type.
+    /// Creates the work that copies `elements` elements between two operands of the same data type.
     fn copy(from: &Operand, to: &Operand, elements: u64, resolver: &OperandResolver) -> Work {
         let bytes = elements * resolver.dtype(from).bytes();
         Work::Copy { from: CopyEndpoint::of(from, resolver), to: CopyEndpoint::of(to, resolver), bytes }
@@ -104,7 +104,7 @@ pub(super) struct PreparedProgram {
     pub(super) workspace_end: u64,
 }
 
-/// Parameters of optimizer updates. Consecutive updates with equal parameters share launches.
+/// The parameters by which optimizer updates are grouped. Consecutive updates with equal parameters share launches.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum UpdateGroup {
     AdamW { scalars: Address, betas: [f64; 2], eps: f64 },

@@ -131,7 +131,7 @@ pub fn rms_norm(
 }
 
 /// Returns the launches of the gradient of an RMS norm. The first writes `dx` or, with `accumulate`, adds to it, and
-/// writes partial sums to `scratch`. The second adds their sum to `dweight`; a frozen weight does not need it.
+/// writes partial sums to `scratch`. The second adds their sum to `dweight`; callers drop it if the weight is frozen.
 pub fn rms_norm_grad(
     real: Real,
     [x, weight, rstd, dout]: [Address; 4],
@@ -201,8 +201,8 @@ pub fn head_norm_grad(
 
 // ---- positions ----
 
-/// Returns the launch that rotates the query and key heads of `qkv` in place by rotary positions. With `inverse` it
-/// rotates back, which is the gradient.
+/// Returns the launch that rotates the query and key heads of `qkv` in place, by the angles in `table` for `positions`.
+/// With `inverse` it rotates back, by which a gradient of the output becomes that of the input.
 pub fn rope(
     real: Real,
     qkv: Address,
@@ -244,18 +244,18 @@ pub fn rope_table(
 
 // ---- attention ----
 
-/// Returns the floats between the starts of two rows of an attention tile in shared memory.
+/// Returns the number of floats between the starts of two rows of an attention tile in shared memory.
 fn tile_row(head_dim: u64) -> u64 {
     assert!(head_dim <= HEAD_DIM_MAX, "heads of {head_dim} elements: at most {HEAD_DIM_MAX}");
     head_dim.next_multiple_of(16) + 4
 }
 
-/// Returns the floats of shared memory for a block of the attention kernel: 64 queries, and tiles of 64 keys.
+/// Returns the shared memory, in floats, of a block of the attention kernel: 64 queries, and tiles of 64 keys.
 fn forward_tiles(head_dim: u64) -> u64 {
     (64 + 64) * tile_row(head_dim) + 64 * 68
 }
 
-/// Returns the floats of shared memory for a block of the attention gradient kernels without tensor cores. Such a block
+/// Returns the shared memory, in floats, of a block of attention gradient kernels without tensor cores. Such a block
 /// keeps two tiles of 32 rows, loads a tile of 64 rows, and stores a 32 × 64 tile of intermediate results.
 fn backward_tiles(head_dim: u64) -> u64 {
     (32 + 32 + 64) * tile_row(head_dim) + 32 * 68
@@ -284,8 +284,9 @@ fn tensor_tiles(rows: u64, head_dim: u64) -> u64 {
     rows * (head_dim + 8) / 2
 }
 
-/// Returns the launch of causal attention within documents. It reads rows of queries, keys and values from `qkv`, and
-/// writes `out`. It also writes `stats`, the log-sum-exp of the scores for each sequence, head and query.
+/// Returns the launch of causal attention of each row of `qkv` over keys of its own document, which starts at the row's
+/// entry in `document_start`. It writes `out`, and the log-sum-exp of the scores for each sequence, head and query to
+/// `stats`.
 pub fn attention(
     real: Real,
     qkv: Address,
@@ -352,7 +353,7 @@ pub fn attention_grad(
 }
 
 /// Returns the launches of attention of `rows` new tokens over caches of `capacity` tokens, which already contain the
-/// new keys and values. Only at most [`workspace::cuda::FEW_ROWS`] rows use the workspace `scratch`.
+/// new keys and values. Uses the workspace `scratch` if `rows` is at most [`workspace::cuda::FEW_ROWS`].
 pub fn cached_attention(
     real: Real,
     [qkv, keys, values, scalars]: [Address; 4],
@@ -389,7 +390,8 @@ pub fn cached_attention(
     vec![grid.with_shared_floats(forward_tiles(shape.head_dim))]
 }
 
-/// Returns the launch that appends the keys and values of `rows` tokens in `qkv` to the caches `keys` and `values`.
+/// Returns the launch that copies the keys and values of `rows` tokens from `qkv` to the end of the caches `keys` and
+/// `values`. The number of tokens already in them is `Scalar::CacheLength` in the tensor `scalars`.
 pub fn append_cache(
     real: Real,
     qkv: Address,
@@ -407,14 +409,14 @@ pub fn append_cache(
 
 // ---- feed-forward ----
 
-/// Returns the launch of SwiGLU: `out` = silu(gate) · up. A row of `gate_up` holds `ffn` gates, then `ffn` ups.
+/// Returns the launch of SwiGLU: `out` = silu(gate) · up. A row of `gate_up` holds `ffn` values of gate, then of up.
 pub fn swiglu(real: Real, gate_up: Address, out: Address, rows: u64, ffn: u64) -> [Launch; 1] {
     let arguments = vec![at(gate_up), at(out), n(ffn)];
     [launch(unit(Family::SwiGlu, real), "swiglu", rows, 256, arguments).with_grid_yz(ffn.div_ceil(2048), 1)]
 }
 
-/// Returns the launch of the gradient of [`swiglu`], which writes `dgate_up`. The addresses `dgate_up` and `gate_up`
-/// may be equal.
+/// Returns the launch that computes `dgate_up`, the gradient of the input of [`swiglu`]. The addresses `dgate_up` and
+/// `gate_up` may be equal.
 pub fn swiglu_grad(real: Real, gate_up: Address, dout: Address, dgate_up: Address, rows: u64, ffn: u64) -> [Launch; 1] {
     let arguments = vec![at(gate_up), at(dout), at(dgate_up), n(ffn)];
     [launch(unit(Family::SwiGlu, real), "swiglu_grad", rows, 256, arguments).with_grid_yz(ffn.div_ceil(2048), 1)]
@@ -422,8 +424,8 @@ pub fn swiglu_grad(real: Real, gate_up: Address, dout: Address, dgate_up: Addres
 
 // ---- loss ----
 
-/// Returns the launch that updates the softmax statistics of each row, four f32 numbers in `stats`. `logits` are one
-/// block of the vocabulary, from column `first` on; `begin` marks the first block.
+/// Returns the launch that updates the softmax statistics of each row, four f32 numbers in `stats`, by a block of
+/// logits: those of `columns` tokens from token `first` on. `begin` is true for the first block.
 pub fn softmax_stats(
     real: Real,
     [logits, labels, weights, stats]: [Address; 4],
@@ -450,8 +452,8 @@ pub fn cross_entropy(
     [launch(unit(Family::CrossEntropy, real), "cross_entropy", 1, 256, arguments)]
 }
 
-/// Returns the launch that replaces `logits` by their gradient. They are one block of the vocabulary, from column
-/// `first` on.
+/// Returns the launch that replaces the block `logits` by its gradient. The block is that of `columns` tokens of the
+/// vocabulary, from token `first` on.
 pub fn softmax_grad(
     real: Real,
     [logits, labels, weights, stats, scalars]: [Address; 5],
@@ -678,8 +680,8 @@ pub fn dropout(
 
 // ---- quantized formats ----
 
-/// Device addresses of the parts of a quantized matrix, by format: codes, scales, and for NF4 the groups of scales. They
-/// may also begin at a quantization block inside the matrix.
+/// Device addresses of the parts of a quantized matrix: codes, scales, and for NF4 the scales of each group of scales.
+/// They may also begin at a quantization block inside the matrix.
 #[derive(Clone, Copy, Debug)]
 #[expect(missing_docs, reason = "as `plimsoll_program::op::Quantized`")]
 pub enum QuantizedAddresses {
@@ -706,8 +708,8 @@ pub fn quantize(from: Address, into: QuantizedAddresses, elements: u64, columns:
 /// Elements that one thread block of a dequantization kernel converts.
 const DEQUANTIZE_ELEMENTS_PER_BLOCK: u64 = 8192;
 
-/// Returns the launch that dequantizes `elements` elements of `from` to `into`. Each is rounded once, to the type
-/// `real`.
+/// Returns the launch that dequantizes `elements` elements of `from`, in rows of `columns`, to `into`. Rounds each
+/// element once, to the type `real`.
 pub fn dequantize(real: Real, from: QuantizedAddresses, into: Address, elements: u64, columns: u64) -> [Launch; 1] {
     let (unit, blocks) = (unit(Family::Quantized, real), elements.div_ceil(DEQUANTIZE_ELEMENTS_PER_BLOCK));
     [match from {

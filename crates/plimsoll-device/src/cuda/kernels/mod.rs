@@ -23,7 +23,7 @@ pub const OPTIONS: [&str; 1] = ["--std=c++17"];
 /// The largest head dimension that the attention kernels support.
 pub const HEAD_DIM_MAX: u64 = plimsoll_program::models::CUDA_HEAD_DIM_MAX;
 
-/// Data type of activations and of the weights multiplied with them.
+/// Data type of activations, and of the weights with which they are multiplied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Real {
     /// 32-bit float.
@@ -156,8 +156,8 @@ impl Family {
         self.source_entry().2
     }
 
-    /// Returns the sources to be placed between the common source and the family's own source. Each has a file name for
-    /// compiler messages.
+    /// Returns the sources to be placed between the common source and the family's own source. Each is a file name, for
+    /// compiler messages, with its text.
     fn shared_sources(self) -> Vec<(&'static str, Cow<'static, str>)> {
         let formats = || vec![("formats.rs", Cow::Owned(format_tables())), ("formats.cuh", FORMATS_SOURCE.into())];
         match self {

@@ -123,7 +123,8 @@ impl Communicator {
         Ok(status != IN_PROGRESS)
     }
 
-    /// Waits until `is_complete` returns true, at most for `timeout`, or without limit if `timeout` is `None`.
+    /// Waits until `is_complete` returns true, at most for `timeout`, or without limit if `timeout` is `None`. `what`
+    /// names the work in a timeout error.
     ///
     /// # Errors
     /// Fails after the timeout, or [`PEER_FAILURE_GRACE`] after another rank aborted, or with an error of
@@ -151,7 +152,8 @@ impl Communicator {
         Ok(())
     }
 
-    /// Waits until the last NCCL call on this communicator completes, at most for [`OPEN_TIMEOUT`].
+    /// Waits until the last NCCL call on this communicator completes, at most for [`OPEN_TIMEOUT`]. `what` names the
+    /// call in an error.
     fn wait_for_call(&self, what: &'static str, group: &GroupHandle) -> Result<(), DeviceError> {
         self.poll_until(what, group, Some(OPEN_TIMEOUT), || self.is_call_complete(what))
     }

@@ -28,7 +28,8 @@ const FRAME_KINDS: [FrameKind; 5] =
 pub(super) struct FrameHeader {
     pub kind: FrameKind,
     pub attempt: u64,
-    /// Number of collectives that the frame's sender has joined in this attempt. In a `Join` frame, the new one counts.
+    /// Number of collectives that the frame's sender has joined in this attempt. In a `Join` frame it includes the
+    /// collective that the frame announces.
     pub collective_index: u64,
     /// Sequence number of the collective or send; in an abort, the rank that aborted.
     pub number: u64,
@@ -131,7 +132,8 @@ pub(super) fn part_bytes(counts: &[u64], dtype: DType, rank: u32) -> Range<usize
     offset(first)..offset(first + counts[rank as usize])
 }
 
-/// Appends the bytes `range` of the lent buffer at `from` to `to`.
+/// Appends a copy of bytes `range` of the buffer at `from` to `to`. A rank lends this buffer to the transport for a
+/// collective.
 ///
 /// # Safety
 /// The buffer is lent, and no thread writes it now.

@@ -205,7 +205,8 @@ impl MeasuredStage {
     }
 }
 
-/// Returns the offload choice with all tensors of the first `kinds` kinds of a stage.
+/// Returns the offload choice with all tensors of the first `kinds` kinds of a stage. `update` says whether the host
+/// runs the optimizer update of offloaded tensors.
 fn offload_of_kinds(request: &PlanRequest, kinds: usize, update: bool) -> Offload {
     let own = request.share.own_layers(request.config.layers);
     let layers_of_kind = |kind: usize| if kind < kinds { (own.end - own.start) as u32 } else { 0 };

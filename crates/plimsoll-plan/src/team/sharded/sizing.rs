@@ -11,11 +11,11 @@ use crate::search::{RankCosts, ShardedBytes};
 
 /// Factor on the sharded bytes that leaves room for the rounding of shards to whole parts and blocks.
 const ROUNDING_ROOM: f64 = 1.002;
-/// Further amounts of recompute that are tried, to make the shards more even.
+/// Number of further amounts of recompute that are tried, to make the shards more even.
 const EVENING_STEPS: u32 = 4;
-/// More even shards are taken if a step with them takes less than this fraction of the time.
+/// Largest step time with which more even shards are taken, as a fraction of the best step time so far.
 const EVENING_GAIN: f64 = 0.995;
-/// Probes of the bisection that finds the least recompute.
+/// Number of probes of the bisection that finds the least recompute.
 const RECOMPUTE_PROBES: u32 = 20;
 
 /// The inputs for sizing shards: the predicted seconds and bytes of the ranks of a team, and their memory.
@@ -160,7 +160,7 @@ fn least_recompute(room: &dyn Fn(f64) -> f64, wanted: f64) -> f64 {
     }
 }
 
-/// Divides the wanted bytes as evenly as the room of each rank allows.
+/// Divides `wanted` bytes over the ranks as evenly as the free bytes `room` of each rank allow.
 fn level(room: &[f64], wanted: f64) -> Vec<f64> {
     let mut by_room: Vec<usize> = (0..room.len()).collect();
     by_room.sort_by(|&a, &b| room[a].total_cmp(&room[b]));
@@ -172,8 +172,8 @@ fn level(room: &[f64], wanted: f64) -> Vec<f64> {
     bytes
 }
 
-/// Divides 1024 parts in proportion to the bytes of each rank, rounded down. Each remaining part goes to the rank with
-/// the largest rest, relative to its bytes.
+/// Divides 1024 parts in proportion to the bytes of each rank, rounded down. Each remaining part goes to the rank that
+/// lost most by rounding, relative to its bytes.
 fn to_parts(room: &[f64]) -> Vec<u64> {
     let total: f64 = room.iter().sum();
     let exact: Vec<f64> = room.iter().map(|room| ALL_PARTS as f64 * room / total).collect();

@@ -147,7 +147,8 @@ impl Decoder<'_> {
         self.builder.set.tensor(tensor).elements()
     }
 
-    /// Returns the ops that bring `elements` elements of a parameter, from element `first` on, to `into`.
+    /// Returns the ops that read from a file, or generate, `elements` elements of a parameter from element `first` on,
+    /// and write them to `into`.
     fn fill_piece(source: &PieceSource, into: Operand, elements: u64, first: Index) -> Vec<Op> {
         match *source {
             PieceSource::File(file) => read_piece(file, into, elements, first),
@@ -395,7 +396,7 @@ impl Decoder<'_> {
     }
 
     /// Returns the blocks (loops of ops) that copy a parameter, a part of `tensor`, to the file tensor `name` with
-    /// dtype `dtype`. In the Programs `restore` and `renew` they copy from the file to `tensor`.
+    /// dtype `dtype`. In the Programs `restore` and [`ProgramKind::ReloadWeights`] they copy from the file to `tensor`.
     fn move_parameter(
         &mut self,
         parameter: &Parameter,

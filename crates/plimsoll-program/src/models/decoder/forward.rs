@@ -11,10 +11,11 @@ use plimsoll_core::{Category, DType, RecomputeLevel};
 use std::collections::HashMap;
 
 /// A function that returns the ops of attention (over a micro-batch, or over a key-value cache), and the tensors that
-/// they write besides their output. Its operands are queries | keys | values `[N,C]` and the output `[N, H·E]`.
+/// they write besides their output. Its operands, for N tokens, are the input (queries | keys | values side by side)
+/// and the output `[N, H·E]`.
 pub(super) type AttentionOps<'f> = dyn FnMut(&mut Builder, Operand, Operand) -> (Vec<Op>, Vec<TensorId>) + 'f;
 
-/// The input tensors of a forward pass, which the host fills.
+/// The input tensors of a forward pass over N tokens, which the host fills.
 pub(super) struct Inputs {
     /// Token ids `[N]`; `None` on all pipeline stages but the first.
     pub tokens: Option<TensorId>,
@@ -24,7 +25,7 @@ pub(super) struct Inputs {
     pub document_start: TensorId,
 }
 
-/// The ops of a forward pass, and the tensors that the loss and the backward pass read.
+/// The ops of a forward pass over N tokens, and the tensors that the loss and the backward pass read.
 pub(super) struct Forward {
     /// Ops of the embedding; empty if the input comes from the previous pipeline stage.
     pub embedding: Vec<Op>,
@@ -222,7 +223,8 @@ struct BatchAttention<'a> {
 }
 
 impl BatchAttention<'_> {
-    /// Returns the op of attention and its statistics, and adds their tensors. See [`AttentionOps`].
+    /// Returns the attention op, and the tensor of softmax statistics that it writes. Adds this tensor and the
+    /// workspace. See [`AttentionOps`].
     fn ops(&self, b: &mut Builder, qkv: Operand, out: Operand) -> (Vec<Op>, Vec<TensorId>) {
         let BatchAttention { options, prefix, shape, document_start } = *self;
         let (batch, sequence, layers) = (options.micro_batch, options.sequence, options.depth());
@@ -314,8 +316,8 @@ impl Decoder<'_> {
         blocks
     }
 
-    /// Adds the inputs of the loss, labels and loss weights per token, each `[rows]`. Returns `None` on all pipeline
-    /// stages but the last, which has the loss.
+    /// Adds the inputs of the loss, `[rows]` labels and `[rows]` loss weights of tokens. Their names start with
+    /// `prefix`. Returns `None` on all pipeline stages but the last, which has the loss.
     pub(super) fn labels(&mut self, prefix: &str, rows: u64) -> Option<(TensorId, TensorId)> {
         if !self.options.is_last() {
             return None;

@@ -89,8 +89,8 @@ impl Projection {
         }
     }
 
-    /// Returns the entry of a tensor that belongs to element number `elements` of the projection. Each `group` elements
-    /// have `entries` entries.
+    /// Returns the index of the first code or scale that belongs to the projection's element with index `elements`.
+    /// Each `group` elements have `entries` codes or scales.
     fn entry(&self, elements: i64, group: u64, entries: u64) -> i64 {
         // No piece follows one that is the whole projection.
         let is_end = elements >= self.elements as i64;

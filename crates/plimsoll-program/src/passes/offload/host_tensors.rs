@@ -48,8 +48,8 @@ impl Offloader {
         Offloader { set, placements, host_staging, zeroed_in_backward, piece_elements: 0, host_updates }
     }
 
-    /// Sets the size of the pieces in which the update processes offloaded tensors. It is a fraction of the largest
-    /// matrix of a layer, so that the pieces in flight are small beside the model.
+    /// Sets the size of the pieces in which the update processes offloaded tensors: a fraction of the largest tensor
+    /// with `layers` slots (one per layer). The pieces in flight are then small beside the model.
     pub(super) fn set_piece_elements(&mut self, layers: u32) {
         let layered = self.set.tensors.iter().filter(|t| t.lifetime == Lifetime::Persistent && t.slots == layers);
         let largest = layered.map(Tensor::elements).max().unwrap_or(1);
@@ -128,7 +128,8 @@ impl Offloader {
         }
     }
 
-    /// Shrinks the workspaces of embedding gradients that the host sums up: its kernel needs none.
+    /// Moves the workspaces of embedding gradients that the host computes to host memory, with 1 element each. The
+    /// host's kernel needs no workspace.
     pub(super) fn drop_device_workspaces(&mut self) {
         let ops = self.set.programs.iter().flat_map(|program| &program.blocks).flat_map(|block| &block.ops);
         let workspaces: Vec<TensorId> = ops
@@ -146,7 +147,7 @@ impl Offloader {
     }
 
     /// Marks offloaded gradients that the backward pass can start from zero in a staging ring on the device, instead of
-    /// fetching them: those to which the device is the first to add.
+    /// fetching them. Excludes the embedding's gradient if the host adds to it before the device does.
     pub(super) fn zero_gradients_in_backward(&mut self) {
         let Some(backward) = self.set.program(ProgramKind::Backward) else { return };
         let mut seen = HashSet::new();
@@ -227,8 +228,8 @@ impl Offloader {
         op.accesses(&|id| self.set.tensor(id).elements())
     }
 
-    /// Returns the operand for the same data after the move: in the host tensor or in a renumbered slot. The operand's
-    /// slot must not depend on the block's variable.
+    /// Returns the operand for the same data after slots have moved to host memory: in the host tensor, or in a
+    /// renumbered slot on the device. The slot of `operand` must not depend on the block's variable.
     pub(super) fn relocated(&self, operand: Operand) -> Operand {
         let Some(placement) = self.placements.get(&operand.tensor) else { return operand };
         let (on_host, all) = (i64::from(placement.on_host), i64::from(placement.per_micro_batch));
@@ -243,7 +244,8 @@ impl Offloader {
         }
     }
 
-    /// Returns an op as it runs in one iteration of its block, with each operand replaced by its place after the move.
+    /// Returns an op as it runs in the iteration of its block in which the loop variable is `variable`. Operands in
+    /// offloaded tensors are replaced as [`Offloader::relocated`] says.
     pub(super) fn unrolled(&self, op: &Op, variable: i64) -> Op {
         let mut op = op.iteration(variable);
         for operand in operands_mut(&mut op.kind) {

@@ -46,8 +46,8 @@ impl ProgramRewriter<'_> {
         }
     }
 
-    /// Returns the copy in host memory of a range of a device tensor. If the op reads the range, the copy is up to
-    /// date.
+    /// Returns the buffer in host memory for the range of a device tensor that `access` touches. If the access reads,
+    /// the range is copied into the buffer first, unless the buffer is up to date.
     fn host_copy_of(&mut self, access: &Access) -> TensorId {
         let region = Region::of(access.operand, access.elements);
         if let Some(&copy) = self.host_copies.get(&region) {

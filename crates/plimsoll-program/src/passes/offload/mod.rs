@@ -49,8 +49,8 @@ const PIECE_ELEMENTS: RangeInclusive<u64> = 1 << 20..=1 << 25;
 const PIECES_PER_MATRIX: u64 = 4;
 /// Pieces of a tensor in the update start at multiples of this many elements, a multiple of every quantization block.
 const PIECE_ALIGNMENT: u64 = 1 << 12;
-/// Factor by which a tensor must be smaller than the largest layer tensor of its category to be too small for offload:
-/// norms, biases, small adapters.
+/// Ratio that decides which tensors, such as norms and biases, are too small for offload. They have less than 1/32 of
+/// the bytes of the largest layer tensor of their category.
 const SMALL_TENSOR_FACTOR: u64 = 32;
 
 /// Name suffix of the tensor in host memory that holds some slots (layers) of a device tensor.
@@ -88,7 +88,8 @@ pub fn tensor_origins(set: &ProgramSet) -> Vec<TensorOrigin<'_>> {
     origins.collect()
 }
 
-/// Returns the length of the unsplit tensor's name and the number of this part of it; `None` if it cannot be split.
+/// Returns the length of the unsplit tensor's name, and which part `tensor` is: 0 in the scratch file, 1 in host
+/// memory, 2 on the device. Returns `None` for tensors that are not persistent.
 fn part_of(tensor: &Tensor) -> Option<(usize, usize)> {
     // A split tensor has its first slots in the scratch file (part 0), then in host memory (1), then on the device (2).
     match &tensor.name {
@@ -101,7 +102,7 @@ fn part_of(tensor: &Tensor) -> Option<(usize, usize)> {
 
 /// Moves the tensors that `offload` names to host memory, and adds the copies to and from the device.
 ///
-/// `layers` is the number of layers of the device. `one_micro_batch` says that a step has a single micro-batch:
+/// `layers` is the number of layers that the device computes. `one_micro_batch` says that a step has one micro-batch:
 /// offloaded gradients then start from zero in the backward pass and need not be fetched.
 pub fn offload(set: ProgramSet, layers: u32, offload: &Offload, one_micro_batch: bool) -> ProgramSet {
     offload_programs(set, layers, offload, one_micro_batch, &|_| true)
@@ -135,7 +136,7 @@ pub fn offload_programs(
     offloader.set
 }
 
-/// The state of the pass while it rewrites one Program.
+/// The state of the offload pass while it rewrites one Program.
 struct ProgramRewriter<'a> {
     offloader: &'a mut Offloader,
     program: ProgramKind,
@@ -157,7 +158,7 @@ struct ProgramRewriter<'a> {
 }
 
 impl ProgramRewriter<'_> {
-    /// Returns the blocks of a Program after offload, with the copies.
+    /// Returns the blocks, after offload and with the copies, of the Program with index `number` in the set.
     fn rewrite(offloader: &mut Offloader, number: usize) -> Vec<Block> {
         let Program { kind: program, work, .. } = offloader.set.programs[number];
         let mut rewriter = ProgramRewriter {
@@ -210,7 +211,7 @@ pub(super) fn elementwise_count(op: &Op) -> Option<u64> {
 }
 
 /// Returns an elementwise op restricted to `count` of its `total` elements, from element `first` on. `first` must be a
-/// multiple of every quantization block.
+/// multiple of every quantization block. `elements_of` gives the elements of a tensor's slot.
 pub(super) fn slice_of(op: &Op, total: u64, first: u64, count: u64, elements_of: &dyn Fn(TensorId) -> u64) -> Op {
     let (accesses, mut op) = (op.accesses(elements_of), op.clone());
     for operand in operands_mut(&mut op.kind) {

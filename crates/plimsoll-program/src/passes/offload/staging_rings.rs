@@ -203,7 +203,7 @@ impl ProgramRewriter<'_> {
         }
     }
 
-    /// Appends the wait for a pending write-back from `buffer`, if there is one.
+    /// Appends the wait for the write-back from `buffer`, of which `held` is the state, if one is pending.
     fn wait_for_write_back(&mut self, held: RingSlot, buffer: Operand) {
         if let Some(sequence) = held.writing_back {
             let queue = self.write_back_queue(held.region);
@@ -245,7 +245,7 @@ impl ProgramRewriter<'_> {
         }
     }
 
-    /// Fetches the regions of work unit `at` that are not yet in a ring.
+    /// Fetches the regions that `unit`, the work unit with index `at`, uses and that are not yet in a ring.
     fn fetch_missing(&mut self, unit: &WorkUnit, at: usize) {
         let missing: Vec<RegionUse> = unit.uses.iter().copied().filter(|u| self.slot_of(u.region).is_none()).collect();
         for u in &unit.uses {
@@ -274,7 +274,8 @@ impl ProgramRewriter<'_> {
         }
     }
 
-    /// Appends an op with operands in its unit's regions replaced by ring buffers.
+    /// Appends an op of `unit`. Operands that lie in regions of the unit are replaced by the ring buffers that hold
+    /// these.
     fn rewrite_op(&mut self, op: &Op, unit: &WorkUnit) {
         let mut op = op.clone();
         for access in self.offloader.accesses(&op).iter().filter(|access| access.mode != Mode::Read) {
@@ -304,8 +305,8 @@ impl ProgramRewriter<'_> {
         self.start_copy(buffer, region.at(), region.elements, sequence, queue);
     }
 
-    /// Appends the waits for copies to or from ranges that an op touches in place and not through a ring of its unit.
-    /// Does nothing outside updates that the host runs.
+    /// Appends the waits for write-backs into ranges that an op touches in place, not through a ring. Does nothing
+    /// outside updates that the host runs.
     fn release_conflicts(&mut self, op: &Op, unit: &WorkUnit) {
         if self.work != WorkKind::Update || !self.offloader.host_updates {
             return;

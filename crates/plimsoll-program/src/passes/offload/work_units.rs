@@ -202,7 +202,8 @@ impl ProgramRewriter<'_> {
         (0..total.div_ceil(piece)).map(|number| slice(number * piece)).collect()
     }
 
-    /// Appends ops as work units, one for each run of consecutive ops on the same processor.
+    /// Appends ops to `units` as work units named `name`, one for each run of consecutive ops on the same processor.
+    /// Leaves out redundant zeroing of gradients.
     fn push_units(&mut self, name: &str, ops: Vec<Op>, units: &mut Vec<WorkUnit>) {
         let mut ops = self.with_host_staging(ops);
         ops.retain(|op| !self.is_redundant_zeroing(op));
@@ -246,8 +247,8 @@ impl ProgramRewriter<'_> {
         }
     }
 
-    /// Returns the processor that runs an op. The host runs ops without device arithmetic whose tensors are all in host
-    /// memory or files, embedding ops on a table in host memory, and updates of offloaded state if it is to update.
+    /// Returns the processor that runs an op. The host runs copies and fills outside device memory, and embedding ops
+    /// on a table in host memory. With `host_updates` it also runs updates of offloaded state.
     fn processor_of(&self, op: &Op) -> Processor {
         let on_host = |operand: Operand| self.offloader.space(operand) == Space::Host;
         let runs_on_host = match &op.kind {

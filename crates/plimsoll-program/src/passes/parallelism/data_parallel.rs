@@ -24,7 +24,8 @@ const BELOW: i64 = 3;
 /// Sequence number of the all-reduce of the gradients of layer 0, in the backward Program; layer `n` has `LAYERS + n`.
 const LAYERS: i64 = 16;
 
-/// Returns the Programs of one rank of a data-parallel team, from those of a single device.
+/// Returns the Programs of one rank of a data-parallel team, from those of a single device. Collectives on tensors that
+/// `offload` names are awaited at once.
 pub(super) fn parallelize(mut set: ProgramSet, share: &Share, offload: &Offload) -> ProgramSet {
     if let Some(number) = set.program_index(ProgramKind::Backward) {
         let blocks = std::mem::take(&mut set.programs[number].blocks);
@@ -91,8 +92,8 @@ impl GradientReducer<'_> {
         self.blocks
     }
 
-    /// Returns the gradient tensors that a block adds to: those with a slot per layer if `of_layers`, or else the
-    /// others.
+    /// Returns the gradient tensors that a block adds to. With `of_layers` only those with a slot per layer, without it
+    /// only the others (embedding, head, final norm).
     fn gradients(&self, block: &Block, of_layers: bool) -> BTreeSet<TensorId> {
         let accesses = block.ops.iter().flat_map(|op| op.accesses(&|id| self.set.tensor(id).elements()));
         let gradients = accesses.filter(|access| {

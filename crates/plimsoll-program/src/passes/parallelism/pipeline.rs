@@ -81,13 +81,15 @@ impl Stage<'_> {
         message(self.share, collective, peer, at, self.set.tensor(at.tensor).elements(), sequence)
     }
 
-    /// Returns the operands of the residual stream before the stage's first layer and after its last.
+    /// Returns the operands in the tensor `hidden` that hold the input of the stage's first layer and the output of its
+    /// last.
     fn input_and_output(&self, hidden: TensorId) -> [Operand; 2] {
         let slots = i64::from(self.set.tensor(hidden).slots);
         [Operand::slot(hidden, 0), Operand::slot(hidden, slots - 1)]
     }
 
-    /// Makes a forward pass receive its input from the previous stage and send its output to the next one.
+    /// Makes a forward pass receive its input from the previous stage and send its output to the next one. Both are
+    /// slots of the tensor with the name `hidden`, the residual stream between layers.
     fn connect_forward(&mut self, program: ProgramKind, hidden: &str) {
         let Some(number) = self.set.program_index(program) else { return };
         let hidden = self.set.find(hidden).expect("a forward pass has a hidden state");

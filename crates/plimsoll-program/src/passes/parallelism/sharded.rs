@@ -99,7 +99,7 @@ fn shard(set: &ProgramSet, share: &Share, tensor: &Tensor) -> Shard {
     Shard { parts, weight_elements }
 }
 
-/// Returns those split weights that have one slot per layer; embedding and head have none.
+/// Returns those split weights that have one slot per layer: all except embedding, head and final norm.
 fn layer_weights(set: &ProgramSet, shards: &HashMap<TensorId, Shard>) -> BTreeSet<TensorId> {
     let computing = set.programs.iter().filter(|program| !matches!(program.work, WorkKind::Update | WorkKind::Load));
     let mut ops: Vec<Op> = computing.flat_map(|program| &program.blocks).flat_map(|block| block.ops.clone()).collect();

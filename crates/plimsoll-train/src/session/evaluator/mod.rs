@@ -27,8 +27,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 use weight_transfer::{TransferState, WeightReceiver, WeightTransfer};
 
-/// Largest number of out-of-memory errors of one piece of work that the evaluator tolerates. After each it tries again;
-/// after one more it counts as lost.
+/// Largest number of out-of-memory errors in one piece of work after which the evaluator still tries again. After one
+/// more it counts as lost.
 const MAX_EVALUATOR_REFUSALS: usize = 6;
 /// Interval at which a waiting thread checks that the device is alive.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
@@ -66,7 +66,7 @@ pub struct Evaluator {
     reports: Receiver<(u64, EvaluationReport)>,
     /// Channel that returns the engine when the thread ends.
     finished: Receiver<Engine>,
-    /// Heartbeat of the device and its monitor; `None` if the system refused a thread for them.
+    /// Sender of the device's heartbeats; `None` if the system refused its thread.
     heartbeat: Option<HeartbeatSender>,
     _monitor: Option<HeartbeatMonitor>,
     heartbeat_timeout: Duration,

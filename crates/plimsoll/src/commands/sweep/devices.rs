@@ -32,7 +32,8 @@ struct SharedDevice {
 }
 
 impl SharedDevice {
-    /// Creates a device of a sweep. `asked` are the devices of the request, `workers` the largest number of runs on it.
+    /// Creates a device of a sweep. `asked` are all devices that the user requested. At most `workers` runs share the
+    /// device at a time; `None` sets no limit.
     fn new(spec: DeviceSpec, asked: &[DeviceRequest], workers: Option<u32>) -> SharedDevice {
         let named = asked.iter().find(|asked| asked.name() == spec.name).cloned();
         let request = named.unwrap_or_else(|| match spec.name.strip_prefix("cuda:").and_then(|n| n.parse().ok()) {
@@ -167,7 +168,7 @@ impl SharedDevices {
         self.reservation.is_some() && self.devices[device].spec.remote_host().is_some()
     }
 
-    /// Returns whether a device of the cluster is currently lost.
+    /// Returns whether the device with this index belongs to the cluster and is lost now.
     pub fn is_lost(&self, device: usize) -> bool {
         self.is_remote(device) && self.reservation_of(device).is_none()
     }
@@ -181,8 +182,9 @@ impl SharedDevices {
         self.reservation.as_ref().and_then(|reservation| reservation.placement_group(self.name(device)))
     }
 
-    /// Returns the environment variable that gives a worker the reservation of its device in the cluster; `None` for a
-    /// device of this machine. The value is empty for a lost device, so that the worker does not reserve one itself.
+    /// Returns the environment variable that tells the process of a run the reservation of its device in the cluster.
+    /// `None` for a device of this machine. The value is empty for a lost device, so that the process does not reserve
+    /// one itself.
     pub fn worker_environment(&self, device: usize) -> Option<(&'static str, String)> {
         self.is_remote(device).then(|| (RESERVATION_ENV, self.reservation_of(device).unwrap_or_default()))
     }
@@ -197,7 +199,8 @@ impl SharedDevices {
         &self.devices[device].spec.name
     }
 
-    /// Explains why a device got none of the runs, which have these demands. `None` without demands.
+    /// Explains why a device got none of the runs, which have these demands. `None` if `demands` is empty and the
+    /// device is not lost.
     pub fn unused_reason(&self, device: usize, demands: &[&RunDemands]) -> Option<String> {
         if self.is_lost(device) {
             return Some("it was lost".to_owned());
@@ -229,7 +232,8 @@ impl SharedDevices {
         self.devices.iter().map(SharedDevice::initial_report).collect()
     }
 
-    /// Returns the `KEY=VALUE` settings of a worker: its share of the device and of the host memory.
+    /// Returns the `KEY=VALUE` settings that limit the process of a run to its share of the device and of the host
+    /// memory.
     pub fn worker_settings(&self, worker: &ScheduledRun) -> Vec<String> {
         let device = &self.devices[worker.device];
         let text = self.worker_request(worker.device, worker.bytes, worker.host_bytes, worker.time_shares);
@@ -240,8 +244,8 @@ impl SharedDevices {
         settings
     }
 
-    /// Formats a share of a device and of the host memory in the syntax of `--devices`. `parts` counts parts of the
-    /// device's time: threads for a CPU.
+    /// Formats a share of a device as a value of `--devices`. It consists of `bytes` of device memory, `host` bytes of
+    /// host memory, and `parts` of the device's equal time parts (threads for a CPU).
     fn worker_request(&self, device: usize, bytes: Bytes, host: Bytes, parts: u32) -> String {
         let device = &self.devices[device];
         let mut requested = device.request.clone();
@@ -313,7 +317,8 @@ impl SharedDevices {
         Ok(keys.iter().map(demands_of).collect())
     }
 
-    /// Combines the demands of a run on each device, as they were measured.
+    /// Combines the measured demands of a run, one answer per device. On a device of the cluster, a failed measurement
+    /// only excludes the device; on another device, the failure is returned.
     fn demands_of_run(&self, answers: &[Result<RunDemand, Failure>]) -> Result<RunDemands, Failure> {
         let mut per_device = Vec::new();
         for (device, answer) in answers.iter().enumerate() {
@@ -330,8 +335,8 @@ impl SharedDevices {
         }
     }
 
-    /// Rounds the demand on a device of the cluster up to whole MiB, the unit of reservations, but not above its load
-    /// line. Other demands stay.
+    /// Rounds the bytes of a demand up to whole MiB, the unit of reservations, but not above the device's load line. A
+    /// demand that does not fit, or that is not on a device of the cluster, stays unchanged.
     fn round_up_to_mib(&self, device: usize, demand: &RunDemand) -> RunDemand {
         let whole = Bytes::mib(demand.bytes.0.div_ceil(1 << 20));
         let bytes = if self.is_remote(device) && demand.fits {

@@ -21,7 +21,8 @@ use std::time::{Duration, Instant};
 /// Number of restarts of a run that ended early, without `--retries`.
 const DEFAULT_RETRIES: u32 = 2;
 
-/// Time for workers of an interrupted sweep to finish their step, save and end.
+/// Longest time that a resumed sweep waits for processes that still train since its interruption. They finish their
+/// step, save and end.
 const ORPHAN_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Folder of a sweep, locked against use by another sweep.
@@ -110,7 +111,7 @@ impl SweepFolder {
         Ok(OpenedSweep { folder, configs, report })
     }
 
-    /// Opens the folder of an interrupted sweep. Waits for workers of that sweep that are still running.
+    /// Opens the folder of an interrupted sweep. Waits for training processes of that sweep that have not ended yet.
     ///
     /// # Errors
     /// The folder does not hold a sweep or is in use.
@@ -231,7 +232,7 @@ fn write(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
     Ok(atomic::write_file(path, bytes)?)
 }
 
-/// Returns the failure for a file operation on `path`; `what` is its verb.
+/// Returns the failure for a file operation on `path`. `what` is the verb for its message, such as `write`.
 fn cannot(what: &str, path: &Path, error: &std::io::Error) -> Failure {
     Failure::input(format!("cannot {what} {}: {error}", path.display()))
         .hint("name a folder that can be written: --dir")

@@ -30,7 +30,7 @@ use worker::{Worker, WorkerExit, WorkerStart};
 /// Path of this program. It stays valid after the file has been replaced by a newer version.
 const PROGRAM: &str = "/proc/self/exe";
 
-/// Time between two checks for workers that have ended.
+/// Time between two checks for training processes that have ended.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Time for which a cluster device gets no new run after a run ended early there: the device may be lost, which the
@@ -41,8 +41,8 @@ const FAILED_DEVICE_COOLDOWN: Duration = Duration::from_secs(10);
 /// devices.
 const LOST_DEVICE_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Time between two scheduling decisions while no worker starts or ends. A worker that takes longer than predicted
-/// changes the decision.
+/// Time between two scheduling decisions while no training process starts or ends. A run that takes longer than
+/// predicted changes the decision.
 const SCHEDULE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Plans and runs a sweep and prints a table of the results. A run that fails does not stop the others.
@@ -304,7 +304,7 @@ impl<'a> ActiveSweep<'a> {
         }
     }
 
-    /// Starts a worker for a run and records it in the report.
+    /// Starts the training process of a scheduled run, and records it in the report.
     fn start(&mut self, assigned: &plimsoll_plan::sweep::ScheduledRun) -> Result<(), Failure> {
         let row = &mut self.report.runs[assigned.job];
         let share = f64::from(assigned.time_shares) / f64::from(self.devices.capacities()[assigned.device].time_shares);
@@ -336,7 +336,8 @@ impl<'a> ActiveSweep<'a> {
         self.write()
     }
 
-    /// Records the end of a worker and decides whether its run is restarted.
+    /// Records the end of a training process and decides whether its run is restarted. While the sweep is `stopping`
+    /// after a signal, no run is.
     fn end(&mut self, worker: &Worker, exit: &WorkerExit, stopping: bool) -> Result<(), Failure> {
         let run = worker.run;
         self.schedule.finish(run);

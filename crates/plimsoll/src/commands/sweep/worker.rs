@@ -13,25 +13,26 @@ use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::Instant;
 
-/// Parameters of a new worker.
+/// Parameters for the start of a training process.
 pub struct WorkerStart {
-    /// Index of the run.
+    /// Index of the run in the sweep.
     pub run: usize,
-    /// Index of the device.
+    /// Index of the run's device among the devices of the sweep.
     pub device: usize,
     /// `KEY=VALUE` settings of the run: its share of the device and of the host memory.
     pub settings: Vec<String>,
-    /// Name and value of the environment variable for a device of the cluster; `None` for a device of this machine.
+    /// Name and value of the environment variable with the reservation of a device in the cluster; `None` for a device
+    /// of this machine.
     pub environment: Option<(&'static str, String)>,
     /// Places of out-of-memory errors to inject, as `--inject-oom` of `plimsoll train` takes them.
     pub injections: Vec<String>,
 }
 
-/// A training process.
+/// A training process of a sweep, which trains one run on one device.
 pub struct Worker {
-    /// Index of the run.
+    /// Index of the run in the sweep.
     pub run: usize,
-    /// Index of the device.
+    /// Index of the run's device among the devices of the sweep.
     pub device: usize,
     child: Child,
     log: PathBuf,
@@ -40,7 +41,7 @@ pub struct Worker {
     started_at: Instant,
 }
 
-/// Exit of a worker process.
+/// Exit of a training process.
 pub struct WorkerExit {
     /// Exit code; `None` if a signal ended the process.
     pub code: Option<i32>,
@@ -79,12 +80,12 @@ impl Worker {
         self.child.id()
     }
 
-    /// Returns the seconds since the worker was started.
+    /// Returns the seconds since the process was started.
     pub fn seconds(&self) -> f64 {
         self.started_at.elapsed().as_secs_f64()
     }
 
-    /// Asks the worker to finish its step, save and end.
+    /// Asks the process to finish its step, save and end.
     pub fn stop(&mut self) {
         drop(self.child.stdin.take());
     }
@@ -95,8 +96,8 @@ impl Worker {
         Some(WorkerExit { code: status.code(), reason: describe_exit(status, &self.read_log()) })
     }
 
-    /// Returns the part of the log that this process has written; nothing after an error. Removes the log if it is
-    /// empty.
+    /// Returns the part of the log that this process has written, or an empty text if the log cannot be read. Removes
+    /// an empty log.
     fn read_log(&self) -> String {
         self.try_read_log().unwrap_or_default()
     }

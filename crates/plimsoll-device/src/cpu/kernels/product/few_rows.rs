@@ -42,7 +42,7 @@ pub fn few_rows<T: Real, O: Real<Wide = T::Wide>>(pool: &Pool, p: Product<T>, ou
 macro_rules! dots {
     ($name:ident, $M:literal) => {
         vectorized! {
-            /// Calls `dot_tile` for a fixed number of rows of a.
+            /// Calls `dot_tile` for a number of rows of a that is fixed at compile time; `rows` counts rows of b.
             pub fn $name<T, V>(k: usize, a: &[T], a_row: usize, b: &[T], b_row: usize, rows: usize, sums: &mut [[T::Wide; 4]; FEW_ROWS]) {
                 dot_tile::<T, V, $M>(k, a, a_row, b, b_row, rows, sums)
             }

@@ -96,8 +96,8 @@ impl<'a, T: Real> Product<'a, T> {
 
 /// A type whose matrices the CPU multiplies: f32, f64 or bf16.
 pub trait Multiply: Real {
-    /// Computes the product `p` into `out` with a packed right operand, as [`product`] does. The result has this or the
-    /// wide type.
+    /// Computes the product `p` into `out`, like [`product`], and packs the right operand for it. The result has the
+    /// type of the operands or the wide type.
     fn packed_product<O: Real<Wide = Self::Wide>>(
         pool: &Pool,
         p: Product<Self>,

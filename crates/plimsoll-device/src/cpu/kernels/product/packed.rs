@@ -99,7 +99,8 @@ fn pack_right<T: Float>(p: &Product<T>, slice: Range<usize>, columns: Range<usiz
     }
 }
 
-/// Packs `rows` × `slice` of a left operand that is stored transposed into `block`, as groups [slice, GROUP_ROWS].
+/// Packs the part `rows` × `slice` of a left operand, which is stored transposed. `block` gets one contiguous [slice,
+/// GROUP_ROWS] per group of GROUP_ROWS rows.
 fn pack_left<T: Float>(p: &Product<T>, slice: Range<usize>, rows: Range<usize>, block: &mut [T]) {
     let depth = slice.len();
     let a_row = |row: usize| &p.a[row * p.a_row..][..p.m];

@@ -67,8 +67,8 @@ impl<O: Copy> PairTarget<O> {
     }
 }
 
-/// Computes a tile of the result, of M rows and N vectors, over all of `k`. `columns` columns of it are valid: all N ·
-/// LANES, or fewer if N = 1 and PART. With ROWS, the rows of a are contiguous (`stride` apart), else packed.
+/// Computes a tile of the result, M rows by N vectors, summed over all of `k`. It has `columns` columns: N · LANES, or
+/// at most LANES if PART is true (N is then 1). If ROWS is true, rows of a lie `stride` apart; otherwise a is packed.
 ///
 /// # Safety
 /// a must be readable for M × k, b for ⌈k / 2⌉ × columns pairs (`b_row` apart), the target for M × columns.
@@ -113,7 +113,8 @@ unsafe fn tile<D: Dot, O: Real<Wide = f32>, const M: usize, const N: usize, cons
     unsafe { write_tile::<D, O, M, N, PART>(&mut sums, columns, sink) }
 }
 
-/// Loads one row of pairs of the right operand, as wide as a tile: N vectors, or `columns` lanes of one with PART.
+/// Loads one row of pairs of the right operand for a tile. These are N vectors or, if PART is true, one vector with
+/// `columns` pairs and zeros after them.
 ///
 /// # Safety
 /// `from` must be readable for `columns` pairs.
@@ -189,7 +190,7 @@ unsafe fn write_tile<D: Dot, O: Real<Wide = f32>, const M: usize, const N: usize
     }
 }
 
-/// Computes the m rows of one panel of the result, a group of neighbouring columns.
+/// Computes all m rows of one panel (group of neighbouring columns) of the result.
 ///
 /// # Safety
 /// The promises of `tile` hold for m rows.
@@ -380,8 +381,8 @@ fn pack_panels(
     });
 }
 
-/// Packs the rows `slice` and columns `columns` of the right operand into `panel`, as pairs [⌈slice / 2⌉, wide]. An odd
-/// last row is paired with zeros.
+/// Packs the rows `slice` and columns `columns` of the right operand into `panel`, as pairs [⌈slice / 2⌉, wide]. `wide`
+/// is the row stride of the panel. An odd last row is paired with zeros.
 fn pack_right(p: &Product<bf16>, slice: Range<usize>, columns: Range<usize>, wide: usize, panel: &mut [f32]) {
     if p.b_transposed {
         let rows = &p.b[columns.start * p.k + slice.start..(columns.end - 1) * p.k + slice.end];
@@ -399,8 +400,8 @@ fn pack_right(p: &Product<bf16>, slice: Range<usize>, columns: Range<usize>, wid
     }
 }
 
-/// Computes `to[⌈columns / 2⌉, to_row]` = the transpose of the pairs along the rows of `from[rows, from_row]`; an odd
-/// last column is paired with zeros.
+/// Joins neighbours in each row of `from[rows, columns]` (row stride `from_row`) to pairs. Writes the pairs transposed
+/// to `to[⌈columns / 2⌉, rows]` (row stride `to_row`). An odd last column is paired with zeros.
 fn transpose_pairs(from: &[bf16], from_row: usize, rows: usize, columns: usize, to: &mut [f32], to_row: usize) {
     // Pairs need an even stride; the last row may end after its columns.
     let even = from_row.is_multiple_of(2) && columns.is_multiple_of(2);
@@ -416,7 +417,8 @@ fn transpose_pairs(from: &[bf16], from_row: usize, rows: usize, columns: usize, 
     }
 }
 
-/// Packs `rows` × `slice` of a left operand that is stored transposed into `block`, as groups [pairs, GROUP_ROWS].
+/// Packs the part `rows` × `slice` of a left operand, which is stored transposed. `block` gets one contiguous [pairs,
+/// GROUP_ROWS] per group of GROUP_ROWS rows.
 fn pack_left(p: &Product<bf16>, slice: Range<usize>, rows: Range<usize>, block: &mut [f32]) {
     let pairs = slice.len().div_ceil(2);
     // A few rows of a at a time: their cache lines serve several groups, and they fit into one cache
@@ -441,8 +443,8 @@ fn pack_left(p: &Product<bf16>, slice: Range<usize>, rows: Range<usize>, block: 
     }
 }
 
-/// Implements `Multiply::pack_right_operand` for bf16: `to[⌈E / 2⌉, Q]` gets the pairs of the first `count` rows,
-/// transposed.
+/// Implements `Multiply::pack_right_operand` for bf16: joins neighbours in each of the first `count` rows to pairs, and
+/// writes the pairs transposed to `to[⌈E / 2⌉, Q]`.
 pub fn pack_right_operand(from: &[bf16], row: usize, count: usize, head: usize, to: &mut [f32]) {
     if count < QUERIES {
         to.fill(0.0);

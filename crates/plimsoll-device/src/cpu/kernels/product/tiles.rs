@@ -99,8 +99,8 @@ impl<T, O> Target<T, O> {
     }
 }
 
-/// Computes a tile of the result, of M rows and N vectors, over all of `k`. `columns` columns of it are valid: all N ·
-/// LANES, or fewer if N = 1 and PART. With ROWS, the rows of a are contiguous (`stride` apart), else its columns are.
+/// Computes a tile of the result, M rows by N vectors, summed over all of `k`. It has `columns` columns: N · LANES, or
+/// at most LANES if PART is true (N is then 1). Rows of a (if ROWS is true) or else its columns lie `stride` apart.
 ///
 /// # Safety
 /// a must be readable for M × k, b for k × columns (`b_row` apart), the target for M × columns.
@@ -191,7 +191,7 @@ unsafe fn tile<
     }
 }
 
-/// Computes the m rows of one panel of the result, a group of neighbouring columns.
+/// Computes all m rows of one panel (group of neighbouring columns) of the result.
 ///
 /// # Safety
 /// The promises of `tile` hold for m rows.

@@ -2,7 +2,7 @@
 
 use std::sync::OnceLock;
 
-/// A set of vector instructions that kernels use, in ascending order.
+/// A set of vector instructions that kernels can use. Levels are ordered from least to most capable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum SimdLevel {
     /// Arrays of numbers, vectorized by the compiler.

@@ -135,9 +135,9 @@ impl Real for bf16 {
     }
 }
 
-/// Rounds `x` to f32: if it lies between two numbers, to the one whose last bit is 1 (round to odd). Rounding the
-/// result to half as many bits then gives the same as rounding `x` once (Boldo and Melquiond, "When double rounding is
-/// odd"). The crate `half` drops the low half of an f64 instead.
+/// Rounds `x` to odd: if it lies between two f32 numbers, to the one whose last bit is 1. Rounding the result further,
+/// to 16 bits, then gives the same as rounding `x` once (Boldo and Melquiond, "When double rounding is odd").
+/// Conversions from f64 by the crate `half` lack this property, because they drop the low half of `x`.
 #[inline]
 pub fn to_odd(x: f64) -> f32 {
     let nearest = x as f32;

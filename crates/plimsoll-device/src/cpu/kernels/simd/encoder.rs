@@ -5,14 +5,14 @@ use plimsoll_program::formats;
 /// A table that converts numbers to codes of `formats::dynamic_map` without a search.
 pub struct Encoder {
     thresholds: [f32; 256],
-    /// The least code of the numbers with the same sign, exponent and 7 leading bits, for each of these. The code of a
-    /// number is this one or the next.
+    /// The least code that a number with a given sign, exponent and 7 leading mantissa bits can have. There is one
+    /// entry for each combination of these bits. The code of a number is its entry, or one more.
     least_code: Vec<i32>,
 }
 
 impl Encoder {
-    /// Number of low bits of an f32 that the table ignores. The remaining bits, exponent and 7 more, are so fine that
-    /// at most one threshold lies between neighbouring entries.
+    /// Number of low bits of an f32 that the table ignores. The remaining bits (exponent and 7 mantissa bits) are so
+    /// fine that at most one threshold lies between neighbouring entries.
     pub const SHIFT: u32 = 16;
     /// Upper 16 bits of the f32 2^-25. Smaller magnitudes have the code of zero.
     pub const MIN_MAGNITUDE: u32 = 0x3300;

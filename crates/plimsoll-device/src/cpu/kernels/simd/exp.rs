@@ -16,7 +16,7 @@ pub(super) const EXP_TERMS: [f32; 6] = [1.0 / 5040.0, 1.0 / 720.0, 1.0 / 120.0, 
 /// 1.5 · 2^23. Adding and subtracting it rounds an f32 to the nearest integer, ties to even.
 pub(super) const ROUNDING_SHIFT: f32 = 12_582_912.0;
 
-/// Returns e^x by the same algorithm as the vectors.
+/// Returns e^x for a single number, by the same algorithm as the versions for vectors.
 #[inline(always)]
 pub(super) fn exp_f32(x: f32) -> f32 {
     // Comparisons with NaN are false, so NaN is kept.

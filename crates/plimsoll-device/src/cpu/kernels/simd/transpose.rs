@@ -3,7 +3,8 @@
 use super::{Float, MAX_LANES, Vector, prefetch, vectorized};
 
 vectorized! {
-    /// Computes `to[columns, to_row]` = factor · transpose of `from[rows, from_row]`; `rows <= to_row`.
+    /// Writes `factor` times the transpose of the `rows` × `columns` matrix `from` to `to`. Rows start `from_row`
+    /// elements apart in `from`, and `to_row` elements apart in `to`.
     pub fn transpose<T: Float, V>(from: &[T], from_row: usize, rows: usize, columns: usize, factor: T, to: &mut [T], to_row: usize) {
         let scale = V::splat(factor.widen());
         transpose_blocks::<T, V>(from, from_row, rows, columns, to, to_row, #[inline(always)] |block| block * scale, #[inline(always)] |x| x * factor);
@@ -11,8 +12,8 @@ vectorized! {
 }
 
 vectorized! {
-    /// Computes `to[columns, to_row]` = the transpose of `from[rows, from_row]`. Elements keep all their bits, whatever
-    /// they encode.
+    /// Writes the transpose of the `rows` × `columns` matrix `from` to `to`, with the bits of all elements unchanged.
+    /// Rows start `from_row` elements apart in `from`, and `to_row` elements apart in `to`.
     pub fn transpose_bits<T: Float, V>(from: &[T], from_row: usize, rows: usize, columns: usize, to: &mut [T], to_row: usize) {
         transpose_blocks::<T, V>(from, from_row, rows, columns, to, to_row, #[inline(always)] |block| block, #[inline(always)] |x| x);
     }

@@ -366,7 +366,7 @@ impl QuantizedVector for F32x16 {
     }
 }
 
-/// The method to multiply pairs of bf16 with the instruction of AVX-512 BF16.
+/// An implementation of [`Dot`] that multiplies pairs of bf16 numbers by the dot-product instruction of AVX-512 BF16.
 pub struct NativeDot;
 
 impl Dot for NativeDot {
@@ -382,8 +382,8 @@ impl Dot for NativeDot {
     }
 }
 
-/// Returns, for each lane of the two results of `swap_lanes`, the lane that it comes from. Lanes of the second operand
-/// count from N.
+/// Returns the lane from which each lane of the two results of [`Vector::swap_lanes`] comes, for the same `bit`. Lanes
+/// of the first operand have numbers from 0, those of the second from N.
 #[inline(always)]
 const fn swap_indices<const N: usize>(bit: usize) -> ([u32; N], [u32; N]) {
     let (mut first, mut second) = ([0; N], [0; N]);

@@ -48,8 +48,8 @@ pub struct OptimizerTensor {
     pub decay: f64,
 }
 
-/// Packs tensors into tables of at most [`TABLE_TENSORS`]. Returns each table with its number of tensors and the number
-/// of thread blocks for them, with `chunk` elements of one tensor per block.
+/// Packs tensors into tables of at most [`TABLE_TENSORS`]. Returns each table with its number of tensors and of thread
+/// blocks. A block updates at most `chunk` elements of one tensor.
 fn tables(tensors: &[OptimizerTensor], chunk: u64) -> impl Iterator<Item = (Box<Table>, u64, u64)> {
     tensors.chunks(TABLE_TENSORS).map(move |group| {
         let mut table = Box::new(Table([TensorEntry::default(); TABLE_TENSORS]));
