@@ -567,9 +567,9 @@ struct PlacementOrder {
     by: SortKey,
 }
 
-/// The buffers that are placed before all others. Buffers that live at the peak form a core without gaps. In a training
-/// step this is the stack of kept activations: those made first and freed last at the bottom, and the work of the peak
-/// itself on top.
+/// Choice of the buffers that an order places first: none, or those live at the peak, sorted in one of several ways.
+/// Placed first, the buffers of the peak lie without gaps. In a training step these are the kept activations, those made
+/// first and freed last at the bottom, and on top the tensors of the op at the peak.
 #[derive(Clone, Copy)]
 enum FirstBuffers {
     None,

@@ -85,8 +85,9 @@ impl MeasurementExtent {
     }
 }
 
-/// Measures the CPU with `threads` threads in about `duration`, with matrix products in each of `dtypes`. Types other
-/// than f32, bf16 and f64 are skipped. `stage` receives a description of each part when it begins.
+/// Measures the CPU with `threads` threads: matrix products in each of `dtypes`, memory and the fixed time of an op in
+/// about `duration`, then the rates of all ops, about a second more for each of f32 and bf16. Types other than f32, bf16
+/// and f64 are skipped. `stage` receives a description of each part when it begins.
 ///
 /// # Errors
 /// Memory or threads are refused.

@@ -15,7 +15,8 @@ use plimsoll_program::{Block, Op, OpKind, ProgramKind, ProgramSet, Share};
 /// Number of rows that an evaluation is taken to have if the data have not been read.
 const LONG_EVALUATION_ROWS: u64 = 1 << 16;
 
-/// Returns the request to run only evaluations, with weights that other devices train.
+/// Derives the request of an evaluator from that of a training run: one device, no optimizer, no offload and no further
+/// lossy rungs. The weights come from the devices that train.
 #[must_use]
 pub fn evaluation_request<'a>(request: &PlanRequest<'a>) -> PlanRequest<'a> {
     let mut request = request.clone();

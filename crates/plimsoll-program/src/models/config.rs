@@ -148,7 +148,7 @@ pub enum ConfigError {
     /// The text of `config.json` is not JSON, or not a JSON object.
     #[error("not valid JSON: {message}")]
     Json {
-        /// Description of the error; for text that is not JSON with line and column.
+        /// Description of the error. If the text is not JSON, it includes the line and column.
         message: String,
     },
     /// A key that has no default is missing.

@@ -526,7 +526,8 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// Adds the looked-up and unknown keys of an inner object to those of this one.
+    /// Takes over the records of an inner object, such as `rope_scaling`: the keys that the reader looked up, and those
+    /// that it did not (unknown keys).
     fn adopt(&self, inner: Keys) {
         let mut asked = self.asked.borrow_mut();
         asked.extend(inner.asked.borrow().iter().map(|key| inner.path(key)));

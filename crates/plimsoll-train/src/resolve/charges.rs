@@ -9,9 +9,9 @@ use plimsoll_device::process;
 /// tables. Measured on runs of many sizes, with a margin.
 const HEAP_BYTES: Bytes = Bytes::mib(5);
 
-/// Smallest charges (bytes outside the arena) planned for a process, without rows of data and Programs. A process that
-/// trains on tokenized data holds less than this. A plan made before the data are open therefore has the same charges
-/// as the run.
+/// Lower bound of the planned charges (bytes outside the arena) of a process; those of data rows and Programs are added.
+/// A process that trains on tokenized data holds less. Its planned charges are therefore this bound, both before and
+/// after the data are opened.
 const PROCESS_BYTES: Bytes = Bytes::mib(20);
 
 /// Difference in resident memory between two starts of the same program, with a margin. It depends on which pages of

@@ -53,7 +53,8 @@ pub(crate) struct Checkpointer {
     pub enabled: bool,
     /// Step of the newest checkpoint; 0 without one.
     pub newest_step: u64,
-    /// Time of the newest checkpoint, or of the start.
+    /// Time from which `train.save_every_minutes` counts: when this process wrote the newest checkpoint, returned to
+    /// it, or started the run.
     pub newest_time: Instant,
     /// Seconds that writing the newest checkpoint took; `None` until this process has written one.
     pub write_seconds: Option<f64>,

@@ -51,12 +51,12 @@ impl Session {
         spec
     }
 
-    /// Plans the run without the device `lost`, and logs the loss. `rest` lists the remaining devices of the team,
-    /// `host` is the load line of host memory. `resumed_from_step` is the step of the checkpoint from which the run
-    /// restarts, for the log; `None` if the device was lost while devices were opened.
+    /// Plans the run for `rest`, the remaining devices of the team, after the loss of `lost`; if no plan fits there,
+    /// also for the unused devices. Logs the loss. `host` is the load line of host memory. `resumed_from_step`, for the
+    /// log, is the step of the checkpoint from which the run restarts; `None` if the loss came while devices were opened.
     ///
     /// # Errors
-    /// No plan fits on the remaining devices: the run stops and can be resumed.
+    /// No plan fits, even with the unused devices: the run stops and can be resumed.
     pub(crate) fn replan_without(
         &mut self,
         lost: DeviceSpec,

@@ -69,7 +69,8 @@ pub(super) enum Processor {
 /// in the update.
 pub(super) struct WorkUnit {
     pub(super) name: String,
-    /// One block that runs once, or one or several repeated blocks that use the same regions.
+    /// Either one block that runs once, or one or more repeated blocks. Repeated blocks of a unit use the same ranges
+    /// of offloaded tensors (`uses`).
     pub(super) blocks: Vec<Block>,
     pub(super) processor: Processor,
     /// Regions that must pass through staging rings: ranges of host tensors for a device unit, of device tensors for an
