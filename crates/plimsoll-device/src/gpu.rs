@@ -7,7 +7,7 @@ use crate::cache;
 use crate::cuda::arena::DeviceArena;
 use crate::cuda::compile::Compiler;
 use crate::cuda::driver::{Context, Driver};
-use crate::cuda::executor::{self, OpenRequest, OpenedGpu};
+use crate::cuda::executor::{self, OpenRequest, OpenedGpu, ProcessBytes};
 use crate::cuda::gpus::{self, CudaInstallation, GpuInfo};
 use crate::cuda::{nccl, products};
 use crate::device::Device;
@@ -93,6 +93,12 @@ fn initial_free_bytes(installation: &CudaInstallation, gpu: &GpuInfo) -> Option<
     *stored.entry(gpu.index).or_insert_with(|| installation.memory(gpu).map(|memory| memory.free_bytes))
 }
 
+/// Returns the bytes that this process holds on a GPU. None if NVML does not see the process.
+fn process_bytes(installation: &CudaInstallation, gpu: &GpuInfo) -> Option<Bytes> {
+    let own = std::process::id();
+    installation.processes(gpu).into_iter().find(|process| process.pid == own)?.held_bytes
+}
+
 /// Returns a closure that checks whether a GPU still responds, callable from any thread while the GPU works or is being
 /// opened.
 ///
@@ -120,8 +126,7 @@ impl GpuMonitor {
     /// Returns the bytes that this process holds on the GPU. None if NVML does not see the process, as in containers
     /// and on WSL.
     pub fn process_bytes(&self) -> Option<Bytes> {
-        let own = std::process::id();
-        self.installation.processes(self.gpu).into_iter().find(|process| process.pid == own)?.held_bytes
+        process_bytes(self.installation, self.gpu)
     }
 
     /// Returns the bytes that this process holds on the GPU, and how they were measured.
@@ -171,6 +176,7 @@ impl OpenOptions<'_> {
         let libraries = libraries(installation)?;
         let initial_free = initial_free_bytes(installation, gpu);
         let stored = if self.algorithms.is_none() { cache::gemm_algorithms(gpu) } else { None };
+        let process_bytes: ProcessBytes = Arc::new(|| process_bytes(installation, gpu));
         let request = OpenRequest {
             driver: &libraries.driver,
             products: &libraries.products,
@@ -183,6 +189,7 @@ impl OpenOptions<'_> {
             // A library may have kept memory of a context that was closed. Taking the larger figure does not attribute
             // it to others.
             free_before: installation.memory(gpu).map(|memory| memory.free_bytes).max(initial_free),
+            process_bytes: &process_bytes,
             charges_max: self.charges,
             scratch: self.scratch,
         };

@@ -3,7 +3,7 @@
 use plimsoll_core::{DType, GemmAlgorithms};
 use plimsoll_device::cuda::compile::Compiler;
 use plimsoll_device::cuda::driver::Driver;
-use plimsoll_device::cuda::executor::{self, OpenRequest, OpenedGpu};
+use plimsoll_device::cuda::executor::{self, OpenRequest, OpenedGpu, ProcessBytes};
 use plimsoll_device::cuda::{nccl, products};
 use plimsoll_device::error::DeviceError;
 use plimsoll_program::{Placement, ProgramSet};
@@ -45,6 +45,7 @@ pub fn open_gpu(
     let products = Arc::new(products::Library::load(&folder.join("libcublasLt.so.13"))?);
     let compiler = Arc::new(Compiler::open(&folder.join("libnvrtc.so.13"), "13", Some(folder))?);
     let nccl = Arc::new(nccl::Library::load(&folder.join("nccl/libnccl.so.2"))?);
+    let process_bytes: ProcessBytes = Arc::new(|| None);
     let request = OpenRequest {
         driver: &driver,
         products: &products,
@@ -55,6 +56,7 @@ pub fn open_gpu(
         threads: 1,
         algorithms,
         free_before: None,
+        process_bytes: &process_bytes,
         charges_max: None,
         scratch: Some(folder),
     };

@@ -41,7 +41,7 @@ mod operands;
 mod prepare;
 mod warm_up;
 
-pub use open::{Charges, OpenRequest, OpenedGpu, measure_charges, open};
+pub use open::{Charges, OpenRequest, OpenedGpu, ProcessBytes, measure_charges, open};
 
 use super::collectives::ROUND_BYTES;
 use super::compile::Compiler;
@@ -90,6 +90,7 @@ struct CudaDevice {
     threads: usize,
     compiler: Arc<Compiler>,
     charges: Charges,
+    process_bytes: ProcessBytes,
     warmed_up: WarmedUp,
     /// Communication group of the team; `None` for a single device.
     group: Option<GroupHandle>,

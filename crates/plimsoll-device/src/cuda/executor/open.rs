@@ -12,12 +12,15 @@ use crate::cuda::nccl;
 use crate::cuda::products::{self, Products};
 use crate::cuda::resources::GpuResources;
 use crate::device::Device;
-use crate::error::DeviceError;
+use crate::error::{CudaError, DeviceError};
 use plimsoll_core::{Bytes, DType, GemmAlgorithms};
 use plimsoll_program::{Placement, ProgramSet};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Arc, PoisonError};
+
+/// Function that returns the bytes that this process holds on a GPU, or `None` if NVML does not see the process.
+pub type ProcessBytes = Arc<dyn Fn() -> Option<Bytes> + Send + Sync>;
 
 /// The libraries, settings and limits for opening a GPU.
 pub struct OpenRequest<'a> {
@@ -43,6 +46,8 @@ pub struct OpenRequest<'a> {
     /// Free memory of the GPU just before this opening, from NVML; `None` if NVML does not report it. Not used if this
     /// process already has a context on the GPU.
     pub free_before: Option<Bytes>,
+    /// Reports the bytes that this process holds on the GPU.
+    pub process_bytes: &'a ProcessBytes,
     /// Charges in the plan: bytes that the GPU may hold outside the arena. Opening fails if more are measured. `None`
     /// sets no limit.
     pub charges_max: Option<Bytes>,
@@ -50,6 +55,10 @@ pub struct OpenRequest<'a> {
 
 /// Assumed upper bound of the memory that a CUDA context takes. Used if the free memory before the context is unknown.
 const CONTEXT_BYTES_MAX: Bytes = Bytes::mib(512);
+
+/// Assumed upper bound of the bytes that the driver takes for a process on a GPU and NVML does not count as the
+/// process's own. On an H200, a whole device held at most 4 MiB more than predicted, in 111 plans.
+const UNCOUNTED_BYTES_MAX: Bytes = Bytes::mib(32);
 
 /// Bytes that this process holds on a GPU outside the arena, measured after each kernel and product has run once.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -69,6 +78,14 @@ impl Charges {
     /// Returns the sum of all charges.
     pub fn total(&self) -> Bytes {
         self.context + self.libraries + self.rounding
+    }
+
+    /// Reduces the charges to what this process can hold outside the arena, at most `charges_max`; `None` leaves them.
+    /// They are measured as a decrease of free memory, to which memory that other processes take meanwhile counts too.
+    pub(super) fn at_most(self, charges_max: Option<Bytes>) -> Charges {
+        let Some(charges_max) = charges_max else { return self };
+        let context = self.context.min(charges_max);
+        Charges { context, libraries: self.libraries.min(charges_max.saturating_sub(context)), ..self }
     }
 
     /// Raises `libraries` to include memory that libraries kept from earlier uses of the same context.
@@ -166,6 +183,7 @@ fn open_without_arena(
         threads: request.threads,
         compiler,
         charges: Charges::default(),
+        process_bytes: request.process_bytes.clone(),
         warmed_up: WarmedUp::default(),
         group: None,
         nccl_library: request.nccl.cloned(),
@@ -185,5 +203,45 @@ fn open_without_arena(
         rounding: DeviceArena::rounding_bytes_max(&context)?,
     };
     let since_first = context.free_after_open().saturating_sub(free_after).saturating_sub(held);
-    Ok((device, charges.with_earlier_libraries(&context, since_first)))
+    let charges_max = device.charges_max();
+    let since_first = charges_max.map_or(since_first, |charges_max| since_first.min(charges_max));
+    Ok((device, charges.at_most(charges_max).with_earlier_libraries(&context, since_first)))
+}
+
+impl CudaDevice {
+    /// Returns an upper bound of the context and library memory of this process: its bytes on the GPU without the
+    /// arena. `None` if NVML does not see the process.
+    fn charges_max(&self) -> Option<Bytes> {
+        let process_bytes = (self.process_bytes)()?;
+        Some(process_bytes.saturating_sub(self.resources.held_bytes()) + UNCOUNTED_BYTES_MAX)
+    }
+
+    /// Adds memory that libraries took to the charges. `free_before` is the free memory of the GPU before that.
+    ///
+    /// # Errors
+    /// Fails if the driver does not report its memory.
+    pub(super) fn add_library_bytes(&mut self, free_before: Bytes) -> Result<(), CudaError> {
+        let taken = free_before.saturating_sub(self.resources.context.memory()?.0);
+        self.charges.libraries += taken;
+        self.charges = self.charges.at_most(self.charges_max());
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_of_others_is_no_charge() {
+        let mib = Bytes::mib;
+        let charges = Charges { context: mib(500), libraries: mib(27_000), rounding: mib(2) };
+        assert_eq!(charges.at_most(None), charges);
+        let own = Charges { libraries: mib(60), ..charges };
+        assert_eq!(charges.at_most(Some(mib(560))), own);
+        assert_eq!(own.at_most(Some(mib(600))), own);
+        // Another process took memory while the context was opened.
+        let whole = Charges { context: mib(560), libraries: Bytes::ZERO, ..charges };
+        assert_eq!(Charges { context: mib(9_000), ..charges }.at_most(Some(mib(560))), whole);
+    }
 }

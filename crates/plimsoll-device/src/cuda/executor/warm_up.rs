@@ -241,8 +241,8 @@ impl CudaDevice {
                 )?;
             }
         }
-        let taken = free.saturating_sub(self.resources.context.memory()?.0);
-        (self.warmed_up, self.charges.libraries) = (warmed_up, self.charges.libraries + taken);
+        self.warmed_up = warmed_up;
+        self.add_library_bytes(free)?;
         // The range above the persistent tensors is unwritten again.
         self.resources.resize(Space::Device, plan.placement.arena_bytes, first.min(plan.placement.arena_bytes))
     }
@@ -257,7 +257,7 @@ impl CudaDevice {
         let pool = self.plan.pool(self.threads)?;
         let (free, _) = self.resources.context.memory()?;
         let loaded = self.load_kernels();
-        self.charges.libraries += free.saturating_sub(self.resources.context.memory()?.0);
+        self.add_library_bytes(free)?;
         loaded?;
         self.choose_algorithms()?;
         self.prepare_all()?;

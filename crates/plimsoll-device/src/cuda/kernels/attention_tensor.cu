@@ -186,8 +186,9 @@ __device__ inline void hide(float (&scores)[M][N][4], const int (&start)[M][2], 
 
 // With two fragments a warp reads half as much shared memory per product.
 constexpr int QUERIES = 16 * 2 * WARPS;
-// Keys per tile: half as many if 255 registers do not hold the scores of 64, which also depends on the compiler.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+// Keys per tile: half as many if 255 registers do not hold the scores of 64. Compilers before CUDA 13.2, and all for
+// compute capability 12.0, spill registers with 64 keys at head dimension 128.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ >= 1200 || __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ < 1302)
 constexpr int KEYS = E <= 64 ? 64 : 32;
 #else
 constexpr int KEYS = E <= 64 || E == 128 ? 64 : 32;
