@@ -34,7 +34,7 @@ MIB, GIB = 1 << 20, 1 << 30
 
 # Sizes of the real check and of the rehearsal. Seconds are time limits of the sections.
 REAL = {
-    "seconds": {"found": 65, "ops": 35, "plans": 55, "soak": 20, "kill": 30, "curve": 65, "speed": 200},
+    "seconds": {"found": 65, "attention": 30, "ops": 35, "plans": 55, "soak": 20, "kill": 30, "curve": 65, "speed": 200},
     "dtypes": ["f32", "bf16"],
     "cases": 100_000,
     "case_seconds": 25,
@@ -61,7 +61,7 @@ REAL = {
     "bench_seconds": 8,
 }
 REHEARSAL = {
-    "seconds": {"found": 240, "ops": 240, "plans": 240, "soak": 240, "kill": 240, "curve": 240, "speed": 240},
+    "seconds": {"found": 240, "attention": 240, "ops": 240, "plans": 240, "soak": 240, "kill": 240, "curve": 240, "speed": 240},
     "dtypes": ["f32", "bf16"],
     "cases": 2,
     "case_seconds": 200,
@@ -344,17 +344,28 @@ def tally(section, what, *arguments):
     return tally
 
 
-def ops(section):
-    """Every op against the CPU in f64, on models of odd shapes."""
+def compare_ops(section, part, what):
+    """Compares every op of the cases of one part of the soak test with the CPU in f64, in each dtype."""
     dtypes = section.sizes["dtypes"]
     for number, dtype in enumerate(dtypes):
         seconds = int(section.left / (len(dtypes) - number)) - 2
-        found = tally(section, f"ops in {dtype}", "--only", "ops", "--dtype", dtype, "--runs", section.sizes["cases"],
+        found = tally(section, f"{what} in {dtype}", "--only", part, "--dtype", dtype, "--runs", section.sizes["cases"],
                       "--seconds", max(1, seconds))
         kinds = {name: kind["worst"] for name, kind in found["kinds"].items() if " off the CPU's" in name}
         if kinds:
             worst = max(kinds, key=lambda name: kinds[name] or 0)
-            section.add(f"ops in {dtype}: how many, the worst", f"{len(kinds)}, {kinds[worst]:.1e} ({worst.split()[0]})", None)
+            section.add(f"{what} in {dtype}: how many, the worst", f"{len(kinds)}, {kinds[worst]:.1e} ({worst.split()[0]})",
+                        None)
+
+
+def attention(section):
+    """Attention of heads of 64 to 128 elements and up to 700 tokens, op by op against the CPU in f64."""
+    compare_ops(section, "attention", "attention")
+
+
+def ops(section):
+    """Every op against the CPU in f64, on models of odd shapes."""
+    compare_ops(section, "ops", "ops")
 
 
 def soak(section):
@@ -602,60 +613,69 @@ ON_DEVICE = ("import sys, runpy, torch; torch.set_default_device(sys.argv[1]); s
 
 def speed_of(section, name, shape, until):
     """Compares one shape. Returns whether PyTorch had enough memory for it in at least one mode."""
-    peer = section.options.programs / "torch_step.py"
     left = lambda: max(1.0, until - time.monotonic())
     words = [word for key, value in {**shape, **section.sizes["step"]}.items()
              for word in (f"--{key.replace('_', '-')}", str(value))]
+    # Without a memory limit first: it needs no figure of PyTorch, and least time.
+    free = step_of(section, f"{name}: ours as it comes", words, [], left())
     peers, missing = {}, []
-    device = "cpu" if section.options.rehearse else section.options.device
     for kind, more in {"eager": [], "compile": ["--compile"]}.items():
-        if not peer.exists() or (section.options.rehearse and kind == "compile"):
-            section.add(f"{name}: PyTorch {kind}", "not here", None)
+        # Leaves time for our measurement under the limit.
+        theirs = peer_step(section, f"{name}: PyTorch {kind}", kind, [*more, *words], left() - 25)
+        if theirs:
+            peers[kind] = theirs
+        elif theirs is None:
             missing.append(kind)
-            continue
-        # Leaves time for our own measurement.
-        try:
-            theirs = last_json(section.python("-c", ON_DEVICE, device, peer, "--device", device, "--dtype", "bf16", *more,
-                                              *words, seconds=max(1.0, left() - 25)))
-        except Failed as failed:
-            has_no_room = "OutOfMemoryError" in failed.output
-            section.add(f"{name}: PyTorch {kind}", "has no room for it" if has_no_room else failed, None)
-            if not has_no_room:
-                missing.append(kind)
-            continue
-        peers[kind] = theirs
-        section.keep(f"{name}: {kind}", theirs)
-        section.add(f"{name}: PyTorch {kind}", f"{theirs['tokens_per_second']:.0f} tokens/s, "
-                    f"{theirs.get('peak_device_mib', 0):.0f} MiB", None)
     if not peers and not missing:
         return False
     best = max(peers.values(), key=lambda theirs: theirs["tokens_per_second"], default={})
-    # Without and with a memory limit. Neither figure includes the CUDA context.
     share, pace = section.sizes["memory"], section.sizes["pace"]
-    line = share * best.get("peak_device_mib", 0.0)
-    for way in ["as it comes", f"in {share} of its memory"]:
-        more = [] if way == "as it comes" else ["--memory", f"{line:.2f}MiB"]
-        if more and not line:
+    # In a rehearsal PyTorch runs on the CPU and reports no memory of a device.
+    line = 0.95 * free["arena_bytes"] / MIB if section.options.rehearse and free else share * best.get("peak_device_mib", 0.0)
+    within = f"in {share} of its memory"
+    held = step_of(section, f"{name}: ours {within}", words, ["--memory", f"{line:.2f}MiB"], left()) if line else None
+    for way, ours in {"as it comes": free, within: held}.items():
+        if not best or not ours:
             continue
-        try:
-            ours = last_json(section.run("bench", "step", "--device", section.options.device, "--dtype", "bf16", *words, *more,
-                                         "--threads", min(8, os.cpu_count() or 1), seconds=left()))
-        except Failed as failed:
-            # Without a limit, a GPU that is too small is no failure; within the limit the step must run.
-            section.add(f"{name}: ours {way}", failed, None if not more and "exit 3" in str(failed) else False)
-            continue
-        section.keep(f"{name}: ours {way}", ours)
-        report_step(section, f"{name}: ours {way}", ours)
-        if section.options.rehearse:
-            # In a rehearsal the peer runs on the CPU.
-            line = 0.95 * ours["arena_bytes"] / MIB
-        if best:
-            ratio = ours["tokens_per_second"] / best["tokens_per_second"]
-            # Not judged in a rehearsal, or if one of the two PyTorch modes is missing.
-            judged = None if section.options.rehearse or missing or not more else ratio >= pace
-            wanted = f"at least {pace}" + (f"; not judged, without PyTorch {' and '.join(missing)}" if missing else "")
-            section.add(f"{name}: ours {way}, beside PyTorch's better", f"{ratio:.2f} × its speed ({wanted})", judged)
+        ratio = ours["tokens_per_second"] / best["tokens_per_second"]
+        # Not judged in a rehearsal, or if one of the two PyTorch modes is missing.
+        judged = None if section.options.rehearse or missing or way != within else ratio >= pace
+        wanted = f"at least {pace}" + (f"; not judged, without PyTorch {' and '.join(missing)}" if missing else "")
+        section.add(f"{name}: ours {way}, beside PyTorch's better", f"{ratio:.2f} × its speed ({wanted})", judged)
     return True
+
+
+def peer_step(section, what, kind, words, seconds):
+    """Measures a step of PyTorch. Returns its figures; {} if PyTorch has too little memory, None if it gave no figure."""
+    peer = section.options.programs / "torch_step.py"
+    if not peer.exists() or (section.options.rehearse and kind == "compile"):
+        section.add(what, "not here", None)
+        return None
+    device = "cpu" if section.options.rehearse else section.options.device
+    try:
+        theirs = last_json(section.python("-c", ON_DEVICE, device, peer, "--device", device, "--dtype", "bf16", *words,
+                                          seconds=max(1.0, seconds)))
+    except Failed as failed:
+        has_no_room = "OutOfMemoryError" in failed.output
+        section.add(what, "has no room for it" if has_no_room else failed, None)
+        return {} if has_no_room else None
+    section.keep(what, theirs)
+    section.add(what, f"{theirs['tokens_per_second']:.0f} tokens/s, {theirs.get('peak_device_mib', 0):.0f} MiB", None)
+    return theirs
+
+
+def step_of(section, what, words, more, seconds):
+    """Measures a step of Plimsoll. Returns its figures, or None. No figure includes the CUDA context."""
+    try:
+        ours = last_json(section.run("bench", "step", "--device", section.options.device, "--dtype", "bf16", *words, *more,
+                                     "--threads", min(8, os.cpu_count() or 1), seconds=seconds))
+    except Failed as failed:
+        # Without a limit, a GPU that is too small is no failure; within the limit the step must run.
+        section.add(what, failed, None if not more and "exit 3" in str(failed) else False)
+        return None
+    section.keep(what, ours)
+    report_step(section, what, ours)
+    return ours
 
 
 def report_step(section, what, ours):
@@ -674,7 +694,7 @@ def report_step(section, what, ours):
     section.add(f"{what}: where it goes", ", ".join(f"{op} {100 * t / total:.0f} %" for op, t in where), None)
 
 
-SECTIONS = {"found": found, "ops": ops, "plans": plans, "soak": soak, "kill": kill, "curve": curve, "speed": speed}
+SECTIONS = {"found": found, "attention": attention, "ops": ops, "plans": plans, "soak": soak, "kill": kill, "curve": curve, "speed": speed}
 
 
 def arguments():

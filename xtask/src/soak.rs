@@ -102,6 +102,8 @@ enum Part {
     Whole,
     /// Every op of the cases compared with the CPU in f64
     Ops,
+    /// As ops, for attention with heads of 64 to 128 elements and up to 700 tokens
+    Attention,
     /// Large models with load lines of a GPU
     Plans,
     /// Plans and runs for all rungs of the memory ladder
@@ -115,7 +117,11 @@ enum Part {
 impl Options {
     /// Returns case `number` of the soak, on the device and in the arithmetic of these options.
     fn case_of(&self, number: u64) -> Case {
-        Case::new(self.seed, number).on(self.device, self.dtype)
+        let case = match self.only {
+            Some(Part::Attention) => Case::attention(self.seed, number),
+            _ => Case::new(self.seed, number),
+        };
+        case.on(self.device, self.dtype)
     }
 
     /// Returns whether each case starts the program, in processes of its own.
@@ -126,7 +132,7 @@ impl Options {
     fn run(&self, case: &Case) -> Tally {
         let binary = self.binary.as_deref().unwrap_or(Path::new(""));
         match self.only {
-            Some(Part::Ops) => checks::run_ops(case),
+            Some(Part::Ops | Part::Attention) => checks::run_ops(case),
             Some(Part::Ladder) => ladder::run_ladder(case.seed, case.number),
             Some(Part::Refusals) => refusals::run_refusals(binary, case.seed, case.number),
             Some(Part::Teams) => teams::run_team(binary, case.seed, case.number),

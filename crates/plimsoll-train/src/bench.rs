@@ -181,7 +181,8 @@ pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
         share: Share::SINGLE_DEVICE,
     };
     let outcome = plan_step(shape, &request)?;
-    let gemm_flops = required_gemm_flops(&outcome.set) * shape.accumulate as f64;
+    let micro_batches = outcome.plan.recipe.micro_batches(sequences);
+    let gemm_flops = required_gemm_flops(&outcome.set) * micro_batches as f64;
     let limit_step_seconds = gemm_flops / device.rates.product_flops(shape.dtype);
     let plan = outcome.plan.clone();
     let timings = time_steps(shape, outcome, &device)?;

@@ -225,6 +225,34 @@ impl Case {
         }
     }
 
+    /// Returns case `number` of the attention cases with this seed: one or two layers with heads of 64 to 128 elements,
+    /// as in published models, and sequences of 130 to 700 tokens. All other sizes are small.
+    pub fn attention(seed: u64, number: u64) -> Case {
+        let mut rng = Rng::new(seed ^ 5, number);
+        let mut case = Case::new(seed, number);
+        let config = &mut case.config;
+        config.layers = rng.range(1, 2);
+        config.kv_heads = rng.range(1, 2);
+        config.heads = config.kv_heads * rng.range(1, 8);
+        config.head_dim = rng.pick(&[64, 80, 96, 112, 128]);
+        config.hidden = 16 * rng.range(1, 4);
+        if config.model_type == ModelType::Llama {
+            config.hidden = config.hidden.next_multiple_of(config.heads);
+        }
+        config.ffn = rng.range(16, 64);
+        config.vocab = rng.range(32, 256);
+        case.sequence = rng.range(130, 700);
+        case.sequences = rng.range(1, 3);
+        // More new tokens at once than the kernels for few rows take, so that those for many rows run too.
+        let chunk = rng.range(5, 200);
+        case.generation = rng.chance(0.7).then_some(Generation { capacity: chunk * rng.range(2, 3), chunk });
+        case.load = Load::Plenty;
+        // The weights have one dtype for each parameter of the changed model.
+        case.source = WeightSource::Random { seed: number };
+        config.validate().expect("attention cases are sound");
+        case
+    }
+
     /// Returns the device as the planner sees it: with the load line `budget`, without charges, and with assumed rates.
     pub fn device_spec(&self, budget: Bytes, threads: u32) -> DeviceSpec {
         DeviceSpec {

@@ -45,13 +45,38 @@ fn half(bits: u16) -> f64 {
     if bits >> 15 == 1 { -size } else { size }
 }
 
-/// Returns the largest permitted difference of an element from the f64 result. It is relative to the larger of the
-/// element's value and the root mean square of all elements.
-///
-/// The value for f32 permits sums over a few hundred elements in another order. bf16 rounds by up to 2⁻⁹, and products
-/// inside attention also round their factors.
-fn tolerance(precision: DType) -> f64 {
-    if precision == DType::Bf16 { 3e-2 } else { 5e-5 }
+/// Largest permitted differences of an op's output from the f64 result.
+struct Tolerance {
+    /// For an element, relative to the larger of its value and the root mean square of all elements.
+    element: f64,
+    /// For the norm of the difference of all elements, relative to the norm of the result.
+    norm: f64,
+}
+
+impl Tolerance {
+    /// Returns the tolerance for `op` in `precision`.
+    ///
+    /// The values for f32 permit sums over a few hundred elements in another order. bf16 rounds by up to 2⁻⁹, and
+    /// products inside attention also round their factors.
+    fn of(op: &OpKind, precision: DType) -> Tolerance {
+        let usual = match precision {
+            DType::Bf16 => Tolerance { element: 3e-2, norm: 5e-3 },
+            _ => Tolerance { element: 5e-5, norm: 1e-5 },
+        };
+        match op {
+            // Tensor cores get probabilities and their gradients in bf16. Sums of these gradients over hundreds of keys
+            // cancel, so that single elements of the result differ by more. PyTorch's flash attention differs by up to
+            // 0.23 on such inputs (docs/measured/gpu.md).
+            OpKind::AttentionGrad { .. } if precision == DType::Bf16 => Tolerance { element: 0.15, ..usual },
+            // The angle is the product of position and frequency, each rounded to f32, so its error grows with the
+            // position.
+            OpKind::RopeTable { table_rows, .. } => {
+                let rounding = *table_rows as f64 * f64::from(f32::EPSILON);
+                Tolerance { element: usual.element.max(rounding), norm: usual.norm.max(rounding) }
+            }
+            _ => usual,
+        }
+    }
 }
 
 /// A closure to run on the thread that owns the CPU device. An observer may move between threads, but a device may not.
@@ -182,14 +207,23 @@ impl CpuReference {
                     if off.is_nan() || off > worst.1 { (at, off) } else { worst }
                 },
             );
-            let kind = format!("{} in {}: off the CPU's in f64", op.name(), self.precision);
-            let held = worst.1 <= tolerance(self.precision);
-            let mut found = self.found.lock().expect("no thread panics while it holds the lock");
-            found.figure(&kind, worst.1, held, || {
-                let (tensor, at) = (&self.set.tensor(id).name, worst.0);
+            let sum_of_squares = |numbers: &mut dyn Iterator<Item = f64>| numbers.map(|x| x * x).sum::<f64>();
+            let differences = got.iter().zip(&want).filter(|(got, want)| !same(**got, **want));
+            let difference = sum_of_squares(&mut differences.map(|(got, want)| got - want)).sqrt();
+            let size = root * (want.len() as f64).sqrt();
+            let apart = if difference == 0.0 { 0.0 } else { difference / size };
+            let tolerance = Tolerance::of(&op.kind, self.precision);
+            let (tensor, at) = (&self.set.tensor(id).name, worst.0);
+            let message = || {
                 let (program, case) = (&self.program, &self.case);
                 format!("{case}: {program} op {tick}, `{tensor}`[{at}]: {} for {}", got[at], want[at])
-            });
+            };
+            let (name, precision) = (op.name(), self.precision);
+            let mut found = self.found.lock().expect("no thread panics while it holds the lock");
+            let kind = format!("{name} in {precision}: off the CPU's in f64");
+            found.figure(&kind, worst.1, worst.1 <= tolerance.element, message);
+            let kind = format!("{name} in {precision}: off the CPU's in f64, all elements");
+            found.figure(&kind, apart, apart <= tolerance.norm, message);
         }
     }
 }
