@@ -7,6 +7,7 @@
 mod published;
 mod python;
 
+use crate::style::root;
 use anyhow::{Context, bail};
 use plimsoll_core::{ModelsBench, Plan, Record, RunResult, SweepReport};
 use plimsoll_device::bench::Bench;
@@ -19,7 +20,6 @@ use schemars::JsonSchema;
 use schemars::generate::SchemaSettings;
 use serde_json::Value;
 use std::fs;
-use std::path::{Path, PathBuf};
 
 /// Folder of the schemas, from the root of the project.
 const FOLDER: &str = "docs/schema";
@@ -85,11 +85,6 @@ fn documents() -> Vec<(&'static str, Value)> {
 fn schema_of<T: JsonSchema>() -> Value {
     let settings = SchemaSettings::draft2020_12().for_serialize();
     published::publish(settings.into_generator().into_root_schema_for::<T>().to_value())
-}
-
-/// Returns the root folder of the project.
-fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }
 
 #[cfg(test)]

@@ -84,7 +84,7 @@ fn findings(root: &Path) -> anyhow::Result<Vec<Finding>> {
 }
 
 /// Returns the root folder of the project.
-fn root() -> PathBuf {
+pub fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }
 

@@ -15,7 +15,7 @@
 //! access the same tensors: `Clock` simulates them.
 
 use plimsoll_core::{DType, HostSpec, Link, OpRates, Rates, Space};
-use plimsoll_program::op::{Access, Collective, Exchange, ExchangeRange, Queue};
+use plimsoll_program::op::{Access, Exchange, ExchangeRange, Queue};
 use plimsoll_program::passes::recompute::RECOMPUTED_SUFFIX;
 use plimsoll_program::{Block, Call, Mode, Op, OpKind, Program, ProgramKind, ProgramSet, TensorId};
 use std::collections::HashMap;
@@ -210,7 +210,7 @@ fn wire_elements(exchange: &Exchange, piece: &ExchangeRange) -> f64 {
     let least = piece.counts.iter().min().copied().unwrap_or(0);
     let ranks = piece.counts.len() as f64;
     match exchange.collective {
-        Collective::Send | Collective::Receive => own as f64,
+        collective if collective.is_point_to_point() => own as f64,
         collective if collective.sums() && collective.gathers() => 2.0 * total as f64 * (ranks - 1.0) / ranks,
         _ => (total - least) as f64,
     }

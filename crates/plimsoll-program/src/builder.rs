@@ -7,7 +7,8 @@ use crate::workspace::Kernels;
 use plimsoll_core::{Category, DType, Space};
 use std::collections::HashMap;
 
-/// A [`ProgramSet`] under construction, with methods that add tensors and return ops.
+/// A [`ProgramSet`] under construction. Its methods add tensors to the set. They only return ops, which the caller puts
+/// into a Program.
 pub struct Builder {
     /// Tensors and Programs so far.
     pub set: ProgramSet,

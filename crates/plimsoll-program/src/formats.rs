@@ -113,8 +113,8 @@ pub fn inverse(scale: f32) -> f32 {
     if scale == 0.0 { 0.0 } else { 1.0 / scale }
 }
 
-/// Quantizes a row to int8 and returns its scale. Codes are x · (1 / scale) in two's complement, rounded to nearest,
-/// ties to even.
+/// Quantizes a row to int8 and returns its scale, the largest absolute value / 127. Codes are x · (1 / scale) in two's
+/// complement, rounded to nearest, ties to even. All are 0 if the scale is 0.
 pub fn int8_row(from: &[f32], codes: &mut [u8]) -> f32 {
     let scale = largest(from) / INT8_MAX;
     let inverse = inverse(scale);

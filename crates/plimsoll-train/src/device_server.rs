@@ -8,6 +8,7 @@
 use crate::config::RunConfig;
 use crate::engine::open::{liveness_probe, open_device};
 use crate::heartbeat::{MissedTicks, TICKS_PER_TIMEOUT};
+use crate::remote::distributed::connect_transport;
 use crate::remote::links;
 use crate::remote::protocol::{
     ArenaSizes, Command, CommandResult, ErrorReply, LinkSpeeds, MemoryReport, Request, Response, VERSION, decode,
@@ -130,7 +131,7 @@ impl DeviceServer {
     /// # Errors
     /// A peer does not connect or disconnects.
     pub fn measure_links(&self, invitation: &Invitation, rank: u32) -> io::Result<Vec<Option<LinkSpeeds>>> {
-        links::measure_links(rank, &self.shared.network.connect_peers(invitation, rank)?)
+        links::measure_own_links(&*self.shared.network, invitation, rank)
     }
 
     /// Returns the encoded response to an encoded request. Answers out-of-band requests (pings, aborts and the
@@ -396,15 +397,12 @@ impl DeviceWorker {
             }
             Request::GetAddress => Ok(Response::Address(network.address())),
             Request::MeasureLinks { rank, invitation } => {
-                let wires = network.connect_peers(&invitation.into(), rank);
-                let speeds = wires.and_then(|wires| links::measure_links(rank, &wires));
+                let speeds = links::measure_own_links(&*network, &invitation.into(), rank);
                 Ok(Response::Links(speeds.map_err(|error| peer_unreachable(rank, &error))?))
             }
             Request::JoinTeam { rank, invitation } => {
                 let invitation = invitation.into();
-                let wires = network.connect_peers(&invitation, rank);
-                let transport = wires.and_then(|wires| WireTransport::new(rank, wires, invitation.epoch));
-                let transport = transport.map_err(|error| peer_unreachable(rank, &error))?;
+                let transport = connect_transport(&*network, &invitation, rank)?;
                 let group = GroupHandle { rank, transport: transport.clone(), nccl: invitation.nccl };
                 self.device()?.join_group(group)?;
                 self.set_transport(Some(transport));

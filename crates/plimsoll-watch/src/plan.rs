@@ -228,8 +228,8 @@ fn source_of_rates(view: &PlanView) -> &'static str {
 /// there is none of either.
 fn lossy_rungs_note(view: &PlanView) -> Option<String> {
     let is_taken = |rung: &Rung| view.plan.rungs.contains(rung);
-    let allowed = rung_names(|rung| view.allow.contains(rung) && !is_taken(rung));
-    match (&*rung_names(is_taken), &*allowed) {
+    let allowed = list_rungs(|rung| view.allow.contains(rung) && !is_taken(rung));
+    match (&*list_rungs(is_taken), &*allowed) {
         ("", "") => None,
         ("", allowed) => Some(format!("allowed but not needed: {allowed}")),
         (taken, "") => Some(format!("lossy rungs taken: {taken}")),
@@ -238,7 +238,7 @@ fn lossy_rungs_note(view: &PlanView) -> Option<String> {
 }
 
 /// Lists the names of the rungs for which `is_listed` is true, in the order of the ladder.
-fn rung_names(is_listed: impl Fn(&Rung) -> bool) -> String {
+pub fn list_rungs(is_listed: impl Fn(&Rung) -> bool) -> String {
     Rung::ALL.into_iter().filter(is_listed).map(|rung| rung.to_string()).collect::<Vec<_>>().join(", ")
 }
 

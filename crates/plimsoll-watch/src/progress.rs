@@ -122,9 +122,9 @@ impl Progress {
     }
 }
 
-/// Formats the loss of a device as one line. The run continues on `remaining_devices`; if there are none, the run
-/// stops. `resumed_from_step` is the step of the checkpoint from which training continues, and 0 if it begins anew. It
-/// is `None` if no completed step is repeated.
+/// Formats the message that a device was lost, as one line. The run continues on `remaining_devices`; if there are
+/// none, it stops. `resumed_from_step` is the step of the checkpoint to which the run goes back: 0 for the start of the
+/// run, `None` if it does not go back.
 fn device_lost_line(
     step: u64,
     device: &str,

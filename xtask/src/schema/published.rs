@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 use std::collections::BTreeSet;
 
 /// Key of the definitions that a schema refers to.
-const DEFINITIONS: &str = "$defs";
+pub const DEFINITIONS: &str = "$defs";
 
 /// Converts a schema that `schemars` derived, with its definitions, to the form in which it is published.
 pub fn publish(mut root: Value) -> Value {
@@ -33,7 +33,7 @@ fn in_reading_order(mut root: Value) -> Value {
 
 /// Returns the name of the definition that a schema consists of a reference to (`$ref`); `None` if it is no reference.
 pub fn reference(schema: &Value) -> Option<&str> {
-    schema["$ref"].as_str()?.strip_prefix("#/$defs/")
+    schema["$ref"].as_str()?.strip_prefix("#/")?.strip_prefix(DEFINITIONS)?.strip_prefix('/')
 }
 
 /// Returns whether an object of this schema always has the key.
@@ -214,7 +214,7 @@ fn without_links(text: &str) -> String {
 }
 
 /// Returns a text with its first letter as a capital.
-pub fn capitalized(text: &str) -> String {
+fn capitalized(text: &str) -> String {
     let mut letters = text.chars();
     letters.next().map_or(String::new(), |first| first.to_uppercase().collect::<String>() + letters.as_str())
 }

@@ -2,11 +2,12 @@
 //!
 //! An object becomes a `TypedDict`, a set of words a `Literal`, and the kinds of events a `Union`.
 
-use super::published::{is_required, reference, references};
+use super::published::{DEFINITIONS, is_required, reference, references};
 use anyhow::{Context, bail};
 use serde_json::{Map, Value};
 use std::collections::BTreeSet;
 use std::fmt::Write;
+use textwrap::{Options, WordSplitter};
 
 /// First lines of the module.
 const HEADER: &str = r#""""Types of the results: dictionaries with the keys of ``plan.json``, ``result.json``, ``events.jsonl`` and ``devices --json``.
@@ -42,10 +43,10 @@ const WIDTH: usize = 128;
 pub fn module(schemas: &[Value]) -> anyhow::Result<String> {
     let mut definitions = Map::new();
     for schema in schemas {
-        definitions.extend(schema["$defs"].as_object().cloned().unwrap_or_default());
+        definitions.extend(schema[DEFINITIONS].as_object().cloned().unwrap_or_default());
         let title = schema["title"].as_str().context("a schema has no title")?;
         let mut root = schema.clone();
-        root.as_object_mut().context("a schema is no object")?.shift_remove("$defs");
+        root.as_object_mut().context("a schema is no object")?.shift_remove(DEFINITIONS);
         definitions.insert(title.to_owned(), root);
     }
     let (mut seen, mut ordered) = (BTreeSet::new(), Vec::new());
@@ -137,10 +138,11 @@ fn typed_dict(name: &str, schema: &Value) -> anyhow::Result<String> {
     }
     for (key, property) in properties {
         let of = python_type(property).with_context(|| format!("key {key}"))?;
-        let of = if is_required(schema, key) { of } else { format!("NotRequired[{of}]") };
+        let required = is_required(schema, key);
+        let of = if required { of } else { format!("NotRequired[{of}]") };
         if called {
             text += &key_comment(property, "        ");
-            let quote = if of.starts_with("NotRequired") { "\"" } else { "" };
+            let quote = if required { "" } else { "\"" };
             writeln!(text, "        \"{key}\": {quote}{of}{quote},")?;
         } else {
             text += &key_comment(property, "    ");
@@ -236,16 +238,14 @@ fn docstring(text: String) -> String {
     format!("{INDENT}\"\"\"{content}\n{INDENT}\"\"\"\n")
 }
 
-/// Breaks a text between words into lines of at most `width` characters. A longer word stays whole.
+/// Breaks a text between words into lines of at most `width` characters; none for an empty text. A longer word stays
+/// whole.
 fn wrapped(text: &str, width: usize) -> Vec<String> {
-    let mut lines: Vec<String> = Vec::new();
-    for word in text.split_whitespace() {
-        match lines.last_mut() {
-            Some(line) if line.chars().count() + 1 + word.chars().count() <= width => *line += &format!(" {word}"),
-            _ => lines.push(word.to_owned()),
-        }
+    if text.is_empty() {
+        return Vec::new();
     }
-    lines
+    let options = Options::new(width).break_words(false).word_splitter(WordSplitter::NoHyphenation);
+    textwrap::wrap(text, options).into_iter().map(String::from).collect()
 }
 
 #[cfg(test)]

@@ -17,7 +17,7 @@ type ModulePath = Vec<String>;
 /// A module of a crate, with the paths that occur in its own code, not in that of its child modules.
 struct Module {
     path: ModulePath,
-    /// Paths to modules and items that occur in its code, each from the root of the crate.
+    /// Modules and items of the crate that its code names. Each path is written from the root of the crate.
     names: BTreeSet<ModulePath>,
 }
 

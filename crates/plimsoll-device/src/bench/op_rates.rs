@@ -256,8 +256,8 @@ fn reference_step(subject: &OpRateSubject) -> Result<BTreeMap<String, f64>, Benc
     Ok(rates)
 }
 
-/// Returns work per second by op name for one variant of the reference step, without the op `product`. Work is
-/// operations for attention, and bytes moved for other ops.
+/// Runs one variant of the reference step. Returns the speed of each op except `product`, by its name: operations per
+/// second for attention, bytes moved per second for other ops.
 fn reference_step_rates(subject: &OpRateSubject, form: ReferenceForm) -> Result<BTreeMap<String, f64>, BenchError> {
     let scale = subject.scale;
     let config = ModelConfig {

@@ -99,7 +99,7 @@ impl Nvidia {
         Nvidia { driver, cuda, error, libraries: states, cards_on_bus }
     }
 
-    /// Returns the state of a library.
+    /// Returns whether a library is usable: its path, or the reason why not and the remedy.
     pub fn library(&self, library: Library) -> &LibraryState {
         self.libraries.iter().find(|state| state.library == library).expect("all libraries are listed")
     }

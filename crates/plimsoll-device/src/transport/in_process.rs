@@ -72,8 +72,8 @@ impl InProcessTransport {
         InProcessTransport::new(ranks, None)
     }
 
-    /// Creates a group of `ranks` devices, of which some stage their bytes on the host, at most `round_bytes` at a
-    /// time.
+    /// Creates a group of `ranks` devices whose collectives run in rounds of at most `round_bytes`. Groups need it if a
+    /// device, such as a GPU, stages its bytes on the host.
     pub fn new_group_with_rounds(ranks: u32, round_bytes: u64) -> Arc<InProcessTransport> {
         InProcessTransport::new(ranks, Some(round_bytes))
     }
@@ -320,10 +320,9 @@ impl Transport for InProcessTransport {
         let (sums, gathers) = (call.collective.sums(), call.collective.gathers());
         assert!(sums || gathers, "bug: a send has a peer and is posted by its sender");
         if sums {
-            let adds = call.collective.adds_to_output();
             // SAFETY: all ranks have joined, and each writes only its own memory in this stage. The stage boundary
             // separates the sums of `reduce_own_part` from the copies of `copy_reduced_parts`.
-            joined.stage(|all| unsafe { reduce_own_part(&call, all, adds) })?;
+            joined.stage(|all| unsafe { reduce_own_part(&call, all) })?;
         }
         if sums && gathers {
             // SAFETY: all ranks have joined, and each writes only its own memory in this stage.
@@ -410,7 +409,7 @@ fn part_elements(counts: &[u64], rank: usize) -> Range<usize> {
 }
 
 /// Sums this rank's own part of every piece (tensor range) over all ranks, in rank order. The sum is added to this
-/// rank's output if `adds` is true, and overwrites it otherwise.
+/// rank's output, or overwrites it, as the collective says.
 ///
 /// This function and the ones below access the memory of all ranks. They are sound because:
 /// - Every rank lends its buffers until `exchange` returns (the promise of `CollectiveCall::from_buffers`). It returns
@@ -425,7 +424,8 @@ fn part_elements(counts: &[u64], rank: usize) -> Range<usize> {
 ///
 /// # Safety
 /// Call it in the first stage of a collective in which all ranks do so.
-unsafe fn reduce_own_part(own: &CollectiveCall, all: &[Arc<CollectiveCall>], adds: bool) {
+unsafe fn reduce_own_part(own: &CollectiveCall, all: &[Arc<CollectiveCall>]) {
+    let adds = own.collective.adds_to_output();
     for (index, buffer) in own.buffers.iter().enumerate() {
         let range = part_elements(&buffer.counts, own.rank as usize);
         let (size, first) = (buffer.dtype.bytes() as usize, if adds { 0 } else { range.start });

@@ -130,7 +130,7 @@ mod tests {
             let pieces: Vec<(DType, Vec<u64>)> = pieces.into_iter().map(wide).collect();
             let split = |rank| split_into_rounds(collective, rank, &pieces, round_bytes);
             let calls: Vec<_> = (0..3).map(split).collect();
-            let messages = matches!(collective, Collective::Send | Collective::Receive);
+            let messages = collective.is_point_to_point();
             for (rank, own) in calls.iter().enumerate() {
                 let counted = |round: &Vec<PieceSlice>| -> Vec<(usize, Vec<u64>)> {
                     round.iter().map(|slice| (slice.piece, slice.counts.clone())).collect()

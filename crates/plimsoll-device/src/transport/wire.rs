@@ -473,12 +473,13 @@ impl Shared {
         })
     }
 
-    /// Sums this rank's own part of every piece over all ranks, in rank order. The sum is added to the output if `adds`
-    /// is true, and overwrites it otherwise.
+    /// Sums this rank's own part of every piece over all ranks, in rank order. The collective says whether the sum is
+    /// added to the output or overwrites it.
     ///
     /// # Safety
     /// `joins` are the frames that `join_collective` returned for this call.
-    unsafe fn reduce_own_part(&self, own: &CollectiveCall, joins: &[Option<Frame>], adds: bool) {
+    unsafe fn reduce_own_part(&self, own: &CollectiveCall, joins: &[Option<Frame>]) {
+        let adds = own.collective.adds_to_output();
         let mut before = 0;
         for buffer in &own.buffers {
             let range = part_bytes(&buffer.counts, buffer.dtype, self.rank);
@@ -575,7 +576,7 @@ impl Transport for WireTransport {
         assert!(sums || gathers, "bug: a send has a peer and is posted by its sender");
         if sums {
             // SAFETY: all ranks have joined, and `join_collective` checked the sizes.
-            unsafe { shared.reduce_own_part(&call, &joins, call.collective.adds_to_output()) };
+            unsafe { shared.reduce_own_part(&call, &joins) };
         }
         if sums && gathers {
             drop(joins);

@@ -105,7 +105,7 @@ pub fn ladder(request: &PlanRequest, recipe: &Recipe) -> Ladder {
     let measurer = Measurer::new(request);
     let (plain, all) = (plain_recipe(request), recipe_with_all_rungs(request));
     let bare = measurer.candidate(plain.clone());
-    let taken: Vec<Rung> = recipe.rungs.iter().copied().filter(|rung| !request.rungs.contains(rung)).collect();
+    let taken = request.rungs_in_addition(&recipe.rungs);
     let planned = candidate_with(request, &taken, recipe);
     let mut list = Vec::new();
     for RecipeRung { name, class, accuracy_impact, copy } in RECIPE_RUNGS {

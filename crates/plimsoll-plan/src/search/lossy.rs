@@ -203,7 +203,8 @@ pub(super) fn remedies(search: &LossySearch, refused: &Plan) -> Vec<Remedy> {
     let queries: Vec<RemedyQuery> =
         [RemedyQuery::HostMemory, RemedyQuery::ScratchFile].into_iter().chain(with_rungs).collect();
     let found = parallel_map(&queries, |query| search.find_remedy(query, &refused.devices[0]));
-    let mut remedies = vec![Remedy::new(taken_in_addition(request, &refused.rungs), refused.devices[0].peak_bytes)];
+    // A remedy names the rungs that were taken. Some of the allowed rungs may exclude each other or have no effect.
+    let mut remedies = vec![Remedy::new(request.rungs_in_addition(&refused.rungs), refused.devices[0].peak_bytes)];
     for remedy in found.into_iter().flatten() {
         if !needs_only_rungs(&remedy) || remedies.iter().all(|before| before.allow != remedy.allow) {
             remedies.push(remedy);
@@ -237,12 +238,6 @@ pub(super) fn predict_peaks(search: &LossySearch, refused: &Plan, remedies: &mut
     }
 }
 
-/// Returns those of the `taken` rungs that the request does not have already. A remedy names the rungs that were taken.
-/// Some of the allowed rungs may exclude each other or have no effect.
-fn taken_in_addition(request: &PlanRequest, taken: &[Rung]) -> Vec<Rung> {
-    taken.iter().copied().filter(|rung| !request.rungs.contains(rung)).collect()
-}
-
 /// Returns whether a remedy needs neither more host memory nor a scratch file.
 fn needs_only_rungs(remedy: &Remedy) -> bool {
     remedy.host_bytes.is_none() && remedy.file_bytes.is_none()
@@ -261,7 +256,7 @@ impl LossySearch<'_> {
         let rungs = &smallest.recipe.rungs;
         let packed = smallest.packed(&with_lossy(self.request, rungs));
         let peak = Bytes(packed.layout.device.bytes) + self.request.device.charges;
-        (peak < refused.peak_bytes).then(|| Remedy::new(taken_in_addition(self.request, rungs), peak))
+        (peak < refused.peak_bytes).then(|| Remedy::new(self.request.rungs_in_addition(rungs), peak))
     }
 
     /// Returns the remedy of more host memory ([`Space::Host`]) or of a larger scratch file ([`Space::Scratch`]): the

@@ -129,8 +129,8 @@ pub(crate) struct ModelEnds {
 }
 
 impl<'a> PlanRequest<'a> {
-    /// Restricts the request to a device's share of a step, with `sequences` sequences. In a team the request loses its
-    /// scratch file. In a pipeline, pinned recompute levels are cut to the layers of the stage.
+    /// Restricts the request to a device's share of a step, with `sequences` sequences. Teams use no scratch file, so
+    /// the request of a rank gets none. In a pipeline, recompute levels in `pins` are cut to the layers of the stage.
     #[must_use]
     pub fn for_share(mut self, share: &Share, sequences: u64) -> PlanRequest<'a> {
         (self.share, self.sequences) = (share.clone(), sequences);
@@ -303,6 +303,11 @@ impl PlanRequest<'_> {
         PerSpace { device: self.device.arena_budget().0, host: self.host.budget.0, file: self.host.file.budget.0 }
     }
 
+    /// Returns those of the `rungs` that the request does not have already.
+    pub(crate) fn rungs_in_addition(&self, rungs: &[Rung]) -> Vec<Rung> {
+        rungs.iter().copied().filter(|rung| !self.rungs.contains(rung)).collect()
+    }
+
     /// Returns whether a layout stays under the load lines.
     pub(super) fn fits(&self, layout: &Layout) -> bool {
         layout.bytes().fits(&self.arena_limits())
@@ -313,8 +318,7 @@ impl PlanRequest<'_> {
 /// storage of frozen matrices. Rungs that the request already has stay.
 pub fn with_lossy<'a>(request: &PlanRequest<'a>, rungs: &[Rung]) -> PlanRequest<'a> {
     let mut request = request.clone();
-    let further: Vec<Rung> = rungs.iter().filter(|rung| !request.rungs.contains(rung)).copied().collect();
-    request.rungs.extend(further);
+    request.rungs.extend(request.rungs_in_addition(rungs));
     for rung in rungs {
         match rung {
             Rung::Bf16 => request.precision = DType::Bf16,

@@ -67,7 +67,8 @@ impl<T> PerRecompute<T> {
 /// Predicted seconds and bytes of a rank of a sharded team at a given micro-batch size, without offload.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RankCosts {
-    /// Seconds of the passes of a micro-batch including communication, with equal shards.
+    /// Seconds of the forward and backward pass of one micro-batch, with its communication. All ranks are assumed to
+    /// have equal shards.
     micro_batch_seconds: PerRecompute<f64>,
     /// Seconds of computing in the passes of a micro-batch.
     compute_seconds: PerRecompute<f64>,

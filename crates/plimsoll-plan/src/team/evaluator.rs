@@ -3,8 +3,8 @@
 //! It holds weights and the activations of an evaluation on its device, nothing on the host, and gets the trained
 //! weights before each evaluation. A device becomes the evaluator only where that saves time.
 
+use super::team_plan::prices;
 use super::{EvaluationSchedule, PlannedWorker, TeamOutcome, TeamRequest, slowest_link};
-use crate::price::Prices;
 use crate::search::{PlanOutcome, PlanRequest, has_fitting_recipe, plan_recipe, with_lossy};
 use plimsoll_core::{
     Bytes, EvaluatorPlan, FileSpec, HostSpec, Link, Offload, Parallelism, Recipe, RecomputeLevel, Rung, Space,
@@ -154,7 +154,6 @@ fn bytes_read_by(set: &ProgramSet, op: &Op) -> f64 {
 /// Predicts the seconds of one run of a Program on the device of `request`, with `team_link` between the workers.
 /// Returns 0 if the outcome has no such Program.
 fn program_seconds(request: &PlanRequest, outcome: &PlanOutcome, program: ProgramKind, team_link: Link) -> f64 {
-    let (rates, host) = (&request.device.rates, &request.host);
-    let prices = Prices { rates, host, precision: outcome.precision, team_link };
+    let prices = prices(request, outcome, team_link);
     outcome.set.program(program).map_or(0.0, |program| prices.program_seconds(&outcome.set, program, true))
 }

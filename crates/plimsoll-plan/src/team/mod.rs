@@ -154,6 +154,11 @@ impl<'a> TeamRequest<'a> {
         (0..device).find(is_alike).unwrap_or(device)
     }
 
+    /// Returns whether two devices are identical except for their names.
+    fn are_alike(&self, one: usize, other: usize) -> bool {
+        self.first_alike(one) == self.first_alike(other)
+    }
+
     /// Returns the number of tokens of a step, padding included.
     fn tokens_per_step(&self) -> f64 {
         self.devices.first().map_or(0.0, |request| (request.sequences * request.sequence) as f64)

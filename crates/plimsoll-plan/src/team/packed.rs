@@ -62,7 +62,7 @@ pub(super) fn pack_candidate(
         with_lossy(&team.request_for(device, share, sequences, host), rungs)
     };
     let are_alike = |a: &WorkerCandidate, b: &WorkerCandidate| {
-        team.first_alike(a.device) == team.first_alike(b.device)
+        team.are_alike(a.device, b.device)
             && (a.sequences, a.share.own_state_share()) == (b.sequences, b.share.own_state_share())
             && a.recipe == b.recipe
     };

@@ -18,7 +18,7 @@ use super::exclusion::exclude_others;
 use super::{TeamRequest, bandwidth_tiers, slowest_link};
 use crate::search::{Candidate, PinnedChoices, PlanRequest, fastest_unpacked, parallel_map, with_lossy};
 use cuts::{Cut, CutTable};
-use plimsoll_core::{Bytes, DeviceSpec, ExcludedDevice, Offload, Parallelism, Rung, ScalingEfficiency};
+use plimsoll_core::{Bytes, DeviceSpec, ExcludedDevice, Offload, Parallelism, Rung, ScalingEfficiency, micro_batches};
 use plimsoll_program::Share;
 use plimsoll_program::workspace::Kernels;
 pub(super) use schedule::step_seconds;
@@ -159,7 +159,7 @@ impl<'t, 'q> Pipeline<'t, 'q> {
 
     /// Returns the number of micro-batches of a step, each with `micro_batch` sequences.
     fn micro_batch_count(&self, micro_batch: u32) -> u32 {
-        self.team.sequences_per_step().div_ceil(u64::from(micro_batch)) as u32
+        micro_batches(self.team.sequences_per_step(), micro_batch) as u32
     }
 
     /// Returns the memory limits of one stage; `unused` bytes of its device stay free.

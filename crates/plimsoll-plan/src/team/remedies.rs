@@ -66,7 +66,7 @@ impl Change {
     /// Rates the change; `None` if the team does not fit, or if at most `before` devices like `device` take part.
     fn rate(self, team: &TeamRequest, device: usize, before: usize) -> Option<RatedChange> {
         let outcome = self.plan(team)?;
-        let is_alike = |other: usize| team.first_alike(other) == team.first_alike(device);
+        let is_alike = |other: usize| team.are_alike(other, device);
         let taken = outcome.workers.iter().filter(|worker| is_alike(worker.device)).count();
         let tokens_per_second = outcome.plan.predicted.tokens_per_second;
         (taken > before).then_some(RatedChange { change: self, tokens_per_second })
@@ -102,7 +102,7 @@ pub fn add_device_remedies(team: &TeamRequest, devices: &DevicesRequest, plan: &
     let mut known: Vec<(usize, Option<RatedChange>)> = Vec::new();
     let excluded: Vec<usize> = plan.excluded.iter().map(|device| device.device_index).collect();
     for (at, &device) in excluded.iter().enumerate().filter(|_| plan.fits) {
-        let is_alike = |other: usize| team.first_alike(other) == team.first_alike(device);
+        let is_alike = |other: usize| team.are_alike(other, device);
         // A change is a remedy if more of the identical devices take part, whichever they are.
         let before = (0..team.devices.len()).filter(|number| is_alike(*number) && !excluded.contains(number)).count();
         let rate = |change: Change| change.rate(team, device, before);
@@ -191,8 +191,7 @@ pub(super) fn prefer_single_rung(team: &TeamRequest, refused: &mut Plan) {
     refused.needs.retain(|need| !goes_further(need));
     let needs = &mut refused.needs;
     let at = needs.iter().position(|need| !need.allow.is_empty()).unwrap_or(needs.len());
-    let allow = taken.into_iter().filter(|rung| !request.rungs.contains(rung)).collect();
-    needs.insert(at, Remedy::new(allow, budget));
+    needs.insert(at, Remedy::new(request.rungs_in_addition(&taken), budget));
 }
 
 /// Converts the remedies of one refused device to remedies of a team in which every device has to take part. Each

@@ -428,7 +428,7 @@ impl<'t, 'q> Sharded<'t, 'q> {
     /// Returns, for each rank, the rank with the largest shard among those identical to it. All of them get its recipe.
     fn representatives(&self, workers: &[WorkerCandidate], shards: &[u64]) -> Vec<usize> {
         let are_alike = |a: &WorkerCandidate, b: &WorkerCandidate| {
-            self.team.first_alike(a.device) == self.team.first_alike(b.device)
+            self.team.are_alike(a.device, b.device)
                 && a.recipe.micro_batch == b.recipe.micro_batch
                 && self.held_back[a.device] == self.held_back[b.device]
         };
@@ -540,7 +540,7 @@ impl<'t, 'q> Sharded<'t, 'q> {
 
     /// Returns why a storage-only worker computes nothing. Identical workers get one reason, about all of them.
     fn reason_of_storage_worker(&self, candidate: &TeamCandidate, device: usize) -> String {
-        let is_alike = |other: usize| self.team.first_alike(other) == self.team.first_alike(device);
+        let is_alike = |other: usize| self.team.are_alike(other, device);
         let alike = candidate.workers.iter().filter(|other| other.is_storage_only() && is_alike(other.device));
         let others = alike.count() as u64 - 1;
         let about_all = || {

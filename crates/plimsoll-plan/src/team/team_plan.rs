@@ -3,7 +3,7 @@
 use super::pipeline::{StageSeconds, step_seconds};
 use super::{PlannedWorker, TeamRequest, slowest_link};
 use crate::price::Prices;
-use crate::search::checkpoint_bytes;
+use crate::search::{PlanOutcome, PlanRequest, checkpoint_bytes};
 use plimsoll_core::{Bytes, Class, DevicePlan, Link, Parallelism, Plan, Predicted, WorkerPlan};
 
 /// A link that takes no time.
@@ -100,7 +100,9 @@ fn step_seconds_of(workers: &[WorkerSeconds]) -> f64 {
 
 /// Predicts the time of each stage of a pipeline in a step.
 fn pipeline_seconds(team: &TeamRequest, workers: &[PlannedWorker], team_link: Link) -> Vec<WorkerSeconds> {
-    let stage = |worker: &PlannedWorker| StageSeconds::of(&worker.outcome.set, &prices(team, worker, team_link));
+    let stage = |worker: &PlannedWorker| {
+        StageSeconds::of(&worker.outcome.set, &prices(&team.devices[worker.device], &worker.outcome, team_link))
+    };
     let first = &workers[0];
     let micro_batches = first.share.micro_batches_of(first.sequences, first.outcome.plan.recipe.micro_batch) as u32;
     let stages: Vec<StageSeconds> = workers.iter().map(stage).collect();
@@ -114,7 +116,8 @@ fn collective_seconds(team: &TeamRequest, worker: &PlannedWorker, team_link: Lin
     let set = &worker.outcome.set;
     let micro_batches = worker.share.micro_batches_of(worker.sequences, worker.outcome.plan.recipe.micro_batch);
     let mut calls = worker.share.schedule(micro_batches as u32).calls;
-    let total = prices(team, worker, team_link).schedule_seconds(set, &calls);
+    let (request, outcome) = (&team.devices[worker.device], &worker.outcome);
+    let total = prices(request, outcome, team_link).schedule_seconds(set, &calls);
     // Computing alone is priced without collectives: data parallel, these are only in the last micro-batch.
     let link_without_collectives = match worker.share.parallelism {
         Some(Parallelism::Data) => {
@@ -123,15 +126,14 @@ fn collective_seconds(team: &TeamRequest, worker: &PlannedWorker, team_link: Lin
         }
         _ => INSTANT_LINK,
     };
-    let busy = prices(team, worker, link_without_collectives).schedule_seconds(set, &calls);
+    let busy = prices(request, outcome, link_without_collectives).schedule_seconds(set, &calls);
     WorkerSeconds { busy, waiting: (total - busy).max(0.0) }
 }
 
-/// Returns the rates from which the seconds of a worker's Programs are predicted, with `team_link` between the workers.
-fn prices<'t>(team: &'t TeamRequest, worker: &PlannedWorker, team_link: Link) -> Prices<'t> {
-    let request = &team.devices[worker.device];
-    let (rates, host) = (&request.device.rates, &request.host);
-    Prices { rates, host, precision: worker.outcome.precision, team_link }
+/// Returns the rates from which the seconds of an outcome's Programs are predicted on the device of `request`, with
+/// `team_link` between the workers.
+pub(super) fn prices<'r>(request: &'r PlanRequest, outcome: &PlanOutcome, team_link: Link) -> Prices<'r> {
+    Prices { rates: &request.device.rates, host: &request.host, precision: outcome.precision, team_link }
 }
 
 /// Adds up the host arenas of all workers.

@@ -186,7 +186,7 @@ pub enum ConfigError {
         key: String,
         /// Value of the first key, as JSON.
         found: String,
-        /// Second key.
+        /// The key whose value contradicts that of `key`.
         other: String,
         /// Value of the second key, as JSON.
         other_found: String,

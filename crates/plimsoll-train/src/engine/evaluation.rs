@@ -121,10 +121,10 @@ impl Engine {
 fn count_samples(labels: &[i32], document_start: &[i32], hits: &[i32], sequence: usize) -> EvaluationSums {
     let mut sum = EvaluationSums::default();
     let mut current: Option<((usize, i32), bool)> = None;
-    for (i, &label) in labels.iter().enumerate().filter(|(_, label)| **label >= 0) {
+    for (i, _) in labels.iter().enumerate().filter(|(_, label)| **label >= 0) {
         sum.tokens += 1;
         let document = (i / sequence, document_start[i]);
-        let hit = hits[i] == 1 && label >= 0;
+        let hit = hits[i] == 1;
         match &mut current {
             Some((current_document, exact)) if *current_document == document => *exact &= hit,
             other => {

@@ -71,7 +71,7 @@ impl TensorTable {
         }
     }
 
-    /// Creates the table of these Programs: looks up their tensors by name.
+    /// Creates the table for `set`: looks up, by name, the tensors that the engine reads and writes.
     pub(super) fn of(set: &ProgramSet) -> TensorTable {
         let train = set.program(ProgramKind::Forward).map(|program| BatchInputs::of(set, program, "train"));
         let evaluate = set.program(ProgramKind::Evaluate).map(|program| {

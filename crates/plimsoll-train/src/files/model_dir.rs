@@ -45,7 +45,8 @@ pub struct ModelDir {
     pub tokenizer_path: Option<PathBuf>,
 }
 
-/// Weights that match a configuration: every parameter exists with its shape, stored as F32, BF16 or F16.
+/// The open weight files of a model, with the place of each parameter. They match a configuration: every parameter
+/// exists with its shape, stored as F32, BF16 or F16.
 #[derive(Debug)]
 pub struct ModelWeights {
     /// The open files.

@@ -90,7 +90,7 @@ pub fn plan(run: &RunRequest, explain: bool) -> Result<PlannedRun, Failure> {
 
 /// Adds other parallelisms and teams to the plan of a team as alternatives, and the memory ladder of each worker.
 fn explain_team(planner: &Planner, devices: &[DeviceSpec], team: &mut TeamOutcome) -> Result<(), Failure> {
-    let request = planner.team_request(devices)?;
+    let request = planner.team_request(devices, None)?;
     team.plan.alternatives = alternatives(&request, &team.plan);
     fill_ladders(&request, team);
     Ok(())

@@ -139,9 +139,7 @@ impl<'a> Planner<'a> {
         devices: &[DeviceSpec],
         constraint: Option<TeamConstraint>,
     ) -> Result<Option<TeamPlan>, Failure> {
-        let request = self.team_request(devices)?;
-        let constraint = constraint.or(request.constraint.clone());
-        let outcome = plan_team_if_fits(&TeamRequest { constraint, ..request });
+        let outcome = plan_team_if_fits(&self.team_request(devices, constraint)?);
         let planned = outcome.map(|outcome| self.assign(devices, outcome));
         process::trim_heap();
         Ok(planned)
@@ -197,17 +195,23 @@ impl<'a> Planner<'a> {
     }
 
     /// Returns the request to plan for a team of `devices`. If the planner has a host load line, the request uses it
-    /// instead of the host memory that is free now. An active run already holds a part of that memory.
+    /// instead of the host memory that is free now. An active run already holds a part of that memory. `constraint`
+    /// takes precedence over that of the run file.
     ///
     /// # Errors
     /// The run file fixes choices that do not match the model, or a scratch file for several devices.
-    pub(super) fn team_request<'d>(&self, devices: &'d [DeviceSpec]) -> Result<TeamRequest<'d>, Failure>
+    pub(super) fn team_request<'d>(
+        &self,
+        devices: &'d [DeviceSpec],
+        constraint: Option<TeamConstraint>,
+    ) -> Result<TeamRequest<'d>, Failure>
     where
         'a: 'd,
     {
-        let request = team_request(self.run, self.model, devices)?;
+        let mut request = team_request(self.run, self.model, devices)?;
+        request.constraint = constraint.or(request.constraint);
         let Some(host) = self.host else { return Ok(request) };
-        let mut request = TeamRequest { host, ..request };
+        request.host = host;
         let offloading = request.devices.iter_mut().filter(|request| request.host.budget > Bytes::ZERO);
         offloading.for_each(|request| request.host.budget = host);
         Ok(request)
@@ -259,7 +263,7 @@ impl<'a> Planner<'a> {
         }
         // A resumed run keeps its team, so it needs no remarks about excluded devices.
         if self.previous.is_none() {
-            add_device_remedies(&self.team_request(devices)?, &self.run.devices(), &mut outcome.plan);
+            add_device_remedies(&self.team_request(devices, None)?, &self.run.devices(), &mut outcome.plan);
         }
         Ok(outcome)
     }
@@ -363,9 +367,7 @@ impl<'a> Planner<'a> {
         constraint: Option<TeamConstraint>,
         evaluations: Option<EvaluationSchedule>,
     ) -> Result<TeamOutcome, Failure> {
-        let request = self.team_request(devices)?;
-        let constraint = constraint.or(request.constraint.clone());
-        let request = TeamRequest { constraint, evaluations, ..request };
+        let request = TeamRequest { evaluations, ..self.team_request(devices, constraint)? };
         let workers = self.previous.and_then(|previous| previous.team_for(devices, self.run, self.model));
         let again = workers.map(|workers| plan_fixed_team(&request, workers)).filter(|outcome| outcome.plan.fits);
         Ok(again.unwrap_or_else(|| plan_team(&request)))

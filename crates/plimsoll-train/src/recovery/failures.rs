@@ -55,7 +55,7 @@ impl TeamState {
 
     /// Whether any single worker can leave without loss of weights or optimizer state, because another holds a copy.
     fn can_spare_worker(&self) -> bool {
-        self.workers > 1 && !self.partitioned
+        self.workers > 1 && self.holds_whole_state()
     }
 }
 

@@ -12,18 +12,18 @@ const RETRY_DELAY_STEPS: u64 = 32;
 /// out-of-memory error the run trains under a smaller recipe, and tries the preferred one again later.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RetrySchedule {
-    /// Step of the next attempt; `None` if none is planned.
-    due_step: Option<u64>,
     /// Step for which the most recent attempt was planned, whether the run has made it or not. `None` before the first
     /// out-of-memory error.
-    last_due_step: Option<u64>,
+    due_step: Option<u64>,
+    /// Whether that attempt is still to be made.
+    is_pending: bool,
     /// Number of steps between an out-of-memory error or failed attempt and the next attempt.
     delay_steps: u64,
 }
 
 impl Default for RetrySchedule {
     fn default() -> RetrySchedule {
-        RetrySchedule { due_step: None, last_due_step: None, delay_steps: RETRY_DELAY_STEPS }
+        RetrySchedule { due_step: None, is_pending: false, delay_steps: RETRY_DELAY_STEPS }
     }
 }
 
@@ -31,7 +31,7 @@ impl RetrySchedule {
     /// Plans an attempt to return to the preferred recipe, because of an out-of-memory error in `step`. Doubles
     /// `delay_steps` if `step` lies before the previously planned attempt, or fewer than `delay_steps` steps after it.
     pub fn record_fallback(&mut self, step: u64) {
-        if self.last_due_step.is_some_and(|due_step| step < due_step + self.delay_steps) {
+        if self.due_step.is_some_and(|due_step| step < due_step + self.delay_steps) {
             self.delay_steps = self.delay_steps.saturating_mul(2);
         }
         self.plan_after(step);
@@ -45,13 +45,15 @@ impl RetrySchedule {
 
     fn plan_after(&mut self, step: u64) {
         self.due_step = Some(step + self.delay_steps);
-        self.last_due_step = self.due_step;
+        self.is_pending = true;
     }
 
     /// Whether an attempt to return to the preferred recipe is due after `step`. Each planned attempt is reported as
     /// due only once.
     pub fn take_due(&mut self, step: u64) -> bool {
-        self.due_step.take_if(|due_step| step >= *due_step).is_some()
+        let is_due = self.is_pending && self.due_step.is_some_and(|due_step| step >= due_step);
+        self.is_pending &= !is_due;
+        is_due
     }
 }
 

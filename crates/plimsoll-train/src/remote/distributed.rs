@@ -44,13 +44,23 @@ impl TeamEndpoint {
                 connection.begin_attempt(0);
                 connection.join_team(rank, invitation).map(|()| None)
             }
-            TeamEndpoint::Local => {
-                let wires = network.connect_peers(invitation, rank);
-                let transport = wires.and_then(|wires| WireTransport::new(rank, wires, invitation.epoch));
-                transport.map(Some).map_err(|error| peer_unreachable(rank, &error))
-            }
+            TeamEndpoint::Local => connect_transport(network, invitation, rank).map(Some),
         }
     }
+}
+
+/// Connects this process to the other ranks of an invitation, and creates the transport of `rank` over their wires.
+///
+/// # Errors
+/// A peer does not connect, or the system refuses a thread.
+pub(crate) fn connect_transport(
+    network: &dyn PeerNetwork,
+    invitation: &Invitation,
+    rank: u32,
+) -> Result<Arc<WireTransport>, DeviceError> {
+    let wires = network.connect_peers(invitation, rank);
+    let transport = wires.and_then(|wires| WireTransport::new(rank, wires, invitation.epoch));
+    transport.map_err(|error| peer_unreachable(rank, &error))
 }
 
 /// A remote device with its rank in the team.

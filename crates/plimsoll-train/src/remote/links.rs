@@ -71,11 +71,20 @@ fn measure_rank(
 ) -> Result<Vec<Option<LinkSpeeds>>, DeviceError> {
     match connection {
         Some(connection) => connection.measure_links(rank, invitation),
-        None => {
-            let wires = network.connect_peers(invitation, rank);
-            wires.and_then(|wires| measure_links(rank, &wires)).map_err(|error| peer_unreachable(rank, &error))
-        }
+        None => measure_own_links(network, invitation, rank).map_err(|error| peer_unreachable(rank, &error)),
     }
+}
+
+/// Connects this process to the other ranks of an invitation, and measures its links as [`measure_links`] does.
+///
+/// # Errors
+/// A peer does not connect or disconnects.
+pub(crate) fn measure_own_links(
+    network: &dyn PeerNetwork,
+    invitation: &Invitation,
+    rank: u32,
+) -> io::Result<Vec<Option<LinkSpeeds>>> {
+    measure_links(rank, &network.connect_peers(invitation, rank)?)
 }
 
 /// Combines the measurements of all ranks into one link per rank. It has the lowest bandwidth and the highest latency
@@ -120,7 +129,7 @@ fn slower(one: Link, other: Link) -> Link {
 ///
 /// # Errors
 /// A wire that is closed, or a measurement that exceeds [`TIMEOUT`].
-pub(crate) fn measure_links(rank: u32, wires: &[Option<Arc<dyn Wire>>]) -> io::Result<Vec<Option<LinkSpeeds>>> {
+fn measure_links(rank: u32, wires: &[Option<Arc<dyn Wire>>]) -> io::Result<Vec<Option<LinkSpeeds>>> {
     let (done, finished) = channel::<()>();
     let watched = wires.to_vec();
     let watch = move || {

@@ -165,7 +165,8 @@ pub(crate) struct ArenaSizes {
 /// default.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(crate) struct CommandResult {
-    /// Result of [`Command::HighWater`]: the offset just past the highest byte written.
+    /// Result of [`Command::HighWater`]: the offset just past the highest byte written in the memory space that the
+    /// command names; 0 if none was written.
     pub bytes: Bytes,
     /// Result of [`Command::SlowDown`] (whether the device supports it) or [`Command::HasStrayWrites`] (whether there
     /// were any).

@@ -183,7 +183,7 @@ fn other_layout(run_dir: &Path, mut versions: Vec<u32>) -> Failure {
         .hint("or resume this one with the version of Plimsoll that wrote it")
 }
 
-/// Reads the checkpoint in a folder and checks the sizes of its files.
+/// Reads the checkpoint in a folder. Refuses one of another version, or with files of another size.
 fn read(path: &Path) -> Result<Checkpoint, Unusable> {
     let text = fs::read(path.join("checkpoint.json")).map_err(|e| format!("checkpoint.json: {e}"));
     let text = text.map_err(Unusable::Incomplete)?;

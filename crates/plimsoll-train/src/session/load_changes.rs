@@ -99,7 +99,7 @@ impl Session {
         let found = self.fastest_plan_under(rank, line, worker.line.host, false);
         let fastest = found.as_ref().map(|answer| plan_figures(&answer.plan));
         let action = decide_load_change(&self.load_line_state(rank), LoadEvent::BudgetRequest { line, fastest });
-        let Some(answer) = found.filter(|_| action != LoadAction::Refuse) else {
+        let Some(answer) = found else {
             return refuse(format!(
                 "{line_text} is not enough: the smallest budget that fits is {}",
                 self.smallest_budget(rank)

@@ -111,10 +111,10 @@ impl Session {
                 let alone = self.team.len() == 1;
                 let name = self.worker(rank).device.name.clone();
                 let refusals = self.recovery.refusals.record(&name);
-                let reason = match self.recovery.refusals.is_over_limit(&name) {
+                let reason = match refusals > MAX_DEVICE_REFUSALS {
                     false => format!("{name}: {error}"),
-                    true if alone => format!("{error}; {MAX_DEVICE_REFUSALS} tries made no progress"),
-                    true => format!("{name}: {error}; {MAX_DEVICE_REFUSALS} tries made no progress"),
+                    true if alone => format!("{error}; {refusals} refusals in a row"),
+                    true => format!("{name}: {error}; {refusals} refusals in a row"),
                 };
                 // Devices report their own errors by other variants.
                 let injected = matches!(error, DeviceError::OutOfMemory { .. });
@@ -143,7 +143,7 @@ impl Session {
         &self.team.workers()[rank]
     }
 
-    /// Returns the load lines of a worker, to change them.
+    /// Returns the load line of a worker, for device and host memory, to change it.
     pub(super) fn line(&mut self, rank: usize) -> &mut LoadLine {
         &mut self.team.worker(rank).line
     }

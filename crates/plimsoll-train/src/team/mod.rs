@@ -379,8 +379,8 @@ impl Team {
         self.monitor = None;
     }
 
-    /// Removes a worker from the list, drops its engine and returns the rest. If it missed its heartbeats, the engine
-    /// is dropped in the background, because that may block.
+    /// Removes a worker from the list, drops its engine, and returns the worker without an engine. Dropping the engine
+    /// of a worker that missed its heartbeats may block, so a background thread does it.
     fn release(&mut self, rank: usize) -> Worker {
         let arenas = self.arena_bytes_of(rank).total();
         let mut worker = self.workers.remove(rank);

@@ -2,9 +2,10 @@
 
 use super::values::{positive, share, temperature};
 use clap::Args;
-use plimsoll_core::{Failure, Rung};
+use plimsoll_core::Failure;
 use plimsoll_train::config::{RunConfig, list_setting, setting};
 use plimsoll_train::resolve::RunRequest;
+use plimsoll_watch::plan::list_rungs;
 use std::path::{Path, PathBuf};
 
 /// Arguments of `plimsoll eval`, which evaluates a model on data.
@@ -145,8 +146,7 @@ impl InferenceArgs {
 /// Converts a configuration to a request. Rejects rungs of `--allow` that only affect training.
 fn reject_training_rungs(config: RunConfig) -> Result<RunRequest, Failure> {
     let Some(rung) = config.memory.allow.iter().find(|rung| rung.is_training_only()) else { return Ok(config.into()) };
-    let allowed = Rung::ALL.into_iter().filter(|rung| !rung.is_training_only());
-    let names = allowed.map(|rung| rung.to_string()).collect::<Vec<_>>().join(", ");
+    let names = list_rungs(|rung| !rung.is_training_only());
     let failure = Failure::input(format!("--allow {rung}: this rung only applies to training"));
     Err(failure.hint(format!("allowed here: {names}")))
 }

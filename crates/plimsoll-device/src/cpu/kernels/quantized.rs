@@ -19,7 +19,7 @@ const NF4_GROUP_ELEMENTS: usize = NF4_PIECE as usize;
 /// Smallest number of elements that one task of the thread pool processes.
 const MIN_TASK_ELEMENTS: usize = 16384;
 
-/// A quantized matrix, or whole blocks of one.
+/// A quantized matrix, or whole blocks of one. `B` is a slice of bytes (codes), and `F` a slice of f32 (scales).
 #[derive(Debug)]
 pub enum QuantizedData<B, F> {
     /// 8 bits, with a scale per row.

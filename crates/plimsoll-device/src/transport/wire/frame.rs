@@ -2,7 +2,7 @@
 
 use crate::transport::CollectiveCall;
 use plimsoll_core::DType;
-use plimsoll_program::op::Collective;
+
 use std::ops::Range;
 
 /// The purpose of a frame.
@@ -111,7 +111,7 @@ pub(super) fn signature(call: &CollectiveCall) -> Vec<u8> {
     let mut signature = Vec::new();
     let mut number = |number: u64| signature.extend_from_slice(&number.to_le_bytes());
     match call.collective {
-        Collective::Send | Collective::Receive => {
+        collective if collective.is_point_to_point() => {
             call.buffers.iter().for_each(|buffer| number(buffer.counts[call.rank as usize] * buffer.dtype.bytes()));
         }
         collective => {

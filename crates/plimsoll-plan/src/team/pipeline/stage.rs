@@ -101,8 +101,8 @@ impl OffloadableBytes {
         }
     }
 
-    /// Returns the bytes of each kind that are offloaded to free `bytes` on the device; `None` if offloading everything
-    /// frees too little.
+    /// Returns the bytes of each kind that are offloaded to free `bytes` on the device. Kinds are taken in the order of
+    /// the fields. `None` if offloading everything frees too little.
     fn take(self, mut bytes: f64) -> Option<OffloadableBytes> {
         let mut take = |most: f64| {
             let taken = bytes.clamp(0.0, most);

@@ -316,8 +316,9 @@ impl Decoder<'_> {
         blocks
     }
 
-    /// Adds the inputs of the loss, `[rows]` labels and `[rows]` loss weights of tokens. Their names start with
-    /// `prefix`. Returns `None` on all pipeline stages but the last, which has the loss.
+    /// Adds the two inputs of the loss, both of shape `[rows]`: the label of each token, and its weight in the loss.
+    /// Returns both. Their names start with `prefix`. `None` on a pipeline stage other than the last, which alone
+    /// computes the loss.
     pub(super) fn labels(&mut self, prefix: &str, rows: u64) -> Option<(TensorId, TensorId)> {
         if !self.options.is_last() {
             return None;

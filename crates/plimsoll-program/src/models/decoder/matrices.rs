@@ -37,10 +37,11 @@ pub(super) struct Projection {
 }
 
 impl Projection {
-    /// Adds the tensors of a quantized projection of all layers, with `columns` columns.
-    fn new(builder: &mut Builder, options: &BuildOptions, target: Target, columns: u64) -> Projection {
+    /// Adds the tensors of a quantized projection of all layers.
+    fn new(builder: &mut Builder, options: &BuildOptions, target: Target) -> Projection {
         let (config, layers) = (options.config, options.depth());
-        let elements = target.shape(config)[0] * columns;
+        let [rows, columns] = target.shape(config);
+        let elements = rows * columns;
         let mut tensor = |role: &str, elements: u64, dtype: DType| {
             let name = format!("{}.{role}", target.name());
             Operand::layer(builder.persistent(&name, &[elements], dtype, Category::Weight, layers), 0)
@@ -112,7 +113,7 @@ impl Matrix {
                 Stored::Plain(builder.persistent(name, &dims, builder.precision, Category::Weight, layers))
             }
             Base::Int8 | Base::Nf4 => {
-                let quantized = |target| Projection::new(builder, options, target, columns);
+                let quantized = |target| Projection::new(builder, options, target);
                 Stored::Quantized(targets.into_iter().map(quantized).collect())
             }
         };

@@ -48,8 +48,9 @@ impl Offloader {
         Offloader { set, placements, host_staging, zeroed_in_backward, piece_elements: 0, host_updates }
     }
 
-    /// Sets the size of the pieces in which the update processes offloaded tensors: a fraction of the largest tensor
-    /// with `layers` slots (one per layer). The pieces in flight are then small beside the model.
+    /// Sets the size of the pieces in which the update processes offloaded tensors: the largest matrix of a layer,
+    /// divided by [`PIECES_PER_MATRIX`]. The pieces in flight are then small beside the model. `layers` is the number of
+    /// layers; a tensor with that many slots has one slot per layer.
     pub(super) fn set_piece_elements(&mut self, layers: u32) {
         let layered = self.set.tensors.iter().filter(|t| t.lifetime == Lifetime::Persistent && t.slots == layers);
         let largest = layered.map(Tensor::elements).max().unwrap_or(1);

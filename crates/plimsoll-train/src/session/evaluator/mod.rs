@@ -14,6 +14,7 @@ use crate::engine::{Engine, EvaluationSums};
 use crate::fault_injection::{FaultInjection, PendingFault};
 use crate::heartbeat::{HeartbeatMonitor, HeartbeatSender, Liveness, timeout_message};
 use crate::planning::team_plan::WorkerAssignment;
+use crate::recovery::failures::MAX_DEVICE_REFUSALS;
 use crate::resolve::{Model, Resolved, RunRequest};
 use crate::step_times::quantile;
 use crate::team::open::{OpenedDevice, open_assignment};
@@ -27,9 +28,6 @@ use std::thread;
 use std::time::{Duration, Instant};
 use weight_transfer::{TransferState, WeightReceiver, WeightTransfer};
 
-/// Largest number of out-of-memory errors in one piece of work after which the evaluator still tries again. After one
-/// more it counts as lost.
-const MAX_EVALUATOR_REFUSALS: usize = 6;
 /// Interval at which a waiting thread checks that the device is alive.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
@@ -438,7 +436,7 @@ fn serve_requests(
     }
 }
 
-/// Runs `work`, and repeats it after each out-of-memory error, at most [`MAX_EVALUATOR_REFUSALS`] times. Returns the
+/// Runs `work`, and repeats it after each out-of-memory error, at most [`MAX_DEVICE_REFUSALS`] times. Returns the
 /// result and the messages of these errors.
 ///
 /// # Errors
@@ -448,11 +446,11 @@ fn retry_refused<T>(mut work: impl FnMut() -> Result<T, DeviceFailure>) -> Resul
     loop {
         match work() {
             Ok(done) => return Ok((done, refused)),
-            Err(DeviceFailure::OutOfMemory { error, .. }) if refused.len() < MAX_EVALUATOR_REFUSALS => {
+            Err(DeviceFailure::OutOfMemory { error, .. }) if refused.len() < MAX_DEVICE_REFUSALS as usize => {
                 refused.push(error.to_string())
             }
             Err(DeviceFailure::OutOfMemory { error, .. }) => {
-                let reason = format!("{error}; {MAX_EVALUATOR_REFUSALS} tries made no progress");
+                let reason = format!("{error}; {} refusals in a row", refused.len() + 1);
                 return Err(DeviceFailure::Lost { rank: 0, reason });
             }
             Err(other) => return Err(other),
