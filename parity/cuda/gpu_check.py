@@ -26,8 +26,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
+
+from gpu_inputs import run_file, samples, settings, write_config, write_samples
 
 HERE = pathlib.Path(__file__).resolve().parent
 MIB, GIB = 1 << 20, 1 << 30
@@ -238,62 +241,6 @@ def whole_json(output):
         return last_json(output)
 
 
-# ---------------------------------------------------------------------------------------------------
-# Generated models and data
-# ---------------------------------------------------------------------------------------------------
-
-
-def write_config(folder, model, sequence):
-    """Writes a config.json of the llama family."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": model["hidden"],
-        "num_hidden_layers": model["layers"], "num_attention_heads": model["heads"],
-        "num_key_value_heads": model["kv_heads"], "head_dim": model["hidden"] // model["heads"],
-        "intermediate_size": model["ffn"], "vocab_size": model["vocab"], "hidden_act": "silu",
-        "max_position_embeddings": max(2048, sequence), "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-        "tie_word_embeddings": True, "attention_bias": False, "mlp_bias": False, "initializer_range": 0.02,
-        "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "float32",
-    }
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
-
-
-def samples(vocab, length, count, seed):
-    """Returns random walks through a graph with few successors per token, which a model learns quickly."""
-    draw = random.Random(seed)
-    followers = [[draw.randrange(3, vocab) for _ in range(3)] for _ in range(vocab)]
-    rows = []
-    for _ in range(count):
-        token = draw.randrange(3, vocab)
-        row = [token]
-        while len(row) < length:
-            token = followers[token][min(2, int(draw.expovariate(1.2)))]
-            row.append(token)
-        rows.append(row)
-    return rows
-
-
-def write_samples(path, rows):
-    path.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
-
-
-def settings(values):
-    """Returns a --set option for each key. JSON values are valid TOML for all values used here."""
-    return [word for key, value in values.items() for word in ("--set", f"{key}={json.dumps(value)}")]
-
-
-def run_file(folder):
-    """Writes an empty run file; without one, plimsoll would train its built-in example."""
-    path = folder / "run.toml"
-    path.write_text("")
-    return path
-
-
-# ---------------------------------------------------------------------------------------------------
-# Sections
-# ---------------------------------------------------------------------------------------------------
-
-
 def found(section):
     """The machine and its GPUs."""
     try:
@@ -312,6 +259,8 @@ def found(section):
     section.add("the device", ", ".join(f"{d['name']}: {d['model']}" for d in gpus) or "none", bool(ours))
     if not ours:
         raise Failed(f"there is no {section.options.device}: all that follows needs it")
+    libraries = (machine.get("nvidia") or {}).get("libraries", [])
+    section.add("libraries", ", ".join(f"{one['library']} {one['version']}" for one in libraries if one.get("version")), None)
     seconds = section.sizes["bench_seconds"]
     bench = section.folder / "bench.json"
     try:
@@ -319,6 +268,22 @@ def found(section):
         section.keep("bench", json.loads(bench.read_text()))
     except Failed as failed:
         section.add("bench devices", failed, False)
+    memory_ledger(section)
+
+
+def memory_ledger(section):
+    """Memory of the GPU by NVML and by the driver, from before a context to after its end."""
+    try:
+        ledger = last_json(section.run("memory", section.options.device, program="plimsoll-check"))
+    except Failed as failed:
+        section.add("memory ledger", failed, False)
+        return
+    section.keep("memory", ledger)
+    mib = lambda bytes: "not reported" if bytes is None else f"{bytes / MIB:,.1f} MiB"
+    section.add("memory ledger", f"arena {mib(ledger['arena_bytes'])}, charges {mib(ledger['charges_bytes'])}", None)
+    for at in ledger["moments"]:
+        section.add(f"memory {at['moment']}", f"this process {mib(at['nvml_process_bytes'])}; free: NVML "
+                    f"{mib(at['nvml_free_bytes'])}, driver {mib(at['driver_free_bytes'])}", None)
 
 
 def tally(section, what, *arguments):
@@ -379,14 +344,19 @@ def soak(section):
 
 def plans(section):
     """Planned memory equals used memory, for the arena and the whole device, and stays within a given budget."""
+    seconds, started = max(1, int(section.left) - 3), time.monotonic()
     shown = tally(section, "plans", "--only", "plans", "--dtype", "bf16", "--runs", section.sizes["plans"], "--size",
-                  section.sizes["plan_size"], "--seconds", max(1, int(section.left) - 3))
+                  section.sizes["plan_size"], "--seconds", seconds)
+    time_was_over = time.monotonic() - started >= seconds
     unseen = sum(count for sort, count in shown["covered"].items() if sort.startswith("whole device not seen"))
     if unseen:
         section.add("whole device and budgets, for want of NVML", f"not seen in {unseen}", False)
     ran = sum(count for sort, count in shown["covered"].items() if sort.startswith("under "))
     least = section.sizes["plans_least"]
-    section.add("configurations that fit and ran", f"{ran} (at least {least})", ran >= least)
+    # A slower GPU runs fewer of them in the same time, which is no failure.
+    enough = None if 0 < ran < least and time_was_over else ran >= least
+    wanted = f"at least {least}" + (f"; not judged, {seconds} s were over" if enough is None else "")
+    section.add("configurations that fit and ran", f"{ran} ({wanted})", enough)
 
 
 def contents(run):
@@ -617,11 +587,13 @@ def speed_of(section, name, shape, until):
     words = [word for key, value in {**shape, **section.sizes["step"]}.items()
              for word in (f"--{key.replace('_', '-')}", str(value))]
     # Without a memory limit first: it needs no figure of PyTorch, and least time.
+    started = time.monotonic()
     free = step_of(section, f"{name}: ours as it comes", words, [], left())
+    # Time that our measurement under the limit needs after PyTorch's.
+    kept = max(25, 1.5 * (time.monotonic() - started))
     peers, missing = {}, []
     for kind, more in {"eager": [], "compile": ["--compile"]}.items():
-        # Leaves time for our measurement under the limit.
-        theirs = peer_step(section, f"{name}: PyTorch {kind}", kind, [*more, *words], left() - 25)
+        theirs = peer_step(section, f"{name}: PyTorch {kind}", kind, [*more, *words], left() - kept)
         if theirs:
             peers[kind] = theirs
         elif theirs is None:
@@ -645,11 +617,23 @@ def speed_of(section, name, shape, until):
     return True
 
 
+def missing_for_compile():
+    """Returns what torch.compile needs and this machine lacks: a C compiler, and the headers of this Python."""
+    compiler = os.environ.get("CC")
+    found = any(map(shutil.which, [compiler] if compiler else ["cc", "gcc", "clang"]))
+    header = pathlib.Path(sysconfig.get_path("include"), "Python.h")
+    return [*([] if found else [f"no C compiler ({compiler or 'cc, gcc or clang'})"]),
+            *([] if header.exists() else [f"no {header} (package python3-dev)"])]
+
+
 def peer_step(section, what, kind, words, seconds):
     """Measures a step of PyTorch. Returns its figures; {} if PyTorch has too little memory, None if it gave no figure."""
     peer = section.options.programs / "torch_step.py"
     if not peer.exists() or (section.options.rehearse and kind == "compile"):
         section.add(what, "not here", None)
+        return None
+    if kind == "compile" and (absent := missing_for_compile()):
+        section.add(what, f"not measured: {' and '.join(absent)}", None)
         return None
     device = "cpu" if section.options.rehearse else section.options.device
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from plimsoll import _native
+
 
 class PlimsollError(Exception):
     """Base class. ``str()`` returns the text that the command line prints."""
@@ -17,7 +19,7 @@ class PlimsollError(Exception):
         self.hints = hints or []
 
     def __str__(self) -> str:
-        return "".join([self.message, *(f"\n  hint: {hint}" for hint in self.hints)])
+        return _native.failure_text(self.message, self.hints)
 
 
 class Bug(PlimsollError):

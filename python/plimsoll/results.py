@@ -419,8 +419,8 @@ class StepEvent(TypedDict):
     event: Literal["step"]
     #: The step, counted from 1.
     step: int
-    #: Mean loss over the labelled tokens of the step.
-    loss: float
+    #: Mean loss over the labelled tokens of the step. NaN, in JSON ``None``, if it has none.
+    loss: float | None
     #: Global gradient norm before clipping.
     norm: float
     #: The learning rate of the step.
@@ -629,12 +629,12 @@ Event = Union[
 class LossSpan(TypedDict):
     """The training loss at both ends of a run, each the mean over the labelled tokens of a step.
 
-    NaN, in JSON ``null``, if no step completed.
+    NaN, in JSON ``null``, if no step with a label completed.
     """
 
-    #: Loss of the first step.
+    #: Loss of the first step with a label.
     first: float | None
-    #: Loss of the last step.
+    #: Loss of the last step with a label.
     last: float | None
 
 
@@ -794,6 +794,8 @@ class RunResult(TypedDict):
     steps: int
     #: The training loss of the first and the last step.
     loss: LossSpan
+    #: Number of steps without any label, including those before a resume; absent if every step had one.
+    unlabelled_steps: NotRequired[int]
     #: Tokens (including padding) per second over all steps since the last start of the run. Time outside steps does not count.
     tokens_per_second: float
     #: Seconds of an optimizer step, measured and predicted.

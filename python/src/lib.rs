@@ -12,7 +12,7 @@ mod memory_hold;
 mod training;
 
 use failure::{argument_error, refusal, run_detached, to_exception};
-use plimsoll_core::{Budget, Bytes, Failure, ParseBudgetError};
+use plimsoll_core::{Budget, Bytes, Failure, ParseBudgetError, printable};
 use plimsoll_device::bench::cpu_products;
 use plimsoll_device::machine::Machine;
 use plimsoll_plan::device_request::{DeviceAttributes, DeviceRequest, DevicesRequest, RequestError};
@@ -22,6 +22,7 @@ use plimsoll_train::resolve::{self, RunRequest};
 use plimsoll_train::{remote, session::control};
 use plimsoll_watch::devices as shown;
 use pyo3::prelude::*;
+use pyo3::types::PyString;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -114,6 +115,20 @@ fn format_bytes(count: u64) -> String {
     Bytes(count).to_string()
 }
 
+/// Returns text with escapes for the characters that act on a terminal, except line breaks and tabs.
+#[pyfunction]
+fn printable_text(text: &Bound<'_, PyString>) -> String {
+    // Python's names of files may have no UTF-8 form.
+    printable::printable_text(&text.to_string_lossy()).into_owned()
+}
+
+/// Formats a message and its hints as the command line does.
+#[pyfunction]
+fn failure_text(message: &Bound<'_, PyString>, hints: Vec<Bound<'_, PyString>>) -> String {
+    let failure = Failure::input(message.to_string_lossy());
+    hints.iter().fold(failure, |failure, hint| failure.hint(hint.to_string_lossy())).to_string()
+}
+
 /// The attributes that an entry of `run.devices` states, for Python.
 #[derive(Serialize)]
 struct ParsedDevice {
@@ -197,8 +212,8 @@ mod _native {
     use super::training::train;
     #[pymodule_export]
     use super::{
-        budget, budget_bytes, devices, format_bytes, list_named_devices, measure_product_flops, parse_devices, plan,
-        resolve_devices, with_node_defaults,
+        budget, budget_bytes, devices, failure_text, format_bytes, list_named_devices, measure_product_flops,
+        parse_devices, plan, printable_text, resolve_devices, with_node_defaults,
     };
 
     /// Version of the module and of the command line built with it.

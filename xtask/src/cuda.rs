@@ -1,20 +1,22 @@
 //! `cargo xtask cuda-check`: checks the CUDA kernels without a GPU.
 //!
 //! - Every unit compiles for every architecture without register spills; a table lists the resources of each kernel.
+//! - Attention on tensor cores, which uses the most registers, also compiles without spills with older compilers.
 //! - Calls into NVIDIA's libraries match their headers, and the functions exist in the libraries.
 //! - The kernels compute correct results on the CPU (`crates/plimsoll-device/tests/cuda_shim`).
 //!
 //! `cargo xtask stand-in` runs the whole program on a stand-in for a GPU
 //! (`crates/plimsoll-device/tests/cuda_stand_in`).
 //!
-//! NVRTC, ptxas, headers and libraries are installed from PyPI into `parity/cuda/.venv`, unless `PLIMSOLL_CUDA_VENV`
-//! names a venv that has them.
+//! NVRTC, headers and libraries are installed from PyPI into `parity/cuda/.venv`, unless `PLIMSOLL_CUDA_VENV` names a
+//! venv that has them. Older compilers are installed into the folder `compilers` of that venv.
 
 use crate::program;
 use crate::stand_in::{self, succeed};
 use anyhow::{Context, bail, ensure};
+use plimsoll_device::cuda::architecture::Architecture;
 use plimsoll_device::cuda::headers;
-use plimsoll_device::cuda::kernels::{OPTIONS, Unit};
+use plimsoll_device::cuda::kernels::{Family, OPTIONS, Target, Unit};
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};
 use std::env;
@@ -29,6 +31,18 @@ const ARCHS: [&str; 5] = ["80", "86", "89", "90", "120"];
 const HEAD_DIMS: [u64; 6] = [16, 32, 64, 80, 96, 128];
 /// File to which the table of kernel resources is written.
 const TABLE: &str = "docs/measured/cuda-kernels.md";
+
+/// Version of the compiler with which every unit is compiled, in `parity/cuda/requirements.txt`.
+const COMPILER: &str = "13.5";
+/// Older compilers that users have, such as those of PyTorch: version and package. Their architectures are
+/// [`OLD_ARCHS`].
+const OLD_COMPILERS: [(&str, &str); 3] = [
+    ("12.4", "nvidia-cuda-nvrtc-cu12==12.4.127"),
+    ("12.8", "nvidia-cuda-nvrtc-cu12==12.8.93"),
+    ("13.0", "nvidia-cuda-nvrtc==13.0.88"),
+];
+/// Compute capabilities that every old compiler supports. Kernels for 89 are those for 86.
+const OLD_ARCHS: [&str; 3] = ["80", "86", "90"];
 
 /// Version of the compiler NVRTC, as `compile.py` reports it.
 #[derive(Deserialize)]
@@ -59,14 +73,16 @@ pub fn run() -> anyhow::Result<()> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("the workspace's root")?;
     let python = python(root)?;
     check_declarations(root, &python)?;
-    let units = Unit::all(&HEAD_DIMS);
-    let folder = write_units(root, &units)?;
-    let (compiler, resources) = compile(root, &python, &folder)?;
-    check(&units, &resources)?;
+    let folder = write_units(root, COMPILER, &ARCHS, |_| true)?;
+    let (compiler, resources) = compile(root, &python, &site_packages(&python)?, &folder)?;
+    ensure!(compiler.nvrtc == COMPILER, "the venv has NVRTC {}, not {COMPILER}", compiler.nvrtc);
+    let units = units(COMPILER, ARCHS[0])?;
+    check(&units, &ARCHS, &resources)?;
     let table = root.join(TABLE);
     std::fs::create_dir_all(table.parent().context("the table's folder")?)?;
     std::fs::write(&table, markdown_table(&compiler, &resources)).with_context(|| format!("writing {TABLE}"))?;
     println!("{} units compile for sm_{} without register spills: {TABLE}", units.len(), ARCHS.join(", sm_"));
+    compile_with_old_compilers(root, &python)?;
     test_compilation(root, &python)?;
     test_kernels_on_cpu(root)
 }
@@ -145,29 +161,84 @@ fn check_syntax(source: &Path, text: &str, folders: &[PathBuf]) -> anyhow::Resul
     Ok(compiler.arg(source).output()?)
 }
 
-/// Writes the source of each compilation unit to a `.cu` file of its own in an empty folder, and returns the folder.
-fn write_units(root: &Path, units: &[Unit]) -> anyhow::Result<PathBuf> {
-    let folder = root.join("target/cuda-check");
+/// Returns all units for a compiler, such as `13.5`, and an architecture, such as `86`.
+fn units(compiler: &str, arch: &str) -> anyhow::Result<Vec<Unit>> {
+    let (major, minor) = compiler.split_once('.').context("a version such as 13.5")?;
+    let (release, arch) = (major.parse::<u32>()? * 100 + minor.parse::<u32>()?, arch.parse::<u32>()?);
+    let architecture = Architecture { major: arch / 10, minor: arch % 10 };
+    Ok(Unit::all(&HEAD_DIMS, Target { architecture, compiler: release }))
+}
+
+/// Writes the source of each unit of the families that `is_taken` selects to a `.cu` file of its own, in a folder for
+/// each architecture. Returns the folder around these, which was emptied.
+fn write_units(
+    root: &Path,
+    compiler: &str,
+    archs: &[&str],
+    is_taken: impl Fn(Family) -> bool,
+) -> anyhow::Result<PathBuf> {
+    let folder = root.join("target/cuda-check").join(compiler);
     if folder.exists() {
         std::fs::remove_dir_all(&folder)?;
     }
-    std::fs::create_dir_all(&folder)?;
-    for unit in units {
-        std::fs::write(folder.join(format!("{}.cu", unit.name())), unit.source())?;
+    for arch in archs {
+        std::fs::create_dir_all(folder.join(arch))?;
+        for unit in units(compiler, arch)?.iter().filter(|unit| is_taken(unit.family())) {
+            std::fs::write(folder.join(arch).join(format!("{}.cu", unit.name())), unit.source())?;
+        }
     }
     Ok(folder)
 }
 
-/// Compiles the units in `folder` for every architecture. Returns the version of the compiler, and the resources of
-/// each kernel.
-fn compile(root: &Path, python: &Path, folder: &Path) -> anyhow::Result<(Compiler, Vec<KernelResources>)> {
+/// Compiles attention on tensor cores with each old compiler.
+///
+/// # Errors
+/// Fails if a unit does not compile, or a kernel spills registers.
+fn compile_with_old_compilers(root: &Path, python: &Path) -> anyhow::Result<()> {
+    for (version, package) in OLD_COMPILERS {
+        let packages = install_compiler(python, package)?;
+        let is_taken = |family| family == Family::TensorAttention;
+        let folder = write_units(root, version, &OLD_ARCHS, is_taken)?;
+        let (compiler, resources) = compile(root, python, &packages, &folder)?;
+        ensure!(compiler.nvrtc == version, "{package} has NVRTC {}, not {version}", compiler.nvrtc);
+        let mut units = units(version, OLD_ARCHS[0])?;
+        units.retain(|unit| is_taken(unit.family()));
+        check(&units, &OLD_ARCHS, &resources).with_context(|| format!("with NVRTC {version}"))?;
+        println!("NVRTC {version}: attention on tensor cores compiles without register spills");
+    }
+    Ok(())
+}
+
+/// Returns the folder of a compiler's package, below the venv of `python`. Installs it if necessary.
+fn install_compiler(python: &Path, package: &str) -> anyhow::Result<PathBuf> {
+    let folder = venv(python)?.join("compilers").join(package);
+    if !folder.exists() {
+        // A folder under its last name is complete.
+        let partial = folder.with_file_name("partial");
+        let pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--upgrade"];
+        succeed(Command::new(python).args(pip).arg(package).arg("--target").arg(&partial))?;
+        std::fs::rename(&partial, &folder)?;
+    }
+    Ok(folder)
+}
+
+/// Returns the folder in which the venv of `python` has its packages.
+fn site_packages(python: &Path) -> anyhow::Result<PathBuf> {
+    let pattern = venv(python)?.join("lib/python*/site-packages");
+    let mut found = glob::glob(pattern.to_str().context("a folder in UTF-8")?)?;
+    Ok(found.next().context("packages in the venv")??)
+}
+
+/// Compiles the units in the folders of `folder`, one for each architecture, with the NVRTC in `packages`. Returns the
+/// version of the compiler, and the resources of each kernel.
+fn compile(
+    root: &Path,
+    python: &Path,
+    packages: &Path,
+    folder: &Path,
+) -> anyhow::Result<(Compiler, Vec<KernelResources>)> {
     let mut command = Command::new(python);
-    command
-        .arg(root.join("parity/cuda/compile.py"))
-        .arg(folder)
-        .arg(ARCHS.join(","))
-        .args(OPTIONS)
-        .stdout(Stdio::piped());
+    command.arg(root.join("parity/cuda/compile.py")).arg(packages).arg(folder).args(OPTIONS).stdout(Stdio::piped());
     let mut child = command.spawn().with_context(|| format!("running {command:?}"))?;
     let mut lines = BufReader::new(child.stdout.take().context("its output")?).lines();
     let first = lines.next().transpose()?.unwrap_or_default();
@@ -178,15 +249,15 @@ fn compile(root: &Path, python: &Path, folder: &Path) -> anyhow::Result<(Compile
     Ok((serde_json::from_str(&first).context("the first line of compile.py")?, resources?))
 }
 
-/// Checks that every kernel of every compilation unit exists for every architecture, and that none spills registers.
-fn check(units: &[Unit], resources: &[KernelResources]) -> anyhow::Result<()> {
+/// Checks that every kernel of every compilation unit exists for each of `archs`, and that none spills registers.
+fn check(units: &[Unit], archs: &[&str], resources: &[KernelResources]) -> anyhow::Result<()> {
     let found: BTreeSet<(&str, &str, &str)> =
         resources.iter().map(|n| (n.unit.as_str(), n.kernel.as_str(), n.arch.as_str())).collect();
     for unit in units {
         for kernel in unit.family().kernels() {
-            for arch in ARCHS {
+            for arch in archs {
                 let name = unit.name();
-                ensure!(found.contains(&(name.as_str(), kernel, arch)), "{kernel} of {name} is missing for sm_{arch}");
+                ensure!(found.contains(&(name.as_str(), kernel, *arch)), "{kernel} of {name} is missing for sm_{arch}");
             }
         }
     }
@@ -219,17 +290,19 @@ fn markdown_table(compiler: &Compiler, resources: &[KernelResources]) -> String 
     }
     let mut text = format!(
         "# Resources of the CUDA kernels\n\n\
-         `cargo xtask cuda-check` writes this page. NVRTC {} with `{}` and ptxas of the same version compile each unit;\n\
-         no GPU is involved. No kernel spills registers.\n\n\
+         `cargo xtask cuda-check` writes this page. NVRTC {} with `{}` compiles each unit; no GPU is involved. No kernel\n\
+         spills registers, and attention on tensor cores spills none with NVRTC {} either.\n\n\
          - **unit**: source file, with the head dimension where the code depends on it\n\
          - **sm_…**: registers per thread for f32 / bf16 activations; one number where a kernel has only one version\n\
          - **stack**: local memory per thread in bytes, the largest of all columns; sine and cosine in f64 use it\n\
          - **shared**: static shared memory per block in bytes\n\n\
-         The dynamic shared memory is in `crates/plimsoll-device/src/cuda/kernels/launch.rs`. The expected speed of the\n\
-         tensor-core kernels is in [cuda-attention](cuda-attention.md).\n\n\
+         The dynamic shared memory is in `crates/plimsoll-device/src/cuda/kernels/launch.rs`, and tile sizes by GPU and\n\
+         compiler in `tiles.rs` beside it. The expected speed of the tensor-core kernels is in\n\
+         [cuda-attention](cuda-attention.md).\n\n\
          | unit | kernel | sm_{} | stack | shared |\n|---|---|{}---|---|\n",
         compiler.nvrtc,
         OPTIONS.join(" "),
+        OLD_COMPILERS.map(|(version, _)| version).join(", "),
         ARCHS.join(" | sm_"),
         "---|".repeat(ARCHS.len()),
     );
@@ -328,7 +401,8 @@ mod tests {
 
     #[test]
     fn spilling_and_missing_kernels_are_named() {
-        let unit: Vec<Unit> = Unit::all(&[64]).into_iter().filter(|unit| unit.name() == "init").collect();
+        let mut unit = units(COMPILER, "86").unwrap();
+        unit.retain(|unit| unit.name() == "init");
         let kernels = unit[0].family().kernels();
         let all = |spilled| -> Vec<KernelResources> {
             let of = |kernel: &&str, arch: &&str| {
@@ -337,10 +411,10 @@ mod tests {
             };
             kernels.iter().flat_map(|kernel| ARCHS.iter().map(move |arch| of(kernel, arch))).collect()
         };
-        assert!(check(&unit, &all(0)).is_ok());
-        let error = check(&unit, &all(8)).unwrap_err().to_string();
+        assert!(check(&unit, &ARCHS, &all(0)).is_ok());
+        let error = check(&unit, &ARCHS, &all(8)).unwrap_err().to_string();
         assert!(error.contains("init_normal of init on sm_86: 8 bytes"), "{error}");
-        let error = check(&unit, &all(0)[1..]).unwrap_err().to_string();
+        let error = check(&unit, &ARCHS, &all(0)[1..]).unwrap_err().to_string();
         assert!(error.contains("init_normal of init is missing for sm_80"), "{error}");
     }
 }

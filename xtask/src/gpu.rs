@@ -59,7 +59,9 @@ fn pack(root: &Path, program: &Path, folder: &Path, peer: &Path) -> anyhow::Resu
         stand_in::succeed(Command::new("strip").arg(&to))?;
         glibc = glibc.max(newest_glibc(&fs::read(&to)?));
     }
-    fs::copy(root.join("parity/cuda/gpu_check.py"), folder.join("gpu_check.py"))?;
+    for script in ["gpu_check.py", "gpu_inputs.py"] {
+        fs::copy(root.join("parity/cuda").join(script), folder.join(script))?;
+    }
     let peer = root.join(peer);
     if peer.exists() {
         fs::copy(&peer, folder.join("torch_step.py"))?;

@@ -6,6 +6,7 @@ mod arrows;
 mod cuda;
 mod gpu;
 mod kill;
+mod memory;
 mod predict;
 mod program;
 mod scaling_efficiency;
@@ -23,6 +24,7 @@ const USAGE: &str = "usage: cargo xtask CHORE
               kernels on the CPU
   gpu-check   pack a check for a machine with a GPU, or rehearse it without one (see gpu-check --help)
   kill        kill runs at random moments and compare their final files (see kill --help)
+  memory      print the memory of a GPU from before its context to after its end, as JSON: memory cuda:0
   predict     compare predicted and measured step times of random recipes (see predict --help)
   schema      write the JSON schemas of docs/schema and the Python types of python/plimsoll/results.py
   soak        test on random models that plans are exact (see soak --help)
@@ -40,6 +42,7 @@ fn main() -> anyhow::Result<()> {
         Some("cuda-check") => cuda::run(),
         Some("gpu-check") => gpu::run(&arguments[1..]),
         Some("kill") => kill::run(&arguments[1..]),
+        Some("memory") => memory::run(&arguments[1..]),
         Some("predict") => predict::run(&arguments[1..]),
         Some("schema") => schema::run(&arguments[1..]),
         Some("soak") => soak::run(&arguments[1..]),

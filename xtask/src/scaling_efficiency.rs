@@ -9,6 +9,7 @@ use crate::program;
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
 use plimsoll_core::{Parallelism, Plan, RunResult, StepSeconds};
+use plimsoll_device::private_file;
 use std::fs;
 use std::path::Path;
 use std::process::Command;
@@ -81,8 +82,7 @@ struct Model {
 /// Fails if a run fails, if a team is slower than promised, or if a step time is predicted too badly.
 pub fn run(arguments: &[String]) -> Result<()> {
     let args = Args::parse_from(std::iter::once("scaling-efficiency").chain(arguments.iter().map(String::as_str)));
-    let folder = std::env::temp_dir().join(format!("plimsoll-scaling-{}", std::process::id()));
-    fs::create_dir_all(&folder).context("cannot create a folder for the runs")?;
+    let folder = private_file::temporary_folder().context("cannot create a folder for the runs")?.keep();
     let measured = program::release().and_then(|binary| {
         let data_parallel = measure_data_parallel(&args, &folder, &binary);
         let split_models = measure_split_models(&args, &folder, &binary);

@@ -14,7 +14,7 @@ mod refusals;
 mod runs;
 mod tally;
 mod teams;
-mod test_device;
+pub mod test_device;
 #[cfg(test)]
 mod tests;
 mod whole_process;

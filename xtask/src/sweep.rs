@@ -5,6 +5,7 @@ use crate::program;
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
 use plimsoll_core::{SweepReport, SweepState};
+use plimsoll_device::private_file;
 use serde_json::json;
 use std::fmt::Write;
 use std::fs;
@@ -39,8 +40,7 @@ struct Args {
 pub fn run(arguments: &[String]) -> Result<()> {
     let args = Args::parse_from(std::iter::once("sweep").chain(arguments.iter().map(String::as_str)));
     let binary = args.binary.clone().map_or_else(program::release, Ok)?;
-    let folder = std::env::temp_dir().join(format!("plimsoll-sweep-{}", std::process::id()));
-    fs::create_dir_all(&folder)?;
+    let folder = private_file::temporary_folder()?.keep();
     let files: Vec<PathBuf> = (0..args.runs).map(|number| write_run(&folder, number, &args)).collect::<Result<_>>()?;
     program::write_device_rates(&folder.join("cache"))?;
     let status = Command::new(binary)

@@ -7,7 +7,8 @@ use std::ops::{Add, AddAssign, Sub};
 use std::str::FromStr;
 
 /// An amount of memory in bytes. Printed in binary units (`1.50 GiB`). Parsed from binary units (`6GiB`, `600 MiB`),
-/// decimal units (`2GB`) and plain bytes (`4096`).
+/// decimal units (`2GB`) and plain bytes (`4096`), up to [`Bytes::MAX_PARSED`]. Sums stop at the largest amount, so
+/// that they never become small.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[cfg_attr(
     feature = "schema",
@@ -20,6 +21,9 @@ pub struct Bytes(pub u64);
 impl Bytes {
     /// Zero bytes.
     pub const ZERO: Bytes = Bytes(0);
+
+    /// The largest amount that is parsed: 1 EiB. The sum of a few amounts is exact.
+    pub const MAX_PARSED: Bytes = Bytes(1 << 60);
 
     /// Returns `n` mebibytes.
     pub const fn mib(n: u64) -> Bytes {
@@ -45,13 +49,13 @@ impl Bytes {
 impl Add for Bytes {
     type Output = Bytes;
     fn add(self, other: Bytes) -> Bytes {
-        Bytes(self.0 + other.0)
+        Bytes(self.0.saturating_add(other.0))
     }
 }
 
 impl AddAssign for Bytes {
     fn add_assign(&mut self, other: Bytes) {
-        self.0 += other.0;
+        *self = *self + other;
     }
 }
 
@@ -110,7 +114,7 @@ impl FromStr for Bytes {
             _ => return Err(invalid()),
         };
         let bytes = number * scale;
-        if !bytes.is_finite() || !(0.0..9.0e18).contains(&bytes) {
+        if !(0.0..=Bytes::MAX_PARSED.0 as f64).contains(&bytes) {
             return Err(invalid());
         }
         Ok(Bytes(bytes as u64))
@@ -127,9 +131,18 @@ mod tests {
         assert_eq!("1.5 MiB".parse(), Ok(Bytes(3 << 19)));
         assert_eq!("2 GB".parse(), Ok(Bytes(2_000_000_000)));
         assert_eq!("4096".parse(), Ok(Bytes(4096)));
-        for bad in ["", "GiB", "-1GiB", "1 parsec", "1e999GiB", "nan"] {
+        for bad in ["", "GiB", "-1GiB", "1 parsec", "1e999GiB", "nan", "1048577TiB", &format!("{}TiB", "9".repeat(400))]
+        {
             assert!(bad.parse::<Bytes>().is_err(), "{bad}");
         }
+        assert_eq!("1048576TiB".parse(), Ok(Bytes::MAX_PARSED));
+    }
+
+    #[test]
+    fn sums_of_bytes_do_not_wrap() {
+        let huge = Bytes(u64::MAX - 1);
+        assert_eq!([huge, Bytes(1)].into_iter().sum::<Bytes>(), Bytes(u64::MAX));
+        assert_eq!(huge + huge, Bytes(u64::MAX));
     }
 
     #[test]

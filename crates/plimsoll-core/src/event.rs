@@ -1,5 +1,6 @@
 //! The event log of a run: `events.jsonl`, one JSON object ([`Record`]) per line.
 
+use crate::result::nan_from_null;
 use crate::{Bytes, Recovery};
 use serde::{Deserialize, Serialize};
 
@@ -49,7 +50,9 @@ pub enum Event {
     Step {
         /// The step, counted from 1.
         step: u64,
-        /// Mean loss over the labelled tokens of the step.
+        /// Mean loss over the labelled tokens of the step. NaN, in JSON `null`, if it has none.
+        #[serde(deserialize_with = "nan_from_null")]
+        #[cfg_attr(feature = "schema", schemars(with = "Option<f64>"))]
         loss: f64,
         /// Global gradient norm before clipping.
         norm: f64,

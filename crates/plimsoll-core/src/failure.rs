@@ -3,7 +3,14 @@
 //! Each library has its own `thiserror` enum with the fields that its message needs, and converts it by
 //! `impl From<ItsError> for Failure`. The binary only prints the `Failure`.
 
-use std::fmt;
+use crate::printable::{printable_line, printable_message};
+use std::{fmt, io};
+
+/// Returns whether an error of the operating system says that a file cannot grow: the disk is full, a quota is used up,
+/// or the process has reached its limit of the file size (`ulimit -f`).
+pub fn is_disk_full(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge)
+}
 
 /// The outcome of a command. The discriminant is the exit code of the process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,6 +60,13 @@ impl Failure {
         Failure { exit: Exit::Stopped, message: message.into(), hints: Vec::new() }
     }
 
+    /// Creates a failure for a thread that the system refuses (exit 2). `work` is its work, such as `to read the data`.
+    pub fn no_thread(work: &str) -> Failure {
+        Failure::input(format!("the system refuses a thread {work}"))
+            .hint("raise the limit of threads or memory (ulimit -u, ulimit -v, or those of the container)")
+            .hint("use fewer threads: --set run.threads=1")
+    }
+
     /// Adds a hint and returns the failure.
     #[must_use]
     pub fn hint(mut self, hint: impl Into<String>) -> Failure {
@@ -61,11 +75,14 @@ impl Failure {
     }
 }
 
+/// Formats a failure for a terminal or a log, where it is [printable](crate::printable). `message` and `hints`
+/// themselves stay as they are.
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.message)?;
+        f.write_str(&printable_message(&self.message))?;
         for hint in &self.hints {
-            write!(f, "\n  hint: {hint}")?;
+            // A hint may contain a command to copy, so long words stay whole.
+            write!(f, "\n  hint: {}", printable_line(hint))?;
         }
         Ok(())
     }

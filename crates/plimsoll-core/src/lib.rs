@@ -9,6 +9,7 @@
 //! | the team of a plan | [`Parallelism`], [`WorkerPlan`], [`ExcludedDevice`], [`EvaluatorPlan`] |
 //! | a run | [`Event`], [`RunResult`], [`Recovery`] |
 //! | failures | [`Failure`]: message, hints and [`Exit`] code |
+//! | text for a terminal | [`printable`] |
 //!
 //! The types with `Serialize` are the JSON formats. Field names are JSON keys. Under the feature `schema` they have
 //! JSON schemas, which `cargo xtask schema` writes.
@@ -68,6 +69,7 @@ mod event;
 mod failure;
 mod models_bench;
 mod plan;
+pub mod printable;
 mod recipe;
 mod result;
 mod space;
@@ -80,13 +82,13 @@ pub use bytes::{Bytes, ParseBytesError};
 pub use device::{DeviceKind, DeviceSpec, FileSpec, HostSpec, Link, NcclSpec, OpRates, Rates};
 pub use dtype::DType;
 pub use event::{EVENTS_VERSION, Event, Record};
-pub use failure::{Exit, Failure};
+pub use failure::{Exit, Failure, is_disk_full};
 pub use models_bench::{ModelRow, ModelStatus, ModelsBench};
 pub use plan::{DevicePlan, Fallback, GemmAlgorithms, Plan, PlannedWorkload, Predicted, Remedy, RungEffect, RungPrice};
 pub use recipe::{Class, Offload, Recipe, RecomputeLevel, Rung, ScratchOffload, describe_levels, micro_batches};
 pub use result::{
     CollectiveBackend, DeviceMemory, EvalResult, EvaluatorResult, LossSpan, LostDevice, MeasuredBy, Recovery,
-    RunResult, RunStatus, StepSeconds, WorkerResult,
+    RunResult, RunStatus, StepSeconds, WorkerResult, nan_from_null,
 };
 pub use space::{Category, PerSpace, Space, WorkKind};
 pub use sweep::{RunDemand, SweepDevice, SweepReport, SweepRun, SweepState};

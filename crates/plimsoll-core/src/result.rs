@@ -13,6 +13,9 @@ pub struct RunResult {
     pub steps: u64,
     /// The training loss of the first and the last step.
     pub loss: LossSpan,
+    /// Number of steps without any label, including those before a resume; `None` if every step had one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unlabelled_steps: Option<u64>,
     /// Tokens (including padding) per second over all steps since the last start of the run. Time outside steps does
     /// not count.
     pub tokens_per_second: f64,
@@ -137,22 +140,25 @@ pub enum RunStatus {
 }
 
 /// The training loss at both ends of a run, each the mean over the labelled tokens of a step. NaN, in JSON `null`, if
-/// no step completed.
+/// no step with a label completed.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct LossSpan {
-    /// Loss of the first step.
+    /// Loss of the first step with a label.
     #[serde(deserialize_with = "nan_from_null")]
     #[cfg_attr(feature = "schema", schemars(with = "Option<f64>"))]
     pub first: f64,
-    /// Loss of the last step.
+    /// Loss of the last step with a label.
     #[serde(deserialize_with = "nan_from_null")]
     #[cfg_attr(feature = "schema", schemars(with = "Option<f64>"))]
     pub last: f64,
 }
 
 /// Reads `null` as NaN. JSON has no NaN: serde_json writes it as `null`.
-fn nan_from_null<'de, D: Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
+///
+/// # Errors
+/// The value is neither a number nor `null`.
+pub fn nan_from_null<'de, D: Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
     Ok(Option::deserialize(from)?.unwrap_or(f64::NAN))
 }
 

@@ -51,10 +51,11 @@ pub fn measure(folder: &Path) -> Option<DiskRates> {
     (0..PART_COUNT).try_for_each(|index| scratch.write(index * PART_BYTES as u64, &part)).ok()?;
     let begin = Instant::now();
     std::thread::scope(|scope| {
-        let reads = scope.spawn(|| {
+        let reads = std::thread::Builder::new().spawn_scoped(scope, || {
             let mut into = vec![0; PART_BYTES];
             half_rate(begin, 0, |first| scratch.read(first, &mut into).ok())
         });
+        let reads = reads.ok()?;
         let write_bytes_per_second = half_rate(begin, PART_COUNT / 2, |first| scratch.write(first, &part).ok())?;
         let read_bytes_per_second = reads.join().ok()??;
         Some(DiskRates { read_bytes_per_second, write_bytes_per_second })

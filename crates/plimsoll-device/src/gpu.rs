@@ -15,6 +15,7 @@ use crate::error::{CudaError, DeviceError};
 use crate::probe::Temperature;
 use plimsoll_core::{Bytes, DType, GemmAlgorithms, MeasuredBy};
 use plimsoll_program::{Placement, ProgramSet};
+use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -212,6 +213,81 @@ pub fn open(
 ) -> Result<OpenedGpu, DeviceError> {
     let options = OpenOptions { index, threads, precision, algorithms, charges: None, scratch: None };
     options.with_request(|request, _, _| executor::open(&OpenRequest { algorithms, ..*request }, set, placement))
+}
+
+/// Memory of a GPU at one moment. A figure that is not reported is None.
+#[derive(Clone, Debug, Serialize)]
+pub struct MemoryMoment {
+    /// The moment, such as `after context`.
+    pub moment: &'static str,
+    /// Free memory by NVML, which other processes change, too.
+    pub nvml_free_bytes: Option<Bytes>,
+    /// Memory of this process by NVML.
+    pub nvml_process_bytes: Option<Bytes>,
+    /// Free memory by the driver. None without a context.
+    pub driver_free_bytes: Option<Bytes>,
+}
+
+impl MemoryMoment {
+    fn now(
+        moment: &'static str,
+        installation: &CudaInstallation,
+        gpu: &GpuInfo,
+        context: Option<&Context>,
+    ) -> MemoryMoment {
+        MemoryMoment {
+            moment,
+            nvml_free_bytes: installation.memory(gpu).map(|memory| memory.free_bytes),
+            nvml_process_bytes: process_bytes(installation, gpu),
+            driver_free_bytes: context.and_then(|context| context.memory().ok()).map(|(free, _)| free),
+        }
+    }
+}
+
+/// Memory of a GPU from before its context to after its end.
+#[derive(Clone, Debug, Serialize)]
+pub struct MemoryLedger {
+    /// Size of the arena.
+    pub arena_bytes: Bytes,
+    /// Measured charges: bytes outside the arena.
+    pub charges_bytes: Bytes,
+    /// The moments in their order.
+    pub moments: Vec<MemoryMoment>,
+}
+
+/// Opens a GPU for the Programs of `set` and closes it again, and returns its memory at each moment.
+///
+/// # Errors
+/// As [`open`].
+pub fn memory_ledger(
+    index: u32,
+    precision: DType,
+    set: ProgramSet,
+    placement: Placement,
+) -> Result<MemoryLedger, DeviceError> {
+    let (installation, gpu) = find_gpu(index)?;
+    let libraries = libraries(installation)?;
+    let at = |moment, context: Option<&Context>| MemoryMoment::now(moment, installation, gpu, context);
+    let mut moments = vec![at("before context", None)];
+    let free_before = moments[0].nvml_free_bytes;
+    let context = Context::open(&libraries.driver, index, free_before)?;
+    moments.push(at("after context", Some(&context)));
+    let products = products::Products::new(&libraries.products, &context, None)?;
+    moments.push(at("after libraries", Some(&context)));
+    drop(products);
+    let arena_bytes = Bytes(placement.arena_bytes);
+    let options = OpenOptions { index, threads: 1, precision, algorithms: None, charges: None, scratch: None };
+    options.with_request(|request, _, _| executor::measure_charges(request, set.clone(), placement.clone()))?;
+    moments.push(at("after warm-up, kernels unloaded", Some(&context)));
+    let opened = open(index, 1, precision, None, set, placement)?;
+    moments.push(at("with kernels and arena", Some(&context)));
+    let charges_bytes = opened.charges.total();
+    drop(opened);
+    moments.push(at("without arena", Some(&context)));
+    drop(context);
+    Context::close(index);
+    moments.push(at("after end", None));
+    Ok(MemoryLedger { arena_bytes, charges_bytes, moments })
 }
 
 /// Measures the charges of a GPU (the bytes held outside the arena for the Programs of `set`) and returns them. Stores

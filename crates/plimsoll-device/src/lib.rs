@@ -9,6 +9,7 @@
 //! | layer | modules |
 //! |---|---|
 //! | system | [`process`] and [`heap`] (memory of this process), [`probe`] (processor, memory, temperature) |
+//! | files | [`regular_file`] (reading), [`private_file`] (caches, logs, temporary folders) |
 //! | allocation | [`arena`] (one allocation between guard pages), [`error`] (failures of all devices) |
 //! | communication | [`transport`] (groups of devices in one process or in several) |
 //! | interface | [`device`] (trait [`Device`](device::Device), observers) |
@@ -62,8 +63,10 @@ pub mod error;
 pub mod gpu;
 pub mod heap;
 pub mod machine;
+pub mod private_file;
 pub mod probe;
 pub mod process;
+pub mod regular_file;
 mod scratch_file;
 pub mod spaces;
 pub mod transport;

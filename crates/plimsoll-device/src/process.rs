@@ -51,6 +51,14 @@ pub fn set_heap_trim_threshold() {
     }
 }
 
+/// Returns the limit of the stack of the first thread (`ulimit -s`); `None` if there is none or it cannot be read.
+pub fn stack_limit() -> Option<Bytes> {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: the call writes only the struct.
+    let is_read = unsafe { libc::getrlimit(libc::RLIMIT_STACK, &mut limit) } == 0;
+    (is_read && limit.rlim_cur != libc::RLIM_INFINITY).then_some(Bytes(limit.rlim_cur))
+}
+
 /// Returns freed heap memory to the system, so that it does not count as used by the run. Does nothing with a C library
 /// other than glibc.
 pub fn trim_heap() {

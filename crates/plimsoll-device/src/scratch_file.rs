@@ -171,19 +171,14 @@ pub(crate) fn nearest_existing(folder: &Path) -> &Path {
     folder.ancestors().find(|folder| folder.is_dir()).unwrap_or(Path::new("."))
 }
 
-/// Creates a file without a name in a folder, or in the folder's nearest ancestor that exists.
+/// Creates a file without a name in a folder, or in the folder's nearest ancestor that exists. Only this user can read
+/// it.
 fn create_unnamed(folder: &Path) -> io::Result<File> {
     let folder = nearest_existing(folder);
     let mut options = OpenOptions::new();
-    options.read(true).write(true).mode(0o600);
-    if let Ok(file) = options.clone().custom_flags(libc::O_TMPFILE).open(folder) {
-        return Ok(file);
-    }
+    options.read(true).write(true).mode(0o600).custom_flags(libc::O_TMPFILE);
     // Some file systems cannot create unnamed files.
-    let path = folder.join(format!(".scratch-{}", std::process::id()));
-    let file = options.create(true).truncate(true).open(&path)?;
-    std::fs::remove_file(&path)?;
-    Ok(file)
+    options.open(folder).or_else(|_| Ok(tempfile::NamedTempFile::new_in(folder)?.into_file()))
 }
 
 /// Changes the size of a file from `from` to `to` bytes. Additional disk space is allocated at once.

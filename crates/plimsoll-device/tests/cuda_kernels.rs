@@ -15,12 +15,16 @@ use plimsoll_core::DType;
 use plimsoll_device::cpu::kernels as cpu;
 use plimsoll_device::cpu::kernels::Heads;
 use plimsoll_device::cpu::pool::Pool;
+use plimsoll_device::cuda::architecture::Architecture;
 use plimsoll_device::cuda::kernels::launch::*;
-use plimsoll_device::cuda::kernels::{Family, Real};
+use plimsoll_device::cuda::kernels::{Family, Real, Target};
 use plimsoll_program::op::RopeScaling;
 use plimsoll_program::scalars::{METRIC_COUNT, Metric, SCALAR_COUNT, Scalar};
 use plimsoll_program::workspace::cuda::NORM_PARTIALS;
 use plimsoll_program::workspace::{self, Kernels};
+
+/// The GPU and the compiler for which launches are made.
+const TARGET: Target = Target { architecture: Architecture { major: 8, minor: 0 }, compiler: 1305 };
 
 /// A small random generator (upper half of a 64-bit LCG), independent of the kernels' own.
 struct Draw(u64);
@@ -246,7 +250,7 @@ fn attention_and_gradient_match_cpu() {
             [(1, 1, 1, 1, 6), (2, 33, 2, 1, 36), (2, 70, 4, 2, 64), (1, 150, 3, 1, 64), (1, 130, 2, 2, 128)]
         {
             let shape = Heads { heads, kv_heads, head_dim };
-            if on_tensor_cores(&attention(real, 0, 0, 0, 0, 1, 1, shape), &gpu) {
+            if on_tensor_cores(&attention(real, TARGET, 0, 0, 0, 0, 1, 1, shape), &gpu) {
                 continue;
             }
             let rows = batch * sequence;
@@ -259,7 +263,7 @@ fn attention_and_gradient_match_cpu() {
             let (gqkv, gstarts) = (gpu.put(kind, &qkv), gpu.put_integers(&starts));
             let (out, stats) = (gpu.allocate(kind, wide), gpu.allocate(Kind::F32, rows * heads as usize));
             let (b, t) = (batch as u64, sequence as u64);
-            gpu.run(&attention(real, gqkv, gstarts, out, stats, b, t, shape));
+            gpu.run(&attention(real, TARGET, gqkv, gstarts, out, stats, b, t, shape));
             close(&gpu.get(out), &want, kind, "out");
             close(&gpu.get(stats), &want_stats, Kind::F32, "stats");
 
@@ -280,7 +284,8 @@ fn attention_and_gradient_match_cpu() {
             );
             let (gdout, dqkv) = (gpu.put(kind, &dout), gpu.allocate(kind, n));
             let room = gpu.allocate(Kind::F32, workspace::cuda::attention_grad(b, t, heads) as usize);
-            gpu.run(&attention_grad(real, [gqkv, out, gdout, stats, gstarts], dqkv, room, b, t, shape));
+            let inputs = [gqkv, out, gdout, stats, gstarts];
+            gpu.run(&attention_grad(real, TARGET, inputs, dqkv, room, b, t, shape));
             close(&gpu.get(dqkv), &want, kind, "dqkv");
         }
     });
@@ -301,7 +306,7 @@ fn cached_attention_matches_cpu() {
             (128, 1, 400, 2, 2, 128),
         ] {
             let shape = Heads { heads, kv_heads, head_dim };
-            if rows > 4 && on_tensor_cores(&attention(real, 0, 0, 0, 0, 1, 1, shape), &gpu) {
+            if rows > 4 && on_tensor_cores(&attention(real, TARGET, 0, 0, 0, 0, 1, 1, shape), &gpu) {
                 continue;
             }
             let width = (kv_heads * head_dim) as usize;
@@ -322,7 +327,7 @@ fn cached_attention_matches_cpu() {
             let room = workspace::cuda::cached_attention(rows as u64, capacity as u64, shape);
             let room = gpu.allocate(Kind::F32, room as usize);
             let inputs = [gqkv, gkeys, gvalues, gscalars];
-            gpu.run(&cached_attention(real, inputs, out, room, rows as u64, capacity as u64, shape));
+            gpu.run(&cached_attention(real, TARGET, inputs, out, room, rows as u64, capacity as u64, shape));
             close(&gpu.get(out), &want, kind, "out");
         }
     });

@@ -4,10 +4,22 @@
 mod cuda_shim;
 
 use cuda_shim::{Gpu, Kind, compile_text};
+use plimsoll_device::cuda::architecture::Architecture;
 use plimsoll_device::cuda::kernels::launch::*;
-use plimsoll_device::cuda::kernels::{Family, Real, Unit};
+use plimsoll_device::cuda::kernels::{Family, Real, Target, Tiles, Unit};
 use plimsoll_program::op::Heads;
 use plimsoll_program::scalars::{SCALAR_COUNT, Scalar};
+
+/// An A100: tiles of 32 met queries, and of 64 keys for heads of 128.
+const LARGE: Target = target(8, 0);
+/// A consumer Ada GPU: tiles of 16 met queries for heads of 64, 96 and 112.
+const SMALL: Target = target(8, 9);
+/// A consumer Blackwell GPU: also tiles of 32 keys for heads of 128.
+const NARROW: Target = target(12, 0);
+
+const fn target(major: u32, minor: u32) -> Target {
+    Target { architecture: Architecture { major, minor }, compiler: 1305 }
+}
 
 /// A small random generator (upper half of a 64-bit LCG).
 struct Draw(u64);
@@ -155,23 +167,28 @@ impl ReferenceAttention<'_> {
 #[test]
 #[ignore = "needs g++: cargo xtask cuda-check"]
 fn tensor_core_attention_and_gradient_match_reference() {
-    for (batch, sequence, heads, kv_heads, head_dim, often, edge) in [
-        (1, 1, 1, 1, 16, 0.0, 0),
-        (2, 33, 2, 1, 16, 0.1, 7),
-        (1, 300, 1, 1, 16, 0.01, 0),
-        (1, 150, 4, 1, 32, 0.05, 2),
-        (2, 70, 4, 2, 64, 0.0, 69),
-        (1, 200, 8, 1, 64, 0.02, 0),
-        (1, 131, 3, 3, 80, 0.03, 0),
-        (2, 50, 4, 1, 96, 0.2, 1),
-        (1, 130, 2, 1, 128, 0.0, 0),
-        (1, 97, 8, 4, 128, 0.04, 64),
-        (1, 150, 1, 1, 64, 0.0, 2),
-        (1, 150, 2, 1, 80, 0.0, 33),
-        (1, 260, 1, 1, 32, 0.0, 130),
-        (1, 200, 1, 1, 32, 0.0, 129),
+    for (target, batch, sequence, heads, kv_heads, head_dim, often, edge) in [
+        (LARGE, 1, 1, 1, 1, 16, 0.0, 0),
+        (LARGE, 2, 33, 2, 1, 16, 0.1, 7),
+        (LARGE, 1, 300, 1, 1, 16, 0.01, 0),
+        (LARGE, 1, 150, 4, 1, 32, 0.05, 2),
+        (LARGE, 2, 70, 4, 2, 64, 0.0, 69),
+        (LARGE, 1, 200, 8, 1, 64, 0.02, 0),
+        (LARGE, 1, 131, 3, 3, 80, 0.03, 0),
+        (LARGE, 2, 50, 4, 1, 96, 0.2, 1),
+        (LARGE, 1, 130, 2, 1, 128, 0.0, 0),
+        (LARGE, 1, 97, 8, 4, 128, 0.04, 64),
+        (LARGE, 1, 150, 1, 1, 64, 0.0, 2),
+        (LARGE, 1, 150, 2, 1, 80, 0.0, 33),
+        (LARGE, 1, 260, 1, 1, 32, 0.0, 130),
+        (LARGE, 1, 200, 1, 1, 32, 0.0, 129),
+        (SMALL, 2, 70, 4, 2, 64, 0.0, 69),
+        (SMALL, 1, 200, 8, 1, 64, 0.02, 0),
+        (SMALL, 2, 50, 4, 1, 96, 0.2, 1),
+        (SMALL, 1, 83, 3, 1, 112, 0.05, 17),
+        (NARROW, 1, 97, 8, 4, 128, 0.04, 64),
     ] {
-        let what = format!("{batch} × {sequence}, {heads}/{kv_heads} heads of {head_dim}");
+        let what = format!("{batch} × {sequence}, {heads}/{kv_heads} heads of {head_dim} on {}", target.architecture);
         let (mut gpu, mut draw) = (Gpu::new(0), Draw(sequence));
         let shape = Heads { heads, kv_heads, head_dim };
         let rows = (batch * sequence) as usize;
@@ -182,7 +199,7 @@ fn tensor_core_attention_and_gradient_match_reference() {
         let (want, want_stats) = plain.forward();
         let (gqkv, gstarts) = (gpu.put(Kind::Bf16, &qkv), gpu.put_integers(&starts));
         let (out, stats) = (gpu.allocate(Kind::Bf16, wide), gpu.allocate(Kind::F32, rows * heads as usize));
-        let launches = attention(Real::Bf16, gqkv, gstarts, out, stats, batch, sequence, shape);
+        let launches = attention(Real::Bf16, target, gqkv, gstarts, out, stats, batch, sequence, shape);
         assert_eq!(launches[0].unit.family(), Family::TensorAttention);
         gpu.run(&launches);
         equal(&gpu.get(stats), &want_stats, &format!("stats of {what}"));
@@ -193,7 +210,7 @@ fn tensor_core_attention_and_gradient_match_reference() {
         let (gdout, dqkv) = (gpu.put(Kind::Bf16, &dout), gpu.allocate(Kind::Bf16, qkv.len()));
         let scratch = gpu.allocate(Kind::F32, rows * heads as usize);
         let inputs = [gqkv, out, gdout, stats, gstarts];
-        gpu.run(&attention_grad(Real::Bf16, inputs, dqkv, scratch, batch, sequence, shape));
+        gpu.run(&attention_grad(Real::Bf16, target, inputs, dqkv, scratch, batch, sequence, shape));
         let got = gpu.get(dqkv);
         // Gradients of keys and values sum more rows than those of queries, so each has its own scale.
         let ends = [0, shape.heads, shape.heads + shape.kv_heads, shape.heads + 2 * shape.kv_heads];
@@ -232,8 +249,8 @@ fn tensor_core_cached_attention_matches_reference() {
         let gscalars = gpu.put(Kind::F32, &scalars);
         let out = gpu.allocate(Kind::Bf16, rows as usize * query_columns);
         let [qkv, keys, values] = inputs;
-        let launches =
-            cached_attention(Real::Bf16, [qkv, keys, values, gscalars], out, 0, rows, before + rows + 7, shape);
+        let inputs = [qkv, keys, values, gscalars];
+        let launches = cached_attention(Real::Bf16, LARGE, inputs, out, 0, rows, before + rows + 7, shape);
         assert_eq!(launches[0].unit.family(), Family::TensorAttention);
         gpu.run(&launches);
         close(&gpu.get(out), &want[before as usize * query_columns..], "out");
@@ -242,7 +259,7 @@ fn tensor_core_cached_attention_matches_reference() {
 
 /// Runs `body` in a kernel of one warp, after the types and instructions.
 fn warp(name: &str, body: &str, arguments: &str, values: &[Argument], gpu: &mut Gpu) -> Result<(), String> {
-    let source = Unit::new(Family::TensorAttention, Real::Bf16, 16).source();
+    let source = Unit::tensor_attention(16, Tiles::new(16, LARGE)).source();
     let (before, _) = source.split_once("#line 1 \"attention_tensor.cu\"").expect("the family's file comes last");
     let source = format!("{before}\nextern \"C\" __global__ void probe({arguments}) {{ {body} }}");
     let library = compile_text(&format!("tensor-{name}"), &source, &["probe"]);

@@ -196,6 +196,7 @@ fn slow_links_prefer_an_offloading_pipeline() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn refusal_names_the_least_host_for_all() {
     let config = ModelConfig { tied: false, ..preset("smollm2-135m").expect("listed") };
     let devices = [device("virtual:a", Bytes::mib(700), 1.0), device("virtual:b", Bytes::mib(600), 0.8)];

@@ -86,6 +86,7 @@ fn offload_keeps_all_bytes_with_tied_head() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn offload_keeps_all_bytes_with_biases() {
     check_every_choice(&model("qwen2.5-7b"));
 }

@@ -3,7 +3,7 @@
 
 use crate::data::Rows;
 use crate::engine::{Engine, StepInput};
-use crate::planning::request::host_spec_beside;
+use crate::planning::request::{check_size, host_spec_beside};
 use plimsoll_core::{
     Budget, Bytes, DType, DeviceKind, DeviceSpec, Failure, FileSpec, HostSpec, Link, Recipe, RecomputeLevel,
 };
@@ -148,13 +148,14 @@ const BETAS: [f64; 2] = [0.9, 0.999];
 /// Invalid shapes, an unknown device, an arena that does not fit, or a device that fails.
 pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
     let config = model_config(shape)?;
+    let sequences = shape.batch.saturating_mul(shape.accumulate);
+    check_size(&config, sequences.saturating_mul(shape.sequence))?;
     let (device, device_model) = find_device(shape)?;
     // A GPU with limited memory may offload to the host, as in a run.
     let host = match device.kind {
         DeviceKind::Cuda if shape.memory.is_some() => host_spec_beside(&device, Budget::HOST, FileSpec::NONE)?,
         _ => HostSpec::NONE,
     };
-    let sequences = shape.batch * shape.accumulate;
     let mut lossy = LossyOptions { base: shape.base, ..LossyOptions::default() };
     if shape.rank > 0 {
         lossy.lora = Lora { rank: shape.rank, alpha: 2.0 * shape.rank as f64, ..lossy.lora };

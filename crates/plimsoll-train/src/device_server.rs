@@ -175,8 +175,10 @@ impl DeviceServer {
 /// them.
 pub fn serve<S: Read + Write + Send>(server: &DeviceServer, requests: S, out_of_band: S) {
     thread::scope(|scope| {
-        scope.spawn(|| answer_all(server, out_of_band));
-        answer_all(server, requests);
+        // Without this thread the streams are closed, and the run loses the device.
+        if thread::Builder::new().spawn_scoped(scope, || answer_all(server, out_of_band)).is_ok() {
+            answer_all(server, requests);
+        }
     });
 }
 

@@ -3,9 +3,10 @@
 
 use crate::files::FilesError;
 use plimsoll_core::{EVENTS_VERSION, Event, Failure, Record};
+use plimsoll_device::{private_file, regular_file};
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::thread;
@@ -27,7 +28,7 @@ impl<'a> EventLog<'a> {
     pub fn open(run_dir: &Path, observer: &'a mut dyn FnMut(&Record)) -> Result<EventLog<'a>, Failure> {
         let path = run_dir.join("events.jsonl");
         let failed = |error| Failure::from(FilesError::io(&path, "write", error));
-        let mut file = OpenOptions::new().create(true).read(true).append(true).open(&path).map_err(failed)?;
+        let mut file = private_file::append(&path).map_err(failed)?;
         lock(&file, FlockOperation::NonBlockingLockExclusive, run_dir)?;
         // A killed run may have left a partial line: the next record starts on a line of its own.
         if ends_mid_line(&mut file).map_err(failed)? {
@@ -71,7 +72,7 @@ impl<'a> EventLog<'a> {
 /// # Errors
 /// Another process has locked the folder.
 pub fn ensure_not_running(run_dir: &Path) -> Result<(), Failure> {
-    match File::open(run_dir.join("events.jsonl")) {
+    match regular_file::open(&run_dir.join("events.jsonl")) {
         Ok(file) => lock(&file, FlockOperation::NonBlockingLockShared, run_dir),
         Err(_) => Ok(()),
     }

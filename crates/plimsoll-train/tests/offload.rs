@@ -307,6 +307,7 @@ fn in_file(choice: Offload, divisor: u32) -> Offload {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn offload_to_scratch_file_is_bit_exact() {
     for (number, config) in models().into_iter().enumerate() {
         let precision = [DType::F32, DType::Bf16][number % 2];

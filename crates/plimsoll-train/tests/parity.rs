@@ -461,7 +461,8 @@ fn trained_and_saved_adapters_match_peft() {
         // Saved adapters read back with the same values.
         let tensors: Vec<StoredTensor> = engine.file_tensors(ProgramKind::Save).to_vec();
         let out = cache.path().join(format!("{}-written", case.name));
-        write_adapter_dir(&out, &adapters.dir.lora(0.0, 1), Some(&case.path), &tensors, |writer| {
+        let lora = adapters.dir.lora(0.0, 1);
+        write_adapter_dir(&out, &lora, Some(&case.path), None, &tensors, |writer| {
             engine.move_files(ProgramKind::Save, &mut TensorWriter(writer)).expect("runs");
             Ok::<(), plimsoll_train::files::FilesError>(())
         })

@@ -476,6 +476,7 @@ fn storage_only_rank_has_no_activations() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn sharding_supports_master_weights_quantized_bases_offload() {
     let _watchdog = Watchdog::new();
     let none = Offload::NOTHING;

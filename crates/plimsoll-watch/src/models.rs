@@ -1,6 +1,7 @@
 //! The results of `plimsoll bench models` as text.
 
 use crate::text::{columns, count, seconds};
+use plimsoll_core::printable::{printable_line, printable_message};
 use plimsoll_core::{Bytes, ModelRow, ModelStatus, ModelsBench, format_count};
 
 /// Formats the workload, a table with a row per model, and a note on each model.
@@ -68,8 +69,8 @@ fn note(row: &ModelRow) -> String {
     if row.status == ModelStatus::Planned {
         parts.push("planned only: a paper device".to_owned());
     }
-    parts.extend(row.reason.clone());
-    let hints: String = row.hints.iter().map(|hint| format!("  hint: {hint}\n")).collect();
+    parts.extend(row.reason.as_deref().map(printable_message));
+    let hints: String = row.hints.iter().map(|hint| format!("  hint: {}\n", printable_line(hint))).collect();
     format!("{}: {}\n{hints}", row.model, parts.join(", "))
 }
 

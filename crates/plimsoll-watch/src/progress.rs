@@ -101,7 +101,7 @@ impl Progress {
         let (Some(last), Some(mean)) = (self.last, self.step_seconds) else { return "starting".to_owned() };
         let mut parts = vec![
             if self.steps > 0 { format!("{}/{}", last.step, self.steps) } else { format!("step {}", last.step) },
-            format!("loss {:.4}", last.loss),
+            if last.loss.is_nan() { "no label".to_owned() } else { format!("loss {:.4}", last.loss) },
             format!("rate {:.1e}", last.learning_rate),
             format!("{} tok/s{}", count(last.tokens as f64 / mean), if self.simulated { " (simulated)" } else { "" }),
         ];

@@ -2,7 +2,8 @@
 //! the folder of the model.
 
 use crate::progress::recovery_line;
-use crate::text::{columns, count, percent, seconds, shell_word};
+use crate::text::{columns, count, excerpt, percent, seconds, shell_word};
+use plimsoll_core::printable::printable_message;
 use plimsoll_core::{
     CollectiveBackend, EvaluatorResult, LostDevice, MeasuredBy, Parallelism, RunResult, RunStatus, WorkerResult,
     format_count,
@@ -42,7 +43,7 @@ pub fn summary(result: &RunResult, samples: &[Sample], folder: &str, model: Opti
         if simulated { ", simulated devices" } else { "" }
     );
     if let Some(fallback) = &result.fallback {
-        text += &format!("{fallback}\n");
+        text += &format!("{}\n", printable_message(&fallback.to_string()));
     }
     for LostDevice { device, step, resumed_from_step, returned_after_step } in &result.lost {
         let from = resumed_from_step.map_or(String::new(), |step| format!(", resumed from step {step}"));
@@ -50,7 +51,10 @@ pub fn summary(result: &RunResult, samples: &[Sample], folder: &str, model: Opti
         text += &format!("device lost at step {step}: {device}{from}{until}\n");
     }
     for recovery in &result.recoveries {
-        text += &format!("{}\n", recovery_line(recovery));
+        text += &format!("{}\n", printable_message(&recovery_line(recovery)));
+    }
+    if let Some(steps) = result.unlabelled_steps {
+        text += &format!("{} without any label\n", format_count(steps, "step"));
     }
     for fault in &result.faults_not_triggered {
         text += &format!("injected fault not triggered: {fault}\n");
@@ -189,15 +193,17 @@ fn evaluator_lines(evaluator: &EvaluatorResult) -> String {
     format!("evaluator: {device}{simulated}\n  {times}: {one}; weight transfer {transfer}\n\n")
 }
 
-/// Formats samples, one line each: prompt, answer, and whether the answer is right.
+/// Formats samples, one line each: excerpts of prompt and answer, and whether the answer is right.
 fn sample_rows(samples: &[Sample]) -> String {
-    let width = samples.iter().map(|sample| sample.prompt.chars().count()).max().unwrap_or(0);
-    let line = |sample: &Sample| {
-        let Sample { prompt, expected, answer } = sample;
-        let verdict = if answer == expected { "right".to_owned() } else { format!("wrong, expected {expected}") };
-        format!("  {prompt:>width$} {answer}  {verdict}\n")
-    };
-    samples.iter().map(line).collect()
+    let width = samples.iter().map(|sample| excerpt(&sample.prompt).chars().count()).max().unwrap_or(0);
+    samples.iter().map(|sample| sample_row(sample, width)).collect()
+}
+
+/// Formats a sample as one line, with the prompt aligned right in `width` characters.
+fn sample_row(Sample { prompt, expected, answer }: &Sample, width: usize) -> String {
+    let verdict =
+        if answer == expected { "right".to_owned() } else { format!("wrong, expected {}", excerpt(expected)) };
+    format!("  {:>width$} {}  {verdict}\n", excerpt(prompt), excerpt(answer))
 }
 
 #[cfg(test)]
@@ -213,6 +219,7 @@ mod tests {
             status: RunStatus::Done,
             steps: 450,
             loss: LossSpan { first: 2.7726, last: 0.0312 },
+            unlabelled_steps: None,
             tokens_per_second: 48_704.0,
             step_seconds: StepSeconds { median: 0.0862, p95: 0.0991, predicted: 0.0841 },
             eval: Some(EvalResult { loss: 0.0288, exact_match: Some(0.975) }),
@@ -266,6 +273,19 @@ cpu load line    48.00 MiB
 model: runs/sums/model
 "
         );
+    }
+
+    #[test]
+    fn sample_is_one_bounded_line() {
+        let sample = Sample {
+            prompt: "a\nb".into(),
+            expected: "c\u{1b}]0;t\u{7}".into(),
+            answer: "\n\n".to_owned() + &"d".repeat(70_000),
+        };
+        let rows = sample_rows(&[sample.clone(), Sample { prompt: "e".repeat(70_000), ..sample }]);
+        let first = rows.lines().next().unwrap();
+        assert!(first.contains(r"  a\nb \n\ndd") && first.ends_with(r"d  wrong, expected c\u{1b}]0;t\u{7}"), "{first}");
+        assert!(rows.lines().count() == 2 && rows.chars().count() < 1200, "{rows}");
     }
 
     #[test]

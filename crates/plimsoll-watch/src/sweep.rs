@@ -1,6 +1,7 @@
 //! A sweep as text: a line when a run starts or ends, and a table at the end.
 
 use crate::text::{columns, percent, seconds};
+use plimsoll_core::printable::printable_message;
 use plimsoll_core::{Bytes, SweepDevice, SweepReport, SweepRun, SweepState, format_count};
 
 /// Formats the line that announces the planning of a sweep with `runs` runs. Planning takes a while.
@@ -24,7 +25,7 @@ pub fn started(run: &SweepRun) -> String {
 /// Formats the line for a run whose worker process has ended. Such a run is done, waits for a retry, or ended without
 /// success.
 pub fn ended(run: &SweepRun) -> String {
-    let reason = run.reason.as_ref().map_or(String::new(), |reason| format!(": {reason}"));
+    let reason = run.reason.as_ref().map_or(String::new(), |reason| format!(": {}", printable_message(reason)));
     let loss = run.loss.map_or(String::new(), |loss| format!(", loss {loss:.4}"));
     match run.state {
         SweepState::Done => {
@@ -53,8 +54,9 @@ pub fn table(report: &SweepReport) -> String {
     let mut rows = vec![head.map(str::to_owned).to_vec()];
     rows.extend(report.runs.iter().map(row));
     let unfinished = report.runs.iter().filter(|run| run.state != SweepState::Done);
-    let reasons =
-        unfinished.filter_map(|run| Some(format!("{}: {}\n", run.name, run.reason.as_ref()?))).collect::<String>();
+    let reasons = unfinished
+        .filter_map(|run| Some(format!("{}: {}\n", run.name, printable_message(run.reason.as_ref()?))))
+        .collect::<String>();
     let devices: String = report.devices.iter().map(device).collect();
     format!("\n{}\n{reasons}{devices}{}", columns(&rows), ending(report))
 }
@@ -95,7 +97,7 @@ fn device(device: &SweepDevice) -> String {
     let simulated = if device.simulated { " (simulated)" } else { "" };
     let SweepDevice { name, peak_reserved_bytes, budget_bytes, workers, reason, .. } = device;
     if let Some(reason) = reason {
-        return format!("{name}{simulated}: not used: {reason}\n");
+        return format!("{name}{simulated}: not used: {}\n", printable_message(reason));
     }
     let workers = format_count(*workers, "worker");
     format!("{name}{simulated}: at most {workers} at a time, {peak_reserved_bytes} of {budget_bytes} reserved\n")

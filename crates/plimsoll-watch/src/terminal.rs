@@ -1,8 +1,9 @@
 //! Watchers that display a run on standard output: a live terminal line, whole lines, or JSON. All receive the same
-//! records. A closed output never stops a run.
+//! records. A closed output never stops a run. Lines for people are [printable](plimsoll_core::printable).
 
 use crate::progress::Progress;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use plimsoll_core::printable::printable_message;
 use plimsoll_core::{Event, Record};
 use std::io::{self, IsTerminal, Write};
 
@@ -29,7 +30,7 @@ struct Quiet;
 impl Watcher for Quiet {
     fn observe(&mut self, record: &Record) {
         if let Event::Warning { message } = &record.event {
-            let _ = writeln!(io::stderr(), "warning: {message}");
+            let _ = writeln!(io::stderr(), "warning: {}", printable_message(message));
         }
     }
 }
@@ -62,7 +63,7 @@ impl Watcher for Terminal {
                 }
             }
             (Event::Step { .. }, _) | (_, None) => self.bar.set_message(self.progress.line()),
-            (_, Some(line)) => self.bar.println(line),
+            (_, Some(line)) => self.bar.println(printable_message(&line)),
         }
     }
 }
@@ -83,7 +84,8 @@ impl<W: Write + Send> Lines<W> {
 impl<W: Write + Send> Watcher for Lines<W> {
     fn observe(&mut self, record: &Record) {
         if let Some(line) = self.progress.update(&record.event) {
-            let _ = self.out.write_all(format!("{line}\n").as_bytes()).and_then(|()| self.out.flush());
+            let line = printable_message(&line) + "\n";
+            let _ = self.out.write_all(line.as_bytes()).and_then(|()| self.out.flush());
         }
     }
 }
@@ -129,6 +131,20 @@ mod tests {
         let mut terminal = Terminal::new(ProgressDrawTarget::term_like(Box::new(screen.clone())));
         run().iter().for_each(|record| terminal.observe(record));
         assert_eq!(screen.contents(), format!("warning: the disk is slow\n{SECOND}"));
+    }
+
+    #[test]
+    fn event_text_reaches_no_terminal_raw() {
+        let message = format!("tensor x\u{1b}]0;t\u{7}\u{202e}\nerror: {} is odd", "n".repeat(70_000));
+        let record = Record { version: EVENTS_VERSION, time: 0.0, event: Event::Warning { message } };
+        let shown = [r"warning: tensor x\u{1b}]0;t\u{7}\u{202e}\nerror: nn", "nn is odd"];
+        let mut lines = Lines::new(Vec::new());
+        lines.observe(&record);
+        let text = String::from_utf8(lines.out).unwrap();
+        assert!(text.starts_with(shown[0]) && text.trim_end().ends_with(shown[1]) && text.len() < 400, "{text}");
+        let screen = InMemoryTerm::new(10, 500);
+        Terminal::new(ProgressDrawTarget::term_like(Box::new(screen.clone()))).observe(&record);
+        assert!(screen.contents().starts_with(shown[0]), "{}", screen.contents());
     }
 
     #[test]

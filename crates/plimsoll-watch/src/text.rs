@@ -1,7 +1,11 @@
 //! Formatting of numbers, tables, wrapped lines and shell words. `Bytes` formats itself.
 
 use comfy_table::{CellAlignment, Table, presets};
+use plimsoll_core::printable::{MAX_NAME_CHARS, printable_line, shortened};
 use textwrap::WordSplitter;
+
+/// The most characters of a cell of a table. Tables support no column of 65,536 characters or more.
+const MAX_CELL_CHARS: usize = 1000;
 
 /// Formats a count in ones, thousands, millions or billions: `344`, `12.3 k`, `134.5 M`, `8.03 B`.
 pub fn count(number: f64) -> String {
@@ -72,11 +76,18 @@ pub fn percent(share: f64, decimals: usize) -> String {
     format!("{:.decimals$} %", share * 100.0)
 }
 
+/// Returns text from data as one printable line of bounded length, with escapes such as `\n`.
+pub fn excerpt(text: &str) -> String {
+    printable_line(&shortened(text, MAX_NAME_CHARS))
+}
+
 /// Formats rows of cells as columns two spaces apart, one line per row. The first column is aligned left, the others
-/// right. Lines have no trailing spaces. Rows may have unequal numbers of cells.
+/// right. Lines have no trailing spaces. Rows may have unequal numbers of cells. A cell is one printable line of bounded
+/// width.
 pub fn columns(rows: &[Vec<String>]) -> String {
     let mut table = Table::new();
-    table.load_preset(presets::NOTHING).add_rows(rows);
+    let cells = rows.iter().map(|row| row.iter().map(|cell| printable_line(&shortened(cell, MAX_CELL_CHARS))));
+    table.load_preset(presets::NOTHING).add_rows(cells);
     for (index, column) in table.column_iter_mut().enumerate() {
         if index == 0 {
             column.set_padding((0, 0));
@@ -87,14 +98,14 @@ pub fn columns(rows: &[Vec<String>]) -> String {
     table.lines().map(|line| line.trim_end().to_owned() + "\n").collect()
 }
 
-/// Wraps text between words at `width` characters; a longer word stays whole. Lines after the first begin with
-/// `indent`. The last line ends with a line break.
+/// Wraps a line of text between words at `width` characters; a longer word stays whole. Lines after the first begin
+/// with `indent`. The last line ends with a line break.
 pub fn wrapped(text: &str, width: usize, indent: &str) -> String {
     let options = textwrap::Options::new(width)
         .subsequent_indent(indent)
         .break_words(false)
         .word_splitter(WordSplitter::NoHyphenation);
-    textwrap::fill(text, options) + "\n"
+    textwrap::fill(&printable_line(text), options) + "\n"
 }
 
 /// Returns a word as it is written in a POSIX shell: in quotes if it has characters with a meaning there, else
@@ -143,8 +154,16 @@ mod tests {
     }
 
     #[test]
+    fn wide_cells_are_cut_to_one_line() {
+        let text = columns(&[vec!["n".repeat(70_000), "a\nb\u{1b}".to_owned()]]);
+        assert!(text.ends_with("n  a\\nb\\u{1b}\n") && text.lines().count() == 1, "{text}");
+        assert!(text.chars().count() < MAX_CELL_CHARS + 20, "{text}");
+    }
+
+    #[test]
     fn text_wraps_at_width() {
         assert_eq!(wrapped("why: one two three", 10, "  "), "why: one\n  two\n  three\n");
         assert_eq!(wrapped("a-very-long-word", 4, "  "), "a-very-long-word\n");
+        assert_eq!(wrapped("why: a\nb", 40, "  "), "why: a\\nb\n");
     }
 }

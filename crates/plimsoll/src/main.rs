@@ -12,19 +12,27 @@ mod signals;
 
 use args::{BenchCommand, Cli, Command};
 use clap::Parser;
-use plimsoll_core::{Exit, Failure};
+use plimsoll_core::{Bytes, Exit, Failure};
 use plimsoll_device::process;
 use plimsoll_train::resolve::contention_note;
 use std::process::ExitCode;
 
+/// The least stack of the first thread. Planning needs less than half of it.
+const MIN_STACK: Bytes = Bytes(512 << 10);
+
 fn main() -> ExitCode {
     process::set_heap_trim_threshold();
     output::install_panic_hook();
+    signals::fail_writes_at_file_limit();
+    if let Err(failure) = check_stack() {
+        output::print_error(&failure);
+        return ExitCode::from(failure.exit as u8);
+    }
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(usage) => {
             // Clap also reports --help and --version this way, with exit code 0 and on stdout.
-            let _ = usage.print();
+            output::print_usage(&usage);
             return ExitCode::from(usage.exit_code() as u8);
         }
     };
@@ -40,6 +48,15 @@ fn main() -> ExitCode {
         failure.exit
     });
     ExitCode::from(exit as u8)
+}
+
+/// Checks that the stack of the first thread is large enough to plan a run.
+fn check_stack() -> Result<(), Failure> {
+    match process::stack_limit().filter(|limit| *limit < MIN_STACK) {
+        Some(limit) => Err(Failure::input(format!("the limit of the stack is {limit}, and {MIN_STACK} are needed"))
+            .hint("raise it: ulimit -s 8192")),
+        None => Ok(()),
+    }
 }
 
 fn run(command: Command) -> Result<Exit, Failure> {

@@ -1,16 +1,46 @@
 //! Terminal output: results go to stdout; errors, notes and progress to stderr. A closed pipe is not an error.
+//!
+//! Text for people is made [printable](plimsoll_core::printable) here, because it contains names from files and of other
+//! machines. JSON and the text that a model generates for another program are printed as they are.
 
+use plimsoll_core::printable::{printable_message, printable_text};
 use plimsoll_core::{Exit, Failure};
 use serde_json::json;
 use std::backtrace::{Backtrace, BacktraceStatus};
 use std::io::{self, IsTerminal, Write};
 use std::panic::PanicHookInfo;
 
-/// Prints a result to stdout.
+/// Prints a result for people to stdout.
 pub fn print(text: &str) {
+    print_unchanged(&printable_text(text));
+}
+
+/// Prints JSON to stdout, with a line break.
+pub fn print_json(json: &str) {
+    print_unchanged(&format!("{json}\n"));
+}
+
+/// Prints text that a model generated to stdout: printable on a terminal, unchanged elsewhere.
+pub fn print_generated(text: &str) {
+    if io::stdout().is_terminal() { print(text) } else { print_unchanged(text) }
+}
+
+fn print_unchanged(text: &str) {
     // Write errors are ignored: a closed pipe means that the reader has enough.
     let mut out = io::stdout().lock();
     let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+}
+
+/// Prints the help to stdout, or an error about arguments to stderr.
+pub fn print_usage(usage: &clap::Error) {
+    let text = usage.render().to_string();
+    let printable: String = text.lines().map(|line| printable_message(line) + "\n").collect();
+    // Clap prints in color, and prints arguments as they were typed.
+    let _ = if usage.use_stderr() && printable.trim_end() != text.trim_end() {
+        io::stderr().write_all(printable.as_bytes())
+    } else {
+        usage.print()
+    };
 }
 
 /// Prints a failure to stderr and, with `json`, also as a JSON object to stdout.
@@ -19,7 +49,7 @@ pub fn print_failure(failure: &Failure, json: bool) {
     if json {
         let object =
             json!({"error": {"exit": failure.exit as i32, "message": failure.message, "hints": failure.hints}});
-        print(&format!("{object}\n"));
+        print_json(&object.to_string());
     }
 }
 
@@ -32,7 +62,7 @@ pub fn print_error(failure: &Failure) {
 
 /// Returns whether the user can answer a prompt: both stdin and stderr are terminals.
 pub fn is_interactive() -> bool {
-    io::stdin().is_terminal() && io::stderr().is_terminal()
+    io::stdin().is_terminal() && is_error_terminal()
 }
 
 /// Asks the user on the terminal for a number from 1 to `count`, and returns it minus 1; `None` for any other input.
@@ -50,15 +80,28 @@ fn parse_choice(line: &str, count: usize) -> Option<usize> {
     (1..=count).contains(&number).then(|| number - 1)
 }
 
+/// Returns whether errors and notes go to a terminal.
+pub fn is_error_terminal() -> bool {
+    io::stderr().is_terminal()
+}
+
+/// Prints a note about a signal to stderr. On a terminal the note leaves the progress line and the echo of the key.
+pub fn print_signal_note(note: &str) {
+    if is_error_terminal() {
+        let _ = writeln!(io::stderr());
+    }
+    print_note(note);
+}
+
 /// Prints a note to stderr.
 pub fn print_note(note: &str) {
-    let _ = writeln!(io::stderr(), "note: {note}");
+    let _ = writeln!(io::stderr(), "note: {}", printable_message(note));
 }
 
 /// Prints to stderr that a long operation starts, if stderr is a terminal.
 pub fn print_progress(operation: &str) {
-    if io::stderr().is_terminal() {
-        let _ = writeln!(io::stderr(), "{operation} ...");
+    if is_error_terminal() {
+        let _ = writeln!(io::stderr(), "{} ...", printable_message(operation));
     }
 }
 

@@ -124,10 +124,11 @@ fn tokenizer_of_another_model_is_refused() {
 fn invalid_data_is_refused_by_file_and_line() {
     let workspace = Workspace::new(&SMALL);
     let line = |text: &str| format!("{}\n{text}\n", json!({"input_ids": [3, 4, 5]}));
-    let files: [(String, &str); 7] = [
+    let files: [(String, &str); 8] = [
         (String::new(), "nothing to predict in"),
-        (json!({"input_ids": [3]}).to_string(), "1 empty documents"),
-        (json!({"input_ids": [3, 4], "labels": [-100, -100]}).to_string(), "have the label -100"),
+        (json!({"input_ids": [3]}).to_string(), "nothing to predict"),
+        (json!({"input_ids": [3, 4], "labels": [3, -100]}).to_string(), "a label other than -100"),
+        (json!({"input_ids": [3, 4, 5], "attention_mask": [1, 0, 1]}).to_string(), "`attention_mask` hides tokens"),
         (line("{\"input_ids\": [3, 99]}"), "train.jsonl:2: token 99 is outside"),
         (line("{\"input_ids\": [3, 4], \"labels\": [3]}"), "train.jsonl:2: 1 label for 2 tokens"),
         (line("no json"), "train.jsonl:2: "),
@@ -139,6 +140,18 @@ fn invalid_data_is_refused_by_file_and_line() {
     }
     fs::remove_file(workspace.path("train.jsonl")).unwrap();
     refused(&workspace, &["no file matches"]);
+}
+
+#[test]
+fn fifos_are_refused_as_input_without_waiting() {
+    let workspace = Workspace::new(&SMALL);
+    for file in ["run.toml", "model/config.json", "train.jsonl"] {
+        let (path, aside) = (workspace.path(file), workspace.path("aside"));
+        fs::rename(&path, &aside).unwrap();
+        assert!(Command::new("mkfifo").arg(&path).status().unwrap().success());
+        refused(&workspace, &[file, "it is a FIFO, not a regular file"]);
+        fs::rename(&aside, &path).unwrap();
+    }
 }
 
 #[test]
@@ -226,6 +239,18 @@ fn non_finite_loss_stops_before_the_update() {
     assert!(before == workspace.read_files("run/checkpoints"));
 }
 
+#[test]
+fn non_finite_weights_are_not_saved() {
+    let workspace = Workspace::new(&SMALL);
+    let overflowing = ["train.learning_rate=1e39", "train.warmup_steps=0", "train.save_every=1"];
+    let settings = overflowing.iter().flat_map(|setting| ["--set", setting]);
+    let message = workspace.expect_refusal(4, &TRAIN.into_iter().chain(settings).collect::<Vec<_>>());
+    assert!(message.contains("step 1: no checkpoint is written, because `"), "{message}");
+    assert!(message.contains("NaN or infinite") && message.contains("a lower train.learning_rate"), "{message}");
+    assert_eq!(workspace.file_names("run/checkpoints"), Vec::<String>::new());
+    assert!(!workspace.path("run/model").exists());
+}
+
 /// Checks a run with a failed save: earlier checkpoints are intact, and the resumed run ends like an undisturbed one.
 fn assert_nothing_lost(workspace: &Workspace, code: Option<i32>, message: &str) {
     assert_eq!(code, Some(2), "{message}");
@@ -269,10 +294,18 @@ fn file_size_limit_while_saving_loses_nothing() {
     }
     // A fast machine may have finished the run.
     let _ = fs::remove_dir_all(workspace.path("run/model"));
-    // A limit of 64 blocks of at most 1 KiB. The signal that would end the program is ignored.
-    let script = "trap '' XFSZ; ulimit -f 64; exec \"$@\"";
+    // A limit of 64 blocks of at most 1 KiB. Its signal must not end the program.
+    let script = "ulimit -f 64; exec \"$@\"";
     let done = workspace.start_wrapped(&["sh", "-c", script, "sh"], &["train", "--resume", "run", "--quiet"]).wait();
     assert_nothing_lost(&workspace, done.code, &done.stderr);
+}
+
+#[test]
+fn limits_of_process_are_named() {
+    let workspace = Workspace::new(&SMALL);
+    let script = "ulimit -s 128; exec \"$@\"";
+    let refusal = workspace.start_wrapped(&["sh", "-c", script, "sh"], &["plan", "run.toml"]).wait().refusal(2);
+    assert!(refusal.contains("the limit of the stack is 128.00 KiB") && refusal.contains("ulimit -s"), "{refusal}");
 }
 
 #[test]

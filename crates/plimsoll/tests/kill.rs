@@ -4,6 +4,7 @@
 mod common;
 
 use common::{Rng, Running, SMALL, Shape, Workspace};
+use plimsoll_device::cache::sealed_json;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -88,9 +89,10 @@ fn last_files(workspace: &Workspace, run: &str, steps: u32) -> BTreeMap<PathBuf,
     let last = format!("{run}/checkpoints/step-{steps}");
     let mut files = workspace.read_files(&last);
     let mut info: Value = serde_json::from_slice(&files[&PathBuf::from("checkpoint.json")]).unwrap();
-    info.as_object_mut().unwrap().remove("elapsed_seconds").unwrap();
-    // Charges are measured again at every start.
-    info.as_object_mut().unwrap().remove("charges_bytes").unwrap();
+    // Charges are measured again at every start. The checksum covers them and the time.
+    for key in ["elapsed_seconds", "charges_bytes", "crc32"] {
+        info.as_object_mut().unwrap().remove(key).unwrap();
+    }
     files.insert("checkpoint.json".into(), info.to_string().into_bytes());
     files.extend(
         workspace
@@ -247,9 +249,16 @@ fn second_interrupt_stops_immediately() {
     let mut run = workspace.start(&["train", "run.toml", "--set", "recipe.micro_batch=8"]);
     assert!(run.wait_until(|| workspace.events("run").iter().any(|event| event["event"] == "start")));
     run.signal("INT");
-    std::thread::sleep(Duration::from_millis(100));
+    let note = "note: stopping: the run finishes and saves this step first; a second Ctrl-C ends at once\n";
+    let stderr = || workspace.read("1.stderr");
+    assert!(run.wait_until(|| stderr() == note), "{}", stderr());
+    assert!(workspace.path("run/control.sock").exists());
     run.signal("INT");
-    assert_eq!(run.wait().code, Some(4));
+    let done = run.wait();
+    assert_eq!(done.code, Some(4), "{}", done.stderr);
+    let ended = &done.stderr[note.len()..];
+    assert!(ended.starts_with("stopped: at once, by a second Ctrl-C\n  hint: to resume "), "{ended}");
+    assert!(!workspace.path("run/control.sock").exists(), "no socket of an ended run stays");
     assert!(workspace.events("run").iter().all(|event| event["event"] == "start"), "no step was finished");
 }
 
@@ -263,7 +272,14 @@ fn damaged_checkpoint_falls_back_to_previous() {
         let file = OpenOptions::new().write(true).open(newest(name)).unwrap();
         file.set_len(file.metadata().unwrap().len() - bytes).unwrap();
     };
-    let damages: [(&str, &dyn Fn()); 6] = [
+    let flip = |name: &str, back: usize| {
+        let mut bytes = fs::read(newest(name)).unwrap();
+        let at = bytes.len() - back;
+        bytes[at] ^= 0x40;
+        fs::write(newest(name), bytes).unwrap();
+    };
+    let damages: [(&str, &dyn Fn()); 7] = [
+        ("state.safetensors: its checksum does not match", &|| flip("state.safetensors", 100)),
         ("state.safetensors has ", &|| cut("state.safetensors", 1)),
         ("state.safetensors: ", &|| fs::remove_file(newest("state.safetensors")).unwrap()),
         ("checkpoint.json: ", &|| fs::remove_file(newest("checkpoint.json")).unwrap()),
@@ -279,7 +295,7 @@ fn damaged_checkpoint_falls_back_to_previous() {
         damage();
         let done = workspace.succeed(&["train", "--resume", "run", "--quiet"]);
         let warning = &done.stderr;
-        assert!(warning.starts_with("warning: ") && warning.contains("step-24 is incomplete: "), "{warning}");
+        assert!(warning.starts_with("warning: ") && warning.contains("step-24 is not whole: "), "{warning}");
         assert!(warning.contains(problem) && warning.contains("resumes from "), "{problem}: {warning}");
         assert!(warning.trim_end().ends_with("checkpoints/step-20"), "{warning}");
         assert!(last_files(&workspace, "run", SMALL.steps) == files, "{problem}");
@@ -290,7 +306,7 @@ fn damaged_checkpoint_falls_back_to_previous() {
     }
     let before = workspace.read_files("run");
     let refusal = workspace.expect_refusal(2, &["train", "--resume", "run"]);
-    assert!(refusal.contains("every checkpoint is incomplete") && refusal.contains("step-20"), "{refusal}");
+    assert!(refusal.contains("no checkpoint is whole") && refusal.contains("step-20"), "{refusal}");
     assert!(before == workspace.read_files("run"), "nothing is touched");
     // Without any checkpoint the run starts from the beginning.
     fs::remove_dir_all(workspace.path("run/checkpoints")).unwrap();
@@ -323,7 +339,8 @@ fn resume_replans_recipe_that_no_longer_fits() {
     // A recipe that is invalid for this model is replaced as well.
     let text =
         workspace.read("run/checkpoints/step-20/checkpoint.json").replace("\"micro_batch\": ", "\"micro_batch\": 99");
-    workspace.write("run/checkpoints/step-20/checkpoint.json", text);
+    let sealed = sealed_json::seal(&serde_json::from_str::<Value>(&text).unwrap()).unwrap();
+    workspace.write("run/checkpoints/step-20/checkpoint.json", sealed.to_string());
     fs::remove_dir_all(workspace.path("run/checkpoints/step-24")).unwrap();
     workspace.succeed(&["train", "--resume", "run"]);
 }

@@ -352,6 +352,25 @@ fn foreign_or_refused_plan_is_not_followed() {
     workspace.succeed(&["train", "run.toml", "--plan", "plan.json"]);
 }
 
+#[test]
+fn stored_plan_that_contradicts_itself_is_refused() {
+    let workspace = Workspace::new(&SMALL);
+    let pair = ["--devices", "virtual:a=64MiB@0.4,virtual:b=64MiB@0.2", "--set", "run.parallelism=all"];
+    let plan = workspace.succeed(&[&["plan", "run.toml", "--json"][..], &pair].concat()).json();
+    let refused = |key: &str, change: fn(&mut Value)| {
+        let mut plan = plan.clone();
+        change(&mut plan);
+        workspace.write("plan.json", plan.to_string());
+        let refusal = workspace.expect_refusal(2, &[&["train", "run.toml", "--plan", "plan.json"][..], &pair].concat());
+        assert!(refusal.contains(&format!("plan.json: `{key}` ")), "{refusal}");
+    };
+    refused("team[0].sequences", |plan| plan["team"][0]["sequences"] = json!(1_u64 << 63));
+    refused("team[].sequences", |plan| plan["team"][0]["sequences"] = json!(1));
+    refused("team[1].device", |plan| plan["team"][1]["device"] = plan["team"][0]["device"].clone());
+    refused("team[0].layers", |plan| plan["parallelism"] = json!("pipeline"));
+    refused("devices[0].charges_bytes", |plan| plan["devices"][0]["charges_bytes"] = json!(u64::MAX));
+}
+
 /// Processes that keep all CPU cores busy until dropped.
 struct BusyProcesses(Vec<std::process::Child>);
 

@@ -196,7 +196,7 @@ fn persistent_oom_stops_run_which_can_resume() {
             workspace.expect_refusal(4, &[&["train", "run.toml", "--quiet", "--set", &dir], &words[..]].concat());
         let step: u64 = at.split(':').next().unwrap().parse().unwrap();
         assert!(
-            refused.starts_with(&format!("stopped: step {step}: ")) && refused.contains("made no progress"),
+            refused.starts_with(&format!("stopped: step {step}: ")) && refused.contains("7 refusals in a row"),
             "{refused}"
         );
         assert!(refused.contains(message), "{at}: {refused}");

@@ -15,6 +15,17 @@ fn number(value: &Value) -> f64 {
 }
 
 #[test]
+fn tokens_without_home_leave_no_files() {
+    let workspace = Workspace::new(&Shape { steps: 1, ..SMALL });
+    std::fs::create_dir(workspace.path("tmp")).unwrap();
+    let tmp = format!("TMPDIR={}", workspace.path("tmp").display());
+    let without = ["-u", "HOME", "-u", "XDG_CACHE_HOME", "-u", "PLIMSOLL_CACHE", "-u", "PLIMSOLL_TOKENS"];
+    let done = workspace.start_wrapped(&[&["env"], &without[..], &[&tmp]].concat(), &["train", "run.toml"]).wait();
+    assert_eq!(done.code, Some(0), "{}", done.stderr);
+    assert!(workspace.file_names("tmp").is_empty(), "{:?}", workspace.file_names("tmp"));
+}
+
+#[test]
 fn run_writes_contract_files_and_keys() {
     let workspace = Workspace::new(&SMALL);
     let text = ["data.train=train-text.jsonl", "data.eval=eval-text.jsonl", "data.format=text", "data.pack=true"];
@@ -158,6 +169,46 @@ fn json_prints_events_then_result() {
     assert_eq!(events, workspace.events("run"));
     let quiet = workspace.succeed(&["train", "run.toml", "--quiet", "--set", "run.dir=quiet"]);
     assert_eq!((quiet.stdout, quiet.stderr), (String::new(), String::new()));
+}
+
+#[test]
+fn trained_end_token_is_written_out() {
+    let workspace = Workspace::new(&Shape { steps: 1, ..SMALL });
+    let text = workspace.read("run.toml").replace("\"tokens\"", "\"text\"").replace(".jsonl", "-text.jsonl");
+    workspace.write("run.toml", text);
+    workspace.write("model/generation_config.json", r#"{"eos_token_id": [5, 6], "top_k": 7}"#);
+    workspace.succeed(&["train", "run.toml"]);
+    let all: Value = [0, 5, 6].into_iter().collect();
+    assert_eq!(workspace.json("run/model/config.json")["eos_token_id"], all);
+    let generation = workspace.json("run/model/generation_config.json");
+    assert_eq!((&generation["eos_token_id"], &generation["top_k"]), (&all, &7.into()));
+    // Adapters that were trained on text carry the token to a model that does not stop there.
+    workspace.write("run/model/generation_config.json", r#"{"eos_token_id": 5}"#);
+    let lora = ["--set", "train.method=lora", "--set", "run.dir=tuned", "--set", "model.path=run/model"];
+    workspace.succeed(&[&["train", "run.toml", "--set", "model.init=pretrained"], &lora[..]].concat());
+    let both: Value = [0, 5].into_iter().collect();
+    assert_eq!(workspace.json("tuned/adapter/generation_config.json")["eos_token_id"], both);
+    workspace.succeed(&["merge", "run/model", "tuned/adapter", "merged"]);
+    assert_eq!(workspace.json("merged/generation_config.json")["eos_token_id"], both);
+}
+
+#[test]
+fn steps_without_label_have_no_loss() {
+    let workspace = Workspace::new(&Shape { steps: 10, batch_sequences: 1, ..SMALL });
+    let ids: Vec<u32> = (0..SMALL.sequence * 8).map(|at| 2 + at % 20).collect();
+    let labels: Vec<i32> = (0..ids.len()).map(|at| if at + 1 == ids.len() { 3 } else { -100 }).collect();
+    workspace.write("train.jsonl", serde_json::json!({ "input_ids": ids, "labels": labels }).to_string());
+    workspace.succeed(&["train", "run.toml", "--set", "data.long=split", "--set", "data.shuffle=false"]);
+    let events = workspace.events("run");
+    let losses: Vec<&Value> =
+        events.iter().filter(|event| event["event"] == "step").map(|event| &event["loss"]).collect();
+    let labelled: Vec<usize> = (1..).zip(&losses).filter(|(_, loss)| !loss.is_null()).map(|(step, _)| step).collect();
+    assert_eq!(labelled, [8], "only the last of 8 rows has a label");
+    let result = workspace.json("run/result.json");
+    assert_eq!((&result["unlabelled_steps"], &result["loss"]["last"]), (&9.into(), losses[7]));
+    let messages =
+        events.iter().filter(|event| event["event"] == "warning").filter_map(|event| event["message"].as_str());
+    assert_eq!(messages.filter(|text| text.contains("has no label")).count(), 1);
 }
 
 #[test]

@@ -31,6 +31,19 @@ fn wrong_flag_suggests_the_right_one() {
 }
 
 #[test]
+fn names_reach_terminal_escaped_and_bounded() {
+    let dir = tempfile::tempdir().unwrap();
+    let name = format!("x\u{1b}]0;t\u{7}\u{9b}\u{202e}\u{200b}\n{}.toml", "n".repeat(1000));
+    // Clap leaves out the sequence that begins with ESC.
+    let shown = r"\u{9b}\u{202e}\u{200b}";
+    for args in [&["train", &name][..], &[&name], &["plan", "--set", &name], &["plan", "--devices", &name]] {
+        let message = refusal(dir.path(), args);
+        assert!(message.contains(shown) && message.contains("nn…nn"), "{message}");
+        assert!(!message.contains(['\u{1b}', '\u{7}', '\u{9b}', '\u{202e}', '\u{200b}']), "{message:?}");
+    }
+}
+
+#[test]
 fn help_exits_with_success() {
     let dir = tempfile::tempdir().unwrap();
     for args in [&["--help"][..], &["train", "--help"], &["plan", "--help"], &["bench", "step", "--help"]] {

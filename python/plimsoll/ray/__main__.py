@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from plimsoll import errors
+from plimsoll._native import printable_text
 from plimsoll.ray import local_state, membership, ports
 from plimsoll.ray.devices import Device, RayletResources, format_bytes
 from plimsoll.ray.failures import to_plimsoll_error
@@ -28,12 +29,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"error: {failure}", file=sys.stderr)
     if "--json" in arguments:
         content = {"exit": failure.exit_code, "message": failure.message, "hints": failure.hints}
-        _print(json.dumps({"error": content}))
+        _print_unchanged(json.dumps({"error": content}))
     return failure.exit_code
 
 
 def _print(text: str) -> None:
-    """Prints a line to standard output. A closed pipe is not an error."""
+    """Prints text for people, which may name other machines and their devices."""
+    _print_unchanged(printable_text(text))
+
+
+def _warn(text: str) -> None:
+    """Prints a warning to standard error."""
+    print(printable_text(f"warning: {text}"), file=sys.stderr)
+
+
+def _print_unchanged(text: str) -> None:
+    """Prints a line, such as JSON, to standard output. A closed pipe is not an error."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -116,7 +127,7 @@ def _join(args: argparse.Namespace) -> int:
     )
     token = local_state.token_path().read_text() if joined.head else None
     if args.json:
-        _print(json.dumps(_as_json(joined, shares, token), indent=2))
+        _print_unchanged(json.dumps(_as_json(joined, shares, token), indent=2))
         return 0
     _print(f"{'head' if joined.head else 'member'} of the cluster at {joined.address}, as {joined.ip}")
     for (device, resources), raylet in zip(shares, joined.raylets):
@@ -157,15 +168,14 @@ def _as_json(
 
 def _leave(args: argparse.Namespace) -> int:
     if others := membership.other_machines():
-        print(
-            f"warning: this machine is the head of the cluster, so the cluster ends for {', '.join(others)} too: its runs stop, and"
-            " resume from their checkpoints in another cluster (plimsoll join --head here, and join on the others)",
-            file=sys.stderr,
+        _warn(
+            f"this machine is the head of the cluster, so the cluster ends for {', '.join(others)} too: its runs stop, and"
+            " resume from their checkpoints in another cluster (plimsoll join --head here, and join on the others)"
         )
     left = membership.leave()
     if args.json:
         address, ended = (None, 0) if left is None else (left[0].address, left[1])
-        _print(json.dumps({"address": address, "processes_ended": ended, "ends_for": others}, indent=2))
+        _print_unchanged(json.dumps({"address": address, "processes_ended": ended, "ends_for": others}, indent=2))
         return 0
     if left is None:
         _print("this machine has joined no cluster")
@@ -180,11 +190,14 @@ def _cluster(args: argparse.Namespace) -> int:
 
     with _stdout_to_stderr(), cluster.connected(args.address):
         state = cluster.query_cluster()
-    _print(json.dumps(state, indent=2) if args.json else cluster.table(state))
+    if args.json:
+        _print_unchanged(json.dumps(state, indent=2))
+    else:
+        _print(cluster.table(state))
     joined = None if args.address else local_state.load_membership()
     if joined and (ended := local_state.ended_raylets(joined)):
         names = " and ".join(joined.raylets[index].name for index in ended)
-        print(f"warning: the raylet of {names} has ended; to start it again: {joined.command}", file=sys.stderr)
+        _warn(f"the raylet of {names} has ended; to start it again: {joined.command}")
     return 0
 
 
@@ -193,7 +206,10 @@ def _verify(args: argparse.Namespace) -> int:
 
     with _stdout_to_stderr(), cluster.connected(args.address):
         report = verification.verify(share=_share(args.share), seconds=args.seconds)
-    _print(json.dumps(report, indent=2) if args.json else verification.table(report))
+    if args.json:
+        _print_unchanged(json.dumps(report, indent=2))
+    else:
+        _print(verification.table(report))
     return 0 if report["passed"] else errors.InputError.exit_code
 
 

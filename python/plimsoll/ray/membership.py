@@ -368,7 +368,7 @@ def _temp_dir() -> Path:
         raise InputError(f"{path} cannot be created: {describe(error)}", ["name a writable folder: TMPDIR=/tmp"]) from error
     owner = path.lstat()
     if owner.st_uid != os.getuid() or not path.is_dir() or path.is_symlink():
-        raise InputError(f"{path} belongs to another user")
+        raise InputError(f"{path} belongs to another user", ["name another folder: TMPDIR=/var/tmp"])
     path.chmod(0o700)
     return path / "r"
 

@@ -295,7 +295,7 @@ class Placement:
             try:
                 task(one, argument)
             except Exception as error:  # The next request tries again.
-                print(f"{device}: {describe(error)}", file=sys.stderr)
+                print(_native.printable_text(f"{device}: {describe(error)}"), file=sys.stderr)
             finally:
                 self.restarting.discard(device)
 

@@ -7,6 +7,7 @@ use super::whole_process::{ModelSizes, config, data};
 use crate::program::{self, ProgramOutput};
 use anyhow::{Context, bail, ensure};
 use plimsoll_core::{Class, DType, Event, Exit, Plan, Record};
+use plimsoll_device::private_file;
 use plimsoll_program::models::ModelType;
 use plimsoll_train::fault_injection::Injection;
 use std::collections::BTreeMap;
@@ -73,8 +74,7 @@ impl RandomRun {
         devices: &dyn Fn(&mut Rng) -> String,
     ) -> anyhow::Result<RandomRun> {
         let mut rng = Rng::new(seed ^ 9, number);
-        let folder = std::env::temp_dir().join(format!("plimsoll-soak-{}-{seed}-{number}", std::process::id()));
-        fs::create_dir_all(&folder).context("cannot make a folder")?;
+        let folder = private_file::temporary_folder().context("cannot make a folder")?.keep();
         program::write_device_rates(&folder.join("cache"))?;
         let sizes = sizes(&mut rng);
         let config = config(rng.pick(&ModelType::ALL), sizes);

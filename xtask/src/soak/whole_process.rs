@@ -4,7 +4,7 @@ use super::case::Rng;
 use super::tally::Tally;
 use anyhow::{Context, ensure};
 use plimsoll_core::{Bytes, DType};
-use plimsoll_device::process;
+use plimsoll_device::{private_file, process};
 use plimsoll_program::models::{ModelConfig, ModelType, RopeScaling};
 use plimsoll_train::config::RunConfig;
 use plimsoll_train::session::start::Run;
@@ -137,7 +137,7 @@ struct Figures {
 /// # Errors
 /// Fails if a child process cannot be started. Failed checks are in the tally.
 pub fn run_all(tally: &mut Tally) -> anyhow::Result<String> {
-    let folder = std::env::temp_dir().join(format!("plimsoll-soak-{}", std::process::id()));
+    let folder = private_file::temporary_folder().context("cannot make a folder")?.keep();
     let mut table = format!(
         "{:<18} {:>10} {:>10} {:>10} {:>10} {:>10} {:>8}  recipe\n",
         "run", "arena", "used", "charges", "predicted", "measured", "off"

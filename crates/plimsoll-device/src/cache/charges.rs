@@ -4,7 +4,18 @@ use super::{folder, load, save};
 use crate::cuda::gpus::{CudaInstallation, GpuInfo};
 use plimsoll_core::Bytes;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
 use std::path::Path;
+use std::sync::{Mutex, PoisonError};
+
+/// Numbers of the GPUs whose charges this process does not cache.
+static UNCACHED: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
+
+/// Makes later calls of [`store_charges`] in this process ignore a GPU. Libraries may keep memory of other work that
+/// this process did on it, such as a measurement of rates. The next process measures charges without that memory.
+pub fn cache_no_charges(gpu: &GpuInfo) {
+    UNCACHED.lock().unwrap_or_else(PoisonError::into_inner).insert(gpu.index);
+}
 
 /// Returns the cached charges (bytes outside the arena) of a GPU model. None if they were not measured with this
 /// version of Plimsoll, this driver and this cuBLASLt.
@@ -16,6 +27,9 @@ pub fn stored_charges(installation: &CudaInstallation, gpu: &GpuInfo) -> Option<
 /// Caches the bytes outside the arena (charges) that a run measured on a GPU model. The highest value of all runs is
 /// kept, because runs load different kernels.
 pub fn store_charges(installation: &CudaInstallation, gpu: &GpuInfo, bytes: Bytes) {
+    if UNCACHED.lock().unwrap_or_else(PoisonError::into_inner).contains(&gpu.index) {
+        return;
+    }
     let Some(folder) = folder() else { return };
     store_charges_in(&folder, ChargesKey::of(installation, gpu), bytes);
 }

@@ -22,7 +22,7 @@ pub use shortfalls::{
 };
 
 use crate::bench::{self, Bench, BenchError, DeviceBench, MeasurementExtent};
-use crate::cache::{folder, load, save};
+use crate::cache::{cache_no_charges, folder, load, save};
 use crate::cuda;
 use crate::cuda::driver::Context;
 use crate::cuda::gpus::{CudaInstallation, GpuInfo};
@@ -152,8 +152,10 @@ pub fn gpu(installation: &'static CudaInstallation, gpu: &GpuInfo) -> Result<Cal
         return Ok(Calibration { rates: entry.rates, source: RateSource::Cached });
     }
     let measured = bench::measure_gpu(installation, gpu, QUICK_MEASUREMENT, &mut |_| {});
-    // Modules loaded for the measurement must not count as charges of the following run.
+    // Modules loaded for the measurement must not count as charges of the following run. Libraries may still hold the
+    // context, so this process caches no charges.
     Context::close(gpu.index);
+    cache_no_charges(gpu);
     let rates = rates(&measured?);
     if let Some(folder) = &folder {
         store_rates(folder, vec![CachedRates { key, rates: rates.clone(), disturbed: None }]);

@@ -10,6 +10,7 @@ use super::architecture::Architecture;
 use super::kernels::{OPTIONS, Unit};
 use super::libraries::builtins_beside;
 use crate::error::{CudaError, DeviceError};
+use crate::private_file;
 use plimsoll_core::Failure;
 use sha2::{Digest, Sha256};
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
@@ -17,7 +18,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::UNIX_EPOCH;
-use std::{fs, process, ptr, thread};
+use std::{fs, ptr, thread};
 
 /// A failure to produce machine code.
 #[derive(Debug, thiserror::Error)]
@@ -108,6 +109,8 @@ pub struct Compiler {
     nvrtc: Nvrtc,
     path: PathBuf,
     version: String,
+    /// Version as one number: 1302 for 13.2.
+    release: u32,
     /// Sizes and modification times of NVRTC's files, which distinguish builds of one version.
     build: String,
     /// Architectures that NVRTC compiles for: 86 for sm_86. Empty if it does not report them.
@@ -147,6 +150,7 @@ impl Compiler {
             nvrtc,
             path: path.to_path_buf(),
             version: format!("{major}.{minor}"),
+            release: u32::try_from(major * 100 + minor).unwrap_or(0),
             build,
             targets: targets.into_iter().filter_map(|target| u32::try_from(target).ok()).collect(),
             driver: driver.to_owned(),
@@ -157,6 +161,11 @@ impl Compiler {
     /// Returns the version of NVRTC, such as `13.2`.
     pub fn version(&self) -> &str {
         &self.version
+    }
+
+    /// Returns the version of NVRTC as one number: 1302 for 13.2.
+    pub fn release(&self) -> u32 {
+        self.release
     }
 
     /// Returns the architecture to compile for, as 86 for sm_86: the GPU's own one if NVRTC supports it. Otherwise it
@@ -186,9 +195,8 @@ impl Compiler {
         let work = || self.compile_units(units, target, &next, &done);
         let threads = thread::available_parallelism().map_or(1, usize::from).min(units.len()).min(8);
         thread::scope(|scope| {
-            for _ in 1..threads {
-                scope.spawn(work);
-            }
+            // If the system refuses a thread, the others compile its units.
+            (1..threads).all(|_| thread::Builder::new().spawn_scoped(scope, work).is_ok());
             work();
         });
         let mut done = done.into_inner().unwrap_or_else(PoisonError::into_inner);
@@ -333,20 +341,14 @@ unsafe fn text_at(text: *const c_char) -> String {
 
 /// Returns the cubin in a cache file; `None` if the file cannot be read or is damaged.
 fn read_cached(file: &Path) -> Option<Vec<u8>> {
-    let bytes = fs::read(file).ok()?;
+    let bytes = private_file::read(file).ok()?;
     let (hash, cubin) = bytes.split_at_checked(32)?;
     (!cubin.is_empty() && Sha256::digest(cubin).as_slice() == hash).then(|| cubin.to_vec())
 }
 
-/// Writes a cache file under a temporary name and renames it, so that readers never see a partial file. Ignores errors,
-/// because the cache only saves time.
+/// Writes a cache file. Ignores errors, because the cache only saves time.
 fn write_cached(file: &Path, cubin: &[u8]) {
-    let temporary = file.with_extension(format!("{}", process::id()));
-    let bytes = [Sha256::digest(cubin).as_slice(), cubin].concat();
-    let made = fs::create_dir_all(file.parent().unwrap_or(Path::new("")));
-    if made.and_then(|()| fs::write(&temporary, bytes)).and_then(|()| fs::rename(&temporary, file)).is_err() {
-        let _ = fs::remove_file(&temporary);
-    }
+    let _ = private_file::replace(file, &[Sha256::digest(cubin).as_slice(), cubin].concat());
 }
 
 #[cfg(test)]

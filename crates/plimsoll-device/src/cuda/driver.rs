@@ -283,6 +283,9 @@ pub struct Gpu {
     pub driver_version: u32,
 }
 
+/// Size of the plain allocation that tests whether a GPU has memory at all: the usual granularity of mapped memory.
+const PROBE_BYTES: u64 = 2 << 20;
+
 /// The primary context of a GPU, kept open until the process ends or [`Context::close`] is called.
 ///
 /// Reopening a context takes time and unloads the code of libraries. The memory that the GPU then holds may differ from
@@ -315,7 +318,7 @@ impl Context {
     /// ([`Context::free_before`]); an open one ignores it.
     ///
     /// # Errors
-    /// Fails if the driver lists no GPU of that number, or refuses to open it.
+    /// Fails if the driver lists no GPU of that number, refuses to open it, or reserves it for another process.
     pub fn open(driver: &Arc<Driver>, ordinal: u32, free_before: Option<Bytes>) -> Result<Arc<Context>, CudaError> {
         let mut known = CONTEXTS.lock().unwrap_or_else(PoisonError::into_inner);
         let context = match known.get(&ordinal) {
@@ -369,9 +372,13 @@ impl Context {
             virtual_memory: attribute(DEVICE_VIRTUAL_MEMORY)? != 0,
             driver_version: driver.version()?,
         };
+        let mut handle = ptr::null_mut();
         // SAFETY: writes one pointer; released when the context is dropped.
-        let retain = |context: *mut Handle| unsafe { (driver.cuDevicePrimaryCtxRetain)(context, device) };
-        let handle = driver.get("open a context", retain)?;
+        let retained = unsafe { (driver.cuDevicePrimaryCtxRetain)(&mut handle, device) };
+        if retained == DEVICE_UNAVAILABLE {
+            return Err(CudaError::Unavailable { ordinal, gpu: gpu.name });
+        }
+        driver.check("open a context", retained)?;
         let (driver, library_bytes_max) = (driver.clone(), Mutex::default());
         let free_after_open = Bytes::ZERO;
         let mut context = Context { driver, device, handle, gpu, free_before, free_after_open, library_bytes_max };
@@ -464,13 +471,19 @@ impl Context {
     }
 
     /// Tests whether memory can be mapped, by mapping and unmapping a little. A container may forbid it although the
-    /// driver reports support.
+    /// driver reports support. A driver may also report a lack of memory when only mapped memory is refused.
     ///
     /// # Errors
-    /// Fails if memory is exhausted or the device is lost; it is then unknown whether memory can be mapped.
+    /// Fails if plain memory is refused, too, or the device is lost; it is then unknown whether memory can be mapped.
     fn maps_memory(&self) -> Result<bool, CudaError> {
         match self.map_and_unmap() {
             Err(CudaError::Call { .. }) => Ok(false),
+            Err(refused @ CudaError::Memory { .. }) => match self.allocate(PROBE_BYTES) {
+                // SAFETY: allocated just now, and known only here.
+                Ok(plain) => unsafe { self.free(plain) }.map(|()| false),
+                Err(CudaError::Memory { .. }) => Err(refused),
+                Err(error) => Err(error),
+            },
             tried => tried.map(|()| true),
         }
     }
@@ -675,6 +688,7 @@ mod tests {
         let (requested, free, total) = (Bytes(3 << 30), Bytes(2 << 30), Bytes(4 << 30));
         assert_eq!(exit(CudaError::Refused { requested, gpu, free, total }), Exit::DoesNotFit);
         assert_eq!(exit(CudaError::NoDevice { ordinal: 1, count: 1 }), Exit::Input);
+        assert_eq!(exit(CudaError::Unavailable { ordinal: 1, gpu: "a gpu".to_owned() }), Exit::Input);
     }
 
     #[test]

@@ -49,7 +49,7 @@ pub struct GpuInfo {
 
 impl GpuInfo {
     fn nvml_id(&self) -> GpuId<'_> {
-        GpuId { uuid: &self.uuid, bus: &self.bus }
+        GpuId { uuid: &self.uuid, bus: &self.bus, total_bytes: self.memory_bytes }
     }
 }
 

@@ -80,6 +80,8 @@ pub struct GpuId<'a> {
     pub uuid: &'a str,
     /// PCI bus address, such as `0000:01:00.0`.
     pub bus: &'a str,
+    /// Total memory, as the driver reports it.
+    pub total_bytes: Bytes,
 }
 
 impl Nvml {
@@ -95,10 +97,17 @@ impl Nvml {
 
     /// Finds a GPU or MIG partition by its UUID, else a GPU by its bus address; `None` if NVML lists neither. GPU
     /// numbers are no key, because NVML and the driver may number GPUs differently.
+    ///
+    /// A MIG partition has the bus address of its whole GPU. Figures of that GPU are not those of the partition, so a
+    /// GPU of another size is not taken.
     fn device(&self, id: GpuId) -> Option<nvml_wrapper::Device<'_>> {
         let named =
             ["GPU", "MIG"].into_iter().find_map(|kind| self.0.device_by_uuid(format!("{kind}-{}", id.uuid)).ok());
-        named.or_else(|| self.0.device_by_pci_bus_id(id.bus).ok())
+        named.or_else(|| {
+            let at_bus = self.0.device_by_pci_bus_id(id.bus).ok()?;
+            let total_bytes = Bytes(at_bus.memory_info().ok()?.total);
+            is_same_size(id.total_bytes, total_bytes).then_some(at_bus)
+        })
     }
 
     /// Returns the memory of a GPU; `None` if it is not reported.
@@ -155,6 +164,12 @@ impl Nvml {
             busy: device.utilization_rates().ok().map(|rates| f64::from(rates.gpu) / 100.0),
         }
     }
+}
+
+/// Whether a total of the driver and one of NVML can be those of the same GPU. NVML also counts reserved memory. A MIG
+/// partition that differs from its GPU has at most half of its memory.
+fn is_same_size(driver_total: Bytes, nvml_total: Bytes) -> bool {
+    driver_total.0.abs_diff(nvml_total.0) <= nvml_total.0 / 4
 }
 
 /// Beginning of the texts of the two throttle reasons that mean heat: `heat` and `heat (hardware)`.
@@ -219,6 +234,14 @@ mod tests {
     fn unusable_library_opens_as_none() {
         assert!(Nvml::open(Path::new("/nowhere/libnvidia-ml.so.1")).is_none());
         assert!(Nvml::open(Path::new("libc.so.6")).is_none());
+    }
+
+    #[test]
+    fn partition_is_not_taken_for_its_gpu() {
+        let mib = Bytes::mib;
+        // An H200 and a T4 of which ECC takes a part, as the driver and NVML report them; a partition of 3g.71gb.
+        assert!(is_same_size(mib(143_156), mib(143_771)) && is_same_size(mib(14_913), mib(16_384)));
+        assert!(!is_same_size(mib(71_000), mib(143_771)) && !is_same_size(mib(18_000), mib(143_771)));
     }
 
     #[test]

@@ -9,6 +9,9 @@
 //! stored with plan and checkpoint, and a resumed run uses it again. A different library, driver or GPU requires a new
 //! choice.
 
+mod description;
+
+use self::description::{Description, Preference};
 use super::abi::{Structure, library, numbers, structure};
 use super::driver::{Address, Context, Event, Stream};
 use crate::error::CudaError;
@@ -293,7 +296,8 @@ impl Products {
     ) -> Result<Products, CudaError> {
         let mut handle = ptr::null_mut();
         // SAFETY: writes one handle.
-        library.check("open", unsafe { (library.cublasLtCreate)(&mut handle) })?;
+        let opened = library.check("open", unsafe { (library.cublasLtCreate)(&mut handle) });
+        opened.or_else(|error| after_loss_check(context, error))?;
         // SAFETY: takes nothing.
         let version = unsafe { (library.cublasLtGetVersion)() } as u64;
         let gpu = context.gpu();
@@ -343,6 +347,24 @@ impl Products {
         if self.ready.contains_key(&shape) {
             return Ok(());
         }
+        // SAFETY: as the caller promises.
+        let chosen = unsafe { self.choose(shape, operands, timed_on) };
+        let (product, is_new) = chosen.or_else(|error| after_loss_check(&self.context, error))?;
+        self.newly_tuned |= is_new;
+        self.ready.insert(shape, product);
+        Ok(())
+    }
+
+    /// Chooses an algorithm as [`Products::prepare`] describes. Returns it, and whether it is not a stored one.
+    ///
+    /// # Safety
+    /// As for [`Products::prepare`].
+    unsafe fn choose(
+        &self,
+        shape: Shape,
+        operands: &Operands,
+        timed_on: Option<&Stream>,
+    ) -> Result<(PreparedProduct, bool), CudaError> {
         let name = shape.name();
         let known = self.stored.chosen.get(&name).and_then(|text| from_hex(text));
         let mut refusal = String::from("it proposes none");
@@ -372,13 +394,9 @@ impl Products {
                 }
             };
             if let Some(algorithm) = algorithm {
-                self.newly_tuned |= stored.is_none();
-                self.ready.insert(shape, PreparedProduct { description, algorithm, bias_by_kernel });
-                return Ok(());
+                return Ok((PreparedProduct { description, algorithm, bias_by_kernel }, stored.is_none()));
             }
         }
-        // The library only reports that something failed; the driver knows whether the device is lost.
-        self.context.synchronize()?;
         Err(CudaError::Product { what: "propose an algorithm", name: refusal, product: format!(" for {name}") })
     }
 
@@ -401,11 +419,7 @@ impl Products {
         // SAFETY: as the caller promises.
         let status = unsafe { self.start(&ready.description, shape, operands, &ready.algorithm, stream) };
         let done = self.library.check_product("multiply", status, shape);
-        if matches!(done, Err(CudaError::Product { .. })) {
-            // The library only reports that something failed; the driver knows whether the device is lost.
-            self.context.synchronize()?;
-        }
-        done
+        done.or_else(|error| after_loss_check(&self.context, error))
     }
 
     /// Returns whether the library accepts the algorithm `words` for a product, in a workspace of `workspace_bytes`.
@@ -545,6 +559,12 @@ impl Products {
     }
 }
 
+/// Returns the driver's error if the device is lost, else `error`. The library only reports that something failed, on a
+/// lost device also that memory is refused; the driver knows the cause.
+fn after_loss_check<T>(context: &Context, error: CudaError) -> Result<T, CudaError> {
+    context.synchronize().and(Err(error))
+}
+
 /// Calls `run`, which enqueues work, `times` times between two events. Returns the seconds on the device per call.
 fn seconds_per_run(
     [start, end]: &[Event; 2],
@@ -592,105 +612,6 @@ impl Library {
             unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned()
         };
         Err(CudaError::Product { what, name, product: product() })
-    }
-}
-
-/// The handles by which cuBLASLt knows a product: its description, and the layouts of first matrix, second matrix,
-/// addend and result.
-struct Description {
-    library: Arc<Library>,
-    product: Handle,
-    layouts: [Handle; 4],
-}
-
-fn kind(dtype: DType) -> c_uint {
-    if dtype == DType::Bf16 { R_16BF } else { R_32F }
-}
-
-impl Description {
-    fn new(library: &Arc<Library>, shape: &Shape) -> Result<Description, CudaError> {
-        // Handles that are still null are not destroyed.
-        let mut description =
-            Description { library: library.clone(), product: ptr::null_mut(), layouts: [ptr::null_mut(); 4] };
-        // SAFETY: writes one handle.
-        let status = unsafe { (library.cublasLtMatmulDescCreate)(&mut description.product, COMPUTE_32F, R_32F) };
-        library.check("describe a product", status)?;
-        let ColumnMajorProduct { first, first_transposed, second, second_transposed, addend, out } =
-            to_column_major(shape);
-        for (attribute, transposed) in [(DESC_TRANSA, first_transposed), (DESC_TRANSB, second_transposed)] {
-            description.set(attribute, &c_int::from(transposed))?;
-        }
-        if shape.bias {
-            description.set(DESC_EPILOGUE, &EPILOGUE_BIAS)?;
-        }
-        let [input, output] = [shape.input, shape.output];
-        let matrices = [(input, first), (input, second), (output, addend), (output, out)];
-        for (layout, (dtype, ColumnMajor { rows, columns, leading })) in description.layouts.iter_mut().zip(matrices) {
-            // SAFETY: writes one handle.
-            let status =
-                unsafe { (library.cublasLtMatrixLayoutCreate)(layout, kind(dtype), rows, columns, leading as i64) };
-            library.check("describe a matrix", status)?;
-        }
-        Ok(description)
-    }
-
-    fn set<T: Copy>(&self, attribute: c_uint, value: &T) -> Result<(), CudaError> {
-        // SAFETY: the handle lives; reads as many bytes as the value has.
-        let status = unsafe {
-            let set = self.library.cublasLtMatmulDescSetAttribute;
-            set(self.product, attribute, ptr::from_ref(value).cast(), size_of::<T>())
-        };
-        self.library.check("describe a product", status)
-    }
-
-    /// Sets the address of the bias for later runs of the product; does nothing for 0.
-    fn set_bias(&self, bias: Address) -> Result<(), CudaError> {
-        if bias == 0 { Ok(()) } else { self.set(DESC_BIAS_POINTER, &bias) }
-    }
-}
-
-impl Drop for Description {
-    fn drop(&mut self) {
-        // SAFETY: owned here, and not used after this.
-        unsafe {
-            for layout in self.layouts.into_iter().filter(|layout| !layout.is_null()) {
-                (self.library.cublasLtMatrixLayoutDestroy)(layout);
-            }
-            if !self.product.is_null() {
-                (self.library.cublasLtMatmulDescDestroy)(self.product);
-            }
-        }
-    }
-}
-
-/// Constraints that cuBLASLt must respect when it proposes algorithms, such as the size of the workspace.
-struct Preference {
-    library: Arc<Library>,
-    handle: Handle,
-}
-
-impl Preference {
-    fn new(library: &Arc<Library>) -> Result<Preference, CudaError> {
-        let mut handle = ptr::null_mut();
-        // SAFETY: writes one handle.
-        library.check("set a preference", unsafe { (library.cublasLtMatmulPreferenceCreate)(&mut handle) })?;
-        Ok(Preference { library: library.clone(), handle })
-    }
-
-    fn set<T: Copy>(&self, attribute: c_uint, value: &T) -> Result<(), CudaError> {
-        // SAFETY: the handle lives; reads as many bytes as the value has.
-        let status = unsafe {
-            let set = self.library.cublasLtMatmulPreferenceSetAttribute;
-            set(self.handle, attribute, ptr::from_ref(value).cast(), size_of::<T>())
-        };
-        self.library.check("set a preference", status)
-    }
-}
-
-impl Drop for Preference {
-    fn drop(&mut self) {
-        // SAFETY: owned here, and not used after this.
-        unsafe { (self.library.cublasLtMatmulPreferenceDestroy)(self.handle) };
     }
 }
 

@@ -30,6 +30,14 @@ pub enum CudaError {
         /// Number of GPUs that the driver lists.
         count: u32,
     },
+    /// The driver refuses to open a GPU, because its compute mode reserves it for another process or forbids its use.
+    #[error("cuda:{ordinal} ({gpu}) is not available: another process has it, or its compute mode forbids its use")]
+    Unavailable {
+        /// Number of the GPU, from 0.
+        ordinal: u32,
+        /// Name of the GPU.
+        gpu: String,
+    },
     /// The driver refused to allocate the arena: the GPU has too little free memory.
     #[error("the arena exceeds free memory on {gpu} ({requested} > {free}; total {total})")]
     Refused {
@@ -114,6 +122,9 @@ impl From<CudaError> for Failure {
                 Failure::input(message).hint("run on another device: --devices cpu (`plimsoll devices` lists all)")
             }
             CudaError::NoDevice { .. } => Failure::input(message).hint("run `plimsoll devices` to list the GPUs"),
+            CudaError::Unavailable { .. } => Failure::input(message)
+                .hint("end the other process on the GPU, or run on another one (`nvidia-smi` shows both)")
+                .hint("to share the GPU: `nvidia-smi --compute-mode=DEFAULT`, as administrator"),
             CudaError::Refused { .. } | CudaError::Memory { .. } => Failure::does_not_fit(message)
                 .hint("set a smaller --budget, or end other processes on the GPU (`nvidia-smi` lists them)"),
             CudaError::Lost { .. } => {

@@ -5,7 +5,7 @@ mod cuda;
 pub use cuda::CudaError;
 
 use crate::arena::ArenaError;
-use plimsoll_core::{Bytes, Failure, format_count};
+use plimsoll_core::{Bytes, Failure, format_count, is_disk_full};
 use std::io;
 use std::path::PathBuf;
 
@@ -161,8 +161,7 @@ impl DeviceError {
     /// failures with another recipe. Every failure to allocate the arena counts.
     pub fn is_out_of_memory(&self) -> bool {
         let on_gpu = matches!(self, DeviceError::Cuda(CudaError::Refused { .. } | CudaError::Memory { .. }));
-        let disk_full =
-            matches!(self, DeviceError::ScratchFile { source, .. } if source.kind() == io::ErrorKind::StorageFull);
+        let disk_full = matches!(self, DeviceError::ScratchFile { source, .. } if is_disk_full(source));
         use DeviceError::{Arena, OutOfMemory, Remote};
         on_gpu || disk_full || matches!(self, OutOfMemory { .. } | Arena(_) | Remote { out_of_memory: true, .. })
     }
@@ -174,9 +173,10 @@ impl From<DeviceError> for Failure {
             DeviceError::Arena(error) => error.into(),
             DeviceError::Cuda(error) => error.into(),
             DeviceError::Threads { .. } => {
-                Failure::input(error.to_string()).hint("use fewer threads: --set run.threads=1")
+                let hints = Failure::no_thread("").hints;
+                Failure { hints, ..Failure::input(error.to_string()) }
             }
-            DeviceError::File { ref source, .. } if source.kind() == io::ErrorKind::StorageFull => {
+            DeviceError::File { ref source, .. } if is_disk_full(source) => {
                 Failure::input(error.to_string()).hint("free some disk space; files saved earlier are intact")
             }
             DeviceError::ScratchFile { .. } => Failure::input(error.to_string())
@@ -190,7 +190,8 @@ impl From<DeviceError> for Failure {
             DeviceError::CollectivesUnsupported { .. } => {
                 Failure::input(error.to_string()).hint("use a single device: --devices cuda:0")
             }
-            DeviceError::File { .. } | DeviceError::NoThread { .. } => Failure::input(error.to_string()),
+            DeviceError::NoThread { queue } => Failure::no_thread(&format!("for the {queue} queue")),
+            DeviceError::File { .. } => Failure::input(error.to_string()),
             other => Failure::bug(other.to_string()),
         }
     }

@@ -91,6 +91,10 @@ impl OperandLookup for IterationOperands<'_> {
         Real::F32
     }
 
+    fn target(&self) -> Target {
+        TARGET
+    }
+
     fn address_of(&self, operand: &Operand) -> Address {
         let tensor = self.0.set.tensor(operand.tensor);
         // Workspaces in programs for the CPU have CPU sizes.

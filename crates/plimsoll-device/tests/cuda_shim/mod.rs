@@ -8,6 +8,7 @@ use plimsoll_device::cuda::kernels::launch::{Address, Argument, Launch};
 use plimsoll_device::cuda::kernels::{Real, Unit};
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Arc, Mutex};
@@ -154,10 +155,17 @@ fn compile(cpp: &PathBuf, text: &str, library: &PathBuf) {
     std::fs::rename(linked, library).unwrap();
 }
 
+fn compile_unit(unit: Unit) -> Library {
+    // Units that differ in tile sizes have the same name, and the loader knows libraries by their path.
+    let (source, mut hash) = (unit.source(), DefaultHasher::new());
+    source.hash(&mut hash);
+    compile_text(&format!("{}-{:016x}", unit.name(), hash.finish()), &source, unit.family().kernels())
+}
+
 fn library_of(unit: Unit) -> Arc<Library> {
     static LIBRARIES: Mutex<BTreeMap<Unit, Arc<Library>>> = Mutex::new(BTreeMap::new());
     let mut libraries = LIBRARIES.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-    let load = || Arc::new(compile_text(&unit.name(), &unit.source(), unit.family().kernels()));
+    let load = || Arc::new(compile_unit(unit));
     libraries.entry(unit).or_insert_with(load).clone()
 }
 

@@ -344,6 +344,8 @@ EXPORT int cublasLtMatmul(Handle* handle, Desc* desc, const float* alpha, const 
     std::lock_guard<std::recursive_mutex> guard(stand_in::lock);
     Product product;
     if (!handle) return NOT_INITIALIZED;
+    // On a lost device the library cannot load a kernel, and does not state the cause.
+    if (stand_in::lost) return ALLOC_FAILED;
     if (int code = examine(desc, a_layout, b_layout, c_layout, d_layout, product)) return code;
     // Without an algorithm the library would choose one itself, which no plan knows.
     product.algorithm = algo ? find(algo->id) : nullptr;

@@ -91,6 +91,7 @@ static const Code CODES[] = {
     {INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE", "invalid argument"},
     {OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory"},
     {NOT_INITIALIZED, "CUDA_ERROR_NOT_INITIALIZED", "initialization error"},
+    {DEVICE_UNAVAILABLE, "CUDA_ERROR_DEVICE_UNAVAILABLE", "CUDA-capable device(s) is/are busy or unavailable"},
     {NO_DEVICE, "CUDA_ERROR_NO_DEVICE", "no CUDA-capable device is detected"},
     {INVALID_DEVICE, "CUDA_ERROR_INVALID_DEVICE", "invalid device ordinal"},
     {INVALID_IMAGE, "CUDA_ERROR_INVALID_IMAGE", "device kernel image is invalid"},
@@ -205,6 +206,7 @@ EXPORT int cuDeviceGetAttribute(int* value, int attribute, int device) {
 EXPORT int cuDevicePrimaryCtxRetain(Context** context, int device) {
     ENTER;
     if (device < 0 || device >= (int)gpus().size()) return INVALID_DEVICE;
+    if (setting("TAKEN", "0") == "1") return DEVICE_UNAVAILABLE;
     Gpu& gpu = gpus()[device];
     for (Context* known : contexts)
         if (known->gpu == &gpu) {

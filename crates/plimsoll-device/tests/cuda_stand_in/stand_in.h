@@ -24,7 +24,7 @@ constexpr const char* NAME = "stand-in for a GPU (runs on the CPU)";
 // Driver codes (CUresult).
 constexpr int OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_DEVICE = 101,
               INVALID_IMAGE = 200, INVALID_CONTEXT = 201, NO_BINARY_FOR_GPU = 209, INVALID_HANDLE = 400, NOT_FOUND = 500,
-              NOT_READY = 600, LAUNCH_FAILED = 719, NOT_PERMITTED = 800, NOT_SUPPORTED = 801;
+              DEVICE_UNAVAILABLE = 46, NOT_READY = 600, LAUNCH_FAILED = 719, NOT_PERMITTED = 800, NOT_SUPPORTED = 801;
 
 constexpr uint64_t MIB = 1 << 20;
 // Granularity of device memory, as in drivers.

@@ -18,6 +18,14 @@ pub enum RequestError {
         /// The unknown name.
         name: String,
     },
+    /// A device name that is too long for tables and messages.
+    #[error("device `{device}`: the name has {} bytes, expected at most {max_bytes}", device.len())]
+    LongName {
+        /// The name of the device.
+        device: String,
+        /// The length of the longest name.
+        max_bytes: usize,
+    },
     /// An invalid budget.
     #[error("device `{device}`: {source}")]
     InvalidBudget {
@@ -61,6 +69,14 @@ pub enum RequestError {
     Duplicate {
         /// The name of the device.
         device: String,
+    },
+    /// More devices than a team may have.
+    #[error("{count} devices are named, expected at most {max}")]
+    TooManyDevices {
+        /// The number of devices in the list.
+        count: usize,
+        /// The most devices of a list.
+        max: usize,
     },
     /// `auto` together with devices.
     #[error("`auto` cannot be combined with other devices, only with `host=` and `file=`")]

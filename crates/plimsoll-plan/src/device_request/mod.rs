@@ -18,6 +18,9 @@ pub use link::LinkRequest;
 use parse::parse_cluster_device;
 use plimsoll_core::Budget;
 
+/// The most devices of a list, and so the most workers of a team.
+pub const MAX_DEVICES: usize = 1024;
+
 /// A requested device. Without a budget of its own, the device gets the budget of the run (`memory.budget`).
 #[derive(Clone, Debug, PartialEq)]
 pub enum DeviceRequest {

@@ -1,6 +1,6 @@
 //! The parser of device lists.
 
-use super::{DeviceAttributes, DeviceRequest, DevicesRequest, LinkRequest, RequestError};
+use super::{DeviceAttributes, DeviceRequest, DevicesRequest, LinkRequest, MAX_DEVICES, RequestError};
 use crate::paper;
 use plimsoll_core::Budget;
 use std::str::FromStr;
@@ -8,10 +8,17 @@ use std::str::FromStr;
 /// Slowest pace of a virtual device in CPU cores. A slower device would not finish a step in reasonable time.
 const MIN_PACE: f64 = 0.01;
 
+/// Longest name of a device in bytes, with its host (at most 64 in Linux) and its attributes before `=`.
+const MAX_NAME_BYTES: usize = 160;
+
 impl FromStr for DevicesRequest {
     type Err = RequestError;
 
     fn from_str(text: &str) -> Result<DevicesRequest, RequestError> {
+        let count = text.split(',').count();
+        if count > MAX_DEVICES {
+            return Err(RequestError::TooManyDevices { count, max: MAX_DEVICES });
+        }
         let mut request = DevicesRequest::default();
         let mut auto = false;
         for part in text.split(',').map(str::trim) {
@@ -103,6 +110,9 @@ pub(super) fn parse_cluster_device(word: &str) -> Result<DeviceAttributes, Reque
 
 /// Parses a device from its name and the text after `=`; `value` is `None` if the device has no `=`.
 fn parse_device(name: &str, value: Option<&str>) -> Result<DeviceRequest, RequestError> {
+    if name.len() > MAX_NAME_BYTES {
+        return Err(RequestError::LongName { device: name.to_owned(), max_bytes: MAX_NAME_BYTES });
+    }
     let unknown = || RequestError::UnknownDevice { name: name.to_owned() };
     let budget = |text: &str| parse_budget(name, text);
     // A bandwidth after `@` contains a slash too.

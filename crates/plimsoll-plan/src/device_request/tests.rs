@@ -203,6 +203,20 @@ fn invalid_list_names_expected_form() {
     assert!(hints.contains("cpu") && hints.contains("virtual:") && hints.contains("rtx3090"), "{hints}");
 }
 
+#[test]
+fn long_names_and_lists_are_refused() {
+    assert!(format!("virtual:{}=60MiB", "a".repeat(152)).parse::<DevicesRequest>().is_ok());
+    let long = "a".repeat(70_000);
+    for text in [format!("virtual:{long}=60MiB"), format!("ray:b/virtual:{long}"), format!("{long}/cpu")] {
+        let error = text.parse::<DevicesRequest>().unwrap_err();
+        assert!(error.to_string().ends_with(" bytes, expected at most 160"), "{error}");
+    }
+    let many = vec!["rtx3090"; 1024].join(",");
+    assert_eq!(many.parse::<DevicesRequest>().map(|request| request.devices.len()), Ok(1024));
+    let error = format!("{many},rtx3090").parse::<DevicesRequest>().unwrap_err();
+    assert_eq!(error.to_string(), "1025 devices are named, expected at most 1024");
+}
+
 proptest! {
     #[test]
     fn any_text_parses_or_fails_cleanly(text in "\\PC{0,40}") {

@@ -12,9 +12,8 @@ pub fn parallel_map<T: Sync, R: Send>(items: &[T], function: impl Fn(&T) -> R + 
     let work = || apply_to_rest(&function, &next, &results);
     let threads = thread::available_parallelism().map_or(1, |cores| cores.get()).min(items.len());
     thread::scope(|scope| {
-        for _ in 1..threads {
-            scope.spawn(work);
-        }
+        // If the system refuses a thread, the others compute its items.
+        (1..threads).all(|_| thread::Builder::new().spawn_scoped(scope, work).is_ok());
         work();
     });
     let results = results.into_inner().expect("the scope has passed on a panic of any thread");
@@ -30,13 +29,24 @@ fn apply_to_rest<T, R>(function: &impl Fn(&T) -> R, next: &Mutex<Enumerate<Iter<
     }
 }
 
-/// Runs two functions in parallel and returns both results.
+/// Runs two functions in parallel and returns both results. If the system refuses a thread, runs them in turn.
 pub fn join<A: Send, B>(first: impl FnOnce() -> A + Send, second: impl FnOnce() -> B) -> (A, B) {
+    let waiting = Mutex::new(Some(first));
+    let run_first = || take(&waiting).map(|first| first());
     thread::scope(|scope| {
-        let first = scope.spawn(first);
+        let thread = thread::Builder::new().spawn_scoped(scope, run_first);
         let second = second();
-        (first.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), second)
+        let first = match thread {
+            Ok(thread) => thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
+            Err(_) => run_first(),
+        };
+        (first.expect("only one of both threads takes the function"), second)
     })
+}
+
+/// Takes the value out of a slot that threads share.
+fn take<T>(slot: &Mutex<Option<T>>) -> Option<T> {
+    slot.lock().expect("no panic occurs while the lock is held").take()
 }
 
 #[cfg(test)]

@@ -122,7 +122,8 @@ pub struct ModelConfig {
     pub max_positions: u64,
     /// Id of the token that starts a document; `None` if the model has none.
     pub bos: Option<i64>,
-    /// Ids of the tokens that end a document; empty if the model has none.
+    /// Ids of the tokens at which generation stops; empty if there are none. An id that no token has, such as −1, never
+    /// stops it.
     pub eos: Vec<i64>,
     /// Standard deviation of randomly initialized matrices (`initializer_range`).
     pub init_std: f64,

@@ -36,6 +36,7 @@ const INERT: &[&str] = &[
     "_attn_implementation",
     "_attn_implementation_autoset",
     "attn_implementation",
+    "pretraining_tp",
     "keys_to_ignore_at_inference",
     "return_dict",
     "output_attentions",
@@ -88,7 +89,7 @@ const INERT: &[&str] = &[
 ];
 
 /// Returns the keys of `config.json` that Plimsoll does not support, each with the values at which it changes nothing.
-fn neutral_switches() -> [(&'static str, Vec<Value>); 15] {
+fn neutral_switches() -> [(&'static str, Vec<Value>); 14] {
     let off = || vec![json!(false)];
     let none = || vec![json!([]), json!({})];
     [
@@ -96,7 +97,6 @@ fn neutral_switches() -> [(&'static str, Vec<Value>); 15] {
         ("mlp_bias", off()),
         ("attention_dropout", vec![json!(0), json!(0.0)]),
         ("partial_rotary_factor", vec![json!(1), json!(1.0)]),
-        ("pretraining_tp", vec![json!(1)]),
         ("rope_interleaved", off()),
         ("use_mrope", off()),
         ("is_causal", vec![json!(true)]),
@@ -109,6 +109,9 @@ fn neutral_switches() -> [(&'static str, Vec<Value>); 15] {
         ("tie_last_hidden_states", Vec::new()),
     ]
 }
+
+/// Largest number of end tokens of a model.
+const END_TOKENS_MAX: usize = 64;
 
 impl ModelConfig {
     /// Reads the text of a `config.json`.
@@ -131,9 +134,30 @@ impl ModelConfig {
         Ok(config)
     }
 
+    /// Reads the end tokens from the text of a `generation_config.json`. If a model has this file, generation stops at
+    /// these tokens and not at those of `config.json`, as in transformers. No or a null `eos_token_id` means none.
+    ///
+    /// # Errors
+    /// The text is no JSON object, or `eos_token_id` holds no tokens.
+    pub fn generation_end_tokens(text: &str) -> Result<Vec<i64>, ConfigError> {
+        let map: Map<String, Value> =
+            serde_json::from_str(text).map_err(|e| ConfigError::Json { message: e.to_string() })?;
+        Ok(Keys::new(&map, "").tokens("eos_token_id", END_TOKENS_MAX)?.unwrap_or_default())
+    }
+
+    /// Returns the end tokens as the value of `eos_token_id`.
+    pub fn end_tokens_to_json(&self) -> Value {
+        match self.eos.as_slice() {
+            [] => Value::Null,
+            [one] => json!(one),
+            several => json!(several),
+        }
+    }
+
     /// Returns the `config.json` of this model with weights stored as `dtype`.
     ///
     /// `base` is the `config.json` that the model was read from; its keys are kept unless this model determines them.
+    /// A model without end tokens keeps those of `base`: its `generation_config.json` says that there are none.
     /// `None` stands for a model without a file, such as a preset. The key names are those that both transformers 4 and
     /// 5 read: version 4 ignores `rope_parameters` and would compute other frequencies.
     pub fn to_json(&self, base: Option<&Value>, dtype: DType) -> Value {
@@ -144,11 +168,6 @@ impl ModelConfig {
         for other_spelling in ["rope_parameters", "torch_dtype"] {
             map.shift_remove(other_spelling);
         }
-        let eos = match self.eos.as_slice() {
-            [] => Value::Null,
-            [one] => json!(one),
-            several => json!(several),
-        };
         let facts = [
             ("architectures", json!([self.model_type.architecture()])),
             ("model_type", json!(self.model_type.name())),
@@ -166,11 +185,13 @@ impl ModelConfig {
             ("max_position_embeddings", json!(self.max_positions)),
             ("initializer_range", json!(self.init_std)),
             ("bos_token_id", json!(self.bos)),
-            ("eos_token_id", eos),
             ("dtype", json!(dtype_name(dtype))),
         ];
         for (key, value) in facts {
             map.insert(key.to_owned(), value);
+        }
+        if !self.eos.is_empty() || !map.contains_key("eos_token_id") {
+            map.insert("eos_token_id".to_owned(), self.end_tokens_to_json());
         }
         // Switches with a default that differs from this model's value, or between readers.
         let mut switches = vec![("hidden_act", json!("silu")), ("attention_dropout", json!(0.0))];
@@ -259,7 +280,7 @@ fn read(keys: &Keys) -> Result<ModelConfig, ConfigError> {
         qk_norm: model_type.qk_norm(),
         max_positions,
         bos: keys.tokens("bos_token_id", 1)?.map_or(default_bos, |ids| ids.first().copied()),
-        eos: keys.tokens("eos_token_id", 64)?.unwrap_or(default_eos),
+        eos: keys.tokens("eos_token_id", END_TOKENS_MAX)?.unwrap_or(default_eos),
         init_std: keys.number("initializer_range")?.unwrap_or(0.02),
     })
 }

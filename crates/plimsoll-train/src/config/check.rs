@@ -5,6 +5,11 @@ use plimsoll_core::{Failure, Rung, format_count};
 use plimsoll_plan::device_request::DevicesRequest;
 use plimsoll_program::models::Target;
 
+/// The most tokens of an optimizer step. Their sequences can be counted in 32 bits, and their bytes in 64.
+pub(crate) const MAX_BATCH_TOKENS: u64 = 1 << 31;
+/// The largest rank of adapters. No model has wider matrices.
+const MAX_LORA_RANK: u32 = 1 << 18;
+
 /// A violated rule of a run file: a value that has the right type and is still wrong.
 pub(super) enum RuleViolation {
     /// A value is outside its range: its `section.key`.
@@ -32,7 +37,7 @@ fn check_ranges(config: &RunConfig) -> Result<(), RuleViolation> {
         ("train.steps", train.steps.is_none_or(|steps| steps >= 1 && fits_toml(steps))),
         ("train.epochs", train.epochs.is_none_or(positive)),
         ("train.hours", train.hours.is_none_or(positive)),
-        ("train.batch_tokens", train.batch_tokens >= 1 && fits_toml(train.batch_tokens)),
+        ("train.batch_tokens", (1..=MAX_BATCH_TOKENS).contains(&train.batch_tokens)),
         ("train.learning_rate", positive(train.learning_rate)),
         ("train.warmup_steps", fits_toml(train.warmup_steps)),
         ("train.weight_decay", not_negative(train.weight_decay)),
@@ -44,7 +49,7 @@ fn check_ranges(config: &RunConfig) -> Result<(), RuleViolation> {
         ("train.save_every", fits_toml(train.save_every)),
         ("train.save_every_minutes", not_negative(train.save_every_minutes)),
         ("train.keep", train.keep >= 1),
-        ("lora.rank", lora.rank >= 1),
+        ("lora.rank", (1..=MAX_LORA_RANK).contains(&lora.rank)),
         ("lora.alpha", positive(lora.alpha)),
         ("lora.dropout", share(lora.dropout)),
         ("lora.targets", !lora.targets.is_empty() && lora.targets.iter().all(|name| Target::named(name).is_some())),

@@ -14,6 +14,7 @@ mod read;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use check::MAX_BATCH_TOKENS;
 pub use read::{RunConfigError, list_setting, model_setting, setting};
 
 use plimsoll_core::{Budget, DType, DeviceKind, Parallelism, RecomputeLevel, Rung};

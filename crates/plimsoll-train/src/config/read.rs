@@ -6,6 +6,7 @@
 use super::check::{RuleViolation, check};
 use super::{EXAMPLE_PREFIX, Init, RunConfig, Threads, keys};
 use plimsoll_core::{Failure, Rung};
+use plimsoll_device::regular_file;
 use serde::de::{self, Deserializer};
 use serde::{Deserialize, Serialize};
 use std::io::ErrorKind;
@@ -167,7 +168,7 @@ impl RunConfig {
             None => RunConfig::parse("the built-in example", include_str!("example.toml"), settings)?,
             Some(path) => {
                 let name = path.display().to_string();
-                let text = std::fs::read_to_string(path)
+                let text = regular_file::read_text(path)
                     .map_err(|source| RunConfigError::Unreadable { path: name.clone(), source })?;
                 RunConfig::parse(&name, &text, settings)?
             }

@@ -147,6 +147,10 @@ fn wrong_value_names_found_and_expected() {
         ("train = 3", "run.toml, line 1: train is 3, expected a section, [train]"),
         ("[[train]]", "run.toml, line 1: train is a list, [[train]], expected a section, [train]"),
         (
+            "[train]\nbatch_tokens = 4611686018427387904",
+            "run.toml, line 2: train.batch_tokens is 4611686018427387904, expected a whole number of tokens up to 2147483648, a multiple of data.sequence",
+        ),
+        (
             "[memory]\nbudget = \"lots\"",
             "run.toml, line 2: memory.budget is \"lots\", expected a share of what is free, such as \"90%\", or an amount, such as \"6GiB\"",
         ),

@@ -11,8 +11,9 @@
 
 use super::error::DataError;
 use super::order::{RowOrder, splitmix64};
+use plimsoll_device::{private_file, regular_file};
 use plimsoll_program::models::ModelConfig;
-use std::fs::{self, File};
+use std::fs;
 use std::io::{BufRead, BufReader, BufWriter, Write};
 use std::path::Path;
 
@@ -69,12 +70,13 @@ fn is_held_out(problem: u64) -> bool {
 
 /// Writes `lines` to `file`. A file with the same lines is left untouched, because another process may be reading it.
 fn write_lines_if_changed<L: Iterator<Item = String>>(file: &Path, lines: impl Fn() -> L) -> Result<(), DataError> {
-    let unchanged = File::open(file).is_ok_and(|old| BufReader::new(old).lines().map(Result::ok).eq(lines().map(Some)));
+    let unchanged =
+        regular_file::open(file).is_ok_and(|old| BufReader::new(old).lines().map(Result::ok).eq(lines().map(Some)));
     if unchanged {
         return Ok(());
     }
     let write = || {
-        let mut out = BufWriter::new(File::create(file)?);
+        let mut out = BufWriter::new(private_file::create(file)?);
         lines().try_for_each(|line| writeln!(out, "{line}"))?;
         out.into_inner()?.sync_all()
     };

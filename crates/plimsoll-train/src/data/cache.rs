@@ -3,29 +3,38 @@
 //! | file | content |
 //! |---|---|
 //! | `NAME.tokens` | the records, one per token |
-//! | `NAME.json` | the sources of the records and their counts; renamed to its name last, which completes the cache |
+//! | `NAME.json` | sources, counts and checksums of the records; renamed to its name last, which completes the cache |
 //! | `NAME-T.rows` | for padded rows of T positions: the record with which each row begins |
+//!
+//! Each file has a checksum. All are read and checked when the cache is opened, and what does not match is built again.
 //!
 //! A record is the token id as a little-endian u32. The tokens format appends the label as an i32. The id has
 //! [`FIRST_TOKEN_BIT`] set on the first token of a document, so no list of documents is kept in memory. Records are
 //! read with `pread`, because pages of a memory mapping would count as resident memory of the run.
 
+use super::cache_file::{CacheFile, write_atomically};
 use super::error::{DataError, SourceLocation};
+use super::guard;
 use super::source::{DocumentOrigin, DocumentPart, SourceReader};
-use super::tokenizer::{Tokenizer, file_sha256};
+use super::tokenizer::{ENCODE_TIME_MAX, Tokenizer, file_sha256};
+use super::windows::{TokenWindow, WindowJoiner};
 use super::{DataSpec, Format, IGNORED_LABEL};
+use crate::files::FileSummary;
+use plimsoll_device::cache::sealed_json;
+use plimsoll_device::private_file;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::fs::{self, File};
-use std::io::{self, BufWriter, Write};
+use std::io::{self, Read};
 use std::ops::ControlFlow;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, mpsc};
 use std::time::UNIX_EPOCH;
 
 /// Version of the token cache. It changes whenever the same files would yield other records (tokens and labels).
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 /// The bit of a token id in the token cache that marks the first token of a document.
 pub(super) const FIRST_TOKEN_BIT: u32 = 1 << 31;
 /// Bytes of text per thread that are tokenized in one batch.
@@ -81,13 +90,15 @@ pub(super) struct DatasetCounts {
     longest_line: u64,
 }
 
-/// Content of `NAME.json`, which completes a token cache.
+/// Content of `NAME.json`, beside its own checksum. It completes a token cache.
 #[derive(Serialize, Deserialize)]
 struct CacheMetadata {
     key: CacheKey,
     counts: DatasetCounts,
     /// SHA-256 of all tokens and labels, in hexadecimal.
     content: String,
+    /// Size and checksum of the file of records.
+    records: FileSummary,
 }
 
 /// An open, complete token cache: the tokens of all data files on disk, one record per token.
@@ -154,7 +165,7 @@ impl TokenCache {
         progress: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
     ) -> Result<(), DataError> {
         let total: u64 = key.files.iter().map(|file| file.bytes).sum();
-        let (counts, content) = write_atomically(&base.with_extension("tokens"), |out| {
+        let (counts, written) = write_atomically(&base.with_extension("tokens"), |out| {
             let mut writer = RecordWriter {
                 out,
                 files,
@@ -180,16 +191,18 @@ impl TokenCache {
                 return Err(DataError::FileChanged { file: file.clone() });
             }
         }
-        let metadata = CacheMetadata { key: key.clone(), counts, content };
-        write_atomically(&base.with_extension("json"), |out| out.write(&to_json(&metadata)))?;
+        let metadata = CacheMetadata { key: key.clone(), counts, content: written.sha256, records: written.summary };
+        let sealed = sealed_json::seal(&metadata).expect("plain data has a JSON form").to_string();
+        write_atomically(&base.with_extension("json"), |out| out.write(sealed.as_bytes()))?;
         Ok(())
     }
 
-    /// Opens the cache at `base`, or returns `None` unless it is complete and was built from `key`.
+    /// Opens the cache at `base`, or returns `None` unless it is complete, unchanged and was built from `key`.
     fn open_existing(key: &CacheKey, base: &Path, files: &[PathBuf]) -> Option<TokenCache> {
-        let metadata: CacheMetadata = serde_json::from_slice(&fs::read(base.with_extension("json")).ok()?).ok()?;
+        let metadata: CacheMetadata =
+            sealed_json::from_slice(&private_file::read(&base.with_extension("json")).ok()?).ok()?;
         let path = base.with_extension("tokens");
-        let file = File::open(&path).ok()?;
+        let file = private_file::open(&path).ok()?;
         let record_bytes = match key.format {
             Format::Text => 4,
             Format::Tokens => 8,
@@ -197,7 +210,7 @@ impl TokenCache {
         let DatasetCounts { tokens, documents, longest, longest_file, longest_line, .. } = metadata.counts;
         let complete = metadata.key == *key && file.metadata().ok()?.len() == tokens.checked_mul(record_bytes)?;
         let consistent = longest_file < files.len() && (documents == 0 || (2 <= longest && longest <= tokens));
-        if !complete || !consistent {
+        if !complete || !consistent || FileSummary::read(&file).ok()? != metadata.records {
             return None;
         }
         let longest = DocumentOrigin { file: longest_file, line: longest_line }.location(files);
@@ -266,27 +279,37 @@ impl Records<'_> {
     }
 }
 
-/// An encoder that tokenizes text in batches of pieces, in parallel, and passes the tokens to the writer in order.
+/// An encoder that tokenizes text in batches of windows, in parallel, and passes the tokens to the writer in order.
 struct BatchEncoder {
-    tokenizer: Tokenizer,
+    tokenizer: Arc<Tokenizer>,
     end_token: u32,
     pool: rayon::ThreadPool,
-    batch: Vec<TextPiece>,
+    batch: Vec<TextWindow>,
     batch_bytes: usize,
     batch_bytes_max: usize,
+    /// The windows of a document that goes on after the batch.
+    joiner: Option<WindowJoiner>,
 }
 
-/// A piece of a document's text that waits to be tokenized.
-struct TextPiece {
+/// A window of a document's text that waits to be tokenized.
+struct TextWindow {
     origin: DocumentOrigin,
     text: String,
-    begins: bool,
+    /// The byte of the document at which `text` begins.
+    start: usize,
     ends: bool,
+}
+
+/// The tokens of a window.
+enum WindowTokens {
+    /// The window is a whole document.
+    Whole(Vec<u32>),
+    Part(TokenWindow),
 }
 
 impl BatchEncoder {
     fn new(file: &Path, spec: &DataSpec, threads: usize) -> Result<BatchEncoder, DataError> {
-        let tokenizer = Tokenizer::load(file)?;
+        let tokenizer = Arc::new(Tokenizer::load(file)?);
         let (tokenizer_vocab, vocab) = (tokenizer.vocab(), spec.vocab);
         if tokenizer_vocab > vocab {
             return Err(DataError::TokenizerVocab { file: file.to_owned(), tokenizer_vocab, vocab });
@@ -296,10 +319,11 @@ impl BatchEncoder {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
         let pool = pool.map_err(|error| DataError::io("start threads for", file)(io::Error::other(error)))?;
         let batch_bytes_max = threads * BATCH_BYTES_PER_THREAD;
-        Ok(BatchEncoder { tokenizer, end_token, pool, batch: Vec::new(), batch_bytes: 0, batch_bytes_max })
+        let (batch, batch_bytes, joiner) = (Vec::new(), 0, None);
+        Ok(BatchEncoder { tokenizer, end_token, pool, batch, batch_bytes, batch_bytes_max, joiner })
     }
 
-    /// Adds a piece of text to the batch, and tokenizes and writes the batch if it is full. A document without text is
+    /// Adds a window of text to the batch, and tokenizes and writes the batch if it is full. A document without text is
     /// counted as skipped.
     fn push_part(
         &mut self,
@@ -308,9 +332,11 @@ impl BatchEncoder {
         writer: &mut RecordWriter,
     ) -> Result<(), DataError> {
         match part {
-            DocumentPart::Text { piece, begins, ends } => {
-                self.batch_bytes += piece.len() + size_of::<TextPiece>();
-                self.batch.push(TextPiece { origin, text: piece.to_owned(), begins, ends });
+            DocumentPart::Text { window, start, ends } => {
+                // Tokens with their places take more memory than ids.
+                let weight = if start == 0 && ends { 1 } else { 2 };
+                self.batch_bytes += weight * window.len() + size_of::<TextWindow>();
+                self.batch.push(TextWindow { origin, text: window.to_owned(), start, ends });
             }
             _ => writer.counts.skipped += 1,
         }
@@ -319,15 +345,20 @@ impl BatchEncoder {
 
     /// Tokenizes the batch in parallel and writes its tokens in order, with the end token after each document.
     fn flush(&mut self, writer: &mut RecordWriter) -> Result<(), DataError> {
-        let (batch, tokenizer) = (std::mem::take(&mut self.batch), &self.tokenizer);
+        let (batch, tokenizer) = (std::mem::take(&mut self.batch), Arc::clone(&self.tokenizer));
         self.batch_bytes = 0;
-        let encode = |piece: &TextPiece| {
-            let failed = |reason| DataError::Encode { location: Some(piece.origin.location(writer.files)), reason };
-            tokenizer.encode_piece(&piece.text).map_err(failed)
-        };
-        let encoded: Vec<Vec<u32>> = self.pool.install(|| batch.par_iter().map(encode).collect::<Result<_, _>>())?;
-        for (TextPiece { origin, begins, ends, .. }, ids) in batch.into_iter().zip(encoded) {
+        let places: Vec<_> = batch.iter().map(|window| (window.origin, window.start == 0, window.ends)).collect();
+        let encoded = self.encode_batch(batch).map_err(|(origin, reason)| {
+            let location = origin.map(|origin| origin.location(writer.files));
+            DataError::Encode { location, reason }
+        })?;
+        for ((origin, begins, ends), tokens) in places.into_iter().zip(encoded) {
+            let failed = |reason| DataError::Encode { location: Some(origin.location(writer.files)), reason };
             let prefix = if begins { tokenizer.prefix() } else { &[] };
+            let ids = match tokens {
+                WindowTokens::Whole(ids) => ids,
+                WindowTokens::Part(window) => self.join_window(window, ends).map_err(failed)?,
+            };
             let suffix = if ends { tokenizer.suffix() } else { &[] };
             let mut last = None;
             for &id in prefix.iter().chain(&ids).chain(suffix) {
@@ -343,11 +374,49 @@ impl BatchEncoder {
         }
         Ok(())
     }
+
+    /// Tokenizes a batch in parallel, within a limit of time. An error has the place of its document, if it is known.
+    fn encode_batch(&self, batch: Vec<TextWindow>) -> Result<Vec<WindowTokens>, (Option<DocumentOrigin>, String)> {
+        let (done, finished) = mpsc::channel();
+        let tokenizer = Arc::clone(&self.tokenizer);
+        self.pool.spawn(move || {
+            let encode = |window: TextWindow| encode_window(&tokenizer, window);
+            let _ = done.send(batch.into_par_iter().map(encode).collect());
+        });
+        let late = |reason: String| (None, self.tokenizer.name_file(&reason));
+        guard::receive_limited(&finished, ENCODE_TIME_MAX).map_err(late)?
+    }
+
+    /// Joins a window with those before it in its document. Returns the tokens that are known now.
+    fn join_window(&mut self, window: TokenWindow, ends: bool) -> Result<Vec<u32>, String> {
+        let Some(mut joiner) = self.joiner.take().filter(|_| window.start > 0) else {
+            self.joiner = Some(WindowJoiner::new(window));
+            return Ok(Vec::new());
+        };
+        let mut ids = joiner.add(window, ends, &self.tokenizer)?;
+        if ends {
+            ids.extend(joiner.finish());
+        } else {
+            self.joiner = Some(joiner);
+        }
+        Ok(ids)
+    }
+}
+
+/// Tokenizes a window. A window that is only a part of its document has tokens with their places.
+fn encode_window(tokenizer: &Tokenizer, window: TextWindow) -> Result<WindowTokens, (Option<DocumentOrigin>, String)> {
+    let TextWindow { origin, text, start, ends } = window;
+    let failed = |reason| (Some(origin), reason);
+    if start == 0 && ends {
+        return tokenizer.encode_whole(&text).map(WindowTokens::Whole).map_err(failed);
+    }
+    let tokens = tokenizer.encode_placed(&text).map_err(failed)?;
+    Ok(WindowTokens::Part(TokenWindow { text, start, tokens }))
 }
 
 /// A token cache being written. It counts tokens and documents.
 struct RecordWriter<'a> {
-    out: &'a mut HashedFile,
+    out: &'a mut CacheFile,
     files: &'a [PathBuf],
     vocab: u64,
     counts: DatasetCounts,
@@ -418,7 +487,7 @@ impl RecordWriter<'_> {
 }
 
 /// The table of padded rows, for data in which each document begins a row: the index in the token cache of the first
-/// token of each row, as u64, followed by the number of all tokens.
+/// token of each row, as u64, followed by the number of all tokens and the CRC-32 of all before it.
 #[derive(Debug)]
 pub(super) struct RowStarts {
     path: PathBuf,
@@ -457,18 +526,21 @@ impl RowStarts {
                     record += 1;
                 }
             }
-            out.write(&record.to_le_bytes())
+            out.write(&record.to_le_bytes())?;
+            let checksum = out.summary()?.crc32;
+            out.write(&u64::from(checksum).to_le_bytes())
         })?;
         RowStarts::open_existing(cache, &path).ok_or(DataError::DamagedCache { file: path })
     }
 
-    /// Opens the table at `path`, or returns `None` unless it is complete.
+    /// Opens the table at `path`, or returns `None` unless it is complete, unchanged and that of `cache`.
     fn open_existing(cache: &TokenCache, path: &Path) -> Option<RowStarts> {
-        let file = File::open(path).ok()?;
+        let file = private_file::open(path).ok()?;
         let bytes = file.metadata().ok()?.len();
-        let starts = RowStarts { path: path.to_owned(), rows: (bytes / 8).checked_sub(1)?, file };
-        // A truncated table ends with the start of a row, which is smaller than the number of tokens.
-        (bytes % 8 == 0 && starts.read_u64(starts.rows).ok()? == cache.counts.tokens).then_some(starts)
+        let summary = FileSummary::read((&file).take(bytes.checked_sub(8)?)).ok()?;
+        let starts = RowStarts { path: path.to_owned(), rows: (bytes / 8).checked_sub(2)?, file };
+        let ending = [starts.read_u64(starts.rows).ok()?, starts.read_u64(starts.rows + 1).ok()?];
+        (bytes % 8 == 0 && ending == [cache.counts.tokens, u64::from(summary.crc32)]).then_some(starts)
     }
 
     /// Returns the index in the token cache of the first token of row `row`.
@@ -484,53 +556,12 @@ impl RowStarts {
     }
 }
 
-/// A file being written, with the hash of its content so far.
-struct HashedFile {
-    path: PathBuf,
-    file: BufWriter<File>,
-    hash: Sha256,
-}
-
-impl HashedFile {
-    fn write(&mut self, bytes: &[u8]) -> Result<(), DataError> {
-        self.hash.update(bytes);
-        self.file.write_all(bytes).map_err(DataError::io("write", &self.path))
-    }
-}
-
-/// Writes `path` under a temporary name, syncs it and renames it, so that it is either complete or absent. Returns the
-/// value of `write` and the SHA-256 of the file.
-fn write_atomically<T>(
-    path: &Path,
-    write: impl FnOnce(&mut HashedFile) -> Result<T, DataError>,
-) -> Result<(T, String), DataError> {
-    let mut partial = path.as_os_str().to_owned();
-    partial.push(".partial");
-    let partial = PathBuf::from(partial);
-    let result = (|| {
-        let file = File::create(&partial).map_err(DataError::io("write", &partial))?;
-        let mut out =
-            HashedFile { path: partial.clone(), file: BufWriter::with_capacity(64 << 10, file), hash: Sha256::new() };
-        let value = write(&mut out)?;
-        let hash = format!("{:x}", out.hash.finalize());
-        let file = out.file.into_inner().map_err(|error| DataError::io("write", &partial)(error.into_error()))?;
-        file.sync_all().map_err(DataError::io("write", &partial))?;
-        fs::rename(&partial, path).map_err(DataError::io("write", path))?;
-        Ok((value, hash))
-    })();
-    if result.is_err() {
-        // The unfinished file would only take disk space.
-        let _ = fs::remove_file(&partial);
-    }
-    result
-}
-
 /// Creates the folder of caches if needed and locks it until the result is dropped. One process at a time writes there.
 fn lock_folder(folder: &Path) -> Result<File, DataError> {
     let folder_error = |source| DataError::CacheFolder { folder: folder.to_owned(), source };
-    fs::create_dir_all(folder).map_err(folder_error)?;
+    private_file::make_folder(folder).map_err(folder_error)?;
     let path = folder.join("lock");
-    let file = File::create(&path).map_err(folder_error)?;
+    let file = private_file::append(&path).map_err(folder_error)?;
     file.lock().map_err(DataError::io("lock", &path))?;
     Ok(file)
 }
@@ -626,6 +657,23 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(48))]
+
+        #[test]
+        fn flipped_bit_in_cache_is_rebuilt(
+            ending in prop::sample::select(vec![".tokens", ".json", ".rows"]),
+            at in any::<prop::sample::Index>(),
+            bit in 0u8..8,
+        ) {
+            let sample = sample();
+            let complete = training_values(&all_rows(&sample.open().unwrap()));
+            let file = sample.cache_files(ending).remove(0);
+            let bytes = fs::read(&file).unwrap();
+            let mut changed = bytes.clone();
+            changed[at.index(bytes.len())] ^= 1 << bit;
+            fs::write(&file, changed).unwrap();
+            prop_assert_eq!(training_values(&all_rows(&sample.open().unwrap())), complete);
+            prop_assert_eq!(fs::read(&file).unwrap(), bytes);
+        }
 
         #[test]
         fn truncated_cache_is_rebuilt(ending in prop::sample::select(vec![".tokens", ".json", ".rows"]), part in 0.0f64..1.0) {

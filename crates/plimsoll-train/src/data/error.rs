@@ -1,6 +1,6 @@
 //! Errors of the user's data, with their messages and hints.
 
-use plimsoll_core::{Bytes, Failure, format_count};
+use plimsoll_core::{Bytes, Failure, format_count, is_disk_full};
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -44,6 +44,14 @@ pub enum DataError {
         /// The pattern from the run file.
         pattern: String,
     },
+    /// More files, or folders on the way to them, match a glob than Plimsoll takes.
+    #[error("more than {limit} files or folders match `{pattern}`")]
+    TooManyFiles {
+        /// The pattern from the run file.
+        pattern: String,
+        /// The most files or folders that a glob may match.
+        limit: usize,
+    },
     /// A data file is a folder, is neither `.jsonl` nor `.txt`, or is `.txt` although `data.format` is "tokens".
     #[error("{}: expected {expected}", file.display())]
     UnsupportedFile {
@@ -52,6 +60,9 @@ pub enum DataError {
         /// Description of the files that the data format allows, for the message.
         expected: &'static str,
     },
+    /// The system refuses the thread that reads the batches.
+    #[error("the system refuses a thread to read the data")]
+    NoThread,
     /// Reading or writing failed.
     #[error("cannot {action} {}: {source}", file.display())]
     Io {
@@ -104,6 +115,26 @@ pub enum DataError {
         /// Number of labels of the document: the length of its `labels`.
         labels: usize,
     },
+    /// A line has a key that changes the loss in a way that Plimsoll does not follow.
+    #[error("{location}: `{key}` {problem}")]
+    TokenKey {
+        /// Place of the document.
+        location: SourceLocation,
+        /// Key of the line.
+        key: String,
+        /// Description of the problem with its value.
+        problem: String,
+    },
+    /// A data file holds another format than its name says, such as compressed data.
+    #[error("{}: expected text, found {found}", file.display())]
+    ForeignFormat {
+        /// Path of the data file.
+        file: PathBuf,
+        /// Description of the content.
+        found: &'static str,
+        /// Hint how to get text from it.
+        remedy: &'static str,
+    },
     /// A token or label is outside the model's vocabulary.
     #[error("{location}: {id_kind} {id} is outside the model's vocabulary of {vocab} tokens")]
     IdOutOfRange {
@@ -126,21 +157,13 @@ pub enum DataError {
         /// T: number of input positions of a row.
         sequence: u64,
     },
-    /// No document has a token to predict: all have fewer than two tokens.
-    #[error("no data: nothing to predict in {} ({skipped} empty documents)", describe_files(files))]
+    /// No document has a token to predict: each has fewer than two tokens, or no label after the first.
+    #[error("no data: nothing to predict in {} ({})", describe_files(files), format_count(*skipped, "document"))]
     Empty {
         /// The files that were read.
         files: Vec<PathBuf>,
-        /// Number of skipped documents, which have fewer than two tokens each.
+        /// Number of documents, all of which were skipped.
         skipped: u64,
-    },
-    /// Every label is −100, so there is nothing to predict.
-    #[error("no data: all {tokens} tokens of {} have the label -100", describe_files(files))]
-    NoLabels {
-        /// The files that were read.
-        files: Vec<PathBuf>,
-        /// Number of tokens of all documents that are used.
-        tokens: u64,
     },
     /// The data are text (`data.format = "text"`), but the model has no tokenizer.
     #[error("the text format needs a tokenizer.json")]
@@ -222,11 +245,15 @@ impl From<DataError> for Failure {
     fn from(error: DataError) -> Failure {
         let hint = match &error {
             DataError::Stopped => return Failure::stopped(error.to_string()),
+            DataError::NoThread => return Failure::no_thread("to read the data"),
             DataError::InvalidPattern { .. } | DataError::NoFiles { .. } => {
                 Some("paths are relative to the directory in which plimsoll was started; a glob looks like `data/*.jsonl`".to_owned())
             }
+            DataError::TooManyFiles { .. } => {
+                Some("name a smaller folder, or join the documents in .jsonl files".to_owned())
+            }
             DataError::UnsupportedFile { .. } => Some("data files end in .jsonl or, in the text format, .txt".to_owned()),
-            DataError::Io { source, .. } if source.kind() == io::ErrorKind::StorageFull => Some(
+            DataError::Io { source, .. } if is_disk_full(source) => Some(
                 "free disk space or set another folder: run.dir for the run, PLIMSOLL_CACHE for the token cache (4 bytes per token, 8 with labels)"
                     .to_owned(),
             ),
@@ -252,6 +279,15 @@ impl From<DataError> for Failure {
             DataError::LabelCount { .. } => {
                 Some("give one label per token of input_ids, not shifted; -100 marks tokens that are not predicted".to_owned())
             }
+            DataError::TokenKey { .. } => Some(
+                "write one document per line, with -100 in labels for tokens that are not predicted, and remove the key"
+                    .to_owned(),
+            ),
+            DataError::ForeignFormat { remedy, .. } => Some((*remedy).to_owned()),
+            DataError::Empty { .. } => Some(
+                "give documents of two tokens or more; in the tokens format, a label other than -100 after the first token"
+                    .to_owned(),
+            ),
             DataError::IdOutOfRange { .. } => Some(
                 "tokenize the data with the model's own tokenizer, or correct vocab_size in config.json"
                     .to_owned(),

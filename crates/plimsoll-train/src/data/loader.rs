@@ -42,9 +42,14 @@ impl Loader {
         for _ in 0..2 {
             free_rows.send(Rows::new(sampler.rows, dataset.sequence())).expect("the receiver is in scope");
         }
+        let refusal_sender = batch_sender.clone();
         let read = move || read_batches(&dataset, sampler, first_step, &free_rows_receiver, &batch_sender);
-        let thread = std::thread::Builder::new().name("data".to_owned()).spawn(read).expect("a thread can be started");
-        Loader { batches: Some(batches), free_rows: Some(free_rows), thread: Some(thread), current: None }
+        let thread = std::thread::Builder::new().name("data".to_owned()).spawn(read);
+        if thread.is_err() {
+            // The first batch fails with this error.
+            let _ = refusal_sender.send(Err(DataError::NoThread));
+        }
+        Loader { batches: Some(batches), free_rows: Some(free_rows), thread: thread.ok(), current: None }
     }
 
     /// Returns the batch of the next step, or `None` after the last batch or an error. The buffer of the previous batch

@@ -10,24 +10,25 @@
 //! - `.jsonl`, format `text`: each line `{"text": "..."}` is a document; other keys are ignored.
 //! - `.jsonl`, format `tokens`: each line `{"input_ids": [..], "labels": [..]?}` is a document. Labels
 //!   follow the Hugging Face convention: one per token of `input_ids`, unshifted; −100 is not predicted.
+//!   Masks and other keys that change the loss are honoured or refused by name (`token_line`).
 //! - `.txt`, format `text`: each file is one document.
 //!
 //! Blank lines are skipped. In the text format a document consists of the tokens of its text, with the special
-//! tokens that the tokenizer adds. An end token follows unless the tokens already end with it. A document of fewer
-//! than two tokens has nothing to predict: it is skipped and counted.
+//! tokens that the tokenizer adds. An end token follows unless the tokens already end with it. A document without a
+//! label after its first token has nothing to predict: it is skipped and counted.
 //!
-//! To bound memory, text longer than 64 KiB is tokenized in pieces, cut after a line break or before a space. The
-//! tokens equal those of the whole text, with one exception: a tokenizer that marks the beginning of a text, such as
-//! SentencePiece, marks each piece. A line has at most 16 MiB.
+//! To bound memory, text longer than 64 KiB is tokenized in windows that overlap. A text is cut where two windows have
+//! the same tokens, so the tokens equal those of the whole text. A line has at most 16 MiB.
 //!
 //! # Rows
-//! Position t of a document predicts its token t + 1. A document of N tokens needs N − 1 positions, because its last
-//! token is only a target. Every token except the first of its document is a target exactly once per epoch. The
-//! label of a position without a target is −100.
+//! Position t of a document predicts its token t + 1. Every token except the first of its document is a target exactly
+//! once per epoch. The label of a position without a target is −100.
 //!
-//! - Packed: documents are concatenated in file order, and every T positions form a row. A document that reaches the
-//!   end of a row continues in the next row, and the target across the boundary is kept.
-//! - Padded: each document begins a new row.
+//! - Packed: documents are concatenated in file order, and every T positions form a row. A document of N tokens takes N
+//!   positions, of which the last has no target. A document that reaches the end of a row continues in the next row,
+//!   and the target across the boundary is kept.
+//! - Padded: each document begins a new row. A document of N tokens takes N − 1 positions, because its last token is
+//!   only a target.
 //!
 //! Attention never crosses documents. At each position, `document_start` is the first index of the row that the
 //! position attends to, and `positions` counts from there. Padding at the end of a row has token 0, label −100 and
@@ -44,21 +45,30 @@
 
 pub mod addition_example;
 mod cache;
+mod cache_file;
 mod error;
+mod foreign_format;
+mod globs;
+mod guard;
+mod json_reason;
 mod loader;
 mod order;
 mod rows;
 mod source;
 #[cfg(test)]
 mod testing;
+mod token_line;
 mod tokenizer;
+mod tokenizer_check;
+mod windows;
 
 pub use error::{DataError, SourceLocation};
+pub(crate) use globs::list_files;
 pub use loader::{Batch, Loader};
 pub(crate) use order::splitmix64;
 pub use order::{BatchSampler, RowOrder};
 pub use rows::{Dataset, IGNORED_LABEL, Rows};
-pub(crate) use source::list_files;
+
 pub use tokenizer::{Tokenizer, read_end_token};
 
 pub use crate::config::{Format, LongSamples};

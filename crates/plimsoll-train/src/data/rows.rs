@@ -3,7 +3,7 @@
 
 use super::cache::{Record, RowStarts, TokenCache};
 use super::error::{DataError, SourceLocation};
-use super::{DataSpec, LongSamples, source};
+use super::{DataSpec, LongSamples, globs};
 use plimsoll_core::Bytes;
 use std::ops::ControlFlow;
 use std::path::Path;
@@ -46,14 +46,11 @@ impl Dataset {
         if !(1..=SEQUENCE_MAX).contains(&sequence) {
             return Err(DataError::SequenceOutOfRange { sequence, limit: SEQUENCE_MAX });
         }
-        let files = source::list_files(&spec.patterns, spec.format)?;
+        let files = globs::list_files(&spec.patterns, spec.format)?;
         let cache = TokenCache::open(spec, &files, tokenizer, cache_folder, threads, progress)?;
         let counts = &cache.counts;
         if counts.documents == 0 {
             return Err(DataError::Empty { files, skipped: counts.skipped });
-        }
-        if counts.labelled == 0 {
-            return Err(DataError::NoLabels { files, tokens: counts.tokens });
         }
         if spec.long == LongSamples::Refuse && counts.longest - 1 > sequence {
             return Err(DataError::DocumentTooLong { location: cache.longest, tokens: counts.longest, sequence });
@@ -82,12 +79,12 @@ impl Dataset {
         self.cache.counts.tokens
     }
 
-    /// Returns the number of documents that are used: those of at least two tokens.
+    /// Returns the number of documents that are used: those with a token to predict.
     pub fn documents(&self) -> u64 {
         self.cache.counts.documents
     }
 
-    /// Returns the number of skipped documents: those of fewer than two tokens.
+    /// Returns the number of skipped documents: those without a label after the first token.
     pub fn skipped_documents(&self) -> u64 {
         self.cache.counts.skipped
     }
@@ -308,13 +305,16 @@ mod tests {
             let data = match sample.open() {
                 Ok(data) => data,
                 Err(error) => {
-                    prop_assert!(matches!(error, DataError::Empty { .. } | DataError::NoLabels { .. }), "{error}");
+                    prop_assert!(matches!(error, DataError::Empty { .. }), "{error}");
                     prop_assert_eq!(expected.len(), 0);
                     return Ok(());
                 }
             };
-            let length = |ids: &Vec<i32>| (ids.len() as u64).saturating_sub(1);
-            let kept: Vec<u64> = documents.iter().map(|(ids, _)| length(ids)).filter(|&length| length > 0).collect();
+            let has_label = |(ids, labels): &(Vec<i32>, Option<Vec<i32>>)| {
+                labels.as_ref().unwrap_or(ids).iter().skip(1).any(|&label| label != IGNORED_LABEL)
+            };
+            let kept: Vec<u64> =
+                documents.iter().filter(|pair| has_label(pair)).map(|(ids, _)| ids.len() as u64 - 1).collect();
             let tokens = kept.iter().map(|length| length + 1).sum::<u64>();
             prop_assert_eq!((data.tokens(), data.documents()), (tokens, kept.len() as u64));
             prop_assert_eq!(data.skipped_documents(), (documents.len() - kept.len()) as u64);
@@ -463,13 +463,10 @@ mod tests {
             "`a***` is neither a file nor a valid glob pattern: wildcards are either regular `*` or recursive `**`"
         );
         assert_eq!(refusal(&pattern("a.csv")), "a.csv: expected a .jsonl or .txt file");
-        assert_eq!(
-            refusal(&write("train.jsonl", b"")),
-            "no data: nothing to predict in train.jsonl (0 empty documents)"
-        );
+        assert_eq!(refusal(&write("train.jsonl", b"")), "no data: nothing to predict in train.jsonl (0 documents)");
         assert_eq!(
             refusal(&write("train.jsonl", b"{\"text\":\"\"}\n\n")),
-            "no data: nothing to predict in train.jsonl (1 empty documents)"
+            "no data: nothing to predict in train.jsonl (1 document)"
         );
         assert_eq!(
             refusal(&write("tokenizer.json", b"{}")),
@@ -480,7 +477,7 @@ mod tests {
                 .starts_with("cannot read none: No such file")
         );
         let ignored = TestData::tokens(&[(vec![1, 2], Some(vec![1, -100]))], 4, true).open().unwrap_err().to_string();
-        assert!(ignored.starts_with("no data: all 2 tokens of "), "{ignored}");
+        assert!(ignored.starts_with("no data: nothing to predict in "), "{ignored}");
     }
 
     #[test]

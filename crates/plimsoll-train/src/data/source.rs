@@ -1,25 +1,31 @@
-//! The user's data files: expansion of globs, and parsing of files into documents.
+//! The user's data files: parsing of files into documents.
 //!
-//! Memory is bounded by the longest line and by [`PIECE_BYTES`]. Tokenizers, rows and the token cache live in other
+//! Memory is bounded by the longest line and by [`WINDOW_BYTES`]. Tokenizers, rows and the token cache live in other
 //! modules.
 
-use super::Format;
 use super::error::{DataError, SourceLocation};
+use super::token_line::{RefusedKey, TokenLine};
+use super::{Format, foreign_format, json_reason};
 use plimsoll_core::Bytes;
+use plimsoll_device::regular_file;
 use serde::Deserialize;
 use std::borrow::Cow;
-use std::fs::File;
+
 use std::io::{BufRead, BufReader, Read};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
-/// Largest piece of text that is tokenized at once. A tokenizer needs about 100 bytes of memory per byte of text.
-const PIECE_BYTES: usize = 64 << 10;
+/// The longest text that is tokenized at once. A tokenizer needs about 100 bytes of memory per byte of text.
+const WINDOW_BYTES: usize = 64 << 10;
+/// Bytes between the beginnings of two windows. It is a prime, so that groups of a few characters that a tokenizer
+/// counts from the end of a window differ between two windows, and are seen where their tokens are compared.
+const WINDOW_STRIDE: usize = 57_397;
 /// The longest line of a `.jsonl` file.
 const LINE_BYTES_MAX: usize = 16 << 20;
 /// Bytes read between two calls of the progress callback.
 const PROGRESS_BYTES: u64 = 1 << 20;
 const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
+const BYTE_ORDER_MARK_CHARACTER: char = '\u{feff}';
 
 /// The place of a document: the index of its file, and its line, counted from 1. Line 0 means that the document is the
 /// whole file.
@@ -36,12 +42,12 @@ impl DocumentOrigin {
     }
 }
 
-/// A document (a text or a list of tokens), or a piece of one, as the reader of the user's files yields it.
+/// A document (a text or a list of tokens), or a window of one, as the reader of the user's files yields it.
 #[derive(Debug)]
 pub(super) enum DocumentPart<'a> {
-    /// A piece of a document's text, not empty. `begins` tells whether it is the first piece of its document, and
-    /// `ends` whether it is the last.
-    Text { piece: &'a str, begins: bool, ends: bool },
+    /// A window of a document's text, not empty. It begins at the byte `start` of the text, before the end of the
+    /// window before it. `ends` tells whether it is the last.
+    Text { window: &'a str, start: usize, ends: bool },
     /// A whole document as token ids, all inside the model's vocabulary, with the label of each token; `labels` is
     /// `None` if every token is its own label.
     Tokens { ids: &'a [i32], labels: Option<&'a [i32]> },
@@ -49,42 +55,14 @@ pub(super) enum DocumentPart<'a> {
     Empty,
 }
 
-/// Expands paths and globs into files, each file once. Files come in the order of `patterns`, those of one glob in
-/// alphabetical order.
-///
-/// # Errors
-/// An invalid pattern, a pattern without files, or a file that is not of `format`.
-pub(crate) fn list_files(patterns: &[String], format: Format) -> Result<Vec<PathBuf>, DataError> {
-    let mut files: Vec<PathBuf> = Vec::new();
-    for pattern in patterns {
-        // An existing file may have brackets in its name, so it is not expanded as a glob.
-        let matches = if Path::new(pattern).exists() {
-            vec![PathBuf::from(pattern)]
-        } else {
-            let invalid = |reason: String| DataError::InvalidPattern { pattern: pattern.clone(), reason };
-            let paths = glob::glob(pattern).map_err(|error| invalid(error.msg.to_owned()))?;
-            paths.collect::<Result<Vec<_>, _>>().map_err(|error| invalid(error.to_string()))?
-        };
-        if matches.is_empty() {
-            return Err(DataError::NoFiles { pattern: pattern.clone() });
-        }
-        for file in matches {
-            file_kind(&file, format)?;
-            if !files.contains(&file) {
-                files.push(file);
-            }
-        }
-    }
-    if files.is_empty() { Err(DataError::NoPatterns) } else { Ok(files) }
-}
-
 /// The type of a data file, by its extension.
-enum FileKind {
+pub(super) enum FileKind {
     JsonLines,
     PlainText,
 }
 
-fn file_kind(file: &Path, format: Format) -> Result<FileKind, DataError> {
+/// Returns the type of a data file. Fails if `format` does not allow it.
+pub(super) fn file_kind(file: &Path, format: Format) -> Result<FileKind, DataError> {
     let unsupported = |expected| Err(DataError::UnsupportedFile { file: file.to_owned(), expected });
     let extension = file.extension().map(|extension| extension.to_string_lossy().to_lowercase());
     match extension.as_deref() {
@@ -107,15 +85,17 @@ pub(super) struct SourceReader<'a> {
 }
 
 impl SourceReader<'_> {
-    /// Calls `on_part` with every document, or with each piece of a long text, file by file.
+    /// Calls `on_part` with every document, or with each window of a long text, file by file.
     pub fn read_all(
         &mut self,
         mut on_part: impl FnMut(DocumentOrigin, DocumentPart) -> Result<(), DataError>,
     ) -> Result<(), DataError> {
         for (index, file) in self.files.iter().enumerate() {
-            let opened = File::open(file).map_err(DataError::io("read", file))?;
-            let mut reader = BufReader::with_capacity(PIECE_BYTES, opened);
-            if reader.fill_buf().map_err(DataError::io("read", file))?.starts_with(BYTE_ORDER_MARK) {
+            let opened = regular_file::open(file).map_err(DataError::io("read", file))?;
+            let mut reader = BufReader::with_capacity(WINDOW_BYTES, opened);
+            let first_bytes = reader.fill_buf().map_err(DataError::io("read", file))?;
+            foreign_format::check(file, first_bytes)?;
+            if first_bytes.starts_with(BYTE_ORDER_MARK) {
                 reader.consume(BYTE_ORDER_MARK.len());
             }
             match file_kind(file, self.format)? {
@@ -150,8 +130,9 @@ impl SourceReader<'_> {
                 }
                 bytes => self.report_progress(bytes)?,
             }
-            let text =
-                str::from_utf8(&line).map_err(|_| DataError::NotUtf8 { location: self.location(origin) })?.trim();
+            let text = str::from_utf8(&line).map_err(|_| DataError::NotUtf8 { location: self.location(origin) })?;
+            // Files that were joined have byte order marks inside.
+            let text = text.trim_start_matches(BYTE_ORDER_MARK_CHARACTER).trim();
             if text.is_empty() {
                 continue;
             }
@@ -166,29 +147,39 @@ impl SourceReader<'_> {
                     self.read_text(&mut line.text.as_bytes(), origin, on_part)?;
                 }
                 Format::Tokens => {
-                    #[derive(Deserialize)]
-                    struct Line {
-                        input_ids: Vec<i32>,
-                        labels: Option<Vec<i32>>,
-                    }
-                    let Line { input_ids, labels } = self.parse_line(text, origin)?;
-                    self.check_ids(origin, "token", &input_ids)?;
-                    if let Some(labels) = &labels {
-                        if labels.len() != input_ids.len() {
-                            let (tokens, labels) = (input_ids.len(), labels.len());
-                            return Err(DataError::LabelCount { location: self.location(origin), tokens, labels });
-                        }
-                        self.check_ids(origin, "label", labels)?;
-                    }
-                    on_part(origin, DocumentPart::Tokens { ids: &input_ids, labels: labels.as_deref() })?;
+                    let line: TokenLine = self.parse_line(text, origin)?;
+                    self.read_tokens(line, origin, on_part)?;
                 }
             }
         }
         Ok(())
     }
 
-    /// Reads the text of one document and passes it to `on_part` in pieces. Where a piece ends depends only on the
-    /// text.
+    /// Checks a document of tokens and passes it to `on_part`. Without a label after its first token it is empty.
+    fn read_tokens(
+        &self,
+        mut line: TokenLine,
+        origin: DocumentOrigin,
+        on_part: &mut impl FnMut(DocumentOrigin, DocumentPart) -> Result<(), DataError>,
+    ) -> Result<(), DataError> {
+        if let Some(labels) = line.labels.as_ref().map(Vec::len).filter(|&labels| labels != line.input_ids.len()) {
+            let tokens = line.input_ids.len();
+            return Err(DataError::LabelCount { location: self.location(origin), tokens, labels });
+        }
+        line.apply_columns().map_err(|RefusedKey { key, problem }| {
+            let location = self.location(origin);
+            DataError::TokenKey { location, key, problem }
+        })?;
+        let TokenLine { input_ids: ids, labels, .. } = &line;
+        self.check_ids(origin, "token", ids)?;
+        self.check_ids(origin, "label", labels.as_deref().unwrap_or_default())?;
+        let has_label = labels.as_ref().unwrap_or(ids).iter().skip(1).any(|&label| label != super::IGNORED_LABEL);
+        let document = DocumentPart::Tokens { ids, labels: labels.as_deref() };
+        on_part(origin, if has_label { document } else { DocumentPart::Empty })
+    }
+
+    /// Reads the text of one document and passes it to `on_part` in windows that overlap. Where a window ends depends
+    /// only on the text.
     fn read_text(
         &mut self,
         reader: &mut impl Read,
@@ -196,9 +187,9 @@ impl SourceReader<'_> {
         on_part: &mut impl FnMut(DocumentOrigin, DocumentPart) -> Result<(), DataError>,
     ) -> Result<(), DataError> {
         let mut buffer = Vec::new();
-        let mut begins = true;
+        let mut start = 0;
         loop {
-            let wanted = (2 * PIECE_BYTES - buffer.len()) as u64;
+            let wanted = (2 * WINDOW_BYTES - buffer.len()) as u64;
             let read = reader.by_ref().take(wanted).read_to_end(&mut buffer);
             let read_bytes = read.map_err(DataError::io("read", &self.files[origin.file]))?;
             // The bytes of a line were counted when the line was read.
@@ -217,28 +208,23 @@ impl SourceReader<'_> {
             if text.is_empty() {
                 return on_part(origin, DocumentPart::Empty);
             }
-            if text.len() <= PIECE_BYTES {
-                return on_part(origin, DocumentPart::Text { piece: text, begins, ends: true });
+            if text.len() <= WINDOW_BYTES {
+                return on_part(origin, DocumentPart::Text { window: text, start, ends: true });
             }
-            let end = piece_end(text);
-            on_part(origin, DocumentPart::Text { piece: &text[..end], begins, ends: false })?;
-            begins = false;
-            buffer.drain(..end);
+            let window = &text[..floor_char_boundary(text, WINDOW_BYTES)];
+            let next = floor_char_boundary(text, WINDOW_STRIDE);
+            on_part(origin, DocumentPart::Text { window, start, ends: false })?;
+            start += next;
+            buffer.drain(..next);
         }
     }
 
     /// Parses the JSON line `text` into a value of type `T`. Errors name `origin`, the place of the line.
     fn parse_line<'a, T: Deserialize<'a>>(&self, text: &'a str, origin: DocumentOrigin) -> Result<T, DataError> {
-        serde_json::from_str(text).map_err(|error| {
-            // The parser sees a single line, so its line number is dropped and its column kept.
-            let (message, column) = (error.to_string(), error.column());
-            let suffix = format!(" at line {} column {column}", error.line());
-            let message = message.strip_suffix(&suffix).unwrap_or(&message);
-            DataError::MalformedLine {
-                location: self.location(origin),
-                reason: format!("{message} (column {column})"),
-                format: self.format,
-            }
+        serde_json::from_str(text).map_err(|error| DataError::MalformedLine {
+            location: self.location(origin),
+            reason: json_reason::reason(text, &error),
+            format: self.format,
         })
     }
 
@@ -271,18 +257,9 @@ impl SourceReader<'_> {
     }
 }
 
-/// Returns the end of the first piece of a `text` longer than [`PIECE_BYTES`]: after a single line break, else before
-/// a single space, else at the limit. Common tokenizers split words at these places, so the pieces have the tokens of
-/// the whole text.
-fn piece_end(text: &str) -> usize {
-    let limit = (0..=PIECE_BYTES).rev().find(|&at| text.is_char_boundary(at)).unwrap_or(0);
-    let is_single = |at: usize, length: usize| {
-        let before = text[..at].chars().next_back().is_some_and(|c| !c.is_whitespace());
-        let after = text[at + length..].chars().next().is_some_and(|c| !c.is_whitespace());
-        before && after
-    };
-    let last = |c: char| text[..limit].rmatch_indices(c).map(|(at, _)| at).find(|&at| is_single(at, 1));
-    last('\n').map(|at| at + 1).or_else(|| last(' ')).unwrap_or(limit)
+/// Returns the beginning of the character of `text` at the byte `at`, or `at` if a character begins there.
+fn floor_char_boundary(text: &str, at: usize) -> usize {
+    (0..=at).rev().find(|&at| text.is_char_boundary(at)).unwrap_or(0)
 }
 
 /// Passes the documents in `bytes`, the content of a `.jsonl` file, to `on_part` (for tests).
@@ -322,7 +299,7 @@ mod tests {
             (b"\n\nnonsense", Format::Text, "data.jsonl:3: expected ident (column 2)"),
             (b"{\"text\": \"a\"", Format::Text, "data.jsonl:1: EOF while parsing an object (column 12)"),
             (b"{\"txt\": \"a\"}", Format::Text, "data.jsonl:1: missing field `text` (column 12)"),
-            (b"[1, 2]", Format::Text, "data.jsonl:1: invalid type: integer `1`, expected a string (column 2)"),
+            (b"[1, 2]", Format::Text, "data.jsonl:1: expected an object, found a list (column 2)"),
             (b"{\"text\": \"\xff\"}", Format::Text, "data.jsonl:1: not UTF-8"),
             (
                 b"{\"input_ids\": [1, 2.5]}",
@@ -371,30 +348,32 @@ mod tests {
 
     #[test]
     fn other_keys_and_blank_lines_are_ignored() {
-        let lines = b"\n{\"id\": 7, \"text\": \"a\\nb\", \"meta\": {\"x\": [null]}}\r\n  \n{\"text\":\"\"}";
+        let lines = "\n{\"id\": 7, \"text\": \"a\\nb\", \"meta\": {\"x\": [null]}}\r\n  \n\u{feff}{\"text\":\"\"}";
+        let lines = lines.as_bytes();
         let mut seen = Vec::new();
         read_json_bytes(lines, Format::Text, 10, |at, part| seen.push((at.line, format!("{part:?}")))).unwrap();
-        let text = r#"Text { piece: "a\nb", begins: true, ends: true }"#.to_owned();
+        let text = r#"Text { window: "a\nb", start: 0, ends: true }"#.to_owned();
         assert_eq!(seen, [(2, text), (4, "Empty".to_owned())]);
     }
 
     #[test]
-    fn long_text_is_cut_after_single_line_break() {
-        let text = "one two\nthree\n\n".repeat(3 * PIECE_BYTES / 15) + "end";
-        let mut pieces = Vec::new();
+    fn windows_of_long_text_overlap() {
+        let text = "añ one two\nthree\n\n".repeat(3 * WINDOW_BYTES / 15) + "end";
+        let mut ends = vec![0];
         let line = serde_json::json!({ "text": text }).to_string();
         read_json_bytes(line.as_bytes(), Format::Text, 10, |_, part| match part {
-            DocumentPart::Text { piece, begins, ends } => pieces.push((piece.to_owned(), begins, ends)),
+            DocumentPart::Text { window, start, ends: last } => {
+                assert_eq!(window, &text[start..start + window.len()]);
+                assert!(window.len() <= WINDOW_BYTES);
+                assert!(start == 0 || start + (WINDOW_BYTES - WINDOW_STRIDE) <= ends[ends.len() - 1] + 4);
+                ends.push(start + window.len());
+                assert_eq!(last, ends[ends.len() - 1] == text.len());
+            }
             other => panic!("{other:?}"),
         })
         .unwrap();
-        assert!(pieces.len() >= 3);
-        assert_eq!(pieces.iter().map(|(piece, ..)| piece.as_str()).collect::<String>(), text);
-        for (number, (piece, begins, ends)) in pieces.iter().enumerate() {
-            assert!(piece.len() <= PIECE_BYTES);
-            assert_eq!((*begins, *ends), (number == 0, number + 1 == pieces.len()));
-            assert!(*ends || piece.ends_with("two\n"), "cut inside a run of line breaks");
-        }
+        assert!(ends.len() > 3);
+        assert_eq!(ends.last(), Some(&text.len()));
     }
 
     proptest! {
@@ -417,13 +396,13 @@ mod tests {
         }
 
         #[test]
-        fn pieces_concatenate_to_the_text(text in "(\\PC| |\n){0,40}", times in 1usize..4000) {
+        fn windows_cover_the_text(text in "(\\PC| |\n){0,40}", times in 1usize..4000) {
             let text = text.repeat(times);
             let (mut joined, mut ends_seen) = (String::new(), 0);
             let line = serde_json::json!({ "text": text }).to_string();
             prop_assume!(line.len() < LINE_BYTES_MAX);
-            read_json_bytes(line.as_bytes(), Format::Text, 10, |_, part| if let DocumentPart::Text { piece, ends, .. } = part {
-                joined += piece;
+            read_json_bytes(line.as_bytes(), Format::Text, 10, |_, part| if let DocumentPart::Text { window, start, ends } = part {
+                joined += &window[joined.len() - start..];
                 ends_seen += usize::from(ends);
             }).unwrap();
             prop_assert_eq!(&joined, &text);

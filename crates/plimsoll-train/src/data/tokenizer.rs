@@ -1,37 +1,72 @@
 //! The tokenizer of a model directory, and its end token. The `tokenizers` crate encodes and decodes; this module adds
-//! error messages and reads the end token from the configuration files beside `tokenizer.json`.
+//! error messages, keeps its panics and endless work from ending or holding the process, and reads the end token from
+//! the configuration files beside `tokenizer.json`.
 
 use super::error::DataError;
+use super::{foreign_format, guard, tokenizer_check};
+use plimsoll_device::regular_file;
 use serde::Deserialize;
+use serde_json::Value;
 use sha2::{Digest, Sha256};
-use std::fs;
+use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+use tokenizers::ModelWrapper;
+
+/// The longest time for one batch of text. A batch takes about a second.
+pub(super) const ENCODE_TIME_MAX: Duration = Duration::from_secs(120);
+/// The most special tokens that a tokenizer may put around a text.
+const SPECIAL_TOKENS_MAX: usize = 64;
 
 /// The tokenizer of a model: a loaded `tokenizer.json` of the crate `tokenizers`.
+#[derive(Clone)]
 pub struct Tokenizer {
     file: PathBuf,
-    inner: tokenizers::Tokenizer,
+    inner: Arc<tokenizers::Tokenizer>,
     prefix: Vec<u32>,
     suffix: Vec<u32>,
+}
+
+/// A token with its place in a text. It is small, because a batch has a token for up to each byte.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct PlacedToken {
+    pub id: u32,
+    /// Offset in bytes of the token's first character.
+    pub start: u32,
+    /// Offset in bytes after the token's last character.
+    pub end: u32,
+    /// Whether a word, as the tokenizer splits the text, begins with this token.
+    pub begins_word: bool,
+}
+
+impl PlacedToken {
+    /// Returns the token at its place in a text that has `bytes` more before it.
+    pub fn shifted(self, bytes: u32) -> PlacedToken {
+        PlacedToken { start: self.start + bytes, end: self.end + bytes, ..self }
+    }
 }
 
 impl Tokenizer {
     /// Reads a `tokenizer.json`. Its truncation and padding settings are ignored, so that no token is dropped silently.
     pub fn load(file: &Path) -> Result<Tokenizer, DataError> {
-        let bytes = fs::read(file).map_err(DataError::io("read", file))?;
-        let invalid =
-            |reason: tokenizers::Error| DataError::Tokenizer { file: file.to_owned(), reason: reason.to_string() };
-        let mut inner = tokenizers::Tokenizer::from_bytes(&bytes).map_err(invalid)?;
-        inner.with_truncation(None).map_err(invalid)?;
-        inner.with_padding(None);
+        let bytes = regular_file::read(file).map_err(DataError::io("read", file))?;
+        let invalid = |reason: String| DataError::Tokenizer { file: file.to_owned(), reason };
+        foreign_format::check(file, &bytes)?;
+        tokenizer_check::check(&bytes).map_err(invalid)?;
+        let (inner, probe) = call_library(|| load_without_limits(&bytes)).map_err(invalid)?;
         // The special tokens around a text (a begin token, for most llama models) are the same for every text.
-        let probe = inner.encode("a", true).map_err(invalid)?;
         let added = probe.get_special_tokens_mask();
         let before = added.iter().take_while(|&&mask| mask == 1).count();
         let after = added[before..].iter().rev().take_while(|&&mask| mask == 1).count();
+        let count = before + after;
+        if count > SPECIAL_TOKENS_MAX {
+            let reason = format!("it puts {count} special tokens around a text; the limit is {SPECIAL_TOKENS_MAX}");
+            return Err(invalid(reason));
+        }
         let ids = probe.get_ids();
         let (prefix, suffix) = (ids[..before].to_vec(), ids[ids.len() - after..].to_vec());
-        Ok(Tokenizer { file: file.to_owned(), inner, prefix, suffix })
+        Ok(Tokenizer { file: file.to_owned(), inner: Arc::new(inner), prefix, suffix })
     }
 
     /// Returns the path of the `tokenizer.json`.
@@ -51,20 +86,50 @@ impl Tokenizer {
 
     /// Encodes a prompt: the special tokens that precede every text, then the text. No token follows.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, DataError> {
-        let mut ids = self.prefix.clone();
-        ids.extend(self.encode_piece(text).map_err(|reason| DataError::Encode { location: None, reason })?);
-        Ok(ids)
+        let (inner, text) = (Arc::clone(&self.inner), text.to_owned());
+        let encoded = guard::run_limited(ENCODE_TIME_MAX, move || encode_text(&inner, &text));
+        let ids = encoded.and_then(|ids| ids).map_err(|reason| self.encode_error(&reason))?;
+        Ok([&self.prefix[..], &ids].concat())
     }
 
     /// Decodes `ids` to text, without special tokens.
     pub fn decode(&self, ids: &[u32]) -> Result<String, DataError> {
-        self.inner.decode(ids, true).map_err(|reason| DataError::Encode { location: None, reason: reason.to_string() })
+        call_library(|| self.inner.decode(ids, true)).map_err(|reason| self.encode_error(&reason))
     }
 
-    /// Encodes a piece of a document, without special tokens.
-    pub(super) fn encode_piece(&self, text: &str) -> Result<Vec<u32>, String> {
-        let encoding = self.inner.encode_fast(text, false).map_err(|reason| reason.to_string())?;
-        Ok(encoding.get_ids().to_vec())
+    /// Encodes the text of a whole document, without special tokens.
+    pub(super) fn encode_whole(&self, text: &str) -> Result<Vec<u32>, String> {
+        call_library(|| encode_text(&self.inner, text)).map_err(|reason| self.name_file(&reason))
+    }
+
+    /// Encodes a window of a document, without special tokens. Returns the tokens with their places in `text`. It takes
+    /// longer than [`Tokenizer::encode_whole`].
+    pub(super) fn encode_placed(&self, text: &str) -> Result<Vec<PlacedToken>, String> {
+        let encoding = call_library(|| self.inner.encode(text, false)).map_err(|reason| self.name_file(&reason))?;
+        let words = encoding.get_word_ids();
+        let places = encoding.get_ids().iter().zip(encoding.get_offsets()).enumerate();
+        let tokens = places.map(|(index, (&id, &(start, end)))| PlacedToken {
+            id,
+            start: start as u32,
+            end: end as u32,
+            begins_word: index == 0 || words.get(index) != words.get(index - 1),
+        });
+        Ok(tokens.collect())
+    }
+
+    /// Returns whether a word that is cut between two of its tokens keeps its tokens. Merges of pairs never cross such a
+    /// place. Other models choose the tokens of a word as a whole.
+    pub(super) fn keeps_tokens_when_cut(&self) -> bool {
+        matches!(self.inner.get_model(), ModelWrapper::BPE(_))
+    }
+
+    fn encode_error(&self, reason: &str) -> DataError {
+        DataError::Encode { location: None, reason: self.name_file(reason) }
+    }
+
+    /// Returns a message that names the `tokenizer.json` and the `reason` of a failure.
+    pub(super) fn name_file(&self, reason: &str) -> String {
+        format!("{} cannot be used: {reason}", self.file.display())
     }
 
     /// Returns the special tokens that the tokenizer puts before every text.
@@ -78,16 +143,37 @@ impl Tokenizer {
     }
 }
 
+/// Calls the crate `tokenizers`, and returns its errors and panics as messages.
+fn call_library<T, E: ToString>(call: impl FnOnce() -> Result<T, E>) -> Result<T, String> {
+    guard::catch_panic(call)
+        .map_err(|panic| format!("the library `tokenizers` fails: {panic}"))?
+        .map_err(|reason| reason.to_string())
+}
+
+/// Reads a tokenizer, removes its truncation and padding, and encodes a text of one letter with special tokens.
+fn load_without_limits(bytes: &[u8]) -> tokenizers::Result<(tokenizers::Tokenizer, tokenizers::Encoding)> {
+    let mut inner = tokenizers::Tokenizer::from_bytes(bytes)?;
+    inner.with_truncation(None)?;
+    inner.with_padding(None);
+    let probe = inner.encode("a", true)?;
+    Ok((inner, probe))
+}
+
+fn encode_text(inner: &tokenizers::Tokenizer, text: &str) -> Result<Vec<u32>, String> {
+    Ok(inner.encode_fast(text, false).map_err(|reason| reason.to_string())?.get_ids().to_vec())
+}
+
 /// Returns the SHA-256 of a file's content, in hexadecimal.
 pub(super) fn file_sha256(file: &Path) -> Result<String, DataError> {
-    let mut reader = fs::File::open(file).map_err(DataError::io("read", file))?;
+    let mut reader = regular_file::open(file).map_err(DataError::io("read", file))?;
     let mut hasher = Sha256::new();
     std::io::copy(&mut reader, &mut hasher).map_err(DataError::io("read", file))?;
     Ok(format!("{:x}", hasher.finalize()))
 }
 
-/// Returns the id of the end token of the model in `folder`: that of `eos_token` in `tokenizer_config.json`, else
-/// `eos_token_id` of `config.json` (the first, if it is a list). Returns `None` if neither defines one.
+/// Returns the id of the end token of the model in `folder`: that of `eos_token` in `tokenizer_config.json` or
+/// `special_tokens_map.json`, else `eos_token_id` of `config.json` (the first, if it is a list; −1 stands for no
+/// token). Returns `None` if none of them defines one.
 ///
 /// # Errors
 /// An existing file that cannot be read or parsed. A missing file is not an error.
@@ -103,49 +189,71 @@ pub fn read_end_token(folder: &Path) -> Result<Option<u32>, DataError> {
         eos_token: Option<TokenName>,
     }
     #[derive(Deserialize)]
+    struct Config {
+        #[serde(default)]
+        eos_token_id: Value,
+    }
+
+    for file in ["tokenizer_config.json", "special_tokens_map.json"] {
+        let config: Option<TokenizerConfig> = read_json(&folder.join(file))?;
+        let Some(eos) = config.and_then(|config| config.eos_token) else { continue };
+        let (TokenName::Plain(name) | TokenName::Object { content: name }) = eos;
+        if let Some(id) = find_token(&folder.join("tokenizer.json"), &name)? {
+            return Ok(Some(id));
+        }
+    }
+    let config: Option<Config> = read_json(&folder.join("config.json"))?;
+    let ids = match config.map(|config| config.eos_token_id).unwrap_or_default() {
+        Value::Array(ids) => ids,
+        id => vec![id],
+    };
+    Ok(ids.iter().find_map(Value::as_u64).and_then(|id| id.try_into().ok()))
+}
+
+/// Returns the id of the token with the text `name` in a `tokenizer.json`, and `None` if there is none.
+fn find_token(tokenizer: &Path, name: &str) -> Result<Option<u32>, DataError> {
+    #[derive(Deserialize)]
     struct AddedToken {
         id: u32,
         content: String,
     }
     #[derive(Deserialize)]
-    struct TokenizerFile {
+    struct AddedTokens {
         #[serde(default)]
         added_tokens: Vec<AddedToken>,
     }
     #[derive(Deserialize)]
-    #[serde(untagged)]
-    enum OneOrMany {
-        One(u32),
-        Several(Vec<u32>),
+    struct Model {
+        #[serde(default)]
+        vocab: Value,
     }
     #[derive(Deserialize)]
-    struct Config {
-        eos_token_id: Option<OneOrMany>,
+    struct Vocabulary {
+        model: Model,
     }
 
-    let config: Option<TokenizerConfig> = read_json(&folder.join("tokenizer_config.json"))?;
-    if let Some(eos) = config.and_then(|config| config.eos_token) {
-        let (TokenName::Plain(name) | TokenName::Object { content: name }) = eos;
-        // Only the list of added tokens is parsed, because a whole tokenizer takes tens of megabytes.
-        let file: Option<TokenizerFile> = read_json(&folder.join("tokenizer.json"))?;
-        let id = file.and_then(|file| file.added_tokens.into_iter().find(|added| added.content == name));
-        if let Some(added) = id {
-            return Ok(Some(added.id));
-        }
+    // The vocabulary takes tens of megabytes, so it is parsed only if the token is not an added one.
+    let added: Option<AddedTokens> = read_json(tokenizer)?;
+    let Some(AddedTokens { added_tokens }) = added else { return Ok(None) };
+    if let Some(token) = added_tokens.into_iter().find(|added| added.content == name) {
+        return Ok(Some(token.id));
     }
-    let config: Option<Config> = read_json(&folder.join("config.json"))?;
-    Ok(config.and_then(|config| config.eos_token_id).and_then(|ids| match ids {
-        OneOrMany::One(id) => Some(id),
-        OneOrMany::Several(ids) => ids.first().copied(),
+    let vocabulary: Option<Vocabulary> = read_json(tokenizer)?;
+    Ok(vocabulary.and_then(|Vocabulary { model }| match model.vocab {
+        Value::Object(ids) => ids.get(name)?.as_u64()?.try_into().ok(),
+        // A Unigram model lists its tokens with their scores.
+        Value::Array(tokens) => tokens.iter().position(|token| token[0] == name)?.try_into().ok(),
+        _ => None,
     }))
 }
 
 fn read_json<T: serde::de::DeserializeOwned>(file: &Path) -> Result<Option<T>, DataError> {
-    let reader = match fs::File::open(file) {
-        Ok(reader) => std::io::BufReader::new(reader),
+    let mut reader = match regular_file::open(file) {
+        Ok(reader) => BufReader::new(reader),
         Err(source) if source.kind() == std::io::ErrorKind::NotFound => return Ok(None),
         Err(source) => return Err(DataError::Io { action: "read", file: file.to_owned(), source }),
     };
+    foreign_format::check(file, reader.fill_buf().map_err(DataError::io("read", file))?)?;
     serde_json::from_reader(reader)
         .map(Some)
         .map_err(|reason| DataError::Tokenizer { file: file.to_owned(), reason: reason.to_string() })
@@ -155,7 +263,8 @@ fn read_json<T: serde::de::DeserializeOwned>(file: &Path) -> Result<Option<T>, D
 mod tests {
     use super::super::testing::{TestData, all_rows};
     use super::*;
-    use serde_json::{Value, json};
+    use serde_json::json;
+    use std::fs;
 
     /// Returns the reference tokens that `tests/fixtures/word_patterns.py` wrote.
     fn fixture() -> Value {
@@ -186,12 +295,12 @@ mod tests {
     }
 
     #[test]
-    fn text_in_pieces_has_tokens_of_whole_text() {
+    fn text_in_windows_has_tokens_of_whole_text() {
         let fixture = fixture();
         for long in fixture["long"].as_array().unwrap() {
             let cases = fixture["cases"].as_array().unwrap().iter().filter(|case| case["pattern"] == long["pattern"]);
             let text: String = cases.map(|case| case["text"].as_str().unwrap()).collect::<String>().repeat(60);
-            assert!(text.len() > 128 << 10, "the text takes several pieces");
+            assert!(text.len() > 128 << 10, "the text takes several windows");
             let count = long["tokens"].as_u64().unwrap();
             let mut sample = TestData::text(&[&text], count, false);
             sample.spec.vocab = 400;
@@ -220,6 +329,19 @@ mod tests {
     }
 
     #[test]
+    fn panicking_tokenizer_is_refused_by_name() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("tokenizer.json");
+        let mut tokenizer = super::super::addition_example::tokenizer();
+        // The only word of this trie points far outside it.
+        tokenizer["normalizer"] = json!({ "type": "Precompiled", "precompiled_charsmap": "BAAAAP///39hYgA=" });
+        fs::write(&file, tokenizer.to_string()).unwrap();
+        let refusal = Tokenizer::load(&file).err().unwrap().to_string();
+        let expected = format!("{} cannot be used: the library `tokenizers` fails: index out", file.display());
+        assert!(refusal.starts_with(&expected), "{refusal}");
+    }
+
+    #[test]
     fn end_token_matches_transformers() {
         let folder = tempfile::tempdir().unwrap();
         let write = |name: &str, content: Value| fs::write(folder.path().join(name), content.to_string()).unwrap();
@@ -229,10 +351,19 @@ mod tests {
         assert_eq!(end(), None);
         write("config.json", json!({ "eos_token_id": [7, 8] }));
         assert_eq!(end(), Some(7));
+        write("config.json", json!({ "eos_token_id": -1 }));
+        assert_eq!(end(), None, "-1 is no token");
+        write("config.json", json!({ "eos_token_id": [7, 8] }));
         write("tokenizer_config.json", json!({ "eos_token": { "content": "<end>", "lstrip": false } }));
         assert_eq!(end(), Some(7), "no tokenizer.json resolves its name");
         write("tokenizer.json", super::super::addition_example::tokenizer());
         assert_eq!(end(), Some(12));
+        write("tokenizer_config.json", json!({ "eos_token": "3" }));
+        assert_eq!(end(), Some(3), "a token of the vocabulary");
+        write("special_tokens_map.json", json!({ "eos_token": "<end>" }));
+        write("tokenizer_config.json", json!({}));
+        assert_eq!(end(), Some(12));
+        fs::remove_file(folder.path().join("special_tokens_map.json")).unwrap();
         fs::write(folder.path().join("config.json"), "{").unwrap();
         write("tokenizer_config.json", json!({}));
         assert!(matches!(read_end_token(folder.path()), Err(DataError::Tokenizer { .. })));

@@ -4,9 +4,8 @@
 use super::Engine;
 use super::failure::DeviceFailure;
 use crate::config::RunConfig;
-use crate::files::{FilesError, ModelWeights, StoredTensor, TensorEntry, WeightFiles, WeightWriter};
+use crate::files::{FilesError, ModelWeights, StoredTensor, TensorEntry, WeightFiles, WeightWriter, has_non_finite};
 use crate::resolve::Model;
-use plimsoll_core::DType;
 use plimsoll_device::device::FileSpace;
 use plimsoll_program::ProgramKind;
 use plimsoll_program::ProgramSet;
@@ -71,28 +70,20 @@ fn as_io(error: FilesError) -> io::Error {
     }
 }
 
-/// Whether `bytes`, as values of type `dtype`, contain NaN or an infinite value. Such a value has all bits of its
-/// exponent set.
-fn has_non_finite(dtype: DType, bytes: &[u8]) -> bool {
-    let sixteen = |mask: u16| bytes.as_chunks::<2>().0.iter().any(|b| u16::from_le_bytes(*b) & mask == mask);
-    match dtype {
-        DType::F64 => bytes.as_chunks::<8>().0.iter().any(|b| !f64::from_le_bytes(*b).is_finite()),
-        DType::F32 => bytes.as_chunks::<4>().0.iter().any(|b| !f32::from_le_bytes(*b).is_finite()),
-        DType::Bf16 => sixteen(0x7f80),
-        DType::F16 => sixteen(0x7c00),
-        DType::I32 | DType::U8 => false,
+/// Fills `into` with values of a tensor, from byte `offset` of the tensor on. Fails if one is NaN or infinite.
+fn read_finite(files: &WeightFiles, entry: &TensorEntry, offset: u64, into: &mut [u8]) -> io::Result<()> {
+    files.read_at(entry, offset, into).map_err(as_io)?;
+    if entry.dtype().is_some_and(|dtype| has_non_finite(dtype, into)) {
+        let file = files.paths()[entry.file].display();
+        return Err(io::Error::new(io::ErrorKind::InvalidData, format!("{file} holds NaN or infinite weights")));
     }
+    Ok(())
 }
 
 impl FileSpace for ModelSource<'_> {
     fn read(&mut self, tensor: &str, offset: u64, into: &mut [u8]) -> io::Result<()> {
         let &(files, entry) = self.entries.get(strip_group(tensor)).ok_or_else(|| unknown(tensor))?;
-        files.read_at(entry, offset, into).map_err(as_io)?;
-        if entry.dtype().is_some_and(|dtype| has_non_finite(dtype, into)) {
-            let file = files.paths()[entry.file].display();
-            return Err(io::Error::new(io::ErrorKind::InvalidData, format!("{file} holds NaN or infinite weights")));
-        }
-        Ok(())
+        read_finite(files, entry, offset, into)
     }
 
     fn write(&mut self, tensor: &str, _: u64, _: &[u8]) -> io::Result<()> {
@@ -100,7 +91,7 @@ impl FileSpace for ModelSource<'_> {
     }
 }
 
-/// Read-only source of the tensors in the files of a checkpoint.
+/// Read-only source of the tensors in the files of a checkpoint. Reading fails at NaN and infinite values.
 pub struct CheckpointReader<'a>(pub &'a WeightFiles);
 
 impl FileSpace for CheckpointReader<'_> {
@@ -109,7 +100,7 @@ impl FileSpace for CheckpointReader<'_> {
         if offset + into.len() as u64 > entry.bytes {
             return Err(io::Error::new(io::ErrorKind::UnexpectedEof, format!("`{tensor}` is shorter than planned")));
         }
-        self.0.read_at(entry, offset, into).map_err(as_io)
+        read_finite(self.0, entry, offset, into)
     }
 
     fn write(&mut self, tensor: &str, _: u64, _: &[u8]) -> io::Result<()> {

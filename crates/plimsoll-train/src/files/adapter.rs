@@ -5,7 +5,7 @@
 
 use super::atomic;
 use super::error::FilesError;
-use super::model_dir::{ModelWeights, check_tensor};
+use super::model_dir::{ModelWeights, check_tensor, read_generation_end_tokens, write_generation_config};
 use super::read::{WeightFiles, read_small};
 use super::write::{StoredTensor, WeightWriter, pretty_json};
 use plimsoll_core::Bytes;
@@ -48,6 +48,9 @@ pub struct AdapterDir {
     pub names_base_model: bool,
     /// The projections with an adapter, in the order in which a layer computes them.
     pub targets: Vec<Target>,
+    /// The tokens at which generation stops, from a `generation_config.json` beside the adapters; `None` if those of
+    /// the base model apply.
+    pub end_tokens: Option<Vec<i64>>,
     /// The matrices A and B of each adapter, in the order of [`ModelConfig::adapter_parameters`].
     pub weights: ModelWeights,
 }
@@ -97,6 +100,7 @@ impl AdapterDir {
             alpha,
             names_base_model,
             targets,
+            end_tokens: read_generation_end_tokens(path)?,
             weights: ModelWeights { parameters: matched, files },
         })
     }
@@ -182,7 +186,8 @@ fn read_config(path: &Path) -> Result<AdapterConfig, FilesError> {
 }
 
 /// Writes adapters as a PEFT directory and replaces an existing one. `base` is the directory of their base model, or
-/// `None` if its weights are random. `write_weights` writes `tensors`.
+/// `None` if its weights are random. `write_weights` writes `tensors`. If `trained` is given, a
+/// `generation_config.json` keeps its end tokens, because they differ from those of the base model.
 ///
 /// # Errors
 /// A failure of `write_weights` or of a file operation. An existing directory is then kept.
@@ -190,6 +195,7 @@ pub fn write_adapter_dir<E: From<FilesError>>(
     path: &Path,
     lora: &Lora,
     base: Option<&Path>,
+    trained: Option<&ModelConfig>,
     tensors: &[StoredTensor],
     write_weights: impl FnOnce(&mut WeightWriter) -> Result<(), E>,
 ) -> Result<(), E> {
@@ -199,7 +205,7 @@ pub fn write_adapter_dir<E: From<FilesError>>(
         write_weights(&mut writer)?;
         writer.finish()?;
         atomic::write_file(&dir.join("adapter_config.json"), &pretty_json(&config_json(lora, base)))?;
-        Ok(())
+        trained.map_or(Ok(()), |trained| Ok(write_generation_config(dir, trained)?))
     })
 }
 
@@ -251,7 +257,7 @@ mod tests {
             .into_iter()
             .map(|p| StoredTensor { name: p.hf_name, dtype: DType::F32, shape: p.shape })
             .collect();
-        write_adapter_dir::<FilesError>(&dir.path().join("adapter"), &lora, None, &tensors, |writer| {
+        write_adapter_dir::<FilesError>(&dir.path().join("adapter"), &lora, None, Some(&config), &tensors, |writer| {
             tensors.iter().try_for_each(|tensor| writer.write(&tensor.name, &vec![0; tensor.bytes() as usize]))
         })
         .unwrap();
@@ -264,6 +270,7 @@ mod tests {
         let adapter = AdapterDir::open(&dir.path().join("adapter"), &tiny()).unwrap();
         assert!(adapter.unknown_base_note().is_some_and(|note| note.contains("names no base model")));
         assert_eq!((adapter.rank, adapter.alpha, adapter.targets), (3, 6.0, lora().targets));
+        assert_eq!(adapter.end_tokens, Some(tiny().eos));
         assert_eq!(adapter.weights.parameters.len(), 2 * 3 * 2);
     }
 

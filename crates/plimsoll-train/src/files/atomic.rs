@@ -1,5 +1,5 @@
-//! Atomic writes of files and directories: write under a temporary name, sync, rename. After a power failure or
-//! `kill -9` at any moment, the name refers to the complete old or the complete new version.
+//! Atomic writes and removals of files and directories: write under a temporary name, sync, rename. After a power
+//! failure or `kill -9` at any moment, the name refers to the complete old or the complete new version.
 
 use super::error::FilesError;
 use rustix::fs::{CWD, RenameFlags, renameat_with};
@@ -16,7 +16,10 @@ pub fn write_file(path: &Path, bytes: &[u8]) -> Result<(), FilesError> {
     let partial = partial_path(path)?;
     let result = (|| {
         let failed = |e| FilesError::io(path, "write", e);
-        let mut file = File::create(&partial).map_err(failed)?;
+        if partial.symlink_metadata().is_ok() {
+            fs::remove_file(&partial).map_err(failed)?;
+        }
+        let mut file = File::create_new(&partial).map_err(failed)?;
         file.write_all(bytes).map_err(failed)?;
         file.sync_all().map_err(failed)?;
         fs::rename(&partial, path).map_err(failed)?;
@@ -37,7 +40,9 @@ pub fn write_dir<T, E: From<FilesError>>(path: &Path, fill: impl FnOnce(&Path) -
     let partial = partial_path(path)?;
     remove_if_present(&partial)?;
     let result = (|| {
-        fs::create_dir_all(&partial).map_err(|e| FilesError::io(&partial, "create", e))?;
+        let around = partial.parent().unwrap_or(Path::new(""));
+        let created = fs::create_dir_all(around).and_then(|()| fs::create_dir(&partial));
+        created.map_err(|e| FilesError::io(&partial, "create", e))?;
         let value = fill(&partial)?;
         sync_tree(&partial)?;
         replace(&partial, path)?;
@@ -75,16 +80,37 @@ fn replace(partial: &Path, path: &Path) -> Result<(), FilesError> {
     }
 }
 
+/// Removes a directory. It is renamed to `.NAME.removed` first, so its name never stands for a part of it.
+///
+/// # Errors
+/// A failed file operation.
+pub fn remove_dir(path: &Path) -> Result<(), FilesError> {
+    let removed = sibling(path, "removed")?;
+    remove_if_present(&removed)?;
+    fs::rename(path, &removed).map_err(|e| FilesError::io(path, "remove", e))?;
+    sync_parent(path)?;
+    remove_if_present(&removed)
+}
+
 fn partial_path(path: &Path) -> Result<PathBuf, FilesError> {
     sibling(path, "partial")
 }
 
-/// Returns the temporary directories in `folder` that a killed process left behind while it wrote a directory.
-pub fn unfinished_directories(folder: &Path) -> Vec<PathBuf> {
+/// Removes the temporary directories in `folder` that a killed process left behind while it wrote or removed one.
+///
+/// # Errors
+/// A directory that cannot be removed.
+pub fn remove_unfinished(folder: &Path) -> Result<(), FilesError> {
+    unfinished_directories(folder).iter().try_for_each(|path| remove_if_present(path))
+}
+
+/// Returns the temporary directories in `folder`.
+fn unfinished_directories(folder: &Path) -> Vec<PathBuf> {
     let paths = fs::read_dir(folder).into_iter().flatten().filter_map(|entry| Some(entry.ok()?.path()));
     let is_unfinished = |path: &PathBuf| {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
-        name.starts_with('.') && (name.ends_with(".partial") || name.ends_with(".previous")) && path.is_dir()
+        let ending = [".partial", ".previous", ".removed"].iter().any(|ending| name.ends_with(ending));
+        name.starts_with('.') && ending && path.is_dir()
     };
     paths.filter(is_unfinished).collect()
 }

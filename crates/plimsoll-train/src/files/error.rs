@@ -50,6 +50,14 @@ pub enum FilesError {
         /// Description of what is invalid or does not match.
         problem: String,
     },
+    /// Values to be written to a file are NaN or infinite.
+    #[error("{}: not written, because tensor `{tensor}` holds NaN or infinite values", path.display())]
+    NotFinite {
+        /// Path of the file that would have held the tensor.
+        path: PathBuf,
+        /// Name of the tensor.
+        tensor: String,
+    },
     /// Two files hold a tensor of the same name.
     #[error("tensor `{name}` is in both {} and {}", first.display(), second.display())]
     Duplicate {
@@ -192,11 +200,17 @@ impl FilesError {
             FilesError::DiskFull { .. } => {
                 vec!["free disk space or write to another disk; the previous version is intact".into()]
             }
+            FilesError::Io { source, .. } if source.kind() == io::ErrorKind::FileTooLarge => {
+                vec!["raise the limit of the file size (ulimit -f); the previous version is intact".into()]
+            }
             FilesError::BadPath { path, .. } if path.ends_with("config.json") => {
                 path.parent().and_then(suggest_model).into_iter().collect()
             }
             FilesError::Header { .. } | FilesError::Index { .. } => {
                 vec!["the file may be damaged or incomplete: download it again".into()]
+            }
+            FilesError::NotFinite { .. } => {
+                vec!["the weights left the range of their type; files saved earlier are intact".into()]
             }
             FilesError::Config { source, .. } => source.hints(),
             FilesError::NoWeights { other: Some(_), .. } => {
@@ -235,6 +249,9 @@ pub enum HeaderError {
         /// Size of the file in bytes.
         bytes: u64,
     },
+    /// The file is a placeholder, as a clone without Git LFS leaves it.
+    #[error("it is a pointer of Git LFS, not the file itself (`git lfs pull` fetches it)")]
+    LfsPointer,
     /// The length field states a header longer than the format allows.
     #[error("the header claims {bytes} bytes, but the format allows at most {max_bytes}")]
     TooLarge {

@@ -2,7 +2,7 @@
 //!
 //! Weights are streamed in pieces of the caller's size, never mapped or read whole, so memory holds only the caller's
 //! buffers. Files and directories are written under a temporary name, synced and renamed, so a failed write keeps the
-//! old version. The meaning of names and numbers lives in `plimsoll_program::models`.
+//! old version. Tensors with NaN or infinite values are not written. The meaning of names and numbers lives in `plimsoll_program::models`.
 
 mod adapter;
 pub mod atomic;
@@ -10,12 +10,14 @@ mod error;
 mod header;
 mod model_dir;
 mod read;
+mod values;
 mod write;
 
 pub use adapter::{AdapterDir, write_adapter_dir};
 pub use error::{FilesError, HeaderError};
-pub use model_dir::{ModelDir, ModelWeights, copy_side_files, read_config, write_model_dir};
+pub use model_dir::{ModelDir, ModelWeights, read_config, write_model_dir};
 pub use read::{TensorEntry, WeightFiles};
+pub use values::{FileSummary, has_non_finite};
 pub use write::{MAX_SHARD_BYTES, StoredTensor, WeightWriter};
 
 #[cfg(test)]

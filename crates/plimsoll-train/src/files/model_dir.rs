@@ -2,12 +2,12 @@
 
 use super::atomic;
 use super::error::FilesError;
-use super::read::{TensorEntry, WeightFiles, read_small};
+use super::read::{TensorEntry, WeightFiles, is_rotary_frequency, read_small};
 use super::write::{MAX_SHARD_BYTES, StoredTensor, WeightWriter, pretty_json};
 use plimsoll_core::{Bytes, DType};
 use plimsoll_program::models::decoder::WeightSource;
 use plimsoll_program::models::{ConfigError, ModelConfig, Parameter};
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -15,7 +15,16 @@ use std::path::{Path, PathBuf};
 /// Size limit of a `config.json`. A larger file is not a model configuration.
 const MAX_CONFIG_BYTES: u64 = 16 << 20;
 
-/// Names of the files of the tokenizer, generation settings and chat templates. A saved model gets unchanged copies.
+/// Name of the output head in the weight files.
+const HEAD: &str = "lm_head.weight";
+/// Name of the embedding in the weight files.
+const EMBEDDING: &str = "model.embed_tokens.weight";
+
+/// Name of the file with the generation settings.
+pub(super) const GENERATION_CONFIG: &str = "generation_config.json";
+
+/// Names of the files of the tokenizer, generation settings and chat templates. A saved model gets copies, in which
+/// only the end tokens may change.
 const SIDE_FILES: [&str; 11] = [
     "tokenizer.json",
     "tokenizer.model",
@@ -24,7 +33,7 @@ const SIDE_FILES: [&str; 11] = [
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
-    "generation_config.json",
+    GENERATION_CONFIG,
     "chat_template.json",
     "chat_template.jinja",
     "additional_chat_templates",
@@ -88,6 +97,20 @@ pub fn read_config(path: &Path, ignore_keys: &[String]) -> Result<(ModelConfig, 
     Ok((config, raw))
 }
 
+/// Returns the end tokens in the `generation_config.json` of a directory, and `None` if it has no such file.
+///
+/// # Errors
+/// A file that cannot be read, or whose `eos_token_id` holds no tokens.
+pub(super) fn read_generation_end_tokens(dir: &Path) -> Result<Option<Vec<i64>>, FilesError> {
+    let path = dir.join(GENERATION_CONFIG);
+    if !path.exists() {
+        return Ok(None);
+    }
+    let text = read_small(&path, MAX_CONFIG_BYTES)?;
+    let end_tokens = ModelConfig::generation_end_tokens(&String::from_utf8_lossy(&text));
+    end_tokens.map(Some).map_err(|source| FilesError::Config { path, source: Box::new(source) })
+}
+
 impl ModelDir {
     /// Opens a model directory and checks that its weights match its configuration. For `ignore_keys` see
     /// [`ModelConfig::from_json`].
@@ -100,7 +123,10 @@ impl ModelDir {
             let problem = if is_file_name { "no such file" } else { "no such directory" };
             return Err(FilesError::BadPath { path: path.to_owned(), problem });
         }
-        let (config, raw_config) = read_config(&path.join("config.json"), ignore_keys)?;
+        let (mut config, raw_config) = read_config(&path.join("config.json"), ignore_keys)?;
+        if let Some(end_tokens) = read_generation_end_tokens(path)? {
+            config.eos = end_tokens;
+        }
         let weights = match WeightFiles::open(path)? {
             Some(files) => Some(match_weights(path, &config, files)?),
             None => None,
@@ -128,7 +154,9 @@ fn match_weights(dir: &Path, config: &ModelConfig, files: WeightFiles) -> Result
     let mut missing = Vec::new();
     let mut matched = Vec::new();
     for parameter in config.hf_parameters() {
-        match find_parameter(&files, &parameter.hf_name) {
+        // A tied model may be stored with its head alone.
+        let tied_head = || files.entry_with_name(HEAD).filter(|_| config.tied && parameter.hf_name == EMBEDDING);
+        match find_parameter(&files, &parameter.hf_name).or_else(tied_head) {
             Some((name, entry)) => {
                 unused.remove(name);
                 check_tensor(&files, name, entry, &parameter)?;
@@ -137,9 +165,8 @@ fn match_weights(dir: &Path, config: &ModelConfig, files: WeightFiles) -> Result
             None => missing.push(parameter.hf_name),
         }
     }
-    // Rotary frequencies were stored by old versions of transformers. They are always recomputed.
-    unused.retain(|name| !name.ends_with("rotary_emb.inv_freq"));
-    let has_redundant_head = config.tied && unused.remove("lm_head.weight");
+    unused.retain(|name| !is_rotary_frequency(name));
+    let has_redundant_head = config.tied && unused.remove(HEAD);
     if !missing.is_empty() || !unused.is_empty() {
         let extra = unused.into_iter().map(String::from).collect();
         return Err(FilesError::WeightNames { dir: dir.to_owned(), missing, extra });
@@ -147,9 +174,9 @@ fn match_weights(dir: &Path, config: &ModelConfig, files: WeightFiles) -> Result
     if has_redundant_head {
         // transformers ties head and embedding only if they are equal.
         let (_, embedding) = &matched[0];
-        let head = files.entry("lm_head.weight").expect("checked above");
+        let head = files.entry(HEAD).expect("checked above");
         if !tensors_equal(&files, embedding, head)? {
-            return Err(FilesError::HeadNotTied { dir: dir.to_owned(), name: "lm_head.weight".into() });
+            return Err(FilesError::HeadNotTied { dir: dir.to_owned(), name: HEAD.into() });
         }
     }
     Ok(ModelWeights { parameters: matched, files })
@@ -199,11 +226,13 @@ fn tensors_equal(files: &WeightFiles, a: &TensorEntry, b: &TensorEntry) -> Resul
 
 /// Writes a model directory and replaces an existing one. `config` becomes `config.json`, and `write_weights` writes
 /// `tensors`. Tokenizer, generation settings and chat templates are copied from `side_files_from`, if it is given.
+/// Generation settings get the end tokens of `model`.
 ///
 /// # Errors
 /// A failure of `write_weights` or of a file operation. An existing directory is then kept.
 pub fn write_model_dir<E: From<FilesError>>(
     path: &Path,
+    model: &ModelConfig,
     config: &Value,
     tensors: &[StoredTensor],
     side_files_from: Option<&Path>,
@@ -215,21 +244,30 @@ pub fn write_model_dir<E: From<FilesError>>(
         writer.finish()?;
         atomic::write_file(&dir.join("config.json"), &pretty_json(config))?;
         if let Some(from) = side_files_from {
-            copy_side_files(from, dir)?;
+            for name in SIDE_FILES {
+                copy_if_present(&from.join(name), &dir.join(name))?;
+            }
         }
-        Ok(())
+        match read_generation_end_tokens(dir)? {
+            Some(found) if found != model.eos => Ok(write_generation_config(dir, model)?),
+            _ => Ok(()),
+        }
     })
 }
 
-/// Copies the files of the tokenizer, generation settings and chat templates from one model directory to another.
+/// Writes the end tokens of `model` into the `generation_config.json` of a directory. The other keys of an existing
+/// file are kept.
 ///
 /// # Errors
 /// A file that cannot be read or written.
-pub fn copy_side_files(from: &Path, to: &Path) -> Result<(), FilesError> {
-    for name in SIDE_FILES {
-        copy_if_present(&from.join(name), &to.join(name))?;
-    }
-    Ok(())
+pub(super) fn write_generation_config(dir: &Path, model: &ModelConfig) -> Result<(), FilesError> {
+    let path = dir.join(GENERATION_CONFIG);
+    let mut settings = match path.exists() {
+        true => serde_json::from_slice(&read_small(&path, MAX_CONFIG_BYTES)?).unwrap_or_else(|_| json!({})),
+        false => json!({}),
+    };
+    settings["eos_token_id"] = model.end_tokens_to_json();
+    atomic::write_file(&path, &pretty_json(&settings))
 }
 
 /// Copies a file, or a directory with the files directly in it. A missing source is skipped.

@@ -3,6 +3,7 @@
 use super::error::{FilesError, HeaderError};
 use super::header::{self, LENGTH_BYTES};
 use plimsoll_core::{Bytes, DType};
+use plimsoll_device::regular_file;
 use safetensors::Dtype;
 use serde::{Deserialize, Deserializer};
 use std::collections::BTreeMap;
@@ -113,9 +114,11 @@ impl WeightFiles {
             }
             let mut in_file: BTreeMap<String, TensorEntry> = weights.add_file(dir.join(file))?.into_iter().collect();
             for name in names {
-                let (name, entry) =
-                    in_file.remove_entry(name).ok_or_else(|| invalid(format!("tensor `{name}` is not in `{file}`")))?;
-                weights.entries.insert(name, entry);
+                match in_file.remove_entry(name) {
+                    Some((name, entry)) => drop(weights.entries.insert(name, entry)),
+                    None if is_rotary_frequency(name) => {}
+                    None => return Err(invalid(format!("tensor `{name}` is not in `{file}`"))),
+                }
             }
         }
         Ok(weights)
@@ -130,6 +133,10 @@ impl WeightFiles {
         }
         let mut prefix = [0; LENGTH_BYTES as usize];
         file.read_exact_at(&mut prefix, 0).map_err(|e| FilesError::io(&path, "read", e))?;
+        // A pointer begins with its version.
+        if prefix == *b"version " {
+            return Err(invalid(HeaderError::LfsPointer));
+        }
         let header_bytes = header::check_header_bytes(prefix, file_bytes).map_err(invalid)?;
         let mut json = vec![0; header_bytes as usize];
         file.read_exact_at(&mut json, LENGTH_BYTES).map_err(|e| FilesError::io(&path, "read", e))?;
@@ -200,19 +207,21 @@ impl<'de> Deserialize<'de> for WeightMap {
     }
 }
 
-/// Opens a regular file for reading and returns it with its size in bytes. Other kinds of files are refused, because
-/// reading them could block or never end.
+/// Returns whether a tensor holds rotary frequencies. Old versions of transformers stored them; they are always
+/// recomputed.
+pub(super) fn is_rotary_frequency(name: &str) -> bool {
+    name.ends_with("rotary_emb.inv_freq")
+}
+
+/// Opens a regular file for reading and returns it with its size in bytes.
 pub(super) fn open_regular(path: &Path) -> Result<(File, u64), FilesError> {
     let problem = |problem| FilesError::BadPath { path: path.to_owned(), problem };
-    let metadata = fs::metadata(path).map_err(|e| match e.kind() {
+    let file = regular_file::open(path).map_err(|e| match e.kind() {
         std::io::ErrorKind::NotFound => problem("no such file"),
         _ => FilesError::io(path, "read", e),
     })?;
-    if !metadata.is_file() {
-        return Err(problem("not a regular file"));
-    }
-    let file = File::open(path).map_err(|e| FilesError::io(path, "read", e))?;
-    Ok((file, metadata.len()))
+    let bytes = file.metadata().map_err(|e| FilesError::io(path, "read", e))?.len();
+    Ok((file, bytes))
 }
 
 /// Reads a whole file. Fails if it is larger than `max_bytes` bytes.

@@ -18,21 +18,24 @@ fn stored(name: &str, dtype: DType, shape: &[u64]) -> StoredTensor {
     StoredTensor { name: name.into(), dtype, shape: shape.to_vec() }
 }
 
-/// Returns bytes that differ from tensor to tensor.
+/// Returns bytes that differ from tensor to tensor. As floats of any type they are finite.
 fn content(name: &str, bytes: u64) -> Vec<u8> {
     let seed = name.bytes().fold(7u64, |sum, byte| sum.wrapping_mul(31).wrapping_add(u64::from(byte)));
-    (0..bytes).map(|at| (seed.wrapping_add(at).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8).collect()
+    (0..bytes).map(|at| (seed.wrapping_add(at).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8 & 0x3f).collect()
 }
 
 fn write(dir: &Path, tensors: &[StoredTensor], max_shard: Bytes) {
     let mut writer = WeightWriter::create(dir, "model", tensors, max_shard).unwrap();
     for tensor in tensors {
         let bytes = content(&tensor.name, tensor.shape.iter().product::<u64>() * tensor.dtype.bytes());
-        for piece in bytes.chunks(5) {
+        for piece in bytes.chunks(8) {
             writer.write(&tensor.name, piece).unwrap();
         }
     }
-    writer.finish().unwrap();
+    let files = writer.finish().unwrap();
+    for (name, summary) in files {
+        assert_eq!(FileSummary::of(&fs::read(dir.join(&name)).unwrap()), summary, "{name}");
+    }
 }
 
 /// Writes a model directory with the tensors of `config`, which `change` may modify.
@@ -110,6 +113,22 @@ fn finish_panics_on_incomplete_tensor() {
 }
 
 #[test]
+fn non_finite_values_are_not_written() {
+    let dir = tempfile::tempdir().unwrap();
+    let nan = f32::NAN.to_le_bytes();
+    for (dtype, bytes) in [(DType::F32, &nan[..]), (DType::Bf16, &[0x80, 0xff]), (DType::F16, &[0, 0x7c])] {
+        let tensors = [stored("good", DType::U8, &[1]), stored("bad", dtype, &[3])];
+        let mut writer = WeightWriter::create(dir.path(), "m", &tensors, MAX_SHARD_BYTES).unwrap();
+        writer.write("good", &[0xff]).unwrap();
+        for value in [&vec![0; bytes.len()], bytes, &vec![0; bytes.len()]] {
+            writer.write("bad", value).unwrap();
+        }
+        let refusal = writer.finish().unwrap_err();
+        assert!(matches!(&refusal, FilesError::NotFinite { tensor, .. } if tensor == "bad"), "{refusal}");
+    }
+}
+
+#[test]
 fn file_truncated_anywhere_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     write(dir.path(), &[stored("a", DType::F32, &[3]), stored("b", DType::Bf16, &[2])], MAX_SHARD_BYTES);
@@ -127,6 +146,9 @@ fn file_truncated_anywhere_is_refused() {
     fs::write(&path, [&90_000_000u64.to_le_bytes()[..], b"{}"].concat()).unwrap();
     let message = WeightFiles::open(dir.path()).unwrap_err().to_string();
     assert!(message.contains("claims 90000000 bytes, but 2 follow"), "{message}");
+    fs::write(&path, "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n").unwrap();
+    let message = WeightFiles::open(dir.path()).unwrap_err().to_string();
+    assert!(message.contains("is a pointer of Git LFS"), "{message}");
 }
 
 #[test]
@@ -147,6 +169,9 @@ fn index_that_mismatches_files_is_refused() {
     assert!(with("model-00002-of-00002", "../model").contains("is not the name of a file in this directory"));
     assert!(with("\"b\":", "\"c\":").contains("tensor `c` is not in `model-00002-of-00002.safetensors`"));
     assert!(with("\"b\":", "\"a\":").contains("tensor `a` occurs twice"));
+    let frequencies = "\"layers.0.rotary_emb.inv_freq\": \"model-00002-of-00002.safetensors\", \"b\":";
+    fs::write(&path, good.replace("\"b\":", frequencies)).unwrap();
+    assert_eq!(WeightFiles::open(dir.path()).unwrap().unwrap().entries().count(), 2);
     assert!(with("weight_map", "weights").contains("missing field `weight_map`"));
 }
 
@@ -193,6 +218,40 @@ fn alternative_names_of_transformers_are_accepted() {
         tensors.push(stored("model.layers.0.self_attn.rotary_emb.inv_freq", DType::F32, &[2]));
     });
     assert!(ModelDir::open(with_frequencies.path(), &[]).is_ok());
+    let head_alone = model_with(&tiny(true), |tensors| tensors[0].name = "lm_head.weight".into());
+    let weights = ModelDir::open(head_alone.path(), &[]).unwrap().weights.unwrap();
+    assert_eq!((&*weights.parameters[0].0.hf_name, weights.parameters.len()), ("model.embed_tokens.weight", 20));
+}
+
+#[test]
+fn generation_config_decides_end_tokens() {
+    let config = tiny(false);
+    let dir = model_with(&config, |_| ());
+    let end_tokens = |dir: &Path| ModelDir::open(dir, &[]).unwrap().config.eos;
+    assert_eq!(end_tokens(dir.path()), config.eos);
+    let file = dir.path().join("generation_config.json");
+    fs::write(&file, r#"{"eos_token_id": null}"#).unwrap();
+    assert_eq!(end_tokens(dir.path()), [0; 0]);
+    fs::write(&file, r#"{"temperature": 0.6, "eos_token_id": [4, 7]}"#).unwrap();
+    assert_eq!(end_tokens(dir.path()), [4, 7]);
+    let tensors: Vec<StoredTensor> =
+        config.hf_parameters().iter().map(|p| stored(&p.hf_name, DType::F32, &p.shape)).collect();
+    let new = dir.path().join("new");
+    let trained = ModelConfig { eos: vec![5, 4, 7], ..config };
+    write_model_dir::<FilesError>(
+        &new,
+        &trained,
+        &trained.to_json(None, DType::F32),
+        &tensors,
+        Some(dir.path()),
+        |writer| tensors.iter().try_for_each(|tensor| writer.write(&tensor.name, &vec![0; tensor.bytes() as usize])),
+    )
+    .unwrap();
+    assert_eq!(end_tokens(&new), [5, 4, 7]);
+    let written: Value = serde_json::from_slice(&fs::read(new.join("generation_config.json")).unwrap()).unwrap();
+    assert_eq!(written, json!({ "temperature": 0.6, "eos_token_id": [5, 4, 7] }));
+    fs::write(&file, r#"{"eos_token_id": "2"}"#).unwrap();
+    assert!(refusal(dir.path()).starts_with("generation_config.json: `eos_token_id` is \"2\""));
 }
 
 #[test]
@@ -279,7 +338,7 @@ fn written_model_keeps_side_files_and_extra_keys() {
         config.hf_parameters().iter().map(|p| stored(&p.hf_name, DType::Bf16, &p.shape)).collect();
     let save = |fail: bool| {
         let config_json = config.to_json(Some(&raw), DType::Bf16);
-        write_model_dir::<FilesError>(&new, &config_json, &tensors, Some(old.path()), |writer| {
+        write_model_dir::<FilesError>(&new, &config, &config_json, &tensors, Some(old.path()), |writer| {
             for parameter in config.hf_parameters() {
                 let bytes = content(&parameter.hf_name, 2 * parameter.elements());
                 writer.write(&parameter.hf_name, &bytes)?;

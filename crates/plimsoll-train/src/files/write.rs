@@ -3,10 +3,11 @@
 use super::atomic;
 use super::error::FilesError;
 use super::header::LENGTH_BYTES;
+use super::values::{FileSummary, has_non_finite};
 use plimsoll_core::{Bytes, DType};
 use rustix::fs::FallocateFlags;
 use serde_json::{Map, Value, json};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -47,8 +48,21 @@ impl StoredTensor {
 /// end. The files are complete once [`WeightWriter::finish`] has returned.
 #[derive(Debug)]
 pub struct WeightWriter {
-    shards: Vec<(PathBuf, File)>,
+    shards: Vec<Shard>,
     tensors: HashMap<String, TensorCursor>,
+    /// Name and summary of the index file; `None` for a single shard.
+    index: Option<(String, FileSummary)>,
+}
+
+/// A `*.safetensors` file being written.
+#[derive(Debug)]
+struct Shard {
+    name: String,
+    path: PathBuf,
+    file: File,
+    bytes: u64,
+    /// Checksum of the length field and the header.
+    header: crc32fast::Hasher,
 }
 
 /// The write position of a tensor: its shard, and offsets in the shard's file.
@@ -57,6 +71,11 @@ struct TensorCursor {
     shard: usize,
     next: u64,
     end: u64,
+    dtype: DType,
+    /// Checksum of the bytes written so far.
+    checksum: crc32fast::Hasher,
+    /// Whether a value written so far is NaN or infinite.
+    non_finite: bool,
 }
 
 impl WeightWriter {
@@ -77,72 +96,96 @@ impl WeightWriter {
             1 => format!("{stem}.safetensors"),
             several => format!("{stem}-{:05}-of-{several:05}.safetensors", number + 1),
         };
-        let mut writer = WeightWriter { shards: Vec::new(), tensors: HashMap::new() };
+        let mut writer = WeightWriter { shards: Vec::new(), tensors: HashMap::new(), index: None };
         let mut weight_map = Map::new();
         for (number, tensors) in shards.iter().enumerate() {
-            writer.create_shard(dir.join(file_name(number)), tensors)?;
+            writer.create_shard(dir, file_name(number), tensors)?;
             weight_map.extend(tensors.iter().map(|tensor| (tensor.name.clone(), json!(file_name(number)))));
         }
         if shards.len() > 1 {
             let total: u64 = tensors.iter().map(StoredTensor::bytes).sum();
             let index = json!({"metadata": {"total_size": total}, "weight_map": weight_map});
-            atomic::write_file(&dir.join(format!("{stem}.safetensors.index.json")), &pretty_json(&index))?;
+            let (name, text) = (format!("{stem}.safetensors.index.json"), pretty_json(&index));
+            atomic::write_file(&dir.join(&name), &text)?;
+            writer.index = Some((name, FileSummary::of(&text)));
         }
         Ok(writer)
     }
 
     /// Creates a shard and writes its header.
-    fn create_shard(&mut self, path: PathBuf, tensors: &[&StoredTensor]) -> Result<(), FilesError> {
+    fn create_shard(&mut self, dir: &Path, name: String, tensors: &[&StoredTensor]) -> Result<(), FilesError> {
+        let path = dir.join(&name);
         let failed = |e| FilesError::io(&path, "write", e);
         let (header, data_bytes) = build_header(tensors);
         let data = LENGTH_BYTES + header.len() as u64;
         let file = File::create(&path).map_err(failed)?;
         reserve_space(&file, &path, data + data_bytes)?;
-        file.write_all_at(&(header.len() as u64).to_le_bytes(), 0).map_err(failed)?;
-        file.write_all_at(&header, LENGTH_BYTES).map_err(failed)?;
+        let text = [&(header.len() as u64).to_le_bytes(), &header[..]].concat();
+        file.write_all_at(&text, 0).map_err(failed)?;
         let mut next = data;
         for tensor in tensors {
-            let slot = TensorCursor { shard: self.shards.len(), next, end: next + tensor.bytes() };
+            let slot = TensorCursor {
+                shard: self.shards.len(),
+                next,
+                end: next + tensor.bytes(),
+                dtype: tensor.dtype,
+                checksum: crc32fast::Hasher::new(),
+                non_finite: false,
+            };
             next = slot.end;
             let duplicate = self.tensors.insert(tensor.name.clone(), slot);
             assert!(duplicate.is_none(), "two tensors named `{}`", tensor.name);
         }
-        self.shards.push((path, file));
+        let mut header = crc32fast::Hasher::new();
+        header.update(&text);
+        self.shards.push(Shard { name, path, file, bytes: data + data_bytes, header });
         Ok(())
     }
 
-    /// Writes the next bytes of a tensor.
+    /// Writes the next values of a tensor. NaN and infinite values are reported by [`WeightWriter::finish`].
     ///
     /// # Errors
     /// A failed write.
     ///
     /// # Panics
-    /// If the writer has no tensor `name`, or `bytes` exceed the rest of the tensor.
+    /// If the writer has no tensor `name`, or `bytes` exceed the rest of the tensor or end inside a value.
     pub fn write(&mut self, name: &str, bytes: &[u8]) -> Result<(), FilesError> {
         let slot = self.tensors.get_mut(name).unwrap_or_else(|| panic!("no tensor named `{name}` is stored here"));
         let next = slot.next + bytes.len() as u64;
         assert!(next <= slot.end, "more bytes than tensor `{name}` has");
-        let (path, file) = &self.shards[slot.shard];
-        file.write_all_at(bytes, slot.next).map_err(|e| FilesError::io(path, "write", e))?;
+        assert!((bytes.len() as u64).is_multiple_of(slot.dtype.bytes()), "tensor `{name}` is cut inside a value");
+        let shard = &self.shards[slot.shard];
+        shard.file.write_all_at(bytes, slot.next).map_err(|e| FilesError::io(&shard.path, "write", e))?;
+        slot.checksum.update(bytes);
+        slot.non_finite |= has_non_finite(slot.dtype, bytes);
         slot.next = next;
         Ok(())
     }
 
-    /// Syncs the files to disk, after which they are complete.
+    /// Syncs the files to disk, after which they are complete. Returns size and checksum of each file by its name.
     ///
     /// # Errors
-    /// A failed sync.
+    /// A tensor holds NaN or infinite values, or a failed sync.
     ///
     /// # Panics
     /// If a tensor has not been written to its end.
-    pub fn finish(self) -> Result<(), FilesError> {
-        for (name, slot) in &self.tensors {
-            assert!(slot.next == slot.end, "tensor `{name}` lacks {} bytes", slot.end - slot.next);
+    pub fn finish(self) -> Result<BTreeMap<String, FileSummary>, FilesError> {
+        let mut tensors: Vec<(String, TensorCursor)> = self.tensors.into_iter().collect();
+        tensors.sort_by_key(|(_, slot)| (slot.shard, slot.end));
+        let mut checksums: Vec<crc32fast::Hasher> = self.shards.iter().map(|shard| shard.header.clone()).collect();
+        for (tensor, slot) in tensors {
+            assert!(slot.next == slot.end, "tensor `{tensor}` lacks {} bytes", slot.end - slot.next);
+            if slot.non_finite {
+                return Err(FilesError::NotFinite { path: self.shards[slot.shard].path.clone(), tensor });
+            }
+            checksums[slot.shard].combine(&slot.checksum);
         }
-        for (path, file) in &self.shards {
-            file.sync_all().map_err(|e| FilesError::io(path, "sync", e))?;
+        let mut files: BTreeMap<String, FileSummary> = self.index.into_iter().collect();
+        for (shard, checksum) in self.shards.into_iter().zip(checksums) {
+            shard.file.sync_all().map_err(|e| FilesError::io(&shard.path, "sync", e))?;
+            files.insert(shard.name, FileSummary { bytes: Bytes(shard.bytes), crc32: checksum.finalize() });
         }
-        Ok(())
+        Ok(files)
     }
 }
 

@@ -25,12 +25,19 @@ pub fn merge(base: &Path, adapter: &Path, out: &Path, ignore_keys: &[String]) ->
         let message = format!("{} already exists", out.display());
         return Err(Failure::input(message).hint("choose an output folder that does not exist"));
     }
-    let model = ModelDir::open(base, ignore_keys)?;
+    let mut model = ModelDir::open(base, ignore_keys)?;
     let adapter = AdapterDir::open(adapter, &model.config);
     let note = adapter.as_ref().ok().and_then(AdapterDir::unknown_base_note);
     let with_note = |error| note.iter().cloned().fold(Failure::from(error), Failure::hint);
-    let weights = model.require_weights().map_err(with_note)?;
+    model.require_weights().map_err(with_note)?;
     let adapter = adapter?;
+    if let Some(end_tokens) = &adapter.end_tokens
+        && *end_tokens != model.config.eos
+    {
+        model.config.eos.clone_from(end_tokens);
+        model.raw_config["eos_token_id"] = model.config.end_tokens_to_json();
+    }
+    let weights = model.require_weights()?;
     let parameters = weights.parameters.iter();
     let tensors: Vec<StoredTensor> = parameters
         .map(|(parameter, entry)| StoredTensor {
@@ -47,7 +54,7 @@ pub fn merge(base: &Path, adapter: &Path, out: &Path, ignore_keys: &[String]) ->
     let mut device = executor::open(set, layout.placement, DType::F32, threads as usize, None)?;
     let source = || ModelSource::new([weights, &adapter.weights]);
     device.run_observed(ProgramCall::of(ProgramKind::Load), &mut source(), &mut NoObserver)?;
-    write_model_dir(out, &model.raw_config, &tensors, Some(base), |writer: &mut WeightWriter| {
+    write_model_dir(out, &model.config, &model.raw_config, &tensors, Some(base), |writer: &mut WeightWriter| {
         run_merge(&mut *device, source(), writer)
     })?;
     Ok(note)

@@ -26,6 +26,7 @@
 //! | `request` | requests to `plimsoll_plan` for one device and for a team |
 //! | `device_choice` | the preferred device for work that one device does, and the fallback to the processor |
 //! | [`previous_plan`] | the plan of an earlier part of a run, which a resumed run keeps |
+//! | [`plan_check`] | whether a plan from a file agrees with itself and with the run |
 //! | [`team_plan`] | the plan of a run together with its devices |
 //! | [`plan`](mod@plan) | the plan of a run file, without opening model weights or data (`plimsoll plan`) |
 //! | [`prepare`](mod@prepare) | model, data and plan of a run that is about to start, with measured charges |
@@ -35,6 +36,7 @@ pub(crate) mod charges;
 pub mod demand;
 mod device_choice;
 pub mod plan;
+pub mod plan_check;
 pub(crate) mod planner;
 pub mod prepare;
 pub mod previous_plan;

@@ -1,6 +1,7 @@
 //! The plan of a run file, made without opening weights, data or devices; and the check that a stored plan belongs to a
 //! run. A run that starts is planned by `prepare`, with measured charges.
 
+use super::plan_check::{PlannedWork, check_plan};
 use super::planner::{Charges, Planner, first_outcome};
 use super::request::plan_request;
 use crate::config::{ParallelismChoice, RunConfig};
@@ -15,20 +16,22 @@ use std::sync::Arc;
 /// Checks that a run can follow a stored plan. `name` is the plan's file name, for messages.
 ///
 /// # Errors
-/// The plan does not fit or was made for another workload, or the model is invalid.
+/// The plan does not fit, was made for another workload or contradicts itself, or the model is invalid.
 pub fn check_stored_plan(config: &RunConfig, plan: &Plan, name: &str) -> Result<(), Failure> {
     if !plan.fits {
         return Err(Failure::input(format!("{name}: this plan does not fit, so there is nothing to follow"))
             .hint("its `needs` say what would do: plan once more with one of them"));
     }
-    let workload = planned_workload(config, &Model::without_adapter(config)?.config);
-    match plan.planned_for {
-        Some(other) if other != workload => {
-            Err(Failure::input(format!("{name}: a plan of {other}; this run has {workload}"))
-                .hint("plan this very run: plimsoll plan RUN.toml --json"))
-        }
-        _ => Ok(()),
+    let model = Model::without_adapter(config)?.config;
+    let workload = planned_workload(config, &model);
+    let refuse = |reason: String| {
+        Err(Failure::input(format!("{name}: {reason}")).hint("plan this very run: plimsoll plan RUN.toml --json"))
+    };
+    if let Some(other) = plan.planned_for.filter(|other| *other != workload) {
+        return refuse(format!("a plan of {other}; this run has {workload}"));
     }
+    let work = PlannedWork { sequences: config.batch_sequences(), layers: model.layers };
+    check_plan(plan, work).or_else(|fault| refuse(fault.to_string()))
 }
 
 /// Returns the workload of a run file: the numbers of model parameters, of tokens per row and of tokens per step.

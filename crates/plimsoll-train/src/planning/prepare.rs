@@ -7,15 +7,15 @@ use super::previous_plan::PreviousPlan;
 use super::request::{host_spec, staging_bytes};
 use super::team_plan::TeamPlan;
 use crate::config::LoraSection;
-use crate::data::{self, DataSpec, Dataset};
+use crate::data::{self, DataSpec, Dataset, Format};
 use crate::files::AdapterDir;
 use crate::resolve::charges::process_charges;
 use crate::resolve::{Model, Resolved, RunRequest, Workload, write_example};
 use plimsoll_core::{Bytes, Failure};
-use plimsoll_device::cache;
+use plimsoll_device::{cache, private_file};
 use plimsoll_program::Share;
 use std::ops::ControlFlow;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::slice;
 use std::sync::Arc;
 
@@ -45,8 +45,11 @@ pub struct PreparedRun {
 pub fn prepare(mut run: RunRequest, previous: Option<&PreviousPlan>) -> Result<PreparedRun, Failure> {
     write_example(&mut run)?;
     // Errors that need no rates are reported before rates are measured.
-    let model = Model::open(&run)?;
+    let mut model = Model::open(&run)?;
     model.check_weights(&run)?;
+    if run.data.format == Format::Text {
+        model.stop_at_document_end()?;
+    }
     for patterns in [&run.data.train, &run.data.eval].into_iter().filter(|patterns| !patterns.is_empty()) {
         data::list_files(patterns, run.data.format)?;
     }
@@ -117,7 +120,6 @@ fn adapter_section(adapter: &AdapterDir) -> LoraSection {
 /// # Errors
 /// The files or the tokenizer are invalid.
 pub fn open_dataset(run: &RunRequest, model: &Model, patterns: &[String], threads: usize) -> Result<Dataset, Failure> {
-    let end_token = model.folder().map(data::read_end_token).transpose()?.flatten();
     let spec = DataSpec {
         patterns: patterns.to_vec(),
         format: run.data.format,
@@ -125,19 +127,26 @@ pub fn open_dataset(run: &RunRequest, model: &Model, patterns: &[String], thread
         pack: run.data.pack,
         long: run.data.long,
         vocab: model.config.vocab,
-        end_token,
+        end_token: model.document_end_token()?,
     };
     let never_stop = &mut |_, _| ControlFlow::Continue(());
-    Ok(Dataset::open(&spec, model.tokenizer().as_deref(), &token_cache_folder(), threads, never_stop)?)
+    let mut open = |folder: &Path| Dataset::open(&spec, model.tokenizer().as_deref(), folder, threads, never_stop);
+    if let Some(folder) = token_cache_folder() {
+        return Ok(open(&folder)?);
+    }
+    // The dataset keeps its files open, so their names are not needed afterwards.
+    let folder = private_file::temporary_folder().map_err(|error| {
+        let message = format!("cannot make a folder for tokens in {}: {error}", std::env::temp_dir().display());
+        Failure::input(message).hint("set a writable folder: PLIMSOLL_CACHE=/path plimsoll ...")
+    })?;
+    Ok(open(folder.path())?)
 }
 
-/// Returns the folder of cached tokens: `PLIMSOLL_TOKENS` if it is set, else a folder next to the cached device rates,
-/// else one in the system's temporary folder.
-pub fn token_cache_folder() -> PathBuf {
-    if let Some(named) = std::env::var_os("PLIMSOLL_TOKENS").filter(|path| !path.is_empty()) {
-        return PathBuf::from(named);
-    }
-    cache::folder().unwrap_or_else(|| std::env::temp_dir().join("plimsoll")).join("tokens")
+/// Returns the folder of cached tokens: `PLIMSOLL_TOKENS` if it is set, else `tokens` in the [`cache::folder`]. None if
+/// there is neither; the tokens then last as long as this process.
+fn token_cache_folder() -> Option<PathBuf> {
+    let named = std::env::var_os("PLIMSOLL_TOKENS").filter(|path| !path.is_empty()).map(PathBuf::from);
+    named.or_else(|| Some(cache::folder()?.join("tokens")))
 }
 
 #[cfg(test)]

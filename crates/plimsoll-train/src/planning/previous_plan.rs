@@ -1,5 +1,6 @@
 //! The plan of an earlier part of a run, or a stored plan, and the checks that a run can use it again.
 
+use super::plan_check::{PlannedWork, ReusedParts, check_parts};
 use crate::resolve::{Model, RunRequest};
 use plimsoll_core::{Bytes, DeviceSpec, GemmAlgorithms, Parallelism, Plan, Recipe, WorkerPlan};
 
@@ -35,19 +36,40 @@ impl PreviousPlan {
     /// Returns the recipe of this plan's first device, for a run on one device. Returns `None` if the recipe does not
     /// comply with the run file, or if that device only stored a shard.
     pub(super) fn recipe_for(&self, run: &RunRequest, model: &Model) -> Option<&Recipe> {
-        let complies = self.recipe.micro_batch > 0 && is_recipe_of_run(&self.recipe, None, run, model);
+        let complies = self.recipe.micro_batch > 0
+            && self.is_consistent(run, model)
+            && is_recipe_of_run(&self.recipe, None, run, model);
         complies.then_some(&self.recipe)
     }
 
     /// Returns the workers of this plan, for a run on `devices`. Returns `None` if this plan is for one device or does
     /// not comply with the run file, or if a worker's device is not among `devices`.
     pub(super) fn team_for(&self, devices: &[DeviceSpec], run: &RunRequest, model: &Model) -> Option<&[WorkerPlan]> {
-        let has_device = |worker: &WorkerPlan| devices.iter().any(|device| device.name == worker.device);
+        let workers_on = |name: &str| self.team.iter().filter(|worker| worker.device == name).count();
+        let devices_named = |name: &str| devices.iter().filter(|device| device.name == name).count();
+        let has_device = |worker: &WorkerPlan| workers_on(&worker.device) <= devices_named(&worker.device);
         let complies = !self.team.is_empty()
+            && self.is_consistent(run, model)
             && run.run.parallelism.pinned().is_none_or(|pinned| self.parallelism == Some(pinned))
             && self.team.iter().all(has_device)
             && self.team.iter().all(|worker| is_recipe_of_run(&worker.recipe, worker.layers, run, model));
         complies.then_some(&self.team)
+    }
+
+    /// Whether the values of this plan agree with each other and with the run. Those of a damaged file may not.
+    fn is_consistent(&self, run: &RunRequest, model: &Model) -> bool {
+        let work = PlannedWork { sequences: run.batch_sequences(), layers: model.config.layers };
+        check_parts(&self.parts(), work).is_ok()
+    }
+
+    /// Returns the parts that [`check_parts`] checks.
+    pub(super) fn parts(&self) -> ReusedParts<'_> {
+        ReusedParts {
+            recipe: &self.recipe,
+            charges_bytes: self.charges_bytes,
+            parallelism: self.parallelism,
+            team: &self.team,
+        }
     }
 
     /// Returns the matrix product algorithms of the worker on the device with this name. Returns `None` if no worker of

@@ -2,7 +2,7 @@
 //! choices, host and scratch file that a run file sets or leaves open. [`Planner`](super::planner::Planner) makes plans
 //! of them.
 
-use crate::config::{Length, Method, Optimizer, ParallelismChoice, RunConfig};
+use crate::config::{Length, MAX_BATCH_TOKENS, Method, Optimizer, ParallelismChoice, RunConfig};
 use crate::resolve::example::model_is_example;
 use crate::resolve::model::Model;
 use crate::resolve::{RunRequest, Workload};
@@ -14,9 +14,12 @@ use plimsoll_plan::search::{LossyOptions, PinnedChoices, PlanRequest, with_lossy
 use plimsoll_plan::team::{EvaluationSchedule, TeamConstraint, TeamRequest};
 use plimsoll_program::Share;
 use plimsoll_program::models::decoder::{self, Base, Generation, Lora, WeightSource};
-use plimsoll_program::models::{Target, check_supported};
+use plimsoll_program::models::{ModelConfig, Target, check_supported};
 use plimsoll_program::workspace::Kernels;
 use std::path::Path;
+
+/// The most bytes of activations that a step may have if nothing is saved. Sums of several such sizes fit in 64 bits.
+const MAX_ACTIVATION_BYTES: u128 = 1 << 62;
 
 /// Returns the request to plan `work` on one device.
 ///
@@ -30,6 +33,7 @@ pub(crate) fn plan_request<'a>(
 ) -> Result<PlanRequest<'a>, Failure> {
     let precision = run.arithmetic(device.kind);
     check_supported(&model.config, precision, Kernels::for_device(device))?;
+    check_size(&model.config, run.batch_sequences() * u64::from(run.data.sequence))?;
     let train = work == Workload::Train;
     let rungs = run.train.rungs.as_deref().unwrap_or_default();
     let request = PlanRequest {
@@ -53,6 +57,22 @@ pub(crate) fn plan_request<'a>(
         share: Share::SINGLE_DEVICE,
     };
     Ok(with_lossy(&request, rungs))
+}
+
+/// Checks that the bytes of all activations of `tokens` tokens can be counted. Planning adds and multiplies sizes without
+/// further checks.
+///
+/// # Errors
+/// A step has too many tokens for the model.
+pub(crate) fn check_size(config: &ModelConfig, tokens: u64) -> Result<(), Failure> {
+    // A generous count of f64 values for each token, with their gradients.
+    let layer = 16 * config.hidden + 8 * config.ffn + 16 * config.heads * config.head_dim;
+    let token_bytes = 16 * (u128::from(config.layers) * u128::from(layer) + u128::from(config.vocab));
+    if tokens <= MAX_BATCH_TOKENS && token_bytes * u128::from(tokens) < MAX_ACTIVATION_BYTES {
+        return Ok(());
+    }
+    let message = format!("a step of {} is too large for this model", format_count(tokens, "token"));
+    Err(Failure::input(message).hint("take fewer tokens in a step (train.batch_tokens)"))
 }
 
 /// Returns the request to plan a share of a training run on one device. `share` is the part of the model that the
@@ -289,6 +309,16 @@ mod tests {
     use super::*;
     use crate::resolve::Resolved;
     use crate::resolve::tests::run_request;
+
+    #[test]
+    fn step_too_large_for_a_model_is_refused() {
+        let config = plimsoll_program::models::preset("llama-3.1-8b").expect("listed");
+        assert_eq!(check_size(&config, 1 << 31), Ok(()));
+        let huge = ModelConfig { ffn: 1 << 22, hidden: 1 << 6, layers: 1 << 12, ..config.clone() };
+        let failure = check_size(&huge, 1 << 31).unwrap_err();
+        assert!(failure.to_string().starts_with("a step of 2147483648 tokens is too large"));
+        assert!(check_size(&config, u64::MAX).is_err());
+    }
 
     #[test]
     fn recompute_levels_must_match_layer_count() {

@@ -117,9 +117,12 @@ impl DistributedTransport {
         let (sender, results) = channel();
         for (rank, endpoint) in endpoints.iter().enumerate() {
             let (invitation, network) = (Arc::clone(&invitation), Arc::clone(&network));
-            let (endpoint, sender) = (endpoint.clone(), sender.clone());
+            let (endpoint, thread_sender) = (endpoint.clone(), sender.clone());
             // The receiver is gone if another rank was lost meanwhile.
-            thread::spawn(move || drop(sender.send((rank, endpoint.join(rank as u32, &invitation, &*network)))));
+            let join = move || drop(thread_sender.send((rank, endpoint.join(rank as u32, &invitation, &*network))));
+            if thread::Builder::new().spawn(join).is_err() {
+                let _ = sender.send((rank, Err(DeviceError::NoThread { queue: "communication".to_owned() })));
+            }
         }
         drop(sender);
         let mut local: Vec<Option<Arc<WireTransport>>> = endpoints.iter().map(|_| None).collect();

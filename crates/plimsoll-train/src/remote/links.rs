@@ -11,7 +11,7 @@ use plimsoll_device::transport::wire::Wire;
 use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::thread;
+use std::thread::{self, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
 /// Number of round trips in a latency measurement. Half of their median is the latency.
@@ -55,10 +55,19 @@ pub(crate) fn measure_slowest_links(
     let measure = |rank: usize| measure_rank(rank as u32, connections.get(rank), &*network, &invitation);
     let results: Vec<Result<Vec<Option<LinkSpeeds>>, DeviceError>> = thread::scope(|scope| {
         let measure = &measure;
-        let threads: Vec<_> = (0..ranks).map(|rank| scope.spawn(move || measure(rank))).collect();
-        threads.into_iter().map(|t| t.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+        let start = |rank| thread::Builder::new().spawn_scoped(scope, move || measure(rank));
+        let threads: Vec<_> = (0..ranks).map(start).collect();
+        threads.into_iter().map(join).collect()
     });
     slowest_by_rank(results)
+}
+
+/// Waits for the thread of a rank. Fails if the system has refused the thread.
+fn join<T>(thread: io::Result<ScopedJoinHandle<Result<T, DeviceError>>>) -> Result<T, DeviceError> {
+    match thread {
+        Ok(thread) => thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
+        Err(_) => Err(DeviceError::NoThread { queue: "communication".to_owned() }),
+    }
 }
 
 /// Measures the links of a rank through its connection. Without a connection, the rank is this process, which measures

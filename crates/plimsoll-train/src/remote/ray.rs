@@ -279,7 +279,11 @@ impl HelperProcess {
         // Ray writes much about its own processes to standard error. Only the last line is kept, for error messages.
         let stderr = BufReader::new(child.stderr.take().expect("stderr is piped"));
         let last = |last: String, line: io::Result<String>| line.ok().filter(|line| !line.is_empty()).unwrap_or(last);
-        let last_error_line = thread::spawn(move || stderr.lines().fold(String::new(), last));
+        let last_error_line = thread::Builder::new().spawn(move || stderr.lines().fold(String::new(), last));
+        let last_error_line = last_error_line.map_err(|error| {
+            let _ = child.kill();
+            not_started(error)
+        })?;
         let replies = Arc::new(ReplyDispatcher(Mutex::new(Some(WaitingCallers::new()))));
         let (child, last_error_line) = (Mutex::new(child), Mutex::new(Some(last_error_line)));
         Ok((HelperProcess { child, last_error_line, stdin, replies, next_number: AtomicU64::new(0) }, stdout))

@@ -4,6 +4,7 @@
 use super::RunRequest;
 use crate::files::atomic;
 use plimsoll_core::{Budget, Failure};
+use plimsoll_device::regular_file;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -32,7 +33,7 @@ impl RunRequest {
     /// Loads the load lines that the user changed before this run was interrupted. A change is dropped if the run file
     /// now gives the device another load line than at the time of the change.
     pub(super) fn load_budget_overrides(&mut self, run_dir: &Path) {
-        let text = fs::read(overrides_path(run_dir)).unwrap_or_default();
+        let text = regular_file::read(&overrides_path(run_dir)).unwrap_or_default();
         let changes: BTreeMap<String, BudgetChange> = serde_json::from_slice(&text).unwrap_or_default();
         let holds = |(device, change): (String, BudgetChange)| {
             let unchanged = self.budget_of(&device) == change.from;

@@ -2,7 +2,7 @@
 
 use super::example::model_is_example;
 use crate::config::{Init, RunConfig};
-use crate::data::addition_example;
+use crate::data::{addition_example, read_end_token};
 use crate::files::{AdapterDir, ModelDir, ModelWeights, read_config};
 use plimsoll_core::Failure;
 use plimsoll_program::models::decoder::WeightSource;
@@ -27,10 +27,35 @@ impl Model {
     /// # Errors
     /// There is no such model, or Plimsoll does not support it.
     pub fn open(config: &RunConfig) -> Result<Model, Failure> {
-        let model = Model::without_adapter(config)?;
+        let mut model = Model::without_adapter(config)?;
         let path = config.model.adapter.as_deref().map(Path::new);
         let adapter = path.map(|path| AdapterDir::open(path, &model.config)).transpose()?;
+        if let Some(end_tokens) = adapter.as_ref().and_then(|adapter| adapter.end_tokens.clone()) {
+            model.config.eos = end_tokens;
+        }
         Ok(Model { adapter, ..model })
+    }
+
+    /// Returns the token that ends each document of text; `None` if the model has none.
+    ///
+    /// # Errors
+    /// A file beside the tokenizer that cannot be read.
+    pub fn document_end_token(&self) -> Result<Option<u32>, Failure> {
+        Ok(self.folder().map(read_end_token).transpose()?.flatten())
+    }
+
+    /// Adds the token that ends documents to the tokens at which generation stops. A model that is trained on text
+    /// would otherwise never stop where its documents end.
+    ///
+    /// # Errors
+    /// A file beside the tokenizer that cannot be read.
+    pub fn stop_at_document_end(&mut self) -> Result<(), Failure> {
+        if let Some(end_token) = self.document_end_token()?.map(i64::from)
+            && !self.config.eos.contains(&end_token)
+        {
+            self.config.eos.insert(0, end_token);
+        }
+        Ok(())
     }
 
     /// Checks that the model supports the sequence length of the run.

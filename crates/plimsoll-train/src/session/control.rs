@@ -9,6 +9,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 use std::{fs, io, thread};
 
@@ -83,6 +84,16 @@ impl BudgetRequest {
     }
 }
 
+/// Paths of the control sockets of this process.
+static OPEN_SOCKETS: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+
+/// Removes the control sockets of this process, before it ends without a drop.
+pub fn remove_open_sockets() {
+    for path in OPEN_SOCKETS.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
+        let _ = fs::remove_file(path);
+    }
+}
+
 /// Listening control socket of this run. The socket file is removed on drop.
 pub struct ControlSocket {
     path: PathBuf,
@@ -107,6 +118,7 @@ impl ControlSocket {
             _ => {}
         }
         let listener = UnixListener::bind(&path)?;
+        OPEN_SOCKETS.lock().unwrap_or_else(PoisonError::into_inner).push(path.clone());
         let (sender, pending_requests) = channel();
         thread::Builder::new().name("control".into()).stack_size(128 << 10).spawn(move || {
             for client in listener.incoming().flatten() {
@@ -126,6 +138,7 @@ impl ControlSocket {
 impl Drop for ControlSocket {
     fn drop(&mut self) {
         let _ = fs::remove_file(&self.path);
+        OPEN_SOCKETS.lock().unwrap_or_else(PoisonError::into_inner).retain(|path| *path != self.path);
     }
 }
 
@@ -208,6 +221,15 @@ mod tests {
         assert_eq!(client.join().unwrap(), Ok(change));
         drop(control);
         assert!(!socket(folder.path()).exists());
+    }
+
+    #[test]
+    fn socket_is_removed_without_drop() {
+        let folder = tempfile::tempdir().unwrap();
+        let control = ControlSocket::listen(folder.path()).unwrap();
+        assert!(OPEN_SOCKETS.lock().unwrap().contains(&control.path));
+        drop(control);
+        assert!(!OPEN_SOCKETS.lock().unwrap().contains(&socket(folder.path())));
     }
 
     #[test]

@@ -232,6 +232,7 @@ fn info_at_start(prepared: &PreparedRun, checkpoint: Option<&Checkpoint>) -> Che
         elapsed_seconds: 0.0,
         first_loss: f64::NAN,
         last_loss: f64::NAN,
+        unlabelled_steps: 0,
         recipe: plan.recipe.clone(),
         parallelism: plan.parallelism,
         team: plan.team.clone(),

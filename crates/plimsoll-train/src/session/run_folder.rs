@@ -13,8 +13,8 @@ use crate::session::interrupt::StepInterrupt;
 use crate::session::outcome::Outcome;
 use crate::session::training::{Ending, Session};
 use plimsoll_core::{Event, Failure, LossSpan, Plan, RunResult, RunStatus, StepSeconds, format_count};
+use plimsoll_device::regular_file;
 use plimsoll_program::ProgramKind;
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -129,11 +129,14 @@ impl Session {
         let path = model_folder(&self.context.folder, &self.context.run);
         if self.context.run.train.method == Method::Lora {
             let base = model.weights(&self.context.run).and_then(|_| model.folder());
-            write_adapter_dir(&path, &adapter_config(&self.context.run, model), base, &tensors, write)?;
+            let lora = adapter_config(&self.context.run, model);
+            let has_base_end_tokens = model.dir.as_ref().is_none_or(|dir| dir.config.eos == model.config.eos);
+            let trained = (!has_base_end_tokens).then_some(&model.config);
+            write_adapter_dir(&path, &lora, base, trained, &tensors, write)?;
             return Ok(path);
         }
         let config = model.config.to_json(model.dir.as_ref().map(|dir| &dir.raw_config), self.info.precision);
-        write_model_dir(&path, &config, &tensors, model.folder(), write)?;
+        write_model_dir(&path, &model.config, &config, &tensors, model.folder(), write)?;
         Ok(path)
     }
 
@@ -164,6 +167,7 @@ impl Session {
             status,
             steps: self.info.step,
             loss: LossSpan { first: self.info.first_loss, last: self.info.last_loss },
+            unlabelled_steps: Some(self.info.unlabelled_steps).filter(|&steps| steps > 0),
             tokens_per_second,
             step_seconds,
             eval: self.last_eval.map(|(_, result)| result),
@@ -207,7 +211,7 @@ impl Session {
     /// training time that the checkpoint records.
     fn measured_speed(&mut self, path: &Path) -> (StepSeconds, f64) {
         let tokens = (self.context.batches.rows * u64::from(self.context.run.data.sequence)) as f64;
-        let earlier = fs::read(path).ok().and_then(|text| serde_json::from_slice::<RunResult>(&text).ok());
+        let earlier = regular_file::read(path).ok().and_then(|text| serde_json::from_slice::<RunResult>(&text).ok());
         if let Some(earlier) = earlier.filter(|earlier| earlier.steps == self.info.step && self.step_times.is_empty()) {
             return (earlier.step_seconds, earlier.tokens_per_second);
         }

@@ -21,6 +21,7 @@ use plimsoll_core::{
     Event, Failure, Parallelism, Plan, Recipe, Record, RunResult, RunStatus, WorkerPlan, format_count,
 };
 use plimsoll_device::probe::Cpu;
+use plimsoll_device::regular_file;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -184,6 +185,9 @@ impl Run {
         let folder = PathBuf::from(&self.prepared.run.run.dir);
         create_run_folder(&folder)?;
         let mut log = EventLog::open(&folder, observer)?;
+        if let Some(Checkpoint { info, .. }) = &self.checkpoint {
+            checkpoint::remove_leftovers(&folder, info.step)?;
+        }
         let mut warnings = self.warnings.clone();
         warnings.extend(self.prepared.run.budget_override_notes());
         warnings.extend(self.prepared.run.unsaved_base_warning().filter(|_| self.saves));
@@ -279,7 +283,7 @@ fn check_not_shorter(run: &RunConfig, info: &CheckpointInfo) -> Result<(), Failu
 /// to be done, or if the result or the model is missing.
 fn completed_outcome(run: &RunConfig, info: &CheckpointInfo) -> Option<Outcome> {
     let folder = PathBuf::from(&run.run.dir);
-    let result: RunResult = serde_json::from_slice(&fs::read(folder.join("result.json")).ok()?).ok()?;
+    let result: RunResult = serde_json::from_slice(&regular_file::read(&folder.join("result.json")).ok()?).ok()?;
     let is_of_all = result.status == RunStatus::Done && result.steps == info.step;
     let model = model_folder(&folder, run);
     let done = is_of_all && is_finished(run, batches_and_steps(run, info.rows).1, info) && model.is_dir();
@@ -289,7 +293,7 @@ fn completed_outcome(run: &RunConfig, info: &CheckpointInfo) -> Option<Outcome> 
 /// Returns the stored plan of a run that has no checkpoint; `None` without a readable `plan.json` that names devices.
 /// If the run starts again with this plan, it gets the same results bit for bit.
 fn plan_before(folder: &Path) -> Option<PreviousPlan> {
-    let plan: Plan = serde_json::from_slice(&fs::read(folder.join("plan.json")).ok()?).ok()?;
+    let plan: Plan = serde_json::from_slice(&regular_file::read(&folder.join("plan.json")).ok()?).ok()?;
     PreviousPlan::from_plan(&plan)
 }
 

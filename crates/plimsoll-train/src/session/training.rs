@@ -211,13 +211,10 @@ impl Session {
         self.team.record_step_seconds(seconds);
         self.info.step = step;
         self.info.elapsed_seconds += seconds;
-        self.info.last_loss = found.loss;
-        if step == 1 {
-            self.info.first_loss = found.loss;
-        }
+        let loss = self.record_step_loss(found.loss, labelled_tokens, log)?;
         log.emit(Event::Step {
             step,
-            loss: found.loss,
+            loss,
             norm: found.norm,
             learning_rate: rate,
             tokens,
@@ -229,6 +226,28 @@ impl Session {
             Some(reason) => self.rebalance(&reason, log),
             None => Ok(()),
         }
+    }
+
+    /// Records the loss of a finished step and returns it. A step without any label has none: the result is NaN, and
+    /// the first such step is logged as a warning.
+    fn record_step_loss(&mut self, loss: f64, labelled_tokens: u64, log: &mut EventLog) -> Result<f64, Failure> {
+        if labelled_tokens == 0 {
+            self.info.unlabelled_steps += 1;
+            if self.info.unlabelled_steps == 1 {
+                let step = self.info.step;
+                let message = format!(
+                    "step {step} has no label, so it has no loss and learns nothing; result.json counts such steps \
+                     (unlabelled_steps); a larger data.sequence or train.batch_tokens avoids them"
+                );
+                log.emit(Event::Warning { message })?;
+            }
+            return Ok(f64::NAN);
+        }
+        self.info.last_loss = loss;
+        if self.info.first_loss.is_nan() {
+            self.info.first_loss = loss;
+        }
+        Ok(loss)
     }
 
     /// Updates the weights on all devices. After an out-of-memory error the update continues with the op that failed.

@@ -2,6 +2,7 @@
 
 use crate::engine::Engine;
 use plimsoll_core::Bytes;
+use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread;
 
@@ -9,6 +10,16 @@ use std::thread;
 /// during a job: a thread still owns the engine and may never return. Clones share the same list.
 #[derive(Clone, Default)]
 pub struct AbandonedMemory(Arc<Mutex<Vec<AbandonedArena>>>);
+
+/// Drops a value on a thread of its own, because dropping it may block forever. If the system refuses a thread, the
+/// value stays.
+pub(super) fn drop_on_thread<T: Send + 'static>(value: T) {
+    let (sender, receiver) = channel();
+    match thread::Builder::new().spawn(move || drop(receiver.recv())) {
+        Ok(_) => drop(sender.send(value)),
+        Err(_) => std::mem::forget(value),
+    }
+}
 
 /// Arenas of one abandoned engine.
 struct AbandonedArena {
@@ -32,10 +43,7 @@ impl AbandonedMemory {
     pub fn drop_in_background(&self, engine: Engine, bytes: Bytes) {
         let alive = Arc::new(());
         self.add(bytes, Arc::downgrade(&alive));
-        thread::spawn(move || {
-            drop(engine);
-            drop(alive);
-        });
+        drop_on_thread((engine, alive));
     }
 
     /// Returns the bytes of all arenas that abandoned engines hold now.

@@ -1,7 +1,7 @@
 //! Opens the devices of a plan: monitors the heartbeat of each meanwhile, and plans again if a GPU holds more memory
 //! outside its arena than expected.
 
-use super::abandoned::AbandonedMemory;
+use super::abandoned::{AbandonedMemory, drop_on_thread};
 use super::run_on_all::{Job, JobOutcome, Task, run_on_all};
 use super::{Team, Worker};
 use crate::engine::Engine;
@@ -24,7 +24,6 @@ use plimsoll_device::error::DeviceError;
 use plimsoll_device::probe::Memory;
 use plimsoll_device::transport::{Transport, in_process};
 use std::sync::Arc;
-use std::thread;
 use std::time::Duration;
 
 /// Largest number of plans to try for one GPU. A further plan is needed if the GPU holds more memory outside its arena
@@ -175,7 +174,7 @@ pub(crate) fn open_assignment(
     let outcome = run_on_all(vec![job], &no_peers, &mut NoFiles).pop();
     if liveness.is_some_and(|liveness| liveness.is_lost()) {
         // A thread that has returned meanwhile may block again when the device is closed.
-        thread::spawn(move || drop(outcome));
+        drop_on_thread(outcome);
         return Err(DeviceFailure::Lost { rank: 0, reason: timeout_message(&name, heartbeat_timeout) });
     }
     let Some((_, JobOutcome::Returned(engine, opened))) = outcome else { unreachable!("a responsive device returns") };

@@ -9,6 +9,7 @@ use crate::engine::Engine;
 use crate::engine::failure::DeviceFailure;
 use crate::engine::tensor_files::CHUNK_BYTES;
 use crate::heartbeat::Liveness;
+use plimsoll_core::Failure;
 use plimsoll_device::device::FileSpace;
 use plimsoll_device::transport::Transport;
 use std::any::Any;
@@ -85,11 +86,21 @@ pub fn run_on_all<T: Send + 'static>(
     for job in jobs {
         let alive = Arc::new(());
         running.push(RunningJob { rank: job.rank, liveness: job.liveness.clone(), alive: Arc::downgrade(&alive) });
-        let (sender, transport) = (sender.clone(), Arc::clone(transport));
-        thread::spawn(move || {
-            run_job(job, &sender, &*transport);
+        let (thread_sender, thread_transport) = (sender.clone(), Arc::clone(transport));
+        let (hand_over, handed_over) = channel();
+        let thread = thread::Builder::new().spawn(move || {
+            if let Ok(job) = handed_over.recv() {
+                run_job(job, &thread_sender, &*thread_transport);
+            }
             drop(alive);
         });
+        match thread {
+            Ok(_) => drop(hand_over.send(job)),
+            Err(_) => {
+                let failure = Failure::no_thread("for a device of the team");
+                run_job(Job { task: Box::new(move |_, _| Err(failure.into())), ..job }, &sender, &**transport);
+            }
+        }
     }
     let (mut outcomes, mut panicked) = (Vec::new(), None);
     while !running.iter().all(RunningJob::is_lost) {

@@ -78,7 +78,7 @@ pub struct BenchStepArgs {
     #[arg(long, default_value = "full", value_parser = ["full", "lora"], help_heading = "Training")]
     pub method: String,
     /// LoRA rank; alpha is twice the rank
-    #[arg(long, default_value_t = 16, value_parser = positive(), help_heading = "Training")]
+    #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=1 << 18), help_heading = "Training")]
     pub rank: u32,
     /// Storage of the frozen base weights with --method lora: plain (not quantized), int8 or nf4
     #[arg(long, default_value = "plain", value_parser = ["plain", "int8", "nf4"], help_heading = "Training")]

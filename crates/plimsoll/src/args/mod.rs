@@ -239,7 +239,7 @@ pub struct DevicesArgs {
     /// Print the devices as JSON
     #[arg(long)]
     pub json: bool,
-    /// Refresh the table until a key is pressed
+    /// Refresh the table until q, Esc or Ctrl-C is pressed
     #[arg(long, conflicts_with = "json")]
     pub watch: bool,
     /// Delete what earlier runs learned about devices: reduced memory limits and slower speeds

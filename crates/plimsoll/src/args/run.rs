@@ -4,6 +4,7 @@ use super::SettingArgs;
 use super::values::positive;
 use clap::Args;
 use plimsoll_core::{Failure, Plan, rung_names};
+use plimsoll_device::regular_file;
 use plimsoll_train::config::{RunConfig, list_setting, model_setting, setting};
 use plimsoll_train::fault_injection::Injection;
 use plimsoll_train::planning::check_stored_plan;
@@ -94,7 +95,7 @@ impl TrainArgs {
         let name = path.display();
         let wrong = |message: String| Failure::input(message).hint("create one with plimsoll plan RUN.toml --json");
         let text =
-            std::fs::read_to_string(path).map_err(|error| wrong(format!("cannot read the plan {name}: {error}")))?;
+            regular_file::read_text(path).map_err(|error| wrong(format!("cannot read the plan {name}: {error}")))?;
         let plan = serde_json::from_str(&text).map_err(|error| wrong(format!("{name} is not a plan: {error}")))?;
         Ok(Some(plan))
     }

@@ -12,10 +12,10 @@ use plimsoll_train::session::control;
 /// line; the run then continues unchanged.
 pub fn run(args: &BudgetArgs) -> Result<Exit, Failure> {
     let moved = control::request_budget(&args.run_dir, args.device.as_deref(), args.budget)?;
-    let text = match args.json {
-        true => serde_json::to_string(&moved).expect("an answer is plain data"),
-        false => moved.message,
-    };
-    output::print(&format!("{text}\n"));
+    if args.json {
+        output::print_json(&serde_json::to_string(&moved).expect("an answer is plain data"));
+    } else {
+        output::print(&format!("{}\n", moved.message));
+    }
     Ok(Exit::Done)
 }

@@ -1,6 +1,6 @@
 //! `plimsoll devices`, `plimsoll bench devices` and `plimsoll bench step`: the devices of this machine and their speed.
 
-use super::model::json_line;
+use super::model::to_json;
 use crate::args::{BenchDevicesArgs, BenchStepArgs, DevicesArgs};
 use crate::output;
 use plimsoll_core::{DType, Exit, Failure};
@@ -26,7 +26,7 @@ pub fn show(args: &DevicesArgs) -> Result<Exit, Failure> {
     } else if args.watch {
         devices::watch().map_err(|error| Failure::input(format!("the terminal cannot be drawn on: {error}")))?;
     } else if args.json {
-        output::print(&devices::json(&Machine::read()));
+        output::print_json(&devices::json(&Machine::read()));
     } else {
         output::print(&devices::table(&Machine::read()));
     }
@@ -97,6 +97,6 @@ pub fn time_step(args: &BenchStepArgs) -> Result<Exit, Failure> {
         rank: if lora { u64::from(args.rank) } else { 0 },
         base,
     })?;
-    output::print(&json_line(&measured));
+    output::print_json(&to_json(&measured));
     Ok(Exit::Done)
 }

@@ -23,7 +23,7 @@ pub fn eval(args: &EvalArgs) -> Result<Exit, Failure> {
     print_notes(resolved);
     let loss = evaluation.run()?;
     if args.json {
-        output::print(&json_line(&loss));
+        output::print_json(&to_json(&loss));
     } else {
         output::print(&format!(
             "loss {:.4}, perplexity {:.2}, {}\n",
@@ -52,7 +52,11 @@ pub fn generate(args: &GenerateArgs) -> Result<Exit, Failure> {
         top_p: args.top_p.map_or(1.0, f64::from),
         seed: args.seed,
     })?;
-    output::print(&if args.json { json_line(&text) } else { format!("{}{}\n", text.prompt, text.text) });
+    if args.json {
+        output::print_json(&to_json(&text));
+    } else {
+        output::print_generated(&format!("{}{}\n", text.prompt, text.text));
+    }
     Ok(Exit::Done)
 }
 
@@ -78,7 +82,7 @@ fn print_notes(resolved: &Resolved) {
     }
 }
 
-/// Formats a result as one line of JSON.
-pub fn json_line(result: &impl Serialize) -> String {
-    serde_json::to_string(result).expect("results are plain data") + "\n"
+/// Formats a result as JSON without line breaks.
+pub fn to_json(result: &impl Serialize) -> String {
+    serde_json::to_string(result).expect("results are plain data")
 }

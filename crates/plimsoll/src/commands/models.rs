@@ -3,17 +3,20 @@
 
 use super::plan::refusal_for_command;
 use crate::args::BenchModelsArgs;
-use crate::{output, signals};
+use crate::output;
+use crate::signals::{self, SignalTexts};
 use plimsoll_core::{DeviceKind, Exit, Failure, ModelRow, ModelStatus, ModelsBench, RunResult, format_count};
+use plimsoll_device::private_file;
 use plimsoll_program::models::preset_of_size;
 use plimsoll_train::config::RunConfig;
 use plimsoll_train::planning::{PlannedRun, plan};
 use plimsoll_train::resolve::resolve_devices;
 use plimsoll_watch::models::table;
+use std::env::temp_dir;
 use std::fs;
 use std::io::{BufWriter, Write};
 use std::os::unix::process::ExitStatusExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, ExitStatus, Stdio};
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -26,14 +29,16 @@ use std::time::Instant;
 pub fn run(args: &BenchModelsArgs) -> Result<Exit, Failure> {
     // An invalid setting or device affects every model, so it is reported once, before the first one.
     resolve_devices(&args.build_request(&args.models[0], Path::new("train.jsonl"), Path::new("run"))?)?;
-    let stop = signals::install().map_err(|error| Failure::bug(format!("signals cannot be caught: {error}")))?;
+    let stop = signals::install(SignalTexts::new("this model is finished", false))?;
     let mut bench = ModelsBench { samples: args.samples, sequence: u64::from(args.sequence), models: Vec::new() };
     // The benchmark may take hours, so a file that cannot be written is reported at the start.
     write_json(args, &bench)?;
-    for (number, model) in args.models.iter().enumerate() {
-        let folder = TemporaryFolder::make(number)?;
+    for model in &args.models {
+        let folder = private_file::temporary_folder().map_err(|error| {
+            Failure::input(format!("cannot make a folder in {}: {error}", temp_dir().display())).hint("set TMPDIR")
+        })?;
         output::print_progress(model);
-        bench.models.push(measure(args, model, &folder.0));
+        bench.models.push(measure(args, model, folder.path()));
         write_json(args, &bench)?;
         if stop.load(Ordering::Relaxed) {
             break;
@@ -64,24 +69,6 @@ fn write_json(args: &BenchModelsArgs, bench: &ModelsBench) -> Result<(), Failure
     let Some(path) = &args.json else { return Ok(()) };
     let text = serde_json::to_string_pretty(bench).expect("rows are plain data");
     fs::write(path, text + "\n").map_err(|error| Failure::input(format!("cannot write {}: {error}", path.display())))
-}
-
-/// Temporary folder of one model, deleted with its contents when dropped.
-struct TemporaryFolder(PathBuf);
-
-impl TemporaryFolder {
-    fn make(number: usize) -> Result<TemporaryFolder, Failure> {
-        let path = std::env::temp_dir().join(format!("plimsoll-bench-{}-{number}", std::process::id()));
-        fs::create_dir_all(&path)
-            .map_err(|error| Failure::input(format!("cannot make {}: {error}", path.display())).hint("set TMPDIR"))?;
-        Ok(TemporaryFolder(path))
-    }
-}
-
-impl Drop for TemporaryFolder {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
 }
 
 /// Plans and trains one model, and returns its row of the table. A failure becomes part of the row.

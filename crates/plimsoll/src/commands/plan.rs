@@ -26,7 +26,7 @@ pub fn run(args: &PlanArgs) -> Result<Exit, Failure> {
     let PlannedRun { resolved, devices, outcome: answer } = plan(&request, args.explain)?;
     if args.json {
         let json = serde_json::to_string_pretty(&answer.plan).expect("a plan is plain data");
-        output::print(&format!("{json}\n"));
+        output::print_json(&json);
     } else {
         output::print(&plan_text(&request, &resolved.model, &devices, &answer, args.explain));
     }

@@ -3,7 +3,8 @@
 use super::plan::{refuse_or_prompt, title};
 use super::ray::with_remote_devices;
 use crate::args::TrainArgs;
-use crate::{output, signals};
+use crate::output;
+use crate::signals::{self, SignalTexts};
 use plimsoll_core::{DeviceKind, Exit, Failure, RunStatus, format_count};
 use plimsoll_train::config::{Length, RunConfig};
 use plimsoll_train::data::Dataset;
@@ -63,13 +64,25 @@ pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
     }
     let simulated = prepared.planned.plan.devices.iter().any(|device| device.simulated);
     // Until here a signal ends the program immediately, because there is nothing to save yet.
-    let stop = signals::install().map_err(|error| Failure::bug(format!("signals cannot be caught: {error}")))?;
+    let folder = (!args.no_save).then(|| prepared.run.run.dir.clone());
+    let stop = signals::install(signal_texts(args, folder.as_deref()))?;
     if args.stop_on_eof {
-        signals::stop_on_eof(&stop);
+        signals::stop_on_eof(&stop)?;
     }
     let mut watcher = for_stdout(args.json, args.quiet);
     let outcome = run.start(&mut |record| watcher.observe(record), &stop)?;
     Ok(print_outcome(args, &outcome, simulated))
+}
+
+/// Returns the texts about signals for a run that saves to `folder`; `None` if it saves nothing.
+fn signal_texts(args: &TrainArgs, folder: Option<&str>) -> SignalTexts {
+    let work = if folder.is_some() { "the run finishes and saves this step" } else { "the run finishes this step" };
+    let mut texts = SignalTexts::new(work, args.quiet);
+    if let Some(folder) = folder {
+        let hint = format!("to resume from the newest checkpoint: {}", resume_command(folder));
+        texts.ended = texts.ended.hint(hint);
+    }
+    texts
 }
 
 /// Environment variable that marks a process started by [`restart_process`], so that it does not restart once more.
@@ -142,7 +155,7 @@ fn print_already_done(
         return Err(Failure::input(message).hint(format!("for more steps: {more}")));
     }
     if args.json {
-        output::print(&format!("{}\n", serde_json::to_string(result).expect("a result is plain data")));
+        output::print_json(&serde_json::to_string(result).expect("a result is plain data"));
     } else if !args.quiet {
         let model = model.as_ref().map(|path| path.display().to_string());
         output::print(&already_done(result, &folder, model.as_deref(), &more));
@@ -154,8 +167,7 @@ fn print_already_done(
 fn print_outcome(args: &TrainArgs, outcome: &Outcome, simulated: bool) -> Exit {
     let folder = outcome.folder.display().to_string();
     if args.json {
-        let result = serde_json::to_string(&outcome.result).expect("a result is plain data");
-        output::print(&format!("{result}\n"));
+        output::print_json(&serde_json::to_string(&outcome.result).expect("a result is plain data"));
     } else if !args.quiet {
         let sample = |sample: &plimsoll_train::inference::samples::Sample| Sample {
             prompt: sample.prompt.clone(),

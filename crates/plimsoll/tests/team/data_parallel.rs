@@ -79,6 +79,7 @@ fn slow_device_gets_fewer_sequences() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn budget_command_selects_device_by_name() {
     let workspace = Workspace::new(&Shape { steps: 250, ..QUICK });
     let running = workspace.start(&[

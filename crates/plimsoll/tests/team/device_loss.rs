@@ -32,6 +32,7 @@ fn lost_device_continues_from_last_finished_step() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn device_with_persistent_oom_is_excluded() {
     let (workspace, words) = trio_with_plain_run(&[]);
     for (number, at) in ["virtual:b/3:update", "virtual:c/4:update:4", "virtual:a/5:backward", "virtual:a/4:checkpoint"]
@@ -43,7 +44,7 @@ fn device_with_persistent_oom_is_excluded() {
         assert_eq!(result["status"], "done", "{at}");
         let (device, reason, resumed_from_step) = lost_device(&workspace, &run);
         assert_eq!((&device[..], resumed_from_step), (&at[..9], None), "{at}");
-        assert!(reason.contains(&device) && reason.contains("made no progress"), "{at}: {reason}");
+        assert!(reason.contains(&device) && reason.contains("refusals in a row"), "{at}: {reason}");
         assert!(worker_names(&result).len() == 2 && !worker_names(&result).contains(&&at[..9]), "{at}: {result}");
         assert_same_experiment(&workspace, "plain", &run, 1e-4);
     }

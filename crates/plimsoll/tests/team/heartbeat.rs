@@ -67,6 +67,7 @@ fn all_devices_silent_stops_resumable() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn loss_while_opening_continues_or_stops_resumable() {
     let (workspace, words) = trio_with_plain_run(&[]);
     let result = train(&workspace, "run", &[&words[..], &["--inject-loss", "virtual:a:0"]].concat());

@@ -144,7 +144,7 @@ impl CudaDevice {
             // SAFETY: see above.
             Work::Product(shape, operands) => unsafe { self.products.run(shape, operands, stream) }?,
             Work::OnHost { op, variable } => {
-                let LoadedPlan { set, placement, real } = &*self.plan;
+                let LoadedPlan { set, placement, real, .. } = &*self.plan;
                 let (spaces, micro_batch) = (self.resources.spaces(), i64::from(micro_batch));
                 let site = |pool| Site { spaces, pool, set, placement, variable: *variable, micro_batch };
                 let (group, single_thread_pool) = (self.group.as_ref(), Pool::new(1)?);
@@ -559,8 +559,8 @@ impl Device for CudaDevice {
         if placement.arena_bytes > before {
             self.resources.resize(Space::Device, placement.arena_bytes, before)?;
         }
-        let real = self.plan.real;
-        let old = std::mem::replace(&mut self.plan, Arc::new(LoadedPlan { set, placement, real }));
+        let LoadedPlan { real, target, .. } = *self.plan;
+        let old = std::mem::replace(&mut self.plan, Arc::new(LoadedPlan { set, placement, real, target }));
         let old_prepared = std::mem::take(&mut self.prepared);
         let done = self.switch_from(&old);
         if done.is_err() {

@@ -7,7 +7,7 @@ use super::{CudaDevice, DEVICE};
 use crate::cuda::arena::DeviceArena;
 use crate::cuda::compile::Compiler;
 use crate::cuda::driver::{Context, Driver, Gpu};
-use crate::cuda::kernels::Real;
+use crate::cuda::kernels::{Real, Target};
 use crate::cuda::nccl;
 use crate::cuda::products::{self, Products};
 use crate::cuda::resources::GpuResources;
@@ -170,7 +170,8 @@ fn open_without_arena(
     let (free_with_context, total) = context.memory()?;
     let resources = GpuResources::allocate(&context, &placement, request.scratch)?;
     let products = Products::new(request.products, &context, request.algorithms)?;
-    let plan = Arc::new(LoadedPlan { set, placement, real });
+    let target = Target { architecture: context.gpu().architecture, compiler: request.compiler.release() };
+    let plan = Arc::new(LoadedPlan { set, placement, real, target });
     let pool = plan.pool(request.threads)?;
     let (prepared, kernels, compiler) = (BTreeMap::new(), LoadedKernels::default(), request.compiler.clone());
     let mut device = CudaDevice {

@@ -3,9 +3,9 @@
 
 use crate::cpu::pool::Pool;
 use crate::cuda::driver::Address;
-use crate::cuda::kernels::Real;
 use crate::cuda::kernels::launch::{self, Launch};
 use crate::cuda::kernels::ops::{self, OperandLookup};
+use crate::cuda::kernels::{Real, Target};
 use crate::cuda::products::{Operands, Shape};
 use crate::error::DeviceError;
 use plimsoll_core::{DType, Space};
@@ -20,6 +20,8 @@ pub(super) struct LoadedPlan {
     pub(super) placement: Placement,
     /// Data type of activations.
     pub(super) real: Real,
+    /// The GPU and the compiler for which kernels are compiled.
+    pub(super) target: Target,
 }
 
 impl LoadedPlan {
@@ -229,6 +231,10 @@ pub(super) enum PostProduct {
 impl OperandLookup for OperandResolver<'_> {
     fn real(&self) -> Real {
         self.plan.real
+    }
+
+    fn target(&self) -> Target {
+        self.plan.target
     }
 
     fn address_of(&self, operand: &Operand) -> Address {

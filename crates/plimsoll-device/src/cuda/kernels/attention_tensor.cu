@@ -186,14 +186,9 @@ __device__ inline void hide(float (&scores)[M][N][4], const int (&start)[M][2], 
 
 // With two fragments a warp reads half as much shared memory per product.
 constexpr int QUERIES = 16 * 2 * WARPS;
-// Keys per tile: half as many if 255 registers do not hold the scores of 64. Compilers before CUDA 13.2, and all for
-// compute capability 12.0, spill registers with 64 keys at head dimension 128.
-#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ >= 1200 || __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ < 1302)
-constexpr int KEYS = E <= 64 ? 64 : 32;
-#else
-constexpr int KEYS = E <= 64 || E == 128 ? 64 : 32;
-#endif
-constexpr int CACHED_KEYS = E <= 64 ? 64 : 32;
+// Keys per tile (`Tiles` in tiles.rs).
+constexpr int KEYS = TILE_KEYS;
+constexpr int CACHED_KEYS = TILE_CACHED_KEYS;
 
 // `count` queries of a head, the first at key position `first`, over keys starts[i] ..= first + i (from 0 where
 // `starts` is null). The values are copied while scores are computed, and the next keys while the values are used.
@@ -279,7 +274,7 @@ __device__ inline void attend(const bf16* queries, u64 query_row, int first, int
 }
 
 // As `attention` in attention.cu.
-// Grid: (ceil(T / QUERIES), H, B). Block: 128. Shared memory: QUERIES + 2 · 64 rows.
+// Grid: (ceil(T / QUERIES), H, B). Block: 128. Shared memory: QUERIES + 2 · KEYS rows.
 extern "C" __global__ void __launch_bounds__(THREADS)
 tensor_attention(const bf16* qkv, const int* document_start, bf16* out, float* stats, u32 sequence, u32 heads,
                  u32 kv_heads) {
@@ -294,9 +289,17 @@ tensor_attention(const bf16* qkv, const int* document_start, bf16* out, float* s
                  stats + (u64)(blockIdx.z * heads + head) * sequence + first);
 }
 
+// Minimum blocks per multiprocessor for the register limit; 0 leaves it to the compiler, which before CUDA 13 spills for
+// heads of 96.
+#if defined(__CUDACC_VER_MAJOR__) && __CUDACC_VER_MAJOR__ < 13
+constexpr int CACHED_BLOCKS = E == 96 ? 1 : 0;
+#else
+constexpr int CACHED_BLOCKS = 0;
+#endif
+
 // As `cached_attention` in attention.cu.
-// Grid: (ceil(n / QUERIES), H). Block: 128. Shared memory: as tensor_attention.
-extern "C" __global__ void __launch_bounds__(THREADS)
+// Grid: (ceil(n / QUERIES), H). Block: 128. Shared memory: QUERIES + 2 · CACHED_KEYS rows.
+extern "C" __global__ void __launch_bounds__(THREADS, CACHED_BLOCKS)
 tensor_cached_attention(const bf16* qkv, const bf16* keys, const bf16* values, const float* scalars, bf16* out,
                         u32 rows, u32 heads, u32 kv_heads) {
     int block = blockIdx.x * QUERIES;
@@ -316,8 +319,10 @@ constexpr int OWNED = 16 * M * WARPS;
 // Minimum blocks per multiprocessor for the register limit; 0 leaves it to the compiler, which would spill for heads of
 // 80.
 constexpr int BLOCKS = E == 80 ? 3 : 0;
-// Rows of a visited tile. Two tiles of two tensors are allocated: one is used while the other is being copied.
-constexpr int MET = 32;
+// Rows of a tile of visited keys, and of visited queries (`Tiles` in tiles.rs). Two tiles of two tensors are allocated:
+// one is used while the other is being copied.
+constexpr int MET_KEYS = 32;
+constexpr int MET = TILE_MET_QUERIES;
 
 // The dQ part of dqkv[N,C], and delta[B,H,T] = Σ out · dout of each row: a block owns queries and visits keys.
 // Grid: (ceil(T / OWNED), H, B). Block: 128. Shared memory: 2 · OWNED rows.
@@ -325,8 +330,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 tensor_attention_grad_queries(const bf16* qkv, const bf16* out, const bf16* dout, const float* stats, float* delta,
                               const int* document_start, bf16* dqkv, u32 sequence, u32 heads, u32 kv_heads) {
     bf16* own_tiles = tiles();  // [queries, gradients of the output][OWNED][ROW], until they are in registers
-    bf16* kv = tiles();         // [2][keys, values][MET][ROW]
-    static_assert(4 * MET <= 2 * OWNED, "keys and values have room where queries were");
+    bf16* kv = tiles();         // [2][keys, values][MET_KEYS][ROW]
+    static_assert(4 * MET_KEYS <= 2 * OWNED, "keys and values have room where queries were");
     int first = (gridDim.x - 1 - blockIdx.x) * OWNED;
     int count = min(OWNED, (int)sequence - first);
     u32 head = blockIdx.y, of = head / (heads / kv_heads);
@@ -373,28 +378,28 @@ tensor_attention_grad_queries(const bf16* qkv, const bf16* out, const bf16* dout
     hold(own_tiles + own_row(M) * ROW, q);
     hold(own_tiles + (OWNED + own_row(M)) * ROW, d);
     __syncthreads();  // they are in registers
-    fetch<MET>(kv, keys + from * row, row, end - from);
-    fetch<MET>(kv + MET * ROW, values + from * row, row, end - from);
-    for (int turn = 0; from < end; from += MET, turn ^= 1) {
+    fetch<MET_KEYS>(kv, keys + from * row, row, end - from);
+    fetch<MET_KEYS>(kv + MET_KEYS * ROW, values + from * row, row, end - from);
+    for (int turn = 0; from < end; from += MET_KEYS, turn ^= 1) {
         copies_landed();
         __syncthreads();  // this tile has arrived, the previous one has been read
-        if (from + MET < end) {
-            bf16* next = kv + (turn ^ 1) * 2 * MET * ROW;
-            fetch<MET>(next, keys + (from + MET) * row, row, end - from - MET);
-            fetch<MET>(next + MET * ROW, values + (from + MET) * row, row, end - from - MET);
+        if (from + MET_KEYS < end) {
+            bf16* next = kv + (turn ^ 1) * 2 * MET_KEYS * ROW;
+            fetch<MET_KEYS>(next, keys + (from + MET_KEYS) * row, row, end - from - MET_KEYS);
+            fetch<MET_KEYS>(next + MET_KEYS * ROW, values + (from + MET_KEYS) * row, row, end - from - MET_KEYS);
         }
         if (from >= own + 16 * M) continue;
-        const bf16* k = kv + turn * 2 * MET * ROW;
-        bool whole = from >= latest && from + MET <= own + 1;
-        float s[M][MET / 8][4], ds[M][MET / 8][4];
+        const bf16* k = kv + turn * 2 * MET_KEYS * ROW;
+        bool whole = from >= latest && from + MET_KEYS <= own + 1;
+        float s[M][MET_KEYS / 8][4], ds[M][MET_KEYS / 8][4];
         rows_by_rows(q, k, s);
-        rows_by_rows(d, k + MET * ROW, ds);
-        u32 p[M][MET / 16][4];
+        rows_by_rows(d, k + MET_KEYS * ROW, ds);
+        u32 p[M][MET_KEYS / 16][4];
         if (!whole) hide(s, start, from, own);
 #pragma unroll
         for (int m = 0; m < M; m++) {
 #pragma unroll
-            for (int n = 0; n < MET / 8; n++)
+            for (int n = 0; n < MET_KEYS / 8; n++)
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     float weight = power_of_two(fmaf(s[m][n][i], scale, -stat[m][i / 2]));
@@ -487,7 +492,7 @@ tensor_attention_grad_keys(const bf16* qkv, const bf16* dout, const float* stats
         if (from + MET > own) {
             // Queries beyond the sequence are zeros, as are their gradients, so they add nothing.
             bool whole =
-                from >= own + 16 * M - 1 && __ballot_sync(ALL_LANES, start[lane()] <= own) == ALL_LANES;
+                from >= own + 16 * M - 1 && __ballot_sync(ALL_LANES, start[lane() % MET] <= own) == ALL_LANES;
             float s[M][MET / 8][4], ds[M][MET / 8][4];
             u32 p[M][MET / 16][4];
             rows_by_rows(k + own_row(M) * ROW, q, s);

@@ -7,7 +7,7 @@ mod optimizer;
 
 pub use optimizer::*;
 
-use super::{Family, HEAD_DIM_MAX, Real, Unit};
+use super::{Family, HEAD_DIM_MAX, Real, Target, Tiles, Unit};
 use plimsoll_core::DType;
 use plimsoll_program::formats::NF4_PIECE;
 use plimsoll_program::op::{Heads, RopeScaling};
@@ -286,9 +286,10 @@ fn tensor_tiles(rows: u64, head_dim: u64) -> u64 {
 
 /// Returns the launch of causal attention of each row of `qkv` over keys of its own document, which starts at the row's
 /// entry in `document_start`. It writes `out`, and the log-sum-exp of the scores for each sequence, head and query to
-/// `stats`.
+/// `stats`. On tensor cores, tile sizes depend on `target`.
 pub fn attention(
     real: Real,
+    target: Target,
     qkv: Address,
     document_start: Address,
     out: Address,
@@ -300,10 +301,11 @@ pub fn attention(
     let mut arguments = vec![at(qkv), at(document_start), at(out), at(stats)];
     arguments.extend([n(sequence), n(shape.heads), n(shape.kv_heads)]);
     if on_tensor_cores(real, shape, &[qkv, out]) {
-        let unit = Unit::new(Family::TensorAttention, real, shape.head_dim);
+        let tiles = Tiles::new(shape.head_dim, target);
+        let unit = Unit::tensor_attention(shape.head_dim, tiles);
         let blocks = sequence.div_ceil(TENSOR_QUERIES);
         let grid = launch(unit, "tensor_attention", blocks, TENSOR_THREADS, arguments).with_grid_yz(shape.heads, batch);
-        return [grid.with_shared_floats(tensor_tiles(TENSOR_QUERIES + 2 * 64, shape.head_dim))];
+        return [grid.with_shared_floats(tensor_tiles(TENSOR_QUERIES + 2 * tiles.keys, shape.head_dim))];
     }
     let unit = Unit::new(Family::Attention, real, shape.head_dim);
     let grid = launch(unit, "attention", sequence.div_ceil(64), 256, arguments).with_grid_yz(shape.heads, batch);
@@ -311,9 +313,10 @@ pub fn attention(
 }
 
 /// Returns the launches of the gradient of [`attention`], which overwrite all of `dqkv`. `scratch` is the address of a
-/// workspace.
+/// workspace, and tile sizes depend on `target`.
 pub fn attention_grad(
     real: Real,
+    target: Target,
     [qkv, out, dout, stats, document_start]: [Address; 5],
     dqkv: Address,
     scratch: Address,
@@ -327,10 +330,11 @@ pub fn attention_grad(
         |inputs: &[Address]| -> Vec<Argument> { inputs.iter().copied().map(at).chain(sizes.clone()).collect() };
     let keys = gradient(&[qkv, dout, stats, scratch, document_start, dqkv]);
     if on_tensor_cores(real, shape, &[qkv, out, dout, dqkv]) {
-        let unit = Unit::new(Family::TensorAttention, real, shape.head_dim);
+        let tiles = Tiles::new(shape.head_dim, target);
+        let unit = Unit::tensor_attention(shape.head_dim, tiles);
         let owned = tensor_owned(shape.head_dim);
         let (blocks, held) = (sequence.div_ceil(owned), tensor_tiles(2 * owned, shape.head_dim));
-        let met = tensor_tiles(4 * 32, shape.head_dim) + 6 * 32;
+        let met = tensor_tiles(4 * tiles.met_queries, shape.head_dim) + 6 * tiles.met_queries;
         let queries = gradient(&[qkv, out, dout, stats, scratch, document_start, dqkv]);
         let queries = launch(unit, "tensor_attention_grad_queries", blocks, TENSOR_THREADS, queries);
         let keys = launch(unit, "tensor_attention_grad_keys", shape.kv_heads, TENSOR_THREADS, keys);
@@ -353,9 +357,11 @@ pub fn attention_grad(
 }
 
 /// Returns the launches of attention of `rows` new tokens over caches of `capacity` tokens, which already contain the
-/// new keys and values. Uses the workspace `scratch` if `rows` is at most [`workspace::cuda::FEW_ROWS`].
+/// new keys and values. Uses the workspace `scratch` if `rows` is at most [`workspace::cuda::FEW_ROWS`]. On
+/// tensor cores, tile sizes depend on `target`.
 pub fn cached_attention(
     real: Real,
+    target: Target,
     [qkv, keys, values, scalars]: [Address; 4],
     out: Address,
     scratch: Address,
@@ -380,11 +386,12 @@ pub fn cached_attention(
     let mut arguments = vec![at(qkv), at(keys), at(values), at(scalars), at(out), n(rows)];
     arguments.extend(sizes);
     if on_tensor_cores(real, shape, &[qkv, keys, values, out]) {
-        let unit = Unit::new(Family::TensorAttention, real, shape.head_dim);
+        let tiles = Tiles::new(shape.head_dim, target);
+        let unit = Unit::tensor_attention(shape.head_dim, tiles);
         let blocks = rows.div_ceil(TENSOR_QUERIES);
         let grid =
             launch(unit, "tensor_cached_attention", blocks, TENSOR_THREADS, arguments).with_grid_yz(shape.heads, 1);
-        return vec![grid.with_shared_floats(tensor_tiles(TENSOR_QUERIES + 2 * 64, shape.head_dim))];
+        return vec![grid.with_shared_floats(tensor_tiles(TENSOR_QUERIES + 2 * tiles.cached_keys, shape.head_dim))];
     }
     let grid = launch(unit, "cached_attention", rows.div_ceil(64), 256, arguments).with_grid_yz(shape.heads, 1);
     vec![grid.with_shared_floats(forward_tiles(shape.head_dim))]

@@ -8,6 +8,9 @@
 
 pub mod launch;
 pub mod ops;
+mod tiles;
+
+pub use tiles::{Target, Tiles};
 
 use plimsoll_program::formats;
 use std::borrow::Cow;
@@ -195,22 +198,34 @@ pub struct Unit {
     family: Family,
     real: Option<Real>,
     head_dim: Option<u64>,
+    /// Tile sizes of attention on tensor cores.
+    tiles: Option<Tiles>,
 }
 
 impl Unit {
     /// Creates the unit of a family's kernels for activations of type `real` and heads of `head_dim` elements. Ignores
-    /// either of them if the kernels do not depend on it.
+    /// either of them if the kernels do not depend on it. Attention on tensor cores has its own function.
     pub fn new(family: Family, real: Real, head_dim: u64) -> Unit {
-        Unit { family, real: family.has_real().then_some(real), head_dim: family.has_head_dim().then_some(head_dim) }
+        debug_assert_ne!(family, Family::TensorAttention);
+        let (real, head_dim) = (family.has_real().then_some(real), family.has_head_dim().then_some(head_dim));
+        Unit { family, real, head_dim, tiles: None }
     }
 
-    /// Returns every unit of all families for f32, bf16 and these head dimensions, each unit once.
-    pub fn all(head_dims: &[u64]) -> Vec<Unit> {
+    /// Creates the unit of the attention kernels for tensor cores, for heads of `head_dim` elements and these tiles.
+    pub fn tensor_attention(head_dim: u64, tiles: Tiles) -> Unit {
+        Unit { family: Family::TensorAttention, real: None, head_dim: Some(head_dim), tiles: Some(tiles) }
+    }
+
+    /// Returns every unit of all families for f32, bf16 and these head dimensions on `target`, each unit once.
+    pub fn all(head_dims: &[u64], target: Target) -> Vec<Unit> {
         let mut units = Vec::new();
         for family in Family::ALL {
             for real in [Real::F32, Real::Bf16] {
-                let taken = head_dims.iter().filter(|&&head_dim| family.supports_head_dim(head_dim));
-                units.extend(taken.map(|&head_dim| Unit::new(family, real, head_dim)));
+                let taken = head_dims.iter().copied().filter(|head_dim| family.supports_head_dim(*head_dim));
+                units.extend(taken.map(|head_dim| match family {
+                    Family::TensorAttention => Unit::tensor_attention(head_dim, Tiles::new(head_dim, target)),
+                    _ => Unit::new(family, real, head_dim),
+                }));
             }
         }
         units.sort();
@@ -239,9 +254,14 @@ impl Unit {
             Real::Bf16 => "#define REAL bf16\n",
         });
         let head_dim = self.head_dim.map_or(String::new(), |head_dim| format!("#define HEAD_DIM {head_dim}\n"));
+        let tiles = self.tiles.map_or(String::new(), Tiles::defines);
         let file = |name: &str, text: &str| format!("#line 1 \"{name}\"\n{text}");
         let shared: String = self.family.shared_sources().iter().map(|(name, text)| file(name, text)).collect();
-        format!("{real}{head_dim}{}{shared}{}", file("common.cuh", COMMON_SOURCE), file(&format!("{name}.cu"), source))
+        format!(
+            "{real}{head_dim}{tiles}{}{shared}{}",
+            file("common.cuh", COMMON_SOURCE),
+            file(&format!("{name}.cu"), source)
+        )
     }
 }
 

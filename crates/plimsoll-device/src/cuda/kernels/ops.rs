@@ -1,8 +1,8 @@
 //! Translation of program ops to kernel launches. Matrix products and copies are missing here: cuBLASLt and the driver
 //! do them.
 
-use super::Real;
 use super::launch::{self, Address, Dropout, Launch, OptimizerTensor, QuantizedAddresses};
+use super::{Real, Target};
 use plimsoll_core::DType;
 use plimsoll_program::op::{Family, OpKind, Quantized, not_in_family};
 use plimsoll_program::tensor::{Index, Operand};
@@ -11,6 +11,8 @@ use plimsoll_program::tensor::{Index, Operand};
 pub trait OperandLookup {
     /// Returns the data type of the run's activations.
     fn real(&self) -> Real;
+    /// Returns the GPU and the compiler for which kernels are compiled.
+    fn target(&self) -> Target;
     /// Returns the device address of the operand's first element.
     fn address_of(&self, operand: &Operand) -> Address;
     /// Returns the data type of the operand's elements.
@@ -82,6 +84,7 @@ fn norm_launches(kind: &OpKind, operands: &impl OperandLookup) -> Vec<Launch> {
 /// Returns the launches of an op of attention, rotary positions or the key-value cache, in order.
 fn attention_launches(kind: &OpKind, operands: &impl OperandLookup) -> Vec<Launch> {
     let (real, at) = (operands.real(), |operand: &Operand| operands.address_of(operand));
+    let target = operands.target();
     match kind {
         OpKind::Rope { qkv, table, positions, rows, table_rows: _, shape, inverse } => {
             launch::rope(real, at(qkv), at(table), at(positions), *rows, *shape, *inverse).to_vec()
@@ -90,15 +93,16 @@ fn attention_launches(kind: &OpKind, operands: &impl OperandLookup) -> Vec<Launc
             launch::rope_table(real, at(table), *table_rows, *head_dim, *theta, *scaling).to_vec()
         }
         OpKind::Attention { qkv, document_start, out, stats, workspace: _, batch, sequence, shape } => {
-            launch::attention(real, at(qkv), at(document_start), at(out), at(stats), *batch, *sequence, *shape).to_vec()
+            let [qkv, starts, out, stats] = [qkv, document_start, out, stats].map(at);
+            launch::attention(real, target, qkv, starts, out, stats, *batch, *sequence, *shape).to_vec()
         }
         OpKind::AttentionGrad { qkv, out, dout, stats, document_start, dqkv, workspace, batch, sequence, shape } => {
             let inputs = [qkv, out, dout, stats, document_start].map(at);
-            launch::attention_grad(real, inputs, at(dqkv), at(workspace), *batch, *sequence, *shape)
+            launch::attention_grad(real, target, inputs, at(dqkv), at(workspace), *batch, *sequence, *shape)
         }
         OpKind::CachedAttention { qkv, keys, values, scalars, out, workspace, rows, capacity, shape } => {
             let inputs = [qkv, keys, values, scalars].map(at);
-            launch::cached_attention(real, inputs, at(out), at(workspace), *rows, *capacity, *shape)
+            launch::cached_attention(real, target, inputs, at(out), at(workspace), *rows, *capacity, *shape)
         }
         OpKind::AppendCache { qkv, keys, values, scalars, rows, capacity: _, shape } => {
             launch::append_cache(real, at(qkv), at(scalars), at(keys), at(values), *rows, *shape).to_vec()

@@ -2,6 +2,7 @@
 
 use super::launch::{self, *};
 use super::*;
+use crate::cuda::architecture::Architecture;
 use plimsoll_core::DType;
 use plimsoll_program::op::{Heads, RopeScaling};
 use plimsoll_program::scalars::{Metric, Scalar};
@@ -10,8 +11,20 @@ use std::collections::BTreeSet;
 
 const SHAPE: Heads = Heads { heads: 6, kv_heads: 2, head_dim: 64 };
 
-/// Returns launches of every kernel that fits heads of `shape`. Sizes are like those of models, with `rows` rows.
+/// An Ampere GPU of a data center.
+const TARGET: Target = target(8, 0);
+
+const fn target(major: u32, minor: u32) -> Target {
+    Target { architecture: Architecture { major, minor }, compiler: 1305 }
+}
+
+/// Returns [`launches_for`] on [`TARGET`].
 fn launches(real: Real, rows: u64, shape: Heads) -> Vec<Launch> {
+    launches_for(TARGET, real, rows, shape)
+}
+
+/// Returns launches of every kernel that fits heads of `shape`. Sizes are like those of models, with `rows` rows.
+fn launches_for(target: Target, real: Real, rows: u64, shape: Heads) -> Vec<Launch> {
     let mut all = Vec::new();
     all.extend(rms_norm(real, 0, 0, 0, 0, rows, 8192, 1e-5));
     all.extend(rms_norm_grad(real, [0; 4], 0, 0, 0, rows, 8192, true));
@@ -19,10 +32,10 @@ fn launches(real: Real, rows: u64, shape: Heads) -> Vec<Launch> {
     all.extend(head_norm_grad(real, [0; 4], 0, [0; 2], 0, rows, shape));
     all.extend(rope(real, 0, 0, 0, rows, shape, true));
     all.extend(rope_table(real, 0, 131_072, shape.head_dim, 1e6, RopeScaling::None));
-    all.extend(launch::attention(real, 0, 0, 0, 0, 1, rows, shape));
-    all.extend(attention_grad(real, [0; 5], 0, 0, 1, rows, shape));
-    all.extend(cached_attention(real, [0; 4], 0, 0, rows, 131_072, shape));
-    all.extend(cached_attention(real, [0; 4], 0, 0, 1, 131_072, shape));
+    all.extend(launch::attention(real, target, 0, 0, 0, 0, 1, rows, shape));
+    all.extend(attention_grad(real, target, [0; 5], 0, 0, 1, rows, shape));
+    all.extend(cached_attention(real, target, [0; 4], 0, 0, rows, 131_072, shape));
+    all.extend(cached_attention(real, target, [0; 4], 0, 0, 1, 131_072, shape));
     all.extend(append_cache(real, 0, 0, 0, 0, rows, shape));
     all.extend(swiglu(real, 0, 0, rows, 28_672));
     all.extend(swiglu_grad(real, 0, 0, 0, rows, 28_672));
@@ -152,6 +165,30 @@ fn launches_stay_within_gpu_limits() {
 }
 
 #[test]
+fn two_gradient_blocks_fit_small_multiprocessors() {
+    // 100 KiB for each multiprocessor; a block takes 1 KiB more than its kernel asks for.
+    for (head_dim, blocks) in [(16, 2), (32, 2), (48, 2), (64, 2), (80, 2), (96, 2), (112, 2), (128, 1)] {
+        for target in [target(8, 6), target(8, 9), target(12, 0)] {
+            let all = launches_for(target, Real::Bf16, 700, Heads { head_dim, ..SHAPE });
+            let keys = all.iter().find(|launch| launch.kernel == "tensor_attention_grad_keys").unwrap();
+            assert!(blocks * (keys.shared_bytes + 1024) <= 100 * 1024, "{head_dim}: {}", keys.shared_bytes);
+        }
+    }
+}
+
+#[test]
+fn forward_requests_only_its_tiles() {
+    let shared = |target, head_dim| {
+        launch::attention(Real::Bf16, target, 0, 0, 0, 0, 1, 700, Heads { head_dim, ..SHAPE })[0].shared_bytes
+    };
+    // 128 queries and two tiles of keys, in rows of a head and 16 bytes.
+    assert_eq!(shared(TARGET, 80), (128 + 2 * 32) * 176);
+    assert_eq!(shared(TARGET, 128), (128 + 2 * 64) * 272);
+    assert_eq!(shared(target(12, 0), 128), (128 + 2 * 32) * 272);
+    assert_eq!(shared(Target { compiler: 1300, ..TARGET }, 128), (128 + 2 * 32) * 272);
+}
+
+#[test]
 fn squared_norm_fits_its_workspace() {
     for elements in [1, 16_384, 16_385, 1 << 20, 4_000_000_000] {
         for count in [1, 63, 64, 65, 200] {
@@ -191,7 +228,7 @@ fn scalar_and_metric_indices_match_programs() {
 
 #[test]
 fn unit_names_are_unique() {
-    let units = Unit::all(&[64, 128]);
+    let units = Unit::all(&[64, 128], TARGET);
     let names: BTreeSet<String> = units.iter().map(|unit| unit.name()).collect();
     assert_eq!(names.len(), units.len());
     assert!(names.contains("attention-bf16-128") && names.contains("norm-f32") && names.contains("optimizer"));

@@ -121,7 +121,6 @@ fn unsupported_arithmetic_is_refused_by_key() {
         ("qwen3", "attention_bias", json!(true)),
         ("llama", "mlp_bias", json!(true)),
         ("llama", "attention_dropout", json!(0.1)),
-        ("llama", "pretraining_tp", json!(2)),
         ("llama", "partial_rotary_factor", json!(0.5)),
         ("llama", "rope_interleaved", json!(true)),
         ("llama", "quantization_config", json!({"bits": 4})),
@@ -218,6 +217,33 @@ fn written_config_reads_back_equal() {
         let rewritten = config.to_json(Some(&written), DType::Bf16);
         assert_eq!(rewritten, written, "{name}");
     }
+}
+
+#[test]
+fn generation_config_lists_end_tokens() {
+    let read = |text: &str| ModelConfig::generation_end_tokens(text).map_err(|error| error.to_string());
+    for (text, tokens) in [
+        (r#"{"eos_token_id": [14, 17], "temperature": 0.6}"#, vec![14, 17]),
+        (r#"{"eos_token_id": 17}"#, vec![17]),
+        (r#"{"eos_token_id": -1}"#, vec![-1]),
+        (r#"{"eos_token_id": null}"#, vec![]),
+        ("{}", vec![]),
+    ] {
+        assert_eq!(read(text), Ok(tokens), "{text}");
+    }
+    assert!(read(r#"{"eos_token_id": "2"}"#).unwrap_err().starts_with("`eos_token_id` is \"2\", expected a token"));
+    assert!(read("[").unwrap_err().starts_with("not valid JSON"));
+}
+
+#[test]
+fn model_without_end_tokens_keeps_those_of_base() {
+    let config = preset("smollm2-135m").unwrap();
+    let base = config.to_json(None, DType::F32);
+    let none = ModelConfig { eos: Vec::new(), ..config.clone() };
+    assert_eq!(none.to_json(Some(&base), DType::F32), base);
+    assert_eq!(none.to_json(None, DType::F32)["eos_token_id"], Value::Null);
+    let two = ModelConfig { eos: vec![5, 6], ..config };
+    assert_eq!(two.to_json(Some(&base), DType::F32)["eos_token_id"], json!([5, 6]));
 }
 
 #[test]

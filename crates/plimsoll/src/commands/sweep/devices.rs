@@ -292,7 +292,7 @@ impl SharedDevices {
         let remote_locks: Vec<Mutex<()>> = (0..devices).map(|_| Mutex::new(())).collect();
         thread::scope(|scope| {
             for _ in 0..processes {
-                scope.spawn(|| {
+                let thread = thread::Builder::new().spawn_scoped(scope, || {
                     loop {
                         let number = next.fetch_add(1, Ordering::Relaxed);
                         let (Some(&index), device) = (distinct.get(number / devices), number % devices) else { return };
@@ -305,11 +305,17 @@ impl SharedDevices {
                         answers.lock().expect("no thread panics while it holds the lock")[number] = Some(answer);
                     }
                 });
+                // The other threads take over its measurements.
+                if thread.is_err() {
+                    break;
+                }
             }
         });
         let answers = answers.into_inner().expect("no thread panics while it holds the lock");
-        let answers: Vec<Result<RunDemand, Failure>> =
-            answers.into_iter().map(|answer| answer.expect("all were asked")).collect();
+        let answers: Vec<Result<RunDemand, Failure>> = answers
+            .into_iter()
+            .map(|answer| answer.unwrap_or_else(|| Err(Failure::no_thread("to measure a run"))))
+            .collect();
         let demands_of = |key: &String| {
             let index = distinct.iter().position(|&other| keys[other] == *key).expect("every key is among them");
             self.demands_of_run(&answers[index * devices..(index + 1) * devices])

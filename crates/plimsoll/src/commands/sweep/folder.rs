@@ -8,12 +8,14 @@
 use super::devices::SharedDevices;
 use crate::args::SweepArgs;
 use plimsoll_core::{Event, Failure, Record, RunResult, SweepReport, SweepRun, SweepState};
+use plimsoll_device::{private_file, regular_file};
 use plimsoll_train::config::RunConfig;
 use plimsoll_train::config::grid::{grid, runs};
 use plimsoll_train::files::atomic;
 use plimsoll_train::resolve::RunRequest;
 use plimsoll_watch::text::shell_word;
-use std::fs::{self, File, OpenOptions, TryLockError};
+use std::fs::{self, File, TryLockError};
+use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -145,7 +147,7 @@ impl SweepFolder {
     /// The folder holds no report, or one that cannot be parsed.
     pub fn report(path: &Path) -> Result<SweepReport, Failure> {
         let file = path.join("sweep.json");
-        let text = fs::read(&file).map_err(|_| {
+        let text = regular_file::read(&file).map_err(|_| {
             Failure::input(format!("{} is not a sweep folder: it has no sweep.json", path.display()))
                 .hint("give the folder that --dir named, or runs/sweep")
         })?;
@@ -156,8 +158,7 @@ impl SweepFolder {
     fn lock(path: &Path) -> Result<SweepFolder, Failure> {
         let path = fs::canonicalize(path).map_err(|error| cannot("find", path, &error))?;
         let name = path.join(".lock");
-        let lock = OpenOptions::new().create(true).append(true).open(&name);
-        let lock = lock.map_err(|error| cannot("write", &name, &error))?;
+        let lock = private_file::append(&name).map_err(|error| cannot("write", &name, &error))?;
         if let Err(TryLockError::WouldBlock) = lock.try_lock() {
             let message = format!("another plimsoll process runs a sweep in {}", path.display());
             return Err(Failure::input(message).hint("wait until it ends, or stop it first"));
@@ -168,7 +169,7 @@ impl SweepFolder {
     /// Waits until no process trains in the folder of a run.
     fn wait_until_unlocked(&self, name: &str) -> Result<(), Failure> {
         let began = Instant::now();
-        let Ok(log) = File::open(self.run(name).join("events.jsonl")) else { return Ok(()) };
+        let Ok(log) = regular_file::open(&self.run(name).join("events.jsonl")) else { return Ok(()) };
         while let Err(TryLockError::WouldBlock) = log.try_lock_shared() {
             if began.elapsed() > ORPHAN_TIMEOUT {
                 let message = format!("another plimsoll process trains in {}", self.run(name).display());
@@ -213,8 +214,9 @@ impl SweepFolder {
     pub fn progress(&self, name: &str) -> RunProgress {
         let folder = self.run(name);
         let mut progress = RunProgress::default();
-        for line in fs::read_to_string(folder.join("events.jsonl")).unwrap_or_default().lines() {
-            let Ok(Record { event, .. }) = serde_json::from_str(line) else { continue };
+        let log = regular_file::open(&folder.join("events.jsonl")).ok().map(BufReader::new);
+        for line in log.into_iter().flat_map(BufReader::lines).map_while(Result::ok) {
+            let Ok(Record { event, .. }) = serde_json::from_str(&line) else { continue };
             match event {
                 Event::Step { step, loss, .. } => (progress.steps, progress.loss) = (step, Some(loss)),
                 Event::Evaluation { loss, .. } => progress.eval_loss = Some(loss),
@@ -223,7 +225,8 @@ impl SweepFolder {
                 _ => {}
             }
         }
-        progress.result = fs::read(folder.join("result.json")).ok().and_then(|text| serde_json::from_slice(&text).ok());
+        let result = regular_file::read(&folder.join("result.json")).ok();
+        progress.result = result.and_then(|text| serde_json::from_slice(&text).ok());
         progress
     }
 }

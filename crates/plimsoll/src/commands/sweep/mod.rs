@@ -10,7 +10,8 @@ mod worker;
 
 use super::ray::{reserve_devices, with_remote_devices};
 use crate::args::SweepArgs;
-use crate::{output, signals};
+use crate::output;
+use crate::signals::{self, SignalTexts, StopFlag};
 use devices::{RunDemands, SharedDevices};
 use folder::{OpenedSweep, RunProgress, SweepFolder};
 use plimsoll_core::{Bytes, Exit, Failure, RunDemand, RunStatus, SweepReport, SweepState, format_count};
@@ -20,7 +21,6 @@ use plimsoll_train::planning::demand::{DEMAND_INCREMENT, demand, run_seconds};
 use plimsoll_train::resolve::contention_note;
 use plimsoll_watch::sweep::{ended, planning, started, table};
 use plimsoll_watch::text::shell_word;
-use signals::StopFlag;
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::thread;
@@ -105,7 +105,9 @@ pub fn run(args: &SweepArgs) -> Result<Exit, Failure> {
         output::print_note(&note);
     }
     // Until here a signal ends the program immediately, because no run has started.
-    let stop = signals::install().map_err(|error| Failure::bug(format!("signals cannot be caught: {error}")))?;
+    let mut texts = SignalTexts::new("the runs finish and save their steps", args.quiet);
+    texts.ended = texts.ended.hint(sweep.resume_hint());
+    let stop = signals::install(texts)?;
     sweep.run_to_end(&stop)?;
     output::print(&table(&sweep.report));
     outcome(&sweep, stop.load(Ordering::Relaxed))
@@ -119,7 +121,7 @@ fn print_demand(args: &SweepArgs, path: PathBuf) -> Result<Exit, Failure> {
         with_remote_devices(RunConfig::load(Some(&path), &devices::device_settings(&devices))?.into())?,
         started_at,
     )?;
-    output::print(&(serde_json::to_string(&demand).expect("plain data has a JSON form") + "\n"));
+    output::print_json(&serde_json::to_string(&demand).expect("plain data has a JSON form"));
     Ok(Exit::Done)
 }
 
@@ -388,6 +390,11 @@ impl<'a> ActiveSweep<'a> {
         self.write()
     }
 
+    /// Returns the hint with the command that resumes the sweep.
+    fn resume_hint(&self) -> String {
+        format!("to resume: plimsoll sweep --resume {}", shell_word(&self.folder.name()))
+    }
+
     /// Writes the report.
     fn write(&mut self) -> Result<(), Failure> {
         self.report.seconds = self.started_at.elapsed().as_secs_f64();
@@ -401,7 +408,7 @@ fn outcome(sweep: &ActiveSweep, stopped: bool) -> Result<Exit, Failure> {
     let runs = &sweep.report.runs;
     let Some(first) = runs.iter().find(|run| run.state != SweepState::Done) else { return Ok(Exit::Done) };
     let unfinished = runs.iter().filter(|run| run.state != SweepState::Done).count();
-    let hint = format!("to resume: plimsoll sweep --resume {}", shell_word(&sweep.folder.name()));
+    let hint = sweep.resume_hint();
     let message = format!("{unfinished} of {} not done", format_count(runs.len(), "run"));
     let exit = match (stopped, first.exit) {
         (true, _) => Exit::Stopped,

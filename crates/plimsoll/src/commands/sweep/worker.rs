@@ -6,7 +6,8 @@
 use super::PROGRAM;
 use super::folder::SweepFolder;
 use plimsoll_core::Failure;
-use std::fs::{self, File, OpenOptions};
+use plimsoll_device::{private_file, regular_file};
+use std::fs;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
@@ -57,7 +58,7 @@ impl Worker {
     pub fn start(start: WorkerStart, folder: &SweepFolder, name: &str) -> Result<Worker, Failure> {
         let log = folder.log(name);
         let failed = |error: io::Error| Failure::input(format!("cannot start {name}: {error}"));
-        let log_file = OpenOptions::new().create(true).append(true).open(&log).map_err(failed)?;
+        let log_file = private_file::append(&log).map_err(failed)?;
         let log_start = log_file.metadata().map_err(failed)?.len();
         let mut command = Command::new(PROGRAM);
         command.arg("train");
@@ -104,7 +105,7 @@ impl Worker {
 
     fn try_read_log(&self) -> io::Result<String> {
         let mut text = Vec::new();
-        let mut file = File::open(&self.log)?;
+        let mut file = regular_file::open(&self.log)?;
         file.seek(SeekFrom::Start(self.log_start))?;
         file.read_to_end(&mut text)?;
         if text.is_empty() && self.log_start == 0 {

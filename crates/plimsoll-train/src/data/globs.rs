@@ -1,0 +1,150 @@
+//! Expansion of the paths and globs of `data.train` and `data.eval` into files.
+
+use super::error::DataError;
+use super::source::file_kind;
+use crate::config::Format;
+use glob::Pattern;
+use plimsoll_device::regular_file;
+use std::collections::{BTreeSet, HashSet};
+use std::fs::{self, DirEntry};
+use std::io::ErrorKind;
+use std::path::{Component, Path, PathBuf};
+
+/// Most files, or folders on the way to them, that a glob may match.
+const MATCHES_MAX: usize = 1_000_000;
+
+/// Expands paths and globs into files, each file once, even if several links lead to it. Files come in the order of
+/// `patterns`, those of one glob in alphabetical order.
+///
+/// # Errors
+/// An invalid pattern, a pattern without files or with too many, or a file that is not of `format` or not regular.
+pub(crate) fn list_files(patterns: &[String], format: Format) -> Result<Vec<PathBuf>, DataError> {
+    let (mut files, mut known) = (Vec::new(), HashSet::new());
+    for pattern in patterns {
+        // An existing file may have brackets in its name, so it is not expanded as a glob.
+        let exists = Path::new(pattern).exists();
+        let matches = if exists { [PathBuf::from(pattern)].into() } else { expand(pattern, MATCHES_MAX)? };
+        if matches.is_empty() {
+            return Err(DataError::NoFiles { pattern: pattern.clone() });
+        }
+        for file in matches {
+            file_kind(&file, format)?;
+            regular_file::check(&file).map_err(DataError::io("read", &file))?;
+            if known.insert(file.canonicalize().map_err(DataError::io("read", &file))?) {
+                files.push(file);
+            }
+        }
+    }
+    if files.is_empty() { Err(DataError::NoPatterns) } else { Ok(files) }
+}
+
+/// Returns the paths that match a glob, at most `limit`. Component after component is expanded. `**` enters no linked
+/// folder, so a ring of links is no endless path.
+fn expand(pattern: &str, limit: usize) -> Result<BTreeSet<PathBuf>, DataError> {
+    let invalid = |reason: &str| DataError::InvalidPattern { pattern: pattern.to_owned(), reason: reason.to_owned() };
+    Pattern::new(pattern).map_err(|error| invalid(error.msg))?;
+    let mut paths = BTreeSet::from([PathBuf::new()]);
+    for component in Path::new(pattern).components() {
+        let text = component.as_os_str().to_string_lossy();
+        let is_plain = !matches!(component, Component::Normal(_)) || !text.contains(['*', '?', '[']);
+        let name = Pattern::new(&text).map_err(|error| invalid(error.msg))?;
+        let mut next = BTreeSet::new();
+        for path in paths {
+            if is_plain {
+                let path = path.join(component);
+                next.extend(path.symlink_metadata().is_ok().then_some(path));
+            } else if text == "**" {
+                add_folders(path, &mut next, limit)?;
+            } else {
+                let names = entries(&path)?.into_iter().map(|entry| entry.file_name());
+                let matching = names.filter(|entry| name.matches(&entry.to_string_lossy()));
+                next.extend(matching.map(|entry| path.join(entry)));
+            }
+            if next.len() > limit {
+                return Err(DataError::TooManyFiles { pattern: pattern.to_owned(), limit });
+            }
+        }
+        paths = next;
+    }
+    Ok(paths)
+}
+
+/// Adds a folder and all folders below it to `found`, until it has more than `limit`.
+fn add_folders(folder: PathBuf, found: &mut BTreeSet<PathBuf>, limit: usize) -> Result<(), DataError> {
+    let mut open = if folder.as_os_str().is_empty() || folder.is_dir() { vec![folder] } else { vec![] };
+    while let Some(folder) = open.pop().filter(|_| found.len() <= limit) {
+        let is_folder = |entry: &DirEntry| entry.file_type().is_ok_and(|kind| kind.is_dir());
+        open.extend(entries(&folder)?.into_iter().filter(is_folder).map(|entry| folder.join(entry.file_name())));
+        found.insert(folder);
+    }
+    Ok(())
+}
+
+/// Returns the entries of a folder; none if it is absent or no folder. The empty path means the working directory.
+fn entries(folder: &Path) -> Result<Vec<DirEntry>, DataError> {
+    let place = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
+    match fs::read_dir(place).and_then(Iterator::collect) {
+        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => Ok(Vec::new()),
+        listed => listed.map_err(DataError::io("list", place)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::symlink;
+
+    /// Returns a folder with the given empty files.
+    fn folder_of(files: &[&str]) -> tempfile::TempDir {
+        let folder = tempfile::tempdir().unwrap();
+        for file in files.iter().map(|file| folder.path().join(file)) {
+            fs::create_dir_all(file.parent().unwrap()).unwrap();
+            fs::write(file, "").unwrap();
+        }
+        folder
+    }
+
+    /// Returns the files of `pattern` in `folder`, as paths within it.
+    fn listed(folder: &Path, pattern: &str) -> Vec<String> {
+        let pattern = folder.join(pattern).to_str().unwrap().to_owned();
+        let found = list_files(&[pattern.clone(), pattern], Format::Tokens).unwrap();
+        found.iter().map(|file| file.strip_prefix(folder).unwrap().display().to_string()).collect()
+    }
+
+    #[test]
+    fn globs_match_in_alphabetical_order() {
+        let folder = folder_of(&["b.jsonl", "a.jsonl", "c/a.jsonl", "c/d/.e.jsonl", "c/d/f.txt", "ab/x.jsonl"]);
+        for (pattern, files) in [
+            ("*.jsonl", &["a.jsonl", "b.jsonl"][..]),
+            ("[a-b].jsonl", &["a.jsonl", "b.jsonl"]),
+            ("**/*.jsonl", &["a.jsonl", "ab/x.jsonl", "b.jsonl", "c/a.jsonl", "c/d/.e.jsonl"]),
+            ("c/**/a.jsonl", &["c/a.jsonl"]),
+            ("?*/?.jsonl", &["ab/x.jsonl", "c/a.jsonl"]),
+        ] {
+            assert_eq!(listed(folder.path(), pattern), files, "{pattern}");
+        }
+    }
+
+    #[test]
+    fn each_file_counts_once_through_links() {
+        let folder = folder_of(&["a.jsonl", "c/d.jsonl"]);
+        for name in ["x", "c/y", "z"] {
+            symlink(folder.path(), folder.path().join(name)).unwrap();
+        }
+        symlink("a.jsonl", folder.path().join("b.jsonl")).unwrap();
+        assert_eq!(listed(folder.path(), "**/*.jsonl"), ["a.jsonl", "c/d.jsonl"]);
+        assert_eq!(listed(folder.path(), "*.jsonl"), ["a.jsonl"]);
+        // A link that the pattern names is followed.
+        assert_eq!(listed(folder.path(), "x/c/*.jsonl"), ["x/c/d.jsonl"]);
+    }
+
+    #[test]
+    fn matches_are_bounded() {
+        let folder = folder_of(&["a.jsonl", "b.jsonl", "c/d/e.jsonl"]);
+        for (pattern, limit) in [("*.jsonl", 1), ("**/e.jsonl", 2)] {
+            let pattern = folder.path().join(pattern).to_str().unwrap().to_owned();
+            assert!(matches!(expand(&pattern, limit), Err(DataError::TooManyFiles { .. })), "{pattern}");
+            assert!(expand(&pattern, limit + 1).is_ok(), "{pattern}");
+        }
+    }
+}
