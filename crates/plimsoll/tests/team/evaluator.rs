@@ -95,7 +95,7 @@ fn run_survives_any_evaluator_fault() {
     let cases: [(Vec<&str>, Option<&str>); 11] = [
         (again.map(|at| ["--inject-oom", at]).concat(), None),
         (persistent_oom("virtual:b/4:evaluate"), Some("refusals in a row")),
-        (persistent_oom("virtual:b/4:renew"), Some("refusals in a row")),
+        (persistent_oom("virtual:b/4:renew"), Some("tries made no progress")),
         (persistent_oom("virtual:b/0:load"), Some("refusals in a row")),
         (vec!["--inject-loss", "virtual:b:4:renew"], Some("virtual:b is lost")),
         // Before the first work of the evaluator.
