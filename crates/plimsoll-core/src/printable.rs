@@ -11,7 +11,7 @@ pub const MAX_NAME_CHARS: usize = 200;
 /// The most characters of a line. The longest path has 4096 bytes, and a command may contain several.
 const MAX_LINE_CHARS: usize = 16_000;
 
-/// Returns text of several lines for a terminal: with an escape such as `\u{1b}` for each [unprintable](is_printable)
+/// Returns text of several lines for a terminal: with an escape such as `\u{1b}` for each unprintable
 /// character except line breaks and tabs.
 pub fn printable_text(text: &str) -> Cow<'_, str> {
     escaped(text, &['\n', '\t'])
