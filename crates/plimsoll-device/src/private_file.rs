@@ -1,8 +1,8 @@
 //! Files and folders of Plimsoll in places that other users may share: caches, logs and temporary folders.
 //!
 //! New caches and temporary folders are readable for this user only. No symbolic link in the place of a file is
-//! followed, so that another user cannot lead a write elsewhere. A file or folder counts as planted if another user owns it in a folder in which all
-//! users may write.
+//! followed, so that another user cannot lead a write elsewhere. A file or folder counts as planted if another user owns
+//! it in a folder in which all users may write.
 
 use crate::regular_file::{self, open_with};
 use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};

@@ -40,7 +40,7 @@ pub struct DeviceCapacity {
     pub max_workers: u32,
 }
 
-/// What a run needs of one device.
+/// The memory and the work that a run needs on one device.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Demand {
     /// Load line of the run on the device: the most bytes that it may hold there.

@@ -80,12 +80,13 @@ impl Charges {
         self.context + self.libraries + self.rounding
     }
 
-    /// Reduces the charges to what this process can hold outside the arena, at most `charges_max`; `None` leaves them.
-    /// They are measured as a decrease of free memory, to which memory that other processes take meanwhile counts too.
-    pub(super) fn at_most(self, charges_max: Option<Bytes>) -> Charges {
-        let Some(charges_max) = charges_max else { return self };
-        let context = self.context.min(charges_max);
-        Charges { context, libraries: self.libraries.min(charges_max.saturating_sub(context)), ..self }
+    /// Limits context and libraries to `own_max` bytes, the most that this process holds outside the arena; `None` sets
+    /// no limit. Charges are measured as a decrease of free memory, to which memory that other processes take meanwhile
+    /// counts too.
+    fn at_most(self, own_max: Option<Bytes>) -> Charges {
+        let Some(own_max) = own_max else { return self };
+        let context = self.context.min(own_max);
+        Charges { context, libraries: self.libraries.min(own_max.saturating_sub(context)), ..self }
     }
 
     /// Raises `libraries` to include memory that libraries kept from earlier uses of the same context.
@@ -204,15 +205,15 @@ fn open_without_arena(
         rounding: DeviceArena::rounding_bytes_max(&context)?,
     };
     let since_first = context.free_after_open().saturating_sub(free_after).saturating_sub(held);
-    let charges_max = device.charges_max();
-    let since_first = charges_max.map_or(since_first, |charges_max| since_first.min(charges_max));
-    Ok((device, charges.at_most(charges_max).with_earlier_libraries(&context, since_first)))
+    let own_max = device.own_charges_max();
+    let since_first = own_max.map_or(since_first, |own_max| since_first.min(own_max));
+    Ok((device, charges.at_most(own_max).with_earlier_libraries(&context, since_first)))
 }
 
 impl CudaDevice {
     /// Returns an upper bound of the context and library memory of this process: its bytes on the GPU without the
     /// arena. `None` if NVML does not see the process.
-    fn charges_max(&self) -> Option<Bytes> {
+    fn own_charges_max(&self) -> Option<Bytes> {
         let process_bytes = (self.process_bytes)()?;
         Some(process_bytes.saturating_sub(self.resources.held_bytes()) + UNCOUNTED_BYTES_MAX)
     }
@@ -224,7 +225,7 @@ impl CudaDevice {
     pub(super) fn add_library_bytes(&mut self, free_before: Bytes) -> Result<(), CudaError> {
         let taken = free_before.saturating_sub(self.resources.context.memory()?.0);
         self.charges.libraries += taken;
-        self.charges = self.charges.at_most(self.charges_max());
+        self.charges = self.charges.at_most(self.own_charges_max());
         Ok(())
     }
 }
