@@ -2,6 +2,7 @@
 //!
 //! - Every unit compiles for every architecture without register spills; a table lists the resources of each kernel.
 //! - Attention on tensor cores, which uses the most registers, also compiles without spills with older compilers.
+//!   Units that did not change since they were last compiled are taken from a [`record`].
 //! - Calls into NVIDIA's libraries match their headers, and the functions exist in the libraries.
 //! - The kernels compute correct results on the CPU (`crates/plimsoll-device/tests/cuda_shim`).
 //!
@@ -11,17 +12,22 @@
 //! NVRTC, headers and libraries are installed from PyPI into `parity/cuda/.venv`, unless `PLIMSOLL_CUDA_VENV` names a
 //! venv that has them. Older compilers are installed into the folder `compilers` of that venv.
 
+mod record;
+
 use crate::program;
 use crate::stand_in::{self, succeed};
-use anyhow::{Context, bail, ensure};
+use anyhow::{Context, ensure};
 use plimsoll_device::cuda::architecture::Architecture;
 use plimsoll_device::cuda::headers;
 use plimsoll_device::cuda::kernels::{Family, OPTIONS, Target, Unit};
+use record::{Compilation, KernelResources, Record};
 use serde::Deserialize;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::env;
+use std::ffi::OsString;
 use std::fmt::Write as _;
 use std::io::{BufRead, BufReader};
+use std::iter;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
@@ -31,6 +37,8 @@ const ARCHS: [&str; 5] = ["80", "86", "89", "90", "120"];
 const HEAD_DIMS: [u64; 6] = [16, 32, 64, 80, 96, 128];
 /// File to which the table of kernel resources is written.
 const TABLE: &str = "docs/measured/cuda-kernels.md";
+/// File with the record of all compilations, from which the table is made.
+const RECORD: &str = "docs/measured/cuda-kernels.json";
 
 /// Version of the compiler with which every unit is compiled, in `parity/cuda/requirements.txt`.
 const COMPILER: &str = "13.5";
@@ -50,17 +58,13 @@ struct Compiler {
     nvrtc: String,
 }
 
-/// Registers and memory of a kernel that is compiled for one architecture.
+/// Resources of a kernel, as `compile.py` reports them.
 #[derive(Deserialize)]
-struct KernelResources {
+struct CompiledKernel {
     unit: String,
     arch: String,
-    kernel: String,
-    registers: u64,
-    spill_store_bytes: u64,
-    spill_load_bytes: u64,
-    stack_bytes: u64,
-    static_shared_bytes: u64,
+    #[serde(flatten)]
+    resources: KernelResources,
 }
 
 /// Compiles the kernels for every architecture, compares our declarations with NVIDIA's headers, and runs the kernels
@@ -73,16 +77,23 @@ pub fn run() -> anyhow::Result<()> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("the workspace's root")?;
     let python = python(root)?;
     check_declarations(root, &python)?;
-    let folder = write_units(root, COMPILER, &ARCHS, |_| true)?;
-    let (compiler, resources) = compile(root, &python, &site_packages(&python)?, &folder)?;
-    ensure!(compiler.nvrtc == COMPILER, "the venv has NVRTC {}, not {COMPILER}", compiler.nvrtc);
-    let units = units(COMPILER, ARCHS[0])?;
-    check(&units, &ARCHS, &resources)?;
-    let table = root.join(TABLE);
-    std::fs::create_dir_all(table.parent().context("the table's folder")?)?;
-    std::fs::write(&table, markdown_table(&compiler, &resources)).with_context(|| format!("writing {TABLE}"))?;
-    println!("{} units compile for sm_{} without register spills: {TABLE}", units.len(), ARCHS.join(", sm_"));
-    compile_with_old_compilers(root, &python)?;
+    let (all, mut record) = (compilations()?, Record::read(&root.join(RECORD))?);
+    let selected = record.select(&all);
+    for compiler in iter::once(COMPILER).chain(OLD_COMPILERS.map(|(version, _)| version)) {
+        let units: Vec<&Compilation> = selected.iter().copied().filter(|one| one.compiler == compiler).collect();
+        compile(root, &python, compiler, &units, &mut record)?;
+    }
+    record.retain(&all);
+    check(&all, &record)?;
+    record.write(&root.join(RECORD))?;
+    std::fs::write(root.join(TABLE), markdown_table(&all, &record)).with_context(|| format!("writing {TABLE}"))?;
+    println!(
+        "{} compilations, for sm_{} and NVRTC {}, without register spills; {} of them now, the others recorded: {TABLE}",
+        all.len(),
+        ARCHS.join(", sm_"),
+        iter::once(COMPILER).chain(OLD_COMPILERS.map(|(version, _)| version)).collect::<Vec<_>>().join(", "),
+        selected.len()
+    );
     test_compilation(root, &python)?;
     test_kernels_on_cpu(root)
 }
@@ -146,7 +157,15 @@ fn check_declarations(root: &Path, python: &Path) -> anyhow::Result<()> {
         );
     }
     let tests = ["test", "--workspace", "--lib", "cuda::headers", "--", "--ignored"];
-    succeed(Command::new("cargo").args(tests).env("VIRTUAL_ENV", venv(python)?).current_dir(root))
+    succeed(Command::new("cargo").args(tests).env("LD_LIBRARY_PATH", library_path(python)?).current_dir(root))
+}
+
+/// Returns the folders of NVIDIA's libraries in the venv of `python`, for `LD_LIBRARY_PATH`. `VIRTUAL_ENV` would do as
+/// well, but the build script of pyo3 depends on it, and cargo would build the Python package again.
+fn library_path(python: &Path) -> anyhow::Result<OsString> {
+    let pattern = site_packages(python)?.join("nvidia/*/lib");
+    let folders = glob::glob(pattern.to_str().context("a folder in UTF-8")?)?.collect::<Result<Vec<_>, _>>()?;
+    Ok(env::join_paths(folders)?)
 }
 
 /// Writes `text` to the file `source` and checks it with g++, without code generation. `folders` contain the headers.
@@ -169,44 +188,34 @@ fn units(compiler: &str, arch: &str) -> anyhow::Result<Vec<Unit>> {
     Ok(Unit::all(&HEAD_DIMS, Target { architecture, compiler: release }))
 }
 
-/// Writes the source of each unit of the families that `is_taken` selects to a `.cu` file of its own, in a folder for
-/// each architecture. Returns the folder around these, which was emptied.
-fn write_units(
-    root: &Path,
-    compiler: &str,
-    archs: &[&str],
-    is_taken: impl Fn(Family) -> bool,
-) -> anyhow::Result<PathBuf> {
+/// Returns everything that must compile: each unit with the newest compiler, and attention on tensor cores with the old
+/// ones.
+fn compilations() -> anyhow::Result<Vec<Compilation>> {
+    let mut all = Vec::new();
+    for arch in ARCHS {
+        all.extend(units(COMPILER, arch)?.into_iter().map(|unit| Compilation { compiler: COMPILER, arch, unit }));
+    }
+    for (compiler, _) in OLD_COMPILERS {
+        for arch in OLD_ARCHS {
+            let units = units(compiler, arch)?.into_iter().filter(|unit| unit.family() == Family::TensorAttention);
+            all.extend(units.map(|unit| Compilation { compiler, arch, unit }));
+        }
+    }
+    Ok(all)
+}
+
+/// Writes the source of each unit to a `.cu` file of its own, in a folder for each architecture. Returns the folder
+/// around these, which was emptied.
+fn write_units(root: &Path, compiler: &str, units: &[&Compilation]) -> anyhow::Result<PathBuf> {
     let folder = root.join("target/cuda-check").join(compiler);
     if folder.exists() {
         std::fs::remove_dir_all(&folder)?;
     }
-    for arch in archs {
+    for Compilation { arch, unit, .. } in units {
         std::fs::create_dir_all(folder.join(arch))?;
-        for unit in units(compiler, arch)?.iter().filter(|unit| is_taken(unit.family())) {
-            std::fs::write(folder.join(arch).join(format!("{}.cu", unit.name())), unit.source())?;
-        }
+        std::fs::write(folder.join(arch).join(format!("{}.cu", unit.name())), unit.source())?;
     }
     Ok(folder)
-}
-
-/// Compiles attention on tensor cores with each old compiler.
-///
-/// # Errors
-/// Fails if a unit does not compile, or a kernel spills registers.
-fn compile_with_old_compilers(root: &Path, python: &Path) -> anyhow::Result<()> {
-    for (version, package) in OLD_COMPILERS {
-        let packages = install_compiler(python, package)?;
-        let is_taken = |family| family == Family::TensorAttention;
-        let folder = write_units(root, version, &OLD_ARCHS, is_taken)?;
-        let (compiler, resources) = compile(root, python, &packages, &folder)?;
-        ensure!(compiler.nvrtc == version, "{package} has NVRTC {}, not {version}", compiler.nvrtc);
-        let mut units = units(version, OLD_ARCHS[0])?;
-        units.retain(|unit| is_taken(unit.family()));
-        check(&units, &OLD_ARCHS, &resources).with_context(|| format!("with NVRTC {version}"))?;
-        println!("NVRTC {version}: attention on tensor cores compiles without register spills");
-    }
-    Ok(())
 }
 
 /// Returns the folder of a compiler's package, below the venv of `python`. Installs it if necessary.
@@ -229,46 +238,56 @@ fn site_packages(python: &Path) -> anyhow::Result<PathBuf> {
     Ok(found.next().context("packages in the venv")??)
 }
 
-/// Compiles the units in the folders of `folder`, one for each architecture, with the NVRTC in `packages`. Returns the
-/// version of the compiler, and the resources of each kernel.
+/// Compiles units with the NVRTC of version `compiler`, and adds the resources of their kernels to the record. Installs
+/// an old compiler only if there is a unit to compile.
 fn compile(
     root: &Path,
     python: &Path,
-    packages: &Path,
-    folder: &Path,
-) -> anyhow::Result<(Compiler, Vec<KernelResources>)> {
+    compiler: &str,
+    units: &[&Compilation],
+    record: &mut Record,
+) -> anyhow::Result<()> {
+    if units.is_empty() {
+        return Ok(());
+    }
+    let packages = match OLD_COMPILERS.iter().find(|(version, _)| *version == compiler) {
+        Some((_, package)) => install_compiler(python, package)?,
+        None => site_packages(python)?,
+    };
+    let folder = write_units(root, compiler, units)?;
     let mut command = Command::new(python);
     command.arg(root.join("parity/cuda/compile.py")).arg(packages).arg(folder).args(OPTIONS).stdout(Stdio::piped());
     let mut child = command.spawn().with_context(|| format!("running {command:?}"))?;
     let mut lines = BufReader::new(child.stdout.take().context("its output")?).lines();
     let first = lines.next().transpose()?.unwrap_or_default();
-    let resources =
-        lines.map(|line| Ok(serde_json::from_str(&line?)?)).collect::<anyhow::Result<Vec<KernelResources>>>();
+    let kernels = lines.map(|line| Ok(serde_json::from_str(&line?)?)).collect::<anyhow::Result<Vec<CompiledKernel>>>();
     let status = child.wait()?;
-    ensure!(status.success(), "not every unit compiles: {status}");
-    Ok((serde_json::from_str(&first).context("the first line of compile.py")?, resources?))
+    ensure!(status.success(), "with NVRTC {compiler}, not every unit compiles: {status}");
+    let installed: Compiler = serde_json::from_str(&first).context("the first line of compile.py")?;
+    ensure!(installed.nvrtc == compiler, "the packages have NVRTC {}, not {compiler}", installed.nvrtc);
+    let mut by_unit: BTreeMap<(String, String), Vec<KernelResources>> = BTreeMap::new();
+    for CompiledKernel { unit, arch, resources } in kernels? {
+        by_unit.entry((arch, unit)).or_default().push(resources);
+    }
+    for one in units {
+        record.add(one, by_unit.remove(&(one.arch.to_string(), one.unit.name())).unwrap_or_default())?;
+    }
+    Ok(())
 }
 
-/// Checks that every kernel of every compilation unit exists for each of `archs`, and that none spills registers.
-fn check(units: &[Unit], archs: &[&str], resources: &[KernelResources]) -> anyhow::Result<()> {
-    let found: BTreeSet<(&str, &str, &str)> =
-        resources.iter().map(|n| (n.unit.as_str(), n.kernel.as_str(), n.arch.as_str())).collect();
-    for unit in units {
-        for kernel in unit.family().kernels() {
-            for arch in archs {
-                let name = unit.name();
-                ensure!(found.contains(&(name.as_str(), kernel, *arch)), "{kernel} of {name} is missing for sm_{arch}");
-            }
+/// Checks that every kernel of every unit was compiled, and that none spills registers.
+fn check(all: &[Compilation], record: &Record) -> anyhow::Result<()> {
+    let mut spilled = Vec::new();
+    for one in all {
+        let kernels = record.kernels(one);
+        for kernel in one.unit.family().kernels() {
+            ensure!(kernels.iter().any(|of| of.kernel == *kernel), "{kernel} is missing in {}", one.name());
+        }
+        for of in kernels.iter().filter(|of| of.spill_store_bytes + of.spill_load_bytes > 0) {
+            spilled.push(format!("{} of {}: {} bytes", of.kernel, one.name(), of.spill_store_bytes));
         }
     }
-    let spilled: Vec<String> = resources
-        .iter()
-        .filter(|n| n.spill_store_bytes + n.spill_load_bytes > 0)
-        .map(|n| format!("{} of {} on sm_{}: {} bytes", n.kernel, n.unit, n.arch, n.spill_store_bytes))
-        .collect();
-    if !spilled.is_empty() {
-        bail!("registers are spilled:\n  {}", spilled.join("\n  "));
-    }
+    ensure!(spilled.is_empty(), "registers are spilled:\n  {}", spilled.join("\n  "));
     Ok(())
 }
 
@@ -278,15 +297,18 @@ type Row<'a> = BTreeMap<(&'a str, bool), &'a KernelResources>;
 
 /// Formats the page with the table of kernel resources: a row for each kernel and head dimension, a column for each
 /// architecture.
-fn markdown_table(compiler: &Compiler, resources: &[KernelResources]) -> String {
+fn markdown_table(all: &[Compilation], record: &Record) -> String {
     let mut rows: BTreeMap<(String, &str), Row> = BTreeMap::new();
-    for n in resources {
-        let (bf16, unit) = (n.unit.contains("-bf16"), n.unit.replace("-f32", "").replace("-bf16", ""));
+    for one in all.iter().filter(|one| one.compiler == COMPILER) {
+        let name = one.unit.name();
+        let (bf16, unit) = (name.contains("-bf16"), name.replace("-f32", "").replace("-bf16", ""));
         let unit = match unit.rsplit_once('-') {
             Some((family, head_dim)) => format!("{family} {head_dim:>3}"),
             None => unit,
         };
-        rows.entry((unit, &n.kernel)).or_default().insert((&n.arch, bf16), n);
+        for resources in record.kernels(one) {
+            rows.entry((unit.clone(), &resources.kernel)).or_default().insert((one.arch, bf16), resources);
+        }
     }
     let mut text = format!(
         "# Resources of the CUDA kernels\n\n\
@@ -300,7 +322,7 @@ fn markdown_table(compiler: &Compiler, resources: &[KernelResources]) -> String 
          compiler in `tiles.rs` beside it. The expected speed of the tensor-core kernels is in\n\
          [cuda-attention](cuda-attention.md).\n\n\
          | unit | kernel | sm_{} | stack | shared |\n|---|---|{}---|---|\n",
-        compiler.nvrtc,
+        COMPILER,
         OPTIONS.join(" "),
         OLD_COMPILERS.map(|(version, _)| version).join(", "),
         ARCHS.join(" | sm_"),
@@ -326,7 +348,7 @@ fn markdown_table(compiler: &Compiler, resources: &[KernelResources]) -> String 
 /// Runs the tests of run-time compilation and of its cache, with the NVRTC of the interpreter's venv.
 fn test_compilation(root: &Path, python: &Path) -> anyhow::Result<()> {
     let tests = ["test", "--workspace", "--lib", "cuda::compile", "--", "--ignored"];
-    succeed(Command::new("cargo").args(tests).env("VIRTUAL_ENV", venv(python)?).current_dir(root))
+    succeed(Command::new("cargo").args(tests).env("LD_LIBRARY_PATH", library_path(python)?).current_dir(root))
 }
 
 /// Runs the tests that execute the CUDA kernels on the CPU and compare their results with the CPU implementation.
@@ -386,10 +408,8 @@ mod tests {
         }
     }
 
-    fn resources(kernel: &str, arch: &str, spilled: u64) -> KernelResources {
+    fn resources(kernel: &str, spilled: u64) -> KernelResources {
         KernelResources {
-            unit: "init".into(),
-            arch: arch.into(),
             kernel: kernel.into(),
             registers: 40,
             spill_store_bytes: spilled,
@@ -401,20 +421,20 @@ mod tests {
 
     #[test]
     fn spilling_and_missing_kernels_are_named() {
-        let mut unit = units(COMPILER, "86").unwrap();
-        unit.retain(|unit| unit.name() == "init");
-        let kernels = unit[0].family().kernels();
-        let all = |spilled| -> Vec<KernelResources> {
-            let of = |kernel: &&str, arch: &&str| {
-                let here = *kernel == "init_normal" && *arch == "86";
-                resources(kernel, arch, if here { spilled } else { 0 })
-            };
-            kernels.iter().flat_map(|kernel| ARCHS.iter().map(move |arch| of(kernel, arch))).collect()
+        let mut all = compilations().unwrap();
+        all.retain(|one| one.unit.name() == "init" && one.arch == "86");
+        let kernels = all[0].unit.family().kernels();
+        let checked = |of: &[KernelResources]| {
+            let mut record = Record::default();
+            record.add(&all[0], of.to_vec()).unwrap();
+            check(&all, &record).map_err(|error| error.to_string())
         };
-        assert!(check(&unit, &ARCHS, &all(0)).is_ok());
-        let error = check(&unit, &ARCHS, &all(8)).unwrap_err().to_string();
-        assert!(error.contains("init_normal of init on sm_86: 8 bytes"), "{error}");
-        let error = check(&unit, &ARCHS, &all(0)[1..]).unwrap_err().to_string();
-        assert!(error.contains("init_normal of init is missing for sm_80"), "{error}");
+        let whole: Vec<KernelResources> = kernels.iter().map(|kernel| resources(kernel, 0)).collect();
+        assert_eq!(checked(&whole), Ok(()));
+        let without: Vec<KernelResources> = whole[1..].to_vec();
+        assert_eq!(checked(&without), Err(format!("{} is missing in 13.5 sm_86 init", kernels[0])));
+        let spilling: Vec<KernelResources> = kernels.iter().map(|kernel| resources(kernel, 8)).collect();
+        let error = checked(&spilling).unwrap_err();
+        assert!(error.contains(&format!("{} of 13.5 sm_86 init: 8 bytes", kernels[0])), "{error}");
     }
 }

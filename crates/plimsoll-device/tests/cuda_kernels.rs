@@ -247,7 +247,7 @@ fn on_tensor_cores(launches: &[Launch], gpu: &Gpu) -> bool {
 fn attention_and_gradient_match_cpu() {
     for_types_and_alignments(|mut gpu, real, kind, draw| {
         for (batch, sequence, heads, kv_heads, head_dim) in
-            [(1, 1, 1, 1, 6), (2, 33, 2, 1, 36), (2, 70, 4, 2, 64), (1, 150, 3, 1, 64), (1, 130, 2, 2, 128)]
+            [(1, 1, 1, 1, 6), (2, 33, 2, 1, 36), (1, 70, 4, 2, 64), (1, 150, 2, 1, 64), (1, 130, 1, 1, 128)]
         {
             let shape = Heads { heads, kv_heads, head_dim };
             if on_tensor_cores(&attention(real, TARGET, 0, 0, 0, 0, 1, 1, shape), &gpu) {
@@ -427,16 +427,16 @@ fn embedding_and_gradient_match_cpu() {
         for (rows, hidden, vocab) in [
             (1, 1, 1),
             (40, 12, 9),
-            (600, 5, 7),
+            (300, 5, 7),
             (9, 1100, 4),
             (300, 8, 200),
             // Several rows per sorting thread, several rows per portion, and sums over many portions.
-            (2600, 4, 3),
-            (1100, 3, 70_000),
-            (1030, 1, 1),
+            (1300, 4, 3),
+            (270, 3, 70_000),
+            (70, 1, 1),
         ] {
             let mut tokens = draw.integers(rows, vocab);
-            if rows == 2600 {
+            if rows == 1300 {
                 // Most tokens are padding.
                 (0..rows).filter(|row| row % 5 > 0).for_each(|row| tokens[row] = 1);
             }
@@ -476,7 +476,7 @@ fn tokens_outside_vocabulary_get_no_gradient() {
 #[ignore = "needs g++: cargo xtask cuda-check"]
 fn elementwise_and_row_sums_match_cpu() {
     for_types_and_alignments(|mut gpu, real, kind, draw| {
-        for (rows, columns) in [(1, 1), (3, 7), (40, 1030), (1100, 12), (600, 260), (9, 2056)] {
+        for (rows, columns) in [(1, 1), (3, 7), (9, 1030), (1100, 12), (24, 260), (5, 2056)] {
             let n = rows * columns;
             let (x, y, bias) = (draw.many(kind, n), draw.many(kind, n), draw.many(kind, columns));
             let (gx, gy, gbias) = (gpu.put(kind, &x), gpu.put(kind, &y), gpu.put(kind, &bias));
