@@ -35,7 +35,8 @@ pub fn run(arguments: &[String]) -> anyhow::Result<()> {
         }
         None => Command::new("maturin"),
     };
-    maturin.args(["build", "--release", "--locked", "--manifest-path"]).arg(root.join("python/Cargo.toml"));
+    let options = ["build", "--release", "--locked", "--features", "schema", "--manifest-path"];
+    maturin.args(options).arg(root.join("python/Cargo.toml"));
     done(maturin.arg("--out").arg(folder).current_dir(root))
 }
 
