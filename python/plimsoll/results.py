@@ -131,6 +131,9 @@ class GemmAlgorithms(TypedDict):
     driver: int
     #: The algorithm of each matrix product, 64 bytes in hexadecimal, by the name of the product.
     chosen: dict[str, str]
+    #: Whether further algorithms are those that the library proposes first, which are the same each time. Otherwise they are
+    #: chosen by their measured time.
+    untimed: NotRequired[bool]
 
 
 class RungEffect(TypedDict):
@@ -284,7 +287,7 @@ class Remedy(TypedDict):
 
     #: Lossy rungs that must be allowed; empty if the remedy needs none.
     allow: list[Rung]
-    #: Smallest load line of the device under which the run fits with the rungs in ``allow``.
+    #: Smallest load line under which the run fits with the rungs in ``allow``: of the device, or of a team's first device.
     budget_bytes: int
     #: Required host memory; absent if the host's present load line is enough.
     host_bytes: NotRequired[int]
@@ -293,8 +296,8 @@ class Remedy(TypedDict):
     #: Predicted peak of the device with the rungs in ``allow``. Absent for a team, and if the remedy also needs a higher load
     #: line, more host memory or a larger scratch file.
     peak_bytes: NotRequired[int]
-    #: Required load lines of other devices of the team, by name; absent if none has to change. If several devices share a name,
-    #: the load line applies to each that has a lower one.
+    #: Required load lines of the team's devices other than the first, by device name; absent if none has to change. If several
+    #: devices share a name, each of them that has a lower load line is raised to this one.
     other_budget_bytes: NotRequired[dict[str, int]]
 
 
@@ -407,6 +410,8 @@ class StartEvent(TypedDict):
     peak_flops: float
     #: Whether any training device is simulated; all seconds of the run are then simulated.
     simulated: bool
+    #: Names of the devices that train.
+    devices: list[str]
 
 
 class StepEvent(TypedDict):
@@ -450,7 +455,8 @@ class EvaluationEvent(TypedDict):
     step: int
     #: Mean loss over the labelled tokens.
     loss: float
-    #: Share of samples, 0 to 1, with all labelled tokens predicted correctly; ``None`` if samples have no labels.
+    #: Share of answers, 0 to 1, with all tokens predicted correctly; ``None`` if the data are not all prompts with one short
+    #: answer.
     exact_match: float | None
     #: Number of labelled tokens.
     tokens: int
@@ -654,7 +660,8 @@ class EvalResult(TypedDict):
 
     #: Mean loss over the labelled tokens.
     loss: float
-    #: Share of samples, 0 to 1, with all labelled tokens predicted correctly; absent if samples have no labels.
+    #: Share of answers, 0 to 1, with all tokens predicted correctly; absent if the data are not all prompts with one short
+    #: answer.
     exact_match: NotRequired[float]
 
 
@@ -677,6 +684,9 @@ class DeviceMemory(TypedDict):
     measured_bytes: NotRequired[int]
     #: The source of ``measured_bytes``; absent without a measurement.
     measured_by: NotRequired[MeasuredBy]
+    #: Measured bytes by which this process passed the load line at any time since its start; absent if it did not. For the CPU
+    #: and virtual devices, the preparation of data and plan counts too.
+    over_load_line_bytes: NotRequired[int]
 
 
 class CollectiveBackend(TypedDict):
@@ -823,6 +833,10 @@ class RunResult(TypedDict):
     thermal_pause_seconds: float
     #: The fallback from the requested device to the CPU; absent if the requested device ran.
     fallback: NotRequired[Fallback]
+    #: Whether the same command gives the same bits on the same kind of machine.
+    reproducible: bool
+    #: The reasons why the run is reproducible, or why it is not.
+    reproducible_because: list[str]
 
 
 class Cache(TypedDict):
@@ -999,13 +1013,13 @@ class BudgetChange(TypedDict):
 
 
 class Sample(TypedDict):
-    """A prompt from evaluation data, with the model's answer and the expected answer."""
+    """A prompt from evaluation data with the model's continuation and, if the data have one, the right answer."""
 
     #: The prompt.
     prompt: str
-    #: The answer in the data.
-    expected: str
-    #: The model's answer.
+    #: The answer in the data; absent if the prompt has no single right answer, as in prose.
+    expected: NotRequired[str]
+    #: The model's continuation of the prompt.
     answer: str
 
 

@@ -101,6 +101,7 @@ class RunSection(TypedDict, total=False):
     fallback: Literal["cpu", "none"]
     parallelism: Literal["auto", "data", "sharded", "pipeline", "all"]
     nccl: bool
+    deterministic: bool
 
 
 class RunFile(TypedDict, total=False):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -90,6 +91,30 @@ def test_membership_is_saved_with_private_token(state: Path) -> None:
     assert state.stat().st_mode & 0o777 == 0o700
     local_state.delete_membership()
     assert local_state.load_membership() is None and not local_state.token_path().exists()
+
+
+def test_open_state_folder_is_closed_or_refused(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state.mkdir()
+    state.chmod(0o777)
+    (state / "0.log").touch()
+    local_state.save_token("sesame")
+    assert state.stat().st_mode & 0o777 == 0o700
+    # A folder with other files may serve other programs.
+    (state / "letters").touch()
+    local_state.save_token("sesame")
+    state.chmod(0o755)
+    with pytest.raises(plimsoll.InputError, match="open to other users, and not only Plimsoll uses it"):
+        local_state.save_token("sesame")
+    assert state.stat().st_mode & 0o777 == 0o755
+    (state / "letters").unlink()
+    state.chmod(0o1777)
+    with pytest.raises(plimsoll.InputError, match="open to other users"):
+        local_state.save_token("sesame")
+    monkeypatch.setenv("PLIMSOLL_RAY_STATE", str(state.parent / "deep" / "state"))
+    assert local_state.make_state_folder().parent.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    with pytest.raises(plimsoll.InputError, match="belongs to another user"):
+        local_state.save_token("sesame")
 
 
 def test_concurrent_join_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -594,10 +619,18 @@ def test_program_without_neighbor_python_uses_path(command: Path, tmp_path: Path
     assert nobody.returncode == 2 and "need Python with the Plimsoll wheel: python3 cannot be started" in nobody.stderr, nobody.stderr
 
 
+def test_help_of_cluster_commands_is_complete_without_wheel(command: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    env = {**os.environ, "PLIMSOLL_PYTHON": "/nonexistent/python3"}
+    for name in ("join", "leave", "cluster", "verify"):
+        helped = subprocess.run([command, name, "--help"], capture_output=True, text=True, timeout=60, env=env)
+        with pytest.raises(SystemExit):
+            commands.main([name, "--help"])
+        options = re.findall(r"--[a-z]+", capsys.readouterr().out)
+        assert helped.returncode == 0 and options and all(option in helped.stdout for option in options), helped.stdout
+
+
 def test_command_line_passes_all_arguments_to_python(command: Path, tmp_path: Path) -> None:
     (tmp_path / "plimsoll").mkdir()  # A folder of this name in the working directory must not hide the package.
-    helped = subprocess.run([command, "join", "--help"], capture_output=True, text=True, timeout=60, cwd=tmp_path)
-    assert helped.returncode == 0 and "--head" in helped.stdout and "--ports" in helped.stdout
     wrong = subprocess.run([command, "verify", "--share", "0%"], capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert wrong.returncode == 2
     nobody = subprocess.run(

@@ -110,8 +110,8 @@ fn commit(root: &Path) -> anyhow::Result<String> {
     Ok(format!("{}{changed}", said(&["rev-parse", "--short", "HEAD"])?))
 }
 
-/// Runs a small version of the packed check on the stand-in for a GPU. `only` names sections of the check; `None` runs
-/// all.
+/// Runs a small version of `gpu_check.py` in `folder`, which [`pack`] filled, on the stand-in for a GPU. `only` names
+/// sections of the check; `None` runs all.
 fn run_on_stand_in(root: &Path, folder: &Path, only: Option<&str>) -> anyhow::Result<()> {
     let libraries = stand_in::build(root)?;
     // Prefer the venv of the parity tests, which has torch and transformers.

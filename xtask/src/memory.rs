@@ -8,8 +8,9 @@ use plimsoll_core::{Bytes, DType, RecomputeLevel};
 use plimsoll_device::gpu;
 use plimsoll_plan::search::plan_recipe;
 
-/// Prints the memory ledger of a GPU as one line of JSON, for the Programs of a small model with heads of a common
-/// size.
+/// Prints the memory of a GPU by NVML and by the driver at each moment of a run, as one line of JSON: before the
+/// context, with context, libraries, kernels and arena, and after its end. The Programs are those of a small model
+/// whose attention heads have a usual size.
 ///
 /// # Errors
 /// Fails if the argument is no GPU, or the GPU cannot be opened.

@@ -3,9 +3,11 @@
 //! A case is a function of (seed, number): a failed one is repeated alone with `--seed N --case K`. Cases run one after
 //! another in a worker process, so that a fault in the guard pages of an arena ends one case and not the soak.
 
+mod budget;
 pub mod case;
 mod checks;
 mod execution;
+mod hostile;
 mod ladder;
 mod observed_device;
 mod plans;
@@ -20,9 +22,10 @@ mod tests;
 mod whole_process;
 
 use crate::program;
-use anyhow::{Context, bail};
+use anyhow::{Context, bail, ensure};
 use case::Case;
 use clap::{Parser, ValueEnum};
+use hostile::HostileSoak;
 use plans::Size;
 use plimsoll_core::DType;
 use plimsoll_device::heap::CountingAllocator;
@@ -45,16 +48,17 @@ const CASE_SECONDS_MAX: u64 = 300;
 
 /// Test on random small models and on whole processes that plans are exact.
 ///
-/// A full soak has --runs 300. CI uses --runs 40, and `cargo test` runs a smaller part in xtask/tests/exact.rs.
+/// A full soak has --runs 300, and --runs 5000 with --only hostile. CI uses --runs 40, and --runs 300 with --only hostile.
+/// `cargo test` runs a smaller part in xtask/tests/exact.rs.
 #[derive(Debug, Parser)]
 #[command(name = "cargo xtask soak", no_binary_name = true)]
 struct Options {
     /// Seed of the cases.
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// Number of cases.
-    #[arg(long, default_value_t = 300)]
-    runs: u64,
+    /// Number of cases [default: 300, or 5000 with --only hostile].
+    #[arg(long)]
+    runs: Option<u64>,
     /// Run only this case.
     #[arg(long)]
     case: Option<u64>,
@@ -112,6 +116,10 @@ enum Part {
     Refusals,
     /// Teams of unequal devices with random faults
     Teams,
+    /// Damaged or lying files and absurd arguments
+    Hostile,
+    /// Small runs under tight load lines, by the kernel's count of each process
+    Budget,
 }
 
 impl Options {
@@ -126,7 +134,12 @@ impl Options {
 
     /// Returns whether each case starts the program, in processes of its own.
     fn starts_program(&self) -> bool {
-        matches!(self.only, Some(Part::Refusals | Part::Teams))
+        matches!(self.only, Some(Part::Refusals | Part::Teams | Part::Hostile | Part::Budget))
+    }
+
+    /// Returns the number of cases.
+    fn runs(&self) -> u64 {
+        self.runs.unwrap_or(if self.only == Some(Part::Hostile) { hostile::INPUTS } else { 300 })
     }
 
     fn run(&self, case: &Case) -> Tally {
@@ -136,6 +149,7 @@ impl Options {
             Some(Part::Ladder) => ladder::run_ladder(case.seed, case.number),
             Some(Part::Refusals) => refusals::run_refusals(binary, case.seed, case.number),
             Some(Part::Teams) => teams::run_team(binary, case.seed, case.number),
+            Some(Part::Budget) => budget::run_budget(binary, case.seed, case.number),
             Some(Part::Plans) => plans::run_plan(case.seed, case.number, self.size, self.device, self.dtype),
             _ => checks::run_case(case),
         }
@@ -181,15 +195,18 @@ pub fn run(arguments: &[String]) -> anyhow::Result<()> {
     if options.starts_program() && options.binary.is_none() {
         options.binary = Some(program::release()?);
     }
-    let (first, end) = options.case.map_or((0, options.runs), |case| (case, case + 1));
+    let (first, end) = options.case.map_or((0, options.runs()), |case| (case, case + 1));
     let started = Instant::now();
     if let Some(from) = options.worker_from {
-        return run_worker(&options, from..options.runs, started);
+        return run_worker(&options, from..options.runs(), started);
     }
     if let (Some(number), Some(folder)) = (options.whole_worker, &options.folder) {
         return whole_process::run_one(number, folder);
     }
     let mut tally = Tally::default();
+    if options.only == Some(Part::Hostile) {
+        return run_hostile(&options, first..end, started);
+    }
     let mut next = if options.only == Some(Part::Whole) { end } else { first };
     while next < end && !is_late(&options, started) {
         next = supervise(&options, next, end, started, &mut tally)?;
@@ -214,6 +231,29 @@ pub fn run(arguments: &[String]) -> anyhow::Result<()> {
             options.seed
         );
     }
+    Ok(())
+}
+
+/// Runs hostile inputs and prints the results.
+///
+/// # Errors
+/// Fails if a check failed, or if the undamaged files cannot be made.
+fn run_hostile(options: &Options, numbers: std::ops::Range<u64>, started: Instant) -> anyhow::Result<()> {
+    let soak = HostileSoak {
+        binary: &std::path::absolute(options.binary.as_deref().unwrap_or(Path::new("plimsoll")))?,
+        seed: options.seed,
+        numbers,
+        end: options.seconds.map(|seconds| started + Duration::from_secs(seconds)),
+        keep: options.case.is_some(),
+    };
+    let mut tally = soak.run()?;
+    if options.json {
+        println!("{}", serde_json::to_string(&tally)?);
+    } else {
+        let table = hostile::table(&mut tally);
+        println!("seed {}, {:.0} s\n{table}\n{}", options.seed, started.elapsed().as_secs_f64(), tally.lines());
+    }
+    ensure!(tally.failed() == 0, "{} checks failed; repeat an input: cargo xtask soak with its flags", tally.failed());
     Ok(())
 }
 

@@ -45,6 +45,9 @@ pub enum Event {
         /// Whether any training device is simulated; all seconds of the run are then simulated.
         #[serde(default)]
         simulated: bool,
+        /// Names of the devices that train.
+        #[serde(default)]
+        devices: Vec<String>,
     },
     /// An optimizer step completed.
     Step {
@@ -74,7 +77,8 @@ pub enum Event {
         step: u64,
         /// Mean loss over the labelled tokens.
         loss: f64,
-        /// Share of samples, 0 to 1, with all labelled tokens predicted correctly; `None` if samples have no labels.
+        /// Share of answers, 0 to 1, with all tokens predicted correctly; `None` if the data are not all prompts with one
+        /// short answer.
         exact_match: Option<f64>,
         /// Number of labelled tokens.
         tokens: u64,

@@ -59,6 +59,10 @@ pub struct GemmAlgorithms {
     pub driver: u32,
     /// The algorithm of each matrix product, 64 bytes in hexadecimal, by the name of the product.
     pub chosen: BTreeMap<String, String>,
+    /// Whether further algorithms are those that the library proposes first, which are the same each time. Otherwise
+    /// they are chosen by their measured time.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub untimed: bool,
 }
 
 impl GemmAlgorithms {
@@ -82,7 +86,8 @@ impl fmt::Display for GemmAlgorithms {
 pub struct Remedy {
     /// Lossy rungs that must be allowed; empty if the remedy needs none.
     pub allow: Vec<Rung>,
-    /// Smallest load line of the device under which the run fits with the rungs in `allow`.
+    /// Smallest load line under which the run fits with the rungs in `allow`: of the device, or of a team's first
+    /// device.
     pub budget_bytes: Bytes,
     /// Required host memory; `None` if the host's present load line is enough.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -94,8 +99,8 @@ pub struct Remedy {
     /// load line, more host memory or a larger scratch file.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub peak_bytes: Option<Bytes>,
-    /// Required load lines of other devices of the team, by name; empty if none has to change. If several devices share
-    /// a name, the load line applies to each that has a lower one.
+    /// Required load lines of the team's devices other than the first, by device name; empty if none has to change. If
+    /// several devices share a name, each of them that has a lower load line is raised to this one.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub other_budget_bytes: BTreeMap<String, Bytes>,
 }

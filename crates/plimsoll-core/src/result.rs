@@ -51,6 +51,12 @@ pub struct RunResult {
     /// The fallback from the requested device to the CPU; `None` if the requested device ran.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fallback: Option<Fallback>,
+    /// Whether the same command gives the same bits on the same kind of machine.
+    #[serde(default)]
+    pub reproducible: bool,
+    /// The reasons why the run is reproducible, or why it is not.
+    #[serde(default)]
+    pub reproducible_because: Vec<String>,
 }
 
 /// A device lost during a run.
@@ -180,7 +186,8 @@ pub struct StepSeconds {
 pub struct EvalResult {
     /// Mean loss over the labelled tokens.
     pub loss: f64,
-    /// Share of samples, 0 to 1, with all labelled tokens predicted correctly; `None` if samples have no labels.
+    /// Share of answers, 0 to 1, with all tokens predicted correctly; `None` if the data are not all prompts with one
+    /// short answer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub exact_match: Option<f64>,
 }
@@ -208,6 +215,28 @@ pub struct DeviceMemory {
     /// The source of `measured_bytes`; `None` without a measurement.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub measured_by: Option<MeasuredBy>,
+    /// Measured bytes by which this process passed the load line at any time since its start; `None` if it did not. For
+    /// the CPU and virtual devices, the preparation of data and plan counts too.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub over_load_line_bytes: Option<Bytes>,
+}
+
+impl DeviceMemory {
+    /// Compares the measured bytes with the load line, and stores the difference if they pass it. `before` is the peak
+    /// of this process before the run held arenas; zero for a device outside this process. Memory of other processes
+    /// does not count.
+    pub fn compare_with_load_line(&mut self, before: Bytes) {
+        let own = self.measured_bytes.filter(|_| self.measured_by == Some(MeasuredBy::Process));
+        let over = own.unwrap_or_default().max(before).saturating_sub(self.budget_bytes);
+        self.over_load_line_bytes = Some(over).filter(|over| *over > Bytes::ZERO);
+    }
+
+    /// Describes a device that passed its load line; `None` if it did not.
+    pub fn over_load_line_note(&self) -> Option<String> {
+        let over = self.over_load_line_bytes?;
+        let (device, line) = (&self.device, self.budget_bytes);
+        Some(format!("{device}: this process held {}, {over} more than the load line of {line}", line + over))
+    }
 }
 
 /// The source of a device's measured memory.
@@ -268,4 +297,37 @@ pub struct Recovery {
     /// the run has ended, and if no step completed between them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub step_seconds: Option<f64>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_own_memory_passes_a_load_line() {
+        let memory = |measured: u64, by| DeviceMemory {
+            device: "cpu".to_owned(),
+            budget_bytes: Bytes::mib(46),
+            budget_bytes_at_end: None,
+            arena_bytes: Bytes::mib(26),
+            arena_measured_bytes: Bytes::mib(26),
+            predicted_bytes: Bytes::mib(46),
+            measured_bytes: Some(Bytes::mib(measured)),
+            measured_by: Some(by),
+            over_load_line_bytes: None,
+        };
+        // Measured MiB, their source, the MiB before the run, and the MiB above the line.
+        let cases = [
+            (46, MeasuredBy::Process, 0, None),
+            (49, MeasuredBy::Process, 0, Some(3)),
+            (40, MeasuredBy::Process, 203, Some(157)),
+            (90, MeasuredBy::FreeMemory, 0, None),
+        ];
+        for (measured, by, before, over) in cases {
+            let mut memory = memory(measured, by);
+            memory.compare_with_load_line(Bytes::mib(before));
+            assert_eq!(memory.over_load_line_bytes, over.map(Bytes::mib), "{measured} by {by:?}, {before} before");
+            assert_eq!(memory.over_load_line_note().is_some(), over.is_some());
+        }
+    }
 }

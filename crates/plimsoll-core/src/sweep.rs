@@ -68,8 +68,11 @@ pub struct SweepRun {
     /// Id of the process that trains the run; `None` while the run is not running.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pid: Option<u32>,
-    /// Planned load line of the run on its device; `None` before the run is planned. For a run that fits on no device,
-    /// the smallest load line under which it would fit.
+    /// Load line of the run on its device; `None` before the first start. For a run that fits on no device, the smallest
+    /// load line under which it would fit.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub budget_bytes: Option<Bytes>,
+    /// Predicted peak of the run on its device, by the plan that it followed; `None` before the run has ended.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub predicted_bytes: Option<Bytes>,
     /// Most bytes that the run has held on its device; `None` before the first measurement.
@@ -115,6 +118,7 @@ impl SweepRun {
             state: SweepState::Waiting,
             device: None,
             pid: None,
+            budget_bytes: None,
             predicted_bytes: None,
             measured_bytes: None,
             share: None,

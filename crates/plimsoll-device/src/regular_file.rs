@@ -1,4 +1,5 @@
-//! Reading of files that users and earlier runs supply: run files, data, models, results and caches.
+//! Reading of files that users and earlier runs supply: run files, data, models, results and caches; and [`write`] for
+//! files that a flag names.
 //!
 //! Only regular files are read. A FIFO, a socket or a device could block the process, have side effects, or never end.
 
@@ -17,6 +18,11 @@ const WHOLE_BYTES_MAX: u64 = 256 << 20;
 /// A path without a file, or a file of another type, which the message names.
 pub fn check(path: &Path) -> io::Result<()> {
     check_type(fs::metadata(path)?.file_type())
+}
+
+/// Returns whether a folder has this name, even as a link to a missing file. Such a link is damage, not an absent file.
+pub fn is_present(path: &Path) -> bool {
+    path.symlink_metadata().is_ok()
 }
 
 /// Opens a regular file for reading. Follows symbolic links.
@@ -43,6 +49,21 @@ pub fn read(path: &Path) -> io::Result<Vec<u8>> {
 /// The errors of [`read`], or text that is not UTF-8.
 pub fn read_text(path: &Path) -> io::Result<String> {
     String::from_utf8(read(path)?).map_err(|_| io::Error::new(ErrorKind::InvalidData, "it is not text in UTF-8"))
+}
+
+/// Writes a file that a flag names, or writes to the device or FIFO there. A FIFO without a reader is refused, because
+/// opening it would wait.
+///
+/// # Errors
+/// A FIFO without a reader, or a file that cannot be written.
+pub fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let flags = libc::O_NONBLOCK | libc::O_NOCTTY;
+    let opened = OpenOptions::new().write(true).create(true).truncate(false).custom_flags(flags).open(path);
+    let _open = opened.map_err(|error| match error.raw_os_error() {
+        Some(libc::ENXIO) => io::Error::new(ErrorKind::InvalidInput, "it is a FIFO or a socket without a reader"),
+        _ => error,
+    })?;
+    fs::write(path, bytes)
 }
 
 /// Opens a file with `options` and `flags` of `open(2)`, without waiting, and checks that it is regular.
@@ -95,6 +116,8 @@ mod tests {
         assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
         let _socket = UnixListener::bind(&socket).unwrap();
         std::os::unix::fs::symlink(&fifo, &link).unwrap();
+        std::os::unix::fs::symlink("nowhere", folder.path().join("dangling")).unwrap();
+        assert!(is_present(&folder.path().join("dangling")) && !is_present(&folder.path().join("nowhere")));
         for (path, says) in [
             (fifo.as_path(), "a FIFO"),
             (&link, "a FIFO"),
@@ -109,6 +132,21 @@ mod tests {
         assert_eq!(read_text(&text).unwrap(), "words");
         fs::write(&text, b"\xff").unwrap();
         assert_eq!(read_text(&text).unwrap_err().kind(), ErrorKind::InvalidData);
+    }
+
+    #[test]
+    fn fifo_without_reader_is_refused_for_writing() {
+        let folder = tempfile::tempdir().unwrap();
+        let [fifo, file] = ["fifo", "file"].map(|name| folder.path().join(name));
+        let name = CString::new(fifo.to_str().unwrap()).unwrap();
+        // SAFETY: the name ends with a zero.
+        assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
+        assert!(write(&fifo, b"lost").unwrap_err().to_string().contains("a FIFO or a socket without a reader"));
+        for text in ["longer text", "text"] {
+            write(&file, text.as_bytes()).unwrap();
+            assert_eq!(read_text(&file).unwrap(), text);
+        }
+        write(Path::new("/dev/null"), b"text").unwrap();
     }
 
     #[test]

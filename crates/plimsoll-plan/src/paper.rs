@@ -1,7 +1,13 @@
 //! Paper devices: published rates of GPUs and links that are not present, for planning only. Rates of present devices
 //! are measured and never taken from this table.
 
-use plimsoll_core::{Budget, Bytes, DeviceKind, DeviceSpec, Link, Rates};
+mod data_sheets;
+
+use data_sheets::{DATA_SHEETS, DataSheet};
+use plimsoll_core::{Budget, Bytes, DeviceKind, DeviceSpec, Link, OpRates, Rates};
+
+/// What the name of a card of the user begins with, as in `card:mine`.
+pub const CARD_PREFIX: &str = "card:";
 
 /// Assumed bytes that a CUDA process holds on its GPU outside the arena. They are 512 MiB for the driver's context
 /// (300–500 MB in published measurements) and 32 MiB of cuBLASLt workspace. Plans print the figure as assumed.
@@ -13,35 +19,26 @@ const LINK_EFFICIENCY: f64 = 0.82;
 /// Assumed seconds to launch one op; data sheets do not state it.
 const OP_SECONDS: f64 = 5e-6;
 
-/// The data sheet of a GPU. Rates are those of its maker: f32 without tensor cores, dense bf16 with f32 accumulation.
-struct DataSheet {
-    name: &'static str,
-    /// Total memory reported by the driver in GiB; assumed for the 4060 Ti, 4090, A100 and H100.
-    usable_gib: f64,
-    f32_tflops: f64,
-    bf16_tflops: f64,
-    memory_gb_per_second: f64,
-    pcie_generation: u32,
-    pcie_lanes: u32,
-    /// Rate of the direct link between two such GPUs in GB/s, one way; 0 if they exchange through the host.
-    nvlink_gb_per_second: f64,
+/// Returns the data sheet of a paper device, whose name may be in upper case; `None` for an unknown name.
+fn data_sheet(name: &str) -> Option<&'static DataSheet> {
+    DATA_SHEETS.iter().find(|sheet| sheet.name.eq_ignore_ascii_case(name))
 }
 
-#[rustfmt::skip]
-const DATA_SHEETS: [DataSheet; 8] = [
-    DataSheet { name: "rtx3070",       usable_gib: 7.67,  f32_tflops: 20.3,  bf16_tflops: 40.6,  memory_gb_per_second: 448.0,  pcie_generation: 4, pcie_lanes: 16, nvlink_gb_per_second: 0.0 },
-    DataSheet { name: "rtx3090",       usable_gib: 23.57, f32_tflops: 35.6,  bf16_tflops: 71.0,  memory_gb_per_second: 936.0,  pcie_generation: 4, pcie_lanes: 16, nvlink_gb_per_second: 0.0 },
-    DataSheet { name: "rtx4060ti-16g", usable_gib: 15.6,  f32_tflops: 22.1,  bf16_tflops: 44.1,  memory_gb_per_second: 288.0,  pcie_generation: 4, pcie_lanes: 8,  nvlink_gb_per_second: 0.0 },
-    DataSheet { name: "rtx4090",       usable_gib: 23.6,  f32_tflops: 82.6,  bf16_tflops: 165.2, memory_gb_per_second: 1008.0, pcie_generation: 4, pcie_lanes: 16, nvlink_gb_per_second: 0.0 },
-    DataSheet { name: "rtx5090",       usable_gib: 31.36, f32_tflops: 104.8, bf16_tflops: 209.5, memory_gb_per_second: 1792.0, pcie_generation: 5, pcie_lanes: 16, nvlink_gb_per_second: 0.0 },
-    DataSheet { name: "a100-80g",      usable_gib: 79.2,  f32_tflops: 19.5,  bf16_tflops: 312.0, memory_gb_per_second: 2039.0, pcie_generation: 4, pcie_lanes: 16, nvlink_gb_per_second: 300.0 },
-    DataSheet { name: "h100-sxm",      usable_gib: 79.2,  f32_tflops: 67.0,  bf16_tflops: 989.0, memory_gb_per_second: 3350.0, pcie_generation: 5, pcie_lanes: 16, nvlink_gb_per_second: 450.0 },
-    DataSheet { name: "h200",          usable_gib: 140.4, f32_tflops: 67.0,  bf16_tflops: 989.0, memory_gb_per_second: 4800.0, pcie_generation: 5, pcie_lanes: 16, nvlink_gb_per_second: 450.0 },
-];
+/// Returns the name of a paper device as in the table; `None` for an unknown name.
+pub fn table_name(name: &str) -> Option<&'static str> {
+    data_sheet(name).map(|sheet| sheet.name)
+}
 
-/// Returns the data sheet of a paper device; `None` for an unknown name.
-fn data_sheet(name: &str) -> Option<&'static DataSheet> {
-    DATA_SHEETS.iter().find(|sheet| sheet.name == name)
+/// Whether a device of this name, such as `rtx3090`, `pc1/rtx3090` or `card:mine`, is a paper device. Several devices
+/// of a team may then have the name.
+pub fn is_paper_name(name: &str) -> bool {
+    let own = own_name(name);
+    own.starts_with(CARD_PREFIX) || data_sheet(own).is_some()
+}
+
+/// Returns the name of a device without its machine.
+fn own_name(name: &str) -> &str {
+    name.rsplit('/').next().unwrap_or(name)
 }
 
 /// Returns the names of all paper devices, such as `rtx3090`.
@@ -49,37 +46,68 @@ pub fn names() -> impl Iterator<Item = &'static str> {
     DATA_SHEETS.iter().map(|sheet| sheet.name)
 }
 
-/// Returns the total memory of a paper device in bytes; plans take all of it as free. Returns `None` for an unknown
-/// name.
+/// Returns the total memory of a paper device in bytes; plans take all of it as free. The memory of a card of the user
+/// has no limit: its amount in `run.devices` is its load line. Returns `None` for an unknown name.
 pub fn usable_memory(name: &str) -> Option<Bytes> {
-    Some(Bytes((data_sheet(name)?.usable_gib * f64::from(1 << 30)) as u64))
+    let own = own_name(name);
+    match own.starts_with(CARD_PREFIX) {
+        true => Some(Bytes(u64::MAX)),
+        false => Some(Bytes((data_sheet(own)?.usable_gib * f64::from(1 << 30)) as u64)),
+    }
 }
 
-/// Returns the specification of a paper device. Its load line follows from `budget`, and is at most its whole memory.
-/// Its charges are assumed. Returns `None` for an unknown name.
+/// The rates of a card: from its data sheet, or stated by the user.
+#[derive(Clone, Copy, Debug)]
+pub struct CardRates {
+    /// Operations per second of matrix products in f32.
+    pub f32_flops: f64,
+    /// Operations per second of matrix products in bf16 with f32 accumulation.
+    pub bf16_flops: f64,
+    /// Memory bandwidth in bytes per second.
+    pub memory_bytes_per_second: f64,
+    /// The link to the host; `None` for PCIe 4.0 with 16 lanes.
+    pub host_link: Option<Link>,
+}
+
+/// Returns the specification of a paper device of the table. Its load line follows from `budget`, and is at most its
+/// whole memory. Its charges are assumed. Returns `None` for an unknown name.
 pub fn paper(name: &str, budget: Budget) -> Option<DeviceSpec> {
     let sheet = data_sheet(name)?;
-    Some(DeviceSpec {
+    let rates = CardRates {
+        f32_flops: sheet.f32_tflops * 1e12,
+        bf16_flops: sheet.bf16_tflops * 1e12,
+        memory_bytes_per_second: sheet.memory_gb_per_second * 1e9,
+        host_link: pcie(sheet.pcie_generation, sheet.pcie_lanes),
+    };
+    let line = budget.load_line(usable_memory(name)?).min(usable_memory(name)?);
+    let device = card(sheet.name, line, &rates);
+    Some(DeviceSpec { team_link: peer_link(name).unwrap_or(device.team_link), ..device })
+}
+
+/// Returns the specification of a card with these rates and a load line of `budget`. Its charges are assumed, and it
+/// exchanges with other devices through the host.
+pub fn card(name: &str, budget: Bytes, rates: &CardRates) -> DeviceSpec {
+    let host_link = rates.host_link.or_else(|| pcie(4, 16)).unwrap_or(Link::MEMORY);
+    DeviceSpec {
         name: name.to_owned(),
         kind: DeviceKind::Paper,
-        budget: budget.load_line(usable_memory(name)?).min(usable_memory(name)?),
+        budget,
         charges: ASSUMED_CHARGES,
         charges_measured: false,
         link_measured: false,
         nccl: None,
-        // Assumed: through the host, unless such GPUs have a direct link.
-        team_link: peer_link(name).or_else(|| pcie(sheet.pcie_generation, sheet.pcie_lanes))?,
+        team_link: host_link,
         threads: 1,
         rates: Rates {
-            f32_flops: sheet.f32_tflops * 1e12,
-            bf16_flops: sheet.bf16_tflops * 1e12,
-            memory_bytes_per_second: sheet.memory_gb_per_second * 1e9,
+            f32_flops: rates.f32_flops,
+            bf16_flops: rates.bf16_flops,
+            memory_bytes_per_second: rates.memory_bytes_per_second,
             op_seconds: OP_SECONDS,
-            host_link: pcie(sheet.pcie_generation, sheet.pcie_lanes)?,
+            host_link,
             measured: false,
-            ops: plimsoll_core::OpRates::default(),
+            ops: OpRates::default(),
         },
-    })
+    }
 }
 
 /// Returns the direct link (NVLink) between two paper devices of this name; `None` if they have none, or if the name is
@@ -121,6 +149,10 @@ mod tests {
             assert!(spec.rates.f32_flops < spec.rates.bf16_flops);
         }
         assert_eq!(paper("rtx9999", Budget::DEVICE), None);
+        assert_eq!(paper("RTX3090", Budget::DEVICE), paper("rtx3090", Budget::DEVICE));
+        assert!(is_paper_name("pc1/rtx3080") && is_paper_name("card:a") && !is_paper_name("cuda:0"));
+        let docs = include_str!("../../../docs/plans.md");
+        assert!(names().all(|name| docs.contains(&format!("| `{name}` |"))));
     }
 
     #[test]

@@ -8,7 +8,8 @@ pub const SCALARS: &str = "scalars";
 /// Name of the metrics tensor, in which ops sum up loss and gradient norm for the host. Its dtype is f64.
 pub const METRICS: &str = "metrics";
 
-/// The entries of the scalar tensor, with their indices. The host writes it before each step, and ops read it.
+/// The entries of the scalar tensor, with their indices. The host writes them before each step or each call of
+/// generation, and ops read them. [`Scalar::ClipFactor`] is the exception: an op writes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(usize)]
 pub enum Scalar {

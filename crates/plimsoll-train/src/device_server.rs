@@ -17,7 +17,7 @@ use crate::remote::protocol::{
 use crate::remote::sockets::{receive, send};
 use crate::remote::{Invitation, PeerNetwork, lock, peer_unreachable};
 use crate::resolve::charges::process_charges;
-use crate::resolve::{RunRequest, measure_rates_within_budget, resolve_devices};
+use crate::resolve::{RunRequest, resolve_devices};
 use plimsoll_core::{Bytes, DeviceKind, DeviceSpec, Failure, MeasuredBy, Space};
 use plimsoll_device::device::{AvailableMemory, Device, FileSpace, Memory, Observer, ProgramCall};
 use plimsoll_device::error::DeviceError;
@@ -444,12 +444,11 @@ impl DeviceWorker {
         // Charges are measured before rates, because measuring rates touches pages that a run would touch, too. So the plan
         // does not depend on whether the rates were known.
         let charges = process_charges(run.batch_sequences(), u64::from(run.data.sequence));
-        measure_rates_within_budget(&run)?;
+        let mut device = resolve_devices(&run)?.remove(0);
         if self.device.is_none() {
-            // The measurement has freed its memory. From here on the peak belongs to runs.
+            // A measurement has freed its memory. From here on the peak belongs to runs.
             let _ = process::reset_peak();
         }
-        let mut device = resolve_devices(&run)?.remove(0);
         if device.in_process() {
             (device.charges, device.charges_measured) = (charges + TRANSPORT_BYTES, true);
         }

@@ -15,12 +15,16 @@ use plimsoll_train::session::outcome::Outcome;
 use plimsoll_train::session::start::Run;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, HashMap};
+use std::io::{ErrorKind, Read, Write};
+use std::net::{SocketAddr, TcpStream};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
-use std::{fs, io};
+use std::time::Duration;
+use std::{fs, io, thread};
 
 /// Environment variable with the socket of the test that started a server process.
 const SERVER_SOCKET: &str = "PLIMSOLL_TEST_SERVER_SOCKET";
@@ -83,6 +87,15 @@ impl ServerProcesses {
 
     fn signal(&self, device: &str, name: &str) {
         signal(self.children.lock().unwrap()[device].child.id(), name);
+    }
+
+    /// Returns the address at which the process of a device accepts peers.
+    fn address(&self, device: &str) -> SocketAddr {
+        let request = b"\"GetAddress\"";
+        let encoded = [&(request.len() as u64).to_le_bytes()[..], request].concat();
+        let response = self.channel(device).and_then(|channel| channel.call(&encoded)).expect("the device responds");
+        let response: Value = serde_json::from_slice(&response[8..]).expect("the response is JSON");
+        response["Address"].as_str().and_then(|address| address.parse().ok()).expect("an address")
     }
 
     /// Kills the process of a device; the next request for the device starts another one.
@@ -214,10 +227,15 @@ fn train(
     injections: &[&str],
     mut on_event: impl FnMut(&Event, &ServerProcesses),
 ) -> Finished {
-    let (outcome, losses) = train_until(folder, remote, injections, 8, |event, servers| {
+    let run = train_until(folder, remote, injections, 8, |event, servers| {
         on_event(event, servers);
         false
     });
+    finished(folder, run)
+}
+
+/// Returns the result of a run that has reached its end.
+fn finished(folder: &Path, (outcome, losses): (Outcome, Vec<f64>)) -> Finished {
     assert_eq!(outcome.result.status, RunStatus::Done);
     let model = fs::read(folder.join("model/model.safetensors")).expect("the model was saved");
     Finished { outcome, losses, model }
@@ -229,11 +247,21 @@ fn train_until(
     remote: &[&str],
     injections: &[&str],
     steps: u32,
-    mut on_event: impl FnMut(&Event, &ServerProcesses) -> bool,
+    on_event: impl FnMut(&Event, &ServerProcesses) -> bool,
 ) -> (Outcome, Vec<f64>) {
     let servers = ServerProcesses::new(None);
     let _kill = KillOnDrop(servers.clone());
-    let mut run = planned(&servers, run_request(folder, &devices(remote), steps));
+    train_on(&servers, run_request(folder, &devices(remote), steps), injections, on_event)
+}
+
+/// Trains on the processes of `servers`, until `on_event` returns true.
+fn train_on(
+    servers: &Arc<ServerProcesses>,
+    request: RunRequest,
+    injections: &[&str],
+    mut on_event: impl FnMut(&Event, &ServerProcesses) -> bool,
+) -> (Outcome, Vec<f64>) {
+    let mut run = planned(servers, request);
     assert_eq!(run.prepared().planned.plan.team.len(), 3);
     let injections = injections.iter().map(|text| text.parse().expect("a valid injection")).collect();
     run.inject_faults(injections).expect("the injected faults can happen");
@@ -242,7 +270,7 @@ fn train_until(
         if let Event::Step { loss, .. } | Event::Evaluation { loss, .. } = &record.event {
             losses.push(*loss);
         }
-        if on_event(&record.event, &servers) {
+        if on_event(&record.event, servers) {
             stop.store(true, Ordering::Relaxed);
         }
     };
@@ -286,6 +314,67 @@ fn remote_devices_give_identical_results() {
     let remote = train(&folder.join("remote"), &["a", "b", "c"], &[], |_, _| {});
     assert_eq!(local.losses, remote.losses);
     assert!(local.model == remote.model);
+}
+
+/// Number of strangers that connect to the ports of a run.
+const STRANGERS: usize = 500;
+
+/// Keeps strangers connected to `ports` until the run has ended: silent and slow ones, and ones that send another
+/// protocol or a huge length. Reports each round, and returns how many strangers were disconnected.
+fn crowd_ports(ports: &[SocketAddr], round: &Sender<()>, ended: &AtomicBool) -> usize {
+    let mut strangers: Vec<Option<TcpStream>> = (0..STRANGERS).map(|_| None).collect();
+    let mut disconnected = 0;
+    while !ended.load(Ordering::Relaxed) {
+        for (number, stranger) in strangers.iter_mut().enumerate() {
+            let (first, later): (&[u8], &[u8]) = match number % 4 {
+                0 => (&[], &[]),
+                1 => (&[200], &[0]),
+                2 => (b"GET / HTTP/1.1\r\n\r\n", &[]),
+                _ => (&[0xff; 8], &[0xff; 8]),
+            };
+            match stranger {
+                None => {
+                    let connected = TcpStream::connect_timeout(&ports[number % ports.len()], Duration::from_millis(20));
+                    *stranger = connected.ok().filter(|stream| stream.set_nonblocking(true).is_ok());
+                    let _ = stranger.as_mut().map(|stream| stream.write_all(first));
+                }
+                Some(stream) => {
+                    let _ = stream.write_all(later);
+                    if !matches!(stream.read(&mut [0]), Err(error) if error.kind() == ErrorKind::WouldBlock) {
+                        *stranger = None;
+                        disconnected += 1;
+                    }
+                }
+            }
+        }
+        let _ = round.send(());
+        thread::sleep(Duration::from_millis(100));
+    }
+    disconnected
+}
+
+#[test]
+fn strangers_on_wire_ports_change_nothing() {
+    let _watchdog = Watchdog::new();
+    let Some(folder) = in_own_process("strangers_on_wire_ports_change_nothing") else { return };
+    let undisturbed = train(&folder.join("undisturbed"), &[], &[], |_, _| {});
+    let servers = ServerProcesses::new(None);
+    let _kill = KillOnDrop(servers.clone());
+    let own = servers.network.address().parse().expect("an address");
+    let ports = [own, servers.address("host-b/virtual:b"), servers.address("host-c/virtual:c")];
+    let (ended, (round, rounds)) = (AtomicBool::new(false), channel());
+    let disturbed = thread::scope(|scope| {
+        let strangers = scope.spawn(|| crowd_ports(&ports, &round, &ended));
+        rounds.recv().expect("strangers connect");
+        let folder = folder.join("disturbed");
+        let run = train_on(&servers, run_request(&folder, &devices(&["b", "c"]), 8), &[], |_, _| false);
+        ended.store(true, Ordering::Relaxed);
+        assert!(strangers.join().expect("strangers do not panic") > STRANGERS);
+        finished(&folder, run)
+    });
+    assert!(disturbed.outcome.result.lost.is_empty(), "{:?}", disturbed.outcome.result.lost);
+    assert_eq!(undisturbed.losses, disturbed.losses);
+    assert!(undisturbed.model == disturbed.model);
 }
 
 #[test]

@@ -318,7 +318,7 @@ fn draw(frame: &mut Frame, sample: &LiveSample) {
         }
     }
     frame.render_widget(Paragraph::new(format!("\n{notes_text}")), notes);
-    frame.render_widget(Paragraph::new("q quits").dim(), keys);
+    frame.render_widget(Paragraph::new("q, Esc or Ctrl-C quits").dim(), keys);
 }
 
 /// Returns the notes below the live table: for each GPU its condition, or the reason why it is not used. On a machine
@@ -608,7 +608,7 @@ cuda:0 under combined load: 80 °C, 1400 MHz
         assert!(rows[1].contains("4.00 GiB of 16.00 GiB"), "{}", rows[1]);
         assert!(rows[1].ends_with("12.00 GiB    12.00 GiB, 3 threads"), "{}", rows[1]);
         assert_eq!(rows[3], "NVIDIA driver not found");
-        assert_eq!(rows[4], "q quits");
+        assert_eq!(rows[4], "q, Esc or Ctrl-C quits");
     }
 
     #[test]

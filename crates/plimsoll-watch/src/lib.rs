@@ -9,6 +9,7 @@
 //! | [`remedies`] | a plan that does not fit | the settings with which it fits |
 //! | [`terminal`] | the events of a run | a live line, whole lines, or JSON lines |
 //! | [`progress`] | the events of a run | the text of one line |
+//! | [`stopping`] | the events of a run | the work before it stops |
 //! | [`summary`] | the result of a run | predicted beside measured figures |
 //! | [`sweep`], [`models`] | reports of `plimsoll sweep` and `plimsoll bench models` | tables |
 //! | [`devices`] | devices and measured rates | tables, JSON, the live view |
@@ -44,6 +45,7 @@ pub mod models;
 pub mod plan;
 pub mod progress;
 pub mod remedies;
+pub mod stopping;
 pub mod summary;
 pub mod sweep;
 pub mod terminal;

@@ -282,17 +282,14 @@ fn rung_row(rung: &RungPrice, effect: &RungEffect) -> Vec<String> {
             RungEffect { freed_bytes: 0, host_bytes: ..0, file_bytes: 1.., .. } => {
                 format!("{} of the host", Bytes(effect.host_bytes.unsigned_abs()))
             }
-            _ => signed(effect.freed_bytes, |bytes| Bytes(bytes).to_string()),
+            RungEffect { freed_bytes: ..0, .. } => "nothing".to_owned(),
+            _ => Bytes(effect.freed_bytes.unsigned_abs()).to_string(),
         },
         signed_seconds(effect.added_seconds),
         // A storage-only worker computes no tokens.
         if effect.tokens_per_second > 0.0 { count(effect.tokens_per_second) } else { "-".to_owned() },
         rung.accuracy_impact.clone(),
     ]
-}
-
-fn signed(number: i64, text: impl Fn(u64) -> String) -> String {
-    format!("{}{}", if number < 0 { "-" } else { "" }, text(number.unsigned_abs()))
 }
 
 fn signed_seconds(number: f64) -> String {
@@ -604,8 +601,8 @@ offload.optimizer  2.00 GiB  +250.0 ms    1.23 k               nothing
 nf4 (not allowed)  2.00 GiB  +250.0 ms    1.23 k  frozen base in 4 bit
 
 rungs of this plan, each compared with the plan without it (predicted)
-rung             frees    costs  tokens/s    accuracy impact
-micro_batch  -3.00 MiB  -4.0 ms    1.23 k  the order of sums
+rung           frees    costs  tokens/s    accuracy impact
+micro_batch  nothing  -4.0 ms    1.23 k  the order of sums
 
 "
             ),

@@ -9,6 +9,8 @@ const NEWEST: f64 = 0.1;
 const MAX_STEP_LINES: u64 = 50;
 /// The longest training time in seconds without a printed line, if there is no terminal.
 const MAX_SILENCE_SECONDS: f64 = 30.0;
+/// Seconds of a step from which on its predicted time is printed at the start, and its elapsed time on a terminal.
+pub(crate) const LONG_STEP_SECONDS: f64 = 10.0;
 
 /// The state of a run, derived from its events alone.
 #[derive(Clone, Debug, Default)]
@@ -20,6 +22,8 @@ pub struct Progress {
     /// Peak floating-point operations per second of all devices together in matrix products; 0 if unknown.
     peak_flops: f64,
     simulated: bool,
+    /// Number of devices that train.
+    devices: usize,
     /// Running mean of the seconds per step, without the time of checkpoints and evaluations. `None` before the first
     /// step.
     step_seconds: Option<f64>,
@@ -40,13 +44,15 @@ struct LastStep {
 
 impl Progress {
     /// Updates the state with an event, and returns the line to print for it. Returns `None` for most steps, for the
-    /// start of a run that does not resume, and for the end of a run.
+    /// start of a run that does not resume and has short steps, and for the end of a run.
     pub fn update(&mut self, event: &Event) -> Option<String> {
         match event {
-            Event::Start { step, steps, product_flops, peak_flops, simulated, .. } => {
+            Event::Start {
+                step, steps, product_flops, peak_flops, simulated, devices, predicted_step_seconds, ..
+            } => {
                 (self.steps, self.product_flops, self.peak_flops) = (*steps, *product_flops, *peak_flops);
-                self.simulated = *simulated;
-                (*step > 1).then(|| format!("resuming at step {step}"))
+                (self.simulated, self.devices) = (*simulated, devices.len());
+                start_line(*step, *steps, *predicted_step_seconds)
             }
             Event::Step { step, loss, learning_rate, tokens, seconds, bytes, .. } => {
                 let mean = self.step_seconds.map_or(*seconds, |mean| mean + NEWEST * (seconds - mean));
@@ -84,9 +90,11 @@ impl Progress {
                 Some(format!("thermal pause after step {step}: {device} at {celsius:.0} °C {limit}{throttled}; {end}"))
             }
             Event::DeviceLost { step, device, reason, remaining_devices, resumed_from_step } => {
+                self.devices = remaining_devices.len();
                 Some(device_lost_line(*step, device, reason, remaining_devices, *resumed_from_step))
             }
             Event::DeviceReturned { step, device, team } => {
+                self.devices = team.len();
                 Some(format!("device returned after step {step}: {device}; training continues on {}", team.join(", ")))
             }
             Event::Warning { message } => Some(format!("warning: {message}")),
@@ -95,8 +103,8 @@ impl Progress {
     }
 
     /// Formats the newest step as one line:
-    /// `120/450  loss 1.2345  rate 1.9e-3  48.7 k tok/s  38 % of peak  40.00 MiB  0:26 left`. Before the first step,
-    /// returns `starting`.
+    /// `120/450  loss 1.2345  rate 1.9e-3  48.7 k tok/s  38 % of peak  0:26 left  40.00 MiB`. Several devices are named
+    /// after the sum of their bytes: `80.00 MiB on 2 devices`. Before the first step, returns `starting`.
     pub fn line(&self) -> String {
         let (Some(last), Some(mean)) = (self.last, self.step_seconds) else { return "starting".to_owned() };
         let mut parts = vec![
@@ -108,10 +116,13 @@ impl Progress {
         if !self.simulated && self.peak_flops > 0.0 {
             parts.push(format!("{} of peak", percent(self.product_flops / mean / self.peak_flops, 0)));
         }
-        parts.push(last.bytes.to_string());
         if self.steps > 0 {
             parts.push(format!("{} left", clock(self.steps.saturating_sub(last.step) as f64 * mean)));
         }
+        parts.push(match self.devices {
+            0 | 1 => last.bytes.to_string(),
+            several => format!("{} on {several} devices", last.bytes),
+        });
         parts.join("  ")
     }
 
@@ -120,6 +131,18 @@ impl Progress {
     pub fn steps_done_and_total(&self) -> (u64, u64) {
         (self.last.map_or(0, |last| last.step), self.steps)
     }
+}
+
+/// Formats the line at the start of a run, before its next step `step`. Names the predicted time if steps are long.
+/// Returns `None` if there is nothing to say.
+fn start_line(step: u64, steps: u64, step_seconds: f64) -> Option<String> {
+    let resuming = (step > 1).then(|| format!("resuming at step {step}"));
+    let all = (steps + 1).saturating_sub(step) as f64 * step_seconds;
+    let all = if steps > 0 { format!(", all steps {}", seconds(all)) } else { String::new() };
+    let long =
+        (step_seconds >= LONG_STEP_SECONDS).then(|| format!("a step takes {}{all} (predicted)", seconds(step_seconds)));
+    let parts: Vec<String> = resuming.into_iter().chain(long).collect();
+    (!parts.is_empty()).then(|| parts.join("; "))
 }
 
 /// Formats the message that a device was lost, as one line. The run continues on `remaining_devices`; if there are
@@ -148,18 +171,18 @@ fn device_lost_line(
     format!("device lost at step {step}: {cause}; {outcome}")
 }
 
-/// Formats a recovery as one line: `recovery at step 12: cpu refused memory in backward; now micro-batch 4, ...`.
+/// Formats a recovery as one line: `recovery at step 12: cpu refused memory in backward; now micro-batch 4, ...`. A
+/// change of the device's share is a short line; `events.jsonl` has the rest.
 pub fn recovery_line(recovery: &Recovery) -> String {
     let Recovery { step, reason, from, to, arena_bytes_before, arena_bytes, seconds: took, .. } = recovery;
-    let kind = match recovery.sequences {
-        Some(_) => "rebalanced",
-        None if arena_bytes > arena_bytes_before => "larger plan",
-        None => "recovery",
-    };
+    if let Some([then, now]) = recovery.sequences {
+        let [before, after] = [recovery.predicted_step_seconds_before, recovery.predicted_step_seconds].map(seconds);
+        let share = format!("{} {then} -> {now} sequences", recovery.device);
+        return format!("shares at step {step}: {share}, step {before} -> {after} (predicted)");
+    }
+    let kind = if arena_bytes > arena_bytes_before { "larger plan" } else { "recovery" };
     let head = format!("{kind} at step {step}: {reason}");
-    let shares = recovery.sequences.map(|[then, now]| format!("{} {then} -> {now} sequences, ", recovery.device));
-    let shares = shares.unwrap_or_default();
-    if from == to && arena_bytes == arena_bytes_before && shares.is_empty() {
+    if from == to && arena_bytes == arena_bytes_before {
         return format!("{head}; repeated without changes");
     }
     let memory =
@@ -169,7 +192,7 @@ pub fn recovery_line(recovery: &Recovery) -> String {
     let measured: Vec<String> = memory.into_iter().chain(steps).collect();
     let measured = if measured.is_empty() { String::new() } else { format!("; measured {}", measured.join(", ")) };
     format!(
-        "{head}; now {shares}{to}: arena {arena_bytes_before} -> {arena_bytes}, step {} -> {} (predicted){measured} (took {})",
+        "{head}; now {to}: arena {arena_bytes_before} -> {arena_bytes}, step {} -> {} (predicted){measured} (took {})",
         seconds(recovery.predicted_step_seconds_before),
         seconds(recovery.predicted_step_seconds),
         seconds(*took),
@@ -190,6 +213,7 @@ pub(crate) mod tests {
             product_flops: 6e9,
             peak_flops: 2e11,
             simulated: false,
+            devices: vec!["cpu".into()],
         }
     }
 
@@ -212,9 +236,33 @@ pub(crate) mod tests {
         assert_eq!(progress.line(), "starting");
         progress.update(&start(450));
         progress.update(&step(120, 0.08));
-        let line = "120/450  loss 1.2346  rate 1.9e-3  51.2 k tok/s  38 % of peak  40.00 MiB  0:26 left";
+        let line = "120/450  loss 1.2346  rate 1.9e-3  51.2 k tok/s  38 % of peak  0:26 left  40.00 MiB";
         assert_eq!(progress.line(), line);
         assert_eq!(progress.steps_done_and_total(), (120, 450));
+    }
+
+    #[test]
+    fn bytes_of_a_team_name_its_size() {
+        let mut progress = Progress::default();
+        let mut event = start(450);
+        if let Event::Start { devices, .. } = &mut event {
+            devices.push("cuda:0".into());
+        }
+        progress.update(&event);
+        progress.update(&step(120, 0.08));
+        assert!(progress.line().ends_with("  0:26 left  40.00 MiB on 2 devices"), "{}", progress.line());
+        progress.update(&device_lost(&["cpu"]));
+        assert!(progress.line().ends_with("  0:26 left  40.00 MiB"), "{}", progress.line());
+    }
+
+    #[test]
+    fn long_steps_are_announced_at_start() {
+        assert_eq!(start_line(1, 20, 9.0), None);
+        assert_eq!(start_line(7, 20, 9.0).as_deref(), Some("resuming at step 7"));
+        let long = "a step takes 11 min 40 s, all steps 3 h 53 min (predicted)";
+        assert_eq!(start_line(1, 20, 700.0).as_deref(), Some(long));
+        let hours = "resuming at step 7; a step takes 11 min 40 s (predicted)";
+        assert_eq!(start_line(7, 0, 700.0).as_deref(), Some(hours));
     }
 
     #[test]
@@ -238,7 +286,7 @@ pub(crate) mod tests {
         }
         progress.update(&event);
         progress.update(&step(120, 0.08));
-        let line = "120/450  loss 1.2346  rate 1.9e-3  51.2 k tok/s (simulated)  40.00 MiB  0:26 left";
+        let line = "120/450  loss 1.2346  rate 1.9e-3  51.2 k tok/s (simulated)  0:26 left  40.00 MiB";
         assert_eq!(progress.line(), line);
     }
 

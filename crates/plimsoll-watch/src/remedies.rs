@@ -78,12 +78,13 @@ fn with_settings(remedy: &Remedy, request: &DevicesRequest, plan: &Plan, free: B
     let own = budget.map(|budget| (target, budget));
     let others = remedy.other_budget_bytes.iter().map(|(name, line)| (LineTarget::Named(name.clone()), *line));
     let lines = own.into_iter().chain(others).collect();
+    let host = host.map(|line| (device.name.clone(), line));
     let change = Change { allow: remedy.allow.clone(), lines, host, file: remedy.file_bytes.map(round_up) };
-    Some(RemedySettings {
-        remedy: remedy.clone(),
-        budget_bytes: budget.unwrap_or(line),
-        settings: settings(request, &change),
-    })
+    let settings = settings(request, &change);
+    // A list that names one memory for several machines is refused, so it is no remedy.
+    let is_refused = |setting: &Setting| setting.key == DEVICES.1 && setting.value.parse::<DevicesRequest>().is_err();
+    let budget_bytes = budget.unwrap_or(line);
+    (!settings.iter().any(is_refused)).then(|| RemedySettings { remedy: remedy.clone(), budget_bytes, settings })
 }
 
 /// Free and total bytes of a device's memory.
@@ -127,11 +128,14 @@ struct Change {
     allow: Vec<Rung>,
     /// New load lines, each with the devices that get it; empty if none changes.
     lines: Vec<(LineTarget, Bytes)>,
-    /// The new load line of the host; `None` leaves it as it is.
-    host: Option<Bytes>,
+    /// The new load line of a host, with the name of a device beside it; `None` leaves all as they are.
+    host: Option<(String, Bytes)>,
     /// The new load line of the scratch file; `None` leaves it as it is.
     file: Option<Bytes>,
 }
+
+/// The flag and the run-file key of the devices.
+const DEVICES: (&str, &str) = ("--devices", "run.devices");
 
 /// Returns the settings that make a change. `request` is the present request for the devices.
 fn settings(request: &DevicesRequest, change: &Change) -> Vec<Setting> {
@@ -151,9 +155,11 @@ fn settings(request: &DevicesRequest, change: &Change) -> Vec<Setting> {
         for (target, bytes) in lines.iter().filter(|_| in_devices) {
             set_load_line(&mut request, target, *bytes);
         }
-        request.host = host.map(Budget::Amount).or(request.host);
+        if let Some((device, line)) = host {
+            request.set_host_beside(device, Budget::Amount(*line));
+        }
         request.file = file.map(Budget::Amount).or(request.file);
-        settings.push(Setting { flag: "--devices", key: "run.devices", value: request.to_string() });
+        settings.push(Setting { flag: DEVICES.0, key: DEVICES.1, value: request.to_string() });
     }
     settings
 }
@@ -184,12 +190,7 @@ fn set_load_line(request: &mut DevicesRequest, target: &LineTarget, bytes: Bytes
 
 /// Returns the load line of a requested paper device, and zero for any other device.
 fn paper_load_line(device: &DeviceRequest) -> Bytes {
-    match device {
-        DeviceRequest::Paper { name, budget, .. } => {
-            paper::paper(name, budget.unwrap_or(Budget::DEVICE)).map_or(Bytes::ZERO, |device| device.budget)
-        }
-        _ => Bytes::ZERO,
-    }
+    device.paper_spec(Budget::DEVICE).map_or(Bytes::ZERO, |device| device.budget)
 }
 
 #[cfg(test)]
@@ -198,7 +199,8 @@ mod tests {
 
     #[test]
     fn settings_change_the_flag_that_set_the_line() {
-        let (lines, host) = (vec![(LineTarget::All, Bytes::mib(41))], Some(Bytes::gib(3)));
+        let host = Some(("pc2/rtx3070".to_owned(), Bytes::gib(3)));
+        let lines = vec![(LineTarget::All, Bytes::mib(41))];
         let line_and_host = Change { lines, host, ..Change::default() };
         let flags = |devices: &str, change: &Change| {
             let settings = settings(&devices.parse().unwrap(), change);
@@ -223,6 +225,7 @@ mod tests {
         assert_eq!(flags("rtx3070,host=2GiB,file=1GiB", &file), "--devices rtx3070,host=2GiB,file=9GiB");
         let host = Change { lines: vec![], ..line_and_host };
         assert_eq!(flags("virtual:a=600MiB@0.5,host=1GiB", &host), "--devices virtual:a=600MiB@0.5,host=3GiB");
+        assert_eq!(flags("pc1/h200,pc2/rtx3070,pc2/host=1GiB", &host), "--devices pc1/h200,pc2/rtx3070,pc2/host=3GiB");
         let allow = Change { allow: vec![Rung::Lora, Rung::Nf4], ..Change::default() };
         assert_eq!(flags("cpu=1GiB", &allow), "--allow lora,nf4");
     }

@@ -5,17 +5,20 @@ use crate::progress::recovery_line;
 use crate::text::{columns, count, excerpt, percent, seconds, shell_word};
 use plimsoll_core::printable::printable_message;
 use plimsoll_core::{
-    CollectiveBackend, EvaluatorResult, LostDevice, MeasuredBy, Parallelism, RunResult, RunStatus, WorkerResult,
-    format_count,
+    CollectiveBackend, EvaluatorResult, LostDevice, MeasuredBy, Parallelism, Recovery, RunResult, RunStatus,
+    WorkerResult, format_count,
 };
+
+/// Most recoveries that the summary lists: the newest ones.
+const RECOVERIES_MAX: usize = 3;
 
 /// A held-out sample with the answer of the model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sample {
     /// The prompt.
     pub prompt: String,
-    /// The right continuation of the prompt, from the data.
-    pub expected: String,
+    /// The one right continuation of the prompt, from the data; `None` if there is no single right one, as in prose.
+    pub right_answer: Option<String>,
     /// The continuation of the prompt that the model generated.
     pub answer: String,
 }
@@ -50,9 +53,7 @@ pub fn summary(result: &RunResult, samples: &[Sample], folder: &str, model: Opti
         let until = returned_after_step.map_or(String::new(), |step| format!(", returned after step {step}"));
         text += &format!("device lost at step {step}: {device}{from}{until}\n");
     }
-    for recovery in &result.recoveries {
-        text += &format!("{}\n", printable_message(&recovery_line(recovery)));
-    }
+    text += &recovery_lines(&result.recoveries, folder);
     if let Some(steps) = result.unlabelled_steps {
         text += &format!("{} without any label\n", format_count(steps, "step"));
     }
@@ -61,6 +62,9 @@ pub fn summary(result: &RunResult, samples: &[Sample], folder: &str, model: Opti
     }
     if result.thermal_pause_seconds > 0.0 {
         text += &format!("{} of thermal pauses\n", seconds(result.thermal_pause_seconds));
+    }
+    if result.reproducible {
+        text += "reproducible: the same command gives the same bits\n";
     }
     text += "\n";
     if let Some(model) = model {
@@ -100,6 +104,38 @@ fn losses(result: &RunResult) -> String {
 /// Returns the shell command that resumes the run in a folder.
 pub fn resume_command(folder: &str) -> String {
     format!("plimsoll train --resume {}", shell_word(folder))
+}
+
+/// Formats the newest recoveries, one line each, and the changes of the devices' shares in one line. The event log in
+/// the run folder `folder` has them all.
+fn recovery_lines(recoveries: &[Recovery], folder: &str) -> String {
+    let (shares, others): (Vec<&Recovery>, Vec<&Recovery>) =
+        recoveries.iter().partition(|recovery| recovery.sequences.is_some());
+    let hidden = others.len().saturating_sub(RECOVERIES_MAX);
+    let mut text = match hidden {
+        0 => String::new(),
+        _ => format!("{} in {folder}/events.jsonl, and:\n", format_count(hidden, "earlier recovery")),
+    };
+    for recovery in &others[hidden..] {
+        text += &format!("{}\n", printable_message(&recovery_line(recovery)));
+    }
+    if let Some(last) = shares.last() {
+        let mut steps: Vec<u64> = shares.iter().map(|recovery| recovery.step).collect();
+        steps.dedup();
+        let change = |recovery: &&Recovery| {
+            recovery.sequences.map(|[then, now]| format!("{} {then} -> {now} sequences", recovery.device))
+        };
+        let changes: Vec<String> =
+            shares.iter().filter(|recovery| recovery.step == last.step).filter_map(change).collect();
+        let line = format!(
+            "shares changed {}; last at step {}: {} (all: {folder}/events.jsonl)",
+            format_count(steps.len(), "time"),
+            last.step,
+            changes.join(", ")
+        );
+        text += &format!("{}\n", printable_message(&line));
+    }
+    text
 }
 
 /// Returns table rows with predicted and measured figures side by side.
@@ -193,17 +229,21 @@ fn evaluator_lines(evaluator: &EvaluatorResult) -> String {
     format!("evaluator: {device}{simulated}\n  {times}: {one}; weight transfer {transfer}\n\n")
 }
 
-/// Formats samples, one line each: excerpts of prompt and answer, and whether the answer is right.
+/// Formats samples, one line each: excerpts of prompt and answer, and whether the answer is right, if there is a single
+/// right one.
 fn sample_rows(samples: &[Sample]) -> String {
     let width = samples.iter().map(|sample| excerpt(&sample.prompt).chars().count()).max().unwrap_or(0);
     samples.iter().map(|sample| sample_row(sample, width)).collect()
 }
 
 /// Formats a sample as one line, with the prompt aligned right in `width` characters.
-fn sample_row(Sample { prompt, expected, answer }: &Sample, width: usize) -> String {
-    let verdict =
-        if answer == expected { "right".to_owned() } else { format!("wrong, expected {}", excerpt(expected)) };
-    format!("  {:>width$} {}  {verdict}\n", excerpt(prompt), excerpt(answer))
+fn sample_row(Sample { prompt, right_answer, answer }: &Sample, width: usize) -> String {
+    let verdict = match right_answer {
+        None => String::new(),
+        Some(right) if answer == right => "  right".to_owned(),
+        Some(right) => format!("  expected {}", excerpt(right)),
+    };
+    format!("  {:>width$} {}{verdict}\n", excerpt(prompt), excerpt(answer))
 }
 
 #[cfg(test)]
@@ -232,6 +272,7 @@ mod tests {
                 predicted_bytes: Bytes::mib(40),
                 measured_bytes: Some(Bytes(Bytes::mib(40).0 + (1 << 18))),
                 measured_by: Some(MeasuredBy::Process),
+                over_load_line_bytes: None,
             }],
             recipe: Recipe::on_device(64, vec![RecomputeLevel::Nothing; 3]),
             parallelism: None,
@@ -242,17 +283,23 @@ mod tests {
             faults_not_triggered: vec![],
             thermal_pause_seconds: 0.0,
             fallback: None,
+            reproducible: false,
+            reproducible_because: vec!["shares follow measured speeds".into()],
         }
     }
 
     #[test]
     fn summary_shows_predicted_beside_measured() {
-        let sample = |prompt: &str, expected: &str, answer: &str| Sample {
+        let sample = |prompt: &str, right: Option<&str>, answer: &str| Sample {
             prompt: prompt.into(),
-            expected: expected.into(),
+            right_answer: right.map(str::to_owned),
             answer: answer.into(),
         };
-        let samples = [sample("347+085=", "2340", "2340"), sample("1+2=", "3000", "4000")];
+        let samples = [
+            sample("347+085=", Some("2340"), "2340"),
+            sample("1+2=", Some("3000"), "4000"),
+            sample("It was a", None, " dark night"),
+        ];
         assert_eq!(
             summary(&result(), &samples, "runs/sums", Some("runs/sums/model"), false),
             "\
@@ -260,7 +307,8 @@ done: 450 steps, loss 2.7726 -> 0.0312, held-out loss 0.0288, exact match 97.5 %
 
 samples
   347+085= 2340  right
-      1+2= 4000  wrong, expected 3000
+      1+2= 4000  expected 3000
+  It was a  dark night
 
                  predicted   measured  difference
 cpu arena        36.00 MiB  36.00 MiB      +0.0 %
@@ -279,12 +327,12 @@ model: runs/sums/model
     fn sample_is_one_bounded_line() {
         let sample = Sample {
             prompt: "a\nb".into(),
-            expected: "c\u{1b}]0;t\u{7}".into(),
+            right_answer: Some("c\u{1b}]0;t\u{7}".into()),
             answer: "\n\n".to_owned() + &"d".repeat(70_000),
         };
         let rows = sample_rows(&[sample.clone(), Sample { prompt: "e".repeat(70_000), ..sample }]);
         let first = rows.lines().next().unwrap();
-        assert!(first.contains(r"  a\nb \n\ndd") && first.ends_with(r"d  wrong, expected c\u{1b}]0;t\u{7}"), "{first}");
+        assert!(first.contains(r"  a\nb \n\ndd") && first.ends_with(r"d  expected c\u{1b}]0;t\u{7}"), "{first}");
         assert!(rows.lines().count() == 2 && rows.chars().count() < 1200, "{rows}");
     }
 
@@ -341,11 +389,22 @@ model: runs/sums/model
         stopped.recoveries[0].arena_bytes = arena_bytes_before;
         let text = summary(&stopped, &[], "runs/sums", None, true);
         assert!(text.contains("\nrecovery at step 7: cpu: the device ran out; repeated without changes\n"), "{text}");
-        // Rebalancing may change only the numbers of sequences, not the recipes.
-        stopped.recoveries[0].sequences = Some([22, 20]);
-        let text = summary(&stopped, &[], "runs/sums", None, true);
-        let line = "\nrebalanced at step 7: cpu: the device ran out; now cpu 22 -> 20 sequences, micro-batch 64";
-        assert!(text.contains(line), "{text}");
+        // Many recoveries and changes of shares stay short.
+        let recovery = stopped.recoveries[0].clone();
+        let share = |step, device: &str, sequences| Recovery {
+            step,
+            device: device.into(),
+            sequences: Some(sequences),
+            ..recovery.clone()
+        };
+        stopped.recoveries = vec![recovery.clone(); 7];
+        stopped.recoveries.extend([share(8, "cpu", [64, 22]), share(9, "cpu", [22, 20]), share(9, "cuda:0", [42, 44])]);
+        let text = recovery_lines(&stopped.recoveries, "runs/sums");
+        let earlier = "4 earlier recoveries in runs/sums/events.jsonl, and:\nrecovery at step 7: ";
+        assert!(text.starts_with(earlier), "{text}");
+        let line = "\nshares changed 2 times; last at step 9: cpu 22 -> 20 sequences, cuda:0 42 -> 44 sequences (all: \
+                    runs/sums/events.jsonl)\n";
+        assert!(text.ends_with(line) && text.lines().count() == 5, "{text}");
     }
 
     #[test]
@@ -353,7 +412,7 @@ model: runs/sums/model
         let text = serde_json::to_string(&result()).unwrap();
         assert_eq!(
             text,
-            r#"{"status":"done","steps":450,"loss":{"first":2.7726,"last":0.0312},"tokens_per_second":48704.0,"step_seconds":{"median":0.0862,"p95":0.0991,"predicted":0.0841},"eval":{"loss":0.0288,"exact_match":0.975},"memory":[{"device":"cpu","budget_bytes":50331648,"arena_bytes":37748736,"arena_measured_bytes":37748736,"predicted_bytes":41943040,"measured_bytes":42205184,"measured_by":"process"}],"recipe":{"micro_batch":64,"recompute":["nothing","nothing","nothing"]},"recoveries":[],"thermal_pause_seconds":0.0}"#
+            r#"{"status":"done","steps":450,"loss":{"first":2.7726,"last":0.0312},"tokens_per_second":48704.0,"step_seconds":{"median":0.0862,"p95":0.0991,"predicted":0.0841},"eval":{"loss":0.0288,"exact_match":0.975},"memory":[{"device":"cpu","budget_bytes":50331648,"arena_bytes":37748736,"arena_measured_bytes":37748736,"predicted_bytes":41943040,"measured_bytes":42205184,"measured_by":"process"}],"recipe":{"micro_batch":64,"recompute":["nothing","nothing","nothing"]},"recoveries":[],"thermal_pause_seconds":0.0,"reproducible":false,"reproducible_because":["shares follow measured speeds"]}"#
         );
         assert_eq!(serde_json::from_str::<RunResult>(&text).unwrap(), result());
     }

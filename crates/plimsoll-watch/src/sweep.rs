@@ -18,7 +18,7 @@ pub fn started(run: &SweepRun) -> String {
     format!(
         "start  {}: {} of {device} and {share} of its time{retry}, {left} predicted\n",
         run.name,
-        bytes(run.predicted_bytes)
+        bytes(run.budget_bytes)
     )
 }
 
@@ -141,6 +141,7 @@ mod tests {
         let done = SweepRun {
             state: SweepState::Done,
             device: Some("virtual:a".into()),
+            budget_bytes: Some(Bytes::mib(40)),
             predicted_bytes: Some(Bytes::mib(40)),
             measured_bytes: Some(Bytes::mib(38)),
             share: Some(0.25),

@@ -1,11 +1,17 @@
 //! Watchers that display a run on standard output: a live terminal line, whole lines, or JSON. All receive the same
 //! records. A closed output never stops a run. Lines for people are [printable](plimsoll_core::printable).
 
-use crate::progress::Progress;
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use crate::progress::{LONG_STEP_SECONDS, Progress};
+use crate::text::clock;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
 use plimsoll_core::printable::printable_message;
 use plimsoll_core::{Event, Record};
 use std::io::{self, IsTerminal, Write};
+use std::thread;
+use std::time::Duration;
+
+/// Interval at which a terminal shows the elapsed time of a long step.
+const TICK: Duration = Duration::from_secs(1);
 
 /// Receives all events of a run, in order.
 pub trait Watcher: Send {
@@ -24,6 +30,15 @@ pub fn for_stdout(json: bool, quiet: bool) -> Box<dyn Watcher> {
     }
 }
 
+/// Returns the watcher for standard error: as that for standard output without flags.
+pub fn for_stderr() -> Box<dyn Watcher> {
+    if io::stderr().is_terminal() {
+        Box::new(Terminal::new(ProgressDrawTarget::stderr()))
+    } else {
+        Box::new(Lines::new(io::stderr()))
+    }
+}
+
 /// A watcher that prints only warnings, on standard error.
 struct Quiet;
 
@@ -35,7 +50,8 @@ impl Watcher for Quiet {
     }
 }
 
-/// A watcher that shows one line, rewrites it at each step, and prints other events above it.
+/// A watcher that shows one line, rewrites it at each step, and prints other events above it. During a long step the
+/// line also shows the time since the newest event.
 pub struct Terminal {
     bar: ProgressBar,
     progress: Progress,
@@ -45,14 +61,35 @@ impl Terminal {
     /// Creates a watcher that draws on `target`, such as standard output.
     pub fn new(target: ProgressDrawTarget) -> Terminal {
         let bar = ProgressBar::with_draw_target(Some(0), target);
-        bar.set_style(ProgressStyle::with_template("{wide_msg}").expect("a template of our own"));
+        let style = ProgressStyle::with_template("{wide_msg}{step_time}").expect("a template of our own");
+        bar.set_style(style.with_key("step_time", write_step_time));
+        let shown = bar.downgrade();
+        // Without this thread, the time is updated at events only.
+        let _ = thread::Builder::new().name("progress".into()).stack_size(128 << 10).spawn(move || {
+            while let Some(bar) = shown.upgrade().filter(|bar| !bar.is_finished()) {
+                if bar.elapsed().as_secs_f64() >= LONG_STEP_SECONDS {
+                    bar.tick();
+                }
+                drop(bar);
+                thread::sleep(TICK);
+            }
+        });
         Terminal { bar, progress: Progress::default() }
+    }
+}
+
+/// Writes the time since the newest event, if it is long.
+fn write_step_time(state: &ProgressState, out: &mut dyn std::fmt::Write) {
+    let seconds = state.elapsed().as_secs_f64();
+    if seconds >= LONG_STEP_SECONDS {
+        let _ = write!(out, "  next step: {}", clock(seconds));
     }
 }
 
 impl Watcher for Terminal {
     fn observe(&mut self, record: &Record) {
         let line = self.progress.update(&record.event);
+        self.bar.reset_elapsed();
         match (&record.event, line) {
             (Event::End { .. }, _) => {
                 let (done, steps) = self.progress.steps_done_and_total();
@@ -63,7 +100,12 @@ impl Watcher for Terminal {
                 }
             }
             (Event::Step { .. }, _) | (_, None) => self.bar.set_message(self.progress.line()),
-            (_, Some(line)) => self.bar.println(printable_message(&line)),
+            (event, Some(line)) => {
+                self.bar.println(printable_message(&line));
+                if matches!(event, Event::Start { .. }) {
+                    self.bar.set_message(self.progress.line());
+                }
+            }
         }
     }
 }
@@ -114,8 +156,8 @@ mod tests {
         events.map(|event| Record { version: EVENTS_VERSION, time: 0.0, event }).to_vec()
     }
 
-    const FIRST: &str = "1/2  loss 1.2346  rate 1.9e-3  51.2 k tok/s  38 % of peak  40.00 MiB  0:00 left";
-    const SECOND: &str = "2/2  loss 1.2346  rate 1.9e-3  51.2 k tok/s  38 % of peak  40.00 MiB  0:00 left";
+    const FIRST: &str = "1/2  loss 1.2346  rate 1.9e-3  51.2 k tok/s  38 % of peak  0:00 left  40.00 MiB";
+    const SECOND: &str = "2/2  loss 1.2346  rate 1.9e-3  51.2 k tok/s  38 % of peak  0:00 left  40.00 MiB";
 
     #[test]
     fn pipe_receives_whole_lines() {

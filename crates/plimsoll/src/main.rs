@@ -16,6 +16,7 @@ use plimsoll_core::{Bytes, Exit, Failure};
 use plimsoll_device::process;
 use plimsoll_train::resolve::contention_note;
 use std::process::ExitCode;
+use std::thread;
 
 /// The least stack of the first thread. Planning needs less than half of it.
 const MIN_STACK: Bytes = Bytes(512 << 10);
@@ -25,7 +26,7 @@ fn main() -> ExitCode {
     output::install_panic_hook();
     signals::fail_writes_at_file_limit();
     if let Err(failure) = check_stack() {
-        output::print_error(&failure);
+        output::print_failure(&failure, prints_json());
         return ExitCode::from(failure.exit as u8);
     }
     let cli = match Cli::try_parse() {
@@ -39,7 +40,8 @@ fn main() -> ExitCode {
     let (json, path) = (cli.command.prints_json(), cli.command.path());
     // `plan` and `train` show this note in the plan and `sweep` before its runs start. Other commands predict nothing.
     let is_bench = matches!(cli.command, Command::Bench { .. });
-    let outcome = run(cli.command);
+    let outcome =
+        run(cli.command).and_then(|exit| output::unwritten().filter(|_| exit == Exit::Done).map_or(Ok(exit), Err));
     if let Some(note) = contention_note().filter(|_| is_bench && outcome.is_ok()) {
         output::print_note(&note);
     }
@@ -59,6 +61,12 @@ fn check_stack() -> Result<(), Failure> {
     }
 }
 
+/// Whether the command line asks for JSON. Parses it in a thread with a stack of its own.
+fn prints_json() -> bool {
+    let parse = || Cli::try_parse().is_ok_and(|cli| cli.command.prints_json());
+    thread::Builder::new().stack_size(1 << 20).spawn(parse).is_ok_and(|parsing| parsing.join().unwrap_or(false))
+}
+
 fn run(command: Command) -> Result<Exit, Failure> {
     match command {
         Command::Train(args) => commands::train::run(&args),
@@ -76,5 +84,6 @@ fn run(command: Command) -> Result<Exit, Failure> {
         Command::Cluster(args) => commands::ray::run("cluster", &args),
         Command::Verify(args) => commands::ray::run("verify", &args),
         Command::Leave(args) => commands::ray::run("leave", &args),
+        Command::MeasureRates(args) => commands::rates::run(&args),
     }
 }

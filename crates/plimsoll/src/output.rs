@@ -1,4 +1,5 @@
-//! Terminal output: results go to stdout; errors, notes and progress to stderr. A closed pipe is not an error.
+//! Terminal output: results go to stdout; errors, notes and progress to stderr. A closed pipe is not an error, but any
+//! other failed write to stdout is ([`unwritten`]).
 //!
 //! Text for people is made [printable](plimsoll_core::printable) here, because it contains names from files and of other
 //! machines. JSON and the text that a model generates for another program are printed as they are.
@@ -9,6 +10,7 @@ use serde_json::json;
 use std::backtrace::{Backtrace, BacktraceStatus};
 use std::io::{self, IsTerminal, Write};
 use std::panic::PanicHookInfo;
+use std::sync::OnceLock;
 
 /// Prints a result for people to stdout.
 pub fn print(text: &str) {
@@ -25,10 +27,29 @@ pub fn print_generated(text: &str) {
     if io::stdout().is_terminal() { print(text) } else { print_unchanged(text) }
 }
 
+/// First error of a write to stdout, other than a closed pipe.
+static WRITE_ERROR: OnceLock<io::Error> = OnceLock::new();
+
 fn print_unchanged(text: &str) {
-    // Write errors are ignored: a closed pipe means that the reader has enough.
     let mut out = io::stdout().lock();
-    let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+    let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+    // A closed pipe means that the reader has enough.
+    if let Err(error) = written.or_else(ignore_closed_pipe) {
+        let _ = WRITE_ERROR.set(error);
+    }
+}
+
+fn ignore_closed_pipe(error: io::Error) -> io::Result<()> {
+    if error.kind() == io::ErrorKind::BrokenPipe { Ok(()) } else { Err(error) }
+}
+
+/// Returns the failure of a command whose output did not reach stdout, as on a full disk; `None` if all did.
+pub fn unwritten() -> Option<Failure> {
+    let error = WRITE_ERROR.get()?;
+    Some(
+        Failure::input(format!("standard output: cannot write the result: {error}"))
+            .hint("write to another file or disk"),
+    )
 }
 
 /// Prints the help to stdout, or an error about arguments to stderr.
@@ -96,6 +117,11 @@ pub fn print_signal_note(note: &str) {
 /// Prints a note to stderr.
 pub fn print_note(note: &str) {
     let _ = writeln!(io::stderr(), "note: {}", printable_message(note));
+}
+
+/// Prints the state of a long command to stderr.
+pub fn print_status(status: &str) {
+    let _ = writeln!(io::stderr(), "{}", printable_message(status));
 }
 
 /// Prints to stderr that a long operation starts, if stderr is a terminal.

@@ -1,7 +1,7 @@
 //! Signals that end a run early.
 //!
 //! - First SIGINT, SIGTERM or SIGHUP: a note says so at once; the run finishes its step, saves a checkpoint and ends.
-//! - Second SIGINT: the program ends immediately, with a message; the newest checkpoint stays valid.
+//! - Second SIGINT: the program ends immediately, and its message names the newest checkpoint, which stays valid.
 //! - End of standard input, with `--stop-on-eof`: like the first signal, without a note.
 //!
 //! A file that reaches the limit of `ulimit -f` ends no run by itself: the write fails with an error.
@@ -21,39 +21,32 @@ use std::thread;
 /// Flag that is true once the run has to finish its step, save and end.
 pub type StopFlag = Arc<AtomicBool>;
 
-/// The texts about a signal.
-pub struct SignalTexts {
-    /// The note after the first signal: what is finished before the end. `None` prints none.
-    pub note: Option<String>,
-    /// The message with which a second SIGINT ends the program, and the way to resume.
-    pub ended: Failure,
-}
+/// The reaction of a command to signals. The thread that waits for signals calls these functions.
+pub trait OnSignal: Send + 'static {
+    /// Describes the work that the command finishes after the first signal, such as `step 13, about 40 s`. May ask
+    /// other processes of the command to stop.
+    fn finish(&self) -> String;
 
-impl SignalTexts {
-    /// Creates the texts of a command that finishes `work` after the first signal. With `quiet`, the note is printed on
-    /// a terminal only.
-    pub fn new(work: &str, quiet: bool) -> SignalTexts {
-        let note = format!("stopping: {work} first; a second Ctrl-C ends at once");
-        SignalTexts {
-            note: (!quiet || output::is_error_terminal()).then_some(note),
-            ended: Failure::stopped("at once, by a second Ctrl-C"),
-        }
-    }
+    /// Ends other processes of the command and removes its temporary files, before a second SIGINT ends the program.
+    /// Returns the way to continue later, as a hint; `None` if there is none.
+    fn end(&self) -> Option<String>;
 }
 
 /// Installs handlers for SIGINT, SIGTERM and SIGHUP and returns the flag that they set. A second SIGINT ends the
-/// program at once.
+/// program at once. With `quiet`, the note after the first signal is printed on a terminal only.
 ///
 /// # Errors
 /// The system refuses to install a handler or to start a thread.
-pub fn install(texts: SignalTexts) -> Result<StopFlag, Failure> {
-    register_handlers(texts).map_err(|error| match error.kind() {
+pub fn install(command: impl OnSignal, quiet: bool) -> Result<StopFlag, Failure> {
+    register_handlers(command, !quiet || output::is_error_terminal()).map_err(|error| match error.kind() {
         io::ErrorKind::WouldBlock => Failure::no_thread("to watch for signals"),
-        _ => Failure::bug(format!("signals cannot be caught: {error}")),
+        // Only a limit of the process, such as that of open files, makes the system refuse.
+        _ => Failure::input(format!("signals cannot be caught: {error}"))
+            .hint("raise the limit of open files: ulimit -n 1024"),
     })
 }
 
-fn register_handlers(texts: SignalTexts) -> io::Result<StopFlag> {
+fn register_handlers(command: impl OnSignal, prints_note: bool) -> io::Result<StopFlag> {
     let (stop, ending) = (StopFlag::default(), StopFlag::default());
     // If the message of the second SIGINT cannot be written, a third one ends the program.
     register_conditional_shutdown(SIGINT, Exit::Stopped as i32, Arc::clone(&ending))?;
@@ -64,26 +57,32 @@ fn register_handlers(texts: SignalTexts) -> io::Result<StopFlag> {
     let mut signals = Signals::new(all)?;
     let thread = thread::Builder::new().name("signals".into()).stack_size(128 << 10);
     thread.spawn(move || {
-        let SignalTexts { mut note, ended } = texts;
-        let mut interrupted = false;
+        let (mut stopping, mut interrupted) = (false, false);
         for signal in signals.forever() {
             if signal == SIGINT && interrupted {
                 ending.store(true, Ordering::Relaxed);
-                end_at_once(&ended);
+                end_at_once(&command);
             }
             interrupted |= signal == SIGINT;
-            if let Some(note) = note.take() {
-                output::print_signal_note(&note);
+            if !std::mem::replace(&mut stopping, true) {
+                let note = stop_note(&command.finish());
+                prints_note.then(|| output::print_signal_note(&note));
             }
         }
     })?;
     Ok(stop)
 }
 
+/// Formats the note after the first signal.
+fn stop_note(work: &str) -> String {
+    format!("stopping: finishing {work}; Ctrl-C again to stop now")
+}
+
 /// Ends the program without finishing its step.
-fn end_at_once(ended: &Failure) -> ! {
+fn end_at_once(command: &impl OnSignal) -> ! {
     control::remove_open_sockets();
-    output::print_error(ended);
+    let ended = command.end().into_iter().fold(Failure::stopped("at once, by a second Ctrl-C"), Failure::hint);
+    output::print_error(&ended);
     exit(ended.exit as i32)
 }
 

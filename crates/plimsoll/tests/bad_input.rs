@@ -306,6 +306,23 @@ fn limits_of_process_are_named() {
     let script = "ulimit -s 128; exec \"$@\"";
     let refusal = workspace.start_wrapped(&["sh", "-c", script, "sh"], &["plan", "run.toml"]).wait().refusal(2);
     assert!(refusal.contains("the limit of the stack is 128.00 KiB") && refusal.contains("ulimit -s"), "{refusal}");
+    // The program needs some of these for its own libraries.
+    for files in 5..16 {
+        let script = format!("ulimit -n {files}; exec \"$@\"");
+        let done = workspace.start_wrapped(&["sh", "-c", &script, "sh"], &TRAIN).wait();
+        assert!(matches!(done.code, Some(0 | 2 | 3)), "{files}: {done:?}");
+        let _ = fs::remove_dir_all(workspace.path("run"));
+    }
+}
+
+#[test]
+fn results_that_reach_no_output_are_failures() {
+    let workspace = Workspace::new(&SMALL);
+    let script = "exec \"$@\" >/dev/full";
+    let refusal = workspace.start_wrapped(&["sh", "-c", script, "sh"], &["plan", "run.toml"]).wait().refusal(2);
+    assert!(refusal.contains("standard output: cannot write the result: "), "{refusal}");
+    let closed = "\"$@\" | true";
+    assert_eq!(workspace.start_wrapped(&["sh", "-c", closed, "sh"], &["plan", "run.toml"]).wait().code, Some(0));
 }
 
 #[test]

@@ -45,6 +45,38 @@ fn failing_model_does_not_stop_others() {
 }
 
 #[test]
+fn interrupts_end_benchmark_and_remove_its_files() {
+    let workspace = Workspace::new(&SMALL);
+    std::fs::create_dir(workspace.path("tmp")).unwrap();
+    let tmp = format!("TMPDIR={}", workspace.path("tmp").display());
+    let line = ["bench", "models", "./model", "smollm2-135m", "--sequence", "32", "--budget", "700MiB"];
+    let quick = ["--samples", "40000", "--set", "train.batch_tokens=256"];
+    // One step takes far longer than the time between the two signals.
+    let slow = ["--samples", "131072", "--set", "train.batch_tokens=4194304", "--set", "recipe.micro_batch=8"];
+    for (attempt, (more, interrupts, says)) in
+        [(&quick[..], 1, "stopped: 0 of 2 models tried\n"), (&slow, 2, "stopped: at once, by a second Ctrl-C\n")]
+            .into_iter()
+            .enumerate()
+    {
+        let mut run = workspace.start_wrapped(&["env", &tmp], &[&line[..], more].concat());
+        let stderr = || workspace.read(&format!("{}.stderr", attempt + 1));
+        assert!(run.wait_until(|| stderr().contains("./model: training ")), "{}", stderr());
+        run.signal("INT");
+        assert!(run.wait_until(|| stderr().contains("; Ctrl-C again to stop now\n")) || interrupts == 1);
+        if interrupts == 2 {
+            run.signal("INT");
+        }
+        let done = run.wait();
+        assert_eq!(done.code, Some(4), "{}", done.stderr);
+        assert!(done.stderr.contains("./model: training ") && done.stderr.contains(" predicted\n"), "{}", done.stderr);
+        assert!(done.stderr.contains(says), "{}", done.stderr);
+        let rest = "\n  hint: for the others: plimsoll bench models ./model smollm2-135m --sequence 32";
+        assert!(done.stderr.contains(rest), "{}", done.stderr);
+        assert!(workspace.file_names("tmp").is_empty(), "{:?}", workspace.file_names("tmp"));
+    }
+}
+
+#[test]
 fn common_errors_are_reported_before_first_model() {
     let workspace = Workspace::new(&SMALL);
     for (words, says) in [
@@ -81,6 +113,7 @@ fn paper_devices_plan_models_and_sizes_name_presets() {
     for hint in &hints {
         assert!(text.contains(&format!("\n  hint: {hint}\n")), "{text}");
         let command = hint.split_once(": ").unwrap().1;
+        assert!(command.contains("  # ") && command.ends_with(" predicted"), "{hint}");
         assert!(command.starts_with("plimsoll bench models --samples 24") && command.contains(" 1b "), "{hint}");
         assert!(!command.contains("smollm2-135m"), "{hint}");
     }

@@ -100,6 +100,20 @@ fn plan_offloads_only_when_device_is_short() {
 }
 
 #[test]
+fn machines_on_paper_offload_to_their_own_hosts() {
+    let excluded_reason = |devices: &str| {
+        let devices = ["--devices", devices, "--set", "run.parallelism=data", "--json"];
+        let size = ["--model", "smollm2-360m", "--sequence", "256", "--batch-tokens", "4096"];
+        let plan: Value = serde_json::from_slice(&plan(&[&size[..], &devices].concat()).stdout).unwrap();
+        plan["excluded"][0]["reason"].as_str().unwrap().to_owned()
+    };
+    // The memory of the first machine is out of reach of the second.
+    let two = "pc1/rtx3090,pc1/host=32GiB,pc2/rtx3070=2GiB,pc1-pc2=100gbit";
+    assert!(excluded_reason(two).starts_with("its smallest recipe holds "));
+    assert!(excluded_reason(&format!("{two},pc2/host=32GiB")).starts_with("it would slow the team "));
+}
+
+#[test]
 fn refusal_includes_a_command_that_fits() {
     let output = plan(&[&SMALL[..], &["--budget", "1GiB"]].concat());
     let refusal = text(&output.stderr);

@@ -48,12 +48,13 @@ fn check_load_lines(workspace: &Workspace, report: &Value) {
     let number = |value: &Value| value.as_f64().unwrap_or_else(|| panic!("{report}"));
     for row in rows {
         let name = row["name"].as_str().unwrap();
-        let budget_bytes = number(&row["predicted_bytes"]);
+        let budget_bytes = number(&row["budget_bytes"]);
         assert_eq!(
             number(&workspace.json(&format!("sweep/{name}/plan.json"))["devices"][0]["budget_bytes"]),
             budget_bytes
         );
         assert!(number(&row["measured_bytes"]) <= budget_bytes, "{row}");
+        assert!(number(&row["predicted_bytes"]) <= budget_bytes, "{row}");
         let started = number(&row["started"]);
         let concurrent = rows.iter().filter(|other| {
             let other_started = number(&other["started"]);
@@ -63,7 +64,7 @@ fn check_load_lines(workspace: &Workspace, report: &Value) {
         });
         let (mut bytes, mut share) = (0.0, 0.0);
         for other in concurrent {
-            bytes += number(&other["predicted_bytes"]);
+            bytes += number(&other["budget_bytes"]);
             share += number(&other["share"]);
         }
         let device = report["devices"].as_array().unwrap().iter().find(|device| device["name"] == row["device"]);

@@ -54,13 +54,15 @@ fn run_writes_contract_files_and_keys() {
             "memory",
             "recipe",
             "recoveries",
-            "thermal_pause_seconds"
+            "thermal_pause_seconds",
+            "reproducible",
+            "reproducible_because"
         ]
     );
     assert_eq!((&result["status"], &result["steps"]), (&"done".into(), &SMALL.steps.into()));
     assert_eq!(keys(&result["loss"]), ["first", "last"]);
     assert_eq!(keys(&result["step_seconds"]), ["median", "p95", "predicted"]);
-    assert_eq!(keys(&result["eval"]), ["loss", "exact_match"]);
+    assert_eq!(keys(&result["eval"]), ["loss"], "prose has no exact match");
     let memory = &result["memory"][0];
     let arena = ["device", "budget_bytes", "arena_bytes", "arena_measured_bytes"];
     assert_eq!(keys(memory), [&arena[..], &["predicted_bytes", "measured_bytes", "measured_by"]].concat());

@@ -46,11 +46,20 @@ fn names_reach_terminal_escaped_and_bounded() {
 #[test]
 fn help_exits_with_success() {
     let dir = tempfile::tempdir().unwrap();
-    for args in [&["--help"][..], &["train", "--help"], &["plan", "--help"], &["bench", "step", "--help"]] {
-        let output = plimsoll(dir.path(), args);
-        assert_eq!(output.status.code(), Some(0));
-        let help = String::from_utf8(output.stdout).unwrap();
-        assert!(help.contains("Usage: plimsoll"), "{help}");
+    let commands: [&[&str]; 8] =
+        [&[], &["train"], &["plan"], &["bench", "step"], &["join"], &["cluster"], &["verify"], &["leave"]];
+    for words in commands {
+        for args in [[words, &["--help"]].concat(), [&["help"], words].concat()] {
+            let output = Command::new(env!("CARGO_BIN_EXE_plimsoll"))
+                .args(&args)
+                .current_dir(dir.path())
+                .env("PLIMSOLL_PYTHON", "/nonexistent/python3")
+                .output()
+                .unwrap();
+            assert_eq!(output.status.code(), Some(0), "{args:?}");
+            let help = String::from_utf8(output.stdout).unwrap();
+            assert!(help.contains(["Usage: plimsoll", &words.join(" ")].join(" ").trim_end()), "{args:?}: {help}");
+        }
     }
 }
 
@@ -87,6 +96,13 @@ fn missing_files_are_named() {
     assert!(
         refusal(dir.path(), &["train", "--resume", "nowhere"])
             .starts_with("error: nowhere is no run folder: it has no run.toml\n  hint: ")
+    );
+    std::fs::create_dir(dir.path().join("early")).unwrap();
+    std::fs::write(dir.path().join("early/events.jsonl"), "").unwrap();
+    assert_eq!(
+        refusal(dir.path(), &["train", "--resume", "early"]),
+        "error: early: this run ended before it began to train, so there is nothing to resume\n  \
+         hint: start it again: plimsoll train, with the run file and flags of that run\n"
     );
     assert!(
         refusal(dir.path(), &["train", "--plan", "nowhere.json"])

@@ -11,8 +11,10 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import signal
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -20,9 +22,12 @@ from pathlib import Path
 
 from plimsoll.errors import InputError
 from plimsoll.ray import ports
+from plimsoll.ray.failures import describe
 
 #: Seconds after which raylets that were asked to end are killed.
 STOP_TIMEOUT_SECONDS = 15.0
+#: Names of the files in the state folder.
+STATE_FILES = re.compile(r"joining|joined\.json(\.part)?|token|\d+\.log")
 
 
 @dataclass(frozen=True)
@@ -70,9 +75,42 @@ def token_path() -> Path:
     return state_folder() / "token"
 
 
+def make_private_folder(folder: Path, hint: str) -> None:
+    """Creates a folder that only this user can enter, or withdraws an existing one from other users.
+
+    ``hint`` tells how to name another folder. Raises :class:`plimsoll.InputError` if another user owns the folder.
+    """
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        link, here = folder.lstat(), folder.stat()
+        if {link.st_uid, here.st_uid} != {os.getuid()}:
+            raise InputError(f"{folder} belongs to another user", [hint])
+        if here.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            folder.chmod(0o700)
+    except OSError as error:
+        raise InputError(f"{folder} cannot be created: {describe(error)}", [hint]) from error
+
+
+def make_state_folder() -> Path:
+    """Creates the state folder with its missing parents, for this user only. Returns its path.
+
+    Raises :class:`plimsoll.InputError` for a folder that cannot be made private, or should not be, because others may use it.
+    """
+    folder, hint = state_folder(), "name a folder that only you use: PLIMSOLL_RAY_STATE=FOLDER"
+    with contextlib.suppress(OSError):  # Reported for the folder itself.
+        for parent in reversed(folder.parents):
+            parent.mkdir(mode=0o700, exist_ok=True)
+        mode = folder.stat().st_mode
+        is_shared = mode & stat.S_ISVTX or not all(map(STATE_FILES.fullmatch, os.listdir(folder)))
+        if is_shared and mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise InputError(f"{folder} is open to other users, and not only Plimsoll uses it", [hint])
+    make_private_folder(folder, hint)
+    return folder
+
+
 def save_token(token: str) -> None:
     """Writes the token to a file that only this user can read."""
-    state_folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_state_folder()
     path = token_path()
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -82,9 +120,8 @@ def save_token(token: str) -> None:
 @contextlib.contextmanager
 def join_lock() -> Iterator[None]:
     """Excludes a second ``plimsoll join`` on this machine. If both ran, a failing one would delete the record of the other."""
-    state_folder().mkdir(mode=0o700, parents=True, exist_ok=True)
     # Child processes do not inherit the file, and the lock ends with this process.
-    with (state_folder() / "joining").open("w") as file:
+    with (make_state_folder() / "joining").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -94,10 +131,10 @@ def join_lock() -> Iterator[None]:
 
 def save_membership(membership: Membership) -> None:
     """Writes the membership record."""
-    state_folder().mkdir(mode=0o700, parents=True, exist_ok=True)
-    partial = state_folder() / "joined.json.part"
+    folder = make_state_folder()
+    partial = folder / "joined.json.part"
     partial.write_text(json.dumps(asdict(membership), indent=2))
-    partial.rename(state_folder() / "joined.json")
+    partial.rename(folder / "joined.json")
 
 
 def load_membership() -> Membership | None:

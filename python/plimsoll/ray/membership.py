@@ -362,14 +362,7 @@ def _temp_dir() -> Path:
     Paths of sockets must be short. Ray makes its folder accessible to all users, so the folder around it is private.
     """
     path = Path(tempfile.gettempdir()) / f"plimsoll-ray-{os.getuid()}"
-    try:
-        path.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{path} cannot be created: {describe(error)}", ["name a writable folder: TMPDIR=/tmp"]) from error
-    owner = path.lstat()
-    if owner.st_uid != os.getuid() or not path.is_dir() or path.is_symlink():
-        raise InputError(f"{path} belongs to another user", ["name another folder: TMPDIR=/var/tmp"])
-    path.chmod(0o700)
+    local_state.make_private_folder(path, "name another folder, in which you may write: TMPDIR=FOLDER")
     return path / "r"
 
 

@@ -31,7 +31,7 @@ fn in_reading_order(mut root: Value) -> Value {
     ordered.into()
 }
 
-/// Returns the name of the definition that a schema consists of a reference to (`$ref`); `None` if it is no reference.
+/// Returns the name of the definition if a schema is a reference to one (`$ref`), and `None` otherwise.
 pub fn reference(schema: &Value) -> Option<&str> {
     schema["$ref"].as_str()?.strip_prefix("#/")?.strip_prefix(DEFINITIONS)?.strip_prefix('/')
 }

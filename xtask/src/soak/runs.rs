@@ -130,13 +130,19 @@ impl RandomRun {
     /// Runs a command of the program, such as `plan --json`, to its end. `with_settings` adds the run file and all
     /// settings.
     fn start(&self, command: &[&str], with_settings: bool) -> anyhow::Result<ProgramOutput> {
+        program::start(&mut self.command(command, with_settings), &self.folder, START_SECONDS_MAX)
+    }
+
+    /// Returns a command of the program, such as `plan --json`, in the folder of the run. `with_settings` adds the run
+    /// file and all settings.
+    pub fn command(&self, command: &[&str], with_settings: bool) -> Command {
         let mut program = Command::new(&self.binary);
         program.current_dir(&self.folder).env("PLIMSOLL_CACHE", self.folder.join("cache")).args(command);
         if with_settings {
             program.arg("run.toml");
             program.args(self.settings.iter().flat_map(|setting| ["--set", setting]));
         }
-        program::start(&mut program, &self.folder, START_SECONDS_MAX)
+        program
     }
 
     /// Plans the run. Returns the plan, which need not fit, and the text on stderr.

@@ -11,6 +11,10 @@ const HIDDEN_ACTORS: &[&str] = &["who", "nobody", "somebody", "whoever"];
 /// Largest permitted number of words in a sentence of a document. Tables and code do not count as sentences.
 const SENTENCE_WORDS_MAX: usize = 35;
 
+/// Largest permitted number of words in documents: the start of the path, and the number.
+const DOCUMENT_WORDS_MAX: [(&str, usize); 3] =
+    [("README.md", 1200), ("docs/ARCHITECTURE.md", 2500), ("docs/design/", 900)];
+
 /// A comment of one or more adjacent lines.
 struct Comment {
     line: usize,
@@ -42,9 +46,9 @@ pub fn comments(sources: &[Source]) -> Vec<Finding> {
     ]
 }
 
-/// Returns the figure that counts long sentences in `README.md`, `CONTRIBUTING.md` and `docs/`.
+/// Returns the figures that count long sentences in `README.md`, `CONTRIBUTING.md` and `docs/`, and long documents.
 pub fn documents(sources: &[Source]) -> Vec<Finding> {
-    let mut long = Vec::new();
+    let (mut long, mut long_documents) = (Vec::new(), Vec::new());
     for source in sources.iter().filter(|source| is_document(&source.path)) {
         for (line, sentence) in sentences(&source.text) {
             let words = sentence.split_whitespace().filter(|word| word.chars().any(char::is_alphanumeric)).count();
@@ -52,8 +56,15 @@ pub fn documents(sources: &[Source]) -> Vec<Finding> {
                 long.push(format!("{}:{line}: {words} words: {}", source.path, shorten(&sentence)));
             }
         }
+        let words = source.text.split_whitespace().count();
+        let limits = DOCUMENT_WORDS_MAX.iter().filter(|(path, _)| source.path.starts_with(path));
+        let passed = limits.filter(|(_, most)| words > *most);
+        long_documents.extend(passed.map(|(_, most)| format!("{}: {words} words, at most {most}", source.path)));
     }
-    vec![Finding { name: "sentences above 35 words in README and docs", of: 0, places: long, limit: 0.0 }]
+    vec![
+        Finding { name: "sentences above 35 words in README and docs", of: 0, places: long, limit: 0.0 },
+        Finding { name: "documents with more words than permitted", of: 0, places: long_documents, limit: 0.0 },
+    ]
 }
 
 fn is_document(path: &str) -> bool {

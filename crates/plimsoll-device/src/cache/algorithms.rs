@@ -13,9 +13,10 @@ pub fn gemm_algorithms(gpu: &GpuInfo) -> Option<GemmAlgorithms> {
 }
 
 /// Caches the GEMM algorithms of a run for its GPU model. The algorithm that was first cached for a matrix product is
-/// kept until the version of cuBLASLt or of the driver changes.
+/// kept until the version of cuBLASLt or of the driver changes. Untimed algorithms are not cached, because faster ones may
+/// exist.
 pub fn store_gemm_algorithms(new: &GemmAlgorithms) {
-    if let Some(folder) = folder() {
+    if let Some(folder) = folder().filter(|_| !new.untimed) {
         store_in(&folder, new);
     }
 }
@@ -49,6 +50,7 @@ mod tests {
             gpu: "Example".to_owned(),
             driver: 13_000,
             chosen: chosen.iter().map(|(product, which)| ((*product).to_owned(), (*which).to_owned())).collect(),
+            untimed: false,
         };
         let kept = || load::<GemmAlgorithms>(&folder.path().join(FILE_NAME));
         store_in(folder.path(), &algorithms(13, &[("a", "1")]));

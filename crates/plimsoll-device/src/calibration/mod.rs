@@ -91,6 +91,12 @@ pub fn cpu(threads: u32) -> Result<Calibration, BenchError> {
     cpu_within_memory(threads, Bytes(u64::MAX))
 }
 
+/// Returns whether the CPU's rates with `threads` threads are known, so that [`cpu`] measures nothing.
+pub fn knows_cpu(threads: u32) -> bool {
+    let is_known = CPU_RATES.lock().unwrap_or_else(PoisonError::into_inner).contains_key(&threads);
+    is_known || cached_cpu(folder().as_deref(), &RatesKey::of(&Cpu::read(), threads)).is_some()
+}
+
 /// Returns the CPU's rates with `threads` threads: from the cache, or measured in about [`QUICK_MEASUREMENT`]. A
 /// measurement uses at most `memory_limit` bytes more than the process holds now. Its rates are cached unless that
 /// limit made it smaller.
@@ -115,8 +121,7 @@ fn cpu_cached(
     memory_limit: Bytes,
 ) -> Result<Calibration, BenchError> {
     let key = RatesKey::of(cpu, threads);
-    let cached = folder.and_then(|folder| read(folder).into_iter().find(|entry| entry.key == key));
-    if let Some(entry) = cached.filter(|entry| entry.disturbed.is_none_or(|disturbed| disturbed.holds_at(now()))) {
+    if let Some(entry) = cached_cpu(folder, &key) {
         let disturbed = entry.disturbed.map(|disturbed| RateSource::Disturbed { contention: disturbed.contention });
         return Ok(Calibration { rates: entry.rates, source: disturbed.unwrap_or(RateSource::Cached) });
     }
@@ -138,6 +143,12 @@ fn cpu_cached(
         store_rates(folder, vec![CachedRates { key, rates: rates.clone(), disturbed }]);
     }
     Ok(Calibration { rates, source })
+}
+
+/// Returns the entry of the cache in `folder` with this key; `None` if there is none, or a disturbed one that expired.
+fn cached_cpu(folder: Option<&Path>, key: &RatesKey) -> Option<CachedRates> {
+    let entry = read(folder?).into_iter().find(|entry| entry.key == *key)?;
+    entry.disturbed.is_none_or(|disturbed| disturbed.holds_at(now())).then_some(entry)
 }
 
 /// Returns a GPU's rates: from the cache, or measured and cached. A measurement takes about [`QUICK_MEASUREMENT`] plus

@@ -115,7 +115,7 @@ pub enum LibraryError {
         library: Library,
         /// Number of searched folders.
         folders: usize,
-        /// The searched kinds of places, in order, separated by commas.
+        /// The kinds of places that were searched, in order, such as `LD_LIBRARY_PATH, virtual environment`.
         searched: String,
         /// Command or instruction that installs the library.
         remedy: String,

@@ -302,7 +302,9 @@ impl Products {
         let version = unsafe { (library.cublasLtGetVersion)() } as u64;
         let gpu = context.gpu();
         let chosen = BTreeMap::new();
-        let fresh = GemmAlgorithms { library: version, gpu: gpu.name.clone(), driver: gpu.driver_version, chosen };
+        let untimed = stored.is_some_and(|stored| stored.untimed);
+        let (gpu, driver) = (gpu.name.clone(), gpu.driver_version);
+        let fresh = GemmAlgorithms { library: version, gpu, driver, chosen, untimed };
         let compatible = stored.filter(|stored| stored.is_compatible_with(&fresh));
         Ok(Products {
             library: library.clone(),
@@ -331,7 +333,8 @@ impl Products {
     /// Chooses an algorithm for a product, unless that has been done.
     ///
     /// Uses the stored algorithm if there is one. Otherwise times the library's proposals on `operands` and the stream
-    /// `timed_on`, which overwrites result and workspace. If `timed_on` is `None`, takes the first proposal instead.
+    /// `timed_on`, which overwrites result and workspace. If `timed_on` is `None`, or the stored algorithms are untimed,
+    /// takes the first proposal instead.
     ///
     /// # Errors
     /// Fails if the library cannot compute the product, or the device fails.
@@ -367,6 +370,7 @@ impl Products {
     ) -> Result<(PreparedProduct, bool), CudaError> {
         let name = shape.name();
         let known = self.stored.chosen.get(&name).and_then(|text| from_hex(text));
+        let timed_on = timed_on.filter(|_| !self.stored.untimed);
         let mut refusal = String::from("it proposes none");
         // First with a fused bias, then without.
         for bias_by_kernel in [false, true] {
@@ -685,7 +689,8 @@ mod tests {
         assert_eq!(from_hex("12"), None);
         assert_eq!(from_hex(&"x".repeat(128)), None);
         let chosen = BTreeMap::from([(shape(2, 3, 4, false, true).name(), to_hex(words))]);
-        let algorithms = GemmAlgorithms { library: 130_200, gpu: "a gpu".into(), driver: 13_000, chosen };
+        let algorithms =
+            GemmAlgorithms { library: 130_200, gpu: "a gpu".into(), driver: 13_000, chosen, untimed: false };
         let text = serde_json::to_string(&algorithms).unwrap();
         assert_eq!(serde_json::from_str::<GemmAlgorithms>(&text).unwrap(), algorithms);
     }

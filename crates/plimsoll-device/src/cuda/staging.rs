@@ -95,7 +95,8 @@ impl Staging {
     }
 
     /// Copies `bytes` bytes to the device, slot by slot. `fill_part(files, offset, part)` must fill each part with the
-    /// bytes that begin at `offset`. On return, copies are enqueued but may not have completed.
+    /// bytes that begin at `offset`. `files` first carries out the pending file write of a slot that is used again. On
+    /// return, copies are enqueued but may not have completed.
     ///
     /// # Errors
     /// Returns the error of `fill_part`, of a pending file write, or of the driver.

@@ -34,8 +34,10 @@ impl Memory {
         let total = process::kib_field(meminfo, "MemTotal").unwrap_or_default();
         // Kernels before 3.14 do not report available memory; free memory is a safe substitute.
         let available = process::kib_field(meminfo, "MemAvailable").or_else(|| process::kib_field(meminfo, "MemFree"));
+        // As with too many open files.
+        let bound_by = if available.is_some() { "the machine" } else { "/proc/meminfo cannot be read" };
         let mut memory =
-            Memory { total, free: available.unwrap_or_default().min(total), bound_by: "the machine".to_owned() };
+            Memory { total, free: available.unwrap_or_default().min(total), bound_by: bound_by.to_owned() };
         for MemoryLimit { source, limit, used } in limits {
             memory.total = memory.total.min(*limit);
             let remaining = limit.saturating_sub(*used);
@@ -89,7 +91,8 @@ mod tests {
 
     #[test]
     fn unreadable_meminfo_means_no_free_memory() {
-        assert_eq!(Memory::bounded("", &[]).free, Bytes::ZERO);
+        let unknown = Memory::bounded("", &[]);
+        assert_eq!((unknown.free, unknown.bound_by.as_str()), (Bytes::ZERO, "/proc/meminfo cannot be read"));
         assert_eq!(Memory::bounded("MemTotal: 4 kB\nMemFree: 2 kB\n", &[]).free, Bytes(2048));
     }
 }

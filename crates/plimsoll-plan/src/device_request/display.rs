@@ -8,7 +8,18 @@ impl fmt::Display for DeviceRequest {
         match self {
             DeviceRequest::Ray { word } => f.write_str(word),
             _ => self.attributes().map_err(|_| fmt::Error)?.fmt(f),
-        }
+        }?;
+        self.figures().map_or(Ok(()), |figures| write!(f, ",{figures}"))
+    }
+}
+
+/// Formats `count` identical devices, such as `pc1/8xrtx5090`.
+fn format_several(device: &DeviceRequest, count: usize) -> String {
+    let text = device.to_string();
+    match device.machine() {
+        _ if count == 1 => text,
+        Some(machine) => format!("{machine}/{count}x{}", &text[machine.len() + 1..]),
+        None => format!("{count}x{text}"),
     }
 }
 
@@ -38,12 +49,15 @@ impl fmt::Display for DeviceAttributes {
 
 impl fmt::Display for DevicesRequest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut parts: Vec<String> = self.devices.iter().map(DeviceRequest::to_string).collect();
+        let identical = self.devices.chunk_by(|one, other| one.is_paper() && one == other);
+        let mut parts: Vec<String> = identical.map(|several| format_several(&several[0], several.len())).collect();
         if parts.is_empty() {
             parts.push("auto".to_owned());
         }
+        parts.extend(self.machine_hosts.iter().map(|(machine, host)| format!("{machine}/host={host}")));
         parts.extend(self.host.map(|host| format!("host={host}")));
         parts.extend(self.file.map(|file| format!("file={file}")));
+        parts.extend(self.machine_links.iter().map(|((one, other), link)| format!("{one}-{other}={link}")));
         f.write_str(&parts.join(","))
     }
 }

@@ -87,16 +87,89 @@ pub enum RequestError {
         /// The name of a paper device in the list.
         paper: String,
     },
+    /// A figure of a card that has another form, or that follows no card.
+    #[error(
+        "`{figure}` is no figure of a card: expected as in `card:mine=12GiB,bf16=60TFLOPS,memory=450GB/s,link=12GB/s`"
+    )]
+    InvalidFigure {
+        /// The figure, with its name.
+        figure: String,
+    },
+    /// A card without a figure that it needs.
+    #[error("`{card}` needs its {figure} rate, as in `{card}=12GiB,bf16=60TFLOPS,memory=450GB/s`")]
+    MissingFigure {
+        /// The name of the card.
+        card: String,
+        /// The name of the missing figure.
+        figure: &'static str,
+    },
+    /// A share of a memory that is not present.
+    #[error("`{name}` is not present, so its free memory is unknown: state an amount, as in `{name}=12GiB`")]
+    ShareOnPaper {
+        /// The name of the device or of the host.
+        name: String,
+    },
+    /// The memory of a machine that has no paper device.
+    #[error(
+        "`{machine}/host` is the memory of a machine without a paper device, as in `{machine}/rtx3090,{machine}/host=64GiB`"
+    )]
+    HostWithoutDevice {
+        /// The name of the machine.
+        machine: String,
+    },
+    /// `host=` beside devices that all have a machine.
+    #[error("`host=` belongs to no machine: name it, as in `{machine}/host=64GiB`")]
+    HostWithoutMachine {
+        /// The name of one of the machines.
+        machine: String,
+    },
+    /// One host memory for paper devices that are joined by a network.
+    #[error(
+        "`{device}` is joined by a network, so it is in another machine and cannot use the memory that `host=` names"
+    )]
+    SharedHost {
+        /// The name of the device.
+        device: String,
+    },
 }
 
 impl From<RequestError> for Failure {
     fn from(error: RequestError) -> Failure {
         let failure = Failure::input(error.to_string());
         match error {
-            RequestError::UnknownDevice { .. } | RequestError::MissingDevice { .. } => failure
-                .hint("known devices: auto, cpu, cuda:0, virtual:NAME=600MiB@0.5:12GB/s, HOST/cuda:0, ray, host=64GiB, file=100GiB")
-                .hint(format!("paper devices, for plans: {}", paper::names().collect::<Vec<_>>().join(", "))),
+            RequestError::UnknownDevice { name } => match closest_device(&name) {
+                Some(near) => failure.hint(format!("did you mean `{near}`?")),
+                None => with_known_devices(failure),
+            },
+            RequestError::MissingDevice { .. } => with_known_devices(failure),
+            RequestError::SharedHost { .. } => failure.hint(format!("name the machines: {MACHINES}")),
             _ => failure,
         }
     }
+}
+
+/// Two machines on paper, each with its own memory.
+const MACHINES: &str = "pc1/rtx3090,pc1/host=64GiB,pc2/rtx3070,pc2/host=32GiB,pc1-pc2=1gbit";
+
+/// Adds the devices that a list may name to a failure.
+fn with_known_devices(failure: Failure) -> Failure {
+    let names = paper::names().collect::<Vec<_>>().join(", ");
+    failure
+        .hint("known devices: auto, cpu, cuda:0, virtual:NAME=600MiB@0.5:12GB/s, HOST/cuda:0, ray, host=64GiB, file=100GiB")
+        .hint(format!("on paper, for plans: 8xrtx5090; rtx3070@1gbit, with its link to the others; {MACHINES}; \
+             card:NAME=12GiB,bf16=60TFLOPS,memory=450GB/s,link=12GB/s"))
+        .hint(format!("cards on paper: {names}"))
+}
+
+/// Returns the device whose name is most similar to `name`, on the same machine; `None` if no name is similar. Spaces
+/// and hyphens do not count.
+fn closest_device(name: &str) -> Option<String> {
+    const SIMILARITY_MIN: f64 = 0.75;
+    let (machine, own) = name.rsplit_once('/').map_or((None, name), |(machine, own)| (Some(machine), own));
+    let letters = |text: &str| text.chars().filter(|c| !" -_".contains(*c)).collect::<String>().to_ascii_lowercase();
+    let similarity = |known: &str| strsim::normalized_damerau_levenshtein(&letters(own), &letters(known));
+    let known = paper::names().chain(["cpu", "cuda", "cuda:0", "auto", "ray"]);
+    let rated = known.map(|known| (similarity(known), known)).filter(|(similarity, _)| *similarity >= SIMILARITY_MIN);
+    let (_, near) = rated.max_by(|a, b| a.0.total_cmp(&b.0))?;
+    Some(machine.map_or(near.to_owned(), |machine| format!("{machine}/{near}")))
 }

@@ -44,13 +44,31 @@ impl LinkRequest {
             Some((rate, latency)) => (rate, Some(latency.trim())),
             None => (text, None),
         };
-        let bytes: Bytes = rate.trim().strip_suffix("/s")?.parse().ok()?;
         let latency_us = match latency {
             Some(text) => text.strip_suffix("us")?.trim().parse().ok()?,
             None => LinkRequest::DEFAULT.latency_us,
         };
-        (bytes > Bytes::ZERO).then_some(LinkRequest { bytes_per_second: bytes.0, latency_us })
+        Some(LinkRequest { bytes_per_second: parse_rate(rate)?, latency_us })
     }
+
+    /// Whether the link is a network between machines: it has at least the latency of Ethernet.
+    pub fn is_network(self) -> bool {
+        f64::from(self.latency_us) / 1e6 >= paper::ethernet(1.0).latency_seconds
+    }
+}
+
+/// Parses a rate in bytes per second, such as `12GB/s`. Returns `None` for other text and for less than a byte.
+pub(super) fn parse_rate(text: &str) -> Option<u64> {
+    let bytes: Bytes = text.trim().strip_suffix("/s")?.parse().ok()?;
+    (bytes > Bytes::ZERO).then_some(bytes.0)
+}
+
+/// Formats a rate exactly, such as `12GB/s`.
+pub(super) fn format_rate(bytes_per_second: u64) -> String {
+    let units = [(1_000_000_000, "GB"), (1_000_000, "MB"), (1000, "KB")];
+    let unit = units.into_iter().find(|(scale, _)| bytes_per_second.is_multiple_of(*scale));
+    let (scale, name) = unit.unwrap_or((1, "B"));
+    format!("{}{name}/s", bytes_per_second / scale)
 }
 
 impl fmt::Display for LinkRequest {
@@ -58,9 +76,6 @@ impl fmt::Display for LinkRequest {
         if let Some(gbit) = ETHERNET_GBITS.into_iter().find(|gbit| LinkRequest::ethernet(*gbit) == Some(*self)) {
             return write!(f, "{gbit}gbit");
         }
-        let units = [(1_000_000_000, "GB"), (1_000_000, "MB"), (1000, "KB")];
-        let unit = units.into_iter().find(|(scale, _)| self.bytes_per_second.is_multiple_of(*scale));
-        let (scale, name) = unit.unwrap_or((1, "B"));
-        write!(f, "{}{name}/s+{}us", self.bytes_per_second / scale, self.latency_us)
+        write!(f, "{}+{}us", format_rate(self.bytes_per_second), self.latency_us)
     }
 }

@@ -3,9 +3,10 @@
 //! A list such as `virtual:a=600MiB@0.5:12GB/s,host=64GiB` names devices with their load lines, paces and links. This
 //! module does not check whether the devices are present, nor their free memory; `resolve` in `plimsoll-train` does.
 //!
-//! `parse` reads a list, `display` prints it in the form that `parse` reads, `link` has the links of devices, and
-//! `error` the errors of the parser.
+//! `parse` reads a list, `display` prints it in the form that `parse` reads, `link` has the links of devices, `card` the
+//! figures of cards on paper, and `error` the errors of the parser.
 
+mod card;
 mod display;
 mod error;
 mod link;
@@ -13,10 +14,13 @@ mod parse;
 #[cfg(test)]
 mod tests;
 
+use crate::paper;
+pub use card::CardFigures;
 pub use error::RequestError;
 pub use link::LinkRequest;
 use parse::parse_cluster_device;
-use plimsoll_core::Budget;
+use plimsoll_core::{Budget, DeviceSpec};
+use std::collections::{BTreeMap, BTreeSet};
 
 /// The most devices of a list, and so the most workers of a team.
 pub const MAX_DEVICES: usize = 1024;
@@ -66,10 +70,14 @@ pub enum DeviceRequest {
         /// The text as written.
         word: String,
     },
-    /// A paper device ([`crate::paper::names`]), for planning: `rtx3090`, `rtx3090=20GiB`, `rtx3070@1gbit`.
+    /// A paper device ([`crate::paper::names`]), for planning: `rtx3090`, `rtx3090=20GiB`, `rtx3070@1gbit`. Also a card
+    /// with the user's figures: `card:mine=12GiB,bf16=60TFLOPS,memory=450GB/s`. With a machine it is in a
+    /// [`DeviceRequest::Remote`].
     Paper {
-        /// The name in the table of paper devices.
+        /// The name in the table of paper devices, or `card:` with the user's name.
         name: String,
+        /// The figures of a card that the user names; `None` for a device of the table.
+        figures: Option<CardFigures>,
         /// The device's budget; `None` if the run's `memory.budget` applies.
         budget: Option<Budget>,
         /// The link to other devices of a team; `None` for the assumed link of the device.
@@ -146,6 +154,39 @@ impl DeviceRequest {
         if let DeviceRequest::Remote { device, .. } = self { device } else { self }
     }
 
+    /// Returns whether this is a paper device, with or without a machine.
+    pub fn is_paper(&self) -> bool {
+        matches!(self.local_device(), DeviceRequest::Paper { .. })
+    }
+
+    /// Returns the name of the machine of a device; `None` for a device without one.
+    pub fn machine(&self) -> Option<&str> {
+        if let DeviceRequest::Remote { host, .. } = self { Some(host) } else { None }
+    }
+
+    /// Returns the figures of a card of the user; `None` for any other device.
+    fn figures(&self) -> Option<CardFigures> {
+        if let DeviceRequest::Paper { figures, .. } = self.local_device() { *figures } else { None }
+    }
+
+    /// Returns the link to other devices of a team that the text states; `None` if it states none.
+    pub fn team_link(&self) -> Option<LinkRequest> {
+        self.attributes().ok().and_then(|attributes| attributes.team_link)
+    }
+
+    /// Returns the specification of a paper device; `None` for any other device. `default` is its budget if it has none
+    /// of its own.
+    pub fn paper_spec(&self, default: Budget) -> Option<DeviceSpec> {
+        let DeviceRequest::Paper { name, figures, .. } = self.local_device() else { return None };
+        let budget = self.budget().unwrap_or(default);
+        let device = match figures {
+            Some(figures) => paper::card(name, budget.amount().unwrap_or_default(), &figures.rates()),
+            None => paper::paper(name, budget)?,
+        };
+        let team_link = self.team_link().map_or(device.team_link, LinkRequest::link);
+        Some(DeviceSpec { name: self.name(), team_link, ..device })
+    }
+
     /// Replaces the budget. Has no effect on [`DeviceRequest::Ray`], whose budget is known to the cluster only.
     pub fn set_budget(&mut self, amount: Budget) {
         match self {
@@ -208,16 +249,56 @@ pub struct DevicesRequest {
     pub host: Option<Budget>,
     /// The budget of the scratch file (`file=100GiB`); `None` for `memory.file`.
     pub file: Option<Budget>,
+    /// The budgets of the host memories of machines on paper (`pc1/host=64GiB`), by the name of the machine.
+    pub machine_hosts: BTreeMap<String, Budget>,
+    /// The links between machines on paper (`pc1-pc2=1gbit`). In each pair of machines, the names are sorted.
+    pub machine_links: BTreeMap<(String, String), LinkRequest>,
 }
 
 impl DevicesRequest {
     /// Returns whether the list has paper devices. Such a request can be planned but not run.
     pub fn has_paper_devices(&self) -> bool {
-        self.devices.iter().any(|device| matches!(device, DeviceRequest::Paper { .. }))
+        self.devices.iter().any(DeviceRequest::is_paper)
     }
 
     /// Returns whether the list has devices of other hosts or of a Ray cluster, which need connections.
     pub fn has_remote_devices(&self) -> bool {
-        self.devices.iter().any(|device| matches!(device, DeviceRequest::Remote { .. } | DeviceRequest::Ray { .. }))
+        let is_remote = |device: &DeviceRequest| {
+            matches!(device, DeviceRequest::Remote { .. } | DeviceRequest::Ray { .. }) && !device.is_paper()
+        };
+        self.devices.iter().any(is_remote)
+    }
+
+    /// Returns the names of the machines on paper.
+    pub fn paper_machines(&self) -> BTreeSet<&str> {
+        self.devices.iter().filter(|device| device.is_paper()).filter_map(DeviceRequest::machine).collect()
+    }
+
+    /// Returns the budget of the host memory of a machine, as the list states it. `None` stands for the machine of the
+    /// devices without one.
+    pub fn host_of(&self, machine: Option<&str>) -> Option<Budget> {
+        machine.map_or(self.host, |machine| self.machine_hosts.get(machine).copied())
+    }
+
+    /// Returns the machines on paper whose host memory the list names, without the machine of the first device. Over Ray
+    /// that one starts the run, and the others do not offload.
+    pub fn other_hosts(&self) -> impl Iterator<Item = &str> {
+        let first = self.devices.first().and_then(DeviceRequest::machine);
+        self.machine_hosts.keys().map(String::as_str).filter(move |machine| Some(*machine) != first)
+    }
+
+    /// Sets the budget of the host memory beside the device of this name.
+    pub fn set_host_beside(&mut self, device: &str, budget: Budget) {
+        let machine = self.devices.iter().find(|named| named.name() == device && named.is_paper());
+        match machine.and_then(DeviceRequest::machine).map(str::to_owned) {
+            Some(machine) => drop(self.machine_hosts.insert(machine, budget)),
+            None => self.host = Some(budget),
+        }
+    }
+
+    /// Returns the link between two machines on paper, as the list states it.
+    pub fn link_between(&self, one: &str, other: &str) -> Option<LinkRequest> {
+        let pair = if one < other { (one, other) } else { (other, one) };
+        self.machine_links.get(&(pair.0.to_owned(), pair.1.to_owned())).copied()
     }
 }

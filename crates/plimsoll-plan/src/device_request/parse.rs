@@ -1,8 +1,9 @@
 //! The parser of device lists.
 
-use super::{DeviceAttributes, DeviceRequest, DevicesRequest, LinkRequest, MAX_DEVICES, RequestError};
+use super::{CardFigures, DeviceAttributes, DeviceRequest, DevicesRequest, LinkRequest, MAX_DEVICES, RequestError};
 use crate::paper;
 use plimsoll_core::Budget;
+use std::collections::BTreeMap;
 use std::str::FromStr;
 
 /// Slowest pace of a virtual device in CPU cores. A slower device would not finish a step in reasonable time.
@@ -15,62 +16,202 @@ impl FromStr for DevicesRequest {
     type Err = RequestError;
 
     fn from_str(text: &str) -> Result<DevicesRequest, RequestError> {
-        let count = text.split(',').count();
+        let mut list = ListParser { text, ..ListParser::default() };
+        text.split(',').map(str::trim).try_for_each(|part| list.add(part))?;
+        list.finish()
+    }
+}
+
+/// A device list while it is parsed.
+#[derive(Default)]
+struct ListParser<'t> {
+    /// The whole list.
+    text: &'t str,
+    request: DevicesRequest,
+    /// Whether the list has the word `auto`.
+    auto: bool,
+    /// The device of the last part, and how often the part names it. Figures that follow belong to it.
+    last: Option<(usize, DeviceRequest)>,
+    /// Parts that may be links between machines, with their values. The machines are known at the end.
+    links: Vec<(&'t str, &'t str)>,
+}
+
+impl<'t> ListParser<'t> {
+    /// Adds a part of the list.
+    fn add(&mut self, part: &'t str) -> Result<(), RequestError> {
+        let (name, value) = match part.split_once('=') {
+            Some((name, value)) => (name.trim(), Some(value.trim())),
+            None => (part, None),
+        };
+        let word = name.to_ascii_lowercase();
+        if CardFigures::KEYS.contains(&&*word) {
+            return self.set_figure(&word, value.unwrap_or_default(), part);
+        }
+        self.add_last()?;
+        let duplicate = || RequestError::Duplicate { device: name.to_owned() };
+        let budget = || {
+            let value = value.ok_or_else(|| RequestError::MissingBudget { device: name.to_owned() })?;
+            parse_budget(name, value)
+        };
+        match &*word {
+            "" => return Err(RequestError::MissingDevice { text: self.text.to_owned() }),
+            "auto" if self.auto => return Err(duplicate()),
+            "auto" if value.is_none() => self.auto = true,
+            "host" if self.request.host.is_some() => return Err(duplicate()),
+            "host" => self.request.host = Some(budget()?),
+            "file" if self.request.file.is_some() => return Err(duplicate()),
+            "file" => self.request.file = Some(budget()?),
+            _ => match word.strip_suffix("/host").map(|_| &name[..name.len() - "/host".len()]) {
+                Some(machine) if self.request.machine_hosts.contains_key(machine) => return Err(duplicate()),
+                Some(machine) => drop(self.request.machine_hosts.insert(machine.to_owned(), budget()?)),
+                None => self.add_device(part, name, value)?,
+            },
+        }
+        Ok(())
+    }
+
+    /// Adds the device that `part` names, or remembers the part as a link between machines.
+    fn add_device(&mut self, part: &'t str, name: &'t str, value: Option<&'t str>) -> Result<(), RequestError> {
+        let parsed = match part.strip_prefix("ray:") {
+            Some(word) => parse_cluster_device(word).map(|_| (1, DeviceRequest::Ray { word: part.to_owned() })),
+            None if part == "ray" => Ok((1, DeviceRequest::Ray { word: part.to_owned() })),
+            None => parse_devices(name, value),
+        };
+        match (parsed, value) {
+            (Err(RequestError::UnknownDevice { .. }), Some(value)) if name.contains('-') => {
+                self.links.push((name, value))
+            }
+            (parsed, _) => self.last = Some(parsed?),
+        }
+        Ok(())
+    }
+
+    /// Sets a figure of the card that the last part names.
+    fn set_figure(&mut self, key: &str, value: &str, part: &str) -> Result<(), RequestError> {
+        let card = self.last.as_mut().map(|(_, device)| device.local_device_mut());
+        let figures = match card {
+            Some(DeviceRequest::Paper { figures: Some(figures), .. }) => Some(figures),
+            _ => None,
+        };
+        let set = figures.and_then(|figures| figures.set(key, value));
+        set.ok_or_else(|| RequestError::InvalidFigure { figure: part.to_owned() })
+    }
+
+    /// Adds the device of the last part to the request, if there is one.
+    fn add_last(&mut self) -> Result<(), RequestError> {
+        let Some((number, device)) = self.last.take() else { return Ok(()) };
+        if let Some(figure) = device.figures().and_then(|figures| figures.missing()) {
+            return Err(RequestError::MissingFigure { card: device.name(), figure });
+        }
+        let devices = &mut self.request.devices;
+        let count = devices.len().saturating_add(number);
         if count > MAX_DEVICES {
             return Err(RequestError::TooManyDevices { count, max: MAX_DEVICES });
         }
-        let mut request = DevicesRequest::default();
-        let mut auto = false;
-        for part in text.split(',').map(str::trim) {
-            let (name, value) = match part.split_once('=') {
-                Some((name, value)) => (name.trim(), Some(value.trim())),
-                None => (part, None),
-            };
-            let budget = |value: &str| parse_budget(name, value);
-            let duplicate = || RequestError::Duplicate { device: name.to_owned() };
-            match name {
-                "" => return Err(RequestError::MissingDevice { text: text.to_owned() }),
-                "auto" if auto => return Err(duplicate()),
-                "auto" if value.is_none() => auto = true,
-                "host" if request.host.is_some() => return Err(duplicate()),
-                "host" => {
-                    let value = value.ok_or_else(|| RequestError::MissingBudget { device: name.to_owned() })?;
-                    request.host = Some(budget(value)?);
-                }
-                "file" if request.file.is_some() => return Err(duplicate()),
-                "file" => {
-                    let value = value.ok_or_else(|| RequestError::MissingBudget { device: name.to_owned() })?;
-                    request.file = Some(budget(value)?);
-                }
-                _ => {
-                    let device = match part.strip_prefix("ray:") {
-                        Some(word) => {
-                            parse_cluster_device(word).map(|_| DeviceRequest::Ray { word: part.to_owned() })?
-                        }
-                        None if part == "ray" => DeviceRequest::Ray { word: part.to_owned() },
-                        None => parse_device(name, value)?,
-                    };
-                    // A paper device that is named several times stands for several devices.
-                    let is_duplicate = request.devices.iter().any(|other| other.identity() == device.identity());
-                    if is_duplicate && !matches!(device, DeviceRequest::Paper { .. }) {
-                        return Err(duplicate());
-                    }
-                    request.devices.push(device);
-                }
-            }
+        // A paper device that is named several times stands for several devices.
+        let is_duplicate = || devices.iter().any(|other| other.identity() == device.identity());
+        if !device.is_paper() && is_duplicate() {
+            let name = device.name();
+            let name = name.split('=').next().unwrap_or(&name).trim_end();
+            return Err(RequestError::Duplicate { device: name.to_owned() });
         }
-        if auto && !request.devices.is_empty() {
+        devices.extend(std::iter::repeat_n(device, number));
+        Ok(())
+    }
+
+    /// Returns the request after the last part.
+    fn finish(mut self) -> Result<DevicesRequest, RequestError> {
+        self.add_last()?;
+        let devices = &self.request.devices;
+        if self.auto && !devices.is_empty() {
             return Err(RequestError::AutoAndOthers);
         }
-        if !auto && request.devices.is_empty() {
-            return Err(RequestError::MissingDevice { text: text.to_owned() });
+        if !self.auto && devices.is_empty() && self.links.is_empty() {
+            return Err(RequestError::MissingDevice { text: self.text.to_owned() });
         }
-        let has_real_devices = request.devices.iter().any(|device| !matches!(device, DeviceRequest::Paper { .. }));
-        match request.devices.iter().find(|device| matches!(device, DeviceRequest::Paper { .. })) {
-            Some(paper) if has_real_devices => Err(RequestError::PaperAndReal { paper: paper.name() }),
-            _ => Ok(request),
+        self.add_links()?;
+        let devices = &self.request.devices;
+        match devices.iter().find(|device| device.is_paper()) {
+            Some(paper) if devices.iter().any(|device| !device.is_paper()) => {
+                return Err(RequestError::PaperAndReal { paper: paper.name() });
+            }
+            Some(_) => check_paper_memory(&self.request)?,
+            None => {}
         }
+        let machines = self.request.paper_machines();
+        let mut hosts = self.request.machine_hosts.keys();
+        if let Some(machine) = hosts.find(|machine| !machines.contains(machine.as_str())) {
+            return Err(RequestError::HostWithoutDevice { machine: machine.clone() });
+        }
+        Ok(self.request)
     }
+
+    /// Adds the links between the machines of the request.
+    fn add_links(&mut self) -> Result<(), RequestError> {
+        let mut links = BTreeMap::new();
+        let machines = self.request.paper_machines();
+        for (name, value) in &self.links {
+            // The name of a machine may have hyphens, too.
+            let mut splits = name.match_indices('-').map(|(at, _)| (&name[..at], &name[at + 1..]));
+            let (one, other) = splits
+                .find(|(one, other)| one != other && machines.contains(one) && machines.contains(other))
+                .ok_or_else(|| RequestError::UnknownDevice { name: (*name).to_owned() })?;
+            let pair = (one.min(other).to_owned(), one.max(other).to_owned());
+            if links.insert(pair, parse_link(name, value)?).is_some() {
+                return Err(RequestError::Duplicate { device: (*name).to_owned() });
+            }
+        }
+        self.request.machine_links = links;
+        Ok(())
+    }
+}
+
+/// Checks the memories of a list of paper devices: all are amounts, and each host belongs to one machine.
+fn check_paper_memory(request: &DevicesRequest) -> Result<(), RequestError> {
+    let DevicesRequest { devices, host, file, machine_hosts, .. } = request;
+    let is_share = |budget: Option<Budget>| budget.is_some_and(|budget| budget.amount().is_none());
+    let card = devices.iter().find(|device| device.figures().is_some() && is_share(device.budget()));
+    let machine =
+        machine_hosts.iter().find(|(_, host)| is_share(Some(**host))).map(|(machine, _)| format!("{machine}/host"));
+    let of_list = [("host", host), ("file", file)].into_iter().find(|(_, budget)| is_share(**budget));
+    let share = card.map(DeviceRequest::name).or(machine).or(of_list.map(|(name, _)| name.to_owned()));
+    if let Some(name) = share {
+        return Err(RequestError::ShareOnPaper { name });
+    }
+    let mut on_host = devices.iter().filter(|device| device.machine().is_none());
+    let has_network = |device: &&DeviceRequest| device.team_link().is_some_and(LinkRequest::is_network);
+    match (host, devices.first().and_then(DeviceRequest::machine)) {
+        (Some(_), Some(machine)) if on_host.clone().next().is_none() => {
+            Err(RequestError::HostWithoutMachine { machine: machine.to_owned() })
+        }
+        (Some(_), _) if on_host.clone().count() > 1 => match on_host.find(has_network) {
+            Some(device) => Err(RequestError::SharedHost { device: device.name() }),
+            None => Ok(()),
+        },
+        _ => Ok(()),
+    }
+}
+
+/// Parses a device, and how often the text names it: 8 times for `8xrtx5090` and `pc1/8xrtx5090`. Only paper devices
+/// may be named several times.
+fn parse_devices(name: &str, value: Option<&str>) -> Result<(usize, DeviceRequest), RequestError> {
+    let (machine, own_name) = split_machine(name).map_or(("", name), |(machine, own)| (&name[..=machine.len()], own));
+    let counted =
+        own_name.split_once(['x', 'X']).and_then(|(count, rest)| Some((count.parse().ok()?, rest.trim_start())));
+    match counted {
+        Some((number @ 1.., rest)) => {
+            let device = parse_device(&format!("{machine}{rest}"), value)?;
+            let unknown = RequestError::UnknownDevice { name: name.to_owned() };
+            if device.is_paper() { Ok((number, device)) } else { Err(unknown) }
+        }
+        _ => Ok((1, parse_device(name, value)?)),
+    }
+}
+
+/// Splits a name into its machine and the device's own name; `None` for a device without a machine.
+fn split_machine(name: &str) -> Option<(&str, &str)> {
+    // A bandwidth after `@` contains a slash too.
+    name.split_once('/').filter(|(machine, _)| !machine.contains('@'))
 }
 
 /// Parses the budget in `text`. `device` is the name of the device, for the error.
@@ -93,7 +234,8 @@ pub(super) fn parse_cluster_device(word: &str) -> Result<DeviceAttributes, Reque
     let unknown = || RequestError::UnknownDevice { name: name.to_owned() };
     if !name.contains("/virtual:") {
         let device = parse_device(word.split('=').next().unwrap_or(word).trim(), value)?;
-        return if matches!(device, DeviceRequest::Remote { .. }) { device.attributes() } else { Err(unknown()) };
+        let is_in_cluster = matches!(device, DeviceRequest::Remote { .. }) && !device.is_paper();
+        return if is_in_cluster { device.attributes() } else { Err(unknown()) };
     }
     let team_link = after_at.and_then(LinkRequest::parse);
     let pace = after_at.filter(|_| team_link.is_none());
@@ -115,17 +257,17 @@ fn parse_device(name: &str, value: Option<&str>) -> Result<DeviceRequest, Reques
     }
     let unknown = || RequestError::UnknownDevice { name: name.to_owned() };
     let budget = |text: &str| parse_budget(name, text);
-    // A bandwidth after `@` contains a slash too.
-    if let Some((host, own_name)) = name.split_once('/').filter(|(host, _)| !host.contains('@')) {
+    if let Some((host, own_name)) = split_machine(name) {
         return parse_remote(name, host, own_name, value);
     }
-    if name == "cpu" {
+    let word = name.to_ascii_lowercase();
+    if word == "cpu" {
         return Ok(DeviceRequest::Cpu { budget: value.map(budget).transpose()? });
     }
-    if name == "cuda" {
+    if word == "cuda" {
         return Ok(DeviceRequest::Cuda { index: None, budget: value.map(budget).transpose()? });
     }
-    if let Some(index) = name.strip_prefix("cuda:") {
+    if let Some(index) = word.strip_prefix("cuda:") {
         // Rust parses `+1` and `01` as numbers, but they are not device names.
         let index: u32 = index.parse().ok().filter(|number: &u32| number.to_string() == index).ok_or_else(unknown)?;
         return Ok(DeviceRequest::Cuda { index: Some(index), budget: value.map(budget).transpose()? });
@@ -134,11 +276,22 @@ fn parse_device(name: &str, value: Option<&str>) -> Result<DeviceRequest, Reques
         return parse_virtual(name, own_name, value);
     }
     let (name, value, team_link) = split_team_link(name, value);
-    if paper::names().any(|known| known == name) {
-        let team_link = team_link.map(|text| parse_link(name, text)).transpose()?;
-        return Ok(DeviceRequest::Paper { name: name.to_owned(), budget: value.map(budget).transpose()?, team_link });
+    let team_link = || team_link.map(|text| parse_link(name, text)).transpose();
+    if let Some(known) = paper::table_name(name) {
+        let budget = value.map(budget).transpose()?;
+        return Ok(DeviceRequest::Paper { name: known.to_owned(), figures: None, budget, team_link: team_link()? });
+    }
+    if name.strip_prefix(paper::CARD_PREFIX).is_some_and(is_own_name) {
+        let budget = budget(value.ok_or_else(|| RequestError::MissingBudget { device: name.to_owned() })?)?;
+        let (figures, team_link) = (Some(CardFigures::default()), team_link()?);
+        return Ok(DeviceRequest::Paper { name: name.to_owned(), figures, budget: Some(budget), team_link });
     }
     Err(unknown())
+}
+
+/// Returns whether a text may be the user's own name for a device.
+fn is_own_name(text: &str) -> bool {
+    !text.is_empty() && text.chars().all(|c| c.is_ascii_alphanumeric() || c == '-' || c == '_')
 }
 
 /// Parses a device of another host. `name` is the whole name, `own_name` its part after the slash.
@@ -152,23 +305,21 @@ fn parse_remote(name: &str, host: &str, own_name: &str, value: Option<&str>) -> 
         false => split_team_link(own_name, value),
     };
     let team_link = team_link.map(|text| parse_link(name, text)).transpose()?;
-    let as_cluster_device = |error| match error {
-        RequestError::MissingBudget { .. } => RequestError::ClusterDevice { device: name.to_owned() },
-        error => error,
-    };
-    let device = match parse_device(own_name, value).map_err(as_cluster_device)? {
-        // A remote GPU needs its index, and a paper device is on no host.
-        DeviceRequest::Cuda { index: None, .. } | DeviceRequest::Paper { .. } | DeviceRequest::Remote { .. } => {
-            return Err(unknown());
+    match parse_device(own_name, value) {
+        // A remote GPU needs its index.
+        Ok(DeviceRequest::Cuda { index: None, .. } | DeviceRequest::Remote { .. }) => Err(unknown()),
+        Ok(device) => Ok(DeviceRequest::Remote { host: host.to_owned(), device: Box::new(device), team_link }),
+        Err(RequestError::MissingBudget { .. }) if own_name.starts_with("virtual:") => {
+            Err(RequestError::ClusterDevice { device: name.to_owned() })
         }
-        device => Box::new(device),
-    };
-    Ok(DeviceRequest::Remote { host: host.to_owned(), device, team_link })
+        Err(RequestError::UnknownDevice { .. }) => Err(unknown()),
+        Err(error) => Err(error),
+    }
 }
 
 /// Parses a virtual device. `name` is the whole name, `own_name` its part after `virtual:`.
 fn parse_virtual(name: &str, own_name: &str, value: Option<&str>) -> Result<DeviceRequest, RequestError> {
-    if own_name.is_empty() || !own_name.chars().all(|c| c.is_ascii_alphanumeric() || c == '-' || c == '_') {
+    if !is_own_name(own_name) {
         return Err(RequestError::UnknownDevice { name: name.to_owned() });
     }
     let value = value.ok_or_else(|| RequestError::MissingBudget { device: name.to_owned() })?;

@@ -46,11 +46,12 @@ fn every_documented_form_parses() {
     let ethernet = LinkRequest { bytes_per_second: 118_000_000, latency_us: 100 };
     let linked = |name: &str, gib: Option<u64>| DeviceRequest::Paper {
         name: name.to_owned(),
+        figures: None,
         budget: gib.map(|gib| Budget::Amount(Bytes::gib(gib))),
         team_link: Some(ethernet),
     };
     assert_eq!(
-        parse("rtx3090=20GiB@1gbit,rtx3070@118MB/s+100us,host=64GiB").devices,
+        parse("rtx3090=20GiB@1gbit,RTX3070@118MB/s+100us").devices,
         [linked("rtx3090", Some(20)), linked("rtx3070", None)]
     );
     let remote = &parse("cuda:0,host1/cuda:0=6GiB").devices[1];
@@ -77,9 +78,45 @@ fn every_documented_form_parses() {
         ("ray, host=2GiB", "ray,host=2GiB"),
         ("ray:b/virtual:a=50%@0.5,b/cpu", "ray:b/virtual:a=50%@0.5,b/cpu"),
         ("b/virtual:a=600MiB@0.5::10gbit", "b/virtual:a=600MiB@0.5::10gbit"),
+        ("CPU, Host=2GiB", "cpu,host=2GiB"),
     ] {
         assert_eq!(parse(text).to_string(), printed);
     }
+}
+
+#[test]
+fn paper_machines_have_hosts_and_links() {
+    let list = "pc1/RTX3090,pc1/host=64GiB,pc2/2xrtx3070=6GiB,pc2/host=32GiB,pc2-pc1=1gbit";
+    let request = parse(list);
+    let names: Vec<String> = request.devices.iter().map(DeviceRequest::name).collect();
+    assert_eq!(names, ["pc1/rtx3090", "pc2/rtx3070", "pc2/rtx3070"]);
+    let gib = |gib| Some(Budget::Amount(Bytes::gib(gib)));
+    assert_eq!((request.host_of(Some("pc1")), request.host_of(Some("pc2")), request.host), (gib(64), gib(32), None));
+    assert_eq!(request.link_between("pc1", "pc2"), LinkRequest::ethernet(1.0));
+    assert!(request.has_paper_devices() && !request.has_remote_devices());
+    let printed = "pc1/rtx3090,pc2/2xrtx3070=6GiB,pc1/host=64GiB,pc2/host=32GiB,pc1-pc2=1gbit";
+    assert_eq!(request.to_string(), printed);
+    assert_eq!(parse(printed), request);
+    let mut more = request;
+    more.set_host_beside("pc2/rtx3070", Budget::Amount(Bytes::gib(48)));
+    assert_eq!(more.host_of(Some("pc2")), gib(48));
+}
+
+#[test]
+fn several_cards_and_own_cards_parse() {
+    assert_eq!(parse("8xrtx5090").devices.len(), 8);
+    assert_eq!(parse("2x h200,h200").to_string(), "3xh200");
+    let list = "2xcard:mine=12GiB@1gbit,bf16=60TFLOPS,memory=450GB/s,link=12GB/s+10us";
+    let request = parse(list);
+    assert_eq!(request.to_string(), list);
+    let card = request.devices[1].paper_spec(Budget::DEVICE).unwrap();
+    assert_eq!((&*card.name, card.budget), ("card:mine", Bytes::gib(12)));
+    assert_eq!((card.rates.bf16_flops, card.rates.f32_flops), (60e12, 30e12));
+    assert_eq!((card.rates.memory_bytes_per_second, card.rates.host_link.bytes_per_second), (450e9, 12e9));
+    assert_eq!(card.team_link.bytes_per_second, 118e6);
+    let near = |name: &str| Failure::from(name.parse::<DevicesRequest>().unwrap_err()).hints.join(" ");
+    assert_eq!(near("rtx-3009"), "did you mean `rtx3090`?");
+    assert_eq!(near("pc1/rtx 3080"), "did you mean `pc1/rtx3080`?");
 }
 
 #[test]
@@ -132,7 +169,7 @@ fn invalid_list_names_expected_form() {
         ("rtx9090", "`rtx9090` is not a known device"),
         ("cuda:", "`cuda:` is not a known device"),
         ("b/cuda", "`b/cuda` is not a known device"),
-        ("b/rtx3090", "`b/rtx3090` is not a known device"),
+        ("2xcpu", "`2xcpu` is not a known device"),
         ("/cpu", "`/cpu` is not a known device"),
         ("b/c/cpu", "`b/c/cpu` is not a known device"),
         ("ray,ray", "device `ray` is named twice"),
@@ -153,7 +190,6 @@ fn invalid_list_names_expected_form() {
         ),
         ("cuda,cuda=2GiB", "device `cuda` is named twice"),
         ("cuda:+1", "`cuda:+1` is not a known device"),
-        ("CPU", "`CPU` is not a known device"),
         ("auto=3GiB", "`auto` is not a known device"),
         (
             "cpu=much",
@@ -204,6 +240,39 @@ fn invalid_list_names_expected_form() {
 }
 
 #[test]
+fn invalid_paper_list_names_expected_form() {
+    for (text, message) in [
+        ("b/rtx3090,cpu", "`b/rtx3090` is a paper device: it cannot be combined with devices of this machine"),
+        ("pc1/rtx3090,pc1-pc2=1gbit", "`pc1-pc2` is not a known device"),
+        ("pc1/rtx3090,host=64GiB", "`host=` belongs to no machine: name it, as in `pc1/host=64GiB`"),
+        (
+            "pc1/rtx3090,pc2/host=64GiB",
+            "`pc2/host` is the memory of a machine without a paper device, as in `pc2/rtx3090,pc2/host=64GiB`",
+        ),
+        ("pc1/rtx3090,pc1/host=1GiB,pc1/host=2GiB", "device `pc1/host` is named twice"),
+        (
+            "rtx3090,rtx3070@1gbit,host=48GiB",
+            "`rtx3070` is joined by a network, so it is in another machine and cannot use the memory that `host=` names",
+        ),
+        (
+            "rtx3090,host=50%",
+            "`host` is not present, so its free memory is unknown: state an amount, as in `host=12GiB`",
+        ),
+        (
+            "card:a=12GiB,bf16=9TFLOPS",
+            "`card:a` needs its memory rate, as in `card:a=12GiB,bf16=60TFLOPS,memory=450GB/s`",
+        ),
+        ("card:a", "`card:a` needs a budget, as in `card:a=600MiB`"),
+        (
+            "rtx3090,bf16=60",
+            "`bf16=60` is no figure of a card: expected as in `card:mine=12GiB,bf16=60TFLOPS,memory=450GB/s,link=12GB/s`",
+        ),
+    ] {
+        assert_eq!(text.parse::<DevicesRequest>().unwrap_err().to_string(), message, "{text}");
+    }
+}
+
+#[test]
 fn long_names_and_lists_are_refused() {
     assert!(format!("virtual:{}=60MiB", "a".repeat(152)).parse::<DevicesRequest>().is_ok());
     let long = "a".repeat(70_000);
@@ -225,7 +294,7 @@ proptest! {
 
     #[test]
     fn printed_request_parses_to_same_request(
-        text in "(auto|ray|ray:b/cpu(=9GiB)?|ray:b/virtual:a(=9GiB)?(@[0-9]gbit|@0\\.[0-9])?|cpu|cpu=90%|(h/)?cuda:[0-9]|b/cpu(=9GiB)?(@[0-9]gbit)?|virtual:[ab]=[0-9]{1,3}MiB(@[0-9]\\.[0-9])?(:([0-9]{1,2}(\\.5)?[GM]?B/s(\\+[0-9]us)?)?(:[0-9]gbit)?)?|rtx3090(@[0-9]gbit)?|h200=5GiB(@[0-9]MB/s)?)(,(cpu=7B|cpu=7|cuda:[0-9]|rtx3070|host=[0-9]GiB|file=[0-9]GiB)){0,3}"
+        text in "(auto|ray|ray:b/cpu(=9GiB)?|ray:b/virtual:a(=9GiB)?(@[0-9]gbit|@0\\.[0-9])?|cpu|cpu=90%|(h/)?cuda:[0-9]|b/cpu(=9GiB)?(@[0-9]gbit)?|virtual:[ab]=[0-9]{1,3}MiB(@[0-9]\\.[0-9])?(:([0-9]{1,2}(\\.5)?[GM]?B/s(\\+[0-9]us)?)?(:[0-9]gbit)?)?|([23]x)?rtx3090(@[0-9]gbit)?|h200=5GiB(@[0-9]MB/s)?|(p/)?card:a=9GiB,bf16=[0-9]TFLOPS,memory=[0-9]GB/s)(,(cpu=7B|p/rtx3090|p/host=[0-9]GiB|q/2xl4|p-q=[0-9]gbit|cpu=7|cuda:[0-9]|rtx3070|host=[0-9]GiB|file=[0-9]GiB)){0,3}"
     ) {
         if let Ok(request) = text.parse::<DevicesRequest>() {
             prop_assert_eq!(request.to_string().parse::<DevicesRequest>(), Ok(request));

@@ -236,8 +236,9 @@ impl<'q> Measurer<'q> {
         self.is_under_load_lines(self.min_bytes(&self.full_recompute(micro_batch, offload)))
     }
 
-    /// Returns a lower bound of a recipe's bytes in each space. Without a cached measurement, the device counts 0 bytes
-    /// and the scratch file its resident bytes. The host then counts its resident bytes and the offloaded layer inputs.
+    /// Returns a lower bound of a recipe's bytes in each space: that of [`Measurer::known_bytes`], if there is one.
+    /// Otherwise it is 0 for the device, and the resident bytes for the scratch file. For the host it is the resident
+    /// bytes plus the layer inputs that are offloaded when the backward pass begins.
     pub fn min_bytes(&self, recipe: &Recipe) -> PerSpace<u64> {
         self.known_bytes(recipe).unwrap_or_else(|| {
             let Recipe { micro_batch, offload, .. } = *recipe;

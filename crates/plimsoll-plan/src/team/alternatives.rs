@@ -188,7 +188,9 @@ fn describe_bounds(team: &TeamRequest, candidate: &TeamCandidate) -> Alternative
                 describe_share(candidate.parallelism, worker.sequences, worker.share.own_state_share(), &worker.recipe)
             })
             .collect(),
-        fits: workers().map(|worker| worker.host_bytes).sum::<u64>() <= team.host.0,
+        fits: team
+            .crowded_devices(&workers().map(|worker| (worker.device, Bytes(worker.host_bytes))).collect::<Vec<_>>())
+            .is_empty(),
         peak_bytes: workers().map(|worker| Bytes(worker.device_bytes) + spec(worker.device).charges).collect(),
         predicted: Predicted {
             step_seconds: candidate.seconds,

@@ -8,6 +8,7 @@
 use super::all_reduce::AllReduceTime;
 use super::candidate::{TeamCandidate, TeamSearch, WorkerCandidate};
 use super::exclusion::{exclude_from, exclude_slower, exclude_too_small};
+use super::hosts::Machine;
 use super::{TeamOutcome, TeamRequest, bandwidth_tiers, limit_host, single_device};
 use crate::bisection;
 use crate::search::{Candidate, MeasurementCache, PlanRequest, RecipeTable, has_fitting_recipe_with, search};
@@ -285,7 +286,7 @@ pub(super) fn with_host_shares<T>(
     rungs: &[Rung],
     then: impl Fn(DataParallel) -> Option<T>,
 ) -> Option<T> {
-    let mut hosts = vec![team.host; team.devices.len()];
+    let mut hosts = team.hosts();
     let known: Vec<Arc<MeasurementCache>> = team.devices.iter().map(|_| Arc::default()).collect();
     for _ in 0..MAX_HOST_DIVISIONS {
         let requests = team.requests_by_speed(rungs, &hosts);
@@ -298,24 +299,31 @@ pub(super) fn with_host_shares<T>(
         let split = search.choose_refined()?;
         let wanted: Vec<Bytes> =
             search.splitter.best_recipes(&split).iter().map(|recipe| Bytes(recipe.bytes.host)).collect();
-        let total_wanted: Bytes = wanted.iter().copied().sum();
-        if total_wanted <= team.host {
+        let pairs: Vec<(usize, Bytes)> = split.devices.iter().copied().zip(wanted).collect();
+        let crowded = team.crowded_devices(&pairs);
+        if crowded.is_empty() {
             return then(search);
         }
-        hosts = vec![Bytes(team.host.0 / team.devices.len() as u64); team.devices.len()];
-        let portions = divide_host(team, &requests, &known, &split.devices, &wanted);
-        for (&device, bytes) in split.devices.iter().zip(portions) {
-            hosts[device] = bytes;
+        for Machine { devices, host } in team.machines() {
+            if !devices.iter().any(|device| crowded.contains(device)) {
+                continue;
+            }
+            devices.iter().for_each(|&device| hosts[device] = Bytes(host.0 / devices.len() as u64));
+            let here = pairs.iter().filter(|(device, _)| devices.contains(device));
+            let (members, wanted): (Vec<usize>, Vec<Bytes>) = here.copied().unzip();
+            for (&device, bytes) in members.iter().zip(divide_host(host, &requests, &known, &members, &wanted)) {
+                hosts[device] = bytes;
+            }
         }
     }
     None
 }
 
-/// Divides the host's memory between devices in proportion to the bytes that each wants, which together are too many.
+/// Divides the memory of one host between devices in proportion to the bytes that each wants, which together are too many.
 /// If a device could not hold the model with its portion, each device first gets the least that it needs, and the rest
 /// is divided. `known` caches measurements of each device, which hold for any portion of the host.
 fn divide_host(
-    team: &TeamRequest,
+    host: Bytes,
     requests: &[PlanRequest],
     known: &[Arc<MeasurementCache>],
     devices: &[usize],
@@ -326,18 +334,18 @@ fn divide_host(
         let request = PlanRequest { host: limit_host(request.host, host), ..request.clone() };
         has_fitting_recipe_with(&request, &known[device])
     };
-    let portions = divide_above(team.host, &vec![Bytes::ZERO; devices.len()], wanted);
+    let portions = divide_above(host, &vec![Bytes::ZERO; devices.len()], wanted);
     if devices.iter().zip(&portions).all(|(&device, portion)| fits(device, *portion)) {
         return portions;
     }
     // Packed, a device may need a little more than its bounds say.
-    let tolerance = (team.host.0 / HOST_STEPS).max(1);
+    let tolerance = (host.0 / HOST_STEPS).max(1);
     let least = |&device: &usize| match fits(device, Bytes::ZERO) {
         true => Bytes::ZERO,
-        false => Bytes(bisection::smallest(0..team.host.0, tolerance, |host| fits(device, Bytes(host)))),
+        false => Bytes(bisection::smallest(0..host.0, tolerance, |host| fits(device, Bytes(host)))),
     };
     let least: Vec<Bytes> = devices.iter().map(least).collect();
-    if least.iter().copied().sum::<Bytes>() > team.host { portions } else { divide_above(team.host, &least, wanted) }
+    if least.iter().copied().sum::<Bytes>() > host { portions } else { divide_above(host, &least, wanted) }
 }
 
 /// Gives each device its `least` bytes of the host, and divides the rest in proportion to the bytes that each wants

@@ -21,6 +21,7 @@ mod data_parallel;
 mod evaluator;
 mod exclusion;
 mod fixed;
+mod hosts;
 mod packed;
 mod pipeline;
 mod remedies;
@@ -57,7 +58,8 @@ pub struct TeamRequest<'a> {
     /// One request per device, in the order of ranks. All ask for the whole step: `sequences` counts all sequences of
     /// the step, and `share` is the whole.
     pub devices: Vec<PlanRequest<'a>>,
-    /// The load line of the host. All devices share its memory.
+    /// The load lines of the hosts of all machines together. The devices of a machine share the memory of its host; on
+    /// several machines, the requests of each have the load line of its own.
     pub host: Bytes,
     /// Whether every device has to take part (`run.parallelism = "all"`).
     pub require_all: bool,
@@ -385,11 +387,17 @@ fn best_team(team: &TeamRequest, rungs: &[Rung]) -> Option<TeamOutcome> {
 fn host_memory_need(team: &TeamRequest, refused: &Plan) -> Option<Remedy> {
     let first = &team.devices[0];
     let alone = refused.needs.iter().find_map(|need| need.host_bytes);
-    let has_no_host = |request: &PlanRequest| HostSpec { file: FileSpec::NONE, ..request.host } == HostSpec::NONE;
-    if team.devices.iter().all(has_no_host) || first.pins.offload.is_some() {
+    let has_host = |&device: &usize| HostSpec { file: FileSpec::NONE, ..team.devices[device].host } != HostSpec::NONE;
+    let with_host_memory = team.machines().into_iter().filter(|machine| machine.devices.iter().any(has_host));
+    // A remedy names one host: that beside the refused device.
+    let name = &refused.devices.first()?.name;
+    let is_refused = |device: &usize| team.devices[*device].device.name == *name;
+    let [machine] = &with_host_memory.collect::<Vec<_>>()[..] else { return None };
+    if !machine.devices.iter().any(is_refused) || first.pins.offload.is_some() {
         return None;
     }
-    let unlimited = with_host(team, Bytes::gib(1 << 20));
+    let with_host = |host: Bytes| with_host(team, &machine.devices, host);
+    let unlimited = with_host(Bytes::gib(1 << 20));
     for rungs in lossy_option_sets(first, &first.lossy.allow) {
         let (pipeline, sharded) = join(
             || team.allows(Parallelism::Pipeline).then(|| Pipeline::new(&unlimited, &rungs).least_host()).flatten(),
@@ -405,7 +413,7 @@ fn host_memory_need(team: &TeamRequest, refused: &Plan) -> Option<Remedy> {
                 if host <= team.host || known.is_some_and(|known| host >= known) {
                     continue;
                 }
-                if fits_with_host(team, host, &rungs, parallelism) {
+                if fits_with_host(with_host(host), &rungs, parallelism) {
                     found = Some(host);
                     break;
                 }
@@ -418,16 +426,15 @@ fn host_memory_need(team: &TeamRequest, refused: &Plan) -> Option<Remedy> {
     None
 }
 
-/// Returns the team with a host load line of `host`.
-fn with_host<'a>(team: &TeamRequest<'a>, host: Bytes) -> TeamRequest<'a> {
-    let raised = |request: &PlanRequest<'_>| HostSpec { budget: host, ..request.host };
-    let devices = team.devices.iter().map(|request| PlanRequest { host: raised(request), ..request.clone() });
-    TeamRequest { devices: devices.collect(), host, ..team.clone() }
+/// Returns the team with a load line of `host` for the host of `machine`, the only one with memory.
+fn with_host<'a>(team: &TeamRequest<'a>, machine: &[usize], host: Bytes) -> TeamRequest<'a> {
+    let mut raised = TeamRequest { host, ..team.clone() };
+    machine.iter().for_each(|&device| raised.devices[device].host.budget = host);
+    raised
 }
 
-/// Returns whether a sharded team, or a pipeline, packs under a host load line of `host`.
-fn fits_with_host(team: &TeamRequest, host: Bytes, rungs: &[Rung], parallelism: Parallelism) -> bool {
-    let mut team = with_host(team, host);
+/// Returns whether a sharded team, or a pipeline, packs.
+fn fits_with_host(mut team: TeamRequest, rungs: &[Rung], parallelism: Parallelism) -> bool {
     let outcome = match parallelism {
         Parallelism::Pipeline => {
             // The estimate of a pipeline is for micro-batches of one sequence.

@@ -32,9 +32,12 @@ pub(super) fn pack_fastest(team: &TeamRequest, rungs: &[Rung], search: &mut dyn 
                     plan.team.iter_mut().zip(reasons).for_each(|(worker, reason)| worker.reason = reason);
                     return Some(TeamOutcome { workers, plan, evaluator: None });
                 }
-                // Each fits on its device, but together they exceed the host: the largest host arena is rejected.
+                // Each fits on its device, but together they exceed a host: the largest arena there is rejected.
                 let host_bytes = |rank: &usize| workers[*rank].outcome.layout.host.bytes;
-                PackingFailure { rank: (0..workers.len()).max_by_key(host_bytes)?, over: Bytes::ZERO }
+                let used = workers.iter().map(|worker| (worker.device, worker.outcome.plan.host.arena_bytes));
+                let crowded = team.crowded_devices(&used.collect::<Vec<_>>());
+                let ranks = (0..workers.len()).filter(|&rank| crowded.contains(&workers[rank].device));
+                PackingFailure { rank: ranks.max_by_key(host_bytes)?, over: Bytes::ZERO }
             }
             Err(failure) => failure,
         };

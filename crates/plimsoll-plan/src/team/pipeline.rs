@@ -44,6 +44,8 @@ const MEASURED_LAYERS: u64 = 2;
 pub(super) struct Pipeline<'t, 'q> {
     team: &'t TeamRequest<'q>,
     rungs: &'t [Rung],
+    /// The load line of the host beside each device.
+    hosts: Vec<Bytes>,
     /// Bytes of each device that the search leaves free because a candidate did not pack.
     held_back: Vec<u64>,
     stage_models: RefCell<HashMap<StageKey, StageModel>>,
@@ -82,6 +84,7 @@ impl<'t, 'q> Pipeline<'t, 'q> {
         Pipeline {
             team,
             rungs,
+            hosts: team.hosts(),
             held_back: vec![0; team.devices.len()],
             stage_models: RefCell::default(),
             fastest: OnceCell::new(),
@@ -136,14 +139,13 @@ impl<'t, 'q> Pipeline<'t, 'q> {
         let specs: Vec<DeviceSpec> = devices.iter().map(|&device| self.spec_in_team(device, devices)).collect();
         let request = |stage: usize, layers: u64| {
             let share = shares(&boundaries_around(stage, count, layers, self.depth())).swap_remove(stage);
-            self.request(&specs[stage], devices[stage], &share, micro_batch, self.team.host)
+            self.request(&specs[stage], devices[stage], &share, micro_batch, self.hosts[devices[stage]])
         };
         let most = (self.depth() + 1 - count as u64).min(MEASURED_LAYERS);
         let requests: Vec<[PlanRequest; 2]> =
             unknown.iter().map(|&stage| [request(stage, 1), request(stage, most)]).collect();
-        let host = self.team.host;
         let measured = parallel_map(&requests, |[one, two]| {
-            let can_offload = can_offload(one, host);
+            let can_offload = can_offload(one, one.host.budget);
             StageModel { one: MeasuredStage::measure(one, can_offload), two: MeasuredStage::measure(two, can_offload) }
         });
         let mut known = self.stage_models.borrow_mut();
@@ -166,10 +168,10 @@ impl<'t, 'q> Pipeline<'t, 'q> {
     fn stage_limits(&self, devices: &[usize], stage: usize, micro_batch: u32, unused: u64) -> StageLimits {
         let request = with_lossy(&self.team.devices[devices[stage]], self.rungs);
         let spec = self.spec_in_team(devices[stage], devices);
-        let micro_batches = self.micro_batch_count(micro_batch);
+        let (host, micro_batches) = (self.hosts[devices[stage]], self.micro_batch_count(micro_batch));
         StageLimits {
             budget: spec.arena_budget().0.saturating_sub(unused) as f64,
-            host: if can_offload(&request, self.team.host) { self.team.host.0 as f64 } else { 0.0 },
+            host: if can_offload(&request, host) { host.0 as f64 } else { 0.0 },
             micro_batches,
             in_flight: ((devices.len() - stage) as u32).min(micro_batches).max(1),
         }
@@ -209,18 +211,19 @@ impl<'t, 'q> Pipeline<'t, 'q> {
         let host = self.team.host.0 as f64 - staging.iter().sum::<f64>();
         let options = |stage: usize, layers: u64| models[stage].options(layers, &limits[stage]);
         let table = CutTable::build(count, depth, micro_batches, host, options);
-        table.complete_cuts().iter().map(|last| self.to_sketch(&table, last, &staging, micro_batch)).collect()
+        let to_sketch = |last| self.to_sketch(&table, last, devices, &staging, micro_batch);
+        table.complete_cuts().iter().map(to_sketch).collect()
     }
 
-    /// Converts a complete cut to a sketch. `staging` holds the bytes of the host buffers of each stage.
-    fn to_sketch(&self, table: &CutTable, last: &Cut, staging: &[f64], micro_batch: u32) -> Sketch {
+    /// Converts a complete cut to a sketch for `devices`. `staging` holds the bytes of the host buffers of each stage.
+    fn to_sketch(&self, table: &CutTable, last: &Cut, devices: &[usize], staging: &[f64], micro_batch: u32) -> Sketch {
         let (options, boundaries) = table.trace(last);
         let seconds: Vec<StageSeconds> = options.iter().map(|option| option.seconds).collect();
         let total_staging = staging.iter().sum::<f64>();
         let host = self.team.host.0 as f64 - total_staging;
         let spare = (host - last.totals.host_bytes).max(0.0) / staging.len() as f64;
         let host_of = |(stage, option): (usize, &StageOption)| {
-            Bytes((option.offloaded + staging[stage] + spare) as u64).min(self.team.host)
+            Bytes((option.offloaded + staging[stage] + spare) as u64).min(self.hosts[devices[stage]])
         };
         Sketch {
             micro_batch,
@@ -339,15 +342,17 @@ impl<'t, 'q> Pipeline<'t, 'q> {
 
     /// Drops the slowest devices until there are no more devices than layers; drops none if the request requires all.
     /// Returns `None` if the remaining devices form no pipeline: fewer than two, or more than the layers. Also returns
-    /// `None` without training, with pinned offload, or for a GPU without host memory.
+    /// `None` without training, with pinned offload, or if all devices are required and a GPU has no host memory.
     fn limit_to_depth(&self, mut devices: Vec<usize>) -> Option<Vec<usize>> {
         let pinned = &self.team.devices[0].pins;
         if self.team.devices[0].optimizer.is_none() || pinned.offload.is_some_and(|offload| !offload.is_nothing()) {
             return None;
         }
-        if self.team.host == Bytes::ZERO && devices.iter().any(|&device| self.is_host_staged(device)) {
+        let lacks_host = |&device: &usize| self.hosts[device] == Bytes::ZERO && self.is_host_staged(device);
+        if (self.team.host == Bytes::ZERO || self.team.require_all) && devices.iter().any(lacks_host) {
             return None;
         }
+        devices.retain(|device| !lacks_host(device));
         while devices.len() as u64 > self.depth() && !self.team.require_all {
             let slowest = self.slowest_device(&devices)?;
             devices.retain(|device| *device != slowest);

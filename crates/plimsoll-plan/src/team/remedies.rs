@@ -63,7 +63,9 @@ impl Change {
         (!require_all || outcome.workers.len() == team.devices.len()).then_some(outcome)
     }
 
-    /// Rates the change; `None` if the team does not fit, or if at most `before` devices like `device` take part.
+    /// Plans the team under the change, and returns the change with the team's tokens per second. Returns `None` if the
+    /// team does not fit, or if of the devices identical to `device` no more take part than the `before` that do without
+    /// the change.
     fn rate(self, team: &TeamRequest, device: usize, before: usize) -> Option<RatedChange> {
         let outcome = self.plan(team)?;
         let is_alike = |other: usize| team.are_alike(other, device);

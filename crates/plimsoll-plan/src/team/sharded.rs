@@ -46,6 +46,10 @@ const MAX_REDRAWS: usize = 4;
 pub(super) struct Sharded<'t, 'q> {
     team: &'t TeamRequest<'q>,
     rungs: &'t [Rung],
+    /// The load line of the host beside each device.
+    hosts: Vec<Bytes>,
+    /// The number of each device's machine.
+    machine_numbers: Vec<usize>,
     /// Bytes of each device that the search leaves free because a candidate did not pack.
     held_back: Vec<u64>,
     sharded_bytes: OnceCell<ShardedBytes>,
@@ -111,6 +115,8 @@ impl<'t, 'q> Sharded<'t, 'q> {
         Sharded {
             team,
             rungs,
+            hosts: team.hosts(),
+            machine_numbers: team.machine_numbers(),
             held_back: vec![0; team.devices.len()],
             sharded_bytes: OnceCell::new(),
             compute_seconds: RefCell::default(),
@@ -243,7 +249,7 @@ impl<'t, 'q> Sharded<'t, 'q> {
     /// it can. Without fixed shards, these are all bytes of the arena.
     fn room_beside_fixed_shard(&self, device: usize, devices: &[usize]) -> u64 {
         let shard_bytes = |shards: &[u64]| (self.sharded_bytes().all * shards[device] as f64 / ALL_PARTS as f64) as u64;
-        let resident = self.fixed_shards().map_or(0, |shards| shard_bytes(shards).saturating_sub(self.team.host.0));
+        let resident = self.fixed_shards().map_or(0, |shards| shard_bytes(shards).saturating_sub(self.hosts[device].0));
         self.spec_in_team(device, devices).arena_budget().0.saturating_sub(resident)
     }
 
@@ -323,11 +329,13 @@ impl<'t, 'q> Sharded<'t, 'q> {
         let budget =
             |rank: usize| self.spec_in_team(devices[rank], devices).arena_budget().0.saturating_sub(unused[rank]);
         let host_link = |&device: &usize| self.team.devices[device].device.rates.host_link.bytes_per_second;
+        let (offload_fractions, hosts) = self.divide_hosts(devices, host_link);
         let sizing = ShardSizing {
             sharded: self.sharded_bytes(),
             costs,
             budgets: (0..devices.len()).map(budget).collect(),
             host_links: devices.iter().map(host_link).collect(),
+            offload_fractions,
             micro_batch_count,
         };
         let SizedShards { shards, recompute, offloaded } = match self.fixed_shards() {
@@ -337,15 +345,30 @@ impl<'t, 'q> Sharded<'t, 'q> {
         if offloaded > self.team.host.0 as f64 {
             return None;
         }
-        let host = |fraction: f64| Bytes((self.team.host.0 as f64 * fraction) as u64);
         Some(Sketch {
             seconds: sizing.step_seconds(&shards, &recompute),
-            hosts: sizing.host_link_fractions().into_iter().map(host).collect(),
+            hosts,
             offloaded,
             micro_batch_count,
             micro_batches,
             shards,
         })
+    }
+
+    /// Divides the hosts between `devices`, in proportion to their links. Returns the fraction of all offloaded bytes of
+    /// each, and the bytes of its part of the host of its machine. A device without a host offloads nothing, unless none
+    /// has one.
+    fn divide_hosts(&self, devices: &[usize], host_link: impl Fn(&usize) -> f64) -> (Vec<f64>, Vec<Bytes>) {
+        let no_hosts = devices.iter().all(|&device| self.hosts[device] == Bytes::ZERO);
+        let weight =
+            |device: &usize| if no_hosts || self.hosts[*device] > Bytes::ZERO { host_link(device) } else { 0.0 };
+        let total: f64 = devices.iter().map(weight).sum();
+        let part_of_host = |device: &usize| {
+            let is_beside = |other: &&usize| self.machine_numbers[**other] == self.machine_numbers[*device];
+            let beside: f64 = devices.iter().filter(is_beside).map(&host_link).sum();
+            Bytes((self.hosts[*device].0 as f64 * (host_link(device) / beside)) as u64)
+        };
+        (devices.iter().map(|device| weight(device) / total).collect(), devices.iter().map(part_of_host).collect())
     }
 
     /// Returns a sketch (a sharded team with estimated times, without recipes) for each number of micro-batches that is

@@ -21,7 +21,7 @@ struct WorkerSeconds {
 /// Puts the plan of a team together. The plan fits if each worker fits on its device, and all together fit on the host.
 /// In the plan of each worker, the function sets the worker's portion of the host and its predicted time in the team.
 pub(super) fn assemble(team: &TeamRequest, workers: &mut [PlannedWorker]) -> Plan {
-    let fits_on_host = divide_host(team, workers);
+    let fits_on_hosts = divide_hosts(team, workers);
     let link = slowest_link(workers.iter().map(|worker| team.devices[worker.device].device.team_link));
     let seconds = worker_seconds(team, workers, link);
     let seconds_without_link = step_seconds_of(&worker_seconds(team, workers, INSTANT_LINK));
@@ -38,7 +38,7 @@ pub(super) fn assemble(team: &TeamRequest, workers: &mut [PlannedWorker]) -> Pla
         worker_plan(team, worker, seconds.busy, step_seconds - seconds.busy)
     };
     Plan {
-        fits: fits_on_host && workers.iter().all(|worker| worker.outcome.plan.fits),
+        fits: fits_on_hosts && workers.iter().all(|worker| worker.outcome.plan.fits),
         class: if is_team { first.class.max(Class::Reordered) } else { first.class },
         devices: workers.iter().map(|worker| worker.outcome.plan.devices[0].clone()).collect(),
         parallelism,
@@ -74,15 +74,23 @@ fn worker_plan(team: &TeamRequest, worker: &PlannedWorker, busy_seconds: f64, id
     }
 }
 
-/// Raises the host budget of each worker that uses the host: by the free memory of the host, divided by the number of
-/// all workers. Returns whether the host arenas of all workers fit on the host together.
-fn divide_host(team: &TeamRequest, workers: &mut [PlannedWorker]) -> bool {
-    let used: Bytes = workers.iter().map(|worker| worker.outcome.plan.host.arena_bytes).sum();
-    let free_each = team.host.saturating_sub(used).0 / workers.len() as u64;
-    for worker in workers.iter_mut().filter(|worker| worker.outcome.plan.host.budget_bytes > Bytes::ZERO) {
-        worker.outcome.plan.host.budget_bytes = worker.outcome.plan.host.arena_bytes + Bytes(free_each);
+/// Raises the host budget of each worker that uses a host: by the free memory of its host, divided by the number of
+/// all workers beside it. Returns whether the host arenas of all workers fit on the hosts together.
+fn divide_hosts(team: &TeamRequest, workers: &mut [PlannedWorker]) -> bool {
+    for machine in team.machines() {
+        let is_here = |worker: &PlannedWorker| machine.devices.contains(&worker.device);
+        let here = || workers.iter().filter(|worker| is_here(worker));
+        let used: Bytes = here().map(|worker| worker.outcome.plan.host.arena_bytes).sum();
+        let free_each = machine.host.saturating_sub(used).0 / (here().count() as u64).max(1);
+        for worker in workers.iter_mut().filter(|worker| is_here(worker)) {
+            let host = &mut worker.outcome.plan.host;
+            if host.budget_bytes > Bytes::ZERO {
+                host.budget_bytes = host.arena_bytes + Bytes(free_each);
+            }
+        }
     }
-    used <= team.host
+    let used = workers.iter().map(|worker| (worker.device, worker.outcome.plan.host.arena_bytes));
+    team.crowded_devices(&used.collect::<Vec<_>>()).is_empty()
 }
 
 /// Predicts the computing and waiting seconds of each worker in a step, with `team_link` between the workers.
@@ -136,9 +144,11 @@ pub(super) fn prices<'r>(request: &'r PlanRequest, outcome: &PlanOutcome, team_l
     Prices { rates: &request.device.rates, host: &request.host, precision: outcome.precision, team_link }
 }
 
-/// Adds up the host arenas of all workers.
+/// Adds up the host arenas of all workers, on all machines.
 fn host_plan(team: &TeamRequest, workers: &[PlannedWorker]) -> DevicePlan {
-    let mut sum = DevicePlan { name: "host".into(), budget_bytes: team.host, ..DevicePlan::default() };
+    let with_host = team.machines().iter().filter(|machine| machine.host > Bytes::ZERO).count();
+    let name = if with_host > 1 { "hosts" } else { "host" };
+    let mut sum = DevicePlan { name: name.into(), budget_bytes: team.host, ..DevicePlan::default() };
     for host in workers.iter().map(|worker| &worker.outcome.plan.host) {
         sum.simulated |= host.simulated;
         sum.arena_bytes += host.arena_bytes;

@@ -9,6 +9,6 @@ mod supported;
 pub mod weights;
 
 pub use config::{ConfigError, ModelConfig, ModelType, RopeScaling};
-pub use presets::{closest_preset, preset, preset_names, preset_of_size};
+pub use presets::{closest_preset, preset, preset_name, preset_names};
 pub use supported::{CUDA_HEAD_DIM_MAX, Unsupported, check_supported};
 pub use weights::{Parameter, Target};

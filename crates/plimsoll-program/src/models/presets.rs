@@ -93,6 +93,7 @@ static ROWS: [Row; 17] = [
 /// Returns the configuration of the preset (published model shape) with this name, such as `llama-3.2-1b`, and `None`
 /// if there is none.
 pub fn preset(name: &str) -> Option<ModelConfig> {
+    let name = preset_name(name)?;
     ROWS.iter().find(|row| row.name == name).map(|row| ModelConfig {
         model_type: row.model_type,
         hidden: row.hidden,
@@ -133,10 +134,11 @@ const SIZES: [(&str, &str); 9] = [
     ("32b", "qwen2.5-32b"),
 ];
 
-/// Returns the name of the preset that a size without family, such as `7b`, stands for; `None` for an unknown size.
-pub fn preset_of_size(size: &str) -> Option<&'static str> {
-    let size = size.to_lowercase();
-    SIZES.iter().find(|(known, _)| *known == size).map(|(_, name)| *name)
+/// Returns the name of the preset that `text` stands for: a preset, or a size without family such as `7b`, in upper or
+/// lower case. `None` for other text.
+pub fn preset_name(text: &str) -> Option<&'static str> {
+    let of_size = SIZES.iter().find(|(size, _)| size.eq_ignore_ascii_case(text)).map(|(_, name)| *name);
+    of_size.or_else(|| preset_names().find(|name| name.eq_ignore_ascii_case(text)))
 }
 
 /// Returns the name of the preset most similar to `name`, which may be misspelled or start with a publisher
@@ -191,10 +193,10 @@ mod tests {
 
     #[test]
     fn sizes_map_to_presets() {
-        assert!(SIZES.iter().all(|(size, name)| preset(name).is_some() && preset(size).is_none()));
+        assert!(SIZES.iter().all(|(size, name)| preset(name).is_some() && preset(size) == preset(name)));
         assert_eq!(
-            (preset_of_size("7B"), preset_of_size("11b"), preset_of_size("9b")),
-            (Some("llama-2-7b"), Some("llama-11b"), None)
+            (preset_name("7B"), preset_name("11b"), preset_name("9b"), preset_name("Llama-2-7B")),
+            (Some("llama-2-7b"), Some("llama-11b"), None, Some("llama-2-7b"))
         );
     }
 

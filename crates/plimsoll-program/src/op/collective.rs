@@ -75,8 +75,9 @@ pub struct Exchange {
     pub rank: u32,
     /// Rank of the other worker in sends and receives; `None` in collectives, in which all ranks take part.
     pub peer: Option<u32>,
-    /// Sequence number, by which the start, the wait and the ops of the other ranks for one exchange are matched.
-    /// Within a call of a Program, all sends have different numbers, and so do all other exchanges.
+    /// Sequence number, which identifies an exchange: its start, its wait and the matching ops of the other ranks have
+    /// the same one. Within a call of a Program, no two sends share a number, and no two other exchanges do. A send and
+    /// an exchange of another kind may.
     pub sequence: Index,
     /// Whether the exchange runs only for the last micro-batch of a step, such as the all-reduce of complete gradients.
     /// If false, it runs for every micro-batch.

@@ -177,7 +177,8 @@ struct ProgramRewriter<'a> {
 }
 
 impl ProgramRewriter<'_> {
-    /// Returns the blocks of a Program after the move, with the copies between windows and file.
+    /// Returns the blocks of a Program after tensors moved to the scratch file. Its ops use the new places, and copies
+    /// between windows and file are added. Blocks that touch the file are unrolled.
     fn rewrite_program(scratch: &ScratchFile, set: &mut ProgramSet, program: &Program) -> Vec<Block> {
         let sequences = program.blocks.iter().flat_map(|block| &block.ops).filter_map(|op| match op.kind {
             OpKind::TransferStart { sequence, .. } => Some(sequence),

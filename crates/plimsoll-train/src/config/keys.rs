@@ -60,6 +60,7 @@ pub(super) const KEYS: &[(&str, &str)] = &[
     ("run.fallback", "\"cpu\" or \"none\""),
     ("run.parallelism", "\"auto\", \"data\", \"sharded\", \"pipeline\" or \"all\""),
     ("run.nccl", "true or false"),
+    ("run.deterministic", "true or false"),
 ];
 
 /// Returns the description of the valid values of `section.key`, and `None` for an unknown key.

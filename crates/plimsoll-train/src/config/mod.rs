@@ -366,6 +366,10 @@ pub struct RunSection {
     pub parallelism: ParallelismChoice,
     /// Whether a team of GPUs exchanges data by NCCL, if all have the same version of it.
     pub nccl: bool,
+    /// Whether the same command gives the same bits each time: shares, micro-batches and algorithms then follow from
+    /// nothing that is measured, and stay. `None` is true for a run that follows a stored plan, else false.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub deterministic: Option<bool>,
 }
 
 impl Default for RunSection {
@@ -379,6 +383,7 @@ impl Default for RunSection {
             fallback: FallbackTarget::Cpu,
             parallelism: ParallelismChoice::Auto,
             nccl: true,
+            deterministic: None,
         }
     }
 }
@@ -453,6 +458,11 @@ impl RunConfig {
     pub fn length(&self) -> Option<Length> {
         let train = &self.train;
         train.steps.map(Length::Steps).or(train.epochs.map(Length::Epochs)).or(train.hours.map(Length::Hours))
+    }
+
+    /// Returns whether the same command gives the same bits each time.
+    pub fn is_deterministic(&self) -> bool {
+        self.run.deterministic == Some(true)
     }
 
     /// Returns the number of sequences of one optimizer step over the whole team.

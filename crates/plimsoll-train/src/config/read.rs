@@ -7,6 +7,7 @@ use super::check::{RuleViolation, check};
 use super::{EXAMPLE_PREFIX, Init, RunConfig, Threads, keys};
 use plimsoll_core::{Failure, Rung};
 use plimsoll_device::regular_file;
+use plimsoll_program::models::preset_name;
 use serde::de::{self, Deserializer};
 use serde::{Deserialize, Serialize};
 use std::io::ErrorKind;
@@ -203,8 +204,7 @@ impl RunConfig {
         }
         let path = run_dir.join("run.toml");
         if !path.is_file() {
-            let message = format!("{} is no run folder: it has no run.toml", run_dir.display());
-            return Err(Failure::input(message).hint("name the folder that run.dir named when the run started"));
+            return Err(no_run_file(run_dir));
         }
         let mut file = RunConfig::load(Some(&path), settings)?;
         // The folder may have been moved since the run started.
@@ -373,11 +373,26 @@ pub fn list_setting(key: &str, texts: &[String]) -> String {
     format!("{key}={}", Value::from_iter(texts))
 }
 
+/// Returns the failure of resuming from a folder without `run.toml`.
+fn no_run_file(run_dir: &Path) -> Failure {
+    let folder = run_dir.display();
+    // A run opens its event log first, and writes run.toml when its devices are ready.
+    if run_dir.join("events.jsonl").exists() {
+        let message = format!("{folder}: this run ended before it began to train, so there is nothing to resume");
+        return Failure::input(message).hint("start it again: plimsoll train, with the run file and flags of that run");
+    }
+    Failure::input(format!("{folder} is no run folder: it has no run.toml"))
+        .hint("name the folder that run.dir named when the run started")
+}
+
 /// Returns the setting that names `model`: `model.path=…` if the text looks like a path or exists as one, else
-/// `model.preset=…`.
+/// `model.preset=…` with the preset that the text stands for.
 pub fn model_setting(model: &str) -> String {
     let is_path = model.contains(path::MAIN_SEPARATOR) || model.ends_with(".json") || Path::new(model).exists();
-    setting(if is_path { "model.path" } else { "model.preset" }, model)
+    match is_path {
+        true => setting("model.path", model),
+        false => setting("model.preset", preset_name(model).unwrap_or(model)),
+    }
 }
 
 /// Parses a TOML value. Text that is no TOML value, and does not begin like one, is taken as a string. Returns `None`

@@ -29,6 +29,7 @@ fn key_list_matches_structs() {
     file.recipe.micro_batch = Some(1);
     (file.model.adapter, file.train.rungs) = (Some("a".into()), Some(vec![]));
     file.run.max_temperature = Some(80.0);
+    file.run.deterministic = Some(true);
     file.memory.budget = Some(Budget::DEVICE);
     (file.memory.file, file.memory.file_dir) = (Some(Budget::HOST), Some("d".into()));
     let table: toml::Table = file.to_toml().parse().unwrap();
@@ -360,6 +361,7 @@ fn any_file() -> impl Strategy<Value = RunConfig> {
             fallback,
             parallelism,
             nccl: flags[0],
+            deterministic: flags[1].then_some(flags[2]),
         };
         file
     })

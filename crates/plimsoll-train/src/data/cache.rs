@@ -113,6 +113,8 @@ pub(super) struct TokenCache {
     pub content_sha256: String,
     /// Position of the longest document in the user's files.
     pub longest: SourceLocation,
+    /// Whether the data files were tokenized now, because there was no complete cache.
+    pub is_new: bool,
 }
 
 impl TokenCache {
@@ -150,7 +152,8 @@ impl TokenCache {
         }
         TokenCache::build(&key, &base, spec, files, tokenizer, threads, progress)?;
         let damaged = || DataError::DamagedCache { file: base.with_extension("tokens") };
-        TokenCache::open_existing(&key, &base, files).ok_or_else(damaged)
+        let cache = TokenCache::open_existing(&key, &base, files).ok_or_else(damaged)?;
+        Ok(TokenCache { is_new: true, ..cache })
     }
 
     /// Reads the data files and writes their token cache: records to the path `base` with the ending `.tokens`,
@@ -222,6 +225,7 @@ impl TokenCache {
             counts: metadata.counts,
             content_sha256: metadata.content,
             longest,
+            is_new: false,
         })
     }
 
@@ -445,7 +449,7 @@ impl RecordWriter<'_> {
     fn write_text_token(&mut self, origin: DocumentOrigin, id: u32) -> Result<(), DataError> {
         if u64::from(id) >= self.vocab || id >= FIRST_TOKEN_BIT {
             let location = origin.location(self.files);
-            return Err(DataError::IdOutOfRange { location, id_kind: "token", id: i64::from(id), vocab: self.vocab });
+            return Err(DataError::TextTokenOutOfRange { location, id, vocab: self.vocab });
         }
         self.push_record(id, None)
     }

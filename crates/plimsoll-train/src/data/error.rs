@@ -135,6 +135,18 @@ pub enum DataError {
         /// Hint how to get text from it.
         remedy: &'static str,
     },
+    /// The tokenizer turns a text into a token outside the model's vocabulary.
+    #[error(
+        "{location}: tokenizer.json makes token {id} of this text, outside the model's vocabulary of {vocab} tokens"
+    )]
+    TextTokenOutOfRange {
+        /// Place of the document.
+        location: SourceLocation,
+        /// The id that is outside the vocabulary.
+        id: u32,
+        /// Number of tokens in the model's vocabulary.
+        vocab: u64,
+    },
     /// A token or label is outside the model's vocabulary.
     #[error("{location}: {id_kind} {id} is outside the model's vocabulary of {vocab} tokens")]
     IdOutOfRange {
@@ -285,14 +297,14 @@ impl From<DataError> for Failure {
             ),
             DataError::ForeignFormat { remedy, .. } => Some((*remedy).to_owned()),
             DataError::Empty { .. } => Some(
-                "give documents of two tokens or more; in the tokens format, a label other than -100 after the first token"
+                "give documents of two tokens or more; in the text format, a tokenizer.json that keeps the text; in the tokens format, a label other than -100 after the first token"
                     .to_owned(),
             ),
             DataError::IdOutOfRange { .. } => Some(
                 "tokenize the data with the model's own tokenizer, or correct vocab_size in config.json"
                     .to_owned(),
             ),
-            DataError::TokenizerVocab { .. } => {
+            DataError::TokenizerVocab { .. } | DataError::TextTokenOutOfRange { .. } => {
                 Some("use the tokenizer.json that belongs to the model, or a model with a larger vocab_size".to_owned())
             }
             DataError::DocumentTooLong { tokens, .. } => {

@@ -63,6 +63,11 @@ impl Dataset {
         Ok(Dataset { cache, row_starts: starts, sequence, rows })
     }
 
+    /// Returns whether the data files were tokenized when this dataset was opened. False if the tokens were cached.
+    pub fn is_new(&self) -> bool {
+        self.cache.is_new
+    }
+
     /// Returns the number of rows (training sequences), which is the length of an epoch. Never 0, because empty data
     /// are refused when they are opened.
     pub fn rows(&self) -> u64 {
@@ -450,7 +455,7 @@ mod tests {
             (&|sample| sample.spec.vocab = 13, "tokenizer.json has 14 tokens, but the model has 13"),
             (
                 &|sample| sample.spec.end_token = Some(16),
-                "train.jsonl:1: token 16 is outside the model's vocabulary of 16 tokens",
+                "train.jsonl:1: tokenizer.json makes token 16 of this text, outside the model's vocabulary of 16 tokens",
             ),
             (&|sample| sample.spec.sequence = 0, "sequence = 0 is not between 1 and 16777216"),
         ];

@@ -248,11 +248,10 @@ fn find_token(tokenizer: &Path, name: &str) -> Result<Option<u32>, DataError> {
 }
 
 fn read_json<T: serde::de::DeserializeOwned>(file: &Path) -> Result<Option<T>, DataError> {
-    let mut reader = match regular_file::open(file) {
-        Ok(reader) => BufReader::new(reader),
-        Err(source) if source.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        Err(source) => return Err(DataError::Io { action: "read", file: file.to_owned(), source }),
-    };
+    if !regular_file::is_present(file) {
+        return Ok(None);
+    }
+    let mut reader = BufReader::new(regular_file::open(file).map_err(DataError::io("read", file))?);
     foreign_format::check(file, reader.fill_buf().map_err(DataError::io("read", file))?)?;
     serde_json::from_reader(reader)
         .map(Some)
@@ -363,6 +362,9 @@ mod tests {
         write("special_tokens_map.json", json!({ "eos_token": "<end>" }));
         write("tokenizer_config.json", json!({}));
         assert_eq!(end(), Some(12));
+        fs::remove_file(folder.path().join("special_tokens_map.json")).unwrap();
+        std::os::unix::fs::symlink("nowhere", folder.path().join("special_tokens_map.json")).unwrap();
+        assert!(read_end_token(folder.path()).is_err(), "a link to a missing file");
         fs::remove_file(folder.path().join("special_tokens_map.json")).unwrap();
         fs::write(folder.path().join("config.json"), "{").unwrap();
         write("tokenizer_config.json", json!({}));

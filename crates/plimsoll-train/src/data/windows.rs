@@ -80,8 +80,8 @@ impl WindowJoiner {
         self.window.tokens.into_iter().skip(self.first).map(|token| token.id)
     }
 
-    /// Cuts the text before the tokens at the indices `cut` (here and in `next`), and continues with `next`. Returns the
-    /// tokens before the cut.
+    /// Cuts the text before one token that both windows have: index `cut.0` in the present window, `cut.1` in `next`.
+    /// Returns the present window's tokens from the last cut to this one, and replaces the window by `next`.
     fn cut_before(&mut self, cut: (usize, usize), next: TokenWindow) -> Vec<u32> {
         let ids = self.window.tokens[self.first..cut.0].iter().map(|token| token.id).collect();
         *self = WindowJoiner { first: cut.1, ..WindowJoiner::new(next) };

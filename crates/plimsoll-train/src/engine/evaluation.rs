@@ -9,6 +9,9 @@ use plimsoll_program::ProgramKind;
 use plimsoll_program::scalars::{METRIC_COUNT, Metric};
 use std::ops::Range;
 
+/// Most labelled tokens of a document that counts as a prompt with one right answer. Longer texts have many right forms.
+pub const ANSWER_TOKENS_MAX: usize = 32;
+
 /// Sums over evaluated rows: losses, labelled tokens and documents.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct EvaluationSums {
@@ -16,11 +19,13 @@ pub struct EvaluationSums {
     pub loss_sum: f64,
     /// Number of labelled tokens.
     pub tokens: u64,
-    /// Number of documents with at least one labelled token. A document that spans several rows counts once per row.
-    pub samples: u64,
-    /// Number of documents with labelled tokens in which the model predicts all of them: each is the most likely token
-    /// at its position.
+    /// Number of documents that are a prompt without labels and an answer of at most [`ANSWER_TOKENS_MAX`] labelled
+    /// tokens. The rest of a document in its next row does not count.
+    pub answers: u64,
+    /// Number of answers of which the model predicts all tokens: each is the most likely token at its position.
     pub exact: u64,
+    /// Number of documents with labels and without a single right answer: prose, or a long answer.
+    pub open_ended: u64,
 }
 
 impl EvaluationSums {
@@ -28,14 +33,31 @@ impl EvaluationSums {
     pub fn add(&mut self, other: EvaluationSums) {
         self.loss_sum += other.loss_sum;
         self.tokens += other.tokens;
-        self.samples += other.samples;
+        self.answers += other.answers;
         self.exact += other.exact;
+        self.open_ended += other.open_ended;
     }
 
-    /// Counts a document with labelled tokens; `exact` tells whether the model predicts all of them.
-    fn count_sample(&mut self, exact: bool) {
-        self.samples += 1;
-        self.exact += u64::from(exact);
+    /// Counts the part of a document in one row, by its labels and hits. `begins_row` tells that the row begins with
+    /// it: it may then continue a document of the row before, whose prompt is there.
+    fn count_document(&mut self, begins_row: bool, labels: &[i32], hits: &[i32]) {
+        let labelled = || (0..labels.len()).filter(|&at| labels[at] >= 0);
+        let tokens = labelled().count();
+        self.tokens += tokens as u64;
+        let has_prompt = labels[0] < 0;
+        match tokens {
+            0 => {}
+            1..=ANSWER_TOKENS_MAX if has_prompt => {
+                self.answers += 1;
+                self.exact += u64::from(labelled().all(|at| hits[at] == 1));
+            }
+            _ => self.open_ended += u64::from(has_prompt || !begins_row),
+        }
+    }
+
+    /// Returns the share of exact answers; `None` if there are none, or if any document has no single right answer.
+    pub fn exact_match(&self) -> Option<f64> {
+        (self.answers > 0 && self.open_ended == 0).then(|| self.exact as f64 / self.answers as f64)
     }
 
     /// Returns the mean loss over the labelled tokens; NaN without any.
@@ -107,7 +129,7 @@ impl Engine {
             self.device.read(correct, 0, bytemuck::cast_slice_mut(&mut hits));
             sum.add(EvaluationSums {
                 loss_sum: self.metric(Metric::LossSum),
-                ..count_samples(&rows.labels[range.clone()], &rows.document_start[range], &hits, self.sequence)
+                ..count_documents(&rows.labels[range.clone()], &rows.document_start[range], &hits, self.sequence)
             });
             self.device.synchronize()?;
         }
@@ -115,27 +137,18 @@ impl Engine {
     }
 }
 
-/// Counts labelled tokens, documents with labelled tokens, and documents in which the model predicts all labelled
-/// tokens. All three lists have one entry per token, for whole rows of `sequence` tokens. `labels` is negative for a
-/// token without a label. `hits` is 1 where the most likely token is the label. The loss sum of the result is 0.
-fn count_samples(labels: &[i32], document_start: &[i32], hits: &[i32], sequence: usize) -> EvaluationSums {
+/// Counts labelled tokens, answers, exact answers, and documents without a single right answer. All three lists have
+/// one entry per token, for whole rows of `sequence` tokens. `labels` is negative for a token without a label. `hits` is
+/// 1 where the most likely token is the label. The loss sum of the result is 0.
+fn count_documents(labels: &[i32], document_start: &[i32], hits: &[i32], sequence: usize) -> EvaluationSums {
     let mut sum = EvaluationSums::default();
-    let mut current: Option<((usize, i32), bool)> = None;
-    for (i, _) in labels.iter().enumerate().filter(|(_, label)| **label >= 0) {
-        sum.tokens += 1;
-        let document = (i / sequence, document_start[i]);
-        let hit = hits[i] == 1;
-        match &mut current {
-            Some((current_document, exact)) if *current_document == document => *exact &= hit,
-            other => {
-                if let Some((_, exact)) = other.replace((document, hit)) {
-                    sum.count_sample(exact);
-                }
-            }
-        }
-    }
-    if let Some((_, exact)) = current {
-        sum.count_sample(exact);
+    let mut at = 0;
+    while at < labels.len() {
+        let row_end = (at / sequence + 1) * sequence;
+        let is_same = |start: &&i32| **start == document_start[at];
+        let end = at + document_start[at..row_end].iter().take_while(is_same).count();
+        sum.count_document(at.is_multiple_of(sequence), &labels[at..end], &hits[at..end]);
+        at = end;
     }
     sum
 }
@@ -145,11 +158,26 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sample_is_exact_when_all_labels_are_predicted() {
-        let labels = [-100, 5, 6, 7, -100, 8, 9, 9];
-        let starts = [0, 0, 0, 3, 0, 0, 0, 3];
-        let hits = [0, 1, 1, 1, 0, 1, 0, 1];
-        let sum = count_samples(&labels, &starts, &hits, 4);
-        assert_eq!((sum.samples, sum.exact, sum.tokens), (4, 3, 6));
+    fn answer_is_exact_when_all_labels_are_predicted() {
+        // Two prompts with answers, and padding.
+        let labels = [-100, 5, 6, -100, -100, 8, 9, 4];
+        let starts = [0, 0, 0, 3, 0, 0, 0, 0];
+        let hits = [0, 1, 1, 0, 1, 1, 0, 1];
+        let sum = count_documents(&labels, &starts, &hits, 4);
+        assert_eq!((sum.answers, sum.exact, sum.open_ended, sum.tokens), (2, 1, 0, 5));
+        assert_eq!(sum.exact_match(), Some(0.5));
+    }
+
+    #[test]
+    fn prose_and_long_answers_have_no_exact_match() {
+        let prose = count_documents(&[5, 6, 7, 8], &[0, 0, 2, 2], &[1; 4], 4);
+        assert_eq!((prose.answers, prose.open_ended, prose.tokens, prose.exact_match()), (0, 1, 4, None));
+        let mut labels = vec![7; ANSWER_TOKENS_MAX + 2];
+        labels[0] = -100;
+        let (starts, hits) = (vec![0; labels.len()], vec![1; labels.len()]);
+        assert_eq!(count_documents(&labels, &starts, &hits, labels.len()).exact_match(), None);
+        // The row begins with the rest of an answer.
+        let rest = count_documents(&[7, 8, -100, 9], &[0, 0, 2, 2], &[1; 4], 4);
+        assert_eq!((rest.answers, rest.exact_match()), (1, Some(1.0)));
     }
 }

@@ -128,10 +128,10 @@ impl Engine {
         sequence: u64,
         vocab: u64,
     ) -> Result<Engine, DeviceError> {
-        let set = answer.set.clone();
+        let (tensors, recipe) = (TensorTable::of(&answer.set), answer.plan.recipe);
         let (device, gpu) = open_device(spec, answer.set, answer.layout.placement, precision, algorithms, scratch)?;
-        let engine = Engine { gpu, ..Engine::new(device, &set, precision, answer.plan.recipe, sequence, vocab) };
-        drop((set, answer.tried));
+        let engine = Engine { gpu, ..Engine::with_tensors(device, tensors, precision, recipe, [sequence, vocab]) };
+        drop(answer.tried);
         // Planning and opening use more memory than the run keeps.
         process::trim_heap();
         Ok(engine)
@@ -152,17 +152,17 @@ impl Engine {
         sequence: u64,
         vocab: u64,
     ) -> Result<Engine, DeviceError> {
-        let (set, placement) = (answer.set.clone(), answer.layout.placement);
+        let (tensors, recipe) = (TensorTable::of(&answer.set), answer.plan.recipe);
         let device = RemoteDevice::open(
             Arc::clone(&connection),
             spec,
-            set,
-            placement,
+            answer.set,
+            answer.layout.placement,
             precision,
             algorithms,
             heartbeat_timeout,
         )?;
-        let engine = Engine::new(Box::new(device), &answer.set, precision, answer.plan.recipe, sequence, vocab);
+        let engine = Engine::with_tensors(Box::new(device), tensors, precision, recipe, [sequence, vocab]);
         Ok(Engine { connection: Some(connection), ..engine })
     }
 

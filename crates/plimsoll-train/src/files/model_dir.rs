@@ -5,6 +5,7 @@ use super::error::FilesError;
 use super::read::{TensorEntry, WeightFiles, is_rotary_frequency, read_small};
 use super::write::{MAX_SHARD_BYTES, StoredTensor, WeightWriter, pretty_json};
 use plimsoll_core::{Bytes, DType};
+use plimsoll_device::regular_file;
 use plimsoll_program::models::decoder::WeightSource;
 use plimsoll_program::models::{ConfigError, ModelConfig, Parameter};
 use serde_json::{Value, json};
@@ -103,7 +104,7 @@ pub fn read_config(path: &Path, ignore_keys: &[String]) -> Result<(ModelConfig, 
 /// A file that cannot be read, or whose `eos_token_id` holds no tokens.
 pub(super) fn read_generation_end_tokens(dir: &Path) -> Result<Option<Vec<i64>>, FilesError> {
     let path = dir.join(GENERATION_CONFIG);
-    if !path.exists() {
+    if !regular_file::is_present(&path) {
         return Ok(None);
     }
     let text = read_small(&path, MAX_CONFIG_BYTES)?;

@@ -59,10 +59,10 @@ impl WeightFiles {
     pub fn open(dir: &Path) -> Result<Option<WeightFiles>, FilesError> {
         let single = dir.join("model.safetensors");
         let index = dir.join("model.safetensors.index.json");
-        if single.exists() {
+        if regular_file::is_present(&single) {
             return WeightFiles::open_files(vec![single]).map(Some);
         }
-        if index.exists() {
+        if regular_file::is_present(&index) {
             return WeightFiles::open_indexed(dir, &index).map(Some);
         }
         let mut paths = Vec::new();

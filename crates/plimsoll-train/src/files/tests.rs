@@ -252,6 +252,9 @@ fn generation_config_decides_end_tokens() {
     assert_eq!(written, json!({ "temperature": 0.6, "eos_token_id": [5, 4, 7] }));
     fs::write(&file, r#"{"eos_token_id": "2"}"#).unwrap();
     assert!(refusal(dir.path()).starts_with("generation_config.json: `eos_token_id` is \"2\""));
+    fs::remove_file(&file).unwrap();
+    std::os::unix::fs::symlink("nowhere", &file).unwrap();
+    assert!(refusal(dir.path()).contains("generation_config.json: "), "a link to a missing file");
 }
 
 #[test]

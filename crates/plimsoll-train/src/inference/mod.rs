@@ -14,7 +14,7 @@ use crate::planning::planner::{Charges, Planner};
 use crate::planning::prepare::open_dataset;
 use crate::resolve::RunRequest;
 use crate::resolve::{Model, Resolved, Workload};
-use plimsoll_core::Failure;
+use plimsoll_core::{Failure, format_count};
 use plimsoll_plan::search::PlanOutcome;
 use plimsoll_program::models::decoder::Generation;
 use samples::{Sampling, generate};
@@ -27,6 +27,8 @@ use std::sync::Arc;
 const SEQUENCE_MAX: u64 = 4096;
 /// Largest number of sequences per evaluation batch.
 const MAX_BATCH_SEQUENCES: u64 = 16;
+/// Number of new tokens for which the user gives no limit, as far as the model has room for them.
+const NEW_TOKENS: u64 = 64;
 /// Number of prompt tokens that one run of the prefill Program processes.
 const PREFILL_CHUNK_TOKENS: u64 = 64;
 
@@ -112,16 +114,22 @@ pub struct PlannedGeneration {
     prompt: String,
     prompt_tokens: Vec<i32>,
     max_new_tokens: usize,
+    shortened_note: Option<String>,
     capacity: u64,
     outcome: PlanOutcome,
 }
 
 impl PlannedGeneration {
-    /// Plans the continuation of `prompt` by at most `max_new_tokens` tokens.
+    /// Plans the continuation of `prompt` by at most `max_new_tokens` tokens. `None` stands for 64, or fewer if the
+    /// model's context has no room for them.
     ///
     /// # Errors
     /// An invalid model or tokenizer, an empty prompt, or a prompt that exceeds the model's context.
-    pub fn new(mut request: RunRequest, prompt: &str, max_new_tokens: usize) -> Result<PlannedGeneration, Failure> {
+    pub fn new(
+        mut request: RunRequest,
+        prompt: &str,
+        max_new_tokens: Option<u64>,
+    ) -> Result<PlannedGeneration, Failure> {
         request.data.sequence = 1;
         request.train.batch_tokens = 1;
         let model = Model::open(&request)?;
@@ -133,20 +141,32 @@ impl PlannedGeneration {
         })?;
         let tokenizer = Tokenizer::load(&path)?;
         let prompt_tokens = encode_prompt(&tokenizer, &path, prompt, resolved.model.config.vocab)?;
-        let positions = resolved.model.config.max_positions;
-        let needed = prompt_tokens.len() as u64 + max_new_tokens as u64;
-        if needed > positions {
-            let message = format!(
-                "{} prompt tokens and {max_new_tokens} new tokens exceed the model's {positions} positions",
-                prompt_tokens.len()
-            );
-            return Err(Failure::input(message).hint("lower --max-tokens or shorten the prompt"));
-        }
-        let capacity = needed.next_multiple_of(PREFILL_CHUNK_TOKENS);
+        let (positions, given) = (resolved.model.config.max_positions, prompt_tokens.len() as u64);
+        let limit = new_token_limit(positions, given, max_new_tokens)?;
+        let is_shortened = max_new_tokens.is_none() && limit < NEW_TOKENS;
+        let shortened_note = is_shortened.then(|| {
+            format!("at most {limit} new tokens: the model has {positions} positions, and the prompt takes {given}")
+        });
+        let max_new_tokens = limit as usize;
+        let capacity = (given + limit).next_multiple_of(PREFILL_CHUNK_TOKENS);
         let generation = Generation { capacity, chunk: PREFILL_CHUNK_TOKENS };
         let outcome = plan_work(&request, &mut resolved, Workload::Generate(generation))?;
-        let prompt = prompt.to_owned();
-        Ok(PlannedGeneration { request, resolved, tokenizer, prompt, prompt_tokens, max_new_tokens, capacity, outcome })
+        Ok(PlannedGeneration {
+            request,
+            resolved,
+            tokenizer,
+            prompt: prompt.to_owned(),
+            prompt_tokens,
+            max_new_tokens,
+            shortened_note,
+            capacity,
+            outcome,
+        })
+    }
+
+    /// Returns a note if the model has no room for the number of new tokens that applies without a limit of the user.
+    pub fn shortened_note(&self) -> Option<&str> {
+        self.shortened_note.as_deref()
     }
 
     /// Returns the request, its resolved model and device, and the plan.
@@ -188,6 +208,23 @@ fn plan_work(request: &RunRequest, resolved: &mut Resolved, work: Workload) -> R
     Planner::new(request, &model, Charges::Measured).plan_chosen_device(resolved, work)
 }
 
+/// Returns the largest number of new tokens after a prompt of `given` tokens, for a model with `positions` positions.
+/// `requested` is the number that the user asks for.
+///
+/// # Errors
+/// The positions are too few for the prompt and the tokens that the user asks for, or for any new token.
+fn new_token_limit(positions: u64, given: u64, requested: Option<u64>) -> Result<u64, Failure> {
+    let room = positions.saturating_sub(given);
+    let wanted = requested.unwrap_or(NEW_TOKENS.min(room).max(1));
+    if wanted <= room {
+        return Ok(wanted);
+    }
+    let prompt = format_count(given, "prompt token");
+    let more = format_count(wanted, "new token");
+    let hint = if room == 0 { "shorten the prompt" } else { "lower --max-tokens or shorten the prompt" };
+    Err(Failure::input(format!("{prompt} and {more} exceed the model's {positions} positions")).hint(hint))
+}
+
 /// Encodes a prompt with the tokenizer from the file `path`.
 ///
 /// # Errors
@@ -213,4 +250,21 @@ fn open_engine(request: &RunRequest, resolved: &Resolved, outcome: PlanOutcome) 
     let mut engine = Engine::open(outcome, precision, device, None, request.scratch_folder(), sequence, vocab)?;
     load_weights(&mut engine, &resolved.model, request)?;
     Ok(engine)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn new_tokens_fit_the_positions_of_the_model() {
+        assert_eq!(new_token_limit(1000, 10, None).unwrap(), NEW_TOKENS);
+        assert_eq!(new_token_limit(64, 47, None).unwrap(), 17);
+        assert_eq!(new_token_limit(64, 47, Some(17)).unwrap(), 17);
+        let message = |given, requested| new_token_limit(64, given, requested).unwrap_err().to_string();
+        let long = "47 prompt tokens and 18 new tokens exceed the model's 64 positions\n  hint: lower --max-tokens";
+        assert!(message(47, Some(18)).starts_with(long), "{}", message(47, Some(18)));
+        let full = "64 prompt tokens and 1 new token exceed the model's 64 positions\n  hint: shorten the prompt";
+        assert_eq!(message(64, None), full);
+    }
 }

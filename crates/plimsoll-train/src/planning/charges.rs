@@ -20,8 +20,8 @@ use plimsoll_plan::team::{PlannedWorker, TeamOutcome};
 use plimsoll_program::ProgramSet;
 
 /// Adds the charges (bytes outside the arena) of work in a team. Each CPU or virtual device in this process is charged
-/// with a copy of the step's rows. If any device of the team is remote, all devices except GPUs are also charged with
-/// the bytes in flight over connections.
+/// with a copy of the step's rows. If any device of the team is remote, all devices except GPUs, present or on paper, are
+/// also charged with the bytes in flight over connections.
 pub(crate) fn add_team_charges(devices: &mut [DeviceSpec], run: &RunRequest) {
     let rows = Rows::max_bytes(run.batch_sequences(), u64::from(run.data.sequence));
     let any_remote = devices.iter().any(|device| device.remote_host().is_some());
@@ -29,7 +29,7 @@ pub(crate) fn add_team_charges(devices: &mut [DeviceSpec], run: &RunRequest) {
         if device.in_process() {
             device.charges = round_up_charges(device.charges + rows);
         }
-        if any_remote && device.kind != DeviceKind::Cuda {
+        if any_remote && !matches!(device.kind, DeviceKind::Cuda | DeviceKind::Paper) {
             device.charges = round_up_charges(device.charges + wire::MAX_IN_FLIGHT_BYTES);
         }
     }
@@ -65,14 +65,21 @@ pub(crate) fn near_fit_charges(run: &RunRequest) -> Bytes {
 }
 
 /// Returns the bytes that Programs take in the memory of a process, beyond what every process is charged with. `sets`
-/// are the Programs of all devices of the process. The first 4096 ops are free; each further one counts 1792 bytes, a
-/// measured figure for its place in the queues and its tensor names.
+/// are the Programs of all devices of the process. The first 1024 ops are free. Each further one counts 1152 bytes, a
+/// measured figure for the op, its tensors and their names. The result is rounded up to whole MiB.
 pub(crate) fn program_heap_bytes<'a>(sets: impl IntoIterator<Item = &'a ProgramSet>) -> Bytes {
-    const FREE_OPS: u64 = 4096;
-    const OP_BYTES: u64 = 1792;
+    heap_bytes_of_ops(op_count(sets))
+}
+
+fn op_count<'a>(sets: impl IntoIterator<Item = &'a ProgramSet>) -> u64 {
     let blocks = sets.into_iter().flat_map(|set| &set.programs).flat_map(|program| &program.blocks);
-    let ops = blocks.map(|block| block.ops.len() as u64).sum::<u64>();
-    round_up_charges(Bytes(ops.saturating_sub(FREE_OPS) * OP_BYTES))
+    blocks.map(|block| block.ops.len() as u64).sum()
+}
+
+fn heap_bytes_of_ops(ops: u64) -> Bytes {
+    const FREE_OPS: u64 = 1024;
+    const OP_BYTES: u64 = 1152;
+    Bytes((ops.saturating_sub(FREE_OPS) * OP_BYTES).next_multiple_of(Bytes::mib(1).0))
 }
 
 /// Returns the part of a device's charges (bytes outside the arena) that its Programs cause. Returns zero for a GPU,
@@ -99,14 +106,14 @@ pub(crate) enum ProgramCharging {
 }
 
 impl ProgramCharging {
-    /// Whether the Programs of `outcome` are to be charged to the chosen devices. False for a plan that does not fit.
+    /// Whether the Programs of `outcome` are to be charged to the chosen devices. This holds for a refused plan, too, so
+    /// that its remedies have room for Programs.
     pub fn applies_to(self, outcome: &TeamOutcome) -> bool {
-        let is_right_team = match self {
+        match self {
             ProgramCharging::All => true,
             ProgramCharging::Alone(number) => matches!(&outcome.workers[..], [worker] if worker.device == number),
             ProgramCharging::Covered => false,
-        };
-        is_right_team && outcome.plan.fits
+        }
     }
 
     /// Whether `device`, which has the index `number`, is charged with Programs. Only CPU and virtual devices are; the
@@ -142,8 +149,10 @@ impl ProgramCharges {
         if !self.charging.applies_to(outcome) {
             return false;
         }
-        let program_bytes = program_heap_bytes(planned_workers(outcome).map(|worker| &worker.outcome.set));
-        self.raise_to(devices, program_bytes)
+        let ops = op_count(planned_workers(outcome).map(|worker| &worker.outcome.set));
+        // The remedies of a refusal offload more, and so have up to twice the ops.
+        let most_ops = if outcome.plan.fits { ops } else { 2 * ops };
+        self.raise_to(devices, heap_bytes_of_ops(most_ops))
     }
 
     /// Raises the charges of `devices` to cover Programs of `program_bytes` bytes. Returns whether it raised any, see

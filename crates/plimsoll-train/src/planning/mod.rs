@@ -25,6 +25,8 @@
 //! | `charges` | the charge model: charges of a team, of a previous plan and of Programs |
 //! | `request` | requests to `plimsoll_plan` for one device and for a team |
 //! | `device_choice` | the preferred device for work that one device does, and the fallback to the processor |
+//! | `nominal` | the plan of a deterministic run, chosen without measurements |
+//! | `sum_order` | the parts of a plan that decide the order of sums |
 //! | [`previous_plan`] | the plan of an earlier part of a run, which a resumed run keeps |
 //! | [`plan_check`] | whether a plan from a file agrees with itself and with the run |
 //! | [`team_plan`] | the plan of a run together with its devices |
@@ -35,12 +37,14 @@
 pub(crate) mod charges;
 pub mod demand;
 mod device_choice;
+pub(crate) mod nominal;
 pub mod plan;
 pub mod plan_check;
 pub(crate) mod planner;
 pub mod prepare;
 pub mod previous_plan;
 pub(crate) mod request;
+pub(crate) mod sum_order;
 pub mod team_plan;
 #[cfg(test)]
 mod testing;

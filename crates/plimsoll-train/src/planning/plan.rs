@@ -1,6 +1,7 @@
 //! The plan of a run file, made without opening weights, data or devices; and the check that a stored plan belongs to a
 //! run. A run that starts is planned by `prepare`, with measured charges.
 
+use super::nominal::NominalPlan;
 use super::plan_check::{PlannedWork, check_plan};
 use super::planner::{Charges, Planner, first_outcome};
 use super::request::plan_request;
@@ -65,10 +66,13 @@ pub struct PlannedRun {
 pub fn plan(run: &RunRequest, explain: bool) -> Result<PlannedRun, Failure> {
     let mut resolved = Resolved::new(run, Model::open(run)?)?;
     let model = Arc::clone(&resolved.model);
-    let planner = Planner::new(run, &model, Charges::Stated);
+    let nominal = NominalPlan::choose(run, &model)?;
+    let known = nominal.as_ref().map(|nominal| &nominal.known);
+    let planner = Planner::new(run, &model, Charges::Stated).with_previous(known);
     let mut devices = vec![resolved.device.clone()];
     devices.append(&mut resolved.others);
     let mut team = planner.plan_run(&mut devices, None)?;
+    nominal.iter().for_each(|nominal| nominal.explain_excluded(&mut team.plan));
     if explain && devices.len() > 1 {
         explain_team(&planner, &devices, &mut team)?;
     }
@@ -79,6 +83,7 @@ pub fn plan(run: &RunRequest, explain: bool) -> Result<PlannedRun, Failure> {
     resolved.others = unused;
     resolved.device = devices[0].clone();
     let mut outcome = first_outcome(team);
+    let planner = planner.with_previous(None);
     if let Some(on_cpu) = planner.fall_back_to_cpu(&mut resolved, &outcome.plan, Workload::Train)? {
         outcome = on_cpu;
         devices = vec![resolved.device.clone()];

@@ -90,7 +90,7 @@ pub(super) fn check_parts(plan: &ReusedParts, work: PlannedWork) -> Result<(), P
         check_worker(rank, worker, parallelism, work)?;
         let is_same = |other: &WorkerPlan| other.device == worker.device;
         // A paper device that is named several times stands for several devices.
-        if team[..rank].iter().any(is_same) && !paper::names().any(|name| name == worker.device) {
+        if team[..rank].iter().any(is_same) && !paper::is_paper_name(&worker.device) {
             let name = shortened(&worker.device, NAME_CHARS);
             return Err(fault(format!("team[{rank}].device"), format!("names `{name}` a second time")));
         }

@@ -90,13 +90,16 @@ impl<'a> Planner<'a> {
         Planner { previous, ..self }
     }
 
-    /// Plans the training run on one or several devices. If no plan for several devices fits, plans for the device that
-    /// is fastest alone. Stores the charges of the plan in `devices`. `evaluation_rows` is the number of rows of the
-    /// evaluation data; `None` if the data are absent or not read yet. The result may not fit.
+    /// Plans the training run on one or several devices. Stores the charges of the plan in `devices`. `evaluation_rows`
+    /// is the number of rows of the evaluation data; `None` if the data are absent or not read yet. The result may not
+    /// fit.
+    ///
+    /// If no plan for several devices fits, and the run file allows one device, plans for each CPU or virtual device of
+    /// this process that has lower charges alone, and takes the fastest of these plans.
     ///
     /// # Errors
-    /// The run file fixes choices that do not match the model, or a scratch file for several devices; or a GPU cannot
-    /// be opened.
+    /// The run file fixes choices that do not match the model. It asks for a scratch file with several devices. A GPU
+    /// cannot be opened.
     pub fn plan_run(&self, devices: &mut [DeviceSpec], evaluation_rows: Option<u64>) -> Result<TeamOutcome, Failure> {
         match devices {
             [device] => self.plan_alone(device, Workload::Train),
@@ -191,7 +194,7 @@ impl<'a> Planner<'a> {
 
     /// Combines the plan of a team with its `devices` into one assignment per worker.
     pub fn assign(&self, devices: &[DeviceSpec], outcome: TeamOutcome) -> TeamPlan {
-        TeamPlan::new(devices, outcome, self.host, self.previous)
+        TeamPlan::new(devices, outcome, self.host, self.previous, self.run.is_deterministic())
     }
 
     /// Returns the request to plan for a team of `devices`. If the planner has a host load line, the request uses it
@@ -248,8 +251,7 @@ impl<'a> Planner<'a> {
         Ok(outcome)
     }
 
-    /// Plans the run on several devices together. If no such plan fits, plans for the device that is fastest alone.
-    /// Stores the charges of the plan in `devices`. `evaluation_rows` is the number of rows of the evaluation data;
+    /// Plans the run on several devices together, or on one of them, as [`Planner::plan_run`] documents. Stores the charges of the plan in `devices`. `evaluation_rows` is the number of rows of the evaluation data;
     /// `None` if the data are absent or not read yet. The result may not fit.
     fn plan_together(&self, devices: &mut [DeviceSpec], evaluation_rows: Option<u64>) -> Result<TeamOutcome, Failure> {
         self.measure_process(devices);

@@ -1,6 +1,7 @@
 //! Preparation of a training run: opens model and data, measures charges, and plans. The devices themselves are opened
 //! later.
 
+use super::nominal::{NominalPlan, cause_of_other_plan, is_plan_for};
 use super::plan::add_notes;
 use super::planner::{Charges, Planner, team_of_one};
 use super::previous_plan::PreviousPlan;
@@ -11,8 +12,8 @@ use crate::data::{self, DataSpec, Dataset, Format};
 use crate::files::AdapterDir;
 use crate::resolve::charges::process_charges;
 use crate::resolve::{Model, Resolved, RunRequest, Workload, write_example};
-use plimsoll_core::{Bytes, Failure};
-use plimsoll_device::{cache, private_file};
+use plimsoll_core::{Bytes, DeviceSpec, Failure};
+use plimsoll_device::{cache, private_file, process};
 use plimsoll_program::Share;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
@@ -35,6 +36,28 @@ pub struct PreparedRun {
     /// Whether tokenizing the data has raised the charges of this process. A new process that finds the tokens cached
     /// would be charged less.
     pub process_grew: bool,
+    /// Whether data were tokenized now, and a new process finds the tokens cached.
+    has_tokenized: bool,
+    /// The reason why the same command may have other bits at its next start; `None` if it has the same.
+    pub(crate) other_bits: Option<String>,
+}
+
+impl PreparedRun {
+    /// Returns whether a new process, which finds the tokens cached, may have a plan that this one has no memory for.
+    pub fn needs_fresh_process(&self) -> bool {
+        let is_other_plan = self.run.is_deterministic() && self.other_bits.is_some();
+        self.process_grew && (self.has_tokenized || !self.planned.plan.fits || is_other_plan)
+    }
+
+    /// Counts the plan as one that follows measured figures, unless the run file fixes it. The run follows the plan of an
+    /// earlier start, which was made from them.
+    pub(crate) fn count_as_measured(&mut self) {
+        let Resolved { device, others, .. } = &self.resolved;
+        let devices: Vec<DeviceSpec> = std::iter::once(device).chain(others).cloned().collect();
+        if self.other_bits.is_none() && !self.run.is_deterministic() {
+            self.other_bits = cause_of_other_plan(&self.run, None, &self.planned.plan, &devices);
+        }
+    }
 }
 
 /// Opens model and data of a run, and plans the run. `previous` is the plan of an earlier part of the run, or a stored
@@ -43,6 +66,8 @@ pub struct PreparedRun {
 /// # Errors
 /// The run file, the model or the data are invalid, or a GPU cannot be opened.
 pub fn prepare(mut run: RunRequest, previous: Option<&PreviousPlan>) -> Result<PreparedRun, Failure> {
+    // The peak of earlier work of this process, such as a program that calls the library, belongs to no run.
+    let _ = process::reset_peak();
     write_example(&mut run)?;
     // Errors that need no rates are reported before rates are measured.
     let mut model = Model::open(&run)?;
@@ -55,6 +80,10 @@ pub fn prepare(mut run: RunRequest, previous: Option<&PreviousPlan>) -> Result<P
     }
     let mut resolved = Resolved::for_run(&run, model, Workload::Train)?;
     run.decide_precision(resolved.device.kind);
+    let known = previous.filter(|previous| is_plan_for(previous, 1 + resolved.others.len()));
+    let nominal = if known.is_none() { NominalPlan::choose(&run, &resolved.model)? } else { None };
+    let known = known.or(nominal.as_ref().map(|nominal| &nominal.known));
+    let previous = known.or(previous);
     let open = |patterns: &[String]| open_dataset(&run, &resolved.model, patterns, resolved.device.threads as usize);
     let charges_before = process_charges(run.batch_sequences(), u64::from(run.data.sequence));
     let train = open(&run.data.train)?;
@@ -63,13 +92,18 @@ pub fn prepare(mut run: RunRequest, previous: Option<&PreviousPlan>) -> Result<P
     let mut planned = plan_with_open_data(&run, &mut resolved, previous, eval.as_ref().map(Dataset::rows))?;
     let devices = planned.assignments.iter().map(|assignment| &assignment.device);
     add_notes(&mut planned.plan, devices, &run, &resolved.model);
+    nominal.iter().for_each(|nominal| nominal.explain_excluded(&mut planned.plan));
+    let named: Vec<DeviceSpec> = std::iter::once(&resolved.device).chain(&resolved.others).cloned().collect();
+    let other_bits = cause_of_other_plan(&run, known, &planned.plan, &named);
     if planned.plan.fits {
         run.decide_rungs(&planned.plan.rungs);
     }
     if let Some(adapter) = &resolved.model.adapter {
         run.lora = LoraSection { dropout: run.lora.dropout, ..adapter_section(adapter) };
     }
-    Ok(PreparedRun { run, resolved, train, eval, planned, process_grew })
+    let has_tokenized =
+        token_cache_folder().is_some() && (train.is_new() || eval.as_ref().is_some_and(Dataset::is_new));
+    Ok(PreparedRun { run, resolved, train, eval, planned, process_grew, has_tokenized, other_bits })
 }
 
 /// Plans a run whose model and data are open. If the run does not fit on its devices, the processor may take their

@@ -50,7 +50,7 @@ impl PreviousPlan {
         let has_device = |worker: &WorkerPlan| workers_on(&worker.device) <= devices_named(&worker.device);
         let complies = !self.team.is_empty()
             && self.is_consistent(run, model)
-            && run.run.parallelism.pinned().is_none_or(|pinned| self.parallelism == Some(pinned))
+            && run.run.parallelism.pinned().is_none_or(|pinned| self.parallelism.is_none_or(|own| own == pinned))
             && self.team.iter().all(has_device)
             && self.team.iter().all(|worker| is_recipe_of_run(&worker.recipe, worker.layers, run, model));
         complies.then_some(&self.team)

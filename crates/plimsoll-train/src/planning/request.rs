@@ -5,17 +5,20 @@
 use crate::config::{Length, MAX_BATCH_TOKENS, Method, Optimizer, ParallelismChoice, RunConfig};
 use crate::resolve::example::model_is_example;
 use crate::resolve::model::Model;
+use crate::resolve::nominal::{self, plannable_memory};
 use crate::resolve::{RunRequest, Workload};
 use plimsoll_core::{Budget, Bytes, DeviceKind, DeviceSpec, Failure, FileSpec, HostSpec, Rung, format_count};
 use plimsoll_device::calibration;
 use plimsoll_device::probe::Memory;
 use plimsoll_device::{cuda, disk};
+use plimsoll_plan::device_request::DevicesRequest;
 use plimsoll_plan::search::{LossyOptions, PinnedChoices, PlanRequest, with_lossy};
 use plimsoll_plan::team::{EvaluationSchedule, TeamConstraint, TeamRequest};
 use plimsoll_program::Share;
 use plimsoll_program::models::decoder::{self, Base, Generation, Lora, WeightSource};
 use plimsoll_program::models::{ModelConfig, Target, check_supported};
 use plimsoll_program::workspace::Kernels;
+use std::collections::BTreeMap;
 use std::path::Path;
 
 /// The most bytes of activations that a step may have if nothing is saved. Sums of several such sizes fit in 64 bits.
@@ -125,13 +128,17 @@ pub(crate) fn team_request<'a>(
             // The budgets of the other devices in this process are not free for offloaded tensors.
             let others = devices.iter().enumerate().filter(|(other, _)| *other != number).map(|(_, device)| device);
             let others: Bytes = others.filter(|device| device.in_process()).map(|device| device.budget).sum();
-            let free = Memory::read().free.saturating_sub(others);
+            let free = plannable_memory(run).saturating_sub(others);
             request.host.budget = request.host.budget.min(free);
         }
     }
     // Each request has subtracted the staging buffers of its own device only.
-    let budget = |request: &PlanRequest| request.host.budget + staging_bytes(std::slice::from_ref(request.device));
-    let host = requests.iter().map(budget).max().unwrap_or_default().saturating_sub(staging_bytes(devices));
+    let mut hosts: BTreeMap<Option<&str>, Bytes> = BTreeMap::new();
+    for PlanRequest { device, host, .. } in &requests {
+        let line = hosts.entry(device.remote_host()).or_default();
+        *line = (*line).max(host.budget + staging_bytes(std::slice::from_ref(*device)));
+    }
+    let host = hosts.into_values().sum::<Bytes>().saturating_sub(staging_bytes(devices));
     let all = run.run.parallelism == ParallelismChoice::All;
     let pinned = run.run.parallelism.pinned().filter(|_| devices.len() > 1);
     let constraint = pinned.map(TeamConstraint::Parallelism);
@@ -234,34 +241,60 @@ const PAPER_HOST_BYTES_PER_SECOND: f64 = 30e9;
 /// Returns the host memory and scratch file to which a device may offload tensors. A remote device has neither. A CPU
 /// device has only the scratch file. A paper device has as much of both as the user names.
 pub(crate) fn host_spec(run: &RunRequest, device: &DeviceSpec) -> Result<HostSpec, Failure> {
-    let (given, budget) = (run.devices().host, run.host_budget());
-    if device.remote_host().is_some() {
+    let budget = run.host_budget();
+    if device.remote_host().is_some() && device.kind != DeviceKind::Paper {
         // Remote devices do not offload.
         return Ok(HostSpec::NONE);
     }
     let scratch = scratch_spec(run, device.kind)?;
     match device.kind {
         DeviceKind::Cpu => Ok(HostSpec { file: scratch, ..HostSpec::NONE }),
-        DeviceKind::Paper => Ok(HostSpec {
+        DeviceKind::Paper => Ok(paper_host(&run.devices(), device, scratch)),
+        DeviceKind::Virtual | DeviceKind::Cuda if run.nominal => {
+            let rate = nominal::HOST_BYTES_PER_SECOND;
+            Ok(host_spec_of(device, budget, scratch, plannable_memory(run), rate))
+        }
+        DeviceKind::Virtual | DeviceKind::Cuda => host_spec_beside(device, budget, scratch),
+    }
+}
+
+/// Returns the host memory that a paper device may use: that of its machine, as the list names it. As over Ray, the first
+/// machine is the one of the run; another whose memory is not named offloads nothing.
+fn paper_host(requested: &DevicesRequest, device: &DeviceSpec, file: FileSpec) -> HostSpec {
+    let machine = device.remote_host();
+    let is_of_run = requested.devices.first().is_none_or(|first| first.machine() == machine);
+    match requested.host_of(machine) {
+        None if !is_of_run => HostSpec { file, ..HostSpec::NONE },
+        given => HostSpec {
             budget: given.map_or(Bytes::ZERO, |budget| budget.load_line(Bytes::ZERO)),
             memory_bytes_per_second: PAPER_HOST_BYTES_PER_SECOND,
-            file: scratch,
-        }),
-        DeviceKind::Virtual | DeviceKind::Cuda => host_spec_beside(device, budget, scratch),
+            file,
+        },
     }
 }
 
 /// Returns the host memory of this machine that an accelerator may use under `budget`, with its measured bandwidth. The
 /// result also holds the scratch file `file`.
 pub(crate) fn host_spec_beside(device: &DeviceSpec, budget: Budget, file: FileSpec) -> Result<HostSpec, Failure> {
-    // The memory of a virtual device is memory of this machine, too.
-    let taken = if device.kind == DeviceKind::Virtual { device.budget } else { Bytes::ZERO };
-    let free = Memory::read().free.saturating_sub(taken);
     // For a virtual device, one thread does the work of the host.
     let threads = if device.kind == DeviceKind::Virtual { 1 } else { device.threads.max(1) };
     let memory_bytes_per_second = calibration::cpu(threads)?.rates.memory_bytes_per_second;
-    let budget = budget.load_line(free).saturating_sub(staging_bytes(std::slice::from_ref(device)));
-    Ok(HostSpec { budget, memory_bytes_per_second, file })
+    Ok(host_spec_of(device, budget, file, Memory::read().free, memory_bytes_per_second))
+}
+
+/// Returns the host memory that an accelerator may use under `budget`, on a machine with `memory` to plan with.
+fn host_spec_of(
+    device: &DeviceSpec,
+    budget: Budget,
+    file: FileSpec,
+    memory: Bytes,
+    memory_bytes_per_second: f64,
+) -> HostSpec {
+    // The memory of a virtual device is memory of this machine, too.
+    let taken = if device.kind == DeviceKind::Virtual { device.budget } else { Bytes::ZERO };
+    let line = budget.load_line(memory.saturating_sub(taken));
+    let budget = line.saturating_sub(staging_bytes(std::slice::from_ref(device)));
+    HostSpec { budget, memory_bytes_per_second, file }
 }
 
 /// Largest fraction of the free disk space that the planner proposes for the scratch file. The rest is for checkpoints
@@ -284,7 +317,7 @@ fn scratch_spec(run: &RunRequest, kind: DeviceKind) -> Result<FileSpec, Failure>
     let free = disk::free(folder).unwrap_or(Bytes::ZERO);
     let (budget, available) =
         (given.map_or(Bytes::ZERO, |budget| budget.load_line(free)), Budget::Share(DISK_SHARE).load_line(free));
-    let measured = given.and_then(|_| calibration::disk(folder));
+    let measured = given.filter(|_| !run.nominal).and_then(|_| calibration::disk(folder));
     let spec = FileSpec { budget, available, ..FileSpec::NONE };
     Ok(match measured {
         Some(rates) => FileSpec {
@@ -318,6 +351,21 @@ mod tests {
         let failure = check_size(&huge, 1 << 31).unwrap_err();
         assert!(failure.to_string().starts_with("a step of 2147483648 tokens is too large"));
         assert!(check_size(&config, u64::MAX).is_err());
+    }
+
+    #[test]
+    fn each_machine_on_paper_has_its_own_host() {
+        let hosts = |devices: &str| {
+            let run = run_request(&["model.preset=smollm2-135m", &format!("run.devices={devices}")]);
+            let (model, devices) = (Model::open(&run).unwrap(), crate::resolve::resolve_devices(&run).unwrap());
+            let team = team_request(&run, &model, &devices).unwrap();
+            (team.devices.iter().map(|request| request.host.budget).collect::<Vec<_>>(), team.host)
+        };
+        let gib = |each: &[u64], all| (each.iter().map(|gib| Bytes::gib(*gib)).collect(), Bytes::gib(all));
+        let named = "pc1/2xrtx3090,pc1/host=64GiB,pc2/rtx3070,pc2/host=32GiB";
+        assert_eq!(hosts(named), gib(&[64, 64, 32], 96));
+        assert_eq!(hosts("pc1/rtx3090,pc1/host=64GiB,pc2/rtx3070"), gib(&[64, 0], 64));
+        assert_eq!(hosts("2xrtx3090,host=64GiB"), gib(&[64, 64], 64));
     }
 
     #[test]

@@ -4,10 +4,11 @@ use super::previous_plan::PreviousPlan;
 use super::request::share_request;
 use crate::fault_injection::TargetDevice;
 use crate::resolve::{Model, RunRequest};
-use plimsoll_core::{Bytes, DeviceSpec, Failure, GemmAlgorithms, Plan};
+use plimsoll_core::{Bytes, DeviceKind, DeviceSpec, Failure, GemmAlgorithms, Plan};
+use plimsoll_plan::layout::Layout;
 use plimsoll_plan::search::{PlanOutcome, PlanRequest};
 use plimsoll_plan::team::{PlannedWorker, TeamOutcome};
-use plimsoll_program::Share;
+use plimsoll_program::{ProgramSet, Share};
 
 /// The part of a run that one device does.
 #[derive(Clone, Debug)]
@@ -29,6 +30,18 @@ impl WorkerAssignment {
     /// Returns the device's name and Programs, as a target of fault injection.
     pub(crate) fn fault_target(&self) -> TargetDevice<'_> {
         TargetDevice { name: &self.device.name, programs: &self.outcome.set }
+    }
+
+    /// Moves the outcome out, and keeps only its plan. A second copy of the Programs would lie beside a full arena.
+    pub(crate) fn take_outcome(&mut self) -> PlanOutcome {
+        let kept = PlanOutcome {
+            plan: self.outcome.plan.clone(),
+            set: ProgramSet::default(),
+            layout: Layout::default(),
+            tried: Vec::new(),
+            precision: self.outcome.precision,
+        };
+        std::mem::replace(&mut self.outcome, kept)
     }
 
     /// Returns the request to plan this assignment again: the same share and sequences on the same device.
@@ -57,15 +70,17 @@ pub struct TeamPlan {
 impl TeamPlan {
     /// Combines the `outcome` of planning with `devices`, into which its workers hold indices. `host` is the load line
     /// of the host memory that the workers share; `None` takes it from the plan. The workers take over the matrix
-    /// product algorithms of the previous plan, if there is one.
+    /// product algorithms of the previous plan, if there is one. The GPUs of a `deterministic` run take no algorithm by
+    /// its measured time.
     pub(super) fn new(
         devices: &[DeviceSpec],
         outcome: TeamOutcome,
         host: Option<Bytes>,
         previous: Option<&PreviousPlan>,
+        deterministic: bool,
     ) -> TeamPlan {
         let TeamOutcome { workers, plan, evaluator } = outcome;
-        let assign = |worker| assign_worker(devices, worker, previous);
+        let assign = |worker| assign_worker(devices, worker, previous, deterministic);
         TeamPlan {
             assignments: workers.into_iter().map(assign).collect(),
             evaluator: evaluator.map(assign),
@@ -88,18 +103,22 @@ impl TeamPlan {
 }
 
 /// Combines a planned worker with its device, and with the matrix product algorithms that the device had in the
-/// previous plan. `worker.device` is an index into `devices`.
-fn assign_worker(devices: &[DeviceSpec], worker: PlannedWorker, previous: Option<&PreviousPlan>) -> WorkerAssignment {
+/// previous plan. `worker.device` is an index into `devices`. A GPU of a `deterministic` run takes no algorithm by its
+/// measured time.
+fn assign_worker(
+    devices: &[DeviceSpec],
+    worker: PlannedWorker,
+    previous: Option<&PreviousPlan>,
+    deterministic: bool,
+) -> WorkerAssignment {
     let device = devices[worker.device].clone();
     let algorithms = previous.and_then(|previous| match devices {
         [_] => previous.algorithms.as_ref(),
         _ => previous.algorithms_of_worker(&device.name),
     });
-    WorkerAssignment {
-        algorithms: algorithms.cloned(),
-        device,
-        share: worker.share,
-        sequences: worker.sequences,
-        outcome: worker.outcome,
+    let mut algorithms = algorithms.cloned();
+    if deterministic && device.kind == DeviceKind::Cuda {
+        algorithms.get_or_insert_default().untimed = true;
     }
+    WorkerAssignment { algorithms, device, share: worker.share, sequences: worker.sequences, outcome: worker.outcome }
 }

@@ -120,6 +120,40 @@ impl StragglerDetector {
     }
 }
 
+/// Reaction to workers that are slower or faster than planned.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum StragglerAction {
+    /// Divide the work anew.
+    Rebalance,
+    /// Keep the shares, and warn the user with this message.
+    Report(String),
+    /// Keep the shares.
+    Keep,
+}
+
+/// Decides what to do about the slowdowns of computing workers, each with the device's name. A deterministic run keeps
+/// its shares, and reports workers that are slower than the mean.
+pub fn decide_after_slowdown(deterministic: bool, slowdowns: &[(&str, f64)]) -> StragglerAction {
+    if !deterministic {
+        return StragglerAction::Rebalance;
+    }
+    let mean = match slowdowns {
+        // A single worker is compared with its plan.
+        [_] => 1.0,
+        _ => slowdowns.iter().map(|(_, times)| times).sum::<f64>() / slowdowns.len() as f64,
+    };
+    let slow = slowdowns.iter().filter(|(_, times)| times / mean > 1.0 + MAX_DEVIATION);
+    let described: Vec<String> =
+        slow.map(|(device, times)| format!("{device} takes {times:.2} times the planned time")).collect();
+    match described.is_empty() {
+        true => StragglerAction::Keep,
+        false => StragglerAction::Report(format!(
+            "{}; it keeps its share, because run.deterministic = true",
+            described.join(", ")
+        )),
+    }
+}
+
 /// Sets the rates in `workers` and `idle` (devices outside the team) that the planner assumes for new shares.
 /// `slowdowns` holds, for each worker, its measured compute time divided by the planned one; `None` for a worker that
 /// computes no sequences. Returns one description for each slowdown other than 1.
@@ -178,6 +212,26 @@ mod tests {
             assert_eq!(described.len(), reasons, "{described:?}");
             let all = workers.iter().chain(&idle).map(|device| device.rates.f32_flops / before.f32_flops);
             assert_eq!(all.collect::<Vec<_>>(), paces, "{slowdowns:?}");
+        }
+    }
+
+    #[test]
+    fn deterministic_run_reports_stragglers_only() {
+        let report = |text: &str| {
+            StragglerAction::Report(format!("{text}; it keeps its share, because run.deterministic = true"))
+        };
+        type Row<'a> = (bool, &'a [(&'a str, f64)], StragglerAction);
+        let rows: [Row; 6] = [
+            (false, &[("a", 1.0), ("b", 2.0)], StragglerAction::Rebalance),
+            (false, &[("a", 1.0)], StragglerAction::Rebalance),
+            (true, &[("a", 1.0), ("b", 2.0)], report("b takes 2.00 times the planned time")),
+            (true, &[("a", 1.5)], report("a takes 1.50 times the planned time")),
+            // All are equally slow, or one is faster than the others.
+            (true, &[("a", 2.0), ("b", 2.0)], StragglerAction::Keep),
+            (true, &[("a", 0.5)], StragglerAction::Keep),
+        ];
+        for (deterministic, slowdowns, action) in rows {
+            assert_eq!(decide_after_slowdown(deterministic, slowdowns), action, "{slowdowns:?}");
         }
     }
 

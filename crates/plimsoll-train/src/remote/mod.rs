@@ -20,11 +20,13 @@
 //! | `distributed` | forms a team of local and remote devices |
 //! | `links` | measures bandwidth and latency between hosts |
 //! | `sockets` | channels and wires over sockets |
+//! | `listener` | the port at which a process accepts its peers |
 //! | `ray` | places devices on the machines of a Ray cluster |
 
 pub mod device;
 pub mod distributed;
 pub mod links;
+mod listener;
 pub(crate) mod protocol;
 pub mod ray;
 pub mod sockets;

@@ -1,15 +1,15 @@
 //! Channels and peer networks over sockets.
 //!
 //! The wires of a team connect as follows. Every process listens. Of two ranks, the higher one connects and sends a
-//! `Greeting` with the secret of the team; connections without a valid greeting are closed. Traffic is not encrypted,
-//! so these sockets are as safe as the network.
+//! greeting with the secret of the team. The lower one replies once its team is expected there. A rank without a reply
+//! connects again. Traffic is not encrypted, so these sockets are as safe as the network.
 
+use super::listener::{Greeting, PeerListener, read_reply};
 use super::{Channel, Invitation, PeerNetwork, lock};
 use plimsoll_device::transport::wire::Wire;
-use std::collections::{HashMap, HashSet};
-use std::io::{self, Read, Write};
-use std::mem;
-use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use rustix::io::Errno;
+use std::io::{self, ErrorKind, Read, Write};
+use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -18,12 +18,8 @@ use std::time::{Duration, Instant};
 const PEER_TIMEOUT: Duration = Duration::from_secs(30);
 /// Time after which an unanswered attempt to connect to a peer is repeated.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
-/// Time that an accepted connection has to send its greeting.
-const GREETING_TIMEOUT: Duration = Duration::from_secs(2);
-/// Size of the largest valid [`Greeting`], in bytes.
-const GREETING_BYTES_MAX: u64 = 256;
-/// Largest number of accepted connections without a complete greeting. Further ones wait in the listener's backlog.
-const PENDING_CONNECTIONS_MAX: usize = 64;
+/// Pause before a failed attempt to connect is repeated, and interval of the checks for a cancelled team.
+const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 /// Size of the largest valid message in bytes.
 const MESSAGE_BYTES_MAX: u64 = 1 << 36;
 
@@ -79,80 +75,9 @@ impl<S: Read + Write + Send> Channel for StreamChannel<S> {
     }
 }
 
-/// First message on a connection between two ranks of a team.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-struct Greeting {
-    team: u64,
-    from: u32,
-    to: u32,
-    secret: String,
-}
-
-impl Greeting {
-    fn to_bytes(&self) -> Vec<u8> {
-        let Greeting { team, from, to, secret } = self;
-        [&team.to_le_bytes()[..], &from.to_le_bytes(), &to.to_le_bytes(), secret.as_bytes()].concat()
-    }
-
-    fn from_bytes(bytes: &[u8]) -> Option<Greeting> {
-        let (team, rest) = bytes.split_first_chunk()?;
-        let (from, rest) = rest.split_first_chunk()?;
-        let (to, secret) = rest.split_first_chunk()?;
-        let (from, to) = (u32::from_le_bytes(*from), u32::from_le_bytes(*to));
-        let secret = std::str::from_utf8(secret).ok()?.to_owned();
-        Some(Greeting { team: u64::from_le_bytes(*team), from, to, secret })
-    }
-}
-
-/// An accepted connection that has not sent its whole greeting. It is polled without blocking.
-struct PendingConnection {
-    stream: TcpStream,
-    /// Bytes received so far: a length, then part of a greeting.
-    received: Vec<u8>,
-    deadline: Instant,
-}
-
-impl PendingConnection {
-    /// Reads what has arrived and returns the greeting once it is complete. Bytes behind the greeting stay in the
-    /// stream, because they belong to the team.
-    ///
-    /// # Errors
-    /// Bytes that are not a greeting, a closed connection, or an expired deadline.
-    fn poll_greeting(&mut self) -> io::Result<Option<Greeting>> {
-        let invalid = || io::Error::from(io::ErrorKind::InvalidData);
-        loop {
-            let length = self.received.first_chunk().map(|length| u64::from_le_bytes(*length));
-            if length.is_some_and(|length| length > GREETING_BYTES_MAX) {
-                return Err(invalid());
-            }
-            let remaining = 8 + length.unwrap_or(0) as usize - self.received.len();
-            if remaining == 0 {
-                return Greeting::from_bytes(&self.received[8..]).ok_or_else(invalid).map(Some);
-            }
-            let mut bytes = [0; GREETING_BYTES_MAX as usize];
-            match (&self.stream).read(&mut bytes[..remaining]) {
-                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                Ok(count) => self.received.extend(&bytes[..count]),
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock && Instant::now() < self.deadline => {
-                    return Ok(None);
-                }
-                Err(error) => return Err(error),
-            }
-        }
-    }
-}
-
 /// A peer network over TCP.
 pub struct TcpPeerNetwork {
-    listener: TcpListener,
-    address: SocketAddr,
-    /// Accepted connections without a complete greeting.
-    pending: Mutex<Vec<PendingConnection>>,
-    /// Connections whose greeting is complete, by greeting, until the team that it names takes them.
-    greeted: Mutex<HashMap<Greeting, TcpStream>>,
-    /// Secrets of cancelled teams.
-    cancelled: Mutex<HashSet<String>>,
+    listener: PeerListener,
 }
 
 impl TcpPeerNetwork {
@@ -160,124 +85,84 @@ impl TcpPeerNetwork {
     /// port.
     ///
     /// # Errors
-    /// None of the addresses can be bound.
+    /// None of the addresses can be bound, or the system refuses a thread.
     pub fn listen(address: impl ToSocketAddrs) -> io::Result<Arc<TcpPeerNetwork>> {
-        let listener = TcpListener::bind(address)?;
-        listener.set_nonblocking(true)?;
-        let address = listener.local_addr()?;
-        let (pending, greeted, cancelled) = (Mutex::default(), Mutex::default(), Mutex::default());
-        Ok(Arc::new(TcpPeerNetwork { listener, address, pending, greeted, cancelled }))
+        Ok(Arc::new(TcpPeerNetwork { listener: PeerListener::bind(address)? }))
     }
 
-    /// Returns whether this process may go on waiting for the team with this secret: `deadline` has not passed yet.
+    /// Connects to a peer, and waits until it has replied to the greeting. Tries again after failures that may pass.
     ///
     /// # Errors
-    /// The team was cancelled.
-    fn may_wait(&self, secret: &str, deadline: Instant) -> io::Result<bool> {
-        match lock(&self.cancelled).contains(secret) {
-            true => Err(io::Error::new(io::ErrorKind::ConnectionAborted, "the team was cancelled")),
-            false => Ok(Instant::now() < deadline),
-        }
-    }
-
-    /// Accepts new connections and polls pending ones. Returns whether any has completed its greeting.
-    fn accept_connections(&self) -> io::Result<bool> {
-        let mut pending = lock(&self.pending);
-        while pending.len() < PENDING_CONNECTIONS_MAX {
-            match self.listener.accept() {
-                Ok((stream, _)) => {
-                    stream.set_nonblocking(true)?;
-                    stream.set_nodelay(true)?;
-                    let deadline = Instant::now() + GREETING_TIMEOUT;
-                    pending.push(PendingConnection { stream, received: Vec::new(), deadline });
-                }
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
-                Err(error) => return Err(error),
-            }
-        }
-        let mut any_greeted = false;
-        for mut connection in mem::take(&mut *pending) {
-            match connection.poll_greeting() {
-                Ok(None) => pending.push(connection),
-                Ok(Some(greeting)) => {
-                    connection.stream.set_nonblocking(false)?;
-                    lock(&self.greeted).insert(greeting, connection.stream);
-                    any_greeted = true;
-                }
-                // Dropping the connection closes it.
-                Err(_) => {}
-            }
-        }
-        Ok(any_greeted)
-    }
-
-    /// Connects to a peer. Tries again after each timeout until `deadline`. The outer error says that the team was
-    /// cancelled; the inner one is that of the last attempt.
-    fn connect(&self, address: &SocketAddr, secret: &str, deadline: Instant) -> io::Result<io::Result<TcpStream>> {
+    /// The peer cannot be reached, or does not reply before `deadline`. Or the team was cancelled.
+    fn connect(&self, address: &SocketAddr, greeting: &Greeting, deadline: Instant) -> io::Result<TcpStream> {
         loop {
-            match TcpStream::connect_timeout(address, CONNECT_TIMEOUT) {
-                Err(error) if error.kind() == io::ErrorKind::TimedOut && self.may_wait(secret, deadline)? => {}
-                connected => return Ok(connected),
+            let connected = TcpStream::connect_timeout(address, CONNECT_TIMEOUT);
+            match connected.and_then(|stream| self.greet(stream, greeting, deadline)) {
+                Err(error) if may_pass(&error) && Instant::now() < deadline => {}
+                connected => return connected,
             }
+            self.listener.check_cancelled(&greeting.secret)?;
+            thread::sleep(RETRY_INTERVAL);
         }
     }
+
+    /// Sends the greeting to a peer and waits for its reply.
+    fn greet(&self, mut stream: TcpStream, greeting: &Greeting, deadline: Instant) -> io::Result<TcpStream> {
+        stream.set_nodelay(true)?;
+        stream.write_all(&greeting.to_bytes())?;
+        stream.set_read_timeout(Some(RETRY_INTERVAL))?;
+        while !read_reply(&stream)? {
+            self.listener.check_cancelled(&greeting.secret)?;
+            if Instant::now() >= deadline {
+                return Err(io::Error::new(ErrorKind::TimedOut, "it does not reply to the greeting"));
+            }
+        }
+        stream.set_read_timeout(None)?;
+        Ok(stream)
+    }
+}
+
+/// Returns whether an attempt to connect may succeed later. The peer closes connections while strangers crowd its port
+/// or before it expects the team. A full table of files or ports is a passing state of this process.
+fn may_pass(error: &io::Error) -> bool {
+    let crowded = [ErrorKind::TimedOut, ErrorKind::UnexpectedEof, ErrorKind::ConnectionReset, ErrorKind::BrokenPipe];
+    let exhausted = [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM, Errno::ADDRNOTAVAIL, Errno::AGAIN];
+    crowded.contains(&error.kind()) || Errno::from_io_error(error).is_some_and(|errno| exhausted.contains(&errno))
 }
 
 impl PeerNetwork for TcpPeerNetwork {
     fn address(&self) -> String {
-        self.address.to_string()
+        self.listener.address().to_string()
     }
 
     fn connect_peers(&self, invitation: &Invitation, rank: u32) -> io::Result<Vec<Option<Arc<dyn Wire>>>> {
         let Invitation { team, secret, addresses, .. } = invitation;
-        let greeting = |from, to| Greeting { team: *team, from, to, secret: secret.clone() };
-        let mut wires: Vec<Option<Arc<dyn Wire>>> = addresses.iter().map(|_| None).collect();
         let deadline = Instant::now() + PEER_TIMEOUT;
+        let higher_ranks = self.listener.expect_peers(invitation, rank);
+        let mut lower_ranks = Vec::new();
         for (peer, address) in (0..rank).zip(addresses) {
             let with_peer =
                 |error: io::Error| io::Error::new(error.kind(), format!("rank {peer} at {address}: {error}"));
             let resolved = address.to_socket_addrs().map_err(with_peer)?.next();
-            let resolved = resolved.ok_or_else(|| with_peer(io::ErrorKind::NotFound.into()))?;
-            let mut stream = self.connect(&resolved, secret, deadline)?.map_err(with_peer)?;
-            stream.set_nodelay(true)?;
-            send(&mut stream, &greeting(rank, peer).to_bytes()).map_err(with_peer)?;
-            wires[peer as usize] = Some(Arc::new(stream));
+            let resolved = resolved.ok_or_else(|| with_peer(ErrorKind::NotFound.into()))?;
+            let greeting = Greeting { team: *team, from: rank, to: peer, secret: secret.clone() };
+            lower_ranks.push(Some(self.connect(&resolved, &greeting, deadline).map_err(with_peer)?));
         }
-        // Connections of earlier teams are obsolete.
-        lock(&self.greeted).retain(|greeting, _| greeting.team >= *team);
-        loop {
-            let mut missing = None;
-            for peer in rank + 1..addresses.len() as u32 {
-                if wires[peer as usize].is_none() {
-                    match lock(&self.greeted).remove(&greeting(peer, rank)) {
-                        Some(stream) => wires[peer as usize] = Some(Arc::new(stream)),
-                        None => missing = Some(peer),
-                    }
-                }
-            }
-            match missing {
-                None => return Ok(wires),
-                Some(peer) if !self.may_wait(secret, deadline)? => {
-                    let address = &addresses[peer as usize];
-                    return Err(io::Error::new(
-                        io::ErrorKind::TimedOut,
-                        format!("rank {peer} at {address} did not connect within {} s", PEER_TIMEOUT.as_secs()),
-                    ));
-                }
-                Some(_) if self.accept_connections()? => {}
-                Some(_) => thread::sleep(Duration::from_millis(2)),
-            }
-        }
+        let to_wire = |stream: TcpStream| -> Arc<dyn Wire> { Arc::new(stream) };
+        let streams = lower_ranks.into_iter().chain(higher_ranks.wait(deadline)?.into_iter().skip(rank as usize));
+        Ok(streams.map(|stream| stream.map(to_wire)).collect())
     }
 
     fn cancel_team(&self, secret: &str) {
-        lock(&self.cancelled).insert(secret.to_owned());
+        self.listener.cancel_team(secret);
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs::File;
+    use std::process::Command;
 
     /// Cancelling takes effect long before the timeout.
     #[test]
@@ -308,16 +193,16 @@ mod tests {
         let epoch = Instant::now();
         let invitation =
             Invitation { team: 2, secret: "known".into(), addresses: addresses.clone(), epoch, nccl: false };
-        // Greetings of an earlier team, with a wrong secret and without a secret; then bytes that are not a greeting.
+        // Greetings of an earlier team, with wrong secrets and without a secret, and of ranks that do not connect here.
         let mut intruders = Vec::new();
-        for (team, secret) in [(1, "known"), (2, "guessed"), (2, "")] {
+        let wrong_secrets = ["guessed", "knowm", ""].map(|secret| (2, 1, secret));
+        let wrong_numbers = [(1, 1), (2, 0), (2, 9)].map(|(team, from)| (team, from, "known"));
+        for (team, from, secret) in wrong_secrets.into_iter().chain(wrong_numbers) {
             let mut intruder = TcpStream::connect(&addresses[0]).unwrap();
-            let greeting = Greeting { team, from: 1, to: 0, secret: secret.into() };
-            send(&mut intruder, &greeting.to_bytes()).unwrap();
+            let greeting = Greeting { team, from, to: 0, secret: secret.into() };
+            intruder.write_all(&greeting.to_bytes()).unwrap();
             intruders.push(intruder);
         }
-        intruders.push(TcpStream::connect(&addresses[0]).unwrap());
-        intruders[3].write_all(&[0xff; 12]).unwrap();
         let wires: Vec<_> = thread::scope(|scope| {
             let connect = |(rank, network): (u32, &Arc<TcpPeerNetwork>)| {
                 let (network, invitation) = (network.clone(), &invitation);
@@ -333,6 +218,10 @@ mod tests {
             receiver.receive(&mut received).unwrap();
             assert_eq!(received, [from as u8, to as u8]);
         }
+        for intruder in intruders {
+            intruder.set_nonblocking(true).unwrap();
+            assert!(!read_reply(&intruder).unwrap_or(false));
+        }
     }
 
     /// The team forms sooner than a single silent connection times out.
@@ -340,16 +229,19 @@ mod tests {
     fn silent_connections_do_not_delay_a_team() {
         let ranks = [0, 1].map(|_| TcpPeerNetwork::listen("127.0.0.1:0").unwrap());
         let addresses: Vec<String> = ranks.iter().map(|rank| rank.address()).collect();
-        let silent: Vec<TcpStream> = (0..20).map(|_| TcpStream::connect(&addresses[0]).unwrap()).collect();
+        // More than the listener holds at one time.
+        let silent: Vec<TcpStream> = (0..150).map(|_| TcpStream::connect(&addresses[0]).unwrap()).collect();
         let mut partial = &silent[0];
         partial.write_all(&[40, 0, 0]).unwrap();
         let start = Instant::now();
         let team = Invitation { team: 2, secret: "known".into(), addresses, epoch: start, nccl: false };
         let wires = thread::scope(|scope| {
             let other = scope.spawn(|| ranks[1].connect_peers(&team, 1).unwrap());
+            // The peer's greeting arrives before the team is expected here.
+            thread::sleep(Duration::from_millis(50));
             [ranks[0].connect_peers(&team, 0).unwrap(), other.join().unwrap()]
         });
-        assert!(start.elapsed() < GREETING_TIMEOUT, "{:?}", start.elapsed());
+        assert!(start.elapsed() < CONNECT_TIMEOUT, "{:?}", start.elapsed());
         // Bytes behind the greeting are left to the team.
         wires[1][0].as_ref().unwrap().send(&[7]).unwrap();
         let mut received = [9];
@@ -357,21 +249,58 @@ mod tests {
         assert_eq!(received, [7]);
     }
 
-    #[test]
-    fn slow_greeting_is_closed_after_timeout() {
-        let network = TcpPeerNetwork::listen("127.0.0.1:0").unwrap();
-        let mut slow = TcpStream::connect(network.address()).unwrap();
-        slow.write_all(&[40]).unwrap();
-        while lock(&network.pending).is_empty() {
-            network.accept_connections().unwrap();
-        }
+    /// Sends bytes to a network, then single bytes until it closes the connection. Returns the time until then.
+    fn time_until_closed(network: &TcpPeerNetwork, first_bytes: &[u8]) -> Duration {
         let start = Instant::now();
-        while !lock(&network.pending).is_empty() {
-            assert!(start.elapsed() < 2 * GREETING_TIMEOUT);
-            let _ = slow.write_all(&[0]);
-            thread::sleep(GREETING_TIMEOUT / 20);
-            assert!(!network.accept_connections().unwrap());
+        let mut stream = TcpStream::connect(network.address()).unwrap();
+        stream.write_all(first_bytes).unwrap();
+        stream.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
+        while matches!(read_reply(&stream), Ok(false)) {
+            assert!(start.elapsed() < Duration::from_secs(10));
+            let _ = stream.write_all(&[0]);
         }
-        assert!(start.elapsed() > GREETING_TIMEOUT / 2);
+        start.elapsed()
+    }
+
+    #[test]
+    fn slow_and_malformed_greetings_are_disconnected() {
+        let network = TcpPeerNetwork::listen("127.0.0.1:0").unwrap();
+        for malformed in [&[0xff; 12][..], &[0; 8], &1_u64.rotate_right(1).to_le_bytes(), b"GET / HTTP/1.1\r\n\r\n"] {
+            assert!(time_until_closed(&network, malformed) < Duration::from_secs(1), "{malformed:?}");
+        }
+        let slow = time_until_closed(&network, &[200]);
+        assert!((1.0..4.0).contains(&slow.as_secs_f64()), "{slow:?}");
+    }
+
+    /// Environment variable of the process in which files are scarce.
+    const FEW_FILES: &str = "PLIMSOLL_TEST_FEW_FILES";
+
+    #[test]
+    fn full_table_of_files_only_delays_a_team() {
+        if std::env::var_os(FEW_FILES).is_none() {
+            let mut command = Command::new("sh");
+            command.args(["-c", "ulimit -n 64 && exec \"$0\" --exact \"$1\""]).arg(std::env::current_exe().unwrap());
+            command.arg("remote::sockets::tests::full_table_of_files_only_delays_a_team").env(FEW_FILES, "1");
+            let output = command.output().unwrap();
+            let text = String::from_utf8_lossy(&output.stdout);
+            assert!(output.status.success() && text.contains("1 passed"), "{text}");
+            return;
+        }
+        let ranks = [0, 1].map(|_| TcpPeerNetwork::listen("127.0.0.1:0").unwrap());
+        let addresses = ranks.iter().map(|rank| rank.address()).collect();
+        let team = Invitation { team: 2, secret: "known".into(), addresses, epoch: Instant::now(), nccl: false };
+        let mut files: Vec<File> = std::iter::from_fn(|| File::open("/dev/null").ok()).collect();
+        thread::scope(|scope| {
+            let connect = |rank: u32| ranks[rank as usize].connect_peers(&team, rank).unwrap().len();
+            let threads = [0, 1].map(|rank| scope.spawn(move || connect(rank)));
+            // At first rank 1 cannot connect. With one file it can, but rank 0 cannot accept.
+            for _ in 0..2 {
+                thread::sleep(Duration::from_millis(300));
+                assert!(threads.iter().all(|thread| !thread.is_finished()));
+                files.pop();
+            }
+            drop(files);
+            assert_eq!(threads.map(|thread| thread.join().unwrap()), [2, 2]);
+        });
     }
 }

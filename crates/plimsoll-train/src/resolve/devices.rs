@@ -7,7 +7,8 @@ use super::charges::process_charges;
 use super::device_checks::{check_budgets, check_virtual_paces};
 use super::example::{example_devices, model_is_example};
 use super::gpus::{all_gpus, gpu_device, gpu_free_bytes, has_usable_gpu, usable_gpus};
-use super::host_links::measure_host_links;
+use super::host_links::{ASSUMED_GBIT, measure_host_links, set_paper_links};
+use super::nominal::{self, plannable_memory};
 use crate::config::RunConfig;
 use plimsoll_core::{Budget, Bytes, DeviceKind, DeviceSpec, Failure, Link, Rates};
 use plimsoll_device::calibration::{self, Shortfall, ShortfallKind};
@@ -18,12 +19,15 @@ use plimsoll_plan::paper;
 use serde::Serialize;
 
 /// Returns the devices that a run names, at least one, with load lines and rates. Both are lowered where an earlier run
-/// found that a device has less memory or speed.
+/// found that a device has less memory or speed, unless the run has nominal figures.
 ///
 /// # Errors
 /// Devices that do not exist or cannot be used together.
 pub fn resolve_devices(run: &RunRequest) -> Result<Vec<DeviceSpec>, Failure> {
     let mut devices = find_devices(run)?;
+    if run.nominal {
+        return Ok(devices);
+    }
     for device in &mut devices {
         // The size of a virtual or remote device is an upper bound: a changed load line can only lower it.
         let bounded = device.kind == DeviceKind::Virtual || device.remote_host().is_some();
@@ -128,23 +132,21 @@ pub fn list_named_devices(run: &RunRequest) -> Result<Vec<NamedDevice>, Failure>
     Ok(devices)
 }
 
-/// Measures those rates of this processor that are not known yet, for each CPU or virtual device that a run names. A
-/// measurement takes at most the bytes of the device's load line that this process does not hold already.
-///
-/// # Errors
-/// The errors of [`list_named_devices`], or the system refuses memory or threads.
-pub(crate) fn measure_rates_within_budget(run: &RunRequest) -> Result<(), Failure> {
-    for device in list_named_devices(run)? {
-        let threads = match device.kind {
-            DeviceKind::Cpu => Cpu::read().threads_for(run.run.threads.requested())?,
-            DeviceKind::Virtual => 1,
-            DeviceKind::Cuda | DeviceKind::Paper => continue,
-        };
-        let available = device.budget.saturating_sub(process::resident().unwrap_or(Bytes::ZERO));
-        calibration::cpu_within_memory(threads, available)?;
-        process::trim_heap();
+/// Returns the rates of this processor with `threads` threads: those that are known, or measured now. The measurement
+/// is that of [`RunRequest::measure_rates`]. Without it or after it failed, this process measures, with at most the
+/// bytes of the load line `line` that it does not hold already. If the run has nominal figures, returns the nominal
+/// rates.
+fn rates_within(run: &RunRequest, line: Bytes, threads: u32) -> Result<Rates, Failure> {
+    if run.nominal {
+        return Ok(nominal::cpu_rates(threads));
     }
-    Ok(())
+    if let Some(measure) = run.measure_rates.filter(|_| !calibration::knows_cpu(threads)) {
+        measure(threads);
+    }
+    let available = line.saturating_sub(process::resident().unwrap_or(Bytes::ZERO));
+    let measured = calibration::cpu_within_memory(threads, available)?;
+    process::trim_heap();
+    Ok(measured.rates)
 }
 
 /// Returns the devices that a run names. If it names none, returns the GPUs of this machine, or else the processor. The
@@ -175,6 +177,7 @@ fn find_devices(run: &RunRequest) -> Result<Vec<DeviceSpec>, Failure> {
             requested => devices.push(resolve_device(run, requested)?),
         }
     }
+    set_paper_links(&request, &mut devices);
     measure_host_links(&run.remote, &request, &mut devices)?;
     Ok(devices)
 }
@@ -203,12 +206,12 @@ pub(crate) fn use_host_exchange<'a>(devices: impl IntoIterator<Item = &'a mut De
     }
 }
 
-/// Assumed bandwidth between hosts, in Gbit/s, if the user gives none and it cannot be measured.
-const ASSUMED_GBIT: f64 = 1.0;
-
 /// Returns one requested device with its load line and rates. A GPU without an index stands for GPU 0.
 fn resolve_device(run: &RunRequest, requested: &DeviceRequest) -> Result<DeviceSpec, Failure> {
     match requested {
+        paper if paper.is_paper() => {
+            Ok(paper.paper_spec(run.memory.device_budget()).expect("requests name devices of the table"))
+        }
         DeviceRequest::Remote { device, team_link, .. } => {
             let mut remote_config = run.config.clone();
             remote_config.run.devices = device.to_string();
@@ -230,11 +233,7 @@ fn resolve_device(run: &RunRequest, requested: &DeviceRequest) -> Result<DeviceS
             let device = virtual_device(run, name, *budget, *pace, link.unwrap_or(LinkRequest::DEFAULT))?;
             Ok(DeviceSpec { team_link: team_link.map_or(device.team_link, LinkRequest::link), ..device })
         }
-        DeviceRequest::Paper { name, budget, team_link } => {
-            let device = paper::paper(name, budget.unwrap_or(run.memory.device_budget()));
-            let device = device.expect("requests name devices of the table");
-            Ok(DeviceSpec { team_link: team_link.map_or(device.team_link, LinkRequest::link), ..device })
-        }
+        DeviceRequest::Paper { .. } => unreachable!("the first arm has all paper devices"),
         DeviceRequest::Cuda { index, budget } => {
             let with_key = |failure: Failure| Failure {
                 message: format!("run.devices: {}: {}", requested.name(), failure.message),
@@ -247,20 +246,24 @@ fn resolve_device(run: &RunRequest, requested: &DeviceRequest) -> Result<DeviceS
 }
 
 /// Returns the charges (bytes outside the arena) that are assumed for a device in this process until model and data are
-/// open.
-fn assumed_charges(config: &RunConfig) -> Bytes {
-    process_charges(config.batch_sequences(), u64::from(config.data.sequence))
+/// open. If the run has nominal figures, returns the nominal ones.
+fn assumed_charges(run: &RunRequest) -> Bytes {
+    if run.nominal {
+        return nominal::process_charges(run);
+    }
+    process_charges(run.batch_sequences(), u64::from(run.data.sequence))
 }
 
 /// Returns the processor of this machine as a device. `budget` is its load line in `run.devices`, if the user gave one
 /// there.
 pub(crate) fn cpu_device(run: &RunRequest, budget: Option<Budget>) -> Result<DeviceSpec, Failure> {
     let threads = Cpu::read().threads_for(run.run.threads.requested())?;
-    let rates = calibration::cpu(threads)?.rates.paced(cpu_duty(run, threads));
+    let budget = run.effective_budget("cpu", budget).load_line(plannable_memory(run));
+    let rates = rates_within(run, budget, threads)?.paced(cpu_duty(run, threads));
     Ok(DeviceSpec {
         name: "cpu".to_owned(),
         kind: DeviceKind::Cpu,
-        budget: run.effective_budget("cpu", budget).load_line(Memory::read().free),
+        budget,
         charges: assumed_charges(run),
         charges_measured: false,
         link_measured: false,
@@ -285,11 +288,12 @@ fn virtual_device(
     pace: f64,
     link: LinkRequest,
 ) -> Result<DeviceSpec, Failure> {
-    let core = calibration::cpu(1)?.rates;
+    let budget = budget.load_line(plannable_memory(run));
+    let core = rates_within(run, budget, 1)?;
     Ok(DeviceSpec {
         name: format!("virtual:{name}"),
         kind: DeviceKind::Virtual,
-        budget: budget.load_line(Memory::read().free),
+        budget,
         charges: assumed_charges(run),
         charges_measured: false,
         link_measured: false,

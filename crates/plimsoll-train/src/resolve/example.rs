@@ -15,11 +15,16 @@ pub(crate) fn model_is_example(config: &RunConfig) -> bool {
 }
 
 /// Returns the text of `run.devices` for the built-in example on a machine without a GPU: two virtual devices with the
-/// speed ratio of an RTX 3070 and an RTX 3090. Together they use at most 80 % of the cores. Neither has a higher load
-/// line (the most bytes that a device may hold) than `memory.budget` gives.
+/// speed ratio of an RTX 3070 and an RTX 3090. Neither has a higher load line (the most bytes that a device may hold)
+/// than `memory.budget` gives.
+///
+/// Each computes on one thread. Together they use at most 80 % of the cores, and each at most 80 % of one: the rest is
+/// for the main thread, and for ops that take longer than the rates predict. A device without it would fall behind its
+/// pace, and the run would move work to the other.
 pub(crate) fn example_devices(config: &RunConfig) -> String {
     const SLOWER_PACE: f64 = 0.57;
-    let cores = (0.8 * Cpu::read().usable_cores()).min(1.0 + SLOWER_PACE);
+    const USED: f64 = 0.8;
+    let cores = USED * Cpu::read().usable_cores().min(1.0 + SLOWER_PACE);
     let pace = |share: f64| (100.0 * cores * share / (1.0 + SLOWER_PACE)).floor() / 100.0;
     let line = |mib| Budget::Amount(Bytes::mib(mib).min(config.memory.device_budget().load_line(Memory::read().free)));
     format!("virtual:large={}@{},virtual:small={}@{}", line(48), pace(1.0), line(32), pace(SLOWER_PACE))

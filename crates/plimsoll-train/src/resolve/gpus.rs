@@ -3,6 +3,7 @@
 use super::RunRequest;
 use super::charges::round_up_charges;
 use super::device_checks::check_total;
+use super::nominal;
 use plimsoll_core::{Budget, Bytes, DeviceKind, DeviceSpec, Failure, NcclSpec};
 use plimsoll_device::cuda::gpus::{CudaInstallation, GpuInfo};
 use plimsoll_device::probe::Cpu;
@@ -43,7 +44,8 @@ fn unusable_gpu(gpu: &GpuInfo) -> Failure {
 
 /// Returns a GPU of this machine with its load line and rates. A load line that is a share refers to the memory that
 /// other programs leave free. The charges (bytes outside the arena) are those that a run measured on such a GPU before,
-/// else assumed.
+/// else assumed. If the run has nominal figures, rates and charges are not measured, and the share refers to all
+/// memory.
 pub(super) fn gpu_device(
     run: &RunRequest,
     cuda: &'static CudaInstallation,
@@ -57,9 +59,10 @@ pub(super) fn gpu_device(
     cuda.nvrtc()?;
     cuda.cublaslt()?;
     let name = format!("cuda:{}", gpu.index);
-    let free = gpu_free_bytes(cuda, gpu, run, budget)?;
-    let charges = cache::stored_charges(cuda, gpu).map(round_up_charges);
-    let rates = calibration::gpu(cuda, gpu)?.rates;
+    let measured = (!run.nominal).then(|| gpu_free_bytes(cuda, gpu, run, budget)).transpose()?;
+    let free = measured.unwrap_or(gpu.memory_bytes);
+    let charges = cache::stored_charges(cuda, gpu).filter(|_| !run.nominal).map(round_up_charges);
+    let rates = if run.nominal { nominal::gpu_rates(gpu) } else { calibration::gpu(cuda, gpu)?.rates };
     Ok(DeviceSpec {
         budget: run.effective_budget(&name, budget).load_line(free),
         name,

@@ -3,7 +3,11 @@
 use crate::remote::{self, RemoteDevices};
 use plimsoll_core::{DeviceSpec, Failure, Link};
 use plimsoll_device::error::DeviceError;
-use plimsoll_plan::device_request::{DeviceRequest, DevicesRequest};
+use plimsoll_plan::device_request::{DeviceRequest, DevicesRequest, LinkRequest};
+use plimsoll_plan::paper;
+
+/// Assumed bandwidth between hosts, in Gbit/s, if the user gives none and it cannot be measured.
+pub(super) const ASSUMED_GBIT: f64 = 1.0;
 
 /// Measures the network links of those remote devices for which the user gave none, and sets their `team_link`. The
 /// devices of one host share its link. If all devices are on one remote host, the links between its devices are
@@ -60,6 +64,34 @@ pub(super) fn measure_host_links(
     Ok(())
 }
 
+/// Sets the links of the devices of machines on paper for which the list gives none. The devices of one machine share
+/// the slowest of its links to the others. A link that the list does not name is assumed, unless a device of one of the
+/// two machines states its own.
+pub(super) fn set_paper_links(request: &DevicesRequest, devices: &mut [DeviceSpec]) {
+    let machines = request.paper_machines();
+    let is_in = |device: &&DeviceRequest, machine: &str| device.machine() == Some(machine);
+    let states_link = |machine: &str| {
+        let mut members = request.devices.iter().filter(|device| is_in(device, machine));
+        members.any(|device| device.team_link().is_some())
+    };
+    let link_between = |one: &str, other: &str| {
+        let assumed = (!states_link(one) && !states_link(other)).then(|| paper::ethernet(ASSUMED_GBIT));
+        request.link_between(one, other).map(LinkRequest::link).or(assumed)
+    };
+    let slower = |a: Link, b: Link| if b.bytes_per_second < a.bytes_per_second { b } else { a };
+    // The devices of a list on paper are those of the request, in its order.
+    for (device, requested) in devices.iter_mut().zip(&request.devices) {
+        let Some(machine) = requested.machine().filter(|_| requested.is_paper() && requested.team_link().is_none())
+        else {
+            continue;
+        };
+        let others = machines.iter().filter(|other| **other != machine);
+        let Some(link) = others.filter_map(|other| link_between(machine, other)).reduce(slower) else { continue };
+        let sharing = request.devices.iter().filter(|device| is_in(device, machine)).count();
+        device.team_link = Link { bytes_per_second: link.bytes_per_second / sharing as f64, ..link };
+    }
+}
+
 /// Returns the failure of a run if the links of a device or of this machine cannot be measured.
 fn measurement_failure(name: &str, error: DeviceError) -> Failure {
     let failure = remote::unreachable_failure(error);
@@ -73,5 +105,27 @@ fn has_unknown_link(requested: &DeviceRequest) -> bool {
             team_link.is_none() && !matches!(&**device, DeviceRequest::Virtual { team_link: Some(_), .. })
         }
         _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::resolve::devices::resolve_devices;
+    use crate::resolve::tests::run_request;
+
+    #[test]
+    fn machines_on_paper_share_their_links() {
+        let rates = |devices: &str| {
+            let devices =
+                resolve_devices(&run_request(&["model.preset=7b", &format!("run.devices={devices}")])).unwrap();
+            devices.iter().map(|device| device.team_link.bytes_per_second / 1e6).collect::<Vec<_>>()
+        };
+        assert_eq!(rates("pc1/rtx3090,pc2/2xrtx3070,pc1-pc2=10gbit"), [1180.0, 590.0, 590.0]);
+        // The slowest link counts, and one that is not named is assumed.
+        assert_eq!(rates("a/rtx3090,b/rtx3070,c/rtx3070,a-b=10gbit,c-a=2.5gbit"), [295.0, 118.0, 118.0]);
+        // A stated link replaces the assumed one.
+        assert_eq!(rates("a/rtx3090@10gbit,b/rtx3070@10gbit"), [1180.0, 1180.0]);
+        let one_machine = rates("pc1/rtx3090,pc1/rtx3090");
+        assert_eq!(one_machine, rates("rtx3090,rtx3090"));
     }
 }

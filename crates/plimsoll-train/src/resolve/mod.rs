@@ -9,6 +9,7 @@
 //! | `gpus` | the GPUs of this machine |
 //! | `device_checks` | checks of requested devices against cores and memory |
 //! | `host_links` | measured links between hosts |
+//! | `nominal` | figures of devices without measurements, for plans that are the same at each start |
 //! | `charges` | bytes of this process outside arenas |
 //! | `example` | the built-in example, used where no model or device is named |
 
@@ -20,9 +21,9 @@ pub(crate) mod example;
 mod gpus;
 mod host_links;
 pub(crate) mod model;
+pub(crate) mod nominal;
 mod request;
 
-pub(crate) use devices::measure_rates_within_budget;
 pub use devices::{
     NamedDevice, check_requested_devices, contention_note, cpu_duty, list_named_devices, resolve_devices,
 };

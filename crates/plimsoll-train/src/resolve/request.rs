@@ -20,6 +20,13 @@ pub struct RunRequest {
     /// Load lines (the most bytes that a device may hold) that the user changed while the run was active, by device
     /// name. They are stored in `load-lines.json`.
     pub budget_overrides: BTreeMap<String, Budget>,
+    /// Measures the rates of this processor with a number of threads in another process, and caches them. A full
+    /// measurement takes about 200 MiB, more than a small load line. `None` measures in this process, within the load
+    /// line.
+    pub measure_rates: Option<fn(u32)>,
+    /// Whether devices have their nominal figures: speeds by their model, the whole memory instead of the free part,
+    /// assumed charges. These are the same at each start. `planning::nominal` plans with them.
+    pub(crate) nominal: bool,
 }
 
 impl From<RunConfig> for RunRequest {

@@ -9,6 +9,7 @@ use crate::engine::failure::DeviceFailure;
 use crate::engine::tensor_files::{CheckpointReader, TensorWriter};
 use crate::files::{FileSummary, FilesError, MAX_SHARD_BYTES, WeightFiles, WeightWriter, atomic};
 use crate::planning::previous_plan::PreviousPlan;
+use crate::planning::sum_order::SumOrder;
 use crate::team::Team;
 use plimsoll_core::{Bytes, DType, Failure, GemmAlgorithms, Parallelism, Plan, Recipe, WorkerPlan, nan_from_null};
 use plimsoll_device::cache::sealed_json;
@@ -22,6 +23,9 @@ use std::path::{Path, PathBuf};
 
 /// Version of the format of `checkpoint.json`.
 const VERSION: u32 = 4;
+
+/// The most reasons for other bits that a checkpoint lists.
+const MAX_REASONS: usize = 8;
 
 /// Stem of the names of the tensor files.
 const STEM: &str = "state";
@@ -63,6 +67,9 @@ pub struct CheckpointInfo {
     /// their own. A resumed run uses them again, so that results are bit-identical.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub algorithms: Option<GemmAlgorithms>,
+    /// Reasons why the same command may give other bits; empty if it gives the same.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub other_bits: Vec<String>,
     /// Data type of the computation.
     pub precision: DType,
     /// Number of rows of the training data. A resumed run refuses data with another number.
@@ -82,14 +89,24 @@ impl CheckpointInfo {
     /// Takes over recipe, parallelism, workers and matrix product algorithms from a plan, for the next checkpoint.
     /// `charges_bytes` are the planned bytes of the first device outside its arena.
     pub(crate) fn set_plan(&mut self, plan: &Plan, charges_bytes: Bytes) {
+        if SumOrder::of(&self.recipe, self.parallelism, &self.team) != SumOrder::of_plan(plan) {
+            self.add_other_bits(format!("shares or micro-batches changed after step {}", self.step));
+        }
         self.recipe = plan.recipe.clone();
         (self.parallelism, self.team) = (plan.parallelism, plan.team.clone());
         (self.algorithms, self.charges_bytes) = (plan.algorithms.clone(), charges_bytes);
     }
 
-    /// Returns `self` with the step, training time and losses of `checkpoint`. Without a checkpoint they are those of a
-    /// new run.
-    pub(crate) fn with_progress_of(self, checkpoint: Option<&Checkpoint>) -> CheckpointInfo {
+    /// Adds a reason why the same command may give other bits. The first few tell enough.
+    fn add_other_bits(&mut self, reason: String) {
+        if self.other_bits.len() < MAX_REASONS && !self.other_bits.contains(&reason) {
+            self.other_bits.push(reason);
+        }
+    }
+
+    /// Returns `self` with the step, training time and losses of `checkpoint`, and with its reasons for other bits.
+    /// Without a checkpoint they are those of a new run.
+    pub(crate) fn with_progress_of(mut self, checkpoint: Option<&Checkpoint>) -> CheckpointInfo {
         let Some(Checkpoint { info, .. }) = checkpoint else {
             let (first_loss, last_loss) = (f64::NAN, f64::NAN);
             return CheckpointInfo {
@@ -101,6 +118,8 @@ impl CheckpointInfo {
                 ..self
             };
         };
+        let new_reasons = std::mem::replace(&mut self.other_bits, info.other_bits.clone());
+        new_reasons.into_iter().for_each(|reason| self.add_other_bits(reason));
         CheckpointInfo {
             step: info.step,
             elapsed_seconds: info.elapsed_seconds,
@@ -383,6 +402,7 @@ mod tests {
             threads: 2,
             charges_bytes: Bytes::mib(14),
             algorithms: None,
+            other_bits: vec![],
             precision: DType::F32,
             rows: 96,
             labelled_tokens: 2859,

@@ -37,6 +37,8 @@ pub(crate) struct RunContext {
     pub cpu_duty: f64,
     /// Whether the run draws text samples at its end.
     pub draws_samples: bool,
+    /// Peak of this process before the session opened its devices; zero if the system does not report it.
+    pub peak_before: Bytes,
 }
 
 impl RunContext {

@@ -5,18 +5,22 @@
 
 use plimsoll_core::{Budget, Bytes, Exit, Failure};
 use serde::{Deserialize, Serialize};
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use std::{fs, io, thread};
 
 /// Longest time that a client waits for the reply. A run replies between two steps, which can take minutes.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(30 * 60);
-/// Longest time that the run waits for a client to send its request.
+/// Longest time that the run waits for a client to send its whole request, or to receive the reply.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
+/// Size of the largest valid request in bytes.
+const REQUEST_BYTES_MAX: usize = 4096;
+/// Pause after a client could not be accepted, for example because too many files are open.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// Request of a client.
 #[derive(Debug, Serialize, Deserialize)]
@@ -121,9 +125,12 @@ impl ControlSocket {
         OPEN_SOCKETS.lock().unwrap_or_else(PoisonError::into_inner).push(path.clone());
         let (sender, pending_requests) = channel();
         thread::Builder::new().name("control".into()).stack_size(128 << 10).spawn(move || {
-            for client in listener.incoming().flatten() {
+            for client in listener.incoming() {
                 // Clients are served one after the other, and the last request wins.
-                let _ = answer_client(&client, &sender);
+                match client {
+                    Ok(client) => drop(answer_client(&client, &sender)),
+                    Err(_) => thread::sleep(ACCEPT_PAUSE),
+                }
             }
         })?;
         Ok(ControlSocket { path, pending_requests })
@@ -142,11 +149,28 @@ impl Drop for ControlSocket {
     }
 }
 
+/// Reads a request up to the end of its line.
+///
+/// # Errors
+/// The request is not complete in time, or the stream fails.
+fn read_request(mut client: &UnixStream) -> io::Result<Vec<u8>> {
+    let deadline = Instant::now() + REQUEST_TIMEOUT;
+    let (mut request, mut bytes) = (Vec::new(), [0; 512]);
+    while !request.ends_with(b"\n") && request.len() < REQUEST_BYTES_MAX {
+        let remaining = deadline.checked_duration_since(Instant::now()).filter(|remaining| !remaining.is_zero());
+        client.set_read_timeout(Some(remaining.ok_or(io::ErrorKind::TimedOut)?))?;
+        match client.read(&mut bytes)? {
+            0 => break,
+            count => request.extend(&bytes[..count]),
+        }
+    }
+    Ok(request)
+}
+
 fn answer_client(client: &UnixStream, pending_requests: &Sender<BudgetRequest>) -> io::Result<()> {
-    client.set_read_timeout(Some(REQUEST_TIMEOUT))?;
-    let mut line = String::new();
-    BufReader::new(client).read_line(&mut line)?;
-    let answer = match serde_json::from_str::<Request>(&line) {
+    client.set_write_timeout(Some(REQUEST_TIMEOUT))?;
+    let request = read_request(client)?;
+    let answer = match serde_json::from_slice::<Request>(&request) {
         Err(error) => Reply::Invalid(format!("invalid request: {error}")),
         Ok(Request { budget, device }) => {
             let (reply, answer) = channel();
@@ -244,6 +268,17 @@ mod tests {
         let _control = ControlSocket::listen(folder.path()).unwrap();
         let mut stream = UnixStream::connect(socket(folder.path())).unwrap();
         stream.write_all(b"{\"budget\": \"six\"}\n").unwrap();
+        let mut line = String::new();
+        BufReader::new(stream).read_line(&mut line).unwrap();
+        assert!(line.contains("\"invalid\":\"invalid request"), "{line}");
+    }
+
+    #[test]
+    fn endless_request_is_refused_at_its_limit() {
+        let folder = tempfile::tempdir().unwrap();
+        let _control = ControlSocket::listen(folder.path()).unwrap();
+        let mut stream = UnixStream::connect(socket(folder.path())).unwrap();
+        stream.write_all(&[b' '; REQUEST_BYTES_MAX]).unwrap();
         let mut line = String::new();
         BufReader::new(stream).read_line(&mut line).unwrap();
         assert!(line.contains("\"invalid\":\"invalid request"), "{line}");

@@ -167,7 +167,7 @@ impl Session {
         device: Option<String>,
         log: &mut EventLog,
     ) -> Result<(), Failure> {
-        let exact_match = (sum.samples > 0).then(|| sum.exact as f64 / sum.samples as f64);
+        let exact_match = sum.exact_match();
         self.last_eval = Some((step, EvalResult { loss: sum.loss(), exact_match }));
         log.emit(Event::Evaluation { step, loss: sum.loss(), exact_match, tokens: sum.tokens, seconds, device })
     }

@@ -60,6 +60,7 @@ impl Session {
         let info = info_at_start(&prepared, checkpoint.as_deref());
         let PreparedRun { run, resolved, train, eval, mut planned, .. } = prepared;
         // The memory peak of the run starts here: data and planning released their memory, or it is part of the charges.
+        let peak_before = process::peak_resident().unwrap_or(Bytes::ZERO);
         process::trim_heap();
         let _ = process::reset_peak();
         let start = Instant::now();
@@ -69,6 +70,7 @@ impl Session {
         let first = &planned.assignments[0].device;
         let context = RunContext {
             folder,
+            peak_before,
             draws_samples: planned.assignments[0].outcome.set.program(ProgramKind::Prefill).is_some(),
             gemm_flops_per_step: planned.assignments.iter().map(gemm_flops_per_step).sum(),
             // A virtual device keeps its own pace, and a GPU leaves the CPU usable.
@@ -225,7 +227,9 @@ impl Session {
 fn info_at_start(prepared: &PreparedRun, checkpoint: Option<&Checkpoint>) -> CheckpointInfo {
     let PreparedRun { run, resolved, train, planned, .. } = prepared;
     let (plan, first) = (&planned.plan, &planned.assignments[0].device);
+    let by_clock = run.train.hours.map(|_| "train.hours ends the run by the clock".to_owned());
     let info = CheckpointInfo {
+        other_bits: prepared.other_bits.iter().cloned().chain(by_clock).collect(),
         version: CheckpointInfo::VERSION,
         step: 0,
         steps: batches_and_steps(run, train.rows()).1,

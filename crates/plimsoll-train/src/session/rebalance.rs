@@ -9,7 +9,7 @@ use crate::planning::previous_plan::PreviousPlan;
 use crate::planning::team_plan::{TeamPlan, WorkerAssignment};
 use crate::recovery::failures::Work;
 use crate::recovery::moves::{self, MoveCandidate, MoveState};
-use crate::recovery::stragglers::assume_rates;
+use crate::recovery::stragglers::{StragglerAction, assume_rates, decide_after_slowdown};
 use crate::session::checkpoint::newest;
 use crate::session::device_loss::no_recipe_fits;
 use crate::session::interrupt::{Continuation, StepInterrupt};
@@ -129,19 +129,23 @@ impl Session {
 
     /// Rebalances the work if workers are faster or slower than planned; the kind of parallelism stays the same. After
     /// a number of steps, also considers devices again that got no work because they were too slow, with their speed
-    /// from before the run. Called between two steps.
+    /// from before the run. Called between two steps. A deterministic run only reports slow workers.
     pub(crate) fn rebalance_stragglers(&mut self, log: &mut EventLog) -> Result<(), StepInterrupt> {
+        let deterministic = self.context.run.is_deterministic();
         let at_work = self.team.workers().iter().filter(|worker| worker.sequences > 0);
         let at_work: Vec<String> = at_work.map(|worker| worker.device.name.clone()).collect();
         self.stragglers.record_active(&at_work);
         let idle_candidates =
             self.stragglers.ever_active().filter(|name| !at_work.contains(name) && !self.is_device_lost(name));
-        let idle_candidates: Vec<String> =
-            idle_candidates.filter(|_| self.stragglers.may_retry_idle(self.info.step)).cloned().collect();
+        let may_retry = !deterministic && self.stragglers.may_retry_idle(self.info.step);
+        let idle_candidates: Vec<String> = idle_candidates.filter(|_| may_retry).cloned().collect();
         let computed = self.team.compute_times();
         let Some(slowdowns) = self.stragglers.observe(self.info.step, &computed, !idle_candidates.is_empty()) else {
             return Ok(());
         };
+        if self.keeps_shares(deterministic, &slowdowns, log)? {
+            return Ok(());
+        }
         let start = Instant::now();
         let mut specs = self.team.specs();
         let mut idle_specs = self.unused_devices(&specs);
@@ -180,6 +184,20 @@ impl Session {
         self.stragglers.record_review(self.info.step, readmitted);
         let Some(planned) = found else { return Ok(()) };
         self.switch_to_plan(planned, &reasons.join(", "), start, log)
+    }
+
+    /// Whether the workers keep their shares in spite of these slowdowns. Then logs the slow ones; the interval to the
+    /// next such warning doubles each time.
+    fn keeps_shares(&mut self, deterministic: bool, slowdowns: &[f64], log: &mut EventLog) -> Result<bool, Failure> {
+        let workers = self.team.workers().iter().zip(slowdowns).filter(|(worker, _)| worker.sequences > 0);
+        let named: Vec<(&str, f64)> = workers.map(|(worker, times)| (worker.device.name.as_str(), *times)).collect();
+        match decide_after_slowdown(deterministic, &named) {
+            StragglerAction::Rebalance => return Ok(false),
+            StragglerAction::Report(message) => log.emit(Event::Warning { message })?,
+            StragglerAction::Keep => {}
+        }
+        self.stragglers.record_review(self.info.step, false);
+        Ok(true)
     }
 
     /// Whether the run should change to `planned`. The plan must be at least 2 % faster. If state has to move, it must

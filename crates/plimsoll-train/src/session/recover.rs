@@ -220,8 +220,8 @@ impl Session {
     }
 
     /// Returns the fastest plan of a worker's share under the load lines `line` of the device and `host` of host
-    /// memory; `None` if nothing fits. With `same_bits`, plans that keep every bit come first. A worker of a sharded or
-    /// pipeline team keeps its micro-batch.
+    /// memory; `None` if nothing fits. With `same_bits`, and in a deterministic run, plans that keep every bit come
+    /// first. A worker of a sharded or pipeline team keeps its micro-batch.
     pub(super) fn fastest_plan_under(
         &self,
         rank: usize,
@@ -233,6 +233,7 @@ impl Session {
             self.plan_share_under(rank, line, host, choice).ok().filter(|answer| answer.plan.fits)
         };
         // Workers of a partitioned team must keep the same number of micro-batches.
+        let same_bits = same_bits || self.context.run.is_deterministic();
         let same_micro_batch = if same_bits || self.team.is_partitioned() {
             search_with(RecipeChoice::MicroBatch(self.worker(rank).plan.recipe.micro_batch))
         } else {

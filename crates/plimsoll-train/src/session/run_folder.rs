@@ -12,7 +12,9 @@ use crate::session::checkpoint;
 use crate::session::interrupt::StepInterrupt;
 use crate::session::outcome::Outcome;
 use crate::session::training::{Ending, Session};
-use plimsoll_core::{Event, Failure, LossSpan, Plan, RunResult, RunStatus, StepSeconds, format_count};
+use plimsoll_core::{
+    Bytes, DeviceMemory, Event, Failure, LossSpan, Plan, RunResult, RunStatus, StepSeconds, format_count,
+};
 use plimsoll_device::regular_file;
 use plimsoll_program::ProgramKind;
 use std::path::{Path, PathBuf};
@@ -147,10 +149,31 @@ impl Session {
     pub(crate) fn finish(mut self, ending: Ending, log: &mut EventLog) -> Result<Outcome, Failure> {
         let Ending { status, failure: stop_reason, model, drawn } = ending;
         let mut memory = self.team.memory();
+        for (memory, worker) in memory.iter_mut().zip(self.team.workers()) {
+            let before = if worker.device.in_process() { self.context.peak_before } else { Bytes::ZERO };
+            memory.compare_with_load_line(before);
+        }
         let external_peak_bytes = self.team.external_peak_bytes();
         if let Some(evaluator) = self.evaluator.take() {
             self.evaluator_result = evaluator.result();
-            memory.extend(evaluator.memory(external_peak_bytes));
+            let of_evaluator = evaluator.memory(external_peak_bytes).map(|mut memory| {
+                memory.compare_with_load_line(Bytes::ZERO);
+                memory
+            });
+            memory.extend(of_evaluator);
+        }
+        for message in memory.iter().filter_map(DeviceMemory::over_load_line_note) {
+            log.emit(Event::Warning { message })?;
+        }
+        let tokenizer = self.context.resolved.model.tokenizer().filter(|_| !drawn.is_empty());
+        let has_room = tokenizer.as_ref().is_none_or(|file| self.has_room_for_tokenizer(file, external_peak_bytes));
+        if !has_room {
+            let message = "no samples are shown: the tokenizer needs more memory than the load line leaves".to_owned();
+            log.emit(Event::Warning { message })?;
+        }
+        if self.context.run.is_deterministic() && !self.info.other_bits.is_empty() {
+            let message = format!("the same command may give other bits: {}", self.info.other_bits.join("; "));
+            log.emit(Event::Warning { message })?;
         }
         let path = self.context.folder.join("result.json");
         let (step_seconds, tokens_per_second) = self.measured_speed(&path);
@@ -181,6 +204,8 @@ impl Session {
             faults_not_triggered,
             thermal_pause_seconds: self.thermal.seconds,
             fallback: self.context.resolved.fallback.clone(),
+            reproducible: self.info.other_bits.is_empty(),
+            reproducible_because: reasons_for(&self.info.other_bits),
         };
         let text = serde_json::to_vec_pretty(&result).expect("plain data has a JSON form");
         atomic::write_file(&path, &text)?;
@@ -197,15 +222,24 @@ impl Session {
         }
         // A tokenizer may take tens of megabytes: load it after the arena is freed.
         drop(self.team);
-        let samples = match self.context.resolved.model.tokenizer() {
-            Some(tokenizer) if !drawn.is_empty() => decode_samples(&drawn, &tokenizer)?,
-            _ => Vec::new(),
-        };
+        let tokenizer = tokenizer.filter(|_| has_room);
+        let samples = tokenizer.map_or(Ok(Vec::new()), |tokenizer| decode_samples(&drawn, &tokenizer))?;
         Ok(Outcome { result, samples, model, folder: self.context.folder })
     }
 }
 
 impl Session {
+    /// Whether the tokenizer in `file` fits under the load lines of the devices in this process once their arenas are
+    /// freed. `held` are the bytes of this process beside the arenas. While a tokenizer is read, it takes about 16
+    /// times the bytes of its file.
+    fn has_room_for_tokenizer(&self, file: &Path, held: Option<Bytes>) -> bool {
+        const BYTES_PER_FILE_BYTE: u64 = 20;
+        let file_bytes = file.metadata().map_or(0, |file| file.len());
+        let needed = held.unwrap_or_default() + Bytes(file_bytes * BYTES_PER_FILE_BYTE);
+        let own = self.team.workers().iter().filter(|worker| worker.device.in_process());
+        own.map(|worker| worker.line.bytes).all(|line| needed <= line)
+    }
+
     /// Returns the step times and tokens per second of the run. If this process has done no step, takes them from an
     /// earlier result in the file `path` that ended at the same step. Without such a result, computes them from the
     /// training time that the checkpoint records.
@@ -222,6 +256,14 @@ impl Session {
         let predicted = self.plan.predicted.step_seconds;
         let seconds = StepSeconds { median: times.quantile(0.5), p95: times.quantile(0.95), predicted };
         (seconds, tokens * times.steps_per_second().unwrap_or(0.0))
+    }
+}
+
+/// Returns why a run is reproducible, if there are no reasons for `other_bits`; else those reasons.
+fn reasons_for(other_bits: &[String]) -> Vec<String> {
+    match other_bits {
+        [] => vec!["shares, micro-batches and algorithms do not depend on measurements, and stayed".to_owned()],
+        reasons => reasons.to_vec(),
     }
 }
 

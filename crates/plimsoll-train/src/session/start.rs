@@ -22,6 +22,7 @@ use plimsoll_core::{
 };
 use plimsoll_device::probe::Cpu;
 use plimsoll_device::regular_file;
+use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -75,7 +76,7 @@ impl Run {
     fn begin(run: RunRequest, known: Option<&PreviousPlan>) -> Result<Run, Failure> {
         let folder = Path::new(&run.run.dir);
         ensure_not_running(folder)?;
-        if folder.join("run.toml").exists() || folder.join("checkpoints").exists() {
+        if holds_results(folder) {
             let message = format!("run.dir: folder {} already holds a run", folder.display());
             return Err(Failure::input(message)
                 .hint(format!("resume it: plimsoll train --resume {}", folder.display()))
@@ -114,7 +115,10 @@ impl Run {
             Some(Checkpoint { info, .. }) => Some(PreviousPlan::from_checkpoint(info)),
             None => plan_before(&folder),
         };
-        let prepared = prepare(run, known.as_ref())?;
+        let mut prepared = prepare(run, known.as_ref())?;
+        if checkpoint.is_none() {
+            prepared.count_as_measured();
+        }
         if let Some(checkpoint) = &checkpoint {
             check_same_data(&prepared.train, checkpoint)?;
             let (info, plan) = (&checkpoint.info, &prepared.planned.plan);
@@ -261,6 +265,15 @@ fn store_length(folder: &Path, run: &RunConfig) -> Result<(), Failure> {
     Ok(())
 }
 
+/// Whether a folder holds results of a run, which a new run must not replace. A run that ended in its first step has
+/// none.
+fn holds_results(folder: &Path) -> bool {
+    let path = folder.join("result.json");
+    let result = || regular_file::read(&path).ok().and_then(|text| serde_json::from_slice::<Value>(&text).ok());
+    ["checkpoints", "model", "adapter"].iter().any(|name| folder.join(name).exists())
+        || path.exists() && result().is_none_or(|result| result["steps"] != 0)
+}
+
 fn create_run_folder(folder: &Path) -> Result<(), Failure> {
     fs::create_dir_all(folder).map_err(|e| {
         Failure::input(format!("run.dir: {}: {e}", folder.display())).hint("name a folder that can be written")
@@ -319,5 +332,27 @@ fn describe_share(plan: &WorkerPlan) -> String {
         Some([first, end]) => format!("layers {first} to {}", end - 1),
         None if plan.sequences == 0 => "part of the state only".to_owned(),
         None => format_count(plan.sequences, "sequence"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn folder_without_finished_step_takes_a_new_run() {
+        let folder = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| fs::write(folder.path().join(name), text).unwrap();
+        ["run.toml", "plan.json", "events.jsonl"].into_iter().for_each(|name| write(name, ""));
+        assert!(!holds_results(folder.path()));
+        write("result.json", r#"{"status": "stopped", "steps": 0}"#);
+        assert!(!holds_results(folder.path()));
+        write("result.json", r#"{"status": "stopped", "steps": 1}"#);
+        assert!(holds_results(folder.path()));
+        write("result.json", "of another version");
+        assert!(holds_results(folder.path()), "what cannot be read is not replaced");
+        fs::remove_file(folder.path().join("result.json")).unwrap();
+        fs::create_dir(folder.path().join("checkpoints")).unwrap();
+        assert!(holds_results(folder.path()));
     }
 }

@@ -146,6 +146,7 @@ impl Session {
             product_flops: self.context.gemm_flops_per_step,
             peak_flops: self.peak_flops,
             simulated: self.team.workers().iter().any(|worker| worker.device.simulated()),
+            devices: self.team.names(),
         })
     }
 

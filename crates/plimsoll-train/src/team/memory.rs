@@ -139,6 +139,7 @@ impl Team {
                     predicted_bytes: plan.peak_bytes,
                     measured_bytes: measured.map(|(bytes, _)| bytes),
                     measured_by: measured.map(|(_, by)| by),
+                    over_load_line_bytes: None,
                 }
             })
             .collect()

@@ -3,6 +3,7 @@
 
 use super::abandoned::{AbandonedMemory, drop_on_thread};
 use super::run_on_all::{Job, JobOutcome, Task, run_on_all};
+use super::worker::PredictedCompute;
 use super::{Team, Worker};
 use crate::engine::Engine;
 use crate::engine::failure::DeviceFailure;
@@ -58,6 +59,7 @@ pub(crate) fn open_team(
         })?;
         monitors.push(monitor);
         if let (Some(before), Some(now)) = (before, &worker.plan.algorithms)
+            && !before.chosen.is_empty()
             && worker.engine.chose_new_algorithms()
         {
             let message = format!(
@@ -95,10 +97,11 @@ fn open_worker(
     let budget_of_run_file =
         || fixed_capacity.map_or_else(|| budget(run, resolved, &assignment.device), Budget::Amount);
     let budget = run.budget_overrides.get(&assignment.device.name).copied().unwrap_or_else(budget_of_run_file);
-    let OpenedDevice { assignment, engine, plan, programs, heartbeat, monitor } =
+    let OpenedDevice { assignment, opened, heartbeat, monitor } =
         open_assignment(run, resolved, assignment, faults, false)?;
+    let OpenedEngine { engine, plan, programs, predicted_compute } = opened;
     let line = LoadLine::new(budget, fixed_capacity, &plan, programs);
-    Ok((Worker::new(&assignment, engine, plan, line, heartbeat), monitor))
+    Ok((Worker::new(&assignment, engine, plan, predicted_compute, line, heartbeat), monitor))
 }
 
 /// Returns the budget that the run file gives a device. A CPU that replaces accelerators on which the run does not fit
@@ -121,15 +124,11 @@ pub(crate) fn fixed_capacity(run: &RunRequest, resolved: &Resolved, device: &Dev
 
 /// A device of a plan after it was opened, ready to run its Programs.
 pub(crate) struct OpenedDevice {
-    /// The device with its part of the run's plan. The part is planned again if the device has higher charges than
-    /// planned.
+    /// The device with its part of the run's plan, without Programs: the engine has them. The part is planned again if
+    /// the device has higher charges than planned.
     pub assignment: WorkerAssignment,
-    /// Engine that runs the Programs on the device.
-    pub engine: Engine,
-    /// Plan of this device alone, for its part of the run.
-    pub plan: Plan,
-    /// Part of the device's charges that its Programs cause.
-    pub programs: Bytes,
+    /// Engine of the device, with its plan.
+    pub opened: OpenedEngine,
     /// Heartbeat, which began before the device was opened; `None` if the system refused a thread.
     pub heartbeat: Option<HeartbeatSender>,
     /// Monitor of the heartbeat until the team starts its own; `None` if the system refused a thread.
@@ -165,9 +164,9 @@ pub(crate) fn open_assignment(
     let (run, resolved, faults) = (run.clone(), resolved.clone(), faults.to_vec());
     let task_liveness = liveness.clone();
     let task: Task<_> = Box::new(move |engine, _| {
-        let opened = open_engine(&run, &resolved, &mut assignment, connection, &faults, task_liveness, evaluates)?;
-        *engine = opened.engine;
-        Ok((assignment, opened.plan, opened.programs))
+        let mut opened = open_engine(&run, &resolved, &mut assignment, connection, &faults, task_liveness, evaluates)?;
+        std::mem::swap(engine, &mut opened.engine);
+        Ok((assignment, opened))
     });
     let job = Job { rank: 0, engine: Engine::placeholder(&name), liveness: liveness.clone(), task };
     let no_peers: Arc<dyn Transport> = in_process::InProcessTransport::new_group(1);
@@ -178,15 +177,20 @@ pub(crate) fn open_assignment(
         return Err(DeviceFailure::Lost { rank: 0, reason: timeout_message(&name, heartbeat_timeout) });
     }
     let Some((_, JobOutcome::Returned(engine, opened))) = outcome else { unreachable!("a responsive device returns") };
-    let (assignment, plan, programs) = opened?;
-    Ok(OpenedDevice { assignment, engine: *engine, plan, programs, heartbeat, monitor })
+    let (assignment, opened) = opened?;
+    Ok(OpenedDevice { assignment, opened: OpenedEngine { engine: *engine, ..opened }, heartbeat, monitor })
 }
 
-/// An open engine with its plan and the charges of its Programs.
-struct OpenedEngine {
-    engine: Engine,
-    plan: Plan,
-    programs: Bytes,
+/// An open engine with its plan and figures of its Programs.
+pub(crate) struct OpenedEngine {
+    /// Engine that runs the Programs on the device.
+    pub engine: Engine,
+    /// Plan of this device alone, for its part of the run.
+    pub plan: Plan,
+    /// Part of the device's charges that its Programs cause.
+    pub programs: Bytes,
+    /// Compute time of a step that the Programs predict.
+    pub predicted_compute: PredictedCompute,
 }
 
 /// Opens the engine of one device, and returns it with its plan and the charges of its Programs. If the device has
@@ -213,8 +217,10 @@ fn open_engine(
     let rates = rates.clone();
     let mut attempts = 1;
     loop {
-        let (answer, plan) = (assignment.outcome.clone(), assignment.outcome.plan.clone());
+        let answer = assignment.take_outcome();
+        let plan = answer.plan.clone();
         let programs = program_charges(&assignment.device, &answer.set);
+        let predicted_compute = PredictedCompute::of(&assignment.device, &answer);
         let algorithms = assignment.algorithms.as_ref();
         let simulated = fixed_capacity.filter(|_| assignment.device.simulated());
         let simulated =
@@ -239,7 +245,7 @@ fn open_engine(
         let held = match opened {
             Ok(engine) => {
                 let plan = Plan { algorithms: engine.algorithms(), ..plan };
-                return Ok(OpenedEngine { engine, plan, programs });
+                return Ok(OpenedEngine { engine, plan, programs, predicted_compute });
             }
             Err(DeviceError::ChargesExceedPlan { held, .. }) if attempts < MAX_PLAN_ATTEMPTS => held,
             Err(error) => return Err(error.into()),

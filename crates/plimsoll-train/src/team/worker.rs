@@ -59,6 +59,7 @@ impl Worker {
         part: &WorkerAssignment,
         engine: Engine,
         plan: Plan,
+        predicted_compute: PredictedCompute,
         line: LoadLine,
         heartbeat: Option<HeartbeatSender>,
     ) -> Worker {
@@ -73,7 +74,7 @@ impl Worker {
             peak_held_bytes: Bytes::ZERO,
             line,
             rows: Rows::default(),
-            predicted_compute: PredictedCompute::of(&part.device, &part.outcome),
+            predicted_compute,
             last_compute: (0.0, 0.0),
             slowdowns: Vec::new(),
             heartbeat,

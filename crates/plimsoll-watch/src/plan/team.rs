@@ -176,10 +176,13 @@ fn links(plan: &Plan, specs: &[DeviceSpec]) -> String {
     // Paper devices have no host unless the request names one.
     let has_no_host = plan.host.budget_bytes.0 == 0 && specs.iter().all(|spec| spec.kind == DeviceKind::Paper);
     let is_dominated = plan.link_seconds.is_some_and(|cost| cost > 0.5 * plan.predicted.step_seconds);
-    let hint = if has_no_host && is_dominated {
-        "; offload to a host could reduce this: name the host memory in --devices, such as host=64GiB"
-    } else {
-        ""
+    let host = match slowest.remote_host() {
+        Some(machine) => format!("{machine}/host=64GiB"),
+        None => "host=64GiB".to_owned(),
+    };
+    let hint = match has_no_host && is_dominated {
+        true => format!("; offload to a host could reduce this: name the host memory in --devices, such as {host}"),
+        false => String::new(),
     };
     let line = format!("slowest link: {rate} each way, of {} ({source}){costs}{hint}", slowest.name);
     wrapped(&line, WIDTH, "  ")

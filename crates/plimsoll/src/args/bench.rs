@@ -109,13 +109,24 @@ pub struct BenchModelsArgs {
 
 impl BenchModelsArgs {
     /// Builds the request of one model: random weights, one epoch over the file `data`, with about 65536 tokens per
-    /// step.
+    /// step. The `KEY=VALUE` settings in `more` override those of the flags.
     ///
     /// # Errors
     /// An invalid setting.
-    pub fn build_request(&self, model: &str, data: &Path, run_dir: &Path) -> Result<RunRequest, Failure> {
+    pub fn build_request(
+        &self,
+        model: &str,
+        data: &Path,
+        run_dir: &Path,
+        more: &[String],
+    ) -> Result<RunRequest, Failure> {
         const STEP_TOKENS: u64 = 65536;
+        const MAX_TOKENS: u64 = 1 << 31;
         let sequence = u64::from(self.sequence);
+        if self.samples * sequence > MAX_TOKENS {
+            let message = format!("--samples: {} × {sequence} tokens are more than {MAX_TOKENS}", self.samples);
+            return Err(Failure::input(message).hint("give fewer or shorter samples, such as --samples 1000"));
+        }
         let batch_sequences = (STEP_TOKENS / sequence).clamp(1, self.samples);
         let fixed = [
             ("data.format", "tokens".to_owned()),
@@ -132,6 +143,7 @@ impl BenchModelsArgs {
         // A model that does not fit on the device is reported as such, not trained on the CPU instead.
         settings.push(setting("run.fallback", "none"));
         settings.extend(self.settings.settings());
+        settings.extend_from_slice(more);
         Ok(RunConfig::from_settings(&settings)?.into())
     }
 }

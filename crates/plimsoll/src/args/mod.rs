@@ -7,6 +7,7 @@
 //! the parsers of flag values.
 
 mod bench;
+mod cluster;
 mod model;
 mod run;
 mod values;
@@ -15,7 +16,7 @@ pub use bench::{BenchDevicesArgs, BenchModelsArgs, BenchStepArgs};
 pub use model::{EvalArgs, GenerateArgs, MergeArgs};
 pub use run::{PlanArgs, SweepArgs, TrainArgs};
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, CommandFactory, Parser, Subcommand};
 use plimsoll_core::Budget;
 use plimsoll_train::config::{list_setting, setting};
 use std::ffi::OsString;
@@ -31,7 +32,6 @@ use std::path::PathBuf;
     name = "plimsoll",
     version,
     arg_required_else_help = true,
-    disable_help_subcommand = true,
     after_help = "\
 First steps:
   plimsoll train                       train the built-in example
@@ -80,17 +80,20 @@ pub enum Command {
     /// Merge LoRA adapters into their base model
     Merge(MergeArgs),
     /// Add this machine to a cluster, or start one with --head (needs the Python wheel with Ray)
-    #[command(disable_help_flag = true)]
+    #[command(disable_help_flag = true, override_usage = cluster::JOIN_USAGE, after_help = cluster::JOIN_OPTIONS)]
     Join(PassthroughArgs),
     /// List the machines of the cluster, their devices, free memory and runs
-    #[command(disable_help_flag = true)]
+    #[command(disable_help_flag = true, override_usage = cluster::LIST_USAGE, after_help = cluster::LIST_OPTIONS)]
     Cluster(PassthroughArgs),
     /// Test every device and every network link of the cluster
-    #[command(disable_help_flag = true)]
+    #[command(disable_help_flag = true, override_usage = cluster::VERIFY_USAGE, after_help = cluster::VERIFY_OPTIONS)]
     Verify(PassthroughArgs),
     /// Remove this machine from the cluster
-    #[command(disable_help_flag = true)]
+    #[command(disable_help_flag = true, override_usage = cluster::LEAVE_USAGE, after_help = cluster::LEAVE_OPTIONS)]
     Leave(PassthroughArgs),
+    /// Measure the rates of the processor and cache them, for the process that starts this one
+    #[command(hide = true)]
+    MeasureRates(MeasureRatesArgs),
 }
 
 /// A benchmark with its arguments.
@@ -130,6 +133,7 @@ impl Command {
             Command::Cluster(_) => &["cluster"],
             Command::Verify(_) => &["verify"],
             Command::Leave(_) => &["leave"],
+            Command::MeasureRates(_) => &["measure-rates"],
         }
     }
 
@@ -145,7 +149,7 @@ impl Command {
             Command::Bench { benchmark: BenchCommand::Step(_) } => true,
             Command::Eval(args) => args.json,
             Command::Generate(args) => args.json,
-            Command::Merge(_) => false,
+            Command::Merge(_) | Command::MeasureRates(_) => false,
             Command::Join(args) | Command::Leave(args) | Command::Cluster(args) | Command::Verify(args) => {
                 args.arguments.iter().any(|argument| argument == "--json")
             }
@@ -166,7 +170,13 @@ pub struct SettingArgs {
     /// virtual:NAME=SIZE@CORES: a simulated accelerator on the CPU with SIZE of memory and the speed of CORES cores,
     /// for example virtual:a=600MiB@1.0,virtual:b=200MiB@0.5.
     ///
-    /// rtx3090,host=64GiB: devices that are not present, for plans only.
+    /// rtx3090,host=64GiB: devices that are not present, for plans only. 8xrtx5090: several of them. rtx3070@1gbit: one
+    /// with its link to the others.
+    ///
+    /// pc1/rtx3090,pc1/host=64GiB,pc2/rtx3070,pc2/host=32GiB,pc1-pc2=1gbit: machines that are not present, each with its
+    /// own memory.
+    ///
+    /// card:NAME=12GiB,bf16=60TFLOPS,memory=450GB/s,link=12GB/s: a card that is in no table, for plans only.
     ///
     /// ray: all devices of the cluster.
     #[arg(long, help_heading = "Devices and memory")]
@@ -247,22 +257,54 @@ pub struct DevicesArgs {
     pub forget: bool,
 }
 
-/// Arguments of a command that the Python package `plimsoll.ray` implements. It parses them itself, `--help` included.
+/// Arguments of `plimsoll measure-rates`, which other commands start.
+#[derive(Debug, Args)]
+pub struct MeasureRatesArgs {
+    /// Numbers of threads to measure with
+    #[arg(required = true, value_name = "THREADS")]
+    pub threads: Vec<u32>,
+}
+
+/// Arguments of a command that the Python package `plimsoll.ray` implements. It parses them itself, except `--help`.
 #[derive(Debug, Args)]
 pub struct PassthroughArgs {
-    /// Arguments of the command; add --help for a list
-    #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "ARGUMENTS")]
+    /// Arguments of the command
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "ARGUMENTS", hide = true)]
     pub arguments: Vec<OsString>,
+}
+
+impl PassthroughArgs {
+    /// Returns the help of the command `name` if the arguments ask for it.
+    pub fn help(&self, name: &str) -> Option<String> {
+        let asks = self.arguments.iter().any(|argument| argument == "--help" || argument == "-h");
+        let mut cli = Cli::command();
+        cli.build();
+        asks.then(|| cli.find_subcommand_mut(name).expect("the command exists").render_long_help().to_string())
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::CommandFactory;
 
     #[test]
     fn command_line_definition_is_valid() {
         Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn cluster_commands_print_their_help() {
+        let asked = |line: &str| match Cli::parse_from(line.split_whitespace()).command {
+            Command::Join(args) => args.help("join"),
+            other => panic!("{other:?}"),
+        };
+        for line in ["plimsoll join --help", "plimsoll join 192.168.1.10 -h", "plimsoll join --token a --help"] {
+            let help = asked(line).unwrap_or_else(|| panic!("{line}"));
+            for word in ["Add this machine to a cluster", "Usage: plimsoll join [ADDRESS]", "--token <TOKEN>"] {
+                assert!(help.contains(word), "{line}: {help}");
+            }
+        }
+        assert_eq!(asked("plimsoll join --head"), None);
     }
 
     #[test]

@@ -54,9 +54,9 @@ pub struct GenerateArgs {
     /// Text to continue
     #[arg(long, value_name = "TEXT")]
     pub prompt: String,
-    /// Maximum number of new tokens
-    #[arg(long, value_name = "TOKENS", default_value_t = 64, value_parser = positive())]
-    pub max_tokens: u32,
+    /// Maximum number of new tokens [default: 64, or fewer if the model has no room for them]
+    #[arg(long, value_name = "TOKENS", value_parser = positive())]
+    pub max_tokens: Option<u32>,
     /// Sampling temperature; 0 always takes the most likely token
     #[arg(long, default_value_t = 0.0, value_parser = temperature, help_heading = "Sampling")]
     pub temperature: f32,

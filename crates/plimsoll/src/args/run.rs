@@ -29,7 +29,8 @@ pub struct TrainArgs {
     resume: Option<PathBuf>,
     /// Use this plan (printed by `plimsoll plan --json`) instead of searching for one
     ///
-    /// Micro-batch size, recompute levels, offload and the shares of several devices are taken from the plan.
+    /// Micro-batch size, recompute levels, offload and the shares of several devices are taken from the plan. They stay
+    /// for the whole run, unless run.deterministic = false.
     #[arg(long, value_name = "FILE", conflicts_with = "resume")]
     plan: Option<PathBuf>,
     /// Save no checkpoint and no model, for benchmarks
@@ -116,6 +117,10 @@ impl TrainArgs {
         }
         let mut request = RunRequest::from(RunConfig::load(self.run_file.as_deref(), &settings)?);
         request.check_trainable()?;
+        if self.plan.is_some() {
+            // A stored plan is kept, unless the user wants otherwise.
+            request.run.deterministic.get_or_insert(true);
+        }
         let names_folder = settings.iter().any(|setting| setting.trim_start().starts_with("run.dir"));
         if self.run_file.is_none() && !names_folder {
             request.run.dir = next_free_folder(&request.run.dir);
@@ -155,7 +160,7 @@ pub struct PlanArgs {
     /// Run file [default: the built-in example, or random weights of --model]
     #[arg(value_name = "RUN.toml")]
     run_file: Option<PathBuf>,
-    /// Model: a Hugging Face directory, a config.json, or a preset such as qwen2.5-7b
+    /// Model: a Hugging Face directory, a config.json, a preset such as qwen2.5-7b, or a size such as 7b
     #[arg(long, value_name = "DIR|config.json|PRESET")]
     model: Option<String>,
     #[command(flatten)]
@@ -227,7 +232,8 @@ pub struct SweepArgs {
     /// Maximum number of runs at the same time on a device [default: as many as fit in its memory]
     #[arg(long, value_name = "COUNT", value_parser = positive())]
     pub workers: Option<u32>,
-    /// Devices that the runs share, separated by commas, for example cuda:0,cuda:1 or cpu=6GiB
+    /// Devices that the runs share, separated by commas, for example cuda:0,cuda:1 or cpu=6GiB [default: those that
+    /// `plimsoll train` takes]
     ///
     /// Also simulated devices (virtual:a=240MiB@0.6,virtual:b=80MiB@0.2) and ray: all devices of the cluster. See
     /// `plimsoll train --help` for the syntax.
@@ -267,16 +273,24 @@ impl SweepArgs {
         self.allow.iter().map(|allow| setting("memory.allow", allow)).collect()
     }
 
-    /// Builds a run configuration that only holds the devices of the sweep and their load lines. `before` names the
-    /// devices of the sweep that is resumed, in the notation of `--devices`; `None` for a new sweep.
+    /// Builds a run configuration that only holds the devices of the sweep, their load lines, and the model of the first
+    /// of its `runs`: the built-in example has default devices of its own. `before` names the devices of the sweep that
+    /// is resumed, in the notation of `--devices`; `None` for a new sweep. If neither it nor `--devices` names devices,
+    /// those of the runs are taken.
     ///
     /// # Errors
-    /// Invalid devices or an invalid budget.
-    pub fn devices(&self, before: Option<&str>) -> Result<RunRequest, Failure> {
-        let devices = self.devices.as_deref().or(before).map(|devices| setting("run.devices", devices));
+    /// Invalid devices or an invalid budget, or runs that name different devices.
+    pub fn devices(&self, before: Option<&str>, runs: &[&RunConfig]) -> Result<RunRequest, Failure> {
+        let devices = match self.devices.as_deref().or(before) {
+            Some(devices) => Some(devices),
+            None => common_devices(runs)?,
+        };
+        let devices = devices.map(|devices| setting("run.devices", devices));
         let budget = self.budget.as_deref().map(|budget| setting("memory.budget", budget));
         let settings: Vec<String> = devices.into_iter().chain(budget).collect();
-        Ok(RunConfig::load(None, &settings)?.into())
+        let mut config = RunConfig::load(None, &settings)?;
+        runs.first().into_iter().for_each(|run| config.model.clone_from(&run.model));
+        Ok(config.into())
     }
 
     /// Parses the faults to inject into pairs of run name and place (`STEP[:PROGRAM[:OP]]`).
@@ -285,6 +299,23 @@ impl SweepArgs {
     /// A fault that cannot be parsed.
     pub fn injections(&self) -> Result<Vec<(String, String)>, Failure> {
         self.inject_oom.iter().map(|text| parse_sweep_injection(text)).collect()
+    }
+}
+
+/// Returns the devices that all runs name, in the notation of `--devices`; `None` without runs.
+///
+/// # Errors
+/// Runs that name different devices.
+fn common_devices<'a>(runs: &[&'a RunConfig]) -> Result<Option<&'a str>, Failure> {
+    let mut named = runs.iter().map(|run| run.run.devices.as_str());
+    let first = named.next();
+    match named.find(|devices| Some(*devices) != first) {
+        Some(other) => {
+            let first = first.unwrap_or_default();
+            Err(Failure::input(format!("run.devices: the runs name different devices, `{first}` and `{other}`"))
+                .hint("name the devices that the runs share: --devices cuda:0,cuda:1"))
+        }
+        None => Ok(first),
     }
 }
 
@@ -297,4 +328,26 @@ fn parse_sweep_injection(text: &str) -> Result<(String, String), Failure> {
     })?;
     place.parse::<Injection>()?;
     Ok((name.to_owned(), place.to_owned()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Cli, Command};
+    use super::*;
+    use clap::Parser;
+
+    #[test]
+    fn sweep_takes_the_devices_of_its_runs() {
+        let Command::Sweep(args) = Cli::parse_from(["plimsoll", "sweep"]).command else { panic!("expected sweep") };
+        let run =
+            |devices: &str| RunConfig::from_settings(&["model.preset=7b".into(), setting("run.devices", devices)]);
+        let (cpu, other, example) = (run("cpu=6GiB").unwrap(), run("cpu=7GiB").unwrap(), RunConfig::load(None, &[]));
+        let taken = args.devices(None, &[&cpu, &cpu]).unwrap();
+        assert_eq!((&*taken.run.devices, taken.model.preset.as_deref()), ("cpu=6GiB", Some("7b")));
+        assert_eq!(args.devices(Some("cpu"), &[&cpu, &other]).unwrap().run.devices, "cpu");
+        assert!(args.devices(None, &[&cpu, &other]).unwrap_err().message.contains("`cpu=6GiB` and `cpu=7GiB`"));
+        // Without run files, the built-in example keeps its own devices.
+        let example = example.unwrap();
+        assert_eq!(args.devices(None, &[&example]).unwrap().model, example.model);
+    }
 }

@@ -4,14 +4,13 @@ use super::model::to_json;
 use crate::args::{BenchDevicesArgs, BenchStepArgs, DevicesArgs};
 use crate::output;
 use plimsoll_core::{DType, Exit, Failure};
-use plimsoll_device::bench;
 use plimsoll_device::calibration::{self, Shortfall, ShortfallKind};
 use plimsoll_device::machine::Machine;
 use plimsoll_device::probe::Cpu;
+use plimsoll_device::{bench, regular_file};
 use plimsoll_program::models::decoder::Base;
 use plimsoll_train::bench::{StepShape, step};
 use plimsoll_watch::devices;
-use std::fs;
 use std::path::Path;
 
 /// Lists the devices of this machine or, with `--forget`, deletes what runs have learned about them.
@@ -53,7 +52,7 @@ pub fn measure(args: &BenchDevicesArgs) -> Result<Exit, Failure> {
         output::print(&devices::disk_line(&rates));
     }
     if let Some(path) = &args.json {
-        fs::write(path, devices::bench_json(&measured))
+        regular_file::write(path, devices::bench_json(&measured).as_bytes())
             .map_err(|error| Failure::input(format!("cannot write {}: {error}", path.display())))?;
     }
     Ok(Exit::Done)

@@ -3,8 +3,10 @@
 pub mod budget;
 pub mod devices;
 pub mod model;
+pub mod model_training;
 pub mod models;
 pub mod plan;
+pub mod rates;
 pub mod ray;
 pub mod sweep;
 pub mod train;

@@ -1,6 +1,7 @@
 //! `plimsoll eval`, `plimsoll generate` and `plimsoll merge`: commands for trained models.
 
 use super::plan::refuse_or_prompt;
+use super::rates::measure_in_child;
 use crate::args::{EvalArgs, GenerateArgs, MergeArgs};
 use crate::output;
 use plimsoll_core::{Exit, Failure, format_count};
@@ -15,7 +16,9 @@ use serde::Serialize;
 /// # Errors
 /// An invalid model or data; a model that does not fit.
 pub fn eval(args: &EvalArgs) -> Result<Exit, Failure> {
-    let evaluation = PlannedEvaluation::new(args.build_request()?, args.sequence)?;
+    let mut request = args.build_request()?;
+    request.measure_rates = Some(measure_in_child);
+    let evaluation = PlannedEvaluation::new(request, args.sequence)?;
     let (run_config, resolved, answer) = evaluation.plan();
     if !answer.plan.fits {
         return refuse_or_prompt(run_config, &answer.plan, !args.json);
@@ -40,12 +43,15 @@ pub fn eval(args: &EvalArgs) -> Result<Exit, Failure> {
 /// # Errors
 /// An invalid model or prompt; a model that does not fit.
 pub fn generate(args: &GenerateArgs) -> Result<Exit, Failure> {
-    let generation = PlannedGeneration::new(args.build_request()?, &args.prompt, args.max_tokens as usize)?;
+    let mut request = args.build_request()?;
+    request.measure_rates = Some(measure_in_child);
+    let generation = PlannedGeneration::new(request, &args.prompt, args.max_tokens.map(u64::from))?;
     let (run_config, resolved, answer) = generation.plan();
     if !answer.plan.fits {
         return refuse_or_prompt(run_config, &answer.plan, !args.json);
     }
     print_notes(resolved);
+    generation.shortened_note().into_iter().for_each(output::print_note);
     let text = generation.run(&Sampling {
         temperature: f64::from(args.temperature),
         top_k: args.top_k.unwrap_or(0) as usize,

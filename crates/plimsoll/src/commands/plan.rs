@@ -1,6 +1,7 @@
 //! `plimsoll plan`: prints the plan of a run; if it does not fit, also the remedies. Other commands refuse a run
 //! through the functions here.
 
+use super::rates::measure_in_child;
 use super::ray::with_remote_devices;
 use crate::args::PlanArgs;
 use crate::{command_line, output};
@@ -11,7 +12,7 @@ use plimsoll_train::planning::{PlannedRun, plan};
 use plimsoll_train::resolve::{Model, RunRequest};
 use plimsoll_watch::plan::{PlanView, explain, table};
 use plimsoll_watch::remedies::{self, RemedySettings};
-use plimsoll_watch::text::count;
+use plimsoll_watch::text::{count, seconds};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::Command;
@@ -21,8 +22,15 @@ use std::process::Command;
 /// # Errors
 /// An invalid run file, model or device.
 pub fn run(args: &PlanArgs) -> Result<Exit, Failure> {
-    let request = with_remote_devices(args.build_request()?)?;
+    let mut request = with_remote_devices(args.build_request()?)?;
+    request.measure_rates = Some(measure_in_child);
     request.remote.missing_notes().for_each(|missed| output::print_note(&missed));
+    for machine in request.devices().other_hosts() {
+        output::print_note(&format!(
+            "{machine}/host: on paper {machine} offloads to its own memory; a run over Ray does not yet, so leave it out to \
+             plan for one"
+        ));
+    }
     let PlannedRun { resolved, devices, outcome: answer } = plan(&request, args.explain)?;
     if args.json {
         let json = serde_json::to_string_pretty(&answer.plan).expect("a plan is plain data");
@@ -58,13 +66,19 @@ pub fn plan_text(
 
 /// Describes why a plan does not fit, with variations of the typed command with which the run fits.
 fn refusal(request: &RunRequest, plan: &Plan) -> Failure {
-    refusal_for_command(request, plan, &typed_command())
+    refusal_for_command(request, plan, &typed_command(), |_| None)
 }
 
 /// Describes why a plan does not fit, with commands with which the run fits. They are variations of the command
-/// `words`.
-pub fn refusal_for_command(request: &RunRequest, plan: &Plan, words: &[String]) -> Failure {
-    refusal_with_commands(plan, &remedies_with_commands(request, plan, words), false)
+/// `words`. `predict` returns the predicted seconds of the command of a remedy, which follow it as a comment of the
+/// shell.
+pub fn refusal_for_command(
+    request: &RunRequest,
+    plan: &Plan,
+    words: &[String],
+    predict: impl Fn(&RemedySettings) -> Option<f64>,
+) -> Failure {
+    refusal_with_commands(plan, &remedies_with_commands(request, plan, words), predict, false)
 }
 
 /// Returns the words of the command that the user typed, the program's name included.
@@ -82,7 +96,7 @@ pub fn refuse_or_prompt(request: &RunRequest, plan: &Plan, may_prompt: bool) -> 
     if !may_prompt || remedies.is_empty() || !output::is_interactive() {
         return Err(refusal(request, plan));
     }
-    let failure = refusal_with_commands(plan, &remedies, true);
+    let failure = refusal_with_commands(plan, &remedies, |_| None, true);
     output::print_error(&failure);
     let Some(number) = output::prompt_choice(remedies.len()) else { return Ok(failure.exit) };
     // A fresh process: memory that this one holds by now would count as charges of the run.
@@ -92,11 +106,19 @@ pub fn refuse_or_prompt(request: &RunRequest, plan: &Plan, may_prompt: bool) -> 
     Err(Failure::bug(format!("the command cannot be started: {error}")))
 }
 
-/// Describes why a plan does not fit, with the commands of the remedies.
-fn refusal_with_commands(plan: &Plan, remedies: &[(RemedySettings, Vec<String>)], numbered: bool) -> Failure {
-    let remedies: Vec<(RemedySettings, String)> =
-        remedies.iter().map(|(remedy, words)| (remedy.clone(), command_line::shell_quoted(words))).collect();
-    remedies::refusal(plan, &remedies, numbered)
+/// Describes why a plan does not fit, with the commands of the remedies and their predicted times.
+fn refusal_with_commands(
+    plan: &Plan,
+    remedies: &[(RemedySettings, Vec<String>)],
+    predict: impl Fn(&RemedySettings) -> Option<f64>,
+    numbered: bool,
+) -> Failure {
+    let mut with_commands = Vec::new();
+    for (remedy, words) in remedies {
+        let time = predict(remedy).map_or_else(String::new, |time| format!("  # {} predicted", seconds(time)));
+        with_commands.push((remedy.clone(), command_line::shell_quoted(words) + &time));
+    }
+    remedies::refusal(plan, &with_commands, numbered)
 }
 
 /// Returns the remedies of a plan that does not fit. Each comes with its command: `words` with the flags of the remedy.

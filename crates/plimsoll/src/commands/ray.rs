@@ -4,6 +4,7 @@
 //! unchanged. A run on devices of the cluster stays in this process and reaches the devices through a Python process.
 
 use crate::args::PassthroughArgs;
+use crate::output;
 use plimsoll_core::{Exit, Failure};
 use plimsoll_train::remote;
 use plimsoll_train::resolve::RunRequest;
@@ -16,11 +17,16 @@ use std::process::{Command, Stdio};
 /// interpreter is neither in the folder of this program nor in `PATH`.
 const PYTHON: &str = "PLIMSOLL_PYTHON";
 
-/// Replaces this process by the Python implementation of a command. Returns only if that fails.
+/// Replaces this process by the Python implementation of a command, or prints the help of the command. Returns only
+/// after the latter, or if the former fails.
 ///
 /// # Errors
 /// No Python interpreter with the Plimsoll wheel is found.
 pub fn run(command: &str, args: &PassthroughArgs) -> Result<Exit, Failure> {
+    if let Some(help) = args.help(command) {
+        output::print(&help);
+        return Ok(Exit::Done);
+    }
     let python = find_python(command)?;
     let error = ray_module_command(&python).arg(command).args(&args.arguments).exec();
     Err(Failure::bug(format!("{} cannot be started: {error}", python.display())))

@@ -1,11 +1,12 @@
 //! `plimsoll train`: plans a run, shows the plan, trains and prints the summary.
 
 use super::plan::{refuse_or_prompt, title};
+use super::rates::measure_in_child;
 use super::ray::with_remote_devices;
 use crate::args::TrainArgs;
 use crate::output;
-use crate::signals::{self, SignalTexts};
-use plimsoll_core::{DeviceKind, Exit, Failure, RunStatus, format_count};
+use crate::signals::{self, OnSignal};
+use plimsoll_core::{DeviceKind, Exit, Failure, Record, RunStatus, format_count};
 use plimsoll_train::config::{Length, RunConfig};
 use plimsoll_train::data::Dataset;
 use plimsoll_train::fault_injection::Injection;
@@ -13,17 +14,21 @@ use plimsoll_train::resolve::cpu_duty;
 use plimsoll_train::session::outcome::Outcome;
 use plimsoll_train::session::start::{Resumed, Run};
 use plimsoll_watch::plan::{PlanView, table};
+use plimsoll_watch::stopping::StopOutlook;
 use plimsoll_watch::summary::{Sample, already_done, resume_command, summary};
-use plimsoll_watch::terminal::for_stdout;
+use plimsoll_watch::terminal::{Watcher, for_stdout};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 
 /// Plans and trains a run and prints its outcome.
 ///
 /// # Errors
 /// Invalid input, a plan that does not fit, or a failure that stops the run.
 pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
-    let request = with_remote_devices(args.build_request()?)?;
+    let mut request = with_remote_devices(args.build_request()?)?;
+    request.measure_rates = Some(measure_in_child);
     let injections = args.injections()?;
     let mut run = match args.plan()? {
         Some(plan) => Run::with_plan(request, &plan)?,
@@ -41,7 +46,7 @@ pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
         run.save_nothing();
     }
     let prepared = run.prepared();
-    if !prepared.planned.plan.fits && prepared.process_grew && std::env::var_os(RESTARTED_VARIABLE).is_none() {
+    if prepared.needs_fresh_process() && std::env::var_os(RESTARTED_VARIABLE).is_none() {
         return Err(restart_process());
     }
     if !args.json && !args.quiet {
@@ -65,24 +70,44 @@ pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
     let simulated = prepared.planned.plan.devices.iter().any(|device| device.simulated);
     // Until here a signal ends the program immediately, because there is nothing to save yet.
     let folder = (!args.no_save).then(|| prepared.run.run.dir.clone());
-    let stop = signals::install(signal_texts(args, folder.as_deref()))?;
+    let outlook = Arc::new(Mutex::new(StopOutlook::default()));
+    let stop = signals::install(TrainSignals { outlook: Arc::clone(&outlook), folder }, args.quiet)?;
     if args.stop_on_eof {
         signals::stop_on_eof(&stop)?;
     }
     let mut watcher = for_stdout(args.json, args.quiet);
-    let outcome = run.start(&mut |record| watcher.observe(record), &stop)?;
+    let mut observer = |record: &Record| observe(record, &outlook, &mut *watcher);
+    let outcome = run.start(&mut observer, &stop)?;
     Ok(print_outcome(args, &outcome, simulated))
 }
 
-/// Returns the texts about signals for a run that saves to `folder`; `None` if it saves nothing.
-fn signal_texts(args: &TrainArgs, folder: Option<&str>) -> SignalTexts {
-    let work = if folder.is_some() { "the run finishes and saves this step" } else { "the run finishes this step" };
-    let mut texts = SignalTexts::new(work, args.quiet);
-    if let Some(folder) = folder {
-        let hint = format!("to resume from the newest checkpoint: {}", resume_command(folder));
-        texts.ended = texts.ended.hint(hint);
+/// Shows an event, and keeps what matters if the run is asked to stop.
+fn observe(record: &Record, outlook: &Mutex<StopOutlook>, watcher: &mut dyn Watcher) {
+    outlook.lock().unwrap_or_else(PoisonError::into_inner).update(&record.event, Instant::now());
+    watcher.observe(record);
+}
+
+/// The reaction of a run to signals.
+struct TrainSignals {
+    outlook: Arc<Mutex<StopOutlook>>,
+    /// Folder of the run; `None` if it saves nothing.
+    folder: Option<String>,
+}
+
+impl OnSignal for TrainSignals {
+    fn finish(&self) -> String {
+        self.outlook.lock().unwrap_or_else(PoisonError::into_inner).work_left(Instant::now())
     }
-    texts
+
+    fn end(&self) -> Option<String> {
+        let outlook = self.outlook.lock().unwrap_or_else(PoisonError::into_inner);
+        let resume = resume_command(self.folder.as_ref()?);
+        Some(match outlook.newest_checkpoint() {
+            Some(step) => format!("to resume from the newest checkpoint, of step {step}: {resume}"),
+            None if outlook.has_started() => format!("there is no checkpoint yet; to start from step 0: {resume}"),
+            None => "the run had not started yet; give the same command again".to_owned(),
+        })
+    }
 }
 
 /// Environment variable that marks a process started by [`restart_process`], so that it does not restart once more.
@@ -171,7 +196,7 @@ fn print_outcome(args: &TrainArgs, outcome: &Outcome, simulated: bool) -> Exit {
     } else if !args.quiet {
         let sample = |sample: &plimsoll_train::inference::samples::Sample| Sample {
             prompt: sample.prompt.clone(),
-            expected: sample.expected.clone(),
+            right_answer: sample.expected.clone(),
             answer: sample.answer.clone(),
         };
         let samples: Vec<Sample> = outcome.samples.iter().map(sample).collect();

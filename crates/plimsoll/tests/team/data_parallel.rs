@@ -79,6 +79,29 @@ fn slow_device_gets_fewer_sequences() {
 }
 
 #[test]
+fn deterministic_command_repeats_its_bits() {
+    let _alone = Turn::alone();
+    let workspace = Workspace::new(&Shape { steps: 20, ..QUICK });
+    let pair = ["--devices", "virtual:a=64MiB@0.1,virtual:b=64MiB@0.05"];
+    let words = [&pair[..], &NO_SAVES_OR_EVALS, &["--set", "run.deterministic=true"]].concat();
+    let first = train(&workspace, "first", &[&words[..], &["--inject-slow", "virtual:a:2:3.0"]].concat());
+    // Another calibration, and another device is slow.
+    let rates = workspace.read("cache/devices.json").replace("50000000000.0", "9000000000.0");
+    workspace.write("cache/devices.json", rates);
+    let second = train(&workspace, "second", &[&words[..], &["--inject-slow", "virtual:b:2:2.0"]].concat());
+    assert!(workspace.read_files("first/model") == workspace.read_files("second/model"));
+    for result in [&first, &second] {
+        assert_eq!((&result["reproducible"], &result["recoveries"]), (&true.into(), &serde_json::json!([])));
+    }
+    let warns =
+        |event: &Value| event["message"].as_str().is_some_and(|message| message.starts_with("virtual:a takes "));
+    assert!(workspace.events("first").iter().any(warns), "the straggler is reported");
+    let third = train(&workspace, "third", &[&pair[..], &["--set", "train.steps=2"]].concat());
+    assert_eq!(third["reproducible"], false);
+    assert!(third["reproducible_because"][0].as_str().unwrap().contains("run.deterministic = true"), "{third}");
+}
+
+#[test]
 #[ignore = "slow: .ci/slow-tests"]
 fn budget_command_selects_device_by_name() {
     let workspace = Workspace::new(&Shape { steps: 250, ..QUICK });

@@ -28,6 +28,8 @@ pub(super) struct ShardSizing<'a> {
     pub budgets: Vec<u64>,
     /// Bytes per second of each rank's link to the host.
     pub host_links: Vec<f64>,
+    /// Each rank's fraction of the bytes that are offloaded.
+    pub offload_fractions: Vec<f64>,
     /// Number of micro-batches of a step.
     pub micro_batch_count: u64,
 }
@@ -77,12 +79,6 @@ impl ShardSizing<'_> {
         (self.shard_bytes(shards, rank) - self.free_bytes(rank, recompute[rank])).max(0.0)
     }
 
-    /// Returns each rank's fraction of the bandwidth of all links to the host.
-    pub fn host_link_fractions(&self) -> Vec<f64> {
-        let total: f64 = self.host_links.iter().sum();
-        self.host_links.iter().map(|link| link / total).collect()
-    }
-
     /// Predicts the times of one rank. The further the team's smallest shard is below an even one, the longer the
     /// collectives take.
     fn rank_seconds(&self, shards: &[u64], recompute: &[f64], rank: usize) -> RankSeconds {
@@ -127,9 +123,8 @@ impl ShardSizing<'_> {
         let least = least_recompute(&|recompute| self.total_free_bytes(recompute), wanted);
         // The rest is offloaded, in proportion to the links that it has to cross.
         let offloaded = (wanted - self.total_free_bytes(least)).max(0.0);
-        let fractions = self.host_link_fractions();
-        let room: Vec<f64> =
-            self.ranks().map(|rank| self.free_bytes(rank, least) + offloaded * fractions[rank]).collect();
+        let offloaded_there = |rank: usize| offloaded * self.offload_fractions[rank];
+        let room: Vec<f64> = self.ranks().map(|rank| self.free_bytes(rank, least) + offloaded_there(rank)).collect();
         let mut best = SizedShards { shards: to_parts(&room), recompute: vec![least; self.costs.len()], offloaded };
         let mut best_seconds = self.step_seconds(&best.shards, &best.recompute);
         for step in 0..=EVENING_STEPS {

@@ -187,7 +187,8 @@ impl ProgramRewriter<'_> {
         self.ops.push(Op { kind: OpKind::TransferWait { from, to, elements, sequence }, queue });
     }
 
-    /// Returns the queue for copies from an offloaded region into its ring.
+    /// Returns the queue for copies of a region into its staging ring: copy-in for a host tensor, copy-out for a device
+    /// tensor that the host's update uses.
     fn fetch_queue(&self, region: Region) -> Queue {
         match self.offloader.set.tensor(region.tensor).space {
             Space::Host => Queue::CopyIn,

@@ -17,7 +17,7 @@ use crate::planning::team_plan::WorkerAssignment;
 use crate::recovery::failures::MAX_DEVICE_REFUSALS;
 use crate::resolve::{Model, Resolved, RunRequest};
 use crate::step_times::quantile;
-use crate::team::open::{OpenedDevice, open_assignment};
+use crate::team::open::{OpenedDevice, OpenedEngine, open_assignment};
 use plimsoll_core::{
     Bytes, DeviceMemory, DevicePlan, DeviceSpec, EvaluatorPlan, EvaluatorResult, Failure, MeasuredBy, Recipe, Space,
 };
@@ -102,8 +102,9 @@ impl Evaluator {
         rank: u64,
     ) -> Result<Evaluator, DeviceFailure> {
         let heartbeat_timeout = Duration::from_secs_f64(run.run.heartbeat_seconds);
-        let OpenedDevice { assignment: part, mut engine, plan, heartbeat, monitor, .. } =
+        let OpenedDevice { assignment: part, opened, heartbeat, monitor } =
             open_assignment(run, resolved, part, faults, true)?;
+        let OpenedEngine { mut engine, plan, .. } = opened;
         let (device, liveness) = (part.device, heartbeat.as_ref().map(HeartbeatSender::liveness));
         engine.inject_faults(FaultInjection::new(faults, run.train.seed, rank, &device.name, liveness));
         let memory = engine.device().memory();
@@ -359,6 +360,7 @@ impl Evaluator {
             predicted_bytes: plan.peak_bytes,
             measured_bytes: measured.map(|(bytes, _)| bytes),
             measured_by: measured.map(|(_, by)| by),
+            over_load_line_bytes: None,
         })
     }
 

@@ -253,8 +253,8 @@ impl SharedDevices {
         if let DeviceRequest::Virtual { pace, .. } = requested.local_device_mut() {
             *pace *= f64::from(parts) / f64::from(device.capacity.time_shares);
         }
-        DevicesRequest { devices: vec![requested], host: Some(Budget::Amount(host.max(MIN_BYTES))), file: None }
-            .to_string()
+        let host = Some(Budget::Amount(host.max(MIN_BYTES)));
+        DevicesRequest { devices: vec![requested], host, ..DevicesRequest::default() }.to_string()
     }
 
     /// Determines the demand of each open run on each device. `open` holds the indices in `runs` of the runs that are

@@ -8,10 +8,11 @@ mod devices;
 mod folder;
 mod worker;
 
+use super::rates::measure_in_child;
 use super::ray::{reserve_devices, with_remote_devices};
 use crate::args::SweepArgs;
 use crate::output;
-use crate::signals::{self, SignalTexts, StopFlag};
+use crate::signals::{self, OnSignal, StopFlag};
 use devices::{RunDemands, SharedDevices};
 use folder::{OpenedSweep, RunProgress, SweepFolder};
 use plimsoll_core::{Bytes, Exit, Failure, RunDemand, RunStatus, SweepReport, SweepState, format_count};
@@ -80,8 +81,10 @@ pub fn run(args: &SweepArgs) -> Result<Exit, Failure> {
             ));
         }
     }
-    let request = args.devices(previous.map(|report| &*report.requested_devices))?;
+    let runs = before.iter().flat_map(|sweep| &sweep.configs).chain(requested.iter().map(|(_, config)| config));
+    let mut request = args.devices(previous.map(|report| &*report.requested_devices), &runs.collect::<Vec<_>>())?;
     SharedDevices::check(&request)?;
+    request.measure_rates = Some(measure_in_child);
     if !args.quiet {
         let done = previous.iter().flat_map(|report| &report.runs).filter(|run| run.state == SweepState::Done).count();
         output::print(&planning(names.len() - done));
@@ -105,12 +108,25 @@ pub fn run(args: &SweepArgs) -> Result<Exit, Failure> {
         output::print_note(&note);
     }
     // Until here a signal ends the program immediately, because no run has started.
-    let mut texts = SignalTexts::new("the runs finish and save their steps", args.quiet);
-    texts.ended = texts.ended.hint(sweep.resume_hint());
-    let stop = signals::install(texts)?;
+    let stop = signals::install(SweepSignals { resume_hint: sweep.resume_hint() }, args.quiet)?;
     sweep.run_to_end(&stop)?;
     output::print(&table(&sweep.report));
     outcome(&sweep, stop.load(Ordering::Relaxed))
+}
+
+/// The reaction of a sweep to signals. Its workers stop when this process ends.
+struct SweepSignals {
+    resume_hint: String,
+}
+
+impl OnSignal for SweepSignals {
+    fn finish(&self) -> String {
+        "the step of each run".to_owned()
+    }
+
+    fn end(&self) -> Option<String> {
+        Some(self.resume_hint.clone())
+    }
 }
 
 /// Prints the demand of one run as JSON, for the sweep that started this process.
@@ -165,7 +181,7 @@ impl<'a> ActiveSweep<'a> {
                 Ok(demand) if demand.fits() => demands[run] = Some(demand),
                 Ok(demand) => {
                     (row.state, row.exit) = (SweepState::DoesNotFit, Some(Exit::DoesNotFit as i32));
-                    row.predicted_bytes = demand.smallest_budget();
+                    row.budget_bytes = demand.smallest_budget();
                     row.reason = Some(demand.refusal(&devices));
                 }
                 Err(failure) => {
@@ -312,7 +328,7 @@ impl<'a> ActiveSweep<'a> {
         let share = f64::from(assigned.time_shares) / f64::from(self.devices.capacities()[assigned.device].time_shares);
         row.state = SweepState::Running;
         row.device = Some(self.devices.name(assigned.device).to_owned());
-        row.predicted_bytes = Some(assigned.bytes);
+        row.budget_bytes = Some(assigned.bytes);
         row.share = Some(share);
         row.predicted_seconds = Some(row.seconds + assigned.end - assigned.start);
         row.started = Some(assigned.start);
@@ -355,8 +371,9 @@ impl<'a> ActiveSweep<'a> {
         row.seconds += worker.seconds();
         row.steps = progress.steps;
         (row.loss, row.eval_loss, row.recoveries) = (progress.loss, progress.eval_loss, progress.recoveries);
-        row.measured_bytes =
-            progress.result.as_ref().and_then(|result| result.memory.first()).and_then(|m| m.measured_bytes);
+        let memory = progress.result.as_ref().and_then(|result| result.memory.first());
+        row.measured_bytes = memory.and_then(|memory| memory.measured_bytes);
+        row.predicted_bytes = memory.map(|memory| memory.predicted_bytes);
         let done = progress.result.iter().filter(|result| result.status == RunStatus::Done);
         for fault in done.flat_map(|result| &result.faults_not_triggered) {
             output::print_note(&format!("{}: {fault} was not triggered, because the run never got there", row.name));
