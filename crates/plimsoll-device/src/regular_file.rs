@@ -1,4 +1,4 @@
-//! Reading of files that users and earlier runs supply: run files, data, models, results and caches; and [`write`] for
+//! Reading of files that users and earlier runs supply: run files, data, models, results and caches; and [`write()`] for
 //! files that a flag names.
 //!
 //! Only regular files are read. A FIFO, a socket or a device could block the process, have side effects, or never end.

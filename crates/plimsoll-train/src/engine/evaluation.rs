@@ -19,7 +19,7 @@ pub struct EvaluationSums {
     pub loss_sum: f64,
     /// Number of labelled tokens.
     pub tokens: u64,
-    /// Number of documents that are a prompt without labels and an answer of at most [`ANSWER_TOKENS_MAX`] labelled
+    /// Number of documents that are a prompt without labels and an answer of at most `ANSWER_TOKENS_MAX` labelled
     /// tokens. The rest of a document in its next row does not count.
     pub answers: u64,
     /// Number of answers of which the model predicts all tokens: each is the most likely token at its position.

@@ -146,7 +146,7 @@ pub struct TokenSample {
     expected: Option<Vec<i32>>,
 }
 
-/// Continues up to 5 prompts from evaluation data with greedy decoding, by at most [`ANSWER_TOKENS_MAX`] tokens. A
+/// Continues up to 5 prompts from evaluation data with greedy decoding, by at most `ANSWER_TOKENS_MAX` tokens. A
 /// prompt is the part of a row before its first label, or the first 8 tokens if the row is labelled from its start, as
 /// prose is. Only the former has a right answer, and only a short one. Rows without labels, or too long for the cache,
 /// are skipped.
