@@ -6,7 +6,7 @@ mod data_sheets;
 use data_sheets::{DATA_SHEETS, DataSheet};
 use plimsoll_core::{Budget, Bytes, DeviceKind, DeviceSpec, Link, OpRates, Rates};
 
-/// What the name of a card of the user begins with, as in `card:mine`.
+/// Prefix of the names of cards that the user states, as in `card:mine`.
 pub const CARD_PREFIX: &str = "card:";
 
 /// Assumed bytes that a CUDA process holds on its GPU outside the arena. They are 512 MiB for the driver's context

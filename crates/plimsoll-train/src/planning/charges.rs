@@ -71,11 +71,13 @@ pub(crate) fn program_heap_bytes<'a>(sets: impl IntoIterator<Item = &'a ProgramS
     heap_bytes_of_ops(op_count(sets))
 }
 
+/// Returns the number of ops in all Programs of some sets.
 fn op_count<'a>(sets: impl IntoIterator<Item = &'a ProgramSet>) -> u64 {
     let blocks = sets.into_iter().flat_map(|set| &set.programs).flat_map(|program| &program.blocks);
     blocks.map(|block| block.ops.len() as u64).sum()
 }
 
+/// Returns the result of [`program_heap_bytes`] for Programs of `ops` ops.
 fn heap_bytes_of_ops(ops: u64) -> Bytes {
     const FREE_OPS: u64 = 1024;
     const OP_BYTES: u64 = 1152;

@@ -52,8 +52,7 @@ impl PreparedRun {
     /// Counts the plan as one that follows measured figures, unless the run file fixes it. The run follows the plan of an
     /// earlier start, which was made from them.
     pub(crate) fn count_as_measured(&mut self) {
-        let Resolved { device, others, .. } = &self.resolved;
-        let devices: Vec<DeviceSpec> = std::iter::once(device).chain(others).cloned().collect();
+        let devices: Vec<DeviceSpec> = self.resolved.devices().cloned().collect();
         if self.other_bits.is_none() && !self.run.is_deterministic() {
             self.other_bits = cause_of_other_plan(&self.run, None, &self.planned.plan, &devices);
         }
@@ -93,7 +92,7 @@ pub fn prepare(mut run: RunRequest, previous: Option<&PreviousPlan>) -> Result<P
     let devices = planned.assignments.iter().map(|assignment| &assignment.device);
     add_notes(&mut planned.plan, devices, &run, &resolved.model);
     nominal.iter().for_each(|nominal| nominal.explain_excluded(&mut planned.plan));
-    let named: Vec<DeviceSpec> = std::iter::once(&resolved.device).chain(&resolved.others).cloned().collect();
+    let named: Vec<DeviceSpec> = resolved.devices().cloned().collect();
     let other_bits = cause_of_other_plan(&run, known, &planned.plan, &named);
     if planned.plan.fits {
         run.decide_rungs(&planned.plan.rungs);

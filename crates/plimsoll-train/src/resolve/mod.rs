@@ -72,6 +72,11 @@ impl Resolved {
         let others = devices.split_off(1);
         Ok(Resolved { model: Arc::new(model), device: devices.remove(0), others, fallback: None })
     }
+
+    /// Returns all devices of the run, the first one first.
+    pub fn devices(&self) -> impl Iterator<Item = &DeviceSpec> {
+        std::iter::once(&self.device).chain(&self.others)
+    }
 }
 
 #[cfg(test)]

@@ -25,7 +25,7 @@ use std::time::Instant;
 impl Session {
     /// Returns all devices of the run, in the order of the run file.
     fn devices(&self) -> impl Iterator<Item = &DeviceSpec> {
-        std::iter::once(&self.context.resolved.device).chain(&self.context.resolved.others)
+        self.context.resolved.devices()
     }
 
     /// Returns the specification of the device `name` as it was measured before the run.

@@ -210,8 +210,8 @@ fn open_engine(
     let vocab = resolved.model.config.vocab;
     let fixed_capacity = fixed_capacity(run, resolved, &assignment.device);
     // A virtual device keeps its configured speed, even if the planner uses a measured one.
-    let mut all = std::iter::once(&resolved.device).chain(&resolved.others);
-    let rates = all
+    let rates = resolved
+        .devices()
         .find(|device| device.name == assignment.device.name)
         .map_or(&assignment.device.rates, |device| &device.rates);
     let rates = rates.clone();
