@@ -66,15 +66,14 @@ pub(super) fn gpu_rates(gpu: &GpuInfo) -> Rates {
 }
 
 /// Returns the paper device with the chip of a GPU that the driver calls `name`; `None` if no paper device has it. The
-/// whole name decides, or else the part before its first hyphen.
+/// longest match decides, of whole names and of their parts before the first hyphen; of two equal ones the whole name.
 fn paper_name(name: &str) -> Option<&'static str> {
     let words = name.split_whitespace().filter(|word| !["NVIDIA", "GeForce"].contains(word));
     let chip = words.collect::<String>().to_lowercase();
-    let longest = |part: &dyn Fn(&str) -> String| {
-        let alike = paper::names().filter(|paper| chip.starts_with(&part(paper)));
-        alike.max_by_key(|paper| part(paper).len())
-    };
-    longest(&|paper| paper.replace('-', "")).or_else(|| longest(&|paper| paper.split('-').take(1).collect()))
+    let whole = paper::names().map(|paper| (paper.replace('-', ""), true, paper));
+    let chips = paper::names().map(|paper| (paper.split('-').take(1).collect::<String>(), false, paper));
+    let alike = whole.chain(chips).filter(|(part, ..)| chip.starts_with(part));
+    alike.max_by_key(|(part, whole, _)| (part.len(), *whole)).map(|(.., paper)| paper)
 }
 
 #[cfg(test)]
@@ -87,7 +86,9 @@ mod tests {
             ("NVIDIA GeForce RTX 3090", Some("rtx3090")),
             ("NVIDIA GeForce RTX 4060 Ti", Some("rtx4060ti")),
             ("NVIDIA GeForce RTX 4070 SUPER", Some("rtx4070-super")),
+            ("NVIDIA GeForce RTX 4070", Some("rtx4070")),
             ("NVIDIA A100-SXM4-80GB", Some("a100-80g")),
+            ("NVIDIA A10", Some("a10")),
             ("NVIDIA H100 80GB HBM3", Some("h100-sxm")),
             ("NVIDIA L40S", Some("l40s")),
             ("Tesla V100-SXM2-16GB", None),
