@@ -46,7 +46,7 @@ pub(super) const KEYS: &[(&str, &str)] = &[
     ("memory.host", "a share of what is free, such as \"80%\", or an amount, such as \"6GiB\""),
     ("memory.file", "a share of what is free on the disk, such as \"50%\", or an amount, such as \"40GiB\""),
     ("memory.file_dir", "a folder, such as \"/scratch\""),
-    ("memory.allow", concat!("a list of ", rung_names!(quoted), ", or \"16,8,4\" for the fall from 16 to 4 bit")),
+    ("memory.allow", concat!("a list of ", rung_names!(quoted), ", or \"16,8,4\" for bf16, int8 and nf4")),
     ("recipe.micro_batch", "a whole number of sequences, from 1 to those of one step"),
     (
         "recipe.recompute",

@@ -157,7 +157,7 @@ fn wrong_value_names_found_and_expected() {
         ),
         (
             "[memory]\nallow = [\"fp8\"]",
-            "run.toml, line 2: memory.allow is [\"fp8\"], expected a list of \"bf16\", \"adam8bit\", \"lora\", \"int8\", \"nf4\", or \"16,8,4\" for the fall from 16 to 4 bit",
+            "run.toml, line 2: memory.allow is [\"fp8\"], expected a list of \"bf16\", \"adam8bit\", \"lora\", \"int8\", \"nf4\", or \"16,8,4\" for bf16, int8 and nf4",
         ),
     ] {
         assert_eq!(refusal(text, &["model.path=m"]), message);
