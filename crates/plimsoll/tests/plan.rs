@@ -40,6 +40,27 @@ fn first_docs_example_matches_output() {
     assert_eq!(shown, text(&plan(&words.split(' ').collect::<Vec<_>>()).stdout), "{words}");
 }
 
+/// Runs the command on the first line of `block`, and asserts that it prints the other lines in their order. Lines with
+/// `…` are left out.
+fn check_docs_block(block: &str) {
+    let (command, shown) = block.split_once('\n').unwrap();
+    let output = plan(&command.split_whitespace().skip(2).collect::<Vec<_>>());
+    let printed = text(&output.stdout) + &text(&output.stderr);
+    let mut lines = printed.lines().map(str::trim_end);
+    for line in shown.lines().filter(|line| !line.contains('…')) {
+        assert!(lines.any(|printed| printed == line), "{command}\nprints no line {line:?} here:\n{printed}");
+    }
+}
+
+#[test]
+#[ignore = "slow: .ci/slow-tests"]
+fn docs_of_teams_show_printed_plans() {
+    let book = include_str!("../../../docs/teams.md");
+    let blocks: Vec<&str> = book.split("```\n$ ").skip(1).map(|rest| rest.split("```").next().unwrap()).collect();
+    assert!(blocks.len() >= 8, "{blocks:?}");
+    blocks.into_iter().for_each(check_docs_block);
+}
+
 #[test]
 fn parallelism_all_uses_all_devices_or_none() {
     let three = ["--model", "smollm2-135m", "--devices", "rtx3090,rtx3090,rtx3090", "--sequence", "256"];
