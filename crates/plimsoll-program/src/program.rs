@@ -30,7 +30,9 @@ pub struct Block {
 
 impl Block {
     /// Creates a block that runs once, with variable 0.
-    pub fn once(name: &str, ops: Vec<Op>) -> Block {
+    pub fn once(name: &str, mut ops: Vec<Op>) -> Block {
+        // A Program has thousands of blocks with a few large ops each.
+        ops.shrink_to_fit();
         Block { name: name.into(), first: 0, step: 0, repeat: 1, ops }
     }
 

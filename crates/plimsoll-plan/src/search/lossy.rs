@@ -98,7 +98,7 @@ impl<'q> LossySearch<'q> {
     ///
     /// The search tries in this order: the fastest recipe in memory, the smallest recipe in memory however slow, and
     /// both with the scratch file.
-    pub fn fastest(&self, rungs: &[Rung], tried: &mut Vec<TriedRecipe>) -> Option<Arc<PackedCandidate>> {
+    pub fn fastest(&self, rungs: &[Rung], tried: &mut Vec<TriedRecipe>) -> Option<PackedCandidate> {
         let request = with_lossy(self.request, rungs);
         let bound = Some(request.device.arena_budget().0.saturating_add(1));
         let file = request.host.file;
@@ -163,13 +163,12 @@ fn pack_smallest(
     request: &PlanRequest,
     smallest: Option<Candidate>,
     tried: &mut Vec<TriedRecipe>,
-) -> Option<Arc<PackedCandidate>> {
+) -> Option<PackedCandidate> {
     let smallest = smallest?;
-    let packed = smallest.packed(request);
-    let fits = request.fits(&packed.layout);
+    let fits = smallest.packed_bytes(request).fits(&request.arena_limits());
     tried.retain(|tried| tried.recipe != smallest.recipe);
     tried.push(smallest.tried(request.device.charges, fits));
-    fits.then_some(packed)
+    fits.then(|| smallest.pack(request))
 }
 
 /// Returns the recipe with the fewest device bytes with any combination of allowed rungs.
@@ -254,8 +253,8 @@ impl LossySearch<'_> {
         };
         let smallest = self.smallest(allowed);
         let rungs = &smallest.recipe.rungs;
-        let packed = smallest.packed(&with_lossy(self.request, rungs));
-        let peak = Bytes(packed.layout.device.bytes) + self.request.device.charges;
+        let packed_bytes = smallest.packed_bytes(&with_lossy(self.request, rungs));
+        let peak = Bytes(packed_bytes.device) + self.request.device.charges;
         (peak < refused.peak_bytes).then(|| Remedy::new(self.request.rungs_in_addition(rungs), peak))
     }
 

@@ -34,8 +34,8 @@ pub(crate) struct Candidate {
     pub per_micro_batch_seconds: f64,
     /// Part of `per_micro_batch_seconds` in which finished gradients can already be exchanged.
     pub overlap_seconds: f64,
-    /// The packed recipe, once it was packed.
-    packed: Arc<OnceLock<Arc<PackedCandidate>>>,
+    /// Bytes of the packed recipe, once it was packed. Its Programs are not kept: they take far more memory.
+    packed_bytes: Arc<OnceLock<PerSpace<u64>>>,
 }
 
 impl Candidate {
@@ -51,9 +51,16 @@ impl Candidate {
         }
     }
 
-    /// Returns the packed recipe. Packing is slow if much is offloaded, so it is done once.
-    pub fn packed(&self, request: &PlanRequest) -> Arc<PackedCandidate> {
-        Arc::clone(self.packed.get_or_init(|| Arc::new(PackedCandidate::new(request, self.recipe.clone()))))
+    /// Builds and packs the Programs of the recipe.
+    pub fn pack(&self, request: &PlanRequest) -> PackedCandidate {
+        let packed = PackedCandidate::new(request, self.recipe.clone());
+        self.packed_bytes.get_or_init(|| packed.layout.bytes());
+        packed
+    }
+
+    /// Returns the bytes of the packed recipe. Packing is slow if much is offloaded, so the bytes are computed once.
+    pub fn packed_bytes(&self, request: &PlanRequest) -> PerSpace<u64> {
+        *self.packed_bytes.get_or_init(|| PackedCandidate::new(request, self.recipe.clone()).layout.bytes())
     }
 }
 
@@ -180,7 +187,7 @@ impl<'q> Measurer<'q> {
     /// Returns whether a candidate, packed, stays under the load lines of host and scratch file.
     pub fn packs_on_host(&self, candidate: &Candidate) -> bool {
         let limits = PerSpace { device: u64::MAX, ..self.request.arena_limits() };
-        let packs = || candidate.packed(self.request).layout.bytes().fits(&limits);
+        let packs = || candidate.packed_bytes(self.request).fits(&limits);
         candidate.bytes.fits(&limits) && (candidate.recipe.offload.is_nothing() || packs())
     }
 
@@ -286,7 +293,7 @@ impl<'q> Measurer<'q> {
             per_step_seconds: per_step.seconds,
             per_micro_batch_seconds: passes.seconds,
             overlap_seconds: passes.overlap_seconds,
-            packed: Arc::default(),
+            packed_bytes: Arc::default(),
             recipe,
         }
     }

@@ -99,12 +99,12 @@ fn search_with(search: &LossySearch, remedies: impl Fn(&LossySearch, &Plan) -> V
     let request = search.request;
     for rungs in lossy_option_sets(request, &request.lossy.allow) {
         if let Some(packed) = search.fastest(&rungs, &mut tried) {
-            return Arc::unwrap_or_clone(packed).into_outcome(&with_lossy(request, &rungs), tried);
+            return packed.into_outcome(&with_lossy(request, &rungs), tried);
         }
     }
     let smallest = search.smallest(&request.lossy.allow);
     let request = with_lossy(request, &smallest.recipe.rungs);
-    let mut outcome = Arc::unwrap_or_clone(smallest.packed(&request)).into_outcome(&request, tried);
+    let mut outcome = smallest.pack(&request).into_outcome(&request, tried);
     if !outcome.plan.fits {
         outcome.plan.needs = remedies(search, &outcome.plan);
     }
@@ -125,7 +125,7 @@ pub(crate) fn has_fitting_recipe_with(request: &PlanRequest, cache: &Arc<Measure
 
 /// Finds the fastest recipe that fits after packing; `None` if none of the candidates fits. Adds the considered recipes
 /// to `tried`, fastest first.
-fn fastest(measurer: &Measurer, tried: &mut Vec<TriedRecipe>) -> Option<Arc<PackedCandidate>> {
+fn fastest(measurer: &Measurer, tried: &mut Vec<TriedRecipe>) -> Option<PackedCandidate> {
     let request = measurer.request;
     let mut list = candidates(measurer, &request.micro_batch_sizes());
     list.sort_by(|a, b| a.step_seconds.total_cmp(&b.step_seconds).then(a.bytes.device.cmp(&b.bytes.device)));
@@ -134,10 +134,11 @@ fn fastest(measurer: &Measurer, tried: &mut Vec<TriedRecipe>) -> Option<Arc<Pack
     let mut found = None;
     let fitting = list.iter().zip(&mut entries).filter(|(candidate, _)| measurer.fits(candidate));
     for (candidate, entry) in fitting.take(MAX_FINALISTS) {
-        let packed = candidate.packed(request);
-        entry.peak_bytes = Bytes(packed.layout.device.bytes) + request.device.charges;
-        entry.host_bytes = Bytes(packed.layout.host.bytes);
-        entry.file_bytes = Bytes(packed.layout.file.bytes);
+        let packed = candidate.pack(request);
+        let bytes = packed.layout.bytes();
+        entry.peak_bytes = Bytes(bytes.device) + request.device.charges;
+        entry.host_bytes = Bytes(bytes.host);
+        entry.file_bytes = Bytes(bytes.file);
         entry.fits = request.fits(&packed.layout);
         if entry.fits {
             found = Some(packed);

@@ -254,7 +254,7 @@ fn fastest<'c>(measurer: &Measurer, list: &'c [Candidate]) -> Option<&'c Candida
 pub(super) fn smallest(measurer: &Measurer, bound: Option<u64>) -> Option<Candidate> {
     let fits_on_host = |bytes: PerSpace<u64>| measurer.is_under_load_lines(PerSpace { device: 0, ..bytes });
     let packs = |found: &Candidate| {
-        let is_below = |bound| found.packed(measurer.request).layout.device.bytes < bound;
+        let is_below = |bound| found.packed_bytes(measurer.request).device < bound;
         measurer.packs_on_host(found) && bound.is_none_or(is_below)
     };
     smallest_in_space(measurer, Space::Device, &fits_on_host, bound, &packs).or_else(|| {
@@ -268,8 +268,9 @@ pub(super) fn smallest(measurer: &Measurer, bound: Option<u64>) -> Option<Candid
 /// if no recipe fits, or if each needs `bound` bytes or more.
 pub(super) fn min_offload_bytes(measurer: &Measurer, space: Space, bound: u64) -> Option<u64> {
     let request = measurer.request;
-    let packed_bytes = |found: &Candidate| found.packed(request).layout.bytes().get(space);
-    let packs = |found: &Candidate| request.fits(&found.packed(request).layout) && packed_bytes(found) < bound;
+    let packed_bytes = |found: &Candidate| found.packed_bytes(request).get(space);
+    let packs =
+        |found: &Candidate| measurer.is_under_load_lines(found.packed_bytes(request)) && packed_bytes(found) < bound;
     smallest_in_space(measurer, space, &|bytes| measurer.is_under_load_lines(bytes), Some(bound), &packs)
         .as_ref()
         .map(packed_bytes)

@@ -16,7 +16,7 @@
 use crate::op::operands::{operands, operands_mut};
 use crate::op::{Mode, Op, OpKind, Queue};
 use crate::passes::offload::{HOST_SUFFIX, elementwise_count, slice_of};
-use crate::program::{Block, Program, ProgramKind, ProgramSet};
+use crate::program::{Block, ProgramKind, ProgramSet};
 use crate::tensor::{Index, Lifetime, Operand, Tensor, TensorId, TensorRole};
 use plimsoll_core::{Category, DType, ScratchOffload, Space};
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -46,8 +46,8 @@ pub fn move_to_scratch_file(mut set: ProgramSet, layers: u32, in_file: ScratchOf
         let is_moved = |operand: Operand| scratch.placements.contains_key(&operand.tensor);
         let program = &set.programs[number];
         if program.blocks.iter().flat_map(|block| &block.ops).any(|op| operands(op).any(is_moved)) {
-            let program = program.clone();
-            set.programs[number].blocks = ProgramRewriter::rewrite_program(&scratch, &mut set, &program);
+            let (kind, blocks) = (program.kind, std::mem::take(&mut set.programs[number].blocks));
+            set.programs[number].blocks = ProgramRewriter::rewrite_blocks(&scratch, &mut set, kind, &blocks);
         }
     }
     if memory == Space::Device {
@@ -179,18 +179,21 @@ struct ProgramRewriter<'a> {
 impl ProgramRewriter<'_> {
     /// Returns the blocks of a Program after tensors moved to the scratch file. Its ops use the new places, and copies
     /// between windows and file are added. Blocks that touch the file are unrolled.
-    fn rewrite_program(scratch: &ScratchFile, set: &mut ProgramSet, program: &Program) -> Vec<Block> {
-        let sequences = program.blocks.iter().flat_map(|block| &block.ops).filter_map(|op| match op.kind {
+    fn rewrite_blocks(
+        scratch: &ScratchFile,
+        set: &mut ProgramSet,
+        program: ProgramKind,
+        rolled: &[Block],
+    ) -> Vec<Block> {
+        let sequences = rolled.iter().flat_map(|block| &block.ops).filter_map(|op| match op.kind {
             OpKind::TransferStart { sequence, .. } => Some(sequence),
             _ => None,
         });
         let sequence = sequences.max().unwrap_or(0);
         let (rings, completed) = (BTreeMap::new(), HashSet::new());
-        let program_kind = program.kind;
-        let mut rewriter =
-            ProgramRewriter { scratch, set, program: program_kind, rings, completed, sequence, ops: vec![] };
+        let mut rewriter = ProgramRewriter { scratch, set, program, rings, completed, sequence, ops: vec![] };
         let mut blocks = Vec::new();
-        for block in &program.blocks {
+        for block in rolled {
             let relocated: Vec<Op> = block.ops.iter().map(|op| scratch.relocated(op)).collect();
             if !relocated.iter().any(|op| rewriter.touches_file(op)) {
                 blocks.push(Block { ops: relocated, ..block.clone() });
@@ -201,7 +204,7 @@ impl ProgramRewriter<'_> {
                 let unrolled: Vec<Op> = relocated.iter().map(|op| op.iteration(variable)).collect();
                 let groups: Vec<&[Op]> = unrolled.chunk_by(|a, b| rewriter.share_windows(a, b)).collect();
                 groups.into_iter().for_each(|ops| rewriter.rewrite_ops(ops));
-                blocks.push(Block::once(&block.name, std::mem::take(&mut rewriter.ops)));
+                blocks.push(Block::once(&block.name, rewriter.ops.drain(..).collect()));
             }
         }
         blocks

@@ -387,8 +387,10 @@ impl<'a> Decoder<'a> {
         kind: ProgramKind,
         inputs: Vec<TensorId>,
         outputs: Vec<TensorId>,
-        blocks: Vec<Block>,
+        mut blocks: Vec<Block>,
     ) -> usize {
+        blocks.iter_mut().for_each(|block| block.ops.shrink_to_fit());
+        blocks.shrink_to_fit();
         self.builder.set.programs.push(Program { work, kind, inputs, outputs, blocks });
         self.builder.set.programs.len() - 1
     }

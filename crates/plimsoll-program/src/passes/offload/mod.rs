@@ -185,13 +185,14 @@ impl ProgramRewriter<'_> {
             }
             rewriter.flush(&units[at].name);
         }
+        rewriter.blocks.shrink_to_fit();
         rewriter.blocks
     }
 
     /// Adds the block under construction to the finished ones, under this name, unless it has no ops.
     fn flush(&mut self, name: &str) {
         if !self.ops.is_empty() {
-            self.blocks.push(Block::once(name, std::mem::take(&mut self.ops)));
+            self.blocks.push(Block::once(name, self.ops.drain(..).collect()));
         }
     }
 }

@@ -234,7 +234,7 @@ impl ProgramRewriter<'_> {
                 self.rewrite_op(op, unit);
             }
             if block.repeat > 1 {
-                let ops = std::mem::take(&mut self.ops);
+                let ops = self.ops.drain(..).collect();
                 self.blocks.push(Block { ops, ..block.clone() });
             }
         }
