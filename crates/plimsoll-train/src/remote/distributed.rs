@@ -2,12 +2,12 @@
 //! attempts on to each device.
 
 use super::device::Connection;
+use super::greeting::random_bytes;
 use super::{Invitation, PeerNetwork, RemoteConnector, lock, peer_unreachable};
 use plimsoll_device::error::DeviceError;
 use plimsoll_device::transport::wire::WireTransport;
 use plimsoll_device::transport::{CollectiveCall, GroupHandle, Transport};
-use std::fs::File;
-use std::io::{self, Read};
+use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::channel;
@@ -173,8 +173,7 @@ fn cancel_remote_ranks(endpoints: &[TeamEndpoint], lost: usize, secret: &str) {
 
 /// Returns 128 random bits as hexadecimal text.
 pub(super) fn random_secret() -> io::Result<String> {
-    let mut bytes = [0; 16];
-    File::open("/dev/urandom")?.read_exact(&mut bytes)?;
+    let bytes = random_bytes::<16>()?;
     Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 

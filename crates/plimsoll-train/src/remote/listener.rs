@@ -1,9 +1,10 @@
 //! The port at which a process accepts its peers. Every program on the network can connect to it.
 //!
-//! A connection is a stranger until it sends the `Greeting` of a team that this process waits for. Strangers are few
-//! and have little time, and the listener reads at most one greeting of each. Too many open files or a failing network
-//! pause the listener and do not end it.
+//! A connection is a stranger until it proves to belong to a team that this process waits for (`greeting`). Strangers
+//! are few and have little time, and the listener reads at most one greeting and one answer of each. Too many open files
+//! or a failing network pause the listener and do not end it.
 
+use super::greeting::{ACCEPTED, Challenge, GREETING_BYTES, Greeting, PROOF_BYTES};
 use super::{Invitation, lock};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::collections::{HashSet, VecDeque};
@@ -14,7 +15,6 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
-use subtle::ConstantTimeEq;
 
 /// Largest number of strangers at one time. Further connections wait in the backlog of the system.
 const STRANGERS_MAX: usize = 64;
@@ -24,99 +24,51 @@ const STRANGER_TIMEOUT: Duration = Duration::from_secs(2);
 const STRANGER_TIMEOUT_IF_FULL: Duration = Duration::from_millis(200);
 /// Pause of the listener after an error of the system, such as too many open files.
 const ERROR_PAUSE: Duration = Duration::from_millis(100);
-/// Size of the largest valid [`Greeting`], in bytes.
-const GREETING_BYTES_MAX: u64 = 256;
 /// Stack of the listener's thread in bytes.
 const STACK_BYTES: usize = 128 << 10;
-
-/// Reply to the greeting of a peer that the listener has accepted.
-const ACCEPTED: u8 = b'+';
-
-/// First message on a connection between two ranks of a team.
-#[derive(Clone)]
-pub(super) struct Greeting {
-    pub team: u64,
-    pub from: u32,
-    pub to: u32,
-    pub secret: String,
-}
-
-impl Greeting {
-    /// Encodes the greeting: its length as a little-endian `u64`, then its fields.
-    pub fn to_bytes(&self) -> Vec<u8> {
-        let Greeting { team, from, to, secret } = self;
-        let length = 16 + secret.len() as u64;
-        let numbers = [&length.to_le_bytes()[..], &team.to_le_bytes(), &from.to_le_bytes(), &to.to_le_bytes()].concat();
-        [&numbers, secret.as_bytes()].concat()
-    }
-
-    /// Decodes the fields of a greeting.
-    fn from_bytes(bytes: &[u8]) -> Option<Greeting> {
-        let (team, rest) = bytes.split_first_chunk()?;
-        let (from, rest) = rest.split_first_chunk()?;
-        let (to, secret) = rest.split_first_chunk()?;
-        let (from, to) = (u32::from_le_bytes(*from), u32::from_le_bytes(*to));
-        let secret = std::str::from_utf8(secret).ok()?.to_owned();
-        Some(Greeting { team: u64::from_le_bytes(*team), from, to, secret })
-    }
-}
-
-/// Reads the listener's reply to a greeting. Returns whether it has arrived before the read timeout of the stream.
-///
-/// # Errors
-/// The listener has closed the connection, or replies with something else.
-pub(super) fn read_reply(mut stream: &TcpStream) -> io::Result<bool> {
-    let mut reply = [0];
-    match stream.read_exact(&mut reply) {
-        Ok(()) if reply == [ACCEPTED] => Ok(true),
-        Ok(()) => Err(io::Error::new(ErrorKind::InvalidData, "another program replies at this port")),
-        Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => Ok(false),
-        Err(error) => Err(error),
-    }
-}
 
 /// An accepted connection that has not become a peer. It is read without blocking.
 struct Stranger {
     stream: TcpStream,
-    /// Bytes received so far: a length, then part of a greeting.
+    /// Bytes received so far of the message that `challenge` calls for.
     received: Vec<u8>,
+    /// The challenge that awaits an answer; `None` before a team expects the greeting.
+    challenge: Option<SentChallenge>,
     since: Instant,
 }
 
+/// A challenge that was sent in the name of a team.
+struct SentChallenge {
+    /// Id of the [`ExpectedTeam`].
+    team: u64,
+    challenge: Challenge,
+}
+
 impl Stranger {
-    /// Returns the number of bytes that are missing from the length or from the greeting; 0 for a complete greeting.
-    ///
-    /// # Errors
-    /// The length is not that of a greeting.
-    fn missing_bytes(&self) -> io::Result<usize> {
-        let length = self.received.first_chunk().map(|length| u64::from_le_bytes(*length));
-        match length {
-            None => Ok(8 - self.received.len()),
-            Some(length @ 1..=GREETING_BYTES_MAX) => Ok(8 + length as usize - self.received.len()),
-            Some(_) => Err(ErrorKind::InvalidData.into()),
-        }
+    /// Returns the number of bytes that are missing from the next message; 0 for a complete one.
+    fn missing_bytes(&self) -> usize {
+        let length = if self.challenge.is_some() { PROOF_BYTES } else { GREETING_BYTES };
+        length - self.received.len()
     }
 
-    /// Reads what has arrived, and returns the greeting once it is complete. Bytes behind the greeting stay in the
-    /// stream.
+    /// Reads what has arrived of the next message. Bytes behind the message stay in the stream.
     ///
     /// # Errors
-    /// Bytes that are not a greeting, or a closed connection.
-    fn read_greeting(&mut self) -> io::Result<Option<Greeting>> {
-        loop {
-            let missing = self.missing_bytes()?;
-            if missing == 0 {
-                let invalid = || io::Error::from(ErrorKind::InvalidData);
-                return Greeting::from_bytes(&self.received[8..]).ok_or_else(invalid).map(Some);
-            }
-            let mut bytes = [0; GREETING_BYTES_MAX as usize];
-            match (&self.stream).read(&mut bytes[..missing]) {
+    /// The connection is closed, or its first bytes are not those of a greeting.
+    fn read(&mut self) -> io::Result<()> {
+        while self.missing_bytes() > 0 {
+            let mut bytes = [0; GREETING_BYTES];
+            match (&self.stream).read(&mut bytes[..self.missing_bytes()]) {
                 Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
                 Ok(count) => self.received.extend(&bytes[..count]),
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(None),
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
                 Err(error) => return Err(error),
             }
+        }
+        match self.challenge.is_some() || Greeting::may_begin_with(&self.received) {
+            true => Ok(()),
+            false => Err(ErrorKind::InvalidData.into()),
         }
     }
 }
@@ -131,13 +83,12 @@ struct ExpectedTeam {
 }
 
 impl ExpectedTeam {
-    /// Returns whether the team waits for the sender of this greeting. The time that this takes does not depend on the
-    /// secret.
+    /// Returns whether the team waits for the sender of this greeting, and the greeting proves the secret.
     fn expects(&self, greeting: &Greeting) -> bool {
-        let Greeting { team, from, to, secret } = greeting;
-        let numbers_match = (*team, *to) == (self.invitation.team, self.rank);
-        let is_higher_rank = *from > self.rank && (*from as usize) < self.peers.len();
-        numbers_match && is_higher_rank && bool::from(self.invitation.secret.as_bytes().ct_eq(secret.as_bytes()))
+        let Greeting { team, from, to, .. } = *greeting;
+        let numbers_match = (team, to) == (self.invitation.team, self.rank);
+        let is_higher_rank = from > self.rank && (from as usize) < self.peers.len();
+        numbers_match && is_higher_rank && greeting.is_proven(&self.invitation.secret)
     }
 
     /// Returns the lowest rank that has not connected.
@@ -174,17 +125,42 @@ struct Shared {
 }
 
 impl Shared {
-    /// Makes a stranger a peer if a team expects its greeting. Otherwise returns the stranger.
-    fn admit(&self, greeting: &Greeting, stranger: Stranger) -> Option<Stranger> {
+    /// Handles the complete message of a stranger. A greeting that a team expects gets a challenge, and a stranger that
+    /// answers it becomes a peer. Returns the stranger if it may still become one later.
+    fn admit(&self, stranger: Stranger) -> Option<Stranger> {
+        if stranger.challenge.is_none() {
+            return self.challenge(stranger);
+        }
+        self.add_peer(stranger);
+        None
+    }
+
+    /// Sends a challenge to a stranger if a team expects its greeting.
+    fn challenge(&self, mut stranger: Stranger) -> Option<Stranger> {
+        let greeting = Greeting::from_bytes(stranger.received.first_chunk()?)?;
+        let state = lock(&self.state);
+        // The team may be expected later.
+        let Some(team) = state.teams.iter().find(|team| team.expects(&greeting)) else { return Some(stranger) };
+        let challenge = Challenge::new(greeting).ok()?;
+        // The bytes fit into the empty buffer of the connection. A peer without a reply connects again.
+        stranger.stream.write_all(&challenge.to_bytes(&team.invitation.secret)).ok()?;
+        stranger.received.clear();
+        stranger.challenge = Some(SentChallenge { team: team.id, challenge });
+        Some(stranger)
+    }
+
+    /// Makes a stranger a peer if it has answered its challenge.
+    fn add_peer(&self, stranger: Stranger) {
+        let Stranger { mut stream, received, challenge: Some(sent), .. } = stranger else { return };
         let mut state = lock(&self.state);
-        let Some(team) = state.teams.iter_mut().find(|team| team.expects(greeting)) else { return Some(stranger) };
-        let mut stream = stranger.stream;
-        // The single byte fits into the empty buffer of the connection. A peer without a reply connects again.
+        let Some(team) = state.teams.iter_mut().find(|team| team.id == sent.team) else { return };
+        if !sent.challenge.is_answered_by(&received, &team.invitation.secret) {
+            return;
+        }
         if stream.write_all(&[ACCEPTED]).and_then(|()| stream.set_nonblocking(false)).is_ok() {
-            team.peers[greeting.from as usize] = Some(stream);
+            team.peers[sent.challenge.caller() as usize] = Some(stream);
             self.changed.notify_all();
         }
-        None
     }
 }
 
@@ -305,7 +281,7 @@ impl Acceptor {
         while self.is_wanted() {
             self.wait();
             self.accept_connections();
-            self.read_greetings();
+            self.read_messages();
         }
     }
 
@@ -323,7 +299,7 @@ impl Acceptor {
         if resumes_at.is_none() && has_room {
             files.push(PollFd::new(&self.listener, PollFlags::IN));
         }
-        let incomplete = self.strangers.iter().filter(|stranger| stranger.missing_bytes().is_ok_and(|bytes| bytes > 0));
+        let incomplete = self.strangers.iter().filter(|stranger| stranger.missing_bytes() > 0);
         files.extend(incomplete.map(|stranger| PollFd::new(&stranger.stream, PollFlags::IN)));
         let limit = if has_room { STRANGER_TIMEOUT } else { STRANGER_TIMEOUT_IF_FULL };
         let expires_at = self.strangers.front().map(|oldest| oldest.since + limit);
@@ -349,7 +325,12 @@ impl Acceptor {
                         self.strangers.pop_front();
                     }
                     if stream.set_nonblocking(true).and_then(|()| stream.set_nodelay(true)).is_ok() {
-                        self.strangers.push_back(Stranger { stream, received: Vec::new(), since: now });
+                        self.strangers.push_back(Stranger {
+                            stream,
+                            received: Vec::new(),
+                            challenge: None,
+                            since: now,
+                        });
                     }
                 }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {
@@ -373,14 +354,13 @@ impl Acceptor {
         self.strangers.len() < STRANGERS_MAX || self.strangers.front().is_some_and(is_old)
     }
 
-    /// Reads the greetings of all strangers. Strangers that a team expects become peers. Strangers without a valid
-    /// greeting, or without more time, are disconnected.
-    fn read_greetings(&mut self) {
+    /// Reads the messages of all strangers. Strangers that prove to belong to a team become peers. Strangers with other
+    /// messages, or without more time, are disconnected.
+    fn read_messages(&mut self) {
         for mut stranger in mem::take(&mut self.strangers) {
-            let remaining = match stranger.read_greeting() {
-                Ok(None) => Some(stranger),
-                // The team may be expected later.
-                Ok(Some(greeting)) => self.shared.admit(&greeting, stranger),
+            let remaining = match stranger.read() {
+                Ok(()) if stranger.missing_bytes() > 0 => Some(stranger),
+                Ok(()) => self.shared.admit(stranger),
                 Err(_) => None,
             };
             self.strangers.extend(remaining.filter(|stranger| stranger.since.elapsed() < STRANGER_TIMEOUT));

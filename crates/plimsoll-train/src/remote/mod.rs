@@ -21,10 +21,12 @@
 //! | `links` | measures bandwidth and latency between hosts |
 //! | `sockets` | channels and wires over sockets |
 //! | `listener` | the port at which a process accepts its peers |
+//! | `greeting` | proofs with which two ranks recognize each other |
 //! | `ray` | places devices on the machines of a Ray cluster |
 
 pub mod device;
 pub mod distributed;
+mod greeting;
 pub mod links;
 mod listener;
 pub(crate) mod protocol;
@@ -177,7 +179,7 @@ impl fmt::Debug for RemoteDevices {
 pub struct Invitation {
     /// Number of the team, unique within the run. 0 stands for a measurement of links.
     pub team: u64,
-    /// Random text known only to the ranks of the team.
+    /// Random text known only to the ranks of the team. It is sent to them alone, and never over wires.
     pub secret: String,
     /// Address of each rank, in rank order.
     pub addresses: Vec<String>,

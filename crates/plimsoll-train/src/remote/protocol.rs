@@ -13,7 +13,7 @@ use std::io;
 use std::time::{Duration, Instant};
 
 /// Version of the messages between a run and the process of a remote device. Both ends must have the same.
-pub const VERSION: u32 = 6;
+pub const VERSION: u32 = 7;
 
 /// An [`Invitation`] as it is sent to another process. The epoch is sent as elapsed time, because the clocks of two
 /// processes differ.

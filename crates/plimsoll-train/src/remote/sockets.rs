@@ -1,10 +1,11 @@
 //! Channels and peer networks over sockets.
 //!
 //! The wires of a team connect as follows. Every process listens. Of two ranks, the higher one connects and sends a
-//! greeting with the secret of the team. The lower one replies once its team is expected there. A rank without a reply
-//! connects again. Traffic is not encrypted, so these sockets are as safe as the network.
+//! greeting. The lower one replies once its team is expected there. Both prove that they know the secret of the team. A
+//! rank without a reply connects again. Traffic is not encrypted, so these sockets are as safe as the network.
 
-use super::listener::{Greeting, PeerListener, read_reply};
+use super::greeting::{ACCEPTED, CHALLENGE_BYTES, Greeting};
+use super::listener::PeerListener;
 use super::{Channel, Invitation, PeerNetwork, lock};
 use plimsoll_device::transport::wire::Wire;
 use rustix::io::Errno;
@@ -90,36 +91,67 @@ impl TcpPeerNetwork {
         Ok(Arc::new(TcpPeerNetwork { listener: PeerListener::bind(address)? }))
     }
 
-    /// Connects to a peer, and waits until it has replied to the greeting. Tries again after failures that may pass.
+    /// Connects `caller.rank` to `peer` at `address`, and waits until the peer has accepted it. Tries again after
+    /// failures that may pass.
     ///
     /// # Errors
-    /// The peer cannot be reached, or does not reply before `deadline`. Or the team was cancelled.
-    fn connect(&self, address: &SocketAddr, greeting: &Greeting, deadline: Instant) -> io::Result<TcpStream> {
+    /// The peer cannot be reached, does not reply before the deadline, or does not know the secret. Or the team was
+    /// cancelled.
+    fn connect(&self, caller: &Caller, peer: u32, address: &SocketAddr) -> io::Result<TcpStream> {
         loop {
             let connected = TcpStream::connect_timeout(address, CONNECT_TIMEOUT);
-            match connected.and_then(|stream| self.greet(stream, greeting, deadline)) {
-                Err(error) if may_pass(&error) && Instant::now() < deadline => {}
+            match connected.and_then(|stream| self.greet(caller, peer, stream)) {
+                Err(error) if may_pass(&error) && Instant::now() < caller.deadline => {}
                 connected => return connected,
             }
-            self.listener.check_cancelled(&greeting.secret)?;
+            self.listener.check_cancelled(&caller.invitation.secret)?;
             thread::sleep(RETRY_INTERVAL);
         }
     }
 
-    /// Sends the greeting to a peer and waits for its reply.
-    fn greet(&self, mut stream: TcpStream, greeting: &Greeting, deadline: Instant) -> io::Result<TcpStream> {
+    /// Exchanges greeting and proofs with a peer.
+    fn greet(&self, caller: &Caller, peer: u32, mut stream: TcpStream) -> io::Result<TcpStream> {
+        let Invitation { team, secret, .. } = caller.invitation;
+        let greeting = Greeting::new(*team, [caller.rank, peer], secret)?;
         stream.set_nodelay(true)?;
         stream.write_all(&greeting.to_bytes())?;
         stream.set_read_timeout(Some(RETRY_INTERVAL))?;
-        while !read_reply(&stream)? {
-            self.listener.check_cancelled(&greeting.secret)?;
-            if Instant::now() >= deadline {
-                return Err(io::Error::new(ErrorKind::TimedOut, "it does not reply to the greeting"));
-            }
+        let challenge = self.receive_reply::<CHALLENGE_BYTES>(caller, &stream)?;
+        stream.write_all(&greeting.answer(&challenge, secret)?)?;
+        if self.receive_reply(caller, &stream)? != [ACCEPTED] {
+            return Err(io::Error::new(ErrorKind::InvalidData, "it replies to the greeting in another protocol"));
         }
         stream.set_read_timeout(None)?;
         Ok(stream)
     }
+
+    /// Receives a reply of a peer that has `N` bytes.
+    fn receive_reply<const N: usize>(&self, caller: &Caller, mut stream: &TcpStream) -> io::Result<[u8; N]> {
+        let (mut reply, mut received) = ([0; N], 0);
+        while received < N {
+            match stream.read(&mut reply[received..]) {
+                Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
+                Ok(count) => received += count,
+                Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
+                    self.listener.check_cancelled(&caller.invitation.secret)?;
+                    if Instant::now() >= caller.deadline {
+                        return Err(io::Error::new(ErrorKind::TimedOut, "it does not reply to the greeting"));
+                    }
+                }
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(reply)
+    }
+}
+
+/// A rank that connects to lower ranks of its team.
+struct Caller<'a> {
+    invitation: &'a Invitation,
+    rank: u32,
+    /// Time until which attempts to connect are repeated.
+    deadline: Instant,
 }
 
 /// Returns whether an attempt to connect may succeed later. The peer closes connections while strangers crowd its port
@@ -136,17 +168,16 @@ impl PeerNetwork for TcpPeerNetwork {
     }
 
     fn connect_peers(&self, invitation: &Invitation, rank: u32) -> io::Result<Vec<Option<Arc<dyn Wire>>>> {
-        let Invitation { team, secret, addresses, .. } = invitation;
         let deadline = Instant::now() + PEER_TIMEOUT;
+        let caller = Caller { invitation, rank, deadline };
         let higher_ranks = self.listener.expect_peers(invitation, rank);
         let mut lower_ranks = Vec::new();
-        for (peer, address) in (0..rank).zip(addresses) {
+        for (peer, address) in (0..rank).zip(&invitation.addresses) {
             let with_peer =
                 |error: io::Error| io::Error::new(error.kind(), format!("rank {peer} at {address}: {error}"));
             let resolved = address.to_socket_addrs().map_err(with_peer)?.next();
             let resolved = resolved.ok_or_else(|| with_peer(ErrorKind::NotFound.into()))?;
-            let greeting = Greeting { team: *team, from: rank, to: peer, secret: secret.clone() };
-            lower_ranks.push(Some(self.connect(&resolved, &greeting, deadline).map_err(with_peer)?));
+            lower_ranks.push(Some(self.connect(&caller, peer, &resolved).map_err(with_peer)?));
         }
         let to_wire = |stream: TcpStream| -> Arc<dyn Wire> { Arc::new(stream) };
         let streams = lower_ranks.into_iter().chain(higher_ranks.wait(deadline)?.into_iter().skip(rank as usize));
@@ -162,6 +193,7 @@ impl PeerNetwork for TcpPeerNetwork {
 mod tests {
     use super::*;
     use std::fs::File;
+    use std::net::TcpListener;
     use std::process::Command;
 
     /// Cancelling takes effect long before the timeout.
@@ -199,8 +231,7 @@ mod tests {
         let wrong_numbers = [(1, 1), (2, 0), (2, 9)].map(|(team, from)| (team, from, "known"));
         for (team, from, secret) in wrong_secrets.into_iter().chain(wrong_numbers) {
             let mut intruder = TcpStream::connect(&addresses[0]).unwrap();
-            let greeting = Greeting { team, from, to: 0, secret: secret.into() };
-            intruder.write_all(&greeting.to_bytes()).unwrap();
+            intruder.write_all(&Greeting::new(team, [from, 0], secret).unwrap().to_bytes()).unwrap();
             intruders.push(intruder);
         }
         let wires: Vec<_> = thread::scope(|scope| {
@@ -218,10 +249,52 @@ mod tests {
             receiver.receive(&mut received).unwrap();
             assert_eq!(received, [from as u8, to as u8]);
         }
-        for intruder in intruders {
+        for mut intruder in intruders {
             intruder.set_nonblocking(true).unwrap();
-            assert!(!read_reply(&intruder).unwrap_or(false));
+            assert!(!intruder.read(&mut [0]).is_ok_and(|count| count > 0));
         }
+    }
+
+    /// A program that has recorded the messages of a rank sends them again.
+    #[test]
+    fn replayed_messages_get_no_wire() {
+        let ranks = [0, 1].map(|_| TcpPeerNetwork::listen("127.0.0.1:0").unwrap());
+        let addresses: Vec<String> = ranks.iter().map(|rank| rank.address()).collect();
+        let team = Invitation { team: 2, secret: "known".into(), addresses, epoch: Instant::now(), nccl: false };
+        let recorded = Greeting::new(2, [1, 0], "known").unwrap();
+        let call = || {
+            let mut stream = TcpStream::connect(ranks[0].address()).unwrap();
+            stream.write_all(&recorded.to_bytes()).unwrap();
+            let mut challenge = [0; CHALLENGE_BYTES];
+            stream.read_exact(&mut challenge).unwrap();
+            (stream, challenge)
+        };
+        thread::scope(|scope| {
+            let waiting = scope.spawn(|| ranks[0].connect_peers(&team, 0).unwrap());
+            let (_rank, challenge) = call();
+            let answer = recorded.answer(&challenge, "known").unwrap();
+            let (mut replaying, _) = call();
+            replaying.write_all(&answer).unwrap();
+            assert_eq!(replaying.read(&mut [0]).unwrap_or(0), 0, "the connection is closed without a reply");
+            assert!(!waiting.is_finished());
+            ranks[1].connect_peers(&team, 1).unwrap();
+            assert!(waiting.join().unwrap()[1].is_some());
+        });
+    }
+
+    #[test]
+    fn listener_without_secret_gets_no_wire() {
+        let rank = TcpPeerNetwork::listen("127.0.0.1:0").unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let addresses = vec![listener.local_addr().unwrap().to_string(), rank.address()];
+        let team = Invitation { team: 2, secret: "known".into(), addresses, epoch: Instant::now(), nccl: false };
+        let error = thread::scope(|scope| {
+            let calling = scope.spawn(|| rank.connect_peers(&team, 1).map(|_| ()).unwrap_err());
+            let mut called = listener.accept().unwrap().0;
+            called.write_all(&[7; CHALLENGE_BYTES]).unwrap();
+            calling.join().unwrap()
+        });
+        assert_eq!(error.kind(), ErrorKind::InvalidData, "{error}");
     }
 
     /// The team forms sooner than a single silent connection times out.
@@ -232,7 +305,7 @@ mod tests {
         // More than the listener holds at one time.
         let silent: Vec<TcpStream> = (0..150).map(|_| TcpStream::connect(&addresses[0]).unwrap()).collect();
         let mut partial = &silent[0];
-        partial.write_all(&[40, 0, 0]).unwrap();
+        partial.write_all(b"pli").unwrap();
         let start = Instant::now();
         let team = Invitation { team: 2, secret: "known".into(), addresses, epoch: start, nccl: false };
         let wires = thread::scope(|scope| {
@@ -255,7 +328,8 @@ mod tests {
         let mut stream = TcpStream::connect(network.address()).unwrap();
         stream.write_all(first_bytes).unwrap();
         stream.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
-        while matches!(read_reply(&stream), Ok(false)) {
+        let is_silent = |error: &io::Error| matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut);
+        while stream.read(&mut [0]).is_err_and(|error| is_silent(&error)) {
             assert!(start.elapsed() < Duration::from_secs(10));
             let _ = stream.write_all(&[0]);
         }
@@ -268,7 +342,7 @@ mod tests {
         for malformed in [&[0xff; 12][..], &[0; 8], &1_u64.rotate_right(1).to_le_bytes(), b"GET / HTTP/1.1\r\n\r\n"] {
             assert!(time_until_closed(&network, malformed) < Duration::from_secs(1), "{malformed:?}");
         }
-        let slow = time_until_closed(&network, &[200]);
+        let slow = time_until_closed(&network, b"plimsoll");
         assert!((1.0..4.0).contains(&slow.as_secs_f64()), "{slow:?}");
     }
 
