@@ -17,8 +17,7 @@
 use plimsoll_core::{DType, HostSpec, Link, OpRates, Rates, Space};
 use plimsoll_program::op::{Access, Exchange, ExchangeRange, Queue};
 use plimsoll_program::passes::recompute::RECOMPUTED_SUFFIX;
-use plimsoll_program::{Block, Call, Mode, Op, OpKind, Program, ProgramKind, ProgramSet, TensorId};
-use std::collections::HashMap;
+use plimsoll_program::{Block, Mode, Op, OpKind, Program, ProgramKind, ProgramSet, TensorId};
 
 /// Assumed rate of arithmetic outside matrix products, as a fraction of the f32 matrix rate, for ops without a measured
 /// rate. Such arithmetic runs on vector units and reuses no registers.
@@ -180,17 +179,21 @@ impl Prices<'_> {
         ops.map(|op| self.op_seconds(set, op)).sum::<f64>() * f64::from(block.repeat)
     }
 
-    /// Predicts the seconds of `calls`. Each call begins when the previous one has ended. A call of a Program that
-    /// `set` lacks takes no time.
-    pub fn schedule_seconds(&self, set: &ProgramSet, calls: &[Call]) -> f64 {
-        let mut seconds_by_call: HashMap<(ProgramKind, bool), f64> = HashMap::new();
-        let mut sum = 0.0;
-        for call in calls {
-            sum += *seconds_by_call.entry((call.program, call.last)).or_insert_with(|| {
-                set.program(call.program).map_or(0.0, |program| self.program_seconds(set, program, call.last))
-            });
+    /// Predicts the seconds of a step of `micro_batches` micro-batches. Each Program begins when the previous one has
+    /// ended; one that `set` lacks takes no time. `exchanges` says whether data parallel workers run their all-reduce.
+    pub fn step_seconds(&self, set: &ProgramSet, micro_batches: u32, exchanges: bool) -> f64 {
+        let seconds = |kinds: &[ProgramKind], last: bool| -> f64 {
+            let programs = kinds.iter().filter_map(|kind| set.program(*kind));
+            programs.map(|program| self.program_seconds(set, program, last)).sum()
+        };
+        let passes = [ProgramKind::Forward, ProgramKind::Backward];
+        let once = seconds(&[ProgramKind::BeginStep, ProgramKind::GradientNorm, ProgramKind::Update], exchanges);
+        // A step may have millions of micro-batches, so they are not added up one by one.
+        match micro_batches.checked_sub(1) {
+            None => once,
+            Some(0) => once + seconds(&passes, exchanges),
+            Some(earlier) => once + f64::from(earlier) * seconds(&passes, false) + seconds(&passes, exchanges),
         }
-        sum
     }
 }
 

@@ -292,7 +292,7 @@ impl PlanRequest<'_> {
         let count = self.micro_batch_count(recipe);
         let prices = self.prices();
         if self.optimizer.is_some() {
-            return prices.schedule_seconds(set, &self.share.schedule(count).calls);
+            return prices.step_seconds(set, count, true);
         }
         set.program(ProgramKind::Evaluate)
             .map_or(0.0, |evaluate| prices.program_seconds(set, evaluate, true) * f64::from(count))

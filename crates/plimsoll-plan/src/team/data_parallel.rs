@@ -548,7 +548,7 @@ mod tests {
             let request = requests[rank].clone().for_share(&shares[rank], split.sequences[rank]);
             let set = request.compute_programs(&recipe.recipe);
             let count = split.sequences[rank].div_ceil(u64::from(recipe.recipe.micro_batch));
-            request.prices().schedule_seconds(&set, &shares[rank].schedule(count as u32).calls)
+            request.prices().step_seconds(&set, count as u32, true)
         };
         let packed = splitter.best_recipes(&split).iter().enumerate().map(seconds).fold(0.0, f64::max);
         assert!((split.seconds / packed - 1.0).abs() < 0.01, "{} listed, {packed} packed", split.seconds);

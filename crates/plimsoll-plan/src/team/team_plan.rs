@@ -122,19 +122,14 @@ fn pipeline_seconds(team: &TeamRequest, workers: &[PlannedWorker], team_link: Li
 /// Predicts the time of a worker that takes part in collectives (data parallel or sharded), or works alone.
 fn collective_seconds(team: &TeamRequest, worker: &PlannedWorker, team_link: Link) -> WorkerSeconds {
     let set = &worker.outcome.set;
-    let micro_batches = worker.share.micro_batches_of(worker.sequences, worker.outcome.plan.recipe.micro_batch);
-    let mut calls = worker.share.schedule(micro_batches as u32).calls;
+    let micro_batches = worker.share.micro_batches_of(worker.sequences, worker.outcome.plan.recipe.micro_batch) as u32;
     let (request, outcome) = (&team.devices[worker.device], &worker.outcome);
-    let total = prices(request, outcome, team_link).schedule_seconds(set, &calls);
+    let total = prices(request, outcome, team_link).step_seconds(set, micro_batches, true);
     // Computing alone is priced without collectives: data parallel, these are only in the last micro-batch.
-    let link_without_collectives = match worker.share.parallelism {
-        Some(Parallelism::Data) => {
-            calls.iter_mut().for_each(|call| call.last = false);
-            team_link
-        }
-        _ => INSTANT_LINK,
+    let busy = match worker.share.parallelism {
+        Some(Parallelism::Data) => prices(request, outcome, team_link).step_seconds(set, micro_batches, false),
+        _ => prices(request, outcome, INSTANT_LINK).step_seconds(set, micro_batches, true),
     };
-    let busy = prices(request, outcome, link_without_collectives).schedule_seconds(set, &calls);
     WorkerSeconds { busy, waiting: (total - busy).max(0.0) }
 }
 

@@ -21,10 +21,20 @@ fn passes_of_stage(stages: usize, stage: usize, micro_batches: u32) -> Vec<Pass>
     schedule.calls.into_iter().filter_map(|call| pass(call.program, call.micro_batch)).collect()
 }
 
-/// Predicts the seconds of a pipeline step. Each stage runs its passes in order. Activations wait in a buffer until the
+/// Most micro-batches of which each is simulated. Longer steps go on at the pace of their second half.
+const MAX_SIMULATED: u32 = 2048;
+
+/// Predicts the seconds of a pipeline step.
+pub(in crate::team) fn step_seconds(stages: &[StageSeconds], micro_batches: u32) -> f64 {
+    let Some(further) = micro_batches.checked_sub(MAX_SIMULATED) else { return simulate_step(stages, micro_batches) };
+    let [half, whole] = [MAX_SIMULATED / 2, MAX_SIMULATED].map(|micro_batches| simulate_step(stages, micro_batches));
+    whole + f64::from(further) * (whole - half) / f64::from(MAX_SIMULATED / 2)
+}
+
+/// Simulates a pipeline step, and returns its seconds. Each stage runs its passes in order. Activations wait in a buffer until the
 /// next stage takes them. A gradient is handed over directly: the stage that computed it is blocked until the stage
 /// before takes it.
-pub(in crate::team) fn step_seconds(stages: &[StageSeconds], micro_batches: u32) -> f64 {
+fn simulate_step(stages: &[StageSeconds], micro_batches: u32) -> f64 {
     let count = stages.len();
     let passes: Vec<Vec<Pass>> = (0..count).map(|stage| passes_of_stage(count, stage, micro_batches)).collect();
     let (mut next, mut free_at) = (vec![0; count], vec![0.0f64; count]);
@@ -70,6 +80,16 @@ mod tests {
 
     fn stage(forward: f64, backward: f64, transfer: f64) -> StageSeconds {
         StageSeconds { forward, backward, transfer, per_step: 0.0 }
+    }
+
+    #[test]
+    fn long_steps_go_on_at_the_same_pace() {
+        let stages = [stage(1.0, 2.5, 0.25), stage(1.25, 2.0, 0.5), stage(0.5, 1.0, 0.125)];
+        for micro_batches in [MAX_SIMULATED + 1, 3 * MAX_SIMULATED] {
+            let (predicted, simulated) = (step_seconds(&stages, micro_batches), simulate_step(&stages, micro_batches));
+            assert!((predicted / simulated - 1.0).abs() < 1e-3, "{predicted} for {simulated}");
+        }
+        assert!(step_seconds(&stages, u32::MAX).is_finite());
     }
 
     #[test]
