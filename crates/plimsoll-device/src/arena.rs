@@ -14,9 +14,10 @@
 //! [`Arena::resize`] changes the size between steps. The arena remains one address range between guard pages. New pages
 //! are resident before any old ones are freed, and freed pages return to the system.
 
+use crate::error::ArenaError;
 use crate::probe;
 use bytemuck::Pod;
-use plimsoll_core::{Bytes, Failure};
+use plimsoll_core::Bytes;
 use std::io;
 use std::ops::Range;
 use std::ptr::{self, NonNull};
@@ -28,42 +29,6 @@ pub const ALIGNMENT: u64 = 64;
 /// range in i32. They overwrite tensors that are no longer in use, so reading one by mistake spoils the results
 /// visibly.
 const POISON: [u8; 2] = 0x7ff4_u16.to_ne_bytes();
-
-/// A failed allocation of an arena.
-#[derive(Debug, thiserror::Error)]
-pub enum ArenaError {
-    /// The machine, the container or a limit of the process does not provide that much memory.
-    #[error("cannot allocate an arena of {requested}: {available} available ({bound_by})")]
-    OutOfMemory {
-        /// Requested size.
-        requested: Bytes,
-        /// Bytes that were available at that moment. If the arena was to be resized, its own bytes are included.
-        available: Bytes,
-        /// Name of the limit that determines the available memory: the machine, a control group, a limit of the
-        /// process, or the load line of a simulated device.
-        bound_by: String,
-    },
-    /// A system call failed for another reason.
-    #[error("`{call}` failed on the arena: {source}")]
-    System {
-        /// Name of the system call.
-        call: &'static str,
-        /// Error of the operating system.
-        source: io::Error,
-    },
-}
-
-impl From<ArenaError> for Failure {
-    fn from(error: ArenaError) -> Failure {
-        let message = error.to_string();
-        match error {
-            ArenaError::OutOfMemory { .. } => {
-                Failure::does_not_fit(message).hint("set a smaller --budget, or stop other processes that hold memory")
-            }
-            ArenaError::System { .. } => Failure::bug(message),
-        }
-    }
-}
 
 /// Memory of an exact size between two guard pages. All its pages are resident from the start. A shortage of memory is
 /// therefore an error of [`Arena::map`], and never a fault during a step. The bytes are initially zero.
@@ -98,22 +63,14 @@ impl Arena {
     pub fn map(bytes: u64) -> Result<Arena, ArenaError> {
         let memory = probe::Memory::read();
         if Bytes(bytes) > memory.free {
-            return Err(ArenaError::OutOfMemory {
-                requested: Bytes(bytes),
-                available: memory.free,
-                bound_by: memory.bound_by,
-            });
+            return Err(ArenaError::refused(Bytes(bytes), memory.free, &memory));
         }
         Arena::map_without_check(bytes, &memory)
     }
 
     /// Implements [`Arena::map`] without checking the available memory; `memory` only serves the error message.
     fn map_without_check(bytes: u64, memory: &probe::Memory) -> Result<Arena, ArenaError> {
-        let refused = || ArenaError::OutOfMemory {
-            requested: Bytes(bytes),
-            available: memory.free,
-            bound_by: memory.bound_by.clone(),
-        };
+        let refused = || ArenaError::refused(Bytes(bytes), memory.free, memory);
         let system = |call: &'static str| {
             let source = io::Error::last_os_error();
             if source.raw_os_error() == Some(libc::ENOMEM) { refused() } else { ArenaError::System { call, source } }
@@ -191,8 +148,7 @@ impl Arena {
         );
         let memory = probe::Memory::read();
         let available = memory.free + Bytes(self.body as u64);
-        let refused =
-            || ArenaError::OutOfMemory { requested: Bytes(bytes), available, bound_by: memory.bound_by.clone() };
+        let refused = || ArenaError::refused(Bytes(bytes), available, &memory);
         let system = |call: &'static str| {
             let source = io::Error::last_os_error();
             if source.raw_os_error() == Some(libc::ENOMEM) { refused() } else { ArenaError::System { call, source } }
@@ -614,7 +570,10 @@ mod tests {
                 other => panic!("{bytes}: {other:?}"),
             }
         }
-        assert_eq!(Failure::from(Arena::map(1 << 60).unwrap_err()).exit, plimsoll_core::Exit::DoesNotFit);
+        assert_eq!(
+            plimsoll_core::Failure::from(Arena::map(1 << 60).unwrap_err()).exit,
+            plimsoll_core::Exit::DoesNotFit
+        );
     }
 
     #[test]

@@ -53,10 +53,26 @@ pub fn set_heap_trim_threshold() {
 
 /// Returns the limit of the stack of the first thread (`ulimit -s`); `None` if there is none or it cannot be read.
 pub fn stack_limit() -> Option<Bytes> {
+    limit(libc::RLIMIT_STACK).map(Bytes)
+}
+
+/// Returns the limit of open files (`ulimit -n`); `None` if there is none or it cannot be read.
+pub fn open_files_limit() -> Option<u64> {
+    limit(libc::RLIMIT_NOFILE)
+}
+
+/// A resource of `getrlimit`.
+#[cfg(target_env = "gnu")]
+type Resource = libc::__rlimit_resource_t;
+#[cfg(not(target_env = "gnu"))]
+type Resource = libc::c_int;
+
+/// Returns the soft limit of this process on a resource; `None` if there is none or it cannot be read.
+pub(crate) fn limit(resource: Resource) -> Option<u64> {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: the call writes only the struct.
-    let is_read = unsafe { libc::getrlimit(libc::RLIMIT_STACK, &mut limit) } == 0;
-    (is_read && limit.rlim_cur != libc::RLIM_INFINITY).then_some(Bytes(limit.rlim_cur))
+    let is_read = unsafe { libc::getrlimit(resource, &mut limit) } == 0;
+    (is_read && limit.rlim_cur != libc::RLIM_INFINITY).then_some(limit.rlim_cur)
 }
 
 /// Returns freed heap memory to the system, so that it does not count as used by the run. Does nothing with a C library

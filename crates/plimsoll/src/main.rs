@@ -20,12 +20,14 @@ use std::thread;
 
 /// The least stack of the first thread. Planning needs less than half of it.
 const MIN_STACK: Bytes = Bytes(512 << 10);
+/// The least number of open files. A run on one device needs a few less.
+const MIN_OPEN_FILES: u64 = 16;
 
 fn main() -> ExitCode {
     process::set_heap_trim_threshold();
     output::install_panic_hook();
     signals::fail_writes_at_file_limit();
-    if let Err(failure) = check_stack() {
+    if let Err(failure) = check_limits() {
         output::print_failure(&failure, prints_json());
         return ExitCode::from(failure.exit as u8);
     }
@@ -52,13 +54,18 @@ fn main() -> ExitCode {
     ExitCode::from(exit as u8)
 }
 
-/// Checks that the stack of the first thread is large enough to plan a run.
-fn check_stack() -> Result<(), Failure> {
-    match process::stack_limit().filter(|limit| *limit < MIN_STACK) {
-        Some(limit) => Err(Failure::input(format!("the limit of the stack is {limit}, and {MIN_STACK} are needed"))
-            .hint("raise it: ulimit -s 8192")),
-        None => Ok(()),
+/// Checks that the limits of this process suffice to plan and train a run: the stack of the first thread, and open
+/// files.
+fn check_limits() -> Result<(), Failure> {
+    if let Some(limit) = process::stack_limit().filter(|limit| *limit < MIN_STACK) {
+        return Err(Failure::input(format!("the limit of the stack is {limit}, and {MIN_STACK} are needed"))
+            .hint("raise it: ulimit -s 8192"));
     }
+    if let Some(limit) = process::open_files_limit().filter(|limit| *limit < MIN_OPEN_FILES) {
+        let message = format!("the limit of open files is {limit}, and {MIN_OPEN_FILES} are needed");
+        return Err(Failure::input(message).hint("raise it: ulimit -n 1024"));
+    }
+    Ok(())
 }
 
 /// Whether the command line asks for JSON. Parses it in a thread with a stack of its own.

@@ -306,12 +306,17 @@ fn limits_of_process_are_named() {
     let script = "ulimit -s 128; exec \"$@\"";
     let refusal = workspace.start_wrapped(&["sh", "-c", script, "sh"], &["plan", "run.toml"]).wait().refusal(2);
     assert!(refusal.contains("the limit of the stack is 128.00 KiB") && refusal.contains("ulimit -s"), "{refusal}");
-    // The program needs some of these for its own libraries.
-    for files in 5..16 {
+    for files in [5, 9, 12, 15, 16, 20, 24, 32] {
         let script = format!("ulimit -n {files}; exec \"$@\"");
         let done = workspace.start_wrapped(&["sh", "-c", &script, "sh"], &TRAIN).wait();
-        assert!(matches!(done.code, Some(0 | 2 | 3)), "{files}: {done:?}");
-        let _ = fs::remove_dir_all(workspace.path("run"));
+        if files < 16 {
+            let refusal = done.refusal(2);
+            assert!(refusal.contains(&format!("the limit of open files is {files}, ")), "{refusal}");
+            assert!(refusal.contains("ulimit -n"), "{refusal}");
+        } else {
+            assert_eq!(done.code, Some(0), "{files}: {done:?}");
+            fs::remove_dir_all(workspace.path("run")).unwrap();
+        }
     }
 }
 

@@ -18,9 +18,9 @@ mod timing;
 pub use cpu::{MeasurementExtent, cpu_products, measure_cpu};
 pub(crate) use gpu::measure_gpu;
 
-use crate::arena::ArenaError;
 use crate::cuda::gpus;
 use crate::cuda::nvml::Condition;
+use crate::error::ArenaError;
 use crate::error::DeviceError;
 use crate::probe::Cpu;
 use plimsoll_core::{Bytes, DType, Failure, Link, OpRates};

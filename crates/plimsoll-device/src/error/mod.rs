@@ -1,10 +1,11 @@
 //! [`DeviceError`], the failures of all devices, and their conversion to messages with hints.
 
+mod arena;
 mod cuda;
 
+pub use arena::ArenaError;
 pub use cuda::CudaError;
 
-use crate::arena::ArenaError;
 use plimsoll_core::{Bytes, Failure, format_count, is_disk_full};
 use std::io;
 use std::path::PathBuf;
@@ -12,7 +13,7 @@ use std::path::PathBuf;
 /// A failure of a device.
 #[derive(Debug, thiserror::Error)]
 pub enum DeviceError {
-    /// An arena is larger than the available memory, or a system call that maps or resizes it failed.
+    /// The arena could not be allocated or resized.
     #[error(transparent)]
     Arena(#[from] ArenaError),
     /// The CPU threads could not be started.
@@ -158,12 +159,14 @@ impl DeviceError {
     }
 
     /// Whether the device ran out of memory, or the disk is too full for the scratch file. A run recovers from these
-    /// failures with another recipe. Every failure to allocate the arena counts.
+    /// failures with another recipe.
     pub fn is_out_of_memory(&self) -> bool {
         let on_gpu = matches!(self, DeviceError::Cuda(CudaError::Refused { .. } | CudaError::Memory { .. }));
         let disk_full = matches!(self, DeviceError::ScratchFile { source, .. } if is_disk_full(source));
-        use DeviceError::{Arena, OutOfMemory, Remote};
-        on_gpu || disk_full || matches!(self, OutOfMemory { .. } | Arena(_) | Remote { out_of_memory: true, .. })
+        let no_arena = matches!(self, DeviceError::Arena(ArenaError::OutOfMemory { .. }));
+        use DeviceError::{OutOfMemory, Remote};
+        let in_program = matches!(self, OutOfMemory { .. } | Remote { out_of_memory: true, .. });
+        on_gpu || disk_full || no_arena || in_program
     }
 }
 
@@ -194,5 +197,21 @@ impl From<DeviceError> for Failure {
             DeviceError::File { .. } => Failure::input(error.to_string()),
             other => Failure::bug(other.to_string()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_missing_memory_is_out_of_memory() {
+        let requested = Bytes::mib(1);
+        let bound_by = String::from("the machine");
+        let short = ArenaError::OutOfMemory { requested, available: Bytes::ZERO, bound_by };
+        let unknown = ArenaError::MemoryUnknown { requested, reason: "unreadable".into() };
+        let system = ArenaError::System { call: "mmap", source: io::ErrorKind::PermissionDenied.into() };
+        let counts = [short, unknown, system].map(|error| DeviceError::from(error).is_out_of_memory());
+        assert_eq!(counts, [true, false, false]);
     }
 }

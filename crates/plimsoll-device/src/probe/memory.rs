@@ -29,6 +29,12 @@ impl Memory {
         Memory::bounded(&read_text(root.join("proc/meminfo")).unwrap_or_default(), &limits)
     }
 
+    /// Returns whether the system tells how much memory there is. It does not if `/proc` is missing, or if this process
+    /// has too many open files.
+    pub fn is_known(&self) -> bool {
+        self.total > Bytes::ZERO
+    }
+
     /// Computes total and free memory from the text of `/proc/meminfo` and the limits.
     fn bounded(meminfo: &str, limits: &[MemoryLimit]) -> Memory {
         let total = process::kib_field(meminfo, "MemTotal").unwrap_or_default();
@@ -58,11 +64,8 @@ fn process_limits() -> impl Iterator<Item = MemoryLimit> {
         (libc::RLIMIT_DATA, process::data_size(), "ulimit -d, the limit on data"),
     ];
     limits.into_iter().filter_map(|(resource, used, source)| {
-        let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-        // SAFETY: the call only fills the struct.
-        let is_limited = unsafe { libc::getrlimit(resource, &mut limit) } == 0 && limit.rlim_cur != libc::RLIM_INFINITY;
-        let limit = Bytes(limit.rlim_cur);
-        is_limited.then(|| MemoryLimit { source: source.to_owned(), limit, used: used.unwrap_or_default() })
+        let limit = Bytes(process::limit(resource)?);
+        Some(MemoryLimit { source: source.to_owned(), limit, used: used.unwrap_or_default() })
     })
 }
 
@@ -93,6 +96,7 @@ mod tests {
     fn unreadable_meminfo_means_no_free_memory() {
         let unknown = Memory::bounded("", &[]);
         assert_eq!((unknown.free, unknown.bound_by.as_str()), (Bytes::ZERO, "/proc/meminfo cannot be read"));
+        assert!(!unknown.is_known() && Memory::read().is_known());
         assert_eq!(Memory::bounded("MemTotal: 4 kB\nMemFree: 2 kB\n", &[]).free, Bytes(2048));
     }
 }

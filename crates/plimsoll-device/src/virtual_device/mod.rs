@@ -19,10 +19,10 @@ mod queues;
 #[cfg(test)]
 mod tests;
 
-use crate::arena::ArenaError;
 use crate::cpu::ops::{RunOp, runner};
 use crate::cpu::pool::Pool;
 use crate::device::{Device, FileSpace, Memory, Observer, ProgramCall};
+use crate::error::ArenaError;
 use crate::error::DeviceError;
 use crate::spaces::Spaces;
 use crate::transport::{self, GroupHandle};

@@ -208,10 +208,10 @@ pub(crate) fn use_host_exchange<'a>(devices: impl IntoIterator<Item = &'a mut De
 
 /// Returns one requested device with its load line and rates. A GPU without an index stands for GPU 0.
 fn resolve_device(run: &RunRequest, requested: &DeviceRequest) -> Result<DeviceSpec, Failure> {
+    let paper = || requested.paper_spec(run.memory.device_budget()).expect("requests name devices of the table");
     match requested {
-        paper if paper.is_paper() => {
-            Ok(paper.paper_spec(run.memory.device_budget()).expect("requests name devices of the table"))
-        }
+        DeviceRequest::Paper { .. } => Ok(paper()),
+        DeviceRequest::Remote { device, .. } if device.is_paper() => Ok(paper()),
         DeviceRequest::Remote { device, team_link, .. } => {
             let mut remote_config = run.config.clone();
             remote_config.run.devices = device.to_string();
@@ -233,7 +233,6 @@ fn resolve_device(run: &RunRequest, requested: &DeviceRequest) -> Result<DeviceS
             let device = virtual_device(run, name, *budget, *pace, link.unwrap_or(LinkRequest::DEFAULT))?;
             Ok(DeviceSpec { team_link: team_link.map_or(device.team_link, LinkRequest::link), ..device })
         }
-        DeviceRequest::Paper { .. } => unreachable!("the first arm has all paper devices"),
         DeviceRequest::Cuda { index, budget } => {
             let with_key = |failure: Failure| Failure {
                 message: format!("run.devices: {}: {}", requested.name(), failure.message),
