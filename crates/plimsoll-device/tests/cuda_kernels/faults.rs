@@ -41,6 +41,7 @@ fn shim_detects_faults() {
             "beyond its shared memory",
         ),
         ("beside", 1, turned.replace("out[threadIdx.x]", "out[threadIdx.x + 1]"), "outside a tensor"),
+        ("reads-beside", 1, turned.replace("= shared[63 -", "= 0 * out[64 +"), "outside a tensor"),
         ("half-a-warp", 1, format!("if (threadIdx.x % 2) __shfl_xor_sync(0xffffffffu, 1, 1); {turned}"), "never come"),
         // The thread order alone shows none of these.
         ("within-a-warp", 1, neighbour.into(), "no barrier between"),

@@ -86,12 +86,27 @@ unsafe impl Send for Library {}
 unsafe impl Sync for Library {}
 
 type LastError = unsafe extern "C" fn() -> *const c_char;
+type GuardEntry = unsafe extern "C" fn(*const u8, *const u8);
 type LaunchEntry = unsafe extern "C" fn(*const c_uint, c_uint, c_uint, *const *const c_void, c_int) -> c_int;
 
 impl Library {
     fn entry(&self, kernel: &str) -> LaunchEntry {
         // SAFETY: `compile_text` defines each `launch_…` with this signature.
         unsafe { std::mem::transmute::<*mut c_void, LaunchEntry>(self.symbol(&format!("launch_{kernel}"))) }
+    }
+
+    /// Makes each access to the bytes around these tensors an error of this thread's next launches.
+    fn guard<'t>(&self, tensors: impl Iterator<Item = &'t Tensor>) {
+        // SAFETY: touches.h defines the functions with these signatures. They only record the addresses.
+        unsafe {
+            std::mem::transmute::<*mut c_void, unsafe extern "C" fn()>(self.symbol("shim_no_guards"))();
+            let guard = std::mem::transmute::<*mut c_void, GuardEntry>(self.symbol("shim_guard"));
+            for tensor in tensors {
+                let range = tensor.bytes().as_ptr_range();
+                guard(range.start, range.start.add(tensor.first));
+                guard(range.start.add(tensor.end), range.end);
+            }
+        }
     }
 
     /// Returns the error of this thread's last failed launch.
@@ -170,7 +185,7 @@ fn library_of(unit: Unit) -> Arc<Library> {
 }
 
 /// Guard bytes on both sides of a tensor, and their value: NaN in every float type.
-const GUARD_BYTES: usize = 64;
+const GUARD_BYTES: usize = 4096;
 const GUARD_BYTE: u8 = 0xff;
 
 /// A tensor between guard bytes.
@@ -258,7 +273,7 @@ impl Gpu {
     /// Runs a kernel twice on the same memory, with threads in order and in reverse.
     ///
     /// # Errors
-    /// Returns a failed launch, a write outside a tensor, or a result that depends on the thread order.
+    /// Returns a failed launch, an access outside a tensor, or a result that depends on the thread order.
     pub fn try_run(
         &mut self,
         library: &Library,
@@ -268,6 +283,7 @@ impl Gpu {
         shared_bytes: u32,
         arguments: &[Argument],
     ) -> Result<(), String> {
+        library.guard(self.tensors.values());
         let before: HashMap<Address, Vec<u128>> = self.snapshot();
         let mut results = Vec::new();
         for reverse in [0, 1] {

@@ -5,9 +5,12 @@
 // (__syncwarp) if both are in one warp; a lane exchange orders nothing. No barrier separates blocks, so no other block
 // may access bytes that a block writes in the same launch. For a byte that was read several times, the newest reader is
 // kept, with a flag for other readers since the last barrier.
+//
+// Bytes around each tensor are its guards: a kernel may neither read nor write them.
 
 #include <link.h>
 
+#include <map>
 #include <unordered_map>
 
 namespace shim {
@@ -105,6 +108,16 @@ UNWATCHED static bool is_unordered(const Last& last, const Last& now) {
     return last.barriers == now.barriers && !(same_warp && last.warp_barriers != now.warp_barriers);
 }
 
+// Guards by their end, with their beginning.
+static thread_local std::map<const char*, const char*>* guards = nullptr;
+
+// Whether any of these bytes is in a guard.
+UNWATCHED static bool is_guarded(const char* at, unsigned bytes) {
+    if (!guards) return false;
+    auto guard = guards->upper_bound(at);
+    return guard != guards->end() && at + bytes > guard->second;
+}
+
 UNWATCHED static void touch_byte(const char* at, bool local, Touch touch) {
     Byte& byte = byte_at((unsigned long long)at);
     unsigned warp = block->current / WARP;
@@ -135,6 +148,10 @@ UNWATCHED void touch(const void* at, unsigned bytes, Touch touch) {
     bool local = false;
     const char* first = (const char*)at;
     if (!is_watched(first, local)) return;
+    if (!local && is_guarded(first, bytes) && !block->error) {
+        snprintf(touches->words, sizeof(touches->words), "thread %u touches bytes outside a tensor", block->current);
+        block->error = touches->words;
+    }
     for (unsigned i = 0; i < bytes; i++) touch_byte(first + i, local, touch);
 }
 
@@ -173,6 +190,13 @@ UNWATCHED void __tsan_write_range(void* at, unsigned long bytes) { shim::access(
 UNWATCHED void __tsan_func_entry(void*) {}
 UNWATCHED void __tsan_func_exit() {}
 UNWATCHED void __tsan_init() {}
+
+UNWATCHED void shim_no_guards() {
+    if (!shim::guards) shim::guards = new std::map<const char*, const char*>();
+    shim::guards->clear();
+}
+
+UNWATCHED void shim_guard(const char* begin, const char* end) { (*shim::guards)[end] = begin; }
 
 // Called by -fsanitize=alignment: a pack at an address that a GPU would refuse.
 struct Where {
