@@ -45,6 +45,7 @@ class Case:
     stored: str = "float32"  # dtype of the files
     spelling: str = "old"  # "old": rope_theta, rope_scaling, torch_dtype · "new": rope_parameters, dtype
     shards: int = 1
+    biases: bool = False  # attention_bias and mlp_bias of a llama
 
 
 CASES = [
@@ -109,7 +110,7 @@ def config_of(case):
     if case.head_dim is not None:
         config["head_dim"] = case.head_dim
     config |= {
-        "llama": {"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1},
+        "llama": {"attention_bias": case.biases, "mlp_bias": case.biases, "pretraining_tp": 1},
         "mistral": {"sliding_window": None},
         "qwen2": {"max_window_layers": case.layers, "sliding_window": 4, "use_sliding_window": False},
         "qwen3": {"attention_bias": False, "max_window_layers": case.layers, "sliding_window": None,

@@ -57,6 +57,7 @@ MODELS = [
          eps=1e-6),
     Case("qwen3-tied", "", "qwen3", 0, hidden=40, heads=5, kv_heads=5, head_dim=8, ffn=111, vocab=190, tied=True,
          spelling="new", shards=3),
+    Case("llama-biases", "", "llama", 0, hidden=48, heads=4, kv_heads=2, ffn=100, vocab=217, biases=True, spelling="new"),
 ]
 SEQUENCE = 64
 READ_ONLY = [("llama-bf16", 0, "bfloat16"), ("qwen2-f16", 4, "float16")]  # name, model, dtype of the files
@@ -66,6 +67,7 @@ READ_ONLY = [("llama-bf16", 0, "bfloat16"), ("qwen2-f16", 4, "float16")]  # name
 ADAPTED = [
     (1, ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]),
     (4, ["q_proj", "v_proj", "down_proj"]),
+    (8, ["q_proj", "o_proj", "gate_proj", "down_proj"]),
 ]
 
 

@@ -28,6 +28,8 @@ fn programs(micro_batch: u64) -> ProgramSet {
         rope_theta: 1e4,
         rope_scaling: RopeScaling::None,
         qkv_bias: false,
+        attention_out_bias: false,
+        ffn_bias: false,
         qk_norm: false,
         max_positions: 64,
         bos: None,

@@ -230,6 +230,8 @@ fn model_config(shape: &StepShape) -> Result<ModelConfig, Failure> {
         rope_theta: 10000.0,
         rope_scaling: RopeScaling::None,
         qkv_bias: false,
+        attention_out_bias: false,
+        ffn_bias: false,
         qk_norm: false,
         max_positions: shape.sequence,
         bos: None,

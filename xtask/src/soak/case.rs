@@ -146,6 +146,7 @@ fn config(rng: &mut Rng) -> ModelConfig {
     // The `transformers` library refuses a llama with a hidden size that is not a multiple of the number of heads.
     let hidden = if model_type == ModelType::Llama { hidden.next_multiple_of(heads) } else { hidden };
     let original = 1 << rng.range(2, 6);
+    let [attention_bias, ffn_bias] = [(); 2].map(|()| model_type.has_bias_switches() && rng.chance(0.3));
     ModelConfig {
         model_type,
         hidden,
@@ -169,7 +170,9 @@ fn config(rng: &mut Rng) -> ModelConfig {
                 original_max_position_embeddings: original,
             },
         ]),
-        qkv_bias: model_type.qkv_bias(),
+        qkv_bias: model_type.qkv_bias() || attention_bias,
+        attention_out_bias: attention_bias,
+        ffn_bias,
         qk_norm: model_type.qk_norm(),
         max_positions: 4096,
         bos: None,

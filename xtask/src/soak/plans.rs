@@ -55,6 +55,7 @@ impl Size {
         let config = &mut case.config;
         config.model_type = rng.pick(&ModelType::ALL);
         config.qkv_bias = config.model_type.qkv_bias();
+        (config.attention_out_bias, config.ffn_bias) = (false, false);
         config.qk_norm = config.model_type.qk_norm();
         config.kv_heads = rng.pick(&[1, 2, 4, 8]);
         config.heads = config.kv_heads * rng.pick(&[1, 2, 4]);

@@ -264,6 +264,8 @@ pub fn config(model_type: ModelType, sizes: ModelSizes) -> ModelConfig {
         rope_theta: 1e4,
         rope_scaling: RopeScaling::None,
         qkv_bias: model_type.qkv_bias(),
+        attention_out_bias: false,
+        ffn_bias: false,
         qk_norm: model_type.qk_norm(),
         max_positions: 4096,
         bos: None,

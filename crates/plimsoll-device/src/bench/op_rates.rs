@@ -274,6 +274,8 @@ fn reference_step_rates(subject: &OpRateSubject, form: ReferenceForm) -> Result<
         rope_theta: 1e4,
         rope_scaling: RopeScaling::None,
         qkv_bias: false,
+        attention_out_bias: false,
+        ffn_bias: false,
         qk_norm: true,
         max_positions: scale.sequence,
         bos: None,

@@ -35,6 +35,8 @@ fn model() -> ModelConfig {
         rope_theta: 1e4,
         rope_scaling: RopeScaling::Linear { factor: 2.0 },
         qkv_bias: true,
+        attention_out_bias: true,
+        ffn_bias: true,
         qk_norm: true,
         max_positions: 64,
         bos: None,

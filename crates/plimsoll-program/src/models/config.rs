@@ -46,9 +46,15 @@ impl ModelType {
         }
     }
 
-    /// Returns whether the projections to queries, keys and values have biases in this family.
+    /// Returns whether the projections to queries, keys and values have biases in every model of this family.
     pub const fn qkv_bias(self) -> bool {
         matches!(self, ModelType::Qwen2)
+    }
+
+    /// Returns whether `config.json` switches biases on: `attention_bias` those of queries, keys, values and the output
+    /// of attention, and `mlp_bias` those of gate, up and down.
+    pub const fn has_bias_switches(self) -> bool {
+        matches!(self, ModelType::Llama)
     }
 
     /// Returns whether every query and key head has an RMS norm in this family.
@@ -116,6 +122,10 @@ pub struct ModelConfig {
     pub rope_scaling: RopeScaling,
     /// Whether queries, keys and values have biases.
     pub qkv_bias: bool,
+    /// Whether the output projection of attention has a bias.
+    pub attention_out_bias: bool,
+    /// Whether gate, up and down have biases.
+    pub ffn_bias: bool,
     /// Whether every query and key head has an RMS norm before the rotation.
     pub qk_norm: bool,
     /// Longest sequence that the model accepts, in tokens.
@@ -265,10 +275,15 @@ impl ModelConfig {
     /// Returns the number of parameters of one layer.
     pub fn layer_parameters(&self) -> u64 {
         let attention = self.qkv_width() * self.hidden + self.hidden * self.query_width();
-        let bias = if self.qkv_bias { self.qkv_width() } else { 0 };
+        let biases = [
+            (self.qkv_bias, self.qkv_width()),
+            (self.attention_out_bias, self.hidden),
+            (self.ffn_bias, 2 * self.ffn + self.hidden),
+        ];
+        let biases: u64 = biases.into_iter().filter(|(is_present, _)| *is_present).map(|(_, elements)| elements).sum();
         let head_norms = if self.qk_norm { 2 * self.head_dim } else { 0 };
         let feed_forward = 3 * self.ffn * self.hidden;
-        attention + bias + head_norms + feed_forward + 2 * self.hidden
+        attention + biases + head_norms + feed_forward + 2 * self.hidden
     }
 
     /// Returns the number of parameters of the whole model. A head that shares the embedding's weights does not count.
@@ -335,12 +350,15 @@ impl ModelConfig {
             return Err(wrong("rope_theta", self.rope_theta, "a number from 1 to 1e30"));
         }
         self.validate_scaling()?;
+        let has_switch = self.model_type.has_bias_switches();
         for (key, found, by_type) in [
-            ("qkv_bias", self.qkv_bias, self.model_type.qkv_bias()),
+            ("qkv_bias", self.qkv_bias, self.model_type.qkv_bias() || has_switch && self.qkv_bias),
+            ("attention_out_bias", self.attention_out_bias, has_switch && self.qkv_bias),
+            ("ffn_bias", self.ffn_bias, has_switch && self.ffn_bias),
             ("qk_norm", self.qk_norm, self.model_type.qk_norm()),
         ] {
             if found != by_type {
-                return Err(wrong(key, found, format!("{by_type}, as in every {}", self.model_type)));
+                return Err(wrong(key, found, format!("{by_type}, as in every such {}", self.model_type)));
             }
         }
         Ok(())

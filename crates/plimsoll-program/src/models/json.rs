@@ -89,12 +89,11 @@ const INERT: &[&str] = &[
 ];
 
 /// Returns the keys of `config.json` that Plimsoll does not support, each with the values at which it changes nothing.
-fn neutral_switches() -> [(&'static str, Vec<Value>); 14] {
+fn neutral_switches() -> [(&'static str, Vec<Value>); 13] {
     let off = || vec![json!(false)];
     let none = || vec![json!([]), json!({})];
     [
         ("hidden_act", vec![json!("silu"), json!("swish")]),
-        ("mlp_bias", off()),
         ("attention_dropout", vec![json!(0), json!(0.0)]),
         ("partial_rotary_factor", vec![json!(1), json!(1.0)]),
         ("rope_interleaved", off()),
@@ -196,7 +195,10 @@ impl ModelConfig {
         // Switches with a default that differs from this model's value, or between readers.
         let mut switches = vec![("hidden_act", json!("silu")), ("attention_dropout", json!(0.0))];
         match self.model_type {
-            ModelType::Llama => switches.extend([("attention_bias", json!(false)), ("mlp_bias", json!(false))]),
+            ModelType::Llama => {
+                let biases = [("attention_bias", self.attention_out_bias), ("mlp_bias", self.ffn_bias)];
+                switches.extend(biases.map(|(key, has_bias)| (key, json!(has_bias))));
+            }
             ModelType::Mistral => switches.push(("sliding_window", Value::Null)),
             ModelType::Qwen2 => switches.push(("use_sliding_window", json!(false))),
             ModelType::Qwen3 => {
@@ -241,13 +243,7 @@ fn read(keys: &Keys) -> Result<ModelConfig, ConfigError> {
     for (key, neutral) in neutral_switches() {
         keys.must_be_neutral(key, &neutral)?;
     }
-    // Qwen 2 has biases regardless of this key. In other families the key would also add a bias to the output
-    // projection.
-    if model_type == ModelType::Qwen2 {
-        keys.flag("attention_bias")?;
-    } else {
-        keys.must_be_neutral("attention_bias", &[json!(false)])?;
-    }
+    let [attention_bias, ffn_bias] = read_biases(keys, model_type)?;
 
     let hidden = keys.size("hidden_size", limit::HIDDEN)?;
     let heads = keys.size("num_attention_heads", limit::HEADS)?;
@@ -276,13 +272,30 @@ fn read(keys: &Keys) -> Result<ModelConfig, ConfigError> {
         norm_eps: keys.number("rms_norm_eps")?.unwrap_or(1e-6),
         rope_theta,
         rope_scaling,
-        qkv_bias: model_type.qkv_bias(),
+        qkv_bias: model_type.qkv_bias() || attention_bias,
+        attention_out_bias: attention_bias,
+        ffn_bias,
         qk_norm: model_type.qk_norm(),
         max_positions,
         bos: keys.tokens("bos_token_id", 1)?.map_or(default_bos, |ids| ids.first().copied()),
         eos: keys.tokens("eos_token_id", END_TOKENS_MAX)?.unwrap_or(default_eos),
         init_std: keys.number("initializer_range")?.unwrap_or(0.02),
     })
+}
+
+/// Reads whether all projections of attention have biases, and whether those of the feed-forward part have.
+fn read_biases(keys: &Keys, model_type: ModelType) -> Result<[bool; 2], ConfigError> {
+    if model_type.has_bias_switches() {
+        return Ok([keys.flag("attention_bias")?.unwrap_or(false), keys.flag("mlp_bias")?.unwrap_or(false)]);
+    }
+    keys.must_be_neutral("mlp_bias", &[json!(false)])?;
+    if model_type == ModelType::Qwen2 {
+        // It has biases of queries, keys and values regardless of this key.
+        keys.flag("attention_bias")?;
+    } else {
+        keys.must_be_neutral("attention_bias", &[json!(false)])?;
+    }
+    Ok([false, false])
 }
 
 fn read_type(keys: &Keys) -> Result<ModelType, ConfigError> {

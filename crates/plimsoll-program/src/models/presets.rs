@@ -108,6 +108,8 @@ pub fn preset(name: &str) -> Option<ModelConfig> {
         rope_theta: row.rope_theta,
         rope_scaling: row.rope_scaling,
         qkv_bias: row.model_type.qkv_bias(),
+        attention_out_bias: false,
+        ffn_bias: false,
         qk_norm: row.model_type.qk_norm(),
         max_positions: row.max_positions,
         bos: Some(row.bos),

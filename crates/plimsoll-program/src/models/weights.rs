@@ -9,8 +9,10 @@
 //! | `qkv` | `[(H + 2K)·E, D]` | queries, keys, values |
 //! | `qkv_bias` | `[(H + 2K)·E]` | queries, keys, values |
 //! | `attention_out` | `[D, H·E]` | |
+//! | `attention_out_bias`, `down_bias` | `[D]` | |
 //! | `q_norm`, `k_norm` | `[E]` | |
 //! | `gate_up` | `[2F, D]` | gate, up |
+//! | `gate_up_bias` | `[2F]` | gate, up |
 //! | `down` | `[D, F]` | |
 //! | `attention_norm`, `ffn_norm`, `final_norm` | `[D]` | |
 
@@ -68,6 +70,25 @@ impl Target {
             Target::O => "attention_out",
             Target::Gate | Target::Up => "gate_up",
             Target::Down => "down",
+        }
+    }
+
+    /// Returns the name of the tensor that contains the projection's bias, if it has one.
+    pub const fn bias(self) -> &'static str {
+        match self {
+            Target::Q | Target::K | Target::V => "qkv_bias",
+            Target::O => "attention_out_bias",
+            Target::Gate | Target::Up => "gate_up_bias",
+            Target::Down => "down_bias",
+        }
+    }
+
+    /// Returns whether the projection has a bias in this model.
+    pub fn has_bias(self, config: &ModelConfig) -> bool {
+        match self {
+            Target::Q | Target::K | Target::V => config.qkv_bias,
+            Target::O => config.attention_out_bias,
+            Target::Gate | Target::Up | Target::Down => config.ffn_bias,
         }
     }
 
@@ -181,8 +202,8 @@ impl ModelConfig {
             let ([rows, columns], first) = (target.shape(self), target.first_row(self));
             let module = format!("{}.{}", target.group(), target.name());
             push(&format!("{module}.weight"), target.tensor(), first * columns, vec![rows, columns], Some(target));
-            if self.qkv_bias && target.tensor() == "qkv" {
-                push(&format!("{module}.bias"), "qkv_bias", first, vec![rows], None);
+            if target.has_bias(self) {
+                push(&format!("{module}.bias"), target.bias(), first, vec![rows], None);
             }
             if self.qk_norm && target == Target::O {
                 push("self_attn.q_norm.weight", "q_norm", 0, vec![e], None);

@@ -266,7 +266,7 @@ impl Decoder<'_> {
                 let origin = PieceSource::Normal { seed, number: number as u64, std: self.options.config.init_std };
                 blocks.extend(self.load_parameter(parameter, &origin, self.options.precision.wide(), elements_max));
             } else {
-                let value = if parameter.tensor == "qkv_bias" { 0.0 } else { 1.0 };
+                let value = if parameter.hf_name.ends_with(".bias") { 0.0 } else { 1.0 };
                 blocks.push(self.set_constant(parameter, value));
             }
         }

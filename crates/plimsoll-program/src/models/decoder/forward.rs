@@ -60,14 +60,16 @@ impl Layer<'_, '_> {
         use RecomputeLevel::{Attention, Block as WholeBlock, FeedForward, Norms};
         let (rows, shape, table_rows) = (self.rows, self.decoder.shape, self.decoder.table_rows);
         let (d, f) = (self.decoder.options.config.hidden, self.decoder.options.config.ffn);
-        let Weights { attention_norm, qkv_bias, qk_norms, ffn_norm, rope_table, .. } = self.decoder.weights;
+        let Weights { attention_norm, qk_norms, ffn_norm, rope_table, .. } = self.decoder.weights;
+        let Weights { qkv_bias, attention_out_bias, gate_up_bias, down_bias, .. } = self.decoder.weights;
+        let [qkv_bias, attention_out_bias, gate_up_bias, down_bias] =
+            [qkv_bias, attention_out_bias, gate_up_bias, down_bias].map(|bias| Some(Operand::layer(bias?, 0)));
         let (x, next) = (Operand::layer(hidden, 0), Operand::layer(hidden, 1));
 
         let normed = self.norm("attention", x, attention_norm);
         let name = if qk_norms.is_some() { "qkv_raw" } else { "qkv" };
         let product = self.add_activation(name, &[rows, shape.columns()], Attention);
-        let bias = qkv_bias.map(|tensor| Operand::layer(tensor, 0));
-        self.linear(|w| &w.qkv, (normed, Site::AttentionIn), product, [bias, None], Attention);
+        self.linear(|w| &w.qkv, (normed, Site::AttentionIn), product, [qkv_bias, None], Attention);
         let qkv = match qk_norms {
             Some(weights) => self.head_norm(product, weights, shape),
             None => product,
@@ -89,14 +91,15 @@ impl Layer<'_, '_> {
         self.ops.extend(ops);
         self.dropped_from.extend(beside.into_iter().map(|id| (id, Attention)));
         let middle = self.add_activation("middle", &[rows, d], WholeBlock);
-        self.linear(|w| &w.attention_out, (mixed, Site::AttentionOut), middle, [None, Some(x)], Attention);
+        let added = [attention_out_bias, Some(x)];
+        self.linear(|w| &w.attention_out, (mixed, Site::AttentionOut), middle, added, Attention);
 
         let normed = self.norm("ffn", middle, ffn_norm);
         let gate_up = self.add_activation("gate_up_product", &[rows, 2 * f], FeedForward);
-        self.linear(|w| &w.gate_up, (normed, Site::FfnIn), gate_up, [None, None], FeedForward);
+        self.linear(|w| &w.gate_up, (normed, Site::FfnIn), gate_up, [gate_up_bias, None], FeedForward);
         let gated = self.add_activation("gated", &[rows, f], Norms);
         self.ops.push(OpKind::SwiGlu { gate_up, out: gated, rows, ffn: f }.into());
-        self.linear(|w| &w.down, (gated, Site::FfnMiddle), next, [None, Some(middle)], FeedForward);
+        self.linear(|w| &w.down, (gated, Site::FfnMiddle), next, [down_bias, Some(middle)], FeedForward);
     }
 
     /// Appends the RMS norms of query and key heads (Qwen 3) and returns their output.

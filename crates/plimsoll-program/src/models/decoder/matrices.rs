@@ -120,6 +120,11 @@ impl Matrix {
         Matrix { name, rows, columns, stored }
     }
 
+    /// Returns the first projection of the matrix.
+    pub fn target(&self) -> Option<Target> {
+        Target::ALL.into_iter().find(|target| target.tensor() == self.name)
+    }
+
     /// Returns the tensor of a matrix that is not quantized, and `None` for a quantized one.
     pub fn plain(&self) -> Option<TensorId> {
         match self.stored {

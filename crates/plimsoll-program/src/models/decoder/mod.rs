@@ -230,9 +230,12 @@ struct Weights {
     qkv_bias: Option<TensorId>,
     qk_norms: Option<(TensorId, TensorId)>,
     attention_out: Matrix,
+    attention_out_bias: Option<TensorId>,
     ffn_norm: TensorId,
     gate_up: Matrix,
+    gate_up_bias: Option<TensorId>,
     down: Matrix,
+    down_bias: Option<TensorId>,
     /// Final norm and output head; the head is the embedding tensor if both are tied. `None` on all pipeline stages but
     /// the last.
     top: Option<(TensorId, TensorId)>,
@@ -249,9 +252,12 @@ impl Weights {
         list.extend(self.qkv_bias);
         list.extend(self.qk_norms.iter().flat_map(|(q, k)| [*q, *k]));
         list.extend(self.attention_out.plain());
+        list.extend(self.attention_out_bias);
         list.push(self.ffn_norm);
         list.extend(self.gate_up.plain());
+        list.extend(self.gate_up_bias);
         list.extend(self.down.plain());
+        list.extend(self.down_bias);
         if let Some((final_norm, head)) = self.top {
             list.push(final_norm);
             list.extend((self.embedding != Some(head)).then_some(head));
@@ -297,19 +303,26 @@ impl<'a> Decoder<'a> {
             builder.persistent(name, dims, options.precision, Category::Weight, slots)
         };
         let matrix = |builder: &mut Builder, name| Matrix::new(builder, options, name);
+        let bias = |builder: &mut Builder, matrix: &Matrix| {
+            let target = matrix.target().filter(|target| target.has_bias(config))?;
+            Some(weight(builder, target.bias(), &[matrix.rows], layers))
+        };
         let b = &mut builder;
         let embeds = options.is_first() || options.is_last() && config.tied;
         let embedding = embeds.then(|| weight(b, "embedding", &[v, d], 1));
         let attention_norm = weight(b, "attention_norm", &[d], layers);
         let qkv = matrix(b, "qkv");
-        let qkv_bias = config.qkv_bias.then(|| weight(b, "qkv_bias", &[shape.columns()], layers));
+        let qkv_bias = bias(b, &qkv);
         let qk_norms = config
             .qk_norm
             .then(|| (weight(b, "q_norm", &[shape.head_dim], layers), weight(b, "k_norm", &[shape.head_dim], layers)));
         let attention_out = matrix(b, "attention_out");
+        let attention_out_bias = bias(b, &attention_out);
         let ffn_norm = weight(b, "ffn_norm", &[d], layers);
         let gate_up = matrix(b, "gate_up");
+        let gate_up_bias = bias(b, &gate_up);
         let down = matrix(b, "down");
+        let down_bias = bias(b, &down);
         let top = options.is_last().then(|| {
             let final_norm = weight(b, "final_norm", &[d], 1);
             let tied = embedding.filter(|_| config.tied);
@@ -325,9 +338,12 @@ impl<'a> Decoder<'a> {
             qkv_bias,
             qk_norms,
             attention_out,
+            attention_out_bias,
             ffn_norm,
             gate_up,
+            gate_up_bias,
             down,
+            down_bias,
             top,
             rope_table,
         };

@@ -117,9 +117,9 @@ fn absent_keys_have_transformers_defaults() {
 fn unsupported_arithmetic_is_refused_by_key() {
     let cases = [
         ("llama", "hidden_act", json!("gelu")),
-        ("llama", "attention_bias", json!(true)),
+        ("mistral", "attention_bias", json!(true)),
         ("qwen3", "attention_bias", json!(true)),
-        ("llama", "mlp_bias", json!(true)),
+        ("mistral", "mlp_bias", json!(true)),
         ("llama", "attention_dropout", json!(0.1)),
         ("llama", "partial_rotary_factor", json!(0.5)),
         ("llama", "rope_interleaved", json!(true)),
@@ -142,6 +142,28 @@ fn unsupported_arithmetic_is_refused_by_key() {
     }
     let slides = json!({"use_sliding_window": true, "sliding_window": 128, "max_window_layers": 1});
     assert!(matches!(with("qwen2", slides), Err(ConfigError::Unsupported { .. })));
+}
+
+#[test]
+fn llama_biases_are_read_and_written() {
+    let biases = |config: &ModelConfig| (config.qkv_bias, config.attention_out_bias, config.ffn_bias);
+    for (attention, mlp) in [(false, false), (true, false), (false, true), (true, true)] {
+        let config = with("llama", json!({"attention_bias": attention, "mlp_bias": mlp})).unwrap();
+        assert_eq!(biases(&config), (attention, attention, mlp));
+        let written = config.to_json(None, DType::F32).to_string();
+        assert_eq!(ModelConfig::from_json(&written, &[]).as_ref(), Ok(&config));
+        let names: Vec<String> = config.hf_parameters().into_iter().map(|parameter| parameter.hf_name).collect();
+        let count = |module: &str| names.iter().filter(|name| name.contains(module) && name.ends_with(".bias")).count();
+        let layers = config.layers as usize;
+        assert_eq!(
+            (count(".self_attn."), count(".mlp.")),
+            (4 * layers * usize::from(attention), 3 * layers * usize::from(mlp))
+        );
+        let elements: u64 = config.hf_parameters().iter().map(|parameter| parameter.elements()).sum();
+        assert_eq!(elements, config.parameters());
+    }
+    // Qwen 2 has no bias of the output whatever the key says.
+    assert_eq!(biases(&with("qwen2", json!({"attention_bias": true})).unwrap()), (true, false, false));
 }
 
 #[test]
