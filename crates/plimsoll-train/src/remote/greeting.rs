@@ -36,7 +36,7 @@ pub(super) const ACCEPTED: u8 = b'+';
 enum Purpose {
     Greeting = 0,
     Challenge = 1,
-    Answer = 2,
+    Response = 2,
 }
 
 /// Returns an HMAC under `secret`, of a purpose and of parts with fixed lengths.
@@ -126,7 +126,7 @@ impl Greeting {
         if !is_proof(self.mac(secret, Purpose::Challenge, nonce), proof) {
             return Err(io::Error::new(ErrorKind::InvalidData, "another program replies at this port"));
         }
-        Ok(self.mac(secret, Purpose::Answer, nonce).finalize().into_bytes().into())
+        Ok(self.mac(secret, Purpose::Response, nonce).finalize().into_bytes().into())
     }
 }
 
@@ -159,7 +159,7 @@ impl Challenge {
 
     /// Returns whether these bytes are the answer of a caller that knows the secret.
     pub fn is_answered_by(&self, answer: &[u8], secret: &str) -> bool {
-        is_proof(self.greeting.mac(secret, Purpose::Answer, &self.nonce), answer)
+        is_proof(self.greeting.mac(secret, Purpose::Response, &self.nonce), answer)
     }
 }
 
