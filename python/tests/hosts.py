@@ -32,7 +32,7 @@ NETWORKS = itertools.count()
 ALPHA, BETA, GAMMA = "virtual:a=600MiB@0.5", "virtual:b=300MiB@0.3", "virtual:c=300MiB@0.3"
 TOKEN = "of-the-tests"
 #: Seconds that a command may take.
-COMMAND_TIMEOUT_SECONDS = 150
+COMMAND_TIMEOUT_SECONDS = 360
 
 
 @dataclass

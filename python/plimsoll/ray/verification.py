@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 #: Seconds that a node has for each request.
 ANSWER_TIMEOUT_SECONDS = 60.0
+#: Seconds that a node has to measure its rate. The first measurement of a GPU compiles kernels.
+MEASUREMENT_TIMEOUT_SECONDS = 240.0
 #: Seconds to wait for memory that a run has just freed before a device counts as busy, and the interval.
 BUSY_TIMEOUT_SECONDS, POLL_SECONDS = 3.0, 0.5
 #: Largest difference between the clocks of nodes for which no warning is given.
@@ -163,7 +165,7 @@ def verify(*, share: float, seconds: float) -> Report:
         _responses([one.ping.remote() for one in probers])
         all_facts = _responses([one.facts.remote() for one in probers])
         taken = _responses([one.take.remote(_share_bytes(node, share)) for node, one in zip(tested, probers)])
-        flops = _responses([one.compute.remote(seconds) for one in probers])
+        flops = _responses([one.compute.remote(seconds) for one in probers], MEASUREMENT_TIMEOUT_SECONDS)
         judged = {
             node["name"]: _judge(node, _share_bytes(node, share), *responses)
             for node, *responses in zip(tested, all_facts, taken, flops)
@@ -235,11 +237,11 @@ def _actor_options(node: Node, share: float) -> dict[str, Any]:
     return {**options_for_node(node), **memory}
 
 
-def _responses(requests: list[Any]) -> list[Any]:
+def _responses(requests: list[Any], timeout_seconds: float = ANSWER_TIMEOUT_SECONDS) -> list[Any]:
     """Waits for the responses to all requests, and returns them in order. A failed request yields its exception."""
     import ray
 
-    deadline = time.monotonic() + ANSWER_TIMEOUT_SECONDS
+    deadline = time.monotonic() + timeout_seconds
     responses: list[Any] = []
     for request in requests:
         try:
