@@ -73,7 +73,7 @@ class EndToEnd(unittest.TestCase):
 
         Uses the plan of run `like`, because measured rates and plans vary on a busy machine.
         """
-        plan = ["--plan", self.root / like / "plan.json"] if like else []
+        plan = ["--plan", self.root / like / "plan.json", "--set", "run.deterministic=false"] if like else []
         return self.run_program(*self.arguments(run, **more), *plan, exit=exit, libraries=libraries, **(stand_in or {}))
 
     def records(self, run):
