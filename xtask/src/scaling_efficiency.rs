@@ -53,7 +53,7 @@ const TEAMS: [(&str, &[f64]); 4] = [
 type DeviceShape = (u64, f64);
 
 /// Teams whose devices can hold a model of 13 million parameters together, but not alone, without host memory. Each has
-/// its devices, the link between them, and the expected parallelism.
+/// its devices, the link between them, and the kind of parallelism that it is measured with.
 const SPLIT_MODELS: [(&[DeviceShape], &str, Parallelism); 6] = [
     (&[(160, 0.33), (120, 0.33), (160, 0.33)], "16GB/s", Parallelism::Sharded),
     (&[(200, 0.5), (200, 0.5)], "2GB/s", Parallelism::Sharded),
@@ -104,7 +104,10 @@ fn measure_data_parallel(args: &Args, folder: &Path, binary: &Path) -> Result<()
     for (name, speeds) in TEAMS {
         let scale = args.cores / speeds.iter().sum::<f64>();
         let paces: Vec<f64> = speeds.iter().map(|speed| (1000.0 * speed * scale).floor() / 1000.0).collect();
-        let speed = |paces: &[f64]| -> Result<RunResult> { train(binary, folder, &devices(args, paces)) };
+        let speed = |paces: &[f64]| -> Result<RunResult> {
+            let parallelism = if paces.len() == 1 { None } else { Some(Parallelism::Data) };
+            train(binary, folder, &devices(args, paces), parallelism, paces.len())
+        };
         // From the median step, because single slow steps are caused by the machine.
         let rate = |result: &RunResult| (args.sequences * 64) as f64 / result.step_seconds.median;
         let mut alone = 0.0;
@@ -147,10 +150,9 @@ fn measure_split_models(args: &Args, folder: &Path, binary: &Path) -> Result<()>
         let device = |(number, (mib, part)): (usize, &DeviceShape)| {
             format!("virtual:d{number}={mib}MiB@{:.3}:16GB/s:{link}", part * args.cores)
         };
-        let result = train(binary, folder, &members.iter().enumerate().map(device).collect::<Vec<_>>().join(","))?;
-        let plan: Plan = serde_json::from_slice(&fs::read(folder.join("run/plan.json"))?)?;
+        let devices = members.iter().enumerate().map(device).collect::<Vec<_>>().join(",");
+        let result = train(binary, folder, &devices, Some(parallelism), members.len())?;
         let name = members.iter().map(|(mib, part)| format!("{mib} MiB x {part}")).collect::<Vec<_>>().join(", ");
-        ensure!(plan.parallelism == Some(parallelism), "{name}: shared as {:?}", plan.parallelism);
         let StepSeconds { median, predicted, .. } = result.step_seconds;
         let off = median / predicted - 1.0;
         println!("{name:<28} {link:>8} {parallelism:<7} {median:>9.3} {predicted:>9.3} {:>+6.1}%", 100.0 * off);
@@ -191,23 +193,37 @@ fn write_run(args: &Args, folder: &Path, model: Model) -> Result<()> {
     fs::write(folder.join("config.json"), config.to_string())?;
     let run = format!(
         "[model]\npath = \"config.json\"\ninit = \"random\"\n[data]\ntrain = \"train.jsonl\"\nformat = \"tokens\"\n\
-         sequence = 64\n[train]\nsteps = {}\nbatch_tokens = {tokens}\n{}[run]\ndir = \"run\"\nparallelism = \"all\"\n",
+         sequence = 64\n[train]\nsteps = {}\nbatch_tokens = {tokens}\n{}[run]\ndir = \"run\"\n",
         model.steps, model.memory
     );
     Ok(fs::write(folder.join("run.toml"), run)?)
 }
 
-/// Trains the run in `folder` on these devices, and reads its result. Removes the run folder of an earlier run first.
-fn train(binary: &Path, folder: &Path, devices: &str) -> Result<RunResult> {
+/// Trains the run in `folder` on these devices with one kind of parallelism, and reads its result. Removes the run
+/// folder of an earlier run first.
+///
+/// # Errors
+/// Fails if the run fails, or if it does not train on `count` devices.
+fn train(
+    binary: &Path,
+    folder: &Path,
+    devices: &str,
+    parallelism: Option<Parallelism>,
+    count: usize,
+) -> Result<RunResult> {
     let run = folder.join("run");
     if run.exists() {
         fs::remove_dir_all(&run)?;
     }
-    let output = Command::new(binary)
-        .current_dir(folder)
-        .args(["train", "run.toml", "--quiet", "--no-save", "--devices", devices])
-        .output()
-        .context("the binary cannot be started")?;
+    let mut command = Command::new(binary);
+    command.current_dir(folder).args(["train", "run.toml", "--quiet", "--no-save", "--devices", devices]);
+    if let Some(parallelism) = parallelism {
+        command.args(["--set", &format!("run.parallelism={parallelism}")]);
+    }
+    let output = command.output().context("the binary cannot be started")?;
     ensure!(output.status.success(), "{devices}: {}", String::from_utf8_lossy(&output.stderr));
+    let plan: Plan = serde_json::from_slice(&fs::read(run.join("plan.json"))?)?;
+    ensure!(parallelism.is_none() || plan.parallelism == parallelism, "{devices}: planned as {:?}", plan.parallelism);
+    ensure!(plan.team.len().max(1) == count, "{devices}: {} devices take part", plan.team.len().max(1));
     Ok(serde_json::from_slice(&fs::read(run.join("result.json"))?)?)
 }
