@@ -156,7 +156,7 @@ fn check_declarations(root: &Path, python: &Path) -> anyhow::Result<()> {
             library.headers.join(", ")
         );
     }
-    let tests = ["test", "--workspace", "--lib", "cuda::headers", "--", "--ignored"];
+    let tests = ["test", "--release", "--workspace", "--lib", "cuda::headers", "--", "--ignored"];
     succeed(Command::new("cargo").args(tests).env("LD_LIBRARY_PATH", library_path(python)?).current_dir(root))
 }
 
@@ -347,7 +347,7 @@ fn markdown_table(all: &[Compilation], record: &Record) -> String {
 
 /// Runs the tests of run-time compilation and of its cache, with the NVRTC of the interpreter's venv.
 fn test_compilation(root: &Path, python: &Path) -> anyhow::Result<()> {
-    let tests = ["test", "--workspace", "--lib", "cuda::compile", "--", "--ignored"];
+    let tests = ["test", "--release", "--workspace", "--lib", "cuda::compile", "--", "--ignored"];
     succeed(Command::new("cargo").args(tests).env("LD_LIBRARY_PATH", library_path(python)?).current_dir(root))
 }
 
@@ -358,7 +358,13 @@ fn test_kernels_on_cpu(root: &Path) -> anyhow::Result<()> {
     let run = |files: &[&str], words: &[&str]| {
         let tests =
             files.iter().flat_map(|file| ["--test", file]).chain(["--", "--ignored"]).chain(words.iter().copied());
-        succeed(Command::new("cargo").args(["test", "--workspace"]).args(tests).env(two.0, two.1).current_dir(root))
+        succeed(
+            Command::new("cargo")
+                .args(["test", "--release", "--workspace"])
+                .args(tests)
+                .env(two.0, two.1)
+                .current_dir(root),
+        )
     };
     run(&["cuda_kernels", "cuda_tensor"], &[])?;
     // One test at a time: tests of a process share the contexts of the stand-in, and a test that synchronizes a context
