@@ -354,22 +354,18 @@ fn test_compilation(root: &Path, python: &Path) -> anyhow::Result<()> {
 /// Runs the tests that execute the CUDA kernels on the CPU and compare their results with the CPU implementation.
 fn test_kernels_on_cpu(root: &Path) -> anyhow::Result<()> {
     ensure!(Command::new("g++").arg("--version").output().is_ok(), "g++ is needed to run kernels on the CPU");
-    let two = ("PLIMSOLL_STAND_IN_MEMORY", "8GiB,8GiB,1GiB");
-    let run = |files: &[&str], words: &[&str]| {
-        let tests =
-            files.iter().flat_map(|file| ["--test", file]).chain(["--", "--ignored"]).chain(words.iter().copied());
-        succeed(
-            Command::new("cargo")
-                .args(["test", "--release", "--workspace"])
-                .args(tests)
-                .env(two.0, two.1)
-                .current_dir(root),
-        )
-    };
-    run(&["cuda_kernels", "cuda_tensor"], &[])?;
+    run_ignored_tests(root, &["cuda_kernels", "cuda_tensor"], &[])?;
     // One test at a time: tests of a process share the contexts of the stand-in, and a test that synchronizes a context
     // must not wait for ranks of another test.
-    run(&["cuda_executor", "cuda_adopt", "device"], &["--test-threads=1"])
+    run_ignored_tests(root, &["cuda_executor", "cuda_adopt", "device"], &["--test-threads=1"])
+}
+
+/// Runs the ignored tests of these test files on three simulated GPUs. `options` are those of the test programs.
+fn run_ignored_tests(root: &Path, files: &[&str], options: &[&str]) -> anyhow::Result<()> {
+    let mut command = Command::new("cargo");
+    command.args(["test", "--release", "--workspace"]).args(files.iter().flat_map(|file| ["--test", file]));
+    command.args(["--", "--ignored"]).args(options);
+    succeed(command.env("PLIMSOLL_STAND_IN_MEMORY", "8GiB,8GiB,1GiB").current_dir(root))
 }
 
 /// Runs the program on a stand-in for a GPU, which runs on the CPU: the tests of the stand-in, the command line, and
