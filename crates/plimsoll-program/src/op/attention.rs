@@ -81,32 +81,37 @@ pub(super) fn visit_accesses(op: &OpKind, visitor: &mut AccessVisitor) {
 /// Returns the number of floating-point operations of an op of this module.
 pub(super) fn cost(op: &OpKind) -> Cost {
     match op {
-        OpKind::Rope { rows, shape, .. } => Cost::other(3 * rows * shape.rotated_heads() * shape.head_dim),
-        OpKind::RopeTable { table_rows, head_dim, .. } => Cost::other(40 * table_rows * head_dim),
+        OpKind::Rope { rows, shape, .. } => Cost::other(3.0, [*rows, shape.rotated_heads(), shape.head_dim]),
+        OpKind::RopeTable { table_rows, head_dim, .. } => Cost::other(40.0, [*table_rows, *head_dim]),
         OpKind::Attention { batch, sequence, shape, .. } => {
-            // The causal mask leaves half of the T × T scores. Two products over them, and the softmax.
-            let scores = batch * shape.heads * sequence * (sequence + 1) / 2;
+            // Two products over the scores, and the softmax.
+            let scores = count_causal_scores(*batch, *sequence, shape);
             Cost {
                 product_shape: Some((64, *sequence, shape.head_dim)),
-                ..Cost::new(4 * scores * shape.head_dim, 12 * scores)
+                ..Cost::new(4.0 * scores * shape.head_dim as f64, 12.0 * scores)
             }
         }
         OpKind::AttentionGrad { batch, sequence, shape, .. } => {
-            let scores = batch * shape.heads * sequence * (sequence + 1) / 2;
+            let scores = count_causal_scores(*batch, *sequence, shape);
             Cost {
                 product_shape: Some((64, *sequence, shape.head_dim)),
-                ..Cost::new(10 * scores * shape.head_dim, 14 * scores)
+                ..Cost::new(10.0 * scores * shape.head_dim as f64, 14.0 * scores)
             }
         }
         OpKind::CachedAttention { rows, capacity, shape, .. } => {
-            let scores = rows * capacity * shape.heads;
+            let scores = *rows as f64 * *capacity as f64 * shape.heads as f64;
             Cost {
                 product_shape: Some((*rows, *capacity, shape.head_dim)),
-                ..Cost::new(4 * scores * shape.head_dim, 12 * scores)
+                ..Cost::new(4.0 * scores * shape.head_dim as f64, 12.0 * scores)
             }
         }
         _ => Cost::default(),
     }
+}
+
+/// Returns the number of scores of B sequences of T tokens and H heads. The causal mask leaves half of the T × T.
+fn count_causal_scores(batch: u64, sequence: u64, shape: &Heads) -> f64 {
+    batch as f64 * shape.heads as f64 * sequence as f64 * (sequence as f64 + 1.0) / 2.0
 }
 
 /// Adds to `types` the dtype that each operand of an op of this module must have.
@@ -139,5 +144,18 @@ pub(super) fn expect_types<'k>(op: &'k OpKind, types: &mut OperandTypes<'k>) {
             types.expect(real, [qkv, keys, values]).expect(real.wide(), [scalars]);
         }
         other => not_in_family(other),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn scores_of_longest_sequence_do_not_wrap() {
+        let shape = Heads { heads: 2, kv_heads: 2, head_dim: 8 };
+        let scores = count_causal_scores(1, i32::MAX as u64, &shape);
+        assert_eq!(scores, 2_147_483_647.0 * 2_147_483_648.0);
+        assert_eq!(count_causal_scores(3, 4, &shape), 60.0);
     }
 }

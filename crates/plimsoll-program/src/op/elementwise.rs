@@ -44,11 +44,11 @@ pub(super) fn visit_accesses(op: &OpKind, visitor: &mut AccessVisitor) {
 /// Returns the number of floating-point operations of an op of this module.
 pub(super) fn cost(op: &OpKind) -> Cost {
     match op {
-        OpKind::SwiGlu { rows, ffn, .. } => Cost::other(14 * rows * ffn),
-        OpKind::SwiGluGrad { rows, ffn, .. } => Cost::other(20 * rows * ffn),
-        OpKind::SumRows { rows, columns, .. } => Cost::other(rows * columns),
-        OpKind::Add { elements, .. } => Cost::other(*elements),
-        OpKind::Dropout { rows, columns, .. } => Cost::other(20 * rows * columns),
+        OpKind::SwiGlu { rows, ffn, .. } => Cost::other(14.0, [*rows, *ffn]),
+        OpKind::SwiGluGrad { rows, ffn, .. } => Cost::other(20.0, [*rows, *ffn]),
+        OpKind::SumRows { rows, columns, .. } => Cost::other(1.0, [*rows, *columns]),
+        OpKind::Add { elements, .. } => Cost::other(1.0, [*elements]),
+        OpKind::Dropout { rows, columns, .. } => Cost::other(20.0, [*rows, *columns]),
         _ => Cost::default(),
     }
 }

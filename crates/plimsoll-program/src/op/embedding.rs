@@ -24,7 +24,7 @@ pub(super) fn visit_accesses(op: &OpKind, visitor: &mut AccessVisitor) {
 /// Returns the number of floating-point operations of an op of this module.
 pub(super) fn cost(op: &OpKind) -> Cost {
     match op {
-        OpKind::EmbedGrad { rows, hidden, .. } => Cost::other(rows * hidden),
+        OpKind::EmbedGrad { rows, hidden, .. } => Cost::other(1.0, [*rows, *hidden]),
         _ => Cost::default(),
     }
 }

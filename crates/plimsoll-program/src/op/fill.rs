@@ -18,8 +18,8 @@ pub(super) fn visit_accesses(op: &OpKind, visitor: &mut AccessVisitor) {
 /// Returns the number of floating-point operations of an op of this module.
 pub(super) fn cost(op: &OpKind) -> Cost {
     match op {
-        OpKind::InitUniform { elements, .. } => Cost::other(20 * elements),
-        OpKind::InitNormal { elements, .. } => Cost::other(60 * elements),
+        OpKind::InitUniform { elements, .. } => Cost::other(20.0, [*elements]),
+        OpKind::InitNormal { elements, .. } => Cost::other(60.0, [*elements]),
         _ => Cost::default(),
     }
 }

@@ -39,9 +39,9 @@ pub(super) fn visit_accesses(op: &OpKind, visitor: &mut AccessVisitor) {
 /// Returns the number of floating-point operations of an op of this module.
 pub(super) fn cost(op: &OpKind) -> Cost {
     match op {
-        OpKind::SoftmaxStats { rows, columns, .. } => Cost::other(12 * rows * columns),
-        OpKind::CrossEntropy { rows, .. } => Cost::other(12 * rows),
-        OpKind::SoftmaxGrad { rows, columns, .. } => Cost::other(14 * rows * columns),
+        OpKind::SoftmaxStats { rows, columns, .. } => Cost::other(12.0, [*rows, *columns]),
+        OpKind::CrossEntropy { rows, .. } => Cost::other(12.0, [*rows]),
+        OpKind::SoftmaxGrad { rows, columns, .. } => Cost::other(14.0, [*rows, *columns]),
         _ => Cost::default(),
     }
 }

@@ -119,13 +119,14 @@ pub struct Cost {
 
 impl Cost {
     /// Returns the cost of operations inside and outside matrix products.
-    fn new(product_flops: u64, other_flops: u64) -> Cost {
-        Cost { product_flops: product_flops as f64, product_shape: None, other_flops: other_flops as f64 }
+    fn new(product_flops: f64, other_flops: f64) -> Cost {
+        Cost { product_flops, product_shape: None, other_flops }
     }
 
-    /// Returns the cost of operations outside matrix products.
-    fn other(flops: u64) -> Cost {
-        Cost::new(0, flops)
+    /// Returns the cost of operations outside matrix products: `flops` for each element of a tensor of these extents.
+    /// The counts are floating-point numbers, because those of long sequences exceed 64 bits.
+    fn other<const N: usize>(flops: f64, extents: [u64; N]) -> Cost {
+        Cost::new(0.0, extents.iter().fold(flops, |product, &extent| product * extent as f64))
     }
 }
 

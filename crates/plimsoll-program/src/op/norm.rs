@@ -47,10 +47,10 @@ pub(super) fn visit_accesses(op: &OpKind, visitor: &mut AccessVisitor) {
 /// Returns the number of floating-point operations of an op of this module.
 pub(super) fn cost(op: &OpKind) -> Cost {
     match op {
-        OpKind::RmsNorm { rows, dim, .. } => Cost::other(4 * rows * dim),
-        OpKind::RmsNormGrad { rows, dim, .. } => Cost::other(9 * rows * dim),
-        OpKind::HeadNorm { rows, shape, .. } => Cost::other(4 * rows * shape.columns()),
-        OpKind::HeadNormGrad { rows, shape, .. } => Cost::other(9 * rows * shape.columns()),
+        OpKind::RmsNorm { rows, dim, .. } => Cost::other(4.0, [*rows, *dim]),
+        OpKind::RmsNormGrad { rows, dim, .. } => Cost::other(9.0, [*rows, *dim]),
+        OpKind::HeadNorm { rows, shape, .. } => Cost::other(4.0, [*rows, shape.columns()]),
+        OpKind::HeadNormGrad { rows, shape, .. } => Cost::other(9.0, [*rows, shape.columns()]),
         _ => Cost::default(),
     }
 }

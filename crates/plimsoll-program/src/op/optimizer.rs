@@ -48,10 +48,10 @@ pub(super) fn visit_accesses(op: &OpKind, visitor: &mut AccessVisitor) {
 /// Returns the number of floating-point operations of an op of this module.
 pub(super) fn cost(op: &OpKind) -> Cost {
     match op {
-        OpKind::SquaredNorm { elements, .. } => Cost::other(2 * elements),
-        OpKind::AdamW { elements, .. } => Cost::other(14 * elements),
-        OpKind::AdamW8 { elements, .. } => Cost::other(40 * elements),
-        OpKind::Sgd { elements, .. } => Cost::other(5 * elements),
+        OpKind::SquaredNorm { elements, .. } => Cost::other(2.0, [*elements]),
+        OpKind::AdamW { elements, .. } => Cost::other(14.0, [*elements]),
+        OpKind::AdamW8 { elements, .. } => Cost::other(40.0, [*elements]),
+        OpKind::Sgd { elements, .. } => Cost::other(5.0, [*elements]),
         _ => Cost::default(),
     }
 }

@@ -72,8 +72,8 @@ pub(super) fn visit_accesses(op: &OpKind, visitor: &mut AccessVisitor) {
 /// Returns the number of floating-point operations of an op of this module.
 pub(super) fn cost(op: &OpKind) -> Cost {
     match op {
-        OpKind::Quantize { elements, .. } => Cost::other(10 * elements),
-        OpKind::Dequantize { elements, .. } => Cost::other(2 * elements),
+        OpKind::Quantize { elements, .. } => Cost::other(10.0, [*elements]),
+        OpKind::Dequantize { elements, .. } => Cost::other(2.0, [*elements]),
         _ => Cost::default(),
     }
 }
