@@ -22,6 +22,16 @@ impl CardFigures {
     /// The names of the figures, as written before `=`.
     pub(super) const KEYS: [&str; 4] = ["bf16", "f32", "memory", "link"];
 
+    /// Returns whether the figure `key` is set.
+    pub(super) fn has(&self, key: &str) -> bool {
+        match key {
+            "bf16" => self.bf16_tflops > 0.0,
+            "f32" => self.f32_tflops.is_some(),
+            "memory" => self.memory_bytes_per_second > 0,
+            _ => self.link.is_some(),
+        }
+    }
+
     /// Sets the figure `key`. Returns `None` if `text` is no such figure.
     pub(super) fn set(&mut self, key: &str, text: &str) -> Option<()> {
         match key {
@@ -35,11 +45,7 @@ impl CardFigures {
 
     /// Returns the name of a figure that must be given and is not; `None` if nothing is missing.
     pub(super) fn missing(&self) -> Option<&'static str> {
-        match (self.bf16_tflops > 0.0, self.memory_bytes_per_second > 0) {
-            (false, _) => Some("bf16"),
-            (_, false) => Some("memory"),
-            _ => None,
-        }
+        ["bf16", "memory"].into_iter().find(|key| !self.has(key))
     }
 
     /// Returns the rates that follow from the figures.

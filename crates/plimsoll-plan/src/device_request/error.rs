@@ -1,5 +1,6 @@
 //! The errors of a device list.
 
+use super::similar::similar_words;
 use crate::paper;
 use plimsoll_core::{Failure, ParseBudgetError};
 
@@ -109,13 +110,35 @@ pub enum RequestError {
         /// The name of the device or of the host.
         name: String,
     },
-    /// The memory of a machine that has no paper device.
-    #[error(
-        "`{machine}/host` is the memory of a machine without a paper device, as in `{machine}/rtx3090,{machine}/host=64GiB`"
-    )]
-    HostWithoutDevice {
+    /// A card that has a figure twice.
+    #[error("`{card}` has its {figure} figure twice")]
+    RepeatedFigure {
+        /// The name of the card.
+        card: String,
+        /// The name of the figure.
+        figure: String,
+    },
+    /// The memory or the link of a machine that has no paper device.
+    #[error("`{part}`: no paper device of the list is in a machine `{machine}`")]
+    UnknownMachine {
+        /// The part of the list, before `=`.
+        part: String,
         /// The name of the machine.
         machine: String,
+        /// The names of the machines that have paper devices.
+        known: Vec<String>,
+    },
+    /// A link from a machine to itself.
+    #[error("`{part}` is a link from a machine to itself: expected the names of two machines, as in `pc1-pc2=1gbit`")]
+    LinkWithinMachine {
+        /// The part of the list, before `=`.
+        part: String,
+    },
+    /// A link between two machines without its rate.
+    #[error("the link `{part}` needs a rate, as in `{part}=1gbit`")]
+    MissingLinkRate {
+        /// The part of the list.
+        part: String,
     },
     /// `host=` beside devices that all have a machine.
     #[error("`host=` belongs to no machine: name it, as in `{machine}/host=64GiB`")]
@@ -137,14 +160,30 @@ impl From<RequestError> for Failure {
     fn from(error: RequestError) -> Failure {
         let failure = Failure::input(error.to_string());
         match error {
-            RequestError::UnknownDevice { name } => match closest_device(&name) {
-                Some(near) => failure.hint(format!("did you mean `{near}`?")),
-                None => with_known_devices(failure),
+            RequestError::UnknownDevice { name } => match &*similar_words(&name) {
+                [] => with_known_devices(failure),
+                near => failure.hint(format!("did you mean {}?", list_choices(near))),
             },
+            RequestError::UnknownMachine { machine, known, .. } => {
+                let failure = match &*known {
+                    [] => failure,
+                    known => failure.hint(format!("the list has cards in {}", known.join(", "))),
+                };
+                failure.hint(format!("name a card of the machine, as in {machine}/rtx3090"))
+            }
             RequestError::MissingDevice { .. } => with_known_devices(failure),
             RequestError::SharedHost { .. } => failure.hint(format!("name the machines: {MACHINES}")),
             _ => failure,
         }
+    }
+}
+
+/// Formats words as a choice: `` `a`, `b` or `c` ``.
+fn list_choices(words: &[String]) -> String {
+    let words: Vec<String> = words.iter().map(|word| format!("`{word}`")).collect();
+    match &*words {
+        [several @ .., last] if !several.is_empty() => format!("{} or {last}", several.join(", ")),
+        _ => words.concat(),
     }
 }
 
@@ -159,17 +198,4 @@ fn with_known_devices(failure: Failure) -> Failure {
         .hint(format!("on paper, for plans: 8xrtx5090; rtx3070@1gbit, with its link to the others; {MACHINES}; \
              card:NAME=12GiB,bf16=60TFLOPS,memory=450GB/s,link=12GB/s"))
         .hint(format!("cards on paper: {names}"))
-}
-
-/// Returns the device whose name is most similar to `name`, on the same machine; `None` if no name is similar. Spaces
-/// and hyphens do not count.
-fn closest_device(name: &str) -> Option<String> {
-    const SIMILARITY_MIN: f64 = 0.75;
-    let (machine, own) = name.rsplit_once('/').map_or((None, name), |(machine, own)| (Some(machine), own));
-    let letters = |text: &str| text.chars().filter(|c| !" -_".contains(*c)).collect::<String>().to_ascii_lowercase();
-    let similarity = |known: &str| strsim::normalized_damerau_levenshtein(&letters(own), &letters(known));
-    let known = paper::names().chain(["cpu", "cuda", "cuda:0", "auto", "ray"]);
-    let rated = known.map(|known| (similarity(known), known)).filter(|(similarity, _)| *similarity >= SIMILARITY_MIN);
-    let (_, near) = rated.max_by(|a, b| a.0.total_cmp(&b.0))?;
-    Some(machine.map_or(near.to_owned(), |machine| format!("{machine}/{near}")))
 }

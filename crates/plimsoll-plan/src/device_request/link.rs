@@ -34,15 +34,16 @@ impl LinkRequest {
         is_valid.then_some(LinkRequest { bytes_per_second: bytes_per_second.round() as u64, latency_us })
     }
 
-    /// Parses `12GB/s`, `12GB/s+10us` or `1gbit`. Returns `None` for other text and for a rate below one byte per
-    /// second.
+    /// Parses `12GB/s`, `12GB/s+10us` or `1gbit`, in upper or lower case. Returns `None` for other text and for a rate
+    /// below one byte per second.
     pub(super) fn parse(text: &str) -> Option<LinkRequest> {
+        let text = text.to_ascii_lowercase();
         if let Some(gbit) = text.trim().strip_suffix("gbit") {
             return LinkRequest::ethernet(gbit.trim().parse().ok()?);
         }
         let (rate, latency) = match text.split_once('+') {
             Some((rate, latency)) => (rate, Some(latency.trim())),
-            None => (text, None),
+            None => (&*text, None),
         };
         let latency_us = match latency {
             Some(text) => text.strip_suffix("us")?.trim().parse().ok()?,
@@ -57,9 +58,10 @@ impl LinkRequest {
     }
 }
 
-/// Parses a rate in bytes per second, such as `12GB/s`. Returns `None` for other text and for less than a byte.
+/// Parses a rate in bytes per second, such as `12GB/s`, in upper or lower case. Returns `None` for other text and for less
+/// than a byte.
 pub(super) fn parse_rate(text: &str) -> Option<u64> {
-    let bytes: Bytes = text.trim().strip_suffix("/s")?.parse().ok()?;
+    let bytes: Bytes = text.trim().strip_suffix(['s', 'S'])?.strip_suffix('/')?.parse().ok()?;
     (bytes > Bytes::ZERO).then_some(bytes.0)
 }
 

@@ -4,13 +4,14 @@
 //! module does not check whether the devices are present, nor their free memory; `resolve` in `plimsoll-train` does.
 //!
 //! `parse` reads a list, `display` prints it in the form that `parse` reads, `link` has the links of devices, `card` the
-//! figures of cards on paper, and `error` the errors of the parser.
+//! figures of cards on paper, `error` the errors of the parser, and `similar` the words that an unknown one may stand for.
 
 mod card;
 mod display;
 mod error;
 mod link;
 mod parse;
+mod similar;
 #[cfg(test)]
 mod tests;
 

@@ -16,10 +16,26 @@ impl FromStr for DevicesRequest {
     type Err = RequestError;
 
     fn from_str(text: &str) -> Result<DevicesRequest, RequestError> {
-        let mut list = ListParser { text, ..ListParser::default() };
+        let words: Vec<String> = text.split(',').map(lower_case_words).collect();
+        let text = words.join(",");
+        let mut list = ListParser { text: &text, ..ListParser::default() };
         text.split(',').map(str::trim).try_for_each(|part| list.add(part))?;
         list.finish()
     }
+}
+
+/// Returns a part of a list with its words in lower case: the kind of a device, and `ray`. Names of hosts and of users
+/// stay.
+fn lower_case_words(part: &str) -> String {
+    const WORDS: [&str; 6] = ["auto", "cpu", "cuda", "file", "host", "ray"];
+    let (head, value) = part.split_at(part.find(['=', '@']).unwrap_or(part.len()));
+    let mut text = String::new();
+    for segment in head.split_inclusive(['/', ':']) {
+        let lower = segment.to_ascii_lowercase();
+        let is_word = segment.ends_with(':') || (!text.ends_with(':') && WORDS.contains(&lower.trim()));
+        text += if is_word { &lower } else { segment };
+    }
+    text + value
 }
 
 /// A device list while it is parsed.
@@ -33,7 +49,9 @@ struct ListParser<'t> {
     /// The device of the last part, and how often the part names it. Figures that follow belong to it.
     last: Option<(usize, DeviceRequest)>,
     /// Parts that may be links between machines, with their values. The machines are known at the end.
-    links: Vec<(&'t str, &'t str)>,
+    links: Vec<(&'t str, Option<&'t str>)>,
+    /// The names of machines on paper in lower case, each with its first spelling in the list.
+    machines: BTreeMap<String, String>,
 }
 
 impl<'t> ListParser<'t> {
@@ -61,13 +79,22 @@ impl<'t> ListParser<'t> {
             "host" => self.request.host = Some(budget()?),
             "file" if self.request.file.is_some() => return Err(duplicate()),
             "file" => self.request.file = Some(budget()?),
-            _ => match word.strip_suffix("/host").map(|_| &name[..name.len() - "/host".len()]) {
-                Some(machine) if self.request.machine_hosts.contains_key(machine) => return Err(duplicate()),
-                Some(machine) => drop(self.request.machine_hosts.insert(machine.to_owned(), budget()?)),
+            _ => match name.strip_suffix("/host") {
+                Some(machine) => {
+                    let machine = self.first_spelling(machine);
+                    if self.request.machine_hosts.insert(machine, budget()?).is_some() {
+                        return Err(duplicate());
+                    }
+                }
                 None => self.add_device(part, name, value)?,
             },
         }
         Ok(())
+    }
+
+    /// Returns the name of a machine on paper as the list spells it first. Names are equal in upper and lower case.
+    fn first_spelling(&mut self, machine: &str) -> String {
+        self.machines.entry(machine.to_ascii_lowercase()).or_insert_with(|| machine.to_owned()).clone()
     }
 
     /// Adds the device that `part` names, or remembers the part as a link between machines.
@@ -77,24 +104,32 @@ impl<'t> ListParser<'t> {
             None if part == "ray" => Ok((1, DeviceRequest::Ray { word: part.to_owned() })),
             None => parse_devices(name, value),
         };
-        match (parsed, value) {
-            (Err(RequestError::UnknownDevice { .. }), Some(value)) if name.contains('-') => {
-                self.links.push((name, value))
+        let (number, mut device) = match parsed {
+            Err(RequestError::UnknownDevice { .. }) if name.contains('-') && !name.contains(['/', '@']) => {
+                self.links.push((name, value));
+                return Ok(());
             }
-            (parsed, _) => self.last = Some(parsed?),
+            parsed => parsed?,
+        };
+        if let DeviceRequest::Remote { host, device, .. } = &mut device
+            && device.is_paper()
+        {
+            *host = self.first_spelling(host);
         }
+        self.last = Some((number, device));
         Ok(())
     }
 
     /// Sets a figure of the card that the last part names.
     fn set_figure(&mut self, key: &str, value: &str, part: &str) -> Result<(), RequestError> {
-        let card = self.last.as_mut().map(|(_, device)| device.local_device_mut());
-        let figures = match card {
-            Some(DeviceRequest::Paper { figures: Some(figures), .. }) => Some(figures),
-            _ => None,
-        };
-        let set = figures.and_then(|figures| figures.set(key, value));
-        set.ok_or_else(|| RequestError::InvalidFigure { figure: part.to_owned() })
+        let invalid = || RequestError::InvalidFigure { figure: part.to_owned() };
+        match self.last.as_mut().map(|(_, device)| device.local_device_mut()) {
+            Some(DeviceRequest::Paper { name, figures: Some(figures), .. }) if figures.has(key) => {
+                Err(RequestError::RepeatedFigure { card: name.clone(), figure: key.to_owned() })
+            }
+            Some(DeviceRequest::Paper { figures: Some(figures), .. }) => figures.set(key, value).ok_or_else(invalid),
+            _ => Err(invalid()),
+        }
     }
 
     /// Adds the device of the last part to the request, if there is one.
@@ -140,29 +175,49 @@ impl<'t> ListParser<'t> {
         }
         let machines = self.request.paper_machines();
         let mut hosts = self.request.machine_hosts.keys();
-        if let Some(machine) = hosts.find(|machine| !machines.contains(machine.as_str())) {
-            return Err(RequestError::HostWithoutDevice { machine: machine.clone() });
+        match hosts.find(|machine| !machines.contains(machine.as_str())) {
+            Some(machine) => Err(self.unknown_machine(&format!("{machine}/host"), machine)),
+            None => Ok(self.request),
         }
-        Ok(self.request)
     }
 
     /// Adds the links between the machines of the request.
     fn add_links(&mut self) -> Result<(), RequestError> {
-        let mut links = BTreeMap::new();
-        let machines = self.request.paper_machines();
-        for (name, value) in &self.links {
-            // The name of a machine may have hyphens, too.
-            let mut splits = name.match_indices('-').map(|(at, _)| (&name[..at], &name[at + 1..]));
-            let (one, other) = splits
-                .find(|(one, other)| one != other && machines.contains(one) && machines.contains(other))
-                .ok_or_else(|| RequestError::UnknownDevice { name: (*name).to_owned() })?;
-            let pair = (one.min(other).to_owned(), one.max(other).to_owned());
-            if links.insert(pair, parse_link(name, value)?).is_some() {
-                return Err(RequestError::Duplicate { device: (*name).to_owned() });
+        for (name, value) in std::mem::take(&mut self.links) {
+            let pair = self.linked_machines(name)?;
+            let rate = value.ok_or_else(|| RequestError::MissingLinkRate { part: name.to_owned() })?;
+            if self.request.machine_links.insert(pair, parse_link(name, rate)?).is_some() {
+                return Err(RequestError::Duplicate { device: name.to_owned() });
             }
         }
-        self.request.machine_links = links;
         Ok(())
+    }
+
+    /// Returns the two machines that the name of a link joins, in the order of their names.
+    fn linked_machines(&self, name: &str) -> Result<(String, String), RequestError> {
+        let machines = self.request.paper_machines();
+        let spelling = |machine: &str| self.machines.get(&machine.to_ascii_lowercase());
+        let known = |machine: &str| spelling(machine).filter(|name| machines.contains(name.as_str()));
+        let mut error = None;
+        // The name of a machine may have hyphens, too.
+        for (one, other) in name.match_indices('-').map(|(at, _)| (&name[..at], &name[at + 1..])) {
+            match (known(one), known(other)) {
+                (Some(one), Some(other)) if one != other => {
+                    return Ok((one.min(other).clone(), one.max(other).clone()));
+                }
+                (Some(_), Some(_)) => error = Some(RequestError::LinkWithinMachine { part: name.to_owned() }),
+                (Some(_), None) => error = error.or_else(|| Some(self.unknown_machine(name, other))),
+                (None, Some(_)) => error = error.or_else(|| Some(self.unknown_machine(name, one))),
+                (None, None) => {}
+            }
+        }
+        Err(error.unwrap_or_else(|| RequestError::UnknownDevice { name: name.to_owned() }))
+    }
+
+    /// Returns the error about a machine that no paper device of the list is in. `part` is the part that names it.
+    fn unknown_machine(&self, part: &str, machine: &str) -> RequestError {
+        let known = self.request.paper_machines().into_iter().map(str::to_owned).collect();
+        RequestError::UnknownMachine { part: part.to_owned(), machine: machine.to_owned(), known }
     }
 }
 

@@ -79,6 +79,7 @@ fn every_documented_form_parses() {
         ("ray:b/virtual:a=50%@0.5,b/cpu", "ray:b/virtual:a=50%@0.5,b/cpu"),
         ("b/virtual:a=600MiB@0.5::10gbit", "b/virtual:a=600MiB@0.5::10gbit"),
         ("CPU, Host=2GiB", "cpu,host=2GiB"),
+        ("Ray:B/Virtual:A=50%,H/CUDA:1=6gib@1Gbit,RAY:h/CPU", "ray:B/virtual:A=50%,H/cuda:1=6GiB@1gbit,ray:h/cpu"),
     ] {
         assert_eq!(parse(text).to_string(), printed);
     }
@@ -97,6 +98,8 @@ fn paper_machines_have_hosts_and_links() {
     let printed = "pc1/rtx3090,pc2/2xrtx3070=6GiB,pc1/host=64GiB,pc2/host=32GiB,pc1-pc2=1gbit";
     assert_eq!(request.to_string(), printed);
     assert_eq!(parse(printed), request);
+    // Names of machines are equal in upper and lower case.
+    assert_eq!(parse("pc1/RTX3090,PC1/Host=64GiB,pc2/2xRTX3070=6GiB,Pc2/host=32GiB,PC2-pc1=1Gbit"), request);
     let mut more = request;
     more.set_host_beside("pc2/rtx3070", Budget::Amount(Bytes::gib(48)));
     assert_eq!(more.host_of(Some("pc2")), gib(48));
@@ -114,9 +117,20 @@ fn several_cards_and_own_cards_parse() {
     assert_eq!((card.rates.bf16_flops, card.rates.f32_flops), (60e12, 30e12));
     assert_eq!((card.rates.memory_bytes_per_second, card.rates.host_link.bytes_per_second), (450e9, 12e9));
     assert_eq!(card.team_link.bytes_per_second, 118e6);
-    let near = |name: &str| Failure::from(name.parse::<DevicesRequest>().unwrap_err()).hints.join(" ");
-    assert_eq!(near("rtx-3009"), "did you mean `rtx3090`?");
-    assert_eq!(near("pc1/rtx 3080"), "did you mean `pc1/rtx3080`?");
+    assert_eq!(parse(&list.replace("card", "Card").to_uppercase().replace("MINE", "mine")), request);
+}
+
+#[test]
+fn refusals_of_unknown_names_have_hints() {
+    let hints = |list: &str| Failure::from(list.parse::<DevicesRequest>().unwrap_err()).hints.join(" ");
+    assert_eq!(hints("rtx-3009"), "did you mean `rtx3090`?");
+    assert_eq!(hints("rtx-3009=2GiB"), "did you mean `rtx3090`?");
+    assert_eq!(hints("a100,cpu"), "did you mean `a100-40g` or `a100-80g`?");
+    assert_eq!(hints("card:a=9GiB,bf16=9TFLOPS,memory=9GB/s,lnk=9GB/s"), "did you mean `link`?");
+    let of_machine = "the list has cards in pc1, pc2 name a card of the machine, as in pc3/rtx3090";
+    assert_eq!(hints("pc1/rtx3090,pc2/rtx3090,pc1-pc3=1gbit"), of_machine);
+    assert_eq!(hints("pc1/rtx3090,pc2/rtx3090,pc3/host=9GiB"), of_machine);
+    assert_eq!(hints("a/cpu,a/host=9GiB"), "name a card of the machine, as in a/rtx3090");
 }
 
 #[test]
@@ -235,7 +249,7 @@ fn invalid_list_names_expected_form() {
         assert_eq!(error.to_string(), message, "{text}");
         assert_eq!(Failure::from(error).exit, plimsoll_core::Exit::Input);
     }
-    let hints = Failure::from("gtx".parse::<DevicesRequest>().unwrap_err()).hints.join(" ");
+    let hints = Failure::from("warp".parse::<DevicesRequest>().unwrap_err()).hints.join(" ");
     assert!(hints.contains("cpu") && hints.contains("virtual:") && hints.contains("rtx3090"), "{hints}");
 }
 
@@ -243,12 +257,16 @@ fn invalid_list_names_expected_form() {
 fn invalid_paper_list_names_expected_form() {
     for (text, message) in [
         ("b/rtx3090,cpu", "`b/rtx3090` is a paper device: it cannot be combined with devices of this machine"),
-        ("pc1/rtx3090,pc1-pc2=1gbit", "`pc1-pc2` is not a known device"),
-        ("pc1/rtx3090,host=64GiB", "`host=` belongs to no machine: name it, as in `pc1/host=64GiB`"),
+        ("pc1/rtx3090,pc1-pc2=1gbit", "`pc1-pc2`: no paper device of the list is in a machine `pc2`"),
+        ("a-b=1gbit", "`a-b` is not a known device"),
+        ("a/rtx3090,b/rtx3090,a-b", "the link `a-b` needs a rate, as in `a-b=1gbit`"),
         (
-            "pc1/rtx3090,pc2/host=64GiB",
-            "`pc2/host` is the memory of a machine without a paper device, as in `pc2/rtx3090,pc2/host=64GiB`",
+            "a/rtx3090,A-a=1gbit",
+            "`A-a` is a link from a machine to itself: expected the names of two machines, as in `pc1-pc2=1gbit`",
         ),
+        ("a/rtx3090,b/rtx3090,a-b=1gbit,B-A=2gbit", "device `B-A` is named twice"),
+        ("pc1/rtx3090,host=64GiB", "`host=` belongs to no machine: name it, as in `pc1/host=64GiB`"),
+        ("pc1/rtx3090,pc2/host=64GiB", "`pc2/host`: no paper device of the list is in a machine `pc2`"),
         ("pc1/rtx3090,pc1/host=1GiB,pc1/host=2GiB", "device `pc1/host` is named twice"),
         (
             "rtx3090,rtx3070@1gbit,host=48GiB",
@@ -262,6 +280,7 @@ fn invalid_paper_list_names_expected_form() {
             "card:a=12GiB,bf16=9TFLOPS",
             "`card:a` needs its memory rate, as in `card:a=12GiB,bf16=60TFLOPS,memory=450GB/s`",
         ),
+        ("card:a=9GiB,bf16=9TFLOPS,bf16=8TFLOPS", "`card:a` has its bf16 figure twice"),
         ("card:a", "`card:a` needs a budget, as in `card:a=600MiB`"),
         (
             "rtx3090,bf16=60",

@@ -230,9 +230,9 @@ fn text_settings_keep_any_text() {
 
 #[test]
 fn unknown_devices_are_named() {
-    let message = refusal(MODEL, &["run.devices=gpu"]);
+    let message = refusal(MODEL, &["run.devices=warp"]);
     assert!(
-        message.starts_with("command line: run.devices: `gpu` is not a known device\n  hint: known devices: "),
+        message.starts_with("command line: run.devices: `warp` is not a known device\n  hint: known devices: "),
         "{message}"
     );
 }
