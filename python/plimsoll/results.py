@@ -282,6 +282,17 @@ class Alternative(TypedDict):
     predicted: Predicted
 
 
+class MachineHost(TypedDict):
+    """The host memory of one machine of a team."""
+
+    #: The host as named in ``--devices``: ``pc1/host``, or ``host`` for the devices without a machine.
+    name: str
+    #: The load line of the host for offloaded tensors.
+    budget_bytes: int
+    #: Bytes that the devices of the machine offload to it.
+    arena_bytes: int
+
+
 class Remedy(TypedDict):
     """A remedy for a run that does not fit: the smallest budget that fits if the given lossy rungs are allowed."""
 
@@ -359,8 +370,10 @@ Plan = TypedDict(
         #: The plan and its alternatives for the team. Those that fit come first; among equals, faster ones come first. Filled
         #: with ``--explain``, else absent.
         "alternatives": "NotRequired[list[Alternative]]",
-        #: Memory of the host.
+        #: Memory of the host. On several machines, the sum of their hosts.
         "host": DevicePlan,
+        #: Memory of the host of each machine; absent if only one machine has host memory for offloaded tensors.
+        "machine_hosts": "NotRequired[list[MachineHost]]",
         #: The scratch file; absent if the plan does not use it.
         "file": "NotRequired[DevicePlan]",
         #: Predicted speed.

@@ -84,7 +84,9 @@ pub use dtype::DType;
 pub use event::{EVENTS_VERSION, Event, Record};
 pub use failure::{Exit, Failure, is_disk_full};
 pub use models_bench::{ModelRow, ModelStatus, ModelsBench};
-pub use plan::{DevicePlan, Fallback, GemmAlgorithms, Plan, PlannedWorkload, Predicted, Remedy, RungEffect, RungPrice};
+pub use plan::{
+    DevicePlan, Fallback, GemmAlgorithms, MachineHost, Plan, PlannedWorkload, Predicted, Remedy, RungEffect, RungPrice,
+};
 pub use recipe::{Class, Offload, Recipe, RecomputeLevel, Rung, ScratchOffload, describe_levels, micro_batches};
 pub use result::{
     CollectiveBackend, DeviceMemory, EvalResult, EvaluatorResult, LossSpan, LostDevice, MeasuredBy, Recovery,

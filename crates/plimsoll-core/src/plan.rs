@@ -202,6 +202,18 @@ impl fmt::Display for PlannedWorkload {
     }
 }
 
+/// The host memory of one machine of a team.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub struct MachineHost {
+    /// The host as named in `--devices`: `pc1/host`, or `host` for the devices without a machine.
+    pub name: String,
+    /// The load line of the host for offloaded tensors.
+    pub budget_bytes: Bytes,
+    /// Bytes that the devices of the machine offload to it.
+    pub arena_bytes: Bytes,
+}
+
 /// A plan, or a refusal with the remedies that would make the run fit.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
@@ -244,8 +256,11 @@ pub struct Plan {
     /// Filled with `--explain`, else empty.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub alternatives: Vec<Alternative>,
-    /// Memory of the host.
+    /// Memory of the host. On several machines, the sum of their hosts.
     pub host: DevicePlan,
+    /// Memory of the host of each machine; empty if only one machine has host memory for offloaded tensors.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub machine_hosts: Vec<MachineHost>,
     /// The scratch file; `None` if the plan does not use it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub file: Option<DevicePlan>,

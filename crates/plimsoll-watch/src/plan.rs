@@ -59,6 +59,7 @@ pub fn table(view: &PlanView) -> String {
         text.push('\n');
         text += &columns(&device_rows(devices));
     }
+    text += &team::machine_hosts(plan);
     text.push('\n');
     if plan.predicted.step_seconds > 0.0 {
         text += &format!(
@@ -467,6 +468,7 @@ mod tests {
             algorithms: None,
             fallback: None,
             ladder: vec![],
+            machine_hosts: vec![],
             parallelism: None,
             team: vec![],
             scaling_efficiency: None,

@@ -135,6 +135,59 @@ fn machines_on_paper_offload_to_their_own_hosts() {
 }
 
 #[test]
+fn plan_names_the_host_memory_of_each_machine() {
+    let size = ["--model", "smollm2-360m", "--sequence", "256", "--batch-tokens", "4096"];
+    let planned = |devices: &str, more: &[&str]| {
+        let output = plan(&[&size[..], &["--devices", devices, "--set", "run.parallelism=all"], more].concat());
+        assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+        text(&output.stdout)
+    };
+    let two = "pc1/rtx3090=2GiB,pc1/host=32GiB,pc2/rtx3070=2GiB,pc2/host=16GiB,pc1-pc2=100gbit";
+    let plan: Value = serde_json::from_str(&planned(two, &["--json"])).unwrap();
+    let hosts = plan["machine_hosts"].as_array().unwrap();
+    assert_eq!((&hosts[0]["name"], &hosts[1]["name"]), (&"pc1/host".into(), &"pc2/host".into()));
+    let bytes = |host: &Value, key: &str| host[key].as_u64().unwrap();
+    let used: Vec<u64> = hosts.iter().map(|host| bytes(host, "arena_bytes")).collect();
+    assert!(hosts.iter().all(|host| 0 < bytes(host, "arena_bytes")), "{hosts:?}");
+    assert!(hosts.iter().all(|host| bytes(host, "arena_bytes") <= bytes(host, "budget_bytes")), "{hosts:?}");
+    assert_eq!(Some(used.iter().sum()), plan["host"]["arena_bytes"].as_u64());
+    let table = planned(two, &[]);
+    assert!(table.contains("\nhosts: pc1/host ") && table.contains(" of 16.00 GiB\n"), "{table}");
+    // Upper and lower case name the same cards and machines.
+    let same = "PC1/RTX3090=2GiB,pc1/Host=32GiB,Pc2/Rtx3070=2GiB,PC2/host=16GiB,pc2-pc1=100Gbit";
+    let lower = |plan: &str| plan.to_lowercase();
+    assert_eq!(lower(&planned(same, &["--json"])), lower(&planned(two, &["--json"])));
+}
+
+#[test]
+fn unknown_devices_have_a_remedy() {
+    for (devices, message, hint) in [
+        ("8*rtx5090", "run.devices: `8*rtx5090` is not a known device", "did you mean `8xrtx5090`?"),
+        ("rtx3090,hst=64GiB", "run.devices: `hst` is not a known device", "did you mean `host`?"),
+        (
+            "pc1/rtx3090,pc2/rtx3070,pc1-pc3=1gbit",
+            "run.devices: `pc1-pc3`: no paper device of the list is in a machine `pc3`",
+            "the list has cards in pc1, pc2",
+        ),
+    ] {
+        let output = plan(&["--model", "smollm2-135m", "--devices", devices]);
+        assert_eq!(output.status.code(), Some(2));
+        let refusal = text(&output.stderr);
+        assert!(refusal.contains(message) && refusal.contains(&format!("  hint: {hint}\n")), "{refusal}");
+    }
+}
+
+#[test]
+fn sixteen_cards_of_the_user_are_planned() {
+    let cards = "pc1/12xcard:mine=12GiB,bf16=60TFLOPS,memory=450GB/s,link=12GB/s,pc2/4xRTX3090,pc1-pc2=100gbit";
+    let output = plan(&["--model", "smollm2-135m", "--devices", cards, "--set", "run.parallelism=all", "--json"]);
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    let plan: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let names: Vec<&str> = plan["devices"].as_array().unwrap().iter().map(|d| d["name"].as_str().unwrap()).collect();
+    assert_eq!(names, [["pc1/card:mine"; 12].to_vec(), ["pc2/rtx3090"; 4].to_vec()].concat());
+}
+
+#[test]
 fn refusal_includes_a_command_that_fits() {
     let output = plan(&[&SMALL[..], &["--budget", "1GiB"]].concat());
     let refusal = text(&output.stderr);

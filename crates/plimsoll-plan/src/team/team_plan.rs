@@ -1,10 +1,11 @@
 //! The plan of a team, put together from the plans of its workers.
 
+use super::hosts::Machine;
 use super::pipeline::{StageSeconds, step_seconds};
 use super::{PlannedWorker, TeamRequest, slowest_link};
 use crate::price::Prices;
 use crate::search::{PlanOutcome, PlanRequest, checkpoint_bytes};
-use plimsoll_core::{Bytes, Class, DevicePlan, Link, Parallelism, Plan, Predicted, WorkerPlan};
+use plimsoll_core::{Bytes, Class, DevicePlan, Link, MachineHost, Parallelism, Plan, Predicted, WorkerPlan};
 
 /// A link that takes no time.
 const INSTANT_LINK: Link = Link { bytes_per_second: f64::INFINITY, latency_seconds: 0.0 };
@@ -50,6 +51,7 @@ pub(super) fn assemble(team: &TeamRequest, workers: &mut [PlannedWorker]) -> Pla
             _ => first.checkpoint_bytes,
         },
         host: host_plan(team, workers),
+        machine_hosts: machine_hosts(team, workers),
         predicted: Predicted { step_seconds, tokens_per_second: team.tokens_per_step() / step_seconds },
         ..first.clone()
     }
@@ -141,8 +143,7 @@ pub(super) fn prices<'r>(request: &'r PlanRequest, outcome: &PlanOutcome, team_l
 
 /// Adds up the host arenas of all workers, on all machines.
 fn host_plan(team: &TeamRequest, workers: &[PlannedWorker]) -> DevicePlan {
-    let with_host = team.machines().iter().filter(|machine| machine.host > Bytes::ZERO).count();
-    let name = if with_host > 1 { "hosts" } else { "host" };
+    let name = if machine_hosts(team, workers).is_empty() { "host" } else { "hosts" };
     let mut sum = DevicePlan { name: name.into(), budget_bytes: team.host, ..DevicePlan::default() };
     for host in workers.iter().map(|worker| &worker.outcome.plan.host) {
         sum.simulated |= host.simulated;
@@ -158,4 +159,24 @@ fn host_plan(team: &TeamRequest, workers: &[PlannedWorker]) -> DevicePlan {
         }
     }
     sum
+}
+
+/// Returns the host memory of each machine; nothing if at most one machine has any.
+fn machine_hosts(team: &TeamRequest, workers: &[PlannedWorker]) -> Vec<MachineHost> {
+    let with_host: Vec<Machine> = team.machines().into_iter().filter(|machine| machine.host > Bytes::ZERO).collect();
+    match with_host.len() {
+        0 | 1 => vec![],
+        _ => with_host.iter().map(|machine| machine_host(team, workers, machine)).collect(),
+    }
+}
+
+/// Returns the use of one machine's host memory.
+fn machine_host(team: &TeamRequest, workers: &[PlannedWorker], machine: &Machine) -> MachineHost {
+    let machine_name = team.devices[machine.devices[0]].device.remote_host();
+    let here = workers.iter().filter(|worker| machine.devices.contains(&worker.device));
+    MachineHost {
+        name: machine_name.map_or("host".to_owned(), |name| format!("{name}/host")),
+        budget_bytes: machine.host,
+        arena_bytes: here.map(|worker| worker.outcome.plan.host.arena_bytes).sum(),
+    }
 }

@@ -3,8 +3,8 @@
 use super::{PlanView, WIDTH, describe_class, rung_tables};
 use crate::text::{columns, count, ordinal, percent, seconds, wrapped};
 use plimsoll_core::{
-    Alternative, DeviceKind, DevicePlan, DeviceSpec, EvaluatorPlan, ExcludedDevice, FasterAlone, Parallelism, Plan,
-    WorkerPlan, format_count,
+    Alternative, DeviceKind, DevicePlan, DeviceSpec, EvaluatorPlan, ExcludedDevice, FasterAlone, MachineHost,
+    Parallelism, Plan, WorkerPlan, format_count,
 };
 
 /// Formats a paragraph for each excluded device, with the reason. Devices that share a name, a reason and all other
@@ -186,6 +186,15 @@ fn links(plan: &Plan, specs: &[DeviceSpec]) -> String {
     };
     let line = format!("slowest link: {rate} each way, of {} ({source}){costs}{hint}", slowest.name);
     wrapped(&line, WIDTH, "  ")
+}
+
+/// Formats the use of each machine's host memory, if several machines have any; otherwise returns an empty text.
+pub(super) fn machine_hosts(plan: &Plan) -> String {
+    let host = |host: &MachineHost| format!("{} {} of {}", host.name, host.arena_bytes, host.budget_bytes);
+    match &*plan.machine_hosts {
+        [] => String::new(),
+        hosts => wrapped(&format!("hosts: {}", hosts.iter().map(host).collect::<Vec<_>>().join(", ")), WIDTH, "  "),
+    }
 }
 
 /// Formats the alternatives for the team as a table, in the order of [`Plan::alternatives`]. The text ends with an
