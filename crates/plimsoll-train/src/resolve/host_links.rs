@@ -5,6 +5,7 @@ use plimsoll_core::{DeviceSpec, Failure, Link};
 use plimsoll_device::error::DeviceError;
 use plimsoll_plan::device_request::{DeviceRequest, DevicesRequest, LinkRequest};
 use plimsoll_plan::paper;
+use std::collections::BTreeSet;
 
 /// Assumed bandwidth between hosts, in Gbit/s, if the user gives none and it cannot be measured.
 pub(super) const ASSUMED_GBIT: f64 = 1.0;
@@ -64,30 +65,30 @@ pub(super) fn measure_host_links(
     Ok(())
 }
 
-/// Sets the links of the devices of machines on paper for which the list gives none. The devices of one machine share
+/// Sets the links of paper devices on several machines for which the list gives none. The devices of one machine share
 /// the slowest of its links to the others. A link that the list does not name is assumed, unless a device of one of the
-/// two machines states its own.
+/// two machines states its own. The devices without a machine are in one of their own.
 pub(super) fn set_paper_links(request: &DevicesRequest, devices: &mut [DeviceSpec]) {
-    let machines = request.paper_machines();
-    let is_in = |device: &&DeviceRequest, machine: &str| device.machine() == Some(machine);
-    let states_link = |machine: &str| {
-        let mut members = request.devices.iter().filter(|device| is_in(device, machine));
-        members.any(|device| device.team_link().is_some())
+    if !request.has_paper_devices() {
+        return;
+    }
+    let machines: BTreeSet<Option<&str>> = request.devices.iter().map(DeviceRequest::machine).collect();
+    let states_link = |machine: Option<&str>| {
+        request.devices.iter().any(|device| device.machine() == machine && device.team_link().is_some())
     };
-    let link_between = |one: &str, other: &str| {
+    let link_between = |one: Option<&str>, other: Option<&str>| {
+        let stated = one.zip(other).and_then(|(one, other)| request.link_between(one, other));
         let assumed = (!states_link(one) && !states_link(other)).then(|| paper::ethernet(ASSUMED_GBIT));
-        request.link_between(one, other).map(LinkRequest::link).or(assumed)
+        stated.map(LinkRequest::link).or(assumed)
     };
     let slower = |a: Link, b: Link| if b.bytes_per_second < a.bytes_per_second { b } else { a };
     // The devices of a list on paper are those of the request, in its order.
-    for (device, requested) in devices.iter_mut().zip(&request.devices) {
-        let Some(machine) = requested.machine().filter(|_| requested.is_paper() && requested.team_link().is_none())
-        else {
-            continue;
-        };
+    for (device, requested) in devices.iter_mut().zip(&request.devices).filter(|(_, asked)| asked.team_link().is_none())
+    {
+        let machine = requested.machine();
         let others = machines.iter().filter(|other| **other != machine);
-        let Some(link) = others.filter_map(|other| link_between(machine, other)).reduce(slower) else { continue };
-        let sharing = request.devices.iter().filter(|device| is_in(device, machine)).count();
+        let Some(link) = others.filter_map(|other| link_between(machine, *other)).reduce(slower) else { continue };
+        let sharing = request.devices.iter().filter(|device| device.machine() == machine).count();
         device.team_link = Link { bytes_per_second: link.bytes_per_second / sharing as f64, ..link };
     }
 }
@@ -125,6 +126,8 @@ mod tests {
         assert_eq!(rates("a/rtx3090,b/rtx3070,c/rtx3070,a-b=10gbit,c-a=2.5gbit"), [295.0, 118.0, 118.0]);
         // A stated link replaces the assumed one.
         assert_eq!(rates("a/rtx3090@10gbit,b/rtx3070@10gbit"), [1180.0, 1180.0]);
+        // The cards without a machine are in one of their own.
+        assert_eq!(rates("2xrtx3090,pc2/rtx3070"), [59.0, 59.0, 118.0]);
         let one_machine = rates("pc1/rtx3090,pc1/rtx3090");
         assert_eq!(one_machine, rates("rtx3090,rtx3090"));
     }
