@@ -59,6 +59,9 @@ pub struct ModelRow {
     /// measure it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub measured_bytes: Option<Bytes>,
+    /// Measured bytes by which the run passed the load line of `device`; `None` if it did not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub over_load_line_bytes: Option<Bytes>,
     /// Planned seconds of an optimizer step; `None` if the model does not fit, or if planning failed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub predicted_step_seconds: Option<f64>,
@@ -113,6 +116,7 @@ impl ModelRow {
             predicted_bytes: None,
             predicted_host_bytes: None,
             measured_bytes: None,
+            over_load_line_bytes: None,
             predicted_step_seconds: None,
             measured_step_seconds: None,
             predicted_seconds: None,

@@ -62,6 +62,7 @@ fn note(row: &ModelRow) -> String {
     if row.fits {
         parts.extend(row.recipe.as_ref().map(ToString::to_string));
     }
+    parts.extend(row.over_load_line_bytes.map(|over| format!("{over} above the load line")));
     parts.extend(row.predicted_host_bytes.filter(|host| host.0 > 0).map(|host| format!("{host} on the host")));
     let (predicted, measured) = (row.predicted_seconds, row.measured_seconds);
     parts.extend(predicted.map(|predicted| format!("all steps {} predicted", seconds(predicted))));
@@ -88,6 +89,7 @@ mod tests {
             simulated: true,
             predicted_bytes: Some(Bytes::gib(6)),
             measured_bytes: Some(Bytes::gib(5)),
+            over_load_line_bytes: Some(Bytes::mib(3)),
             predicted_step_seconds: Some(2.0),
             measured_step_seconds: Some(2.5),
             tokens_per_second: Some(1234.0),
@@ -116,7 +118,10 @@ mod tests {
             assert!(lines[3].contains(word), "{word}: {text}");
         }
         assert!(lines[4].contains("no") && lines[5].contains("failed"), "{text}");
-        assert_eq!(lines[7], "7b: llama-2-7b, virtual:a (simulated), start to end 60.00 s measured");
+        assert_eq!(
+            lines[7],
+            "7b: llama-2-7b, virtual:a (simulated), 3.00 MiB above the load line, start to end 60.00 s measured"
+        );
         assert_eq!(lines[8], "llama-2-13b: does not fit: the smallest recipe holds 40.00 GiB");
         assert_eq!(lines[9], "  hint: it fits from 40.01 GiB: plimsoll bench models llama-2-13b --budget 40970MiB");
         assert_eq!(lines[10], "x: exit 2: no such model");

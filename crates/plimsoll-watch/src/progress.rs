@@ -22,8 +22,8 @@ pub struct Progress {
     /// Peak floating-point operations per second of all devices together in matrix products; 0 if unknown.
     peak_flops: f64,
     simulated: bool,
-    /// Number of devices that train.
-    devices: usize,
+    /// Names of the devices that train.
+    devices: Vec<String>,
     /// Running mean of the seconds per step, without the time of checkpoints and evaluations. `None` before the first
     /// step.
     step_seconds: Option<f64>,
@@ -51,7 +51,7 @@ impl Progress {
                 step, steps, product_flops, peak_flops, simulated, devices, predicted_step_seconds, ..
             } => {
                 (self.steps, self.product_flops, self.peak_flops) = (*steps, *product_flops, *peak_flops);
-                (self.simulated, self.devices) = (*simulated, devices.len());
+                (self.simulated, self.devices) = (*simulated, devices.clone());
                 start_line(*step, *steps, *predicted_step_seconds)
             }
             Event::Step { step, loss, learning_rate, tokens, seconds, bytes, .. } => {
@@ -90,11 +90,11 @@ impl Progress {
                 Some(format!("thermal pause after step {step}: {device} at {celsius:.0} °C {limit}{throttled}; {end}"))
             }
             Event::DeviceLost { step, device, reason, remaining_devices, resumed_from_step } => {
-                self.devices = remaining_devices.len();
+                self.devices.clone_from(remaining_devices);
                 Some(device_lost_line(*step, device, reason, remaining_devices, *resumed_from_step))
             }
             Event::DeviceReturned { step, device, team } => {
-                self.devices = team.len();
+                self.devices.clone_from(team);
                 Some(format!("device returned after step {step}: {device}; training continues on {}", team.join(", ")))
             }
             Event::Warning { message } => Some(format!("warning: {message}")),
@@ -103,8 +103,8 @@ impl Progress {
     }
 
     /// Formats the newest step as one line:
-    /// `120/450  loss 1.2345  rate 1.9e-3  48.7 k tok/s  38 % of peak  0:26 left  40.00 MiB`. Several devices are named
-    /// after the sum of their bytes: `80.00 MiB on 2 devices`. Before the first step, returns `starting`.
+    /// `120/450  loss 1.2345  rate 1.9e-3  48.7 k tok/s  38 % of peak  0:26 left  40.00 MiB on cpu`. Of several devices,
+    /// all figures are sums: `80.00 MiB on 2 devices`. Before the first step, returns `starting`.
     pub fn line(&self) -> String {
         let (Some(last), Some(mean)) = (self.last, self.step_seconds) else { return "starting".to_owned() };
         let mut parts = vec![
@@ -119,9 +119,10 @@ impl Progress {
         if self.steps > 0 {
             parts.push(format!("{} left", clock(self.steps.saturating_sub(last.step) as f64 * mean)));
         }
-        parts.push(match self.devices {
-            0 | 1 => last.bytes.to_string(),
-            several => format!("{} on {several} devices", last.bytes),
+        parts.push(match &*self.devices {
+            [] => last.bytes.to_string(),
+            [device] => format!("{} on {device}", last.bytes),
+            several => format!("{} on {} devices", last.bytes, several.len()),
         });
         parts.join("  ")
     }
@@ -231,18 +232,18 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn progress_line_is_under_eighty_columns() {
+    fn progress_line_names_its_device() {
         let mut progress = Progress::default();
         assert_eq!(progress.line(), "starting");
         progress.update(&start(450));
         progress.update(&step(120, 0.08));
-        let line = "120/450  loss 1.2346  rate 1.9e-3  51.2 k tok/s  38 % of peak  0:26 left  40.00 MiB";
+        let line = "120/450  loss 1.2346  rate 1.9e-3  51.2 k tok/s  38 % of peak  0:26 left  40.00 MiB on cpu";
         assert_eq!(progress.line(), line);
         assert_eq!(progress.steps_done_and_total(), (120, 450));
     }
 
     #[test]
-    fn bytes_of_a_team_name_its_size() {
+    fn bytes_of_a_team_are_a_sum() {
         let mut progress = Progress::default();
         let mut event = start(450);
         if let Event::Start { devices, .. } = &mut event {
@@ -252,7 +253,7 @@ pub(crate) mod tests {
         progress.update(&step(120, 0.08));
         assert!(progress.line().ends_with("  0:26 left  40.00 MiB on 2 devices"), "{}", progress.line());
         progress.update(&device_lost(&["cpu"]));
-        assert!(progress.line().ends_with("  0:26 left  40.00 MiB"), "{}", progress.line());
+        assert!(progress.line().ends_with("  0:26 left  40.00 MiB on cpu"), "{}", progress.line());
     }
 
     #[test]
@@ -286,7 +287,7 @@ pub(crate) mod tests {
         }
         progress.update(&event);
         progress.update(&step(120, 0.08));
-        let line = "120/450  loss 1.2346  rate 1.9e-3  51.2 k tok/s (simulated)  0:26 left  40.00 MiB";
+        let line = "120/450  loss 1.2346  rate 1.9e-3  51.2 k tok/s (simulated)  0:26 left  40.00 MiB on cpu";
         assert_eq!(progress.line(), line);
     }
 

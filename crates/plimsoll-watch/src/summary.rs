@@ -162,6 +162,9 @@ fn measured_rows(result: &RunResult) -> Vec<Vec<String>> {
         if let Some(line) = memory.budget_bytes_at_end {
             rows.push(vec![format!("{} load line, at the end", memory.device), line.to_string()]);
         }
+        if let Some(over) = memory.over_load_line_bytes {
+            rows.push(vec![format!("{} above its load line", memory.device), String::new(), over.to_string()]);
+        }
     }
     rows
 }
@@ -367,11 +370,14 @@ model: runs/sums/model
             ..result()
         };
         stopped.memory[0].budget_bytes_at_end = Some(Bytes::mib(24));
+        stopped.memory[0].over_load_line_bytes = Some(Bytes::mib(2));
         let text = summary(&stopped, &[], "runs/sums", None, true);
         assert!(
             text.contains("cpu load line              48.00 MiB\ncpu load line, at the end  24.00 MiB\n"),
             "{text}"
         );
+        let is_over = |line: &str| line.starts_with("cpu above its load line ") && line.ends_with(" 2.00 MiB");
+        assert!(text.lines().any(is_over), "{text}");
         assert!(text.starts_with("stopped after step 12, loss 2.7726 -> 0.0312\n\n"), "{text}");
         assert!(text.contains("\n48.7 k tokens/s (measured, simulated devices)\n"), "{text}");
         assert!(

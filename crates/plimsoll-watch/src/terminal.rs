@@ -156,8 +156,8 @@ mod tests {
         events.map(|event| Record { version: EVENTS_VERSION, time: 0.0, event }).to_vec()
     }
 
-    const FIRST: &str = "1/2  loss 1.2346  rate 1.9e-3  51.2 k tok/s  38 % of peak  0:00 left  40.00 MiB";
-    const SECOND: &str = "2/2  loss 1.2346  rate 1.9e-3  51.2 k tok/s  38 % of peak  0:00 left  40.00 MiB";
+    const FIRST: &str = "1/2  loss 1.2346  rate 1.9e-3  51.2 k tok/s  38 % of peak  0:00 left  40.00 MiB on cpu";
+    const SECOND: &str = "2/2  loss 1.2346  rate 1.9e-3  51.2 k tok/s  38 % of peak  0:00 left  40.00 MiB on cpu";
 
     #[test]
     fn pipe_receives_whole_lines() {

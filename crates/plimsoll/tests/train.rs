@@ -127,6 +127,18 @@ fn check_events(workspace: &Workspace, result: &Value) {
 }
 
 #[test]
+fn prose_run_shows_continuations_without_verdict() {
+    let workspace = Workspace::new(&Shape { steps: 3, ..SMALL });
+    let done = workspace.succeed(&["train", "run.toml"]);
+    let (before, samples) = done.stdout.split_once("\nsamples\n").expect("there are samples");
+    assert!(before.lines().any(|line| line.starts_with("3/3  loss ") && line.ends_with(" MiB on cpu")), "{before}");
+    assert!(!done.stdout.contains("exact match"), "{}", done.stdout);
+    for verdict in ["right", "wrong", "expected"] {
+        assert!(!samples.contains(verdict), "{verdict}: {samples}");
+    }
+}
+
+#[test]
 fn finished_run_stays_unchanged_and_extends() {
     let workspace = Workspace::new(&SMALL);
     workspace.succeed(&["train", "run.toml", "--quiet"]);

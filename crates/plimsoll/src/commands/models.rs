@@ -199,6 +199,7 @@ fn train(file: &RunConfig, folder: &Path, in_progress: &ModelInProgress, row: &m
     row.recoveries = Some(result.recoveries.len() as u64);
     if let Some(memory) = result.memory.first() {
         (row.predicted_bytes, row.measured_bytes) = (Some(memory.predicted_bytes), memory.measured_bytes);
+        row.over_load_line_bytes = memory.over_load_line_bytes;
     }
     Ok(())
 }
