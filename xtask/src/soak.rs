@@ -23,6 +23,7 @@ mod whole_process;
 
 use crate::program;
 use anyhow::{Context, bail, ensure};
+use budget::Models;
 use case::Case;
 use clap::{Parser, ValueEnum};
 use hostile::HostileSoak;
@@ -83,6 +84,9 @@ struct Options {
     /// Size of the models for --only plans.
     #[arg(long, default_value = "large")]
     size: Size,
+    /// With --only budget: only runs with LoRA adapters, whose processes keep their load lines while they plan, too.
+    #[arg(long)]
+    adapters: bool,
     /// Program for --only refusals and teams [default: a release build of this workspace].
     #[arg(long)]
     binary: Option<PathBuf>,
@@ -137,6 +141,11 @@ impl Options {
         matches!(self.only, Some(Part::Refusals | Part::Teams | Part::Hostile | Part::Budget))
     }
 
+    /// Returns the models of the runs under tight load lines.
+    fn budget_models(&self) -> Models {
+        if self.adapters { Models::Adapters } else { Models::Small }
+    }
+
     /// Returns the number of cases.
     fn runs(&self) -> u64 {
         self.runs.unwrap_or(if self.only == Some(Part::Hostile) { hostile::INPUTS } else { 300 })
@@ -149,7 +158,7 @@ impl Options {
             Some(Part::Ladder) => ladder::run_ladder(case.seed, case.number),
             Some(Part::Refusals) => refusals::run_refusals(binary, case.seed, case.number),
             Some(Part::Teams) => teams::run_team(binary, case.seed, case.number),
-            Some(Part::Budget) => budget::run_budget(binary, case.seed, case.number),
+            Some(Part::Budget) => budget::run_budget(binary, self.budget_models(), case.seed, case.number),
             Some(Part::Plans) => plans::run_plan(case.seed, case.number, self.size, self.device, self.dtype),
             _ => checks::run_case(case),
         }
@@ -162,6 +171,7 @@ impl Options {
             value().map(|value| value.get_name().to_owned()).unwrap_or_default()
         };
         list.extend(self.only.map(|only| format!("--only={}", named(&|| only.to_possible_value()))));
+        list.extend(self.adapters.then(|| "--adapters".to_owned()));
         list.push(format!("--size={}", named(&|| self.size.to_possible_value())));
         list.extend(self.binary.iter().map(|binary| format!("--binary={}", binary.display())));
         let left = |seconds: u64| seconds.saturating_sub(started.elapsed().as_secs());
