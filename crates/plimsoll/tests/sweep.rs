@@ -197,6 +197,7 @@ fn stopped_sweep_saves_and_resumes() {
     sweep.signal("INT");
     let done = sweep.wait();
     assert_eq!(done.code, Some(4), "{}", done.stderr);
+    assert!(done.stderr.starts_with("note: stopping: finishing the step of each run; "), "{}", done.stderr);
     assert!(done.stderr.contains("plimsoll sweep --resume "), "{}", done.stderr);
     let stopped = report(&workspace);
     for name in ["run-seed=1", "run-seed=2"] {
@@ -228,6 +229,26 @@ fn workers_of_killed_sweep_stop_and_sweep_resumes() {
     let report = report(&workspace);
     assert!(report["runs"].as_array().unwrap().iter().all(|row| row["state"] == "done"), "{report}");
     assert_eq!([steps(&workspace, "run-seed=1"), steps(&workspace, "run-seed=2")], [600, 600]);
+}
+
+#[test]
+fn sweep_takes_devices_and_lines_of_training() {
+    let workspace = Workspace::new(&QUICK);
+    let memory =
+        |line: &str| format!("{}devices = \"cpu\"\n[memory]\nbudget = \"{line}\"\n", workspace.read("run.toml"));
+    let (own, other) = (memory("70MiB"), memory("60MiB"));
+    workspace.write("own.toml", own);
+    workspace.write("other.toml", other);
+    let sweep = |more: &[&str]| {
+        let _ = std::fs::remove_dir_all(workspace.path("sweep"));
+        let done = workspace.succeed(&[&["sweep", "own.toml", "--dir", "sweep"], more].concat());
+        let device = report(&workspace)["devices"][0].clone();
+        assert_eq!(device["name"], "cpu", "{device}");
+        (device["budget_bytes"].as_u64().unwrap() >> 20, done.stderr.contains("[memory] budget and host are ignored"))
+    };
+    assert_eq!(sweep(&[]), (70, false));
+    assert_eq!(sweep(&["--budget", "64MiB"]), (64, true));
+    assert!(sweep(&["other.toml"]).1, "the load lines differ");
 }
 
 #[test]

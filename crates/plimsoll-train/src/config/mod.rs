@@ -323,6 +323,11 @@ impl MemorySection {
     pub fn device_budget(&self) -> Budget {
         self.budget.unwrap_or(Budget::DEVICE)
     }
+
+    /// Returns the load lines of a device without its own and of the host.
+    pub fn load_lines(&self) -> (Budget, Budget) {
+        (self.device_budget(), self.host)
+    }
 }
 
 impl Default for MemorySection {

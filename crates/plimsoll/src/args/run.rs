@@ -276,7 +276,7 @@ impl SweepArgs {
     /// Builds a run configuration that only holds the devices of the sweep, their load lines, and the model of the first
     /// of its `runs`: the built-in example has default devices of its own. `before` names the devices of the sweep that
     /// is resumed, in the notation of `--devices`; `None` for a new sweep. If neither it nor `--devices` names devices,
-    /// those of the runs are taken.
+    /// those of the runs are taken. Load lines that all runs name alike hold for the sweep, unless a flag names others.
     ///
     /// # Errors
     /// Invalid devices or an invalid budget, or runs that name different devices.
@@ -289,7 +289,13 @@ impl SweepArgs {
         let budget = self.budget.as_deref().map(|budget| setting("memory.budget", budget));
         let settings: Vec<String> = devices.into_iter().chain(budget).collect();
         let mut config = RunConfig::load(None, &settings)?;
-        runs.first().into_iter().for_each(|run| config.model.clone_from(&run.model));
+        if let [first, others @ ..] = runs {
+            config.model.clone_from(&first.model);
+            if others.iter().all(|run| run.memory.load_lines() == first.memory.load_lines()) {
+                config.memory.budget = config.memory.budget.or(first.memory.budget);
+                config.memory.host = first.memory.host;
+            }
+        }
         Ok(config.into())
     }
 
@@ -346,6 +352,19 @@ mod tests {
         assert_eq!((&*taken.run.devices, taken.model.preset.as_deref()), ("cpu=6GiB", Some("7b")));
         assert_eq!(args.devices(Some("cpu"), &[&cpu, &other]).unwrap().run.devices, "cpu");
         assert!(args.devices(None, &[&cpu, &other]).unwrap_err().message.contains("`cpu=6GiB` and `cpu=7GiB`"));
+        // Load lines count if all runs agree on them and no flag names others.
+        let lines =
+            |args: &SweepArgs, runs: &[&RunConfig]| args.devices(Some("cpu"), runs).unwrap().memory.load_lines();
+        let with = |budget: &str| {
+            let settings = ["model.preset=7b", "memory.host=3GiB"].map(str::to_owned).to_vec();
+            RunConfig::from_settings(&[settings, vec![setting("memory.budget", budget)]].concat()).unwrap()
+        };
+        let (small, large) = (with("6GiB"), with("7GiB"));
+        assert_eq!(lines(&args, &[&small, &small]), small.memory.load_lines());
+        assert_eq!(lines(&args, &[&small, &large]), cpu.memory.load_lines());
+        let line = ["plimsoll", "sweep", "--budget", "2GiB"];
+        let Command::Sweep(flagged) = Cli::parse_from(line).command else { panic!("expected sweep") };
+        assert_eq!(lines(&flagged, &[&small]), with("2GiB").memory.load_lines());
         // Without run files, the built-in example keeps its own devices.
         let example = example.unwrap();
         assert_eq!(args.devices(None, &[&example]).unwrap().model, example.model);

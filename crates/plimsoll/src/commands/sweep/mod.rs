@@ -73,17 +73,16 @@ pub fn run(args: &SweepArgs) -> Result<Exit, Failure> {
         let failure = Failure::input(format!("--inject-oom: there is no run `{name}`"));
         return Err(failure.hint(format!("the runs are {}", names.join(", "))));
     }
-    for (name, file) in &requested {
-        let (memory, defaults) = (&file.memory, MemorySection::default());
-        if (memory.device_budget(), memory.host) != (defaults.device_budget(), defaults.host) {
-            output::print_note(&format!(
-                "{name}: [memory] budget and host are ignored, because the sweep sets the memory limits of its runs"
-            ));
-        }
-    }
     let runs = before.iter().flat_map(|sweep| &sweep.configs).chain(requested.iter().map(|(_, config)| config));
     let mut request = args.devices(previous.map(|report| &*report.requested_devices), &runs.collect::<Vec<_>>())?;
     SharedDevices::check(&request)?;
+    for (name, file) in &requested {
+        if ![request.memory.load_lines(), MemorySection::default().load_lines()].contains(&file.memory.load_lines()) {
+            output::print_note(&format!(
+                "{name}: [memory] budget and host are ignored, because the sweep has load lines of its own"
+            ));
+        }
+    }
     request.measure_rates = Some(measure_in_child);
     if !args.quiet {
         let done = previous.iter().flat_map(|report| &report.runs).filter(|run| run.state == SweepState::Done).count();
