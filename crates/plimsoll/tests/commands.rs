@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{SMALL, Shape, Workspace};
+use common::{SMALL, Shape, Workspace, run_on_terminal};
 use serde_json::Value;
 
 fn keys(value: &Value) -> Vec<&str> {
@@ -135,4 +135,17 @@ fn devices_and_bench_step_print_json() {
     let said = workspace.run(&[&args[..], &["--memory", "1KiB"]].concat()).refusal(3);
     let (_, named) = said.split_once("hint: --memory ").unwrap_or_else(|| panic!("{said}"));
     workspace.succeed(&[&args[..], &["--memory", named.split(',').next().unwrap()]].concat());
+}
+
+#[test]
+fn live_view_ends_with_each_named_key() {
+    let workspace = Workspace::new(&SMALL);
+    // The view hides the cursor once it reads keys. On a terminal without size it draws nothing.
+    let is_shown = "\u{1b}[?25l";
+    for key in ["q", "\u{1b}", "\u{3}"] {
+        let (code, screen) = run_on_terminal(&workspace, &["devices", "--watch"], is_shown, key);
+        assert_eq!(code, Some(0), "{key:?}: {screen}");
+    }
+    let help = workspace.succeed(&["devices", "--help"]).stdout;
+    assert!(help.contains("until q, Esc or Ctrl-C is pressed"), "{help}");
 }

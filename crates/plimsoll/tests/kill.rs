@@ -267,6 +267,33 @@ fn second_interrupt_stops_immediately() {
     workspace.succeed(&["train", "run.toml", "--quiet", "--set", "train.batch_tokens=256"]);
 }
 
+#[test]
+fn run_stopped_before_training_is_named() {
+    let workspace = Workspace::new(&SMALL);
+    // The device never opens, so the run writes no run.toml.
+    let silent = ["--devices", "virtual:a=64MiB@0.4", "--inject-silence", "virtual:a:0:open:forever"];
+    let wait = ["--set", "run.heartbeat_seconds=100"];
+    let mut run = workspace.start(&[&["train", "run.toml"], &silent[..], &wait].concat());
+    assert!(run.wait_until(|| workspace.path("run/control.sock").exists()));
+    let stderr = || workspace.read("1.stderr");
+    run.signal("INT");
+    assert!(run.wait_until(|| stderr().contains("note: stopping: finishing the next step; ")), "{}", stderr());
+    run.signal("INT");
+    let done = run.wait();
+    assert_eq!(done.code, Some(4), "{}", done.stderr);
+    assert!(
+        done.stderr.ends_with("  hint: the run had not started yet; give the same command again\n"),
+        "{}",
+        done.stderr
+    );
+    assert_eq!(workspace.file_names("run"), ["events.jsonl"]);
+    let refusal = workspace.expect_refusal(2, &["train", "--resume", "run"]);
+    let message = "run: this run ended before it began to train, so there is nothing to resume\n";
+    assert!(refusal.contains(message), "{refusal}");
+    // The folder takes a new run.
+    workspace.succeed(&["train", "run.toml", "--quiet", "--set", "train.steps=1"]);
+}
+
 /// Damages the newest checkpoint in several ways, and resumes the run each time.
 #[test]
 fn damaged_checkpoint_falls_back_to_previous() {

@@ -3,14 +3,10 @@
 
 mod common;
 
-use common::{SMALL, Shape, Workspace};
+use common::{SMALL, Shape, Workspace, run_on_terminal};
 use plimsoll_device::probe::Cpu;
-use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use serde_json::{Value, json};
-use std::fs::{File, OpenOptions};
-use std::io::{Read, Write};
-use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use std::process::Command;
 
 /// A model with weights and optimizer state that are most of the memory of its run.
 const WIDE: Shape = Shape { hidden: 256, steps: 1, ..SMALL };
@@ -169,69 +165,22 @@ fn refusal_commands_train() {
     }
 }
 
-/// Runs the program on a terminal, types `answer`, and returns the exit code and the text on the screen.
-fn run_on_terminal(workspace: &Workspace, args: &[&str], answer: &str) -> (Option<i32>, String) {
-    let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
-    grantpt(&master).unwrap();
-    unlockpt(&master).unwrap();
-    let name = ptsname(&master, Vec::new()).unwrap();
-    let terminal = OpenOptions::new().read(true).write(true).open(name.to_str().unwrap()).unwrap();
-    let end = || Stdio::from(terminal.try_clone().unwrap());
-    let mut child = Command::new(env!("CARGO_BIN_EXE_plimsoll"))
-        .args(args)
-        .current_dir(workspace.path(""))
-        .env("PLIMSOLL_CACHE", workspace.path("cache"))
-        .env("NO_COLOR", "1")
-        .env("TERM", "dumb")
-        .stdin(end())
-        .stdout(end())
-        .stderr(end())
-        .spawn()
-        .unwrap();
-    drop(terminal);
-    let mut screen = File::from(master);
-    screen.write_all(answer.as_bytes()).unwrap();
-    let mut reads = screen.try_clone().unwrap();
-    let reader = std::thread::spawn(move || {
-        let mut output = Vec::new();
-        let mut some = [0; 4096];
-        // Reading fails as soon as no process has the terminal open.
-        while let Ok(count @ 1..) = reads.read(&mut some) {
-            output.extend_from_slice(&some[..count]);
-        }
-        String::from_utf8_lossy(&output).into_owned()
-    });
-    let began = Instant::now();
-    let status = loop {
-        if let Some(status) = child.try_wait().unwrap() {
-            break status;
-        }
-        if began.elapsed() > Duration::from_secs(120) {
-            let _ = child.kill();
-            let _ = child.wait();
-            panic!("{args:?} hangs: {}", reader.join().unwrap());
-        }
-        std::thread::sleep(Duration::from_millis(5));
-    };
-    (status.code(), reader.join().unwrap())
-}
-
 #[test]
 fn terminal_prompt_runs_only_the_chosen_remedy() {
     let workspace = Workspace::new(&WIDE);
     let args = ["train", "run.toml", "--budget", "27MiB"];
-    let (code, screen) = run_on_terminal(&workspace, &args, "\n");
+    let (code, screen) = run_on_terminal(&workspace, &args, "", "\n");
     assert!(screen.contains("hint: 1: it fits") && screen.contains("run one of them? 1 to "), "{screen}");
     assert_eq!((code, workspace.file_names("run")), (Some(3), vec![]), "{screen}");
     let adapters = |line: &&str| line.contains(" with lora, ") || line.contains(" with lora from ");
     let lora = screen.lines().find(adapters).expect("a remedy with lora").trim();
     let number = lora.strip_prefix("hint: ").and_then(|rest| rest.split(':').next()).unwrap();
-    let (code, screen) = run_on_terminal(&workspace, &args, &format!("{number}\n"));
+    let (code, screen) = run_on_terminal(&workspace, &args, "", &format!("{number}\n"));
     assert_eq!(code, Some(0), "{screen}");
     assert_eq!(workspace.json("run/result.json")["recipe"]["rungs"], serde_json::json!(["lora"]));
     // There is no prompt with --quiet or without a terminal.
     std::fs::remove_dir_all(workspace.path("run")).unwrap();
-    let (code, screen) = run_on_terminal(&workspace, &[&args[..], &["--quiet"]].concat(), "1\n");
+    let (code, screen) = run_on_terminal(&workspace, &[&args[..], &["--quiet"]].concat(), "", "1\n");
     assert_eq!((code, screen.contains("run one of them?")), (Some(3), false), "{screen}");
     assert!(!workspace.run(&args).stderr.contains("run one of them?"));
 }

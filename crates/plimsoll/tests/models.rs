@@ -93,6 +93,20 @@ fn common_errors_are_reported_before_first_model() {
 }
 
 #[test]
+fn plan_and_benchmark_know_the_same_names() {
+    let workspace = Workspace::new(&SMALL);
+    let names = ["1b", "SmolLM2-135M", "llama-3.2-1B", "./model"];
+    let (rows, _) = bench(&workspace, 0, &[&names[..], &["--devices", "h200"]].concat());
+    for (name, row) in names.into_iter().zip(rows) {
+        let plan =
+            ["plan", "--model", name, "--devices", "h200", "--sequence", "32", "--batch-tokens", "1024", "--json"];
+        let plan = workspace.succeed(&plan).json();
+        assert_eq!(plan["planned_for"]["parameters"], row["parameters"], "{name}");
+        assert!(row["parameters"].as_u64() > Some(0), "{row}");
+    }
+}
+
+#[test]
 fn paper_devices_plan_models_and_sizes_name_presets() {
     let workspace = Workspace::new(&SMALL);
     let devices = ["--devices", "rtx3090,host=64GiB", "--allow", "nf4,lora"];

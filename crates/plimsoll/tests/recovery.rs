@@ -264,7 +264,10 @@ fn budget_command_moves_load_line_both_ways() {
     let result = workspace.json("run/result.json");
     let recoveries = result["recoveries"].as_array().unwrap();
     assert_eq!(recoveries.len(), 2, "{recoveries:?}");
-    assert!(recoveries[0]["reason"].as_str().unwrap().starts_with("load line changed to"));
+    for recovery in recoveries {
+        // A lowered load line is not freed memory.
+        assert!(recovery["reason"].as_str().unwrap().starts_with("load line changed to"), "{recovery}");
+    }
     assert!(workspace.expect_refusal(2, &["budget", "run", "1GiB"]).contains("no run is active in this folder"));
 }
 

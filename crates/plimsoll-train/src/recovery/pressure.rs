@@ -180,6 +180,19 @@ mod tests {
     }
 
     #[test]
+    fn lowered_load_line_is_no_free_memory() {
+        let start = Instant::now();
+        let mut pressure = PressureMonitor::new(start);
+        // The user lowered the load line to 4 GiB, and the preferred plan follows it.
+        let lowered =
+            MemoryUsage { now: Bytes::gib(3), line: Bytes::gib(4), budget: Bytes::gib(4), target: Bytes::gib(5) };
+        for seconds in 0..60 {
+            let now = start + Duration::from_secs(seconds);
+            assert_eq!(pressure.observe(&memory(Bytes::gib(7)), lowered, now), PressureSignal::None);
+        }
+    }
+
+    #[test]
     fn repeated_pressure_doubles_calm_period() {
         let mut now = Instant::now();
         let mut pressure = PressureMonitor::new(now);

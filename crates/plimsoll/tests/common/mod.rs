@@ -1,8 +1,9 @@
 //! Shared helpers of the command-line tests: a workspace folder with a small model, data and a run file, and processes of
 //! the program under a watchdog.
 
-#![allow(dead_code, reason = "each test file uses some of the helpers")]
+#![allow(dead_code, unused_imports, reason = "each test file uses some of the helpers")]
 
+mod terminal;
 mod turn;
 
 use plimsoll_device::probe::Cpu;
@@ -15,6 +16,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
+pub use terminal::run_on_terminal;
 pub use turn::Turn;
 
 /// Time after which a command counts as hanging. Each takes less than a tenth of this.
