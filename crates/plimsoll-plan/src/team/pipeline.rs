@@ -15,6 +15,7 @@ mod stage;
 
 use super::candidate::{TeamCandidate, TeamSearch, WorkerCandidate};
 use super::exclusion::exclude_others;
+use super::measurements::{Measurements, RungMeasurements};
 use super::{TeamRequest, bandwidth_tiers, slowest_link};
 use crate::search::{Candidate, PinnedChoices, PlanRequest, fastest_unpacked, parallel_map, with_lossy};
 use cuts::{Cut, CutTable};
@@ -22,15 +23,19 @@ use plimsoll_core::{Bytes, DeviceSpec, ExcludedDevice, Offload, Parallelism, Run
 use plimsoll_program::Share;
 use plimsoll_program::workspace::Kernels;
 pub(super) use schedule::step_seconds;
+pub(super) use stage::StageModel;
 pub(super) use stage::StageSeconds;
-use stage::{MeasuredStage, StageLimits, StageModel, StageOption, can_offload};
-use std::cell::{OnceCell, RefCell};
-use std::collections::HashMap;
+use stage::{MeasuredStage, StageLimits, StageOption, can_offload};
+use std::cell::OnceCell;
+use std::sync::Arc;
 
 /// Most devices for which every order of stages is tried.
 const MAX_PERMUTED_DEVICES: usize = 4;
 /// Number of micro-batch sizes in a row, all slower than the best, after which larger sizes are skipped.
 const MAX_SLOWER_IN_A_ROW: usize = 2;
+/// Factor on the time of the fastest candidate. Sketches (stages with estimated times) above the product are not searched
+/// for recipes.
+const SKETCH_ERROR: f64 = 1.01;
 /// Number of the fastest sketches (stages with estimated times) that are searched for recipes. After them, only
 /// sketches with the smallest micro-batch are searched.
 const MAX_SEARCHED: usize = 6;
@@ -46,21 +51,24 @@ pub(super) struct Pipeline<'t, 'q> {
     rungs: &'t [Rung],
     /// The load line of the host beside each device.
     hosts: Vec<Bytes>,
-    /// Bytes of each device that the search leaves free because a candidate did not pack.
-    held_back: Vec<u64>,
-    stage_models: RefCell<HashMap<StageKey, StageModel>>,
+    measured: Arc<RungMeasurements>,
+    /// For each device, the first of its kind.
+    kinds: Vec<usize>,
     /// The fastest candidate, until one is rejected.
     fastest: OnceCell<Option<TeamCandidate>>,
 }
 
 /// The properties on which the predicted seconds and bytes of a stage depend.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
-struct StageKey {
-    /// The first device that is identical to the stage's device.
+pub(super) struct StageKey {
+    /// The first device of the same kind as the stage's device.
     device: usize,
     stage: usize,
     stages: usize,
     micro_batch: u32,
+    can_offload: bool,
+    /// Bytes per second of the team link: the bits of the `f64`.
+    link: u64,
 }
 
 /// The stages of a pipeline with estimated times, before recipes are searched.
@@ -80,13 +88,13 @@ struct Sketch {
 }
 
 impl<'t, 'q> Pipeline<'t, 'q> {
-    pub fn new(team: &'t TeamRequest<'q>, rungs: &'t [Rung]) -> Pipeline<'t, 'q> {
+    pub fn new(team: &'t TeamRequest<'q>, rungs: &'t [Rung], measurements: &Measurements) -> Pipeline<'t, 'q> {
         Pipeline {
             team,
             rungs,
             hosts: team.hosts(),
-            held_back: vec![0; team.devices.len()],
-            stage_models: RefCell::default(),
+            measured: measurements.with_rungs(rungs),
+            kinds: team.first_of_kinds(),
             fastest: OnceCell::new(),
         }
     }
@@ -96,13 +104,11 @@ impl<'t, 'q> Pipeline<'t, 'q> {
         self.team.devices[0].config.layers
     }
 
-    /// Returns the specification of a device in a team of `devices`. It has the team's slowest link, and a load line
-    /// that is lower by the bytes held back.
+    /// Returns the specification of a device in a team of `devices`, which has the team's slowest link.
     fn spec_in_team(&self, device: usize, devices: &[usize]) -> DeviceSpec {
         let spec = self.team.devices[device].device;
         let team_link = slowest_link(devices.iter().map(|&device| self.team.devices[device].device.team_link));
-        let budget = spec.budget.saturating_sub(Bytes(self.held_back[device]));
-        DeviceSpec { team_link, budget, ..spec.clone() }
+        DeviceSpec { team_link, ..spec.clone() }
     }
 
     /// Returns whether point-to-point transfers of a device are staged in host memory.
@@ -134,8 +140,8 @@ impl<'t, 'q> Pipeline<'t, 'q> {
     fn models_of(&self, devices: &[usize], micro_batch: u32) -> Vec<StageModel> {
         let count = devices.len();
         let key = |stage: usize| self.stage_key(devices, stage, micro_batch);
-        let unknown: Vec<usize> =
-            (0..count).filter(|&stage| !self.stage_models.borrow().contains_key(&key(stage))).collect();
+        let known = &self.measured.stage_models;
+        let unknown: Vec<usize> = (0..count).filter(|&stage| known.get(&key(stage)).is_none()).collect();
         let specs: Vec<DeviceSpec> = devices.iter().map(|&device| self.spec_in_team(device, devices)).collect();
         let request = |stage: usize, layers: u64| {
             let share = shares(&boundaries_around(stage, count, layers, self.depth())).swap_remove(stage);
@@ -148,15 +154,16 @@ impl<'t, 'q> Pipeline<'t, 'q> {
             let can_offload = can_offload(one, one.host.budget);
             StageModel { one: MeasuredStage::measure(one, can_offload), two: MeasuredStage::measure(two, can_offload) }
         });
-        let mut known = self.stage_models.borrow_mut();
-        known.extend(unknown.iter().map(|&stage| key(stage)).zip(measured));
-        (0..count).map(|stage| known[&key(stage)]).collect()
+        unknown.iter().zip(measured).for_each(|(&stage, model)| known.insert(key(stage), model));
+        (0..count).map(|stage| known.get(&key(stage)).expect("it was measured")).collect()
     }
 
     /// Returns the key under which the model of a stage is cached.
     fn stage_key(&self, devices: &[usize], stage: usize, micro_batch: u32) -> StageKey {
-        let device = self.team.first_alike(devices[stage]);
-        StageKey { device, stage, stages: devices.len(), micro_batch }
+        let device = self.kinds[devices[stage]];
+        let can_offload = can_offload(&self.team.devices[devices[stage]], self.hosts[devices[stage]]);
+        let link = self.spec_in_team(devices[stage], devices).team_link.bytes_per_second.to_bits();
+        StageKey { device, stage, stages: devices.len(), micro_batch, can_offload, link }
     }
 
     /// Returns the number of micro-batches of a step, each with `micro_batch` sequences.
@@ -277,11 +284,19 @@ impl<'t, 'q> Pipeline<'t, 'q> {
             }
         }
         sketches.sort_by(|a, b| a.1.seconds.total_cmp(&b.1.seconds));
-        // The fastest are searched, and then those that need the least memory.
+        // The fastest are searched until none can be faster, by its estimate, and then those that need the least memory.
         let smallest = sketches.iter().map(|(_, sketch)| sketch.micro_batch).min();
         let smallest = sketches.iter().skip(MAX_SEARCHED).filter(|(_, sketch)| Some(sketch.micro_batch) == smallest);
-        let mut searched = sketches.iter().take(MAX_SEARCHED).chain(smallest);
-        searched.find_map(|(order, sketch)| self.with_recipes(order, sketch))
+        let mut best: Option<TeamCandidate> = None;
+        for (number, (order, sketch)) in sketches.iter().take(MAX_SEARCHED).chain(smallest).enumerate() {
+            let seconds = best.as_ref().map_or(f64::INFINITY, |best| best.seconds);
+            if sketch.seconds > SKETCH_ERROR * seconds || best.is_some() && number >= MAX_SEARCHED {
+                break;
+            }
+            let found = self.with_recipes(order, sketch).filter(|found| found.seconds < seconds);
+            best = found.or(best);
+        }
+        best
     }
 
     /// Searches a recipe for each stage of a sketch. If a stage has none, the layers are cut anew with less of its
@@ -298,8 +313,9 @@ impl<'t, 'q> Pipeline<'t, 'q> {
                 if sketch.offloads[stage] { request } else { without_offload(request) }
             };
             let requests: Vec<PlanRequest> = (0..devices.len()).map(request).collect();
+            let measured = &self.measured;
             let recipes = parallel_map(&requests, |request| {
-                let recipe = fastest_unpacked(request)?;
+                let recipe = fastest_unpacked(request, measured.of_request(request))?;
                 let seconds = StageSeconds::of(&request.compute_programs(&recipe.recipe), &request.prices());
                 Some((recipe, seconds))
             });
@@ -406,11 +422,9 @@ impl TeamSearch for Pipeline<'_, '_> {
         self.fastest.get_or_init(|| self.find_fastest()).clone()
     }
 
-    fn reject(&mut self, candidate: &TeamCandidate, rank: usize, over: Bytes) {
-        // A minimum is held back each time, so that the search ends.
-        let WorkerCandidate { device, .. } = candidate.workers[rank];
+    fn reject(&mut self, _: &TeamCandidate, _: usize) {
+        // The packed bytes are in the measurements.
         self.fastest.take();
-        self.held_back[device] += over.0 + self.team.devices[device].device.budget.0 / 256;
     }
 
     fn excluded(&self, candidate: &TeamCandidate) -> Vec<ExcludedDevice> {
