@@ -16,7 +16,7 @@ mod stage;
 use super::candidate::{TeamCandidate, TeamSearch, WorkerCandidate};
 use super::exclusion::exclude_others;
 use super::measurements::{Measurements, RungMeasurements};
-use super::{TeamRequest, bandwidth_tiers, slowest_link};
+use super::{TeamRequest, bandwidth_tiers, limit_host, slowest_link};
 use crate::search::{Candidate, PinnedChoices, PlanRequest, fastest_unpacked, parallel_map, with_lossy};
 use cuts::{Cut, CutTable};
 use plimsoll_core::{Bytes, DeviceSpec, ExcludedDevice, Offload, Parallelism, Rung, ScalingEfficiency, micro_batches};
@@ -36,6 +36,8 @@ const MAX_SLOWER_IN_A_ROW: usize = 2;
 /// Factor on the time of the fastest candidate. Sketches (stages with estimated times) above the product are not searched
 /// for recipes.
 const SKETCH_ERROR: f64 = 1.01;
+/// Number of smaller amounts of host memory with which a stage is searched for other recipes.
+const LOWER_HOSTS: usize = 2;
 /// Number of the fastest sketches (stages with estimated times) that are searched for recipes. After them, only
 /// sketches with the smallest micro-batch are searched.
 const MAX_SEARCHED: usize = 6;
@@ -314,14 +316,23 @@ impl<'t, 'q> Pipeline<'t, 'q> {
             };
             let requests: Vec<PlanRequest> = (0..devices.len()).map(request).collect();
             let measured = &self.measured;
-            let recipes = parallel_map(&requests, |request| {
+            let recipe_of = |request: &PlanRequest| {
                 let recipe = fastest_unpacked(request, measured.of_request(request))?;
                 let seconds = StageSeconds::of(&request.compute_programs(&recipe.recipe), &request.prices());
-                Some((recipe, seconds))
-            });
+                Some(StageRecipe { recipe, seconds })
+            };
+            let recipes = parallel_map(&requests, recipe_of);
             let without: Vec<usize> = (0..devices.len()).filter(|&stage| recipes[stage].is_none()).collect();
             if without.is_empty() {
-                let recipes: Vec<(Candidate, StageSeconds)> = recipes.into_iter().flatten().collect();
+                let mut recipes: Vec<StageRecipe> = recipes.into_iter().flatten().collect();
+                let offloads = |&stage: &usize| !recipes[stage].recipe.recipe.offload.is_nothing();
+                let offloading: Vec<usize> = (0..devices.len()).filter(offloads).collect();
+                let with_less = |&stage: &usize| with_less_host(&requests[stage]).map(move |request| (stage, request));
+                let with_less: Vec<(usize, PlanRequest)> = offloading.iter().flat_map(with_less).collect();
+                let others = parallel_map(&with_less, |(stage, request)| Some((*stage, recipe_of(request)?)));
+                let micro_batches = self.micro_batch_count(sketch.micro_batch);
+                let mut others: Vec<(usize, StageRecipe)> = others.into_iter().flatten().collect();
+                choose_together(&mut recipes, &mut others, micro_batches);
                 return Some(self.to_candidate(devices, &sketch, &shares, &recipes));
             }
             for stage in without {
@@ -338,16 +349,15 @@ impl<'t, 'q> Pipeline<'t, 'q> {
         devices: &[usize],
         sketch: &Sketch,
         shares: &[Share],
-        recipes: &[(Candidate, StageSeconds)],
+        recipes: &[StageRecipe],
     ) -> TeamCandidate {
         let total = self.team.sequences_per_step();
-        let seconds: Vec<StageSeconds> = recipes.iter().map(|(_, seconds)| *seconds).collect();
         let micro_batches = self.micro_batch_count(sketch.micro_batch);
-        let worker = |(stage, (recipe, _)): (usize, &(Candidate, _))| {
+        let worker = |(stage, StageRecipe { recipe, .. }): (usize, &StageRecipe)| {
             WorkerCandidate::new(devices[stage], shares[stage].clone(), total, recipe, sketch.hosts[stage])
         };
         let workers = recipes.iter().enumerate().map(worker).collect();
-        let seconds = step_seconds(&seconds, micro_batches);
+        let seconds = seconds_of_recipes(recipes, micro_batches);
         TeamCandidate { parallelism: Some(Parallelism::Pipeline), workers, seconds }
     }
 
@@ -447,6 +457,64 @@ fn boundaries_around(stage: usize, stages: usize, layers: u64, depth: u64) -> Ve
     let first = (0..=stages_below).map(|number| below * number / stages_below.max(1));
     let rest = (0..=stages_above).map(|number| below + layers + (others - below) * number / stages_above.max(1));
     first.chain(rest).collect()
+}
+
+/// The recipe of a stage, with its predicted seconds.
+struct StageRecipe {
+    recipe: Candidate,
+    seconds: StageSeconds,
+}
+
+/// Predicts the seconds of a step in which each stage has its recipe.
+fn seconds_of_recipes(recipes: &[StageRecipe], micro_batches: u32) -> f64 {
+    let seconds: Vec<StageSeconds> = recipes.iter().map(|recipe| recipe.seconds).collect();
+    step_seconds(&seconds, micro_batches)
+}
+
+/// Chooses between the recipe of each stage and its other one in `others`, such that the step is fastest. A stage that
+/// takes less time in all may still delay the others by a longer forward pass. The search begins with all recipes of one
+/// kind, then with all of the other, and changes single stages as long as the step gets faster.
+fn choose_together(recipes: &mut [StageRecipe], others: &mut [(usize, StageRecipe)], micro_batches: u32) {
+    let first = descend(recipes, others, micro_batches);
+    let found: Vec<Candidate> = recipes.iter().map(|stage| stage.recipe.clone()).collect();
+    for (stage, other) in others.iter_mut().filter(|(_, other)| other.recipe.recipe.offload.is_nothing()) {
+        std::mem::swap(&mut recipes[*stage], other);
+    }
+    if descend(recipes, others, micro_batches) < first {
+        return;
+    }
+    for (stage, other) in others.iter_mut() {
+        if recipes[*stage].recipe.recipe != found[*stage].recipe {
+            std::mem::swap(&mut recipes[*stage], other);
+        }
+    }
+}
+
+/// Swaps recipes of single stages with `others` as long as the step gets faster, and returns its seconds.
+fn descend(recipes: &mut [StageRecipe], others: &mut [(usize, StageRecipe)], micro_batches: u32) -> f64 {
+    let mut best = seconds_of_recipes(recipes, micro_batches);
+    loop {
+        let before = best;
+        for (stage, other) in others.iter_mut() {
+            std::mem::swap(&mut recipes[*stage], other);
+            match seconds_of_recipes(recipes, micro_batches) {
+                seconds if seconds < best => best = seconds,
+                _ => std::mem::swap(&mut recipes[*stage], other),
+            }
+        }
+        if best >= before {
+            return best;
+        }
+    }
+}
+
+/// Returns the request of a stage without offload, and with the next lower powers of two of host memory. The amounts do not
+/// depend on the load line of the host.
+fn with_less_host<'a>(request: &PlanRequest<'a>) -> impl Iterator<Item = PlanRequest<'a>> {
+    let powers = (0..64).rev().map(|power| Bytes(1 << power)).filter(|bytes| *bytes < request.host.budget);
+    let with_host = |host: Bytes| PlanRequest { host: limit_host(request.host, host), ..request.clone() };
+    let with_host: Vec<PlanRequest> = powers.take(LOWER_HOSTS).map(with_host).collect();
+    with_host.into_iter().chain([without_offload(request.clone())])
 }
 
 /// Pins a request to no offload, unless its offload is already pinned.
