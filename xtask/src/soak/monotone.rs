@@ -82,7 +82,7 @@ impl Budgets {
 
 /// A random model on a random team.
 #[derive(Clone)]
-struct Question {
+struct RandomTeam {
     label: String,
     config: ModelConfig,
     precision: DType,
@@ -102,7 +102,7 @@ struct Question {
 
 /// The answer to a question under some budgets.
 #[derive(Clone, Debug)]
-struct Answer {
+struct BudgetPlan {
     fits: bool,
     step_seconds: f64,
     rungs: Vec<Rung>,
@@ -160,16 +160,19 @@ fn random_devices(rng: &mut Rng) -> (Vec<DeviceSpec>, Vec<usize>) {
     let kinds: Vec<DeviceSpec> = (0..rng.pick(&[1, 1, 2, 3])).map(|_| random_kind(rng)).collect();
     let wire = rng.pick(&[paper::ethernet(1.0), paper::ethernet(10.0), paper::ethernet(100.0)]);
     let machines: Vec<usize> = (0..count).map(|device| (device * machine_count / count) as usize).collect();
-    let device = |(number, &machine): (usize, &usize)| {
-        let kind = rng.pick(&kinds);
-        let own = if kind.kind == DeviceKind::Virtual { format!("virtual:d{number}") } else { kind.name.clone() };
-        let name = if machine_count > 1 { format!("pc{machine}/{own}") } else { own };
-        let slower = |a: Link, b: Link| if b.bytes_per_second < a.bytes_per_second { b } else { a };
-        let team_link = if machine_count > 1 { slower(kind.team_link, wire) } else { kind.team_link };
-        DeviceSpec { name, team_link, ..kind }
-    };
-    let devices = machines.iter().enumerate().map(device).collect();
+    let machine_of = |machine: usize| (machine_count > 1).then_some(machine);
+    let devices = (0..machines.len()).map(|n| named_device(rng.pick(&kinds), n, machine_of(machines[n]), wire));
+    let devices = devices.collect();
     (devices, machines)
+}
+
+/// Names a device of a kind by its number. With `machine`, the device is on one of several, behind the link `wire`.
+fn named_device(kind: DeviceSpec, number: usize, machine: Option<usize>, wire: Link) -> DeviceSpec {
+    let name = if kind.kind == DeviceKind::Virtual { format!("virtual:d{number}") } else { kind.name.clone() };
+    let Some(machine) = machine else { return DeviceSpec { name, ..kind } };
+    let is_slower = wire.bytes_per_second < kind.team_link.bytes_per_second;
+    let team_link = if is_slower { wire } else { kind.team_link };
+    DeviceSpec { name: format!("pc{machine}/{name}"), team_link, ..kind }
 }
 
 /// Returns random adapters or full training, and the storage of frozen matrices.
@@ -185,8 +188,8 @@ fn random_method(rng: &mut Rng) -> LossyOptions {
     }
 }
 
-impl Question {
-    fn new(seed: u64, number: u64) -> Question {
+impl RandomTeam {
+    fn new(seed: u64, number: u64) -> RandomTeam {
         let mut rng = Rng::new(seed ^ 17, number);
         let (model, config) = random_model(&mut rng);
         let (devices, machines) = random_devices(&mut rng);
@@ -204,7 +207,7 @@ impl Question {
         let file = Bytes::ZERO;
         let budgets =
             Budgets { devices: vec![Bytes::ZERO; devices.len()], hosts: vec![Bytes::ZERO; machine_count], file };
-        let mut question = Question {
+        let mut question = RandomTeam {
             label: String::new(),
             config,
             precision,
@@ -275,22 +278,8 @@ impl Question {
             _ => FileSpec::NONE,
         };
         let file = if self.raised == Raised::File { file } else { FileSpec::NONE };
-        let request = |(device, &machine)| PlanRequest {
-            config: &self.config,
-            precision: self.precision,
-            sequence: self.sequence,
-            sequences: self.sequences,
-            source: WeightSource::Random { seed: 1 },
-            optimizer: Some(Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state: AdamState::Full }),
-            evaluate: false,
-            generation: None,
-            device,
-            host: HostSpec { budget: budgets.hosts[machine], memory_bytes_per_second: 30e9, file },
-            lossy: LossyOptions { allow: allow.to_vec(), ..self.lossy.clone() },
-            pins: PinnedChoices::default(),
-            rungs: vec![],
-            share: Share::SINGLE_DEVICE,
-        };
+        let host = |machine: usize| HostSpec { budget: budgets.hosts[machine], memory_bytes_per_second: 30e9, file };
+        let request = |(device, &machine)| self.request(device, host(machine), allow);
         then(&TeamRequest {
             devices: devices.iter().zip(&self.machines).map(request).collect(),
             host: budgets.hosts.iter().copied().sum(),
@@ -300,18 +289,38 @@ impl Question {
         })
     }
 
+    /// Returns the request to plan the whole step on one device.
+    fn request<'a>(&'a self, device: &'a DeviceSpec, host: HostSpec, allow: &[Rung]) -> PlanRequest<'a> {
+        PlanRequest {
+            config: &self.config,
+            precision: self.precision,
+            sequence: self.sequence,
+            sequences: self.sequences,
+            source: WeightSource::Random { seed: 1 },
+            optimizer: Some(Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state: AdamState::Full }),
+            evaluate: false,
+            generation: None,
+            device,
+            host,
+            lossy: LossyOptions { allow: allow.to_vec(), ..self.lossy.clone() },
+            pins: PinnedChoices::default(),
+            rungs: vec![],
+            share: Share::SINGLE_DEVICE,
+        }
+    }
+
     /// Plans the question with the raised budget at `bytes`.
-    fn answer(&self, bytes: Bytes) -> Answer {
+    fn plan_with(&self, bytes: Bytes) -> BudgetPlan {
         let budgets = self.budgets.with(self.raised, bytes);
         self.with_team(&budgets, &self.lossy.allow, |team| {
-            self.to_answer(plan_measured_team_if_fits(team, &self.measurements))
+            self.to_budget_plan(plan_measured_team_if_fits(team, &self.measurements))
         })
     }
 
-    fn to_answer(&self, outcome: Option<TeamOutcome>) -> Answer {
+    fn to_budget_plan(&self, outcome: Option<TeamOutcome>) -> BudgetPlan {
         let Some(outcome) = outcome else {
             let (used, summary) = (Bytes::ZERO, "refused".to_owned());
-            return Answer { fits: false, step_seconds: f64::INFINITY, rungs: vec![], used, summary };
+            return BudgetPlan { fits: false, step_seconds: f64::INFINITY, rungs: vec![], used, summary };
         };
         let plan = &outcome.plan;
         let is_beside = |machine: usize, worker: &&PlannedWorker| self.machines[worker.device] == machine;
@@ -335,7 +344,7 @@ impl Question {
             }
         };
         let parallelism = plan.parallelism.map_or("alone".to_owned(), |kind| format!("{kind:?}"));
-        Answer {
+        BudgetPlan {
             fits: plan.fits,
             step_seconds: plan.predicted.step_seconds,
             rungs: plan.rungs.clone(),
@@ -393,7 +402,7 @@ impl Question {
 /// [`PROGRAM_EVERY`] is also asked of the program.
 pub fn run_question(binary: &Path, seed: u64, number: u64) -> Tally {
     let mut tally = Tally::default();
-    let question = Question::new(seed, number);
+    let question = RandomTeam::new(seed, number);
     tally.cover("questions");
     tally.cover(&format!("{} devices", question.devices.len()));
     let answers = ask(&question);
@@ -414,23 +423,23 @@ pub fn run_question(binary: &Path, seed: u64, number: u64) -> Tally {
 
 /// Plans a question under [`BUDGETS`] budgets: evenly spaced ones, and those around the bytes that plans use and around
 /// the edge between refusals and plans.
-fn ask(question: &Question) -> BTreeMap<Bytes, Answer> {
+fn ask(question: &RandomTeam) -> BTreeMap<Bytes, BudgetPlan> {
     let [least, most] = question.range.map(|bytes| bytes.0 as f64);
     let mut answers = BTreeMap::new();
     for number in 0..SPACED_BUDGETS {
         let bytes = Bytes((least * (most / least).powf(number as f64 / (SPACED_BUDGETS - 1) as f64)) as u64);
-        answers.insert(bytes, question.answer(bytes));
+        answers.insert(bytes, question.plan_with(bytes));
     }
     while answers.len() < BUDGETS {
         let Some(next) = next_budget(&answers) else { break };
-        answers.insert(next, question.answer(next));
+        answers.insert(next, question.plan_with(next));
     }
     answers
 }
 
 /// Returns a budget that has not been tried: in turn near the bytes that a plan uses, in the middle of the edge, and
 /// between two plans.
-fn next_budget(answers: &BTreeMap<Bytes, Answer>) -> Option<Bytes> {
+fn next_budget(answers: &BTreeMap<Bytes, BudgetPlan>) -> Option<Bytes> {
     let is_new = |bytes: &Bytes| *bytes > Bytes::ZERO && !answers.contains_key(bytes);
     let used = answers.values().filter(|answer| answer.fits).map(|answer| answer.used);
     let near = |used: Bytes| [used, Bytes(used.0 + (1 << 20)), used.saturating_sub(Bytes(1)), Bytes(used.0 * 51 / 50)];
@@ -450,8 +459,8 @@ fn next_budget(answers: &BTreeMap<Bytes, Answer>) -> Option<Bytes> {
 }
 
 /// Checks that answers get no worse as the budget grows.
-fn check_answers(question: &Question, answers: &BTreeMap<Bytes, Answer>, tally: &mut Tally) {
-    let mut before: Vec<(Bytes, &Answer)> = Vec::new();
+fn check_answers(question: &RandomTeam, answers: &BTreeMap<Bytes, BudgetPlan>, tally: &mut Tally) {
+    let mut before: Vec<(Bytes, &BudgetPlan)> = Vec::new();
     for (&bytes, answer) in answers {
         tally.cover(if answer.fits { "budgets that fit" } else { "budgets refused" });
         let fitting = before.iter().find(|(_, other)| other.fits);
@@ -483,12 +492,13 @@ fn check_answers(question: &Question, answers: &BTreeMap<Bytes, Answer>, tally: 
 }
 
 /// Checks that the measurements of other plans do not change a plan: one budget is planned without them.
-fn check_fresh_plan(question: &Question, answers: &BTreeMap<Bytes, Answer>, tally: &mut Tally) {
+fn check_fresh_plan(question: &RandomTeam, answers: &BTreeMap<Bytes, BudgetPlan>, tally: &mut Tally) {
     let Some((&bytes, answer)) = answers.iter().filter(|(_, answer)| answer.fits).nth(answers.len() / 4) else {
         return;
     };
     let budgets = question.budgets.with(question.raised, bytes);
-    let fresh = question.with_team(&budgets, &question.lossy.allow, |team| question.to_answer(plan_team_if_fits(team)));
+    let fresh =
+        question.with_team(&budgets, &question.lossy.allow, |team| question.to_budget_plan(plan_team_if_fits(team)));
     let distance = (fresh.step_seconds / answer.step_seconds - 1.0).abs();
     tally.figure("earlier measurements change no plan, part of time", distance, distance < 1e-9, || {
         format!("{} at {}: {} and {}", question.label, exact(bytes), fresh.summary, answer.summary)
@@ -500,13 +510,13 @@ fn exact(bytes: Bytes) -> String {
 }
 
 /// Checks the remedies of the refusal under a raised budget of `bytes`: each fits, and slightly less does not.
-fn check_remedies(question: &Question, bytes: Bytes, tally: &mut Tally) {
+fn check_remedies(question: &RandomTeam, bytes: Bytes, tally: &mut Tally) {
     let budgets = question.budgets.with(question.raised, bytes);
     let allow = &question.lossy.allow;
     let plan = question.with_team(&budgets, allow, |team| plan_team(team).plan);
     tally.check("a refusal is one with remedies, too", !plan.fits, || question.label.clone());
     tally.cover("refusals with checked remedies");
-    let refused = Question { budgets, ..question.clone() };
+    let refused = RandomTeam { budgets, ..question.clone() };
     for remedy in &plan.needs {
         let allow: Vec<Rung> =
             allow.iter().chain(remedy.allow.iter().filter(|rung| !allow.contains(rung))).copied().collect();

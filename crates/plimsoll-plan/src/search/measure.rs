@@ -526,8 +526,7 @@ impl<'q> Measurer<'q> {
         let arena_budget = self.request.device.arena_budget().0;
         // The last step that fits is at least `low` - 1 and below `high`.
         let (mut low, mut high) = (0, LEVEL_STEPS + 1);
-        loop {
-            let Some(recompute) = self.levels_at(micro_batch, next) else { break };
+        while let Some(recompute) = self.levels_at(micro_batch, next) {
             let candidate = self.candidate(self.request.recipe(micro_batch, recompute, offload));
             let left = arena_budget as f64 - candidate.known_bytes().device as f64;
             match self.fits(&candidate) {

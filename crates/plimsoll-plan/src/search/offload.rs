@@ -11,9 +11,11 @@ use std::collections::{HashMap, HashSet};
 /// Most offload choices whose Programs a search builds to read bytes and seconds, the most promising first. Choices
 /// that fit and choices that do not fit count apart.
 const MAX_MEASURED: usize = 48;
-/// The limit that replaces [`MAX_MEASURED`] for a sharded rank or a pipeline stage. Their Programs are slow to write,
-/// because they write out every layer.
-const MAX_MEASURED_IN_TEAM: usize = 8;
+/// Most layers of the choices that are measured for a sharded rank or a pipeline stage, in place of [`MAX_MEASURED`]. Their
+/// Programs are slow to write, because they write out every layer.
+const MAX_LAYERS_IN_TEAM: usize = 256;
+/// Fewest choices to which [`MAX_LAYERS_IN_TEAM`] limits a search.
+const MIN_MEASURED_IN_TEAM: usize = 8;
 /// Most recipes that a search for the smallest recipe packs until one fits.
 const MAX_PACKED: usize = 64;
 /// Smallest fraction of the best step time that a further offload choice has to save, by estimate, for its Programs to
@@ -216,7 +218,10 @@ pub(super) fn add_candidates(measurer: &Measurer, micro_batches: &[u32], list: &
     let mut best = best_of(list).unwrap_or(f64::INFINITY);
     let mut kinds = group_by_kind(measurer, estimate_choices(measurer, micro_batches, best));
     let is_pipeline = measurer.request.share.parallelism == Some(Parallelism::Pipeline);
-    let most = if is_sharded(measurer) || is_pipeline { MAX_MEASURED_IN_TEAM } else { MAX_MEASURED };
+    let most = match is_sharded(measurer) || is_pipeline {
+        true => (MAX_LAYERS_IN_TEAM / measurer.request.layers()).clamp(MIN_MEASURED_IN_TEAM, MAX_MEASURED),
+        false => MAX_MEASURED,
+    };
     let (mut fitting_left, mut misses_left) = (most, most);
     let mut corrections = EstimateCorrections::default();
     while fitting_left > 0 && misses_left > 0 {

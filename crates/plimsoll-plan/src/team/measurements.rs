@@ -1,8 +1,7 @@
 //! Measurements that all searches for a team share. They do not depend on load lines, so they also hold for the team
 //! under other budgets: a refusal plans it many times to find its remedies.
 
-use super::pipeline::{StageKey, StageModel};
-use super::sharded::RankKey;
+use super::stage::StageModel;
 use crate::search::{MeasurementCache, Memo, PlanRequest, RankCosts, ShardedBytes};
 use plimsoll_core::{Bytes, DeviceSpec, HostSpec, Rung};
 use std::collections::HashMap;
@@ -47,6 +46,30 @@ impl RungMeasurements {
         known.push((key, Arc::clone(&cache)));
         cache
     }
+}
+
+/// The properties on which the predicted seconds and bytes of a rank depend.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct RankKey {
+    /// The first device of the same kind as the rank's device.
+    pub device: usize,
+    pub micro_batch: u32,
+    pub ranks: usize,
+    /// Bytes per second of the team link: the bits of the `f64`, so that the key can be hashed.
+    pub link: u64,
+}
+
+/// The properties on which the predicted seconds and bytes of a stage depend.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct StageKey {
+    /// The first device of the same kind as the stage's device.
+    pub device: usize,
+    pub stage: usize,
+    pub stages: usize,
+    pub micro_batch: u32,
+    pub can_offload: bool,
+    /// Bytes per second of the team link: the bits of the `f64`.
+    pub link: u64,
 }
 
 /// The part of a request of a team on which measurements depend.

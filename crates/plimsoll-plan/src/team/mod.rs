@@ -28,6 +28,7 @@ mod packed;
 mod pipeline;
 mod remedies;
 mod sharded;
+mod stage;
 mod team_plan;
 #[cfg(test)]
 mod testing;

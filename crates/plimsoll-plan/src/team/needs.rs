@@ -46,6 +46,20 @@ fn fits(team: &TeamRequest, allow: &[Rung], measurements: &Measurements) -> bool
     sets.into_iter().any(|rungs| fits_with(team, &rungs, measurements))
 }
 
+/// Returns whether the team fits, like [`fits`], with a load line of `budget` for `device`.
+fn fits_with_line(
+    team: &TeamRequest,
+    device: usize,
+    budget: Bytes,
+    allow: &[Rung],
+    measurements: &Measurements,
+) -> bool {
+    let spec = DeviceSpec { budget, ..team.devices[device].device.clone() };
+    let mut raised = team.clone();
+    raised.devices[device].device = &spec;
+    fits(&raised, allow, measurements)
+}
+
 /// Returns whether one device, or a team of several, fits with `rungs` taken.
 fn fits_with(team: &TeamRequest, rungs: &[Rung], measurements: &Measurements) -> bool {
     !devices_that_fit_alone(team, rungs, measurements).is_empty() || smallest_team(team, rungs, measurements).is_some()
@@ -89,12 +103,7 @@ fn lower_further(too_low: Bytes, enough: Bytes, mut is_enough: impl FnMut(Bytes)
 /// Drops remedies with further rungs than one that needs no higher load line.
 pub(super) fn lower_load_lines(team: &TeamRequest, device: usize, refused: &mut Plan, measurements: &Measurements) {
     let line = team.devices[device].device.budget;
-    let with_line = |budget: Bytes, allow: &[Rung]| {
-        let spec = DeviceSpec { budget, ..team.devices[device].device.clone() };
-        let mut raised = team.clone();
-        raised.devices[device].device = &spec;
-        fits(&raised, allow, measurements)
-    };
+    let with_line = |budget: Bytes, allow: &[Rung]| fits_with_line(team, device, budget, allow, measurements);
     for need in refused.needs.iter_mut().filter(|need| need.host_bytes.is_none() && need.file_bytes.is_none()) {
         if need.budget_bytes > line {
             let allow = need.allow.clone();

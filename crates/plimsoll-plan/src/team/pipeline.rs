@@ -6,16 +6,16 @@
 //! pipeline.
 //!
 //! The search tries sets and orders of devices and sizes of micro-batches. For each it cuts the layers by dynamic
-//! programming over (stage, layers below), from interpolated costs (`stage`). The most promising cuts are searched for
+//! programming over (stage, layers below), from interpolated costs (`team::stage`). The most promising cuts are searched for
 //! recipes. The predicted time of a step comes from a simulation of the schedule (`schedule`).
 
 mod cuts;
 mod schedule;
-mod stage;
 
 use super::candidate::{TeamCandidate, TeamSearch, WorkerCandidate};
 use super::exclusion::exclude_others;
-use super::measurements::{Measurements, RungMeasurements};
+use super::measurements::{Measurements, RungMeasurements, StageKey};
+use super::stage::{MeasuredStage, StageLimits, StageModel, StageOption, StageSeconds, can_offload};
 use super::{TeamRequest, bandwidth_tiers, limit_host, slowest_link};
 use crate::search::{Candidate, PinnedChoices, PlanRequest, fastest_unpacked, parallel_map, with_lossy};
 use cuts::{Cut, CutTable};
@@ -23,9 +23,7 @@ use plimsoll_core::{Bytes, DeviceSpec, ExcludedDevice, Offload, Parallelism, Run
 use plimsoll_program::Share;
 use plimsoll_program::workspace::Kernels;
 pub(super) use schedule::step_seconds;
-pub(super) use stage::StageModel;
-pub(super) use stage::StageSeconds;
-use stage::{MeasuredStage, StageLimits, StageOption, can_offload};
+
 use std::cell::OnceCell;
 use std::sync::Arc;
 
@@ -58,19 +56,6 @@ pub(super) struct Pipeline<'t, 'q> {
     kinds: Vec<usize>,
     /// The fastest candidate, until one is rejected.
     fastest: OnceCell<Option<TeamCandidate>>,
-}
-
-/// The properties on which the predicted seconds and bytes of a stage depend.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) struct StageKey {
-    /// The first device of the same kind as the stage's device.
-    device: usize,
-    stage: usize,
-    stages: usize,
-    micro_batch: u32,
-    can_offload: bool,
-    /// Bytes per second of the team link: the bits of the `f64`.
-    link: u64,
 }
 
 /// The stages of a pipeline with estimated times, before recipes are searched.

@@ -13,7 +13,7 @@
 
 use super::candidate::{TeamCandidate, TeamSearch, WorkerCandidate};
 use super::exclusion::exclude_others;
-use super::measurements::{Measurements, RungMeasurements};
+use super::measurements::{Measurements, RankKey, RungMeasurements};
 use super::{TeamConstraint, TeamRequest, bandwidth_tiers, slowest_link};
 use crate::search::{
     Candidate, PlanRequest, RankCosts, ShardedBytes, fastest_unpacked, parallel_map, single_device_compute_seconds,
@@ -51,17 +51,6 @@ pub(super) struct Sharded<'t, 'q> {
     measured: Arc<RungMeasurements>,
     /// For each device, the first of its kind.
     kinds: Vec<usize>,
-}
-
-/// The properties on which the predicted seconds and bytes of a rank depend.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) struct RankKey {
-    /// The first device of the same kind as the rank's device.
-    device: usize,
-    micro_batch: u32,
-    ranks: usize,
-    /// Bytes per second of the team link: the bits of the `f64`, so that the key can be hashed.
-    link: u64,
 }
 
 /// A sharded team with estimated times, before recipes are searched.

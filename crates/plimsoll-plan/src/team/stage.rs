@@ -19,7 +19,7 @@ type SecondsByOffload = [StageSeconds; OFFLOAD_KINDS + 1];
 
 /// Predicted seconds of a pipeline stage.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(in crate::team) struct StageSeconds {
+pub(super) struct StageSeconds {
     /// Seconds of the forward pass of a micro-batch.
     pub(super) forward: f64,
     /// Seconds of the backward pass of a micro-batch.
@@ -150,7 +150,7 @@ struct ByRecompute<T> {
 
 /// Predicted seconds and bytes of a stage with a given number of layers, read from its Programs.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::team) struct MeasuredStage {
+pub(super) struct MeasuredStage {
     /// A lower bound on the bytes of the device arena, without offload.
     arena_bytes: ByRecompute<f64>,
     seconds: ByRecompute<SecondsByOffload>,
@@ -218,7 +218,7 @@ fn offload_of_kinds(request: &PlanRequest, kinds: usize, update: bool) -> Offloa
 
 /// A model of a stage with any number of layers. Its seconds and bytes are interpolated from two stages.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::team) struct StageModel {
+pub(super) struct StageModel {
     /// The stage with one layer.
     pub one: MeasuredStage,
     /// The stage with two layers.
@@ -227,7 +227,7 @@ pub(in crate::team) struct StageModel {
 
 /// One way to run a stage: with some amount of recompute and of offload.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::team) struct StageOption {
+pub(super) struct StageOption {
     pub seconds: StageSeconds,
     /// Bytes that are offloaded to the host.
     pub offloaded: f64,
@@ -235,7 +235,7 @@ pub(in crate::team) struct StageOption {
 
 /// The memory that a stage may use, and the numbers of micro-batches of its schedule.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::team) struct StageLimits {
+pub(super) struct StageLimits {
     /// Most bytes of the device arena.
     pub budget: f64,
     /// Most bytes of host memory; 0 if the stage cannot offload.
