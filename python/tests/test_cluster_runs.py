@@ -367,7 +367,8 @@ def test_worker_recovers_under_its_limit_without_affecting_neighbour(
 ) -> None:
     alpha, beta = pair
     # On a CPU, all memory of the worker process counts, including the interpreter.
-    share, steps, more = "ray:beta/cpu=260MiB", 16, ("train.batch_tokens=6144", "train.save_every=0")
+    # The limit is checked once a second, or more rarely on a busy machine, so the run must go on for some time.
+    share, steps, more = "ray:beta/cpu=260MiB", 40, ("train.batch_tokens=6144", "train.save_every=0")
     plain = train(alpha, tmp_path / "plain", share, steps, *more)
     one = RunningRun(alpha, tmp_path / "one", share, steps, *more)
     one.wait_for_step(1)
