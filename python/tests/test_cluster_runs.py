@@ -382,8 +382,10 @@ def test_worker_recovers_under_its_limit_without_affecting_neighbour(
     other = RunningRun(alpha, tmp_path / "other", share, steps, *more)
     other.wait_for_step(1)
     # A lower limit on the process makes the run recover with less memory at once, and it cannot grow again.
+    (held,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmData:")]
+    resource.prlimit(pid, resource.RLIMIT_DATA, (int(held.split()[1]) * 1024 + 4 * MIB, resource.RLIM_INFINITY))
     one.process.send_signal(signal.SIGCONT)
-    lower_data_limit(pid, one)
+    one.wait_for_event("recovery")
     asked = alpha.plimsoll("budget", str(one.folder), "260MiB")
     assert ", the most that beta/cpu may hold for this run (260.00 MiB was requested): " in asked.stdout, asked
     output, neighbour = one.output(), other.output()
@@ -396,20 +398,6 @@ def test_worker_recovers_under_its_limit_without_affecting_neighbour(
     assert output.losses == pytest.approx(plain.losses, rel=faults.LOSS_DIFFERENCE_MAX)
     assert neighbour.losses == plain.losses and neighbour.model == plain.model
     assert neighbour.result["recoveries"] == []
-
-
-def lower_data_limit(pid: int, run: RunningRun) -> None:
-    """Limits the private memory of a process to 4 MiB more than it holds, until its run recovers with less. The process
-    may hold more for a moment, so the limit follows the least that was seen."""
-    limit = resource.RLIM_INFINITY
-    while not any(event["event"] == "recovery" for event in events(run.folder)):
-        run.check_running(time.monotonic() + 1)
-        (held,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmData:")]
-        permitted = int(held.split()[1]) * 1024 + 4 * MIB
-        if limit == resource.RLIM_INFINITY or permitted < limit:
-            limit = permitted
-            resource.prlimit(pid, resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
-        time.sleep(0.05)
 
 
 def only_worker(host: Host) -> int:

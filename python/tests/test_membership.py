@@ -384,7 +384,7 @@ def test_each_gpu_is_a_node_of_its_own(tmp_path: Path) -> None:
         run = gamma.start(hosts.COMMAND, *words("killed", "ray", "train.steps=20"))
         wait_until_stalled(tmp_path / "killed", run)
         os.kill(worker_pids(gamma)["gamma/cuda:1"], signal.SIGKILL)
-        said, _ = run.communicate(timeout=120)
+        said, _ = run.communicate(timeout=300)
         assert run.returncode == 0, said
         killed = RunOutput(tmp_path / "killed")
         assert [lost["device"] for lost in killed.result["lost"]] == ["gamma/cuda:1"]
