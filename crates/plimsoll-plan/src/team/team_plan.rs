@@ -35,6 +35,7 @@ pub(super) fn assemble(team: &TeamRequest, workers: &mut [PlannedWorker]) -> Pla
     let (first, parallelism) = (&workers[0].outcome.plan, workers[0].share.parallelism);
     let is_team = parallelism.is_some();
     let step_seconds = step_seconds_of(&seconds);
+    let machine_hosts = machine_hosts(team, workers);
     let worker_plan = |(worker, seconds): (&PlannedWorker, &WorkerSeconds)| {
         worker_plan(team, worker, seconds.busy, step_seconds - seconds.busy)
     };
@@ -50,8 +51,8 @@ pub(super) fn assemble(team: &TeamRequest, workers: &mut [PlannedWorker]) -> Pla
             Some(Parallelism::Pipeline) => checkpoint_bytes(workers.iter().map(|worker| &worker.outcome.set)),
             _ => first.checkpoint_bytes,
         },
-        host: host_plan(team, workers),
-        machine_hosts: machine_hosts(team, workers),
+        host: host_plan(team, workers, &machine_hosts),
+        machine_hosts,
         predicted: Predicted { step_seconds, tokens_per_second: team.tokens_per_step() / step_seconds },
         ..first.clone()
     }
@@ -141,9 +142,9 @@ pub(super) fn prices<'r>(request: &'r PlanRequest, outcome: &PlanOutcome, team_l
     Prices { rates: &request.device.rates, host: &request.host, precision: outcome.precision, team_link }
 }
 
-/// Adds up the host arenas of all workers, on all machines.
-fn host_plan(team: &TeamRequest, workers: &[PlannedWorker]) -> DevicePlan {
-    let name = if machine_hosts(team, workers).is_empty() { "host" } else { "hosts" };
+/// Adds up the host arenas of all workers, on all machines. `machine_hosts` has the host of each, if there are several.
+fn host_plan(team: &TeamRequest, workers: &[PlannedWorker], machine_hosts: &[MachineHost]) -> DevicePlan {
+    let name = if machine_hosts.is_empty() { "host" } else { "hosts" };
     let mut sum = DevicePlan { name: name.into(), budget_bytes: team.host, ..DevicePlan::default() };
     for host in workers.iter().map(|worker| &worker.outcome.plan.host) {
         sum.simulated |= host.simulated;
