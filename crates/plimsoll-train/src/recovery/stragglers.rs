@@ -1,10 +1,11 @@
 //! Detection of stragglers: devices with a measured compute time that deviates from the plan, for example because of
 //! heat or another user. One slow device delays all others, so the work is then rebalanced. Small or short deviations
-//! change nothing.
+//! change nothing: the smaller a deviation is, the longer it has to last.
 
 use crate::step_times::quantile;
 use plimsoll_core::{DeviceSpec, Rates};
 use std::collections::{BTreeSet, VecDeque};
+use std::ops::Range;
 
 /// Largest tolerated deviation of a worker's slowdown from the mean of the team; 0.05 is 5 %. A slowdown is the
 /// measured compute time divided by the planned one.
@@ -12,9 +13,15 @@ const MAX_DEVIATION: f64 = 0.05;
 /// Smallest number of recent steps from which the slowdown of a worker is judged. Its slowdown is the median over these
 /// steps.
 const MIN_STEPS: usize = 16;
-/// Least compute time of the slowest workers, in seconds, that the recent steps must add up to before slowdowns are
-/// judged. A short load by another program then has little effect.
-const MIN_WINDOW_SECONDS: f64 = 1.0;
+/// Windows of recent steps over which slowdowns are judged: the least compute time of the slowest workers, in seconds, that
+/// their steps add up to. The last is the longest.
+const WINDOW_SECONDS: [f64; 5] = [1.0, 2.0, 4.0, 7.0, 10.0];
+/// Number of parts of a window, each of which has to show a deviation. A load that begins or ends within the window then
+/// changes nothing.
+const WINDOW_PARTS: usize = 4;
+/// Least time that a deviation must have cost in a window, in seconds: the deviation times the seconds of the window. A
+/// deviation of 50 % is judged after 1 s, and one of 5 % after 10 s. A short load by another program changes nothing.
+const MIN_COST_SECONDS: f64 = 0.5;
 /// Smallest number of steps between two changes of the workers' shares. It doubles each time that the shares are
 /// planned anew and no idle device gets work. A slowdown that deviates by more than [`MAX_DEVIATION`] shortens it in
 /// proportion: a deviation of twice that value halves it.
@@ -86,27 +93,70 @@ impl StragglerDetector {
         let slowest = computed().map(|(measured, _)| *measured).fold(0.0, f64::max);
         let factor = |times: &Option<(f64, f64)>| times.map_or(1.0, |(measured, predicted)| measured / predicted);
         self.window.push_back((slowest, times.iter().map(factor).collect()));
-        let mut seconds: f64 = self.window.iter().map(|(seconds, _)| seconds).sum();
-        while self.window.len() > MIN_STEPS && seconds - self.window[0].0 >= MIN_WINDOW_SECONDS {
-            seconds -= self.window.pop_front().map_or(0.0, |(seconds, _)| seconds);
-        }
-        if self.window.len() < MIN_STEPS || seconds < MIN_WINDOW_SECONDS {
-            return retry_only();
-        }
-        let slowdowns_of = |rank: usize| self.window.iter().map(|(_, slowdowns)| slowdowns[rank]).collect::<Vec<_>>();
-        let slowdowns: Vec<f64> = (0..times.len()).map(|rank| quantile(&slowdowns_of(rank), 0.5)).collect();
-        let compared = |rank: &usize| times[*rank].is_some() || computed().count() == 1;
-        let compared: Vec<f64> = (0..times.len()).filter(compared).map(|rank| slowdowns[rank]).collect();
-        let mean = compared.iter().sum::<f64>() / compared.len() as f64;
-        let deviation = compared.iter().map(|factor| (factor / mean - 1.0).abs()).fold(0.0, f64::max);
+        self.drop_old_steps();
+        let is_compared: Vec<bool> = times.iter().map(|times| times.is_some() || computed().count() == 1).collect();
+        let Some(judgement) = self.judge(&is_compared) else { return retry_only() };
+        let Judgement { slowdowns, deviation, cost_seconds } = judgement;
         let cooldown_over = step.saturating_sub(self.last_change) as f64
             >= self.cooldown as f64 * MAX_DEVIATION / deviation.max(MAX_DEVIATION);
-        let deviates = deviation > MAX_DEVIATION && cooldown_over;
+        let is_costly = cost_seconds >= MIN_COST_SECONDS || self.on_probation;
+        let deviates = deviation > MAX_DEVIATION && is_costly && cooldown_over;
         if self.on_probation && !deviates {
             self.on_probation = false;
             self.restart(step);
         }
         (deviates || may_retry_idle).then_some(slowdowns)
+    }
+
+    /// Removes steps that the longest window does not need.
+    fn drop_old_steps(&mut self) {
+        let longest = WINDOW_SECONDS[WINDOW_SECONDS.len() - 1];
+        let mut seconds: f64 = self.window.iter().map(|(seconds, _)| seconds).sum();
+        while self.window.len() > MIN_STEPS && seconds - self.window[0].0 >= longest {
+            seconds -= self.window.pop_front().map_or(0.0, |(seconds, _)| seconds);
+        }
+    }
+
+    /// Judges the slowdowns in each window that the recent steps fill, and returns the judgement in which the deviation
+    /// has cost most. Compares the workers that `is_compared` selects. Returns `None` if the steps fill no window.
+    fn judge(&self, is_compared: &[bool]) -> Option<Judgement> {
+        let windows = WINDOW_SECONDS.iter().filter_map(|&seconds| self.steps_of(seconds));
+        let judged = windows.map(|(steps, seconds)| self.judge_steps(steps, seconds, is_compared));
+        judged.max_by(|a, b| a.cost_seconds.total_cmp(&b.cost_seconds))
+    }
+
+    /// Returns the number of the most recent steps that add up to at least `seconds`, and their seconds. Returns `None` if
+    /// all recorded steps add up to less, or if there are too few.
+    fn steps_of(&self, seconds: f64) -> Option<(usize, f64)> {
+        let mut sum = 0.0;
+        for (number, (own, _)) in self.window.iter().rev().enumerate() {
+            sum += own;
+            if number + 1 >= MIN_STEPS && sum >= seconds {
+                return Some((number + 1, sum));
+            }
+        }
+        None
+    }
+
+    /// Computes the slowdown of each worker over the last `steps` steps, which took `seconds`. The deviation is one that
+    /// every part of these steps shows.
+    fn judge_steps(&self, steps: usize, seconds: f64, is_compared: &[bool]) -> Judgement {
+        let first = self.window.len() - steps;
+        let slowdowns = self.slowdowns_in(first..self.window.len());
+        let deviation_in_part = |part: usize| {
+            let part = first + part * steps / WINDOW_PARTS..first + (part + 1) * steps / WINDOW_PARTS;
+            largest_deviation(&self.slowdowns_in(part), is_compared)
+        };
+        let deviation =
+            (0..WINDOW_PARTS).map(deviation_in_part).fold(largest_deviation(&slowdowns, is_compared), f64::min);
+        Judgement { slowdowns, deviation, cost_seconds: deviation * seconds }
+    }
+
+    /// Returns the median slowdown of each worker over the recorded steps in a range.
+    fn slowdowns_in(&self, steps: Range<usize>) -> Vec<f64> {
+        let ranks = self.window.front().map_or(0, |(_, slowdowns)| slowdowns.len());
+        let of_rank = |rank| self.window.range(steps.clone()).map(|(_, slowdowns)| slowdowns[rank]).collect::<Vec<_>>();
+        (0..ranks).map(|rank| quantile(&of_rank(rank), 0.5)).collect()
     }
 
     /// Records that the workers' shares were planned anew in this step, and whether an idle device received sequences
@@ -118,6 +168,23 @@ impl StragglerDetector {
         }
         self.restart(step);
     }
+}
+
+/// Returns the largest deviation of a slowdown from the mean, among the workers that `is_compared` selects; 0.1 is 10 %.
+fn largest_deviation(slowdowns: &[f64], is_compared: &[bool]) -> f64 {
+    let compared = || slowdowns.iter().zip(is_compared).filter(|(_, is_compared)| **is_compared).map(|(s, _)| *s);
+    let mean = compared().sum::<f64>() / compared().count() as f64;
+    compared().map(|slowdown| (slowdown / mean - 1.0).abs()).fold(0.0, f64::max)
+}
+
+/// The slowdowns of the workers in a window of recent steps.
+struct Judgement {
+    /// The median slowdown of each worker.
+    slowdowns: Vec<f64>,
+    /// The largest deviation of a worker that every part of the window shows; 0.1 is 10 %.
+    deviation: f64,
+    /// The deviation times the seconds of the window.
+    cost_seconds: f64,
 }
 
 /// Reaction to workers that are slower or faster than planned.
@@ -284,6 +351,31 @@ mod tests {
                 None,
                 "step {step}"
             );
+        }
+    }
+
+    #[test]
+    fn smaller_deviation_has_to_last_longer() {
+        // Slowdown of one of two workers, and the seconds after which it is noticed. The first waits for 16 steps.
+        for (factor, least, most) in [(4.0, 1.9, 2.0), (2.0, 1.9, 2.3), (1.3, 3.9, 4.4), (1.13, 9.9, 10.5)] {
+            let mut stragglers = StragglerDetector::default();
+            let noticed = (1..2000)
+                .find(|&step| {
+                    stragglers.observe(step, &[Some((0.03 * factor, 0.03)), Some((0.03, 0.03))], false).is_some()
+                })
+                .expect("it stays slow");
+            let seconds = noticed as f64 * 0.03 * factor;
+            assert!((least..most).contains(&seconds), "{factor}: {seconds} s");
+        }
+    }
+
+    #[test]
+    fn slowdown_of_five_seconds_is_ignored() {
+        let mut stragglers = StragglerDetector::default();
+        for step in 1..1000 {
+            let factor = if (100..260).contains(&step) { 1.13 } else { 1.0 };
+            let times = [Some((0.03 * factor, 0.03)), Some((0.03, 0.03))];
+            assert_eq!(stragglers.observe(step, &times, false), None, "step {step}");
         }
     }
 
