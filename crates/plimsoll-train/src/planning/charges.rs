@@ -36,8 +36,9 @@ pub(crate) fn add_team_charges(devices: &mut [DeviceSpec], run: &RunRequest) {
 }
 
 /// Replaces the charges (bytes outside the arena) of `devices` by those of a previous plan. A resumed run then gets the
-/// same plan. A device keeps charges that exceed the previous ones by more than the variation between two starts.
-/// Without a previous plan (`None`) all charges stay. Returns which devices must still be charged with Programs.
+/// same plan. A device keeps charges that exceed the previous ones by more than [`RESIDENT_VARIATION_BYTES`].
+/// Without a previous plan (`None`) all charges stay. Returns the devices to whose charges the bytes of the Programs must
+/// still be added.
 ///
 /// In a team, only CPU and virtual devices in this process take over charges. For a single device, a GPU that this
 /// machine has not measured takes them over too.

@@ -62,8 +62,8 @@ pub(crate) fn plan_request<'a>(
     Ok(with_lossy(&request, rungs))
 }
 
-/// Checks that the bytes of all activations of `tokens` tokens can be counted. Planning adds and multiplies sizes without
-/// further checks.
+/// Checks that a step of `tokens` tokens is so small that no size in planning overflows. Planning adds and multiplies sizes
+/// without further checks.
 ///
 /// # Errors
 /// A step has too many tokens for the model.

@@ -214,7 +214,7 @@ impl Pool {
     }
 }
 
-/// Makes the special files that cannot be copied, in the folder of an input.
+/// Creates a FIFO and a socket in `special` of an input's folder. A copy of the pool cannot contain them.
 ///
 /// # Errors
 /// Fails if a file cannot be made.

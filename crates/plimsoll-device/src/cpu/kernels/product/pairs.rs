@@ -443,8 +443,9 @@ fn pack_left(p: &Product<bf16>, slice: Range<usize>, rows: Range<usize>, block: 
     }
 }
 
-/// Implements `Multiply::pack_right_operand` for bf16: joins neighbours in each of the first `count` rows to pairs, and
-/// writes the pairs transposed to `to[⌈E / 2⌉, Q]`.
+/// Implements `Multiply::pack_right_operand` for bf16. Each of `count` rows begins `row` elements after the one before it,
+/// and has E = `head` elements. Joins neighbours to pairs, and writes them transposed to `to[⌈E / 2⌉, QUERIES]`. Columns from
+/// `count` on are zero.
 pub fn pack_right_operand(from: &[bf16], row: usize, count: usize, head: usize, to: &mut [f32]) {
     if count < QUERIES {
         to.fill(0.0);
