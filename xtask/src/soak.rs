@@ -9,6 +9,7 @@ mod checks;
 mod execution;
 mod hostile;
 mod ladder;
+mod monotone;
 mod observed_device;
 mod plans;
 mod reference;
@@ -58,7 +59,7 @@ struct Options {
     #[arg(long, default_value_t = 1)]
     seed: u64,
     /// Number of cases [default: 300, or 5000 with --only hostile].
-    #[arg(long)]
+    #[arg(long, alias = "questions")]
     runs: Option<u64>,
     /// Run only this case.
     #[arg(long)]
@@ -124,6 +125,8 @@ enum Part {
     Hostile,
     /// Small runs under tight load lines, by the kernel's count of each process
     Budget,
+    /// Plans never get worse with more memory, and remedies are the least that is enough
+    Monotone,
 }
 
 impl Options {
@@ -138,7 +141,7 @@ impl Options {
 
     /// Returns whether each case starts the program, in processes of its own.
     fn starts_program(&self) -> bool {
-        matches!(self.only, Some(Part::Refusals | Part::Teams | Part::Hostile | Part::Budget))
+        matches!(self.only, Some(Part::Refusals | Part::Teams | Part::Hostile | Part::Budget | Part::Monotone))
     }
 
     /// Returns the models of the runs under tight load lines.
@@ -159,6 +162,7 @@ impl Options {
             Some(Part::Refusals) => refusals::run_refusals(binary, case.seed, case.number),
             Some(Part::Teams) => teams::run_team(binary, case.seed, case.number),
             Some(Part::Budget) => budget::run_budget(binary, self.budget_models(), case.seed, case.number),
+            Some(Part::Monotone) => monotone::run_question(binary, case.seed, case.number),
             Some(Part::Plans) => plans::run_plan(case.seed, case.number, self.size, self.device, self.dtype),
             _ => checks::run_case(case),
         }
@@ -205,6 +209,7 @@ pub fn run(arguments: &[String]) -> anyhow::Result<()> {
     if options.starts_program() && options.binary.is_none() {
         options.binary = Some(program::release()?);
     }
+    options.binary = options.binary.map(std::path::absolute).transpose()?;
     let (first, end) = options.case.map_or((0, options.runs()), |case| (case, case + 1));
     let started = Instant::now();
     if let Some(from) = options.worker_from {

@@ -53,7 +53,9 @@ fn data_parallel_team_reaches_sum_of_single_devices() {
             .map(|(n, pace)| device(&format!("virtual:{n}"), Bytes::gib(24), *pace, Link::MEMORY))
             .collect();
         let begin = Instant::now();
-        let outcome = plan_team(&team(&config, &devices, 64));
+        // A sharded team may be slightly faster.
+        let constraint = Some(TeamConstraint::Parallelism(Parallelism::Data));
+        let outcome = plan_team(&TeamRequest { constraint, ..team(&config, &devices, 64) });
         print_outcome(&outcome, begin);
         let alone: f64 = devices
             .iter()
@@ -137,7 +139,8 @@ fn replanning_changes_only_the_squeezed_recipe() {
 fn team_worker_is_never_offered_a_scratch_file() {
     let config = preset("smollm2-135m").expect("listed");
     let devices = [device("a", Bytes::gib(24), 1.0, Link::MEMORY), device("b", Bytes::gib(24), 1.0, Link::MEMORY)];
-    let outcome = plan_team(&team(&config, &devices, 8));
+    let constraint = Some(TeamConstraint::Parallelism(Parallelism::Data));
+    let outcome = plan_team(&TeamRequest { constraint, ..team(&config, &devices, 8) });
     assert_eq!(outcome.plan.parallelism, Some(Parallelism::Data));
     let available = Bytes::gib(100);
     let file = FileSpec { available, ..FileSpec::NONE };

@@ -283,8 +283,9 @@ impl LossySearch<'_> {
             let request = with_lossy(&unlimited, &rungs);
             let measurer = Measurer::with_cache(&request, self.cache(&rungs));
             let bound = least.as_ref().map_or(u64::MAX, |(bytes, _)| bytes.0);
-            let found = offload::min_offload_bytes(&measurer, space, bound);
-            least = found.map(|bytes| (Bytes::mib(bytes.div_ceil(1 << 20)), rungs)).or(least);
+            let found = offload::least_in_space(&measurer, space, bound);
+            let bytes = found.map(|found| found.known_bytes().get(space));
+            least = bytes.map(|bytes| (Bytes::mib(bytes.div_ceil(1 << 20)), rungs)).or(least);
         }
         let (enough, rungs) = least?;
         let request = PlanRequest { host: with_budget(enough), ..self.request.clone() };

@@ -5,7 +5,7 @@
 //! `residency`, and estimates without Programs in `estimate`.
 
 use super::memo::Memo;
-use super::profile::{Profile, choose_levels, measure_profile};
+use super::profile::{LEVEL_STEPS, Profile, choose_levels, measure_profile};
 use super::residency::{ResidencyModel, ResidentBytes};
 use super::{PackedCandidate, PlanRequest, TriedRecipe};
 use crate::layout::{ALIGNMENT, lower_bounds};
@@ -43,18 +43,28 @@ impl Candidate {
     pub fn tried(&self, charges: Bytes, fits: bool) -> TriedRecipe {
         TriedRecipe {
             recipe: self.recipe.clone(),
-            peak_bytes: Bytes(self.bytes.device) + charges,
-            host_bytes: Bytes(self.bytes.host),
-            file_bytes: Bytes(self.bytes.file),
+            peak_bytes: Bytes(self.known_bytes().device) + charges,
+            host_bytes: Bytes(self.known_bytes().host),
+            file_bytes: Bytes(self.known_bytes().file),
             step_seconds: self.step_seconds,
             fits,
         }
     }
 
+    /// Returns the bytes of the packed recipe if it was packed, and otherwise the lower bounds.
+    pub fn known_bytes(&self) -> PerSpace<u64> {
+        self.packed_bytes.get().copied().unwrap_or(self.bytes)
+    }
+
+    /// Stores the bytes of the packed recipe. Searches with the same measurements then know whether it fits.
+    pub fn record_packed(&self, bytes: PerSpace<u64>) {
+        self.packed_bytes.get_or_init(|| bytes);
+    }
+
     /// Builds and packs the Programs of the recipe.
     pub fn pack(&self, request: &PlanRequest) -> PackedCandidate {
         let packed = PackedCandidate::new(request, self.recipe.clone());
-        self.packed_bytes.get_or_init(|| packed.layout.bytes());
+        self.record_packed(packed.layout.bytes());
         packed
     }
 
@@ -105,6 +115,8 @@ pub(crate) struct MeasurementCache {
     /// that need the same bytes.
     transient_bytes: Memo<Recipe, PerSpace<u64>>,
     smallest_levels: Memo<u32, Option<Vec<RecomputeLevel>>>,
+    /// Recompute levels by micro-batch size and by step of their byte budget.
+    levels: Memo<(u32, u32), Option<Vec<RecomputeLevel>>>,
 }
 
 /// Returns the representative of all offload choices that need the same bytes above their resident bytes. Staging rings
@@ -172,15 +184,21 @@ impl<'q> Measurer<'q> {
         Measurer { request, cache }
     }
 
+    /// Returns a measurer with the same cache for a request that differs only in load lines.
+    pub fn with_request<'a>(&self, request: &'a PlanRequest<'a>) -> Measurer<'a> {
+        Measurer::with_cache(request, Arc::clone(&self.cache))
+    }
+
     /// Predicts the resident bytes of an offload choice.
     pub fn resident(&self, offload: Offload) -> ResidentBytes {
         let model = self.cache.residency.get_or_init(|| ResidencyModel::measure(self.request));
         model.predict(&offload, self.layers())
     }
 
-    /// Returns whether a candidate stays under the load lines, by its lower bounds.
+    /// Returns whether a candidate stays under the load lines: by its packed bytes if it was packed, and otherwise by its
+    /// lower bounds.
     pub fn fits(&self, candidate: &Candidate) -> bool {
-        self.is_under_load_lines(candidate.bytes)
+        self.is_under_load_lines(candidate.known_bytes())
             && self.file_staging_fits(&candidate.recipe, &|bytes| self.is_under_load_lines(bytes))
     }
 
@@ -438,53 +456,93 @@ impl<'q> Measurer<'q> {
         self.cache.smallest_levels.get_or_compute(micro_batch, find)
     }
 
-    /// Returns recipes that recompute as little as the load lines allow. If a recipe does not fit, levels are chosen
-    /// again under a lower byte budget, a few times at most. Possibly no recipe of the result fits.
+    /// Returns the levels at a step of the byte budget, from the smallest (0) to no recompute ([`LEVEL_STEPS`]). Returns
+    /// `None` if the profile is empty.
+    fn levels_at(&self, micro_batch: u32, step: u32) -> Option<Vec<RecomputeLevel>> {
+        let smallest = self.smallest_levels(micro_batch)?;
+        let choose = || {
+            let profile = self.profile(micro_batch);
+            choose_levels(&profile, smallest.len(), profile.budget_at(&smallest, step))
+        };
+        self.cache.levels.get_or_compute((micro_batch, step), choose)
+    }
+
+    /// Returns the bytes that the load line of the device leaves for activations, in the terms of the profile: as if
+    /// nothing was offloaded. Returns `None` if the offload choice does not fit even with full recompute; `list` then
+    /// has that candidate.
+    fn activation_budget(&self, micro_batch: u32, offload: Offload, list: &mut Vec<Candidate>) -> Option<u64> {
+        let arena_budget = self.request.device.arena_budget().0;
+        if offload.is_nothing() {
+            return Some(arena_budget.saturating_sub(self.resident(offload).spaces.device));
+        }
+        // The bytes freed by the offload are measured with full recompute, and taken to be equal with other levels.
+        let plain = self.micro_batch_costs(micro_batch).full_recompute_bytes;
+        let recipe = self.full_recompute(micro_batch, offload);
+        let offloaded = self.known_bytes(&recipe).unwrap_or_else(|| {
+            let candidate = self.candidate(recipe);
+            list.push(candidate.clone());
+            candidate.bytes
+        });
+        self.is_under_load_lines(offloaded).then(|| (arena_budget + plain).saturating_sub(offloaded.device))
+    }
+
+    /// Returns recipes with different recompute levels, among them the one that recomputes least under the load lines.
+    /// Levels are taken at fixed steps of their bytes, so that more memory never leads to more recompute. Possibly no
+    /// recipe of the result fits.
     pub fn candidates_with_recompute(&self, micro_batch: u32, offload: Offload) -> Vec<Candidate> {
-        const MAX_ATTEMPTS: usize = 4;
-        let request = self.request;
-        let arena_budget = request.device.arena_budget().0;
         let full_recompute = || self.candidate(self.full_recompute(micro_batch, offload));
-        if request.fixed_recompute().is_some() {
+        if self.request.fixed_recompute().is_some() {
             return vec![full_recompute()];
         }
-        let profile = self.profile(micro_batch);
         let mut list = Vec::new();
-        let mut budget = if offload.is_nothing() {
-            arena_budget.saturating_sub(self.resident(offload).spaces.device)
-        } else {
-            // The bytes freed by the offload are measured with full recompute, and taken to be equal with other levels.
-            let plain = self.micro_batch_costs(micro_batch).full_recompute_bytes;
-            let offloaded = self.known_bytes(&self.full_recompute(micro_batch, offload)).unwrap_or_else(|| {
-                let candidate = full_recompute();
-                list.push(candidate.clone());
-                candidate.bytes
-            });
-            if !self.is_under_load_lines(offloaded) {
-                return list;
-            }
-            (arena_budget + plain).saturating_sub(offloaded.device)
-        };
-        // The profile knows three layers on one device. If the whole needs more, for example for gathered weights of a
-        // team, the next budget is lower than the profile's need by the excess.
-        for _ in 0..MAX_ATTEMPTS {
-            let Some(recompute) = choose_levels(&profile, request.layers(), budget) else { break };
-            let profile_bytes = profile.required_bytes(&recompute);
-            let recipe = request.recipe(micro_batch, recompute, offload);
-            if list.iter().any(|candidate| candidate.recipe == recipe) {
-                break;
-            }
-            let candidate = self.candidate(recipe);
-            let excess = candidate.bytes.device.saturating_sub(arena_budget);
-            list.push(candidate);
-            if excess == 0 {
-                break;
-            }
-            budget = profile_bytes.saturating_sub(excess);
+        let Some(budget) = self.activation_budget(micro_batch, offload, &mut list) else { return list };
+        if let Some(smallest) = self.smallest_levels(micro_batch) {
+            let profile = self.profile(micro_batch);
+            let step_bytes = profile.bytes_above(&smallest) as f64 / f64::from(LEVEL_STEPS);
+            self.add_least_recompute(
+                micro_batch,
+                offload,
+                profile.step_within(&smallest, budget),
+                step_bytes,
+                &mut list,
+            );
         }
         if !offload.is_nothing() && list.iter().all(|candidate| !self.fits(candidate)) {
             list.push(full_recompute());
         }
         list
+    }
+
+    /// Finds the last step of levels with which a recipe fits, beginning at step `next`, and adds the measured recipes to
+    /// `list`. A step adds about `step_bytes` on the device.
+    fn add_least_recompute(
+        &self,
+        micro_batch: u32,
+        offload: Offload,
+        mut next: u32,
+        step_bytes: f64,
+        list: &mut Vec<Candidate>,
+    ) {
+        let arena_budget = self.request.device.arena_budget().0;
+        // The last step that fits is at least `low` - 1 and below `high`.
+        let (mut low, mut high) = (0, LEVEL_STEPS + 1);
+        while let Some(recompute) = self.levels_at(micro_batch, next) {
+            let candidate = self.candidate(self.request.recipe(micro_batch, recompute, offload));
+            let left = arena_budget as f64 - candidate.known_bytes().device as f64;
+            match self.fits(&candidate) {
+                true => low = next + 1,
+                // Levels change no bytes of the host.
+                false if left >= 0.0 => high = low,
+                false => high = next,
+            }
+            if list.iter().all(|known| known.recipe != candidate.recipe) {
+                list.push(candidate);
+            }
+            if low >= high {
+                break;
+            }
+            let steps = (left / step_bytes.max(1.0)).floor().clamp(-f64::from(LEVEL_STEPS), f64::from(LEVEL_STEPS));
+            next = (i64::from(next) + steps as i64).clamp(low.into(), i64::from(high) - 1) as u32;
+        }
     }
 }

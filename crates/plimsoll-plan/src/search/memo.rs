@@ -7,7 +7,7 @@ use std::sync::{Mutex, MutexGuard};
 /// Values computed once per key. The lock is not held while a value is computed, so two threads may compute one value
 /// twice.
 #[derive(Debug)]
-pub(super) struct Memo<K, V>(Mutex<HashMap<K, V>>);
+pub(crate) struct Memo<K, V>(Mutex<HashMap<K, V>>);
 
 impl<K, V> Default for Memo<K, V> {
     fn default() -> Memo<K, V> {

@@ -30,7 +30,7 @@ mod sharded_costs;
 
 use crate::layout::lay_out;
 use measure::Measurer;
-use plimsoll_core::{Bytes, DeviceKind, Offload, Parallelism, Plan, Recipe, RecomputeLevel, Remedy, WorkKind};
+use plimsoll_core::{DeviceKind, Offload, Parallelism, Plan, Recipe, RecomputeLevel, Remedy, WorkKind};
 use plimsoll_program::{Program, ProgramSet};
 use std::sync::Arc;
 
@@ -38,15 +38,13 @@ pub use ladder::{Ladder, ladder};
 pub use least_memory::{LeastMemoryPlan, least_memory_plan};
 pub(crate) use lossy::{LossySearch, lossy_option_sets, smallest_recipe};
 pub(crate) use measure::{Candidate, MeasurementCache};
+pub(crate) use memo::Memo;
 pub(crate) use packed::{PackedCandidate, checkpoint_bytes};
 pub(crate) use parallel::{join, parallel_map};
 pub use plan_request::{LossyOptions, PinnedChoices, PlanOutcome, PlanRequest, TriedRecipe, with_lossy};
-pub(crate) use recipe_table::RecipeTable;
+pub(crate) use recipe_table::{RecipeTable, WaitSeconds};
 pub(crate) use residency::resident_tensors;
 pub(crate) use sharded_costs::{RankCosts, ShardedBytes, fastest_unpacked, single_device_compute_seconds};
-
-/// Most candidates that a search packs, fastest first, until one fits.
-const MAX_FINALISTS: usize = 20;
 
 /// Returns recipes with the given micro-batch sizes, with bounds on their bytes and predicted seconds, in no order:
 /// recipes without offload, and recipes that offload may make faster. If the user has pinned an offload choice, all
@@ -128,24 +126,25 @@ pub(crate) fn has_fitting_recipe_with(request: &PlanRequest, cache: &Arc<Measure
 fn fastest(measurer: &Measurer, tried: &mut Vec<TriedRecipe>) -> Option<PackedCandidate> {
     let request = measurer.request;
     let mut list = candidates(measurer, &request.micro_batch_sizes());
-    list.sort_by(|a, b| a.step_seconds.total_cmp(&b.step_seconds).then(a.bytes.device.cmp(&b.bytes.device)));
-    let mut entries: Vec<TriedRecipe> =
-        list.iter().map(|candidate| candidate.tried(request.device.charges, measurer.fits(candidate))).collect();
+    let by_time = |a: &Candidate, b: &Candidate| {
+        a.step_seconds.total_cmp(&b.step_seconds).then(a.bytes.device.cmp(&b.bytes.device))
+    };
     let mut found = None;
-    let fitting = list.iter().zip(&mut entries).filter(|(candidate, _)| measurer.fits(candidate));
-    for (candidate, entry) in fitting.take(MAX_FINALISTS) {
+    while let Some(candidate) = list.iter().filter(|candidate| measurer.fits(candidate)).min_by(|a, b| by_time(a, b)) {
         let packed = candidate.pack(request);
-        let bytes = packed.layout.bytes();
-        entry.peak_bytes = Bytes(bytes.device) + request.device.charges;
-        entry.host_bytes = Bytes(bytes.host);
-        entry.file_bytes = Bytes(bytes.file);
-        entry.fits = request.fits(&packed.layout);
-        if entry.fits {
+        if request.fits(&packed.layout) {
             found = Some(packed);
             break;
         }
+        // It takes more bytes than its lower bound: a little more recompute may be enough.
+        let Recipe { micro_batch, offload, .. } = candidate.recipe;
+        let smaller = measurer.candidates_with_recompute(micro_batch, offload);
+        let is_new = |candidate: &Candidate| list.iter().all(|known| known.recipe != candidate.recipe);
+        let new: Vec<Candidate> = smaller.into_iter().filter(is_new).collect();
+        list.extend(new);
     }
-    tried.extend(entries);
+    list.sort_by(by_time);
+    tried.extend(list.iter().map(|candidate| candidate.tried(request.device.charges, measurer.fits(candidate))));
     found
 }
 

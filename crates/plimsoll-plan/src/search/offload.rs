@@ -11,17 +11,16 @@ use std::collections::{HashMap, HashSet};
 /// Most offload choices whose Programs a search builds to read bytes and seconds, the most promising first. Choices
 /// that fit and choices that do not fit count apart.
 const MAX_MEASURED: usize = 48;
-/// Divisor of [`MAX_MEASURED`] that limits the choices of each micro-batch size in the first round, so that every size
-/// gets a turn.
-const FIRST_ROUND_DIVISOR: usize = 6;
-/// The limit that replaces [`MAX_MEASURED`] for a sharded rank or a pipeline stage. Their Programs are slow to write,
-/// because they write out every layer.
-const MAX_MEASURED_IN_TEAM: usize = 6;
+/// Most layers of the choices that are measured for a sharded rank or a pipeline stage, in place of [`MAX_MEASURED`]. Their
+/// Programs are slow to write, because they write out every layer.
+const MAX_LAYERS_IN_TEAM: usize = 256;
+/// Fewest choices to which [`MAX_LAYERS_IN_TEAM`] limits a search.
+const MIN_MEASURED_IN_TEAM: usize = 8;
 /// Most recipes that a search for the smallest recipe packs until one fits.
-const MAX_PACKED: usize = 8;
+const MAX_PACKED: usize = 64;
 /// Smallest fraction of the best step time that a further offload choice has to save, by estimate, for its Programs to
 /// be built.
-const MIN_GAIN: f64 = 0.005;
+const MIN_GAIN: f64 = 0.0005;
 /// Fraction by which an offload choice may be faster than its estimate, as long as no Programs of a similar choice were
 /// built.
 const ESTIMATE_ERROR: f64 = 0.03;
@@ -187,47 +186,69 @@ fn estimate_choices(measurer: &Measurer, micro_batches: &[u32], best: f64) -> Ve
     list
 }
 
+/// The estimated choices of one kind that have not been measured, slowest first.
+struct ChoicesOfKind {
+    micro_batch: u32,
+    representative: Offload,
+    choices: Vec<EstimatedChoice>,
+}
+
+/// Groups choices by micro-batch size and representative. `estimates` are sorted, fastest first.
+fn group_by_kind(measurer: &Measurer, estimates: Vec<EstimatedChoice>) -> Vec<ChoicesOfKind> {
+    let mut kinds: Vec<ChoicesOfKind> = Vec::new();
+    let mut place: HashMap<(u32, Offload), usize> = HashMap::new();
+    for estimate in estimates.into_iter().rev() {
+        let (micro_batch, representative) = (estimate.micro_batch, measurer.representative(estimate.choice));
+        let number = *place.entry((micro_batch, representative)).or_insert_with(|| {
+            kinds.push(ChoicesOfKind { micro_batch, representative, choices: vec![] });
+            kinds.len() - 1
+        });
+        kinds[number].choices.push(estimate);
+    }
+    kinds
+}
+
 /// Adds candidates with offload that could be faster than those in `list`.
 ///
-/// Programs are built for the choices in the order of their estimated time, until none can be faster than the best that
-/// fits. The ratio of the seconds predicted from Programs to the estimate corrects the estimates of similar choices.
+/// Programs are built for the choice with the least corrected estimate of its time, until none can be faster than the
+/// best that fits. The ratio of the seconds predicted from Programs to the estimate corrects the estimates of similar
+/// choices.
 pub(super) fn add_candidates(measurer: &Measurer, micro_batches: &[u32], list: &mut Vec<Candidate>) {
     let best_of = |list: &[Candidate]| fastest(measurer, list).map(|best| best.step_seconds);
     let mut best = best_of(list).unwrap_or(f64::INFINITY);
-    let estimates = estimate_choices(measurer, micro_batches, best);
+    let mut kinds = group_by_kind(measurer, estimate_choices(measurer, micro_batches, best));
     let is_pipeline = measurer.request.share.parallelism == Some(Parallelism::Pipeline);
-    let most = if is_sharded(measurer) || is_pipeline { MAX_MEASURED_IN_TEAM } else { MAX_MEASURED };
+    let most = match is_sharded(measurer) || is_pipeline {
+        true => (MAX_LAYERS_IN_TEAM / measurer.request.layers()).clamp(MIN_MEASURED_IN_TEAM, MAX_MEASURED),
+        false => MAX_MEASURED,
+    };
     let (mut fitting_left, mut misses_left) = (most, most);
     let mut corrections = EstimateCorrections::default();
-    let mut measured = vec![false; estimates.len()];
-    // The first round limits each micro-batch size: a size with too optimistic estimates has many choices.
-    for max_per_micro_batch in [most.div_ceil(FIRST_ROUND_DIVISOR), most] {
-        let mut taken: HashMap<u32, usize> = HashMap::new();
-        for (estimate, measured) in estimates.iter().zip(&mut measured) {
-            let EstimatedChoice { step_seconds, micro_batch, choice, .. } = *estimate;
-            let enough = best * (1.0 - MIN_GAIN);
-            if fitting_left == 0 || misses_left == 0 || step_seconds * (1.0 - ESTIMATE_ERROR) >= enough {
-                break;
-            }
-            let representative = measurer.representative(choice);
-            let factor = corrections.factor(micro_batch, representative);
-            let taken = taken.entry(micro_batch).or_default();
-            let is_hopeless = step_seconds * factor >= enough || !measurer.may_fit(micro_batch, choice);
-            if *measured || is_hopeless || *taken == max_per_micro_batch {
-                continue;
-            }
-            (*measured, *taken) = (true, *taken + 1);
-            let found = measurer.candidates_with_recompute(micro_batch, choice);
-            match best_of(&found) {
-                Some(seconds) => {
-                    corrections.record(micro_batch, representative, seconds / step_seconds);
-                    best = best.min(seconds);
-                    fitting_left -= 1;
-                }
-                None => misses_left -= 1,
-            }
-            list.extend(found);
+    while fitting_left > 0 && misses_left > 0 {
+        let corrected = |kind: &ChoicesOfKind| {
+            let fastest = kind.choices.last()?.step_seconds;
+            Some(fastest * corrections.factor(kind.micro_batch, kind.representative))
+        };
+        let promising = (0..kinds.len()).filter_map(|number| Some((number, corrected(&kinds[number])?)));
+        let Some((number, seconds)) = promising.min_by(|a, b| a.1.total_cmp(&b.1)) else { break };
+        if seconds >= best * (1.0 - MIN_GAIN) {
+            break;
         }
+        let EstimatedChoice { step_seconds, micro_batch, choice, .. } =
+            kinds[number].choices.pop().expect("it has an estimate");
+        if !measurer.may_fit(micro_batch, choice) {
+            continue;
+        }
+        let found = measurer.candidates_with_recompute(micro_batch, choice);
+        match best_of(&found) {
+            Some(seconds) => {
+                corrections.record(micro_batch, kinds[number].representative, seconds / step_seconds);
+                best = best.min(seconds);
+                fitting_left -= 1;
+            }
+            None => misses_left -= 1,
+        }
+        list.extend(found);
     }
 }
 
@@ -264,16 +285,14 @@ pub(super) fn smallest(measurer: &Measurer, bound: Option<u64>) -> Option<Candid
     })
 }
 
-/// Returns the fewest bytes of the host, or of the scratch file, with which a recipe fits on the device. Returns `None`
-/// if no recipe fits, or if each needs `bound` bytes or more.
-pub(super) fn min_offload_bytes(measurer: &Measurer, space: Space, bound: u64) -> Option<u64> {
+/// Returns the recipe that fits on the device with the fewest bytes of the host, or of the scratch file. Returns `None` if
+/// no recipe fits, or if each needs `bound` bytes or more. The recipe is packed.
+pub(super) fn least_in_space(measurer: &Measurer, space: Space, bound: u64) -> Option<Candidate> {
     let request = measurer.request;
     let packed_bytes = |found: &Candidate| found.packed_bytes(request).get(space);
     let packs =
         |found: &Candidate| measurer.is_under_load_lines(found.packed_bytes(request)) && packed_bytes(found) < bound;
     smallest_in_space(measurer, space, &|bytes| measurer.is_under_load_lines(bytes), Some(bound), &packs)
-        .as_ref()
-        .map(packed_bytes)
 }
 
 /// Returns the recompute levels that may need the fewest bytes: full recompute, the smallest mixture, and each level

@@ -15,6 +15,10 @@ use plimsoll_program::models::ModelConfig;
 /// Most states per layer that [`choose_levels`] keeps. A state is a choice of levels for the layers so far.
 const MAX_FRONTIER: usize = 512;
 
+/// Number of steps between the fewest and the most bytes of the levels that a search considers. The steps do not depend
+/// on load lines, so more memory only adds levels.
+pub(super) const LEVEL_STEPS: u32 = 128;
+
 /// Bytes and seconds of one layer under a recompute level.
 #[derive(Clone, Copy, Debug)]
 struct LevelProfile {
@@ -69,6 +73,25 @@ impl Profile {
             live += profile.saved;
         }
         most.max(live + self.top)
+    }
+
+    /// Returns the byte budget at a step between the peak of `smallest` levels (0) and that without recompute
+    /// ([`LEVEL_STEPS`]).
+    pub(super) fn budget_at(&self, smallest: &[RecomputeLevel], step: u32) -> u64 {
+        let least = self.required_bytes(smallest);
+        least + self.bytes_above(smallest) * u64::from(step) / u64::from(LEVEL_STEPS)
+    }
+
+    /// Returns the last step whose byte budget is at most `budget`; the first if none is.
+    pub(super) fn step_within(&self, smallest: &[RecomputeLevel], budget: u64) -> u32 {
+        let above = budget.saturating_sub(self.required_bytes(smallest)) as u128;
+        (above * u128::from(LEVEL_STEPS) / u128::from(self.bytes_above(smallest).max(1))).min(LEVEL_STEPS.into()) as u32
+    }
+
+    /// Returns the bytes by which the peak without recompute exceeds that of `smallest` levels.
+    pub(super) fn bytes_above(&self, smallest: &[RecomputeLevel]) -> u64 {
+        let plain = vec![RecomputeLevel::Nothing; smallest.len()];
+        self.required_bytes(&plain).saturating_sub(self.required_bytes(smallest))
     }
 
     /// Finds the levels of the layers with which the peak is smallest, by bisection of the byte budget. Returns `None`

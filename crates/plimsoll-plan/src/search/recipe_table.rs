@@ -1,10 +1,11 @@
 //! A table of the recipes that fit on one device, priced for any number of sequences. The planner of teams divides a
 //! step by such tables, without a search for each division.
 
-use super::measure::{Candidate, Measurer};
+use super::measure::{Candidate, MeasurementCache, Measurer};
 use super::{PlanRequest, candidates, candidates_with_offload, offload};
-use plimsoll_core::{Bytes, Offload, Recipe};
+use plimsoll_core::{Bytes, HostSpec, Offload, Recipe, Space};
 use std::collections::HashSet;
+use std::sync::Arc;
 
 /// Most divisors of a number of sequences that are tried as micro-batch sizes.
 const MAX_DIVISORS: usize = 3;
@@ -72,9 +73,15 @@ impl PricedRecipe {
 impl<'q> RecipeTable<'q> {
     /// Builds the table of a device. Its recipes suit steps in which the device computes about as many sequences as the
     /// request asks for. If the device can offload to its host, further recipes suit all `step_sequences` of a step.
-    pub fn new(request: &'q PlanRequest<'q>, step_sequences: u64) -> RecipeTable<'q> {
-        let mut table =
-            RecipeTable { measurer: Measurer::new(request), recipes: Vec::new(), micro_batches: HashSet::new() };
+    ///
+    /// `cache_of` returns measurements of requests that differ from the given one only in load lines.
+    pub fn new(
+        request: &'q PlanRequest<'q>,
+        step_sequences: u64,
+        cache_of: &dyn Fn(&PlanRequest) -> Arc<MeasurementCache>,
+    ) -> RecipeTable<'q> {
+        let measurer = Measurer::with_cache(request, cache_of(request));
+        let mut table = RecipeTable { measurer, recipes: Vec::new(), micro_batches: HashSet::new() };
         let sizes_up_to = |most: u64| match request.pins.micro_batch {
             Some(pinned) => vec![pinned],
             None => (0..32).map(|power| 1 << power).take_while(|&size| u64::from(size) <= most).collect(),
@@ -86,7 +93,7 @@ impl<'q> RecipeTable<'q> {
         if request.host.budget > Bytes::ZERO && step_sequences > request.sequences {
             // The best offload for a step of one micro-batch differs from that for a step of several.
             let whole_step = PlanRequest { sequences: step_sequences, ..request.clone() };
-            let measurer = Measurer::new(&whole_step);
+            let measurer = Measurer::with_cache(&whole_step, cache_of(&whole_step));
             let found = candidates(&measurer, &sizes_up_to(step_sequences));
             table.recipes.extend(PricedRecipe::fitting(&measurer, found));
         }
@@ -108,22 +115,54 @@ impl<'q> RecipeTable<'q> {
         self.recipes.is_empty()
     }
 
-    /// Returns the fastest recipe for a step with `sequences` sequences, and the seconds of the step including waiting.
-    /// Returns `None` if the table has no recipe for them.
-    pub fn fastest(&self, sequences: u64, wait: WaitSeconds) -> Option<(&Candidate, f64)> {
-        let priced = self.recipes.iter().map(|recipe| (&recipe.candidate, recipe.step_seconds(sequences, wait)));
+    /// Returns the fastest recipe for a step with `sequences` sequences that uses at most `host_limit` bytes of host
+    /// memory, and the seconds of the step including waiting. Returns `None` if the table has no recipe for them.
+    pub fn fastest(&self, sequences: u64, host_limit: u64, wait: WaitSeconds) -> Option<(&Candidate, f64)> {
+        let within = self.recipes.iter().filter(|recipe| recipe.candidate.known_bytes().host <= host_limit);
+        let priced = within.map(|recipe| (&recipe.candidate, recipe.step_seconds(sequences, wait)));
         priced.filter(|(_, seconds)| seconds.is_finite()).min_by(|a, b| a.1.total_cmp(&b.1))
     }
 
-    /// Returns the most sequences that the device computes in a step of at most `seconds`, with its best recipe.
-    pub fn max_sequences(&self, seconds: f64, wait: WaitSeconds) -> u64 {
-        self.recipes.iter().map(|recipe| recipe.max_sequences(seconds, wait)).max().unwrap_or(0)
+    /// Returns, for each recipe, the most sequences that the device computes in a step of at most `seconds`, and the bytes
+    /// of host memory for that.
+    pub fn sequences_within(&self, seconds: f64, wait: WaitSeconds) -> impl Iterator<Item = (u64, u64)> {
+        self.recipes
+            .iter()
+            .map(move |recipe| (recipe.max_sequences(seconds, wait), recipe.candidate.known_bytes().host))
+    }
+
+    /// Adds the fastest recipes that use at most `host` bytes of host memory.
+    pub fn add_with_host(&mut self, host: Bytes) {
+        let request = self.measurer.request;
+        let request = PlanRequest { host: HostSpec { budget: host, ..request.host }, ..request.clone() };
+        let measurer = self.measurer.with_request(&request);
+        let mut sizes: Vec<u32> = self.micro_batches.iter().copied().collect();
+        sizes.sort_unstable();
+        let found = PricedRecipe::fitting(&measurer, candidates(&measurer, &sizes));
+        let is_new =
+            |priced: &PricedRecipe| self.recipes.iter().all(|known| known.candidate.recipe != priced.candidate.recipe);
+        let new: Vec<PricedRecipe> = found.into_iter().filter(is_new).collect();
+        self.recipes.extend(new);
+    }
+
+    /// Adds the recipe that uses the least host memory, and returns its bytes there: 0 if a recipe without host memory is
+    /// in the table, and [`u64::MAX`] if no recipe fits.
+    pub fn add_least_host(&mut self) -> u64 {
+        if self.recipes.iter().any(|recipe| recipe.candidate.known_bytes().host == 0) {
+            return 0;
+        }
+        let Some(least) = offload::least_in_space(&self.measurer, Space::Host, u64::MAX) else { return u64::MAX };
+        let bytes = least.known_bytes().host;
+        if self.recipes.iter().all(|known| known.candidate.recipe != least.recipe) {
+            self.add(vec![least]);
+        }
+        bytes
     }
 
     /// Adds recipes for `sequences` sequences with about as many micro-batches as the fastest recipe, and with twice as
     /// many. The micro-batches are as equal as possible.
-    pub fn refine_near(&mut self, sequences: u64, wait: WaitSeconds) {
-        let Some((fastest, _)) = self.fastest(sequences, wait) else { return };
+    pub fn refine_near(&mut self, sequences: u64, host_limit: u64, wait: WaitSeconds) {
+        let Some((fastest, _)) = self.fastest(sequences, host_limit, wait) else { return };
         let (offload, count) = (fastest.recipe.offload, sequences.div_ceil(u64::from(fastest.recipe.micro_batch)));
         let counts = [count.saturating_sub(1), count, count + 1, 2 * count].into_iter().filter(|&count| count > 0);
         self.add_micro_batches(counts.map(|count| sequences.div_ceil(count)).collect(), offload);
@@ -140,7 +179,9 @@ impl<'q> RecipeTable<'q> {
     /// Adds recipes whose micro-batch size divides `sequences`, with the offload choice of the fastest recipe. The
     /// largest few divisors are tried that may fit.
     pub fn add_divisors(&mut self, sequences: u64, wait: WaitSeconds) {
-        let Some(offload) = self.fastest(sequences, wait).map(|(fastest, _)| fastest.recipe.offload) else { return };
+        let Some(offload) = self.fastest(sequences, u64::MAX, wait).map(|(fastest, _)| fastest.recipe.offload) else {
+            return;
+        };
         let sizes = self.recipes.iter().map(|recipe| u64::from(recipe.candidate.recipe.micro_batch));
         // The table has powers of two: sizes between the largest and the next power may fit.
         let most = (2 * sizes.max().unwrap_or(1) - 1).min(sequences);
@@ -161,8 +202,14 @@ impl<'q> RecipeTable<'q> {
         }
     }
 
-    /// Removes a recipe that does not fit after packing.
+    /// Removes a recipe that does not fit after packing. Recipes that recompute a little more take its place.
     pub fn reject(&mut self, recipe: &Recipe) {
         self.recipes.retain(|priced| priced.candidate.recipe != *recipe);
+        let smaller = self.measurer.candidates_with_recompute(recipe.micro_batch, recipe.offload);
+        let is_new = |candidate: &Candidate| {
+            candidate.recipe != *recipe && self.recipes.iter().all(|known| known.candidate.recipe != candidate.recipe)
+        };
+        let new = smaller.into_iter().filter(is_new).collect();
+        self.add(new);
     }
 }

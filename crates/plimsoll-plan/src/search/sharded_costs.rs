@@ -1,12 +1,13 @@
 //! Bytes and seconds of a rank of a sharded team (FSDP, ZeRO-3), as functions of its micro-batch and its shard. The
 //! planner of teams sizes shards by them, without a search for each size.
 
-use super::measure::{Candidate, Measurer};
+use super::measure::{Candidate, MeasurementCache, Measurer};
 use super::residency::resident_tensors;
 use super::{PlanRequest, candidates, offload};
 use plimsoll_core::{Category, Offload, Parallelism, RecomputeLevel};
 use plimsoll_program::models::ModelConfig;
 use plimsoll_program::{Program, ProgramKind, ProgramSet, Share};
+use std::sync::Arc;
 
 /// Bytes of the model state that a team shards, summed over all ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -166,10 +167,11 @@ pub(crate) fn single_device_compute_seconds(request: &PlanRequest, micro_batch: 
     sum_passes(&set, |program| request.prices().program_seconds(&set, program, false))
 }
 
-/// Returns the fastest recipe of a share that fits by the lower bounds of its bytes. If the usual candidates do not
-/// fit, it is the smallest recipe. Returns `None` if that does not fit either.
-pub(crate) fn fastest_unpacked(request: &PlanRequest) -> Option<Candidate> {
-    let measurer = Measurer::new(request);
+/// Returns the fastest recipe of a share that fits, by its packed bytes if it was packed, and otherwise by their lower
+/// bounds. If the usual candidates do not fit, it is the smallest recipe. Returns `None` if that does not fit either.
+/// `cache` has measurements of requests that differ from this one only in load lines.
+pub(crate) fn fastest_unpacked(request: &PlanRequest, cache: Arc<MeasurementCache>) -> Option<Candidate> {
+    let measurer = Measurer::with_cache(request, cache);
     let fits = |candidate: &Candidate| measurer.fits(candidate);
     let found = candidates(&measurer, &request.micro_batch_sizes());
     let fastest = found.into_iter().filter(fits).min_by(|a, b| a.step_seconds.total_cmp(&b.step_seconds));

@@ -3,6 +3,7 @@
 
 use super::candidate::{TeamCandidate, TeamSearch};
 use super::data_parallel::{BatchSplitter, Split};
+use super::measurements::Measurements;
 use super::packed::pack_candidate;
 use super::pipeline::Pipeline;
 use super::sharded::Sharded;
@@ -24,7 +25,8 @@ pub(super) fn faster_alone(team: &TeamRequest, plan: &Plan) -> Option<FasterAlon
         return None;
     }
     let all: Vec<usize> = (0..team.devices.len()).collect();
-    let sharded = Sharded::new(team, &plan.rungs);
+    let measurements = Measurements::default();
+    let sharded = Sharded::new(team, &plan.rungs, &measurements);
     let mut subsets = independent_subsets(team, &all);
     subsets.retain(|(_, devices)| {
         BOUND_MARGIN * sharded.approximate_max_tokens_per_second(devices) > plan.predicted.tokens_per_second
@@ -33,7 +35,12 @@ pub(super) fn faster_alone(team: &TeamRequest, plan: &Plan) -> Option<FasterAlon
         return None;
     }
     let requests = team.requests_by_speed(&plan.rungs, &vec![team.host; team.devices.len()]);
-    let mut splitter = BatchSplitter::new(&requests, team.sequences_per_step());
+    let mut splitter = BatchSplitter::new(
+        &requests,
+        team.machines(),
+        team.sequences_per_step(),
+        &measurements.with_rungs(&plan.rungs),
+    );
     splitter.refine_baselines();
     let tokens_per_second = |devices: &[usize]| {
         let are_able = devices.iter().all(|device| splitter.able_devices().contains(device));
@@ -73,20 +80,27 @@ fn independent_subsets(team: &TeamRequest, devices: &[usize]) -> Vec<(String, Ve
 /// Bytes of other teams are lower bounds, without packing. A data parallel team that seems faster than the plan is
 /// packed, because the exact time of its all-reduce is only known then.
 pub fn alternatives(team: &TeamRequest, plan: &Plan) -> Vec<Alternative> {
+    let measurements = Measurements::default();
     let requests = team.requests_by_speed(&plan.rungs, &vec![team.host; team.devices.len()]);
-    let mut splitter = BatchSplitter::new(&requests, team.sequences_per_step());
+    let mut splitter = BatchSplitter::new(
+        &requests,
+        team.machines(),
+        team.sequences_per_step(),
+        &measurements.with_rungs(&plan.rungs),
+    );
     splitter.refine_baselines();
     let able = splitter.able_devices();
     if let Some(split) = splitter.split(&able) {
         splitter.refine(&split);
     }
     let splits = splits_to_compare(&splitter, &able);
-    let sharded = Sharded::new(team, &plan.rungs);
+    let sharded = Sharded::new(team, &plan.rungs, &measurements);
     let fastest = sharded.fastest();
     let other_roles = fastest.as_ref().and_then(|candidate| sharded.with_other_roles(candidate));
     let sharded = fastest.filter(|_| plan.parallelism != Some(Parallelism::Sharded)).into_iter().chain(other_roles);
-    let pipeline =
-        Pipeline::new(team, &plan.rungs).fastest().filter(|_| plan.parallelism != Some(Parallelism::Pipeline));
+    let pipeline = Pipeline::new(team, &plan.rungs, &measurements)
+        .fastest()
+        .filter(|_| plan.parallelism != Some(Parallelism::Pipeline));
     let candidates = splits.iter().map(|split| splitter.candidate(split, team.host)).chain(sharded).chain(pipeline);
     let seems_faster = |candidate: &TeamCandidate| {
         candidate.parallelism == Some(Parallelism::Data) && candidate.seconds < plan.predicted.step_seconds

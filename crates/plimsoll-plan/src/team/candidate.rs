@@ -33,6 +33,8 @@ pub(super) struct WorkerCandidate {
     pub device_bytes: u64,
     /// A lower bound on the bytes of the host arena.
     pub host_bytes: u64,
+    /// The measurements of the recipe; `None` if it is still to be searched.
+    pub measured: Option<Candidate>,
 }
 
 impl WorkerCandidate {
@@ -46,6 +48,7 @@ impl WorkerCandidate {
             host,
             device_bytes: recipe.bytes.device,
             host_bytes: recipe.bytes.host,
+            measured: Some(recipe.clone()),
         }
     }
 
@@ -58,7 +61,7 @@ impl WorkerCandidate {
         host: Bytes,
     ) -> WorkerCandidate {
         let recipe = Recipe::on_device(micro_batch, vec![]);
-        WorkerCandidate { device, share, sequences, recipe, host, device_bytes: 0, host_bytes: 0 }
+        WorkerCandidate { device, share, sequences, recipe, host, device_bytes: 0, host_bytes: 0, measured: None }
     }
 
     /// Returns whether the worker only stores a shard and computes no sequences.
@@ -78,9 +81,9 @@ impl TeamCandidate {
 pub(super) trait TeamSearch {
     /// Returns the fastest candidate; `None` if nothing fits.
     fn fastest(&self) -> Option<TeamCandidate>;
-    /// Rejects a candidate that did not pack: the arena of `rank` is `over` bytes above its load line. The next call of
-    /// [`TeamSearch::fastest`] gives the device another recipe or another share.
-    fn reject(&mut self, candidate: &TeamCandidate, rank: usize, over: Bytes);
+    /// Rejects a candidate in which the recipe of `rank` does not fit after packing. The packed bytes are recorded in its
+    /// measurements, so the next call of [`TeamSearch::fastest`] gives the device another recipe or another share.
+    fn reject(&mut self, candidate: &TeamCandidate, rank: usize);
     /// Returns the devices that take no part in a candidate, with reasons.
     fn excluded(&self, candidate: &TeamCandidate) -> Vec<ExcludedDevice>;
     /// Returns the throughputs with which the team's is compared: summed over its devices alone, and an upper bound.

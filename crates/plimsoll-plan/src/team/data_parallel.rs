@@ -9,19 +9,20 @@ use super::all_reduce::AllReduceTime;
 use super::candidate::{TeamCandidate, TeamSearch, WorkerCandidate};
 use super::exclusion::{exclude_from, exclude_slower, exclude_too_small};
 use super::hosts::Machine;
-use super::{TeamOutcome, TeamRequest, bandwidth_tiers, limit_host, single_device};
+use super::measurements::{Measurements, RungMeasurements};
+use super::{TeamOutcome, TeamRequest, bandwidth_tiers, single_device};
 use crate::bisection;
-use crate::search::{Candidate, MeasurementCache, PlanRequest, RecipeTable, has_fitting_recipe_with, search};
+use crate::search::{Candidate, PlanRequest, RecipeTable, WaitSeconds, search};
 use plimsoll_core::{Bytes, DeviceSpec, ExcludedDevice, Parallelism, Recipe, Rung, ScalingEfficiency};
 use plimsoll_program::Share;
-use std::sync::Arc;
+use std::collections::HashSet;
 
-/// Most times that the search divides the host's memory between the devices before it gives up.
-const MAX_HOST_DIVISIONS: usize = 40;
 /// Most times that the search adds recipes near the fastest split and then chooses the split anew.
 const MAX_REFINEMENTS: usize = 4;
-/// Divisor of the host's memory: the quotient is the precision with which the least host memory of a device is found.
-const HOST_STEPS: u64 = 1024;
+/// Most units in which sequences are counted while devices share a host.
+const MAX_UNITS: u64 = 1024;
+/// Most times that the time of the fastest device alone is doubled until the hosts are large enough for all devices.
+const MAX_DOUBLINGS: u32 = 8;
 /// Number of probes of the bisection that finds the time of the fastest split.
 const TIME_PROBES: u32 = 100;
 
@@ -33,6 +34,8 @@ pub(super) struct BatchSplitter<'q> {
     tables: Vec<RecipeTable<'q>>,
     /// The index in `tables` for each device.
     table_of: Vec<usize>,
+    /// The machines, whose devices share a host.
+    machines: Vec<Machine>,
     sequences_per_step: u64,
 }
 
@@ -45,6 +48,23 @@ pub(super) struct Split {
     pub sequences: Vec<u64>,
     /// Predicted seconds of a step, including the all-reduce.
     pub seconds: f64,
+    /// Most bytes of host memory that each device uses, in the order of `devices`: [`u64::MAX`] if the hosts have enough
+    /// for the fastest recipes of all.
+    pub host_limits: Vec<u64>,
+}
+
+impl Split {
+    /// Returns whether the hosts have too little memory for the fastest recipes of all devices.
+    fn is_limited_by_hosts(&self) -> bool {
+        self.host_limits.iter().any(|limit| *limit < u64::MAX)
+    }
+}
+
+/// The sequences that a device computes with at most some bytes of host memory.
+#[derive(Clone, Copy, Debug)]
+struct LimitedSequences {
+    sequences: u64,
+    host_limit: u64,
 }
 
 /// Returns whether two devices are identical for the planner: the same but for their names, with the same request.
@@ -56,7 +76,12 @@ pub(super) fn are_alike(a: &PlanRequest, b: &PlanRequest) -> bool {
 impl<'q> BatchSplitter<'q> {
     /// Builds a table of recipes for each kind of device. Each request should ask for about as many sequences as the
     /// device will get.
-    pub fn new(requests: &'q [PlanRequest<'q>], sequences_per_step: u64) -> BatchSplitter<'q> {
+    pub fn new(
+        requests: &'q [PlanRequest<'q>],
+        machines: Vec<Machine>,
+        sequences_per_step: u64,
+        measured: &RungMeasurements,
+    ) -> BatchSplitter<'q> {
         let mut first_of_kind: Vec<usize> = Vec::new();
         let mut table_of = Vec::new();
         for request in requests {
@@ -66,9 +91,10 @@ impl<'q> BatchSplitter<'q> {
                 first_of_kind.push(table_of.len() - 1);
             }
         }
-        let tables =
-            first_of_kind.iter().map(|&number| RecipeTable::new(&requests[number], sequences_per_step)).collect();
-        BatchSplitter { requests, tables, table_of, sequences_per_step }
+        let cache_of = |request: &PlanRequest| measured.of_request(request);
+        let table = |&number: &usize| RecipeTable::new(&requests[number], sequences_per_step, &cache_of);
+        let tables = first_of_kind.iter().map(table).collect();
+        BatchSplitter { requests, tables, table_of, machines, sequences_per_step }
     }
 
     fn table(&self, device: usize) -> &RecipeTable<'q> {
@@ -115,51 +141,131 @@ impl<'q> BatchSplitter<'q> {
     /// Predicts the time of a given split; `None` if a device has no sequence, or no recipe for its sequences.
     fn price_split(&self, devices: &[usize], sequences: Vec<u64>) -> Option<Split> {
         let all_reduce = self.all_reduce(devices);
-        let seconds_of = |(&device, &own): (&usize, &u64)| self.seconds(device, own, &all_reduce);
+        let seconds_of = |(&device, &own): (&usize, &u64)| self.seconds(device, own, u64::MAX, &all_reduce);
         let seconds = devices.iter().zip(&sequences).map(seconds_of).fold(0.0, f64::max);
         let is_possible = seconds.is_finite() && sequences.iter().all(|&own| own > 0);
-        is_possible.then(|| Split { devices: devices.to_vec(), sequences, seconds })
+        let host_limits = vec![u64::MAX; devices.len()];
+        is_possible.then(|| Split { devices: devices.to_vec(), sequences, seconds, host_limits })
     }
 
-    /// Predicts the seconds of a step in which a device computes `sequences` sequences; infinite if it has no recipe
-    /// for them.
-    fn seconds(&self, device: usize, sequences: u64, all_reduce: &AllReduceTime) -> f64 {
-        let best = self.table(device).fastest(sequences, &|overlap| all_reduce.exposed_seconds(overlap));
-        best.map_or(f64::INFINITY, |(_, seconds)| seconds)
+    /// Predicts the seconds of a step in which a device computes `sequences` sequences, with at most `host_limit` bytes of
+    /// host memory. They are infinite if the device has no recipe for them.
+    fn seconds(&self, device: usize, sequences: u64, host_limit: u64, all_reduce: &AllReduceTime) -> f64 {
+        let wait = |overlap: f64| all_reduce.exposed_seconds(overlap);
+        self.table(device).fastest(sequences, host_limit, &wait).map_or(f64::INFINITY, |(_, seconds)| seconds)
     }
 
     /// Finds the fastest split by bisection over the time of a step: in a given time, each device computes as many
     /// sequences as it can. Returns `None` if a device has no recipe, or would get no sequence.
     fn split_with(&self, devices: &[usize], all_reduce: &AllReduceTime) -> Option<Split> {
         let total = self.sequences_per_step;
-        let seconds_of = |device: usize, sequences: u64| self.seconds(device, sequences, all_reduce);
-        let wait = |overlap: f64| all_reduce.exposed_seconds(overlap);
-        let most_within = |device: usize, seconds: f64| self.table(device).max_sequences(seconds, &wait).min(total);
+        let seconds_of = |device: usize, sequences: u64, limit: u64| self.seconds(device, sequences, limit, all_reduce);
         // The fastest device alone is an upper bound on the time.
-        let alone = devices.iter().map(|&device| seconds_of(device, total)).fold(f64::INFINITY, f64::min);
+        let alone = devices.iter().map(|&device| seconds_of(device, total, u64::MAX)).fold(f64::INFINITY, f64::min);
         // Each device gets at least one sequence.
-        let one_each = devices.iter().map(|&device| seconds_of(device, 1)).fold(0.0, f64::max);
+        let one_each = devices.iter().map(|&device| seconds_of(device, 1, u64::MAX)).fold(0.0, f64::max);
         if !alone.is_finite() || !one_each.is_finite() || total < devices.len() as u64 {
             return None;
         }
-        let is_enough = |seconds: f64| devices.iter().map(|&device| most_within(device, seconds)).sum::<u64>() >= total;
-        let shortest =
-            bisection::narrow(0.0, alone, TIME_PROBES, f64::midpoint, |seconds| is_enough(seconds).then_some(seconds));
-        let within = shortest.max(one_each);
-        let mut sequences: Vec<u64> = devices.iter().map(|&device| most_within(device, within)).collect();
+        let most_within = |seconds: f64| self.most_within(devices, seconds, all_reduce);
+        let is_enough = |seconds: f64| sum_of_sequences(&most_within(seconds)) >= total;
+        // Hosts may be too small for the recipes with which the devices are as fast.
+        let longest = one_each.max(alone);
+        let longest =
+            (0..MAX_DOUBLINGS).map(|doublings| longest * f64::from(1u32 << doublings)).find(|&s| is_enough(s))?;
+        let shortest = bisection::narrow(0.0, longest, TIME_PROBES, f64::midpoint, |seconds| {
+            is_enough(seconds).then_some(seconds)
+        });
+        let mut shares = most_within(shortest.max(one_each));
+        if sum_of_sequences(&shares) < total || shares.iter().any(|share| share.sequences == 0) {
+            shares = most_within(longest);
+        }
         // The surplus is taken from the devices that take longest, so that identical devices get the same.
-        let mut seconds: Vec<f64> =
-            devices.iter().zip(&sequences).map(|(&device, &own)| seconds_of(device, own)).collect();
-        for _ in total..sequences.iter().sum() {
+        let mut seconds: Vec<f64> = devices
+            .iter()
+            .zip(&shares)
+            .map(|(&device, share)| seconds_of(device, share.sequences, share.host_limit))
+            .collect();
+        for _ in total..sum_of_sequences(&shares) {
             let longest = |a: &usize, b: &usize| {
-                seconds[*a].total_cmp(&seconds[*b]).then(sequences[*a].cmp(&sequences[*b])).then(a.cmp(b))
+                seconds[*a].total_cmp(&seconds[*b]).then(shares[*a].sequences.cmp(&shares[*b].sequences)).then(a.cmp(b))
             };
-            let from = (0..devices.len()).filter(|&rank| sequences[rank] > 1).max_by(longest)?;
-            sequences[from] -= 1;
-            seconds[from] = seconds_of(devices[from], sequences[from]);
+            let from = (0..devices.len()).filter(|&rank| shares[rank].sequences > 1).max_by(longest)?;
+            shares[from].sequences -= 1;
+            seconds[from] = seconds_of(devices[from], shares[from].sequences, shares[from].host_limit);
         }
         let slowest = seconds.iter().copied().fold(0.0, f64::max);
-        Some(Split { devices: devices.to_vec(), sequences, seconds: slowest })
+        let (sequences, host_limits) = shares.iter().map(|share| (share.sequences, share.host_limit)).unzip();
+        Some(Split { devices: devices.to_vec(), sequences, seconds: slowest, host_limits })
+    }
+
+    /// Returns the most sequences that each device computes in a step of at most `seconds`. The devices of a machine
+    /// together use at most the memory of its host; if that is impossible, they get no sequences.
+    fn most_within(&self, devices: &[usize], seconds: f64, all_reduce: &AllReduceTime) -> Vec<LimitedSequences> {
+        let wait = |overlap: f64| all_reduce.exposed_seconds(overlap);
+        let options: Vec<Vec<LimitedSequences>> =
+            devices.iter().map(|&device| self.options_within(device, seconds, &wait)).collect();
+        let nothing = LimitedSequences { sequences: 0, host_limit: 0 };
+        let mut shares: Vec<LimitedSequences> =
+            options.iter().map(|options| options.last().copied().unwrap_or(nothing)).collect();
+        if sum_of_sequences(&shares) >= self.sequences_per_step {
+            for machine in &self.machines {
+                let ranks: Vec<usize> = (0..devices.len()).filter(|&r| machine.devices.contains(&devices[r])).collect();
+                let used: u64 = ranks.iter().map(|&rank| shares[rank].host_limit).sum();
+                if used > machine.host.0 {
+                    let own: Vec<&[LimitedSequences]> = ranks.iter().map(|&rank| &options[rank][..]).collect();
+                    let chosen = choose_under_host(&own, machine.host.0, self.sequences_per_step);
+                    let chosen = chosen.unwrap_or_else(|| vec![nothing; ranks.len()]);
+                    ranks.iter().zip(chosen).for_each(|(&rank, share)| shares[rank] = share);
+                    continue;
+                }
+                ranks.iter().for_each(|&rank| shares[rank].host_limit = u64::MAX);
+            }
+        }
+        shares
+    }
+
+    /// Returns the numbers of sequences that a device computes in a step of at most `seconds`, each with the least host
+    /// memory for it, in ascending order.
+    fn options_within(&self, device: usize, seconds: f64, wait: WaitSeconds) -> Vec<LimitedSequences> {
+        let mut options: Vec<LimitedSequences> = Vec::new();
+        let most = self.sequences_per_step;
+        let found = self.table(device).sequences_within(seconds, wait);
+        let mut found: Vec<LimitedSequences> = found
+            .map(|(sequences, host_limit)| LimitedSequences { sequences: sequences.min(most), host_limit })
+            .filter(|option| option.sequences > 0)
+            .collect();
+        found.sort_by(|a, b| a.host_limit.cmp(&b.host_limit).then(b.sequences.cmp(&a.sequences)));
+        for option in found {
+            if options.last().is_none_or(|last| last.sequences < option.sequences) {
+                options.push(option);
+            }
+        }
+        options
+    }
+
+    /// Adds recipes that use less host memory than the fastest ones, for devices that share a host: those with the least,
+    /// and the fastest within several fractions of the host.
+    fn add_recipes_with_less_host(&mut self) {
+        for machine in &self.machines {
+            let count = machine.devices.len() as u64;
+            let mut done = HashSet::new();
+            let tables: Vec<usize> = machine.devices.iter().map(|&device| self.table_of[device]).collect();
+            let least: Vec<u64> = tables.iter().map(|&table| self.tables[table].add_least_host()).collect();
+            let all_least: u64 = least.iter().fold(0, |sum, least| sum.saturating_add(*least));
+            for (&table, &own) in tables.iter().zip(&least) {
+                if count < 2 || machine.host == Bytes::ZERO || !done.insert(table) {
+                    continue;
+                }
+                let halves = (0..64)
+                    .map(|power| 1u64 << power)
+                    .filter(|bytes| (machine.host.0 / count / 2..machine.host.0).contains(bytes));
+                let beside_others = machine.host.0.saturating_sub(all_least.saturating_sub(own));
+                for bytes in halves.chain([machine.host.0 / count, beside_others]) {
+                    self.tables[table].add_with_host(Bytes(bytes));
+                }
+            }
+        }
     }
 
     /// Finds the fastest team among the devices `able`; `None` if there is none. The method tries the fastest n devices
@@ -192,11 +298,12 @@ impl<'q> BatchSplitter<'q> {
     /// Returns the fastest recipe of each device of a split.
     pub fn best_recipes(&self, split: &Split) -> Vec<&Candidate> {
         let all_reduce = self.all_reduce(&split.devices);
-        let best = |(&device, &own): (&usize, &u64)| {
-            let best = self.table(device).fastest(own, &|overlap| all_reduce.exposed_seconds(overlap));
-            best.expect("a share has a recipe").0
+        let wait = |overlap: f64| all_reduce.exposed_seconds(overlap);
+        let best = |rank: usize| {
+            let (own, limit) = (split.sequences[rank], split.host_limits[rank]);
+            self.table(split.devices[rank]).fastest(own, limit, &wait).expect("a share has a recipe").0
         };
-        split.devices.iter().zip(&split.sequences).map(best).collect()
+        (0..split.devices.len()).map(best).collect()
     }
 
     /// Converts a split to a team candidate. Every device may use all of the `host` bytes of host memory.
@@ -216,8 +323,10 @@ impl<'q> BatchSplitter<'q> {
     /// Adds recipes to the tables, with micro-batch sizes near those of a split.
     pub fn refine(&mut self, split: &Split) {
         let all_reduce = self.all_reduce(&split.devices);
-        for (&device, &own) in split.devices.iter().zip(&split.sequences) {
-            self.tables[self.table_of[device]].refine_near(own, &|overlap| all_reduce.exposed_seconds(overlap));
+        for (rank, &device) in split.devices.iter().enumerate() {
+            let wait = |overlap: f64| all_reduce.exposed_seconds(overlap);
+            let (own, limit) = (split.sequences[rank], split.host_limits[rank]);
+            self.tables[self.table_of[device]].refine_near(own, limit, &wait);
         }
     }
 
@@ -253,6 +362,46 @@ impl<'q> BatchSplitter<'q> {
     }
 }
 
+/// Adds up the sequences of some devices.
+fn sum_of_sequences(shares: &[LimitedSequences]) -> u64 {
+    shares.iter().map(|share| share.sequences).sum()
+}
+
+/// Chooses one of the options of each device, such that together they compute the most sequences, up to `total`, with at
+/// most `host` bytes. Returns `None` if the devices need more even with the least.
+fn choose_under_host(options: &[&[LimitedSequences]], host: u64, total: u64) -> Option<Vec<LimitedSequences>> {
+    let unit = total.div_ceil(MAX_UNITS);
+    let units = (total / unit) as usize;
+    // The least bytes with which the devices so far compute at least a number of units, and the last option for that.
+    let mut least: Vec<u64> = vec![u64::MAX; units + 1];
+    least[0] = 0;
+    let mut chosen: Vec<Vec<usize>> = Vec::new();
+    for options in options {
+        let mut next = vec![u64::MAX; units + 1];
+        let mut option_of = vec![usize::MAX; units + 1];
+        for (number, option) in options.iter().enumerate() {
+            let own = (option.sequences / unit) as usize;
+            for wanted in 0..=units {
+                let bytes = least[wanted.saturating_sub(own)].saturating_add(option.host_limit);
+                if bytes < next[wanted] {
+                    (next[wanted], option_of[wanted]) = (bytes, number);
+                }
+            }
+        }
+        least = next;
+        chosen.push(option_of);
+    }
+    let mut wanted = (0..=units).rev().find(|&wanted| least[wanted] <= host)?;
+    let mut shares = Vec::new();
+    for (options, option_of) in options.iter().zip(&chosen).rev() {
+        let option = options[option_of[wanted]];
+        wanted = wanted.saturating_sub((option.sequences / unit) as usize);
+        shares.push(option);
+    }
+    shares.reverse();
+    Some(shares)
+}
+
 /// Returns the faster of two splits; the first if both are equally fast, and `None` if there is neither.
 fn faster(best: Option<Split>, other: Option<Split>) -> Option<Split> {
     match (best, other) {
@@ -278,84 +427,28 @@ pub(super) struct DataParallel<'t, 'q> {
     splitter: BatchSplitter<'q>,
 }
 
-/// Prepares a search under the load line of the host, and passes it to `then`. If the fastest recipes of the devices
-/// together use more host memory than there is, the host is divided between them and the tables are built anew. Returns
-/// the result of `then`, or `None` if no division of the host works.
+/// Prepares a search and passes it to `then`. Where devices share a host that is too small for their fastest recipes
+/// together, the search also has recipes that use less of it. Returns the result of `then`, or `None` if no split fits.
 pub(super) fn with_host_shares<T>(
     team: &TeamRequest,
     rungs: &[Rung],
+    measurements: &Measurements,
     then: impl Fn(DataParallel) -> Option<T>,
 ) -> Option<T> {
-    let mut hosts = team.hosts();
-    let known: Vec<Arc<MeasurementCache>> = team.devices.iter().map(|_| Arc::default()).collect();
-    for _ in 0..MAX_HOST_DIVISIONS {
-        let requests = team.requests_by_speed(rungs, &hosts);
-        let splitter = BatchSplitter::new(&requests, team.sequences_per_step());
-        let mut search = DataParallel { team, rungs, splitter };
-        if team.devices.len() > 1 {
-            search.splitter.refine_ideal_split();
-            search.splitter.refine_baselines();
-        }
-        let split = search.choose_refined()?;
-        let wanted: Vec<Bytes> =
-            search.splitter.best_recipes(&split).iter().map(|recipe| Bytes(recipe.bytes.host)).collect();
-        let pairs: Vec<(usize, Bytes)> = split.devices.iter().copied().zip(wanted).collect();
-        let crowded = team.crowded_devices(&pairs);
-        if crowded.is_empty() {
-            return then(search);
-        }
-        for Machine { devices, host } in team.machines() {
-            if !devices.iter().any(|device| crowded.contains(device)) {
-                continue;
-            }
-            devices.iter().for_each(|&device| hosts[device] = Bytes(host.0 / devices.len() as u64));
-            let here = pairs.iter().filter(|(device, _)| devices.contains(device));
-            let (members, wanted): (Vec<usize>, Vec<Bytes>) = here.copied().unzip();
-            for (&device, bytes) in members.iter().zip(divide_host(host, &requests, &known, &members, &wanted)) {
-                hosts[device] = bytes;
-            }
-        }
+    let requests = team.requests_by_speed(rungs, &team.hosts());
+    let measured = measurements.with_rungs(rungs);
+    let splitter = BatchSplitter::new(&requests, team.machines(), team.sequences_per_step(), &measured);
+    let mut search = DataParallel { team, rungs, splitter };
+    if team.devices.len() > 1 {
+        search.splitter.refine_ideal_split();
+        search.splitter.refine_baselines();
     }
-    None
-}
-
-/// Divides the memory of one host between devices in proportion to the bytes that each wants, which together are too many.
-/// If a device could not hold the model with its portion, each device first gets the least that it needs, and the rest
-/// is divided. `known` caches measurements of each device, which hold for any portion of the host.
-fn divide_host(
-    host: Bytes,
-    requests: &[PlanRequest],
-    known: &[Arc<MeasurementCache>],
-    devices: &[usize],
-    wanted: &[Bytes],
-) -> Vec<Bytes> {
-    let fits = |device: usize, host: Bytes| {
-        let request = &requests[device];
-        let request = PlanRequest { host: limit_host(request.host, host), ..request.clone() };
-        has_fitting_recipe_with(&request, &known[device])
-    };
-    let portions = divide_above(host, &vec![Bytes::ZERO; devices.len()], wanted);
-    if devices.iter().zip(&portions).all(|(&device, portion)| fits(device, *portion)) {
-        return portions;
+    let split = search.choose_refined();
+    if split.is_none_or(|split| split.is_limited_by_hosts()) {
+        search.splitter.add_recipes_with_less_host();
+        search.choose_refined()?;
     }
-    // Packed, a device may need a little more than its bounds say.
-    let tolerance = (host.0 / HOST_STEPS).max(1);
-    let least = |&device: &usize| match fits(device, Bytes::ZERO) {
-        true => Bytes::ZERO,
-        false => Bytes(bisection::smallest(0..host.0, tolerance, |host| fits(device, Bytes(host)))),
-    };
-    let least: Vec<Bytes> = devices.iter().map(least).collect();
-    if least.iter().copied().sum::<Bytes>() > host { portions } else { divide_above(host, &least, wanted) }
-}
-
-/// Gives each device its `least` bytes of the host, and divides the rest in proportion to the bytes that each wants
-/// beyond its least. Returns the bytes of each device.
-fn divide_above(host: Bytes, least: &[Bytes], wanted: &[Bytes]) -> Vec<Bytes> {
-    let beyond_least = |at: usize| wanted[at].saturating_sub(least[at]).0 as f64;
-    let left = host.saturating_sub(least.iter().copied().sum()).0 as f64;
-    let total_beyond = (0..wanted.len()).map(beyond_least).sum::<f64>().max(1.0);
-    let portion = |at: usize| least[at] + Bytes((left * beyond_least(at) / total_beyond) as u64);
-    (0..wanted.len()).map(portion).collect()
+    then(search)
 }
 
 impl DataParallel<'_, '_> {
@@ -421,7 +514,7 @@ impl TeamSearch for DataParallel<'_, '_> {
         Some(self.splitter.candidate(&self.choose()?, self.team.host))
     }
 
-    fn reject(&mut self, candidate: &TeamCandidate, rank: usize, _: Bytes) {
+    fn reject(&mut self, candidate: &TeamCandidate, rank: usize) {
         let WorkerCandidate { device, ref recipe, .. } = candidate.workers[rank];
         self.splitter.reject(device, recipe);
     }
@@ -471,7 +564,7 @@ fn share_of_rank(sequences: &[u64], rank: usize) -> Share {
 mod tests {
     use super::*;
     use crate::search::has_fitting_recipe;
-    use crate::team::testing;
+    use crate::team::{limit_host, testing};
     use plimsoll_core::{Bytes, DeviceKind, HostSpec, Link};
     use plimsoll_program::models::{ModelConfig, preset};
     use proptest::prelude::*;
@@ -479,6 +572,11 @@ mod tests {
     fn device(pace: f64, budget: Bytes, megabytes_per_second: f64) -> DeviceSpec {
         let team_link = Link { bytes_per_second: megabytes_per_second * 1e6, latency_seconds: 1e-5 };
         DeviceSpec { kind: DeviceKind::Paper, ..testing::device(pace, budget, team_link) }
+    }
+
+    /// Returns the only machine of a team, whose host has no memory.
+    fn one_machine(requests: &[PlanRequest]) -> Vec<Machine> {
+        vec![Machine { devices: (0..requests.len()).collect(), host: Bytes::ZERO }]
     }
 
     fn request<'a>(config: &'a ModelConfig, device: &'a DeviceSpec, sequences: u64) -> PlanRequest<'a> {
@@ -501,7 +599,7 @@ mod tests {
                 .collect();
             let requests: Vec<PlanRequest> =
                 devices.iter().map(|device| request(&config, device, total.div_ceil(devices.len() as u64))).collect();
-            let splitter = BatchSplitter::new(&requests, total);
+            let splitter = BatchSplitter::new(&requests, one_machine(&requests), total, &RungMeasurements::default());
             let able = splitter.able_devices();
             let Some(best) = splitter.fastest(&able) else {
                 prop_assert!(able.is_empty());
@@ -540,7 +638,7 @@ mod tests {
         let config = preset("smollm2-135m").expect("listed");
         let devices = [device(1.0, Bytes::gib(8), 100.0), device(0.5, Bytes::gib(8), 100.0)];
         let requests: Vec<PlanRequest> = devices.iter().map(|device| request(&config, device, 16)).collect();
-        let mut splitter = BatchSplitter::new(&requests, 16);
+        let mut splitter = BatchSplitter::new(&requests, one_machine(&requests), 16, &RungMeasurements::default());
         splitter.refine_baselines();
         let split = splitter.split_evenly(&[0, 1]).expect("both can hold it");
         let shares = shares(&split.sequences);
@@ -577,7 +675,7 @@ mod tests {
             let Some(needed) = needed else { return Ok(()) };
             let host = needed.into_iter().sum::<Bytes>() + Bytes::mib(4);
             let team = TeamRequest { devices: requests, host, require_all: true, constraint: None, evaluations: None };
-            let taken = with_host_shares(&team, &[], |search| search.choose().map(|split| split.devices.len()));
+            let taken = with_host_shares(&team, &[], &Measurements::default(), |search| search.choose().map(|split| split.devices.len()));
             prop_assert_eq!(taken, Some(lines.len()), "{:?} beside {}", lines, host);
         }
     }

@@ -4,6 +4,7 @@ use super::TeamRequest;
 use plimsoll_core::Bytes;
 
 /// A machine of a team.
+#[derive(Clone, Debug)]
 pub(super) struct Machine {
     /// The devices of the machine.
     pub devices: Vec<usize>,
@@ -30,14 +31,14 @@ impl TeamRequest<'_> {
         if let [(_, only)] = &mut machines[..] {
             only.host = self.host;
         }
-        machines.into_iter().map(|(_, machine)| machine).collect()
+        machines.into_iter().map(|(_, machine)| Machine { host: machine.host.min(self.host), ..machine }).collect()
     }
 
     /// Returns, for each device, the load line of the host of its machine.
     pub(super) fn hosts(&self) -> Vec<Bytes> {
         let mut hosts = vec![Bytes::ZERO; self.devices.len()];
         for machine in self.machines() {
-            machine.devices.iter().for_each(|&device| hosts[device] = machine.host.min(self.host));
+            machine.devices.iter().for_each(|&device| hosts[device] = machine.host);
         }
         hosts
     }
@@ -57,7 +58,7 @@ impl TeamRequest<'_> {
         let mut crowded = Vec::new();
         for machine in self.machines() {
             let here = used.iter().filter(|(device, _)| machine.devices.contains(device));
-            if here.map(|(_, bytes)| *bytes).sum::<Bytes>() > machine.host.min(self.host) {
+            if here.map(|(_, bytes)| *bytes).sum::<Bytes>() > machine.host {
                 crowded.extend(machine.devices);
             }
         }

@@ -22,36 +22,38 @@ mod evaluator;
 mod exclusion;
 mod fixed;
 mod hosts;
+mod measurements;
+mod needs;
 mod packed;
 mod pipeline;
 mod remedies;
 mod sharded;
+mod stage;
 mod team_plan;
 #[cfg(test)]
 mod testing;
 
 use crate::search::{
-    LossySearch, PinnedChoices, PlanOutcome, PlanRequest, has_fitting_recipe, join, lossy_option_sets, parallel_map,
-    search, search_for_team, with_lossy,
+    LossySearch, PlanOutcome, PlanRequest, has_fitting_recipe_with, join, lossy_option_sets, parallel_map, search,
+    search_for_team, with_lossy,
 };
 pub use alternatives::{alternatives, fill_ladders};
 use candidate::TeamSearch;
 pub use evaluator::evaluation_request;
 use exclusion::{exclude, exclude_too_small};
 pub use fixed::{keep_micro_batch, plan_fixed_team, replan_team};
+pub use measurements::Measurements;
 use packed::pack_fastest;
 use pipeline::Pipeline;
-use plimsoll_core::{Bytes, ExcludedDevice, FileSpec, HostSpec, Link, Parallelism, Plan, Remedy, Rung};
+use plimsoll_core::{Bytes, DeviceSpec, ExcludedDevice, HostSpec, Link, Parallelism, Plan, Rung};
 use plimsoll_program::Share;
 pub use remedies::add_device_remedies;
 use sharded::Sharded;
 
 /// Largest step time with which a sharded team or a pipeline replaces a data parallel team, as a fraction of the step
-/// time of that team. The two are more fragile: a shard or a stage exists on one device alone and is lost with it.
-const MAX_TIME_RATIO: f64 = 0.95;
-/// Factors on the estimate of the least host memory of a team. A refusal tries them in this order until the team fits.
-const HOST_MARGINS: [f64; 4] = [1.01, 1.02, 1.04, 1.1];
-
+/// time of that team. On a tie, data parallel wins, because it loses no state with a device: a shard or a stage exists on
+/// one device alone. More memory must not make a step slower, so a larger difference decides by time.
+const MAX_TIME_RATIO: f64 = 0.995;
 /// A request to plan a step for several devices.
 #[derive(Clone, Debug)]
 pub struct TeamRequest<'a> {
@@ -156,6 +158,13 @@ impl<'a> TeamRequest<'a> {
         (0..device).find(is_alike).unwrap_or(device)
     }
 
+    /// Returns, for each device, the first that differs from it at most in name, load line and charges.
+    fn first_of_kinds(&self) -> Vec<usize> {
+        let kinds: Vec<DeviceSpec> = self.devices.iter().map(|request| measurements::kind_of(request.device)).collect();
+        let first = |kind: &DeviceSpec| kinds.iter().position(|other| other == kind).expect("it is like itself");
+        kinds.iter().map(first).collect()
+    }
+
     /// Returns whether two devices are identical except for their names.
     fn are_alike(&self, one: usize, other: usize) -> bool {
         self.first_alike(one) == self.first_alike(other)
@@ -210,9 +219,18 @@ pub fn plan_team(team: &TeamRequest) -> TeamOutcome {
 /// # Panics
 /// If the request has no device.
 pub fn plan_team_if_fits(team: &TeamRequest) -> Option<TeamOutcome> {
+    plan_measured_team_if_fits(team, &Measurements::default())
+}
+
+/// Plans like [`plan_team_if_fits`], with the measurements of earlier plans of requests that differ from `team` only in
+/// load lines and allowed rungs. They change the time that planning takes, but not the plan.
+///
+/// # Panics
+/// If the request has no device.
+pub fn plan_measured_team_if_fits(team: &TeamRequest, measurements: &Measurements) -> Option<TeamOutcome> {
     let outcome = match team.is_for_one_device() {
         true => Some(single_device(team, best_single_device(team, false), vec![])).filter(|outcome| outcome.plan.fits),
-        false => find_fitting(team),
+        false => find_fitting(team, measurements),
     };
     outcome.map(|outcome| add_evaluator_and_faster_device(team, outcome))
 }
@@ -229,7 +247,8 @@ fn plan_or_refuse(team: &TeamRequest) -> TeamOutcome {
     if team.is_for_one_device() {
         return single_device(team, best_single_device(team, false), vec![]);
     }
-    if let Some(outcome) = find_fitting(team) {
+    let measurements = Measurements::default();
+    if let Some(outcome) = find_fitting(team, &measurements) {
         return outcome;
     }
     // If all devices have to take part, the refusal is about one that does not fit; else about the one nearest to fitting.
@@ -238,24 +257,22 @@ fn plan_or_refuse(team: &TeamRequest) -> TeamOutcome {
         false => device_nearest_to_fitting(team),
     };
     if team.require_all && !outcome.plan.fits {
-        outcome.plan.needs = remedies::needs_for_all(team, &outcome.plan);
+        outcome.plan.needs = remedies::needs_for_all(team, &outcome.plan, &measurements);
     }
     // Under a need the whole team is planned anew, so the peak of this one device is not known.
     outcome.plan.needs.iter_mut().for_each(|need| need.peak_bytes = None);
     let others: Vec<usize> = (0..team.devices.len()).filter(|&other| other != device && !team.require_all).collect();
     let (host_need, excluded) = join(
-        || if outcome.plan.fits { None } else { host_memory_need(team, &outcome.plan) },
+        || if outcome.plan.fits { None } else { needs::host_memory_need(team, &outcome.plan, &measurements) },
         || exclude_too_small(team, &others, &[], &team.devices[0].lossy.allow),
     );
     if !outcome.plan.fits && !team.require_all {
-        remedies::prefer_single_rung(team, &mut outcome.plan);
+        needs::lower_load_lines(team, device, &mut outcome.plan, &measurements);
     }
     if let Some(host_need) = host_need {
         let needs = &mut outcome.plan.needs;
-        match needs.iter_mut().find(|need| need.host_bytes.is_some()) {
-            Some(of_one_device) => *of_one_device = host_need,
-            None => needs.push(host_need),
-        }
+        needs.retain(|need| need.host_bytes.is_none());
+        needs.push(host_need);
     }
     single_device(team, (device, outcome), excluded)
 }
@@ -273,26 +290,27 @@ fn device_nearest_to_fitting(team: &TeamRequest) -> (usize, PlanOutcome) {
 }
 
 /// Plans the fastest team that fits, with the least loss of accuracy; `None` if no team fits.
-fn find_fitting(team: &TeamRequest) -> Option<TeamOutcome> {
+fn find_fitting(team: &TeamRequest, measurements: &Measurements) -> Option<TeamOutcome> {
     let first = &team.devices[0];
     // Charges may take all of a device's load line; then no recipe fits there.
     let full = team.devices.iter().filter(|request| request.device.arena_budget() == Bytes::ZERO).count();
     if full == team.devices.len() || (team.require_all && full > 0) {
         return None;
     }
-    lossy_option_sets(first, &first.lossy.allow).into_iter().find_map(|rungs| best_team(team, &rungs))
+    lossy_option_sets(first, &first.lossy.allow).into_iter().find_map(|rungs| best_team(team, &rungs, measurements))
 }
 
 /// Plans the whole step on the fastest device that fits with all of the host's memory. This is for teams whose host is
 /// too small for two data parallel devices. Returns `None` if no device fits, if all devices have to take part, or if
 /// the plan may not be data parallel.
-fn fastest_device_with_whole_host(team: &TeamRequest, rungs: &[Rung]) -> Option<TeamOutcome> {
-    if team.require_all || !team.allows(Parallelism::Data) {
-        return None;
-    }
-    let fits = |device: &usize| has_fitting_recipe(&with_lossy(&team.devices[*device], rungs));
-    let candidates = team.distinct_devices().into_iter().filter(fits);
-    let best = best_device_among(team, candidates, false).filter(|(_, outcome)| outcome.plan.fits)?;
+fn fastest_device_with_whole_host(
+    team: &TeamRequest,
+    rungs: &[Rung],
+    measurements: &Measurements,
+) -> Option<TeamOutcome> {
+    let candidates = devices_that_fit_alone(team, rungs, measurements);
+    let fits = |device: &usize| candidates.contains(device);
+    let best = best_device_among(team, candidates.iter().copied(), false).filter(|(_, outcome)| outcome.plan.fits)?;
     let others = (0..team.devices.len()).filter(|&device| device != best.0);
     let (able, unable): (Vec<usize>, Vec<usize>) = others.partition(|&device| fits(&team.first_alike(device)));
     let lacks_host = |&device: &usize| {
@@ -301,6 +319,20 @@ fn fastest_device_with_whole_host(team: &TeamRequest, rungs: &[Rung]) -> Option<
     };
     let excluded = able.iter().map(lacks_host).chain(exclude_too_small(team, &unable, rungs, &[])).collect();
     Some(single_device(team, best, excluded))
+}
+
+/// Returns the devices that can do the whole step alone with all of the host's memory, identical ones once. The list is
+/// empty if all devices have to take part, or if the plan may not be data parallel.
+fn devices_that_fit_alone(team: &TeamRequest, rungs: &[Rung], measurements: &Measurements) -> Vec<usize> {
+    if team.require_all || !team.allows(Parallelism::Data) {
+        return vec![];
+    }
+    let measured = measurements.with_rungs(rungs);
+    let fits = |device: &usize| {
+        let request = with_lossy(&team.devices[*device], rungs);
+        has_fitting_recipe_with(&request, &measured.of_request(&request))
+    };
+    team.distinct_devices().into_iter().filter(fits).collect()
 }
 
 /// Plans the whole step on each device alone and returns the best: the fastest that fits, else the one that lacks the
@@ -340,18 +372,19 @@ fn single_device(
 }
 
 /// Plans the fastest team with `rungs` taken, over all kinds of parallelism; `None` if no team fits.
-fn best_team(team: &TeamRequest, rungs: &[Rung]) -> Option<TeamOutcome> {
+fn best_team(team: &TeamRequest, rungs: &[Rung], measurements: &Measurements) -> Option<TeamOutcome> {
     let data_parallel = team.allows(Parallelism::Data).then(|| {
-        data_parallel::with_host_shares(team, rungs, |mut search| {
+        data_parallel::with_host_shares(team, rungs, measurements, |mut search| {
             let packed = pack_fastest(team, rungs, &mut search)?;
             Some(search.or_single_device(packed))
         })
     });
-    let data_parallel = data_parallel.flatten().or_else(|| fastest_device_with_whole_host(team, rungs));
+    let data_parallel = data_parallel.flatten().or_else(|| fastest_device_with_whole_host(team, rungs, measurements));
     if !team.allows(Parallelism::Sharded) && !team.allows(Parallelism::Pipeline) {
         return data_parallel;
     }
-    let (mut sharded, mut pipeline) = (Sharded::new(team, rungs), Pipeline::new(team, rungs));
+    let (mut sharded, mut pipeline) =
+        (Sharded::new(team, rungs, measurements), Pipeline::new(team, rungs, measurements));
     let tokens_per_second = |outcome: &TeamOutcome| outcome.plan.predicted.tokens_per_second;
     if data_parallel
         .as_ref()
@@ -378,73 +411,7 @@ fn best_team(team: &TeamRequest, rungs: &[Rung]) -> Option<TeamOutcome> {
             (least, best) = (tokens_per_second(&outcome), Some(outcome));
         }
     }
-    best
-}
-
-/// Finds the least host memory with which the whole team fits, sharded or as a pipeline, and returns it as a remedy.
-/// `refused` is the refused plan of one device. Returns `None` if no amount is enough, if the host cannot be used, or
-/// if a remedy of `refused` needs no more host memory.
-fn host_memory_need(team: &TeamRequest, refused: &Plan) -> Option<Remedy> {
-    let first = &team.devices[0];
-    let alone = refused.needs.iter().find_map(|need| need.host_bytes);
-    let has_host = |&device: &usize| HostSpec { file: FileSpec::NONE, ..team.devices[device].host } != HostSpec::NONE;
-    let with_host_memory = team.machines().into_iter().filter(|machine| machine.devices.iter().any(has_host));
-    // A remedy names one host: that beside the refused device.
-    let name = &refused.devices.first()?.name;
-    let is_refused = |device: &usize| team.devices[*device].device.name == *name;
-    let [machine] = &with_host_memory.collect::<Vec<_>>()[..] else { return None };
-    if !machine.devices.iter().any(is_refused) || first.pins.offload.is_some() {
-        return None;
-    }
-    let with_host = |host: Bytes| with_host(team, &machine.devices, host);
-    let unlimited = with_host(Bytes::gib(1 << 20));
-    for rungs in lossy_option_sets(first, &first.lossy.allow) {
-        let (pipeline, sharded) = join(
-            || team.allows(Parallelism::Pipeline).then(|| Pipeline::new(&unlimited, &rungs).least_host()).flatten(),
-            || team.allows(Parallelism::Sharded).then(|| Sharded::new(&unlimited, &rungs).least_host()).flatten(),
-        );
-        // The pipeline is first: a sharded team takes longer to pack, and is only packed where it needs less.
-        let pipeline = pipeline.map(|least| (least, Parallelism::Pipeline)).into_iter();
-        let estimates = pipeline.chain(sharded.map(|least| (least, Parallelism::Sharded)));
-        let mut found: Option<Bytes> = None;
-        for (least, parallelism) in estimates {
-            for host in HOST_MARGINS.map(|margin| Bytes::mib((least.0 as f64 * margin) as u64 >> 20)) {
-                let known = found.into_iter().chain(alone).min();
-                if host <= team.host || known.is_some_and(|known| host >= known) {
-                    continue;
-                }
-                if fits_with_host(with_host(host), &rungs, parallelism) {
-                    found = Some(host);
-                    break;
-                }
-            }
-        }
-        if found.is_some() {
-            return Some(Remedy { host_bytes: found, ..Remedy::new(rungs, refused.devices.first()?.budget_bytes) });
-        }
-    }
-    None
-}
-
-/// Returns the team with a load line of `host` for the host of `machine`, the only one with memory.
-fn with_host<'a>(team: &TeamRequest<'a>, machine: &[usize], host: Bytes) -> TeamRequest<'a> {
-    let mut raised = TeamRequest { host, ..team.clone() };
-    machine.iter().for_each(|&device| raised.devices[device].host.budget = host);
-    raised
-}
-
-/// Returns whether a sharded team, or a pipeline, packs.
-fn fits_with_host(mut team: TeamRequest, rungs: &[Rung], parallelism: Parallelism) -> bool {
-    let outcome = match parallelism {
-        Parallelism::Pipeline => {
-            // The estimate of a pipeline is for micro-batches of one sequence.
-            let pin_one = |pins: &mut PinnedChoices| pins.micro_batch = pins.micro_batch.or(Some(1));
-            team.devices.iter_mut().for_each(|request| pin_one(&mut request.pins));
-            pack_fastest(&team, rungs, &mut Pipeline::new(&team, rungs))
-        }
-        _ => pack_fastest(&team, rungs, &mut Sharded::new(&team, rungs)),
-    };
-    outcome.is_some()
+    best.or_else(|| needs::smallest_team(team, rungs, measurements))
 }
 
 /// Returns the slowest of some links, which sets the pace of a team's collectives. Returns [`Link::MEMORY`] if `links`

@@ -3,7 +3,7 @@
 use super::candidate::{TeamCandidate, TeamSearch, WorkerCandidate};
 use super::{PlannedWorker, TeamOutcome, TeamRequest, single_device, team_plan};
 use crate::search::{parallel_map, plan_recipe, plan_recipe_like, search as search_device, with_lossy};
-use plimsoll_core::{Bytes, Plan, Rung};
+use plimsoll_core::Rung;
 use plimsoll_program::Share;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -37,29 +37,22 @@ pub(super) fn pack_fastest(team: &TeamRequest, rungs: &[Rung], search: &mut dyn 
                 let used = workers.iter().map(|worker| (worker.device, worker.outcome.plan.host.arena_bytes));
                 let crowded = team.crowded_devices(&used.collect::<Vec<_>>());
                 let ranks = (0..workers.len()).filter(|&rank| crowded.contains(&workers[rank].device));
-                PackingFailure { rank: ranks.max_by_key(host_bytes)?, over: Bytes::ZERO }
+                ranks.max_by_key(host_bytes)?
             }
-            Err(failure) => failure,
+            Err(rank) => rank,
         };
-        search.reject(&candidate, failure.rank, failure.over);
+        search.reject(&candidate, failure);
     }
     None
 }
 
-/// A rank of a candidate that does not fit after packing.
-pub(super) struct PackingFailure {
-    rank: usize,
-    /// Bytes of the packed arena above the device's load line; zero if only the host is too small for all ranks.
-    over: Bytes,
-}
-
-/// Packs the arenas of all workers of a candidate; identical workers are packed once. Fails at the first rank that does
-/// not fit.
+/// Packs the arenas of all workers of a candidate; identical workers are packed once. Fails with the first rank that does
+/// not fit, and records its packed bytes in the measurements of its recipe.
 pub(super) fn pack_candidate(
     team: &TeamRequest,
     rungs: &[Rung],
     candidate: &TeamCandidate,
-) -> Result<Vec<PlannedWorker>, PackingFailure> {
+) -> Result<Vec<PlannedWorker>, usize> {
     let request = |worker: &WorkerCandidate| {
         let WorkerCandidate { device, ref share, sequences, host, .. } = *worker;
         with_lossy(&team.request_for(device, share, sequences, host), rungs)
@@ -92,16 +85,12 @@ pub(super) fn pack_candidate(
             first if first < rank => plan_recipe_like(&request(worker), &worker.recipe, &workers[first].outcome),
             _ => packed.next().flatten().expect("all ranks before this one fit"),
         };
+        worker.measured.iter().for_each(|measured| measured.record_packed(outcome.layout.bytes()));
         if !outcome.plan.fits {
-            return Err(PackingFailure { rank, over: excess(&outcome.plan) });
+            return Err(rank);
         }
         let WorkerCandidate { device, ref share, sequences, .. } = *worker;
         workers.push(PlannedWorker { device, share: share.clone(), sequences, outcome });
     }
     Ok(workers)
-}
-
-/// Returns the bytes by which a plan exceeds the load line of its device; zero if it does not.
-fn excess(plan: &Plan) -> Bytes {
-    plan.devices[0].peak_bytes.saturating_sub(plan.devices[0].budget_bytes)
 }

@@ -6,31 +6,36 @@
 //! pipeline.
 //!
 //! The search tries sets and orders of devices and sizes of micro-batches. For each it cuts the layers by dynamic
-//! programming over (stage, layers below), from interpolated costs (`stage`). The most promising cuts are searched for
+//! programming over (stage, layers below), from interpolated costs (`team::stage`). The most promising cuts are searched for
 //! recipes. The predicted time of a step comes from a simulation of the schedule (`schedule`).
 
 mod cuts;
 mod schedule;
-mod stage;
 
 use super::candidate::{TeamCandidate, TeamSearch, WorkerCandidate};
 use super::exclusion::exclude_others;
-use super::{TeamRequest, bandwidth_tiers, slowest_link};
+use super::measurements::{Measurements, RungMeasurements, StageKey};
+use super::stage::{MeasuredStage, StageLimits, StageModel, StageOption, StageSeconds, can_offload};
+use super::{TeamRequest, bandwidth_tiers, limit_host, slowest_link};
 use crate::search::{Candidate, PinnedChoices, PlanRequest, fastest_unpacked, parallel_map, with_lossy};
 use cuts::{Cut, CutTable};
 use plimsoll_core::{Bytes, DeviceSpec, ExcludedDevice, Offload, Parallelism, Rung, ScalingEfficiency, micro_batches};
 use plimsoll_program::Share;
 use plimsoll_program::workspace::Kernels;
 pub(super) use schedule::step_seconds;
-pub(super) use stage::StageSeconds;
-use stage::{MeasuredStage, StageLimits, StageModel, StageOption, can_offload};
-use std::cell::{OnceCell, RefCell};
-use std::collections::HashMap;
+
+use std::cell::OnceCell;
+use std::sync::Arc;
 
 /// Most devices for which every order of stages is tried.
 const MAX_PERMUTED_DEVICES: usize = 4;
 /// Number of micro-batch sizes in a row, all slower than the best, after which larger sizes are skipped.
 const MAX_SLOWER_IN_A_ROW: usize = 2;
+/// Factor on the time of the fastest candidate. Sketches (stages with estimated times) above the product are not searched
+/// for recipes.
+const SKETCH_ERROR: f64 = 1.01;
+/// Number of smaller amounts of host memory with which a stage is searched for other recipes.
+const LOWER_HOSTS: usize = 2;
 /// Number of the fastest sketches (stages with estimated times) that are searched for recipes. After them, only
 /// sketches with the smallest micro-batch are searched.
 const MAX_SEARCHED: usize = 6;
@@ -46,21 +51,11 @@ pub(super) struct Pipeline<'t, 'q> {
     rungs: &'t [Rung],
     /// The load line of the host beside each device.
     hosts: Vec<Bytes>,
-    /// Bytes of each device that the search leaves free because a candidate did not pack.
-    held_back: Vec<u64>,
-    stage_models: RefCell<HashMap<StageKey, StageModel>>,
+    measured: Arc<RungMeasurements>,
+    /// For each device, the first of its kind.
+    kinds: Vec<usize>,
     /// The fastest candidate, until one is rejected.
     fastest: OnceCell<Option<TeamCandidate>>,
-}
-
-/// The properties on which the predicted seconds and bytes of a stage depend.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
-struct StageKey {
-    /// The first device that is identical to the stage's device.
-    device: usize,
-    stage: usize,
-    stages: usize,
-    micro_batch: u32,
 }
 
 /// The stages of a pipeline with estimated times, before recipes are searched.
@@ -80,13 +75,13 @@ struct Sketch {
 }
 
 impl<'t, 'q> Pipeline<'t, 'q> {
-    pub fn new(team: &'t TeamRequest<'q>, rungs: &'t [Rung]) -> Pipeline<'t, 'q> {
+    pub fn new(team: &'t TeamRequest<'q>, rungs: &'t [Rung], measurements: &Measurements) -> Pipeline<'t, 'q> {
         Pipeline {
             team,
             rungs,
             hosts: team.hosts(),
-            held_back: vec![0; team.devices.len()],
-            stage_models: RefCell::default(),
+            measured: measurements.with_rungs(rungs),
+            kinds: team.first_of_kinds(),
             fastest: OnceCell::new(),
         }
     }
@@ -96,13 +91,11 @@ impl<'t, 'q> Pipeline<'t, 'q> {
         self.team.devices[0].config.layers
     }
 
-    /// Returns the specification of a device in a team of `devices`. It has the team's slowest link, and a load line
-    /// that is lower by the bytes held back.
+    /// Returns the specification of a device in a team of `devices`, which has the team's slowest link.
     fn spec_in_team(&self, device: usize, devices: &[usize]) -> DeviceSpec {
         let spec = self.team.devices[device].device;
         let team_link = slowest_link(devices.iter().map(|&device| self.team.devices[device].device.team_link));
-        let budget = spec.budget.saturating_sub(Bytes(self.held_back[device]));
-        DeviceSpec { team_link, budget, ..spec.clone() }
+        DeviceSpec { team_link, ..spec.clone() }
     }
 
     /// Returns whether point-to-point transfers of a device are staged in host memory.
@@ -134,8 +127,8 @@ impl<'t, 'q> Pipeline<'t, 'q> {
     fn models_of(&self, devices: &[usize], micro_batch: u32) -> Vec<StageModel> {
         let count = devices.len();
         let key = |stage: usize| self.stage_key(devices, stage, micro_batch);
-        let unknown: Vec<usize> =
-            (0..count).filter(|&stage| !self.stage_models.borrow().contains_key(&key(stage))).collect();
+        let known = &self.measured.stage_models;
+        let unknown: Vec<usize> = (0..count).filter(|&stage| known.get(&key(stage)).is_none()).collect();
         let specs: Vec<DeviceSpec> = devices.iter().map(|&device| self.spec_in_team(device, devices)).collect();
         let request = |stage: usize, layers: u64| {
             let share = shares(&boundaries_around(stage, count, layers, self.depth())).swap_remove(stage);
@@ -148,15 +141,16 @@ impl<'t, 'q> Pipeline<'t, 'q> {
             let can_offload = can_offload(one, one.host.budget);
             StageModel { one: MeasuredStage::measure(one, can_offload), two: MeasuredStage::measure(two, can_offload) }
         });
-        let mut known = self.stage_models.borrow_mut();
-        known.extend(unknown.iter().map(|&stage| key(stage)).zip(measured));
-        (0..count).map(|stage| known[&key(stage)]).collect()
+        unknown.iter().zip(measured).for_each(|(&stage, model)| known.insert(key(stage), model));
+        (0..count).map(|stage| known.get(&key(stage)).expect("it was measured")).collect()
     }
 
     /// Returns the key under which the model of a stage is cached.
     fn stage_key(&self, devices: &[usize], stage: usize, micro_batch: u32) -> StageKey {
-        let device = self.team.first_alike(devices[stage]);
-        StageKey { device, stage, stages: devices.len(), micro_batch }
+        let device = self.kinds[devices[stage]];
+        let can_offload = can_offload(&self.team.devices[devices[stage]], self.hosts[devices[stage]]);
+        let link = self.spec_in_team(devices[stage], devices).team_link.bytes_per_second.to_bits();
+        StageKey { device, stage, stages: devices.len(), micro_batch, can_offload, link }
     }
 
     /// Returns the number of micro-batches of a step, each with `micro_batch` sequences.
@@ -277,11 +271,19 @@ impl<'t, 'q> Pipeline<'t, 'q> {
             }
         }
         sketches.sort_by(|a, b| a.1.seconds.total_cmp(&b.1.seconds));
-        // The fastest are searched, and then those that need the least memory.
+        // The fastest are searched until none can be faster, by its estimate, and then those that need the least memory.
         let smallest = sketches.iter().map(|(_, sketch)| sketch.micro_batch).min();
         let smallest = sketches.iter().skip(MAX_SEARCHED).filter(|(_, sketch)| Some(sketch.micro_batch) == smallest);
-        let mut searched = sketches.iter().take(MAX_SEARCHED).chain(smallest);
-        searched.find_map(|(order, sketch)| self.with_recipes(order, sketch))
+        let mut best: Option<TeamCandidate> = None;
+        for (number, (order, sketch)) in sketches.iter().take(MAX_SEARCHED).chain(smallest).enumerate() {
+            let seconds = best.as_ref().map_or(f64::INFINITY, |best| best.seconds);
+            if sketch.seconds > SKETCH_ERROR * seconds || best.is_some() && number >= MAX_SEARCHED {
+                break;
+            }
+            let found = self.with_recipes(order, sketch).filter(|found| found.seconds < seconds);
+            best = found.or(best);
+        }
+        best
     }
 
     /// Searches a recipe for each stage of a sketch. If a stage has none, the layers are cut anew with less of its
@@ -298,14 +300,24 @@ impl<'t, 'q> Pipeline<'t, 'q> {
                 if sketch.offloads[stage] { request } else { without_offload(request) }
             };
             let requests: Vec<PlanRequest> = (0..devices.len()).map(request).collect();
-            let recipes = parallel_map(&requests, |request| {
-                let recipe = fastest_unpacked(request)?;
+            let measured = &self.measured;
+            let recipe_of = |request: &PlanRequest| {
+                let recipe = fastest_unpacked(request, measured.of_request(request))?;
                 let seconds = StageSeconds::of(&request.compute_programs(&recipe.recipe), &request.prices());
-                Some((recipe, seconds))
-            });
+                Some(StageRecipe { recipe, seconds })
+            };
+            let recipes = parallel_map(&requests, recipe_of);
             let without: Vec<usize> = (0..devices.len()).filter(|&stage| recipes[stage].is_none()).collect();
             if without.is_empty() {
-                let recipes: Vec<(Candidate, StageSeconds)> = recipes.into_iter().flatten().collect();
+                let mut recipes: Vec<StageRecipe> = recipes.into_iter().flatten().collect();
+                let offloads = |&stage: &usize| !recipes[stage].recipe.recipe.offload.is_nothing();
+                let offloading: Vec<usize> = (0..devices.len()).filter(offloads).collect();
+                let with_less = |&stage: &usize| with_less_host(&requests[stage]).map(move |request| (stage, request));
+                let with_less: Vec<(usize, PlanRequest)> = offloading.iter().flat_map(with_less).collect();
+                let others = parallel_map(&with_less, |(stage, request)| Some((*stage, recipe_of(request)?)));
+                let micro_batches = self.micro_batch_count(sketch.micro_batch);
+                let mut others: Vec<(usize, StageRecipe)> = others.into_iter().flatten().collect();
+                choose_together(&mut recipes, &mut others, micro_batches);
                 return Some(self.to_candidate(devices, &sketch, &shares, &recipes));
             }
             for stage in without {
@@ -322,16 +334,15 @@ impl<'t, 'q> Pipeline<'t, 'q> {
         devices: &[usize],
         sketch: &Sketch,
         shares: &[Share],
-        recipes: &[(Candidate, StageSeconds)],
+        recipes: &[StageRecipe],
     ) -> TeamCandidate {
         let total = self.team.sequences_per_step();
-        let seconds: Vec<StageSeconds> = recipes.iter().map(|(_, seconds)| *seconds).collect();
         let micro_batches = self.micro_batch_count(sketch.micro_batch);
-        let worker = |(stage, (recipe, _)): (usize, &(Candidate, _))| {
+        let worker = |(stage, StageRecipe { recipe, .. }): (usize, &StageRecipe)| {
             WorkerCandidate::new(devices[stage], shares[stage].clone(), total, recipe, sketch.hosts[stage])
         };
         let workers = recipes.iter().enumerate().map(worker).collect();
-        let seconds = step_seconds(&seconds, micro_batches);
+        let seconds = seconds_of_recipes(recipes, micro_batches);
         TeamCandidate { parallelism: Some(Parallelism::Pipeline), workers, seconds }
     }
 
@@ -406,11 +417,9 @@ impl TeamSearch for Pipeline<'_, '_> {
         self.fastest.get_or_init(|| self.find_fastest()).clone()
     }
 
-    fn reject(&mut self, candidate: &TeamCandidate, rank: usize, over: Bytes) {
-        // A minimum is held back each time, so that the search ends.
-        let WorkerCandidate { device, .. } = candidate.workers[rank];
+    fn reject(&mut self, _: &TeamCandidate, _: usize) {
+        // The packed bytes are in the measurements.
         self.fastest.take();
-        self.held_back[device] += over.0 + self.team.devices[device].device.budget.0 / 256;
     }
 
     fn excluded(&self, candidate: &TeamCandidate) -> Vec<ExcludedDevice> {
@@ -433,6 +442,64 @@ fn boundaries_around(stage: usize, stages: usize, layers: u64, depth: u64) -> Ve
     let first = (0..=stages_below).map(|number| below * number / stages_below.max(1));
     let rest = (0..=stages_above).map(|number| below + layers + (others - below) * number / stages_above.max(1));
     first.chain(rest).collect()
+}
+
+/// The recipe of a stage, with its predicted seconds.
+struct StageRecipe {
+    recipe: Candidate,
+    seconds: StageSeconds,
+}
+
+/// Predicts the seconds of a step in which each stage has its recipe.
+fn seconds_of_recipes(recipes: &[StageRecipe], micro_batches: u32) -> f64 {
+    let seconds: Vec<StageSeconds> = recipes.iter().map(|recipe| recipe.seconds).collect();
+    step_seconds(&seconds, micro_batches)
+}
+
+/// Chooses between the recipe of each stage and its other one in `others`, such that the step is fastest. A stage that
+/// takes less time in all may still delay the others by a longer forward pass. The search begins with all recipes of one
+/// kind, then with all of the other, and changes single stages as long as the step gets faster.
+fn choose_together(recipes: &mut [StageRecipe], others: &mut [(usize, StageRecipe)], micro_batches: u32) {
+    let first = descend(recipes, others, micro_batches);
+    let found: Vec<Candidate> = recipes.iter().map(|stage| stage.recipe.clone()).collect();
+    for (stage, other) in others.iter_mut().filter(|(_, other)| other.recipe.recipe.offload.is_nothing()) {
+        std::mem::swap(&mut recipes[*stage], other);
+    }
+    if descend(recipes, others, micro_batches) < first {
+        return;
+    }
+    for (stage, other) in others.iter_mut() {
+        if recipes[*stage].recipe.recipe != found[*stage].recipe {
+            std::mem::swap(&mut recipes[*stage], other);
+        }
+    }
+}
+
+/// Swaps recipes of single stages with `others` as long as the step gets faster, and returns its seconds.
+fn descend(recipes: &mut [StageRecipe], others: &mut [(usize, StageRecipe)], micro_batches: u32) -> f64 {
+    let mut best = seconds_of_recipes(recipes, micro_batches);
+    loop {
+        let before = best;
+        for (stage, other) in others.iter_mut() {
+            std::mem::swap(&mut recipes[*stage], other);
+            match seconds_of_recipes(recipes, micro_batches) {
+                seconds if seconds < best => best = seconds,
+                _ => std::mem::swap(&mut recipes[*stage], other),
+            }
+        }
+        if best >= before {
+            return best;
+        }
+    }
+}
+
+/// Returns the request of a stage without offload, and with the next lower powers of two of host memory. The amounts do not
+/// depend on the load line of the host.
+fn with_less_host<'a>(request: &PlanRequest<'a>) -> impl Iterator<Item = PlanRequest<'a>> {
+    let powers = (0..64).rev().map(|power| Bytes(1 << power)).filter(|bytes| *bytes < request.host.budget);
+    let with_host = |host: Bytes| PlanRequest { host: limit_host(request.host, host), ..request.clone() };
+    let with_host: Vec<PlanRequest> = powers.take(LOWER_HOSTS).map(with_host).collect();
+    with_host.into_iter().chain([without_offload(request.clone())])
 }
 
 /// Pins a request to no offload, unless its offload is already pinned.

@@ -4,6 +4,7 @@
 //! The team is planned under each change before the change is named, so that a named remedy works when it is typed.
 
 use super::exclusion::slowdown_reason;
+use super::measurements::Measurements;
 use super::{TeamConstraint, TeamOutcome, TeamRequest, data_parallel, find_fitting};
 use crate::bisection;
 use crate::device_request::DevicesRequest;
@@ -41,7 +42,7 @@ struct RatedChange {
 
 impl Change {
     /// Plans the team under the change; `None` if it does not fit.
-    fn plan(&self, team: &TeamRequest) -> Option<TeamOutcome> {
+    fn plan(&self, team: &TeamRequest, measurements: &Measurements) -> Option<TeamOutcome> {
         let changed_spec = |(number, request): (usize, &PlanRequest)| {
             let budget = self.budgets.get(&number).copied();
             DeviceSpec { budget: budget.unwrap_or(request.device.budget), ..request.device.clone() }
@@ -53,21 +54,28 @@ impl Change {
             PlanRequest { device, lossy, ..request.clone() }
         };
         let require_all = team.require_all || self.require_all;
-        let outcome = find_fitting(&TeamRequest {
+        let changed = TeamRequest {
             devices: team.devices.iter().zip(&specs).map(changed_request).collect(),
             host: team.host,
             require_all,
             constraint: team.constraint.clone(),
             evaluations: None,
-        })?;
+        };
+        let outcome = find_fitting(&changed, measurements)?;
         (!require_all || outcome.workers.len() == team.devices.len()).then_some(outcome)
     }
 
     /// Plans the team under the change, and returns the change with the team's tokens per second. Returns `None` if the
     /// team does not fit, or if of the devices identical to `device` no more take part than the `before` that do without
     /// the change.
-    fn rate(self, team: &TeamRequest, device: usize, before: usize) -> Option<RatedChange> {
-        let outcome = self.plan(team)?;
+    fn rate(
+        self,
+        team: &TeamRequest,
+        device: usize,
+        before: usize,
+        measurements: &Measurements,
+    ) -> Option<RatedChange> {
+        let outcome = self.plan(team, measurements)?;
         let is_alike = |other: usize| team.are_alike(other, device);
         let taken = outcome.workers.iter().filter(|worker| is_alike(worker.device)).count();
         let tokens_per_second = outcome.plan.predicted.tokens_per_second;
@@ -100,14 +108,14 @@ impl Change {
 /// Adds to each excluded device of a plan its remedy: the settings with which it would take part, if there are any.
 /// `devices` is the device list of the command, which the settings change. A refusal is left as it is.
 pub fn add_device_remedies(team: &TeamRequest, devices: &DevicesRequest, plan: &mut Plan) {
-    let without = plan.predicted.tokens_per_second;
+    let (without, measurements) = (plan.predicted.tokens_per_second, Measurements::default());
     let mut known: Vec<(usize, Option<RatedChange>)> = Vec::new();
     let excluded: Vec<usize> = plan.excluded.iter().map(|device| device.device_index).collect();
     for (at, &device) in excluded.iter().enumerate().filter(|_| plan.fits) {
         let is_alike = |other: usize| team.are_alike(other, device);
         // A change is a remedy if more of the identical devices take part, whichever they are.
         let before = (0..team.devices.len()).filter(|number| is_alike(*number) && !excluded.contains(number)).count();
-        let rate = |change: Change| change.rate(team, device, before);
+        let rate = |change: Change| change.rate(team, device, before, &measurements);
         // Identical devices have the same remedy, unless it names a device.
         let found = match known.iter().find(|(other, _)| is_alike(*other)) {
             Some((_, Some(rated))) if rated.change.budgets.is_empty() => Some(rated.clone()),
@@ -173,40 +181,17 @@ fn needed_budget(request: &PlanRequest) -> Option<Bytes> {
     Some(Bytes::mib(need.budget_bytes.0.div_ceil(1 << 20)) + PROCESS_VARIATION)
 }
 
-/// Adds a remedy to a refusal: the first single lossy rung with which the whole team fits. Remedies that take this rung
-/// and more are then removed. Nothing changes if a single rung already lets one device fit alone.
-pub(super) fn prefer_single_rung(team: &TeamRequest, refused: &mut Plan) {
-    let (request, budget) = (&team.devices[0], refused.devices[0].budget_bytes);
-    let is_rungs_only = |need: &Remedy| need.host_bytes.is_none() && need.file_bytes.is_none();
-    let further_rungs = |need: &Remedy| need.allow.iter().filter(|rung| !request.lossy.allow.contains(rung)).count();
-    let is_cheap = |need: &Remedy| is_rungs_only(need) && need.budget_bytes <= budget && further_rungs(need) <= 1;
-    if refused.needs.iter().any(is_cheap) {
-        return;
-    }
-    let is_offered = |rung: &Rung| request.lossy.offer.contains(rung) && !request.lossy.allow.contains(rung);
-    let rungs_of_team = |rung: Rung| {
-        let change = Change { allow: vec![rung], ..Change::default() };
-        change.plan(team).map(|outcome| outcome.plan.rungs)
-    };
-    let Some(taken) = Rung::ALL.into_iter().filter(is_offered).find_map(rungs_of_team) else { return };
-    let goes_further = |need: &Remedy| is_rungs_only(need) && taken.iter().all(|rung| need.allow.contains(rung));
-    refused.needs.retain(|need| !goes_further(need));
-    let needs = &mut refused.needs;
-    let at = needs.iter().position(|need| !need.allow.is_empty()).unwrap_or(needs.len());
-    needs.insert(at, Remedy::new(request.rungs_in_addition(&taken), budget));
-}
-
 /// Converts the remedies of one refused device to remedies of a team in which every device has to take part. Each
 /// device gets an even share of the sequences and of the host, and the load line that it then needs. Remedies that are
 /// not enough for all devices are dropped.
-pub(super) fn needs_for_all(team: &TeamRequest, refused: &Plan) -> Vec<Remedy> {
+pub(super) fn needs_for_all(team: &TeamRequest, refused: &Plan, measurements: &Measurements) -> Vec<Remedy> {
     let enough_sequences = team.sequences_per_step() >= team.devices.len() as u64;
     let Some(first) = refused.devices.first().filter(|_| enough_sequences) else { return vec![] };
     let is_local = |need: &&Remedy| need.host_bytes.is_none() && need.file_bytes.is_none();
-    let for_team = |need: &Remedy| need_for_all(team, first, need);
+    let for_team = |need: &Remedy| need_for_all(team, first, need, measurements);
     let mut needs: Vec<Remedy> = refused.needs.iter().filter(is_local).filter_map(for_team).collect();
     if let Some(at) = needs.iter().position(|need| need.allow.is_empty()) {
-        let lossless = with_lower_budgets(team, first, &needs[at]);
+        let lossless = with_lower_budgets(team, first, &needs[at], measurements);
         // A lossy need is only worth it with a lower load line.
         needs.retain(|need| need.allow.is_empty() || need.budget_bytes < lossless.budget_bytes);
         needs[at] = lossless;
@@ -216,7 +201,7 @@ pub(super) fn needs_for_all(team: &TeamRequest, refused: &Plan) -> Vec<Remedy> {
 
 /// Converts the remedy `need` of the refused device `first` to a remedy of all devices as a data parallel team. Returns
 /// `None` if it is not enough for them.
-fn need_for_all(team: &TeamRequest, first: &DevicePlan, need: &Remedy) -> Option<Remedy> {
+fn need_for_all(team: &TeamRequest, first: &DevicePlan, need: &Remedy, measurements: &Measurements) -> Option<Remedy> {
     let (total, ranks) = (team.sequences_per_step(), team.devices.len() as u64);
     let sequences: Vec<u64> = (0..ranks).map(|rank| total * (rank + 1) / ranks - total * rank / ranks).collect();
     let shares = data_parallel::shares(&sequences);
@@ -244,7 +229,7 @@ fn need_for_all(team: &TeamRequest, first: &DevicePlan, need: &Remedy) -> Option
     let raised = team.devices.iter().enumerate().filter_map(raised).collect();
     let data_parallel =
         TeamRequest { constraint: Some(TeamConstraint::Parallelism(Parallelism::Data)), ..team.clone() };
-    Change { budgets: raised, allow: need.allow.clone(), require_all: true }.plan(&data_parallel)?;
+    Change { budgets: raised, allow: need.allow.clone(), require_all: true }.plan(&data_parallel, measurements)?;
     let mut others = budgets;
     let budget_bytes = others.get(&first.name).copied().unwrap_or(first.budget_bytes);
     if team.devices.iter().filter(|request| request.device.name == first.name).count() == 1 {
@@ -272,7 +257,7 @@ impl ShortDevice {
 /// Lowers the load lines of the remedy `need` as far as all devices still fit, with any kind of parallelism. The search
 /// is a bisection over steps between the present load lines and those of `need`. `first` is the device to which
 /// [`Remedy::budget_bytes`] of `need` belongs.
-fn with_lower_budgets(team: &TeamRequest, first: &DevicePlan, need: &Remedy) -> Remedy {
+fn with_lower_budgets(team: &TeamRequest, first: &DevicePlan, need: &Remedy, measurements: &Measurements) -> Remedy {
     let enough = |name: &String| match need.other_budget_bytes.get(name) {
         Some(budget) => Some(*budget),
         None => (*name == first.name).then_some(need.budget_bytes),
@@ -289,7 +274,7 @@ fn with_lower_budgets(team: &TeamRequest, first: &DevicePlan, need: &Remedy) -> 
     let is_enough = |step: u64| {
         let lower = |(number, budget): (usize, Bytes)| (number, budget.saturating_sub(PROCESS_VARIATION));
         let budgets = budgets_at(step).into_iter().map(lower).collect();
-        Change { budgets, require_all: true, ..Change::default() }.plan(team).is_some()
+        Change { budgets, require_all: true, ..Change::default() }.plan(team, measurements).is_some()
     };
     // The lines of the need itself are enough.
     let budgets = budgets_at(bisection::smallest(1..LINE_STEPS, 0, is_enough));
@@ -325,7 +310,7 @@ mod tests {
         let (lora, both) = (vec![Rung::Lora], vec![Rung::Lora, Rung::Nf4]);
         let (nothing, adam) = ((vec![], false), (vec![Rung::Adam8bit], false));
         assert_eq!(needs(1), [nothing.clone(), adam.clone(), (lora.clone(), false), (both, true)]);
-        assert_eq!(needs(3), [nothing, (lora, true), adam]);
+        assert_eq!(needs(3), [nothing, adam, (lora, true)]);
     }
 
     #[test]

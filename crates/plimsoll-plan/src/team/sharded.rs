@@ -13,6 +13,7 @@
 
 use super::candidate::{TeamCandidate, TeamSearch, WorkerCandidate};
 use super::exclusion::exclude_others;
+use super::measurements::{Measurements, RankKey, RungMeasurements};
 use super::{TeamConstraint, TeamRequest, bandwidth_tiers, slowest_link};
 use crate::search::{
     Candidate, PlanRequest, RankCosts, ShardedBytes, fastest_unpacked, parallel_map, single_device_compute_seconds,
@@ -21,20 +22,17 @@ use crate::search::{
 use plimsoll_core::{Bytes, DeviceSpec, ExcludedDevice, Parallelism, Rung, ScalingEfficiency, format_count};
 use plimsoll_program::Share;
 use sizing::{ShardSizing, SizedShards};
-use std::cell::{OnceCell, RefCell};
 use std::cmp::Reverse;
 use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
 
 mod sizing;
 
 /// Number of parts in which shards are counted: the shards of all ranks add up to it.
 const ALL_PARTS: u64 = 1024;
-/// Factor on the time of the fastest sketch (a team with estimated times). Sketches up to the product are searched for
-/// recipes, too.
-const NEAR_FASTEST: f64 = 1.03;
-/// Most sketches (teams with estimated times) that are searched for recipes. More are searched only if none of these
-/// has any.
-const MAX_SEARCHED: usize = 2;
+/// Factor on the time of the fastest candidate. Sketches (teams with estimated times) above the product are not searched
+/// for recipes.
+const SKETCH_ERROR: f64 = 1.01;
 /// Most numbers of micro-batches in a row that may be slower than the best; with one more, the search skips the rest.
 const MAX_SLOWER_IN_A_ROW: usize = 2;
 /// The reason given for a device that has no recipe to compute with.
@@ -50,23 +48,9 @@ pub(super) struct Sharded<'t, 'q> {
     hosts: Vec<Bytes>,
     /// The number of each device's machine.
     machine_numbers: Vec<usize>,
-    /// Bytes of each device that the search leaves free because a candidate did not pack.
-    held_back: Vec<u64>,
-    sharded_bytes: OnceCell<ShardedBytes>,
-    /// Predicted seconds in which a device computes a micro-batch, by the first device of its kind and by size.
-    compute_seconds: RefCell<HashMap<(usize, u32), f64>>,
-    rank_costs: RefCell<HashMap<RankKey, RankCosts>>,
-}
-
-/// The properties on which the predicted seconds and bytes of a rank depend.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
-struct RankKey {
-    /// The first device that is identical to the rank's device.
-    device: usize,
-    micro_batch: u32,
-    ranks: usize,
-    /// Bytes per second of the team link: the bits of the `f64`, so that the key can be hashed.
-    link: u64,
+    measured: Arc<RungMeasurements>,
+    /// For each device, the first of its kind.
+    kinds: Vec<usize>,
 }
 
 /// A sharded team with estimated times, before recipes are searched.
@@ -111,16 +95,14 @@ impl Roles {
 }
 
 impl<'t, 'q> Sharded<'t, 'q> {
-    pub fn new(team: &'t TeamRequest<'q>, rungs: &'t [Rung]) -> Sharded<'t, 'q> {
+    pub fn new(team: &'t TeamRequest<'q>, rungs: &'t [Rung], measurements: &Measurements) -> Sharded<'t, 'q> {
         Sharded {
             team,
             rungs,
             hosts: team.hosts(),
             machine_numbers: team.machine_numbers(),
-            held_back: vec![0; team.devices.len()],
-            sharded_bytes: OnceCell::new(),
-            compute_seconds: RefCell::default(),
-            rank_costs: RefCell::default(),
+            measured: measurements.with_rungs(rungs),
+            kinds: team.first_of_kinds(),
         }
     }
 
@@ -172,7 +154,7 @@ impl<'t, 'q> Sharded<'t, 'q> {
         if micro_batch == 0 {
             return 0.0;
         }
-        let kind = self.team.first_alike(device);
+        let kind = self.kinds[device];
         let measured = |size: u64| self.measured_seconds(kind, size as u32);
         let below = 1 << micro_batch.ilog2();
         match micro_batch - below {
@@ -184,13 +166,9 @@ impl<'t, 'q> Sharded<'t, 'q> {
     /// Predicts the seconds in which a device computes a micro-batch, from Programs. The result is cached for each size
     /// and kind of device; `kind` is the first device of the kind.
     fn measured_seconds(&self, kind: usize, micro_batch: u32) -> f64 {
-        if let Some(&known) = self.compute_seconds.borrow().get(&(kind, micro_batch)) {
-            return known;
-        }
-        let request = with_lossy(&self.team.devices[kind], self.rungs);
-        let seconds = single_device_compute_seconds(&request, micro_batch);
-        self.compute_seconds.borrow_mut().insert((kind, micro_batch), seconds);
-        seconds
+        let request = || with_lossy(&self.team.devices[kind], self.rungs);
+        let measure = || single_device_compute_seconds(&request(), micro_batch);
+        self.measured.compute_seconds.get_or_compute((kind, micro_batch), measure)
     }
 
     /// Returns the request for the share of one worker. `spec` is the specification of its device in the team, as
@@ -206,35 +184,30 @@ impl<'t, 'q> Sharded<'t, 'q> {
         PlanRequest { pins, ..request }
     }
 
-    /// Returns the specification of a device in a team of `devices`. It has the team's slowest link, and a load line
-    /// that is lower by the bytes held back.
+    /// Returns the specification of a device in a team of `devices`, which has the team's slowest link.
     fn spec_in_team(&self, device: usize, devices: &[usize]) -> DeviceSpec {
         let spec = self.team.devices[device].device;
         let team_link = slowest_link(devices.iter().map(|&device| self.team.devices[device].device.team_link));
-        let budget = spec.budget.saturating_sub(Bytes(self.held_back[device]));
-        DeviceSpec { team_link, budget, ..spec.clone() }
+        DeviceSpec { team_link, ..spec.clone() }
     }
 
     /// Predicts seconds and bytes of a device as a rank of a team of `devices`, with even shards.
     fn rank_cost(&self, device: usize, micro_batch: u64, devices: &[usize]) -> RankCosts {
         let spec = self.spec_in_team(device, devices);
         let key = RankKey {
-            device: self.team.first_alike(device),
+            device: self.kinds[device],
             micro_batch: micro_batch as u32,
             ranks: devices.len(),
             link: spec.team_link.bytes_per_second.to_bits(),
         };
-        if let Some(&known) = self.rank_costs.borrow().get(&key) {
-            return known;
-        }
-        let ranks = devices.len() as u64;
-        let (parallelism, state) = (Some(Parallelism::Sharded), even_shards(ranks));
-        let share = Share { parallelism, ranks: ranks as u32, state, ..Share::SINGLE_DEVICE };
-        let request = self.team.request_for(device, &share, micro_batch, Bytes::ZERO);
-        let request = PlanRequest { device: &spec, ..with_lossy(&request, self.rungs) };
-        let cost = RankCosts::measure(&request, micro_batch as u32);
-        self.rank_costs.borrow_mut().insert(key, cost);
-        cost
+        self.measured.rank_costs.get_or_compute(key, || {
+            let ranks = devices.len() as u64;
+            let (parallelism, state) = (Some(Parallelism::Sharded), even_shards(ranks));
+            let share = Share { parallelism, ranks: ranks as u32, state, ..Share::SINGLE_DEVICE };
+            let request = self.team.request_for(device, &share, micro_batch, Bytes::ZERO);
+            let request = PlanRequest { device: &spec, ..with_lossy(&request, self.rungs) };
+            RankCosts::measure(&request, micro_batch as u32)
+        })
     }
 
     /// Returns the shard sizes that the request fixes; `None` if it leaves them open.
@@ -254,7 +227,8 @@ impl<'t, 'q> Sharded<'t, 'q> {
     }
 
     fn sharded_bytes(&self) -> ShardedBytes {
-        *self.sharded_bytes.get_or_init(|| ShardedBytes::measure(&with_lossy(&self.team.devices[0], self.rungs)))
+        let measure = || ShardedBytes::measure(&with_lossy(&self.team.devices[0], self.rungs));
+        *self.measured.sharded_bytes.get_or_init(measure)
     }
 
     /// Distributes the sequences of a micro-batch, and returns the number of each rank. Each computing rank gets one,
@@ -401,14 +375,16 @@ impl<'t, 'q> Sharded<'t, 'q> {
     }
 
     /// Returns the fastest candidate in which exactly these devices take part, in these roles; `None` if none fits.
+    /// Sketches are searched for recipes until none can be faster, by its estimate.
     fn fastest_with_roles(&self, roles: &Roles) -> Option<TeamCandidate> {
-        let sketches = self.sketches(roles);
-        let least = sketches.first()?.seconds;
-        let near = sketches.iter().take(MAX_SEARCHED).take_while(|sketch| sketch.seconds <= NEAR_FASTEST * least);
-        let searched: Vec<Option<TeamCandidate>> = near.map(|sketch| self.with_recipes(roles, sketch)).collect();
-        let searched_count = searched.len();
-        fastest(searched.into_iter().flatten())
-            .or_else(|| sketches.iter().skip(searched_count).find_map(|sketch| self.with_recipes(roles, sketch)))
+        let mut best: Option<TeamCandidate> = None;
+        for sketch in self.sketches(roles) {
+            if best.as_ref().is_some_and(|best| sketch.seconds > SKETCH_ERROR * best.seconds) {
+                break;
+            }
+            best = fastest(best.into_iter().chain(self.with_recipes(roles, &sketch)));
+        }
+        best
     }
 
     /// Searches a recipe for each rank of a sketch. If a rank has none, the sketch is made anew with less of its
@@ -424,7 +400,8 @@ impl<'t, 'q> Sharded<'t, 'q> {
             let distinct = (0..devices.len()).filter(|&rank| representative[rank] == rank);
             let requests: Vec<(usize, PlanRequest)> =
                 distinct.map(|rank| (rank, self.request(&specs[rank], &workers[rank]))).collect();
-            let recipes = parallel_map(&requests, |(_, request)| fastest_unpacked(request));
+            let recipes =
+                parallel_map(&requests, |(_, request)| fastest_unpacked(request, self.measured.of_request(request)));
             let recipes: HashMap<usize, Option<Candidate>> =
                 requests.iter().map(|(rank, _)| *rank).zip(recipes).collect();
             let has_no_recipe = |rank: &usize| recipes[&representative[*rank]].is_none();
@@ -435,6 +412,7 @@ impl<'t, 'q> Sharded<'t, 'q> {
                     let recipe = recipes[&representative[rank]].as_ref().expect("all ranks have one");
                     worker.recipe = recipe.recipe.clone();
                     (worker.device_bytes, worker.host_bytes) = (recipe.bytes.device, recipe.bytes.host);
+                    worker.measured = Some(recipe.clone());
                     (once, passes) = (once.max(recipe.per_step_seconds), passes.max(recipe.per_micro_batch_seconds));
                 }
                 let seconds = once + sketch.micro_batch_count as f64 * passes;
@@ -451,9 +429,7 @@ impl<'t, 'q> Sharded<'t, 'q> {
     /// Returns, for each rank, the rank with the largest shard among those identical to it. All of them get its recipe.
     fn representatives(&self, workers: &[WorkerCandidate], shards: &[u64]) -> Vec<usize> {
         let are_alike = |a: &WorkerCandidate, b: &WorkerCandidate| {
-            self.team.are_alike(a.device, b.device)
-                && a.recipe.micro_batch == b.recipe.micro_batch
-                && self.held_back[a.device] == self.held_back[b.device]
+            self.team.are_alike(a.device, b.device) && a.recipe.micro_batch == b.recipe.micro_batch
         };
         let largest = |rank: usize| {
             let alike = (0..workers.len()).filter(|&other| are_alike(&workers[other], &workers[rank]));
@@ -531,7 +507,7 @@ impl<'t, 'q> Sharded<'t, 'q> {
     fn without_one_storage_worker(&self, candidate: &TeamCandidate) -> Option<TeamCandidate> {
         let devices = candidate.devices();
         let mut seen = HashSet::new();
-        let mut is_new_kind = |device: usize| seen.insert((self.team.first_alike(device), self.held_back[device]));
+        let mut is_new_kind = |device: usize| seen.insert(self.team.first_alike(device));
         let storage_workers =
             devices.iter().copied().filter(|&device| is_storage_only(candidate, device) && is_new_kind(device));
         let roles_without = |removed: usize| {
@@ -613,10 +589,8 @@ impl TeamSearch for Sharded<'_, '_> {
         fastest(tiers.into_iter().filter_map(|tier| self.fastest_among(tier, true)))
     }
 
-    fn reject(&mut self, candidate: &TeamCandidate, rank: usize, over: Bytes) {
-        // A minimum is held back each time, so that the search ends.
-        let WorkerCandidate { device, .. } = candidate.workers[rank];
-        self.held_back[device] += over.0 + self.team.devices[device].device.budget.0 / 256;
+    fn reject(&mut self, _: &TeamCandidate, _: usize) {
+        // The packed bytes are in the measurements.
     }
 
     fn excluded(&self, candidate: &TeamCandidate) -> Vec<ExcludedDevice> {
@@ -717,7 +691,7 @@ mod tests {
             let mut devices = vec![device(1.0, Bytes::mib(102), Link::MEMORY)];
             devices.extend(slow.map(|(pace, mib)| device(pace, Bytes::mib(mib), Link::MEMORY)));
             let team = team(&config, &devices, 3, Bytes::ZERO);
-            let sharded = Sharded::new(&team, &[]);
+            let sharded = Sharded::new(&team, &[], &Measurements::default());
             let candidate = sharded.fastest().expect("together they hold the model");
             assert_eq!(candidate.devices(), [0, 1, 2]);
             assert!((1..3).all(|device| is_storage_only(&candidate, device)), "{candidate:?}");
@@ -763,7 +737,7 @@ mod tests {
                 devices.push(same_again.unwrap_or(slow));
             }
             let team = team(&config, &devices, [6, 12, 24][case % 3], Bytes::mib(40 * u64::from(case % 4 == 3)));
-            let sharded = Sharded::new(&team, &[]);
+            let sharded = Sharded::new(&team, &[], &Measurements::default());
             let may_exclude = random() < 0.6;
             let candidate = sharded.fastest_among((0..devices.len()).collect(), may_exclude);
             let found = candidate.as_ref().map_or(f64::INFINITY, |candidate| candidate.seconds);

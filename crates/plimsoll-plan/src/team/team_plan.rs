@@ -1,7 +1,8 @@
 //! The plan of a team, put together from the plans of its workers.
 
 use super::hosts::Machine;
-use super::pipeline::{StageSeconds, step_seconds};
+use super::pipeline::step_seconds;
+use super::stage::StageSeconds;
 use super::{PlannedWorker, TeamRequest, slowest_link};
 use crate::price::Prices;
 use crate::search::{PlanOutcome, PlanRequest, checkpoint_bytes};

@@ -3,7 +3,7 @@
 //! A cut is one choice for the first stages. For each number of stages and of layers only Pareto-optimal cuts are kept:
 //! those that no other beats in time and in host memory.
 
-use super::stage::StageOption;
+use crate::team::stage::StageOption;
 
 /// Most cuts that are kept for each number of stages and of layers: the fastest. The cut with the least host memory is
 /// kept in addition.

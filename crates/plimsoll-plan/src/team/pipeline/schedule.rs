@@ -1,6 +1,6 @@
 //! The time of a pipeline step, from a simulation of its schedule.
 
-use super::stage::StageSeconds;
+use crate::team::stage::StageSeconds;
 use plimsoll_program::{ProgramKind, Schedule};
 
 /// A forward or backward pass of a micro-batch on one stage.

@@ -1,8 +1,8 @@
 //! The sizes of the shards of a sharded team, for given micro-batches.
 //!
-//! Shards fill the memory that each rank has free beside its activations. If that is not enough for the whole model,
-//! all ranks recompute more, and at last a rest is offloaded to the host. More recompute than needed frees memory for
-//! more even shards. With uneven shards the rank that owns the smallest has to receive the most, so even shards are
+//! Shards are as even as the memory allows that each rank has free beside its activations. If that is not enough for the
+//! whole model, all ranks recompute more, and at last a rest is offloaded to the host. More recompute than needed frees
+//! memory for more even shards. With uneven shards the rank that owns the smallest has to receive the most, so even shards are
 //! faster over slow links. The fastest of a few amounts of recompute is taken.
 
 use super::ALL_PARTS;
@@ -11,10 +11,8 @@ use crate::search::{RankCosts, ShardedBytes};
 
 /// Factor on the sharded bytes that leaves room for the rounding of shards to whole parts and blocks.
 const ROUNDING_ROOM: f64 = 1.002;
-/// Number of further amounts of recompute that are tried, to make the shards more even.
-const EVENING_STEPS: u32 = 4;
-/// Largest step time with which more even shards are taken, as a fraction of the best step time so far.
-const EVENING_GAIN: f64 = 0.995;
+/// Number of steps of the fractions of recompute that are tried, to make the shards more even.
+const RECOMPUTE_STEPS: u32 = 8;
 /// Number of probes of the bisection that finds the least recompute.
 const RECOMPUTE_PROBES: u32 = 20;
 
@@ -116,30 +114,26 @@ impl ShardSizing<'_> {
         SizedShards { shards: shards.to_vec(), recompute, offloaded }
     }
 
-    /// Sizes the shards so that the step is fastest. They are in proportion to free memory with the least recompute, or
-    /// more even with more recompute if that is clearly faster.
+    /// Sizes the shards so that the step is fastest. All ranks recompute a fraction of their layers: the least with which
+    /// there is room, or one of a few larger ones that do not depend on load lines. Shards are as even as the room then
+    /// allows, so more memory only makes them more even.
     pub fn with_fastest_shards(&self) -> SizedShards {
         let wanted = self.sharded.all * ROUNDING_ROOM;
         let least = least_recompute(&|recompute| self.total_free_bytes(recompute), wanted);
-        // The rest is offloaded, in proportion to the links that it has to cross.
-        let offloaded = (wanted - self.total_free_bytes(least)).max(0.0);
-        let offloaded_there = |rank: usize| offloaded * self.offload_fractions[rank];
-        let room: Vec<f64> = self.ranks().map(|rank| self.free_bytes(rank, least) + offloaded_there(rank)).collect();
-        let mut best = SizedShards { shards: to_parts(&room), recompute: vec![least; self.costs.len()], offloaded };
-        let mut best_seconds = self.step_seconds(&best.shards, &best.recompute);
-        for step in 0..=EVENING_STEPS {
-            let fraction = least + (1.0 - least) * f64::from(step) / f64::from(EVENING_STEPS);
-            if self.total_free_bytes(fraction) < wanted {
-                continue;
-            }
-            let room: Vec<f64> = self.ranks().map(|rank| self.free_bytes(rank, fraction)).collect();
-            let (shards, recompute) = (to_parts(&level(&room, wanted)), vec![fraction; self.costs.len()]);
-            let seconds = self.step_seconds(&shards, &recompute);
-            if seconds < EVENING_GAIN * best_seconds {
-                (best_seconds, best) = (seconds, SizedShards { shards, recompute, offloaded });
-            }
-        }
-        best
+        let steps = (0..=RECOMPUTE_STEPS).map(|step| f64::from(step) / f64::from(RECOMPUTE_STEPS));
+        let fractions = [least].into_iter().chain(steps.filter(|fraction| *fraction > least));
+        let sized = fractions.map(|fraction| self.with_recompute(fraction, wanted));
+        let seconds = |sized: &SizedShards| self.step_seconds(&sized.shards, &sized.recompute);
+        sized.min_by(|a, b| seconds(a).total_cmp(&seconds(b))).expect("the least fraction is one")
+    }
+
+    /// Divides `wanted` bytes as evenly as the room beside this fraction of recompute allows. A rest without room is
+    /// offloaded, in proportion to the links that it has to cross.
+    fn with_recompute(&self, recompute: f64, wanted: f64) -> SizedShards {
+        let offloaded = (wanted - self.total_free_bytes(recompute)).max(0.0);
+        let room = |rank: usize| self.free_bytes(rank, recompute) + offloaded * self.offload_fractions[rank];
+        let room: Vec<f64> = self.ranks().map(room).collect();
+        SizedShards { shards: to_parts(&level(&room, wanted)), recompute: vec![recompute; self.costs.len()], offloaded }
     }
 }
 

@@ -19,7 +19,7 @@ type SecondsByOffload = [StageSeconds; OFFLOAD_KINDS + 1];
 
 /// Predicted seconds of a pipeline stage.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(in crate::team) struct StageSeconds {
+pub(super) struct StageSeconds {
     /// Seconds of the forward pass of a micro-batch.
     pub(super) forward: f64,
     /// Seconds of the backward pass of a micro-batch.

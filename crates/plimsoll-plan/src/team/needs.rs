@@ -1,0 +1,172 @@
+//! The least budgets with which a refused team fits, over all kinds of parallelism, within [`PRECISION`].
+//!
+//! The budgets that one device needs alone are enough for the team. Bisection lowers them: a team that fits under less
+//! also fits under more. Each probe asks for the smallest team ([`smallest_team`]), which the search for a plan takes as
+//! its last resort. A need is therefore enough when it is typed.
+
+use super::measurements::Measurements;
+use super::packed::pack_fastest;
+use super::pipeline::Pipeline;
+use super::sharded::Sharded;
+use super::{TeamOutcome, TeamRequest, best_team, data_parallel, devices_that_fit_alone};
+use crate::search::{PinnedChoices, join, lossy_option_sets};
+use plimsoll_core::{Bytes, DeviceSpec, FileSpec, HostSpec, Parallelism, Plan, Remedy, Rung};
+
+/// Largest part by which a need is above the least that is enough, unless that is less than a MiB.
+const PRECISION: f64 = 0.005;
+/// Factors on the estimate of the least host memory of a team. They are tried in this order until the team fits.
+const HOST_MARGINS: [f64; 6] = [1.01, 1.05, 1.2, 1.5, 2.0, 3.0];
+
+/// Packs the team of several devices that needs the least memory with `rungs` taken: its micro-batches have one sequence.
+/// Returns `None` if no such team fits.
+pub(super) fn smallest_team(team: &TeamRequest, rungs: &[Rung], measurements: &Measurements) -> Option<TeamOutcome> {
+    let mut small = team.clone();
+    let pin_one = |pins: &mut PinnedChoices| pins.micro_batch = pins.micro_batch.or(Some(1));
+    small.devices.iter_mut().for_each(|request| pin_one(&mut request.pins));
+    if team.require_all
+        && team.allows(Parallelism::Data)
+        && let Some(outcome) = data_parallel::with_host_shares(&small, rungs, measurements, |mut search| {
+            pack_fastest(&small, rungs, &mut search)
+        })
+    {
+        return Some(outcome);
+    }
+    let pipeline = || pack_fastest(&small, rungs, &mut Pipeline::new(&small, rungs, measurements));
+    let sharded = || pack_fastest(&small, rungs, &mut Sharded::new(&small, rungs, measurements));
+    let first = if team.allows(Parallelism::Pipeline) { pipeline() } else { None };
+    first.or_else(|| if team.allows(Parallelism::Sharded) { sharded() } else { None })
+}
+
+/// Returns whether the team fits with any combination of the rungs that it allows, and of `allow`.
+fn fits(team: &TeamRequest, allow: &[Rung], measurements: &Measurements) -> bool {
+    let first = &team.devices[0];
+    let allowed: Vec<Rung> = first.lossy.allow.iter().chain(allow).copied().collect();
+    // Most loss first: it usually needs the least.
+    let sets = lossy_option_sets(first, &allowed).into_iter().rev();
+    sets.into_iter().any(|rungs| fits_with(team, &rungs, measurements))
+}
+
+/// Returns whether the team fits, like [`fits`], with a load line of `budget` for `device`.
+fn fits_with_line(
+    team: &TeamRequest,
+    device: usize,
+    budget: Bytes,
+    allow: &[Rung],
+    measurements: &Measurements,
+) -> bool {
+    let spec = DeviceSpec { budget, ..team.devices[device].device.clone() };
+    let mut raised = team.clone();
+    raised.devices[device].device = &spec;
+    fits(&raised, allow, measurements)
+}
+
+/// Returns whether one device, or a team of several, fits with `rungs` taken.
+fn fits_with(team: &TeamRequest, rungs: &[Rung], measurements: &Measurements) -> bool {
+    !devices_that_fit_alone(team, rungs, measurements).is_empty() || smallest_team(team, rungs, measurements).is_some()
+}
+
+/// Lowers a budget that is `enough` by bisection, in whole MiB; `too_low` is not enough.
+fn lower(too_low: Bytes, enough: Bytes, mut is_enough: impl FnMut(Bytes) -> bool) -> Bytes {
+    let (mut low, mut high) = (too_low.0 >> 20, enough.0.div_ceil(1 << 20));
+    while high.saturating_sub(low) > 1 && (high - low) as f64 > PRECISION * high as f64 {
+        let middle = low.midpoint(high);
+        if is_enough(Bytes::mib(middle)) { high = middle } else { low = middle }
+    }
+    Bytes::mib(high).min(enough)
+}
+
+/// Lowers a budget that is `enough` like [`lower`], in steps that grow from above: it is probably close to the least.
+fn lower_from_above(too_low: Bytes, mut enough: Bytes, is_enough: impl Fn(Bytes) -> bool) -> Bytes {
+    let mut step = PRECISION;
+    loop {
+        let less = Bytes::mib((enough.0 as f64 * (1.0 - step)) as u64 >> 20);
+        if less <= too_low || less >= enough {
+            return lower(too_low, enough, is_enough);
+        }
+        if !is_enough(less) {
+            return lower(less, enough, is_enough);
+        }
+        (enough, step) = (less, (2.0 * step).min(0.5));
+    }
+}
+
+/// Lowers a budget that is enough for the smallest team further, if another team fits under slightly less.
+fn lower_further(too_low: Bytes, enough: Bytes, mut is_enough: impl FnMut(Bytes) -> bool) -> Bytes {
+    let slightly_less = Bytes::mib(((enough.0 as f64 * (1.0 - PRECISION)) as u64).saturating_sub(1 << 20) >> 20);
+    match slightly_less > too_low && is_enough(slightly_less) {
+        true => lower(too_low, slightly_less, is_enough),
+        false => enough,
+    }
+}
+
+/// Lowers the load lines that the remedies of `refused` name for `device` to the least with which the whole team fits.
+/// Drops remedies with further rungs than one that needs no higher load line.
+pub(super) fn lower_load_lines(team: &TeamRequest, device: usize, refused: &mut Plan, measurements: &Measurements) {
+    let line = team.devices[device].device.budget;
+    let with_line = |budget: Bytes, allow: &[Rung]| fits_with_line(team, device, budget, allow, measurements);
+    for need in refused.needs.iter_mut().filter(|need| need.host_bytes.is_none() && need.file_bytes.is_none()) {
+        if need.budget_bytes > line {
+            let allow = need.allow.clone();
+            need.budget_bytes = match !allow.is_empty() && with_line(line, &allow) {
+                true => line,
+                false => lower(line, need.budget_bytes, |budget| with_line(budget, &allow)),
+            };
+        }
+    }
+    let is_enough = |need: &Remedy| need.host_bytes.is_none() && !need.allow.is_empty() && need.budget_bytes <= line;
+    let enough: Vec<Vec<Rung>> =
+        refused.needs.iter().filter(|need| is_enough(need)).map(|need| need.allow.clone()).collect();
+    let goes_further = |need: &Remedy, other: &Vec<Rung>| {
+        need.allow.len() > other.len() && other.iter().all(|rung| need.allow.contains(rung))
+    };
+    refused.needs.retain(|need| enough.iter().all(|other| !goes_further(need, other)));
+}
+
+/// Finds the least host memory with which the whole team fits, and returns it as a remedy. `refused` is the refused plan
+/// of one device. Returns `None` if no amount is enough, or if the host cannot be used.
+pub(super) fn host_memory_need(team: &TeamRequest, refused: &Plan, measurements: &Measurements) -> Option<Remedy> {
+    let first = &team.devices[0];
+    let has_host = |&device: &usize| HostSpec { file: FileSpec::NONE, ..team.devices[device].host } != HostSpec::NONE;
+    let with_host_memory = team.machines().into_iter().filter(|machine| machine.devices.iter().any(has_host));
+    // A remedy names one host: that beside the refused device.
+    let name = &refused.devices.first()?.name;
+    let is_refused = |device: &usize| team.devices[*device].device.name == *name;
+    let [machine] = &with_host_memory.collect::<Vec<_>>()[..] else { return None };
+    if !machine.devices.iter().any(is_refused) || first.pins.offload.is_some() {
+        return None;
+    }
+    let with_host = |host: Bytes| with_host(team, &machine.devices, host);
+    let alone = refused.needs.iter().filter(|need| need.allow.is_empty()).find_map(|need| need.host_bytes);
+    let unlimited = with_host(Bytes::gib(1 << 20));
+    for rungs in lossy_option_sets(first, &first.lossy.allow) {
+        let is_enough = |host: Bytes| fits_with(&with_host(host), &rungs, measurements);
+        let (pipeline, sharded) = join(
+            || team.allows(Parallelism::Pipeline).then(|| Pipeline::new(&unlimited, &rungs, measurements).least_host()),
+            || team.allows(Parallelism::Sharded).then(|| Sharded::new(&unlimited, &rungs, measurements).least_host()),
+        );
+        let estimate = pipeline.flatten().into_iter().chain(sharded.flatten()).min();
+        let margins = estimate.iter().flat_map(|least| HOST_MARGINS.map(|margin| (least.0 as f64 * margin) as u64));
+        let estimates = margins.map(|bytes| Bytes::mib(bytes.div_ceil(1 << 20)));
+        let mut tried = estimates.filter(|host| *host > team.host && alone.is_none_or(|alone| *host < alone));
+        let mut too_low = team.host;
+        let enough = tried.find(|&host| {
+            let found = is_enough(host);
+            too_low = if found { too_low } else { host };
+            found
+        });
+        let Some(enough) = enough.or(alone.filter(|_| rungs.is_empty())) else { continue };
+        let least = lower_from_above(too_low, enough, is_enough);
+        let fits = |host: Bytes| best_team(&with_host(host), &rungs, measurements).is_some();
+        let least = lower_further(team.host, least, fits);
+        let budget = refused.devices.first()?.budget_bytes;
+        return Some(Remedy { host_bytes: Some(least), ..Remedy::new(rungs, budget) });
+    }
+    None
+}
+
+/// Returns the team with a load line of `host` for the host of `machine`, the only one with memory.
+fn with_host<'a>(team: &TeamRequest<'a>, machine: &[usize], host: Bytes) -> TeamRequest<'a> {
+    let mut raised = TeamRequest { host, ..team.clone() };
+    machine.iter().for_each(|&device| raised.devices[device].host.budget = host);
+    raised
+}
