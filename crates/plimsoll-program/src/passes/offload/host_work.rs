@@ -2,24 +2,24 @@
 //! ring, but pending copies of the same regions must end first.
 
 use super::ProgramRewriter;
-use super::work_units::{Region, WorkUnit};
+use super::work_units::Region;
 use crate::op::operands::operands_mut;
 use crate::op::{Access, Mode, Queue};
+use crate::program::Block;
 use crate::tensor::{Operand, TensorId};
 use plimsoll_core::Space;
 
 impl ProgramRewriter<'_> {
-    /// Appends a work unit (ops that run together) that the host runs, with copies of the device tensors that it reads
-    /// or writes.
-    pub(super) fn rewrite_host_unit(&mut self, unit: &WorkUnit) {
-        if unit.blocks[0].repeat > 1 {
+    /// Appends the blocks of a work unit (ops that run together) that the host runs, with copies of the device tensors
+    /// that it reads or writes.
+    pub(super) fn rewrite_host_unit(&mut self, name: &str, blocks: Vec<Block>) {
+        if blocks[0].repeat > 1 {
             self.evict_all();
-            self.flush(&unit.name);
-            self.blocks.extend(unit.blocks.iter().cloned());
+            self.flush(name);
+            self.blocks.extend(blocks);
             return;
         }
-        for op in unit.ops() {
-            let mut op = op.clone();
+        for mut op in blocks.into_iter().flat_map(|block| block.ops) {
             let accesses = self.offloader.accesses(&op);
             let on_host = |access: &&Access| self.offloader.space(access.operand) == Space::Host;
             let touched: Vec<(Region, Mode)> =

@@ -173,12 +173,13 @@ impl ProgramRewriter<'_> {
             blocks: Vec::new(),
             ops: Vec::new(),
         };
-        let units = rewriter.work_units(number);
+        let mut units = rewriter.work_units(number);
         rewriter.create_rings(&units);
         for at in 0..units.len() {
+            let blocks = std::mem::take(&mut units[at].blocks);
             match units[at].processor {
-                Processor::Host => rewriter.rewrite_host_unit(&units[at]),
-                Processor::Device | Processor::HostUpdate => rewriter.rewrite_unit(&units, at),
+                Processor::Host => rewriter.rewrite_host_unit(&units[at].name, blocks),
+                Processor::Device | Processor::HostUpdate => rewriter.rewrite_unit(&units, at, blocks),
             }
             if at + 1 == units.len() {
                 rewriter.evict_all();
@@ -189,10 +190,19 @@ impl ProgramRewriter<'_> {
         rewriter.blocks
     }
 
+    /// Takes the ops of the block under construction. The next block probably has as many.
+    fn take_ops(&mut self) -> Vec<Op> {
+        let next = Vec::with_capacity(self.ops.len());
+        let mut ops = std::mem::replace(&mut self.ops, next);
+        ops.shrink_to_fit();
+        ops
+    }
+
     /// Adds the block under construction to the finished ones, under this name, unless it has no ops.
     fn flush(&mut self, name: &str) {
         if !self.ops.is_empty() {
-            self.blocks.push(Block::once(name, self.ops.drain(..).collect()));
+            let ops = self.take_ops();
+            self.blocks.push(Block::once(name, ops));
         }
     }
 }

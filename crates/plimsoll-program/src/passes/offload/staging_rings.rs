@@ -212,9 +212,9 @@ impl ProgramRewriter<'_> {
         }
     }
 
-    /// Appends work unit `at` with its regions in ring buffers. The prefetch for the next unit comes before its ops,
-    /// the start of its write-backs after them.
-    pub(super) fn rewrite_unit(&mut self, units: &[WorkUnit], at: usize) {
+    /// Appends work unit `at`, which has these `blocks`, with its regions in ring buffers. The prefetch for the next unit
+    /// comes before its ops, the start of its write-backs after them.
+    pub(super) fn rewrite_unit(&mut self, units: &[WorkUnit], at: usize, blocks: Vec<Block>) {
         let unit = &units[at];
         self.fetch_missing(unit, at);
         self.wait_for_fetches(unit);
@@ -226,16 +226,16 @@ impl ProgramRewriter<'_> {
                 self.fetch(*wanted, at + 1, at);
             }
         }
-        for block in &unit.blocks {
+        for mut block in blocks {
             if block.repeat > 1 {
                 self.flush(&unit.name);
             }
-            for op in &block.ops {
+            for op in std::mem::take(&mut block.ops) {
                 self.rewrite_op(op, unit);
             }
             if block.repeat > 1 {
-                let ops = self.ops.drain(..).collect();
-                self.blocks.push(Block { ops, ..block.clone() });
+                block.ops = self.take_ops();
+                self.blocks.push(block);
             }
         }
         for u in unit.uses.iter().filter(|u| u.written) {
@@ -277,10 +277,11 @@ impl ProgramRewriter<'_> {
 
     /// Appends an op of `unit`. Operands that lie in regions of the unit are replaced by the ring buffers that hold
     /// these.
-    fn rewrite_op(&mut self, op: &Op, unit: &WorkUnit) {
-        let mut op = op.clone();
-        for access in self.offloader.accesses(&op).iter().filter(|access| access.mode != Mode::Read) {
-            self.host_copies.retain(|region, _| region.tensor != access.operand.tensor);
+    fn rewrite_op(&mut self, mut op: Op, unit: &WorkUnit) {
+        if !self.host_copies.is_empty() {
+            for access in self.offloader.accesses(&op).iter().filter(|access| access.mode != Mode::Read) {
+                self.host_copies.retain(|region, _| region.tensor != access.operand.tensor);
+            }
         }
         self.release_conflicts(&op, unit);
         for operand in operands_mut(&mut op.kind) {

@@ -79,11 +79,6 @@ pub(super) struct WorkUnit {
 }
 
 impl WorkUnit {
-    /// Returns the ops of all blocks.
-    pub(super) fn ops(&self) -> impl Iterator<Item = &Op> {
-        self.blocks.iter().flat_map(|block| &block.ops)
-    }
-
     /// Returns whether a region of the next unit can be fetched while this unit runs. A region that partly overlaps one
     /// of this unit cannot: the write-back of this unit must come first.
     pub(super) fn can_prefetch(&self, next: &RegionUse) -> bool {
@@ -208,8 +203,11 @@ impl ProgramRewriter<'_> {
     fn push_units(&mut self, name: &str, ops: Vec<Op>, units: &mut Vec<WorkUnit>) {
         let mut ops = self.with_host_staging(ops);
         ops.retain(|op| !self.is_redundant_zeroing(op));
-        for ops in ops.chunk_by(|a, b| self.processor_of(a) == self.processor_of(b)) {
-            let (mut ops, processor) = (ops.to_vec(), self.processor_of(&ops[0]));
+        while let Some(first) = ops.first() {
+            let processor = self.processor_of(first);
+            let end = ops.iter().position(|op| self.processor_of(op) != processor).unwrap_or(ops.len());
+            let later = ops.split_off(end);
+            let mut ops = std::mem::replace(&mut ops, later);
             for op in ops.iter_mut().filter(|op| processor != Processor::Device && op.queue == Queue::Compute) {
                 op.queue = Queue::Host;
             }
