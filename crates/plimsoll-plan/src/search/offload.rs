@@ -8,9 +8,13 @@ use crate::bisection;
 use plimsoll_core::{Offload, Parallelism, PerSpace, RecomputeLevel, ScratchOffload, Space};
 use std::collections::{HashMap, HashSet};
 
-/// Most offload choices whose Programs a search builds to read bytes and seconds, the most promising first. Choices
-/// that fit and choices that do not fit count apart.
+/// Most offload choices whose Programs a search builds to read bytes and seconds, the most promising first, for models of
+/// many layers. Choices that fit and choices that do not fit count apart.
 const MAX_MEASURED: usize = 48;
+/// Most offload choices in place of [`MAX_MEASURED`], for models of few layers.
+const MAX_MEASURED_SHALLOW: usize = 256;
+/// Most layers of the choices of a shallow model, together.
+const MAX_LAYERS: usize = 1280;
 /// Most layers of the choices that are measured for a sharded rank or a pipeline stage, in place of [`MAX_MEASURED`]. Their
 /// Programs are slow to write, because they write out every layer.
 const MAX_LAYERS_IN_TEAM: usize = 256;
@@ -21,8 +25,8 @@ const MAX_PACKED: usize = 64;
 /// Smallest fraction of the best step time that a further offload choice has to save, by estimate, for its Programs to
 /// be built.
 const MIN_GAIN: f64 = 0.0005;
-/// Fraction by which an offload choice may be faster than its estimate, as long as no Programs of a similar choice were
-/// built.
+/// Fraction by which an offload choice may be faster than its estimate. The estimate assumes that copies and computing
+/// overlap perfectly.
 const ESTIMATE_ERROR: f64 = 0.03;
 
 /// Returns the offload choices from nothing to everything, layer by layer (for sharded ranks: by sixteenths of the
@@ -159,6 +163,16 @@ impl EstimateCorrections {
         self.by_kind.get(&(micro_batch, representative)).copied().unwrap_or_else(cautious)
     }
 
+    /// Returns the corrected estimate of the fastest unmeasured choice of a kind. Returns `None` if the kind has none, or if
+    /// no choice can be faster than `best`: by the observed ratio of this kind or, for a new kind, by the estimate itself,
+    /// slightly lowered.
+    fn promising_seconds(&self, kind: &ChoicesOfKind, best: f64) -> Option<f64> {
+        let estimated = kind.choices.last()?.step_seconds;
+        let observed = self.by_kind.get(&(kind.micro_batch, kind.representative)).copied();
+        let bound = estimated * observed.unwrap_or(1.0 - ESTIMATE_ERROR);
+        (bound < best * (1.0 - MIN_GAIN)).then(|| estimated * self.factor(kind.micro_batch, kind.representative))
+    }
+
     /// Records an observed ratio of seconds predicted from Programs to estimated seconds.
     fn record(&mut self, micro_batch: u32, representative: Offload, factor: f64) {
         self.by_kind.insert((micro_batch, representative), factor);
@@ -218,22 +232,17 @@ pub(super) fn add_candidates(measurer: &Measurer, micro_batches: &[u32], list: &
     let mut best = best_of(list).unwrap_or(f64::INFINITY);
     let mut kinds = group_by_kind(measurer, estimate_choices(measurer, micro_batches, best));
     let is_pipeline = measurer.request.share.parallelism == Some(Parallelism::Pipeline);
+    let layers = measurer.request.layers();
     let most = match is_sharded(measurer) || is_pipeline {
-        true => (MAX_LAYERS_IN_TEAM / measurer.request.layers()).clamp(MIN_MEASURED_IN_TEAM, MAX_MEASURED),
-        false => MAX_MEASURED,
+        true => (MAX_LAYERS_IN_TEAM / layers).clamp(MIN_MEASURED_IN_TEAM, MAX_MEASURED),
+        false => (MAX_LAYERS / layers).clamp(MAX_MEASURED, MAX_MEASURED_SHALLOW),
     };
     let (mut fitting_left, mut misses_left) = (most, most);
     let mut corrections = EstimateCorrections::default();
     while fitting_left > 0 && misses_left > 0 {
-        let corrected = |kind: &ChoicesOfKind| {
-            let fastest = kind.choices.last()?.step_seconds;
-            Some(fastest * corrections.factor(kind.micro_batch, kind.representative))
-        };
+        let corrected = |kind: &ChoicesOfKind| corrections.promising_seconds(kind, best);
         let promising = (0..kinds.len()).filter_map(|number| Some((number, corrected(&kinds[number])?)));
-        let Some((number, seconds)) = promising.min_by(|a, b| a.1.total_cmp(&b.1)) else { break };
-        if seconds >= best * (1.0 - MIN_GAIN) {
-            break;
-        }
+        let Some((number, _)) = promising.min_by(|a, b| a.1.total_cmp(&b.1)) else { break };
         let EstimatedChoice { step_seconds, micro_batch, choice, .. } =
             kinds[number].choices.pop().expect("it has an estimate");
         if !measurer.may_fit(micro_batch, choice) {
@@ -246,7 +255,8 @@ pub(super) fn add_candidates(measurer: &Measurer, micro_batches: &[u32], list: &
                 best = best.min(seconds);
                 fitting_left -= 1;
             }
-            None => misses_left -= 1,
+            // Without a recipe, known bytes of similar choices were enough to tell, and no Programs were built.
+            None => misses_left -= usize::from(!found.is_empty()),
         }
         list.extend(found);
     }
