@@ -44,7 +44,7 @@ pub(crate) use parallel::{join, parallel_map};
 pub use plan_request::{LossyOptions, PinnedChoices, PlanOutcome, PlanRequest, TriedRecipe, with_lossy};
 pub(crate) use recipe_table::{RecipeTable, WaitSeconds};
 pub(crate) use residency::resident_tensors;
-pub(crate) use sharded_costs::{RankCosts, ShardedBytes, fastest_unpacked, single_device_compute_seconds};
+pub(crate) use sharded_costs::{RankCosts, RecipeGoal, ShardedBytes, recipe_of_share, single_device_compute_seconds};
 
 /// Returns recipes with the given micro-batch sizes, with bounds on their bytes and predicted seconds, in no order:
 /// recipes without offload, and recipes that offload may make faster. If the user has pinned an offload choice, all

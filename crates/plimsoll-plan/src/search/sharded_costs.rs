@@ -167,15 +167,40 @@ pub(crate) fn single_device_compute_seconds(request: &PlanRequest, micro_batch: 
     sum_passes(&set, |program| request.prices().program_seconds(&set, program, false))
 }
 
+/// The recipe that is wanted for a share of a team.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum RecipeGoal {
+    /// The fastest that fits.
+    Fastest,
+    /// The one that needs the least memory of the device. It is found sooner, and tells whether any fits.
+    LeastMemory,
+}
+
+/// Returns the recipe of a share that fits and meets `goal`; `None` if none fits. `cache` has measurements of requests that
+/// differ from this one only in load lines.
+pub(crate) fn recipe_of_share(
+    request: &PlanRequest,
+    goal: RecipeGoal,
+    cache: Arc<MeasurementCache>,
+) -> Option<Candidate> {
+    match goal {
+        RecipeGoal::Fastest => fastest_unpacked(request, cache),
+        RecipeGoal::LeastMemory => smallest_that_fits(&Measurer::with_cache(request, cache)),
+    }
+}
+
+/// Returns the recipe with the least memory of the device, however slow it is; `None` if it does not fit.
+fn smallest_that_fits(measurer: &Measurer) -> Option<Candidate> {
+    let bound = measurer.request.device.arena_budget().0.saturating_add(1);
+    offload::smallest(measurer, Some(bound)).filter(|candidate| measurer.fits(candidate))
+}
+
 /// Returns the fastest recipe of a share that fits, by its packed bytes if it was packed, and otherwise by their lower
 /// bounds. If the usual candidates do not fit, it is the smallest recipe. Returns `None` if that does not fit either.
-/// `cache` has measurements of requests that differ from this one only in load lines.
-pub(crate) fn fastest_unpacked(request: &PlanRequest, cache: Arc<MeasurementCache>) -> Option<Candidate> {
+fn fastest_unpacked(request: &PlanRequest, cache: Arc<MeasurementCache>) -> Option<Candidate> {
     let measurer = Measurer::with_cache(request, cache);
     let fits = |candidate: &Candidate| measurer.fits(candidate);
     let found = candidates(&measurer, &request.micro_batch_sizes());
     let fastest = found.into_iter().filter(fits).min_by(|a, b| a.step_seconds.total_cmp(&b.step_seconds));
-    let bound = request.device.arena_budget().0.saturating_add(1);
-    // The smallest recipe, however slow it is.
-    fastest.or_else(|| offload::smallest(&measurer, Some(bound)).filter(fits))
+    fastest.or_else(|| smallest_that_fits(&measurer))
 }

@@ -262,18 +262,20 @@ fn plan_or_refuse(team: &TeamRequest) -> TeamOutcome {
     // Under a need the whole team is planned anew, so the peak of this one device is not known.
     outcome.plan.needs.iter_mut().for_each(|need| need.peak_bytes = None);
     let others: Vec<usize> = (0..team.devices.len()).filter(|&other| other != device && !team.require_all).collect();
-    let (host_need, excluded) = join(
-        || if outcome.plan.fits { None } else { needs::host_memory_need(team, &outcome.plan, &measurements) },
-        || exclude_too_small(team, &others, &[], &team.devices[0].lossy.allow),
+    let refused = !outcome.plan.fits;
+    let lowered = || match refused && !team.require_all {
+        true => needs::lower_load_lines(team, device, &outcome.plan, &measurements),
+        false => outcome.plan.needs.clone(),
+    };
+    let (host_need, (mut lowered, excluded)) = join(
+        || refused.then(|| needs::host_memory_need(team, &outcome.plan, &measurements)).flatten(),
+        || (lowered(), exclude_too_small(team, &others, &[], &team.devices[0].lossy.allow)),
     );
-    if !outcome.plan.fits && !team.require_all {
-        needs::lower_load_lines(team, device, &mut outcome.plan, &measurements);
-    }
     if let Some(host_need) = host_need {
-        let needs = &mut outcome.plan.needs;
-        needs.retain(|need| need.host_bytes.is_none());
-        needs.push(host_need);
+        lowered.retain(|need| need.host_bytes.is_none());
+        lowered.push(host_need);
     }
+    outcome.plan.needs = lowered;
     single_device(team, (device, outcome), excluded)
 }
 

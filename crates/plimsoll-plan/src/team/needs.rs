@@ -9,7 +9,7 @@ use super::packed::pack_fastest;
 use super::pipeline::Pipeline;
 use super::sharded::Sharded;
 use super::{TeamOutcome, TeamRequest, best_team, data_parallel, devices_that_fit_alone};
-use crate::search::{PinnedChoices, join, lossy_option_sets};
+use crate::search::{PinnedChoices, RecipeGoal, join, lossy_option_sets};
 use plimsoll_core::{Bytes, DeviceSpec, FileSpec, HostSpec, Parallelism, Plan, Remedy, Rung};
 
 /// Largest part by which a need is above the least that is enough, unless that is less than a MiB.
@@ -17,12 +17,21 @@ const PRECISION: f64 = 0.005;
 /// Factors on the estimate of the least host memory of a team. They are tried in this order until the team fits.
 const HOST_MARGINS: [f64; 6] = [1.01, 1.05, 1.2, 1.5, 2.0, 3.0];
 
-/// Packs the team of several devices that needs the least memory with `rungs` taken: its micro-batches have one sequence.
-/// Returns `None` if no such team fits.
+/// Packs the team of several devices that needs the least memory with `rungs` taken: its micro-batches have one sequence. Its
+/// recipes are the fastest or, if those do not fit, the smallest. Returns `None` if no such team fits.
 pub(super) fn smallest_team(team: &TeamRequest, rungs: &[Rung], measurements: &Measurements) -> Option<TeamOutcome> {
-    let mut small = team.clone();
-    let pin_one = |pins: &mut PinnedChoices| pins.micro_batch = pins.micro_batch.or(Some(1));
-    small.devices.iter_mut().for_each(|request| pin_one(&mut request.pins));
+    let with_goal = |goal| smallest_team_with(team, rungs, goal, measurements);
+    with_goal(RecipeGoal::Fastest).or_else(|| with_goal(RecipeGoal::LeastMemory))
+}
+
+/// Packs the smallest team, like [`smallest_team`], with recipes for this goal.
+fn smallest_team_with(
+    team: &TeamRequest,
+    rungs: &[Rung],
+    goal: RecipeGoal,
+    measurements: &Measurements,
+) -> Option<TeamOutcome> {
+    let small = with_single_sequences(team);
     if team.require_all
         && team.allows(Parallelism::Data)
         && let Some(outcome) = data_parallel::with_host_shares(&small, rungs, measurements, |mut search| {
@@ -31,19 +40,28 @@ pub(super) fn smallest_team(team: &TeamRequest, rungs: &[Rung], measurements: &M
     {
         return Some(outcome);
     }
-    let pipeline = || pack_fastest(&small, rungs, &mut Pipeline::new(&small, rungs, measurements));
-    let sharded = || pack_fastest(&small, rungs, &mut Sharded::new(&small, rungs, measurements));
+    let pipeline = || pack_fastest(&small, rungs, &mut Pipeline::new(&small, rungs, measurements).with_goal(goal));
+    let sharded = || pack_fastest(&small, rungs, &mut Sharded::new(&small, rungs, measurements).with_goal(goal));
     let first = if team.allows(Parallelism::Pipeline) { pipeline() } else { None };
     first.or_else(|| if team.allows(Parallelism::Sharded) { sharded() } else { None })
 }
 
+/// The way in which a probe tells whether a team fits.
+#[derive(Clone, Copy)]
+enum Probe {
+    /// By estimates of a stage or shard, and by the recipes of devices alone. It costs little.
+    Estimated,
+    /// By packed recipes, as the search for a plan does.
+    Packed,
+}
+
 /// Returns whether the team fits with any combination of the rungs that it allows, and of `allow`.
-fn fits(team: &TeamRequest, allow: &[Rung], measurements: &Measurements) -> bool {
+fn fits(team: &TeamRequest, allow: &[Rung], probe: Probe, measurements: &Measurements) -> bool {
     let first = &team.devices[0];
     let allowed: Vec<Rung> = first.lossy.allow.iter().chain(allow).copied().collect();
     // Most loss first: it usually needs the least.
     let sets = lossy_option_sets(first, &allowed).into_iter().rev();
-    sets.into_iter().any(|rungs| fits_with(team, &rungs, measurements))
+    sets.into_iter().any(|rungs| fits_with(team, &rungs, probe, measurements))
 }
 
 /// Returns whether the team fits, like [`fits`], with a load line of `budget` for `device`.
@@ -52,17 +70,37 @@ fn fits_with_line(
     device: usize,
     budget: Bytes,
     allow: &[Rung],
+    probe: Probe,
     measurements: &Measurements,
 ) -> bool {
     let spec = DeviceSpec { budget, ..team.devices[device].device.clone() };
     let mut raised = team.clone();
     raised.devices[device].device = &spec;
-    fits(&raised, allow, measurements)
+    fits(&raised, allow, probe, measurements)
 }
 
 /// Returns whether one device, or a team of several, fits with `rungs` taken.
-fn fits_with(team: &TeamRequest, rungs: &[Rung], measurements: &Measurements) -> bool {
-    !devices_that_fit_alone(team, rungs, measurements).is_empty() || smallest_team(team, rungs, measurements).is_some()
+fn fits_with(team: &TeamRequest, rungs: &[Rung], probe: Probe, measurements: &Measurements) -> bool {
+    let team_fits = || match probe {
+        Probe::Estimated => has_sketch(&with_single_sequences(team), rungs, measurements),
+        Probe::Packed => smallest_team_with(team, rungs, RecipeGoal::LeastMemory, measurements).is_some(),
+    };
+    !devices_that_fit_alone(team, rungs, measurements).is_empty() || team_fits()
+}
+
+/// Returns whether all devices form a pipeline or a sharded team that fits by its estimates.
+fn has_sketch(team: &TeamRequest, rungs: &[Rung], measurements: &Measurements) -> bool {
+    let pipeline = || Pipeline::new(team, rungs, measurements).least_host().is_some();
+    let sharded = || Sharded::new(team, rungs, measurements).least_host().is_some();
+    team.allows(Parallelism::Pipeline) && pipeline() || team.allows(Parallelism::Sharded) && sharded()
+}
+
+/// Returns the team with micro-batches of one sequence, unless the user has fixed their size.
+fn with_single_sequences<'a>(team: &TeamRequest<'a>) -> TeamRequest<'a> {
+    let mut small = team.clone();
+    let pin_one = |pins: &mut PinnedChoices| pins.micro_batch = pins.micro_batch.or(Some(1));
+    small.devices.iter_mut().for_each(|request| pin_one(&mut request.pins));
+    small
 }
 
 /// Lowers a budget that is `enough` by bisection, in whole MiB; `too_low` is not enough.
@@ -75,19 +113,35 @@ fn lower(too_low: Bytes, enough: Bytes, mut is_enough: impl FnMut(Bytes) -> bool
     Bytes::mib(high).min(enough)
 }
 
-/// Lowers a budget that is `enough` like [`lower`], in steps that grow from above: it is probably close to the least.
-fn lower_from_above(too_low: Bytes, mut enough: Bytes, is_enough: impl Fn(Bytes) -> bool) -> Bytes {
-    let mut step = PRECISION;
-    loop {
-        let less = Bytes::mib((enough.0 as f64 * (1.0 - step)) as u64 >> 20);
-        if less <= too_low || less >= enough {
-            return lower(too_low, enough, is_enough);
-        }
-        if !is_enough(less) {
-            return lower(less, enough, is_enough);
-        }
-        (enough, step) = (less, (2.0 * step).min(0.5));
+/// Lowers a budget that is `enough` like [`lower`]. The least is probably near `guess`, so budgets around it are tried first, in
+/// steps that grow.
+fn lower_near(guess: Bytes, too_low: Bytes, enough: Bytes, is_enough: impl Fn(Bytes) -> bool) -> Bytes {
+    let guess = Bytes::mib(guess.0.div_ceil(1 << 20)).min(enough);
+    let (mut low, mut high, mut step) = (too_low, enough, PRECISION);
+    let goes_up = guess > low && guess < high && !is_enough(guess);
+    match goes_up {
+        true => low = guess,
+        false if guess > low => high = guess,
+        false => {}
     }
+    loop {
+        let next = if goes_up { low.0 as f64 * (1.0 + step) } else { high.0 as f64 * (1.0 - step) };
+        let next = Bytes::mib(next as u64 >> 20);
+        if next <= low || next >= high {
+            break;
+        }
+        let found = is_enough(next);
+        if found {
+            high = next
+        } else {
+            low = next
+        }
+        if found == goes_up {
+            break;
+        }
+        step *= 3.0;
+    }
+    lower(low, high, is_enough)
 }
 
 /// Lowers a budget that is enough for the smallest team further, if another team fits under slightly less.
@@ -99,27 +153,38 @@ fn lower_further(too_low: Bytes, enough: Bytes, mut is_enough: impl FnMut(Bytes)
     }
 }
 
-/// Lowers the load lines that the remedies of `refused` name for `device` to the least with which the whole team fits.
-/// Drops remedies with further rungs than one that needs no higher load line.
-pub(super) fn lower_load_lines(team: &TeamRequest, device: usize, refused: &mut Plan, measurements: &Measurements) {
+/// Returns the remedies of `refused`, whose load lines for `device` are lowered to the least with which the whole team fits.
+/// Leaves out remedies with further rungs than one that needs no higher load line.
+pub(super) fn lower_load_lines(
+    team: &TeamRequest,
+    device: usize,
+    refused: &Plan,
+    measurements: &Measurements,
+) -> Vec<Remedy> {
+    let mut needs = refused.needs.clone();
     let line = team.devices[device].device.budget;
-    let with_line = |budget: Bytes, allow: &[Rung]| fits_with_line(team, device, budget, allow, measurements);
-    for need in refused.needs.iter_mut().filter(|need| need.host_bytes.is_none() && need.file_bytes.is_none()) {
+    let with_line =
+        |budget: Bytes, allow: &[Rung], probe: Probe| fits_with_line(team, device, budget, allow, probe, measurements);
+    for need in needs.iter_mut().filter(|need| need.host_bytes.is_none() && need.file_bytes.is_none()) {
         if need.budget_bytes > line {
             let allow = need.allow.clone();
-            need.budget_bytes = match !allow.is_empty() && with_line(line, &allow) {
+            need.budget_bytes = match !allow.is_empty() && with_line(line, &allow, Probe::Packed) {
                 true => line,
-                false => lower(line, need.budget_bytes, |budget| with_line(budget, &allow)),
+                false => {
+                    let enough = need.budget_bytes;
+                    let guess = lower(line, enough, |budget| with_line(budget, &allow, Probe::Estimated));
+                    lower_near(guess, line, enough, |budget| with_line(budget, &allow, Probe::Packed))
+                }
             };
         }
     }
     let is_enough = |need: &Remedy| need.host_bytes.is_none() && !need.allow.is_empty() && need.budget_bytes <= line;
-    let enough: Vec<Vec<Rung>> =
-        refused.needs.iter().filter(|need| is_enough(need)).map(|need| need.allow.clone()).collect();
+    let enough: Vec<Vec<Rung>> = needs.iter().filter(|need| is_enough(need)).map(|need| need.allow.clone()).collect();
     let goes_further = |need: &Remedy, other: &Vec<Rung>| {
         need.allow.len() > other.len() && other.iter().all(|rung| need.allow.contains(rung))
     };
-    refused.needs.retain(|need| enough.iter().all(|other| !goes_further(need, other)));
+    needs.retain(|need| enough.iter().all(|other| !goes_further(need, other)));
+    needs
 }
 
 /// Finds the least host memory with which the whole team fits, and returns it as a remedy. `refused` is the refused plan
@@ -139,7 +204,7 @@ pub(super) fn host_memory_need(team: &TeamRequest, refused: &Plan, measurements:
     let alone = refused.needs.iter().filter(|need| need.allow.is_empty()).find_map(|need| need.host_bytes);
     let unlimited = with_host(Bytes::gib(1 << 20));
     for rungs in lossy_option_sets(first, &first.lossy.allow) {
-        let is_enough = |host: Bytes| fits_with(&with_host(host), &rungs, measurements);
+        let is_enough = |host: Bytes| fits_with(&with_host(host), &rungs, Probe::Packed, measurements);
         let (pipeline, sharded) = join(
             || team.allows(Parallelism::Pipeline).then(|| Pipeline::new(&unlimited, &rungs, measurements).least_host()),
             || team.allows(Parallelism::Sharded).then(|| Sharded::new(&unlimited, &rungs, measurements).least_host()),
@@ -155,7 +220,7 @@ pub(super) fn host_memory_need(team: &TeamRequest, refused: &Plan, measurements:
             found
         });
         let Some(enough) = enough.or(alone.filter(|_| rungs.is_empty())) else { continue };
-        let least = lower_from_above(too_low, enough, is_enough);
+        let least = lower_near(enough, too_low, enough, is_enough);
         let fits = |host: Bytes| best_team(&with_host(host), &rungs, measurements).is_some();
         let least = lower_further(team.host, least, fits);
         let budget = refused.devices.first()?.budget_bytes;

@@ -17,7 +17,7 @@ use super::exclusion::exclude_others;
 use super::measurements::{Measurements, RungMeasurements, StageKey};
 use super::stage::{MeasuredStage, StageLimits, StageModel, StageOption, StageSeconds, can_offload};
 use super::{TeamRequest, bandwidth_tiers, limit_host, slowest_link};
-use crate::search::{Candidate, PinnedChoices, PlanRequest, fastest_unpacked, parallel_map, with_lossy};
+use crate::search::{Candidate, PinnedChoices, PlanRequest, RecipeGoal, parallel_map, recipe_of_share, with_lossy};
 use cuts::{Cut, CutTable};
 use plimsoll_core::{Bytes, DeviceSpec, ExcludedDevice, Offload, Parallelism, Rung, ScalingEfficiency, micro_batches};
 use plimsoll_program::Share;
@@ -54,6 +54,8 @@ pub(super) struct Pipeline<'t, 'q> {
     measured: Arc<RungMeasurements>,
     /// For each device, the first of its kind.
     kinds: Vec<usize>,
+    /// The recipes that the stages get.
+    goal: RecipeGoal,
     /// The fastest candidate, until one is rejected.
     fastest: OnceCell<Option<TeamCandidate>>,
 }
@@ -82,8 +84,14 @@ impl<'t, 'q> Pipeline<'t, 'q> {
             hosts: team.hosts(),
             measured: measurements.with_rungs(rungs),
             kinds: team.first_of_kinds(),
+            goal: RecipeGoal::Fastest,
             fastest: OnceCell::new(),
         }
+    }
+
+    /// Gives the stages recipes for this goal.
+    pub fn with_goal(self, goal: RecipeGoal) -> Pipeline<'t, 'q> {
+        Pipeline { goal, ..self }
     }
 
     /// Returns the number of layers of the model.
@@ -300,9 +308,9 @@ impl<'t, 'q> Pipeline<'t, 'q> {
                 if sketch.offloads[stage] { request } else { without_offload(request) }
             };
             let requests: Vec<PlanRequest> = (0..devices.len()).map(request).collect();
-            let measured = &self.measured;
+            let (goal, measured) = (self.goal, &self.measured);
             let recipe_of = |request: &PlanRequest| {
-                let recipe = fastest_unpacked(request, measured.of_request(request))?;
+                let recipe = recipe_of_share(request, goal, measured.of_request(request))?;
                 let seconds = StageSeconds::of(&request.compute_programs(&recipe.recipe), &request.prices());
                 Some(StageRecipe { recipe, seconds })
             };

@@ -16,8 +16,8 @@ use super::exclusion::exclude_others;
 use super::measurements::{Measurements, RankKey, RungMeasurements};
 use super::{TeamConstraint, TeamRequest, bandwidth_tiers, slowest_link};
 use crate::search::{
-    Candidate, PlanRequest, RankCosts, ShardedBytes, fastest_unpacked, parallel_map, single_device_compute_seconds,
-    with_lossy,
+    Candidate, PlanRequest, RankCosts, RecipeGoal, ShardedBytes, parallel_map, recipe_of_share,
+    single_device_compute_seconds, with_lossy,
 };
 use plimsoll_core::{Bytes, DeviceSpec, ExcludedDevice, Parallelism, Rung, ScalingEfficiency, format_count};
 use plimsoll_program::Share;
@@ -51,6 +51,8 @@ pub(super) struct Sharded<'t, 'q> {
     measured: Arc<RungMeasurements>,
     /// For each device, the first of its kind.
     kinds: Vec<usize>,
+    /// The recipes that the ranks get.
+    goal: RecipeGoal,
 }
 
 /// A sharded team with estimated times, before recipes are searched.
@@ -103,7 +105,13 @@ impl<'t, 'q> Sharded<'t, 'q> {
             machine_numbers: team.machine_numbers(),
             measured: measurements.with_rungs(rungs),
             kinds: team.first_of_kinds(),
+            goal: RecipeGoal::Fastest,
         }
+    }
+
+    /// Gives the ranks recipes for this goal.
+    pub fn with_goal(self, goal: RecipeGoal) -> Sharded<'t, 'q> {
+        Sharded { goal, ..self }
     }
 
     /// Returns an upper bound on the tokens per second of a sharded team: all devices compute all the time, without
@@ -400,8 +408,9 @@ impl<'t, 'q> Sharded<'t, 'q> {
             let distinct = (0..devices.len()).filter(|&rank| representative[rank] == rank);
             let requests: Vec<(usize, PlanRequest)> =
                 distinct.map(|rank| (rank, self.request(&specs[rank], &workers[rank]))).collect();
-            let recipes =
-                parallel_map(&requests, |(_, request)| fastest_unpacked(request, self.measured.of_request(request)));
+            let recipes = parallel_map(&requests, |(_, request)| {
+                recipe_of_share(request, self.goal, self.measured.of_request(request))
+            });
             let recipes: HashMap<usize, Option<Candidate>> =
                 requests.iter().map(|(rank, _)| *rank).zip(recipes).collect();
             let has_no_recipe = |rank: &usize| recipes[&representative[*rank]].is_none();
