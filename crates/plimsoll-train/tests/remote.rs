@@ -196,7 +196,7 @@ fn devices(remote: &[&str]) -> String {
 
 fn run_request(folder: &Path, devices: &str, steps: u32) -> RunRequest {
     let settings = [
-        "run.parallelism=all",
+        "run.parallelism=data",
         "run.heartbeat_seconds=2",
         "run.threads=1",
         "train.batch_tokens=768",
@@ -205,7 +205,7 @@ fn run_request(folder: &Path, devices: &str, steps: u32) -> RunRequest {
     ];
     let own = [
         format!("run.dir={}", folder.display()),
-        format!("run.devices={devices},host=1MiB"),
+        format!("run.devices={devices},host=4KiB"),
         format!("train.steps={steps}"),
     ];
     let all = settings.iter().map(|setting| (*setting).to_owned()).chain(own);

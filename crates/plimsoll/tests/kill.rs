@@ -342,7 +342,8 @@ fn damaged_checkpoint_falls_back_to_previous() {
     assert!(before == workspace.read_files("run"), "nothing is touched");
     // Without any checkpoint the run starts from the beginning.
     fs::remove_dir_all(workspace.path("run/checkpoints")).unwrap();
-    workspace.succeed(&["train", "--resume", "run"]);
+    let resumed = workspace.succeed(&["train", "--resume", "run", "--quiet"]);
+    assert!(resumed.stderr.contains("the run has no checkpoint yet, so it begins at step 1"), "{}", resumed.stderr);
     assert!(last_files(&workspace, "run", SMALL.steps) == files);
 }
 

@@ -118,6 +118,7 @@ impl Run {
         let mut prepared = prepare(run, known.as_ref())?;
         if checkpoint.is_none() {
             prepared.count_as_measured();
+            warnings.push("the run has no checkpoint yet, so it begins at step 1".to_owned());
         }
         if let Some(checkpoint) = &checkpoint {
             check_same_data(&prepared.train, checkpoint)?;
