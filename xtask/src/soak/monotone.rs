@@ -540,7 +540,7 @@ fn model_sizes(rng: &mut Rng) -> ModelSizes {
 /// Returns one to three virtual devices of `mib` MiB or more, as a value of `--devices`.
 fn virtual_devices(rng: &mut Rng, mib: u64) -> String {
     let device = |number: u64, rng: &mut Rng| {
-        let (budget, pace) = (mib + rng.range(0, mib / 2), rng.pick(&["1.0", "0.5", "0.2"]));
+        let (budget, pace) = (mib + rng.range(0, mib / 2), rng.pick(&["0.5", "0.3", "0.2"]));
         format!("virtual:d{number}={budget}MiB@{pace}:16GB/s:{}", rng.pick(&["16GB/s", "125MB/s+100us"]))
     };
     let list: Vec<String> = (0..rng.range(1, 3)).map(|number| device(number, rng)).collect();
@@ -567,7 +567,8 @@ fn check_program(binary: &Path, seed: u64, number: u64, tally: &mut Tally) -> an
 fn check_commands(run: &RandomRun, tally: &mut Tally) -> anyhow::Result<bool> {
     let refusal = run.command(&["plan"], true).output().context("plan")?;
     if refusal.status.code() != Some(Exit::DoesNotFit as i32) {
-        ensure!(refusal.status.success(), "plan ended with {}", refusal.status);
+        let stderr = String::from_utf8_lossy(&refusal.stderr);
+        ensure!(refusal.status.success(), "plan ended with {}: {stderr}", refusal.status);
         return Ok(false);
     }
     tally.cover("refusals of the program");
