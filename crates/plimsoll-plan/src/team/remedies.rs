@@ -5,14 +5,14 @@
 
 use super::exclusion::slowdown_reason;
 use super::measurements::Measurements;
-use super::{TeamConstraint, TeamOutcome, TeamRequest, data_parallel, find_fitting};
+use super::{TeamOutcome, TeamRequest, data_parallel, find_fitting};
 use crate::bisection;
 use crate::device_request::DevicesRequest;
 use crate::paper;
 use crate::search::{
     PlanRequest, has_fitting_recipe, lossy_option_sets, plan_recipe, search, smallest_recipe, with_lossy,
 };
-use plimsoll_core::{Budget, Bytes, DeviceKind, DevicePlan, DeviceSpec, Parallelism, Plan, Remedy, Rung};
+use plimsoll_core::{Budget, Bytes, DeviceKind, DevicePlan, DeviceSpec, Plan, Remedy, Rung};
 use plimsoll_program::Share;
 use std::collections::BTreeMap;
 
@@ -199,8 +199,8 @@ pub(super) fn needs_for_all(team: &TeamRequest, refused: &Plan, measurements: &M
     needs
 }
 
-/// Converts the remedy `need` of the refused device `first` to a remedy of all devices as a data parallel team. Returns
-/// `None` if it is not enough for them.
+/// Converts the remedy `need` of the refused device `first` to a remedy of all devices, with the load lines that they need
+/// as a data parallel team. Returns `None` if these are not enough for a team of any kind.
 fn need_for_all(team: &TeamRequest, first: &DevicePlan, need: &Remedy, measurements: &Measurements) -> Option<Remedy> {
     let (total, ranks) = (team.sequences_per_step(), team.devices.len() as u64);
     let sequences: Vec<u64> = (0..ranks).map(|rank| total * (rank + 1) / ranks - total * rank / ranks).collect();
@@ -227,9 +227,7 @@ fn need_for_all(team: &TeamRequest, first: &DevicePlan, need: &Remedy, measureme
         Some((number, *budget))
     };
     let raised = team.devices.iter().enumerate().filter_map(raised).collect();
-    let data_parallel =
-        TeamRequest { constraint: Some(TeamConstraint::Parallelism(Parallelism::Data)), ..team.clone() };
-    Change { budgets: raised, allow: need.allow.clone(), require_all: true }.plan(&data_parallel, measurements)?;
+    Change { budgets: raised, allow: need.allow.clone(), require_all: true }.plan(team, measurements)?;
     let mut others = budgets;
     let budget_bytes = others.get(&first.name).copied().unwrap_or(first.budget_bytes);
     if team.devices.iter().filter(|request| request.device.name == first.name).count() == 1 {
@@ -289,7 +287,7 @@ mod tests {
     use super::*;
     use crate::search::LossyOptions;
     use crate::team::{plan_team, testing};
-    use plimsoll_core::Link;
+    use plimsoll_core::{Link, Parallelism};
     use plimsoll_program::models::{ModelConfig, preset};
 
     #[test]

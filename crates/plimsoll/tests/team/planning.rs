@@ -1,7 +1,7 @@
 //! Which devices the planner uses: budgets of excluded devices, and the commands that would use them.
 
 use crate::common::Workspace;
-use crate::helpers::{QUICK, WITH_EVALUATOR, assert_within_load_lines, one_layer_model};
+use crate::helpers::{QUICK, assert_within_load_lines, one_layer_model};
 use serde_json::Value;
 
 #[test]
@@ -33,10 +33,10 @@ fn remedies_for_excluded_devices_work() {
     for (workspace, devices, asked) in [
         // Reasons for the exclusion, in this order: too slow; too small but fast; too small for a sequence and too slow to
         // store a shard; too small for a shard as well.
-        (Workspace::new(&QUICK), WITH_EVALUATOR, "--set run.parallelism=all"),
+        (Workspace::new(&QUICK), "virtual:a=64MiB@0.4,virtual:b=48MiB@0.1::10MB/s", "--set run.parallelism=all"),
         (
             one_layer_model(),
-            "virtual:a=180MiB@0.4,virtual:b=60MiB@0.3,host=1MiB",
+            "virtual:a=180MiB@0.4,virtual:b=60MiB@0.3::1GB/s,host=1MiB",
             "--devices virtual:a=180MiB@0.4,virtual:b=",
         ),
         (one_layer_model(), "virtual:a=180MiB@0.4,virtual:b=60MiB@0.1::200MB/s,host=1MiB", "--set run.parallelism=all"),
