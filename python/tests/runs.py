@@ -59,7 +59,7 @@ def read_float_tensors(file: Path) -> dict[str, tuple[str, list[float]]]:
 
 def train_arguments(folder: Path, devices: str, steps: int, *more: str) -> list[str]:
     """Returns the arguments of `plimsoll train`, with more settings."""
-    settings = [*SETTINGS, f"train.steps={steps}", f"run.dir={folder}", f"run.devices={devices},host=1MiB", *more]
+    settings = [*SETTINGS, f"train.steps={steps}", f"run.dir={folder}", f"run.devices={devices},host=4KiB", *more]
     return ["train", "--quiet", *(word for setting in settings for word in ("--set", setting))]
 
 

@@ -501,9 +501,12 @@ def test_runs_survive_or_resume_after_lost_head(pair: tuple[Host, Host], tmp_pat
     alpha, beta = pair
     # The remaining device does not complete these steps before the others have joined again.
     steps = 3 * STEPS
-    plain = train(beta, tmp_path / "plain", ",".join(FAST_LINK_DEVICES), steps)
-    of_the_cluster = RunningRun(beta, tmp_path / "cluster", f"ray:alpha/{FAST_LINK_DEVICES[0]},ray:beta/{FAST_LINK_DEVICES[1]}", steps, "train.save_every=0")
-    with_its_own = RunningRun(beta, tmp_path / "own", f"{FAST_LINK_DEVICES[0]},ray:alpha/{FAST_LINK_DEVICES[1]}", steps)
+    data_parallel = "run.parallelism=data"
+    plain = train(beta, tmp_path / "plain", ",".join(FAST_LINK_DEVICES), steps, data_parallel)
+    of_the_cluster = RunningRun(
+        beta, tmp_path / "cluster", f"ray:alpha/{FAST_LINK_DEVICES[0]},ray:beta/{FAST_LINK_DEVICES[1]}", steps, data_parallel, "train.save_every=0"
+    )
+    with_its_own = RunningRun(beta, tmp_path / "own", f"{FAST_LINK_DEVICES[0]},ray:alpha/{FAST_LINK_DEVICES[1]}", steps, data_parallel)
     for run in (of_the_cluster, with_its_own):
         run.wait_for_step(3)
     faults.inject("head", alpha)
