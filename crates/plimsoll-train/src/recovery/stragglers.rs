@@ -95,17 +95,24 @@ impl StragglerDetector {
         self.window.push_back((slowest, times.iter().map(factor).collect()));
         self.drop_old_steps();
         let is_compared: Vec<bool> = times.iter().map(|times| times.is_some() || computed().count() == 1).collect();
-        let Some(judgement) = self.judge(&is_compared) else { return retry_only() };
-        let Judgement { slowdowns, deviation, cost_seconds } = judgement;
-        let cooldown_over = step.saturating_sub(self.last_change) as f64
-            >= self.cooldown as f64 * MAX_DEVIATION / deviation.max(MAX_DEVIATION);
-        let is_costly = cost_seconds >= MIN_COST_SECONDS || self.on_probation;
-        let deviates = deviation > MAX_DEVIATION && is_costly && cooldown_over;
-        if self.on_probation && !deviates {
+        if self.steps_of(WINDOW_SECONDS[0]).is_none() {
+            return retry_only();
+        }
+        let acts = |found: &Judgement| self.is_worth_acting(step, found);
+        let costliest = self.costliest_deviation(&is_compared).filter(acts);
+        if self.on_probation && costliest.is_none() {
             self.on_probation = false;
             self.restart(step);
         }
-        (deviates || may_retry_idle).then_some(slowdowns)
+        let of_all_steps = || may_retry_idle.then(|| self.slowdowns_in(0..self.window.len()));
+        costliest.map(|found| found.slowdowns).or_else(of_all_steps)
+    }
+
+    /// Whether a deviation has cost enough, and the cooldown is over that belongs to it.
+    fn is_worth_acting(&self, step: u64, found: &Judgement) -> bool {
+        let waited = step.saturating_sub(self.last_change) as f64;
+        let cooldown_over = waited >= self.cooldown as f64 * MAX_DEVIATION / found.deviation;
+        (found.cost_seconds >= MIN_COST_SECONDS || self.on_probation) && cooldown_over
     }
 
     /// Removes steps that the longest window does not need.
@@ -118,10 +125,10 @@ impl StragglerDetector {
     }
 
     /// Judges the slowdowns in each window that the recent steps fill, and returns the judgement in which the deviation
-    /// has cost most. Compares the workers that `is_compared` selects. Returns `None` if the steps fill no window.
-    fn judge(&self, is_compared: &[bool]) -> Option<Judgement> {
+    /// has cost most. Compares the workers that `is_compared` selects. Returns `None` if no deviation is too large.
+    fn costliest_deviation(&self, is_compared: &[bool]) -> Option<Judgement> {
         let windows = WINDOW_SECONDS.iter().filter_map(|&seconds| self.steps_of(seconds));
-        let judged = windows.map(|(steps, seconds)| self.judge_steps(steps, seconds, is_compared));
+        let judged = windows.filter_map(|(steps, seconds)| self.judge_steps(steps, seconds, is_compared));
         judged.max_by(|a, b| a.cost_seconds.total_cmp(&b.cost_seconds))
     }
 
@@ -139,17 +146,21 @@ impl StragglerDetector {
     }
 
     /// Computes the slowdown of each worker over the last `steps` steps, which took `seconds`. The deviation is one that
-    /// every part of these steps shows.
-    fn judge_steps(&self, steps: usize, seconds: f64, is_compared: &[bool]) -> Judgement {
+    /// every part of these steps shows. Returns `None` if it is at most [`MAX_DEVIATION`]: mostly the newest part tells,
+    /// and the others are not looked at.
+    fn judge_steps(&self, steps: usize, seconds: f64, is_compared: &[bool]) -> Option<Judgement> {
         let first = self.window.len() - steps;
-        let slowdowns = self.slowdowns_in(first..self.window.len());
-        let deviation_in_part = |part: usize| {
+        let mut deviation = f64::INFINITY;
+        for part in (0..WINDOW_PARTS).rev() {
             let part = first + part * steps / WINDOW_PARTS..first + (part + 1) * steps / WINDOW_PARTS;
-            largest_deviation(&self.slowdowns_in(part), is_compared)
-        };
-        let deviation =
-            (0..WINDOW_PARTS).map(deviation_in_part).fold(largest_deviation(&slowdowns, is_compared), f64::min);
-        Judgement { slowdowns, deviation, cost_seconds: deviation * seconds }
+            deviation = deviation.min(largest_deviation(&self.slowdowns_in(part), is_compared));
+            if deviation <= MAX_DEVIATION {
+                return None;
+            }
+        }
+        let slowdowns = self.slowdowns_in(first..self.window.len());
+        let deviation = deviation.min(largest_deviation(&slowdowns, is_compared));
+        (deviation > MAX_DEVIATION).then(|| Judgement { slowdowns, deviation, cost_seconds: deviation * seconds })
     }
 
     /// Returns the median slowdown of each worker over the recorded steps in a range.
