@@ -138,7 +138,11 @@ impl<'q> RecipeTable<'q> {
         let measurer = self.measurer.with_request(&request);
         let mut sizes: Vec<u32> = self.micro_batches.iter().copied().collect();
         sizes.sort_unstable();
-        let found = PricedRecipe::fitting(&measurer, candidates(&measurer, &sizes));
+        self.extend_new(PricedRecipe::fitting(&measurer, candidates(&measurer, &sizes)));
+    }
+
+    /// Adds the recipes that the table does not have.
+    fn extend_new(&mut self, found: Vec<PricedRecipe>) {
         let is_new =
             |priced: &PricedRecipe| self.recipes.iter().all(|known| known.candidate.recipe != priced.candidate.recipe);
         let new: Vec<PricedRecipe> = found.into_iter().filter(is_new).collect();
@@ -153,9 +157,7 @@ impl<'q> RecipeTable<'q> {
         }
         let Some(least) = offload::least_in_space(&self.measurer, Space::Host, u64::MAX) else { return u64::MAX };
         let bytes = least.known_bytes().host;
-        if self.recipes.iter().all(|known| known.candidate.recipe != least.recipe) {
-            self.add(vec![least]);
-        }
+        self.extend_new(PricedRecipe::fitting(&self.measurer, vec![least]));
         bytes
     }
 
@@ -205,11 +207,8 @@ impl<'q> RecipeTable<'q> {
     /// Removes a recipe that does not fit after packing. Recipes that recompute a little more take its place.
     pub fn reject(&mut self, recipe: &Recipe) {
         self.recipes.retain(|priced| priced.candidate.recipe != *recipe);
-        let smaller = self.measurer.candidates_with_recompute(recipe.micro_batch, recipe.offload);
-        let is_new = |candidate: &Candidate| {
-            candidate.recipe != *recipe && self.recipes.iter().all(|known| known.candidate.recipe != candidate.recipe)
-        };
-        let new = smaller.into_iter().filter(is_new).collect();
-        self.add(new);
+        let mut smaller = self.measurer.candidates_with_recompute(recipe.micro_batch, recipe.offload);
+        smaller.retain(|candidate| candidate.recipe != *recipe);
+        self.extend_new(PricedRecipe::fitting(&self.measurer, smaller));
     }
 }

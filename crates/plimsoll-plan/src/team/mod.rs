@@ -54,6 +54,7 @@ use sharded::Sharded;
 /// time of that team. On a tie, data parallel wins, because it loses no state with a device: a shard or a stage exists on
 /// one device alone. More memory must not make a step slower, so a larger difference decides by time.
 const MAX_TIME_RATIO: f64 = 0.995;
+
 /// A request to plan a step for several devices.
 #[derive(Clone, Debug)]
 pub struct TeamRequest<'a> {
