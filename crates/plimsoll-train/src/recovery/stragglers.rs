@@ -160,7 +160,7 @@ impl StragglerDetector {
         }
         let slowdowns = self.slowdowns_in(first..self.window.len());
         let deviation = deviation.min(largest_deviation(&slowdowns, is_compared));
-        (deviation > MAX_DEVIATION).then(|| Judgement { slowdowns, deviation, cost_seconds: deviation * seconds })
+        (deviation > MAX_DEVIATION).then_some(Judgement { slowdowns, deviation, cost_seconds: deviation * seconds })
     }
 
     /// Returns the median slowdown of each worker over the recorded steps in a range.
