@@ -2,6 +2,7 @@
 
 use plimsoll_core::{Failure, Plan};
 use plimsoll_plan::device_request::DevicesRequest;
+use plimsoll_train::planning::prepare::PassedLoadLines;
 use plimsoll_watch::remedies::{self, RemedySettings, Setting};
 use pyo3::marker::Ungil;
 use pyo3::prelude::*;
@@ -55,6 +56,12 @@ pub fn refusal(devices: &DevicesRequest, plan: &Plan) -> Failure {
         .map(|remedy| (remedy.clone(), arguments(&remedy.settings)))
         .collect();
     remedies::refusal(plan, &remedies, false)
+}
+
+/// Returns the failure for a run whose preparation passed load lines. The hint shows arguments that give enough.
+pub fn refusal_of_preparation(devices: &DevicesRequest, passed: &PassedLoadLines) -> Failure {
+    let (failure, settings) = remedies::refusal_of_preparation(devices, passed.peak, &passed.devices);
+    failure.hint(arguments(&settings))
 }
 
 /// Formats settings as arguments of a Python call: `memory={"budget": "41MiB"}`.

@@ -1,7 +1,7 @@
 //! The Python function `train`. The run has a thread of its own. The calling thread delivers its events to `on_event`
 //! and handles signals.
 
-use crate::failure::{catch_panic, refusal, to_exception};
+use crate::failure::{catch_panic, refusal, refusal_of_preparation, to_exception};
 use crate::{json, load_run, with_remote_devices};
 use plimsoll_core::{Failure, RunStatus};
 use plimsoll_train::resolve::RunRequest;
@@ -137,9 +137,14 @@ impl TrainRequest {
         }
         let prepared = run.prepared();
         let plan = &prepared.planned.plan;
-        if !plan.fits {
-            let refusal = refusal(&prepared.run.devices(), plan);
-            return Err(match prepared.process_grew {
+        let devices = prepared.run.devices();
+        let passed = prepared.passed_load_lines();
+        if !plan.fits || passed.is_some() {
+            let refusal = match passed.filter(|_| plan.fits) {
+                Some(passed) => refusal_of_preparation(&devices, &passed),
+                None => refusal(&devices, plan),
+            };
+            return Err(match prepared.needs_fresh_process() {
                 true => refusal
                     .hint("tokenizing has increased the memory of this process; its result is cached, so try again in a new process"),
                 false => refusal,

@@ -51,6 +51,26 @@ pub fn refusal(plan: &Plan, remedies: &[(RemedySettings, String)], numbered: boo
     plan.shortfall_note.iter().cloned().fold(refusal, Failure::hint)
 }
 
+/// Returns the failure for a run whose preparation took `peak` bytes, more than the load lines of these `devices`, and
+/// the settings that give each of them enough. `request` is the request for the plan's devices.
+pub fn refusal_of_preparation(
+    request: &DevicesRequest,
+    peak: Bytes,
+    devices: &[(String, Bytes)],
+) -> (Failure, Vec<Setting>) {
+    let passed: Vec<String> = devices.iter().map(|(name, line)| format!("{line} of {name}")).collect();
+    let message = format!(
+        "data and plan of this run take {peak} while they are prepared, more than the load line of {}",
+        passed.join(" and of ")
+    );
+    // The peak varies from start to start; the settings leave room for that.
+    let enough = Bytes::mib(peak.0.div_ceil(1 << 20) + 2);
+    let several = request.devices.len() > 1;
+    let target = |name: &String| if several { LineTarget::Named(name.clone()) } else { LineTarget::All };
+    let lines = devices.iter().map(|(name, _)| (target(name), enough)).collect();
+    (Failure::does_not_fit(message), settings(request, &Change { lines, ..Change::default() }))
+}
+
 /// Returns whether the remedy `less` makes the remedy `more` needless. For that, `less` must have no higher load line,
 /// no rung that `more` lacks, and no new load line for the host or the scratch file. Load lines are rounded up, and may
 /// be equal although the predicted bytes differ.
@@ -196,6 +216,24 @@ fn paper_load_line(device: &DeviceRequest) -> Bytes {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn passed_load_lines_are_raised_alone() {
+        let raised = |devices: &str, passed: &[(&str, u64)]| {
+            let passed: Vec<_> = passed.iter().map(|(name, line)| ((*name).to_owned(), Bytes::mib(*line))).collect();
+            let (failure, settings) = refusal_of_preparation(&devices.parse().unwrap(), Bytes(33_000_000), &passed);
+            let settings: Vec<_> =
+                settings.iter().map(|setting| format!("{} {}", setting.flag, setting.value)).collect();
+            (failure.message, settings.join(" "))
+        };
+        let (message, settings) = raised("virtual:a=48MiB@1,virtual:b=30MiB@0.5", &[("virtual:b", 30)]);
+        let expected = "data and plan of this run take 31.47 MiB while they are prepared, more than the load line of 30.00 \
+                        MiB of virtual:b";
+        assert_eq!(message, expected);
+        assert_eq!(settings, "--devices virtual:a=48MiB@1,virtual:b=34MiB@0.5");
+        assert_eq!(raised("cpu", &[("cpu", 30)]).1, "--budget 34MiB");
+        assert_eq!(raised("cpu=30MiB", &[("cpu", 30)]).1, "--devices cpu=34MiB");
+    }
 
     #[test]
     fn settings_change_the_flag_that_set_the_line() {

@@ -14,15 +14,52 @@ fn number(value: &Value) -> f64 {
     value.as_f64().unwrap_or_else(|| panic!("no number: {value}"))
 }
 
+/// Environment without a folder for caches, so that each process tokenizes.
+const WITHOUT_CACHE: [&str; 9] =
+    ["env", "-u", "HOME", "-u", "XDG_CACHE_HOME", "-u", "PLIMSOLL_CACHE", "-u", "PLIMSOLL_TOKENS"];
+
 #[test]
 fn tokens_without_home_leave_no_files() {
     let workspace = Workspace::new(&Shape { steps: 1, ..SMALL });
     std::fs::create_dir(workspace.path("tmp")).unwrap();
     let tmp = format!("TMPDIR={}", workspace.path("tmp").display());
-    let without = ["-u", "HOME", "-u", "XDG_CACHE_HOME", "-u", "PLIMSOLL_CACHE", "-u", "PLIMSOLL_TOKENS"];
-    let done = workspace.start_wrapped(&[&["env"], &without[..], &[&tmp]].concat(), &["train", "run.toml"]).wait();
+    let done = workspace.start_wrapped(&[&WITHOUT_CACHE[..], &[&tmp]].concat(), &["train", "run.toml"]).wait();
     assert_eq!(done.code, Some(0), "{}", done.stderr);
     assert!(workspace.file_names("tmp").is_empty(), "{:?}", workspace.file_names("tmp"));
+}
+
+#[test]
+fn preparation_above_load_line_is_refused() {
+    let vocab = 150_000;
+    let workspace = Workspace::new(&Shape { hidden: 8, steps: 2, batch_sequences: 2, ..SMALL });
+    let mut config = common::config(8);
+    config["vocab_size"] = vocab.into();
+    workspace.write("model/config.json", config.to_string());
+    workspace.write("model/tokenizer.json", common::tokenizer(vocab).to_string());
+    let settings = [
+        "data.train=train-text.jsonl",
+        "data.eval=eval-text.jsonl",
+        "data.format=text",
+        "train.rungs=lora",
+        "run.fallback=none",
+    ];
+    let settings: Vec<&str> = settings.iter().flat_map(|setting| ["--set", *setting]).collect();
+    let command = [&["train", "run.toml", "--devices", "virtual:a=45MiB@1"], &settings[..]].concat();
+
+    let refused = workspace.start_wrapped(&WITHOUT_CACHE, &command).wait().refusal(3);
+    assert!(
+        refused.contains("while they are prepared, more than the load line of 45.00 MiB of virtual:a"),
+        "{refused}"
+    );
+    let devices = refused.split("--devices ").last().unwrap().trim();
+    let with_more = [&["train", "run.toml", "--devices", devices], &settings[..]].concat();
+    let done = workspace.start_wrapped(&WITHOUT_CACHE, &with_more).wait();
+    assert_eq!(done.code, Some(0), "{}", done.stderr);
+
+    // With a cache, a second process finds the tokens and keeps the load line.
+    std::fs::remove_dir_all(workspace.path("run")).unwrap();
+    workspace.succeed(&command);
+    assert_eq!(workspace.json("run/result.json")["memory"][0].get("over_load_line_bytes"), None);
 }
 
 #[test]

@@ -35,18 +35,36 @@ pub struct PreparedRun {
     pub planned: TeamPlan,
     /// Whether tokenizing the data has raised the charges of this process. A new process that finds the tokens cached
     /// would be charged less.
-    pub process_grew: bool,
+    process_grew: bool,
     /// Whether data were tokenized now, and a new process finds the tokens cached.
     has_tokenized: bool,
     /// The reason why the same command may have other bits at its next start; `None` if it has the same.
     pub(crate) other_bits: Option<String>,
 }
 
+/// Load lines that this process passed before it held arenas, while data and plan were prepared.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PassedLoadLines {
+    /// Peak of this process so far.
+    pub peak: Bytes,
+    /// Devices whose load line the peak passed, with that load line.
+    pub devices: Vec<(String, Bytes)>,
+}
+
 impl PreparedRun {
-    /// Returns whether a new process, which finds the tokens cached, may have a plan that this one has no memory for.
+    /// Returns whether a new process, which finds the tokens cached, may have a plan that this one has no memory for,
+    /// or may keep a load line that this one passed.
     pub fn needs_fresh_process(&self) -> bool {
         let is_other_plan = self.run.is_deterministic() && self.other_bits.is_some();
         self.process_grew && (self.has_tokenized || !self.planned.plan.fits || is_other_plan)
+            || self.has_tokenized && self.passed_load_lines().is_some()
+    }
+
+    /// Returns the load lines that this process has passed so far, of the devices of the plan that share its memory.
+    /// Returns `None` if there are none, or if the system does not report the peak.
+    pub fn passed_load_lines(&self) -> Option<PassedLoadLines> {
+        let devices = self.planned.assignments.iter().map(|assignment| &assignment.device);
+        passed_load_lines(process::peak_resident().ok()?, devices)
     }
 
     /// Counts the plan as one that follows measured figures, unless the run file fixes it. The run follows the plan of an
@@ -57,6 +75,13 @@ impl PreparedRun {
             self.other_bits = cause_of_other_plan(&self.run, None, &self.planned.plan, &devices);
         }
     }
+}
+
+/// Returns the load lines of `devices` in this process that are below its `peak`; `None` if there are none.
+fn passed_load_lines<'a>(peak: Bytes, devices: impl Iterator<Item = &'a DeviceSpec>) -> Option<PassedLoadLines> {
+    let passed = devices.filter(|device| device.in_process() && device.budget < peak);
+    let devices: Vec<(String, Bytes)> = passed.map(|device| (device.name.clone(), device.budget)).collect();
+    (!devices.is_empty()).then_some(PassedLoadLines { peak, devices })
 }
 
 /// Opens model and data of a run, and plans the run. `previous` is the plan of an earlier part of the run, or a stored
@@ -192,6 +217,23 @@ mod tests {
     /// Returns a plan without the notes that are added after planning.
     fn without_notes(plan: Plan) -> Plan {
         Plan { shortfall_note: None, contention_note: None, planned_for: None, ..plan }
+    }
+
+    #[test]
+    fn only_devices_of_this_process_pass_load_lines() {
+        let devices = |text: &str| -> Vec<DeviceSpec> {
+            let run = run_request(&["model.preset=smollm2-135m", &format!("run.devices={text}")]);
+            let resolved = Resolved::new(&run, Model::open(&run).unwrap()).unwrap();
+            resolved.devices().cloned().collect()
+        };
+        let virtual_devices = devices("virtual:a=48MiB@1.0,virtual:b=32MiB@0.5");
+        let passed = |peak| passed_load_lines(Bytes::mib(peak), virtual_devices.iter());
+        assert_eq!(passed(32), None);
+        let small = vec![("virtual:b".to_owned(), Bytes::mib(32))];
+        assert_eq!(passed(33), Some(PassedLoadLines { peak: Bytes::mib(33), devices: small }));
+        assert_eq!(passed(49).unwrap().devices.len(), 2);
+        let cards = devices("rtx3090=400MiB,rtx3070");
+        assert_eq!(passed_load_lines(Bytes::gib(1), cards.iter()), None);
     }
 
     #[test]

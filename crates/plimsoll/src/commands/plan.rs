@@ -8,6 +8,7 @@ use crate::{command_line, output};
 use plimsoll_core::{DeviceSpec, Exit, Failure, Plan, format_count};
 use plimsoll_plan::search::PlanOutcome;
 use plimsoll_program::models::ModelConfig;
+use plimsoll_train::planning::prepare::PassedLoadLines;
 use plimsoll_train::planning::{PlannedRun, plan};
 use plimsoll_train::resolve::{Model, RunRequest};
 use plimsoll_watch::plan::{PlanView, explain, table};
@@ -104,6 +105,13 @@ pub fn refuse_or_prompt(request: &RunRequest, plan: &Plan, may_prompt: bool) -> 
         std::env::current_exe().map_err(|error| Failure::bug(format!("cannot find this program: {error}")))?;
     let error = Command::new(program).args(&remedies[number].1[1..]).exec();
     Err(Failure::bug(format!("the command cannot be started: {error}")))
+}
+
+/// Refuses a run whose preparation passed load lines. The hint is the typed command with load lines that are enough.
+pub fn refuse_preparation(request: &RunRequest, passed: &PassedLoadLines) -> Failure {
+    let (failure, settings) = remedies::refusal_of_preparation(&request.devices(), passed.peak, &passed.devices);
+    let command = command_line::with_settings(typed_command().into_iter(), &settings);
+    failure.hint(command_line::shell_quoted(&command))
 }
 
 /// Describes why a plan does not fit, with the commands of the remedies and their predicted times.

@@ -1,6 +1,6 @@
 //! `plimsoll train`: plans a run, shows the plan, trains and prints the summary.
 
-use super::plan::{refuse_or_prompt, title};
+use super::plan::{refuse_or_prompt, refuse_preparation, title};
 use super::rates::measure_in_child;
 use super::ray::with_remote_devices;
 use crate::args::TrainArgs;
@@ -67,6 +67,9 @@ pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
     if !prepared.planned.plan.fits {
         return refuse_or_prompt(&prepared.run, &prepared.planned.plan, !args.json && !args.quiet);
     }
+    if let Some(passed) = prepared.passed_load_lines() {
+        return Err(refuse_preparation(&prepared.run, &passed));
+    }
     let simulated = prepared.planned.plan.devices.iter().any(|device| device.simulated);
     // Until here a signal ends the program immediately, because there is nothing to save yet.
     let folder = (!args.no_save).then(|| prepared.run.run.dir.clone());
@@ -115,8 +118,8 @@ const RESTARTED_VARIABLE: &str = "PLIMSOLL_STARTED_AGAIN";
 
 /// Runs the same command in place of this process. Returns only if that fails.
 ///
-/// Tokenizing the data can leave this process with so much memory that the plan no longer fits. The new process finds
-/// the tokens in the cache.
+/// Tokenizing the data can take more than a load line, or leave this process with so much memory that the plan no longer
+/// fits. The new process finds the tokens in the cache.
 fn restart_process() -> Failure {
     let restart = |program| Command::new(program).args(std::env::args_os().skip(1)).env(RESTARTED_VARIABLE, "1").exec();
     let error = std::env::current_exe().map_or_else(|error| error, restart);
