@@ -21,13 +21,19 @@ pub fn stage_sends_through_host(mut set: ProgramSet) -> ProgramSet {
         let mut blocks = std::mem::take(&mut set.programs[number].blocks);
         let starts_copy = |op: &&Op| matches!(op.kind, OpKind::TransferStart { .. });
         let mut copies = blocks.iter().flat_map(|block| &block.ops).filter(starts_copy).count() as u64;
-        for block in &mut blocks {
+        for block in blocks.iter_mut().filter(|block| block.ops.iter().any(is_message)) {
             let ops = std::mem::take(&mut block.ops);
             block.ops = ops.into_iter().flat_map(|op| staged(&mut set, op, &mut copies)).collect();
         }
         set.programs[number].blocks = blocks;
     }
     set
+}
+
+/// Returns whether an op starts or awaits a send or receive.
+fn is_message(op: &Op) -> bool {
+    matches!(&op.kind, OpKind::CollectiveStart(exchange) | OpKind::CollectiveWait(exchange)
+        if exchange.is_point_to_point())
 }
 
 /// Returns the ops that replace an op. A send or receive becomes one on a host buffer, with the copies to or from the
