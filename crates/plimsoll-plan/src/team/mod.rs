@@ -86,7 +86,7 @@ pub struct EvaluationSchedule {
 pub enum TeamConstraint {
     /// The plan uses this kind of parallelism.
     Parallelism(Parallelism),
-    /// The plan is sharded. The list has the shard of each device, in parts of 1024. All devices take part; the planner
+    /// The plan is sharded. The list has the shard of each device, in 1024ths. All devices take part; the planner
     /// chooses only their numbers of sequences.
     ShardSizes(Vec<u64>),
 }
@@ -414,7 +414,7 @@ fn best_team(team: &TeamRequest, rungs: &[Rung], measurements: &Measurements) ->
             (least, best) = (tokens_per_second(&outcome), Some(outcome));
         }
     }
-    best.or_else(|| needs::smallest_team(team, rungs, measurements))
+    best.or_else(|| needs::single_sequence_team(team, rungs, measurements))
 }
 
 /// Returns the slowest of some links, which sets the pace of a team's collectives. Returns [`Link::MEMORY`] if `links`

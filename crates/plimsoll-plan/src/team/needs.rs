@@ -1,8 +1,9 @@
 //! The least budgets with which a refused team fits, over all kinds of parallelism, within [`PRECISION`].
 //!
 //! The budgets that one device needs alone are enough for the team. Bisection lowers them: a team that fits under less
-//! also fits under more. Each probe asks for the smallest team ([`smallest_team`]), which the search for a plan takes as
-//! its last resort. A need is therefore enough when it is typed.
+//! also fits under more. A probe accepts a budget if a device fits alone under it, or else a team whose micro-batches
+//! have one sequence. Cheap probes only estimate that team. The others pack it ([`single_sequence_team_with`]); the
+//! search for a plan packs the same team as its last resort, so the budget is enough when the user types it.
 
 use super::measurements::Measurements;
 use super::packed::pack_fastest;
@@ -17,15 +18,24 @@ const PRECISION: f64 = 0.005;
 /// Factors on the estimate of the least host memory of a team. They are tried in this order until the team fits.
 const HOST_MARGINS: [f64; 6] = [1.01, 1.05, 1.2, 1.5, 2.0, 3.0];
 
-/// Packs the team of several devices that needs the least memory with `rungs` taken: its micro-batches have one sequence. Its
-/// recipes are the fastest or, if those do not fit, the smallest. Returns `None` if no such team fits.
-pub(super) fn smallest_team(team: &TeamRequest, rungs: &[Rung], measurements: &Measurements) -> Option<TeamOutcome> {
-    let with_goal = |goal| smallest_team_with(team, rungs, goal, measurements);
+/// Packs a team of several devices with `rungs` taken and micro-batches of one sequence, or of the size that the user
+/// has fixed. The search for a plan calls this as its last resort, if no other team fits.
+///
+/// Tries the fastest recipes first, and those with the least memory if no team fits with them. Returns the first team
+/// that fits, in this order: data parallel (only if all devices have to take part), pipeline, sharded. Returns `None`
+/// if none fits.
+pub(super) fn single_sequence_team(
+    team: &TeamRequest,
+    rungs: &[Rung],
+    measurements: &Measurements,
+) -> Option<TeamOutcome> {
+    let with_goal = |goal| single_sequence_team_with(team, rungs, goal, measurements);
     with_goal(RecipeGoal::Fastest).or_else(|| with_goal(RecipeGoal::LeastMemory))
 }
 
-/// Packs the smallest team, like [`smallest_team`], with recipes for this goal.
-fn smallest_team_with(
+/// Packs a team like [`single_sequence_team`]. In a pipeline and a sharded team, recipes follow `goal`; a data parallel
+/// team always gets the fastest recipes that fit.
+fn single_sequence_team_with(
     team: &TeamRequest,
     rungs: &[Rung],
     goal: RecipeGoal,
@@ -51,7 +61,7 @@ fn smallest_team_with(
 enum Probe {
     /// By estimates of a stage or shard, and by the recipes of devices alone. It costs little.
     Estimated,
-    /// By packed recipes, as the search for a plan does.
+    /// By packed recipes, as the last resort of the search for a plan.
     Packed,
 }
 
@@ -83,7 +93,7 @@ fn fits_with_line(
 fn fits_with(team: &TeamRequest, rungs: &[Rung], probe: Probe, measurements: &Measurements) -> bool {
     let team_fits = || match probe {
         Probe::Estimated => has_sketch(&with_single_sequences(team), rungs, measurements),
-        Probe::Packed => smallest_team_with(team, rungs, RecipeGoal::LeastMemory, measurements).is_some(),
+        Probe::Packed => single_sequence_team_with(team, rungs, RecipeGoal::LeastMemory, measurements).is_some(),
     };
     !devices_that_fit_alone(team, rungs, measurements).is_empty() || team_fits()
 }
@@ -144,7 +154,8 @@ fn lower_near(guess: Bytes, too_low: Bytes, enough: Bytes, is_enough: impl Fn(By
     lower(low, high, is_enough)
 }
 
-/// Lowers a budget that is enough for the smallest team further, if another team fits under slightly less.
+/// Lowers a budget further if another team fits under slightly less. `enough` is enough for a team with micro-batches
+/// of one sequence.
 fn lower_further(too_low: Bytes, enough: Bytes, mut is_enough: impl FnMut(Bytes) -> bool) -> Bytes {
     let slightly_less = Bytes::mib(((enough.0 as f64 * (1.0 - PRECISION)) as u64).saturating_sub(1 << 20) >> 20);
     match slightly_less > too_low && is_enough(slightly_less) {

@@ -89,7 +89,7 @@ fn breaks_format(file: &Path, bytes: &[u8]) -> bool {
             lines.any(|line| line.len() >= LONG_LINE || !is_json(line))
         }
         Some("txt" | "toml") => std::str::from_utf8(bytes).is_err(),
-        Some("safetensors") => header_length(bytes).is_none_or(|end| !is_json(&bytes[8..end])),
+        Some("safetensors") => header_end(bytes).is_none_or(|end| !is_json(&bytes[8..end])),
         _ => false,
     }
 }
@@ -218,8 +218,8 @@ fn damaged_bytes(mut bytes: Vec<u8>, rng: &mut Rng) -> (Vec<u8>, String) {
     }
 }
 
-/// Returns the end of the header of a safetensors file; `None` if the file is shorter.
-fn header_length(bytes: &[u8]) -> Option<usize> {
+/// Returns the offset at which the header of a safetensors file ends; `None` if the file is shorter.
+fn header_end(bytes: &[u8]) -> Option<usize> {
     let length = u64::from_le_bytes(bytes.get(..8)?.try_into().ok()?);
     let end = usize::try_from(length).ok()?.checked_add(8)?;
     (end <= bytes.len()).then_some(end)
@@ -227,7 +227,7 @@ fn header_length(bytes: &[u8]) -> Option<usize> {
 
 /// Returns a damaged safetensors file and a description; `None` if the file is none.
 fn damaged_safetensors(bytes: &[u8], rng: &mut Rng) -> Option<(Vec<u8>, String)> {
-    let end = header_length(bytes)?;
+    let end = header_end(bytes)?;
     let (header, data) = (std::str::from_utf8(&bytes[8..end]).ok()?, &bytes[end..]);
     let assembled = |header: &str| [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), data].concat();
     match rng.range(0, 9) {

@@ -177,14 +177,17 @@ impl Offloader {
         self.set.phases.retain(|phase| !phase.programs.is_empty());
     }
 
-    /// Returns whether an op touches a tensor that is offloaded, at least in part.
+    /// Returns whether an op touches a tensor that lies on the host, at least in part.
     pub(super) fn touches_host(&self, op: &Op) -> bool {
-        operands(op).any(|operand| self.is_offloaded(operand))
+        operands(op).any(|operand| self.is_on_host_in_part(operand))
     }
 
-    /// Returns whether any slot of the operand's tensor is offloaded, even if the operand's own slot stays on the
-    /// device.
-    pub(super) fn is_offloaded(&self, operand: Operand) -> bool {
+    /// Returns whether the operand's tensor has slots on the host. It has them if it is offloaded in part or as a
+    /// whole, and if it is an input or a workspace that only the host uses.
+    ///
+    /// The slot of the operand itself may be on the device. The operand changes nevertheless, because the slots that
+    /// stay there are renumbered ([`Offloader::relocated`]).
+    pub(super) fn is_on_host_in_part(&self, operand: Operand) -> bool {
         self.placements.contains_key(&operand.tensor) || self.space(operand) == Space::Host
     }
 

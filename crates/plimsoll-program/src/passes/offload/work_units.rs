@@ -124,8 +124,9 @@ impl ProgramRewriter<'_> {
     /// Returns `None` for other blocks, if iterations use different offloaded regions, or if the host runs an op.
     fn rolled_loss(&self, block: &Block) -> Option<WorkUnit> {
         let is_pass = matches!(self.work, WorkKind::Forward | WorkKind::Backward | WorkKind::Evaluate);
-        let has_fixed_regions =
-            |op: &Op| operands(op).all(|operand| !self.offloader.is_offloaded(operand) || operand.offset.scale == 0);
+        let has_fixed_regions = |op: &Op| {
+            operands(op).all(|operand| !self.offloader.is_on_host_in_part(operand) || operand.offset.scale == 0)
+        };
         let is_loss = is_pass && block.name.starts_with("loss");
         if !is_loss || !block.touches_fixed_slots() || !block.ops.iter().all(has_fixed_regions) {
             return None;
@@ -133,7 +134,7 @@ impl ProgramRewriter<'_> {
         let mut rolled = block.clone();
         for op in &mut rolled.ops {
             for operand in operands_mut(&mut op.kind) {
-                if self.offloader.is_offloaded(*operand) {
+                if self.offloader.is_on_host_in_part(*operand) {
                     *operand = self.offloader.relocated(*operand);
                 }
             }
