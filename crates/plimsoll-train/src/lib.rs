@@ -11,7 +11,8 @@
 //! | train | [`session`] | the training loop: steps, evaluations, checkpoints; it carries out what `recovery` decides |
 //! | report | [`session`] | [`session::outcome::Outcome`]: `result.json`, events and the trained model |
 //!
-//! The modules form layers. A module imports modules of the rows above it only, or some of its own row without a ring:
+//! The modules form layers. A module imports modules of the rows above it only, or some of its own row without an
+//! import cycle:
 //!
 //! | layer | modules |
 //! |---|---|

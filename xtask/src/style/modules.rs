@@ -21,19 +21,19 @@ struct Module {
     names: BTreeSet<ModulePath>,
 }
 
-/// Returns the figure that counts the rings of modules (import cycles) in the crate `name`, whose sources are in `src`.
+/// Returns the figure that counts the import cycles in the crate `name`, whose sources are in `src`.
 ///
 /// # Errors
 /// Fails if a file cannot be read or parsed.
 pub fn cycles(name: &'static str, src: &Path) -> anyhow::Result<Finding> {
     let mut modules = Vec::new();
     read_module(&src.join("lib.rs"), src, Vec::new(), &mut modules)?;
-    let places = rings(&modules).into_iter().map(|ring| format!("{name}: {}", ring.join(" ↔ "))).collect();
-    // Rings that are still to be untangled. These numbers only go down; the aim is 0.
+    let places = import_cycles(&modules).into_iter().map(|cycle| format!("{name}: {}", cycle.join(" ↔ "))).collect();
+    // Cycles that are still to be removed. These numbers only go down; the aim is 0.
     let (name, limit) = match name {
-        "plimsoll-plan" => ("rings of modules in plimsoll-plan", 0.0),
-        "plimsoll-train" => ("rings of modules in plimsoll-train", 0.0),
-        _ => ("rings of modules in plimsoll-device", 0.0),
+        "plimsoll-plan" => ("import cycles in plimsoll-plan", 0.0),
+        "plimsoll-train" => ("import cycles in plimsoll-train", 0.0),
+        _ => ("import cycles in plimsoll-device", 0.0),
     };
     Ok(Finding { name, of: 0, places, limit })
 }
@@ -187,8 +187,8 @@ fn is_double_colon(tokens: &[TokenTree], at: usize) -> bool {
     is_colon(at) && is_colon(at + 1)
 }
 
-/// Returns the sets of sibling modules that import each other in a ring. Each set is a sorted list of module paths.
-fn rings(modules: &[Module]) -> Vec<Vec<String>> {
+/// Returns the sets of sibling modules that import each other in a cycle. Each set is a sorted list of module paths.
+fn import_cycles(modules: &[Module]) -> Vec<Vec<String>> {
     let paths: BTreeSet<&[String]> = modules.iter().map(|module| module.path.as_slice()).collect();
     let mut arrows: BTreeMap<(ModulePath, String), BTreeSet<String>> = BTreeMap::new();
     for module in modules {
@@ -212,19 +212,19 @@ fn rings_of_folder(folder: &[String], arrows: &BTreeMap<(ModulePath, String), BT
     let siblings: BTreeSet<&String> = arrows.keys().filter(|(of, _)| of == folder).map(|(_, name)| name).collect();
     let reached: BTreeMap<&String, BTreeSet<String>> =
         siblings.iter().map(|name| (*name, reachable(name, folder, arrows))).collect();
-    let mut rings: BTreeSet<Vec<String>> = BTreeSet::new();
+    let mut cycles: BTreeSet<Vec<String>> = BTreeSet::new();
     for name in &siblings {
         if reached[name].contains(*name) {
             let both =
                 siblings.iter().filter(|other| reached[name].contains(**other) && reached[*other].contains(*name));
             let full = |module: &String| [folder, std::slice::from_ref(module)].concat().join("::");
-            let ring: Vec<String> = both.map(|module| full(module)).collect();
-            if ring.len() > 1 {
-                rings.insert(ring);
+            let cycle: Vec<String> = both.map(|module| full(module)).collect();
+            if cycle.len() > 1 {
+                cycles.insert(cycle);
             }
         }
     }
-    rings.into_iter().collect()
+    cycles.into_iter().collect()
 }
 
 /// Returns the modules of a folder that the module `from` imports, directly or through others.
@@ -265,19 +265,19 @@ mod tests {
             module(&["c"], "fn g() { super::a::inner::h(vec![1]) }"),
             module(&["d"], "use super::a;"),
         ];
-        assert_eq!(rings(&modules), [["a", "b", "c"]]);
+        assert_eq!(import_cycles(&modules), [["a", "b", "c"]]);
     }
 
     #[test]
     fn ring_within_folder_is_named_by_path() {
         let modules =
             [module(&["a"], ""), module(&["a", "x"], "use super::y::Y;"), module(&["a", "y"], "use crate::a::x;")];
-        assert_eq!(rings(&modules), [["a::x", "a::y"]]);
+        assert_eq!(import_cycles(&modules), [["a::x", "a::y"]]);
     }
 
     #[test]
     fn parent_and_child_are_no_ring() {
         let modules = [module(&["a"], "use self::x::X;"), module(&["a", "x"], "use super::Y;")];
-        assert!(rings(&modules).is_empty());
+        assert!(import_cycles(&modules).is_empty());
     }
 }

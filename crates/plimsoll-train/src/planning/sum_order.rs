@@ -1,5 +1,6 @@
 //! The order of sums of a plan. Two runs of one run file have the same bits on the same kind of machine if the order is
-//! the same, and the algorithms of matrix products. Recompute and offload keep every bit, and so are no part of it.
+//! the same, and the algorithms of matrix products. Recompute and offload are no part of it, because they keep every
+//! bit. Two exceptions on a GPU, which this module does not cover, are in `docs/design/offload.md`.
 
 use super::previous_plan::PreviousPlan;
 use plimsoll_core::{Parallelism, Plan, Recipe, Rung, WorkerPlan};
