@@ -201,15 +201,16 @@ class WorkerPlan(TypedDict):
 
 
 class ScalingEfficiency(TypedDict):
-    """The throughput of a team's devices if each runs alone, and the upper bound for the team.
+    """The throughput of the devices of a data parallel team if each runs alone, and the upper bound for the team.
 
     All figures are predicted tokens (including padding) per second.
     """
 
     #: Sum of the throughputs of all devices of the team, each running the whole step alone.
     single_device_tokens_per_second: float
-    #: Throughput of the team if communication took no time. It is below the sum over the single devices, because a sequence is
-    #: not divided and every device executes the optimizer update.
+    #: Throughput of the fastest data parallel split over these devices if the all-reduce took no time; 0 if no split is
+    #: possible. It is below the sum of the single devices for two reasons. Sequences are not divided, so shares only
+    #: approximate the speeds. Every device executes the whole optimizer update.
     upper_bound_tokens_per_second: float
 
 
@@ -268,7 +269,7 @@ class Predicted(TypedDict):
 class Alternative(TypedDict):
     """A plan for the team that the planner compared with others. ``--explain`` lists all of them, the chosen one included."""
 
-    #: The parallelism; absent for a single device.
+    #: The parallelism of this alternative; absent if it is a single device.
     parallelism: NotRequired[Parallelism]
     #: Names of the devices that take part, by rank.
     devices: list[str]
@@ -276,7 +277,8 @@ class Alternative(TypedDict):
     shares: list[str]
     #: Whether every device stays under its load line.
     fits: bool
-    #: Predicted peak of each device in bytes, by rank, with charges.
+    #: Predicted peak of each device in bytes, by rank, with charges. It is exact for the chosen plan, and for a data parallel
+    #: team that seemed faster and was packed. For all others it is a lower bound.
     peak_bytes: list[int]
     #: Predicted speed of the alternative.
     predicted: Predicted

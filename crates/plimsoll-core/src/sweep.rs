@@ -155,7 +155,8 @@ pub struct SweepDevice {
     pub reason: Option<String>,
 }
 
-/// The report of a sweep.
+/// The state of a sweep, running or ended, as `sweep.json` holds it: its devices and runs, with their predicted and
+/// measured seconds.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct SweepReport {

@@ -130,15 +130,16 @@ impl EvaluatorPlan {
     }
 }
 
-/// The throughput of a team's devices if each runs alone, and the upper bound for the team. All figures are predicted
-/// tokens (including padding) per second.
+/// The throughput of the devices of a data parallel team if each runs alone, and the upper bound for the team. All
+/// figures are predicted tokens (including padding) per second.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct ScalingEfficiency {
     /// Sum of the throughputs of all devices of the team, each running the whole step alone.
     pub single_device_tokens_per_second: f64,
-    /// Throughput of the team if communication took no time. It is below the sum over the single devices, because a
-    /// sequence is not divided and every device executes the optimizer update.
+    /// Throughput of the fastest data parallel split over these devices if the all-reduce took no time; 0 if no split
+    /// is possible. It is below the sum of the single devices for two reasons. Sequences are not divided, so shares
+    /// only approximate the speeds. Every device executes the whole optimizer update.
     pub upper_bound_tokens_per_second: f64,
 }
 
@@ -156,7 +157,7 @@ pub struct FasterAlone {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Alternative {
-    /// The parallelism; `None` for a single device.
+    /// The parallelism of this alternative; `None` if it is a single device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parallelism: Option<Parallelism>,
     /// Names of the devices that take part, by rank.
@@ -165,7 +166,8 @@ pub struct Alternative {
     pub shares: Vec<String>,
     /// Whether every device stays under its load line.
     pub fits: bool,
-    /// Predicted peak of each device in bytes, by rank, with charges.
+    /// Predicted peak of each device in bytes, by rank, with charges. It is exact for the chosen plan, and for a data
+    /// parallel team that seemed faster and was packed. For all others it is a lower bound.
     pub peak_bytes: Vec<Bytes>,
     /// Predicted speed of the alternative.
     pub predicted: Predicted,

@@ -309,7 +309,8 @@ impl PlacedBuffers {
         self.all.clear();
     }
 
-    /// Returns placed buffers by ascending offset, which include all that overlap `item` in time.
+    /// Returns a superset of the placed buffers that overlap `item` in time, by ascending offset: those of one window
+    /// if `item` lies inside it, else all. The caller compares the times.
     fn neighbors(&self, item: &Item) -> &[Placed] {
         let window = item.first / self.window_ticks;
         if item.last / self.window_ticks <= window + 1 { &self.windows[window as usize] } else { &self.all }

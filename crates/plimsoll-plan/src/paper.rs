@@ -13,7 +13,8 @@ pub const CARD_PREFIX: &str = "card:";
 /// (300–500 MB in published measurements) and 32 MiB of cuBLASLt workspace. Plans print the figure as assumed.
 pub const ASSUMED_CHARGES: Bytes = Bytes::mib(512 + 32);
 
-/// Fraction of a link's published rate that plans assume: 80–85 % are reached in practice.
+/// Assumed fraction of the published rate that PCIe and NVLink reach. The rates of [`ethernet`] and of links whose
+/// bandwidth the user states are used without it.
 const LINK_EFFICIENCY: f64 = 0.82;
 
 /// Assumed seconds to launch one op; data sheets do not state it.
@@ -65,7 +66,7 @@ pub struct CardRates {
     pub bf16_flops: f64,
     /// Memory bandwidth in bytes per second.
     pub memory_bytes_per_second: f64,
-    /// The link to the host; `None` for PCIe 4.0 with 16 lanes.
+    /// The link to the host; for `None`, plans assume PCIe 4.0 with 16 lanes.
     pub host_link: Option<Link>,
 }
 

@@ -73,7 +73,7 @@ pub struct StepShape {
 pub struct StepBench {
     /// Name and version of this program.
     pub peer: String,
-    /// Name of the device, as the caller gave it: `cpu` or `cuda:0`.
+    /// Name of the device, as the caller gave it, such as `cpu` or `cuda:0`.
     pub device: String,
     /// Product name of the processor or GPU.
     pub device_model: String,

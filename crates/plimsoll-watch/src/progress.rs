@@ -7,7 +7,7 @@ use plimsoll_core::{Bytes, Event, Recovery};
 const NEWEST: f64 = 0.1;
 /// Approximate number of step lines that a run prints without a terminal. [`MAX_SILENCE_SECONDS`] may demand more.
 const MAX_STEP_LINES: u64 = 50;
-/// The longest training time in seconds without a printed line, if there is no terminal.
+/// Seconds of training after which the next completed step prints a line, if there is no terminal.
 const MAX_SILENCE_SECONDS: f64 = 30.0;
 /// Seconds of a step from which on its predicted time is printed at the start, and its elapsed time on a terminal.
 pub(crate) const LONG_STEP_SECONDS: f64 = 10.0;

@@ -16,8 +16,8 @@ pub fn shell_quoted(words: &[String]) -> String {
     words.iter().map(|word| shell_word(word)).collect::<Vec<_>>().join(" ")
 }
 
-/// Returns the command's words without its own flags for the keys of `settings`, and without `--set` for these keys. A
-/// remaining `--set` would override the new flag.
+/// Returns the words of a command line, with `plimsoll` in place of the program's path. Leaves out the flags of
+/// `settings` and each `--set` of their keys, with their values: a remaining `--set` would override the new flag.
 fn without_settings(words: impl Iterator<Item = String>, settings: &[Setting]) -> Vec<String> {
     let key = |setting: &str| setting.split('=').next().unwrap_or_default().trim().to_owned();
     let mut command = vec!["plimsoll".to_owned()];

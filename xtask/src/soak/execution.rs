@@ -47,7 +47,7 @@ impl RunValues {
             && self.tensors == other.tensors
     }
 
-    /// Returns whether all losses, gradient norms and logits are finite.
+    /// Returns whether all losses (also that of the evaluation), gradient norms and logits are finite.
     pub fn finite(&self) -> bool {
         self.losses.iter().flatten().chain(self.logits.iter().flatten()).all(|x| x.is_finite())
             && self.evaluated.is_none_or(|(loss, _)| loss.is_finite())

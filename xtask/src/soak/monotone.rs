@@ -67,7 +67,7 @@ struct Budgets {
 }
 
 impl Budgets {
-    /// Returns these budgets with one of them set to `bytes`.
+    /// Returns these budgets, in which those that `raised` names are set to `bytes`.
     fn with(&self, raised: Raised, bytes: Bytes) -> Budgets {
         let mut budgets = self.clone();
         match raised {

@@ -288,8 +288,11 @@ fn comparable(set: &ProgramSet, op: &Op) -> bool {
     !other_ops && touched.iter().all(|access| set.tensor(access.operand.tensor).space != Space::File)
 }
 
-/// Returns a Program set with one Program per op of `set`, and the same tensors in f64 in device memory. The map leads
-/// from an op's Program and number in it, counted from 1, to its own Program.
+/// Returns a Program set in which each [`comparable`] op of `set` is a Program of its own, once for each iteration of
+/// its block. The map gives that Program for the original Program and the number of the op in its trace, from 1.
+///
+/// Tensors in memory move to device memory. They become f64, except those of i32, and workspaces get
+/// [`WORKSPACE_ELEMENTS`]. Tensors in files stay as they are.
 fn single_ops(set: &ProgramSet) -> (ProgramSet, HashMap<(ProgramKind, u32), ProgramKind>) {
     let mut wide = set.clone();
     for tensor in &mut wide.tensors {

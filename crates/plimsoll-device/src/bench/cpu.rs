@@ -16,7 +16,7 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 /// Measures the CPU while the other devices are measured as well. All devices wait for each other at `barrier` before
-/// each part: f32 products, bf16 products, and memory. Each part takes a third of `duration`.
+/// each part: f32 products, bf16 products, and memory. Each part takes about a third of `duration`.
 pub(super) fn measure_share(
     cpu: &Cpu,
     threads: u32,

@@ -87,7 +87,7 @@ pub(super) struct ConcurrentBench {
 }
 
 /// Measures a GPU while the other devices are measured as well. All devices wait for each other at the barrier
-/// `meeting` before each part: f32 products, bf16 products, and memory. Each part takes a third of `duration`.
+/// `meeting` before each part: f32 products, bf16 products, and memory. Each part takes about a third of `duration`.
 ///
 /// # Errors
 /// Fails if a library is missing, or the GPU refuses memory. The other devices do not wait for a GPU that has failed.

@@ -1,5 +1,6 @@
-//! Measured speed of devices: matrix products, memory traffic and the fixed cost of an op. The planner's prices come
-//! only from these measurements, through [`crate::calibration`].
+//! Measured speed of devices: matrix products, memory traffic and the fixed cost of an op. The planner's prices for
+//! devices that are present come from these measurements, through [`crate::calibration`]. It uses published rates for
+//! paper devices, and nominal rates to choose the plan of a deterministic run.
 //!
 //! The measurements run the executors' own kernels, in the shapes of a training step.
 //!
@@ -152,7 +153,8 @@ pub struct MemoryRate {
     pub triad: f64,
 }
 
-/// Rates of all devices running at the same time.
+/// Summed rates of all devices, measured while all are busy at the same time; without usable GPUs, the rates of the CPU
+/// alone. `plimsoll bench devices` reports them. No plan uses them.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct CombinedRates {

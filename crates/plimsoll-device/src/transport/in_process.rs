@@ -147,8 +147,8 @@ impl InProcessTransport {
         DeviceError::PeerAborted { rank, reason }
     }
 
-    /// Waits for the next send from rank `from`, and copies it to the buffers of `own`, this rank's receive call.
-    /// Returns the planned end of the transfer, in seconds since the epoch.
+    /// Waits until rank `from` has posted its next send, and copies it to the buffers of `own`, this rank's receive
+    /// call. Returns the planned time at which the transfer ends, in seconds since [`Transport::epoch`].
     fn receive(&self, own: &CollectiveCall, from: u32) -> Result<f64, DeviceError> {
         let key = (from, own.rank);
         let mut state = self.state();

@@ -517,7 +517,8 @@ impl Shared {
         }
     }
 
-    /// Waits for the next send from rank `from`, and copies it into the buffers of `own`. Returns its planned end.
+    /// Waits until the next send of rank `from` has arrived, and copies it to the buffers of `own`, this rank's receive
+    /// call. Returns the planned time at which the transfer ends, in seconds since [`Transport::epoch`].
     fn receive(&self, own: &CollectiveCall, from: u32) -> Result<f64, DeviceError> {
         let mut state = self.state();
         let frame = loop {

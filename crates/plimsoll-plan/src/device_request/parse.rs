@@ -344,7 +344,8 @@ fn parse_device(name: &str, value: Option<&str>) -> Result<DeviceRequest, Reques
     Err(unknown())
 }
 
-/// Returns whether a text may be the user's own name for a device.
+/// Returns whether a text may be the `NAME` that a user invents in `card:NAME` or `virtual:NAME`: ASCII letters,
+/// digits, hyphens and underscores.
 fn is_own_name(text: &str) -> bool {
     !text.is_empty() && text.chars().all(|c| c.is_ascii_alphanumeric() || c == '-' || c == '_')
 }

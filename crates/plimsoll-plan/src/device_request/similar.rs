@@ -14,7 +14,7 @@ const PROPOSALS_MAX: usize = 3;
 /// Words of users that no spelling leads to.
 const SYNONYMS: [(&str, &str); 3] = [("gpu", "cuda"), ("nvidia", "cuda"), ("ram", "host")];
 
-/// Returns the words that `name`, a part of a list before `=`, may stand for. The best one is first.
+/// Returns the words that `name`, a part of a list before `=`, may stand for. The best one is first; there may be none.
 pub(super) fn similar_words(name: &str) -> Vec<String> {
     let (machine, own) = name.rsplit_once('/').map_or(("", name), |(machine, _)| name.split_at(machine.len() + 1));
     let (count, own) = split_count(own);
@@ -31,7 +31,9 @@ pub(super) fn similar_words(name: &str) -> Vec<String> {
     closest(own, &known).into_iter().map(|word| format!("{machine}{count}{word}{rest}")).collect()
 }
 
-/// Returns the words among `known` that are most similar to `word`, the best one first.
+/// Returns the words among `known` that the user may have meant by `word`, the best one first: the meaning of a
+/// synonym, else at most [`PROPOSALS_MAX`] words of similar spelling. Returns no word if none has a similarity of at
+/// least [`SIMILARITY_MIN`].
 fn closest<'k>(word: &str, known: &[&'k str]) -> Vec<&'k str> {
     let word = letters(word);
     if let Some((_, meant)) = SYNONYMS.iter().find(|(synonym, _)| *synonym == word) {

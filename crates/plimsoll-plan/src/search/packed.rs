@@ -31,7 +31,8 @@ impl PackedCandidate {
     }
 }
 
-/// Computes the bytes of a checkpoint. Several workers may write the same tensor, which counts once.
+/// Computes the bytes of a checkpoint that the Programs of all workers write. A tensor that several workers write
+/// counts once.
 pub(crate) fn checkpoint_bytes<'a>(sets: impl IntoIterator<Item = &'a ProgramSet>) -> Bytes {
     let files = sets.into_iter().flat_map(|set| &set.tensors).filter(|tensor| tensor.space == Space::File);
     let saved = files.filter(|tensor| tensor.name.starts_with("checkpoint:"));

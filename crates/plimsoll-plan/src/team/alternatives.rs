@@ -224,7 +224,7 @@ fn describe_packed(team: &TeamRequest, rungs: &[Rung], candidate: &TeamCandidate
 }
 
 /// Describes the share and the recipe of a device in words. The first word is the number of layers of a pipeline stage,
-/// `all` for a device alone, else the number of sequences. `shard` is in parts of 1024.
+/// `all` for a device alone, else the number of sequences. `shard` is in 1024ths.
 fn describe_share(parallelism: Option<Parallelism>, sequences: u64, shard: Option<u64>, recipe: &Recipe) -> String {
     match (parallelism, shard) {
         (None, _) => format!("all sequences, {recipe}"),

@@ -1,6 +1,6 @@
 //! Sharded teams (FSDP, ZeRO-3): weights, gradients and optimizer state are split over all devices.
 //!
-//! - **Shards** have the size that each device's memory allows, counted in parts of 1024. Each layer is gathered for
+//! - **Shards** have the size that each device's memory allows, in 1024ths. Each layer is gathered for
 //!   each pass over it, so no device has to hold the model.
 //! - **Sequences** of each micro-batch go to the devices by speed. Devices wait for each other at each layer, so all
 //!   have the same number of micro-batches.
@@ -62,7 +62,7 @@ struct Sketch {
     micro_batch_count: u64,
     /// Number of sequences of a micro-batch on each rank.
     micro_batches: Vec<u64>,
-    /// The shard of each rank, in parts of 1024.
+    /// The shard of each rank, in 1024ths of the whole.
     shards: Vec<u64>,
     /// Most bytes of host memory that each rank may use.
     hosts: Vec<Bytes>,
@@ -179,8 +179,8 @@ impl<'t, 'q> Sharded<'t, 'q> {
         self.measured.compute_seconds.get_or_compute((kind, micro_batch), measure)
     }
 
-    /// Returns the request for the share of one worker. `spec` is the specification of its device in the team, as
-    /// `spec_in_team` returns it.
+    /// Returns the request for the share of one worker, with the rungs of the team taken and the worker's micro-batch
+    /// pinned. `spec` is the specification of its device in the team, as [`Sharded::spec_in_team`] returns it.
     fn request<'s>(&self, spec: &'s DeviceSpec, worker: &WorkerCandidate) -> PlanRequest<'s>
     where
         'q: 's,

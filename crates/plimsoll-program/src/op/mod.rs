@@ -156,17 +156,18 @@ impl AccessVisitor<'_> {
         self.touch(operand, elements, Mode::Update);
     }
 
-    /// Reports that the op reads the whole tensor, such as the scalar tensor.
+    /// Calls `visit` with the operand's whole tensor as a range that the op reads, such as the scalar tensor.
     fn read_all(&mut self, operand: Operand) {
         self.read(operand, (self.elements_of)(operand.tensor));
     }
 
-    /// Reports that the op writes the whole tensor, such as a workspace.
+    /// Calls `visit` with the operand's whole tensor as a range that the op writes, such as a workspace.
     fn write_all(&mut self, operand: Operand) {
         self.write(operand, (self.elements_of)(operand.tensor));
     }
 
-    /// Reports that the op reads and writes the whole tensor, such as the metrics tensor.
+    /// Calls `visit` with the operand's whole tensor as a range that the op reads and writes, such as the metrics
+    /// tensor.
     fn update_all(&mut self, operand: Operand) {
         self.update(operand, (self.elements_of)(operand.tensor));
     }

@@ -159,8 +159,8 @@ pub(crate) fn evaluation_schedule(run: &RunConfig, rows: Option<u64>) -> Option<
     (!run.data.eval.is_empty()).then_some(EvaluationSchedule { every, rows })
 }
 
-/// Returns the adapters of a run, and the lossy rungs (steps of the memory ladder that change results) that the planner
-/// may take or propose. There are no such rungs if the run's rungs have been decided.
+/// Returns the training method and the adapters of a run, and the lossy rungs (steps of the memory ladder that change
+/// results) that the planner may take or propose. If the run file fixes the rungs (`train.rungs`), it may do neither.
 fn lossy_options(run: &RunConfig, model: &Model, work: Workload) -> LossyOptions {
     let lora = adapter_config(run, model);
     let adapters = match work {
@@ -258,8 +258,9 @@ pub(crate) fn host_spec(run: &RunRequest, device: &DeviceSpec) -> Result<HostSpe
     }
 }
 
-/// Returns the host memory that a paper device may use: that of its machine, as the list names it. As over Ray, the first
-/// machine is the one of the run; another whose memory is not named offloads nothing.
+/// Returns the host memory for the offloaded tensors of a paper device: the amount that the device list states for its
+/// machine, else none. If none is stated, a remedy may propose host memory on the machine of the first device only:
+/// over Ray, that machine starts the run, and the others do not offload.
 fn paper_host(requested: &DevicesRequest, device: &DeviceSpec, file: FileSpec) -> HostSpec {
     let machine = device.remote_host();
     let is_of_run = requested.devices.first().is_none_or(|first| first.machine() == machine);

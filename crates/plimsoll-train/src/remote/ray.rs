@@ -157,8 +157,8 @@ type AvailableReservations = BTreeMap<String, String>;
 /// Devices of a cluster that are reserved for the runs of a sweep.
 pub struct Reservation {
     process: Arc<HelperProcess>,
-    /// Placement groups of the available devices, as last polled; empty before the runs begin and after the loss of the
-    /// cluster.
+    /// Placement groups of the available devices, as last polled; empty before the runs begin and after the helper
+    /// process has ended.
     available: Arc<Mutex<AvailableReservations>>,
 }
 
@@ -176,7 +176,7 @@ impl Reservation {
     /// Hands the reserved devices over to the runs of the sweep, and from now on tracks which devices are available.
     ///
     /// # Errors
-    /// The cluster is lost, or the system refuses a thread.
+    /// The helper process has ended or cannot reach the cluster, or the system refuses a thread.
     pub fn begin_runs(&self) -> Result<(), Failure> {
         let lost = |error: io::Error| Failure::stopped(format!("--devices: {error}"));
         *lock(&self.available) = self.process.available_reservations().map_err(lost)?;
@@ -186,7 +186,8 @@ impl Reservation {
         thread.map(|_| ()).map_err(no_thread)
     }
 
-    /// Returns whether the cluster is lost.
+    /// Returns whether the helper process has ended, with the loss of the cluster or by a failure of its own. No device
+    /// of the reservation can be reached then.
     pub fn is_lost(&self) -> bool {
         self.process.has_ended()
     }

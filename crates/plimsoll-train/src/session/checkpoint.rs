@@ -70,7 +70,8 @@ pub struct CheckpointInfo {
     /// Reasons why the same command may give other bits; empty if it gives the same.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub other_bits: Vec<String>,
-    /// Data type of the computation.
+    /// Dtype of the arithmetic. The saved model's `config.json` names it, and the share of the peak in progress lines
+    /// refers to it. A resumed run does not read it back: it follows again from the run file and the device.
     pub precision: DType,
     /// Number of rows of the training data. A resumed run refuses data with another number.
     pub rows: u64,

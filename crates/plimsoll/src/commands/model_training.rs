@@ -118,7 +118,8 @@ impl OnSignal for ModelInProgress {
     }
 }
 
-/// Formats the hint with the command for the models that are not done.
+/// Returns the hint of an interrupted `plimsoll bench models`. `command` is the command line for the models that have
+/// no result yet.
 pub fn rest_hint(command: &str) -> String {
     format!("for the others: {command}")
 }

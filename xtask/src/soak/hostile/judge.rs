@@ -13,7 +13,8 @@ use std::time::SystemTime;
 const DOCUMENTED: [i32; 4] = [0, 2, 3, 4];
 /// Largest relative difference of losses of two runs that differ in the order of sums.
 const LOSS_DISTANCE: f64 = 1e-3;
-/// Largest file whose bytes are compared. For larger ones, the size and the time are.
+/// Size in bytes of the largest file that is compared byte by byte. Larger files are compared by size and time of
+/// modification only.
 const COMPARED_BYTES: u64 = 4 << 20;
 /// Largest permitted output on stderr.
 const MESSAGE_BYTES: usize = 64 << 10;

@@ -22,7 +22,7 @@ pub struct Dropout {
     pub first_sample: u32,
     /// Number of rows (tokens) per sample.
     pub sequence: usize,
-    /// Layer index.
+    /// Index of the layer in the whole model, also in a pipeline stage.
     pub layer: u32,
     /// Index of the dropout op within the layer.
     pub site: u8,

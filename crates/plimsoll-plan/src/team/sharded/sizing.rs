@@ -34,7 +34,7 @@ pub(super) struct ShardSizing<'a> {
 
 /// Shards with the recompute and the offload that they need.
 pub(super) struct SizedShards {
-    /// The shard of each rank, in parts of 1024.
+    /// The shard of each rank, in 1024ths of the whole.
     pub shards: Vec<u64>,
     /// The fraction of the layers that each rank recomputes.
     pub recompute: Vec<f64>,

@@ -108,17 +108,19 @@ pub enum Base {
     Nf4,
 }
 
-/// The origin of the weights that a run starts with.
+/// The origin of the weights that a run starts with, or of its LoRA adapters ([`Lora::source`]).
 #[derive(Clone, Debug, PartialEq)]
 pub enum WeightSource {
-    /// Random initialization: matrices from a normal distribution, norm weights of one, biases of zero.
+    /// Random initialization. In a model, matrices are drawn from a normal distribution with standard deviation
+    /// [`ModelConfig::init_std`], norm weights are one and biases zero. [`Lora::source`] describes that of adapters.
     Random {
         /// Seed of the random numbers.
         seed: u64,
     },
     /// The safetensors files of a model directory.
     Files {
-        /// Dtype of each parameter in the files, in the order of [`ModelConfig::hf_parameters`].
+        /// Dtype of each parameter in the files, in the order of [`ModelConfig::hf_parameters`], or of
+        /// [`ModelConfig::adapter_parameters`] for adapters.
         dtypes: Vec<DType>,
     },
     /// A training run on other devices, for a device that only evaluates. Its Program [`ProgramKind::ReloadWeights`]
