@@ -78,4 +78,4 @@ pub use placement::Placement;
 pub use program::{Block, Phase, Program, ProgramKind, ProgramSet};
 pub use schedule::{Call, Schedule};
 pub use share::Share;
-pub use tensor::{Index, Lifetime, Operand, Tensor, TensorId};
+pub use tensor::{Index, Lifetime, Operand, Tensor, TensorId, TensorRole};

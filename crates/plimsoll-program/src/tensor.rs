@@ -74,7 +74,7 @@ impl Tensor {
 
     /// Returns the part of the model that a persistent tensor belongs to, from the first word of its name:
     /// `head.gradient` belongs to the head.
-    pub(crate) fn role(&self) -> TensorRole {
+    pub fn role(&self) -> TensorRole {
         match self.name.split('.').next().unwrap_or_default() {
             "embedding" => TensorRole::Embedding,
             "head" => TensorRole::Head,

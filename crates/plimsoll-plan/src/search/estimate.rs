@@ -1,15 +1,25 @@
 //! Estimates of a step's seconds under an offload choice, without writing Programs. The search measures the most
 //! promising choices first. The estimates build on measurements of other choices (`measure`).
 
-use super::measure::Measurer;
+use super::measure::{Measurer, MicroBatchCosts};
 use super::residency::OffloadedBytes;
 use plimsoll_core::Offload;
 use plimsoll_program::models::decoder::Method;
 
+/// Seconds in which the tensors of one layer cross the host link in one direction, if they are offloaded.
+#[derive(Clone, Copy)]
+struct LayerCopies {
+    weights: f64,
+    gradients: f64,
+    inputs: f64,
+    /// Whether the step has several micro-batches, so that gradients come back to be added to.
+    accumulates: bool,
+}
+
 impl Measurer<'_> {
     /// Estimates the seconds of a step under an offload choice, with the least recompute that fits by this estimate.
-    /// Returns `None` if no recompute makes it fit. The estimate is the longest of compute, copies in, copies out, and
-    /// disk traffic, plus the work done once per step.
+    /// Returns `None` if no recompute makes it fit. The estimate adds up the layers, each as long as the longest of its
+    /// compute, copies in, and copies out, and the work done once per step. Disk traffic may take longer than the layers.
     pub fn estimate_step_seconds(&self, micro_batch: u32, offload: Offload) -> Option<f64> {
         if !self.may_fit(micro_batch, offload) {
             return None;
@@ -27,9 +37,6 @@ impl Measurer<'_> {
         let head = if streamed { table * request.precision.bytes() as f64 } else { 0.0 };
         let trained = request.optimizer.is_some() && request.lossy.method == Method::Full;
         let head_gradient = if streamed && trained { table * request.precision.wide().bytes() as f64 } else { 0.0 };
-        let accumulated = if count > 1.0 { gradients + head_gradient } else { 0.0 };
-        let copied_in = count * (2.0 * (weights + head) + accumulated + inputs as f64);
-        let copied_out = count * (gradients + head_gradient + inputs as f64);
         let disk_seconds = self.disk_seconds(
             count * (2.0 * in_file.weights + if count > 1.0 { in_file.gradients } else { 0.0 }),
             count * in_file.gradients,
@@ -49,10 +56,55 @@ impl Measurer<'_> {
                 fixed.per_micro_batch_seconds - costs.pass_seconds
             }
         };
+        let accumulates = count > 1.0;
+        let per_layer = |bytes: f64, layers: u32| bytes / f64::from(layers.max(1)) / link_rate;
+        let copies = LayerCopies {
+            weights: per_layer(weights, offload.weights),
+            gradients: per_layer(gradients, offload.gradients),
+            inputs: costs.input_bytes as f64 / link_rate,
+            accumulates,
+        };
+        let in_layers = self.layer_pass_seconds(&costs, recompute_seconds / request.layers() as f64, offload, copies);
         let logits = if streamed { costs.logits_seconds } else { 0.0 };
-        let computed = count * (costs.pass_seconds + logits + recompute_seconds);
-        let passes = computed.max(copied_in / link_rate).max(copied_out / link_rate).max(disk_seconds);
+        let layers = request.layers() as f64;
+        let layer_seconds = costs.layer_forward_seconds + costs.layer_backward_seconds;
+        let beside_layers = costs.pass_seconds - layers * layer_seconds + logits;
+        let head_reads = if request.optimizer.is_some() { 2.0 } else { 1.0 };
+        let head_in = head_reads * head + if accumulates { head_gradient } else { 0.0 };
+        let beside_layers = beside_layers.max(head_in / link_rate).max(head_gradient / link_rate);
+        let passes = (count * (in_layers + beside_layers)).max(disk_seconds);
         Some(passes + self.estimate_per_step_seconds(micro_batch, offload))
+    }
+
+    /// Estimates the seconds of the forward and backward pass of one micro-batch through all layers. `recompute_seconds`
+    /// is the recompute of one layer, on average. Copies of a layer overlap with the computing of one layer only, because
+    /// they start one layer ahead. A layer therefore takes the longest of its own computing, copies in, and copies out.
+    fn layer_pass_seconds(
+        &self,
+        costs: &MicroBatchCosts,
+        recompute_seconds: f64,
+        offload: Offload,
+        copies: LayerCopies,
+    ) -> f64 {
+        let layers = self.layers();
+        let mut ends = [offload.weights, offload.gradients, offload.inputs, layers].map(|count| count.min(layers));
+        ends.sort_unstable();
+        let (mut seconds, mut first) = (0.0, 0);
+        for end in ends {
+            // Layers from `first` to `end` have the same tensors offloaded: each count begins at the first layer.
+            let if_offloaded = |count: u32, seconds: f64| if first < count { seconds } else { 0.0 };
+            let weights = if_offloaded(offload.weights, copies.weights);
+            let gradients = if_offloaded(offload.gradients, copies.gradients);
+            let inputs = if_offloaded(offload.inputs, copies.inputs);
+            let accumulated = if copies.accumulates { gradients } else { 0.0 };
+            let forward = costs.layer_forward_seconds.max(weights).max(inputs);
+            let computed = costs.layer_backward_seconds + recompute_seconds;
+            let backward = computed.max(weights + accumulated + inputs).max(gradients);
+            let trained = if self.request.optimizer.is_some() { backward } else { 0.0 };
+            seconds += f64::from(end - first) * (forward + trained);
+            first = end;
+        }
+        seconds
     }
 
     /// Estimates the seconds of the work done once per step, by interpolation between measurements with nothing and

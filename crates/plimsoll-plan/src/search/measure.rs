@@ -144,6 +144,10 @@ fn representative(offload: Offload, layers: u32) -> Offload {
 pub(super) struct MicroBatchCosts {
     /// Seconds of forward and backward pass without recompute.
     pub(super) pass_seconds: f64,
+    /// Part of `pass_seconds` in which one layer is in its forward pass.
+    pub(super) layer_forward_seconds: f64,
+    /// Part of `pass_seconds` in which one layer is in its backward pass; 0 without training.
+    pub(super) layer_backward_seconds: f64,
     /// Bytes on the device above the resident bytes, with full recompute.
     pub(super) full_recompute_bytes: u64,
     /// Bytes of the input of one layer.
@@ -428,6 +432,15 @@ impl<'q> Measurer<'q> {
             None => &[ProgramKind::Evaluate][..],
         };
         let programs = kinds.iter().filter_map(|kind| set.program(*kind));
+        let pass_seconds = programs.clone().map(|program| prices.program_seconds(&set, program, false)).sum::<f64>();
+        let compute_seconds: f64 = programs.map(|program| prices.compute_seconds(&set, program)).sum();
+        // If a pass waits for communication, it does so in all layers.
+        let scale = if compute_seconds > 0.0 { pass_seconds / compute_seconds } else { 0.0 };
+        let layer_seconds = |kind: Option<&ProgramKind>| {
+            let blocks = kind.and_then(|kind| set.program(*kind)).into_iter().flat_map(|program| &program.blocks);
+            let layers = blocks.filter(|block| block.name == "layer");
+            layers.map(|block| prices.block_seconds(&set, block)).sum::<f64>() * scale / request.layers() as f64
+        };
         let full_recompute = self.full_recompute(micro_batch, Offload::NOTHING);
         let logits = ["train.logits", "evaluate.logits"].iter().find_map(|name| set.find(name));
         let is_logits_product = |op: &Op| matches!(&op.kind, OpKind::Product { out, .. } if Some(out.tensor) == logits);
@@ -440,7 +453,9 @@ impl<'q> Measurer<'q> {
         let vocab = request.config.vocab;
         let head_block = &head_blocks(vocab, Kernels::for_device(request.device))[0];
         MicroBatchCosts {
-            pass_seconds: programs.map(|program| prices.program_seconds(&set, program, false)).sum(),
+            pass_seconds,
+            layer_forward_seconds: layer_seconds(kinds.first()),
+            layer_backward_seconds: layer_seconds(kinds.get(1)),
             full_recompute_bytes: self.transient_bytes_without_offload(micro_batch, &full_recompute.recompute),
             logits_bytes: logits.map_or(0, |logits| set.tensor(logits).bytes()),
             logits_seconds: loss.map(logits_seconds).sum(),

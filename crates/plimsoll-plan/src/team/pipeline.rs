@@ -25,6 +25,7 @@ use plimsoll_program::workspace::Kernels;
 pub(super) use schedule::step_seconds;
 
 use std::cell::OnceCell;
+use std::collections::HashSet;
 use std::sync::Arc;
 
 /// Most devices for which every order of stages is tried.
@@ -39,6 +40,8 @@ const LOWER_HOSTS: usize = 2;
 /// Number of the fastest sketches (stages with estimated times) that are searched for recipes. After them, only
 /// sketches with the smallest micro-batch are searched.
 const MAX_SEARCHED: usize = 6;
+/// Most neighbors of the fastest pipeline, and of the faster ones found, that are searched for recipes.
+const MAX_NEIGHBORS: usize = 12;
 /// Most times that the layers are cut anew, with less memory, because a stage has no recipe for its layers.
 const MAX_REDRAWS: usize = 6;
 /// Layers of the larger of two stages from which the seconds and bytes of any stage are interpolated. The smaller has
@@ -282,58 +285,134 @@ impl<'t, 'q> Pipeline<'t, 'q> {
         // The fastest are searched until none can be faster, by its estimate, and then those that need the least memory.
         let smallest = sketches.iter().map(|(_, sketch)| sketch.micro_batch).min();
         let smallest = sketches.iter().skip(MAX_SEARCHED).filter(|(_, sketch)| Some(sketch.micro_batch) == smallest);
-        let mut best: Option<TeamCandidate> = None;
+        let mut best: Option<(&[usize], Sketch, TeamCandidate)> = None;
         for (number, (order, sketch)) in sketches.iter().take(MAX_SEARCHED).chain(smallest).enumerate() {
-            let seconds = best.as_ref().map_or(f64::INFINITY, |best| best.seconds);
+            let seconds = best.as_ref().map_or(f64::INFINITY, |(_, _, best)| best.seconds);
             if sketch.seconds > SKETCH_ERROR * seconds || best.is_some() && number >= MAX_SEARCHED {
                 break;
             }
-            let found = self.with_recipes(order, sketch).filter(|found| found.seconds < seconds);
-            best = found.or(best);
+            let found = self.with_recipes(order, sketch).filter(|(_, found)| found.seconds < seconds);
+            best = found.map(|(sketch, found)| (order.as_slice(), sketch, found)).or(best);
+        }
+        let (order, sketch, best) = best?;
+        Some(self.improve(order, sketch, best))
+    }
+
+    /// Changes the micro-batch of a pipeline that offloads, or the boundary between two of its stages, as long as that
+    /// makes it faster. The estimated times of stages that offload are inexact, so that the fastest sketch need not be the
+    /// fastest pipeline.
+    fn improve(&self, devices: &[usize], mut sketch: Sketch, mut best: TeamCandidate) -> TeamCandidate {
+        if self.goal == RecipeGoal::LeastMemory || !sketch.offloads.contains(&true) {
+            return best;
+        }
+        let specs: Vec<DeviceSpec> = devices.iter().map(|&device| self.spec_in_team(device, devices)).collect();
+        let key = |sketch: &Sketch| (sketch.micro_batch, sketch.boundaries.clone());
+        let mut tried = HashSet::from([key(&sketch)]);
+        while let Some(neighbor) = self.neighbors(&sketch).into_iter().find(|neighbor| !tried.contains(&key(neighbor))) {
+            if tried.len() > MAX_NEIGHBORS {
+                break;
+            }
+            tried.insert(key(&neighbor));
+            let found = self.stage_recipes(devices, &specs, &neighbor).ok().flatten();
+            if let Some(faster) = found.filter(|found| found.seconds < best.seconds) {
+                (sketch, best) = (neighbor, faster);
+            }
         }
         best
     }
 
+    /// Returns sketches with half or twice the micro-batch, and with a layer more or less in a stage.
+    fn neighbors(&self, sketch: &Sketch) -> Vec<Sketch> {
+        let pinned = self.team.devices[0].pins.micro_batch.is_some();
+        let sizes = [sketch.micro_batch / 2, sketch.micro_batch * 2];
+        let is_allowed = |size: &u32| !pinned && (1..=self.team.sequences_per_step()).contains(&u64::from(*size));
+        let with_size = |micro_batch: u32| Sketch { micro_batch, ..sketch.clone() };
+        let moved = |(boundary, more): (usize, bool)| {
+            let mut boundaries = sketch.boundaries.clone();
+            boundaries[boundary] = if more { boundaries[boundary] + 1 } else { boundaries[boundary] - 1 };
+            boundaries.is_sorted_by(|a, b| a < b).then(|| Sketch { boundaries, ..sketch.clone() })
+        };
+        let inner = 1..sketch.boundaries.len() - 1;
+        let moves = inner.flat_map(|boundary| [(boundary, true), (boundary, false)]);
+        sizes.into_iter().filter(is_allowed).map(with_size).chain(moves.filter_map(moved)).collect()
+    }
+
     /// Searches a recipe for each stage of a sketch. If a stage has none, the layers are cut anew with less of its
-    /// memory. Returns `None` if that does not help.
-    fn with_recipes(&self, devices: &[usize], sketch: &Sketch) -> Option<TeamCandidate> {
+    /// memory. Also returns the sketch of the candidate. Returns `None` if no cut has recipes.
+    fn with_recipes(&self, devices: &[usize], sketch: &Sketch) -> Option<(Sketch, TeamCandidate)> {
         let specs: Vec<DeviceSpec> = devices.iter().map(|&device| self.spec_in_team(device, devices)).collect();
         let mut unused = vec![0; devices.len()];
         let mut sketch = sketch.clone();
         for _ in 0..MAX_REDRAWS {
-            let shares = shares(&sketch.boundaries);
-            let request = |stage: usize| {
-                let (spec, share) = (&specs[stage], &shares[stage]);
-                let request = self.request(spec, devices[stage], share, sketch.micro_batch, sketch.hosts[stage]);
-                if sketch.offloads[stage] { request } else { without_offload(request) }
+            let without = match self.stage_recipes(devices, &specs, &sketch) {
+                Ok(found) => return found.map(|candidate| (sketch, candidate)),
+                Err(without) => without,
             };
-            let requests: Vec<PlanRequest> = (0..devices.len()).map(request).collect();
-            let (goal, measured) = (self.goal, &self.measured);
-            let recipe_of = |request: &PlanRequest| {
-                let recipe = recipe_of_share(request, goal, measured.of_request(request))?;
-                let seconds = StageSeconds::of(&request.compute_programs(&recipe.recipe), &request.prices());
-                Some(StageRecipe { recipe, seconds })
-            };
-            let recipes = parallel_map(&requests, recipe_of);
-            let without: Vec<usize> = (0..devices.len()).filter(|&stage| recipes[stage].is_none()).collect();
-            if without.is_empty() {
-                let mut recipes: Vec<StageRecipe> = recipes.into_iter().flatten().collect();
-                let offloads = |&stage: &usize| !recipes[stage].recipe.recipe.offload.is_nothing();
-                let offloading: Vec<usize> = (0..devices.len()).filter(offloads).collect();
-                let with_less = |&stage: &usize| with_less_host(&requests[stage]).map(move |request| (stage, request));
-                let with_less: Vec<(usize, PlanRequest)> = offloading.iter().flat_map(with_less).collect();
-                let others = parallel_map(&with_less, |(stage, request)| Some((*stage, recipe_of(request)?)));
-                let micro_batches = self.micro_batch_count(sketch.micro_batch);
-                let mut others: Vec<(usize, StageRecipe)> = others.into_iter().flatten().collect();
-                choose_together(&mut recipes, &mut others, micro_batches);
-                return Some(self.to_candidate(devices, &sketch, &shares, &recipes));
-            }
             for stage in without {
                 unused[stage] += specs[stage].arena_budget().0 / 32;
             }
             sketch = self.sketch(devices, sketch.micro_batch, &unused)?;
         }
         None
+    }
+
+    /// Searches a recipe for each stage of a sketch. Returns `None` if the stages do not fit on their hosts together, and
+    /// fails with the stages for which no recipe fits. `specs` are the specifications of the devices in the team.
+    fn stage_recipes(
+        &self,
+        devices: &[usize],
+        specs: &[DeviceSpec],
+        sketch: &Sketch,
+    ) -> Result<Option<TeamCandidate>, Vec<usize>> {
+        let shares = shares(&sketch.boundaries);
+        let request = |stage: usize| {
+            let (spec, share) = (&specs[stage], &shares[stage]);
+            let request = self.request(spec, devices[stage], share, sketch.micro_batch, sketch.hosts[stage]);
+            if sketch.offloads[stage] { request } else { without_offload(request) }
+        };
+        let requests: Vec<PlanRequest> = (0..devices.len()).map(request).collect();
+        let (goal, measured) = (self.goal, &self.measured);
+        let recipe_of = |request: &PlanRequest| {
+            let recipe = recipe_of_share(request, goal, measured.of_request(request))?;
+            let seconds = StageSeconds::of(&request.compute_programs(&recipe.recipe), &request.prices());
+            Some(StageRecipe { recipe, seconds })
+        };
+        let recipes = parallel_map(&requests, recipe_of);
+        let without: Vec<usize> = (0..devices.len()).filter(|&stage| recipes[stage].is_none()).collect();
+        if !without.is_empty() {
+            return Err(without);
+        }
+        let mut recipes: Vec<StageRecipe> = recipes.into_iter().flatten().collect();
+        let offloads = |&stage: &usize| !recipes[stage].recipe.recipe.offload.is_nothing();
+        let offloading: Vec<usize> = (0..devices.len()).filter(offloads).collect();
+        let with_less = |&stage: &usize| with_less_host(&requests[stage]).map(move |request| (stage, request));
+        let with_less: Vec<(usize, PlanRequest)> = offloading.iter().flat_map(with_less).collect();
+        let others = parallel_map(&with_less, |(stage, request)| Some((*stage, recipe_of(request)?)));
+        let micro_batches = self.micro_batch_count(sketch.micro_batch);
+        let mut others: Vec<(usize, StageRecipe)> = others.into_iter().flatten().collect();
+        choose_together(&mut recipes, &mut others, micro_batches);
+        let fits = self.fit_on_hosts(devices, &mut recipes, &mut others);
+        Ok(fits.then(|| self.to_candidate(devices, sketch, &shares, &recipes)))
+    }
+
+    /// Gives stages other recipes with less host memory until all stages fit on their hosts together, those first that
+    /// save most. Returns whether they fit then, by the known bytes.
+    fn fit_on_hosts(&self, devices: &[usize], recipes: &mut [StageRecipe], others: &mut [(usize, StageRecipe)]) -> bool {
+        loop {
+            let used = recipes.iter().zip(devices).map(|(stage, &device)| (device, Bytes(stage.host_bytes())));
+            let crowded = self.team.crowded_devices(&used.collect::<Vec<_>>());
+            if crowded.is_empty() {
+                return true;
+            }
+            let saved = |(stage, other): &(usize, StageRecipe)| {
+                let saved = recipes[*stage].host_bytes().saturating_sub(other.host_bytes());
+                if crowded.contains(&devices[*stage]) { saved } else { 0 }
+            };
+            let saves_most = (0..others.len()).max_by_key(|&number| saved(&others[number]));
+            let Some(number) = saves_most.filter(|&number| saved(&others[number]) > 0) else { return false };
+            let (stage, other) = &mut others[number];
+            std::mem::swap(&mut recipes[*stage], other);
+        }
     }
 
     /// Builds a team candidate from a sketch and the recipe of each stage.
@@ -456,6 +535,13 @@ fn boundaries_around(stage: usize, stages: usize, layers: u64, depth: u64) -> Ve
 struct StageRecipe {
     recipe: Candidate,
     seconds: StageSeconds,
+}
+
+impl StageRecipe {
+    /// Returns the bytes of the host arena: of the packed recipe if it was packed, otherwise a lower bound.
+    fn host_bytes(&self) -> u64 {
+        self.recipe.known_bytes().host
+    }
 }
 
 /// Predicts the seconds of a step in which each stage has its recipe.

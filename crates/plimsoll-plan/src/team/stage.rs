@@ -7,11 +7,11 @@ use crate::layout::lower_bounds;
 use crate::price::Prices;
 use crate::search::PlanRequest;
 use plimsoll_core::{Bytes, Category, DeviceKind, Link, Offload, Recipe, RecomputeLevel, Space};
-use plimsoll_program::{Lifetime, Program, ProgramKind, ProgramSet, Tensor};
+use plimsoll_program::{Lifetime, Program, ProgramKind, ProgramSet, Tensor, TensorRole};
 
-/// Number of kinds of tensors that a stage can offload to the host: optimizer state, gradients, weights, inputs of
-/// layers. A kind is only offloaded if all kinds before it are: the tensors that are used least go first.
-const OFFLOAD_KINDS: usize = 4;
+/// Number of kinds of tensors that a stage can offload to the host: the fields of [`OffloadableBytes`]. A kind is only
+/// offloaded if all kinds before it are: those go first that cost least seconds per byte.
+const OFFLOAD_KINDS: usize = 5;
 
 /// The predicted seconds of a stage by offload: entry n is with all tensors of the first n kinds offloaded, entry 0
 /// without offload.
@@ -72,32 +72,41 @@ impl StageSeconds {
     }
 }
 
-/// Bytes of a stage that can be offloaded, by kind of tensor. The kinds are offloaded in the order of the fields: the
-/// tensors that are used least go first.
+/// Bytes of a stage that can be offloaded, by kind of tensor. The kinds are offloaded in the order of the fields: those
+/// go first that cost least seconds per byte.
 #[derive(Clone, Copy, Debug, Default)]
 struct OffloadableBytes {
     optimizer_state: f64,
-    gradients: f64,
-    weights: f64,
+    /// The embedding table and its gradient, of which the host reads single rows; 0 if the head is tied to the table.
+    embedding: f64,
     /// Inputs of layers, of all micro-batches in flight.
     layer_inputs: f64,
+    gradients: f64,
+    weights: f64,
 }
 
 impl OffloadableBytes {
-    /// Adds up the bytes of the tensors that a stage's Programs keep on the device.
-    fn of(set: &ProgramSet) -> OffloadableBytes {
+    /// Adds up the bytes of the tensors that a stage's Programs keep on the device. `tied` says that the head is the
+    /// embedding table.
+    fn of(set: &ProgramSet, tied: bool) -> OffloadableBytes {
         let sum = |is_counted: &dyn Fn(&Tensor) -> bool| {
             let counted = set.tensors.iter().filter(|tensor| tensor.space == Space::Device && is_counted(tensor));
             counted.map(|tensor| tensor.bytes() * u64::from(tensor.slots)).sum::<u64>() as f64
         };
-        let persistent = |category: Category| {
-            sum(&|tensor: &Tensor| tensor.lifetime == Lifetime::Persistent && tensor.category == category)
+        let is_embedding = |tensor: &Tensor| !tied && tensor.role() == TensorRole::Embedding;
+        let persistent = |category: Category, of_embedding: bool| {
+            sum(&|tensor: &Tensor| {
+                let is_of_kind = tensor.lifetime == Lifetime::Persistent && tensor.category == category;
+                is_of_kind && is_embedding(tensor) == of_embedding
+            })
         };
+        let optimizer_state = persistent(Category::Optimizer, false) + persistent(Category::Optimizer, true);
         OffloadableBytes {
-            optimizer_state: persistent(Category::Optimizer),
-            gradients: persistent(Category::Gradient),
-            weights: persistent(Category::Weight),
+            optimizer_state,
+            embedding: persistent(Category::Weight, true) + persistent(Category::Gradient, true),
             layer_inputs: sum(&|tensor: &Tensor| tensor.name == "train.hidden"),
+            gradients: persistent(Category::Gradient, false),
+            weights: persistent(Category::Weight, false),
         }
     }
 
@@ -111,20 +120,26 @@ impl OffloadableBytes {
         };
         let taken = OffloadableBytes {
             optimizer_state: take(self.optimizer_state),
+            embedding: take(self.embedding),
+            layer_inputs: take(self.layer_inputs),
             gradients: take(self.gradients),
             weights: take(self.weights),
-            layer_inputs: take(self.layer_inputs),
         };
         (bytes <= 0.0).then_some(taken)
     }
 
     fn total(self) -> f64 {
-        self.optimizer_state + self.gradients + self.weights + self.layer_inputs
+        self.in_order().iter().sum()
+    }
+
+    /// Returns the bytes that pass through no staging ring of a pass: all but gradients and weights.
+    fn without_rings(self) -> f64 {
+        self.optimizer_state + self.embedding + self.layer_inputs
     }
 
     /// Returns the bytes of each kind, in the order in which they are offloaded.
     fn in_order(self) -> [f64; OFFLOAD_KINDS] {
-        [self.optimizer_state, self.gradients, self.weights, self.layer_inputs]
+        [self.optimizer_state, self.embedding, self.layer_inputs, self.gradients, self.weights]
     }
 
     /// Interpolates from `self` (fraction 0) to `other` (fraction 1), or extrapolates for a fraction above 1.
@@ -132,9 +147,10 @@ impl OffloadableBytes {
         let mix = |a: f64, b: f64| a + fraction * (b - a);
         OffloadableBytes {
             optimizer_state: mix(self.optimizer_state, other.optimizer_state),
+            embedding: mix(self.embedding, other.embedding),
+            layer_inputs: mix(self.layer_inputs, other.layer_inputs),
             gradients: mix(self.gradients, other.gradients),
             weights: mix(self.weights, other.weights),
-            layer_inputs: mix(self.layer_inputs, other.layer_inputs),
         }
     }
 }
@@ -176,7 +192,7 @@ impl MeasuredStage {
         MeasuredStage {
             arena_bytes: ByRecompute { none: none.arena_bytes, full: full.arena_bytes },
             seconds: ByRecompute { none: none.seconds, full: full.seconds },
-            offloadable: OffloadableBytes::of(&none.set),
+            offloadable: OffloadableBytes::of(&none.set, request.config.tied),
             hidden_bytes,
         }
     }
@@ -197,7 +213,8 @@ impl MeasuredStage {
             StageSeconds::of(&request.compute_programs(&Recipe { offload, ..recipe.clone() }), &prices)
         };
         // The host or the device updates offloaded weights, whichever is faster.
-        let update = can_offload && with_offload(3, true).per_step < with_offload(3, false).per_step;
+        let update = can_offload
+            && with_offload(OFFLOAD_KINDS, true).per_step < with_offload(OFFLOAD_KINDS, false).per_step;
         for (kinds, seconds) in seconds.iter_mut().enumerate().skip(1).filter(|_| can_offload) {
             *seconds = with_offload(kinds, update);
         }
@@ -210,9 +227,10 @@ impl MeasuredStage {
 fn offload_of_kinds(request: &PlanRequest, kinds: usize, update: bool) -> Offload {
     let own = request.share.own_layers(request.config.layers);
     let layers_of_kind = |kind: usize| if kind < kinds { (own.end - own.start) as u32 } else { 0 };
-    let [optimizer, gradients, weights, inputs] = [0, 1, 2, 3].map(layers_of_kind);
+    let [optimizer, table, inputs, gradients, weights] = [0, 1, 2, 3, 4].map(layers_of_kind);
     let ends = request.ends();
-    let (embedding, head) = (ends.embedding && weights > 0, ends.head && weights > 0);
+    let with_table = if request.config.tied { weights > 0 } else { table > 0 };
+    let (embedding, head) = (ends.embedding && with_table, ends.head && weights > 0);
     Offload { optimizer, gradients, weights, inputs, embedding, head, update, ..Offload::NOTHING }
 }
 
@@ -257,13 +275,17 @@ impl StageModel {
         if limits.host == 0.0 {
             return vec![smallest];
         }
-        // Recompute is tried without any, and as much as is needed beside offloaded optimizer state, and gradients.
-        let OffloadableBytes { optimizer_state, gradients, .. } = stage.offloadable;
-        let others =
-            [0.0, stage.recompute_beside(optimizer_state), stage.recompute_beside(optimizer_state + gradients)];
+        // Recompute is tried without any, and as much as is needed beside the first kinds of offloaded tensors.
+        let offloadable = stage.offloadable;
+        let beside = [
+            offloadable.optimizer_state,
+            offloadable.without_rings(),
+            offloadable.without_rings() + offloadable.gradients,
+        ];
+        let others = [0.0].into_iter().chain(beside.map(|bytes| stage.recompute_beside(bytes)));
         let busy = |option: &StageOption| option.seconds.busy(limits.micro_batches);
         let faster = |best: StageOption, other: StageOption| if busy(&other) < busy(&best) { other } else { best };
-        let fastest = others.into_iter().filter_map(|recompute| stage.option(recompute)).fold(smallest, faster);
+        let fastest = others.filter_map(|recompute| stage.option(recompute)).fold(smallest, faster);
         if fastest.offloaded > smallest.offloaded { vec![fastest, smallest] } else { vec![fastest] }
     }
 
@@ -320,7 +342,7 @@ impl SizedStage<'_> {
     fn option(&self, recompute: f64) -> Option<StageOption> {
         let needed = self.arena_bytes.none + recompute * (self.arena_bytes.full - self.arena_bytes.none);
         let missing = (needed - self.limits.budget).max(0.0);
-        let has_rings = missing > self.offloadable.optimizer_state;
+        let has_rings = missing > self.offloadable.without_rings();
         let offloaded = self.offloadable.take(if has_rings { missing + self.ring_bytes } else { missing })?;
         let seconds = self.model.seconds(self.more, recompute, self.offloadable, offloaded);
         (offloaded.total() <= self.limits.host).then(|| StageOption { seconds, offloaded: offloaded.total() })
