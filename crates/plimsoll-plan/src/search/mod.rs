@@ -46,6 +46,10 @@ pub(crate) use recipe_table::{RecipeTable, WaitSeconds};
 pub(crate) use residency::resident_tensors;
 pub(crate) use sharded_costs::{RankCosts, RecipeGoal, ShardedBytes, recipe_of_share, single_device_compute_seconds};
 
+/// Fraction by which the next candidate may be slower than one that did not fit after packing, without a new search for
+/// offload choices.
+const MAX_LOSS_BY_PACKING: f64 = 0.002;
+
 /// Returns recipes with the given micro-batch sizes, with bounds on their bytes and predicted seconds, in no order:
 /// recipes without offload, and recipes that offload may make faster. If the user has pinned an offload choice, all
 /// have it.
@@ -125,12 +129,16 @@ pub(crate) fn has_fitting_recipe_with(request: &PlanRequest, cache: &Arc<Measure
 /// to `tried`, fastest first.
 fn fastest(measurer: &Measurer, tried: &mut Vec<TriedRecipe>) -> Option<PackedCandidate> {
     let request = measurer.request;
-    let mut list = candidates(measurer, &request.micro_batch_sizes());
+    let micro_batches = request.micro_batch_sizes();
+    let mut list = candidates(measurer, &micro_batches);
     let by_time = |a: &Candidate, b: &Candidate| {
         a.step_seconds.total_cmp(&b.step_seconds).then(a.bytes.device.cmp(&b.bytes.device))
     };
+    let fastest_of = |list: &[Candidate]| {
+        list.iter().filter(|candidate| measurer.fits(candidate)).min_by(|a, b| by_time(a, b)).cloned()
+    };
     let mut found = None;
-    while let Some(candidate) = list.iter().filter(|candidate| measurer.fits(candidate)).min_by(|a, b| by_time(a, b)) {
+    while let Some(candidate) = fastest_of(&list) {
         let packed = candidate.pack(request);
         if request.fits(&packed.layout) {
             found = Some(packed);
@@ -138,14 +146,25 @@ fn fastest(measurer: &Measurer, tried: &mut Vec<TriedRecipe>) -> Option<PackedCa
         }
         // It takes more bytes than its lower bound: a little more recompute may be enough.
         let Recipe { micro_batch, offload, .. } = candidate.recipe;
-        let smaller = measurer.candidates_with_recompute(micro_batch, offload);
-        let is_new = |candidate: &Candidate| list.iter().all(|known| known.recipe != candidate.recipe);
-        let new: Vec<Candidate> = smaller.into_iter().filter(is_new).collect();
-        list.extend(new);
+        add_new(&mut list, measurer.candidates_with_recompute(micro_batch, offload));
+        // Choices that were left out because they are slower than this candidate may now be the fastest.
+        let enough = candidate.step_seconds * (1.0 + MAX_LOSS_BY_PACKING);
+        if !offload.is_nothing() && fastest_of(&list).is_none_or(|next| next.step_seconds > enough) {
+            add_new(&mut list, candidates(measurer, &micro_batches));
+        }
     }
     list.sort_by(by_time);
     tried.extend(list.iter().map(|candidate| candidate.tried(request.device.charges, measurer.fits(candidate))));
     found
+}
+
+/// Adds the candidates whose recipe the list does not have.
+fn add_new(list: &mut Vec<Candidate>, candidates: Vec<Candidate>) {
+    for candidate in candidates {
+        if list.iter().all(|known| known.recipe != candidate.recipe) {
+            list.push(candidate);
+        }
+    }
 }
 
 /// Plans a given recipe: for a resumed run and for pinned choices. If it does not fit, the outcome is a refusal with

@@ -204,10 +204,16 @@ impl<'q> RecipeTable<'q> {
         }
     }
 
-    /// Removes a recipe that does not fit after packing. Recipes that recompute a little more take its place.
+    /// Removes a recipe that does not fit after packing. Recipes that recompute a little more take its place, or offload
+    /// choices that were left out because they are slower.
     pub fn reject(&mut self, recipe: &Recipe) {
         self.recipes.retain(|priced| priced.candidate.recipe != *recipe);
         let mut smaller = self.measurer.candidates_with_recompute(recipe.micro_batch, recipe.offload);
+        if !recipe.offload.is_nothing() {
+            let mut sizes: Vec<u32> = self.micro_batches.iter().copied().collect();
+            sizes.sort_unstable();
+            smaller.extend(candidates(&self.measurer, &sizes));
+        }
         smaller.retain(|candidate| candidate.recipe != *recipe);
         self.extend_new(PricedRecipe::fitting(&self.measurer, smaller));
     }
