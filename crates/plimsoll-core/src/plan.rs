@@ -118,6 +118,18 @@ impl Remedy {
             other_budget_bytes: BTreeMap::new(),
         }
     }
+
+    /// Returns the remedy with all load lines lower by `less` bytes.
+    #[must_use]
+    pub fn with_lower_load_lines(&self, less: Bytes) -> Remedy {
+        let others = self.other_budget_bytes.iter().map(|(name, line)| (name.clone(), line.saturating_sub(less)));
+        Remedy {
+            budget_bytes: self.budget_bytes.saturating_sub(less),
+            peak_bytes: self.peak_bytes.map(|peak| peak.saturating_sub(less)),
+            other_budget_bytes: others.collect(),
+            ..self.clone()
+        }
+    }
 }
 
 /// The replacement of the requested device by the CPU (`run.fallback`). It takes place if no permitted recipe fits on

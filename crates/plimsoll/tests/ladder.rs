@@ -116,6 +116,20 @@ fn refusal_commands_plan_as_announced() {
 }
 
 #[test]
+fn least_budget_counts_own_programs_only() {
+    let workspace = Workspace::new(&SMALL);
+    let plan = |bytes: u64| {
+        let devices = format!("cpu={bytes}B");
+        workspace.run(&["plan", "--devices", &devices, "--json"]).json()
+    };
+    // The example has Programs of thousands of ops.
+    let refused = plan(20 << 20);
+    let least = refused["needs"][0]["budget_bytes"].as_u64().unwrap();
+    assert_eq!((&refused["fits"], &plan(least)["fits"]), (&json!(false), &json!(true)), "{least}");
+    assert_eq!(plan(least - least / 50)["fits"], json!(false), "2 % less than {least} fits, too");
+}
+
+#[test]
 fn plans_that_fit_also_train() {
     let workspace = Workspace::new(&WIDE);
     let text = ["--set", "data.train=train-text.jsonl", "--set", "data.format=text", "--set", "data.eval=[]"];

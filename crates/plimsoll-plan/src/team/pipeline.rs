@@ -308,7 +308,8 @@ impl<'t, 'q> Pipeline<'t, 'q> {
         let specs: Vec<DeviceSpec> = devices.iter().map(|&device| self.spec_in_team(device, devices)).collect();
         let key = |sketch: &Sketch| (sketch.micro_batch, sketch.boundaries.clone());
         let mut tried = HashSet::from([key(&sketch)]);
-        while let Some(neighbor) = self.neighbors(&sketch).into_iter().find(|neighbor| !tried.contains(&key(neighbor))) {
+        while let Some(neighbor) = self.neighbors(&sketch).into_iter().find(|neighbor| !tried.contains(&key(neighbor)))
+        {
             if tried.len() > MAX_NEIGHBORS {
                 break;
             }
@@ -397,7 +398,12 @@ impl<'t, 'q> Pipeline<'t, 'q> {
 
     /// Gives stages other recipes with less host memory until all stages fit on their hosts together, those first that
     /// save most. Returns whether they fit then, by the known bytes.
-    fn fit_on_hosts(&self, devices: &[usize], recipes: &mut [StageRecipe], others: &mut [(usize, StageRecipe)]) -> bool {
+    fn fit_on_hosts(
+        &self,
+        devices: &[usize],
+        recipes: &mut [StageRecipe],
+        others: &mut [(usize, StageRecipe)],
+    ) -> bool {
         loop {
             let used = recipes.iter().zip(devices).map(|(stage, &device)| (device, Bytes(stage.host_bytes())));
             let crowded = self.team.crowded_devices(&used.collect::<Vec<_>>());

@@ -94,12 +94,11 @@ impl OffloadableBytes {
             counted.map(|tensor| tensor.bytes() * u64::from(tensor.slots)).sum::<u64>() as f64
         };
         let is_embedding = |tensor: &Tensor| !tied && tensor.role() == TensorRole::Embedding;
-        let persistent = |category: Category, of_embedding: bool| {
-            sum(&|tensor: &Tensor| {
-                let is_of_kind = tensor.lifetime == Lifetime::Persistent && tensor.category == category;
-                is_of_kind && is_embedding(tensor) == of_embedding
-            })
+        let is_of_kind = |tensor: &Tensor, category: Category, of_embedding: bool| {
+            (tensor.lifetime, tensor.category, is_embedding(tensor)) == (Lifetime::Persistent, category, of_embedding)
         };
+        let persistent =
+            |category: Category, of_embedding: bool| sum(&|tensor: &Tensor| is_of_kind(tensor, category, of_embedding));
         let optimizer_state = persistent(Category::Optimizer, false) + persistent(Category::Optimizer, true);
         OffloadableBytes {
             optimizer_state,
@@ -213,8 +212,8 @@ impl MeasuredStage {
             StageSeconds::of(&request.compute_programs(&Recipe { offload, ..recipe.clone() }), &prices)
         };
         // The host or the device updates offloaded weights, whichever is faster.
-        let update = can_offload
-            && with_offload(OFFLOAD_KINDS, true).per_step < with_offload(OFFLOAD_KINDS, false).per_step;
+        let update =
+            can_offload && with_offload(OFFLOAD_KINDS, true).per_step < with_offload(OFFLOAD_KINDS, false).per_step;
         for (kinds, seconds) in seconds.iter_mut().enumerate().skip(1).filter(|_| can_offload) {
             *seconds = with_offload(kinds, update);
         }

@@ -137,13 +137,17 @@ pub(crate) struct ProgramCharges {
     /// Charges (bytes outside the arena) of each device without those for Programs.
     base: Vec<Bytes>,
     charged: Bytes,
+    /// Names of the devices that are charged.
+    names: Vec<String>,
 }
 
 impl ProgramCharges {
     /// Creates the state before the first plan. The present charges of `devices` count as those without Programs.
     pub fn new(devices: &[DeviceSpec], charging: ProgramCharging) -> ProgramCharges {
         let base = devices.iter().map(|device| device.charges).collect();
-        ProgramCharges { charging, base, charged: Bytes::ZERO }
+        let charged = devices.iter().enumerate().filter(|(number, device)| charging.charges(*number, device));
+        let names = charged.map(|(_, device)| device.name.clone()).collect();
+        ProgramCharges { charging, base, charged: Bytes::ZERO, names }
     }
 
     /// Raises the charges of `devices` to cover the Programs of `outcome`, and returns true. A new plan is then needed.
@@ -156,6 +160,17 @@ impl ProgramCharges {
         // The remedies of a refusal offload more, and so have up to twice the ops.
         let most_ops = if outcome.plan.fits { ops } else { 2 * ops };
         self.raise_to(devices, heap_bytes_of_ops(most_ops))
+    }
+
+    /// Returns the charges that the Programs of the refused `outcome` do not need: its remedies may need them.
+    pub fn spare(&self, outcome: &TeamOutcome) -> Bytes {
+        let ops = op_count(planned_workers(outcome).map(|worker| &worker.outcome.set));
+        self.charged.saturating_sub(heap_bytes_of_ops(ops))
+    }
+
+    /// Returns whether a device is charged with Programs.
+    pub fn is_charged(&self, device: &str) -> bool {
+        self.charged > Bytes::ZERO && self.names.iter().any(|name| name == device)
     }
 
     /// Raises the charges of `devices` to cover Programs of `program_bytes` bytes. Returns whether it raised any, see

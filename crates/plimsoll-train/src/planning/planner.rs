@@ -13,7 +13,7 @@ use super::team_plan::{TeamPlan, WorkerAssignment};
 use crate::engine::open::measure_gpu_charges;
 use crate::resolve::charges::set_process_charges;
 use crate::resolve::{Model, RunRequest, Workload};
-use plimsoll_core::{Bytes, Class, DeviceSpec, Failure, Parallelism, Plan, Recipe};
+use plimsoll_core::{Bytes, Class, DeviceSpec, Failure, Parallelism, Plan, Recipe, Remedy};
 use plimsoll_device::process;
 use plimsoll_plan::search::{PlanOutcome, PlanRequest, plan_recipe, search};
 use plimsoll_plan::team::{
@@ -21,7 +21,12 @@ use plimsoll_plan::team::{
     evaluation_request, keep_micro_batch, plan_fixed_team, plan_team, plan_team_if_fits,
 };
 use plimsoll_program::Share;
+use std::collections::HashSet;
 use std::slice;
+
+/// Smallest ratio of a remedy's load line to the charges that it may not need. With a larger ratio they stay in the load
+/// line, because they are less than 0.5 % of it.
+const MIN_SPARE_DIVISOR: u64 = 200;
 
 /// Source of the charges that a plan is made with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -155,8 +160,8 @@ impl<'a> Planner<'a> {
     /// The run file fixes choices that do not match the model.
     pub fn replan_share(&self, worker: &ActiveShare, choice: RecipeChoice) -> Result<PlanOutcome, Failure> {
         let mut device = worker.device.clone();
-        let plan = |devices: &[DeviceSpec]| {
-            let outcome = plan_choice(self.active_share_request(&devices[0], worker)?, choice);
+        let plan = |planner: &Planner, devices: &[DeviceSpec]| {
+            let outcome = plan_choice(planner.active_share_request(&devices[0], worker)?, choice);
             Ok(team_of_one(outcome, worker.share.clone(), worker.sequences))
         };
         self.settle(slice::from_mut(&mut device), ProgramCharging::All, plan).map(first_outcome)
@@ -237,7 +242,7 @@ impl<'a> Planner<'a> {
             // The Programs of an evaluation or a generation are few.
             Workload::Evaluate | Workload::Generate(_) => ProgramCharging::Covered,
         };
-        let plan = |devices: &[DeviceSpec]| self.outcome_alone(&devices[0], work);
+        let plan = |planner: &Planner, devices: &[DeviceSpec]| planner.outcome_alone(&devices[0], work);
         let outcome = self.settle(devices, charging, plan)?;
         let Some(near_fit) = near_fit.filter(|_| !outcome.plan.fits && charging == ProgramCharging::All) else {
             return Ok(outcome);
@@ -259,13 +264,16 @@ impl<'a> Planner<'a> {
         add_team_charges(devices, self.run);
         let charging = adopt_previous_charges(devices, self.previous);
         let evaluations = evaluation_schedule(self.run, evaluation_rows);
-        let mut outcome = self.settle(devices, charging, |devices| self.team_outcome(devices, None, evaluations))?;
+        let plan = |planner: &Planner, devices: &[DeviceSpec]| planner.team_outcome(devices, None, evaluations);
+        let mut outcome = self.settle(devices, charging, plan)?;
+        // Devices that would take part are charged as a team, also if the plan has one device.
+        let as_team = devices.to_vec();
         if !outcome.plan.fits && self.run.run.parallelism.allows_single_device() {
             outcome = self.plan_fastest_alone(devices, &charges_alone)?.unwrap_or(outcome);
         }
         // A resumed run keeps its team, so it needs no remarks about excluded devices.
         if self.previous.is_none() {
-            add_device_remedies(&self.team_request(devices, None)?, &self.run.devices(), &mut outcome.plan);
+            add_device_remedies(&self.team_request(&as_team, None)?, &self.run.devices(), &mut outcome.plan);
         }
         Ok(outcome)
     }
@@ -291,7 +299,7 @@ impl<'a> Planner<'a> {
             let mut candidates = devices.to_vec();
             candidates[number].charges = charges_alone[number];
             let charging = ProgramCharging::Alone(number);
-            let plan = |devices: &[DeviceSpec]| {
+            let plan = |planner: &Planner, devices: &[DeviceSpec]| {
                 let data_parallel = TeamConstraint::Parallelism(Parallelism::Data);
                 planner.team_outcome(devices, Some(data_parallel), None)
             };
@@ -311,22 +319,81 @@ impl<'a> Planner<'a> {
     /// `plan` makes one plan with the charges that the devices have. Stores the charges of the result in `devices`.
     ///
     /// The result is a fixed point. Higher charges leave less for the arena, and a smaller arena may need Programs with
-    /// more ops.
+    /// more ops. The charges of a refused plan cover the Programs of any remedy; load lines in the remedies are then
+    /// lowered as far as their own Programs allow.
     fn settle(
         &self,
         devices: &mut [DeviceSpec],
         charging: ProgramCharging,
-        plan: impl Fn(&[DeviceSpec]) -> Result<TeamOutcome, Failure>,
+        plan: impl Fn(&Planner, &[DeviceSpec]) -> Result<TeamOutcome, Failure>,
     ) -> Result<TeamOutcome, Failure> {
+        let unsettled = devices.to_vec();
+        let (mut outcome, programs) = self.settle_once(devices, charging, &plan)?;
+        if !outcome.plan.fits {
+            let spare = programs.spare(&outcome);
+            for number in 0..outcome.plan.needs.len() {
+                let need = &outcome.plan.needs[number];
+                if spare.0 * MIN_SPARE_DIVISOR <= need.budget_bytes.0 {
+                    continue;
+                }
+                let lowered = need.with_lower_load_lines(spare);
+                if self.is_enough(&lowered, &outcome.plan, &unsettled, charging, &plan)? {
+                    outcome.plan.needs[number] = lowered;
+                }
+            }
+            let charged = outcome.plan.devices.iter_mut().filter(|device| programs.is_charged(&device.name));
+            for device in charged.filter(|device| device.peak_bytes.saturating_sub(spare) > device.budget_bytes) {
+                device.charges_bytes = device.charges_bytes.saturating_sub(spare);
+                device.peak_bytes = device.peak_bytes.saturating_sub(spare);
+            }
+        }
+        Ok(outcome)
+    }
+
+    /// Plans until charges and plan agree, like [`Planner::settle`], and keeps the remedies as they are. Also returns the
+    /// charges for the Programs.
+    fn settle_once(
+        &self,
+        devices: &mut [DeviceSpec],
+        charging: ProgramCharging,
+        plan: &impl Fn(&Planner, &[DeviceSpec]) -> Result<TeamOutcome, Failure>,
+    ) -> Result<(TeamOutcome, ProgramCharges), Failure> {
         let mut programs = ProgramCharges::new(devices, charging);
         loop {
-            let outcome = plan(devices)?;
+            let outcome = plan(self, devices)?;
             let has_measured = self.measure_gpus(devices, &outcome)?;
             let has_raised = programs.raise(devices, &outcome);
             if !has_measured && !has_raised {
-                return Ok(outcome);
+                return Ok((outcome, programs));
             }
         }
+    }
+
+    /// Returns whether a remedy of the `refused` plan is enough, by planning with it. `devices` have the charges from
+    /// which that plan started. Remedies with more host memory or a scratch file are not tried, nor those for devices
+    /// that share a name.
+    fn is_enough(
+        &self,
+        remedy: &Remedy,
+        refused: &Plan,
+        devices: &[DeviceSpec],
+        charging: ProgramCharging,
+        plan: &impl Fn(&Planner, &[DeviceSpec]) -> Result<TeamOutcome, Failure>,
+    ) -> Result<bool, Failure> {
+        let names: HashSet<&str> = devices.iter().map(|device| device.name.as_str()).collect();
+        if remedy.host_bytes.is_some() || remedy.file_bytes.is_some() || names.len() < devices.len() {
+            return Ok(false);
+        }
+        let mut run = self.run.clone();
+        run.config.memory.allow.extend(&remedy.allow);
+        let mut devices = devices.to_vec();
+        for device in &mut devices {
+            let is_first = refused.devices.first().is_some_and(|first| first.name == device.name);
+            let line = remedy.other_budget_bytes.get(&device.name).copied();
+            device.budget = line.or(is_first.then_some(remedy.budget_bytes)).unwrap_or(device.budget);
+        }
+        let planner = Planner { run: &run, ..*self };
+        Ok(planner.settle_once(&mut devices, charging, plan)?.0.plan.fits)
     }
 
     /// Charges each CPU or virtual device in this process with the bytes of the whole process outside the arena. Does

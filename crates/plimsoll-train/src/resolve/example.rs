@@ -66,6 +66,22 @@ mod tests {
     use crate::resolve::model::Model;
 
     #[test]
+    fn budget_of_example_devices_counts_as_used() {
+        let note = |devices: &str, budget: &str| {
+            let folder = tempfile::tempdir().unwrap();
+            let settings = [("run.dir", folder.path().to_str().unwrap()), ("memory.budget", budget)];
+            let mut settings = settings.map(|(key, value)| setting(key, value)).to_vec();
+            settings.extend((!devices.is_empty()).then(|| setting("run.devices", devices)));
+            let mut run = RunRequest::from(RunConfig::load(None, &settings).unwrap());
+            write_example(&mut run).unwrap();
+            run.unused_budget_note()
+        };
+        assert_eq!(note("", "30MiB"), None);
+        let unused = note("virtual:a=20MiB@1", "15MiB").unwrap();
+        assert_eq!(unused, "memory.budget = 15MiB has no effect: run.devices gives each device an amount of its own");
+    }
+
+    #[test]
     fn example_files_are_written_to_run_folder() {
         let folder = tempfile::tempdir().unwrap();
         let config = RunConfig::load(None, &[setting("run.dir", folder.path().to_str().unwrap())]).unwrap();

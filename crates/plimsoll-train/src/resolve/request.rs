@@ -84,14 +84,16 @@ impl RunRequest {
     }
 
     /// Returns a note if `memory.budget` is set without effect, because `run.devices` gives every device its own load
-    /// line. Otherwise returns `None`.
+    /// line. Otherwise returns `None`, also if one of them is that of `memory.budget`: the example's devices take it if
+    /// it is lower than theirs.
     pub fn unused_budget_note(&self) -> Option<String> {
         let devices = self.devices();
         let has_own = |requested: &DeviceRequest| requested.budget().is_some();
         // Devices of a cluster have received their amount from memory.budget by now.
         let all_own =
             !devices.devices.is_empty() && devices.devices.iter().all(has_own) && !devices.has_remote_devices();
-        let budget = self.memory.budget.filter(|budget| all_own && *budget != Budget::DEVICE)?;
+        let is_taken = |budget: &Budget| devices.devices.iter().any(|device| device.budget() == Some(*budget));
+        let budget = self.memory.budget.filter(|budget| all_own && *budget != Budget::DEVICE && !is_taken(budget))?;
         Some(format!("memory.budget = {budget} has no effect: run.devices gives each device an amount of its own"))
     }
 

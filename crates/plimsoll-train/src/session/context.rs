@@ -8,6 +8,7 @@ use crate::recovery::failures::RefusalCounts;
 use crate::resolve::{Resolved, RunRequest};
 use crate::team::unavailable::UnavailableDevice;
 use plimsoll_core::{Bytes, LostDevice, Recovery};
+use plimsoll_device::process::SchedulerTimes;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
@@ -39,6 +40,8 @@ pub(crate) struct RunContext {
     pub draws_samples: bool,
     /// Peak of this process before the session opened its devices; zero if the system does not report it.
     pub peak_before: Bytes,
+    /// Times of this process's threads on cores before the session opened its devices.
+    pub scheduled_before: SchedulerTimes,
 }
 
 impl RunContext {
@@ -46,6 +49,12 @@ impl RunContext {
     /// (bytes outside the arena) that the devices have, and measures none.
     pub fn planner(&self, host: Bytes) -> Planner<'_> {
         Planner::new(&self.run, &self.resolved.model, Charges::Stated).with_host(host)
+    }
+
+    /// Returns the share of the time, from 0 to 1, in which the threads of this process have waited for a core since the
+    /// session opened its devices.
+    pub fn contention(&self) -> f64 {
+        SchedulerTimes::read().contention_since(self.scheduled_before)
     }
 }
 

@@ -23,7 +23,7 @@ use crate::team::Team;
 use crate::team::abandoned::AbandonedMemory;
 use crate::team::open::open_team;
 use plimsoll_core::{Bytes, DeviceKind, DeviceSpec, Event, Exit, Failure};
-use plimsoll_device::process;
+use plimsoll_device::process::{self, SchedulerTimes};
 use plimsoll_plan::price::required_gemm_flops;
 use plimsoll_program::ProgramKind;
 use std::collections::BTreeMap;
@@ -71,6 +71,7 @@ impl Session {
         let context = RunContext {
             folder,
             peak_before,
+            scheduled_before: SchedulerTimes::read(),
             draws_samples: planned.assignments[0].outcome.set.program(ProgramKind::Prefill).is_some(),
             gemm_flops_per_step: planned.assignments.iter().map(gemm_flops_per_step).sum(),
             // A virtual device keeps its own pace, and a GPU leaves the CPU usable.

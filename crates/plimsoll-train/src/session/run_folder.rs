@@ -142,6 +142,14 @@ impl Session {
         Ok(path)
     }
 
+    /// Stores the measured speed of slow devices for later plans, unless faults were injected.
+    fn store_measured_speeds(&self) {
+        if self.faults.is_empty() {
+            let run = format!("the run in {}", self.context.folder.display());
+            self.team.store_measured_speeds(&run, self.context.contention());
+        }
+    }
+
     /// Ends the run: writes `result.json`, closes the devices and returns the outcome.
     ///
     /// # Errors
@@ -214,9 +222,7 @@ impl Session {
             RunStatus::Stopped => "stopped",
         };
         log.emit(Event::End { status: word.into(), step: self.info.step })?;
-        if self.faults.is_empty() {
-            self.team.store_measured_speeds(&format!("the run in {}", self.context.folder.display()));
-        }
+        self.store_measured_speeds();
         if let Some(failure) = stop_reason {
             return Err(failure);
         }

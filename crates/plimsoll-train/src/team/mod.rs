@@ -34,7 +34,7 @@ use crate::planning::team_plan::WorkerAssignment;
 use crate::remote::RemoteDevices;
 use crate::step_times::quantile;
 use abandoned::AbandonedMemory;
-use plimsoll_core::{Bytes, DType, DeviceSpec, Parallelism, Plan, WorkerPlan, WorkerResult};
+use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, Parallelism, Plan, WorkerPlan, WorkerResult};
 use plimsoll_device::calibration;
 use plimsoll_device::device::{FileSpace, NoFiles};
 use plimsoll_device::error::DeviceError;
@@ -43,6 +43,15 @@ use plimsoll_program::ProgramKind;
 use run_on_all::{Job, JobOutcome, Task, run_on_all};
 use std::sync::Arc;
 use std::time::Duration;
+
+/// Largest share of the time in which the threads of a run may wait for a core if the speed of the CPU is stored.
+const MAX_LEARNED_CONTENTION: f64 = 0.1;
+
+/// Returns whether a device of this kind had the measured speed by itself, so that it may be stored. It took `times` the
+/// predicted time, and the run's threads waited for a core for the share `contention` of the time.
+fn is_own_speed(kind: DeviceKind, times: f64, contention: f64) -> bool {
+    kind != DeviceKind::Cpu || contention <= MAX_LEARNED_CONTENTION || times < 1.0
+}
 
 /// All workers of a run, in rank order.
 pub struct Team {
@@ -517,9 +526,15 @@ impl Team {
     /// Stores the measured speed of devices that were slower than planned, for later plans. `run` names the run that
     /// measured it. Skips simulated devices, a CPU whose rates were measured while other programs used it, and devices
     /// with too few or too short steps.
-    pub fn store_measured_speeds(&self, run: &str) {
+    ///
+    /// `contention` is the share of the time in which the run's threads waited for a core. Above
+    /// [`MAX_LEARNED_CONTENTION`], other programs slowed the CPU: the run may then only disprove a stored slowness.
+    pub fn store_measured_speeds(&self, run: &str, contention: f64) {
         for worker in self.workers.iter().filter(|worker| worker.has_comparable_speed()) {
-            calibration::record_slowdown(&worker.device, quantile(&worker.slowdowns, 0.5), run);
+            let times = quantile(&worker.slowdowns, 0.5);
+            if is_own_speed(worker.device.kind, times, contention) {
+                calibration::record_slowdown(&worker.device, times, run);
+            }
         }
     }
 
@@ -532,5 +547,18 @@ impl Team {
         self.transport = group::transport(&self.workers);
         self.start_monitor();
         device.name
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn speed_of_contended_cpu_is_only_disproved() {
+        assert!(is_own_speed(DeviceKind::Cpu, 3.0, 0.05));
+        assert!(!is_own_speed(DeviceKind::Cpu, 3.0, 0.5), "other programs slowed it");
+        assert!(is_own_speed(DeviceKind::Cpu, 0.8, 0.5), "faster than planned in spite of them");
+        assert!(is_own_speed(DeviceKind::Cuda, 3.0, 0.5), "a GPU does not wait for cores");
     }
 }
