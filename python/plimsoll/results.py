@@ -331,7 +331,7 @@ class Fallback(TypedDict):
     It takes place if no permitted recipe fits on the requested device.
     """
 
-    #: The name of the requested device.
+    #: The name of the device that the CPU replaces; of several, that of the first in the refused plan.
     device: str
     #: The requested device's load line.
     budget_bytes: int

@@ -137,7 +137,7 @@ impl Remedy {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Fallback {
-    /// The name of the requested device.
+    /// The name of the device that the CPU replaces; of several, that of the first in the refused plan.
     pub device: String,
     /// The requested device's load line.
     pub budget_bytes: Bytes,

@@ -28,7 +28,7 @@ impl Schedule {
         self.calls.push(Call { program, micro_batch, last: micro_batch + 1 == micro_batches });
     }
 
-    /// Appends the gradient norm and the update, which end every step.
+    /// Appends the gradient norm and the update, which end every step, and returns the complete schedule.
     fn close(mut self) -> Schedule {
         self.push(ProgramKind::GradientNorm, 0, 1);
         self.push(ProgramKind::Update, 0, 1);

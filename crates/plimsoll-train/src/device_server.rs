@@ -54,7 +54,7 @@ type LivenessProbe = Arc<dyn Fn() -> bool + Send + Sync>;
 
 /// State that all threads of a device server share.
 struct Shared {
-    /// Transport of the team that the device has joined; `None` before it joins one.
+    /// Transport of the team that the device has joined; `None` before it joins one, and once it is closed.
     transport: Mutex<Option<Arc<WireTransport>>>,
     contact: ContactMonitor,
     /// Probe of the open device; `None` if no device is open.

@@ -208,7 +208,8 @@ fn set_load_line(request: &mut DevicesRequest, target: &LineTarget, bytes: Bytes
     targets.into_iter().for_each(|at| request.devices[at].set_budget(Budget::Amount(bytes)));
 }
 
-/// Returns the load line of a requested paper device, and zero for any other device.
+/// Returns the load line of a requested paper device, with the default budget if it names none. Returns zero for any
+/// other device.
 fn paper_load_line(device: &DeviceRequest) -> Bytes {
     device.paper_spec(Budget::DEVICE).map_or(Bytes::ZERO, |device| device.budget)
 }

@@ -211,7 +211,7 @@ pub struct StepValues {
     norm: f64,
 }
 
-/// Events of a run and hashes of its final tensors.
+/// Step values and events of a run, and hashes of the tensor files of its final checkpoint.
 pub struct RunRecord {
     /// Values of each step, by its number. For a repeated step, those of its last execution.
     pub steps: BTreeMap<u64, StepValues>,

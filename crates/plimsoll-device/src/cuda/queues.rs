@@ -1,9 +1,9 @@
 //! The queues of a GPU as streams. Work of one stream runs in order. Events order work of different streams, as derived
 //! from hazards on arena ranges (`plimsoll_program::order`).
 //!
-//! The host only enqueues work. The queue of CPU ops has no stream: its ops execute when they are enqueued. Collectives
-//! are enqueued later than the work that follows them on other streams (`Gates`). The host takes part in collectives,
-//! and the device would otherwise have no work meanwhile.
+//! The host only enqueues work. The queues of the host and of the scratch file have no stream: their ops execute when they
+//! are enqueued. Collectives are enqueued later than the work that follows them on other streams (`Gates`). The host takes
+//! part in collectives, and the device would otherwise have no work meanwhile.
 
 use super::driver::{Context, Event, Stream};
 use crate::error::CudaError;

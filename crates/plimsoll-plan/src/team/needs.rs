@@ -19,11 +19,11 @@ const PRECISION: f64 = 0.005;
 const HOST_MARGINS: [f64; 6] = [1.01, 1.05, 1.2, 1.5, 2.0, 3.0];
 
 /// Packs a team of several devices with `rungs` taken and micro-batches of one sequence, or of the size that the user
-/// has fixed. The search for a plan calls this as its last resort, if no other team fits.
+/// has fixed. The search for a plan calls this as its last resort, unless only data parallel is allowed.
 ///
-/// Tries the fastest recipes first, and those with the least memory if no team fits with them. Returns the first team
-/// that fits, in this order: data parallel (only if all devices have to take part), pipeline, sharded. Returns `None`
-/// if none fits.
+/// Tries the allowed kinds of parallelism in this order: data parallel (only if all devices have to take part), pipeline,
+/// sharded. If no kind fits with its fastest recipes, tries all of them again with the recipes that need the least memory.
+/// Returns the first team that fits, or `None`.
 pub(super) fn single_sequence_team(
     team: &TeamRequest,
     rungs: &[Rung],

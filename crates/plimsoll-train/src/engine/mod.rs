@@ -517,7 +517,10 @@ impl Engine {
 
     /// Appends `tokens` to the key-value cache, which already holds `length` tokens. Returns the logits for the next
     /// token, one per token of the vocabulary. The list is empty on a storage-only worker, on a pipeline stage before
-    /// the last, and without `tokens`.
+    /// the last.
+    ///
+    /// # Panics
+    /// If the plan generates no text, or if there are neither `tokens` nor cached ones.
     pub fn extend(&mut self, tokens: &[i32], mut length: usize) -> Result<Vec<f64>, DeviceError> {
         let mut rest = tokens;
         let mut last_logits = None;

@@ -33,7 +33,7 @@ impl RefusalCounts {
     }
 }
 
-/// State of the team when one of its workers fails. The failing worker still counts as one.
+/// State of the team when one of its workers fails. The failing worker still counts as a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TeamState {
     /// Number of workers, with the failing one.

@@ -40,8 +40,8 @@ pub(crate) fn remaining_steps(run: &RunConfig, info: &CheckpointInfo, step_secon
     }
 }
 
-/// Returns the progress that the learning rate schedule uses for `step`: 0 until the end of the warm-up, 1 at the end
-/// of the run. If a time limit ends the run, it is the part of that time that has passed; 0 for a run without limit.
+/// Returns the progress that the learning rate schedule uses for `step`: 0 until the end of the warm-up, 1 after the
+/// last step. If a time limit ends the run, it is the part of that time that has passed; 0 for a run without limit.
 pub(crate) fn schedule_progress(run: &RunConfig, info: &CheckpointInfo, step: u64) -> f64 {
     let warmup = run.train.warmup_steps;
     match (info.steps, run.length()) {

@@ -183,6 +183,7 @@ impl Session {
             let message = format!("the same command may give other bits: {}", self.info.other_bits.join("; "));
             log.emit(Event::Warning { message })?;
         }
+        self.store_measured_speeds();
         let path = self.context.folder.join("result.json");
         let (step_seconds, tokens_per_second) = self.measured_speed(&path);
         for (recovery, seconds) in self.recovery.recoveries.iter_mut().zip(self.step_times.medians_after_plan_changes())
@@ -222,7 +223,6 @@ impl Session {
             RunStatus::Stopped => "stopped",
         };
         log.emit(Event::End { status: word.into(), step: self.info.step })?;
-        self.store_measured_speeds();
         if let Some(failure) = stop_reason {
             return Err(failure);
         }

@@ -10,8 +10,8 @@ impl CachedDecoder for Team {
             let tokens = tokens.to_vec();
             return self.on_one(0, move |engine| Ok(engine.extend(&tokens, length)?));
         }
-        // All workers receive the same tokens. Of a pipeline only the last stage has logits; otherwise all have the
-        // same ones.
+        // All workers receive the same tokens. Of a pipeline only the last stage has logits; otherwise all that compute
+        // have the same ones.
         let tokens = tokens.to_vec();
         let all = self.on_all(move |_, engine| Ok(engine.extend(&tokens, length)?))?;
         Ok(all.into_iter().find(|logits| !logits.is_empty()).expect("a worker has the output head"))

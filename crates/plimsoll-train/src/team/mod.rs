@@ -154,7 +154,7 @@ impl Team {
 
     /// Returns the loss of a worker that missed its heartbeats; `None` if no worker did.
     fn heartbeat_failure(&self) -> Option<DeviceFailure> {
-        let rank = self.workers.iter().position(Worker::is_missed)?;
+        let rank = self.workers.iter().position(Worker::is_lost)?;
         Some(DeviceFailure::Lost {
             rank,
             reason: timeout_message(&self.workers[rank].device.name, self.heartbeat_timeout),
@@ -394,7 +394,7 @@ impl Team {
         let arenas = self.arena_bytes_of(rank).total();
         let mut worker = self.workers.remove(rank);
         let engine = std::mem::replace(&mut worker.engine, Engine::placeholder(&worker.device.name));
-        if worker.is_missed() {
+        if worker.is_lost() {
             self.abandoned.drop_in_background(engine, arenas);
         }
         worker

@@ -92,7 +92,7 @@ impl Worker {
     }
 
     /// Returns whether the device missed its heartbeats.
-    pub(super) fn is_missed(&self) -> bool {
+    pub(super) fn is_lost(&self) -> bool {
         self.heartbeat.as_ref().is_some_and(|heartbeat| heartbeat.liveness().is_lost())
     }
 

@@ -149,7 +149,7 @@ fn least_recompute(room: &dyn Fn(f64) -> f64, wanted: f64) -> f64 {
     }
 }
 
-/// Divides `wanted` bytes over the ranks as evenly as the free bytes `room` of each rank allow.
+/// Divides `wanted` bytes over the ranks as evenly as the most bytes `room` of each rank allow.
 fn level(room: &[f64], wanted: f64) -> Vec<f64> {
     let mut by_room: Vec<usize> = (0..room.len()).collect();
     by_room.sort_by(|&a, &b| room[a].total_cmp(&room[b]));
@@ -163,9 +163,9 @@ fn level(room: &[f64], wanted: f64) -> Vec<f64> {
 
 /// Divides 1024 parts in proportion to the bytes of each rank, rounded down. Each remaining part goes to the rank that
 /// lost most by rounding, relative to its bytes.
-fn to_parts(room: &[f64]) -> Vec<u64> {
-    let total: f64 = room.iter().sum();
-    let exact: Vec<f64> = room.iter().map(|room| ALL_PARTS as f64 * room / total).collect();
+fn to_parts(bytes: &[f64]) -> Vec<u64> {
+    let total: f64 = bytes.iter().sum();
+    let exact: Vec<f64> = bytes.iter().map(|bytes| ALL_PARTS as f64 * bytes / total).collect();
     let mut parts: Vec<u64> = exact.iter().map(|part| *part as u64).collect();
     for _ in parts.iter().sum()..ALL_PARTS {
         let rest = |rank: usize| (exact[rank] - parts[rank] as f64) * total / exact[rank].max(1e-9);

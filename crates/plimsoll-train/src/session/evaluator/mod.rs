@@ -206,21 +206,21 @@ impl Evaluator {
         loop {
             match channel.recv_timeout(POLL_INTERVAL) {
                 Ok(message) => return Some(message),
-                Err(RecvTimeoutError::Timeout) if !self.is_missed() => {}
+                Err(RecvTimeoutError::Timeout) if !self.is_lost() => {}
                 Err(_) => return None,
             }
         }
     }
 
     /// Whether the device is lost because it sent no heartbeat for the whole timeout. False if it has no monitor.
-    fn is_missed(&self) -> bool {
+    fn is_lost(&self) -> bool {
         self.liveness().is_some_and(|liveness| liveness.is_lost())
     }
 
     /// Returns the loss of the device as a failure with its reason: missed heartbeats, or else the end of the thread.
     fn loss(&self) -> DeviceFailure {
         let name = &self.device.name;
-        let reason = if self.is_missed() {
+        let reason = if self.is_lost() {
             timeout_message(name, self.heartbeat_timeout)
         } else {
             format!("the thread of {name} ended unexpectedly")
@@ -290,7 +290,7 @@ impl Evaluator {
             let sum = Err(evaluator.loss());
             EvaluationReport { step, sum, seconds: 0.0, refused: vec![] }
         };
-        if self.is_missed() {
+        if self.is_lost() {
             self.pending = None;
             return Some(loss(self));
         }
@@ -368,7 +368,7 @@ impl Evaluator {
     /// returns `None` without waiting.
     fn take_engine(mut self) -> Option<Engine> {
         let requests = std::mem::replace(&mut self.requests, channel().0);
-        if self.is_missed() || self.pending.is_some() {
+        if self.is_lost() || self.pending.is_some() {
             // The thread must not end: freeing its memory could block at any time.
             std::mem::forget(requests);
             return None;
