@@ -223,7 +223,7 @@ pub fn check_placement(case: &Case, set: &ProgramSet, layout: &Layout, tally: &m
     }
 }
 
-/// Runs other recipes of a case and compares their results with `plain`, those of `recipe`. Other recompute levels may
+/// Runs other recipes of a case and compares their results with `plain`, the results of `recipe` (in f64, of a new run). Other recompute levels may
 /// change no bit. Other micro-batch sizes may only change the order of sums.
 fn compare_recipes(case: &Case, recipe: &Recipe, plain: &RunValues, tally: &mut Tally) {
     let device = case.device_spec(Bytes(1 << 40), case.threads);

@@ -28,7 +28,7 @@ use std::cell::OnceCell;
 use std::collections::HashSet;
 use std::sync::Arc;
 
-/// Most devices for which every order of stages is tried.
+/// Most devices for which every order of stages is tried, and the neighbors of the fastest pipeline.
 const MAX_PERMUTED_DEVICES: usize = 4;
 /// Number of micro-batch sizes in a row, all slower than the best, after which larger sizes are skipped.
 const MAX_SLOWER_IN_A_ROW: usize = 2;
@@ -302,7 +302,8 @@ impl<'t, 'q> Pipeline<'t, 'q> {
     /// makes it faster. The estimated times of stages that offload are inexact, so that the fastest sketch need not be the
     /// fastest pipeline.
     fn improve(&self, devices: &[usize], mut sketch: Sketch, mut best: TeamCandidate) -> TeamCandidate {
-        if self.goal == RecipeGoal::LeastMemory || !sketch.offloads.contains(&true) {
+        let is_slow_to_search = devices.len() > MAX_PERMUTED_DEVICES;
+        if is_slow_to_search || self.goal == RecipeGoal::LeastMemory || !sketch.offloads.contains(&true) {
             return best;
         }
         let specs: Vec<DeviceSpec> = devices.iter().map(|&device| self.spec_in_team(device, devices)).collect();

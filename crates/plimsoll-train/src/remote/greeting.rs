@@ -1,5 +1,5 @@
-//! The greeting of a connection between two ranks of a team. Both prove that they know the secret of the team, which is
-//! never sent.
+//! The greeting of a connection between two ranks of a team. Both prove that they know the secret of the team, which
+//! itself never crosses the connection.
 //!
 //! ```text
 //! caller                          listener

@@ -179,7 +179,8 @@ impl fmt::Debug for RemoteDevices {
 pub struct Invitation {
     /// Number of the team, unique within the run. 0 stands for a measurement of links.
     pub team: u64,
-    /// Random text known only to the ranks of the team. It is sent to them alone, and never over wires.
+    /// Random text known only to the ranks of the team and to the process that formed it, which sends it to each of them.
+    /// It never crosses the connections between ranks.
     pub secret: String,
     /// Address of each rank, in rank order.
     pub addresses: Vec<String>,

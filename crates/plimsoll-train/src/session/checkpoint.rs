@@ -60,8 +60,8 @@ pub struct CheckpointInfo {
     pub team: Vec<WorkerPlan>,
     /// Number of CPU threads. A resumed run uses as many if the machine has them.
     pub threads: u32,
-    /// Planned bytes of the first device outside its arena. A resumed run plans with this value, because a new
-    /// measurement could differ slightly and change the plan.
+    /// Planned bytes of the first device outside its arena. A resumed run plans with this value unless the
+    /// device now holds noticeably more, because a new measurement could differ slightly and change the plan.
     pub charges_bytes: Bytes,
     /// Matrix product algorithms of the GPU; `None` for one device that is no GPU, and for a team, whose workers have
     /// their own. A resumed run uses them again, so that results are bit-identical.
