@@ -182,19 +182,36 @@ impl Prices<'_> {
     /// Predicts the seconds of a step of `micro_batches` micro-batches. Each Program begins when the previous one has
     /// ended; one that `set` lacks takes no time. `exchanges` says whether data parallel workers run their all-reduce.
     pub fn step_seconds(&self, set: &ProgramSet, micro_batches: u32, exchanges: bool) -> f64 {
+        let StepPhases { passes, update } = self.step_phases(set, micro_batches, exchanges);
+        passes + update
+    }
+
+    /// Predicts the seconds of a step like [`Prices::step_seconds`], by phase.
+    pub fn step_phases(&self, set: &ProgramSet, micro_batches: u32, exchanges: bool) -> StepPhases {
         let seconds = |kinds: &[ProgramKind], last: bool| -> f64 {
             let programs = kinds.iter().filter_map(|kind| set.program(*kind));
             programs.map(|program| self.program_seconds(set, program, last)).sum()
         };
-        let passes = [ProgramKind::Forward, ProgramKind::Backward];
-        let once = seconds(&[ProgramKind::BeginStep, ProgramKind::GradientNorm, ProgramKind::Update], exchanges);
+        let kinds = [ProgramKind::Forward, ProgramKind::Backward];
+        let update = seconds(&[ProgramKind::BeginStep, ProgramKind::GradientNorm, ProgramKind::Update], exchanges);
         // A step may have millions of micro-batches, so they are not added up one by one.
-        match micro_batches.checked_sub(1) {
-            None => once,
-            Some(0) => once + seconds(&passes, exchanges),
-            Some(earlier) => once + f64::from(earlier) * seconds(&passes, false) + seconds(&passes, exchanges),
-        }
+        let passes = match micro_batches.checked_sub(1) {
+            None => 0.0,
+            Some(0) => seconds(&kinds, exchanges),
+            Some(earlier) => f64::from(earlier) * seconds(&kinds, false) + seconds(&kinds, exchanges),
+        };
+        StepPhases { passes, update }
     }
+}
+
+/// Predicted seconds of the phases of a step on one device. The workers of a sharded team wait for each other between
+/// the phases.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct StepPhases {
+    /// Forward and backward of all micro-batches.
+    pub passes: f64,
+    /// The work that is done once: gradient norm and update.
+    pub update: f64,
 }
 
 /// Computes the bytes that an exchange (a collective, a send or a receive) moves over the busiest link in one

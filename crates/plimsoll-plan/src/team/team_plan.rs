@@ -4,7 +4,7 @@ use super::hosts::Machine;
 use super::pipeline::step_seconds;
 use super::stage::StageSeconds;
 use super::{PlannedWorker, TeamRequest, slowest_link};
-use crate::price::Prices;
+use crate::price::{Prices, StepPhases};
 use crate::search::{PlanOutcome, PlanRequest, checkpoint_bytes};
 use plimsoll_core::{Bytes, Class, DevicePlan, Link, MachineHost, Parallelism, Plan, Predicted, WorkerPlan};
 
@@ -101,11 +101,35 @@ fn divide_hosts(team: &TeamRequest, workers: &mut [PlannedWorker]) -> bool {
 fn worker_seconds(team: &TeamRequest, workers: &[PlannedWorker], team_link: Link) -> Vec<WorkerSeconds> {
     match workers[0].share.parallelism {
         Some(Parallelism::Pipeline) => pipeline_seconds(team, workers, team_link),
+        Some(Parallelism::Sharded) => sharded_seconds(team, workers, team_link),
         _ => workers.iter().map(|worker| collective_seconds(team, worker, team_link)).collect(),
     }
 }
 
-/// Returns the seconds of a step: those of the slowest worker.
+/// Predicts the time of each worker of a sharded team in a step. All gather each layer from all shards, so none begins
+/// its passes before the slowest has updated its shard, and the slowest passes delay every update.
+fn sharded_seconds(team: &TeamRequest, workers: &[PlannedWorker], team_link: Link) -> Vec<WorkerSeconds> {
+    let phases = |worker: &PlannedWorker, link: Link| {
+        let prices = prices(&team.devices[worker.device], &worker.outcome, link);
+        prices.step_phases(&worker.outcome.set, micro_batches(worker), true)
+    };
+    let own: Vec<StepPhases> = workers.iter().map(|worker| phases(worker, team_link)).collect();
+    let slowest = |phase: fn(&StepPhases) -> f64| own.iter().map(phase).fold(0.0, f64::max);
+    let step = slowest(|own| own.passes) + slowest(|own| own.update);
+    let busy = |worker: &PlannedWorker| {
+        let StepPhases { passes, update } = phases(worker, INSTANT_LINK);
+        passes + update
+    };
+    let seconds = |busy: f64| WorkerSeconds { busy, waiting: (step - busy).max(0.0) };
+    workers.iter().map(|worker| seconds(busy(worker))).collect()
+}
+
+/// Returns the number of micro-batches that a worker computes in a step.
+fn micro_batches(worker: &PlannedWorker) -> u32 {
+    worker.share.micro_batches_of(worker.sequences, worker.outcome.plan.recipe.micro_batch) as u32
+}
+
+/// Returns the seconds of a step: the most that any worker takes, with waiting.
 fn step_seconds_of(workers: &[WorkerSeconds]) -> f64 {
     workers.iter().map(|seconds| seconds.busy + seconds.waiting).fold(0.0, f64::max)
 }
@@ -123,18 +147,12 @@ fn pipeline_seconds(team: &TeamRequest, workers: &[PlannedWorker], team_link: Li
     busy.map(|busy| WorkerSeconds { busy, waiting: (step - busy).max(0.0) }).collect()
 }
 
-/// Predicts the time of a worker that takes part in collectives (data parallel or sharded), or works alone.
+/// Predicts the time of a data parallel worker, or of one that works alone.
 fn collective_seconds(team: &TeamRequest, worker: &PlannedWorker, team_link: Link) -> WorkerSeconds {
-    let set = &worker.outcome.set;
-    let micro_batches = worker.share.micro_batches_of(worker.sequences, worker.outcome.plan.recipe.micro_batch) as u32;
-    let (request, outcome) = (&team.devices[worker.device], &worker.outcome);
-    let total = prices(request, outcome, team_link).step_seconds(set, micro_batches, true);
-    // Computing alone is priced without collectives: data parallel, these are only in the last micro-batch.
-    let busy = match worker.share.parallelism {
-        Some(Parallelism::Data) => prices(request, outcome, team_link).step_seconds(set, micro_batches, false),
-        _ => prices(request, outcome, INSTANT_LINK).step_seconds(set, micro_batches, true),
-    };
-    WorkerSeconds { busy, waiting: (total - busy).max(0.0) }
+    let prices = prices(&team.devices[worker.device], &worker.outcome, team_link);
+    let seconds = |exchanges: bool| prices.step_seconds(&worker.outcome.set, micro_batches(worker), exchanges);
+    let busy = seconds(false);
+    WorkerSeconds { busy, waiting: (seconds(true) - busy).max(0.0) }
 }
 
 /// Returns the rates from which the seconds of an outcome's Programs are predicted on the device of `request`, with
@@ -180,5 +198,37 @@ fn machine_host(team: &TeamRequest, workers: &[PlannedWorker], machine: &Machine
         name: machine_name.map_or("host".to_owned(), |name| format!("{name}/host")),
         budget_bytes: machine.host,
         arena_bytes: here.map(|worker| worker.outcome.plan.host.arena_bytes).sum(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::search::PlanRequest;
+    use crate::team::testing::{device, request};
+    use crate::team::{TeamConstraint, TeamRequest, plan_team};
+    use plimsoll_core::{Bytes, Link, Parallelism};
+    use plimsoll_program::models::{ModelConfig, preset};
+
+    #[test]
+    fn update_of_storage_worker_delays_the_team() {
+        let config = ModelConfig { layers: 4, vocab: 1024, ..preset("smollm2-135m").expect("listed") };
+        let devices = [(1.0, 110), (0.03, 300)].map(|(pace, mib)| device(pace, Bytes::mib(mib), Link::MEMORY));
+        let train = |device| PlanRequest { evaluate: true, ..request(&config, device, 256, 3) };
+        let team = TeamRequest {
+            devices: devices.iter().map(train).collect(),
+            host: Bytes::ZERO,
+            require_all: true,
+            constraint: Some(TeamConstraint::Parallelism(Parallelism::Sharded)),
+            evaluations: None,
+        };
+        let plan = plan_team(&team).plan;
+        assert!(plan.fits && plan.team[1].sequences == 0, "{:?}", plan.team);
+        let [computing, storing] = [&plan.team[0], &plan.team[1]].map(|worker| worker.busy_seconds);
+        let step = plan.predicted.step_seconds;
+        assert!(storing > 0.2 * computing, "the update of {storing} s is too short to tell");
+        assert!(
+            step > 0.9 * (computing + storing),
+            "{step} s for {computing} s of passes and an update of {storing} s"
+        );
     }
 }
