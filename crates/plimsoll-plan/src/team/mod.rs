@@ -414,7 +414,18 @@ fn best_team(team: &TeamRequest, rungs: &[Rung], measurements: &Measurements) ->
             (least, best) = (tokens_per_second(&outcome), Some(outcome));
         }
     }
-    best.or_else(|| needs::single_sequence_team(team, rungs, measurements))
+    // Where memory is so short, the last resort may be faster.
+    let last_resort = match best.as_ref().is_none_or(computes_single_sequences) {
+        true => needs::single_sequence_team(team, rungs, measurements),
+        false => None,
+    };
+    best.into_iter().chain(last_resort).max_by(|a, b| tokens_per_second(a).total_cmp(&tokens_per_second(b)))
+}
+
+/// Returns whether a team of several devices has micro-batches of one sequence.
+fn computes_single_sequences(outcome: &TeamOutcome) -> bool {
+    let micro_batches = outcome.workers.iter().map(|worker| worker.outcome.plan.recipe.micro_batch);
+    outcome.workers.len() > 1 && micro_batches.max() == Some(1)
 }
 
 /// Returns the slowest of some links, which sets the pace of a team's collectives. Returns [`Link::MEMORY`] if `links`

@@ -26,6 +26,7 @@ use std::cmp::Reverse;
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
+mod neighbors;
 mod sizing;
 
 /// Number of parts in which shards are counted: the shards of all ranks add up to it.
@@ -385,54 +386,69 @@ impl<'t, 'q> Sharded<'t, 'q> {
     /// Returns the fastest candidate in which exactly these devices take part, in these roles; `None` if none fits.
     /// Sketches are searched for recipes until none can be faster, by its estimate.
     fn fastest_with_roles(&self, roles: &Roles) -> Option<TeamCandidate> {
-        let mut best: Option<TeamCandidate> = None;
+        let mut best: Option<(Sketch, TeamCandidate)> = None;
         for sketch in self.sketches(roles) {
-            if best.as_ref().is_some_and(|best| sketch.seconds > SKETCH_ERROR * best.seconds) {
+            let seconds = best.as_ref().map_or(f64::INFINITY, |(_, best)| best.seconds);
+            if sketch.seconds > SKETCH_ERROR * seconds {
                 break;
             }
-            best = fastest(best.into_iter().chain(self.with_recipes(roles, &sketch)));
+            best = self.with_recipes(roles, &sketch).filter(|(_, found)| found.seconds < seconds).or(best);
         }
-        best
+        best.map(|(sketch, best)| self.improve(&roles.devices, sketch, best))
     }
 
     /// Searches a recipe for each rank of a sketch. If a rank has none, the sketch is made anew with less of its
-    /// memory. Returns `None` if that does not help.
-    fn with_recipes(&self, roles: &Roles, sketch: &Sketch) -> Option<TeamCandidate> {
+    /// memory. Also returns the sketch of the candidate. Returns `None` if that does not help.
+    fn with_recipes(&self, roles: &Roles, sketch: &Sketch) -> Option<(Sketch, TeamCandidate)> {
         let devices = &roles.devices;
         let specs: Vec<DeviceSpec> = devices.iter().map(|&device| self.spec_in_team(device, devices)).collect();
         let mut unused = vec![0; devices.len()];
         let mut sketch = sketch.clone();
         for _ in 0..MAX_REDRAWS {
-            let mut workers = self.workers_without_recipes(devices, &sketch);
-            let representative = self.representatives(&workers, &sketch.shards);
-            let distinct = (0..devices.len()).filter(|&rank| representative[rank] == rank);
-            let requests: Vec<(usize, PlanRequest)> =
-                distinct.map(|rank| (rank, self.request(&specs[rank], &workers[rank]))).collect();
-            let recipes = parallel_map(&requests, |(_, request)| {
-                recipe_of_share(request, self.goal, self.measured.of_request(request))
-            });
-            let recipes: HashMap<usize, Option<Candidate>> =
-                requests.iter().map(|(rank, _)| *rank).zip(recipes).collect();
-            let has_no_recipe = |rank: &usize| recipes[&representative[*rank]].is_none();
-            let without: Vec<usize> = (0..devices.len()).filter(has_no_recipe).collect();
-            if without.is_empty() {
-                let (mut once, mut passes) = (0.0f64, 0.0f64);
-                for (rank, worker) in workers.iter_mut().enumerate() {
-                    let recipe = recipes[&representative[rank]].as_ref().expect("all ranks have one");
-                    worker.recipe = recipe.recipe.clone();
-                    (worker.device_bytes, worker.host_bytes) = (recipe.bytes.device, recipe.bytes.host);
-                    worker.measured = Some(recipe.clone());
-                    (once, passes) = (once.max(recipe.per_step_seconds), passes.max(recipe.per_micro_batch_seconds));
-                }
-                let seconds = once + sketch.micro_batch_count as f64 * passes;
-                return Some(TeamCandidate { parallelism: Some(Parallelism::Sharded), workers, seconds });
-            }
+            let without = match self.rank_recipes(devices, &specs, &sketch) {
+                Ok(candidate) => return Some((sketch, candidate)),
+                Err(without) => without,
+            };
             for rank in without {
                 unused[rank] += specs[rank].arena_budget().0 / 48;
             }
             sketch = self.sketch(roles, sketch.micro_batches.iter().sum(), &unused)?;
         }
         None
+    }
+
+    /// Searches a recipe for each rank of a sketch. Fails with the ranks for which no recipe fits. `specs` are the
+    /// specifications of the devices in the team.
+    fn rank_recipes(
+        &self,
+        devices: &[usize],
+        specs: &[DeviceSpec],
+        sketch: &Sketch,
+    ) -> Result<TeamCandidate, Vec<usize>> {
+        let mut workers = self.workers_without_recipes(devices, sketch);
+        let representative = self.representatives(&workers, &sketch.shards);
+        let distinct = (0..devices.len()).filter(|&rank| representative[rank] == rank);
+        let requests: Vec<(usize, PlanRequest)> =
+            distinct.map(|rank| (rank, self.request(&specs[rank], &workers[rank]))).collect();
+        let recipes = parallel_map(&requests, |(_, request)| {
+            recipe_of_share(request, self.goal, self.measured.of_request(request))
+        });
+        let recipes: HashMap<usize, Option<Candidate>> = requests.iter().map(|(rank, _)| *rank).zip(recipes).collect();
+        let has_no_recipe = |rank: &usize| recipes[&representative[*rank]].is_none();
+        let without: Vec<usize> = (0..devices.len()).filter(has_no_recipe).collect();
+        if !without.is_empty() {
+            return Err(without);
+        }
+        let (mut once, mut passes) = (0.0f64, 0.0f64);
+        for (rank, worker) in workers.iter_mut().enumerate() {
+            let recipe = recipes[&representative[rank]].as_ref().expect("all ranks have one");
+            worker.recipe = recipe.recipe.clone();
+            (worker.device_bytes, worker.host_bytes) = (recipe.bytes.device, recipe.bytes.host);
+            worker.measured = Some(recipe.clone());
+            (once, passes) = (once.max(recipe.per_step_seconds), passes.max(recipe.per_micro_batch_seconds));
+        }
+        let seconds = once + sketch.micro_batch_count as f64 * passes;
+        Ok(TeamCandidate { parallelism: Some(Parallelism::Sharded), workers, seconds })
     }
 
     /// Returns, for each rank, the rank with the largest shard among those identical to it. All of them get its recipe.
