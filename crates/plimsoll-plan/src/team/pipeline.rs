@@ -41,7 +41,7 @@ const LOWER_HOSTS: usize = 2;
 /// sketches with the smallest micro-batch are searched.
 const MAX_SEARCHED: usize = 6;
 /// Most neighbors of the fastest pipeline, and of the faster ones found, that are searched for recipes.
-const MAX_NEIGHBORS: usize = 12;
+const MAX_NEIGHBORS: usize = 20;
 /// Most times that the layers are cut anew, with less memory, because a stage has no recipe for its layers.
 const MAX_REDRAWS: usize = 6;
 /// Layers of the larger of two stages from which the seconds and bytes of any stage are interpolated. The smaller has
@@ -323,20 +323,28 @@ impl<'t, 'q> Pipeline<'t, 'q> {
         best
     }
 
-    /// Returns sketches with half or twice the micro-batch, and with a layer more or less in a stage.
+    /// Returns sketches with half or twice the micro-batch, and with a layer of one stage moved to another, neighbors in
+    /// the pipeline first.
     fn neighbors(&self, sketch: &Sketch) -> Vec<Sketch> {
         let pinned = self.team.devices[0].pins.micro_batch.is_some();
         let sizes = [sketch.micro_batch / 2, sketch.micro_batch * 2];
         let is_allowed = |size: &u32| !pinned && (1..=self.team.sequences_per_step()).contains(&u64::from(*size));
         let with_size = |micro_batch: u32| Sketch { micro_batch, ..sketch.clone() };
-        let moved = |(boundary, more): (usize, bool)| {
+        let moved = |(from, to): (usize, usize)| {
             let mut boundaries = sketch.boundaries.clone();
-            boundaries[boundary] = if more { boundaries[boundary] + 1 } else { boundaries[boundary] - 1 };
+            // All boundaries between the two stages move by one layer.
+            match from < to {
+                true => boundaries[from + 1..=to].iter_mut().for_each(|boundary| *boundary -= 1),
+                false => boundaries[to + 1..=from].iter_mut().for_each(|boundary| *boundary += 1),
+            }
             boundaries.is_sorted_by(|a, b| a < b).then(|| Sketch { boundaries, ..sketch.clone() })
         };
-        let inner = 1..sketch.boundaries.len() - 1;
-        let moves = inner.flat_map(|boundary| [(boundary, true), (boundary, false)]);
-        sizes.into_iter().filter(is_allowed).map(with_size).chain(moves.filter_map(moved)).collect()
+        let stages = sketch.boundaries.len() - 1;
+        let mut moves: Vec<(usize, usize)> =
+            (0..stages).flat_map(|from| (0..stages).map(move |to| (from, to))).collect();
+        moves.retain(|(from, to)| from != to);
+        moves.sort_by_key(|(from, to)| from.abs_diff(*to));
+        sizes.into_iter().filter(is_allowed).map(with_size).chain(moves.into_iter().filter_map(moved)).collect()
     }
 
     /// Searches a recipe for each stage of a sketch. If a stage has none, the layers are cut anew with less of its
