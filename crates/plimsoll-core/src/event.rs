@@ -20,6 +20,18 @@ pub struct Record {
     pub event: Event,
 }
 
+/// Measured memory of a training device at one moment.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub struct HeldMemory {
+    /// The device's name.
+    pub device: String,
+    /// Bytes that the run holds on the device now (CPU: that the process holds).
+    pub held_bytes: Bytes,
+    /// Most bytes that the run has held there so far; `None` if the system does not report it.
+    pub peak_bytes: Option<Bytes>,
+}
+
 /// An event of a run. All bytes and seconds are measured, except fields with `predicted` in their name.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
@@ -69,6 +81,9 @@ pub enum Event {
         seconds: f64,
         /// Bytes that all training devices together hold after the step (CPU: that the process holds).
         bytes: Bytes,
+        /// Memory of each training device. Written at most twice a second; `None` in the events between.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        memory: Option<Vec<HeldMemory>>,
     },
     /// An evaluation completed. If a device outside the team evaluates while training goes on, this event comes after
     /// the events of later steps.

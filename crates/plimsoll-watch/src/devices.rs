@@ -1,23 +1,13 @@
-//! The output of `plimsoll devices`, its live view, and `plimsoll bench devices`, as text and JSON. `plimsoll-device`
-//! finds and measures the devices.
+//! The output of `plimsoll devices` and `plimsoll bench devices` as text and JSON. `plimsoll-device` finds and measures
+//! the devices.
 
 use crate::text::{columns, flops, percent};
-use plimsoll_core::{Bytes, format_count};
+use plimsoll_core::Bytes;
 use plimsoll_device::bench::{Bench, DeviceBench};
 use plimsoll_device::disk::DiskRates;
 use plimsoll_device::machine::{DeviceInfo, Gpu, Machine};
-use plimsoll_device::probe::{Cache, CpuUsage};
-use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
-use ratatui::layout::{Constraint, Layout, Rect};
-use ratatui::style::Stylize;
-use ratatui::widgets::{Cell, Gauge, Paragraph, Row, Table};
-use ratatui::{DefaultTerminal, Frame};
+use plimsoll_device::probe::Cache;
 use serde::Serialize;
-use std::io::{self, IsTerminal, Write};
-use std::time::{Duration, Instant};
-
-/// The time between two updates of the live view.
-const UPDATE_PERIOD: Duration = Duration::from_secs(1);
 
 /// Formats the devices of a machine as a table, followed by their default limits, their hardware and the NVIDIA
 /// libraries. Ends with a line break.
@@ -174,177 +164,6 @@ fn traffic(bytes_per_second: f64) -> String {
     format!("{:.1} GB/s", bytes_per_second / 1e9)
 }
 
-/// The data of the live view at one moment.
-#[derive(Clone, Debug)]
-struct LiveSample {
-    machine: Machine,
-    /// The fraction of the CPU's time, 0 to 1, spent working since the last sample; `None` if the system does not
-    /// report it.
-    busy: Option<f64>,
-}
-
-impl LiveSample {
-    /// Reads the state of the machine. `earlier` is the CPU usage at the last sample; the present usage replaces it.
-    fn read(earlier: &mut Option<CpuUsage>) -> LiveSample {
-        let now = CpuUsage::read();
-        let busy = now.zip(*earlier).map(|(now, earlier)| now.usage_since(earlier));
-        *earlier = now;
-        LiveSample { machine: Machine::read(), busy }
-    }
-}
-
-/// Shows the load and memory of the devices once a second. On a terminal, updates a table until the user presses `q`,
-/// escape or ctrl-c. Elsewhere, prints a line per device until the output is closed.
-///
-/// # Errors
-/// Fails if the terminal or standard output fails. The terminal is always restored, also after a panic.
-pub fn watch() -> io::Result<()> {
-    let mut earlier = CpuUsage::read();
-    let mut sample = || LiveSample::read(&mut earlier);
-    if !io::stdout().is_terminal() {
-        return lines(&mut sample);
-    }
-    // Also sets a panic hook that restores the terminal before the message is printed.
-    let mut terminal = ratatui::try_init()?;
-    let result = live(&mut terminal, &mut sample);
-    ratatui::try_restore().and(result)
-}
-
-/// Prints a line per device once a second, until the output is closed.
-fn lines(sample: &mut impl FnMut() -> LiveSample) -> io::Result<()> {
-    loop {
-        std::thread::sleep(UPDATE_PERIOD);
-        let sample = sample();
-        let text: String = sample.machine.devices.iter().map(|device| line(device, sample.busy) + "\n").collect();
-        let mut out = io::stdout().lock();
-        match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => return Ok(()),
-            other => other?,
-        }
-    }
-}
-
-/// Formats the load and memory of a device as one line. `busy` is the fraction of the CPU's time spent working; `None`
-/// if unknown.
-fn line(device: &DeviceInfo, busy: Option<f64>) -> String {
-    let condition = device.gpu.as_ref().map(|gpu| gpu.condition.describe()).filter(|text| !text.is_empty());
-    format!(
-        "{}: {} free of {}, {} busy, would take {}{}",
-        device.name,
-        device.memory_free_bytes,
-        device.memory_total_bytes,
-        percent_or_unknown(busy_of(device, busy)),
-        default_limits(device, " and "),
-        condition.map_or(String::new(), |condition| format!("; {condition}"))
-    )
-}
-
-/// Returns the fraction of the recent past, 0 to 1, in which a device worked; `None` if the system does not report it.
-/// `cpu` is this fraction for the CPU, and is returned for each device other than a GPU.
-fn busy_of(device: &DeviceInfo, cpu: Option<f64>) -> Option<f64> {
-    device.gpu.as_ref().map_or(cpu, |gpu| gpu.condition.busy)
-}
-
-/// Formats the limits that a run would have on a device by default: its load line and, unless it is a GPU, its threads.
-/// The text `and` is put between the two.
-fn default_limits(device: &DeviceInfo, and: &str) -> String {
-    match &device.gpu {
-        Some(_) => device.defaults.budget_bytes.to_string(),
-        None => format!("{}{and}{}", device.defaults.budget_bytes, format_count(device.defaults.threads, "thread")),
-    }
-}
-
-fn percent_or_unknown(busy: Option<f64>) -> String {
-    busy.map_or_else(|| "?".to_owned(), |share| percent(share, 0))
-}
-
-fn live(terminal: &mut DefaultTerminal, sample: &mut impl FnMut() -> LiveSample) -> io::Result<()> {
-    let mut shown = sample();
-    loop {
-        terminal.draw(|frame| draw(frame, &shown))?;
-        let next = Instant::now() + UPDATE_PERIOD;
-        while let Some(left) = next.checked_duration_since(Instant::now()) {
-            if event::poll(left)? {
-                match event::read()? {
-                    event if quits(&event) => return Ok(()),
-                    Event::Resize(..) => {
-                        terminal.draw(|frame| draw(frame, &shown))?;
-                    }
-                    _ => {}
-                }
-            }
-        }
-        shown = sample();
-    }
-}
-
-/// Returns whether a terminal event is a key that quits: `q`, escape or ctrl-c. In raw mode ctrl-c is a key, not a
-/// signal.
-fn quits(event: &Event) -> bool {
-    let Event::Key(key) = event else { return false };
-    key.kind == KeyEventKind::Press
-        && match key.code {
-            KeyCode::Char('q') | KeyCode::Esc => true,
-            KeyCode::Char('c') => key.modifiers.contains(KeyModifiers::CONTROL),
-            _ => false,
-        }
-}
-
-/// Widths of the columns of the live table: device, load, bar of used memory, free memory, default limits.
-const WIDTHS: [Constraint; 5] = [
-    Constraint::Length(10),
-    Constraint::Length(6),
-    Constraint::Min(26),
-    Constraint::Length(11),
-    Constraint::Length(22),
-];
-
-fn draw(frame: &mut Frame, sample: &LiveSample) {
-    let devices = &sample.machine.devices;
-    let notes_text = notes_of(&sample.machine);
-    let [head, body, notes, keys] = Layout::vertical([
-        Constraint::Length(1),
-        Constraint::Length(devices.len() as u16),
-        Constraint::Length(1 + notes_text.lines().count() as u16),
-        Constraint::Length(1),
-    ])
-    .areas(frame.area());
-    let titles = Row::new(["device", "busy", "memory used", "free", "would take"].map(Cell::from)).bold();
-    frame.render_widget(Table::new([titles], WIDTHS).column_spacing(2), head);
-    for (index, device) in devices.iter().enumerate() {
-        let row = Rect { y: body.y + index as u16, height: 1, ..body }.intersection(body);
-        if !row.is_empty() {
-            draw_device(frame, row, device, sample.busy);
-        }
-    }
-    frame.render_widget(Paragraph::new(format!("\n{notes_text}")), notes);
-    frame.render_widget(Paragraph::new("q, Esc or Ctrl-C quits").dim(), keys);
-}
-
-/// Returns the notes below the live table: for each GPU its condition, or the reason why it is not used. On a machine
-/// without GPUs, returns a description of the NVIDIA driver and libraries.
-fn notes_of(machine: &Machine) -> String {
-    let gpus = machine.devices.iter().filter_map(|device| Some((&device.name, device.gpu.as_ref()?)));
-    let lines: Vec<String> = gpus
-        .map(|(name, gpu)| match &gpu.unusable {
-            Some(reason) => format!("{name}: not used: {reason}"),
-            None => format!("{name}: {}", gpu.condition.describe()),
-        })
-        .collect();
-    if lines.is_empty() { machine.nvidia.to_string() } else { lines.join("\n") }
-}
-
-fn draw_device(frame: &mut Frame, row: Rect, device: &DeviceInfo, busy: Option<f64>) {
-    let [name, load, used, free, takes] = Layout::horizontal(WIDTHS).spacing(2).areas(row);
-    frame.render_widget(device.name.as_str(), name);
-    frame.render_widget(percent_or_unknown(busy_of(device, busy)), load);
-    let (total, held) = (device.memory_total_bytes, device.memory_total_bytes.saturating_sub(device.memory_free_bytes));
-    let share = if total == Bytes::ZERO { 0.0 } else { held.0 as f64 / total.0 as f64 };
-    frame.render_widget(Gauge::default().ratio(share.clamp(0.0, 1.0)).label(format!("{held} of {total}")), used);
-    frame.render_widget(device.memory_free_bytes.to_string(), free);
-    frame.render_widget(default_limits(device, ", "), takes);
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -353,9 +172,6 @@ mod tests {
     use plimsoll_device::cuda::libraries::Library;
     use plimsoll_device::cuda::nvml::{Condition, Pcie, Process};
     use plimsoll_device::machine::{DefaultLimits, LibraryState, Nvidia};
-    use ratatui::Terminal;
-    use ratatui::backend::TestBackend;
-    use ratatui::crossterm::event::KeyEvent;
     use std::collections::BTreeMap;
 
     fn laptop() -> Machine {
@@ -459,11 +275,6 @@ cuBLASLt not found: pip install it
 NCCL not found (GPUs then exchange data through host memory): pip install it
 ";
         assert_eq!(table(&workstation()), expected);
-        let gpu = line(&workstation().devices[1], Some(0.9));
-        assert_eq!(gpu, "cuda:0: 20.00 GiB free of 24.00 GiB, 50 % busy, would take 18.00 GiB; 61 °C");
-        let value: serde_json::Value = serde_json::from_str(&json(&workstation())).unwrap();
-        assert_eq!(value["devices"][1]["gpu"]["compute_capability"], "8.6");
-        assert_eq!(value["nvidia"]["libraries"][2]["library"], "nvrtc");
     }
 
     #[test]
@@ -581,49 +392,5 @@ cuda:0 under combined load: 80 °C, 1400 MHz
 ";
         assert!(text.ends_with(expected), "{text}");
         assert!(text.contains("cuda:0        -       f32  30.0 TFLOP/s"), "{text}");
-    }
-
-    #[test]
-    fn piped_sample_is_one_line() {
-        let machine = laptop();
-        let text = line(&machine.devices[0], Some(0.256));
-        assert_eq!(text, "cpu: 12.00 GiB free of 16.00 GiB, 26 % busy, would take 12.00 GiB and 3 threads");
-        assert!(line(&machine.devices[0], None).contains("? busy"));
-    }
-
-    fn screen(width: u16, height: u16) -> Vec<String> {
-        let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
-        let sample = LiveSample { machine: laptop(), busy: Some(0.5) };
-        terminal.draw(|frame| draw(frame, &sample)).unwrap();
-        let buffer = terminal.backend().buffer();
-        let row = |y| (0..width).map(|x| buffer[(x, y)].symbol()).collect::<String>().trim_end().to_owned();
-        (0..height).map(row).collect()
-    }
-
-    #[test]
-    fn live_table_shows_load_and_memory() {
-        let rows = screen(83, 6);
-        assert_eq!(rows[0], "device      busy    memory used                 free         would take");
-        assert!(rows[1].starts_with("cpu         50 %    "), "{}", rows[1]);
-        assert!(rows[1].contains("4.00 GiB of 16.00 GiB"), "{}", rows[1]);
-        assert!(rows[1].ends_with("12.00 GiB    12.00 GiB, 3 threads"), "{}", rows[1]);
-        assert_eq!(rows[3], "NVIDIA driver not found");
-        assert_eq!(rows[4], "q, Esc or Ctrl-C quits");
-    }
-
-    #[test]
-    fn tiny_terminal_does_not_panic() {
-        for (width, height) in [(1, 1), (5, 2), (30, 3), (200, 1)] {
-            screen(width, height);
-        }
-    }
-
-    #[test]
-    fn live_table_quits_on_q_and_ctrl_c() {
-        let key = |code, modifiers| Event::Key(KeyEvent::new(code, modifiers));
-        assert!(quits(&key(KeyCode::Char('q'), KeyModifiers::NONE)));
-        assert!(quits(&key(KeyCode::Char('c'), KeyModifiers::CONTROL)));
-        assert!(!quits(&key(KeyCode::Char('c'), KeyModifiers::NONE)));
-        assert!(!quits(&Event::FocusGained));
     }
 }

@@ -12,7 +12,9 @@
 //! | [`stopping`] | the events of a run | the work before it stops |
 //! | [`summary`] | the result of a run | predicted beside measured figures |
 //! | [`sweep`], [`models`] | reports of `plimsoll sweep` and `plimsoll bench models` | tables |
-//! | [`devices`] | devices and measured rates | tables, JSON, the live view |
+//! | [`devices`] | devices and measured rates | tables, JSON |
+//! | [`snapshot`] | a machine and a run's folder | the state at one moment |
+//! | [`view`] | snapshots | the live terminal view, lines, JSON |
 //! | [`text`] | numbers, rows, words | formatted numbers, aligned columns, wrapped lines, shell words |
 //!
 //! # Example
@@ -45,8 +47,10 @@ pub mod models;
 pub mod plan;
 pub mod progress;
 pub mod remedies;
+pub mod snapshot;
 pub mod stopping;
 pub mod summary;
 pub mod sweep;
 pub mod terminal;
 pub mod text;
+pub mod view;

@@ -106,25 +106,52 @@ impl Progress {
     /// `120/450  loss 1.2345  rate 1.9e-3  48.7 k tok/s  38 % of peak  0:26 left  40.00 MiB on cpu`. Of several devices,
     /// all figures are sums: `80.00 MiB on 2 devices`. Before the first step, returns `starting`.
     pub fn line(&self) -> String {
-        let (Some(last), Some(mean)) = (self.last, self.step_seconds) else { return "starting".to_owned() };
+        let (Some(last), Some(tokens_per_second)) = (self.last, self.tokens_per_second()) else {
+            return "starting".to_owned();
+        };
         let mut parts = vec![
             if self.steps > 0 { format!("{}/{}", last.step, self.steps) } else { format!("step {}", last.step) },
             if last.loss.is_nan() { "no label".to_owned() } else { format!("loss {:.4}", last.loss) },
             format!("rate {:.1e}", last.learning_rate),
-            format!("{} tok/s{}", count(last.tokens as f64 / mean), if self.simulated { " (simulated)" } else { "" }),
+            format!("{} tok/s{}", count(tokens_per_second), if self.simulated { " (simulated)" } else { "" }),
         ];
-        if !self.simulated && self.peak_flops > 0.0 {
-            parts.push(format!("{} of peak", percent(self.product_flops / mean / self.peak_flops, 0)));
-        }
-        if self.steps > 0 {
-            parts.push(format!("{} left", clock(self.steps.saturating_sub(last.step) as f64 * mean)));
-        }
+        parts.extend(self.peak_share().map(|share| format!("{} of peak", percent(share, 0))));
+        parts.extend(self.seconds_left().map(|left| format!("{} left", clock(left))));
         parts.push(match &*self.devices {
             [] => last.bytes.to_string(),
             [device] => format!("{} on {device}", last.bytes),
             several => format!("{} on {} devices", last.bytes, several.len()),
         });
         parts.join("  ")
+    }
+
+    /// Returns whether the speed is that of simulated devices.
+    pub fn is_simulated(&self) -> bool {
+        self.simulated
+    }
+
+    /// Returns the running mean of the seconds of a step; `None` before the first step.
+    pub fn step_seconds(&self) -> Option<f64> {
+        self.step_seconds
+    }
+
+    /// Returns the tokens (including padding) per second, from the running mean; `None` before the first step.
+    pub fn tokens_per_second(&self) -> Option<f64> {
+        Some(self.last?.tokens as f64 / self.step_seconds?)
+    }
+
+    /// Returns the part of the devices' peak rate of matrix products that is reached. `None` if the peak is unknown, or
+    /// if devices are simulated.
+    pub fn peak_share(&self) -> Option<f64> {
+        let is_known = !self.simulated && self.peak_flops > 0.0;
+        self.step_seconds.filter(|_| is_known).map(|mean| self.product_flops / mean / self.peak_flops)
+    }
+
+    /// Returns the predicted seconds until the last step. `None` before the first step, and for a run whose length is
+    /// given in hours.
+    pub fn seconds_left(&self) -> Option<f64> {
+        let steps = self.steps.checked_sub(self.last?.step).filter(|_| self.steps > 0);
+        Some(steps? as f64 * self.step_seconds?)
     }
 
     /// Returns the newest completed step, counted from 1, and the number of all steps of the run. The former is 0
@@ -228,6 +255,7 @@ pub(crate) mod tests {
             labelled_tokens: 1024,
             seconds,
             bytes: Bytes::mib(40),
+            memory: None,
         }
     }
 

@@ -17,6 +17,18 @@ pub fn print(text: &str) {
     print_unchanged(&printable_text(text));
 }
 
+/// Prints text like [`print`], and returns whether the reader still takes it.
+pub fn print_while_open(text: &str) -> bool {
+    let mut out = io::stdout().lock();
+    match out.write_all(printable_text(text).as_bytes()).and_then(|()| out.flush()) {
+        Ok(()) => true,
+        Err(error) => {
+            let _ = ignore_closed_pipe(error).map_err(|error| WRITE_ERROR.set(error));
+            false
+        }
+    }
+}
+
 /// Prints JSON to stdout, with a line break.
 pub fn print_json(json: &str) {
     print_unchanged(&format!("{json}\n"));

@@ -143,9 +143,33 @@ fn live_view_ends_with_each_named_key() {
     // The view hides the cursor once it reads keys. On a terminal without size it draws nothing.
     let is_shown = "\u{1b}[?25l";
     for key in ["q", "\u{1b}", "\u{3}"] {
-        let (code, screen) = run_on_terminal(&workspace, &["devices", "--watch"], is_shown, key);
+        let (code, screen) = run_on_terminal(&workspace, &["watch"], is_shown, key);
         assert_eq!(code, Some(0), "{key:?}: {screen}");
     }
-    let help = workspace.succeed(&["devices", "--help"]).stdout;
-    assert!(help.contains("until q, Esc or Ctrl-C is pressed"), "{help}");
+    let help = workspace.succeed(&["watch", "--help"]).stdout;
+    assert!(help.contains("ends with q, Esc or Ctrl-C"), "{help}");
+}
+
+#[test]
+fn watch_shows_what_the_run_has_reached() {
+    let workspace = Workspace::new(&SMALL);
+    workspace.succeed(&["train", "run.toml", "--quiet"]);
+    let result = workspace.json("run/result.json");
+    let snapshot = workspace.succeed(&["watch", "run", "--json"]).json();
+    let (run, device) = (&snapshot["run"], &snapshot["devices"][0]);
+    assert_eq!((&run["state"], &run["step"], &run["steps"]), (&"done".into(), &result["steps"], &result["steps"]));
+    assert_eq!(run["loss"], result["loss"]["last"]);
+    assert_eq!(device["name"], result["memory"][0]["device"]);
+    assert_eq!(device["predicted_peak_bytes"], result["memory"][0]["predicted_bytes"]);
+    assert_eq!(device["measured_peak_bytes"], result["memory"][0]["measured_bytes"]);
+    // Lines end with the run.
+    let lines = workspace.succeed(&["watch", "run"]).stdout;
+    assert!(lines.contains(&format!("run done: step {} of", result["steps"])), "{lines}");
+    // A cut-off last line is no event yet.
+    let events = workspace.read("run/events.jsonl");
+    workspace.write("run/events.jsonl", &events[..events.len() - 20]);
+    let snapshot = workspace.succeed(&["watch", "run", "--json"]).json();
+    assert_eq!(snapshot["run"]["state"], "died");
+    let refusal = workspace.expect_refusal(2, &["watch", "missing"]);
+    assert!(refusal.contains("missing: no such run folder"), "{refusal}");
 }

@@ -100,6 +100,7 @@ impl Session {
             faults,
             abandoned,
             step_times: StepTimes::default(),
+            memory_measured: None,
             peak_flops: 0.0,
             setup_seconds: 0.0,
             info,

@@ -22,12 +22,17 @@ use crate::session::thermal::ThermalGuard;
 use crate::step_times::StepTimes;
 use crate::team::Team;
 use crate::team::abandoned::AbandonedMemory;
-use plimsoll_core::{Bytes, EvalResult, EvaluatorResult, Event, ExcludedDevice, Exit, Failure, Plan, RunStatus};
+use plimsoll_core::{
+    Bytes, EvalResult, EvaluatorResult, Event, ExcludedDevice, Exit, Failure, HeldMemory, Plan, RunStatus,
+};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use std::{mem, thread};
+
+/// Shortest time between two events that list the memory of each device.
+const MEMORY_PERIOD: Duration = Duration::from_millis(500);
 
 /// A run in progress: its inputs, its open devices, and how far it has come.
 pub(crate) struct Session {
@@ -65,6 +70,8 @@ pub(crate) struct Session {
     pub(crate) abandoned: AbandonedMemory,
     /// Measured step durations.
     pub(crate) step_times: StepTimes,
+    /// Time at which an event last listed the memory of each device; `None` before the first.
+    pub(crate) memory_measured: Option<Instant>,
     /// Sum over all devices of the measured peak rate of matrix products, in FLOP/s; 0 if it is unknown.
     pub(crate) peak_flops: f64,
     /// Seconds that opening the devices and loading the state took.
@@ -222,11 +229,21 @@ impl Session {
             labelled_tokens,
             seconds,
             bytes: self.team.total_held_bytes(),
+            memory: self.memory_if_due(),
         })?;
         match removed_reason {
             Some(reason) => self.rebalance(&reason, log),
             None => Ok(()),
         }
+    }
+
+    /// Returns the memory of each device, for viewers of the run; `None` if it was measured a moment ago.
+    fn memory_if_due(&mut self) -> Option<Vec<HeldMemory>> {
+        if self.memory_measured.is_some_and(|measured| measured.elapsed() < MEMORY_PERIOD) {
+            return None;
+        }
+        self.memory_measured = Some(Instant::now());
+        Some(self.team.held_memory())
     }
 
     /// Records the loss of a finished step and returns it. A step without any label has none: the result is NaN, and

@@ -2,7 +2,7 @@
 //! process, so each one is charged with the process memory minus the arenas of the others.
 
 use super::Team;
-use plimsoll_core::{Bytes, DeviceMemory, MeasuredBy, Space};
+use plimsoll_core::{Bytes, DeviceMemory, HeldMemory, MeasuredBy, Space};
 use plimsoll_device::process;
 
 /// Bytes of a worker's arenas in the memory of this process.
@@ -109,6 +109,17 @@ impl Team {
             .saturating_sub(self.abandoned.bytes());
         let is_all_separate = !self.workers.iter().any(|worker| worker.device.in_process());
         if is_all_separate { separate } else { separate + process }
+    }
+
+    /// Returns the measured memory of each worker now, in rank order.
+    pub fn held_memory(&mut self) -> Vec<HeldMemory> {
+        let measured = self.memory();
+        let held = |(rank, memory): (usize, DeviceMemory)| HeldMemory {
+            device: memory.device,
+            held_bytes: self.held_bytes(rank),
+            peak_bytes: memory.measured_bytes,
+        };
+        measured.into_iter().enumerate().map(held).collect()
     }
 
     /// Returns planned and measured memory of each worker, in rank order.

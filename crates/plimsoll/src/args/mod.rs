@@ -39,6 +39,7 @@ First steps:
   plimsoll plan --model qwen2.5-7b --devices rtx3090,host=64GiB --allow lora
                                        check what fits, also on other hardware
   plimsoll train run.toml              train as run.toml describes
+  plimsoll watch runs/my-run           watch a run from another terminal
   plimsoll train --resume runs/my-run  continue from the newest checkpoint
 
 Exit codes:
@@ -65,6 +66,8 @@ pub enum Command {
     Sweep(SweepArgs),
     /// List the devices of this machine and their memory
     Devices(DevicesArgs),
+    /// Show a run or the devices of this machine live: planned and measured memory, load, progress
+    Watch(WatchArgs),
     /// Change the memory limit of a run that is under way
     Budget(BudgetArgs),
     /// Measure the speed of devices, training steps or models
@@ -122,6 +125,7 @@ impl Command {
             Command::Plan(_) => &["plan"],
             Command::Sweep(_) => &["sweep"],
             Command::Devices(_) => &["devices"],
+            Command::Watch(_) => &["watch"],
             Command::Budget(_) => &["budget"],
             Command::Bench { benchmark: BenchCommand::Devices(_) } => &["bench", "devices"],
             Command::Bench { benchmark: BenchCommand::Step(_) } => &["bench", "step"],
@@ -144,6 +148,7 @@ impl Command {
             Command::Plan(args) => args.json,
             Command::Sweep(_) => false,
             Command::Devices(args) => args.json,
+            Command::Watch(args) => args.json,
             Command::Budget(args) => args.json,
             Command::Bench { benchmark: BenchCommand::Devices(_) | BenchCommand::Models(_) } => false,
             Command::Bench { benchmark: BenchCommand::Step(_) } => true,
@@ -244,17 +249,35 @@ pub struct BudgetArgs {
 
 /// Arguments of `plimsoll devices`, which lists devices and their default limits.
 #[derive(Debug, Args)]
-#[command(after_help = "Example:\n  plimsoll devices --watch")]
 pub struct DevicesArgs {
     /// Print the devices as JSON
     #[arg(long)]
     pub json: bool,
-    /// Refresh the table until q, Esc or Ctrl-C is pressed
-    #[arg(long, conflicts_with = "json")]
-    pub watch: bool,
     /// Delete what earlier runs learned about devices: reduced memory limits and slower speeds
-    #[arg(long, conflicts_with_all = ["json", "watch"])]
+    #[arg(long, conflicts_with = "json")]
     pub forget: bool,
+}
+
+/// Arguments of `plimsoll watch`, which shows a run or the devices of this machine live.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  plimsoll watch                 all devices of this machine
+  plimsoll watch runs/my-llama   a run, under way or ended
+  plimsoll watch --json runs/my-llama | jq .run.tokens_per_second
+
+The view ends with q, Esc or Ctrl-C, and the run goes on. If the output is no
+terminal, lines are printed until the run has ended.")]
+pub struct WatchArgs {
+    /// Folder of the run; without it, the devices of this machine are shown
+    #[arg(value_name = "RUN_DIR")]
+    pub run_dir: Option<PathBuf>,
+    /// Seconds between two updates
+    #[arg(long, value_name = "SECONDS", default_value_t = 1.0, value_parser = values::interval)]
+    pub interval: f64,
+    /// Print one snapshot as JSON and exit
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// Arguments of `plimsoll measure-rates`, which other commands start.

@@ -18,6 +18,14 @@ pub fn duration(text: &str) -> Result<Duration, String> {
     Ok(duration)
 }
 
+/// Parses a number of seconds from 0.1 to 3600.
+pub fn interval(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(seconds) if (0.1..=3600.0).contains(&seconds) => Ok(seconds),
+        _ => Err("expected a number of seconds, 0.1 to 3600".to_owned()),
+    }
+}
+
 /// Parses a sampling temperature: a finite number that is 0 or more.
 pub fn temperature(text: &str) -> Result<f32, String> {
     match text.parse::<f32>() {

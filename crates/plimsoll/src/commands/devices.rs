@@ -16,14 +16,12 @@ use std::path::Path;
 /// Lists the devices of this machine or, with `--forget`, deletes what runs have learned about them.
 ///
 /// # Errors
-/// The terminal does not support drawing.
+/// None so far.
 pub fn show(args: &DevicesArgs) -> Result<Exit, Failure> {
     if args.forget {
         let forgotten = calibration::forget_shortfalls(|_| true);
         let text: String = forgotten.iter().map(forgotten_line).collect();
         output::print(if text.is_empty() { "nothing to forget\n" } else { &text });
-    } else if args.watch {
-        devices::watch().map_err(|error| Failure::input(format!("the terminal cannot be drawn on: {error}")))?;
     } else if args.json {
         output::print_json(&devices::json(&Machine::read()));
     } else {

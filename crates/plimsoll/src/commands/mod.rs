@@ -10,3 +10,4 @@ pub mod rates;
 pub mod ray;
 pub mod sweep;
 pub mod train;
+pub mod watch;

@@ -1,0 +1,228 @@
+//! Puts a [`Snapshot`] together from readings, without reading anything itself.
+
+use super::run_state::RunEvents;
+use super::{
+    CpuSnapshot, DeviceSnapshot, HostSnapshot, ProcessSnapshot, RunSnapshot, RunState, SNAPSHOT_VERSION, Snapshot,
+};
+use crate::summary::resume_command;
+use crate::text::{percent, seconds};
+use plimsoll_core::{Bytes, DeviceKind, DevicePlan, Plan, RunResult};
+use plimsoll_device::machine::{DeviceInfo, Machine};
+
+/// Factor on the predicted time of a step above which a run is slower than predicted.
+const SLOW: f64 = 1.15;
+/// Number of steps before their mean tells whether they are slower than predicted.
+const MIN_STEPS: u64 = 20;
+/// Seconds without an event, and multiple of the seconds of a step, after which a run counts as silent.
+const SILENT_SECONDS: f64 = 60.0;
+const SILENT_STEPS: f64 = 10.0;
+/// Fraction of the host's memory that is free, below which it is short.
+const HOST_SHORT: f64 = 0.04;
+
+/// The readings of one moment.
+pub(super) struct Readings<'a> {
+    /// Seconds since the Unix epoch.
+    pub at: f64,
+    pub machine: &'a Machine,
+    /// Fraction of the processor's time, 0 to 1, that was busy; `None` if unknown.
+    pub cpu_load: Option<f64>,
+    /// Temperature of the processor in degrees Celsius; `None` if unknown.
+    pub cpu_celsius: Option<f64>,
+    pub run: Option<RunReadings<'a>>,
+}
+
+/// The readings of a run's folder.
+pub(super) struct RunReadings<'a> {
+    pub folder: String,
+    pub state: RunState,
+    pub events: &'a RunEvents,
+    pub plan: Option<&'a Plan>,
+    pub result: Option<&'a RunResult>,
+}
+
+impl Readings<'_> {
+    /// Puts the snapshot together.
+    pub fn snapshot(&self) -> Snapshot {
+        let run = self.run.as_ref();
+        let planned = run.and_then(|run| run.plan).map_or(&[][..], |plan| &plan.devices);
+        let is_planned = |device: &&DeviceInfo| planned.iter().any(|plan| plan.name == device.name);
+        let in_run = run.iter().flat_map(|run| planned.iter().map(|plan| self.planned_device(run, plan)));
+        let others = self.machine.devices.iter().filter(|device| !is_planned(device)).map(|device| self.device(device));
+        let mut snapshot = Snapshot {
+            version: SNAPSHOT_VERSION,
+            at: self.at,
+            devices: in_run.chain(others).collect(),
+            host: self.host(),
+            cpu: CpuSnapshot { load: self.cpu_load, band: None },
+            run: run.map(|run| self.run_snapshot(run)),
+            recommendations: vec![],
+            warnings: vec![],
+            feed: run.map_or(vec![], |run| run.events.feed.iter().cloned().collect()),
+        };
+        snapshot.warnings = warnings(&snapshot, run.map(|run| run.events));
+        snapshot
+    }
+
+    /// Returns a device of this machine that is in no run.
+    fn device(&self, info: &DeviceInfo) -> DeviceSnapshot {
+        let held = info.memory_total_bytes.saturating_sub(info.memory_free_bytes);
+        let mut device = DeviceSnapshot {
+            name: info.name.clone(),
+            model: Some(info.model.clone()),
+            total_bytes: Some(info.memory_total_bytes),
+            free_bytes: Some(info.memory_free_bytes),
+            others_bytes: Some(held),
+            load_line_bytes: Some(info.defaults.budget_bytes).filter(|line| *line > Bytes::ZERO),
+            ..DeviceSnapshot::default()
+        };
+        let Some(gpu) = &info.gpu else {
+            (device.utilization, device.temperature_c) = (self.cpu_load, self.cpu_celsius);
+            return device;
+        };
+        let condition = &gpu.condition;
+        device.utilization = condition.busy;
+        device.temperature_c = condition.temperature_celsius.map(f64::from);
+        (device.power_w, device.power_limit_w) = (condition.power_watts, condition.power_watts_max);
+        (device.clock_mhz, device.clock_limit_mhz) = (condition.clock_mhz, condition.clock_mhz_max);
+        device.throttled_by.clone_from(&condition.throttled_by);
+        device.pcie = gpu.pcie;
+        let processes = gpu.processes.iter().map(|process| ProcessSnapshot {
+            pid: process.pid,
+            name: process.name.clone(),
+            held_bytes: process.held_bytes,
+            is_plimsoll: process.name.as_deref().is_some_and(|name| name.rsplit('/').next() == Some("plimsoll")),
+        });
+        device.processes = processes.collect();
+        device
+    }
+
+    /// Returns a device of the run: its hardware, if it is on this machine, with the plan and the measured memory.
+    fn planned_device(&self, run: &RunReadings, plan: &DevicePlan) -> DeviceSnapshot {
+        let here = self.machine.devices.iter().find(|device| device.name == plan.name);
+        let hardware = here.map_or_else(DeviceSnapshot::default, |info| self.device(info));
+        let measured = run.events.memory.get(&plan.name);
+        let held = measured.map(|memory| memory.held_bytes).filter(|_| run.state == RunState::Running);
+        let in_result = run.result.and_then(|result| result.memory.iter().find(|memory| memory.device == plan.name));
+        DeviceSnapshot {
+            name: plan.name.clone(),
+            simulated: plan.simulated,
+            in_run: true,
+            others_bytes: hardware.others_bytes.map(|taken| taken.saturating_sub(held.unwrap_or_default())),
+            load_line_bytes: Some(plan.budget_bytes),
+            predicted_peak_bytes: Some(plan.peak_bytes),
+            measured_peak_bytes: in_result
+                .and_then(|memory| memory.measured_bytes)
+                .or_else(|| measured.and_then(|memory| memory.peak_bytes)),
+            held_bytes: held,
+            by_category: plan.by_category.clone(),
+            by_program: plan.by_program.clone(),
+            charges_bytes: Some(plan.charges_bytes),
+            ..hardware
+        }
+    }
+
+    fn host(&self) -> HostSnapshot {
+        let cpu = self.machine.devices.iter().find(|device| device.kind == DeviceKind::Cpu);
+        let plan = self.run.as_ref().and_then(|run| run.plan).map(|plan| &plan.host);
+        HostSnapshot {
+            total_bytes: cpu.map(|cpu| cpu.memory_total_bytes),
+            free_bytes: cpu.map(|cpu| cpu.memory_free_bytes),
+            load_line_bytes: plan.map(|host| host.budget_bytes),
+            arena_bytes: plan.map(|host| host.arena_bytes),
+        }
+    }
+
+    fn run_snapshot(&self, run: &RunReadings) -> RunSnapshot {
+        let events = run.events;
+        let (step, steps) = events.progress.steps_done_and_total();
+        let is_running = run.state == RunState::Running;
+        RunSnapshot {
+            folder: run.folder.clone(),
+            state: run.state,
+            simulated: events.progress.is_simulated(),
+            step,
+            steps: Some(steps).filter(|steps| *steps > 0),
+            loss: events.newest.and_then(|newest| newest.loss),
+            gradient_norm: events.newest.map(|newest| newest.gradient_norm),
+            learning_rate: events.newest.map(|newest| newest.learning_rate),
+            step_seconds: events.progress.step_seconds(),
+            predicted_step_seconds: events.predicted_step_seconds,
+            tokens_per_second: events.progress.tokens_per_second(),
+            peak_share: events.progress.peak_share(),
+            eta_seconds: events.progress.seconds_left().filter(|_| is_running),
+            silent_seconds: events.newest_time.map(|newest| (self.at - newest).max(0.0)),
+            eval_loss: events.eval_loss,
+            checkpoint_step: events.checkpoint_step,
+            history: events.history_to_newest(),
+        }
+    }
+}
+
+/// Returns the conditions that need attention, most urgent first.
+fn warnings(snapshot: &Snapshot, events: Option<&RunEvents>) -> Vec<String> {
+    let mut warnings = Vec::new();
+    if let Some(run) = &snapshot.run {
+        warnings.extend(run_warnings(run));
+        warnings.extend(snapshot.devices.iter().filter_map(over_load_line));
+        let lost = events.iter().flat_map(|events| &events.lost_devices);
+        warnings.extend(lost.map(|device| format!("{device} was lost; the run continues without it")));
+        warnings.extend(idle_gpus(snapshot));
+    }
+    let throttled = snapshot.devices.iter().filter(|device| !device.throttled_by.is_empty());
+    warnings
+        .extend(throttled.map(|device| format!("{}: clocks reduced: {}", device.name, device.throttled_by.join(", "))));
+    if let HostSnapshot { total_bytes: Some(total), free_bytes: Some(free), .. } = snapshot.host
+        && (free.0 as f64) < HOST_SHORT * total.0 as f64
+    {
+        warnings.push(format!("this machine has only {free} of {total} memory left"));
+    }
+    warnings
+}
+
+/// Returns the warnings about the progress of a run.
+fn run_warnings(run: &RunSnapshot) -> Vec<String> {
+    let mut warnings = Vec::new();
+    if run.state == RunState::Died {
+        let resume = resume_command(&run.folder);
+        warnings.push(format!("the process of the run ended without a last event; to resume: {resume}"));
+    }
+    if run.state != RunState::Running {
+        return warnings;
+    }
+    let usual = run.step_seconds.or(run.predicted_step_seconds).unwrap_or_default();
+    if let Some(silent) = run.silent_seconds.filter(|silent| *silent > SILENT_SECONDS.max(SILENT_STEPS * usual)) {
+        let usual = seconds(usual);
+        warnings.push(format!("no event for {}, although a step takes about {usual}", seconds(silent)));
+    }
+    if let (Some(measured), Some(predicted)) = (run.step_seconds, run.predicted_step_seconds)
+        && run.step >= MIN_STEPS
+        && measured > SLOW * predicted
+    {
+        let [measured_text, predicted_text] = [measured, predicted].map(seconds);
+        let more = percent(measured / predicted - 1.0, 0);
+        warnings.push(format!("a step takes {measured_text}, {more} more than the predicted {predicted_text}"));
+    }
+    warnings
+}
+
+/// Returns a warning if a device of the run has held more than its load line.
+fn over_load_line(device: &DeviceSnapshot) -> Option<String> {
+    let (peak, line) = (device.measured_peak_bytes?, device.load_line_bytes?);
+    (device.in_run && peak > line).then(|| format!("{} has held {peak}, above its load line of {line}", device.name))
+}
+
+/// Returns a warning if a run on GPUs of this machine leaves others unused.
+fn idle_gpus(snapshot: &Snapshot) -> Option<String> {
+    let is_gpu = |device: &&DeviceSnapshot| device.name.starts_with("cuda:") && device.load_line_bytes.is_some();
+    let (used, idle): (Vec<_>, Vec<_>) = snapshot.devices.iter().filter(is_gpu).partition(|device| device.in_run);
+    let is_running = snapshot.run.as_ref().is_some_and(|run| run.state == RunState::Running);
+    let names: Vec<&str> = idle.iter().map(|device| device.name.as_str()).collect();
+    (is_running && !used.is_empty() && !idle.is_empty()).then(|| {
+        format!(
+            "{} of {} GPUs work for this run; it does not use {}",
+            used.len(),
+            used.len() + idle.len(),
+            names.join(", ")
+        )
+    })
+}

@@ -1,0 +1,162 @@
+//! The state of a run, derived from its events alone.
+
+use super::{FeedEntry, HistoryPoint};
+use crate::progress::Progress;
+use plimsoll_core::{Bytes, Event, Record};
+use std::collections::{BTreeMap, VecDeque};
+
+/// Most lines of a run's feed.
+pub const MAX_FEED: usize = 100;
+/// Most steps of a run's history.
+pub const MAX_POINTS: usize = 512;
+
+/// The events of a run so far, summed up. Its size does not grow with the length of the run.
+#[derive(Clone, Debug, Default)]
+pub struct RunEvents {
+    /// Step, speed and remaining time.
+    pub progress: Progress,
+    /// Lines for all events other than steps.
+    pub feed: VecDeque<FeedEntry>,
+    /// Steps at even distances.
+    pub history: Vec<HistoryPoint>,
+    /// One step in this many is in `history`; 0 before the first step.
+    history_stride: u64,
+    /// The newest step, which may lie between those in `history`.
+    pub newest: Option<HistoryPoint>,
+    /// Measured bytes of each device, by name: now, and at most so far.
+    pub memory: BTreeMap<String, MeasuredMemory>,
+    /// Loss of the newest evaluation; `None` before the first.
+    pub eval_loss: Option<f64>,
+    /// Step of the newest checkpoint; `None` before the first.
+    pub checkpoint_step: Option<u64>,
+    /// Predicted seconds of a step under the present plan; `None` before the start.
+    pub predicted_step_seconds: Option<f64>,
+    /// Status that the last event names, `done` or `stopped`; `None` while no such event is the newest.
+    pub ended: Option<String>,
+    /// Time of the newest event, in seconds since the Unix epoch; `None` without events.
+    pub newest_time: Option<f64>,
+    /// Names of lost devices that have not returned.
+    pub lost_devices: Vec<String>,
+}
+
+/// Measured memory of a device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MeasuredMemory {
+    /// Bytes at the newest measurement.
+    pub held_bytes: Bytes,
+    /// Most bytes so far; `None` if the system does not report it.
+    pub peak_bytes: Option<Bytes>,
+}
+
+impl RunEvents {
+    /// Takes the next event of the run.
+    pub fn update(&mut self, record: &Record) {
+        let line = self.progress.update(&record.event);
+        self.newest_time = Some(record.time);
+        self.ended = None;
+        match &record.event {
+            Event::Start { predicted_step_seconds, .. } => {
+                self.predicted_step_seconds = Some(*predicted_step_seconds);
+                self.lost_devices.clear();
+            }
+            Event::Step { step, loss, norm, learning_rate, tokens, seconds, memory, .. } => {
+                self.add_step(HistoryPoint {
+                    step: *step,
+                    time: record.time,
+                    loss: Some(*loss).filter(|loss| !loss.is_nan()),
+                    gradient_norm: *norm,
+                    learning_rate: *learning_rate,
+                    tokens_per_second: *tokens as f64 / seconds,
+                });
+                for held in memory.iter().flatten() {
+                    let known = self.memory.entry(held.device.clone()).or_default();
+                    let peak_bytes = known.peak_bytes.max(held.peak_bytes);
+                    *known = MeasuredMemory { held_bytes: held.held_bytes, peak_bytes };
+                }
+                return;
+            }
+            Event::Evaluation { loss, .. } => self.eval_loss = Some(*loss),
+            Event::Checkpoint { step, .. } => self.checkpoint_step = Some(*step),
+            Event::Recovery(recovery) => self.predicted_step_seconds = Some(recovery.predicted_step_seconds),
+            Event::DeviceLost { device, .. } => self.lost_devices.push(device.clone()),
+            Event::DeviceReturned { device, .. } => self.lost_devices.retain(|lost| lost != device),
+            Event::End { status, .. } => self.ended = Some(status.clone()),
+            Event::ThermalPause { .. } | Event::Warning { .. } => {}
+        }
+        if let Some(text) = line {
+            self.feed.push_back(FeedEntry { time: record.time, text });
+            if self.feed.len() > MAX_FEED {
+                self.feed.pop_front();
+            }
+        }
+    }
+
+    /// Adds a step to the history. Steps after it are those of a run that went back to a checkpoint, and are removed.
+    fn add_step(&mut self, point: HistoryPoint) {
+        self.newest = Some(point);
+        self.history.retain(|earlier| earlier.step < point.step);
+        let stride = self.history_stride.max(1);
+        if (point.step - 1).is_multiple_of(stride) {
+            self.history.push(point);
+        }
+        if self.history.len() > MAX_POINTS {
+            self.history_stride = 2 * stride;
+            self.history.retain(|point| (point.step - 1).is_multiple_of(2 * stride));
+        }
+    }
+
+    /// Returns the history with the newest step at its end.
+    pub fn history_to_newest(&self) -> Vec<HistoryPoint> {
+        let newest = self.newest.filter(|newest| self.history.last().is_none_or(|last| last.step < newest.step));
+        let kept = self.history.len().min(MAX_POINTS - usize::from(newest.is_some()));
+        self.history[self.history.len() - kept..].iter().copied().chain(newest).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::progress::tests::{start, step};
+    use plimsoll_core::{EVENTS_VERSION, HeldMemory};
+
+    fn record(event: Event) -> Record {
+        Record { version: EVENTS_VERSION, time: 5.0, event }
+    }
+
+    #[test]
+    fn history_stays_bounded_and_ends_with_newest_step() {
+        let mut state = RunEvents::default();
+        state.update(&record(start(10_000)));
+        for number in 1..=10_000 {
+            state.update(&record(step(number, 0.08)));
+            assert!(state.history.len() <= MAX_POINTS);
+        }
+        let points = state.history_to_newest();
+        assert!(points.len() > MAX_POINTS / 4 && points.len() <= MAX_POINTS, "{}", points.len());
+        assert_eq!((points[0].step, points.last().unwrap().step), (1, 10_000));
+        assert!(points.is_sorted_by(|a, b| a.step < b.step));
+    }
+
+    #[test]
+    fn steps_after_a_checkpoint_are_replaced() {
+        let mut state = RunEvents::default();
+        (1..=20).for_each(|number| state.update(&record(step(number, 0.08))));
+        state.update(&record(step(11, 0.08)));
+        let steps: Vec<u64> = state.history_to_newest().iter().map(|point| point.step).collect();
+        assert_eq!(steps, (1..=11).collect::<Vec<u64>>());
+    }
+
+    #[test]
+    fn peak_of_a_device_never_falls() {
+        let mut state = RunEvents::default();
+        for (held, peak) in [(40, 44), (38, 42)] {
+            let mut event = step(1, 0.08);
+            let Event::Step { memory, .. } = &mut event else { panic!("{event:?}") };
+            let [held_bytes, peak_bytes] = [held, peak].map(Bytes::mib);
+            *memory = Some(vec![HeldMemory { device: "cpu".into(), held_bytes, peak_bytes: Some(peak_bytes) }]);
+            state.update(&record(event));
+        }
+        let cpu = MeasuredMemory { held_bytes: Bytes::mib(38), peak_bytes: Some(Bytes::mib(44)) };
+        assert_eq!(state.memory["cpu"], cpu);
+    }
+}

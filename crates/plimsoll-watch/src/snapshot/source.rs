@@ -1,0 +1,59 @@
+//! Takes snapshots: of this machine, and of a run in a folder.
+
+use super::Snapshot;
+use super::assemble::{Readings, RunReadings};
+use super::run_folder::RunFolder;
+use plimsoll_core::Failure;
+use plimsoll_device::machine::Machine;
+use plimsoll_device::probe::{CpuTemperature, CpuUsage, sysfs};
+use std::path::Path;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// Takes snapshots, one after the other. Each covers the time since the one before.
+pub struct Source {
+    run: Option<RunFolder>,
+    /// Usage of the processor at the last snapshot; `None` if the system does not report it.
+    cpu_usage: Option<CpuUsage>,
+}
+
+impl Source {
+    /// Returns a source of snapshots of this machine, without a run.
+    pub fn machine() -> Source {
+        Source { run: None, cpu_usage: CpuUsage::read() }
+    }
+
+    /// Returns a source of snapshots of the run in a folder, with the devices of this machine.
+    ///
+    /// # Errors
+    /// There is no such folder, or it holds no run.
+    pub fn run_folder(path: &Path) -> Result<Source, Failure> {
+        Ok(Source { run: Some(RunFolder::open(path)?), ..Source::machine() })
+    }
+
+    /// Takes a snapshot now.
+    ///
+    /// # Errors
+    /// The event log of the run cannot be read.
+    pub fn snapshot(&mut self) -> Result<Snapshot, Failure> {
+        if let Some(run) = &mut self.run {
+            run.refresh()?;
+        }
+        let now = CpuUsage::read();
+        let cpu_load = now.zip(self.cpu_usage).map(|(now, earlier)| now.usage_since(earlier));
+        self.cpu_usage = now;
+        let readings = Readings {
+            at: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64()),
+            machine: &Machine::read(),
+            cpu_load,
+            cpu_celsius: CpuTemperature::read(&sysfs()).celsius,
+            run: self.run.as_ref().map(|run| RunReadings {
+                folder: run.path().display().to_string(),
+                state: run.state(),
+                events: &run.events,
+                plan: run.plan(),
+                result: run.result(),
+            }),
+        };
+        Ok(readings.snapshot())
+    }
+}

@@ -1,0 +1,118 @@
+//! The memory of a device as a row of letters: one letter per category, in proportion to its bytes.
+
+use super::Abilities;
+use crate::snapshot::DeviceSnapshot;
+use plimsoll_core::{Bytes, Category};
+use ratatui::style::{Color, Style};
+use ratatui::text::{Line, Span};
+
+/// Part of the row to the left of the load line, if the row ends a little above it.
+const LINE_AT: f64 = 0.92;
+/// Most times that a device's memory may exceed its load line for the row to show all of it.
+const MAX_TIMES_LINE: u64 = 4;
+
+/// A part of a row.
+struct Part {
+    letter: char,
+    name: &'static str,
+    color: Color,
+    bytes: Bytes,
+}
+
+/// Returns letter, name and color of a category of tensors.
+fn look(category: Category) -> (char, &'static str, Color) {
+    match category {
+        Category::Weight => ('w', "weight", Color::Blue),
+        Category::Gradient => ('g', "gradient", Color::Green),
+        Category::Optimizer => ('o', "optimizer", Color::Magenta),
+        Category::Activation => ('a', "activation", Color::Yellow),
+        Category::Workspace => ('k', "workspace", Color::Cyan),
+        Category::Communication => ('m', "communication", Color::LightRed),
+        Category::Staging => ('s', "staging", Color::LightBlue),
+    }
+}
+
+/// Returns the parts of a device's memory in the order of the row: the run's, then those of others.
+fn parts(device: &DeviceSnapshot) -> Vec<Part> {
+    let of_category = |(category, bytes): (&Category, &Bytes)| {
+        let (letter, name, color) = look(*category);
+        Part { letter, name, color, bytes: *bytes }
+    };
+    let mut parts: Vec<Part> = device.by_category.iter().map(of_category).collect();
+    let mut add = |letter, name, color, bytes: Option<Bytes>| {
+        parts.extend(bytes.map(|bytes| Part { letter, name, color, bytes }));
+    };
+    add('c', "charges", Color::Gray, device.charges_bytes);
+    if shows_all(device) {
+        add('x', "other processes", Color::Red, device.others_bytes);
+    }
+    parts.retain(|part| part.bytes > Bytes::ZERO);
+    parts
+}
+
+/// Returns whether the row covers all memory of the device, and not only that below the load line.
+fn shows_all(device: &DeviceSnapshot) -> bool {
+    let limit = device.load_line_bytes.map_or(u64::MAX, |line| line.0.saturating_mul(MAX_TIMES_LINE));
+    device.total_bytes.is_some_and(|total| total.0 <= limit)
+}
+
+/// Returns the bytes at the right end of the row; `None` for a device of which no bytes are known.
+fn scale(device: &DeviceSnapshot) -> Option<f64> {
+    if shows_all(device) {
+        return device.total_bytes.map(|total| total.0 as f64);
+    }
+    let most = device.measured_peak_bytes.max(device.predicted_peak_bytes).unwrap_or_default().0 as f64;
+    let line = device.load_line_bytes?.0 as f64;
+    Some((line / LINE_AT).max(most)).filter(|scale| *scale > 0.0)
+}
+
+/// Returns the row of a device, `width` characters wide; empty if no bytes are known.
+pub(super) fn row(device: &DeviceSnapshot, width: u16, abilities: Abilities) -> Line<'static> {
+    let Some(scale) = scale(device).filter(|_| width > 0) else { return Line::default() };
+    let column = |bytes: f64| (bytes / scale * f64::from(width)).round().clamp(0.0, f64::from(width)) as usize;
+    let mut cells: Vec<(char, Style)> = vec![('.', abilities.color(Color::DarkGray)); width as usize];
+    let mut below = 0.0;
+    for part in parts(device) {
+        let end = below + part.bytes.0 as f64;
+        let style = abilities.color(part.color);
+        cells[column(below)..column(end)].fill((part.letter, style));
+        below = end;
+    }
+    if let Some(line) = device.load_line_bytes {
+        let at = column(line.0 as f64).min(width as usize - 1);
+        cells[at] = ('|', abilities.color(Color::White));
+    }
+    Line::from(cells.into_iter().map(|(letter, style)| Span::styled(letter.to_string(), style)).collect::<Vec<_>>())
+}
+
+/// Returns the line below the row: a mark at the measured peak, with its bytes. Empty without a measurement.
+pub(super) fn marks(device: &DeviceSnapshot, width: u16) -> String {
+    let (Some(scale), Some(peak)) = (scale(device), device.measured_peak_bytes) else { return String::new() };
+    let at = ((peak.0 as f64 / scale * f64::from(width)) as usize).min(usize::from(width).saturating_sub(1));
+    let text = format!("measured peak {peak}");
+    match at > text.len() + 1 {
+        true => format!("{text:>before$} ^", before = at - 1),
+        false => format!("{:>at$}^ {text}", ""),
+    }
+}
+
+/// Returns the letters of the rows with their names.
+pub(super) fn legend(devices: &[&DeviceSnapshot], abilities: Abilities) -> Line<'static> {
+    let mut shown: Vec<Part> = Vec::new();
+    for part in devices.iter().flat_map(|device| parts(device)) {
+        if !shown.iter().any(|other| other.letter == part.letter) {
+            shown.push(part);
+        }
+    }
+    let mut spans: Vec<Span> = vec![Span::raw("| load line  . free  ")];
+    for part in shown {
+        spans.push(Span::styled(part.letter.to_string(), abilities.color(part.color)));
+        spans.push(Span::raw(format!(" {}  ", part.name)));
+    }
+    Line::from(spans)
+}
+
+/// Returns the names and bytes of the parts of a device's memory.
+pub(super) fn named_parts(device: &DeviceSnapshot) -> Vec<(char, &'static str, Bytes)> {
+    parts(device).into_iter().map(|part| (part.letter, part.name, part.bytes)).collect()
+}

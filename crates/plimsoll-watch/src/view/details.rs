@@ -1,0 +1,80 @@
+//! The details of one device: its memory by category and by work, its hardware and processes.
+
+use super::{Abilities, bar, overview};
+use crate::snapshot::{DeviceSnapshot, ProcessSnapshot};
+use crate::text::{columns, excerpt};
+use plimsoll_core::Bytes;
+use ratatui::Frame;
+use ratatui::layout::Rect;
+use ratatui::text::Line;
+use ratatui::widgets::Paragraph;
+
+/// Draws the details of a device.
+pub(super) fn draw(frame: &mut Frame, area: Rect, device: &DeviceSnapshot, abilities: Abilities) {
+    let mut lines = vec![
+        Line::raw(abilities.text(&overview::figures(device))),
+        bar::row(device, area.width, abilities),
+        Line::raw(bar::marks(device, area.width)),
+    ];
+    let text = [memory(device), by_program(device), hardware(device), processes(device)].concat();
+    lines.extend(text.lines().map(|line| Line::raw(abilities.text(line))));
+    frame.render_widget(Paragraph::new(lines), area);
+}
+
+/// Returns a table of the bytes of each part of the memory.
+fn memory(device: &DeviceSnapshot) -> String {
+    let mut rows = vec![vec!["when the arena is fullest (planned)".to_owned(), "bytes".to_owned()]];
+    let parts = bar::named_parts(device).into_iter();
+    rows.extend(parts.map(|(letter, name, bytes)| vec![format!("{letter} {name}"), bytes.to_string()]));
+    let mut add = |name: &str, bytes: Option<Bytes>| {
+        rows.extend(bytes.map(|bytes| vec![name.to_owned(), bytes.to_string()]));
+    };
+    add("planned peak", device.predicted_peak_bytes);
+    add("measured peak", device.measured_peak_bytes);
+    add("load line", device.load_line_bytes);
+    add("left under the load line", device.headroom_bytes());
+    add("free on the device", device.free_bytes);
+    columns(&rows) + "\n"
+}
+
+/// Returns a table of the planned peak of the arena in each kind of work.
+fn by_program(device: &DeviceSnapshot) -> String {
+    if device.by_program.is_empty() {
+        return String::new();
+    }
+    let mut rows = vec![vec!["peak of the arena (planned)".to_owned(), "bytes".to_owned()]];
+    rows.extend(device.by_program.iter().map(|(work, bytes)| vec![work.to_string(), bytes.to_string()]));
+    columns(&rows) + "\n"
+}
+
+/// Returns the hardware of a device, one property per line.
+fn hardware(device: &DeviceSnapshot) -> String {
+    let mut lines: Vec<String> = device.model.iter().map(|model| excerpt(model)).collect();
+    let limit = |limit: Option<String>| limit.map_or(String::new(), |limit| format!(" of at most {limit}"));
+    lines.extend(device.clock_mhz.map(|mhz| {
+        let most = limit(device.clock_limit_mhz.map(|mhz| format!("{mhz} MHz")));
+        format!("clock {mhz} MHz{most}")
+    }));
+    lines.extend(device.power_w.map(|watts| {
+        let most = limit(device.power_limit_w.map(|watts| format!("{watts:.0} W")));
+        format!("power {watts:.0} W{most}")
+    }));
+    lines.extend(device.pcie.map(|pcie| {
+        format!(
+            "PCIe {}.0 × {}, of at most {}.0 × {}",
+            pcie.generation_now, pcie.lanes_now, pcie.generation, pcie.lanes
+        )
+    }));
+    lines.into_iter().map(|line| line + "\n").collect()
+}
+
+/// Returns the processes that hold memory on a GPU, one per line.
+fn processes(device: &DeviceSnapshot) -> String {
+    let line = |process: &ProcessSnapshot| {
+        let name = process.name.as_deref().map_or_else(|| "process".to_owned(), excerpt);
+        let own = if process.is_plimsoll { " (Plimsoll)" } else { "" };
+        let bytes = process.held_bytes.map_or("?".to_owned(), |bytes| bytes.to_string());
+        format!("{:>8} {bytes:>12} {name}{own}\n", process.pid)
+    };
+    device.processes.iter().map(line).collect()
+}

@@ -1,0 +1,23 @@
+//! A snapshot as lines, for output that is no terminal.
+
+use super::overview::{figures, machine, progress, state_name};
+use crate::snapshot::Snapshot;
+use plimsoll_core::printable::printable_message;
+
+/// Formats a snapshot as lines: the run, its warnings, the machine and each device.
+pub fn lines(snapshot: &Snapshot) -> String {
+    let mut lines = Vec::new();
+    if let Some(run) = &snapshot.run {
+        let simulated = if run.simulated { " (simulated speed)" } else { "" };
+        lines.push(format!("{} {}: {}{simulated}", run.folder, state_name(run.state), progress(run)));
+    }
+    lines.push(machine(snapshot));
+    lines.extend(snapshot.devices.iter().map(figures));
+    lines.extend(snapshot.warnings.iter().map(|warning| format!("warning: {warning}")));
+    lines.iter().map(|line| printable_message(line) + "\n").collect()
+}
+
+/// Formats a snapshot as a JSON object on several lines.
+pub fn json(snapshot: &Snapshot) -> String {
+    serde_json::to_string_pretty(snapshot).expect("plain data has a JSON form")
+}

@@ -1,0 +1,266 @@
+//! The terminal view of `plimsoll watch`: draws one [`Snapshot`] after the other, and reacts to keys.
+//!
+//! | module | shows |
+//! |---|---|
+//! | `overview` | the run, all devices, the plot of the loss and the newest events |
+//! | `details` | one device: its memory by category and by work, its hardware and processes |
+//! | `bar` | the memory of a device as a row of letters, one letter per category |
+//! | `plot` | a series of numbers as points |
+//! | [`lines`] | a snapshot as lines, for output that is no terminal |
+
+mod bar;
+mod details;
+pub mod lines;
+mod overview;
+mod plot;
+#[cfg(test)]
+mod tests;
+
+use crate::snapshot::{DeviceSnapshot, Snapshot};
+use plimsoll_core::Failure;
+use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
+use ratatui::layout::{Constraint, Layout, Rect};
+use ratatui::style::{Color, Style};
+use ratatui::text::Line;
+use ratatui::widgets::{Block, Clear, Paragraph};
+use ratatui::{DefaultTerminal, Frame};
+use std::cmp::Reverse;
+use std::time::{Duration, Instant};
+
+/// Keys and their effects, for the help.
+const KEYS: [(&str, &str); 7] = [
+    ("q, Ctrl-C", "quit; a run goes on"),
+    ("up, down", "select a device"),
+    ("Enter", "details of the selected device, and back"),
+    (".", "next order of devices"),
+    (",", "previous order of devices"),
+    ("h, ?", "this help, and back"),
+    ("Esc", "back; in the overview, quit"),
+];
+
+/// The abilities of a terminal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Abilities {
+    /// Whether it shows colors, and the user wants them.
+    pub color: bool,
+    /// Whether it shows characters beyond ASCII.
+    pub unicode: bool,
+}
+
+impl Abilities {
+    /// Returns the abilities that the environment states: `NO_COLOR`, and the character set of the locale.
+    pub fn of_environment() -> Abilities {
+        let set = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
+        let locale = set("LC_ALL").or_else(|| set("LC_CTYPE")).or_else(|| set("LANG")).unwrap_or_default();
+        let is_utf8 = locale.to_ascii_lowercase().replace('-', "").contains("utf8");
+        let is_dumb = set("TERM").as_deref() == Some("dumb");
+        Abilities { color: set("NO_COLOR").is_none() && !is_dumb, unicode: is_utf8 }
+    }
+
+    /// Returns a style with this color of the text, or without color.
+    fn color(self, color: Color) -> Style {
+        if self.color { Style::new().fg(color) } else { Style::new() }
+    }
+
+    /// Returns text in which characters beyond ASCII are replaced, if the terminal does not show them.
+    fn text(self, text: &str) -> String {
+        match self.unicode {
+            true => text.to_owned(),
+            false => text.replace("°C", "C").replace('µ', "u").replace('×', "x").replace(|c: char| !c.is_ascii(), "?"),
+        }
+    }
+}
+
+/// The order in which devices are listed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Order {
+    /// As in the plan.
+    Plan,
+    /// Least bytes below the load line first.
+    Headroom,
+    /// Most held bytes first.
+    Held,
+    /// Busiest first.
+    Utilization,
+}
+
+impl Order {
+    const ALL: [Order; 4] = [Order::Plan, Order::Headroom, Order::Held, Order::Utilization];
+
+    fn name(self) -> &'static str {
+        match self {
+            Order::Plan => "plan",
+            Order::Headroom => "headroom",
+            Order::Held => "held memory",
+            Order::Utilization => "utilization",
+        }
+    }
+
+    /// Returns the order `step` places after this one, around the end.
+    fn moved(self, step: usize) -> Order {
+        let place = Order::ALL.iter().position(|order| *order == self).expect("all are listed");
+        Order::ALL[(place + step) % Order::ALL.len()]
+    }
+
+    /// Sorts devices. Devices without the figure come last.
+    fn sort(self, devices: &mut [&DeviceSnapshot]) {
+        match self {
+            Order::Plan => {}
+            Order::Headroom => {
+                devices.sort_by_key(|device| (device.headroom_bytes().is_none(), device.headroom_bytes()));
+            }
+            Order::Held => devices.sort_by_key(|device| Reverse(device.held_bytes)),
+            Order::Utilization => {
+                let busy = |device: &DeviceSnapshot| device.utilization.unwrap_or(-1.0);
+                devices.sort_by(|a, b| busy(b).total_cmp(&busy(a)));
+            }
+        }
+    }
+}
+
+/// The choices of the user in the view.
+#[derive(Clone, Debug)]
+pub struct ViewState {
+    abilities: Abilities,
+    order: Order,
+    /// Place of the selected device in the list.
+    selected: usize,
+    shows_details: bool,
+    shows_help: bool,
+}
+
+/// The reaction to a key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Reaction {
+    Redraw,
+    Quit,
+}
+
+impl ViewState {
+    /// Returns the state at the start: the overview, with devices in the order of the plan.
+    pub fn new(abilities: Abilities) -> ViewState {
+        ViewState { abilities, order: Order::Plan, selected: 0, shows_details: false, shows_help: false }
+    }
+
+    /// Returns the devices in the order of the list.
+    fn devices<'s>(&self, snapshot: &'s Snapshot) -> Vec<&'s DeviceSnapshot> {
+        let mut devices: Vec<&DeviceSnapshot> = snapshot.devices.iter().collect();
+        self.order.sort(&mut devices);
+        devices
+    }
+
+    /// Reacts to a key, with `devices` devices in the list.
+    fn press(&mut self, key: KeyEvent, devices: usize) -> Reaction {
+        let last = devices.saturating_sub(1);
+        match key.code {
+            KeyCode::Char('c') if key.modifiers.contains(KeyModifiers::CONTROL) => return Reaction::Quit,
+            KeyCode::Char('q') => return Reaction::Quit,
+            KeyCode::Esc if !self.shows_details && !self.shows_help => return Reaction::Quit,
+            KeyCode::Esc if self.shows_help => self.shows_help = false,
+            KeyCode::Esc => self.shows_details = false,
+            KeyCode::Char('h' | '?') => self.shows_help = !self.shows_help,
+            KeyCode::Enter => self.shows_details = !self.shows_details,
+            KeyCode::Up => self.selected = self.selected.min(last).saturating_sub(1),
+            KeyCode::Down => self.selected = (self.selected + 1).min(last),
+            KeyCode::Char('.') => self.order = self.order.moved(1),
+            KeyCode::Char(',') => self.order = self.order.moved(Order::ALL.len() - 1),
+            _ => {}
+        }
+        Reaction::Redraw
+    }
+}
+
+/// Shows snapshots on the terminal until the user quits. `period` is the time between two snapshots.
+///
+/// # Errors
+/// The terminal cannot be drawn on, or a snapshot cannot be taken. The terminal is always restored, also after a panic.
+pub fn show(period: Duration, mut take: impl FnMut() -> Result<Snapshot, Failure>) -> Result<(), Failure> {
+    let failed = |error: std::io::Error| Failure::input(format!("the terminal cannot be drawn on: {error}"));
+    // Also sets a panic hook that restores the terminal before the message is printed.
+    let mut terminal = ratatui::try_init().map_err(failed)?;
+    let result = run(&mut terminal, period, &mut take);
+    let restored = ratatui::try_restore();
+    result.map_err(|error| error.unwrap_or_else(failed))?;
+    restored.map_err(failed)
+}
+
+/// A failure of the view: of a snapshot, or of the terminal.
+enum ViewError {
+    Snapshot(Failure),
+    Terminal(std::io::Error),
+}
+
+impl ViewError {
+    fn unwrap_or_else(self, failed: impl FnOnce(std::io::Error) -> Failure) -> Failure {
+        match self {
+            ViewError::Snapshot(failure) => failure,
+            ViewError::Terminal(error) => failed(error),
+        }
+    }
+}
+
+impl From<std::io::Error> for ViewError {
+    fn from(error: std::io::Error) -> ViewError {
+        ViewError::Terminal(error)
+    }
+}
+
+fn run(
+    terminal: &mut DefaultTerminal,
+    period: Duration,
+    take: &mut impl FnMut() -> Result<Snapshot, Failure>,
+) -> Result<(), ViewError> {
+    let mut state = ViewState::new(Abilities::of_environment());
+    loop {
+        let snapshot = take().map_err(ViewError::Snapshot)?;
+        terminal.draw(|frame| draw(frame, &snapshot, &state))?;
+        let next = Instant::now() + period;
+        while let Some(left) = next.checked_duration_since(Instant::now()) {
+            if !event::poll(left)? {
+                continue;
+            }
+            match event::read()? {
+                Event::Key(key) if key.kind == KeyEventKind::Press => {
+                    if state.press(key, snapshot.devices.len()) == Reaction::Quit {
+                        return Ok(());
+                    }
+                    terminal.draw(|frame| draw(frame, &snapshot, &state))?;
+                }
+                Event::Resize(..) => {
+                    terminal.draw(|frame| draw(frame, &snapshot, &state))?;
+                }
+                _ => {}
+            }
+        }
+    }
+}
+
+/// Draws a snapshot.
+fn draw(frame: &mut Frame, snapshot: &Snapshot, state: &ViewState) {
+    let [body, keys] = Layout::vertical([Constraint::Min(0), Constraint::Length(1)]).areas(frame.area());
+    let devices = state.devices(snapshot);
+    match devices.get(state.selected.min(devices.len().saturating_sub(1))) {
+        Some(device) if state.shows_details => details::draw(frame, body, device, state.abilities),
+        _ => overview::draw(frame, body, snapshot, state),
+    }
+    let order = state.order.name();
+    let hint = format!("q quit  h help  Enter details  , . order: {order}");
+    frame.render_widget(Paragraph::new(hint).style(state.abilities.color(Color::DarkGray)), keys);
+    if state.shows_help {
+        draw_help(frame);
+    }
+}
+
+fn draw_help(frame: &mut Frame) {
+    let lines: Vec<Line> = KEYS.iter().map(|(key, effect)| Line::from(format!("{key:<10} {effect}"))).collect();
+    let (width, height) = (56, lines.len() as u16 + 2);
+    let area = frame.area();
+    let area = Rect {
+        x: area.width.saturating_sub(width) / 2,
+        y: area.height.saturating_sub(height) / 2,
+        width: width.min(area.width),
+        height: height.min(area.height),
+    };
+    frame.render_widget(Clear, area);
+    frame.render_widget(Paragraph::new(lines).block(Block::bordered().title("keys")), area);
+}

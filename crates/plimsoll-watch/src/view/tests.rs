@@ -1,0 +1,193 @@
+//! Screens of the view for snapshots with fixed numbers, and its keys.
+
+use super::*;
+use crate::snapshot::{CpuSnapshot, FeedEntry, HistoryPoint, HostSnapshot, RunSnapshot, RunState, SNAPSHOT_VERSION};
+use plimsoll_core::{Bytes, Category, WorkKind};
+use ratatui::Terminal;
+use ratatui::backend::TestBackend;
+use std::collections::BTreeMap;
+
+const PLAIN: Abilities = Abilities { color: false, unicode: true };
+const ASCII: Abilities = Abilities { color: false, unicode: false };
+
+/// Returns a simulated device of a run, of which each category holds some MiB.
+fn device(name: &str, mib: [u64; 4], line: u64) -> DeviceSnapshot {
+    let categories = [Category::Weight, Category::Gradient, Category::Optimizer, Category::Activation];
+    let by_category: BTreeMap<Category, Bytes> = categories.into_iter().zip(mib.map(Bytes::mib)).collect();
+    let peak = Bytes::mib(mib.iter().sum::<u64>() + 8);
+    DeviceSnapshot {
+        name: name.to_owned(),
+        simulated: true,
+        in_run: true,
+        load_line_bytes: Some(Bytes::mib(line)),
+        predicted_peak_bytes: Some(peak),
+        measured_peak_bytes: Some(peak.saturating_sub(Bytes::mib(3))),
+        held_bytes: Some(peak.saturating_sub(Bytes::mib(4))),
+        by_program: [(WorkKind::Forward, Bytes::mib(12)), (WorkKind::Backward, Bytes::mib(20))].into(),
+        by_category,
+        charges_bytes: Some(Bytes::mib(8)),
+        ..DeviceSnapshot::default()
+    }
+}
+
+fn processor() -> DeviceSnapshot {
+    DeviceSnapshot {
+        name: "cpu".to_owned(),
+        model: Some("Example 4000".to_owned()),
+        total_bytes: Some(Bytes::gib(16)),
+        free_bytes: Some(Bytes::gib(12)),
+        others_bytes: Some(Bytes::gib(4)),
+        load_line_bytes: Some(Bytes::gib(10)),
+        utilization: Some(0.67),
+        temperature_c: Some(61.0),
+        ..DeviceSnapshot::default()
+    }
+}
+
+fn run() -> RunSnapshot {
+    let point = |step: u64| HistoryPoint {
+        step,
+        time: step as f64,
+        loss: Some(4.0 * (-(step as f64) / 40.0).exp() + 0.5),
+        gradient_norm: 0.5,
+        learning_rate: 1e-3,
+        tokens_per_second: 55_900.0,
+    };
+    RunSnapshot {
+        folder: "runs/sums".to_owned(),
+        state: RunState::Running,
+        simulated: true,
+        step: 120,
+        steps: Some(600),
+        loss: Some(0.699),
+        gradient_norm: Some(0.5),
+        learning_rate: Some(1e-3),
+        step_seconds: Some(0.0275),
+        predicted_step_seconds: Some(0.027),
+        tokens_per_second: Some(55_900.0),
+        peak_share: None,
+        eta_seconds: Some(13.2),
+        silent_seconds: Some(0.1),
+        eval_loss: None,
+        checkpoint_step: None,
+        history: (1..=120).map(point).collect(),
+    }
+}
+
+fn snapshot() -> Snapshot {
+    Snapshot {
+        version: SNAPSHOT_VERSION,
+        at: 1000.0,
+        devices: vec![
+            device("virtual:large", [4, 4, 8, 16], 48),
+            device("virtual:small", [4, 4, 8, 6], 32),
+            processor(),
+        ],
+        host: HostSnapshot {
+            total_bytes: Some(Bytes::gib(16)),
+            free_bytes: Some(Bytes::gib(12)),
+            load_line_bytes: Some(Bytes::gib(1)),
+            arena_bytes: Some(Bytes::ZERO),
+        },
+        cpu: CpuSnapshot { load: Some(0.67), band: None },
+        run: Some(run()),
+        recommendations: vec![],
+        warnings: vec!["virtual:small was lost; the run continues without it".to_owned()],
+        feed: vec![FeedEntry {
+            time: 1.0,
+            text: "recovery at step 12: virtual:large refused memory in backward".to_owned(),
+        }],
+    }
+}
+
+fn screen(width: u16, height: u16, snapshot: &Snapshot, state: &ViewState) -> String {
+    let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
+    terminal.draw(|frame| draw(frame, snapshot, state)).unwrap();
+    let buffer = terminal.backend().buffer();
+    let row = |y| (0..width).map(|x| buffer[(x, y)].symbol()).collect::<String>().trim_end().to_owned() + "\n";
+    (0..height).map(row).collect()
+}
+
+fn press(state: &mut ViewState, codes: &[KeyCode]) -> Vec<Reaction> {
+    codes.iter().map(|code| state.press(KeyEvent::new(*code, KeyModifiers::NONE), 3)).collect()
+}
+
+#[test]
+fn run_fills_a_small_screen() {
+    insta::assert_snapshot!(screen(80, 24, &snapshot(), &ViewState::new(PLAIN)));
+}
+
+#[test]
+fn run_fills_a_large_screen() {
+    insta::assert_snapshot!(screen(120, 40, &snapshot(), &ViewState::new(PLAIN)));
+}
+
+#[test]
+fn machine_without_run_lists_its_devices() {
+    let alone = Snapshot { devices: vec![processor()], run: None, warnings: vec![], feed: vec![], ..snapshot() };
+    insta::assert_snapshot!(screen(80, 8, &alone, &ViewState::new(PLAIN)));
+}
+
+#[test]
+fn details_list_categories_and_work() {
+    let mut state = ViewState::new(PLAIN);
+    press(&mut state, &[KeyCode::Down, KeyCode::Enter]);
+    insta::assert_snapshot!(screen(80, 24, &snapshot(), &state));
+}
+
+#[test]
+fn plain_terminal_gets_ascii_without_color() {
+    let mut terminal = Terminal::new(TestBackend::new(100, 30)).unwrap();
+    let state = ViewState { shows_details: false, ..ViewState::new(ASCII) };
+    terminal.draw(|frame| draw(frame, &snapshot(), &state)).unwrap();
+    let buffer = terminal.backend().buffer();
+    for cell in buffer.content() {
+        assert!(cell.symbol().is_ascii(), "{:?}", cell.symbol());
+        assert_eq!((cell.fg, cell.bg), (Color::Reset, Color::Reset));
+    }
+}
+
+#[test]
+fn tiny_terminal_does_not_panic() {
+    for (width, height) in [(1, 1), (5, 2), (30, 3), (200, 1), (80, 6), (2, 60)] {
+        for keys in [&[][..], &[KeyCode::Enter], &[KeyCode::Char('h')], &[KeyCode::Down, KeyCode::Down]] {
+            let mut state = ViewState::new(PLAIN);
+            press(&mut state, keys);
+            screen(width, height, &snapshot(), &state);
+        }
+    }
+}
+
+#[test]
+fn keys_select_sort_and_quit() {
+    let snapshot = snapshot();
+    let mut state = ViewState::new(PLAIN);
+    let names =
+        |state: &ViewState| state.devices(&snapshot).iter().map(|device| device.name.clone()).collect::<Vec<_>>();
+    assert_eq!(names(&state), ["virtual:large", "virtual:small", "cpu"]);
+    press(&mut state, &[KeyCode::Char('.')]);
+    assert_eq!(names(&state), ["virtual:small", "virtual:large", "cpu"], "least headroom first");
+    press(&mut state, &[KeyCode::Char(','), KeyCode::Char(',')]);
+    assert_eq!(names(&state)[0], "cpu", "busiest first");
+    press(&mut state, &[KeyCode::Down; 5]);
+    assert_eq!(state.selected, 2);
+    assert_eq!(
+        press(&mut state, &[KeyCode::Enter, KeyCode::Esc, KeyCode::Esc]),
+        [Reaction::Redraw, Reaction::Redraw, Reaction::Quit]
+    );
+    assert_eq!(press(&mut state, &[KeyCode::Char('q')]), [Reaction::Quit]);
+    let interrupt = KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL);
+    assert_eq!(state.press(interrupt, 3), Reaction::Quit);
+}
+
+#[test]
+fn lines_show_the_same_numbers() {
+    let text = lines::lines(&snapshot());
+    for part in ["runs/sums running: step 120 of 600  loss 0.6990", "55.9 k tok/s  0:13 left", "planned 40.00 MiB"] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+    let json: serde_json::Value = serde_json::from_str(&lines::json(&snapshot())).unwrap();
+    assert_eq!(json["run"]["tokens_per_second"], 55_900.0);
+    assert_eq!(json["devices"][0]["predicted_peak_bytes"], Bytes::mib(40).0);
+    assert_eq!(json["devices"][0]["power_w"], serde_json::Value::Null);
+}
