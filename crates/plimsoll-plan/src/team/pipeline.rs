@@ -309,7 +309,8 @@ impl<'t, 'q> Pipeline<'t, 'q> {
         let specs: Vec<DeviceSpec> = devices.iter().map(|&device| self.spec_in_team(device, devices)).collect();
         let key = |sketch: &Sketch| (sketch.micro_batch, sketch.boundaries.clone());
         let mut tried = HashSet::from([key(&sketch)]);
-        while let Some(neighbor) = self.neighbors(&sketch).into_iter().find(|neighbor| !tried.contains(&key(neighbor)))
+        while let Some(neighbor) =
+            self.neighbors(devices, &sketch).into_iter().find(|neighbor| !tried.contains(&key(neighbor)))
         {
             if tried.len() > MAX_NEIGHBORS {
                 break;
@@ -325,7 +326,7 @@ impl<'t, 'q> Pipeline<'t, 'q> {
 
     /// Returns sketches with half or twice the micro-batch, and with a layer of one stage moved to another, neighbors in
     /// the pipeline first.
-    fn neighbors(&self, sketch: &Sketch) -> Vec<Sketch> {
+    fn neighbors(&self, devices: &[usize], sketch: &Sketch) -> Vec<Sketch> {
         let pinned = self.team.devices[0].pins.micro_batch.is_some();
         let sizes = [sketch.micro_batch / 2, sketch.micro_batch * 2];
         let is_allowed = |size: &u32| !pinned && (1..=self.team.sequences_per_step()).contains(&u64::from(*size));
@@ -337,7 +338,9 @@ impl<'t, 'q> Pipeline<'t, 'q> {
                 true => boundaries[from + 1..=to].iter_mut().for_each(|boundary| *boundary -= 1),
                 false => boundaries[to + 1..=from].iter_mut().for_each(|boundary| *boundary += 1),
             }
-            boundaries.is_sorted_by(|a, b| a < b).then(|| Sketch { boundaries, ..sketch.clone() })
+            // The stages of the sketch had other needs of host memory. Together they must fit all the same.
+            let hosts = devices.iter().map(|&device| self.hosts[device]).collect();
+            boundaries.is_sorted_by(|a, b| a < b).then(|| Sketch { boundaries, hosts, ..sketch.clone() })
         };
         let stages = sketch.boundaries.len() - 1;
         let mut moves: Vec<(usize, usize)> =
