@@ -109,11 +109,12 @@ impl<'q> LossySearch<'q> {
         let packed = in_memory
             .and_then(|request| {
                 let measurer = Measurer::with_cache(&request, self.cache(rungs));
-                fastest(&measurer, tried)
-                    .or_else(|| pack_smallest(&request, offload::smallest(&measurer, bound), tried))
+                fastest(&measurer, || offload::smallest(&measurer, bound), tried)
             })
-            .or_else(|| fastest(&Measurer::with_cache(&request, self.cache(rungs)), tried))
-            .or_else(|| pack_smallest(&request, self.smallest_with(rungs, bound), tried));
+            .or_else(|| {
+                let measurer = Measurer::with_cache(&request, self.cache(rungs));
+                fastest(&measurer, || self.smallest_with(rungs, bound), tried)
+            });
         let peak = packed.as_ref().map(|packed| Bytes(packed.layout.device.bytes) + request.device.charges);
         self.peaks.insert(rungs.to_vec(), peak);
         packed
@@ -155,20 +156,6 @@ impl<'q> LossySearch<'q> {
         }
         least.expect("the first combination is searched without a bound")
     }
-}
-
-/// Packs the smallest recipe, adds it to `tried`, and returns it if it fits. Returns `None` if it does not fit, or if
-/// `smallest` is `None`.
-fn pack_smallest(
-    request: &PlanRequest,
-    smallest: Option<Candidate>,
-    tried: &mut Vec<TriedRecipe>,
-) -> Option<PackedCandidate> {
-    let smallest = smallest?;
-    let fits = smallest.packed_bytes(request).fits(&request.arena_limits());
-    tried.retain(|tried| tried.recipe != smallest.recipe);
-    tried.push(smallest.tried(request.device.charges, fits));
-    fits.then(|| smallest.pack(request))
 }
 
 /// Returns the recipe with the fewest device bytes with any combination of allowed rungs.

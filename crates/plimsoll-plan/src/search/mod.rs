@@ -6,7 +6,7 @@
 //! 3. `measure`: each recipe is measured by its Programs: a lower bound of its bytes, and its predicted seconds.
 //!    `residency` predicts the resident bytes of any offload choice.
 //! 4. The candidates are sorted by predicted time and packed in this order. The first one that fits is the plan
-//!    (`packed`).
+//!    (`packed`), unless one of its neighbors, which differ from it in one offload choice, is faster and fits.
 //! 5. `lossy`: if none fits, lossy rungs are taken as far as the user allows them. Otherwise the outcome is a refusal
 //!    with its remedies.
 //!
@@ -32,6 +32,7 @@ use crate::layout::lay_out;
 use measure::Measurer;
 use plimsoll_core::{DeviceKind, Offload, Parallelism, Plan, Recipe, RecomputeLevel, Remedy, WorkKind};
 use plimsoll_program::{Program, ProgramSet};
+use std::cmp::Ordering;
 use std::sync::Arc;
 
 pub use ladder::{Ladder, ladder};
@@ -49,6 +50,8 @@ pub(crate) use sharded_costs::{RankCosts, RecipeGoal, ShardedBytes, recipe_of_sh
 /// Fraction by which the next candidate may be slower than one that did not fit after packing, without a new search for
 /// offload choices.
 const MAX_LOSS_BY_PACKING: f64 = 0.002;
+/// Most neighbors of the fastest recipe, and of the faster ones found, that are measured.
+const MAX_NEIGHBORS: usize = 40;
 
 /// Returns recipes with the given micro-batch sizes, with bounds on their bytes and predicted seconds, in no order:
 /// recipes without offload, and recipes that offload may make faster. If the user has pinned an offload choice, all
@@ -125,37 +128,93 @@ pub(crate) fn has_fitting_recipe_with(request: &PlanRequest, cache: &Arc<Measure
     offload::smallest(&Measurer::with_cache(request, Arc::clone(cache)), Some(bound)).is_some()
 }
 
-/// Finds the fastest recipe that fits after packing; `None` if none of the candidates fits. Adds the considered recipes
-/// to `tried`, fastest first.
-fn fastest(measurer: &Measurer, tried: &mut Vec<TriedRecipe>) -> Option<PackedCandidate> {
-    let request = measurer.request;
-    let micro_batches = request.micro_batch_sizes();
-    let mut list = candidates(measurer, &micro_batches);
-    let by_time = |a: &Candidate, b: &Candidate| {
-        a.step_seconds.total_cmp(&b.step_seconds).then(a.bytes.device.cmp(&b.bytes.device))
-    };
-    let fastest_of = |list: &[Candidate]| {
-        list.iter().filter(|candidate| measurer.fits(candidate)).min_by(|a, b| by_time(a, b)).cloned()
-    };
-    let mut found = None;
-    while let Some(candidate) = fastest_of(&list) {
-        let packed = candidate.pack(request);
-        if request.fits(&packed.layout) {
-            found = Some(packed);
-            break;
-        }
-        // It takes more bytes than its lower bound: a little more recompute may be enough.
-        let Recipe { micro_batch, offload, .. } = candidate.recipe;
-        add_new(&mut list, measurer.candidates_with_recompute(micro_batch, offload));
-        // Choices that were left out because they are slower than this candidate may now be the fastest.
-        let enough = candidate.step_seconds * (1.0 + MAX_LOSS_BY_PACKING);
-        if !offload.is_nothing() && fastest_of(&list).is_none_or(|next| next.step_seconds > enough) {
-            add_new(&mut list, candidates(measurer, &micro_batches));
-        }
+/// Finds the fastest recipe that fits after packing. If none of the usual candidates fits, begins with the `smallest`
+/// recipe, however slow. Returns `None` if that does not fit either. Adds the considered recipes to `tried`, fastest
+/// first.
+fn fastest(
+    measurer: &Measurer,
+    smallest: impl FnOnce() -> Option<Candidate>,
+    tried: &mut Vec<TriedRecipe>,
+) -> Option<PackedCandidate> {
+    let list = candidates(measurer, &measurer.request.micro_batch_sizes());
+    let mut search = RecipeSearch { measurer, list, neighbors_left: MAX_NEIGHBORS };
+    let mut found = search.pack_fastest(f64::INFINITY).or_else(|| search.pack_smallest(smallest()?));
+    while let Some(faster) = found.as_ref().and_then(|(found, _)| search.pack_faster_neighbor(found)) {
+        found = Some(faster);
     }
+    let RecipeSearch { mut list, .. } = search;
     list.sort_by(by_time);
-    tried.extend(list.iter().map(|candidate| candidate.tried(request.device.charges, measurer.fits(candidate))));
-    found
+    let charges = measurer.request.device.charges;
+    tried.extend(list.iter().map(|candidate| candidate.tried(charges, measurer.fits(candidate))));
+    found.map(|(_, packed)| packed)
+}
+
+/// Compares candidates by their predicted time, and by their bytes if that is equal.
+fn by_time(a: &Candidate, b: &Candidate) -> Ordering {
+    a.step_seconds.total_cmp(&b.step_seconds).then(a.bytes.device.cmp(&b.bytes.device))
+}
+
+/// The candidates of a search, which grow as it finds what fits.
+struct RecipeSearch<'m, 'r> {
+    measurer: &'m Measurer<'r>,
+    list: Vec<Candidate>,
+    /// Number of further neighbors that may be measured.
+    neighbors_left: usize,
+}
+
+impl RecipeSearch<'_, '_> {
+    /// Returns the fastest candidate that fits by its known bytes; `None` if none fits.
+    fn fastest_fitting(&self) -> Option<Candidate> {
+        let fitting = self.list.iter().filter(|candidate| self.measurer.fits(candidate));
+        fitting.min_by(|a, b| by_time(a, b)).cloned()
+    }
+
+    /// Packs the fastest candidates until one fits. Returns `None` if all others take `bound` seconds or more.
+    fn pack_fastest(&mut self, bound: f64) -> Option<(Candidate, PackedCandidate)> {
+        let request = self.measurer.request;
+        while let Some(candidate) = self.fastest_fitting().filter(|candidate| candidate.step_seconds < bound) {
+            let packed = candidate.pack(request);
+            if request.fits(&packed.layout) {
+                return Some((candidate, packed));
+            }
+            // It takes more bytes than its lower bound: a little more recompute may be enough.
+            let Recipe { micro_batch, offload, .. } = candidate.recipe;
+            add_new(&mut self.list, self.measurer.candidates_with_recompute(micro_batch, offload));
+            // Choices that were left out because they are slower than this candidate may now be the fastest.
+            let enough = candidate.step_seconds * (1.0 + MAX_LOSS_BY_PACKING);
+            let is_slower = |next: Candidate| next.step_seconds > enough;
+            if !offload.is_nothing() && bound == f64::INFINITY && self.fastest_fitting().is_none_or(is_slower) {
+                add_new(&mut self.list, candidates(self.measurer, &request.micro_batch_sizes()));
+            }
+        }
+        None
+    }
+
+    /// Packs the smallest recipe; `None` if it does not fit.
+    fn pack_smallest(&mut self, smallest: Candidate) -> Option<(Candidate, PackedCandidate)> {
+        let request = self.measurer.request;
+        let fits = smallest.packed_bytes(request).fits(&request.arena_limits());
+        self.list.retain(|known| known.recipe != smallest.recipe);
+        self.list.push(smallest.clone());
+        fits.then(|| (smallest.clone(), smallest.pack(request)))
+    }
+
+    /// Measures the neighbors of a candidate, and packs the fastest of them. Returns `None` if none is faster and fits.
+    fn pack_faster_neighbor(&mut self, found: &Candidate) -> Option<(Candidate, PackedCandidate)> {
+        let is_new = |(size, choice): &(u32, Offload)| !has_offload(&self.list, *size, *choice);
+        let neighbors = offload::neighbors(self.measurer, &found.recipe).into_iter().filter(is_new);
+        let new: Vec<(u32, Offload)> = neighbors.take(self.neighbors_left).collect();
+        self.neighbors_left -= new.len();
+        for &(micro_batch, choice) in &new {
+            add_new(&mut self.list, candidates_with_offload(self.measurer, micro_batch, choice));
+        }
+        if new.is_empty() { None } else { self.pack_fastest(found.step_seconds) }
+    }
+}
+
+/// Returns whether a candidate in the list has this micro-batch and offload choice.
+fn has_offload(list: &[Candidate], micro_batch: u32, choice: Offload) -> bool {
+    list.iter().any(|known| (known.recipe.micro_batch, known.recipe.offload) == (micro_batch, choice))
 }
 
 /// Adds the candidates whose recipe the list does not have.

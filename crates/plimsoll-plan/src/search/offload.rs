@@ -3,9 +3,10 @@
 //! There are too many choices to measure all of them. `estimate` orders them by estimated time, and the search stops
 //! when no further choice can win.
 
+use super::PlanRequest;
 use super::measure::{Candidate, Measurer};
 use crate::bisection;
-use plimsoll_core::{Offload, Parallelism, PerSpace, RecomputeLevel, ScratchOffload, Space};
+use plimsoll_core::{Offload, Parallelism, PerSpace, Recipe, RecomputeLevel, ScratchOffload, Space};
 use std::collections::{HashMap, HashSet};
 
 /// Most offload choices whose Programs a search builds to read bytes and seconds, the most promising first, for models of
@@ -260,6 +261,44 @@ pub(super) fn add_candidates(measurer: &Measurer, micro_batches: &[u32], list: &
         }
         list.extend(found);
     }
+}
+
+/// Returns the micro-batches and offload choices that differ from a recipe's in one thing: half or twice the micro-batch,
+/// one kind of tensors offloaded for fewer or more layers, or the place of the embedding, the head or the update. Empty
+/// for a recipe without offload. Estimates are inexact, so the fastest choice need not be among those that were measured.
+pub(super) fn neighbors(measurer: &Measurer, recipe: &Recipe) -> Vec<(u32, Offload)> {
+    let (request, base) = (measurer.request, recipe.offload);
+    if base.is_nothing() || request.pins.offload.is_some() || request.is_own_host() || !base.file.is_nothing() {
+        return vec![];
+    }
+    let layers = request.layers() as u32;
+    let counts = |count: u32| {
+        let near = [Some(0), Some(count / 2), count.checked_sub(1), Some(count + 1), Some(layers)];
+        near.into_iter().flatten().filter(move |near| *near != count && *near <= layers)
+    };
+    let mut choices: Vec<Offload> = counts(base.inputs).map(|inputs| Offload { inputs, ..base }).collect();
+    choices.extend(counts(base.gradients).map(|gradients| Offload { gradients, ..base }));
+    choices.extend(counts(base.weights).map(|weights| Offload { weights, ..base }));
+    choices.extend(counts(base.optimizer).map(|optimizer| Offload { optimizer, ..base }));
+    choices.extend([Offload { embedding: !base.embedding, ..base }, Offload { head: !base.head, ..base }]);
+    choices.push(Offload { update: !base.update, ..base });
+    choices.retain(|choice| is_possible(request, choice) && resident_bytes_fit(measurer, *choice));
+    let size = recipe.micro_batch;
+    let sizes = request.micro_batch_sizes().into_iter().filter(|other| *other == size / 2 || *other == size * 2);
+    sizes.map(|size| (size, base)).chain(choices.into_iter().map(|choice| (size, choice))).collect()
+}
+
+/// Returns whether a choice offloads something, only tensors that the device has, and each kind of state only for all
+/// layers once the next kind is offloaded, like the choices of `layer_choices`.
+fn is_possible(request: &PlanRequest, choice: &Offload) -> bool {
+    let (ends, trained, layers) = (request.ends(), request.optimizer.is_some(), request.layers() as u32);
+    let Offload { optimizer, gradients, weights, inputs, .. } = *choice;
+    let holds_optimizer = !trained || optimizer == layers || (gradients == 0 && weights == 0);
+    let holds_gradients = weights == 0 || gradients == 0 || gradients == layers;
+    let trains = trained || (optimizer == 0 && gradients == 0 && inputs == 0);
+    let has_ends = (ends.embedding || !choice.embedding) && (ends.head || !choice.head);
+    let updates = optimizer > 0 || !choice.update;
+    holds_optimizer && holds_gradients && trains && has_ends && updates && !choice.is_nothing()
 }
 
 /// Returns whether host and scratch file can hold the resident bytes of a choice.

@@ -331,16 +331,11 @@ impl<'t, 'q> Pipeline<'t, 'q> {
         let sizes = [sketch.micro_batch / 2, sketch.micro_batch * 2];
         let is_allowed = |size: &u32| !pinned && (1..=self.team.sequences_per_step()).contains(&u64::from(*size));
         let with_size = |micro_batch: u32| Sketch { micro_batch, ..sketch.clone() };
+        // The stages of the sketch had other needs of host memory. Together they must fit all the same.
+        let hosts: Vec<Bytes> = devices.iter().map(|&device| self.hosts[device]).collect();
         let moved = |(from, to): (usize, usize)| {
-            let mut boundaries = sketch.boundaries.clone();
-            // All boundaries between the two stages move by one layer.
-            match from < to {
-                true => boundaries[from + 1..=to].iter_mut().for_each(|boundary| *boundary -= 1),
-                false => boundaries[to + 1..=from].iter_mut().for_each(|boundary| *boundary += 1),
-            }
-            // The stages of the sketch had other needs of host memory. Together they must fit all the same.
-            let hosts = devices.iter().map(|&device| self.hosts[device]).collect();
-            boundaries.is_sorted_by(|a, b| a < b).then(|| Sketch { boundaries, hosts, ..sketch.clone() })
+            let boundaries = move_layer(&sketch.boundaries, from, to)?;
+            Some(Sketch { boundaries, hosts: hosts.clone(), ..sketch.clone() })
         };
         let stages = sketch.boundaries.len() - 1;
         let mut moves: Vec<(usize, usize)> =
@@ -547,6 +542,17 @@ fn boundaries_around(stage: usize, stages: usize, layers: u64, depth: u64) -> Ve
     let first = (0..=stages_below).map(|number| below * number / stages_below.max(1));
     let rest = (0..=stages_above).map(|number| below + layers + (others - below) * number / stages_above.max(1));
     first.chain(rest).collect()
+}
+
+/// Moves one layer between two stages, and with it the boundaries of all stages between them. Returns `None` if a stage
+/// is left without a layer.
+fn move_layer(boundaries: &[u64], from: usize, to: usize) -> Option<Vec<u64>> {
+    let mut moved = boundaries.to_vec();
+    match from < to {
+        true => moved[from + 1..=to].iter_mut().for_each(|boundary| *boundary -= 1),
+        false => moved[to + 1..=from].iter_mut().for_each(|boundary| *boundary += 1),
+    }
+    moved.is_sorted_by(|a, b| a < b).then_some(moved)
 }
 
 /// The recipe of a stage, with its predicted seconds.
