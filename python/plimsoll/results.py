@@ -400,6 +400,17 @@ Plan = TypedDict(
 )
 
 
+class HeldMemory(TypedDict):
+    """Measured memory of a training device at one moment."""
+
+    #: The device's name.
+    device: str
+    #: Bytes that the run holds on the device now (CPU: that the process holds).
+    held_bytes: int
+    #: Most bytes that the run has held there so far; ``None`` if the system does not report it.
+    peak_bytes: int | None
+
+
 class StartEvent(TypedDict):
     """Training starts, or continues after ``--resume``."""
 
@@ -453,6 +464,8 @@ class StepEvent(TypedDict):
     seconds: float
     #: Bytes that all training devices together hold after the step (CPU: that the process holds).
     bytes: int
+    #: Memory of each training device. Written at most twice a second; absent in the events between.
+    memory: NotRequired[list[HeldMemory]]
 
 
 class EvaluationEvent(TypedDict):

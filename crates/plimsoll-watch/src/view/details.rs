@@ -70,11 +70,12 @@ fn hardware(device: &DeviceSnapshot) -> String {
 
 /// Returns the processes that hold memory on a GPU, one per line.
 fn processes(device: &DeviceSnapshot) -> String {
-    let line = |process: &ProcessSnapshot| {
-        let name = process.name.as_deref().map_or_else(|| "process".to_owned(), excerpt);
-        let own = if process.is_plimsoll { " (Plimsoll)" } else { "" };
-        let bytes = process.held_bytes.map_or("?".to_owned(), |bytes| bytes.to_string());
-        format!("{:>8} {bytes:>12} {name}{own}\n", process.pid)
-    };
-    device.processes.iter().map(line).collect()
+    device.processes.iter().map(process_line).collect()
+}
+
+fn process_line(process: &ProcessSnapshot) -> String {
+    let name = process.name.as_deref().map_or_else(|| "process".to_owned(), excerpt);
+    let own = if process.is_plimsoll { " (Plimsoll)" } else { "" };
+    let bytes = process.held_bytes.map_or("?".to_owned(), |bytes| bytes.to_string());
+    format!("{:>8} {bytes:>12} {name}{own}\n", process.pid)
 }
