@@ -138,15 +138,13 @@ fn fastest(
 ) -> Option<PackedCandidate> {
     let list = candidates(measurer, &measurer.request.micro_batch_sizes());
     let mut search = RecipeSearch { measurer, list, neighbors_left: MAX_NEIGHBORS };
-    let mut found = search.pack_fastest(f64::INFINITY).or_else(|| search.pack_smallest(smallest()?));
-    while let Some(faster) = found.as_ref().and_then(|(found, _)| search.pack_faster_neighbor(found)) {
-        found = Some(faster);
-    }
+    let found = search.pack_fastest(f64::INFINITY).or_else(|| search.pack_smallest(smallest()?));
+    let found = found.map(|(candidate, packed)| search.pack_faster_neighbors(candidate, packed));
     let RecipeSearch { mut list, .. } = search;
     list.sort_by(by_time);
     let charges = measurer.request.device.charges;
     tried.extend(list.iter().map(|candidate| candidate.tried(charges, measurer.fits(candidate))));
-    found.map(|(_, packed)| packed)
+    found
 }
 
 /// Compares candidates by their predicted time, and by their bytes if that is equal.
@@ -199,8 +197,24 @@ impl RecipeSearch<'_, '_> {
         fits.then(|| (smallest.clone(), smallest.pack(request)))
     }
 
-    /// Measures the neighbors of a candidate, and packs the fastest of them. Returns `None` if none is faster and fits.
-    fn pack_faster_neighbor(&mut self, found: &Candidate) -> Option<(Candidate, PackedCandidate)> {
+    /// Replaces a packed candidate by its fastest neighbor, as long as one is faster and fits. Holds the Programs of one
+    /// candidate at a time.
+    fn pack_faster_neighbors(&mut self, mut found: Candidate, mut packed: PackedCandidate) -> PackedCandidate {
+        while self.add_neighbors(&found) {
+            if self.fastest_fitting().is_none_or(|fastest| fastest.step_seconds >= found.step_seconds) {
+                return packed;
+            }
+            drop(packed);
+            match self.pack_fastest(found.step_seconds) {
+                Some(faster) => (found, packed) = faster,
+                None => return found.pack(self.measurer.request),
+            }
+        }
+        packed
+    }
+
+    /// Measures the neighbors of a candidate that are not in the list. Returns whether there was one.
+    fn add_neighbors(&mut self, found: &Candidate) -> bool {
         let is_new = |(size, choice): &(u32, Offload)| !has_offload(&self.list, *size, *choice);
         let neighbors = offload::neighbors(self.measurer, &found.recipe).into_iter().filter(is_new);
         let new: Vec<(u32, Offload)> = neighbors.take(self.neighbors_left).collect();
@@ -208,7 +222,7 @@ impl RecipeSearch<'_, '_> {
         for &(micro_batch, choice) in &new {
             add_new(&mut self.list, candidates_with_offload(self.measurer, micro_batch, choice));
         }
-        if new.is_empty() { None } else { self.pack_fastest(found.step_seconds) }
+        !new.is_empty()
     }
 }
 
