@@ -17,7 +17,7 @@ pub fn print(text: &str) {
     print_unchanged(&printable_text(text));
 }
 
-/// Prints text like [`print`], and returns whether the reader still takes it.
+/// Prints text like [`print()`], and returns whether the reader still takes it.
 pub fn print_while_open(text: &str) -> bool {
     let mut out = io::stdout().lock();
     match out.write_all(printable_text(text).as_bytes()).and_then(|()| out.flush()) {
