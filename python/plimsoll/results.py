@@ -407,7 +407,8 @@ class HeldMemory(TypedDict):
     device: str
     #: Bytes that the run holds on the device now (CPU: that the process holds).
     held_bytes: int
-    #: Most bytes that the run has held there so far; ``None`` if the system does not report it.
+    #: Most bytes that the run has held there so far, by the count of its process; ``None`` if the system does not report it,
+    #: and for a GPU.
     peak_bytes: int | None
 
 

@@ -28,7 +28,8 @@ pub struct HeldMemory {
     pub device: String,
     /// Bytes that the run holds on the device now (CPU: that the process holds).
     pub held_bytes: Bytes,
-    /// Most bytes that the run has held there so far; `None` if the system does not report it.
+    /// Most bytes that the run has held there so far, by the count of its process; `None` if the system does not report
+    /// it, and for a GPU.
     pub peak_bytes: Option<Bytes>,
 }
 

@@ -165,7 +165,7 @@ impl Progress {
 /// Returns `None` if there is nothing to say.
 fn start_line(step: u64, steps: u64, step_seconds: f64) -> Option<String> {
     let resuming = (step > 1).then(|| format!("resuming at step {step}"));
-    let all = (steps + 1).saturating_sub(step) as f64 * step_seconds;
+    let all = steps.saturating_add(1).saturating_sub(step) as f64 * step_seconds;
     let all = if steps > 0 { format!(", all steps {}", seconds(all)) } else { String::new() };
     let long =
         (step_seconds >= LONG_STEP_SECONDS).then(|| format!("a step takes {}{all} (predicted)", seconds(step_seconds)));

@@ -282,6 +282,8 @@ pub(super) fn neighbors(measurer: &Measurer, recipe: &Recipe) -> Vec<(u32, Offlo
     choices.extend(counts(base.optimizer).map(|optimizer| Offload { optimizer, ..base }));
     choices.extend([Offload { embedding: !base.embedding, ..base }, Offload { head: !base.head, ..base }]);
     choices.push(Offload { update: !base.update, ..base });
+    let mut seen = HashSet::new();
+    choices.retain(|choice| seen.insert(*choice));
     choices.retain(|choice| is_possible(request, choice) && resident_bytes_fit(measurer, *choice));
     let size = recipe.micro_batch;
     let sizes = request.micro_batch_sizes().into_iter().filter(|other| *other == size / 2 || *other == size * 2);

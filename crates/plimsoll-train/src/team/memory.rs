@@ -111,15 +111,19 @@ impl Team {
         if is_all_separate { separate } else { separate + process }
     }
 
-    /// Returns the measured memory of each worker now, in rank order.
+    /// Returns the measured memory of each worker now, in rank order. A peak is only that of a process: other measurements
+    /// are of the present, or count the memory of other programs.
     pub fn held_memory(&mut self) -> Vec<HeldMemory> {
-        let measured = self.memory();
-        let held = |(rank, memory): (usize, DeviceMemory)| HeldMemory {
-            device: memory.device,
-            held_bytes: self.held_bytes(rank),
-            peak_bytes: memory.measured_bytes,
-        };
-        measured.into_iter().enumerate().map(held).collect()
+        let mut held = Vec::new();
+        for (rank, memory) in self.memory().into_iter().enumerate() {
+            let is_of_process = memory.measured_by == Some(MeasuredBy::Process);
+            held.push(HeldMemory {
+                device: memory.device,
+                held_bytes: self.held_bytes(rank),
+                peak_bytes: memory.measured_bytes.filter(|_| is_of_process),
+            });
+        }
+        held
     }
 
     /// Returns planned and measured memory of each worker, in rank order.

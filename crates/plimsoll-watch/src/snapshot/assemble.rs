@@ -59,7 +59,7 @@ impl Readings<'_> {
             warnings: vec![],
             feed: run.map_or(vec![], |run| run.events.feed.iter().cloned().collect()),
         };
-        snapshot.warnings = warnings(&snapshot, run.map(|run| run.events));
+        snapshot.warnings = warnings(&snapshot, run);
         snapshot
     }
 
@@ -146,7 +146,7 @@ impl Readings<'_> {
             gradient_norm: events.newest.map(|newest| newest.gradient_norm),
             learning_rate: events.newest.map(|newest| newest.learning_rate),
             step_seconds: events.progress.step_seconds(),
-            predicted_step_seconds: events.predicted_step_seconds,
+            predicted_step_seconds: run.plan.map(|plan| plan.predicted.step_seconds).or(events.predicted_step_seconds),
             tokens_per_second: events.progress.tokens_per_second(),
             peak_share: events.progress.peak_share(),
             eta_seconds: events.progress.seconds_left().filter(|_| is_running),
@@ -159,14 +159,14 @@ impl Readings<'_> {
 }
 
 /// Returns the conditions that need attention, most urgent first.
-fn warnings(snapshot: &Snapshot, events: Option<&RunEvents>) -> Vec<String> {
+fn warnings(snapshot: &Snapshot, readings: Option<&RunReadings>) -> Vec<String> {
     let mut warnings = Vec::new();
-    if let Some(run) = &snapshot.run {
-        warnings.extend(run_warnings(run));
-        warnings.extend(snapshot.devices.iter().filter_map(over_load_line));
-        let lost = events.iter().flat_map(|events| &events.lost_devices);
+    if let (Some(run), Some(readings)) = (&snapshot.run, readings) {
+        warnings.extend(run_warnings(run, readings.events.ended.is_some()));
+        warnings.extend(snapshot.devices.iter().filter_map(|device| over_load_line(device, readings.result)));
+        let lost = readings.events.lost_devices.iter();
         warnings.extend(lost.map(|device| format!("{device} was lost; the run continues without it")));
-        warnings.extend(idle_gpus(snapshot));
+        warnings.extend(idle_gpus(snapshot, readings.plan));
     }
     let throttled = snapshot.devices.iter().filter(|device| !device.throttled_by.is_empty());
     warnings
@@ -179,14 +179,16 @@ fn warnings(snapshot: &Snapshot, events: Option<&RunEvents>) -> Vec<String> {
     warnings
 }
 
-/// Returns the warnings about the progress of a run.
-fn run_warnings(run: &RunSnapshot) -> Vec<String> {
+/// Returns the warnings about the progress of a run. `is_resuming` says that its newest event is an earlier end.
+fn run_warnings(run: &RunSnapshot, is_resuming: bool) -> Vec<String> {
     let mut warnings = Vec::new();
     if run.state == RunState::Died {
-        let resume = resume_command(&run.folder);
-        warnings.push(format!("the process of the run ended without a last event; to resume: {resume}"));
+        warnings.push(match run.silent_seconds {
+            Some(_) => format!("its process ended without a last event; to resume: {}", resume_command(&run.folder)),
+            None => "its process ended before the first event".to_owned(),
+        });
     }
-    if run.state != RunState::Running {
+    if run.state != RunState::Running || is_resuming {
         return warnings;
     }
     let usual = run.step_seconds.or(run.predicted_step_seconds).unwrap_or_default();
@@ -205,19 +207,30 @@ fn run_warnings(run: &RunSnapshot) -> Vec<String> {
     warnings
 }
 
-/// Returns a warning if a device of the run has held more than its load line.
-fn over_load_line(device: &DeviceSnapshot) -> Option<String> {
-    let (peak, line) = (device.measured_peak_bytes?, device.load_line_bytes?);
-    (device.in_run && peak > line).then(|| format!("{} has held {peak}, above its load line of {line}", device.name))
+/// Returns a warning if a device of the run holds more than its load line, or held more according to the result.
+fn over_load_line(device: &DeviceSnapshot, result: Option<&RunResult>) -> Option<String> {
+    let (name, line) = (&device.name, device.load_line_bytes.filter(|_| device.in_run)?);
+    let ended = result.and_then(|result| result.memory.iter().find(|memory| memory.device == *name));
+    match ended.and_then(|memory| memory.over_load_line_bytes) {
+        Some(over) => Some(format!("{name} held {over} more than its load line")),
+        None => {
+            let held = device.held_bytes.filter(|held| *held > line)?;
+            Some(format!("{name} holds {held}, above its load line of {line}"))
+        }
+    }
 }
 
 /// Returns a warning if a run on GPUs of this machine leaves others unused.
-fn idle_gpus(snapshot: &Snapshot) -> Option<String> {
+fn idle_gpus(snapshot: &Snapshot, plan: Option<&Plan>) -> Option<String> {
+    let evaluates = |name: &str| {
+        let mut excluded = plan.iter().flat_map(|plan| &plan.excluded);
+        excluded.any(|device| device.device == name && device.evaluator_plan.is_some())
+    };
     let is_gpu = |device: &&DeviceSnapshot| device.name.starts_with("cuda:") && device.load_line_bytes.is_some();
     let (used, idle): (Vec<_>, Vec<_>) = snapshot.devices.iter().filter(is_gpu).partition(|device| device.in_run);
     let is_running = snapshot.run.as_ref().is_some_and(|run| run.state == RunState::Running);
-    let names: Vec<&str> = idle.iter().map(|device| device.name.as_str()).collect();
-    (is_running && !used.is_empty() && !idle.is_empty()).then(|| {
+    let names: Vec<&str> = idle.iter().map(|device| device.name.as_str()).filter(|name| !evaluates(name)).collect();
+    (is_running && !used.is_empty() && !names.is_empty()).then(|| {
         format!(
             "{} of {} GPUs work for this run; it does not use {}",
             used.len(),

@@ -7,7 +7,7 @@
 //! drivers and /proc ─────────────────┘
 //! ```
 //!
-//! Reading never writes to the run folder, and takes no memory of the devices of the run.
+//! Reading never writes to the run folder.
 
 mod assemble;
 pub mod run_folder;
@@ -131,7 +131,7 @@ pub struct HostSnapshot {
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct CpuSnapshot {
-    /// Fraction of the time of all cores, 0 to 1, that was busy since the last snapshot; `None` in the first.
+    /// Fraction of the time of all cores, 0 to 1, that was busy since the last reading; `None` if that is less than 0.1 s ago.
     pub load: Option<f64>,
     /// The least and the most load that the run keeps to; `None` if it keeps to none.
     pub band: Option<[f64; 2]>,

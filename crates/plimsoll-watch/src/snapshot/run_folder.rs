@@ -1,7 +1,7 @@
 //! The folder of a run as a viewer reads it: its events, its plan and its result.
 
 use super::RunState;
-use super::run_log::{NewRecords, RunLog};
+use super::run_log::{LogPart, RunLog};
 use super::run_state::RunEvents;
 use plimsoll_core::{Failure, Plan, RunResult};
 use plimsoll_device::regular_file;
@@ -17,7 +17,8 @@ pub struct RunFolder {
     pub events: RunEvents,
     plan: StoredFile<Plan>,
     result: StoredFile<RunResult>,
-    is_locked: bool,
+    /// Whether a process trains in the folder; `None` if the file system has no locks.
+    is_locked: Option<bool>,
 }
 
 /// A JSON file that the run replaces from time to time.
@@ -65,7 +66,7 @@ impl RunFolder {
             events: RunEvents::default(),
             plan: StoredFile::new(path.join("plan.json")),
             result: StoredFile::new(path.join("result.json")),
-            is_locked: false,
+            is_locked: Some(false),
         })
     }
 
@@ -74,15 +75,20 @@ impl RunFolder {
     /// # Errors
     /// The event log exists and cannot be read.
     pub fn refresh(&mut self) -> Result<(), Failure> {
-        let failed = |error| Failure::input(format!("{}: cannot read events.jsonl: {error}", self.path.display()));
-        let NewRecords { from_start, records } = self.log.read_new().map_err(failed)?;
-        if from_start {
-            self.events = RunEvents::default();
+        self.is_locked = self.log.is_locked();
+        // A run writes its last event before it gives up the lock, so the log is read after the lock.
+        let events = &mut self.events;
+        let read = self.log.read_new(&mut |part| match part {
+            LogPart::Start => *events = RunEvents::default(),
+            LogPart::Record(record) => events.update(&record),
+        });
+        read.map_err(|error| Failure::input(format!("{}: cannot read events.jsonl: {error}", self.path.display())))?;
+        // A run that has started in between is no run that has died.
+        if self.state() == RunState::Died {
+            self.is_locked = self.log.is_locked();
         }
-        records.iter().for_each(|record| self.events.update(record));
         self.plan.refresh();
         self.result.refresh();
-        self.is_locked = self.log.is_locked();
         Ok(())
     }
 
@@ -98,18 +104,27 @@ impl RunFolder {
 
     /// Returns the result of the run; `None` while it trains.
     pub fn result(&self) -> Option<&RunResult> {
-        self.result.content.as_ref().filter(|_| self.events.ended.is_some())
+        self.result.content.as_ref().filter(|_| matches!(self.state(), RunState::Done | RunState::Stopped))
     }
 
     /// Returns whether the run is under way, and how it ended.
     pub fn state(&self) -> RunState {
-        match self.events.ended.as_deref() {
-            _ if self.is_locked && self.events.newest_time.is_none() => RunState::Starting,
-            None if self.is_locked => RunState::Running,
-            Some("done") => RunState::Done,
-            Some(_) => RunState::Stopped,
-            None if self.events.newest_time.is_none() => RunState::Starting,
-            None => RunState::Died,
+        let has_events = self.events.newest_time.is_some();
+        match (self.events.ended.as_deref(), self.is_locked) {
+            (_, Some(true)) if has_events => RunState::Running,
+            (Some("done"), _) => RunState::Done,
+            (Some(_), _) => RunState::Stopped,
+            (None, Some(true)) => RunState::Starting,
+            // Without locks, a run that is silent may still be alive.
+            (None, None) if has_events => RunState::Running,
+            (None, None) => RunState::Starting,
+            (None, Some(false)) if has_events || self.log_exists() => RunState::Died,
+            (None, Some(false)) => RunState::Starting,
         }
+    }
+
+    /// Returns whether the run has created its log.
+    fn log_exists(&self) -> bool {
+        self.path.join("events.jsonl").exists()
     }
 }

@@ -1,6 +1,6 @@
 //! Reads `events.jsonl` while a run writes it.
 
-use plimsoll_core::Record;
+use plimsoll_core::{EVENTS_VERSION, Record};
 use plimsoll_device::regular_file;
 use std::fs::{File, TryLockError};
 use std::io::{self, Read, Seek, SeekFrom};
@@ -30,13 +30,13 @@ struct OpenLog {
     skips_line: bool,
 }
 
-/// New content of a log.
-#[derive(Debug, Default, PartialEq)]
-pub struct NewRecords {
-    /// Whether the log was replaced or shortened, so that the records begin with its first.
-    pub from_start: bool,
-    /// The records, in order. Lines that are no record of this version are left out.
-    pub records: Vec<Record>,
+/// A part of a log, in the order in which it is read.
+#[derive(Debug, PartialEq)]
+pub enum LogPart {
+    /// The log is new, or was replaced or shortened: what follows begins with its first record.
+    Start,
+    /// The next record. Lines that are no record of this version are left out.
+    Record(Record),
 }
 
 impl RunLog {
@@ -45,54 +45,60 @@ impl RunLog {
         RunLog { path, open: None }
     }
 
-    /// Reads the records that are new since the last call. A line that is cut off is read once it is complete.
+    /// Reads the records that are new since the last call, and gives each to `take`. A line that is cut off is read once
+    /// it is complete.
     ///
     /// # Errors
     /// The log exists and cannot be read, or is no regular file.
-    pub fn read_new(&mut self) -> io::Result<NewRecords> {
+    pub fn read_new(&mut self, take: &mut dyn FnMut(LogPart)) -> io::Result<()> {
         let present = match std::fs::metadata(&self.path) {
             Ok(metadata) => metadata,
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                return Ok(NewRecords { from_start: self.open.take().is_some(), records: vec![] });
+                if self.open.take().is_some() {
+                    take(LogPart::Start);
+                }
+                return Ok(());
             }
             Err(error) => return Err(error),
         };
         let is_same = |open: &OpenLog| open.inode == present.ino() && open.offset <= present.len();
-        let from_start = !self.open.as_ref().is_some_and(is_same);
-        if from_start {
+        if !self.open.as_ref().is_some_and(is_same) {
+            take(LogPart::Start);
             let file = regular_file::open(&self.path)?;
             let inode = file.metadata()?.ino();
             self.open = Some(OpenLog { file, inode, offset: 0, partial: vec![], skips_line: false });
         }
-        let open = self.open.as_mut().expect("it was just opened");
-        Ok(NewRecords { from_start, records: open.read_new()? })
+        self.open.as_mut().expect("it was just opened").read_new(take)
     }
 
-    /// Returns whether a process trains in the folder: it holds an exclusive lock on the log.
-    pub fn is_locked(&self) -> bool {
+    /// Returns whether a process trains in the folder: it holds an exclusive lock on the log. `None` if the file system
+    /// has no locks. A missing log is not locked.
+    pub fn is_locked(&self) -> Option<bool> {
         // The lock that this takes is released at once, when the file is closed.
-        let file = regular_file::open(&self.path);
-        file.is_ok_and(|file| matches!(file.try_lock_shared(), Err(TryLockError::WouldBlock)))
+        match regular_file::open(&self.path).map(|file| file.try_lock_shared()) {
+            Ok(Err(TryLockError::WouldBlock)) => Some(true),
+            Ok(Err(TryLockError::Error(_))) => None,
+            Ok(Ok(())) | Err(_) => Some(false),
+        }
     }
 }
 
 impl OpenLog {
-    fn read_new(&mut self) -> io::Result<Vec<Record>> {
+    fn read_new(&mut self, take: &mut dyn FnMut(LogPart)) -> io::Result<()> {
         self.file.seek(SeekFrom::Start(self.offset))?;
-        let mut records = Vec::new();
         let mut chunk = vec![0; CHUNK_BYTES];
         loop {
             let length = self.file.read(&mut chunk)?;
             if length == 0 {
-                return Ok(records);
+                return Ok(());
             }
             self.offset += length as u64;
-            self.take(&chunk[..length], &mut records);
+            self.take_bytes(&chunk[..length], take);
         }
     }
 
-    /// Takes the next bytes of the log, and adds the records of all complete lines.
-    fn take(&mut self, bytes: &[u8], records: &mut Vec<Record>) {
+    /// Takes the next bytes of the log, and gives the records of all complete lines to `take`.
+    fn take_bytes(&mut self, bytes: &[u8], take: &mut dyn FnMut(LogPart)) {
         let mut lines = bytes.split(|byte| *byte == b'\n').peekable();
         while let Some(line) = lines.next() {
             if !self.skips_line {
@@ -107,8 +113,10 @@ impl OpenLog {
                 return;
             }
             let line = std::mem::take(&mut self.partial);
+            let record = serde_json::from_slice::<Record>(&line).ok();
+            let record = record.filter(|record| record.version == EVENTS_VERSION);
             if !std::mem::take(&mut self.skips_line) {
-                records.extend(serde_json::from_slice::<Record>(&line));
+                record.into_iter().for_each(|record| take(LogPart::Record(record)));
             }
         }
     }
@@ -117,7 +125,7 @@ impl OpenLog {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use plimsoll_core::{EVENTS_VERSION, Event};
+    use plimsoll_core::Event;
     use std::fs;
     use std::io::Write;
 
@@ -126,12 +134,16 @@ mod tests {
         serde_json::to_string(&Record { version: EVENTS_VERSION, time: 1.0, event }).unwrap() + "\n"
     }
 
-    fn messages(new: &NewRecords) -> Vec<String> {
-        let message = |record: &Record| match &record.event {
-            Event::Warning { message } => message.clone(),
-            other => panic!("{other:?}"),
-        };
-        new.records.iter().map(message).collect()
+    /// Reads a log, and returns the messages in it. A new start of the log is `start`.
+    fn messages(log: &mut RunLog) -> Vec<String> {
+        let mut messages = Vec::new();
+        log.read_new(&mut |part| match part {
+            LogPart::Start => messages.push("start".to_owned()),
+            LogPart::Record(Record { event: Event::Warning { message }, .. }) => messages.push(message),
+            LogPart::Record(other) => panic!("{other:?}"),
+        })
+        .unwrap();
+        messages
     }
 
     /// Returns a log in a new folder, which is missing at first.
@@ -144,50 +156,46 @@ mod tests {
     #[test]
     fn cut_off_line_is_read_once_complete() {
         let (_folder, path, mut log) = log();
-        assert_eq!(log.read_new().unwrap(), NewRecords::default());
+        assert!(messages(&mut log).is_empty());
         let text = line("one") + &line("two");
         fs::write(&path, &text[..text.len() - 7]).unwrap();
-        let new = log.read_new().unwrap();
-        assert!(new.from_start);
-        assert_eq!(messages(&new), ["one"]);
+        assert_eq!(messages(&mut log), ["start", "one"]);
         let mut file = fs::OpenOptions::new().append(true).open(&path).unwrap();
         file.write_all(&text.as_bytes()[text.len() - 7..]).unwrap();
-        let new = log.read_new().unwrap();
-        assert!(!new.from_start);
-        assert_eq!(messages(&new), ["two"]);
-        assert_eq!(log.read_new().unwrap(), NewRecords::default());
+        assert_eq!(messages(&mut log), ["two"]);
+        assert!(messages(&mut log).is_empty());
     }
 
     #[test]
     fn replaced_log_is_read_from_its_start() {
         let (_folder, path, mut log) = log();
         fs::write(&path, line("old") + &line("older")).unwrap();
-        assert_eq!(messages(&log.read_new().unwrap()).len(), 2);
+        assert_eq!(messages(&mut log), ["start", "old", "older"]);
         fs::write(&path, line("new")).unwrap();
-        let new = log.read_new().unwrap();
-        assert!(new.from_start);
-        assert_eq!(messages(&new), ["new"]);
+        assert_eq!(messages(&mut log), ["start", "new"]);
         fs::remove_file(&path).unwrap();
-        assert!(log.read_new().unwrap().from_start);
+        assert_eq!(messages(&mut log), ["start"]);
     }
 
     #[test]
     fn lines_that_are_no_events_are_left_out() {
         let (_folder, path, mut log) = log();
         let long = "x".repeat(3 * MAX_LINE_BYTES);
-        fs::write(&path, format!("{{\"half\n\n{long}\n{}\u{0}\n{}", line("one"), line("two"))).unwrap();
-        assert_eq!(messages(&log.read_new().unwrap()), ["one", "two"]);
+        let later = line("later").replace("\"version\":1", "\"version\":2");
+        assert!(later.contains(":2,"), "{later}");
+        fs::write(&path, format!("{{\"half\n\n{long}\n{}\u{0}\n{later}{}", line("one"), line("two"))).unwrap();
+        assert_eq!(messages(&mut log), ["start", "one", "two"]);
     }
 
     #[test]
     fn lock_of_a_writer_is_seen() {
         let (_folder, path, log) = log();
-        assert!(!log.is_locked());
+        assert_eq!(log.is_locked(), Some(false));
         fs::write(&path, "").unwrap();
         let writer = File::open(&path).unwrap();
         writer.try_lock().unwrap();
-        assert!(log.is_locked());
+        assert_eq!(log.is_locked(), Some(true));
         drop(writer);
-        assert!(!log.is_locked());
+        assert_eq!(log.is_locked(), Some(false));
     }
 }

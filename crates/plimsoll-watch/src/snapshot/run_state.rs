@@ -96,12 +96,12 @@ impl RunEvents {
         self.newest = Some(point);
         self.history.retain(|earlier| earlier.step < point.step);
         let stride = self.history_stride.max(1);
-        if (point.step - 1).is_multiple_of(stride) {
+        if point.step.saturating_sub(1).is_multiple_of(stride) {
             self.history.push(point);
         }
         if self.history.len() > MAX_POINTS {
             self.history_stride = 2 * stride;
-            self.history.retain(|point| (point.step - 1).is_multiple_of(2 * stride));
+            self.history.retain(|point| point.step.saturating_sub(1).is_multiple_of(2 * stride));
         }
     }
 
@@ -144,6 +144,15 @@ mod tests {
         state.update(&record(step(11, 0.08)));
         let steps: Vec<u64> = state.history_to_newest().iter().map(|point| point.step).collect();
         assert_eq!(steps, (1..=11).collect::<Vec<u64>>());
+    }
+
+    #[test]
+    fn absurd_events_do_no_harm() {
+        let mut state = RunEvents::default();
+        for event in [start(u64::MAX), step(0, 0.08), step(u64::MAX, 0.0), step(3, f64::NAN)] {
+            state.update(&record(event));
+        }
+        assert_eq!(state.history_to_newest().last().map(|point| point.step), Some(3));
     }
 
     #[test]

@@ -7,19 +7,27 @@ use plimsoll_core::Failure;
 use plimsoll_device::machine::Machine;
 use plimsoll_device::probe::{CpuTemperature, CpuUsage, sysfs};
 use std::path::Path;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+/// Shortest time from which the load of the processor is known.
+const MIN_LOAD_PERIOD: Duration = Duration::from_millis(100);
+
+/// Reads the usage of the processor now; `None` if the system does not report it.
+fn cpu_usage_now() -> Option<(CpuUsage, Instant)> {
+    Some((CpuUsage::read()?, Instant::now()))
+}
 
 /// Takes snapshots, one after the other. Each covers the time since the one before.
 pub struct Source {
     run: Option<RunFolder>,
-    /// Usage of the processor at the last snapshot; `None` if the system does not report it.
-    cpu_usage: Option<CpuUsage>,
+    /// Usage of the processor at the last reading, and its time; `None` if the system does not report it.
+    cpu_usage: Option<(CpuUsage, Instant)>,
 }
 
 impl Source {
     /// Returns a source of snapshots of this machine, without a run.
     pub fn machine() -> Source {
-        Source { run: None, cpu_usage: CpuUsage::read() }
+        Source { run: None, cpu_usage: cpu_usage_now() }
     }
 
     /// Returns a source of snapshots of the run in a folder, with the devices of this machine.
@@ -38,9 +46,10 @@ impl Source {
         if let Some(run) = &mut self.run {
             run.refresh()?;
         }
-        let now = CpuUsage::read();
-        let cpu_load = now.zip(self.cpu_usage).map(|(now, earlier)| now.usage_since(earlier));
-        self.cpu_usage = now;
+        let is_due = self.cpu_usage.is_none_or(|(_, time)| time.elapsed() >= MIN_LOAD_PERIOD);
+        let now = cpu_usage_now().filter(|_| is_due);
+        let cpu_load = now.zip(self.cpu_usage).map(|((now, _), (earlier, _))| now.usage_since(earlier));
+        self.cpu_usage = now.or(self.cpu_usage);
         let readings = Readings {
             at: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64()),
             machine: &Machine::read(),

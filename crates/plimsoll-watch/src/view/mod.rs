@@ -21,6 +21,7 @@ use plimsoll_core::Failure;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
 use ratatui::layout::{Constraint, Layout, Rect};
 use ratatui::style::{Color, Style};
+use ratatui::symbols::border;
 use ratatui::text::Line;
 use ratatui::widgets::{Block, Clear, Paragraph};
 use ratatui::{DefaultTerminal, Frame};
@@ -37,6 +38,18 @@ const KEYS: [(&str, &str); 7] = [
     ("h, ?", "this help, and back"),
     ("Esc", "back; in the overview, quit"),
 ];
+
+/// The border of the help on a terminal that only shows ASCII.
+const ASCII_BORDER: border::Set = border::Set {
+    top_left: "+",
+    top_right: "+",
+    bottom_left: "+",
+    bottom_right: "+",
+    vertical_left: "|",
+    vertical_right: "|",
+    horizontal_top: "-",
+    horizontal_bottom: "-",
+};
 
 /// The abilities of a terminal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -173,11 +186,15 @@ impl ViewState {
 /// Shows snapshots on the terminal until the user quits. `period` is the time between two snapshots.
 ///
 /// # Errors
-/// The terminal cannot be drawn on, or a snapshot cannot be taken. The terminal is always restored, also after a panic.
+/// The terminal cannot be drawn on, or a snapshot cannot be taken. The terminal is restored, also after a panic, but not
+/// if a signal kills the process.
 pub fn show(period: Duration, mut take: impl FnMut() -> Result<Snapshot, Failure>) -> Result<(), Failure> {
     let failed = |error: std::io::Error| Failure::input(format!("the terminal cannot be drawn on: {error}"));
     // Also sets a panic hook that restores the terminal before the message is printed.
-    let mut terminal = ratatui::try_init().map_err(failed)?;
+    let mut terminal = ratatui::try_init().map_err(|error| {
+        let _ = ratatui::try_restore();
+        failed(error)
+    })?;
     let result = run(&mut terminal, period, &mut take);
     let restored = ratatui::try_restore();
     result.map_err(|error| error.unwrap_or_else(failed))?;
@@ -247,11 +264,11 @@ fn draw(frame: &mut Frame, snapshot: &Snapshot, state: &ViewState) {
     let hint = format!("q quit  h help  Enter details  , . order: {order}");
     frame.render_widget(Paragraph::new(hint).style(state.abilities.color(Color::DarkGray)), keys);
     if state.shows_help {
-        draw_help(frame);
+        draw_help(frame, state.abilities);
     }
 }
 
-fn draw_help(frame: &mut Frame) {
+fn draw_help(frame: &mut Frame, abilities: Abilities) {
     let lines: Vec<Line> = KEYS.iter().map(|(key, effect)| Line::from(format!("{key:<10} {effect}"))).collect();
     let (width, height) = (56, lines.len() as u16 + 2);
     let area = frame.area();
@@ -262,5 +279,9 @@ fn draw_help(frame: &mut Frame) {
         height: height.min(area.height),
     };
     frame.render_widget(Clear, area);
-    frame.render_widget(Paragraph::new(lines).block(Block::bordered().title("keys")), area);
+    let block = match abilities.unicode {
+        true => Block::bordered(),
+        false => Block::bordered().border_set(ASCII_BORDER),
+    };
+    frame.render_widget(Paragraph::new(lines).block(block.title("keys")), area);
 }

@@ -2,7 +2,7 @@
 
 use super::{Abilities, ViewState, bar, plot};
 use crate::snapshot::{DeviceSnapshot, RunSnapshot, RunState, Snapshot};
-use crate::text::{clock, count, excerpt, percent};
+use crate::text::{clock, count, excerpt, percent, wrapped};
 use ratatui::Frame;
 use ratatui::layout::{Constraint, Layout, Rect};
 use ratatui::style::{Color, Modifier, Style};
@@ -17,11 +17,13 @@ const MIN_LOWER_LINES: u16 = 4;
 const MIN_WIDTH_SIDE_BY_SIDE: u16 = 100;
 /// Most warnings that are shown at once.
 const MAX_WARNINGS: usize = 3;
+/// Least width at which warnings are wrapped.
+const MIN_WARNING_WIDTH: usize = 20;
 
 /// Draws the overview of a snapshot.
 pub(super) fn draw(frame: &mut Frame, area: Rect, snapshot: &Snapshot, state: &ViewState) {
     let abilities = state.abilities;
-    let head = head(snapshot, abilities);
+    let head = head(snapshot, area.width, abilities);
     let devices = state.devices(snapshot);
     let room = area.height.saturating_sub(head.len() as u16 + 1);
     let has_lower = snapshot.run.is_some() && room >= DEVICE_LINES + MIN_LOWER_LINES;
@@ -51,19 +53,20 @@ pub(super) fn draw(frame: &mut Frame, area: Rect, snapshot: &Snapshot, state: &V
     }
 }
 
-/// Returns the first lines: the run, the processor and the host, and the warnings.
-fn head(snapshot: &Snapshot, abilities: Abilities) -> Vec<Line<'static>> {
+/// Returns the first lines: the run, the processor and the host, and the warnings, wrapped at `width` columns.
+fn head(snapshot: &Snapshot, width: u16, abilities: Abilities) -> Vec<Line<'static>> {
     let mut lines = Vec::new();
     if let Some(run) = &snapshot.run {
         let simulated = if run.simulated { ", simulated speed" } else { "" };
         let title = format!("{}  {}{simulated}", excerpt(&run.folder), state_name(run.state));
-        lines.push(Line::styled(title, Style::new().add_modifier(Modifier::BOLD)));
+        lines.push(Line::styled(abilities.text(&title), Style::new().add_modifier(Modifier::BOLD)));
         lines.push(Line::raw(abilities.text(&progress(run))));
     }
     lines.push(Line::raw(abilities.text(&machine(snapshot))));
-    let warning =
-        |text: &String| Line::styled(abilities.text(&format!("! {}", excerpt(text))), abilities.color(Color::Yellow));
-    lines.extend(snapshot.warnings.iter().take(MAX_WARNINGS).map(warning));
+    let width = (width as usize).max(MIN_WARNING_WIDTH);
+    let warning = |text: &String| abilities.text(&wrapped(&format!("! {}", excerpt(text)), width, "  "));
+    let warnings: String = snapshot.warnings.iter().take(MAX_WARNINGS).map(warning).collect();
+    lines.extend(warnings.lines().map(|line| Line::styled(line.to_owned(), abilities.color(Color::Yellow))));
     lines
 }
 

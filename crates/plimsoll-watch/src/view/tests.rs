@@ -138,8 +138,10 @@ fn details_list_categories_and_work() {
 #[test]
 fn plain_terminal_gets_ascii_without_color() {
     let mut terminal = Terminal::new(TestBackend::new(100, 30)).unwrap();
-    let state = ViewState { shows_details: false, ..ViewState::new(ASCII) };
-    terminal.draw(|frame| draw(frame, &snapshot(), &state)).unwrap();
+    let state = ViewState { shows_help: true, ..ViewState::new(ASCII) };
+    let mut snapshot = snapshot();
+    snapshot.run.as_mut().unwrap().folder = "läufe/eins".to_owned();
+    terminal.draw(|frame| draw(frame, &snapshot, &state)).unwrap();
     let buffer = terminal.backend().buffer();
     for cell in buffer.content() {
         assert!(cell.symbol().is_ascii(), "{:?}", cell.symbol());
