@@ -264,11 +264,14 @@ pub(super) fn add_candidates(measurer: &Measurer, micro_batches: &[u32], list: &
 }
 
 /// Returns the micro-batches and offload choices that differ from a recipe's in one thing: half or twice the micro-batch,
-/// one kind of tensors offloaded for fewer or more layers, or the place of the embedding, the head or the update. Empty
-/// for a recipe without offload. Estimates are inexact, so the fastest choice need not be among those that were measured.
+/// one kind of tensors offloaded for fewer or more layers, or the place of the embedding, the head or the update.
+/// Estimates are inexact, so the fastest choice need not be among those that were measured. Empty for a recipe without
+/// offload or with a scratch file, if the choice is pinned, and for devices in this process.
 pub(super) fn neighbors(measurer: &Measurer, recipe: &Recipe) -> Vec<(u32, Offload)> {
     let (request, base) = (measurer.request, recipe.offload);
-    if base.is_nothing() || request.pins.offload.is_some() || request.is_own_host() || !base.file.is_nothing() {
+    // A device in this process shares its load line with the planner, so planning has to take little memory.
+    let in_process = request.device.in_process();
+    if base.is_nothing() || request.pins.offload.is_some() || in_process || !base.file.is_nothing() {
         return vec![];
     }
     let layers = request.layers() as u32;
