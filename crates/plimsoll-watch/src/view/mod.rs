@@ -197,7 +197,7 @@ pub fn show(period: Duration, mut take: impl FnMut() -> Result<Snapshot, Failure
     })?;
     let result = run(&mut terminal, period, &mut take);
     let restored = ratatui::try_restore();
-    result.map_err(|error| error.unwrap_or_else(failed))?;
+    result.map_err(|error| error.into_failure(failed))?;
     restored.map_err(failed)
 }
 
@@ -208,7 +208,8 @@ enum ViewError {
 }
 
 impl ViewError {
-    fn unwrap_or_else(self, failed: impl FnOnce(std::io::Error) -> Failure) -> Failure {
+    /// Converts it to a failure; `failed` converts an error of the terminal.
+    fn into_failure(self, failed: impl FnOnce(std::io::Error) -> Failure) -> Failure {
         match self {
             ViewError::Snapshot(failure) => failure,
             ViewError::Terminal(error) => failed(error),
