@@ -58,7 +58,7 @@ const SPLIT_MODELS: [(&[DeviceShape], &str, Parallelism); 7] = [
     (&[(160, 0.33), (120, 0.33), (160, 0.33)], "16GB/s", Parallelism::Sharded),
     (&[(200, 0.5), (200, 0.5)], "2GB/s", Parallelism::Sharded),
     // The second only stores a shard, and its update takes long.
-    (&[(160, 0.98), (220, 0.01)], "16GB/s", Parallelism::Sharded),
+    (&[(160, 0.98), (220, 0.02)], "16GB/s", Parallelism::Sharded),
     (&[(200, 0.65), (180, 0.35)], "16GB/s", Parallelism::Pipeline),
     (&[(200, 0.5), (200, 0.5)], "200MB/s", Parallelism::Pipeline),
     (&[(220, 0.65), (150, 0.35)], "50MB/s", Parallelism::Pipeline),

@@ -18,12 +18,12 @@ pub(crate) fn model_is_example(config: &RunConfig) -> bool {
 /// speed ratio of an RTX 3070 and an RTX 3090. Neither has a higher load line (the most bytes that a device may hold)
 /// than `memory.budget` gives.
 ///
-/// Each computes on one thread. Together they use at most 80 % of the cores, and each at most 80 % of one: the rest is
-/// for the main thread, and for ops that take longer than the rates predict. A device without it would fall behind its
-/// pace, and the run would move work to the other.
+/// Each computes on one thread. Together they use at most 70 % of the cores, and each at most 70 % of one. The rest is
+/// for the main thread, for ops that take longer while both devices compute, and for threads that wait for each other.
+/// A device without it would fall behind its pace, and the run would move work to the other.
 pub(crate) fn example_devices(config: &RunConfig) -> String {
     const SLOWER_PACE: f64 = 0.57;
-    const USED: f64 = 0.8;
+    const USED: f64 = 0.7;
     let cores = USED * Cpu::read().usable_cores().min(1.0 + SLOWER_PACE);
     let pace = |share: f64| (100.0 * cores * share / (1.0 + SLOWER_PACE)).floor() / 100.0;
     let line = |mib| Budget::Amount(Bytes::mib(mib).min(config.memory.device_budget().load_line(Memory::read().free)));
