@@ -339,6 +339,19 @@ class Fallback(TypedDict):
     required_bytes: int
 
 
+class Recommendation(TypedDict):
+    """A change of settings with its predicted effect."""
+
+    #: The change and its effect, one line.
+    text: str
+    #: The command that applies it.
+    command: str
+    #: Predicted change of the peaks of all devices together, in bytes; negative if they fall.
+    bytes: int
+    #: Predicted speed after the change divided by that before it.
+    speedup: float
+
+
 #: A plan, or a refusal with the remedies that would make the run fit.
 Plan = TypedDict(
     "Plan",
@@ -396,6 +409,9 @@ Plan = TypedDict(
         "fallback": "NotRequired[Fallback]",
         #: Predicted effect of each rung. Filled with ``--explain`` for a single device, else absent.
         "ladder": "NotRequired[list[RungPrice]]",
+        #: Changes of settings that the planner predicts to make the run faster. Those that keep the results come first; among
+        #: equals, the fastest comes first. Filled with ``--advise``, else absent.
+        "recommendations": "NotRequired[list[Recommendation]]",
     },
 )
 

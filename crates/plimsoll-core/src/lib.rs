@@ -85,7 +85,8 @@ pub use event::{EVENTS_VERSION, Event, HeldMemory, Record};
 pub use failure::{Exit, Failure, is_disk_full};
 pub use models_bench::{ModelRow, ModelStatus, ModelsBench};
 pub use plan::{
-    DevicePlan, Fallback, GemmAlgorithms, MachineHost, Plan, PlannedWorkload, Predicted, Remedy, RungEffect, RungPrice,
+    DevicePlan, Fallback, GemmAlgorithms, MachineHost, Plan, PlannedWorkload, Predicted, Recommendation, Remedy,
+    RungEffect, RungPrice,
 };
 pub use recipe::{Class, Offload, Recipe, RecomputeLevel, Rung, ScratchOffload, describe_levels, micro_batches};
 pub use result::{

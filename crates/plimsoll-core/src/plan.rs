@@ -80,6 +80,20 @@ impl fmt::Display for GemmAlgorithms {
     }
 }
 
+/// A change of settings with its predicted effect.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub struct Recommendation {
+    /// The change and its effect, one line.
+    pub text: String,
+    /// The command that applies it.
+    pub command: String,
+    /// Predicted change of the peaks of all devices together, in bytes; negative if they fall.
+    pub bytes: i64,
+    /// Predicted speed after the change divided by that before it.
+    pub speedup: f64,
+}
+
 /// A remedy for a run that does not fit: the smallest budget that fits if the given lossy rungs are allowed.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
@@ -300,4 +314,8 @@ pub struct Plan {
     /// Predicted effect of each rung. Filled with `--explain` for a single device, else empty.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub ladder: Vec<RungPrice>,
+    /// Changes of settings that the planner predicts to make the run faster. Those that keep the results come first; among
+    /// equals, the fastest comes first. Filled with `--advise`, else empty.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub recommendations: Vec<Recommendation>,
 }

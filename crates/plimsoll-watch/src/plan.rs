@@ -6,8 +6,8 @@ mod team;
 use crate::remedies::RemedySettings;
 use crate::text::{columns, count, percent, seconds, wrapped};
 use plimsoll_core::{
-    Bytes, Category, Class, DevicePlan, DeviceSpec, Failure, Fallback, Offload, Plan, Recipe, Rung, RungEffect,
-    RungPrice, WorkKind, format_count,
+    Bytes, Category, Class, DevicePlan, DeviceSpec, Failure, Fallback, Offload, Plan, Recipe, Recommendation, Rung,
+    RungEffect, RungPrice, WorkKind, format_count,
 };
 use plimsoll_plan::search::TriedRecipe;
 
@@ -79,6 +79,18 @@ pub fn table(view: &PlanView) -> String {
         text += &wrapped(&note, WIDTH, "  ");
     }
     text
+}
+
+/// Formats recommendations as paragraphs, each with its command; says so if there are none.
+pub fn recommendations_text(recommendations: &[Recommendation]) -> String {
+    if recommendations.is_empty() {
+        return "\nno change of settings is predicted to make this run faster\n".to_owned();
+    }
+    let paragraph = |recommendation: &Recommendation| {
+        let Recommendation { text, command, .. } = recommendation;
+        wrapped(&format!("- {text}"), WIDTH, "  ") + &format!("    {command}\n")
+    };
+    "\nfaster, as predicted:\n".to_owned() + &recommendations.iter().map(paragraph).collect::<String>()
 }
 
 /// Describes the reason for the fallback to the CPU, and the predicted throughput there.
@@ -468,6 +480,7 @@ mod tests {
             algorithms: None,
             fallback: None,
             ladder: vec![],
+            recommendations: vec![],
             machine_hosts: vec![],
             parallelism: None,
             team: vec![],

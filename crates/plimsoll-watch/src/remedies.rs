@@ -22,13 +22,35 @@ pub struct RemedySettings {
 /// A setting to change, as a command-line flag and as a run-file key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Setting {
-    /// The command-line flag, such as `--budget`.
+    /// The command-line flag, such as `--budget`; `--set` for a key without a flag of its own.
     pub flag: &'static str,
     /// The run-file key with the same effect, such as `memory.budget`.
     pub key: &'static str,
     /// The new value, as written after the flag.
     pub value: String,
 }
+
+impl Setting {
+    /// Returns the setting of a run-file key, with the key's own flag if it has one.
+    pub fn of_key(key: &'static str, value: String) -> Setting {
+        let flag = match key {
+            "run.devices" => DEVICES.0,
+            "memory.budget" => "--budget",
+            "memory.allow" => "--allow",
+            _ => SET,
+        };
+        Setting { flag, key, value }
+    }
+
+    /// Returns the words of the setting on a command line.
+    pub fn words(&self) -> [String; 2] {
+        let value = if self.flag == SET { format!("{}={}", self.key, self.value) } else { self.value.clone() };
+        [self.flag.to_owned(), value]
+    }
+}
+
+/// The flag that sets any key.
+pub const SET: &str = "--set";
 
 /// Returns the remedies of a plan that does not fit, with their settings. Leaves out those for which this machine has
 /// too little memory, and those that lose more accuracy than another one without needing less memory. `request` is the

@@ -1,13 +1,13 @@
 //! Rewrites the typed command with other settings, for hints that the user can copy and that the prompt can execute.
 
-use plimsoll_watch::remedies::Setting;
+use plimsoll_watch::remedies::{SET, Setting};
 use plimsoll_watch::text::shell_word;
 
 /// Returns the words of a command with `settings` appended as flags. Earlier flags of the command for the same keys are
 /// removed.
 pub fn with_settings(words: impl Iterator<Item = String>, settings: &[Setting]) -> Vec<String> {
     let mut command = without_settings(words, settings);
-    command.extend(settings.iter().flat_map(|setting| [setting.flag.to_owned(), setting.value.clone()]));
+    command.extend(settings.iter().flat_map(Setting::words));
     command
 }
 
@@ -27,8 +27,8 @@ fn without_settings(words: impl Iterator<Item = String>, settings: &[Setting]) -
             Some((flag, value)) => (flag, Some(value.to_owned())),
             None => (&*word, None),
         };
-        let is_replaced = settings.iter().any(|setting| setting.flag == flag);
-        if !is_replaced && flag != "--set" {
+        let is_replaced = flag != SET && settings.iter().any(|setting| setting.flag == flag);
+        if !is_replaced && flag != SET {
             command.push(word);
             continue;
         }

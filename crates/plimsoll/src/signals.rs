@@ -32,13 +32,29 @@ pub trait OnSignal: Send + 'static {
     fn end(&self) -> Option<String>;
 }
 
+/// Where the note after the first signal is printed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Notes {
+    /// On standard error.
+    Always,
+    /// On standard error if it is a terminal.
+    OnTerminal,
+    /// Nowhere, because a view covers the terminal.
+    Never,
+}
+
 /// Installs handlers for SIGINT, SIGTERM and SIGHUP and returns the flag that they set. A second SIGINT ends the
-/// program at once. With `quiet`, the note after the first signal is printed on a terminal only.
+/// program at once. `notes` says where the note after the first signal is printed.
 ///
 /// # Errors
 /// The system refuses to install a handler or to start a thread.
-pub fn install(command: impl OnSignal, quiet: bool) -> Result<StopFlag, Failure> {
-    register_handlers(command, !quiet || output::is_error_terminal()).map_err(|error| match error.kind() {
+pub fn install(command: impl OnSignal, notes: Notes) -> Result<StopFlag, Failure> {
+    let prints_note = match notes {
+        Notes::Always => true,
+        Notes::OnTerminal => output::is_error_terminal(),
+        Notes::Never => false,
+    };
+    register_handlers(command, prints_note).map_err(|error| match error.kind() {
         io::ErrorKind::WouldBlock => Failure::no_thread("to watch for signals"),
         // Only a limit of the process, such as that of open files, makes the system refuse.
         _ => Failure::input(format!("signals cannot be caught: {error}"))

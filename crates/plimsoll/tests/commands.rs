@@ -151,6 +151,24 @@ fn live_view_ends_with_each_named_key() {
 }
 
 #[test]
+fn view_of_training_run_leaves_it_alone() {
+    let workspace = Workspace::new(&SMALL);
+    let args = ["train", "run.toml", "--progress", "tui"];
+    // The view hides the cursor once it reads keys.
+    let is_shown = "\u{1b}[?25l";
+    let (code, screen) = run_on_terminal(&workspace, &args, is_shown, "q");
+    assert_eq!(code, Some(0), "{screen}");
+    assert_eq!(workspace.json("run/result.json")["status"], "done");
+    let long = ["--set", "run.dir=long", "--set", "train.steps=100000"];
+    let (code, screen) = run_on_terminal(&workspace, &[&args[..], &long].concat(), is_shown, "\u{3}");
+    assert_eq!(code, Some(4), "{screen}");
+    let (_, after_view) = screen.rsplit_once("\u{1b}[?1049l").unwrap_or_else(|| panic!("{screen}"));
+    assert!(after_view.contains("to resume: plimsoll train --resume"), "{screen}");
+    let refusal = workspace.expect_refusal(2, &args);
+    assert!(refusal.contains("--progress tui: standard input and output are no terminal"), "{refusal}");
+}
+
+#[test]
 fn watch_shows_what_the_run_has_reached() {
     let workspace = Workspace::new(&SMALL);
     workspace.succeed(&["train", "run.toml", "--quiet"]);
@@ -162,6 +180,7 @@ fn watch_shows_what_the_run_has_reached() {
     assert_eq!(device["name"], result["memory"][0]["device"]);
     assert_eq!(device["predicted_peak_bytes"], result["memory"][0]["predicted_bytes"]);
     assert_eq!(device["measured_peak_bytes"], result["memory"][0]["measured_bytes"]);
+    assert_eq!(snapshot["recommendations"], serde_json::json!([]));
     // Lines end with the run.
     let lines = workspace.succeed(&["watch", "run"]).stdout;
     assert!(lines.contains(&format!("run done: step {} of", result["steps"])), "{lines}");

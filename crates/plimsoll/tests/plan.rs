@@ -40,6 +40,45 @@ fn first_docs_example_matches_output() {
     assert_eq!(shown, text(&plan(&words.split(' ').collect::<Vec<_>>()).stdout), "{words}");
 }
 
+/// Runs a command of the shell that starts with `plimsoll`, and returns the plan that it prints as JSON.
+fn plan_of_command(command: &str) -> Value {
+    let define = "plimsoll() { \"$PROGRAM\" \"$@\"; }; ";
+    let mut shell = Command::new("sh");
+    let output =
+        shell.arg("-c").arg(define.to_owned() + command).env("PROGRAM", env!("CARGO_BIN_EXE_plimsoll")).output();
+    serde_json::from_slice(&output.unwrap().stdout).unwrap_or_else(|error| panic!("{command}: {error}"))
+}
+
+#[test]
+fn recommended_command_gives_predicted_plan() {
+    let peak = |plan: &Value| -> i64 {
+        let devices = plan["devices"].as_array().unwrap().iter();
+        devices.map(|device| device["peak_bytes"].as_i64().unwrap()).sum()
+    };
+    let seconds = |plan: &Value| plan["predicted"]["step_seconds"].as_f64().unwrap();
+    let few = ["--model", "smollm2-135m", "--sequence", "512", "--batch-tokens", "8192"];
+    let cases: [&[&str]; 4] = [
+        &["--devices", "rtx3090", "--set", "recipe.micro_batch=1", "--set", "recipe.recompute=block"],
+        &["--devices", "rtx3090=4GiB,host=8GiB"],
+        &["--devices", "rtx3090,rtx3070", "--set", "run.parallelism=pipeline"],
+        &["--devices", "rtx3070=2GiB,host=8GiB", "--set", "train.precision=f32"],
+    ];
+    for case in cases {
+        let words = [&few[..], case, &["--json"]].concat();
+        let before: Value = serde_json::from_slice(&plan(&words).stdout).unwrap();
+        assert!(before["recommendations"].is_null(), "they are computed only if asked for");
+        let advised: Value = serde_json::from_slice(&plan(&[&words[..], &["--advise"]].concat()).stdout).unwrap();
+        let recommendations = advised["recommendations"].as_array().unwrap_or_else(|| panic!("{case:?}: none"));
+        for recommendation in recommendations {
+            let after = plan_of_command(recommendation["command"].as_str().unwrap());
+            assert_eq!(recommendation["bytes"], peak(&after) - peak(&before), "{recommendation}");
+            let speedup = seconds(&before) / seconds(&after);
+            assert!(speedup >= 1.02, "{recommendation}");
+            assert!((recommendation["speedup"].as_f64().unwrap() - speedup).abs() < 1e-9, "{recommendation}");
+        }
+    }
+}
+
 /// Runs the command on the first line of `block`, and asserts that it prints the other lines in their order. Lines with
 /// `…` are left out.
 fn check_docs_block(block: &str) {

@@ -47,7 +47,7 @@ pub(super) const KEYS: &[(&str, &str)] = &[
     ("memory.file", "a share of what is free on the disk, such as \"50%\", or an amount, such as \"40GiB\""),
     ("memory.file_dir", "a folder, such as \"/scratch\""),
     ("memory.allow", concat!("a list of ", rung_names!(quoted), ", or \"16,8,4\" for bf16, int8 and nf4")),
-    ("recipe.micro_batch", "a whole number of sequences, from 1 to those of one step"),
+    ("recipe.micro_batch", "\"auto\" or a whole number of sequences, from 1 to those of one step"),
     (
         "recipe.recompute",
         "\"nothing\", \"norms\", \"feed_forward\", \"attention\" or \"block\": one for all layers, or a list with one a layer",

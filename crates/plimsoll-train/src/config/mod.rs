@@ -340,8 +340,8 @@ impl Default for MemorySection {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RecipeSection {
-    /// Sequences in one forward and backward pass; `None` if the planner chooses.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    /// Sequences in one forward and backward pass; `None` (`"auto"`) if the planner chooses.
+    #[serde(deserialize_with = "read::auto_or_number", skip_serializing_if = "Option::is_none")]
     pub micro_batch: Option<u32>,
     /// Recompute level (activation checkpointing) of each layer: one level for all layers, or one per layer. If empty,
     /// the planner chooses.

@@ -520,6 +520,15 @@ pub(super) enum WordOrNumber {
     Word(String),
 }
 
+/// Reads a number, or `auto` as `None`.
+pub(super) fn auto_or_number<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u32>, D::Error> {
+    match WordOrNumber::deserialize(deserializer)? {
+        WordOrNumber::Number(number) => Ok(Some(number)),
+        WordOrNumber::Word(word) if word == "auto" => Ok(None),
+        WordOrNumber::Word(word) => Err(de::Error::custom(format!("`{word}` is neither a number nor \"auto\""))),
+    }
+}
+
 impl TryFrom<WordOrNumber> for Threads {
     type Error = String;
 

@@ -32,8 +32,10 @@
 //! | [`team_plan`] | the plan of a run together with its devices |
 //! | [`plan`](mod@plan) | the plan of a run file, without opening model weights or data (`plimsoll plan`) |
 //! | [`prepare`](mod@prepare) | model, data and plan of a run that is about to start, with measured charges |
+//! | [`advice`](mod@advice) | changes of settings that make a run faster, with their plans (`--advise`) |
 //! | [`demand`](mod@demand) | the least memory that leaves a run fast, for `plimsoll sweep` |
 
+pub mod advice;
 pub(crate) mod charges;
 pub mod demand;
 mod device_choice;

@@ -6,7 +6,7 @@ use super::{
 };
 use crate::summary::resume_command;
 use crate::text::{percent, seconds};
-use plimsoll_core::{Bytes, DeviceKind, DevicePlan, Plan, RunResult};
+use plimsoll_core::{Bytes, DeviceKind, DevicePlan, Plan, Recommendation, RunResult};
 use plimsoll_device::machine::{DeviceInfo, Machine};
 
 /// Factor on the predicted time of a step above which a run is slower than predicted.
@@ -29,6 +29,7 @@ pub(super) struct Readings<'a> {
     /// Temperature of the processor in degrees Celsius; `None` if unknown.
     pub cpu_celsius: Option<f64>,
     pub run: Option<RunReadings<'a>>,
+    pub recommendations: &'a [Recommendation],
 }
 
 /// The readings of a run's folder.
@@ -55,7 +56,7 @@ impl Readings<'_> {
             host: self.host(),
             cpu: CpuSnapshot { load: self.cpu_load, band: None },
             run: run.map(|run| self.run_snapshot(run)),
-            recommendations: vec![],
+            recommendations: self.recommendations.to_vec(),
             warnings: vec![],
             feed: run.map_or(vec![], |run| run.events.feed.iter().cloned().collect()),
         };

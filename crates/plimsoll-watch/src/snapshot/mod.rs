@@ -15,7 +15,7 @@ pub mod run_log;
 pub mod run_state;
 pub mod source;
 
-use plimsoll_core::{Bytes, Category, WorkKind};
+use plimsoll_core::{Bytes, Category, Recommendation, WorkKind};
 use plimsoll_device::cuda::nvml::Pcie;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -39,7 +39,8 @@ pub struct Snapshot {
     pub cpu: CpuSnapshot,
     /// The run; `None` if no run is watched.
     pub run: Option<RunSnapshot>,
-    /// Changes that would make the run faster or smaller, with their predicted effect.
+    /// Changes of settings that the planner predicts to make the run faster, in the order of plans. Computed with
+    /// `--advise`, else empty.
     pub recommendations: Vec<Recommendation>,
     /// Conditions that need attention, most urgent first.
     pub warnings: Vec<String>,
@@ -211,20 +212,6 @@ pub struct HistoryPoint {
     pub learning_rate: f64,
     /// Tokens (including padding) per second of this step.
     pub tokens_per_second: f64,
-}
-
-/// A change of settings with its predicted effect.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-pub struct Recommendation {
-    /// The change and its effect, one line.
-    pub text: String,
-    /// The command that applies it.
-    pub command: String,
-    /// Predicted change of the device's peak in bytes; negative if it falls.
-    pub bytes: Option<i64>,
-    /// Predicted speed after the change divided by that before it.
-    pub speedup: Option<f64>,
 }
 
 /// An event of a run as one line.

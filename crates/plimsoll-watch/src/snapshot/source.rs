@@ -3,7 +3,7 @@
 use super::Snapshot;
 use super::assemble::{Readings, RunReadings};
 use super::run_folder::RunFolder;
-use plimsoll_core::Failure;
+use plimsoll_core::{Failure, Recommendation};
 use plimsoll_device::machine::Machine;
 use plimsoll_device::probe::{CpuTemperature, CpuUsage, sysfs};
 use std::path::Path;
@@ -22,12 +22,14 @@ pub struct Source {
     run: Option<RunFolder>,
     /// Usage of the processor at the last reading, and its time; `None` if the system does not report it.
     cpu_usage: Option<(CpuUsage, Instant)>,
+    /// Recommendations for the run, computed once by the caller; empty until then.
+    pub recommendations: Vec<Recommendation>,
 }
 
 impl Source {
     /// Returns a source of snapshots of this machine, without a run.
     pub fn machine() -> Source {
-        Source { run: None, cpu_usage: cpu_usage_now() }
+        Source { run: None, cpu_usage: cpu_usage_now(), recommendations: vec![] }
     }
 
     /// Returns a source of snapshots of the run in a folder, with the devices of this machine.
@@ -62,6 +64,7 @@ impl Source {
                 plan: run.plan(),
                 result: run.result(),
             }),
+            recommendations: &self.recommendations,
         };
         Ok(readings.snapshot())
     }

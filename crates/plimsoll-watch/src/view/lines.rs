@@ -4,7 +4,7 @@ use super::overview::{figures, machine, progress, state_name};
 use crate::snapshot::Snapshot;
 use plimsoll_core::printable::printable_message;
 
-/// Formats a snapshot as lines: the run, its warnings, the machine and each device.
+/// Formats a snapshot as lines: the run, the machine, each device, warnings and recommendations.
 pub fn lines(snapshot: &Snapshot) -> String {
     let mut lines = Vec::new();
     if let Some(run) = &snapshot.run {
@@ -14,6 +14,8 @@ pub fn lines(snapshot: &Snapshot) -> String {
     lines.push(machine(snapshot));
     lines.extend(snapshot.devices.iter().map(figures));
     lines.extend(snapshot.warnings.iter().map(|warning| format!("warning: {warning}")));
+    let advice = snapshot.recommendations.iter();
+    lines.extend(advice.map(|advice| format!("faster: {}; {}", advice.text, advice.command)));
     lines.iter().map(|line| printable_message(line) + "\n").collect()
 }
 

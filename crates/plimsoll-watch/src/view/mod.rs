@@ -147,6 +147,8 @@ pub struct ViewState {
 enum Reaction {
     Redraw,
     Quit,
+    /// Ctrl-C.
+    Interrupt,
 }
 
 impl ViewState {
@@ -166,7 +168,7 @@ impl ViewState {
     fn press(&mut self, key: KeyEvent, devices: usize) -> Reaction {
         let last = devices.saturating_sub(1);
         match key.code {
-            KeyCode::Char('c') if key.modifiers.contains(KeyModifiers::CONTROL) => return Reaction::Quit,
+            KeyCode::Char('c') if key.modifiers.contains(KeyModifiers::CONTROL) => return Reaction::Interrupt,
             KeyCode::Char('q') => return Reaction::Quit,
             KeyCode::Esc if !self.shows_details && !self.shows_help => return Reaction::Quit,
             KeyCode::Esc if self.shows_help => self.shows_help = false,
@@ -183,19 +185,37 @@ impl ViewState {
     }
 }
 
-/// Shows snapshots on the terminal until the user quits. `period` is the time between two snapshots.
+/// The caller of the view.
+pub trait Viewer {
+    /// Takes a snapshot; `None` ends the view.
+    ///
+    /// # Errors
+    /// The snapshot cannot be taken.
+    fn take(&mut self) -> Result<Option<Snapshot>, Failure>;
+
+    /// Returns whether the view has to end now. It is asked several times a second.
+    fn is_over(&self) -> bool;
+
+    /// Handles Ctrl-C. Returns whether the view ends.
+    fn interrupt(&mut self) -> bool;
+}
+
+/// Longest wait for a key, so that the end of the view is noticed soon.
+const MAX_WAIT: Duration = Duration::from_millis(200);
+
+/// Shows snapshots on the terminal until the user quits or `viewer` ends the view. `period` is the time between two
+/// snapshots.
 ///
 /// # Errors
-/// The terminal cannot be drawn on, or a snapshot cannot be taken. The terminal is restored, also after a panic, but not
-/// if a signal kills the process.
-pub fn show(period: Duration, mut take: impl FnMut() -> Result<Snapshot, Failure>) -> Result<(), Failure> {
+/// The terminal cannot be drawn on, or a snapshot cannot be taken. The terminal is restored, also after a panic.
+pub fn show(period: Duration, viewer: &mut impl Viewer) -> Result<(), Failure> {
     let failed = |error: std::io::Error| Failure::input(format!("the terminal cannot be drawn on: {error}"));
     // Also sets a panic hook that restores the terminal before the message is printed.
     let mut terminal = ratatui::try_init().map_err(|error| {
         let _ = ratatui::try_restore();
         failed(error)
     })?;
-    let result = run(&mut terminal, period, &mut take);
+    let result = run(&mut terminal, period, viewer);
     let restored = ratatui::try_restore();
     result.map_err(|error| error.into_failure(failed))?;
     restored.map_err(failed)
@@ -223,23 +243,26 @@ impl From<std::io::Error> for ViewError {
     }
 }
 
-fn run(
-    terminal: &mut DefaultTerminal,
-    period: Duration,
-    take: &mut impl FnMut() -> Result<Snapshot, Failure>,
-) -> Result<(), ViewError> {
+fn run(terminal: &mut DefaultTerminal, period: Duration, viewer: &mut impl Viewer) -> Result<(), ViewError> {
     let mut state = ViewState::new(Abilities::of_environment());
-    loop {
-        let snapshot = take().map_err(ViewError::Snapshot)?;
+    while let Some(snapshot) = viewer.take().map_err(ViewError::Snapshot)? {
         terminal.draw(|frame| draw(frame, &snapshot, &state))?;
         let next = Instant::now() + period;
         while let Some(left) = next.checked_duration_since(Instant::now()) {
-            if !event::poll(left)? {
+            if viewer.is_over() {
+                return Ok(());
+            }
+            if !event::poll(left.min(MAX_WAIT))? {
                 continue;
             }
             match event::read()? {
                 Event::Key(key) if key.kind == KeyEventKind::Press => {
-                    if state.press(key, snapshot.devices.len()) == Reaction::Quit {
+                    let ends = match state.press(key, snapshot.devices.len()) {
+                        Reaction::Quit => true,
+                        Reaction::Interrupt => viewer.interrupt(),
+                        Reaction::Redraw => false,
+                    };
+                    if ends {
                         return Ok(());
                     }
                     terminal.draw(|frame| draw(frame, &snapshot, &state))?;
@@ -251,6 +274,7 @@ fn run(
             }
         }
     }
+    Ok(())
 }
 
 /// Draws a snapshot.

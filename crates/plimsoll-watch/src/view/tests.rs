@@ -179,7 +179,7 @@ fn keys_select_sort_and_quit() {
     );
     assert_eq!(press(&mut state, &[KeyCode::Char('q')]), [Reaction::Quit]);
     let interrupt = KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL);
-    assert_eq!(state.press(interrupt, 3), Reaction::Quit);
+    assert_eq!(state.press(interrupt, 3), Reaction::Interrupt);
 }
 
 #[test]

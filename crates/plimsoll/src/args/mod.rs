@@ -14,7 +14,7 @@ mod values;
 
 pub use bench::{BenchDevicesArgs, BenchModelsArgs, BenchStepArgs};
 pub use model::{EvalArgs, GenerateArgs, MergeArgs};
-pub use run::{PlanArgs, SweepArgs, TrainArgs};
+pub use run::{PlanArgs, ProgressForm, SweepArgs, TrainArgs};
 
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use plimsoll_core::Budget;
@@ -144,7 +144,7 @@ impl Command {
     /// Returns whether stdout carries JSON, so that a failure must be printed there as JSON as well.
     pub fn prints_json(&self) -> bool {
         match self {
-            Command::Train(args) => args.json,
+            Command::Train(args) => args.progress() == ProgressForm::Json,
             Command::Plan(args) => args.json,
             Command::Sweep(_) => false,
             Command::Devices(args) => args.json,
@@ -278,6 +278,14 @@ pub struct WatchArgs {
     /// Print one snapshot as JSON and exit
     #[arg(long)]
     pub json: bool,
+    /// Number of the process of the run that started this one. The view ends with it, and passes Ctrl-C on to it.
+    #[arg(long, value_name = "PID", hide = true, requires = "run_dir")]
+    pub of_process: Option<u32>,
+    /// Recommend changes of settings that make the run faster
+    ///
+    /// Plans the run with each change, which takes seconds of processor time.
+    #[arg(long, requires = "run_dir")]
+    pub advise: bool,
 }
 
 /// Arguments of `plimsoll measure-rates`, which other commands start.

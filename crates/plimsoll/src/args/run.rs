@@ -2,7 +2,7 @@
 
 use super::SettingArgs;
 use super::values::positive;
-use clap::Args;
+use clap::{Args, ValueEnum};
 use plimsoll_core::{Failure, Plan, rung_names};
 use plimsoll_device::regular_file;
 use plimsoll_train::config::{RunConfig, list_setting, model_setting, setting};
@@ -10,6 +10,26 @@ use plimsoll_train::fault_injection::Injection;
 use plimsoll_train::planning::check_stored_plan;
 use plimsoll_train::resolve::RunRequest;
 use std::path::{Path, PathBuf};
+
+/// Form of the progress of a run on standard output.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ProgressForm {
+    /// The view of `plimsoll watch`.
+    Tui,
+    /// One line that is rewritten, or whole lines.
+    Line,
+    /// Events as JSON lines.
+    Json,
+    /// Only warnings and errors.
+    None,
+}
+
+impl ProgressForm {
+    /// Returns whether text for people is printed.
+    pub fn is_for_people(self) -> bool {
+        matches!(self, ProgressForm::Tui | ProgressForm::Line)
+    }
+}
 
 /// Arguments of `plimsoll train`, which trains, or resumes a run.
 #[derive(Debug, Args)]
@@ -42,12 +62,18 @@ pub struct TrainArgs {
     /// that program closes the pipe or ends.
     #[arg(long)]
     pub stop_on_eof: bool,
+    /// Form of the progress on standard output
+    ///
+    /// tui: the view of `plimsoll watch`; q closes it, and the run goes on with lines. line: one line that is rewritten,
+    /// or lines if standard output is no terminal. json: as --json. none: as --quiet.
+    #[arg(long, value_name = "FORM", help_heading = "Output", conflicts_with_all = ["json", "quiet"])]
+    progress: Option<ProgressForm>,
     /// Print events as JSON, one object per line, and the result as the last line
     #[arg(long, help_heading = "Output")]
-    pub json: bool,
+    json: bool,
     /// Print only warnings and errors
     #[arg(long, short, help_heading = "Output")]
-    pub quiet: bool,
+    quiet: bool,
     /// Simulate an out-of-memory error, for example at 12, 12:backward, 12:update:3 or 0:load (repeatable)
     ///
     /// STEP is a training step, PROGRAM a part of it, OP the number or name of an operation. Step 0 is the start of the
@@ -70,6 +96,16 @@ pub struct TrainArgs {
 }
 
 impl TrainArgs {
+    /// Returns the form of the progress.
+    pub fn progress(&self) -> ProgressForm {
+        match self.progress {
+            Some(form) => form,
+            None if self.json => ProgressForm::Json,
+            None if self.quiet => ProgressForm::None,
+            None => ProgressForm::Line,
+        }
+    }
+
     /// Returns whether the command continues an existing run.
     pub fn resumes(&self) -> bool {
         self.resume.is_some()
@@ -179,6 +215,11 @@ pub struct PlanArgs {
     /// With --json, the plan gets the key `ladder`.
     #[arg(long, help_heading = "Output")]
     pub explain: bool,
+    /// Recommend changes of settings that make the run faster, each with its predicted effect and its command
+    ///
+    /// Every change is planned. With --json, the plan gets the key `recommendations`.
+    #[arg(long, help_heading = "Output")]
+    pub advise: bool,
 }
 
 impl PlanArgs {

@@ -1,5 +1,6 @@
 //! One module per command: builds the configuration, calls the libraries and prints the result.
 
+pub mod advice;
 pub mod budget;
 pub mod devices;
 pub mod model;
@@ -10,4 +11,5 @@ pub mod rates;
 pub mod ray;
 pub mod sweep;
 pub mod train;
+mod view_process;
 pub mod watch;

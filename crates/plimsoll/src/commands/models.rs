@@ -33,7 +33,7 @@ pub fn run(args: &BenchModelsArgs) -> Result<Exit, Failure> {
     // An invalid setting or device affects every model, so it is reported once, before the first one.
     resolve_devices(&args.build_request(&args.models[0], Path::new("train.jsonl"), Path::new("run"), &[])?)?;
     let in_progress = ModelInProgress::default();
-    signals::install(in_progress.clone(), false)?;
+    signals::install(in_progress.clone(), signals::Notes::Always)?;
     let mut bench = ModelsBench { samples: args.samples, sequence: u64::from(args.sequence), models: Vec::new() };
     // The benchmark may take hours, so a file that cannot be written is reported at the start.
     write_json(args, &bench)?;

@@ -1,6 +1,7 @@
 //! `plimsoll plan`: prints the plan of a run; if it does not fit, also the remedies. Other commands refuse a run
 //! through the functions here.
 
+use super::advice::recommendations;
 use super::rates::measure_in_child;
 use super::ray::with_remote_devices;
 use crate::args::PlanArgs;
@@ -11,7 +12,7 @@ use plimsoll_program::models::ModelConfig;
 use plimsoll_train::planning::prepare::PassedLoadLines;
 use plimsoll_train::planning::{PlannedRun, plan};
 use plimsoll_train::resolve::{Model, RunRequest};
-use plimsoll_watch::plan::{PlanView, explain, table};
+use plimsoll_watch::plan::{PlanView, explain, recommendations_text, table};
 use plimsoll_watch::remedies::{self, RemedySettings};
 use plimsoll_watch::text::{count, seconds};
 use std::os::unix::process::CommandExt;
@@ -32,12 +33,21 @@ pub fn run(args: &PlanArgs) -> Result<Exit, Failure> {
              plan for one"
         ));
     }
-    let PlannedRun { resolved, devices, outcome: answer } = plan(&request, args.explain)?;
+    let PlannedRun { resolved, devices, outcome: mut answer } = plan(&request, args.explain)?;
+    if args.advise {
+        let words: Vec<String> = typed_command().into_iter().filter(|word| word != "--advise").collect();
+        answer.plan.recommendations = recommendations(&request, &answer.plan, |_, settings| {
+            command_line::with_settings(words.iter().cloned(), settings)
+        });
+    }
     if args.json {
         let json = serde_json::to_string_pretty(&answer.plan).expect("a plan is plain data");
         output::print_json(&json);
     } else {
         output::print(&plan_text(&request, &resolved.model, &devices, &answer, args.explain));
+        if args.advise && answer.plan.fits {
+            output::print(&recommendations_text(&answer.plan.recommendations));
+        }
     }
     if answer.plan.fits {
         return Ok(Exit::Done);

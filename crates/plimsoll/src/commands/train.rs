@@ -3,9 +3,10 @@
 use super::plan::{refuse_or_prompt, refuse_preparation, title};
 use super::rates::measure_in_child;
 use super::ray::with_remote_devices;
-use crate::args::TrainArgs;
+use super::view_process::{ProgressDisplay, RunView};
+use crate::args::{ProgressForm, TrainArgs};
 use crate::output;
-use crate::signals::{self, OnSignal};
+use crate::signals::{self, Notes, OnSignal};
 use plimsoll_core::{DeviceKind, Exit, Failure, Record, RunStatus, format_count};
 use plimsoll_train::config::{Length, RunConfig};
 use plimsoll_train::data::Dataset;
@@ -16,8 +17,9 @@ use plimsoll_train::session::start::{Resumed, Run};
 use plimsoll_watch::plan::{PlanView, table};
 use plimsoll_watch::stopping::StopOutlook;
 use plimsoll_watch::summary::{Sample, already_done, resume_command, summary};
-use plimsoll_watch::terminal::{Watcher, for_stdout};
+use plimsoll_watch::terminal::for_stdout;
 use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
 use std::process::Command;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
@@ -27,6 +29,7 @@ use std::time::Instant;
 /// # Errors
 /// Invalid input, a plan that does not fit, or a failure that stops the run.
 pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
+    let form = checked_form(args)?;
     let mut request = with_remote_devices(args.build_request()?)?;
     request.measure_rates = Some(measure_in_child);
     let injections = args.injections()?;
@@ -49,7 +52,7 @@ pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
     if prepared.needs_fresh_process() && std::env::var_os(RESTARTED_VARIABLE).is_none() {
         return Err(restart_process());
     }
-    if !args.json && !args.quiet {
+    if form.is_for_people() {
         let parts = &prepared.planned.assignments;
         let table = table(&PlanView {
             title: &title(&prepared.run, &prepared.resolved.model.config),
@@ -65,7 +68,7 @@ pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
         output::print(&format!("{}{threads}{table}\n", data_summary("train", &prepared.train)));
     }
     if !prepared.planned.plan.fits {
-        return refuse_or_prompt(&prepared.run, &prepared.planned.plan, !args.json && !args.quiet);
+        return refuse_or_prompt(&prepared.run, &prepared.planned.plan, form.is_for_people());
     }
     if let Some(passed) = prepared.passed_load_lines() {
         return Err(refuse_preparation(&prepared.run, &passed));
@@ -74,20 +77,42 @@ pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
     // Until here a signal ends the program immediately, because there is nothing to save yet.
     let folder = (!args.no_save).then(|| prepared.run.run.dir.clone());
     let outlook = Arc::new(Mutex::new(StopOutlook::default()));
-    let stop = signals::install(TrainSignals { outlook: Arc::clone(&outlook), folder }, args.quiet)?;
+    let view = RunView::of((form == ProgressForm::Tui).then(|| PathBuf::from(&prepared.run.run.dir)));
+    let notes = match form {
+        ProgressForm::Tui => Notes::Never,
+        ProgressForm::None => Notes::OnTerminal,
+        _ => Notes::Always,
+    };
+    let stop = signals::install(TrainSignals { outlook: Arc::clone(&outlook), folder, view: view.clone() }, notes)?;
     if args.stop_on_eof {
         signals::stop_on_eof(&stop)?;
     }
-    let mut watcher = for_stdout(args.json, args.quiet);
-    let mut observer = |record: &Record| observe(record, &outlook, &mut *watcher);
-    let outcome = run.start(&mut observer, &stop)?;
+    let watcher = for_stdout(form == ProgressForm::Json, form == ProgressForm::None);
+    let mut display = ProgressDisplay::new(watcher, view.clone());
+    let mut observer = |record: &Record| observe(record, &outlook, &mut display);
+    let outcome = run.start(&mut observer, &stop);
+    view.close();
+    let outcome = outcome?;
     Ok(print_outcome(args, &outcome, simulated))
 }
 
-/// Shows an event, and keeps what matters if the run is asked to stop.
-fn observe(record: &Record, outlook: &Mutex<StopOutlook>, watcher: &mut dyn Watcher) {
+/// Returns the form of the progress.
+///
+/// # Errors
+/// The view is wanted, and standard input or output is no terminal.
+fn checked_form(args: &TrainArgs) -> Result<ProgressForm, Failure> {
+    let form = args.progress();
+    if form == ProgressForm::Tui && !output::is_interactive() {
+        return Err(Failure::input("--progress tui: standard input and output are no terminal")
+            .hint("--progress line, and in a terminal: plimsoll watch RUN_DIR"));
+    }
+    Ok(form)
+}
+
+/// Keeps what matters if the run is asked to stop, and shows an event.
+fn observe(record: &Record, outlook: &Mutex<StopOutlook>, display: &mut ProgressDisplay) {
     outlook.lock().unwrap_or_else(PoisonError::into_inner).update(&record.event, Instant::now());
-    watcher.observe(record);
+    display.observe(record);
 }
 
 /// The reaction of a run to signals.
@@ -95,6 +120,8 @@ struct TrainSignals {
     outlook: Arc<Mutex<StopOutlook>>,
     /// Folder of the run; `None` if it saves nothing.
     folder: Option<String>,
+    /// The view, which hides messages until it is closed.
+    view: RunView,
 }
 
 impl OnSignal for TrainSignals {
@@ -103,6 +130,7 @@ impl OnSignal for TrainSignals {
     }
 
     fn end(&self) -> Option<String> {
+        self.view.close();
         let outlook = self.outlook.lock().unwrap_or_else(PoisonError::into_inner);
         let resume = resume_command(self.folder.as_ref()?);
         Some(match outlook.newest_checkpoint() {
@@ -182,9 +210,10 @@ fn print_already_done(
         let message = format!("{injection}: the run in {folder} is done, after {}", format_count(result.steps, "step"));
         return Err(Failure::input(message).hint(format!("for more steps: {more}")));
     }
-    if args.json {
+    let form = args.progress();
+    if form == ProgressForm::Json {
         output::print_json(&serde_json::to_string(result).expect("a result is plain data"));
-    } else if !args.quiet {
+    } else if form.is_for_people() {
         let model = model.as_ref().map(|path| path.display().to_string());
         output::print(&already_done(result, &folder, model.as_deref(), &more));
     }
@@ -194,9 +223,10 @@ fn print_already_done(
 /// Prints the result of a run: as a summary or, with `--json`, as JSON.
 fn print_outcome(args: &TrainArgs, outcome: &Outcome, simulated: bool) -> Exit {
     let folder = outcome.folder.display().to_string();
-    if args.json {
+    let form = args.progress();
+    if form == ProgressForm::Json {
         output::print_json(&serde_json::to_string(&outcome.result).expect("a result is plain data"));
-    } else if !args.quiet {
+    } else if form.is_for_people() {
         let sample = |sample: &plimsoll_train::inference::samples::Sample| Sample {
             prompt: sample.prompt.clone(),
             right_answer: sample.expected.clone(),
@@ -209,7 +239,7 @@ fn print_outcome(args: &TrainArgs, outcome: &Outcome, simulated: bool) -> Exit {
     match outcome.result.status {
         RunStatus::Done => Exit::Done,
         RunStatus::Stopped => {
-            if args.json || args.quiet {
+            if !form.is_for_people() {
                 let message = format!("after step {}", outcome.result.steps);
                 output::print_error(&Failure::stopped(message).hint(format!("to resume: {}", resume_command(&folder))));
             }

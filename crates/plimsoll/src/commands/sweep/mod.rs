@@ -12,7 +12,7 @@ use super::rates::measure_in_child;
 use super::ray::{reserve_devices, with_remote_devices};
 use crate::args::SweepArgs;
 use crate::output;
-use crate::signals::{self, OnSignal, StopFlag};
+use crate::signals::{self, Notes, OnSignal, StopFlag};
 use devices::{RunDemands, SharedDevices};
 use folder::{OpenedSweep, RunProgress, SweepFolder};
 use plimsoll_core::{Bytes, Exit, Failure, RunDemand, RunStatus, SweepReport, SweepState, format_count};
@@ -107,7 +107,8 @@ pub fn run(args: &SweepArgs) -> Result<Exit, Failure> {
         output::print_note(&note);
     }
     // Until here a signal ends the program immediately, because no run has started.
-    let stop = signals::install(SweepSignals { resume_hint: sweep.resume_hint() }, args.quiet)?;
+    let notes = if args.quiet { Notes::OnTerminal } else { Notes::Always };
+    let stop = signals::install(SweepSignals { resume_hint: sweep.resume_hint() }, notes)?;
     sweep.run_to_end(&stop)?;
     output::print(&table(&sweep.report));
     outcome(&sweep, stop.load(Ordering::Relaxed))

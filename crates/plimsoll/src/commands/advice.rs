@@ -1,0 +1,132 @@
+//! Recommendations as text and as commands, for `plan --advise` and `watch --advise`.
+
+use crate::command_line;
+use plimsoll_core::{Budget, Bytes, Plan, Recommendation, RecomputeLevel};
+use plimsoll_device::regular_file;
+use plimsoll_plan::device_request::DevicesRequest;
+use plimsoll_train::planning::advice::{Advice, Change, advise};
+use plimsoll_train::planning::{PlannedRun, plan};
+use plimsoll_train::resolve::RunRequest;
+use plimsoll_watch::remedies::Setting;
+use std::path::Path;
+
+/// Returns the recommendations for a run with the plan `before`. `command` returns the words of the command that applies
+/// a change, from its settings.
+pub fn recommendations(
+    request: &RunRequest,
+    before: &Plan,
+    command: impl Fn(Change, &[Setting]) -> Vec<String>,
+) -> Vec<Recommendation> {
+    let all = advise(request, before);
+    all.iter().map(|advice| recommendation(advice, before, &command)).collect()
+}
+
+/// Returns a recommendation for a run with the plan `before`, like [`recommendations`].
+fn recommendation(
+    advice: &Advice,
+    before: &Plan,
+    command: &impl Fn(Change, &[Setting]) -> Vec<String>,
+) -> Recommendation {
+    let settings = advice.settings.iter().map(|(key, value)| Setting::of_key(key, value.clone()));
+    let words = command(advice.change, &settings.collect::<Vec<_>>());
+    Recommendation {
+        text: text(advice, before),
+        command: command_line::shell_quoted(&words),
+        bytes: advice.added_bytes(before),
+        speedup: advice.speedup,
+    }
+}
+
+/// Returns the recommendations for the run in a folder, under the load lines of its plan. Returns nothing for a run
+/// without a readable plan, or with devices of other machines.
+pub fn recommendations_for_run(folder: &Path) -> Vec<Recommendation> {
+    let Some(request) = request_of_run(folder) else { return Vec::new() };
+    let Ok(PlannedRun { outcome, .. }) = plan(&request, false) else { return Vec::new() };
+    let text = folder.display().to_string();
+    recommendations(&request, &outcome.plan, |change, settings| {
+        let words = match change {
+            // The settings of a resumed run belong to the experiment, so this is a run of its own.
+            Change::TakeRung(rung) => {
+                let dir = Setting::of_key("run.dir", format!("{text}-{rung}"));
+                let run_file = folder.join("run.toml").display().to_string();
+                let words = ["plimsoll".to_owned(), "train".to_owned(), run_file];
+                words.into_iter().chain(dir.words()).collect()
+            }
+            _ => vec!["plimsoll".to_owned(), "train".to_owned(), "--resume".to_owned(), text.clone()],
+        };
+        command_line::with_settings(words.into_iter(), settings)
+    })
+}
+
+/// Returns the request of the run in a folder, with the load lines of its plan: by now the run itself holds memory, so
+/// shares of free memory would give others.
+fn request_of_run(folder: &Path) -> Option<RunRequest> {
+    let mut request = RunRequest::resume(folder, &[]).ok()?;
+    let plan: Plan = serde_json::from_str(&regular_file::read_text(&folder.join("plan.json")).ok()?).ok()?;
+    let mut devices = request.devices();
+    if devices.has_remote_devices() {
+        return None;
+    }
+    let planned = plan.devices.iter().map(|device| {
+        let named = devices.devices.iter().find(|requested| requested.name() == device.name);
+        let mut requested = named.cloned().or_else(|| device.name.parse::<DevicesRequest>().ok()?.devices.pop())?;
+        requested.set_budget(Budget::Amount(device.budget_bytes));
+        Some(requested)
+    });
+    devices.devices = planned.collect::<Option<_>>()?;
+    devices.host = devices.host.map(|_| Budget::Amount(plan.host.budget_bytes));
+    request.memory.host = Budget::Amount(plan.host.budget_bytes);
+    request.run.devices = devices.to_string();
+    Some(request)
+}
+
+/// Describes a change, its predicted effect and the plan under it, in one line.
+fn text(advice: &Advice, before: &Plan) -> String {
+    let change = match advice.change {
+        Change::ChooseMicroBatch => "let the planner choose the micro-batch".to_owned(),
+        Change::ChooseRecompute => "let the planner choose the recompute levels".to_owned(),
+        Change::ChooseRecipe => "let the planner choose micro-batch and recompute levels".to_owned(),
+        Change::ChooseParallelism => "let the planner choose the parallelism".to_owned(),
+        Change::RaiseBudget => "give each device its default load line".to_owned(),
+        Change::RaiseHost => "give the host its default load line".to_owned(),
+        Change::UseAllGpus => "use all GPUs".to_owned(),
+        Change::TakeRung(rung) => format!("take {rung} ({}; changes the results)", rung.accuracy_impact()),
+    };
+    let added = advice.added_bytes(before);
+    let bytes = match (Bytes(added.unsigned_abs()), added > 0) {
+        (Bytes(0), _) => String::new(),
+        (bytes, true) => format!(", {bytes} more"),
+        (bytes, false) => format!(", {bytes} less"),
+    };
+    let differences = differences(before, &advice.plan).join(", ");
+    let differences = if differences.is_empty() { differences } else { format!(": {differences}") };
+    format!("{change}: {:.2} x as fast{bytes}{differences}", advice.speedup)
+}
+
+/// Lists the differences between two plans that explain one being faster.
+fn differences(before: &Plan, after: &Plan) -> Vec<String> {
+    let mut list = Vec::new();
+    if before.devices.len() != after.devices.len() {
+        list.push(format!("{} devices instead of {}", after.devices.len(), before.devices.len()));
+    }
+    let parallelism = |plan: &Plan| plan.parallelism.map_or("one device".to_owned(), |kind| kind.to_string());
+    if parallelism(before) != parallelism(after) {
+        list.push(format!("{} instead of {}", parallelism(after), parallelism(before)));
+    }
+    let (old, new) = (&before.recipe, &after.recipe);
+    if old.micro_batch != new.micro_batch {
+        list.push(format!("micro-batch {} instead of {}", new.micro_batch, old.micro_batch));
+    }
+    let recomputed =
+        |plan: &Plan| plan.recipe.recompute.iter().filter(|level| **level != RecomputeLevel::Nothing).count();
+    if recomputed(before) != recomputed(after) {
+        list.push(format!("recompute in {} instead of {} layers", recomputed(after), recomputed(before)));
+    }
+    match (old.offload.is_nothing(), new.offload.is_nothing()) {
+        (false, true) => list.push("no offload".to_owned()),
+        (false, false) if old.offload != new.offload => list.push("other offload".to_owned()),
+        (true, false) => list.push("with offload".to_owned()),
+        _ => {}
+    }
+    list
+}

@@ -1,0 +1,110 @@
+//! The view of `plimsoll watch` on the terminal of a run (`train --progress tui`). It is a process of its own, so it takes
+//! no memory of the run and delays none of its steps.
+
+use crate::output;
+use plimsoll_core::{Failure, Record};
+use plimsoll_watch::terminal::Watcher;
+use rustix::process::{Pid, Signal, kill_process};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// The progress of a run on standard output: the view, or a watcher.
+pub struct ProgressDisplay {
+    watcher: Box<dyn Watcher>,
+    view: RunView,
+}
+
+/// The view of a run, shared by the threads of the run and of the signals.
+#[derive(Clone)]
+pub struct RunView(Arc<Mutex<View>>);
+
+/// State of the view of a run.
+enum View {
+    /// The view of the run in this folder is to be shown from the first event on, when the folder holds the run.
+    Wanted(PathBuf),
+    Open(ViewProcess),
+    /// There is no view: the watcher shows the events.
+    None,
+}
+
+impl ProgressDisplay {
+    /// Creates a display that shows `view`, and after it what `watcher` shows.
+    pub fn new(watcher: Box<dyn Watcher>, view: RunView) -> ProgressDisplay {
+        ProgressDisplay { watcher, view }
+    }
+
+    /// Shows an event.
+    pub fn observe(&mut self, record: &Record) {
+        if !self.view.is_shown() {
+            self.watcher.observe(record);
+        }
+    }
+}
+
+impl RunView {
+    /// Returns the view of the run in a folder; `None` for no view.
+    pub fn of(folder: Option<PathBuf>) -> RunView {
+        RunView(Arc::new(Mutex::new(folder.map_or(View::None, View::Wanted))))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, View> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns whether the view is shown. Starts it at the first call; if that fails, a note says so.
+    fn is_shown(&self) -> bool {
+        let mut view = self.lock();
+        if let View::Wanted(folder) = &*view {
+            *view = match ViewProcess::start(folder) {
+                Ok(process) => View::Open(process),
+                Err(failure) => {
+                    output::print_note(&failure.message);
+                    View::None
+                }
+            };
+        }
+        let is_shown = if let View::Open(process) = &mut *view { process.is_open() } else { false };
+        if !is_shown {
+            *view = View::None;
+        }
+        is_shown
+    }
+
+    /// Closes the view for good, and waits until the terminal is restored.
+    pub fn close(&self) {
+        if let View::Open(process) = std::mem::replace(&mut *self.lock(), View::None) {
+            process.close();
+        }
+    }
+}
+
+/// The process that shows a run on this terminal. It ends when the user closes the view, or with the run.
+struct ViewProcess(Child);
+
+impl ViewProcess {
+    /// Starts the view of the run in a folder.
+    ///
+    /// # Errors
+    /// The process cannot be started.
+    fn start(folder: &Path) -> Result<ViewProcess, Failure> {
+        let failed = |error| Failure::input(format!("the view cannot be started: {error}")).hint("--progress line");
+        let program = std::env::current_exe().map_err(failed)?;
+        let own = std::process::id().to_string();
+        let child = Command::new(program).args(["watch", "--of-process", &own]).arg(folder).spawn().map_err(failed)?;
+        Ok(ViewProcess(child))
+    }
+
+    /// Returns whether the view is still shown.
+    fn is_open(&mut self) -> bool {
+        matches!(self.0.try_wait(), Ok(None))
+    }
+
+    /// Closes the view, and waits until the terminal is restored.
+    fn close(mut self) {
+        if self.is_open() {
+            let _ = kill_process(Pid::from_child(&self.0), Signal::TERM);
+            let _ = self.0.wait();
+        }
+    }
+}
