@@ -26,9 +26,11 @@ const MAX_PACKED: usize = 64;
 /// Smallest fraction of the best step time that a further offload choice has to save, by estimate, for its Programs to
 /// be built.
 const MIN_GAIN: f64 = 0.0005;
-/// Fraction by which an offload choice may be faster than its estimate. The estimate assumes that copies and computing
-/// overlap perfectly.
+/// Fraction by which an offload choice may be faster than its estimate, for a model of many layers.
 const ESTIMATE_ERROR: f64 = 0.03;
+/// Additional fraction for a model of one layer; less in proportion for more layers. The estimate starts each layer after
+/// the one before, but the copies of the first and the last layers overlap with the work beside the layers.
+const ESTIMATE_ERROR_OF_LAYER: f64 = 0.3;
 
 /// Returns the offload choices from nothing to everything, layer by layer (for sharded ranks: by sixteenths of the
 /// layers). If the host memory is short and there is a scratch file, choices use the file for the rest. A pinned choice
@@ -148,8 +150,9 @@ struct EstimatedChoice {
 
 /// Observed ratios of seconds predicted from Programs to seconds estimated without Programs. They correct the estimates
 /// of similar choices.
-#[derive(Default)]
 struct EstimateCorrections {
+    /// Fraction by which a choice of a new kind may be faster than its estimate.
+    error: f64,
     /// The observed ratio for each micro-batch size and representative offload choice.
     by_kind: HashMap<(u32, Offload), f64>,
     /// The smallest observed ratio for each micro-batch size.
@@ -157,10 +160,16 @@ struct EstimateCorrections {
 }
 
 impl EstimateCorrections {
+    /// Returns the corrections for a model of `layers` layers, before anything is observed.
+    fn new(layers: usize) -> EstimateCorrections {
+        let error = ESTIMATE_ERROR + ESTIMATE_ERROR_OF_LAYER / layers.max(1) as f64;
+        EstimateCorrections { error, by_kind: HashMap::new(), smallest: HashMap::new() }
+    }
+
     /// Returns the factor by which to multiply an estimate: the observed ratio of this kind. For a new kind, the factor
     /// is cautious: below the smallest ratio of this micro-batch size, or below 1 if there is none.
     fn factor(&self, micro_batch: u32, representative: Offload) -> f64 {
-        let cautious = || self.smallest.get(&micro_batch).copied().unwrap_or(1.0) * (1.0 - ESTIMATE_ERROR);
+        let cautious = || self.smallest.get(&micro_batch).copied().unwrap_or(1.0) * (1.0 - self.error);
         self.by_kind.get(&(micro_batch, representative)).copied().unwrap_or_else(cautious)
     }
 
@@ -170,7 +179,7 @@ impl EstimateCorrections {
     fn promising_seconds(&self, kind: &ChoicesOfKind, best: f64) -> Option<f64> {
         let estimated = kind.choices.last()?.step_seconds;
         let observed = self.by_kind.get(&(kind.micro_batch, kind.representative)).copied();
-        let bound = estimated * observed.unwrap_or(1.0 - ESTIMATE_ERROR);
+        let bound = estimated * observed.unwrap_or(1.0 - self.error);
         (bound < best * (1.0 - MIN_GAIN)).then(|| estimated * self.factor(kind.micro_batch, kind.representative))
     }
 
@@ -239,7 +248,7 @@ pub(super) fn add_candidates(measurer: &Measurer, micro_batches: &[u32], list: &
         false => (MAX_LAYERS / layers).clamp(MAX_MEASURED, MAX_MEASURED_SHALLOW),
     };
     let (mut fitting_left, mut misses_left) = (most, most);
-    let mut corrections = EstimateCorrections::default();
+    let mut corrections = EstimateCorrections::new(layers);
     while fitting_left > 0 && misses_left > 0 {
         let corrected = |kind: &ChoicesOfKind| corrections.promising_seconds(kind, best);
         let promising = (0..kinds.len()).filter_map(|number| Some((number, corrected(&kinds[number])?)));

@@ -83,7 +83,7 @@ fn try_change(
     let PlannedRun { outcome, .. } = plan(&changed, false).ok()?;
     let after = outcome.plan;
     let speedup = before.predicted.step_seconds / after.predicted.step_seconds;
-    (after.fits && speedup >= MIN_SPEEDUP).then(|| Advice { change, settings, plan: after, speedup })
+    (after.fits && speedup >= MIN_SPEEDUP).then_some(Advice { change, settings, plan: after, speedup })
 }
 
 /// Returns the changes that a run's settings leave open, with the settings of each.
