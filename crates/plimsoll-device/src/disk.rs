@@ -37,6 +37,14 @@ pub fn free(folder: &Path) -> Option<Bytes> {
     (result == 0).then(|| Bytes(stats.f_bavail.saturating_mul(stats.f_frsize)))
 }
 
+/// Returns whether this process may write into a folder, or into its nearest ancestor that exists. `None` if the path
+/// cannot be passed to the system.
+pub fn is_writable(folder: &Path) -> Option<bool> {
+    let path = CString::new(nearest_existing(folder).as_os_str().as_bytes()).ok()?;
+    // SAFETY: a zero-terminated path, which the call only reads.
+    Some(unsafe { libc::access(path.as_ptr(), libc::W_OK | libc::X_OK) } == 0)
+}
+
 /// Returns the system's number of the disk that holds a folder (`st_dev`); the folder need not exist yet. None if the
 /// system does not report it.
 pub(crate) fn device_number(folder: &Path) -> Option<u64> {
@@ -77,6 +85,8 @@ fn half_rate(begin: Instant, first: u64, mut each: impl FnMut(u64) -> Option<()>
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs::{self, Permissions};
+    use std::os::unix::fs::PermissionsExt;
 
     #[test]
     fn missing_folder_has_free_space_and_rates() {
@@ -87,5 +97,15 @@ mod tests {
         let rates = measure(&inside).expect("the test file fits");
         assert!(rates.read_bytes_per_second > 1e5 && rates.write_bytes_per_second > 1e5, "{rates:?}");
         assert!(!inside.exists());
+    }
+
+    #[test]
+    fn folder_is_writable_if_files_can_be_made_in_it() {
+        let folder = tempfile::tempdir().unwrap();
+        assert_eq!(is_writable(&folder.path().join("not/there")), Some(true));
+        fs::set_permissions(folder.path(), Permissions::from_mode(0o555)).unwrap();
+        // Root may write into any folder.
+        let can_write = fs::write(folder.path().join("file"), "").is_ok();
+        assert_eq!(is_writable(&folder.path().join("not/there")), Some(can_write));
     }
 }

@@ -1,6 +1,7 @@
 //! Memory and scheduling of this process as the system counts them: an independent check of the plan's figures.
 
 use plimsoll_core::Bytes;
+use std::path::Path;
 use std::{fs, io};
 
 /// Returns the resident memory of this process (`VmRSS`). The kernel's counters lag by up to some 100 KiB per thread.
@@ -59,6 +60,66 @@ pub fn stack_limit() -> Option<Bytes> {
 /// Returns the limit of open files (`ulimit -n`); `None` if there is none or it cannot be read.
 pub fn open_files_limit() -> Option<u64> {
     limit(libc::RLIMIT_NOFILE)
+}
+
+/// Soft limits of this process (`ulimit`). A limit that is not set or cannot be read is `None`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Limits {
+    /// Size of the address space (`ulimit -v`).
+    pub address_space: Option<Bytes>,
+    /// Private writable memory (`ulimit -d`).
+    pub data: Option<Bytes>,
+    /// Size of each file that the process writes (`ulimit -f`).
+    pub file_size: Option<Bytes>,
+    /// Memory that the process may lock against swapping (`ulimit -l`).
+    pub locked_memory: Option<Bytes>,
+    /// Number of open files (`ulimit -n`).
+    pub open_files: Option<u64>,
+    /// Number of threads of all processes of this user (`ulimit -u`).
+    pub threads: Option<u64>,
+}
+
+impl Limits {
+    /// Reads the limits of this process.
+    pub fn read() -> Limits {
+        Limits {
+            address_space: limit(libc::RLIMIT_AS).map(Bytes),
+            data: limit(libc::RLIMIT_DATA).map(Bytes),
+            file_size: limit(libc::RLIMIT_FSIZE).map(Bytes),
+            locked_memory: limit(libc::RLIMIT_MEMLOCK).map(Bytes),
+            open_files: open_files_limit(),
+            threads: limit(libc::RLIMIT_NPROC),
+        }
+    }
+}
+
+/// A user of this machine with the number of threads of its processes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct UserThreads {
+    /// Number of the user; 0 for root, which has no limit of threads.
+    pub user: u32,
+    /// Number of threads of all visible processes of the user.
+    pub threads: u64,
+}
+
+impl UserThreads {
+    /// Counts the threads of the user of this process. `None` if the system does not report them. `root` is `/`, or a
+    /// test's folder.
+    pub fn read(root: &Path) -> Option<UserThreads> {
+        let user = user_and_threads(&root.join("proc/self/status"))?.user;
+        let processes = fs::read_dir(root.join("proc")).ok()?.flatten();
+        let is_process = |entry: &fs::DirEntry| entry.file_name().to_string_lossy().bytes().all(|b| b.is_ascii_digit());
+        let counts = processes.filter(is_process).filter_map(|entry| user_and_threads(&entry.path().join("status")));
+        Some(UserThreads { user, threads: counts.filter(|one| one.user == user).map(|one| one.threads).sum() })
+    }
+}
+
+/// Returns the user of a process and the number of its threads, from its `status` in `/proc`; `None` if the process has
+/// ended.
+fn user_and_threads(status: &Path) -> Option<UserThreads> {
+    let text = fs::read_to_string(status).ok()?;
+    let field = |name: &str| text.lines().find_map(|line| line.strip_prefix(name)?.split_whitespace().next());
+    Some(UserThreads { user: field("Uid:")?.parse().ok()?, threads: field("Threads:")?.parse().ok()? })
 }
 
 /// A resource of `getrlimit`.
@@ -156,6 +217,20 @@ mod tests {
         assert_eq!(kib_field(text, "VmRSS"), Some(Bytes(12 << 10)));
         assert_eq!(kib_field(text, "Threads"), None);
         assert_eq!(kib_field(text, "VmHWM"), None);
+    }
+
+    #[test]
+    fn threads_of_other_users_do_not_count() {
+        let root = tempfile::tempdir().unwrap();
+        for (process, user, threads) in [("self", 7, 3), ("12", 7, 3), ("13", 7, 40), ("14", 8, 500)] {
+            let folder = root.path().join("proc").join(process);
+            fs::create_dir_all(&folder).unwrap();
+            let text = format!("Name:\tx\nUid:\t{user}\t{user}\t{user}\t{user}\nThreads:\t{threads}\n");
+            fs::write(folder.join("status"), text).unwrap();
+        }
+        assert_eq!(UserThreads::read(root.path()), Some(UserThreads { user: 7, threads: 43 }));
+        assert_eq!(UserThreads::read(&root.path().join("missing")), None);
+        assert!(UserThreads::read(Path::new("/")).is_some_and(|here| here.threads >= 1));
     }
 
     #[test]

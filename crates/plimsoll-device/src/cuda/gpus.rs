@@ -4,7 +4,7 @@ use super::abi::library;
 use super::architecture::Architecture;
 use super::driver::{DEVICE_COMPUTE_MAJOR, DEVICE_COMPUTE_MINOR, DEVICE_MULTIPROCESSORS};
 use super::libraries::{CudaVersion, FoundLibrary, Libraries, Library, LibraryError};
-use super::nvml::{Condition, GpuId, Memory, Nvml, Pcie, Process};
+use super::nvml::{Condition, GpuId, Memory, Nvml, Pcie, Process, Reference};
 use crate::error::CudaError;
 use plimsoll_core::Bytes;
 use serde::Serialize;
@@ -111,6 +111,16 @@ impl CudaInstallation {
     /// Returns the visible processes that compute on a GPU; empty if there are none or NVML does not report them.
     pub fn processes(&self, gpu: &GpuInfo) -> Vec<Process> {
         self.nvml.as_ref().map(|nvml| nvml.processes(gpu.nvml_id())).unwrap_or_default()
+    }
+
+    /// Returns the visible processes that draw on a GPU; empty if there are none or NVML does not report them.
+    pub fn graphics_processes(&self, gpu: &GpuInfo) -> Vec<Process> {
+        self.nvml.as_ref().map(|nvml| nvml.graphics_processes(gpu.nvml_id())).unwrap_or_default()
+    }
+
+    /// Returns the figures with which the condition of a GPU is compared. Those that NVML does not report are `None`.
+    pub fn reference(&self, gpu: &GpuInfo) -> Reference {
+        self.nvml.as_ref().map(|nvml| nvml.reference(gpu.nvml_id())).unwrap_or_default()
     }
 
     /// Returns the PCIe link between a GPU and the host; `None` if NVML is missing or does not report it.

@@ -5,6 +5,7 @@
 //! toolkits, the user's Python, system folders, the system's Python.
 
 use crate::error::DeviceError;
+use crate::probe::is_wsl;
 use plimsoll_core::Failure;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -325,7 +326,7 @@ impl SearchEnvironment {
                 _ => format!("pip install nvidia-cuda-nvrtc{suffix} nvidia-cublas{suffix}"),
             };
         }
-        if self.is_wsl() {
+        if is_wsl(&self.root) {
             return "install NVIDIA's driver on Windows (https://www.nvidia.com/drivers), then: wsl --shutdown"
                 .to_owned();
         }
@@ -349,12 +350,6 @@ impl SearchEnvironment {
         } else {
             "install NVIDIA's driver from your distribution, or from https://www.nvidia.com/drivers".to_owned()
         }
-    }
-
-    /// Returns whether this machine is Linux on Windows (WSL), where Windows provides the driver.
-    fn is_wsl(&self) -> bool {
-        let release = fs::read_to_string(self.root.join("proc/sys/kernel/osrelease")).unwrap_or_default();
-        release.to_lowercase().contains("microsoft")
     }
 }
 

@@ -3,8 +3,9 @@
 
 use crate::probe::Temperature;
 use nvml_wrapper::bitmasks::device::ThrottleReasons;
-use nvml_wrapper::enum_wrappers::device::{Clock, TemperatureSensor};
+use nvml_wrapper::enum_wrappers::device::{Clock, TemperatureSensor, TemperatureThreshold};
 use nvml_wrapper::enums::device::UsedGpuMemory;
+use nvml_wrapper::struct_wrappers::device::ProcessInfo;
 use plimsoll_core::Bytes;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
@@ -73,6 +74,17 @@ pub struct Condition {
     pub busy: Option<f64>,
 }
 
+/// Figures of a GPU with which its present condition is compared. They do not change with its load.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Reference {
+    /// Whether the GPU drives a display; `None` if it is not reported.
+    pub drives_display: Option<bool>,
+    /// Power limit in watts that the maker set; `None` if it is not reported.
+    pub power_watts_default: Option<f64>,
+    /// Temperature in degrees Celsius at which the hardware slows the GPU down; `None` if it is not reported.
+    pub slowdown_celsius: Option<u32>,
+}
+
 /// Identifiers of a GPU.
 #[derive(Clone, Copy, Debug)]
 pub struct GpuId<'a> {
@@ -124,8 +136,18 @@ impl Nvml {
 
     /// Returns the visible processes that compute on a GPU; empty if there are none or NVML does not report them.
     pub fn processes(&self, id: GpuId) -> Vec<Process> {
-        let running = self.device(id).and_then(|device| device.running_compute_processes().ok()).unwrap_or_default();
-        let seen = running.into_iter().map(|process| Process {
+        self.named(self.device(id).and_then(|device| device.running_compute_processes().ok()))
+    }
+
+    /// Returns the visible processes that draw on a GPU, such as a display server; empty if there are none or NVML does
+    /// not report them.
+    pub fn graphics_processes(&self, id: GpuId) -> Vec<Process> {
+        self.named(self.device(id).and_then(|device| device.running_graphics_processes().ok()))
+    }
+
+    /// Returns processes with their names.
+    fn named(&self, running: Option<Vec<ProcessInfo>>) -> Vec<Process> {
+        let seen = running.into_iter().flatten().map(|process| Process {
             pid: process.pid,
             name: self.0.sys_process_name(process.pid, 256).ok().filter(|name| !name.is_empty()),
             held_bytes: match process.used_gpu_memory {
@@ -134,6 +156,16 @@ impl Nvml {
             },
         });
         seen.collect()
+    }
+
+    /// Returns the figures with which the condition of a GPU is compared. Those that NVML does not report are `None`.
+    pub fn reference(&self, id: GpuId) -> Reference {
+        let Some(device) = self.device(id) else { return Reference::default() };
+        Reference {
+            drives_display: device.is_display_active().ok(),
+            power_watts_default: device.power_management_limit_default().ok().map(watts),
+            slowdown_celsius: device.temperature_threshold(TemperatureThreshold::Slowdown).ok(),
+        }
     }
 
     /// Returns the PCIe link of a GPU; `None` if NVML does not report its present state.
@@ -152,7 +184,6 @@ impl Nvml {
     /// Returns the present temperature, clocks, power and load of a GPU. Figures that NVML does not report are `None`.
     pub fn condition(&self, id: GpuId) -> Condition {
         let Some(device) = self.device(id) else { return Condition::default() };
-        let watts = |milliwatts: u32| f64::from(milliwatts) / 1e3;
         Condition {
             temperature_celsius: device.temperature(TemperatureSensor::Gpu).ok(),
             clock_mhz: device.clock_info(Clock::SM).ok(),
@@ -164,6 +195,11 @@ impl Nvml {
             busy: device.utilization_rates().ok().map(|rates| f64::from(rates.gpu) / 100.0),
         }
     }
+}
+
+/// Converts milliwatts, as NVML reports power, to watts.
+fn watts(milliwatts: u32) -> f64 {
+    f64::from(milliwatts) / 1e3
 }
 
 /// Whether a total of the driver and one of NVML can be those of the same GPU. NVML also counts reserved memory. A MIG
