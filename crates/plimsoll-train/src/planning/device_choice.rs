@@ -43,12 +43,14 @@ impl Resolved {
 
     /// Returns an error if the first device is a paper device, on which nothing runs.
     fn reject_paper_devices(&self) -> Result<(), Failure> {
-        if self.device.kind != DeviceKind::Paper {
-            return Ok(());
-        }
-        let message = format!("run.devices: `{}` is a device on paper: nothing runs on it", self.device.name);
-        Err(Failure::input(message).hint("plan for it with `plimsoll plan`, or run on `cpu`"))
+        if self.device.kind == DeviceKind::Paper { Err(paper_device_failure(&self.device.name)) } else { Ok(()) }
     }
+}
+
+/// Returns the failure of a run on a paper device, on which nothing runs.
+pub(crate) fn paper_device_failure(name: &str) -> Failure {
+    Failure::input(format!("run.devices: `{name}` is a device on paper: nothing runs on it"))
+        .hint("plan for it with `plimsoll plan`, or run on `cpu`")
 }
 
 impl Planner<'_> {

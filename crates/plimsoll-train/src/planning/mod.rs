@@ -38,7 +38,7 @@
 pub mod advice;
 pub(crate) mod charges;
 pub mod demand;
-mod device_choice;
+pub(crate) mod device_choice;
 pub(crate) mod nominal;
 pub mod plan;
 pub mod plan_check;

@@ -94,14 +94,7 @@ pub fn prepare(mut run: RunRequest, previous: Option<&PreviousPlan>) -> Result<P
     let _ = process::reset_peak();
     write_example(&mut run)?;
     // Errors that need no rates are reported before rates are measured.
-    let mut model = Model::open(&run)?;
-    model.check_weights(&run)?;
-    if run.data.format == Format::Text {
-        model.stop_at_document_end()?;
-    }
-    for patterns in [&run.data.train, &run.data.eval].into_iter().filter(|patterns| !patterns.is_empty()) {
-        data::list_files(patterns, run.data.format)?;
-    }
+    let model = open_checked_model(&run)?;
     let mut resolved = Resolved::for_run(&run, model, Workload::Train)?;
     run.decide_precision(resolved.device.kind);
     let known = previous.filter(|previous| is_plan_for(previous, 1 + resolved.others.len()));
@@ -128,6 +121,22 @@ pub fn prepare(mut run: RunRequest, previous: Option<&PreviousPlan>) -> Result<P
     let has_tokenized =
         token_cache_folder().is_some() && (train.is_new() || eval.as_ref().is_some_and(Dataset::is_new));
     Ok(PreparedRun { run, resolved, train, eval, planned, process_grew, has_tokenized, other_bits })
+}
+
+/// Opens the model of a run, and checks that its weights and data files exist. Reads neither of them.
+///
+/// # Errors
+/// An invalid model, or a missing file.
+pub(crate) fn open_checked_model(run: &RunRequest) -> Result<Model, Failure> {
+    let mut model = Model::open(run)?;
+    model.check_weights(run)?;
+    if run.data.format == Format::Text {
+        model.stop_at_document_end()?;
+    }
+    for patterns in [&run.data.train, &run.data.eval].into_iter().filter(|patterns| !patterns.is_empty()) {
+        data::list_files(patterns, run.data.format)?;
+    }
+    Ok(model)
 }
 
 /// Plans a run whose model and data are open. If the run does not fit on its devices, the processor may take their

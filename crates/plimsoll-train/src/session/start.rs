@@ -1,15 +1,17 @@
 //! Start of a run: plans a new run, follows a stored plan, or resumes from the newest checkpoint. Then it prepares the
 //! run folder and hands over to the training loop.
 
-use crate::config::{Length, RunConfig, Threads};
+use crate::config::{EXAMPLE_PREFIX, Length, RunConfig, Threads};
 use crate::data::Dataset;
 use crate::events::{EventLog, ensure_not_running};
 use crate::fault_injection::{Injection, InjectionTargets, PendingFault};
 use crate::files::atomic;
-use crate::planning::prepare::{PreparedRun, prepare};
+use crate::planning::device_choice::paper_device_failure;
+use crate::planning::prepare::{PreparedRun, open_checked_model, prepare};
 use crate::planning::previous_plan::PreviousPlan;
 use crate::planning::team_plan::WorkerAssignment;
 use crate::resolve::RunRequest;
+use crate::resolve::example::model_is_example;
 use crate::session::checkpoint::{self, Checkpoint, CheckpointInfo};
 use crate::session::control::ControlSocket;
 use crate::session::length::{batches_and_steps, is_finished};
@@ -74,14 +76,7 @@ impl Run {
     /// Checks that the run folder is free, and plans a new run. `known` is a stored plan to follow; `None` plans from
     /// scratch.
     fn begin(run: RunRequest, known: Option<&PreviousPlan>) -> Result<Run, Failure> {
-        let folder = Path::new(&run.run.dir);
-        ensure_not_running(folder)?;
-        if holds_results(folder) {
-            let message = format!("run.dir: folder {} already holds a run", folder.display());
-            return Err(Failure::input(message)
-                .hint(format!("resume it: plimsoll train --resume {}", folder.display()))
-                .hint("or use another folder: --set run.dir=runs/another"));
-        }
+        check_free(Path::new(&run.run.dir))?;
         let prepared = prepare(run, known)?;
         Ok(Run { prepared, checkpoint: None, warnings: Vec::new(), faults: Vec::new(), saves: true })
     }
@@ -262,6 +257,30 @@ fn store_length(folder: &Path, run: &RunConfig) -> Result<(), Failure> {
         let train = &mut stored.train;
         (train.steps, train.epochs, train.hours) = (run.train.steps, run.train.epochs, run.train.hours);
         atomic::write_file(&path, stored.to_toml().as_bytes())?;
+    }
+    Ok(())
+}
+
+/// Checks a new run without planning it: the run file sets data and a length, weights and data files exist, the run folder
+/// is free, and no device is on paper. Returns one failure for each check that fails. Writes nothing.
+pub fn check_new_run(run: &RunRequest) -> Vec<Failure> {
+    // The files of the built-in example exist once its run has started.
+    let names_example = model_is_example(run) || run.data.train.iter().any(|path| path.starts_with(EXAMPLE_PREFIX));
+    let inputs = if names_example { Ok(()) } else { open_checked_model(run).map(drop) };
+    let on_paper = run.devices().devices.into_iter().find(|device| device.is_paper());
+    let checks = [run.check_trainable().map_err(Failure::from), inputs, check_free(Path::new(&run.run.dir))];
+    let failures = checks.into_iter().filter_map(Result::err);
+    failures.chain(on_paper.map(|device| paper_device_failure(&device.name()))).collect()
+}
+
+/// Checks that no run is under way in a folder, and that it holds no results of a run.
+fn check_free(folder: &Path) -> Result<(), Failure> {
+    ensure_not_running(folder)?;
+    if holds_results(folder) {
+        let message = format!("run.dir: folder {} already holds a run", folder.display());
+        return Err(Failure::input(message)
+            .hint(format!("resume it: plimsoll train --resume {}", folder.display()))
+            .hint("or use another folder: --set run.dir=runs/another"));
     }
     Ok(())
 }
