@@ -106,3 +106,10 @@ def test_benchmarks_match_schemas(say: Say, tmp_path: Path) -> None:
 
 def test_devices_match_schema(say: Say) -> None:
     assert errors("devices", json.loads(say("devices", "--json"))) == []
+
+
+def test_findings_match_schema(say: Say, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("[train]\nstepz = 5\n")
+    report = json.loads(say("doctor", "run.toml", "--json", code=2))
+    assert errors("doctor", report) == []
+    assert "run-invalid" in [finding["id"] for finding in report["findings"]]

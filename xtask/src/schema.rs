@@ -16,6 +16,7 @@ use plimsoll_train::bench::StepBench;
 use plimsoll_train::inference::{EvaluationLoss, GeneratedText};
 use plimsoll_train::session::control::BudgetChange;
 use plimsoll_train::session::outcome::Outcome;
+use plimsoll_watch::doctor::Report;
 use plimsoll_watch::snapshot::Snapshot;
 use schemars::JsonSchema;
 use schemars::generate::SchemaSettings;
@@ -74,6 +75,7 @@ fn documents() -> Vec<(&'static str, Value)> {
         ("sweep", schema_of::<SweepReport>()),
         ("devices", schema_of::<Machine>()),
         ("snapshot", schema_of::<Snapshot>()),
+        ("doctor", schema_of::<Report>()),
         ("budget", schema_of::<BudgetChange>()),
         ("evaluation", schema_of::<EvaluationLoss>()),
         ("generation", schema_of::<GeneratedText>()),

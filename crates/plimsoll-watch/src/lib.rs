@@ -13,6 +13,7 @@
 //! | [`summary`] | the result of a run | predicted beside measured figures |
 //! | [`sweep`], [`models`] | reports of `plimsoll sweep` and `plimsoll bench models` | tables |
 //! | [`devices`] | devices and measured rates | tables, JSON |
+//! | [`doctor`] | a machine and a run that is about to start | conditions that cost something, with their mend |
 //! | [`snapshot`] | a machine and a run's folder | the state at one moment |
 //! | [`view`] | snapshots | the live terminal view, lines, JSON |
 //! | [`text`] | numbers, rows, words | formatted numbers, aligned columns, wrapped lines, shell words |
@@ -43,6 +44,7 @@
 #![forbid(unsafe_code)]
 
 pub mod devices;
+pub mod doctor;
 pub mod models;
 pub mod plan;
 pub mod progress;

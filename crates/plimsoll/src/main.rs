@@ -81,6 +81,7 @@ fn run(command: Command) -> Result<Exit, Failure> {
         Command::Sweep(args) => commands::sweep::run(&args),
         Command::Budget(args) => commands::budget::run(&args),
         Command::Devices(args) => commands::devices::show(&args),
+        Command::Doctor(args) => commands::doctor::run(&args),
         Command::Watch(args) => commands::watch::run(&args),
         Command::Bench { benchmark: BenchCommand::Devices(args) } => commands::devices::measure(&args),
         Command::Bench { benchmark: BenchCommand::Models(args) } => commands::models::run(&args),

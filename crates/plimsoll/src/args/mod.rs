@@ -3,16 +3,18 @@
 //! A flag that stands for a key of the run file becomes a `KEY=VALUE` setting. Meanings, defaults and checks of keys
 //! therefore live in one place: `plimsoll_train::config`. Commands themselves are in `commands/`.
 //!
-//! `run` has the commands that plan and train, `model` those for trained models, `bench` the benchmarks, and `values`
-//! the parsers of flag values.
+//! `run` has the commands that plan and train, `doctor` the check before them, `model` those for trained models, `bench`
+//! the benchmarks, and `values` the parsers of flag values.
 
 mod bench;
 mod cluster;
+mod doctor;
 mod model;
 mod run;
 mod values;
 
 pub use bench::{BenchDevicesArgs, BenchModelsArgs, BenchStepArgs};
+pub use doctor::DoctorArgs;
 pub use model::{EvalArgs, GenerateArgs, MergeArgs};
 pub use run::{PlanArgs, ProgressForm, SweepArgs, TrainArgs};
 
@@ -66,6 +68,8 @@ pub enum Command {
     Sweep(SweepArgs),
     /// List the devices of this machine and their memory
     Devices(DevicesArgs),
+    /// Check this machine, and a run on it, before the work: memory, drivers, limits, temperatures
+    Doctor(DoctorArgs),
     /// Show a run or the devices of this machine live: planned and measured memory, load, progress
     Watch(WatchArgs),
     /// Change the memory limit of a run that is under way
@@ -125,6 +129,7 @@ impl Command {
             Command::Plan(_) => &["plan"],
             Command::Sweep(_) => &["sweep"],
             Command::Devices(_) => &["devices"],
+            Command::Doctor(_) => &["doctor"],
             Command::Watch(_) => &["watch"],
             Command::Budget(_) => &["budget"],
             Command::Bench { benchmark: BenchCommand::Devices(_) } => &["bench", "devices"],
@@ -148,6 +153,7 @@ impl Command {
             Command::Plan(args) => args.json,
             Command::Sweep(_) => false,
             Command::Devices(args) => args.json,
+            Command::Doctor(args) => args.json,
             Command::Watch(args) => args.json,
             Command::Budget(args) => args.json,
             Command::Bench { benchmark: BenchCommand::Devices(_) | BenchCommand::Models(_) } => false,

@@ -3,6 +3,7 @@
 pub mod advice;
 pub mod budget;
 pub mod devices;
+pub mod doctor;
 pub mod model;
 pub mod model_training;
 pub mod models;
