@@ -39,7 +39,7 @@ pub struct Process {
 }
 
 /// The PCIe link between a GPU and the host.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Pcie {
     /// The highest generation that both ends support; the present one if NVML does not report it.

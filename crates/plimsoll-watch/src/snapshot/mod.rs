@@ -7,7 +7,8 @@
 //! drivers and /proc ─────────────────┘
 //! ```
 //!
-//! Reading never writes to the run folder.
+//! Reading never writes to the run folder. The JSON form can be read back, so that a view may show the snapshots of a server
+//! on another machine.
 
 mod assemble;
 pub mod run_folder;
@@ -17,14 +18,14 @@ pub mod source;
 
 use plimsoll_core::{Bytes, Category, Recommendation, WorkKind};
 use plimsoll_device::cuda::nvml::Pcie;
-use serde::Serialize;
+use serde::{Deserialize, Deserializer, Serialize};
 use std::collections::BTreeMap;
 
 /// Version of the JSON form of [`Snapshot`]. It changes when a field changes its meaning or is removed.
 pub const SNAPSHOT_VERSION: u32 = 1;
 
 /// A machine, and a run on it, at one moment. Unknown values are `null`, never 0.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Snapshot {
     /// Version of this format.
@@ -49,7 +50,7 @@ pub struct Snapshot {
 }
 
 /// A device at one moment.
-#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct DeviceSnapshot {
     /// The device's name.
@@ -101,7 +102,7 @@ pub struct DeviceSnapshot {
 }
 
 /// A process that holds memory on a GPU.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct ProcessSnapshot {
     /// Process id.
@@ -115,7 +116,7 @@ pub struct ProcessSnapshot {
 }
 
 /// The memory of this machine at one moment.
-#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct HostSnapshot {
     /// All memory that a process here may use.
@@ -129,7 +130,7 @@ pub struct HostSnapshot {
 }
 
 /// The load of this machine's processor.
-#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct CpuSnapshot {
     /// Fraction of the time of all cores, 0 to 1, that was busy since the last reading; `None` if that is less than 0.1 s ago.
@@ -139,7 +140,7 @@ pub struct CpuSnapshot {
 }
 
 /// Whether a run is under way, and how it ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum RunState {
@@ -156,7 +157,7 @@ pub enum RunState {
 }
 
 /// A run at one moment.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct RunSnapshot {
     /// Folder of the run.
@@ -197,7 +198,7 @@ pub struct RunSnapshot {
 }
 
 /// One step of a run's history.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct HistoryPoint {
     /// The step, counted from 1.
@@ -207,15 +208,23 @@ pub struct HistoryPoint {
     /// Loss; `None` for a step without labels.
     pub loss: Option<f64>,
     /// Global gradient norm.
+    #[serde(deserialize_with = "nan_from_null")]
     pub gradient_norm: f64,
     /// Learning rate.
+    #[serde(deserialize_with = "nan_from_null")]
     pub learning_rate: f64,
     /// Tokens (including padding) per second of this step.
+    #[serde(deserialize_with = "nan_from_null")]
     pub tokens_per_second: f64,
 }
 
+/// Reads a number that JSON holds as `null` because it is not finite.
+fn nan_from_null<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
+    Ok(Option::deserialize(deserializer)?.unwrap_or(f64::NAN))
+}
+
 /// An event of a run as one line.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct FeedEntry {
     /// Time of the event, in seconds since the Unix epoch.
