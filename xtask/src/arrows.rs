@@ -19,13 +19,21 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("plimsoll-device", &["plimsoll-core", "plimsoll-program"]),
     ("plimsoll-train", &["plimsoll-core", "plimsoll-program", "plimsoll-plan", "plimsoll-device"]),
     ("plimsoll-watch", &["plimsoll-core", "plimsoll-plan", "plimsoll-device"]),
+    ("plimsoll-serve", &["plimsoll-core", "plimsoll-watch"]),
     ("plimsoll", LIBRARIES),
     ("plimsoll-python", LIBRARIES),
     ("xtask", LIBRARIES),
 ];
 
-const LIBRARIES: &[&str] =
-    &["plimsoll-core", "plimsoll-program", "plimsoll-plan", "plimsoll-device", "plimsoll-train", "plimsoll-watch"];
+const LIBRARIES: &[&str] = &[
+    "plimsoll-core",
+    "plimsoll-program",
+    "plimsoll-plan",
+    "plimsoll-device",
+    "plimsoll-train",
+    "plimsoll-watch",
+    "plimsoll-serve",
+];
 
 /// The only crate that may contain unsafe code.
 const UNSAFE_CRATE: &str = "plimsoll-device";

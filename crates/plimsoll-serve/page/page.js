@@ -1,0 +1,376 @@
+"use strict";
+// Shows each snapshot that the server sends. Text from a snapshot only ever becomes text, never markup.
+
+const byId = (id) => document.getElementById(id);
+const isKnown = (value) => value !== null && value !== undefined;
+
+// ---- Formats: the same digits as the terminal view.
+
+const BYTE_UNITS = [["TiB", 40], ["GiB", 30], ["MiB", 20], ["KiB", 10]];
+const COUNT_UNITS = [["B", 1e9], ["M", 1e6], ["k", 1e3]];
+
+function bytes(number) {
+  for (const [unit, bits] of BYTE_UNITS) {
+    if (number >= 2 ** bits) return `${(number / 2 ** bits).toFixed(2)} ${unit}`;
+  }
+  return `${number} B`;
+}
+
+function count(number) {
+  for (const [unit, scale] of COUNT_UNITS) {
+    const scaled = number / scale;
+    if (scaled >= 1) return `${scaled.toFixed(scaled < 10 ? 2 : 1)} ${unit}`;
+  }
+  return number.toFixed(0);
+}
+
+const percent = (share) => `${(share * 100).toFixed(0)} %`;
+const rate = (number) => number.toExponential(1).replace("e+", "e");
+
+function clock(seconds) {
+  const whole = Math.round(seconds);
+  const hours = Math.floor(whole / 3600);
+  const [minutes, rest] = [Math.floor(whole / 60) % 60, String(whole % 60).padStart(2, "0")];
+  if (hours >= 48) return `${Math.floor((hours + 12) / 24)} days`;
+  return hours ? `${hours}:${String(minutes).padStart(2, "0")}:${rest}` : `${minutes}:${rest}`;
+}
+
+const timeOfDay = (seconds) => new Date(seconds * 1000).toLocaleTimeString();
+
+// ---- Elements.
+
+function element(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  made.append(...children);
+  return made;
+}
+
+function shape(tag, attributes) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  return made;
+}
+
+// Replaces text only if it differs, so that screen readers and selections are left alone.
+function setText(target, text) {
+  if (target.textContent !== text) target.textContent = text;
+}
+
+// Replaces the children of an element, unless their text is as before.
+function setList(target, children) {
+  const text = children.map((child) => child.textContent).join("\n");
+  if (target.dataset.text === text) return;
+  target.dataset.text = text;
+  target.replaceChildren(...children);
+}
+
+// Shows name and value of each figure that is known.
+function setFigures(list, figures) {
+  const known = figures.filter(([, value]) => isKnown(value));
+  setList(list, known.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value))));
+}
+
+const shown = (value, format) => (isKnown(value) ? format(value) : null);
+
+// ---- The run and the machine.
+
+const STATES = { starting: "starting", running: "running", done: "done", stopped: "stopped", died: "ended without a result" };
+
+function showRun(run) {
+  for (const id of ["run", "plots-section", "feed-section", "state"]) byId(id).hidden = !run;
+  byId("simulated").hidden = !run?.simulated;
+  setText(byId("title"), run ? run.folder : "Devices of this machine");
+  document.title = run ? `${run.step}${run.steps ? `/${run.steps}` : ""} ${run.folder}` : "Plimsoll";
+  if (!run) return;
+  setText(byId("state"), STATES[run.state] ?? run.state);
+  const progress = byId("progress");
+  progress.hidden = !run.steps;
+  if (run.steps) [progress.max, progress.value] = [run.steps, Math.min(run.step, run.steps)];
+  setFigures(byId("figures"), [
+    ["step", run.steps ? `${run.step} of ${run.steps}` : String(run.step)],
+    ["loss", shown(run.loss, (loss) => loss.toFixed(4))],
+    ["evaluation loss", shown(run.eval_loss, (loss) => loss.toFixed(4))],
+    ["gradient norm", shown(run.gradient_norm, (norm) => norm.toFixed(2))],
+    ["learning rate", shown(run.learning_rate, rate)],
+    ["tokens/s", shown(run.tokens_per_second, count)],
+    ["share of peak rate", shown(run.peak_share, percent)],
+    ["seconds per step", shown(run.step_seconds, (seconds) => seconds.toPrecision(3))],
+    ["predicted per step", shown(run.predicted_step_seconds, (seconds) => seconds.toPrecision(3))],
+    ["time left", shown(run.eta_seconds, clock)],
+    ["newest checkpoint", shown(run.checkpoint_step, (step) => `step ${step}`)],
+  ]);
+}
+
+function showMachine({ host, cpu }) {
+  const offload = isKnown(host.arena_bytes) && isKnown(host.load_line_bytes);
+  setFigures(byId("machine"), [
+    ["processor busy", isKnown(cpu.load) ? percent(cpu.load) : "?"],
+    ["free memory", shown(host.free_bytes, bytes)],
+    ["memory", shown(host.total_bytes, bytes)],
+    ["planned offload", offload ? `${bytes(host.arena_bytes)} of ${bytes(host.load_line_bytes)}` : null],
+  ]);
+}
+
+function showWarnings(warnings) {
+  byId("warnings").hidden = warnings.length === 0;
+  setList(byId("warnings").firstElementChild, warnings.map((warning) => element("li", {}, warning)));
+}
+
+function showFeed(feed) {
+  const line = ({ time, text }) => element("li", {}, element("time", {}, timeOfDay(time)), text);
+  setList(byId("feed"), feed.toReversed().map(line));
+}
+
+// ---- Devices.
+
+const LETTERS = {
+  weight: "w", gradient: "g", optimizer: "o", activation: "a", workspace: "k", communication: "m", staging: "s",
+  charges: "c", others: "x",
+};
+const NAMES = { others: "other processes" };
+// Part of the bar to the left of the load line, and most times that a device may exceed its line for the bar to show all
+// of it: as in the terminal view.
+const LINE_AT = 0.92;
+const MAX_TIMES_LINE = 4;
+
+const showsAll = (device) =>
+  isKnown(device.total_bytes) && (!isKnown(device.load_line_bytes) || device.total_bytes <= MAX_TIMES_LINE * device.load_line_bytes);
+
+// Returns name and bytes of each part of a device's memory in the order of the bar.
+function parts(device) {
+  const all = Object.entries(device.by_category);
+  all.push(["charges", device.charges_bytes]);
+  if (showsAll(device)) all.push(["others", device.others_bytes]);
+  return all.filter(([, size]) => size > 0);
+}
+
+// Returns the bytes at the right end of the bar; 0 for a device of which no bytes are known.
+function scale(device) {
+  if (showsAll(device)) return device.total_bytes;
+  if (!isKnown(device.load_line_bytes)) return 0;
+  return Math.max(device.load_line_bytes / LINE_AT, device.measured_peak_bytes ?? 0, device.predicted_peak_bytes ?? 0);
+}
+
+function bar(device) {
+  const most = scale(device);
+  const made = element("div", { class: "bar", role: "img", "aria-label": barText(device) });
+  const at = (size) => `${Math.min(100, (100 * size) / most)}%`;
+  let below = 0;
+  for (const [name, size] of parts(device)) {
+    const part = element("div", { class: `part ${name}`, title: `${NAMES[name] ?? name} ${bytes(size)}` }, LETTERS[name]);
+    part.style.left = at(below);
+    part.style.width = `calc(${at(below + size)} - ${at(below)})`;
+    below += size;
+    made.append(part);
+  }
+  const marks = { planned: ["predicted_peak_bytes", "planned peak"], measured: ["measured_peak_bytes", "measured peak"], line: ["load_line_bytes", "load line"] };
+  for (const [kind, [key, name]] of Object.entries(marks)) {
+    if (!isKnown(device[key])) continue;
+    const mark = element("div", { class: `mark ${kind}`, title: `${name} ${bytes(device[key])}` });
+    mark.style.left = at(device[key]);
+    made.append(mark);
+  }
+  made.hidden = most <= 0;
+  return made;
+}
+
+const barText = (device) => {
+  const planned = parts(device).map(([name, size]) => `${NAMES[name] ?? name} ${bytes(size)}`);
+  return ["memory", ...planned, ...memoryFigures(device).map(([name, value]) => `${name} ${value}`)].join(", ");
+};
+
+function memoryFigures(device) {
+  const line = device.in_run ? "load line" : "a run would take";
+  const figures = [
+    ["holds", device.held_bytes], ["planned peak", device.predicted_peak_bytes], ["measured peak", device.measured_peak_bytes],
+    [line, device.load_line_bytes], ["free on the device", device.free_bytes], ["other processes", device.others_bytes],
+    ["memory of the device", device.total_bytes],
+  ];
+  return figures.filter(([, size]) => isKnown(size)).map(([name, size]) => [name, bytes(size)]);
+}
+
+function hardwareFigures(device) {
+  const of = (value, limit, unit) => (isKnown(value) ? `${value.toFixed(0)}${isKnown(limit) ? ` of ${limit.toFixed(0)}` : ""} ${unit}` : null);
+  const { pcie } = device;
+  return [
+    ["busy", shown(device.utilization, percent)],
+    ["temperature", of(device.temperature_c, null, "°C")],
+    ["power", of(device.power_w, device.power_limit_w, "W")],
+    ["clock", of(device.clock_mhz, device.clock_limit_mhz, "MHz")],
+    ["clocks reduced by", device.throttled_by.join(", ") || null],
+    ["PCIe", shown(pcie, () => `${pcie.generation_now}.0 × ${pcie.lanes_now} of ${pcie.generation}.0 × ${pcie.lanes}`)],
+    ["hardware", device.model],
+  ];
+}
+
+function table(caption, rows) {
+  const made = element("table", {}, element("caption", {}, caption));
+  for (const [name, value, letter] of rows) {
+    const head = element("th", { scope: "row" });
+    if (letter) head.append(element("span", { class: `swatch ${letter}`, "aria-hidden": "true" }, LETTERS[letter]));
+    head.append(NAMES[name] ?? name);
+    made.append(element("tr", {}, head, element("td", {}, value)));
+  }
+  return made;
+}
+
+// Returns the tables below a device. They are shown on demand.
+function detailTables(device) {
+  const tables = [];
+  const add = (caption, rows) => rows.length && tables.push(table(caption, rows));
+  add("When the arena is fullest (planned)", parts(device).map(([name, size]) => [name, bytes(size), name]));
+  add("Peak of the arena (planned)", Object.entries(device.by_program).map(([work, size]) => [work, bytes(size)]));
+  const process = ({ pid, name, is_plimsoll, held_bytes }) =>
+    [`${pid} ${name ?? "process"}${is_plimsoll ? " (Plimsoll)" : ""}`, shown(held_bytes, bytes) ?? "?"];
+  add("Processes", device.processes.map(process));
+  return tables;
+}
+
+// Creates the part of the page that shows one device, and returns it with the function that updates it.
+function deviceView() {
+  const heading = element("h3");
+  const ledger = element("div");
+  const figures = element("dl", { class: "figures" });
+  const tables = element("div");
+  const details = element("details", {}, element("summary", {}, "Memory by category and by work"), tables);
+  const root = element("article", { class: "card" }, heading, ledger, figures, details);
+  const update = (device) => {
+    setText(heading, `${device.name}${device.simulated ? " (simulated)" : ""}`);
+    root.setAttribute("aria-label", heading.textContent);
+    const drawn = bar(device);
+    if (ledger.dataset.text !== drawn.getAttribute("aria-label")) {
+      ledger.dataset.text = drawn.getAttribute("aria-label");
+      ledger.replaceChildren(drawn);
+    }
+    setFigures(figures, [...memoryFigures(device), ...hardwareFigures(device)]);
+    const made = detailTables(device);
+    details.hidden = made.length === 0;
+    setList(tables, made);
+  };
+  return { root, update };
+}
+
+let deviceViews = [];
+
+function showDevices(devices) {
+  while (deviceViews.length < devices.length) {
+    const view = deviceView();
+    deviceViews.push(view);
+    byId("devices").append(view.root);
+  }
+  for (const { root } of deviceViews.splice(devices.length)) root.remove();
+  devices.forEach((device, index) => deviceViews[index].update(device));
+}
+
+// ---- Plots over steps.
+
+const [WIDTH, HEIGHT, EDGE] = [600, 140, 6];
+const PLOTS = [
+  ["loss", "loss", (value) => value.toFixed(4)],
+  ["learning rate", "learning_rate", rate],
+  ["gradient norm", "gradient_norm", (value) => value.toFixed(2)],
+  ["tokens/s", "tokens_per_second", count],
+];
+
+function plotView([name, key, format]) {
+  const line = shape("path", { class: "line" });
+  const cursor = shape("line", { class: "cursor", y1: 0, y2: HEIGHT, visibility: "hidden" });
+  const drawing = shape("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", tabindex: 0 });
+  drawing.append(line, cursor);
+  const [heading, range, first, last, readout] = [element("h3"), element("span"), element("span"), element("span"), element("output")];
+  const root = element("article", { class: "card" }, heading, drawing, element("div", { class: "axis" }, first, range, last), readout);
+  let points = [];
+  // The step of the cursor. It stays at its step while new ones arrive.
+  let chosen = null;
+
+  const x = (step) => {
+    const [from, to] = [points[0].step, points.at(-1).step];
+    return to > from ? EDGE + ((step - from) / (to - from)) * (WIDTH - 2 * EDGE) : WIDTH / 2;
+  };
+  const showCursor = () => {
+    const point = points.find(({ step }) => step === chosen);
+    cursor.setAttribute("visibility", point ? "visible" : "hidden");
+    if (point) for (const end of ["x1", "x2"]) cursor.setAttribute(end, x(point.step));
+    setText(readout, point ? `step ${point.step}: ${format(point[key])}` : "");
+  };
+  const choose = (index) => {
+    if (points.length === 0) return;
+    chosen = points[Math.max(0, Math.min(points.length - 1, index))].step;
+    showCursor();
+  };
+  drawing.addEventListener("keydown", (event) => {
+    const now = points.findIndex(({ step }) => step === chosen);
+    const at = now < 0 ? points.length : now;
+    const target = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: points.length - 1 }[event.key];
+    if (target === undefined) return;
+    event.preventDefault();
+    choose(target);
+  });
+  drawing.addEventListener("pointermove", (event) => {
+    if (points.length === 0) return;
+    const box = drawing.getBoundingClientRect();
+    const at = ((event.clientX - box.left) / box.width) * WIDTH;
+    const distance = ({ step }) => Math.abs(x(step) - at);
+    choose(points.reduce((best, point, index) => (distance(point) < distance(points[best]) ? index : best), 0));
+  });
+  readout.setAttribute("aria-label", `${name} at the cursor`);
+
+  const update = (history) => {
+    points = history.filter((point) => isKnown(point[key]));
+    root.hidden = points.length === 0;
+    if (points.length === 0) return;
+    const values = points.map((point) => point[key]);
+    const [least, most, newest] = [Math.min(...values), Math.max(...values), values.at(-1)];
+    const y = (value) => (most > least ? EDGE + ((most - value) / (most - least)) * (HEIGHT - 2 * EDGE) : HEIGHT / 2);
+    const path = points.map((point, index) => `${index ? "L" : "M"}${x(point.step).toFixed(2)} ${y(point[key]).toFixed(2)}`);
+    // A path of one point has no length: a short line shows it.
+    line.setAttribute("d", path.join("") + (path.length === 1 ? "h1" : ""));
+    setText(heading, `${name} ${format(newest)}`);
+    setText(range, `${format(least)} to ${format(most)}`);
+    setText(first, `step ${points[0].step}`);
+    setText(last, `step ${points.at(-1).step}`);
+    const label = `${name} from step ${points[0].step} to ${points.at(-1).step}: first ${format(values[0])}, newest ${format(newest)}, least ${format(least)}, most ${format(most)}`;
+    drawing.setAttribute("aria-label", label);
+    showCursor();
+  };
+  return { root, update };
+}
+
+const plotViews = PLOTS.map(plotView);
+byId("plots").append(...plotViews.map(({ root }) => root));
+
+// ---- Snapshots as they arrive.
+
+function show(snapshot) {
+  showRun(snapshot.run);
+  showMachine(snapshot);
+  showWarnings(snapshot.warnings);
+  showDevices(snapshot.devices);
+  showFeed(snapshot.feed);
+  for (const { update } of plotViews) update(snapshot.run?.history ?? []);
+  setText(byId("updated"), `at ${timeOfDay(snapshot.at)}`);
+}
+
+// Pause before a new connection if the server has refused one.
+const RETRY_MS = 3000;
+let source = null;
+
+function connect() {
+  source?.close();
+  source = new EventSource("/api/events");
+  source.addEventListener("snapshot", (event) => {
+    setText(byId("connection"), "live");
+    show(JSON.parse(event.data));
+  });
+  source.addEventListener("failure", (event) => setText(byId("connection"), JSON.parse(event.data).error.message));
+  source.addEventListener("error", () => {
+    setText(byId("connection"), "no connection; the figures are those of the last one");
+    // After a refusal the browser gives up by itself.
+    if (source.readyState === EventSource.CLOSED) setTimeout(() => document.hidden || connect(), RETRY_MS);
+  });
+}
+
+// A hidden page requests no snapshots.
+document.addEventListener("visibilitychange", () => (document.hidden ? source?.close() : connect()));
+connect();

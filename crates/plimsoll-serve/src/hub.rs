@@ -1,0 +1,210 @@
+//! The newest snapshot, shared by all clients. One thread takes it: at most once per interval, and only while a client
+//! waits for one.
+
+use crate::metrics;
+use axum::body::Bytes;
+use plimsoll_core::Failure;
+use plimsoll_watch::snapshot::Snapshot;
+use std::io;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+use tokio::sync::watch;
+
+/// Stack of the thread that takes snapshots. Reading the devices of a machine calls drivers.
+const READER_STACK_BYTES: usize = 2 << 20;
+
+/// A snapshot in the forms in which it is served. Each form is made once, for all clients.
+pub(crate) struct Reading {
+    taken: Instant,
+    snapshot: Result<Snapshot, Failure>,
+    /// The snapshot as one line of JSON, or the failure.
+    pub json: Bytes,
+    /// The same as a server-sent event.
+    pub event: Bytes,
+    metrics: OnceLock<Bytes>,
+}
+
+impl Reading {
+    fn new(taken: Instant, snapshot: Result<Snapshot, Failure>) -> Reading {
+        let (name, json) = match &snapshot {
+            Ok(snapshot) => ("snapshot", serde_json::to_string(snapshot).expect("plain data has a JSON form")),
+            Err(failure) => ("failure", failure_json(failure)),
+        };
+        let event = format!("event: {name}\ndata: {json}\n\n");
+        Reading { taken, snapshot, json: json.into(), event: event.into(), metrics: OnceLock::new() }
+    }
+
+    /// Returns whether a snapshot could be taken.
+    pub fn is_ok(&self) -> bool {
+        self.snapshot.is_ok()
+    }
+
+    /// Returns the snapshot in the text format of Prometheus; empty if there is none.
+    pub fn metrics(&self) -> Bytes {
+        let text = || self.snapshot.as_ref().map_or(Bytes::new(), |snapshot| metrics::text(snapshot).into());
+        self.metrics.get_or_init(text).clone()
+    }
+}
+
+fn failure_json(failure: &Failure) -> String {
+    serde_json::json!({"error": {"message": failure.message, "hints": failure.hints}}).to_string()
+}
+
+/// The number of clients that wait for snapshots.
+#[derive(Default)]
+struct Demand {
+    state: Mutex<DemandState>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct DemandState {
+    listeners: usize,
+    is_closed: bool,
+}
+
+impl Demand {
+    fn lock(&self) -> MutexGuard<'_, DemandState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until a client listens. Returns false once the hub is closed.
+    fn wait_for_listener(&self) -> bool {
+        let is_idle = |state: &mut DemandState| state.listeners == 0 && !state.is_closed;
+        let state = self.changed.wait_while(self.lock(), is_idle).unwrap_or_else(PoisonError::into_inner);
+        !state.is_closed
+    }
+
+    /// Waits until `time`, or until the hub is closed.
+    fn wait_until(&self, time: Instant) {
+        let left = time.saturating_duration_since(Instant::now());
+        let _state = self.changed.wait_timeout_while(self.lock(), left, |state| !state.is_closed);
+    }
+}
+
+/// The newest reading and its listeners.
+pub(crate) struct Hub {
+    newest: watch::Receiver<Option<Arc<Reading>>>,
+    demand: Arc<Demand>,
+    interval: Duration,
+}
+
+impl Hub {
+    /// Starts the thread that takes snapshots, at most one per `interval`.
+    ///
+    /// # Errors
+    /// The system refuses a thread.
+    pub fn start(
+        interval: Duration,
+        mut take: impl FnMut() -> Result<Snapshot, Failure> + Send + 'static,
+    ) -> io::Result<Hub> {
+        let (sender, newest) = watch::channel(None);
+        let demand = Arc::new(Demand::default());
+        let of_reader = Arc::clone(&demand);
+        let reader = thread::Builder::new().name("snapshots".into()).stack_size(READER_STACK_BYTES);
+        reader.spawn(move || {
+            while of_reader.wait_for_listener() {
+                let taken = Instant::now();
+                sender.send_replace(Some(Arc::new(Reading::new(taken, take()))));
+                of_reader.wait_until(taken + interval);
+            }
+        })?;
+        Ok(Hub { newest, demand, interval })
+    }
+
+    /// Returns a listener. Its first reading is the newest one, if that is younger than the interval.
+    pub fn listen(&self) -> Listener {
+        let mut newest = self.newest.clone();
+        let is_fresh = |reading: &Arc<Reading>| reading.taken.elapsed() < self.interval;
+        if newest.borrow().as_ref().is_some_and(is_fresh) {
+            newest.mark_changed();
+        } else {
+            newest.mark_unchanged();
+        }
+        self.demand.lock().listeners += 1;
+        self.demand.changed.notify_all();
+        Listener { newest, demand: Arc::clone(&self.demand) }
+    }
+
+    /// Returns a reading that is younger than the interval; `None` if none can be taken any more.
+    pub async fn current(&self) -> Option<Arc<Reading>> {
+        self.listen().next().await
+    }
+}
+
+impl Drop for Hub {
+    fn drop(&mut self) {
+        self.demand.lock().is_closed = true;
+        self.demand.changed.notify_all();
+    }
+}
+
+/// A client that waits for readings. While one exists, readings are taken.
+pub(crate) struct Listener {
+    newest: watch::Receiver<Option<Arc<Reading>>>,
+    demand: Arc<Demand>,
+}
+
+impl Listener {
+    /// Waits for the next reading. Readings that a slow client misses are left out. Returns `None` once no reading can
+    /// be taken any more.
+    pub async fn next(&mut self) -> Option<Arc<Reading>> {
+        self.newest.changed().await.ok()?;
+        self.newest.borrow_and_update().clone()
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        self.demand.lock().listeners -= 1;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    fn failing_hub(interval: Duration) -> (Hub, Arc<AtomicUsize>) {
+        let readings = Arc::new(AtomicUsize::new(0));
+        let counter = Arc::clone(&readings);
+        let take = move || {
+            counter.fetch_add(1, Ordering::Relaxed);
+            Err(Failure::input("no snapshot"))
+        };
+        (Hub::start(interval, take).unwrap(), readings)
+    }
+
+    fn runtime() -> tokio::runtime::Runtime {
+        tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap()
+    }
+
+    #[test]
+    fn nothing_is_read_without_listeners() {
+        let (hub, readings) = failing_hub(Duration::from_millis(5));
+        thread::sleep(Duration::from_millis(50));
+        assert_eq!(readings.load(Ordering::Relaxed), 0);
+        let reading = runtime().block_on(hub.current()).unwrap();
+        assert!(!reading.is_ok() && reading.json.starts_with(b"{\"error\":{\"message\":\"no snapshot\""));
+        thread::sleep(Duration::from_millis(50));
+        assert_eq!(readings.load(Ordering::Relaxed), 1);
+    }
+
+    #[test]
+    fn requests_within_an_interval_share_a_reading() {
+        let (hub, readings) = failing_hub(Duration::from_secs(600));
+        runtime().block_on(async {
+            for _ in 0..100 {
+                hub.current().await.unwrap();
+            }
+        });
+        assert_eq!(readings.load(Ordering::Relaxed), 1);
+    }
+
+    #[test]
+    fn end_of_the_reader_ends_listeners() {
+        let hub = Hub::start(Duration::from_millis(1), || panic!("the reader ends")).unwrap();
+        assert!(runtime().block_on(hub.current()).is_none());
+    }
+}

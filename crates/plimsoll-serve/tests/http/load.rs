@@ -1,0 +1,154 @@
+//! Many clients, slow clients, and requests that are no HTTP.
+
+use super::client::{Served, WATCHDOG};
+use plimsoll_serve::server::MAX_CONNECTIONS;
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpStream};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Requests of [`random_requests_do_no_harm`].
+const REQUESTS: usize = 10_000;
+/// Clients of [`many_clients_share_readings`].
+const CLIENTS: usize = 200;
+
+/// Random numbers: splitmix64 of Steele, Lea and Flood.
+struct Rng(u64);
+
+impl Rng {
+    fn below(&mut self, end: usize) -> usize {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((z ^ (z >> 31)) % end as u64) as usize
+    }
+
+    fn pick<'a>(&mut self, words: &[&'a str]) -> &'a str {
+        words[self.below(words.len())]
+    }
+}
+
+/// Returns a request that is right in some parts and damaged in others.
+fn request(rng: &mut Rng, host: &str) -> Vec<u8> {
+    let method = rng.pick(&["GET", "GET", "GET", "POST", "HEAD", "get", "", "\u{7f}", "GET GET"]);
+    let paths = [
+        "/",
+        "/api/snapshot",
+        "/metrics",
+        "/healthz",
+        "/login",
+        "/../../etc/passwd",
+        "/%00",
+        "*",
+        "http://a/",
+        "/%ff?",
+    ];
+    let path = match rng.below(12) {
+        0 => "/x".repeat(rng.below(20_000)),
+        _ => rng.pick(&paths).to_owned(),
+    };
+    let version = rng.pick(&["HTTP/1.1", "HTTP/1.1", "HTTP/1.0", "HTTP/2.0", "HTTP/9", ""]);
+    let mut text = format!("{method} {path} {version}\r\nhost: {host}\r\n");
+    for _ in 0..rng.below(4) {
+        text += rng.pick(&[
+            "host: evil.example\r\n",
+            "content-length: 18446744073709551616\r\n",
+            "content-length: 5\r\n",
+            "transfer-encoding: chunked\r\n",
+            "authorization: Bearer \u{e9}\r\n",
+            "cookie: plimsoll_token_1=;;;==;\r\n",
+            "origin: null\r\n",
+            "expect: 100-continue\r\n",
+            "upgrade: websocket\r\nconnection: upgrade\r\n",
+            "no header\r\n",
+            ": empty\r\n",
+        ]);
+    }
+    if rng.below(20) == 0 {
+        text += &"a: b\r\n".repeat(rng.below(200));
+    }
+    text += "connection: close\r\n\r\n";
+    let mut bytes = text.into_bytes();
+    for _ in 0..rng.below(4) {
+        let at = rng.below(bytes.len());
+        match rng.below(3) {
+            0 => bytes[at] = rng.below(256) as u8,
+            1 => bytes.truncate(at.max(1)),
+            _ => bytes.insert(at, rng.below(256) as u8),
+        }
+    }
+    bytes
+}
+
+#[test]
+fn random_requests_do_no_harm() {
+    let served = Served::local(Duration::from_secs(1));
+    let (mut rng, host) = (Rng(1), served.address.to_string());
+    let mut answered = 0;
+    for _ in 0..REQUESTS {
+        let mut stream = served.connect();
+        let bytes = request(&mut rng, &host);
+        // The server may close the connection before it has read a damaged request to its end.
+        let _ = stream.write_all(&bytes);
+        let _ = stream.shutdown(Shutdown::Write);
+        let mut answer = Vec::new();
+        let _ = stream.read_to_end(&mut answer);
+        assert!(answer.len() < 200_000 && !answer.windows(5).any(|some| some == b"root:"), "{bytes:?}");
+        answered += usize::from(answer.starts_with(b"HTTP/1."));
+    }
+    assert!(answered > REQUESTS / 2, "{answered}");
+    assert_eq!(served.get("/healthz", &[]).status, 200);
+}
+
+#[test]
+fn many_clients_share_readings() {
+    let interval = Duration::from_millis(100);
+    let served = Served::local(interval);
+    let began = Instant::now();
+    let mut clients: Vec<_> = (0..CLIENTS).map(|_| served.events()).collect();
+    for client in &mut clients {
+        let numbers = [client.next(), client.next()].map(|(_, snapshot)| snapshot["at"].as_f64().unwrap());
+        assert!(numbers[0] < numbers[1], "{numbers:?}");
+    }
+    let most = began.elapsed().as_secs_f64() / interval.as_secs_f64() + 1.0;
+    let readings = served.readings();
+    assert!((2.0..=most).contains(&(readings as f64)), "{readings} of at most {most}");
+    drop(clients);
+    // The server learns that a client has gone when it sends the next event.
+    thread::sleep(5 * interval);
+    let after = served.readings();
+    thread::sleep(5 * interval);
+    assert_eq!(served.readings(), after, "readings end with the last client");
+}
+
+#[test]
+fn connections_beyond_the_limit_are_refused() {
+    let served = Served::local(Duration::from_secs(1));
+    let idle: Vec<TcpStream> = (0..MAX_CONNECTIONS).map(|_| served.connect()).collect();
+    let mut further = served.connect();
+    let mut answer = String::new();
+    further.read_to_string(&mut answer).unwrap();
+    assert!(answer.starts_with("HTTP/1.1 503 "), "{answer}");
+    drop(idle);
+    let began = Instant::now();
+    let is_served = || {
+        let mut stream = served.connect();
+        let mut answer = String::new();
+        let asked = write!(stream, "GET /healthz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n");
+        asked.and_then(|()| stream.read_to_string(&mut answer)).is_ok() && answer.ends_with("ok\n")
+    };
+    while !is_served() {
+        assert!(began.elapsed() < WATCHDOG, "closed connections still count");
+    }
+}
+
+#[test]
+fn slow_head_ends_the_connection() {
+    let served = Served::local(Duration::from_secs(1));
+    let mut stream = served.connect();
+    let began = Instant::now();
+    stream.write_all(b"GET / HTTP/1.1\r\nhost: ").unwrap();
+    let mut answer = String::new();
+    let _ = stream.read_to_string(&mut answer);
+    assert!(!answer.contains("200 OK") && began.elapsed() < WATCHDOG, "{answer}");
+}
