@@ -89,6 +89,21 @@ fn register_handlers(command: impl OnSignal, prints_note: bool) -> io::Result<St
     Ok(stop)
 }
 
+/// Calls `end` once at the first SIGINT, SIGTERM or SIGHUP, for a command that has nothing to finish.
+///
+/// # Errors
+/// The system refuses to install a handler or to start a thread.
+pub fn on_first(end: impl FnOnce() + Send + 'static) -> Result<(), Failure> {
+    let refused = |_| Failure::no_thread("to watch for signals");
+    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).map_err(refused)?;
+    let thread = thread::Builder::new().name("signals".into()).stack_size(128 << 10);
+    let waiting = thread.spawn(move || {
+        signals.forever().next();
+        end();
+    });
+    waiting.map(drop).map_err(refused)
+}
+
 /// Formats the note after the first signal.
 fn stop_note(work: &str) -> String {
     format!("stopping: finishing {work}; Ctrl-C again to stop now")

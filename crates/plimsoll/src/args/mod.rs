@@ -22,6 +22,7 @@ use clap::{Args, CommandFactory, Parser, Subcommand};
 use plimsoll_core::Budget;
 use plimsoll_train::config::{list_setting, setting};
 use std::ffi::OsString;
+use std::net::SocketAddr;
 use std::path::PathBuf;
 
 /// Train and fine-tune language models within a fixed memory budget
@@ -271,12 +272,19 @@ Examples:
   plimsoll watch                 all devices of this machine
   plimsoll watch runs/my-llama   a run, under way or ended
   plimsoll watch --json runs/my-llama | jq .run.tokens_per_second
+  plimsoll watch runs/my-llama --serve
+                                 a page at http://127.0.0.1:1876
+  plimsoll watch http://127.0.0.1:1876
+                                 the same run, read from that page's server
 
 The view ends with q, Esc or Ctrl-C, and the run goes on. If the output is no
 terminal, lines are printed until the run has ended.")]
 pub struct WatchArgs {
-    /// Folder of the run; without it, the devices of this machine are shown
-    #[arg(value_name = "RUN_DIR")]
+    /// Folder of the run, or URL of a served run; without it, the devices of this machine are shown
+    ///
+    /// A URL is the address that --serve prints, such as http://127.0.0.1:1876. If the server has a token, the
+    /// environment variable PLIMSOLL_TOKEN holds it.
+    #[arg(value_name = "RUN_DIR|URL")]
     pub run_dir: Option<PathBuf>,
     /// Seconds between two updates
     #[arg(long, value_name = "SECONDS", default_value_t = 1.0, value_parser = values::interval)]
@@ -292,6 +300,12 @@ pub struct WatchArgs {
     /// Plans the run with each change, which takes seconds of processor time.
     #[arg(long, requires = "run_dir")]
     pub advise: bool,
+    /// Serve a page with the view until Ctrl-C, and JSON, events and Prometheus metrics [default: 127.0.0.1:1876]
+    ///
+    /// If port 1876 is in use, another one is chosen. An address that other machines reach, such as 0.0.0.0:1876, gets a
+    /// token, which is printed once to stderr.
+    #[arg(long, value_name = "ADDRESS:PORT", num_args = 0..=1, value_parser = values::address, conflicts_with = "json")]
+    pub serve: Option<Option<SocketAddr>>,
 }
 
 /// Arguments of `plimsoll measure-rates`, which other commands start.

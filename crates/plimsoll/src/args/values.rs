@@ -1,5 +1,6 @@
 //! Parsers of flag values.
 
+use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 /// Returns a parser for whole numbers from 1 on.
@@ -26,6 +27,16 @@ pub fn interval(text: &str) -> Result<f64, String> {
     }
 }
 
+/// Parses an address to listen at: `127.0.0.1:1876`, `localhost:1876`, or a port alone, which means 127.0.0.1. Port 0 lets
+/// the system choose one.
+pub fn address(text: &str) -> Result<SocketAddr, String> {
+    let port = text.strip_prefix("localhost:").unwrap_or(text).parse().ok();
+    let address = port.map(|port: u16| SocketAddr::from((Ipv4Addr::LOCALHOST, port)));
+    address.or_else(|| text.parse().ok()).ok_or_else(|| {
+        "expected an IP address with a port, such as 127.0.0.1:1876; a run folder stands before --serve".to_owned()
+    })
+}
+
 /// Parses a sampling temperature: a finite number that is 0 or more.
 pub fn temperature(text: &str) -> Result<f32, String> {
     match text.parse::<f32>() {
@@ -45,6 +56,17 @@ pub fn share(text: &str) -> Result<f32, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn addresses_are_local_unless_named() {
+        for text in ["127.0.0.1:1876", "localhost:1876", "1876"] {
+            assert_eq!(address(text), Ok(SocketAddr::from(([127, 0, 0, 1], 1876))), "{text}");
+        }
+        assert_eq!(address("[::1]:0").unwrap().to_string(), "[::1]:0");
+        for bad in ["", "runs/sums", "localhost", "example.com:80", "127.0.0.1", "127.0.0.1:65536", "localhost:"] {
+            assert!(address(bad).is_err_and(|reason| reason.contains("before --serve")), "{bad}");
+        }
+    }
 
     #[test]
     fn duration_accepts_units_and_rejects_nonsense() {

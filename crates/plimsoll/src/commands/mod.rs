@@ -10,6 +10,7 @@ pub mod models;
 pub mod plan;
 pub mod rates;
 pub mod ray;
+pub mod serve;
 pub mod sweep;
 pub mod train;
 mod view_process;

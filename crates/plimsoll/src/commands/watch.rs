@@ -1,9 +1,11 @@
-//! `plimsoll watch`: the devices of this machine and a run, live.
+//! `plimsoll watch`: the devices of this machine and a run, live, on the terminal or as a page.
 
 use super::advice::recommendations_for_run;
+use super::serve::serve;
 use crate::args::WatchArgs;
 use crate::output;
 use plimsoll_core::{Exit, Failure, Recommendation};
+use plimsoll_serve::remote::{self, RemoteRun, TOKEN_VARIABLE};
 use plimsoll_watch::snapshot::source::Source;
 use plimsoll_watch::snapshot::{RunState, Snapshot};
 use plimsoll_watch::view::{self, Viewer, lines};
@@ -20,37 +22,88 @@ use std::time::Duration;
 /// Time between the two readings of a single snapshot, from which the load of the processor follows.
 const LOAD_PERIOD: Duration = Duration::from_millis(200);
 
-/// Shows snapshots: one as JSON, a live view on a terminal, else lines until the run ends or the output is closed.
+/// Shows snapshots: one as JSON, a page, a live view on a terminal, else lines until the run ends or the output is closed.
 ///
 /// # Errors
-/// There is no such run folder, or the terminal cannot be drawn on.
+/// There is no such run folder or server, the terminal cannot be drawn on, or the page cannot be served.
 pub fn run(args: &WatchArgs) -> Result<Exit, Failure> {
-    let mut source = match &args.run_dir {
-        Some(path) => Source::run_folder(path)?,
-        None => Source::machine(),
-    };
+    let mut watched = Watched::open(args)?;
     let period = Duration::from_secs_f64(args.interval);
-    if !args.json && io::stdout().is_terminal() {
-        show(source, args)?;
-        return Ok(Exit::Done);
-    }
-    if let Some(folder) = args.run_dir.as_deref().filter(|_| args.advise) {
-        source.recommendations = recommendations_for_run(folder);
-    }
-    if args.json {
-        thread::sleep(LOAD_PERIOD);
-        output::print_json(&lines::json(&source.snapshot()?));
+    if let Some(address) = args.serve {
+        serve(address, period, move || watched.take())?;
+    } else if !args.json && io::stdout().is_terminal() {
+        show(watched, args)?;
     } else {
-        print_lines(&mut source, period)?;
+        watched.wait_for_advice();
+        if args.json {
+            thread::sleep(LOAD_PERIOD);
+            output::print_json(&lines::json(&watched.take()?));
+        } else {
+            print_lines(&mut watched, period)?;
+        }
     }
     Ok(Exit::Done)
 }
 
-/// The view of a run or of this machine on the terminal of this process.
-struct TerminalViewer {
-    source: Source,
+/// The origin of the snapshots, with recommendations once they are computed.
+struct Watched {
+    origin: Origin,
     /// The thread that computes recommendations; `None` if there is none, and once they are shown.
     advice: Option<JoinHandle<Vec<Recommendation>>>,
+}
+
+/// The origin of snapshots.
+enum Origin {
+    /// This machine, or the folder of a run.
+    Here(Box<Source>),
+    /// A server, which adds its own recommendations.
+    Server(RemoteRun),
+}
+
+impl Watched {
+    /// Opens what the arguments name.
+    fn open(args: &WatchArgs) -> Result<Watched, Failure> {
+        let url = args.run_dir.as_ref().and_then(|path| path.to_str()).filter(|word| remote::is_url(word));
+        if let Some(url) = url {
+            if args.advise {
+                let failure = Failure::input("--advise plans the run anew, and needs its folder instead of a URL");
+                return Err(failure.hint("on the machine of the run: plimsoll watch RUN_DIR --advise --serve"));
+            }
+            let server = RemoteRun::new(url, std::env::var(TOKEN_VARIABLE).ok())?;
+            return Ok(Watched { origin: Origin::Server(server), advice: None });
+        }
+        let source = match &args.run_dir {
+            Some(path) => Source::run_folder(path)?,
+            None => Source::machine(),
+        };
+        let advice = args.run_dir.clone().filter(|_| args.advise);
+        let advice = advice.map(|folder| thread::spawn(move || recommendations_for_run(&folder)));
+        Ok(Watched { origin: Origin::Here(Box::new(source)), advice })
+    }
+
+    /// Takes a snapshot.
+    fn take(&mut self) -> Result<Snapshot, Failure> {
+        if self.advice.as_ref().is_some_and(JoinHandle::is_finished) {
+            self.wait_for_advice();
+        }
+        match &mut self.origin {
+            Origin::Here(source) => source.snapshot(),
+            Origin::Server(server) => server.snapshot(),
+        }
+    }
+
+    /// Waits until the recommendations are computed, and adds them to all later snapshots.
+    fn wait_for_advice(&mut self) {
+        if let (Some(advice), Origin::Here(source)) = (self.advice.take(), &mut self.origin) {
+            // A panic of the planner is printed by its thread; the view goes on without recommendations.
+            source.recommendations = advice.join().unwrap_or_default();
+        }
+    }
+}
+
+/// The view of a run or of this machine on the terminal of this process.
+struct TerminalViewer {
+    watched: Watched,
     /// The process of the run that started this one; `None` if the user did.
     of_process: Option<u32>,
     /// Whether a signal asked this process to end.
@@ -59,11 +112,7 @@ struct TerminalViewer {
 
 impl Viewer for TerminalViewer {
     fn take(&mut self) -> Result<Option<Snapshot>, Failure> {
-        if let Some(ended) = self.advice.take_if(|thread| thread.is_finished()) {
-            // A panic of the planner is printed by its thread; the view goes on without recommendations.
-            self.source.recommendations = ended.join().unwrap_or_default();
-        }
-        self.source.snapshot().map(Some)
+        self.watched.take().map(Some)
     }
 
     fn is_over(&self) -> bool {
@@ -80,23 +129,21 @@ impl Viewer for TerminalViewer {
 }
 
 /// Draws the view until the user quits, a signal ends this process, or the process of the run ends.
-fn show(source: Source, args: &WatchArgs) -> Result<(), Failure> {
-    let advice = args.run_dir.clone().filter(|_| args.advise);
-    let advice = advice.map(|folder| thread::spawn(move || recommendations_for_run(&folder)));
+fn show(watched: Watched, args: &WatchArgs) -> Result<(), Failure> {
     let stop = Arc::new(AtomicBool::new(false));
     for signal in [SIGTERM, SIGHUP] {
         // If the handler cannot be installed, the signal ends the process without restoring the terminal.
         let _ = register(signal, Arc::clone(&stop));
     }
-    let mut viewer = TerminalViewer { source, advice, of_process: args.of_process, stop };
+    let mut viewer = TerminalViewer { watched, of_process: args.of_process, stop };
     view::show(Duration::from_secs_f64(args.interval), &mut viewer)
 }
 
 /// Prints the lines of a snapshot each `period`, until the run has ended or the output is closed.
-fn print_lines(source: &mut Source, period: Duration) -> Result<(), Failure> {
+fn print_lines(watched: &mut Watched, period: Duration) -> Result<(), Failure> {
     loop {
         thread::sleep(period.min(LOAD_PERIOD));
-        let snapshot = source.snapshot()?;
+        let snapshot = watched.take()?;
         let is_over = snapshot
             .run
             .as_ref()

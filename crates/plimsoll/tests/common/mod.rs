@@ -237,6 +237,16 @@ impl Running {
         false
     }
 
+    /// Returns the file that holds what the process has printed to stdout so far.
+    pub fn stdout_path(&self) -> PathBuf {
+        self.stdout.clone()
+    }
+
+    /// Returns what the process has printed to stderr so far.
+    pub fn stderr(&self) -> String {
+        fs::read_to_string(&self.stderr).unwrap()
+    }
+
     /// Kills the process with SIGKILL and waits for its end.
     pub fn kill(mut self) {
         let _ = self.child.kill();

@@ -1,0 +1,134 @@
+//! `plimsoll watch --serve` and `plimsoll watch URL`, with the real binary.
+
+mod common;
+
+use common::{Running, SMALL, Workspace};
+use serde_json::Value;
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::time::Duration;
+
+/// Time after which a reader counts as hanging.
+const TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Starts a server, and returns it with its address `127.0.0.1:PORT`.
+fn serve(workspace: &Workspace, args: &[&str]) -> (Running, String) {
+    let mut server = workspace.start(&[&["watch"], args].concat());
+    let output = server.stdout_path();
+    let text = || fs::read_to_string(&output).unwrap();
+    assert!(server.wait_until(|| text().contains("until Ctrl-C")), "{}", server.stderr());
+    let text = text();
+    let port = text.rsplit_once(':').and_then(|(_, rest)| rest.split(' ').next()).unwrap_or_else(|| panic!("{text}"));
+    (server, format!("127.0.0.1:{port}"))
+}
+
+/// Sends a GET request with further header lines, and returns status and body.
+fn get(address: &str, path: &str, headers: &str) -> (u16, String) {
+    let mut stream = TcpStream::connect(address).unwrap();
+    stream.set_read_timeout(Some(TIMEOUT)).unwrap();
+    write!(stream, "GET {path} HTTP/1.1\r\nhost: {address}\r\n{headers}connection: close\r\n\r\n").unwrap();
+    let mut text = String::new();
+    stream.read_to_string(&mut text).unwrap();
+    let (head, body) = text.split_once("\r\n\r\n").unwrap_or_else(|| panic!("{text}"));
+    (head.split(' ').nth(1).unwrap().parse().unwrap(), body.to_owned())
+}
+
+/// Returns a snapshot without the readings of the machine, which differ from one moment to the next.
+fn without_readings(mut snapshot: Value) -> Value {
+    snapshot["at"].take();
+    snapshot["cpu"]["load"].take();
+    snapshot["host"]["free_bytes"].take();
+    snapshot["run"]["silent_seconds"].take();
+    for device in snapshot["devices"].as_array_mut().unwrap() {
+        for key in ["free_bytes", "others_bytes", "load_line_bytes", "utilization", "temperature_c", "processes"] {
+            device[key].take();
+        }
+    }
+    snapshot
+}
+
+#[test]
+fn finished_run_has_equal_numbers_everywhere() {
+    let workspace = Workspace::new(&SMALL);
+    workspace.succeed(&["train", "run.toml", "--quiet"]);
+    let printed = workspace.succeed(&["watch", "run", "--json"]).json();
+    let (server, address) = serve(&workspace, &["run", "--serve", "127.0.0.1:0"]);
+    let (status, body) = get(&address, "/api/snapshot", "");
+    let served: Value = serde_json::from_str(&body).unwrap();
+    assert_eq!((status, without_readings(served.clone())), (200, without_readings(printed.clone())));
+    let url = format!("http://{address}");
+    let attached = workspace.succeed(&["watch", &url, "--json"]).json();
+    assert_eq!(without_readings(attached), without_readings(printed.clone()));
+    let lines = workspace.succeed(&["watch", &url]).stdout;
+    assert!(lines.contains(&format!("run done: step {} of", printed["run"]["steps"])), "{lines}");
+    let (_, metrics) = get(&address, "/metrics", "");
+    let loss = metrics.lines().find_map(|line| line.strip_prefix("plimsoll_run_loss ")).expect("the loss is known");
+    assert_eq!(loss.parse().ok(), printed["run"]["loss"].as_f64());
+    assert_eq!(get(&address, "/../run.toml", "").0, 404);
+    // The server wrote nothing into the folder, and ends without a failure.
+    let files = workspace.file_names("run");
+    server.signal("INT");
+    let ended = server.wait();
+    assert_eq!((ended.code, ended.stderr.as_str()), (Some(0), ""));
+    assert_eq!(workspace.file_names("run"), files);
+    let refusal = workspace.expect_refusal(2, &["watch", &url]);
+    assert!(refusal.contains("no snapshot can be read"), "{refusal}");
+}
+
+#[test]
+fn growing_run_reaches_the_page() {
+    let workspace = Workspace::new(&SMALL);
+    workspace.succeed(&["train", "run.toml", "--quiet"]);
+    let events = workspace.read("run/events.jsonl");
+    let half = events.match_indices("\"event\":\"step\"").nth(6).map(|(at, _)| at).unwrap();
+    fs::create_dir(workspace.path("live")).unwrap();
+    fs::copy(workspace.path("run/plan.json"), workspace.path("live/plan.json")).unwrap();
+    // The first half ends in the middle of a line.
+    workspace.write("live/events.jsonl", &events[..half]);
+    let (_server, address) = serve(&workspace, &["live", "--serve", "127.0.0.1:0", "--interval", "0.1"]);
+    let mut stream = TcpStream::connect(&address).unwrap();
+    stream.set_read_timeout(Some(TIMEOUT)).unwrap();
+    write!(stream, "GET /api/events HTTP/1.1\r\nhost: {address}\r\n\r\n").unwrap();
+    let mut lines = BufReader::new(stream).lines().map(Result::unwrap);
+    let mut next = || -> Value {
+        let data = lines.find_map(|line| line.strip_prefix("data: ").map(str::to_owned));
+        serde_json::from_str(&data.expect("the stream goes on")).unwrap()
+    };
+    let first = next();
+    assert_eq!((&first["run"]["state"], &first["run"]["step"]), (&"died".into(), &6.into()));
+    let mut log = fs::OpenOptions::new().append(true).open(workspace.path("live/events.jsonl")).unwrap();
+    log.write_all(&events.as_bytes()[half..]).unwrap();
+    let last = std::iter::repeat_with(next).find(|snapshot| snapshot["run"]["state"] == "done").unwrap();
+    let result = workspace.json("run/result.json");
+    assert_eq!((&last["run"]["step"], &last["run"]["loss"]), (&result["steps"], &result["loss"]["last"]));
+}
+
+#[test]
+fn server_for_other_machines_prints_its_token() {
+    let workspace = Workspace::new(&SMALL);
+    let (server, address) = serve(&workspace, &["--serve", "0.0.0.0:0"]);
+    let stderr = server.stderr();
+    let token = stderr.lines().find_map(|line| line.strip_prefix("token: ")).unwrap_or_else(|| panic!("{stderr}"));
+    assert_eq!(get(&address, "/api/snapshot", "").0, 401);
+    let (status, body) = get(&address, "/api/snapshot", &format!("authorization: Bearer {token}\r\n"));
+    assert!(status == 200 && body.contains("\"name\":\"cpu\""), "{body}");
+    let url = format!("http://{address}");
+    let refusal = workspace.run(&["watch", &url]).refusal(2);
+    assert!(refusal.contains("PLIMSOLL_TOKEN=TOKEN plimsoll watch"), "{refusal}");
+    let variable = format!("PLIMSOLL_TOKEN={token}");
+    let attached = workspace.start_wrapped(&["env", &variable], &["watch", &url, "--json"]).wait();
+    assert_eq!(attached.json()["devices"][0]["name"], "cpu");
+}
+
+#[test]
+fn wrong_addresses_are_refused_with_a_hint() {
+    let workspace = Workspace::new(&SMALL);
+    let (_server, address) = serve(&workspace, &["--serve", "127.0.0.1:0"]);
+    let refusal = workspace.expect_refusal(2, &["watch", "--serve", &address]);
+    assert!(refusal.contains("cannot listen there") && refusal.contains("--serve 127.0.0.1:0"), "{refusal}");
+    let usage = workspace.run(&["watch", "--serve", "runs/sums"]);
+    assert!(usage.code == Some(2) && usage.stderr.contains("a run folder stands before --serve"), "{}", usage.stderr);
+    let refusal = workspace.expect_refusal(2, &["watch", "https://127.0.0.1:1"]);
+    assert!(refusal.contains("https is not supported") && refusal.contains("ssh -L"), "{refusal}");
+}

@@ -1,0 +1,161 @@
+"""The page of ``plimsoll watch --serve`` in a real browser: headless Chromium."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, ViewportSize, expect, sync_playwright
+
+from test_schemas import SMALL_RUN, Say, say
+
+__all__ = ["say"]
+
+#: Steps of the run that a page shows when it is opened. The others come later.
+SHOWN_STEPS = 12
+STEPS = 24
+#: Least contrast of text (WCAG 2.1, level AA).
+MIN_CONTRAST = 4.5
+#: Returns the least contrast between the color of a text and the color behind it, with that text.
+LEAST_CONTRAST = """() => {
+  const channels = (color) => color.match(/[0-9.]+/g).map(Number);
+  const luminance = (color) => {
+    const [red, green, blue] = channels(color).slice(0, 3).map((channel) => {
+      const share = channel / 255;
+      return share <= 0.03928 ? share / 12.92 : ((share + 0.055) / 1.055) ** 2.4;
+    });
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
+  };
+  const behind = (element) => {
+    for (let at = element; at; at = at.parentElement) {
+      const color = getComputedStyle(at).backgroundColor;
+      if ((channels(color)[3] ?? 1) > 0) return color;
+    }
+    return "rgb(255, 255, 255)";
+  };
+  let least = [Infinity, ""];
+  for (const element of document.querySelectorAll("body *")) {
+    const hasText = [...element.childNodes].some((node) => node.nodeType === Node.TEXT_NODE && node.data.trim());
+    if (!hasText || !element.checkVisibility()) continue;
+    const [light, dark] = [getComputedStyle(element).color, behind(element)].map(luminance).sort((a, b) => b - a);
+    const contrast = (light + 0.05) / (dark + 0.05);
+    if (contrast < least[0]) least = [contrast, `${element.tagName}.${element.className}: ${element.textContent}`];
+  }
+  return least;
+}"""
+
+
+class GrowingRun:
+    """A run folder whose events come later, served by the real program."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.lines = (folder.parent / "run" / "events.jsonl").read_text().splitlines(keepends=True)
+        folder.mkdir()
+        shutil.copy(folder.parent / "run" / "plan.json", folder)
+        self.written = 0
+        self.write_until(SHOWN_STEPS)
+
+    def step(self, number: int) -> dict[str, Any]:
+        """Returns the event of a step."""
+        events = map(json.loads, self.lines)
+        found: dict[str, Any] = next(event for event in events if event.get("event") == "step" and event["step"] == number)
+        return found
+
+    def write_until(self, step: int | None) -> None:
+        """Writes the events up to a step; all if it is ``None``."""
+        with (self.folder / "events.jsonl").open("a") as log:
+            while self.written < len(self.lines):
+                event = json.loads(self.lines[self.written])
+                log.write(self.lines[self.written])
+                self.written += 1
+                if step is not None and event.get("event") == "step" and event["step"] == step:
+                    break
+
+
+@pytest.fixture
+def run(say: Say, tmp_path: Path) -> GrowingRun:
+    steps = ["--set", f"train.steps={STEPS}", "--set", "train.eval_every=6", "--set", "train.save_every=12"]
+    say("train", "--quiet", "--set", "run.dir=run", "--devices", "virtual:a=400MiB", *SMALL_RUN, *steps)
+    return GrowingRun(tmp_path / "live")
+
+
+@pytest.fixture
+def address(command: Path, run: GrowingRun) -> Iterator[str]:
+    words: list[str | Path] = [command, "watch", run.folder, "--serve", "127.0.0.1:0", "--interval", "0.2"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        yield server.stdout.readline().split()[1]
+        server.terminate()
+
+
+@pytest.fixture
+def browser() -> Iterator[Browser]:
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("no Chromium: apt-get install chromium")
+    with sync_playwright() as playwright:
+        # Chromium's sandbox needs a user other than root.
+        with playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"]) as browser:
+            yield browser
+
+
+def opened(browser: Browser, address: str, problems: list[str], **look: Any) -> Page:
+    """Opens the page. Requests to other sites, console errors and exceptions are added to ``problems``."""
+    page = browser.new_context(**look).new_page()
+    page.on("console", lambda message: problems.append(message.text) if message.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("request", lambda request: None if request.url.startswith((f"{address}/", "data:")) else problems.append(request.url))
+    page.goto(f"{address}/")
+    expect(page.locator("#connection")).to_have_text("live")
+    return page
+
+
+def test_page_follows_the_run_and_the_keyboard(browser: Browser, address: str, run: GrowingRun) -> None:
+    problems: list[str] = []
+    page = opened(browser, address, problems)
+    loss = page.get_by_role("img", name="loss from step")
+    figures = page.locator("#figures")
+    expect(figures).to_contain_text(f"step{SHOWN_STEPS} of {STEPS}")
+    expect(figures).to_contain_text(f"loss{run.step(SHOWN_STEPS)['loss']:.4f}")
+    # Each step of the plot is reached by keys, and shows the digits of its event.
+    page.keyboard.press("Tab")
+    while page.evaluate("document.activeElement.tagName") != "svg":
+        page.keyboard.press("Tab")
+    expect(loss).to_be_focused()
+    page.keyboard.press("Home")
+    readout = page.locator("#plots output").first
+    for step in range(1, SHOWN_STEPS + 1):
+        expect(readout).to_have_text(f"step {step}: {run.step(step)['loss']:.4f}")
+        page.keyboard.press("ArrowRight")
+    points = loss.locator("path").get_attribute("d")
+    assert points is not None and len(points.replace("M", "L").split("L")) == SHOWN_STEPS + 1
+    # The table of a device opens by a key and stays open as the run goes on.
+    page.locator("summary").first.focus()
+    page.keyboard.press("Enter")
+    run.write_until(None)
+    expect(page.locator("#state")).to_have_text("done")
+    expect(figures).to_contain_text(f"loss{run.step(STEPS)['loss']:.4f}")
+    expect(readout).to_have_text(f"step {SHOWN_STEPS}: {run.step(SHOWN_STEPS)['loss']:.4f}")
+    expect(page.locator("#feed li").first).to_be_visible()
+    planned = json.loads((run.folder / "plan.json").read_text())["devices"][0]["by_category"]
+    for category, size in planned.items():
+        expect(page.locator("table").first).to_contain_text(f"{category}{size / 2**20:.2f} MiB" if size >= 2**20 else category)
+    assert problems == []
+
+
+@pytest.mark.parametrize(("scheme", "size"), [("light", (1200, 1600)), ("dark", (1200, 1600)), ("light", (360, 800))])
+def test_page_is_readable(browser: Browser, address: str, scheme: str, size: tuple[int, int]) -> None:
+    problems: list[str] = []
+    page = opened(browser, address, problems, color_scheme=scheme, viewport=ViewportSize(width=size[0], height=size[1]))
+    page.locator("summary").first.click()
+    expect(page.locator("table").first).to_be_visible()
+    contrast, text = page.evaluate(LEAST_CONTRAST)
+    assert contrast >= MIN_CONTRAST, text
+    assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
+    assert problems == []
