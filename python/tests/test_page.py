@@ -159,3 +159,22 @@ def test_page_is_readable(browser: Browser, address: str, scheme: str, size: tup
     assert contrast >= MIN_CONTRAST, text
     assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
     assert problems == []
+
+
+def test_token_opens_the_page(browser: Browser, command: Path) -> None:
+    words: list[str | Path] = [command, "watch", "--serve", "0.0.0.0:0"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None and server.stderr is not None
+        port = server.stdout.readline().split()[1].rsplit(":", 1)[1]
+        token = next(line.split()[1] for line in server.stderr if line.startswith("token: "))
+        page = browser.new_context().new_page()
+        response = page.goto(f"http://127.0.0.1:{port}/")
+        assert response is not None and response.status == 401
+        page.keyboard.type("0")
+        page.keyboard.press("Enter")
+        expect(page.get_by_label("Token")).to_have_value("")
+        page.keyboard.type(token)
+        page.keyboard.press("Enter")
+        expect(page.locator("#devices article").first).to_contain_text("cpu")
+        assert token not in page.url and page.evaluate("document.cookie") == ""
+        server.terminate()

@@ -9,6 +9,8 @@ use std::time::{Duration, Instant};
 
 /// Requests of [`random_requests_do_no_harm`].
 const REQUESTS: usize = 10_000;
+/// Most memory that a server may take in addition for nine times as many requests.
+const MAX_GROWTH_KIB: u64 = 4 << 10;
 /// Clients of [`many_clients_share_readings`].
 const CLIENTS: usize = 200;
 
@@ -80,24 +82,46 @@ fn request(rng: &mut Rng, host: &str) -> Vec<u8> {
     bytes
 }
 
-#[test]
-fn random_requests_do_no_harm() {
-    let served = Served::local(Duration::from_secs(1));
-    let (mut rng, host) = (Rng(1), served.address.to_string());
+/// Sends random requests to a server. Fails if it answers one with a file, or stops answering.
+fn send_random_requests(served: &Served, rng: &mut Rng, count: usize) {
+    let host = served.address.to_string();
     let mut answered = 0;
-    for _ in 0..REQUESTS {
+    for _ in 0..count {
         let mut stream = served.connect();
-        let bytes = request(&mut rng, &host);
+        let bytes = request(rng, &host);
         // The server may close the connection before it has read a damaged request to its end.
         let _ = stream.write_all(&bytes);
         let _ = stream.shutdown(Shutdown::Write);
-        let mut answer = Vec::new();
-        let _ = stream.read_to_end(&mut answer);
-        assert!(answer.len() < 200_000 && !answer.windows(5).any(|some| some == b"root:"), "{bytes:?}");
-        answered += usize::from(answer.starts_with(b"HTTP/1."));
+        let mut response = Vec::new();
+        let _ = stream.read_to_end(&mut response);
+        assert!(response.len() < 200_000 && !response.windows(5).any(|some| some == b"root:"), "{bytes:?}");
+        answered += usize::from(response.starts_with(b"HTTP/1."));
     }
-    assert!(answered > REQUESTS / 2, "{answered}");
+    assert!(answered > count / 2, "{answered} of {count}");
     assert_eq!(served.get("/healthz", &[]).status, 200);
+}
+
+/// Returns the memory that this process holds, in KiB.
+fn resident_kib() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("Linux reports it");
+    line.split_whitespace().next().unwrap().parse().unwrap()
+}
+
+#[test]
+fn random_requests_do_no_harm() {
+    send_random_requests(&Served::local(Duration::from_secs(1)), &mut Rng(1), REQUESTS);
+}
+
+#[test]
+#[ignore = "slow: .ci/slow-tests"]
+fn many_random_requests_leave_memory_bounded() {
+    let (served, mut rng) = (Served::local(Duration::from_secs(1)), Rng(2));
+    send_random_requests(&served, &mut rng, REQUESTS);
+    let before = resident_kib();
+    send_random_requests(&served, &mut rng, 9 * REQUESTS);
+    let after = resident_kib();
+    assert!(after < before + MAX_GROWTH_KIB, "{before} KiB grew to {after} KiB");
 }
 
 #[test]
@@ -126,16 +150,16 @@ fn connections_beyond_the_limit_are_refused() {
     let served = Served::local(Duration::from_secs(1));
     let idle: Vec<TcpStream> = (0..MAX_CONNECTIONS).map(|_| served.connect()).collect();
     let mut further = served.connect();
-    let mut answer = String::new();
-    further.read_to_string(&mut answer).unwrap();
-    assert!(answer.starts_with("HTTP/1.1 503 "), "{answer}");
+    let mut response = String::new();
+    further.read_to_string(&mut response).unwrap();
+    assert!(response.starts_with("HTTP/1.1 503 "), "{response}");
     drop(idle);
     let began = Instant::now();
     let is_served = || {
         let mut stream = served.connect();
-        let mut answer = String::new();
+        let mut response = String::new();
         let asked = write!(stream, "GET /healthz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n");
-        asked.and_then(|()| stream.read_to_string(&mut answer)).is_ok() && answer.ends_with("ok\n")
+        asked.and_then(|()| stream.read_to_string(&mut response)).is_ok() && response.ends_with("ok\n")
     };
     while !is_served() {
         assert!(began.elapsed() < WATCHDOG, "closed connections still count");
@@ -143,12 +167,13 @@ fn connections_beyond_the_limit_are_refused() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn slow_head_ends_the_connection() {
     let served = Served::local(Duration::from_secs(1));
     let mut stream = served.connect();
     let began = Instant::now();
     stream.write_all(b"GET / HTTP/1.1\r\nhost: ").unwrap();
-    let mut answer = String::new();
-    let _ = stream.read_to_string(&mut answer);
-    assert!(!answer.contains("200 OK") && began.elapsed() < WATCHDOG, "{answer}");
+    let mut response = String::new();
+    let _ = stream.read_to_string(&mut response);
+    assert!(!response.contains("200 OK") && began.elapsed() < WATCHDOG, "{response}");
 }

@@ -1,7 +1,9 @@
 //! Screens of the view for snapshots with fixed numbers, and its keys.
 
 use super::*;
-use crate::snapshot::{CpuSnapshot, FeedEntry, HistoryPoint, HostSnapshot, RunSnapshot, RunState, SNAPSHOT_VERSION};
+use crate::snapshot::{
+    CpuSnapshot, FeedEntry, HistoryPoint, HostSnapshot, ProcessSnapshot, RunSnapshot, RunState, SNAPSHOT_VERSION,
+};
 use plimsoll_core::{Bytes, Category, WorkKind};
 use ratatui::Terminal;
 use ratatui::backend::TestBackend;
@@ -157,6 +159,34 @@ fn tiny_terminal_does_not_panic() {
             press(&mut state, keys);
             screen(width, height, &snapshot(), &state);
         }
+    }
+}
+
+#[test]
+fn snapshot_of_a_hostile_server_is_drawn() {
+    let text = "\u{1b}]0;title\u{7}\r\n\u{202e}".to_owned();
+    let mut hostile = snapshot();
+    hostile.warnings = vec![text.clone(); 1000];
+    hostile.feed = vec![FeedEntry { time: f64::MIN, text: text.clone() }; 1000];
+    hostile.cpu.load = Some(1e300);
+    let process = ProcessSnapshot { pid: 0, name: Some(text.clone()), held_bytes: None, is_plimsoll: false };
+    for (device, line) in hostile.devices.iter_mut().zip([0, 1, u64::MAX]) {
+        (device.name, device.model) = (text.clone(), Some(text.clone()));
+        (device.load_line_bytes, device.total_bytes) = (Some(Bytes(line)), Some(Bytes(u64::MAX - line)));
+        (device.charges_bytes, device.others_bytes) = (Some(Bytes(u64::MAX)), Some(Bytes(u64::MAX)));
+        (device.measured_peak_bytes, device.utilization, device.power_w) =
+            (Some(Bytes::ZERO), Some(-1e300), Some(1e300));
+        device.processes = vec![process.clone(); 100];
+    }
+    let run = hostile.run.as_mut().unwrap();
+    (run.folder, run.step, run.steps) = (text, u64::MAX, Some(0));
+    (run.eta_seconds, run.tokens_per_second, run.loss) = (Some(1e300), Some(-1e300), Some(f64::MAX));
+    run.history[7].loss = Some(f64::MIN);
+    for keys in [&[][..], &[KeyCode::Enter], &[KeyCode::Down, KeyCode::Enter], &[KeyCode::Char('.'); 3]] {
+        let mut state = ViewState::new(PLAIN);
+        press(&mut state, keys);
+        let drawn = screen(100, 40, &hostile, &state);
+        assert!(!drawn.contains(|c: char| c != '\n' && (c.is_control() || c == '\u{202e}')), "{drawn:?}");
     }
 }
 
