@@ -117,6 +117,12 @@ function showWarnings(warnings) {
   setList(byId("warnings").firstElementChild, warnings.map((warning) => element("li", {}, warning)));
 }
 
+function showRecommendations(recommendations) {
+  byId("recommendations").hidden = recommendations.length === 0;
+  const item = ({ text, command }) => element("li", {}, element("p", {}, text), element("code", {}, command));
+  setList(byId("recommendations").querySelector("ul"), recommendations.map(item));
+}
+
 function showFeed(feed) {
   const line = ({ time, text }) => element("li", {}, element("time", {}, timeOfDay(time)), text);
   setList(byId("feed"), feed.toReversed().map(line));
@@ -346,6 +352,7 @@ function show(snapshot) {
   showRun(snapshot.run);
   showMachine(snapshot);
   showWarnings(snapshot.warnings);
+  showRecommendations(snapshot.recommendations);
   showDevices(snapshot.devices);
   showFeed(snapshot.feed);
   for (const { update } of plotViews) update(snapshot.run?.history ?? []);

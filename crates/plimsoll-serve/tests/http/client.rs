@@ -166,7 +166,7 @@ pub fn full() -> Value {
             "tokens_per_second": 55900.0, "peak_share": 0.25, "eta_seconds": 13.2, "silent_seconds": 0.125,
             "eval_loss": 0.8, "checkpoint_step": 100, "history": [point(1), point(2), point(120)],
         },
-        "recommendations": [], "warnings": ["cuda:0: clocks reduced: power limit"],
+        "recommendations": [{"text": "close process 4711", "command": "plimsoll train a.toml", "bytes": -5, "speedup": 1.25}], "warnings": ["cuda:0: clocks reduced: power limit"],
         "feed": [{"time": 1000.25, "text": "step 100 saved"}],
     })
 }
