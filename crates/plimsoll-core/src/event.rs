@@ -33,6 +33,26 @@ pub struct HeldMemory {
     pub peak_bytes: Option<Bytes>,
 }
 
+/// The program that started a run, and the machine that it started on. The models of GPUs are in the plan
+/// ([`GemmAlgorithms`](crate::GemmAlgorithms)).
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub struct RunEnvironment {
+    /// Version of Plimsoll.
+    pub plimsoll_version: String,
+    /// Git commit from which the program was built; `None` if the build was not given one (`PLIMSOLL_COMMIT`).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub commit: Option<String>,
+    /// The operating system with its release, such as `linux 6.8.0`.
+    pub system: String,
+    /// Model name of the processor.
+    pub processor: String,
+    /// Number of physical cores that the process may use.
+    pub cores: u32,
+    /// Memory of the machine, or a smaller limit on the process.
+    pub memory_bytes: Bytes,
+}
+
 /// An event of a run. All bytes and seconds are measured, except fields with `predicted` in their name.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
@@ -61,6 +81,9 @@ pub enum Event {
         /// Names of the devices that train.
         #[serde(default)]
         devices: Vec<String>,
+        /// The program and the machine of this start; `None` in logs of earlier builds.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        environment: Option<Box<RunEnvironment>>,
     },
     /// An optimizer step completed.
     Step {

@@ -242,6 +242,7 @@ pub(crate) mod tests {
             peak_flops: 2e11,
             simulated: false,
             devices: vec!["cpu".into()],
+            environment: None,
         }
     }
 

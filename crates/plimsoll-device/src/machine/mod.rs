@@ -4,8 +4,10 @@
 //! The CUDA driver lists GPUs without allocating memory on any. Speed is measured in
 //! [`crate::bench`](mod@crate::bench).
 
+mod environment;
 mod nvidia;
 
+pub use environment::environment;
 pub use nvidia::{Gpu, LibraryState, Nvidia};
 
 use crate::probe::{Cache, Cpu, Memory};

@@ -25,6 +25,7 @@ use crate::team::abandoned::AbandonedMemory;
 use plimsoll_core::{
     Bytes, EvalResult, EvaluatorResult, Event, ExcludedDevice, Exit, Failure, HeldMemory, Plan, RunStatus,
 };
+use plimsoll_device::machine::environment;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -154,6 +155,7 @@ impl Session {
             peak_flops: self.peak_flops,
             simulated: self.team.workers().iter().any(|worker| worker.device.simulated()),
             devices: self.team.names(),
+            environment: Some(Box::new(environment())),
         })
     }
 
