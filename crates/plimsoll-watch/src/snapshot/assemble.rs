@@ -33,7 +33,8 @@ pub(super) struct Readings<'a> {
 }
 
 /// The readings of a run's folder.
-pub(super) struct RunReadings<'a> {
+pub(crate) struct RunReadings<'a> {
+    /// The folder, as text.
     pub folder: String,
     pub state: RunState,
     pub events: &'a RunEvents,
@@ -55,7 +56,7 @@ impl Readings<'_> {
             devices: in_run.chain(others).collect(),
             host: self.host(),
             cpu: CpuSnapshot { load: self.cpu_load, band: None },
-            run: run.map(|run| self.run_snapshot(run)),
+            run: run.map(|run| run.snapshot(self.at)),
             recommendations: self.recommendations.to_vec(),
             warnings: vec![],
             feed: run.map_or(vec![], |run| run.events.feed.iter().cloned().collect()),
@@ -101,23 +102,20 @@ impl Readings<'_> {
     fn planned_device(&self, run: &RunReadings, plan: &DevicePlan) -> DeviceSnapshot {
         let here = self.machine.devices.iter().find(|device| device.name == plan.name);
         let hardware = here.map_or_else(DeviceSnapshot::default, |info| self.device(info));
-        let measured = run.events.memory.get(&plan.name);
-        let held = measured.map(|memory| memory.held_bytes).filter(|_| run.state == RunState::Running);
-        let in_result = run.result.and_then(|result| result.memory.iter().find(|memory| memory.device == plan.name));
+        let in_run = run.device(plan);
+        let held = in_run.held_bytes.unwrap_or_default();
         DeviceSnapshot {
-            name: plan.name.clone(),
-            simulated: plan.simulated,
+            name: in_run.name,
+            simulated: in_run.simulated,
             in_run: true,
-            others_bytes: hardware.others_bytes.map(|taken| taken.saturating_sub(held.unwrap_or_default())),
-            load_line_bytes: Some(plan.budget_bytes),
-            predicted_peak_bytes: Some(plan.peak_bytes),
-            measured_peak_bytes: in_result
-                .and_then(|memory| memory.measured_bytes)
-                .or_else(|| measured.and_then(|memory| memory.peak_bytes)),
-            held_bytes: held,
-            by_category: plan.by_category.clone(),
-            by_program: plan.by_program.clone(),
-            charges_bytes: Some(plan.charges_bytes),
+            others_bytes: hardware.others_bytes.map(|taken| taken.saturating_sub(held)),
+            load_line_bytes: in_run.load_line_bytes,
+            predicted_peak_bytes: in_run.predicted_peak_bytes,
+            measured_peak_bytes: in_run.measured_peak_bytes,
+            held_bytes: in_run.held_bytes,
+            by_category: in_run.by_category,
+            by_program: in_run.by_program,
+            charges_bytes: in_run.charges_bytes,
             ..hardware
         }
     }
@@ -132,14 +130,39 @@ impl Readings<'_> {
             arena_bytes: plan.map(|host| host.arena_bytes),
         }
     }
+}
 
-    fn run_snapshot(&self, run: &RunReadings) -> RunSnapshot {
-        let events = run.events;
+impl RunReadings<'_> {
+    /// Returns a device of the run with its plan and its measured memory, and nothing about its hardware.
+    pub fn device(&self, plan: &DevicePlan) -> DeviceSnapshot {
+        let measured = self.events.memory.get(&plan.name);
+        let held = measured.map(|memory| memory.held_bytes).filter(|_| self.state == RunState::Running);
+        let in_result = self.result.and_then(|result| result.memory.iter().find(|memory| memory.device == plan.name));
+        DeviceSnapshot {
+            name: plan.name.clone(),
+            simulated: plan.simulated,
+            in_run: true,
+            load_line_bytes: Some(plan.budget_bytes),
+            predicted_peak_bytes: Some(plan.peak_bytes),
+            measured_peak_bytes: in_result
+                .and_then(|memory| memory.measured_bytes)
+                .or_else(|| measured.and_then(|memory| memory.peak_bytes)),
+            held_bytes: held,
+            by_category: plan.by_category.clone(),
+            by_program: plan.by_program.clone(),
+            charges_bytes: Some(plan.charges_bytes),
+            ..DeviceSnapshot::default()
+        }
+    }
+
+    /// Returns the run at the time `at`, in seconds since the Unix epoch.
+    pub fn snapshot(&self, at: f64) -> RunSnapshot {
+        let events = self.events;
         let (step, steps) = events.progress.steps_done_and_total();
-        let is_running = run.state == RunState::Running;
+        let is_running = self.state == RunState::Running;
         RunSnapshot {
-            folder: run.folder.clone(),
-            state: run.state,
+            folder: self.folder.clone(),
+            state: self.state,
             simulated: events.progress.is_simulated(),
             step,
             steps: Some(steps).filter(|steps| *steps > 0),
@@ -147,15 +170,25 @@ impl Readings<'_> {
             gradient_norm: events.newest.map(|newest| newest.gradient_norm),
             learning_rate: events.newest.map(|newest| newest.learning_rate),
             step_seconds: events.progress.step_seconds(),
-            predicted_step_seconds: run.plan.map(|plan| plan.predicted.step_seconds).or(events.predicted_step_seconds),
+            predicted_step_seconds: self.plan.map(|plan| plan.predicted.step_seconds).or(events.predicted_step_seconds),
             tokens_per_second: events.progress.tokens_per_second(),
             peak_share: events.progress.peak_share(),
             eta_seconds: events.progress.seconds_left().filter(|_| is_running),
-            silent_seconds: events.newest_time.map(|newest| (self.at - newest).max(0.0)),
+            silent_seconds: events.newest_time.map(|newest| (at - newest).max(0.0)),
             eval_loss: events.eval_loss,
             checkpoint_step: events.checkpoint_step,
             history: events.history_to_newest(),
         }
+    }
+
+    /// Returns the conditions of the run that need attention, most urgent first. `run` and `devices` are what
+    /// [`RunReadings::snapshot`] and [`RunReadings::device`] return.
+    pub fn warnings(&self, run: &RunSnapshot, devices: &[DeviceSnapshot]) -> Vec<String> {
+        let mut warnings = run_warnings(run, self.events.ended.is_some());
+        warnings.extend(devices.iter().filter_map(|device| over_load_line(device, self.result)));
+        let lost = self.events.lost_devices.iter();
+        warnings.extend(lost.map(|device| format!("{device} was lost; the run continues without it")));
+        warnings
     }
 }
 
@@ -163,10 +196,7 @@ impl Readings<'_> {
 fn warnings(snapshot: &Snapshot, readings: Option<&RunReadings>) -> Vec<String> {
     let mut warnings = Vec::new();
     if let (Some(run), Some(readings)) = (&snapshot.run, readings) {
-        warnings.extend(run_warnings(run, readings.events.ended.is_some()));
-        warnings.extend(snapshot.devices.iter().filter_map(|device| over_load_line(device, readings.result)));
-        let lost = readings.events.lost_devices.iter();
-        warnings.extend(lost.map(|device| format!("{device} was lost; the run continues without it")));
+        warnings.extend(readings.warnings(run, &snapshot.devices));
         warnings.extend(idle_gpus(snapshot, readings.plan));
     }
     let throttled = snapshot.devices.iter().filter(|device| !device.throttled_by.is_empty());

@@ -10,9 +10,10 @@
 //! Reading never writes to the run folder. The JSON form can be read back, so that a view may show the snapshots of a server
 //! on another machine.
 
-mod assemble;
+pub(crate) mod assemble;
 pub mod run_folder;
 pub mod run_log;
+pub mod run_notes;
 pub mod run_state;
 pub mod source;
 
@@ -154,6 +155,19 @@ pub enum RunState {
     Stopped,
     /// The process ended without a last event, as after `kill -9`. The run can be resumed from its newest checkpoint.
     Died,
+}
+
+impl RunState {
+    /// Returns the state in words.
+    pub fn describe(self) -> &'static str {
+        match self {
+            RunState::Starting => "starting",
+            RunState::Running => "running",
+            RunState::Done => "done",
+            RunState::Stopped => "stopped",
+            RunState::Died => "ended without a result",
+        }
+    }
 }
 
 /// A run at one moment.

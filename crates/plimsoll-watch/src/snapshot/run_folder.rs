@@ -1,6 +1,7 @@
 //! The folder of a run as a viewer reads it: its events, its plan and its result.
 
 use super::RunState;
+use super::assemble::RunReadings;
 use super::run_log::{LogPart, RunLog};
 use super::run_state::RunEvents;
 use plimsoll_core::{Failure, Plan, RunResult};
@@ -90,6 +91,17 @@ impl RunFolder {
         self.plan.refresh();
         self.result.refresh();
         Ok(())
+    }
+
+    /// Returns what has been read of the run.
+    pub(crate) fn readings(&self) -> RunReadings<'_> {
+        RunReadings {
+            folder: self.path.display().to_string(),
+            state: self.state(),
+            events: &self.events,
+            plan: self.plan(),
+            result: self.result(),
+        }
     }
 
     /// Returns the path of the folder.

@@ -1,5 +1,6 @@
 //! The state of a run, derived from its events alone.
 
+use super::run_notes::RunNotes;
 use super::{FeedEntry, HistoryPoint};
 use crate::progress::Progress;
 use plimsoll_core::{Bytes, Event, Record};
@@ -37,6 +38,8 @@ pub struct RunEvents {
     pub newest_time: Option<f64>,
     /// Names of lost devices that have not returned.
     pub lost_devices: Vec<String>,
+    /// Events that a report lists one by one.
+    pub notes: RunNotes,
 }
 
 /// Measured memory of a device.
@@ -53,6 +56,7 @@ impl RunEvents {
     pub fn update(&mut self, record: &Record) {
         let line = self.progress.update(&record.event);
         self.newest_time = Some(record.time);
+        self.notes.update(record);
         self.ended = None;
         match &record.event {
             Event::Start { predicted_step_seconds, .. } => {

@@ -1,7 +1,7 @@
 //! Takes snapshots: of this machine, and of a run in a folder.
 
 use super::Snapshot;
-use super::assemble::{Readings, RunReadings};
+use super::assemble::Readings;
 use super::run_folder::RunFolder;
 use plimsoll_core::{Failure, Recommendation};
 use plimsoll_device::machine::Machine;
@@ -57,13 +57,7 @@ impl Source {
             machine: &Machine::read(),
             cpu_load,
             cpu_celsius: CpuTemperature::read(&sysfs()).celsius,
-            run: self.run.as_ref().map(|run| RunReadings {
-                folder: run.path().display().to_string(),
-                state: run.state(),
-                events: &run.events,
-                plan: run.plan(),
-                result: run.result(),
-            }),
+            run: self.run.as_ref().map(RunFolder::readings),
             recommendations: &self.recommendations,
         };
         Ok(readings.snapshot())

@@ -1,6 +1,6 @@
 //! A snapshot as lines, for output that is no terminal.
 
-use super::overview::{figures, machine, progress, state_name};
+use super::overview::{figures, machine, progress};
 use crate::snapshot::Snapshot;
 use plimsoll_core::printable::printable_message;
 
@@ -9,7 +9,7 @@ pub fn lines(snapshot: &Snapshot) -> String {
     let mut lines = Vec::new();
     if let Some(run) = &snapshot.run {
         let simulated = if run.simulated { " (simulated speed)" } else { "" };
-        lines.push(format!("{} {}: {}{simulated}", run.folder, state_name(run.state), progress(run)));
+        lines.push(format!("{} {}: {}{simulated}", run.folder, run.state.describe(), progress(run)));
     }
     lines.push(machine(snapshot));
     lines.extend(snapshot.devices.iter().map(figures));

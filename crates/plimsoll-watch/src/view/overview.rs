@@ -1,7 +1,7 @@
 //! The overview: the run, all devices, the plot of the loss and the newest events.
 
 use super::{Abilities, ViewState, bar, plot};
-use crate::snapshot::{DeviceSnapshot, RunSnapshot, RunState, Snapshot};
+use crate::snapshot::{DeviceSnapshot, RunSnapshot, Snapshot};
 use crate::text::{clock, count, excerpt, percent, wrapped};
 use ratatui::Frame;
 use ratatui::layout::{Constraint, Layout, Rect};
@@ -58,7 +58,7 @@ fn head(snapshot: &Snapshot, width: u16, abilities: Abilities) -> Vec<Line<'stat
     let mut lines = Vec::new();
     if let Some(run) = &snapshot.run {
         let simulated = if run.simulated { ", simulated speed" } else { "" };
-        let title = format!("{}  {}{simulated}", excerpt(&run.folder), state_name(run.state));
+        let title = format!("{}  {}{simulated}", excerpt(&run.folder), run.state.describe());
         lines.push(Line::styled(abilities.text(&title), Style::new().add_modifier(Modifier::BOLD)));
         lines.push(Line::raw(abilities.text(&progress(run))));
     }
@@ -73,17 +73,6 @@ fn head(snapshot: &Snapshot, width: u16, abilities: Abilities) -> Vec<Line<'stat
     let advice = advice.unwrap_or_default();
     lines.extend(advice.lines().map(|line| Line::styled(line.to_owned(), abilities.color(Color::Cyan))));
     lines
-}
-
-/// Returns the state of a run as words.
-pub(super) fn state_name(state: RunState) -> &'static str {
-    match state {
-        RunState::Starting => "starting",
-        RunState::Running => "running",
-        RunState::Done => "done",
-        RunState::Stopped => "stopped",
-        RunState::Died => "ended without a result",
-    }
 }
 
 /// Returns the progress of a run as one line.

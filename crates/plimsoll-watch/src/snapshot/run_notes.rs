@@ -1,0 +1,174 @@
+//! The events of a run that a report lists one by one: starts, evaluations, recoveries, lost devices and warnings.
+
+use plimsoll_core::{Event, Record, Recovery, RunEnvironment};
+use serde::Serialize;
+use std::collections::VecDeque;
+
+/// Most events of each kind that are kept: the newest ones.
+pub const MAX_NOTES: usize = 256;
+
+/// The newest events of one kind, with the number of earlier ones that were dropped.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub struct Newest<T> {
+    /// Number of earlier events that are not listed; they are in `events.jsonl`.
+    pub earlier: u64,
+    /// The events in order, at most [`MAX_NOTES`].
+    pub listed: VecDeque<T>,
+}
+
+impl<T> Default for Newest<T> {
+    fn default() -> Newest<T> {
+        Newest { earlier: 0, listed: VecDeque::new() }
+    }
+}
+
+impl<T> Newest<T> {
+    /// Adds the next event.
+    fn push(&mut self, event: T) {
+        self.listed.push_back(event);
+        if self.listed.len() > MAX_NOTES {
+            self.listed.pop_front();
+            self.earlier += 1;
+        }
+    }
+}
+
+/// A start of a run: its first one, or one after `--resume`.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub struct StartNote {
+    /// Time of the start, in seconds since the Unix epoch.
+    pub time: f64,
+    /// The first step that it executes, counted from 1.
+    pub step: u64,
+    /// Number of parameters of the model.
+    pub parameters: u64,
+    /// Names of the devices that train.
+    pub devices: Vec<String>,
+    /// Whether any of them is simulated.
+    pub simulated: bool,
+    /// Program and machine; `None` in logs of builds that did not record them.
+    pub environment: Option<RunEnvironment>,
+}
+
+/// An evaluation of a run. All figures are measured.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub struct EvaluationNote {
+    /// The step after which the weights were evaluated.
+    pub step: u64,
+    /// Mean loss over the labelled tokens; `None` if it is no number.
+    pub loss: Option<f64>,
+    /// Share of answers, 0 to 1, with all tokens predicted correctly; `None` if the data have no such answers.
+    pub exact_match: Option<f64>,
+    /// Seconds that the evaluation took.
+    pub seconds: f64,
+    /// The device that evaluated while the team trained; `None` if the team evaluated.
+    pub device: Option<String>,
+}
+
+/// A change of the team of a run.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub struct TeamNote {
+    /// The step during or after which the team changed.
+    pub step: u64,
+    /// Name of the device.
+    pub device: String,
+    /// Whether the device returned; otherwise it was lost.
+    pub returned: bool,
+    /// Cause of the loss; `None` for a return.
+    pub reason: Option<String>,
+}
+
+/// The listed events of a run so far. Their number does not grow with the length of the run.
+#[derive(Clone, Debug, Default)]
+pub struct RunNotes {
+    /// Time of the first event, in seconds since the Unix epoch; `None` without events.
+    pub first_time: Option<f64>,
+    /// Seconds of all steps, repeated ones included.
+    pub step_seconds_total: f64,
+    /// Starts.
+    pub starts: Newest<StartNote>,
+    /// Evaluations in the order of their steps. Those that a run repeats replace the earlier ones.
+    pub evaluations: Newest<EvaluationNote>,
+    /// Recoveries: changes of recipe or share, and repeated work.
+    pub recoveries: Newest<Recovery>,
+    /// Devices that were lost or returned.
+    pub team_changes: Newest<TeamNote>,
+    /// Warnings of the run, each as one line.
+    pub warnings: Newest<String>,
+}
+
+impl RunNotes {
+    /// Takes the next event of the run.
+    pub fn update(&mut self, record: &Record) {
+        self.first_time.get_or_insert(record.time);
+        match &record.event {
+            Event::Start { step, parameters, simulated, devices, environment, .. } => self.starts.push(StartNote {
+                time: record.time,
+                step: *step,
+                parameters: *parameters,
+                devices: devices.clone(),
+                simulated: *simulated,
+                environment: environment.as_deref().cloned(),
+            }),
+            Event::Step { seconds, .. } => self.step_seconds_total += seconds,
+            Event::Evaluation { step, loss, exact_match, seconds, device, .. } => {
+                self.evaluations.listed.retain(|earlier| earlier.step < *step);
+                self.evaluations.push(EvaluationNote {
+                    step: *step,
+                    loss: Some(*loss).filter(|loss| loss.is_finite()),
+                    exact_match: *exact_match,
+                    seconds: *seconds,
+                    device: device.clone(),
+                });
+            }
+            Event::Recovery(recovery) => self.recoveries.push((**recovery).clone()),
+            Event::DeviceLost { step, device, reason, .. } => {
+                let (device, reason) = (device.clone(), Some(reason.clone()));
+                self.team_changes.push(TeamNote { step: *step, device, returned: false, reason });
+            }
+            Event::DeviceReturned { step, device, .. } => {
+                let device = device.clone();
+                self.team_changes.push(TeamNote { step: *step, device, returned: true, reason: None });
+            }
+            Event::Warning { message } => self.warnings.push(message.clone()),
+            Event::Checkpoint { .. } | Event::ThermalPause { .. } | Event::End { .. } => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use plimsoll_core::EVENTS_VERSION;
+
+    fn evaluation(step: u64, loss: f64) -> Record {
+        let event = Event::Evaluation { step, loss, exact_match: None, tokens: 10, seconds: 0.1, device: None };
+        Record { version: EVENTS_VERSION, time: step as f64, event }
+    }
+
+    #[test]
+    fn repeated_evaluations_replace_earlier_ones() {
+        let mut notes = RunNotes::default();
+        for (step, loss) in [(10, 3.0), (20, 2.0), (10, 2.5), (20, f64::NAN)] {
+            notes.update(&evaluation(step, loss));
+        }
+        let found: Vec<_> = notes.evaluations.listed.iter().map(|note| (note.step, note.loss)).collect();
+        assert_eq!(found, [(10, Some(2.5)), (20, None)]);
+        assert_eq!((notes.evaluations.earlier, notes.first_time), (0, Some(10.0)));
+    }
+
+    #[test]
+    fn only_newest_notes_are_kept() {
+        let mut notes = RunNotes::default();
+        for number in 0..MAX_NOTES as u64 + 5 {
+            let event = Event::Warning { message: number.to_string() };
+            notes.update(&Record { version: EVENTS_VERSION, time: 1.0, event });
+        }
+        assert_eq!((notes.warnings.listed.len(), notes.warnings.earlier), (MAX_NOTES, 5));
+        assert_eq!(notes.warnings.listed[0], "5");
+    }
+}
