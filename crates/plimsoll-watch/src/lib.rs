@@ -16,6 +16,8 @@
 //! | [`doctor`] | a machine and a run that is about to start | conditions that cost something, with their mend |
 //! | [`snapshot`] | a machine and a run's folder | the state at one moment |
 //! | [`view`] | snapshots | the live terminal view, lines, JSON |
+//! | [`report`] | the folder of a run | one page, Markdown, JSON |
+//! | [`runs`] | a folder of runs | a table, JSON, the champions |
 //! | [`text`] | numbers, rows, words | formatted numbers, aligned columns, wrapped lines, shell words |
 //!
 //! # Example
@@ -49,6 +51,8 @@ pub mod models;
 pub mod plan;
 pub mod progress;
 pub mod remedies;
+pub mod report;
+pub mod runs;
 pub mod snapshot;
 pub mod stopping;
 pub mod summary;

@@ -99,7 +99,7 @@ fn fallback_note(plan: &Plan, fallback: &Fallback) -> String {
 }
 
 /// Describes the effect of a class of rungs on the results of a run.
-fn describe_class(class: Class) -> &'static str {
+pub(crate) fn describe_class(class: Class) -> &'static str {
     match class {
         Class::Identical => "identical: the same bits as without it",
         Class::Reordered => "reordered: equal up to the order of sums",

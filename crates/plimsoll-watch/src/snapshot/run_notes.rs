@@ -9,7 +9,7 @@ pub const MAX_NOTES: usize = 256;
 
 /// The newest events of one kind, with the number of earlier ones that were dropped.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema), schemars(rename = "Newest{T}"))]
 pub struct Newest<T> {
     /// Number of earlier events that are not listed; they are in `events.jsonl`.
     pub earlier: u64,
