@@ -83,6 +83,8 @@ fn run(command: Command) -> Result<Exit, Failure> {
         Command::Devices(args) => commands::devices::show(&args),
         Command::Doctor(args) => commands::doctor::run(&args),
         Command::Watch(args) => commands::watch::run(&args),
+        Command::Report(args) => commands::report::run(&args),
+        Command::Runs(args) => commands::runs::run(&args),
         Command::Bench { benchmark: BenchCommand::Devices(args) } => commands::devices::measure(&args),
         Command::Bench { benchmark: BenchCommand::Models(args) } => commands::models::run(&args),
         Command::Bench { benchmark: BenchCommand::Step(args) } => commands::devices::time_step(&args),

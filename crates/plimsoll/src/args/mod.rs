@@ -3,19 +3,21 @@
 //! A flag that stands for a key of the run file becomes a `KEY=VALUE` setting. Meanings, defaults and checks of keys
 //! therefore live in one place: `plimsoll_train::config`. Commands themselves are in `commands/`.
 //!
-//! `run` has the commands that plan and train, `doctor` the check before them, `model` those for trained models, `bench`
-//! the benchmarks, and `values` the parsers of flag values.
+//! `run` has the commands that plan and train, `doctor` the check before them, `report` those about runs after their end,
+//! `model` those for trained models, `bench` the benchmarks, and `values` the parsers of flag values.
 
 mod bench;
 mod cluster;
 mod doctor;
 mod model;
+mod report;
 mod run;
 mod values;
 
 pub use bench::{BenchDevicesArgs, BenchModelsArgs, BenchStepArgs};
 pub use doctor::DoctorArgs;
 pub use model::{EvalArgs, GenerateArgs, MergeArgs};
+pub use report::{ReportArgs, RunsArgs};
 pub use run::{PlanArgs, ProgressForm, SweepArgs, TrainArgs};
 
 use clap::{Args, CommandFactory, Parser, Subcommand};
@@ -43,6 +45,7 @@ First steps:
                                        check what fits, also on other hardware
   plimsoll train run.toml              train as run.toml describes
   plimsoll watch runs/my-run           watch a run from another terminal
+  plimsoll report runs/my-run          write its report, runs/my-run/report.html
   plimsoll train --resume runs/my-run  continue from the newest checkpoint
 
 Exit codes:
@@ -73,6 +76,10 @@ pub enum Command {
     Doctor(DoctorArgs),
     /// Show a run or the devices of this machine live: planned and measured memory, load, progress
     Watch(WatchArgs),
+    /// Write the report of a run as one page: predicted and measured memory and speed, plots, recoveries
+    Report(ReportArgs),
+    /// List the runs in a folder, and the fastest of each kind
+    Runs(RunsArgs),
     /// Change the memory limit of a run that is under way
     Budget(BudgetArgs),
     /// Measure the speed of devices, training steps or models
@@ -132,6 +139,8 @@ impl Command {
             Command::Devices(_) => &["devices"],
             Command::Doctor(_) => &["doctor"],
             Command::Watch(_) => &["watch"],
+            Command::Report(_) => &["report"],
+            Command::Runs(_) => &["runs"],
             Command::Budget(_) => &["budget"],
             Command::Bench { benchmark: BenchCommand::Devices(_) } => &["bench", "devices"],
             Command::Bench { benchmark: BenchCommand::Step(_) } => &["bench", "step"],
@@ -156,6 +165,8 @@ impl Command {
             Command::Devices(args) => args.json,
             Command::Doctor(args) => args.json,
             Command::Watch(args) => args.json,
+            Command::Report(args) => args.json,
+            Command::Runs(args) => args.json,
             Command::Budget(args) => args.json,
             Command::Bench { benchmark: BenchCommand::Devices(_) | BenchCommand::Models(_) } => false,
             Command::Bench { benchmark: BenchCommand::Step(_) } => true,

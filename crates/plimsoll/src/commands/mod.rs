@@ -10,6 +10,8 @@ pub mod models;
 pub mod plan;
 pub mod rates;
 pub mod ray;
+pub mod report;
+pub mod runs;
 pub mod serve;
 pub mod sweep;
 pub mod train;
