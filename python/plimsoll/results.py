@@ -416,6 +416,26 @@ Plan = TypedDict(
 )
 
 
+class RunEnvironment(TypedDict):
+    """The program that started a run, and the machine that it started on.
+
+    The models of GPUs are in the plan (``GemmAlgorithms``).
+    """
+
+    #: Version of Plimsoll.
+    plimsoll_version: str
+    #: Git commit from which the program was built; absent if the build was not given one (``PLIMSOLL_COMMIT``).
+    commit: NotRequired[str]
+    #: The operating system with its release, such as ``linux 6.8.0``.
+    system: str
+    #: Model name of the processor.
+    processor: str
+    #: Number of physical cores that the process may use.
+    cores: int
+    #: Memory of the machine, or a smaller limit on the process.
+    memory_bytes: int
+
+
 class HeldMemory(TypedDict):
     """Measured memory of a training device at one moment."""
 
@@ -455,6 +475,8 @@ class StartEvent(TypedDict):
     simulated: bool
     #: Names of the devices that train.
     devices: list[str]
+    #: The program and the machine of this start; absent in logs of earlier builds.
+    environment: NotRequired[RunEnvironment]
 
 
 class StepEvent(TypedDict):

@@ -78,6 +78,10 @@ def test_files_of_run_match_schemas(say: Say, tmp_path: Path, words: list[str]) 
     assert errors("result", result) == []
     assert result == json.loads((folder / "result.json").read_text())
     assert errors("plan", json.loads((folder / "plan.json").read_text())) == []
+    assert errors("report", json.loads(say("report", "run", "--json"))) == []
+    assert errors("runs", json.loads(say("runs", ".", "--json"))) == []
+    champions = json.loads(say("runs", ".", "--champions", "--json"))
+    assert errors("champions", champions) == [] and champions == json.loads((tmp_path / "champions.json").read_text())
 
 
 def test_evaluation_and_generation_match_schemas(say: Say, tmp_path: Path) -> None:

@@ -16,8 +16,10 @@ use plimsoll_train::bench::StepBench;
 use plimsoll_train::inference::{EvaluationLoss, GeneratedText};
 use plimsoll_train::session::control::BudgetChange;
 use plimsoll_train::session::outcome::Outcome;
-use plimsoll_watch::doctor::Report;
+use plimsoll_watch::runs::RunList;
+use plimsoll_watch::runs::champions::ChampionFile;
 use plimsoll_watch::snapshot::Snapshot;
+use plimsoll_watch::{doctor, report};
 use schemars::JsonSchema;
 use schemars::generate::SchemaSettings;
 use serde_json::Value;
@@ -75,7 +77,10 @@ fn documents() -> Vec<(&'static str, Value)> {
         ("sweep", schema_of::<SweepReport>()),
         ("devices", schema_of::<Machine>()),
         ("snapshot", schema_of::<Snapshot>()),
-        ("doctor", schema_of::<Report>()),
+        ("doctor", schema_of::<doctor::Report>()),
+        ("report", schema_of::<report::Report>()),
+        ("runs", schema_of::<RunList>()),
+        ("champions", schema_of::<ChampionFile>()),
         ("budget", schema_of::<BudgetChange>()),
         ("evaluation", schema_of::<EvaluationLoss>()),
         ("generation", schema_of::<GeneratedText>()),
