@@ -100,8 +100,8 @@ fn champion_outlives_its_run() {
     assert_eq!(champions(folder.path()), before);
     // Where lines are wrapped depends on the length of the path.
     let text = before.text(folder.path()).split_whitespace().collect::<Vec<_>>().join(" ");
-    let run = format!("on cpu (A Processor) run {} (gone), peak 39.00 MiB kept in", path.display());
-    assert!(text.starts_with(&format!("3.00 k tokens/s llama, full, f32, 32 tokens per sequence {run}")), "{text}");
+    let rest = format!("on cpu (A Processor) run {} (gone), peak 39.00 MiB kept in", path.display());
+    assert!(text.starts_with(&format!("3.00 k tokens/s llama, full, f32, 32 tokens per sequence {rest}")), "{text}");
     // A slower run in the same folder does not replace it, a faster one does.
     run(2000.0).write(folder.path(), "run");
     assert_eq!(champions(folder.path()), before);
