@@ -44,7 +44,7 @@ pub fn create(path: &Path) -> io::Result<File> {
 }
 
 /// Writes a file of a cache for this user only, and replaces an existing one. Creates its folder if needed. A temporary
-/// file is renamed, so concurrent readers never see half a file.
+/// file is written to disk and then renamed, so neither concurrent readers nor a power failure leave half a file.
 ///
 /// # Errors
 /// A folder or file that cannot be written, or a folder that another user has planted.
@@ -53,6 +53,7 @@ pub fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
     make_folder(folder)?;
     let mut temporary = NamedTempFile::new_in(folder)?;
     temporary.write_all(bytes)?;
+    temporary.as_file().sync_all()?;
     temporary.persist(path)?;
     Ok(())
 }

@@ -214,7 +214,14 @@ mod tests {
             }
         });
         let cuda = driver.map(|_| "12.4".to_owned());
-        Nvidia { driver: driver.map(str::to_owned), cuda, error: None, libraries: libraries.into(), cards_on_bus: 0 }
+        Nvidia {
+            driver: driver.map(str::to_owned),
+            cuda,
+            error: None,
+            failure: None,
+            libraries: libraries.into(),
+            cards_on_bus: 0,
+        }
     }
 
     /// Returns a machine with a CPU, and with a GPU that another program uses.

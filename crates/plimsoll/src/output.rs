@@ -151,11 +151,24 @@ fn supports_color(output: &impl IsTerminal) -> bool {
     output.is_terminal() && !plain && !dumb
 }
 
+/// Work before a bug report is printed.
+static BEFORE_BUG_REPORT: OnceLock<Box<dyn Fn() + Send + Sync>> = OnceLock::new();
+
+/// Sets work to do before a bug report is printed; the first one set is kept. It must not wait for a lock that a
+/// panicking thread may hold.
+pub fn before_bug_report(work: impl Fn() + Send + Sync + 'static) {
+    let _ = BEFORE_BUG_REPORT.set(Box::new(work));
+}
+
 /// Makes a panic in any thread print a bug report and end the program with exit code 1.
 ///
 /// Files are written to a temporary name and then renamed, so an abrupt end damages no saved file.
 pub fn install_panic_hook() {
     std::panic::set_hook(Box::new(|panic| {
+        // A view that covers the terminal would hide the report.
+        if let Some(close) = BEFORE_BUG_REPORT.get() {
+            close();
+        }
         let backtrace = Backtrace::capture();
         let has_backtrace = backtrace.status() == BacktraceStatus::Captured;
         if has_backtrace {

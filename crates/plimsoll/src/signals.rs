@@ -24,8 +24,8 @@ pub type StopFlag = Arc<AtomicBool>;
 /// The reaction of a command to signals. The thread that waits for signals calls these functions.
 pub trait OnSignal: Send + 'static {
     /// Describes the work that the command finishes after the first signal, such as `step 13, about 40 s`. May ask
-    /// other processes of the command to stop.
-    fn finish(&self) -> String;
+    /// other processes of the command to stop. `None` if no note may be printed, because a view covers the terminal.
+    fn finish(&self) -> Option<String>;
 
     /// Ends other processes of the command and removes its temporary files, before a second SIGINT ends the program.
     /// Returns the way to continue later, as a hint; `None` if there is none.
@@ -39,8 +39,6 @@ pub enum Notes {
     Always,
     /// On standard error if it is a terminal.
     OnTerminal,
-    /// Nowhere, because a view covers the terminal.
-    Never,
 }
 
 /// Installs handlers for SIGINT, SIGTERM and SIGHUP and returns the flag that they set. A second SIGINT ends the
@@ -52,7 +50,6 @@ pub fn install(command: impl OnSignal, notes: Notes) -> Result<StopFlag, Failure
     let prints_note = match notes {
         Notes::Always => true,
         Notes::OnTerminal => output::is_error_terminal(),
-        Notes::Never => false,
     };
     register_handlers(command, prints_note).map_err(|error| match error.kind() {
         io::ErrorKind::WouldBlock => Failure::no_thread("to watch for signals"),
@@ -81,8 +78,8 @@ fn register_handlers(command: impl OnSignal, prints_note: bool) -> io::Result<St
             }
             interrupted |= signal == SIGINT;
             if !std::mem::replace(&mut stopping, true) {
-                let note = stop_note(&command.finish());
-                prints_note.then(|| output::print_signal_note(&note));
+                let work = command.finish().filter(|_| prints_note);
+                work.into_iter().for_each(|work| output::print_signal_note(&stop_note(&work)));
             }
         }
     })?;

@@ -169,6 +169,24 @@ fn view_of_training_run_leaves_it_alone() {
 }
 
 #[test]
+fn recommended_run_starts_as_typed() {
+    let workspace = Workspace::new(&SMALL);
+    workspace.succeed(&["train", "run.toml", "--quiet", "--set", "recipe.micro_batch=1"]);
+    let snapshot = workspace.succeed(&["watch", "run/", "--advise", "--json"]).json();
+    let recommendations = snapshot["recommendations"].as_array().unwrap();
+    let of_micro_batch = |recommendation: &&serde_json::Value| {
+        recommendation["text"].as_str().unwrap().starts_with("let the planner choose the micro-batch")
+    };
+    let recommendation = recommendations.iter().find(of_micro_batch).unwrap_or_else(|| panic!("{snapshot}"));
+    let command = recommendation["command"].as_str().unwrap();
+    let words: Vec<&str> = command.split(' ').collect();
+    assert_eq!(words[..2], ["plimsoll", "train"], "{command}");
+    workspace.succeed(&[&words[1..], &["--quiet"]].concat());
+    let plan = workspace.json("run-micro-batch/plan.json");
+    assert!(plan["recipe"]["micro_batch"].as_u64() > Some(1), "{command}: {plan}");
+}
+
+#[test]
 fn watch_shows_what_the_run_has_reached() {
     let workspace = Workspace::new(&SMALL);
     workspace.succeed(&["train", "run.toml", "--quiet"]);

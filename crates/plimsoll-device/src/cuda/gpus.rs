@@ -158,20 +158,22 @@ fn start_driver(libraries: Libraries) -> Result<CudaInstallation, LibraryError> 
                 started = Some(driver.clone());
                 break;
             }
-            Err(reason) => {
-                first_error.get_or_insert(LibraryError::DriverRefuses { path: driver.path.clone(), reason });
+            Err((reason, code)) => {
+                first_error.get_or_insert(LibraryError::DriverRefuses { path: driver.path.clone(), reason, code });
             }
         }
     }
     let Some(driver) = started else { return Err(first_error.expect("a driver that did not start left an error")) };
-    let refused = |reason: String| LibraryError::DriverRefuses { path: driver.path.clone(), reason };
-    let api = ListingApi::load(&driver.path).map_err(|error: CudaError| refused(error.to_string()))?;
+    let path = || driver.path.clone();
+    let refused = |reason: String, code| LibraryError::DriverRefuses { path: path(), reason, code };
+    let api = ListingApi::load(&driver.path).map_err(|error: CudaError| refused(error.to_string(), None))?;
     // SAFETY: takes no pointers; flags must be 0; may be called repeatedly.
     let code = unsafe { (api.cuInit)(0) };
     if code != 0 {
-        return Err(refused(start_error(code)));
+        return Err(refused(start_error(code), Some(code)));
     }
-    let gpus = list_gpus(&api).map_err(|code| refused(format!("its GPUs cannot be listed (code {code})")))?;
+    let unlisted = |code: c_uint| refused(format!("its GPUs cannot be listed (code {code})"), None);
+    let gpus = list_gpus(&api).map_err(unlisted)?;
     let mut number = 0;
     // SAFETY: writes one int through the pointer.
     unsafe { (api.cuDriverGetVersion)(&mut number) };
@@ -181,14 +183,15 @@ fn start_driver(libraries: Libraries) -> Result<CudaInstallation, LibraryError> 
     Ok(CudaInstallation { driver, driver_version, cuda: CudaVersion::of_driver(number), libraries, gpus, nvml })
 }
 
-/// Loads and starts the driver library at `path`, or returns the reason why it does not start. A library that fails is
-/// unloaded, because other libraries that load the driver by name would otherwise get it.
-fn try_start(path: &Path) -> Result<(), String> {
+/// Loads and starts the driver library at `path`, or returns the reason why it does not start, with the driver's error
+/// code if it was called. A library that fails is unloaded, because other libraries that load the driver by name would
+/// otherwise get it.
+fn try_start(path: &Path) -> Result<(), (String, Option<c_uint>)> {
     // SAFETY: loads a file with the name of NVIDIA's driver; a file that is not a driver lacks the function.
-    let library = unsafe { libloading::Library::new(path) }.map_err(|error| error.to_string())?;
+    let library = unsafe { libloading::Library::new(path) }.map_err(|error| (error.to_string(), None))?;
     // SAFETY: the type is the declaration in cuda.h.
     let start = unsafe { library.get::<unsafe extern "C" fn(c_uint) -> c_uint>("cuInit") }
-        .map_err(|_| "it has no `cuInit`".to_owned())?;
+        .map_err(|_| ("it has no `cuInit`".to_owned(), None))?;
     // SAFETY: takes no pointers; flags must be 0; may be called repeatedly.
     match unsafe { start(0) } {
         0 => {
@@ -196,7 +199,7 @@ fn try_start(path: &Path) -> Result<(), String> {
             std::mem::forget(library);
             Ok(())
         }
-        code => Err(start_error(code)),
+        code => Err((start_error(code), Some(code))),
     }
 }
 

@@ -156,6 +156,8 @@ pub enum LibraryError {
         path: PathBuf,
         /// Reason that the driver or the loader gives.
         reason: String,
+        /// The driver's error code (`CUresult`); `None` if the driver was not called.
+        code: Option<u32>,
     },
 }
 
@@ -166,10 +168,20 @@ impl LibraryError {
             LibraryError::Missing { remedy, .. }
             | LibraryError::TooNew { remedy, .. }
             | LibraryError::TooOld { remedy, .. } => remedy.clone(),
-            LibraryError::DriverRefuses { .. } => {
-                "check that nvidia-smi lists the GPUs; after a driver update, restart the machine".to_owned()
-            }
+            LibraryError::DriverRefuses { code, .. } => start_remedy(*code).to_owned(),
         }
+    }
+}
+
+/// Returns the instruction that lets a driver start, from the error code (`CUresult`) with which it does not.
+fn start_remedy(code: Option<u32>) -> &'static str {
+    match code {
+        // The stub of the toolkit, or no GPU.
+        Some(34 | 100) => "unset CUDA_VISIBLE_DEVICES; in a container: docker run --gpus all",
+        Some(802) => "sudo systemctl start nvidia-fabricmanager",
+        // The library belongs to another kernel module, or to other GPUs.
+        Some(803 | 804) => "after a driver update, restart the machine; in a container, use an image for this driver",
+        _ => "check that nvidia-smi lists the GPUs; after a driver update, restart the machine",
     }
 }
 
@@ -696,6 +708,22 @@ mod tests {
         fs::rename(machine.at("mine/libnvrtc.so.13"), machine.at("mine/libnvrtc.so.11.2")).unwrap();
         let error = machine.find().choose(Library::Nvrtc, Some(CudaVersion { major: 12, minor: 4 })).unwrap_err();
         assert!(error.to_string().ends_with("is too old: CUDA 12 is the oldest that is used"), "{error}");
+    }
+
+    #[test]
+    fn start_remedy_follows_the_error_code() {
+        let cases = [
+            (Some(34), "docker run --gpus all"),
+            (Some(100), "unset CUDA_VISIBLE_DEVICES"),
+            (Some(802), "nvidia-fabricmanager"),
+            (Some(803), "restart the machine; in a container"),
+            (Some(804), "use an image for this driver"),
+            (Some(999), "check that nvidia-smi"),
+            (None, "check that nvidia-smi"),
+        ];
+        for (code, words) in cases {
+            assert!(start_remedy(code).contains(words), "{code:?}: {}", start_remedy(code));
+        }
     }
 
     #[test]

@@ -81,6 +81,8 @@ pub struct Reference {
     pub drives_display: Option<bool>,
     /// Power limit in watts that the maker set; `None` if it is not reported.
     pub power_watts_default: Option<f64>,
+    /// Power limit in watts that is set; the power in force may be lower. `None` if it is not reported.
+    pub power_watts_set: Option<f64>,
     /// Temperature in degrees Celsius at which the hardware slows the GPU down; `None` if it is not reported.
     pub slowdown_celsius: Option<u32>,
 }
@@ -164,6 +166,7 @@ impl Nvml {
         Reference {
             drives_display: device.is_display_active().ok(),
             power_watts_default: device.power_management_limit_default().ok().map(watts),
+            power_watts_set: device.power_management_limit().ok().map(watts),
             slowdown_celsius: device.temperature_threshold(TemperatureThreshold::Slowdown).ok(),
         }
     }

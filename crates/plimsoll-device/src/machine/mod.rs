@@ -8,7 +8,7 @@ mod environment;
 mod nvidia;
 
 pub use environment::environment;
-pub use nvidia::{Gpu, LibraryState, Nvidia};
+pub use nvidia::{DriverFailure, Gpu, LibraryState, Nvidia};
 
 use crate::probe::{Cache, Cpu, Memory};
 use plimsoll_core::{Budget, Bytes, DeviceKind};

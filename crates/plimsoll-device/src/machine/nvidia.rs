@@ -21,10 +21,24 @@ pub struct Nvidia {
     pub cuda: Option<String>,
     /// Reason why no GPU can be used although a driver is installed. None if the driver works or is not installed.
     pub error: Option<String>,
+    /// The parts of `error`. None if the driver works or is not installed.
+    #[serde(skip)]
+    pub failure: Option<DriverFailure>,
     /// State of each NVIDIA library that Plimsoll uses, usable or not.
     pub libraries: Vec<LibraryState>,
     /// Number of NVIDIA graphics cards on the PCI bus, whether or not the driver lists them.
     pub cards_on_bus: usize,
+}
+
+/// A driver that is installed and does not work.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DriverFailure {
+    /// The driver's error code (`CUresult`). None if the driver was not called.
+    pub code: Option<u32>,
+    /// Description of the failure.
+    pub text: String,
+    /// Instruction that ends it.
+    pub remedy: String,
 }
 
 /// An NVIDIA library with its path, or with the command that installs it.
@@ -88,15 +102,16 @@ impl Nvidia {
     fn of(libraries: &Libraries, driver: Result<(String, CudaVersion), LibraryError>, cards_on_bus: usize) -> Nvidia {
         let cuda = driver.as_ref().ok().map(|(_, cuda)| *cuda);
         let mut states = Vec::from(Library::ALL.map(|library| LibraryState::of(library, libraries, cuda)));
-        let mut error = None;
+        let mut failure = None;
         match &driver {
             // The file name holds an interface version; this is the driver's own version.
             Ok((version, _)) => states[0].version = Some(version.clone()),
             Err(LibraryError::Missing { .. }) => {}
-            Err(driver_error) => error = Some(format!("{driver_error}: {}", driver_error.remedy())),
+            Err(error) => failure = Some(DriverFailure::of(error)),
         }
         let (driver, cuda) = driver.ok().map_or((None, None), |(driver, cuda)| (Some(driver), Some(cuda.to_string())));
-        Nvidia { driver, cuda, error, libraries: states, cards_on_bus }
+        let error = failure.as_ref().map(|failure| format!("{}: {}", failure.text, failure.remedy));
+        Nvidia { driver, cuda, error, failure, libraries: states, cards_on_bus }
     }
 
     /// Returns whether a library is usable: its path, or the reason why not and the remedy.
@@ -111,6 +126,16 @@ impl Nvidia {
         let state = needed.into_iter().find(|state| state.path.is_none())?;
         let remedy = state.remedy.as_deref().unwrap_or_default();
         Some(format!("{} is missing: {remedy}", state.library))
+    }
+}
+
+impl DriverFailure {
+    fn of(error: &LibraryError) -> DriverFailure {
+        let code = match error {
+            LibraryError::DriverRefuses { code, .. } => *code,
+            _ => None,
+        };
+        DriverFailure { code, text: error.to_string(), remedy: error.remedy() }
     }
 }
 
@@ -334,9 +359,13 @@ mod tests {
         let error = LibraryError::DriverRefuses {
             path: root.path().join(DRIVER),
             reason: "its library and its kernel module are of different versions (code 803)".to_owned(),
+            code: Some(803),
         };
         let nvidia = Nvidia::of(&libraries, Err(error), 1);
-        assert!(nvidia.error.as_ref().unwrap().contains("of different versions (code 803): check that nvidia-smi"));
+        assert!(nvidia.error.as_ref().unwrap().contains("of different versions (code 803): after a driver update"));
+        let failure = nvidia.failure.as_ref().unwrap();
+        assert_eq!(failure.code, Some(803));
+        assert!(failure.text.ends_with("(code 803)") && failure.remedy.starts_with("after a driver update"));
         assert!(shown(root.path(), &nvidia).contains("\nthe NVIDIA driver (/usr/lib/"), "{nvidia}");
     }
 

@@ -5,7 +5,7 @@ use super::plan::{PlannedRun, plan};
 use crate::config::{ParallelismChoice, RunConfig};
 use crate::resolve::RunRequest;
 use plimsoll_core::{Budget, Plan, Rung};
-use plimsoll_plan::device_request::DeviceRequest;
+use plimsoll_plan::device_request::{DeviceRequest, DevicesRequest};
 
 /// Least predicted speedup of a change that is recommended.
 pub const MIN_SPEEDUP: f64 = 1.02;
@@ -29,6 +29,22 @@ pub enum Change {
     UseAllGpus,
     /// The run takes a lossy rung, which changes its results.
     TakeRung(Rung),
+}
+
+impl Change {
+    /// Returns a word for the change, for the name of a folder.
+    pub fn word(self) -> String {
+        match self {
+            Change::ChooseMicroBatch => "micro-batch".to_owned(),
+            Change::ChooseRecompute => "recompute".to_owned(),
+            Change::ChooseRecipe => "recipe".to_owned(),
+            Change::ChooseParallelism => "parallelism".to_owned(),
+            Change::RaiseBudget => "budget".to_owned(),
+            Change::RaiseHost => "host".to_owned(),
+            Change::UseAllGpus => "all-gpus".to_owned(),
+            Change::TakeRung(rung) => rung.to_string(),
+        }
+    }
 }
 
 /// A recommended change of a run's settings, with the plan under it.
@@ -65,8 +81,8 @@ pub fn advise(run: &RunRequest, before: &Plan) -> Vec<Advice> {
     let changes = changes(run, before).into_iter();
     let mut advice: Vec<Advice> =
         changes.filter_map(|(change, settings)| try_change(run, before, change, settings)).collect();
-    let is_lossy = |advice: &Advice| matches!(advice.change, Change::TakeRung(_));
-    advice.sort_by(|a, b| is_lossy(a).cmp(&is_lossy(b)).then(b.speedup.total_cmp(&a.speedup)));
+    let changes_results = |advice: &Advice| advice.plan.rungs != before.rungs;
+    advice.sort_by(|a, b| changes_results(a).cmp(&changes_results(b)).then(b.speedup.total_cmp(&a.speedup)));
     advice
 }
 
@@ -106,7 +122,9 @@ fn changes(run: &RunRequest, before: &Plan) -> Vec<(Change, Vec<(&'static str, S
     }
     changes.extend(memory_changes(run));
     if uses_some_gpus(run) {
-        changes.push((Change::UseAllGpus, vec![("run.devices", "cuda".to_owned())]));
+        let all = DeviceRequest::Cuda { index: None, budget: None };
+        let devices = DevicesRequest { devices: vec![all], ..run.devices() };
+        changes.push((Change::UseAllGpus, vec![("run.devices", devices.to_string())]));
     }
     let possible = Rung::ALL.into_iter().filter(|rung| !before.rungs.contains(rung));
     changes.extend(possible.map(|rung| (Change::TakeRung(rung), vec![("train.rungs", rung_list(before, rung))])));

@@ -5,7 +5,7 @@ use crate::text::{excerpt, percent};
 use plimsoll_core::{Budget, Bytes};
 use plimsoll_device::cuda::nvml::Process;
 use plimsoll_device::machine::{DeviceInfo, Gpu};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Least bytes held on a GPU that count. Less is taken by the driver itself.
 const HELD_MIN: Bytes = Bytes(128 << 20);
@@ -19,6 +19,8 @@ const BUSY: f64 = 0.5;
 const LINK_AWAKE: f64 = 0.2;
 /// Degrees Celsius below the slowdown temperature from which a GPU is hot.
 const HOT_MARGIN_CELSIUS: u32 = 5;
+/// Name of the process that computes for other processes (CUDA MPS), which hold their memory without being listed.
+const MPS_SERVER: &str = "nvidia-cuda-mps-server";
 /// Fraction of the default power limit above which the limit counts as the default.
 const FULL_POWER: f64 = 0.99;
 
@@ -90,10 +92,15 @@ impl GpuView<'_> {
         self.processes().values().map(|process| process.held_bytes).sum()
     }
 
+    /// Returns whether one of the visible processes computes for others.
+    fn has_mps_server(&self) -> bool {
+        self.processes().values().any(|process| process.name.as_deref().is_some_and(|name| name.ends_with(MPS_SERVER)))
+    }
+
     /// Returns the bytes for which no process is listed; `None` if that is unknown, as in a container that hides
     /// processes.
     fn unattributed(&self) -> Option<Bytes> {
-        let held = self.gpu.held_bytes.filter(|_| self.lists_all_processes)?;
+        let held = self.gpu.held_bytes.filter(|_| self.lists_all_processes && !self.has_mps_server())?;
         Some(held.saturating_sub(self.attributed()?)).filter(|bytes| *bytes >= HELD_MIN)
     }
 
@@ -122,13 +129,22 @@ impl GpuView<'_> {
         }
         let by = if names.is_empty() { "processes that are not visible here".to_owned() } else { names.join(", ") };
         let text = format!("{held} of {total} on {} are held by {by}", self.device.name);
-        let pids: Vec<String> = self.gpu.processes.iter().map(|process| process.pid.to_string()).collect();
-        let mend = match pids.is_empty() {
+        Some(Finding::new(FindingId::GpuMemoryHeld, severity, text, self.cost_of_held(held), self.mend_of_held()))
+    }
+
+    /// Returns the step that frees memory held by others. Process ids of another container or of Windows are other
+    /// processes here, and processes that draw belong to a desktop: neither is named in a command.
+    fn mend_of_held(&self) -> String {
+        if !self.lists_all_processes {
+            return "see them outside of this container, or on Windows: nvidia-smi".to_owned();
+        }
+        let draws = |pid: u32| self.further.graphics_processes.iter().any(|process| process.pid == pid);
+        let pids: BTreeSet<u32> = self.gpu.processes.iter().map(|process| process.pid).collect();
+        let pids: Vec<String> = pids.into_iter().filter(|pid| !draws(*pid)).map(|pid| pid.to_string()).collect();
+        match pids.is_empty() {
             false => format!("if they are yours: kill {}", pids.join(" ")),
-            true if names.is_empty() => "see them outside of this container, or on Windows: nvidia-smi".to_owned(),
             true => "close programs that draw on the GPU".to_owned(),
-        };
-        Some(Finding::new(FindingId::GpuMemoryHeld, severity, text, self.cost_of_held(held), mend))
+        }
     }
 
     /// Returns a finding if memory is held and no process is listed for it.
@@ -155,8 +171,13 @@ impl GpuView<'_> {
         Some(Finding::new(FindingId::DisplayAttached, Severity::Note, text, cost, mend))
     }
 
+    /// Returns a finding if other processes keep the GPU busy. A load without any process is left over from one that has
+    /// just ended, or from this check.
     fn busy(&self) -> Option<Finding> {
         let busy = self.gpu.condition.busy.filter(|busy| *busy >= BUSY)?;
+        if self.lists_all_processes && self.processes().is_empty() {
+            return None;
+        }
         let text = format!("{} is {} busy with other processes", self.device.name, percent(busy, 0));
         let cost = "a run shares the multiprocessors with them, and its steps are slower than predicted";
         let mend = "wait for them, or end them: nvidia-smi lists the processes";
@@ -197,8 +218,10 @@ impl GpuView<'_> {
         Some(Finding::new(FindingId::GpuThrottled, severity, text, cost, mend))
     }
 
+    /// Returns a finding if the power limit that is set is below the default. The limit in force may be lower without a
+    /// setting, such as while a laptop runs on its battery.
     fn power_limit(&self) -> Option<Finding> {
-        let (now, default) = (self.gpu.condition.power_watts_max?, self.further.reference.power_watts_default?);
+        let (now, default) = (self.further.reference.power_watts_set?, self.further.reference.power_watts_default?);
         if now >= FULL_POWER * default {
             return None;
         }

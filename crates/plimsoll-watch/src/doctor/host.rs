@@ -59,8 +59,9 @@ fn memory_limit(readings: &Readings) -> Option<Finding> {
     let total = readings.physical.total_bytes?;
     let limit = readings.memory_limits.iter().min_by_key(|limit| limit.limit).filter(|limit| limit.limit < total)?;
     let text = format!("{} is limited to {} of this machine's {total}", limit.source, limit.limit);
-    let left = limit.limit.saturating_sub(limit.used);
-    let cost = format!("runs get at most the {left} that it has left, offloaded tensors included");
+    // A wider group that others have filled may leave less than the narrowest one.
+    let left = readings.memory_limits.iter().map(|limit| limit.limit.saturating_sub(limit.used)).min()?;
+    let cost = format!("runs get at most the {left} that the limits leave, offloaded tensors included");
     let mend = "raise it where the container or job starts, such as docker run --memory 64g or sbatch --mem 64G";
     Some(Finding::new(FindingId::MemoryLimit, Severity::Note, text, cost, mend))
 }
@@ -143,14 +144,19 @@ fn locked_memory_limit(readings: &Readings) -> Option<Finding> {
     Some(Finding::new(FindingId::LockedMemoryLimit, Severity::Note, text, cost, mend))
 }
 
+/// Returns a finding if swap is in use. In a control group that limits memory, the swap may be that of other programs of
+/// the host.
 fn swap(readings: &Readings) -> Option<Finding> {
+    if !readings.memory_limits.is_empty() {
+        return None;
+    }
     let used = readings.physical.swap_used_bytes.filter(|used| *used >= SWAP_MIN)?;
     let total = readings.physical.total_bytes?;
     let is_much = used.0 as f64 >= SWAP_SHARE * total.0 as f64;
     let severity = if is_much { Severity::Warning } else { Severity::Note };
     let text = format!("{used} of swap are in use");
     let cost = "a step waits for the disk if it touches memory that was swapped out";
-    let mend = "end other programs, then: sudo swapoff -a && sudo swapon -a";
+    let mend = "end other programs: ps -eo pid,rss,comm --sort=-rss | head";
     Some(Finding::new(FindingId::SwapInUse, severity, text, cost, mend))
 }
 

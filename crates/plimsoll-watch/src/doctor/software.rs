@@ -3,8 +3,12 @@
 use super::{Finding, FindingId, Readings, Severity};
 use plimsoll_core::format_count;
 use plimsoll_device::cuda::libraries::Library;
-use plimsoll_device::machine::{LibraryState, Nvidia};
+use plimsoll_device::machine::{DriverFailure, LibraryState, Nvidia};
 
+/// Codes (`CUresult`) of a driver that sees no GPU: the driver library is the stub of the CUDA toolkit, or there is none.
+const NO_GPU_CODES: [u32; 2] = [34, 100];
+/// Mend of a GPU that is hidden from this process or container.
+const SHOW_GPUS: &str = "unset CUDA_VISIBLE_DEVICES\nin a container: docker run --gpus all";
 /// Cost of a GPU that cannot be used.
 const NO_GPU: &str = "no run uses a GPU; runs train on the processor";
 
@@ -25,9 +29,8 @@ pub(super) fn findings(readings: &Readings) -> Vec<Finding> {
 fn no_driver(nvidia: &Nvidia) -> Finding {
     let driver = nvidia.library(Library::Driver);
     let remedy = driver.remedy.clone().unwrap_or_default();
-    if let Some(error) = &nvidia.error {
-        let mend = "restart the machine after an update of the driver, then check: nvidia-smi";
-        return Finding::new(FindingId::DriverFails, Severity::Error, error, NO_GPU, mend);
+    if let Some(failure) = &nvidia.failure {
+        return driver_fails(failure, nvidia.cards_on_bus);
     }
     if nvidia.library(Library::Nvml).path.is_some() {
         let missing = driver.missing.as_deref().unwrap_or("the NVIDIA driver was not found");
@@ -41,6 +44,18 @@ fn no_driver(nvidia: &Nvidia) -> Finding {
     }
     let mend = "none is needed; to plan for a GPU that is not present: plimsoll plan run.toml --devices rtx3090";
     Finding::new(FindingId::NoNvidiaGpu, Severity::Note, "no NVIDIA GPU", NO_GPU, mend)
+}
+
+/// Returns the finding about a driver that does not start. One that sees no GPU is as it should be where there is none.
+fn driver_fails(failure: &DriverFailure, cards_on_bus: usize) -> Finding {
+    let DriverFailure { code, text, remedy } = failure;
+    let sees_no_gpu = code.is_some_and(|code| NO_GPU_CODES.contains(&code));
+    let (severity, mend) = match (sees_no_gpu, cards_on_bus) {
+        (true, 0) => (Severity::Note, SHOW_GPUS),
+        (true, _) => (Severity::Warning, SHOW_GPUS),
+        (false, _) => (Severity::Error, remedy.as_str()),
+    };
+    Finding::new(FindingId::DriverFails, severity, text, NO_GPU, mend)
 }
 
 /// Returns a finding if a library is missing without which GPUs cannot be used.
@@ -81,7 +96,6 @@ fn hidden_gpus(readings: &Readings) -> Option<Finding> {
     (listed < on_bus).then(|| {
         let text =
             format!("the driver lists {listed} of {} on the PCI bus", format_count(on_bus as u64, "NVIDIA card"));
-        let mend = "unset CUDA_VISIBLE_DEVICES\nin a container: docker run --gpus all";
-        Finding::new(FindingId::GpuHidden, Severity::Note, text, "runs cannot use the others", mend)
+        Finding::new(FindingId::GpuHidden, Severity::Note, text, "runs cannot use the others", SHOW_GPUS)
     })
 }

@@ -4,7 +4,7 @@ use super::*;
 use plimsoll_core::{Bytes, DeviceKind, Failure, Plan};
 use plimsoll_device::cuda::libraries::Library;
 use plimsoll_device::cuda::nvml::{Condition, Pcie, Process, Reference};
-use plimsoll_device::machine::{DefaultLimits, DeviceInfo, Gpu, LibraryState, Machine, Nvidia};
+use plimsoll_device::machine::{DefaultLimits, DeviceInfo, DriverFailure, Gpu, LibraryState, Machine, Nvidia};
 use plimsoll_device::probe::{MemoryLimit, PhysicalMemory};
 use plimsoll_device::process::{Limits, UserThreads};
 use serde_json::json;
@@ -78,6 +78,7 @@ fn healthy() -> Readings {
         reference: Reference {
             drives_display: Some(false),
             power_watts_default: Some(350.0),
+            power_watts_set: Some(350.0),
             slowdown_celsius: Some(95),
         },
         graphics_processes: vec![],
@@ -89,6 +90,7 @@ fn healthy() -> Readings {
                 driver: Some("550.54.14".to_owned()),
                 cuda: Some("12.4".to_owned()),
                 error: None,
+                failure: None,
                 libraries: Library::ALL.map(library).to_vec(),
                 cards_on_bus: 2,
             },
@@ -175,6 +177,14 @@ fn lose_driver(readings: &mut Readings) {
     (readings.machine.nvidia.driver, readings.machine.nvidia.cuda) = (None, None);
     (readings.has_nvml, readings.nccl_version, readings.gpus) = (None, None, vec![]);
     readings.machine.nvidia.cards_on_bus = 0;
+}
+
+/// Lets the driver fail to start on a machine with this number of cards.
+fn fail_start(readings: &mut Readings, code: Option<u32>, cards_on_bus: usize) {
+    lose_driver(readings);
+    let text = "the driver refuses to start".to_owned();
+    readings.machine.nvidia.failure = Some(DriverFailure { code, text, remedy: "the remedy of the code".to_owned() });
+    readings.machine.nvidia.cards_on_bus = cards_on_bus;
 }
 
 /// Lets processes hold memory of the first GPU.
@@ -297,12 +307,12 @@ const SOFTWARE_CASES: &[Case] = &[
     (
         FindingId::DriverFails,
         Severity::Error,
-        |r| {
-            lose_driver(r);
-            r.machine.nvidia.error = Some("the driver refuses to start: code 803".to_owned());
-        },
-        &["code 803", "nvidia-smi"],
+        |r| fail_start(r, Some(803), 1),
+        &["driver-fails: the driver refuses to start\n", "mend: the remedy of the code\n"],
     ),
+    (FindingId::DriverFails, Severity::Error, |r| fail_start(r, None, 0), &["mend: the remedy of the code\n"]),
+    (FindingId::DriverFails, Severity::Note, |r| fail_start(r, Some(34), 0), &["mend: unset CUDA_VISIBLE_DEVICES\n"]),
+    (FindingId::DriverFails, Severity::Warning, |r| fail_start(r, Some(100), 1), &["docker run --gpus all\n"]),
     (
         FindingId::LibraryMissing,
         Severity::Error,
@@ -340,8 +350,27 @@ const GPU_CASES: &[Case] = &[
         &[
             "10.00 GiB of 24.00 GiB on cuda:0 are held by a (5) 6.00 GiB, python3\\n (4711) 4.00 GiB",
             "12.60 GiB by default, instead of 21.60 GiB",
-            "kill 4711 5",
+            "kill 5 4711\n",
         ],
+    ),
+    (
+        FindingId::GpuMemoryHeld,
+        Severity::Warning,
+        |r| {
+            let held = vec![process(5, "a", Some(Bytes::gib(6))), process(9, "Xorg", Some(Bytes::gib(1)))];
+            hold(r, held.clone(), Bytes::gib(7));
+            r.gpus[0].graphics_processes = held[1..].to_vec();
+        },
+        &["a (5) 6.00 GiB, Xorg (9) 1.00 GiB", "if they are yours: kill 5\n"],
+    ),
+    (
+        FindingId::GpuMemoryHeld,
+        Severity::Warning,
+        |r| {
+            hold(r, vec![process(5, "a", Some(Bytes::gib(6)))], Bytes::gib(6));
+            r.sees_all_processes = Some(false);
+        },
+        &["held by a (5) 6.00 GiB", "mend: see them outside of this container"],
     ),
     (
         FindingId::GpuMemoryHeld,
@@ -381,7 +410,18 @@ const GPU_CASES: &[Case] = &[
         Severity::Warning,
         |r| {
             of_gpu(r).condition.busy = Some(0.5);
+            of_gpu(r).processes = vec![process(5, "a", None)];
             of_gpu(r).pcie = None;
+        },
+        &["cuda:0 is 50 % busy"],
+    ),
+    (
+        FindingId::GpuBusy,
+        Severity::Warning,
+        |r| {
+            of_gpu(r).condition.busy = Some(0.5);
+            of_gpu(r).pcie = None;
+            r.sees_all_processes = None;
         },
         &["cuda:0 is 50 % busy"],
     ),
@@ -410,7 +450,7 @@ const GPU_CASES: &[Case] = &[
     (
         FindingId::GpuPowerLimit,
         Severity::Note,
-        |r| of_gpu(r).condition.power_watts_max = Some(300.0),
+        |r| r.gpus[0].reference.power_watts_set = Some(300.0),
         &["is 300 W, its default is 350 W", "sudo nvidia-smi -i 0000:00:00.0 -pl 350"],
     ),
     (
@@ -441,11 +481,12 @@ const HOST_CASES: &[Case] = &[
         FindingId::MemoryLimit,
         Severity::Note,
         |r| {
-            let limit =
-                |gib| MemoryLimit { source: format!("group {gib}"), limit: Bytes::gib(gib), used: Bytes::gib(2) };
-            r.memory_limits = vec![limit(32), limit(16), limit(80)];
+            for (gib, used) in [(32, 21), (16, 2), (80, 30)] {
+                let source = format!("group {gib}");
+                r.memory_limits.push(MemoryLimit { source, limit: Bytes::gib(gib), used: Bytes::gib(used) });
+            }
         },
-        &["group 16 is limited to 16.00 GiB of this machine's 64.00 GiB", "at most the 14.00 GiB"],
+        &["group 16 is limited to 16.00 GiB of this machine's 64.00 GiB", "at most the 11.00 GiB"],
     ),
     (
         FindingId::AddressSpaceLimit,
@@ -472,7 +513,7 @@ const HOST_CASES: &[Case] = &[
         FindingId::SwapInUse,
         Severity::Note,
         |r| r.physical.swap_used_bytes = Some(Bytes::mib(64)),
-        &["64.00 MiB of swap"],
+        &["64.00 MiB of swap", "mend: end other programs: ps"],
     ),
     (
         FindingId::SwapInUse,
@@ -493,7 +534,14 @@ const HARMLESS: &[fn(&mut Readings)] = &[
     |r| r.gpus.clear(),
     |r| of_gpu(r).condition.temperature_celsius = Some(89),
     |r| of_gpu(r).condition.busy = Some(0.19),
-    |r| of_gpu(r).condition.power_watts_max = Some(349.0),
+    |r| r.gpus[0].reference.power_watts_set = Some(349.0),
+    |r| r.gpus[0].reference.power_watts_set = None,
+    // The limit in force, which a battery or another control lowers.
+    |r| of_gpu(r).condition.power_watts_max = Some(100.0),
+    |r| {
+        of_gpu(r).condition.busy = Some(0.9);
+        of_gpu(r).pcie = None;
+    },
     |r| r.machine.devices[0].memory_free_bytes = Bytes::gib(7),
     |r| r.machine.devices[0].memory_total_bytes = Bytes::ZERO,
     |r| r.limits = Limits::default(),
@@ -505,6 +553,10 @@ const HARMLESS: &[fn(&mut Readings)] = &[
     |r| (r.limits.locked_memory, r.has_infiniband) = (None, true),
     |r| r.physical.swap_used_bytes = Some(Bytes::mib(63)),
     |r| r.physical = PhysicalMemory::default(),
+    |r| {
+        r.physical.swap_used_bytes = Some(Bytes::gib(7));
+        r.memory_limits = vec![MemoryLimit { source: "group".to_owned(), limit: Bytes::gib(64), used: Bytes::gib(2) }];
+    },
     |r| (r.cpu_load, r.cpu_celsius) = (None, None),
     |r| (r.cpu_load, r.cpu_celsius) = (Some(0.9), Some(89.9)),
     |r| r.machine.nvidia.cards_on_bus = 0,
@@ -558,8 +610,9 @@ fn harmless_and_unknown_values_have_no_finding() {
 
 #[test]
 fn incomplete_lists_of_processes_show_no_leak() {
-    let changes: [fn(&mut Readings); 4] = [
+    let changes: [fn(&mut Readings); 5] = [
         |r| of_gpu(r).processes = vec![process(5, "a", None)],
+        |r| of_gpu(r).processes = vec![process(5, "/usr/bin/nvidia-cuda-mps-server", Some(Bytes::mib(30)))],
         |r| r.is_wsl = true,
         |r| r.sees_all_processes = None,
         |r| r.sees_all_processes = Some(false),

@@ -135,6 +135,7 @@ fn speed(readings: &RunReadings, run: &RunSnapshot) -> Speed {
         measured_step_seconds_p95: result.map(|result| result.step_seconds.p95),
         predicted_tokens_per_second: readings.plan.map(|plan| plan.predicted.tokens_per_second),
         measured_tokens_per_second: result.map(|result| result.tokens_per_second).or(run.tokens_per_second),
+        is_plan_replaced: readings.events.notes.is_plan_replaced,
     }
 }
 
@@ -189,7 +190,8 @@ fn planned_device(
     }
 }
 
-/// Returns a device with the figures of the result in place of those of plan and events.
+/// Returns a device with the figures of the result in place of those of plan and events. Arena and charges are those of
+/// the same plan, so that they add up to the total.
 fn with_result(device: DeviceReport, memory: &DeviceMemory) -> DeviceReport {
     DeviceReport {
         load_line_bytes: Some(memory.budget_bytes),
@@ -197,6 +199,10 @@ fn with_result(device: DeviceReport, memory: &DeviceMemory) -> DeviceReport {
         arena: MemoryPair {
             predicted_bytes: Some(memory.arena_bytes),
             measured_bytes: Some(memory.arena_measured_bytes),
+        },
+        charges: MemoryPair {
+            predicted_bytes: Some(memory.predicted_bytes.saturating_sub(memory.arena_bytes)),
+            measured_bytes: None,
         },
         measured_by: memory.measured_by,
         over_load_line_bytes: memory.over_load_line_bytes,
@@ -213,10 +219,7 @@ fn unplanned_device(memory: &DeviceMemory) -> DeviceReport {
         load_line_bytes: None,
         total: MemoryPair::default(),
         arena: MemoryPair::default(),
-        charges: MemoryPair {
-            predicted_bytes: Some(memory.predicted_bytes.saturating_sub(memory.arena_bytes)),
-            measured_bytes: None,
-        },
+        charges: MemoryPair::default(),
         measured_by: None,
         over_load_line_bytes: None,
         newest_plan_arena_bytes: None,

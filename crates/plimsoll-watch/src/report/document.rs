@@ -151,7 +151,7 @@ fn overview(report: &Report) -> Section {
     let speed = or_not_measured(report.speed.measured_tokens_per_second, tokens_per_second);
     facts.push(fact("speed, measured", speed + simulated));
     facts.extend(run.peak_share.map(|share| fact("share of the peak of the devices", percent(share, 1))));
-    facts.push(fact("time in steps", seconds(report.step_seconds_total)));
+    facts.push(fact("time in steps", seconds(report.step_seconds_total) + simulated_steps(report)));
     facts.push(fact("started", or_unknown(report.started_at, time)));
     facts.push(fact("newest event", or_unknown(report.newest_at, time)));
     if report.starts.listed.len() > 1 {
@@ -160,6 +160,12 @@ fn overview(report: &Report) -> Section {
     facts.push(fact("newest checkpoint", or_unknown(run.checkpoint_step, |step| format!("step {step}"))));
     facts.push(fact("folder", &*run.folder));
     section("Run", vec![Part::Facts(facts)])
+}
+
+/// Returns the label of the time of steps. It counts the steps of all starts; evaluations and checkpoints take real time.
+fn simulated_steps(report: &Report) -> &'static str {
+    let is_simulated = report.speed.simulated || report.starts.listed.iter().any(|start| start.simulated);
+    if is_simulated { " (simulated)" } else { "" }
 }
 
 fn commands(report: &Report) -> Section {
@@ -250,14 +256,13 @@ fn plan(report: &Report) -> Section {
     let simulated = if speed.simulated { "measured (simulated)" } else { "measured" };
     let (step_now, rate_now) = (speed.measured_step_seconds, speed.measured_tokens_per_second);
     let step_name = if speed.measured_step_seconds_p95.is_some() { "step, median" } else { "step, running mean" };
+    // Figures under several plans differ from the prediction of the newest one for other reasons than its errors.
+    let comparable = |measured: Option<f64>| measured.filter(|_| !speed.is_plan_replaced);
+    let step_difference = difference(step, comparable(step_now));
+    let rate_difference = difference(rate, comparable(rate_now));
     let mut rows = vec![
-        figures(step_name, or_unknown(step, seconds), or_not_measured(step_now, seconds), difference(step, step_now)),
-        figures(
-            "tokens per second",
-            or_unknown(rate, count),
-            or_not_measured(rate_now, count),
-            difference(rate, rate_now),
-        ),
+        figures(step_name, or_unknown(step, seconds), or_not_measured(step_now, seconds), step_difference),
+        figures("tokens per second", or_unknown(rate, count), or_not_measured(rate_now, count), rate_difference),
     ];
     let p95 = speed.measured_step_seconds_p95;
     rows.extend(p95.map(|p95| figures("step, 95 of 100", "–".to_owned(), seconds(p95), "–".to_owned())));
@@ -311,14 +316,14 @@ fn device(device: &DeviceReport) -> Section {
     let mut facts = Vec::new();
     facts.extend(device.sequences.map(|sequences| fact("sequences per step", sequences.to_string())));
     let slowdown = device.compute_slowdown.map(|slowdown| format!("{slowdown:.2} × the predicted time"));
-    facts.extend(slowdown.map(|slowdown| fact("compute time, measured", slowdown)));
+    let simulated = if device.simulated { " (simulated)" } else { "" };
+    facts.extend(slowdown.map(|slowdown| fact(&format!("compute time, measured{simulated}"), slowdown)));
     parts.push(Part::Facts(facts));
     parts.retain(|part| match part {
         Part::Table { rows, .. } => !rows.is_empty(),
         Part::Facts(facts) => !facts.is_empty(),
         _ => true,
     });
-    let simulated = if device.simulated { " (simulated)" } else { "" };
     section(&format!("Memory of {}{simulated}", device.name), parts)
 }
 
@@ -338,7 +343,11 @@ fn bar(device: &DeviceReport) -> Bar {
         label: format!("Planned memory of {} by category", device.name),
         parts,
         load_line: device.load_line_bytes,
-        measured_peak: device.total.measured_bytes,
+        // The peak may be that of an earlier plan than the parts.
+        measured_peak: device
+            .total
+            .measured_bytes
+            .filter(|_| device.newest_plan_arena_bytes == device.arena.predicted_bytes),
     }
 }
 

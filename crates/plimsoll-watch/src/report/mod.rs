@@ -127,6 +127,9 @@ pub struct Speed {
     /// Measured tokens (including padding) per second: over all steps since the last start; before the end of the run
     /// its running mean.
     pub measured_tokens_per_second: Option<f64>,
+    /// Whether the measured figures include steps under an earlier plan than the predicted ones.
+    #[serde(skip)]
+    pub is_plan_replaced: bool,
 }
 
 /// A predicted amount of memory beside the measured one.

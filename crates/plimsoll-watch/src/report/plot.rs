@@ -2,6 +2,7 @@
 
 use super::document::Bar;
 use super::html::escaped;
+use plimsoll_core::Bytes;
 use std::fmt::Write;
 
 /// Width and height of a plot, in units of its view box. About the width of a phone in pixels, so that its text is
@@ -167,8 +168,8 @@ fn tick(number: f64, span: f64) -> String {
 
 /// Returns a ledger bar as an SVG element; `None` if no bytes are known.
 pub(super) fn bar(bar: &Bar) -> Option<String> {
-    let held: u64 = bar.parts.iter().map(|(_, bytes)| bytes.0).sum();
-    let most = held.max(bar.measured_peak.unwrap_or_default().0) as f64;
+    let held = bar.parts.iter().map(|(_, bytes)| *bytes).sum::<Bytes>();
+    let most = held.max(bar.measured_peak.unwrap_or_default()).0 as f64;
     let scale = bar.load_line.map_or(0.0, |line| line.0 as f64 / LINE_AT).max(most);
     if scale <= 0.0 {
         return None;
@@ -214,7 +215,6 @@ pub(super) fn part_class(name: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use plimsoll_core::Bytes;
 
     #[test]
     fn points_lie_inside_the_plot() {
@@ -259,6 +259,9 @@ mod tests {
         assert!(svg.contains("class=\"part weight\" x=\"0.0\" y=\"8\" width=\"368.0\""), "{svg}");
         assert!(svg.contains("class=\"part charges\" x=\"368.0\" y=\"8\" width=\"184.0\""), "{svg}");
         assert!(svg.contains("class=\"load-line\" x1=\"736.0\"") && svg.contains("M400.0 36"), "{svg}");
+        let most = vec![("weight".to_owned(), Bytes(u64::MAX)), ("charges".to_owned(), Bytes(u64::MAX))];
+        let most = Bar { label: "x".into(), parts: most, load_line: None, measured_peak: None };
+        assert!(bar(&most).unwrap().contains("class=\"part weight\" x=\"0.0\" y=\"8\" width=\"800.0\""));
         let unknown = Bar { label: "x".into(), parts: vec![], load_line: None, measured_peak: None };
         assert_eq!(bar(&unknown), None);
     }

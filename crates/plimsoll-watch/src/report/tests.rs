@@ -4,6 +4,7 @@ use super::document::{Document, Part};
 use super::testing::{START, TestRun};
 use super::*;
 use crate::snapshot::RunState;
+use plimsoll_core::{EVENTS_VERSION, Event, Record};
 use std::fs;
 use std::path::Path;
 
@@ -141,13 +142,61 @@ fn result_has_precedence_after_a_new_plan() {
     let folder = tempfile::tempdir().unwrap();
     let path = TestRun::default().write(folder.path(), "run");
     let mut plan: serde_json::Value = serde_json::from_slice(&fs::read(path.join("plan.json")).unwrap()).unwrap();
+    assert!(report(&path).html().contains("<title>measured peak: 39.00 MiB</title>"));
     plan["devices"][0]["arena_bytes"] = (12_u64 << 20).into();
+    plan["devices"][0]["charges_bytes"] = (20_u64 << 20).into();
     fs::write(path.join("plan.json"), plan.to_string()).unwrap();
     let changed = report(&path);
     let device = &changed.devices[0];
     let arenas = [device.arena.predicted_bytes, device.arena.measured_bytes, device.newest_plan_arena_bytes];
     assert_eq!(arenas, [16, 16, 12].map(|mib| Some(Bytes::mib(mib))));
     assert!(changed.html().contains("The plan changed during the run."), "{}", changed.html());
+    // Arena and charges are those of one plan; the parts of the bar are those of another one than its peak.
+    assert_eq!(device.charges.predicted_bytes.map(|charges| charges + Bytes::mib(16)), device.total.predicted_bytes);
+    assert!(!changed.html().contains("<title>measured peak"), "{}", changed.html());
+}
+
+/// Returns the differences of time of a step and speed from the prediction, as a report shows them.
+fn speed_differences(folder: &Path) -> [String; 2] {
+    let cells = cells(&report(folder));
+    let difference = |name| cells[cells.iter().position(|cell| cell == name).unwrap() + 3].clone();
+    ["step, median", "tokens per second"].map(difference)
+}
+
+#[test]
+fn replaced_plans_have_no_difference_of_speed() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = TestRun::default().write(folder.path(), "run");
+    assert_eq!(speed_differences(&path), ["+4.0 %", "-2.3 %"]);
+    let log = fs::read_to_string(path.join("events.jsonl")).unwrap();
+    let recipe = |micro_batch: u64| serde_json::json!({"micro_batch": micro_batch, "recompute": ["nothing", "block"]});
+    let recovery = serde_json::json!({
+        "step": 5, "device": "cpu", "reason": "out of memory", "from": recipe(8), "to": recipe(4), "class": "identical",
+        "arena_bytes_before": Bytes::mib(16), "arena_bytes": Bytes::mib(12), "seconds": 0.1,
+        "predicted_step_seconds_before": 0.05, "predicted_step_seconds": 0.06,
+    });
+    let event = Event::Recovery(Box::new(serde_json::from_value(recovery).unwrap()));
+    let record = Record { version: EVENTS_VERSION, time: START, event };
+    let (start, rest) = log.split_once('\n').unwrap();
+    let recovered = format!("{start}\n{}\n{rest}", serde_json::to_string(&record).unwrap());
+    fs::write(path.join("events.jsonl"), &recovered).unwrap();
+    assert_eq!(speed_differences(&path), ["–", "–"]);
+    // The figures of the next start are those of one plan.
+    fs::write(path.join("events.jsonl"), recovered + &log).unwrap();
+    assert_eq!(speed_differences(&path), ["+4.0 %", "-2.3 %"]);
+}
+
+#[test]
+fn simulated_seconds_are_labelled() {
+    let folder = tempfile::tempdir().unwrap();
+    for (device, label) in [("virtual:a=64MiB@0.5", " (simulated)"), ("cpu", "")] {
+        let run = TestRun { device: device.into(), ..TestRun::default() };
+        let cells = cells(&report(&run.write(folder.path(), device)));
+        let after = |name: &str| &cells[cells.iter().position(|cell| cell == name).unwrap() + 1];
+        assert_eq!(*after("time in steps"), format!("1.28 s{label}"));
+        // Evaluations take real time.
+        assert!(cells.contains(&"500.0 ms".to_owned()), "{cells:?}");
+    }
 }
 
 #[test]

@@ -8,9 +8,13 @@ use crate::report::{Report, hardware};
 use crate::snapshot::RunState;
 use crate::snapshot::run_folder::RunFolder;
 use crate::text::{count, shell_word, wrapped};
-use plimsoll_core::{Bytes, Failure, Plan, RunEnvironment};
+#[cfg(feature = "schema")]
+use plimsoll_core::Plan;
+use plimsoll_core::{Bytes, DevicePlan, Failure, RunEnvironment};
 use plimsoll_device::{private_file, regular_file};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::fs::File;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
@@ -59,7 +63,9 @@ pub struct Champion {
     /// The run file with every key.
     pub run_file: String,
     /// The plan at the end of the run.
-    pub plan: Plan,
+    // It is stored as it is, so that a later change of plans does not make the list unreadable.
+    #[cfg_attr(feature = "schema", schemars(with = "Plan"))]
+    pub plan: Value,
     /// Program and machine; `None` if the run did not record them.
     pub environment: Option<RunEnvironment>,
 }
@@ -87,6 +93,12 @@ pub struct ChampionKey {
     pub simulated: bool,
 }
 
+/// The version of a file, which is read before the rest: another version may have another form.
+#[derive(Deserialize)]
+struct FileVersion {
+    version: u32,
+}
+
 impl Default for ChampionFile {
     fn default() -> ChampionFile {
         ChampionFile { version: CHAMPIONS_VERSION, champions: vec![] }
@@ -107,27 +119,28 @@ impl ChampionFile {
             }
             Err(error) => return Err(unreadable(&path, &error.to_string())),
         };
-        let file: ChampionFile =
-            serde_json::from_slice(&bytes).map_err(|error| unreadable(&path, &format!("it is damaged: {error}")))?;
-        if file.version != CHAMPIONS_VERSION {
-            let reason = format!("it has version {}, expected {CHAMPIONS_VERSION}", file.version);
+        let damaged = |error: serde_json::Error| unreadable(&path, &format!("it is damaged: {error}"));
+        let FileVersion { version } = serde_json::from_slice(&bytes).map_err(damaged)?;
+        if version != CHAMPIONS_VERSION {
+            let reason = format!("it has version {version}, expected {CHAMPIONS_VERSION}");
             return Err(unreadable(&path, &reason));
         }
-        Ok(file)
+        serde_json::from_slice(&bytes).map_err(damaged)
     }
 
     /// Updates `champions.json` of a folder with the completed runs in it, and returns the list with notes about runs
-    /// that cannot be read. Writes nothing if the list stays the same.
+    /// that cannot be read or compared. Writes nothing if the list stays the same. Waits for another update in progress.
     ///
     /// # Errors
     /// The folder or the file cannot be read, or the file cannot be written. A damaged file is left as it is.
     pub fn update(folder: &Path, at: f64) -> Result<(ChampionFile, Vec<String>), Failure> {
+        let _lock = lock(folder);
         let before = ChampionFile::read(folder)?;
         let (mut file, mut notes) = (before.clone(), Vec::new());
         for run in open_runs(folder)? {
-            match run {
-                Ok(run) => candidate(&run, at).into_iter().for_each(|candidate| file.take(candidate)),
-                Err(failure) => notes.push(failure.message),
+            match run.map_err(|failure| failure.message).and_then(|run| candidate(&run, at)) {
+                Ok(candidate) => candidate.into_iter().for_each(|candidate| file.take(candidate)),
+                Err(note) => notes.push(note),
             }
         }
         file.champions.sort_by(|one, other| one.key.cmp(&other.key));
@@ -153,7 +166,7 @@ impl ChampionFile {
         self.champions.iter().any(|champion| champion.run == path && Some(champion.tokens_per_second) == speed)
     }
 
-    /// Writes the list for this user only. The file is replaced as a whole.
+    /// Writes the list for this user only. The file is replaced as a whole, after it has been written to disk.
     fn write(&self, folder: &Path) -> Result<(), Failure> {
         let path = folder.join(FILE_NAME);
         private_file::replace(&path, self.json().as_bytes()).map_err(|error| {
@@ -191,10 +204,18 @@ fn lines(champion: &Champion) -> String {
         + &wrapped(&format!("  run {}{gone}{peak}", champion.run), LINE_COLUMNS, "    ")
 }
 
+/// Locks the folder of the runs until the result is dropped, so that no other update replaces this one; `None` if its
+/// file system has no locks.
+fn lock(folder: &Path) -> Option<File> {
+    let folder = File::open(folder).ok()?;
+    folder.lock().ok()?;
+    Some(folder)
+}
+
 /// Returns the failure of a file that cannot be read.
 fn unreadable(path: &Path, reason: &str) -> Failure {
     let name = path.display().to_string();
-    let aside = format!("mv {} {}", shell_word(&name), shell_word(&format!("{name}.damaged")));
+    let aside = format!("mv -n {} {}", shell_word(&name), shell_word(&format!("{name}.set-aside")));
     Failure::input(format!("{name}: cannot read the champions: {reason}"))
         .hint(format!("restore the file, or set it aside and start a new list: {aside}"))
 }
@@ -205,33 +226,33 @@ fn absolute(path: &str) -> String {
 }
 
 /// Returns a run as a champion may be; `None` unless it is complete, lost no device, and has all files of a champion.
-fn candidate(run: &RunFolder, at: f64) -> Option<Champion> {
-    let (plan, result) = (run.plan()?, run.result()?);
+///
+/// # Errors
+/// The hardware of a device is not known, so the run cannot be compared. The text names run and device.
+fn candidate(run: &RunFolder, at: f64) -> Result<Option<Champion>, String> {
+    let (Some(plan), Some(result)) = (run.plan(), run.result()) else { return Ok(None) };
     let report = Report::of(run, at);
-    let settings = report.settings.as_ref()?;
+    let (Some(settings), Some(parameters), Some(ended_at)) = (&report.settings, report.parameters, report.newest_at)
+    else {
+        return Ok(None);
+    };
     // Its speed is that of changing devices.
     let has_changed = !result.lost.is_empty() || !report.team_changes.listed.is_empty();
     let speed = result.tokens_per_second;
     if report.run.state != RunState::Done || has_changed || !(speed.is_finite() && speed > 0.0) {
-        return None;
+        return Ok(None);
     }
-    let processor = report.environment.as_ref().map_or("unknown processor", |environment| &environment.processor);
-    let mut devices: Vec<String> = Vec::new();
+    let mut devices = Vec::new();
     for device in &plan.devices {
-        let requested = settings.request_of(&device.name).filter(|_| device.simulated);
-        let name = requested.unwrap_or_else(|| device.name.clone());
-        let known = hardware(plan, report.environment.as_ref(), &device.name);
-        devices.push(match (device.simulated, known) {
-            (true, _) => format!("{name} (simulated on {processor})"),
-            (false, known) => format!("{name} ({})", known.as_deref().unwrap_or("unknown hardware")),
-        });
+        let known = device_key(run, &report, device);
+        devices.push(known.map_err(|reason| format!("{}: is not compared: {reason}", report.run.folder))?);
     }
     devices.sort();
     let mut rungs = settings.rungs.clone();
     rungs.sort();
     let key = ChampionKey {
         model: settings.model.clone(),
-        parameters: report.parameters?,
+        parameters,
         method: settings.method.clone(),
         rungs,
         precision: settings.precision.clone(),
@@ -239,11 +260,11 @@ fn candidate(run: &RunFolder, at: f64) -> Option<Champion> {
         simulated: plan.devices.iter().any(|device| device.simulated),
         devices,
     };
-    Some(Champion {
+    Ok(Some(Champion {
         key,
         tokens_per_second: speed,
         run: absolute(&report.run.folder),
-        ended_at: report.newest_at?,
+        ended_at,
         steps: result.steps,
         batch_tokens: settings.batch_tokens,
         step_seconds: result.step_seconds.median,
@@ -251,7 +272,29 @@ fn candidate(run: &RunFolder, at: f64) -> Option<Champion> {
         eval_loss: result.eval.map(|eval| eval.loss),
         measured_peak_bytes: report.devices.iter().filter_map(|device| device.total.measured_bytes).max(),
         run_file: settings.text.clone(),
-        plan: plan.clone(),
+        plan: serde_json::to_value(plan).expect("plain data has a JSON form"),
         environment: report.environment.clone(),
-    })
+    }))
+}
+
+/// Returns a device of a run with its hardware, as runs must share it to compete.
+///
+/// # Errors
+/// The hardware is not known: that of a remote device is not recorded.
+fn device_key(run: &RunFolder, report: &Report, device: &DevicePlan) -> Result<String, String> {
+    let name = &device.name;
+    if name.contains('/') {
+        return Err(format!("the hardware of the remote device {name} is not recorded"));
+    }
+    let environment = report.environment.as_ref();
+    if !device.simulated {
+        let hardware = run.plan().and_then(|plan| hardware(plan, environment, name));
+        let hardware = hardware.ok_or_else(|| format!("the hardware of {name} is not known"))?;
+        return Ok(format!("{name} ({hardware})"));
+    }
+    let requested = report.settings.as_ref().and_then(|settings| settings.request_of(name));
+    let requested = requested.ok_or_else(|| format!("size and pace of {name} are not known"))?;
+    let processor = environment.map(|environment| &environment.processor);
+    let processor = processor.ok_or_else(|| format!("the processor that simulates {name} is not known"))?;
+    Ok(format!("{requested} (simulated on {processor})"))
 }

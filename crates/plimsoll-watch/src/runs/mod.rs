@@ -172,12 +172,12 @@ fn row(run: &RunFolder, champions: &ChampionFile, at: f64) -> RunRow {
     }
 }
 
-/// Opens and reads the runs in a folder, and those one folder deeper, as in a sweep. A run that cannot be read is an
-/// error in the list.
+/// Returns the runs in a folder, and those one folder deeper, as in a sweep. Each is opened and read when its turn comes,
+/// so that few logs are open at a time. A run that cannot be read is an error among them.
 ///
 /// # Errors
 /// The folder cannot be read, or has too many entries.
-fn open_runs(folder: &Path) -> Result<Vec<Result<RunFolder, Failure>>, Failure> {
+fn open_runs(folder: &Path) -> Result<impl Iterator<Item = Result<RunFolder, Failure>>, Failure> {
     let mut seen = 0;
     let mut paths = Vec::new();
     for path in folders_in(folder, &mut seen)? {
@@ -193,7 +193,7 @@ fn open_runs(folder: &Path) -> Result<Vec<Result<RunFolder, Failure>>, Failure> 
         let message = format!("{}: has more than {MAX_FOLDERS} entries", folder.display());
         return Err(Failure::input(message).hint("name a folder that holds runs, such as runs"));
     }
-    Ok(paths.into_iter().map(|path| read_run(&path)).collect())
+    Ok(paths.into_iter().map(|path| read_run(&path)))
 }
 
 fn read_run(path: &Path) -> Result<RunFolder, Failure> {

@@ -83,7 +83,7 @@ fn champion_outlives_its_run() {
     let before = champions(folder.path());
     let champion = &before.champions[0];
     assert_eq!(champion.run_file, fs::read_to_string(path.join("run.toml")).unwrap());
-    assert_eq!(champion.plan.devices[0].arena_bytes, Bytes::mib(16));
+    assert_eq!(champion.plan["devices"][0]["arena_bytes"], 16 << 20);
     assert_eq!(champion.environment.as_ref().unwrap().processor, "A Processor");
     let expected = ChampionKey {
         model: "llama".into(),
@@ -130,14 +130,104 @@ fn champions_file_is_private_and_never_repaired() {
     assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
     assert_eq!(ChampionFile::read(folder.path()).unwrap(), file);
     let later = fs::read_to_string(&path).unwrap().replacen("\"version\": 1", "\"version\": 2", 1);
-    for (damaged, reason) in [(&*later, "version 2, expected 1"), ("{\"version\": 1", "damaged"), ("", "damaged")] {
+    let other_form = "{\"version\": 2, \"best\": {}}";
+    let cases = [
+        (&*later, "version 2, expected 1"),
+        (other_form, "version 2, expected 1"),
+        ("{\"version\": 1", "damaged"),
+        ("{\"version\": 1, \"champions\": 3}", "damaged"),
+        ("", "damaged"),
+    ];
+    for (damaged, reason) in cases {
         fs::write(&path, damaged).unwrap();
         let refused = ChampionFile::update(folder.path(), AT).unwrap_err();
         let name = path.display().to_string();
         assert!(refused.message.starts_with(&name) && refused.message.contains(reason), "{refused}");
-        assert!(refused.hints[0].contains(&format!("mv {name} {name}.damaged")), "{refused}");
+        assert!(refused.hints[0].contains(&format!("mv -n {name} {name}.set-aside")), "{refused}");
         assert_eq!(fs::read_to_string(&path).unwrap(), damaged);
         let list = RunList::read(folder.path(), AT).unwrap();
         assert!(list.notes[0].contains(reason) && list.runs.len() == 1, "{:?}", list.notes);
     }
+}
+
+/// Rewrites a file of a run.
+fn edit(path: &Path, change: impl Fn(&str) -> String) {
+    let text = fs::read_to_string(path).unwrap();
+    let changed = change(&text);
+    assert_ne!(changed, text);
+    fs::write(path, changed).unwrap();
+}
+
+#[test]
+fn runs_on_unknown_hardware_do_not_compete() {
+    type Change = fn(&Path);
+    let cases: [(&str, Change, &str); 4] = [
+        (
+            "cpu",
+            |run| edit(&run.join("events.jsonl"), |log| log.replace("\"environment\"", "\"other\"")),
+            "the hardware of cpu is not known",
+        ),
+        (
+            "virtual:a=64MiB@0.5",
+            |run| edit(&run.join("events.jsonl"), |log| log.replace("\"environment\"", "\"other\"")),
+            "the processor that simulates virtual:a is not known",
+        ),
+        (
+            "virtual:a=64MiB@0.5",
+            |run| edit(&run.join("run.toml"), |text| text.replace("virtual:a=64MiB@0.5", "virtual:b=64MiB@0.5")),
+            "size and pace of virtual:a are not known",
+        ),
+        (
+            "cpu",
+            |run| edit(&run.join("plan.json"), |plan| plan.replace("\"cpu\"", "\"pc1/cpu\"")),
+            "the hardware of the remote device pc1/cpu is not recorded",
+        ),
+    ];
+    for (device, change, reason) in cases {
+        let folder = tempfile::tempdir().unwrap();
+        let path = TestRun { device: device.into(), ..run(3000.0) }.write(folder.path(), "run");
+        assert_eq!(champions(folder.path()).champions.len(), 1);
+        fs::remove_file(folder.path().join("champions.json")).unwrap();
+        change(&path);
+        let (file, notes) = ChampionFile::update(folder.path(), AT).unwrap();
+        assert_eq!(
+            (file, notes),
+            (ChampionFile::default(), vec![format!("{}: is not compared: {reason}", path.display())])
+        );
+    }
+}
+
+/// Returns the number of logs below a folder that this process has open.
+fn open_logs(folder: &Path) -> usize {
+    let links = fs::read_dir("/proc/self/fd").unwrap().filter_map(|link| fs::read_link(link.ok()?.path()).ok());
+    links.filter(|target| target.starts_with(folder) && target.ends_with("events.jsonl")).count()
+}
+
+#[test]
+fn one_run_is_open_at_a_time() {
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["a", "b", "c"] {
+        run(1000.0).write(folder.path(), name);
+    }
+    let place = folder.path().canonicalize().unwrap();
+    let mut runs = 0;
+    for run in open_runs(folder.path()).unwrap() {
+        assert_eq!((run.is_ok(), open_logs(&place)), (true, 1));
+        runs += 1;
+    }
+    assert_eq!((runs, open_logs(&place)), (3, 0));
+}
+
+#[test]
+fn updates_of_champions_wait_for_each_other() {
+    let folder = tempfile::tempdir().unwrap();
+    run(3000.0).write(folder.path(), "run");
+    let held = fs::File::open(folder.path()).unwrap();
+    held.lock().unwrap();
+    let place = folder.path().to_owned();
+    let update = std::thread::spawn(move || champions(&place));
+    std::thread::sleep(std::time::Duration::from_millis(100));
+    assert!(!update.is_finished() && !folder.path().join("champions.json").exists());
+    drop(held);
+    assert_eq!(update.join().unwrap().champions.len(), 1);
 }

@@ -89,6 +89,8 @@ pub struct RunNotes {
     pub first_time: Option<f64>,
     /// Seconds of all steps, repeated ones included.
     pub step_seconds_total: f64,
+    /// Whether the plan was replaced since the newest start, by a recovery or a change of the team.
+    pub is_plan_replaced: bool,
     /// Starts.
     pub starts: Newest<StartNote>,
     /// Evaluations in the order of their steps. Those that a run repeats replace the earlier ones.
@@ -105,6 +107,12 @@ impl RunNotes {
     /// Takes the next event of the run.
     pub fn update(&mut self, record: &Record) {
         self.first_time.get_or_insert(record.time);
+        self.is_plan_replaced = match &record.event {
+            Event::Start { .. } => false,
+            Event::Recovery(recovery) => self.is_plan_replaced || replaces_plan(recovery),
+            Event::DeviceLost { .. } | Event::DeviceReturned { .. } => true,
+            _ => self.is_plan_replaced,
+        };
         match &record.event {
             Event::Start { step, parameters, simulated, devices, environment, .. } => self.starts.push(StartNote {
                 time: record.time,
@@ -140,10 +148,16 @@ impl RunNotes {
     }
 }
 
+/// Returns whether a recovery changed the plan of its device, rather than repeated work.
+fn replaces_plan(recovery: &Recovery) -> bool {
+    let changes_arena = recovery.arena_bytes != recovery.arena_bytes_before;
+    recovery.from != recovery.to || changes_arena || recovery.sequences.is_some()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use plimsoll_core::EVENTS_VERSION;
+    use plimsoll_core::{Bytes, EVENTS_VERSION, Recipe};
 
     fn evaluation(step: u64, loss: f64) -> Record {
         let event = Event::Evaluation { step, loss, exact_match: None, tokens: 10, seconds: 0.1, device: None };
@@ -159,6 +173,30 @@ mod tests {
         let found: Vec<_> = notes.evaluations.listed.iter().map(|note| (note.step, note.loss)).collect();
         assert_eq!(found, [(10, Some(2.5)), (20, None)]);
         assert_eq!((notes.evaluations.earlier, notes.first_time), (0, Some(10.0)));
+    }
+
+    #[test]
+    fn repeated_work_replaces_no_plan() {
+        let recipe = serde_json::json!({"micro_batch": 8, "recompute": ["nothing"]});
+        let repeated: Recovery = serde_json::from_value(serde_json::json!({
+            "step": 5, "device": "cpu", "reason": "out of memory", "from": recipe, "to": recipe, "class": "identical",
+            "arena_bytes_before": 16, "arena_bytes": 16, "seconds": 0.1,
+            "predicted_step_seconds_before": 0.05, "predicted_step_seconds": 0.05,
+        }))
+        .unwrap();
+        let smaller = Recipe { micro_batch: 4, ..repeated.to.clone() };
+        let cases = [
+            (repeated.clone(), false),
+            (Recovery { to: smaller, ..repeated.clone() }, true),
+            (Recovery { arena_bytes: Bytes(12), ..repeated.clone() }, true),
+            (Recovery { sequences: Some([4, 3]), ..repeated }, true),
+        ];
+        for (recovery, expected) in cases {
+            let mut notes = RunNotes::default();
+            let event = Event::Recovery(Box::new(recovery.clone()));
+            notes.update(&Record { version: EVENTS_VERSION, time: 1.0, event });
+            assert_eq!(notes.is_plan_replaced, expected, "{recovery:?}");
+        }
     }
 
     #[test]

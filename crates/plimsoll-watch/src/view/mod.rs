@@ -18,7 +18,10 @@ mod tests;
 
 use crate::snapshot::{DeviceSnapshot, Snapshot};
 use plimsoll_core::Failure;
+use ratatui::crossterm::cursor::Show;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
+use ratatui::crossterm::execute;
+use ratatui::crossterm::terminal::LeaveAlternateScreen;
 use ratatui::layout::{Constraint, Layout, Rect};
 use ratatui::style::{Color, Style};
 use ratatui::symbols::border;
@@ -217,6 +220,10 @@ pub fn show(period: Duration, viewer: &mut impl Viewer) -> Result<(), Failure> {
     })?;
     let result = run(&mut terminal, period, viewer);
     let restored = ratatui::try_restore();
+    if restored.is_err() {
+        // The mode of a terminal that belongs to another process by now cannot be set, but its screen can.
+        let _ = execute!(std::io::stdout(), LeaveAlternateScreen, Show);
+    }
     result.map_err(|error| error.into_failure(failed))?;
     restored.map_err(failed)
 }

@@ -37,25 +37,26 @@ fn recommendation(
     }
 }
 
-/// Returns the recommendations for the run in a folder, under the load lines of its plan. Returns nothing for a run
-/// without a readable plan, or with devices of other machines.
+/// Returns the recommendations for the run in a folder, under the load lines of its plan. Each command starts a new run
+/// on the same devices and lines, because a resumed run keeps its plan as long as that fits. Load lines stay as they are:
+/// the memory that is free now depends on the run itself. Returns nothing for a run without a readable plan, or with
+/// devices of other machines.
 pub fn recommendations_for_run(folder: &Path) -> Vec<Recommendation> {
     let Some(request) = request_of_run(folder) else { return Vec::new() };
     let Ok(PlannedRun { outcome, .. }) = plan(&request, false) else { return Vec::new() };
-    let text = folder.display().to_string();
-    recommendations(&request, &outcome.plan, |change, settings| {
-        let words = match change {
-            // The settings of a resumed run belong to the experiment, so this is a run of its own.
-            Change::TakeRung(rung) => {
-                let dir = Setting::of_key("run.dir", format!("{text}-{rung}"));
-                let run_file = folder.join("run.toml").display().to_string();
-                let words = ["plimsoll".to_owned(), "train".to_owned(), run_file];
-                words.into_iter().chain(dir.words()).collect()
-            }
-            _ => vec!["plimsoll".to_owned(), "train".to_owned(), "--resume".to_owned(), text.clone()],
-        };
-        command_line::with_settings(words.into_iter(), settings)
-    })
+    let run_file = Path::new(&request.run.dir).join("run.toml").display().to_string();
+    let lines = [("run.devices", request.run.devices.clone()), ("memory.host", request.memory.host.to_string())];
+    let command = |change: Change, settings: &[Setting]| {
+        let dir = ("run.dir", format!("{}-{}", request.run.dir, change.word()));
+        let same = [dir].into_iter().chain(lines.clone()).map(|(key, value)| Setting::of_key(key, value));
+        let words = ["plimsoll".to_owned(), "train".to_owned(), run_file.clone()];
+        let words = words.into_iter().chain(same.flat_map(|setting| setting.words()));
+        command_line::with_settings(words, settings)
+    };
+    let is_about_memory = |advice: &Advice| matches!(advice.change, Change::RaiseBudget | Change::RaiseHost);
+    let before = &outcome.plan;
+    let all = advise(&request, before).into_iter().filter(|advice| !is_about_memory(advice));
+    all.map(|advice| recommendation(&advice, before, &command)).collect()
 }
 
 /// Returns the request of the run in a folder, with the load lines of its plan: by now the run itself holds memory, so
@@ -77,6 +78,8 @@ fn request_of_run(folder: &Path) -> Option<RunRequest> {
     devices.host = devices.host.map(|_| Budget::Amount(plan.host.budget_bytes));
     request.memory.host = Budget::Amount(plan.host.budget_bytes);
     request.run.devices = devices.to_string();
+    // The lines of the plan have them already.
+    request.budget_overrides.clear();
     Some(request)
 }
 
@@ -98,14 +101,21 @@ fn text(advice: &Advice, before: &Plan) -> String {
         (bytes, true) => format!(", {bytes} more"),
         (bytes, false) => format!(", {bytes} less"),
     };
-    let differences = differences(before, &advice.plan).join(", ");
+    let differences = differences(before, advice).join(", ");
     let differences = if differences.is_empty() { differences } else { format!(": {differences}") };
     format!("{change}: {:.2} x as fast{bytes}{differences}", advice.speedup)
 }
 
-/// Lists the differences between two plans that explain one being faster.
-fn differences(before: &Plan, after: &Plan) -> Vec<String> {
-    let mut list = Vec::new();
+/// Lists the differences between the plan `before` and that of a change which explain its being faster.
+fn differences(before: &Plan, advice: &Advice) -> Vec<String> {
+    let (after, mut list) = (&advice.plan, Vec::new());
+    let rungs = |plan: &Plan| match &plan.rungs[..] {
+        [] => "no rung".to_owned(),
+        some => some.iter().map(ToString::to_string).collect::<Vec<_>>().join(" and "),
+    };
+    if before.rungs != after.rungs && !matches!(advice.change, Change::TakeRung(_)) {
+        list.push(format!("{} instead of {} (changes the results)", rungs(after), rungs(before)));
+    }
     if before.devices.len() != after.devices.len() {
         list.push(format!("{} devices instead of {}", after.devices.len(), before.devices.len()));
     }

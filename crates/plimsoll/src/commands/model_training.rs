@@ -90,17 +90,17 @@ impl ModelInProgress {
 }
 
 impl OnSignal for ModelInProgress {
-    fn finish(&self) -> String {
+    fn finish(&self) -> Option<String> {
         let mut state = self.state();
         state.stopping = true;
         let State { model, process, outlook, .. } = &mut *state;
-        match process {
+        Some(match process {
             Some(process) => {
                 process.stdin = None;
                 format!("{model}, {}", outlook.work_left(Instant::now()))
             }
             None => format!("the plan of {model}"),
-        }
+        })
     }
 
     fn end(&self) -> Option<String> {

@@ -17,7 +17,8 @@ use plimsoll_train::session::start::{Resumed, Run};
 use plimsoll_watch::plan::{PlanView, table};
 use plimsoll_watch::stopping::StopOutlook;
 use plimsoll_watch::summary::{Sample, already_done, resume_command, summary};
-use plimsoll_watch::terminal::for_stdout;
+use plimsoll_watch::terminal::{Watcher, for_stdout};
+use std::io::{self, IsTerminal};
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::Command;
@@ -78,17 +79,19 @@ pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
     let folder = (!args.no_save).then(|| prepared.run.run.dir.clone());
     let outlook = Arc::new(Mutex::new(StopOutlook::default()));
     let view = RunView::of((form == ProgressForm::Tui).then(|| PathBuf::from(&prepared.run.run.dir)));
-    let notes = match form {
-        ProgressForm::Tui => Notes::Never,
-        ProgressForm::None => Notes::OnTerminal,
-        _ => Notes::Always,
-    };
+    let view_to_close = view.clone();
+    output::before_bug_report(move || view_to_close.try_close());
+    let notes = if form == ProgressForm::None { Notes::OnTerminal } else { Notes::Always };
     let stop = signals::install(TrainSignals { outlook: Arc::clone(&outlook), folder, view: view.clone() }, notes)?;
     if args.stop_on_eof {
         signals::stop_on_eof(&stop)?;
     }
-    let watcher = for_stdout(form == ProgressForm::Json, form == ProgressForm::None);
-    let mut display = ProgressDisplay::new(watcher, view.clone());
+    let create: fn() -> Box<dyn Watcher> = match form {
+        ProgressForm::Json => || for_stdout(true, false),
+        ProgressForm::None => || for_stdout(false, true),
+        ProgressForm::Line | ProgressForm::Tui => || for_stdout(false, false),
+    };
+    let mut display = ProgressDisplay::new(view.clone(), create);
     let mut observer = |record: &Record| observe(record, &outlook, &mut display);
     let outcome = run.start(&mut observer, &stop);
     view.close();
@@ -99,10 +102,17 @@ pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
 /// Returns the form of the progress.
 ///
 /// # Errors
-/// The view is wanted, and standard input or output is no terminal.
+/// The view is wanted, and standard input or output is no terminal, or `--stop-on-eof` reads standard input, too.
 fn checked_form(args: &TrainArgs) -> Result<ProgressForm, Failure> {
     let form = args.progress();
-    if form == ProgressForm::Tui && !output::is_interactive() {
+    if form != ProgressForm::Tui {
+        return Ok(form);
+    }
+    if args.stop_on_eof {
+        return Err(Failure::input("--progress tui: the view and --stop-on-eof would both read standard input")
+            .hint("leave one of them out"));
+    }
+    if !io::stdin().is_terminal() || !io::stdout().is_terminal() {
         return Err(Failure::input("--progress tui: standard input and output are no terminal")
             .hint("--progress line, and in a terminal: plimsoll watch RUN_DIR"));
     }
@@ -125,8 +135,9 @@ struct TrainSignals {
 }
 
 impl OnSignal for TrainSignals {
-    fn finish(&self) -> String {
-        self.outlook.lock().unwrap_or_else(PoisonError::into_inner).work_left(Instant::now())
+    fn finish(&self) -> Option<String> {
+        let work = self.outlook.lock().unwrap_or_else(PoisonError::into_inner).work_left(Instant::now());
+        (!self.view.is_open()).then_some(work)
     }
 
     fn end(&self) -> Option<String> {

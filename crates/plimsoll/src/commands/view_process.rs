@@ -2,17 +2,47 @@
 //! no memory of the run and delays none of its steps.
 
 use crate::output;
-use plimsoll_core::{Failure, Record};
+use plimsoll_core::{Event, Failure, Record};
 use plimsoll_watch::terminal::Watcher;
 use rustix::process::{Pid, Signal, kill_process};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
 
 /// The progress of a run on standard output: the view, or a watcher.
 pub struct ProgressDisplay {
-    watcher: Box<dyn Watcher>,
     view: RunView,
+    /// Creates the watcher. One that draws a line must not exist beside the view.
+    create: fn() -> Box<dyn Watcher>,
+    /// The watcher; `None` as long as the view is shown.
+    watcher: Option<Box<dyn Watcher>>,
+    /// The newest start event, which the watcher needs for the length of the run.
+    start: Option<Record>,
+}
+
+impl ProgressDisplay {
+    /// Creates a display that shows `view`, and after it the watcher that `create` returns.
+    pub fn new(view: RunView, create: fn() -> Box<dyn Watcher>) -> ProgressDisplay {
+        ProgressDisplay { view, create, watcher: None, start: None }
+    }
+
+    /// Shows an event.
+    pub fn observe(&mut self, record: &Record) {
+        if self.view.is_shown() {
+            if matches!(record.event, Event::Start { .. }) {
+                self.start = Some(record.clone());
+            }
+            return;
+        }
+        let (create, start) = (self.create, self.start.take());
+        let watcher = self.watcher.get_or_insert_with(create);
+        if let Some(start) = start {
+            watcher.observe(&start);
+        }
+        watcher.observe(record);
+    }
 }
 
 /// The view of a run, shared by the threads of the run and of the signals.
@@ -26,20 +56,6 @@ enum View {
     Open(ViewProcess),
     /// There is no view: the watcher shows the events.
     None,
-}
-
-impl ProgressDisplay {
-    /// Creates a display that shows `view`, and after it what `watcher` shows.
-    pub fn new(watcher: Box<dyn Watcher>, view: RunView) -> ProgressDisplay {
-        ProgressDisplay { watcher, view }
-    }
-
-    /// Shows an event.
-    pub fn observe(&mut self, record: &Record) {
-        if !self.view.is_shown() {
-            self.watcher.observe(record);
-        }
-    }
 }
 
 impl RunView {
@@ -71,13 +87,36 @@ impl RunView {
         is_shown
     }
 
+    /// Returns whether the view covers the terminal now.
+    pub fn is_open(&self) -> bool {
+        if let View::Open(process) = &mut *self.lock() { process.is_open() } else { false }
+    }
+
     /// Closes the view for good, and waits until the terminal is restored.
     pub fn close(&self) {
-        if let View::Open(process) = std::mem::replace(&mut *self.lock(), View::None) {
+        let view = std::mem::replace(&mut *self.lock(), View::None);
+        view.close();
+    }
+
+    /// Closes the view like [`RunView::close`], unless another thread uses it now.
+    pub fn try_close(&self) {
+        let view = self.0.try_lock().map(|mut view| std::mem::replace(&mut *view, View::None));
+        if let Ok(view) = view {
+            view.close();
+        }
+    }
+}
+
+impl View {
+    fn close(self) {
+        if let View::Open(process) = self {
             process.close();
         }
     }
 }
+
+/// Time that the view has to restore the terminal before it is killed.
+const CLOSE_TIME: Duration = Duration::from_secs(2);
 
 /// The process that shows a run on this terminal. It ends when the user closes the view, or with the run.
 struct ViewProcess(Child);
@@ -102,9 +141,12 @@ impl ViewProcess {
 
     /// Closes the view, and waits until the terminal is restored.
     fn close(mut self) {
-        if self.is_open() {
-            let _ = kill_process(Pid::from_child(&self.0), Signal::TERM);
-            let _ = self.0.wait();
+        let began = Instant::now();
+        while self.is_open() {
+            // A view that hangs, such as in a driver, must not keep the run from ending.
+            let signal = if began.elapsed() < CLOSE_TIME { Signal::TERM } else { Signal::KILL };
+            let _ = kill_process(Pid::from_child(&self.0), signal);
+            thread::sleep(CLOSE_TIME / 100);
         }
     }
 }

@@ -10,7 +10,7 @@ use plimsoll_watch::snapshot::source::Source;
 use plimsoll_watch::snapshot::{RunState, Snapshot};
 use plimsoll_watch::view::{self, Viewer, lines};
 use rustix::process::{Pid, Signal, kill_process};
-use signal_hook::consts::{SIGHUP, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::flag::register;
 use std::io::{self, IsTerminal};
 use std::os::unix::process::parent_id;
@@ -95,7 +95,6 @@ impl Watched {
     /// Waits until the recommendations are computed, and adds them to all later snapshots.
     fn wait_for_advice(&mut self) {
         if let (Some(advice), Origin::Here(source)) = (self.advice.take(), &mut self.origin) {
-            // A panic of the planner is printed by its thread; the view goes on without recommendations.
             source.recommendations = advice.join().unwrap_or_default();
         }
     }
@@ -131,7 +130,7 @@ impl Viewer for TerminalViewer {
 /// Draws the view until the user quits, a signal ends this process, or the process of the run ends.
 fn show(watched: Watched, args: &WatchArgs) -> Result<(), Failure> {
     let stop = Arc::new(AtomicBool::new(false));
-    for signal in [SIGTERM, SIGHUP] {
+    for signal in [SIGINT, SIGTERM, SIGHUP] {
         // If the handler cannot be installed, the signal ends the process without restoring the terminal.
         let _ = register(signal, Arc::clone(&stop));
     }

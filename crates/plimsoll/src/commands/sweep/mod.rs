@@ -120,8 +120,8 @@ struct SweepSignals {
 }
 
 impl OnSignal for SweepSignals {
-    fn finish(&self) -> String {
-        "the step of each run".to_owned()
+    fn finish(&self) -> Option<String> {
+        Some("the step of each run".to_owned())
     }
 
     fn end(&self) -> Option<String> {
