@@ -315,7 +315,7 @@ mod tests {
 
     #[test]
     fn library_without_cuinit_does_not_start() {
-        assert_eq!(try_start(Path::new("libc.so.6")), Err("it has no `cuInit`".to_owned()));
+        assert_eq!(try_start(Path::new("libc.so.6")), Err(("it has no `cuInit`".to_owned(), None)));
         assert!(try_start(Path::new("/nowhere/libcuda.so.1")).is_err());
     }
 

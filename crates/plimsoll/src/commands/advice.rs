@@ -8,7 +8,7 @@ use plimsoll_train::planning::advice::{Advice, Change, advise};
 use plimsoll_train::planning::{PlannedRun, plan};
 use plimsoll_train::resolve::RunRequest;
 use plimsoll_watch::remedies::Setting;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Returns the recommendations for a run with the plan `before`. `command` returns the words of the command that applies
 /// a change, from its settings.
@@ -44,10 +44,12 @@ fn recommendation(
 pub fn recommendations_for_run(folder: &Path) -> Vec<Recommendation> {
     let Some(request) = request_of_run(folder) else { return Vec::new() };
     let Ok(PlannedRun { outcome, .. }) = plan(&request, false) else { return Vec::new() };
-    let run_file = Path::new(&request.run.dir).join("run.toml").display().to_string();
+    // Without a slash at the end.
+    let run_dir: PathBuf = Path::new(&request.run.dir).components().collect();
+    let run_file = run_dir.join("run.toml").display().to_string();
     let lines = [("run.devices", request.run.devices.clone()), ("memory.host", request.memory.host.to_string())];
     let command = |change: Change, settings: &[Setting]| {
-        let dir = ("run.dir", format!("{}-{}", request.run.dir, change.word()));
+        let dir = ("run.dir", format!("{}-{}", run_dir.display(), change.word()));
         let same = [dir].into_iter().chain(lines.clone()).map(|(key, value)| Setting::of_key(key, value));
         let words = ["plimsoll".to_owned(), "train".to_owned(), run_file.clone()];
         let words = words.into_iter().chain(same.flat_map(|setting| setting.words()));
@@ -75,8 +77,11 @@ fn request_of_run(folder: &Path) -> Option<RunRequest> {
         Some(requested)
     });
     devices.devices = planned.collect::<Option<_>>()?;
-    devices.host = devices.host.map(|_| Budget::Amount(plan.host.budget_bytes));
-    request.memory.host = Budget::Amount(plan.host.budget_bytes);
+    // A processor that trains is its own host, and has no line for it.
+    if plan.host.budget_bytes > Bytes::ZERO {
+        devices.host = devices.host.map(|_| Budget::Amount(plan.host.budget_bytes));
+        request.memory.host = Budget::Amount(plan.host.budget_bytes);
+    }
     request.run.devices = devices.to_string();
     // The lines of the plan have them already.
     request.budget_overrides.clear();

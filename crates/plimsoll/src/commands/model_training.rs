@@ -135,7 +135,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap().keep();
         fs::write(folder.join("run.toml"), "").unwrap();
         model.begin("7b", folder.clone(), "plimsoll bench models 7b".to_owned());
-        assert_eq!((model.finish(), model.is_stopping()), ("the plan of 7b".to_owned(), true));
+        assert_eq!((model.finish(), model.is_stopping()), (Some("the plan of 7b".to_owned()), true));
         let process = Command::new("sleep").arg("600").spawn().unwrap();
         model.state().process = Some(process);
         assert_eq!(model.end().as_deref(), Some("for the others: plimsoll bench models 7b"));
