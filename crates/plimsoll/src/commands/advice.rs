@@ -44,21 +44,26 @@ fn recommendation(
 pub fn recommendations_for_run(folder: &Path) -> Vec<Recommendation> {
     let Some(request) = request_of_run(folder) else { return Vec::new() };
     let Ok(PlannedRun { outcome, .. }) = plan(&request, false) else { return Vec::new() };
-    // Without a slash at the end.
-    let run_dir: PathBuf = Path::new(&request.run.dir).components().collect();
-    let run_file = run_dir.join("run.toml").display().to_string();
-    let lines = [("run.devices", request.run.devices.clone()), ("memory.host", request.memory.host.to_string())];
-    let command = |change: Change, settings: &[Setting]| {
-        let dir = ("run.dir", format!("{}-{}", run_dir.display(), change.word()));
-        let same = [dir].into_iter().chain(lines.clone()).map(|(key, value)| Setting::of_key(key, value));
-        let words = ["plimsoll".to_owned(), "train".to_owned(), run_file.clone()];
-        let words = words.into_iter().chain(same.flat_map(|setting| setting.words()));
-        command_line::with_settings(words, settings)
-    };
+    let command = |change: Change, settings: &[Setting]| command_of_new_run(&request, change, settings);
     let is_about_memory = |advice: &Advice| matches!(advice.change, Change::RaiseBudget | Change::RaiseHost);
     let before = &outcome.plan;
     let all = advise(&request, before).into_iter().filter(|advice| !is_about_memory(advice));
     all.map(|advice| recommendation(&advice, before, &command)).collect()
+}
+
+/// Returns the words of the command that trains a run anew with a change, in a folder beside that of the run.
+fn command_of_new_run(request: &RunRequest, change: Change, settings: &[Setting]) -> Vec<String> {
+    // Without a slash at the end.
+    let run_dir: PathBuf = Path::new(&request.run.dir).components().collect();
+    let same = [
+        ("run.dir", format!("{}-{}", run_dir.display(), change.word())),
+        ("run.devices", request.run.devices.clone()),
+        ("memory.host", request.memory.host.to_string()),
+    ];
+    let same = same.map(|(key, value)| Setting::of_key(key, value));
+    let run_file = run_dir.join("run.toml").display().to_string();
+    let words = ["plimsoll".to_owned(), "train".to_owned(), run_file];
+    command_line::with_settings(words.into_iter().chain(same.iter().flat_map(Setting::words)), settings)
 }
 
 /// Returns the request of the run in a folder, with the load lines of its plan: by now the run itself holds memory, so
