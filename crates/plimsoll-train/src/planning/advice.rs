@@ -73,12 +73,13 @@ impl Advice {
 /// first, and among equals the fastest first. `before` is the run's plan without a change. Returns nothing if that does
 /// not fit: its remedies say what to do.
 ///
-/// Speeds of simulated and paper devices are compared like real ones. A change that cannot be planned is left out.
-pub fn advise(run: &RunRequest, before: &Plan) -> Vec<Advice> {
+/// Speeds of simulated and paper devices are compared like real ones. A change that cannot be planned is left out, and
+/// so is one that `is_offered` refuses, without a plan.
+pub fn advise(run: &RunRequest, before: &Plan, is_offered: impl Fn(Change) -> bool) -> Vec<Advice> {
     if !before.fits {
         return Vec::new();
     }
-    let changes = changes(run, before).into_iter();
+    let changes = changes(run, before).into_iter().filter(|(change, _)| is_offered(*change));
     let mut advice: Vec<Advice> =
         changes.filter_map(|(change, settings)| try_change(run, before, change, settings)).collect();
     let changes_results = |advice: &Advice| advice.plan.rungs != before.rungs;

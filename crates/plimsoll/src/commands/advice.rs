@@ -10,14 +10,15 @@ use plimsoll_train::resolve::RunRequest;
 use plimsoll_watch::remedies::Setting;
 use std::path::{Path, PathBuf};
 
-/// Returns the recommendations for a run with the plan `before`. `command` returns the words of the command that applies
-/// a change, from its settings.
+/// Returns the recommendations for a run with the plan `before`, of the changes that `is_offered` accepts. `command`
+/// returns the words of the command that applies a change, from its settings.
 pub fn recommendations(
     request: &RunRequest,
     before: &Plan,
+    is_offered: impl Fn(Change) -> bool,
     command: impl Fn(Change, &[Setting]) -> Vec<String>,
 ) -> Vec<Recommendation> {
-    let all = advise(request, before);
+    let all = advise(request, before, is_offered);
     all.iter().map(|advice| recommendation(advice, before, &command)).collect()
 }
 
@@ -45,10 +46,8 @@ pub fn recommendations_for_run(folder: &Path) -> Vec<Recommendation> {
     let Some(request) = request_of_run(folder) else { return Vec::new() };
     let Ok(PlannedRun { outcome, .. }) = plan(&request, false) else { return Vec::new() };
     let command = |change: Change, settings: &[Setting]| command_of_new_run(&request, change, settings);
-    let is_about_memory = |advice: &Advice| matches!(advice.change, Change::RaiseBudget | Change::RaiseHost);
-    let before = &outcome.plan;
-    let all = advise(&request, before).into_iter().filter(|advice| !is_about_memory(advice));
-    all.map(|advice| recommendation(&advice, before, &command)).collect()
+    let keeps_lines = |change: Change| !matches!(change, Change::RaiseBudget | Change::RaiseHost);
+    recommendations(&request, &outcome.plan, keeps_lines, command)
 }
 
 /// Returns the words of the command that trains a run anew with a change, in a folder beside that of the run.

@@ -39,7 +39,7 @@ pub fn run(args: &DoctorArgs) -> Result<Exit, Failure> {
 /// A bug.
 fn read_run(args: &DoctorArgs, run_file: &Path) -> Result<RunReadings, Failure> {
     let command = other_command("train", std::env::args());
-    let all_gpus = Setting { flag: "--devices", key: "run.devices", value: "cuda".to_owned() };
+    let all_gpus = Setting::of_key("run.devices", "cuda".to_owned());
     let on_all_gpus = command_line::with_settings(other_command("plan", std::env::args()).into_iter(), &[all_gpus]);
     let mut run = RunReadings {
         run_file: run_file.display().to_string(),

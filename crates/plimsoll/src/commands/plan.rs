@@ -36,9 +36,12 @@ pub fn run(args: &PlanArgs) -> Result<Exit, Failure> {
     let PlannedRun { resolved, devices, outcome: mut answer } = plan(&request, args.explain)?;
     if args.advise {
         let words: Vec<String> = typed_command().into_iter().filter(|word| word != "--advise").collect();
-        answer.plan.recommendations = recommendations(&request, &answer.plan, |_, settings| {
-            command_line::with_settings(words.iter().cloned(), settings)
-        });
+        answer.plan.recommendations = recommendations(
+            &request,
+            &answer.plan,
+            |_| true,
+            |_, settings| command_line::with_settings(words.iter().cloned(), settings),
+        );
     }
     if args.json {
         let json = serde_json::to_string_pretty(&answer.plan).expect("a plan is plain data");
