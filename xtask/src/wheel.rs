@@ -35,7 +35,7 @@ pub fn run(arguments: &[String]) -> anyhow::Result<()> {
         }
         None => Command::new("maturin"),
     };
-    let options = ["build", "--release", "--locked", "--features", "schema", "--manifest-path"];
+    let options = ["build", "--release", "--locked", "--features", "workspace", "--manifest-path"];
     maturin.args(options).arg(root.join("python/Cargo.toml"));
     done(maturin.arg("--out").arg(folder).current_dir(root))
 }
