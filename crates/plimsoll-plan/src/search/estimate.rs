@@ -43,13 +43,13 @@ impl Measurer<'_> {
         );
         // Each staging ring has two slots of one layer.
         let two_layers = |bytes: f64, layers: u32| if layers > 0 { 2.0 * bytes / f64::from(layers) } else { 0.0 };
-        let rings = two_layers(weights, offload.weights)
-            + two_layers(gradients, offload.gradients)
-            + 2.0 * costs.head_block * (head + head_gradient);
+        let layer_rings = two_layers(weights, offload.weights) + two_layers(gradients, offload.gradients);
+        let head_rings = 2.0 * costs.head_block * (head + head_gradient);
         let freed = self.in_flight(micro_batch) * inputs;
-        let budget = (request.device.arena_budget().0 + freed).checked_sub(resident.spaces.device + rings as u64)?;
+        let budget =
+            (request.device.arena_budget().0 + freed).checked_sub(resident.spaces.device + head_rings as u64)?;
         let recompute_seconds = match request.fixed_recompute() {
-            None => self.profile(micro_batch).min_recompute_seconds(request.layers(), budget)?,
+            None => self.profile(micro_batch).min_recompute_seconds(request.layers(), budget, layer_rings as u64)?,
             // The estimate of bytes is too imprecise to exclude the only possible levels: they are measured.
             Some(_) => {
                 let fixed = self.candidate(self.full_recompute(micro_batch, Offload::NOTHING));

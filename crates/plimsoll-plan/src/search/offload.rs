@@ -31,6 +31,11 @@ const ESTIMATE_ERROR: f64 = 0.03;
 /// Additional fraction for a model of one layer; less in proportion for more layers. The estimate starts each layer after
 /// the one before, but the copies of the first and the last layers overlap with the work beside the layers.
 const ESTIMATE_ERROR_OF_LAYER: f64 = 0.3;
+/// Fraction by which the observed ratios of similar choices may differ, for a model of one layer. It falls with the number
+/// of layers, to nothing at [`DEEP_LAYERS`].
+const RATIO_ERROR_OF_LAYER: f64 = 0.4;
+/// Fewest layers of a model for which one observed ratio stands for all similar choices.
+const DEEP_LAYERS: f64 = 20.0;
 
 /// Returns the offload choices from nothing to everything, layer by layer (for sharded ranks: by sixteenths of the
 /// layers). If the host memory is short and there is a scratch file, choices use the file for the rest. A pinned choice
@@ -153,6 +158,8 @@ struct EstimatedChoice {
 struct EstimateCorrections {
     /// Fraction by which a choice of a new kind may be faster than its estimate.
     error: f64,
+    /// Fraction by which a choice may be faster than its estimate, corrected by the observed ratio of a similar choice.
+    ratio_error: f64,
     /// The observed ratio for each micro-batch size and representative offload choice.
     by_kind: HashMap<(u32, Offload), f64>,
     /// The smallest observed ratio for each micro-batch size.
@@ -162,8 +169,10 @@ struct EstimateCorrections {
 impl EstimateCorrections {
     /// Returns the corrections for a model of `layers` layers, before anything is observed.
     fn new(layers: usize) -> EstimateCorrections {
-        let error = ESTIMATE_ERROR + ESTIMATE_ERROR_OF_LAYER / layers.max(1) as f64;
-        EstimateCorrections { error, by_kind: HashMap::new(), smallest: HashMap::new() }
+        let layers = layers.max(1) as f64;
+        let error = ESTIMATE_ERROR + ESTIMATE_ERROR_OF_LAYER / layers;
+        let ratio_error = RATIO_ERROR_OF_LAYER * (1.0 / layers - 1.0 / DEEP_LAYERS).max(0.0);
+        EstimateCorrections { error, ratio_error, by_kind: HashMap::new(), smallest: HashMap::new() }
     }
 
     /// Returns the factor by which to multiply an estimate: the observed ratio of this kind. For a new kind, the factor
@@ -175,11 +184,11 @@ impl EstimateCorrections {
 
     /// Returns the corrected estimate of the fastest unmeasured choice of a kind. Returns `None` if the kind has none, or if
     /// no choice can be faster than `best`: by the observed ratio of this kind or, for a new kind, by the estimate itself,
-    /// slightly lowered.
+    /// both slightly lowered.
     fn promising_seconds(&self, kind: &ChoicesOfKind, best: f64) -> Option<f64> {
         let estimated = kind.choices.last()?.step_seconds;
         let observed = self.by_kind.get(&(kind.micro_batch, kind.representative)).copied();
-        let bound = estimated * observed.unwrap_or(1.0 - self.error);
+        let bound = estimated * observed.map_or(1.0 - self.error, |ratio| ratio * (1.0 - self.ratio_error));
         (bound < best * (1.0 - MIN_GAIN)).then(|| estimated * self.factor(kind.micro_batch, kind.representative))
     }
 

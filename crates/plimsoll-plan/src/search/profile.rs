@@ -45,12 +45,14 @@ pub(super) struct Profile {
 
 impl Profile {
     /// Estimates the seconds that recompute adds to a backward pass if the peak is at most `budget` bytes above the
-    /// resident bytes. The estimate gives the layers two levels, in any proportion. `None` if no level fits.
-    pub(super) fn min_recompute_seconds(&self, layers: usize, budget: u64) -> Option<f64> {
+    /// resident bytes. `rings` are the bytes of staging rings, which exist while layers run, but not between the last
+    /// layer's forward and backward pass. The estimate gives the layers two levels, in any proportion. `None` if no level
+    /// fits.
+    pub(super) fn min_recompute_seconds(&self, layers: usize, budget: u64, rings: u64) -> Option<f64> {
         let plain = self.levels.first()?.seconds;
         let need = |p: &LevelProfile| {
             let saved = self.base + layers as u64 * p.saved;
-            (saved - p.saved + p.forward.max(p.backward)).max(saved + self.top)
+            (saved - p.saved + p.forward.max(p.backward) + rings).max(saved + self.top)
         };
         let fits = |p: &&LevelProfile| need(p) <= budget;
         let mixed_seconds = |small: &LevelProfile, light: &LevelProfile| {

@@ -7,12 +7,12 @@
 
 use super::all_reduce::AllReduceTime;
 use super::candidate::{TeamCandidate, TeamSearch, WorkerCandidate};
-use super::exclusion::{exclude_from, exclude_slower, exclude_too_small};
+use super::exclusion::{exclude_from, exclude_too_small};
 use super::hosts::Machine;
 use super::measurements::{Measurements, RungMeasurements};
-use super::{TeamOutcome, TeamRequest, bandwidth_tiers, single_device};
+use super::{TeamRequest, bandwidth_tiers};
 use crate::bisection;
-use crate::search::{Candidate, PlanRequest, RecipeTable, WaitSeconds, search};
+use crate::search::{Candidate, PlanRequest, RecipeTable, WaitSeconds};
 use plimsoll_core::{Bytes, DeviceSpec, ExcludedDevice, Parallelism, Recipe, Rung, ScalingEfficiency};
 use plimsoll_program::Share;
 use std::collections::HashSet;
@@ -478,34 +478,6 @@ impl DataParallel<'_, '_> {
             }
         }
         Some(split)
-    }
-
-    /// Returns the packed team, or the fastest device alone if that is faster. The comparison is due now, because the
-    /// exact time of the all-reduce is only known of a packed team.
-    pub fn or_single_device(&self, packed: TeamOutcome) -> TeamOutcome {
-        let DataParallel { team, splitter, .. } = self;
-        let seconds = packed.plan.predicted.step_seconds;
-        if team.require_all || packed.workers.len() == 1 {
-            return packed;
-        }
-        let splits = splitter.able_devices().into_iter().filter_map(|device| splitter.split(&[device]));
-        let Some(split) = splits.min_by(|a, b| a.seconds.total_cmp(&b.seconds)).filter(|split| split.seconds < seconds)
-        else {
-            return packed;
-        };
-        let (device, candidate) = (split.devices[0], splitter.candidate(&split, team.host));
-        let outcome = search(&team.request_for(device, &Share::SINGLE_DEVICE, team.sequences_per_step(), team.host));
-        if !outcome.plan.fits || outcome.plan.predicted.step_seconds >= seconds {
-            return packed;
-        }
-        let mut excluded = self.excluded(&candidate);
-        for worker in packed.workers.iter().filter(|worker| worker.device != device) {
-            let slower = exclude_slower(team, worker.device, outcome.plan.predicted.step_seconds, seconds);
-            if let Some(known) = excluded.iter_mut().find(|other| other.device_index == worker.device) {
-                *known = slower;
-            }
-        }
-        single_device(team, (device, outcome), excluded)
     }
 }
 

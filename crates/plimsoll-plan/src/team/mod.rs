@@ -40,7 +40,7 @@ use crate::search::{
 pub use alternatives::{alternatives, fill_ladders};
 use candidate::TeamSearch;
 pub use evaluator::evaluation_request;
-use exclusion::{exclude, exclude_too_small};
+use exclusion::{exclude, exclude_slower, exclude_too_small};
 pub use fixed::{keep_micro_batch, plan_fixed_team, replan_team};
 pub use measurements::Measurements;
 use packed::pack_fastest;
@@ -374,13 +374,46 @@ fn single_device(
     TeamOutcome { workers: vec![worker], plan, evaluator: None }
 }
 
-/// Plans the fastest team with `rungs` taken, over all kinds of parallelism; `None` if no team fits.
+/// Plans the fastest team with `rungs` taken, over all kinds of parallelism, or the fastest device alone; `None` if
+/// nothing fits.
 fn best_team(team: &TeamRequest, rungs: &[Rung], measurements: &Measurements) -> Option<TeamOutcome> {
+    let best = best_team_or_last_resort(team, rungs, measurements)?;
+    Some(or_single_device(team, rungs, measurements, best))
+}
+
+/// Returns the packed team, or the fastest device alone if that is faster. Devices are searched that could be faster by a
+/// bound: they compute all the time, without recompute. The team's own tables of recipes are built for smaller shares.
+fn or_single_device(
+    team: &TeamRequest,
+    rungs: &[Rung],
+    measurements: &Measurements,
+    packed: TeamOutcome,
+) -> TeamOutcome {
+    if packed.workers.len() == 1 {
+        return packed;
+    }
+    let bounds = Sharded::new(team, rungs, measurements);
+    let rate = packed.plan.predicted.tokens_per_second;
+    let may_be_faster = |device: &usize| bounds.approximate_max_tokens_per_second(&[*device]) > rate;
+    let candidates = devices_that_fit_alone(team, rungs, measurements).into_iter().filter(may_be_faster);
+    let best = best_device_among(team, candidates, false).filter(|(_, outcome)| outcome.plan.fits);
+    let Some((device, outcome)) = best.filter(|(_, outcome)| outcome.plan.predicted.tokens_per_second > rate) else {
+        return packed;
+    };
+    let (alone, together) = (outcome.plan.predicted.step_seconds, packed.plan.predicted.step_seconds);
+    let slower = packed.workers.iter().filter(|worker| worker.device != device);
+    let slower = slower.map(|worker| exclude_slower(team, worker.device, alone, together));
+    let others = packed.plan.excluded.into_iter().filter(|excluded| excluded.device_index != device);
+    let mut excluded: Vec<ExcludedDevice> = slower.chain(others).collect();
+    excluded.sort_by_key(|excluded| excluded.device_index);
+    single_device(team, (device, outcome), excluded)
+}
+
+/// Plans the fastest team with `rungs` taken, over all kinds of parallelism; `None` if no team fits. A team with
+/// micro-batches of one sequence is compared with that of the last resort.
+fn best_team_or_last_resort(team: &TeamRequest, rungs: &[Rung], measurements: &Measurements) -> Option<TeamOutcome> {
     let data_parallel = team.allows(Parallelism::Data).then(|| {
-        data_parallel::with_host_shares(team, rungs, measurements, |mut search| {
-            let packed = pack_fastest(team, rungs, &mut search)?;
-            Some(search.or_single_device(packed))
-        })
+        data_parallel::with_host_shares(team, rungs, measurements, |mut search| pack_fastest(team, rungs, &mut search))
     });
     let data_parallel = data_parallel.flatten().or_else(|| fastest_device_with_whole_host(team, rungs, measurements));
     if !team.allows(Parallelism::Sharded) && !team.allows(Parallelism::Pipeline) {
