@@ -75,6 +75,7 @@ mod result;
 mod space;
 mod sweep;
 mod team;
+mod timeline;
 mod words;
 
 pub use budget::{Budget, ParseBudgetError};
@@ -96,4 +97,5 @@ pub use result::{
 pub use space::{Category, PerSpace, Space, WorkKind};
 pub use sweep::{RunDemand, SweepDevice, SweepReport, SweepRun, SweepState};
 pub use team::{Alternative, EvaluatorPlan, ExcludedDevice, FasterAlone, Parallelism, ScalingEfficiency, WorkerPlan};
+pub use timeline::{TimelinePoint, peak_point};
 pub use words::format_count;

@@ -5,7 +5,7 @@
 
 use crate::{
     Alternative, Bytes, Category, Class, ExcludedDevice, FasterAlone, Parallelism, Recipe, Rung, ScalingEfficiency,
-    WorkKind, WorkerPlan,
+    TimelinePoint, WorkKind, WorkerPlan,
 };
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -30,8 +30,12 @@ pub struct DevicePlan {
     /// Bytes of the tensors in the arena by category, at the moment when the arena is fullest. Empty if no tensor lies
     /// in it.
     pub by_category: BTreeMap<Category, Bytes>,
-    /// Peak of the arena in bytes during each kind of work. Empty if no tensor lies in the arena.
+    /// Most bytes of the arena in use during each kind of work. Empty if no tensor lies in the arena.
     pub by_program: BTreeMap<WorkKind, Bytes>,
+    /// The arena over one step, in at most 32 moments: loading, the step, evaluation and saving, in this order. The peak
+    /// of each kind of work is among them. Empty for the host and the scratch file.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub timeline: Vec<TimelinePoint>,
     /// Largest sum of the bytes of simultaneously live tensors. No placement of the tensors needs a smaller arena.
     pub lower_bound_bytes: Bytes,
 }

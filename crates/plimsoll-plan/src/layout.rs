@@ -6,6 +6,7 @@
 //! packing itself from `packing`.
 
 use crate::lifetimes::{Lifetimes, lifetimes, lifetimes_in};
+use crate::memory_use::PhaseMemory;
 use crate::packing::{self, Packing};
 use plimsoll_core::{Bytes, Category, PerSpace, Space, WorkKind};
 use plimsoll_program::{Lifetime, Placement, ProgramSet, TensorId};
@@ -23,8 +24,8 @@ pub struct ArenaLayout {
     pub persistent_bytes: u64,
     /// Lower bound of `bytes`: no packing of the same tensors is smaller.
     pub lower_bound_bytes: u64,
-    /// Peak of the arena for each kind of work: the end of the highest buffer that is in use while this work runs.
-    /// Empty for an unused space.
+    /// Most bytes of the arena in use during each kind of work, as [`PhaseMemory`] counts them. Empty for an unused
+    /// space.
     pub by_program: BTreeMap<WorkKind, Bytes>,
     /// Bytes of each category of tensors at the moment when the arena is fullest. Unused bytes count as workspace, so
     /// that the sum is `bytes`. Empty for an unused space.
@@ -160,16 +161,10 @@ fn lay_out_space(set: &ProgramSet, space: Space, offsets: &mut [Vec<Option<u64>>
                 offsets[id.0 as usize][slot as usize] = Some(aligned_end + offset);
             }
         }
+        let memory = PhaseMemory::new(lifetimes, phase_top(end, aligned_end, packing));
         for program in &lifetimes.programs {
-            let peak = lifetimes
-                .buffers
-                .iter()
-                .zip(&packing.offsets)
-                .filter(|(b, _)| b.first <= program.last && b.last >= program.first)
-                .map(|(b, offset)| aligned_end + offset + b.bytes)
-                .fold(end, u64::max);
             let entry = by_program.entry(program.work).or_default();
-            *entry = (*entry).max(Bytes(peak));
+            *entry = (*entry).max(Bytes(memory.most_between(program.first, program.last)));
         }
     }
     if by_program.contains_key(&WorkKind::Update) {
@@ -177,49 +172,17 @@ fn lay_out_space(set: &ProgramSet, space: Space, offsets: &mut [Vec<Option<u64>>
         // between steps moves nothing, and needs the persistent tensors only.
         by_program.insert(WorkKind::Replan, Bytes(end));
     }
-    let by_category = by_category(set, space, &phases, bytes);
+    let no_buffers = Lifetimes::default();
+    let fullest = phases.iter().max_by_key(|(_, packing)| packing.bytes);
+    let (lifetimes, top) =
+        fullest.map_or((&no_buffers, end), |(lifetimes, packing)| (lifetimes, phase_top(end, aligned_end, packing)));
+    let memory = PhaseMemory::new(lifetimes, top);
+    let by_category = memory.by_category(set, space, lifetimes, memory.fullest_tick());
     ArenaLayout { bytes, persistent_bytes: end, lower_bound_bytes, by_program, by_category }
 }
 
-/// Computes the bytes of each category of tensors in one space, at the tick with the most live bytes in the phase with
-/// the largest packing. Bytes left unused by alignment and packing count as workspace, so that the sum is
-/// `arena_bytes`.
-fn by_category(
-    set: &ProgramSet,
-    space: Space,
-    phases: &[(Lifetimes, Packing)],
-    arena_bytes: u64,
-) -> BTreeMap<Category, Bytes> {
-    let mut sums: BTreeMap<Category, Bytes> = BTreeMap::new();
-    for tensor in set.tensors.iter().filter(|t| t.lifetime == Lifetime::Persistent && t.space == space) {
-        *sums.entry(tensor.category).or_default() += Bytes(tensor.bytes() * u64::from(tensor.slots));
-    }
-    if let Some((lifetimes, _)) = phases.iter().max_by_key(|(_, packing)| packing.bytes) {
-        let peak_tick = peak_tick(lifetimes);
-        for (buffer, slots) in lifetimes.buffers.iter().zip(&lifetimes.slots) {
-            if buffer.first <= peak_tick && buffer.last >= peak_tick {
-                *sums.entry(set.tensor(slots[0].0).category).or_default() += Bytes(buffer.bytes);
-            }
-        }
-    }
-    let attributed: Bytes = sums.values().copied().sum();
-    *sums.entry(Category::Workspace).or_default() += Bytes(arena_bytes).saturating_sub(attributed);
-    sums
-}
-
-/// Returns the first tick with the most live bytes; 0 without buffers.
-fn peak_tick(lifetimes: &Lifetimes) -> u32 {
-    let mut change: BTreeMap<u32, i64> = BTreeMap::new();
-    for b in &lifetimes.buffers {
-        *change.entry(b.first).or_default() += b.bytes as i64;
-        *change.entry(b.last + 1).or_default() -= b.bytes as i64;
-    }
-    let (mut live, mut most, mut peak_tick) = (0, 0, 0);
-    for (tick, delta) in change {
-        live += delta;
-        if live > most {
-            (most, peak_tick) = (live, tick);
-        }
-    }
-    peak_tick
+/// Returns the end of the highest buffer while a phase runs, in bytes. Persistent tensors end at `end`, and the buffers
+/// of the phase begin at `aligned_end`.
+fn phase_top(end: u64, aligned_end: u64, packing: &Packing) -> u64 {
+    if packing.offsets.is_empty() { end } else { aligned_end + packing.bytes }
 }

@@ -13,6 +13,8 @@
 //! | [`layout`] | the arenas of the device and of its host, and the scratch file |
 //! | [`packing`] | offsets of buffers with known lifetimes, and the lower bound |
 //! | [`lifetimes`] | lifetime of every tensor on the time axis of a phase |
+//! | [`timeline`] | the memory of a device over a step, with the op at each moment |
+//! | `memory_use` | bytes of a phase in use at each tick |
 //! | [`price`] | predicted seconds of ops and Programs |
 //! | [`sweep`] | the schedule of many runs on shared devices |
 //! | [`device_request`] | the device list of `--devices` and `run.devices` |
@@ -65,9 +67,11 @@ mod bisection;
 pub mod device_request;
 pub mod layout;
 pub mod lifetimes;
+mod memory_use;
 pub mod packing;
 pub mod paper;
 pub mod price;
 pub mod search;
 pub mod sweep;
 pub mod team;
+pub mod timeline;

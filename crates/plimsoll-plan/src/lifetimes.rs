@@ -10,14 +10,16 @@ use std::collections::HashMap;
 /// A slot of a tensor: the tensor, and the index of the slot from 0.
 pub type Slot = (TensorId, u32);
 
-/// The range of ticks of one Program of a phase. Each op takes one tick.
+/// The range of ticks of one Program of a phase. Each op takes one tick. Each tick of the phase belongs to one Program.
 #[derive(Clone, Copy, Debug)]
 pub struct ProgramTicks {
+    /// The Program, as an index into [`ProgramSet::programs`].
+    pub program: usize,
     /// Kind of work of the Program.
     pub work: WorkKind,
-    /// The tick just before the Program's first op: the last op of the previous Program, or 0 for the first Program.
+    /// The tick of the Program's first op; for the first Program 0, at which the host fills inputs.
     pub first: u32,
-    /// The tick of the Program's last op; one later if the host reads outputs of the Program.
+    /// The tick of the Program's last op; for the last Program the one after it, at which the host reads outputs.
     pub last: u32,
 }
 
@@ -127,8 +129,11 @@ fn unroll(set: &ProgramSet, phase: &Phase, spaces: &[Space]) -> UnrolledPhase {
             }
         }
         program.outputs.iter().for_each(|&output| phase_ticks.touch((output, 0), end));
-        let last = tick + u32::from(!program.outputs.is_empty());
-        phase_ticks.programs.push(ProgramTicks { work: program.work, first: start, last });
+        let first = if phase_ticks.programs.is_empty() { 0 } else { start + 1 };
+        phase_ticks.programs.push(ProgramTicks { program: number, work: program.work, first, last: tick });
+    }
+    if let Some(last) = phase_ticks.programs.last_mut() {
+        last.last = end;
     }
     phase_ticks
 }

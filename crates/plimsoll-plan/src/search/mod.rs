@@ -261,5 +261,10 @@ pub(crate) fn plan_recipe_like(request: &PlanRequest, recipe: &Recipe, like: &Pl
         _ => request.programs(recipe),
     };
     let layout = if set.tensors == like.set.tensors { like.layout.clone() } else { lay_out(&set) };
-    PackedCandidate { recipe: recipe.clone(), set, layout }.into_outcome(&request, Vec::new())
+    let mut outcome = PackedCandidate { recipe: recipe.clone(), set, layout }.into_outcome(&request, Vec::new());
+    let device = &mut outcome.plan.devices[0];
+    if device.timeline.is_empty() {
+        device.timeline.clone_from(&like.plan.devices[0].timeline);
+    }
+    outcome
 }

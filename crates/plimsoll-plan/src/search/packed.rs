@@ -3,6 +3,7 @@
 use super::plan_request::sums_on_host_instead_of_gpu;
 use super::{PlanOutcome, PlanRequest, TriedRecipe};
 use crate::layout::{ArenaLayout, Layout, lay_out};
+use crate::timeline::timeline;
 use plimsoll_core::{Bytes, Class, DeviceKind, DevicePlan, Plan, Predicted, Recipe, Remedy, Space};
 use plimsoll_program::ProgramSet;
 use std::collections::BTreeMap;
@@ -26,7 +27,8 @@ impl PackedCandidate {
     /// Returns the outcome with the plan of this recipe.
     pub(super) fn into_outcome(self, request: &PlanRequest, tried: Vec<TriedRecipe>) -> PlanOutcome {
         let PackedCandidate { recipe, set, layout } = self;
-        let plan = to_plan(request, request.fits(&layout), recipe, &set, &layout);
+        let mut plan = to_plan(request, request.fits(&layout), recipe, &set, &layout);
+        plan.devices[0].timeline = timeline(&set, &layout, request.share.own_layers(request.config.layers));
         PlanOutcome { plan, set, layout, tried, precision: request.precision }
     }
 }
@@ -57,6 +59,7 @@ fn device_plan(
         peak_bytes: Bytes(layout.bytes) + charges_bytes,
         by_category: layout.by_category.clone(),
         by_program: layout.by_program.clone(),
+        timeline: vec![],
         lower_bound_bytes: Bytes(layout.lower_bound_bytes),
     }
 }
