@@ -21,6 +21,8 @@ Level = Literal["nothing", "norms", "feed_forward", "attention", "block"]
 Rung = Literal["bf16", "adam8bit", "lora", "int8", "nf4"]
 #: The effect of a rung, or of a change of recipe, on the numbers of a run: its losses and weights.
 Class = Literal["identical", "reordered", "lossy"]
+#: The kind of work that a Program does.
+WorkKind = Literal["load", "forward", "backward", "update", "evaluate", "save", "generate", "re-plan"]
 #: The parallelism of a team: how its devices divide the work of a step.
 Parallelism = Literal["data", "sharded", "pipeline"]
 #: The way in which a run ended.
@@ -94,6 +96,29 @@ class Recipe(TypedDict):
     rungs: NotRequired[list[Rung]]
 
 
+class TimelinePoint(TypedDict):
+    """The predicted memory of a device's arena at one moment: the fullest moment of a part of the work.
+
+    All micro-batches use the same bytes, so the points of the forward and backward pass hold for each of them.
+    """
+
+    #: The kind of work at this moment.
+    work: WorkKind
+    #: The part of the model or the tensor that is worked on, such as ``layer``, ``loss`` or ``embedding``; absent while the
+    #: host fills inputs or reads outputs.
+    part: NotRequired[str]
+    #: The layer, counted from 0 at the first layer of the model; absent outside the layers.
+    layer: NotRequired[int]
+    #: The op that runs, such as ``product`` or ``attention_grad``; absent while the host fills inputs or reads outputs.
+    op: NotRequired[str]
+    #: The tensor that tells most about the op: a weight that it reads, else a gradient or optimizer state, else its output.
+    tensor: NotRequired[str]
+    #: Bytes of the arena in use. Their maximum over all points is the size of the arena.
+    bytes: int
+    #: The same bytes by category. Gaps between tensors count as workspace.
+    by_category: dict[str, int]
+
+
 class DevicePlan(TypedDict):
     """Predicted memory of a device, of the host or of the scratch file under a plan."""
 
@@ -111,8 +136,11 @@ class DevicePlan(TypedDict):
     peak_bytes: int
     #: Bytes of the tensors in the arena by category, at the moment when the arena is fullest. Empty if no tensor lies in it.
     by_category: dict[str, int]
-    #: Peak of the arena in bytes during each kind of work. Empty if no tensor lies in the arena.
+    #: Most bytes of the arena in use during each kind of work. Empty if no tensor lies in the arena.
     by_program: dict[str, int]
+    #: The arena over one step, in at most 32 moments: loading, the step, evaluation and saving, in this order. The peak of each
+    #: kind of work is among them. Empty for the host and the scratch file.
+    timeline: NotRequired[list[TimelinePoint]]
     #: Largest sum of the bytes of simultaneously live tensors. No placement of the tensors needs a smaller arena.
     lower_bound_bytes: int
 

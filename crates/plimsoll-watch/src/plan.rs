@@ -4,10 +4,10 @@
 mod team;
 
 use crate::remedies::RemedySettings;
-use crate::text::{columns, count, percent, seconds, wrapped};
+use crate::text::{columns, columns_with_notes, count, percent, seconds, wrapped};
 use plimsoll_core::{
     Bytes, Category, Class, DevicePlan, DeviceSpec, Failure, Fallback, Offload, Plan, Recipe, Recommendation, Rung,
-    RungEffect, RungPrice, WorkKind, format_count,
+    RungEffect, RungPrice, WorkKind, format_count, peak_point,
 };
 use plimsoll_plan::search::TriedRecipe;
 
@@ -255,14 +255,29 @@ pub fn list_rungs(is_listed: impl Fn(&Rung) -> bool) -> String {
     Rung::ALL.into_iter().filter(is_listed).map(|rung| rung.to_string()).collect::<Vec<_>>().join(", ")
 }
 
-/// Formats the explanation of a plan (`--explain`): the alternatives for a team, and the bytes that each rung frees and
-/// the seconds that it adds. For a single device, the recipes that were tried follow.
+/// Formats the explanation of a plan (`--explain`): the ops that set the peaks, the alternatives for a team, and the
+/// bytes that each rung frees and the seconds that it adds. For a single device, the recipes that were tried follow.
 pub fn explain(view: &PlanView) -> String {
-    let alternatives = team::alternatives(view.plan);
+    let peaks: String = view.plan.devices.iter().map(peaks).collect();
+    let alternatives = peaks + &team::alternatives(view.plan);
     if view.plan.team.is_empty() {
         return alternatives + &rung_tables(&view.plan.ladder, "") + &recipes_tried(view);
     }
     alternatives + &team::ladders(view.plan)
+}
+
+/// Formats the peak of a device, with the op that sets it, and a table of the peaks of each kind of work. Ends with an
+/// empty line. Returns an empty text for a plan without a timeline.
+fn peaks(device: &DevicePlan) -> String {
+    let Some(peak) = peak_point(&device.timeline, None) else { return String::new() };
+    let sentence = format!("{}: peak {} {} (predicted)", device.name, device.peak_bytes, peak.describe());
+    let mut rows = vec![["arena in each Program", "peak"].map(str::to_owned).to_vec()];
+    let mut notes = vec!["set by".to_owned()];
+    for (work, point) in WORK_KINDS.iter().filter_map(|work| Some((work, peak_point(&device.timeline, Some(*work))?))) {
+        rows.push(vec![work.to_string(), point.bytes.to_string()]);
+        notes.push(point.describe_place());
+    }
+    wrapped(&sentence, WIDTH, "  ") + &columns_with_notes(&rows, &notes, WIDTH) + "\n"
 }
 
 /// Formats a memory ladder as two tables: the effect of each rung alone, and the effect of each rung that the plan
@@ -454,6 +469,7 @@ mod tests {
             peak_bytes: Bytes::mib(40),
             by_category: BTreeMap::from([(Category::Weight, Bytes::mib(4)), (Category::Activation, Bytes::mib(32))]),
             by_program: BTreeMap::from([(WorkKind::Load, Bytes::mib(8)), (WorkKind::Backward, Bytes::mib(36))]),
+            timeline: vec![],
             lower_bound_bytes: Bytes::mib(36),
         }
     }

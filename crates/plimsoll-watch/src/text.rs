@@ -98,6 +98,12 @@ pub fn columns(rows: &[Vec<String>]) -> String {
     table.lines().map(|line| line.trim_end().to_owned() + "\n").collect()
 }
 
+/// Formats rows like [`columns`], with a note after each, wrapped at `width` characters. `notes` has one for each row.
+pub fn columns_with_notes(rows: &[Vec<String>], notes: &[String], width: usize) -> String {
+    let table = columns(rows);
+    table.lines().zip(notes).map(|(line, note)| wrapped(&format!("{line}  {note}"), width, "      ")).collect()
+}
+
 /// Wraps a line of text between words at `width` characters; a longer word stays whole. Lines after the first begin
 /// with `indent`. The last line ends with a line break.
 pub fn wrapped(text: &str, width: usize, indent: &str) -> String {

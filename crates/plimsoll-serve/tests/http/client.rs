@@ -145,6 +145,11 @@ pub fn full() -> Value {
         "predicted_peak_bytes": 6 << 20, "measured_peak_bytes": 5 << 20, "held_bytes": 4 << 20,
         "by_category": {"weight": 1 << 20, "gradient": 3 << 19, "activation": 1 << 17},
         "by_program": {"forward": 5 << 18, "backward": 9 << 18},
+        "timeline": [{
+            "work": "backward", "part": "layer", "layer": 3, "op": "product", "tensor": "down", "bytes": 9 << 18,
+            "by_category": {"weight": 1 << 20, "activation": 5 << 18},
+        }],
+        "memory_history": [{"step": 1, "held_bytes": 7 << 18}, {"step": 120, "held_bytes": 1 << 22}],
         "charges_bytes": 1 << 19, "utilization": 0.75, "temperature_c": 61.0, "power_w": 250.0, "power_limit_w": 350.0,
         "clock_mhz": 1500, "clock_limit_mhz": 1800, "throttled_by": ["power limit"],
         "pcie": {"generation": 4, "lanes": 16, "generation_now": 3, "lanes_now": 8},

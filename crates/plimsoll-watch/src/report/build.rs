@@ -10,7 +10,9 @@ use crate::snapshot::run_notes::{Newest, RunNotes};
 use crate::snapshot::{RunSnapshot, RunState};
 use crate::summary::resume_command;
 use crate::text::shell_word;
-use plimsoll_core::{Bytes, DeviceMemory, DevicePlan, Failure, Plan, RunEnvironment, RunResult};
+use plimsoll_core::{
+    Bytes, DeviceMemory, DevicePlan, Failure, Plan, RunEnvironment, RunResult, TimelinePoint, peak_point,
+};
 use std::path::Path;
 
 impl Report {
@@ -179,8 +181,12 @@ fn planned_device(
         by_program: plan
             .by_program
             .iter()
-            .map(|(kind, bytes)| ProgramMemory { program: *kind, memory: predicted(*bytes) })
+            .map(|(kind, bytes)| {
+                let set_by = peak_point(&plan.timeline, Some(*kind)).map(TimelinePoint::describe_place);
+                ProgramMemory { program: *kind, memory: predicted(*bytes), set_by }
+            })
             .collect(),
+        peak_set_by: seen.peak_sentence(),
         sequences: in_team.map(|worker| worker.sequences),
         compute_slowdown: worker.map(|worker| worker.compute_slowdown).filter(|slowdown| *slowdown > 0.0),
     };
@@ -225,6 +231,7 @@ fn unplanned_device(memory: &DeviceMemory) -> DeviceReport {
         newest_plan_arena_bytes: None,
         by_category: vec![],
         by_program: vec![],
+        peak_set_by: None,
         sequences: None,
         compute_slowdown: None,
     };

@@ -1,7 +1,7 @@
 //! A report as sections of text, tables and plots. Every number is formatted here, once for all kinds of output.
 
 use super::plot::Plot;
-use super::{DeviceReport, MemoryPair, Report};
+use super::{DeviceReport, MemoryPair, ProgramMemory, Report};
 use crate::progress::recovery_line;
 use crate::snapshot::HistoryPoint;
 use crate::snapshot::run_notes::Newest;
@@ -309,10 +309,10 @@ fn device(device: &DeviceReport) -> Section {
         let text = "The plan changed during the run. The tables below show the newest plan, with an arena of";
         parts.push(Part::Text(format!("{text} {newest}.")));
     }
+    parts.extend(device.peak_set_by.as_ref().map(|peak| Part::Text(format!("Predicted {peak}."))));
     let categories = device.by_category.iter().map(|part| memory_row(&part.category.to_string(), part.memory));
     parts.push(memory_table("arena by category, when fullest", categories.collect()));
-    let programs = device.by_program.iter().map(|part| memory_row(&part.program.to_string(), part.memory));
-    parts.push(memory_table("arena by Program, at its peak", programs.collect()));
+    parts.push(programs(device));
     let mut facts = Vec::new();
     facts.extend(device.sequences.map(|sequences| fact("sequences per step", sequences.to_string())));
     let slowdown = device.compute_slowdown.map(|slowdown| format!("{slowdown:.2} × the predicted time"));
@@ -325,6 +325,20 @@ fn device(device: &DeviceReport) -> Section {
         _ => true,
     });
     section(&format!("Memory of {}{simulated}", device.name), parts)
+}
+
+/// Returns the table of the peaks of each kind of work, with the op that sets each, if the plan tells.
+fn programs(device: &DeviceReport) -> Part {
+    let tells = device.by_program.iter().any(|part| part.set_by.is_some());
+    let row = |part: &ProgramMemory| {
+        let mut row = memory_row(&part.program.to_string(), part.memory);
+        row.extend(tells.then(|| part.set_by.clone().unwrap_or_else(|| "–".to_owned())));
+        row
+    };
+    let mut headings =
+        ["arena by Program, at its peak", "predicted", "measured", "difference"].map(str::to_owned).to_vec();
+    headings.extend(tells.then(|| "predicted peak set by".to_owned()));
+    Part::Table { headings, rows: device.by_program.iter().map(row).collect() }
 }
 
 fn memory_table(subject: &str, rows: Vec<Vec<String>>) -> Part {

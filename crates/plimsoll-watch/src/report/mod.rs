@@ -171,6 +171,9 @@ pub struct DeviceReport {
     pub by_category: Vec<CategoryMemory>,
     /// Peak of the arena in each kind of work.
     pub by_program: Vec<ProgramMemory>,
+    /// The predicted peak of the newest plan with the op that sets it, such as `peak 46.10 MiB in the backward pass, layer
+    /// 3, at matrix product of down`; `None` if the plan does not tell.
+    pub peak_set_by: Option<String>,
     /// Sequences that the device computes per step; `None` for a single device.
     pub sequences: Option<u64>,
     /// Measured compute time of a step divided by the predicted one; `None` before the end of the run, for a single
@@ -190,7 +193,7 @@ pub struct CategoryMemory {
 }
 
 /// Memory of a kind of work.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct ProgramMemory {
     /// The kind of work.
@@ -198,6 +201,9 @@ pub struct ProgramMemory {
     /// Its bytes.
     #[serde(flatten)]
     pub memory: MemoryPair,
+    /// The place of the op that sets the predicted peak, such as `layer 3, at matrix product of down`; `None` if the
+    /// plan does not tell.
+    pub set_by: Option<String>,
 }
 
 impl Report {

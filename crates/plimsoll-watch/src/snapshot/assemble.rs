@@ -115,6 +115,8 @@ impl Readings<'_> {
             held_bytes: in_run.held_bytes,
             by_category: in_run.by_category,
             by_program: in_run.by_program,
+            timeline: in_run.timeline,
+            memory_history: in_run.memory_history,
             charges_bytes: in_run.charges_bytes,
             ..hardware
         }
@@ -150,6 +152,8 @@ impl RunReadings<'_> {
             held_bytes: held,
             by_category: plan.by_category.clone(),
             by_program: plan.by_program.clone(),
+            timeline: plan.timeline.clone(),
+            memory_history: measured.map_or(vec![], |memory| memory.history().to_vec()),
             charges_bytes: Some(plan.charges_bytes),
             ..DeviceSnapshot::default()
         }

@@ -17,7 +17,7 @@ pub mod run_notes;
 pub mod run_state;
 pub mod source;
 
-use plimsoll_core::{Bytes, Category, Recommendation, WorkKind};
+use plimsoll_core::{Bytes, Category, Recommendation, TimelinePoint, WorkKind, peak_point};
 use plimsoll_device::cuda::nvml::Pcie;
 use serde::{Deserialize, Deserializer, Serialize};
 use std::collections::BTreeMap;
@@ -80,6 +80,12 @@ pub struct DeviceSnapshot {
     pub by_category: BTreeMap<Category, Bytes>,
     /// Planned peak of the arena in each kind of work.
     pub by_program: BTreeMap<WorkKind, Bytes>,
+    /// Planned bytes of the arena over one step, as in the plan; empty for a device outside the run.
+    #[serde(default)]
+    pub timeline: Vec<TimelinePoint>,
+    /// Measured bytes of the run on this device over its steps, in order: at most [`run_state::MAX_MEMORY_POINTS`].
+    #[serde(default)]
+    pub memory_history: Vec<MemoryPoint>,
     /// Bytes of the run outside its arena, such as a CUDA context.
     pub charges_bytes: Option<Bytes>,
     /// Fraction of the recent past, 0 to 1, in which the device worked.
@@ -232,6 +238,16 @@ pub struct HistoryPoint {
     pub tokens_per_second: f64,
 }
 
+/// Measured memory of a device at one step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub struct MemoryPoint {
+    /// The step, counted from 1.
+    pub step: u64,
+    /// Bytes that the run held on the device, arena and charges together.
+    pub held_bytes: Bytes,
+}
+
 /// Reads a number that JSON holds as `null` because it is not finite.
 fn nan_from_null<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
     Ok(Option::deserialize(deserializer)?.unwrap_or(f64::NAN))
@@ -253,5 +269,13 @@ impl DeviceSnapshot {
     pub fn headroom_bytes(&self) -> Option<Bytes> {
         let most = self.measured_peak_bytes.max(self.predicted_peak_bytes)?;
         Some(self.load_line_bytes?.saturating_sub(most))
+    }
+
+    /// Returns the predicted peak with the op that sets it, as one phrase: `peak 46.10 MiB in the backward pass, layer 3,
+    /// at matrix product of down`. `None` without a timeline.
+    pub fn peak_sentence(&self) -> Option<String> {
+        let point = peak_point(&self.timeline, None)?;
+        let peak = self.predicted_peak_bytes.unwrap_or(point.bytes);
+        Some(format!("peak {peak} {}", point.describe()))
     }
 }

@@ -1,15 +1,17 @@
 //! The state of a run, derived from its events alone.
 
 use super::run_notes::RunNotes;
-use super::{FeedEntry, HistoryPoint};
+use super::{FeedEntry, HistoryPoint, MemoryPoint};
 use crate::progress::Progress;
-use plimsoll_core::{Bytes, Event, Record};
+use plimsoll_core::{Bytes, Event, HeldMemory, Record};
 use std::collections::{BTreeMap, VecDeque};
 
 /// Most lines of a run's feed.
 pub const MAX_FEED: usize = 100;
 /// Most steps of a run's history.
 pub const MAX_POINTS: usize = 512;
+/// Most steps with the measured memory of a device.
+pub const MAX_MEMORY_POINTS: usize = 128;
 
 /// The events of a run so far, summed up. Its size does not grow with the length of the run.
 #[derive(Clone, Debug, Default)]
@@ -43,12 +45,41 @@ pub struct RunEvents {
 }
 
 /// Measured memory of a device.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MeasuredMemory {
     /// Bytes at the newest measurement.
     pub held_bytes: Bytes,
     /// Most bytes so far; `None` if the system does not report it.
     pub peak_bytes: Option<Bytes>,
+    /// Measurements at steps with even distances.
+    history: Vec<MemoryPoint>,
+    /// One measurement in this many is in `history`.
+    stride: u64,
+    /// Number of measurements so far.
+    count: u64,
+}
+
+impl MeasuredMemory {
+    /// Takes the measurement of a step. Steps after it are those of a run that went back to a checkpoint.
+    fn add(&mut self, step: u64, held: &HeldMemory) {
+        self.held_bytes = held.held_bytes;
+        self.peak_bytes = self.peak_bytes.max(held.peak_bytes);
+        self.history.retain(|earlier| earlier.step < step);
+        if self.count.is_multiple_of(self.stride.max(1)) {
+            self.history.push(MemoryPoint { step, held_bytes: held.held_bytes });
+        }
+        self.count += 1;
+        if self.history.len() > MAX_MEMORY_POINTS {
+            self.stride = 2 * self.stride.max(1);
+            let mut is_kept = [true, false].into_iter().cycle();
+            self.history.retain(|_| is_kept.next().unwrap_or(true));
+        }
+    }
+
+    /// Returns the measurements at steps with even distances, in order.
+    pub fn history(&self) -> &[MemoryPoint] {
+        &self.history
+    }
 }
 
 impl RunEvents {
@@ -73,9 +104,7 @@ impl RunEvents {
                     tokens_per_second: *tokens as f64 / seconds,
                 });
                 for held in memory.iter().flatten() {
-                    let known = self.memory.entry(held.device.clone()).or_default();
-                    let peak_bytes = known.peak_bytes.max(held.peak_bytes);
-                    *known = MeasuredMemory { held_bytes: held.held_bytes, peak_bytes };
+                    self.memory.entry(held.device.clone()).or_default().add(*step, held);
                 }
                 return;
             }
@@ -121,7 +150,7 @@ impl RunEvents {
 mod tests {
     use super::*;
     use crate::progress::tests::{start, step};
-    use plimsoll_core::{EVENTS_VERSION, HeldMemory};
+    use plimsoll_core::EVENTS_VERSION;
 
     fn record(event: Event) -> Record {
         Record { version: EVENTS_VERSION, time: 5.0, event }
@@ -160,6 +189,22 @@ mod tests {
     }
 
     #[test]
+    fn memory_history_stays_bounded_and_in_order() {
+        let mut memory = MeasuredMemory::default();
+        let held = |mib| HeldMemory { device: "cpu".into(), held_bytes: Bytes::mib(mib), peak_bytes: None };
+        for step in 1..=5000 {
+            memory.add(step, &held(step));
+            assert!(memory.history().len() <= MAX_MEMORY_POINTS);
+        }
+        let history = memory.history().to_vec();
+        assert!(history.len() >= MAX_MEMORY_POINTS / 2, "{}", history.len());
+        assert!(history.iter().all(|point| point.held_bytes == Bytes::mib(point.step)), "{history:?}");
+        assert!(history.is_sorted_by(|a, b| a.step < b.step) && history[0].step == 1, "{history:?}");
+        memory.add(100, &held(7));
+        assert!(memory.history().iter().all(|point| point.step <= 100), "{:?}", memory.history());
+    }
+
+    #[test]
     fn peak_of_a_device_never_falls() {
         let mut state = RunEvents::default();
         for (held, peak) in [(40, 44), (38, 42)] {
@@ -169,7 +214,7 @@ mod tests {
             *memory = Some(vec![HeldMemory { device: "cpu".into(), held_bytes, peak_bytes: Some(peak_bytes) }]);
             state.update(&record(event));
         }
-        let cpu = MeasuredMemory { held_bytes: Bytes::mib(38), peak_bytes: Some(Bytes::mib(44)) };
-        assert_eq!(state.memory["cpu"], cpu);
+        let cpu = &state.memory["cpu"];
+        assert_eq!((cpu.held_bytes, cpu.peak_bytes), (Bytes::mib(38), Some(Bytes::mib(44))));
     }
 }

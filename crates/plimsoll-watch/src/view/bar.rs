@@ -2,21 +2,21 @@
 
 use super::Abilities;
 use crate::snapshot::DeviceSnapshot;
-use plimsoll_core::{Bytes, Category};
+use plimsoll_core::{Bytes, Category, TimelinePoint};
 use ratatui::style::{Color, Style};
 use ratatui::text::{Line, Span};
 
 /// Part of the row to the left of the load line, if the row ends a little above it.
-const LINE_AT: f64 = 0.92;
+pub(super) const LINE_AT: f64 = 0.92;
 /// Most times that a device's memory may exceed its load line for the row to show all of it.
 const MAX_TIMES_LINE: u64 = 4;
 
 /// A part of a row.
-struct Part {
-    letter: char,
-    name: &'static str,
-    color: Color,
-    bytes: Bytes,
+pub(super) struct Part {
+    pub letter: char,
+    pub name: &'static str,
+    pub color: Color,
+    pub bytes: Bytes,
 }
 
 /// Returns letter, name and color of a category of tensors.
@@ -30,6 +30,16 @@ fn look(category: Category) -> (char, &'static str, Color) {
         Category::Communication => ('m', "communication", Color::LightRed),
         Category::Staging => ('s', "staging", Color::LightBlue),
     }
+}
+
+/// Returns the parts of a device's memory at a point of its timeline: charges, then the categories.
+pub(super) fn parts_at(device: &DeviceSnapshot, point: &TimelinePoint) -> Vec<Part> {
+    let charges = device.charges_bytes.map(|bytes| Part { letter: 'c', name: "charges", color: Color::Gray, bytes });
+    let categories = point.by_category.iter().map(|(category, bytes)| {
+        let (letter, name, color) = look(*category);
+        Part { letter, name, color, bytes: *bytes }
+    });
+    charges.into_iter().chain(categories).filter(|part| part.bytes > Bytes::ZERO).collect()
 }
 
 /// Returns the parts of a device's memory in the order of the row: the run's, then those of others.

@@ -2,8 +2,8 @@
 
 use super::{Abilities, bar, overview};
 use crate::snapshot::{DeviceSnapshot, ProcessSnapshot};
-use crate::text::{columns, excerpt};
-use plimsoll_core::Bytes;
+use crate::text::{columns, columns_with_notes, excerpt};
+use plimsoll_core::{Bytes, peak_point};
 use ratatui::Frame;
 use ratatui::layout::Rect;
 use ratatui::text::Line;
@@ -37,14 +37,19 @@ fn memory(device: &DeviceSnapshot) -> String {
     columns(&rows) + "\n"
 }
 
-/// Returns a table of the planned peak of the arena in each kind of work.
+/// Returns a table of the planned peak of the arena in each kind of work, with the op that sets it.
 fn by_program(device: &DeviceSnapshot) -> String {
     if device.by_program.is_empty() {
         return String::new();
     }
-    let mut rows = vec![vec!["peak of the arena (planned)".to_owned(), "bytes".to_owned()]];
-    rows.extend(device.by_program.iter().map(|(work, bytes)| vec![work.to_string(), bytes.to_string()]));
-    columns(&rows) + "\n"
+    let mut rows = vec![["peak of the arena (planned)", "bytes"].map(str::to_owned).to_vec()];
+    let mut notes = vec!["set by".to_owned()];
+    for (work, bytes) in &device.by_program {
+        rows.push(vec![work.to_string(), bytes.to_string()]);
+        let point = peak_point(&device.timeline, Some(*work));
+        notes.push(point.map_or(String::new(), |point| excerpt(&point.describe_place())));
+    }
+    columns_with_notes(&rows, &notes, usize::MAX) + "\n"
 }
 
 /// Returns the hardware of a device, one property per line.

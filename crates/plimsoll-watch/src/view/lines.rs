@@ -12,7 +12,10 @@ pub fn lines(snapshot: &Snapshot) -> String {
         lines.push(format!("{} {}: {}{simulated}", run.folder, run.state.describe(), progress(run)));
     }
     lines.push(machine(snapshot));
-    lines.extend(snapshot.devices.iter().map(figures));
+    for device in &snapshot.devices {
+        lines.push(figures(device));
+        lines.extend(device.peak_sentence().map(|peak| format!("{}: predicted {peak}", device.name)));
+    }
     lines.extend(snapshot.warnings.iter().map(|warning| format!("warning: {warning}")));
     let advice = snapshot.recommendations.iter();
     lines.extend(advice.map(|advice| format!("faster: {}; {}", advice.text, advice.command)));

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `overview` | the run, all devices, the plot of the loss and the newest events |
 //! | `details` | one device: its memory by category and by work, its hardware and processes |
+//! | `map` | the arena of one device over a step |
 //! | `bar` | the memory of a device as a row of letters, one letter per category |
 //! | `plot` | a series of numbers as points |
 //! | [`lines`] | a snapshot as lines, for output that is no terminal |
@@ -11,6 +12,7 @@
 mod bar;
 mod details;
 pub mod lines;
+mod map;
 mod overview;
 mod plot;
 #[cfg(test)]
@@ -32,10 +34,12 @@ use std::cmp::Reverse;
 use std::time::{Duration, Instant};
 
 /// Keys and their effects, for the help.
-const KEYS: [(&str, &str); 7] = [
+const KEYS: [(&str, &str); 9] = [
     ("q, Ctrl-C", "quit; a run goes on"),
     ("up, down", "select a device"),
     ("Enter", "details of the selected device, and back"),
+    ("m", "its arena over a step, and back"),
+    ("left, right", "in the map: the moment before or after"),
     (".", "next order of devices"),
     (",", "previous order of devices"),
     ("h, ?", "this help, and back"),
@@ -141,8 +145,21 @@ pub struct ViewState {
     order: Order,
     /// Place of the selected device in the list.
     selected: usize,
-    shows_details: bool,
+    screen: Screen,
+    /// Index of the selected point in the map; `None` for the peak.
+    moment: Option<usize>,
     shows_help: bool,
+}
+
+/// The contents of the screen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Screen {
+    /// The run and all devices.
+    Overview,
+    /// The details of the selected device.
+    Details,
+    /// The arena of the selected device over a step.
+    Map,
 }
 
 /// The reaction to a key.
@@ -157,7 +174,14 @@ enum Reaction {
 impl ViewState {
     /// Returns the state at the start: the overview, with devices in the order of the plan.
     pub fn new(abilities: Abilities) -> ViewState {
-        ViewState { abilities, order: Order::Plan, selected: 0, shows_details: false, shows_help: false }
+        ViewState {
+            abilities,
+            order: Order::Plan,
+            selected: 0,
+            screen: Screen::Overview,
+            moment: None,
+            shows_help: false,
+        }
     }
 
     /// Returns the devices in the order of the list.
@@ -167,19 +191,49 @@ impl ViewState {
         devices
     }
 
-    /// Reacts to a key, with `devices` devices in the list.
-    fn press(&mut self, key: KeyEvent, devices: usize) -> Reaction {
-        let last = devices.saturating_sub(1);
+    /// Returns the selected device; `None` without devices.
+    fn device<'s>(&self, snapshot: &'s Snapshot) -> Option<&'s DeviceSnapshot> {
+        let devices = self.devices(snapshot);
+        devices.get(self.selected.min(devices.len().saturating_sub(1))).copied()
+    }
+
+    /// Shows a screen, or the overview if it is already shown.
+    fn toggle(&mut self, screen: Screen) {
+        self.screen = if self.screen == screen { Screen::Overview } else { screen };
+        self.moment = None;
+    }
+
+    /// Selects the moment after the present one in the map, or before it.
+    fn move_moment(&mut self, snapshot: &Snapshot, is_later: bool) {
+        let timeline = self.device(snapshot).map_or(&[][..], |device| &device.timeline);
+        let last = timeline.len().saturating_sub(1);
+        let now = self.moment.unwrap_or_else(|| map::peak_index(timeline)).min(last);
+        self.moment = Some(if is_later { (now + 1).min(last) } else { now.saturating_sub(1) });
+    }
+
+    /// Selects a device by its place in the list.
+    fn select(&mut self, place: usize) {
+        self.selected = place;
+        self.moment = None;
+    }
+
+    /// Reacts to a key while this snapshot is shown.
+    fn press(&mut self, key: KeyEvent, snapshot: &Snapshot) -> Reaction {
+        let last = snapshot.devices.len().saturating_sub(1);
         match key.code {
             KeyCode::Char('c') if key.modifiers.contains(KeyModifiers::CONTROL) => return Reaction::Interrupt,
             KeyCode::Char('q') => return Reaction::Quit,
-            KeyCode::Esc if !self.shows_details && !self.shows_help => return Reaction::Quit,
+            KeyCode::Esc if self.screen == Screen::Overview && !self.shows_help => return Reaction::Quit,
             KeyCode::Esc if self.shows_help => self.shows_help = false,
-            KeyCode::Esc => self.shows_details = false,
+            KeyCode::Esc => self.screen = Screen::Overview,
             KeyCode::Char('h' | '?') => self.shows_help = !self.shows_help,
-            KeyCode::Enter => self.shows_details = !self.shows_details,
-            KeyCode::Up => self.selected = self.selected.min(last).saturating_sub(1),
-            KeyCode::Down => self.selected = (self.selected + 1).min(last),
+            KeyCode::Enter => self.toggle(Screen::Details),
+            KeyCode::Char('m') => self.toggle(Screen::Map),
+            KeyCode::Left | KeyCode::Right if self.screen == Screen::Map => {
+                self.move_moment(snapshot, key.code == KeyCode::Right);
+            }
+            KeyCode::Up => self.select(self.selected.min(last).saturating_sub(1)),
+            KeyCode::Down => self.select((self.selected + 1).min(last)),
             KeyCode::Char('.') => self.order = self.order.moved(1),
             KeyCode::Char(',') => self.order = self.order.moved(Order::ALL.len() - 1),
             _ => {}
@@ -264,7 +318,7 @@ fn run(terminal: &mut DefaultTerminal, period: Duration, viewer: &mut impl Viewe
             }
             match event::read()? {
                 Event::Key(key) if key.kind == KeyEventKind::Press => {
-                    let ends = match state.press(key, snapshot.devices.len()) {
+                    let ends = match state.press(key, &snapshot) {
                         Reaction::Quit => true,
                         Reaction::Interrupt => viewer.interrupt(),
                         Reaction::Redraw => false,
@@ -287,13 +341,13 @@ fn run(terminal: &mut DefaultTerminal, period: Duration, viewer: &mut impl Viewe
 /// Draws a snapshot.
 fn draw(frame: &mut Frame, snapshot: &Snapshot, state: &ViewState) {
     let [body, keys] = Layout::vertical([Constraint::Min(0), Constraint::Length(1)]).areas(frame.area());
-    let devices = state.devices(snapshot);
-    match devices.get(state.selected.min(devices.len().saturating_sub(1))) {
-        Some(device) if state.shows_details => details::draw(frame, body, device, state.abilities),
+    match (state.screen, state.device(snapshot)) {
+        (Screen::Details, Some(device)) => details::draw(frame, body, device, state.abilities),
+        (Screen::Map, Some(device)) => map::draw(frame, body, device, state.moment, state.abilities),
         _ => overview::draw(frame, body, snapshot, state),
     }
     let order = state.order.name();
-    let hint = format!("q quit  h help  Enter details  , . order: {order}");
+    let hint = format!("q quit  h help  Enter details  m map of the step  , . order: {order}");
     frame.render_widget(Paragraph::new(hint).style(state.abilities.color(Color::DarkGray)), keys);
     if state.shows_help {
         draw_help(frame, state.abilities);

@@ -4,7 +4,7 @@ use super::*;
 use crate::snapshot::{
     CpuSnapshot, FeedEntry, HistoryPoint, HostSnapshot, ProcessSnapshot, RunSnapshot, RunState, SNAPSHOT_VERSION,
 };
-use plimsoll_core::{Bytes, Category, WorkKind};
+use plimsoll_core::{Bytes, Category, TimelinePoint, WorkKind};
 use ratatui::Terminal;
 use ratatui::backend::TestBackend;
 use std::collections::BTreeMap;
@@ -26,10 +26,33 @@ fn device(name: &str, mib: [u64; 4], line: u64) -> DeviceSnapshot {
         measured_peak_bytes: Some(peak.saturating_sub(Bytes::mib(3))),
         held_bytes: Some(peak.saturating_sub(Bytes::mib(4))),
         by_program: [(WorkKind::Forward, Bytes::mib(12)), (WorkKind::Backward, Bytes::mib(20))].into(),
+        timeline: timeline(&by_category),
         by_category,
         charges_bytes: Some(Bytes::mib(8)),
         ..DeviceSnapshot::default()
     }
+}
+
+/// Returns the timeline of a model of four layers, whose activations grow and then shrink. The peak is as given.
+fn timeline(peak: &BTreeMap<Category, Bytes>) -> Vec<TimelinePoint> {
+    let point = |work: WorkKind, layer: Option<u32>, tenths: u64| {
+        let mut by_category = peak.clone();
+        by_category.entry(Category::Activation).and_modify(|bytes| *bytes = Bytes(bytes.0 * tenths / 10));
+        let op = layer.map_or("adam_w", |_| if work == WorkKind::Forward { "attention" } else { "product" });
+        TimelinePoint {
+            work,
+            part: layer.map(|_| "layer".to_owned()),
+            layer,
+            op: Some(op.to_owned()),
+            tensor: Some(if layer.is_some() { "down" } else { "embedding" }.to_owned()),
+            bytes: by_category.values().copied().sum(),
+            by_category,
+        }
+    };
+    let forward = (0..4).map(|layer| point(WorkKind::Forward, Some(layer), 2 + 2 * u64::from(layer)));
+    let backward = (0..4).rev().map(|layer| point(WorkKind::Backward, Some(layer), 4 + 2 * u64::from(layer)));
+    let update = [point(WorkKind::Update, None, 0)];
+    forward.chain(backward).chain(update).collect()
 }
 
 fn processor() -> DeviceSnapshot {
@@ -111,7 +134,8 @@ fn screen(width: u16, height: u16, snapshot: &Snapshot, state: &ViewState) -> St
 }
 
 fn press(state: &mut ViewState, codes: &[KeyCode]) -> Vec<Reaction> {
-    codes.iter().map(|code| state.press(KeyEvent::new(*code, KeyModifiers::NONE), 3)).collect()
+    let snapshot = snapshot();
+    codes.iter().map(|code| state.press(KeyEvent::new(*code, KeyModifiers::NONE), &snapshot)).collect()
 }
 
 #[test]
@@ -138,6 +162,47 @@ fn details_list_categories_and_work() {
 }
 
 #[test]
+fn map_shows_arena_over_a_small_screen() {
+    let mut state = ViewState::new(PLAIN);
+    press(&mut state, &[KeyCode::Char('m')]);
+    insta::assert_snapshot!(screen(80, 24, &snapshot(), &state));
+}
+
+#[test]
+fn map_shows_arena_over_a_large_screen() {
+    let mut state = ViewState::new(PLAIN);
+    press(&mut state, &[KeyCode::Down, KeyCode::Char('m'), KeyCode::Left, KeyCode::Left]);
+    insta::assert_snapshot!(screen(120, 40, &snapshot(), &state));
+}
+
+#[test]
+fn map_keys_move_between_moments() {
+    let snapshot = snapshot();
+    let mut state = ViewState::new(ASCII);
+    press(&mut state, &[KeyCode::Left]);
+    assert_eq!(state.moment, None, "only the map has moments");
+    let moment = |state: &ViewState| {
+        let drawn = screen(100, 24, &snapshot, state);
+        drawn.lines().find(|line| line.starts_with("moment")).unwrap().to_owned()
+    };
+    press(&mut state, &[KeyCode::Char('m')]);
+    assert_eq!(moment(&state), "moment 5 of 9: 40.00 MiB in the backward pass, layer 3, at matrix product of down");
+    press(&mut state, &[KeyCode::Right]);
+    assert!(moment(&state).starts_with("moment 6 of 9: 36.80 MiB in the backward pass, layer 2"));
+    press(&mut state, &[KeyCode::Left; 20]);
+    assert!(moment(&state).starts_with("moment 1 of 9: 27.20 MiB in the forward pass, layer 0, at attention"));
+    press(&mut state, &[KeyCode::Right; 20]);
+    assert_eq!(moment(&state), "moment 9 of 9: 24.00 MiB in the update, at adam_w of embedding");
+    let far = DeviceSnapshot { load_line_bytes: Some(Bytes::gib(10)), ..snapshot.devices[0].clone() };
+    let far = Snapshot { devices: vec![far, processor()], ..snapshot.clone() };
+    let drawn = screen(80, 24, &far, &state);
+    assert!(drawn.contains("\nline above") && drawn.is_ascii(), "{drawn}");
+    press(&mut state, &[KeyCode::Down]);
+    assert!(screen(80, 24, &far, &state).starts_with("cpu: no plan of a run"));
+    assert_eq!(press(&mut state, &[KeyCode::Esc, KeyCode::Esc]), [Reaction::Redraw, Reaction::Quit]);
+}
+
+#[test]
 fn plain_terminal_gets_ascii_without_color() {
     let mut terminal = Terminal::new(TestBackend::new(100, 30)).unwrap();
     let state = ViewState { shows_help: true, ..ViewState::new(ASCII) };
@@ -154,7 +219,7 @@ fn plain_terminal_gets_ascii_without_color() {
 #[test]
 fn tiny_terminal_does_not_panic() {
     for (width, height) in [(1, 1), (5, 2), (30, 3), (200, 1), (80, 6), (2, 60)] {
-        for keys in [&[][..], &[KeyCode::Enter], &[KeyCode::Char('h')], &[KeyCode::Down, KeyCode::Down]] {
+        for keys in [&[][..], &[KeyCode::Enter], &[KeyCode::Char('h')], &[KeyCode::Down, KeyCode::Char('m')]] {
             let mut state = ViewState::new(PLAIN);
             press(&mut state, keys);
             screen(width, height, &snapshot(), &state);
@@ -177,12 +242,19 @@ fn snapshot_of_a_hostile_server_is_drawn() {
         (device.measured_peak_bytes, device.utilization, device.power_w) =
             (Some(Bytes::ZERO), Some(-1e300), Some(1e300));
         device.processes = vec![process.clone(); 100];
+        for point in &mut device.timeline {
+            (point.bytes, point.layer, point.part) = (Bytes(u64::MAX), Some(u32::MAX), Some(text.clone()));
+            (point.op, point.tensor) = (Some(text.clone()), Some(text.clone()));
+            point.by_category.values_mut().for_each(|bytes| *bytes = Bytes(u64::MAX));
+        }
     }
     let run = hostile.run.as_mut().unwrap();
     (run.folder, run.step, run.steps) = (text, u64::MAX, Some(0));
     (run.eta_seconds, run.tokens_per_second, run.loss) = (Some(1e300), Some(-1e300), Some(f64::MAX));
     run.history[7].loss = Some(f64::MIN);
-    for keys in [&[][..], &[KeyCode::Enter], &[KeyCode::Down, KeyCode::Enter], &[KeyCode::Char('.'); 3]] {
+    for keys in
+        [&[][..], &[KeyCode::Enter], &[KeyCode::Down, KeyCode::Enter], &[KeyCode::Char('.'); 3], &[KeyCode::Char('m')]]
+    {
         let mut state = ViewState::new(PLAIN);
         press(&mut state, keys);
         let drawn = screen(100, 40, &hostile, &state);
@@ -209,7 +281,7 @@ fn keys_select_sort_and_quit() {
     );
     assert_eq!(press(&mut state, &[KeyCode::Char('q')]), [Reaction::Quit]);
     let interrupt = KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL);
-    assert_eq!(state.press(interrupt, 3), Reaction::Interrupt);
+    assert_eq!(state.press(interrupt, &snapshot), Reaction::Interrupt);
 }
 
 #[test]
@@ -221,5 +293,7 @@ fn lines_show_the_same_numbers() {
     let json: serde_json::Value = serde_json::from_str(&lines::json(&snapshot())).unwrap();
     assert_eq!(json["run"]["tokens_per_second"], 55_900.0);
     assert_eq!(json["devices"][0]["predicted_peak_bytes"], Bytes::mib(40).0);
+    assert!(text.contains("virtual:large: predicted peak 40.00 MiB in the backward pass, layer 3, at"), "{text}");
+    assert_eq!(json["devices"][0]["timeline"][4]["layer"], 3);
     assert_eq!(json["devices"][0]["power_w"], serde_json::Value::Null);
 }

@@ -210,7 +210,8 @@ pub struct PlanArgs {
     /// Print the plan as JSON
     #[arg(long, help_heading = "Output")]
     pub json: bool,
-    /// Show the memory saved and the time added by each memory-saving step, and every recipe that was tried
+    /// Show the op that sets each peak, the memory saved and the time added by each memory-saving step, and every recipe
+    /// that was tried
     ///
     /// With --json, the plan gets the key `ladder`.
     #[arg(long, help_heading = "Output")]
