@@ -116,6 +116,15 @@ def opened(browser: Browser, address: str, problems: list[str], **look: Any) -> 
     return page
 
 
+def focus_by_tab(page: Page, label: str) -> None:
+    """Presses Tab until the element whose label begins so has the focus."""
+    for _ in range(50):
+        page.keyboard.press("Tab")
+        if str(page.evaluate("document.activeElement.getAttribute('aria-label') ?? ''")).startswith(label):
+            return
+    raise AssertionError(f"no element with the label {label!r} can be reached")
+
+
 def test_page_follows_the_run_and_the_keyboard(browser: Browser, address: str, run: GrowingRun) -> None:
     problems: list[str] = []
     page = opened(browser, address, problems)
@@ -124,9 +133,7 @@ def test_page_follows_the_run_and_the_keyboard(browser: Browser, address: str, r
     expect(figures).to_contain_text(f"step{SHOWN_STEPS} of {STEPS}")
     expect(figures).to_contain_text(f"loss{run.step(SHOWN_STEPS)['loss']:.4f}")
     # Each step of the plot is reached by keys, and shows the digits of its event.
-    page.keyboard.press("Tab")
-    while page.evaluate("document.activeElement.tagName") != "svg":
-        page.keyboard.press("Tab")
+    focus_by_tab(page, "loss from step")
     expect(loss).to_be_focused()
     page.keyboard.press("Home")
     readout = page.locator("#plots output").first
@@ -146,6 +153,37 @@ def test_page_follows_the_run_and_the_keyboard(browser: Browser, address: str, r
     planned = json.loads((run.folder / "plan.json").read_text())["devices"][0]["by_category"]
     for category, size in planned.items():
         expect(page.locator("table").first).to_contain_text(f"{category}{size / 2**20:.2f} MiB" if size >= 2**20 else category)
+    assert problems == []
+
+
+def test_map_shows_the_plan_over_a_step(browser: Browser, address: str, run: GrowingRun) -> None:
+    problems: list[str] = []
+    page = opened(browser, address, problems)
+    device = json.loads((run.folder / "plan.json").read_text())["devices"][0]
+    timeline = device["timeline"]
+    peak = max(point["bytes"] for point in timeline)
+    assert peak + device["charges_bytes"] == device["peak_bytes"]
+    sentence = page.locator(".map:not(.memory) p").first
+    expect(sentence).to_contain_text(f"Predicted peak {device['peak_bytes'] / 2**20:.2f} MiB in the ")
+    bands = page.locator(".map:not(.memory) path.band:not([d=''])")
+    assert bands.count() == len({name for point in timeline for name, size in point["by_category"].items() if size}) + 1
+    focus_by_tab(page, "arena of virtual:a over one step")
+    page.keyboard.press("Home")
+    readout = page.locator(".map:not(.memory) output").first
+    for number, point in enumerate(timeline, start=1):
+        held = (point["bytes"] + device["charges_bytes"]) / 2**20
+        expect(readout).to_contain_text(f"moment {number} of {len(timeline)}: {held:.2f} MiB ")
+        layer = f"layer {point['layer']}, " if "layer" in point else ""
+        expect(readout).to_contain_text(f"{layer}at {point['op'].replace('product', 'matrix product')}")
+        page.keyboard.press("ArrowRight")
+    page.keyboard.press("End")
+    expect(readout).to_contain_text(f"moment {len(timeline)} of")
+    # The line of the measured memory has the bytes of the events.
+    measured = [event for event in map(json.loads, run.lines[: run.written]) if event.get("memory")]
+    focus_by_tab(page, "memory of virtual:a from step")
+    page.keyboard.press("Home")
+    held = measured[0]["memory"][0]["held_bytes"] / 2**20
+    expect(page.locator(".memory output").first).to_have_text(f"step {measured[0]['step']}: measured {held:.2f} MiB")
     assert problems == []
 
 

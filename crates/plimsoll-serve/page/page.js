@@ -226,11 +226,209 @@ function detailTables(device) {
   const tables = [];
   const add = (caption, rows) => rows.length && tables.push(table(caption, rows));
   add("When the arena is fullest (planned)", parts(device).map(([name, size]) => [name, bytes(size), name]));
-  add("Peak of the arena (planned)", Object.entries(device.by_program).map(([work, size]) => [work, bytes(size)]));
+  const setBy = (work) => { const peak = peakOf(device.timeline ?? [], work); return peak ? `, ${placeOf(peak)}` : ""; };
+  add("Peak of the arena (planned), with the op that sets it", Object.entries(device.by_program).map(([work, size]) => [`${work}${setBy(work)}`, bytes(size)]));
   const process = ({ pid, name, is_plimsoll, held_bytes }) =>
     [`${pid} ${name ?? "process"}${is_plimsoll ? " (Plimsoll)" : ""}`, shown(held_bytes, bytes) ?? "?"];
   add("Processes", device.processes.map(process));
   return tables;
+}
+
+// ---- Drawings with a cursor that follows keys and pointer.
+
+const [WIDTH, HEIGHT, EDGE] = [600, 140, 6];
+
+// `length` returns the number of places of the cursor, `now` its place or -1, `nearest` the place at a horizontal
+// position, and `choose` moves it.
+function followKeys(drawing, { length, now, nearest, choose }) {
+  const moveTo = (place) => length() && choose(Math.max(0, Math.min(length() - 1, place)));
+  drawing.addEventListener("keydown", (event) => {
+    const at = now() < 0 ? length() : now();
+    const target = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: length() - 1 }[event.key];
+    if (target === undefined) return;
+    event.preventDefault();
+    moveTo(target);
+  });
+  drawing.addEventListener("pointermove", (event) => {
+    if (length() === 0) return;
+    const box = drawing.getBoundingClientRect();
+    moveTo(nearest(((event.clientX - box.left) / box.width) * WIDTH));
+  });
+}
+
+const canvas = (...shapes) => {
+  const made = shape("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", tabindex: 0 });
+  made.append(...shapes);
+  return made;
+};
+
+const cursorLine = () => shape("line", { class: "cursor", y1: 0, y2: HEIGHT, visibility: "hidden" });
+
+// ---- The arena of a device over one step, as planned.
+
+const WORKS = {
+  load: "while loading", forward: "in the forward pass", backward: "in the backward pass", update: "in the update",
+  evaluate: "in an evaluation", save: "while saving", generate: "while generating", "re-plan": "in a change of plan",
+};
+const PASSES = ["forward", "backward", "evaluate", "generate"];
+// Most times that the load line may exceed the peak for the map to show it, and height of the map in peaks if it does not.
+const MAX_TIMES_PEAK = 2;
+const ABOVE_PEAK = 1.1;
+
+// Returns the place of a moment within its work, in the words of the terminal view.
+function placeOf({ work, part, layer, op, tensor }) {
+  if (!isKnown(op)) return "before the first op or after the last";
+  const running = `at ${op === "product" ? "matrix product" : op}${isKnown(tensor) ? ` of ${tensor}` : ""}`;
+  if (isKnown(layer)) return `layer ${layer}, ${running}`;
+  return isKnown(part) && PASSES.includes(work) ? `${part}, ${running}` : running;
+}
+
+const momentOf = (point) => `${WORKS[point.work] ?? point.work}, ${placeOf(point)}`;
+
+// Returns the first moment with the most bytes, of one kind of work if it is given; undefined without moments.
+const peakOf = (timeline, work) =>
+  timeline.filter((point) => !work || point.work === work).reduce((best, point) => (best && best.bytes >= point.bytes ? best : point), undefined);
+
+// Returns name and bytes of each part of a device's memory at a moment, from the bottom.
+const stackAt = (device, point) =>
+  ["charges", ...Object.keys(LETTERS).filter((name) => name !== "charges" && name !== "others")]
+    .map((name) => [name, (name === "charges" ? device.charges_bytes : point.by_category[name]) ?? 0]);
+
+function mapView() {
+  const bands = shape("g", {});
+  const line = shape("line", { class: "load-line", x1: 0, x2: WIDTH });
+  const cursor = cursorLine();
+  const drawing = canvas(bands, line, cursor);
+  const [sentence, works, legend, readout] = [element("p"), element("div", { class: "works", "aria-hidden": "true" }), element("p", { class: "hint" }), element("output")];
+  const root = element("div", { class: "map" }, sentence, drawing, works, legend, readout);
+  readout.setAttribute("aria-label", "memory at the cursor");
+  let [device, chosen, drawn] = [null, null, ""];
+  const length = () => device.timeline.length;
+  const x = (place) => (WIDTH * place) / length();
+  const showCursor = () => {
+    cursor.setAttribute("visibility", chosen === null ? "hidden" : "visible");
+    if (chosen === null) return setText(readout, "");
+    const point = device.timeline[chosen];
+    const stack = stackAt(device, point).filter(([, size]) => size > 0);
+    for (const end of ["x1", "x2"]) cursor.setAttribute(end, x(chosen + 0.5));
+    const total = stack.reduce((sum, [, size]) => sum + size, 0);
+    setText(readout, `moment ${chosen + 1} of ${length()}: ${bytes(total)} ${momentOf(point)}: ${stack.map(([name, size]) => `${name} ${bytes(size)}`).join(", ")}`);
+  };
+  followKeys(drawing, {
+    length,
+    now: () => chosen ?? device.timeline.indexOf(peakOf(device.timeline)),
+    nearest: (at) => Math.floor((at / WIDTH) * length()),
+    choose: (place) => { chosen = place; showCursor(); },
+  });
+
+  const draw = () => {
+    const stacks = device.timeline.map((point) => stackAt(device, point));
+    const totals = stacks.map((stack) => stack.reduce((sum, [, size]) => sum + size, 0));
+    const [peak, most] = [peakOf(device.timeline), Math.max(...totals, 1)];
+    const limit = device.load_line_bytes ?? 0;
+    const isAbove = limit > MAX_TIMES_PEAK * most;
+    const top = isAbove ? ABOVE_PEAK * most : Math.max(limit / LINE_AT, most);
+    const y = (size) => (HEIGHT * (1 - size / top)).toFixed(2);
+    const below = stacks.map(() => 0);
+    bands.replaceChildren(...stacks[0].map(([name], band) => {
+      const above = stacks.map((stack, place) => below[place] + stack[band][1]);
+      const upper = above.map((size, place) => `${place ? "V" : `M${x(0)} `}${y(size)}H${x(place + 1).toFixed(2)}`).join("");
+      const lower = below.map((size, place) => `V${y(size)}H${x(place).toFixed(2)}`).toReversed().join("");
+      const isEmpty = above.every((size, place) => size === below[place]);
+      above.forEach((size, place) => { below[place] = size; });
+      return shape("path", { class: `band ${name}`, d: isEmpty ? "" : `${upper}${lower}Z` });
+    }));
+    line.setAttribute("visibility", limit > 0 && !isAbove ? "visible" : "hidden");
+    for (const end of ["y1", "y2"]) line.setAttribute(end, y(limit));
+    setText(sentence, `Predicted peak ${bytes(device.predicted_peak_bytes ?? peak.bytes)} ${momentOf(peak)}.`);
+    const isUsed = (name) => stacks.some((stack) => stack.some(([other, size]) => other === name && size > 0));
+    const swatch = (name) => element("span", {}, element("span", { class: `swatch ${name}`, "aria-hidden": "true" }, LETTERS[name]), `${name} `);
+    const names = stacks[0].map(([name]) => name).filter(isUsed);
+    const height = !limit ? "" : isAbove ? `load line ${bytes(limit)}, above the drawing` : `thick line: load line ${bytes(limit)}`;
+    legend.replaceChildren(...names.map(swatch), height);
+    const runs = [];
+    for (const { work } of device.timeline) {
+      if (runs.at(-1)?.[0] === work) runs.at(-1)[1] += 1;
+      else runs.push([work, 1]);
+    }
+    works.replaceChildren(...runs.map(([work, count]) => {
+      const made = element("span", { title: work }, work);
+      made.style.flexGrow = count;
+      return made;
+    }));
+    drawing.setAttribute("aria-label", `arena of ${device.name} over one step: ${length()} moments, ${sentence.textContent} ${height}`);
+  };
+
+  const update = (next) => {
+    device = next;
+    root.hidden = next.timeline.length === 0;
+    const text = JSON.stringify([next.timeline, next.charges_bytes, next.load_line_bytes, next.predicted_peak_bytes, next.name]);
+    if (root.hidden || text === drawn) return;
+    drawn = text;
+    if (chosen !== null) chosen = Math.min(chosen, length() - 1);
+    draw();
+    showCursor();
+  };
+  return { root, update };
+}
+
+// Shows the measured memory of a device over the steps, as a line before the planned bytes by category. Bytes by category
+// are not measured, so the bands are those of the fullest planned moment.
+function memoryView() {
+  const [bands, measured] = [shape("g", {}), shape("path", { class: "measured-line" })];
+  const limit = shape("line", { class: "load-line", x1: 0, x2: WIDTH });
+  const cursor = cursorLine();
+  const drawing = canvas(bands, limit, measured, cursor);
+  const [caption, first, last, readout] = [element("p"), element("span"), element("span"), element("output")];
+  const root = element("div", { class: "map memory" }, caption, drawing, element("div", { class: "axis" }, first, last), readout);
+  readout.setAttribute("aria-label", "measured memory at the cursor");
+  let [points, chosen, drawn] = [[], null, ""];
+  const x = (place) => (points.length > 1 ? EDGE + (place / (points.length - 1)) * (WIDTH - 2 * EDGE) : WIDTH / 2);
+  const showCursor = () => {
+    const place = points.findIndex(({ step }) => step === chosen);
+    cursor.setAttribute("visibility", place < 0 ? "hidden" : "visible");
+    if (place >= 0) for (const end of ["x1", "x2"]) cursor.setAttribute(end, x(place));
+    setText(readout, place < 0 ? "" : `step ${chosen}: measured ${bytes(points[place].held_bytes)}`);
+  };
+  followKeys(drawing, {
+    length: () => points.length,
+    now: () => points.findIndex(({ step }) => step === chosen),
+    nearest: (at) => Math.round(((at - EDGE) / (WIDTH - 2 * EDGE)) * (points.length - 1)),
+    choose: (place) => { chosen = points[place].step; showCursor(); },
+  });
+  const draw = (device) => {
+    const stack = stackAt(device, device);
+    const planned = stack.reduce((sum, [, size]) => sum + size, 0);
+    const most = Math.max(planned, ...points.map((point) => point.held_bytes), 1);
+    const line = device.load_line_bytes ?? 0;
+    const isAbove = line > MAX_TIMES_PEAK * most;
+    const top = isAbove ? ABOVE_PEAK * most : Math.max(line / LINE_AT, most);
+    const y = (size) => (HEIGHT * (1 - size / top)).toFixed(2);
+    let below = 0;
+    bands.replaceChildren(...stack.map(([name, size]) => {
+      below += size;
+      return shape("path", { class: `band ${name}`, d: `M0 ${y(below)}H${WIDTH}V${y(below - size)}H0Z` });
+    }));
+    const path = points.map((point, place) => `${place ? "L" : "M"}${x(place).toFixed(2)} ${y(point.held_bytes)}`);
+    measured.setAttribute("d", path.join("") + (path.length === 1 ? "h1" : ""));
+    limit.setAttribute("visibility", line > 0 && !isAbove ? "visible" : "hidden");
+    for (const end of ["y1", "y2"]) limit.setAttribute(end, y(line));
+    const [newest, highest] = [points.at(-1).held_bytes, Math.max(...points.map((point) => point.held_bytes))];
+    setText(caption, `Memory over the run: measured ${bytes(newest)} (line), at most ${bytes(highest)}; planned by category when fullest (bands).`);
+    setText(first, `step ${points[0].step}`);
+    setText(last, `step ${points.at(-1).step}`);
+    drawing.setAttribute("aria-label", `memory of ${device.name} from step ${points[0].step} to ${points.at(-1).step}: ${caption.textContent}`);
+  };
+  const update = (device) => {
+    points = device.memory_history ?? [];
+    root.hidden = points.length === 0;
+    const text = JSON.stringify([points, parts(device), device.load_line_bytes, device.name]);
+    if (root.hidden || text === drawn) return;
+    drawn = text;
+    draw(device);
+    showCursor();
+  };
+  return { root, update };
 }
 
 // Creates the part of the page that shows one device, and returns it with the function that updates it.
@@ -240,7 +438,8 @@ function deviceView() {
   const figures = element("dl", { class: "figures" });
   const tables = element("div");
   const details = element("details", {}, element("summary", {}, "Memory by category and by work"), tables);
-  const root = element("article", { class: "card" }, heading, ledger, figures, details);
+  const [map, memory] = [mapView(), memoryView()];
+  const root = element("article", { class: "card" }, heading, ledger, map.root, memory.root, figures, details);
   const update = (device) => {
     setText(heading, `${device.name}${device.simulated ? " (simulated)" : ""}`);
     root.setAttribute("aria-label", heading.textContent);
@@ -249,6 +448,8 @@ function deviceView() {
       ledger.dataset.text = drawn.getAttribute("aria-label");
       ledger.replaceChildren(drawn);
     }
+    map.update({ ...device, timeline: device.timeline ?? [] });
+    memory.update(device);
     setFigures(figures, [...memoryFigures(device), ...hardwareFigures(device)]);
     const made = detailTables(device);
     details.hidden = made.length === 0;
@@ -271,7 +472,6 @@ function showDevices(devices) {
 
 // ---- Plots over steps.
 
-const [WIDTH, HEIGHT, EDGE] = [600, 140, 6];
 const PLOTS = [
   ["loss", "loss", (value) => value.toFixed(4)],
   ["learning rate", "learning_rate", rate],
@@ -281,9 +481,8 @@ const PLOTS = [
 
 function plotView([name, key, format]) {
   const line = shape("path", { class: "line" });
-  const cursor = shape("line", { class: "cursor", y1: 0, y2: HEIGHT, visibility: "hidden" });
-  const drawing = shape("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", tabindex: 0 });
-  drawing.append(line, cursor);
+  const cursor = cursorLine();
+  const drawing = canvas(line, cursor);
   const [heading, range, first, last, readout] = [element("h3"), element("span"), element("span"), element("span"), element("output")];
   const root = element("article", { class: "card" }, heading, drawing, element("div", { class: "axis" }, first, range, last), readout);
   let points = [];
@@ -300,25 +499,15 @@ function plotView([name, key, format]) {
     if (point) for (const end of ["x1", "x2"]) cursor.setAttribute(end, x(point.step));
     setText(readout, point ? `step ${point.step}: ${format(point[key])}` : "");
   };
-  const choose = (index) => {
-    if (points.length === 0) return;
-    chosen = points[Math.max(0, Math.min(points.length - 1, index))].step;
-    showCursor();
-  };
-  drawing.addEventListener("keydown", (event) => {
-    const now = points.findIndex(({ step }) => step === chosen);
-    const at = now < 0 ? points.length : now;
-    const target = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: points.length - 1 }[event.key];
-    if (target === undefined) return;
-    event.preventDefault();
-    choose(target);
-  });
-  drawing.addEventListener("pointermove", (event) => {
-    if (points.length === 0) return;
-    const box = drawing.getBoundingClientRect();
-    const at = ((event.clientX - box.left) / box.width) * WIDTH;
+  const nearest = (at) => {
     const distance = ({ step }) => Math.abs(x(step) - at);
-    choose(points.reduce((best, point, index) => (distance(point) < distance(points[best]) ? index : best), 0));
+    return points.reduce((best, point, index) => (distance(point) < distance(points[best]) ? index : best), 0);
+  };
+  followKeys(drawing, {
+    length: () => points.length,
+    now: () => points.findIndex(({ step }) => step === chosen),
+    nearest,
+    choose: (place) => { chosen = points[place].step; showCursor(); },
   });
   readout.setAttribute("aria-label", `${name} at the cursor`);
 
