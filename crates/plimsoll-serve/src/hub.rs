@@ -61,6 +61,8 @@ struct Demand {
 #[derive(Default)]
 struct DemandState {
     listeners: usize,
+    /// Whether a reading is due now, whatever the interval.
+    is_due: bool,
     is_closed: bool,
 }
 
@@ -72,14 +74,16 @@ impl Demand {
     /// Waits until a client listens. Returns false once the hub is closed.
     fn wait_for_listener(&self) -> bool {
         let is_idle = |state: &mut DemandState| state.listeners == 0 && !state.is_closed;
-        let state = self.changed.wait_while(self.lock(), is_idle).unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.changed.wait_while(self.lock(), is_idle).unwrap_or_else(PoisonError::into_inner);
+        state.is_due = false;
         !state.is_closed
     }
 
-    /// Waits until `time`, or until the hub is closed.
+    /// Waits until `time`, until a reading is due now, or until the hub is closed.
     fn wait_until(&self, time: Instant) {
         let left = time.saturating_duration_since(Instant::now());
-        let _state = self.changed.wait_timeout_while(self.lock(), left, |state| !state.is_closed);
+        let waits = |state: &mut DemandState| !state.is_closed && !state.is_due;
+        let _state = self.changed.wait_timeout_while(self.lock(), left, waits);
     }
 }
 
@@ -125,6 +129,28 @@ impl Hub {
         self.demand.lock().listeners += 1;
         self.demand.changed.notify_all();
         Listener { newest, demand: Arc::clone(&self.demand) }
+    }
+
+    /// Waits for a reading that begins now, which all listeners get. Returns whether there are listeners, and it was taken.
+    pub async fn take_last(&self) -> bool {
+        let called = Instant::now();
+        {
+            let mut state = self.demand.lock();
+            if state.listeners == 0 {
+                return false;
+            }
+            state.is_due = true;
+        }
+        let mut listener = self.listen();
+        while let Some(reading) = listener.next().await {
+            if reading.taken >= called {
+                return true;
+            }
+            // That reading had begun before.
+            self.demand.lock().is_due = true;
+            self.demand.changed.notify_all();
+        }
+        false
     }
 
     /// Returns a reading that is younger than the interval; `None` if none can be taken any more.
@@ -200,6 +226,19 @@ mod tests {
             }
         });
         assert_eq!(readings.load(Ordering::Relaxed), 1);
+    }
+
+    #[test]
+    fn last_reading_waits_for_no_interval() {
+        let (hub, readings) = failing_hub(Duration::from_secs(600));
+        runtime().block_on(async {
+            assert!(!hub.take_last().await, "nothing listens");
+            let mut listener = hub.listen();
+            listener.next().await.unwrap();
+            assert!(hub.take_last().await);
+            assert!(listener.next().await.is_some());
+        });
+        assert_eq!(readings.load(Ordering::Relaxed), 2);
     }
 
     #[test]

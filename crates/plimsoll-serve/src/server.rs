@@ -33,6 +33,11 @@ const WRITE_TIMEOUT: Duration = Duration::from_secs(20);
 /// Pause after the system refused to accept a connection, as with too many open files.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
+/// Most time for the last snapshot before the server ends.
+const LAST_SNAPSHOT_TIMEOUT: Duration = Duration::from_secs(1);
+/// Time in which clients get the last snapshot.
+const FLUSH_TIME: Duration = Duration::from_millis(100);
+
 /// The response to connections above [`MAX_CONNECTIONS`].
 const BUSY: &[u8] = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\ncontent-length: 0\r\n\r\n";
 
@@ -62,9 +67,27 @@ impl Server {
     /// The address is in use or none of this machine, or the system has no random bytes.
     pub fn bind(address: SocketAddr) -> io::Result<Server> {
         let listener = StdListener::bind(address)?;
-        listener.set_nonblocking(true)?;
         let token = if address.ip().to_canonical().is_loopback() { None } else { Some(Token::random()?) };
-        Ok(Server { address: listener.local_addr()?, listener, token, stop: Stop::default() })
+        Server::listening(listener, token)
+    }
+
+    /// Takes over a socket that listens, such as one that another process has bound. Without a token, only this machine
+    /// may reach it.
+    ///
+    /// # Errors
+    /// It is no listening socket, or other machines reach it and there is no token.
+    pub fn listening(listener: StdListener, token: Option<Token>) -> io::Result<Server> {
+        listener.set_nonblocking(true)?;
+        let address = listener.local_addr()?;
+        if token.is_none() && !address.ip().to_canonical().is_loopback() {
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, "an address of other machines needs a token"));
+        }
+        Ok(Server { address, listener, token, stop: Stop::default() })
+    }
+
+    /// Returns the listening socket and the token, for another process.
+    pub fn into_socket(self) -> (StdListener, Option<Token>) {
+        (self.listener, self.token)
     }
 
     /// Returns the address at which the server listens.
@@ -82,8 +105,8 @@ impl Server {
         self.stop.clone()
     }
 
-    /// Serves until [`Stop::stop`]. `take` takes a snapshot; it is called at most once per `interval`, and only while a
-    /// client waits for one.
+    /// Serves until [`Stop::stop`]; clients that listen then get one more snapshot. `take` takes a snapshot; it is called
+    /// at most once per `interval`, and only while a client waits for one.
     ///
     /// # Errors
     /// The system refuses a thread, or a socket that it gave before.
@@ -95,11 +118,15 @@ impl Server {
         let hub = Hub::start(interval, take).map_err(|_| Failure::no_thread("to take snapshots"))?;
         let failed = |error: io::Error| Failure::input(format!("{}: cannot be served: {error}", self.address));
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
-        let state = State { hub, token: self.token, port: self.address.port() };
+        let state = Arc::new(State { hub, token: self.token, port: self.address.port() });
         runtime.block_on(async {
             let listener = TcpListener::from_std(self.listener).map_err(failed)?;
-            let accepted = accept(&listener, router(Arc::new(state)));
+            let accepted = accept(&listener, router(Arc::clone(&state)));
             future::select(pin!(accepted), pin!(self.stop.0.notified())).await;
+            if let Ok(true) = tokio::time::timeout(LAST_SNAPSHOT_TIMEOUT, state.hub.take_last()).await {
+                // The tasks of the connections write it meanwhile.
+                tokio::time::sleep(FLUSH_TIME).await;
+            }
             Ok(())
         })
     }

@@ -26,6 +26,13 @@ impl Token {
         }
     }
 
+    /// Reads a token from its digits; `None` for other text.
+    pub fn parse(digits: &str) -> Option<Token> {
+        let is_digit = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
+        let is_token = digits.len() == 2 * TOKEN_BYTES && digits.bytes().all(is_digit);
+        is_token.then(|| Token(digits.to_owned()))
+    }
+
     /// Returns whether a client knows the token. The comparison takes the same time for every text of its length.
     pub(crate) fn is(&self, text: &[u8]) -> bool {
         self.0.as_bytes().ct_eq(text).into()
@@ -59,6 +66,8 @@ mod tests {
             assert!(!token.is(wrong.as_bytes()), "{wrong}");
         }
         assert_ne!(Token::random().unwrap(), token);
+        assert_eq!(Token::parse(digits), Some(token.clone()));
+        assert_eq!((Token::parse(&digits[1..]), Token::parse(&digits.replace(digits, &"g".repeat(64)))), (None, None));
         assert_eq!(format!("{token:?}"), "Token(…)");
     }
 }

@@ -2,11 +2,12 @@
 
 mod common;
 
-use common::{Running, SMALL, Workspace};
+use common::{Running, SMALL, Shape, Workspace};
 use serde_json::Value;
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
+use std::thread;
 use std::time::Duration;
 
 /// Time after which a reader counts as hanging.
@@ -104,6 +105,69 @@ fn growing_run_reaches_the_page() {
     assert_eq!((&last["run"]["step"], &last["run"]["loss"]), (&result["steps"], &result["loss"]["last"]));
 }
 
+/// Reads the events of a page until its server ends the stream, and returns the snapshots.
+fn snapshots_until_end(address: &str, headers: &str) -> Vec<Value> {
+    let mut stream = TcpStream::connect(address).unwrap();
+    stream.set_read_timeout(Some(TIMEOUT)).unwrap();
+    write!(stream, "GET /api/events HTTP/1.1\r\nhost: {address}\r\n{headers}\r\n").unwrap();
+    // The stream breaks off in the middle of a message when the process ends.
+    let lines = BufReader::new(stream).lines().map_while(Result::ok);
+    lines.filter_map(|line| Some(serde_json::from_str(line.strip_prefix("data: ")?).unwrap())).collect()
+}
+
+/// Returns the address that a run has printed for its page.
+fn page_address(text: &str) -> String {
+    let line = text.lines().find_map(|line| line.strip_prefix("serving http://")).unwrap_or_else(|| panic!("{text}"));
+    line.strip_suffix(" until the run ends").unwrap().to_owned()
+}
+
+/// A run of some seconds, so that a page has time to read it.
+const LONG: Shape = Shape { steps: 3000, save_every: 1000, ..SMALL };
+
+#[test]
+fn page_of_a_run_ends_with_it() {
+    let workspace = Workspace::new(&LONG);
+    let mut run = workspace.start(&["train", "run.toml", "--serve", "127.0.0.1:0"]);
+    let output = run.stdout_path();
+    let text = || fs::read_to_string(&output).unwrap();
+    assert!(run.wait_until(|| text().contains("until the run ends")), "{}", run.stderr());
+    let address = page_address(&text());
+    let seen = snapshots_until_end(&address, "");
+    let ended = run.wait();
+    assert_eq!((ended.code, ended.stderr.as_str()), (Some(0), ""), "{}", ended.stdout);
+    assert!(seen.len() > 1 && seen[0]["run"]["state"] != "done", "{} snapshots", seen.len());
+    // The last snapshot is that of the finished run.
+    let (last, result) = (&seen[seen.len() - 1]["run"], workspace.json("run/result.json"));
+    assert_eq!((&last["state"], &last["step"]), (&"done".into(), &result["steps"]));
+    assert_eq!(last["loss"], result["loss"]["last"]);
+    assert!(TcpStream::connect(&address).is_err(), "the server has ended");
+}
+
+#[test]
+fn page_of_a_killed_run_ends_too() {
+    let workspace = Workspace::new(&LONG);
+    let run = ["train", "run.toml", "--json", "--serve", "0.0.0.0:0"];
+    let mut run = workspace.start(&run);
+    let output = run.stdout_path();
+    assert!(run.wait_until(|| fs::read_to_string(&output).unwrap().contains("\"step\"")), "{}", run.stderr());
+    // The output holds JSON alone.
+    let first = fs::read_to_string(&output).unwrap();
+    assert!(first.starts_with('{') && !first.contains("serving"), "{first}");
+    let stderr = run.stderr();
+    let token = stderr.lines().find_map(|line| line.strip_prefix("token: ")).unwrap_or_else(|| panic!("{stderr}"));
+    let port = page_address(&stderr).rsplit_once(':').unwrap().1.to_owned();
+    let address = format!("127.0.0.1:{port}");
+    assert_eq!(get(&address, "/api/snapshot", "").0, 401);
+    let headers = format!("authorization: Bearer {token}\r\n");
+    let watching = thread::spawn(move || snapshots_until_end(&address, &headers));
+    thread::sleep(Duration::from_millis(300));
+    run.kill();
+    let seen = watching.join().unwrap();
+    assert_eq!(seen[seen.len() - 1]["run"]["state"], "died");
+    let refusal = workspace.expect_refusal(2, &["train", "run.toml", "--serve", "192.0.2.1:80", "--set", "run.dir=b"]);
+    assert!(refusal.contains("cannot listen there") && !workspace.path("b").exists(), "{refusal}");
+}
+
 #[test]
 fn server_for_other_machines_prints_its_token() {
     let workspace = Workspace::new(&SMALL);
@@ -128,7 +192,11 @@ fn wrong_addresses_are_refused_with_a_hint() {
     let refusal = workspace.expect_refusal(2, &["watch", "--serve", &address]);
     assert!(refusal.contains("cannot listen there") && refusal.contains("--serve 127.0.0.1:0"), "{refusal}");
     let usage = workspace.run(&["watch", "--serve", "runs/sums"]);
-    assert!(usage.code == Some(2) && usage.stderr.contains("a run folder stands before --serve"), "{}", usage.stderr);
+    assert!(
+        usage.code == Some(2) && usage.stderr.contains("a run folder or run file stands before --serve"),
+        "{}",
+        usage.stderr
+    );
     let refusal = workspace.expect_refusal(2, &["watch", "https://127.0.0.1:1"]);
     assert!(refusal.contains("https is not supported") && refusal.contains("ssh -L"), "{refusal}");
 }

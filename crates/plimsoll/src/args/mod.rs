@@ -317,6 +317,9 @@ pub struct WatchArgs {
     /// token, which is printed once to stderr.
     #[arg(long, value_name = "ADDRESS:PORT", num_args = 0..=1, value_parser = values::address, conflicts_with = "json")]
     pub serve: Option<Option<SocketAddr>>,
+    /// Serve the page of the run that started this process, on the socket that is its standard input
+    #[arg(long, hide = true, requires = "of_process", conflicts_with_all = ["json", "serve"])]
+    pub serve_standard_input: bool,
 }
 
 /// Arguments of `plimsoll measure-rates`, which other commands start.

@@ -1,7 +1,7 @@
 //! Arguments of `train`, `plan` and `sweep`.
 
 use super::SettingArgs;
-use super::values::positive;
+use super::values::{address, positive};
 use clap::{Args, ValueEnum};
 use plimsoll_core::{Failure, Plan, rung_names};
 use plimsoll_device::regular_file;
@@ -9,6 +9,7 @@ use plimsoll_train::config::{RunConfig, list_setting, model_setting, setting};
 use plimsoll_train::fault_injection::Injection;
 use plimsoll_train::planning::check_stored_plan;
 use plimsoll_train::resolve::RunRequest;
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
 /// Form of the progress of a run on standard output.
@@ -37,6 +38,7 @@ impl ProgressForm {
 Examples:
   plimsoll train
   plimsoll train run.toml --budget 6GiB --set train.steps=20
+  plimsoll train run.toml --serve
   plimsoll train --resume runs/my-run")]
 pub struct TrainArgs {
     /// Run file: model, data and training settings [default: a built-in example that learns to add numbers]
@@ -62,6 +64,20 @@ pub struct TrainArgs {
     /// that program closes the pipe or ends.
     #[arg(long)]
     pub stop_on_eof: bool,
+    /// Serve a page with the view of the run until it ends [default: 127.0.0.1:1876]
+    ///
+    /// As `plimsoll watch RUN_DIR --serve`: if port 1876 is in use, another one is chosen, and an address that other
+    /// machines reach, such as 0.0.0.0:1876, gets a token, which is printed once to stderr. The server is a process of its
+    /// own, which only reads the run folder.
+    #[arg(
+        long,
+        value_name = "ADDRESS:PORT",
+        num_args = 0..=1,
+        value_parser = address,
+        conflicts_with = "no_save",
+        help_heading = "Output"
+    )]
+    pub serve: Option<Option<SocketAddr>>,
     /// Form of the progress on standard output
     ///
     /// tui: the view of `plimsoll watch`; q closes it, and the run goes on with lines. line: one line that is rewritten,

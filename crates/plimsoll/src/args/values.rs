@@ -33,7 +33,8 @@ pub fn address(text: &str) -> Result<SocketAddr, String> {
     let port = text.strip_prefix("localhost:").unwrap_or(text).parse().ok();
     let address = port.map(|port: u16| SocketAddr::from((Ipv4Addr::LOCALHOST, port)));
     address.or_else(|| text.parse().ok()).ok_or_else(|| {
-        "expected an IP address with a port, such as 127.0.0.1:1876; a run folder stands before --serve".to_owned()
+        "expected an IP address with a port, such as 127.0.0.1:1876; a run folder or run file stands before --serve"
+            .to_owned()
     })
 }
 

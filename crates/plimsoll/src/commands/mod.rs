@@ -7,6 +7,7 @@ pub mod doctor;
 pub mod model;
 pub mod model_training;
 pub mod models;
+mod page_process;
 pub mod plan;
 pub mod rates;
 pub mod ray;

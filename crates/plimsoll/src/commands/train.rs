@@ -1,13 +1,16 @@
 //! `plimsoll train`: plans a run, shows the plan, trains and prints the summary.
 
+use super::page_process::RunPage;
 use super::plan::{refuse_or_prompt, refuse_preparation, title};
 use super::rates::measure_in_child;
 use super::ray::with_remote_devices;
+use super::serve::bind;
 use super::view_process::{ProgressDisplay, RunView};
 use crate::args::{ProgressForm, TrainArgs};
 use crate::output;
 use crate::signals::{self, Notes, OnSignal};
 use plimsoll_core::{DeviceKind, Exit, Failure, Record, RunStatus, format_count};
+use plimsoll_serve::server::Server;
 use plimsoll_train::config::{Length, RunConfig};
 use plimsoll_train::data::Dataset;
 use plimsoll_train::fault_injection::Injection;
@@ -31,6 +34,7 @@ use std::time::Instant;
 /// Invalid input, a plan that does not fit, or a failure that stops the run.
 pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
     let form = checked_form(args)?;
+    let server = args.serve.map(bind).transpose()?;
     let mut request = with_remote_devices(args.build_request()?)?;
     request.measure_rates = Some(measure_in_child);
     let injections = args.injections()?;
@@ -79,8 +83,12 @@ pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
     let folder = (!args.no_save).then(|| prepared.run.run.dir.clone());
     let outlook = Arc::new(Mutex::new(StopOutlook::default()));
     let view = RunView::of((form == ProgressForm::Tui).then(|| PathBuf::from(&prepared.run.run.dir)));
-    let view_to_close = view.clone();
-    output::before_bug_report(move || view_to_close.try_close());
+    let page = served_page(args, server, PathBuf::from(&prepared.run.run.dir));
+    let (view_to_close, page_to_close) = (view.clone(), page.clone());
+    output::before_bug_report(move || {
+        view_to_close.try_close();
+        page_to_close.try_close();
+    });
     let notes = if form == ProgressForm::None { Notes::OnTerminal } else { Notes::Always };
     let stop = signals::install(TrainSignals { outlook: Arc::clone(&outlook), folder, view: view.clone() }, notes)?;
     if args.stop_on_eof {
@@ -92,9 +100,13 @@ pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
         ProgressForm::Line | ProgressForm::Tui => || for_stdout(false, false),
     };
     let mut display = ProgressDisplay::new(view.clone(), create);
-    let mut observer = |record: &Record| observe(record, &outlook, &mut display);
+    let mut observer = |record: &Record| {
+        page.observe(record);
+        observe(record, &outlook, &mut display);
+    };
     let outcome = run.start(&mut observer, &stop);
     view.close();
+    page.close();
     let outcome = outcome?;
     Ok(print_outcome(args, &outcome, simulated))
 }
@@ -117,6 +129,16 @@ fn checked_form(args: &TrainArgs) -> Result<ProgressForm, Failure> {
             .hint("--progress line, and in a terminal: plimsoll watch RUN_DIR"));
     }
     Ok(form)
+}
+
+/// Returns the page of the run in `folder`, and prints its address: to standard output if text for people is printed
+/// there, else to stderr. `server` is bound to it; `None` for no page.
+fn served_page(args: &TrainArgs, server: Option<Server>, folder: PathBuf) -> RunPage {
+    let announce: fn(&str) = match args.progress().is_for_people() {
+        true => |text| output::print(&format!("{text}\n")),
+        false => output::print_status,
+    };
+    server.map_or_else(RunPage::none, |server| RunPage::of(server, folder, announce))
 }
 
 /// Keeps what matters if the run is asked to stop, and shows an event.

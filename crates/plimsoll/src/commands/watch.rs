@@ -1,7 +1,7 @@
 //! `plimsoll watch`: the devices of this machine and a run, live, on the terminal or as a page.
 
 use super::advice::recommendations_for_run;
-use super::serve::serve;
+use super::serve::{serve, serve_standard_input};
 use crate::args::WatchArgs;
 use crate::output;
 use plimsoll_core::{Exit, Failure, Recommendation};
@@ -29,7 +29,9 @@ const LOAD_PERIOD: Duration = Duration::from_millis(200);
 pub fn run(args: &WatchArgs) -> Result<Exit, Failure> {
     let mut watched = Watched::open(args)?;
     let period = Duration::from_secs_f64(args.interval);
-    if let Some(address) = args.serve {
+    if let (true, Some(run)) = (args.serve_standard_input, args.of_process) {
+        serve_standard_input(run, period, move || watched.take())?;
+    } else if let Some(address) = args.serve {
         serve(address, period, move || watched.take())?;
     } else if !args.json && io::stdout().is_terminal() {
         show(watched, args)?;
