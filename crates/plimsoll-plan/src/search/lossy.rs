@@ -120,6 +120,12 @@ impl<'q> LossySearch<'q> {
         packed
     }
 
+    /// Returns whether the smallest recipe with these rungs fits after packing.
+    pub fn has_fitting_recipe(&self, rungs: &[Rung]) -> bool {
+        let bound = self.request.device.arena_budget().0.saturating_add(1);
+        self.smallest_with(rungs, Some(bound)).is_some()
+    }
+
     /// Returns the peak of the device under the fastest recipe with these rungs; `None` if no recipe fits.
     fn peak(&self, rungs: &[Rung]) -> Option<Bytes> {
         let rungs = rungs.to_vec();

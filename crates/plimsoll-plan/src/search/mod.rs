@@ -91,6 +91,17 @@ pub fn search(request: &PlanRequest) -> PlanOutcome {
     })
 }
 
+/// Finds the fastest plan of one device like [`search`], but returns `None` if nothing fits. The remedies, which take most
+/// of the time of a refusal, are left out.
+pub fn search_if_fits(request: &PlanRequest) -> Option<PlanOutcome> {
+    let search = LossySearch::new(request);
+    lossy_option_sets(request, &request.lossy.allow).iter().find_map(|rungs| {
+        // The smallest recipe is found, or ruled out, before all others are measured.
+        let packed = if search.has_fitting_recipe(rungs) { search.fastest(rungs, &mut vec![]) } else { None };
+        packed.map(|packed| packed.into_outcome(&with_lossy(request, rungs), vec![]))
+    })
+}
+
 /// Finds the fastest plan in which one of several devices does the whole step. The remedies of a refusal carry no
 /// predicted peak, because under a remedy all devices are planned together anew.
 pub(crate) fn search_for_team(search: &LossySearch) -> PlanOutcome {

@@ -51,4 +51,4 @@ pub mod team_plan;
 #[cfg(test)]
 mod testing;
 
-pub use plan::{PlannedRun, check_stored_plan, plan};
+pub use plan::{PlannedRun, check_stored_plan, plan, plan_if_fits};

@@ -96,6 +96,21 @@ pub fn plan(run: &RunRequest, explain: bool) -> Result<PlannedRun, Failure> {
     Ok(PlannedRun { resolved, devices, outcome })
 }
 
+/// Plans a training run like [`plan`], but only on the devices that it names, and returns `None` if nothing fits on them.
+/// No remedies are searched for, so a refusal takes milliseconds instead of seconds. Ignores `run.deterministic`.
+///
+/// # Errors
+/// The errors of [`Resolved::new`], or the run file fixes choices that do not match the model.
+pub fn plan_if_fits(run: &RunRequest) -> Result<Option<Plan>, Failure> {
+    let resolved = Resolved::new(run, Model::open(run)?)?;
+    let mut devices: Vec<DeviceSpec> = resolved.devices().cloned().collect();
+    let planner = Planner::new(run, &resolved.model, Charges::Stated);
+    let Some(outcome) = planner.plan_run_if_fits(&mut devices)? else { return Ok(None) };
+    let mut plan = outcome.plan;
+    add_notes(&mut plan, &devices, run, &resolved.model);
+    Ok(Some(plan))
+}
+
 /// Adds other parallelisms and teams to the plan of a team as alternatives, and the memory ladder of each worker.
 fn explain_team(planner: &Planner, devices: &[DeviceSpec], team: &mut TeamOutcome) -> Result<(), Failure> {
     let request = planner.team_request(devices, None)?;
@@ -166,6 +181,21 @@ mod tests {
         assert_eq!(used("run.devices=rtx3070,rtx3090=1GiB"), (names(&["rtx3070", "rtx3090"]), names(&[])));
         assert_eq!(used("run.devices=rtx3070,rtx3090=400MiB"), (names(&["rtx3070"]), names(&["rtx3090"])));
         assert_eq!(used("run.devices=rtx3070=400MiB,rtx3090"), (names(&["rtx3090"]), names(&["rtx3070"])));
+    }
+
+    #[test]
+    fn plan_if_fits_agrees_with_plan() {
+        let model = "model.preset=smollm2-135m";
+        for devices in ["rtx3090", "rtx3070=1GiB", "rtx3090=300MiB", "rtx3070,rtx3090", "rtx3070=300MiB,rtx3090=300MiB"]
+        {
+            for rungs in ["train.rungs=[]", "train.rungs=[\"lora\"]"] {
+                let run = run_request(&[model, &format!("run.devices={devices}"), rungs]);
+                let full = plan(&run, false).unwrap().outcome.plan;
+                let quick = plan_if_fits(&run).unwrap();
+                assert_eq!(quick.is_some(), full.fits, "{devices} {rungs}");
+                assert_eq!(quick, full.fits.then_some(full), "{devices} {rungs}");
+            }
+        }
     }
 
     #[test]
