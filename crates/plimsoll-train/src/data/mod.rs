@@ -50,6 +50,7 @@ mod error;
 mod foreign_format;
 mod globs;
 mod guard;
+mod inspection;
 mod json_reason;
 mod loader;
 mod order;
@@ -64,6 +65,7 @@ mod windows;
 
 pub use error::{DataError, SourceLocation};
 pub(crate) use globs::list_files;
+pub use inspection::{DataSummary, inspect};
 pub use loader::{Batch, Loader};
 pub(crate) use order::splitmix64;
 pub use order::{BatchSampler, RowOrder};
