@@ -112,6 +112,13 @@ def test_devices_match_schema(say: Say) -> None:
     assert errors("devices", json.loads(say("devices", "--json"))) == []
 
 
+def test_model_list_matches_schema(say: Say) -> None:
+    # A time that suffices for some of the models only.
+    listed = json.loads(say("models", "--devices", "rtx3070=2GiB,host=4GiB", "--time", "3s", "--json"))
+    assert errors("models", listed) == []
+    assert {"fits", "does_not_fit"} <= {model["fit"] for model in listed["models"]}
+
+
 def test_findings_match_schema(say: Say, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("[train]\nstepz = 5\n")
     report = json.loads(say("doctor", "run.toml", "--json", code=2))

@@ -16,6 +16,7 @@ use plimsoll_train::bench::StepBench;
 use plimsoll_train::inference::{EvaluationLoss, GeneratedText};
 use plimsoll_train::session::control::BudgetChange;
 use plimsoll_train::session::outcome::Outcome;
+use plimsoll_watch::model_list::ModelList;
 use plimsoll_watch::runs::RunList;
 use plimsoll_watch::runs::champions::ChampionFile;
 use plimsoll_watch::snapshot::Snapshot;
@@ -76,6 +77,7 @@ fn documents() -> Vec<(&'static str, Value)> {
         ("result", schema_of::<RunResult>()),
         ("sweep", schema_of::<SweepReport>()),
         ("devices", schema_of::<Machine>()),
+        ("models", schema_of::<ModelList>()),
         ("snapshot", schema_of::<Snapshot>()),
         ("doctor", schema_of::<doctor::Report>()),
         ("report", schema_of::<report::Report>()),

@@ -12,6 +12,7 @@
 //! | [`stopping`] | the events of a run | the work before it stops |
 //! | [`summary`] | the result of a run | predicted beside measured figures |
 //! | [`sweep`], [`models`] | reports of `plimsoll sweep` and `plimsoll bench models` | tables |
+//! | [`model_list`] | plans of several models on the same devices | a table, JSON |
 //! | [`devices`] | devices and measured rates | tables, JSON |
 //! | [`doctor`] | a machine and a run that is about to start | conditions that cost something, with their mend |
 //! | [`snapshot`] | a machine and a run's folder | the state at one moment |
@@ -47,6 +48,7 @@
 
 pub mod devices;
 pub mod doctor;
+pub mod model_list;
 pub mod models;
 pub mod plan;
 pub mod progress;

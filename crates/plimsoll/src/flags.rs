@@ -9,16 +9,20 @@ use clap::CommandFactory;
 use plimsoll_core::Failure;
 
 /// Keys of the run file with the flag that sets them in commands without a run file.
-const FLAGS: [(&str, &str); 9] = [
+const FLAGS: [(&str, &str); 13] = [
     ("data.sequence", "sequence"),
     ("data.eval", "data"),
     ("data.format", "format"),
+    ("data.train", "data"),
     ("memory.allow", "allow"),
     ("memory.budget", "budget"),
+    ("memory.host", "host"),
     ("model.adapter", "adapter"),
     ("model.ignore_config_keys", "ignore-config-key"),
     ("run.devices", "devices"),
+    ("run.dir", "run-dir"),
     ("run.threads", "threads"),
+    ("train.batch_tokens", "batch-tokens"),
 ];
 
 /// The sections of a run file.

@@ -80,6 +80,8 @@ fn run(command: Command) -> Result<Exit, Failure> {
         Command::Plan(args) => commands::plan::run(&args),
         Command::Sweep(args) => commands::sweep::run(&args),
         Command::Budget(args) => commands::budget::run(&args),
+        Command::Init(args) => commands::init::run(&args),
+        Command::Models(args) => commands::model_list::run(&args),
         Command::Devices(args) => commands::devices::show(&args),
         Command::Doctor(args) => commands::doctor::run(&args),
         Command::Watch(args) => commands::watch::run(&args),

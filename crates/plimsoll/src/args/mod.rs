@@ -4,12 +4,13 @@
 //! therefore live in one place: `plimsoll_train::config`. Commands themselves are in `commands/`.
 //!
 //! `run` has the commands that plan and train, `doctor` the check before them, `report` those about runs after their end,
-//! `model` those for trained models, `bench` the benchmarks, and `values` the parsers of flag values.
+//! `model` those for trained models, `models` those that choose a model before the first run, `bench` the benchmarks, and `values` the parsers of flag values.
 
 mod bench;
 mod cluster;
 mod doctor;
 mod model;
+mod models;
 mod report;
 mod run;
 mod values;
@@ -17,6 +18,7 @@ mod values;
 pub use bench::{BenchDevicesArgs, BenchModelsArgs, BenchStepArgs};
 pub use doctor::DoctorArgs;
 pub use model::{EvalArgs, GenerateArgs, MergeArgs};
+pub use models::{InitArgs, ModelsArgs};
 pub use report::{ReportArgs, RunsArgs};
 pub use run::{PlanArgs, ProgressForm, SweepArgs, TrainArgs};
 
@@ -40,6 +42,8 @@ use std::path::PathBuf;
     after_help = "\
 First steps:
   plimsoll train                       train the built-in example
+  plimsoll init                        write a run file, question by question
+  plimsoll models                      list the models that fit on this machine
   plimsoll devices                     list devices and their memory
   plimsoll plan --model qwen2.5-7b --devices rtx3090,host=64GiB --allow lora
                                        check what fits, also on other hardware
@@ -70,6 +74,10 @@ pub enum Command {
     Plan(PlanArgs),
     /// Train several runs side by side on the same devices
     Sweep(SweepArgs),
+    /// Ask for model, data and limits, and write a run file with its plan
+    Init(InitArgs),
+    /// List the models that can be trained on this machine or on other devices, each planned
+    Models(ModelsArgs),
     /// List the devices of this machine and their memory
     Devices(DevicesArgs),
     /// Check this machine, and a run on it, before the work: memory, drivers, limits, temperatures
@@ -136,6 +144,8 @@ impl Command {
             Command::Train(_) => &["train"],
             Command::Plan(_) => &["plan"],
             Command::Sweep(_) => &["sweep"],
+            Command::Init(_) => &["init"],
+            Command::Models(_) => &["models"],
             Command::Devices(_) => &["devices"],
             Command::Doctor(_) => &["doctor"],
             Command::Watch(_) => &["watch"],
@@ -161,7 +171,8 @@ impl Command {
         match self {
             Command::Train(args) => args.progress() == ProgressForm::Json,
             Command::Plan(args) => args.json,
-            Command::Sweep(_) => false,
+            Command::Sweep(_) | Command::Init(_) => false,
+            Command::Models(args) => args.json,
             Command::Devices(args) => args.json,
             Command::Doctor(args) => args.json,
             Command::Watch(args) => args.json,

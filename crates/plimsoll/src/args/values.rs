@@ -27,6 +27,14 @@ pub fn interval(text: &str) -> Result<f64, String> {
     }
 }
 
+/// Parses a speed in tokens per second: a finite number that is 0 or more.
+pub fn speed(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(number) if number.is_finite() && number >= 0.0 => Ok(number),
+        _ => Err("expected a number of tokens per second, 0 or more".to_owned()),
+    }
+}
+
 /// Parses an address to listen at: `127.0.0.1:1876`, `localhost:1876`, or a port alone, which means 127.0.0.1. Port 0 lets
 /// the system choose one.
 pub fn address(text: &str) -> Result<SocketAddr, String> {

@@ -16,7 +16,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
-pub use terminal::run_on_terminal;
+pub use terminal::{converse, run_on_terminal};
 pub use turn::Turn;
 
 /// Time after which a command counts as hanging. Each takes less than a tenth of this.

@@ -11,6 +11,12 @@ use std::time::{Duration, Instant};
 /// Runs the program on a terminal. Types `keys` once the screen shows `prompt`; at once if that is empty. Returns the
 /// exit code and the text on the screen.
 pub fn run_on_terminal(workspace: &Workspace, args: &[&str], prompt: &str, keys: &str) -> (Option<i32>, String) {
+    converse(workspace, args, &[(prompt, keys)])
+}
+
+/// Runs the program on a terminal. Types the keys of each step once the screen shows its prompt after that of the step
+/// before. Returns the exit code and the text on the screen.
+pub fn converse(workspace: &Workspace, args: &[&str], steps: &[(&str, &str)]) -> (Option<i32>, String) {
     let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
     grantpt(&master).unwrap();
     unlockpt(&master).unwrap();
@@ -41,10 +47,15 @@ pub fn run_on_terminal(workspace: &Workspace, args: &[&str], prompt: &str, keys:
         }
     });
     let text = || String::from_utf8_lossy(&screen.lock().unwrap()).into_owned();
-    let (began, mut keys) = (Instant::now(), Some(keys));
+    let (began, mut steps, mut seen) = (Instant::now(), steps.iter(), 0);
+    let mut step = steps.next();
     let status = loop {
-        if text().contains(prompt) {
-            keys.take().into_iter().for_each(|keys| master.write_all(keys.as_bytes()).unwrap());
+        let shown = text();
+        if let Some((prompt, keys)) = step
+            && let Some(at) = shown[seen..].find(prompt)
+        {
+            master.write_all(keys.as_bytes()).unwrap();
+            (step, seen) = (steps.next(), seen + at + prompt.len());
         }
         if let Some(status) = child.try_wait().unwrap() {
             break status;

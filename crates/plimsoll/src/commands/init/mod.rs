@@ -1,0 +1,93 @@
+//! `plimsoll init`: collects the answers for a run file from flags and questions, plans the run, and writes the file last.
+//!
+//! | module | content |
+//! |---|---|
+//! | `answers` | [`Answers`]: everything that the run file says, with the checks of each answer |
+//! | `dialogue` | the questions on the terminal |
+//! | `run_file` | the text of the run file, with comments |
+
+mod answers;
+mod dialogue;
+mod run_file;
+
+use super::plan::{plan_text, refusal_for_command};
+use super::rates::measure_in_child;
+use crate::args::InitArgs;
+use crate::command_line::shell_quoted;
+use crate::output;
+use answers::Answers;
+use plimsoll_core::{Exit, Failure};
+use plimsoll_device::private_file;
+use plimsoll_train::config::RunConfig;
+use plimsoll_train::planning::{PlannedRun, plan};
+use plimsoll_train::resolve::RunRequest;
+use plimsoll_train::session::start::check_new_run;
+use std::path::Path;
+
+/// Writes a run file, and prints its plan and the command that starts it. Without `--yes`, asks for each answer that no flag
+/// gives.
+///
+/// # Errors
+/// Questions without a terminal, an invalid answer, an existing file, or a run that does not fit. No file is written then.
+pub fn run(args: &InitArgs) -> Result<Exit, Failure> {
+    if !args.yes && !output::is_interactive() {
+        return Err(Failure::input("init asks questions, and its input or its messages are no terminal").hint(
+            "give the answers as flags: plimsoll init --yes --model qwen2.5-0.5b --data data.jsonl --out run.toml",
+        ));
+    }
+    let answers = if args.yes { Answers::from_flags(args)? } else { dialogue::ask(args)? };
+    check_out(&answers.out, args.force)?;
+    let text = run_file::text(&answers);
+    let name = answers.out.display().to_string();
+    let config = RunConfig::parse(&name, &text, &[])?;
+    let request = RunRequest::from(config);
+    if let Some(failure) = check_new_run(&request).into_iter().next() {
+        return Err(failure);
+    }
+    show_plan(request, &answers)?;
+    if !args.yes && !dialogue::confirm(&format!("write {name}?"))? {
+        return Err(dialogue::ended());
+    }
+    // Another program may have written it since the questions began.
+    check_out(&answers.out, args.force)?;
+    private_file::replace(&answers.out, text.as_bytes()).map_err(|error| {
+        Failure::input(format!("cannot write {name}: {error}")).hint("name another file with --out")
+    })?;
+    let words = |command: &str| shell_quoted(&["plimsoll", command, &name].map(str::to_owned));
+    output::print(&format!("\nwritten: {name}\nplan:    {}\nstart:   {}\n", words("plan"), words("train")));
+    if !args.yes {
+        output::print(&format!("again:   {}\n", shell_quoted(&answers.command())));
+    }
+    Ok(Exit::Done)
+}
+
+/// Plans the run and prints the plan.
+///
+/// # Errors
+/// The run cannot be planned or does not fit. The hints are commands that write a run file which fits.
+fn show_plan(mut request: RunRequest, answers: &Answers) -> Result<(), Failure> {
+    request.measure_rates = Some(measure_in_child);
+    output::print_progress("planning the run");
+    let PlannedRun { resolved, devices, outcome } = plan(&request, false)?;
+    if !outcome.plan.fits {
+        return Err(refusal_for_command(&request, &outcome.plan, &answers.command(), |_| None));
+    }
+    output::print(&plan_text(&request, &resolved.model, &devices, &outcome, false));
+    Ok(())
+}
+
+/// Checks that the run file may be written.
+///
+/// # Errors
+/// A file that exists, unless `force`; a folder.
+fn check_out(out: &Path, force: bool) -> Result<(), Failure> {
+    match out.symlink_metadata() {
+        Ok(found) if found.is_dir() => {
+            Err(Failure::input(format!("{} is a folder", out.display()))
+                .hint("name a file with --out, such as run.toml"))
+        }
+        Ok(_) if !force => Err(Failure::input(format!("{} exists", out.display()))
+            .hint("name another file with --out, or replace it with --force")),
+        _ => Ok(()),
+    }
+}
