@@ -2,8 +2,8 @@
 
 use super::candidates::{Candidate, Candidates};
 use crate::command_line::shell_quoted;
-use plimsoll_core::{DType, DeviceKind, DeviceSpec, Failure, Rung};
-use plimsoll_train::config::{RunConfig, list_setting};
+use plimsoll_core::{DType, DeviceKind, DeviceSpec, Failure, Plan, Rung};
+use plimsoll_train::config::{FallbackTarget, RunConfig, list_setting};
 use plimsoll_train::planning::{plan, plan_if_fits};
 use plimsoll_train::resolve::{RunRequest, resolve_devices};
 use plimsoll_watch::model_list::{Fit, ListedDevice, MODELS_VERSION, ModelList, PlannedModel};
@@ -69,11 +69,9 @@ impl Survey {
         if self.explains_refusals {
             let refused = jobs.into_iter().filter(|job| rows[job.row].fit == Fit::DoesNotFit).collect();
             let end = end.min(Instant::now() + REFUSALS_TIME);
-            let plan = |request: &RunRequest| plan(request, false).map(|planned| planned.outcome.plan);
-            for_each_result(refused, end, plan, |row, result| match result {
-                Ok(plan) if plan.fits => rows[row].set_plan(&plan),
-                Ok(plan) => rows[row].set_refusal(&plan),
-                Err(_) => {}
+            for_each_result(refused, end, plan_without_fallback, |row, result| match result {
+                Ok(plan) if !plan.fits => rows[row].set_refusal(&plan),
+                Ok(_) | Err(_) => {}
             });
         }
         let mut row = 0..;
@@ -154,6 +152,14 @@ impl Survey {
             command: shell_quoted(&words),
         }
     }
+}
+
+/// Plans a run with the remedies of a refusal, on its devices alone: a plan of the processor in place of a GPU would say
+/// nothing about the GPU.
+fn plan_without_fallback(request: &RunRequest) -> Result<Plan, Failure> {
+    let mut request = request.clone();
+    request.config.run.fallback = FallbackTarget::None;
+    Ok(plan(&request, false)?.outcome.plan)
 }
 
 fn listed(device: &DeviceSpec) -> ListedDevice {
