@@ -35,7 +35,7 @@ pub struct ModelsArgs {
     #[arg(long, value_name = "TOKENS", default_value_t = USEFUL_TOKENS_PER_SECOND, value_parser = speed)]
     pub useful_speed: f64,
     /// Longest time to plan; models that are not planned by then are listed as such
-    #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = duration)]
+    #[arg(long, value_name = "DURATION", default_value = "3min", value_parser = duration)]
     pub time: Duration,
     /// Print the list as JSON
     #[arg(long, help_heading = "Output")]
