@@ -32,8 +32,9 @@ pub struct DevicePlan {
     pub by_category: BTreeMap<Category, Bytes>,
     /// Most bytes of the arena in use during each kind of work. Empty if no tensor lies in the arena.
     pub by_program: BTreeMap<WorkKind, Bytes>,
-    /// The arena over one step, in at most 32 moments: loading, the step, evaluation and saving, in this order. The peak
-    /// of each kind of work is among them. Empty for the host and the scratch file.
+    /// The arena over one step, in at most 32 points: loading, forward pass, backward pass, update, evaluation,
+    /// generation and saving, in this order. The peak of each kind of work is among them, except of `re-plan`, which
+    /// runs no ops. Empty for the host and the scratch file.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub timeline: Vec<TimelinePoint>,
     /// Largest sum of the bytes of simultaneously live tensors. No placement of the tensors needs a smaller arena.

@@ -4,13 +4,13 @@ use crate::{Bytes, Category, WorkKind};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// The predicted memory of a device's arena at one moment: the fullest moment of a part of the work.
+/// The predicted memory of a device's arena at one time of a step: the fullest of a part of the work.
 ///
 /// All micro-batches use the same bytes, so the points of the forward and backward pass hold for each of them.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct TimelinePoint {
-    /// The kind of work at this moment.
+    /// The kind of work at this point.
     pub work: WorkKind,
     /// The part of the model or the tensor that is worked on, such as `layer`, `loss` or `embedding`; `None` while the
     /// host fills inputs or reads outputs.
@@ -23,7 +23,7 @@ pub struct TimelinePoint {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub op: Option<String>,
     /// The tensor that tells most about the op: a weight that it reads, else a gradient or optimizer state, else its
-    /// output.
+    /// output. A gathered or staged copy has the name of its tensor.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tensor: Option<String>,
     /// Bytes of the arena in use. Their maximum over all points is the size of the arena.
@@ -33,7 +33,7 @@ pub struct TimelinePoint {
 }
 
 impl TimelinePoint {
-    /// Describes the moment in words: `in the backward pass, layer 3, at matrix product of down`.
+    /// Describes the point in words: `in the backward pass, layer 3, at matrix product of down`.
     pub fn describe(&self) -> String {
         let work = match self.work {
             WorkKind::Load => "while loading",
@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn moment_is_described_in_one_phrase() {
+    fn point_is_described_in_one_phrase() {
         let layer = point(WorkKind::Backward, 1);
         assert_eq!(layer.describe(), "in the backward pass, layer 3, at matrix product of down");
         let loss = TimelinePoint { layer: None, part: Some("loss".into()), tensor: None, ..layer.clone() };

@@ -1,14 +1,14 @@
 //! The memory of a device over one step: a few moments, each with the op that runs and the bytes by category.
 //!
 //! The moments follow from the lifetimes of `lifetimes` and the offsets of `layout`. Each is the fullest moment of a part
-//! of the work, so the peak of each kind of work is among them. A plan has one timeline, computed once it is chosen.
+//! of the work, so the peak of each kind of work is among them, except of re-planning, which runs no ops. A plan has one
+//! timeline, computed once it is chosen.
 
 use crate::layout::Layout;
 use crate::lifetimes::{Lifetimes, ProgramTicks, lifetimes};
 use crate::memory_use::PhaseMemory;
 use plimsoll_core::{Bytes, Category, Space, TimelinePoint, WorkKind};
-use plimsoll_program::op::Queue;
-use plimsoll_program::{Access, Block, Mode, Op, Operand, Placement, Program, ProgramKind, ProgramSet, Tensor};
+use plimsoll_program::{Access, Block, Mode, Op, Placement, Program, ProgramKind, ProgramSet, Tensor};
 use std::collections::BTreeMap;
 use std::ops::{Range, RangeInclusive};
 
@@ -113,6 +113,7 @@ pub(crate) fn timeline(set: &ProgramSet, layout: &Layout, layers: Range<u64>) ->
             }
         }
     }
+    leave_out_begin(&mut places);
     let mut points = Vec::new();
     for ((place, work), moments) in places {
         let kept = if place.points() == PointCounts::ONE { fullest(&moments).into_iter().collect() } else { moments };
@@ -124,6 +125,21 @@ pub(crate) fn timeline(set: &ProgramSet, layout: &Layout, layers: Range<u64>) ->
     }
     debug_assert!(points.len() <= MAX_POINTS, "{} points", points.len());
     points
+}
+
+/// Leaves out the begin of the step, which belongs to the update but comes before the forward pass, unless it has the
+/// peak of the update.
+fn leave_out_begin(places: &mut BTreeMap<(Place, WorkKind), Vec<Moment>>) {
+    let most = |places: &BTreeMap<(Place, WorkKind), Vec<Moment>>, begins: bool, work: WorkKind| {
+        let of_work = places.iter().filter(|(key, _)| (key.0 == Place::Begin) == begins && key.1 == work);
+        of_work.flat_map(|(_, moments)| moments).map(|moment| moment.bytes).max()
+    };
+    let works: Vec<WorkKind> = places.keys().filter(|key| key.0 == Place::Begin).map(|key| key.1).collect();
+    for work in works {
+        if most(places, true, work) <= most(places, false, work) {
+            places.remove(&(Place::Begin, work));
+        }
+    }
 }
 
 /// Returns the end of the highest buffer of a phase on the device, in bytes; without buffers, that of the persistent
@@ -141,9 +157,11 @@ fn top(lifetimes: &Lifetimes, layout: &Layout) -> u64 {
 fn ranges(program: &Program, ticks: &ProgramTicks, counts: PointCounts) -> Vec<RangeInclusive<u32>> {
     let ProgramTicks { first, last, .. } = *ticks;
     let layers = layer_ops(&program.blocks).filter(|_| counts.layers > 0);
-    // Tick `first` is that of the first op, but tick 0 is that of the host.
+    // Tick `first` is that of the first op, but tick 0 is that of the host. In tick `last` a Program may run no op.
     let at = |number: u32| (first.max(1) + number).min(last);
-    let (begin, end) = layers.map_or((last + 1, last + 1), |layers| (at(layers.start), at(layers.end)));
+    let is_last_op = |end: u32| end >= program.op_count() as u32;
+    let end_of = |layers: &Range<u32>| if is_last_op(layers.end) { last + 1 } else { at(layers.end) };
+    let (begin, end) = layers.map_or((last + 1, last + 1), |layers| (at(layers.start), end_of(&layers)));
     let before = (begin > first).then(|| parts(first, begin - 1, counts.before_layers));
     let within = (end > begin).then(|| parts(begin, end - 1, counts.layers));
     let after = (end <= last).then(|| parts(end, last, counts.after_layers.max(1)));
@@ -191,7 +209,7 @@ fn point(
     TimelinePoint {
         work,
         part: running.map(|running| running.block.name.clone()),
-        layer: running.and_then(|running| layer(set, running, layers)),
+        layer: running.and_then(|running| layer(running, layers)),
         op: running.map(|running| running.op.name().to_owned()),
         tensor: running.and_then(|running| subject(set, running.op)),
         bytes: Bytes(moment.bytes),
@@ -222,48 +240,37 @@ fn op_at(blocks: &[Block], mut number: usize) -> Option<RunningOp<'_>> {
     None
 }
 
-/// Returns the layer of the model that an op belongs to, counted from 0; `None` outside the layers.
-fn layer(set: &ProgramSet, running: RunningOp, layers: &Range<u64>) -> Option<u32> {
+/// Returns the layer of the model that an op belongs to, counted from 0; `None` outside the layers. The variable of a
+/// block of layers is the layer's number, counted from the first layer of the device.
+fn layer(running: RunningOp, layers: &Range<u64>) -> Option<u32> {
     let RunningOp { block, variable, .. } = running;
-    if block.name != LAYER {
-        return None;
-    }
-    let own = match block.step {
-        // Passes for offload and shards unroll the layers. The slots of a layer's tensors still tell its number.
-        0 => block.ops.iter().filter(|op| op.queue == Queue::Compute).filter_map(|op| slot(set, op, layers)).min()?,
-        _ => u64::try_from(variable).ok()?,
-    };
+    let own = u64::try_from(variable).ok().filter(|_| block.name == LAYER)?;
     u32::try_from(layers.start + own).ok().filter(|layer| u64::from(*layer) < layers.end)
 }
 
-/// Returns the least slot that an op of an unrolled layer accesses, among tensors with a slot for each layer, or for
-/// each boundary of layers.
-fn slot(set: &ProgramSet, op: &Op, layers: &Range<u64>) -> Option<u64> {
-    let depth = layers.end - layers.start;
-    let mut least = None;
-    op.for_each_access(&|_| 0, &mut |access| {
-        let Operand { tensor, slot, .. } = access.operand;
-        let slots = u64::from(set.tensor(tensor).slots);
-        if (slots == depth || slots == depth + 1) && slot.micro_batch == 0 {
-            let number = slot.at(0, 0).max(0) as u64;
-            least = Some(least.map_or(number, |known: u64| known.min(number)));
-        }
-    });
-    least
-}
-
 /// Returns the name of the tensor that tells most about an op: the weight that it reads, else the gradient or optimizer
-/// state that it touches, else its first operand that is written.
+/// state that it touches, else its first operand that is written. A gathered or staged copy has the name of its tensor.
 fn subject(set: &ProgramSet, op: &Op) -> Option<String> {
     let accesses = op.accesses(&|tensor| set.tensor(tensor).elements());
     let of = |category: Category| {
-        let is_of = |tensor: &&Tensor| tensor.category == category;
-        accesses.iter().map(|access| set.tensor(access.operand.tensor)).find(is_of)
+        let is_copy = |tensor: &Tensor, name: &str| tensor.category == category && tensor.name == name;
+        let is_of = |name: &&str| set.tensors.iter().any(|tensor| is_copy(tensor, name));
+        accesses.iter().map(|access| original_name(&set.tensor(access.operand.tensor).name)).find(is_of)
     };
     let is_written = |access: &&Access| access.mode != Mode::Read;
-    let written = || accesses.iter().find(is_written).map(|access| set.tensor(access.operand.tensor));
+    let written = || accesses.iter().find(is_written).map(|access| &*set.tensor(access.operand.tensor).name);
     let named = of(Category::Weight).or_else(|| of(Category::Gradient)).or_else(|| of(Category::Optimizer));
-    named.or_else(written).map(|tensor| tensor.name.clone())
+    named.or_else(|| written().map(original_name)).map(str::to_owned)
+}
+
+/// Returns the name of the tensor from which a gathered or staged copy is named; other names as they are.
+fn original_name(name: &str) -> &str {
+    let name = name.split_once(".ring.").map_or(name, |(_, name)| name);
+    let name = match name.strip_suffix(".gathered") {
+        Some(name) => name.split_once('.').map_or(name, |(_, name)| name),
+        None => name,
+    };
+    name.strip_suffix(".host").unwrap_or(name)
 }
 
 #[cfg(test)]

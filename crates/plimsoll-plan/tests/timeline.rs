@@ -4,9 +4,10 @@ mod common;
 
 use common::{device, host, plan_request};
 use plimsoll_core::{Bytes, DType, DevicePlan, DeviceSpec, Link, Parallelism, TimelinePoint, WorkKind, peak_point};
-use plimsoll_plan::search::{PlanRequest, search};
+use plimsoll_plan::search::{LossyOptions, PlanRequest, search};
 use plimsoll_plan::team::{TeamConstraint, TeamRequest, plan_team};
 use plimsoll_plan::timeline::MAX_POINTS;
+use plimsoll_program::models::decoder::Method;
 use plimsoll_program::models::{ModelConfig, preset};
 
 /// Asserts that a device's timeline agrees with its plan: in all, for each kind of work, and by category.
@@ -67,6 +68,48 @@ fn offload_keeps_layers_of_unrolled_passes() {
         let plan = assert_plan(&format!("{percent} % with a host"), &request);
         let backward = layers(&plan.timeline, WorkKind::Backward);
         assert!(backward.len() > 5 && backward.is_sorted_by(|a, b| a >= b), "{backward:?}");
+    }
+}
+
+#[test]
+fn adapters_name_an_op_at_every_point() {
+    let config = preset("smollm2-135m").expect("listed");
+    let device = device("virtual:a", Bytes::gib(100), 1.0, Link::MEMORY);
+    let lossy = LossyOptions::default();
+    let lossy = LossyOptions { method: Method::Lora(lossy.lora.clone()), ..lossy };
+    assert_plan("LoRA", &PlanRequest { lossy, ..plan_request(&config, &device, [8, 256]) });
+}
+
+/// Asserts that the points of the forward and backward pass reach each of the few layers from `first` to `end`.
+fn assert_every_layer(name: &str, plan: &DevicePlan, [first, end]: [u64; 2]) {
+    for work in [WorkKind::Forward, WorkKind::Backward] {
+        let mut computed = layers(&plan.timeline, work);
+        computed.sort_unstable();
+        computed.dedup();
+        assert_eq!(computed, (first as u32..end as u32).collect::<Vec<_>>(), "{name} {work}");
+    }
+}
+
+#[test]
+fn unrolled_passes_of_few_layers_name_each() {
+    let preset = preset("smollm2-135m").expect("listed");
+    let link = Link { bytes_per_second: 1e9, latency_seconds: 20e-6 };
+    for layers in [1, 2, 4] {
+        let config = ModelConfig { layers, vocab: 1024, ..preset.clone() };
+        let large = device("virtual:a", Bytes::gib(8), 1.0, link);
+        let most = search(&plan_request(&config, &large, [8, 256])).plan.devices[0].peak_bytes;
+        let small = device("virtual:a", Bytes(most.0 * 4 / 10), 1.0, link);
+        let request = PlanRequest { host: host(Bytes::gib(16)), ..plan_request(&config, &small, [8, 256]) };
+        assert_every_layer("offload", &assert_plan("offload", &request), [0, layers]);
+        for parallelism in [Parallelism::Data, Parallelism::Sharded, Parallelism::Pipeline] {
+            let devices = ["virtual:a", "virtual:b"].map(|name| device(name, Bytes::gib(8), 1.0, link));
+            let plan = plan_team(&team(&config, &devices, parallelism)).plan;
+            for (worker, device) in plan.team.iter().zip(&plan.devices) {
+                let name = format!("{parallelism:?} {}", worker.device);
+                assert_timeline(&name, device);
+                assert_every_layer(&name, device, worker.layers.unwrap_or([0, layers]));
+            }
+        }
     }
 }
 

@@ -30,10 +30,16 @@ pub struct Block {
 
 impl Block {
     /// Creates a block that runs once, with variable 0.
-    pub fn once(name: &str, mut ops: Vec<Op>) -> Block {
+    pub fn once(name: &str, ops: Vec<Op>) -> Block {
+        Block::iteration(name, 0, ops)
+    }
+
+    /// Creates a block that runs once: the iteration of another block in which the variable has this value. For a layer,
+    /// it tells the layer's number.
+    pub fn iteration(name: &str, variable: i64, mut ops: Vec<Op>) -> Block {
         // A Program has thousands of blocks with a few large ops each.
         ops.shrink_to_fit();
-        Block { name: name.into(), first: 0, step: 0, repeat: 1, ops }
+        Block { name: name.into(), first: variable, step: 0, repeat: 1, ops }
     }
 
     /// Returns whether every iteration touches the same tensor slots (no operand's slot depends on the block's

@@ -204,7 +204,7 @@ impl ProgramRewriter<'_> {
                 let unrolled: Vec<Op> = relocated.iter().map(|op| op.iteration(variable)).collect();
                 let groups: Vec<&[Op]> = unrolled.chunk_by(|a, b| rewriter.share_windows(a, b)).collect();
                 groups.into_iter().for_each(|ops| rewriter.rewrite_ops(ops));
-                blocks.push(Block::once(&block.name, rewriter.ops.drain(..).collect()));
+                blocks.push(Block::iteration(&block.name, variable, rewriter.ops.drain(..).collect()));
             }
         }
         blocks

@@ -1,5 +1,5 @@
 //! The arena of one device over a step: a chart with time to the right and bytes upwards, one letter per category. Below
-//! it are the work, and the bytes at the selected moment.
+//! it are the work, and the bytes at the selected point.
 
 use super::bar::{LINE_AT, Part, parts_at};
 use super::{Abilities, overview};
@@ -44,7 +44,7 @@ pub(super) fn draw(
     let moment = moment.unwrap_or_else(|| peak_index(timeline)).min(last);
     let point = &timeline[moment];
     let total = in_bytes(total(device, point));
-    let text = format!("moment {} of {}: {total} {}", moment + 1, last + 1, point.describe());
+    let text = format!("point {} of {}: {total} {}", moment + 1, last + 1, point.describe());
     let [head, mut below] = [head(device, area.width, abilities), lines(&text, area.width, abilities)];
     below.extend(legend(device, point, area.width, abilities));
     let heights = [head.len(), 0, 2, below.len()].map(|lines| lines as u16);

@@ -38,8 +38,8 @@ const KEYS: [(&str, &str); 9] = [
     ("q, Ctrl-C", "quit; a run goes on"),
     ("up, down", "select a device"),
     ("Enter", "details of the selected device, and back"),
-    ("m", "its arena over a step, and back"),
-    ("left, right", "in the map: the moment before or after"),
+    ("m", "its memory over a step, and back"),
+    ("left, right", "in that map: the point before or after"),
     (".", "next order of devices"),
     (",", "previous order of devices"),
     ("h, ?", "this help, and back"),
@@ -203,7 +203,7 @@ impl ViewState {
         self.moment = None;
     }
 
-    /// Selects the moment after the present one in the map, or before it.
+    /// Selects the point after the present one in the map, or before it.
     fn move_moment(&mut self, snapshot: &Snapshot, is_later: bool) {
         let timeline = self.device(snapshot).map_or(&[][..], |device| &device.timeline);
         let last = timeline.len().saturating_sub(1);

@@ -180,19 +180,19 @@ fn map_keys_move_between_moments() {
     let snapshot = snapshot();
     let mut state = ViewState::new(ASCII);
     press(&mut state, &[KeyCode::Left]);
-    assert_eq!(state.moment, None, "only the map has moments");
+    assert_eq!(state.moment, None, "only the map has points");
     let moment = |state: &ViewState| {
         let drawn = screen(100, 24, &snapshot, state);
-        drawn.lines().find(|line| line.starts_with("moment")).unwrap().to_owned()
+        drawn.lines().find(|line| line.starts_with("point")).unwrap().to_owned()
     };
     press(&mut state, &[KeyCode::Char('m')]);
-    assert_eq!(moment(&state), "moment 5 of 9: 40.00 MiB in the backward pass, layer 3, at matrix product of down");
+    assert_eq!(moment(&state), "point 5 of 9: 40.00 MiB in the backward pass, layer 3, at matrix product of down");
     press(&mut state, &[KeyCode::Right]);
-    assert!(moment(&state).starts_with("moment 6 of 9: 36.80 MiB in the backward pass, layer 2"));
+    assert!(moment(&state).starts_with("point 6 of 9: 36.80 MiB in the backward pass, layer 2"));
     press(&mut state, &[KeyCode::Left; 20]);
-    assert!(moment(&state).starts_with("moment 1 of 9: 27.20 MiB in the forward pass, layer 0, at attention"));
+    assert!(moment(&state).starts_with("point 1 of 9: 27.20 MiB in the forward pass, layer 0, at attention"));
     press(&mut state, &[KeyCode::Right; 20]);
-    assert_eq!(moment(&state), "moment 9 of 9: 24.00 MiB in the update, at adam_w of embedding");
+    assert_eq!(moment(&state), "point 9 of 9: 24.00 MiB in the update, at adam_w of embedding");
     let far = DeviceSnapshot { load_line_bytes: Some(Bytes::gib(10)), ..snapshot.devices[0].clone() };
     let far = Snapshot { devices: vec![far, processor()], ..snapshot.clone() };
     let drawn = screen(80, 24, &far, &state);

@@ -15,7 +15,7 @@ impl ProgramRewriter<'_> {
     pub(super) fn rewrite_host_unit(&mut self, name: &str, blocks: Vec<Block>) {
         if blocks[0].repeat > 1 {
             self.evict_all();
-            self.flush(name);
+            self.flush(name, 0);
             self.blocks.extend(blocks);
             return;
         }

@@ -177,6 +177,7 @@ impl ProgramRewriter<'_> {
         rewriter.create_rings(&units);
         for at in 0..units.len() {
             let blocks = std::mem::take(&mut units[at].blocks);
+            let variable = blocks[0].first;
             match units[at].processor {
                 Processor::Host => rewriter.rewrite_host_unit(&units[at].name, blocks),
                 Processor::Device | Processor::HostUpdate => rewriter.rewrite_unit(&units, at, blocks),
@@ -184,7 +185,7 @@ impl ProgramRewriter<'_> {
             if at + 1 == units.len() {
                 rewriter.evict_all();
             }
-            rewriter.flush(&units[at].name);
+            rewriter.flush(&units[at].name, variable);
         }
         rewriter.blocks.shrink_to_fit();
         rewriter.blocks
@@ -198,11 +199,12 @@ impl ProgramRewriter<'_> {
         ops
     }
 
-    /// Adds the block under construction to the finished ones, under this name, unless it has no ops.
-    fn flush(&mut self, name: &str) {
+    /// Adds the block under construction to the finished ones, unless it has no ops. It is the iteration of the block
+    /// `name` in which the variable has the value `variable`.
+    fn flush(&mut self, name: &str, variable: i64) {
         if !self.ops.is_empty() {
             let ops = self.take_ops();
-            self.blocks.push(Block::once(name, ops));
+            self.blocks.push(Block::iteration(name, variable, ops));
         }
     }
 }

@@ -228,7 +228,7 @@ impl ProgramRewriter<'_> {
         }
         for mut block in blocks {
             if block.repeat > 1 {
-                self.flush(&unit.name);
+                self.flush(&unit.name, block.first);
             }
             for op in std::mem::take(&mut block.ops) {
                 self.rewrite_op(op, unit);

@@ -113,7 +113,7 @@ impl ProgramRewriter<'_> {
             for variable in block.variables() {
                 let ops: Vec<Op> = block.ops.iter().map(|op| self.offloader.unrolled(op, variable)).collect();
                 for ops in self.split_into_pieces(ops) {
-                    self.push_units(&block.name, ops, &mut units);
+                    self.push_units(&block.name, variable, ops, &mut units);
                 }
             }
         }
@@ -200,8 +200,8 @@ impl ProgramRewriter<'_> {
     }
 
     /// Appends ops to `units` as work units named `name`, one for each run of consecutive ops on the same processor.
-    /// Leaves out redundant zeroing of gradients.
-    fn push_units(&mut self, name: &str, ops: Vec<Op>, units: &mut Vec<WorkUnit>) {
+    /// `variable` is that of the block from which the ops are. Leaves out redundant zeroing of gradients.
+    fn push_units(&mut self, name: &str, variable: i64, ops: Vec<Op>, units: &mut Vec<WorkUnit>) {
         let mut ops = self.with_host_staging(ops);
         ops.retain(|op| !self.is_redundant_zeroing(op));
         while let Some(first) = ops.first() {
@@ -217,7 +217,8 @@ impl ProgramRewriter<'_> {
                 Processor::Host => vec![],
                 Processor::HostUpdate => self.offloader.uses_in(&ops, Space::Device),
             };
-            units.push(WorkUnit { name: name.to_owned(), blocks: vec![Block::once(name, ops)], processor, uses });
+            let blocks = vec![Block::iteration(name, variable, ops)];
+            units.push(WorkUnit { name: name.to_owned(), blocks, processor, uses });
         }
     }
 

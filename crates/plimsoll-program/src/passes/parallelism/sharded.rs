@@ -154,8 +154,8 @@ impl Sharder<'_> {
     fn compute_units(&self, program: &Program) -> Vec<ComputeUnit> {
         let mut units = Vec::new();
         for block in &program.blocks {
-            let iteration =
-                |variable: i64| Block::once(&block.name, block.ops.iter().map(|op| op.iteration(variable)).collect());
+            let ops = |variable: i64| block.ops.iter().map(|op| op.iteration(variable)).collect();
+            let iteration = |variable: i64| Block::iteration(&block.name, variable, ops(variable));
             let iterations: Vec<Block> = match block.repeat > 1 && block.touches_fixed_slots() {
                 true => vec![block.clone()],
                 false => block.variables().map(iteration).collect(),
@@ -466,7 +466,7 @@ impl UnitWalker<'_, '_> {
             ops.extend(computing);
         } else {
             let computing = Block { ops: computing, ..unit.block.clone() };
-            blocks.push(Block::once(&unit.block.name, std::mem::take(&mut ops)));
+            blocks.push(Block::iteration(&unit.block.name, unit.block.first, std::mem::take(&mut ops)));
             blocks.push(computing);
         }
         let complete =
@@ -475,7 +475,7 @@ impl UnitWalker<'_, '_> {
         if next.is_none() {
             ops.extend(self.pending_scatter.take());
         }
-        blocks.push(Block::once(&unit.block.name, ops));
+        blocks.push(Block::iteration(&unit.block.name, unit.block.first, ops));
     }
 
     /// Returns the operand of the buffer for a slot, with gathered weights or with gradients before their
