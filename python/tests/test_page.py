@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,57 @@ def test_map_shows_the_plan_over_a_step(browser: Browser, address: str, run: Gro
     held = measured[0]["memory"][0]["held_bytes"] / 2**20
     expect(page.locator(".memory output").first).to_have_text(f"step {measured[0]['step']}: measured {held:.2f} MiB")
     assert problems == []
+
+
+#: Makes the page take itself for one in a background tab.
+HIDE = """() => {
+  Object.defineProperty(document, "hidden", { configurable: true, get: () => true });
+  document.dispatchEvent(new Event("visibilitychange"));
+}"""
+SHOW = 'delete document.hidden; document.dispatchEvent(new Event("visibilitychange"));'
+
+
+@contextmanager
+def served(command: Path, folder: Path, at: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Serves a run folder, and gives the server and its URL."""
+    words: list[str | Path] = [command, "watch", folder, "--serve", at, "--interval", "0.2"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            yield server, server.stdout.readline().split()[1]
+        finally:
+            server.terminate()
+
+
+def test_hidden_page_shows_the_end_of_the_run(browser: Browser, command: Path, run: GrowingRun) -> None:
+    with served(command, run.folder, "127.0.0.1:0") as (server, url):
+        problems: list[str] = []
+        page = opened(browser, url, problems)
+        with page.expect_request(f"{url}/api/events/last"):
+            page.evaluate(HIDE)
+        page.wait_for_timeout(300)
+        run.write_until(None)
+        server.terminate()
+        expect(page.locator("#connection")).to_have_text("the run has ended")
+        expect(page.locator("#state")).to_have_text("done")
+        page.evaluate(SHOW)
+        expect(page.locator("#connection")).to_have_text("the run has ended")
+        assert problems == []
+
+
+def test_page_says_that_another_run_is_shown(browser: Browser, command: Path, run: GrowingRun) -> None:
+    with served(command, run.folder, "127.0.0.1:0") as (server, url):
+        page = opened(browser, url, [])
+        focus_by_tab(page, "loss from step")
+        page.keyboard.press("Home")
+        expect(page.locator("#plots output").first).not_to_be_empty()
+        expect(page.locator("#other-run")).to_be_hidden()
+        server.kill()
+        expect(page.locator("#connection")).to_contain_text("no connection")
+    with served(command, run.folder.parent / "run", url.removeprefix("http://")):
+        expect(page.locator("#other-run")).to_contain_text("Another run", timeout=20_000)
+        expect(page.locator("#connection")).to_have_text("live")
+        expect(page.locator("#plots output").first).to_be_empty()
 
 
 @pytest.mark.parametrize(("scheme", "size"), [("light", (1200, 1600)), ("dark", (1200, 1600)), ("light", (360, 800))])

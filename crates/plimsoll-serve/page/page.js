@@ -262,6 +262,19 @@ const canvas = (...shapes) => {
   return made;
 };
 
+// Returns the horizontal position of a step in the drawing of points, which are in the order of their steps.
+const stepScale = (points) => (step) => {
+  const [from, to] = [points[0].step, points.at(-1).step];
+  return to > from ? EDGE + ((step - from) / (to - from)) * (WIDTH - 2 * EDGE) : WIDTH / 2;
+};
+
+// Returns the index of the point that is nearest to a horizontal position.
+function nearestPoint(points, at) {
+  const x = stepScale(points);
+  const distance = ({ step }) => Math.abs(x(step) - at);
+  return points.reduce((best, point, index) => (distance(point) < distance(points[best]) ? index : best), 0);
+}
+
 const cursorLine = () => shape("line", { class: "cursor", y1: 0, y2: HEIGHT, visibility: "hidden" });
 
 // ---- The arena of a device over one step, as planned.
@@ -383,17 +396,16 @@ function memoryView() {
   const root = element("div", { class: "map memory" }, caption, drawing, element("div", { class: "axis" }, first, last), readout);
   readout.setAttribute("aria-label", "measured memory at the cursor");
   let [points, chosen, drawn] = [[], null, ""];
-  const x = (place) => (points.length > 1 ? EDGE + (place / (points.length - 1)) * (WIDTH - 2 * EDGE) : WIDTH / 2);
   const showCursor = () => {
     const place = points.findIndex(({ step }) => step === chosen);
     cursor.setAttribute("visibility", place < 0 ? "hidden" : "visible");
-    if (place >= 0) for (const end of ["x1", "x2"]) cursor.setAttribute(end, x(place));
+    if (place >= 0) for (const end of ["x1", "x2"]) cursor.setAttribute(end, stepScale(points)(chosen));
     setText(readout, place < 0 ? "" : `step ${chosen}: measured ${bytes(points[place].held_bytes)}`);
   };
   followKeys(drawing, {
     length: () => points.length,
     now: () => points.findIndex(({ step }) => step === chosen),
-    nearest: (at) => Math.round(((at - EDGE) / (WIDTH - 2 * EDGE)) * (points.length - 1)),
+    nearest: (at) => nearestPoint(points, at),
     choose: (place) => { chosen = points[place].step; showCursor(); },
   });
   const draw = (device) => {
@@ -409,12 +421,15 @@ function memoryView() {
       below += size;
       return shape("path", { class: `band ${name}`, d: `M0 ${y(below)}H${WIDTH}V${y(below - size)}H0Z` });
     }));
-    const path = points.map((point, place) => `${place ? "L" : "M"}${x(place).toFixed(2)} ${y(point.held_bytes)}`);
+    const x = stepScale(points);
+    const path = points.map((point, place) => `${place ? "L" : "M"}${x(point.step).toFixed(2)} ${y(point.held_bytes)}`);
     measured.setAttribute("d", path.join("") + (path.length === 1 ? "h1" : ""));
     limit.setAttribute("visibility", line > 0 && !isAbove ? "visible" : "hidden");
     for (const end of ["y1", "y2"]) limit.setAttribute(end, y(line));
     const [newest, highest] = [points.at(-1).held_bytes, Math.max(...points.map((point) => point.held_bytes))];
-    setText(caption, `Memory over the run: measured ${bytes(newest)} (line), at most ${bytes(highest)}; planned by category when fullest (bands).`);
+    // A run that has ended holds nothing; its newest measurement is shown.
+    const held = isKnown(device.held_bytes) ? `measured ${bytes(device.held_bytes)}` : `last measured ${bytes(newest)}`;
+    setText(caption, `Memory over the run: ${held} (line), at most ${bytes(device.measured_peak_bytes ?? highest)}; planned by category when fullest (bands).`);
     setText(first, `step ${points[0].step}`);
     setText(last, `step ${points.at(-1).step}`);
     drawing.setAttribute("aria-label", `memory of ${device.name} from step ${points[0].step} to ${points.at(-1).step}: ${caption.textContent}`);
@@ -422,7 +437,7 @@ function memoryView() {
   const update = (device) => {
     points = device.memory_history ?? [];
     root.hidden = points.length === 0;
-    const text = JSON.stringify([points, parts(device), device.load_line_bytes, device.name]);
+    const text = JSON.stringify([points, parts(device), device.load_line_bytes, device.held_bytes, device.measured_peak_bytes, device.name]);
     if (root.hidden || text === drawn) return;
     drawn = text;
     draw(device);
@@ -489,24 +504,16 @@ function plotView([name, key, format]) {
   // The step of the cursor. It stays at its step while new ones arrive.
   let chosen = null;
 
-  const x = (step) => {
-    const [from, to] = [points[0].step, points.at(-1).step];
-    return to > from ? EDGE + ((step - from) / (to - from)) * (WIDTH - 2 * EDGE) : WIDTH / 2;
-  };
   const showCursor = () => {
     const point = points.find(({ step }) => step === chosen);
     cursor.setAttribute("visibility", point ? "visible" : "hidden");
-    if (point) for (const end of ["x1", "x2"]) cursor.setAttribute(end, x(point.step));
+    if (point) for (const end of ["x1", "x2"]) cursor.setAttribute(end, stepScale(points)(chosen));
     setText(readout, point ? `step ${point.step}: ${format(point[key])}` : "");
-  };
-  const nearest = (at) => {
-    const distance = ({ step }) => Math.abs(x(step) - at);
-    return points.reduce((best, point, index) => (distance(point) < distance(points[best]) ? index : best), 0);
   };
   followKeys(drawing, {
     length: () => points.length,
     now: () => points.findIndex(({ step }) => step === chosen),
-    nearest,
+    nearest: (at) => nearestPoint(points, at),
     choose: (place) => { chosen = points[place].step; showCursor(); },
   });
   readout.setAttribute("aria-label", `${name} at the cursor`);
@@ -518,6 +525,7 @@ function plotView([name, key, format]) {
     const values = points.map((point) => point[key]);
     const [least, most, newest] = [Math.min(...values), Math.max(...values), values.at(-1)];
     const y = (value) => (most > least ? EDGE + ((most - value) / (most - least)) * (HEIGHT - 2 * EDGE) : HEIGHT / 2);
+    const x = stepScale(points);
     const path = points.map((point, index) => `${index ? "L" : "M"}${x(point.step).toFixed(2)} ${y(point[key]).toFixed(2)}`);
     // A path of one point has no length: a short line shows it.
     line.setAttribute("d", path.join("") + (path.length === 1 ? "h1" : ""));
@@ -532,12 +540,45 @@ function plotView([name, key, format]) {
   return { root, update };
 }
 
-const plotViews = PLOTS.map(plotView);
-byId("plots").append(...plotViews.map(({ root }) => root));
+let plotViews = [];
+
+// Shows plots without points and without cursors.
+function resetPlots() {
+  plotViews = PLOTS.map(plotView);
+  byId("plots").replaceChildren(...plotViews.map(({ root }) => root));
+}
 
 // ---- Snapshots as they arrive.
 
+const OVER = ["done", "stopped", "died"];
+// The run of the newest snapshot, as `runOf` returns it; undefined before the first snapshot.
+let shownRun;
+
+// Returns what tells a run from others: its folder, and the times of its first step and its first listed event. Returns
+// null without a run.
+const runOf = ({ run, feed }) => run && { folder: run.folder, state: run.state, firstStep: run.history[0]?.time, firstEvent: feed[0]?.time };
+
+// Returns whether a snapshot shows another run than the one before. A run that goes back to step 0 has another first
+// step, and the same first event.
+function isOtherRun(before, now) {
+  if (before === undefined) return false;
+  if (!before || !now) return before !== now;
+  if (before.folder !== now.folder) return true;
+  const hasOtherEvent = !isKnown(before.firstEvent) || before.firstEvent !== now.firstEvent;
+  return isKnown(before.firstStep) && before.firstStep !== now.firstStep && hasOtherEvent;
+}
+
+const nameOf = (run) => run?.folder ?? "the devices of the machine";
+
 function show(snapshot) {
+  const run = runOf(snapshot);
+  if (isOtherRun(shownRun, run)) {
+    byId("other-run").hidden = false;
+    setText(byId("other-run"), `Another run: this address now shows ${nameOf(run)}. Until ${byId("updated").textContent.replace("at ", "")} it showed ${nameOf(shownRun)}.`);
+    showDevices([]);
+    resetPlots();
+  }
+  shownRun = run;
   showRun(snapshot.run);
   showMachine(snapshot);
   showWarnings(snapshot.warnings);
@@ -548,25 +589,52 @@ function show(snapshot) {
   setText(byId("updated"), `at ${timeOfDay(snapshot.at)}`);
 }
 
-// Pause before a new connection if the server has refused one.
+// Pause before a new connection if the server has refused one, or has ended.
 const RETRY_MS = 3000;
 let source = null;
+let retry = null;
+// Whether the server has said that it ends, with a last snapshot of a run that is over. Nothing can follow.
+let isFinal = false;
+
+const showConnection = (text) => setText(byId("connection"), text);
+const isRunOver = () => Boolean(shownRun) && OVER.includes(shownRun.state);
+
+// Shows that the newest snapshot may be out of date.
+function showLastKnown() {
+  showConnection("no connection; the figures are those of the last one");
+  if (shownRun && !isRunOver()) setText(byId("state"), `${STATES[shownRun.state] ?? shownRun.state} (last known)`);
+}
+
+function connectLater() {
+  clearTimeout(retry);
+  retry = setTimeout(connect, RETRY_MS);
+}
 
 function connect() {
+  clearTimeout(retry);
+  if (isFinal) return;
   source?.close();
-  source = new EventSource("/api/events");
+  // A hidden page requests the last snapshot only, which the server sends when it ends.
+  source = new EventSource(document.hidden ? "/api/events/last" : "/api/events");
   source.addEventListener("snapshot", (event) => {
-    setText(byId("connection"), "live");
+    showConnection("live");
     show(JSON.parse(event.data));
   });
-  source.addEventListener("failure", (event) => setText(byId("connection"), JSON.parse(event.data).error.message));
+  source.addEventListener("failure", (event) => showConnection(JSON.parse(event.data).error.message));
+  source.addEventListener("end", () => {
+    source.close();
+    isFinal = isRunOver();
+    if (!isFinal) showLastKnown();
+    showConnection(isFinal ? "the run has ended" : "the server has ended; the figures are the last ones");
+    connectLater();
+  });
   source.addEventListener("error", () => {
-    setText(byId("connection"), "no connection; the figures are those of the last one");
+    showLastKnown();
     // After a refusal the browser gives up by itself.
-    if (source.readyState === EventSource.CLOSED) setTimeout(() => document.hidden || connect(), RETRY_MS);
+    if (source.readyState === EventSource.CLOSED) connectLater();
   });
 }
 
-// A hidden page requests no snapshots.
-document.addEventListener("visibilitychange", () => (document.hidden ? source?.close() : connect()));
+resetPlots();
+document.addEventListener("visibilitychange", connect);
 connect();

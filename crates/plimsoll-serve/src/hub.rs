@@ -3,9 +3,11 @@
 
 use crate::metrics;
 use axum::body::Bytes;
+use futures_util::future::{self, Either};
 use plimsoll_core::Failure;
 use plimsoll_watch::snapshot::Snapshot;
 use std::io;
+use std::pin::pin;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -13,6 +15,9 @@ use tokio::sync::watch;
 
 /// Stack of the thread that takes snapshots. Reading the devices of a machine calls drivers.
 const READER_STACK_BYTES: usize = 2 << 20;
+
+/// The last event of each stream. Browsers ignore events without data.
+const END: &[u8] = b"event: end\ndata: {}\n\n";
 
 /// A snapshot in the forms in which it is served. Each form is made once, for all clients.
 pub(crate) struct Reading {
@@ -61,6 +66,8 @@ struct Demand {
 #[derive(Default)]
 struct DemandState {
     listeners: usize,
+    /// Clients that wait for the last reading alone.
+    waiters: usize,
     /// Whether a reading is due now, whatever the interval.
     is_due: bool,
     is_closed: bool,
@@ -92,6 +99,8 @@ pub(crate) struct Hub {
     newest: watch::Receiver<Option<Arc<Reading>>>,
     demand: Arc<Demand>,
     interval: Duration,
+    /// Whether the newest reading is the last one.
+    has_ended: watch::Sender<bool>,
 }
 
 impl Hub {
@@ -114,7 +123,7 @@ impl Hub {
                 of_reader.wait_until(taken + interval);
             }
         })?;
-        Ok(Hub { newest, demand, interval })
+        Ok(Hub { newest, demand, interval, has_ended: watch::Sender::new(false) })
     }
 
     /// Returns a listener. Its first reading is the newest one, if that is younger than the interval.
@@ -128,15 +137,31 @@ impl Hub {
         }
         self.demand.lock().listeners += 1;
         self.demand.changed.notify_all();
-        Listener { newest, demand: Arc::clone(&self.demand) }
+        Listener { newest, demand: Arc::clone(&self.demand), end: self.end_signal(), is_over: false }
     }
 
-    /// Waits for a reading that begins now, which all listeners get. Returns whether there are listeners, and it was taken.
+    /// Returns a client that waits for the last reading alone.
+    pub fn wait_for_last(&self) -> Waiter {
+        self.demand.lock().waiters += 1;
+        Waiter { newest: self.newest.clone(), demand: Arc::clone(&self.demand), end: self.end_signal() }
+    }
+
+    /// Returns the signal that [`Hub::end`] gives.
+    pub fn end_signal(&self) -> EndSignal {
+        EndSignal(self.has_ended.subscribe())
+    }
+
+    /// Ends all streams after the newest reading.
+    pub fn end(&self) {
+        self.has_ended.send_replace(true);
+    }
+
+    /// Waits for a reading that begins now, which all clients get. Returns whether there are clients, and it was taken.
     pub async fn take_last(&self) -> bool {
         let called = Instant::now();
         {
             let mut state = self.demand.lock();
-            if state.listeners == 0 {
+            if state.listeners == 0 && state.waiters == 0 {
                 return false;
             }
             state.is_due = true;
@@ -166,10 +191,46 @@ impl Drop for Hub {
     }
 }
 
+/// The signal that the newest reading is the last one.
+pub(crate) struct EndSignal(watch::Receiver<bool>);
+
+impl EndSignal {
+    /// Waits for the signal, or for the end of the hub.
+    pub async fn wait(&mut self) {
+        let _ = self.0.wait_for(|has_ended| *has_ended).await;
+    }
+}
+
+/// A client that waits for the last reading. No reading is taken for it before.
+pub(crate) struct Waiter {
+    newest: watch::Receiver<Option<Arc<Reading>>>,
+    demand: Arc<Demand>,
+    end: EndSignal,
+}
+
+impl Waiter {
+    /// Waits for the end, and returns the events of the last reading and of the end.
+    pub async fn last_events(&mut self) -> Bytes {
+        self.end.wait().await;
+        let newest = self.newest.borrow();
+        let last = newest.as_ref().map_or(&[][..], |reading| &reading.event[..]);
+        [last, END].concat().into()
+    }
+}
+
+impl Drop for Waiter {
+    fn drop(&mut self) {
+        self.demand.lock().waiters -= 1;
+    }
+}
+
 /// A client that waits for readings. While one exists, readings are taken.
 pub(crate) struct Listener {
     newest: watch::Receiver<Option<Arc<Reading>>>,
     demand: Arc<Demand>,
+    end: EndSignal,
+    /// Whether the event of the end has been returned.
+    is_over: bool,
 }
 
 impl Listener {
@@ -178,6 +239,22 @@ impl Listener {
     pub async fn next(&mut self) -> Option<Arc<Reading>> {
         self.newest.changed().await.ok()?;
         self.newest.borrow_and_update().clone()
+    }
+
+    /// Waits for the next server-sent event: a reading, or the end after the last reading. Returns `None` after that.
+    pub async fn next_event(&mut self) -> Option<Bytes> {
+        if self.is_over {
+            return None;
+        }
+        // A reading that is ready comes before the end.
+        let is_read = match future::select(pin!(self.newest.changed()), pin!(self.end.wait())).await {
+            Either::Left((changed, _)) => changed.is_ok(),
+            Either::Right(_) => {
+                self.is_over = true;
+                return Some(Bytes::from_static(END));
+            }
+        };
+        self.newest.borrow_and_update().as_ref().filter(|_| is_read).map(|reading| reading.event.clone())
     }
 }
 
@@ -239,6 +316,36 @@ mod tests {
             assert!(listener.next().await.is_some());
         });
         assert_eq!(readings.load(Ordering::Relaxed), 2);
+    }
+
+    #[test]
+    fn last_reading_and_end_reach_all_clients() {
+        let (hub, readings) = failing_hub(Duration::from_secs(600));
+        runtime().block_on(async {
+            let mut waiter = hub.wait_for_last();
+            let mut listener = hub.listen();
+            listener.next_event().await.unwrap();
+            assert!(hub.take_last().await);
+            hub.end();
+            assert!(listener.next_event().await.unwrap().starts_with(b"event: failure\n"));
+            assert_eq!((listener.next_event().await.as_deref(), listener.next_event().await), (Some(END), None));
+            let last = waiter.last_events().await;
+            assert!(last.starts_with(b"event: failure\n") && last.ends_with(END));
+        });
+        assert_eq!(readings.load(Ordering::Relaxed), 2);
+    }
+
+    #[test]
+    fn nothing_is_read_for_waiters_before_the_end() {
+        let (hub, readings) = failing_hub(Duration::from_millis(5));
+        let mut waiter = hub.wait_for_last();
+        thread::sleep(Duration::from_millis(50));
+        assert_eq!(readings.load(Ordering::Relaxed), 0);
+        runtime().block_on(async {
+            assert!(hub.take_last().await);
+            hub.end();
+            assert!(waiter.last_events().await.starts_with(b"event: failure\n"));
+        });
     }
 
     #[test]

@@ -4,13 +4,14 @@
 //! |---|---|
 //! | `/` | the page |
 //! | `/api/snapshot` | one snapshot, as `plimsoll watch --json` prints it |
-//! | `/api/events` | a server-sent event `snapshot` at each interval |
+//! | `/api/events` | a server-sent event `snapshot` at each interval, and `end` when the server ends |
+//! | `/api/events/last` | the server-sent events `snapshot` and `end` when the server ends, and none before |
 //! | `/metrics` | figures for Prometheus, in the OpenMetrics text format |
 //! | `/healthz` | `ok` |
 //! | `POST /login` | the form of the token, on servers that need one |
 
 use crate::access::{self, cookie_name};
-use crate::hub::{Hub, Listener, Reading};
+use crate::hub::{Hub, Listener, Reading, Waiter};
 use crate::page;
 use crate::token::Token;
 use axum::Router;
@@ -31,6 +32,10 @@ pub(crate) const LOGIN_PATH: &str = "/login";
 const MAX_FORM_BYTES: usize = 1024;
 /// Most time in which the form has to arrive.
 const FORM_TIMEOUT: Duration = Duration::from_secs(10);
+/// Time after which a stream without events gets a comment. A client that has gone is noticed by it.
+const COMMENT_PERIOD: Duration = Duration::from_secs(15);
+/// A server-sent event stream's comment.
+const COMMENT: &[u8] = b":\n\n";
 
 const TEXT: &str = "text/plain; charset=utf-8";
 const HTML: &str = "text/html; charset=utf-8";
@@ -53,6 +58,7 @@ pub(crate) fn router(state: Arc<State>) -> Router {
         .route("/", get(index))
         .route("/api/snapshot", get(snapshot))
         .route("/api/events", get(events))
+        .route("/api/events/last", get(last_events))
         .route("/metrics", get(metrics))
         .route("/healthz", get(health))
         .route(LOGIN_PATH, post(login))
@@ -100,8 +106,22 @@ async fn events(Shared(state): Shared<Arc<State>>) -> Response {
 
 /// Returns the next event of a stream, and the listener for those after it.
 async fn next_event(mut listener: Listener) -> Option<(Result<Bytes, Infallible>, Listener)> {
-    let reading = listener.next().await?;
-    Some((Ok(reading.event.clone()), listener))
+    let event = listener.next_event().await?;
+    Some((Ok(event), listener))
+}
+
+async fn last_events(Shared(state): Shared<Arc<State>>) -> Response {
+    let events = stream::unfold(Some(state.hub.wait_for_last()), next_of_last);
+    response(StatusCode::OK, EVENTS, Body::from_stream(events))
+}
+
+/// Returns the next part of a stream of the last events: a comment while there are none. `None` for the waiter is the end.
+async fn next_of_last(waiter: Option<Waiter>) -> Option<(Result<Bytes, Infallible>, Option<Waiter>)> {
+    let mut waiter = waiter?;
+    Some(match tokio::time::timeout(COMMENT_PERIOD, waiter.last_events()).await {
+        Ok(events) => (Ok(events), None),
+        Err(_) => (Ok(Bytes::from_static(COMMENT)), Some(waiter)),
+    })
 }
 
 /// Takes the form of the token. If it is right, sets the cookie and leads to the page.

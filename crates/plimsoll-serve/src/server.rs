@@ -1,11 +1,11 @@
 //! The listening socket, and the limits of its connections.
 
 use crate::access::LocalAddress;
-use crate::hub::Hub;
+use crate::hub::{EndSignal, Hub};
 use crate::routes::{State, router};
 use crate::token::Token;
 use axum::{Extension, Router};
-use futures_util::future;
+use futures_util::future::{self, Either};
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
@@ -35,8 +35,8 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// Most time for the last snapshot before the server ends.
 const LAST_SNAPSHOT_TIMEOUT: Duration = Duration::from_secs(1);
-/// Time in which clients get the last snapshot.
-const FLUSH_TIME: Duration = Duration::from_millis(100);
+/// Most time in which clients take the last snapshot.
+const FLUSH_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// The response to connections above [`MAX_CONNECTIONS`].
 const BUSY: &[u8] = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\ncontent-length: 0\r\n\r\n";
@@ -105,7 +105,8 @@ impl Server {
         self.stop.clone()
     }
 
-    /// Serves until [`Stop::stop`]; clients that listen then get one more snapshot. `take` takes a snapshot; it is called
+    /// Serves until [`Stop::stop`]. Streams of events then get one more snapshot and their end, and responses are
+    /// completed. `take` takes a snapshot; it is called
     /// at most once per `interval`, and only while a client waits for one.
     ///
     /// # Errors
@@ -121,51 +122,59 @@ impl Server {
         let state = Arc::new(State { hub, token: self.token, port: self.address.port() });
         runtime.block_on(async {
             let listener = TcpListener::from_std(self.listener).map_err(failed)?;
-            let accepted = accept(&listener, router(Arc::clone(&state)));
+            let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+            let accepted = accept(&listener, &state, &connections);
             future::select(pin!(accepted), pin!(self.stop.0.notified())).await;
-            if let Ok(true) = tokio::time::timeout(LAST_SNAPSHOT_TIMEOUT, state.hub.take_last()).await {
-                // The tasks of the connections write it meanwhile.
-                tokio::time::sleep(FLUSH_TIME).await;
-            }
+            // Without a last snapshot, the newest one is the last.
+            let _ = tokio::time::timeout(LAST_SNAPSHOT_TIMEOUT, state.hub.take_last()).await;
+            state.hub.end();
+            // A client that takes longer is cut off.
+            let all_closed = connections.acquire_many(MAX_CONNECTIONS as u32);
+            let _ = tokio::time::timeout(FLUSH_TIMEOUT, all_closed).await;
             Ok(())
         })
     }
 }
 
 /// Accepts connections, and serves each in a task of its own.
-async fn accept(listener: &TcpListener, router: Router) {
-    let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+async fn accept(listener: &TcpListener, state: &Arc<State>, connections: &Arc<Semaphore>) {
+    let router = router(Arc::clone(state));
     loop {
         let Ok((stream, _)) = listener.accept().await else {
             tokio::time::sleep(ACCEPT_PAUSE).await;
             continue;
         };
-        let Ok(permit) = Arc::clone(&connections).try_acquire_owned() else {
+        let Ok(permit) = Arc::clone(connections).try_acquire_owned() else {
             let _ = stream.try_write(BUSY);
             continue;
         };
-        let router = router.clone();
+        let (router, end) = (router.clone(), state.hub.end_signal());
         tokio::spawn(async move {
-            serve_connection(stream, router).await;
+            serve_connection(stream, router, end).await;
             drop(permit);
         });
     }
 }
 
-/// Serves the requests of one connection, one after the other.
-async fn serve_connection(stream: TcpStream, router: Router) {
+/// Serves the requests of one connection, one after the other. At the end of the server, completes the response that is
+/// being sent, and closes the connection.
+async fn serve_connection(stream: TcpStream, router: Router, mut end: EndSignal) {
     let Ok(local) = stream.local_addr() else { return };
     let _ = stream.set_nodelay(true);
     let mut stream = TimeoutStream::new(stream);
     stream.set_write_timeout(Some(WRITE_TIMEOUT));
     let service = TowerToHyperService::new(router.layer(Extension(LocalAddress(local))));
-    let served = http1::Builder::new()
+    let connection = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(HEAD_TIMEOUT)
         .max_buf_size(MAX_HEAD_BYTES)
         .max_headers(MAX_HEADERS)
-        .serve_connection(TokioIo::new(Box::pin(stream)), service)
-        .await;
+        .serve_connection(TokioIo::new(Box::pin(stream)), service);
+    let mut connection = pin!(connection);
     // A client that breaks off or sends no HTTP is no failure of the server.
-    drop(served);
+    let has_ended = matches!(future::select(connection.as_mut(), pin!(end.wait())).await, Either::Right(_));
+    if has_ended {
+        connection.as_mut().graceful_shutdown();
+        let _ = connection.await;
+    }
 }

@@ -7,6 +7,8 @@ use serde_json::Value;
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
+use std::path::Path;
+use std::process::Command;
 use std::thread;
 use std::time::Duration;
 
@@ -105,14 +107,37 @@ fn growing_run_reaches_the_page() {
     assert_eq!((&last["run"]["step"], &last["run"]["loss"]), (&result["steps"], &result["loss"]["last"]));
 }
 
-/// Reads the events of a page until its server ends the stream, and returns the snapshots.
+/// Reads the events of a page until its server ends the stream, and returns the snapshots. Fails unless the last event is
+/// the end, and the response is complete.
 fn snapshots_until_end(address: &str, headers: &str) -> Vec<Value> {
     let mut stream = TcpStream::connect(address).unwrap();
     stream.set_read_timeout(Some(TIMEOUT)).unwrap();
     write!(stream, "GET /api/events HTTP/1.1\r\nhost: {address}\r\n{headers}\r\n").unwrap();
-    // The stream breaks off in the middle of a message when the process ends.
-    let lines = BufReader::new(stream).lines().map_while(Result::ok);
-    lines.filter_map(|line| Some(serde_json::from_str(line.strip_prefix("data: ")?).unwrap())).collect()
+    let mut text = String::new();
+    stream.read_to_string(&mut text).expect("the connection is closed, not reset");
+    assert!(text.contains("event: end\n") && text.ends_with("\r\n0\r\n\r\n"), "{text}");
+    let snapshots = text.split("event: snapshot\ndata: ").skip(1);
+    snapshots.map(|rest| serde_json::from_str(rest.lines().next().unwrap()).unwrap()).collect()
+}
+
+/// Returns whether a process, given by its folder in `/proc`, serves the page of a run and works in a folder.
+fn serves_page(process: &Path, folder: &Path) -> bool {
+    let command = fs::read_to_string(process.join("cmdline")).unwrap_or_default();
+    let is_here = fs::read_link(process.join("cwd")).is_ok_and(|cwd| cwd == folder);
+    is_here && command.contains("--serve-standard-input")
+}
+
+/// Returns the id of the process that serves the page of the run in a workspace.
+fn page_process(workspace: &Workspace) -> String {
+    let folder = fs::canonicalize(workspace.path(".")).unwrap();
+    let mut processes = fs::read_dir("/proc").unwrap().map(|entry| entry.unwrap().path());
+    let found = processes.find(|process| serves_page(process, &folder)).expect("the page has a process");
+    found.file_name().unwrap().to_str().unwrap().to_owned()
+}
+
+/// Sends a signal to a process.
+fn signal(process: &str, name: &str) {
+    assert!(Command::new("sh").args(["-c", "kill -s \"$0\" \"$1\"", name, process]).status().unwrap().success());
 }
 
 /// Returns the address that a run has printed for its page.
@@ -141,6 +166,54 @@ fn page_of_a_run_ends_with_it() {
     assert_eq!((&last["state"], &last["step"]), (&"done".into(), &result["steps"]));
     assert_eq!(last["loss"], result["loss"]["last"]);
     assert!(TcpStream::connect(&address).is_err(), "the server has ended");
+}
+
+/// Starts a run with a page, and returns it with the address once the page answers.
+fn run_with_page(workspace: &Workspace) -> (Running, String) {
+    let mut run = workspace.start(&["train", "run.toml", "--serve", "127.0.0.1:0"]);
+    let output = run.stdout_path();
+    let text = || fs::read_to_string(&output).unwrap();
+    assert!(run.wait_until(|| text().contains("until the run ends")), "{}", run.stderr());
+    let address = page_address(&text());
+    assert_eq!(get(&address, "/healthz", ""), (200, "ok\n".to_owned()));
+    (run, address)
+}
+
+#[test]
+fn signals_to_all_processes_leave_the_page() {
+    let workspace = Workspace::new(&LONG);
+    let (run, address) = run_with_page(&workspace);
+    let page = page_process(&workspace);
+    let watched = address.clone();
+    let watching = thread::spawn(move || snapshots_until_end(&watched, ""));
+    thread::sleep(Duration::from_millis(300));
+    ["TERM", "INT", "HUP"].iter().for_each(|name| signal(&page, name));
+    run.signal("TERM");
+    let seen = watching.join().unwrap();
+    let ended = run.wait();
+    assert!(ended.code == Some(4) && !ended.stderr.contains("the page"), "{}", ended.stderr);
+    assert_eq!(seen[seen.len() - 1]["run"]["state"], "stopped");
+    assert!(TcpStream::connect(&address).is_err(), "the server has ended");
+}
+
+#[test]
+fn early_end_of_the_page_is_noted() {
+    let workspace = Workspace::new(&LONG);
+    let (run, address) = run_with_page(&workspace);
+    signal(&page_process(&workspace), "KILL");
+    let ended = run.wait();
+    let note =
+        format!("note: the page at http://{address} has ended (signal: 9 (SIGKILL)); the run goes on without it\n");
+    assert_eq!((ended.code, ended.stderr), (Some(0), note));
+}
+
+#[test]
+fn view_refuses_a_page_with_a_token() {
+    let workspace = Workspace::new(&SMALL);
+    let refused = ["train", "run.toml", "--progress", "tui", "--serve", "0.0.0.0:0"];
+    let refusal = workspace.expect_refusal(2, &refused);
+    assert!(refusal.contains("would cover the token") && refusal.contains("--progress line"), "{refusal}");
+    assert!(!workspace.path("run").exists());
 }
 
 #[test]

@@ -75,9 +75,19 @@ impl Served {
 
     /// Opens the stream of events.
     pub fn events(&self) -> Events {
+        Events(BufReader::new(self.open("/api/events")))
+    }
+
+    /// Sends a GET request, and returns the connection before the response.
+    pub fn open(&self, path: &str) -> TcpStream {
         let mut stream = self.connect();
-        write!(stream, "GET /api/events HTTP/1.1\r\nhost: {}\r\n\r\n", self.address).unwrap();
-        Events(BufReader::new(stream))
+        write!(stream, "GET {path} HTTP/1.1\r\nhost: {}\r\n\r\n", self.address).unwrap();
+        stream
+    }
+
+    /// Ends the server.
+    pub fn stop(&self) {
+        self.stop.stop();
     }
 }
 

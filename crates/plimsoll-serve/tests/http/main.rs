@@ -3,6 +3,7 @@
 mod access;
 mod attach;
 mod client;
+mod end;
 mod forms;
 mod load;
 mod metrics;

@@ -1,6 +1,6 @@
 //! Puts a [`Snapshot`] together from readings, without reading anything itself.
 
-use super::run_state::RunEvents;
+use super::run_state::{MeasuredMemory, RunEvents};
 use super::{
     CpuSnapshot, DeviceSnapshot, HostSnapshot, ProcessSnapshot, RunSnapshot, RunState, SNAPSHOT_VERSION, Snapshot,
 };
@@ -153,7 +153,7 @@ impl RunReadings<'_> {
             by_category: plan.by_category.clone(),
             by_program: plan.by_program.clone(),
             timeline: plan.timeline.clone(),
-            memory_history: measured.map_or(vec![], |memory| memory.history().to_vec()),
+            memory_history: measured.map_or(vec![], MeasuredMemory::history),
             charges_bytes: Some(plan.charges_bytes),
             ..DeviceSnapshot::default()
         }

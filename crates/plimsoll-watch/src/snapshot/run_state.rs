@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, VecDeque};
 pub const MAX_FEED: usize = 100;
 /// Most steps of a run's history.
 pub const MAX_POINTS: usize = 512;
-/// Most steps with the measured memory of a device.
+/// Most points of a device's measured memory over a run.
 pub const MAX_MEMORY_POINTS: usize = 128;
 
 /// The events of a run so far, summed up. Its size does not grow with the length of the run.
@@ -51,12 +51,14 @@ pub struct MeasuredMemory {
     pub held_bytes: Bytes,
     /// Most bytes so far; `None` if the system does not report it.
     pub peak_bytes: Option<Bytes>,
-    /// Measurements at steps with even distances.
-    history: Vec<MemoryPoint>,
-    /// One measurement in this many is in `history`.
-    stride: u64,
-    /// Number of measurements so far.
-    count: u64,
+    /// The largest of each group of `group_size` consecutive measurements, in order. The last group may still grow.
+    largest: Vec<MemoryPoint>,
+    /// Number of measurements of a complete group; 0 before the first measurement.
+    group_size: u64,
+    /// Number of measurements in the last group.
+    last_group_size: u64,
+    /// The newest measurement; `None` before the first.
+    newest: Option<MemoryPoint>,
 }
 
 impl MeasuredMemory {
@@ -64,22 +66,48 @@ impl MeasuredMemory {
     fn add(&mut self, step: u64, held: &HeldMemory) {
         self.held_bytes = held.held_bytes;
         self.peak_bytes = self.peak_bytes.max(held.peak_bytes);
-        self.history.retain(|earlier| earlier.step < step);
-        if self.count.is_multiple_of(self.stride.max(1)) {
-            self.history.push(MemoryPoint { step, held_bytes: held.held_bytes });
+        let point = MemoryPoint { step, held_bytes: held.held_bytes };
+        self.newest = Some(point);
+        self.group_size = self.group_size.max(1);
+        let before = self.largest.len();
+        self.largest.retain(|earlier| earlier.step < step);
+        let is_open = self.largest.len() == before && self.last_group_size < self.group_size;
+        match self.largest.last_mut().filter(|_| is_open) {
+            Some(last) => {
+                self.last_group_size += 1;
+                *last = larger(*last, point);
+            }
+            None => {
+                self.last_group_size = 1;
+                self.largest.push(point);
+            }
         }
-        self.count += 1;
-        if self.history.len() > MAX_MEMORY_POINTS {
-            self.stride = 2 * self.stride.max(1);
-            let mut is_kept = [true, false].into_iter().cycle();
-            self.history.retain(|_| is_kept.next().unwrap_or(true));
+        // One more place is for the newest measurement.
+        if self.largest.len() >= MAX_MEMORY_POINTS {
+            self.merge_groups();
         }
     }
 
-    /// Returns the measurements at steps with even distances, in order.
-    pub fn history(&self) -> &[MemoryPoint] {
-        &self.history
+    /// Merges each group with the one after it.
+    fn merge_groups(&mut self) {
+        if self.largest.len().is_multiple_of(2) {
+            self.last_group_size += self.group_size;
+        }
+        self.group_size *= 2;
+        let merged = self.largest.chunks(2).filter_map(|pair| pair.iter().copied().reduce(larger));
+        self.largest = merged.collect();
     }
+
+    /// Returns the largest measurement of each group and then the newest one, in order: at most [`MAX_MEMORY_POINTS`].
+    pub fn history(&self) -> Vec<MemoryPoint> {
+        let newest = self.newest.filter(|newest| self.largest.last().is_none_or(|last| last.step < newest.step));
+        self.largest.iter().copied().chain(newest).collect()
+    }
+}
+
+/// Returns the later of two measurements, unless the earlier one is larger.
+fn larger(earlier: MemoryPoint, later: MemoryPoint) -> MemoryPoint {
+    if earlier.held_bytes > later.held_bytes { earlier } else { later }
 }
 
 impl RunEvents {
@@ -188,20 +216,42 @@ mod tests {
         assert_eq!(state.history_to_newest().last().map(|point| point.step), Some(3));
     }
 
+    fn held(mib: u64) -> HeldMemory {
+        HeldMemory { device: "cpu".into(), held_bytes: Bytes::mib(mib), peak_bytes: None }
+    }
+
     #[test]
     fn memory_history_stays_bounded_and_in_order() {
         let mut memory = MeasuredMemory::default();
-        let held = |mib| HeldMemory { device: "cpu".into(), held_bytes: Bytes::mib(mib), peak_bytes: None };
         for step in 1..=5000 {
             memory.add(step, &held(step));
             assert!(memory.history().len() <= MAX_MEMORY_POINTS);
         }
-        let history = memory.history().to_vec();
+        let history = memory.history();
         assert!(history.len() >= MAX_MEMORY_POINTS / 2, "{}", history.len());
         assert!(history.iter().all(|point| point.held_bytes == Bytes::mib(point.step)), "{history:?}");
-        assert!(history.is_sorted_by(|a, b| a.step < b.step) && history[0].step == 1, "{history:?}");
+        assert!(history.is_sorted_by(|a, b| a.step < b.step), "{history:?}");
         memory.add(100, &held(7));
-        assert!(memory.history().iter().all(|point| point.step <= 100), "{:?}", memory.history());
+        let history = memory.history();
+        assert!(history.is_sorted_by(|a, b| a.step < b.step), "{history:?}");
+        assert_eq!(history.last(), Some(&MemoryPoint { step: 100, held_bytes: Bytes::mib(7) }));
+    }
+
+    #[test]
+    fn thinning_keeps_spikes_and_newest_measurement() {
+        // Measurements are taken by time, so their steps have uneven distances.
+        let steps: Vec<u64> = (1..=3000).map(|number| number * number).collect();
+        for spike in [1, 2, 777, 1024, 2998] {
+            let mut memory = MeasuredMemory::default();
+            for (index, step) in steps.iter().enumerate() {
+                memory.add(*step, &held(if index == spike { 900 } else { 40 + index as u64 % 3 }));
+                let history = memory.history();
+                assert!(history.len() <= MAX_MEMORY_POINTS, "{}", history.len());
+                assert_eq!(history.last().map(|point| point.step), Some(*step));
+            }
+            let expected = MemoryPoint { step: steps[spike], held_bytes: Bytes::mib(900) };
+            assert!(memory.history().contains(&expected), "spike at step {}", steps[spike]);
+        }
     }
 
     #[test]

@@ -7,10 +7,15 @@ use plimsoll_serve::server::Server;
 use plimsoll_serve::token::Token;
 use plimsoll_watch::snapshot::Snapshot;
 use rustix::process::nice;
-use std::io::{self, ErrorKind};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::flag::register;
+use std::io::{self, ErrorKind, Read};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
 use std::os::unix::process::parent_id;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::thread;
 use std::time::Duration;
 
@@ -37,6 +42,11 @@ pub fn bind(address: Option<SocketAddr>) -> Result<Server, Failure> {
         let failure = Failure::input(format!("{}: cannot listen there: {error}", address.unwrap_or(default)));
         failure.hint("choose another port of this machine, or let the system choose one: --serve 127.0.0.1:0")
     })
+}
+
+/// Returns whether other machines reach an address, so that its server needs a token.
+pub fn needs_token(address: SocketAddr) -> bool {
+    !address.ip().to_canonical().is_loopback()
 }
 
 /// Prints the token of a server that other machines reach, once, and how they reach it.
@@ -68,32 +78,71 @@ pub fn serve(
     server.run(period, take)
 }
 
-/// Serves the page on the socket that is the standard input of this process, until SIGTERM or the end of `run`, the
-/// process that started this one. The environment variable `PLIMSOLL_TOKEN` holds the token, if it needs one.
+/// Serves the page on the socket that is the standard input of this process, until `run`, the process that started this
+/// one, ends or asks for it on the connection that is the standard output. The environment variable `PLIMSOLL_TOKEN`
+/// holds the token, if it needs one.
+///
+/// A job manager that ends a job signals all its processes. The run then saves, which can take minutes, so this process
+/// ignores these signals until the run ends.
 ///
 /// # Errors
-/// Standard input is no listening socket, or the system refuses a thread.
+/// Standard input is no listening socket, standard output is no connection, or the system refuses a thread.
 pub fn serve_standard_input(
     run: u32,
     period: Duration,
     take: impl FnMut() -> Result<Snapshot, Failure> + Send + 'static,
 ) -> Result<(), Failure> {
+    for signal in [SIGINT, SIGTERM, SIGHUP] {
+        // If the handler cannot be installed, the signal ends this process, and the run goes on.
+        let _ = register(signal, Arc::new(AtomicBool::new(false)));
+    }
     let failed = |error: io::Error| Failure::input(format!("standard input is no socket to serve: {error}"));
+    let unconnected = |error: io::Error| Failure::input(format!("standard output is no connection: {error}"));
+    let connection = UnixStream::from(io::stdout().as_fd().try_clone_to_owned().map_err(unconnected)?);
+    connection.set_read_timeout(Some(PARENT_PERIOD)).map_err(unconnected)?;
     let socket = io::stdin().as_fd().try_clone_to_owned().map_err(failed)?;
     let token = std::env::var(TOKEN_VARIABLE).ok().and_then(|digits| Token::parse(&digits));
     let server = Server::listening(TcpListener::from(socket), token).map_err(failed)?;
     // A system that refuses runs the server at the priority of the run.
     let _ = nice(NICENESS);
     let stop = server.stopper();
-    let by_signal = stop.clone();
-    signals::on_first(move || by_signal.stop())?;
     let parent = thread::Builder::new().name("parent".into()).stack_size(128 << 10);
     let started = parent.spawn(move || {
-        while parent_id() == run {
-            thread::sleep(PARENT_PERIOD);
-        }
+        wait_for_end(connection, run);
         stop.stop();
     });
     started.map_err(|_| Failure::no_thread("to watch for the end of the run"))?;
     server.run(period, take)
+}
+
+/// Waits until `run` asks for the end with a byte on the connection, or is no longer the parent of this process.
+fn wait_for_end(mut connection: UnixStream, run: u32) {
+    while parent_id() == run {
+        match connection.read(&mut [0]) {
+            // While a process ends, its connection closes before it has released all its files.
+            Ok(0) => thread::sleep(PARENT_PERIOD),
+            Ok(_) => return,
+            // The system may name the read timeout in two ways.
+            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {}
+            Err(_) => thread::sleep(PARENT_PERIOD),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+
+    #[test]
+    fn byte_or_other_parent_ends_the_wait() {
+        let (connection, mut run_end) = UnixStream::pair().unwrap();
+        connection.set_read_timeout(Some(PARENT_PERIOD)).unwrap();
+        wait_for_end(connection.try_clone().unwrap(), parent_id() + 1);
+        let waiting = thread::spawn(move || wait_for_end(connection, parent_id()));
+        thread::sleep(2 * PARENT_PERIOD);
+        assert!(!waiting.is_finished());
+        run_end.write_all(&[0]).unwrap();
+        waiting.join().unwrap();
+    }
 }

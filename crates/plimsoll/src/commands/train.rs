@@ -4,7 +4,7 @@ use super::page_process::RunPage;
 use super::plan::{refuse_or_prompt, refuse_preparation, title};
 use super::rates::measure_in_child;
 use super::ray::with_remote_devices;
-use super::serve::bind;
+use super::serve::{bind, needs_token};
 use super::view_process::{ProgressDisplay, RunView};
 use crate::args::{ProgressForm, TrainArgs};
 use crate::output;
@@ -101,7 +101,7 @@ pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
     };
     let mut display = ProgressDisplay::new(view.clone(), create);
     let mut observer = |record: &Record| {
-        page.observe(record);
+        page.observe(view.is_open());
         observe(record, &outlook, &mut display);
     };
     let outcome = run.start(&mut observer, &stop);
@@ -114,7 +114,8 @@ pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
 /// Returns the form of the progress.
 ///
 /// # Errors
-/// The view is wanted, and standard input or output is no terminal, or `--stop-on-eof` reads standard input, too.
+/// The view is wanted, and standard input or output is no terminal, or `--stop-on-eof` reads standard input, too. Or the
+/// view would cover the token of the page.
 fn checked_form(args: &TrainArgs) -> Result<ProgressForm, Failure> {
     let form = args.progress();
     if form != ProgressForm::Tui {
@@ -123,6 +124,13 @@ fn checked_form(args: &TrainArgs) -> Result<ProgressForm, Failure> {
     if args.stop_on_eof {
         return Err(Failure::input("--progress tui: the view and --stop-on-eof would both read standard input")
             .hint("leave one of them out"));
+    }
+    if let Some(Some(address)) = args.serve
+        && needs_token(address)
+    {
+        return Err(Failure::input(format!("--progress tui: the view would cover the token that {address} needs"))
+            .hint("--progress line, and in another terminal: plimsoll watch RUN_DIR")
+            .hint("or serve on this machine only: --serve without an address"));
     }
     if !io::stdin().is_terminal() || !io::stdout().is_terminal() {
         return Err(Failure::input("--progress tui: standard input and output are no terminal")
