@@ -3,6 +3,7 @@
 //! A case is a function of (seed, number): a failed one is repeated alone with `--seed N --case K`. Cases run one after
 //! another in a worker process, so that a fault in the guard pages of an arena ends one case and not the soak.
 
+mod advice;
 mod budget;
 pub mod case;
 mod checks;
@@ -127,6 +128,8 @@ enum Part {
     Budget,
     /// Plans never get worse with more memory, and remedies are the least that is enough
     Monotone,
+    /// Recommended commands give the bytes and the speed that they state
+    Advice,
 }
 
 impl Options {
@@ -141,7 +144,8 @@ impl Options {
 
     /// Returns whether each case starts the program, in processes of its own.
     fn starts_program(&self) -> bool {
-        matches!(self.only, Some(Part::Refusals | Part::Teams | Part::Hostile | Part::Budget | Part::Monotone))
+        use Part::{Advice, Budget, Hostile, Monotone, Refusals, Teams};
+        matches!(self.only, Some(Refusals | Teams | Hostile | Budget | Monotone | Advice))
     }
 
     /// Returns the models of the runs under tight load lines.
@@ -163,6 +167,7 @@ impl Options {
             Some(Part::Teams) => teams::run_team(binary, case.seed, case.number),
             Some(Part::Budget) => budget::run_budget(binary, self.budget_models(), case.seed, case.number),
             Some(Part::Monotone) => monotone::run_question(binary, case.seed, case.number),
+            Some(Part::Advice) => advice::run_advice(binary, self.seed, case.number),
             Some(Part::Plans) => plans::run_plan(case.seed, case.number, self.size, self.device, self.dtype),
             _ => checks::run_case(case),
         }
