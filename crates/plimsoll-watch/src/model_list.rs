@@ -2,9 +2,10 @@
 //! `plimsoll init`. Each row comes from a plan of that model; nothing here estimates.
 
 use crate::text::{columns, count, excerpt, percent};
-use plimsoll_core::{Bytes, Parallelism, Plan, RecomputeLevel, Rung, format_count};
+use plimsoll_core::{Bytes, Parallelism, Plan, RecomputeLevel, Remedy, Rung, format_count};
 use serde::Serialize;
 use std::cmp::Ordering;
+use std::collections::BTreeMap;
 
 /// Version of the JSON form of [`ModelList`]. It changes when a field changes its meaning or is removed.
 pub const MODELS_VERSION: u32 = 1;
@@ -75,6 +76,15 @@ pub enum ModelOrigin {
 pub struct PlannedModel {
     /// Name of the preset, or path of the folder.
     pub model: String,
+    /// Name for tables and questions: `ORG/NAME` for a model in the cache of Hugging Face, else `model`.
+    #[serde(skip)]
+    pub label: String,
+    /// Value of `--model` that names the model, also if a folder has the name of the preset.
+    #[serde(skip)]
+    pub argument: String,
+    /// Whether the model has weights here, so that training need not start from random ones.
+    #[serde(skip)]
+    pub has_weights: bool,
     /// Origin of the model.
     pub origin: ModelOrigin,
     /// Number of parameters.
@@ -114,11 +124,13 @@ pub struct PredictedPeak {
 }
 
 /// Least memory with which a model would fit. Either figure alone is enough.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct MissingMemory {
-    /// Least load line of the device; `None` if it is not known.
+    /// Least load line of the device, or of the first device in `load_lines`; `None` if it is not known.
     pub device_bytes: Option<Bytes>,
+    /// Load lines that together are enough, by device name. Empty for a single device, or if they are not known.
+    pub load_lines: BTreeMap<String, Bytes>,
     /// Least host memory for offloaded tensors; `None` if none is enough, or if it is not known.
     pub host_bytes: Option<Bytes>,
 }
@@ -144,11 +156,15 @@ impl PlannedModel {
     /// Stores what a refused plan needs.
     pub fn set_refusal(&mut self, refused: &Plan) {
         let needs = || refused.needs.iter().filter(|need| need.file_bytes.is_none());
-        let line = needs().filter(|need| need.host_bytes.is_none()).map(|need| need.budget_bytes).min();
-        let host = needs().filter_map(|need| need.host_bytes).min();
+        let lines = needs().filter(|need| need.host_bytes.is_none()).min_by_key(|need| need.budget_bytes);
+        let host_bytes = needs().filter_map(|need| need.host_bytes).min();
+        let several = refused.devices.len() + refused.excluded.len() > 1;
+        let named = lines.filter(|need| several || !need.other_budget_bytes.is_empty());
+        let load_lines = named.map(|need| load_lines(need, refused)).unwrap_or_default();
         self.fit = Fit::DoesNotFit;
-        self.missing =
-            (line.is_some() || host.is_some()).then_some(MissingMemory { device_bytes: line, host_bytes: host });
+        let device_bytes = lines.map(|need| need.budget_bytes);
+        let is_known = device_bytes.is_some() || host_bytes.is_some();
+        self.missing = is_known.then_some(MissingMemory { device_bytes, load_lines, host_bytes });
     }
 
     /// Returns the name of the method: `full` or `lora`, with its rungs.
@@ -168,7 +184,7 @@ impl PlannedModel {
     pub fn outcome(&self) -> String {
         match self.fit {
             Fit::NotPlanned => "not planned: the time ran out".to_owned(),
-            Fit::DoesNotFit => self.missing.map_or("does not fit".to_owned(), |missing| missing.text()),
+            Fit::DoesNotFit => self.missing.as_ref().map_or("does not fit".to_owned(), |missing| missing.text()),
             Fit::Fits => {
                 let speed = self.tokens_per_second.map_or_else(|| "-".to_owned(), speed_text);
                 let simulated = if self.simulated { " (simulated)" } else { "" };
@@ -187,12 +203,25 @@ impl PlannedModel {
 impl MissingMemory {
     /// Describes the least memory that is enough.
     fn text(&self) -> String {
+        let lines = self.load_lines.iter().map(|(device, bytes)| format!("{bytes} on {}", excerpt(device)));
+        let lines = lines.collect::<Vec<_>>().join(" and ");
+        let named = (!lines.is_empty()).then(|| format!("load lines of {lines}"));
         let parts = [
-            self.device_bytes.map(|bytes| format!("a load line of {bytes}")),
+            named.or_else(|| self.device_bytes.map(|bytes| format!("a load line of {bytes}"))),
             self.host_bytes.map(|bytes| format!("{bytes} on the host")),
         ];
         format!("does not fit: needs {}", parts.into_iter().flatten().collect::<Vec<_>>().join(", or "))
     }
+}
+
+/// Returns the load lines that a remedy sets, by device name.
+fn load_lines(remedy: &Remedy, refused: &Plan) -> BTreeMap<String, Bytes> {
+    let mut lines = remedy.other_budget_bytes.clone();
+    if let Some(first) = refused.devices.first() {
+        let line = lines.entry(first.name.clone()).or_default();
+        *line = (*line).max(remedy.budget_bytes);
+    }
+    lines
 }
 
 /// Returns the choices of a plan, besides its rungs, that cost speed.
@@ -265,7 +294,7 @@ fn rank(model: &PlannedModel, useful: f64) -> u8 {
 
 fn compare(one: &PlannedModel, other: &PlannedModel, useful: f64) -> Ordering {
     let by_rank = rank(one, useful).cmp(&rank(other, useful));
-    let by_loss = || one.rungs.cmp(&other.rungs);
+    let by_loss = || compare_loss(&one.rungs, &other.rungs);
     let by_size = || other.parameters.cmp(&one.parameters);
     let by_name = || one.model.cmp(&other.model);
     let speed = |model: &PlannedModel| model.tokens_per_second.unwrap_or(0.0);
@@ -276,13 +305,20 @@ fn compare(one: &PlannedModel, other: &PlannedModel, useful: f64) -> Ordering {
     })
 }
 
+/// Compares two methods by loss: first by their number of lossy rungs, then by the rungs themselves, the most lossy first.
+fn compare_loss(one: &[Rung], other: &[Rung]) -> Ordering {
+    let by_rung = |rung: Rung| one.contains(&rung).cmp(&other.contains(&rung));
+    let most_first = [Rung::Lora, Rung::Nf4, Rung::Int8, Rung::Adam8bit, Rung::Bf16];
+    most_first.into_iter().map(by_rung).fold(one.len().cmp(&other.len()), Ordering::then)
+}
+
 /// Returns the cells of a model in the table.
 fn cells(model: &PlannedModel) -> Vec<String> {
     let unknown = || "-".to_owned();
     let simulated = if model.simulated { " (simulated)" } else { "" };
     let peaks: Vec<String> = model.peaks.iter().map(|peak| peak.peak_bytes.to_string()).collect();
     vec![
-        excerpt(&model.model),
+        excerpt(&model.label),
         count(model.parameters as f64),
         model.method(),
         model.tokens_per_second.map_or_else(unknown, |speed| format!("{}{simulated}", speed_text(speed))),
@@ -312,6 +348,9 @@ mod tests {
     fn model(name: &str, parameters: u64, rungs: &[Rung], speed: Option<f64>) -> PlannedModel {
         PlannedModel {
             model: name.to_owned(),
+            label: name.to_owned(),
+            argument: name.to_owned(),
+            has_weights: false,
             origin: ModelOrigin::Preset,
             parameters,
             rungs: rungs.to_vec(),
@@ -362,14 +401,45 @@ mod tests {
     }
 
     #[test]
+    fn least_loss_comes_first() {
+        let [bf16, adam8bit, lora, int8, nf4] = Rung::ALL;
+        let expected: [&[Rung]; 10] = [
+            &[],
+            &[bf16],
+            &[adam8bit],
+            &[lora],
+            &[bf16, adam8bit],
+            &[bf16, lora],
+            &[lora, int8],
+            &[lora, nf4],
+            &[bf16, lora, int8],
+            &[bf16, lora, nf4],
+        ];
+        let mut methods = expected;
+        methods.reverse();
+        methods.sort_by(|one, other| compare_loss(one, other));
+        assert_eq!(methods, expected);
+    }
+
+    #[test]
     fn table_names_missing_memory() {
         let mut short = model("big\u{1b}[31m", 7_000_000_000, &[Rung::Lora, Rung::Nf4], None);
-        short.missing = Some(MissingMemory { device_bytes: Some(Bytes::gib(9)), host_bytes: Some(Bytes::gib(30)) });
+        let mut missing = MissingMemory {
+            device_bytes: Some(Bytes::gib(9)),
+            load_lines: BTreeMap::new(),
+            host_bytes: Some(Bytes::gib(30)),
+        };
+        short.missing = Some(missing.clone());
+        let mut team = model("team", 8_000_000_000, &[], None);
+        missing.load_lines =
+            [("cuda:1", Bytes::gib(9)), ("cuda:2", Bytes::gib(5))].map(|(name, line)| (name.to_owned(), line)).into();
+        team.missing = Some(missing);
         let mut fits = model("small", 1_000_000, &[Rung::Bf16], Some(512.0));
         fits.peaks =
             vec![PredictedPeak { device: "cpu".to_owned(), peak_bytes: Bytes::gib(1), budget_bytes: Bytes::gib(4) }];
         fits.given_up = vec!["recompute in 2 of 4 layers".to_owned()];
-        let text = list(vec![short, fits]).table();
+        let text = list(vec![short, team, fits]).table();
+        assert!(text.contains("needs load lines of 9.00 GiB on cuda:1 and 5.00 GiB on cuda:2, or 30.00 GiB"), "{text}");
         assert!(text.contains("does not fit: needs a load line of 9.00 GiB, or 30.00 GiB on the host"), "{text}");
         assert!(
             text.contains("lora+nf4") && text.contains("full+bf16") && text.contains("25 %  recompute in 2"),

@@ -3,6 +3,12 @@
 mod common;
 
 use common::{SMALL, Workspace, converse};
+use rustix::process::{Pid, Signal, kill_process};
+use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
+use rustix::termios::{LocalModes, tcgetattr};
+use std::fs::{File, OpenOptions};
+use std::io::Read;
+use std::process::{Command, Stdio};
 
 /// Flags that answer every question for the model of a workspace.
 const ANSWERS: [&str; 18] = [
@@ -69,6 +75,12 @@ fn existing_run_file_stays_without_force() {
     workspace.succeed(&init(&[&with("--out", "run.toml")[..], &["--force"]].concat()));
     assert!(workspace.read("run.toml").starts_with("# Run file of Plimsoll"));
     assert!(workspace.expect_refusal(2, &init(&with("--out", "model"))).contains("model is a folder"));
+    for (out, says) in [("train.jsonl", "training data"), ("model/config.json", "files of the model")] {
+        let before = workspace.read(out);
+        let refusal = workspace.expect_refusal(2, &init(&[&with("--out", out)[..], &["--force"]].concat()));
+        assert!(refusal.contains(says), "{refusal}");
+        assert_eq!(workspace.read(out), before);
+    }
 }
 
 #[test]
@@ -79,6 +91,9 @@ fn questions_need_a_terminal() {
     let usage = workspace.run(&["init", "--yes"]);
     assert_eq!(usage.code, Some(2));
     assert!(usage.stderr.contains("--model") && usage.stderr.contains("--data"), "{}", usage.stderr);
+    let usage = workspace.run(&init(&[&ANSWERS[..], &["--dir", "."]].concat()));
+    assert_eq!(usage.code, Some(2));
+    assert!(usage.stderr.contains("--dir"), "{}", usage.stderr);
 }
 
 #[test]
@@ -95,7 +110,11 @@ fn unusable_answers_write_no_file() {
         (2, "--devices", "rtx3090", "`rtx3090` is a device on paper"),
         (2, "--allow", "nf5", "nf5"),
         (2, "--batch-tokens", "100", "--batch-tokens: 100 tokens in a step"),
+        (2, "--out", "first/run.toml", "plimsoll train writes its own run.toml"),
+        (2, "--out", "model/new.toml", "among the files of the model"),
         (3, "--devices", "cpu=20MiB", "does not fit"),
+        // The processor, on which the run would fit, is not taken unless it is named.
+        (3, "--devices", "virtual:a=20MiB@0.5", "or train on the processor: --devices cpu"),
     ] {
         let refusal = workspace.expect_refusal(code, &init(&with(flag, value)));
         assert!(refusal.contains(says), "{flag} {value}: {refusal}");
@@ -112,11 +131,12 @@ fn unusable_answers_write_no_file() {
 #[test]
 fn refused_run_hints_commands_that_fit() {
     let workspace = Workspace::new(&SMALL);
-    let refusal = workspace.expect_refusal(3, &init(&with("--devices", "cpu=20MiB")));
+    workspace.write("new.toml", "");
+    let refusal = workspace.expect_refusal(3, &init(&[&with("--devices", "cpu=20MiB")[..], &["--force"]].concat()));
     let (_, command) = refusal.split_once(": plimsoll ").unwrap_or_else(|| panic!("{refusal}"));
     let words: Vec<&str> = command.lines().next().unwrap().split(' ').collect();
     workspace.succeed(&words);
-    assert!(workspace.path("new.toml").exists());
+    assert!(workspace.read("new.toml").starts_with("# Run file of Plimsoll"));
 }
 
 #[test]
@@ -139,16 +159,64 @@ fn dialogue_writes_the_run_file() {
     assert_eq!(code, Some(0), "{screen}");
     assert!(screen.contains("smollm2-135m") && screen.contains("tok/s (simulated)"), "{screen}");
     assert!(screen.contains("start:   plimsoll train new.toml"), "{screen}");
-    workspace.succeed(&["train", "new.toml", "--quiet"]);
-    assert_eq!(workspace.json("runs/model/result.json")["steps"], 2);
     // The command that repeats the answers gives the same file.
     let (_, again) = screen.split_once("again:   plimsoll ").unwrap_or_else(|| panic!("{screen}"));
     let again: Vec<&str> = again.trim().split(' ').collect();
-    let other_folder: Vec<&str> =
-        again.iter().map(|word| if *word == "runs/model" { "runs/b" } else { word }).collect();
     let written = workspace.read("new.toml");
-    workspace.succeed(&[&other_folder[..], &["--force"]].concat());
-    assert_eq!(workspace.read("new.toml"), written.replace("runs/model", "runs/b"));
+    workspace.write("new.toml", "");
+    workspace.succeed(&again);
+    assert_eq!(workspace.read("new.toml"), written);
+    workspace.succeed(&["train", "new.toml", "--quiet"]);
+    assert_eq!(workspace.json("runs/model/result.json")["steps"], 2);
+}
+
+#[test]
+fn unusable_flags_are_refused_before_questions() {
+    let workspace = Workspace::new(&SMALL);
+    std::fs::create_dir_all(workspace.path("taken/checkpoints")).unwrap();
+    for (flag, value, says) in [
+        ("--devices", "cuda:77", "cuda:77"),
+        ("--devices", "rtx3090", "is a device on paper"),
+        ("--out", "run.toml", "run.toml exists"),
+        ("--run-dir", "taken", "already holds a run"),
+        ("--budget", "much", "much"),
+    ] {
+        let (code, screen) = converse(&workspace, &["init", flag, value], &[]);
+        assert_eq!(code, Some(2), "{flag} {value}: {screen}");
+        let asks = screen.contains("Devices?") || screen.contains("given up");
+        assert!(screen.contains(says) && !asks, "{flag} {value}: {screen}");
+    }
+}
+
+#[test]
+fn signal_at_a_question_restores_terminal() {
+    let workspace = Workspace::new(&SMALL);
+    let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
+    grantpt(&master).unwrap();
+    unlockpt(&master).unwrap();
+    let name = ptsname(&master, Vec::new()).unwrap();
+    let terminal = OpenOptions::new().read(true).write(true).open(name.to_str().unwrap()).unwrap();
+    let end = || Stdio::from(terminal.try_clone().unwrap());
+    let mut child = Command::new(env!("CARGO_BIN_EXE_plimsoll"))
+        .arg("init")
+        .current_dir(workspace.path(""))
+        .env("PLIMSOLL_CACHE", workspace.path("cache"))
+        .stdin(end())
+        .stdout(end())
+        .stderr(end())
+        .spawn()
+        .unwrap();
+    let is_usable = || tcgetattr(&terminal).unwrap().local_modes.contains(LocalModes::ICANON | LocalModes::ECHO);
+    let mut master = File::from(master);
+    let (mut screen, mut some) = (String::new(), [0; 4096]);
+    while !screen.contains("Devices?") || is_usable() {
+        let count = master.read(&mut some).unwrap();
+        screen += &String::from_utf8_lossy(&some[..count]);
+    }
+    kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(4), "{screen}");
+    assert!(is_usable());
+    assert!(!workspace.path("new.toml").exists());
 }
 
 #[test]

@@ -22,6 +22,8 @@ fn row<'a>(rows: &'a [Value], model: &str, rungs: &[&str]) -> &'a Value {
 #[test]
 fn rows_are_plans_of_the_planner() {
     let workspace = Workspace::new(&SMALL);
+    // A folder with the name of a preset does not replace it.
+    std::fs::create_dir(workspace.path("smollm2-135m")).unwrap();
     let rows = list(&workspace, 0, &["--devices", "rtx3070=2GiB,host=4GiB", "--allow", "nf4", "--time", "60s"]);
     assert_eq!(rows.len(), 3 * 17, "each preset with three methods");
     let mut compared = 0;
@@ -75,6 +77,7 @@ fn folders_and_cache_are_listed_beside_presets() {
     let done = workspace
         .start_wrapped(&["env", "HF_HUB_CACHE=hub"], &[&["models", "--sequence", "64"], &devices[..]].concat());
     let done = done.wait();
+    assert!(done.stdout.contains("\na/tiny  "), "{}", done.stdout);
     assert!(done.stderr.contains("note: ./odd\\u{1b}[31m: "), "{}", done.stderr);
     assert!(!done.stderr.contains('\u{1b}') && !done.stdout.contains('\u{1b}'), "{}", done.stdout);
     assert!(done.stdout.starts_with("predicted for rtx3070 (600.00 MiB): sequences of 64 tokens"), "{}", done.stdout);
@@ -118,8 +121,15 @@ fn wrong_folders_and_devices_are_refused() {
         (["--dir", "missing"], "--dir missing: cannot be read"),
         (["--dir", "cache"], "--dir cache: no model is in it"),
         (["--devices", "rtx9999"], "rtx9999"),
+        (["--set", "model.preset=1b"], "--set model.preset: "),
+        (["--set", "train.rungs=[]"], "--set train.rungs: "),
+        (["--set", " train.method = lora"], "--set train.method: "),
     ] {
         let refusal = workspace.expect_refusal(2, &[&["models"], &flags[..]].concat());
         assert!(refusal.contains(says), "{refusal}");
     }
+    // All presets take fewer tokens in a sequence.
+    let done = workspace.start_wrapped(&["env", "HF_HUB_CACHE=hub"], &["models", "--sequence", "1000000"]).wait();
+    assert_eq!(done.code, Some(2), "{}{}", done.stdout, done.stderr);
+    assert!(done.stderr.contains("error: no model is left to list"), "{}", done.stderr);
 }

@@ -18,10 +18,10 @@ const COUNTED_BYTES_MAX: u64 = 256 << 20;
 const FIRST_LINE_BYTES_MAX: u64 = 16 << 20;
 
 /// The format and size of data files.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DataSummary {
-    /// Number of files.
-    pub files: usize,
+    /// The files.
+    pub files: Vec<PathBuf>,
     /// Bytes of all files.
     pub bytes: Bytes,
     /// Format of the documents.
@@ -59,20 +59,23 @@ pub fn inspect(patterns: &[String], vocab: Option<u64>) -> Result<DataSummary, D
         Err(DataError::Stopped) => false,
         Err(error) => return Err(error),
     };
-    Ok(DataSummary { files: files.len(), bytes: Bytes(bytes), format, documents, is_complete })
+    Ok(DataSummary { files, bytes: Bytes(bytes), format, documents, is_complete })
 }
 
-/// Returns the format of the first `.jsonl` file with a line that has `input_ids`; without one, all files are text.
+/// Returns the format of the first line that is not blank in the `.jsonl` files; without one, all files are text.
 fn recognize(files: &[PathBuf]) -> Result<Format, DataError> {
-    let mut lines = files.iter().filter(|file| matches!(file_kind(file, Format::Text), Ok(FileKind::JsonLines)));
-    match lines.next() {
-        Some(file) if has_token_ids(file)? => Ok(Format::Tokens),
-        _ => Ok(Format::Text),
+    for file in files.iter().filter(|file| matches!(file_kind(file, Format::Text), Ok(FileKind::JsonLines))) {
+        match has_token_ids(file)? {
+            Some(true) => return Ok(Format::Tokens),
+            Some(false) => return Ok(Format::Text),
+            None => {}
+        }
     }
+    Ok(Format::Text)
 }
 
-/// Returns whether the first line of a `.jsonl` file that is not blank has token ids.
-fn has_token_ids(file: &Path) -> Result<bool, DataError> {
+/// Returns whether the first line of a `.jsonl` file that is not blank has token ids; `None` if all lines are blank.
+fn has_token_ids(file: &Path) -> Result<Option<bool>, DataError> {
     #[derive(Deserialize)]
     struct Line {
         input_ids: Option<IgnoredAny>,
@@ -83,11 +86,11 @@ fn has_token_ids(file: &Path) -> Result<bool, DataError> {
     while reader.read_until(b'\n', &mut line).map_err(DataError::io("read", file))? > 0 {
         let text = line.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&line);
         if !text.trim_ascii().is_empty() {
-            return Ok(serde_json::from_slice(text).is_ok_and(|line: Line| line.input_ids.is_some()));
+            return Ok(Some(serde_json::from_slice(text).is_ok_and(|line: Line| line.input_ids.is_some())));
         }
         line.clear();
     }
-    Ok(false)
+    Ok(None)
 }
 
 #[cfg(test)]
@@ -104,10 +107,20 @@ mod tests {
     #[test]
     fn format_follows_from_the_first_line() {
         let tokens = inspect_file("a.jsonl", "\n{\"input_ids\": [1, 2]}\n{\"input_ids\": [3]}\n").unwrap();
-        assert_eq!((tokens.format, tokens.documents, tokens.files), (Format::Tokens, 1, 1));
+        assert_eq!((tokens.format, tokens.documents, tokens.files.len()), (Format::Tokens, 1, 1));
         let text = inspect_file("a.jsonl", "\u{feff}{\"text\": \"a\"}\n\n{\"text\": \"\"}\n{\"text\": \"b\"}").unwrap();
         assert_eq!((text.format, text.documents, text.is_complete), (Format::Text, 2, true));
         assert_eq!(inspect_file("a.txt", &"long ".repeat(50_000)).unwrap().documents, 1);
+    }
+
+    #[test]
+    fn files_without_a_line_leave_format_open() {
+        let dir = tempfile::tempdir().unwrap();
+        for (name, content) in [("a.jsonl", ""), ("b.jsonl", "\n \n"), ("c.jsonl", "{\"input_ids\": [1, 2]}\n")] {
+            std::fs::write(dir.path().join(name), content).unwrap();
+        }
+        let summary = inspect(&[dir.path().join("*.jsonl").to_string_lossy().into_owned()], Some(10)).unwrap();
+        assert_eq!((summary.format, summary.documents, summary.files.len()), (Format::Tokens, 1, 3));
     }
 
     #[test]

@@ -96,7 +96,8 @@ pub fn plan(run: &RunRequest, explain: bool) -> Result<PlannedRun, Failure> {
     Ok(PlannedRun { resolved, devices, outcome })
 }
 
-/// Plans a training run like [`plan`], but only on the devices that it names, and returns `None` if nothing fits on them.
+/// Plans a training run like [`plan`], but only on the devices that it names. Returns `None` if nothing fits on them
+/// together or on one of them.
 /// No remedies are searched for, so a refusal takes milliseconds instead of seconds. Ignores `run.deterministic`.
 ///
 /// # Errors
@@ -195,6 +196,23 @@ mod tests {
                 assert_eq!(quick.is_some(), full.fits, "{devices} {rungs}");
                 assert_eq!(quick, full.fits.then_some(full), "{devices} {rungs}");
             }
+        }
+    }
+
+    #[test]
+    fn plan_if_fits_tries_each_device_alone() {
+        let request = |devices: &str| {
+            let devices = format!("run.devices={devices}");
+            let rungs = "train.rungs=[\"lora\"]";
+            run_request(&["model.preset=smollm2-135m", &devices, rungs, "memory.host=1B", "run.fallback=none"])
+        };
+        let refused = plan(&request("virtual:a=100MiB@0.5"), false).unwrap().outcome.plan;
+        let least = refused.needs[0].budget_bytes.0.div_ceil(1 << 20);
+        // Slightly above the least load line, the charges of a team decide whether the device suffices.
+        for more in 0..4 {
+            let run = request(&format!("virtual:a={}MiB@0.5,virtual:b=100MiB@0.5", least + more));
+            let (full, quick) = (plan(&run, false).unwrap().outcome.plan, plan_if_fits(&run).unwrap());
+            assert_eq!(quick.map(|plan| plan.devices), full.fits.then_some(full.devices), "{least} + {more}");
         }
     }
 

@@ -112,19 +112,65 @@ impl<'a> Planner<'a> {
         }
     }
 
-    /// Plans the training run on one or several devices with the charges that they state. Stores the charges of the plan in
-    /// `devices`. Returns `None` if nothing fits on them together. No remedies are searched for, which makes a refusal
-    /// many times as fast as that of [`Planner::plan_run`].
+    /// Plans the training run on one or several devices with the charges that they state, like [`Planner::plan_run`].
+    /// Stores the charges of the plan in `devices`. Returns `None` if nothing fits on them together or on one of them
+    /// alone. No remedies are searched for, which makes a refusal many times as fast as that of [`Planner::plan_run`].
     ///
     /// # Errors
     /// The run file fixes choices that do not match the model, or a scratch file for several devices.
     pub fn plan_run_if_fits(&self, devices: &mut [DeviceSpec]) -> Result<Option<TeamOutcome>, Failure> {
-        if devices.len() > 1 {
-            add_team_charges(devices, self.run);
+        if devices.len() == 1 {
+            return self.settle_if_fits(devices, ProgramCharging::All);
         }
-        let mut programs = ProgramCharges::new(devices, ProgramCharging::All);
+        let charges_alone: Vec<Bytes> = devices.iter().map(|device| device.charges).collect();
+        add_team_charges(devices, self.run);
+        // Planning together changes the charges, also if nothing fits.
+        let as_team = devices.to_vec();
+        if let Some(outcome) = self.settle_if_fits(devices, ProgramCharging::All)? {
+            return Ok(Some(outcome));
+        }
+        devices.clone_from_slice(&as_team);
+        match self.run.run.parallelism.allows_single_device() {
+            true => self.plan_fastest_alone_if_fits(devices, &charges_alone),
+            false => Ok(None),
+        }
+    }
+
+    /// Plans the run for each device alone, like [`Planner::plan_fastest_alone`], without a search for remedies.
+    fn plan_fastest_alone_if_fits(
+        &self,
+        devices: &mut [DeviceSpec],
+        charges_alone: &[Bytes],
+    ) -> Result<Option<TeamOutcome>, Failure> {
+        let mut fastest: Option<(TeamOutcome, Vec<DeviceSpec>)> = None;
+        for number in 0..devices.len() {
+            if !devices[number].in_process() || charges_alone[number] >= devices[number].charges {
+                continue;
+            }
+            let mut candidates = devices.to_vec();
+            candidates[number].charges = charges_alone[number];
+            let charging = ProgramCharging::Alone(number);
+            let Some(outcome) = self.settle_if_fits(&mut candidates, charging)? else { continue };
+            let step_seconds = outcome.plan.predicted.step_seconds;
+            let is_faster = fastest.as_ref().is_none_or(|(best, _)| step_seconds < best.plan.predicted.step_seconds);
+            if charging.applies_to(&outcome) && is_faster {
+                fastest = Some((outcome, candidates));
+            }
+        }
+        let Some((outcome, candidates)) = fastest else { return Ok(None) };
+        devices.clone_from_slice(&candidates);
+        Ok(Some(outcome))
+    }
+
+    /// Plans until the charges of `devices` cover the Programs of the plan. Returns `None` if nothing fits.
+    fn settle_if_fits(
+        &self,
+        devices: &mut [DeviceSpec],
+        charging: ProgramCharging,
+    ) -> Result<Option<TeamOutcome>, Failure> {
+        let mut programs = ProgramCharges::new(devices, charging);
         loop {
-            let Some(outcome) = self.outcome_if_fits(devices)? else { return Ok(None) };
+            let Some(outcome) = self.outcome_if_fits(devices, charging)? else { return Ok(None) };
             if !programs.raise(devices, &outcome) {
                 return Ok(Some(outcome));
             }
@@ -447,9 +493,20 @@ impl<'a> Planner<'a> {
         Ok(team_of_one(outcome, Share::SINGLE_DEVICE, self.run.batch_sequences()))
     }
 
-    /// Plans the training run on one or several devices with the charges that they have. Returns `None` if nothing fits.
-    fn outcome_if_fits(&self, devices: &[DeviceSpec]) -> Result<Option<TeamOutcome>, Failure> {
-        let [device] = devices else { return Ok(plan_team_if_fits(&self.team_request(devices, None)?)) };
+    /// Plans the training run on one or several devices with the charges that they have. With
+    /// [`ProgramCharging::Alone`], one of several devices does all work. Returns `None` if nothing fits.
+    fn outcome_if_fits(
+        &self,
+        devices: &[DeviceSpec],
+        charging: ProgramCharging,
+    ) -> Result<Option<TeamOutcome>, Failure> {
+        let [device] = devices else {
+            let alone = matches!(charging, ProgramCharging::Alone(_));
+            let constraint = alone.then_some(TeamConstraint::Parallelism(Parallelism::Data));
+            let mut request = self.team_request(devices, constraint)?;
+            request.evaluations = request.evaluations.filter(|_| !alone);
+            return Ok(plan_team_if_fits(&request));
+        };
         let request = plan_request(self.run, self.model, device, Workload::Train)?;
         let alone = |outcome| team_of_one(outcome, Share::SINGLE_DEVICE, self.run.batch_sequences());
         Ok(search_if_fits(&request).map(alone))

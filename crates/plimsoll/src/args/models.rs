@@ -67,8 +67,8 @@ pub struct InitArgs {
     /// Model: a Hugging Face directory, a config.json, a preset such as qwen2.5-0.5b, or a size such as 7b
     #[arg(long, value_name = "DIR|config.json|PRESET")]
     pub model: Option<String>,
-    /// Folder with models to suggest: the folder itself, and each folder in it (repeatable)
-    #[arg(long, value_name = "DIR")]
+    /// Folder with models to suggest if no --model is given: the folder itself, and each folder in it (repeatable)
+    #[arg(long, value_name = "DIR", conflicts_with = "model")]
     pub dir: Vec<PathBuf>,
     /// Training data: a .jsonl or .txt file, or a glob such as 'data/*.jsonl' (repeatable)
     #[arg(long, value_name = "FILE")]

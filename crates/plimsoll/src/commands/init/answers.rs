@@ -1,11 +1,15 @@
 //! The answers from which a run file is written, with their defaults and checks.
 
+use super::super::model_list::candidates::cached_name;
+use super::out_file::Protected;
 use crate::args::InitArgs;
 use plimsoll_core::printable::printable_line;
 use plimsoll_core::{Failure, Rung, format_count};
+use plimsoll_program::models::preset_name;
 use plimsoll_train::config::{Format, Init, Method, RunConfig, list_setting, model_setting, setting};
 use plimsoll_train::data::{DataSummary, inspect};
 use plimsoll_train::resolve::Model;
+use plimsoll_train::session::start::check_new_run;
 use std::path::{Path, PathBuf};
 
 /// Most tokens of a sequence that are proposed.
@@ -46,6 +50,8 @@ pub struct Answers {
     pub run_dir: String,
     /// The run file to write.
     pub out: PathBuf,
+    /// Whether an existing run file is replaced.
+    pub force: bool,
 }
 
 impl Answers {
@@ -83,7 +89,14 @@ impl Answers {
             steps: args.steps,
             run_dir: args.run_dir.clone().unwrap_or_else(|| default_run_dir(model)),
             out: args.out.clone().unwrap_or_else(|| DEFAULT_OUT.into()),
+            force: args.force,
         })
+    }
+
+    /// Returns the files that the run file must not replace.
+    pub fn protected(&self) -> Protected {
+        let (run_dir, model) = (Some(self.run_dir.clone()), Some(self.model.clone()));
+        Protected { run_dir, model, data: self.summary.files.clone() }
     }
 
     /// Returns the words of the command that gives the same answers without a question.
@@ -105,6 +118,7 @@ impl Answers {
         self.steps.iter().for_each(|steps| add("--steps", steps.to_string()));
         add("--run-dir", self.run_dir.clone());
         add("--out", self.out.display().to_string());
+        words.extend(self.force.then(|| "--force".to_owned()));
         words
     }
 }
@@ -169,11 +183,25 @@ pub fn check_value(key: &str, text: &str) -> Result<(), Failure> {
 
 /// Proposes a run folder: `runs/` and the last part of the model's name.
 pub fn default_run_dir(model: &str) -> String {
+    let cached = cached_name(Path::new(model));
+    let is_preset = model_setting(model).starts_with("model.preset=");
+    let preset = preset_name(model).filter(|_| is_preset);
+    let model = cached.as_deref().or(preset).unwrap_or(model);
     let name = Path::new(model).components().rev().find_map(|part| match part {
         std::path::Component::Normal(name) => Some(name.to_string_lossy().into_owned()),
         _ => None,
     });
     format!("runs/{}", name.as_deref().map_or("run", |name| name.strip_suffix(".json").unwrap_or(name)))
+}
+
+/// Checks that a run folder holds no run.
+///
+/// # Errors
+/// A run is under way in the folder, or it holds the results of one.
+pub fn check_run_dir(folder: &str) -> Result<(), Failure> {
+    // The built-in example needs no other answer.
+    let request = RunConfig::load(None, &[setting("run.dir", folder)])?.into();
+    check_new_run(&request).into_iter().next().map_or(Ok(()), Err)
 }
 
 /// Describes data in one line: format, number of documents, files and bytes.
@@ -183,7 +211,7 @@ pub fn describe_data(summary: &DataSummary) -> String {
         Format::Tokens => "token ids",
     };
     let least = if summary.is_complete { "" } else { "at least " };
-    let files = format_count(summary.files as u64, "file");
+    let files = format_count(summary.files.len() as u64, "file");
     let documents = format_count(summary.documents, "document");
     printable_line(&format!("{format}, {least}{documents}, {files}, {}", summary.bytes))
 }
@@ -196,4 +224,23 @@ pub fn toml_text(text: &str) -> String {
 /// Returns texts as a list of TOML.
 pub fn toml_list(texts: &[String]) -> String {
     list_setting("", texts).split_off(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn run_folder_has_the_name_of_the_model() {
+        for (model, folder) in [
+            ("smollm2-135m", "runs/smollm2-135m"),
+            ("SMOLLM2-135M", "runs/smollm2-135m"),
+            ("./my-model/", "runs/my-model"),
+            ("shapes/tiny.json", "runs/tiny"),
+            ("/hub/models--Qwen--Qwen3-8B/snapshots/0a", "runs/Qwen3-8B"),
+            ("..", "runs/run"),
+        ] {
+            assert_eq!(default_run_dir(model), folder);
+        }
+    }
 }

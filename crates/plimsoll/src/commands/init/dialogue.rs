@@ -5,12 +5,13 @@ use super::super::model_list::candidates::Candidates;
 use super::super::model_list::print_row;
 use super::super::model_list::survey::Survey;
 use super::answers::{
-    Answers, DEFAULT_OUT, check_tokenizer, check_value, default_run_dir, describe_data, inspect_data, open_model,
-    parse_rungs,
+    Answers, DEFAULT_OUT, check_run_dir, check_tokenizer, check_value, default_run_dir, describe_data, inspect_data,
+    open_model, parse_rungs,
 };
-use super::check_out;
+use super::out_file::{self, Protected};
 use crate::args::InitArgs;
 use crate::output;
+use crate::signals;
 use inquire::validator::Validation;
 use inquire::{Confirm, CustomUserError, InquireError, MultiSelect, Select, Text};
 use plimsoll_core::printable::printable_line;
@@ -19,10 +20,13 @@ use plimsoll_device::machine::Machine;
 use plimsoll_train::config::{RunConfig, setting};
 use plimsoll_train::resolve::{RunRequest, resolve_devices};
 use plimsoll_watch::devices;
-use plimsoll_watch::model_list::{Fit, ModelList, PlannedModel, USEFUL_TOKENS_PER_SECOND};
+use plimsoll_watch::model_list::{Fit, ModelList, ModelOrigin, PlannedModel, USEFUL_TOKENS_PER_SECOND};
 use plimsoll_watch::text::{count, excerpt};
+use rustix::termios::{OptionalActions, Termios, tcgetattr, tcsetattr};
+use signal_hook::low_level::exit;
 use std::collections::HashSet;
 use std::fmt;
+use std::io::{self, Write};
 use std::path::Path;
 use std::time::Duration;
 
@@ -40,6 +44,8 @@ const OTHER_MODEL: &str = "another model: a folder, a config.json or a preset";
 /// # Errors
 /// An invalid flag or device, or the user ends the questions.
 pub fn ask(args: &InitArgs) -> Result<Answers, Failure> {
+    check_flags(args)?;
+    end_on_signal()?;
     let mut filled = args.clone();
     output::print(&devices::table(&Machine::read()));
     if filled.devices.is_none() {
@@ -61,9 +67,52 @@ pub fn ask(args: &InitArgs) -> Result<Answers, Failure> {
         filled.run_dir = Some(ask_run_dir(&default_run_dir(&model))?);
     }
     if filled.out.is_none() {
-        filled.out = Some(ask_out(filled.force)?.into());
+        let protected = Protected { run_dir: filled.run_dir.clone(), model: Some(model), data: summary.files };
+        filled.out = Some(ask_out(filled.force, protected)?.into());
     }
     Answers::from_flags(&filled)
+}
+
+/// Checks the flags that are given, before the first question.
+///
+/// # Errors
+/// An invalid flag, a device that cannot be used, a folder that holds a run, or a file that must not be replaced.
+fn check_flags(args: &InitArgs) -> Result<(), Failure> {
+    for (key, value) in [("memory.budget", &args.budget), ("memory.host", &args.host), ("memory.allow", &args.allow)] {
+        value.as_deref().map(|value| check_value(key, value)).transpose()?;
+    }
+    if let Some(devices) = &args.devices {
+        usable_devices(devices, args.budget.as_deref())?;
+    }
+    if let Some(model) = &args.model {
+        open_model(model)?;
+    }
+    if let Some(folder) = &args.run_dir {
+        check_run_dir(folder)?;
+    }
+    let Some(out) = &args.out else { return Ok(()) };
+    out_file::check(out, args.force)?;
+    Protected { run_dir: args.run_dir.clone(), model: args.model.clone(), data: vec![] }.check(out)
+}
+
+/// Ends the program at SIGINT, SIGTERM or SIGHUP, with the terminal as it is now. A question puts the terminal into raw
+/// mode, in which the shell would not be usable.
+///
+/// # Errors
+/// The system refuses to install a handler or to start a thread.
+fn end_on_signal() -> Result<(), Failure> {
+    let terminal = tcgetattr(io::stdin()).ok();
+    signals::on_first(move || end(terminal.as_ref()))
+}
+
+/// Restores the modes and the cursor of the terminal, and ends the program.
+fn end(terminal: Option<&Termios>) -> ! {
+    const SHOW_CURSOR: &str = "\x1b[?25h";
+    // The terminal may be gone.
+    let _ = terminal.map(|modes| tcsetattr(io::stdin(), OptionalActions::Now, modes));
+    let _ = writeln!(io::stderr(), "{SHOW_CURSOR}");
+    output::print_error(&ended());
+    exit(ended().exit as i32)
 }
 
 /// Asks a question that is answered by yes or no.
@@ -144,9 +193,6 @@ impl fmt::Display for Saving {
 
 /// Asks for the savings that the planner may take if nothing else fits, unless flags give them.
 fn ask_savings(args: &mut InitArgs) -> Result<(), Failure> {
-    for (key, value) in [("memory.budget", &args.budget), ("memory.host", &args.host), ("memory.allow", &args.allow)] {
-        value.as_deref().map(|value| check_value(key, value)).transpose()?;
-    }
     if args.allow.is_some() {
         return Ok(());
     }
@@ -177,8 +223,13 @@ impl fmt::Display for ModelChoice {
         match self {
             ModelChoice::Other => write!(f, "{OTHER_MODEL}"),
             ModelChoice::Planned(row) => {
-                let (name, size) = (excerpt(&row.model), count(row.parameters as f64));
-                write!(f, "{name}  {size}  {}: {}", row.method(), printable_line(&row.outcome()))
+                let (name, size) = (excerpt(&row.label), count(row.parameters as f64));
+                write!(f, "{name}  {size}  {}: {}", row.method(), printable_line(&row.outcome()))?;
+                match (row.has_weights, row.origin) {
+                    (true, _) => Ok(()),
+                    (false, ModelOrigin::Preset) => write!(f, " (preset, no weights)"),
+                    (false, _) => write!(f, " (no weights)"),
+                }
             }
         }
     }
@@ -187,8 +238,11 @@ impl fmt::Display for ModelChoice {
 /// Suggests models that fit, each with its predicted speed, and asks for one.
 fn ask_model(args: &mut InitArgs) -> Result<(), Failure> {
     let list = suggestions(args)?;
-    let useful = list.models.into_iter().filter(|row| row.fit == Fit::Fits);
-    let wanted = useful.filter(|row| is_of_method(row, args.method.as_deref()));
+    list.notes.iter().for_each(|note| output::print_note(note));
+    let useful = list.models.into_iter().filter(|row| row.fit == Fit::Fits && is_sensible(row));
+    let mut wanted: Vec<PlannedModel> = useful.filter(|row| is_of_method(row, args.method.as_deref())).collect();
+    // The order among those with weights, and among those without, stays.
+    wanted.sort_by_key(|row| !row.has_weights);
     let mut choices: Vec<ModelChoice> = Vec::new();
     let mut known = HashSet::new();
     for row in wanted {
@@ -198,12 +252,13 @@ fn ask_model(args: &mut InitArgs) -> Result<(), Failure> {
         }
     }
     choices.push(ModelChoice::Other);
-    let question = Select::new("Model?", choices).with_help_message("the largest that fits at a useful speed is first");
+    let help = "models with weights are first, and of these the largest that fits at a useful speed";
+    let question = Select::new("Model?", choices).with_help_message(help);
     match question.prompt().map_err(failure)? {
         ModelChoice::Planned(row) => {
             let method = if row.rungs.contains(&Rung::Lora) { "lora" } else { "full" };
             args.method.get_or_insert_with(|| method.to_owned());
-            args.model = Some(row.model);
+            args.model = Some(row.argument);
         }
         ModelChoice::Other => {
             let check = |text: &str| validation(open_model(text).map(drop));
@@ -212,6 +267,11 @@ fn ask_model(args: &mut InitArgs) -> Result<(), Failure> {
         }
     }
     Ok(())
+}
+
+/// Returns whether a row is worth a suggestion: adapters beside random frozen weights are not.
+fn is_sensible(row: &PlannedModel) -> bool {
+    row.has_weights || !row.rungs.contains(&Rung::Lora)
 }
 
 fn is_of_method(row: &PlannedModel, method: Option<&str>) -> bool {
@@ -255,16 +315,21 @@ fn check_data(model: &str, data: &str) -> Result<(), Failure> {
 
 /// Asks for a run folder that holds no run.
 fn ask_run_dir(default: &str) -> Result<String, Failure> {
-    let check = |text: &str| {
-        let holds_run = Path::new(text).join("run.toml").exists();
-        let taken = Failure::input(format!("{text} already holds a run"));
-        validation(if holds_run { Err(taken) } else { Ok(()) })
-    };
+    let check = |text: &str| validation(check_run_dir(text));
     Text::new("Run folder?").with_default(default).with_validator(check).prompt().map_err(failure)
 }
 
 /// Asks for the run file until it may be written.
-fn ask_out(force: bool) -> Result<String, Failure> {
-    let check = move |text: &str| validation(check_out(Path::new(text), force));
+fn ask_out(force: bool, protected: Protected) -> Result<String, Failure> {
+    let check = move |text: &str| validation(check_out(Path::new(text), force, &protected));
     Text::new("Run file?").with_default(DEFAULT_OUT).with_validator(check).prompt().map_err(failure)
+}
+
+/// Checks that the run file may be written.
+///
+/// # Errors
+/// A file that exists, unless `force`, or that is protected.
+fn check_out(out: &Path, force: bool, protected: &Protected) -> Result<(), Failure> {
+    out_file::check(out, force)?;
+    protected.check(out)
 }

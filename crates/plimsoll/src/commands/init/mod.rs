@@ -4,10 +4,12 @@
 //! |---|---|
 //! | `answers` | [`Answers`]: everything that the run file says, with the checks of each answer |
 //! | `dialogue` | the questions on the terminal |
+//! | `out_file` | the checks of the run file's path, and the write |
 //! | `run_file` | the text of the run file, with comments |
 
 mod answers;
 mod dialogue;
+mod out_file;
 mod run_file;
 
 use super::plan::{plan_text, refusal_for_command};
@@ -16,13 +18,11 @@ use crate::args::InitArgs;
 use crate::command_line::shell_quoted;
 use crate::output;
 use answers::Answers;
-use plimsoll_core::{Exit, Failure};
-use plimsoll_device::private_file;
-use plimsoll_train::config::RunConfig;
+use plimsoll_core::{DeviceKind, Exit, Failure};
+use plimsoll_train::config::{FallbackTarget, RunConfig};
 use plimsoll_train::planning::{PlannedRun, plan};
 use plimsoll_train::resolve::RunRequest;
 use plimsoll_train::session::start::check_new_run;
-use std::path::Path;
 
 /// Writes a run file, and prints its plan and the command that starts it. Without `--yes`, asks for each answer that no flag
 /// gives.
@@ -36,7 +36,8 @@ pub fn run(args: &InitArgs) -> Result<Exit, Failure> {
         ));
     }
     let answers = if args.yes { Answers::from_flags(args)? } else { dialogue::ask(args)? };
-    check_out(&answers.out, args.force)?;
+    out_file::check(&answers.out, args.force)?;
+    answers.protected().check(&answers.out)?;
     let text = run_file::text(&answers);
     let name = answers.out.display().to_string();
     let config = RunConfig::parse(&name, &text, &[])?;
@@ -48,46 +49,32 @@ pub fn run(args: &InitArgs) -> Result<Exit, Failure> {
     if !args.yes && !dialogue::confirm(&format!("write {name}?"))? {
         return Err(dialogue::ended());
     }
-    // Another program may have written it since the questions began.
-    check_out(&answers.out, args.force)?;
-    private_file::replace(&answers.out, text.as_bytes()).map_err(|error| {
-        Failure::input(format!("cannot write {name}: {error}")).hint("name another file with --out")
-    })?;
+    out_file::write(&answers.out, &text, args.force)?;
     let words = |command: &str| shell_quoted(&["plimsoll", command, &name].map(str::to_owned));
     output::print(&format!("\nwritten: {name}\nplan:    {}\nstart:   {}\n", words("plan"), words("train")));
     if !args.yes {
-        output::print(&format!("again:   {}\n", shell_quoted(&answers.command())));
+        // The file exists now.
+        let again = Answers { force: true, ..answers };
+        output::print(&format!("again:   {}\n", shell_quoted(&again.command())));
     }
     Ok(Exit::Done)
 }
 
-/// Plans the run and prints the plan.
+/// Plans the run on its devices and prints the plan. The processor does not take their place: the user would not have
+/// chosen it.
 ///
 /// # Errors
 /// The run cannot be planned or does not fit. The hints are commands that write a run file which fits.
 fn show_plan(mut request: RunRequest, answers: &Answers) -> Result<(), Failure> {
     request.measure_rates = Some(measure_in_child);
+    request.config.run.fallback = FallbackTarget::None;
     output::print_progress("planning the run");
     let PlannedRun { resolved, devices, outcome } = plan(&request, false)?;
     if !outcome.plan.fits {
-        return Err(refusal_for_command(&request, &outcome.plan, &answers.command(), |_| None));
+        let refusal = refusal_for_command(&request, &outcome.plan, &answers.command(), |_| None);
+        let on_accelerator = devices.iter().any(|device| device.kind != DeviceKind::Cpu);
+        return Err(if on_accelerator { refusal.hint("or train on the processor: --devices cpu") } else { refusal });
     }
     output::print(&plan_text(&request, &resolved.model, &devices, &outcome, false));
     Ok(())
-}
-
-/// Checks that the run file may be written.
-///
-/// # Errors
-/// A file that exists, unless `force`; a folder.
-fn check_out(out: &Path, force: bool) -> Result<(), Failure> {
-    match out.symlink_metadata() {
-        Ok(found) if found.is_dir() => {
-            Err(Failure::input(format!("{} is a folder", out.display()))
-                .hint("name a file with --out, such as run.toml"))
-        }
-        Ok(_) if !force => Err(Failure::input(format!("{} exists", out.display()))
-            .hint("name another file with --out, or replace it with --force")),
-        _ => Ok(()),
-    }
 }

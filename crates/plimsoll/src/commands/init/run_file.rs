@@ -120,7 +120,7 @@ mod tests {
             init: Init::Random,
             data: vec!["data/*.jsonl".to_owned(), "more.jsonl".to_owned()],
             summary: DataSummary {
-                files: 3,
+                files: ["a", "b", "c"].map(Into::into).to_vec(),
                 bytes: Bytes::mib(2),
                 format: Format::Tokens,
                 documents: 4711,
@@ -136,6 +136,7 @@ mod tests {
             steps: None,
             run_dir: "runs/smollm2-135m".to_owned(),
             out: "run.toml".into(),
+            force: false,
         }
     }
 

@@ -3,7 +3,7 @@
 
 use plimsoll_core::Failure;
 use plimsoll_program::models::preset_names;
-use plimsoll_train::config::{RunConfig, setting};
+use plimsoll_train::config::{RunConfig, model_setting, setting};
 use plimsoll_train::resolve::Model;
 use plimsoll_watch::model_list::ModelOrigin;
 use std::collections::HashSet;
@@ -21,6 +21,10 @@ const MAX_MODELS: usize = 100;
 pub struct Candidate {
     /// Name of the preset, or path of the folder.
     pub name: String,
+    /// Name for tables and questions: `ORG/NAME` for a model in the cache of Hugging Face, else `name`.
+    pub label: String,
+    /// Whether the model has weights here.
+    pub has_weights: bool,
     /// Origin of the model.
     pub origin: ModelOrigin,
     /// Number of parameters.
@@ -84,11 +88,39 @@ impl Candidates {
     /// # Errors
     /// An invalid setting, or a model that Plimsoll does not support.
     fn add(&mut self, name: &str, origin: ModelOrigin, set: String, settings: &[String]) -> Result<(), Failure> {
-        let shape = Model::open(&RunConfig::from_settings(&[std::slice::from_ref(&set), settings].concat())?)?.config;
-        let (parameters, max_positions) = (shape.parameters(), shape.max_positions);
-        self.models.push(Candidate { name: name.to_owned(), origin, parameters, max_positions, setting: set });
+        let config = RunConfig::from_settings(&[std::slice::from_ref(&set), settings].concat())?;
+        let model = Model::open(&config)?;
+        let cached = cached_name(Path::new(name)).filter(|_| origin == ModelOrigin::HuggingFaceCache);
+        self.models.push(Candidate {
+            name: name.to_owned(),
+            label: cached.unwrap_or_else(|| name.to_owned()),
+            has_weights: model.weights(&config).is_some(),
+            origin,
+            parameters: model.config.parameters(),
+            max_positions: model.config.max_positions,
+            setting: set,
+        });
         Ok(())
     }
+}
+
+impl Candidate {
+    /// Returns the value of `--model` that names this model. The name of a preset may also be that of a folder, which
+    /// `--model` would take. Names of presets may have capitals, so such a preset is written with capitals.
+    pub fn argument(&self) -> String {
+        let capitals = self.name.to_uppercase();
+        let is_this = |argument: &String| model_setting(argument) == self.setting;
+        let argument = [self.name.clone(), capitals].into_iter().find(is_this);
+        argument.unwrap_or_else(|| self.name.clone())
+    }
+}
+
+/// Returns the name of a model in a cache of Hugging Face, `ORG/NAME` or `NAME`, if `path` is one of its snapshots:
+/// `models--ORG--NAME/snapshots/REVISION`.
+pub fn cached_name(path: &Path) -> Option<String> {
+    let snapshots = path.parent().filter(|folder| folder.ends_with("snapshots"))?;
+    let folder = snapshots.parent()?.file_name()?.to_string_lossy();
+    Some(folder.strip_prefix("models--")?.replacen("--", "/", 1))
 }
 
 /// Returns the models in a folder: the folder itself if it has a `config.json`, and each folder in it that has one.
@@ -110,8 +142,13 @@ fn models_in(folder: &Path) -> Result<Vec<PathBuf>, Failure> {
 
 /// Returns the folder in which Hugging Face's libraries keep downloaded models; `None` if the home folder is unknown.
 fn cache_folder() -> Option<PathBuf> {
-    let named = |name: &str| var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    let home = || named("HF_HOME").or_else(|| Some(named("HOME")?.join(".cache/huggingface")));
+    cache_folder_in(|name| var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from))
+}
+
+/// Returns the folder of [`cache_folder`] in an environment, whose variables `named` returns.
+fn cache_folder_in(named: impl Fn(&str) -> Option<PathBuf>) -> Option<PathBuf> {
+    let caches = || named("XDG_CACHE_HOME").or_else(|| Some(named("HOME")?.join(".cache")));
+    let home = || named("HF_HOME").or_else(|| Some(caches()?.join("huggingface")));
     named("HF_HUB_CACHE").or_else(|| Some(home()?.join("hub")))
 }
 
@@ -156,6 +193,30 @@ mod tests {
         write("datasets--a--b/refs/main", "00ff");
         assert_eq!(models_in_cache(cache.path()), [cache.path().join("models--a--b/snapshots/00ff")]);
         assert!(models_in_cache(&cache.path().join("missing")).is_empty());
+    }
+
+    #[test]
+    fn cached_models_have_their_published_name() {
+        let name = |path: &str| cached_name(Path::new(path));
+        assert_eq!(name("/hub/models--Qwen--Qwen3-8B/snapshots/0a").as_deref(), Some("Qwen/Qwen3-8B"));
+        assert_eq!(name("hub/models--gpt2/snapshots/0a/").as_deref(), Some("gpt2"));
+        for other in ["models--a--b", "models--a--b/snapshots", "a/snapshots/0a", "models--a--b/refs/0a"] {
+            assert_eq!(name(other), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn cache_folder_follows_the_environment() {
+        let folder = |variables: &[(&str, &str)]| {
+            let value = |name: &str| variables.iter().find(|(known, _)| *known == name).map(|(_, value)| value.into());
+            cache_folder_in(value).map(|folder| folder.to_string_lossy().into_owned())
+        };
+        let variables = [("HF_HUB_CACHE", "/a"), ("HF_HOME", "/b"), ("XDG_CACHE_HOME", "/c"), ("HOME", "/d")];
+        for (known, expected) in ["/a", "/b/hub", "/c/huggingface/hub", "/d/.cache/huggingface/hub"].iter().enumerate()
+        {
+            assert_eq!(folder(&variables[known..]).as_deref(), Some(*expected));
+        }
+        assert_eq!(folder(&[]), None);
     }
 
     #[test]

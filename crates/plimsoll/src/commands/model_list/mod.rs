@@ -11,13 +11,17 @@ use plimsoll_train::config::RunConfig;
 use plimsoll_watch::model_list::{Fit, PlannedModel};
 use survey::Survey;
 
+/// The keys that this command sets itself for each row.
+const KEYS_OF_ROWS: [&str; 5] = ["model.path", "model.preset", "model.adapter", "train.method", "train.rungs"];
+
 /// Prints the models, most useful first. Rows appear on a terminal as they are planned. Returns exit code 3 if every
 /// model was planned, and none fits.
 ///
 /// # Errors
-/// An invalid setting or device, or a folder that cannot be read or has no model.
+/// An invalid setting or device, a folder that cannot be read or has no model, or a list without a model.
 pub fn run(args: &ModelsArgs) -> Result<Exit, Failure> {
     let settings = args.settings();
+    settings.iter().try_for_each(|setting| check_setting(setting))?;
     let candidates = Candidates::find(&args.dir, &settings)?;
     let any_model = candidates.models.first().map(|model| model.setting.clone());
     let config = RunConfig::from_settings(&any_model.into_iter().chain(settings.clone()).collect::<Vec<_>>())?;
@@ -30,6 +34,11 @@ pub fn run(args: &ModelsArgs) -> Result<Exit, Failure> {
     };
     output::print_progress("planning models");
     let list = survey.run(candidates, print_row)?;
+    if list.models.is_empty() {
+        list.notes.iter().for_each(|note| output::print_note(note));
+        return Err(Failure::input("no model is left to list: the notes above say why")
+            .hint("change these settings, such as a shorter --sequence"));
+    }
     match args.json {
         true => output::print_json(&list.json()),
         false => output::print(&list.table()),
@@ -43,9 +52,24 @@ pub fn run(args: &ModelsArgs) -> Result<Exit, Failure> {
     Ok(if none_fits { Exit::DoesNotFit } else { Exit::Done })
 }
 
+/// Checks that a setting leaves the model and the method of each row as they are.
+///
+/// # Errors
+/// A setting of [`KEYS_OF_ROWS`].
+fn check_setting(setting: &str) -> Result<(), Failure> {
+    let key = setting.split('=').next().unwrap_or_default().trim();
+    if !KEYS_OF_ROWS.contains(&key) {
+        return Ok(());
+    }
+    let message = format!("--set {key}: plimsoll models sets this key for each row of the list");
+    Err(Failure::input(message)
+        .hint("name folders with --dir and lossy methods with --allow")
+        .hint("plan one model with plimsoll plan --model"))
+}
+
 /// Prints a planned row to stderr if that is a terminal.
 pub fn print_row(row: &PlannedModel, planned: usize, all: usize) {
     if output::is_error_terminal() {
-        output::print_status(&format!("{planned}/{all} {} {}: {}", row.model, row.method(), row.outcome()));
+        output::print_status(&format!("{planned}/{all} {} {}: {}", row.label, row.method(), row.outcome()));
     }
 }

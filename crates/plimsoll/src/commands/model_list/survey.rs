@@ -61,7 +61,7 @@ impl Survey {
                 Ok(None) => rows[row].fit = Fit::DoesNotFit,
                 Err(failure) => {
                     failed.insert(row);
-                    list.notes.push(format!("{} ({}): {}", rows[row].model, rows[row].method(), failure.message));
+                    list.notes.push(format!("{} ({}): {}", rows[row].label, rows[row].method(), failure.message));
                 }
             }
             on_row(&rows[row], planned, jobs.len());
@@ -70,8 +70,9 @@ impl Survey {
             let refused = jobs.into_iter().filter(|job| rows[job.row].fit == Fit::DoesNotFit).collect();
             let end = end.min(Instant::now() + REFUSALS_TIME);
             for_each_result(refused, end, plan_without_fallback, |row, result| match result {
-                Ok(plan) if !plan.fits => rows[row].set_refusal(&plan),
-                Ok(_) | Err(_) => {}
+                Ok(plan) if plan.fits => rows[row].set_plan(&plan),
+                Ok(plan) => rows[row].set_refusal(&plan),
+                Err(_) => {}
             });
         }
         let mut row = 0..;
@@ -104,7 +105,7 @@ impl Survey {
         let (models, too_short): (Vec<_>, Vec<_>) =
             candidates.models.into_iter().partition(|model| sequence <= model.max_positions);
         list.notes.extend(too_short.iter().map(|model| {
-            format!("{}: takes no more than {} tokens in a sequence (--sequence)", model.name, model.max_positions)
+            format!("{}: takes no more than {} tokens in a sequence (--sequence)", model.label, model.max_positions)
         }));
         let mut jobs = VecDeque::new();
         // One method of all models after the other, so that late ones are those with the most loss.
@@ -134,10 +135,14 @@ impl Survey {
     /// Returns the row of a model and a method that is not planned yet.
     fn row(&self, model: &Candidate, rungs: &[Rung]) -> PlannedModel {
         let [_, settings @ ..] = &self.settings_of(model, rungs)[..] else { unreachable!("the model comes first") };
-        let mut words = ["plimsoll", "plan", "--model", &model.name].map(str::to_owned).to_vec();
+        let argument = model.argument();
+        let mut words = ["plimsoll", "plan", "--model", &argument].map(str::to_owned).to_vec();
         words.extend(settings.iter().flat_map(|setting| ["--set".to_owned(), setting.clone()]));
         PlannedModel {
             model: model.name.clone(),
+            label: model.label.clone(),
+            argument,
+            has_weights: model.has_weights,
             origin: model.origin,
             parameters: model.parameters,
             rungs: rungs.to_vec(),
