@@ -957,14 +957,16 @@ class DefaultLimits(TypedDict):
 
 
 class Process(TypedDict):
-    """A process that computes on a GPU."""
+    """A process that computes or draws on a GPU."""
 
     #: Process id.
     pid: int
-    #: Process name; ``None`` if it is not visible.
+    #: Process name, often with its arguments; ``None`` if it is not visible.
     name: str | None
     #: Memory held by the process; ``None`` if the driver does not report it.
     held_bytes: int | None
+    #: Whether the process draws on the GPU, as a display server does. It may compute as well.
+    draws: bool
 
 
 class Pcie(TypedDict):
@@ -1012,11 +1014,11 @@ class Gpu(TypedDict):
     uuid: str
     #: Address on the PCI bus.
     bus: str
-    #: Memory that all processes together use on the GPU. ``None`` without NVML.
+    #: Memory that all processes together use on the GPU. ``None`` if NVML does not report it.
     held_bytes: int | None
-    #: Memory reserved by the driver. ``None`` without NVML.
+    #: Memory reserved by the driver. ``None`` if NVML does not report it.
     reserved_bytes: int | None
-    #: Processes that compute on the GPU; empty if there are none or NVML does not see them.
+    #: Processes that compute or draw on the GPU; empty if there are none or NVML does not see them.
     processes: list[Process]
     #: Link to the host. ``None`` if NVML does not report it.
     pcie: Pcie | None
@@ -1038,7 +1040,7 @@ class DeviceInfo(TypedDict):
     #: Total memory of a GPU. For the processor: the machine's memory, or a smaller limit on this process, such as the
     #: container's.
     memory_total_bytes: int
-    #: Free bytes of that memory now. For a GPU without NVML, all its memory is assumed to be free.
+    #: Free bytes of that memory now. If NVML does not report it for a GPU, all of its memory is assumed to be free.
     memory_free_bytes: int
     #: Source of the figure for free memory. For the processor: the limit that determines it. For a GPU: NVML, or the note that
     #: the figure is assumed.

@@ -1,7 +1,7 @@
 //! The output of `plimsoll devices` and `plimsoll bench devices` as text and JSON. `plimsoll-device` finds and measures
 //! the devices.
 
-use crate::text::{columns, flops, percent};
+use crate::text::{columns, excerpt, flops, percent};
 use plimsoll_core::Bytes;
 use plimsoll_device::bench::{Bench, DeviceBench};
 use plimsoll_device::disk::DiskRates;
@@ -68,7 +68,7 @@ fn describe_gpu(gpu: &Gpu) -> Vec<String> {
     }
     if let Some(held) = gpu.held_bytes.filter(|held| *held > Bytes::ZERO) {
         let holders = gpu.processes.iter().map(|process| {
-            let name = process.name.as_deref().unwrap_or("process");
+            let name = process.name.as_deref().map_or_else(|| "process".to_owned(), excerpt);
             let bytes = process.held_bytes.map_or(String::new(), |bytes| format!(" {bytes}"));
             format!("{name} ({}){bytes}", process.pid)
         });
@@ -235,7 +235,12 @@ mod tests {
             bus: "00000000:01:00.0".to_owned(),
             held_bytes: Some(Bytes::gib(3)),
             reserved_bytes: Some(Bytes::gib(1)),
-            processes: vec![Process { pid: 7, name: Some("python".to_owned()), held_bytes: Some(Bytes::gib(3)) }],
+            processes: vec![Process {
+                pid: 7,
+                name: Some("python".to_owned()),
+                held_bytes: Some(Bytes::gib(3)),
+                draws: false,
+            }],
             pcie: Some(Pcie { generation: 4, lanes: 16, generation_now: 1, lanes_now: 16 }),
             condition,
             unusable: None,

@@ -108,14 +108,10 @@ impl CudaInstallation {
         self.nvml.as_ref()?.memory(gpu.nvml_id())
     }
 
-    /// Returns the visible processes that compute on a GPU; empty if there are none or NVML does not report them.
+    /// Returns the visible processes that compute or draw on a GPU, by process id; empty if there are none or NVML does
+    /// not report them.
     pub fn processes(&self, gpu: &GpuInfo) -> Vec<Process> {
         self.nvml.as_ref().map(|nvml| nvml.processes(gpu.nvml_id())).unwrap_or_default()
-    }
-
-    /// Returns the visible processes that draw on a GPU; empty if there are none or NVML does not report them.
-    pub fn graphics_processes(&self, gpu: &GpuInfo) -> Vec<Process> {
-        self.nvml.as_ref().map(|nvml| nvml.graphics_processes(gpu.nvml_id())).unwrap_or_default()
     }
 
     /// Returns the figures with which the condition of a GPU is compared. Those that NVML does not report are `None`.

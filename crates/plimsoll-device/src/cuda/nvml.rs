@@ -8,7 +8,11 @@ use nvml_wrapper::enums::device::UsedGpuMemory;
 use nvml_wrapper::struct_wrappers::device::ProcessInfo;
 use plimsoll_core::Bytes;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::path::Path;
+
+/// Most bytes of the name of a process, with the terminating zero.
+const PROCESS_NAME_BYTES: usize = 256;
 
 /// NVIDIA's management library (NVML), loaded and initialized.
 pub struct Nvml(nvml_wrapper::Nvml);
@@ -26,16 +30,27 @@ pub struct Memory {
     pub free_bytes: Bytes,
 }
 
-/// A process that computes on a GPU.
+/// A process that computes or draws on a GPU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Process {
     /// Process id.
     pub pid: u32,
-    /// Process name; `None` if it is not visible.
+    /// Process name, often with its arguments; `None` if it is not visible.
     pub name: Option<String>,
     /// Memory held by the process; `None` if the driver does not report it.
     pub held_bytes: Option<Bytes>,
+    /// Whether the process draws on the GPU, as a display server does. It may compute as well.
+    pub draws: bool,
+}
+
+impl Process {
+    /// Returns whether the process is a program with this file name. Its path must have no spaces, because arguments may
+    /// follow it.
+    pub fn is_program(&self, name: &str) -> bool {
+        let path = self.name.as_deref().and_then(|command| command.split_whitespace().next());
+        path.is_some_and(|path| path.rsplit('/').next() == Some(name))
+    }
 }
 
 /// The PCIe link between a GPU and the host.
@@ -124,6 +139,14 @@ impl Nvml {
         })
     }
 
+    /// Finds the GPU of which temperature, clocks and PCIe link are those of `id`: for a MIG partition its whole GPU, for
+    /// which alone NVML reports them.
+    fn chip(&self, id: GpuId) -> Option<nvml_wrapper::Device<'_>> {
+        let device = self.device(id)?;
+        let is_partition = device.mig_is_mig_device_handle().unwrap_or(false);
+        if is_partition { device.mig_parent_device().ok() } else { Some(device) }
+    }
+
     /// Returns the memory of a GPU; `None` if it is not reported.
     pub fn memory(&self, id: GpuId) -> Option<Memory> {
         let info = self.device(id)?.memory_info().ok()?;
@@ -136,44 +159,42 @@ impl Nvml {
         })
     }
 
-    /// Returns the visible processes that compute on a GPU; empty if there are none or NVML does not report them.
-    pub fn processes(&self, id: GpuId) -> Vec<Process> {
-        self.named(self.device(id).and_then(|device| device.running_compute_processes().ok()))
-    }
-
-    /// Returns the visible processes that draw on a GPU, such as a display server; empty if there are none or NVML does
+    /// Returns the visible processes that compute or draw on a GPU, by process id; empty if there are none or NVML does
     /// not report them.
-    pub fn graphics_processes(&self, id: GpuId) -> Vec<Process> {
-        self.named(self.device(id).and_then(|device| device.running_graphics_processes().ok()))
+    pub fn processes(&self, id: GpuId) -> Vec<Process> {
+        let Some(device) = self.device(id) else { return vec![] };
+        let computing = device.running_compute_processes().unwrap_or_default();
+        let drawing = device.running_graphics_processes().unwrap_or_default();
+        let mut processes = BTreeMap::new();
+        for (info, draws) in computing.iter().map(|info| (info, false)).chain(drawing.iter().map(|info| (info, true))) {
+            let process = processes.entry(info.pid).or_insert_with(|| self.named(info.pid));
+            // A process in both lists has one figure of memory.
+            process.held_bytes = process.held_bytes.max(held_bytes(info));
+            process.draws |= draws;
+        }
+        processes.into_values().collect()
     }
 
-    /// Returns processes with their names.
-    fn named(&self, running: Option<Vec<ProcessInfo>>) -> Vec<Process> {
-        let seen = running.into_iter().flatten().map(|process| Process {
-            pid: process.pid,
-            name: self.0.sys_process_name(process.pid, 256).ok().filter(|name| !name.is_empty()),
-            held_bytes: match process.used_gpu_memory {
-                UsedGpuMemory::Used(bytes) => Some(Bytes(bytes)),
-                UsedGpuMemory::Unavailable => None,
-            },
-        });
-        seen.collect()
+    /// Returns a process with its name, of which nothing else is known.
+    fn named(&self, pid: u32) -> Process {
+        let name = self.0.sys_process_name(pid, PROCESS_NAME_BYTES).ok().filter(|name| !name.is_empty());
+        Process { pid, name, held_bytes: None, draws: false }
     }
 
     /// Returns the figures with which the condition of a GPU is compared. Those that NVML does not report are `None`.
     pub fn reference(&self, id: GpuId) -> Reference {
-        let Some(device) = self.device(id) else { return Reference::default() };
+        let (Some(device), Some(chip)) = (self.device(id), self.chip(id)) else { return Reference::default() };
         Reference {
             drives_display: device.is_display_active().ok(),
             power_watts_default: device.power_management_limit_default().ok().map(watts),
             power_watts_set: device.power_management_limit().ok().map(watts),
-            slowdown_celsius: device.temperature_threshold(TemperatureThreshold::Slowdown).ok(),
+            slowdown_celsius: chip.temperature_threshold(TemperatureThreshold::Slowdown).ok(),
         }
     }
 
     /// Returns the PCIe link of a GPU; `None` if NVML does not report its present state.
     pub fn pcie(&self, id: GpuId) -> Option<Pcie> {
-        let device = self.device(id)?;
+        let device = self.chip(id)?;
         let (generation_now, lanes_now) =
             (device.current_pcie_link_gen().ok()?, device.current_pcie_link_width().ok()?);
         Some(Pcie {
@@ -184,19 +205,29 @@ impl Nvml {
         })
     }
 
-    /// Returns the present temperature, clocks, power and load of a GPU. Figures that NVML does not report are `None`.
+    /// Returns the present temperature, clocks, power and load of a GPU. Figures that NVML does not report are `None`. A
+    /// MIG partition has the temperature and clocks of its whole GPU, whose power and load it shares with others: those
+    /// are `None`.
     pub fn condition(&self, id: GpuId) -> Condition {
-        let Some(device) = self.device(id) else { return Condition::default() };
+        let (Some(device), Some(chip)) = (self.device(id), self.chip(id)) else { return Condition::default() };
         Condition {
-            temperature_celsius: device.temperature(TemperatureSensor::Gpu).ok(),
-            clock_mhz: device.clock_info(Clock::SM).ok(),
-            clock_mhz_max: device.max_clock_info(Clock::SM).ok(),
-            memory_clock_mhz: device.clock_info(Clock::Memory).ok(),
-            throttled_by: device.current_throttle_reasons().map(throttle_reasons).unwrap_or_default(),
+            temperature_celsius: chip.temperature(TemperatureSensor::Gpu).ok(),
+            clock_mhz: chip.clock_info(Clock::SM).ok(),
+            clock_mhz_max: chip.max_clock_info(Clock::SM).ok(),
+            memory_clock_mhz: chip.clock_info(Clock::Memory).ok(),
+            throttled_by: chip.current_throttle_reasons().map(throttle_reasons).unwrap_or_default(),
             power_watts: device.power_usage().ok().map(watts),
             power_watts_max: device.enforced_power_limit().ok().map(watts),
             busy: device.utilization_rates().ok().map(|rates| f64::from(rates.gpu) / 100.0),
         }
+    }
+}
+
+/// Returns the memory of a process; `None` if the driver does not report it, as on Windows and WSL.
+fn held_bytes(process: &ProcessInfo) -> Option<Bytes> {
+    match process.used_gpu_memory {
+        UsedGpuMemory::Used(bytes) => Some(Bytes(bytes)),
+        UsedGpuMemory::Unavailable => None,
     }
 }
 
@@ -273,6 +304,20 @@ mod tests {
     fn unusable_library_opens_as_none() {
         assert!(Nvml::open(Path::new("/nowhere/libnvidia-ml.so.1")).is_none());
         assert!(Nvml::open(Path::new("libc.so.6")).is_none());
+    }
+
+    #[test]
+    fn program_is_known_by_its_file_name() {
+        let is_plimsoll = |name: Option<&str>| {
+            let name = name.map(str::to_owned);
+            Process { pid: 1, name, held_bytes: None, draws: false }.is_program("plimsoll")
+        };
+        for name in ["plimsoll", "/usr/bin/plimsoll", "/usr/bin/plimsoll train runs/a.toml"] {
+            assert!(is_plimsoll(Some(name)), "{name}");
+        }
+        for name in [None, Some(""), Some("python3 /opt/plimsoll"), Some("/opt/plimsoll/server")] {
+            assert!(!is_plimsoll(name), "{name:?}");
+        }
     }
 
     #[test]

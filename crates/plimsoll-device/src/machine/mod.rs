@@ -37,7 +37,7 @@ pub struct DeviceInfo {
     /// Total memory of a GPU. For the processor: the machine's memory, or a smaller limit on this process, such as the
     /// container's.
     pub memory_total_bytes: Bytes,
-    /// Free bytes of that memory now. For a GPU without NVML, all its memory is assumed to be free.
+    /// Free bytes of that memory now. If NVML does not report it for a GPU, all of its memory is assumed to be free.
     pub memory_free_bytes: Bytes,
     /// Source of the figure for free memory. For the processor: the limit that determines it. For a GPU: NVML, or the
     /// note that the figure is assumed.

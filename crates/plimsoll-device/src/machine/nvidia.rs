@@ -71,11 +71,11 @@ pub struct Gpu {
     pub uuid: String,
     /// Address on the PCI bus.
     pub bus: String,
-    /// Memory that all processes together use on the GPU. None without NVML.
+    /// Memory that all processes together use on the GPU. None if NVML does not report it.
     pub held_bytes: Option<Bytes>,
-    /// Memory reserved by the driver. None without NVML.
+    /// Memory reserved by the driver. None if NVML does not report it.
     pub reserved_bytes: Option<Bytes>,
-    /// Processes that compute on the GPU; empty if there are none or NVML does not see them.
+    /// Processes that compute or draw on the GPU; empty if there are none or NVML does not see them.
     pub processes: Vec<Process>,
     /// Link to the host. None if NVML does not report it.
     pub pcie: Option<Pcie>,
@@ -231,7 +231,7 @@ fn device_info(gpu: &GpuInfo, state: GpuState, missing_library: Option<String>) 
     let free = state.memory.map_or(gpu.memory_bytes, |memory| memory.free_bytes);
     let bound_by = match state.memory {
         Some(_) => "NVML",
-        None => "assumed: without NVML usage by others is unknown until the run starts",
+        None => "assumed: NVML does not report it, and use by others is unknown until the run starts",
     };
     let defaults = match &unusable {
         Some(reason) => DefaultLimits { budget_bytes: Bytes::ZERO, threads: 0, reason: format!("not used: {reason}") },
@@ -400,7 +400,7 @@ mod tests {
         assert_eq!(held.gpu.unwrap().held_bytes, Some(Bytes::gib(3)));
         let without = device_info(&card(8, 6), unknown_state(), None);
         assert_eq!(without.memory_free_bytes, Bytes::gib(24));
-        assert!(without.defaults.reason.contains("assumed: without NVML"), "{}", without.defaults.reason);
+        assert!(without.defaults.reason.contains("assumed: NVML does not report it"), "{}", without.defaults.reason);
     }
 
     #[test]

@@ -5,7 +5,7 @@ use crate::text::{excerpt, percent};
 use plimsoll_core::{Budget, Bytes};
 use plimsoll_device::cuda::nvml::Process;
 use plimsoll_device::machine::{DeviceInfo, Gpu};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 /// Least bytes held on a GPU that count. Less is taken by the driver itself.
 const HELD_MIN: Bytes = Bytes(128 << 20);
@@ -81,20 +81,14 @@ impl GpuView<'_> {
         Some(Finding::new(FindingId::GpuUnusable, Severity::Warning, text, "no run uses this GPU", mend))
     }
 
-    /// Returns all visible processes that hold memory of the GPU, by process id. A process may compute and draw.
-    fn processes(&self) -> BTreeMap<u32, &Process> {
-        let all = self.gpu.processes.iter().chain(&self.further.graphics_processes);
-        all.map(|process| (process.pid, process)).collect()
-    }
-
     /// Returns the bytes that visible processes hold; `None` if one of them does not report its bytes.
     fn attributed(&self) -> Option<Bytes> {
-        self.processes().values().map(|process| process.held_bytes).sum()
+        self.gpu.processes.iter().map(|process| process.held_bytes).sum()
     }
 
     /// Returns whether one of the visible processes computes for others.
     fn has_mps_server(&self) -> bool {
-        self.processes().values().any(|process| process.name.as_deref().is_some_and(|name| name.ends_with(MPS_SERVER)))
+        self.gpu.processes.iter().any(|process| process.is_program(MPS_SERVER))
     }
 
     /// Returns the bytes for which no process is listed; `None` if that is unknown, as in a container that hides
@@ -120,8 +114,7 @@ impl GpuView<'_> {
         }
         let is_much = held.0 as f64 >= HELD_SHARE * total.0 as f64;
         let severity = if is_much { Severity::Warning } else { Severity::Note };
-        let processes = self.processes();
-        let mut holders: Vec<&&Process> = processes.values().collect();
+        let mut holders: Vec<&Process> = self.gpu.processes.iter().collect();
         holders.sort_by_key(|process| std::cmp::Reverse(process.held_bytes));
         let mut names: Vec<String> = holders.iter().take(PROCESSES_MAX).map(|process| describe(process)).collect();
         if holders.len() > PROCESSES_MAX {
@@ -138,9 +131,9 @@ impl GpuView<'_> {
         if !self.lists_all_processes {
             return "see them outside of this container, or on Windows: nvidia-smi".to_owned();
         }
-        let draws = |pid: u32| self.further.graphics_processes.iter().any(|process| process.pid == pid);
-        let pids: BTreeSet<u32> = self.gpu.processes.iter().map(|process| process.pid).collect();
-        let pids: Vec<String> = pids.into_iter().filter(|pid| !draws(*pid)).map(|pid| pid.to_string()).collect();
+        let processes = self.gpu.processes.iter().filter(|process| !process.draws);
+        let pids: BTreeSet<u32> = processes.map(|process| process.pid).collect();
+        let pids: Vec<String> = pids.iter().map(u32::to_string).collect();
         match pids.is_empty() {
             false => format!("if they are yours: kill {}", pids.join(" ")),
             true => "close programs that draw on the GPU".to_owned(),
@@ -175,7 +168,7 @@ impl GpuView<'_> {
     /// just ended, or from this check.
     fn busy(&self) -> Option<Finding> {
         let busy = self.gpu.condition.busy.filter(|busy| *busy >= BUSY)?;
-        if self.lists_all_processes && self.processes().is_empty() {
+        if self.lists_all_processes && self.gpu.processes.is_empty() {
             return None;
         }
         let text = format!("{} is {} busy with other processes", self.device.name, percent(busy, 0));

@@ -3,7 +3,7 @@
 
 use plimsoll_core::{Bytes, Failure, Plan};
 use plimsoll_device::cuda::gpus::{self, CudaInstallation};
-use plimsoll_device::cuda::nvml::{Process, Reference};
+use plimsoll_device::cuda::nvml::Reference;
 use plimsoll_device::machine::{DeviceInfo, Machine};
 use plimsoll_device::probe::{
     CpuTemperature, CpuUsage, MemoryLimit, PhysicalMemory, has_infiniband, is_wsl, memory_limits, sees_all_processes,
@@ -57,8 +57,6 @@ pub struct GpuReadings {
     pub name: String,
     /// Figures with which its condition is compared.
     pub reference: Reference,
-    /// Processes that draw on the GPU.
-    pub graphics_processes: Vec<Process>,
 }
 
 /// A run file, and the plan of its run if it is valid.
@@ -139,10 +137,6 @@ fn read_gpus(cuda: &CudaInstallation, devices: &[DeviceInfo]) -> Vec<GpuReadings
         let uuid = &device.gpu.as_ref()?.uuid;
         Some((device, cuda.gpus.iter().find(|gpu| gpu.uuid == *uuid)?))
     });
-    let read = named.map(|(device, gpu)| GpuReadings {
-        name: device.name.clone(),
-        reference: cuda.reference(gpu),
-        graphics_processes: cuda.graphics_processes(gpu),
-    });
+    let read = named.map(|(device, gpu)| GpuReadings { name: device.name.clone(), reference: cuda.reference(gpu) });
     read.collect()
 }

@@ -13,7 +13,12 @@ use std::collections::BTreeSet;
 const GIB: u64 = 1 << 30;
 
 fn process(pid: u32, name: &str, held: Option<Bytes>) -> Process {
-    Process { pid, name: Some(name.to_owned()), held_bytes: held }
+    Process { pid, name: Some(name.to_owned()), held_bytes: held, draws: false }
+}
+
+/// Returns a display server that holds some memory.
+fn display_server(held: Bytes) -> Process {
+    Process { draws: true, ..process(9, "Xorg", Some(held)) }
 }
 
 fn cpu() -> DeviceInfo {
@@ -81,7 +86,6 @@ fn healthy() -> Readings {
             power_watts_set: Some(350.0),
             slowdown_celsius: Some(95),
         },
-        graphics_processes: vec![],
     };
     Readings {
         machine: Machine {
@@ -357,9 +361,8 @@ const GPU_CASES: &[Case] = &[
         FindingId::GpuMemoryHeld,
         Severity::Warning,
         |r| {
-            let held = vec![process(5, "a", Some(Bytes::gib(6))), process(9, "Xorg", Some(Bytes::gib(1)))];
-            hold(r, held.clone(), Bytes::gib(7));
-            r.gpus[0].graphics_processes = held[1..].to_vec();
+            let held = vec![process(5, "a", Some(Bytes::gib(6))), display_server(Bytes::gib(1))];
+            hold(r, held, Bytes::gib(7));
         },
         &["a (5) 6.00 GiB, Xorg (9) 1.00 GiB", "if they are yours: kill 5\n"],
     ),
@@ -376,8 +379,7 @@ const GPU_CASES: &[Case] = &[
         FindingId::GpuMemoryHeld,
         Severity::Note,
         |r| {
-            hold(r, vec![], Bytes::mib(200));
-            r.gpus[0].graphics_processes = vec![process(9, "Xorg", Some(Bytes::mib(200)))];
+            hold(r, vec![display_server(Bytes::mib(200))], Bytes::mib(200));
         },
         &["held by Xorg (9) 200.00 MiB", "close programs that draw"],
     ),

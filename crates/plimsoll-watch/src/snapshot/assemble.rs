@@ -67,13 +67,18 @@ impl Readings<'_> {
 
     /// Returns a device of this machine that is in no run.
     fn device(&self, info: &DeviceInfo) -> DeviceSnapshot {
-        let held = info.memory_total_bytes.saturating_sub(info.memory_free_bytes);
+        let (total, free) = (info.memory_total_bytes, info.memory_free_bytes);
+        let others = match &info.gpu {
+            None => Some(total.saturating_sub(free)),
+            Some(gpu) => gpu.held_bytes,
+        };
         let mut device = DeviceSnapshot {
             name: info.name.clone(),
             model: Some(info.model.clone()),
-            total_bytes: Some(info.memory_total_bytes),
-            free_bytes: Some(info.memory_free_bytes),
-            others_bytes: Some(held),
+            total_bytes: Some(total),
+            // The free memory of a GPU is assumed if NVML does not report what is held.
+            free_bytes: others.map(|_| free),
+            others_bytes: others,
             load_line_bytes: Some(info.defaults.budget_bytes).filter(|line| *line > Bytes::ZERO),
             ..DeviceSnapshot::default()
         };
@@ -92,7 +97,7 @@ impl Readings<'_> {
             pid: process.pid,
             name: process.name.clone(),
             held_bytes: process.held_bytes,
-            is_plimsoll: process.name.as_deref().is_some_and(|name| name.rsplit('/').next() == Some("plimsoll")),
+            is_plimsoll: process.is_program("plimsoll"),
         });
         device.processes = processes.collect();
         device

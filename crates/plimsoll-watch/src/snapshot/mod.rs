@@ -64,9 +64,10 @@ pub struct DeviceSnapshot {
     pub in_run: bool,
     /// All memory of the device; `None` for a device that is not on this machine.
     pub total_bytes: Option<Bytes>,
-    /// Memory that no process holds; `None` for a device that is not on this machine.
+    /// Memory that no process holds; `None` for a device that is not on this machine, and if a GPU does not report it.
     pub free_bytes: Option<Bytes>,
-    /// Memory that other processes hold, estimated as what is neither free nor held by the run.
+    /// Memory that other processes hold, estimated as what is neither free, nor reserved by the driver, nor held by the
+    /// run; `None` where the free memory is unknown.
     pub others_bytes: Option<Bytes>,
     /// Load line of the run on this device. Without a run: the load line that a run would have by default.
     pub load_line_bytes: Option<Bytes>,
@@ -104,19 +105,19 @@ pub struct DeviceSnapshot {
     pub throttled_by: Vec<String>,
     /// The link to the host, now and at most.
     pub pcie: Option<Pcie>,
-    /// Processes that hold memory on a GPU; empty if there are none or they are not reported.
+    /// Processes that compute or draw on a GPU; empty if there are none or they are not reported.
     pub processes: Vec<ProcessSnapshot>,
 }
 
-/// A process that holds memory on a GPU.
+/// A process that computes or draws on a GPU.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct ProcessSnapshot {
     /// Process id.
     pub pid: u32,
-    /// Name of the program.
+    /// Name of the program, often with its arguments; `None` if it is not visible.
     pub name: Option<String>,
-    /// Memory that the process holds on the GPU.
+    /// Memory that the process holds on the GPU; `None` if the driver does not report it.
     pub held_bytes: Option<Bytes>,
     /// Whether it is a process of Plimsoll.
     pub is_plimsoll: bool,

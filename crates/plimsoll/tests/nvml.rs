@@ -1,0 +1,314 @@
+//! `plimsoll devices`, `watch` and `doctor` with the NVML stub: the figures of several cards, those that NVML does not
+//! report, and machines without NVML or driver.
+
+mod common;
+
+use common::{CommandOutput, Running, SMALL, Workspace};
+use serde_json::{Value, json};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+
+const MIB: u64 = 1 << 20;
+
+/// Returns the folder of the stub's libraries, and builds them at the first call.
+fn stub() -> &'static Path {
+    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
+    FOLDER.get_or_init(|| {
+        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("nvml-stub");
+        let build = Path::new(env!("CARGO_MANIFEST_DIR")).join("../plimsoll-device/tests/nvml_stub/build");
+        assert!(Command::new(build).arg(&folder).status().unwrap().success());
+        folder
+    })
+}
+
+/// A machine with the libraries of a folder.
+struct Machine {
+    workspace: Workspace,
+    variables: Vec<String>,
+}
+
+impl Machine {
+    /// Returns a machine with these cards of the stub, separated by commas.
+    fn new(cards: &str) -> Machine {
+        let folder = format!("LD_LIBRARY_PATH={}", stub().display());
+        Machine { workspace: Workspace::new(&SMALL), variables: vec![folder, format!("PLIMSOLL_NVML_STUB={cards}")] }
+    }
+
+    /// Returns a machine on which only these files of the stub are installed.
+    fn with_files(cards: &str, files: &[&str]) -> Machine {
+        let mut machine = Machine::new(cards);
+        let folder = machine.workspace.path("libraries");
+        fs::create_dir(&folder).unwrap();
+        for file in files {
+            fs::copy(stub().join(file), folder.join(file)).unwrap();
+        }
+        machine.variables[0] = format!("LD_LIBRARY_PATH={}", folder.display());
+        machine
+    }
+
+    /// Sets an environment variable of the stub.
+    fn set(&mut self, name: &str, value: &str) {
+        self.variables.push(format!("PLIMSOLL_NVML_STUB_{name}={value}"));
+    }
+
+    fn start(&self, args: &[&str]) -> Running {
+        let words: Vec<&str> = ["env"].into_iter().chain(self.variables.iter().map(String::as_str)).collect();
+        self.workspace.start_wrapped(&words, args)
+    }
+
+    fn succeed(&self, args: &[&str]) -> CommandOutput {
+        let done = self.start(args).wait();
+        assert_eq!(done.code, Some(0), "{args:?}: {}{}", done.stdout, done.stderr);
+        done
+    }
+
+    /// Returns the GPUs of `plimsoll devices --json`.
+    fn gpus(&self) -> Vec<Value> {
+        gpus(&self.succeed(&["devices", "--json"]).json()["devices"])
+    }
+
+    /// Returns the GPUs of `plimsoll watch --json`.
+    fn watched_gpus(&self) -> Vec<Value> {
+        gpus(&self.succeed(&["watch", "--json"]).json()["devices"])
+    }
+
+    /// Returns the findings of `plimsoll doctor --json`.
+    fn findings(&self) -> Findings {
+        let done = self.start(&["doctor", "--json"]).wait();
+        assert!(done.code == Some(0) || done.code == Some(2), "{}", done.stderr);
+        Findings(done.json()["findings"].as_array().unwrap().clone())
+    }
+}
+
+/// The findings of a doctor command.
+struct Findings(Vec<Value>);
+
+impl Findings {
+    /// Returns the texts of the findings with this name.
+    fn texts(&self, id: &str) -> Vec<&str> {
+        let named = self.0.iter().filter(|finding| finding["id"] == id);
+        named.map(|finding| finding["text"].as_str().unwrap()).collect()
+    }
+
+    /// Checks that there is no finding with these names.
+    #[track_caller]
+    fn lack(&self, ids: &[&str]) {
+        ids.iter().for_each(|id| assert_eq!(self.texts(id), Vec::<&str>::new(), "{id}"));
+    }
+}
+
+/// Returns the GPUs of a list of devices, checking that the processor comes first.
+fn gpus(devices: &Value) -> Vec<Value> {
+    let devices = devices.as_array().unwrap();
+    assert_eq!(devices[0]["name"], "cpu");
+    devices[1..].to_vec()
+}
+
+/// Checks several keys of a JSON object.
+#[track_caller]
+fn check(object: &Value, expected: Value) {
+    for (key, value) in expected.as_object().unwrap() {
+        assert_eq!(&object[key], value, "{key} of {object}");
+        assert!(object.get(key).is_some(), "{key} is missing in {object}");
+    }
+}
+
+#[test]
+fn devices_have_the_figures_of_their_cards() {
+    let machine = Machine::new("rtx3090,rtx3070,h200");
+    let gpus = machine.gpus();
+    assert_eq!(gpus.len(), 3);
+    let held = 6528 * MIB;
+    check(
+        &gpus[0],
+        json!({
+            "name": "cuda:0", "model": "NVIDIA GeForce RTX 3090", "cores": 82, "memory_bound_by": "NVML",
+            "memory_total_bytes": 24576 * MIB, "memory_free_bytes": (24576 - 316) * MIB - held,
+        }),
+    );
+    check(
+        &gpus[0]["gpu"],
+        json!({
+            "compute_capability": "8.6", "uuid": "a0000000-0000-0000-0000-000000000000", "bus": "0000:01:00.0",
+            "held_bytes": held, "reserved_bytes": 316 * MIB, "unusable": null,
+            "pcie": {"generation": 4, "lanes": 16, "generation_now": 1, "lanes_now": 16},
+            "processes": [
+                {"pid": 1811, "name": "/usr/lib/xorg/Xorg", "held_bytes": 384 * MIB, "draws": true},
+                {"pid": 4711, "name": "/usr/bin/python3 train.py", "held_bytes": 6144 * MIB, "draws": false},
+            ],
+            "condition": {
+                "temperature_celsius": 41, "clock_mhz": 210, "clock_mhz_max": 2100, "memory_clock_mhz": 405,
+                "throttled_by": [], "power_watts": 28.57, "power_watts_max": 350.0, "busy": 0.03,
+            },
+        }),
+    );
+    check(&gpus[1], json!({"name": "cuda:1", "model": "NVIDIA GeForce RTX 3070", "memory_total_bytes": 8192 * MIB}));
+    check(
+        &gpus[1]["gpu"],
+        json!({
+            "pcie": {"generation": 3, "lanes": 16, "generation_now": 3, "lanes_now": 8},
+            // A process that computes and draws counts once.
+            "processes": [{"pid": 5120, "name": "/usr/bin/blender", "held_bytes": 2048 * MIB, "draws": true}],
+            "held_bytes": 2048 * MIB,
+        }),
+    );
+    check(&gpus[1]["gpu"]["condition"], json!({"throttled_by": ["power limit"], "busy": 0.97}));
+    check(&gpus[2], json!({"model": "NVIDIA H200", "memory_free_bytes": (143_771 - 615) * MIB}));
+    check(&gpus[2]["gpu"], json!({"family": "Hopper", "held_bytes": 0, "processes": []}));
+    let table = machine.succeed(&["devices"]).stdout;
+    for part in [
+        "6.38 GiB held by others: /usr/lib/xorg/Xorg (1811) 384.00 MiB, /usr/bin/python3 train.py (4711) 6.00 GiB",
+        "PCIe 3.0 × 16 (now 3.0 × 8)",
+        "150 of 150 W, held back by power limit",
+    ] {
+        assert!(table.contains(part), "{part}: {table}");
+    }
+}
+
+#[test]
+fn watch_shows_the_condition_of_each_card() {
+    let machine = Machine::new("rtx3070,h200");
+    let gpus = machine.watched_gpus();
+    check(
+        &gpus[0],
+        json!({
+            "total_bytes": 8192 * MIB, "free_bytes": (8192 - 212 - 2048) * MIB,
+            // Memory reserved by the driver is that of no process.
+            "others_bytes": 2048 * MIB, "held_bytes": null, "utilization": 0.97, "temperature_c": 78.0,
+            "power_w": 149.87, "power_limit_w": 150.0, "clock_mhz": 1290, "clock_limit_mhz": 2100,
+            "throttled_by": ["power limit"],
+            "processes": [{"pid": 5120, "name": "/usr/bin/blender", "held_bytes": 2048 * MIB, "is_plimsoll": false}],
+        }),
+    );
+    check(&gpus[1], json!({"others_bytes": 0, "utilization": 0.0, "power_w": 76.21, "throttled_by": []}));
+    let snapshot = machine.succeed(&["watch", "--json"]).json();
+    assert_eq!(snapshot["warnings"], json!(["cuda:0: clocks reduced: power limit"]));
+}
+
+#[test]
+fn own_processes_are_marked() {
+    let mut machine = Machine::new("h200");
+    machine.workspace.write("processes", "0 10 500 C /opt/bin/plimsoll train run.toml\n0 11 ? C python3 plimsoll\n");
+    machine.set("PROCESSES", machine.workspace.path("processes").to_str().unwrap());
+    let gpu = &machine.watched_gpus()[0];
+    let processes = json!([
+        {"pid": 10, "name": "/opt/bin/plimsoll train run.toml", "held_bytes": 500 * MIB, "is_plimsoll": true},
+        {"pid": 11, "name": "python3 plimsoll", "held_bytes": null, "is_plimsoll": false},
+    ]);
+    check(gpu, json!({"processes": processes, "others_bytes": 500 * MIB}));
+}
+
+#[test]
+fn mig_partition_has_its_own_memory() {
+    let machine = Machine::new("h200,h200-mig");
+    let gpu = &machine.watched_gpus()[1];
+    check(
+        gpu,
+        json!({
+            "model": "NVIDIA H200 MIG 1g.18gb", "total_bytes": 16384 * MIB, "others_bytes": 4096 * MIB,
+            "processes": [{"pid": 6001, "name": "python3", "held_bytes": 4096 * MIB, "is_plimsoll": false}],
+            // The chip is that of the whole GPU. Its power and load are shared with other partitions.
+            "temperature_c": 33.0, "clock_mhz": 345, "power_w": null, "power_limit_w": null, "utilization": null,
+            "pcie": {"generation": 5, "lanes": 16, "generation_now": 5, "lanes_now": 16},
+        }),
+    );
+    machine.findings().lack(&["display-attached", "gpu-power-limit", "gpu-busy", "pcie-width", "gpu-hot"]);
+}
+
+#[test]
+fn figures_missing_on_wsl_are_null() {
+    let machine = Machine::new("wsl");
+    let gpu = &machine.watched_gpus()[0];
+    check(
+        gpu,
+        json!({
+            "total_bytes": 24576 * MIB, "others_bytes": 1536 * MIB, "temperature_c": 52.0, "utilization": null,
+            "power_w": null, "power_limit_w": null, "clock_mhz": null, "clock_limit_mhz": null, "pcie": null,
+            "throttled_by": [],
+            "processes": [{"pid": 38, "name": null, "held_bytes": null, "is_plimsoll": false}],
+        }),
+    );
+    let listed = &machine.gpus()[0]["gpu"];
+    check(listed, json!({"pcie": null, "processes": [{"pid": 38, "name": null, "held_bytes": null, "draws": false}]}));
+    check(
+        &listed["condition"],
+        json!({"power_watts": null, "busy": null, "clock_mhz": null, "temperature_celsius": 52}),
+    );
+    let findings = machine.findings();
+    findings.lack(&["gpu-hot", "gpu-busy", "gpu-throttled", "gpu-power-limit", "pcie-width", "gpu-memory-leaked"]);
+    assert_eq!(findings.texts("gpu-memory-held"), ["1.50 GiB of 24.00 GiB on cuda:0 are held by process (38)"]);
+}
+
+#[test]
+fn unreported_memory_is_null_and_assumed_free() {
+    let machine = Machine::new("gb10");
+    check(&machine.watched_gpus()[0], json!({"free_bytes": null, "others_bytes": null, "temperature_c": 44.0}));
+    let gpu = &machine.gpus()[0];
+    check(&gpu["gpu"], json!({"held_bytes": null, "reserved_bytes": null}));
+    let source = gpu["memory_bound_by"].as_str().unwrap();
+    assert!(source.starts_with("assumed: NVML does not report it"), "{source}");
+}
+
+#[test]
+fn doctor_judges_each_card() {
+    let machine = Machine::new("rtx3090,rtx3070");
+    let findings = machine.findings();
+    let first = "6.38 GiB of 24.00 GiB on cuda:0 are held by /usr/bin/python3 train.py (4711) 6.00 GiB, \
+                 /usr/lib/xorg/Xorg (1811) 384.00 MiB";
+    let second = "2.00 GiB of 8.00 GiB on cuda:1 are held by /usr/bin/blender (5120) 2.00 GiB";
+    for (id, texts) in [
+        ("gpu-memory-held", &[first, second][..]),
+        ("display-attached", &["cuda:0 drives a display"]),
+        ("gpu-busy", &["cuda:1 is 97 % busy with other processes"]),
+        ("gpu-throttled", &["the clocks of cuda:1 are reduced by power limit"]),
+        ("gpu-power-limit", &["the power limit of cuda:1 is 150 W, its default is 220 W"]),
+        ("pcie-width", &["cuda:1 is connected by 8 of 16 PCIe lanes"]),
+    ] {
+        assert_eq!(findings.texts(id), texts, "{id}");
+    }
+    // An idle card reduces the generation of its link.
+    findings.lack(&["pcie-generation", "nvml-missing", "gpu-hot"]);
+}
+
+#[test]
+fn driver_without_nvml_leaves_figures_unknown() {
+    let files = ["libcuda.so.1", "libnvrtc.so.13", "libcublasLt.so.13"];
+    let mut failing = Machine::new("rtx3090");
+    failing.set("INIT", "9");
+    for (machine, reason) in [
+        (Machine::with_files("rtx3090", &files), "NVML was not found"),
+        (failing, "NVML is installed, but does not start"),
+    ] {
+        let gpu = &machine.gpus()[0];
+        check(gpu, json!({"model": "NVIDIA GeForce RTX 3090", "memory_total_bytes": 24260 * MIB}));
+        check(&gpu["gpu"], json!({"held_bytes": null, "processes": [], "pcie": null}));
+        let unknown = json!({
+            "free_bytes": null, "others_bytes": null, "utilization": null, "temperature_c": null, "power_w": null,
+            "processes": [],
+        });
+        check(&machine.watched_gpus()[0], unknown);
+        let findings = machine.findings();
+        let missing = findings.texts("nvml-missing");
+        assert!(missing[0].starts_with(reason), "{missing:?}");
+        findings.lack(&["gpu-memory-held", "display-attached", "gpu-busy", "gpu-throttled"]);
+    }
+}
+
+#[test]
+fn missing_driver_is_named() {
+    let machine = Machine::with_files("rtx3090", &["libnvidia-ml.so.1"]);
+    if machine.succeed(&["devices", "--json"]).json()["nvidia"]["driver"] != Value::Null {
+        return; // This machine has a driver elsewhere.
+    }
+    assert!(machine.gpus().is_empty() && machine.watched_gpus().is_empty());
+    assert!(machine.succeed(&["devices"]).stdout.contains("NVIDIA driver not found"));
+    assert_eq!(machine.findings().texts("driver-incomplete").len(), 1);
+    let bare = Machine::with_files("rtx3090", &[]);
+    assert!(bare.gpus().is_empty() && bare.watched_gpus().is_empty());
+    let findings = bare.findings();
+    // The second one if this machine has a card.
+    let named = ["no-nvidia-gpu", "driver-missing"].map(|id| findings.texts(id).len());
+    assert_eq!(named.iter().sum::<usize>(), 1);
+}
