@@ -17,6 +17,7 @@ use plimsoll_train::inference::{EvaluationLoss, GeneratedText};
 use plimsoll_train::session::control::BudgetChange;
 use plimsoll_train::session::outcome::Outcome;
 use plimsoll_watch::model_list::ModelList;
+use plimsoll_watch::process::ProcessReading;
 use plimsoll_watch::runs::RunList;
 use plimsoll_watch::runs::champions::ChampionFile;
 use plimsoll_watch::snapshot::Snapshot;
@@ -79,6 +80,7 @@ fn documents() -> Vec<(&'static str, Value)> {
         ("devices", schema_of::<Machine>()),
         ("models", schema_of::<ModelList>()),
         ("snapshot", schema_of::<Snapshot>()),
+        ("process", schema_of::<ProcessReading>()),
         ("doctor", schema_of::<doctor::Report>()),
         ("report", schema_of::<report::Report>()),
         ("runs", schema_of::<RunList>()),

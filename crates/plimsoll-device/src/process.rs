@@ -1,4 +1,5 @@
-//! Memory and scheduling of this process as the system counts them: an independent check of the plan's figures.
+//! Memory and scheduling of this process as the system counts them: an independent check of the plan's figures. Also the
+//! memory of any other process ([`ProcessStatus`]).
 
 use plimsoll_core::Bytes;
 use std::path::Path;
@@ -136,6 +137,39 @@ pub(crate) fn limit(resource: Resource) -> Option<u64> {
     (is_read && limit.rlim_cur != libc::RLIM_INFINITY).then_some(limit.rlim_cur)
 }
 
+/// A live process of this machine as the system counts it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ProcessStatus {
+    /// Name of the program, without its folder; at most 15 bytes.
+    pub name: String,
+    /// Resident memory; `None` for a thread of the kernel.
+    pub resident_bytes: Option<Bytes>,
+    /// Time of its start, in clock ticks since the machine started. Two processes with the same id differ in it.
+    pub start_ticks: u64,
+}
+
+impl ProcessStatus {
+    /// Reads the status of a process; `None` if there is none with this id, it is not visible, or it has ended. `root` is
+    /// `/`, or a test's folder.
+    pub fn read(root: &Path, pid: u32) -> Option<ProcessStatus> {
+        let folder = root.join(format!("proc/{pid}"));
+        let stat = String::from_utf8_lossy(&fs::read(folder.join("stat")).ok()?).into_owned();
+        let status = String::from_utf8_lossy(&fs::read(folder.join("status")).unwrap_or_default()).into_owned();
+        // The name stands in parentheses, and may hold some itself: proc(5), /proc/pid/stat.
+        let (name, fields) = stat.split_once('(')?.1.rsplit_once(')')?;
+        let fields: Vec<&str> = fields.split_whitespace().collect();
+        let has_ended = matches!(*fields.first()?, "Z" | "X" | "x");
+        (!has_ended).then_some(ProcessStatus {
+            name: name.to_owned(),
+            resident_bytes: kib_field(&status, "VmRSS"),
+            start_ticks: fields.get(START_FIELD)?.parse().ok()?,
+        })
+    }
+}
+
+/// Place of the time of start in `/proc/pid/stat`, counted from the state, which follows the name.
+const START_FIELD: usize = 19;
+
 /// Returns freed heap memory to the system, so that it does not count as used by the run. Does nothing with a C library
 /// other than glibc.
 pub fn trim_heap() {
@@ -231,6 +265,29 @@ mod tests {
         assert_eq!(UserThreads::read(root.path()), Some(UserThreads { user: 7, threads: 43 }));
         assert_eq!(UserThreads::read(&root.path().join("missing")), None);
         assert!(UserThreads::read(Path::new("/")).is_some_and(|here| here.threads >= 1));
+    }
+
+    #[test]
+    fn status_of_other_processes_is_read() {
+        let root = tempfile::tempdir().unwrap();
+        let write = |pid: u32, stat: &str, status: &str| {
+            let folder = root.path().join(format!("proc/{pid}"));
+            fs::create_dir_all(&folder).unwrap();
+            fs::write(folder.join("stat"), stat).unwrap();
+            fs::write(folder.join("status"), status).unwrap();
+        };
+        let rest = "1 1 1 0 -1 4194304 90 0 0 0 1 0 0 0 20 0 1 0 77777 8000 300";
+        write(5, &format!("5 (a) (b) S {rest}\n"), "VmRSS:\t    12 kB\n");
+        write(6, &format!("6 (ended) Z {rest}\n"), "");
+        write(7, "7 (cut", "");
+        let expected =
+            ProcessStatus { name: "a) (b".to_owned(), resident_bytes: Some(Bytes(12 << 10)), start_ticks: 77_777 };
+        assert_eq!(ProcessStatus::read(root.path(), 5), Some(expected));
+        for pid in [6, 7, 8] {
+            assert_eq!(ProcessStatus::read(root.path(), pid), None);
+        }
+        let own = ProcessStatus::read(Path::new("/"), std::process::id()).unwrap();
+        assert!(own.resident_bytes > Some(Bytes::ZERO) && own.start_ticks > 0);
     }
 
     #[test]

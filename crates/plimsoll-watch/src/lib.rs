@@ -16,6 +16,7 @@
 //! | [`devices`] | devices and measured rates | tables, JSON |
 //! | [`doctor`] | a machine and a run that is about to start | conditions that cost something, with their mend |
 //! | [`snapshot`] | a machine and a run's folder | the state at one moment |
+//! | [`process`] | one process and the devices of this machine | its memory over time, and what it leaves for a run |
 //! | [`view`] | snapshots | the live terminal view, lines, JSON |
 //! | [`report`] | the folder of a run | one page, Markdown, JSON |
 //! | [`runs`] | a folder of runs | a table, JSON, the champions |
@@ -51,6 +52,7 @@ pub mod doctor;
 pub mod model_list;
 pub mod models;
 pub mod plan;
+pub mod process;
 pub mod progress;
 pub mod remedies;
 pub mod report;

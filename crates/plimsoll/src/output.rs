@@ -19,8 +19,17 @@ pub fn print(text: &str) {
 
 /// Prints text like [`print()`], and returns whether the reader still takes it.
 pub fn print_while_open(text: &str) -> bool {
+    print_unchanged_while_open(&printable_text(text))
+}
+
+/// Prints JSON like [`print_json`], and returns whether the reader still takes it.
+pub fn print_json_while_open(json: &str) -> bool {
+    print_unchanged_while_open(&format!("{json}\n"))
+}
+
+fn print_unchanged_while_open(text: &str) -> bool {
     let mut out = io::stdout().lock();
-    match out.write_all(printable_text(text).as_bytes()).and_then(|()| out.flush()) {
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         Ok(()) => true,
         Err(error) => {
             let _ = ignore_closed_pipe(error).map_err(|error| WRITE_ERROR.set(error));

@@ -1,5 +1,5 @@
 //! `plimsoll devices`, `watch` and `doctor` with the NVML stub: the figures of several cards, those that NVML does not
-//! report, and machines without NVML or driver.
+//! report, and machines without NVML or driver. Also `plimsoll watch --pid` with processes on those cards.
 
 mod common;
 
@@ -7,10 +7,13 @@ use common::{CommandOutput, Running, SMALL, Workspace};
 use serde_json::{Value, json};
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
+use std::time::{Duration, Instant};
 
 const MIB: u64 = 1 << 20;
+/// Time within which a command has to show what a test waits for.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Returns the folder of the stub's libraries, and builds them at the first call.
 fn stub() -> &'static Path {
@@ -311,4 +314,218 @@ fn missing_driver_is_named() {
     // The second one if this machine has a card.
     let named = ["no-nvidia-gpu", "driver-missing"].map(|id| findings.texts(id).len());
     assert_eq!(named.iter().sum::<usize>(), 1);
+}
+
+// ---- watch --pid ----
+
+/// A process of this test that computes on the processor; it is killed when dropped.
+struct Worker(Child);
+
+impl Worker {
+    /// Starts a shell command.
+    fn start(command: &str) -> Worker {
+        Worker(Command::new("sh").args(["-c", command]).stdin(Stdio::null()).spawn().unwrap())
+    }
+
+    fn pid(&self) -> String {
+        self.0.id().to_string()
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Returns the lines of JSON in the output so far. An incomplete last line is skipped.
+fn json_lines(text: &str) -> Vec<Value> {
+    text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
+}
+
+fn output_of(running: &Running) -> Vec<Value> {
+    json_lines(&fs::read_to_string(running.stdout_path()).unwrap())
+}
+
+#[test]
+fn watched_process_shows_memory_and_room() {
+    let mut machine = Machine::new("rtx3090,rtx3070");
+    let worker = Worker::start("exec sleep 100");
+    let pid = worker.pid();
+    let processes = machine.workspace.path("processes");
+    let hold = |mib: u64| {
+        let text = format!("0 {pid} {mib} C+G /usr/bin/python3 a.py\n1 {pid} 1024 C y\n1 77 512 G z\n");
+        fs::write(machine.workspace.path("new"), text).unwrap();
+        fs::rename(machine.workspace.path("new"), &processes).unwrap();
+    };
+    hold(4096);
+    machine.variables.push(format!("PLIMSOLL_NVML_STUB_PROCESSES={}", processes.display()));
+    let mut watch = machine.start(&["watch", "--pid", &pid, "--json", "--interval", "0.1"]);
+    let stdout = watch.stdout_path();
+    let shows = |bytes: u64| {
+        let text = fs::read_to_string(&stdout).unwrap();
+        json_lines(&text).last().is_some_and(|reading| reading["gpu"]["held_bytes"] == bytes)
+    };
+    assert!(watch.wait_until(|| shows(5120 * MIB)));
+    let first = output_of(&watch)[0].clone();
+    check(&first, json!({"version": 1, "pid": worker.0.id(), "state": "running", "name": "/usr/bin/python3 a.py"}));
+    let host = first["host"]["held_bytes"].as_u64().unwrap();
+    assert!(host > 0 && host < 64 * MIB, "{host}");
+    let gpu = &first["devices"][1];
+    let free = (24576 - 316 - 4096) * MIB;
+    let line = |free: u64| (free as f64 * 0.9) as u64;
+    check(
+        gpu,
+        json!({
+            "name": "cuda:0", "held_bytes": 4096 * MIB, "free_bytes": free, "run_bytes": line(free),
+            "run_bytes_at_peak": line(free), "run_bytes_without": line(free + 4096 * MIB),
+        }),
+    );
+    check(&first["devices"][2], json!({"held_bytes": 1024 * MIB, "peak_bytes": 1024 * MIB}));
+    hold(6144);
+    assert!(watch.wait_until(|| shows(7168 * MIB)));
+    hold(2048);
+    assert!(watch.wait_until(|| shows(3072 * MIB)));
+    drop(worker);
+    let done = watch.wait();
+    assert_eq!((done.code, done.stderr.as_str()), (Some(0), ""));
+    let readings = json_lines(&done.stdout);
+    let last = readings.last().unwrap();
+    check(last, json!({"state": "ended", "name": "/usr/bin/python3 a.py"}));
+    check(&last["gpu"], json!({"held_bytes": null, "peak_bytes": 7168 * MIB, "growth_bytes_per_minute": null}));
+    let peak_at = last["gpu"]["peak_at"].as_f64().unwrap();
+    let first_at_peak = readings.iter().find(|reading| reading["gpu"]["held_bytes"] == 7168 * MIB).unwrap();
+    assert_eq!(Some(peak_at), first_at_peak["at"].as_f64());
+    check(&last["devices"][1], json!({"held_bytes": null, "peak_bytes": 6144 * MIB, "run_bytes_at_peak": null}));
+}
+
+#[test]
+fn steady_growth_on_a_gpu_warns_of_a_leak() {
+    let mut machine = Machine::new("rtx3090");
+    let worker = Worker::start("exec sleep 100");
+    let pid = worker.pid();
+    let processes = machine.workspace.path("processes");
+    let hold = |mib: u64| {
+        fs::write(machine.workspace.path("new"), format!("0 {pid} {mib} C a.py\n")).unwrap();
+        fs::rename(machine.workspace.path("new"), &processes).unwrap();
+    };
+    hold(1000);
+    machine.variables.push(format!("PLIMSOLL_NVML_STUB_PROCESSES={}", processes.display()));
+    let words = ["watch", "--pid", &pid, "--interval", "0.1", "--window", "2"];
+    let watch = machine.start(&words);
+    let stdout = watch.stdout_path();
+    let began = Instant::now();
+    let warning = loop {
+        // About 100 MiB per second.
+        hold(1000 + began.elapsed().as_millis() as u64 / 10);
+        let text = fs::read_to_string(&stdout).unwrap();
+        if let Some(line) = text.lines().find(|line| line.starts_with("warning: GPU memory grows by ")) {
+            break line.to_owned();
+        }
+        assert!(began.elapsed() < PATIENCE, "{text}");
+        std::thread::sleep(Duration::from_millis(20));
+    };
+    assert!(warning.contains("perhaps a leak; ") && warning.contains(" free on cuda:0 last "), "{warning}");
+    let seconds = warning.split("measured over ").nth(1).unwrap().split(' ').next().unwrap();
+    assert!((1.8..=2.0).contains(&seconds.parse::<f64>().unwrap()), "{warning}");
+    watch.signal("INT");
+    let done = watch.wait();
+    assert_eq!(done.code, Some(0), "{}", done.stderr);
+    let summary = done.stdout.split("a.py (").last().unwrap();
+    assert!(summary.contains(") still runs\n  peak of GPU memory: 1.") && summary.contains("Z\n"), "{summary}");
+    let warnings = done.stdout.lines().filter(|line| line.starts_with("warning: GPU memory grows")).count();
+    assert!(warnings <= 2, "a warning is repeated: {}", done.stdout);
+}
+
+#[test]
+fn process_without_gpu_shows_host_memory() {
+    let machine = Machine::with_files("rtx3090", &[]);
+    // Holds another MiB about every 20 ms.
+    let grow = "exec awk 'BEGIN { s = \"x\"; while (length(s) < 1048576) s = s s; \
+                while (n < 200) { a[n++] = s n; system(\"sleep 0.02\") } }'";
+    let worker = Worker::start(grow);
+    let done = machine.succeed(&["watch", "--pid", &worker.pid(), "--json", "--interval", "0.1", "--window", "1"]);
+    let readings = json_lines(&done.stdout);
+    let last = readings.last().unwrap();
+    check(last, json!({"state": "ended", "name": "awk"}));
+    let unknown = json!({
+        "held_bytes": null, "peak_bytes": null, "peak_at": null, "growth_bytes_per_minute": null,
+        "growth_seconds": null, "is_leak": false,
+    });
+    assert!(readings.iter().all(|reading| reading["gpu"] == unknown), "{last}");
+    assert!(last["host"]["peak_bytes"].as_u64().unwrap() > 100 * MIB, "{last}");
+    let leak = readings.iter().find(|reading| reading["host"]["is_leak"] == true).expect("a leak is found");
+    let growth = leak["host"]["growth_bytes_per_minute"].as_f64().unwrap() / MIB as f64;
+    assert!((100.0..=3100.0).contains(&growth), "{leak}");
+    let warning = leak["warnings"][0].as_str().unwrap();
+    assert!(warning.starts_with("host memory grows by ") && warning.contains(" free on cpu last "), "{warning}");
+}
+
+#[test]
+fn lines_say_that_no_gpu_memory_is_known() {
+    let machine = Machine::new("h200");
+    let worker = Worker::start("exec sleep 0.5");
+    let done = machine.succeed(&["watch", "--pid", &worker.pid(), "--interval", "0.1"]);
+    let mut lines = done.stdout.lines();
+    let first = lines.next().unwrap();
+    let start = format!("sleep ({}): no GPU memory known; host memory ", worker.pid());
+    assert!(first.starts_with(&start), "{first}");
+    assert!(lines.next().unwrap().starts_with("  cpu  holds "), "{}", done.stdout);
+    assert!(lines.next().unwrap().contains("a run would take 125.82 GiB"), "{}", done.stdout);
+    assert!(
+        done.stdout.contains(") has ended\n  peak of GPU memory: unknown\n  peak of host memory: "),
+        "{}",
+        done.stdout
+    );
+}
+
+#[test]
+fn unreported_memory_of_a_process_is_unknown() {
+    let mut machine = Machine::new("wsl");
+    let worker = Worker::start("exec sleep 0.5");
+    machine.workspace.write("processes", format!("0 {} 700 C -\n", worker.pid()));
+    machine.set("PROCESSES", machine.workspace.path("processes").to_str().unwrap());
+    let done = machine.succeed(&["watch", "--pid", &worker.pid(), "--json", "--interval", "0.1"]);
+    let first = &json_lines(&done.stdout)[0];
+    assert_eq!((&first["gpu"]["held_bytes"], &first["devices"][1]["held_bytes"]), (&Value::Null, &Value::Null));
+    assert_eq!(first["devices"][1]["free_bytes"], (24576 - 316 - 700) * MIB);
+    let warnings = first["warnings"].as_array().unwrap();
+    let starts = |start: &str| warnings.iter().any(|text| text.as_str().unwrap().starts_with(start));
+    assert!(starts("the driver does not report the GPU memory of this process"), "{first}");
+}
+
+#[test]
+fn missing_process_is_refused() {
+    let machine = Machine::with_files("rtx3090", &[]);
+    // The kernel gives no process a number above 2^22.
+    let refusal = machine.start(&["watch", "--pid", "4194305"]).wait().refusal(2);
+    assert!(refusal.starts_with("error: there is no process 4194305: "), "{refusal}");
+    let done = machine.start(&["watch", "--pid", "4194305", "--json"]).wait();
+    assert_eq!((done.code, done.json()["error"]["exit"].as_i64()), (Some(2), Some(2)));
+    for words in [&["--pid", "0"][..], &["--pid", "x"], &["--window", "5"], &["run", "--pid", "1"]] {
+        let done = machine.start(&[&["watch"], words].concat()).wait();
+        assert_eq!((done.code, done.stdout.as_str()), (Some(2), ""), "{words:?}");
+    }
+}
+
+#[test]
+fn process_that_only_nvml_lists_is_watched() {
+    let mut machine = Machine::new("h200");
+    let processes = machine.workspace.path("processes");
+    machine.workspace.write("processes", "0 4194305 900 C served\n");
+    machine.set("PROCESSES", processes.to_str().unwrap());
+    let mut watch = machine.start(&["watch", "--pid", "4194305", "--json", "--interval", "0.1"]);
+    let stdout = watch.stdout_path();
+    assert!(watch.wait_until(|| fs::read_to_string(&stdout).unwrap().lines().count() >= 2));
+    fs::remove_file(&processes).unwrap();
+    let done = watch.wait();
+    let readings = json_lines(&done.stdout);
+    check(&readings[0], json!({"state": "running", "name": "served"}));
+    assert_eq!(
+        (&readings[0]["gpu"]["held_bytes"], &readings[0]["host"]["held_bytes"]),
+        (&json!(900 * MIB), &Value::Null)
+    );
+    check(readings.last().unwrap(), json!({"state": "ended"}));
+    assert_eq!(readings.last().unwrap()["gpu"]["peak_bytes"], 900 * MIB);
 }

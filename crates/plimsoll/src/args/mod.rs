@@ -298,6 +298,7 @@ Examples:
                                  a page at http://127.0.0.1:1876
   plimsoll watch http://127.0.0.1:1876
                                  the same run, read from that page's server
+  plimsoll watch --pid 4711      the memory of any process over time
 
 The view ends with q, Esc or Ctrl-C, and the run goes on. If the output is no
 terminal, lines are printed until the run has ended.")]
@@ -311,9 +312,18 @@ pub struct WatchArgs {
     /// Seconds between two updates
     #[arg(long, value_name = "SECONDS", default_value_t = 1.0, value_parser = values::interval)]
     pub interval: f64,
-    /// Print one snapshot as JSON and exit
+    /// Print one snapshot as JSON and exit; with --pid, one line of JSON for each reading
     #[arg(long)]
     pub json: bool,
+    /// Show the memory of any process, by its process id, until it ends
+    ///
+    /// Its memory on GPUs and on the host, the peak, the growth per minute with a warning of a leak, and what a run could
+    /// take on each device.
+    #[arg(long, value_name = "PID", value_parser = values::positive(), conflicts_with_all = ["run_dir", "advise", "serve"])]
+    pub pid: Option<u32>,
+    /// Seconds of readings from which the growth of the process is computed, 10 readings or more
+    #[arg(long, value_name = "SECONDS", default_value_t = 60.0, value_parser = values::interval, requires = "pid")]
+    pub window: f64,
     /// Number of the process of the run that started this one. The view ends with it, and passes Ctrl-C on to it.
     #[arg(long, value_name = "PID", hide = true, requires = "run_dir")]
     pub of_process: Option<u32>,

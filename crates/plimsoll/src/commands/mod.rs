@@ -20,3 +20,4 @@ pub mod sweep;
 pub mod train;
 mod view_process;
 pub mod watch;
+mod watch_process;

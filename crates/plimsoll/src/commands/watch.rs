@@ -2,6 +2,7 @@
 
 use super::advice::recommendations_for_run;
 use super::serve::{serve, serve_standard_input};
+use super::watch_process;
 use crate::args::WatchArgs;
 use crate::output;
 use plimsoll_core::{Exit, Failure, Recommendation};
@@ -25,8 +26,11 @@ const LOAD_PERIOD: Duration = Duration::from_millis(200);
 /// Shows snapshots: one as JSON, a page, a live view on a terminal, else lines until the run ends or the output is closed.
 ///
 /// # Errors
-/// There is no such run folder or server, the terminal cannot be drawn on, or the page cannot be served.
+/// There is no such run folder, server or process, the terminal cannot be drawn on, or the page cannot be served.
 pub fn run(args: &WatchArgs) -> Result<Exit, Failure> {
+    if let Some(pid) = args.pid {
+        return watch_process::run(pid, args);
+    }
     let mut watched = Watched::open(args)?;
     let period = Duration::from_secs_f64(args.interval);
     if let (true, Some(run)) = (args.serve_standard_input, args.of_process) {
