@@ -41,9 +41,9 @@ def train(
     ``run_file`` and ``sections`` are those of :func:`plan`. ``resume`` is the folder of a run to resume instead; for a run that
     is done, its result is returned, without events or samples. ``save=False`` writes neither checkpoints nor a model.
 
-    ``on_event`` gets each line of ``events.jsonl`` as a dictionary. It is called in the calling thread while the run continues
-    on its own thread. If it returns ``False`` or raises, the run finishes its step, saves and ends. An exception of
-    ``on_event`` is then raised here.
+    ``on_event`` gets each line of ``events.jsonl`` as a dictionary, and warnings about logs (``watch``) in the same form. It is
+    called in the calling thread while the run continues on its own thread. If it returns ``False`` or raises, the run finishes
+    its step, saves and ends. An exception of ``on_event`` is then raised here.
 
     Ctrl-C also ends the run after its step: ``KeyboardInterrupt`` is raised once everything is saved, and its message says how
     to resume. A second Ctrl-C raises at once and keeps the newest checkpoint.

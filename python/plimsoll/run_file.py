@@ -104,6 +104,13 @@ class RunSection(TypedDict, total=False):
     deterministic: bool
 
 
+class WatchSection(TypedDict, total=False):
+    """``[watch]``: logs of the run for other programs."""
+
+    tensorboard: bool
+    webhook: str
+
+
 class RunFile(TypedDict, total=False):
     """All sections of a run file."""
 
@@ -114,6 +121,7 @@ class RunFile(TypedDict, total=False):
     memory: MemorySection
     recipe: RecipeSection
     run: RunSection
+    watch: WatchSection
 
 
 def settings(sections: Mapping[str, object]) -> list[str]:

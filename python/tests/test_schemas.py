@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,26 @@ def errors(name: str, value: object) -> list[str]:
     jsonschema.Draft202012Validator.check_schema(schema)
     found: Iterator[jsonschema.ValidationError] = jsonschema.Draft202012Validator(closed(schema)).iter_errors(value)
     return [f"{error.json_path}: {error.message}" for error in found]
+
+
+@pytest.fixture
+def webhook() -> Iterator[tuple[str, list[Any]]]:
+    """Yields the URL of a server, and the JSON that it has received."""
+    received: list[Any] = []
+
+    class Receiver(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Receiver) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/hook", received
+        server.shutdown()
 
 
 def test_undeclared_key_and_wrong_type_are_errors() -> None:
@@ -124,3 +146,22 @@ def test_findings_match_schema(say: Say, tmp_path: Path) -> None:
     report = json.loads(say("doctor", "run.toml", "--json", code=2))
     assert errors("doctor", report) == []
     assert "run-invalid" in [finding["id"] for finding in report["findings"]]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "expected"),
+    [
+        (["--devices", "virtual:a=400MiB", "--inject-oom", "2:backward"], 0, ["start", "recovery", "end"]),
+        ([*TEAM, "--inject-loss", "virtual:b:2"], 0, ["start", "device_lost", "end"]),
+        (["--set", "train.learning_rate=1e30", "--set", "train.warmup_steps=0"], 4, ["start", "failure"]),
+    ],
+)
+def test_webhook_messages_match_schema(
+    say: Say, webhook: tuple[str, list[Any]], words: list[str], code: int, expected: list[str]
+) -> None:
+    url, received = webhook
+    say("train", "--quiet", "--set", "run.dir=secret/name", "--set", f"watch.webhook={url}", *SMALL_RUN, *words, code=code)
+    assert [message["event"] for message in received] == expected
+    assert [line for message in received for line in errors("webhook", message)] == []
+    assert all(message["run"] == "name" and message["text"].startswith("name: ") for message in received)
+    assert not any("secret" in json.dumps(message) for message in received)

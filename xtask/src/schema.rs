@@ -16,6 +16,7 @@ use plimsoll_train::bench::StepBench;
 use plimsoll_train::inference::{EvaluationLoss, GeneratedText};
 use plimsoll_train::session::control::BudgetChange;
 use plimsoll_train::session::outcome::Outcome;
+use plimsoll_watch::logging::message::WebhookMessage;
 use plimsoll_watch::model_list::ModelList;
 use plimsoll_watch::process::ProcessReading;
 use plimsoll_watch::runs::RunList;
@@ -85,6 +86,7 @@ fn documents() -> Vec<(&'static str, Value)> {
         ("report", schema_of::<report::Report>()),
         ("runs", schema_of::<RunList>()),
         ("champions", schema_of::<ChampionFile>()),
+        ("webhook", schema_of::<WebhookMessage>()),
         ("budget", schema_of::<BudgetChange>()),
         ("evaluation", schema_of::<EvaluationLoss>()),
         ("generation", schema_of::<GeneratedText>()),

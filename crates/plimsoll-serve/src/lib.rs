@@ -1,4 +1,5 @@
-//! Snapshots over HTTP: the page of `plimsoll watch --serve`, and the client of `plimsoll watch http://HOST:PORT`.
+//! Snapshots over HTTP: the page of `plimsoll watch --serve`, and the client of `plimsoll watch http://HOST:PORT`. Also
+//! the logs that a run sends or writes for other programs.
 //!
 //! ```text
 //!                    one thread, at most one reading per interval
@@ -17,6 +18,8 @@
 //! | `metrics` | a snapshot in the text format of Prometheus |
 //! | `page` | the page and its security policy |
 //! | [`remote`] | the client that reads the snapshots of a server |
+//! | [`run_logs`] | the logs of a run: TensorBoard's event files, the webhook |
+//! | `webhook` | the client that posts the messages of a run |
 //!
 //! The server only reads. No request changes the run or the machine.
 
@@ -28,5 +31,7 @@ mod metrics;
 mod page;
 pub mod remote;
 mod routes;
+pub mod run_logs;
 pub mod server;
 pub mod token;
+mod webhook;

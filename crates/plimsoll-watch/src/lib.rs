@@ -20,6 +20,7 @@
 //! | [`view`] | snapshots | the live terminal view, lines, JSON |
 //! | [`report`] | the folder of a run | one page, Markdown, JSON |
 //! | [`runs`] | a folder of runs | a table, JSON, the champions |
+//! | [`logging`] | the events of a run | TensorBoard's event files, messages of the webhook |
 //! | [`text`] | numbers, rows, words | formatted numbers, aligned columns, wrapped lines, shell words |
 //!
 //! # Example
@@ -49,6 +50,7 @@
 
 pub mod devices;
 pub mod doctor;
+pub mod logging;
 pub mod model_list;
 pub mod models;
 pub mod plan;

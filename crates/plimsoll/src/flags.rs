@@ -26,7 +26,7 @@ const FLAGS: [(&str, &str); 13] = [
 ];
 
 /// The sections of a run file.
-const SECTIONS: [&str; 7] = ["data", "lora", "memory", "model", "recipe", "run", "train"];
+const SECTIONS: [&str; 8] = ["data", "lora", "memory", "model", "recipe", "run", "train", "watch"];
 
 /// Replaces run-file keys in a failure by flags of the command, and drops hints that set other keys. `path` holds the
 /// words of the command: `["bench", "devices"]`. A command that has `--set` keeps its failure unchanged.

@@ -10,6 +10,9 @@ pub(crate) const MAX_BATCH_TOKENS: u64 = 1 << 31;
 /// The largest rank of adapters. No model has wider matrices.
 const MAX_LORA_RANK: u32 = 1 << 18;
 
+/// The longest URL of a webhook.
+const MAX_URL_BYTES: usize = 2048;
+
 /// A violated rule of a run file: a value that has the right type and is still wrong.
 pub(super) enum RuleViolation {
     /// A value is outside its range: its `section.key`.
@@ -23,6 +26,7 @@ pub(super) fn check(config: &RunConfig) -> Result<(), RuleViolation> {
     check_ranges(config)?;
     check_combinations(config)?;
     check_method(config)?;
+    check_webhook(config)?;
     check_devices(config)
 }
 
@@ -124,6 +128,29 @@ fn check_method(config: &RunConfig) -> Result<(), RuleViolation> {
         return Err(RuleViolation::Invalid("model.adapter", message.to_owned(), hints));
     }
     Ok(())
+}
+
+/// Checks the URL of the webhook: the program speaks HTTP without TLS.
+fn check_webhook(config: &RunConfig) -> Result<(), RuleViolation> {
+    let Some(url) = &config.watch.webhook else { return Ok(()) };
+    if url.len() > MAX_URL_BYTES {
+        return Err(RuleViolation::OutOfRange("watch.webhook"));
+    }
+    if url.starts_with("https:") {
+        let hints = vec![
+            "post to a relay on this machine that forwards to the https address: http://127.0.0.1:PORT/PATH".to_owned(),
+            "or post from Python, in on_event of plimsoll.train; see docs/logging.md".to_owned(),
+        ];
+        let message = "https is not supported, only http".to_owned();
+        return Err(RuleViolation::Invalid("watch.webhook", message, hints));
+    }
+    let rest = url.strip_prefix("http://").unwrap_or_default();
+    let host = rest.split(['/', '?']).next().unwrap_or_default();
+    let is_plain = url.bytes().all(|byte| byte.is_ascii_graphic()) && !url.contains('#') && !host.contains('@');
+    match is_plain && !host.is_empty() && !host.starts_with(':') {
+        true => Ok(()),
+        false => Err(RuleViolation::OutOfRange("watch.webhook")),
+    }
 }
 
 fn check_devices(config: &RunConfig) -> Result<(), RuleViolation> {

@@ -61,6 +61,8 @@ pub(super) const KEYS: &[(&str, &str)] = &[
     ("run.parallelism", "\"auto\", \"data\", \"sharded\", \"pipeline\" or \"all\""),
     ("run.nccl", "true or false"),
     ("run.deterministic", "true or false"),
+    ("watch.tensorboard", "true or false"),
+    ("watch.webhook", "a URL such as \"http://127.0.0.1:8080/plimsoll\""),
 ];
 
 /// Returns the description of the valid values of `section.key`, and `None` for an unknown key.

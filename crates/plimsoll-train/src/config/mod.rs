@@ -44,6 +44,8 @@ pub struct RunConfig {
     pub recipe: RecipeSection,
     /// Run folder and devices.
     pub run: RunSection,
+    /// Logs of the run for other programs.
+    pub watch: WatchSection,
 }
 
 /// The section `[model]` of a run file. Exactly one of `path` and `preset` is set.
@@ -391,6 +393,17 @@ impl Default for RunSection {
             deterministic: None,
         }
     }
+}
+
+/// The section `[watch]` of a run file: logs of the run for other programs.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct WatchSection {
+    /// Whether the run writes TensorBoard event files into its folder.
+    pub tensorboard: bool,
+    /// URL (`http://…`) to which the run posts its start, recoveries and end; `None` for no messages.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub webhook: Option<String>,
 }
 
 /// Device that takes over if a run does not fit on an accelerator.

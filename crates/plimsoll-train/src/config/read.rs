@@ -197,7 +197,7 @@ impl RunConfig {
         for key in settings.iter().filter_map(|setting| setting.split_once('=')).map(|(key, _)| key.trim()) {
             let free = LENGTH.contains(&key)
                 || INTERVALS.contains(&key)
-                || ["memory", "recipe", "run"].contains(&keys::split(key).0);
+                || ["memory", "recipe", "run", "watch"].contains(&keys::split(key).0);
             if keys::expected(key).is_some() && !free {
                 return Err(RunConfigError::Experiment { key: key.to_owned() }.into());
             }

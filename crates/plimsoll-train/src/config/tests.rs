@@ -30,6 +30,7 @@ fn key_list_matches_structs() {
     (file.model.adapter, file.train.rungs) = (Some("a".into()), Some(vec![]));
     file.run.max_temperature = Some(80.0);
     file.run.deterministic = Some(true);
+    file.watch.webhook = Some("http://localhost".into());
     file.memory.budget = Some(Budget::DEVICE);
     (file.memory.file, file.memory.file_dir) = (Some(Budget::HOST), Some("d".into()));
     let table: toml::Table = file.to_toml().parse().unwrap();
@@ -307,6 +308,25 @@ fn missing_file_is_named() {
     assert!(hint("run.toml").contains("UTF-8"), "{}", hint("run.toml"));
 }
 
+#[test]
+fn webhook_takes_plain_http_only() {
+    for url in ["http://localhost", "http://127.0.0.1:8080/a?b=c", "http://[::1]:9/", "http://relay.example/x"] {
+        let file = parse(MODEL, &[&format!("watch.webhook={url}")]).unwrap();
+        assert_eq!(file.watch.webhook.as_deref(), Some(url));
+    }
+    let refused = refusal(MODEL, &["watch.webhook=https://hooks.example/x"]);
+    assert!(refused.contains("watch.webhook: https is not supported"), "{refused}");
+    assert!(refused.contains("hint: post to a relay on this machine"), "{refused}");
+    let long = format!("http://a/{}", "x".repeat(3000));
+    let bad =
+        ["", "a", "ftp://a", "http://", "http:///x", "http://:80", "http://u:p@a/", "http://a/#b", "http://a b", &long];
+    for url in bad {
+        let refused = refusal(MODEL, &[&format!("watch.webhook={url:?}")]);
+        assert!(refused.contains("expected a URL such as"), "{refused}");
+    }
+    assert_eq!(parse(MODEL, &[]).unwrap().watch, WatchSection::default());
+}
+
 fn any_text() -> impl Strategy<Value = String> {
     prop_oneof!["[a-z/]{1,12}", "\\PC{1,12}", Just("it's \"so\"\n\\ ✓".to_owned())]
         .prop_map(|text| if text.trim().is_empty() { "x".to_owned() } else { text })
@@ -363,6 +383,8 @@ fn any_file() -> impl Strategy<Value = RunConfig> {
             nccl: flags[0],
             deterministic: flags[1].then_some(flags[2]),
         };
+        let webhook = flags[4].then(|| format!("http://127.0.0.1:{count}/hook?key={bytes}"));
+        file.watch = WatchSection { tensorboard: flags[3], webhook };
         file
     })
 }

@@ -52,6 +52,11 @@ pub struct PassedLoadLines {
 }
 
 impl PreparedRun {
+    /// Returns the number of optimizer steps of one pass over the training data.
+    pub fn steps_per_epoch(&self) -> f64 {
+        self.train.rows() as f64 / self.run.batch_sequences() as f64
+    }
+
     /// Returns whether a new process, which finds the tokens cached, may have a plan that this one has no memory for,
     /// or may keep a load line that this one passed.
     pub fn needs_fresh_process(&self) -> bool {

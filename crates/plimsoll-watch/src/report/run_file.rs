@@ -50,7 +50,7 @@ pub struct RunSettings {
     pub eval_data: Vec<String>,
     /// The devices as the user named them.
     pub requested_devices: String,
-    /// The whole run file.
+    /// The whole run file, without the URL of the webhook.
     pub text: String,
 }
 
@@ -94,7 +94,7 @@ impl RunSettings {
             train_data: data.train.into_vec(),
             eval_data: data.eval.into_vec(),
             requested_devices: run.devices,
-            text: text.to_owned(),
+            text: without_webhook(text),
         })
     }
 
@@ -112,6 +112,16 @@ fn read_text(path: &Path) -> io::Result<String> {
         return Err(io::Error::new(io::ErrorKind::FileTooLarge, "it is larger than 1 MiB, so it is no run file"));
     }
     regular_file::read_text(path)
+}
+
+/// Returns the text of a stored run file without the URL of the webhook, which may hold a secret.
+fn without_webhook(text: &str) -> String {
+    let is_webhook = |line: &str| line.split_once('=').is_some_and(|(key, _)| key.trim() == "webhook");
+    let shown = |line: &str| match is_webhook(line) {
+        true => "# webhook: not shown\n".to_owned(),
+        false => line.to_owned(),
+    };
+    text.split_inclusive('\n').map(shown).collect()
 }
 
 /// Returns the length of a run in words.
@@ -226,6 +236,13 @@ mod tests {
         assert_eq!(settings.train_data, ["a.jsonl"]);
         assert_eq!(settings.request_of("virtual:a").as_deref(), Some("virtual:a=48MiB@0.8"));
         assert_eq!(settings.request_of("cuda:0"), None);
+    }
+
+    #[test]
+    fn webhook_is_not_shown() {
+        let text = "[run]\ndir = \"r\"\n[watch]\nwebhook = \"http://a/secret\"\ntensorboard = true\n";
+        let shown = RunSettings::parse(text).unwrap().text;
+        assert_eq!(shown, "[run]\ndir = \"r\"\n[watch]\n# webhook: not shown\ntensorboard = true\n");
     }
 
     #[test]

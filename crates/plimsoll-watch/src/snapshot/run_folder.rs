@@ -23,25 +23,31 @@ pub struct RunFolder {
 }
 
 /// A JSON file that the run replaces from time to time.
-struct StoredFile<T> {
+pub(crate) struct StoredFile<T> {
     path: PathBuf,
     changed: Option<SystemTime>,
     content: Option<T>,
 }
 
 impl<T: DeserializeOwned> StoredFile<T> {
-    fn new(path: PathBuf) -> StoredFile<T> {
+    /// Returns a file that has not been read.
+    pub(crate) fn new(path: PathBuf) -> StoredFile<T> {
         StoredFile { path, changed: None, content: None }
     }
 
     /// Reads the file if it has changed. The content becomes `None` if the file is missing or is not valid.
-    fn refresh(&mut self) {
+    pub(crate) fn refresh(&mut self) {
         let changed = std::fs::metadata(&self.path).and_then(|metadata| metadata.modified()).ok();
         if changed.is_some() && changed == self.changed {
             return;
         }
         let text = regular_file::read(&self.path).ok();
         (self.changed, self.content) = (changed, text.and_then(|text| serde_json::from_slice(&text).ok()));
+    }
+
+    /// Returns the content at the newest reading; `None` if there was no valid one.
+    pub(crate) fn content(&self) -> Option<&T> {
+        self.content.as_ref()
     }
 }
 
@@ -111,12 +117,12 @@ impl RunFolder {
 
     /// Returns the plan that the run follows; `None` if there is no valid one.
     pub fn plan(&self) -> Option<&Plan> {
-        self.plan.content.as_ref()
+        self.plan.content()
     }
 
     /// Returns the result of the run; `None` while it trains.
     pub fn result(&self) -> Option<&RunResult> {
-        self.result.content.as_ref().filter(|_| matches!(self.state(), RunState::Done | RunState::Stopped))
+        self.result.content().filter(|_| matches!(self.state(), RunState::Done | RunState::Stopped))
     }
 
     /// Returns whether the run is under way, and how it ended.

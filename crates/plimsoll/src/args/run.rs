@@ -38,6 +38,7 @@ impl ProgressForm {
 Examples:
   plimsoll train
   plimsoll train run.toml --budget 6GiB --set train.steps=20
+  plimsoll train run.toml --set watch.tensorboard=true
   plimsoll train run.toml --serve
   plimsoll train --resume runs/my-run")]
 pub struct TrainArgs {

@@ -20,12 +20,14 @@ pub struct ProgressDisplay {
     watcher: Option<Box<dyn Watcher>>,
     /// The newest start event, which the watcher needs for the length of the run.
     start: Option<Record>,
+    /// Warnings that are in no event log, and therefore not in the view. The watcher shows them after the view.
+    warnings: Vec<Record>,
 }
 
 impl ProgressDisplay {
     /// Creates a display that shows `view`, and after it the watcher that `create` returns.
     pub fn new(view: RunView, create: fn() -> Box<dyn Watcher>) -> ProgressDisplay {
-        ProgressDisplay { view, create, watcher: None, start: None }
+        ProgressDisplay { view, create, watcher: None, start: None, warnings: Vec::new() }
     }
 
     /// Shows an event.
@@ -41,7 +43,17 @@ impl ProgressDisplay {
         if let Some(start) = start {
             watcher.observe(&start);
         }
-        watcher.observe(record);
+        std::mem::take(&mut self.warnings).iter().chain([record]).for_each(|record| watcher.observe(record));
+    }
+
+    /// Shows warnings that are in no event log: now, or when the view is closed.
+    pub fn warn(&mut self, warnings: Vec<Record>) {
+        self.warnings.extend(warnings);
+        if self.warnings.is_empty() || self.view.is_shown() {
+            return;
+        }
+        let watcher = self.watcher.get_or_insert_with(self.create);
+        std::mem::take(&mut self.warnings).iter().for_each(|warning| watcher.observe(warning));
     }
 }
 
