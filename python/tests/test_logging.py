@@ -14,13 +14,13 @@ from typing import Any, cast
 import pytest
 
 import plimsoll
-from plimsoll.run_file import RunFile
+from plimsoll.run_file import RunFile, RunSection
 
 #: The documentation of the logs.
 DOCUMENTATION = Path(__file__).parents[2] / "docs" / "logging.md"
 
-#: Two simulated devices.
-DEVICES = "virtual:a=48MiB@0.7,virtual:b=32MiB@0.4"
+#: The processor, with one thread. Runs on it are deterministic here, so that nothing is measured before they start.
+DEVICES = "cpu=1GiB"
 
 #: The built-in example, shorter.
 RUN_FILE = f"""
@@ -39,7 +39,10 @@ batch_tokens = 1536
 eval_every = 5
 [run]
 devices = "{DEVICES}"
+deterministic = true
+threads = 1
 """
+
 
 def to_f32(number: float) -> float:
     """Rounds a number to the 32 bits that TensorBoard stores."""
@@ -50,7 +53,7 @@ def run_with(folder: Path, steps: int = 12) -> list[dict[str, Any]]:
     """Trains in a folder and returns the events."""
     sections: RunFile = {
         "train": {"steps": steps, "eval_every": 5, "save_every": 4},
-        "run": {"dir": folder, "devices": DEVICES},
+        "run": {"dir": folder, "devices": DEVICES, "threads": 1, "deterministic": True},
         "watch": {"tensorboard": True},
     }
     plimsoll.train(**sections)
@@ -141,7 +144,8 @@ def test_warnings_of_logs_reach_on_event(tmp_path: Path) -> None:
         if event["event"] == "warning":
             seen.append(event["message"])
 
-    plimsoll.train(on_event=on_event, train={"steps": 3}, run={"dir": folder}, watch={"tensorboard": True})
+    run: RunSection = {"dir": folder, "devices": DEVICES, "threads": 1, "deterministic": True}
+    plimsoll.train(on_event=on_event, train={"steps": 3}, run=run, watch={"tensorboard": True})
     assert [message for message in seen if "without TensorBoard's event files" in message] == seen[-1:]
     assert not any("TensorBoard" in line for line in (folder / "events.jsonl").read_text().splitlines())
 
@@ -181,6 +185,10 @@ def test_documented_hook_logs_to_wandb_offline(tmp_path: Path, monkeypatch: pyte
         monkeypatch.setenv(f"WANDB_{name}", value)
     Path("run.toml").write_text(RUN_FILE)
     exec(compile(documented_hook(), str(DOCUMENTATION), "exec"), {})
+    import wandb
+
+    # Ends the process of W&B, which writes the file.
+    wandb.teardown()
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     rows = [record.history for record in wandb_records(file) if record.HasField("history")]
     logged = [{item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in row.item} for row in rows]
