@@ -97,12 +97,12 @@ class Recipe(TypedDict):
 
 
 class TimelinePoint(TypedDict):
-    """The predicted memory of a device's arena at one moment: the fullest moment of a part of the work.
+    """The predicted memory of a device's arena at one time of a step: the fullest of a part of the work.
 
     All micro-batches use the same bytes, so the points of the forward and backward pass hold for each of them.
     """
 
-    #: The kind of work at this moment.
+    #: The kind of work at this point.
     work: WorkKind
     #: The part of the model or the tensor that is worked on, such as ``layer``, ``loss`` or ``embedding``; absent while the
     #: host fills inputs or reads outputs.
@@ -111,7 +111,8 @@ class TimelinePoint(TypedDict):
     layer: NotRequired[int]
     #: The op that runs, such as ``product`` or ``attention_grad``; absent while the host fills inputs or reads outputs.
     op: NotRequired[str]
-    #: The tensor that tells most about the op: a weight that it reads, else a gradient or optimizer state, else its output.
+    #: The tensor that tells most about the op: a weight that it reads, else a gradient or optimizer state, else its output. A
+    #: gathered or staged copy has the name of its tensor.
     tensor: NotRequired[str]
     #: Bytes of the arena in use. Their maximum over all points is the size of the arena.
     bytes: int
@@ -138,8 +139,9 @@ class DevicePlan(TypedDict):
     by_category: dict[str, int]
     #: Most bytes of the arena in use during each kind of work. Empty if no tensor lies in the arena.
     by_program: dict[str, int]
-    #: The arena over one step, in at most 32 moments: loading, the step, evaluation and saving, in this order. The peak of each
-    #: kind of work is among them. Empty for the host and the scratch file.
+    #: The arena over one step, in at most 32 points: loading, forward pass, backward pass, update, evaluation, generation and
+    #: saving, in this order. The peak of each kind of work is among them, except of ``re-plan``, which runs no ops. Empty for
+    #: the host and the scratch file.
     timeline: NotRequired[list[TimelinePoint]]
     #: Largest sum of the bytes of simultaneously live tensors. No placement of the tensors needs a smaller arena.
     lower_bound_bytes: int
