@@ -24,7 +24,7 @@ pub struct ArenaLayout {
     pub persistent_bytes: u64,
     /// Lower bound of `bytes`: no packing of the same tensors is smaller.
     pub lower_bound_bytes: u64,
-    /// Most bytes of the arena in use during each kind of work, as [`PhaseMemory`] counts them. Empty for an unused
+    /// Most bytes of the arena in use during each kind of work, as `PhaseMemory` counts them. Empty for an unused
     /// space.
     pub by_program: BTreeMap<WorkKind, Bytes>,
     /// Bytes of each category of tensors at the moment when the arena is fullest. Unused bytes count as workspace, so

@@ -20,8 +20,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Time that the server has for the last snapshot before it is killed.
-const CLOSE_TIME: Duration = Duration::from_secs(3);
+/// Time that the server has for the last snapshot before it is killed. It needs milliseconds, but has a low priority, and
+/// other work may leave it little of the processor.
+const CLOSE_TIME: Duration = Duration::from_secs(15);
 /// Time between two looks whether the server has ended.
 const CLOSE_PERIOD: Duration = Duration::from_millis(10);
 
