@@ -3,7 +3,7 @@
 
 use super::measure::{Measurer, MicroBatchCosts};
 use super::residency::OffloadedBytes;
-use plimsoll_core::Offload;
+use plimsoll_core::{Offload, Parallelism};
 use plimsoll_program::models::decoder::Method;
 
 /// Seconds in which the tensors of one layer cross the host link in one direction, if they are offloaded.
@@ -45,6 +45,10 @@ impl Measurer<'_> {
         let two_layers = |bytes: f64, layers: u32| if layers > 0 { 2.0 * bytes / f64::from(layers) } else { 0.0 };
         let layer_rings = two_layers(weights, offload.weights) + two_layers(gradients, offload.gradients);
         let head_rings = 2.0 * costs.head_block * (head + head_gradient);
+        // Stages and sharded ranks measure few choices, so a cautious estimate leaves out those that hardly fit.
+        let is_cautious = matches!(request.share.parallelism, Some(Parallelism::Sharded | Parallelism::Pipeline));
+        let (layer_rings, head_rings) =
+            if is_cautious { (0.0, head_rings + layer_rings) } else { (layer_rings, head_rings) };
         let freed = self.in_flight(micro_batch) * inputs;
         let budget =
             (request.device.arena_budget().0 + freed).checked_sub(resident.spaces.device + head_rings as u64)?;
