@@ -200,24 +200,6 @@ mod tests {
     }
 
     #[test]
-    fn plan_if_fits_tries_each_device_alone() {
-        let request = |devices: &str| {
-            let devices = format!("run.devices={devices}");
-            let rungs = "train.rungs=[\"lora\"]";
-            run_request(&["model.preset=smollm2-135m", &devices, rungs, "memory.host=1B", "run.fallback=none"])
-        };
-        let refused = plan(&request("virtual:a=100MiB@0.5"), false).unwrap().outcome.plan;
-        let least = refused.needs[0].budget_bytes.0.div_ceil(1 << 20);
-        // Slightly above the least load line, the charges of a team decide whether the device suffices.
-        for more in 0..4 {
-            let run = request(&format!("virtual:a={}MiB@0.5,virtual:b=100MiB@0.5", least + more));
-            let (full, quick) = (plan(&run, false).unwrap().outcome.plan, plan_if_fits(&run).unwrap());
-            // Charges follow the memory of this process, which other tests change.
-            assert_eq!(quick.is_some(), full.fits, "{least} + {more}");
-        }
-    }
-
-    #[test]
     fn pinned_parallelism_restricts_the_team() {
         let parallelism = |choice: &str| {
             let devices = "run.devices=rtx3090,rtx3090";
