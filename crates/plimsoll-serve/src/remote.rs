@@ -27,6 +27,19 @@ pub fn is_url(word: &str) -> bool {
     word.starts_with("http://") || word.starts_with("https://")
 }
 
+/// Returns a client that connects to the host of a URL itself, and gives each request this time. A proxy of the environment
+/// is for other sites, and would see tokens and messages. A redirection could lead elsewhere, so none is followed.
+pub(crate) fn direct_agent(timeout: Duration) -> Agent {
+    let config = Agent::config_builder()
+        .proxy(None)
+        .max_redirects(0)
+        .max_redirects_will_error(false)
+        .http_status_as_error(false)
+        .timeout_global(Some(timeout))
+        .build();
+    config.into()
+}
+
 impl RemoteRun {
     /// Returns the server at a URL, without a connection to it. `token` is the value of [`TOKEN_VARIABLE`].
     ///
@@ -48,15 +61,7 @@ impl RemoteRun {
             let failure = Failure::input(format!("{TOKEN_VARIABLE}: a token has hexadecimal digits only"));
             return Err(failure.hint("take the token that plimsoll watch --serve printed at its start"));
         }
-        // A proxy of the environment is for other sites, and would see the token.
-        let config = Agent::config_builder()
-            .proxy(None)
-            .max_redirects(0)
-            .max_redirects_will_error(false)
-            .http_status_as_error(false)
-            .timeout_global(Some(TIMEOUT))
-            .build();
-        Ok(RemoteRun { url: format!("http://{authority}"), token, agent: config.into() })
+        Ok(RemoteRun { url: format!("http://{authority}"), token, agent: direct_agent(TIMEOUT) })
     }
 
     /// Reads the present snapshot.

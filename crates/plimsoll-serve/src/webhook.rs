@@ -1,5 +1,6 @@
 //! The client of a webhook (`watch.webhook`): posts the messages of a run, each at most twice.
 
+use crate::remote::direct_agent;
 use plimsoll_core::Failure;
 use plimsoll_watch::logging::message::{WebhookEvent, WebhookMessage};
 use std::thread;
@@ -37,15 +38,8 @@ impl Webhook {
             let failure = Failure::input("watch.webhook: not a URL of the form http://HOST[:PORT][/PATH]");
             return Err(failure.hint("watch.webhook = \"http://127.0.0.1:8080/plimsoll\""));
         };
-        // A proxy of the environment is for other sites, and would see the messages. A redirection could lead elsewhere.
-        let config = Agent::config_builder()
-            .proxy(None)
-            .max_redirects(0)
-            .max_redirects_will_error(false)
-            .http_status_as_error(false)
-            .timeout_global(Some(TIMEOUT))
-            .build();
-        Ok(Webhook { url: url.to_owned(), host, agent: config.into(), is_failing: false, has_warned: false })
+        let (url, agent) = (url.to_owned(), direct_agent(TIMEOUT));
+        Ok(Webhook { url, host, agent, is_failing: false, has_warned: false })
     }
 
     /// Posts a message, and once more if that fails. While the webhook fails, messages about recoveries are left out.

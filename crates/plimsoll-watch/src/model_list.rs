@@ -105,7 +105,7 @@ pub struct PlannedModel {
     pub parallelism: Option<Parallelism>,
     /// Choices of the plan besides its rungs that cost speed, such as `recompute in 8 of 16 layers`; empty for none.
     pub given_up: Vec<String>,
-    /// What would make it fit; `None` if it fits, or if that is not known.
+    /// The memory with which it would fit; `None` if it fits, or if that is not known.
     pub missing: Option<MissingMemory>,
     /// The command that prints this plan.
     pub command: String,

@@ -131,35 +131,11 @@ impl<'a> Planner<'a> {
         }
         devices.clone_from_slice(&as_team);
         match self.run.run.parallelism.allows_single_device() {
-            true => self.plan_fastest_alone_if_fits(devices, &charges_alone),
+            true => {
+                self.fastest_alone(devices, &charges_alone, |devices, charging| self.settle_if_fits(devices, charging))
+            }
             false => Ok(None),
         }
-    }
-
-    /// Plans the run for each device alone, like [`Planner::plan_fastest_alone`], without a search for remedies.
-    fn plan_fastest_alone_if_fits(
-        &self,
-        devices: &mut [DeviceSpec],
-        charges_alone: &[Bytes],
-    ) -> Result<Option<TeamOutcome>, Failure> {
-        let mut fastest: Option<(TeamOutcome, Vec<DeviceSpec>)> = None;
-        for number in 0..devices.len() {
-            if !devices[number].in_process() || charges_alone[number] >= devices[number].charges {
-                continue;
-            }
-            let mut candidates = devices.to_vec();
-            candidates[number].charges = charges_alone[number];
-            let charging = ProgramCharging::Alone(number);
-            let Some(outcome) = self.settle_if_fits(&mut candidates, charging)? else { continue };
-            let step_seconds = outcome.plan.predicted.step_seconds;
-            let is_faster = fastest.as_ref().is_none_or(|(best, _)| step_seconds < best.plan.predicted.step_seconds);
-            if charging.applies_to(&outcome) && is_faster {
-                fastest = Some((outcome, candidates));
-            }
-        }
-        let Some((outcome, candidates)) = fastest else { return Ok(None) };
-        devices.clone_from_slice(&candidates);
-        Ok(Some(outcome))
     }
 
     /// Plans until the charges of `devices` cover the Programs of the plan. Returns `None` if nothing fits.
@@ -321,8 +297,9 @@ impl<'a> Planner<'a> {
         Ok(outcome)
     }
 
-    /// Plans the run on several devices together, or on one of them, as [`Planner::plan_run`] documents. Stores the charges of the plan in `devices`. `evaluation_rows` is the number of rows of the evaluation data;
-    /// `None` if the data are absent or not read yet. The result may not fit.
+    /// Plans the run on several devices together, or on one of them, as [`Planner::plan_run`] documents. Stores the
+    /// charges of the plan in `devices`. `evaluation_rows` is the number of rows of the evaluation data; `None` if the
+    /// data are absent or not read yet. The result may not fit.
     fn plan_together(&self, devices: &mut [DeviceSpec], evaluation_rows: Option<u64>) -> Result<TeamOutcome, Failure> {
         self.measure_process(devices);
         let charges_alone: Vec<Bytes> = devices.iter().map(|device| device.charges).collect();
@@ -356,6 +333,21 @@ impl<'a> Planner<'a> {
     ) -> Result<Option<TeamOutcome>, Failure> {
         // The GPUs that the plan for all devices uses have been measured.
         let planner = Planner { charges: Charges::Stated, previous: None, ..*self };
+        let data_parallel = || Some(TeamConstraint::Parallelism(Parallelism::Data));
+        let plan = |planner: &Planner, devices: &[DeviceSpec]| planner.team_outcome(devices, data_parallel(), None);
+        self.fastest_alone(devices, charges_alone, |devices, charging| {
+            planner.settle(devices, charging, plan).map(Some)
+        })
+    }
+
+    /// Calls `plan` for each device alone, as [`Planner::plan_fastest_alone`] documents, and returns the fastest plan.
+    /// `plan` stores the charges of its plan in the devices, and may return `None` if nothing fits.
+    fn fastest_alone(
+        &self,
+        devices: &mut [DeviceSpec],
+        charges_alone: &[Bytes],
+        plan: impl Fn(&mut [DeviceSpec], ProgramCharging) -> Result<Option<TeamOutcome>, Failure>,
+    ) -> Result<Option<TeamOutcome>, Failure> {
         let mut fastest: Option<(TeamOutcome, Vec<DeviceSpec>)> = None;
         for number in 0..devices.len() {
             if !devices[number].in_process() || charges_alone[number] >= devices[number].charges {
@@ -364,14 +356,10 @@ impl<'a> Planner<'a> {
             let mut candidates = devices.to_vec();
             candidates[number].charges = charges_alone[number];
             let charging = ProgramCharging::Alone(number);
-            let plan = |planner: &Planner, devices: &[DeviceSpec]| {
-                let data_parallel = TeamConstraint::Parallelism(Parallelism::Data);
-                planner.team_outcome(devices, Some(data_parallel), None)
-            };
-            let outcome = planner.settle(&mut candidates, charging, plan)?;
-            let is_faster =
-                |(best, _): &(TeamOutcome, _)| outcome.plan.predicted.step_seconds < best.plan.predicted.step_seconds;
-            if charging.applies_to(&outcome) && fastest.as_ref().is_none_or(is_faster) {
+            let Some(outcome) = plan(&mut candidates, charging)? else { continue };
+            let step_seconds = outcome.plan.predicted.step_seconds;
+            let is_faster = fastest.as_ref().is_none_or(|(best, _)| step_seconds < best.plan.predicted.step_seconds);
+            if charging.applies_to(&outcome) && is_faster {
                 fastest = Some((outcome, candidates));
             }
         }

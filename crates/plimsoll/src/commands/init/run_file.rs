@@ -87,7 +87,7 @@ fn memory(answers: &Answers) -> String {
     format!(
         "[memory]\n# Most that each device may hold: an amount (\"6GiB\"), or a share of the free memory.\n{}\
          # Most host memory for offloaded tensors: an amount or a share of the free memory. \"1B\" allows none.\n{}\
-         # What may be given up if nothing else fits: \"bf16\", \"adam8bit\", \"lora\", \"int8\", \"nf4\".\nallow = {}\n",
+         # Lossy rungs that the planner may take if nothing else fits: \"bf16\", \"adam8bit\", \"lora\", \"int8\", \"nf4\".\nallow = {}\n",
         line("budget", &answers.budget, "90%"),
         line("host", &answers.host, "80%"),
         toml_list(&rungs),
