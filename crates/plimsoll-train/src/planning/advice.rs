@@ -71,7 +71,8 @@ impl Advice {
 
 /// Plans each change that applies to a run, and returns those that make its step faster: changes that keep the results
 /// first, and among equals the fastest first. `before` is the run's plan without a change. Returns nothing if that does
-/// not fit: its remedies say what to do.
+/// not fit: its remedies say what to do. The request states [`RunRequest::process_bytes`], so that all plans have the
+/// same charges.
 ///
 /// Speeds of simulated and paper devices are compared like real ones. A change that cannot be planned is left out, and
 /// so is one that `is_offered` refuses, without a plan.
@@ -100,7 +101,9 @@ fn try_change(
     let PlannedRun { outcome, .. } = plan(&changed, false).ok()?;
     let after = outcome.plan;
     let speedup = before.predicted.step_seconds / after.predicted.step_seconds;
-    (after.fits && speedup >= MIN_SPEEDUP).then_some(Advice { change, settings, plan: after, speedup })
+    // Such a plan leaves the devices of the run, because it does not fit there.
+    let moves_to_cpu = after.fallback.is_some() && before.fallback.is_none();
+    (after.fits && !moves_to_cpu && speedup >= MIN_SPEEDUP).then_some(Advice { change, settings, plan: after, speedup })
 }
 
 /// Returns the changes that a run's settings leave open, with the settings of each.

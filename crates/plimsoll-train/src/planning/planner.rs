@@ -99,8 +99,9 @@ impl<'a> Planner<'a> {
     /// is the number of rows of the evaluation data; `None` if the data are absent or not read yet. The result may not
     /// fit.
     ///
-    /// If no plan for several devices fits, and the run file allows one device, plans for each CPU or virtual device of
-    /// this process that has lower charges alone, and takes the fastest of these plans.
+    /// Work in a team adds charges. If the run file allows one device, each CPU or virtual device of this process that
+    /// has lower charges alone is therefore also planned alone. The best of these plans replaces that of a team which
+    /// does not fit, is slower, or loses more accuracy. A run with a previous plan that fits keeps its team.
     ///
     /// # Errors
     /// The run file fixes choices that do not match the model. It asks for a scratch file with several devices. A GPU
@@ -124,18 +125,14 @@ impl<'a> Planner<'a> {
         }
         let charges_alone: Vec<Bytes> = devices.iter().map(|device| device.charges).collect();
         add_team_charges(devices, self.run);
-        // Planning together changes the charges, also if nothing fits.
-        let as_team = devices.to_vec();
-        if let Some(outcome) = self.settle_if_fits(devices, ProgramCharging::All)? {
-            return Ok(Some(outcome));
+        let mut alone = devices.to_vec();
+        let outcome = self.settle_if_fits(devices, ProgramCharging::All)?;
+        let as_team = outcome.as_ref().map(|outcome| &outcome.plan);
+        if let Some(better) = self.best_alone(&mut alone, &charges_alone, as_team)? {
+            devices.clone_from_slice(&alone);
+            return Ok(Some(better));
         }
-        devices.clone_from_slice(&as_team);
-        match self.run.run.parallelism.allows_single_device() {
-            true => {
-                self.fastest_alone(devices, &charges_alone, |devices, charging| self.settle_if_fits(devices, charging))
-            }
-            false => Ok(None),
-        }
+        Ok(outcome)
     }
 
     /// Plans until the charges of `devices` cover the Programs of the plan. Returns `None` if nothing fits.
@@ -310,8 +307,10 @@ impl<'a> Planner<'a> {
         let mut outcome = self.settle(devices, charging, plan)?;
         // Devices that would take part are charged as a team, also if the plan has one device.
         let as_team = devices.to_vec();
-        if !outcome.plan.fits && self.run.run.parallelism.allows_single_device() {
-            outcome = self.plan_fastest_alone(devices, &charges_alone)?.unwrap_or(outcome);
+        let keeps_team = outcome.plan.fits && self.previous.is_some();
+        let fitting = Some(&outcome.plan).filter(|plan| plan.fits);
+        if !keeps_team && let Some(better) = self.best_alone(devices, &charges_alone, fitting)? {
+            outcome = better;
         }
         // A resumed run keeps its team, so it needs no remarks about excluded devices.
         if self.previous.is_none() {
@@ -320,50 +319,34 @@ impl<'a> Planner<'a> {
         Ok(outcome)
     }
 
-    /// Plans the run for each device alone, and returns the fastest plan; `None` if the run fits on no device alone.
-    /// Call it if no plan for all devices fits: work in a team adds charges, without which one device may suffice.
+    /// Plans the run for each device alone, and returns the best plan that is better than `team`; `None` if there is
+    /// none. `team` is a plan for all devices; `None` if that does not fit.
     ///
     /// `charges_alone` holds the charges of each device without a team. Only CPU and virtual devices in this process
-    /// are tried, if these charges are lower than the present ones. On success, stores the charges of the plan in
-    /// `devices`.
-    fn plan_fastest_alone(
+    /// are tried, if these charges are lower than the present ones and the run file allows one device. On success,
+    /// stores the charges of the plan in `devices`.
+    fn best_alone(
         &self,
         devices: &mut [DeviceSpec],
         charges_alone: &[Bytes],
+        team: Option<&Plan>,
     ) -> Result<Option<TeamOutcome>, Failure> {
-        // The GPUs that the plan for all devices uses have been measured.
-        let planner = Planner { charges: Charges::Stated, previous: None, ..*self };
-        let data_parallel = || Some(TeamConstraint::Parallelism(Parallelism::Data));
-        let plan = |planner: &Planner, devices: &[DeviceSpec]| planner.team_outcome(devices, data_parallel(), None);
-        self.fastest_alone(devices, charges_alone, |devices, charging| {
-            planner.settle(devices, charging, plan).map(Some)
-        })
-    }
-
-    /// Calls `plan` for each device alone, as [`Planner::plan_fastest_alone`] documents, and returns the fastest plan.
-    /// `plan` stores the charges of its plan in the devices, and may return `None` if nothing fits.
-    fn fastest_alone(
-        &self,
-        devices: &mut [DeviceSpec],
-        charges_alone: &[Bytes],
-        plan: impl Fn(&mut [DeviceSpec], ProgramCharging) -> Result<Option<TeamOutcome>, Failure>,
-    ) -> Result<Option<TeamOutcome>, Failure> {
-        let mut fastest: Option<(TeamOutcome, Vec<DeviceSpec>)> = None;
+        let mut best: Option<(TeamOutcome, Vec<DeviceSpec>)> = None;
         for number in 0..devices.len() {
-            if !devices[number].in_process() || charges_alone[number] >= devices[number].charges {
+            let can_gain = devices[number].in_process() && charges_alone[number] < devices[number].charges;
+            if !can_gain || !self.run.run.parallelism.allows_single_device() {
                 continue;
             }
             let mut candidates = devices.to_vec();
             candidates[number].charges = charges_alone[number];
             let charging = ProgramCharging::Alone(number);
-            let Some(outcome) = plan(&mut candidates, charging)? else { continue };
-            let step_seconds = outcome.plan.predicted.step_seconds;
-            let is_faster = fastest.as_ref().is_none_or(|(best, _)| step_seconds < best.plan.predicted.step_seconds);
-            if charging.applies_to(&outcome) && is_faster {
-                fastest = Some((outcome, candidates));
+            let Some(outcome) = self.settle_if_fits(&mut candidates, charging)? else { continue };
+            let plan_to_beat = best.as_ref().map(|(outcome, _)| &outcome.plan).or(team);
+            if charging.applies_to(&outcome) && plan_to_beat.is_none_or(|other| is_better(&outcome.plan, other)) {
+                best = Some((outcome, candidates));
             }
         }
-        let Some((outcome, candidates)) = fastest else { return Ok(None) };
+        let Some((outcome, candidates)) = best else { return Ok(None) };
         devices.clone_from_slice(&candidates);
         Ok(Some(outcome))
     }
@@ -529,6 +512,13 @@ impl<'a> Planner<'a> {
         request.host.file.budget = request.host.file.budget.max(file);
         Ok(request)
     }
+}
+
+/// Returns whether a plan takes only some of the lossy rungs of `other`, or the same ones and less time.
+fn is_better(plan: &Plan, other: &Plan) -> bool {
+    let takes_only_some = plan.rungs.iter().all(|rung| other.rungs.contains(rung));
+    let is_faster = plan.predicted.step_seconds < other.predicted.step_seconds;
+    takes_only_some && (is_faster || plan.rungs.len() < other.rungs.len())
 }
 
 /// Plans a request with a recipe that `choice` allows.

@@ -33,14 +33,23 @@ pub(crate) const CHARGE_GRANULARITY: Bytes = Bytes::mib(4);
 /// below `PROCESS_BYTES`. A run then gets the same plan each time, and a budget that a message named as sufficient
 /// suffices.
 pub(crate) fn process_charges(rows: u64, sequence: u64) -> Bytes {
-    process_charges_minus(Bytes::ZERO, rows, sequence)
+    charges_of(process_bytes(), rows, sequence)
 }
 
 /// Returns the result that [`process_charges`] would have if this process held `less` bytes fewer.
 pub(crate) fn process_charges_minus(less: Bytes, rows: u64, sequence: u64) -> Bytes {
+    charges_of(process_bytes().saturating_sub(less), rows, sequence)
+}
+
+/// Returns the result that [`process_charges`] would have if this process held `held` bytes.
+pub(super) fn charges_of(held: Bytes, rows: u64, sequence: u64) -> Bytes {
+    round_up_charges(held + HEAP_BYTES).max(PROCESS_BYTES) + Loader::max_bytes(rows, sequence)
+}
+
+/// Returns the memory of this process in bytes, after freed memory has gone back to the system.
+pub fn process_bytes() -> Bytes {
     process::trim_heap();
-    let held = process::resident().unwrap_or(Bytes::mib(16)) + HEAP_BYTES;
-    round_up_charges(held.saturating_sub(less)).max(PROCESS_BYTES) + Loader::max_bytes(rows, sequence)
+    process::resident().unwrap_or(Bytes::mib(16))
 }
 
 /// Rounds charges (bytes outside the arena) up to a multiple of 4 MiB. Runs that differ by a page then get the same

@@ -3,7 +3,7 @@
 //! the links between hosts in `host_links`.
 
 use super::RunRequest;
-use super::charges::process_charges;
+use super::charges::{charges_of, process_bytes};
 use super::device_checks::{check_budgets, check_virtual_paces};
 use super::example::{example_devices, model_is_example};
 use super::gpus::{all_gpus, gpu_device, gpu_free_bytes, has_usable_gpu, usable_gpus};
@@ -250,7 +250,8 @@ fn assumed_charges(run: &RunRequest) -> Bytes {
     if run.nominal {
         return nominal::process_charges(run);
     }
-    process_charges(run.batch_sequences(), u64::from(run.data.sequence))
+    let held = run.process_bytes.unwrap_or_else(process_bytes);
+    charges_of(held, run.batch_sequences(), u64::from(run.data.sequence))
 }
 
 /// Returns the processor of this machine as a device. `budget` is its load line in `run.devices`, if the user gave one

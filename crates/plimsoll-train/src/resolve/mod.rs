@@ -24,6 +24,7 @@ pub(crate) mod model;
 pub(crate) mod nominal;
 mod request;
 
+pub use charges::process_bytes;
 pub use devices::{
     NamedDevice, check_requested_devices, contention_note, cpu_duty, list_named_devices, resolve_devices,
 };

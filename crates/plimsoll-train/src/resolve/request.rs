@@ -3,7 +3,7 @@
 
 use crate::config::RunConfig;
 use crate::remote::RemoteDevices;
-use plimsoll_core::{Budget, Failure};
+use plimsoll_core::{Budget, Bytes, Failure};
 use plimsoll_plan::device_request::{DeviceRequest, DevicesRequest};
 use std::collections::BTreeMap;
 use std::ops::{Deref, DerefMut};
@@ -24,6 +24,9 @@ pub struct RunRequest {
     /// measurement takes about 200 MiB, more than a small load line. `None` measures in this process, within the load
     /// line.
     pub measure_rates: Option<fn(u32)>,
+    /// Memory of this process, in bytes, that the charges of a plan count; `None` measures it. Several plans of one
+    /// process share a value: each takes memory of the process that no run holds, and would charge the next one for it.
+    pub process_bytes: Option<Bytes>,
     /// Whether devices have their nominal figures: speeds by their model, the whole memory instead of the free part,
     /// assumed charges. These are the same at each start. `planning::nominal` plans with them.
     pub(crate) nominal: bool,

@@ -6,7 +6,7 @@ use plimsoll_device::regular_file;
 use plimsoll_plan::device_request::DevicesRequest;
 use plimsoll_train::planning::advice::{Advice, Change, advise};
 use plimsoll_train::planning::{PlannedRun, plan};
-use plimsoll_train::resolve::RunRequest;
+use plimsoll_train::resolve::{RunRequest, process_bytes};
 use plimsoll_watch::remedies::Setting;
 use std::path::{Path, PathBuf};
 
@@ -43,7 +43,8 @@ fn recommendation(
 /// the memory that is free now depends on the run itself. Returns nothing for a run without a readable plan, or with
 /// devices of other machines.
 pub fn recommendations_for_run(folder: &Path) -> Vec<Recommendation> {
-    let Some(request) = request_of_run(folder) else { return Vec::new() };
+    let Some(mut request) = request_of_run(folder) else { return Vec::new() };
+    request.process_bytes = Some(process_bytes());
     let Ok(PlannedRun { outcome, .. }) = plan(&request, false) else { return Vec::new() };
     let command = |change: Change, settings: &[Setting]| command_of_new_run(&request, change, settings);
     let keeps_lines = |change: Change| !matches!(change, Change::RaiseBudget | Change::RaiseHost);
@@ -125,7 +126,7 @@ fn differences(before: &Plan, advice: &Advice) -> Vec<String> {
     if before.rungs != after.rungs && !matches!(advice.change, Change::TakeRung(_)) {
         list.push(format!("{} instead of {} (changes the results)", rungs(after), rungs(before)));
     }
-    if before.devices.len() != after.devices.len() {
+    if before.devices.len() != after.devices.len() && after.devices.len() > 1 {
         list.push(format!("{} devices instead of {}", after.devices.len(), before.devices.len()));
     }
     let parallelism = |plan: &Plan| plan.parallelism.map_or("one device".to_owned(), |kind| kind.to_string());

@@ -11,7 +11,7 @@ use plimsoll_plan::search::PlanOutcome;
 use plimsoll_program::models::ModelConfig;
 use plimsoll_train::planning::prepare::PassedLoadLines;
 use plimsoll_train::planning::{PlannedRun, plan};
-use plimsoll_train::resolve::{Model, RunRequest};
+use plimsoll_train::resolve::{Model, RunRequest, process_bytes};
 use plimsoll_watch::plan::{PlanView, explain, recommendations_text, table};
 use plimsoll_watch::remedies::{self, RemedySettings};
 use plimsoll_watch::text::{count, seconds};
@@ -26,6 +26,7 @@ use std::process::Command;
 pub fn run(args: &PlanArgs) -> Result<Exit, Failure> {
     let mut request = with_remote_devices(args.build_request()?)?;
     request.measure_rates = Some(measure_in_child);
+    request.process_bytes = Some(process_bytes());
     request.remote.missing_notes().for_each(|missed| output::print_note(&missed));
     for machine in request.devices().other_hosts() {
         output::print_note(&format!(

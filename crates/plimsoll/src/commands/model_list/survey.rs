@@ -5,7 +5,7 @@ use crate::command_line::shell_quoted;
 use plimsoll_core::{DType, DeviceKind, DeviceSpec, Failure, Plan, Rung};
 use plimsoll_train::config::{FallbackTarget, RunConfig, list_setting};
 use plimsoll_train::planning::{plan, plan_if_fits};
-use plimsoll_train::resolve::{RunRequest, resolve_devices};
+use plimsoll_train::resolve::{RunRequest, process_bytes, resolve_devices};
 use plimsoll_watch::model_list::{Fit, ListedDevice, MODELS_VERSION, ModelList, PlannedModel};
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -107,10 +107,12 @@ impl Survey {
         list.notes.extend(too_short.iter().map(|model| {
             format!("{}: takes no more than {} tokens in a sequence (--sequence)", model.label, model.max_positions)
         }));
-        let mut jobs = VecDeque::new();
+        let (mut jobs, held) = (VecDeque::new(), process_bytes());
         // One method of all models after the other, so that late ones are those with the most loss.
         for (rungs, model) in methods.iter().flat_map(|rungs| models.iter().map(move |model| (rungs, model))) {
-            jobs.push_back(Job { row: list.models.len(), request: self.request(model, rungs)? });
+            let mut request = self.request(model, rungs)?;
+            request.process_bytes = Some(held);
+            jobs.push_back(Job { row: list.models.len(), request });
             list.models.push(self.row(model, rungs));
         }
         Ok((list, jobs))
