@@ -384,11 +384,16 @@ impl<'t, 'q> Sharded<'t, 'q> {
     }
 
     /// Returns the fastest candidate in which exactly these devices take part, in these roles; `None` if none fits.
-    /// Sketches are searched for recipes until none can be faster, by its estimate.
     fn fastest_with_roles(&self, roles: &Roles) -> Option<TeamCandidate> {
+        self.faster_with_roles(roles, f64::INFINITY)
+    }
+
+    /// Returns the fastest candidate like [`Sharded::fastest_with_roles`], of those that take less than `bound` seconds a
+    /// step. Sketches are searched for recipes until none can be faster, by its estimate.
+    fn faster_with_roles(&self, roles: &Roles, bound: f64) -> Option<TeamCandidate> {
         let mut best: Option<(Sketch, TeamCandidate)> = None;
         for sketch in self.sketches(roles) {
-            let seconds = best.as_ref().map_or(f64::INFINITY, |(_, best)| best.seconds);
+            let seconds = best.as_ref().map_or(bound, |(_, best)| best.seconds);
             if sketch.seconds > SKETCH_ERROR * seconds {
                 break;
             }
@@ -497,13 +502,11 @@ impl<'t, 'q> Sharded<'t, 'q> {
         let mut best: Option<TeamCandidate> = None;
         for slow_count in 0..able.len() {
             let (slow, computing) = able.split_at(slow_count);
-            // Equally slow devices are in the same role: a split between them is skipped once there is a candidate.
+            // Equally slow devices are mostly in the same role: other candidates have to be faster by their estimate.
             let splits_equals = slow
                 .last()
                 .is_some_and(|&last| self.micro_batch_seconds(last, 1) <= self.micro_batch_seconds(computing[0], 1));
-            if splits_equals && best.is_some() {
-                continue;
-            }
+            let bound = best.as_ref().filter(|_| splits_equals).map_or(f64::INFINITY, |best| best.seconds);
             // Fewer computing devices cannot be faster, even at their upper bound.
             let least_seconds = self.team.tokens_per_step() / self.max_tokens_per_second_of(computing.iter().copied());
             if best.as_ref().is_some_and(|best| best.seconds <= least_seconds) {
@@ -511,12 +514,12 @@ impl<'t, 'q> Sharded<'t, 'q> {
             }
             let storage_only = [&unable, slow].concat();
             let with_storage =
-                self.fastest_with_roles(&Roles::new(devices.clone(), |device| storage_only.contains(&device)));
+                self.faster_with_roles(&Roles::new(devices.clone(), |device| storage_only.contains(&device)), bound);
             let mut only_computing = computing.to_vec();
             only_computing.sort_unstable();
             let may_drop = may_exclude && only_computing.len() > 1 && only_computing.len() < devices.len();
             let without_storage =
-                may_drop.then(|| self.fastest_with_roles(&Roles::all_compute(only_computing))).flatten();
+                may_drop.then(|| self.faster_with_roles(&Roles::all_compute(only_computing), bound)).flatten();
             best = fastest(best.into_iter().chain(with_storage).chain(without_storage));
         }
         while let Some(better) =

@@ -120,31 +120,48 @@ impl<'a> Planner<'a> {
     /// # Errors
     /// The run file fixes choices that do not match the model, or a scratch file for several devices.
     pub fn plan_run_if_fits(&self, devices: &mut [DeviceSpec]) -> Result<Option<TeamOutcome>, Failure> {
+        let evaluations = evaluation_schedule(self.run, None);
         if devices.len() == 1 {
-            return self.settle_if_fits(devices, ProgramCharging::All);
+            return self.settle_if_fits(devices, ProgramCharging::All, evaluations);
         }
         let charges_alone: Vec<Bytes> = devices.iter().map(|device| device.charges).collect();
         add_team_charges(devices, self.run);
-        let mut alone = devices.to_vec();
-        let outcome = self.settle_if_fits(devices, ProgramCharging::All)?;
-        let as_team = outcome.as_ref().map(|outcome| &outcome.plan);
-        if let Some(better) = self.best_alone(&mut alone, &charges_alone, as_team)? {
-            devices.clone_from_slice(&alone);
-            return Ok(Some(better));
-        }
-        Ok(outcome)
+        self.settle_best_if_fits(devices, &charges_alone, evaluations)
     }
 
-    /// Plans until the charges of `devices` cover the Programs of the plan. Returns `None` if nothing fits.
+    /// Plans the run on several devices together and on each of them alone, and returns the better plan; `None` if
+    /// nothing fits. `charges_alone` holds the charges of each device without a team. Stores the charges of the plan in
+    /// `devices`.
+    fn settle_best_if_fits(
+        &self,
+        devices: &mut [DeviceSpec],
+        charges_alone: &[Bytes],
+        evaluations: Option<EvaluationSchedule>,
+    ) -> Result<Option<TeamOutcome>, Failure> {
+        let mut alone = devices.to_vec();
+        let outcome = self.settle_if_fits(devices, ProgramCharging::All, evaluations)?;
+        let as_team = outcome.as_ref().map(|outcome| &outcome.plan);
+        let better = self.best_alone(&mut alone, charges_alone, as_team)?;
+        if better.is_some() {
+            devices.clone_from_slice(&alone);
+        }
+        Ok(better.or(outcome))
+    }
+
+    /// Plans until charges and plan agree, like [`Planner::settle`], without a previous plan. Returns `None` if nothing
+    /// fits, without a search for remedies.
     fn settle_if_fits(
         &self,
         devices: &mut [DeviceSpec],
         charging: ProgramCharging,
+        evaluations: Option<EvaluationSchedule>,
     ) -> Result<Option<TeamOutcome>, Failure> {
         let mut programs = ProgramCharges::new(devices, charging);
         loop {
-            let Some(outcome) = self.outcome_if_fits(devices, charging)? else { return Ok(None) };
-            if !programs.raise(devices, &outcome) {
+            let Some(outcome) = self.outcome_if_fits(devices, charging, evaluations)? else { return Ok(None) };
+            let has_measured = self.measure_gpus(devices, &outcome)?;
+            let has_raised = programs.raise(devices, &outcome);
+            if !has_measured && !has_raised {
                 return Ok(Some(outcome));
             }
         }
@@ -303,16 +320,29 @@ impl<'a> Planner<'a> {
         add_team_charges(devices, self.run);
         let charging = adopt_previous_charges(devices, self.previous);
         let evaluations = evaluation_schedule(self.run, evaluation_rows);
-        let plan = |planner: &Planner, devices: &[DeviceSpec]| planner.team_outcome(devices, None, evaluations);
-        let mut outcome = self.settle(devices, charging, plan)?;
         // Devices that would take part are charged as a team, also if the plan has one device.
-        let as_team = devices.to_vec();
-        let keeps_team = outcome.plan.fits && self.previous.is_some();
-        let fitting = Some(&outcome.plan).filter(|plan| plan.fits);
-        if !keeps_team && let Some(better) = self.best_alone(devices, &charges_alone, fitting)? {
-            outcome = better;
-        }
-        // A resumed run keeps its team, so it needs no remarks about excluded devices.
+        let mut as_team = devices.to_vec();
+        // A resumed run keeps its team. All others are refused only if nothing fits, because remedies take long to find.
+        let fresh = match self.previous {
+            Some(_) => None,
+            None => self.settle_best_if_fits(devices, &charges_alone, evaluations)?,
+        };
+        let mut outcome = match fresh {
+            Some(outcome) => {
+                let is_team = outcome.workers.len() > 1;
+                as_team = if is_team { devices.to_vec() } else { as_team };
+                outcome
+            }
+            None => {
+                devices.clone_from_slice(&as_team);
+                let team = |planner: &Planner, devices: &[DeviceSpec]| planner.team_outcome(devices, None, evaluations);
+                let kept = self.settle(devices, charging, team)?;
+                as_team = devices.to_vec();
+                let refused = self.previous.is_some() && !kept.plan.fits;
+                let alone = if refused { self.best_alone(devices, &charges_alone, None)? } else { None };
+                alone.unwrap_or(kept)
+            }
+        };
         if self.previous.is_none() {
             add_device_remedies(&self.team_request(&as_team, None)?, &self.run.devices(), &mut outcome.plan);
         }
@@ -340,7 +370,7 @@ impl<'a> Planner<'a> {
             let mut candidates = devices.to_vec();
             candidates[number].charges = charges_alone[number];
             let charging = ProgramCharging::Alone(number);
-            let Some(outcome) = self.settle_if_fits(&mut candidates, charging)? else { continue };
+            let Some(outcome) = self.settle_if_fits(&mut candidates, charging, None)? else { continue };
             let plan_to_beat = best.as_ref().map(|(outcome, _)| &outcome.plan).or(team);
             if charging.applies_to(&outcome) && plan_to_beat.is_none_or(|other| is_better(&outcome.plan, other)) {
                 best = Some((outcome, candidates));
@@ -470,12 +500,12 @@ impl<'a> Planner<'a> {
         &self,
         devices: &[DeviceSpec],
         charging: ProgramCharging,
+        evaluations: Option<EvaluationSchedule>,
     ) -> Result<Option<TeamOutcome>, Failure> {
         let [device] = devices else {
             let alone = matches!(charging, ProgramCharging::Alone(_));
             let constraint = alone.then_some(TeamConstraint::Parallelism(Parallelism::Data));
-            let mut request = self.team_request(devices, constraint)?;
-            request.evaluations = request.evaluations.filter(|_| !alone);
+            let request = TeamRequest { evaluations, ..self.team_request(devices, constraint)? };
             return Ok(plan_team_if_fits(&request));
         };
         let request = plan_request(self.run, self.model, device, Workload::Train)?;
