@@ -19,6 +19,13 @@ pub(super) struct Part {
     pub bytes: Bytes,
 }
 
+impl Part {
+    /// Returns the letter with a text, as an entry of a legend.
+    pub(super) fn entry(&self, text: &str, abilities: Abilities) -> Span<'static> {
+        Span::styled(format!("{} {text}  ", self.letter), abilities.color(self.color))
+    }
+}
+
 /// Returns letter, name and color of a category of tensors.
 fn look(category: Category) -> (char, &'static str, Color) {
     match category {
@@ -106,20 +113,29 @@ pub(super) fn marks(device: &DeviceSnapshot, width: u16) -> String {
     }
 }
 
-/// Returns the letters of the rows with their names.
-pub(super) fn legend(devices: &[&DeviceSnapshot], abilities: Abilities) -> Line<'static> {
+/// Returns the letters of the rows with their names, in lines of at most `width` columns.
+pub(super) fn legend(devices: &[&DeviceSnapshot], width: u16, abilities: Abilities) -> Vec<Line<'static>> {
     let mut shown: Vec<Part> = Vec::new();
     for part in devices.iter().flat_map(|device| parts(device)) {
         if !shown.iter().any(|other| other.letter == part.letter) {
             shown.push(part);
         }
     }
-    let mut spans: Vec<Span> = vec![Span::raw("| load line  . free  ")];
-    for part in shown {
-        spans.push(Span::styled(part.letter.to_string(), abilities.color(part.color)));
-        spans.push(Span::raw(format!(" {}  ", part.name)));
+    let mut entries = vec![Span::raw("| load line  "), Span::raw(". free  ")];
+    entries.extend(shown.iter().map(|part| part.entry(part.name, abilities)));
+    lines_of(entries, width)
+}
+
+/// Arranges entries, which end with a gap of two columns, in lines of at most `width` columns.
+pub(super) fn lines_of(entries: impl IntoIterator<Item = Span<'static>>, width: u16) -> Vec<Line<'static>> {
+    let mut lines: Vec<Line> = Vec::new();
+    for entry in entries {
+        match lines.last_mut().filter(|line| line.width() + entry.width() <= usize::from(width) + 2) {
+            Some(line) => line.push_span(entry),
+            None => lines.push(Line::from(entry)),
+        }
     }
-    Line::from(spans)
+    lines
 }
 
 /// Returns the names and bytes of the parts of a device's memory.

@@ -1,6 +1,6 @@
 //! A snapshot as lines, for output that is no terminal.
 
-use super::overview::{figures, machine, progress};
+use super::overview::{figures, machine_parts, progress_parts};
 use crate::snapshot::Snapshot;
 use plimsoll_core::printable::printable_message;
 
@@ -9,9 +9,9 @@ pub fn lines(snapshot: &Snapshot) -> String {
     let mut lines = Vec::new();
     if let Some(run) = &snapshot.run {
         let simulated = if run.simulated { " (simulated speed)" } else { "" };
-        lines.push(format!("{} {}: {}{simulated}", run.folder, run.state.describe(), progress(run)));
+        lines.push(format!("{} {}: {}{simulated}", run.folder, run.state.describe(), progress_parts(run).join("  ")));
     }
-    lines.push(machine(snapshot));
+    lines.push(machine_parts(snapshot).join("  "));
     for device in &snapshot.devices {
         lines.push(figures(device));
         lines.extend(device.peak_sentence().map(|peak| format!("{}: predicted {peak}", device.name)));

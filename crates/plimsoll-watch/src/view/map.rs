@@ -1,7 +1,7 @@
 //! The arena of one device over a step: a chart with time to the right and bytes upwards, one letter per category. Below
 //! it are the work, and the bytes at the selected point.
 
-use super::bar::{LINE_AT, Part, parts_at};
+use super::bar::{LINE_AT, Part, lines_of, parts_at};
 use super::{Abilities, overview};
 use crate::snapshot::DeviceSnapshot;
 use crate::text::{excerpt, wrapped};
@@ -86,15 +86,9 @@ fn head(device: &DeviceSnapshot, width: u16, abilities: Abilities) -> Vec<Line<'
 
 /// Returns the letters of the chart with their bytes at a point, in lines of at most `width` columns.
 fn legend(device: &DeviceSnapshot, point: &TimelinePoint, width: u16, abilities: Abilities) -> Vec<Line<'static>> {
-    let mut lines: Vec<Line> = Vec::new();
-    for part in parts_at(device, point) {
-        let span = Span::styled(format!("{} {} {}  ", part.letter, part.name, part.bytes), abilities.color(part.color));
-        match lines.last_mut().filter(|line| line.width() + span.width() <= usize::from(width) + 2) {
-            Some(line) => line.push_span(span),
-            None => lines.push(Line::from(span)),
-        }
-    }
-    lines
+    let parts = parts_at(device, point);
+    let entries = parts.iter().map(|part| part.entry(&format!("{} {}", part.name, part.bytes), abilities));
+    lines_of(entries, width)
 }
 
 /// The chart of a device in a rectangle of characters.

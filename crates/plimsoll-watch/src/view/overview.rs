@@ -6,7 +6,7 @@ use crate::text::{clock, count, excerpt, percent, wrapped};
 use ratatui::Frame;
 use ratatui::layout::{Constraint, Layout, Rect};
 use ratatui::style::{Color, Modifier, Style};
-use ratatui::text::Line;
+use ratatui::text::{Line, Span};
 use ratatui::widgets::Paragraph;
 
 /// Lines that a device takes: its figures, its memory, and the mark of its measured peak.
@@ -25,18 +25,15 @@ pub(super) fn draw(frame: &mut Frame, area: Rect, snapshot: &Snapshot, state: &V
     let abilities = state.abilities;
     let head = head(snapshot, area.width, abilities);
     let devices = state.devices(snapshot);
-    let room = area.height.saturating_sub(head.len() as u16 + 1);
+    let legend = bar::legend(&devices, area.width, abilities);
+    let room = area.height.saturating_sub((head.len() + legend.len()) as u16);
     let has_lower = snapshot.run.is_some() && room >= DEVICE_LINES + MIN_LOWER_LINES;
     let most = if has_lower { room - MIN_LOWER_LINES } else { room };
     let shown = devices.len().min((most / DEVICE_LINES) as usize);
-    let heights = [head.len() as u16, shown as u16 * DEVICE_LINES, 1];
-    let [head_area, device_area, legend_area, lower] = Layout::vertical([
-        Constraint::Length(heights[0]),
-        Constraint::Length(heights[1]),
-        Constraint::Length(heights[2]),
-        Constraint::Min(0),
-    ])
-    .areas(area);
+    let [head_height, legend_height] = [head.len(), legend.len()].map(|lines| Constraint::Length(lines as u16));
+    let device_height = Constraint::Length(shown as u16 * DEVICE_LINES);
+    let heights = [head_height, device_height, legend_height, Constraint::Min(0)];
+    let [head_area, device_area, legend_area, lower] = Layout::vertical(heights).areas(area);
     frame.render_widget(Paragraph::new(head), head_area);
     // The selected device is always among those shown.
     let selected = state.selected.min(devices.len().saturating_sub(1));
@@ -47,7 +44,7 @@ pub(super) fn draw(frame: &mut Frame, area: Rect, snapshot: &Snapshot, state: &V
         let is_selected = line == selected && devices.len() > 1;
         draw_device(frame, area, device, is_selected, abilities);
     }
-    frame.render_widget(bar::legend(&devices, abilities), legend_area);
+    frame.render_widget(Paragraph::new(legend), legend_area);
     if let Some(run) = &snapshot.run {
         draw_lower(frame, lower, run, snapshot, abilities);
     }
@@ -60,9 +57,9 @@ fn head(snapshot: &Snapshot, width: u16, abilities: Abilities) -> Vec<Line<'stat
         let simulated = if run.simulated { ", simulated speed" } else { "" };
         let title = format!("{}  {}{simulated}", excerpt(&run.folder), run.state.describe());
         lines.push(Line::styled(abilities.text(&title), Style::new().add_modifier(Modifier::BOLD)));
-        lines.push(Line::raw(abilities.text(&progress(run))));
+        lines.extend(figures_of_width(progress_parts(run), width, abilities));
     }
-    lines.push(Line::raw(abilities.text(&machine(snapshot))));
+    lines.extend(figures_of_width(machine_parts(snapshot), width, abilities));
     let width = (width as usize).max(MIN_WARNING_WIDTH);
     let warning = |text: &String| abilities.text(&wrapped(&format!("! {}", excerpt(text)), width, "  "));
     let warnings: String = snapshot.warnings.iter().take(MAX_WARNINGS).map(warning).collect();
@@ -75,8 +72,13 @@ fn head(snapshot: &Snapshot, width: u16, abilities: Abilities) -> Vec<Line<'stat
     lines
 }
 
-/// Returns the progress of a run as one line.
-pub(super) fn progress(run: &RunSnapshot) -> String {
+/// Arranges figures in lines of at most `width` columns.
+fn figures_of_width(figures: Vec<String>, width: u16, abilities: Abilities) -> Vec<Line<'static>> {
+    bar::lines_of(figures.iter().map(|figure| Span::raw(abilities.text(&format!("{figure}  ")))), width)
+}
+
+/// Returns the progress of a run, one figure after the other.
+pub(super) fn progress_parts(run: &RunSnapshot) -> Vec<String> {
     let mut parts = vec![match run.steps {
         Some(steps) => format!("step {} of {steps}", run.step),
         None => format!("step {}", run.step),
@@ -88,11 +90,11 @@ pub(super) fn progress(run: &RunSnapshot) -> String {
     parts.extend(run.tokens_per_second.map(|rate| format!("{} tok/s", count(rate))));
     parts.extend(run.peak_share.map(|share| format!("{} of peak", percent(share, 0))));
     parts.extend(run.eta_seconds.map(|left| format!("{} left", clock(left))));
-    parts.join("  ")
+    parts
 }
 
-/// Returns the load of the processor and the memory of the host as one line.
-pub(super) fn machine(snapshot: &Snapshot) -> String {
+/// Returns the load of the processor and the memory of the host, one figure after the other.
+pub(super) fn machine_parts(snapshot: &Snapshot) -> Vec<String> {
     let host = &snapshot.host;
     let mut parts = vec![format!("processor {} busy", percent_or_unknown(snapshot.cpu.load))];
     if let (Some(free), Some(total)) = (host.free_bytes, host.total_bytes) {
@@ -101,7 +103,7 @@ pub(super) fn machine(snapshot: &Snapshot) -> String {
     if let (Some(arena), Some(line)) = (host.arena_bytes, host.load_line_bytes) {
         parts.push(format!("offload {arena} of {line}"));
     }
-    parts.join("  ")
+    parts
 }
 
 /// Formats a fraction as percent; `?` if it is unknown.
