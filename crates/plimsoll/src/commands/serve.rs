@@ -14,10 +14,11 @@ use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::parent_id;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Port of the page unless `--serve` names another one.
 const DEFAULT_PORT: u16 = 1876;
@@ -25,6 +26,10 @@ const DEFAULT_PORT: u16 = 1876;
 const NICENESS: i32 = 10;
 /// Time between two looks whether the process of the run still exists.
 const PARENT_PERIOD: Duration = Duration::from_millis(100);
+/// Most time that a killed process takes to release its memory and its files.
+const KILL_TIME: Duration = Duration::from_secs(10);
+/// Time between two looks whether threads of a killed process are left.
+const THREAD_PERIOD: Duration = Duration::from_millis(5);
 
 /// Binds the address of `--serve`; `None` is the default one, or another port of this machine if that is in use.
 ///
@@ -109,6 +114,7 @@ pub fn serve_standard_input(
     let parent = thread::Builder::new().name("parent".into()).stack_size(128 << 10);
     let started = parent.spawn(move || {
         wait_for_end(connection, run);
+        wait_for_threads(run);
         stop.stop();
     });
     started.map_err(|_| Failure::no_thread("to watch for the end of the run"))?;
@@ -129,10 +135,42 @@ fn wait_for_end(mut connection: UnixStream, run: u32) {
     }
 }
 
+/// Waits until no thread of a process runs, at most [`KILL_TIME`], unless this process is its child. The last thread of a
+/// killed process releases its files, the locks among them, but children get another parent before that.
+fn wait_for_threads(process: u32) {
+    let began = Instant::now();
+    while parent_id() != process && has_thread(process) && began.elapsed() < KILL_TIME {
+        thread::sleep(THREAD_PERIOD);
+    }
+}
+
+/// Returns whether a thread of a process has not ended yet. Those that have ended stay in the list until the parent of
+/// the process learns of it.
+fn has_thread(process: u32) -> bool {
+    let threads = std::fs::read_dir(format!("/proc/{process}/task")).into_iter().flatten().flatten();
+    let state = |folder: PathBuf| {
+        let stat = std::fs::read_to_string(folder.join("stat")).ok()?;
+        stat.rsplit_once(')')?.1.trim_start().chars().next()
+    };
+    threads.filter_map(|thread| state(thread.path())).any(|state| !['Z', 'X'].contains(&state))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use std::io::Write;
+    use std::process::Command;
+
+    #[test]
+    fn ended_process_has_no_threads() {
+        let mut child = Command::new("sleep").arg("600").spawn().unwrap();
+        assert!(has_thread(child.id()));
+        child.kill().unwrap();
+        wait_for_threads(child.id());
+        assert!(!has_thread(child.id()), "the child waits to be reaped");
+        child.wait().unwrap();
+        assert!(!has_thread(child.id()));
+    }
 
     #[test]
     fn byte_or_other_parent_ends_the_wait() {
