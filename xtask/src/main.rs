@@ -15,6 +15,7 @@ mod soak;
 mod stand_in;
 mod style;
 mod sweep;
+mod watch_cost;
 mod wheel;
 
 const USAGE: &str = "usage: cargo xtask CHORE
@@ -31,6 +32,7 @@ const USAGE: &str = "usage: cargo xtask CHORE
   stand-in    run the program on a stand-in for a GPU (runs on the CPU) and compare it with the CPU
   style       measure how readable the project is, and fail where a limit is passed; --list prints all places
   sweep       sweep 30 runs of mixed size over two unequal devices (see sweep --help)
+  watch-cost  measure how much the view and the page slow a run (see watch-cost --help)
   wheel       build the Python wheel, with the command line
   scaling-efficiency
               measure teams of unequal simulated devices against their devices alone (see scaling-efficiency --help)";
@@ -49,6 +51,7 @@ fn main() -> anyhow::Result<()> {
         Some("style") => style::run(&arguments[1..]),
         Some("sweep") => sweep::run(&arguments[1..]),
         Some("stand-in") => cuda::on_stand_in(),
+        Some("watch-cost") => watch_cost::run(&arguments[1..]),
         Some("wheel") => wheel::run(&arguments[1..]),
         Some("scaling-efficiency") => scaling_efficiency::run(&arguments[1..]),
         _ => anyhow::bail!("{USAGE}"),

@@ -21,6 +21,9 @@ const MAX_TIME_ERROR: f64 = 0.1;
 const MIN_SPEEDUP: f64 = 1.02;
 /// Largest difference of a stated speedup from that of the two plans.
 const MAX_ROUNDING: f64 = 1e-9;
+/// Memory of the process that planning takes under the load line, and that no plan counts: a run whose preparation passes
+/// its load line is refused.
+const PLANNING_BYTES: Bytes = Bytes::mib(4);
 /// Seconds after which a command counts as hanging.
 const COMMAND_SECONDS_MAX: u64 = 180;
 /// A shell function that runs the program of the soak.
@@ -87,13 +90,13 @@ impl AdviceCase {
         Ok(AdviceCase { run, ..case })
     }
 
-    /// Returns a load line between the smallest that fits (`place` = 0) and that of the fastest recipe (1).
+    /// Returns a load line between the smallest with room for planning (`place` = 0) and that of the fastest recipe (1).
     fn load_line(&self, two: bool, place: f64) -> anyhow::Result<Bytes> {
         let peak = |line: Bytes| -> anyhow::Result<Bytes> {
             let (plan, _) = self.run.with(&[&devices(two, line)]).plan()?;
             plan.devices.iter().map(|device| device.peak_bytes).max().context("a plan has devices")
         };
-        let (least, most) = (peak(Bytes::mib(8))?, peak(Bytes::gib(1))?);
+        let (least, most) = (peak(Bytes::mib(8))? + PLANNING_BYTES, peak(Bytes::gib(1))?);
         Ok(least + Bytes((most.saturating_sub(least).0 as f64 * place) as u64))
     }
 
