@@ -1,5 +1,6 @@
 //! `plimsoll devices`, `watch` and `doctor` with the NVML stub: the figures of several cards, those that NVML does not
-//! report, and machines without NVML or driver. Also `plimsoll watch --pid` with processes on those cards.
+//! report, and machines without NVML or driver. Also `plimsoll watch --pid` with processes on those cards, and
+//! recommendations to close them.
 
 mod common;
 
@@ -65,6 +66,32 @@ impl Machine {
         let done = self.start(args).wait();
         assert_eq!(done.code, Some(0), "{args:?}: {}{}", done.stdout, done.stderr);
         done
+    }
+
+    /// Lets all cards have these processes, in lines of the stub.
+    fn set_processes(&mut self, lines: &str) {
+        self.workspace.write("processes", lines);
+        self.set("PROCESSES", self.workspace.path("processes").to_str().unwrap());
+    }
+
+    /// Stores rates of an RTX 3090 beside those of the processor: the stub computes nothing.
+    fn store_gpu_rates(&self) {
+        let nvidia = self.succeed(&["devices", "--json"]).json()["nvidia"].clone();
+        let libraries = nvidia["libraries"].as_array().unwrap();
+        let cublaslt = libraries.iter().find(|library| library["library"] == "cublaslt").unwrap();
+        let text = |value: &Value| value.as_str().unwrap().to_owned();
+        let mut known = self.workspace.json("cache/devices.json");
+        known.as_array_mut().unwrap().push(json!({
+            "plimsoll": env!("CARGO_PKG_VERSION"), "device": "cuda", "model": "NVIDIA GeForce RTX 3090", "threads": 82,
+            "features": [
+                format!("driver {}", text(&nvidia["driver"])), format!("cuBLASLt {}", text(&cublaslt["version"])),
+            ],
+            "rates": {
+                "f32_flops": 3e13, "bf16_flops": 6e13, "memory_bytes_per_second": 8e11, "op_seconds": 5e-6,
+                "host_link": {"bytes_per_second": 2e10, "latency_seconds": 1e-5}, "measured": true,
+            },
+        }));
+        self.workspace.write("cache/devices.json", known.to_string());
     }
 
     /// Returns the GPUs of `plimsoll devices --json`.
@@ -314,6 +341,61 @@ fn missing_driver_is_named() {
     // The second one if this machine has a card.
     let named = ["no-nvidia-gpu", "driver-missing"].map(|id| findings.texts(id).len());
     assert_eq!(named.iter().sum::<usize>(), 1);
+}
+
+// ---- recommendations ----
+
+/// Settings of a run whose plan depends on the free memory of a GPU.
+const GPU_RUN: [&str; 6] = ["--model", "smollm2-135m", "--sequence", "512", "--batch-tokens", "8192"];
+
+/// Returns the recommendations of a plan that name a process to close.
+fn closings(plan: &Value) -> Vec<&Value> {
+    let all = plan["recommendations"].as_array().map_or(&[][..], Vec::as_slice).iter();
+    all.filter(|recommendation| recommendation["text"].as_str().unwrap().starts_with("close process ")).collect()
+}
+
+#[test]
+fn closed_process_leaves_its_predicted_plan() {
+    let mut machine = Machine::new("rtx3090,rtx3090");
+    machine.store_gpu_rates();
+    let other = "0 1811 4 G /usr/lib/xorg/Xorg\n1 12 20000 C on-another-gpu\n";
+    machine.set_processes(&format!("0 4711 21000 C+G /usr/bin/python3 a\u{1b}.py\n{other}"));
+    let words = [&["plan", "--devices", "cuda:0", "--json"], &GPU_RUN[..]].concat();
+    let advise = |words: &[&str]| machine.succeed(&[words, &["--advise"]].concat()).json();
+    let (before, advised) = (machine.succeed(&words).json(), advise(&words));
+    let [closing] = closings(&advised)[..] else { panic!("{advised}") };
+    let text = closing["text"].as_str().unwrap();
+    let start = "close process 4711 (/usr/bin/python3 a\\u{1b}.py, which draws), which holds 20.51 GiB on cuda:0: ";
+    assert!(text.starts_with(start) && text.contains("recompute in 0 instead of "), "{text}");
+    assert_eq!(closing["command"], format!("plimsoll {}", words.join(" ")));
+    // A load line that is an amount stays as it is.
+    let fixed = [&["plan", "--devices", "cuda:0=3GiB", "--json"], &GPU_RUN[..]].concat();
+    assert_eq!(closings(&advise(&fixed)), Vec::<&Value>::new());
+    machine.workspace.write("processes", other);
+    let after = machine.succeed(&words).json();
+    let peak = |plan: &Value| plan["devices"][0]["peak_bytes"].as_i64().unwrap();
+    let seconds = |plan: &Value| plan["predicted"]["step_seconds"].as_f64().unwrap();
+    assert_eq!(closing["bytes"], peak(&after) - peak(&before));
+    assert_eq!(closing["speedup"], seconds(&before) / seconds(&after));
+    assert_eq!(closings(&advise(&words)), Vec::<&Value>::new());
+}
+
+#[test]
+fn doctor_names_the_process_to_close() {
+    let mut machine = Machine::new("rtx3090");
+    machine.store_gpu_rates();
+    machine.set_processes("0 4711 21000 C /usr/bin/python3 train.py\n");
+    let run_file = machine.workspace.read("run.toml").replace("path = \"model\"", "preset = \"smollm2-135m\"");
+    machine.workspace.write("gpu.toml", run_file);
+    let words = ["gpu.toml", "--devices", "cuda:0", "--set", "data.sequence=512", "--set", "train.batch_tokens=8192"];
+    let done = machine.start(&[&["doctor", "--json"], &words[..]].concat()).wait();
+    let findings = done.json()["findings"].as_array().unwrap().clone();
+    let closing = |finding: &&Value| finding["text"].as_str().unwrap().starts_with("close process 4711 (");
+    let finding = findings.iter().find(closing).unwrap_or_else(|| panic!("{done:?}"));
+    check(
+        finding,
+        json!({"id": "run-faster", "severity": "note", "mend": format!("plimsoll plan {}", words.join(" "))}),
+    );
 }
 
 // ---- watch --pid ----

@@ -67,6 +67,22 @@ fn printed_command_repeats_the_run() {
 }
 
 #[test]
+fn asked_report_has_recommendations_of_its_run() {
+    let workspace = Workspace::new(&SMALL);
+    workspace.succeed(&["train", "run.toml", "--quiet", "--set", "recipe.micro_batch=1"]);
+    assert_eq!(workspace.succeed(&["report", "run", "--json"]).json()["recommendations"], Value::Null);
+    let report = workspace.succeed(&["report", "run", "--json", "--advise"]).json();
+    let watched = workspace.succeed(&["watch", "run", "--json", "--advise"]).json();
+    assert_eq!(report["recommendations"], watched["recommendations"]);
+    let first = &report["recommendations"][0];
+    assert!(first["speedup"].as_f64() > Some(1.0), "{report}");
+    let text = workspace.succeed(&["report", "run", "--markdown", "--advise"]).stdout;
+    let command = first["command"].as_str().unwrap();
+    assert!(text.contains("## Recommendations\n") && text.contains(command), "{text}");
+    assert!(!workspace.succeed(&["report", "run", "--markdown"]).stdout.contains("## Recommendations"));
+}
+
+#[test]
 fn running_and_killed_runs_have_reports() {
     let workspace = Workspace::new(&Shape { steps: 100_000, ..SMALL });
     let mut run = workspace.start(&["train", "run.toml", "--quiet"]);

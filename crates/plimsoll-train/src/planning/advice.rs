@@ -1,17 +1,21 @@
-//! Recommendations for a run that fits: changes of its settings, each planned like the run itself. A change is
-//! recommended only if the planner predicts a faster step with it.
+//! Recommendations for a run that fits: changes of its settings or of the machine, each planned like the run itself. A
+//! change is recommended only if the planner predicts a faster step with it.
 
 use super::plan::{PlannedRun, plan};
 use crate::config::{ParallelismChoice, RunConfig};
-use crate::resolve::RunRequest;
+use crate::resolve::gpu_processes::processes_on_gpus;
+use crate::resolve::{GpuProcess, RunRequest};
 use plimsoll_core::{Budget, Plan, Rung};
 use plimsoll_plan::device_request::{DeviceRequest, DevicesRequest};
 
 /// Least predicted speedup of a change that is recommended.
 pub const MIN_SPEEDUP: f64 = 1.02;
 
-/// A change of a run's settings.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Most processes whose end is planned: those that hold the most memory.
+const MAX_PROCESSES: usize = 4;
+
+/// A change of a run's settings, or of the machine.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Change {
     /// The planner chooses the micro-batch size, which the run file fixes.
     ChooseMicroBatch,
@@ -29,11 +33,14 @@ pub enum Change {
     UseAllGpus,
     /// The run takes a lossy rung, which changes its results.
     TakeRung(Rung),
+    /// The user closes another process, which holds memory of GPUs of the run. Their load lines, shares of the free
+    /// memory, are then higher.
+    CloseProcess(GpuProcess),
 }
 
 impl Change {
     /// Returns a word for the change, for the name of a folder.
-    pub fn word(self) -> String {
+    pub fn word(&self) -> String {
         match self {
             Change::ChooseMicroBatch => "micro-batch".to_owned(),
             Change::ChooseRecompute => "recompute".to_owned(),
@@ -43,16 +50,17 @@ impl Change {
             Change::RaiseHost => "host".to_owned(),
             Change::UseAllGpus => "all-gpus".to_owned(),
             Change::TakeRung(rung) => rung.to_string(),
+            Change::CloseProcess(process) => format!("without-{}", process.pid),
         }
     }
 }
 
-/// A recommended change of a run's settings, with the plan under it.
+/// A recommended change, with the plan under it.
 #[derive(Clone, Debug)]
 pub struct Advice {
     /// The change.
     pub change: Change,
-    /// The keys of the run file that change, with their new values as `--set` takes them.
+    /// The keys of the run file that change, with their new values as `--set` takes them. Empty if the machine changes.
     pub settings: Vec<(&'static str, String)>,
     /// The plan with the change.
     pub plan: Plan,
@@ -76,11 +84,11 @@ impl Advice {
 ///
 /// Speeds of simulated and paper devices are compared like real ones. A change that cannot be planned is left out, and
 /// so is one that `is_offered` refuses, without a plan.
-pub fn advise(run: &RunRequest, before: &Plan, is_offered: impl Fn(Change) -> bool) -> Vec<Advice> {
+pub fn advise(run: &RunRequest, before: &Plan, is_offered: impl Fn(&Change) -> bool) -> Vec<Advice> {
     if !before.fits {
         return Vec::new();
     }
-    let changes = changes(run, before).into_iter().filter(|(change, _)| is_offered(*change));
+    let changes = changes(run, before).into_iter().filter(|(change, _)| is_offered(change));
     let mut advice: Vec<Advice> =
         changes.filter_map(|(change, settings)| try_change(run, before, change, settings)).collect();
     let changes_results = |advice: &Advice| advice.plan.rungs != before.rungs;
@@ -97,7 +105,11 @@ fn try_change(
 ) -> Option<Advice> {
     let texts: Vec<String> = settings.iter().map(|(key, value)| format!("{key}={value}")).collect();
     let config = RunConfig::parse("the run", &run.config.to_toml(), &texts).ok()?;
-    let changed = RunRequest { config, ..run.clone() };
+    let freed_bytes = match &change {
+        Change::CloseProcess(process) => process.held_bytes.clone(),
+        _ => run.freed_bytes.clone(),
+    };
+    let changed = RunRequest { config, freed_bytes, ..run.clone() };
     let PlannedRun { outcome, .. } = plan(&changed, false).ok()?;
     let after = outcome.plan;
     let speedup = before.predicted.step_seconds / after.predicted.step_seconds;
@@ -106,7 +118,7 @@ fn try_change(
     (after.fits && !moves_to_cpu && speedup >= MIN_SPEEDUP).then_some(Advice { change, settings, plan: after, speedup })
 }
 
-/// Returns the changes that a run's settings leave open, with the settings of each.
+/// Returns the changes that the settings of a run and the machine leave open, with the settings of each.
 fn changes(run: &RunRequest, before: &Plan) -> Vec<(Change, Vec<(&'static str, String)>)> {
     let micro_batch = || ("recipe.micro_batch", "auto".to_owned());
     let recompute = || ("recipe.recompute", "[]".to_owned());
@@ -132,6 +144,8 @@ fn changes(run: &RunRequest, before: &Plan) -> Vec<(Change, Vec<(&'static str, S
     }
     let possible = Rung::ALL.into_iter().filter(|rung| !before.rungs.contains(rung));
     changes.extend(possible.map(|rung| (Change::TakeRung(rung), vec![("train.rungs", rung_list(before, rung))])));
+    let closed = processes_on_gpus(run).into_iter().take(MAX_PROCESSES);
+    changes.extend(closed.map(|process| (Change::CloseProcess(process), vec![])));
     changes
 }
 

@@ -80,7 +80,7 @@ pub(super) fn gpu_device(
 }
 
 /// Returns the free bytes of a GPU, after a check that its load line does not exceed its memory. `own` is its load line
-/// in `run.devices`, if the user gave one there.
+/// in `run.devices`, if the user gave one there. Bytes that the run counts as freed are among them.
 ///
 /// # Errors
 /// A load line that exceeds the memory of the GPU, or an error of the driver.
@@ -93,7 +93,9 @@ pub(super) fn gpu_free_bytes(
     let name = format!("cuda:{}", gpu.index);
     let key = if own.is_some() { "run.devices" } else { "memory.budget" };
     let amount = own.unwrap_or(run.memory.device_budget()).amount();
-    let amount = amount.filter(|_| !run.budget_overrides.contains_key(&name)).map(|line| (name, line));
+    let amount = amount.filter(|_| !run.budget_overrides.contains_key(&name)).map(|line| (name.clone(), line));
     check_total(key, amount.as_slice(), &gpu.name, gpu.memory_bytes)?;
-    Ok(gpu::free_bytes(cuda, gpu)?)
+    let free = gpu::free_bytes(cuda, gpu)?;
+    let freed = run.freed_bytes.get(&name).copied().unwrap_or_default();
+    Ok((free + freed).min(gpu.memory_bytes.max(free)))
 }

@@ -7,6 +7,7 @@
 //! | `model` | [`Model`]: what `[model]` names |
 //! | `devices` | the devices that `run.devices` names |
 //! | `gpus` | the GPUs of this machine |
+//! | `gpu_processes` | other processes that hold memory of these GPUs |
 //! | `device_checks` | checks of requested devices against cores and memory |
 //! | `host_links` | measured links between hosts |
 //! | `nominal` | figures of devices without measurements, for plans that are the same at each start |
@@ -18,6 +19,7 @@ pub(crate) mod charges;
 mod device_checks;
 pub(crate) mod devices;
 pub(crate) mod example;
+pub(crate) mod gpu_processes;
 mod gpus;
 mod host_links;
 pub(crate) mod model;
@@ -29,6 +31,7 @@ pub use devices::{
     NamedDevice, check_requested_devices, contention_note, cpu_duty, list_named_devices, resolve_devices,
 };
 pub use example::write_example;
+pub use gpu_processes::GpuProcess;
 pub use model::Model;
 pub use request::RunRequest;
 

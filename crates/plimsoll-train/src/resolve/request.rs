@@ -27,6 +27,9 @@ pub struct RunRequest {
     /// Memory of this process, in bytes, that the charges of a plan count; `None` measures it. Several plans of one
     /// process share a value: each takes memory of the process that no run holds, and would charge the next one for it.
     pub process_bytes: Option<Bytes>,
+    /// Bytes by name of a GPU that count as free there although another process holds them now. A plan with them is that
+    /// of the run once the process has ended.
+    pub(crate) freed_bytes: BTreeMap<String, Bytes>,
     /// Whether devices have their nominal figures: speeds by their model, the whole memory instead of the free part,
     /// assumed charges. These are the same at each start. `planning::nominal` plans with them.
     pub(crate) nominal: bool,

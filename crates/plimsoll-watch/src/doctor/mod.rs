@@ -83,6 +83,8 @@ finding_ids! {
     RunDoesNotFit,
     /// The run fits.
     RunFits,
+    /// A change of settings, or the end of another process, makes the run faster.
+    RunFaster,
     /// The disk of the run folder is too small for checkpoints.
     DiskSpace,
     /// The run folder cannot be written.

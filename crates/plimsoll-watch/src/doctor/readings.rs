@@ -1,7 +1,7 @@
 //! Figures of a machine and of a run, read before the work and not judged here. Figures that the system does not report
 //! are `None`.
 
-use plimsoll_core::{Bytes, Failure, Plan};
+use plimsoll_core::{Bytes, Failure, Plan, Recommendation};
 use plimsoll_device::cuda::gpus::{self, CudaInstallation};
 use plimsoll_device::cuda::nvml::Reference;
 use plimsoll_device::machine::{DeviceInfo, Machine};
@@ -79,6 +79,8 @@ pub struct RunReadings {
 pub struct PlanReadings {
     /// The plan. It may not fit.
     pub plan: Plan,
+    /// Changes that the planner predicts to make the run faster, in the order of plans.
+    pub recommendations: Vec<Recommendation>,
     /// The refusal of a plan that does not fit, with commands that do fit as its hints; `None` if the plan fits.
     pub refusal: Option<Failure>,
     /// The run folder.

@@ -3,7 +3,10 @@
 use super::{Finding, FindingId, PlanReadings, Readings, RunReadings, Severity};
 use crate::text::seconds;
 use plimsoll_core::printable::printable_line;
-use plimsoll_core::{Bytes, Exit, Failure, Plan, format_count};
+use plimsoll_core::{Bytes, Exit, Failure, Plan, Recommendation, format_count};
+
+/// Most recommendations that are findings.
+const RECOMMENDATIONS_MAX: usize = 3;
 
 /// Returns the findings about the run; empty without one.
 pub(super) fn findings(readings: &Readings) -> Vec<Finding> {
@@ -11,6 +14,8 @@ pub(super) fn findings(readings: &Readings) -> Vec<Finding> {
     let mut findings: Vec<Finding> = run.failures.iter().map(|failure| refused(run, failure)).collect();
     if let Some(planned) = &run.planned {
         findings.push(fit(run, planned));
+        let listed = planned.recommendations.iter().take(RECOMMENDATIONS_MAX);
+        findings.extend(listed.map(|recommendation| faster(&planned.plan, recommendation)));
         findings.extend(folder_not_writable(planned));
         findings.extend(disk_space(planned));
         findings.extend(unused_gpus(readings, run, &planned.plan));
@@ -48,6 +53,15 @@ fn fit(run: &RunReadings, planned: &PlanReadings) -> Finding {
     let cost = format!("a step takes {} (predicted)", seconds(plan.predicted.step_seconds));
     let first = if run.failures.is_empty() { "" } else { "once its errors are mended: " };
     Finding::new(FindingId::RunFits, Severity::Note, text, cost, format!("{first}{}", run.train_command))
+}
+
+/// Returns the finding for a recommendation.
+fn faster(plan: &Plan, recommendation: &Recommendation) -> Finding {
+    let now = plan.predicted.step_seconds;
+    let after = now / recommendation.speedup;
+    let cost = format!("a step takes {} instead of {} (predicted)", seconds(now), seconds(after));
+    let Recommendation { text, command, .. } = recommendation;
+    Finding::new(FindingId::RunFaster, Severity::Note, text, cost, command)
 }
 
 fn folder_not_writable(planned: &PlanReadings) -> Option<Finding> {

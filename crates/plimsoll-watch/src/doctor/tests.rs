@@ -1,7 +1,7 @@
 //! A table with a case for each finding, the readings just before each threshold, and the text of a report.
 
 use super::*;
-use plimsoll_core::{Bytes, DeviceKind, Failure, Plan};
+use plimsoll_core::{Bytes, DeviceKind, Failure, Plan, Recommendation};
 use plimsoll_device::cuda::libraries::Library;
 use plimsoll_device::cuda::nvml::{Condition, Pcie, Process, Reference};
 use plimsoll_device::machine::{DefaultLimits, DeviceInfo, DriverFailure, Gpu, LibraryState, Machine, Nvidia};
@@ -146,6 +146,7 @@ fn run() -> RunReadings {
         failures: vec![],
         planned: Some(PlanReadings {
             plan: plan(&["cuda:0", "cuda:1"]),
+            recommendations: vec![],
             refusal: None,
             folder: "runs/a".to_owned(),
             is_writable: Some(true),
@@ -204,10 +205,24 @@ fn with_plan(readings: &mut Readings, change: impl FnOnce(&mut PlanReadings)) {
     readings.run = Some(run);
 }
 
+fn recommendation(text: &str, speedup: f64) -> Recommendation {
+    Recommendation { text: text.to_owned(), command: "plimsoll x".to_owned(), bytes: 0, speedup }
+}
+
 /// A change of healthy readings, and the finding that it must give: its identifier, its severity and words in it.
 type Case = (FindingId, Severity, fn(&mut Readings), &'static [&'static str]);
 
 const RUN_CASES: &[Case] = &[
+    (
+        FindingId::RunFaster,
+        Severity::Note,
+        |r| with_plan(r, |planned| planned.recommendations = vec![recommendation("close process 4711", 1.25)]),
+        &[
+            "note run-faster: close process 4711\n",
+            "takes 500.0 ms instead of 400.0 ms (predicted)",
+            "mend: plimsoll x\n",
+        ],
+    ),
     (
         FindingId::RunFits,
         Severity::Note,
@@ -636,6 +651,16 @@ fn plans_for_other_machines_leave_no_gpu_unused() {
         with_plan(&mut readings, |planned| planned.plan = plan(devices));
         assert!(findings(&readings).iter().all(|finding| finding.id == FindingId::RunFits), "{devices:?}");
     }
+}
+
+#[test]
+fn first_recommendations_alone_are_findings() {
+    let mut readings = healthy();
+    let all = ["a", "b", "c", "d"].map(|text| recommendation(text, 1.1));
+    with_plan(&mut readings, |planned| planned.recommendations = all.to_vec());
+    let findings = findings(&readings);
+    let faster = findings.iter().filter(|finding| finding.id == FindingId::RunFaster);
+    assert_eq!(faster.map(|finding| finding.text.as_str()).collect::<Vec<_>>(), ["a", "b", "c"]);
 }
 
 #[test]

@@ -16,7 +16,8 @@ use plimsoll_core::{
 use std::path::Path;
 
 impl Report {
-    /// Reads the run in a folder. `at` is the present time, in seconds since the Unix epoch.
+    /// Reads the run in a folder, without recommendations: the caller plans them. `at` is the present time, in seconds
+    /// since the Unix epoch.
     ///
     /// # Errors
     /// There is no such folder, it holds no run, or its event log cannot be read.
@@ -55,6 +56,7 @@ impl Report {
             step_seconds_total: notes.step_seconds_total,
             first_loss: first_loss(readings.result, &run),
             plan: readings.plan.map(plan_summary),
+            recommendations: None,
             speed: speed(&readings, &run),
             devices,
             starts: notes.starts.clone(),

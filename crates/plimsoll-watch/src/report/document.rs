@@ -68,7 +68,7 @@ impl Document {
         let name = run.folder.rsplit('/').find(|part| !part.is_empty()).unwrap_or(&run.folder);
         let simulated = if run.simulated { ", simulated speed" } else { "" };
         let mut sections = vec![warnings(report), overview(report), commands(report), settings(report)];
-        sections.extend([environment(report), plan(report)]);
+        sections.extend([environment(report), plan(report), recommendations(report)]);
         sections.extend(report.devices.iter().map(device));
         sections.extend([history(report), evaluations(report), recoveries(report), run_file(report)]);
         sections.retain(|section| !section.parts.is_empty());
@@ -269,6 +269,21 @@ fn plan(report: &Report) -> Section {
     let headings = ["speed", "predicted", simulated, "difference"].map(str::to_owned).to_vec();
     parts.push(Part::Table { headings, rows });
     section("Plan: predicted and measured", parts)
+}
+
+/// Returns the section of the recommendations; without parts if none were asked for.
+fn recommendations(report: &Report) -> Section {
+    let Some(recommendations) = &report.recommendations else { return section("Recommendations", vec![]) };
+    let mut parts = Vec::new();
+    parts.push(Part::Text(match recommendations.is_empty() {
+        true => "No change of settings is predicted to make this run faster.".to_owned(),
+        false => "Each command starts a new run with one change, faster as predicted.".to_owned(),
+    }));
+    for recommendation in recommendations {
+        parts.push(Part::Text(recommendation.text.clone()));
+        parts.push(Part::Command(recommendation.command.clone()));
+    }
+    section("Recommendations", parts)
 }
 
 fn figures(name: &str, predicted: String, measured: String, difference: String) -> Vec<String> {

@@ -22,7 +22,7 @@ pub(crate) use build::hardware;
 use crate::snapshot::RunSnapshot;
 use crate::snapshot::run_notes::{EvaluationNote, Newest, StartNote, TeamNote};
 use plimsoll_core::{
-    Bytes, Category, Class, MeasuredBy, Parallelism, Recipe, Recovery, RunEnvironment, Rung, WorkKind,
+    Bytes, Category, Class, MeasuredBy, Parallelism, Recipe, Recommendation, Recovery, RunEnvironment, Rung, WorkKind,
 };
 use run_file::RunSettings;
 use serde::Serialize;
@@ -60,6 +60,9 @@ pub struct Report {
     pub first_loss: Option<f64>,
     /// The plan; `None` without a readable `plan.json`.
     pub plan: Option<PlanSummary>,
+    /// Changes of settings that the planner predicts to make the run faster under the load lines of its plan, in the
+    /// order of plans; `None` unless `--advise` asks for them, and if the run cannot be planned again.
+    pub recommendations: Option<Vec<Recommendation>>,
     /// Predicted and measured speed.
     pub speed: Speed,
     /// Devices of the run, planned and measured.

@@ -10,6 +10,7 @@ Examples:
   plimsoll report runs/my-llama
   plimsoll report runs/my-llama --markdown >> notes.md
   plimsoll report runs/my-llama --json | jq .devices[0].total
+  plimsoll report runs/my-llama --advise
 
 The page needs no network and no script. Runs that are under way, stopped or
 died have reports, too.")]
@@ -23,6 +24,9 @@ pub struct ReportArgs {
     /// Print the report as JSON, and write no file
     #[arg(long)]
     pub json: bool,
+    /// Also plan changes of settings that make the run faster, which takes some seconds
+    #[arg(long)]
+    pub advise: bool,
 }
 
 /// Arguments of `plimsoll runs`, which lists runs.

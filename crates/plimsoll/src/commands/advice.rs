@@ -1,4 +1,4 @@
-//! Recommendations as text and as commands, for `plan --advise` and `watch --advise`.
+//! Recommendations as text and as commands, for `plan --advise`, `watch --advise`, `report --advise` and `doctor`.
 
 use crate::command_line;
 use plimsoll_core::{Budget, Bytes, Plan, Recommendation, RecomputeLevel};
@@ -6,8 +6,9 @@ use plimsoll_device::regular_file;
 use plimsoll_plan::device_request::DevicesRequest;
 use plimsoll_train::planning::advice::{Advice, Change, advise};
 use plimsoll_train::planning::{PlannedRun, plan};
-use plimsoll_train::resolve::{RunRequest, process_bytes};
+use plimsoll_train::resolve::{GpuProcess, RunRequest, process_bytes};
 use plimsoll_watch::remedies::Setting;
+use plimsoll_watch::text::excerpt;
 use std::path::{Path, PathBuf};
 
 /// Returns the recommendations for a run with the plan `before`, of the changes that `is_offered` accepts. `command`
@@ -15,8 +16,8 @@ use std::path::{Path, PathBuf};
 pub fn recommendations(
     request: &RunRequest,
     before: &Plan,
-    is_offered: impl Fn(Change) -> bool,
-    command: impl Fn(Change, &[Setting]) -> Vec<String>,
+    is_offered: impl Fn(&Change) -> bool,
+    command: impl Fn(&Change, &[Setting]) -> Vec<String>,
 ) -> Vec<Recommendation> {
     let all = advise(request, before, is_offered);
     all.iter().map(|advice| recommendation(advice, before, &command)).collect()
@@ -26,10 +27,10 @@ pub fn recommendations(
 fn recommendation(
     advice: &Advice,
     before: &Plan,
-    command: &impl Fn(Change, &[Setting]) -> Vec<String>,
+    command: &impl Fn(&Change, &[Setting]) -> Vec<String>,
 ) -> Recommendation {
     let settings = advice.settings.iter().map(|(key, value)| Setting::of_key(key, value.clone()));
-    let words = command(advice.change, &settings.collect::<Vec<_>>());
+    let words = command(&advice.change, &settings.collect::<Vec<_>>());
     Recommendation {
         text: text(advice, before),
         command: command_line::shell_quoted(&words),
@@ -39,20 +40,21 @@ fn recommendation(
 }
 
 /// Returns the recommendations for the run in a folder, under the load lines of its plan. Each command starts a new run
-/// on the same devices and lines, because a resumed run keeps its plan as long as that fits. Load lines stay as they are:
-/// the memory that is free now depends on the run itself. Returns nothing for a run without a readable plan, or with
+/// on the same devices and lines, because a resumed run keeps its plan as long as that fits. Load lines stay as they are,
+/// also if another process were closed: the memory that is free now depends on the run itself. Returns `None` for a run without a readable plan, or with
 /// devices of other machines.
-pub fn recommendations_for_run(folder: &Path) -> Vec<Recommendation> {
-    let Some(mut request) = request_of_run(folder) else { return Vec::new() };
+pub fn recommendations_for_run(folder: &Path) -> Option<Vec<Recommendation>> {
+    let mut request = request_of_run(folder)?;
     request.process_bytes = Some(process_bytes());
-    let Ok(PlannedRun { outcome, .. }) = plan(&request, false) else { return Vec::new() };
-    let command = |change: Change, settings: &[Setting]| command_of_new_run(&request, change, settings);
-    let keeps_lines = |change: Change| !matches!(change, Change::RaiseBudget | Change::RaiseHost);
-    recommendations(&request, &outcome.plan, keeps_lines, command)
+    let PlannedRun { outcome, .. } = plan(&request, false).ok()?;
+    let command = |change: &Change, settings: &[Setting]| command_of_new_run(&request, change, settings);
+    let keeps_lines =
+        |change: &Change| !matches!(change, Change::RaiseBudget | Change::RaiseHost | Change::CloseProcess(_));
+    Some(recommendations(&request, &outcome.plan, keeps_lines, command))
 }
 
 /// Returns the words of the command that trains a run anew with a change, in a folder beside that of the run.
-fn command_of_new_run(request: &RunRequest, change: Change, settings: &[Setting]) -> Vec<String> {
+fn command_of_new_run(request: &RunRequest, change: &Change, settings: &[Setting]) -> Vec<String> {
     // Without a slash at the end.
     let run_dir: PathBuf = Path::new(&request.run.dir).components().collect();
     let same = [
@@ -95,7 +97,7 @@ fn request_of_run(folder: &Path) -> Option<RunRequest> {
 
 /// Describes a change, its predicted effect and the plan under it, in one line.
 fn text(advice: &Advice, before: &Plan) -> String {
-    let change = match advice.change {
+    let change = match &advice.change {
         Change::ChooseMicroBatch => "let the planner choose the micro-batch".to_owned(),
         Change::ChooseRecompute => "let the planner choose the recompute levels".to_owned(),
         Change::ChooseRecipe => "let the planner choose micro-batch and recompute levels".to_owned(),
@@ -104,6 +106,7 @@ fn text(advice: &Advice, before: &Plan) -> String {
         Change::RaiseHost => "give the host its default load line".to_owned(),
         Change::UseAllGpus => "use all GPUs".to_owned(),
         Change::TakeRung(rung) => format!("take {rung} ({}; changes the results)", rung.accuracy_impact()),
+        Change::CloseProcess(process) => close(process),
     };
     let added = advice.added_bytes(before);
     let bytes = match (Bytes(added.unsigned_abs()), added > 0) {
@@ -114,6 +117,14 @@ fn text(advice: &Advice, before: &Plan) -> String {
     let differences = differences(before, advice).join(", ");
     let differences = if differences.is_empty() { differences } else { format!(": {differences}") };
     format!("{change}: {:.2} x as fast{bytes}{differences}", advice.speedup)
+}
+
+/// Describes the end of a process: `close process 4711 (python3 train.py), which holds 1.20 GiB on cuda:0`.
+fn close(process: &GpuProcess) -> String {
+    let name = process.name.as_deref().map_or("name not visible".to_owned(), excerpt);
+    let draws = if process.draws { ", which draws" } else { "" };
+    let held: Vec<String> = process.held_bytes.iter().map(|(gpu, bytes)| format!("{bytes} on {gpu}")).collect();
+    format!("close process {} ({name}{draws}), which holds {}", process.pid, held.join(" and "))
 }
 
 /// Lists the differences between the plan `before` and that of a change which explain its being faster.

@@ -1,5 +1,6 @@
 //! `plimsoll doctor`: checks this machine, and a run on it, before the work.
 
+use super::advice::recommendations;
 use super::plan::refusal_for_command;
 use super::rates::measure_in_child;
 use super::ray::with_remote_devices;
@@ -8,8 +9,9 @@ use crate::{command_line, output};
 use plimsoll_core::{Exit, Failure};
 use plimsoll_device::disk;
 use plimsoll_train::files::MAX_SHARD_BYTES;
+use plimsoll_train::planning::advice::Change;
 use plimsoll_train::planning::plan;
-use plimsoll_train::resolve::RunRequest;
+use plimsoll_train::resolve::{RunRequest, process_bytes};
 use plimsoll_train::session::start::check_new_run;
 use plimsoll_watch::doctor::{PlanReadings, Readings, Report, RunReadings};
 use plimsoll_watch::remedies::Setting;
@@ -52,6 +54,7 @@ fn read_run(args: &DoctorArgs, run_file: &Path) -> Result<RunReadings, Failure> 
         Err(failure) => run.failures.push(failure),
         Ok(mut request) => {
             request.measure_rates = Some(measure_in_child);
+            request.process_bytes = Some(process_bytes());
             run.failures = check_new_run(&request);
             match plan_run(&request, &command) {
                 Ok(planned) => run.planned = Some(planned),
@@ -67,11 +70,13 @@ fn read_run(args: &DoctorArgs, run_file: &Path) -> Result<RunReadings, Failure> 
     }
 }
 
-/// Plans a run as `plimsoll plan` does, and looks at its folder. `command` is the command that starts the run.
+/// Plans a run as `plimsoll plan --advise` does, and looks at its folder. `command` is the command that starts the run.
 fn plan_run(request: &RunRequest, command: &[String]) -> Result<PlanReadings, Failure> {
     let plan = plan(request, false)?.outcome.plan;
     let folder = Path::new(&request.run.dir);
+    let command_of = |change: &Change, settings: &[Setting]| command_of_change(command, change, settings);
     Ok(PlanReadings {
+        recommendations: recommendations(request, &plan, |_| true, command_of),
         refusal: (!plan.fits).then(|| refusal_for_command(request, &plan, command, |_| None)),
         plan,
         is_writable: disk::is_writable(folder),
@@ -80,6 +85,16 @@ fn plan_run(request: &RunRequest, command: &[String]) -> Result<PlanReadings, Fa
         checkpoints_kept: request.train.keep,
         file_bytes_max: MAX_SHARD_BYTES,
     })
+}
+
+/// Returns the words of the command that applies a change to the run that `command` trains. Once the user has closed a
+/// process, that is the plan, which shows whether the memory is free.
+fn command_of_change(command: &[String], change: &Change, settings: &[Setting]) -> Vec<String> {
+    let mut words = command.to_vec();
+    if matches!(change, Change::CloseProcess(_)) {
+        words[1] = "plan".to_owned();
+    }
+    command_line::with_settings(words.into_iter(), settings)
 }
 
 /// Returns the words of a command such as `plimsoll train`, with the run file and the settings of the doctor's command

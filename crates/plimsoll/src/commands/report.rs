@@ -1,5 +1,6 @@
 //! `plimsoll report`: the report of a run as a page, as Markdown or as JSON.
 
+use super::advice::recommendations_for_run;
 use crate::args::ReportArgs;
 use crate::output;
 use plimsoll_core::{Exit, Failure};
@@ -12,7 +13,10 @@ use std::time::{SystemTime, UNIX_EPOCH};
 /// # Errors
 /// There is no such run folder, it cannot be read, or the page cannot be written.
 pub fn run(args: &ReportArgs) -> Result<Exit, Failure> {
-    let report = Report::read(&args.run_dir, now())?;
+    let mut report = Report::read(&args.run_dir, now())?;
+    if args.advise {
+        report.recommendations = recommendations_for_run(&args.run_dir);
+    }
     if args.json {
         output::print_json(&report.json());
     } else if args.markdown {

@@ -83,7 +83,7 @@ impl Watched {
             None => Source::machine(),
         };
         let advice = args.run_dir.clone().filter(|_| args.advise);
-        let advice = advice.map(|folder| thread::spawn(move || recommendations_for_run(&folder)));
+        let advice = advice.map(|folder| thread::spawn(move || recommendations_for_run(&folder).unwrap_or_default()));
         Ok(Watched { origin: Origin::Here(Box::new(source)), advice })
     }
 
