@@ -4,14 +4,13 @@
 use crate::failure::{catch_panic, refusal, refusal_of_preparation, to_exception};
 use crate::{json, load_run, with_remote_devices};
 use plimsoll_core::{Failure, Record, RunStatus};
-use plimsoll_serve::run_logs::{LogRequest, RunLogs};
-use plimsoll_train::planning::prepare::PreparedRun;
+use plimsoll_serve::run_logs::RunLogs;
 use plimsoll_train::resolve::RunRequest;
 use plimsoll_train::session::outcome::Outcome;
 use plimsoll_train::session::start::{Resumed, Run};
 use pyo3::exceptions::PyKeyboardInterrupt;
 use pyo3::prelude::*;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -152,7 +151,7 @@ impl TrainRequest {
                 false => refusal,
             });
         }
-        let mut logs = start_logs(prepared)?;
+        let mut logs = RunLogs::start(&prepared.log_request())?;
         let send = |record: &Record| {
             let _ = sender.send(RunMessage::Event(json(record)));
         };
@@ -164,20 +163,6 @@ impl TrainRequest {
         logs.finish(outcome.as_ref().map(|outcome| &outcome.result)).iter().for_each(send);
         Ok(ended(outcome?))
     }
-}
-
-/// Starts the logs of a run for other programs.
-///
-/// # Errors
-/// The URL of the webhook is invalid.
-fn start_logs(prepared: &PreparedRun) -> Result<RunLogs, Failure> {
-    let run = &prepared.run;
-    RunLogs::start(&LogRequest {
-        folder: Path::new(&run.run.dir),
-        tensorboard: run.watch.tensorboard,
-        webhook: run.watch.webhook.as_deref(),
-        steps_per_epoch: prepared.steps_per_epoch(),
-    })
 }
 
 /// Returns the parts of a run's outcome that the Python caller needs.

@@ -67,6 +67,7 @@ mod device;
 mod dtype;
 mod event;
 mod failure;
+mod log_request;
 mod models_bench;
 mod plan;
 pub mod printable;
@@ -84,6 +85,7 @@ pub use device::{DeviceKind, DeviceSpec, FileSpec, HostSpec, Link, NcclSpec, OpR
 pub use dtype::DType;
 pub use event::{EVENTS_VERSION, Event, HeldMemory, Record, RunEnvironment};
 pub use failure::{Exit, Failure, is_disk_full};
+pub use log_request::LogRequest;
 pub use models_bench::{ModelRow, ModelStatus, ModelsBench};
 pub use plan::{
     DevicePlan, Fallback, GemmAlgorithms, MachineHost, Plan, PlannedWorkload, Predicted, Recommendation, Remedy,

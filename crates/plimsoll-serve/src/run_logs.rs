@@ -1,11 +1,10 @@
 //! The logs of a run for other programs, as the section `[watch]` of the run file asks for them.
 
 use crate::webhook::Webhook;
-use plimsoll_core::{Failure, Record, RunResult};
+use plimsoll_core::{Failure, LogRequest, Record, RunResult};
 use plimsoll_watch::logging::message::{Messages, WebhookMessage};
 use plimsoll_watch::logging::tensorboard::TensorBoard;
 use plimsoll_watch::logging::{Background, warning_record};
-use std::path::Path;
 use std::time::Duration;
 
 /// Most events that may wait for TensorBoard's file, a few seconds of the shortest steps.
@@ -16,18 +15,6 @@ const WEBHOOK_MESSAGES_MAX: usize = 64;
 const TENSORBOARD_END: Duration = Duration::from_secs(5);
 /// Most time after a run in which the last messages are posted. Two failed attempts take less.
 const WEBHOOK_END: Duration = Duration::from_secs(15);
-
-/// The logs that a run asks for.
-pub struct LogRequest<'a> {
-    /// Folder of the run.
-    pub folder: &'a Path,
-    /// Whether to write TensorBoard event files (`watch.tensorboard`).
-    pub tensorboard: bool,
-    /// URL of the webhook (`watch.webhook`); `None` for no messages.
-    pub webhook: Option<&'a str>,
-    /// Optimizer steps of one pass over the training data.
-    pub steps_per_epoch: f64,
-}
 
 /// The logs of a run.
 pub struct RunLogs {

@@ -12,7 +12,7 @@ use crate::data::{self, DataSpec, Dataset, Format};
 use crate::files::AdapterDir;
 use crate::resolve::charges::process_charges;
 use crate::resolve::{Model, Resolved, RunRequest, Workload, write_example};
-use plimsoll_core::{Bytes, DeviceSpec, Failure};
+use plimsoll_core::{Bytes, DeviceSpec, Failure, LogRequest};
 use plimsoll_device::{cache, private_file, process};
 use plimsoll_program::Share;
 use std::ops::ControlFlow;
@@ -55,6 +55,16 @@ impl PreparedRun {
     /// Returns the number of optimizer steps of one pass over the training data.
     pub fn steps_per_epoch(&self) -> f64 {
         self.train.rows() as f64 / self.run.batch_sequences() as f64
+    }
+
+    /// Returns the logs for other programs that the run asks for.
+    pub fn log_request(&self) -> LogRequest<'_> {
+        LogRequest {
+            folder: Path::new(&self.run.run.dir),
+            tensorboard: self.run.watch.tensorboard,
+            webhook: self.run.watch.webhook.as_deref(),
+            steps_per_epoch: self.steps_per_epoch(),
+        }
     }
 
     /// Returns whether a new process, which finds the tokens cached, may have a plan that this one has no memory for,

@@ -10,12 +10,11 @@ use crate::args::{ProgressForm, TrainArgs};
 use crate::output;
 use crate::signals::{self, Notes, OnSignal};
 use plimsoll_core::{DeviceKind, Exit, Failure, Record, RunStatus, format_count};
-use plimsoll_serve::run_logs::{LogRequest, RunLogs};
+use plimsoll_serve::run_logs::RunLogs;
 use plimsoll_serve::server::Server;
 use plimsoll_train::config::{Length, RunConfig};
 use plimsoll_train::data::Dataset;
 use plimsoll_train::fault_injection::Injection;
-use plimsoll_train::planning::prepare::PreparedRun;
 use plimsoll_train::resolve::cpu_duty;
 use plimsoll_train::session::outcome::Outcome;
 use plimsoll_train::session::start::{Resumed, Run};
@@ -25,7 +24,7 @@ use plimsoll_watch::summary::{Sample, already_done, resume_command, summary};
 use plimsoll_watch::terminal::{Watcher, for_stdout};
 use std::io::{self, IsTerminal};
 use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
@@ -81,7 +80,7 @@ pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
         return Err(refuse_preparation(&prepared.run, &passed));
     }
     let simulated = prepared.planned.plan.devices.iter().any(|device| device.simulated);
-    let mut logs = start_logs(prepared)?;
+    let mut logs = RunLogs::start(&prepared.log_request())?;
     // Until here a signal ends the program immediately, because there is nothing to save yet.
     let folder = (!args.no_save).then(|| prepared.run.run.dir.clone());
     let outlook = Arc::new(Mutex::new(StopOutlook::default()));
@@ -151,20 +150,6 @@ fn served_page(args: &TrainArgs, server: Option<Server>, folder: PathBuf) -> Run
         false => output::print_status,
     };
     server.map_or_else(RunPage::none, |server| RunPage::of(server, folder, announce))
-}
-
-/// Starts the logs of a run for other programs.
-///
-/// # Errors
-/// The URL of the webhook is invalid.
-fn start_logs(prepared: &PreparedRun) -> Result<RunLogs, Failure> {
-    let run = &prepared.run;
-    RunLogs::start(&LogRequest {
-        folder: Path::new(&run.run.dir),
-        tensorboard: run.watch.tensorboard,
-        webhook: run.watch.webhook.as_deref(),
-        steps_per_epoch: prepared.steps_per_epoch(),
-    })
 }
 
 /// Keeps what matters if the run is asked to stop, shows an event, and hands it to the logs of the run.
