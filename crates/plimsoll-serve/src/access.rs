@@ -4,6 +4,7 @@
 //! The host is checked because a page of another site can have its own name resolve to 127.0.0.1 (DNS rebinding). A
 //! browser then sends that name as the host.
 
+use crate::guests::Guest;
 use crate::routes::{LOGIN_PATH, State, with_status};
 use crate::token::Token;
 use crate::{page, routes};
@@ -37,16 +38,23 @@ const HEADERS: [(HeaderName, &str); 7] = [
     (HeaderName::from_static("permissions-policy"), "camera=(), geolocation=(), microphone=()"),
 ];
 
-/// Answers a request if it is permitted, else refuses it. Adds the headers that every response has.
+/// Answers a request if it is permitted, else refuses it. Adds the headers that every response has. A connection that has
+/// not brought the token is closed after its first response, so that it holds its place for a short time only.
 pub(crate) async fn check(
     Shared(state): Shared<Arc<State>>,
     Extension(LocalAddress(local)): Extension<LocalAddress>,
+    Extension(guest): Extension<Arc<Guest>>,
     request: Request,
     next: Next,
 ) -> Response {
     let mut response = match refusal(&state, local, &request) {
         Some(refused) => refused,
-        None => next.run(request).await,
+        None => {
+            if !is_login(&state, &request) {
+                guest.trust();
+            }
+            next.run(request).await
+        }
     };
     let headers = response.headers_mut();
     for (name, value) in HEADERS {
@@ -54,6 +62,9 @@ pub(crate) async fn check(
     }
     let policy = HeaderValue::from_str(page::content_security_policy()).expect("the policy is ASCII");
     headers.insert(header::CONTENT_SECURITY_POLICY, policy);
+    if !guest.is_trusted() {
+        headers.insert(header::CONNECTION, HeaderValue::from_static("close"));
+    }
     response
 }
 
@@ -67,7 +78,7 @@ fn refusal(state: &State, local: SocketAddr, request: &Request) -> Option<Respon
     if !is_own_origin(headers, host) {
         return Some(with_status(StatusCode::FORBIDDEN, "requests of other sites are refused\n"));
     }
-    let is_login = request.uri().path() == LOGIN_PATH && request.method() == Method::POST && state.token.is_some();
+    let is_login = is_login(state, request);
     if request.method() != Method::GET && !is_login {
         let mut refused = with_status(StatusCode::METHOD_NOT_ALLOWED, "only GET is served\n");
         refused.headers_mut().insert(header::ALLOW, HeaderValue::from_static("GET"));
@@ -75,6 +86,11 @@ fn refusal(state: &State, local: SocketAddr, request: &Request) -> Option<Respon
     }
     let token = state.token.as_ref().filter(|_| !is_login)?;
     (!brings_token(headers, token, state.port)).then(|| routes::unauthorized(request.uri().path()))
+}
+
+/// Returns whether a request brings the form of the token.
+fn is_login(state: &State, request: &Request) -> bool {
+    request.uri().path() == LOGIN_PATH && request.method() == Method::POST && state.token.is_some()
 }
 
 /// Returns the host that the request names, if it is this server: a name of the loopback interface on a connection

@@ -13,6 +13,7 @@
 //! | [`server`] | the listening socket, and the limits of connections |
 //! | `routes` | the answer to each path |
 //! | `access` | which requests are answered: host, origin, method, token |
+//! | [`guests`] | connections that have not brought the token, and their limit |
 //! | [`token`] | the token that other machines need |
 //! | `hub` | the newest snapshot, shared by all clients |
 //! | `metrics` | a snapshot in the text format of Prometheus |
@@ -26,6 +27,7 @@
 #![forbid(unsafe_code)]
 
 mod access;
+pub mod guests;
 mod hub;
 mod metrics;
 mod page;

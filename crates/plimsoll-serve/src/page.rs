@@ -8,11 +8,18 @@ use std::sync::LazyLock;
 
 const STYLE: &str = include_str!("../page/page.css");
 const SCRIPT: &str = include_str!("../page/page.js");
+/// The beginning of both documents, up to the end of the head.
+const HEAD: &str = include_str!("../page/head.html");
 const PAGE: &str = include_str!("../page/page.html");
 const LOGIN: &str = include_str!("../page/login.html");
 
-static ASSEMBLED_PAGE: LazyLock<String> = LazyLock::new(|| PAGE.replace("{style}", STYLE).replace("{script}", SCRIPT));
-static ASSEMBLED_LOGIN: LazyLock<String> = LazyLock::new(|| LOGIN.replace("{style}", STYLE));
+static ASSEMBLED_PAGE: LazyLock<String> = LazyLock::new(|| head("Plimsoll") + &PAGE.replace("{script}", SCRIPT));
+static ASSEMBLED_LOGIN: LazyLock<String> = LazyLock::new(|| head("Plimsoll: token") + LOGIN);
+
+/// Returns the beginning of a document with this title.
+fn head(title: &str) -> String {
+    HEAD.replace("{title}", title).replace("{style}", STYLE)
+}
 
 /// Only our style and our script, known by their hashes, and requests to this server. `data:` is the empty icon.
 static POLICY: LazyLock<String> = LazyLock::new(|| {
@@ -52,6 +59,13 @@ mod tests {
         {
             assert!(page.contains(&format!("<{kind}>{text}</{kind}>")), "{kind}");
             assert_eq!(page.matches(&format!("<{kind}")).count(), 1, "{kind}");
+        }
+        for (page, title) in [(page(), "Plimsoll"), (login_page(), "Plimsoll: token")] {
+            assert!(
+                page.starts_with("<!doctype html>\n") && page.contains(&format!("<title>{title}</title>")),
+                "{title}"
+            );
+            assert!(page.ends_with("</body>\n</html>\n") && page.matches("</head>\n<body>").count() == 1, "{title}");
         }
         assert_eq!(login_page().matches("<script").count(), 0);
     }

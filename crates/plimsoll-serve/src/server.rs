@@ -1,6 +1,7 @@
 //! The listening socket, and the limits of its connections.
 
 use crate::access::LocalAddress;
+use crate::guests::{Guest, Guests};
 use crate::hub::{EndSignal, Hub};
 use crate::routes::{State, router};
 use crate::token::Token;
@@ -38,7 +39,7 @@ const LAST_SNAPSHOT_TIMEOUT: Duration = Duration::from_secs(1);
 /// Most time in which clients take the last snapshot.
 const FLUSH_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// The response to connections above [`MAX_CONNECTIONS`].
+/// The response to connections above [`MAX_CONNECTIONS`], and above [`crate::guests::MAX_GUESTS`] of their address.
 const BUSY: &[u8] = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\ncontent-length: 0\r\n\r\n";
 
 /// A socket that listens, and is not served yet.
@@ -138,19 +139,21 @@ impl Server {
 
 /// Accepts connections, and serves each in a task of its own.
 async fn accept(listener: &TcpListener, state: &Arc<State>, connections: &Arc<Semaphore>) {
-    let router = router(Arc::clone(state));
+    let (router, guests) = (router(Arc::clone(state)), Arc::new(Guests::default()));
     loop {
-        let Ok((stream, _)) = listener.accept().await else {
+        let Ok((stream, peer)) = listener.accept().await else {
             tokio::time::sleep(ACCEPT_PAUSE).await;
             continue;
         };
-        let Ok(permit) = Arc::clone(connections).try_acquire_owned() else {
+        let needs_token = state.token.is_some();
+        let guest = if needs_token { Guests::admit(&guests, peer.ip()) } else { Some(Guest::trusted()) };
+        let (Some(guest), Ok(permit)) = (guest, Arc::clone(connections).try_acquire_owned()) else {
             let _ = stream.try_write(BUSY);
             continue;
         };
         let (router, end) = (router.clone(), state.hub.end_signal());
         tokio::spawn(async move {
-            serve_connection(stream, router, end).await;
+            serve_connection(stream, router, Arc::new(guest), end).await;
             drop(permit);
         });
     }
@@ -158,12 +161,12 @@ async fn accept(listener: &TcpListener, state: &Arc<State>, connections: &Arc<Se
 
 /// Serves the requests of one connection, one after the other. At the end of the server, completes the response that is
 /// being sent, and closes the connection.
-async fn serve_connection(stream: TcpStream, router: Router, mut end: EndSignal) {
+async fn serve_connection(stream: TcpStream, router: Router, guest: Arc<Guest>, mut end: EndSignal) {
     let Ok(local) = stream.local_addr() else { return };
     let _ = stream.set_nodelay(true);
     let mut stream = TimeoutStream::new(stream);
     stream.set_write_timeout(Some(WRITE_TIMEOUT));
-    let service = TowerToHyperService::new(router.layer(Extension(LocalAddress(local))));
+    let service = TowerToHyperService::new(router.layer(Extension(LocalAddress(local))).layer(Extension(guest)));
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(HEAD_TIMEOUT)

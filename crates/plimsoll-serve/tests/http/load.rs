@@ -1,6 +1,7 @@
 //! Many clients, slow clients, and requests that are no HTTP.
 
-use super::client::{Served, WATCHDOG};
+use super::client::{Served, WATCHDOG, numbered};
+use plimsoll_serve::guests::MAX_GUESTS;
 use plimsoll_serve::server::MAX_CONNECTIONS;
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -163,6 +164,44 @@ fn connections_beyond_the_limit_are_refused() {
     };
     while !is_served() {
         assert!(began.elapsed() < WATCHDOG, "closed connections still count");
+    }
+}
+
+#[test]
+fn strangers_leave_room_for_token_holders() {
+    let served = Served::start("0.0.0.0:0", Duration::from_secs(600), |number| Ok(numbered(number)));
+    let ask = |stream: &mut TcpStream, authorization: &str| {
+        write!(stream, "GET /healthz HTTP/1.1\r\nhost: {}\r\n{authorization}\r\n", served.address).unwrap();
+        let mut start = [0; 12];
+        stream.read_exact(&mut start).unwrap();
+        String::from_utf8(start.to_vec()).unwrap()
+    };
+    let token = format!("authorization: Bearer {}\r\n", served.token);
+    // Connections that have brought the token do not count.
+    let mut trusted: Vec<TcpStream> = (0..MAX_GUESTS).map(|_| served.connect()).collect();
+    for stream in &mut trusted {
+        assert_eq!(ask(stream, &token), "HTTP/1.1 200");
+    }
+    let mut strangers: Vec<TcpStream> = (0..MAX_GUESTS).map(|_| served.connect()).collect();
+    let (mut further, mut response) = (served.connect(), String::new());
+    further.read_to_string(&mut response).unwrap();
+    assert!(response.starts_with("HTTP/1.1 503 "), "{response}");
+    // A refused request ends its connection, which frees its place.
+    let stranger = &mut strangers[0];
+    assert_eq!(ask(stranger, ""), "HTTP/1.1 401");
+    let mut rest = String::new();
+    stranger.read_to_string(&mut rest).unwrap();
+    assert!(rest.contains("connection: close\r\n"), "{rest}");
+    let began = Instant::now();
+    let is_served = || {
+        let mut stream = served.connect();
+        write!(stream, "GET /healthz HTTP/1.1\r\nhost: {}\r\n{token}connection: close\r\n\r\n", served.address)
+            .unwrap();
+        let mut response = String::new();
+        stream.read_to_string(&mut response).is_ok() && response.starts_with("HTTP/1.1 200 ")
+    };
+    while !is_served() {
+        assert!(began.elapsed() < WATCHDOG, "the place of a closed connection stays taken");
     }
 }
 
