@@ -189,6 +189,15 @@ pub fn reset_peak() -> io::Result<()> {
     fs::write("/proc/self/clear_refs", "5")
 }
 
+/// Lets this process set the mode of its terminal also after that has passed to another process group, as to a shell
+/// after the process that started this one was killed. By default the system refuses or stops it (`SIGTTOU`, `SIGTTIN`).
+pub fn keep_terminal_access() {
+    for signal in [libc::SIGTTOU, libc::SIGTTIN] {
+        // SAFETY: ignoring a signal installs no handler, and may be done at any time.
+        unsafe { libc::signal(signal, libc::SIG_IGN) };
+    }
+}
+
 /// Time that this process's threads have run on cores and waited for cores since they started, as the kernel's
 /// scheduler counts it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

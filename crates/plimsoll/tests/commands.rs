@@ -2,8 +2,10 @@
 
 mod common;
 
-use common::{SMALL, Shape, Workspace, run_on_terminal};
+use common::{SMALL, Shape, ShellOnTerminal, Workspace, run_on_terminal};
 use serde_json::Value;
+use std::fs;
+use std::process::Command;
 
 fn keys(value: &Value) -> Vec<&str> {
     value.as_object().unwrap_or_else(|| panic!("no object: {value}")).keys().map(String::as_str).collect()
@@ -168,6 +170,35 @@ fn view_of_training_run_leaves_it_alone() {
     assert!(after_view.contains("to resume: plimsoll train --resume"), "{screen}");
     let refusal = workspace.expect_refusal(2, &args);
     assert!(refusal.contains("--progress tui: standard input and output are no terminal"), "{refusal}");
+}
+
+/// Returns the process id of the program that a process has started; `None` if there is none.
+fn program_of(parent: u32) -> Option<u32> {
+    fs::read_dir("/proc").unwrap().flatten().find_map(|entry| {
+        let stat = fs::read_to_string(entry.path().join("stat")).ok()?;
+        let (start, fields) = stat.rsplit_once(") ")?;
+        let is_child = fields.split(' ').nth(1)? == parent.to_string();
+        (is_child && start.ends_with("(plimsoll")).then(|| start.split(' ').next()?.parse().ok())?
+    })
+}
+
+#[test]
+fn killed_run_leaves_the_terminal_as_it_was() {
+    let workspace = Workspace::new(&SMALL);
+    let mut shell = ShellOnTerminal::start(&workspace);
+    let before = shell.modes();
+    let program = env!("CARGO_BIN_EXE_plimsoll");
+    let flags = "--progress tui --set run.dir=long --set train.steps=1000000";
+    shell.send(&format!("{program} train run.toml {flags}\n"));
+    // The view hides the cursor once it reads keys.
+    shell.wait("the view", |shell| shell.screen().contains("\u{1b}[?25l"));
+    assert_ne!(shell.modes(), before, "the view sets the mode of the terminal");
+    let run = program_of(shell.pid()).unwrap();
+    assert!(Command::new("kill").args(["-9", &run.to_string()]).status().unwrap().success());
+    shell.wait("the screen", |shell| shell.screen().contains("\u{1b}[?1049l"));
+    shell.wait("the modes", |shell| shell.modes() == before);
+    shell.send("echo answers-$((40 + 2))\n");
+    shell.wait("the shell", |shell| shell.screen().contains("answers-42"));
 }
 
 #[test]

@@ -30,7 +30,9 @@ use ratatui::symbols::border;
 use ratatui::text::Line;
 use ratatui::widgets::{Block, Clear, Paragraph};
 use ratatui::{DefaultTerminal, Frame};
+use rustix::termios::{OutputModes, tcgetattr};
 use std::cmp::Reverse;
+use std::io;
 use std::time::{Duration, Instant};
 
 /// Keys and their effects, for the help.
@@ -266,31 +268,42 @@ const MAX_WAIT: Duration = Duration::from_millis(200);
 /// # Errors
 /// The terminal cannot be drawn on, or a snapshot cannot be taken. The terminal is restored, also after a panic.
 pub fn show(period: Duration, viewer: &mut impl Viewer) -> Result<(), Failure> {
-    let failed = |error: std::io::Error| Failure::input(format!("the terminal cannot be drawn on: {error}"));
+    let failed = |error: io::Error| Failure::input(format!("the terminal cannot be drawn on: {error}"));
     // Also sets a panic hook that restores the terminal before the message is printed.
     let mut terminal = ratatui::try_init().map_err(|error| {
         let _ = ratatui::try_restore();
         failed(error)
     })?;
     let result = run(&mut terminal, period, viewer);
-    let restored = ratatui::try_restore();
-    if restored.is_err() {
-        // The mode of a terminal that belongs to another process by now cannot be set, but its screen can.
-        let _ = execute!(std::io::stdout(), LeaveAlternateScreen, Show);
-    }
+    let restored = restore();
     result.map_err(|error| error.into_failure(failed))?;
     restored.map_err(failed)
+}
+
+/// Restores the terminal. If another program has set its mode meanwhile, as a shell does after the run that started this
+/// view was killed, the mode stays, and only the screen is restored.
+fn restore() -> io::Result<()> {
+    // A terminal that reads single keys for the view does not process its output.
+    let is_of_other = tcgetattr(io::stdin()).is_ok_and(|mode| mode.output_modes.contains(OutputModes::OPOST));
+    if is_of_other {
+        return execute!(io::stdout(), LeaveAlternateScreen, Show);
+    }
+    let restored = ratatui::try_restore();
+    if restored.is_err() {
+        let _ = execute!(io::stdout(), LeaveAlternateScreen, Show);
+    }
+    restored
 }
 
 /// A failure of the view: of a snapshot, or of the terminal.
 enum ViewError {
     Snapshot(Failure),
-    Terminal(std::io::Error),
+    Terminal(io::Error),
 }
 
 impl ViewError {
     /// Converts it to a failure; `failed` converts an error of the terminal.
-    fn into_failure(self, failed: impl FnOnce(std::io::Error) -> Failure) -> Failure {
+    fn into_failure(self, failed: impl FnOnce(io::Error) -> Failure) -> Failure {
         match self {
             ViewError::Snapshot(failure) => failure,
             ViewError::Terminal(error) => failed(error),
@@ -298,8 +311,8 @@ impl ViewError {
     }
 }
 
-impl From<std::io::Error> for ViewError {
-    fn from(error: std::io::Error) -> ViewError {
+impl From<io::Error> for ViewError {
+    fn from(error: io::Error) -> ViewError {
         ViewError::Terminal(error)
     }
 }

@@ -6,6 +6,7 @@ use super::watch_process;
 use crate::args::WatchArgs;
 use crate::output;
 use plimsoll_core::{Exit, Failure, Recommendation};
+use plimsoll_device::process::keep_terminal_access;
 use plimsoll_serve::remote::{self, RemoteRun, TOKEN_VARIABLE};
 use plimsoll_watch::snapshot::source::Source;
 use plimsoll_watch::snapshot::{RunState, Snapshot};
@@ -139,6 +140,10 @@ fn show(watched: Watched, args: &WatchArgs) -> Result<(), Failure> {
     for signal in [SIGINT, SIGTERM, SIGHUP] {
         // If the handler cannot be installed, the signal ends the process without restoring the terminal.
         let _ = register(signal, Arc::clone(&stop));
+    }
+    if args.of_process.is_some() {
+        // The terminal may pass to the shell before this process has restored it.
+        keep_terminal_access();
     }
     let mut viewer = TerminalViewer { watched, of_process: args.of_process, stop };
     view::show(Duration::from_secs_f64(args.interval), &mut viewer)

@@ -16,7 +16,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
-pub use terminal::{converse, run_on_terminal};
+pub use terminal::{ShellOnTerminal, converse, run_on_terminal};
 pub use turn::Turn;
 
 /// Time after which a command counts as hanging. Each takes less than a tenth of this.
@@ -139,6 +139,9 @@ impl Workspace {
             .current_dir(self.dir.path())
             .env("PLIMSOLL_CACHE", self.path("cache"))
             .env("PLIMSOLL_SYSFS", self.path("sys"))
+            // This machine may have joined a cluster.
+            .env("PLIMSOLL_RAY_STATE", self.path("ray"))
+            .env_remove("RAY_ADDRESS")
             .env("NO_COLOR", "1")
             .env_remove("RUST_BACKTRACE")
             .stdin(Stdio::null())
