@@ -104,6 +104,23 @@ fn useful_models_come_first_and_misfits_last() {
 }
 
 #[test]
+fn model_that_one_device_alone_holds_is_found() {
+    // The small card has room for its charges and for no part of the model.
+    let workspace = Workspace::new(&SMALL);
+    let planned_on = |devices: &str| {
+        let devices = ["--devices", devices, "--dir", ".", "--time", "60s"];
+        let rows = list(&workspace, 0, &devices);
+        row(&rows, "smollm2-135m", &[]).clone()
+    };
+    let pair = planned_on("rtx3070=600MiB,rtx3090=4GiB");
+    assert_eq!(pair["fit"], "fits", "{pair}");
+    let names: Vec<&Value> = pair["peaks"].as_array().unwrap().iter().map(|peak| &peak["device"]).collect();
+    assert_eq!(names, ["rtx3090"], "{pair}");
+    assert_eq!(planned_on("rtx3070=600MiB")["fit"], "does_not_fit");
+    assert_eq!(planned_on("rtx3090=4GiB")["tokens_per_second"], pair["tokens_per_second"]);
+}
+
+#[test]
 fn plans_that_take_too_long_are_named() {
     let workspace = Workspace::new(&SMALL);
     let start = std::time::Instant::now();
