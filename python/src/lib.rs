@@ -8,6 +8,7 @@
 
 mod device_server;
 mod failure;
+mod machine_watch;
 mod memory_hold;
 mod training;
 
@@ -206,6 +207,8 @@ fn measure_product_flops(py: Python<'_>, threads: u32, seconds: f64) -> PyResult
 mod _native {
     #[pymodule_export]
     use super::device_server::DeviceServer;
+    #[pymodule_export]
+    use super::machine_watch::MachineWatch;
     #[pymodule_export]
     use super::memory_hold::MemoryHold;
     #[pymodule_export]

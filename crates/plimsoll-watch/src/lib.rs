@@ -14,6 +14,7 @@
 //! | [`sweep`], [`models`] | reports of `plimsoll sweep` and `plimsoll bench models` | tables |
 //! | [`model_list`] | plans of several models on the same devices | a table, JSON |
 //! | [`devices`] | devices and measured rates | tables, JSON |
+//! | [`cluster`] | the state of a Ray cluster, read by the Python side | devices of a snapshot, findings of the doctor |
 //! | [`doctor`] | a machine and a run that is about to start | conditions that cost something, with their mend |
 //! | [`snapshot`] | a machine and a run's folder | the state at one moment |
 //! | [`process`] | one process and the devices of this machine | its memory over time, and what it leaves for a run |
@@ -48,6 +49,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod cluster;
 pub mod devices;
 pub mod doctor;
 pub mod logging;

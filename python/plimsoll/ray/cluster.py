@@ -28,6 +28,9 @@ ANSWER_TIMEOUT_SECONDS = 30.0
 #: draining (3, 4).
 LEFT_REASONS = (1, 3, 4)
 
+#: Name of the processes that only read (:mod:`plimsoll.ray.inspection`). They belong to no run.
+INSPECTION_OWNER = "plimsoll inspection"
+
 
 class Worker(TypedDict):
     """A worker process of a run on a node."""
@@ -139,8 +142,8 @@ def nodes() -> list[Node]:
 
     runs: dict[str, list[Worker]] = {}
     for actor in state.actors().values():
-        if actor["State"] == "ALIVE":
-            owner = without_suffix(actor["Name"] or actor["ActorClassName"])
+        owner = without_suffix(actor["Name"] or actor["ActorClassName"])
+        if actor["State"] == "ALIVE" and owner != INSPECTION_OWNER:
             runs.setdefault(actor["Address"]["NodeID"], []).append(Worker(owner=owner, pid=actor["Pid"]))
     infos_by_id = worker.global_worker.gcs_client.get_all_node_info()
     infos = {node.hex(): info for node, info in infos_by_id.items()}

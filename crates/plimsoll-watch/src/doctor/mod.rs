@@ -2,17 +2,19 @@
 //!
 //! ```text
 //! /proc, /sys, drivers, limits ─► readings ┐
-//! run file ─► the caller plans ────────────┴► findings ─► text, JSON
+//! run file ─► the caller plans ────────────┼► findings ─► text, JSON
+//! Ray ─► the caller asks all nodes ────────┘
 //! ```
 //!
 //! | module | content |
 //! |---|---|
 //! | [`readings`] | figures of the machine and of the run, without judgement |
 //! | [`findings`](mod@findings) | the pure function from readings to findings |
-//! | `software`, `gpu`, `host`, `run` | the checks of each subject |
+//! | `software`, `gpu`, `host`, `run`, `cluster` | the checks of each subject |
 //!
 //! Reading changes nothing. A check whose figures are unknown has no finding.
 
+mod cluster;
 pub mod findings;
 mod gpu;
 mod host;
@@ -151,6 +153,20 @@ finding_ids! {
     CpuBusy,
     /// The processor is hot.
     CpuHot,
+    /// This machine has joined a cluster and does not reach it.
+    ClusterUnreachable,
+    /// A node of the cluster is lost.
+    ClusterNodeLost,
+    /// A node of the cluster does not answer.
+    ClusterNodeSilent,
+    /// Nodes of the cluster have different versions of Python, Ray or Plimsoll.
+    ClusterVersions,
+    /// The clock of another machine of the cluster differs from that of this one.
+    ClockSkew,
+    /// Ports of a node do not answer another machine of the cluster.
+    PortsBlocked,
+    /// Other programs and runs use all ports of a node for connections of runs.
+    PortsTaken,
 }
 
 impl fmt::Display for FindingId {

@@ -1,6 +1,7 @@
 //! Figures of a machine and of a run, read before the work and not judged here. Figures that the system does not report
 //! are `None`.
 
+use crate::cluster::ClusterCheck;
 use plimsoll_core::{Bytes, Failure, Plan, Recommendation};
 use plimsoll_device::cuda::gpus::{self, CudaInstallation};
 use plimsoll_device::cuda::nvml::Reference;
@@ -46,6 +47,8 @@ pub struct Readings {
     pub cpu_load: Option<f64>,
     /// Temperature of the processor in degrees Celsius.
     pub cpu_celsius: Option<f64>,
+    /// The cluster that this machine has joined, or the reason why it cannot be read; `None` if it has joined none.
+    pub cluster: Option<Result<ClusterCheck, Failure>>,
     /// The run; `None` if only the machine is checked.
     pub run: Option<RunReadings>,
 }
@@ -96,7 +99,7 @@ pub struct PlanReadings {
 }
 
 impl Readings {
-    /// Reads the figures of this machine, without a run. Takes a few tenths of a second, in which it measures the load
+    /// Reads the figures of this machine, without cluster and run. Takes a few tenths of a second, in which it measures the load
     /// of the processor.
     pub fn read() -> Readings {
         let root = Path::new("/");
@@ -123,6 +126,7 @@ impl Readings {
             sees_all_processes: sees_all_processes(root),
             cpu_load: usage.zip(usage_before).map(|(usage, before)| usage.usage_since(before)),
             cpu_celsius: CpuTemperature::read(&sysfs()).celsius,
+            cluster: None,
             run: None,
         }
     }

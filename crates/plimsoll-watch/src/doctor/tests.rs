@@ -1,6 +1,10 @@
 //! A table with a case for each finding, the readings just before each threshold, and the text of a report.
 
+mod cluster_cases;
+
 use super::*;
+use crate::cluster::Clock;
+use cluster_cases::{CLUSTER_CASES, cluster, of_cluster};
 use plimsoll_core::{Bytes, DeviceKind, Failure, Plan, Recommendation};
 use plimsoll_device::cuda::libraries::Library;
 use plimsoll_device::cuda::nvml::{Condition, Pcie, Process, Reference};
@@ -116,6 +120,7 @@ fn healthy() -> Readings {
         sees_all_processes: Some(true),
         cpu_load: Some(0.1),
         cpu_celsius: Some(50.0),
+        cluster: Some(Ok(cluster())),
         run: None,
     }
 }
@@ -574,6 +579,12 @@ const HARMLESS: &[fn(&mut Readings)] = &[
         r.physical.swap_used_bytes = Some(Bytes::gib(7));
         r.memory_limits = vec![MemoryLimit { source: "group".to_owned(), limit: Bytes::gib(64), used: Bytes::gib(2) }];
     },
+    |r| r.cluster = None,
+    |r| of_cluster(r).nodes[1].clock = None,
+    // The clocks may be equal within the error of the measurement.
+    |r| of_cluster(r).nodes[1].clock = Some(Clock { offset_seconds: 3.0, error_seconds: 2.1 }),
+    |r| of_cluster(r).nodes[1].wire_ports_taken = vec![7400],
+    |r| of_cluster(r).nodes[1].wire_ports = vec![],
     |r| (r.cpu_load, r.cpu_celsius) = (None, None),
     |r| (r.cpu_load, r.cpu_celsius) = (Some(0.9), Some(89.9)),
     |r| r.machine.nvidia.cards_on_bus = 0,
@@ -591,7 +602,7 @@ fn changed(change: fn(&mut Readings)) -> Readings {
 
 #[test]
 fn each_condition_has_its_finding_alone() {
-    for (id, severity, change, words) in [RUN_CASES, SOFTWARE_CASES, GPU_CASES, HOST_CASES].concat() {
+    for (id, severity, change, words) in [RUN_CASES, SOFTWARE_CASES, GPU_CASES, HOST_CASES, CLUSTER_CASES].concat() {
         let readings = changed(change);
         let findings = findings(&readings);
         let found: Vec<&Finding> = findings.iter().filter(|finding| finding.id == id).collect();
@@ -612,7 +623,7 @@ fn each_condition_has_its_finding_alone() {
 
 #[test]
 fn every_check_has_a_case() {
-    let cases = [RUN_CASES, SOFTWARE_CASES, GPU_CASES, HOST_CASES].concat();
+    let cases = [RUN_CASES, SOFTWARE_CASES, GPU_CASES, HOST_CASES, CLUSTER_CASES].concat();
     let tested: BTreeSet<FindingId> = cases.iter().map(|case| case.0).collect();
     assert_eq!(tested, FindingId::ALL.iter().copied().collect());
 }

@@ -4,7 +4,7 @@
 //! ```text
 //! events.jsonl → run_log → run_state ┐
 //! plan.json, result.json ────────────┤ run_folder → source → Snapshot
-//! drivers and /proc ─────────────────┘
+//! drivers and /proc, Ray ────────────┘
 //! ```
 //!
 //! Reading never writes to the run folder. The JSON form can be read back, so that a view may show the snapshots of a server
@@ -33,7 +33,8 @@ pub struct Snapshot {
     pub version: u32,
     /// Time of the snapshot, in seconds since the Unix epoch.
     pub at: f64,
-    /// Devices of the run in the order of its plan, then the other devices of this machine.
+    /// Devices of the run in the order of its plan, then the other devices of this machine. Without a run, then those of
+    /// its cluster.
     pub devices: Vec<DeviceSnapshot>,
     /// Memory of this machine, and the part that the run may use for offload.
     pub host: HostSnapshot,
@@ -56,20 +57,21 @@ pub struct Snapshot {
 pub struct DeviceSnapshot {
     /// The device's name.
     pub name: String,
-    /// Model name of the hardware; `None` for a device that is not on this machine, and for a simulated one.
+    /// Model name of the hardware; `None` if it is unknown, and for a simulated device.
     pub model: Option<String>,
     /// Whether the device is simulated.
     pub simulated: bool,
     /// Whether the run uses the device.
     pub in_run: bool,
-    /// All memory of the device; `None` for a device that is not on this machine.
+    /// All memory of the device; `None` if it is unknown, as for a device of a run on another machine.
     pub total_bytes: Option<Bytes>,
-    /// Memory that no process holds; `None` for a device that is not on this machine, and if a GPU does not report it.
+    /// Memory that no process holds; `None` if it is unknown, as for a device of a run on another machine.
     pub free_bytes: Option<Bytes>,
     /// Memory that other processes hold, estimated as what is neither free, nor reserved by the driver, nor held by the
     /// run; `None` where the free memory is unknown.
     pub others_bytes: Option<Bytes>,
-    /// Load line of the run on this device. Without a run: the load line that a run would have by default.
+    /// Load line of the run on this device. Without a run: the load line that a run would have by default; on a device of
+    /// a cluster, the memory that no run has reserved.
     pub load_line_bytes: Option<Bytes>,
     /// Predicted most bytes of the run on this device, arena and charges together.
     pub predicted_peak_bytes: Option<Bytes>,

@@ -1,8 +1,9 @@
-//! Takes snapshots: of this machine, and of a run in a folder.
+//! Takes snapshots: of this machine and its cluster, and of a run in a folder.
 
 use super::Snapshot;
 use super::assemble::Readings;
 use super::run_folder::RunFolder;
+use crate::cluster::ClusterState;
 use plimsoll_core::{Failure, Recommendation};
 use plimsoll_device::machine::Machine;
 use plimsoll_device::probe::{CpuTemperature, CpuUsage, sysfs};
@@ -24,12 +25,14 @@ pub struct Source {
     cpu_usage: Option<(CpuUsage, Instant)>,
     /// Recommendations for the run, computed once by the caller; empty until then.
     pub recommendations: Vec<Recommendation>,
+    /// The newest state of the cluster, or the reason why there is none; `None` if the caller reads no cluster.
+    pub cluster: Option<Result<ClusterState, Failure>>,
 }
 
 impl Source {
     /// Returns a source of snapshots of this machine, without a run.
     pub fn machine() -> Source {
-        Source { run: None, cpu_usage: cpu_usage_now(), recommendations: vec![] }
+        Source { run: None, cpu_usage: cpu_usage_now(), recommendations: vec![], cluster: None }
     }
 
     /// Returns a source of snapshots of the run in a folder, with the devices of this machine.
@@ -60,6 +63,15 @@ impl Source {
             run: self.run.as_ref().map(RunFolder::readings),
             recommendations: &self.recommendations,
         };
-        Ok(readings.snapshot())
+        let mut snapshot = readings.snapshot();
+        match &self.cluster {
+            None => {}
+            Some(Ok(cluster)) => {
+                snapshot.devices.extend(cluster.devices());
+                snapshot.warnings.extend(cluster.warnings());
+            }
+            Some(Err(failure)) => snapshot.warnings.push(format!("the cluster is not shown: {}", failure.message)),
+        }
+        Ok(snapshot)
     }
 }

@@ -16,7 +16,9 @@ Examples:
   plimsoll doctor --json | jq '.findings[] | select(.severity == \"error\")'
 
 Each finding has the cost of the condition and the command that ends it. The
-doctor changes nothing. It exits with code 2 if there is an error, else with 0.")]
+doctor changes nothing. On a machine of a Ray cluster it also checks the nodes,
+with a process on each for some seconds. It exits with code 2 if there is an
+error, else with 0.")]
 pub struct DoctorArgs {
     /// Run file; without it, only the machine is checked
     #[arg(value_name = "RUN.toml")]

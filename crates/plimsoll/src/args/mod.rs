@@ -291,7 +291,7 @@ pub struct DevicesArgs {
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
-  plimsoll watch                 all devices of this machine
+  plimsoll watch                 all devices of this machine and its Ray cluster
   plimsoll watch runs/my-llama   a run, under way or ended
   plimsoll watch --json runs/my-llama | jq .run.tokens_per_second
   plimsoll watch runs/my-llama --serve
@@ -303,7 +303,7 @@ Examples:
 The view ends with q, Esc or Ctrl-C, and the run goes on. If the output is no
 terminal, lines are printed until the run has ended.")]
 pub struct WatchArgs {
-    /// Folder of the run, or URL of a served run; without it, the devices of this machine are shown
+    /// Folder of the run, or URL of a served run; without it, the devices of this machine and its cluster are shown
     ///
     /// A URL is the address that --serve prints, such as http://127.0.0.1:1876. If the server has a token, the
     /// environment variable PLIMSOLL_TOKEN holds it.

@@ -1,6 +1,7 @@
-//! `plimsoll doctor`: checks this machine, and a run on it, before the work.
+//! `plimsoll doctor`: checks this machine, its cluster, and a run, before the work.
 
 use super::advice::recommendations;
+use super::cluster;
 use super::plan::refusal_for_command;
 use super::rates::measure_in_child;
 use super::ray::with_remote_devices;
@@ -25,8 +26,10 @@ pub fn run(args: &DoctorArgs) -> Result<Exit, Failure> {
     args.check()?;
     // The machine is read first: planning keeps the processor busy.
     let machine = Readings::read();
+    // Then the cluster: a run on it takes ports.
+    let cluster = cluster::check();
     let run = args.run_file.as_deref().map(|run_file| read_run(args, run_file)).transpose()?;
-    let report = Report::new(&Readings { run, ..machine });
+    let report = Report::new(&Readings { cluster, run, ..machine });
     if args.json {
         output::print_json(&report.json())
     } else {
@@ -75,8 +78,10 @@ fn plan_run(request: &RunRequest, command: &[String]) -> Result<PlanReadings, Fa
     let plan = plan(request, false)?.outcome.plan;
     let folder = Path::new(&request.run.dir);
     let command_of = |change: &Change, settings: &[Setting]| command_of_change(command, change, settings);
+    // Each plan would measure the links between the hosts again.
+    let is_offered = |_: &Change| !request.devices().has_remote_devices();
     Ok(PlanReadings {
-        recommendations: recommendations(request, &plan, |_| true, command_of),
+        recommendations: recommendations(request, &plan, is_offered, command_of),
         refusal: (!plan.fits).then(|| refusal_for_command(request, &plan, command, |_| None)),
         plan,
         is_writable: disk::is_writable(folder),

@@ -2,6 +2,7 @@
 
 pub mod advice;
 pub mod budget;
+mod cluster;
 pub mod devices;
 pub mod doctor;
 pub mod init;

@@ -59,7 +59,7 @@ pub fn reserve_devices(mut request: RunRequest) -> Result<(RunRequest, Option<re
 
 /// Returns the first Python interpreter that has the Plimsoll wheel. If none has it, the failure names `command` as the
 /// command that needs it.
-fn find_python(command: &str) -> Result<PathBuf, Failure> {
+pub(super) fn find_python(command: &str) -> Result<PathBuf, Failure> {
     let program = std::env::current_exe().ok();
     let (first, other) = python_candidates(std::env::var_os(PYTHON), program.as_deref());
     let Err(failure) = check_wheel(command, &first) else { return Ok(first) };

@@ -1,6 +1,7 @@
-//! `plimsoll watch`: the devices of this machine and a run, live, on the terminal or as a page.
+//! `plimsoll watch`: a run, or the devices of this machine and its cluster, live, on the terminal or as a page.
 
 use super::advice::recommendations_for_run;
+use super::cluster::ClusterWatch;
 use super::serve::{serve, serve_standard_input};
 use super::watch_process;
 use crate::args::WatchArgs;
@@ -24,6 +25,9 @@ use std::time::Duration;
 /// Time between the two readings of a single snapshot, from which the load of the processor follows.
 const LOAD_PERIOD: Duration = Duration::from_millis(200);
 
+/// Most time in which a single snapshot waits for the devices of the cluster. Their processes start within it.
+const CLUSTER_TIME: Duration = Duration::from_secs(40);
+
 /// Shows snapshots: one as JSON, a page, a live view on a terminal, else lines until the run ends or the output is closed.
 ///
 /// # Errors
@@ -43,6 +47,7 @@ pub fn run(args: &WatchArgs) -> Result<Exit, Failure> {
     } else {
         watched.wait_for_advice();
         if args.json {
+            watched.wait_for_cluster();
             thread::sleep(LOAD_PERIOD);
             output::print_json(&lines::json(&watched.take()?));
         } else {
@@ -61,8 +66,8 @@ struct Watched {
 
 /// The origin of snapshots.
 enum Origin {
-    /// This machine, or the folder of a run.
-    Here(Box<Source>),
+    /// This machine with its cluster, or the folder of a run.
+    Here(Box<Source>, Option<ClusterWatch>),
     /// A server, which adds its own recommendations.
     Server(RemoteRun),
 }
@@ -83,9 +88,11 @@ impl Watched {
             Some(path) => Source::run_folder(path)?,
             None => Source::machine(),
         };
+        let period = Duration::from_secs_f64(args.interval);
+        let cluster = if args.run_dir.is_none() { ClusterWatch::start(period) } else { None };
         let advice = args.run_dir.clone().filter(|_| args.advise);
         let advice = advice.map(|folder| thread::spawn(move || recommendations_for_run(&folder).unwrap_or_default()));
-        Ok(Watched { origin: Origin::Here(Box::new(source)), advice })
+        Ok(Watched { origin: Origin::Here(Box::new(source), cluster), advice })
     }
 
     /// Takes a snapshot.
@@ -94,15 +101,25 @@ impl Watched {
             self.wait_for_advice();
         }
         match &mut self.origin {
-            Origin::Here(source) => source.snapshot(),
+            Origin::Here(source, cluster) => {
+                source.cluster = cluster.as_ref().and_then(ClusterWatch::newest);
+                source.snapshot()
+            }
             Origin::Server(server) => server.snapshot(),
         }
     }
 
     /// Waits until the recommendations are computed, and adds them to all later snapshots.
     fn wait_for_advice(&mut self) {
-        if let (Some(advice), Origin::Here(source)) = (self.advice.take(), &mut self.origin) {
+        if let (Some(advice), Origin::Here(source, _)) = (self.advice.take(), &mut self.origin) {
             source.recommendations = advice.join().unwrap_or_default();
+        }
+    }
+
+    /// Waits until the devices of the cluster have answered, or one of them takes too long.
+    fn wait_for_cluster(&self) {
+        if let Origin::Here(_, Some(cluster)) = &self.origin {
+            cluster.wait(CLUSTER_TIME);
         }
     }
 }
