@@ -41,8 +41,8 @@ fn recommendation(
 
 /// Returns the recommendations for the run in a folder, under the load lines of its plan. Each command starts a new run
 /// on the same devices and lines, because a resumed run keeps its plan as long as that fits. Load lines stay as they are,
-/// also if another process were closed: the memory that is free now depends on the run itself. Returns `None` for a run without a readable plan, or with
-/// devices of other machines.
+/// also if another process were closed: the memory that is free now depends on the run itself. Returns `None` for a run
+/// without a readable plan, or with devices of other machines.
 pub fn recommendations_for_run(folder: &Path) -> Option<Vec<Recommendation>> {
     let mut request = request_of_run(folder)?;
     request.process_bytes = Some(process_bytes());
