@@ -476,6 +476,10 @@ class HeldMemory(TypedDict):
     #: Most bytes that the run has held there so far, by the count of its process; ``None`` if the system does not report it,
     #: and for a GPU.
     peak_bytes: int | None
+    #: Measured bytes of the arena under the present plan by category, at the moment when the most bytes of tensors were in use
+    #: so far. Written when they may have changed, and absent in the measurements between. Never written for devices that do not
+    #: measure them, such as remote ones.
+    arena_by_category: NotRequired[dict[str, int]]
 
 
 class StartEvent(TypedDict):
@@ -775,6 +779,9 @@ class DeviceMemory(TypedDict):
     arena_bytes: int
     #: Measured high-water mark of the arena in bytes.
     arena_measured_bytes: int
+    #: Measured bytes of the arena by category at the moment when the most bytes of tensors were in use. Gaps between tensors
+    #: count as workspace, so the sum is ``arena_measured_bytes``. Absent if they were not measured, as on remote devices.
+    arena_measured_by_category: NotRequired[dict[str, int]]
     #: Planned bytes of arena and charges together.
     predicted_bytes: int
     #: Measured peak of the device (CPU: of the process) in bytes; absent if the machine cannot measure it.

@@ -44,4 +44,6 @@ def test_metrics_parse_and_equal_snapshot(address: str) -> None:
     assert [sample.value for sample in families["plimsoll_run_loss"]] == [snapshot["run"]["loss"]]
     planned = {sample.labels["category"]: sample.value for sample in families["plimsoll_device_planned_bytes"]}
     assert planned == snapshot["devices"][0]["by_category"]
+    measured = {sample.labels["category"]: sample.value for sample in families["plimsoll_device_measured_bytes"]}
+    assert measured == snapshot["devices"][0]["measured_by_category"] == planned
     assert "plimsoll_run_eta_seconds" not in families

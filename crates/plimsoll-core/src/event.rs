@@ -1,8 +1,9 @@
 //! The event log of a run: `events.jsonl`, one JSON object ([`Record`]) per line.
 
 use crate::result::nan_from_null;
-use crate::{Bytes, Recovery};
+use crate::{Bytes, Category, Recovery};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 
 /// Version of the format of `events.jsonl`. It changes when a field changes its meaning or is removed.
 pub const EVENTS_VERSION: u32 = 1;
@@ -31,6 +32,11 @@ pub struct HeldMemory {
     /// Most bytes that the run has held there so far, by the count of its process; `None` if the system does not report
     /// it, and for a GPU.
     pub peak_bytes: Option<Bytes>,
+    /// Measured bytes of the arena under the present plan by category, at the moment when the most bytes of tensors were
+    /// in use so far. Written when they may have changed, and `None` in the measurements between. Never written for
+    /// devices that do not measure them, such as remote ones.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub arena_by_category: Option<BTreeMap<Category, Bytes>>,
 }
 
 /// The program that started a run, and the machine that it started on. The models of GPUs are in the plan

@@ -1,7 +1,8 @@
 //! The result of a run: `result.json`. The field names are a stable interface for other tools.
 
-use crate::{Bytes, Class, Fallback, Parallelism, Recipe};
+use crate::{Bytes, Category, Class, Fallback, Parallelism, Recipe};
 use serde::{Deserialize, Deserializer, Serialize};
+use std::collections::BTreeMap;
 
 /// The content of `result.json`. Figures are measured, except fields with `predicted` in their name.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -207,6 +208,11 @@ pub struct DeviceMemory {
     pub arena_bytes: Bytes,
     /// Measured high-water mark of the arena in bytes.
     pub arena_measured_bytes: Bytes,
+    /// Measured bytes of the arena by category at the moment when the most bytes of tensors were in use. Gaps between
+    /// tensors count as workspace, so the sum is `arena_measured_bytes`. `None` if they were not measured, as on remote
+    /// devices.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub arena_measured_by_category: Option<BTreeMap<Category, Bytes>>,
     /// Planned bytes of arena and charges together.
     pub predicted_bytes: Bytes,
     /// Measured peak of the device (CPU: of the process) in bytes; `None` if the machine cannot measure it.
@@ -311,6 +317,7 @@ mod tests {
             budget_bytes_at_end: None,
             arena_bytes: Bytes::mib(26),
             arena_measured_bytes: Bytes::mib(26),
+            arena_measured_by_category: None,
             predicted_bytes: Bytes::mib(46),
             measured_bytes: Some(Bytes::mib(measured)),
             measured_by: Some(by),

@@ -210,22 +210,36 @@ function hardwareFigures(device) {
   ];
 }
 
-function table(caption, rows) {
+// Returns a table. A row has a name, one value or a list of values, and the kind of its swatch if it has one.
+function table(caption, rows, headings) {
   const made = element("table", {}, element("caption", {}, caption));
-  for (const [name, value, letter] of rows) {
+  if (headings) made.append(element("tr", {}, element("td", {}), ...headings.map((text) => element("th", { scope: "col" }, text))));
+  for (const [name, values, letter] of rows) {
     const head = element("th", { scope: "row" });
     if (letter) head.append(element("span", { class: `swatch ${letter}`, "aria-hidden": "true" }, LETTERS[letter]));
     head.append(NAMES[name] ?? name);
-    made.append(element("tr", {}, head, element("td", {}, value)));
+    made.append(element("tr", {}, head, ...[values].flat().map((value) => element("td", {}, value))));
   }
   return made;
+}
+
+// Returns the table of the parts of a device's memory: planned, and by category also measured if the run measured them.
+function memoryTable(device) {
+  const measured = device.measured_by_category;
+  const rows = parts(device);
+  if (!isKnown(measured)) return ["When the arena is fullest (planned)", rows.map(([name, size]) => [name, bytes(size), name])];
+  const names = new Set(rows.map(([name]) => name));
+  const unplanned = Object.entries(measured).filter(([name, size]) => size > 0 && !names.has(name)).map(([name]) => [name, 0]);
+  const isCategory = (name) => name !== "charges" && name !== "others";
+  const values = (name, size) => [bytes(size), isCategory(name) ? bytes(measured[name] ?? 0) : ""];
+  return ["When the arena is fullest", [...unplanned, ...rows].map(([name, size]) => [name, values(name, size), name]), ["planned", "measured"]];
 }
 
 // Returns the tables below a device. They are shown on demand.
 function detailTables(device) {
   const tables = [];
-  const add = (caption, rows) => rows.length && tables.push(table(caption, rows));
-  add("When the arena is fullest (planned)", parts(device).map(([name, size]) => [name, bytes(size), name]));
+  const add = (caption, rows, headings) => rows.length && tables.push(table(caption, rows, headings));
+  add(...memoryTable(device));
   const setBy = (work) => { const peak = peakOf(device.timeline ?? [], work); return peak ? `, ${placeOf(peak)}` : ""; };
   add("Peak of the arena (planned), with the op that sets it", Object.entries(device.by_program).map(([work, size]) => [`${work}${setBy(work)}`, bytes(size)]));
   const process = ({ pid, name, is_plimsoll, held_bytes }) =>

@@ -92,10 +92,19 @@ pub(crate) fn text(snapshot: &Snapshot) -> String {
     for Figure(name, help, value) in DEVICE {
         register(&mut registry, name, help, devices.iter().map(|device| (of_device(device, None), value(device))));
     }
-    let planned =
-        devices.iter().flat_map(|device| device.by_category.iter().map(|of| planned_part(device, "category", of)));
+    let planned = devices.iter().flat_map(|device| device.by_category.iter().map(|of| part_of(device, "category", of)));
     register(&mut registry, "device_planned_bytes", "Planned memory when the arena is fullest, by category", planned);
-    let peaks = devices.iter().flat_map(|device| device.by_program.iter().map(|of| planned_part(device, "phase", of)));
+    let measured = devices.iter().flat_map(|device| {
+        let by_category = device.measured_by_category.iter().flatten();
+        by_category.map(|of| part_of(device, "category", of))
+    });
+    register(
+        &mut registry,
+        "device_measured_bytes",
+        "Measured memory when the arena is fullest, by category",
+        measured,
+    );
+    let peaks = devices.iter().flat_map(|device| device.by_program.iter().map(|of| part_of(device, "phase", of)));
     register(&mut registry, "device_planned_peak_bytes", "Planned peak of the arena, by phase", peaks);
     for Figure(name, help, value) in MACHINE {
         register_single(&mut registry, name, help, value(snapshot));
@@ -124,14 +133,10 @@ fn state_sample(run: &RunSnapshot, state: RunState, name: &str) -> (Labels, Opti
     (vec![("state", name.to_owned())], flag(run.state == state))
 }
 
-/// Returns the planned bytes of a part of a device's memory. `label` names the kind of part.
-fn planned_part(
-    device: &DeviceSnapshot,
-    label: &'static str,
-    of: (&impl fmt::Display, &Bytes),
-) -> (Labels, Option<f64>) {
-    let (part, planned_bytes) = of;
-    (of_device(device, Some((label, part.to_string()))), bytes(Some(*planned_bytes)))
+/// Returns the bytes of a part of a device's memory. `label` names the kind of part.
+fn part_of(device: &DeviceSnapshot, label: &'static str, of: (&impl fmt::Display, &Bytes)) -> (Labels, Option<f64>) {
+    let (part, part_bytes) = of;
+    (of_device(device, Some((label, part.to_string()))), bytes(Some(*part_bytes)))
 }
 
 /// Returns the label of a device, with a further one. Its name is that of a file, so it is bounded and has one line.

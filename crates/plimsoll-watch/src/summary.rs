@@ -272,6 +272,7 @@ mod tests {
                 budget_bytes_at_end: None,
                 arena_bytes: Bytes::mib(36),
                 arena_measured_bytes: Bytes::mib(36),
+                arena_measured_by_category: None,
                 predicted_bytes: Bytes::mib(40),
                 measured_bytes: Some(Bytes(Bytes::mib(40).0 + (1 << 18))),
                 measured_by: Some(MeasuredBy::Process),

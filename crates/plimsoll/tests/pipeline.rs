@@ -89,6 +89,9 @@ fn model_larger_than_each_device_trains_as_pipeline() {
         assert_eq!(memory["arena_bytes"], memory["arena_measured_bytes"], "{memory}");
         let bytes = |key: &str| memory[key].as_u64().unwrap();
         assert!(bytes("measured_bytes") <= bytes("budget_bytes"), "{memory}");
+        let plan = workspace.json("pair/plan.json");
+        let plan = plan["devices"].as_array().unwrap().iter().find(|plan| plan["name"] == memory["device"]).unwrap();
+        assert_eq!(memory["arena_measured_by_category"], plan["by_category"]);
     }
     same_experiment(&workspace, "alone", "pair");
 }

@@ -3,6 +3,7 @@
 mod common;
 
 use common::{SMALL, Shape, Workspace};
+use plimsoll_core::Bytes;
 use serde_json::Value;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -15,6 +16,16 @@ fn words(command: &Value) -> Vec<&str> {
     let command = command.as_str().unwrap();
     assert!(!command.contains(['\'', '"']), "{command}");
     command.split(' ').skip(1).collect()
+}
+
+/// Asserts that a device of a report has used as many bytes of each category as planned, and not only a few of them.
+fn assert_used_as_planned(device: &Value) {
+    let categories = device["by_category"].as_array().unwrap();
+    for category in categories {
+        assert_eq!(category["measured_bytes"], category["predicted_bytes"], "{device}");
+    }
+    let has_bytes = |category: &&Value| category["measured_bytes"].as_u64().unwrap() > 0;
+    assert!(categories.iter().filter(has_bytes).count() >= 4, "{device}");
 }
 
 #[test]
@@ -43,6 +54,8 @@ fn report_of_the_example_shows_its_result() {
         assert_eq!(device["total"]["measured_bytes"], memory["measured_bytes"]);
         let categories = device["by_category"].as_array().unwrap().iter();
         let sum: u64 = categories.map(|category| category["predicted_bytes"].as_u64().unwrap()).sum();
+        assert_used_as_planned(device);
+        assert_eq!(memory["arena_measured_by_category"], plan["by_category"]);
         assert_eq!(sum, plan["lower_bound_bytes"].as_u64().unwrap());
     }
 
@@ -53,6 +66,16 @@ fn report_of_the_example_shows_its_result() {
         (workspace.read("runs/sums/report.html"), workspace.succeed(&["report", "runs/sums", "--markdown"]));
     assert!(page.contains(&rate) && text.stdout.contains(&rate), "{rate}: {}", text.stdout);
     assert_eq!(page.matches("<figure>").count(), 4);
+    // Each category of each device has the same bytes in both columns.
+    for (device, plan) in report["devices"].as_array().unwrap().iter().zip(planned) {
+        let table = text.stdout.split(&format!("## Memory of {}", plan["name"].as_str().unwrap())).nth(1).unwrap();
+        for category in device["by_category"].as_array().unwrap() {
+            let bytes = Bytes(category["measured_bytes"].as_u64().unwrap());
+            let difference = if bytes == Bytes::ZERO { "–" } else { "+0.0 %" };
+            let row = format!("| {} | {bytes} | {bytes} | {difference} |", category["category"].as_str().unwrap());
+            assert!(table.contains(&row), "{row}: {table}");
+        }
+    }
     assert!(!page.contains("<script") && !page.contains("http:") && !page.contains("https:"));
 }
 
@@ -91,6 +114,9 @@ fn running_and_killed_runs_have_reports() {
     let report = workspace.succeed(&["report", "run", "--json"]).json();
     assert_eq!((&report["run"]["state"], &report["reproducible"]), (&"running".into(), &Value::Null));
     assert_eq!(report["devices"][0]["arena"]["measured_bytes"], Value::Null);
+    assert_used_as_planned(&report["devices"][0]);
+    let snapshot = workspace.succeed(&["watch", "run", "--json"]).json();
+    assert_eq!(snapshot["devices"][0]["measured_by_category"], snapshot["devices"][0]["by_category"]);
     run.kill();
     workspace.succeed(&["report", "run"]);
     assert!(workspace.read("run/report.html").contains("its process ended without a last event"));

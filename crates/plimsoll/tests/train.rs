@@ -101,12 +101,13 @@ fn run_writes_contract_files_and_keys() {
     assert_eq!(keys(&result["step_seconds"]), ["median", "p95", "predicted"]);
     assert_eq!(keys(&result["eval"]), ["loss"], "prose has no exact match");
     let memory = &result["memory"][0];
-    let arena = ["device", "budget_bytes", "arena_bytes", "arena_measured_bytes"];
+    let arena = ["device", "budget_bytes", "arena_bytes", "arena_measured_bytes", "arena_measured_by_category"];
     assert_eq!(keys(memory), [&arena[..], &["predicted_bytes", "measured_bytes", "measured_by"]].concat());
     assert_eq!(memory["measured_by"], "process");
     assert_eq!(memory["arena_bytes"], memory["arena_measured_bytes"]);
     assert!(number(&result["tokens_per_second"]) > 0.0);
     let plan = workspace.json("run/plan.json");
+    assert_eq!(memory["arena_measured_by_category"], plan["devices"][0]["by_category"]);
     assert_eq!(
         keys(&plan),
         [

@@ -318,7 +318,11 @@ fn run_programs(ladder: &LadderCase, outcome: &PlanOutcome, tally: &mut Tally) -
     tally.check("numbers are finite", numbers.iter().all(|x| x.is_finite()), || {
         format!("{}: {:?}", ladder.label(), &numbers[..numbers.len().min(8)])
     });
-    let stats = engine.stats();
+    let (stats, used) = (engine.stats(), engine.take_new_arena_use());
+    let by_category = &outcome.plan.devices[0].by_category;
+    tally.check("measured categories have the planned bytes", used.as_ref() == Some(by_category), || {
+        format!("{}: planned {by_category:?}, used {used:?}", ladder.label())
+    });
     for (kind, space, planned, used) in [
         ("arena planned but not used, bytes", Space::Device, planned, stats.arena_measured_bytes.0),
         ("host arena planned but not used, bytes", Space::Host, planned_host, stats.host_measured_bytes.0),

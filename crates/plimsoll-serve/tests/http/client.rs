@@ -154,6 +154,7 @@ pub fn full() -> Value {
         "total_bytes": 8 << 20, "free_bytes": 2 << 20, "others_bytes": 1 << 18, "load_line_bytes": 7 << 20,
         "predicted_peak_bytes": 6 << 20, "measured_peak_bytes": 5 << 20, "held_bytes": 4 << 20,
         "by_category": {"weight": 1 << 20, "gradient": 3 << 19, "activation": 1 << 17},
+        "measured_by_category": {"weight": 33 << 15, "gradient": 47 << 15, "workspace": 3 << 15},
         "by_program": {"forward": 5 << 18, "backward": 9 << 18},
         "timeline": [{
             "work": "backward", "part": "layer", "layer": 3, "op": "product", "tensor": "down", "bytes": 9 << 18,

@@ -89,6 +89,7 @@ fn samples_are_the_snapshot_in_base_units() {
         ("plimsoll_device_predicted_peak_bytes", &[gpu], f64::from(6 << 20)),
         ("plimsoll_device_measured_peak_bytes", &[gpu], f64::from(5 << 20)),
         ("plimsoll_device_planned_bytes", &[gpu, ("category", "gradient")], f64::from(3 << 19)),
+        ("plimsoll_device_measured_bytes", &[gpu, ("category", "workspace")], f64::from(3 << 15)),
         ("plimsoll_device_planned_peak_bytes", &[gpu, ("phase", "backward")], f64::from(9 << 18)),
         ("plimsoll_device_utilization_ratio", &[gpu], 0.75),
         ("plimsoll_device_clock_hertz", &[gpu], 1.5e9),

@@ -9,7 +9,9 @@
 //! | `tensor_files` | file access of Programs that load or save tensors |
 //! | `failure` | failures of work on a device |
 //! | `placeholder` | the device that stands for one on another thread |
+//! | `arena_use` | measured use of the device's arena by category |
 
+pub mod arena_use;
 pub(crate) mod evaluation;
 pub(crate) mod failure;
 pub(crate) mod open;
@@ -23,6 +25,7 @@ use crate::data::Rows;
 use crate::fault_injection::FaultInjection;
 use crate::files::StoredTensor;
 use crate::remote::device::{Connection, RemoteDevice};
+use arena_use::{ArenaObserver, ArenaUse, BytesByCategory, FullestMoment};
 use bytemuck::cast_slice;
 use open::open_device;
 use placeholder::PlaceholderDevice;
@@ -86,6 +89,7 @@ pub struct Engine {
     vocab: usize,
     tensors: TensorTable,
     observer: Box<dyn Observer>,
+    arena_use: ArenaUse,
     faults: FaultInjection,
     /// Number of the first update op that is not done, counted from 1. It is above 1 after an out-of-memory error in
     /// the middle of an update, and [`UPDATE_DONE`] after the update.
@@ -129,8 +133,10 @@ impl Engine {
         vocab: u64,
     ) -> Result<Engine, DeviceError> {
         let (tensors, recipe) = (TensorTable::of(&answer.set), answer.plan.recipe);
+        let arena_use = ArenaUse::new(&answer.set);
         let (device, gpu) = open_device(spec, answer.set, answer.layout.placement, precision, algorithms, scratch)?;
-        let engine = Engine { gpu, ..Engine::with_tensors(device, tensors, precision, recipe, [sequence, vocab]) };
+        let engine = Engine::with_tensors(device, tensors, precision, recipe, [sequence, vocab]);
+        let engine = Engine { gpu, arena_use, ..engine };
         drop(answer.tried);
         // Planning and opening use more memory than the run keeps.
         process::trim_heap();
@@ -208,7 +214,8 @@ impl Engine {
         sequence: u64,
         vocab: u64,
     ) -> Engine {
-        Engine::with_tensors(device, TensorTable::of(set), precision, recipe, [sequence, vocab])
+        let engine = Engine::with_tensors(device, TensorTable::of(set), precision, recipe, [sequence, vocab]);
+        Engine { arena_use: ArenaUse::new(set), ..engine }
     }
 
     /// Creates a placeholder for an engine while a worker thread owns it. `device` is the name of its device. All work
@@ -241,6 +248,7 @@ impl Engine {
             gpu: None,
             connection: None,
             observer: Box::new(NoObserver),
+            arena_use: ArenaUse::default(),
             faults: FaultInjection::default(),
             next_update_op: 1,
             in_group: false,
@@ -260,8 +268,9 @@ impl Engine {
             return Err(DeviceError::OutOfMemory { program: "re-plan".into(), tick: 1, op: "move" });
         }
         let tensors = TensorTable::of(&answer.set);
+        let arena_use = if self.connection.is_some() { ArenaUse::default() } else { ArenaUse::new(&answer.set) };
         self.device.adopt(answer.set, answer.layout.placement)?;
-        (self.tensors, self.recipe) = (tensors, answer.plan.recipe);
+        (self.tensors, self.recipe, self.arena_use) = (tensors, answer.plan.recipe, arena_use);
         Ok(())
     }
 
@@ -339,9 +348,18 @@ impl Engine {
     /// Runs one call of a Program, which may access `files`. Passes its ops to the observer, and injects the faults of
     /// [`Engine::inject_faults`].
     fn call(&mut self, call: ProgramCall, files: &mut dyn FileSpace) -> Result<(), DeviceError> {
-        let Engine { device, observer, faults, tensors, .. } = self;
+        let Engine { device, observer, faults, tensors, arena_use, .. } = self;
+        let mut recording: ArenaObserver;
+        let observer: &mut dyn Observer = if arena_use.begin(call) {
+            recording = arena_use.observer(&mut **observer);
+            &mut recording
+        } else {
+            &mut **observer
+        };
         if faults.is_empty() {
-            return device.run_observed(call, files, &mut **observer);
+            device.run_observed(call, files, observer)?;
+            self.arena_use.end(call);
+            return Ok(());
         }
         faults.check_presence(call.program.name())?;
         let slowdown =
@@ -349,8 +367,9 @@ impl Engine {
         let must_sleep = !device.set_compute_slowdown(slowdown) && slowdown > 1.0;
         let (start, before) = (Instant::now(), device.compute_seconds());
         let length = tensors.op_counts.get(&call.program).copied().unwrap_or(1);
-        let mut observer = faults.observer(call.program.name(), length, &mut **observer);
+        let mut observer = faults.observer(call.program.name(), length, observer);
         device.run_observed(call, files, &mut observer)?;
+        self.arena_use.end(call);
         if must_sleep {
             device.synchronize()?;
             let last_compute = device.compute_seconds().zip(before).map(|(now, before)| now - before);
@@ -364,6 +383,26 @@ impl Engine {
     /// Returns the sizes of the arenas and the scratch file, with the measured high-water mark of each.
     pub fn stats(&mut self) -> Stats {
         self.device.stats()
+    }
+
+    /// Returns the measured bytes of the tensors in use at the fullest moment so far, by category and without the gaps
+    /// between tensors. The measurement starts anew with each start and each re-plan. `None` before the first op, and
+    /// for a remote device, of which this process sees planned ops only.
+    pub fn tensors_in_use(&mut self) -> Option<&BytesByCategory> {
+        self.arena_use.tensors_in_use()
+    }
+
+    /// Returns the measured bytes of the arena by category, if they may have changed since the last call: the tensors of
+    /// [`Engine::tensors_in_use`], and the gaps up to the high-water mark as workspace.
+    pub fn take_new_arena_use(&mut self) -> Option<BytesByCategory> {
+        let tensors = self.arena_use.take_news().then(|| self.arena_use.tensors_in_use().cloned()).flatten()?;
+        Some(arena_use::with_gaps(tensors, self.stats().arena_measured_bytes))
+    }
+
+    /// Returns the fullest moment so far with the buffers that were in use; `None` where
+    /// [`Engine::tensors_in_use`] is.
+    pub fn fullest_moment(&mut self) -> Option<FullestMoment> {
+        self.arena_use.fullest_moment()
     }
 
     /// Returns the device, for access to its tensors.

@@ -112,7 +112,7 @@ impl Team {
     }
 
     /// Returns the measured memory of each worker now, in rank order. A peak is only that of a process: other measurements
-    /// are of the present, or count the memory of other programs.
+    /// are of the present, or count the memory of other programs. Bytes by category are listed when they are new.
     pub fn held_memory(&mut self) -> Vec<HeldMemory> {
         let mut held = Vec::new();
         for (rank, memory) in self.memory().into_iter().enumerate() {
@@ -121,6 +121,7 @@ impl Team {
                 device: memory.device,
                 held_bytes: self.held_bytes(rank),
                 peak_bytes: memory.measured_bytes.filter(|_| is_of_process),
+                arena_by_category: self.workers[rank].engine.take_new_arena_use(),
             });
         }
         held
@@ -151,6 +152,7 @@ impl Team {
                     budget_bytes_at_end: Some(worker.line.bytes).filter(|line| *line != plan.budget_bytes),
                     arena_bytes: plan.arena_bytes,
                     arena_measured_bytes: worker.arena_used_bytes,
+                    arena_measured_by_category: worker.arena_measured_by_category(),
                     predicted_bytes: plan.peak_bytes,
                     measured_bytes: measured.map(|(bytes, _)| bytes),
                     measured_by: measured.map(|(_, by)| by),

@@ -2,6 +2,7 @@
 
 use crate::data::Rows;
 use crate::engine::Engine;
+use crate::engine::arena_use::{BytesByCategory, with_gaps};
 use crate::heartbeat::{HeartbeatSender, Liveness};
 use crate::planning::team_plan::WorkerAssignment;
 use crate::recovery::LoadLine;
@@ -19,6 +20,11 @@ use std::sync::Arc;
 /// Fewest measured steps from which the speed of a device is stored for later plans.
 const MIN_STEPS: usize = 8;
 
+/// Returns the sum over all categories.
+fn total(bytes: &BytesByCategory) -> Bytes {
+    bytes.values().copied().sum()
+}
+
 /// A device of a team with its engine, its share of the work, its plan and its measurements.
 pub struct Worker {
     /// Description of the device, with the charges of its plan.
@@ -35,6 +41,9 @@ pub struct Worker {
     pub largest_plan: DevicePlan,
     /// Most bytes of the arena that were in use, as measured while `largest_plan` was the device's plan.
     pub(super) arena_used_bytes: Bytes,
+    /// Most bytes of tensors in use at one moment, by category, as measured while `largest_plan` was the device's plan;
+    /// `None` if they are not measured.
+    pub(super) tensors_in_use: Option<BytesByCategory>,
     /// Highest measured bytes that this worker has held up to the last
     /// [`Team::record_peaks`](super::Team::record_peaks). Used only for devices in the memory of this process.
     pub(super) peak_held_bytes: Bytes,
@@ -71,6 +80,7 @@ impl Worker {
             largest_plan: plan.devices[0].clone(),
             plan,
             arena_used_bytes: Bytes::ZERO,
+            tensors_in_use: None,
             peak_held_bytes: Bytes::ZERO,
             line,
             rows: Rows::default(),
@@ -105,7 +115,18 @@ impl Worker {
     pub(super) fn record_arena_use(&mut self) {
         if self.plan.devices[0].peak_bytes == self.largest_plan.peak_bytes {
             self.arena_used_bytes = self.arena_used_bytes.max(self.engine.stats().arena_measured_bytes);
+            // Another plan with the same peak may have run less than a step so far.
+            let is_larger =
+                |new: &&BytesByCategory| self.tensors_in_use.as_ref().is_none_or(|old| total(old) <= total(new));
+            if let Some(new) = self.engine.tensors_in_use().filter(is_larger) {
+                self.tensors_in_use = Some(new.clone());
+            }
         }
+    }
+
+    /// Returns the measured bytes of the arena by category under `largest_plan`; `None` if they are not measured.
+    pub(super) fn arena_measured_by_category(&self) -> Option<BytesByCategory> {
+        Some(with_gaps(self.tensors_in_use.clone()?, self.arena_used_bytes))
     }
 
     /// Records measured and predicted compute seconds of the last step. Does nothing if the device does not measure
@@ -149,6 +170,7 @@ impl Worker {
         self.line.record_host_bytes(self.plan.host.arena_bytes);
         if self.plan.devices[0].peak_bytes > self.largest_plan.peak_bytes {
             (self.largest_plan, self.arena_used_bytes) = (self.plan.devices[0].clone(), Bytes::ZERO);
+            self.tensors_in_use = None;
         }
     }
 

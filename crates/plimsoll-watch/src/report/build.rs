@@ -11,8 +11,9 @@ use crate::snapshot::{RunSnapshot, RunState};
 use crate::summary::resume_command;
 use crate::text::shell_word;
 use plimsoll_core::{
-    Bytes, DeviceMemory, DevicePlan, Failure, Plan, RunEnvironment, RunResult, TimelinePoint, peak_point,
+    Bytes, Category, DeviceMemory, DevicePlan, Failure, Plan, RunEnvironment, RunResult, TimelinePoint, peak_point,
 };
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 impl Report {
@@ -175,11 +176,7 @@ fn planned_device(
         measured_by: None,
         over_load_line_bytes: None,
         newest_plan_arena_bytes: Some(plan.arena_bytes),
-        by_category: plan
-            .by_category
-            .iter()
-            .map(|(category, bytes)| CategoryMemory { category: *category, memory: predicted(*bytes) })
-            .collect(),
+        by_category: by_category(Some(&plan.by_category), seen.measured_by_category.as_ref()),
         by_program: plan
             .by_program
             .iter()
@@ -218,6 +215,21 @@ fn with_result(device: DeviceReport, memory: &DeviceMemory) -> DeviceReport {
     }
 }
 
+/// Returns the memory of each category that has planned or measured bytes. A category that one of the two leaves out has
+/// no bytes there.
+fn by_category(
+    planned: Option<&BTreeMap<Category, Bytes>>,
+    measured: Option<&BTreeMap<Category, Bytes>>,
+) -> Vec<CategoryMemory> {
+    let categories: BTreeSet<Category> =
+        planned.into_iter().chain(measured).flat_map(BTreeMap::keys).copied().collect();
+    let memory = |category: &Category| {
+        let of = |bytes: &BTreeMap<Category, Bytes>| bytes.get(category).copied().unwrap_or_default();
+        MemoryPair { predicted_bytes: planned.map(of), measured_bytes: measured.map(of) }
+    };
+    categories.into_iter().map(|category| CategoryMemory { category, memory: memory(&category) }).collect()
+}
+
 /// Returns a device that the result names and the newest plan does not, such as an evaluator or a lost device.
 fn unplanned_device(memory: &DeviceMemory) -> DeviceReport {
     let unknown = DeviceReport {
@@ -231,7 +243,7 @@ fn unplanned_device(memory: &DeviceMemory) -> DeviceReport {
         measured_by: None,
         over_load_line_bytes: None,
         newest_plan_arena_bytes: None,
-        by_category: vec![],
+        by_category: by_category(None, memory.arena_measured_by_category.as_ref()),
         by_program: vec![],
         peak_set_by: None,
         sequences: None,

@@ -170,7 +170,8 @@ pub struct DeviceReport {
     /// Arena of the newest plan, to which `by_category` and `by_program` belong. It differs from `arena` after a change of
     /// the plan.
     pub newest_plan_arena_bytes: Option<Bytes>,
-    /// Bytes in the arena by category, at the moment when the arena is fullest.
+    /// Bytes in the arena by category, at the moment when the arena is fullest. Measured bytes are those under the newest
+    /// plan; of a device outside that plan, those under its own.
     pub by_category: Vec<CategoryMemory>,
     /// Peak of the arena in each kind of work.
     pub by_program: Vec<ProgramMemory>,

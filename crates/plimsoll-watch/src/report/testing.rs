@@ -1,7 +1,8 @@
 //! Run folders for tests, written file by file as a run writes them.
 
-use plimsoll_core::{Bytes, EVENTS_VERSION, Event, HeldMemory, Plan, Record, RunEnvironment, RunResult};
+use plimsoll_core::{Bytes, Category, EVENTS_VERSION, Event, HeldMemory, Plan, Record, RunEnvironment, RunResult};
 use serde_json::json;
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -35,6 +36,13 @@ impl Default for TestRun {
             ended: Some("done"),
         }
     }
+}
+
+/// Returns measured bytes of an arena of 16 MiB by category, of which activations have as many MiB. The plan has 4 MiB
+/// of weights and 12 MiB of activations.
+fn arena_use(activation: u64) -> BTreeMap<Category, Bytes> {
+    let workspace = (Category::Workspace, Bytes::mib(12 - activation));
+    [(Category::Weight, Bytes::mib(4)), (Category::Activation, Bytes::mib(activation)), workspace].into()
 }
 
 impl TestRun {
@@ -92,7 +100,8 @@ impl TestRun {
             "eval": {"loss": 1.25, "exact_match": 0.5},
             "memory": [{
                 "device": self.device_name(), "budget_bytes": Bytes::mib(48), "arena_bytes": Bytes::mib(16),
-                "arena_measured_bytes": Bytes::mib(16), "predicted_bytes": Bytes::mib(40),
+                "arena_measured_bytes": Bytes::mib(16), "arena_measured_by_category": arena_use(10),
+                "predicted_bytes": Bytes::mib(40),
                 "measured_bytes": Bytes::mib(39), "measured_by": "process",
             }],
             "recipe": {"micro_batch": 8, "recompute": ["nothing", "block"]}, "recoveries": [],
@@ -138,6 +147,8 @@ impl TestRun {
 
     fn step(&self, step: u64) -> Event {
         let device = self.device_name().to_owned();
+        // Bytes by category are written when they are new.
+        let arena_by_category = (step == 1).then(|| arena_use(11));
         Event::Step {
             step,
             loss: 3.1 - step as f64 / 10.0,
@@ -147,7 +158,12 @@ impl TestRun {
             labelled_tokens: 200,
             seconds: 0.064,
             bytes: Bytes::mib(38),
-            memory: Some(vec![HeldMemory { device, held_bytes: Bytes::mib(37), peak_bytes: Some(Bytes::mib(38)) }]),
+            memory: Some(vec![HeldMemory {
+                device,
+                held_bytes: Bytes::mib(37),
+                peak_bytes: Some(Bytes::mib(38)),
+                arena_by_category,
+            }]),
         }
     }
 }

@@ -25,6 +25,22 @@ fn cells(report: &Report) -> Vec<String> {
     cells
 }
 
+/// Returns the names of a device's categories with their predicted and measured MiB; `u64::MAX` for unknown bytes.
+fn by_category(device: &DeviceReport) -> Vec<(String, u64, u64)> {
+    let mib = |bytes: Option<Bytes>| bytes.map_or(u64::MAX, |bytes| bytes.0 >> 20);
+    let parts = device.by_category.iter();
+    parts
+        .map(|CategoryMemory { category, memory }| {
+            (category.to_string(), mib(memory.predicted_bytes), mib(memory.measured_bytes))
+        })
+        .collect()
+}
+
+/// Returns what [`by_category`] returns for these categories.
+fn categories(expected: &[(&str, u64, u64)]) -> Vec<(String, u64, u64)> {
+    expected.iter().map(|(name, predicted, measured)| ((*name).to_owned(), *predicted, *measured)).collect()
+}
+
 #[test]
 fn all_forms_show_the_same_numbers() {
     let folder = tempfile::tempdir().unwrap();
@@ -33,10 +49,16 @@ fn all_forms_show_the_same_numbers() {
     assert_eq!(json["speed"]["measured_tokens_per_second"], 5000.5);
     assert_eq!(json["devices"][0]["total"]["measured_bytes"], 39 << 20);
     assert_eq!(json["devices"][0]["by_category"][0]["predicted_bytes"], 4 << 20);
-    assert!(json["devices"][0]["by_category"][0]["measured_bytes"].is_null());
+    assert_eq!(
+        by_category(&report.devices[0]),
+        categories(&[("weight", 4, 4), ("activation", 12, 10), ("workspace", 0, 2)])
+    );
+    assert_eq!(json["devices"][0]["by_category"][1]["measured_bytes"], 10 << 20);
+    assert!(json["devices"][0]["by_program"][0]["measured_bytes"].is_null());
     assert_eq!((&json["run"]["loss"], &json["first_loss"]), (&1.1.into(), &3.0.into()));
     let (html, markdown) = (report.html(), report.markdown());
-    let shown = ["5.00 k", "39.00 MiB", "-2.5 %", "not measured", "1.1000", "3.0000", "52.0 ms", "50.0 %", "12.3 k"];
+    let shown =
+        ["5.00 k", "39.00 MiB", "-2.5 %", "not measured", "-16.7 %", "1.1000", "3.0000", "52.0 ms", "50.0 %", "12.3 k"];
     for figure in shown {
         assert!(html.contains(figure) && markdown.contains(figure), "{figure}: {markdown}");
     }
@@ -102,6 +124,8 @@ fn unfinished_runs_have_reports() {
     let total = &died.devices[0].total;
     assert_eq!((total.predicted_bytes, total.measured_bytes), (Some(Bytes::mib(40)), Some(Bytes::mib(38))));
     assert_eq!((died.devices[0].arena.measured_bytes, died.reproducible), (None, None));
+    let of_events = categories(&[("weight", 4, 4), ("activation", 12, 11), ("workspace", 0, 1)]);
+    assert_eq!(by_category(&died.devices[0]), of_events);
     assert_eq!((died.speed.measured_step_seconds, died.speed.measured_step_seconds_p95), (Some(0.064), None));
     assert!(died.html().contains("step, running mean"), "{}", died.html());
 
@@ -151,9 +175,35 @@ fn result_has_precedence_after_a_new_plan() {
     let arenas = [device.arena.predicted_bytes, device.arena.measured_bytes, device.newest_plan_arena_bytes];
     assert_eq!(arenas, [16, 16, 12].map(|mib| Some(Bytes::mib(mib))));
     assert!(changed.html().contains("The plan changed during the run."), "{}", changed.html());
+    // The result measured the largest plan, and the events the newest one.
+    let of_events = categories(&[("weight", 4, 4), ("activation", 12, 11), ("workspace", 0, 1)]);
+    assert_eq!(by_category(device), of_events);
     // Arena and charges are those of one plan; the parts of the bar are those of another one than its peak.
     assert_eq!(device.charges.predicted_bytes.map(|charges| charges + Bytes::mib(16)), device.total.predicted_bytes);
     assert!(!changed.html().contains("<title>measured peak"), "{}", changed.html());
+}
+
+#[test]
+fn categories_of_a_replaced_plan_are_not_shown() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = TestRun { ended: None, ..TestRun::default() }.write(folder.path(), "run");
+    let log = fs::read_to_string(path.join("events.jsonl")).unwrap();
+    let end = |to: u64| {
+        let recipe = |micro_batch: u64| serde_json::json!({"micro_batch": micro_batch, "recompute": ["nothing"]});
+        let recovery = serde_json::json!({
+            "step": 20, "device": "cpu", "reason": "out of memory", "from": recipe(8), "to": recipe(to),
+            "class": "identical", "arena_bytes_before": Bytes::mib(16), "arena_bytes": Bytes::mib(16), "seconds": 0.1,
+            "predicted_step_seconds_before": 0.05, "predicted_step_seconds": 0.05,
+        });
+        let event = Event::Recovery(Box::new(serde_json::from_value(recovery).unwrap()));
+        serde_json::to_string(&Record { version: EVENTS_VERSION, time: START, event }).unwrap() + "\n"
+    };
+    // A repetition under the same plan, and a new plan.
+    for (to, activation) in [(8, 11), (4, u64::MAX)] {
+        fs::write(path.join("events.jsonl"), log.clone() + &end(to)).unwrap();
+        let found = by_category(&report(&path).devices[0]);
+        assert_eq!(found.iter().find(|part| part.0 == "activation").unwrap().2, activation, "{found:?}");
+    }
 }
 
 /// Returns the differences of time of a step and speed from the prediction, as a report shows them.

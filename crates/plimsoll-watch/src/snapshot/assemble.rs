@@ -119,6 +119,7 @@ impl Readings<'_> {
             measured_peak_bytes: in_run.measured_peak_bytes,
             held_bytes: in_run.held_bytes,
             by_category: in_run.by_category,
+            measured_by_category: in_run.measured_by_category,
             by_program: in_run.by_program,
             timeline: in_run.timeline,
             memory_history: in_run.memory_history,
@@ -156,6 +157,10 @@ impl RunReadings<'_> {
                 .or_else(|| measured.and_then(|memory| memory.peak_bytes)),
             held_bytes: held,
             by_category: plan.by_category.clone(),
+            measured_by_category: in_result
+                .filter(|memory| memory.arena_bytes == plan.arena_bytes)
+                .and_then(|memory| memory.arena_measured_by_category.clone())
+                .or_else(|| measured.and_then(|memory| memory.arena_by_category.clone())),
             by_program: plan.by_program.clone(),
             timeline: plan.timeline.clone(),
             memory_history: measured.map_or(vec![], MeasuredMemory::history),

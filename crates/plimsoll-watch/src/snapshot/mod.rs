@@ -81,6 +81,10 @@ pub struct DeviceSnapshot {
     pub held_bytes: Option<Bytes>,
     /// Planned bytes of the tensors in the arena by category, at the moment when the arena is fullest.
     pub by_category: BTreeMap<Category, Bytes>,
+    /// Measured bytes of the arena under the same plan by category, at the moment when the most bytes of tensors were in
+    /// use; `None` if they are not measured, as before the first step and on remote devices.
+    #[serde(default)]
+    pub measured_by_category: Option<BTreeMap<Category, Bytes>>,
     /// Planned peak of the arena in each kind of work.
     pub by_program: BTreeMap<WorkKind, Bytes>,
     /// Planned bytes of the arena over one step, as in the plan; empty for a device outside the run.

@@ -3,7 +3,7 @@
 use super::run_notes::RunNotes;
 use super::{FeedEntry, HistoryPoint, MemoryPoint};
 use crate::progress::Progress;
-use plimsoll_core::{Bytes, Event, HeldMemory, Record};
+use plimsoll_core::{Bytes, Category, Event, HeldMemory, Record};
 use std::collections::{BTreeMap, VecDeque};
 
 /// Most lines of a run's feed.
@@ -51,6 +51,8 @@ pub struct MeasuredMemory {
     pub held_bytes: Bytes,
     /// Most bytes so far; `None` if the system does not report it.
     pub peak_bytes: Option<Bytes>,
+    /// Bytes of the arena by category under the present plan; `None` if they are not measured.
+    pub arena_by_category: Option<BTreeMap<Category, Bytes>>,
     /// The largest of each group of `group_size` consecutive measurements, in order. The last group may still grow.
     largest: Vec<MemoryPoint>,
     /// Number of measurements of a complete group; 0 before the first measurement.
@@ -66,6 +68,9 @@ impl MeasuredMemory {
     fn add(&mut self, step: u64, held: &HeldMemory) {
         self.held_bytes = held.held_bytes;
         self.peak_bytes = self.peak_bytes.max(held.peak_bytes);
+        if held.arena_by_category.is_some() {
+            self.arena_by_category.clone_from(&held.arena_by_category);
+        }
         let point = MemoryPoint { step, held_bytes: held.held_bytes };
         self.newest = Some(point);
         self.group_size = self.group_size.max(1);
@@ -121,6 +126,7 @@ impl RunEvents {
             Event::Start { predicted_step_seconds, .. } => {
                 self.predicted_step_seconds = Some(*predicted_step_seconds);
                 self.lost_devices.clear();
+                self.memory.values_mut().for_each(|memory| memory.arena_by_category = None);
             }
             Event::Step { step, loss, norm, learning_rate, tokens, seconds, memory, .. } => {
                 self.add_step(HistoryPoint {
@@ -138,7 +144,14 @@ impl RunEvents {
             }
             Event::Evaluation { loss, .. } => self.eval_loss = Some(*loss),
             Event::Checkpoint { step, .. } => self.checkpoint_step = Some(*step),
-            Event::Recovery(recovery) => self.predicted_step_seconds = Some(recovery.predicted_step_seconds),
+            Event::Recovery(recovery) => {
+                self.predicted_step_seconds = Some(recovery.predicted_step_seconds);
+                // A recovery without a change only repeats work under the present plan.
+                let has_new_plan = recovery.from != recovery.to || recovery.sequences.is_some();
+                if let Some(memory) = self.memory.get_mut(&recovery.device).filter(|_| has_new_plan) {
+                    memory.arena_by_category = None;
+                }
+            }
             Event::DeviceLost { device, .. } => self.lost_devices.push(device.clone()),
             Event::DeviceReturned { device, .. } => self.lost_devices.retain(|lost| lost != device),
             Event::End { status, .. } => self.ended = Some(status.clone()),
@@ -217,7 +230,7 @@ mod tests {
     }
 
     fn held(mib: u64) -> HeldMemory {
-        HeldMemory { device: "cpu".into(), held_bytes: Bytes::mib(mib), peak_bytes: None }
+        HeldMemory { device: "cpu".into(), held_bytes: Bytes::mib(mib), peak_bytes: None, arena_by_category: None }
     }
 
     #[test]
@@ -261,7 +274,7 @@ mod tests {
             let mut event = step(1, 0.08);
             let Event::Step { memory, .. } = &mut event else { panic!("{event:?}") };
             let [held_bytes, peak_bytes] = [held, peak].map(Bytes::mib);
-            *memory = Some(vec![HeldMemory { device: "cpu".into(), held_bytes, peak_bytes: Some(peak_bytes) }]);
+            *memory = Some(vec![HeldMemory { held_bytes, peak_bytes: Some(peak_bytes), ..self::held(0) }]);
             state.update(&record(event));
         }
         let cpu = &state.memory["cpu"];

@@ -5,6 +5,7 @@ use crate::snapshot::DeviceSnapshot;
 use plimsoll_core::{Bytes, Category, TimelinePoint};
 use ratatui::style::{Color, Style};
 use ratatui::text::{Line, Span};
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Part of the row to the left of the load line, if the row ends a little above it.
 pub(super) const LINE_AT: f64 = 0.92;
@@ -138,7 +139,34 @@ pub(super) fn lines_of(entries: impl IntoIterator<Item = Span<'static>>, width: 
     lines
 }
 
-/// Returns the names and bytes of the parts of a device's memory.
-pub(super) fn named_parts(device: &DeviceSnapshot) -> Vec<(char, &'static str, Bytes)> {
-    parts(device).into_iter().map(|part| (part.letter, part.name, part.bytes)).collect()
+/// A part of a device's memory by name, planned and measured.
+pub(super) struct NamedPart {
+    pub letter: char,
+    pub name: &'static str,
+    pub planned_bytes: Bytes,
+    /// `None` if they are not measured.
+    pub measured_bytes: Option<Bytes>,
+}
+
+/// Returns the parts of a device's memory that have planned or measured bytes, in the order of the row.
+pub(super) fn named_parts(device: &DeviceSnapshot) -> Vec<NamedPart> {
+    let (planned, measured) = (&device.by_category, device.measured_by_category.as_ref());
+    let bytes_of = |bytes: &BTreeMap<Category, Bytes>, category| bytes.get(&category).copied().unwrap_or_default();
+    let of_category = |category: Category| {
+        let (letter, name, _) = look(category);
+        let measured_bytes = measured.map(|measured| bytes_of(measured, category));
+        NamedPart { letter, name, planned_bytes: bytes_of(planned, category), measured_bytes }
+    };
+    let categories: BTreeSet<Category> =
+        planned.keys().chain(measured.into_iter().flat_map(BTreeMap::keys)).copied().collect();
+    let names: Vec<&str> = categories.iter().map(|category| look(*category).1).collect();
+    let rest = parts(device).into_iter().filter(|part| !names.contains(&part.name));
+    let rest = rest.map(|Part { letter, name, bytes, .. }| NamedPart {
+        letter,
+        name,
+        planned_bytes: bytes,
+        measured_bytes: None,
+    });
+    let has_bytes = |part: &NamedPart| part.planned_bytes.max(part.measured_bytes.unwrap_or_default()) > Bytes::ZERO;
+    categories.iter().copied().map(of_category).filter(has_bytes).chain(rest).collect()
 }

@@ -21,11 +21,17 @@ pub(super) fn draw(frame: &mut Frame, area: Rect, device: &DeviceSnapshot, abili
     frame.render_widget(Paragraph::new(lines), area);
 }
 
-/// Returns a table of the bytes of each part of the memory.
+/// Returns a table of the bytes of each part of the memory: planned, and measured if the run measured them.
 fn memory(device: &DeviceSnapshot) -> String {
-    let mut rows = vec![vec!["when the arena is fullest (planned)".to_owned(), "bytes".to_owned()]];
-    let parts = bar::named_parts(device).into_iter();
-    rows.extend(parts.map(|(letter, name, bytes)| vec![format!("{letter} {name}"), bytes.to_string()]));
+    let headings = match device.measured_by_category {
+        None => vec!["when the arena is fullest (planned)", "bytes"],
+        Some(_) => vec!["when the arena is fullest", "planned", "measured"],
+    };
+    let mut rows = vec![headings.into_iter().map(str::to_owned).collect::<Vec<_>>()];
+    rows.extend(bar::named_parts(device).into_iter().map(|part| {
+        let planned = [format!("{} {}", part.letter, part.name), part.planned_bytes.to_string()];
+        planned.into_iter().chain(part.measured_bytes.map(|bytes| bytes.to_string())).collect()
+    }));
     let mut add = |name: &str, bytes: Option<Bytes>| {
         rows.extend(bytes.map(|bytes| vec![name.to_owned(), bytes.to_string()]));
     };

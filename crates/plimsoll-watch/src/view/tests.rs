@@ -162,6 +162,23 @@ fn details_list_categories_and_work() {
 }
 
 #[test]
+fn details_list_measured_categories() {
+    let mut shown = snapshot();
+    let measured = [(Category::Weight, Bytes::mib(4)), (Category::Workspace, Bytes::mib(1))];
+    shown.devices[1].measured_by_category = Some(measured.into());
+    let mut state = ViewState::new(PLAIN);
+    press(&mut state, &[KeyCode::Down, KeyCode::Enter]);
+    let screen = screen(80, 24, &shown, &state);
+    let rows: Vec<Vec<&str>> = screen.lines().map(|line| line.split_whitespace().collect()).collect();
+    // The plan has no workspace, and nothing of the activations was measured.
+    for row in
+        ["w weight 4.00 MiB 4.00 MiB", "a activation 6.00 MiB 0 B", "k workspace 0 B 1.00 MiB", "c charges 8.00 MiB"]
+    {
+        assert!(rows.contains(&row.split(' ').collect()), "{row}: {screen}");
+    }
+}
+
+#[test]
 fn map_shows_arena_over_a_small_screen() {
     let mut state = ViewState::new(PLAIN);
     press(&mut state, &[KeyCode::Char('m')]);

@@ -88,6 +88,9 @@ pub fn assert_within_load_lines(result: &Value) {
         assert_eq!(memory["arena_bytes"], memory["arena_measured_bytes"], "{memory}");
         let bytes = |key: &str| memory[key].as_u64().unwrap();
         assert!(bytes("measured_bytes") <= bytes("budget_bytes"), "{memory}");
+        let categories = memory["arena_measured_by_category"].as_object().unwrap();
+        let sum: u64 = categories.values().map(|bytes| bytes.as_u64().unwrap()).sum();
+        assert_eq!(sum, bytes("arena_measured_bytes"), "{memory}");
     }
 }
 

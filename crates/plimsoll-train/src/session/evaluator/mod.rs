@@ -7,6 +7,7 @@
 pub(crate) mod weight_transfer;
 
 use crate::data::Dataset;
+use crate::engine::arena_use::with_gaps;
 use crate::engine::evaluation::{EvaluationSlice, evaluate_slice};
 use crate::engine::failure::DeviceFailure;
 use crate::engine::tensor_files::load_weights;
@@ -351,12 +352,15 @@ impl Evaluator {
             (None, Some(connection)) => connection.measured_memory(),
             (None, None) => held.map(|held| (held, MeasuredBy::Process)),
         };
+        let arena_measured_bytes = engine.stats().arena_measured_bytes;
+        let tensors = engine.tensors_in_use().cloned();
         Some(DeviceMemory {
             device: plan.name,
             budget_bytes: plan.budget_bytes,
             budget_bytes_at_end: None,
             arena_bytes: plan.arena_bytes,
-            arena_measured_bytes: engine.stats().arena_measured_bytes,
+            arena_measured_bytes,
+            arena_measured_by_category: tensors.map(|tensors| with_gaps(tensors, arena_measured_bytes)),
             predicted_bytes: plan.peak_bytes,
             measured_bytes: measured.map(|(bytes, _)| bytes),
             measured_by: measured.map(|(_, by)| by),
