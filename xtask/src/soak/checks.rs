@@ -6,12 +6,13 @@ use super::execution::{ExecutionOptions, RunValues, execute};
 use super::observed_device::Observation;
 use super::tally::Tally;
 use super::test_device::TestDevice;
-use plimsoll_core::{Bytes, DType, Recipe, RecomputeLevel, Space};
+use plimsoll_core::{Bytes, Category, DType, DevicePlan, Recipe, RecomputeLevel, Space};
 use plimsoll_plan::layout::{ALIGNMENT, Layout};
 use plimsoll_plan::lifetimes::lifetimes;
 use plimsoll_plan::search::{PlanOutcome, plan_recipe, search};
 use plimsoll_program::ProgramSet;
 use plimsoll_program::passes::check::check;
+use std::collections::BTreeMap;
 
 /// Largest permitted relative difference, in f64, of losses and weights between two micro-batch sizes.
 const F64_DISTANCE: f64 = 1e-9;
@@ -187,6 +188,23 @@ fn check_packing_overhead(case: &Case, outcome: &PlanOutcome, tally: &mut Tally)
         let recipe = &outcome.plan.recipe;
         tally.note(format!("packing: {arena} over the bound {bound} ({percent:.4} %), {recipe}: {case}"));
     }
+}
+
+/// Checks that the measured bytes of each category are the planned ones. The plan shows the phase whose highest buffer
+/// ends last, the measurement the one with the most bytes of tensors. If these are two phases, the measured one has
+/// fewer gaps, which count as workspace.
+pub fn check_arena_use(plan: &DevicePlan, used: Option<&BTreeMap<Category, Bytes>>, label: &str, tally: &mut Tally) {
+    let planned = &plan.by_category;
+    let sum = |bytes: &BTreeMap<Category, Bytes>| bytes.values().copied().sum::<Bytes>();
+    let workspace = |bytes: &BTreeMap<Category, Bytes>| bytes.get(&Category::Workspace).copied().unwrap_or_default();
+    let has_fewer_gaps = |used: &&BTreeMap<Category, Bytes>| workspace(used) < workspace(planned);
+    let is_other_phase = used.filter(has_fewer_gaps).is_some_and(|used| sum(used) == sum(planned));
+    if is_other_phase {
+        tally.cover("whose plan and measurement show different phases");
+    }
+    tally.check("measured categories have the planned bytes", used == Some(planned) || is_other_phase, || {
+        format!("{label}: planned {planned:?}, used {used:?}")
+    });
 }
 
 /// Checks that tensors that live at the same time share no bytes, and that every tensor is aligned and inside its

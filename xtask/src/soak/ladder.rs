@@ -4,6 +4,7 @@
 //! name remedies that fit and run. No recipe that fits is overlooked.
 
 use super::case::{Case, Rng};
+use super::checks::check_arena_use;
 use super::execution::{InMemoryFiles, generate_all, train_step};
 use super::observed_device::tensors_at_byte;
 use super::tally::Tally;
@@ -319,10 +320,7 @@ fn run_programs(ladder: &LadderCase, outcome: &PlanOutcome, tally: &mut Tally) -
         format!("{}: {:?}", ladder.label(), &numbers[..numbers.len().min(8)])
     });
     let (stats, used) = (engine.stats(), engine.take_new_arena_use());
-    let by_category = &outcome.plan.devices[0].by_category;
-    tally.check("measured categories have the planned bytes", used.as_ref() == Some(by_category), || {
-        format!("{}: planned {by_category:?}, used {used:?}", ladder.label())
-    });
+    check_arena_use(&outcome.plan.devices[0], used.as_ref(), &ladder.label(), tally);
     for (kind, space, planned, used) in [
         ("arena planned but not used, bytes", Space::Device, planned, stats.arena_measured_bytes.0),
         ("host arena planned but not used, bytes", Space::Host, planned_host, stats.host_measured_bytes.0),
