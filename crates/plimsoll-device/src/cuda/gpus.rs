@@ -137,7 +137,14 @@ impl CudaInstallation {
 /// Fails if there is no driver, or none starts. A driver without any GPU does not start.
 pub fn installation() -> Result<&'static CudaInstallation, LibraryError> {
     static INSTALLATION: OnceLock<Result<CudaInstallation, LibraryError>> = OnceLock::new();
-    INSTALLATION.get_or_init(|| start_driver(Libraries::find())).as_ref().map_err(Clone::clone)
+    INSTALLATION.get_or_init(|| start_driver(libraries().clone())).as_ref().map_err(Clone::clone)
+}
+
+/// Returns NVIDIA's libraries on this machine. The first call in a process searches for them, as [`installation`] does:
+/// a search takes ten milliseconds, and a process does not use libraries that are installed later.
+pub fn libraries() -> &'static Libraries {
+    static LIBRARIES: OnceLock<Libraries> = OnceLock::new();
+    LIBRARIES.get_or_init(Libraries::find)
 }
 
 /// Starts the first driver library that works, and lists its GPUs. There may be several libraries, such as a stub of

@@ -94,7 +94,7 @@ pub(super) fn read() -> (Nvidia, Vec<DeviceInfo>) {
             let gpus = here.gpus.iter().map(|gpu| device_info_now(here, gpu, &nvidia)).collect();
             (nvidia, gpus)
         }
-        Err(error) => (Nvidia::of(&Libraries::find(), Err(error), on_bus(Path::new("/"))), Vec::new()),
+        Err(error) => (Nvidia::of(gpus::libraries(), Err(error), on_bus(Path::new("/"))), Vec::new()),
     }
 }
 
