@@ -89,6 +89,9 @@ struct Options {
     /// With --only budget: only runs with LoRA adapters, whose processes keep their load lines while they plan, too.
     #[arg(long)]
     adapters: bool,
+    /// With --only advice: only plan, and measure no step, on a machine that does other work.
+    #[arg(long)]
+    plans_only: bool,
     /// Program for --only refusals and teams [default: a release build of this workspace].
     #[arg(long)]
     binary: Option<PathBuf>,
@@ -167,7 +170,7 @@ impl Options {
             Some(Part::Teams) => teams::run_team(binary, case.seed, case.number),
             Some(Part::Budget) => budget::run_budget(binary, self.budget_models(), case.seed, case.number),
             Some(Part::Monotone) => monotone::run_question(binary, case.seed, case.number),
-            Some(Part::Advice) => advice::run_advice(binary, self.seed, case.number),
+            Some(Part::Advice) => advice::run_advice(binary, self.seed, case.number, !self.plans_only),
             Some(Part::Plans) => plans::run_plan(case.seed, case.number, self.size, self.device, self.dtype),
             _ => checks::run_case(case),
         }
@@ -181,6 +184,7 @@ impl Options {
         };
         list.extend(self.only.map(|only| format!("--only={}", named(&|| only.to_possible_value()))));
         list.extend(self.adapters.then(|| "--adapters".to_owned()));
+        list.extend(self.plans_only.then(|| "--plans-only".to_owned()));
         list.push(format!("--size={}", named(&|| self.size.to_possible_value())));
         list.extend(self.binary.iter().map(|binary| format!("--binary={}", binary.display())));
         let left = |seconds: u64| seconds.saturating_sub(started.elapsed().as_secs());

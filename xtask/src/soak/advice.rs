@@ -35,12 +35,13 @@ fn model_sizes(rng: &mut Rng) -> ModelSizes {
     ModelSizes { hidden, layers: rng.range(2, 5), heads: 4, kv_heads: rng.pick(&[2, 4]), ffn: 2 * hidden, vocab: 600 }
 }
 
-/// Plans a random run with `--advise` and checks each recommendation. Also trains one case in [`TRAIN_EVERY`].
-pub fn run_advice(binary: &Path, seed: u64, number: u64) -> Tally {
+/// Plans a random run with `--advise` and checks each recommendation. With `trains`, one case in [`TRAIN_EVERY`] is also
+/// trained.
+pub fn run_advice(binary: &Path, seed: u64, number: u64, trains: bool) -> Tally {
     let mut tally = Tally::default();
     let case = AdviceCase::new(binary, seed, number);
     let result = case.and_then(|case| {
-        let checked = case.check(number.is_multiple_of(TRAIN_EVERY), &mut tally);
+        let checked = case.check(trains && number.is_multiple_of(TRAIN_EVERY), &mut tally);
         let _ = fs::remove_dir_all(&case.run.folder);
         checked.with_context(|| case.run.label.clone())
     });

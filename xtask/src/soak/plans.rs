@@ -3,6 +3,7 @@
 //! elsewhere.
 
 use super::case::{Case, Load, Rng};
+use super::checks::check_arena_use;
 use super::tally::Tally;
 use super::test_device::TestDevice;
 use clap::ValueEnum;
@@ -233,10 +234,8 @@ fn train_one_step(
     tally.figure("arena planned but not used, bytes", planned as f64 - used as f64, planned == used, || {
         format!("{case}: planned {planned}, used {used}")
     });
-    let (by_category, used) = (&outcome.plan.devices[0].by_category, engine.take_new_arena_use());
-    tally.check("measured categories have the planned bytes", used.as_ref() == Some(by_category), || {
-        format!("{case}: planned {by_category:?}, used {used:?}")
-    });
+    let used = engine.take_new_arena_use();
+    check_arena_use(&outcome.plan.devices[0], used.as_ref(), &case.to_string(), tally);
     if let Some(held_memory) = held_memory {
         let off = held_memory.0 as f64 - predicted as f64;
         let most = (predicted / 100 + TOLERANCE_BYTES) as f64;
