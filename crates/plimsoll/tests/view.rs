@@ -4,7 +4,7 @@
 mod common;
 
 use common::{Running, SMALL, Shape, Workspace};
-use std::fs::OpenOptions;
+use std::fs::{self, OpenOptions};
 use std::io::Write;
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
@@ -137,4 +137,31 @@ fn view_follows_a_killed_and_resumed_run() {
     tmux.wait_for(&["run  stopped"]);
     tmux.type_keys("q");
     tmux.wait_for(&["exit code 0"]);
+}
+
+/// Returns the only child of a process; `None` without one.
+fn child_of(process: u32) -> Option<u32> {
+    let children = fs::read_to_string(format!("/proc/{process}/task/{process}/children")).ok()?;
+    children.split_whitespace().next()?.parse().ok()
+}
+
+#[test]
+fn view_ends_with_its_terminal() {
+    if !has_tmux() {
+        return;
+    }
+    let workspace = Workspace::new(&SMALL);
+    workspace.succeed(&["train", "run.toml", "--quiet"]);
+    let tmux = Tmux::open(&workspace, SIZES[0]);
+    tmux.wait_for(&["run  done"]);
+    let number = |format: &str| -> u32 { tmux.succeed(&["display-message", "-p", format]).trim().parse().unwrap() };
+    let (server, shell) = (number("#{pid}"), number("#{pane_pid}"));
+    let view = child_of(shell).expect("the shell has started the view");
+    let killed = Command::new("kill").args(["-KILL", &server.to_string()]).status().unwrap();
+    assert!(killed.success());
+    let began = Instant::now();
+    while fs::exists(format!("/proc/{view}")).unwrap() {
+        assert!(began.elapsed() < TIMEOUT, "the view outlives its terminal");
+        std::thread::sleep(Duration::from_millis(20));
+    }
 }

@@ -12,6 +12,8 @@ use plimsoll_serve::remote::{self, RemoteRun, TOKEN_VARIABLE};
 use plimsoll_watch::snapshot::source::Source;
 use plimsoll_watch::snapshot::{RunState, Snapshot};
 use plimsoll_watch::view::{self, Viewer, lines};
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
 use rustix::process::{Pid, Signal, kill_process};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::flag::register;
@@ -162,8 +164,26 @@ fn show(watched: Watched, args: &WatchArgs) -> Result<(), Failure> {
         // The terminal may pass to the shell before this process has restored it.
         keep_terminal_access();
     }
+    // Without this thread, the view outlives its terminal.
+    let _ = thread::Builder::new().name("terminal".into()).stack_size(128 << 10).spawn(end_with_terminal);
     let mut viewer = TerminalViewer { watched, of_process: args.of_process, stop };
     view::show(Duration::from_secs_f64(args.interval), &mut viewer)
+}
+
+/// Ends this process once its terminal is gone. The view cannot: it waits for keys in a library call that never returns on
+/// a closed terminal.
+fn end_with_terminal() {
+    let terminal = io::stdin();
+    let mut ends = [PollFd::new(&terminal, PollFlags::empty())];
+    let waited = loop {
+        match poll(&mut ends, None) {
+            Err(Errno::INTR) => {}
+            waited => break waited,
+        }
+    };
+    if waited.is_ok() && ends[0].revents().intersects(PollFlags::HUP | PollFlags::ERR) {
+        std::process::exit(Exit::Done as i32);
+    }
 }
 
 /// Prints the lines of a snapshot each `period`, until the run has ended or the output is closed.
