@@ -82,11 +82,15 @@ def test_figures_of_silent_node_become_unknown(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("words", [["check"], ["watch", "1"]])
 def test_machine_without_cluster_gets_a_message(tmp_path: Path, words: list[str]) -> None:
     pytest.importorskip("ray", reason="no Ray: pip install 'plimsoll-train[ray]'")
-    env = {**os.environ, "PLIMSOLL_RAY_STATE": str(tmp_path)}
+    # The folder of the tests holds the sources of the package without its library.
+    env = {**os.environ, "PLIMSOLL_RAY_STATE": str(tmp_path), "PYTHONSAFEPATH": "1"}
     command = [sys.executable, "-m", "plimsoll.ray.inspection", *words]
-    said = subprocess.run(command, env=env, stdin=subprocess.PIPE, capture_output=True, text=True, timeout=60)
-    assert json.loads(said.stdout)["error"]["message"] == "this machine has joined no cluster"
-    assert said.returncode == 2
+    # The process ends early when its input is closed.
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        assert process.wait(timeout=60) == 2
+    assert json.loads(said)["error"]["message"] == "this machine has joined no cluster"
 
 
 def test_doctor_and_watch_need_no_cluster(command: Path, tmp_path: Path) -> None:

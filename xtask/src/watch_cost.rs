@@ -301,19 +301,21 @@ fn write_many_events(log: &Path, stop: &AtomicBool) {
     let (began, mut step) = (Instant::now(), 0u64);
     while !stop.load(Ordering::Relaxed) {
         let due = (began.elapsed().as_secs_f64() * EVENTS_PER_SECOND as f64) as u64;
-        let mut lines = String::new();
-        for _ in step..due {
-            step += 1;
-            lines += &format!(
-                "{{\"version\":1,\"time\":{:.6},\"event\":\"step\",\"step\":{step},\"loss\":2.975312330387533,\
-                 \"norm\":4.798371072294086,\"learning_rate\":0.00015,\"tokens\":1536,\"labelled_tokens\":640,\
-                 \"seconds\":0.0001,\"bytes\":43737088}}\n",
-                now()
-            );
-        }
+        let lines: String = (step..due).map(|number| step_line(number + 1, now())).collect();
+        step = due;
         file.write_all(lines.as_bytes()).expect("the log can be written");
         thread::sleep(Duration::from_secs(1) / WRITES_PER_SECOND as u32);
     }
+}
+
+/// Formats the event of a step.
+fn step_line(step: u64, time: f64) -> String {
+    let record = json!({
+        "version": 1, "time": time, "event": "step", "step": step, "loss": 2.975_312_330_387_533,
+        "norm": 4.798_371_072_294_086, "learning_rate": 0.00015, "tokens": 1536, "labelled_tokens": 640,
+        "seconds": 0.0001, "bytes": 43_737_088,
+    });
+    format!("{record}\n")
 }
 
 /// Opens the events of a page.

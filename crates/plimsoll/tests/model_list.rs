@@ -20,6 +20,7 @@ fn row<'a>(rows: &'a [Value], model: &str, rungs: &[&str]) -> &'a Value {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn rows_are_plans_of_the_planner() {
     let workspace = Workspace::new(&SMALL);
     // A folder with the name of a preset does not replace it.
@@ -60,6 +61,7 @@ fn shlex_words(command: &str) -> Vec<String> {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn folders_and_cache_are_listed_beside_presets() {
     let workspace = Workspace::new(&SMALL);
     let cached = "hub/models--a--tiny/snapshots/0a";
@@ -104,6 +106,7 @@ fn useful_models_come_first_and_misfits_last() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn model_that_one_device_alone_holds_is_found() {
     // The small card has room for its charges and for no part of the model.
     let workspace = Workspace::new(&SMALL);

@@ -19,6 +19,7 @@ fn bench(workspace: &Workspace, code: i32, more: &[&str]) -> (Vec<Value>, String
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn failing_model_does_not_stop_others() {
     let workspace = Workspace::new(&SMALL);
     std::fs::create_dir(workspace.path("broken")).unwrap();

@@ -176,6 +176,7 @@ fn machines_on_paper_offload_to_their_own_hosts() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn plan_names_the_host_memory_of_each_machine() {
     let size = ["--model", "smollm2-360m", "--sequence", "256", "--batch-tokens", "4096"];
     let planned = |devices: &str, more: &[&str]| {

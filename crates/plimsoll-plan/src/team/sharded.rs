@@ -758,7 +758,7 @@ mod tests {
         for case in 0..16 {
             let link = Link { bytes_per_second: [1e10, 4e8][case % 2], latency_seconds: 1e-5 };
             let mut devices = vec![device(1.0, Bytes::mib((80.0 * 4f64.powf(random())) as u64), link)];
-            while devices.len() < 3 + case / 12 {
+            while devices.len() < 3 + case / 15 {
                 let pace = 10f64.powf(-2.0 * random());
                 let slow = device(pace, Bytes::mib((80.0 * 4f64.powf(random())) as u64), link);
                 let same_again = devices[1..].last().filter(|_| random() < 0.4).cloned();

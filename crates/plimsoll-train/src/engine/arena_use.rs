@@ -1,7 +1,7 @@
 //! Measured use of a device's arena: the tensors in use while ops run, and the bytes of each category at the fullest
 //! moment. It checks what the plan predicts, so it knows neither the planner's lifetimes nor the placement.
 //!
-//! [`ArenaUse`] observes the first run of each Program after a start or a re-plan. In a loop over micro-batches it
+//! `ArenaUse` observes the first run of each Program after a start or a re-plan. In a loop over micro-batches it
 //! observes all runs of the first step, because some ops run for the last micro-batch only. Later runs cost nothing.
 //!
 //! | tensor | in use |

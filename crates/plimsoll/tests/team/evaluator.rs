@@ -63,6 +63,7 @@ fn excluded_device_evaluates_without_changing_bits() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn evaluator_uses_exact_team_weights() {
     let workspace = Workspace::new(&QUICK);
     // Evaluations long enough to be worth a slow link, and rare enough for a slow device.
