@@ -100,8 +100,8 @@ impl<'a> Planner<'a> {
     /// fit.
     ///
     /// Work in a team adds charges. If the run file allows one device, each CPU or virtual device of this process that
-    /// has lower charges alone is therefore also planned alone. The best of these plans replaces that of a team which
-    /// does not fit, is slower, or loses more accuracy. A run with a previous plan that fits keeps its team.
+    /// has lower charges alone is therefore planned alone if no plan for all fits, and the best of these plans is
+    /// taken.
     ///
     /// # Errors
     /// The run file fixes choices that do not match the model. It asks for a scratch file with several devices. A GPU
@@ -129,8 +129,7 @@ impl<'a> Planner<'a> {
         self.settle_best_if_fits(devices, &charges_alone, evaluations)
     }
 
-    /// Plans the run on several devices together and on each of them alone, and returns the better plan; `None` if
-    /// nothing fits. `charges_alone` holds the charges of each device without a team. Stores the charges of the plan in
+    /// Plans the run on several devices together or, if that does not fit, on each of them alone; `None` if nothing fits. `charges_alone` holds the charges of each device without a team. Stores the charges of the plan in
     /// `devices`.
     fn settle_best_if_fits(
         &self,
@@ -140,12 +139,15 @@ impl<'a> Planner<'a> {
     ) -> Result<Option<TeamOutcome>, Failure> {
         let mut alone = devices.to_vec();
         let outcome = self.settle_if_fits(devices, ProgramCharging::All, evaluations)?;
-        let as_team = outcome.as_ref().map(|outcome| &outcome.plan);
-        let better = self.best_alone(&mut alone, charges_alone, as_team)?;
-        if better.is_some() {
+        // Further plans would take memory of this process under its load lines.
+        if outcome.is_some() {
+            return Ok(outcome);
+        }
+        let found = self.best_alone(&mut alone, charges_alone, None)?;
+        if found.is_some() {
             devices.clone_from_slice(&alone);
         }
-        Ok(better.or(outcome))
+        Ok(found)
     }
 
     /// Plans until charges and plan agree, like [`Planner::settle`], without a previous plan. Returns `None` if nothing
