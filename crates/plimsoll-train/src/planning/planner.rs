@@ -126,12 +126,12 @@ impl<'a> Planner<'a> {
         }
         let charges_alone: Vec<Bytes> = devices.iter().map(|device| device.charges).collect();
         add_team_charges(devices, self.run);
-        self.settle_best_if_fits(devices, &charges_alone, evaluations)
+        self.settle_together_or_alone(devices, &charges_alone, evaluations)
     }
 
-    /// Plans the run on several devices together or, if that does not fit, on each of them alone; `None` if nothing fits. `charges_alone` holds the charges of each device without a team. Stores the charges of the plan in
-    /// `devices`.
-    fn settle_best_if_fits(
+    /// Plans the run on several devices together or, if that does not fit, on one of them; `None` if nothing fits.
+    /// `charges_alone` holds the charges of each device without a team. Stores the charges of the plan in `devices`.
+    fn settle_together_or_alone(
         &self,
         devices: &mut [DeviceSpec],
         charges_alone: &[Bytes],
@@ -143,7 +143,7 @@ impl<'a> Planner<'a> {
         if outcome.is_some() {
             return Ok(outcome);
         }
-        let found = self.best_alone(&mut alone, charges_alone, None)?;
+        let found = self.best_alone(&mut alone, charges_alone)?;
         if found.is_some() {
             devices.clone_from_slice(&alone);
         }
@@ -327,7 +327,7 @@ impl<'a> Planner<'a> {
         // A resumed run keeps its team. All others are refused only if nothing fits, because remedies take long to find.
         let fresh = match self.previous {
             Some(_) => None,
-            None => self.settle_best_if_fits(devices, &charges_alone, evaluations)?,
+            None => self.settle_together_or_alone(devices, &charges_alone, evaluations)?,
         };
         let mut outcome = match fresh {
             Some(outcome) => {
@@ -341,7 +341,7 @@ impl<'a> Planner<'a> {
                 let kept = self.settle(devices, charging, team)?;
                 as_team = devices.to_vec();
                 let refused = self.previous.is_some() && !kept.plan.fits;
-                let alone = if refused { self.best_alone(devices, &charges_alone, None)? } else { None };
+                let alone = if refused { self.best_alone(devices, &charges_alone)? } else { None };
                 alone.unwrap_or(kept)
             }
         };
@@ -351,18 +351,13 @@ impl<'a> Planner<'a> {
         Ok(outcome)
     }
 
-    /// Plans the run for each device alone, and returns the best plan that is better than `team`; `None` if there is
-    /// none. `team` is a plan for all devices; `None` if that does not fit.
+    /// Plans the run for each device alone, and returns the best plan; `None` if the run fits on no device alone. Call it
+    /// if no plan for all devices fits: work in a team adds charges, without which one device may suffice.
     ///
     /// `charges_alone` holds the charges of each device without a team. Only CPU and virtual devices in this process
     /// are tried, if these charges are lower than the present ones and the run file allows one device. On success,
     /// stores the charges of the plan in `devices`.
-    fn best_alone(
-        &self,
-        devices: &mut [DeviceSpec],
-        charges_alone: &[Bytes],
-        team: Option<&Plan>,
-    ) -> Result<Option<TeamOutcome>, Failure> {
+    fn best_alone(&self, devices: &mut [DeviceSpec], charges_alone: &[Bytes]) -> Result<Option<TeamOutcome>, Failure> {
         let mut best: Option<(TeamOutcome, Vec<DeviceSpec>)> = None;
         for number in 0..devices.len() {
             let can_gain = devices[number].in_process() && charges_alone[number] < devices[number].charges;
@@ -373,8 +368,8 @@ impl<'a> Planner<'a> {
             candidates[number].charges = charges_alone[number];
             let charging = ProgramCharging::Alone(number);
             let Some(outcome) = self.settle_if_fits(&mut candidates, charging, None)? else { continue };
-            let plan_to_beat = best.as_ref().map(|(outcome, _)| &outcome.plan).or(team);
-            if charging.applies_to(&outcome) && plan_to_beat.is_none_or(|other| is_better(&outcome.plan, other)) {
+            let is_best = best.as_ref().is_none_or(|(other, _)| is_better(&outcome.plan, &other.plan));
+            if charging.applies_to(&outcome) && is_best {
                 best = Some((outcome, candidates));
             }
         }
