@@ -49,7 +49,8 @@ fn machine_without_nvidia_is_noted_not_refused() {
     assert_eq!(find(&findings, "no-nvidia-gpu").is_some(), !has_driver && !has_card, "{findings:?}");
     assert_eq!(find(&findings, "driver-missing").is_some(), !has_driver && has_card, "{findings:?}");
     let text = workspace.run(&["doctor"]).stdout;
-    for finding in &findings {
+    // The two commands measure the load of the machine apart: one may find busy processors, the other not.
+    for finding in findings.iter().filter(|finding| finding["id"] != "cpu-busy") {
         let start = format!("{} {}: ", finding["severity"].as_str().unwrap(), finding["id"].as_str().unwrap());
         assert!(text.lines().any(|line| line.starts_with(&start)), "{start}: {text}");
     }

@@ -547,7 +547,7 @@ fn process_without_gpu_shows_host_memory() {
 #[test]
 fn lines_say_that_no_gpu_memory_is_known() {
     let machine = Machine::new("h200");
-    let worker = Worker::start("exec sleep 0.5");
+    let worker = Worker::start("exec sleep 4");
     let done = machine.succeed(&["watch", "--pid", &worker.pid(), "--interval", "0.1"]);
     let mut lines = done.stdout.lines();
     let first = lines.next().unwrap();
@@ -565,7 +565,7 @@ fn lines_say_that_no_gpu_memory_is_known() {
 #[test]
 fn unreported_memory_of_a_process_is_unknown() {
     let mut machine = Machine::new("wsl");
-    let worker = Worker::start("exec sleep 0.5");
+    let worker = Worker::start("exec sleep 4");
     machine.workspace.write("processes", format!("0 {} 700 C -\n", worker.pid()));
     machine.set("PROCESSES", machine.workspace.path("processes").to_str().unwrap());
     let done = machine.succeed(&["watch", "--pid", &worker.pid(), "--json", "--interval", "0.1"]);
