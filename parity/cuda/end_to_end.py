@@ -148,7 +148,7 @@ class EndToEnd(unittest.TestCase):
     def test_driver_change_warns_and_retunes(self):
         run = "another-driver"
         _, whole, _ = self.counted()
-        self.train(run, precision="bf16", exit=4, stand_in=dict(LOST_AT=int(0.95 * whole)))
+        self.train(run, like="gpu-bf16", precision="bf16", exit=4, stand_in=dict(LOST_AT=int(0.95 * whole)))
         self.run_program("train", "--quiet", "--resume", self.root / run, DRIVER=13030)
         warnings = self.warnings(run)
         self.assertTrue(any("CUDA 13.3" in output and "CUDA 13.2" in output for output in warnings), warnings)
@@ -163,10 +163,10 @@ class EndToEnd(unittest.TestCase):
         self.assertGreater(most, budget - (16 << 20))
 
     def counted(self):
-        """Returns allocations, launches and peak bytes of a complete bf16 run."""
+        """Returns allocations, launches and peak bytes of a complete bf16 run with the plan of `gpu-bf16`."""
         self.once("gpu-bf16", precision="bf16")
         if "counted" not in self.done_runs:
-            output = self.train("counted", precision="bf16", stand_in=dict(COUNT=1))
+            output = self.train("counted", like="gpu-bf16", precision="bf16", stand_in=dict(COUNT=1))
             self.done_runs["counted"] = self.counts(output)
         return self.done_runs["counted"]
 
@@ -187,7 +187,8 @@ class EndToEnd(unittest.TestCase):
         allocations, *_ = self.counted()
         self.once("gpu-bf16", precision="bf16")
         for number in sorted({2, max(2, allocations // 2), allocations}):
-            output = self.train(f"refused-{number}", precision="bf16", exit=3, stand_in=dict(OOM_AT=number))
+            refused = dict(OOM_AT=number)
+            output = self.train(f"refused-{number}", like="gpu-bf16", precision="bf16", exit=3, stand_in=refused)
             self.assertNotIn("bug", output)
         # The first allocation tests whether memory can be mapped. Without it the arena is plain memory.
         self.train("refused-1", precision="bf16", stand_in=dict(OOM_AT=1))

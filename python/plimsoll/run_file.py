@@ -17,6 +17,10 @@ from plimsoll.results import Rung as Rung
 AnyPath = Union[str, "os.PathLike[str]"]
 
 
+#: A format of records.
+Format = Literal["auto", "text", "tokens", "messages", "sharegpt", "alpaca", "prompt_completion", "preference"]
+
+
 class ModelSection(TypedDict, total=False):
     """``[model]``: the model; one of ``path`` and ``preset``."""
 
@@ -27,16 +31,30 @@ class ModelSection(TypedDict, total=False):
     ignore_config_keys: Sequence[str]
 
 
+class DataSource(TypedDict, total=False):
+    """``[[data.source]]``: a source of training data."""
+
+    path: AnyPath | Sequence[AnyPath]
+    weight: float
+    format: Format
+    split: Literal["train", "validation", "test"]
+
+
 class DataSection(TypedDict, total=False):
     """``[data]``: training and evaluation data."""
 
     train: AnyPath | Sequence[AnyPath]
     eval: AnyPath | Sequence[AnyPath]
-    format: Literal["text", "tokens"]
+    format: Format
+    template: AnyPath
+    train_on: Literal["assistant", "last", "all", "completion"]
+    train_on_end: Literal["turn", "last", "none"]
+    not_prefix: Literal["split", "refuse"]
     sequence: int
     pack: bool
     long: Literal["split", "refuse"]
     shuffle: bool
+    source: Sequence[DataSource]
 
 
 class TrainSection(TypedDict, total=False):
@@ -69,8 +87,9 @@ class LoraSection(TypedDict, total=False):
 
     rank: int
     alpha: float
+    rslora: bool
     dropout: float
-    targets: Sequence[str]
+    targets: str | Sequence[str]
 
 
 class MemorySection(TypedDict, total=False):
@@ -135,13 +154,15 @@ def settings(sections: Mapping[str, object]) -> list[str]:
 
 
 def _toml(value: object) -> str:
-    """Formats a value as TOML, which is JSON for strings, numbers, booleans and lists of them."""
-    return json.dumps(value, ensure_ascii=False, default=_to_plain)
-
-
-def _to_plain(value: object) -> object:
+    """Formats a value as TOML, on one line. Strings, numbers and booleans are written as in JSON."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(str(key))} = {_toml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if isinstance(value, Sequence):
-        return list(value)
+        return _toml(os.fspath(value))
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value, ensure_ascii=False, default=_refuse)
+
+
+def _refuse(value: object) -> object:
     raise TypeError(f"a run file cannot contain {value!r}")

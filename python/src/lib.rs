@@ -19,7 +19,7 @@ use plimsoll_device::machine::Machine;
 use plimsoll_plan::device_request::{DeviceAttributes, DeviceRequest, DevicesRequest, RequestError};
 use plimsoll_train::config::RunConfig;
 use plimsoll_train::planning;
-use plimsoll_train::resolve::{self, RunRequest};
+use plimsoll_train::resolve::{self, HubNeed, RunRequest, fetch_hub_files};
 use plimsoll_train::{remote, session::control};
 use plimsoll_watch::devices as shown;
 use pyo3::prelude::*;
@@ -28,15 +28,20 @@ use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Loads a run file with settings, and connects to its remote devices. Settings without a file are a run of their own
-/// if they name a model; otherwise they change the built-in example.
-fn load_run(path: Option<&Path>, settings: &[String]) -> Result<RunRequest, Failure> {
-    with_remote_devices(match path {
-        None if settings.iter().any(|setting| setting.starts_with("model.")) => {
-            RunConfig::from_settings(settings)?.into()
-        }
-        path => RunConfig::load(path, settings)?.into(),
-    })
+/// Loads a run file with settings, fetches its files of the hub, and connects to its remote devices. Settings without a
+/// file are a run of their own if they name a model; otherwise they change the built-in example.
+fn load_run(path: Option<&Path>, settings: &[String], need: HubNeed) -> Result<RunRequest, Failure> {
+    let config = match path {
+        None if settings.iter().any(|setting| setting.starts_with("model.")) => RunConfig::from_settings(settings)?,
+        path => RunConfig::load(path, settings)?,
+    };
+    with_files_and_devices(config.into(), need)
+}
+
+/// Fetches the files of hub ids in a run, and connects it to its remote devices.
+fn with_files_and_devices(mut run: RunRequest, need: HubNeed) -> Result<RunRequest, Failure> {
+    fetch_hub_files(&mut run.config, need, &mut |_| ())?;
+    with_remote_devices(run)
 }
 
 /// Connects a run to its devices of the cluster, if it has some. For the connection, starts this Python interpreter as
@@ -65,7 +70,7 @@ fn plan(
     must_fit: bool,
 ) -> PyResult<String> {
     run_detached(py, || {
-        let run = load_run(path.as_deref(), &settings)?;
+        let run = load_run(path.as_deref(), &settings, HubNeed::Plan)?;
         let plan = planning::plan(&run, explain)?.outcome.plan;
         if must_fit && !plan.fits {
             return Err(refusal(&run.devices(), &plan));

@@ -2,10 +2,10 @@
 //! and handles signals.
 
 use crate::failure::{catch_panic, refusal, refusal_of_preparation, to_exception};
-use crate::{json, load_run, with_remote_devices};
+use crate::{json, load_run, with_files_and_devices};
 use plimsoll_core::{Failure, Record, RunStatus};
 use plimsoll_serve::run_logs::RunLogs;
-use plimsoll_train::resolve::RunRequest;
+use plimsoll_train::resolve::{HubNeed, RunRequest};
 use plimsoll_train::session::outcome::Outcome;
 use plimsoll_train::session::start::{Resumed, Run};
 use pyo3::exceptions::PyKeyboardInterrupt;
@@ -123,12 +123,14 @@ fn outcome_for_caller(py: Python<'_>, ended: Result<Ended, Failure>, interrupt: 
 impl TrainRequest {
     fn run(self, sender: &Sender<RunMessage>, stop: &AtomicBool) -> Result<Ended, Failure> {
         let mut run = match &self.resume {
-            Some(folder) => match Run::resume(with_remote_devices(RunRequest::resume(folder, &self.settings)?)?)? {
-                Resumed::Continue(run) => *run,
-                Resumed::Done(outcome) => return Ok(ended(*outcome)),
-            },
+            Some(folder) => {
+                match Run::resume(with_files_and_devices(RunRequest::resume(folder, &self.settings)?, HubNeed::Run)?)? {
+                    Resumed::Continue(run) => *run,
+                    Resumed::Done(outcome) => return Ok(ended(*outcome)),
+                }
+            }
             None => {
-                let request = load_run(self.path.as_deref(), &self.settings)?;
+                let request = load_run(self.path.as_deref(), &self.settings, HubNeed::Run)?;
                 request.check_trainable()?;
                 Run::new(request)?
             }

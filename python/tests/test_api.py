@@ -63,6 +63,10 @@ def test_settings_are_written_as_toml() -> None:
     ]
     with pytest.raises(plimsoll.InputError, match="a \"b\""):
         plimsoll.plan(**given)
+    mixture: RunFile = {"data": {"source": [{"path": Path("z"), "weight": 0.5}, {"path": ["x", "y"], "weight": 2}]}}
+    assert settings(mixture) == [
+        'data.source=[{"path" = "z", "weight" = 0.5}, {"path" = ["x", "y"], "weight" = 2}]'
+    ]
 
 
 def test_train_delivers_events_and_returns_folder_content(tmp_path: Path) -> None:

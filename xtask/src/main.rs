@@ -9,6 +9,7 @@ mod kill;
 mod memory;
 mod predict;
 mod program;
+mod render_chat;
 mod scaling_efficiency;
 mod schema;
 mod soak;
@@ -27,6 +28,7 @@ const USAGE: &str = "usage: cargo xtask CHORE
   kill        kill runs at random moments and compare their final files (see kill --help)
   memory      print the memory of a GPU from before its context to after its end, as JSON: memory cuda:0
   predict     compare predicted and measured step times of random recipes (see predict --help)
+  render-chat render conversations from JSON lines with chat templates, for parity/templates.py
   schema      write the JSON schemas of docs/schema and the Python types of python/plimsoll/results.py
   soak        test on random models that plans are exact (see soak --help)
   stand-in    run the program on a stand-in for a GPU (runs on the CPU) and compare it with the CPU
@@ -46,6 +48,7 @@ fn main() -> anyhow::Result<()> {
         Some("kill") => kill::run(&arguments[1..]),
         Some("memory") => memory::run(&arguments[1..]),
         Some("predict") => predict::run(&arguments[1..]),
+        Some("render-chat") => render_chat::run(),
         Some("schema") => schema::run(&arguments[1..]),
         Some("soak") => soak::run(&arguments[1..]),
         Some("style") => style::run(&arguments[1..]),

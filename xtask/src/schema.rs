@@ -13,9 +13,12 @@ use plimsoll_core::{ModelsBench, Plan, Record, RunResult, SweepReport};
 use plimsoll_device::bench::Bench;
 use plimsoll_device::machine::Machine;
 use plimsoll_train::bench::StepBench;
-use plimsoll_train::inference::{EvaluationLoss, GeneratedText};
+use plimsoll_train::inference::evaluation::EvaluationLoss;
+use plimsoll_train::inference::export::ExportedFile;
+use plimsoll_train::inference::generation::GeneratedText;
 use plimsoll_train::session::control::BudgetChange;
 use plimsoll_train::session::outcome::Outcome;
+use plimsoll_watch::data_report::DataReport;
 use plimsoll_watch::logging::message::WebhookMessage;
 use plimsoll_watch::model_list::ModelList;
 use plimsoll_watch::process::ProcessReading;
@@ -80,6 +83,7 @@ fn documents() -> Vec<(&'static str, Value)> {
         ("sweep", schema_of::<SweepReport>()),
         ("devices", schema_of::<Machine>()),
         ("models", schema_of::<ModelList>()),
+        ("data", schema_of::<DataReport>()),
         ("snapshot", schema_of::<Snapshot>()),
         ("process", schema_of::<ProcessReading>()),
         ("doctor", schema_of::<doctor::Report>()),
@@ -90,6 +94,7 @@ fn documents() -> Vec<(&'static str, Value)> {
         ("budget", schema_of::<BudgetChange>()),
         ("evaluation", schema_of::<EvaluationLoss>()),
         ("generation", schema_of::<GeneratedText>()),
+        ("export", schema_of::<ExportedFile>()),
         ("bench-devices", schema_of::<Bench>()),
         ("bench-models", schema_of::<ModelsBench>()),
         ("bench-step", schema_of::<StepBench>()),

@@ -51,7 +51,7 @@ const CASE_SECONDS_MAX: u64 = 300;
 
 /// Test on random small models and on whole processes that plans are exact.
 ///
-/// A full soak has --runs 300, and --runs 5000 with --only hostile. CI uses --runs 40, and --runs 300 with --only hostile.
+/// A full soak has --runs 300, and --runs 5000 with --only hostile. CI uses --runs 24, and --runs 300 with --only hostile.
 /// `cargo test` runs a smaller part in xtask/tests/exact.rs.
 #[derive(Debug, Parser)]
 #[command(name = "cargo xtask soak", no_binary_name = true)]
@@ -92,6 +92,9 @@ struct Options {
     /// With --only advice: only plan, and measure no step, on a machine that does other work.
     #[arg(long)]
     plans_only: bool,
+    /// With --only monotone: only models of few layers on at most four devices.
+    #[arg(long)]
+    small: bool,
     /// Program for --only refusals and teams [default: a release build of this workspace].
     #[arg(long)]
     binary: Option<PathBuf>,
@@ -169,7 +172,7 @@ impl Options {
             Some(Part::Refusals) => refusals::run_refusals(binary, case.seed, case.number),
             Some(Part::Teams) => teams::run_team(binary, case.seed, case.number),
             Some(Part::Budget) => budget::run_budget(binary, self.budget_models(), case.seed, case.number),
-            Some(Part::Monotone) => monotone::run_question(binary, case.seed, case.number),
+            Some(Part::Monotone) => monotone::run_question(binary, (case.seed, case.number), self.small),
             Some(Part::Advice) => advice::run_advice(binary, self.seed, case.number, !self.plans_only),
             Some(Part::Plans) => plans::run_plan(case.seed, case.number, self.size, self.device, self.dtype),
             _ => checks::run_case(case),
@@ -185,6 +188,7 @@ impl Options {
         list.extend(self.only.map(|only| format!("--only={}", named(&|| only.to_possible_value()))));
         list.extend(self.adapters.then(|| "--adapters".to_owned()));
         list.extend(self.plans_only.then(|| "--plans-only".to_owned()));
+        list.extend(self.small.then(|| "--small".to_owned()));
         list.push(format!("--size={}", named(&|| self.size.to_possible_value())));
         list.extend(self.binary.iter().map(|binary| format!("--binary={}", binary.display())));
         let left = |seconds: u64| seconds.saturating_sub(started.elapsed().as_secs());

@@ -152,8 +152,10 @@ impl Bench {
         Ok(fs::read_to_string(self.folder.join("run/events.jsonl"))?)
     }
 
-    /// Measures the steps of the run for `time` without a reader, and then for `time` with it.
+    /// Measures the steps of the run for `time` without a reader, and then for `time` with it. A log of many events is
+    /// written in both cases.
     fn measure(&self, reader: Reader, time: Duration, figures: &mut Figures) -> Result<()> {
+        let _writer = (reader == Reader::ViewOfManyEvents).then(|| EventWriter::start(&self.folder)).transpose()?;
         let began = self.log()?.len();
         thread::sleep(time);
         let without = self.log()?;
@@ -174,13 +176,7 @@ impl Bench {
         let mut threads = vec![];
         let child = match reader {
             Reader::View => self.start_view("run")?,
-            Reader::ViewOfManyEvents => {
-                let log = self.folder.join("many/events.jsonl");
-                let stop = Arc::clone(&stop);
-                threads.push(thread::spawn(move || write_many_events(&log, &stop)));
-                thread::sleep(Duration::from_millis(100));
-                self.start_view("many")?
-            }
+            Reader::ViewOfManyEvents => self.start_view("many")?,
             Reader::Page => self.start_page(1, &stop, &mut threads)?,
             Reader::PageOfManyClients => self.start_page(CLIENTS, &stop, &mut threads)?,
         };
@@ -257,6 +253,29 @@ impl Drop for RunningReader {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
         self.threads.drain(..).for_each(|thread| drop(thread.join()));
+    }
+}
+
+/// A thread that writes a log of many events. Dropping it ends the thread.
+struct EventWriter {
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl EventWriter {
+    /// Starts a new log in the folder of a [`Bench`].
+    fn start(folder: &Path) -> Result<EventWriter> {
+        let (log, stop) = (folder.join("many/events.jsonl"), Arc::new(AtomicBool::new(false)));
+        let stopped = Arc::clone(&stop);
+        let thread = thread::Builder::new().spawn(move || write_many_events(&log, &stopped))?;
+        Ok(EventWriter { stop, thread: Some(thread) })
+    }
+}
+
+impl Drop for EventWriter {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        self.thread.take().map(JoinHandle::join);
     }
 }
 

@@ -13,6 +13,10 @@ pub fn resident() -> io::Result<Bytes> {
     status_field("VmRSS")
 }
 
+/// Bytes by which [`resident`] and [`peak_resident`] may be too low on a machine of a few cores: each core adds its pages to
+/// the count of a process 32 at a time (`percpu_counter_batch` in Linux).
+pub const COUNTER_LAG_BYTES: Bytes = Bytes(256 << 10);
+
 /// Returns the peak of this process's resident memory since its start or the last [`reset_peak`] (`VmHWM`).
 ///
 /// # Errors

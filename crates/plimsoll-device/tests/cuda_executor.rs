@@ -87,8 +87,15 @@ impl TrainingForm {
     /// LoRA adapters on every projection, with dropout, over a frozen base.
     fn adapters(base: Base) -> TrainingForm {
         let targets = Target::ALL.into_iter().collect();
-        let lora =
-            Lora { rank: 3, alpha: 6.0, dropout: 0.1, targets, seed: 9, source: WeightSource::Random { seed: 9 } };
+        let lora = Lora {
+            rank: 3,
+            alpha: 6.0,
+            rank_stabilized: false,
+            dropout: 0.1,
+            targets,
+            seed: 9,
+            source: WeightSource::Random { seed: 9 },
+        };
         TrainingForm { method: Method::Lora(lora), base, ..TrainingForm::FULL }
     }
 }

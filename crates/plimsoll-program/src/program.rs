@@ -6,7 +6,7 @@ use crate::op::{Op, OpKind};
 use crate::tensor::{Tensor, TensorId};
 use plimsoll_core::{Space, WorkKind};
 use serde::{Deserialize, Serialize};
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 
 /// A part of a Program that runs `repeat` times: a transformer layer, or a piece of a large tensor.
@@ -229,6 +229,20 @@ impl ProgramSet {
     /// Returns the id of the tensor with this name, and `None` if the set has none.
     pub fn find(&self, name: &str) -> Option<TensorId> {
         self.tensors.iter().position(|t| t.name == name).map(|i| TensorId(i as u32))
+    }
+
+    /// Removes the Programs for which `wanted` is false, and phases without Programs.
+    pub fn retain_programs(&mut self, wanted: impl Fn(&Program) -> bool) {
+        let programs = std::mem::take(&mut self.programs);
+        let mut new_indices: HashMap<usize, usize> = HashMap::new();
+        for (number, program) in programs.into_iter().enumerate().filter(|(_, program)| wanted(program)) {
+            new_indices.insert(number, self.programs.len());
+            self.programs.push(program);
+        }
+        for phase in &mut self.phases {
+            phase.programs = phase.programs.iter().filter_map(|number| new_indices.get(number).copied()).collect();
+        }
+        self.phases.retain(|phase| !phase.programs.is_empty());
     }
 
     /// Returns the Program of this kind, and `None` if the set has none.

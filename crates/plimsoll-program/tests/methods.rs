@@ -29,6 +29,7 @@ fn lora(targets: &[Target], dropout: f64) -> Lora {
     Lora {
         rank: 16,
         alpha: 32.0,
+        rank_stabilized: false,
         dropout,
         targets: targets.to_vec(),
         seed: 5,

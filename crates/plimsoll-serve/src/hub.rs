@@ -247,9 +247,15 @@ impl Listener {
             return None;
         }
         // A reading that is ready comes before the end.
-        let is_read = match future::select(pin!(self.newest.changed()), pin!(self.end.wait())).await {
-            Either::Left((changed, _)) => changed.is_ok(),
-            Either::Right(_) => {
+        let changed = match future::select(pin!(self.newest.changed()), pin!(self.end.wait())).await {
+            Either::Left((changed, _)) => Some(changed.is_ok()),
+            Either::Right(_) => None,
+        };
+        let is_read = match changed {
+            Some(is_read) => is_read,
+            // The thread that sent it may not have woken this listener yet.
+            None if self.newest.has_changed().unwrap_or(false) => true,
+            None => {
                 self.is_over = true;
                 return Some(Bytes::from_static(END));
             }

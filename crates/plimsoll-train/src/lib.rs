@@ -16,7 +16,7 @@
 //!
 //! | layer | modules |
 //! |---|---|
-//! | data and files | [`config`], [`data`], [`files`], `events` (`events.jsonl`), `step_times` |
+//! | data and files | [`config`], [`data`], [`files`], [`gguf`] (files for llama.cpp), [`hub`] (models and data of the Hugging Face Hub), `events` (`events.jsonl`), `step_times` |
 //! | signs of life and faults | `heartbeat`, [`fault_injection`] |
 //! | other processes | [`remote`]: connections to devices of other processes, as the run sees them |
 //! | this machine | [`resolve`] |
@@ -64,7 +64,9 @@ pub mod engine;
 mod events;
 pub mod fault_injection;
 pub mod files;
+pub mod gguf;
 mod heartbeat;
+pub mod hub;
 pub mod inference;
 pub mod planning;
 mod recovery;

@@ -75,11 +75,13 @@ impl Case {
         let spec = DataSpec {
             patterns: vec![self.path.join(file).display().to_string()],
             format: Format::Tokens,
+            split: None,
             sequence: self.sequence,
             pack: false,
             long: LongSamples::Refuse,
             vocab: self.dir.config.vocab,
             end_token: None,
+            chat: plimsoll_train::data::ChatSpec::default(),
         };
         let data = Dataset::open(&spec, None, cache, 1, &mut |_, _| ControlFlow::Continue(())).expect("the data opens");
         let rows = Rows::new(data.rows(), self.sequence);

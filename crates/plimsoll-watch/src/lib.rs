@@ -13,6 +13,7 @@
 //! | [`summary`] | the result of a run | predicted beside measured figures |
 //! | [`sweep`], [`models`] | reports of `plimsoll sweep` and `plimsoll bench models` | tables |
 //! | [`model_list`] | plans of several models on the same devices | a table, JSON |
+//! | [`data_report`] | figures and samples of training data | a text with a plot, JSON |
 //! | [`devices`] | devices and measured rates | tables, JSON |
 //! | [`cluster`] | the state of a Ray cluster, read by the Python side | devices of a snapshot, findings of the doctor |
 //! | [`doctor`] | a machine and a run that is about to start | conditions that cost something, with their mend |
@@ -22,6 +23,7 @@
 //! | [`report`] | the folder of a run | one page, Markdown, JSON |
 //! | [`runs`] | a folder of runs | a table, JSON, the champions |
 //! | [`logging`] | the events of a run | TensorBoard's event files, messages of the webhook |
+//! | [`download`] | bytes that have arrived | a live line |
 //! | [`text`] | numbers, rows, words | formatted numbers, aligned columns, wrapped lines, shell words |
 //!
 //! # Example
@@ -50,8 +52,10 @@
 #![forbid(unsafe_code)]
 
 pub mod cluster;
+pub mod data_report;
 pub mod devices;
 pub mod doctor;
+pub mod download;
 pub mod logging;
 pub mod model_list;
 pub mod models;

@@ -13,6 +13,7 @@ mod signals;
 use args::{BenchCommand, Cli, Command};
 use clap::Parser;
 use plimsoll_core::{Bytes, Exit, Failure};
+use plimsoll_device::machine::name_commit;
 use plimsoll_device::process;
 use plimsoll_train::resolve::contention_note;
 use std::process::ExitCode;
@@ -30,6 +31,9 @@ fn main() -> ExitCode {
     if let Err(failure) = check_limits() {
         output::print_failure(&failure, prints_json());
         return ExitCode::from(failure.exit as u8);
+    }
+    if let Some(commit) = option_env!("PLIMSOLL_COMMIT") {
+        name_commit(commit);
     }
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
@@ -78,6 +82,7 @@ fn run(command: Command) -> Result<Exit, Failure> {
     match command {
         Command::Train(args) => commands::train::run(&args),
         Command::Plan(args) => commands::plan::run(&args),
+        Command::Data(args) => commands::data::run(&args),
         Command::Sweep(args) => commands::sweep::run(&args),
         Command::Budget(args) => commands::budget::run(&args),
         Command::Init(args) => commands::init::run(&args),
@@ -91,8 +96,9 @@ fn run(command: Command) -> Result<Exit, Failure> {
         Command::Bench { benchmark: BenchCommand::Models(args) } => commands::models::run(&args),
         Command::Bench { benchmark: BenchCommand::Step(args) } => commands::devices::time_step(&args),
         Command::Eval(args) => commands::model::eval(&args),
-        Command::Generate(args) => commands::model::generate(&args),
+        Command::Generate(args) => commands::generate::generate(&args),
         Command::Merge(args) => commands::model::merge(&args),
+        Command::Export(args) => commands::export::run(&args),
         Command::Join(args) => commands::ray::run("join", &args),
         Command::Cluster(args) => commands::ray::run("cluster", &args),
         Command::Verify(args) => commands::ray::run("verify", &args),

@@ -6,6 +6,8 @@
 
 use plimsoll_core::printable::{printable_message, printable_text};
 use plimsoll_core::{Exit, Failure};
+use plimsoll_watch::data_report::TextStyle;
+use plimsoll_watch::view::Abilities;
 use serde_json::json;
 use std::backtrace::{Backtrace, BacktraceStatus};
 use std::io::{self, IsTerminal, Write};
@@ -25,6 +27,16 @@ pub fn print_while_open(text: &str) -> bool {
 /// Prints JSON like [`print_json`], and returns whether the reader still takes it.
 pub fn print_json_while_open(json: &str) -> bool {
     print_unchanged_while_open(&format!("{json}\n"))
+}
+
+/// Prints a result for people to stdout that is printable already and may have styles.
+pub fn print_styled(text: &str) {
+    print_unchanged(text);
+}
+
+/// Returns the style of text on stdout: dimmed on a terminal with colors, and ASCII unless the locale is UTF-8.
+pub fn text_style() -> TextStyle {
+    TextStyle { dims: supports_color(&io::stdout()), unicode: Abilities::of_environment().unicode }
 }
 
 fn print_unchanged_while_open(text: &str) -> bool {

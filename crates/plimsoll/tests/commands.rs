@@ -68,7 +68,7 @@ fn generation_depends_on_seed_not_budget() {
     let text = |more: &[&str]| {
         let args = ["generate", "run/model", "--prompt", "abc", "--max-tokens", "20", "--json"];
         let text = workspace.succeed(&[&args[..], more].concat()).json();
-        assert_eq!(keys(&text), ["prompt", "text", "tokens"]);
+        assert_eq!(keys(&text), ["prompt", "text", "tokens", "end"]);
         text
     };
     let greedy = text(&[]);

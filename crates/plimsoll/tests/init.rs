@@ -52,7 +52,7 @@ fn run_file_from_flags_trains() {
         shown.ends_with("\nwritten: new.toml\nplan:    plimsoll plan new.toml\nstart:   plimsoll train new.toml\n")
     );
     let text = workspace.read("new.toml");
-    assert!(text.contains("init = \"random\"") && text.contains("token ids, 200 documents, 1 file"), "{text}");
+    assert!(text.contains("init = \"random\"") && text.contains("tokens, 200 documents, 1 file"), "{text}");
     let plan = workspace.succeed(&["plan", "new.toml"]).stdout;
     let recipe = |text: &str| text[text.find("\nrecipe: ").unwrap()..text.find("\nload line ").unwrap()].to_owned();
     assert_eq!(recipe(&shown), recipe(&plan));

@@ -10,7 +10,7 @@ use serde_json::Value;
 const WIDE: Shape = Shape { hidden: 256, steps: 6, batch_sequences: 6, threads: "1", save_every: 3, ..SMALL };
 
 /// Two devices that are too small for the model; the host is too small for offload.
-const PAIR: &str = "virtual:a=78MiB@0.6::1.5gbit,virtual:b=60MiB@0.45::1.5gbit,host=1MiB";
+const PAIR: &str = "virtual:a=82MiB@0.6::1.5gbit,virtual:b=64MiB@0.45::1.5gbit,host=1MiB";
 
 fn workspace() -> Workspace {
     let workspace = Workspace::new(&WIDE);
@@ -60,9 +60,9 @@ fn stages(workspace: &Workspace, run: &str) -> Vec<(String, u64)> {
 fn slow_stage_hands_layers_to_others() {
     let _alone = Turn::alone();
     let workspace = workspace();
-    let words = ["--devices", "virtual:a=86MiB@0.4::0.4gbit,virtual:b=86MiB@0.4::0.4gbit,host=1MiB"];
+    let words = ["--devices", "virtual:a=90MiB@0.4::0.4gbit,virtual:b=90MiB@0.4::0.4gbit,host=1MiB"];
     // Enough steps to detect a straggler, and enough remaining steps for a new plan to pay off.
-    let words = [&words[..], &["--set", "train.steps=28", "--set", "train.save_every=0"]].concat();
+    let words = [&words[..], &["--set", "train.steps=60", "--set", "train.save_every=0"]].concat();
     let words = [&words[..], &["--set", "data.sequence=16", "--set", "train.batch_tokens=64"]].concat();
     let result = train(&workspace, "even", &words);
     let words = [&words[..], &["--plan", "even/plan.json", "--set", "run.deterministic=false"]].concat();
@@ -97,7 +97,7 @@ fn model_larger_than_each_device_trains_as_pipeline() {
 }
 
 /// Two devices that are too small even together, so that optimizer state is offloaded to the host.
-const SMALL_PAIR: &str = "virtual:a=55MiB@0.6::1.5gbit,virtual:b=47MiB@0.45::1.5gbit,host=56MiB";
+const SMALL_PAIR: &str = "virtual:a=59MiB@0.6::1.5gbit,virtual:b=51MiB@0.45::1.5gbit,host=56MiB";
 
 #[test]
 #[ignore = "slow: .ci/slow-tests"]
@@ -175,7 +175,7 @@ fn out_of_memory_stage_repeats_step_on_all() {
 fn lost_stage_restarts_from_checkpoint_or_stops() {
     let workspace = workspace();
     train(&workspace, "plain", &["--devices", PAIR]);
-    let trio = PAIR.replace(",host", ",virtual:c=52MiB@0.45::1.5gbit,host");
+    let trio = PAIR.replace(",host", ",virtual:c=56MiB@0.45::1.5gbit,host");
     let lost = ["--devices", &trio, "--set", "run.parallelism=all", "--inject-loss", "virtual:c:5"];
     let result = train(&workspace, "trio", &lost);
     let names: Vec<&str> = result["team"].as_array().unwrap().iter().map(|m| m["device"].as_str().unwrap()).collect();

@@ -267,9 +267,8 @@ fn steps_without_label_have_no_loss() {
 fn eval_matches_final_training_evaluation() {
     let workspace = Workspace::new(&SMALL);
     workspace.succeed(&["train", "run.toml"]);
-    let refused = workspace.expect_refusal(2, &["eval", "run/model", "--data", "eval.jsonl"]);
-    assert!(refused.contains("for {\"input_ids\": [..]} use --format tokens\n"), "{refused}");
-    let eval = ["eval", "run/model", "--data", "eval.jsonl", "--format", "tokens", "--json"];
+    // The format is recognized.
+    let eval = ["eval", "run/model", "--data", "eval.jsonl", "--json"];
     let loss = workspace.succeed(&eval).json();
     assert_eq!(keys(&loss), ["loss", "perplexity", "tokens"]);
     let events = workspace.events("run");

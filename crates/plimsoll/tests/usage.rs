@@ -81,7 +81,7 @@ fn run_file_errors_name_file_line_key() {
     write("[model]\npath = \"m\"\n[train]\nsteps = 5\n");
     assert_eq!(
         refusal(dir.path(), &["train", "run.toml"]),
-        "error: data.train is not set\n  hint: set data.train to a .jsonl or .txt file\n"
+        "error: data.train is not set\n  hint: set data.train to a file, such as data.jsonl\n"
     );
     write("[model\n");
     assert!(refusal(dir.path(), &["train", "run.toml"]).starts_with("error: run.toml, line 1: "));

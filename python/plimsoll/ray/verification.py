@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 #: Seconds that a node has for each request.
 ANSWER_TIMEOUT_SECONDS = 60.0
+#: Seconds that a node has to take memory, for each GiB, in addition to those for a request. A busy machine fills it slowly.
+TAKE_SECONDS_PER_GIB = 15.0
 #: Seconds that a node has to measure its rate. The first measurement of a GPU compiles kernels.
 MEASUREMENT_TIMEOUT_SECONDS = 240.0
 #: Seconds to wait for memory that a run has just freed before a device counts as busy, and the interval.
@@ -164,7 +166,9 @@ def verify(*, share: float, seconds: float) -> Report:
         # All probers are running before clocks are compared and rates measured.
         _responses([one.ping.remote() for one in probers])
         all_facts = _responses([one.facts.remote() for one in probers])
-        taken = _responses([one.take.remote(_share_bytes(node, share)) for node, one in zip(tested, probers)])
+        shares = [_share_bytes(node, share) for node in tested]
+        take_seconds = ANSWER_TIMEOUT_SECONDS + TAKE_SECONDS_PER_GIB * max(shares, default=0) / (1 << 30)
+        taken = _responses([one.take.remote(own) for one, own in zip(probers, shares)], take_seconds)
         flops = _responses([one.compute.remote(seconds) for one in probers], MEASUREMENT_TIMEOUT_SECONDS)
         judged = {
             node["name"]: _judge(node, _share_bytes(node, share), *responses)

@@ -12,7 +12,7 @@ use plimsoll_plan::search::PlanOutcome;
 use plimsoll_program::models::decoder::Generation;
 use plimsoll_program::{Lifetime, Placement, ProgramKind, ProgramSet, Tensor, TensorId};
 use plimsoll_train::engine::{Engine, StepInput, StepLoss};
-use plimsoll_train::inference::samples::Sampling;
+use plimsoll_train::inference::sampling::Sampling;
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::{Arc, Mutex};
@@ -204,7 +204,7 @@ pub fn generate_all(case: &Case, generation: Generation, engine: &mut Engine) ->
     let (mut length, mut all) = (prompt.len(), Vec::new());
     let mut logits = engine.extend(&prompt, 0)?;
     loop {
-        let token = Sampling::GREEDY.choose(&logits, length as u64) as i32;
+        let token = Sampling::GREEDY.choose(&mut logits, &[]) as i32;
         all.push(logits);
         if length as u64 == generation.capacity {
             break;

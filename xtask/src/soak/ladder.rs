@@ -47,6 +47,7 @@ impl LadderCase {
         let lora = Lora {
             rank: rng.log_range(1, 16),
             alpha: rng.pick(&[8.0, 32.0]),
+            rank_stabilized: false,
             dropout: rng.pick(&[0.0, 0.1]),
             targets,
             seed: number,

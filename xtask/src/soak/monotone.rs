@@ -111,16 +111,17 @@ struct BudgetPlan {
     summary: String,
 }
 
-/// Returns a random model: a preset, mostly with fewer layers, so that planning takes less time.
-fn random_model(rng: &mut Rng) -> (String, ModelConfig) {
-    let large = rng.chance(0.12);
+/// Returns a random model: a preset, mostly with fewer layers, so that planning takes less time. If `small`, it has two to
+/// four layers.
+fn random_model(rng: &mut Rng, small: bool) -> (String, ModelConfig) {
+    let large = rng.chance(0.12) && !small;
     let names: &[&str] = match large {
         true => &["smollm2-135m", "smollm2-360m", "llama-3.2-1b", "llama-3.2-3b", "qwen2.5-0.5b"],
         false => &["smollm2-135m", "smollm2-360m", "llama-3.2-1b", "llama-3.1-8b", "llama-2-13b", "qwen2.5-1.5b"],
     };
     let name = rng.pick(names);
     let config = preset(name).expect("listed");
-    let layers = if large { config.layers } else { rng.range(2, 9) };
+    let layers = if large { config.layers } else { rng.range(2, if small { 4 } else { 9 }) };
     (format!("{name} with {layers} layers"), ModelConfig { layers, ..config })
 }
 
@@ -153,9 +154,11 @@ fn random_kind(rng: &mut Rng) -> DeviceSpec {
     }
 }
 
-/// Returns random devices with their machines: 1 to 16 of one to three kinds, on one to three machines.
-fn random_devices(rng: &mut Rng) -> (Vec<DeviceSpec>, Vec<usize>) {
-    let count = rng.pick(&[1, 1, 2, 2, 2, 3, 4, 4, 8, 16]);
+/// Returns random devices with their machines: 1 to 16 of one to three kinds, on one to three machines. If `small`, there
+/// are at most four devices.
+fn random_devices(rng: &mut Rng, small: bool) -> (Vec<DeviceSpec>, Vec<usize>) {
+    let counts: &[u64] = if small { &[1, 1, 2, 2, 3, 4] } else { &[1, 1, 2, 2, 2, 3, 4, 4, 8, 16] };
+    let count = rng.pick(counts);
     let machine_count = if rng.chance(0.7) { 1 } else { rng.range(1, count.min(3)) };
     let kinds: Vec<DeviceSpec> = (0..rng.pick(&[1, 1, 2, 3])).map(|_| random_kind(rng)).collect();
     let wire = rng.pick(&[paper::ethernet(1.0), paper::ethernet(10.0), paper::ethernet(100.0)]);
@@ -189,10 +192,10 @@ fn random_method(rng: &mut Rng) -> LossyOptions {
 }
 
 impl RandomTeam {
-    fn new(seed: u64, number: u64) -> RandomTeam {
+    fn new(seed: u64, number: u64, small: bool) -> RandomTeam {
         let mut rng = Rng::new(seed ^ 17, number);
-        let (model, config) = random_model(&mut rng);
-        let (devices, machines) = random_devices(&mut rng);
+        let (model, config) = random_model(&mut rng, small);
+        let (devices, machines) = random_devices(&mut rng, small);
         let lossy = random_method(&mut rng);
         let precision = rng.pick(&[DType::F32, DType::Bf16, DType::Bf16]);
         let (sequence, sequences) = (rng.pick(&[128, 256, 512, 1024]), rng.pick(&[4, 6, 8, 16, 32, 64]));
@@ -227,7 +230,8 @@ impl RandomTeam {
         let allow: Vec<String> = question.lossy.allow.iter().map(Rung::to_string).collect();
         let method = if matches!(question.lossy.method, Method::Lora(_)) { "lora" } else { "full" };
         question.label = format!(
-            "--seed {seed} --case {number}: {model}, {precision}, {method} {:?}, allow [{}], {sequences} × {sequence}{} on {}, {:?} of {:?}",
+            "--seed {seed} --case {number}{}: {model}, {precision}, {method} {:?}, allow [{}], {sequences} × {sequence}{} on {}, {:?} of {:?}",
+            if small { " --small" } else { "" },
             question.lossy.base,
             allow.join(","),
             if require_all { ", all" } else { "" },
@@ -398,11 +402,11 @@ impl RandomTeam {
     }
 }
 
-/// Plans question `number` of the soak with this seed under many budgets and makes all checks. One question in
-/// [`PROGRAM_EVERY`] is also asked of the program.
-pub fn run_question(binary: &Path, seed: u64, number: u64) -> Tally {
+/// Plans a question of the soak, by its seed and number, under many budgets and makes all checks. One question in
+/// [`PROGRAM_EVERY`] is also asked of the program. With `small`, team and model are small.
+pub fn run_question(binary: &Path, (seed, number): (u64, u64), small: bool) -> Tally {
     let mut tally = Tally::default();
-    let question = RandomTeam::new(seed, number);
+    let question = RandomTeam::new(seed, number, small);
     tally.cover("questions");
     tally.cover(&format!("{} devices", question.devices.len()));
     let answers = ask(&question);

@@ -227,7 +227,15 @@ fn reference_forms() -> [ReferenceForm; 3] {
     ];
     let update = &[ProgramKind::BeginStep, ProgramKind::GradientNorm, ProgramKind::Update];
     let targets = Target::ALL.into_iter().collect();
-    let lora = Lora { rank: 8, alpha: 16.0, dropout: 0.05, targets, seed: 1, source: WeightSource::Random { seed: 1 } };
+    let lora = Lora {
+        rank: 8,
+        alpha: 16.0,
+        rank_stabilized: false,
+        dropout: 0.05,
+        targets,
+        seed: 1,
+        source: WeightSource::Random { seed: 1 },
+    };
     let full = |state, programs| ReferenceForm { method: Method::Full, base: Base::Plain, state, programs };
     [
         full(AdamState::Full, step),

@@ -2,6 +2,15 @@
 
 use crate::probe::{Cpu, Memory, read_text};
 use plimsoll_core::RunEnvironment;
+use std::sync::OnceLock;
+
+/// Git commit from which the program was built.
+static COMMIT: OnceLock<String> = OnceLock::new();
+
+/// Names the Git commit from which the program was built, for [`environment`]. Later calls change nothing.
+pub fn name_commit(commit: &str) {
+    let _ = COMMIT.set(commit.to_owned());
+}
 
 /// Returns the version of the program and the facts of this machine that a run logs at its start. Asks no GPU driver.
 pub fn environment() -> RunEnvironment {
@@ -9,7 +18,7 @@ pub fn environment() -> RunEnvironment {
     let release = read_text("/proc/sys/kernel/osrelease").unwrap_or_default();
     RunEnvironment {
         plimsoll_version: env!("CARGO_PKG_VERSION").to_owned(),
-        commit: option_env!("PLIMSOLL_COMMIT").map(str::to_owned),
+        commit: COMMIT.get().cloned(),
         system: format!("{} {}", std::env::consts::OS, release.trim()).trim_end().to_owned(),
         processor: cpu.model,
         cores: cpu.cores,

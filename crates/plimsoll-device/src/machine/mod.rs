@@ -7,7 +7,7 @@
 mod environment;
 mod nvidia;
 
-pub use environment::environment;
+pub use environment::{environment, name_commit};
 pub use nvidia::{DriverFailure, Gpu, LibraryState, Nvidia};
 
 use crate::probe::{Cache, Cpu, Memory};

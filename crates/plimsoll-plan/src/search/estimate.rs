@@ -148,7 +148,7 @@ impl Measurer<'_> {
     /// Predicts the seconds of the work done once per step from Programs with full recompute.
     fn measured_per_step_seconds(&self, micro_batch: u32, offload: Offload) -> f64 {
         let recipe = self.full_recompute(micro_batch, offload);
-        self.per_step(&recipe, &|| self.request.build(self.request.config, &recipe, false)).seconds
+        self.per_step(&recipe, &|| self.without_offload(&recipe)).seconds
     }
 
     /// Returns the offloaded bytes of the layers, without weights and gradients of embedding and head. The estimate

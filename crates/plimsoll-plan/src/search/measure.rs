@@ -5,20 +5,29 @@
 //! `residency`, and estimates without Programs in `estimate`.
 
 use super::memo::Memo;
+use super::plan_request::FilePrograms;
 use super::profile::{LEVEL_STEPS, Profile, choose_levels, measure_profile};
 use super::residency::{ResidencyModel, ResidentBytes};
 use super::{PackedCandidate, PlanRequest, TriedRecipe};
 use crate::layout::{ALIGNMENT, lower_bounds};
-use plimsoll_core::{Bytes, Offload, Parallelism, PerSpace, Recipe, RecomputeLevel, ScratchOffload, WorkKind};
+use plimsoll_core::{Bytes, Offload, Parallelism, PerSpace, Recipe, RecomputeLevel, ScratchOffload};
 use plimsoll_program::models::decoder::{STAGING_BYTES, head_blocks, streams_head};
 use plimsoll_program::passes::offload::offload_programs;
 use plimsoll_program::workspace::Kernels;
 use plimsoll_program::{Block, Op, OpKind, Program, ProgramKind, ProgramSet};
-use std::sync::{Arc, OnceLock};
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, OnceLock};
 
 /// Most bytes of the staging buffers through which files are read and written: a few buffers on the device, and as many
 /// on the host.
 const MAX_STAGING_BYTES: u64 = 8 * STAGING_BYTES;
+
+/// Most sets of Programs without offload that a measurer keeps. Recipes that differ only in their offload choice share a
+/// set, and a search measures them with few levels of recompute in turn.
+const MAX_BUILT: u64 = 4;
+/// Fraction of a device's arena that the ops of these sets may take, as a divisor. A search runs in the process whose
+/// memory counts for CPU and virtual devices, so it keeps none for the smallest of them.
+const BUILT_PART_OF_ARENA: u64 = 64;
 
 /// A recipe with its lower bounds of bytes and its predicted time.
 #[derive(Clone, Debug)]
@@ -89,6 +98,8 @@ pub(super) struct Measured {
 pub(super) struct Measurer<'q> {
     pub request: &'q PlanRequest<'q>,
     cache: Arc<MeasurementCache>,
+    /// Programs without offload that were built last, by the choices that they depend on; oldest first.
+    built: Mutex<VecDeque<(Recipe, Arc<ProgramSet>)>>,
 }
 
 /// The cache key of the work done once per step. This work depends only on the offload choice and on whether the step
@@ -185,7 +196,7 @@ impl<'q> Measurer<'q> {
 
     /// Creates a measurer that shares a cache with requests that differ only in load lines.
     pub fn with_cache(request: &'q PlanRequest<'q>, cache: Arc<MeasurementCache>) -> Measurer<'q> {
-        Measurer { request, cache }
+        Measurer { request, cache, built: Mutex::default() }
     }
 
     /// Returns a measurer with the same cache for a request that differs only in load lines.
@@ -278,22 +289,42 @@ impl<'q> Measurer<'q> {
         })
     }
 
+    /// Returns the Programs of a recipe without its offload and without those that move files. They are built once for
+    /// recipes in a row that differ only in choices of offload on which they do not depend.
+    pub(super) fn without_offload(&self, recipe: &Recipe) -> Arc<ProgramSet> {
+        let key = self.request.build_key(recipe);
+        let lock = || self.built.lock().expect("no panic occurs while the lock is held");
+        if let Some((_, set)) = lock().iter().find(|(known, _)| *known == key) {
+            return Arc::clone(set);
+        }
+        let set = Arc::new(self.request.build(self.request.config, recipe, FilePrograms::Without));
+        let ops: usize = set.programs.iter().flat_map(|program| &program.blocks).map(|block| block.ops.len()).sum();
+        let room = self.request.device.arena_budget().0 / BUILT_PART_OF_ARENA;
+        let most = (room / (ops * size_of::<Op>()).max(1) as u64).min(MAX_BUILT) as usize;
+        let mut built = lock();
+        built.push_back((key, Arc::clone(&set)));
+        while built.len() > most {
+            built.pop_front();
+        }
+        set
+    }
+
     /// Returns the Programs of `plain`, which was built without offload, with the offload choice of a recipe applied to
     /// those that `selected` accepts.
-    fn offload_selected(&self, plain: ProgramSet, recipe: &Recipe, selected: &dyn Fn(&Program) -> bool) -> ProgramSet {
+    fn offload_selected(&self, plain: &ProgramSet, recipe: &Recipe, selected: &dyn Fn(&Program) -> bool) -> ProgramSet {
         let request = self.request;
         let one_micro_batch = request.micro_batch_count(recipe) == 1;
-        let set = offload_programs(plain, self.layers(), &recipe.offload, one_micro_batch, selected);
+        let set = offload_programs(plain.clone(), self.layers(), &recipe.offload, one_micro_batch, selected);
         request.stage_messages_on_host(request.move_to_scratch_file(set, recipe.offload))
     }
 
     /// Reads bytes and predicted seconds of the work done once per step from its Programs, or from the cache. The
-    /// number of offloaded layer inputs does not matter. `plain` builds the Programs without offload.
-    pub(super) fn per_step(&self, recipe: &Recipe, plain: &dyn Fn() -> ProgramSet) -> Measured {
+    /// number of offloaded layer inputs does not matter. `plain` returns the Programs without offload.
+    pub(super) fn per_step(&self, recipe: &Recipe, plain: &dyn Fn() -> Arc<ProgramSet>) -> Measured {
         let one_micro_batch = self.request.micro_batch_count(recipe) == 1;
         let key = PerStepKey { offload: Offload { inputs: 0, ..recipe.offload }, one_micro_batch };
         self.cache.per_step.get_or_compute(key, || {
-            let set = self.offload_selected(plain(), recipe, &|program| !depends_on_whole_recipe(program));
+            let set = self.offload_selected(&plain(), recipe, &|program| !depends_on_whole_recipe(program));
             self.measure_programs(&set, &[ProgramKind::BeginStep, ProgramKind::GradientNorm, ProgramKind::Update])
         })
     }
@@ -301,9 +332,11 @@ impl<'q> Measurer<'q> {
     /// Builds the Programs of a recipe that is not cached, and reads its bytes and predicted seconds from them.
     fn measure(&self, recipe: Recipe) -> Candidate {
         let request = self.request;
-        let plain = request.build(request.config, &recipe, false);
-        let per_step = self.per_step(&recipe, &|| plain.clone());
-        let set = self.offload_selected(plain, &recipe, &depends_on_whole_recipe);
+        let plain = self.without_offload(&recipe);
+        let per_step = self.per_step(&recipe, &|| Arc::clone(&plain));
+        let set = self.offload_selected(&plain, &recipe, &depends_on_whole_recipe);
+        // A set that is not kept is freed before the others are measured.
+        drop(plain);
         let passes = match request.optimizer {
             Some(_) => self.measure_programs(&set, &[ProgramKind::Forward, ProgramKind::Backward]),
             None => self.measure_programs(&set, &[ProgramKind::Evaluate]),
@@ -328,7 +361,10 @@ impl<'q> Measurer<'q> {
         if fits(resident + PerSpace { device: MAX_STAGING_BYTES, host: on_host, file: 0 }) {
             return true;
         }
-        let offload = Offload { inputs: 0, update: false, ..self.representative(recipe.offload) };
+        // Gradients, layer inputs and the place of the update are in no file.
+        let representative = self.representative(recipe.offload);
+        let file = ScratchOffload { gradients: 0, ..representative.file };
+        let offload = Offload { inputs: 0, gradients: 0, update: false, file, ..representative };
         let measure = || self.measure_file_staging(&with_offload(recipe, offload));
         let staging = self.cache.file_bytes.get_or_compute(offload, measure);
         fits((resident + staging).map(|bytes| bytes.saturating_sub(ALIGNMENT)))
@@ -337,9 +373,8 @@ impl<'q> Measurer<'q> {
     /// Computes the bytes above the resident bytes while files are read and written, from the Programs that move files.
     fn measure_file_staging(&self, recipe: &Recipe) -> PerSpace<u64> {
         let (request, offload) = (self.request, recipe.offload);
-        let set = request.build(request.config, recipe, true);
-        let moves_files = |program: &Program| matches!(program.work, WorkKind::Load | WorkKind::Save);
-        let set = offload_programs(set, self.layers(), &offload, false, &moves_files);
+        let set = request.build(request.config, recipe, FilePrograms::Only);
+        let set = offload_programs(set, self.layers(), &offload, false, &|_| true);
         let all = lower_bounds(&request.move_to_scratch_file(set, offload));
         all.saturating_sub(self.resident(offload).spaces)
     }
@@ -425,7 +460,11 @@ impl<'q> Measurer<'q> {
     /// Builds the Programs of a micro-batch without offload, and reads seconds and bytes from them.
     fn measure_micro_batch(&self, micro_batch: u32) -> MicroBatchCosts {
         let request = self.request;
-        let set = request.build(request.config, &request.uniform(micro_batch, RecomputeLevel::Nothing), false);
+        let set = request.build(
+            request.config,
+            &request.uniform(micro_batch, RecomputeLevel::Nothing),
+            FilePrograms::Without,
+        );
         let prices = request.prices();
         let kinds = match request.optimizer {
             Some(_) => &[ProgramKind::Forward, ProgramKind::Backward][..],

@@ -5,7 +5,7 @@ use crate::layout::Layout;
 use crate::price::Prices;
 use plimsoll_core::{
     Bytes, Class, DType, DeviceKind, DeviceSpec, FileSpec, HostSpec, Offload, Parallelism, PerSpace, Plan, Recipe,
-    RecomputeLevel, Rung, Space,
+    RecomputeLevel, Rung, Space, WorkKind,
 };
 use plimsoll_program::models::decoder::{
     AdamState, Base, BuildOptions, Generation, Lora, Method, Optimizer, Training, WeightSource, build,
@@ -69,7 +69,7 @@ pub struct LossyOptions {
 impl Default for LossyOptions {
     fn default() -> LossyOptions {
         let (targets, source) = (Target::ALL.to_vec(), WeightSource::Random { seed: 1 });
-        let lora = Lora { rank: 16, alpha: 32.0, dropout: 0.0, targets, seed: 1, source };
+        let lora = Lora { rank: 16, alpha: 32.0, rank_stabilized: false, dropout: 0.0, targets, seed: 1, source };
         LossyOptions { method: Method::Full, base: Base::Plain, allow: vec![], offer: vec![], lora }
     }
 }
@@ -119,6 +119,17 @@ pub struct PlanOutcome {
     pub precision: DType,
 }
 
+/// Whether a set has the Programs that move files (load, save, checkpoint).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum FilePrograms {
+    /// All Programs.
+    With,
+    /// All others.
+    Without,
+    /// No others.
+    Only,
+}
+
 /// Whether a device has the first and the last part of a model: a pipeline stage may lack them.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ModelEnds {
@@ -147,10 +158,10 @@ impl<'a> PlanRequest<'a> {
 }
 
 impl PlanRequest<'_> {
-    /// Builds the Programs of a recipe for this device's share, without its offload. `files` adds the Programs that
-    /// move files.
-    pub(super) fn build(&self, config: &ModelConfig, recipe: &Recipe, files: bool) -> ProgramSet {
-        let set = build(&BuildOptions {
+    /// Builds the Programs of a recipe for this device's share, without its offload. `files` says whether they include
+    /// those that move files, or are no others.
+    pub(super) fn build(&self, config: &ModelConfig, recipe: &Recipe, files: FilePrograms) -> ProgramSet {
+        let mut set = build(&BuildOptions {
             config,
             layers: self.share.own_layers(config.layers),
             precision: self.precision,
@@ -165,14 +176,25 @@ impl PlanRequest<'_> {
             training: self.optimizer.map(|optimizer| Training { optimizer, recompute: recipe.recompute.clone() }),
             evaluate: self.evaluate,
             generation: self.generation,
-            files,
+            files: files != FilePrograms::Without,
         });
+        if files == FilePrograms::Only {
+            set.retain_programs(|program| matches!(program.work, WorkKind::Load | WorkKind::Save));
+        }
         passes::parallelism::parallelize(set, &self.share, recipe, self.micro_batch_count(recipe), config.tied)
+    }
+
+    /// Returns a recipe that stands for all recipes with the same Programs without offload and without files. Of the
+    /// offload choice, they depend on the streamed head, and on the collectives that are awaited at once.
+    pub(super) fn build_key(&self, recipe: &Recipe) -> Recipe {
+        let Offload { weights, gradients, embedding, head, .. } = recipe.offload;
+        let (weights, gradients) = (weights.min(1), gradients.min(1));
+        Recipe { offload: Offload { weights, gradients, embedding, head, ..Offload::NOTHING }, ..recipe.clone() }
     }
 
     /// Builds all Programs of a recipe for the device's share of the step, with recompute, offload and parallelism.
     pub fn programs(&self, recipe: &Recipe) -> ProgramSet {
-        let plain = self.build(self.config, recipe, true);
+        let plain = self.build(self.config, recipe, FilePrograms::With);
         let one_micro_batch = self.micro_batch_count(recipe) == 1;
         let offloaded = passes::offload::offload(plain, self.layers() as u32, &recipe.offload, one_micro_batch);
         passes::trim_staging::trim_staging_buffers(
@@ -183,7 +205,8 @@ impl PlanRequest<'_> {
     /// Builds the Programs of a recipe without those that only read or write files: load, save, checkpoint. Offload to
     /// the host is part of them; offload to the scratch file is not.
     pub(crate) fn compute_programs(&self, recipe: &Recipe) -> ProgramSet {
-        let (plain, one_micro_batch) = (self.build(self.config, recipe, false), self.micro_batch_count(recipe) == 1);
+        let (plain, one_micro_batch) =
+            (self.build(self.config, recipe, FilePrograms::Without), self.micro_batch_count(recipe) == 1);
         self.stage_messages_on_host(match recipe.offload.is_nothing() {
             true => plain,
             false => passes::offload::offload(plain, self.layers() as u32, &recipe.offload, one_micro_batch),

@@ -4,6 +4,7 @@
 //! 2. [`choose_levels`] is a dynamic program over (layer, live bytes): the fastest levels under a byte budget.
 
 use super::PlanRequest;
+use super::plan_request::FilePrograms;
 use crate::bisection;
 use crate::layout::ALIGNMENT;
 use crate::lifetimes::{Lifetimes, lifetimes};
@@ -180,7 +181,7 @@ impl Profile {
     fn add_level(&mut self, request: &PlanRequest, small: &ModelConfig, micro_batch: u32, level: RecomputeLevel) {
         let prices = request.prices();
         let recipe = Recipe::on_device(micro_batch, vec![level; 3]);
-        let set = request.build(small, &recipe, false);
+        let set = request.build(small, &recipe, FilePrograms::Without);
         let phase = set
             .phases
             .iter()

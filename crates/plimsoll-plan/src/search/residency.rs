@@ -6,6 +6,7 @@
 //! needs above its resident bytes are in `measure`.
 
 use super::PlanRequest;
+use super::plan_request::FilePrograms;
 use crate::layout::{ALIGNMENT, lower_bounds};
 use plimsoll_core::{Category, Offload, PerSpace, RecomputeLevel, ScratchOffload, Space};
 use plimsoll_program::ProgramSet;
@@ -148,7 +149,7 @@ impl ResidencyModel {
 /// bytes.
 pub(crate) fn resident_tensors(request: &PlanRequest) -> ProgramSet {
     let recipe = request.uniform(1, RecomputeLevel::Nothing);
-    let set = request.build(request.config, &recipe, false);
+    let set = request.build(request.config, &recipe, FilePrograms::Without);
     ProgramSet { programs: vec![], phases: vec![], ..set }
 }
 

@@ -2,6 +2,7 @@
 //! planner of teams sizes shards by them, without a search for each size.
 
 use super::measure::{Candidate, MeasurementCache, Measurer};
+use super::plan_request::FilePrograms;
 use super::residency::resident_tensors;
 use super::{PlanRequest, candidates, offload};
 use plimsoll_core::{Category, Offload, Parallelism, RecomputeLevel};
@@ -163,7 +164,8 @@ fn sum_passes(set: &ProgramSet, seconds: impl Fn(&Program) -> f64) -> f64 {
 /// Predicts the seconds of the passes of a micro-batch on the device alone, without recompute.
 pub(crate) fn single_device_compute_seconds(request: &PlanRequest, micro_batch: u32) -> f64 {
     let request = PlanRequest { share: Share::SINGLE_DEVICE, ..request.clone() };
-    let set = request.build(request.config, &request.uniform(micro_batch, RecomputeLevel::Nothing), false);
+    let set =
+        request.build(request.config, &request.uniform(micro_batch, RecomputeLevel::Nothing), FilePrograms::Without);
     sum_passes(&set, |program| request.prices().program_seconds(&set, program, false))
 }
 

@@ -74,19 +74,20 @@ fn fits(team: &TeamRequest, allow: &[Rung], probe: Probe, measurements: &Measure
     sets.into_iter().any(|rungs| fits_with(team, &rungs, probe, measurements))
 }
 
-/// Returns whether the team fits, like [`fits`], with a load line of `budget` for `device`.
-fn fits_with_line(
-    team: &TeamRequest,
-    device: usize,
-    budget: Bytes,
-    allow: &[Rung],
-    probe: Probe,
-    measurements: &Measurements,
-) -> bool {
+/// Calls `then` with the team in which `device` has a load line of `budget`.
+fn with_line<T>(team: &TeamRequest, device: usize, budget: Bytes, then: impl FnOnce(&TeamRequest) -> T) -> T {
     let spec = DeviceSpec { budget, ..team.devices[device].device.clone() };
     let mut raised = team.clone();
     raised.devices[device].device = &spec;
-    fits(&raised, allow, probe, measurements)
+    then(&raised)
+}
+
+/// Returns whether a team of any kind fits, like [`fits`], but with every team that the search for a plan tries.
+fn any_team_fits(team: &TeamRequest, allow: &[Rung], measurements: &Measurements) -> bool {
+    let first = &team.devices[0];
+    let allowed: Vec<Rung> = first.lossy.allow.iter().chain(allow).copied().collect();
+    let sets = lossy_option_sets(first, &allowed).into_iter().rev();
+    sets.into_iter().any(|rungs| best_team(team, &rungs, measurements).is_some())
 }
 
 /// Returns whether one device, or a team of several, fits with `rungs` taken.
@@ -156,10 +157,10 @@ fn lower_near(guess: Bytes, too_low: Bytes, enough: Bytes, is_enough: impl Fn(By
 
 /// Lowers a budget further if another team fits under slightly less. `enough` is enough for a team with micro-batches
 /// of one sequence.
-fn lower_further(too_low: Bytes, enough: Bytes, mut is_enough: impl FnMut(Bytes) -> bool) -> Bytes {
+fn lower_further(too_low: Bytes, enough: Bytes, is_enough: impl Fn(Bytes) -> bool) -> Bytes {
     let slightly_less = Bytes::mib(((enough.0 as f64 * (1.0 - PRECISION)) as u64).saturating_sub(1 << 20) >> 20);
     match slightly_less > too_low && is_enough(slightly_less) {
-        true => lower(too_low, slightly_less, is_enough),
+        true => lower_near(slightly_less, too_low, slightly_less, is_enough),
         false => enough,
     }
 }
@@ -174,17 +175,20 @@ pub(super) fn lower_load_lines(
 ) -> Vec<Remedy> {
     let mut needs = refused.needs.clone();
     let line = team.devices[device].device.budget;
-    let with_line =
-        |budget: Bytes, allow: &[Rung], probe: Probe| fits_with_line(team, device, budget, allow, probe, measurements);
+    let fits_with_line = |budget: Bytes, allow: &[Rung], probe: Probe| {
+        with_line(team, device, budget, |raised| fits(raised, allow, probe, measurements))
+    };
     for need in needs.iter_mut().filter(|need| need.host_bytes.is_none() && need.file_bytes.is_none()) {
         if need.budget_bytes > line {
             let allow = need.allow.clone();
-            need.budget_bytes = match !allow.is_empty() && with_line(line, &allow, Probe::Packed) {
+            need.budget_bytes = match !allow.is_empty() && fits_with_line(line, &allow, Probe::Packed) {
                 true => line,
                 false => {
                     let enough = need.budget_bytes;
-                    let guess = lower(line, enough, |budget| with_line(budget, &allow, Probe::Estimated));
-                    lower_near(guess, line, enough, |budget| with_line(budget, &allow, Probe::Packed))
+                    let guess = lower(line, enough, |budget| fits_with_line(budget, &allow, Probe::Estimated));
+                    let least = lower_near(guess, line, enough, |budget| fits_with_line(budget, &allow, Probe::Packed));
+                    let fits_in = |raised: &TeamRequest| any_team_fits(raised, &allow, measurements);
+                    lower_further(line, least, |budget| with_line(team, device, budget, fits_in))
                 }
             };
         }

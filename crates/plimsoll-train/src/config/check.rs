@@ -1,14 +1,19 @@
 //! Rules of a run file that its types cannot express: ranges, and combinations of keys.
 
-use super::{Init, Method, Optimizer, RunConfig};
+use super::keys::source_key;
+use super::{DataSection, DataSource, HUB_PREFIX, Init, Method, Optimizer, RunConfig};
 use plimsoll_core::{Failure, Rung, format_count};
 use plimsoll_plan::device_request::DevicesRequest;
 use plimsoll_program::models::Target;
+use std::borrow::Cow;
 
 /// The most tokens of an optimizer step. Their sequences can be counted in 32 bits, and their bytes in 64.
 pub(crate) const MAX_BATCH_TOKENS: u64 = 1 << 31;
 /// The largest rank of adapters. No model has wider matrices.
 const MAX_LORA_RANK: u32 = 1 << 18;
+
+/// The most sources of training data. Each holds one or two open files.
+const SOURCES_MAX: usize = 256;
 
 /// The longest URL of a webhook.
 const MAX_URL_BYTES: usize = 2048;
@@ -16,14 +21,15 @@ const MAX_URL_BYTES: usize = 2048;
 /// A violated rule of a run file: a value that has the right type and is still wrong.
 pub(super) enum RuleViolation {
     /// A value is outside its range: its `section.key`.
-    OutOfRange(&'static str),
+    OutOfRange(Cow<'static, str>),
     /// A value is invalid or conflicts with another one: its `section.key`, the reason, and hints to the user.
-    Invalid(&'static str, String, Vec<String>),
+    Invalid(Cow<'static, str>, String, Vec<String>),
 }
 
 /// Checks the ranges of all keys and the rules between keys. Returns the first violation.
 pub(super) fn check(config: &RunConfig) -> Result<(), RuleViolation> {
     check_ranges(config)?;
+    check_sources(&config.data)?;
     check_combinations(config)?;
     check_method(config)?;
     check_webhook(config)?;
@@ -64,14 +70,48 @@ fn check_ranges(config: &RunConfig) -> Result<(), RuleViolation> {
         ("run.threads", run.threads.requested().is_none_or(|count| (1..=1024).contains(&count))),
     ];
     match rules.into_iter().find(|(_, holds)| !holds) {
-        Some((key, _)) => Err(RuleViolation::OutOfRange(key)),
+        Some((key, _)) => Err(RuleViolation::OutOfRange(key.into())),
         None => Ok(()),
     }
 }
 
+/// Checks the sources of training data.
+fn check_sources(data: &DataSection) -> Result<(), RuleViolation> {
+    if data.source.is_empty() {
+        return Ok(());
+    }
+    if !data.train.is_empty() {
+        return Err(invalid("data.source", "data.train and data.source are both set", "set one of them"));
+    }
+    if data.source.len() > SOURCES_MAX {
+        let message = format!("{} sources, but a run takes at most {SOURCES_MAX}", data.source.len());
+        return Err(invalid("data.source", &message, "join sources: a path may be a list of files and globs"));
+    }
+    let has_weights = data.source.iter().any(|source| source.weight.is_some());
+    for (index, DataSource { path, weight, split, .. }) in data.source.iter().enumerate() {
+        let key = |name: &str| format!("{}.{name}", source_key(index));
+        if path.is_empty() {
+            return Err(invalid(key("path"), "the source names no file", "set path to a file, a glob or a hub id"));
+        }
+        if weight.is_some_and(|weight| !(weight.is_finite() && weight > 0.0)) {
+            return Err(RuleViolation::OutOfRange(key("weight").into()));
+        }
+        if has_weights && weight.is_none() {
+            let message = "the source has no weight, but another one has";
+            return Err(invalid(key("weight"), message, "give a weight to each source, or to none"));
+        }
+        let ids = path.iter().filter(|path| path.starts_with(HUB_PREFIX)).count();
+        if split.is_some() && ids > 0 && ids < path.len() {
+            let message = "a source with a split has hub ids or files, not both";
+            return Err(invalid(key("path"), message, "write two sources"));
+        }
+    }
+    Ok(())
+}
+
 fn check_combinations(config: &RunConfig) -> Result<(), RuleViolation> {
     let RunConfig { model, data, train, recipe, .. } = config;
-    let violation = |key, message: &str, hint: &str| Err(invalid(key, message, hint));
+    let violation = |key: &'static str, message: &str, hint: &str| Err(invalid(key, message, hint));
     match (&model.path, &model.preset) {
         (None, None) => return violation("model.path", "no model is named", "set model.path or model.preset"),
         (Some(_), Some(_)) => {
@@ -119,13 +159,13 @@ fn check_method(config: &RunConfig) -> Result<(), RuleViolation> {
         return Err(invalid("train.rungs", "adam8bit is a state of adamw", "leave it out, or set train.optimizer"));
     }
     // Without training data, a model may be evaluated with its adapters.
-    if !data.train.is_empty() && !adapters && model.adapter.is_some() {
+    if data.has_training_data() && !adapters && model.adapter.is_some() {
         let message = "adapters are given, but all parameters are trained";
         let hints = vec![
             "to train the adapters on: train.method = \"lora\"".to_owned(),
             "to train what both make together: plimsoll merge BASE ADAPTER OUT, then model.path = OUT".to_owned(),
         ];
-        return Err(RuleViolation::Invalid("model.adapter", message.to_owned(), hints));
+        return Err(RuleViolation::Invalid("model.adapter".into(), message.to_owned(), hints));
     }
     Ok(())
 }
@@ -134,7 +174,7 @@ fn check_method(config: &RunConfig) -> Result<(), RuleViolation> {
 fn check_webhook(config: &RunConfig) -> Result<(), RuleViolation> {
     let Some(url) = &config.watch.webhook else { return Ok(()) };
     if url.len() > MAX_URL_BYTES {
-        return Err(RuleViolation::OutOfRange("watch.webhook"));
+        return Err(RuleViolation::OutOfRange("watch.webhook".into()));
     }
     if url.starts_with("https:") {
         let hints = vec![
@@ -142,14 +182,14 @@ fn check_webhook(config: &RunConfig) -> Result<(), RuleViolation> {
             "or post from Python, in on_event of plimsoll.train; see docs/logging.md".to_owned(),
         ];
         let message = "https is not supported, only http".to_owned();
-        return Err(RuleViolation::Invalid("watch.webhook", message, hints));
+        return Err(RuleViolation::Invalid("watch.webhook".into(), message, hints));
     }
     let rest = url.strip_prefix("http://").unwrap_or_default();
     let host = rest.split(['/', '?']).next().unwrap_or_default();
     let is_plain = url.bytes().all(|byte| byte.is_ascii_graphic()) && !url.contains('#') && !host.contains('@');
     match is_plain && !host.is_empty() && !host.starts_with(':') {
         true => Ok(()),
-        false => Err(RuleViolation::OutOfRange("watch.webhook")),
+        false => Err(RuleViolation::OutOfRange("watch.webhook".into())),
     }
 }
 
@@ -158,11 +198,12 @@ fn check_devices(config: &RunConfig) -> Result<(), RuleViolation> {
         Ok(_) => Ok(()),
         Err(error) => {
             let failure = Failure::from(error);
-            Err(RuleViolation::Invalid("run.devices", failure.message, failure.hints))
+            Err(RuleViolation::Invalid("run.devices".into(), failure.message, failure.hints))
         }
     }
 }
 
-fn invalid(key: &'static str, message: &str, hint: &str) -> RuleViolation {
-    RuleViolation::Invalid(key, message.to_owned(), vec![hint.to_owned()])
+/// Returns the violation of a rule by the value of `key`, with one hint.
+fn invalid(key: impl Into<Cow<'static, str>>, message: &str, hint: &str) -> RuleViolation {
+    RuleViolation::Invalid(key.into(), message.to_owned(), vec![hint.to_owned()])
 }

@@ -6,18 +6,26 @@ use plimsoll_core::rung_names;
 /// Each `section.key` with a description of its valid values, for messages. Tests compare this list with the structs
 /// and with `docs/run-file.md`.
 pub(super) const KEYS: &[(&str, &str)] = &[
-    ("model.path", "a Hugging Face directory, or a config.json"),
+    ("model.path", "a Hugging Face directory, a config.json, or a hub id such as \"hub:OWNER/NAME\""),
     ("model.preset", "the name of a known shape, such as \"llama-3.2-1b\""),
     ("model.init", "\"pretrained\" or \"random\""),
-    ("model.adapter", "a PEFT directory"),
+    ("model.adapter", "a PEFT directory, or a hub id"),
     ("model.ignore_config_keys", "a list of keys of config.json"),
-    ("data.train", "files or globs, .jsonl or .txt"),
-    ("data.eval", "files or globs, .jsonl or .txt"),
-    ("data.format", "\"text\" or \"tokens\""),
+    ("data.train", "files, globs such as \"data/*.jsonl\", or hub ids such as \"hub:OWNER/NAME\""),
+    ("data.eval", "files, globs such as \"data/*.jsonl\", or hub ids such as \"hub:OWNER/NAME\""),
+    (
+        "data.format",
+        "\"auto\", \"text\", \"tokens\", \"messages\", \"sharegpt\", \"alpaca\", \"prompt_completion\" or \"preference\"",
+    ),
+    ("data.template", "a file, or the name of a built-in chat template, such as \"chatml\""),
+    ("data.train_on", "\"assistant\", \"last\", \"all\" or \"completion\""),
+    ("data.train_on_end", "\"turn\", \"last\" or \"none\""),
+    ("data.not_prefix", "\"split\" or \"refuse\""),
     ("data.sequence", "a whole number of tokens, from 1 to 16777216"),
     ("data.pack", "true or false"),
     ("data.long", "\"split\" or \"refuse\""),
     ("data.shuffle", "true or false"),
+    ("data.source", "one or more tables [[data.source]]"),
     ("train.steps", "a whole number, 1 or more"),
     ("train.epochs", "a number above 0"),
     ("train.hours", "a number above 0"),
@@ -40,8 +48,9 @@ pub(super) const KEYS: &[(&str, &str)] = &[
     ("train.keep", "a whole number, 1 or more"),
     ("lora.rank", "a whole number from 1 to 262144"),
     ("lora.alpha", "a number above 0"),
+    ("lora.rslora", "true or false"),
     ("lora.dropout", "a number, at least 0 and below 1"),
-    ("lora.targets", "a list of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"),
+    ("lora.targets", "\"all-linear\", or a list of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"),
     ("memory.budget", "a share of what is free, such as \"90%\", or an amount, such as \"6GiB\""),
     ("memory.host", "a share of what is free, such as \"80%\", or an amount, such as \"6GiB\""),
     ("memory.file", "a share of what is free on the disk, such as \"50%\", or an amount, such as \"40GiB\""),
@@ -65,9 +74,35 @@ pub(super) const KEYS: &[(&str, &str)] = &[
     ("watch.webhook", "a URL such as \"http://127.0.0.1:8080/plimsoll\""),
 ];
 
+/// Each key of a table `[[data.source]]`, with a description of its valid values. `--set` takes whole tables only.
+pub(super) const SOURCE_KEYS: &[(&str, &str)] = &[
+    ("data.source.path", "files, globs such as \"data/*.jsonl\", or hub ids such as \"hub:OWNER/NAME\""),
+    ("data.source.weight", "a number above 0"),
+    ("data.source.format", "a format, as in data.format"),
+    ("data.source.split", "\"train\", \"validation\" or \"test\""),
+];
+
 /// Returns the description of the valid values of `section.key`, and `None` for an unknown key.
 pub(super) fn expected(key: &str) -> Option<&'static str> {
     KEYS.iter().find(|(known, _)| *known == key).map(|(_, expected)| *expected)
+}
+
+/// Returns the description of the valid values of a key of `[[data.source]]`, and `None` for an unknown name.
+pub(super) fn expected_in_source(name: &str) -> Option<&'static str> {
+    SOURCE_KEYS.iter().find(|(known, _)| last_name(known) == name).map(|(_, expected)| *expected)
+}
+
+/// Returns the key of `[[data.source]]`, or else of `[data]`, that is most similar to `name`; `None` if none is similar
+/// enough.
+pub(super) fn nearest_source_key(name: &str) -> Option<&'static str> {
+    let distances = SOURCE_KEYS.iter().map(|(known, _)| (*known, strsim::osa_distance(name, last_name(known))));
+    let near = distances.filter(|(_, distance)| *distance <= tolerance(name)).min_by_key(|(_, distance)| *distance);
+    near.map(|(known, _)| known).or_else(|| nearest_key("data", name))
+}
+
+/// Returns the part of a key after its last dot.
+pub(super) fn last_name(key: &str) -> &str {
+    key.rsplit('.').next().unwrap_or(key)
 }
 
 /// Returns whether there is a section of this name.
@@ -108,4 +143,15 @@ fn tolerance(word: &str) -> usize {
 /// Splits `section.key` into section and key. For a word without a dot, the section is empty.
 pub(super) fn split(key: &str) -> (&str, &str) {
     key.split_once('.').unwrap_or(("", key))
+}
+
+/// Returns the key of the source with the index `index`. Keys count from 1.
+pub(super) fn source_key(index: usize) -> String {
+    format!("data.source[{}]", index + 1)
+}
+
+/// Splits the key of a value of a source, such as `data.source[2].weight`, into the index of the source and the name.
+pub(super) fn split_source_key(key: &str) -> Option<(usize, &str)> {
+    let (number, name) = key.strip_prefix("data.source[")?.split_once("].")?;
+    Some((number.parse::<usize>().ok()?.checked_sub(1)?, name))
 }

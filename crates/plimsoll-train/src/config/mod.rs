@@ -1,7 +1,7 @@
 //! The run file: every key of `run.toml` with its type and default, as plain data.
 //!
 //! `read` parses text and `--set` settings, `keys` lists each key with its expected value, `check` holds the rules between
-//! keys, and `grid` expands the settings of a sweep. Nothing here looks at models, data or devices: `resolve` reports a
+//! keys, `sources` has the tables `[[data.source]]`, and `grid` expands the settings of a sweep. Nothing here looks at models, data or devices: `resolve` reports a
 //! path that does not exist or an unknown preset.
 //!
 //! Steps to add a key: the field and its default here, a line in `keys`, a rule in `check` if it has a range, and a row
@@ -11,11 +11,13 @@ mod check;
 pub mod grid;
 mod keys;
 mod read;
+mod sources;
 #[cfg(test)]
 mod tests;
 
 pub(crate) use check::MAX_BATCH_TOKENS;
 pub use read::{RunConfigError, list_setting, model_setting, setting};
+pub use sources::{DataSource, Split};
 
 use plimsoll_core::{Budget, DType, DeviceKind, Parallelism, RecomputeLevel, Rung};
 use plimsoll_plan::device_request::DevicesRequest;
@@ -24,6 +26,8 @@ use std::path::Path;
 
 /// Prefix of names of built-in models and data (`example:sums`) in a run file; such values are not paths.
 pub const EXAMPLE_PREFIX: &str = "example:";
+/// Prefix of ids of the Hugging Face Hub (`hub:OWNER/NAME`) in a run file; such values are not paths.
+pub const HUB_PREFIX: &str = "hub:";
 
 /// Content of a run file (`run.toml`), with a given or default value for every key. It is plain data; see
 /// [`RunRequest`](crate::resolve::RunRequest) for a run with connections to remote devices.
@@ -46,6 +50,35 @@ pub struct RunConfig {
     pub run: RunSection,
     /// Logs of the run for other programs.
     pub watch: WatchSection,
+    /// Hub ids in whose place the sections above hold local paths. No key of a run file.
+    #[serde(skip)]
+    pub hub: HubSources,
+}
+
+/// The hub ids of a run whose files are fetched. [`RunConfig::to_toml`] writes them in place of the local paths.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct HubSources {
+    /// `model.path` as the user wrote it.
+    pub model_name: Option<String>,
+    /// `model.path` with the commit.
+    pub model: Option<String>,
+    /// `model.adapter` with the commit.
+    pub adapter: Option<String>,
+    /// `data.train`, in which each id has its commit.
+    pub train: Option<Vec<String>>,
+    /// `data.source`, in which each id has its commit.
+    pub source: Option<Vec<DataSource>>,
+    /// `data.eval`, in which each id has its commit.
+    pub eval: Option<Vec<String>>,
+}
+
+impl HubSources {
+    /// Returns the name of the model's repository; `None` without one, or if the model lies in a folder of it.
+    pub fn base_model(&self) -> Option<&str> {
+        let name = self.model_name.as_deref()?.strip_prefix(HUB_PREFIX)?;
+        let (repository, files) = name.split_once(':').unwrap_or((name, ""));
+        (!files.contains('/')).then(|| repository.split('@').next().unwrap_or_default())
+    }
 }
 
 /// The section `[model]` of a run file. Exactly one of `path` and `preset` is set.
@@ -84,16 +117,25 @@ pub enum Init {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DataSection {
-    /// Training data: files or globs, `.jsonl` or `.txt`; or `example:sums`. Empty in runs that only evaluate. Absolute
-    /// after [`RunConfig::load`].
+    /// Training data: files, globs or hub ids; or `example:sums`. Empty if `source` names them, and in runs that only
+    /// evaluate. Absolute after [`RunConfig::load`].
     #[serde(deserialize_with = "read::one_or_many")]
     pub train: Vec<String>,
-    /// Evaluation data: files or globs, `.jsonl` or `.txt`; or `example:sums`. Empty for no evaluation. Absolute after
+    /// Evaluation data: files, globs or hub ids; or `example:sums`. Empty for no evaluation. Absolute after
     /// [`RunConfig::load`].
     #[serde(deserialize_with = "read::one_or_many")]
     pub eval: Vec<String>,
-    /// Format of the files: text or token ids.
+    /// Format of the records in the files.
     pub format: Format,
+    /// The chat template of conversations: a file, or the name of a built-in one. `None` stands for the model's own.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub template: Option<String>,
+    /// Messages of a conversation that are trained.
+    pub train_on: TrainOn,
+    /// End-of-turn tokens that are trained.
+    pub train_on_end: TrainOnEnd,
+    /// Handling of chat templates that write earlier turns differently from the last one.
+    pub not_prefix: NotPrefix,
     /// T: tokens of one sequence.
     pub sequence: u32,
     /// Whether documents are packed back to back into sequences; otherwise each document starts a sequence of its own,
@@ -103,6 +145,9 @@ pub struct DataSection {
     pub long: LongSamples,
     /// Whether sequences are shuffled, in a new order each epoch.
     pub shuffle: bool,
+    /// Sources of training data, in place of `train`; empty if `train` names the data.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub source: Vec<DataSource>,
 }
 
 impl Default for DataSection {
@@ -110,23 +155,79 @@ impl Default for DataSection {
         DataSection {
             train: Vec::new(),
             eval: Vec::new(),
-            format: Format::Text,
+            format: Format::Auto,
+            template: None,
+            train_on: TrainOn::Assistant,
+            train_on_end: TrainOnEnd::Turn,
+            not_prefix: NotPrefix::Split,
             sequence: 1024,
             pack: true,
             long: LongSamples::Split,
             shuffle: true,
+            source: Vec::new(),
         }
     }
 }
 
-/// Format of data files.
+/// Format of the records in data files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[serde(rename_all = "snake_case")]
 pub enum Format {
-    /// Text, which is tokenized: one JSON object with `text` per line (`.jsonl`), or a plain text file (`.txt`).
+    /// The format that the first records of each file fit.
+    Auto,
+    /// Text under `text`, or plain text files.
     Text,
-    /// Token ids: one JSON object with `input_ids` and optional `labels` per line (`.jsonl`).
+    /// Token ids under `input_ids`, with optional `labels`.
     Tokens,
+    /// Conversations under `messages`, with `role` and `content`.
+    Messages,
+    /// Conversations under `conversations`, with `from` and `value`.
+    Sharegpt,
+    /// Instructions with answers: `instruction`, `input` and `output`.
+    Alpaca,
+    /// Prompts with completions: `prompt` and `completion`.
+    PromptCompletion,
+    /// Pairs of answers: `chosen` and `rejected`.
+    Preference,
+}
+
+/// Messages of a conversation that are trained.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum TrainOn {
+    /// All messages of the assistant.
+    #[default]
+    Assistant,
+    /// The last message of the assistant.
+    Last,
+    /// All messages.
+    All,
+    /// The messages of the assistant after the last message of the user.
+    Completion,
+}
+
+/// End-of-turn tokens that are trained.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum TrainOnEnd {
+    /// The one of each trained turn.
+    #[default]
+    Turn,
+    /// The one of the last turn of a conversation.
+    Last,
+    /// None.
+    None,
+}
+
+/// Handling of chat templates that write earlier turns differently from the last one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum NotPrefix {
+    /// Each trained turn becomes a sample of its own, as the end of its conversation.
+    #[default]
+    Split,
+    /// The template is an error, and the run does not start.
+    Refuse,
 }
 
 /// Handling of documents that are longer than a sequence.
@@ -284,17 +385,19 @@ pub struct LoraSection {
     pub rank: u32,
     /// Scale of the adapters: an adapter's output is multiplied by alpha / rank.
     pub alpha: f64,
+    /// Whether an adapter's output is multiplied by alpha / √rank instead.
+    pub rslora: bool,
     /// Dropout probability of an adapter's input.
     pub dropout: f64,
     /// Names of the matrices that get an adapter in every layer: `q_proj`, `down_proj` and so on.
-    #[serde(deserialize_with = "read::one_or_many")]
+    #[serde(deserialize_with = "read::lora_targets")]
     pub targets: Vec<String>,
 }
 
 impl Default for LoraSection {
     fn default() -> LoraSection {
         let targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
-        LoraSection { rank: 16, alpha: 32.0, dropout: 0.0, targets: targets.map(str::to_owned).to_vec() }
+        LoraSection { rank: 16, alpha: 32.0, rslora: false, dropout: 0.0, targets: targets.map(str::to_owned).to_vec() }
     }
 }
 
@@ -551,8 +654,9 @@ impl RunConfig {
         Path::new(self.memory.file_dir.as_ref().unwrap_or(&self.run.dir))
     }
 
-    /// Returns the path or preset that names the model; empty text if neither is set.
+    /// Returns the hub id, path or preset that names the model; empty text if none is set.
     pub fn model_name(&self) -> &str {
-        self.model.path.as_deref().or(self.model.preset.as_deref()).unwrap_or_default()
+        let names = [&self.hub.model_name, &self.model.path, &self.model.preset];
+        names.into_iter().find_map(Option::as_deref).unwrap_or_default()
     }
 }

@@ -4,13 +4,14 @@
 //! key is kept for error messages.
 
 use super::check::{RuleViolation, check};
-use super::{EXAMPLE_PREFIX, Init, RunConfig, Threads, keys};
+use super::{EXAMPLE_PREFIX, HUB_PREFIX, HubSources, Init, RunConfig, Threads, keys};
 use plimsoll_core::{Failure, Rung};
 use plimsoll_device::regular_file;
-use plimsoll_program::models::preset_name;
+use plimsoll_program::models::{Target, preset_name};
 use serde::de::{self, Deserializer};
 use serde::{Deserialize, Serialize};
 use std::io::ErrorKind;
+use std::ops::Range;
 use std::path::{self, Path, PathBuf};
 use toml_edit::{Document, DocumentMut, Item, TableLike, Value};
 
@@ -142,6 +143,10 @@ fn nearest_file(path: &Path) -> Option<PathBuf> {
 /// unknown, too.
 fn known_keys(key: &str) -> String {
     let (section, _) = keys::split(key);
+    if keys::split_source_key(key).is_some() {
+        let names: Vec<&str> = keys::SOURCE_KEYS.iter().map(|(key, _)| keys::last_name(key)).collect();
+        return format!("[[data.source]] has {}", names.join(", "));
+    }
     let known: Vec<&str> = if keys::is_section(section) {
         keys::KEYS
             .iter()
@@ -239,10 +244,13 @@ impl RunConfig {
             locations.value_error(&key, error.message())
         })?;
         config.apply_dependent_defaults(|key| locations.value(key).is_some());
+        if config.data.source.is_empty() && locations.value("data.source").is_some() {
+            return Err(locations.value_error("data.source", "no source"));
+        }
         check(&config).map_err(|violation| match violation {
-            RuleViolation::OutOfRange(key) => locations.value_error(key, "out of range"),
+            RuleViolation::OutOfRange(key) => locations.value_error(&key, "out of range"),
             RuleViolation::Invalid(key, message, hints) => {
-                RunConfigError::Invalid { place: locations.location(key), key: key.to_owned(), message, hints }
+                RunConfigError::Invalid { place: locations.location(&key), key: key.into_owned(), message, hints }
             }
         })?;
         Ok(config)
@@ -262,10 +270,15 @@ impl RunConfig {
 
     /// Makes paths absolute against the working directory, so that a stored run file does not depend on it.
     fn with_absolute_paths(mut self) -> Result<RunConfig, RunConfigError> {
-        let sources = self.data.train.iter_mut().chain(&mut self.data.eval);
+        let data = &mut self.data;
+        let in_sources = data.source.iter_mut().flat_map(|source| &mut source.path);
+        let sources = data.train.iter_mut().chain(in_sources).chain(&mut data.eval);
         let model = self.model.path.iter_mut().chain(&mut self.model.adapter);
-        let paths = model.chain(sources).chain([&mut self.run.dir]).chain(&mut self.memory.file_dir);
-        for path in paths.filter(|path| !path.starts_with(EXAMPLE_PREFIX)) {
+        // Names of built-in templates have neither a slash nor a dot.
+        let template = data.template.iter_mut().filter(|template| template.contains(['/', '.']));
+        let paths = model.chain(sources).chain(template).chain([&mut self.run.dir]).chain(&mut self.memory.file_dir);
+        let is_path = |path: &&mut String| ![EXAMPLE_PREFIX, HUB_PREFIX].iter().any(|prefix| path.starts_with(prefix));
+        for path in paths.filter(is_path) {
             let absolute =
                 path::absolute(&*path).map_err(|source| RunConfigError::Unreadable { path: path.clone(), source })?;
             // Lossy only if the working directory is not UTF-8.
@@ -279,8 +292,11 @@ impl RunConfig {
     /// # Errors
     /// The missing key.
     pub fn check_trainable(&self) -> Result<(), RunConfigError> {
-        if self.data.train.is_empty() {
-            return Err(RunConfigError::Missing { key: "data.train", hint: "set data.train to a .jsonl or .txt file" });
+        if !self.data.has_training_data() {
+            return Err(RunConfigError::Missing {
+                key: "data.train",
+                hint: "set data.train to a file, such as data.jsonl",
+            });
         }
         if self.length().is_none() {
             let hint = "set one of train.steps, train.epochs and train.hours";
@@ -289,9 +305,17 @@ impl RunConfig {
         Ok(())
     }
 
-    /// Returns the text of a run file with every key that has a value. Parsing the text gives an equal configuration.
+    /// Returns the text of a run file with every key that has a value. Parsing the text gives an equal configuration,
+    /// except that hub ids stand in place of the paths of fetched files.
     pub fn to_toml(&self) -> String {
-        toml::to_string(self).expect("a checked run file has only what TOML can say")
+        let mut named = self.clone();
+        let HubSources { model, adapter, train, source, eval, .. } = std::mem::take(&mut named.hub);
+        named.model.path = model.or(named.model.path);
+        named.model.adapter = adapter.or(named.model.adapter);
+        named.data.train = train.unwrap_or(named.data.train);
+        named.data.source = source.unwrap_or(named.data.source);
+        named.data.eval = eval.unwrap_or(named.data.eval);
+        toml::to_string(&named).expect("a checked run file has only what TOML can say")
     }
 }
 
@@ -299,8 +323,7 @@ impl RunConfig {
 /// file in messages, and `text` is its text.
 fn check_keys(name: &str, text: &str, root: &dyn TableLike) -> Result<(), RunConfigError> {
     let place = |table: &dyn TableLike, key: &str| {
-        let span = table.get_key_value(key).and_then(|(key, item)| key.span().or(item.span()));
-        format!("{name}, line {}", line_at(text, span.map_or(0, |span| span.start)))
+        format!("{name}, line {}", line_at(text, key_span(table, key).map_or(0, |span| span.start)))
     };
     for (section, item) in root.iter() {
         if !keys::is_section(section) {
@@ -315,15 +338,88 @@ fn check_keys(name: &str, text: &str, root: &dyn TableLike) -> Result<(), RunCon
                 expected: format!("a section, [{section}]"),
             });
         };
-        for (key, _) in table.iter() {
+        for (key, item) in table.iter() {
             let path = format!("{section}.{key}");
             if keys::expected(&path).is_none() {
                 let nearest = keys::nearest_key(section, key);
                 return Err(RunConfigError::UnknownKey { place: place(table, key), key: path, nearest });
             }
+            if path == SOURCES {
+                check_is_list(item, place(table, key))?;
+                check_source_keys(item, place)?;
+            }
         }
     }
     Ok(())
+}
+
+/// The key of the sources of training data, whose value is a list of tables.
+const SOURCES: &str = "data.source";
+
+/// Checks that `data.source` is not a single table, whose text would be no clear value in a message.
+fn check_is_list(sources: &Item, place: String) -> Result<(), RunConfigError> {
+    if !sources.is_table() {
+        return Ok(());
+    }
+    let expected = keys::expected(SOURCES).unwrap_or_default().to_owned();
+    Err(RunConfigError::Value { place, key: SOURCES.to_owned(), found: format!("a table, [{SOURCES}]"), expected })
+}
+
+/// Checks that all keys in the tables `[[data.source]]` are known. `place` returns the place of a key in a table.
+fn check_source_keys(sources: &Item, place: impl Fn(&dyn TableLike, &str) -> String) -> Result<(), RunConfigError> {
+    for (index, SourceTable { table, .. }) in source_tables(sources).into_iter().enumerate() {
+        if let Some((key, _)) = table.iter().find(|(key, _)| keys::expected_in_source(key).is_none()) {
+            let path = format!("{}.{key}", keys::source_key(index));
+            let nearest = keys::nearest_source_key(key);
+            return Err(RunConfigError::UnknownKey { place: place(table, key), key: path, nearest });
+        }
+    }
+    Ok(())
+}
+
+/// A table `[[data.source]]`.
+struct SourceTable<'a> {
+    table: &'a dyn TableLike,
+    /// Its bytes in the text; `None` if it does not come from a text.
+    span: Option<Range<usize>>,
+}
+
+/// Returns the tables of `data.source`, in either notation of TOML; none if its value is no list of tables.
+fn source_tables(sources: &Item) -> Vec<SourceTable<'_>> {
+    if let Some(tables) = sources.as_array_of_tables() {
+        return tables.iter().map(|table| SourceTable { table, span: table.span() }).collect();
+    }
+    let tables = sources.as_array().into_iter().flatten().map(Value::as_inline_table);
+    let tables = tables.map(|table| table.map(|table| SourceTable { table, span: table.span() }));
+    tables.collect::<Option<_>>().unwrap_or_default()
+}
+
+/// Returns the value of `data.source`; `None` if it is not set.
+fn sources_in(root: &dyn TableLike) -> Option<&Item> {
+    let (section, name) = keys::split(SOURCES);
+    root.get(section)?.as_table_like()?.get(name)
+}
+
+/// Returns the table that holds a key, such as `train.steps` or `data.source[2].weight`, with the name of the key in it.
+fn table_of<'a, 'k>(root: &'a dyn TableLike, key: &'k str) -> Option<(&'a dyn TableLike, &'k str)> {
+    if let Some((index, name)) = keys::split_source_key(key) {
+        return Some((source_tables(sources_in(root)?).get(index)?.table, name));
+    }
+    let (section, name) = keys::split(key);
+    Some((root.get(section)?.as_table_like()?, name))
+}
+
+/// Returns the bytes of a key in the text. The key of a source that is not set is located by the table of the source.
+fn span_of(root: &dyn TableLike, key: &str) -> Option<Range<usize>> {
+    let in_table = table_of(root, key).and_then(|(table, name)| key_span(table, name));
+    let of_source = || source_tables(sources_in(root)?).into_iter().nth(keys::split_source_key(key)?.0)?.span;
+    in_table.or_else(of_source)
+}
+
+/// Returns the bytes of a key in the text of its table, or else of its value.
+fn key_span(table: &dyn TableLike, name: &str) -> Option<Range<usize>> {
+    let (key, item) = table.get_key_value(name)?;
+    key.span().or(item.span())
 }
 
 /// Merges a setting `section.key=value` into the document and returns its `section.key`.
@@ -337,19 +433,25 @@ fn merge(document: &mut DocumentMut, setting: &str) -> Result<String, RunConfigE
         return Err(RunConfigError::UnknownKey { place: COMMAND_LINE.into(), key: key.to_owned(), nearest });
     }
     let value = setting_value(value).ok_or_else(|| wrong(&format!("no value for {key} can be read from `{value}`")))?;
+    let value = Item::Value(value);
+    if key == SOURCES {
+        check_source_keys(&value, |_, _| COMMAND_LINE.to_owned())?;
+    }
     let item = document.entry(section).or_insert_with(toml_edit::table);
     let table = item.as_table_like_mut().ok_or_else(|| wrong(&format!("[{section}] is no table")))?;
-    table.insert(name, Item::Value(value));
+    table.insert(name, value);
     Ok(key.to_owned())
 }
 
-/// Removes the keys of the file that are alternatives to a key from a setting: another way to name the model, or
-/// another measure of length. Keys that come from settings are kept, so that a conflict between two settings is
+/// Removes the keys of the file that are alternatives to a key from a setting: another way to name the model
+/// or the training data, or another measure of length. Keys that come from settings are kept, so that a conflict between two settings is
 /// reported.
 fn remove_alternatives(document: &mut DocumentMut, key: &str, keys_from_settings: &[String]) {
     let others: &[&str] = match key {
         "model.path" => &["model.preset", "model.init", "model.adapter"],
         "model.preset" => &["model.path", "model.init", "model.adapter"],
+        "data.train" => &[SOURCES],
+        SOURCES => &["data.train"],
         "train.steps" => &["train.epochs", "train.hours"],
         "train.epochs" => &["train.steps", "train.hours"],
         "train.hours" => &["train.steps", "train.epochs"],
@@ -385,10 +487,13 @@ fn no_run_file(run_dir: &Path) -> Failure {
         .hint("name the folder that run.dir named when the run started")
 }
 
-/// Returns the setting that names `model`: `model.path=…` if the text looks like a path or exists as one, else
+/// Returns the setting that names `model`: `model.path=…` if the text looks like a path or hub id, or exists as one, else
 /// `model.preset=…` with the preset that the text stands for.
 pub fn model_setting(model: &str) -> String {
-    let is_path = model.contains(path::MAIN_SEPARATOR) || model.ends_with(".json") || Path::new(model).exists();
+    let is_path = model.contains(path::MAIN_SEPARATOR)
+        || model.starts_with(HUB_PREFIX)
+        || model.ends_with(".json")
+        || Path::new(model).exists();
     match is_path {
         true => setting("model.path", model),
         false => setting("model.preset", preset_name(model).unwrap_or(model)),
@@ -419,19 +524,18 @@ struct KeyLocations<'a> {
 impl KeyLocations<'_> {
     /// Returns the key's value as text; `None` if neither the file nor a setting gives one.
     fn value(&self, key: &str) -> Option<String> {
-        let (section, name) = keys::split(key);
-        self.merged.get(section)?.as_table_like()?.get(name).map(display_value)
+        let (table, name) = table_of(self.merged.as_table(), key)?;
+        table.get(name).map(display_value)
     }
 
     /// Returns the place of the key for messages: file and line, or the command line. For a key that is not set, it is
     /// the name of the file.
     fn location(&self, key: &str) -> String {
-        if self.keys_from_settings.iter().any(|set| set == key) {
+        let setting = if keys::split_source_key(key).is_some() { SOURCES } else { key };
+        if self.keys_from_settings.iter().any(|set| set == setting) {
             return COMMAND_LINE.to_owned();
         }
-        let (section, name) = keys::split(key);
-        let span = self.file.get(section).and_then(Item::as_table_like).and_then(|table| table.get_key_value(name));
-        match span.and_then(|(key, item)| key.span().or(item.span())) {
+        match span_of(self.file.as_table(), key) {
             Some(span) => format!("{}, line {}", self.name, line_at(self.text, span.start)),
             None => self.name.to_owned(),
         }
@@ -439,7 +543,11 @@ impl KeyLocations<'_> {
 
     fn value_error(&self, key: &str, message: &str) -> RunConfigError {
         let place = self.location(key);
-        match (keys::expected(key), self.value(key)) {
+        let expected = match keys::split_source_key(key) {
+            Some((_, name)) => keys::expected_in_source(name),
+            None => keys::expected(key),
+        };
+        match (expected, self.value(key)) {
             (Some(expected), Some(found)) => {
                 RunConfigError::Value { place, key: key.to_owned(), found, expected: expected.to_owned() }
             }
@@ -453,13 +561,29 @@ fn key_at(text: &str, byte: usize) -> Option<String> {
     let document = Document::parse(text).ok()?;
     for (section, item) in document.iter() {
         let Some(table) = item.as_table_like() else { continue };
-        for (name, item) in table.iter() {
-            if item.span().is_some_and(|span| (span.start..=span.end).contains(&byte)) {
-                return Some(format!("{section}.{name}"));
-            }
+        if let Some(key) = table.get("source").filter(|_| section == "data").and_then(|item| source_key_at(item, byte))
+        {
+            return Some(key);
+        }
+        if let Some(name) = name_at(table, byte) {
+            return Some(format!("{section}.{name}"));
         }
     }
     None
+}
+
+/// Returns the key of `[[data.source]]` whose value contains byte `byte` of the TOML text.
+fn source_key_at(sources: &Item, byte: usize) -> Option<String> {
+    let mut names = source_tables(sources).into_iter().map(|source| name_at(source.table, byte)).enumerate();
+    names.find_map(|(index, name)| Some(format!("{}.{}", keys::source_key(index), name?)))
+}
+
+/// Returns the name in a table whose value contains byte `byte` of the TOML text.
+fn name_at(table: &dyn TableLike, byte: usize) -> Option<&str> {
+    let mut names = table.iter();
+    names
+        .find(|(_, item)| item.span().is_some_and(|span| (span.start..=span.end).contains(&byte)))
+        .map(|(name, _)| name)
 }
 
 /// Formats a value for a message: on one line, shortened to 60 characters.
@@ -490,6 +614,13 @@ pub(super) fn one_or_many<'de, D: Deserializer<'de>, T: Deserialize<'de>>(deseri
         OneOrMany::One(one) => vec![one],
         OneOrMany::Many(many) => many,
     })
+}
+
+/// Deserializes the names of matrices with adapters. As in PEFT, `all-linear` names all of them.
+pub(super) fn lora_targets<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<String>, D::Error> {
+    let names: Vec<String> = one_or_many(deserializer)?;
+    let is_all = matches!(&names[..], [name] if name == "all-linear");
+    Ok(if is_all { Target::ALL.iter().map(|target| target.name().to_owned()).collect() } else { names })
 }
 
 /// Deserializes lossy memory savings (rungs) from their names, in a list or in one text with commas. The numbers in

@@ -26,6 +26,7 @@ fn key_list_matches_structs() {
     file.model.path = Some("m".into());
     file.model.preset = Some("p".into());
     (file.train.steps, file.train.epochs, file.train.hours) = (Some(1), Some(1.0), Some(1.0));
+    file.data.template = Some("chatml".into());
     file.recipe.micro_batch = Some(1);
     (file.model.adapter, file.train.rungs) = (Some("a".into()), Some(vec![]));
     file.run.max_temperature = Some(80.0);
@@ -33,11 +34,16 @@ fn key_list_matches_structs() {
     file.watch.webhook = Some("http://localhost".into());
     file.memory.budget = Some(Budget::DEVICE);
     (file.memory.file, file.memory.file_dir) = (Some(Budget::HOST), Some("d".into()));
+    let format = Some(Format::Text);
+    file.data.source = vec![DataSource { path: vec![], weight: Some(1.0), format, split: Some(Split::Test) }];
     let table: toml::Table = file.to_toml().parse().unwrap();
     let written: BTreeSet<String> = table
         .iter()
         .flat_map(|(section, keys)| keys.as_table().unwrap().keys().map(move |key| format!("{section}.{key}")))
         .collect();
+    let source = table["data"]["source"][0].as_table().unwrap();
+    let in_source: BTreeSet<String> = source.keys().map(|key| format!("data.source.{key}")).collect();
+    assert_eq!(in_source, keys::SOURCE_KEYS.iter().map(|(key, _)| (*key).to_owned()).collect());
     let listed: BTreeSet<String> = keys::KEYS.iter().map(|(key, _)| (*key).to_owned()).collect();
     assert_eq!(written, listed);
 }
@@ -48,7 +54,7 @@ fn documentation_lists_every_key_and_default() {
     let rows: Vec<Vec<&str>> =
         book.lines().filter(|line| line.starts_with("| `")).map(|line| line.split(" | ").collect()).collect();
     let defaults: toml::Table = RunConfig::default().to_toml().parse().unwrap();
-    for (key, expected) in keys::KEYS {
+    for (key, expected) in keys::KEYS.iter().chain(keys::SOURCE_KEYS) {
         let row = rows.iter().find(|row| row[0] == format!("| `{key}`"));
         let row = row.unwrap_or_else(|| panic!("{key} is not documented in docs/run-file.md"));
         assert_eq!(row[1], *expected, "{key}");
@@ -61,7 +67,7 @@ fn documentation_lists_every_key_and_default() {
             }
         }
     }
-    assert_eq!(rows.len(), keys::KEYS.len(), "docs/run-file.md documents unknown keys");
+    assert_eq!(rows.len(), keys::KEYS.len() + keys::SOURCE_KEYS.len(), "docs/run-file.md documents unknown keys");
 }
 
 #[test]
@@ -145,7 +151,10 @@ fn wrong_value_names_found_and_expected() {
             "[run]\nthreads = 0",
             "run.toml, line 2: run.threads is 0, expected \"auto\" or a whole number from 1 to 1024",
         ),
-        ("[data]\ntrain = [1]", "run.toml, line 2: data.train is [1], expected files or globs, .jsonl or .txt"),
+        (
+            "[data]\ntrain = [1]",
+            "run.toml, line 2: data.train is [1], expected files, globs such as \"data/*.jsonl\", or hub ids such as \"hub:OWNER/NAME\"",
+        ),
         ("train = 3", "run.toml, line 1: train is 3, expected a section, [train]"),
         ("[[train]]", "run.toml, line 1: train is a list, [[train]], expected a section, [train]"),
         (
@@ -229,6 +238,120 @@ fn text_settings_keep_any_text() {
     assert_eq!(file.data.train, [odd, "12".into()]);
 }
 
+/// A run file with two sources. The first begins at line 4.
+const SOURCES: &str = "[model]\npath = \"m\"\n\n[[data.source]]\npath = \"a.jsonl\"\nweight = 3\n[[data.source]]\npath = [\"b.jsonl\", \"hub:a/b\"]\nweight = 0.5\n";
+
+#[test]
+fn sources_take_the_place_of_training_data() {
+    let file = parse(SOURCES, &[]).unwrap();
+    let sources = file.data.training_sources();
+    assert_eq!((sources.len(), &sources[0].path[..], sources[0].weight), (2, &["a.jsonl".to_owned()][..], Some(3.0)));
+    assert_eq!((&sources[1].path[1], sources[1].weight, sources[1].split), (&"hub:a/b".to_owned(), Some(0.5), None));
+    assert!(file.data.has_training_data());
+    assert_eq!(parse(&file.to_toml(), &[]).unwrap(), file);
+    let inline =
+        parse(MODEL, &["data.source=[{path=\"a.jsonl\", format=\"text\", split=\"dev\"}]"]).unwrap().data.source;
+    assert_eq!((inline[0].format, inline[0].split), (Some(Format::Text), Some(Split::Validation)));
+    // A setting replaces the data of the file, in either notation.
+    let train = parse(SOURCES, &["data.train=c.jsonl"]).unwrap().data;
+    assert_eq!((train.source.len(), train.training_sources()[0].path[0].as_str()), (0, "c.jsonl"));
+    let train = format!("{MODEL}[data]\ntrain = \"c.jsonl\"\n");
+    assert_eq!(parse(&train, &["data.source=[{path=\"a\"}]"]).unwrap().data.train, Vec::<String>::new());
+    assert!(!parse(MODEL, &[]).unwrap().data.has_training_data());
+}
+
+#[test]
+fn paths_of_sources_become_absolute() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("run.toml");
+    std::fs::write(&path, SOURCES).unwrap();
+    let sources = RunConfig::load(Some(&path), &[]).unwrap().data.source;
+    assert!(std::path::Path::new(&sources[0].path[0]).is_absolute(), "{sources:?}");
+    assert_eq!(sources[1].path[1], "hub:a/b");
+}
+
+#[test]
+fn mistakes_in_sources_name_file_line_and_key() {
+    let with = |line: &str| format!("{SOURCES}{line}\n");
+    let unweighted = SOURCES.replace("weight = 0.5\n", "");
+    let both = SOURCES.replace("[[data.source]]\npath = \"a", "[data]\ntrain = \"t\"\n[[data.source]]\npath = \"a");
+    for (text, message) in [
+        (
+            with("wieght = 1"),
+            "run.toml, line 10: unknown key `data.source[2].wieght`\n  hint: did you mean `data.source.weight`?",
+        ),
+        (
+            with("sequence = 8"),
+            "run.toml, line 10: unknown key `data.source[2].sequence`\n  hint: did you mean `data.sequence`?",
+        ),
+        (
+            with("xylophone = 8"),
+            "run.toml, line 10: unknown key `data.source[2].xylophone`\n  hint: [[data.source]] has path, weight, format, split",
+        ),
+        (
+            with("split = \"all\""),
+            "run.toml, line 10: data.source[2].split is \"all\", expected \"train\", \"validation\" or \"test\"",
+        ),
+        (with("format = 3"), "run.toml, line 10: data.source[2].format is 3, expected a format, as in data.format"),
+        (
+            with("split = \"train\""),
+            "run.toml, line 8: data.source[2].path: a source with a split has hub ids or files, not both\n  hint: write two sources",
+        ),
+        (SOURCES.replace("0.5", "0"), "run.toml, line 9: data.source[2].weight is 0, expected a number above 0"),
+        (SOURCES.replace("= 3", "= -3"), "run.toml, line 6: data.source[1].weight is -3, expected a number above 0"),
+        (SOURCES.replace("0.5", "nan"), "run.toml, line 9: data.source[2].weight is nan, expected a number above 0"),
+        (SOURCES.replace("0.5", "inf"), "run.toml, line 9: data.source[2].weight is inf, expected a number above 0"),
+        (
+            SOURCES.replace("0.5", "\"x\""),
+            "run.toml, line 9: data.source[2].weight is \"x\", expected a number above 0",
+        ),
+        (
+            unweighted,
+            "run.toml, line 7: data.source[2].weight: the source has no weight, but another one has\n  hint: give a weight to each source, or to none",
+        ),
+        (
+            SOURCES.replace("path = \"a.jsonl\"\n", ""),
+            "run.toml, line 4: data.source[1].path: the source names no file\n  hint: set path to a file, a glob or a hub id",
+        ),
+        (
+            SOURCES.replace("\"a.jsonl\"", "[]"),
+            "run.toml, line 5: data.source[1].path: the source names no file\n  hint: set path to a file, a glob or a hub id",
+        ),
+        (
+            SOURCES.replace("\"a.jsonl\"", "5"),
+            "run.toml, line 5: data.source[1].path is 5, expected files, globs such as \"data/*.jsonl\", or hub ids such as \"hub:OWNER/NAME\"",
+        ),
+        (both, "run.toml, line 6: data.source: data.train and data.source are both set\n  hint: set one of them"),
+        (
+            format!("{MODEL}[data]\nsource = []\n"),
+            "run.toml, line 4: data.source is [], expected one or more tables [[data.source]]",
+        ),
+        (
+            format!("{MODEL}[data]\nsource = \"a\"\n"),
+            "run.toml, line 4: data.source is \"a\", expected one or more tables [[data.source]]",
+        ),
+    ] {
+        assert_eq!(refusal(&text, &[]), message, "{text}");
+    }
+    assert_eq!(
+        refusal(&format!("{MODEL}[data.source]\npath = \"a\"\n"), &[]),
+        "run.toml, line 3: data.source is a table, [data.source], expected one or more tables [[data.source]]"
+    );
+    assert!(
+        refusal(&format!("{MODEL}[[data.source]]\n"), &[])
+            .starts_with("run.toml, line 3: data.source[1].path: the source")
+    );
+    let source = "{path=\"a\"}, ".repeat(257);
+    assert!(
+        refusal(MODEL, &[&format!("data.source=[{source}]")])
+            .starts_with("command line: data.source: 257 sources, but a run takes at most 256")
+    );
+    let setting = |table: &str| refusal(MODEL, &[&format!("data.source=[{{{table}}}]")]);
+    assert!(setting("pth=\"a\"").starts_with("command line: unknown key `data.source[1].pth`"));
+    assert!(setting("path=\"a\", weight=0").starts_with("command line: data.source[1].weight is 0, expected"));
+    assert!(refusal(MODEL, &["data.source.path=a"]).starts_with("command line: unknown key `data.source.path`"));
+}
+
 #[test]
 fn unknown_devices_are_named() {
     let message = refusal(MODEL, &["run.devices=warp"]);
@@ -270,7 +393,9 @@ fn trained_parameters_match_quantization() {
     let message = refusal(MODEL, &[train, "model.adapter=runs/a/adapter"]);
     assert!(message.starts_with("command line: model.adapter: adapters are given, but all parameters are trained"));
     let message = refusal(MODEL, &["lora.targets=lm_head"]);
-    assert!(message.contains("expected a list of q_proj, k_proj"), "{message}");
+    assert!(message.contains("expected \"all-linear\", or a list of q_proj, k_proj"), "{message}");
+    let all = parse(MODEL, &[train, "lora.targets=all-linear"]).unwrap().lora.targets;
+    assert_eq!(all, LoraSection::default().targets);
     let mut file = parse(MODEL, &[train, "train.method=lora", &rungs("nf4")]).unwrap();
     assert_eq!(file.train.rungs.as_deref(), Some(&[Rung::Nf4][..]));
     // Decided rungs are stored, even if there are none.
@@ -347,6 +472,12 @@ fn any_file() -> impl Strategy<Value = RunConfig> {
         }
         file.model.ignore_config_keys = sources.clone();
         file.data = DataSection { train: sources, sequence, pack: flags[1], ..DataSection::default() };
+        if flags[5] && !file.data.train.is_empty() {
+            let split = flags[3].then_some(Split::Validation);
+            let source =
+                DataSource { path: std::mem::take(&mut file.data.train), weight: Some(number), split, format: None };
+            file.data.source = vec![DataSource { path: vec!["x".into()], ..source.clone() }, source];
+        }
         match length {
             0 => file.train.steps = Some(every + 1),
             1 => file.train.epochs = Some(number),

@@ -99,7 +99,7 @@ fn encode_problem(problem: u64) -> ([u32; 13], [i32; 13]) {
 }
 
 /// Returns a `tokenizer.json` with one token per character: byte-pair encoding without merges.
-pub(super) fn tokenizer() -> serde_json::Value {
+pub(crate) fn tokenizer() -> serde_json::Value {
     let mut vocab: serde_json::Map<String, serde_json::Value> =
         (0..10).map(|digit| (digit.to_string(), digit.into())).collect();
     for (token, id) in [("+", PLUS), ("=", EQUALS), ("<end>", END_TOKEN), ("<unknown>", UNKNOWN)] {
@@ -213,11 +213,13 @@ mod tests {
         let spec = DataSpec {
             patterns: vec![folder.path().join("eval.jsonl").display().to_string()],
             format: Format::Tokens,
+            split: None,
             sequence: SEQUENCE,
             pack: false,
             long: LongSamples::Refuse,
             vocab: VOCAB,
             end_token: None,
+            chat: super::super::ChatSpec::default(),
         };
         let cache = folder.path().join("cache");
         let data = Dataset::open(&spec, None, &cache, 1, &mut |_, _| ControlFlow::Continue(())).unwrap();

@@ -8,49 +8,62 @@
 //!
 //! Each file has a checksum. All are read and checked when the cache is opened, and what does not match is built again.
 //!
-//! A record is the token id as a little-endian u32. The tokens format appends the label as an i32. The id has
+//! A record is the token id as a little-endian u32, followed by the label as an i32 unless all data are text. The id has
 //! [`FIRST_TOKEN_BIT`] set on the first token of a document, so no list of documents is kept in memory. Records are
 //! read with `pread`, because pages of a memory mapping would count as resident memory of the run.
 
-use super::cache_file::{CacheFile, write_atomically};
+use super::cache_file::write_atomically;
+use super::encoder::BatchEncoder;
 use super::error::{DataError, SourceLocation};
-use super::guard;
-use super::source::{DocumentOrigin, DocumentPart, SourceReader};
-use super::tokenizer::{ENCODE_TIME_MAX, Tokenizer, file_sha256};
-use super::windows::{TokenWindow, WindowJoiner};
-use super::{DataSpec, Format, IGNORED_LABEL};
+use super::formats::DataFile;
+use super::record_format::RecordFormat;
+use super::record_writer::{DatasetCounts, FIRST_TOKEN_BIT, RecordWriter};
+use super::source::{DocumentOrigin, SourceReader};
+use super::template::{ChatSettings, ChatTemplate, TemplateError};
+use super::tokenizer::file_sha256;
+use super::{ChatSpec, DataSpec, IGNORED_LABEL};
 use crate::files::FileSummary;
 use plimsoll_device::cache::sealed_json;
 use plimsoll_device::private_file;
-use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::fs::{self, File};
-use std::io::{self, Read};
+use std::io::Read;
 use std::ops::ControlFlow;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, mpsc};
 use std::time::UNIX_EPOCH;
 
 /// Version of the token cache. It changes whenever the same files would yield other records (tokens and labels).
-const VERSION: u32 = 3;
-/// The bit of a token id in the token cache that marks the first token of a document.
-pub(super) const FIRST_TOKEN_BIT: u32 = 1 << 31;
-/// Bytes of text per thread that are tokenized in one batch.
-const BATCH_BYTES_PER_THREAD: usize = 256 << 10;
-/// Records (tokens) per read while the starts of padded rows are computed.
-const SCAN_RECORDS: u64 = 64 << 10;
+const VERSION: u32 = 4;
+/// Records (tokens) per read while all are read in order.
+pub(super) const SCAN_RECORDS: u64 = 64 << 10;
 
 /// Everything that the records (tokens and labels) of a token cache depend on. Its hash is the name of the cache.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct CacheKey {
     version: u32,
     files: Vec<FileKey>,
-    format: Format,
     tokenizer_sha256: Option<String>,
     end_token: Option<u32>,
     vocab: u64,
+    /// Template and settings of conversations; `None` without a template.
+    chat: Option<ChatKey>,
+}
+
+/// The chat template as part of the key of a token cache.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct ChatKey {
+    template_sha256: String,
+    settings: ChatSettings,
+}
+
+impl CacheKey {
+    /// Returns the bytes of a record: with its label, unless all data are text.
+    fn record_bytes(&self) -> u64 {
+        let is_text = |file: &FileKey| matches!(file.format, None | Some(RecordFormat::Text));
+        if self.files.iter().all(is_text) { 4 } else { 8 }
+    }
 }
 
 /// A data file as part of the key of a token cache. A changed size or modification time counts as changed content.
@@ -59,35 +72,50 @@ struct FileKey {
     path: String,
     bytes: u64,
     modified_ns: u64,
+    /// Format of the records; `None` for a file without records.
+    format: Option<RecordFormat>,
 }
 
 impl FileKey {
-    fn read(file: &Path) -> Result<FileKey, DataError> {
+    fn read(DataFile { path: file, format, .. }: &DataFile) -> Result<FileKey, DataError> {
         let metadata = fs::metadata(file).map_err(DataError::io("read", file))?;
         let path = file.canonicalize().map_err(DataError::io("read", file))?;
         let modified = metadata.modified().map_err(DataError::io("read", file))?;
         let modified_ns = modified.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos() as u64);
-        Ok(FileKey { path: path.to_string_lossy().into_owned(), bytes: metadata.len(), modified_ns })
+        let path = path.to_string_lossy().into_owned();
+        Ok(FileKey { path, bytes: metadata.len(), modified_ns, format: *format })
     }
 }
 
-/// Counts of tokens and documents in a token cache, known without reading its records.
+/// Findings about the chat template and the conversations of data files.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct DatasetCounts {
-    /// Tokens of all documents that are used. The cache has one record for each.
-    pub tokens: u64,
-    /// Documents that are used: those of at least two tokens.
-    pub documents: u64,
-    /// Skipped documents: those of fewer than two tokens.
-    pub skipped: u64,
-    /// Tokens that are targets of the loss: not the first of their document, and without the label −100.
-    pub labelled: u64,
-    /// Tokens of the longest document.
-    pub longest: u64,
-    /// Index, in the list of data files, of the file that holds the longest document.
-    longest_file: usize,
-    /// Line of the longest document in its file, counted from 1; 0 if the document is the whole file.
-    longest_line: u64,
+pub(super) struct ChatFindings {
+    pub warnings: Vec<String>,
+    /// The trained tokens with which turns of the assistant end.
+    pub end_tokens: Vec<u32>,
+}
+
+/// Finds the chat template of data that may hold conversations, with its settings. `tokenizer` is the model's tokenizer, beside
+/// its template. Returns `None` if the data need none, or if there is none and the data may need none.
+fn find_chat(
+    spec: &DataSpec,
+    files: &[FileKey],
+    tokenizer: Option<&Path>,
+) -> Result<Option<(ChatTemplate, ChatSettings)>, DataError> {
+    let formats = || files.iter().filter_map(|file| file.format);
+    let Some(tokenizer) = tokenizer.filter(|_| formats().any(RecordFormat::may_need_template)) else {
+        return Ok(None);
+    };
+    let ChatSpec { template, train_on, train_on_end, not_prefix } = &spec.chat;
+    let template = match ChatTemplate::find(tokenizer.parent().unwrap_or(Path::new(".")), template.as_deref()) {
+        Err(TemplateError::NoTemplate { .. }) if !formats().any(RecordFormat::needs_template) => return Ok(None),
+        found => found.map_err(|source| DataError::Template { location: None, source })?,
+    };
+    // The date of the newest file stands for today, so that a run has the same text when it is resumed.
+    let newest = files.iter().map(|file| file.modified_ns).max().unwrap_or(0);
+    let now = (newest / 1_000_000_000) as i64;
+    let settings = ChatSettings { train_on: *train_on, train_on_end: *train_on_end, not_prefix: *not_prefix, now };
+    Ok(Some((template, settings)))
 }
 
 /// Content of `NAME.json`, beside its own checksum. It completes a token cache.
@@ -95,6 +123,8 @@ pub(super) struct DatasetCounts {
 struct CacheMetadata {
     key: CacheKey,
     counts: DatasetCounts,
+    /// Findings about the chat template.
+    chat: ChatFindings,
     /// SHA-256 of all tokens and labels, in hexadecimal.
     content: String,
     /// Size and checksum of the file of records.
@@ -109,6 +139,8 @@ pub(super) struct TokenCache {
     record_bytes: u64,
     vocab: u64,
     pub counts: DatasetCounts,
+    /// Findings about the chat template.
+    pub chat: ChatFindings,
     /// SHA-256 of all tokens and labels, in hexadecimal.
     pub content_sha256: String,
     /// Position of the longest document in the user's files.
@@ -122,23 +154,26 @@ impl TokenCache {
     /// built first, and `progress` is called with the bytes read and the total bytes.
     pub fn open(
         spec: &DataSpec,
-        files: &[PathBuf],
+        files: &[DataFile],
         tokenizer: Option<&Path>,
         folder: &Path,
         threads: usize,
         progress: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
     ) -> Result<TokenCache, DataError> {
-        let tokenizer = match spec.format {
-            Format::Text => Some(tokenizer.ok_or(DataError::NoTokenizer)?),
-            Format::Tokens => None,
-        };
+        let needs_tokenizer = files.iter().filter_map(|file| file.format).any(RecordFormat::needs_tokenizer);
+        let tokenizer = if needs_tokenizer { Some(tokenizer.ok_or(DataError::NoTokenizer)?) } else { None };
+        let file_keys: Vec<FileKey> = files.iter().map(FileKey::read).collect::<Result<_, _>>()?;
+        let chat = find_chat(spec, &file_keys, tokenizer)?;
         let key = CacheKey {
             version: VERSION,
-            files: files.iter().map(|file| FileKey::read(file)).collect::<Result<_, _>>()?,
-            format: spec.format,
+            files: file_keys,
             tokenizer_sha256: tokenizer.map(file_sha256).transpose()?,
-            end_token: spec.end_token.filter(|_| spec.format == Format::Text),
+            end_token: spec.end_token.filter(|_| needs_tokenizer),
             vocab: spec.vocab,
+            chat: chat.as_ref().map(|(template, settings)| ChatKey {
+                template_sha256: template.fingerprint(),
+                settings: settings.clone(),
+            }),
         };
         let name = format!("{:x}", Sha256::digest(to_json(&key)));
         let base = folder.join(&name[..16]);
@@ -150,7 +185,7 @@ impl TokenCache {
         if let Some(cache) = TokenCache::open_existing(&key, &base, files) {
             return Ok(cache);
         }
-        TokenCache::build(&key, &base, spec, files, tokenizer, threads, progress)?;
+        TokenCache::build(&key, &base, spec, files, tokenizer, chat, threads, progress)?;
         let damaged = || DataError::DamagedCache { file: base.with_extension("tokens") };
         let cache = TokenCache::open_existing(&key, &base, files).ok_or_else(damaged)?;
         Ok(TokenCache { is_new: true, ..cache })
@@ -162,67 +197,70 @@ impl TokenCache {
         key: &CacheKey,
         base: &Path,
         spec: &DataSpec,
-        files: &[PathBuf],
+        files: &[DataFile],
         tokenizer: Option<&Path>,
+        chat: Option<(ChatTemplate, ChatSettings)>,
         threads: usize,
         progress: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
     ) -> Result<(), DataError> {
         let total: u64 = key.files.iter().map(|file| file.bytes).sum();
-        let (counts, written) = write_atomically(&base.with_extension("tokens"), |out| {
+        let ((counts, chat), written) = write_atomically(&base.with_extension("tokens"), |out| {
             let mut writer = RecordWriter {
                 out,
                 files,
                 vocab: spec.vocab,
+                record_bytes: key.record_bytes(),
                 counts: DatasetCounts::default(),
                 document_tokens: 0,
                 pending_first: None,
             };
             let progress = &mut |done: u64| progress(done.min(total), total);
-            let mut reader = SourceReader { files, format: spec.format, vocab: spec.vocab, progress, done_bytes: 0 };
+            let mut reader = SourceReader { files, vocab: spec.vocab, progress, reported_bytes: 0 };
+            let mut findings = ChatFindings::default();
             match tokenizer {
-                None => reader.read_all(|origin, part| writer.write_ids(origin, part))?,
+                None => reader.read_all(|origin, part| writer.write_part(origin, part))?,
                 Some(file) => {
-                    let mut encoder = BatchEncoder::new(file, spec, threads)?;
+                    let mut encoder = BatchEncoder::new(file, spec, chat, threads)?;
                     reader.read_all(|origin, part| encoder.push_part(origin, part, &mut writer))?;
                     encoder.flush(&mut writer)?;
+                    findings = ChatFindings { warnings: encoder.warnings(), end_tokens: encoder.end_tokens() };
                 }
             }
-            Ok(writer.counts)
+            Ok((writer.counts, findings))
         })?;
         for (file, before) in files.iter().zip(&key.files) {
             if FileKey::read(file)? != *before {
-                return Err(DataError::FileChanged { file: file.clone() });
+                return Err(DataError::FileChanged { file: file.path.clone() });
             }
         }
-        let metadata = CacheMetadata { key: key.clone(), counts, content: written.sha256, records: written.summary };
+        let (content, records) = (written.sha256, written.summary);
+        let metadata = CacheMetadata { key: key.clone(), counts, chat, content, records };
         let sealed = sealed_json::seal(&metadata).expect("plain data has a JSON form").to_string();
         write_atomically(&base.with_extension("json"), |out| out.write(sealed.as_bytes()))?;
         Ok(())
     }
 
     /// Opens the cache at `base`, or returns `None` unless it is complete, unchanged and was built from `key`.
-    fn open_existing(key: &CacheKey, base: &Path, files: &[PathBuf]) -> Option<TokenCache> {
+    fn open_existing(key: &CacheKey, base: &Path, files: &[DataFile]) -> Option<TokenCache> {
         let metadata: CacheMetadata =
             sealed_json::from_slice(&private_file::read(&base.with_extension("json")).ok()?).ok()?;
         let path = base.with_extension("tokens");
         let file = private_file::open(&path).ok()?;
-        let record_bytes = match key.format {
-            Format::Text => 4,
-            Format::Tokens => 8,
-        };
-        let DatasetCounts { tokens, documents, longest, longest_file, longest_line, .. } = metadata.counts;
+        let record_bytes = key.record_bytes();
+        let DatasetCounts { tokens, documents, longest, longest_file, longest_place, .. } = metadata.counts;
         let complete = metadata.key == *key && file.metadata().ok()?.len() == tokens.checked_mul(record_bytes)?;
         let consistent = longest_file < files.len() && (documents == 0 || (2 <= longest && longest <= tokens));
         if !complete || !consistent || FileSummary::read(&file).ok()? != metadata.records {
             return None;
         }
-        let longest = DocumentOrigin { file: longest_file, line: longest_line }.location(files);
+        let longest = DocumentOrigin { file: longest_file, place: longest_place }.location(files);
         Some(TokenCache {
             path,
             file,
             record_bytes,
             vocab: key.vocab,
             counts: metadata.counts,
+            chat: metadata.chat,
             content_sha256: metadata.content,
             longest,
             is_new: false,
@@ -280,213 +318,6 @@ impl Records<'_> {
             return Err(self.cache.damaged_error());
         }
         Ok(Record { token: token as i32, label, begins_document: id & FIRST_TOKEN_BIT != 0 })
-    }
-}
-
-/// An encoder that tokenizes text in batches of windows, in parallel, and passes the tokens to the writer in order.
-struct BatchEncoder {
-    tokenizer: Arc<Tokenizer>,
-    end_token: u32,
-    pool: rayon::ThreadPool,
-    batch: Vec<TextWindow>,
-    batch_bytes: usize,
-    batch_bytes_max: usize,
-    /// The windows of a document that goes on after the batch.
-    joiner: Option<WindowJoiner>,
-}
-
-/// A window of a document's text that waits to be tokenized.
-struct TextWindow {
-    origin: DocumentOrigin,
-    text: String,
-    /// The byte of the document at which `text` begins.
-    start: usize,
-    ends: bool,
-}
-
-/// The tokens of a window.
-enum WindowTokens {
-    /// The window is a whole document.
-    Whole(Vec<u32>),
-    Part(TokenWindow),
-}
-
-impl BatchEncoder {
-    fn new(file: &Path, spec: &DataSpec, threads: usize) -> Result<BatchEncoder, DataError> {
-        let tokenizer = Arc::new(Tokenizer::load(file)?);
-        let (tokenizer_vocab, vocab) = (tokenizer.vocab(), spec.vocab);
-        if tokenizer_vocab > vocab {
-            return Err(DataError::TokenizerVocab { file: file.to_owned(), tokenizer_vocab, vocab });
-        }
-        let end_token = spec.end_token.ok_or_else(|| DataError::NoEndToken { tokenizer: file.to_owned() })?;
-        let threads = threads.max(1);
-        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
-        let pool = pool.map_err(|error| DataError::io("start threads for", file)(io::Error::other(error)))?;
-        let batch_bytes_max = threads * BATCH_BYTES_PER_THREAD;
-        let (batch, batch_bytes, joiner) = (Vec::new(), 0, None);
-        Ok(BatchEncoder { tokenizer, end_token, pool, batch, batch_bytes, batch_bytes_max, joiner })
-    }
-
-    /// Adds a window of text to the batch, and tokenizes and writes the batch if it is full. A document without text is
-    /// counted as skipped.
-    fn push_part(
-        &mut self,
-        origin: DocumentOrigin,
-        part: DocumentPart,
-        writer: &mut RecordWriter,
-    ) -> Result<(), DataError> {
-        match part {
-            DocumentPart::Text { window, start, ends } => {
-                // Tokens with their places take more memory than ids.
-                let weight = if start == 0 && ends { 1 } else { 2 };
-                self.batch_bytes += weight * window.len() + size_of::<TextWindow>();
-                self.batch.push(TextWindow { origin, text: window.to_owned(), start, ends });
-            }
-            _ => writer.counts.skipped += 1,
-        }
-        if self.batch_bytes >= self.batch_bytes_max { self.flush(writer) } else { Ok(()) }
-    }
-
-    /// Tokenizes the batch in parallel and writes its tokens in order, with the end token after each document.
-    fn flush(&mut self, writer: &mut RecordWriter) -> Result<(), DataError> {
-        let (batch, tokenizer) = (std::mem::take(&mut self.batch), Arc::clone(&self.tokenizer));
-        self.batch_bytes = 0;
-        let places: Vec<_> = batch.iter().map(|window| (window.origin, window.start == 0, window.ends)).collect();
-        let encoded = self.encode_batch(batch).map_err(|(origin, reason)| {
-            let location = origin.map(|origin| origin.location(writer.files));
-            DataError::Encode { location, reason }
-        })?;
-        for ((origin, begins, ends), tokens) in places.into_iter().zip(encoded) {
-            let failed = |reason| DataError::Encode { location: Some(origin.location(writer.files)), reason };
-            let prefix = if begins { tokenizer.prefix() } else { &[] };
-            let ids = match tokens {
-                WindowTokens::Whole(ids) => ids,
-                WindowTokens::Part(window) => self.join_window(window, ends).map_err(failed)?,
-            };
-            let suffix = if ends { tokenizer.suffix() } else { &[] };
-            let mut last = None;
-            for &id in prefix.iter().chain(&ids).chain(suffix) {
-                writer.write_text_token(origin, id)?;
-                last = Some(id);
-            }
-            if ends {
-                if last != Some(self.end_token) {
-                    writer.write_text_token(origin, self.end_token)?;
-                }
-                writer.end_document(origin);
-            }
-        }
-        Ok(())
-    }
-
-    /// Tokenizes a batch in parallel, within a limit of time. An error has the place of its document, if it is known.
-    fn encode_batch(&self, batch: Vec<TextWindow>) -> Result<Vec<WindowTokens>, (Option<DocumentOrigin>, String)> {
-        let (done, finished) = mpsc::channel();
-        let tokenizer = Arc::clone(&self.tokenizer);
-        self.pool.spawn(move || {
-            let encode = |window: TextWindow| encode_window(&tokenizer, window);
-            let _ = done.send(batch.into_par_iter().map(encode).collect());
-        });
-        let late = |reason: String| (None, self.tokenizer.name_file(&reason));
-        guard::receive_limited(&finished, ENCODE_TIME_MAX).map_err(late)?
-    }
-
-    /// Joins a window with those before it in its document. Returns the tokens that are known now.
-    fn join_window(&mut self, window: TokenWindow, ends: bool) -> Result<Vec<u32>, String> {
-        let Some(mut joiner) = self.joiner.take().filter(|_| window.start > 0) else {
-            self.joiner = Some(WindowJoiner::new(window));
-            return Ok(Vec::new());
-        };
-        let mut ids = joiner.add(window, ends, &self.tokenizer)?;
-        if ends {
-            ids.extend(joiner.finish());
-        } else {
-            self.joiner = Some(joiner);
-        }
-        Ok(ids)
-    }
-}
-
-/// Tokenizes a window. A window that is only a part of its document has tokens with their places.
-fn encode_window(tokenizer: &Tokenizer, window: TextWindow) -> Result<WindowTokens, (Option<DocumentOrigin>, String)> {
-    let TextWindow { origin, text, start, ends } = window;
-    let failed = |reason| (Some(origin), reason);
-    if start == 0 && ends {
-        return tokenizer.encode_whole(&text).map(WindowTokens::Whole).map_err(failed);
-    }
-    let tokens = tokenizer.encode_placed(&text).map_err(failed)?;
-    Ok(WindowTokens::Part(TokenWindow { text, start, tokens }))
-}
-
-/// A token cache being written. It counts tokens and documents.
-struct RecordWriter<'a> {
-    out: &'a mut CacheFile,
-    files: &'a [PathBuf],
-    vocab: u64,
-    counts: DatasetCounts,
-    /// Number of tokens of the current document so far.
-    document_tokens: u64,
-    /// First record of the current document, until the second is known; else `None`. Both are written together, because
-    /// a document of one token is skipped.
-    pending_first: Option<[u8; 8]>,
-}
-
-impl RecordWriter<'_> {
-    /// Writes a document that the user gave as token ids (`data.format = "tokens"`), each id with its label. A document
-    /// of fewer than two tokens is counted as skipped and not written. `origin` is the document's place in the files.
-    fn write_ids(&mut self, origin: DocumentOrigin, part: DocumentPart) -> Result<(), DataError> {
-        if let DocumentPart::Tokens { ids, labels } = part {
-            for (index, &id) in ids.iter().enumerate() {
-                self.push_record(id as u32, Some(labels.map_or(id, |labels| labels[index])))?;
-            }
-        }
-        self.end_document(origin);
-        Ok(())
-    }
-
-    /// Writes a token of a text (`data.format = "text"`). An id outside the vocabulary is an error that names `origin`,
-    /// the document's place in the files.
-    fn write_text_token(&mut self, origin: DocumentOrigin, id: u32) -> Result<(), DataError> {
-        if u64::from(id) >= self.vocab || id >= FIRST_TOKEN_BIT {
-            let location = origin.location(self.files);
-            return Err(DataError::TextTokenOutOfRange { location, id, vocab: self.vocab });
-        }
-        self.push_record(id, None)
-    }
-
-    fn push_record(&mut self, id: u32, label: Option<i32>) -> Result<(), DataError> {
-        let mut record = [0; 8];
-        let id = if self.document_tokens == 0 { id | FIRST_TOKEN_BIT } else { id };
-        record[..4].copy_from_slice(&id.to_le_bytes());
-        record[4..].copy_from_slice(&label.unwrap_or(0).to_le_bytes());
-        let size = if label.is_some() { 8 } else { 4 };
-        self.document_tokens += 1;
-        if self.document_tokens == 1 {
-            self.pending_first = Some(record);
-            return Ok(());
-        }
-        self.counts.labelled += u64::from(label != Some(IGNORED_LABEL));
-        if let Some(first) = self.pending_first.take() {
-            self.out.write(&first[..size])?;
-        }
-        self.out.write(&record[..size])
-    }
-
-    /// Ends the current document, and counts it as used or skipped. `origin` is its place in the files, which is kept
-    /// if the document is the longest so far.
-    fn end_document(&mut self, origin: DocumentOrigin) {
-        let tokens = std::mem::take(&mut self.document_tokens);
-        if tokens < 2 {
-            self.pending_first = None;
-            self.counts.skipped += 1;
-            return;
-        }
-        self.counts.documents += 1;
-        self.counts.tokens += tokens;
-        if tokens > self.counts.longest {
-            self.counts.longest = tokens;
-            (self.counts.longest_file, self.counts.longest_line) = (origin.file, origin.line);
-        }
     }
 }
 

@@ -1,6 +1,10 @@
 //! Errors of the user's data, with their messages and hints.
 
+use super::record_format::RecordFormat;
+use super::template_error::TemplateError;
+use crate::config::Split;
 use plimsoll_core::{Bytes, Failure, format_count, is_disk_full};
+use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -10,16 +14,37 @@ use std::path::{Path, PathBuf};
 pub struct SourceLocation {
     /// Path of the data file.
     pub file: PathBuf,
-    /// Line in the file, counted from 1; `None` for the file as a whole.
-    pub line: Option<u64>,
+    /// Place in the file.
+    pub place: Place,
+}
+
+impl SourceLocation {
+    /// Returns the location of a whole file.
+    pub fn whole(file: &Path) -> SourceLocation {
+        SourceLocation { file: file.to_owned(), place: Place::File }
+    }
+}
+
+/// A place in a data file.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Place {
+    /// The file as a whole.
+    #[default]
+    File,
+    /// A line, counted from 1.
+    Line(u64),
+    /// An element of a list or a row of a table, counted from 1.
+    Record(u64),
 }
 
 impl fmt::Display for SourceLocation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.file.display())?;
-        match self.line {
-            Some(line) => write!(f, ":{line}"),
-            None => Ok(()),
+        match self.place {
+            Place::File => Ok(()),
+            Place::Line(line) => write!(f, ":{line}"),
+            Place::Record(record) => write!(f, ", record {record}"),
         }
     }
 }
@@ -44,6 +69,14 @@ pub enum DataError {
         /// The pattern from the run file.
         pattern: String,
     },
+    /// No file is of the split that a source names.
+    #[error("no name tells that a file has the split \"{}\"; the files are {}", split.name(), list_some(files))]
+    NoSplit {
+        /// The split.
+        split: Split,
+        /// The files that there are.
+        files: Vec<PathBuf>,
+    },
     /// More files, or folders on the way to them, match a glob than Plimsoll takes.
     #[error("more than {limit} files or folders match `{pattern}`")]
     TooManyFiles {
@@ -52,7 +85,7 @@ pub enum DataError {
         /// The most files or folders that a glob may match.
         limit: usize,
     },
-    /// A data file is a folder, is neither `.jsonl` nor `.txt`, or is `.txt` although `data.format` is "tokens".
+    /// A data file is a folder, has another extension than those of data, or is `.txt` although `data.format` is not text.
     #[error("{}: expected {expected}", file.display())]
     UnsupportedFile {
         /// Path of the refused file or folder.
@@ -87,22 +120,88 @@ pub enum DataError {
         /// Place of the text that is not UTF-8.
         location: SourceLocation,
     },
-    /// A line is not a JSON object of the expected form.
-    #[error("{location}: {reason}")]
-    MalformedLine {
-        /// Place of the malformed line.
+    /// A text has bytes that are zero.
+    #[error("{location}: NUL bytes")]
+    NulByte {
+        /// Place of the text.
         location: SourceLocation,
-        /// The message of the JSON parser.
-        reason: String,
-        /// The data format that the line should follow.
-        format: super::Format,
     },
-    /// A line is longer than the reader's limit.
-    #[error("{location}: the line is longer than {limit}")]
-    LineTooLong {
-        /// Place of the line that is too long.
+    /// A compressed or binary file, or UTF-16 text, that cannot be decoded.
+    #[error("{} is damaged: {reason}", file.display())]
+    DamagedFile {
+        /// Path of the data file.
+        file: PathBuf,
+        /// The message of the decoder.
+        reason: String,
+    },
+    /// A record is not of the expected form.
+    #[error("{location}: {reason}")]
+    MalformedRecord {
+        /// Place of the malformed record.
         location: SourceLocation,
-        /// Size limit of a line.
+        /// Description of the problem.
+        reason: String,
+        /// The format that the record should follow; `None` if its container is malformed.
+        format: Option<RecordFormat>,
+    },
+    /// A record fits no format.
+    #[error("{location}: the record fits no format; {}", describe_keys(keys))]
+    NoReading {
+        /// Place of the record.
+        location: SourceLocation,
+        /// The first keys of the record.
+        keys: Vec<String>,
+    },
+    /// A record fits several formats.
+    #[error("{location}: the record fits two formats, {first} and {second}")]
+    TwoReadings {
+        /// Place of the record.
+        location: SourceLocation,
+        /// One of the formats.
+        first: RecordFormat,
+        /// Another of the formats.
+        second: RecordFormat,
+    },
+    /// A record fits another format than those before it.
+    #[error("{location}: the format of the record is {found}, that of the records before it is {expected}")]
+    MixedRecords {
+        /// Place of the record.
+        location: SourceLocation,
+        /// Format of the record.
+        found: RecordFormat,
+        /// Format of the records before it.
+        expected: RecordFormat,
+    },
+    /// A file has records that no training objective uses.
+    #[error("{}: its format is {format}, which no training objective uses yet", file.display())]
+    NoObjective {
+        /// Path of the data file.
+        file: PathBuf,
+        /// Format of its records.
+        format: RecordFormat,
+    },
+    /// A conversation cannot be rendered, or there is no template for it.
+    #[error("{}{source}", location.as_ref().map_or(String::new(), |location| format!("{location}: ")))]
+    Template {
+        /// Place of the conversation; `None` if the template fails without one.
+        location: Option<SourceLocation>,
+        /// The error of the template.
+        source: TemplateError,
+    },
+    /// A prompt and its completion are longer than what is tokenized at once.
+    #[error("{location}: prompt and completion are longer than {limit}")]
+    PairTooLong {
+        /// Place of the record.
+        location: SourceLocation,
+        /// Size limit of both together.
+        limit: Bytes,
+    },
+    /// A record is longer than the reader's limit.
+    #[error("{location}: the {} is longer than {limit}", if matches!(location.place, Place::Line(_)) { "line" } else { "record" })]
+    RecordTooLong {
+        /// Place of the record that is too long.
+        location: SourceLocation,
+        /// Size limit of a record.
         limit: Bytes,
     },
     /// The number of labels differs from the number of tokens.
@@ -126,10 +225,12 @@ pub enum DataError {
         problem: String,
     },
     /// A data file holds another format than its name says, such as compressed data.
-    #[error("{}: expected text, found {found}", file.display())]
+    #[error("{}: expected {expected}, found {found}", file.display())]
     ForeignFormat {
         /// Path of the data file.
         file: PathBuf,
+        /// Description of the content that its name promises.
+        expected: &'static str,
         /// Description of the content.
         found: &'static str,
         /// Hint how to get text from it.
@@ -177,10 +278,10 @@ pub enum DataError {
         /// Number of documents, all of which were skipped.
         skipped: u64,
     },
-    /// The data are text (`data.format = "text"`), but the model has no tokenizer.
-    #[error("the text format needs a tokenizer.json")]
+    /// The data are text, but the model has no tokenizer.
+    #[error("data other than token ids need a tokenizer.json")]
     NoTokenizer,
-    /// The data are text (`data.format = "text"`), but the model's files define no end token.
+    /// The data are text, but the model's files define no end token.
     #[error("no end token is defined for {}", tokenizer.display())]
     NoEndToken {
         /// Path of the `tokenizer.json`.
@@ -237,11 +338,29 @@ pub enum DataError {
     Stopped,
 }
 
+/// Describes the keys of a record.
+fn describe_keys(keys: &[String]) -> String {
+    match keys {
+        [] => "it has no keys".to_owned(),
+        keys => format!("its keys are {}", keys.join(", ")),
+    }
+}
+
 fn describe_files(files: &[PathBuf]) -> String {
     match files {
         [one] => one.display().to_string(),
         [first, rest @ ..] => format!("{} and {}", first.display(), format_count(rest.len(), "more file")),
         [] => "no files".to_owned(),
+    }
+}
+
+/// Lists the first files by name.
+fn list_some(files: &[PathBuf]) -> String {
+    const LISTED: usize = 3;
+    let names: Vec<String> = files.iter().take(LISTED).map(|file| file.display().to_string()).collect();
+    match files.len().saturating_sub(LISTED) {
+        0 => names.join(", "),
+        more => format!("{} and {}", names.join(", "), format_count(more, "more file")),
     }
 }
 
@@ -255,76 +374,95 @@ impl DataError {
 
 impl From<DataError> for Failure {
     fn from(error: DataError) -> Failure {
-        let hint = match &error {
+        match &error {
             DataError::Stopped => return Failure::stopped(error.to_string()),
             DataError::NoThread => return Failure::no_thread("to read the data"),
-            DataError::InvalidPattern { .. } | DataError::NoFiles { .. } => {
-                Some("paths are relative to the directory in which plimsoll was started; a glob looks like `data/*.jsonl`".to_owned())
-            }
-            DataError::TooManyFiles { .. } => {
-                Some("name a smaller folder, or join the documents in .jsonl files".to_owned())
-            }
-            DataError::UnsupportedFile { .. } => Some("data files end in .jsonl or, in the text format, .txt".to_owned()),
-            DataError::Io { source, .. } if is_disk_full(source) => Some(
-                "free disk space or set another folder: run.dir for the run, PLIMSOLL_CACHE for the token cache (4 bytes per token, 8 with labels)"
-                    .to_owned(),
-            ),
-            DataError::CacheFolder { .. } => {
-                Some("set a writable folder: PLIMSOLL_CACHE=/path plimsoll ...".to_owned())
-            }
-            DataError::NotUtf8 { .. } => {
-                Some("convert the file to UTF-8, for example with `iconv -t utf-8`".to_owned())
-            }
-            DataError::MalformedLine { format: super::Format::Text, .. } => {
-                Some(
-                r#"data.format = "text" expects {"text": "..."} on each line; for {"input_ids": [..]} use data.format = "tokens""#
-                    .to_owned(),
-            )
-            }
-            DataError::MalformedLine { format: super::Format::Tokens, .. } => Some(
-                r#"data.format = "tokens" expects {"input_ids": [..], "labels": [..]} on each line; labels are optional"#
-                    .to_owned(),
-            ),
-            DataError::LineTooLong { .. } => {
-                Some("split the document over several lines, or put it into a .txt file of its own".to_owned())
-            }
-            DataError::LabelCount { .. } => {
-                Some("give one label per token of input_ids, not shifted; -100 marks tokens that are not predicted".to_owned())
-            }
-            DataError::TokenKey { .. } => Some(
-                "write one document per line, with -100 in labels for tokens that are not predicted, and remove the key"
-                    .to_owned(),
-            ),
-            DataError::ForeignFormat { remedy, .. } => Some((*remedy).to_owned()),
-            DataError::Empty { .. } => Some(
-                "give documents of two tokens or more; in the text format, a tokenizer.json that keeps the text; in the tokens format, a label other than -100 after the first token"
-                    .to_owned(),
-            ),
-            DataError::IdOutOfRange { .. } => Some(
-                "tokenize the data with the model's own tokenizer, or correct vocab_size in config.json"
-                    .to_owned(),
-            ),
-            DataError::TokenizerVocab { .. } | DataError::TextTokenOutOfRange { .. } => {
-                Some("use the tokenizer.json that belongs to the model, or a model with a larger vocab_size".to_owned())
-            }
-            DataError::DocumentTooLong { tokens, .. } => {
-                Some(format!("set data.sequence = {} or more, or data.long = \"split\"", tokens - 1))
-            }
-            DataError::NoTokenizer => {
-                Some(r#"put tokenizer.json into the model's folder, or use data.format = "tokens""#.to_owned())
-            }
-            DataError::NoEndToken { .. } => Some(
-                "set eos_token in tokenizer_config.json or eos_token_id in config.json, beside tokenizer.json"
-                    .to_owned(),
-            ),
-            DataError::DamagedCache { file } => Some(format!("remove {} and start again: the cache is rebuilt", file.display())),
-            DataError::FileChanged { .. } => Some("start again once no other process writes to the file".to_owned()),
-            _ => None,
-        };
+            _ => {}
+        }
         let failure = Failure::input(error.to_string());
-        match hint {
+        match hint(&error) {
             Some(hint) => failure.hint(hint),
             None => failure,
         }
     }
+}
+
+/// Returns what to do about an error; `None` if its message says it.
+fn hint(error: &DataError) -> Option<String> {
+    let hint = match error {
+        DataError::InvalidPattern { .. } | DataError::NoFiles { .. } => {
+            "paths are relative to the directory in which plimsoll was started; a glob looks like `data/*.jsonl`"
+        }
+        DataError::NoSplit { .. } => {
+            "a split is told by a word in the name of a file or its folder; leave split out to take all files"
+        }
+        DataError::TooManyFiles { .. } => "name a smaller folder, or join the documents in .jsonl files",
+        DataError::UnsupportedFile { .. } => {
+            "data files end in .jsonl, .json, .csv, .tsv, .parquet or .txt; all but .parquet also with .gz or .zst"
+        }
+        DataError::Io { source, .. } if is_disk_full(source) => {
+            "free disk space or set another folder: run.dir for the run, PLIMSOLL_CACHE for the token cache (4 bytes per token, 8 with labels)"
+        }
+        DataError::CacheFolder { .. } => "set a writable folder: PLIMSOLL_CACHE=/path plimsoll ...",
+        DataError::NotUtf8 { .. } => "convert the file to UTF-8, for example with `iconv -t utf-8`",
+        DataError::NulByte { .. } => "the file is damaged or no text; write it again",
+        DataError::DamagedFile { .. } => "download or write the file again",
+        DataError::NoReading { .. } => {
+            return Some(format!(
+                "a record of the text format has {}; docs/data.md lists the keys of each format",
+                RecordFormat::Text.expected_keys()
+            ));
+        }
+        DataError::TwoReadings { first, second, .. } => {
+            return Some(format!(r#"name one of them: data.format = "{first}" or "{second}""#));
+        }
+        DataError::MixedRecords { .. } => "write the records of each format into a file of their own",
+        DataError::NoObjective { .. } => r#"write the chosen answers as "completion" beside "prompt" to train on them"#,
+        DataError::PairTooLong { .. } => "split the record, or write it as text",
+        DataError::MalformedRecord { format: Some(format), .. } => {
+            return Some(format!(r#"data.format = "{format}" expects {}"#, format.expected_keys()));
+        }
+        DataError::RecordTooLong { .. } => {
+            "split the document over several records, or put it into a .txt file of its own"
+        }
+        DataError::LabelCount { .. } => {
+            "give one label per token of input_ids, not shifted; -100 marks tokens that are not predicted"
+        }
+        DataError::TokenKey { .. } => {
+            "write one document per record, with -100 in labels for tokens that are not predicted, and remove the key"
+        }
+        DataError::ForeignFormat { remedy, .. } => remedy,
+        DataError::DocumentTooLong { tokens, .. } => {
+            return Some(format!("set data.sequence = {} or more, or data.long = \"split\"", tokens - 1));
+        }
+        DataError::DamagedCache { file } => {
+            return Some(format!("remove {} and start again: the cache is rebuilt", file.display()));
+        }
+        DataError::Template { source, .. } => return source.hint(),
+        DataError::FileChanged { .. } => "start again once no other process writes to the file",
+        error => return model_hint(error).map(str::to_owned),
+    };
+    Some(hint.to_owned())
+}
+
+/// Returns what to do about data that do not fit the model.
+fn model_hint(error: &DataError) -> Option<&'static str> {
+    Some(match error {
+        DataError::Empty { .. } => {
+            "give documents of two tokens or more; in text, a tokenizer.json that keeps the text; in token ids, a label other than -100 after the first token"
+        }
+        DataError::IdOutOfRange { .. } => {
+            "tokenize the data with the model's own tokenizer, or correct vocab_size in config.json"
+        }
+        DataError::TokenizerVocab { .. } | DataError::TextTokenOutOfRange { .. } => {
+            "use the tokenizer.json that belongs to the model, or a model with a larger vocab_size"
+        }
+        DataError::NoTokenizer => {
+            r#"put tokenizer.json into the model's folder, or give token ids: {"input_ids": [..]}"#
+        }
+        DataError::NoEndToken { .. } => {
+            "set eos_token in tokenizer_config.json or eos_token_id in config.json, beside tokenizer.json"
+        }
+        _ => return None,
+    })
 }

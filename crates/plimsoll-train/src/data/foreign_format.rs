@@ -3,21 +3,26 @@
 use super::error::DataError;
 use std::path::Path;
 
-const DECOMPRESS: &str = "decompress it, for example with `gzip -d`, `zstd -d`, `xz -d` or `unzip`";
+const DECOMPRESS: &str = "decompress it, for example with `xz -d` or `unzip`";
+const NAME_GZIP: &str = "give a data file the ending .gz after its own, or decompress it with `gzip -d`";
+const NAME_ZSTD: &str = "give a data file the ending .zst after its own, or decompress it with `zstd -d`";
+const NAME_PARQUET: &str = "give a data file the ending .parquet";
 const TO_JSON: &str = "convert it, for example with `Dataset.to_json` of the Python package `datasets`";
 const TO_UTF8: &str = "convert it to UTF-8, for example with `iconv -f utf-16 -t utf-8`";
 const DOWNLOAD: &str = "download the file itself: `git lfs pull`, or `hf download`";
 
 /// First bytes of other formats, with the name of the format and a hint.
-const FORMATS: [(&[u8], &str, &str); 11] = [
-    (b"\x1f\x8b", "gzip data", DECOMPRESS),
-    (b"\x28\xb5\x2f\xfd", "zstd data", DECOMPRESS),
+const FORMATS: [(&[u8], &str, &str); 13] = [
+    (b"\x1f\x8b", "gzip data", NAME_GZIP),
+    (b"\x28\xb5\x2f\xfd", "zstd data", NAME_ZSTD),
     (b"\xfd7zXZ\0", "xz data", DECOMPRESS),
     (b"BZh91AY&SY", "bzip2 data", DECOMPRESS),
     (b"PK\x03\x04", "a zip archive", DECOMPRESS),
-    (b"PAR1", "Parquet data", TO_JSON),
+    (b"PAR1", "Parquet data", NAME_PARQUET),
     (b"ARROW1", "Arrow data", TO_JSON),
     (b"\xff\xff\xff\xff", "Arrow data", TO_JSON),
+    (b"\xff\xfe\0\0", "UTF-32 text", TO_UTF8),
+    (b"\0\0\xfe\xff", "UTF-32 text", TO_UTF8),
     (b"\xff\xfe", "UTF-16 text", TO_UTF8),
     (b"\xfe\xff", "UTF-16 text", TO_UTF8),
     (b"version https://git-lfs.github.com/spec/", "a pointer of Git LFS", DOWNLOAD),
@@ -30,7 +35,9 @@ const FORMATS: [(&[u8], &str, &str); 11] = [
 pub(super) fn check(file: &Path, first_bytes: &[u8]) -> Result<(), DataError> {
     match FORMATS.iter().find(|(magic, ..)| first_bytes.starts_with(magic)) {
         None => Ok(()),
-        Some(&(_, found, remedy)) => Err(DataError::ForeignFormat { file: file.to_owned(), found, remedy }),
+        Some(&(_, found, remedy)) => {
+            Err(DataError::ForeignFormat { file: file.to_owned(), expected: "text", found, remedy })
+        }
     }
 }
 

@@ -1,8 +1,8 @@
-//! Expansion of the paths and globs of `data.train` and `data.eval` into files.
+//! Expansion of the paths and globs of training and evaluation data into files, and the choice of a split among them.
 
+use super::containers::{Container, file_type};
 use super::error::DataError;
-use super::source::file_kind;
-use crate::config::Format;
+use crate::config::{Format, Split};
 use glob::Pattern;
 use plimsoll_device::regular_file;
 use std::collections::{BTreeSet, HashSet};
@@ -14,12 +14,14 @@ use std::path::{Component, Path, PathBuf};
 const MATCHES_MAX: usize = 1_000_000;
 
 /// Expands paths and globs into files, each file once, even if several links lead to it. Files come in the order of
-/// `patterns`, those of one glob in alphabetical order.
+/// `patterns`, those of one glob in alphabetical order. With a `split`, only the files are taken whose name or folder
+/// names it.
 ///
 /// # Errors
-/// An invalid pattern, a pattern without files or with too many, or a file that is not of `format` or not regular.
-pub(crate) fn list_files(patterns: &[String], format: Format) -> Result<Vec<PathBuf>, DataError> {
-    let (mut files, mut known) = (Vec::new(), HashSet::new());
+/// An invalid pattern, a pattern without files or with too many, a file that is not of `format` or not regular, or no
+/// file of the split.
+pub(crate) fn list_files(patterns: &[String], format: Format, split: Option<Split>) -> Result<Vec<PathBuf>, DataError> {
+    let (mut files, mut others, mut known) = (Vec::new(), Vec::new(), HashSet::new());
     for pattern in patterns {
         // An existing file may have brackets in its name, so it is not expanded as a glob.
         let exists = Path::new(pattern).exists();
@@ -28,14 +30,32 @@ pub(crate) fn list_files(patterns: &[String], format: Format) -> Result<Vec<Path
             return Err(DataError::NoFiles { pattern: pattern.clone() });
         }
         for file in matches {
-            file_kind(&file, format)?;
+            if split.is_some_and(|split| split_of(&file) != Some(split)) {
+                others.push(file);
+                continue;
+            }
+            let container = file_type(&file)?.container;
+            if container == Container::PlainText && !matches!(format, Format::Auto | Format::Text) {
+                let expected = "a file with records; a .txt file is text";
+                return Err(DataError::UnsupportedFile { file, expected });
+            }
             regular_file::check(&file).map_err(DataError::io("read", &file))?;
             if known.insert(file.canonicalize().map_err(DataError::io("read", &file))?) {
                 files.push(file);
             }
         }
     }
-    if files.is_empty() { Err(DataError::NoPatterns) } else { Ok(files) }
+    match split {
+        _ if !files.is_empty() => Ok(files),
+        Some(split) if !others.is_empty() => Err(DataError::NoSplit { split, files: others }),
+        _ => Err(DataError::NoPatterns),
+    }
+}
+
+/// Returns the split that the name of a file tells, or else the name of its folder.
+fn split_of(file: &Path) -> Option<Split> {
+    let folder = file.parent().and_then(Path::file_name);
+    [file.file_name(), folder].into_iter().flatten().find_map(|name| Split::in_path(&name.to_string_lossy()))
 }
 
 /// Returns the paths that match a glob, at most `limit`. Component after component is expanded. `**` enters no linked
@@ -107,7 +127,7 @@ mod tests {
     /// Returns the files of `pattern` in `folder`, as paths within it.
     fn listed(folder: &Path, pattern: &str) -> Vec<String> {
         let pattern = folder.join(pattern).to_str().unwrap().to_owned();
-        let found = list_files(&[pattern.clone(), pattern], Format::Tokens).unwrap();
+        let found = list_files(&[pattern.clone(), pattern], Format::Tokens, None).unwrap();
         found.iter().map(|file| file.strip_prefix(folder).unwrap().display().to_string()).collect()
     }
 
@@ -136,6 +156,24 @@ mod tests {
         assert_eq!(listed(folder.path(), "*.jsonl"), ["a.jsonl"]);
         // A link that the pattern names is followed.
         assert_eq!(listed(folder.path(), "x/c/*.jsonl"), ["x/c/d.jsonl"]);
+    }
+
+    #[test]
+    fn splits_are_told_by_file_or_folder() {
+        let names = ["train-0.jsonl", "dev.jsonl", "test/a.jsonl", "train/eval_x.jsonl", "Val/b.jsonl", "c.jsonl"];
+        let folder = folder_of(&names);
+        let pattern = folder.path().join("**/*.jsonl").to_str().unwrap().to_owned();
+        let of = |split| list_files(std::slice::from_ref(&pattern), Format::Auto, Some(split));
+        let names_of = |split| -> Vec<String> {
+            of(split).unwrap().iter().map(|file| file.strip_prefix(&folder).unwrap().display().to_string()).collect()
+        };
+        assert_eq!(names_of(Split::Train), ["train-0.jsonl"]);
+        assert_eq!(names_of(Split::Validation), ["Val/b.jsonl", "dev.jsonl", "train/eval_x.jsonl"]);
+        assert_eq!(names_of(Split::Test), ["test/a.jsonl"]);
+        fs::remove_dir_all(folder.path().join("test")).unwrap();
+        let refusal = of(Split::Test).unwrap_err().to_string();
+        assert!(refusal.starts_with("no name tells that a file has the split \"test\"; the files are "), "{refusal}");
+        assert!(refusal.ends_with("dev.jsonl and 2 more files"), "{refusal}");
     }
 
     #[test]

@@ -1,21 +1,18 @@
 //! A look at data files before a run exists: their format and the number of their documents. Nothing is tokenized or cached.
 
 use super::error::DataError;
+use super::formats::resolve_formats;
 use super::list_files;
-use super::source::{DocumentPart, FileKind, SourceReader, file_kind};
-use crate::config::Format;
+use super::record_format::RecordFormat;
+use super::rows::distinct_formats;
+use super::source::{DocumentPart, SourceReader};
+use crate::config::{Format, Split};
 use plimsoll_core::Bytes;
-use plimsoll_device::regular_file;
-use serde::Deserialize;
-use serde::de::IgnoredAny;
-use std::io::{BufRead, BufReader, Read};
 use std::ops::ControlFlow;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 /// Most bytes that are read to count documents.
 const COUNTED_BYTES_MAX: u64 = 256 << 20;
-/// Most bytes of the first line by which the format is recognized.
-const FIRST_LINE_BYTES_MAX: u64 = 16 << 20;
 
 /// The format and size of data files.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -24,34 +21,53 @@ pub struct DataSummary {
     pub files: Vec<PathBuf>,
     /// Bytes of all files.
     pub bytes: Bytes,
-    /// Format of the documents.
-    pub format: Format,
+    /// Formats of the files, each once; none if no file has a record.
+    pub formats: Vec<RecordFormat>,
     /// Number of documents that have something to predict, as far as they were read.
     pub documents: u64,
     /// Whether all files were read. Otherwise there may be more documents.
     pub is_complete: bool,
 }
 
-/// Reads the files that match `patterns` (paths and globs of `.jsonl` and `.txt` files), recognizes their format by the
-/// first line, and counts their documents. Stops after 256 MiB. Token ids must be below `vocab`; `None` permits all.
+/// Data files with their formats.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DataFiles {
+    /// The files.
+    pub files: Vec<PathBuf>,
+    /// Formats of the files, each once; none if no file has a record.
+    pub formats: Vec<RecordFormat>,
+}
+
+/// Lists the files that match `patterns` (paths and globs), with their formats: `format`, or those of their first records.
+/// With a `split`, only its files are taken.
+///
+/// # Errors
+/// No file, a file of another type, or records of no format.
+pub fn recognize(patterns: &[String], format: Format, split: Option<Split>) -> Result<DataFiles, DataError> {
+    let files = resolve_formats(list_files(patterns, format, split)?, format)?;
+    let formats = distinct_formats(&files);
+    Ok(DataFiles { files: files.into_iter().map(|file| file.path).collect(), formats })
+}
+
+/// Reads the files that match `patterns` (paths and globs), recognizes their formats by the first records, and counts
+/// their documents. Stops after 256 MiB. Token ids must be below `vocab`; `None` permits all.
 ///
 /// # Errors
 /// No file, a file of another type, or the first document that cannot be read, with its place.
 pub fn inspect(patterns: &[String], vocab: Option<u64>) -> Result<DataSummary, DataError> {
-    let files = list_files(patterns, Format::Text)?;
-    let sizes = files.iter().map(|file| file.metadata().map_err(DataError::io("read", file)));
+    let files = resolve_formats(list_files(patterns, Format::Auto, None)?, Format::Auto)?;
+    let sizes = files.iter().map(|file| file.path.metadata().map_err(DataError::io("read", &file.path)));
     let bytes = sizes.map(|size| size.map(|size| size.len())).sum::<Result<u64, _>>()?;
-    let format = recognize(&files)?;
     let mut progress = |done: u64| match done < COUNTED_BYTES_MAX {
         true => ControlFlow::Continue(()),
         false => ControlFlow::Break(()),
     };
     // Ids are 32 bit numbers with a sign.
     let vocab = vocab.unwrap_or(1 << 31);
-    let mut reader = SourceReader { files: &files, format, vocab, progress: &mut progress, done_bytes: 0 };
+    let mut reader = SourceReader { files: &files, vocab, progress: &mut progress, reported_bytes: 0 };
     let mut documents = 0;
     let read = reader.read_all(|_, part| {
-        documents += u64::from(matches!(part, DocumentPart::Tokens { .. } | DocumentPart::Text { ends: true, .. }));
+        documents += u64::from(!matches!(part, DocumentPart::Empty | DocumentPart::Text { ends: false, .. }));
         Ok(())
     });
     let is_complete = match read {
@@ -59,38 +75,9 @@ pub fn inspect(patterns: &[String], vocab: Option<u64>) -> Result<DataSummary, D
         Err(DataError::Stopped) => false,
         Err(error) => return Err(error),
     };
-    Ok(DataSummary { files, bytes: Bytes(bytes), format, documents, is_complete })
-}
-
-/// Returns the format of the first line that is not blank in the `.jsonl` files; without one, all files are text.
-fn recognize(files: &[PathBuf]) -> Result<Format, DataError> {
-    for file in files.iter().filter(|file| matches!(file_kind(file, Format::Text), Ok(FileKind::JsonLines))) {
-        match has_token_ids(file)? {
-            Some(true) => return Ok(Format::Tokens),
-            Some(false) => return Ok(Format::Text),
-            None => {}
-        }
-    }
-    Ok(Format::Text)
-}
-
-/// Returns whether the first line of a `.jsonl` file that is not blank has token ids; `None` if all lines are blank.
-fn has_token_ids(file: &Path) -> Result<Option<bool>, DataError> {
-    #[derive(Deserialize)]
-    struct Line {
-        input_ids: Option<IgnoredAny>,
-    }
-    let mut reader =
-        BufReader::new(regular_file::open(file).map_err(DataError::io("read", file))?).take(FIRST_LINE_BYTES_MAX);
-    let mut line = Vec::new();
-    while reader.read_until(b'\n', &mut line).map_err(DataError::io("read", file))? > 0 {
-        let text = line.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&line);
-        if !text.trim_ascii().is_empty() {
-            return Ok(Some(serde_json::from_slice(text).is_ok_and(|line: Line| line.input_ids.is_some())));
-        }
-        line.clear();
-    }
-    Ok(None)
+    let formats = distinct_formats(&files);
+    let files = files.into_iter().map(|file| file.path).collect();
+    Ok(DataSummary { files, bytes: Bytes(bytes), formats, documents, is_complete })
 }
 
 #[cfg(test)]
@@ -105,11 +92,11 @@ mod tests {
     }
 
     #[test]
-    fn format_follows_from_the_first_line() {
+    fn format_follows_from_the_first_records() {
         let tokens = inspect_file("a.jsonl", "\n{\"input_ids\": [1, 2]}\n{\"input_ids\": [3]}\n").unwrap();
-        assert_eq!((tokens.format, tokens.documents, tokens.files.len()), (Format::Tokens, 1, 1));
+        assert_eq!((&tokens.formats[..], tokens.documents, tokens.files.len()), (&[RecordFormat::Tokens][..], 1, 1));
         let text = inspect_file("a.jsonl", "\u{feff}{\"text\": \"a\"}\n\n{\"text\": \"\"}\n{\"text\": \"b\"}").unwrap();
-        assert_eq!((text.format, text.documents, text.is_complete), (Format::Text, 2, true));
+        assert_eq!((&text.formats[..], text.documents, text.is_complete), (&[RecordFormat::Text][..], 2, true));
         assert_eq!(inspect_file("a.txt", &"long ".repeat(50_000)).unwrap().documents, 1);
     }
 
@@ -120,14 +107,14 @@ mod tests {
             std::fs::write(dir.path().join(name), content).unwrap();
         }
         let summary = inspect(&[dir.path().join("*.jsonl").to_string_lossy().into_owned()], Some(10)).unwrap();
-        assert_eq!((summary.format, summary.documents, summary.files.len()), (Format::Tokens, 1, 3));
+        assert_eq!((&summary.formats[..], summary.documents, summary.files.len()), (&[RecordFormat::Tokens][..], 1, 3));
     }
 
     #[test]
     fn unreadable_data_are_refused_with_place() {
         assert!(inspect_file("a.jsonl", "{\"text\": \"a\"}\n{\"txt\": 1}\n").unwrap_err().contains("a.jsonl:2"));
         assert!(inspect_file("a.jsonl", "{\"input_ids\": [1, 99]}\n").unwrap_err().contains("vocabulary of 10"));
-        assert!(inspect_file("a.csv", "a,b\n").unwrap_err().contains("expected a .jsonl or .txt file"));
+        assert!(inspect_file("a.xlsx", "a,b\n").unwrap_err().contains("expected a .jsonl, .json, .csv"));
         assert!(inspect(&["/nonexistent/*.jsonl".to_owned()], None).is_err());
     }
 }

@@ -3,14 +3,15 @@
 /// Values that Python's `json.dumps` writes and that are not JSON.
 const NOT_JSON: [&str; 3] = ["NaN", "-Infinity", "Infinity"];
 
-/// Returns the reason for which the parser refused the line `line` with `error`, with the column.
+/// Returns the reason for which the parser refused the record `line` with `error`, with the column, and with the line if
+/// the record has several.
 pub(super) fn reason(line: &str, error: &serde_json::Error) -> String {
     let column = error.column();
-    // The parser sees a single line, so its line number is dropped and its column kept.
     let suffix = format!(" at line {} column {column}", error.line());
     let message = error.to_string();
     let message = message.strip_suffix(&suffix).unwrap_or(&message);
-    let value = NOT_JSON.into_iter().find(|word| begins_near(line, column, word));
+    let near = line.split('\n').nth(error.line().saturating_sub(1)).unwrap_or(line);
+    let value = NOT_JSON.into_iter().find(|word| begins_near(near, column, word));
     let cause = match value.filter(|_| error.is_syntax()) {
         Some(word) => format!("{word} is no JSON value; write null, or omit the key"),
         None if message.contains("surrogate") || message.contains("end of hex escape") => {
@@ -19,7 +20,12 @@ pub(super) fn reason(line: &str, error: &serde_json::Error) -> String {
         None if line.starts_with('[') => "expected an object, found a list".to_owned(),
         None => message.to_owned(),
     };
-    format!("{cause} (column {column})")
+    match error.line() {
+        // The value as a whole has another type.
+        _ if column == 0 => cause,
+        0 | 1 => format!("{cause} (column {column})"),
+        number => format!("{cause} (line {number} of the record, column {column})"),
+    }
 }
 
 /// Returns whether `word` begins at the column `column` or one of its neighbours. The parser stops at the first or

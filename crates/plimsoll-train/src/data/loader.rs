@@ -5,7 +5,8 @@
 
 use super::error::DataError;
 use super::order::BatchSampler;
-use super::rows::{Dataset, Rows};
+use super::rows::Rows;
+use super::training_data::TrainingData;
 use plimsoll_core::Bytes;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -35,15 +36,15 @@ pub struct Loader {
 
 impl Loader {
     /// Starts the thread that reads the batches of `sampler`, from step `first_step` (counted from 0) on.
-    pub fn start(dataset: Arc<Dataset>, sampler: BatchSampler, first_step: u64) -> Loader {
-        assert_eq!(sampler.order.rows, dataset.rows(), "the sampler belongs to another dataset");
+    pub fn start(data: Arc<TrainingData>, sampler: BatchSampler, first_step: u64) -> Loader {
+        assert_eq!(sampler.order.rows, data.rows(), "the sampler belongs to other data");
         let (batch_sender, batches) = channel();
         let (free_rows, free_rows_receiver) = channel::<Rows>();
         for _ in 0..2 {
-            free_rows.send(Rows::new(sampler.rows, dataset.sequence())).expect("the receiver is in scope");
+            free_rows.send(Rows::new(sampler.rows, data.sequence())).expect("the receiver is in scope");
         }
         let refusal_sender = batch_sender.clone();
-        let read = move || read_batches(&dataset, sampler, first_step, &free_rows_receiver, &batch_sender);
+        let read = move || read_batches(&data, sampler, first_step, &free_rows_receiver, &batch_sender);
         let thread = std::thread::Builder::new().name("data".to_owned()).spawn(read);
         if thread.is_err() {
             // The first batch fails with this error.
@@ -94,12 +95,13 @@ impl Loader {
 /// Reads the batches of `sampler` from step `first_step` on and sends them to the loader, into buffers that it returns.
 /// Ends after the last batch, after an error, or when the loader is dropped.
 fn read_batches(
-    dataset: &Dataset,
+    data: &TrainingData,
     sampler: BatchSampler,
     first_step: u64,
     free_rows: &Receiver<Rows>,
     batches: &Sender<Result<Batch, DataError>>,
 ) {
+    let order = data.order(sampler.order);
     for step in first_step.. {
         let positions = sampler.positions(step);
         // The loader was dropped.
@@ -107,7 +109,7 @@ fn read_batches(
         if positions.is_empty() {
             return;
         }
-        let read = dataset.read(positions.map(|position| sampler.order.row(position)), &mut rows);
+        let read = data.read(positions.map(|position| order.row(position)), &mut rows);
         let labelled_tokens = rows.labelled_tokens();
         let failed = read.is_err();
         if batches.send(read.map(|()| Batch { step, rows, labelled_tokens })).is_err() || failed {
@@ -133,7 +135,11 @@ mod tests {
         TestData::tokens(&(0..40).map(document).collect::<Vec<_>>(), 8, true)
     }
 
-    fn batches(data: &Dataset, epochs: Option<f64>) -> BatchSampler {
+    fn open(samples: &[&TestData], weights: Option<&[f64]>) -> TrainingData {
+        TrainingData::new(samples.iter().map(|sample| sample.open().unwrap()).collect(), weights)
+    }
+
+    fn batches(data: &TrainingData, epochs: Option<f64>) -> BatchSampler {
         let order = RowOrder { seed: 5, rows: data.rows(), shuffle: true };
         BatchSampler { order, rows: 7, row_limit: epochs.map(|epochs| order.rows_of_epochs(epochs)) }
     }
@@ -141,35 +147,43 @@ mod tests {
     #[test]
     fn loader_started_at_any_step_yields_same_rows() {
         with_timeout(|| {
-            let sample = sample();
-            let data = Arc::new(sample.open().unwrap());
-            let batches = batches(&data, Some(2.0));
-            let steps = batches.steps().unwrap();
-            assert_ne!(data.rows() * 2 % 7, 0, "the last batch is partial");
-            let steps_from = |first: u64| {
-                let mut loader = Loader::start(data.clone(), batches, first);
-                let mut taken = Vec::new();
-                while let Some(step) = loader.next_batch().unwrap() {
-                    assert_eq!(step.labelled_tokens, step.rows.labelled_tokens());
-                    taken.push((step.step, training_values(&step.rows), step.labelled_tokens));
-                }
-                assert!(loader.next_batch().unwrap().is_none(), "no batch follows the end");
-                taken
-            };
-            let whole = steps_from(0);
-            assert_eq!(whole.len() as u64, steps);
-            assert_eq!(whole.iter().map(|(.., labelled)| labelled).sum::<u64>(), 2 * data.labelled_tokens());
-            for first in [1, 4, steps - 1, steps] {
-                assert_eq!(steps_from(first), whole[first as usize..]);
-            }
+            let (sample, other) = (sample(), TestData::tokens(&[((0..82).collect(), None)], 8, true));
+            yields_same_rows(open(&[&sample], None), true);
+            yields_same_rows(open(&[&sample, &other], None), true);
+            yields_same_rows(open(&[&sample, &other], Some(&[1.0, 2.0])), false);
         });
+    }
+
+    /// Compares loaders that start at several steps. If `is_whole`, an epoch has each row once.
+    fn yields_same_rows(data: TrainingData, is_whole: bool) {
+        let data = Arc::new(data);
+        let batches = batches(&data, Some(2.0));
+        let steps = batches.steps().unwrap();
+        assert_ne!(data.rows() * 2 % 7, 0, "the last batch is partial");
+        let steps_from = |first: u64| {
+            let mut loader = Loader::start(data.clone(), batches, first);
+            let mut taken = Vec::new();
+            while let Some(step) = loader.next_batch().unwrap() {
+                assert_eq!(step.labelled_tokens, step.rows.labelled_tokens());
+                taken.push((step.step, training_values(&step.rows), step.labelled_tokens));
+            }
+            assert!(loader.next_batch().unwrap().is_none(), "no batch follows the end");
+            taken
+        };
+        let whole = steps_from(0);
+        assert_eq!(whole.len() as u64, steps);
+        let labelled = whole.iter().map(|(.., labelled)| labelled).sum::<u64>();
+        assert_eq!(labelled == 2 * data.labelled_tokens(), is_whole);
+        for first in [1, 4, steps - 1, steps] {
+            assert_eq!(steps_from(first), whole[first as usize..]);
+        }
     }
 
     #[test]
     fn dropping_the_loader_stops_its_thread() {
         with_timeout(|| {
             let sample = sample();
-            let data = Arc::new(sample.open().unwrap());
+            let data = Arc::new(open(&[&sample], None));
             for taken in 0..4 {
                 let mut loader = Loader::start(data.clone(), batches(&data, None), 3);
                 for _ in 0..taken {
@@ -185,7 +199,7 @@ mod tests {
     fn thread_errors_reach_the_caller() {
         with_timeout(|| {
             let sample = sample();
-            let data = Arc::new(sample.open().unwrap());
+            let data = Arc::new(open(&[&sample], None));
             std::fs::write(&sample.cache_files(".tokens")[0], "").unwrap();
             let mut loader = Loader::start(data.clone(), batches(&data, None), 0);
             assert!(matches!(loader.next_batch(), Err(DataError::Io { action: "read", .. })));

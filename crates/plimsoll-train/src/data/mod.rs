@@ -7,18 +7,23 @@
 //! Legend: R rows per step, T input positions per row (`sequence`), N tokens per document.
 //!
 //! # Documents
-//! - `.jsonl`, format `text`: each line `{"text": "..."}` is a document; other keys are ignored.
-//! - `.jsonl`, format `tokens`: each line `{"input_ids": [..], "labels": [..]?}` is a document. Labels
-//!   follow the Hugging Face convention: one per token of `input_ids`, unshifted; −100 is not predicted.
-//!   Masks and other keys that change the loss are honoured or refused by name (`token_line`).
-//! - `.txt`, format `text`: each file is one document.
+//! A data file has a container (`containers`: JSON lines, JSON, CSV, Parquet, plain text) and a format (`formats`: text,
+//! token ids, conversations, prompts with completions). Both are independent. Each record of a file is a document.
 //!
-//! Blank lines are skipped. In the text format a document consists of the tokens of its text, with the special
-//! tokens that the tokenizer adds. An end token follows unless the tokens already end with it. A document without a
-//! label after its first token has nothing to predict: it is skipped and counted.
+//! The format `auto` is that of the first records of each file. A record that fits two formats, or another format than
+//! those before it, is refused.
+//!
+//! - Text: the tokens of the text, with the special tokens that the tokenizer adds. An end token follows unless the
+//!   tokens already end with it.
+//! - Token ids: taken as they are. Labels follow the Hugging Face convention: one per token of `input_ids`, unshifted;
+//!   −100 is not predicted. Masks and other keys that change the loss are honoured or refused by name (`token_line`).
+//! - Prompts with completions: the tokens of both, with labels for the completion and the end token after it.
+//! - Conversations: refused until a chat template is applied.
+//!
+//! A document without a label after its first token has nothing to predict: it is skipped and counted.
 //!
 //! To bound memory, text longer than 64 KiB is tokenized in windows that overlap. A text is cut where two windows have
-//! the same tokens, so the tokens equal those of the whole text. A line has at most 16 MiB.
+//! the same tokens, so the tokens equal those of the whole text. A record has at most 16 MiB.
 //!
 //! # Rows
 //! Position t of a document predicts its token t + 1. Every token except the first of its document is a target exactly
@@ -38,50 +43,79 @@
 //! do not attend to the earlier ones. With `long = "refuse"` it is an error before training starts. No token is
 //! dropped silently.
 //!
+//! # Mixtures
+//! Training data have one or more sources, each a [`Dataset`] ([`TrainingData`]). A row belongs to one source.
+//! [`MixtureOrder`] gives the source and the row at each position of the stream of rows.
+//!
 //! # Batches and the last partial batch
 //! Rows come from one endless stream of epochs, each with its own permutation ([`RowOrder`]). Step s takes positions
 //! s·R to s·R + R of that stream, so a batch may span two epochs and no row is skipped. If the stream ends (`epochs`),
 //! the last batch takes the remaining rows and may be smaller ([`BatchSampler`]).
 
 pub mod addition_example;
+mod builtin_template;
 mod cache;
 mod cache_file;
+mod containers;
+mod conversation;
+mod encoder;
 mod error;
 mod foreign_format;
+mod formats;
 mod globs;
 mod guard;
 mod inspection;
 mod json_reason;
 mod loader;
+mod mixture;
 mod order;
+mod placed_token;
+mod prompts;
+mod record_format;
+mod record_writer;
+pub mod report;
 mod rows;
 mod source;
+pub mod template;
+mod template_error;
 #[cfg(test)]
 mod testing;
 mod token_line;
 mod tokenizer;
 mod tokenizer_check;
+mod training_data;
 mod windows;
+mod word_tokenizer;
 
-pub use error::{DataError, SourceLocation};
+pub(crate) use containers::is_data_file;
+pub(crate) use conversation::{Conversation, Message, Prompt};
+pub use error::{DataError, Place, SourceLocation};
+pub(crate) use formats::resolve_formats;
 pub(crate) use globs::list_files;
-pub use inspection::{DataSummary, inspect};
+pub use inspection::{DataFiles, DataSummary, inspect, recognize};
 pub use loader::{Batch, Loader};
+pub use mixture::{MixtureOrder, SourceRow};
 pub(crate) use order::splitmix64;
 pub use order::{BatchSampler, RowOrder};
+pub(crate) use prompts::{PromptEncoder, PromptRecord, read_conversation, read_prompts};
+pub use record_format::RecordFormat;
 pub use rows::{Dataset, IGNORED_LABEL, Rows};
 
-pub use tokenizer::{Tokenizer, read_end_token};
+pub(crate) use tokenizer::read_pad_token;
+pub use tokenizer::{Tokenizer, read_begin_token, read_end_token};
+pub use training_data::TrainingData;
 
-pub use crate::config::{Format, LongSamples};
+pub use crate::config::{Format, LongSamples, NotPrefix, Split, TrainOn, TrainOnEnd};
 
 /// Selection of data files and the rules that turn them into rows.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DataSpec {
-    /// Paths and globs of `.jsonl` or `.txt` files. The files of a glob are read in alphabetical order, each file once.
+    /// Paths and globs of data files. The files of a glob are read in alphabetical order, each file once.
     pub patterns: Vec<String>,
-    /// Format of the documents in the files.
+    /// Format of the records in the files, or `auto`.
     pub format: Format,
+    /// The split whose files are taken; `None` for all files.
+    pub split: Option<Split>,
     /// T: input positions of a row.
     pub sequence: u64,
     /// Whether rows hold concatenated documents (packed); otherwise each document begins a new row (padded).
@@ -90,7 +124,22 @@ pub struct DataSpec {
     pub long: LongSamples,
     /// V: number of tokens in the model's vocabulary. Every id must be smaller.
     pub vocab: u64,
-    /// Id of the token that is appended to each document in the text format ([`read_end_token`]); `None` if there is
-    /// none, which the text format refuses.
+    /// Id of the token that is appended to each document of text ([`read_end_token`]); `None` if there is none, which is
+    /// refused unless all data are token ids.
     pub end_token: Option<u32>,
+    /// Rules that turn conversations into text with labels.
+    pub chat: ChatSpec,
+}
+
+/// Rules that turn conversations into text with labels.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ChatSpec {
+    /// The chat template: a file, or the name of a built-in one; `None` for the model's own.
+    pub template: Option<String>,
+    /// Messages that are trained.
+    pub train_on: TrainOn,
+    /// End-of-turn tokens that are trained.
+    pub train_on_end: TrainOnEnd,
+    /// Handling of templates that write earlier turns differently from the last one.
+    pub not_prefix: NotPrefix,
 }

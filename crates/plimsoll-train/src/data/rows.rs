@@ -1,8 +1,10 @@
 //! Rows of a dataset: the start of each row in the token cache, and the values of its positions. The packing and
 //! padding rules are in the module documentation of `data`.
 
-use super::cache::{Record, RowStarts, TokenCache};
+use super::cache::{Record, RowStarts, SCAN_RECORDS, TokenCache};
 use super::error::{DataError, SourceLocation};
+use super::formats::{DataFile, resolve_formats};
+use super::record_format::RecordFormat;
 use super::{DataSpec, LongSamples, globs};
 use plimsoll_core::Bytes;
 use std::ops::ControlFlow;
@@ -23,13 +25,15 @@ pub struct Dataset {
     row_starts: Option<RowStarts>,
     sequence: u64,
     rows: u64,
+    /// Formats of the files, each once.
+    formats: Vec<RecordFormat>,
 }
 
 impl Dataset {
     /// Opens the data of `spec`. Unless `cache_folder` holds its token cache, the files are tokenized first, with
     /// `threads` threads.
     ///
-    /// `tokenizer` is the path of a `tokenizer.json`; the tokens format needs none. While files are read, `progress` is
+    /// `tokenizer` is the path of a `tokenizer.json`; token ids need none. While files are read, `progress` is
     /// called about every MiB with the bytes read and the total bytes. If it returns `Break`, the call fails with
     /// [`DataError::Stopped`].
     ///
@@ -46,26 +50,72 @@ impl Dataset {
         if !(1..=SEQUENCE_MAX).contains(&sequence) {
             return Err(DataError::SequenceOutOfRange { sequence, limit: SEQUENCE_MAX });
         }
-        let files = globs::list_files(&spec.patterns, spec.format)?;
+        let files = resolve_formats(globs::list_files(&spec.patterns, spec.format, spec.split)?, spec.format)?;
+        if let Some(file) = files.iter().find(|file| file.format == Some(RecordFormat::Preference)) {
+            return Err(DataError::NoObjective { file: file.path.clone(), format: RecordFormat::Preference });
+        }
         let cache = TokenCache::open(spec, &files, tokenizer, cache_folder, threads, progress)?;
         let counts = &cache.counts;
         if counts.documents == 0 {
+            let files = files.into_iter().map(|file| file.path).collect();
             return Err(DataError::Empty { files, skipped: counts.skipped });
         }
-        if spec.long == LongSamples::Refuse && counts.longest - 1 > sequence {
-            return Err(DataError::DocumentTooLong { location: cache.longest, tokens: counts.longest, sequence });
-        }
+        check_longest(&cache, sequence, spec.long)?;
         let starts = if spec.pack { None } else { Some(RowStarts::open(&cache, sequence)?) };
         let rows = match &starts {
             Some(starts) => starts.rows,
             None => (counts.tokens - 1).div_ceil(sequence),
         };
-        Ok(Dataset { cache, row_starts: starts, sequence, rows })
+        Ok(Dataset { cache, row_starts: starts, sequence, rows, formats: distinct_formats(&files) })
+    }
+
+    /// Checks that no document is longer than a row, if `long` refuses such documents.
+    ///
+    /// # Errors
+    /// The longest document, with its place.
+    pub fn refuse_long(&self, long: LongSamples) -> Result<(), DataError> {
+        check_longest(&self.cache, self.sequence, long)
+    }
+
+    /// Returns whether rows hold concatenated documents; otherwise each document begins a new row.
+    pub fn is_packed(&self) -> bool {
+        self.row_starts.is_none()
+    }
+
+    /// Calls `visit` with each token of all documents, in the order of the files.
+    ///
+    /// # Errors
+    /// The token cache cannot be read or is damaged.
+    pub(super) fn scan_records(&self, mut visit: impl FnMut(Record)) -> Result<(), DataError> {
+        let (mut start, mut buffer) = (0, Vec::new());
+        while start < self.tokens() {
+            let records = self.cache.read(start, SCAN_RECORDS, &mut buffer)?;
+            for index in 0..records.len() {
+                visit(records.get(index)?);
+            }
+            start += records.len() as u64;
+        }
+        Ok(())
     }
 
     /// Returns whether the data files were tokenized when this dataset was opened. False if the tokens were cached.
     pub fn is_new(&self) -> bool {
         self.cache.is_new
+    }
+
+    /// Returns warnings about the chat template, by which conversations became tokens.
+    pub fn warnings(&self) -> &[String] {
+        &self.cache.chat.warnings
+    }
+
+    /// Returns the trained tokens with which turns of the assistant end; none without conversations.
+    pub fn end_tokens(&self) -> &[u32] {
+        &self.cache.chat.end_tokens
+    }
+
+    /// Returns the formats of the files, each once, in the order of the files.
+    pub fn formats(&self) -> &[RecordFormat] {
+        &self.formats
     }
 
     /// Returns the number of rows (training sequences), which is the length of an epoch. Never 0, because empty data
@@ -105,7 +155,7 @@ impl Dataset {
         &self.cache.content_sha256
     }
 
-    /// Returns the number of tokens of the longest document, and its file and line.
+    /// Returns the number of tokens of the longest document, and its place.
     pub fn longest_document(&self) -> (u64, &SourceLocation) {
         (self.cache.counts.longest, &self.cache.longest)
     }
@@ -123,7 +173,7 @@ impl Dataset {
     }
 
     /// Appends the row numbered `row` to `into`.
-    fn read_row(&self, row: u64, into: &mut Rows) -> Result<(), DataError> {
+    pub(super) fn read_row(&self, row: u64, into: &mut Rows) -> Result<(), DataError> {
         assert!(row < self.rows, "row {row} of {}", self.rows);
         assert_eq!(into.sequence as u64, self.sequence, "`into` has another number of positions per row");
         let start = match &self.row_starts {
@@ -153,6 +203,26 @@ impl Dataset {
         into.read_buffer = buffer;
         Ok(())
     }
+}
+
+/// Checks that the longest document fits in a row of `sequence` positions, if `long` refuses longer ones.
+fn check_longest(cache: &TokenCache, sequence: u64, long: LongSamples) -> Result<(), DataError> {
+    let tokens = cache.counts.longest;
+    if long == LongSamples::Refuse && tokens - 1 > sequence {
+        return Err(DataError::DocumentTooLong { location: cache.longest.clone(), tokens, sequence });
+    }
+    Ok(())
+}
+
+/// Returns the formats of files, each once.
+pub(super) fn distinct_formats(files: &[DataFile]) -> Vec<RecordFormat> {
+    let mut formats = Vec::new();
+    for format in files.iter().filter_map(|file| file.format) {
+        if !formats.contains(&format) {
+            formats.push(format);
+        }
+    }
+    formats
 }
 
 /// The values of R rows (training sequences) of T positions, as Programs take them. The buffer is reused for each batch
@@ -263,7 +333,7 @@ impl Rows {
 #[cfg(test)]
 mod tests {
     use super::super::testing::{TestData, all_rows, training_values};
-    use super::super::{DataError, addition_example};
+    use super::super::{DataError, Place, addition_example};
     use super::*;
     use proptest::prelude::*;
     use serde_json::json;
@@ -407,7 +477,7 @@ mod tests {
         let rows = all_rows(&data);
         assert_eq!(rows.tokens, [1, 2, 12, 0, 9, 12, 0, 0, 3, 4, 5, 12]);
         let (tokens, location) = data.longest_document();
-        assert_eq!((tokens, location.file.as_path(), location.line), (4, sample.path("a.txt").as_path(), None));
+        assert_eq!((tokens, location.file.as_path(), location.place), (4, sample.path("a.txt").as_path(), Place::File));
     }
 
     #[test]
@@ -443,14 +513,14 @@ mod tests {
         };
         let pattern = |name: &'static str| {
             move |sample: &mut TestData| {
-                fs::write(sample.path("a.csv"), "").unwrap();
+                fs::write(sample.path("a.xlsx"), "").unwrap();
                 sample.spec.patterns = vec![sample.path(name).display().to_string()];
             }
         };
         type Change = dyn Fn(&mut TestData);
         let cases: [(&Change, &str); 6] = [
             (&|sample| sample.spec.patterns.clear(), "no data file is given"),
-            (&|sample| sample.tokenizer = None, "the text format needs a tokenizer.json"),
+            (&|sample| sample.tokenizer = None, "data other than token ids need a tokenizer.json"),
             (&|sample| sample.spec.end_token = None, "no end token is defined for tokenizer.json"),
             (&|sample| sample.spec.vocab = 13, "tokenizer.json has 14 tokens, but the model has 13"),
             (
@@ -467,7 +537,7 @@ mod tests {
             refusal(&pattern("a***")),
             "`a***` is neither a file nor a valid glob pattern: wildcards are either regular `*` or recursive `**`"
         );
-        assert_eq!(refusal(&pattern("a.csv")), "a.csv: expected a .jsonl or .txt file");
+        assert_eq!(refusal(&pattern("a.xlsx")), "a.xlsx: expected a .jsonl, .json, .csv, .tsv, .parquet or .txt file");
         assert_eq!(refusal(&write("train.jsonl", b"")), "no data: nothing to predict in train.jsonl (0 documents)");
         assert_eq!(
             refusal(&write("train.jsonl", b"{\"text\":\"\"}\n\n")),

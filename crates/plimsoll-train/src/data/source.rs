@@ -1,48 +1,38 @@
-//! The user's data files: parsing of files into documents.
+//! The user's data files: one pass over all of them, from files to documents.
 //!
-//! Memory is bounded by the longest line and by [`WINDOW_BYTES`]. Tokenizers, rows and the token cache live in other
-//! modules.
+//! `containers` reads the records of a file, and `formats` their meaning. Tokenizers, rows and the token cache live in
+//! other modules.
 
-use super::error::{DataError, SourceLocation};
+use super::containers::text::{TextSource, Window, read_windows};
+use super::containers::{ByteCounter, Container, FileType, PlacedRecord, RecordReader, file_type, open_bytes};
+use super::conversation::Conversation;
+use super::error::{DataError, Place, SourceLocation};
+use super::formats::{DataFile, Document, check_reading, parse_record};
+use super::record_format::RecordFormat;
 use super::token_line::{RefusedKey, TokenLine};
-use super::{Format, foreign_format, json_reason};
 use plimsoll_core::Bytes;
-use plimsoll_device::regular_file;
-use serde::Deserialize;
-use std::borrow::Cow;
-
-use std::io::{BufRead, BufReader, Read};
 use std::ops::ControlFlow;
-use std::path::{Path, PathBuf};
 
-/// The longest text that is tokenized at once. A tokenizer needs about 100 bytes of memory per byte of text.
-const WINDOW_BYTES: usize = 64 << 10;
-/// Bytes between the beginnings of two windows. It is a prime, so that groups of a few characters that a tokenizer
-/// counts from the end of a window differ between two windows, and are seen where their tokens are compared.
-const WINDOW_STRIDE: usize = 57_397;
-/// The longest line of a `.jsonl` file.
-const LINE_BYTES_MAX: usize = 16 << 20;
 /// Bytes read between two calls of the progress callback.
 const PROGRESS_BYTES: u64 = 1 << 20;
-const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
-const BYTE_ORDER_MARK_CHARACTER: char = '\u{feff}';
+/// The longest prompt with its completion. They are tokenized at once, in about 100 bytes of memory per byte.
+const PAIR_BYTES_MAX: usize = 1 << 20;
 
-/// The place of a document: the index of its file, and its line, counted from 1. Line 0 means that the document is the
-/// whole file.
+/// The place of a document: the index of its file, and its place there.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct DocumentOrigin {
     pub file: usize,
-    pub line: u64,
+    pub place: Place,
 }
 
 impl DocumentOrigin {
-    /// Returns the path and line of the document in `files`, for messages.
-    pub fn location(self, files: &[PathBuf]) -> SourceLocation {
-        SourceLocation { file: files[self.file].clone(), line: (self.line > 0).then_some(self.line) }
+    /// Returns the path and place of the document in `files`, for messages.
+    pub fn location(self, files: &[DataFile]) -> SourceLocation {
+        SourceLocation { file: files[self.file].path.clone(), place: self.place }
     }
 }
 
-/// A document (a text or a list of tokens), or a window of one, as the reader of the user's files yields it.
+/// A document, or a window of one, as the reader of the user's files yields it.
 #[derive(Debug)]
 pub(super) enum DocumentPart<'a> {
     /// A window of a document's text, not empty. It begins at the byte `start` of the text, before the end of the
@@ -51,108 +41,95 @@ pub(super) enum DocumentPart<'a> {
     /// A whole document as token ids, all inside the model's vocabulary, with the label of each token; `labels` is
     /// `None` if every token is its own label.
     Tokens { ids: &'a [i32], labels: Option<&'a [i32]> },
+    /// A prompt, whose tokens have no labels, and its completion, whose tokens have labels.
+    Pair { prompt: String, completion: String },
+    /// A conversation, at least one message long.
+    Conversation(Box<Conversation>),
+    /// A checked record that no training objective uses.
+    Unused,
     /// A document without text.
     Empty,
 }
 
-/// The type of a data file, by its extension.
-pub(super) enum FileKind {
-    JsonLines,
-    PlainText,
-}
-
-/// Returns the type of a data file. Fails if `format` does not allow it.
-pub(super) fn file_kind(file: &Path, format: Format) -> Result<FileKind, DataError> {
-    let unsupported = |expected| Err(DataError::UnsupportedFile { file: file.to_owned(), expected });
-    let extension = file.extension().map(|extension| extension.to_string_lossy().to_lowercase());
-    match extension.as_deref() {
-        _ if file.is_dir() => unsupported("a file, not a folder"),
-        Some("jsonl") => Ok(FileKind::JsonLines),
-        Some("txt") if format == Format::Text => Ok(FileKind::PlainText),
-        Some("txt") => unsupported("a .jsonl file, the only type of the tokens format"),
-        _ => unsupported("a .jsonl or .txt file"),
-    }
-}
-
 /// A reader that passes once over all data files and yields their documents.
 pub(super) struct SourceReader<'a> {
-    pub files: &'a [PathBuf],
-    pub format: Format,
+    pub files: &'a [DataFile],
     pub vocab: u64,
     /// Callback with the bytes read so far, called about every MiB. `Break` stops the reading.
     pub progress: &'a mut dyn FnMut(u64) -> ControlFlow<()>,
-    pub done_bytes: u64,
+    /// Bytes that the last call of `progress` was told.
+    pub reported_bytes: u64,
 }
 
 impl SourceReader<'_> {
     /// Calls `on_part` with every document, or with each window of a long text, file by file.
+    ///
+    /// # Errors
+    /// The first record that cannot be read or has another format than its file, and the errors of `on_part`.
     pub fn read_all(
         &mut self,
         mut on_part: impl FnMut(DocumentOrigin, DocumentPart) -> Result<(), DataError>,
     ) -> Result<(), DataError> {
-        for (index, file) in self.files.iter().enumerate() {
-            let opened = regular_file::open(file).map_err(DataError::io("read", file))?;
-            let mut reader = BufReader::with_capacity(WINDOW_BYTES, opened);
-            let first_bytes = reader.fill_buf().map_err(DataError::io("read", file))?;
-            foreign_format::check(file, first_bytes)?;
-            if first_bytes.starts_with(BYTE_ORDER_MARK) {
-                reader.consume(BYTE_ORDER_MARK.len());
-            }
-            match file_kind(file, self.format)? {
-                FileKind::PlainText => {
-                    self.read_text(&mut reader, DocumentOrigin { file: index, line: 0 }, &mut on_part)?
+        let counter = ByteCounter::default();
+        for index in 0..self.files.len() {
+            let path = &self.files[index].path;
+            match file_type(path)? {
+                FileType { container: Container::PlainText, compression } => {
+                    let origin = DocumentOrigin { file: index, place: Place::File };
+                    let mut bytes = open_bytes(path, compression, &counter)?;
+                    self.read_text(&mut bytes, origin, &counter, &mut on_part)?;
                 }
-                FileKind::JsonLines => self.read_json_lines(&mut reader, index, &mut on_part)?,
+                _ => self.read_records(RecordReader::open(path, &counter)?, index, &counter, &mut on_part)?,
             }
         }
         Ok(())
     }
 
-    /// Parses each line of a `.jsonl` file as a document and passes it to `on_part`. `file` is the file's index.
-    fn read_json_lines(
+    /// Passes the documents of a file's records to `on_part`. `file` is the file's index.
+    fn read_records(
         &mut self,
-        reader: &mut impl BufRead,
+        mut records: RecordReader,
         file: usize,
+        counter: &ByteCounter,
         on_part: &mut impl FnMut(DocumentOrigin, DocumentPart) -> Result<(), DataError>,
     ) -> Result<(), DataError> {
-        let mut line = Vec::new();
-        for number in 1.. {
-            let origin = DocumentOrigin { file, line: number };
-            line.clear();
-            let read = reader.by_ref().take(LINE_BYTES_MAX as u64 + 1).read_until(b'\n', &mut line);
-            match read.map_err(DataError::io("read", &self.files[file]))? {
-                0 => return Ok(()),
-                bytes if bytes > LINE_BYTES_MAX => {
-                    return Err(DataError::LineTooLong {
-                        location: self.location(origin),
-                        limit: Bytes(LINE_BYTES_MAX as u64),
-                    });
-                }
-                bytes => self.report_progress(bytes)?,
+        let DataFile { mut format, is_detected, .. } = self.files[file];
+        while let Some(PlacedRecord { place, record }) = records.read_next()? {
+            let origin = DocumentOrigin { file, place };
+            if is_detected {
+                format = Some(check_reading(&record, format, || self.location(origin))?);
             }
-            let text = str::from_utf8(&line).map_err(|_| DataError::NotUtf8 { location: self.location(origin) })?;
-            // Files that were joined have byte order marks inside.
-            let text = text.trim_start_matches(BYTE_ORDER_MARK_CHARACTER).trim();
-            if text.is_empty() {
-                continue;
-            }
-            match self.format {
-                Format::Text => {
-                    #[derive(Deserialize)]
-                    struct Line<'a> {
-                        #[serde(borrow)]
-                        text: Cow<'a, str>,
-                    }
-                    let line: Line = self.parse_line(text, origin)?;
-                    self.read_text(&mut line.text.as_bytes(), origin, on_part)?;
-                }
-                Format::Tokens => {
-                    let line: TokenLine = self.parse_line(text, origin)?;
-                    self.read_tokens(line, origin, on_part)?;
-                }
-            }
+            let format = format.unwrap_or(RecordFormat::Text);
+            let document = parse_record(record, format).map_err(|reason| {
+                let location = self.location(origin);
+                DataError::MalformedRecord { location, reason, format: Some(format) }
+            })?;
+            self.pass_document(document, origin, counter, on_part)?;
+            self.report_progress(counter)?;
         }
         Ok(())
+    }
+
+    /// Checks a document and passes it to `on_part`.
+    fn pass_document(
+        &mut self,
+        document: Document,
+        origin: DocumentOrigin,
+        counter: &ByteCounter,
+        on_part: &mut impl FnMut(DocumentOrigin, DocumentPart) -> Result<(), DataError>,
+    ) -> Result<(), DataError> {
+        match document {
+            Document::Text(text) => self.read_text(&mut text.as_bytes(), origin, counter, on_part),
+            Document::Tokens(line) => self.read_tokens(line, origin, on_part),
+            Document::Pair { prompt, completion } if prompt.len() + completion.len() > PAIR_BYTES_MAX => {
+                let limit = Bytes(PAIR_BYTES_MAX as u64);
+                Err(DataError::PairTooLong { location: self.location(origin), limit })
+            }
+            Document::Pair { prompt, completion } => on_part(origin, DocumentPart::Pair { prompt, completion }),
+            Document::Conversation(conversation) => on_part(origin, DocumentPart::Conversation(conversation)),
+            Document::Preference => on_part(origin, DocumentPart::Unused),
+            Document::Empty => on_part(origin, DocumentPart::Empty),
+        }
     }
 
     /// Checks a document of tokens and passes it to `on_part`. Without a label after its first token it is empty.
@@ -178,54 +155,28 @@ impl SourceReader<'_> {
         on_part(origin, if has_label { document } else { DocumentPart::Empty })
     }
 
-    /// Reads the text of one document and passes it to `on_part` in windows that overlap. Where a window ends depends
-    /// only on the text.
+    /// Reads the text of one document and passes it to `on_part` in windows that overlap.
     fn read_text(
         &mut self,
-        reader: &mut impl Read,
+        text: &mut impl TextSource,
         origin: DocumentOrigin,
+        counter: &ByteCounter,
         on_part: &mut impl FnMut(DocumentOrigin, DocumentPart) -> Result<(), DataError>,
     ) -> Result<(), DataError> {
-        let mut buffer = Vec::new();
-        let mut start = 0;
-        loop {
-            let wanted = (2 * WINDOW_BYTES - buffer.len()) as u64;
-            let read = reader.by_ref().take(wanted).read_to_end(&mut buffer);
-            let read_bytes = read.map_err(DataError::io("read", &self.files[origin.file]))?;
-            // The bytes of a line were counted when the line was read.
-            if origin.line == 0 {
-                self.report_progress(read_bytes)?;
-            }
-            let ended = (read_bytes as u64) < wanted;
-            let text = match str::from_utf8(&buffer) {
-                Ok(text) => text,
-                // The last character is incomplete: its other bytes are not read yet.
-                Err(error) if error.error_len().is_none() && !ended => {
-                    str::from_utf8(&buffer[..error.valid_up_to()]).unwrap_or_default()
+        let files = self.files;
+        read_windows(
+            text,
+            || origin.location(files),
+            |Window { text, start, ends }| {
+                self.report_progress(counter)?;
+                // A record of JSON may have them as escapes.
+                if origin.place == Place::File && text.contains('\0') {
+                    return Err(DataError::NulByte { location: origin.location(files) });
                 }
-                Err(_) => return Err(DataError::NotUtf8 { location: self.location(origin) }),
-            };
-            if text.is_empty() {
-                return on_part(origin, DocumentPart::Empty);
-            }
-            if text.len() <= WINDOW_BYTES {
-                return on_part(origin, DocumentPart::Text { window: text, start, ends: true });
-            }
-            let window = &text[..floor_char_boundary(text, WINDOW_BYTES)];
-            let next = floor_char_boundary(text, WINDOW_STRIDE);
-            on_part(origin, DocumentPart::Text { window, start, ends: false })?;
-            start += next;
-            buffer.drain(..next);
-        }
-    }
-
-    /// Parses the JSON line `text` into a value of type `T`. Errors name `origin`, the place of the line.
-    fn parse_line<'a, T: Deserialize<'a>>(&self, text: &'a str, origin: DocumentOrigin) -> Result<T, DataError> {
-        serde_json::from_str(text).map_err(|error| DataError::MalformedLine {
-            location: self.location(origin),
-            reason: json_reason::reason(text, &error),
-            format: self.format,
-        })
+                let part = DocumentPart::Text { window: text, start, ends };
+                on_part(origin, if text.is_empty() { DocumentPart::Empty } else { part })
+            },
+        )
     }
 
     /// Checks that every id is inside the vocabulary; a label may also be −100. `id_kind` is "token" or "label". Errors
@@ -242,12 +193,14 @@ impl SourceReader<'_> {
         }
     }
 
-    /// Counts bytes read, and calls the progress callback about every MiB. Fails if the callback asks to stop.
-    fn report_progress(&mut self, bytes: usize) -> Result<(), DataError> {
-        let before = self.done_bytes;
-        self.done_bytes += bytes as u64;
-        if before / PROGRESS_BYTES != self.done_bytes / PROGRESS_BYTES && (self.progress)(self.done_bytes).is_break() {
-            return Err(DataError::Stopped);
+    /// Calls the progress callback about every MiB. Fails if the callback asks to stop.
+    fn report_progress(&mut self, counter: &ByteCounter) -> Result<(), DataError> {
+        let read_bytes = counter.get();
+        if self.reported_bytes / PROGRESS_BYTES != read_bytes / PROGRESS_BYTES {
+            self.reported_bytes = read_bytes;
+            if (self.progress)(read_bytes).is_break() {
+                return Err(DataError::Stopped);
+            }
         }
         Ok(())
     }
@@ -257,35 +210,27 @@ impl SourceReader<'_> {
     }
 }
 
-/// Returns the beginning of the character of `text` at the byte `at`, or `at` if a character begins there.
-fn floor_char_boundary(text: &str, at: usize) -> usize {
-    (0..=at).rev().find(|&at| text.is_char_boundary(at)).unwrap_or(0)
-}
-
-/// Passes the documents in `bytes`, the content of a `.jsonl` file, to `on_part` (for tests).
-#[cfg(test)]
-pub(super) fn read_json_bytes(
-    bytes: &[u8],
-    format: Format,
-    vocab: u64,
-    mut on_part: impl FnMut(DocumentOrigin, DocumentPart),
-) -> Result<(), DataError> {
-    let files = [PathBuf::from("data.jsonl")];
-    let progress = &mut |_| ControlFlow::Continue(());
-    let mut reading = SourceReader { files: &files, format, vocab, progress, done_bytes: 0 };
-    reading.read_json_lines(&mut std::io::Cursor::new(bytes), 0, &mut |origin, part| {
-        on_part(origin, part);
-        Ok(())
-    })
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::Format;
+    use super::super::containers::RECORD_BYTES_MAX;
+    use super::super::containers::text::{WINDOW_BYTES, WINDOW_STRIDE};
+    use super::super::testing::read_file;
     use super::*;
     use proptest::prelude::*;
 
+    /// Passes the documents in `bytes`, the content of a `.jsonl` file, to `on_part`.
+    fn read_json_bytes(
+        bytes: &[u8],
+        format: Format,
+        vocab: u64,
+        on_part: impl FnMut(DocumentOrigin, DocumentPart),
+    ) -> Result<(), String> {
+        read_file("data.jsonl", bytes, format, vocab, on_part)
+    }
+
     fn refusal(bytes: &[u8], format: Format) -> String {
-        read_json_bytes(bytes, format, 10, |_, _| ()).unwrap_err().to_string()
+        read_json_bytes(bytes, format, 10, |_, _| ()).unwrap_err()
     }
 
     #[test]
@@ -341,7 +286,7 @@ mod tests {
         for (bytes, format, message) in cases {
             assert_eq!(refusal(bytes, format), message);
         }
-        let mut long = vec![b' '; LINE_BYTES_MAX + 1];
+        let mut long = vec![b' '; RECORD_BYTES_MAX + 1];
         long[0] = b'"';
         assert_eq!(refusal(&long, Format::Text), "data.jsonl:1: the line is longer than 16.00 MiB");
     }
@@ -351,9 +296,9 @@ mod tests {
         let lines = "\n{\"id\": 7, \"text\": \"a\\nb\", \"meta\": {\"x\": [null]}}\r\n  \n\u{feff}{\"text\":\"\"}";
         let lines = lines.as_bytes();
         let mut seen = Vec::new();
-        read_json_bytes(lines, Format::Text, 10, |at, part| seen.push((at.line, format!("{part:?}")))).unwrap();
+        read_json_bytes(lines, Format::Text, 10, |at, part| seen.push((at.place, format!("{part:?}")))).unwrap();
         let text = r#"Text { window: "a\nb", start: 0, ends: true }"#.to_owned();
-        assert_eq!(seen, [(2, text), (4, "Empty".to_owned())]);
+        assert_eq!(seen, [(Place::Line(2), text), (Place::Line(4), "Empty".to_owned())]);
     }
 
     #[test]
@@ -400,7 +345,7 @@ mod tests {
             let text = text.repeat(times);
             let (mut joined, mut ends_seen) = (String::new(), 0);
             let line = serde_json::json!({ "text": text }).to_string();
-            prop_assume!(line.len() < LINE_BYTES_MAX);
+            prop_assume!(line.len() < RECORD_BYTES_MAX);
             read_json_bytes(line.as_bytes(), Format::Text, 10, |_, part| if let DocumentPart::Text { window, start, ends } = part {
                 joined += &window[joined.len() - start..];
                 ends_seen += usize::from(ends);

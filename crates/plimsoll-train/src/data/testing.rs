@@ -1,6 +1,8 @@
 //! Helpers shared by the tests of `data`: small datasets on disk.
 
-use super::{DataError, DataSpec, Dataset, Format, LongSamples, Rows};
+use super::formats::resolve_formats;
+use super::source::{DocumentOrigin, DocumentPart, SourceReader};
+use super::{DataError, DataSpec, Dataset, Format, LongSamples, Place, Rows, list_files};
 use serde_json::json;
 use std::fs;
 use std::ops::ControlFlow;
@@ -40,8 +42,17 @@ impl TestData {
         let file = folder.path().join("train.jsonl");
         fs::write(&file, lines).unwrap();
         let patterns = vec![file.display().to_string()];
-        let spec =
-            DataSpec { patterns, format, sequence, pack, long: LongSamples::Split, vocab: 1 << 30, end_token: None };
+        let spec = DataSpec {
+            patterns,
+            format,
+            split: None,
+            sequence,
+            pack,
+            long: LongSamples::Split,
+            vocab: 1 << 30,
+            end_token: None,
+            chat: super::ChatSpec::default(),
+        };
         TestData { folder, spec, tokenizer: None }
     }
 
@@ -65,6 +76,45 @@ impl TestData {
         let entries = fs::read_dir(self.path("cache")).unwrap().map(|entry| entry.unwrap().path());
         entries.filter(|path| path.to_string_lossy().ends_with(ending)).collect()
     }
+}
+
+/// Passes the documents of a file with this name and content to `on_part`. Errors name the file without its folder.
+pub fn read_file(
+    name: &str,
+    bytes: &[u8],
+    format: Format,
+    vocab: u64,
+    mut on_part: impl FnMut(DocumentOrigin, DocumentPart),
+) -> Result<(), String> {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join(name);
+    fs::write(&path, bytes).unwrap();
+    let patterns = [path.display().to_string()];
+    let read = read_patterns(&patterns, format, vocab, &mut on_part);
+    read.map_err(|error| error.to_string().replace(&format!("{}/", folder.path().display()), ""))
+}
+
+/// Passes the documents of the files that match `patterns` to `on_part`.
+fn read_patterns(
+    patterns: &[String],
+    format: Format,
+    vocab: u64,
+    on_part: &mut impl FnMut(DocumentOrigin, DocumentPart),
+) -> Result<(), DataError> {
+    let files = resolve_formats(list_files(patterns, format, None)?, format)?;
+    let progress = &mut |_| ControlFlow::Continue(());
+    let mut reader = SourceReader { files: &files, vocab, progress, reported_bytes: 0 };
+    reader.read_all(|origin, part| {
+        on_part(origin, part);
+        Ok(())
+    })
+}
+
+/// Returns the documents of a file as text, each with its place.
+pub fn documents_of(name: &str, bytes: &[u8], format: Format) -> Result<Vec<(Place, String)>, String> {
+    let mut documents = Vec::new();
+    read_file(name, bytes, format, 100, |origin, part| documents.push((origin.place, format!("{part:?}"))))?;
+    Ok(documents)
 }
 
 /// Returns all rows of `data` in order.

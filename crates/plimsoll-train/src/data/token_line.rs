@@ -72,6 +72,11 @@ fn meaning(key: &str) -> Option<Meaning> {
     })
 }
 
+/// Returns whether the tokens format reads a list of numbers under this key.
+pub(super) fn is_number_column(key: &str) -> bool {
+    meaning(key).is_some()
+}
+
 impl TokenLine {
     /// Applies the other keys to ids and labels, of which there must be equally many.
     ///

@@ -3,11 +3,14 @@
 //! the configuration files beside `tokenizer.json`.
 
 use super::error::DataError;
+use super::placed_token::PlacedToken;
+use super::word_tokenizer::WordTokenizer;
 use super::{foreign_format, guard, tokenizer_check};
 use plimsoll_device::regular_file;
 use serde::Deserialize;
-use serde_json::Value;
+use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
+use std::collections::HashSet;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -24,27 +27,10 @@ const SPECIAL_TOKENS_MAX: usize = 64;
 pub struct Tokenizer {
     file: PathBuf,
     inner: Arc<tokenizers::Tokenizer>,
+    /// A shorter way to the same tokens, if there is one for this tokenizer.
+    words: Option<Arc<WordTokenizer>>,
     prefix: Vec<u32>,
     suffix: Vec<u32>,
-}
-
-/// A token with its place in a text. It is small, because a batch has a token for up to each byte.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct PlacedToken {
-    pub id: u32,
-    /// Offset in bytes of the token's first character.
-    pub start: u32,
-    /// Offset in bytes after the token's last character.
-    pub end: u32,
-    /// Whether a word, as the tokenizer splits the text, begins with this token.
-    pub begins_word: bool,
-}
-
-impl PlacedToken {
-    /// Returns the token at its place in a text that has `bytes` more before it.
-    pub fn shifted(self, bytes: u32) -> PlacedToken {
-        PlacedToken { start: self.start + bytes, end: self.end + bytes, ..self }
-    }
 }
 
 impl Tokenizer {
@@ -66,7 +52,8 @@ impl Tokenizer {
         }
         let ids = probe.get_ids();
         let (prefix, suffix) = (ids[..before].to_vec(), ids[ids.len() - after..].to_vec());
-        Ok(Tokenizer { file: file.to_owned(), inner: Arc::new(inner), prefix, suffix })
+        let words = guard::catch_panic(|| WordTokenizer::new(&inner)).unwrap_or_default().map(Arc::new);
+        Ok(Tokenizer { file: file.to_owned(), inner: Arc::new(inner), words, prefix, suffix })
     }
 
     /// Returns the path of the `tokenizer.json`.
@@ -84,10 +71,21 @@ impl Tokenizer {
         self.inner.token_to_id(token)
     }
 
+    /// Returns the text of a token, as `tokenizer.json` writes it.
+    pub(super) fn token_text(&self, id: u32) -> String {
+        self.inner.id_to_token(id).unwrap_or_default()
+    }
+
+    /// Returns the ids of the special tokens.
+    pub(super) fn special_ids(&self) -> HashSet<u32> {
+        let added = self.inner.get_added_tokens_decoder();
+        added.into_iter().filter(|(_, token)| token.special).map(|(id, _)| id).collect()
+    }
+
     /// Encodes a prompt: the special tokens that precede every text, then the text. No token follows.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, DataError> {
-        let (inner, text) = (Arc::clone(&self.inner), text.to_owned());
-        let encoded = guard::run_limited(ENCODE_TIME_MAX, move || encode_text(&inner, &text));
+        let (tokenizer, text) = (self.clone(), text.to_owned());
+        let encoded = guard::run_limited(ENCODE_TIME_MAX, move || tokenizer.encode_text(&text));
         let ids = encoded.and_then(|ids| ids).map_err(|reason| self.encode_error(&reason))?;
         Ok([&self.prefix[..], &ids].concat())
     }
@@ -97,15 +95,35 @@ impl Tokenizer {
         call_library(|| self.inner.decode(ids, true)).map_err(|reason| self.encode_error(&reason))
     }
 
+    /// Decodes `ids` to text, with special tokens.
+    pub(super) fn decode_all(&self, ids: &[u32]) -> Result<String, String> {
+        call_library(|| self.inner.decode(ids, false)).map_err(|reason| self.name_file(&reason))
+    }
+
     /// Encodes the text of a whole document, without special tokens.
     pub(super) fn encode_whole(&self, text: &str) -> Result<Vec<u32>, String> {
-        call_library(|| encode_text(&self.inner, text)).map_err(|reason| self.name_file(&reason))
+        call_library(|| self.encode_text(text)).map_err(|reason| self.name_file(&reason))
+    }
+
+    fn encode_text(&self, text: &str) -> Result<Vec<u32>, String> {
+        if let Some(ids) = self.words.as_ref().map(|words| words.encode(&self.inner, text)).transpose()?.flatten() {
+            return Ok(ids);
+        }
+        Ok(self.inner.encode_fast(text, false).map_err(|reason| reason.to_string())?.get_ids().to_vec())
     }
 
     /// Encodes a window of a document, without special tokens. Returns the tokens with their places in `text`. It takes
     /// longer than [`Tokenizer::encode_whole`].
     pub(super) fn encode_placed(&self, text: &str) -> Result<Vec<PlacedToken>, String> {
-        let encoding = call_library(|| self.inner.encode(text, false)).map_err(|reason| self.name_file(&reason))?;
+        call_library(|| self.place_tokens(text)).map_err(|reason| self.name_file(&reason))
+    }
+
+    fn place_tokens(&self, text: &str) -> Result<Vec<PlacedToken>, String> {
+        let words = self.words.as_ref().map(|words| words.encode_placed(&self.inner, text)).transpose()?;
+        if let Some(tokens) = words.flatten() {
+            return Ok(tokens);
+        }
+        let encoding = self.inner.encode(text, false).map_err(|reason| reason.to_string())?;
         let words = encoding.get_word_ids();
         let places = encoding.get_ids().iter().zip(encoding.get_offsets()).enumerate();
         let tokens = places.map(|(index, (&id, &(start, end)))| PlacedToken {
@@ -130,6 +148,11 @@ impl Tokenizer {
     /// Returns a message that names the `tokenizer.json` and the `reason` of a failure.
     pub(super) fn name_file(&self, reason: &str) -> String {
         format!("{} cannot be used: {reason}", self.file.display())
+    }
+
+    /// Returns the special tokens that the tokenizer puts before every text, and those that it puts after it.
+    pub(crate) fn surrounding(&self) -> (&[u32], &[u32]) {
+        (&self.prefix, &self.suffix)
     }
 
     /// Returns the special tokens that the tokenizer puts before every text.
@@ -159,10 +182,6 @@ fn load_without_limits(bytes: &[u8]) -> tokenizers::Result<(tokenizers::Tokenize
     Ok((inner, probe))
 }
 
-fn encode_text(inner: &tokenizers::Tokenizer, text: &str) -> Result<Vec<u32>, String> {
-    Ok(inner.encode_fast(text, false).map_err(|reason| reason.to_string())?.get_ids().to_vec())
-}
-
 /// Returns the SHA-256 of a file's content, in hexadecimal.
 pub(super) fn file_sha256(file: &Path) -> Result<String, DataError> {
     let mut reader = regular_file::open(file).map_err(DataError::io("read", file))?;
@@ -178,32 +197,50 @@ pub(super) fn file_sha256(file: &Path) -> Result<String, DataError> {
 /// # Errors
 /// An existing file that cannot be read or parsed. A missing file is not an error.
 pub fn read_end_token(folder: &Path) -> Result<Option<u32>, DataError> {
+    read_named_token(folder, "eos_token", "eos_token_id")
+}
+
+/// Returns the id of the begin token of the model in `folder`: that of `bos_token`, else `bos_token_id` of `config.json`.
+/// They are found as those of the end token are ([`read_end_token`]).
+///
+/// # Errors
+/// An existing file that cannot be read or parsed. A missing file is not an error.
+pub fn read_begin_token(folder: &Path) -> Result<Option<u32>, DataError> {
+    read_named_token(folder, "bos_token", "bos_token_id")
+}
+
+/// Returns the id of the padding token of the model in `folder`: that of `pad_token`, else `pad_token_id` of
+/// `config.json`. They are found as those of the end token are ([`read_end_token`]).
+///
+/// # Errors
+/// An existing file that cannot be read or parsed. A missing file is not an error.
+pub(crate) fn read_pad_token(folder: &Path) -> Result<Option<u32>, DataError> {
+    read_named_token(folder, "pad_token", "pad_token_id")
+}
+
+/// Returns the id of the token that the files beside a tokenizer name under `name_key`, else that under `id_key` of
+/// `config.json`.
+fn read_named_token(folder: &Path, name_key: &str, id_key: &str) -> Result<Option<u32>, DataError> {
     #[derive(Deserialize)]
     #[serde(untagged)]
     enum TokenName {
         Plain(String),
         Object { content: String },
     }
-    #[derive(Deserialize)]
-    struct TokenizerConfig {
-        eos_token: Option<TokenName>,
-    }
-    #[derive(Deserialize)]
-    struct Config {
-        #[serde(default)]
-        eos_token_id: Value,
-    }
 
     for file in ["tokenizer_config.json", "special_tokens_map.json"] {
-        let config: Option<TokenizerConfig> = read_json(&folder.join(file))?;
-        let Some(eos) = config.and_then(|config| config.eos_token) else { continue };
-        let (TokenName::Plain(name) | TokenName::Object { content: name }) = eos;
+        let file = folder.join(file);
+        let config: Option<Map<String, Value>> = read_json(&file)?;
+        let token = config.and_then(|mut config| config.remove(name_key)).unwrap_or_default();
+        let token: Option<TokenName> = serde_json::from_value(token)
+            .map_err(|reason| DataError::Tokenizer { file, reason: format!("{name_key}: {reason}") })?;
+        let Some(TokenName::Plain(name) | TokenName::Object { content: name }) = token else { continue };
         if let Some(id) = find_token(&folder.join("tokenizer.json"), &name)? {
             return Ok(Some(id));
         }
     }
-    let config: Option<Config> = read_json(&folder.join("config.json"))?;
-    let ids = match config.map(|config| config.eos_token_id).unwrap_or_default() {
+    let config: Option<Map<String, Value>> = read_json(&folder.join("config.json"))?;
+    let ids = match config.and_then(|mut config| config.remove(id_key)).unwrap_or_default() {
         Value::Array(ids) => ids,
         id => vec![id],
     };

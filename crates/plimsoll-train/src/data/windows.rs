@@ -10,7 +10,8 @@
 //! This goes on up to [`JOINED_BYTES_MAX`].
 
 use super::guard;
-use super::tokenizer::{ENCODE_TIME_MAX, PlacedToken, Tokenizer};
+use super::placed_token::PlacedToken;
+use super::tokenizer::{ENCODE_TIME_MAX, Tokenizer};
 use std::ops::Range;
 
 /// Bytes at the ends of an overlap in which tokens may differ, because a window does not show the text beyond its end.

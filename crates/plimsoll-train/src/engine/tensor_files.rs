@@ -55,7 +55,7 @@ pub fn stored_tensors(set: &ProgramSet, program: ProgramKind) -> Vec<StoredTenso
 }
 
 /// Removes the prefix `GROUP:` from a tensor name such as `model:NAME`. Returns a name without prefix unchanged.
-fn strip_group(tensor: &str) -> &str {
+pub(crate) fn strip_group(tensor: &str) -> &str {
     tensor.split_once(':').map_or(tensor, |(_, name)| name)
 }
 
@@ -124,9 +124,9 @@ impl FileSpace for TensorWriter<'_> {
 
 /// Files of a merge of adapters into a model. Tensors named `model:NAME` and `adapter:NAME` are read from the first
 /// field, tensors named `merged:NAME` are written to the second.
-pub struct MergeFiles<'a>(pub ModelSource<'a>, pub TensorWriter<'a>);
+pub struct MergeFiles<'a, W: FileSpace>(pub ModelSource<'a>, pub W);
 
-impl FileSpace for MergeFiles<'_> {
+impl<W: FileSpace> FileSpace for MergeFiles<'_, W> {
     fn read(&mut self, tensor: &str, offset: u64, into: &mut [u8]) -> io::Result<()> {
         self.0.read(tensor, offset, into)
     }

@@ -44,6 +44,8 @@ pub struct AdapterDir {
     pub rank: u64,
     /// Scale of the adapters: their output is multiplied by alpha / r.
     pub alpha: f64,
+    /// Whether the output is multiplied by alpha / √r instead (rsLoRA).
+    pub rank_stabilized: bool,
     /// Whether `adapter_config.json` names the base model (`base_model_name_or_path`).
     pub names_base_model: bool,
     /// The projections with an adapter, in the order in which a layer computes them.
@@ -64,7 +66,8 @@ impl AdapterDir {
         if !path.is_dir() {
             return Err(FilesError::BadPath { path: path.to_owned(), problem: "no such directory" });
         }
-        let AdapterConfig { rank, alpha, names_base_model } = read_config(&path.join("adapter_config.json"))?;
+        let AdapterConfig { rank, alpha, rank_stabilized, names_base_model } =
+            read_config(&path.join("adapter_config.json"))?;
         let file = path.join("adapter_model.safetensors");
         if !file.exists() && path.join("adapter_model.bin").exists() {
             return Err(invalid(
@@ -98,6 +101,7 @@ impl AdapterDir {
             path: path.to_owned(),
             rank,
             alpha,
+            rank_stabilized,
             names_base_model,
             targets,
             end_tokens: read_generation_end_tokens(path)?,
@@ -120,8 +124,16 @@ impl AdapterDir {
     /// Returns the adapters as settings for the Programs that compute with them. `dropout` and its `seed` apply to
     /// training only.
     pub fn lora(&self, dropout: f64, seed: u64) -> Lora {
-        let AdapterDir { rank, alpha, targets, weights, .. } = self;
-        Lora { rank: *rank, alpha: *alpha, dropout, targets: targets.clone(), seed, source: weights.source() }
+        let AdapterDir { rank, alpha, rank_stabilized, targets, weights, .. } = self;
+        Lora {
+            rank: *rank,
+            alpha: *alpha,
+            rank_stabilized: *rank_stabilized,
+            dropout,
+            targets: targets.clone(),
+            seed,
+            source: weights.source(),
+        }
     }
 }
 
@@ -134,6 +146,7 @@ fn invalid(path: &Path, problem: &str, hint: &str) -> FilesError {
 struct AdapterConfig {
     rank: u64,
     alpha: f64,
+    rank_stabilized: bool,
     names_base_model: bool,
 }
 
@@ -162,6 +175,7 @@ fn read_config(path: &Path) -> Result<AdapterConfig, FilesError> {
         };
         let is_supported = match &**key {
             "r" | "lora_alpha" => true,
+            "use_rslora" => value.is_boolean(),
             // Other initializations also change the base weights.
             "init_lora_weights" => {
                 *value == true || ["gaussian", "eva", "orthogonal"].iter().any(|supported| value == supported)
@@ -175,9 +189,12 @@ fn read_config(path: &Path) -> Result<AdapterConfig, FilesError> {
     let rank = value_of("r").as_u64().filter(|rank| (1..=1 << 20).contains(rank));
     let alpha = value_of("lora_alpha").as_f64().filter(|alpha| alpha.is_finite());
     match (rank, alpha) {
-        (Some(rank), Some(alpha)) => {
-            Ok(AdapterConfig { rank, alpha, names_base_model: value_of("base_model_name_or_path").is_string() })
-        }
+        (Some(rank), Some(alpha)) => Ok(AdapterConfig {
+            rank,
+            alpha,
+            rank_stabilized: value_of("use_rslora") == true,
+            names_base_model: value_of("base_model_name_or_path").is_string(),
+        }),
         (None, _) => Err(invalid(path, &format!("`r` is {}, which is not a rank", value_of("r")), DOWNLOAD)),
         (_, None) => {
             Err(invalid(path, &format!("`lora_alpha` is {}, which is not a number", value_of("lora_alpha")), DOWNLOAD))
@@ -227,7 +244,7 @@ fn config_json(lora: &Lora, base: Option<&Path>) -> Value {
         "inference_mode": true,
         "init_lora_weights": true,
         "use_dora": false,
-        "use_rslora": false,
+        "use_rslora": lora.rank_stabilized,
         "modules_to_save": null,
     })
 }
@@ -247,7 +264,7 @@ mod tests {
 
     fn lora() -> Lora {
         let (targets, source) = (vec![Target::Q, Target::V, Target::Down], WeightSource::Random { seed: 1 });
-        Lora { rank: 3, alpha: 6.0, dropout: 0.25, targets, seed: 1, source }
+        Lora { rank: 3, alpha: 6.0, rank_stabilized: true, dropout: 0.25, targets, seed: 1, source }
     }
 
     fn written() -> tempfile::TempDir {
@@ -269,6 +286,7 @@ mod tests {
         let dir = written();
         let adapter = AdapterDir::open(&dir.path().join("adapter"), &tiny()).unwrap();
         assert!(adapter.unknown_base_note().is_some_and(|note| note.contains("names no base model")));
+        assert_eq!(adapter.lora(0.25, 1).scale(), 6.0 / 3f64.sqrt());
         assert_eq!((adapter.rank, adapter.alpha, adapter.targets), (3, 6.0, lora().targets));
         assert_eq!(adapter.end_tokens, Some(tiny().eos));
         assert_eq!(adapter.weights.parameters.len(), 2 * 3 * 2);
@@ -288,7 +306,7 @@ mod tests {
             opened.err().unwrap_or_default().replace(&*file.display().to_string(), "FILE")
         };
         for (key, value, message) in [
-            ("use_rslora", json!(true), "FILE: `use_rslora` is true, which is not supported"),
+            ("use_rslora", json!("yes"), "FILE: `use_rslora` is \"yes\", which is not supported"),
             ("use_dora", json!(true), "FILE: `use_dora` is true, which is not supported"),
             ("modules_to_save", json!(["lm_head"]), "FILE: `modules_to_save` is [\"lm_head\"], which is not supported"),
             ("rank_pattern", json!({"q_proj": 2}), "FILE: `rank_pattern` is {\"q_proj\":2}, which is not supported"),

@@ -13,17 +13,26 @@ use std::path::{Path, PathBuf};
 /// # Errors
 /// A failed file operation. An existing file is then kept.
 pub fn write_file(path: &Path, bytes: &[u8]) -> Result<(), FilesError> {
+    fill_file(path, |mut file| file.write_all(bytes).map_err(|e| FilesError::io(path, "write", e)))
+}
+
+/// Writes a file of any size and replaces an existing one. `fill` writes into the temporary file `.NAME.partial` beside it.
+///
+/// # Errors
+/// A failure of `fill` or of a file operation. An existing file is then kept, and the temporary one is removed.
+pub fn fill_file<T, E: From<FilesError>>(path: &Path, fill: impl FnOnce(&File) -> Result<T, E>) -> Result<T, E> {
     let partial = partial_path(path)?;
     let result = (|| {
         let failed = |e| FilesError::io(path, "write", e);
         if partial.symlink_metadata().is_ok() {
             fs::remove_file(&partial).map_err(failed)?;
         }
-        let mut file = File::create_new(&partial).map_err(failed)?;
-        file.write_all(bytes).map_err(failed)?;
+        let file = File::create_new(&partial).map_err(failed)?;
+        let value = fill(&file)?;
         file.sync_all().map_err(failed)?;
         fs::rename(&partial, path).map_err(failed)?;
-        sync_parent(path)
+        sync_parent(path)?;
+        Ok(value)
     })();
     if result.is_err() {
         let _ = fs::remove_file(&partial);

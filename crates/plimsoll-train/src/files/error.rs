@@ -34,6 +34,14 @@ pub enum FilesError {
         /// The reason, such as `no such directory` or `not a regular file`.
         problem: &'static str,
     },
+    /// A `generation_config.json` has an invalid rule of sampling.
+    #[error("{}: {reason}", path.display())]
+    GenerationConfig {
+        /// Path of the file.
+        path: PathBuf,
+        /// The key with its value, and the expected one.
+        reason: String,
+    },
     /// A `*.safetensors` file has an invalid header.
     #[error("{}: {source}", path.display())]
     Header {

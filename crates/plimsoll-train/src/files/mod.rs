@@ -7,6 +7,7 @@
 mod adapter;
 pub mod atomic;
 mod error;
+mod generation_config;
 mod header;
 mod model_dir;
 mod read;
@@ -15,9 +16,12 @@ mod write;
 
 pub use adapter::{AdapterDir, write_adapter_dir};
 pub use error::{FilesError, HeaderError};
+pub use generation_config::GenerationDefaults;
 pub use model_dir::{ModelDir, ModelWeights, read_config, write_model_dir};
+pub(crate) use model_dir::{SIDE_FILES, read_generation_settings};
 pub use read::{TensorEntry, WeightFiles};
 pub use values::{FileSummary, has_non_finite};
+pub(crate) use write::reserve_space;
 pub use write::{MAX_SHARD_BYTES, StoredTensor, WeightWriter};
 
 #[cfg(test)]

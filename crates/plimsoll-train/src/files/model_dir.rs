@@ -14,7 +14,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Size limit of a `config.json`. A larger file is not a model configuration.
-const MAX_CONFIG_BYTES: u64 = 16 << 20;
+pub(super) const MAX_CONFIG_BYTES: u64 = 16 << 20;
 
 /// Name of the output head in the weight files.
 const HEAD: &str = "lm_head.weight";
@@ -26,7 +26,7 @@ pub(super) const GENERATION_CONFIG: &str = "generation_config.json";
 
 /// Names of the files of the tokenizer, generation settings and chat templates. A saved model gets copies, in which
 /// only the end tokens may change.
-const SIDE_FILES: [&str; 11] = [
+pub(crate) const SIDE_FILES: [&str; 11] = [
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
@@ -110,6 +110,18 @@ pub(super) fn read_generation_end_tokens(dir: &Path) -> Result<Option<Vec<i64>>,
     let text = read_small(&path, MAX_CONFIG_BYTES)?;
     let end_tokens = ModelConfig::generation_end_tokens(&String::from_utf8_lossy(&text));
     end_tokens.map(Some).map_err(|source| FilesError::Config { path, source: Box::new(source) })
+}
+
+/// Returns the content of the `generation_config.json` of a directory, and `null` if it has none that is valid JSON.
+///
+/// # Errors
+/// A file that cannot be read.
+pub(crate) fn read_generation_settings(dir: &Path) -> Result<Value, FilesError> {
+    let path = dir.join(GENERATION_CONFIG);
+    match regular_file::is_present(&path) {
+        true => Ok(serde_json::from_slice(&read_small(&path, MAX_CONFIG_BYTES)?).unwrap_or_default()),
+        false => Ok(Value::Null),
+    }
 }
 
 impl ModelDir {

@@ -229,7 +229,7 @@ fn build_header(tensors: &[&StoredTensor]) -> (Vec<u8>, u64) {
 
 /// Reserves `bytes` bytes of disk space for the file, if the file system supports it. Otherwise only sets the file's
 /// length.
-fn reserve_space(file: &File, path: &Path, bytes: u64) -> Result<(), FilesError> {
+pub(crate) fn reserve_space(file: &File, path: &Path, bytes: u64) -> Result<(), FilesError> {
     use rustix::io::Errno;
     match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, bytes) {
         Ok(()) => Ok(()),

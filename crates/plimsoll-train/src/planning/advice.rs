@@ -1,7 +1,7 @@
 //! Recommendations for a run that fits: changes of its settings or of the machine, each planned like the run itself. A
 //! change is recommended only if the planner predicts a faster step with it.
 
-use super::plan::{PlannedRun, plan};
+use super::plan::{plan, plan_if_fits};
 use crate::config::{ParallelismChoice, RunConfig};
 use crate::resolve::gpu_processes::processes_on_gpus;
 use crate::resolve::{GpuProcess, RunRequest};
@@ -110,8 +110,11 @@ fn try_change(
         _ => run.freed_bytes.clone(),
     };
     let changed = RunRequest { config, freed_bytes, ..run.clone() };
-    let PlannedRun { outcome, .. } = plan(&changed, false).ok()?;
-    let after = outcome.plan;
+    // Such plans are for nominal speeds, or for the processor in place of the run's devices.
+    let after = match run.is_deterministic() || before.fallback.is_some() {
+        true => plan(&changed, false).ok()?.outcome.plan,
+        false => plan_if_fits(&changed).ok()??,
+    };
     let speedup = before.predicted.step_seconds / after.predicted.step_seconds;
     // Such a plan leaves the devices of the run, because it does not fit there.
     let moves_to_cpu = after.fallback.is_some() && before.fallback.is_none();

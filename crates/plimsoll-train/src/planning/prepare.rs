@@ -7,8 +7,8 @@ use super::planner::{Charges, Planner, team_of_one};
 use super::previous_plan::PreviousPlan;
 use super::request::{host_spec, staging_bytes};
 use super::team_plan::TeamPlan;
-use crate::config::LoraSection;
-use crate::data::{self, DataSpec, Dataset, Format};
+use crate::config::{DataSource, LoraSection};
+use crate::data::{self, ChatSpec, DataError, DataSpec, Dataset, RecordFormat, TrainingData};
 use crate::files::AdapterDir;
 use crate::resolve::charges::process_charges;
 use crate::resolve::{Model, Resolved, RunRequest, Workload, write_example};
@@ -28,7 +28,7 @@ pub struct PreparedRun {
     /// Model and devices. Devices that the plan uses have measured charges (bytes outside the arena).
     pub resolved: Resolved,
     /// Training data.
-    pub train: Dataset,
+    pub train: TrainingData,
     /// Evaluation data; `None` if the run does not evaluate.
     pub eval: Option<Dataset>,
     /// The plan, with the assignment of each worker. It may not fit.
@@ -45,7 +45,7 @@ pub struct PreparedRun {
 /// Load lines that this process passed before it held arenas, while data and plan were prepared.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PassedLoadLines {
-    /// Peak of this process so far.
+    /// Peak of this process so far, with the bytes by which the system may count too few.
     pub peak: Bytes,
     /// Devices whose load line the peak passed, with that load line.
     pub devices: Vec<(String, Bytes)>,
@@ -79,7 +79,7 @@ impl PreparedRun {
     /// Returns `None` if there are none, or if the system does not report the peak.
     pub fn passed_load_lines(&self) -> Option<PassedLoadLines> {
         let devices = self.planned.assignments.iter().map(|assignment| &assignment.device);
-        passed_load_lines(process::peak_resident().ok()?, devices)
+        passed_load_lines(process::peak_resident().ok()? + process::COUNTER_LAG_BYTES, devices)
     }
 
     /// Counts the plan as one that follows measured figures, unless the run file fixes it. The run follows the plan of an
@@ -116,10 +116,13 @@ pub fn prepare(mut run: RunRequest, previous: Option<&PreviousPlan>) -> Result<P
     let nominal = if known.is_none() { NominalPlan::choose(&run, &resolved.model)? } else { None };
     let known = known.or(nominal.as_ref().map(|nominal| &nominal.known));
     let previous = known.or(previous);
-    let open = |patterns: &[String]| open_dataset(&run, &resolved.model, patterns, resolved.device.threads as usize);
+    let threads = resolved.device.threads as usize;
     let charges_before = process_charges(run.batch_sequences(), u64::from(run.data.sequence));
-    let train = open(&run.data.train)?;
-    let eval = if run.data.eval.is_empty() { None } else { Some(open(&run.data.eval)?) };
+    let train = read_training_data(&run, &resolved.model, threads)??;
+    let has_eval = !run.data.eval.is_empty();
+    let eval = has_eval.then(|| open_dataset(&run, &resolved.model, &run.data.eval, threads)).transpose()?;
+    let model = Arc::get_mut(&mut resolved.model).expect("only `resolved` holds the model before it is planned");
+    model.stop_at(&train.end_tokens());
     let process_grew = process_charges(run.batch_sequences(), u64::from(run.data.sequence)) > charges_before;
     let mut planned = plan_with_open_data(&run, &mut resolved, previous, eval.as_ref().map(Dataset::rows))?;
     let devices = planned.assignments.iter().map(|assignment| &assignment.device);
@@ -138,19 +141,30 @@ pub fn prepare(mut run: RunRequest, previous: Option<&PreviousPlan>) -> Result<P
     Ok(PreparedRun { run, resolved, train, eval, planned, process_grew, has_tokenized, other_bits })
 }
 
-/// Opens the model of a run, and checks that its weights and data files exist. Reads neither of them.
+/// Opens the model of a run, and checks that its weights and data files exist. Reads no more of them than the records by
+/// which the format of the data is recognized.
 ///
 /// # Errors
 /// An invalid model, or a missing file.
 pub(crate) fn open_checked_model(run: &RunRequest) -> Result<Model, Failure> {
     let mut model = Model::open(run)?;
     model.check_weights(run)?;
-    if run.data.format == Format::Text {
+    let mut sources = run.data.training_sources();
+    if !run.data.eval.is_empty() {
+        sources.push(eval_source(&run.data.eval));
+    }
+    let uses_default = sources.is_empty() || sources.iter().any(|source| source.format.is_none());
+    let mut has_text = uses_default && run.data.format.named().is_some_and(RecordFormat::needs_tokenizer);
+    for DataSource { path, format, split, .. } in sources {
+        let format = format.unwrap_or(run.data.format);
+        let files = data::resolve_formats(data::list_files(&path, format, split)?, format)?;
+        has_text |= files.iter().filter_map(|file| file.format).any(RecordFormat::needs_tokenizer);
+    }
+    if has_text {
         model.stop_at_document_end()?;
     }
-    for patterns in [&run.data.train, &run.data.eval].into_iter().filter(|patterns| !patterns.is_empty()) {
-        data::list_files(patterns, run.data.format)?;
-    }
+    // The first records are no longer needed, and plans are made under the load line.
+    process::trim_heap();
     Ok(model)
 }
 
@@ -193,7 +207,13 @@ fn shared_host_budget(run: &RunRequest, resolved: &Resolved) -> Result<Bytes, Fa
 /// trains the adapters further cannot change their rank, scale and targets.
 fn adapter_section(adapter: &AdapterDir) -> LoraSection {
     let targets = adapter.targets.iter().map(|target| target.name().to_owned()).collect();
-    LoraSection { rank: adapter.rank as u32, alpha: adapter.alpha, dropout: 0.0, targets }
+    LoraSection {
+        rank: adapter.rank as u32,
+        alpha: adapter.alpha,
+        rslora: adapter.rank_stabilized,
+        dropout: 0.0,
+        targets,
+    }
 }
 
 /// Opens the data files that match `patterns`, as rows of tokens. Tokenizes the files on `threads` threads unless their
@@ -202,26 +222,91 @@ fn adapter_section(adapter: &AdapterDir) -> LoraSection {
 /// # Errors
 /// The files or the tokenizer are invalid.
 pub fn open_dataset(run: &RunRequest, model: &Model, patterns: &[String], threads: usize) -> Result<Dataset, Failure> {
+    Ok(read_dataset(run, model, patterns, threads)??)
+}
+
+/// Opens data files as [`open_dataset`] does. An error of the data is the inner one.
+///
+/// # Errors
+/// A file beside the tokenizer that cannot be read, or no folder for the tokens.
+pub fn read_dataset(
+    run: &RunRequest,
+    model: &Model,
+    patterns: &[String],
+    threads: usize,
+) -> Result<Result<Dataset, DataError>, Failure> {
+    read_source(run, model, &eval_source(patterns), threads)
+}
+
+/// Returns evaluation data as a source.
+fn eval_source(patterns: &[String]) -> DataSource {
+    DataSource { path: patterns.to_vec(), ..DataSource::default() }
+}
+
+/// Opens the training data of a run: one source after the other. Tokenizes files on `threads` threads unless their tokens
+/// are cached. An error of the data of a single source is the inner one.
+///
+/// # Errors
+/// As [`read_dataset`], and an error of the data of one of several sources, with its key.
+pub fn read_training_data(
+    run: &RunRequest,
+    model: &Model,
+    threads: usize,
+) -> Result<Result<TrainingData, DataError>, Failure> {
+    let sources = run.data.training_sources();
+    let mut opened = Vec::new();
+    for (index, source) in sources.iter().enumerate() {
+        match read_source(run, model, source, threads)? {
+            Ok(dataset) => opened.push(dataset),
+            Err(error) if sources.len() == 1 => return Ok(Err(error)),
+            Err(error) => {
+                let failure = Failure::from(error);
+                let message = format!("{}: {}", run.data.source_key(index), failure.message);
+                return Err(Failure { message, ..failure });
+            }
+        }
+    }
+    if opened.is_empty() {
+        return Ok(Err(DataError::NoPatterns));
+    }
+    let weights: Option<Vec<f64>> = sources.iter().map(|source| source.weight).collect();
+    Ok(Ok(TrainingData::new(opened, weights.as_deref())))
+}
+
+/// Opens the files of a source. An error of the data is the inner one.
+fn read_source(
+    run: &RunRequest,
+    model: &Model,
+    source: &DataSource,
+    threads: usize,
+) -> Result<Result<Dataset, DataError>, Failure> {
     let spec = DataSpec {
-        patterns: patterns.to_vec(),
-        format: run.data.format,
+        patterns: source.path.clone(),
+        format: source.format.unwrap_or(run.data.format),
+        split: source.split,
         sequence: u64::from(run.data.sequence),
         pack: run.data.pack,
         long: run.data.long,
         vocab: model.config.vocab,
         end_token: model.document_end_token()?,
+        chat: ChatSpec {
+            template: run.data.template.clone(),
+            train_on: run.data.train_on,
+            train_on_end: run.data.train_on_end,
+            not_prefix: run.data.not_prefix,
+        },
     };
     let never_stop = &mut |_, _| ControlFlow::Continue(());
     let mut open = |folder: &Path| Dataset::open(&spec, model.tokenizer().as_deref(), folder, threads, never_stop);
     if let Some(folder) = token_cache_folder() {
-        return Ok(open(&folder)?);
+        return Ok(open(&folder));
     }
     // The dataset keeps its files open, so their names are not needed afterwards.
     let folder = private_file::temporary_folder().map_err(|error| {
         let message = format!("cannot make a folder for tokens in {}: {error}", std::env::temp_dir().display());
         Failure::input(message).hint("set a writable folder: PLIMSOLL_CACHE=/path plimsoll ...")
     })?;
-    Ok(open(folder.path())?)
+    Ok(open(folder.path()))
 }
 
 /// Returns the folder of cached tokens: `PLIMSOLL_TOKENS` if it is set, else `tokens` in the [`cache::folder`]. None if

@@ -185,6 +185,7 @@ pub(crate) fn adapter_config(run: &RunConfig, model: &Model) -> Lora {
     Lora {
         rank: u64::from(lora.rank),
         alpha: lora.alpha,
+        rank_stabilized: lora.rslora,
         dropout: lora.dropout,
         targets: Target::ALL.into_iter().filter(is_named).collect(),
         seed: train.seed,

@@ -44,10 +44,11 @@ pub fn write_example(run: &mut RunRequest) -> Result<(), Failure> {
     if let Some(path) = config.model.path.as_mut().filter(|path| is_example(path)) {
         (*path, names_example) = (folder.to_string_lossy().into_owned(), true);
     }
-    for (sources, name) in [(&mut config.data.train, "train.jsonl"), (&mut config.data.eval, "eval.jsonl")] {
-        for source in sources.iter_mut().filter(|source| is_example(source)) {
-            (*source, names_example) = (in_folder(name), true);
-        }
+    for source in config.data.training_paths_mut().filter(|source| is_example(source)) {
+        (*source, names_example) = (in_folder("train.jsonl"), true);
+    }
+    for source in config.data.eval.iter_mut().filter(|source| is_example(source)) {
+        (*source, names_example) = (in_folder("eval.jsonl"), true);
     }
     if names_example && run.devices().devices.is_empty() && !has_usable_gpu() {
         let host = run.devices().host.map_or(String::new(), |host| format!(",host={host}"));

@@ -12,6 +12,7 @@
 //! | `host_links` | measured links between hosts |
 //! | `nominal` | figures of devices without measurements, for plans that are the same at each start |
 //! | `charges` | bytes of this process outside arenas |
+//! | `hub` | ids of the Hugging Face Hub, in whose place local paths are put |
 //! | `example` | the built-in example, used where no model or device is named |
 
 pub(crate) mod budget_overrides;
@@ -22,6 +23,7 @@ pub(crate) mod example;
 pub(crate) mod gpu_processes;
 mod gpus;
 mod host_links;
+mod hub;
 pub(crate) mod model;
 pub(crate) mod nominal;
 mod request;
@@ -32,6 +34,7 @@ pub use devices::{
 };
 pub use example::write_example;
 pub use gpu_processes::GpuProcess;
+pub use hub::{HubNeed, fetch_hub_files, fetch_hub_model};
 pub use model::Model;
 pub use request::RunRequest;
 

@@ -1,7 +1,7 @@
 //! The model that a run file names: its configuration, the location of its files, and whether a run can start from its weights.
 
 use super::example::model_is_example;
-use crate::config::{Init, RunConfig};
+use crate::config::{HUB_PREFIX, Init, RunConfig};
 use crate::data::{addition_example, read_end_token};
 use crate::files::{AdapterDir, ModelDir, ModelWeights, read_config};
 use plimsoll_core::Failure;
@@ -58,6 +58,16 @@ impl Model {
         Ok(())
     }
 
+    /// Adds `tokens`, with which turns of the assistant end, to those at which generation stops. A base model that is trained
+    /// on conversations would otherwise never stop.
+    pub(crate) fn stop_at(&mut self, tokens: &[u32]) {
+        for token in tokens.iter().map(|&token| i64::from(token)) {
+            if !self.config.eos.contains(&token) {
+                self.config.eos.push(token);
+            }
+        }
+    }
+
     /// Checks that the model supports the sequence length of the run.
     ///
     /// # Errors
@@ -86,6 +96,10 @@ impl Model {
             return Ok(model(addition_example::model_config(), None));
         }
         let path = Path::new(config.model.path.as_deref().unwrap_or_default());
+        if path.to_string_lossy().starts_with(HUB_PREFIX) {
+            return Err(Failure::input(format!("{}: this command takes no hub id", path.display()))
+                .hint("download it with plimsoll plan --model, and name its folder in the cache"));
+        }
         if path.is_file() {
             let (shape, _) = read_config(path, &config.model.ignore_config_keys)?;
             return Ok(model(shape, None));

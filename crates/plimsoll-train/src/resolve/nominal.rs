@@ -3,14 +3,13 @@
 //! by them.
 
 use super::RunRequest;
+use super::charges::PROCESS_BYTES;
 use crate::data::Loader;
 use plimsoll_core::{Budget, Bytes, Link, OpRates, Rates};
 use plimsoll_device::cuda::gpus::GpuInfo;
 use plimsoll_device::probe::Memory;
 use plimsoll_plan::paper;
 
-/// Charges of a process, without those of data rows and Programs: one unit of rounding above the least that is measured.
-const PROCESS_BYTES: Bytes = Bytes::mib(24);
 /// Memory bandwidth of a CPU in bytes per second, with any number of threads.
 pub(crate) const HOST_BYTES_PER_SECOND: f64 = 20e9;
 /// Operations per second of f32 matrix products on a core.

@@ -2,7 +2,7 @@
 //! saving, and [`RecoveryState`] failures and lost devices. The code that uses them is in `training`, `run_folder` and
 //! `recovery`.
 
-use crate::data::{BatchSampler, Dataset};
+use crate::data::{BatchSampler, Dataset, TrainingData};
 use crate::planning::planner::{Charges, Planner};
 use crate::recovery::failures::RefusalCounts;
 use crate::resolve::{Resolved, RunRequest};
@@ -22,7 +22,7 @@ pub(crate) struct RunContext {
     /// Model and devices that the run file resolved to.
     pub resolved: Resolved,
     /// Training data.
-    pub data: Arc<Dataset>,
+    pub data: Arc<TrainingData>,
     /// Evaluation data; `None` if the run does not evaluate.
     pub eval: Option<Arc<Dataset>>,
     /// Order and size of the batches.

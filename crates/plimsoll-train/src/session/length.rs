@@ -31,6 +31,13 @@ pub(crate) fn batches_and_steps(run: &RunConfig, rows: u64) -> (BatchSampler, Op
     (batches, steps)
 }
 
+/// Returns the number of rows that a run reads, over `rows` rows of training data. Returns `None` if a time limit ends the
+/// run, or if the run file gives no length.
+pub fn rows_of_run(run: &RunConfig, rows: u64) -> Option<u64> {
+    let (batches, steps) = batches_and_steps(run, rows);
+    Some(batches.row_limit.unwrap_or(u64::MAX).min(steps?.saturating_mul(batches.rows)))
+}
+
 /// Returns the number of steps that remain if each takes `step_seconds`; infinite for a run without limit.
 pub(crate) fn remaining_steps(run: &RunConfig, info: &CheckpointInfo, step_seconds: f64) -> f64 {
     match (info.steps, run.length()) {

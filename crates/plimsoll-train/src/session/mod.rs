@@ -44,7 +44,7 @@ mod evaluation;
 pub(crate) mod evaluator;
 pub(crate) mod interrupt;
 pub mod learning_rate;
-pub(crate) mod length;
+pub mod length;
 mod load_changes;
 mod opening;
 pub mod outcome;

@@ -131,6 +131,8 @@ impl Session {
         let path = model_folder(&self.context.folder, &self.context.run);
         if self.context.run.train.method == Method::Lora {
             let base = model.weights(&self.context.run).and_then(|_| model.folder());
+            // PEFT knows models of the hub by their names.
+            let base = base.map(|folder| self.context.run.hub.base_model().map_or(folder, Path::new));
             let lora = adapter_config(&self.context.run, model);
             let has_base_end_tokens = model.dir.as_ref().is_none_or(|dir| dir.config.eos == model.config.eos);
             let trained = (!has_base_end_tokens).then_some(&model.config);

@@ -1,7 +1,7 @@
 //! Text generation by a team, for the samples that a run draws at its end.
 
 use crate::engine::failure::DeviceFailure;
-use crate::inference::samples::CachedDecoder;
+use crate::inference::CachedDecoder;
 use crate::team::Team;
 
 impl CachedDecoder for Team {

@@ -1,8 +1,8 @@
 //! Start of a run: plans a new run, follows a stored plan, or resumes from the newest checkpoint. Then it prepares the
 //! run folder and hands over to the training loop.
 
-use crate::config::{EXAMPLE_PREFIX, Length, RunConfig, Threads};
-use crate::data::Dataset;
+use crate::config::{DataSection, EXAMPLE_PREFIX, HUB_PREFIX, HubSources, Length, RunConfig, Threads};
+use crate::data::TrainingData;
 use crate::events::{EventLog, ensure_not_running};
 use crate::fault_injection::{Injection, InjectionTargets, PendingFault};
 use crate::files::atomic;
@@ -116,7 +116,7 @@ impl Run {
             warnings.push("the run has no checkpoint yet, so it begins at step 1".to_owned());
         }
         if let Some(checkpoint) = &checkpoint {
-            check_same_data(&prepared.train, checkpoint)?;
+            check_same_data(&prepared.run.data, &prepared.train, checkpoint)?;
             let (info, plan) = (&checkpoint.info, &prepared.planned.plan);
             let now = describe_execution(
                 &plan.recipe,
@@ -222,17 +222,24 @@ impl Run {
     }
 }
 
-/// Checks that the training data are those of the checkpoint.
+/// Checks that the training data are those of the checkpoint. `section` names them in the run file.
 ///
 /// # Errors
 /// The data have another number of rows or labels, or other contents.
-fn check_same_data(train: &Dataset, checkpoint: &Checkpoint) -> Result<(), Failure> {
+fn check_same_data(section: &DataSection, train: &TrainingData, checkpoint: &Checkpoint) -> Result<(), Failure> {
     let Checkpoint { info, path, .. } = checkpoint;
-    let hint = "restore the original files; other data need a new run";
+    let (key, differing, hint) = match section.source.is_empty() {
+        true => ("data.train", "tokens or labels", "restore the original files; other data need a new run"),
+        false => (
+            "data.source",
+            "tokens, labels, weights or the order of sources",
+            "restore the original files and sources; other data need a new run",
+        ),
+    };
     let (rows, labelled_tokens) = (train.rows(), train.labelled_tokens());
     if (rows, labelled_tokens) != (info.rows, info.labelled_tokens) {
         let message = format!(
-            "data.train: {} with {} differ from the data of {}, which had {} and {}",
+            "{key}: {} with {} differ from the data of {}, which had {} and {}",
             format_count(rows, "row"),
             format_count(labelled_tokens, "label"),
             path.display(),
@@ -242,7 +249,7 @@ fn check_same_data(train: &Dataset, checkpoint: &Checkpoint) -> Result<(), Failu
         return Err(Failure::input(message).hint(hint));
     }
     if train.content_sha256() != info.data {
-        let message = format!("data.train: tokens or labels differ from those of {}", path.display());
+        let message = format!("{key}: {differing} differ from those of {}", path.display());
         return Err(Failure::input(message).hint(hint));
     }
     Ok(())
@@ -265,8 +272,11 @@ fn store_length(folder: &Path, run: &RunConfig) -> Result<(), Failure> {
 /// is free, and no device is on paper. Returns one failure for each check that fails. Writes nothing.
 pub fn check_new_run(run: &RunRequest) -> Vec<Failure> {
     // The files of the built-in example exist once its run has started.
-    let names_example = model_is_example(run) || run.data.train.iter().any(|path| path.starts_with(EXAMPLE_PREFIX));
-    let inputs = if names_example { Ok(()) } else { open_checked_model(run).map(drop) };
+    let names_example = model_is_example(run) || run.data.training_paths().any(|path| path.starts_with(EXAMPLE_PREFIX));
+    // Files of the hub are downloaded when the run starts.
+    let is_on_hub = |path: &String| path.starts_with(HUB_PREFIX);
+    let on_hub = run.hub != HubSources::default() || run.data.training_paths().chain(&run.data.eval).any(is_on_hub);
+    let inputs = if names_example || on_hub { Ok(()) } else { open_checked_model(run).map(drop) };
     let on_paper = run.devices().devices.into_iter().find(|device| device.is_paper());
     let checks = [run.check_trainable().map_err(Failure::from), inputs, check_free(Path::new(&run.run.dir))];
     let failures = checks.into_iter().filter_map(Result::err);

@@ -142,7 +142,7 @@ impl Session {
         Ending { status: RunStatus::Stopped, failure: Some(failure), model: None, drawn: Vec::new() }
     }
 
-    /// Logs the start event.
+    /// Logs the start event, and what the chat template of the data does with conversations.
     fn log_start(&self, log: &mut EventLog) -> Result<(), Failure> {
         log.emit(Event::Start {
             step: self.info.step + 1,
@@ -156,7 +156,9 @@ impl Session {
             simulated: self.team.workers().iter().any(|worker| worker.device.simulated()),
             devices: self.team.names(),
             environment: Some(Box::new(environment())),
-        })
+        })?;
+        let mut warnings = self.context.data.warnings().into_iter();
+        warnings.try_for_each(|message| log.emit(Event::Warning { message }))
     }
 
     /// Runs steps until the run is finished or `stop` becomes true. After each step it evaluates, saves and adapts as

@@ -76,7 +76,7 @@ impl RunSettings {
     /// The text is no TOML, or a key that is shown has another type.
     fn parse(text: &str) -> Result<RunSettings, String> {
         let file: StoredFile = toml::from_str(text).map_err(|error| error.message().to_owned())?;
-        let StoredFile { model, data, train, run } = file;
+        let StoredFile { model, mut data, train, run } = file;
         Ok(RunSettings {
             model: model.name(&run.dir),
             model_source: model.preset.or(model.path).unwrap_or_default(),
@@ -91,7 +91,7 @@ impl RunSettings {
             schedule: train.schedule,
             length: length(train.steps, train.epochs, train.hours),
             seed: train.seed,
-            train_data: data.train.into_vec(),
+            train_data: data.training_paths(),
             eval_data: data.eval.into_vec(),
             requested_devices: run.devices,
             text: without_webhook(text),
@@ -171,8 +171,23 @@ impl ModelKeys {
 #[serde(default)]
 struct DataKeys {
     train: OneOrMany,
+    source: Vec<SourceKeys>,
     eval: OneOrMany,
     sequence: u64,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct SourceKeys {
+    path: OneOrMany,
+}
+
+impl DataKeys {
+    /// Returns the paths of the training data: those of `data.train`, and those of all sources.
+    fn training_paths(&mut self) -> Vec<String> {
+        let sources = std::mem::take(&mut self.source).into_iter().flat_map(|source| source.path.into_vec());
+        std::mem::take(&mut self.train).into_vec().into_iter().chain(sources).collect()
+    }
 }
 
 #[derive(Default, Deserialize)]
@@ -234,6 +249,8 @@ mod tests {
         let settings = RunSettings::parse(text).unwrap();
         assert_eq!((&*settings.model, &*settings.length, settings.sequence), ("built-in example", "1 step", 12));
         assert_eq!(settings.train_data, ["a.jsonl"]);
+        let sources = "[data]\nsequence = 1\n[[data.source]]\npath = [\"a\", \"b\"]\n[[data.source]]\npath = \"c\"\n";
+        assert_eq!(RunSettings::parse(sources).unwrap().train_data, ["a", "b", "c"]);
         assert_eq!(settings.request_of("virtual:a").as_deref(), Some("virtual:a=48MiB@0.8"));
         assert_eq!(settings.request_of("cuda:0"), None);
     }

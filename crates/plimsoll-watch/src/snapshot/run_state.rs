@@ -168,7 +168,10 @@ impl RunEvents {
     /// Adds a step to the history. Steps after it are those of a run that went back to a checkpoint, and are removed.
     fn add_step(&mut self, point: HistoryPoint) {
         self.newest = Some(point);
-        self.history.retain(|earlier| earlier.step < point.step);
+        // They are at the end, in order.
+        while self.history.last().is_some_and(|last| last.step >= point.step) {
+            self.history.pop();
+        }
         let stride = self.history_stride.max(1);
         if point.step.saturating_sub(1).is_multiple_of(stride) {
             self.history.push(point);

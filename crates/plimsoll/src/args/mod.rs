@@ -3,12 +3,15 @@
 //! A flag that stands for a key of the run file becomes a `KEY=VALUE` setting. Meanings, defaults and checks of keys
 //! therefore live in one place: `plimsoll_train::config`. Commands themselves are in `commands/`.
 //!
-//! `run` has the commands that plan and train, `doctor` the check before them, `report` those about runs after their end,
-//! `model` those for trained models, `models` those that choose a model before the first run, `bench` the benchmarks, and `values` the parsers of flag values.
+//! `run` has the commands that plan and train, `data` the one that shows their data, `doctor` the check before them,
+//! `report` those about runs after their end, `model` those for trained models, `models` those that choose a model before
+//! the first run, `bench` the benchmarks, and `values` the parsers of flag values.
 
 mod bench;
 mod cluster;
+mod data;
 mod doctor;
+mod generate;
 mod model;
 mod models;
 mod report;
@@ -16,8 +19,10 @@ mod run;
 mod values;
 
 pub use bench::{BenchDevicesArgs, BenchModelsArgs, BenchStepArgs};
+pub use data::DataArgs;
 pub use doctor::DoctorArgs;
-pub use model::{EvalArgs, GenerateArgs, MergeArgs};
+pub use generate::GenerateArgs;
+pub use model::{EvalArgs, ExportArgs, MergeArgs};
 pub use models::{InitArgs, ModelsArgs};
 pub use report::{ReportArgs, RunsArgs};
 pub use run::{PlanArgs, ProgressForm, SweepArgs, TrainArgs};
@@ -47,6 +52,7 @@ First steps:
   plimsoll devices                     list devices and their memory
   plimsoll plan --model qwen2.5-7b --devices rtx3090,host=64GiB --allow lora
                                        check what fits, also on other hardware
+  plimsoll data run.toml               show the data as the model will see them
   plimsoll train run.toml              train as run.toml describes
   plimsoll watch runs/my-run           watch a run from another terminal
   plimsoll report runs/my-run          write its report, runs/my-run/report.html
@@ -72,6 +78,8 @@ pub enum Command {
     Train(TrainArgs),
     /// Show memory use and predicted speed of a run without running it
     Plan(PlanArgs),
+    /// Show what a model will see of the data of a run: documents, labels, lengths, warnings
+    Data(DataArgs),
     /// Train several runs side by side on the same devices
     Sweep(SweepArgs),
     /// Ask for model, data and limits, and write a run file with its plan
@@ -102,6 +110,8 @@ pub enum Command {
     Generate(GenerateArgs),
     /// Merge LoRA adapters into their base model
     Merge(MergeArgs),
+    /// Write a model as a GGUF file, for llama.cpp and Ollama
+    Export(ExportArgs),
     /// Add this machine to a cluster, or start one with --head (needs the Python wheel with Ray)
     #[command(disable_help_flag = true, override_usage = cluster::JOIN_USAGE, after_help = cluster::JOIN_OPTIONS)]
     Join(PassthroughArgs),
@@ -143,6 +153,7 @@ impl Command {
         match self {
             Command::Train(_) => &["train"],
             Command::Plan(_) => &["plan"],
+            Command::Data(_) => &["data"],
             Command::Sweep(_) => &["sweep"],
             Command::Init(_) => &["init"],
             Command::Models(_) => &["models"],
@@ -158,6 +169,7 @@ impl Command {
             Command::Eval(_) => &["eval"],
             Command::Generate(_) => &["generate"],
             Command::Merge(_) => &["merge"],
+            Command::Export(_) => &["export"],
             Command::Join(_) => &["join"],
             Command::Cluster(_) => &["cluster"],
             Command::Verify(_) => &["verify"],
@@ -171,6 +183,7 @@ impl Command {
         match self {
             Command::Train(args) => args.progress() == ProgressForm::Json,
             Command::Plan(args) => args.json,
+            Command::Data(args) => args.json,
             Command::Sweep(_) | Command::Init(_) => false,
             Command::Models(args) => args.json,
             Command::Devices(args) => args.json,
@@ -183,6 +196,7 @@ impl Command {
             Command::Bench { benchmark: BenchCommand::Step(_) } => true,
             Command::Eval(args) => args.json,
             Command::Generate(args) => args.json,
+            Command::Export(args) => args.json,
             Command::Merge(_) | Command::MeasureRates(_) => false,
             Command::Join(args) | Command::Leave(args) | Command::Cluster(args) | Command::Verify(args) => {
                 args.arguments.iter().any(|argument| argument == "--json")

@@ -1,9 +1,10 @@
-//! Arguments of `eval`, `generate` and `merge`.
+//! Arguments of `eval`, `merge` and `export`, and those that `eval` shares with `generate`.
 
-use super::values::{positive, share, temperature};
+use super::values::{file_type, positive, pre_tokenizer};
 use clap::Args;
 use plimsoll_core::Failure;
 use plimsoll_train::config::{RunConfig, list_setting, setting};
+use plimsoll_train::gguf::FileType;
 use plimsoll_train::resolve::RunRequest;
 use plimsoll_watch::plan::list_rungs;
 use std::path::{Path, PathBuf};
@@ -15,10 +16,10 @@ pub struct EvalArgs {
     /// Model: a Hugging Face directory
     #[arg(value_name = "DIR")]
     dir: PathBuf,
-    /// Data: a .jsonl or .txt file, or a glob pattern
+    /// Data: a file, or a glob pattern
     #[arg(long, value_name = "FILE")]
     data: String,
-    /// Format of a sample: text or tokens
+    /// Format of the records: auto (the default), text, tokens or another value of data.format
     #[arg(long)]
     format: Option<String>,
     /// Tokens per sequence; longer samples are split [default: the length of the longest sample]
@@ -44,48 +45,6 @@ impl EvalArgs {
     }
 }
 
-/// Arguments of `plimsoll generate`, which continues a prompt.
-#[derive(Debug, Args)]
-#[command(after_help = "Example:\n  plimsoll generate models/my-llama --prompt \"Once upon a time\" --max-tokens 50")]
-pub struct GenerateArgs {
-    /// Model: a Hugging Face directory
-    #[arg(value_name = "DIR")]
-    dir: PathBuf,
-    /// Text to continue
-    #[arg(long, value_name = "TEXT")]
-    pub prompt: String,
-    /// Maximum number of new tokens [default: 64, or fewer if the model has no room for them]
-    #[arg(long, value_name = "TOKENS", value_parser = positive())]
-    pub max_tokens: Option<u32>,
-    /// Sampling temperature; 0 always takes the most likely token
-    #[arg(long, default_value_t = 0.0, value_parser = temperature, help_heading = "Sampling")]
-    pub temperature: f32,
-    /// Sample only from the K most likely tokens
-    #[arg(long, value_name = "K", value_parser = positive(), help_heading = "Sampling")]
-    pub top_k: Option<u32>,
-    /// Sample only from the most likely tokens with a total probability of P (above 0, at most 1)
-    #[arg(long, value_name = "P", value_parser = share, help_heading = "Sampling")]
-    pub top_p: Option<f32>,
-    /// Seed of the sampling
-    #[arg(long, default_value_t = 1, help_heading = "Sampling")]
-    pub seed: u64,
-    #[command(flatten)]
-    inference: InferenceArgs,
-    /// Print the text and its tokens as JSON
-    #[arg(long, help_heading = "Output")]
-    pub json: bool,
-}
-
-impl GenerateArgs {
-    /// Builds the request to generate text with the model.
-    ///
-    /// # Errors
-    /// An invalid setting, or a rung in `--allow` that only applies to training.
-    pub fn build_request(&self) -> Result<RunRequest, Failure> {
-        reject_training_rungs(RunConfig::from_settings(&self.inference.settings(&self.dir))?)
-    }
-}
-
 /// Arguments of `plimsoll merge`, which merges an adapter into its base model.
 #[derive(Debug, Args)]
 #[command(after_help = "Example:\n  plimsoll merge models/my-llama runs/my-llama/adapter models/my-llama-tuned")]
@@ -104,9 +63,44 @@ pub struct MergeArgs {
     pub ignore_config_key: Vec<String>,
 }
 
+/// Arguments of `plimsoll export`, which writes a model as a GGUF file.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  plimsoll export runs/my-llama --gguf my-llama.gguf --type q4_k_m --modelfile Modelfile
+  plimsoll export hub:Qwen/Qwen2.5-0.5B --adapter runs/chat/adapter --gguf chat.gguf --type q8_0")]
+pub struct ExportArgs {
+    /// Model: a run folder, a Hugging Face directory, or a PEFT directory that names its base model
+    #[arg(value_name = "MODEL")]
+    pub model: PathBuf,
+    /// File to write, which must not exist yet
+    #[arg(long, value_name = "FILE")]
+    pub gguf: PathBuf,
+    /// Type of the file: f32, bf16, f16, q8_0, q6_k, q5_k_m, q4_k_m, q4_0
+    #[arg(long = "type", value_name = "TYPE", value_parser = file_type)]
+    pub file_type: FileType,
+    /// Merge these LoRA adapters into the model: a PEFT directory
+    #[arg(long, value_name = "DIR")]
+    pub adapter: Option<PathBuf>,
+    /// Also write a Modelfile for `ollama create`, which must not exist yet
+    #[arg(long, value_name = "FILE")]
+    pub modelfile: Option<PathBuf>,
+    /// Name of the pre-tokenizer in llama.cpp, if it is not recognized
+    #[arg(long, value_name = "NAME", value_parser = pre_tokenizer)]
+    pub pre: Option<String>,
+    /// Ignore a key of the model's config.json that Plimsoll does not know (repeatable)
+    #[arg(long, value_name = "KEY")]
+    pub ignore_config_key: Vec<String>,
+    /// Show no progress and no notes
+    #[arg(long, help_heading = "Output")]
+    pub quiet: bool,
+    /// Print the result as JSON
+    #[arg(long, help_heading = "Output")]
+    pub json: bool,
+}
+
 /// Flags of `eval` and `generate` for the device and the form of the model.
 #[derive(Debug, Args)]
-struct InferenceArgs {
+pub(super) struct InferenceArgs {
     /// Apply these LoRA adapters to the model: a PEFT directory
     #[arg(long, value_name = "DIR")]
     adapter: Option<PathBuf>,
@@ -129,7 +123,7 @@ struct InferenceArgs {
 
 impl InferenceArgs {
     /// Returns the model and the flags as `KEY=VALUE` settings of the run file.
-    fn settings(&self, model: &Path) -> Vec<String> {
+    pub fn settings(&self, model: &Path) -> Vec<String> {
         let mut settings = vec![setting("model.path", &model.to_string_lossy())];
         settings.extend(self.adapter.as_ref().map(|adapter| setting("model.adapter", &adapter.to_string_lossy())));
         settings.extend(self.allow.as_ref().map(|allow| setting("memory.allow", allow)));
@@ -144,7 +138,7 @@ impl InferenceArgs {
 }
 
 /// Converts a configuration to a request. Rejects rungs of `--allow` that only affect training.
-fn reject_training_rungs(config: RunConfig) -> Result<RunRequest, Failure> {
+pub(super) fn reject_training_rungs(config: RunConfig) -> Result<RunRequest, Failure> {
     let Some(rung) = config.memory.allow.iter().find(|rung| rung.is_training_only()) else { return Ok(config.into()) };
     let names = list_rungs(|rung| !rung.is_training_only());
     let failure = Failure::input(format!("--allow {rung}: this rung only applies to training"));

@@ -70,7 +70,7 @@ pub struct InitArgs {
     /// Folder with models to suggest if no --model is given: the folder itself, and each folder in it (repeatable)
     #[arg(long, value_name = "DIR", conflicts_with = "model")]
     pub dir: Vec<PathBuf>,
-    /// Training data: a .jsonl or .txt file, or a glob such as 'data/*.jsonl' (repeatable)
+    /// Training data: a file, or a glob such as 'data/*.jsonl' (repeatable)
     #[arg(long, value_name = "FILE")]
     pub data: Vec<String>,
     /// Devices of the run, in the notation of `plimsoll train --help` [default: auto]

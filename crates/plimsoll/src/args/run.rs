@@ -8,7 +8,7 @@ use plimsoll_device::regular_file;
 use plimsoll_train::config::{RunConfig, list_setting, model_setting, setting};
 use plimsoll_train::fault_injection::Injection;
 use plimsoll_train::planning::check_stored_plan;
-use plimsoll_train::resolve::RunRequest;
+use plimsoll_train::resolve::{HubNeed, RunRequest, fetch_hub_files};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
@@ -164,7 +164,8 @@ impl TrainArgs {
             return RunRequest::resume(dir, &settings);
         }
         if let (Some(plan), Some(path)) = (self.plan()?, &self.plan) {
-            let config = RunConfig::load(self.run_file.as_deref(), &settings)?;
+            let mut config = RunConfig::load(self.run_file.as_deref(), &settings)?;
+            fetch_hub_files(&mut config, HubNeed::Plan, &mut |_| ())?;
             check_stored_plan(&config, &plan, &path.display().to_string())?;
             settings.splice(0..0, recipe_settings(&plan));
         }
@@ -213,8 +214,9 @@ pub struct PlanArgs {
     /// Run file [default: the built-in example, or random weights of --model]
     #[arg(value_name = "RUN.toml")]
     run_file: Option<PathBuf>,
-    /// Model: a Hugging Face directory, a config.json, a preset such as qwen2.5-7b, or a size such as 7b
-    #[arg(long, value_name = "DIR|config.json|PRESET")]
+    /// Model: a Hugging Face directory, a config.json, a preset such as qwen2.5-7b, a size such as 7b, or a hub id such as
+    /// hub:OWNER/NAME
+    #[arg(long, value_name = "DIR|config.json|PRESET|HUB_ID")]
     model: Option<String>,
     #[command(flatten)]
     settings: SettingArgs,

@@ -1,11 +1,27 @@
 //! Parsers of flag values.
 
+use plimsoll_train::gguf::FileType;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 /// Returns a parser for whole numbers from 1 on.
 pub fn positive() -> clap::builder::RangedI64ValueParser<u32> {
     clap::value_parser!(u32).range(1..)
+}
+
+/// Parses the type of a GGUF file, such as `q4_k_m`, in any case.
+pub fn file_type(text: &str) -> Result<FileType, String> {
+    let names = || FileType::ALL.map(FileType::name).join(", ");
+    FileType::named(text).ok_or_else(|| format!("expected one of {}", names()))
+}
+
+/// Parses the name of a pre-tokenizer of llama.cpp, such as `llama-bpe`.
+pub fn pre_tokenizer(text: &str) -> Result<String, String> {
+    let is_name = |letter: char| letter.is_ascii_alphanumeric() || "-_.".contains(letter);
+    match !text.is_empty() && text.chars().all(is_name) {
+        true => Ok(text.to_owned()),
+        false => Err("expected a name of llama.cpp, such as llama-bpe or qwen2".to_owned()),
+    }
 }
 
 /// Parses a duration from 1 second to 24 hours, such as `90s`, `3m`, `1h 30m` or `45` (seconds).
@@ -52,6 +68,27 @@ pub fn temperature(text: &str) -> Result<f32, String> {
         Ok(number) if number.is_finite() && number >= 0.0 => Ok(number),
         _ => Err("expected a number, 0 or more".to_owned()),
     }
+}
+
+/// Parses a finite number above 0.
+pub fn positive_number(text: &str) -> Result<f32, String> {
+    match text.parse::<f32>() {
+        Ok(number) if number.is_finite() && number > 0.0 => Ok(number),
+        _ => Err("expected a number above 0".to_owned()),
+    }
+}
+
+/// Parses a number from 0 to 1.
+pub fn share_or_none(text: &str) -> Result<f32, String> {
+    match text.parse::<f32>() {
+        Ok(number) if (0.0..=1.0).contains(&number) => Ok(number),
+        _ => Err("expected a number from 0 to 1".to_owned()),
+    }
+}
+
+/// Parses a text of at least one character.
+pub fn non_empty(text: &str) -> Result<String, String> {
+    if text.is_empty() { Err("expected a text of at least one character".to_owned()) } else { Ok(text.to_owned()) }
 }
 
 /// Parses a number above 0 and at most 1.

@@ -1,12 +1,13 @@
 //! Recommendations as text and as commands, for `plan --advise`, `watch --advise`, `report --advise` and `doctor`.
 
+use super::hub::with_hub_files;
 use crate::command_line;
 use plimsoll_core::{Budget, Bytes, Plan, Recommendation, RecomputeLevel};
 use plimsoll_device::regular_file;
 use plimsoll_plan::device_request::DevicesRequest;
 use plimsoll_train::planning::advice::{Advice, Change, advise};
 use plimsoll_train::planning::{PlannedRun, plan};
-use plimsoll_train::resolve::{GpuProcess, RunRequest, process_bytes};
+use plimsoll_train::resolve::{GpuProcess, HubNeed, RunRequest, process_bytes};
 use plimsoll_watch::remedies::Setting;
 use plimsoll_watch::text::excerpt;
 use std::path::{Path, PathBuf};
@@ -71,7 +72,7 @@ fn command_of_new_run(request: &RunRequest, change: &Change, settings: &[Setting
 /// Returns the request of the run in a folder, with the load lines of its plan: by now the run itself holds memory, so
 /// shares of free memory would give others.
 fn request_of_run(folder: &Path) -> Option<RunRequest> {
-    let mut request = RunRequest::resume(folder, &[]).ok()?;
+    let mut request = with_hub_files(RunRequest::resume(folder, &[]).ok()?, HubNeed::Plan, true).ok()?;
     let plan: Plan = serde_json::from_str(&regular_file::read_text(&folder.join("plan.json")).ok()?).ok()?;
     let mut devices = request.devices();
     if devices.has_remote_devices() {

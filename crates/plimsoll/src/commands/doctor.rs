@@ -2,6 +2,7 @@
 
 use super::advice::recommendations;
 use super::cluster;
+use super::hub::with_hub_files;
 use super::plan::refusal_for_command;
 use super::rates::measure_in_child;
 use super::ray::with_remote_devices;
@@ -12,7 +13,7 @@ use plimsoll_device::disk;
 use plimsoll_train::files::MAX_SHARD_BYTES;
 use plimsoll_train::planning::advice::Change;
 use plimsoll_train::planning::plan;
-use plimsoll_train::resolve::{RunRequest, process_bytes};
+use plimsoll_train::resolve::{HubNeed, RunRequest, process_bytes};
 use plimsoll_train::session::start::check_new_run;
 use plimsoll_watch::doctor::{PlanReadings, Readings, Report, RunReadings};
 use plimsoll_watch::remedies::Setting;
@@ -53,7 +54,8 @@ fn read_run(args: &DoctorArgs, run_file: &Path) -> Result<RunReadings, Failure> 
         failures: vec![],
         planned: None,
     };
-    match args.build_request().and_then(with_remote_devices) {
+    let request = args.build_request().and_then(|request| with_hub_files(request, HubNeed::Plan, false));
+    match request.and_then(with_remote_devices) {
         Err(failure) => run.failures.push(failure),
         Ok(mut request) => {
             request.measure_rates = Some(measure_in_child);

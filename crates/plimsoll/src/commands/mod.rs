@@ -3,8 +3,12 @@
 pub mod advice;
 pub mod budget;
 mod cluster;
+pub mod data;
 pub mod devices;
 pub mod doctor;
+pub mod export;
+pub mod generate;
+mod hub;
 pub mod init;
 pub mod model;
 pub mod model_list;

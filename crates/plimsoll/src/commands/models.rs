@@ -1,6 +1,7 @@
 //! `plimsoll bench models`: plans several models, and trains those that fit with random weights on random tokens. Each
 //! model trains in a process of its own, so that a failure or leftover memory does not affect the next one.
 
+use super::hub::with_hub_files;
 use super::model_training::{ModelInProgress, rest_hint};
 use super::plan::refusal_for_command;
 use crate::args::BenchModelsArgs;
@@ -10,7 +11,7 @@ use plimsoll_core::{DeviceKind, Exit, Failure, ModelRow, ModelStatus, ModelsBenc
 use plimsoll_device::{private_file, regular_file};
 use plimsoll_train::config::{RunConfig, setting};
 use plimsoll_train::planning::{PlannedRun, plan};
-use plimsoll_train::resolve::resolve_devices;
+use plimsoll_train::resolve::{HubNeed, resolve_devices};
 use plimsoll_watch::models::table;
 use plimsoll_watch::remedies::RemedySettings;
 use plimsoll_watch::terminal::for_stderr;
@@ -113,7 +114,7 @@ fn plan_and_train(
     row: &mut ModelRow,
 ) -> Result<(), Failure> {
     let (data, run_dir) = (folder.join("train.jsonl"), folder.join("run"));
-    let file = args.build_request(model, &data, &run_dir, &[])?;
+    let file = with_hub_files(args.build_request(model, &data, &run_dir, &[])?, HubNeed::Plan, false)?;
     if let Some(preset) = &file.model.preset {
         row.resolved_model.clone_from(preset);
     }
@@ -163,6 +164,7 @@ fn plan_and_train(
 fn remedy_seconds(args: &BenchModelsArgs, model: &str, data: &Path, remedy: &RemedySettings) -> Option<f64> {
     let settings: Vec<String> = remedy.settings.iter().map(|to| setting(to.key, &to.value)).collect();
     let file = args.build_request(model, data, &data.with_extension("run"), &settings).ok()?;
+    let file = with_hub_files(file, HubNeed::Plan, false).ok()?;
     all_steps_seconds(args, &file, &plan(&file, false).ok()?.outcome.plan)
 }
 

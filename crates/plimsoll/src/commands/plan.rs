@@ -2,6 +2,7 @@
 //! through the functions here.
 
 use super::advice::recommendations;
+use super::hub::with_hub_files;
 use super::rates::measure_in_child;
 use super::ray::with_remote_devices;
 use crate::args::PlanArgs;
@@ -11,7 +12,7 @@ use plimsoll_plan::search::PlanOutcome;
 use plimsoll_program::models::ModelConfig;
 use plimsoll_train::planning::prepare::PassedLoadLines;
 use plimsoll_train::planning::{PlannedRun, plan};
-use plimsoll_train::resolve::{Model, RunRequest, process_bytes};
+use plimsoll_train::resolve::{HubNeed, Model, RunRequest, process_bytes};
 use plimsoll_watch::plan::{PlanView, explain, recommendations_text, table};
 use plimsoll_watch::remedies::{self, RemedySettings};
 use plimsoll_watch::text::{count, seconds};
@@ -24,7 +25,7 @@ use std::process::Command;
 /// # Errors
 /// An invalid run file, model or device.
 pub fn run(args: &PlanArgs) -> Result<Exit, Failure> {
-    let mut request = with_remote_devices(args.build_request()?)?;
+    let mut request = with_remote_devices(with_hub_files(args.build_request()?, HubNeed::Plan, false)?)?;
     request.measure_rates = Some(measure_in_child);
     request.process_bytes = Some(process_bytes());
     request.remote.missing_notes().for_each(|missed| output::print_note(&missed));

@@ -6,7 +6,6 @@ use plimsoll_serve::remote::TOKEN_VARIABLE;
 use plimsoll_serve::server::Server;
 use plimsoll_serve::token::Token;
 use plimsoll_watch::snapshot::Snapshot;
-use rustix::process::nice;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::flag::register;
 use std::io::{self, ErrorKind, Read};
@@ -22,8 +21,6 @@ use std::time::{Duration, Instant};
 
 /// Port of the page unless `--serve` names another one.
 const DEFAULT_PORT: u16 = 1876;
-/// Niceness that the server of a run adds to its own, so that the run gets the processor first.
-const NICENESS: i32 = 10;
 /// Time between two looks whether the process of the run still exists.
 const PARENT_PERIOD: Duration = Duration::from_millis(100);
 /// Most time that a killed process takes to release its memory and its files.
@@ -108,8 +105,6 @@ pub fn serve_standard_input(
     let socket = io::stdin().as_fd().try_clone_to_owned().map_err(failed)?;
     let token = std::env::var(TOKEN_VARIABLE).ok().and_then(|digits| Token::parse(&digits));
     let server = Server::listening(TcpListener::from(socket), token).map_err(failed)?;
-    // A system that refuses runs the server at the priority of the run.
-    let _ = nice(NICENESS);
     let stop = server.stopper();
     let parent = thread::Builder::new().name("parent".into()).stack_size(128 << 10);
     let started = parent.spawn(move || {

@@ -1,5 +1,6 @@
 //! `plimsoll train`: plans a run, shows the plan, trains and prints the summary.
 
+use super::hub::with_hub_files;
 use super::page_process::RunPage;
 use super::plan::{refuse_or_prompt, refuse_preparation, title};
 use super::rates::measure_in_child;
@@ -13,9 +14,9 @@ use plimsoll_core::{DeviceKind, Exit, Failure, Record, RunStatus, format_count};
 use plimsoll_serve::run_logs::RunLogs;
 use plimsoll_serve::server::Server;
 use plimsoll_train::config::{Length, RunConfig};
-use plimsoll_train::data::Dataset;
+use plimsoll_train::data::TrainingData;
 use plimsoll_train::fault_injection::Injection;
-use plimsoll_train::resolve::cpu_duty;
+use plimsoll_train::resolve::{HubNeed, RunRequest, cpu_duty};
 use plimsoll_train::session::outcome::Outcome;
 use plimsoll_train::session::start::{Resumed, Run};
 use plimsoll_watch::plan::{PlanView, table};
@@ -36,8 +37,7 @@ use std::time::Instant;
 pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
     let form = checked_form(args)?;
     let server = args.serve.map(bind).transpose()?;
-    let mut request = with_remote_devices(args.build_request()?)?;
-    request.measure_rates = Some(measure_in_child);
+    let request = local_request(args, form)?;
     let injections = args.injections()?;
     let mut run = match args.plan()? {
         Some(plan) => Run::with_plan(request, &plan)?,
@@ -112,6 +112,17 @@ pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
     display.warn(logs.finish(outcome.as_ref().map(|outcome| &outcome.result)));
     let outcome = outcome?;
     Ok(print_outcome(args, &outcome, simulated))
+}
+
+/// Builds the request of the run, fetches its files of the hub, and connects it to its remote devices.
+///
+/// # Errors
+/// An invalid run file or setting, or files or devices that are not available.
+fn local_request(args: &TrainArgs, form: ProgressForm) -> Result<RunRequest, Failure> {
+    let request = with_hub_files(args.build_request()?, HubNeed::Run, form == ProgressForm::None)?;
+    let mut request = with_remote_devices(request)?;
+    request.measure_rates = Some(measure_in_child);
+    Ok(request)
 }
 
 /// Returns the form of the progress.
@@ -211,15 +222,17 @@ fn threads_summary(run: &RunConfig, threads: u32) -> String {
     )
 }
 
-/// Describes a data set in two lines: its size, and its longest document.
-fn data_summary(name: &str, data: &Dataset) -> String {
+/// Describes a data set in two lines: its formats and its size, and its longest document.
+fn data_summary(name: &str, data: &TrainingData) -> String {
     let (longest, place) = data.longest_document();
     let skipped = match data.skipped_documents() {
         0 => String::new(),
         skipped => format!(", {skipped} skipped (no token to predict)"),
     };
+    let formats: Vec<&str> = data.formats().iter().map(|format| format.name()).collect();
     format!(
-        "{name}: {}, {} ({} labelled), {}{skipped}\n  longest: {}, {place}\n",
+        "{name}: {}, {}, {} ({} labelled), {}{skipped}\n  longest: {}, {place}\n",
+        formats.join(" and "),
         format_count(data.documents(), "document"),
         format_count(data.tokens(), "token"),
         data.labelled_tokens(),

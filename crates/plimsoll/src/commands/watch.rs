@@ -14,7 +14,7 @@ use plimsoll_watch::snapshot::{RunState, Snapshot};
 use plimsoll_watch::view::{self, Viewer, lines};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, Signal, kill_process, nice};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::flag::register;
 use std::io::{self, IsTerminal};
@@ -30,11 +30,16 @@ const LOAD_PERIOD: Duration = Duration::from_millis(200);
 /// Most time in which a single snapshot waits for the devices of the cluster. Their processes start within it.
 const CLUSTER_TIME: Duration = Duration::from_secs(40);
 
+/// Niceness that a watching process adds to its own, so that a run on this machine gets the processor first.
+const NICENESS: i32 = 10;
+
 /// Shows snapshots: one as JSON, a page, a live view on a terminal, else lines until the run ends or the output is closed.
 ///
 /// # Errors
 /// There is no such run folder, server or process, the terminal cannot be drawn on, or the page cannot be served.
 pub fn run(args: &WatchArgs) -> Result<Exit, Failure> {
+    // A system that refuses leaves this process at the priority of a run.
+    let _ = nice(NICENESS);
     if let Some(pid) = args.pid {
         return watch_process::run(pid, args);
     }

@@ -118,6 +118,25 @@ impl Workspace {
         fs::read_to_string(self.path(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
     }
 
+    /// Gives tokens of the model's tokenizer other texts. Those in angle brackets become special tokens. Characters without
+    /// a token are no special tokens then.
+    pub fn add_tokens(&self, tokens: &[(u32, &str)]) {
+        let mut tokenizer = self.json("model/tokenizer.json");
+        let added = tokenizer["added_tokens"].as_array_mut().unwrap();
+        added.truncate(1);
+        for (id, word) in tokens.iter().filter(|(_, word)| word.starts_with('<')) {
+            let mut special = added[0].clone();
+            (special["id"], special["content"]) = ((*id).into(), (*word).into());
+            added.push(special);
+        }
+        let vocab = tokenizer["model"]["vocab"].as_object_mut().unwrap();
+        for (id, word) in tokens {
+            vocab.remove(&id.to_string());
+            vocab.insert((*word).to_owned(), (*id).into());
+        }
+        self.write("model/tokenizer.json", tokenizer.to_string());
+    }
+
     pub fn json(&self, name: &str) -> Value {
         serde_json::from_str(&self.read(name)).unwrap()
     }

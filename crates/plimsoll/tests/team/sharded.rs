@@ -9,10 +9,10 @@ use serde_json::Value;
 
 /// Two devices that are too small for that model, without host memory. The sequences divide well by their speeds, so that
 /// sharding is faster than a pipeline.
-const PAIR: &str = "virtual:a=58MiB@1.0,virtual:b=54MiB@0.5,host=1MiB";
+const PAIR: &str = "virtual:a=62MiB@1.0,virtual:b=58MiB@0.5,host=1MiB";
 
 /// Two devices: the first is too small for the model, and the second is too slow for a single sequence.
-const WITH_STORAGE_ONLY: &str = "virtual:a=58MiB@1.0,virtual:b=54MiB@0.03,host=1MiB";
+const WITH_STORAGE_ONLY: &str = "virtual:a=62MiB@1.0,virtual:b=58MiB@0.03,host=1MiB";
 
 /// Returns the sequences of each worker in the last plan of a run.
 fn sequence_shares(workspace: &Workspace, run: &str) -> Vec<u64> {
@@ -87,7 +87,7 @@ fn slow_device_becomes_storage_only_worker() {
     workspace.write("cut/run.toml", text);
     workspace.succeed(&["train", "--resume", "cut", "--quiet"]);
     assert!(step_losses(&workspace, "cut") == step_losses(&workspace, "team"), "the same team, the same bits");
-    let turned = "virtual:b=54MiB@0.03,virtual:a=58MiB@1.0,host=1MiB";
+    let turned = "virtual:b=58MiB@0.03,virtual:a=62MiB@1.0,host=1MiB";
     let result = train(&workspace, "turned", &["--devices", turned, "--inject-oom", "virtual:b/3:checkpoint"]);
     assert_eq!(result["team"][0]["sequences"], 0, "{result}");
     for run in ["cut", "turned"] {
@@ -99,7 +99,7 @@ fn slow_device_becomes_storage_only_worker() {
 #[ignore = "slow: .ci/slow-tests"]
 fn failing_storage_only_worker_is_reported() {
     let workspace = model_for_two();
-    let trio = "virtual:a=58MiB@0.75,virtual:b=54MiB@0.5,virtual:c=54MiB@0.03,host=1MiB";
+    let trio = "virtual:a=62MiB@0.75,virtual:b=58MiB@0.5,virtual:c=58MiB@0.03,host=1MiB";
     let (result, words) = train_plain(&workspace, &["--devices", trio, "--set", "run.parallelism=all"]);
     assert_eq!(result["team"][2]["sequences"], 0, "{result}");
     assert_within_load_lines(&result);
@@ -129,7 +129,7 @@ fn sharded_worker_oom_repeats_step() {
 #[ignore = "slow: .ci/slow-tests"]
 fn lost_shard_restarts_from_checkpoint() {
     let workspace = model_for_two();
-    let trio = "virtual:a=58MiB@0.75,virtual:b=54MiB@0.5,virtual:c=54MiB@0.25,host=1MiB";
+    let trio = "virtual:a=62MiB@0.75,virtual:b=58MiB@0.5,virtual:c=58MiB@0.25,host=1MiB";
     let (_, words) = train_plain(&workspace, &["--devices", trio, "--set", "run.parallelism=all"]);
     for (run, at, step, resumed_from_step) in [
         ("first", "virtual:c:2", 2, 0),
@@ -181,7 +181,7 @@ fn silent_shard_stops_when_rest_is_too_small() {
 #[ignore = "slow: .ci/slow-tests"]
 fn shard_is_saved_before_worker_is_excluded() {
     let workspace = model_for_two();
-    let trio = "virtual:a=58MiB@0.7,virtual:b=54MiB@0.5,virtual:c=54MiB@0.3,host=1MiB";
+    let trio = "virtual:a=62MiB@0.7,virtual:b=58MiB@0.5,virtual:c=58MiB@0.3,host=1MiB";
     let (_, words) = train_plain(&workspace, &["--devices", trio, "--set", "run.parallelism=all"]);
     // A step with a half-done update cannot be saved.
     for (run, at, resumed_from_step) in [("whole", "virtual:c/6:backward", 5), ("half", "virtual:b/6:update:4", 3)] {
@@ -208,7 +208,7 @@ fn shard_is_saved_before_worker_is_excluded() {
 #[test]
 fn repeated_resharding_terminates() {
     let workspace = model_for_two();
-    let trio = "virtual:a=58MiB@0.7,virtual:b=54MiB@0.5,virtual:c=54MiB@0.3,host=1MiB";
+    let trio = "virtual:a=62MiB@0.7,virtual:b=58MiB@0.5,virtual:c=58MiB@0.3,host=1MiB";
     let words =
         ["train", "run.toml", "--quiet", "--set", "run.dir=run", "--set", "run.parallelism=all", "--devices", trio];
     // No step ever succeeds. Returning to an earlier state does not count as progress.
@@ -223,7 +223,7 @@ fn repeated_resharding_terminates() {
 fn slow_sharded_worker_keeps_its_shard() {
     let _alone = Turn::alone();
     let workspace = model_for_two();
-    let words = ["--devices", "virtual:a=58MiB@0.25,virtual:b=58MiB@0.25,host=1MiB"];
+    let words = ["--devices", "virtual:a=62MiB@0.25,virtual:b=62MiB@0.25,host=1MiB"];
     let length = ["--set", "train.steps=20", "--set", "data.sequence=24", "--set", "train.batch_tokens=96"];
     let (result, words) = train_plain(&workspace, &[&words[..], &length, &NO_SAVES_OR_EVALS].concat());
     assert_eq!(
@@ -256,7 +256,7 @@ fn slow_sharded_worker_keeps_its_shard() {
 fn storage_only_worker_computes_when_other_slows() {
     let _alone = Turn::alone();
     let workspace = model_for_two();
-    let devices = ["--devices", "virtual:a=58MiB@0.4,virtual:b=54MiB@0.054,host=1MiB"];
+    let devices = ["--devices", "virtual:a=62MiB@0.4,virtual:b=58MiB@0.054,host=1MiB"];
     let length = ["--set", "train.steps=20", "--set", "data.sequence=16", "--set", "train.batch_tokens=96"];
     let (_, words) = train_plain(&workspace, &[&devices[..], &length, &NO_SAVES_OR_EVALS].concat());
     assert_eq!(sequence_shares(&workspace, "plain"), [6, 0]);
@@ -273,7 +273,7 @@ fn storage_only_worker_computes_when_other_slows() {
 fn recovered_straggler_computes_again() {
     let _alone = Turn::alone();
     let workspace = model_for_two();
-    let words = ["--devices", "virtual:a=58MiB@0.4,virtual:b=58MiB@0.4,host=1MiB"];
+    let words = ["--devices", "virtual:a=62MiB@0.4,virtual:b=62MiB@0.4,host=1MiB"];
     let length = ["--set", "train.steps=84", "--set", "data.sequence=24", "--set", "train.batch_tokens=48"];
     // A low learning rate: with two sequences per step the loss is noisy, which amplifies differences in the order of sums.
     let (_, words) = train_plain(

@@ -19,6 +19,9 @@ pub struct Lora {
     pub rank: u64,
     /// Numerator of alpha / r, the factor of an adapter's output.
     pub alpha: f64,
+    /// Whether the factor is alpha / √r instead, which keeps the size of the output at any rank (Kalajdzievski,
+    /// "rsLoRA", 2023).
+    pub rank_stabilized: bool,
     /// Dropout probability of the adapters' inputs in training. Projections with the same input share the dropped
     /// elements; in PEFT each projection draws its own.
     pub dropout: f64,
@@ -33,9 +36,10 @@ pub struct Lora {
 }
 
 impl Lora {
-    /// Returns alpha / r, the factor of an adapter's output.
+    /// Returns the factor of an adapter's output: alpha / r, or alpha / √r.
     pub fn scale(&self) -> f64 {
-        self.alpha / self.rank as f64
+        let rank = self.rank as f64;
+        self.alpha / if self.rank_stabilized { rank.sqrt() } else { rank }
     }
 
     /// Returns the matrices A and B of all adapters as files in PEFT's format store them.

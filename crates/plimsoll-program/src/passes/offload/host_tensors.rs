@@ -5,7 +5,7 @@ use super::work_units::{Region, RegionUse};
 use super::{HOST_SUFFIX, PIECE_ELEMENTS, PIECES_PER_MATRIX, SMALL_TENSOR_FACTOR};
 use crate::op::operands::{operands, operands_mut};
 use crate::op::{Accesses, Mode, Op, OpKind};
-use crate::program::{Program, ProgramKind, ProgramSet};
+use crate::program::{ProgramKind, ProgramSet};
 use crate::tensor::{Index, Lifetime, Operand, Tensor, TensorId, TensorRole};
 use plimsoll_core::{Category, Offload, Space};
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -28,8 +28,9 @@ const LAYER_INPUTS: &str = "train.hidden";
 /// The state of the offload pass over a set of Programs: which tensors it has moved to host memory.
 pub(super) struct Offloader {
     pub(super) set: ProgramSet,
-    /// New place of each tensor with slots in host memory.
-    pub(super) placements: HashMap<TensorId, HostPlacement>,
+    /// New place of each tensor with slots in host memory, by the number of the tensor; `None` for others, and no entry for
+    /// tensors that the pass adds.
+    placements: Vec<Option<HostPlacement>>,
     /// Buffer in host memory through which data passes between files and host tensors, by the device buffer that it
     /// replaces.
     host_staging: HashMap<TensorId, TensorId>,
@@ -44,7 +45,8 @@ pub(super) struct Offloader {
 impl Offloader {
     /// Creates the state for `set` with all tensors on the device.
     pub(super) fn new(set: ProgramSet, host_updates: bool) -> Offloader {
-        let (placements, host_staging, zeroed_in_backward) = (HashMap::new(), HashMap::new(), HashSet::new());
+        let placements = vec![None; set.tensors.len()];
+        let (host_staging, zeroed_in_backward) = (HashMap::new(), HashSet::new());
         Offloader { set, placements, host_staging, zeroed_in_backward, piece_elements: 0, host_updates }
     }
 
@@ -108,24 +110,23 @@ impl Offloader {
                 self.set.tensors[number].slots -= slots;
                 self.add(host_tensor)
             };
-            self.placements.insert(id, HostPlacement { tensor: host_tensor, on_host, per_micro_batch });
+            self.placements[number] = Some(HostPlacement { tensor: host_tensor, on_host, per_micro_batch });
         }
     }
 
     /// Moves Program inputs, such as token ids, to host memory if only ops that the host runs read them.
     pub(super) fn move_inputs_to_host(&mut self) {
         let inputs: HashSet<TensorId> = self.set.programs.iter().flat_map(|p| p.inputs.iter().copied()).collect();
-        for input in inputs {
-            let ops = self.set.programs.iter().flat_map(Program::trace).map(|(op, _)| op);
-            let mut readers = ops.filter(|op| operands(op).any(|operand| operand.tensor == input));
-            let only_host_reads = readers.all(|op| match &op.kind {
-                OpKind::Embed { table, .. } => self.placements.contains_key(&table.tensor),
-                OpKind::EmbedGrad { dtable, .. } => self.placements.contains_key(&dtable.tensor),
-                _ => false,
-            });
-            if only_host_reads {
-                self.set.tensors[input.0 as usize].space = Space::Host;
-            }
+        let ops = self.set.programs.iter().flat_map(|program| &program.blocks).flat_map(|block| &block.ops);
+        let runs_on_device = |op: &&Op| match &op.kind {
+            OpKind::Embed { table, .. } => self.placement(table.tensor).is_none(),
+            OpKind::EmbedGrad { dtable, .. } => self.placement(dtable.tensor).is_none(),
+            _ => true,
+        };
+        let mut read_on_device = vec![false; self.set.tensors.len()];
+        ops.filter(runs_on_device).flat_map(operands).for_each(|read| read_on_device[read.tensor.0 as usize] = true);
+        for number in inputs.iter().map(|input| input.0 as usize).filter(|number| !read_on_device[*number]) {
+            self.set.tensors[number].space = Space::Host;
         }
     }
 
@@ -135,7 +136,7 @@ impl Offloader {
         let ops = self.set.programs.iter().flat_map(|program| &program.blocks).flat_map(|block| &block.ops);
         let workspaces: Vec<TensorId> = ops
             .filter_map(|op| match &op.kind {
-                OpKind::EmbedGrad { dtable, workspace, .. } if self.placements.contains_key(&dtable.tensor) => {
+                OpKind::EmbedGrad { dtable, workspace, .. } if self.placement(dtable.tensor).is_some() => {
                     Some(workspace.tensor)
                 }
                 _ => None,
@@ -156,25 +157,16 @@ impl Offloader {
             for operand in operands(op).filter(|operand| seen.insert(operand.tensor)) {
                 let is_gradient = self.set.tensor(operand.tensor).category == Category::Gradient;
                 let on_host = matches!(&op.kind, OpKind::EmbedGrad { dtable, .. } if dtable.tensor == operand.tensor);
-                if let (Some(placement), true, false) = (self.placements.get(&operand.tensor), is_gradient, on_host) {
+                if let (Some(placement), true, false) = (self.placement(operand.tensor), is_gradient, on_host) {
                     self.zeroed_in_backward.insert(placement.tensor);
                 }
             }
         }
     }
 
-    /// Removes the Programs for which `wanted` is false, and phases without Programs.
-    pub(super) fn retain_programs(&mut self, wanted: &dyn Fn(&Program) -> bool) {
-        let programs = std::mem::take(&mut self.set.programs);
-        let mut new_indices: HashMap<usize, usize> = HashMap::new();
-        for (number, program) in programs.into_iter().enumerate().filter(|(_, program)| wanted(program)) {
-            new_indices.insert(number, self.set.programs.len());
-            self.set.programs.push(program);
-        }
-        for phase in &mut self.set.phases {
-            phase.programs = phase.programs.iter().filter_map(|number| new_indices.get(number).copied()).collect();
-        }
-        self.set.phases.retain(|phase| !phase.programs.is_empty());
+    /// Returns the place in host memory of a tensor with slots there; `None` for others.
+    fn placement(&self, tensor: TensorId) -> Option<&HostPlacement> {
+        self.placements.get(tensor.0 as usize)?.as_ref()
     }
 
     /// Returns whether an op touches a tensor that lies on the host, at least in part.
@@ -188,7 +180,7 @@ impl Offloader {
     /// The slot of the operand itself may be on the device. The operand changes nevertheless, because the slots that
     /// stay there are renumbered ([`Offloader::relocated`]).
     pub(super) fn is_on_host_in_part(&self, operand: Operand) -> bool {
-        self.placements.contains_key(&operand.tensor) || self.space(operand) == Space::Host
+        self.placement(operand.tensor).is_some() || self.space(operand) == Space::Host
     }
 
     fn add(&mut self, tensor: Tensor) -> TensorId {
@@ -235,7 +227,7 @@ impl Offloader {
     /// Returns the operand for the same data after slots have moved to host memory: in the host tensor, or in a
     /// renumbered slot on the device. The slot of `operand` must not depend on the block's variable.
     pub(super) fn relocated(&self, operand: Operand) -> Operand {
-        let Some(placement) = self.placements.get(&operand.tensor) else { return operand };
+        let Some(placement) = self.placement(operand.tensor) else { return operand };
         let (on_host, all) = (i64::from(placement.on_host), i64::from(placement.per_micro_batch));
         // Consecutive micro-batches are as many slots apart as each has in that tensor.
         let slot =

@@ -127,9 +127,10 @@ pub fn offload_programs(
     if one_micro_batch {
         offloader.zero_gradients_in_backward();
     }
-    offloader.retain_programs(wanted);
+    offloader.set.retain_programs(wanted);
     for number in 0..offloader.set.programs.len() {
-        if offloader.set.programs[number].trace().any(|(op, _)| offloader.touches_host(op)) {
+        let mut ops = offloader.set.programs[number].blocks.iter().flat_map(|block| &block.ops);
+        if ops.any(|op| offloader.touches_host(op)) {
             offloader.set.programs[number].blocks = ProgramRewriter::rewrite(&mut offloader, number);
         }
     }

@@ -14,7 +14,7 @@
 
 use super::{loss_and_norm_sum, message, start_and_wait};
 use crate::formats::STATE_BLOCK;
-use crate::op::operands::{elements_mut, operands_mut};
+use crate::op::operands::{elements_mut, operands, operands_mut};
 use crate::op::{Collective, Exchange, ExchangeRange, Mode, Op, OpKind};
 use crate::program::{Block, Program, ProgramSet};
 use crate::share::Share;
@@ -44,16 +44,8 @@ pub(super) fn parallelize(set: ProgramSet, share: &Share, recipe: &Recipe) -> Pr
         // A tensor needs at least one element, even if this rank has no part of it.
         sharder.set.tensors[id.0 as usize].shape = vec![(own.end - own.start).max(1)];
     }
-    for number in 0..sharder.set.programs.len() {
-        let program = sharder.set.programs[number].clone();
-        let sharded = match program.work {
-            WorkKind::Load | WorkKind::Update => Program { blocks: sharder.elementwise_blocks(&program), ..program },
-            WorkKind::Save => Program { blocks: sharder.saving_blocks(&program), ..program },
-            _ if sharder.computes => Program { blocks: sharder.computing_blocks(&program), ..program },
-            _ => Program { blocks: sharder.computing_blocks(&program), inputs: vec![], outputs: vec![], ..program },
-        };
-        sharder.set.programs[number] = sharded;
-    }
+    let programs = std::mem::take(&mut sharder.set.programs);
+    sharder.set.programs = programs.into_iter().map(|program| sharder.shard_program(program)).collect();
     sharder.set
 }
 
@@ -102,8 +94,8 @@ fn shard(set: &ProgramSet, share: &Share, tensor: &Tensor) -> Shard {
 /// Returns those split weights that have one slot per layer: all except embedding, head and final norm.
 fn layer_weights(set: &ProgramSet, shards: &HashMap<TensorId, Shard>) -> BTreeSet<TensorId> {
     let computing = set.programs.iter().filter(|program| !matches!(program.work, WorkKind::Update | WorkKind::Load));
-    let mut ops: Vec<Op> = computing.flat_map(|program| &program.blocks).flat_map(|block| block.ops.clone()).collect();
-    let operands = ops.iter_mut().flat_map(|op| operands_mut(&mut op.kind));
+    let ops = computing.flat_map(|program| &program.blocks).flat_map(|block| &block.ops);
+    let operands = ops.flat_map(operands);
     let layered = operands.filter(|operand| operand.slot.scale != 0).map(|operand| operand.tensor);
     let is_weight = |id: &TensorId| shards.contains_key(id) && set.tensor(*id).category == Category::Weight;
     layered.filter(is_weight).collect()
@@ -146,6 +138,16 @@ impl Sharder<'_> {
 
     fn unsharded_elements(&self, id: TensorId) -> u64 {
         self.unsharded[id.0 as usize].elements()
+    }
+
+    /// Returns the Program of this rank, from that of a single device.
+    fn shard_program(&mut self, program: Program) -> Program {
+        match program.work {
+            WorkKind::Load | WorkKind::Update => Program { blocks: self.elementwise_blocks(&program), ..program },
+            WorkKind::Save => Program { blocks: self.saving_blocks(&program), ..program },
+            _ if self.computes => Program { blocks: self.computing_blocks(&program), ..program },
+            _ => Program { blocks: self.computing_blocks(&program), inputs: vec![], outputs: vec![], ..program },
+        }
     }
 
     // ---- passes over the model ----
@@ -207,14 +209,15 @@ impl Sharder<'_> {
     /// Returns the blocks of a forward or backward pass, an evaluation or generation, with the all-gathers and
     /// reduce-scatters.
     fn computing_blocks(&mut self, program: &Program) -> Vec<Block> {
-        let units = self.compute_units(program);
+        let mut units = self.compute_units(program);
         let buffers = self.add_buffers(program, &units);
         let zeroed = HashSet::new();
         let mut walker =
             UnitWalker { sharder: self, buffers, zeroed, sequence: 0, pending_gather: None, pending_scatter: None };
         let mut blocks = Vec::new();
         for at in 0..units.len() {
-            walker.push_unit(&units, at, &mut blocks);
+            let ops = std::mem::take(&mut units[at].block.ops);
+            walker.push_unit(&units, at, ops, &mut blocks);
         }
         blocks.retain(|block| !block.ops.is_empty());
         blocks
@@ -440,12 +443,12 @@ struct UnitWalker<'p, 'a> {
 }
 
 impl UnitWalker<'_, '_> {
-    /// Appends the blocks of compute unit `at`: wait for its weights, start the all-gather for the next unit, compute,
-    /// start the reduce-scatter of complete gradients.
-    fn push_unit(&mut self, units: &[ComputeUnit], at: usize, blocks: &mut Vec<Block>) {
+    /// Appends the blocks of compute unit `at`, which computes `computing`: wait for its weights, start the all-gather for
+    /// the next unit, compute, start the reduce-scatter of complete gradients.
+    fn push_unit(&mut self, units: &[ComputeUnit], at: usize, computing: Vec<Op>, blocks: &mut Vec<Block>) {
         let none = BTreeSet::new();
         let (unit, previous, next) = (&units[at], at.checked_sub(1).map(|before| &units[before]), units.get(at + 1));
-        let mut ops = Vec::new();
+        let mut ops = Vec::with_capacity(computing.len() + unit.gradients.len() + 4);
         if previous.is_none() {
             self.gather(&unit.weights, &none, &mut ops);
         }
@@ -460,12 +463,11 @@ impl UnitWalker<'_, '_> {
                 ops.push(OpKind::Fill { into, value: 0.0, elements }.into());
             }
         }
-        let computing = unit.block.ops.iter().filter(|_| self.sharder.computes);
-        let computing: Vec<Op> = computing.map(|op| self.on_buffers(op)).collect();
+        let computing = computing.into_iter().filter(|_| self.sharder.computes).map(|op| self.on_buffers(op));
         if unit.block.repeat == 1 {
             ops.extend(computing);
         } else {
-            let computing = Block { ops: computing, ..unit.block.clone() };
+            let computing = Block { ops: computing.collect(), ..unit.block.clone() };
             blocks.push(Block::iteration(&unit.block.name, unit.block.first, std::mem::take(&mut ops)));
             blocks.push(computing);
         }
@@ -545,8 +547,7 @@ impl UnitWalker<'_, '_> {
     }
 
     /// Returns an op with split tensors replaced by their buffers.
-    fn on_buffers(&self, op: &Op) -> Op {
-        let mut op = op.clone();
+    fn on_buffers(&self, mut op: Op) -> Op {
         for operand in operands_mut(&mut op.kind) {
             let tensor = operand.tensor;
             if self.buffers.contains_key(&tensor) {

@@ -1,14 +1,15 @@
 //! The answers from which a run file is written, with their defaults and checks.
 
+use super::super::hub::with_hub_files;
 use super::super::model_list::candidates::cached_name;
 use super::out_file::Protected;
 use crate::args::InitArgs;
 use plimsoll_core::printable::printable_line;
 use plimsoll_core::{Failure, Rung, format_count};
 use plimsoll_program::models::preset_name;
-use plimsoll_train::config::{Format, Init, Method, RunConfig, list_setting, model_setting, setting};
+use plimsoll_train::config::{HUB_PREFIX, Init, Method, RunConfig, list_setting, model_setting, setting};
 use plimsoll_train::data::{DataSummary, inspect};
-use plimsoll_train::resolve::Model;
+use plimsoll_train::resolve::{HubNeed, Model};
 use plimsoll_train::session::start::check_new_run;
 use std::path::{Path, PathBuf};
 
@@ -128,13 +129,16 @@ impl Answers {
 /// # Errors
 /// There is no such model, or Plimsoll does not support it.
 pub fn open_model(model: &str) -> Result<Model, Failure> {
-    Model::open(&RunConfig::from_settings(&[model_setting(model)])?)
+    let request = RunConfig::from_settings(&[model_setting(model)])?.into();
+    Model::open(&*with_hub_files(request, HubNeed::Data, false)?)
 }
 
 /// Returns the source of the first weights of a model: its files, or random numbers if it has none.
 fn init_of(model: &str) -> Result<Init, Failure> {
     let config = RunConfig::from_settings(&[model_setting(model)])?;
-    let has_weights = Model::open(&config)?.weights(&config).is_some();
+    // A model of the hub has weights, or its run is refused.
+    let is_on_hub = config.model.path.as_ref().is_some_and(|path| path.starts_with(HUB_PREFIX));
+    let has_weights = is_on_hub || Model::open(&config)?.weights(&config).is_some();
     Ok(if has_weights { Init::Pretrained } else { Init::Random })
 }
 
@@ -156,12 +160,13 @@ pub fn inspect_data(data: &[String], vocab: Option<u64>) -> Result<DataSummary, 
 /// # Errors
 /// Text, and a model without a tokenizer.
 pub fn check_tokenizer(opened: &Model, model: &str, summary: &DataSummary) -> Result<(), Failure> {
-    if summary.format == Format::Tokens || opened.tokenizer().is_some() {
+    let needs_tokenizer = summary.formats.iter().any(|format| format.needs_tokenizer());
+    if !needs_tokenizer || opened.tokenizer().is_some() {
         return Ok(());
     }
     Err(Failure::input(format!("the data are text, and {model} has no tokenizer"))
         .hint("name a model folder with tokenizer.json")
-        .hint("or data of token ids: .jsonl lines with input_ids"))
+        .hint("or data of token ids, with input_ids in each record"))
 }
 
 /// Parses rungs that are separated by commas.
@@ -206,9 +211,9 @@ pub fn check_run_dir(folder: &str) -> Result<(), Failure> {
 
 /// Describes data in one line: format, number of documents, files and bytes.
 pub fn describe_data(summary: &DataSummary) -> String {
-    let format = match summary.format {
-        Format::Text => "text",
-        Format::Tokens => "token ids",
+    let format = match &summary.formats[..] {
+        [] => "no records".to_owned(),
+        formats => formats.iter().map(|format| format.name()).collect::<Vec<_>>().join(" and "),
     };
     let least = if summary.is_complete { "" } else { "at least " };
     let files = format_count(summary.files.len() as u64, "file");

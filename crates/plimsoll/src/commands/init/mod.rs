@@ -12,6 +12,7 @@ mod dialogue;
 mod out_file;
 mod run_file;
 
+use super::hub::with_hub_files;
 use super::plan::{plan_text, refusal_for_command};
 use super::rates::measure_in_child;
 use crate::args::InitArgs;
@@ -21,7 +22,7 @@ use answers::Answers;
 use plimsoll_core::{DeviceKind, Exit, Failure};
 use plimsoll_train::config::{FallbackTarget, RunConfig};
 use plimsoll_train::planning::{PlannedRun, plan};
-use plimsoll_train::resolve::RunRequest;
+use plimsoll_train::resolve::{HubNeed, RunRequest};
 use plimsoll_train::session::start::check_new_run;
 
 /// Writes a run file, and prints its plan and the command that starts it. Without `--yes`, asks for each answer that no flag
@@ -41,7 +42,7 @@ pub fn run(args: &InitArgs) -> Result<Exit, Failure> {
     let text = run_file::text(&answers);
     let name = answers.out.display().to_string();
     let config = RunConfig::parse(&name, &text, &[])?;
-    let request = RunRequest::from(config);
+    let request = with_hub_files(RunRequest::from(config), HubNeed::Plan, false)?;
     if let Some(failure) = check_new_run(&request).into_iter().next() {
         return Err(failure);
     }

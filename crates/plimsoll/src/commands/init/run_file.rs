@@ -1,7 +1,7 @@
 //! The text of a run file with a comment on each key.
 
 use super::answers::{Answers, describe_data, toml_list, toml_text};
-use plimsoll_train::config::{Format, Init, Method, model_setting};
+use plimsoll_train::config::{Init, Method, model_setting};
 use plimsoll_watch::text::count;
 use std::fmt::Write;
 
@@ -35,15 +35,16 @@ fn model(answers: &Answers) -> String {
 }
 
 fn data(answers: &Answers) -> String {
-    let (format, other) = match answers.summary.format {
-        Format::Text => ("text", "\"tokens\": .jsonl lines with input_ids, and labels if wanted"),
-        Format::Tokens => ("tokens", "\"text\": .jsonl lines with text, or .txt files"),
+    // Files of several formats are recognized one by one.
+    let format = match answers.summary.formats[..] {
+        [format] => format.name(),
+        _ => "auto",
     };
     format!(
         "[data]\n# Files or globs. Found: {}.\ntrain = {}\n\
          # Evaluation data, in the same format. Uncomment to evaluate at the end and every train.eval_every steps.\n\
          # eval = [\"eval.jsonl\"]\n\
-         # Format of the files; {other}.\nformat = \"{format}\"\n\
+         # Format of the records. \"auto\": recognized in each file.\nformat = \"{format}\"\n\
          # Tokens of a sequence. Longer ones need more memory.\nsequence = {}\n\
          # Documents are packed back to back. false: each begins a sequence of its own.\npack = true\n",
         describe_data(&answers.summary),
@@ -110,8 +111,9 @@ fn run(answers: &Answers) -> String {
 mod tests {
     use super::*;
     use plimsoll_core::{Bytes, Rung};
+    use plimsoll_train::config::Format;
     use plimsoll_train::config::RunConfig;
-    use plimsoll_train::data::DataSummary;
+    use plimsoll_train::data::{DataSummary, RecordFormat};
 
     fn answers() -> Answers {
         Answers {
@@ -122,7 +124,7 @@ mod tests {
             summary: DataSummary {
                 files: ["a", "b", "c"].map(Into::into).to_vec(),
                 bytes: Bytes::mib(2),
-                format: Format::Tokens,
+                formats: vec![RecordFormat::Tokens],
                 documents: 4711,
                 is_complete: true,
             },

@@ -4,10 +4,10 @@
 use plimsoll_core::Failure;
 use plimsoll_program::models::preset_names;
 use plimsoll_train::config::{RunConfig, model_setting, setting};
+use plimsoll_train::hub::cache_folder;
 use plimsoll_train::resolve::Model;
 use plimsoll_watch::model_list::ModelOrigin;
 use std::collections::HashSet;
-use std::env::var_os;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -140,18 +140,6 @@ fn models_in(folder: &Path) -> Result<Vec<PathBuf>, Failure> {
     Ok(all.filter(|path| path.join("config.json").is_file()).collect())
 }
 
-/// Returns the folder in which Hugging Face's libraries keep downloaded models; `None` if the home folder is unknown.
-fn cache_folder() -> Option<PathBuf> {
-    cache_folder_in(|name| var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from))
-}
-
-/// Returns the folder of [`cache_folder`] in an environment, whose variables `named` returns.
-fn cache_folder_in(named: impl Fn(&str) -> Option<PathBuf>) -> Option<PathBuf> {
-    let caches = || named("XDG_CACHE_HOME").or_else(|| Some(named("HOME")?.join(".cache")));
-    let home = || named("HF_HOME").or_else(|| Some(caches()?.join("huggingface")));
-    named("HF_HUB_CACHE").or_else(|| Some(home()?.join("hub")))
-}
-
 /// Returns the snapshot of each model in a cache of Hugging Face (`models--ORG--NAME/snapshots/REVISION`) to which the
 /// main branch refers. Folders that cannot be read are left out.
 fn models_in_cache(cache: &Path) -> Vec<PathBuf> {
@@ -203,20 +191,6 @@ mod tests {
         for other in ["models--a--b", "models--a--b/snapshots", "a/snapshots/0a", "models--a--b/refs/0a"] {
             assert_eq!(name(other), None, "{other}");
         }
-    }
-
-    #[test]
-    fn cache_folder_follows_the_environment() {
-        let folder = |variables: &[(&str, &str)]| {
-            let value = |name: &str| variables.iter().find(|(known, _)| *known == name).map(|(_, value)| value.into());
-            cache_folder_in(value).map(|folder| folder.to_string_lossy().into_owned())
-        };
-        let variables = [("HF_HUB_CACHE", "/a"), ("HF_HOME", "/b"), ("XDG_CACHE_HOME", "/c"), ("HOME", "/d")];
-        for (known, expected) in ["/a", "/b/hub", "/c/huggingface/hub", "/d/.cache/huggingface/hub"].iter().enumerate()
-        {
-            assert_eq!(folder(&variables[known..]).as_deref(), Some(*expected));
-        }
-        assert_eq!(folder(&[]), None);
     }
 
     #[test]

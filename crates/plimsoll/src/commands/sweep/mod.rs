@@ -8,6 +8,7 @@ mod devices;
 mod folder;
 mod worker;
 
+use super::hub::with_hub_files;
 use super::rates::measure_in_child;
 use super::ray::{reserve_devices, with_remote_devices};
 use crate::args::SweepArgs;
@@ -19,7 +20,7 @@ use plimsoll_core::{Bytes, Exit, Failure, RunDemand, RunStatus, SweepReport, Swe
 use plimsoll_plan::sweep::{Demand, Job, SweepScheduler, makespan, makespan_lower_bound, simulate};
 use plimsoll_train::config::{MemorySection, RunConfig};
 use plimsoll_train::planning::demand::{DEMAND_INCREMENT, demand, run_seconds};
-use plimsoll_train::resolve::contention_note;
+use plimsoll_train::resolve::{HubNeed, contention_note};
 use plimsoll_watch::sweep::{ended, planning, started, table};
 use plimsoll_watch::text::shell_word;
 use std::path::PathBuf;
@@ -133,10 +134,9 @@ impl OnSignal for SweepSignals {
 fn print_demand(args: &SweepArgs, path: PathBuf) -> Result<Exit, Failure> {
     let started_at = Instant::now();
     let devices = args.devices.clone().unwrap_or_default();
-    let demand = demand(
-        with_remote_devices(RunConfig::load(Some(&path), &devices::device_settings(&devices))?.into())?,
-        started_at,
-    )?;
+    let request = RunConfig::load(Some(&path), &devices::device_settings(&devices))?.into();
+    let request = with_hub_files(request, HubNeed::Run, true)?;
+    let demand = demand(with_remote_devices(request)?, started_at)?;
     output::print_json(&serde_json::to_string(&demand).expect("plain data has a JSON form"));
     Ok(Exit::Done)
 }

@@ -1,0 +1,390 @@
+//! Tokenizing of documents in batches, in parallel, in the order of the files.
+
+use super::DataSpec;
+use super::conversation::Conversation;
+use super::error::DataError;
+use super::formats::DataFile;
+use super::guard;
+use super::record_writer::RecordWriter;
+use super::source::{DocumentOrigin, DocumentPart};
+use super::template::{
+    ChatSession, ChatSettings, ChatTemplate, ConversationTokenizer, LabelledDocument, TemplateError,
+};
+use super::tokenizer::{ENCODE_TIME_MAX, Tokenizer};
+use super::windows::{TokenWindow, WindowJoiner};
+use rayon::prelude::*;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, mpsc};
+
+/// Bytes of text per thread that are tokenized in one batch.
+const BATCH_BYTES_PER_THREAD: usize = 256 << 10;
+/// Bytes of a batch that a conversation counts for.
+const CONVERSATION_WEIGHT: usize = 8 << 10;
+
+/// An encoder that tokenizes documents in batches, in parallel, and passes the tokens to the writer in order.
+pub(super) struct BatchEncoder {
+    tokenizer: Arc<Tokenizer>,
+    /// For conversations; `None` if the data have none, or the model has no template.
+    chat: Option<Arc<ConversationTokenizer>>,
+    /// Folder of the tokenizer, for messages.
+    folder: PathBuf,
+    end_token: Option<u32>,
+    pool: rayon::ThreadPool,
+    batch: Vec<BatchItem>,
+    batch_bytes: usize,
+    batch_bytes_max: usize,
+    /// The windows of a document that goes on after the batch.
+    joiner: Option<WindowJoiner>,
+}
+
+/// A document, or a window of one, that waits to be tokenized.
+struct BatchItem {
+    origin: DocumentOrigin,
+    text: BatchText,
+}
+
+/// The text of a batch item.
+enum BatchText {
+    /// A window of a text, which begins at the byte `start` of the text.
+    Window {
+        window: String,
+        start: usize,
+        ends: bool,
+    },
+    /// A prompt and its completion.
+    Pair {
+        prompt: String,
+        completion: String,
+    },
+    Conversation(Box<Conversation>),
+}
+
+/// The tokens of a batch item.
+enum BatchTokens {
+    /// The tokens of a text in a single window.
+    Whole(Vec<u32>),
+    /// The tokens of one of several windows.
+    Part { window: TokenWindow, ends: bool },
+    /// The tokens of a prompt and its completion. The first `unlabelled` have no label.
+    Pair { ids: Vec<u32>, unlabelled: usize },
+    /// The documents of a conversation.
+    Documents(Vec<LabelledDocument>),
+}
+
+/// A failure to tokenize, with the place of the document if it is known.
+struct EncodeFailure {
+    origin: Option<DocumentOrigin>,
+    cause: EncodeCause,
+}
+
+/// The cause of a failure to tokenize.
+enum EncodeCause {
+    Tokenizer(String),
+    Template(TemplateError),
+}
+
+impl EncodeFailure {
+    /// Adds the place in `files`.
+    fn into_error(self, files: &[DataFile]) -> DataError {
+        let location = self.origin.map(|origin| origin.location(files));
+        match self.cause {
+            EncodeCause::Tokenizer(reason) => DataError::Encode { location, reason },
+            EncodeCause::Template(source) => DataError::Template { location, source },
+        }
+    }
+}
+
+impl BatchEncoder {
+    /// Opens the tokenizer in `file` with `threads` threads. `chat` is the template of conversations with its settings.
+    ///
+    /// # Errors
+    /// A tokenizer that cannot be used or has more tokens than the model, and a template that cannot be parsed.
+    pub fn new(
+        file: &Path,
+        spec: &DataSpec,
+        chat: Option<(ChatTemplate, ChatSettings)>,
+        threads: usize,
+    ) -> Result<BatchEncoder, DataError> {
+        let tokenizer = Arc::new(Tokenizer::load(file)?);
+        let (tokenizer_vocab, vocab) = (tokenizer.vocab(), spec.vocab);
+        if tokenizer_vocab > vocab {
+            return Err(DataError::TokenizerVocab { file: file.to_owned(), tokenizer_vocab, vocab });
+        }
+        let chat = chat.map(|(template, settings)| {
+            let chat = ConversationTokenizer::new(Arc::clone(&tokenizer), template, settings);
+            chat.map(Arc::new).map_err(|source| DataError::Template { location: None, source })
+        });
+        let chat = chat.transpose()?;
+        let threads = threads.max(1);
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
+        let pool = pool.map_err(|error| DataError::io("start threads for", file)(io::Error::other(error)))?;
+        let batch_bytes_max = threads * BATCH_BYTES_PER_THREAD;
+        let (batch, batch_bytes, joiner) = (Vec::new(), 0, None);
+        let folder = file.parent().unwrap_or(Path::new(".")).to_owned();
+        let end_token = spec.end_token;
+        Ok(BatchEncoder { tokenizer, chat, folder, end_token, pool, batch, batch_bytes, batch_bytes_max, joiner })
+    }
+
+    /// Returns the warnings about the chat template so far, each once.
+    pub fn warnings(&self) -> Vec<String> {
+        self.chat.iter().flat_map(|chat| chat.warnings()).map(|warning| warning.to_string()).collect()
+    }
+
+    /// Returns the tokens so far with which turns of the assistant end.
+    pub fn end_tokens(&self) -> Vec<u32> {
+        self.chat.iter().flat_map(|chat| chat.end_tokens()).collect()
+    }
+
+    /// Adds a document, or a window of one, to the batch, and tokenizes and writes the batch if it is full. A document
+    /// that needs no tokenizer is written after the batch.
+    ///
+    /// # Errors
+    /// A text that cannot be tokenized, and a document that cannot be written.
+    pub fn push_part(
+        &mut self,
+        origin: DocumentOrigin,
+        part: DocumentPart,
+        writer: &mut RecordWriter,
+    ) -> Result<(), DataError> {
+        let (text, bytes) = match part {
+            DocumentPart::Text { window, start, ends } => {
+                // Tokens with their places take more memory than ids.
+                let weight = if start == 0 && ends { 1 } else { 2 };
+                (BatchText::Window { window: window.to_owned(), start, ends }, weight * window.len())
+            }
+            DocumentPart::Pair { prompt, completion } => {
+                let bytes = 2 * (prompt.len() + completion.len());
+                (BatchText::Pair { prompt, completion }, bytes)
+            }
+            DocumentPart::Conversation(conversation) => {
+                if self.chat.is_none() {
+                    let source = TemplateError::NoTemplate { folder: self.folder.clone() };
+                    return Err(DataError::Template { location: Some(origin.location(writer.files)), source });
+                }
+                // Its rendering, and tokens with their places.
+                (BatchText::Conversation(conversation), CONVERSATION_WEIGHT)
+            }
+            other => {
+                self.flush(writer)?;
+                return writer.write_part(origin, other);
+            }
+        };
+        self.batch_bytes += bytes + size_of::<BatchItem>();
+        self.batch.push(BatchItem { origin, text });
+        if self.batch_bytes >= self.batch_bytes_max { self.flush(writer) } else { Ok(()) }
+    }
+
+    /// Tokenizes the batch in parallel and writes its tokens in order, with the end token after each document.
+    ///
+    /// # Errors
+    /// A text that cannot be tokenized, and a document that cannot be written.
+    pub fn flush(&mut self, writer: &mut RecordWriter) -> Result<(), DataError> {
+        let batch = std::mem::take(&mut self.batch);
+        self.batch_bytes = 0;
+        if batch.is_empty() {
+            return Ok(());
+        }
+        let origins: Vec<_> = batch.iter().map(|item| item.origin).collect();
+        let encoded = self.encode_batch(batch).map_err(|failure| failure.into_error(writer.files))?;
+        for (origin, tokens) in origins.into_iter().zip(encoded) {
+            self.write_tokens(origin, tokens, writer)?;
+        }
+        Ok(())
+    }
+
+    /// Writes the tokens of a batch item, with the special tokens before and after each document.
+    fn write_tokens(
+        &mut self,
+        origin: DocumentOrigin,
+        tokens: BatchTokens,
+        writer: &mut RecordWriter,
+    ) -> Result<(), DataError> {
+        let tokenizer = Arc::clone(&self.tokenizer);
+        let (ids, unlabelled, begins, ends) = match tokens {
+            BatchTokens::Whole(ids) => (ids, 0, true, true),
+            BatchTokens::Part { window, ends } => {
+                let begins = window.start == 0;
+                let failed = |reason| DataError::Encode { location: Some(origin.location(writer.files)), reason };
+                (self.join_window(window, ends).map_err(failed)?, 0, begins, ends)
+            }
+            BatchTokens::Pair { ids, unlabelled } => (ids, unlabelled, true, true),
+            BatchTokens::Documents(documents) => {
+                return documents.iter().try_for_each(|document| writer.write_document(origin, document));
+            }
+        };
+        for &id in if begins { tokenizer.prefix() } else { &[] } {
+            writer.write_text_token(origin, id, unlabelled == 0)?;
+        }
+        for (index, &id) in ids.iter().enumerate() {
+            writer.write_text_token(origin, id, index >= unlabelled)?;
+        }
+        if ends {
+            for &id in tokenizer.suffix() {
+                writer.write_text_token(origin, id, true)?;
+            }
+            let last = tokenizer.suffix().last().or(ids.last()).or(tokenizer.prefix().last());
+            let end_token = self.end_token.ok_or_else(|| self.no_end_token())?;
+            // The end token of a prompt does not end its completion.
+            if last != Some(&end_token) || ids.len() <= unlabelled {
+                writer.write_text_token(origin, end_token, true)?;
+            }
+            writer.end_document(origin);
+        }
+        Ok(())
+    }
+
+    fn no_end_token(&self) -> DataError {
+        DataError::NoEndToken { tokenizer: self.folder.join("tokenizer.json") }
+    }
+
+    /// Tokenizes a batch in parallel, within a limit of time.
+    fn encode_batch(&self, batch: Vec<BatchItem>) -> Result<Vec<BatchTokens>, EncodeFailure> {
+        let (done, finished) = mpsc::channel();
+        let (tokenizer, chat) = (Arc::clone(&self.tokenizer), self.chat.clone());
+        self.pool.spawn(move || {
+            let session = || chat.as_deref().map(ConversationTokenizer::session);
+            let encode = |chat: &mut Option<ChatSession>, item| encode_item(&tokenizer, chat.as_mut(), item);
+            let _ = done.send(batch.into_par_iter().map_init(session, encode).collect());
+        });
+        let late = |reason: String| {
+            let cause = EncodeCause::Tokenizer(self.tokenizer.name_file(&reason));
+            EncodeFailure { origin: None, cause }
+        };
+        guard::receive_limited(&finished, ENCODE_TIME_MAX).map_err(late)?
+    }
+
+    /// Joins a window with those before it in its document. Returns the tokens that are known now.
+    fn join_window(&mut self, window: TokenWindow, ends: bool) -> Result<Vec<u32>, String> {
+        let Some(mut joiner) = self.joiner.take().filter(|_| window.start > 0) else {
+            self.joiner = Some(WindowJoiner::new(window));
+            return Ok(Vec::new());
+        };
+        let mut ids = joiner.add(window, ends, &self.tokenizer)?;
+        if ends {
+            ids.extend(joiner.finish());
+        } else {
+            self.joiner = Some(joiner);
+        }
+        Ok(ids)
+    }
+}
+
+/// Tokenizes a batch item. A window that is only a part of its document has tokens with their places.
+fn encode_item(
+    tokenizer: &Tokenizer,
+    chat: Option<&mut ChatSession>,
+    BatchItem { origin, text }: BatchItem,
+) -> Result<BatchTokens, EncodeFailure> {
+    let encoded = match text {
+        BatchText::Window { window, start: 0, ends: true } => tokenizer.encode_whole(&window).map(BatchTokens::Whole),
+        BatchText::Window { window, start, ends } => tokenizer
+            .encode_placed(&window)
+            .map(|tokens| BatchTokens::Part { window: TokenWindow { text: window, start, tokens }, ends }),
+        BatchText::Pair { prompt, completion } => encode_pair(tokenizer, prompt, &completion),
+        BatchText::Conversation(conversation) => {
+            let chat = chat.expect("a batch with a conversation has a template");
+            let documents = chat.tokenize(&conversation);
+            let failed = |error| EncodeFailure { origin: Some(origin), cause: EncodeCause::Template(error) };
+            return documents.map(BatchTokens::Documents).map_err(failed);
+        }
+    };
+    encoded.map_err(|reason| EncodeFailure { origin: Some(origin), cause: EncodeCause::Tokenizer(reason) })
+}
+
+/// Tokenizes a prompt with its completion. The tokens are those of the joined text if they begin with the tokens of the
+/// prompt alone, which a model sees when it answers. Otherwise both are tokenized by themselves.
+fn encode_pair(tokenizer: &Tokenizer, prompt: String, completion: &str) -> Result<BatchTokens, String> {
+    let mut ids = tokenizer.encode_whole(&prompt)?;
+    let unlabelled = ids.len();
+    let joined = tokenizer.encode_whole(&(prompt + completion))?;
+    if joined.starts_with(&ids) {
+        ids = joined;
+    } else {
+        ids.extend(tokenizer.encode_whole(completion)?);
+    }
+    Ok(BatchTokens::Pair { ids, unlabelled })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{TestData, all_rows};
+    use super::super::{Format, RecordFormat, addition_example};
+    use serde_json::json;
+    use std::fs;
+
+    /// Returns text data with a tokenizer that merges `1` and `2` into the token 14, and the record `line`.
+    fn sample(line: &str, sequence: u64) -> TestData {
+        let mut sample = TestData::text(&[], sequence, false);
+        let mut tokenizer = addition_example::tokenizer();
+        tokenizer["model"]["vocab"]["12"] = json!(14);
+        tokenizer["model"]["merges"] = json!([["1", "2"]]);
+        fs::write(sample.tokenizer.as_ref().unwrap(), tokenizer.to_string()).unwrap();
+        fs::write(sample.path("train.jsonl"), line).unwrap();
+        sample.spec.format = Format::Auto;
+        sample
+    }
+
+    /// Returns tokens and labels of a document with a prompt and its completion.
+    fn pair(prompt: &str, completion: &str) -> (Vec<i32>, Vec<i32>) {
+        let data = sample(&json!({ "prompt": prompt, "completion": completion }).to_string(), 5).open().unwrap();
+        assert_eq!(data.formats(), [RecordFormat::PromptCompletion]);
+        let rows = all_rows(&data);
+        (rows.tokens, rows.labels)
+    }
+
+    #[test]
+    fn only_completions_have_labels() {
+        assert_eq!(pair("3+4=", "7"), (vec![3, 10, 4, 11, 7], vec![-100, -100, -100, 7, 12]));
+        assert_eq!(pair("", "3+4"), (vec![3, 10, 4, 12, 0], vec![10, 4, 12, -100, -100]));
+        assert_eq!(pair("3+4", ""), (vec![3, 10, 4, 12, 0], vec![-100, -100, 12, -100, -100]));
+        // The end token of the prompt is not that of the completion, which then has its own.
+        assert_eq!(pair("3<end>", ""), (vec![3, 12, 12, 0, 0], vec![-100, 12, -100, -100, -100]));
+        assert_eq!(pair("3", "4<end>"), (vec![3, 4, 12, 0, 0], vec![4, 12, -100, -100, -100]));
+    }
+
+    #[test]
+    fn prompts_keep_the_tokens_that_they_have_alone() {
+        assert_eq!(pair("12", "3"), (vec![14, 3, 12, 0, 0], vec![3, 12, -100, -100, -100]));
+        assert_eq!(pair("3", "12"), (vec![3, 14, 12, 0, 0], vec![14, 12, -100, -100, -100]));
+        assert_eq!(pair("1", "2"), (vec![1, 2, 12, 0, 0], vec![2, 12, -100, -100, -100]), "not the token of both");
+    }
+
+    #[test]
+    fn files_of_several_formats_keep_their_order() {
+        let mut sample = sample("{\"text\": \"1\"}\n{\"text\": \"34\"}\n", 3);
+        fs::write(sample.path("b.json"), "[{\"input_ids\": [5, 6], \"labels\": [-100, 6]}]").unwrap();
+        fs::write(sample.path("c.csv"), "prompt,completion\n7,8\n").unwrap();
+        let paths =
+            ["train.jsonl", "b.json", "c.csv", "train.jsonl"].map(|name| sample.path(name).display().to_string());
+        sample.spec.patterns = paths.to_vec();
+        let data = sample.open().unwrap();
+        assert_eq!(data.formats(), [RecordFormat::Text, RecordFormat::Tokens, RecordFormat::PromptCompletion]);
+        let rows = all_rows(&data);
+        assert_eq!(rows.tokens, [1, 12, 0, 3, 4, 12, 5, 6, 0, 7, 8, 12]);
+        assert_eq!(rows.labels, [12, -100, -100, 4, 12, -100, 6, -100, -100, 8, 12, -100]);
+        assert_eq!(data.labelled_tokens(), 6);
+        // The same files with the same formats have the same tokens, whether the formats are named or recognized.
+        sample.spec.patterns = vec![sample.path("train.jsonl").display().to_string()];
+        assert!(sample.open().unwrap().is_new());
+        sample.spec.format = Format::Text;
+        assert!(!sample.open().unwrap().is_new());
+    }
+
+    #[test]
+    fn data_without_use_are_refused() {
+        let conversation = json!({ "messages": [{ "role": "user", "content": "3+4" }] }).to_string();
+        let long = json!({ "prompt": "3".repeat(1 << 20), "completion": "4" }).to_string();
+        for (line, expected) in [
+            (
+                "{\"chosen\": \"1\", \"rejected\": \"2\"}",
+                ": its format is preference, which no training objective uses yet",
+            ),
+            (&conversation, " has no chat template"),
+            (&long, ":1: prompt and completion are longer than 1.00 MiB"),
+        ] {
+            let refusal = sample(line, 5).open().unwrap_err().to_string();
+            assert!(refusal.contains(expected), "{refusal}");
+        }
+    }
+}

@@ -1,0 +1,180 @@
+//! Names and settings of a model as llama.cpp knows them. Mistral models are of the architecture `llama` there.
+//!
+//! # Rotation of queries and keys
+//! Hugging Face files rotate element i of a head together with element i + E/2. The architecture `llama` of llama.cpp
+//! rotates neighbours, so the rows of its query and key projections are interleaved ([`PlannedTensor::head_rows`]). The
+//! other architectures keep the order.
+//!
+//! # Scaling of rotary frequencies
+//! Linear scaling has keys. Scaling as in Llama 3.1 becomes a tensor of divisors, `rope_freqs.weight`, which only the
+//! architecture `llama` reads.
+
+use super::BlockType;
+use super::error::GgufError;
+use super::metadata::Metadata;
+use super::mix::{ChosenType, FileType};
+use super::writer::PlannedTensor;
+use crate::files::{ModelDir, ModelWeights};
+use plimsoll_program::models::{ModelConfig, ModelType, Parameter, RopeScaling, Target};
+use std::f64::consts::TAU;
+
+/// Names of the modules in Hugging Face files, and their names in GGUF.
+const MODULES: [(&str, &str); 14] = [
+    ("model.embed_tokens", "token_embd"),
+    ("model.norm", "output_norm"),
+    ("lm_head", "output"),
+    ("self_attn.q_proj", "attn_q"),
+    ("self_attn.k_proj", "attn_k"),
+    ("self_attn.v_proj", "attn_v"),
+    ("self_attn.o_proj", "attn_output"),
+    ("self_attn.q_norm", "attn_q_norm"),
+    ("self_attn.k_norm", "attn_k_norm"),
+    ("mlp.gate_proj", "ffn_gate"),
+    ("mlp.up_proj", "ffn_up"),
+    ("mlp.down_proj", "ffn_down"),
+    ("input_layernorm", "attn_norm"),
+    ("post_attention_layernorm", "ffn_norm"),
+];
+
+/// A model in the terms of GGUF.
+pub struct Expression {
+    /// Name of the architecture.
+    pub architecture: &'static str,
+    /// Keys that begin with the name of the architecture.
+    pub metadata: Metadata,
+    /// Tensors, in the order of [`ModelConfig::hf_parameters`]. One without a source may follow: `rope_freqs.weight`.
+    pub tensors: Vec<PlannedTensor>,
+    /// Values of `rope_freqs.weight`; empty if the model has none.
+    pub rope_divisors: Vec<f32>,
+}
+
+/// Returns the name of a model's architecture in llama.cpp.
+const fn name_architecture(model_type: ModelType) -> &'static str {
+    match model_type {
+        ModelType::Llama | ModelType::Mistral => "llama",
+        ModelType::Qwen2 => "qwen2",
+        ModelType::Qwen3 => "qwen3",
+    }
+}
+
+/// Expresses a model with these weights as a file of type `file_type`.
+///
+/// # Errors
+/// A setting of the model that the architecture does not have.
+pub fn express(model: &ModelDir, weights: &ModelWeights, file_type: FileType) -> Result<Expression, GgufError> {
+    let config = &model.config;
+    let architecture = name_architecture(config.model_type);
+    let refuse = |part: String| GgufError::Inexpressible { path: model.path.join("config.json"), part, architecture };
+    let metadata = settings(config, architecture).map_err(refuse)?;
+    let mut tensors = Vec::new();
+    for (parameter, entry) in &weights.parameters {
+        let ChosenType { block_type, replaced } = file_type.choose(config, parameter);
+        tensors.push(PlannedTensor {
+            source: parameter.hf_name.clone(),
+            name: name_tensor(&parameter.hf_name),
+            shape: parameter.shape.clone(),
+            dtype: entry.dtype().expect("opened weights are floats"),
+            block_type,
+            replaced,
+            head_rows: (architecture == "llama" && is_rotated(parameter)).then_some(config.head_dim),
+        });
+    }
+    let rope_divisors = rope_divisors(config);
+    if !rope_divisors.is_empty() {
+        if architecture != "llama" {
+            return Err(refuse("`rope_scaling` is of type llama3".to_owned()));
+        }
+        tensors.push(PlannedTensor::computed("rope_freqs.weight", rope_divisors.len() as u64));
+    }
+    debug_assert!(tensors.iter().all(|tensor| tensor.shape.len() == 2 || tensor.block_type == BlockType::F32));
+    Ok(Expression { architecture, metadata, tensors, rope_divisors })
+}
+
+/// Returns the keys with a model's settings, or the setting that does not fit its key.
+fn settings(config: &ModelConfig, architecture: &str) -> Result<Metadata, String> {
+    let mut metadata = Metadata::default();
+    for (key, name, value) in [
+        ("vocab_size", "vocab_size", config.vocab),
+        ("context_length", "max_position_embeddings", config.max_positions),
+        ("embedding_length", "hidden_size", config.hidden),
+        ("block_count", "num_hidden_layers", config.layers),
+        ("feed_forward_length", "intermediate_size", config.ffn),
+        ("attention.head_count", "num_attention_heads", config.heads),
+        ("attention.head_count_kv", "num_key_value_heads", config.kv_heads),
+        ("attention.key_length", "head_dim", config.head_dim),
+        ("attention.value_length", "head_dim", config.head_dim),
+        ("rope.dimension_count", "head_dim", config.head_dim),
+    ] {
+        let number = u32::try_from(value).map_err(|_| format!("`{name}` is {value}"))?;
+        metadata.push(format!("{architecture}.{key}"), number);
+    }
+    metadata.push(format!("{architecture}.attention.layer_norm_rms_epsilon"), config.norm_eps as f32);
+    metadata.push(format!("{architecture}.rope.freq_base"), config.rope_theta as f32);
+    if let RopeScaling::Linear { factor } = config.rope_scaling {
+        metadata.push(format!("{architecture}.rope.scaling.type"), "linear");
+        metadata.push(format!("{architecture}.rope.scaling.factor"), factor as f32);
+    }
+    Ok(metadata)
+}
+
+/// Returns the name of a tensor in GGUF from its name in Hugging Face files.
+fn name_tensor(hf_name: &str) -> String {
+    let (module, kind) = hf_name.rsplit_once('.').expect("names end with .weight or .bias");
+    let in_layer = module.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.'));
+    let (prefix, module) = in_layer.map_or((String::new(), module), |(layer, rest)| (format!("blk.{layer}."), rest));
+    let (_, name) = MODULES.iter().find(|(hf, _)| *hf == module).expect("every parameter has a name in GGUF");
+    format!("{prefix}{name}.{kind}")
+}
+
+/// Returns whether a parameter has rows that belong to rotated elements: the projection to queries or keys, or its bias.
+fn is_rotated(parameter: &Parameter) -> bool {
+    let of = |target: Target| parameter.hf_name.contains(&format!(".{}.", target.name()));
+    of(Target::Q) || of(Target::K)
+}
+
+/// Returns the divisor of each rotary frequency for scaling as in Llama 3.1, highest frequency first. Returns nothing for
+/// other scalings.
+fn rope_divisors(config: &ModelConfig) -> Vec<f32> {
+    let RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } =
+        config.rope_scaling
+    else {
+        return Vec::new();
+    };
+    let divisor = |pair: u64| {
+        let wavelength = TAU * config.rope_theta.powf(2.0 * pair as f64 / config.head_dim as f64);
+        // Number of turns within the original context.
+        let turns = original_max_position_embeddings as f64 / wavelength;
+        let kept = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0);
+        1.0 / ((1.0 - kept) / factor + kept)
+    };
+    (0..config.head_dim / 2).map(|pair| divisor(pair) as f32).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use plimsoll_program::models::preset;
+
+    #[test]
+    fn every_parameter_has_a_name() {
+        for name in ["llama-3.2-1b", "mistral-7b-v0.3", "qwen2.5-0.5b", "qwen3-8b"] {
+            let config = preset(name).unwrap();
+            let names: std::collections::BTreeSet<String> =
+                config.hf_parameters().iter().map(|parameter| name_tensor(&parameter.hf_name)).collect();
+            assert_eq!(names.len(), config.hf_parameters().len());
+        }
+        assert_eq!(name_tensor("model.layers.12.self_attn.k_proj.bias"), "blk.12.attn_k.bias");
+        assert_eq!(name_tensor("model.norm.weight"), "output_norm.weight");
+    }
+
+    #[test]
+    fn rope_divisors_run_from_one_to_the_factor() {
+        let config = preset("llama-3.2-1b").unwrap();
+        let RopeScaling::Llama3 { factor, .. } = config.rope_scaling else { panic!() };
+        let divisors = rope_divisors(&config);
+        assert_eq!(divisors.len(), 32);
+        assert_eq!((divisors[0], divisors[31]), (1.0, factor as f32));
+        assert!(divisors.windows(2).all(|pair| pair[0] <= pair[1]));
+        assert!(rope_divisors(&preset("llama-2-7b").unwrap()).is_empty());
+    }
+}

@@ -1,0 +1,151 @@
+//! The header of a GGUF file: key-value pairs, and name, shape, type and offset of each tensor.
+
+use super::writer::PlannedTensor;
+
+/// The first bytes of a file.
+const MAGIC: &[u8; 4] = b"GGUF";
+/// Version of the format.
+const VERSION: u32 = 3;
+/// Alignment of the data and of each tensor, in bytes.
+pub const ALIGNMENT: u64 = 32;
+
+/// The value of a key.
+#[derive(Clone, Debug, PartialEq)]
+pub enum MetadataValue {
+    /// A whole number of 32 bits.
+    Number(u32),
+    /// A floating-point number of 32 bits.
+    Real(f32),
+    /// A truth value.
+    Truth(bool),
+    /// A text.
+    Text(String),
+    /// A list of texts.
+    Texts(Vec<String>),
+    /// A list of signed whole numbers of 32 bits.
+    Numbers(Vec<i32>),
+    /// A list of floating-point numbers of 32 bits.
+    Reals(Vec<f32>),
+}
+
+/// Numbers of the types of values in a file.
+mod value_type {
+    pub const U32: u32 = 4;
+    pub const I32: u32 = 5;
+    pub const F32: u32 = 6;
+    pub const BOOL: u32 = 7;
+    pub const STRING: u32 = 8;
+    pub const ARRAY: u32 = 9;
+}
+
+impl From<u32> for MetadataValue {
+    fn from(number: u32) -> MetadataValue {
+        MetadataValue::Number(number)
+    }
+}
+
+impl From<f32> for MetadataValue {
+    fn from(number: f32) -> MetadataValue {
+        MetadataValue::Real(number)
+    }
+}
+
+impl From<bool> for MetadataValue {
+    fn from(truth: bool) -> MetadataValue {
+        MetadataValue::Truth(truth)
+    }
+}
+
+impl From<&str> for MetadataValue {
+    fn from(text: &str) -> MetadataValue {
+        MetadataValue::Text(text.to_owned())
+    }
+}
+
+impl MetadataValue {
+    /// Appends the type and the value.
+    fn encode(&self, into: &mut Vec<u8>) {
+        match self {
+            MetadataValue::Number(number) => extend(into, value_type::U32, &number.to_le_bytes()),
+            MetadataValue::Real(number) => extend(into, value_type::F32, &number.to_le_bytes()),
+            MetadataValue::Truth(truth) => extend(into, value_type::BOOL, &[u8::from(*truth)]),
+            MetadataValue::Text(text) => {
+                extend(into, value_type::STRING, &[]);
+                push_text(into, text);
+            }
+            MetadataValue::Texts(texts) => {
+                begin_list(into, value_type::STRING, texts.len());
+                texts.iter().for_each(|text| push_text(into, text));
+            }
+            MetadataValue::Numbers(numbers) => {
+                begin_list(into, value_type::I32, numbers.len());
+                numbers.iter().for_each(|number| into.extend(number.to_le_bytes()));
+            }
+            MetadataValue::Reals(numbers) => {
+                begin_list(into, value_type::F32, numbers.len());
+                numbers.iter().for_each(|number| into.extend(number.to_le_bytes()));
+            }
+        }
+    }
+}
+
+fn extend(into: &mut Vec<u8>, value_type: u32, bytes: &[u8]) {
+    into.extend(value_type.to_le_bytes());
+    into.extend(bytes);
+}
+
+fn begin_list(into: &mut Vec<u8>, value_type: u32, count: usize) {
+    into.extend(value_type::ARRAY.to_le_bytes());
+    into.extend(value_type.to_le_bytes());
+    into.extend((count as u64).to_le_bytes());
+}
+
+fn push_text(into: &mut Vec<u8>, text: &str) {
+    into.extend((text.len() as u64).to_le_bytes());
+    into.extend(text.as_bytes());
+}
+
+/// The key-value pairs of a file, in their order.
+#[derive(Clone, Debug, Default)]
+pub struct Metadata(Vec<(String, MetadataValue)>);
+
+impl Metadata {
+    /// Adds a pair.
+    pub fn push(&mut self, key: impl Into<String>, value: impl Into<MetadataValue>) {
+        self.0.push((key.into(), value.into()));
+    }
+
+    /// Adds all pairs of `other`.
+    pub fn append(&mut self, other: Metadata) {
+        self.0.extend(other.0);
+    }
+
+    /// Returns the value of a key, and `None` if there is none.
+    #[cfg(test)]
+    pub fn get(&self, key: &str) -> Option<&MetadataValue> {
+        self.0.iter().find(|(name, _)| name == key).map(|(_, value)| value)
+    }
+
+    /// Returns the header of a file with these pairs and tensors, filled up with zeros to the alignment of the data.
+    pub fn encode(&self, tensors: &[PlannedTensor]) -> Vec<u8> {
+        let mut header = MAGIC.to_vec();
+        header.extend(VERSION.to_le_bytes());
+        header.extend((tensors.len() as u64).to_le_bytes());
+        header.extend((self.0.len() as u64).to_le_bytes());
+        for (key, value) in &self.0 {
+            push_text(&mut header, key);
+            value.encode(&mut header);
+        }
+        let mut offset = 0u64;
+        for tensor in tensors {
+            push_text(&mut header, &tensor.name);
+            header.extend((tensor.shape.len() as u32).to_le_bytes());
+            tensor.shape.iter().rev().for_each(|size| header.extend(size.to_le_bytes()));
+            header.extend(tensor.block_type.id().to_le_bytes());
+            header.extend(offset.to_le_bytes());
+            offset += tensor.bytes().next_multiple_of(ALIGNMENT);
+        }
+        header.resize(header.len().next_multiple_of(ALIGNMENT as usize), 0);
+        header
+    }
+}

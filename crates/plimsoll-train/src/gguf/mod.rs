@@ -1,0 +1,39 @@
+//! GGUF, the file format of llama.cpp and Ollama: one file with the weights, the model's settings and its tokenizer.
+//!
+//! | module | content |
+//! |---|---|
+//! | `blocks` | [`BlockType`]: the element types, each with its block size |
+//! | `quants` | one module for each quantized type: rows of f32 to blocks |
+//! | `mix` | [`FileType`]: the type of each tensor in a file |
+//! | `metadata` | key-value pairs, and the header of a file |
+//! | `architecture` | names and settings of a model, as llama.cpp knows them |
+//! | `tokenizer`, `pre_tokenizer` | a `tokenizer.json` as metadata |
+//! | `writer` | [`GgufWriter`]: tensors that arrive in pieces, converted and written |
+//! | `modelfile` | the Modelfile of Ollama |
+//!
+//! A file begins with a header: key-value pairs, then name, shape, type and offset of each tensor. The data of the tensors
+//! follow, each aligned to 32 bytes. All numbers are little-endian. Shapes are written with the columns first.
+//!
+//! This module reads no weights. [`crate::inference::export`] streams them to the writer.
+
+mod architecture;
+mod blocks;
+mod error;
+mod metadata;
+mod mix;
+mod modelfile;
+mod pre_tokenizer;
+mod quants;
+#[cfg(test)]
+mod testing;
+mod tokenizer;
+mod writer;
+
+pub(crate) use architecture::{Expression, express};
+pub use blocks::BlockType;
+pub use error::GgufError;
+pub(crate) use metadata::Metadata;
+pub use mix::FileType;
+pub(crate) use modelfile::modelfile;
+pub(crate) use tokenizer::{ExpressedTokenizer, TokenizerFolder, TokenizerRequest};
+pub(crate) use writer::{GgufWriter, PlannedTensor};

@@ -1,0 +1,17 @@
+//! `q4_0`: an f16 scale, then 32 codes of 4 bits. An element is scale · (code − 8).
+
+use super::{extreme, f16_bytes, invert, pack_nibbles};
+
+/// Size of a block in bytes.
+pub const BYTES: usize = 18;
+
+/// Quantizes a block. The value with the largest magnitude gets the code 0, so the scale has the opposite sign.
+pub fn quantize(values: &[f32; 32]) -> [u8; BYTES] {
+    let scale = extreme(values) / -8.0;
+    let inverse = invert(scale);
+    let codes = values.map(|value| ((value * inverse + 8.5) as u8).min(15));
+    let mut block = [0; BYTES];
+    block[..2].copy_from_slice(&f16_bytes(scale));
+    block[2..].copy_from_slice(&pack_nibbles(&codes));
+    block
+}

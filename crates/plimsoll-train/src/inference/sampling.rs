@@ -1,0 +1,198 @@
+//! The choice of the next token. The same seed yields the same tokens.
+
+use crate::data::splitmix64;
+use crate::files::GenerationDefaults;
+use serde::Serialize;
+
+/// Number of the most likely tokens that transformers keeps if a `generation_config.json` samples and names no other.
+const DEFAULT_TOP_K: usize = 50;
+
+/// Rules for the choice of the next token.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub struct Sampling {
+    /// Softmax temperature. 0 selects the most likely token.
+    pub temperature: f64,
+    /// Number of the most likely tokens from which the next one is drawn; 0 means all.
+    pub top_k: usize,
+    /// Nucleus sampling: the next token is drawn from the fewest most likely tokens that together have this
+    /// probability. 1 means all.
+    pub top_p: f64,
+    /// The next token is drawn from those with at least this share of the probability of the most likely one. 0 means
+    /// all.
+    pub min_p: f64,
+    /// Logits of tokens that were there before are divided by it if they are positive, else multiplied. 1 changes none.
+    pub repetition_penalty: f64,
+    /// Seed of the random draws.
+    pub seed: u64,
+}
+
+/// Rules of sampling that the user gives. Those that are `None` are the model's own.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct SamplingChoice {
+    /// See [`Sampling::temperature`].
+    pub temperature: Option<f64>,
+    /// See [`Sampling::top_k`].
+    pub top_k: Option<usize>,
+    /// See [`Sampling::top_p`].
+    pub top_p: Option<f64>,
+    /// See [`Sampling::min_p`].
+    pub min_p: Option<f64>,
+    /// See [`Sampling::repetition_penalty`].
+    pub repetition_penalty: Option<f64>,
+    /// See [`Sampling::seed`].
+    pub seed: u64,
+}
+
+impl Sampling {
+    /// Rules that always select the most likely token.
+    pub const GREEDY: Sampling =
+        Sampling { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, repetition_penalty: 1.0, seed: 0 };
+
+    /// Completes the user's rules by those of the model's `generation_config.json`, as transformers reads it: without
+    /// `do_sample` the most likely token is selected.
+    pub fn new(choice: SamplingChoice, model: &GenerationDefaults) -> Sampling {
+        let samples = model.do_sample == Some(true);
+        let own_temperature = if samples { model.temperature.unwrap_or(1.0) } else { 0.0 };
+        let own_top_k = model.top_k.or(samples.then_some(DEFAULT_TOP_K)).unwrap_or(0);
+        Sampling {
+            temperature: choice.temperature.unwrap_or(own_temperature),
+            top_k: choice.top_k.unwrap_or(own_top_k),
+            top_p: choice.top_p.or(model.top_p).unwrap_or(1.0),
+            min_p: choice.min_p.or(model.min_p).unwrap_or(0.0),
+            repetition_penalty: choice.repetition_penalty.or(model.repetition_penalty).unwrap_or(1.0),
+            seed: choice.seed,
+        }
+    }
+
+    /// Returns the id of the token to put after `context`, chosen by its `logits`, of shape `[V]`. The seed and the
+    /// length of the context decide a random choice.
+    pub fn choose(&self, logits: &mut [f64], context: &[i32]) -> usize {
+        self.penalize(logits, context);
+        let best = (0..logits.len()).fold(0, |best, i| if logits[i] > logits[best] { i } else { best });
+        if self.temperature <= 0.0 {
+            return best;
+        }
+        let mut order: Vec<usize> = (0..logits.len()).collect();
+        order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
+        if self.top_k > 0 {
+            order.truncate(self.top_k);
+        }
+        let weight = |i: usize| ((logits[i] - logits[best]) / self.temperature).exp();
+        let total: f64 = order.iter().map(|&i| weight(i)).sum();
+        let mut share = 0.0;
+        let last_kept = order.iter().position(|&i| {
+            share += weight(i) / total;
+            share >= self.top_p
+        });
+        order.truncate(last_kept.map_or(order.len(), |last| last + 1));
+        // The most likely token has the weight 1.
+        order.truncate(order.partition_point(|&i| weight(i) >= self.min_p).max(1));
+        let total: f64 = order.iter().map(|&i| weight(i)).sum();
+        let mut remaining = uniform(self.seed, context.len() as u64) * total;
+        for &i in &order {
+            remaining -= weight(i);
+            if remaining < 0.0 {
+                return i;
+            }
+        }
+        *order.last().unwrap_or(&best)
+    }
+
+    /// Changes the logits of the tokens of `context`, each once.
+    fn penalize(&self, logits: &mut [f64], context: &[i32]) {
+        if self.repetition_penalty == 1.0 {
+            return;
+        }
+        let mut tokens: Vec<usize> = context.iter().map(|&id| id as usize).filter(|&id| id < logits.len()).collect();
+        tokens.sort_unstable();
+        tokens.dedup();
+        for token in tokens {
+            let logit = &mut logits[token];
+            *logit = if *logit > 0.0 { *logit / self.repetition_penalty } else { *logit * self.repetition_penalty };
+        }
+    }
+}
+
+/// Returns a number in [0, 1) that depends only on its arguments, by hashing twice with splitmix64.
+fn uniform(seed: u64, position: u64) -> f64 {
+    (splitmix64(splitmix64(seed) ^ position) >> 11) as f64 / (1u64 << 53) as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Returns the token that is drawn after `length` tokens without meaning.
+    fn draw(sampling: &Sampling, logits: &[f64], length: usize) -> usize {
+        sampling.choose(&mut logits.to_vec(), &vec![0; length])
+    }
+
+    #[test]
+    fn draws_depend_on_seed_and_follow_weights() {
+        let logits = [0.0, 2f64.ln(), 5f64.ln()];
+        let sampling = Sampling { temperature: 1.0, seed: 7, ..Sampling::GREEDY };
+        let mut counts = [0; 3];
+        for length in 0..8000 {
+            let token = draw(&sampling, &logits, length);
+            assert_eq!(token, draw(&sampling, &logits, length));
+            counts[token] += 1;
+        }
+        for (count, share) in counts.iter().zip([1.0, 2.0, 5.0]) {
+            assert!((f64::from(*count) / 1000.0 - share).abs() < 0.2, "{counts:?}");
+        }
+    }
+
+    #[test]
+    fn top_k_top_p_and_min_p_keep_most_likely() {
+        let logits = [1.0, 3.0, 2.0, 0.0];
+        let base = Sampling { temperature: 1.0, seed: 1, ..Sampling::GREEDY };
+        let drawn = |s: Sampling| (0..500).map(|at| draw(&s, &logits, at)).collect::<std::collections::BTreeSet<_>>();
+        assert_eq!(drawn(base).len(), 4);
+        assert_eq!(drawn(Sampling { top_k: 2, ..base }), [1, 2].into());
+        assert_eq!(drawn(Sampling { top_p: 0.5, ..base }), [1].into());
+        // The second token has e^-1 of the probability of the first, the third e^-2.
+        assert_eq!(drawn(Sampling { min_p: 0.2, ..base }), [1, 2].into());
+        assert_eq!(drawn(Sampling { min_p: 0.1, ..base }), [0, 1, 2].into());
+        assert_eq!(drawn(Sampling::GREEDY), [1].into());
+    }
+
+    #[test]
+    fn repeated_tokens_are_penalized_once() {
+        let sampling = Sampling { repetition_penalty: 2.0, ..Sampling::GREEDY };
+        let mut logits = [3.0, 2.0, -1.0, -1.5];
+        assert_eq!(sampling.choose(&mut logits, &[0, 0, 3, 99]), 1);
+        assert_eq!(logits, [1.5, 2.0, -1.0, -3.0]);
+    }
+
+    #[test]
+    fn rules_of_the_model_apply_unless_the_user_gives_others() {
+        let none = GenerationDefaults::default();
+        assert_eq!(Sampling::new(SamplingChoice::default(), &none), Sampling::GREEDY);
+        let model = GenerationDefaults {
+            do_sample: Some(true),
+            temperature: Some(0.6),
+            top_p: Some(0.9),
+            repetition_penalty: Some(1.1),
+            ..none
+        };
+        let own = Sampling::new(SamplingChoice { seed: 3, ..SamplingChoice::default() }, &model);
+        let expected = Sampling {
+            temperature: 0.6,
+            top_k: DEFAULT_TOP_K,
+            top_p: 0.9,
+            min_p: 0.0,
+            repetition_penalty: 1.1,
+            seed: 3,
+        };
+        assert_eq!(own, expected);
+        let choice = SamplingChoice { temperature: Some(0.0), top_k: Some(5), seed: 3, ..SamplingChoice::default() };
+        assert_eq!(Sampling::new(choice, &model), Sampling { temperature: 0.0, top_k: 5, ..expected });
+        // Without `do_sample` the other values wait for a temperature of the user.
+        let greedy = GenerationDefaults { do_sample: None, ..model };
+        let choice = SamplingChoice { temperature: Some(1.0), ..SamplingChoice::default() };
+        let drawn = Sampling::new(choice, &greedy);
+        assert_eq!((drawn.temperature, drawn.top_k, drawn.top_p), (1.0, 0, 0.9));
+        assert_eq!(Sampling::new(SamplingChoice::default(), &greedy).temperature, 0.0);
+    }
+}

@@ -1,0 +1,143 @@
+//! `plimsoll export`: a trained run as a GGUF file, with and without adapters, and what it refuses.
+
+mod common;
+
+use common::{SMALL, Shape, VOCAB, Workspace};
+use serde_json::{Value, json};
+use std::fs;
+
+/// Returns a tokenizer on bytes: `<end>`, `<s>`, 26 letters, and two merges.
+fn byte_level() -> Value {
+    let letters = (b'a'..=b'z').map(|letter| char::from(letter).to_string());
+    let tokens = ["<end>", "<s>"].into_iter().map(str::to_owned).chain(letters).chain(["ab", "abc"].map(str::to_owned));
+    let vocab: serde_json::Map<String, Value> = tokens.zip(0..).map(|(token, id)| (token, json!(id))).collect();
+    let bytes = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});
+    let special = |id: u32, content: &str| {
+        json!({
+            "id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
+            "normalized": false, "special": true,
+        })
+    };
+    json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": [special(0, "<end>"), special(1, "<s>")],
+        "normalizer": null, "pre_tokenizer": bytes, "post_processor": null, "decoder": bytes,
+        "model": {
+            "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": false,
+            "vocab": vocab, "merges": ["a b", "ab c"],
+        },
+    })
+}
+
+/// Returns a workspace with a trained model in `run`.
+fn trained() -> Workspace {
+    let workspace = Workspace::new(&Shape { steps: 2, ..SMALL });
+    workspace.write("model/tokenizer.json", byte_level().to_string());
+    workspace.write("model/generation_config.json", json!({"eos_token_id": 0, "temperature": 0.7}).to_string());
+    workspace.write("model/chat_template.jinja", "{{ messages[0].content }}");
+    workspace.succeed(&["train", "run.toml", "--quiet"]);
+    workspace
+}
+
+#[test]
+fn run_is_exported_with_modelfile_once() {
+    let workspace = trained();
+    let line = ["export", "run", "--gguf", "my.gguf", "--type", "Q8_0", "--modelfile", "Modelfile"];
+    let exported = workspace.succeed(&[&line[..], &["--json", "--quiet"]].concat());
+    assert_eq!(exported.stderr, "");
+    let result = exported.json();
+    for (key, value) in [
+        ("file", json!("my.gguf")),
+        ("file_type", json!("q8_0")),
+        ("architecture", json!("llama")),
+        ("tokenizer", json!("gpt2")),
+        ("pre_tokenizer", json!("gpt-2")),
+        ("modelfile", json!("Modelfile")),
+        ("notes", json!([])),
+    ] {
+        assert_eq!(result[key], value, "{key}: {result}");
+    }
+    let file = fs::read(workspace.path("my.gguf")).unwrap();
+    assert_eq!(result["bytes"], file.len());
+    assert_eq!((&file[..4], &file[4..8]), (&b"GGUF"[..], &3u32.to_le_bytes()[..]));
+    let text = String::from_utf8_lossy(&file);
+    for part in
+        ["general.name", "llama.context_length", "tokenizer.ggml.merges", "{{ messages[0].content }}", "[PAD31]"]
+    {
+        assert!(text.contains(part), "{part}");
+    }
+    assert_eq!(workspace.read("Modelfile"), "FROM ./my.gguf\nPARAMETER temperature 0.7\nPARAMETER stop \"<end>\"\n");
+    // Neither output is replaced, and no temporary file is left.
+    let refusal = workspace.expect_refusal(2, &line);
+    assert!(refusal.contains("my.gguf already exists\n  hint: choose an output file"), "{refusal}");
+    let refusal = workspace
+        .expect_refusal(2, &["export", "run", "--gguf", "b.gguf", "--type", "f16", "--modelfile", "Modelfile"]);
+    assert!(refusal.contains("Modelfile already exists"), "{refusal}");
+    assert!(!workspace.file_names(".").iter().any(|name| name.contains("b.gguf") || name.ends_with(".partial")));
+    assert_eq!(VOCAB, 32);
+}
+
+#[test]
+fn merged_adapters_equal_merged_model() {
+    let workspace = trained();
+    let lora = ["--set", "model.path=run/model", "--set", "model.init=pretrained", "--set", "train.method=lora"];
+    workspace.succeed(&[&["train", "run.toml", "--quiet", "--set", "run.dir=tuned"][..], &lora].concat());
+    // The name of the folder becomes that of the model.
+    fs::create_dir(workspace.path("merged")).unwrap();
+    workspace.succeed(&["merge", "run/model", "tuned/adapter", "merged/tuned"]);
+    for (name, model) in [("run", &["tuned"][..]), ("merged", &["merged/tuned"])] {
+        let out = format!("{name}.gguf");
+        workspace.succeed(&[&["export"][..], model, &["--gguf", &out, "--type", "bf16"]].concat());
+    }
+    workspace.succeed(&["export", "run/model", "--adapter", "tuned/adapter", "--gguf", "flag.gguf", "--type", "bf16"]);
+    let bytes = |name: &str| fs::read(workspace.path(name)).unwrap();
+    assert!(bytes("run.gguf") == bytes("merged.gguf"), "adapters of a run");
+    // Only the name differs, here by the length of `tuned` and `model`, which is equal.
+    let name = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).replacen("tuned", "model", 1);
+    assert!(name(bytes("run.gguf")) == name(bytes("flag.gguf")), "--adapter");
+    let refusal = workspace
+        .expect_refusal(2, &["export", "tuned", "--adapter", "tuned/adapter", "--gguf", "c.gguf", "--type", "f32"]);
+    assert!(refusal.contains("tuned has adapters of its own"), "{refusal}");
+}
+
+#[test]
+fn unusable_models_are_refused_before_writing() {
+    let workspace = trained();
+    let line = ["export", "run", "--gguf", "x.gguf", "--type", "q4_k_m"];
+    for (file, content, says) in [
+        ("tokenizer.json", common::tokenizer(VOCAB).to_string(), "it is neither a byte-level BPE (ByteLevel) nor"),
+        (
+            "tokenizer.json",
+            byte_level().to_string().replace("\"use_regex\":true", "\"use_regex\":false"),
+            "hint: if llama.cpp knows it, name it as there: --pre llama-bpe",
+        ),
+        (
+            "tokenizer.json",
+            byte_level().to_string().replace("\"abc\":29", "\"abc\":40"),
+            "it has a token with id 40, but the model's vocabulary has 32 tokens",
+        ),
+        (
+            "config.json",
+            workspace.read("run/model/config.json").replace("\"model_type\": \"llama\"", "\"model_type\": \"gemma\""),
+            "gemma",
+        ),
+    ] {
+        let kept = workspace.read(&format!("run/model/{file}"));
+        workspace.write(&format!("run/model/{file}"), content);
+        let refusal = workspace.expect_refusal(2, &line);
+        assert!(refusal.contains(says), "{says}: {refusal}");
+        workspace.write(&format!("run/model/{file}"), kept);
+    }
+    let unknown = byte_level().to_string().replace("\"use_regex\":true", "\"use_regex\":false");
+    workspace.write("run/model/tokenizer.json", unknown);
+    let exported = workspace.succeed(&[&line[..], &["--pre", "qwen2", "--json"]].concat());
+    assert_eq!(exported.json()["pre_tokenizer"], "qwen2");
+    // Rows of 32 columns have no blocks of 256.
+    assert!(exported.stderr.contains("instead of q4_k"), "{}", exported.stderr);
+    fs::remove_file(workspace.path("run/model/tokenizer.json")).unwrap();
+    let refusal = workspace.expect_refusal(2, &["export", "run", "--gguf", "y.gguf", "--type", "f32"]);
+    assert!(refusal.contains("a GGUF file needs the tokenizer"), "{refusal}");
+    let usage = workspace.run(&["export", "run", "--gguf", "y.gguf", "--type", "q3_k"]);
+    assert!(usage.code == Some(2) && usage.stderr.contains("expected one of f32, bf16, f16, q8_0"), "{}", usage.stderr);
+    assert!(!workspace.path("y.gguf").exists());
+}

@@ -1,0 +1,244 @@
+//! `plimsoll generate`: conversations from files and with a user, files of prompts, stop texts, the model's own rules.
+
+mod common;
+
+use common::{SMALL, Shape, Workspace};
+use serde_json::{Value, json};
+use std::fs;
+
+const MARKS: [(u32, &str); 4] = [(28, "<|im_start|>"), (29, "<|im_end|>"), (30, "\n"), (31, " ")];
+
+/// Returns a workspace with a trained model whose tokenizer has the markers of the template `chatml`.
+fn workspace() -> Workspace {
+    let workspace = Workspace::new(&Shape { steps: 8, ..SMALL });
+    workspace.add_tokens(&MARKS);
+    workspace.succeed(&["train", "run.toml", "--quiet"]);
+    workspace
+}
+
+/// Generates with the trained model, at most five tokens.
+fn generate(workspace: &Workspace, more: &[&str]) -> Value {
+    workspace.succeed(&[&["generate", "run/model", "--max-tokens", "5", "--json"], more].concat()).json()
+}
+
+/// Answers a conversation, given as pairs of role and content.
+fn answer(workspace: &Workspace, messages: &[(&str, &str)]) -> Value {
+    let messages: Vec<Value> =
+        messages.iter().map(|(role, content)| json!({ "role": role, "content": content })).collect();
+    workspace.write("messages.json", json!(messages).to_string());
+    generate(workspace, &["--messages", "messages.json", "--template", "chatml", "--temperature", "2"])
+}
+
+/// Gives lines to a conversation. Returns its output and its notes.
+fn talk(workspace: &Workspace, lines: &str, more: &[&str]) -> (String, String) {
+    workspace.write("lines.txt", lines);
+    let chat = ["generate", "run/model", "--chat", "--template", "chatml", "--max-tokens", "5", "--temperature", "2"];
+    let read_lines = ["sh", "-c", "exec \"$@\" <lines.txt", "sh"];
+    let done = workspace.start_wrapped(&read_lines, &[&chat, more].concat()).wait();
+    assert_eq!(done.code, Some(0), "{done:?}");
+    (done.stdout, done.stderr)
+}
+
+fn text(answer: &Value) -> &str {
+    answer["text"].as_str().unwrap()
+}
+
+#[test]
+fn conversation_is_rendered_by_template() {
+    let workspace = workspace();
+    let found = answer(&workspace, &[("user", "abc")]);
+    let prompt = "<|im_start|>user\nabc<|im_end|>\n<|im_start|>assistant\n";
+    let expected = generate(&workspace, &["--prompt", prompt, "--temperature", "2"]);
+    assert_eq!((&found["tokens"], &found["text"]), (&expected["tokens"], &expected["text"]));
+    assert_eq!(found["end"], expected["end"]);
+    assert!(expected["messages"].is_null() && found["prompt"].is_null());
+    let messages = json!([{ "role": "user", "content": "abc" }, { "role": "assistant", "content": found["text"] }]);
+    assert_eq!(found["messages"], messages);
+    // An object may hold tools beside the messages.
+    workspace
+        .write("object.json", json!({ "messages": [{ "role": "user", "content": "abc" }], "tools": [] }).to_string());
+    let object = generate(&workspace, &["--messages", "object.json", "--template", "chatml", "--temperature", "2"]);
+    assert_eq!(object, found);
+    // People see the answer alone.
+    let shown = ["generate", "run/model", "--max-tokens", "5", "--messages", "object.json", "--template", "chatml"];
+    assert_eq!(
+        workspace.succeed(&[&shown[..], &["--temperature", "2"]].concat()).stdout,
+        format!("{}\n", text(&found))
+    );
+}
+
+#[test]
+fn chat_continues_the_conversation() {
+    let workspace = workspace();
+    let first = answer(&workspace, &[("user", "ab")]);
+    let second = answer(&workspace, &[("user", "ab"), ("assistant", text(&first)), ("user", "cd")]);
+    let alone = answer(&workspace, &[("user", "cd")]);
+    assert_ne!(text(&second), text(&alone), "the model sees the earlier messages");
+    let lines = |answers: &[&Value]| answers.iter().map(|answer| format!("{}\n", text(answer))).collect::<String>();
+    let (shown, notes) = talk(&workspace, "ab\n\ncd\n", &[]);
+    assert_eq!(shown, lines(&[&first, &second]), "{notes}");
+    let (shown, _) = talk(&workspace, "ab\n/reset\ncd\n/exit\nab\n", &[]);
+    assert_eq!(shown, lines(&[&first, &alone]));
+    let system = answer(&workspace, &[("system", "x"), ("user", "ab")]);
+    let (shown, _) = talk(&workspace, "ab\n/reset\nab", &["--system", "x"]);
+    assert_eq!(shown, lines(&[&system, &system]));
+}
+
+#[test]
+fn old_messages_leave_a_full_cache() {
+    let workspace = workspace();
+    let (shown, notes) = talk(&workspace, "ab\ncd\nef\n", &["--context", "40"]);
+    // Two questions with an answer take more than 40 tokens.
+    let alone = answer(&workspace, &[("user", "ef")]);
+    assert!(shown.ends_with(&format!("\n{}\n", text(&alone))), "{shown}");
+    assert_eq!(
+        notes.matches("note: 2 old messages dropped: the cache has no room for them (--context)").count(),
+        2,
+        "{notes}"
+    );
+    workspace.write("lines.txt", "a".repeat(60));
+    let chat = ["generate", "run/model", "--chat", "--template", "chatml", "--context", "40"];
+    let refusal = workspace.start_wrapped(&["sh", "-c", "exec \"$@\" <lines.txt", "sh"], &chat).wait().refusal(2);
+    assert!(
+        refusal.contains("the message takes 79 tokens; the cache holds 40, 10 of them for the answer"),
+        "{refusal}"
+    );
+    let refusal = workspace.expect_refusal(2, &[&chat[..5], &["--context", "65"]].concat());
+    assert!(refusal.contains("--context 65 exceeds the model's 64 positions"), "{refusal}");
+}
+
+#[test]
+fn files_of_prompts_are_answered_like_single_prompts() {
+    let workspace = workspace();
+    let records = [
+        json!({ "id": 7, "prompt": "abc" }),
+        json!({ "messages": [{ "role": "user", "content": "ab" }] }),
+        json!({ "prompt": [{ "role": "user", "content": "cd" }], "tag": null }),
+        json!({ "prompt": "abd", "text": "replaced" }),
+    ];
+    workspace.write("prompts.jsonl", records.iter().map(|record| format!("{record}\n")).collect::<String>());
+    let batch = [
+        "generate",
+        "run/model",
+        "--max-tokens",
+        "5",
+        "--template",
+        "chatml",
+        "--prompts",
+        "prompts.jsonl",
+        "--out",
+        "answers.jsonl",
+        "--temperature",
+        "2",
+    ];
+    assert_eq!(workspace.succeed(&batch).stdout, "answers: answers.jsonl\n");
+    let whole = workspace.read("answers.jsonl");
+    let answers: Vec<Value> = whole.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let singles = [
+        generate(&workspace, &["--prompt", "abc", "--temperature", "2"]),
+        answer(&workspace, &[("user", "ab")]),
+        answer(&workspace, &[("user", "cd")]),
+        generate(&workspace, &["--prompt", "abd", "--temperature", "2"]),
+    ];
+    assert_eq!(answers.len(), singles.len());
+    for ((found, record), single) in answers.iter().zip(&records).zip(&singles) {
+        for key in ["text", "tokens", "end"] {
+            assert_eq!(found[key], single[key], "{record}");
+        }
+        for (key, value) in record.as_object().unwrap().iter().filter(|(key, _)| *key != "text") {
+            assert_eq!(&found[key], value);
+        }
+    }
+
+    // An incomplete file is continued.
+    let second_line = whole.match_indices('\n').nth(1).unwrap().0;
+    for kept in [0, second_line / 2, second_line + 1, second_line + 9, whole.len()] {
+        fs::write(workspace.path("answers.jsonl"), &whole[..kept]).unwrap();
+        workspace.succeed(&batch);
+        assert_eq!(workspace.read("answers.jsonl"), whole, "continued after {kept} bytes");
+    }
+    // Answers to other prompts stay.
+    let other = whole.replacen("abc", "xyz", 1);
+    workspace.write("answers.jsonl", &other);
+    let refusal = workspace.expect_refusal(2, &batch);
+    assert!(refusal.contains("answers.jsonl:1: it is no answer to prompt 1"), "{refusal}");
+    assert_eq!(workspace.read("answers.jsonl"), other);
+}
+
+#[test]
+fn answers_end_before_stop_texts() {
+    let workspace = workspace();
+    let all = generate(&workspace, &["--prompt", "abc"]);
+    let text = text(&all);
+    assert!(text.len() >= 2, "{all}");
+    let stop = &text[1..2];
+    let stopped = generate(&workspace, &["--prompt", "abc", "--stop", "no such text", "--stop", stop]);
+    assert_eq!(
+        (stopped["text"].as_str().unwrap(), &stopped["end"]),
+        (&text[..text.find(stop).unwrap()], &json!("stop_text"))
+    );
+    assert_eq!(stopped["tokens"].as_array().unwrap().len(), text.find(stop).unwrap() + 1);
+}
+
+#[test]
+fn rules_of_the_model_are_honoured() {
+    let workspace = workspace();
+    let args = ["generate", "run/model", "--prompt", "abc", "--json"];
+    let run = |more: &[&str]| workspace.succeed(&[&args[..], more].concat());
+    let drawn = run(&["--temperature", "2", "--top-p", "0.9", "--max-tokens", "9"]).json();
+    let greedy = run(&["--max-tokens", "9"]).json();
+    assert_ne!(drawn, greedy);
+    let rules = json!({ "eos_token_id": 0, "do_sample": true, "temperature": 2.0, "top_k": 0, "top_p": 0.9, "max_new_tokens": 9, "num_beams": 3 });
+    workspace.write("run/model/generation_config.json", rules.to_string());
+    let own = run(&[]);
+    assert_eq!(own.json(), drawn);
+    assert!(own.stderr.contains("note: generation_config.json: `num_beams` has no effect here"), "{}", own.stderr);
+    assert_eq!(run(&["--temperature", "0"]).json(), greedy, "the user's rules have precedence");
+    workspace.write("run/model/generation_config.json", json!({ "temperature": "hot" }).to_string());
+    let refusal = workspace.run(&args).refusal(2);
+    assert!(
+        refusal.contains("generation_config.json: `temperature` is \"hot\", expected a number of 0 or more"),
+        "{refusal}"
+    );
+}
+
+#[test]
+fn invalid_prompts_name_their_place() {
+    let workspace = workspace();
+    let refusal = |words: &[&str]| {
+        workspace.expect_refusal(2, &[&["generate", "run/model", "--max-tokens", "5"], words].concat())
+    };
+    let user = json!([{ "role": "user", "content": "ab" }]);
+    workspace.write("user.json", user.to_string());
+    assert!(refusal(&["--messages", "user.json"]).contains("has no chat template"));
+    for (content, expected) in [
+        ("nonsense", "bad.json: expected ident"),
+        ("3", "bad.json: expected a list of messages, or an object with `messages`"),
+        ("[]", "bad.json: it has no messages"),
+        (r#"{"prompt": "ab"}"#, "bad.json: missing field `messages`"),
+        (r#"[{"role": "user"}]"#, "bad.json: `messages[0]` has no `content`"),
+        (
+            r#"[{"role": "assistant", "content": "a"}]"#,
+            "bad.json: the last message is from the assistant; end with one of the user",
+        ),
+    ] {
+        workspace.write("bad.json", content);
+        let found = refusal(&["--messages", "bad.json", "--template", "chatml"]);
+        assert!(found.contains(expected), "{content}: {found}");
+    }
+    for (content, expected) in [
+        ("", "bad.jsonl: it has no prompt"),
+        ("{\"prompt\": \"a\"}\n{\"text\": \"a\"}", "bad.jsonl:2: missing field `prompt` or `messages`"),
+        ("{\"prompt\": 5}", "bad.jsonl:1: `prompt` is a number, expected a text or a list of messages"),
+        ("{\"prompt\": \"\"}", "bad.jsonl:1: the prompt has no tokens"),
+        (
+            &json!({ "prompt": "a".repeat(62) }).to_string(),
+            "bad.jsonl:1: 62 prompt tokens and 5 new tokens exceed the model's 64 positions",
+        ),
+    ] {
+        workspace.write("bad.jsonl", content);
+        let found = refusal(&["--prompts", "bad.jsonl", "--out", "out.jsonl", "--template", "chatml"]);
+        assert!(found.contains(expected), "{content}: {found}");
+        assert!(!workspace.path("out.jsonl").exists());
+    }
+}
