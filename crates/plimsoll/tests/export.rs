@@ -33,7 +33,10 @@ fn byte_level() -> Value {
 fn trained() -> Workspace {
     let workspace = Workspace::new(&Shape { steps: 2, ..SMALL });
     workspace.write("model/tokenizer.json", byte_level().to_string());
-    workspace.write("model/generation_config.json", json!({"eos_token_id": 0, "temperature": 0.7}).to_string());
+    workspace.write(
+        "model/generation_config.json",
+        json!({"eos_token_id": 0, "do_sample": true, "temperature": 0.7}).to_string(),
+    );
     workspace.write("model/chat_template.jinja", "{{ messages[0].content }}");
     workspace.succeed(&["train", "run.toml", "--quiet"]);
     workspace

@@ -112,18 +112,6 @@ pub(super) fn read_generation_end_tokens(dir: &Path) -> Result<Option<Vec<i64>>,
     end_tokens.map(Some).map_err(|source| FilesError::Config { path, source: Box::new(source) })
 }
 
-/// Returns the content of the `generation_config.json` of a directory, and `null` if it has none that is valid JSON.
-///
-/// # Errors
-/// A file that cannot be read.
-pub(crate) fn read_generation_settings(dir: &Path) -> Result<Value, FilesError> {
-    let path = dir.join(GENERATION_CONFIG);
-    match regular_file::is_present(&path) {
-        true => Ok(serde_json::from_slice(&read_small(&path, MAX_CONFIG_BYTES)?).unwrap_or_default()),
-        false => Ok(Value::Null),
-    }
-}
-
 impl ModelDir {
     /// Opens a model directory and checks that its weights match its configuration. For `ignore_keys` see
     /// [`ModelConfig::from_json`].

@@ -13,7 +13,7 @@ use super::BlockType;
 use super::error::GgufError;
 use super::metadata::Metadata;
 use super::mix::{ChosenType, FileType};
-use super::writer::PlannedTensor;
+use super::planned_tensor::PlannedTensor;
 use crate::files::{ModelDir, ModelWeights};
 use plimsoll_program::models::{ModelConfig, ModelType, Parameter, RopeScaling, Target};
 use std::f64::consts::TAU;
@@ -140,13 +140,11 @@ fn rope_divisors(config: &ModelConfig) -> Vec<f32> {
     else {
         return Vec::new();
     };
-    let divisor = |pair: u64| {
-        let wavelength = TAU * config.rope_theta.powf(2.0 * pair as f64 / config.head_dim as f64);
-        // Number of turns within the original context.
-        let turns = original_max_position_embeddings as f64 / wavelength;
-        let kept = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0);
-        1.0 / ((1.0 - kept) / factor + kept)
-    };
+    let (original, range) = (original_max_position_embeddings as f64, high_freq_factor - low_freq_factor);
+    // Divides a frequency by `factor`, except for the share that the turns within the original context keep.
+    let wavelength = |pair: u64| TAU * config.rope_theta.powf(2.0 * pair as f64 / config.head_dim as f64);
+    let kept = |pair: u64| ((original / wavelength(pair) - low_freq_factor) / range).clamp(0.0, 1.0);
+    let divisor = |pair: u64| 1.0 / ((1.0 - kept(pair)) / factor + kept(pair));
     (0..config.head_dim / 2).map(|pair| divisor(pair) as f32).collect()
 }
 

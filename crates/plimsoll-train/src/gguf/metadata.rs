@@ -1,6 +1,6 @@
 //! The header of a GGUF file: key-value pairs, and name, shape, type and offset of each tensor.
 
-use super::writer::PlannedTensor;
+use super::planned_tensor::PlannedTensor;
 
 /// The first bytes of a file.
 const MAGIC: &[u8; 4] = b"GGUF";

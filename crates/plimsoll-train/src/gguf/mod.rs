@@ -8,6 +8,7 @@
 //! | `metadata` | key-value pairs, and the header of a file |
 //! | `architecture` | names and settings of a model, as llama.cpp knows them |
 //! | `tokenizer`, `pre_tokenizer` | a `tokenizer.json` as metadata |
+//! | `planned_tensor` | [`PlannedTensor`]: name, shape and type of a tensor that is to be written |
 //! | `writer` | [`GgufWriter`]: tensors that arrive in pieces, converted and written |
 //! | `modelfile` | the Modelfile of Ollama |
 //!
@@ -22,6 +23,7 @@ mod error;
 mod metadata;
 mod mix;
 mod modelfile;
+mod planned_tensor;
 mod pre_tokenizer;
 mod quants;
 #[cfg(test)]
@@ -35,5 +37,6 @@ pub use error::GgufError;
 pub(crate) use metadata::Metadata;
 pub use mix::FileType;
 pub(crate) use modelfile::modelfile;
+pub(crate) use planned_tensor::PlannedTensor;
 pub(crate) use tokenizer::{ExpressedTokenizer, TokenizerFolder, TokenizerRequest};
-pub(crate) use writer::{GgufWriter, PlannedTensor};
+pub(crate) use writer::GgufWriter;

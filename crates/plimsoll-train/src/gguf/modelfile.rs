@@ -2,19 +2,25 @@
 //!
 //! It has no `TEMPLATE`: Ollama takes the chat template of the GGUF file if it knows it.
 
-use serde_json::Value;
+use crate::files::GenerationDefaults;
 use std::path::Path;
 
-/// Keys of `generation_config.json` with the parameters of Ollama.
-const PARAMETERS: [(&str, &str); 4] =
-    [("temperature", "temperature"), ("top_p", "top_p"), ("top_k", "top_k"), ("repetition_penalty", "repeat_penalty")];
-
-/// Returns the text of a Modelfile at `path` for the file `gguf`, with the settings of a `generation_config.json` and the
-/// texts at which generation stops.
-pub fn modelfile(path: &Path, gguf: &Path, settings: &Value, stops: &[String]) -> String {
+/// Returns the text of a Modelfile at `path` for the file `gguf`, with the rules of sampling of the model and the texts at
+/// which generation stops. A model without `do_sample` gets temperature 0, so Ollama takes its most likely token, as
+/// `plimsoll generate` does.
+pub fn modelfile(path: &Path, gguf: &Path, defaults: &GenerationDefaults, stops: &[String]) -> String {
     let mut text = format!("FROM {}\n", from_path(path, gguf));
-    for (key, parameter) in PARAMETERS {
-        if let Some(number) = settings.get(key).filter(|value| value.is_number()) {
+    let temperature = if defaults.do_sample == Some(true) { defaults.temperature } else { Some(0.0) };
+    let parameters = [
+        ("temperature", temperature),
+        ("top_p", defaults.top_p),
+        ("top_k", defaults.top_k.map(|tokens| tokens as f64)),
+        ("min_p", defaults.min_p),
+        ("repeat_penalty", defaults.repetition_penalty),
+        ("num_predict", defaults.max_new_tokens.map(|tokens| tokens as f64)),
+    ];
+    for (parameter, value) in parameters {
+        if let Some(number) = value {
             text += &format!("PARAMETER {parameter} {number}\n");
         }
     }
@@ -41,18 +47,24 @@ fn quoted(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
 
     #[test]
     fn modelfile_has_path_settings_and_stops() {
-        let settings =
-            json!({"temperature": 0.7, "top_k": 20, "repetition_penalty": 1.05, "do_sample": true, "top_p": null});
+        let defaults = GenerationDefaults {
+            do_sample: Some(true),
+            temperature: Some(0.7),
+            top_k: Some(20),
+            repetition_penalty: Some(1.05),
+            ..GenerationDefaults::default()
+        };
         let stops = ["<|im_end|>".to_owned(), "a\"b".to_owned()];
-        let text = modelfile(Path::new("out/Modelfile"), Path::new("out/model.gguf"), &settings, &stops);
+        let text = modelfile(Path::new("out/Modelfile"), Path::new("out/model.gguf"), &defaults, &stops);
         let expected = "FROM ./model.gguf\nPARAMETER temperature 0.7\nPARAMETER top_k 20\nPARAMETER repeat_penalty 1.05\n\
                         PARAMETER stop \"<|im_end|>\"\nPARAMETER stop \"\"\"a\"b\"\"\"\n";
         assert_eq!(text, expected);
-        let text = modelfile(Path::new("Modelfile"), Path::new("/data/model.gguf"), &Value::Null, &[]);
-        assert_eq!(text, "FROM /data/model.gguf\n");
+        // Without `do_sample`, the temperature of the file has no effect.
+        let greedy = GenerationDefaults { temperature: Some(0.7), ..GenerationDefaults::default() };
+        let text = modelfile(Path::new("Modelfile"), Path::new("/data/model.gguf"), &greedy, &[]);
+        assert_eq!(text, "FROM /data/model.gguf\nPARAMETER temperature 0\n");
     }
 }

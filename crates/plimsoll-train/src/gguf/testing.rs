@@ -105,13 +105,13 @@ impl GgufFile {
             })
             .collect();
         let data = reader.at.next_multiple_of(32);
-        let tensor = |(name, shape, id, offset): (String, Vec<u64>, u64, u64)| {
+        let tensors = infos.into_iter().map(|(name, shape, id, offset)| {
             let block_type = ALL_TYPES.into_iter().find(|block_type| u64::from(block_type.id()) == id).unwrap();
             assert_eq!(offset % 32, 0);
             let (start, length) = (data + offset as usize, block_type.bytes(shape.iter().product()) as usize);
             (name, ReadTensor { shape, block_type, data: bytes[start..start + length].to_vec() })
-        };
-        GgufFile { keys, tensors: infos.into_iter().map(tensor).collect() }
+        });
+        GgufFile { keys, tensors: tensors.collect() }
     }
 }
 

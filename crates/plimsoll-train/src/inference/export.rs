@@ -4,7 +4,7 @@
 use super::merged_model::MergedModel;
 use crate::engine::failure::DeviceFailure;
 use crate::engine::tensor_files::strip_group;
-use crate::files::{FilesError, atomic, read_generation_settings};
+use crate::files::{FilesError, GenerationDefaults, atomic};
 use crate::gguf::{
     BlockType, ExpressedTokenizer, Expression, FileType, GgufError, GgufWriter, Metadata, PlannedTensor,
     TokenizerFolder, TokenizerRequest, express, modelfile,
@@ -119,6 +119,7 @@ pub fn export(request: &ExportRequest, observe: Observer) -> Result<ExportedFile
     let ExpressedTokenizer { metadata: tokens, kind, pre, mut notes } = folder.express(&tokenizer_request)?;
     notes.splice(..0, merged.note());
     let stops = folder.token_texts(&config.eos);
+    let defaults = GenerationDefaults::read(&merged.model.path)?;
     drop(folder);
     let mut metadata = general(architecture, &source.name, request.file_type);
     metadata.append(settings);
@@ -132,8 +133,7 @@ pub fn export(request: &ExportRequest, observe: Observer) -> Result<ExportedFile
     })
     .map_err(ExportFailure::into_failure)?;
     if let Some(path) = &request.modelfile {
-        let settings = read_generation_settings(&merged.model.path)?;
-        atomic::write_file(path, modelfile(path, &request.out, &settings, &stops).as_bytes())?;
+        atomic::write_file(path, modelfile(path, &request.out, &defaults, &stops).as_bytes())?;
     }
     Ok(ExportedFile {
         file: request.out.clone(),

@@ -130,6 +130,15 @@ struct OwnText {
     text: String,
 }
 
+impl OwnText {
+    /// Takes the value of `chat_template`, or of its entry `name`, in the `tokenizer_config.json` that `file` names.
+    fn from_config(file: &Path, name: &str, text: &Value) -> Result<OwnText, TemplateError> {
+        let text = text.as_str().ok_or_else(|| invalid(file, "`chat_template` is no text"))?;
+        let suffix = if name == "default" { String::new() } else { format!(" ({name})") };
+        Ok(OwnText { shown: format!("{}{suffix}", file.display()), text: text.to_owned() })
+    }
+}
+
 impl OwnTemplates {
     /// Reads the template files of a folder, else the entry of `tokenizer_config.json`. There may be no template.
     fn read(folder: &Path) -> Result<OwnTemplates, TemplateError> {
@@ -142,14 +151,10 @@ impl OwnTemplates {
         }
         let file = folder.join("tokenizer_config.json");
         let config = read_object(&file)?.unwrap_or_default();
-        let mut add = |name: &str, text: &Value| match text.as_str() {
-            None => Err(invalid(&file, "`chat_template` is no text")),
-            Some(text) => {
-                let suffix = if name == "default" { String::new() } else { format!(" ({name})") };
-                let shown = format!("{}{suffix}", file.display());
-                texts.insert(name.to_owned(), OwnText { shown, text: text.to_owned() });
-                Ok(())
-            }
+        let mut add = |name: &str, text: &Value| -> Result<(), TemplateError> {
+            let text = OwnText::from_config(&file, name, text)?;
+            texts.insert(name.to_owned(), text);
+            Ok(())
         };
         match config.get("chat_template") {
             None | Some(Value::Null) => {}
