@@ -307,7 +307,7 @@ def check_fixture(checks, plimsoll, fixture, temp, adapter=None):
     source, more = model, []
     if adapter:
         source, more = temp / f"{model.name}-merged", ["--adapter", adapter]
-        plimsoll.run("merge", model, adapter, source)
+        plimsoll.run("export", model, "--adapter", adapter, "--merged", source)
     weights = read_weights(source)
     weights = {key: values for key, values in weights.items() if not (config["tie_word_embeddings"] and key == "lm_head.weight")}
     for file_type in ("f32", "bf16", "f16", "q8_0"):

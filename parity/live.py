@@ -103,7 +103,7 @@ class Plimsoll:
         return json.loads(self.run("eval", directory, "--data", file, "--format", "tokens", "--json", *with_adapter))
 
     def merge(self, base, adapter, out):
-        self.run("merge", base, adapter, out)
+        self.run("export", base, "--adapter", adapter, "--merged", out)
 
     def train(self, run_file):
         self.run("train", run_file)

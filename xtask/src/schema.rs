@@ -14,7 +14,7 @@ use plimsoll_device::bench::Bench;
 use plimsoll_device::machine::Machine;
 use plimsoll_train::bench::StepBench;
 use plimsoll_train::inference::evaluation::EvaluationLoss;
-use plimsoll_train::inference::export::ExportedFile;
+use plimsoll_train::inference::export::{ExportedDirectory, ExportedFile};
 use plimsoll_train::inference::generation::GeneratedText;
 use plimsoll_train::session::control::BudgetChange;
 use plimsoll_train::session::outcome::Outcome;
@@ -94,7 +94,8 @@ fn documents() -> Vec<(&'static str, Value)> {
         ("budget", schema_of::<BudgetChange>()),
         ("evaluation", schema_of::<EvaluationLoss>()),
         ("generation", schema_of::<GeneratedText>()),
-        ("export", schema_of::<ExportedFile>()),
+        ("export-gguf", schema_of::<ExportedFile>()),
+        ("export-merged", schema_of::<ExportedDirectory>()),
         ("bench-devices", schema_of::<Bench>()),
         ("bench-models", schema_of::<ModelsBench>()),
         ("bench-step", schema_of::<StepBench>()),

@@ -103,7 +103,7 @@ pub enum ProgramKind {
     /// runs it before each evaluation.
     #[serde(rename = "renew")]
     ReloadWeights,
-    /// Adds LoRA adapters to the matrices of a model directory, for `plimsoll merge`.
+    /// Adds LoRA adapters to the matrices of a model directory, for `plimsoll export`.
     #[serde(rename = "merge")]
     Merge,
     /// A numbered Program outside any run: a measurement or a test.

@@ -11,7 +11,7 @@ use plimsoll_train::data::{DataSpec, Dataset, Format, LongSamples, Rows};
 use plimsoll_train::engine::tensor_files::{ModelSource, TensorWriter};
 use plimsoll_train::engine::{Engine, StepInput};
 use plimsoll_train::files::{AdapterDir, ModelDir, StoredTensor, WeightFiles, write_adapter_dir};
-use plimsoll_train::inference::merge::merge;
+use plimsoll_train::inference::export::{DirectoryRequest, export_directory};
 use serde_json::Value;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
@@ -487,9 +487,16 @@ fn merged_model_has_loss_of_base_with_adapters() {
     let cache = tempfile::tempdir().expect("a folder");
     for adapters in Adapters::all() {
         let out = cache.path().join(adapters.case.name);
-        merge(&adapters.case.path, &adapters.path, &out, &[]).expect("merged");
-        let refused =
-            merge(&adapters.case.path, &adapters.path, &out, &[]).expect_err("an existing folder is not overwritten");
+        let request = DirectoryRequest {
+            model: adapters.case.path.clone(),
+            adapter: Some(adapters.path.clone()),
+            out: out.clone(),
+            dtype: None,
+            max_shard: None,
+            ignore_config_keys: vec![],
+        };
+        export_directory(&request, &mut |_| {}).expect("merged");
+        let refused = export_directory(&request, &mut |_| {}).expect_err("an existing folder is not overwritten");
         assert!(refused.message.ends_with("already exists"), "{refused}");
         let expected = adapters.case.number("/merged/loss");
         let merged = Case { dir: ModelDir::open(&out, &[]).expect("a model"), ..adapters.case };

@@ -119,7 +119,7 @@ mod tests {
         assert_eq!(eval.message, "--sequence is 128, but a takes no more than 64");
         let kept = "name the folder of a run (run.dir), or set eos_token in config.json";
         assert_eq!(eval.hints, ["set --sequence to 64 or less", "take fewer: --threads 1", kept]);
-        assert_eq!(with_flags_for_keys(&["merge"], failure.clone()).hints, [kept]);
+        assert_eq!(with_flags_for_keys(&["export"], failure.clone()).hints, [kept]);
         for with_set in [&["train"][..], &["plan"], &["bench", "models"]] {
             assert_eq!(with_flags_for_keys(with_set, failure.clone()), failure);
         }

@@ -97,7 +97,6 @@ fn run(command: Command) -> Result<Exit, Failure> {
         Command::Bench { benchmark: BenchCommand::Step(args) } => commands::devices::time_step(&args),
         Command::Eval(args) => commands::model::eval(&args),
         Command::Generate(args) => commands::generate::generate(&args),
-        Command::Merge(args) => commands::model::merge(&args),
         Command::Export(args) => commands::export::run(&args),
         Command::Join(args) => commands::ray::run("join", &args),
         Command::Cluster(args) => commands::ray::run("cluster", &args),

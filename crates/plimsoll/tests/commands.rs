@@ -109,7 +109,7 @@ fn eval_and_generate_name_only_their_flags() {
     }
     let refusal = workspace.expect_refusal(2, &[&eval[..], &["--sequence", "128"]].concat());
     assert!(refusal.contains("--sequence is 128") && refusal.contains("set --sequence to 64"), "{refusal}");
-    for command in [&["generate", "model", "--prompt", "abc"][..], &["merge", "model", "model", "out"]] {
+    for command in [&["generate", "model", "--prompt", "abc"][..], &["export", "model", "--merged", "out"]] {
         let refusal = workspace.expect_refusal(2, command);
         assert!(refusal.contains("  hint: name a directory") && !refusal.contains("--set"), "{refusal}");
     }

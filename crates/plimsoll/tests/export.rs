@@ -87,7 +87,7 @@ fn merged_adapters_equal_merged_model() {
     workspace.succeed(&[&["train", "run.toml", "--quiet", "--set", "run.dir=tuned"][..], &lora].concat());
     // The name of the folder becomes that of the model.
     fs::create_dir(workspace.path("merged")).unwrap();
-    workspace.succeed(&["merge", "run/model", "tuned/adapter", "merged/tuned"]);
+    workspace.succeed(&["export", "run/model", "--adapter", "tuned/adapter", "--merged", "merged/tuned"]);
     for (name, model) in [("run", &["tuned"][..]), ("merged", &["merged/tuned"])] {
         let out = format!("{name}.gguf");
         workspace.succeed(&[&["export"][..], model, &["--gguf", &out, "--type", "bf16"]].concat());
@@ -101,6 +101,42 @@ fn merged_adapters_equal_merged_model() {
     let refusal = workspace
         .expect_refusal(2, &["export", "tuned", "--adapter", "tuned/adapter", "--gguf", "c.gguf", "--type", "f32"]);
     assert!(refusal.contains("tuned has adapters of its own"), "{refusal}");
+}
+
+#[test]
+fn merged_model_has_the_type_and_the_files_asked_for() {
+    let workspace = trained();
+    let line = ["export", "run", "--merged", "half", "--type", "bf16", "--shard-size", "4KiB", "--json", "--quiet"];
+    let exported = workspace.succeed(&line).json();
+    assert_eq!(exported["directory"], "half");
+    let (full, half) = (workspace.file_names("run/model"), workspace.file_names("half"));
+    assert!(half.iter().filter(|name| name.ends_with(".safetensors")).count() > 1, "{half:?}");
+    assert!(half.iter().any(|name| name == "model.safetensors.index.json"));
+    assert_eq!(
+        half.iter().filter(|name| !name.starts_with("model")).collect::<Vec<_>>(),
+        full.iter().filter(|name| !name.starts_with("model")).collect::<Vec<_>>()
+    );
+    let config = workspace.json("half/config.json");
+    assert_eq!(config.get("dtype").or_else(|| config.get("torch_dtype")).unwrap(), "bfloat16");
+    // A second conversion changes nothing, and a conversion back has the same loss.
+    workspace.succeed(&["export", "half", "--merged", "back", "--type", "f32", "--quiet"]);
+    let loss = |model: &str| {
+        let line = ["eval", model, "--data", "eval.jsonl", "--format", "tokens", "--json"];
+        workspace.succeed(&line).json()["loss"].as_f64().unwrap()
+    };
+    assert_eq!(loss("half"), loss("back"));
+    let difference = (loss("half") / loss("run/model") - 1.0).abs();
+    assert!(difference > 0.0 && difference < 1e-2, "{difference}");
+    for (line, says) in [
+        (&["export", "run", "--merged", "half"][..], "half already exists"),
+        (&["export", "run", "--merged", "q", "--type", "q8_0"], "--type q8_0 is for GGUF files only"),
+        (&["export", "run"], "--gguf <FILE>|--merged <DIR>"),
+        (&["export", "run", "--gguf", "x.gguf"], "--type <TYPE>"),
+        (&["export", "run", "--gguf", "x.gguf", "--type", "f16", "--shard-size", "1GiB"], "--merged <DIR>"),
+    ] {
+        let refusal = workspace.expect_refusal(2, line);
+        assert!(refusal.contains(says), "{line:?}: {refusal}");
+    }
 }
 
 #[test]

@@ -240,7 +240,7 @@ fn trained_end_token_is_written_out() {
     workspace.succeed(&[&["train", "run.toml", "--set", "model.init=pretrained"], &lora[..]].concat());
     let both: Value = [0, 5].into_iter().collect();
     assert_eq!(workspace.json("tuned/adapter/generation_config.json")["eos_token_id"], both);
-    workspace.succeed(&["merge", "run/model", "tuned/adapter", "merged"]);
+    workspace.succeed(&["export", "run/model", "--adapter", "tuned/adapter", "--merged", "merged"]);
     assert_eq!(workspace.json("merged/generation_config.json")["eos_token_id"], both);
 }
 
@@ -329,7 +329,7 @@ fn adapters_save_apply_continue_and_merge() {
     let found = number(&workspace.json("tuned/result.json")["eval"]["loss"]);
     assert!((loss(&["run/model"]) / found - 1.0).abs() > 1e-4, "the adapters have learned something");
     assert!((loss(&["run/model", "--adapter", "tuned/adapter"]) / found - 1.0).abs() < 1e-6);
-    workspace.succeed(&["merge", "run/model", "tuned/adapter", "merged"]);
+    workspace.succeed(&["export", "run/model", "--adapter", "tuned/adapter", "--merged", "merged"]);
     assert_eq!(workspace.file_names("merged"), workspace.file_names("run/model"));
     assert!((loss(&["merged"]) / found - 1.0).abs() < 1e-5);
     let generate = ["generate", "--prompt", "abc", "--max-tokens", "4", "--json"];
@@ -353,7 +353,7 @@ fn adapters_over_random_weights_are_reported() {
         workspace.succeed(&["train", "run.toml", "--quiet", "--set", "train.method=lora", "--set", "train.steps=1"]);
     assert!(done.stderr.contains("warning: adapters over random weights"), "{}", done.stderr);
     let eval = ["eval", "model", "--adapter", "run/adapter", "--data", "eval.jsonl", "--format", "tokens"];
-    for words in [&eval[..], &["merge", "model", "run/adapter", "merged"]] {
+    for words in [&eval[..], &["export", "model", "--adapter", "run/adapter", "--merged", "merged"]] {
         let refused = workspace.expect_refusal(2, words);
         assert!(
             refused.contains("run/adapter names no base model: ") && refused.contains("train a full model first"),
@@ -363,7 +363,7 @@ fn adapters_over_random_weights_are_reported() {
     // Over other weights of the same shape they work, with a note.
     workspace.succeed(&["train", "run.toml", "--quiet", "--set", "run.dir=whole", "--set", "train.steps=1"]);
     let over = [&["eval", "whole/model"], &eval[2..]].concat();
-    for words in [&over[..], &["merge", "whole/model", "run/adapter", "merged"]] {
+    for words in [&over[..], &["export", "whole/model", "--adapter", "run/adapter", "--merged", "merged"]] {
         let said = workspace.succeed(words).stderr;
         assert!(said.starts_with("note: ") && said.contains("run/adapter names no base model: "), "{said}");
     }

@@ -163,7 +163,7 @@ fn check_method(config: &RunConfig) -> Result<(), RuleViolation> {
         let message = "adapters are given, but all parameters are trained";
         let hints = vec![
             "to train the adapters on: train.method = \"lora\"".to_owned(),
-            "to train what both make together: plimsoll merge BASE ADAPTER OUT, then model.path = OUT".to_owned(),
+            "to train what both make together: plimsoll export BASE --adapter ADAPTER --merged OUT, then model.path = OUT".to_owned(),
         ];
         return Err(RuleViolation::Invalid("model.adapter".into(), message.to_owned(), hints));
     }

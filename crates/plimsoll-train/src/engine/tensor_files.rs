@@ -63,7 +63,8 @@ fn unknown(tensor: &str) -> io::Error {
     io::Error::new(io::ErrorKind::NotFound, format!("there is no tensor `{tensor}`"))
 }
 
-fn as_io(error: FilesError) -> io::Error {
+/// Returns the error as one of input and output. A full disk stays recognizable.
+pub(crate) fn as_io(error: FilesError) -> io::Error {
     match error {
         FilesError::DiskFull { .. } => io::Error::new(io::ErrorKind::StorageFull, error),
         other => io::Error::other(other),

@@ -21,6 +21,7 @@ pub(crate) use model_dir::SIDE_FILES;
 pub use model_dir::{ModelDir, ModelWeights, read_config, write_model_dir};
 pub use read::{TensorEntry, WeightFiles};
 pub use values::{FileSummary, has_non_finite};
+pub(crate) use values::{convert_floats, decode_floats};
 pub(crate) use write::reserve_space;
 pub use write::{MAX_SHARD_BYTES, StoredTensor, WeightWriter};
 

@@ -3,7 +3,7 @@
 use super::atomic;
 use super::error::FilesError;
 use super::read::{TensorEntry, WeightFiles, is_rotary_frequency, read_small};
-use super::write::{MAX_SHARD_BYTES, StoredTensor, WeightWriter, pretty_json};
+use super::write::{StoredTensor, WeightWriter, pretty_json};
 use plimsoll_core::{Bytes, DType};
 use plimsoll_device::regular_file;
 use plimsoll_program::models::decoder::WeightSource;
@@ -226,7 +226,7 @@ fn tensors_equal(files: &WeightFiles, a: &TensorEntry, b: &TensorEntry) -> Resul
 }
 
 /// Writes a model directory and replaces an existing one. `config` becomes `config.json`, and `write_weights` writes
-/// `tensors`. Tokenizer, generation settings and chat templates are copied from `side_files_from`, if it is given.
+/// `tensors` in files of at most `max_shard` bytes. Tokenizer, generation settings and chat templates are copied from `side_files_from`, if it is given.
 /// Generation settings get the end tokens of `model`.
 ///
 /// # Errors
@@ -236,11 +236,12 @@ pub fn write_model_dir<E: From<FilesError>>(
     model: &ModelConfig,
     config: &Value,
     tensors: &[StoredTensor],
+    max_shard: Bytes,
     side_files_from: Option<&Path>,
     write_weights: impl FnOnce(&mut WeightWriter) -> Result<(), E>,
 ) -> Result<(), E> {
     atomic::write_dir(path, |dir| {
-        let mut writer = WeightWriter::create(dir, "model", tensors, MAX_SHARD_BYTES)?;
+        let mut writer = WeightWriter::create(dir, "model", tensors, max_shard)?;
         write_weights(&mut writer)?;
         writer.finish()?;
         atomic::write_file(&dir.join("config.json"), &pretty_json(config))?;

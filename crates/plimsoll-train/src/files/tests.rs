@@ -243,6 +243,7 @@ fn generation_config_decides_end_tokens() {
         &trained,
         &trained.to_json(None, DType::F32),
         &tensors,
+        MAX_SHARD_BYTES,
         Some(dir.path()),
         |writer| tensors.iter().try_for_each(|tensor| writer.write(&tensor.name, &vec![0; tensor.bytes() as usize])),
     )
@@ -341,16 +342,24 @@ fn written_model_keeps_side_files_and_extra_keys() {
         config.hf_parameters().iter().map(|p| stored(&p.hf_name, DType::Bf16, &p.shape)).collect();
     let save = |fail: bool| {
         let config_json = config.to_json(Some(&raw), DType::Bf16);
-        write_model_dir::<FilesError>(&new, &config, &config_json, &tensors, Some(old.path()), |writer| {
-            for parameter in config.hf_parameters() {
-                let bytes = content(&parameter.hf_name, 2 * parameter.elements());
-                writer.write(&parameter.hf_name, &bytes)?;
-                if fail {
-                    return Err(FilesError::io(&new, "write", std::io::ErrorKind::StorageFull.into()));
+        write_model_dir::<FilesError>(
+            &new,
+            &config,
+            &config_json,
+            &tensors,
+            MAX_SHARD_BYTES,
+            Some(old.path()),
+            |writer| {
+                for parameter in config.hf_parameters() {
+                    let bytes = content(&parameter.hf_name, 2 * parameter.elements());
+                    writer.write(&parameter.hf_name, &bytes)?;
+                    if fail {
+                        return Err(FilesError::io(&new, "write", std::io::ErrorKind::StorageFull.into()));
+                    }
                 }
-            }
-            Ok(())
-        })
+                Ok(())
+            },
+        )
     };
     save(false).unwrap();
     let full = Failure::from(save(true).unwrap_err());
@@ -390,4 +399,25 @@ proptest! {
             }
         }
     }
+}
+
+#[test]
+fn floats_are_converted_to_the_nearest_value() {
+    let values = [1.0f32, -0.1, 65504.0, 1e-7];
+    let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+    for (dtype, expected) in [
+        (DType::F16, values.map(|value| half::f16::from_f32(value).to_bits())),
+        (DType::Bf16, values.map(|value| half::bf16::from_f32(value).to_bits())),
+    ] {
+        let converted = convert_floats(DType::F32, dtype, &bytes).unwrap();
+        assert_eq!(converted, expected.map(u16::to_le_bytes).concat());
+        // A type with fewer bits has values of the wider one only.
+        let back = convert_floats(dtype, DType::F32, &converted).unwrap();
+        assert_eq!(convert_floats(DType::F32, dtype, &back).unwrap(), converted);
+    }
+    assert_eq!(convert_floats(DType::F32, DType::F16, &65520.0f32.to_le_bytes()), Err(65520.0));
+    assert!(convert_floats(DType::Bf16, DType::F16, &half::bf16::from_f32(-1e9).to_le_bytes()).is_err());
+    // NaN stays NaN, which the writer of the file refuses.
+    let nan = convert_floats(DType::F32, DType::Bf16, &f32::NAN.to_le_bytes()).unwrap();
+    assert!(has_non_finite(DType::Bf16, &nan));
 }

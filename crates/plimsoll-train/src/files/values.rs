@@ -1,5 +1,6 @@
-//! Checks of the values in tensors, and checksums of files.
+//! Checks and conversions of the values in tensors, and checksums of files.
 
+use half::{bf16, f16};
 use plimsoll_core::{Bytes, DType};
 use serde::{Deserialize, Serialize};
 use std::io::{self, Read};
@@ -37,6 +38,55 @@ impl FileSummary {
     pub fn of(content: &[u8]) -> FileSummary {
         FileSummary { bytes: Bytes(content.len() as u64), crc32: crc32fast::hash(content) }
     }
+}
+
+/// Converts bytes of type `dtype`, one of f32, f16 and bf16, to f32 values.
+///
+/// # Panics
+/// If `dtype` is another type.
+pub(crate) fn decode_floats(dtype: DType, bytes: &[u8]) -> Vec<f32> {
+    match dtype {
+        DType::F32 => bytes.as_chunks::<4>().0.iter().map(|value| f32::from_le_bytes(*value)).collect(),
+        DType::F16 => bytes.as_chunks::<2>().0.iter().map(|value| f16::from_le_bytes(*value).to_f32()).collect(),
+        DType::Bf16 => bytes.as_chunks::<2>().0.iter().map(|value| bf16::from_le_bytes(*value).to_f32()).collect(),
+        DType::F64 | DType::I32 | DType::U8 => panic!("opened weights are F32, F16 or BF16"),
+    }
+}
+
+/// Converts bytes of one type to bytes of another, each value to the nearest one, ties to even. Both are one of f32, f16 and
+/// bf16.
+///
+/// # Errors
+/// A finite value that is too large for the type, which is returned.
+///
+/// # Panics
+/// If one of the types is another.
+pub(crate) fn convert_floats(from: DType, to: DType, bytes: &[u8]) -> Result<Vec<u8>, f32> {
+    let values = decode_floats(from, bytes);
+    let mut converted = Vec::with_capacity(values.len() * to.bytes() as usize);
+    for value in values {
+        let is_beyond = match to {
+            DType::F16 => {
+                let half = f16::from_f32(value);
+                converted.extend(half.to_le_bytes());
+                half.is_infinite()
+            }
+            DType::Bf16 => {
+                let half = bf16::from_f32(value);
+                converted.extend(half.to_le_bytes());
+                half.is_infinite()
+            }
+            DType::F32 => {
+                converted.extend(value.to_le_bytes());
+                false
+            }
+            DType::F64 | DType::I32 | DType::U8 => panic!("weights are written as F32, F16 or BF16"),
+        };
+        if is_beyond && value.is_finite() {
+            return Err(value);
+        }
+    }
+    Ok(converted)
 }
 
 /// Whether `bytes`, whole values of type `dtype`, contain NaN or an infinite value. Such a value has all bits of its

@@ -5,9 +5,7 @@ use super::BlockType;
 use super::error::GgufError;
 use super::metadata::{ALIGNMENT, Metadata};
 use super::planned_tensor::PlannedTensor;
-use crate::files::{FilesError, has_non_finite, reserve_space};
-use half::{bf16, f16};
-use plimsoll_core::DType;
+use crate::files::{FilesError, decode_floats, has_non_finite, reserve_space};
 use rayon::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use std::fs::File;
@@ -94,7 +92,7 @@ impl<'a> GgufWriter<'a> {
     /// Converts whole rows of the current tensor and writes them. Goes on to the next tensor after the last row.
     fn convert(&mut self, bytes: &[u8]) -> Result<(), GgufError> {
         let tensor = &self.tensors[self.current];
-        let mut values = decode(tensor.dtype, bytes);
+        let mut values = decode_floats(tensor.dtype, bytes);
         if let Some(head_rows) = tensor.head_rows {
             values = interleave(&values, tensor.unit_elements() as usize, head_rows as usize);
         }
@@ -148,16 +146,6 @@ impl<'a> GgufWriter<'a> {
     /// If a tensor has not been written to its end.
     pub fn finish(self) {
         assert!(self.current == self.tensors.len() && self.pending.is_empty(), "a tensor is incomplete");
-    }
-}
-
-/// Converts bytes of type `dtype` to f32 values.
-fn decode(dtype: DType, bytes: &[u8]) -> Vec<f32> {
-    match dtype {
-        DType::F32 => bytes.as_chunks::<4>().0.iter().map(|value| f32::from_le_bytes(*value)).collect(),
-        DType::F16 => bytes.as_chunks::<2>().0.iter().map(|value| f16::from_le_bytes(*value).to_f32()).collect(),
-        DType::Bf16 => bytes.as_chunks::<2>().0.iter().map(|value| bf16::from_le_bytes(*value).to_f32()).collect(),
-        DType::F64 | DType::I32 | DType::U8 => panic!("opened weights are F32, F16 or BF16"),
     }
 }
 

@@ -1,4 +1,4 @@
-//! A model directory whose adapters are merged while its tensors are read: the source of `plimsoll merge` and of
+//! A model directory whose adapters are merged while its tensors are read: the source of
 //! `plimsoll export`. The model's weights are streamed; only the adapters stay in memory.
 
 use crate::engine::failure::DeviceFailure;

@@ -1,4 +1,4 @@
-//! Inference with a model: its loss on data, text from prompts, conversations, merging of adapters, and export to GGUF.
+//! Inference with a model: its loss on data, text from prompts, conversations, and export.
 //!
 //! Evaluation and generation are planned first and run second, so a command can print the plan or refuse it.
 //!
@@ -9,15 +9,14 @@
 //! | `chat` | a conversation with the user, within the planned cache |
 //! | `decoding`, `sampling`, `text_stream` | tokens one after another, the choice of each, their text |
 //! | `samples` | the sample answers that a run shows at its end |
-//! | `merge`, `merged_model` | adapters merged into their base model |
-//! | `export` | a GGUF file for llama.cpp and Ollama |
+//! | `merged_model` | adapters merged into their base model |
+//! | `export` | a Hugging Face directory, or a GGUF file for llama.cpp and Ollama |
 
 pub mod chat;
 mod decoding;
 pub mod evaluation;
 pub mod export;
 pub mod generation;
-pub mod merge;
 mod merged_model;
 pub mod samples;
 pub mod sampling;

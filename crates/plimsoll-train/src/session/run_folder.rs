@@ -5,7 +5,7 @@ use crate::config::{Method, RunConfig};
 use crate::engine::failure::DeviceFailure;
 use crate::engine::tensor_files::TensorWriter;
 use crate::events::EventLog;
-use crate::files::{WeightWriter, atomic, write_adapter_dir, write_model_dir};
+use crate::files::{MAX_SHARD_BYTES, WeightWriter, atomic, write_adapter_dir, write_model_dir};
 use crate::inference::samples::decode_samples;
 use crate::planning::request::adapter_config;
 use crate::session::checkpoint;
@@ -140,7 +140,7 @@ impl Session {
             return Ok(path);
         }
         let config = model.config.to_json(model.dir.as_ref().map(|dir| &dir.raw_config), self.info.precision);
-        write_model_dir(&path, &model.config, &config, &tensors, model.folder(), write)?;
+        write_model_dir(&path, &model.config, &config, &tensors, MAX_SHARD_BYTES, model.folder(), write)?;
         Ok(path)
     }
 

@@ -22,7 +22,7 @@ pub use bench::{BenchDevicesArgs, BenchModelsArgs, BenchStepArgs};
 pub use data::DataArgs;
 pub use doctor::DoctorArgs;
 pub use generate::GenerateArgs;
-pub use model::{EvalArgs, ExportArgs, MergeArgs};
+pub use model::{EvalArgs, ExportArgs};
 pub use models::{InitArgs, ModelsArgs};
 pub use report::{ReportArgs, RunsArgs};
 pub use run::{PlanArgs, ProgressForm, SweepArgs, TrainArgs};
@@ -108,9 +108,7 @@ pub enum Command {
     Eval(EvalArgs),
     /// Continue a prompt with a model
     Generate(GenerateArgs),
-    /// Merge LoRA adapters into their base model
-    Merge(MergeArgs),
-    /// Write a model as a GGUF file, for llama.cpp and Ollama
+    /// Write a model for other programs: a merged model in 16 bit, or a GGUF file for llama.cpp and Ollama
     Export(ExportArgs),
     /// Add this machine to a cluster, or start one with --head (needs the Python wheel with Ray)
     #[command(disable_help_flag = true, override_usage = cluster::JOIN_USAGE, after_help = cluster::JOIN_OPTIONS)]
@@ -168,7 +166,6 @@ impl Command {
             Command::Bench { benchmark: BenchCommand::Models(_) } => &["bench", "models"],
             Command::Eval(_) => &["eval"],
             Command::Generate(_) => &["generate"],
-            Command::Merge(_) => &["merge"],
             Command::Export(_) => &["export"],
             Command::Join(_) => &["join"],
             Command::Cluster(_) => &["cluster"],
@@ -197,7 +194,7 @@ impl Command {
             Command::Eval(args) => args.json,
             Command::Generate(args) => args.json,
             Command::Export(args) => args.json,
-            Command::Merge(_) | Command::MeasureRates(_) => false,
+            Command::MeasureRates(_) => false,
             Command::Join(args) | Command::Leave(args) | Command::Cluster(args) | Command::Verify(args) => {
                 args.arguments.iter().any(|argument| argument == "--json")
             }

@@ -1,8 +1,8 @@
 //! Arguments of `eval`, `merge` and `export`, and those that `eval` shares with `generate`.
 
 use super::values::{file_type, positive, pre_tokenizer};
-use clap::Args;
-use plimsoll_core::Failure;
+use clap::{ArgGroup, Args};
+use plimsoll_core::{Bytes, Failure};
 use plimsoll_train::config::{RunConfig, list_setting, setting};
 use plimsoll_train::gguf::FileType;
 use plimsoll_train::resolve::RunRequest;
@@ -45,47 +45,38 @@ impl EvalArgs {
     }
 }
 
-/// Arguments of `plimsoll merge`, which merges an adapter into its base model.
-#[derive(Debug, Args)]
-#[command(after_help = "Example:\n  plimsoll merge models/my-llama runs/my-llama/adapter models/my-llama-tuned")]
-pub struct MergeArgs {
-    /// Base model: a Hugging Face directory
-    #[arg(value_name = "BASE")]
-    pub base: PathBuf,
-    /// LoRA adapters of the base model: a PEFT directory
-    #[arg(value_name = "ADAPTER")]
-    pub adapter: PathBuf,
-    /// Folder of the merged model, which must not exist yet
-    #[arg(value_name = "OUT")]
-    pub out: PathBuf,
-    /// Ignore a key of the model's config.json that Plimsoll does not know (repeatable)
-    #[arg(long, value_name = "KEY")]
-    pub ignore_config_key: Vec<String>,
-}
-
-/// Arguments of `plimsoll export`, which writes a model as a GGUF file.
+/// Arguments of `plimsoll export`, which writes a model for other programs.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   plimsoll export runs/my-llama --gguf my-llama.gguf --type q4_k_m --modelfile Modelfile
-  plimsoll export hub:Qwen/Qwen2.5-0.5B --adapter runs/chat/adapter --gguf chat.gguf --type q8_0")]
+  plimsoll export hub:Qwen/Qwen2.5-0.5B --adapter runs/chat/adapter --gguf chat.gguf --type q8_0
+  plimsoll export runs/chat --merged chat-model --type bf16")]
+#[command(group(ArgGroup::new("output").required(true).args(["gguf", "merged"])))]
 pub struct ExportArgs {
     /// Model: a run folder, a Hugging Face directory, or a PEFT directory that names its base model
     #[arg(value_name = "MODEL")]
     pub model: PathBuf,
-    /// File to write, which must not exist yet
-    #[arg(long, value_name = "FILE")]
-    pub gguf: PathBuf,
-    /// Type of the file: f32, bf16, f16, q8_0, q6_k, q5_k_m, q4_k_m, q4_0
+    /// Write a GGUF file for llama.cpp and Ollama, which must not exist yet
+    #[arg(long, value_name = "FILE", requires = "file_type")]
+    pub gguf: Option<PathBuf>,
+    /// Write a Hugging Face directory, which must not exist yet
+    #[arg(long, value_name = "DIR")]
+    pub merged: Option<PathBuf>,
+    /// Type of the weights. GGUF: f32, bf16, f16, q8_0, q6_k, q5_k_m, q4_k_m, q4_0. Directory: f32, bf16 or f16
+    /// [default of a directory: the types of the model]
     #[arg(long = "type", value_name = "TYPE", value_parser = file_type)]
-    pub file_type: FileType,
+    pub file_type: Option<FileType>,
     /// Merge these LoRA adapters into the model: a PEFT directory
     #[arg(long, value_name = "DIR")]
     pub adapter: Option<PathBuf>,
+    /// Largest size of a file of weights in the directory [default: 5 GB]
+    #[arg(long, value_name = "SIZE", requires = "merged")]
+    pub shard_size: Option<Bytes>,
     /// Also write a Modelfile for `ollama create`, which must not exist yet
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", requires = "gguf")]
     pub modelfile: Option<PathBuf>,
     /// Name of the pre-tokenizer in llama.cpp, if it is not recognized
-    #[arg(long, value_name = "NAME", value_parser = pre_tokenizer)]
+    #[arg(long, value_name = "NAME", value_parser = pre_tokenizer, requires = "gguf")]
     pub pre: Option<String>,
     /// Ignore a key of the model's config.json that Plimsoll does not know (repeatable)
     #[arg(long, value_name = "KEY")]

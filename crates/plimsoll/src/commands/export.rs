@@ -1,39 +1,93 @@
-//! `plimsoll export`: a model as a GGUF file.
+//! `plimsoll export`: a model as a Hugging Face directory or a GGUF file.
 
 use super::hub::local_model;
 use super::model::to_json;
 use crate::args::ExportArgs;
 use crate::output;
-use plimsoll_core::{Exit, Failure};
-use plimsoll_train::inference::export::{ExportProgress, ExportRequest, ExportedFile, export};
+use plimsoll_core::{DType, Exit, Failure};
+use plimsoll_train::gguf::FileType;
+use plimsoll_train::inference::export::{
+    DirectoryRequest, ExportProgress, ExportedDirectory, ExportedFile, GgufRequest, Observer, export_directory,
+    export_gguf,
+};
 use plimsoll_watch::download::DownloadBar;
+use serde::Serialize;
+use std::path::Path;
 
 /// Exports a model and prints the result.
 ///
 /// # Errors
 /// A model that cannot be read or that GGUF cannot express, or an output that exists.
 pub fn run(args: &ExportArgs) -> Result<Exit, Failure> {
-    let request = ExportRequest {
+    match (&args.merged, &args.gguf, args.file_type) {
+        (Some(out), _, _) => write_directory(args, out),
+        (None, Some(out), Some(file_type)) => write_gguf(args, out, file_type),
+        _ => unreachable!("the parser requires --merged, or --gguf with --type"),
+    }
+}
+
+fn write_directory(args: &ExportArgs, out: &Path) -> Result<Exit, Failure> {
+    let request = DirectoryRequest {
+        dtype: args.file_type.map(directory_type).transpose()?,
         model: local_model(&args.model, args.quiet)?,
         adapter: args.adapter.clone(),
-        out: args.gguf.clone(),
-        file_type: args.file_type,
+        out: out.to_owned(),
+        max_shard: args.shard_size,
+        ignore_config_keys: args.ignore_config_key.clone(),
+    };
+    let exported = with_bar(args, |observe| export_directory(&request, observe))?;
+    let ExportedDirectory { directory, bytes, notes, .. } = &exported;
+    print_result(
+        args,
+        &exported,
+        notes.iter().cloned(),
+        &format!("model: {}\nweights: {bytes}\n", directory.display()),
+    );
+    Ok(Exit::Done)
+}
+
+fn write_gguf(args: &ExportArgs, out: &Path, file_type: FileType) -> Result<Exit, Failure> {
+    let request = GgufRequest {
+        model: local_model(&args.model, args.quiet)?,
+        adapter: args.adapter.clone(),
+        out: out.to_owned(),
+        file_type,
         pre: args.pre.clone(),
         modelfile: args.modelfile.clone(),
         ignore_config_keys: args.ignore_config_key.clone(),
     };
+    let exported = with_bar(args, |observe| export_gguf(&request, observe))?;
+    let notes = exported.notes.iter().cloned().chain(exported.replaced_note());
+    print_result(args, &exported, notes, &describe(&exported));
+    Ok(Exit::Done)
+}
+
+/// Returns the type of all weights that a file type names.
+fn directory_type(file_type: FileType) -> Result<DType, Failure> {
+    match file_type {
+        FileType::F32 => Ok(DType::F32),
+        FileType::Bf16 => Ok(DType::Bf16),
+        FileType::F16 => Ok(DType::F16),
+        other => Err(Failure::input(format!("--type {} is for GGUF files only", other.name()))
+            .hint("with --merged, choose f32, bf16 or f16")),
+    }
+}
+
+/// Exports with a progress bar.
+fn with_bar<T>(args: &ExportArgs, export: impl FnOnce(Observer) -> Result<T, Failure>) -> Result<T, Failure> {
     let bar = DownloadBar::new(args.quiet);
-    let mut show = |progress: ExportProgress| bar.update(progress.tensor, progress.done_bytes, progress.total_bytes);
-    let exported = export(&request, &mut show)?;
-    drop(bar);
+    export(&mut |progress: ExportProgress| bar.update(progress.tensor, progress.done_bytes, progress.total_bytes))
+}
+
+/// Prints notes and the result, as JSON or as the lines that people see.
+fn print_result(args: &ExportArgs, result: &impl Serialize, notes: impl Iterator<Item = String>, text: &str) {
     if !args.quiet {
-        exported.notes.iter().cloned().chain(exported.replaced_note()).for_each(|note| output::print_note(&note));
+        notes.for_each(|note| output::print_note(&note));
     }
     match args.json {
-        true => output::print_json(&to_json(&exported)),
-        false => output::print(&describe(&exported)),
+        true => output::print_json(&to_json(result)),
+        false => output::print(text),
     }
-    Ok(Exit::Done)
 }
 
 /// Returns the lines that people see.

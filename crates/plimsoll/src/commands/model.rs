@@ -1,9 +1,9 @@
-//! `plimsoll eval` and `plimsoll merge`: commands for trained models.
+//! `plimsoll eval`, and helpers of the commands for trained models.
 
-use super::hub::{local_model, with_hub_files};
+use super::hub::with_hub_files;
 use super::plan::refuse_or_prompt;
 use super::rates::measure_in_child;
-use crate::args::{EvalArgs, MergeArgs};
+use crate::args::EvalArgs;
 use crate::output;
 use plimsoll_core::{Exit, Failure, format_count};
 use plimsoll_train::files::AdapterDir;
@@ -35,18 +35,6 @@ pub fn eval(args: &EvalArgs) -> Result<Exit, Failure> {
             format_count(loss.tokens, "labelled token")
         ));
     }
-    Ok(Exit::Done)
-}
-
-/// Merges adapters into their base model.
-///
-/// # Errors
-/// Adapters of another model, or an output folder that already exists.
-pub fn merge(args: &MergeArgs) -> Result<Exit, Failure> {
-    let base = local_model(&args.base, false)?;
-    let note = plimsoll_train::inference::merge::merge(&base, &args.adapter, &args.out, &args.ignore_config_key)?;
-    note.iter().for_each(|note| output::print_note(note));
-    output::print(&format!("model: {}\n", args.out.display()));
     Ok(Exit::Done)
 }
 

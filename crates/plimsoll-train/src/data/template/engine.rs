@@ -156,6 +156,7 @@ fn replace<'a>(instruction: &Instruction<'a>) -> Vec<Instruction<'a>> {
         Instruction::Gt => vec![call(">", 2)],
         Instruction::Gte => vec![call(">=", 2)],
         Instruction::In => vec![call("in", 2)],
+        Instruction::PushLoop(_) => vec![call("for", 1), instruction.clone()],
         Instruction::ApplyFilter(..)
         | Instruction::CallFunction(..)
         | Instruction::CallMethod(..)

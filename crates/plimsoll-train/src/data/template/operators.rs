@@ -27,6 +27,12 @@ pub(super) fn register(environment: &mut Environment<'static>) {
     environment.add_function("in", |item: &Value, container: &Value| contains(container, item));
     environment.add_function("[]", |value: &Value, key: &Value| get_item(value, key));
     environment.add_function("[:]", slice);
+    environment.add_function("for", iterated);
+}
+
+/// Returns the values of a loop unchanged. Python iterates over an absent variable, but not over `none`.
+fn iterated(values: Value) -> Outcome<Value> {
+    if values.is_none() { Err(fail("`none` is no list that a loop can take")) } else { Ok(values) }
 }
 
 fn add(left: &Value, right: &Value) -> Outcome<Value> {

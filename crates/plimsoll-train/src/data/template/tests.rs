@@ -254,6 +254,17 @@ fn endless_templates_end() {
 }
 
 #[test]
+fn loops_take_absent_lists_but_not_none() {
+    let list = |name: &str| format!("<{{% for item in {name} %}}{{{{ item }}}}{{% endfor %}}>");
+    assert_eq!(render(&list("absent")).unwrap(), "<>");
+    assert_eq!(render(&list("[1, 2]")).unwrap(), "<12>");
+    for none in ["none", "tools", "documents"] {
+        let message = render(&list(none)).unwrap_err().to_string();
+        assert!(message.contains("`none` is no list"), "{none}: {message}");
+    }
+}
+
+#[test]
 fn named_templates_are_chosen_by_tools() {
     let folder = model("");
     let list = json!([{ "name": "default", "template": "D" }, { "name": "tool_use", "template": "T" }]);

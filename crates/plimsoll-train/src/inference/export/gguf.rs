@@ -1,7 +1,7 @@
-//! Export of a model to a GGUF file, for llama.cpp and Ollama. Adapters are merged while the weights are read, so memory
-//! holds the adapters and a few rows of a tensor.
+//! Export to a GGUF file, for llama.cpp and Ollama. Adapters are merged while the weights are read, so memory holds the
+//! adapters and a few rows of a tensor.
 
-use super::merged_model::MergedModel;
+use super::{ExportProgress, Observer, check_unused, open};
 use crate::engine::failure::DeviceFailure;
 use crate::engine::tensor_files::strip_group;
 use crate::files::{FilesError, GenerationDefaults, atomic};
@@ -9,21 +9,21 @@ use crate::gguf::{
     BlockType, ExpressedTokenizer, Expression, FileType, GgufError, GgufWriter, Metadata, PlannedTensor,
     TokenizerFolder, TokenizerRequest, express, modelfile,
 };
+use crate::inference::merged_model::MergedModel;
 use plimsoll_core::{Bytes, Failure, format_count};
 use plimsoll_device::device::FileSpace;
 use plimsoll_program::models::decoder::STAGING_BYTES;
 use serde::Serialize;
-use serde_json::Value;
 use std::collections::BTreeMap;
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 /// Version of the block formats, a key of every file with quantized tensors.
 const QUANTIZATION_VERSION: u32 = 2;
 
-/// A request to export a model.
+/// A request to export a model to a GGUF file.
 #[derive(Clone, Debug)]
-pub struct ExportRequest {
+pub struct GgufRequest {
     /// A model directory, a run folder, or a directory of adapters that name their base model.
     pub model: PathBuf,
     /// PEFT directory whose adapters are merged; `None` if there is none, or if a run folder has them.
@@ -81,34 +81,19 @@ pub struct ExportedFile {
     pub notes: Vec<String>,
 }
 
-/// The bytes that an export has written so far.
-#[derive(Clone, Copy, Debug)]
-pub struct ExportProgress<'a> {
-    /// Name of the tensor that is being written.
-    pub tensor: &'a str,
-    /// Bytes written.
-    pub done_bytes: u64,
-    /// Size of the file.
-    pub total_bytes: u64,
-}
-
-/// Receives the progress of an export.
-pub type Observer<'a> = &'a mut (dyn FnMut(ExportProgress<'_>) + Send);
-
-/// Exports a model, and calls `observe` after each piece. Everything that can be refused is checked before the file is
+/// Exports a model to a GGUF file, and calls `observe` after each piece. Everything that can be refused is checked before the file is
 /// created, except for values that its types cannot store.
 ///
 /// # Errors
 /// A model that cannot be read or that GGUF cannot express, an output that exists, or a full disk.
-pub fn export(request: &ExportRequest, observe: Observer) -> Result<ExportedFile, Failure> {
+pub fn export_gguf(request: &GgufRequest, observe: Observer) -> Result<ExportedFile, Failure> {
     for path in [Some(&request.out), request.modelfile.as_ref()].into_iter().flatten() {
         check_unused(path)?;
     }
     if request.modelfile.as_ref() == Some(&request.out) {
         return Err(Failure::input(format!("{} cannot be both the model and the Modelfile", request.out.display())));
     }
-    let source = find_source(&request.model, request.adapter.as_deref())?;
-    let merged = MergedModel::open(&source.base, source.adapter.as_deref(), &request.ignore_config_keys)?;
+    let (merged, name) = open(&request.model, request.adapter.as_deref(), &request.ignore_config_keys)?;
     let weights = merged.weights()?;
     let config = &merged.model.config;
     let Expression { architecture, metadata: settings, tensors, rope_divisors } =
@@ -121,7 +106,7 @@ pub fn export(request: &ExportRequest, observe: Observer) -> Result<ExportedFile
     let stops = folder.token_texts(&config.eos);
     let defaults = GenerationDefaults::read(&merged.model.path)?;
     drop(folder);
-    let mut metadata = general(architecture, &source.name, request.file_type);
+    let mut metadata = general(architecture, &name, request.file_type);
     metadata.append(settings);
     metadata.append(tokens);
     let header_bytes = 2 * metadata.encode(&tensors).len() as u64;
@@ -148,15 +133,6 @@ pub fn export(request: &ExportRequest, observe: Observer) -> Result<ExportedFile
         modelfile: request.modelfile.clone(),
         notes,
     })
-}
-
-/// Refuses an output that exists.
-fn check_unused(path: &Path) -> Result<(), Failure> {
-    if path.symlink_metadata().is_ok() {
-        let message = format!("{} already exists", path.display());
-        return Err(Failure::input(message).hint("choose an output file that does not exist"));
-    }
-    Ok(())
 }
 
 /// Writes all tensors and returns the size of the file.
@@ -278,56 +254,5 @@ impl ExportedFile {
         let tensors = format_count(self.replaced_types.len() as u64, "tensor");
         (!parts.is_empty())
             .then(|| format!("{tensors} with columns that are no multiple of the block size: {}", parts.join(", ")))
-    }
-}
-
-/// The directories that are exported, and the name of the result.
-struct Source {
-    base: PathBuf,
-    adapter: Option<PathBuf>,
-    name: String,
-}
-
-/// Finds the model and the adapters that a path means: a model directory, a run folder with a trained model or adapters,
-/// or a directory of adapters.
-fn find_source(path: &Path, adapter: Option<&Path>) -> Result<Source, Failure> {
-    let name = std::path::absolute(path).ok().and_then(|path| Some(path.file_name()?.to_string_lossy().into_owned()));
-    let name = name.unwrap_or_else(|| "model".to_owned());
-    let trained = path.join("model");
-    if !path.join("config.json").is_file() && trained.join("config.json").is_file() {
-        return Ok(Source { base: trained, adapter: adapter.map(Path::to_owned), name });
-    }
-    let own = [path.join("adapter"), path.to_owned()].into_iter().find(|own| own.join("adapter_config.json").is_file());
-    match own {
-        Some(own) if !path.join("config.json").is_file() => {
-            if let Some(adapter) = adapter {
-                let message = format!(
-                    "{} has adapters of its own; {} cannot be merged as well",
-                    path.display(),
-                    adapter.display()
-                );
-                return Err(Failure::input(message).hint("name the base model, and one directory of adapters"));
-            }
-            Ok(Source { base: base_of(&own)?, adapter: Some(own), name })
-        }
-        _ => Ok(Source { base: path.to_owned(), adapter: adapter.map(Path::to_owned), name }),
-    }
-}
-
-/// Returns the directory of the base model that a directory of adapters names.
-fn base_of(adapter: &Path) -> Result<PathBuf, Failure> {
-    let file = adapter.join("adapter_config.json");
-    let config: Value = plimsoll_device::regular_file::read(&file)
-        .ok()
-        .and_then(|text| serde_json::from_slice(&text).ok())
-        .unwrap_or_default();
-    let hint = format!("name it: plimsoll export BASE --adapter {}", adapter.display());
-    match config["base_model_name_or_path"].as_str() {
-        None => Err(Failure::input(format!("{} names no base model", file.display())).hint(hint)),
-        Some(base) if Path::new(base).is_dir() => Ok(base.into()),
-        Some(base) => {
-            let message = format!("{}: the base model {base} is no directory here", file.display());
-            Err(Failure::input(message).hint(hint))
-        }
     }
 }
