@@ -10,8 +10,8 @@ use plimsoll_program::{ProgramKind, ProgramSet, Share};
 use plimsoll_train::data::{DataSpec, Dataset, Format, LongSamples, Rows};
 use plimsoll_train::engine::tensor_files::{ModelSource, TensorWriter};
 use plimsoll_train::engine::{Engine, StepInput};
-use plimsoll_train::files::{AdapterDir, ModelDir, StoredTensor, WeightFiles, write_adapter_dir};
-use plimsoll_train::inference::export::{DirectoryRequest, export_directory};
+use plimsoll_train::files::{AdapterDir, BaseModel, ModelDir, StoredTensor, WeightFiles, write_adapter_dir};
+use plimsoll_train::inference::export::{DirectoryRequest, ExportSource, export_directory};
 use serde_json::Value;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
@@ -464,7 +464,8 @@ fn trained_and_saved_adapters_match_peft() {
         let tensors: Vec<StoredTensor> = engine.file_tensors(ProgramKind::Save).to_vec();
         let out = cache.path().join(format!("{}-written", case.name));
         let lora = adapters.dir.lora(0.0, 1);
-        write_adapter_dir(&out, &lora, Some(&case.path), None, &tensors, |writer| {
+        let base = BaseModel { name: &case.path, revision: None };
+        write_adapter_dir(&out, &lora, Some(base), None, &tensors, |writer| {
             engine.move_files(ProgramKind::Save, &mut TensorWriter(writer)).expect("runs");
             Ok::<(), plimsoll_train::files::FilesError>(())
         })
@@ -488,12 +489,10 @@ fn merged_model_has_loss_of_base_with_adapters() {
     for adapters in Adapters::all() {
         let out = cache.path().join(adapters.case.name);
         let request = DirectoryRequest {
-            model: adapters.case.path.clone(),
-            adapter: Some(adapters.path.clone()),
+            source: ExportSource::find(&adapters.case.path, Some(&adapters.path)).expect("a model"),
             out: out.clone(),
             dtype: None,
             max_shard: None,
-            ignore_config_keys: vec![],
         };
         export_directory(&request, &mut |_| {}).expect("merged");
         let refused = export_directory(&request, &mut |_| {}).expect_err("an existing folder is not overwritten");

@@ -72,7 +72,7 @@ fn run_is_exported_with_modelfile_once() {
     assert_eq!(workspace.read("Modelfile"), "FROM ./my.gguf\nPARAMETER temperature 0.7\nPARAMETER stop \"<end>\"\n");
     // Neither output is replaced, and no temporary file is left.
     let refusal = workspace.expect_refusal(2, &line);
-    assert!(refusal.contains("my.gguf already exists\n  hint: choose an output file"), "{refusal}");
+    assert!(refusal.contains("my.gguf already exists\n  hint: choose an output that"), "{refusal}");
     let refusal = workspace
         .expect_refusal(2, &["export", "run", "--gguf", "b.gguf", "--type", "f16", "--modelfile", "Modelfile"]);
     assert!(refusal.contains("Modelfile already exists"), "{refusal}");
@@ -130,12 +130,17 @@ fn merged_model_has_the_type_and_the_files_asked_for() {
     for (line, says) in [
         (&["export", "run", "--merged", "half"][..], "half already exists"),
         (&["export", "run", "--merged", "q", "--type", "q8_0"], "--type q8_0 is for GGUF files only"),
-        (&["export", "run"], "--gguf <FILE>|--merged <DIR>"),
-        (&["export", "run", "--gguf", "x.gguf"], "--type <TYPE>"),
-        (&["export", "run", "--gguf", "x.gguf", "--type", "f16", "--shard-size", "1GiB"], "--merged <DIR>"),
     ] {
         let refusal = workspace.expect_refusal(2, line);
         assert!(refusal.contains(says), "{line:?}: {refusal}");
+    }
+    for (line, says) in [
+        (&["export", "run"][..], "--gguf <FILE>|--merged <DIR>"),
+        (&["export", "run", "--gguf", "x.gguf"], "--type <TYPE>"),
+        (&["export", "run", "--gguf", "x.gguf", "--type", "f16", "--shard-size", "1GiB"], "--merged <DIR>"),
+    ] {
+        let done = workspace.run(line);
+        assert!(done.code == Some(2) && done.stderr.contains(says), "{line:?}: {}", done.stderr);
     }
 }
 

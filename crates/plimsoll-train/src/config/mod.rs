@@ -79,6 +79,12 @@ impl HubSources {
         let (repository, files) = name.split_once(':').unwrap_or((name, ""));
         (!files.contains('/')).then(|| repository.split('@').next().unwrap_or_default())
     }
+
+    /// Returns the commit of the model's repository.
+    pub fn base_commit(&self) -> Option<&str> {
+        let (_, rest) = self.model.as_deref()?.split_once('@')?;
+        rest.split(':').next()
+    }
 }
 
 /// The section `[model]` of a run file. Exactly one of `path` and `preset` is set.

@@ -202,8 +202,17 @@ fn read_config(path: &Path) -> Result<AdapterConfig, FilesError> {
     }
 }
 
-/// Writes adapters as a PEFT directory and replaces an existing one. `base` is the directory of their base model, or
-/// `None` if its weights are random. `write_weights` writes `tensors`. If `trained` is given, a
+/// The base model that `adapter_config.json` names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BaseModel<'a> {
+    /// Its directory, or the name of its repository on the Hugging Face Hub.
+    pub name: &'a Path,
+    /// Its commit on the hub; `None` for a directory.
+    pub revision: Option<&'a str>,
+}
+
+/// Writes adapters as a PEFT directory and replaces an existing one. `base` is their base model, or `None` if its weights
+/// are random. `write_weights` writes `tensors`. If `trained` is given, a
 /// `generation_config.json` keeps its end tokens, because they differ from those of the base model.
 ///
 /// # Errors
@@ -211,7 +220,7 @@ fn read_config(path: &Path) -> Result<AdapterConfig, FilesError> {
 pub fn write_adapter_dir<E: From<FilesError>>(
     path: &Path,
     lora: &Lora,
-    base: Option<&Path>,
+    base: Option<BaseModel>,
     trained: Option<&ModelConfig>,
     tensors: &[StoredTensor],
     write_weights: impl FnOnce(&mut WeightWriter) -> Result<(), E>,
@@ -226,15 +235,16 @@ pub fn write_adapter_dir<E: From<FilesError>>(
     })
 }
 
-/// Returns the content of the `adapter_config.json` of these adapters, as PEFT's `LoraConfig` reads it. `base` is the
-/// directory of the base model; `None` names none.
-fn config_json(lora: &Lora, base: Option<&Path>) -> Value {
+/// Returns the content of the `adapter_config.json` of these adapters, as PEFT's `LoraConfig` reads it. Without `base`, it
+/// names no base model.
+fn config_json(lora: &Lora, base: Option<BaseModel>) -> Value {
     // PEFT documents alpha as an integer, but accepts any number.
     let is_integer = lora.alpha.fract() == 0.0 && lora.alpha.abs() < 1e15;
     json!({
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": base.map(|base| base.name),
+        "revision": base.and_then(|base| base.revision),
         "r": lora.rank,
         "lora_alpha": if is_integer { json!(lora.alpha as i64) } else { json!(lora.alpha) },
         "lora_dropout": lora.dropout,

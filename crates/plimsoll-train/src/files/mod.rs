@@ -14,7 +14,7 @@ mod read;
 mod values;
 mod write;
 
-pub use adapter::{AdapterDir, write_adapter_dir};
+pub use adapter::{AdapterDir, BaseModel, write_adapter_dir};
 pub use error::{FilesError, HeaderError};
 pub use generation_config::GenerationDefaults;
 pub(crate) use model_dir::SIDE_FILES;

@@ -5,7 +5,7 @@ use crate::config::{Method, RunConfig};
 use crate::engine::failure::DeviceFailure;
 use crate::engine::tensor_files::TensorWriter;
 use crate::events::EventLog;
-use crate::files::{MAX_SHARD_BYTES, WeightWriter, atomic, write_adapter_dir, write_model_dir};
+use crate::files::{BaseModel, MAX_SHARD_BYTES, WeightWriter, atomic, write_adapter_dir, write_model_dir};
 use crate::inference::samples::decode_samples;
 use crate::planning::request::adapter_config;
 use crate::session::checkpoint;
@@ -130,9 +130,12 @@ impl Session {
         let write = |writer: &mut WeightWriter| team.write_files(ProgramKind::Save, &mut TensorWriter(writer));
         let path = model_folder(&self.context.folder, &self.context.run);
         if self.context.run.train.method == Method::Lora {
-            let base = model.weights(&self.context.run).and_then(|_| model.folder());
+            let (hub, folder) = (&self.context.run.hub, model.weights(&self.context.run).and_then(|_| model.folder()));
             // PEFT knows models of the hub by their names.
-            let base = base.map(|folder| self.context.run.hub.base_model().map_or(folder, Path::new));
+            let base = folder.map(|folder| match hub.base_model() {
+                Some(name) => BaseModel { name: Path::new(name), revision: hub.base_commit() },
+                None => BaseModel { name: folder, revision: None },
+            });
             let lora = adapter_config(&self.context.run, model);
             let has_base_end_tokens = model.dir.as_ref().is_none_or(|dir| dir.config.eos == model.config.eos);
             let trained = (!has_base_end_tokens).then_some(&model.config);

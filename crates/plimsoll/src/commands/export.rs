@@ -7,8 +7,8 @@ use crate::output;
 use plimsoll_core::{DType, Exit, Failure};
 use plimsoll_train::gguf::FileType;
 use plimsoll_train::inference::export::{
-    DirectoryRequest, ExportProgress, ExportedDirectory, ExportedFile, GgufRequest, Observer, export_directory,
-    export_gguf,
+    DirectoryRequest, ExportProgress, ExportSource, ExportedDirectory, ExportedFile, GgufRequest, Observer,
+    export_directory, export_gguf,
 };
 use plimsoll_watch::download::DownloadBar;
 use serde::Serialize;
@@ -29,11 +29,9 @@ pub fn run(args: &ExportArgs) -> Result<Exit, Failure> {
 fn write_directory(args: &ExportArgs, out: &Path) -> Result<Exit, Failure> {
     let request = DirectoryRequest {
         dtype: args.file_type.map(directory_type).transpose()?,
-        model: local_model(&args.model, args.quiet)?,
-        adapter: args.adapter.clone(),
+        source: find_source(args)?,
         out: out.to_owned(),
         max_shard: args.shard_size,
-        ignore_config_keys: args.ignore_config_key.clone(),
     };
     let exported = with_bar(args, |observe| export_directory(&request, observe))?;
     let ExportedDirectory { directory, bytes, notes, .. } = &exported;
@@ -48,18 +46,23 @@ fn write_directory(args: &ExportArgs, out: &Path) -> Result<Exit, Failure> {
 
 fn write_gguf(args: &ExportArgs, out: &Path, file_type: FileType) -> Result<Exit, Failure> {
     let request = GgufRequest {
-        model: local_model(&args.model, args.quiet)?,
-        adapter: args.adapter.clone(),
+        source: find_source(args)?,
         out: out.to_owned(),
         file_type,
         pre: args.pre.clone(),
         modelfile: args.modelfile.clone(),
-        ignore_config_keys: args.ignore_config_key.clone(),
     };
     let exported = with_bar(args, |observe| export_gguf(&request, observe))?;
     let notes = exported.notes.iter().cloned().chain(exported.replaced_note());
     print_result(args, &exported, notes, &describe(&exported));
     Ok(Exit::Done)
+}
+
+/// Finds the model and its adapters, and fetches the model if it lies on the hub.
+fn find_source(args: &ExportArgs) -> Result<ExportSource, Failure> {
+    let found = ExportSource::find(&args.model, args.adapter.as_deref())?;
+    let base = local_model(&found.base, args.quiet)?;
+    Ok(ExportSource { base, ignore_config_keys: args.ignore_config_key.clone(), ..found })
 }
 
 /// Returns the type of all weights that a file type names.

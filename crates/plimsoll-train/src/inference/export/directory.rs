@@ -1,7 +1,7 @@
 //! Export to a Hugging Face directory, in the types of the model or in one type. Memory holds the adapters and a piece of a
 //! tensor.
 
-use super::{ExportProgress, Observer, check_unused, open};
+use super::{ExportProgress, ExportSource, Observer, check_unused};
 use crate::engine::tensor_files::{as_io, strip_group};
 use crate::files::{MAX_SHARD_BYTES, StoredTensor, WeightWriter, convert_floats, write_model_dir};
 use crate::inference::merged_model::MergedModel;
@@ -17,18 +17,14 @@ use std::path::PathBuf;
 /// A request to export a model to a Hugging Face directory.
 #[derive(Clone, Debug)]
 pub struct DirectoryRequest {
-    /// A model directory, a run folder, or a directory of adapters that name their base model.
-    pub model: PathBuf,
-    /// PEFT directory whose adapters are merged; `None` if there is none, or if a run folder has them.
-    pub adapter: Option<PathBuf>,
+    /// The model and its adapters, in local directories.
+    pub source: ExportSource,
     /// Path of the directory, which must not exist yet.
     pub out: PathBuf,
     /// Type of all weights: f32, bf16 or f16. `None` keeps the types of the model.
     pub dtype: Option<DType>,
     /// Largest size of a file of weights; a larger tensor has a file of its own. `None` is the limit of transformers.
     pub max_shard: Option<Bytes>,
-    /// Unknown keys of the model's `config.json` that are accepted.
-    pub ignore_config_keys: Vec<String>,
 }
 
 /// An exported directory.
@@ -51,7 +47,7 @@ pub struct ExportedDirectory {
 /// A model that cannot be read, an output that exists, a value that the type cannot store, or a full disk.
 pub fn export_directory(request: &DirectoryRequest, observe: Observer) -> Result<ExportedDirectory, Failure> {
     check_unused(&request.out)?;
-    let (merged, _) = open(&request.model, request.adapter.as_deref(), &request.ignore_config_keys)?;
+    let merged = request.source.open()?;
     let stored = merged.tensors()?;
     let in_type =
         |tensor: &StoredTensor| StoredTensor { dtype: request.dtype.unwrap_or(tensor.dtype), ..tensor.clone() };

@@ -1,7 +1,7 @@
 //! Export to a GGUF file, for llama.cpp and Ollama. Adapters are merged while the weights are read, so memory holds the
 //! adapters and a few rows of a tensor.
 
-use super::{ExportProgress, Observer, check_unused, open};
+use super::{ExportProgress, ExportSource, Observer, check_unused};
 use crate::engine::failure::DeviceFailure;
 use crate::engine::tensor_files::strip_group;
 use crate::files::{FilesError, GenerationDefaults, atomic};
@@ -24,10 +24,8 @@ const QUANTIZATION_VERSION: u32 = 2;
 /// A request to export a model to a GGUF file.
 #[derive(Clone, Debug)]
 pub struct GgufRequest {
-    /// A model directory, a run folder, or a directory of adapters that name their base model.
-    pub model: PathBuf,
-    /// PEFT directory whose adapters are merged; `None` if there is none, or if a run folder has them.
-    pub adapter: Option<PathBuf>,
+    /// The model and its adapters, in local directories.
+    pub source: ExportSource,
     /// Path of the file, which must not exist yet.
     pub out: PathBuf,
     /// Type of the file.
@@ -36,8 +34,6 @@ pub struct GgufRequest {
     pub pre: Option<String>,
     /// Path of a Modelfile of Ollama, which must not exist yet; `None` for none.
     pub modelfile: Option<PathBuf>,
-    /// Unknown keys of the model's `config.json` that are accepted.
-    pub ignore_config_keys: Vec<String>,
 }
 
 /// A tensor whose columns the blocks of its type do not divide.
@@ -93,7 +89,7 @@ pub fn export_gguf(request: &GgufRequest, observe: Observer) -> Result<ExportedF
     if request.modelfile.as_ref() == Some(&request.out) {
         return Err(Failure::input(format!("{} cannot be both the model and the Modelfile", request.out.display())));
     }
-    let (merged, name) = open(&request.model, request.adapter.as_deref(), &request.ignore_config_keys)?;
+    let merged = request.source.open()?;
     let weights = merged.weights()?;
     let config = &merged.model.config;
     let Expression { architecture, metadata: settings, tensors, rope_divisors } =
@@ -106,7 +102,7 @@ pub fn export_gguf(request: &GgufRequest, observe: Observer) -> Result<ExportedF
     let stops = folder.token_texts(&config.eos);
     let defaults = GenerationDefaults::read(&merged.model.path)?;
     drop(folder);
-    let mut metadata = general(architecture, &name, request.file_type);
+    let mut metadata = general(architecture, &request.source.name, request.file_type);
     metadata.append(settings);
     metadata.append(tokens);
     let header_bytes = 2 * metadata.encode(&tensors).len() as u64;

@@ -12,6 +12,8 @@ pub use directory::{DirectoryRequest, ExportedDirectory, export_directory};
 pub use gguf::{ExportedFile, GgufRequest, ReplacedType, export_gguf};
 
 use super::merged_model::MergedModel;
+use crate::config::HUB_PREFIX;
+use crate::hub::HubId;
 use plimsoll_core::Failure;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
@@ -30,15 +32,6 @@ pub struct ExportProgress<'a> {
 /// Receives the progress of an export.
 pub type Observer<'a> = &'a mut (dyn FnMut(ExportProgress<'_>) + Send);
 
-/// Opens the model that a path means, with its adapters. Returns it with a name for the result.
-///
-/// # Errors
-/// A path with no model, or with adapters in addition to `adapter`; directories that do not match.
-fn open(path: &Path, adapter: Option<&Path>, ignore_keys: &[String]) -> Result<(MergedModel, String), Failure> {
-    let source = find_source(path, adapter)?;
-    Ok((MergedModel::open(&source.base, source.adapter.as_deref(), ignore_keys)?, source.name))
-}
-
 /// Refuses an output that exists.
 fn check_unused(path: &Path) -> Result<(), Failure> {
     if path.symlink_metadata().is_ok() {
@@ -48,21 +41,46 @@ fn check_unused(path: &Path) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The directories that are exported, and the name of the result.
-struct Source {
-    base: PathBuf,
-    adapter: Option<PathBuf>,
-    name: String,
+/// The model that is exported, and its adapters.
+#[derive(Clone, Debug)]
+pub struct ExportSource {
+    /// Directory of the model; a hub id until the caller has fetched it.
+    pub base: PathBuf,
+    /// PEFT directory whose adapters are merged; `None` for none.
+    pub adapter: Option<PathBuf>,
+    /// Name of the result.
+    pub name: String,
+    /// Unknown keys of the model's `config.json` that are accepted.
+    pub ignore_config_keys: Vec<String>,
 }
 
-/// Finds the model and the adapters that a path means: a model directory, a run folder with a trained model or adapters,
-/// or a directory of adapters.
-fn find_source(path: &Path, adapter: Option<&Path>) -> Result<Source, Failure> {
+impl ExportSource {
+    /// Opens the model with its adapters.
+    ///
+    /// # Errors
+    /// Directories that cannot be read or do not match.
+    fn open(&self) -> Result<MergedModel, Failure> {
+        MergedModel::open(&self.base, self.adapter.as_deref(), &self.ignore_config_keys)
+    }
+
+    /// Finds the model and the adapters that a path means: a model directory or a hub id, a run folder with a trained model
+    /// or adapters, or a directory of adapters.
+    ///
+    /// # Errors
+    /// Adapters in addition to those of the path, or adapters that name no base model.
+    pub fn find(path: &Path, adapter: Option<&Path>) -> Result<ExportSource, Failure> {
+        let (base, own, name) = find_source(path, adapter)?;
+        Ok(ExportSource { base, adapter: own.or(adapter.map(Path::to_owned)), name, ignore_config_keys: vec![] })
+    }
+}
+
+/// Returns the model that a path means, the adapters that it has itself, and the name of the result.
+fn find_source(path: &Path, adapter: Option<&Path>) -> Result<(PathBuf, Option<PathBuf>, String), Failure> {
     let name = std::path::absolute(path).ok().and_then(|path| Some(path.file_name()?.to_string_lossy().into_owned()));
     let name = name.unwrap_or_else(|| "model".to_owned());
     let trained = path.join("model");
     if !path.join("config.json").is_file() && trained.join("config.json").is_file() {
-        return Ok(Source { base: trained, adapter: adapter.map(Path::to_owned), name });
+        return Ok((trained, None, name));
     }
     let own = [path.join("adapter"), path.to_owned()].into_iter().find(|own| own.join("adapter_config.json").is_file());
     match own {
@@ -75,13 +93,13 @@ fn find_source(path: &Path, adapter: Option<&Path>) -> Result<Source, Failure> {
                 );
                 return Err(Failure::input(message).hint("name the base model, and one directory of adapters"));
             }
-            Ok(Source { base: base_of(&own)?, adapter: Some(own), name })
+            Ok((base_of(&own)?, Some(own), name))
         }
-        _ => Ok(Source { base: path.to_owned(), adapter: adapter.map(Path::to_owned), name }),
+        _ => Ok((path.to_owned(), None, name)),
     }
 }
 
-/// Returns the directory of the base model that a directory of adapters names.
+/// Returns the base model that a directory of adapters names: its directory, or its hub id.
 fn base_of(adapter: &Path) -> Result<PathBuf, Failure> {
     let file = adapter.join("adapter_config.json");
     let config: Value = plimsoll_device::regular_file::read(&file)
@@ -93,8 +111,13 @@ fn base_of(adapter: &Path) -> Result<PathBuf, Failure> {
         None => Err(Failure::input(format!("{} names no base model", file.display())).hint(hint)),
         Some(base) if Path::new(base).is_dir() => Ok(base.into()),
         Some(base) => {
-            let message = format!("{}: the base model {base} is no directory here", file.display());
-            Err(Failure::input(message).hint(hint))
+            let revision = config["revision"].as_str().map(|revision| format!("@{revision}")).unwrap_or_default();
+            let id = format!("{HUB_PREFIX}{base}{revision}");
+            if Path::new(base).is_absolute() || id.parse::<HubId>().is_err() {
+                let message = format!("{}: the base model {base} is no directory here", file.display());
+                return Err(Failure::input(message).hint(hint));
+            }
+            Ok(id.into())
         }
     }
 }
