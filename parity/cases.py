@@ -6,7 +6,7 @@ its seed. Computations with them are in reference.py.
 
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from safetensors.torch import save_file
@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from reference import IGNORED, Sample
 
-ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "phi3": "Phi3",
+                 "smollm3": "SmolLM3", "granite": "Granite"}
 
 END = 2  # the end token; samples hold tokens from 3 on
 
@@ -46,6 +47,7 @@ class Case:
     spelling: str = "old"  # "old": rope_theta, rope_scaling, torch_dtype · "new": rope_parameters, dtype
     shards: int = 1
     biases: bool = False  # attention_bias and mlp_bias of a llama
+    keys: dict = field(default_factory=dict)  # more keys of config.json, in the old spelling
 
 
 CASES = [
@@ -74,6 +76,21 @@ CASES = [
     Case("qwen3-shards-new-keys", "two files with an index, tied, config.json as transformers 5 writes it", "qwen3", 111,
          hidden=16, heads=4, kv_heads=2, head_dim=8, ffn=26, vocab=55, tied=True, theta=1e5, eps=1e-6, spelling="new",
          shards=2),
+    Case("llama-rope-yarn", "rope scaling yarn: frequencies kept, blended and divided, and a factor of attention", "llama", 112,
+         hidden=16, heads=2, kv_heads=1, ffn=25, vocab=47, theta=100.0,
+         scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 4.0}),
+    Case("mistral-window", "a sliding window of five keys in all layers", "mistral", 113,
+         hidden=24, heads=4, kv_heads=2, ffn=33, keys={"sliding_window": 5}),
+    Case("qwen2-window-new-keys", "a sliding window in the second layer only, config.json as transformers 5 writes it", "qwen2",
+         214, hidden=24, heads=4, kv_heads=2, ffn=31, vocab=51, eps=1e-6, spelling="new",
+         keys={"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 1}),
+    Case("phi3", "fused projections, and a sliding window", "phi3", 115,
+         hidden=24, heads=4, kv_heads=2, ffn=33, vocab=59, keys={"sliding_window": 7}),
+    Case("smollm3", "rotary positions in the first layer only, tied", "smollm3", 316,
+         hidden=24, heads=4, kv_heads=2, ffn=27, vocab=49, theta=1e3, tied=True, keys={"no_rope_layers": [1, 0]}),
+    Case("granite", "multipliers of embedding, residuals, attention scores and logits", "granite", 117,
+         hidden=20, heads=5, kv_heads=1, ffn=29, vocab=57,
+         keys={"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3, "logits_scaling": 1.5}),
 ]
 
 
@@ -115,8 +132,14 @@ def config_of(case):
         "qwen2": {"max_window_layers": case.layers, "sliding_window": 4, "use_sliding_window": False},
         "qwen3": {"attention_bias": False, "max_window_layers": case.layers, "sliding_window": None,
                   "use_sliding_window": False},
+        # The default token for padding is beyond a small vocabulary.
+        "phi3": {"embd_pdrop": 0.0, "original_max_position_embeddings": case.max_positions, "pad_token_id": None,
+                 "resid_pdrop": 0.0},
+        "smollm3": {"attention_bias": case.biases, "mlp_bias": case.biases, "no_rope_layer_interval": 4,
+                    "pad_token_id": None, "use_sliding_window": False},
+        "granite": {"attention_bias": False, "mlp_bias": False},
     }[case.model_type]
-    return config
+    return config | case.keys
 
 
 def write_config(directory, case, **changed):

@@ -58,6 +58,19 @@ MODELS = [
     Case("qwen3-tied", "", "qwen3", 0, hidden=40, heads=5, kv_heads=5, head_dim=8, ffn=111, vocab=190, tied=True,
          spelling="new", shards=3),
     Case("llama-biases", "", "llama", 0, hidden=48, heads=4, kv_heads=2, ffn=100, vocab=217, biases=True, spelling="new"),
+    Case("llama-yarn", "", "llama", 0, hidden=64, heads=4, kv_heads=2, ffn=120, vocab=222, theta=500.0,
+         scaling={"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}, spelling="new"),
+    Case("mistral-window", "", "mistral", 0, hidden=64, heads=8, kv_heads=2, ffn=144, vocab=231, spelling="new",
+         keys={"sliding_window": 11}),
+    Case("qwen3-window", "", "qwen3", 0, hidden=48, layers=3, heads=4, kv_heads=2, head_dim=16, ffn=96, vocab=209, eps=1e-6,
+         keys={"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1}),
+    Case("phi3", "", "phi3", 0, hidden=64, heads=4, kv_heads=2, ffn=130, vocab=205, spelling="new",
+         keys={"sliding_window": 13}),
+    Case("smollm3", "", "smollm3", 0, hidden=60, layers=5, heads=6, kv_heads=3, ffn=110, vocab=260, tied=True, biases=True,
+         keys={"no_rope_layer_interval": 2}),
+    Case("granite", "", "granite", 0, hidden=48, heads=4, kv_heads=1, ffn=111, vocab=218, tied=True, spelling="new",
+         keys={"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.4,
+               "logits_scaling": 8.0}),
 ]
 SEQUENCE = 64
 READ_ONLY = [("llama-bf16", 0, "bfloat16"), ("qwen2-f16", 4, "float16")]  # name, model, dtype of the files
@@ -68,6 +81,8 @@ ADAPTED = [
     (1, ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]),
     (4, ["q_proj", "v_proj", "down_proj"]),
     (8, ["q_proj", "o_proj", "gate_proj", "down_proj"]),
+    (12, ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]),
+    (14, ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]),
 ]
 
 

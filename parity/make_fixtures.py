@@ -47,6 +47,15 @@ MARGIN_OF_MISTAKES = 5.0  # every mistake must be above the tolerance by this fa
 # learning rate in either direction. Seeds are chosen so that no gradient element is that close to zero: with noise on every
 # element (reference.GRADIENT_NOISE), `after` must stay within its margin.
 NOISE_DRAWS = 6
+# Keys of `cases.Case.keys` with the values at which they change nothing.
+WITHOUT = {
+    "sliding_window": None,
+    "no_rope_layers": [1] * 8,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "attention_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
 CLEAR_LEAD = 2e-2  # smallest lead of a greedy token over the second best, which float32 cannot change
 
 
@@ -123,7 +132,10 @@ def mistakes(directory, case, tensors, numbers):
         changes["rope scaling left out"] = {"rope_scaling": None}
     if case.eps >= 1e-3:
         changes["norm epsilon 1e-5"] = {"rms_norm_eps": 1e-5}
-    if case.model_type == "qwen2":
+    for key, value in WITHOUT.items():
+        if case.keys.get(key) is not None:
+            changes[f"{key} left out"] = {key: value}
+    if case.model_type == "qwen2" and not case.keys:
         changes["window not switched off"] = {"use_sliding_window": True, "max_window_layers": 0}
     batch = reference.read_samples(directory / "batch.jsonl")
     for name, changed in changes.items():

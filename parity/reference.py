@@ -176,10 +176,19 @@ def packed_logits(model, documents):
     lengths = [len(document) for document in documents]
     same = torch.block_diag(*(torch.ones(n, n) for n in lengths)).bool()
     seen = same & torch.ones_like(same).tril()
-    mask = torch.zeros(seen.shape, dtype=model.dtype).masked_fill(~seen, torch.finfo(model.dtype).min)
+    window = getattr(model.config, "sliding_window", None)
+    near = seen & torch.ones_like(same).triu(1 - (window or len(same)))
+
+    def mask(visible):
+        hidden = torch.zeros(visible.shape, dtype=model.dtype).masked_fill(~visible, torch.finfo(model.dtype).min)
+        return hidden[None, None]
+
+    masks = mask(near)
+    if window is not None and getattr(model.config, "layer_types", None):
+        masks = {"full_attention": mask(seen), "sliding_attention": masks}
     positions = torch.cat([torch.arange(n) for n in lengths])
     with torch.no_grad():
-        return logits_of(model, sum(documents, []), attention_mask=mask[None, None], position_ids=positions[None])
+        return logits_of(model, sum(documents, []), attention_mask=masks, position_ids=positions[None])
 
 
 def greedy(model, prompt, count):

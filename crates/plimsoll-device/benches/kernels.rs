@@ -211,7 +211,7 @@ fn attention_ops<T: Multiply<Wide = f32>>(bench: &mut Bench, lanes: u64) {
         head_norm_grad(pool, SHAPE, &qkv, &wq, &wk, &heads, &mut dqkv, Some([&mut dwq, &mut dwk]), &mut scratch)
     });
     let mut table = vec![0.0; SEQUENCE * 64];
-    rope_table(&bench.pool, 64, 1e4, &RopeScaling::None, &mut table);
+    rope_table(&bench.pool, 64, 1e4, &RopeScaling::None, 1.0, &mut table);
     bench.time("rope", 2 * LAYERS, Work::Bytes(4 * row_bytes), |pool| {
         rope(pool, SHAPE, &table, &positions, false, &mut qkv)
     });
@@ -245,7 +245,7 @@ fn long_attention<T: Multiply<Wide = f32>>(bench: &mut Bench, lanes: u64) {
     });
     let (keys, values) = (numbers::<T>(long * 256), numbers::<T>(long * 256));
     bench.time("long cached_attention 1 on 2047", 0, Work::Bytes(2 * size_of::<T>() * long * 256), |pool| {
-        cached_attention(pool, shape, &qkv[..1536], &keys, &values, 2047, &mut out[..1024], &mut scratch)
+        cached_attention(pool, shape, &qkv[..1536], &keys, &values, 2047, &[], &mut out[..1024], &mut scratch)
     });
 }
 

@@ -6,7 +6,7 @@ mod cuda_stand_in;
 use plimsoll_core::{DType, RecomputeLevel, Space};
 use plimsoll_device::cuda::executor::OpenedGpu;
 use plimsoll_device::device::{AvailableMemory, Device};
-use plimsoll_program::models::config::{ModelConfig, ModelType, RopeScaling};
+use plimsoll_program::models::config::{Extras, ModelConfig, ModelType, RopeScaling};
 use plimsoll_program::models::decoder::{
     AdamState, Base, BuildOptions, Method, Optimizer, Training, WeightSource, build,
 };
@@ -35,6 +35,7 @@ fn programs(micro_batch: u64) -> ProgramSet {
         bos: None,
         eos: vec![],
         init_std: 0.1,
+        extras: Extras::default(),
     };
     build(&BuildOptions {
         config: &config,

@@ -23,7 +23,7 @@ use plimsoll_device::error::{CudaError, DeviceError};
 use plimsoll_device::transport::in_process::InProcessTransport;
 use plimsoll_device::transport::{GroupHandle, Transport};
 use plimsoll_program::models::Target;
-use plimsoll_program::models::config::{ModelConfig, ModelType, RopeScaling};
+use plimsoll_program::models::config::{Extras, ModelConfig, ModelType, RopeScaling};
 use plimsoll_program::models::decoder::{
     AdamState, Base, BuildOptions, Generation, Lora, Method, Optimizer, Training, WeightSource, build,
 };
@@ -45,7 +45,8 @@ const SEQUENCE: u64 = 37;
 const CHUNK: u64 = 5;
 const VOCAB: i32 = 61;
 
-/// A model with every feature: grouped heads, biases, head norms, a tied head, scaled positions.
+/// A model with every feature: grouped heads, biases, head norms, a tied head, scaled positions, a window and
+/// no rotation in one layer each, and multipliers.
 fn model() -> ModelConfig {
     ModelConfig {
         model_type: ModelType::Qwen3,
@@ -69,6 +70,15 @@ fn model() -> ModelConfig {
         bos: None,
         eos: vec![],
         init_std: 0.3,
+        extras: Extras {
+            window: Some(5),
+            full_layers: vec![1],
+            unrotated_layers: vec![0],
+            embedding_multiplier: 2.0,
+            residual_multiplier: 0.5,
+            attention_multiplier: Some(0.3),
+            logits_scaling: 1.5,
+        },
     }
 }
 

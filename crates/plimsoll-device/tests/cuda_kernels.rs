@@ -207,16 +207,28 @@ fn rope_tables_match_cpu_in_f32() {
         high_freq_factor: 4.0,
         original_max_position_embeddings: 8192,
     };
-    for scaling in [RopeScaling::None, RopeScaling::Linear { factor: 4.0 }, llama3] {
+    let yarn = RopeScaling::Yarn {
+        factor: 4.0,
+        beta_fast: 32.0,
+        beta_slow: 1.0,
+        original_max_position_embeddings: 8192,
+        truncate: true,
+        attention_factor: 1.5,
+    };
+    for scaling in [RopeScaling::None, RopeScaling::Linear { factor: 4.0 }, llama3, yarn] {
+        let amplitude = scaling.attention_factor();
         for (head_dim, theta) in [(6, 1e4), (64, 5e5), (128, 1e6)] {
             let rows = 3000;
             let mut want = vec![0.0f32; rows * head_dim];
-            cpu::rope_table(&pool(), head_dim, theta, &scaling, &mut want);
+            cpu::rope_table(&pool(), head_dim, theta, &scaling, amplitude, &mut want);
             let mut gpu = Gpu::new(0);
             let table = gpu.allocate(Kind::F32, rows * head_dim);
-            gpu.run(&rope_table(Real::F32, table, rows as u64, head_dim as u64, theta, scaling));
+            gpu.run(&rope_table(Real::F32, table, rows as u64, head_dim as u64, theta, scaling, amplitude));
             for (i, (got, want)) in gpu.get(table).iter().zip(&want).enumerate() {
-                assert!((got - f64::from(*want)).abs() <= 1.3e-7, "{scaling:?} {head_dim} [{i}]: {got} for {want}");
+                assert!(
+                    (got - f64::from(*want)).abs() <= 1.3e-7 * amplitude,
+                    "{scaling:?} {head_dim} [{i}]: {got} for {want}"
+                );
             }
         }
     }
@@ -320,17 +332,40 @@ fn cached_attention_matches_cpu() {
             cpu::append_cache(shape, &qkv, before, &mut keys, &mut values);
             assert_eq!((gpu.get(gkeys), gpu.get(gvalues)), (keys.clone(), values.clone()));
 
-            let mut want = vec![0.0; rows * shape.query_columns() as usize];
-            let room = &mut scratch(workspace::cpu::cached_attention(1, rows as u64, capacity as u64, head_dim));
-            cpu::cached_attention(&pool(), shape, &qkv, &keys, &values, before, &mut want, room);
-            let out = gpu.allocate(kind, want.len());
-            let room = workspace::cuda::cached_attention(rows as u64, capacity as u64, shape);
-            let room = gpu.allocate(Kind::F32, room as usize);
-            let inputs = [gqkv, gkeys, gvalues, gscalars];
-            gpu.run(&cached_attention(real, TARGET, inputs, out, room, rows as u64, capacity as u64, shape));
-            close(&gpu.get(out), &want, kind, "out");
+            // Without a window, and with windows that hide some parts of the keys, or all but the newest.
+            for window in [None, Some(40), Some(1)] {
+                let positions: Vec<i32> = (0..rows).map(|row| (before + row) as i32).collect();
+                let mut first_keys = vec![0; rows];
+                cpu::window_start(&positions, None, window.unwrap_or(u64::MAX), &mut first_keys);
+                let mut want = vec![0.0; rows * shape.query_columns() as usize];
+                let room = &mut scratch(workspace::cpu::cached_attention(1, rows as u64, capacity as u64, head_dim));
+                cpu::cached_attention(&pool(), shape, &qkv, &keys, &values, before, &first_keys, &mut want, room);
+                let out = gpu.allocate(kind, want.len());
+                let room = workspace::cuda::cached_attention(rows as u64, capacity as u64, shape);
+                let room = gpu.allocate(Kind::F32, room as usize);
+                let first_keys = window.map_or(0, |_| gpu.put_integers(&first_keys));
+                let inputs = [gqkv, gkeys, gvalues, gscalars, first_keys];
+                gpu.run(&cached_attention(real, TARGET, inputs, out, room, rows as u64, capacity as u64, shape));
+                close(&gpu.get(out), &want, kind, "out");
+            }
         }
     });
+}
+
+#[test]
+#[ignore = "needs g++: cargo xtask cuda-check"]
+fn window_starts_match_cpu() {
+    let positions: Vec<i32> = (0..700).map(|row| row % 300).collect();
+    let starts: Vec<i32> = (0..700).map(|row| row / 300 * 300).collect();
+    for (documents, window) in [(Some(&starts), 64), (None, 1), (Some(&starts), u64::MAX)] {
+        let mut want = vec![0; positions.len()];
+        cpu::window_start(&positions, documents.map(Vec::as_slice), window, &mut want);
+        let mut gpu = Gpu::new(0);
+        let (gpositions, out) = (gpu.put_integers(&positions), gpu.put_integers(&vec![-1; positions.len()]));
+        let documents = documents.map_or(0, |starts| gpu.put_integers(starts));
+        gpu.run(&window_start(Real::F32, gpositions, documents, out, positions.len() as u64, window));
+        assert_eq!(gpu.get_integers(out), want, "{window}");
+    }
 }
 
 #[test]

@@ -249,7 +249,7 @@ fn tensor_core_cached_attention_matches_reference() {
         let gscalars = gpu.put(Kind::F32, &scalars);
         let out = gpu.allocate(Kind::Bf16, rows as usize * query_columns);
         let [qkv, keys, values] = inputs;
-        let inputs = [qkv, keys, values, gscalars];
+        let inputs = [qkv, keys, values, gscalars, 0];
         let launches = cached_attention(Real::Bf16, LARGE, inputs, out, 0, rows, before + rows + 7, shape);
         assert_eq!(launches[0].unit.family(), Family::TensorAttention);
         gpu.run(&launches);

@@ -16,7 +16,7 @@ use plimsoll_plan::price::required_gemm_flops;
 use plimsoll_plan::search::{LossyOptions, PinnedChoices, PlanOutcome, PlanRequest, plan_recipe, search};
 use plimsoll_program::models::decoder::{AdamState, Base, Lora, Method, Optimizer, WeightSource};
 use plimsoll_program::models::weights::Parameter;
-use plimsoll_program::models::{ModelConfig, ModelType, RopeScaling};
+use plimsoll_program::models::{Extras, ModelConfig, ModelType, RopeScaling};
 use plimsoll_program::{Op, ProgramKind, Share};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -237,6 +237,7 @@ fn model_config(shape: &StepShape) -> Result<ModelConfig, Failure> {
         bos: None,
         eos: vec![],
         init_std: 0.02,
+        extras: Extras::default(),
     };
     config.validate()?;
     Ok(config)

@@ -16,7 +16,8 @@ use serde_json::Value;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
-const CASES: [&str; 12] = [
+const CASES: [&str; 18] = [
+    "granite",
     "llama",
     "llama-bf16",
     "llama-gqa-tied",
@@ -24,11 +25,16 @@ const CASES: [&str; 12] = [
     "llama-rope-linear",
     "llama-rope-llama3",
     "llama-rope-llama3-new-keys",
+    "llama-rope-yarn",
     "mistral",
+    "mistral-window",
+    "phi3",
     "qwen2",
     "qwen2-tied-f16",
+    "qwen2-window-new-keys",
     "qwen3",
     "qwen3-shards-new-keys",
+    "smollm3",
 ];
 
 /// A fixture: a model directory, data, and the reference values of transformers and PyTorch.

@@ -6,7 +6,7 @@ use plimsoll_core::{Bytes, DType, DeviceSpec, Link, Rates, Recipe, RecomputeLeve
 use plimsoll_plan::search::{LossyOptions, PinnedChoices, PlanRequest};
 use plimsoll_program::Share;
 use plimsoll_program::models::decoder::{AdamState, Generation, Optimizer, WeightSource};
-use plimsoll_program::models::{ModelConfig, ModelType, RopeScaling};
+use plimsoll_program::models::{Extras, ModelConfig, ModelType, RopeScaling};
 use plimsoll_train::data::Rows;
 use std::fmt;
 
@@ -146,6 +146,17 @@ fn config(rng: &mut Rng) -> ModelConfig {
     // The `transformers` library refuses a llama with a hidden size that is not a multiple of the number of heads.
     let hidden = if model_type == ModelType::Llama { hidden.next_multiple_of(heads) } else { hidden };
     let original = 1 << rng.range(2, 6);
+    let scaling = rng.pick(&[
+        RopeScaling::None,
+        RopeScaling::None,
+        RopeScaling::Linear { factor: 4.0 },
+        RopeScaling::Llama3 {
+            factor: 8.0,
+            low_freq_factor: 1.0,
+            high_freq_factor: 4.0,
+            original_max_position_embeddings: original,
+        },
+    ]);
     let [attention_bias, ffn_bias] = [(); 2].map(|()| model_type.has_bias_switches() && rng.chance(0.3));
     ModelConfig {
         model_type,
@@ -159,17 +170,7 @@ fn config(rng: &mut Rng) -> ModelConfig {
         tied: rng.chance(0.5),
         norm_eps: rng.pick(&[1e-5, 1e-6]),
         rope_theta: rng.pick(&[1e4, 5e5, 1e6]),
-        rope_scaling: rng.pick(&[
-            RopeScaling::None,
-            RopeScaling::None,
-            RopeScaling::Linear { factor: 4.0 },
-            RopeScaling::Llama3 {
-                factor: 8.0,
-                low_freq_factor: 1.0,
-                high_freq_factor: 4.0,
-                original_max_position_embeddings: original,
-            },
-        ]),
+        rope_scaling: if model_type.scales_frequencies() { scaling } else { RopeScaling::None },
         qkv_bias: model_type.qkv_bias() || attention_bias,
         attention_out_bias: attention_bias,
         ffn_bias,
@@ -179,7 +180,28 @@ fn config(rng: &mut Rng) -> ModelConfig {
         eos: vec![0],
         // Larger than in real models, so that small differences become visible.
         init_std: rng.pick(&[0.02, 0.1]),
+        extras: extras(rng, model_type),
     }
+}
+
+/// Returns parts that only some families have: in some cases a sliding window, and what the family always has.
+fn extras(rng: &mut Rng, model_type: ModelType) -> Extras {
+    let has_windows = !matches!(model_type, ModelType::Llama | ModelType::Granite) && rng.chance(0.5);
+    let in_all_layers = matches!(model_type, ModelType::Mistral | ModelType::Phi3);
+    let mut extras = Extras { window: has_windows.then(|| rng.log_range(1, 32)), ..Extras::default() };
+    if has_windows && !in_all_layers {
+        extras.full_layers = vec![0];
+    }
+    if model_type == ModelType::SmolLm3 {
+        extras.unrotated_layers = vec![rng.range(0, 2)];
+    }
+    if model_type == ModelType::Granite {
+        extras.embedding_multiplier = rng.pick(&[1.0, 12.0]);
+        extras.residual_multiplier = rng.pick(&[1.0, 0.22]);
+        extras.attention_multiplier = Some(rng.pick(&[1.0, 0.1]));
+        extras.logits_scaling = rng.pick(&[1.0, 8.0]);
+    }
+    extras
 }
 
 impl Case {

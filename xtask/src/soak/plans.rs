@@ -16,7 +16,7 @@ use plimsoll_device::gpu::{OpenOptions, find_gpu, measure_charges, open};
 use plimsoll_plan::search::{PlanOutcome, search};
 use plimsoll_program::ProgramKind;
 use plimsoll_program::models::decoder::WeightSource;
-use plimsoll_program::models::{ModelType, RopeScaling};
+use plimsoll_program::models::{Extras, ModelType, RopeScaling};
 use plimsoll_train::engine::{Engine, StepInput};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -61,6 +61,7 @@ impl Size {
         config.kv_heads = rng.pick(&[1, 2, 4, 8]);
         config.heads = config.kv_heads * rng.pick(&[1, 2, 4]);
         config.rope_scaling = RopeScaling::None;
+        config.extras = Extras::default();
         config.init_std = 0.02;
         let (layers, sequence, sequences);
         match self {

@@ -5,7 +5,7 @@ use super::tally::Tally;
 use anyhow::{Context, ensure};
 use plimsoll_core::{Bytes, DType};
 use plimsoll_device::{private_file, process};
-use plimsoll_program::models::{ModelConfig, ModelType, RopeScaling};
+use plimsoll_program::models::{Extras, ModelConfig, ModelType, RopeScaling};
 use plimsoll_train::config::RunConfig;
 use plimsoll_train::session::start::Run;
 use serde::{Deserialize, Serialize};
@@ -271,6 +271,7 @@ pub fn config(model_type: ModelType, sizes: ModelSizes) -> ModelConfig {
         bos: None,
         eos: vec![0],
         init_std: 0.02,
+        extras: Extras::default(),
     }
 }
 

@@ -10,7 +10,7 @@ use plimsoll_program::builder::Builder;
 use plimsoll_program::models::decoder::{
     AdamState, Base, BuildOptions, Lora, Method, Optimizer, Training, WeightSource, build,
 };
-use plimsoll_program::models::{ModelConfig, ModelType, RopeScaling, Target};
+use plimsoll_program::models::{Extras, ModelConfig, ModelType, RopeScaling, Target};
 use plimsoll_program::workspace::Kernels;
 use plimsoll_program::{Op, OpKind, Operand, ProgramKind, ProgramSet, TensorId};
 use std::collections::BTreeMap;
@@ -289,6 +289,7 @@ fn reference_step_rates(subject: &OpRateSubject, form: ReferenceForm) -> Result<
         bos: None,
         eos: vec![],
         init_std: 0.02,
+        extras: Extras::default(),
     };
     let set = build(&BuildOptions {
         config: &config,

@@ -7,7 +7,7 @@ use plimsoll_core::{RecomputeLevel, Space};
 use plimsoll_device::cpu::executor;
 use plimsoll_device::cuda::kernels::ops::{self, OperandLookup};
 use plimsoll_device::device::Device;
-use plimsoll_program::models::config::{ModelConfig, ModelType};
+use plimsoll_program::models::config::{Extras, ModelConfig, ModelType};
 use plimsoll_program::models::decoder::{
     AdamState, Base, BuildOptions, Generation, Method, Optimizer, Training, WeightSource, build,
 };
@@ -19,7 +19,8 @@ const CHUNK: u64 = 5;
 /// More workspace than any op of this small model needs.
 const SCRATCH: usize = 1 << 16;
 
-/// A model with every feature: grouped heads, biases, head norms, a tied head, scaled positions.
+/// A model with every feature: grouped heads, biases, head norms, a tied head, scaled positions, a window and
+/// no rotation in one layer each, and multipliers.
 fn model() -> ModelConfig {
     ModelConfig {
         model_type: ModelType::Qwen3,
@@ -42,6 +43,15 @@ fn model() -> ModelConfig {
         bos: None,
         eos: vec![],
         init_std: 0.3,
+        extras: Extras {
+            window: Some(5),
+            full_layers: vec![1],
+            unrotated_layers: vec![0],
+            embedding_multiplier: 2.0,
+            residual_multiplier: 0.5,
+            attention_multiplier: Some(0.3),
+            logits_scaling: 1.5,
+        },
     }
 }
 

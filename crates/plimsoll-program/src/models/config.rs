@@ -5,92 +5,10 @@
 //!
 //! Legend: V vocabulary, D hidden, F feed-forward, H heads, K key/value heads, E head size.
 
+pub use super::family::ModelType;
+pub use super::rope::RopeScaling;
 use plimsoll_core::Failure;
-use serde::{Deserialize, Serialize};
 use std::fmt;
-
-/// The model family: `model_type` in `config.json`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum ModelType {
-    /// Llama 2 and 3, TinyLlama, SmolLM2.
-    Llama,
-    /// Mistral, without sliding windows.
-    Mistral,
-    /// Qwen 2 and 2.5: biases on queries, keys and values.
-    Qwen2,
-    /// Qwen 3: a norm on every query and key head.
-    Qwen3,
-}
-
-impl ModelType {
-    /// All supported families.
-    pub const ALL: [ModelType; 4] = [ModelType::Llama, ModelType::Mistral, ModelType::Qwen2, ModelType::Qwen3];
-
-    /// Returns the name of the family: the value of `model_type` in `config.json`.
-    pub const fn name(self) -> &'static str {
-        match self {
-            ModelType::Llama => "llama",
-            ModelType::Mistral => "mistral",
-            ModelType::Qwen2 => "qwen2",
-            ModelType::Qwen3 => "qwen3",
-        }
-    }
-
-    /// Returns the name of the model class in transformers: the value of `architectures` in `config.json`.
-    pub const fn architecture(self) -> &'static str {
-        match self {
-            ModelType::Llama => "LlamaForCausalLM",
-            ModelType::Mistral => "MistralForCausalLM",
-            ModelType::Qwen2 => "Qwen2ForCausalLM",
-            ModelType::Qwen3 => "Qwen3ForCausalLM",
-        }
-    }
-
-    /// Returns whether the projections to queries, keys and values have biases in every model of this family.
-    pub const fn qkv_bias(self) -> bool {
-        matches!(self, ModelType::Qwen2)
-    }
-
-    /// Returns whether `config.json` switches biases on: `attention_bias` those of queries, keys, values and the output
-    /// of attention, and `mlp_bias` those of gate, up and down.
-    pub const fn has_bias_switches(self) -> bool {
-        matches!(self, ModelType::Llama)
-    }
-
-    /// Returns whether every query and key head has an RMS norm in this family.
-    pub const fn qk_norm(self) -> bool {
-        matches!(self, ModelType::Qwen3)
-    }
-}
-
-impl fmt::Display for ModelType {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
-
-/// The scaling of rotary frequencies: `rope_scaling` in `config.json`.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub enum RopeScaling {
-    /// No scaling.
-    None,
-    /// Every frequency is divided by `factor`.
-    Linear {
-        /// Divisor of all frequencies.
-        factor: f64,
-    },
-    /// Llama 3.1: low frequencies are divided by `factor`, high ones are kept, and those between are interpolated.
-    Llama3 {
-        /// Divisor of low frequencies.
-        factor: f64,
-        /// Bound of low frequencies: wavelengths above `original_max_position_embeddings / low_freq_factor`.
-        low_freq_factor: f64,
-        /// Bound of high frequencies: wavelengths below `original_max_position_embeddings / high_freq_factor`.
-        high_freq_factor: f64,
-        /// Context length before scaling, in tokens.
-        original_max_position_embeddings: u64,
-    },
-}
 
 /// The configuration of a decoder of the Llama, Mistral or Qwen family: the content of its `config.json` as far as it
 /// determines the arithmetic. Sizes are in elements.
@@ -137,6 +55,41 @@ pub struct ModelConfig {
     pub eos: Vec<i64>,
     /// Standard deviation of randomly initialized matrices (`initializer_range`).
     pub init_std: f64,
+    /// Parts that most models do not have.
+    pub extras: Extras,
+}
+
+/// Parts of a model that most models do not have; by default none of them.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Extras {
+    /// Number of keys that a token sees in layers with a sliding window, its own included.
+    pub window: Option<u64>,
+    /// Layers without the window, in ascending order.
+    pub full_layers: Vec<u64>,
+    /// Layers that do not rotate queries and keys (NoPE), in ascending order.
+    pub unrotated_layers: Vec<u64>,
+    /// Factor of the embedding's output.
+    pub embedding_multiplier: f64,
+    /// Factor of what attention and the feed-forward part add to the residual stream.
+    pub residual_multiplier: f64,
+    /// Factor of attention scores; `None` for 1 / √head size.
+    pub attention_multiplier: Option<f64>,
+    /// Divisor of logits.
+    pub logits_scaling: f64,
+}
+
+impl Default for Extras {
+    fn default() -> Extras {
+        Extras {
+            window: None,
+            full_layers: Vec::new(),
+            unrotated_layers: Vec::new(),
+            embedding_multiplier: 1.0,
+            residual_multiplier: 1.0,
+            attention_multiplier: None,
+            logits_scaling: 1.0,
+        }
+    }
 }
 
 /// Largest accepted sizes. They are far above any model, and so low that no product of sizes, element counts and bytes
@@ -272,6 +225,36 @@ impl ModelConfig {
         self.query_width() + 2 * self.kv_width()
     }
 
+    /// Returns the number of keys that a token sees in a layer with a sliding window, and `None` for other layers.
+    pub fn window_of(&self, layer: u64) -> Option<u64> {
+        self.extras.window.filter(|_| !self.extras.full_layers.contains(&layer))
+    }
+
+    /// Returns whether a layer rotates queries and keys by their positions.
+    pub fn rotates(&self, layer: u64) -> bool {
+        !self.extras.unrotated_layers.contains(&layer)
+    }
+
+    /// Returns the factor of rotated queries and of rotated keys. It has the effect of `attention_multiplier`: attention
+    /// itself multiplies their products by 1 / √head size.
+    pub fn rope_amplitude(&self) -> f64 {
+        let scores = self.extras.attention_multiplier.map_or(1.0, |factor| factor * (self.head_dim as f64).sqrt());
+        self.rope_scaling.attention_factor() * scores.sqrt()
+    }
+
+    /// Returns the value that norms of the residual stream add to the mean square.
+    ///
+    /// The stream is computed without `embedding_multiplier`, so it is smaller by that factor m. All that reads it are
+    /// norms, and norm(m·x) with ε equals norm(x) with ε / m².
+    pub fn stream_norm_eps(&self) -> f64 {
+        self.norm_eps / self.extras.embedding_multiplier.powi(2)
+    }
+
+    /// Returns the factor of what a layer adds to the residual stream ([`ModelConfig::stream_norm_eps`]).
+    pub fn residual_scale(&self) -> f64 {
+        self.extras.residual_multiplier / self.extras.embedding_multiplier
+    }
+
     /// Returns the number of parameters of one layer.
     pub fn layer_parameters(&self) -> u64 {
         let attention = self.qkv_width() * self.hidden + self.hidden * self.query_width();
@@ -349,7 +332,8 @@ impl ModelConfig {
         if !(1.0..=1e30).contains(&self.rope_theta) {
             return Err(wrong("rope_theta", self.rope_theta, "a number from 1 to 1e30"));
         }
-        self.validate_scaling()?;
+        self.rope_scaling.validate()?;
+        self.validate_extras()?;
         let has_switch = self.model_type.has_bias_switches();
         for (key, found, by_type) in [
             ("qkv_bias", self.qkv_bias, self.model_type.qkv_bias() || has_switch && self.qkv_bias),
@@ -363,39 +347,35 @@ impl ModelConfig {
         }
         Ok(())
     }
+}
 
-    fn validate_scaling(&self) -> Result<(), ConfigError> {
-        let check_factor = |factor: f64| {
-            let in_range = (1e-6..=1e6).contains(&factor);
-            if in_range { Ok(()) } else { Err(wrong("rope_scaling.factor", factor, "a number from 1e-6 to 1e6")) }
-        };
-        match self.rope_scaling {
-            RopeScaling::None => Ok(()),
-            RopeScaling::Linear { factor } => check_factor(factor),
-            RopeScaling::Llama3 {
-                factor,
-                low_freq_factor: low,
-                high_freq_factor: high,
-                original_max_position_embeddings: original,
-            } => {
-                check_factor(factor)?;
-                if !(1e-6..=1e6).contains(&low) {
-                    return Err(wrong("rope_scaling.low_freq_factor", low, "a number from 1e-6 to 1e6"));
-                }
-                if !(low..=1e6).contains(&high) || high == low {
-                    let expected = format!("a number above low_freq_factor, {low}, and up to 1e6");
-                    return Err(wrong("rope_scaling.high_freq_factor", high, expected));
-                }
-                if !(1..=limit::POSITIONS).contains(&original) {
-                    let expected = format!("a whole number from 1 to {}", limit::POSITIONS);
-                    return Err(wrong("rope_scaling.original_max_position_embeddings", original, expected));
-                }
-                Ok(())
+impl ModelConfig {
+    fn validate_extras(&self) -> Result<(), ConfigError> {
+        for (key, value) in [
+            ("embedding_multiplier", self.extras.embedding_multiplier),
+            ("residual_multiplier", self.extras.residual_multiplier),
+            ("attention_multiplier", self.extras.attention_multiplier.unwrap_or(1.0)),
+            ("logits_scaling", self.extras.logits_scaling),
+        ] {
+            if !(1e-6..=1e6).contains(&value) {
+                return Err(wrong(key, value, "a number from 1e-6 to 1e6"));
             }
         }
+        if self.rope_scaling != RopeScaling::None && !self.model_type.scales_frequencies() {
+            return Err(wrong("rope_scaling", format!("{:?}", self.rope_scaling), "null in this model family"));
+        }
+        let sorted = |layers: &[u64]| layers.is_sorted() && layers.last().is_none_or(|last| *last < limit::LAYERS);
+        for (key, layers) in
+            [("layer_types", &self.extras.full_layers), ("no_rope_layers", &self.extras.unrotated_layers)]
+        {
+            if !sorted(layers) {
+                return Err(wrong(key, format!("{layers:?}"), "layers in ascending order"));
+            }
+        }
+        Ok(())
     }
 }
 
-fn wrong(key: &str, found: impl fmt::Display, expected: impl Into<String>) -> ConfigError {
+pub(super) fn wrong(key: &str, found: impl fmt::Display, expected: impl Into<String>) -> ConfigError {
     ConfigError::Wrong { key: key.to_owned(), found: found.to_string(), expected: expected.into() }
 }

@@ -7,7 +7,8 @@
 //! Defaults of absent keys are those of the configuration class in transformers 5 (`configuration_llama.py` and so on).
 //! Sizes that determine the shapes of weights have no default.
 
-use super::config::{ConfigError, ModelConfig, ModelType, RopeScaling, limit};
+use super::config::{ConfigError, Extras, ModelConfig, ModelType, RopeScaling, limit};
+use super::family::{Family, Windows};
 use plimsoll_core::DType;
 use serde_json::{Map, Value, json};
 use std::cell::RefCell;
@@ -194,21 +195,43 @@ impl ModelConfig {
         }
         // Switches with a default that differs from this model's value, or between readers.
         let mut switches = vec![("hidden_act", json!("silu")), ("attention_dropout", json!(0.0))];
-        match self.model_type {
-            ModelType::Llama => {
-                let biases = [("attention_bias", self.attention_out_bias), ("mlp_bias", self.ffn_bias)];
-                switches.extend(biases.map(|(key, has_bias)| (key, json!(has_bias))));
-            }
-            ModelType::Mistral => switches.push(("sliding_window", Value::Null)),
-            ModelType::Qwen2 => switches.push(("use_sliding_window", json!(false))),
-            ModelType::Qwen3 => {
-                switches.extend([("attention_bias", json!(false)), ("use_sliding_window", json!(false))]);
-            }
+        let family = self.model_type.family();
+        if family.has_bias_switches {
+            let biases = [("attention_bias", self.attention_out_bias), ("mlp_bias", self.ffn_bias)];
+            switches.extend(biases.map(|(key, has_bias)| (key, json!(has_bias))));
+        }
+        if family.windows != Windows::Refused {
+            switches.push(("sliding_window", json!(self.extras.window)));
+        }
+        if matches!(family.windows, Windows::Switched | Windows::SwitchedUnrotated) {
+            switches.push(("use_sliding_window", json!(self.extras.window.is_some())));
+            switches.extend(self.extras.window.map(|_| ("layer_types", self.layer_types())));
+        }
+        if self.model_type == ModelType::SmolLm3 {
+            let switches_of_layers: Vec<u64> = (0..self.layers).map(|layer| u64::from(self.rotates(layer))).collect();
+            switches.push(("no_rope_layers", json!(switches_of_layers)));
+        }
+        if self.model_type == ModelType::Granite {
+            let Extras { embedding_multiplier, residual_multiplier, attention_multiplier, .. } = self.extras;
+            switches.extend([
+                ("embedding_multiplier", json!(embedding_multiplier)),
+                ("residual_multiplier", json!(residual_multiplier)),
+                ("attention_multiplier", json!(attention_multiplier.unwrap_or(1.0 / (self.head_dim as f64).sqrt()))),
+                ("logits_scaling", json!(self.extras.logits_scaling)),
+            ]);
         }
         for (key, value) in switches {
             map.entry(key).or_insert(value);
         }
         Value::Object(map)
+    }
+}
+
+impl ModelConfig {
+    /// Returns the value of `layer_types`: the kind of attention of each layer.
+    fn layer_types(&self) -> Value {
+        let kind = |layer| if self.window_of(layer).is_some() { "sliding_attention" } else { "full_attention" };
+        (0..self.layers).map(kind).collect()
     }
 }
 
@@ -228,6 +251,23 @@ fn scaling_to_json(scaling: RopeScaling) -> Value {
     match scaling {
         RopeScaling::None => Value::Null,
         RopeScaling::Linear { factor } => json!({"rope_type": "linear", "factor": factor}),
+        RopeScaling::Dynamic { factor } => json!({"rope_type": "dynamic", "factor": factor}),
+        RopeScaling::Yarn {
+            factor,
+            beta_fast,
+            beta_slow,
+            original_max_position_embeddings,
+            truncate,
+            attention_factor,
+        } => json!({
+            "rope_type": "yarn",
+            "factor": factor,
+            "beta_fast": beta_fast,
+            "beta_slow": beta_slow,
+            "original_max_position_embeddings": original_max_position_embeddings,
+            "truncate": truncate,
+            "attention_factor": attention_factor,
+        }),
         RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } => json!({
             "rope_type": "llama3",
             "factor": factor,
@@ -248,28 +288,21 @@ fn read(keys: &Keys) -> Result<ModelConfig, ConfigError> {
     let hidden = keys.size("hidden_size", limit::HIDDEN)?;
     let heads = keys.size("num_attention_heads", limit::HEADS)?;
     let layers = keys.size("num_hidden_layers", limit::LAYERS)?;
-    let max_positions = keys.whole("max_position_embeddings", limit::POSITIONS)?.unwrap_or(match model_type {
-        ModelType::Llama => 2048,
-        ModelType::Mistral => 131_072,
-        ModelType::Qwen2 | ModelType::Qwen3 => 32_768,
-    });
-    refuse_windows(keys, model_type, layers, max_positions)?;
-    let (rope_theta, rope_scaling) = read_rope(keys, max_positions)?;
-    let (default_bos, default_eos) = match model_type {
-        ModelType::Llama | ModelType::Mistral => (Some(1), vec![2]),
-        ModelType::Qwen2 | ModelType::Qwen3 => (None, Vec::new()),
-    };
+    let family = model_type.family();
+    let max_positions = keys.whole("max_position_embeddings", limit::POSITIONS)?.unwrap_or(family.max_positions);
+    let extras = read_extras(keys, family, layers, max_positions)?;
+    let (rope_theta, rope_scaling) = read_rope(keys, family, max_positions)?;
     Ok(ModelConfig {
         model_type,
         hidden,
         layers,
         heads,
-        kv_heads: read_kv_heads(keys, model_type, heads)?,
-        head_dim: read_head_dim(keys, model_type, hidden, heads)?,
+        kv_heads: read_kv_heads(keys, family, heads)?,
+        head_dim: read_head_dim(keys, family, hidden, heads)?,
         ffn: keys.size("intermediate_size", limit::FFN)?,
         vocab: keys.size("vocab_size", limit::VOCAB)?,
-        tied: keys.flag("tie_word_embeddings")?.unwrap_or(false),
-        norm_eps: keys.number("rms_norm_eps")?.unwrap_or(1e-6),
+        tied: keys.flag("tie_word_embeddings")?.unwrap_or(family.tied),
+        norm_eps: keys.number("rms_norm_eps")?.unwrap_or(family.norm_eps),
         rope_theta,
         rope_scaling,
         qkv_bias: model_type.qkv_bias() || attention_bias,
@@ -277,9 +310,10 @@ fn read(keys: &Keys) -> Result<ModelConfig, ConfigError> {
         ffn_bias,
         qk_norm: model_type.qk_norm(),
         max_positions,
-        bos: keys.tokens("bos_token_id", 1)?.map_or(default_bos, |ids| ids.first().copied()),
-        eos: keys.tokens("eos_token_id", END_TOKENS_MAX)?.unwrap_or(default_eos),
+        bos: keys.tokens("bos_token_id", 1)?.map_or(family.bos, |ids| ids.first().copied()),
+        eos: keys.tokens("eos_token_id", END_TOKENS_MAX)?.unwrap_or_else(|| family.eos.to_vec()),
         init_std: keys.number("initializer_range")?.unwrap_or(0.02),
+        extras,
     })
 }
 
@@ -307,73 +341,141 @@ fn read_type(keys: &Keys) -> Result<ModelType, ConfigError> {
         .ok_or_else(|| keys.unsupported("model_type", &json!(name), supported()))
 }
 
-fn read_kv_heads(keys: &Keys, model_type: ModelType, heads: u64) -> Result<u64, ConfigError> {
+fn read_kv_heads(keys: &Keys, family: &Family, heads: u64) -> Result<u64, ConfigError> {
     let key = "num_key_value_heads";
     Ok(match keys.whole(key, limit::HEADS)? {
         Some(found) => found,
         None if keys.raw(key).is_some() => heads, // null
-        None => match model_type {
-            ModelType::Llama => heads,
-            ModelType::Mistral => 8,
-            ModelType::Qwen2 | ModelType::Qwen3 => 32,
-        },
+        None => family.kv_heads.unwrap_or(heads),
     })
 }
 
-fn read_head_dim(keys: &Keys, model_type: ModelType, hidden: u64, heads: u64) -> Result<u64, ConfigError> {
-    match keys.whole("head_dim", limit::HEAD_DIM)? {
-        Some(found) => Ok(found),
-        None if model_type == ModelType::Qwen3 => match keys.raw("head_dim") {
-            None => Ok(128),
-            Some(null) => Err(keys.wrong("head_dim", null, "a whole number")),
-        },
-        None if hidden.is_multiple_of(heads) => Ok(hidden / heads),
-        None => {
+fn read_head_dim(keys: &Keys, family: &Family, hidden: u64, heads: u64) -> Result<u64, ConfigError> {
+    if let Some(found) = keys.whole("head_dim", limit::HEAD_DIM)? {
+        return Ok(found);
+    }
+    match (family.head_dim, keys.raw("head_dim")) {
+        (Some(default), None) => Ok(default),
+        (Some(_), Some(null)) => Err(keys.wrong("head_dim", null, "a whole number")),
+        (None, _) if hidden.is_multiple_of(heads) => Ok(hidden / heads),
+        (None, _) => {
             let expected = format!("a multiple of num_attention_heads, {heads}, where head_dim is absent");
             Err(keys.wrong("hidden_size", &json!(hidden), expected))
         }
     }
 }
 
-/// Refuses sliding-window attention, unless it is off or its window covers the longest sequence.
-fn refuse_windows(keys: &Keys, model_type: ModelType, layers: u64, max_positions: u64) -> Result<(), ConfigError> {
-    if let Some(found) = keys.value("layer_types") {
-        let full = |list: &Vec<Value>| list.len() as u64 == layers && list.iter().all(|t| t == "full_attention");
-        if !found.as_array().is_some_and(full) {
-            let supported = format!("\"full_attention\" for each of the {layers} layers");
-            return Err(keys.unsupported("layer_types", found, supported));
+/// Reads the parts that only some families have.
+fn read_extras(keys: &Keys, family: &Family, layers: u64, max_positions: u64) -> Result<Extras, ConfigError> {
+    let unrotated_layers = read_unrotated_layers(keys, family, layers)?;
+    let (window, full_layers) = read_windows(keys, family, [layers, max_positions], &unrotated_layers)?;
+    let extras = Extras { window, full_layers, unrotated_layers, ..Extras::default() };
+    match family.model_type {
+        ModelType::Phi3 => {
+            keys.must_be_neutral("resid_pdrop", &[json!(0), json!(0.0)])?;
+            keys.must_be_neutral("embd_pdrop", &[json!(0), json!(0.0)])?;
+            Ok(extras)
         }
+        ModelType::Granite => {
+            let multiplier = |key: &str| Ok::<_, ConfigError>(keys.number(key)?.unwrap_or(1.0));
+            Ok(Extras {
+                embedding_multiplier: multiplier("embedding_multiplier")?,
+                residual_multiplier: multiplier("residual_multiplier")?,
+                attention_multiplier: Some(multiplier("attention_multiplier")?),
+                logits_scaling: multiplier("logits_scaling")?,
+                ..extras
+            })
+        }
+        _ => Ok(extras),
     }
+}
+
+/// Reads the layers without rotary positions: those with a zero in `no_rope_layers`, or else each nth one.
+fn read_unrotated_layers(keys: &Keys, family: &Family, layers: u64) -> Result<Vec<u64>, ConfigError> {
+    if family.model_type != ModelType::SmolLm3 {
+        return Ok(Vec::new());
+    }
+    let interval = keys.whole("no_rope_layer_interval", limit::LAYERS)?.unwrap_or(4);
+    let expected = || format!("a list of {layers} zeros and ones, or more");
+    let switches = keys.read("no_rope_layers", expected, |value| {
+        let list = value.as_array().filter(|list| list.len() as u64 >= layers)?;
+        list.iter().map(|switch| switch.as_u64().filter(|switch| *switch < 2)).collect::<Option<Vec<u64>>>()
+    })?;
+    let rotates = |layer: &u64| match &switches {
+        Some(switches) => switches[*layer as usize] == 1,
+        None => !(layer + 1).is_multiple_of(interval),
+    };
+    Ok((0..layers).filter(|layer| !rotates(layer)).collect())
+}
+
+/// Reads the sliding window, and the layers without it. A family that has no windows refuses one that would hide keys
+/// within `max_positions`.
+fn read_windows(
+    keys: &Keys,
+    family: &Family,
+    [layers, max_positions]: [u64; 2],
+    unrotated_layers: &[u64],
+) -> Result<(Option<u64>, Vec<u64>), ConfigError> {
     let switched_on = keys.flag("use_sliding_window")?;
     let window = keys.whole("sliding_window", limit::POSITIONS)?;
-    let absent = keys.raw("sliding_window").is_none();
-    let by_default = absent.then_some(4096);
+    let by_default = |default: Option<u64>| default.filter(|_| keys.raw("sliding_window").is_none());
     // Layers below `max_window_layers` have full attention.
-    let full_layers = keys.read("max_window_layers", || "a whole number".into(), Value::as_u64)?.unwrap_or(28);
-    let active = match model_type {
-        // Mistral has no `use_sliding_window` switch.
-        ModelType::Mistral => window.or(by_default),
-        ModelType::Qwen2 | ModelType::Qwen3 if switched_on == Some(true) && full_layers < layers => {
-            window.or(by_default)
+    let first = keys.read("max_window_layers", || "a whole number".into(), Value::as_u64)?;
+    let (window, mut full_layers) = match family.windows {
+        Windows::Refused => {
+            if let Some(window) = window.filter(|window| *window < max_positions && switched_on != Some(false)) {
+                let supported = format!("null, or at least max_position_embeddings, {max_positions}");
+                return Err(keys.unsupported("sliding_window", &json!(window), supported));
+            }
+            (None, Vec::new())
         }
-        ModelType::Qwen2 | ModelType::Qwen3 => None,
-        ModelType::Llama if switched_on == Some(false) => None,
-        ModelType::Llama => window,
+        Windows::Always { default } => (window.or(by_default(default)), Vec::new()),
+        Windows::Switched => {
+            let window = window.or(by_default(Some(4096))).filter(|_| switched_on == Some(true));
+            (window, (0..first.unwrap_or(28).min(layers)).collect())
+        }
+        Windows::SwitchedUnrotated => {
+            let rotated = (0..layers).filter(|layer| !unrotated_layers.contains(layer));
+            (window.filter(|_| switched_on == Some(true)), rotated.collect())
+        }
     };
-    match active {
-        Some(window) if window < max_positions => {
-            let found = if absent { "absent, which means 4096".to_owned() } else { window.to_string() };
-            let supported = format!("null, or at least max_position_embeddings, {max_positions}");
-            Err(ConfigError::Unsupported { key: "sliding_window".into(), found, supported })
+    if let Some(listed) = read_full_layers(keys, layers)? {
+        if window.is_none() && (listed.len() as u64) < layers {
+            let found = keys.raw("layer_types").expect("the list was read");
+            let supported = format!("\"full_attention\" for each of the {layers} layers, without a sliding window");
+            return Err(keys.unsupported("layer_types", found, supported));
         }
-        _ => Ok(()),
+        // These families have one kind of layer, whatever the list says.
+        let uniform = if window.is_some() { 0 } else { layers };
+        if matches!(family.windows, Windows::Always { .. }) && listed.len() as u64 != uniform {
+            let found = keys.raw("layer_types").expect("the list was read");
+            let supported = "the same kind for all layers, as `sliding_window` says".to_owned();
+            return Err(keys.unsupported("layer_types", found, supported));
+        }
+        full_layers = listed;
     }
+    if window.is_none() || full_layers.len() as u64 == layers {
+        return Ok((None, Vec::new()));
+    }
+    Ok((window, full_layers))
+}
+
+/// Reads from `layer_types` which layers have full attention; all others have a sliding window. `None` without the key.
+fn read_full_layers(keys: &Keys, layers: u64) -> Result<Option<Vec<u64>>, ConfigError> {
+    let Some(found) = keys.value("layer_types") else { return Ok(None) };
+    let (full, sliding) = ("full_attention", "sliding_attention");
+    let known = |list: &&Vec<Value>| list.len() as u64 == layers && list.iter().all(|t| t == full || t == sliding);
+    let Some(list) = found.as_array().filter(known) else {
+        let supported = format!("\"{full}\" or \"{sliding}\" for each of the {layers} layers");
+        return Err(keys.unsupported("layer_types", found, supported));
+    };
+    Ok(Some((0..layers).zip(list).filter(|(_, kind)| *kind == full).map(|(layer, _)| layer).collect()))
 }
 
 /// Reads base and scaling of the rotary frequencies from `rope_theta` and `rope_scaling` (transformers 4) or
 /// `rope_parameters` (5). Repeated values must agree. `max_positions` replaces a missing
 /// `original_max_position_embeddings`.
-fn read_rope(keys: &Keys, max_positions: u64) -> Result<(f64, RopeScaling), ConfigError> {
+fn read_rope(keys: &Keys, family: &Family, max_positions: u64) -> Result<(f64, RopeScaling), ConfigError> {
     let mut thetas: Vec<(String, f64)> = Vec::new();
     thetas.extend(keys.number("rope_theta")?.map(|theta| ("rope_theta".to_owned(), theta)));
     let original = keys.whole("original_max_position_embeddings", limit::POSITIONS)?;
@@ -381,7 +483,11 @@ fn read_rope(keys: &Keys, max_positions: u64) -> Result<(f64, RopeScaling), Conf
     for section in ["rope_scaling", "rope_parameters"] {
         let Some(inner) = keys.section(section)? else { continue };
         thetas.extend(inner.number("rope_theta")?.map(|theta| (format!("{section}.rope_theta"), theta)));
-        scalings.push((section, read_scaling(&inner, original, max_positions)?));
+        let scaling = read_scaling(&inner, original, max_positions)?;
+        if scaling != RopeScaling::None && !family.scales_frequencies {
+            return Err(keys.unsupported(section, &scaling_to_json(scaling), "null".to_owned()));
+        }
+        scalings.push((section, scaling));
         keys.adopt(inner);
     }
     if let Some(pair) = thetas.windows(2).find(|pair| pair[0].1 != pair[1].1) {
@@ -392,7 +498,7 @@ fn read_rope(keys: &Keys, max_positions: u64) -> Result<(f64, RopeScaling), Conf
     {
         return Err(contradiction(one, &scaling_to_json(a), other, &scaling_to_json(b)));
     }
-    let theta = thetas.first().map_or(10_000.0, |(_, theta)| *theta);
+    let theta = thetas.first().map_or(family.rope_theta, |(_, theta)| *theta);
     let scaling = scalings.first().map_or(RopeScaling::None, |(_, scaling)| *scaling);
     Ok((theta, scaling))
 }
@@ -415,22 +521,47 @@ fn read_scaling(keys: &Keys, outer_original: Option<u64>, max_positions: u64) ->
             Ok(RopeScaling::None)
         }
         "linear" => Ok(RopeScaling::Linear { factor: need("factor")? }),
-        "llama3" => {
+        "dynamic" => Ok(RopeScaling::Dynamic { factor: need("factor")? }),
+        "llama3" | "yarn" => {
             if let (Some(inner), Some(outer)) = (original, outer_original)
                 && inner != outer
             {
                 let key = "original_max_position_embeddings";
                 return Err(contradiction(&keys.path(key), &json!(inner), key, &json!(outer)));
             }
+            let original_max_position_embeddings = original.or(outer_original).unwrap_or(max_positions);
+            if kind == "yarn" {
+                return read_yarn(keys, need("factor")?, original_max_position_embeddings);
+            }
             Ok(RopeScaling::Llama3 {
                 factor: need("factor")?,
                 low_freq_factor: need("low_freq_factor")?,
                 high_freq_factor: need("high_freq_factor")?,
-                original_max_position_embeddings: original.or(outer_original).unwrap_or(max_positions),
+                original_max_position_embeddings,
             })
         }
-        other => Err(keys.unsupported(key, &json!(other), "default, linear, llama3".to_owned())),
+        other => Err(keys.unsupported(key, &json!(other), "default, linear, dynamic, llama3, yarn".to_owned())),
     }
+}
+
+/// Reads the settings of YaRN besides its factor and its original context. As in transformers, a factor of attention
+/// that is not given follows from `factor` and two optional coefficients.
+fn read_yarn(keys: &Keys, factor: f64, original_max_position_embeddings: u64) -> Result<RopeScaling, ConfigError> {
+    let non_zero = |key: &str| Ok::<_, ConfigError>(keys.number(key)?.filter(|number| *number != 0.0));
+    let grown = |coefficient: f64| if factor <= 1.0 { 1.0 } else { 0.1 * coefficient * factor.ln() + 1.0 };
+    let coefficients = (non_zero("mscale")?, non_zero("mscale_all_dim")?);
+    let by_factor = match coefficients {
+        (Some(part), Some(all)) => grown(part) / grown(all),
+        _ => grown(1.0),
+    };
+    Ok(RopeScaling::Yarn {
+        factor,
+        beta_fast: non_zero("beta_fast")?.unwrap_or(32.0),
+        beta_slow: non_zero("beta_slow")?.unwrap_or(1.0),
+        original_max_position_embeddings,
+        truncate: keys.flag("truncate")?.unwrap_or(true),
+        attention_factor: keys.number("attention_factor")?.unwrap_or(by_factor),
+    })
 }
 
 fn contradiction(key: &str, found: &Value, other: &str, other_found: &Value) -> ConfigError {

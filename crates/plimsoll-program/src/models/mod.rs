@@ -3,12 +3,16 @@
 
 pub mod config;
 pub mod decoder;
+mod family;
 mod json;
 pub mod presets;
+mod rope;
 mod supported;
 pub mod weights;
 
-pub use config::{ConfigError, ModelConfig, ModelType, RopeScaling};
+pub use config::{ConfigError, Extras, ModelConfig};
+pub use family::ModelType;
 pub use presets::{closest_preset, preset, preset_name, preset_names};
+pub use rope::RopeScaling;
 pub use supported::{CUDA_HEAD_DIM_MAX, Unsupported, check_supported};
 pub use weights::{Parameter, Target};

@@ -3,7 +3,7 @@
 //! Each row is the public `config.json` of the named model. The exception is `llama-11b`, which has no publisher and
 //! represents models of its size.
 
-use super::config::{ModelConfig, ModelType, RopeScaling};
+use super::config::{Extras, ModelConfig, ModelType, RopeScaling};
 
 /// The published shape of a model: one row of the table of presets.
 struct Row {
@@ -115,6 +115,7 @@ pub fn preset(name: &str) -> Option<ModelConfig> {
         bos: Some(row.bos),
         eos: vec![row.eos],
         init_std: row.init_std,
+        extras: Extras::default(),
     })
 }
 

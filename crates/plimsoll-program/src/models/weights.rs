@@ -30,11 +30,18 @@ pub enum Target {
     Gate,
     Up,
     Down,
+    /// Queries, keys and values as one projection, as some families store them.
+    Qkv,
+    /// Gate and up as one projection, as some families store them.
+    GateUp,
 }
 
 impl Target {
-    /// All projections, in the order in which a layer computes them.
+    /// All projections of a family that fuses none, in the order in which a layer computes them.
     pub const ALL: [Target; 7] = [Target::Q, Target::K, Target::V, Target::O, Target::Gate, Target::Up, Target::Down];
+
+    /// All projections of a family that fuses them, in the order in which a layer computes them.
+    pub const FUSED: [Target; 4] = [Target::Qkv, Target::O, Target::GateUp, Target::Down];
 
     /// Returns the module name in transformers and in PEFT's `target_modules`: `q_proj`.
     pub const fn name(self) -> &'static str {
@@ -46,19 +53,30 @@ impl Target {
             Target::Gate => "gate_proj",
             Target::Up => "up_proj",
             Target::Down => "down_proj",
+            Target::Qkv => "qkv_proj",
+            Target::GateUp => "gate_up_proj",
         }
     }
 
     /// Returns the projection with this module name, and `None` if there is none.
     pub fn named(name: &str) -> Option<Target> {
-        Target::ALL.into_iter().find(|target| target.name() == name)
+        Target::ALL.into_iter().chain(Target::FUSED).find(|target| target.name() == name)
+    }
+
+    /// Returns the projections that this one fuses; empty if it is a single one.
+    const fn parts(self) -> &'static [Target] {
+        match self {
+            Target::Qkv => &[Target::Q, Target::K, Target::V],
+            Target::GateUp => &[Target::Gate, Target::Up],
+            _ => &[],
+        }
     }
 
     /// Returns the name of the parent module in transformers, `self_attn` or `mlp`.
     const fn group(self) -> &'static str {
         match self {
-            Target::Q | Target::K | Target::V | Target::O => "self_attn",
-            Target::Gate | Target::Up | Target::Down => "mlp",
+            Target::Q | Target::K | Target::V | Target::O | Target::Qkv => "self_attn",
+            Target::Gate | Target::Up | Target::Down | Target::GateUp => "mlp",
         }
     }
 
@@ -66,9 +84,9 @@ impl Target {
     /// fused tensor `qkv`, gate and up of `gate_up`. Each other projection has a tensor of its own.
     pub const fn tensor(self) -> &'static str {
         match self {
-            Target::Q | Target::K | Target::V => "qkv",
+            Target::Q | Target::K | Target::V | Target::Qkv => "qkv",
             Target::O => "attention_out",
-            Target::Gate | Target::Up => "gate_up",
+            Target::Gate | Target::Up | Target::GateUp => "gate_up",
             Target::Down => "down",
         }
     }
@@ -76,9 +94,9 @@ impl Target {
     /// Returns the name of the tensor that contains the projection's bias, if it has one.
     pub const fn bias(self) -> &'static str {
         match self {
-            Target::Q | Target::K | Target::V => "qkv_bias",
+            Target::Q | Target::K | Target::V | Target::Qkv => "qkv_bias",
             Target::O => "attention_out_bias",
-            Target::Gate | Target::Up => "gate_up_bias",
+            Target::Gate | Target::Up | Target::GateUp => "gate_up_bias",
             Target::Down => "down_bias",
         }
     }
@@ -86,9 +104,9 @@ impl Target {
     /// Returns whether the projection has a bias in this model.
     pub fn has_bias(self, config: &ModelConfig) -> bool {
         match self {
-            Target::Q | Target::K | Target::V => config.qkv_bias,
+            Target::Q | Target::K | Target::V | Target::Qkv => config.qkv_bias,
             Target::O => config.attention_out_bias,
-            Target::Gate | Target::Up | Target::Down => config.ffn_bias,
+            Target::Gate | Target::Up | Target::Down | Target::GateUp => config.ffn_bias,
         }
     }
 
@@ -103,6 +121,8 @@ impl Target {
             Target::Gate => ["gate.lora_a", "gate.lora_b"],
             Target::Up => ["up.lora_a", "up.lora_b"],
             Target::Down => ["down.lora_a", "down.lora_b"],
+            Target::Qkv => ["qkv.lora_a", "qkv.lora_b"],
+            Target::GateUp => ["gate_up.lora_a", "gate_up.lora_b"],
         }
     }
 
@@ -115,6 +135,8 @@ impl Target {
             Target::O => [d, q],
             Target::Gate | Target::Up => [f, d],
             Target::Down => [d, f],
+            Target::Qkv => [q + 2 * kv, d],
+            Target::GateUp => [2 * f, d],
         }
     }
 
@@ -122,7 +144,7 @@ impl Target {
     /// output of the product with that tensor, the projection's results start at the column with this number.
     pub fn first_row(self, config: &ModelConfig) -> u64 {
         match self {
-            Target::Q | Target::O | Target::Gate | Target::Down => 0,
+            Target::Q | Target::O | Target::Gate | Target::Down | Target::Qkv | Target::GateUp => 0,
             Target::K => config.query_width(),
             Target::V => config.query_width() + config.kv_width(),
             Target::Up => config.ffn,
@@ -158,6 +180,21 @@ impl Parameter {
 }
 
 impl ModelConfig {
+    /// Returns all projections of a layer, in the order in which it computes them.
+    pub fn targets(&self) -> &'static [Target] {
+        if self.model_type.fuses_projections() { &Target::FUSED } else { &Target::ALL }
+    }
+
+    /// Returns those projections of this model that `targets` names. A fused projection is named by its own name, or by
+    /// those of all its parts.
+    pub fn own_targets(&self, targets: &[Target]) -> Vec<Target> {
+        let is_named = |target: &Target| {
+            let parts = target.parts();
+            targets.contains(target) || !parts.is_empty() && parts.iter().all(|part| targets.contains(part))
+        };
+        self.targets().iter().copied().filter(is_named).collect()
+    }
+
     /// Returns all weights of the model, in the order of `named_parameters()` in transformers. A head that shares the
     /// embedding's weights is left out.
     pub fn hf_parameters(&self) -> Vec<Parameter> {
@@ -198,7 +235,7 @@ impl ModelConfig {
             let hf_name = format!("model.layers.{layer}.{name}");
             all.push(Parameter { hf_name, tensor, layer: Some(layer), offset, shape, decay, target });
         };
-        for target in Target::ALL {
+        for &target in self.targets() {
             let ([rows, columns], first) = (target.shape(self), target.first_row(self));
             let module = format!("{}.{}", target.group(), target.name());
             push(&format!("{module}.weight"), target.tensor(), first * columns, vec![rows, columns], Some(target));

@@ -60,7 +60,13 @@ pub(super) fn visit_accesses(op: &OpKind, visitor: &mut AccessVisitor) {
             visitor.write(*dqkv, rows * shape.columns());
             visitor.write_all(*workspace);
         }
-        OpKind::CachedAttention { qkv, keys, values, scalars, out, workspace, rows, capacity, shape } => {
+        OpKind::WindowStart { positions, document_start, out, rows, .. } => {
+            visitor.read(*positions, *rows);
+            document_start.iter().for_each(|starts| visitor.read(*starts, *rows));
+            visitor.write(*out, *rows);
+        }
+        OpKind::CachedAttention { qkv, keys, values, scalars, first_keys, out, workspace, rows, capacity, shape } => {
+            first_keys.iter().for_each(|first_keys| visitor.read(*first_keys, *rows));
             visitor.read(*qkv, rows * shape.columns());
             visitor.read(*keys, capacity * shape.kv_heads * shape.head_dim);
             visitor.read(*values, capacity * shape.kv_heads * shape.head_dim);
@@ -135,9 +141,18 @@ pub(super) fn expect_types<'k>(op: &'k OpKind, types: &mut OperandTypes<'k>) {
                 .expect(real.wide(), [stats, workspace])
                 .expect(DType::I32, [document_start]);
         }
-        OpKind::CachedAttention { qkv, keys, values, scalars, out, workspace, .. } => {
+        OpKind::WindowStart { positions, document_start, out, .. } => {
+            types.expect(DType::I32, [positions, out]);
+            if let Some(starts) = document_start {
+                types.expect(DType::I32, [starts]);
+            }
+        }
+        OpKind::CachedAttention { qkv, keys, values, scalars, first_keys, out, workspace, .. } => {
             let real = types.activation(qkv);
             types.expect(real, [qkv, keys, values, out]).expect(real.wide(), [scalars, workspace]);
+            if let Some(first_keys) = first_keys {
+                types.expect(DType::I32, [first_keys]);
+            }
         }
         OpKind::AppendCache { qkv, keys, values, scalars, .. } => {
             let real = types.activation(qkv);

@@ -2,7 +2,7 @@
 //! that describes it).
 
 use super::{Exchange, Heads, Quantized};
-use crate::models::config::RopeScaling;
+use crate::models::RopeScaling;
 use crate::tensor::{Index, Operand};
 use serde::{Deserialize, Serialize};
 
@@ -94,8 +94,8 @@ pub enum OpKind {
     /// Row p of `table[P,E]` has the cosines, then the sines of position p. `inverse` rotates back, which is the
     /// gradient.
     Rope { qkv: Operand, table: Operand, positions: Operand, rows: u64, table_rows: u64, shape: Heads, inverse: bool },
-    /// Computes the `table[P,E]` of cosines and sines that [`OpKind::Rope`] reads.
-    RopeTable { table: Operand, table_rows: u64, head_dim: u64, theta: f64, scaling: RopeScaling },
+    /// Computes the `table[P,E]` of cosines and sines, times `amplitude`, that [`OpKind::Rope`] reads.
+    RopeTable { table: Operand, table_rows: u64, head_dim: u64, theta: f64, scaling: RopeScaling, amplitude: f64 },
     /// Causal attention within documents, of which a sequence may hold several (packing): query i attends to keys
     /// `document_start[i] ..= i`. Reads `qkv[N,C]`, writes `out[N, H·E]` and `stats[B,H,T]`, the log-sum-exp of the
     /// scores.
@@ -122,13 +122,20 @@ pub enum OpKind {
         sequence: u64,
         shape: Heads,
     },
+    /// First key that each token sees through a sliding window: `out[N]` = document_start + max(0, positions + 1 −
+    /// window), of integers. Without `document_start`, documents start at 0, as in generation. A window that exceeds
+    /// all positions then gives zeros.
+    WindowStart { positions: Operand, document_start: Option<Operand>, out: Operand, rows: u64, window: u64 },
     /// Attention of `rows` new tokens over a key-value cache of `capacity` tokens, to which their keys and values have
     /// been written. Before that it held [`crate::scalars::Scalar::CacheLength`] tokens.
+    ///
+    /// `first_keys[rows]`, if given, has the first cached token that each new token sees.
     CachedAttention {
         qkv: Operand,
         keys: Operand,
         values: Operand,
         scalars: Operand,
+        first_keys: Option<Operand>,
         out: Operand,
         workspace: Operand,
         rows: u64,
@@ -343,6 +350,7 @@ impl OpKind {
             OpKind::RopeTable { .. } => ("rope_table", Family::Attention),
             OpKind::Attention { .. } => ("attention", Family::Attention),
             OpKind::AttentionGrad { .. } => ("attention_grad", Family::Attention),
+            OpKind::WindowStart { .. } => ("window_start", Family::Attention),
             OpKind::CachedAttention { .. } => ("cached_attention", Family::Attention),
             OpKind::AppendCache { .. } => ("append_cache", Family::Attention),
             OpKind::SwiGlu { .. } => ("swi_glu", Family::Elementwise),

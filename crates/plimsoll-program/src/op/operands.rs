@@ -89,8 +89,15 @@ macro_rules! operand_list {
             OpKind::AttentionGrad { qkv, out, dout, stats, document_start, dqkv, workspace, .. } => {
                 smallvec![qkv, out, dout, stats, document_start, dqkv, workspace]
             }
-            OpKind::CachedAttention { qkv, keys, values, scalars, out, workspace, .. } => {
-                smallvec![qkv, keys, values, scalars, out, workspace]
+            OpKind::WindowStart { positions, document_start, out, .. } => {
+                let mut list = smallvec![positions, out];
+                list.extend(document_start);
+                list
+            }
+            OpKind::CachedAttention { qkv, keys, values, scalars, first_keys, out, workspace, .. } => {
+                let mut list = smallvec![qkv, keys, values, scalars, out, workspace];
+                list.extend(first_keys);
+                list
             }
             OpKind::AppendCache { qkv, keys, values, scalars, .. } => smallvec![qkv, keys, values, scalars],
             OpKind::SwiGlu { gate_up, out, .. } => smallvec![gate_up, out],

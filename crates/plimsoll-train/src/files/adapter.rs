@@ -81,7 +81,7 @@ impl AdapterDir {
             let module = format!(".{}.lora_", target.name());
             files.entries().any(|(name, _)| name.contains(&module))
         };
-        let targets: Vec<Target> = Target::ALL.into_iter().filter(has_adapter).collect();
+        let targets: Vec<Target> = config.targets().iter().copied().filter(has_adapter).collect();
         let parameters = config.adapter_parameters(&targets, rank);
         let expected = |name: &str| parameters.iter().any(|parameter| parameter.hf_name == name);
         let missing = parameters.iter().filter(|parameter| files.entry(&parameter.hf_name).is_none());

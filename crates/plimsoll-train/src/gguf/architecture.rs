@@ -54,6 +54,10 @@ const fn name_architecture(model_type: ModelType) -> &'static str {
         ModelType::Llama | ModelType::Mistral => "llama",
         ModelType::Qwen2 => "qwen2",
         ModelType::Qwen3 => "qwen3",
+        // Refused by `settings`.
+        ModelType::Phi3 => "phi3",
+        ModelType::SmolLm3 => "smollm3",
+        ModelType::Granite => "granite",
     }
 }
 
@@ -110,11 +114,29 @@ fn settings(config: &ModelConfig, architecture: &str) -> Result<Metadata, String
     }
     metadata.push(format!("{architecture}.attention.layer_norm_rms_epsilon"), config.norm_eps as f32);
     metadata.push(format!("{architecture}.rope.freq_base"), config.rope_theta as f32);
+    if let Some(part) = part_without_form(config) {
+        return Err(part);
+    }
     if let RopeScaling::Linear { factor } = config.rope_scaling {
         metadata.push(format!("{architecture}.rope.scaling.type"), "linear");
         metadata.push(format!("{architecture}.rope.scaling.factor"), factor as f32);
     }
     Ok(metadata)
+}
+
+/// Returns the part of a model that has no form in GGUF, or none that is known here; `None` if all have one.
+fn part_without_form(config: &ModelConfig) -> Option<String> {
+    let is_known =
+        matches!(config.model_type, ModelType::Llama | ModelType::Mistral | ModelType::Qwen2 | ModelType::Qwen3);
+    let scaling = match config.rope_scaling {
+        RopeScaling::Dynamic { .. } => Some("dynamic"),
+        RopeScaling::Yarn { .. } => Some("yarn"),
+        RopeScaling::None | RopeScaling::Linear { .. } | RopeScaling::Llama3 { .. } => None,
+    };
+    let model_type = (!is_known).then(|| format!("`model_type` is {}", config.model_type));
+    let scaling = scaling.map(|kind| format!("`rope_scaling` is of type {kind}"));
+    let window = config.extras.window.map(|window| format!("`sliding_window` is {window}"));
+    model_type.or(scaling).or(window)
 }
 
 /// Returns the name of a tensor in GGUF from its name in Hugging Face files.
@@ -163,6 +185,18 @@ mod tests {
         }
         assert_eq!(name_tensor("model.layers.12.self_attn.k_proj.bias"), "blk.12.attn_k.bias");
         assert_eq!(name_tensor("model.norm.weight"), "output_norm.weight");
+    }
+
+    #[test]
+    fn models_without_form_are_refused_by_name() {
+        let config = preset("mistral-7b-v0.3").unwrap();
+        let mut windowed = config.clone();
+        windowed.extras.window = Some(4096);
+        assert_eq!(settings(&windowed, "llama").unwrap_err(), "`sliding_window` is 4096");
+        let dynamic = ModelConfig { rope_scaling: RopeScaling::Dynamic { factor: 2.0 }, ..config.clone() };
+        assert_eq!(settings(&dynamic, "llama").unwrap_err(), "`rope_scaling` is of type dynamic");
+        let phi3 = ModelConfig { model_type: ModelType::Phi3, ..config };
+        assert_eq!(settings(&phi3, "phi3").unwrap_err(), "`model_type` is phi3");
     }
 
     #[test]

@@ -181,13 +181,13 @@ pub(crate) fn adapter_config(run: &RunConfig, model: &Model) -> Lora {
     if let Some(adapter) = &model.adapter {
         return adapter.lora(lora.dropout, train.seed);
     }
-    let is_named = |target: &Target| lora.targets.iter().any(|name| name == target.name());
+    let named: Vec<Target> = lora.targets.iter().filter_map(|name| Target::named(name)).collect();
     Lora {
         rank: u64::from(lora.rank),
         alpha: lora.alpha,
         rank_stabilized: lora.rslora,
         dropout: lora.dropout,
-        targets: Target::ALL.into_iter().filter(is_named).collect(),
+        targets: model.config.own_targets(&named),
         seed: train.seed,
         source: WeightSource::Random { seed: train.seed },
     }

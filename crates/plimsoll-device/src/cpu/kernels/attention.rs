@@ -19,6 +19,7 @@ use super::simd::{Float, Real, get, get_or, put, strips, vectorized};
 use crate::cpu::pool::{Pool, Shared};
 use plimsoll_program::workspace::Kernels;
 use plimsoll_program::workspace::cpu::ATTENTION_KEYS;
+use std::ops::Range;
 
 /// Number of keys that are processed at once, in a block.
 const KEYS: usize = ATTENTION_KEYS as usize;
@@ -457,9 +458,20 @@ pub fn append_cache<T: Real>(shape: Heads, qkv: &[T], start: usize, keys: &mut [
     }
 }
 
+/// Computes the first key that each token sees through a sliding window: `out[N]` = document_start + max(0, positions +
+/// 1 − window). Without `document_start`, all documents start at 0.
+pub fn window_start(positions: &[i32], document_start: Option<&[i32]>, window: u64, out: &mut [i32]) {
+    let window = i32::try_from(window).unwrap_or(i32::MAX);
+    for (row, (first, &position)) in out.iter_mut().zip(positions).enumerate() {
+        let start = document_start.map_or(0, |starts| starts[row]);
+        *first = start + (position - window + 1).max(0);
+    }
+}
+
 /// Computes `out[n, H·E]`: attention of the n new tokens in `qkv[n, C]` over all keys in the cache up to their own. The
-/// caches [P, K·E], with room for P tokens, already hold the new ones from position `start` on. `scratch` has
-/// `workspace::cpu::cached_attention` elements.
+/// caches [P, K·E], with room for P tokens, already hold the new ones from position `start` on. New token i sees the
+/// keys from `first_keys[i]` on; an empty list stands for zeros. `scratch` has `workspace::cpu::cached_attention`
+/// elements.
 pub fn cached_attention<T: Multiply>(
     pool: &Pool,
     shape: Heads,
@@ -467,6 +479,7 @@ pub fn cached_attention<T: Multiply>(
     keys: &[T],
     values: &[T],
     start: usize,
+    first_keys: &[i32],
     out: &mut [T],
     scratch: &mut [T::Wide],
 ) {
@@ -493,27 +506,29 @@ pub fn cached_attention<T: Multiply>(
             // SAFETY: each task processes a different head of a token.
             let to = unsafe { out.part(at..at + c.head) };
             let s = Scratch::split(lane, c.head, capacity.min(KEYS), None, !T::IS_WIDE);
-            one_query(&queries[..c.head], cache, start + first + 1, to, s);
+            let from = first_keys.get(first).map_or(0, |&key| key as usize);
+            one_query(&queries[..c.head], cache, from..start + first + 1, to, s);
         } else {
             // SAFETY: inside the output; tasks write disjoint rows and columns.
             let to = unsafe { out.start().add(at) };
-            let block = Block { first: start + first, count, starts: &[] };
+            let starts = first_keys.get(first..first + count).unwrap_or(&[]);
+            let block = Block { first: start + first, count, starts };
             let s = Scratch::split(lane, c.head, capacity.min(KEYS), None, !T::IS_WIDE);
             forward(block, queries, c.all, cache, c.head, (to, c.keys), None, s);
         }
     });
 }
 
-/// Computes attention of one query over the first `seen` keys of `cache`, and writes it to `out[E]`.
-fn one_query<T: Real>(query: &[T], cache: Cache<T>, seen: usize, out: &mut [T], s: Scratch<T::Wide>) {
+/// Computes attention of one query over the keys `seen` of `cache`, and writes it to `out[E]`.
+fn one_query<T: Real>(query: &[T], cache: Cache<T>, seen: Range<usize>, out: &mut [T], s: Scratch<T::Wide>) {
     let head = query.len();
     let scale = inverse_sqrt::<T::Wide>(head);
     let (mut largest, mut sum) = (T::Wide::LOWEST, T::Wide::ZERO);
     let sums = if T::IS_WIDE { bytemuck::cast_slice_mut(out) } else { &mut s.sums[..head] };
     sums.fill(T::Wide::ZERO);
-    let mut from = 0;
-    while from < seen {
-        let keys = (seen - from).min(s.scores.len());
+    let mut from = seen.start;
+    while from < seen.end {
+        let keys = (seen.end - from).min(s.scores.len());
         let scores = &mut s.scores[..keys];
         let mut new = largest;
         for (i, four) in scores.chunks_mut(4).enumerate() {

@@ -9,11 +9,19 @@ use plimsoll_program::op::RopeScaling;
 /// Smallest number of elements that one task of the thread pool processes.
 const MIN_TASK_ELEMENTS: usize = 8192;
 
-/// Fills `table[P, E]`, with E = `head_dim`: row p holds the cosines of the E/2 angles of position p, then their sines.
+/// Fills `table[P, E]`, with E = `head_dim`: row p holds the cosines of the E/2 angles of position p, then their sines,
+/// all times `amplitude`.
 ///
 /// Computes frequencies and angles in `T`; the Python library transformers computes them in f32.
-pub fn rope_table<T: Float>(pool: &Pool, head_dim: usize, theta: f64, scaling: &RopeScaling, table: &mut [T]) {
-    let half = head_dim / 2;
+pub fn rope_table<T: Float>(
+    pool: &Pool,
+    head_dim: usize,
+    theta: f64,
+    scaling: &RopeScaling,
+    amplitude: f64,
+    table: &mut [T],
+) {
+    let (half, amplitude) = (head_dim / 2, T::from_f64(amplitude));
     let rows = table.len() / head_dim;
     let table = Shared::new(table);
     pool.split(rows, 64, |range, _| {
@@ -22,8 +30,8 @@ pub fn rope_table<T: Float>(pool: &Pool, head_dim: usize, theta: f64, scaling: &
             let row = unsafe { table.part(position * head_dim..(position + 1) * head_dim) };
             for i in 0..half {
                 let angle = T::from_f64(position as f64) * frequency(i, head_dim, T::from_f64(theta), scaling);
-                row[i] = angle.cos();
-                row[half + i] = angle.sin();
+                row[i] = angle.cos() * amplitude;
+                row[half + i] = angle.sin() * amplitude;
             }
         }
     });
@@ -35,7 +43,7 @@ pub fn rope_table<T: Float>(pool: &Pool, head_dim: usize, theta: f64, scaling: &
 fn frequency<T: Float>(i: usize, head_dim: usize, theta: T, scaling: &RopeScaling) -> T {
     let plain = T::ONE / theta.powf(T::from_f64((2 * i) as f64) / T::from_f64(head_dim as f64));
     match *scaling {
-        RopeScaling::None => plain,
+        RopeScaling::None | RopeScaling::Dynamic { .. } => plain,
         RopeScaling::Linear { factor } => plain / T::from_f64(factor),
         RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } => {
             let context = original_max_position_embeddings as f64;
@@ -50,6 +58,15 @@ fn frequency<T: Float>(i: usize, head_dim: usize, theta: T, scaling: &RopeScalin
                     / T::from_f64(high_freq_factor - low_freq_factor);
                 (T::ONE - smooth) * slow + smooth * plain
             }
+        }
+        RopeScaling::Yarn { factor, .. } => {
+            let [low, high] = scaling.yarn_range(head_dim as u64, theta.to_f64());
+            let slow = plain / T::from_f64(factor);
+            let place = T::from_f64(i as f64) - T::from_f64(low);
+            let divided = place / T::from_f64(high - low);
+            let divided = if divided < T::ZERO { T::ZERO } else { divided };
+            let divided = if divided > T::ONE { T::ONE } else { divided };
+            slow * divided + plain * (T::ONE - divided)
         }
     }
 }

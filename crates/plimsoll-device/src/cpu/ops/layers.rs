@@ -141,9 +141,14 @@ impl<T: Multiply> OpContext<'_, T> {
                 let qkv = self.write(qkv, rows * shape.columns());
                 kernels::rope(pool, *shape, table, self.read_integers(positions, *rows), *inverse, qkv);
             }
-            OpKind::RopeTable { table, table_rows, head_dim, theta, scaling } => {
+            OpKind::RopeTable { table, table_rows, head_dim, theta, scaling, amplitude } => {
                 let table = self.write_wide(table, table_rows * head_dim);
-                kernels::rope_table(pool, *head_dim as usize, *theta, scaling, table);
+                kernels::rope_table(pool, *head_dim as usize, *theta, scaling, *amplitude, table);
+            }
+            OpKind::WindowStart { positions, document_start, out, rows, window } => {
+                let starts = document_start.as_ref().map(|starts| self.read_integers(starts, *rows));
+                let positions = self.read_integers(positions, *rows);
+                kernels::window_start(positions, starts, *window, self.write_integers(out, *rows));
             }
             OpKind::Attention { qkv, document_start, out, stats, workspace, batch, sequence, shape } => {
                 let rows = batch * sequence;
@@ -184,7 +189,18 @@ impl<T: Multiply> OpContext<'_, T> {
                     self.workspace_of(workspace),
                 );
             }
-            OpKind::CachedAttention { qkv, keys, values, scalars, out, workspace, rows, capacity, shape } => {
+            OpKind::CachedAttention {
+                qkv,
+                keys,
+                values,
+                scalars,
+                first_keys,
+                out,
+                workspace,
+                rows,
+                capacity,
+                shape,
+            } => {
                 let cache = capacity * shape.kv_heads * shape.head_dim;
                 kernels::cached_attention(
                     pool,
@@ -193,6 +209,7 @@ impl<T: Multiply> OpContext<'_, T> {
                     self.read(keys, cache),
                     self.read(values, cache),
                     self.count(scalars, Scalar::CacheLength),
+                    first_keys.as_ref().map_or(&[], |first_keys| self.read_integers(first_keys, *rows)),
                     self.write(out, rows * shape.query_columns()),
                     self.workspace_of(workspace),
                 );

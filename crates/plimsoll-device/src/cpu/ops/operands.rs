@@ -83,6 +83,11 @@ impl<'a, T: Real> OpContext<'a, T> {
         self.slice_of(operand, elements)
     }
 
+    /// Returns the first `elements` elements of an operand of 32-bit integers, for writing.
+    pub fn write_integers(&self, operand: &Operand, elements: u64) -> &'a mut [i32] {
+        self.slice_of_mut(operand, elements)
+    }
+
     /// Returns the whole tensor of an operand in the wide type, for writing.
     pub fn write_all_wide(&self, operand: &Operand) -> &'a mut [T::Wide] {
         self.write_wide(operand, self.site.set.tensor(operand.tensor).elements())

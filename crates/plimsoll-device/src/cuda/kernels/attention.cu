@@ -205,17 +205,18 @@ attention(const REAL* qkv, const int* document_start, REAL* out, float* stats, u
 }
 
 // out[n, H·E]: attention of the n new tokens of qkv[n,C] over all keys up to their own. The caches keys, values [P,
-// K·E] already contain them, after CACHE_LENGTH earlier tokens.
+// K·E] already contain them, after CACHE_LENGTH earlier tokens. first_keys[n] are the first keys seen, 0 where it is null.
 // Grid: (ceil(n / 64), H). Block: 256. Shared memory: as attention.
 extern "C" __global__ void __launch_bounds__(256)
-cached_attention(const REAL* qkv, const REAL* keys, const REAL* values, const float* scalars, REAL* out, u32 rows,
-                 u32 heads, u32 kv_heads) {
+cached_attention(const REAL* qkv, const REAL* keys, const REAL* values, const float* scalars, const int* first_keys,
+                 REAL* out, u32 rows, u32 heads, u32 kv_heads) {
     int block = blockIdx.x * QUERIES;
     int count = min(QUERIES, (int)rows - block);
     u32 head = blockIdx.y, kv = head / (heads / kv_heads);
     u64 row = (u64)(heads + 2 * kv_heads) * E, out_row = (u64)heads * E;
-    attend(qkv + block * row + head * E, row, (int)scalars[CACHE_LENGTH] + block, count, nullptr, keys + kv * E,
-           values + kv * E, (u64)kv_heads * E, out + block * out_row + head * E, out_row, nullptr);
+    attend(qkv + block * row + head * E, row, (int)scalars[CACHE_LENGTH] + block, count,
+           first_keys ? first_keys + block : nullptr, keys + kv * E, values + kv * E, (u64)kv_heads * E,
+           out + block * out_row + head * E, out_row, nullptr);
 }
 
 // Threads that share a row of keys.
@@ -277,13 +278,13 @@ __device__ inline void mix_values(const float* weights, const REAL* values, u64 
 }
 
 // Split-key attention for few new tokens: cached_attention over `part` keys of each head, to be merged by
-// cached_attention_join. partials[parts][n, H][E + 2]: Σ 2^(s − largest) · value, largest, Σ 2^(s − largest) over the
+// cached_attention_join. Keys before first_keys are left out. partials[parts][n, H][E + 2]: Σ 2^(s − largest) · value, largest, Σ 2^(s − largest) over the
 // part's scores s, times log2 e. A part without keys has 0 as its last sum; its other values are undefined, except the
 // largest.
 // Grid: (parts, H, n). Block: 128. Shared memory: `part` + 1024 floats.
 extern "C" __global__ void __launch_bounds__(128, 6)
-cached_attention_part(const REAL* qkv, const REAL* keys, const REAL* values, const float* scalars, float* partials,
-                      u32 part, u32 heads, u32 kv_heads) {
+cached_attention_part(const REAL* qkv, const REAL* keys, const REAL* values, const float* scalars,
+                      const int* first_keys, float* partials, u32 part, u32 heads, u32 kv_heads) {
     __shared__ float mosts[4];
     float* weights = shared;         // [part]
     float* slices = weights + part;  // at most 128 packs
@@ -292,6 +293,7 @@ cached_attention_part(const REAL* qkv, const REAL* keys, const REAL* values, con
     float* to = partials + ((u64)(blockIdx.x * gridDim.z + blockIdx.z) * heads + head) * (E + 2);
     int from = blockIdx.x * part;
     int end = min(from + (int)part, (int)scalars[CACHE_LENGTH] + (int)blockIdx.z + 1);
+    if (first_keys) from = max(from, first_keys[blockIdx.z]);
     if (from >= end) {
         if (threadIdx.x < 2) to[E + threadIdx.x] = threadIdx.x == 0 ? LOWEST : 0.0f;
         return;

@@ -219,8 +219,23 @@ pub fn rope(
     [launch(unit(Family::Rope, real), "rope", rows, 256, arguments).with_grid_yz(pairs.div_ceil(2048), 1)]
 }
 
+/// Returns the launch that computes, for each row, the first key in a sliding window of `window` keys. The address
+/// `document_start` is 0 if all documents start at 0.
+pub fn window_start(
+    real: Real,
+    positions: Address,
+    document_start: Address,
+    out: Address,
+    rows: u64,
+    window: u64,
+) -> [Launch; 1] {
+    let window = window.min(i32::MAX as u64);
+    let arguments = vec![at(positions), at(document_start), at(out), n(rows), n(window)];
+    [launch(unit(Family::Rope, real), "window_start", rows.div_ceil(256), 256, arguments)]
+}
+
 /// Returns the launch that fills the f32 table of rotary positions. Row p holds the cosines of the `head_dim` / 2
-/// angles of position p, then their sines.
+/// angles of position p, then their sines, all times `amplitude`.
 pub fn rope_table(
     real: Real,
     table: Address,
@@ -228,16 +243,21 @@ pub fn rope_table(
     head_dim: u64,
     theta: f64,
     scaling: RopeScaling,
+    amplitude: f64,
 ) -> [Launch; 1] {
     let (kind, [factor, low, high, context]) = match scaling {
-        RopeScaling::None => (0, [1.0; 4]),
+        RopeScaling::None | RopeScaling::Dynamic { .. } => (0, [1.0; 4]),
         RopeScaling::Linear { factor } => (1, [factor, 1.0, 1.0, 1.0]),
         RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } => {
             (2, [factor, low_freq_factor, high_freq_factor, original_max_position_embeddings as f64])
         }
+        RopeScaling::Yarn { factor, .. } => {
+            let [low, high] = scaling.yarn_range(head_dim, theta);
+            (3, [factor, low, high - low, 1.0])
+        }
     };
     let mut arguments = vec![at(table), n(table_rows), n(head_dim), float(theta), n(kind)];
-    arguments.extend([float(factor), float(low), float(high), float(context)]);
+    arguments.extend([float(factor), float(low), float(high), float(context), float(amplitude)]);
     let blocks = (table_rows * (head_dim / 2)).div_ceil(256);
     [launch(unit(Family::Rope, real), "rope_table", blocks, 256, arguments)]
 }
@@ -357,12 +377,13 @@ pub fn attention_grad(
 }
 
 /// Returns the launches of attention of `rows` new tokens over caches of `capacity` tokens, which already contain the
-/// new keys and values. Uses the workspace `scratch` if `rows` is at most [`workspace::cuda::FEW_ROWS`]. On
-/// tensor cores, tile sizes depend on `target`.
+/// new keys and values. `first_keys` has the first key that each row sees; the address 0 stands for zeros. Uses the
+/// workspace `scratch` if `rows` is at most [`workspace::cuda::FEW_ROWS`]. On tensor cores, tile sizes depend on
+/// `target`.
 pub fn cached_attention(
     real: Real,
     target: Target,
-    [qkv, keys, values, scalars]: [Address; 4],
+    [qkv, keys, values, scalars, first_keys]: [Address; 5],
     out: Address,
     scratch: Address,
     rows: u64,
@@ -373,7 +394,7 @@ pub fn cached_attention(
     let sizes = [n(shape.heads), n(shape.kv_heads)];
     if rows <= workspace::cuda::FEW_ROWS {
         let (part, parts) = workspace::cuda::key_parts(capacity);
-        let mut arguments = vec![at(qkv), at(keys), at(values), at(scalars), at(scratch), n(part)];
+        let mut arguments = vec![at(qkv), at(keys), at(values), at(scalars), at(first_keys), at(scratch), n(part)];
         arguments.extend(sizes);
         let join = vec![at(scratch), at(out), n(parts), n(shape.heads)];
         return vec![
@@ -383,7 +404,7 @@ pub fn cached_attention(
             launch(unit, "cached_attention_join", shape.heads, 128, join).with_grid_yz(rows, 1),
         ];
     }
-    let mut arguments = vec![at(qkv), at(keys), at(values), at(scalars), at(out), n(rows)];
+    let mut arguments = vec![at(qkv), at(keys), at(values), at(scalars), at(first_keys), at(out), n(rows)];
     arguments.extend(sizes);
     if on_tensor_cores(real, shape, &[qkv, keys, values, out]) {
         let tiles = Tiles::new(shape.head_dim, target);

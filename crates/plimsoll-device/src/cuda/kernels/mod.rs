@@ -139,7 +139,7 @@ impl Family {
                 include_str!("optimizer.cu"),
                 &["adamw", "adamw8", "sgd", "squared_norm", "squared_norm_sum", "clip_factor"],
             ),
-            Family::Rope => ("rope", include_str!("rope.cu"), &["rope", "rope_table"]),
+            Family::Rope => ("rope", include_str!("rope.cu"), &["rope", "rope_table", "window_start"]),
             Family::SwiGlu => ("swiglu", include_str!("swiglu.cu"), &["swiglu", "swiglu_grad"]),
             Family::TensorAttention => (
                 "attention_tensor",

@@ -89,8 +89,12 @@ fn attention_launches(kind: &OpKind, operands: &impl OperandLookup) -> Vec<Launc
         OpKind::Rope { qkv, table, positions, rows, table_rows: _, shape, inverse } => {
             launch::rope(real, at(qkv), at(table), at(positions), *rows, *shape, *inverse).to_vec()
         }
-        OpKind::RopeTable { table, table_rows, head_dim, theta, scaling } => {
-            launch::rope_table(real, at(table), *table_rows, *head_dim, *theta, *scaling).to_vec()
+        OpKind::RopeTable { table, table_rows, head_dim, theta, scaling, amplitude } => {
+            launch::rope_table(real, at(table), *table_rows, *head_dim, *theta, *scaling, *amplitude).to_vec()
+        }
+        OpKind::WindowStart { positions, document_start, out, rows, window } => {
+            let starts = document_start.as_ref().map_or(0, at);
+            launch::window_start(real, at(positions), starts, at(out), *rows, *window).to_vec()
         }
         OpKind::Attention { qkv, document_start, out, stats, workspace: _, batch, sequence, shape } => {
             let [qkv, starts, out, stats] = [qkv, document_start, out, stats].map(at);
@@ -100,8 +104,9 @@ fn attention_launches(kind: &OpKind, operands: &impl OperandLookup) -> Vec<Launc
             let inputs = [qkv, out, dout, stats, document_start].map(at);
             launch::attention_grad(real, target, inputs, at(dqkv), at(workspace), *batch, *sequence, *shape)
         }
-        OpKind::CachedAttention { qkv, keys, values, scalars, out, workspace, rows, capacity, shape } => {
-            let inputs = [qkv, keys, values, scalars].map(at);
+        OpKind::CachedAttention { qkv, keys, values, scalars, first_keys, out, workspace, rows, capacity, shape } => {
+            let [qkv, keys, values, scalars] = [qkv, keys, values, scalars].map(at);
+            let inputs = [qkv, keys, values, scalars, first_keys.as_ref().map_or(0, at)];
             launch::cached_attention(real, target, inputs, at(out), at(workspace), *rows, *capacity, *shape)
         }
         OpKind::AppendCache { qkv, keys, values, scalars, rows, capacity: _, shape } => {

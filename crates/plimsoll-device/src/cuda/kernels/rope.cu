@@ -38,17 +38,21 @@ rope(REAL* qkv, const float* table, const int* positions, u32 rotated, u32 colum
 }
 
 // Kind of frequency scaling: RopeScaling of plimsoll-program.
-constexpr u32 PLAIN = 0, LINEAR = 1, LLAMA3 = 2;
+constexpr u32 PLAIN = 0, LINEAR = 1, YARN = 3;  // 2 is Llama 3
 
 // Radians per position of pair i, in float as in transformers. The power is computed in double and rounded, as by a
 // correctly rounded powf. Llama 3 keeps high frequencies, divides low ones, and interpolates in between (Llama 3.1
-// model card; transformers, modeling_rope_utils).
+// model card; transformers, modeling_rope_utils). YaRN interpolates by the number i, `high` frequencies from `low` on.
 __device__ inline float frequency(u32 i, u32 head_dim, float theta, u32 scaling, float factor, float low, float high,
                                   float context) {
     float plain = 1.0f / (float)pow((double)theta, (double)((float)(2 * i) / (float)head_dim));
     if (scaling == PLAIN) return plain;
     float slow = plain / factor;
     if (scaling == LINEAR) return slow;
+    if (scaling == YARN) {
+        float divided = fminf(fmaxf(((float)i - low) / high, 0.0f), 1.0f);
+        return slow * divided + plain * (1.0f - divided);
+    }
     float wave = 6.28318530717958648f / plain;
     if (wave < context / high) return plain;
     if (wave > context / low) return slow;
@@ -56,18 +60,28 @@ __device__ inline float frequency(u32 i, u32 head_dim, float theta, u32 scaling,
     return (1.0f - smooth) * slow + smooth * plain;
 }
 
-// Fills table[P,E]: the cosines of the E/2 angles of position p, then their sines, computed in double and rounded. Runs
-// once per run.
+// Fills table[P,E]: the cosines of the E/2 angles of position p, then their sines, computed in double and rounded, times
+// `amplitude`. Runs once per run.
 // Grid: ceil(P·E/2 / 256). Block: 256. Shared memory: none.
 extern "C" __global__ void __launch_bounds__(256)
 rope_table(float* table, u32 table_rows, u32 head_dim, float theta, u32 scaling, float factor, float low, float high,
-           float context) {
+           float context, float amplitude) {
     u32 half = head_dim / 2;
     u64 at = (u64)blockIdx.x * 256 + threadIdx.x;
     if (at >= (u64)table_rows * half) return;
     u64 position = at / half;
     u32 i = at % half;
     float angle = (float)position * frequency(i, head_dim, theta, scaling, factor, low, high, context);
-    table[position * head_dim + i] = (float)cos((double)angle);
-    table[position * head_dim + half + i] = (float)sin((double)angle);
+    table[position * head_dim + i] = (float)cos((double)angle) * amplitude;
+    table[position * head_dim + half + i] = (float)sin((double)angle) * amplitude;
+}
+
+// out[N] = starts + max(0, positions + 1 − window): the first key that each token sees through a sliding window. Where
+// `starts` is null, all documents start at 0.
+// Grid: ceil(N / 256). Block: 256. Shared memory: none.
+extern "C" __global__ void __launch_bounds__(256)
+window_start(const int* positions, const int* starts, int* out, u32 rows, u32 window) {
+    u32 row = blockIdx.x * 256 + threadIdx.x;
+    if (row >= rows) return;
+    out[row] = (starts ? starts[row] : 0) + max(0, positions[row] - (int)window + 1);
 }

@@ -31,11 +31,12 @@ fn launches_for(target: Target, real: Real, rows: u64, shape: Heads) -> Vec<Laun
     all.extend(head_norm(real, [0; 3], 0, 0, rows, shape, 1e-6));
     all.extend(head_norm_grad(real, [0; 4], 0, [0; 2], 0, rows, shape));
     all.extend(rope(real, 0, 0, 0, rows, shape, true));
-    all.extend(rope_table(real, 0, 131_072, shape.head_dim, 1e6, RopeScaling::None));
+    all.extend(rope_table(real, 0, 131_072, shape.head_dim, 1e6, RopeScaling::None, 1.0));
+    all.extend(launch::window_start(real, 0, 0, 0, rows, 4096));
     all.extend(launch::attention(real, target, 0, 0, 0, 0, 1, rows, shape));
     all.extend(attention_grad(real, target, [0; 5], 0, 0, 1, rows, shape));
-    all.extend(cached_attention(real, target, [0; 4], 0, 0, rows, 131_072, shape));
-    all.extend(cached_attention(real, target, [0; 4], 0, 0, 1, 131_072, shape));
+    all.extend(cached_attention(real, target, [0; 5], 0, 0, rows, 131_072, shape));
+    all.extend(cached_attention(real, target, [0; 5], 0, 0, 1, 131_072, shape));
     all.extend(append_cache(real, 0, 0, 0, 0, rows, shape));
     all.extend(swiglu(real, 0, 0, rows, 28_672));
     all.extend(swiglu_grad(real, 0, 0, 0, rows, 28_672));

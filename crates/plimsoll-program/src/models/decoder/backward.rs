@@ -49,7 +49,7 @@ impl Decoder<'_> {
         assert_eq!(training.recompute.len(), self.options.depth() as usize, "one recompute level per layer");
         let rows = self.options.micro_batch * self.options.sequence;
         let layers = i64::from(self.options.depth());
-        let inputs = self.inputs("train.", rows);
+        let inputs = self.inputs("train.", rows, true);
         let labels = self.labels("train.", rows);
         let forward = self.forward_over_batch("train.", &inputs, true);
 

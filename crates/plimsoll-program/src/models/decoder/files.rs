@@ -309,6 +309,7 @@ impl Decoder<'_> {
             head_dim: config.head_dim,
             theta: config.rope_theta,
             scaling: config.rope_scaling,
+            amplitude: config.rope_amplitude(),
         };
         Block::once("rope_table", vec![kind.into()])
     }

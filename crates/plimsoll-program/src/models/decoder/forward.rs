@@ -1,5 +1,6 @@
 //! The forward pass of a micro-batch, without the loss.
 
+use super::layer_inputs::LayerInputs;
 use super::lora::Site;
 use super::matrices::Matrix;
 use super::{BuildOptions, Decoder, Weights};
@@ -11,9 +12,10 @@ use plimsoll_core::{Category, DType, RecomputeLevel};
 use std::collections::HashMap;
 
 /// A function that returns the ops of attention (over a micro-batch, or over a key-value cache), and the tensors that
-/// they write besides their output. Its operands, for N tokens, are the input (queries | keys | values side by side)
-/// and the output `[N, H·E]`.
-pub(super) type AttentionOps<'f> = dyn FnMut(&mut Builder, Operand, Operand) -> (Vec<Op>, Vec<TensorId>) + 'f;
+/// they write besides their output. Its operands, for N tokens, are the input (queries | keys | values side by side),
+/// the output `[N, H·E]`, and the first key that each token sees, `[N]`.
+pub(super) type AttentionOps<'f> =
+    dyn FnMut(&mut Builder, Operand, Operand, Option<Operand>) -> (Vec<Op>, Vec<TensorId>) + 'f;
 
 /// The input tensors of a forward pass over N tokens, which the host fills.
 pub(super) struct Inputs {
@@ -21,12 +23,15 @@ pub(super) struct Inputs {
     pub tokens: Option<TensorId>,
     /// Position of each token within its document, `[N]`.
     pub positions: TensorId,
-    /// For each token, the index within the sequence at which its document starts, `[N]`.
-    pub document_start: TensorId,
+    /// For each token, the index within the sequence at which its document starts, `[N]`; `None` in generation, where
+    /// it is 0.
+    pub document_start: Option<TensorId>,
 }
 
 /// The ops of a forward pass over N tokens, and the tensors that the loss and the backward pass read.
 pub(super) struct Forward {
+    /// Ops that compute the inputs of the layers from those of the host; empty if all layers read the host's.
+    pub layer_inputs: Vec<Op>,
     /// Ops of the embedding; empty if the input comes from the previous pipeline stage.
     pub embedding: Vec<Op>,
     /// Ops of a layer, with the layer as the block's variable.
@@ -56,7 +61,7 @@ struct Layer<'a, 'b> {
 
 impl Layer<'_, '_> {
     /// Appends all ops of a layer. Layer l reads slot l of the residual stream `hidden` and writes slot l + 1.
-    fn write(&mut self, hidden: TensorId, inputs: &Inputs, attention: &mut AttentionOps) {
+    fn write(&mut self, hidden: TensorId, inputs: &LayerInputs, attention: &mut AttentionOps) {
         use RecomputeLevel::{Attention, Block as WholeBlock, FeedForward, Norms};
         let (rows, shape, table_rows) = (self.rows, self.decoder.shape, self.decoder.table_rows);
         let (d, f) = (self.decoder.options.config.hidden, self.decoder.options.config.ffn);
@@ -78,7 +83,7 @@ impl Layer<'_, '_> {
             OpKind::Rope {
                 qkv,
                 table: Operand::whole(rope_table),
-                positions: Operand::whole(inputs.positions),
+                positions: inputs.positions,
                 rows,
                 table_rows,
                 shape,
@@ -87,7 +92,7 @@ impl Layer<'_, '_> {
             .into(),
         );
         let mixed = self.add_activation("attention_mixed", &[rows, shape.query_columns()], Attention);
-        let (ops, beside) = attention(&mut self.decoder.builder, qkv, mixed);
+        let (ops, beside) = attention(&mut self.decoder.builder, qkv, mixed, inputs.first_keys);
         self.ops.extend(ops);
         self.dropped_from.extend(beside.into_iter().map(|id| (id, Attention)));
         let middle = self.add_activation("middle", &[rows, d], WholeBlock);
@@ -128,7 +133,8 @@ impl Layer<'_, '_> {
 
     /// Appends an RMS norm, out = x / rms(x) · weight, and returns out.
     fn norm(&mut self, name: &str, x: Operand, weight: TensorId) -> Operand {
-        let (rows, dim, eps) = (self.rows, self.decoder.options.config.hidden, self.decoder.options.config.norm_eps);
+        let config = self.decoder.options.config;
+        let (rows, dim, eps) = (self.rows, config.hidden, config.stream_norm_eps());
         let wide = self.decoder.options.precision.wide();
         let out = self.add_activation(&format!("{name}_normed"), &[rows, dim], RecomputeLevel::Norms);
         let rstd = self.add_tensor(&format!("{name}_rstd"), &[rows], wide, RecomputeLevel::Norms);
@@ -149,11 +155,13 @@ impl Layer<'_, '_> {
         level: RecomputeLevel,
     ) {
         let (rows, layers) = (self.rows, self.decoder.options.depth());
+        // What is added to the residual stream may have a factor.
+        let scale = residual.map_or(1.0, |_| self.decoder.options.config.residual_scale());
         let Decoder { builder, weights, .. } = &mut *self.decoder;
         let matrix = select(weights);
         let (name, n, k) = (matrix.name, matrix.rows, matrix.columns);
         let weight = matrix.dequantized(builder, self.prefix, layers, &mut self.ops, &mut self.dropped_from);
-        let product = Product { bias, residual, ..Product::linear(x, weight, out, rows, k, n) };
+        let product = Product { bias, residual, scale, ..Product::linear(x, weight, out, rows, k, n) };
         self.ops.push(builder.product(product));
         let Some(lora) = self.decoder.options.method.lora() else { return };
         for number in 0..self.decoder.adapters.len() {
@@ -170,7 +178,7 @@ impl Layer<'_, '_> {
             self.ops.push(builder.product(Product::linear(x, a, low_rank, rows, k, lora.rank)));
             self.ops.push(builder.product(Product {
                 out_stride: Some(n),
-                scale: lora.scale(),
+                scale: scale * lora.scale(),
                 accumulate: true,
                 ..Product::linear(low_rank, b, columns, rows, lora.rank, adapter.columns)
             }));
@@ -213,7 +221,7 @@ impl Layer<'_, '_> {
 impl Inputs {
     /// Returns all input tensors, with `tokens` only if it is not `None`.
     pub fn all(&self) -> Vec<TensorId> {
-        self.tokens.into_iter().chain([self.positions, self.document_start]).collect()
+        self.tokens.into_iter().chain([self.positions]).chain(self.document_start).collect()
     }
 }
 
@@ -222,14 +230,20 @@ struct BatchAttention<'a> {
     options: &'a BuildOptions<'a>,
     prefix: &'a str,
     shape: Heads,
-    document_start: Operand,
 }
 
 impl BatchAttention<'_> {
     /// Returns the attention op, and the tensor of softmax statistics that it writes. Adds this tensor and the
     /// workspace. See [`AttentionOps`].
-    fn ops(&self, b: &mut Builder, qkv: Operand, out: Operand) -> (Vec<Op>, Vec<TensorId>) {
-        let BatchAttention { options, prefix, shape, document_start } = *self;
+    fn ops(
+        &self,
+        b: &mut Builder,
+        qkv: Operand,
+        out: Operand,
+        first_keys: Option<Operand>,
+    ) -> (Vec<Op>, Vec<TensorId>) {
+        let BatchAttention { options, prefix, shape } = *self;
+        let document_start = first_keys.expect("every micro-batch has documents");
         let (batch, sequence, layers) = (options.micro_batch, options.sequence, options.depth());
         let stats = b.statistic(&format!("{prefix}attention_stats"), &[batch, shape.heads, sequence], layers);
         let elements = options.kernels.attention_workspace(b.precision, sequence, shape);
@@ -249,12 +263,14 @@ impl BatchAttention<'_> {
 }
 
 impl Decoder<'_> {
-    pub(super) fn inputs(&mut self, prefix: &str, rows: u64) -> Inputs {
+    /// Adds the input tensors of a forward pass over `rows` tokens; `documents` says whether they are in documents.
+    pub(super) fn inputs(&mut self, prefix: &str, rows: u64, documents: bool) -> Inputs {
         let mut input = |name: &str| {
             self.builder.transient(&format!("{prefix}{name}"), &[rows], DType::I32, Category::Activation, 1)
         };
         let tokens = self.options.is_first().then(|| input("tokens"));
-        Inputs { tokens, positions: input("positions"), document_start: input("document_start") }
+        let positions = input("positions");
+        Inputs { tokens, positions, document_start: documents.then(|| input("document_start")) }
     }
 
     /// Builds the forward pass over `rows` tokens; `attention` returns the ops of its attention. Names of activations
@@ -274,9 +290,10 @@ impl Decoder<'_> {
             let (tokens, table, out) = (Operand::whole(tokens), Operand::whole(table), Operand::slot(hidden, 0));
             OpKind::Embed { tokens, table, out, rows, hidden: d, vocab: config.vocab }.into()
         });
+        let layer_inputs = self.layer_inputs(prefix, rows, inputs);
         let (ops, dropped_from, adapter_inputs) = (Vec::new(), HashMap::new(), HashMap::new());
         let mut layer = Layer { decoder: &mut *self, prefix, rows, ops, dropped_from, dropout, adapter_inputs };
-        layer.write(hidden, inputs, attention);
+        layer.write(hidden, &layer_inputs, attention);
         let Layer { ops, dropped_from, .. } = layer;
 
         let top = self.weights.top.map(|(final_norm, head)| {
@@ -289,28 +306,29 @@ impl Decoder<'_> {
                 rstd: Operand::whole(rstd),
                 rows,
                 dim: d,
-                eps: config.norm_eps,
+                eps: config.stream_norm_eps(),
             };
             ((normed, head), norm.into())
         });
         let (top, last): (Option<(TensorId, TensorId)>, Option<Op>) = top.unzip();
         let (embedding, last) = (Vec::from_iter(embedding), Vec::from_iter(last));
-        Forward { embedding, layer: ops, last, hidden, top, dropped_from }
+        Forward { layer_inputs: layer_inputs.ops, embedding, layer: ops, last, hidden, top, dropped_from }
     }
 
     /// Builds the forward pass of a micro-batch, with attention within its sequences. Names of activations start with
     /// `prefix`; `dropout` says whether dropout applies to the inputs of adapters.
     pub(super) fn forward_over_batch(&mut self, prefix: &str, inputs: &Inputs, dropout: bool) -> Forward {
         let (options, shape) = (self.options, self.shape);
-        let attention =
-            BatchAttention { options, prefix, shape, document_start: Operand::whole(inputs.document_start) };
+        let attention = BatchAttention { options, prefix, shape };
         let rows = options.micro_batch * options.sequence;
-        self.forward(prefix, rows, inputs, dropout, &mut |b, qkv, out| attention.ops(b, qkv, out))
+        let mut ops = |b: &mut Builder, qkv, out, first_keys: Option<Operand>| attention.ops(b, qkv, out, first_keys);
+        self.forward(prefix, rows, inputs, dropout, &mut ops)
     }
 
     pub(super) fn forward_blocks(&self, forward: &Forward) -> Vec<Block> {
         let (first, step, repeat) = (0, 1, self.options.depth());
         let mut blocks = vec![
+            Block::once("layer_inputs", forward.layer_inputs.clone()),
             Block::once("embedding", forward.embedding.clone()),
             Block { name: "layer".into(), first, step, repeat, ops: forward.layer.clone() },
             Block::once("final_norm", forward.last.clone()),

@@ -11,7 +11,7 @@ use plimsoll_core::{Category, DType, WorkKind};
 impl Decoder<'_> {
     pub(super) fn evaluate(&mut self) {
         let rows = self.options.micro_batch * self.options.sequence;
-        let inputs = self.inputs("evaluate.", rows);
+        let inputs = self.inputs("evaluate.", rows, true);
         let labels = self.labels("evaluate.", rows);
         let forward = self.forward_over_batch("evaluate.", &inputs, false);
         let (mut all, mut outputs, mut blocks) = (inputs.all(), vec![], self.forward_blocks(&forward));
@@ -42,9 +42,11 @@ impl Decoder<'_> {
         let mut programs = Vec::new();
         for (kind, rows) in [(ProgramKind::Prefill, generation.chunk), (ProgramKind::Decode, 1)] {
             let prefix = format!("{kind}.");
-            let inputs = self.inputs(&prefix, rows);
+            let inputs = self.inputs(&prefix, rows, false);
             let attention = CachedAttention { options, prefix: &prefix, keys, values, scalars, rows, capacity, shape };
-            let forward = self.forward(&prefix, rows, &inputs, false, &mut |b, qkv, out| attention.ops(b, qkv, out));
+            let mut ops =
+                |b: &mut Builder, qkv, out, first_keys: Option<Operand>| attention.ops(b, qkv, out, first_keys);
+            let forward = self.forward(&prefix, rows, &inputs, false, &mut ops);
             let (d, v) = (self.options.config.hidden, self.options.config.vocab);
             let mut blocks = self.forward_blocks(&forward);
             let mut outputs = vec![];
@@ -58,18 +60,13 @@ impl Decoder<'_> {
                     let (columns, first) = (block.end - block.start, block.start as i64);
                     let head = Operand::whole(head).starting_at(Index::fixed(first * d as i64));
                     let out = Operand::whole(logits).starting_at(Index::fixed(first));
+                    let scale = 1.0 / self.options.config.extras.logits_scaling;
                     let product = Product::linear(Operand::whole(picked), head, out, 1, d, columns);
-                    blocks.push(Block::once("logits", vec![self.builder.product(product)]));
+                    blocks.push(Block::once("logits", vec![self.builder.product(Product { scale, ..product })]));
                 }
                 outputs.push(logits);
             }
-            programs.push(self.push_program(
-                WorkKind::Generate,
-                kind,
-                inputs.tokens.into_iter().chain([inputs.positions]).collect(),
-                outputs,
-                blocks,
-            ));
+            programs.push(self.push_program(WorkKind::Generate, kind, inputs.all(), outputs, blocks));
         }
         self.push_phase(programs);
     }
@@ -89,13 +86,20 @@ struct CachedAttention<'a> {
 
 impl CachedAttention<'_> {
     /// Returns the ops that append to the cache and attend to it, and adds their workspace. See `AttentionOps`.
-    fn ops(&self, b: &mut Builder, qkv: Operand, out: Operand) -> (Vec<Op>, Vec<TensorId>) {
+    fn ops(
+        &self,
+        b: &mut Builder,
+        qkv: Operand,
+        out: Operand,
+        first_keys: Option<Operand>,
+    ) -> (Vec<Op>, Vec<TensorId>) {
         let CachedAttention { options, prefix, keys, values, scalars, rows, capacity, shape } = *self;
         let elements = options.kernels.cached_attention_workspace(b.precision, rows, capacity, shape);
         let scratch = b.workspace(&format!("{prefix}attention_workspace"), elements, options.depth());
         let workspace = Operand::layer(scratch, 0);
         let append = OpKind::AppendCache { qkv, keys, values, scalars, rows, capacity, shape };
-        let attend = OpKind::CachedAttention { qkv, keys, values, scalars, out, workspace, rows, capacity, shape };
+        let attend =
+            OpKind::CachedAttention { qkv, keys, values, scalars, first_keys, out, workspace, rows, capacity, shape };
         (vec![append.into(), attend.into()], vec![])
     }
 }

@@ -44,7 +44,7 @@ impl Lora {
 
     /// Returns the matrices A and B of all adapters as files in PEFT's format store them.
     pub fn parameters(&self, config: &ModelConfig) -> Vec<Parameter> {
-        config.adapter_parameters(&self.targets, self.rank)
+        config.adapter_parameters(&config.own_targets(&self.targets), self.rank)
     }
 
     /// Adds the tensors of all adapters, with a slot for each of `layers` layers. Returns the adapters in the order of
@@ -56,7 +56,7 @@ impl Lora {
         layers: u32,
         dtype: DType,
     ) -> Vec<Adapter> {
-        let mut targets = self.targets.clone();
+        let mut targets = config.own_targets(&self.targets);
         targets.sort();
         targets.into_iter().map(|target| self.adapter(builder, config, layers, dtype, target)).collect()
     }

@@ -192,6 +192,11 @@ impl LossWriter<'_, '_, '_> {
         list
     }
 
+    /// Returns the factor of the product that gives logits, and of those that derive it.
+    fn logits_scale(&self) -> f64 {
+        1.0 / self.decoder.options.config.extras.logits_scaling
+    }
+
     fn vocab(&self) -> u64 {
         self.decoder.options.config.vocab
     }
@@ -223,7 +228,8 @@ impl LossWriter<'_, '_, '_> {
         let (d, columns) = (self.hidden(), block.end - block.start);
         let (x, head) = (rows.slice(self.loss.normed, d), self.head_rows(self.loss.head, block));
         let logits = self.place(rows, block, logits);
-        self.decoder.builder.product(Product::linear(x, head, logits, rows.count, d, columns))
+        let scale = self.logits_scale();
+        self.decoder.builder.product(Product { scale, ..Product::linear(x, head, logits, rows.count, d, columns) })
     }
 
     fn update_stats(&self, rows: Rows, block: &Range<u64>) -> Op {
@@ -271,12 +277,14 @@ impl LossWriter<'_, '_, '_> {
         let mut ops = vec![gradient.into()];
         if let Some(dhead) = dhead {
             let (x, dhead) = (rows.slice(self.loss.normed, d), self.head_rows(dhead, block));
-            ops.push(self.decoder.builder.product(Product::weight_gradient(dlogits, x, dhead, rows.count, d, columns)));
+            let product = Product::weight_gradient(dlogits, x, dhead, rows.count, d, columns);
+            ops.push(self.decoder.builder.product(Product { scale: self.logits_scale(), ..product }));
         }
         let head = self.head_rows(self.loss.head, block);
         let dx = self.sums.map_or(rows.slice(dnormed, d), |sums| self.row_state(rows, sums, d));
         let product = Product::plain(dlogits, head, dx, [rows.count, d, columns]);
-        ops.push(self.decoder.builder.product(Product { accumulate: !begin, ..product }));
+        let (accumulate, scale) = (!begin, self.logits_scale());
+        ops.push(self.decoder.builder.product(Product { accumulate, scale, ..product }));
         ops
     }
 

@@ -104,7 +104,7 @@ impl Matrix {
     /// Adds the tensors of the matrix `name` of all layers, in the run's precision or quantized as `options.base` says.
     pub fn new(builder: &mut Builder, options: &BuildOptions, name: &'static str) -> Matrix {
         let (config, base, layers) = (options.config, options.base, options.depth());
-        let targets: Vec<Target> = Target::ALL.into_iter().filter(|target| target.tensor() == name).collect();
+        let targets: Vec<Target> = config.targets().iter().copied().filter(|target| target.tensor() == name).collect();
         let rows = targets.iter().map(|target| target.shape(config)[0]).sum();
         let columns = targets[0].shape(config)[1];
         let stored = match base {

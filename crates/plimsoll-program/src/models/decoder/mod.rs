@@ -18,6 +18,7 @@ mod backward;
 mod files;
 mod forward;
 mod generate;
+mod layer_inputs;
 mod lora;
 mod loss;
 mod matrices;

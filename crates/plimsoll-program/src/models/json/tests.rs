@@ -107,10 +107,94 @@ fn absent_keys_have_transformers_defaults() {
         assert_eq!(rest, (false, 1e-6, 10_000.0, RopeScaling::None, 0.02), "{model_type}");
     }
     // A Mistral file without the key has a window of 4096 tokens.
-    let mut map = small("mistral");
-    map.shift_remove("sliding_window");
-    let error = ModelConfig::from_json(&Value::Object(map).to_string(), &[]).unwrap_err();
-    assert!(error.to_string().starts_with("`sliding_window` is absent, which means 4096,"), "{error}");
+    assert_eq!(read("mistral", &["sliding_window"]).extras.window, Some(4096));
+    assert_eq!(shape(&read("phi3", &absent)), (32, 2, 4096, Some(1), vec![32_000]));
+    assert_eq!(shape(&read("smollm3", &absent)), (4, 2, 32_768, Some(128_000), vec![128_001]));
+    assert_eq!(shape(&read("granite", &absent)), (32, 2, 2048, Some(1), vec![2]));
+    let rest = |model_type: &str| {
+        let config = read(model_type, &[]);
+        (config.tied, config.norm_eps, config.rope_theta)
+    };
+    assert_eq!(rest("phi3"), (false, 1e-5, 1e4));
+    assert_eq!(rest("smollm3"), (true, 1e-6, 2e6));
+    assert_eq!(rest("granite"), (false, 1e-6, 1e4));
+}
+
+#[test]
+fn windows_are_read_and_written_per_layer() {
+    let slides = |changes: Value| {
+        json!({"use_sliding_window": true, "sliding_window": 128}).as_object().map(|map| {
+            let mut map = map.clone();
+            map.extend(changes.as_object().unwrap().clone());
+            Value::Object(map)
+        })
+    };
+    let none = Vec::<u64>::new();
+    for (model_type, changes, full_layers) in [
+        ("mistral", json!({}), none.clone()),
+        ("mistral", json!({"layer_types": ["sliding_attention", "sliding_attention"]}), none.clone()),
+        ("phi3", json!({}), none.clone()),
+        ("qwen2", json!({"max_window_layers": 1}), vec![0]),
+        ("qwen3", json!({"layer_types": ["sliding_attention", "full_attention"]}), vec![1]),
+        ("smollm3", json!({"no_rope_layers": [1, 0]}), vec![0]),
+    ] {
+        let config = with(model_type, slides(changes).unwrap()).unwrap();
+        assert_eq!((config.extras.window, &config.extras.full_layers), (Some(128), &full_layers), "{model_type}");
+        let written = config.to_json(None, DType::F32).to_string();
+        assert_eq!(ModelConfig::from_json(&written, &[]), Ok(config), "{model_type}");
+    }
+    let mixed = json!({"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"]});
+    assert!(matches!(with("mistral", mixed), Err(ConfigError::Unsupported { .. })));
+}
+
+#[test]
+fn layers_without_rotation_are_read_and_written() {
+    let unrotated = |changes| with("smollm3", changes).unwrap().extras.unrotated_layers;
+    assert_eq!(unrotated(json!({"num_hidden_layers": 9})), [3, 7]);
+    assert_eq!(unrotated(json!({"num_hidden_layers": 4, "no_rope_layer_interval": 2})), [1, 3]);
+    assert_eq!(unrotated(json!({"no_rope_layers": [0, 1, 1, 0]})), [0]);
+    let config = with("smollm3", json!({"no_rope_layers": [0, 1]})).unwrap();
+    let written = config.to_json(None, DType::F32).to_string();
+    assert_eq!(ModelConfig::from_json(&written, &[]), Ok(config));
+    assert!(matches!(with("smollm3", json!({"no_rope_layers": [1]})), Err(ConfigError::Wrong { .. })));
+}
+
+#[test]
+fn multipliers_are_read_and_written() {
+    let keys = json!({
+        "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.015625, "logits_scaling": 8,
+    });
+    let config = with("granite", keys.clone()).unwrap();
+    assert_eq!((config.extras.embedding_multiplier, config.extras.attention_multiplier), (12.0, Some(0.015_625)));
+    let written = config.to_json(None, DType::F32).to_string();
+    assert_eq!(ModelConfig::from_json(&written, &[]), Ok(config));
+    assert!(matches!(with("llama", keys), Err(ConfigError::Unknown { .. })));
+    assert!(matches!(with("granite", json!({"logits_scaling": 0})), Err(ConfigError::Wrong { .. })));
+}
+
+/// The expected factors are those of `_compute_yarn_parameters` in transformers 5.23.
+#[test]
+fn yarn_settings_have_transformers_defaults() {
+    let scaling = |inner: Value| {
+        let config = with("llama", json!({"max_position_embeddings": 64, "rope_scaling": inner})).unwrap();
+        let written = config.to_json(None, DType::F32).to_string();
+        assert_eq!(ModelConfig::from_json(&written, &[]).as_ref(), Ok(&config));
+        config.rope_scaling
+    };
+    let yarn = |attention_factor| RopeScaling::Yarn {
+        factor: 4.0,
+        beta_fast: 32.0,
+        beta_slow: 1.0,
+        original_max_position_embeddings: 64,
+        truncate: true,
+        attention_factor,
+    };
+    let grown = |coefficient: f64| 0.1 * coefficient * 4f64.ln() + 1.0;
+    assert_eq!(scaling(json!({"rope_type": "yarn", "factor": 4.0})), yarn(grown(1.0)));
+    let both = json!({"type": "yarn", "factor": 4.0, "mscale": 2.0, "mscale_all_dim": 0.5});
+    assert_eq!(scaling(both), yarn(grown(2.0) / grown(0.5)));
+    assert_eq!(scaling(json!({"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5})), yarn(1.5));
+    assert_eq!(scaling(json!({"type": "dynamic", "factor": 2.0})), RopeScaling::Dynamic { factor: 2.0 });
 }
 
 #[test]
@@ -126,10 +210,12 @@ fn unsupported_arithmetic_is_refused_by_key() {
         ("llama", "quantization_config", json!({"bits": 4})),
         ("llama", "model_type", json!("gemma")),
         ("llama", "layer_types", json!(["full_attention", "sliding_attention"])),
-        ("mistral", "sliding_window", json!(4096)),
+        ("llama", "sliding_window", json!(1024)),
+        ("granite", "attention_bias", json!(true)),
+        ("phi3", "resid_pdrop", json!(0.1)),
+        ("phi3", "rope_scaling", json!({"type": "linear", "factor": 4.0})),
+        ("phi3", "rope_scaling", json!({"type": "longrope", "short_factor": [1.0]})),
         ("qwen2", "use_mrope", json!(true)),
-        ("llama", "rope_scaling", json!({"rope_type": "yarn", "factor": 4.0})),
-        ("llama", "rope_scaling", json!({"type": "dynamic", "factor": 4.0})),
         ("llama", "rope_scaling", json!({"rope_type": "longrope", "short_factor": [1.0]})),
         ("qwen2", "rope_parameters", json!({"rope_type": "mrope"})),
         ("llama", "rope_parameters", json!({"partial_rotary_factor": 0.25})),
@@ -140,8 +226,6 @@ fn unsupported_arithmetic_is_refused_by_key() {
         assert!(error.to_string().starts_with(&format!("`{key}")), "{key}: {error}");
         assert!(with_ignored(model_type, json!({key: value}), &[key]).is_err(), "{key} was ignored");
     }
-    let slides = json!({"use_sliding_window": true, "sliding_window": 128, "max_window_layers": 1});
-    assert!(matches!(with("qwen2", slides), Err(ConfigError::Unsupported { .. })));
 }
 
 #[test]
@@ -295,7 +379,8 @@ fn any_json() -> impl Strategy<Value = Value> {
         any::<u64>().prop_map(Value::from),
         (0u64..300).prop_map(Value::from),
         any::<f64>().prop_map(Value::from),
-        prop_oneof![Just("llama3"), Just("linear"), Just("default"), Just("é\u{10ffff}")].prop_map(Value::from),
+        prop_oneof![Just("llama3"), Just("yarn"), Just("linear"), Just("default"), Just("é\u{10ffff}")]
+            .prop_map(Value::from),
     ];
     leaf.prop_recursive(3, 32, 8, |inner| {
         prop_oneof![
@@ -315,6 +400,7 @@ fn any_key() -> impl Strategy<Value = String> {
         .keys()
         .map(String::from)
         .chain(["rope_parameters", "sliding_window", "layer_types", "factor", "rope_type", "type"].map(String::from))
+        .chain(["use_sliding_window", "max_window_layers", "no_rope_layers", "attention_multiplier"].map(String::from))
         .chain(["low_freq_factor", "high_freq_factor", "original_max_position_embeddings"].map(String::from))
         .collect();
     prop_oneof![9 => prop::sample::select(known), 1 => ".{0,20}"]
@@ -325,7 +411,7 @@ proptest! {
     #[test]
     fn arbitrary_values_are_read_or_refused(
         changes in prop::collection::vec((any_key(), any_json()), 0..6),
-        model_type in prop::sample::select(vec!["llama", "mistral", "qwen2", "qwen3"]),
+        model_type in prop::sample::select(ModelType::ALL.map(ModelType::name).to_vec()),
     ) {
         let mut map = small(model_type);
         map.extend(changes);

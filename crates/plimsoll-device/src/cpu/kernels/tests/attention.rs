@@ -157,36 +157,48 @@ fn cached_attention_matches_full_attention() {
     fn check<T: Multiply>() {
         let mut draw = Draw(11);
         for shape in SHAPES {
-            let (total, all) = (300, shape.columns() as usize);
-            let width = (shape.kv_heads * shape.head_dim) as usize;
-            let qkv: Vec<T> = draw.many(total * all);
-            let (want, _) = naive_attention(shape, total, &to_f64s(&qkv), &vec![0; total]);
-            let capacity = total + 7;
-            let (mut keys, mut values) =
-                (vec![T::from_f64(f64::NAN); capacity * width], vec![T::from_f64(f64::NAN); capacity * width]);
-            let mut start = 0;
-            // A prompt, single tokens, a few tokens, and a long remainder.
-            for rows in [70, 1, 1, 5, 8, 215] {
-                let new = &qkv[start * all..(start + rows) * all];
-                append_cache(shape, new, start, &mut keys, &mut values);
-                let mut out = vec![T::from_f64(f64::NAN); rows * shape.query_columns() as usize];
-                let kernels = Kernels::Cpu { threads: 2 };
-                let size = kernels.cached_attention_workspace(T::DTYPE, rows as u64, capacity as u64, shape);
-                let mut scratch = scratch(size);
-                cached_attention(&pool(2), shape, new, &keys, &values, start, &mut out, &mut scratch);
-                let columns = shape.query_columns() as usize;
-                assert_close(
-                    &out,
-                    &want[start * columns..(start + rows) * columns],
-                    tolerance::<T>(40),
-                    &format!("{shape:?} {start}"),
-                );
-                start += rows;
+            let total = 300;
+            let qkv: Vec<T> = draw.many(total * shape.columns() as usize);
+            for window in [total as u64, 1, 90] {
+                let positions: Vec<i32> = (0..total as i32).collect();
+                let mut first_keys = vec![0; total];
+                window_start(&positions, None, window, &mut first_keys);
+                compare_with_full_attention(shape, &qkv, &first_keys);
             }
-            assert_eq!(start, total);
         }
     }
     check::<f32>();
     check::<f64>();
     check::<bf16>();
+}
+
+/// Compares attention over a cache, to which the tokens in `qkv` are added in parts, with attention over a sequence.
+fn compare_with_full_attention<T: Multiply>(shape: Heads, qkv: &[T], first_keys: &[i32]) {
+    let (total, all) = (first_keys.len(), shape.columns() as usize);
+    let width = (shape.kv_heads * shape.head_dim) as usize;
+    let (want, _) = naive_attention(shape, total, &to_f64s(qkv), first_keys);
+    let capacity = total + 7;
+    let (mut keys, mut values) =
+        (vec![T::from_f64(f64::NAN); capacity * width], vec![T::from_f64(f64::NAN); capacity * width]);
+    let mut start = 0;
+    // A prompt, single tokens, a few tokens, and a long remainder.
+    for rows in [70, 1, 1, 5, 8, 215] {
+        let new = &qkv[start * all..(start + rows) * all];
+        append_cache(shape, new, start, &mut keys, &mut values);
+        let mut out = vec![T::from_f64(f64::NAN); rows * shape.query_columns() as usize];
+        let kernels = Kernels::Cpu { threads: 2 };
+        let size = kernels.cached_attention_workspace(T::DTYPE, rows as u64, capacity as u64, shape);
+        let mut scratch = scratch(size);
+        let seen = &first_keys[start..start + rows];
+        cached_attention(&pool(2), shape, new, &keys, &values, start, seen, &mut out, &mut scratch);
+        let columns = shape.query_columns() as usize;
+        assert_close(
+            &out,
+            &want[start * columns..(start + rows) * columns],
+            tolerance::<T>(40),
+            &format!("{shape:?} {start}"),
+        );
+        start += rows;
+    }
+    assert_eq!(start, total);
 }

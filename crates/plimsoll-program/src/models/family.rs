@@ -1,0 +1,283 @@
+//! Model families as data: one entry of [`FAMILIES`] for each, with what its `config.json` leaves out and what all its
+//! models have in common.
+
+use std::fmt;
+
+/// The model family: `model_type` in `config.json`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ModelType {
+    /// Llama 2 and 3, TinyLlama, SmolLM2.
+    Llama,
+    /// Mistral, with or without a sliding window.
+    Mistral,
+    /// Qwen 2 and 2.5: biases on queries, keys and values.
+    Qwen2,
+    /// Qwen 3: a norm on every query and key head.
+    Qwen3,
+    /// Phi 3 and Phi 4: fused projections.
+    Phi3,
+    /// SmolLM 3: some layers without rotary positions.
+    SmolLm3,
+    /// Granite 3: multipliers of embedding, residuals, attention scores and logits.
+    Granite,
+}
+
+/// What all models of a family have in common, and the defaults of keys that `config.json` leaves out.
+pub(super) struct Family {
+    pub model_type: ModelType,
+    /// Value of `model_type` in `config.json`.
+    pub name: &'static str,
+    /// Value of `architectures` in `config.json`: the model class in transformers.
+    pub architecture: &'static str,
+    /// Whether queries, keys and values always have biases.
+    pub qkv_bias: bool,
+    /// Whether `attention_bias` and `mlp_bias` switch biases on.
+    pub has_bias_switches: bool,
+    /// Whether each query and key head has an RMS norm.
+    pub qk_norm: bool,
+    /// Whether files hold queries, keys and values as one projection, and gate and up as another.
+    pub fuses_projections: bool,
+    /// Sliding windows: which keys switch them on, and in which layers.
+    pub windows: Windows,
+    /// Whether rotary frequencies may be scaled.
+    pub scales_frequencies: bool,
+    /// Default of `tie_word_embeddings`.
+    pub tied: bool,
+    /// Default of `rms_norm_eps`.
+    pub norm_eps: f64,
+    /// Default of `rope_theta`.
+    pub rope_theta: f64,
+    /// Default of `max_position_embeddings`.
+    pub max_positions: u64,
+    /// Default of `num_key_value_heads`; `None` for as many as heads.
+    pub kv_heads: Option<u64>,
+    /// Default of `head_dim`; `None` for hidden ÷ heads.
+    pub head_dim: Option<u64>,
+    /// Default of `bos_token_id`.
+    pub bos: Option<i64>,
+    /// Default of `eos_token_id`.
+    pub eos: &'static [i64],
+}
+
+/// How a family decides which layers have a sliding window.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Windows {
+    /// transformers ignores windows in this family, so one that would hide keys is refused.
+    Refused,
+    /// In all layers, if `sliding_window` is a number; an absent key means this default.
+    Always {
+        /// Window if the key is absent.
+        default: Option<u64>,
+    },
+    /// In layers from `max_window_layers` on, if `use_sliding_window` is true; `layer_types` overrides the layers.
+    Switched,
+    /// In layers without rotary positions, if `use_sliding_window` is true; `layer_types` overrides the layers.
+    SwitchedUnrotated,
+}
+
+/// The table of all families.
+pub(super) static FAMILIES: [Family; 7] = [
+    Family {
+        model_type: ModelType::Llama,
+        name: "llama",
+        architecture: "LlamaForCausalLM",
+        qkv_bias: false,
+        has_bias_switches: true,
+        qk_norm: false,
+        fuses_projections: false,
+        windows: Windows::Refused,
+        scales_frequencies: true,
+        tied: false,
+        norm_eps: 1e-6,
+        rope_theta: 1e4,
+        max_positions: 2048,
+        kv_heads: None,
+        head_dim: None,
+        bos: Some(1),
+        eos: &[2],
+    },
+    Family {
+        model_type: ModelType::Mistral,
+        name: "mistral",
+        architecture: "MistralForCausalLM",
+        qkv_bias: false,
+        has_bias_switches: false,
+        qk_norm: false,
+        fuses_projections: false,
+        windows: Windows::Always { default: Some(4096) },
+        scales_frequencies: true,
+        tied: false,
+        norm_eps: 1e-6,
+        rope_theta: 1e4,
+        max_positions: 131_072,
+        kv_heads: Some(8),
+        head_dim: None,
+        bos: Some(1),
+        eos: &[2],
+    },
+    Family {
+        model_type: ModelType::Qwen2,
+        name: "qwen2",
+        architecture: "Qwen2ForCausalLM",
+        qkv_bias: true,
+        has_bias_switches: false,
+        qk_norm: false,
+        fuses_projections: false,
+        windows: Windows::Switched,
+        scales_frequencies: true,
+        tied: false,
+        norm_eps: 1e-6,
+        rope_theta: 1e4,
+        max_positions: 32_768,
+        kv_heads: Some(32),
+        head_dim: None,
+        bos: None,
+        eos: &[],
+    },
+    Family {
+        model_type: ModelType::Qwen3,
+        name: "qwen3",
+        architecture: "Qwen3ForCausalLM",
+        qkv_bias: false,
+        has_bias_switches: false,
+        qk_norm: true,
+        fuses_projections: false,
+        windows: Windows::Switched,
+        scales_frequencies: true,
+        tied: false,
+        norm_eps: 1e-6,
+        rope_theta: 1e4,
+        max_positions: 32_768,
+        kv_heads: Some(32),
+        head_dim: Some(128),
+        bos: None,
+        eos: &[],
+    },
+    Family {
+        model_type: ModelType::Phi3,
+        name: "phi3",
+        architecture: "Phi3ForCausalLM",
+        qkv_bias: false,
+        has_bias_switches: false,
+        qk_norm: false,
+        fuses_projections: true,
+        windows: Windows::Always { default: None },
+        scales_frequencies: false,
+        tied: false,
+        norm_eps: 1e-5,
+        rope_theta: 1e4,
+        max_positions: 4096,
+        kv_heads: None,
+        head_dim: None,
+        bos: Some(1),
+        eos: &[32_000],
+    },
+    Family {
+        model_type: ModelType::SmolLm3,
+        name: "smollm3",
+        architecture: "SmolLM3ForCausalLM",
+        qkv_bias: false,
+        has_bias_switches: true,
+        qk_norm: false,
+        fuses_projections: false,
+        windows: Windows::SwitchedUnrotated,
+        scales_frequencies: true,
+        tied: true,
+        norm_eps: 1e-6,
+        rope_theta: 2e6,
+        max_positions: 32_768,
+        kv_heads: Some(4),
+        head_dim: None,
+        bos: Some(128_000),
+        eos: &[128_001],
+    },
+    Family {
+        model_type: ModelType::Granite,
+        name: "granite",
+        architecture: "GraniteForCausalLM",
+        qkv_bias: false,
+        has_bias_switches: false,
+        qk_norm: false,
+        fuses_projections: false,
+        windows: Windows::Refused,
+        scales_frequencies: true,
+        tied: false,
+        norm_eps: 1e-6,
+        rope_theta: 1e4,
+        max_positions: 2048,
+        kv_heads: None,
+        head_dim: None,
+        bos: Some(1),
+        eos: &[2],
+    },
+];
+
+impl ModelType {
+    /// All supported families.
+    pub const ALL: [ModelType; FAMILIES.len()] = {
+        let mut all = [ModelType::Llama; FAMILIES.len()];
+        let mut number = 0;
+        while number < all.len() {
+            all[number] = FAMILIES[number].model_type;
+            number += 1;
+        }
+        all
+    };
+
+    /// Returns the family's entry of the table.
+    pub(super) const fn family(self) -> &'static Family {
+        &FAMILIES[self as usize]
+    }
+
+    /// Returns the name of the family: the value of `model_type` in `config.json`.
+    pub const fn name(self) -> &'static str {
+        self.family().name
+    }
+
+    /// Returns the name of the model class in transformers: the value of `architectures` in `config.json`.
+    pub const fn architecture(self) -> &'static str {
+        self.family().architecture
+    }
+
+    /// Returns whether the projections to queries, keys and values have biases in every model of this family.
+    pub const fn qkv_bias(self) -> bool {
+        self.family().qkv_bias
+    }
+
+    /// Returns whether `config.json` switches biases on: `attention_bias` those of queries, keys, values and the output
+    /// of attention, and `mlp_bias` those of gate, up and down.
+    pub const fn has_bias_switches(self) -> bool {
+        self.family().has_bias_switches
+    }
+
+    /// Returns whether files hold queries, keys and values as one projection, and gate and up as another.
+    pub const fn fuses_projections(self) -> bool {
+        self.family().fuses_projections
+    }
+
+    /// Returns whether models of this family may scale rotary frequencies.
+    pub const fn scales_frequencies(self) -> bool {
+        self.family().scales_frequencies
+    }
+
+    /// Returns whether queries and keys have an RMS norm in this family.
+    pub const fn qk_norm(self) -> bool {
+        self.family().qk_norm
+    }
+}
+
+impl fmt::Display for ModelType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn table_is_in_order_of_families() {
+        assert!(ModelType::ALL.into_iter().all(|model_type| model_type.family().model_type == model_type));
+    }
+}
