@@ -74,6 +74,7 @@ impl Resolved {
     /// Sequences that the model does not support, or devices that cannot be used.
     pub fn new(run: &RunRequest, model: Model) -> Result<Resolved, Failure> {
         model.check_sequence_length(run)?;
+        model.check_adapter_targets(run)?;
         let mut devices = resolve_devices(run)?;
         choose_nccl(run, &mut devices);
         let others = devices.split_off(1);
@@ -110,6 +111,10 @@ pub(crate) mod tests {
         assert_eq!(
             refusal(&["model.preset=smolm2-135m", "run.devices=rtx3090"]),
             "model.preset: `smolm2-135m` is no known shape\n  hint: did you mean `smollm2-135m`?"
+        );
+        assert!(
+            refusal(&[model, "lora.targets=[\"qkv_proj\"]", "run.devices=rtx3090"])
+                .starts_with("lora.targets names qkv_proj, which a llama model does not have")
         );
         assert!(
             refusal(&[model, "data.sequence=1048576", "run.devices=rtx3090"])

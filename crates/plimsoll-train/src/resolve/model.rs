@@ -6,7 +6,7 @@ use crate::data::{addition_example, read_end_token};
 use crate::files::{AdapterDir, ModelDir, ModelWeights, read_config};
 use plimsoll_core::Failure;
 use plimsoll_program::models::decoder::WeightSource;
-use plimsoll_program::models::{ModelConfig, closest_preset, preset, preset_names};
+use plimsoll_program::models::{ModelConfig, Target, closest_preset, preset, preset_names};
 use std::path::{Path, PathBuf};
 
 /// The model that a run file names.
@@ -80,6 +80,25 @@ impl Model {
             return Err(Failure::input(message).hint(format!("set data.sequence to {limit} or less")));
         }
         Ok(())
+    }
+
+    /// Checks that the model has each projection that `lora.targets` names. A fused projection counts as named if all
+    /// its parts are.
+    ///
+    /// # Errors
+    /// A projection that the model does not have, or a part of a fused one.
+    pub(crate) fn check_adapter_targets(&self, config: &RunConfig) -> Result<(), Failure> {
+        let named: Vec<Target> = config.lora.targets.iter().filter_map(|name| Target::named(name)).collect();
+        let own = self.config.own_targets(&named);
+        let is_unused = |target: &&Target| {
+            let others: Vec<Target> = named.iter().copied().filter(|other| other != *target).collect();
+            !own.contains(target) && self.config.own_targets(&others) == own
+        };
+        let Some(unused) = named.iter().find(is_unused) else { return Ok(()) };
+        let known = self.config.targets().iter().map(|target| target.name()).collect::<Vec<_>>().join(", ");
+        let model_type = self.config.model_type;
+        let message = format!("lora.targets names {}, which a {model_type} model does not have", unused.name());
+        Err(Failure::input(message).hint(format!("name some of {known}, or all-linear")))
     }
 
     /// Opens the model that `[model]` names, without adapters.
