@@ -160,7 +160,9 @@ impl ShimDevice {
     /// Computes a matrix product as the library does on a GPU; a kernel adds the bias, as if the library could not
     /// fuse it.
     fn product(&mut self, kind: &OpKind, variable: i64) {
-        let OpKind::Product { a, b, out, bias, residual, m, n, k, a_transposed, b_transposed, accumulate, .. } = kind
+        let OpKind::Product {
+            a, b, out, bias, residual, m, n, k, a_transposed, b_transposed, scale, accumulate, ..
+        } = kind
         else {
             unreachable!()
         };
@@ -177,6 +179,7 @@ impl ShimDevice {
         let product = cpu::Product {
             b_transposed: *b_transposed,
             residual: residual.as_deref(),
+            scale: *scale,
             accumulate: *accumulate,
             ..if *a_transposed { whole_ones.a_transposed() } else { whole_ones }
         };
