@@ -153,7 +153,16 @@ fn products<T: Multiply<Wide = f32>>(bench: &mut Bench, lanes: u64) {
 }
 
 fn decode<T: Multiply<Wide = f32>>(bench: &mut Bench, lanes: u64) {
-    for (m, n, k) in [(1, VOCAB, HIDDEN), (1, 4096, 4096), (4, 4096, 4096), (16, 4096, 4096), (64, 2 * FFN, HIDDEN)] {
+    for (m, n, k) in [
+        (1, VOCAB, HIDDEN),
+        (1, 4096, 4096),
+        (4, 4096, 4096),
+        (8, 4096, 4096),
+        (16, 4096, 4096),
+        (64, 4096, 4096),
+        (64, 4096, 768),
+        (64, 768, 2048),
+    ] {
         let (a, b) = (numbers::<T>(m * k), numbers::<T>(k * n));
         let mut out = zeros::<T>(m * n);
         let size = Kernels::Cpu { threads: lanes }.product_workspace(T::DTYPE, m as u64, n as u64, k as u64);
@@ -245,7 +254,17 @@ fn long_attention<T: Multiply<Wide = f32>>(bench: &mut Bench, lanes: u64) {
     });
     let (keys, values) = (numbers::<T>(long * 256), numbers::<T>(long * 256));
     bench.time("long cached_attention 1 on 2047", 0, Work::Bytes(2 * size_of::<T>() * long * 256), |pool| {
-        cached_attention(pool, shape, &qkv[..1536], &keys, &values, 2047, &[], &mut out[..1024], &mut scratch)
+        cached_attention(
+            pool,
+            shape,
+            &qkv[..1536],
+            [&keys, &values],
+            &[2047],
+            (1, long),
+            &[],
+            &mut out[..1024],
+            &mut scratch,
+        )
     });
 }
 

@@ -240,6 +240,14 @@ pub trait Device: Send {
     /// Copies bytes out of a tensor's slot, from its first element on.
     fn read(&mut self, tensor: TensorId, slot: u32, bytes: &mut [u8]);
 
+    /// Copies bytes out of a tensor's slot, from byte `from` of the slot on. Devices that read from a first element only
+    /// copy the bytes before `from` as well.
+    fn read_from(&mut self, tensor: TensorId, slot: u32, from: u64, bytes: &mut [u8]) {
+        let mut all = vec![0; from as usize + bytes.len()];
+        self.read(tensor, slot, &mut all);
+        bytes.copy_from_slice(&all[from as usize..]);
+    }
+
     /// Switches to the Programs of another plan of the same experiment. No Program runs meanwhile.
     ///
     /// Persistent tensors of both plans keep every bit, even if they change their space. The arenas get the sizes of

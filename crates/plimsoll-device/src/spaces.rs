@@ -114,14 +114,23 @@ impl Spaces {
         self.fill(tensor_info.space, placement.offset(tensor, slot), bytes);
     }
 
-    /// Copies bytes out of a tensor's slot, from its first byte on.
+    /// Copies bytes out of a tensor's slot, from byte `from` of the slot on.
     ///
     /// # Panics
-    /// If the slot is smaller than `bytes`.
-    pub fn read(&mut self, set: &ProgramSet, placement: &Placement, tensor: TensorId, slot: u32, bytes: &mut [u8]) {
+    /// If the slot ends before them.
+    pub fn read(
+        &mut self,
+        set: &ProgramSet,
+        placement: &Placement,
+        tensor: TensorId,
+        slot: u32,
+        from: u64,
+        bytes: &mut [u8],
+    ) {
         let tensor_info = set.tensor(tensor);
-        assert!(bytes.len() as u64 <= tensor_info.bytes(), "{} is smaller than the bytes to read", tensor_info.name);
-        let first = placement.offset(tensor, slot);
+        let end = from + bytes.len() as u64;
+        assert!(end <= tensor_info.bytes(), "{} is smaller than the bytes to read", tensor_info.name);
+        let first = placement.offset(tensor, slot) + from;
         bytes.copy_from_slice(&self.view(tensor_info.space, first..first + bytes.len() as u64));
     }
 
@@ -443,7 +452,7 @@ mod tests {
             prop_assert_eq!((moved.to_host.0, moved.to_device.0), (crossed(false), crossed(true)));
             for (i, &(bytes, ..)) in tensors.iter().enumerate() {
                 let mut found = vec![0; bytes as usize];
-                spaces.read(&new.0, &new.1, TensorId(i as u32), 0, &mut found);
+                spaces.read(&new.0, &new.1, TensorId(i as u32), 0, 0, &mut found);
                 prop_assert!(found.iter().enumerate().all(|(at, &byte)| byte == value(i, at)), "t{}", i);
             }
         }
@@ -488,7 +497,7 @@ mod tests {
             for slot in 0..4 {
                 let (id, within) = at(&new, after, slot);
                 let mut found = [0; 1000];
-                spaces.read(&new.0, &new.1, id, within, &mut found);
+                spaces.read(&new.0, &new.1, id, within, 0, &mut found);
                 assert_eq!(found, [slot as u8 + 1; 1000], "slot {slot}, {before} -> {after}");
             }
         }
@@ -504,7 +513,7 @@ mod tests {
         assert!(matches!(spaces.adopt((&old.0, &old.1), (&new.0, &new.1)), Err(DeviceError::Arena(_))));
         assert_eq!((spaces.bytes(Space::Device), spaces.bytes(Space::Host)), (Bytes(8000), Bytes(0)));
         let mut found = [0; 5000];
-        spaces.read(&old.0, &old.1, TensorId(0), 0, &mut found);
+        spaces.read(&old.0, &old.1, TensorId(0), 0, 0, &mut found);
         assert_eq!(found, [7; 5000]);
         new.0.tensors[0].shape = vec![4999];
         new.1.host_bytes = 5000;

@@ -115,7 +115,7 @@ fn programs(precision: DType, kernels: Kernels) -> ProgramSet {
 }
 
 fn programs_of(form: &TrainingForm, precision: DType, kernels: Kernels) -> ProgramSet {
-    let generation = Some(Generation { capacity: 16, chunk: CHUNK });
+    let generation = Some(Generation { slots: 1, capacity: 16, chunk: CHUNK });
     stage_of(form, precision, kernels, 0..model().layers, generation)
 }
 
@@ -440,9 +440,10 @@ impl Run {
     fn generate(&mut self) -> Vec<f64> {
         let mut logits = Vec::new();
         for (program, first, rows) in [(ProgramKind::Prefill, 0, CHUNK), (ProgramKind::Decode, CHUNK, 1)] {
-            self.scalars(&[(Scalar::CacheLength, first as f64), (Scalar::LastRow, (rows - 1) as f64)]);
+            self.scalars(&[(Scalar::LastRow, (rows - 1) as f64)]);
             let positions: Vec<f64> = (first..first + rows).map(|at| at as f64).collect();
             self.put(&format!("{program}.positions"), &positions);
+            self.put(&format!("{program}.places"), &positions);
             self.put(&format!("{program}.tokens"), &positions.iter().map(|at| 7.0 * at).collect::<Vec<_>>());
             self.run(program);
             let of = self.set.find(&format!("{program}.logits")).unwrap();

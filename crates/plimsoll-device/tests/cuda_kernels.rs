@@ -307,45 +307,54 @@ fn attention_and_gradient_match_cpu() {
 #[ignore = "needs g++: cargo xtask cuda-check"]
 fn cached_attention_matches_cpu() {
     for_types_and_alignments(|mut gpu, real, kind, draw| {
-        for (before, rows, capacity, heads, kv_heads, head_dim) in [
-            (0, 1, 1, 1, 1, 6),
-            (70, 1, 90, 4, 2, 64),
-            (3, 70, 80, 2, 1, 64),
-            (64, 2, 66, 6, 3, 6),
+        for (slots, before, rows, capacity, heads, kv_heads, head_dim) in [
+            (&[0][..], 0, 1, 1, 1, 1, 6),
+            (&[0], 70, 1, 90, 4, 2, 64),
+            (&[1], 3, 70, 80, 2, 1, 64),
+            (&[0], 64, 2, 66, 6, 3, 6),
             // Several parts of the keys: the last is partly filled, begins, or is empty.
-            (290, 1, 300, 2, 1, 80),
-            (127, 2, 400, 2, 1, 6),
-            (128, 1, 400, 2, 2, 128),
+            (&[0], 290, 1, 300, 2, 1, 80),
+            (&[1], 127, 2, 400, 2, 1, 6),
+            (&[0], 128, 1, 400, 2, 2, 128),
+            // Several sequences, of unequal lengths.
+            (&[2, 0, 1], 126, 1, 300, 2, 1, 64),
+            (&[0, 1, 2], 5, 2, 12, 4, 2, 6),
+            (&[1, 0], 3, 70, 90, 2, 1, 64),
         ] {
             let shape = Heads { heads, kv_heads, head_dim };
             if rows > 4 && on_tensor_cores(&attention(real, TARGET, 0, 0, 0, 0, 1, 1, shape), &gpu) {
                 continue;
             }
-            let width = (kv_heads * head_dim) as usize;
-            let qkv = draw.many(kind, rows * shape.columns() as usize);
-            let (mut keys, mut values) = (draw.many(kind, capacity * width), draw.many(kind, capacity * width));
-            let mut scalars = vec![0.0; SCALAR_COUNT as usize];
-            scalars[Scalar::CacheLength as usize] = before as f64;
-            let (gqkv, gscalars) = (gpu.put(kind, &qkv), gpu.put(Kind::F32, &scalars));
+            let (sequences, width) = (slots.len(), (kv_heads * head_dim) as usize);
+            let first = |number: usize| slots[number] * capacity + before + number;
+            let places = (0..sequences).flat_map(|number| (0..rows).map(move |row| (first(number) + row) as i32));
+            let places: Vec<i32> = places.collect();
+            let qkv = draw.many(kind, places.len() * shape.columns() as usize);
+            let cache = slots.iter().max().map_or(0, |slot| slot + 1) * capacity * width;
+            let (mut keys, mut values) = (draw.many(kind, cache), draw.many(kind, cache));
+            let gplaces = gpu.put_integers(&places);
+            let gqkv = gpu.put(kind, &qkv);
             let (gkeys, gvalues) = (gpu.put(kind, &keys), gpu.put(kind, &values));
-            gpu.run(&append_cache(real, gqkv, gscalars, gkeys, gvalues, rows as u64, shape));
-            cpu::append_cache(shape, &qkv, before, &mut keys, &mut values);
+            gpu.run(&append_cache(real, gqkv, gplaces, gkeys, gvalues, places.len() as u64, shape));
+            cpu::append_cache(shape, &qkv, &places, &mut keys, &mut values);
             assert_eq!((gpu.get(gkeys), gpu.get(gvalues)), (keys.clone(), values.clone()));
 
             // Without a window, and with windows that hide some parts of the keys, or all but the newest.
             for window in [None, Some(40), Some(1)] {
-                let positions: Vec<i32> = (0..rows).map(|row| (before + row) as i32).collect();
-                let mut first_keys = vec![0; rows];
+                let positions: Vec<i32> = places.iter().map(|place| place % capacity as i32).collect();
+                let mut first_keys = vec![0; places.len()];
                 cpu::window_start(&positions, None, window.unwrap_or(u64::MAX), &mut first_keys);
-                let mut want = vec![0.0; rows * shape.query_columns() as usize];
-                let room = &mut scratch(workspace::cpu::cached_attention(1, rows as u64, capacity as u64, head_dim));
-                cpu::cached_attention(&pool(), shape, &qkv, &keys, &values, before, &first_keys, &mut want, room);
+                let mut want = vec![0.0; places.len() * shape.query_columns() as usize];
+                let room = &mut scratch(workspace::cpu::cached_attention(1, capacity as u64, head_dim));
+                let (caches, sizes) = ([&keys[..], &values[..]], (sequences, capacity));
+                cpu::cached_attention(&pool(), shape, &qkv, caches, &places, sizes, &first_keys, &mut want, room);
                 let out = gpu.allocate(kind, want.len());
-                let room = workspace::cuda::cached_attention(rows as u64, capacity as u64, shape);
+                let tokens = NewTokens { sequences: sequences as u64, rows: rows as u64, capacity: capacity as u64 };
+                let room = workspace::cuda::cached_attention(tokens.sequences, tokens.rows, tokens.capacity, shape);
                 let room = gpu.allocate(Kind::F32, room as usize);
                 let first_keys = window.map_or(0, |_| gpu.put_integers(&first_keys));
-                let inputs = [gqkv, gkeys, gvalues, gscalars, first_keys];
-                gpu.run(&cached_attention(real, TARGET, inputs, out, room, rows as u64, capacity as u64, shape));
+                let inputs = [gqkv, gkeys, gvalues, gplaces, first_keys];
+                gpu.run(&cached_attention(real, TARGET, inputs, out, room, tokens, shape));
                 close(&gpu.get(out), &want, kind, "out");
             }
         }

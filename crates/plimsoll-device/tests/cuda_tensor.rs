@@ -8,7 +8,6 @@ use plimsoll_device::cuda::architecture::Architecture;
 use plimsoll_device::cuda::kernels::launch::*;
 use plimsoll_device::cuda::kernels::{Family, Real, Target, Tiles, Unit};
 use plimsoll_program::op::Heads;
-use plimsoll_program::scalars::{SCALAR_COUNT, Scalar};
 
 /// An A100: tiles of 32 met queries, and of 64 keys for heads of 128.
 const LARGE: Target = target(8, 0);
@@ -242,15 +241,15 @@ fn tensor_core_cached_attention_matches_reference() {
         };
         let query_columns = shape.query_columns() as usize;
         let (keys, values) = (cache(query_columns), cache(query_columns + width));
-        let mut scalars = vec![0.0; SCALAR_COUNT as usize];
-        scalars[Scalar::CacheLength as usize] = before as f64;
+        let places: Vec<i32> = (before..before + rows).map(|at| at as i32).collect();
         let new = &qkv[before as usize * shape.columns() as usize..];
         let inputs = [gpu.put(Kind::Bf16, new), gpu.put(Kind::Bf16, &keys), gpu.put(Kind::Bf16, &values)];
-        let gscalars = gpu.put(Kind::F32, &scalars);
+        let places = gpu.put_integers(&places);
         let out = gpu.allocate(Kind::Bf16, rows as usize * query_columns);
         let [qkv, keys, values] = inputs;
-        let inputs = [qkv, keys, values, gscalars, 0];
-        let launches = cached_attention(Real::Bf16, LARGE, inputs, out, 0, rows, before + rows + 7, shape);
+        let inputs = [qkv, keys, values, places, 0];
+        let tokens = NewTokens { sequences: 1, rows, capacity: before + rows + 7 };
+        let launches = cached_attention(Real::Bf16, LARGE, inputs, out, 0, tokens, shape);
         assert_eq!(launches[0].unit.family(), Family::TensorAttention);
         gpu.run(&launches);
         close(&gpu.get(out), &want[before as usize * query_columns..], "out");

@@ -48,7 +48,7 @@ fn phases(
         streamed_head: false,
         training: Some(Training { optimizer, recompute }),
         evaluate: true,
-        generation: Some(Generation { capacity: tokens, chunk: 32 }),
+        generation: Some(Generation { slots: 1, capacity: tokens, chunk: 32 }),
         files: false,
     });
     set.phases.iter().map(|phase| lifetimes(&set, phase, Space::Device).buffers).collect()

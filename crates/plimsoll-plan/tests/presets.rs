@@ -33,7 +33,7 @@ fn device(budget: Bytes) -> DeviceSpec {
 }
 
 fn plan_request<'a>(config: &'a plimsoll_program::models::ModelConfig, device: &'a DeviceSpec) -> PlanRequest<'a> {
-    let generation = Some(Generation { capacity: 256, chunk: 64 });
+    let generation = Some(Generation { slots: 1, capacity: 256, chunk: 64 });
     PlanRequest { generation, ..common::plan_request(config, device, [64, 1024.min(config.max_positions)]) }
 }
 

@@ -26,8 +26,6 @@ pub enum Scalar {
     ClipFactor = 4,
     /// 1 / number of labelled tokens of the whole optimizer step, on all workers together; the factor of the loss.
     InverseTokens = 5,
-    /// Generation: tokens that the key-value cache holds before this call.
-    CacheLength = 6,
     /// Generation: row (position in this call's tokens) for which the Program computes logits.
     LastRow = 7,
     /// Number of this step, counted from 1; dropout depends on it.

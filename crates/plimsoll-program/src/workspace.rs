@@ -94,15 +94,22 @@ impl Kernels {
         }
     }
 
-    /// Returns the workspace size of attention of `rows` new tokens over a key-value cache of `capacity` tokens. The
-    /// unit is an f32 element (f64 in an f64 run).
-    pub fn cached_attention_workspace(self, precision: DType, rows: u64, capacity: u64, shape: Heads) -> u64 {
+    /// Returns the workspace size of attention of `rows` new tokens of each of `sequences` sequences over key-value caches
+    /// of `capacity` tokens. The unit is an f32 element (f64 in an f64 run).
+    pub fn cached_attention_workspace(
+        self,
+        precision: DType,
+        sequences: u64,
+        rows: u64,
+        capacity: u64,
+        shape: Heads,
+    ) -> u64 {
         match self {
             Kernels::Cpu { threads } => {
-                cpu::cached_attention(threads, rows, capacity, shape.head_dim)
+                cpu::cached_attention(threads, capacity, shape.head_dim)
                     + cpu::attention_sums(precision, threads, shape.head_dim)
             }
-            Kernels::Cuda => cuda::cached_attention(rows, capacity, shape),
+            Kernels::Cuda => cuda::cached_attention(sequences, rows, capacity, shape),
         }
     }
 
@@ -258,9 +265,9 @@ pub mod cpu {
     }
 
     /// Returns the workspace size of attention over a key-value cache of `capacity` tokens. The unit is an f32 element
-    /// (f64 in an f64 run). The size is that of [`attention`] over as many tokens. The number of new tokens does not
-    /// matter.
-    pub fn cached_attention(lanes: u64, _rows: u64, capacity: u64, head_dim: u64) -> u64 {
+    /// (f64 in an f64 run). The size is that of [`attention`] over as many tokens. The numbers of sequences and of new
+    /// tokens do not matter.
+    pub fn cached_attention(lanes: u64, capacity: u64, head_dim: u64) -> u64 {
         attention(lanes, capacity, head_dim)
     }
 }
@@ -319,7 +326,7 @@ pub mod cuda {
         batch * sequence * heads
     }
 
-    /// Largest number of new tokens for which cached attention splits the keys over several thread blocks.
+    /// Largest number of new tokens of a sequence for which cached attention splits the keys over several thread blocks.
     pub const FEW_ROWS: u64 = 4;
 
     /// Returns the keys per part, and the number of parts, into which attention splits a key-value cache of `capacity`
@@ -329,11 +336,12 @@ pub mod cuda {
         (part, capacity.div_ceil(part))
     }
 
-    /// Returns the workspace of attention of `rows` new tokens over a key-value cache of `capacity` tokens, in f32
-    /// elements; 0 for more than [`FEW_ROWS`] new tokens. For each head, new token and part of the cache
-    /// ([`key_parts`]) it holds an output vector and two numbers.
-    pub fn cached_attention(rows: u64, capacity: u64, shape: Heads) -> u64 {
-        if rows > FEW_ROWS { 0 } else { key_parts(capacity).1 * rows * shape.heads * (shape.head_dim + 2) }
+    /// Returns the workspace of attention of `rows` new tokens of each of `sequences` sequences over key-value caches of
+    /// `capacity` tokens, in f32 elements; 0 for more than [`FEW_ROWS`] new tokens of a sequence. For each head, new token
+    /// and part of a cache ([`key_parts`]) it holds an output vector and two numbers.
+    pub fn cached_attention(sequences: u64, rows: u64, capacity: u64, shape: Heads) -> u64 {
+        let parts = if rows > FEW_ROWS { 0 } else { key_parts(capacity).1 };
+        parts * sequences * rows * shape.heads * (shape.head_dim + 2)
     }
 
     /// Returns the workspace of Σ x², in f32 elements: [`NORM_PARTIALS`] f64 partial sums.

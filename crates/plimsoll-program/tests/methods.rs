@@ -51,7 +51,7 @@ fn options<'a>(config: &'a ModelConfig, precision: DType, method: Method, base: 
         streamed_head: false,
         training: Some(Training { optimizer: adamw(AdamState::Full), recompute: LEVELS.to_vec() }),
         evaluate: true,
-        generation: Some(Generation { capacity: 64, chunk: 16 }),
+        generation: Some(Generation { slots: 1, capacity: 64, chunk: 16 }),
         files: true,
     }
 }

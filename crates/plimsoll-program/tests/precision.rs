@@ -44,7 +44,7 @@ fn programs(
         streamed_head: false,
         training: optimizer.map(|optimizer| Training { optimizer, recompute }),
         evaluate: true,
-        generation: Some(Generation { capacity: 64, chunk: 16 }),
+        generation: Some(Generation { slots: 1, capacity: 64, chunk: 16 }),
         files: true,
     })
 }

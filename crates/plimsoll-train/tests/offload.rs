@@ -176,7 +176,7 @@ fn run_on(
         source: WeightSource::Random { seed: 3 },
         optimizer: Some(Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state }),
         evaluate: true,
-        generation: Some(Generation { capacity: 16, chunk: 4 }),
+        generation: Some(Generation { slots: 1, capacity: 16, chunk: 4 }),
         device: &device,
         host: HostSpec { budget: Bytes::gib(2), memory_bytes_per_second: 1e10, file: FileSpec::NONE },
         lossy,

@@ -142,7 +142,7 @@ impl Case {
                 state: AdamState::Full,
             }),
             evaluate: true,
-            generation: Some(Generation { capacity: 64, chunk: 16 }),
+            generation: Some(Generation { slots: 1, capacity: 64, chunk: 16 }),
             device: &device,
             host: HostSpec::NONE,
             lossy: LossyOptions {

@@ -165,6 +165,53 @@ fn files_of_prompts_are_answered_like_single_prompts() {
     assert_eq!(workspace.read("answers.jsonl"), other);
 }
 
+/// Runs a file of prompts. Returns the answers and the note about the prompts that are answered at once.
+fn answer_file(workspace: &Workspace, more: &[&str]) -> (String, String) {
+    let run = ["generate", "run/model", "--prompts", "prompts.jsonl", "--out", "answers.jsonl"];
+    let done = workspace.succeed(&[&run[..], more].concat());
+    let note = done.stderr.lines().find(|line| line.contains("at once")).expect("a note").to_owned();
+    (workspace.read("answers.jsonl"), note)
+}
+
+#[test]
+fn prompts_at_once_get_answers_of_single_prompts() {
+    let workspace = workspace();
+    let letter = |number: usize| char::from(b'a' + (number % 26) as u8);
+    let text = |number: usize| (0..1 + number * 7 % 20).map(|at| letter(number + at * at)).collect::<String>();
+    let prompts: Vec<String> = (0..70).map(text).collect();
+    let lines = prompts.iter().map(|prompt| format!("{}\n", json!({ "prompt": prompt })));
+    workspace.write("prompts.jsonl", lines.collect::<String>());
+    for rules in [&["--max-tokens", "12"][..], &["--max-tokens", "12", "--temperature", "1.5", "--stop", "ab"]] {
+        let (whole, note) = answer_file(&workspace, rules);
+        assert_eq!(note, "note: 64 prompts answered at once");
+        let answers: Vec<Value> = whole.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        let ends: std::collections::HashSet<&str> =
+            answers.iter().map(|answer| answer["end"].as_str().unwrap()).collect();
+        assert!(ends.len() > 1 || rules.len() == 2, "answers end unequally: {ends:?}");
+        for (number, answer) in answers.iter().enumerate() {
+            assert_eq!(answer["prompt"], prompts[number]);
+            if number % 9 == 0 {
+                let alone = ["generate", "run/model", "--json", "--prompt", &prompts[number]];
+                assert_eq!(workspace.succeed(&[&alone[..], rules].concat()).json(), *answer, "{number}");
+            }
+        }
+        // An interrupted file is continued in other slots, beside other prompts.
+        for kept in [whole.len() / 3, whole.len() - 1] {
+            fs::write(workspace.path("answers.jsonl"), &whole[..kept]).unwrap();
+            assert_eq!(answer_file(&workspace, rules).0, whole, "continued after {kept} bytes");
+        }
+        // With a load line for few sequences.
+        let run = ["generate", "run/model", "--prompts", "prompts.jsonl", "--out", "few.jsonl", "--budget", "1MiB"];
+        let refusal = workspace.expect_refusal(3, &[&run[..], rules].concat());
+        let least = refusal.split("--budget ").nth(1).and_then(|rest| rest.split_whitespace().next()).unwrap();
+        fs::remove_file(workspace.path("answers.jsonl")).unwrap();
+        let (few, note) = answer_file(&workspace, &[rules, &["--budget", least]].concat());
+        assert!(few == whole && note.contains("the load line has no room for more"), "{note}");
+        assert!(!note.contains("64 prompts"), "{note}");
+        fs::remove_file(workspace.path("answers.jsonl")).unwrap();
+    }
+}
+
 #[test]
 fn answers_end_before_stop_texts() {
     let workspace = workspace();

@@ -223,7 +223,7 @@ impl Case {
             _ => Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-6, decay: 0.1, state: AdamState::Full },
         });
         let chunk = rng.log_range(2, 16);
-        let generation = Generation { capacity: chunk * rng.range(1, 5), chunk };
+        let generation = Generation { slots: 1, capacity: chunk * rng.range(1, 5), chunk };
         let generation = rng.chance(if optimizer.is_some() { 0.3 } else { 0.6 }).then_some(generation);
         let dtypes = config.hf_parameters().iter().map(|_| rng.pick(&[DType::F32, DType::Bf16, DType::F16])).collect();
         let source =
@@ -270,7 +270,7 @@ impl Case {
         case.sequences = rng.range(1, 3);
         // More new tokens at once than the kernels for few rows take, so that those for many rows run too.
         let chunk = rng.range(5, 200);
-        case.generation = rng.chance(0.7).then_some(Generation { capacity: chunk * rng.range(2, 3), chunk });
+        case.generation = rng.chance(0.7).then_some(Generation { slots: 1, capacity: chunk * rng.range(2, 3), chunk });
         case.load = Load::Plenty;
         // The weights have one dtype for each parameter of the changed model.
         case.source = WeightSource::Random { seed: number };

@@ -267,7 +267,11 @@ impl Device for VirtualDevice {
     }
 
     fn read(&mut self, tensor: TensorId, slot: u32, bytes: &mut [u8]) {
-        self.spaces.read(&self.set, &self.placement, tensor, slot, bytes);
+        self.read_from(tensor, slot, 0, bytes);
+    }
+
+    fn read_from(&mut self, tensor: TensorId, slot: u32, from: u64, bytes: &mut [u8]) {
+        self.spaces.read(&self.set, &self.placement, tensor, slot, from, bytes);
     }
 
     fn adopt(&mut self, set: ProgramSet, placement: Placement) -> Result<(), DeviceError> {

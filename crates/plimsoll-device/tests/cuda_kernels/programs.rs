@@ -74,7 +74,7 @@ fn programs(precision: DType) -> ProgramSet {
             recompute: vec![RecomputeLevel::Nothing, RecomputeLevel::Block],
         }),
         evaluate: true,
-        generation: Some(Generation { capacity: 16, chunk: CHUNK }),
+        generation: Some(Generation { slots: 1, capacity: 16, chunk: CHUNK }),
         files: true,
     })
 }
@@ -346,11 +346,11 @@ fn prefill_and_decode_match_cpu() {
     let mut both = DevicePair::new();
     for (program, first, rows) in [(ProgramKind::Prefill, 0, CHUNK), (ProgramKind::Decode, CHUNK, 1)] {
         let mut scalars = update_scalars();
-        scalars[Scalar::CacheLength as usize] = first as f64;
         scalars[Scalar::LastRow as usize] = (rows - 1) as f64;
         both.put_named("scalars", &scalars);
         let positions: Vec<f64> = (first..first + rows).map(|at| at as f64).collect();
         both.put_named(&format!("{program}.positions"), &positions);
+        both.put_named(&format!("{program}.places"), &positions);
         both.put_named(&format!("{program}.tokens"), &positions.iter().map(|at| 7.0 * at).collect::<Vec<_>>());
         both.run(program);
         both.compare(both.shim.set.find(&format!("{program}.logits")).unwrap(), 2e-5);

@@ -65,20 +65,35 @@ pub(super) fn visit_accesses(op: &OpKind, visitor: &mut AccessVisitor) {
             document_start.iter().for_each(|starts| visitor.read(*starts, *rows));
             visitor.write(*out, *rows);
         }
-        OpKind::CachedAttention { qkv, keys, values, scalars, first_keys, out, workspace, rows, capacity, shape } => {
-            first_keys.iter().for_each(|first_keys| visitor.read(*first_keys, *rows));
+        OpKind::CachedAttention {
+            qkv,
+            keys,
+            values,
+            places,
+            first_keys,
+            out,
+            workspace,
+            slots,
+            sequences,
+            rows,
+            capacity,
+            shape,
+        } => {
+            let (rows, cache) = (sequences * rows, slots * capacity * shape.kv_heads * shape.head_dim);
+            first_keys.iter().for_each(|first_keys| visitor.read(*first_keys, rows));
             visitor.read(*qkv, rows * shape.columns());
-            visitor.read(*keys, capacity * shape.kv_heads * shape.head_dim);
-            visitor.read(*values, capacity * shape.kv_heads * shape.head_dim);
-            visitor.read_all(*scalars);
+            visitor.read(*keys, cache);
+            visitor.read(*values, cache);
+            visitor.read(*places, rows);
             visitor.write(*out, rows * shape.query_columns());
             visitor.write_all(*workspace);
         }
-        OpKind::AppendCache { qkv, keys, values, scalars, rows, capacity, shape } => {
+        OpKind::AppendCache { qkv, keys, values, places, slots, sequences, rows, capacity, shape } => {
+            let (rows, cache) = (sequences * rows, slots * capacity * shape.kv_heads * shape.head_dim);
             visitor.read(*qkv, rows * shape.columns());
-            visitor.read_all(*scalars);
-            visitor.update(*keys, capacity * shape.kv_heads * shape.head_dim);
-            visitor.update(*values, capacity * shape.kv_heads * shape.head_dim);
+            visitor.read(*places, rows);
+            visitor.update(*keys, cache);
+            visitor.update(*values, cache);
         }
         other => not_in_family(other),
     }
@@ -104,8 +119,8 @@ pub(super) fn cost(op: &OpKind) -> Cost {
                 ..Cost::new(10.0 * scores * shape.head_dim as f64, 14.0 * scores)
             }
         }
-        OpKind::CachedAttention { rows, capacity, shape, .. } => {
-            let scores = *rows as f64 * *capacity as f64 * shape.heads as f64;
+        OpKind::CachedAttention { sequences, rows, capacity, shape, .. } => {
+            let scores = *sequences as f64 * *rows as f64 * *capacity as f64 * shape.heads as f64;
             Cost {
                 product_shape: Some((*rows, *capacity, shape.head_dim)),
                 ..Cost::new(4.0 * scores * shape.head_dim as f64, 12.0 * scores)
@@ -147,16 +162,16 @@ pub(super) fn expect_types<'k>(op: &'k OpKind, types: &mut OperandTypes<'k>) {
                 types.expect(DType::I32, [starts]);
             }
         }
-        OpKind::CachedAttention { qkv, keys, values, scalars, first_keys, out, workspace, .. } => {
+        OpKind::CachedAttention { qkv, keys, values, places, first_keys, out, workspace, .. } => {
             let real = types.activation(qkv);
-            types.expect(real, [qkv, keys, values, out]).expect(real.wide(), [scalars, workspace]);
+            types.expect(real, [qkv, keys, values, out]).expect(real.wide(), [workspace]).expect(DType::I32, [places]);
             if let Some(first_keys) = first_keys {
                 types.expect(DType::I32, [first_keys]);
             }
         }
-        OpKind::AppendCache { qkv, keys, values, scalars, .. } => {
+        OpKind::AppendCache { qkv, keys, values, places, .. } => {
             let real = types.activation(qkv);
-            types.expect(real, [qkv, keys, values]).expect(real.wide(), [scalars]);
+            types.expect(real, [qkv, keys, values]).expect(DType::I32, [places]);
         }
         other => not_in_family(other),
     }

@@ -126,29 +126,35 @@ pub enum OpKind {
     /// window), of integers. Without `document_start`, documents start at 0, as in generation. A window that exceeds
     /// all positions then gives zeros.
     WindowStart { positions: Operand, document_start: Option<Operand>, out: Operand, rows: u64, window: u64 },
-    /// Attention of `rows` new tokens over a key-value cache of `capacity` tokens, to which their keys and values have
-    /// been written. Before that it held [`crate::scalars::Scalar::CacheLength`] tokens.
+    /// Attention of `rows` new tokens of each of `sequences` sequences over their key-value caches, to which the keys and
+    /// values of the new tokens have been written. `keys` and `values` hold `slots` caches of `capacity` tokens one after
+    /// another. `places[sequences · rows]` are the rows of the new tokens in them: slot · `capacity` + position. Those of
+    /// a sequence are consecutive. A token sees the cache of its slot up to its own place.
     ///
-    /// `first_keys[rows]`, if given, has the first cached token that each new token sees.
+    /// `first_keys[sequences · rows]`, if given, has the position of the first token of its sequence that each new token sees.
     CachedAttention {
         qkv: Operand,
         keys: Operand,
         values: Operand,
-        scalars: Operand,
+        places: Operand,
         first_keys: Option<Operand>,
         out: Operand,
         workspace: Operand,
+        slots: u64,
+        sequences: u64,
         rows: u64,
         capacity: u64,
         shape: Heads,
     },
-    /// Writes keys and values of `rows` tokens to a key-value cache of `capacity` tokens, from position
-    /// [`crate::scalars::Scalar::CacheLength`] on.
+    /// Writes keys and values of `rows` tokens of each of `sequences` sequences to their key-value caches, at `places`.
+    /// Operands are those of [`OpKind::CachedAttention`].
     AppendCache {
         qkv: Operand,
         keys: Operand,
         values: Operand,
-        scalars: Operand,
+        places: Operand,
+        slots: u64,
+        sequences: u64,
         rows: u64,
         capacity: u64,
         shape: Heads,

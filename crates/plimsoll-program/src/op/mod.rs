@@ -265,8 +265,11 @@ impl Op {
         match &self.kind {
             OpKind::Embed { table, rows, hidden, .. } if is(table) => rows * hidden,
             OpKind::EmbedGrad { dtable, rows, hidden, .. } if is(dtable) => rows * hidden,
-            OpKind::AppendCache { keys, values, rows, shape, .. } if is(keys) || is(values) => {
-                rows * shape.kv_heads * shape.head_dim
+            OpKind::AppendCache { keys, values, sequences, rows, shape, .. } if is(keys) || is(values) => {
+                sequences * rows * shape.kv_heads * shape.head_dim
+            }
+            OpKind::CachedAttention { keys, values, sequences, capacity, shape, .. } if is(keys) || is(values) => {
+                sequences * capacity * shape.kv_heads * shape.head_dim
             }
             OpKind::PickRow { x, columns, .. } if is(x) => *columns,
             OpKind::Product { a, m, k, .. } if is(a) => m * k,

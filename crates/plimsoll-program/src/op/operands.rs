@@ -94,12 +94,12 @@ macro_rules! operand_list {
                 list.extend(document_start);
                 list
             }
-            OpKind::CachedAttention { qkv, keys, values, scalars, first_keys, out, workspace, .. } => {
-                let mut list = smallvec![qkv, keys, values, scalars, out, workspace];
+            OpKind::CachedAttention { qkv, keys, values, places, first_keys, out, workspace, .. } => {
+                let mut list = smallvec![qkv, keys, values, places, out, workspace];
                 list.extend(first_keys);
                 list
             }
-            OpKind::AppendCache { qkv, keys, values, scalars, .. } => smallvec![qkv, keys, values, scalars],
+            OpKind::AppendCache { qkv, keys, values, places, .. } => smallvec![qkv, keys, values, places],
             OpKind::SwiGlu { gate_up, out, .. } => smallvec![gate_up, out],
             OpKind::SwiGluGrad { gate_up, dout, dgate_up, .. } => smallvec![gate_up, dout, dgate_up],
             OpKind::SoftmaxStats { logits, labels, weights, stats, .. } => smallvec![logits, labels, weights, stats],

@@ -6,6 +6,7 @@
 //! | `open` | opening of one device, measurement of the charges of a GPU |
 //! | `tensors` | input and output tensors of the Programs |
 //! | `evaluation` | evaluation of rows |
+//! | `generation` | prompts and new tokens, with the key-value cache |
 //! | `tensor_files` | file access of Programs that load or save tensors |
 //! | `failure` | failures of work on a device |
 //! | `placeholder` | the device that stands for one on another thread |
@@ -14,6 +15,7 @@
 pub mod arena_use;
 pub(crate) mod evaluation;
 pub(crate) mod failure;
+mod generation;
 pub(crate) mod open;
 mod placeholder;
 pub mod tensor_files;
@@ -43,7 +45,7 @@ use plimsoll_program::{ProgramKind, ProgramSet, Schedule, schedule};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use tensors::{BatchInputs, GenerationTensors, InputTensor, TensorTable};
+use tensors::{BatchInputs, InputTensor, TensorTable};
 
 /// Numbers that a training step needs besides its rows.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -552,51 +554,5 @@ impl Engine {
     /// out-of-memory error. Once the whole update is done, returns a number above the op count of any update.
     pub fn update_ops_done(&self) -> u64 {
         u64::from(self.next_update_op - 1)
-    }
-
-    /// Appends `tokens` to the key-value cache, which already holds `length` tokens. Returns the logits for the next
-    /// token, one per token of the vocabulary. The list is empty on a storage-only worker, on a pipeline stage before
-    /// the last.
-    ///
-    /// # Panics
-    /// If the plan generates no text, or if there are neither `tokens` nor cached ones.
-    pub fn extend(&mut self, tokens: &[i32], mut length: usize) -> Result<Vec<f64>, DeviceError> {
-        let mut rest = tokens;
-        let mut last_logits = None;
-        while !rest.is_empty() {
-            let prefill = self.tensors.prefill.expect("the plan generates");
-            let (program, GenerationTensors { tokens, positions, logits, chunk }) = if rest.len() == 1 {
-                (ProgramKind::Decode, self.tensors.decode.expect("the plan generates"))
-            } else {
-                (ProgramKind::Prefill, prefill)
-            };
-            let count = rest.len().min(chunk);
-            let mut padded = vec![0i32; chunk];
-            padded[..count].copy_from_slice(&rest[..count]);
-            let position_values: Vec<i32> = (0..chunk).map(|i| (length + i) as i32).collect();
-            self.set_scalars(&[(Scalar::CacheLength, length as f64), (Scalar::LastRow, (count - 1) as f64)]);
-            if let Some(tokens) = tokens {
-                self.device.write(tokens, 0, cast_slice(&padded));
-            }
-            if let Some(positions) = positions {
-                self.device.write(positions, 0, cast_slice(&position_values));
-            }
-            self.run(program)?;
-            length += count;
-            rest = &rest[count..];
-            last_logits = logits;
-        }
-        self.device.synchronize()?;
-        assert!(length > 0, "generation needs at least one token");
-        let Some(logits) = last_logits else { return Ok(Vec::new()) };
-        let mut bytes = vec![0; self.vocab * self.precision.bytes() as usize];
-        self.device.read(logits, 0, &mut bytes);
-        self.device.synchronize()?;
-        Ok(real_values(self.precision, &bytes))
-    }
-
-    /// Returns the capacity of the key-value cache in tokens; 0 if the plan generates no text.
-    pub fn capacity(&self) -> usize {
-        self.tensors.capacity
     }
 }

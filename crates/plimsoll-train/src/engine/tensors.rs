@@ -29,6 +29,8 @@ pub(super) struct InputTensor {
 pub(super) struct GenerationTensors {
     pub(super) tokens: Option<TensorId>,
     pub(super) positions: Option<TensorId>,
+    /// The rows of the tokens in the key-value caches.
+    pub(super) places: Option<TensorId>,
     pub(super) logits: Option<TensorId>,
     /// Largest number of tokens in one pass.
     pub(super) chunk: usize,
@@ -47,6 +49,9 @@ pub(super) struct TensorTable {
     pub(super) evaluate: Option<(BatchInputs, Option<TensorId>)>,
     pub(super) prefill: Option<GenerationTensors>,
     pub(super) decode: Option<GenerationTensors>,
+    /// Number of sequences that are generated at once, each with a slot of the key-value cache; 0 without generation.
+    pub(super) slots: usize,
+    /// Number of tokens that a slot of the key-value cache can hold.
     pub(super) capacity: usize,
     /// Number of ops of each Program.
     pub(super) op_counts: HashMap<ProgramKind, u32>,
@@ -65,6 +70,7 @@ impl TensorTable {
             evaluate: None,
             prefill: None,
             decode: None,
+            slots: 0,
             capacity: 0,
             op_counts: HashMap::new(),
             files: HashMap::new(),
@@ -78,6 +84,9 @@ impl TensorTable {
             let correct = listed_tensor(set, &program.outputs, "evaluate.correct");
             (BatchInputs::of(set, program, "evaluate"), correct)
         });
+        let decode = GenerationTensors::of(set, ProgramKind::Decode);
+        let slots = decode.map_or(0, |decode| decode.chunk);
+        let cached = set.find("cache_keys").map_or(0, |keys| set.tensor(keys).shape[0] as usize);
         TensorTable {
             scalars: find_tensor(set, SCALARS),
             metrics: find_tensor(set, METRICS),
@@ -86,8 +95,9 @@ impl TensorTable {
             train,
             evaluate,
             prefill: GenerationTensors::of(set, ProgramKind::Prefill),
-            decode: GenerationTensors::of(set, ProgramKind::Decode),
-            capacity: set.find("cache_keys").map_or(0, |keys| set.tensor(keys).shape[0] as usize),
+            decode,
+            slots,
+            capacity: cached / slots.max(1),
             op_counts: set.programs.iter().map(|program| (program.kind, program.op_count() as u32)).collect(),
             files: set.programs.iter().map(|program| (program.kind, stored_tensors(set, program.kind))).collect(),
         }
@@ -117,6 +127,7 @@ impl GenerationTensors {
         set.program(kind).map(|program| GenerationTensors {
             tokens: listed_tensor(set, &program.inputs, &format!("{kind}.tokens")),
             positions: listed_tensor(set, &program.inputs, &format!("{kind}.positions")),
+            places: listed_tensor(set, &program.inputs, &format!("{kind}.places")),
             logits: listed_tensor(set, &program.outputs, &format!("{kind}.logits")),
             chunk: set.tensor(find_tensor(set, &format!("{kind}.positions"))).elements() as usize,
         })

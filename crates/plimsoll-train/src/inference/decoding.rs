@@ -15,11 +15,24 @@ pub trait CachedDecoder {
     /// A device that fails.
     fn extend(&mut self, tokens: &[i32], length: usize) -> Result<Vec<f64>, DeviceFailure>;
 
+    /// Appends `tokens` of a prompt to the cache as [`CachedDecoder::extend`] does. A decoder whose prompts and new tokens
+    /// differ in rounding processes all tokens of a prompt alike.
+    ///
+    /// # Errors
+    /// A device that fails.
+    fn prefill(&mut self, tokens: &[i32], length: usize) -> Result<Vec<f64>, DeviceFailure> {
+        self.extend(tokens, length)
+    }
+
     /// Returns the number of tokens that the cache can hold.
     fn capacity(&self) -> usize;
 }
 
 impl CachedDecoder for Engine {
+    fn prefill(&mut self, tokens: &[i32], length: usize) -> Result<Vec<f64>, DeviceFailure> {
+        Ok(Engine::prefill(self, 0, tokens, length)?)
+    }
+
     fn extend(&mut self, tokens: &[i32], length: usize) -> Result<Vec<f64>, DeviceFailure> {
         Ok(Engine::extend(self, tokens, length)?)
     }
@@ -73,26 +86,40 @@ impl Decoding<'_> {
         let kept = equal.min(prompt.len().saturating_sub(1));
         cached.clear();
         let mut context = prompt.to_vec();
-        let mut logits = decoder.extend(&prompt[kept..], kept)?;
+        let limits = (prompt.len() + self.max_new_tokens, decoder.capacity());
+        let mut logits = decoder.prefill(&prompt[kept..], kept)?;
         let reason = loop {
-            let token = self.sampling.choose(&mut logits, &context) as i32;
-            context.push(token);
-            if self.end_tokens.contains(&i64::from(token)) {
-                break EndReason::EndToken;
-            }
-            if let ControlFlow::Break(reason) = on_token(token) {
+            if let Some(reason) = self.append_token(&mut context, &mut logits, limits, &mut on_token) {
                 break reason;
             }
-            if context.len() - prompt.len() >= self.max_new_tokens || context.len() > decoder.capacity() {
-                break EndReason::Length;
-            }
-            logits = decoder.extend(&[token], context.len() - 1)?;
+            logits = decoder.extend(&context[context.len() - 1..], context.len() - 1)?;
         };
         let tokens = context[prompt.len()..].to_vec();
         // The last token is not in the cache.
         context.pop();
         *cached = context;
         Ok((tokens, reason))
+    }
+
+    /// Chooses the next token by its `logits`, and appends it to `context`. Passes it to `on_token`, unless it is an end
+    /// token. The context may have `limit` tokens, and one more than the `capacity` of the cache. Returns the reason if
+    /// the generation ends.
+    pub fn append_token(
+        &self,
+        context: &mut Vec<i32>,
+        logits: &mut [f64],
+        (limit, capacity): (usize, usize),
+        on_token: impl FnOnce(i32) -> ControlFlow<EndReason>,
+    ) -> Option<EndReason> {
+        let token = self.sampling.choose(logits, context) as i32;
+        context.push(token);
+        if self.end_tokens.contains(&i64::from(token)) {
+            return Some(EndReason::EndToken);
+        }
+        if let ControlFlow::Break(reason) = on_token(token) {
+            return Some(reason);
+        }
+        (context.len() >= limit || context.len() > capacity).then_some(EndReason::Length)
     }
 }
 

@@ -1,12 +1,17 @@
 //! Generation of text, planned first: the answers to one prompt, to the prompts of a file, or to a user.
 
+use super::batch::{BatchPrompt, answer_batch};
 use super::decoding::{Decoding, EndReason};
+use super::ordered_answers::OrderedAnswers;
 use super::sampling::{Sampling, SamplingChoice};
 use super::text_stream::TextStream;
 use super::{open_engine, plan_work};
 use crate::data::{DataError, Prompt, PromptEncoder, PromptRecord, read_conversation, read_prompts};
 use crate::engine::Engine;
+use crate::engine::failure::DeviceFailure;
 use crate::files::GenerationDefaults;
+use crate::planning::planner::{Charges, Planner};
+use crate::planning::sequences::PlannedSequences;
 use crate::resolve::{Model, Resolved, RunRequest, Workload};
 use plimsoll_core::{Failure, format_count};
 use plimsoll_plan::search::PlanOutcome;
@@ -24,6 +29,8 @@ const ANSWER_TOKENS: u64 = 512;
 const CHAT_TOKENS: u64 = 4096;
 /// Number of prompt tokens that one run of the prefill Program processes.
 const PREFILL_CHUNK_TOKENS: u64 = 64;
+/// Largest number of prompts of a file that are answered at once.
+const SEQUENCES_MAX: u64 = 64;
 
 /// The prompts of a generation.
 #[derive(Clone, Debug, PartialEq)]
@@ -86,7 +93,7 @@ pub(super) struct Continuation {
 #[derive(Clone, Debug)]
 pub struct PreparedPrompt {
     prompt: Prompt,
-    tokens: Vec<i32>,
+    pub(super) tokens: Vec<i32>,
     max_new_tokens: usize,
     /// All keys of the record in a file of prompts.
     pub keys: Map<String, Value>,
@@ -100,6 +107,24 @@ impl PreparedPrompt {
             Prompt::Conversation(_) => None,
         }
     }
+
+    fn for_batch(&self) -> BatchPrompt<'_> {
+        BatchPrompt { tokens: &self.tokens, max_new_tokens: self.max_new_tokens }
+    }
+
+    /// Returns the prompt with its answer.
+    pub(super) fn answered(&self, continuation: Continuation) -> GeneratedText {
+        let Continuation { text, tokens, end } = continuation;
+        let (prompt, messages) = match &self.prompt {
+            Prompt::Text(text) => (Some(text.clone()), None),
+            Prompt::Conversation(conversation) => {
+                let mut messages: Vec<_> = conversation.messages.iter().map(|message| message.object.clone()).collect();
+                messages.push(crate::data::Message::new("assistant", text.clone()).object);
+                (None, Some(messages))
+            }
+        };
+        GeneratedText { prompt, messages, text, tokens, end }
+    }
 }
 
 /// A text generation that is planned and ready to run.
@@ -107,6 +132,8 @@ pub struct PlannedGeneration {
     request: RunRequest,
     resolved: Resolved,
     outcome: PlanOutcome,
+    /// Sizes of the plan.
+    generation: Generation,
     encoder: PromptEncoder,
     prompts: Vec<PreparedPrompt>,
     limits: TokenLimits,
@@ -163,11 +190,27 @@ impl PlannedGeneration {
         let prompts = records.into_iter().map(|record| prepare(record, &encoder, vocab, &limits));
         let prompts = prompts.collect::<Result<Vec<_>, Failure>>()?;
         let capacity = limits.capacity(&source, &prompts)?;
-        let work = Workload::Generate(Generation { capacity, chunk: PREFILL_CHUNK_TOKENS });
-        let outcome = plan_work(&request, &mut resolved, work)?;
+        let single = Generation { slots: 1, capacity, chunk: PREFILL_CHUNK_TOKENS };
+        let outcome = plan_work(&request, &mut resolved, Workload::Generate(single))?;
+        let is_file = matches!(source, PromptSource::File(_));
+        let most = if is_file { SEQUENCES_MAX.min(prompts.len() as u64) } else { 1 };
+        let found = plan_sequences(&request, &resolved, &outcome, Generation { slots: most, ..single })?;
+        let (slots, outcome) = found.map_or((1, outcome), |found| (found.count, found.outcome));
         let notes = limits.shortened(&source, &prompts).into_iter().chain(defaults.note()).collect();
         let sampling = Sampling::new(sampling, &defaults);
-        Ok(PlannedGeneration { request, resolved, outcome, encoder, prompts, limits, sampling, stops, notes })
+        let generation = Generation { slots, ..single };
+        Ok(PlannedGeneration {
+            request,
+            resolved,
+            outcome,
+            generation,
+            encoder,
+            prompts,
+            limits,
+            sampling,
+            stops,
+            notes,
+        })
     }
 
     /// Returns notes: fewer new tokens than usual, and rules of the model that do not apply.
@@ -190,6 +233,13 @@ impl PlannedGeneration {
         self.prompts.len()
     }
 
+    /// Returns a note about the number of prompts that are answered at once.
+    pub fn describe_sequences(&self) -> String {
+        let (count, most) = (self.generation.slots, SEQUENCES_MAX.min(self.prompts.len() as u64));
+        let answered = format!("{} answered at once", format_count(count, "prompt"));
+        if count < most { format!("{answered}: the load line has no room for more") } else { answered }
+    }
+
     /// Returns the keys of the records of a file of prompts.
     pub fn records(&self) -> impl Iterator<Item = &Map<String, Value>> {
         self.prompts.iter().map(|prompt| &prompt.keys)
@@ -200,7 +250,7 @@ impl PlannedGeneration {
     /// # Errors
     /// A device that fails, or a model that can no longer be read.
     pub fn open(self) -> Result<(TextGenerator, Vec<PreparedPrompt>), Failure> {
-        let engine = open_engine(&self.request, &self.resolved, self.outcome)?;
+        let engine = open_fitting(&self.request, &self.resolved, self.outcome, self.generation)?;
         let end_tokens = self.resolved.model.config.eos.clone();
         let vocab = self.resolved.model.config.vocab;
         let limits = self.limits;
@@ -247,17 +297,24 @@ impl TextGenerator {
         prompt: &PreparedPrompt,
         on_text: &mut dyn FnMut(&str) -> ControlFlow<()>,
     ) -> Result<GeneratedText, Failure> {
-        let Continuation { text, tokens, end } =
-            self.continue_tokens(&prompt.tokens, prompt.max_new_tokens, on_text)?;
-        let (prompt, messages) = match &prompt.prompt {
-            Prompt::Text(text) => (Some(text.clone()), None),
-            Prompt::Conversation(conversation) => {
-                let mut messages: Vec<_> = conversation.messages.iter().map(|message| message.object.clone()).collect();
-                messages.push(crate::data::Message::new("assistant", text.clone()).object);
-                (None, Some(messages))
-            }
-        };
-        Ok(GeneratedText { prompt, messages, text, tokens, end })
+        let continuation = self.continue_tokens(&prompt.tokens, prompt.max_new_tokens, on_text)?;
+        Ok(prompt.answered(continuation))
+    }
+
+    /// Answers the prompts of a file, as many at once as the plan has room for. `on_answer` is called with each prompt and
+    /// its answer, in the order of the prompts.
+    ///
+    /// # Errors
+    /// A device that fails, or an error of `on_answer`.
+    pub fn answer_all(
+        &mut self,
+        prompts: &[PreparedPrompt],
+        on_answer: &mut dyn FnMut(&PreparedPrompt, GeneratedText) -> Result<(), Failure>,
+    ) -> Result<(), Failure> {
+        let decoding = Decoding { sampling: &self.sampling, end_tokens: &self.end_tokens, max_new_tokens: 0 };
+        let batch: Vec<BatchPrompt> = prompts.iter().map(PreparedPrompt::for_batch).collect();
+        let mut answers = OrderedAnswers::new(self.encoder.tokenizer(), &self.stops, prompts, on_answer);
+        Ok(answer_batch(&mut self.engine, &decoding, &batch, &mut answers)?)
     }
 
     /// Returns the tokens of a prompt.
@@ -304,6 +361,38 @@ impl TextGenerator {
             end = EndReason::StopText;
         }
         Ok(Continuation { text: stream.text().to_owned(), tokens, end })
+    }
+}
+
+/// Plans as many sequences at once as fit, at most `generation.slots`. `single` is the plan for one; `None` if no more
+/// fit.
+fn plan_sequences(
+    request: &RunRequest,
+    resolved: &Resolved,
+    single: &PlanOutcome,
+    generation: Generation,
+) -> Result<Option<PlannedSequences>, Failure> {
+    if !single.plan.fits {
+        return Ok(None);
+    }
+    Planner::new(request, &resolved.model, Charges::Measured).plan_sequences(resolved, single, generation)
+}
+
+/// Opens the device with a plan for several sequences. If the device refuses the memory, halves their number.
+fn open_fitting(
+    request: &RunRequest,
+    resolved: &Resolved,
+    mut outcome: PlanOutcome,
+    mut generation: Generation,
+) -> Result<Engine, Failure> {
+    loop {
+        let (plan, precision) = (outcome.plan.clone(), outcome.precision);
+        match open_engine(request, resolved, outcome) {
+            Err(DeviceFailure::OutOfMemory { .. }) if generation.slots > 1 => generation.slots /= 2,
+            opened => return Ok(opened?),
+        }
+        let planner = Planner::new(request, &resolved.model, Charges::Measured);
+        outcome = planner.plan_fewer_sequences(resolved, &plan, precision, generation)?;
     }
 }
 

@@ -7,17 +7,20 @@
 //! | `evaluation` | the loss on data |
 //! | `generation` | plans of text generation, and answers to prompts |
 //! | `chat` | a conversation with the user, within the planned cache |
+//! | `batch`, `ordered_answers` | several prompts answered at once, and their answers in order |
 //! | `decoding`, `sampling`, `text_stream` | tokens one after another, the choice of each, their text |
 //! | `samples` | the sample answers that a run shows at its end |
 //! | `merged_model` | adapters merged into their base model |
 //! | `export` | a Hugging Face directory, or a GGUF file for llama.cpp and Ollama |
 
+mod batch;
 pub mod chat;
 mod decoding;
 pub mod evaluation;
 pub mod export;
 pub mod generation;
 mod merged_model;
+mod ordered_answers;
 pub mod samples;
 pub mod sampling;
 mod text_stream;
@@ -25,6 +28,7 @@ mod text_stream;
 pub use decoding::{CachedDecoder, EndReason};
 
 use crate::engine::Engine;
+use crate::engine::failure::DeviceFailure;
 use crate::engine::tensor_files::load_weights;
 use crate::planning::planner::{Charges, Planner};
 use crate::resolve::{Resolved, RunRequest, Workload};
@@ -40,7 +44,7 @@ fn plan_work(request: &RunRequest, resolved: &mut Resolved, work: Workload) -> R
 }
 
 /// Opens the device of `resolved` with the arena and Programs of a plan, and loads the model's weights.
-fn open_engine(request: &RunRequest, resolved: &Resolved, outcome: PlanOutcome) -> Result<Engine, Failure> {
+fn open_engine(request: &RunRequest, resolved: &Resolved, outcome: PlanOutcome) -> Result<Engine, DeviceFailure> {
     let (sequence, vocab) = (u64::from(request.data.sequence), resolved.model.config.vocab);
     let device = &resolved.device;
     let precision = outcome.precision;

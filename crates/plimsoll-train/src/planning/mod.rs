@@ -25,6 +25,7 @@
 //! | `charges` | the charge model: charges of a team, of a previous plan and of Programs |
 //! | `request` | requests to `plimsoll_plan` for one device and for a team |
 //! | `device_choice` | the preferred device for work that one device does, and the fallback to the processor |
+//! | `sequences` | the number of sequences that a generation computes at once |
 //! | `nominal` | the plan of a deterministic run, chosen without measurements |
 //! | `sum_order` | the parts of a plan that decide the order of sums |
 //! | [`previous_plan`] | the plan of an earlier part of a run, which a resumed run keeps |
@@ -46,6 +47,7 @@ pub(crate) mod planner;
 pub mod prepare;
 pub mod previous_plan;
 pub(crate) mod request;
+pub(crate) mod sequences;
 pub(crate) mod sum_order;
 pub mod team_plan;
 #[cfg(test)]

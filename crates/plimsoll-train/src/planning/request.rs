@@ -199,7 +199,7 @@ fn sample_generation(run: &RunConfig, model: &Model) -> Option<Generation> {
     let has_tokenizer = model.tokenizer().is_some() || model_is_example(run);
     let sequence = u64::from(run.data.sequence);
     let chunk = sequence.min(64);
-    let generation = Generation { capacity: sequence.min(512).next_multiple_of(chunk), chunk };
+    let generation = Generation { slots: 1, capacity: sequence.min(512).next_multiple_of(chunk), chunk };
     (has_tokenizer && !run.data.eval.is_empty()).then_some(generation)
 }
 

@@ -161,16 +161,19 @@ fn answer_file(generation: PlannedGeneration, out: &Path) -> Result<Exit, Failur
     if written == count {
         return Ok(Exit::Done);
     }
+    output::print_note(&generation.describe_sequences());
     let (mut generator, prompts) = generation.open()?;
     let mut last_progress = Instant::now();
-    for (index, prompt) in prompts.iter().enumerate().skip(written) {
+    let mut done = written;
+    generator.answer_all(&prompts[written..], &mut |prompt, answer| {
+        answers.append(&prompt.keys, answer)?;
+        done += 1;
         if last_progress.elapsed() >= PROGRESS_INTERVAL {
-            output::print_progress(&format!("prompt {} of {count}", index + 1));
+            output::print_progress(&format!("{done} of {count} prompts answered"));
             last_progress = Instant::now();
         }
-        let answer = generator.answer(prompt, &mut |_| ControlFlow::Continue(()))?;
-        answers.append(&prompt.keys, answer)?;
-    }
+        Ok(())
+    })?;
     output::print(&format!("answers: {}\n", out.display()));
     Ok(Exit::Done)
 }

@@ -446,13 +446,13 @@ fn backward<T: Multiply>(
     }
 }
 
-/// Copies the keys and values of the n tokens in `qkv[n, C]` to rows `start..start + n` of the caches. The caches
-/// `keys[P, K·E]` and `values[P, K·E]` have room for P tokens.
-pub fn append_cache<T: Real>(shape: Heads, qkv: &[T], start: usize, keys: &mut [T], values: &mut [T]) {
+/// Copies the keys and values of the n tokens in `qkv[n, C]` to the rows `places[n]` of the caches `keys[P, K·E]` and
+/// `values[P, K·E]`.
+pub fn append_cache<T: Real>(shape: Heads, qkv: &[T], places: &[i32], keys: &mut [T], values: &mut [T]) {
     let c = Columns::from_heads(shape);
     let width = c.kv_heads * c.head;
-    for (i, row) in qkv.chunks_exact(c.all).enumerate() {
-        let to = (start + i) * width..(start + i + 1) * width;
+    for (row, &place) in qkv.chunks_exact(c.all).zip(places) {
+        let to = place as usize * width..(place as usize + 1) * width;
         keys[to.clone()].copy_from_slice(&row[c.keys..c.values]);
         values[to].copy_from_slice(&row[c.values..]);
     }
@@ -468,50 +468,56 @@ pub fn window_start(positions: &[i32], document_start: Option<&[i32]>, window: u
     }
 }
 
-/// Computes `out[n, H·E]`: attention of the n new tokens in `qkv[n, C]` over all keys in the cache up to their own. The
-/// caches [P, K·E], with room for P tokens, already hold the new ones from position `start` on. New token i sees the
-/// keys from `first_keys[i]` on; an empty list stands for zeros. `scratch` has `workspace::cpu::cached_attention`
-/// elements.
+/// Computes `out[n, H·E]`: attention of the n new tokens in `qkv[n, C]` over all keys in their cache up to their own.
+/// `keys` and `values` [P, K·E] hold caches of `capacity` tokens one after another, which already contain the new tokens
+/// in the rows `places[n]`. The n tokens are those of `sequences` sequences, equally many of each, at consecutive places.
+/// New token i sees the keys of its cache from `first_keys[i]` on; an empty list stands for zeros. `scratch` has
+/// `workspace::cpu::cached_attention` elements.
 pub fn cached_attention<T: Multiply>(
     pool: &Pool,
     shape: Heads,
     qkv: &[T],
-    keys: &[T],
-    values: &[T],
-    start: usize,
+    [keys, values]: [&[T]; 2],
+    places: &[i32],
+    (sequences, capacity): (usize, usize),
     first_keys: &[i32],
     out: &mut [T],
     scratch: &mut [T::Wide],
 ) {
     let c = Columns::from_heads(shape);
-    let (rows, width) = (qkv.len() / c.all, c.kv_heads * c.head);
-    let capacity = keys.len() / width;
-    assert!(start + rows <= capacity && values.len() == keys.len() && out.len() == rows * c.keys);
+    let (rows, width) = (qkv.len() / c.all / sequences, c.kv_heads * c.head);
+    assert!(values.len() == keys.len() && places.len() == sequences * rows && out.len() == places.len() * c.keys);
     let one = Kernels::Cpu { threads: 1 };
-    let lane_size = one.cached_attention_workspace(T::DTYPE, rows as u64, capacity as u64, shape) as usize;
+    let lane_size = one.cached_attention_workspace(T::DTYPE, 1, rows as u64, capacity as u64, shape) as usize;
     let scratch = Shared::new(&mut scratch[..pool.threads() * lane_size]);
     let out = Shared::new(out);
     let each = if rows < FEW_TOKENS { 1 } else { QUERIES };
     let blocks = rows.div_ceil(each);
-    pool.run(c.heads * blocks, |task, lane| {
-        let (head, first) = (task % c.heads, task / c.heads * each);
+    pool.run(sequences * c.heads * blocks, |task, lane| {
+        let (head, block) = (task % c.heads, task / c.heads);
+        let (sequence, first) = (block / blocks, block % blocks * each);
         let count = each.min(rows - first);
         let kv = head / (c.heads / c.kv_heads);
+        let place = places[sequence * rows] as usize;
+        let (slot, start) = (place / capacity, place % capacity);
+        assert!(start + rows <= capacity);
+        let [keys, values] = [keys, values].map(|all| &all[slot * capacity * width..(slot + 1) * capacity * width]);
         // SAFETY: lanes have disjoint parts.
         let lane = unsafe { scratch.part(lane * lane_size..(lane + 1) * lane_size) };
-        let queries = &qkv[first * c.all + head * c.head..];
+        let row = sequence * rows + first;
+        let queries = &qkv[row * c.all + head * c.head..];
         let cache = Cache { keys: &keys[kv * c.head..], values: &values[kv * c.head..], row: width };
-        let at = first * c.keys + head * c.head;
+        let at = row * c.keys + head * c.head;
         if rows < FEW_TOKENS {
             // SAFETY: each task processes a different head of a token.
             let to = unsafe { out.part(at..at + c.head) };
             let s = Scratch::split(lane, c.head, capacity.min(KEYS), None, !T::IS_WIDE);
-            let from = first_keys.get(first).map_or(0, |&key| key as usize);
+            let from = first_keys.get(row).map_or(0, |&key| key as usize);
             one_query(&queries[..c.head], cache, from..start + first + 1, to, s);
         } else {
             // SAFETY: inside the output; tasks write disjoint rows and columns.
             let to = unsafe { out.start().add(at) };
-            let starts = first_keys.get(first..first + count).unwrap_or(&[]);
+            let starts = first_keys.get(row..row + count).unwrap_or(&[]);
             let block = Block { first: start + first, count, starts };
             let s = Scratch::split(lane, c.head, capacity.min(KEYS), None, !T::IS_WIDE);
             forward(block, queries, c.all, cache, c.head, (to, c.keys), None, s);

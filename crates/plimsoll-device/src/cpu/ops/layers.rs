@@ -193,35 +193,37 @@ impl<T: Multiply> OpContext<'_, T> {
                 qkv,
                 keys,
                 values,
-                scalars,
+                places,
                 first_keys,
                 out,
                 workspace,
+                slots,
+                sequences,
                 rows,
                 capacity,
                 shape,
             } => {
-                let cache = capacity * shape.kv_heads * shape.head_dim;
+                let (rows, caches) = (sequences * rows, slots * capacity * shape.kv_heads * shape.head_dim);
                 kernels::cached_attention(
                     pool,
                     *shape,
                     self.read(qkv, rows * shape.columns()),
-                    self.read(keys, cache),
-                    self.read(values, cache),
-                    self.count(scalars, Scalar::CacheLength),
-                    first_keys.as_ref().map_or(&[], |first_keys| self.read_integers(first_keys, *rows)),
+                    [keys, values].map(|cache| self.read(cache, caches)),
+                    self.read_integers(places, rows),
+                    (*sequences as usize, *capacity as usize),
+                    first_keys.as_ref().map_or(&[], |first_keys| self.read_integers(first_keys, rows)),
                     self.write(out, rows * shape.query_columns()),
                     self.workspace_of(workspace),
                 );
             }
-            OpKind::AppendCache { qkv, keys, values, scalars, rows, capacity, shape } => {
-                let cache = capacity * shape.kv_heads * shape.head_dim;
+            OpKind::AppendCache { qkv, keys, values, places, slots, sequences, rows, capacity, shape } => {
+                let (rows, caches) = (sequences * rows, slots * capacity * shape.kv_heads * shape.head_dim);
                 kernels::append_cache(
                     *shape,
                     self.read(qkv, rows * shape.columns()),
-                    self.count(scalars, Scalar::CacheLength),
-                    self.write(keys, cache),
-                    self.write(values, cache),
+                    self.read_integers(places, rows),
+                    self.write(keys, caches),
+                    self.write(values, caches),
                 );
             }
             other => not_in_family(other),

@@ -530,18 +530,17 @@ impl Device for CudaDevice {
         self.resources.record_failure(written);
     }
 
+    fn read(&mut self, tensor: TensorId, slot: u32, bytes: &mut [u8]) {
+        self.read_from(tensor, slot, 0, bytes);
+    }
+
     /// Fills `bytes` with NaN if the read fails, as from a lost device. [`Device::synchronize`] and the next program
     /// then return the error.
-    fn read(&mut self, tensor: TensorId, slot: u32, bytes: &mut [u8]) {
+    fn read_from(&mut self, tensor: TensorId, slot: u32, from: u64, bytes: &mut [u8]) {
         let (known, first) = (self.plan.set.tensor(tensor), self.plan.placement.offset(tensor, slot));
-        assert!(
-            bytes.len() as u64 <= known.bytes(),
-            "bug: {} bytes for tensor {} of {}",
-            bytes.len(),
-            known.name,
-            known.bytes()
-        );
-        let read = self.resources.read(known.space, first, bytes);
+        let end = from + bytes.len() as u64;
+        assert!(end <= known.bytes(), "bug: byte {end} of tensor {} of {}", known.name, known.bytes());
+        let read = self.resources.read(known.space, first + from, bytes);
         if self.resources.record_failure(read).is_none() {
             bytes.fill(0xff);
         }

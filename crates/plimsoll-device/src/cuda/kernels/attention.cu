@@ -204,19 +204,22 @@ attention(const REAL* qkv, const int* document_start, REAL* out, float* stats, u
            out + query * out_row + head * E, out_row, stats + (u64)(blockIdx.z * heads + head) * sequence + first);
 }
 
-// out[n, H·E]: attention of the n new tokens of qkv[n,C] over all keys up to their own. The caches keys, values [P,
-// K·E] already contain them, after CACHE_LENGTH earlier tokens. first_keys[n] are the first keys seen, 0 where it is null.
-// Grid: (ceil(n / 64), H). Block: 256. Shared memory: as attention.
+// out[S·n, H·E]: attention of the n new tokens of each of S sequences, qkv[S·n,C], over all keys up to their own. keys and
+// values [P, K·E] hold caches of `capacity` tokens one after another, which already contain them in the rows places[S·n].
+// first_keys[S·n] are the positions of the first keys seen, 0 where it is null.
+// Grid: (ceil(n / 64), H, S). Block: 256. Shared memory: as attention.
 extern "C" __global__ void __launch_bounds__(256)
-cached_attention(const REAL* qkv, const REAL* keys, const REAL* values, const float* scalars, const int* first_keys,
-                 REAL* out, u32 rows, u32 heads, u32 kv_heads) {
+cached_attention(const REAL* qkv, const REAL* keys, const REAL* values, const int* places, const int* first_keys,
+                 REAL* out, u32 rows, u32 capacity, u32 heads, u32 kv_heads) {
     int block = blockIdx.x * QUERIES;
+    u32 place = places[blockIdx.z * rows], start = place % capacity;
+    u64 first = (u64)blockIdx.z * rows + block, cache = (u64)(place - start) * kv_heads * E;
     int count = min(QUERIES, (int)rows - block);
     u32 head = blockIdx.y, kv = head / (heads / kv_heads);
     u64 row = (u64)(heads + 2 * kv_heads) * E, out_row = (u64)heads * E;
-    attend(qkv + block * row + head * E, row, (int)scalars[CACHE_LENGTH] + block, count,
-           first_keys ? first_keys + block : nullptr, keys + kv * E, values + kv * E, (u64)kv_heads * E,
-           out + block * out_row + head * E, out_row, nullptr);
+    attend(qkv + first * row + head * E, row, (int)start + block, count, first_keys ? first_keys + first : nullptr,
+           keys + cache + kv * E, values + cache + kv * E, (u64)kv_heads * E, out + first * out_row + head * E, out_row,
+           nullptr);
 }
 
 // Threads that share a row of keys.
@@ -277,14 +280,15 @@ __device__ inline void mix_values(const float* weights, const REAL* values, u64 
     }
 }
 
-// Split-key attention for few new tokens: cached_attention over `part` keys of each head, to be merged by
-// cached_attention_join. Keys before first_keys are left out. partials[parts][n, H][E + 2]: Σ 2^(s − largest) · value, largest, Σ 2^(s − largest) over the
+// Split-key attention for few new tokens of a sequence, n of all sequences: cached_attention over `part` keys of each head,
+// to be merged by cached_attention_join. Keys before first_keys are left out.
+// partials[parts][n, H][E + 2]: Σ 2^(s − largest) · value, largest, Σ 2^(s − largest) over the
 // part's scores s, times log2 e. A part without keys has 0 as its last sum; its other values are undefined, except the
 // largest.
 // Grid: (parts, H, n). Block: 128. Shared memory: `part` + 1024 floats.
 extern "C" __global__ void __launch_bounds__(128, 6)
-cached_attention_part(const REAL* qkv, const REAL* keys, const REAL* values, const float* scalars,
-                      const int* first_keys, float* partials, u32 part, u32 heads, u32 kv_heads) {
+cached_attention_part(const REAL* qkv, const REAL* keys, const REAL* values, const int* places, const int* first_keys,
+                      float* partials, u32 part, u32 capacity, u32 heads, u32 kv_heads) {
     __shared__ float mosts[4];
     float* weights = shared;         // [part]
     float* slices = weights + part;  // at most 128 packs
@@ -292,14 +296,16 @@ cached_attention_part(const REAL* qkv, const REAL* keys, const REAL* values, con
     const REAL* q = qkv + (u64)blockIdx.z * (heads + 2 * kv_heads) * E + head * E;
     float* to = partials + ((u64)(blockIdx.x * gridDim.z + blockIdx.z) * heads + head) * (E + 2);
     int from = blockIdx.x * part;
-    int end = min(from + (int)part, (int)scalars[CACHE_LENGTH] + (int)blockIdx.z + 1);
+    u32 place = places[blockIdx.z], position = place % capacity;
+    u64 cache = (u64)(place - position) * kv_heads * E;
+    int end = min(from + (int)part, (int)position + 1);
     if (first_keys) from = max(from, first_keys[blockIdx.z]);
     if (from >= end) {
         if (threadIdx.x < 2) to[E + threadIdx.x] = threadIdx.x == 0 ? LOWEST : 0.0f;
         return;
     }
-    keys += kv * E;
-    values += kv * E;
+    keys += cache + kv * E;
+    values += cache + kv * E;
     u64 row = (u64)kv_heads * E;
     constexpr int W = E % PACK<REAL> == 0 ? PACK<REAL> : 1;
     bool wide = aligned(q) && aligned(keys) && aligned(values) && row % W == 0;
@@ -352,13 +358,13 @@ cached_attention_join(const float* partials, REAL* out, u32 parts, u32 heads) {
     }
 }
 
-// Appends the keys and values of the n tokens in qkv[n,C] to the caches [P, K·E].
+// Writes the keys and values of the n tokens in qkv[n,C] to the rows places[n] of the caches [P, K·E].
 // Grid: (n, ceil(K·E / 256)). Block: 256. Shared memory: none.
 extern "C" __global__ void __launch_bounds__(256)
-append_cache(const REAL* qkv, const float* scalars, REAL* keys, REAL* values, u32 heads, u32 kv_heads) {
+append_cache(const REAL* qkv, const int* places, REAL* keys, REAL* values, u32 heads, u32 kv_heads) {
     u32 column = blockIdx.y * 256 + threadIdx.x, width = kv_heads * E;
     if (column >= width) return;
-    u64 to = ((u64)scalars[CACHE_LENGTH] + blockIdx.x) * width + column;
+    u64 to = (u64)places[blockIdx.x] * width + column;
     const REAL* row = qkv + (u64)blockIdx.x * (heads + 2 * kv_heads) * E + heads * E + column;
     keys[to] = row[0];
     values[to] = row[width];

@@ -298,17 +298,19 @@ constexpr int CACHED_BLOCKS = 0;
 #endif
 
 // As `cached_attention` in attention.cu.
-// Grid: (ceil(n / QUERIES), H). Block: 128. Shared memory: QUERIES + 2 · CACHED_KEYS rows.
+// Grid: (ceil(n / QUERIES), H, S). Block: 128. Shared memory: QUERIES + 2 · CACHED_KEYS rows.
 extern "C" __global__ void __launch_bounds__(THREADS, CACHED_BLOCKS)
-tensor_cached_attention(const bf16* qkv, const bf16* keys, const bf16* values, const float* scalars,
-                        const int* first_keys, bf16* out, u32 rows, u32 heads, u32 kv_heads) {
+tensor_cached_attention(const bf16* qkv, const bf16* keys, const bf16* values, const int* places,
+                        const int* first_keys, bf16* out, u32 rows, u32 capacity, u32 heads, u32 kv_heads) {
     int block = blockIdx.x * QUERIES;
+    u32 place = places[blockIdx.z * rows], start = place % capacity;
+    u64 first = (u64)blockIdx.z * rows + block, cache = (u64)(place - start) * kv_heads * E;
     int count = min(QUERIES, (int)rows - block);
     u32 head = blockIdx.y, kv = head / (heads / kv_heads);
     u64 row = (u64)(heads + 2 * kv_heads) * E, out_row = (u64)heads * E;
-    attend<CACHED_KEYS>(qkv + block * row + head * E, row, (int)scalars[CACHE_LENGTH] + block, count,
-                        first_keys ? first_keys + block : nullptr, keys + kv * E, values + kv * E, (u64)kv_heads * E,
-                        out + block * out_row + head * E, out_row, nullptr);
+    attend<CACHED_KEYS>(qkv + first * row + head * E, row, (int)start + block, count,
+                        first_keys ? first_keys + first : nullptr, keys + cache + kv * E, values + cache + kv * E,
+                        (u64)kv_heads * E, out + first * out_row + head * E, out_row, nullptr);
 }
 
 // ---- backward ----

@@ -19,7 +19,7 @@ struct f16 { unsigned short bits; };
 
 // Indices into the scalar and metrics tensors: plimsoll-program, scalars.rs.
 constexpr u32 LEARNING_RATE = 0, BIAS_CORRECTION_1 = 1, BIAS_CORRECTION_2 = 2, CLIP_NORM = 3, CLIP_FACTOR = 4,
-              INVERSE_TOKENS = 5, CACHE_LENGTH = 6, LAST_ROW = 7, STEP = 8;
+              INVERSE_TOKENS = 5, LAST_ROW = 7, STEP = 8;
 constexpr u32 LOSS_SUM = 0, NORM_SQUARED = 1;
 
 constexpr float LOWEST = -3.402823466e+38f;

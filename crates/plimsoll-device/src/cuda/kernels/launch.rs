@@ -376,61 +376,71 @@ pub fn attention_grad(
     ]
 }
 
-/// Returns the launches of attention of `rows` new tokens over caches of `capacity` tokens, which already contain the
-/// new keys and values. `first_keys` has the first key that each row sees; the address 0 stands for zeros. Uses the
-/// workspace `scratch` if `rows` is at most [`workspace::cuda::FEW_ROWS`]. On tensor cores, tile sizes depend on
-/// `target`.
+/// The new tokens of an attention over key-value caches.
+#[derive(Clone, Copy, Debug)]
+pub struct NewTokens {
+    /// Number of sequences.
+    pub sequences: u64,
+    /// New tokens of each sequence.
+    pub rows: u64,
+    /// Tokens that the cache of a sequence can hold.
+    pub capacity: u64,
+}
+
+/// Returns the launches of attention of new tokens over caches, which already contain the new keys and values at
+/// `places`. `first_keys` has the position of the first key that each row sees; the address 0 stands for zeros. Uses the
+/// workspace `scratch` if a sequence has at most [`workspace::cuda::FEW_ROWS`] new tokens. On tensor cores, tile sizes
+/// depend on `target`.
 pub fn cached_attention(
     real: Real,
     target: Target,
-    [qkv, keys, values, scalars, first_keys]: [Address; 5],
+    [qkv, keys, values, places, first_keys]: [Address; 5],
     out: Address,
     scratch: Address,
-    rows: u64,
-    capacity: u64,
+    NewTokens { sequences, rows, capacity }: NewTokens,
     shape: Heads,
 ) -> Vec<Launch> {
     let unit = Unit::new(Family::Attention, real, shape.head_dim);
-    let sizes = [n(shape.heads), n(shape.kv_heads)];
+    let sizes = [n(capacity), n(shape.heads), n(shape.kv_heads)];
     if rows <= workspace::cuda::FEW_ROWS {
         let (part, parts) = workspace::cuda::key_parts(capacity);
-        let mut arguments = vec![at(qkv), at(keys), at(values), at(scalars), at(first_keys), at(scratch), n(part)];
+        let mut arguments = vec![at(qkv), at(keys), at(values), at(places), at(first_keys), at(scratch), n(part)];
         arguments.extend(sizes);
         let join = vec![at(scratch), at(out), n(parts), n(shape.heads)];
         return vec![
             launch(unit, "cached_attention_part", parts, 128, arguments)
-                .with_grid_yz(shape.heads, rows)
+                .with_grid_yz(shape.heads, sequences * rows)
                 .with_shared_floats(part + 1024),
-            launch(unit, "cached_attention_join", shape.heads, 128, join).with_grid_yz(rows, 1),
+            launch(unit, "cached_attention_join", shape.heads, 128, join).with_grid_yz(sequences * rows, 1),
         ];
     }
-    let mut arguments = vec![at(qkv), at(keys), at(values), at(scalars), at(first_keys), at(out), n(rows)];
+    let mut arguments = vec![at(qkv), at(keys), at(values), at(places), at(first_keys), at(out), n(rows)];
     arguments.extend(sizes);
     if on_tensor_cores(real, shape, &[qkv, keys, values, out]) {
         let tiles = Tiles::new(shape.head_dim, target);
         let unit = Unit::tensor_attention(shape.head_dim, tiles);
         let blocks = rows.div_ceil(TENSOR_QUERIES);
-        let grid =
-            launch(unit, "tensor_cached_attention", blocks, TENSOR_THREADS, arguments).with_grid_yz(shape.heads, 1);
+        let grid = launch(unit, "tensor_cached_attention", blocks, TENSOR_THREADS, arguments);
+        let grid = grid.with_grid_yz(shape.heads, sequences);
         return vec![grid.with_shared_floats(tensor_tiles(TENSOR_QUERIES + 2 * tiles.cached_keys, shape.head_dim))];
     }
-    let grid = launch(unit, "cached_attention", rows.div_ceil(64), 256, arguments).with_grid_yz(shape.heads, 1);
+    let grid = launch(unit, "cached_attention", rows.div_ceil(64), 256, arguments).with_grid_yz(shape.heads, sequences);
     vec![grid.with_shared_floats(forward_tiles(shape.head_dim))]
 }
 
-/// Returns the launch that copies the keys and values of `rows` tokens from `qkv` to the end of the caches `keys` and
-/// `values`. The number of tokens already in them is `Scalar::CacheLength` in the tensor `scalars`.
+/// Returns the launch that copies the keys and values of `rows` tokens from `qkv` to the rows `places` of the caches `keys`
+/// and `values`.
 pub fn append_cache(
     real: Real,
     qkv: Address,
-    scalars: Address,
+    places: Address,
     keys: Address,
     values: Address,
     rows: u64,
     shape: Heads,
 ) -> [Launch; 1] {
     let unit = Unit::new(Family::Attention, real, shape.head_dim);
-    let arguments = vec![at(qkv), at(scalars), at(keys), at(values), n(shape.heads), n(shape.kv_heads)];
+    let arguments = vec![at(qkv), at(places), at(keys), at(values), n(shape.heads), n(shape.kv_heads)];
     let columns = shape.kv_heads * shape.head_dim;
     [launch(unit, "append_cache", rows, 256, arguments).with_grid_yz(columns.div_ceil(256), 1)]
 }

@@ -1,7 +1,7 @@
 //! Translation of program ops to kernel launches. Matrix products and copies are missing here: cuBLASLt and the driver
 //! do them.
 
-use super::launch::{self, Address, Dropout, Launch, OptimizerTensor, QuantizedAddresses};
+use super::launch::{self, Address, Dropout, Launch, NewTokens, OptimizerTensor, QuantizedAddresses};
 use super::{Real, Target};
 use plimsoll_core::DType;
 use plimsoll_program::op::{Family, OpKind, Quantized, not_in_family};
@@ -104,13 +104,28 @@ fn attention_launches(kind: &OpKind, operands: &impl OperandLookup) -> Vec<Launc
             let inputs = [qkv, out, dout, stats, document_start].map(at);
             launch::attention_grad(real, target, inputs, at(dqkv), at(workspace), *batch, *sequence, *shape)
         }
-        OpKind::CachedAttention { qkv, keys, values, scalars, first_keys, out, workspace, rows, capacity, shape } => {
-            let [qkv, keys, values, scalars] = [qkv, keys, values, scalars].map(at);
-            let inputs = [qkv, keys, values, scalars, first_keys.as_ref().map_or(0, at)];
-            launch::cached_attention(real, target, inputs, at(out), at(workspace), *rows, *capacity, *shape)
+        OpKind::CachedAttention {
+            qkv,
+            keys,
+            values,
+            places,
+            first_keys,
+            out,
+            workspace,
+            slots: _,
+            sequences,
+            rows,
+            capacity,
+            shape,
+        } => {
+            let [qkv, keys, values, places] = [qkv, keys, values, places].map(at);
+            let inputs = [qkv, keys, values, places, first_keys.as_ref().map_or(0, at)];
+            let tokens = NewTokens { sequences: *sequences, rows: *rows, capacity: *capacity };
+            launch::cached_attention(real, target, inputs, at(out), at(workspace), tokens, *shape)
         }
-        OpKind::AppendCache { qkv, keys, values, scalars, rows, capacity: _, shape } => {
-            launch::append_cache(real, at(qkv), at(scalars), at(keys), at(values), *rows, *shape).to_vec()
+        OpKind::AppendCache { qkv, keys, values, places, slots: _, sequences, rows, capacity: _, shape } => {
+            let rows = sequences * rows;
+            launch::append_cache(real, at(qkv), at(places), at(keys), at(values), rows, *shape).to_vec()
         }
         other => not_in_family(other),
     }

@@ -35,8 +35,10 @@ fn launches_for(target: Target, real: Real, rows: u64, shape: Heads) -> Vec<Laun
     all.extend(launch::window_start(real, 0, 0, 0, rows, 4096));
     all.extend(launch::attention(real, target, 0, 0, 0, 0, 1, rows, shape));
     all.extend(attention_grad(real, target, [0; 5], 0, 0, 1, rows, shape));
-    all.extend(cached_attention(real, target, [0; 5], 0, 0, rows, 131_072, shape));
-    all.extend(cached_attention(real, target, [0; 5], 0, 0, 1, 131_072, shape));
+    for (sequences, rows) in [(1, rows), (1, 1), (64, 1)] {
+        let tokens = NewTokens { sequences, rows, capacity: 131_072 };
+        all.extend(cached_attention(real, target, [0; 5], 0, 0, tokens, shape));
+    }
     all.extend(append_cache(real, 0, 0, 0, 0, rows, shape));
     all.extend(swiglu(real, 0, 0, rows, 28_672));
     all.extend(swiglu_grad(real, 0, 0, 0, rows, 28_672));
@@ -217,7 +219,6 @@ fn scalar_and_metric_indices_match_programs() {
         ("CLIP_NORM", Scalar::ClipNorm as usize),
         ("CLIP_FACTOR", Scalar::ClipFactor as usize),
         ("INVERSE_TOKENS", Scalar::InverseTokens as usize),
-        ("CACHE_LENGTH", Scalar::CacheLength as usize),
         ("LAST_ROW", Scalar::LastRow as usize),
         ("STEP", Scalar::Step as usize),
         ("LOSS_SUM", Metric::LossSum as usize),

@@ -30,62 +30,93 @@ impl Decoder<'_> {
     pub(super) fn generate(&mut self, generation: Generation) {
         let layers = self.options.depth();
         let shape = self.shape;
-        let capacity = generation.capacity;
+        let Generation { slots, capacity, chunk } = generation;
         let (columns, precision) = (shape.kv_heads * shape.head_dim, self.options.precision);
         let mut cache = |name: &str| {
-            let dims = [capacity, columns];
+            let dims = [slots * capacity, columns];
             self.builder.on_device(name, &dims, precision, Category::Activation, Lifetime::Phase, layers)
         };
         let (keys, values) = (Operand::layer(cache("cache_keys"), 0), Operand::layer(cache("cache_values"), 0));
-        let scalars = Operand::whole(self.scalars);
         let options = self.options;
         let mut programs = Vec::new();
-        for (kind, rows) in [(ProgramKind::Prefill, generation.chunk), (ProgramKind::Decode, 1)] {
+        // A prompt in chunks, or one token of each sequence.
+        for (kind, sequences, rows) in [(ProgramKind::Prefill, 1, chunk), (ProgramKind::Decode, slots, 1)] {
             let prefix = format!("{kind}.");
-            let inputs = self.inputs(&prefix, rows, false);
-            let attention = CachedAttention { options, prefix: &prefix, keys, values, scalars, rows, capacity, shape };
+            let inputs = self.inputs(&prefix, sequences * rows, false);
+            let name = format!("{prefix}places");
+            let places = self.builder.transient(&name, &[sequences * rows], DType::I32, Category::Activation, 1);
+            let attention = CachedAttention {
+                options,
+                prefix: &prefix,
+                keys,
+                values,
+                places: Operand::whole(places),
+                slots,
+                sequences,
+                rows,
+                capacity,
+                shape,
+            };
+            let rows = sequences * rows;
             let mut ops =
                 |b: &mut Builder, qkv, out, first_keys: Option<Operand>| attention.ops(b, qkv, out, first_keys);
             let forward = self.forward(&prefix, rows, &inputs, false, &mut ops);
-            let (d, v) = (self.options.config.hidden, self.options.config.vocab);
             let mut blocks = self.forward_blocks(&forward);
-            let mut outputs = vec![];
-            // Only the last stage of a pipeline computes logits.
-            if let Some((normed, head)) = forward.top {
-                let picked = self.builder.activation(&format!("{prefix}picked"), &[1, d], 1);
-                let logits = self.builder.activation(&format!("{prefix}logits"), &[1, v], 1);
-                let (x, out) = (Operand::whole(normed), Operand::whole(picked));
-                blocks.push(Block::once("pick", vec![OpKind::PickRow { x, scalars, out, rows, columns: d }.into()]));
-                for block in head_blocks(v, self.options.kernels) {
-                    let (columns, first) = (block.end - block.start, block.start as i64);
-                    let head = Operand::whole(head).starting_at(Index::fixed(first * d as i64));
-                    let out = Operand::whole(logits).starting_at(Index::fixed(first));
-                    let scale = 1.0 / self.options.config.extras.logits_scaling;
-                    let product = Product::linear(Operand::whole(picked), head, out, 1, d, columns);
-                    blocks.push(Block::once("logits", vec![self.builder.product(Product { scale, ..product })]));
-                }
-                outputs.push(logits);
-            }
-            programs.push(self.push_program(WorkKind::Generate, kind, inputs.all(), outputs, blocks));
+            let logits = forward.top.map(|top| self.logits(kind, rows, top, &mut blocks));
+            let inputs = inputs.all().into_iter().chain([places]).collect();
+            programs.push(self.push_program(WorkKind::Generate, kind, inputs, Vec::from_iter(logits), blocks));
         }
         self.push_phase(programs);
     }
+
+    /// Appends the blocks that compute logits from the final norm, and returns their tensor: `[1, V]` of one row of a
+    /// prompt, or `[rows, V]` of the next tokens of all sequences. Only the last stage of a pipeline computes logits.
+    fn logits(
+        &mut self,
+        kind: ProgramKind,
+        rows: u64,
+        (normed, head): (TensorId, TensorId),
+        blocks: &mut Vec<Block>,
+    ) -> TensorId {
+        let (d, v) = (self.options.config.hidden, self.options.config.vocab);
+        let (x, rows) = if kind == ProgramKind::Prefill {
+            let picked = self.builder.activation(&format!("{kind}.picked"), &[1, d], 1);
+            let (x, out, scalars) = (Operand::whole(normed), Operand::whole(picked), Operand::whole(self.scalars));
+            blocks.push(Block::once("pick", vec![OpKind::PickRow { x, scalars, out, rows, columns: d }.into()]));
+            (picked, 1)
+        } else {
+            (normed, rows)
+        };
+        let logits = self.builder.activation(&format!("{kind}.logits"), &[rows, v], 1);
+        for block in head_blocks(v, self.options.kernels) {
+            let (columns, first) = (block.end - block.start, block.start as i64);
+            let head = Operand::whole(head).starting_at(Index::fixed(first * d as i64));
+            let out = Operand::whole(logits).starting_at(Index::fixed(first));
+            let scale = 1.0 / self.options.config.extras.logits_scaling;
+            let product = Product::linear(Operand::whole(x), head, out, rows, d, columns);
+            let product = self.builder.product(Product { scale, out_stride: Some(v), ..product });
+            blocks.push(Block::once("logits", vec![product]));
+        }
+        logits
+    }
 }
 
-/// Attention of `rows` new tokens over the key-value cache.
+/// Attention of `rows` new tokens of each of `sequences` sequences over the key-value caches in `slots`.
 struct CachedAttention<'a> {
     options: &'a BuildOptions<'a>,
     prefix: &'a str,
     keys: Operand,
     values: Operand,
-    scalars: Operand,
+    places: Operand,
+    slots: u64,
+    sequences: u64,
     rows: u64,
     capacity: u64,
     shape: Heads,
 }
 
 impl CachedAttention<'_> {
-    /// Returns the ops that append to the cache and attend to it, and adds their workspace. See `AttentionOps`.
+    /// Returns the ops that append to the caches and attend to them, and adds their workspace. See `AttentionOps`.
     fn ops(
         &self,
         b: &mut Builder,
@@ -93,13 +124,24 @@ impl CachedAttention<'_> {
         out: Operand,
         first_keys: Option<Operand>,
     ) -> (Vec<Op>, Vec<TensorId>) {
-        let CachedAttention { options, prefix, keys, values, scalars, rows, capacity, shape } = *self;
-        let elements = options.kernels.cached_attention_workspace(b.precision, rows, capacity, shape);
+        let CachedAttention { options, prefix, keys, values, places, slots, sequences, rows, capacity, shape } = *self;
+        let elements = options.kernels.cached_attention_workspace(b.precision, sequences, rows, capacity, shape);
         let scratch = b.workspace(&format!("{prefix}attention_workspace"), elements, options.depth());
-        let workspace = Operand::layer(scratch, 0);
-        let append = OpKind::AppendCache { qkv, keys, values, scalars, rows, capacity, shape };
-        let attend =
-            OpKind::CachedAttention { qkv, keys, values, scalars, first_keys, out, workspace, rows, capacity, shape };
+        let append = OpKind::AppendCache { qkv, keys, values, places, slots, sequences, rows, capacity, shape };
+        let attend = OpKind::CachedAttention {
+            qkv,
+            keys,
+            values,
+            places,
+            first_keys,
+            out,
+            workspace: Operand::layer(scratch, 0),
+            slots,
+            sequences,
+            rows,
+            capacity,
+            shape,
+        };
         (vec![append.into(), attend.into()], vec![])
     }
 }

@@ -142,7 +142,9 @@ pub struct Training {
 /// Options of the Programs for generation: prefill and decode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Generation {
-    /// Tokens that the key-value cache can hold.
+    /// Sequences that are generated at once. Each has a slot: a key-value cache of its own.
+    pub slots: u64,
+    /// Tokens that the key-value cache of a sequence can hold.
     pub capacity: u64,
     /// Prompt tokens that one call of the prefill Program processes.
     pub chunk: u64,

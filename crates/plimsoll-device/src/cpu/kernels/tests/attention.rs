@@ -178,19 +178,22 @@ fn compare_with_full_attention<T: Multiply>(shape: Heads, qkv: &[T], first_keys:
     let width = (shape.kv_heads * shape.head_dim) as usize;
     let (want, _) = naive_attention(shape, total, &to_f64s(qkv), first_keys);
     let capacity = total + 7;
-    let (mut keys, mut values) =
-        (vec![T::from_f64(f64::NAN); capacity * width], vec![T::from_f64(f64::NAN); capacity * width]);
+    // The third of three caches; the others must not be read.
+    let (slot, size) = (2, 3 * capacity * width);
+    let (mut keys, mut values) = (vec![T::from_f64(f64::NAN); size], vec![T::from_f64(f64::NAN); size]);
     let mut start = 0;
     // A prompt, single tokens, a few tokens, and a long remainder.
     for rows in [70, 1, 1, 5, 8, 215] {
         let new = &qkv[start * all..(start + rows) * all];
-        append_cache(shape, new, start, &mut keys, &mut values);
+        let places: Vec<i32> = (start..start + rows).map(|at| (slot * capacity + at) as i32).collect();
+        append_cache(shape, new, &places, &mut keys, &mut values);
         let mut out = vec![T::from_f64(f64::NAN); rows * shape.query_columns() as usize];
         let kernels = Kernels::Cpu { threads: 2 };
-        let size = kernels.cached_attention_workspace(T::DTYPE, rows as u64, capacity as u64, shape);
+        let size = kernels.cached_attention_workspace(T::DTYPE, 1, rows as u64, capacity as u64, shape);
         let mut scratch = scratch(size);
         let seen = &first_keys[start..start + rows];
-        cached_attention(&pool(2), shape, new, &keys, &values, start, seen, &mut out, &mut scratch);
+        let caches = [&keys[..], &values[..]];
+        cached_attention(&pool(2), shape, new, caches, &places, (1, capacity), seen, &mut out, &mut scratch);
         let columns = shape.query_columns() as usize;
         assert_close(
             &out,

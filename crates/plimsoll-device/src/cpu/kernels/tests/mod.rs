@@ -175,8 +175,10 @@ fn keep_attention(pool: &Pool, threads: usize, draw: &mut Draw, bits: &mut Resul
     for rows in [3, 100] {
         let (keys, values): (Vec<f32>, Vec<f32>) = (draw.many(400 * 40), draw.many(400 * 40));
         let mut out = vec![0.0; rows * 120];
-        let mut space = scratch(workspace::cpu::cached_attention(threads as u64, rows as u64, 400, 20));
-        cached_attention(pool, HEADS, &qkv[..rows * 200], &keys, &values, 300, &[], &mut out, &mut space);
+        let mut space = scratch(workspace::cpu::cached_attention(threads as u64, 400, 20));
+        let places: Vec<i32> = (300..300 + rows as i32).collect();
+        let caches = [&keys[..], &values[..]];
+        cached_attention(pool, HEADS, &qkv[..rows * 200], caches, &places, (1, 400), &[], &mut out, &mut space);
         bits.keep("cached_attention", &out);
     }
 }

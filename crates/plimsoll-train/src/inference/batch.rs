@@ -1,0 +1,367 @@
+//! Continuous batching: several prompts are answered at once, and a prompt takes the place of an answer that ends.
+//!
+//! Each sequence has a slot of the key-value cache. A call of the decode Program computes one token of each slot. An
+//! answer depends on neither the slot nor the other sequences: prompts are processed one after another by the prefill
+//! Program, and each sequence has random draws of its own.
+
+use super::decoding::{Decoding, EndReason};
+use crate::engine::Engine;
+use crate::engine::failure::DeviceFailure;
+use plimsoll_core::Failure;
+use std::ops::ControlFlow;
+
+/// Number of answers per slot that may wait for an earlier one. It bounds the memory of answers that are not written yet.
+const WAITING_PER_SLOT: usize = 8;
+
+/// A model with a key-value cache of several slots, one for each sequence that is generated at once.
+pub trait SlotDecoder {
+    /// Returns the number of slots.
+    fn slots(&self) -> usize;
+
+    /// Returns the number of tokens that a slot can hold.
+    fn capacity(&self) -> usize;
+
+    /// Appends `tokens` of a prompt to a slot that holds `length` tokens before. Returns the logits of the next token, of
+    /// shape `[V]`.
+    ///
+    /// # Errors
+    /// A device that fails.
+    fn prefill(&mut self, slot: usize, tokens: &[i32], length: usize) -> Result<Vec<f64>, DeviceFailure>;
+
+    /// Appends one of `tokens` to each slot. `lengths` are the numbers of tokens that the slots hold before.
+    ///
+    /// # Errors
+    /// A device that fails.
+    fn decode(&mut self, tokens: &[i32], lengths: &[usize]) -> Result<(), DeviceFailure>;
+
+    /// Returns the logits of the next token of a slot, of shape `[V]`, after [`SlotDecoder::decode`].
+    ///
+    /// # Errors
+    /// A device that fails.
+    fn logits(&mut self, slot: usize) -> Result<Vec<f64>, DeviceFailure>;
+}
+
+impl SlotDecoder for Engine {
+    fn slots(&self) -> usize {
+        Engine::slots(self)
+    }
+
+    fn capacity(&self) -> usize {
+        Engine::capacity(self)
+    }
+
+    fn prefill(&mut self, slot: usize, tokens: &[i32], length: usize) -> Result<Vec<f64>, DeviceFailure> {
+        Ok(Engine::prefill(self, slot, tokens, length)?)
+    }
+
+    fn decode(&mut self, tokens: &[i32], lengths: &[usize]) -> Result<(), DeviceFailure> {
+        Ok(Engine::decode(self, tokens, lengths)?)
+    }
+
+    fn logits(&mut self, slot: usize) -> Result<Vec<f64>, DeviceFailure> {
+        Ok(Engine::logits(self, slot)?)
+    }
+}
+
+/// A prompt of a batch.
+#[derive(Clone, Copy, Debug)]
+pub struct BatchPrompt<'a> {
+    /// Its tokens; at least one.
+    pub tokens: &'a [i32],
+    /// Largest number of new tokens; at least 1.
+    pub max_new_tokens: usize,
+}
+
+/// The receiver of the tokens of a batch. Prompts are named by their index.
+pub trait BatchListener {
+    /// Receives the next token of an answer, and ends the answer with `Break`.
+    ///
+    /// # Errors
+    /// Any error ends the batch.
+    fn on_token(&mut self, prompt: usize, token: i32) -> Result<ControlFlow<EndReason>, Failure>;
+
+    /// Receives all tokens of an answer after its end.
+    ///
+    /// # Errors
+    /// Any error ends the batch.
+    fn on_end(&mut self, prompt: usize, tokens: &[i32], end: EndReason) -> Result<(), Failure>;
+}
+
+/// The state of a slot of the cache.
+#[derive(Default)]
+struct Slot {
+    /// The tokens in the cache of which the prefill Program has computed keys and values.
+    cached: Vec<i32>,
+    /// The sequence that is generated; `None` if the slot is free.
+    sequence: Option<Sequence>,
+}
+
+/// A sequence that is generated.
+struct Sequence {
+    prompt: usize,
+    /// Number of tokens of the prompt.
+    given: usize,
+    max_new_tokens: usize,
+    /// The tokens of the prompt and of the answer so far. The last one is not in the cache.
+    context: Vec<i32>,
+}
+
+/// A batch under way.
+struct Batch<'a, D, L> {
+    decoder: &'a mut D,
+    decoding: &'a Decoding<'a>,
+    prompts: &'a [BatchPrompt<'a>],
+    listener: &'a mut L,
+    slots: Vec<Slot>,
+    /// Index of the next prompt.
+    next: usize,
+    /// Whether the answer to each prompt has ended.
+    ended: Vec<bool>,
+    /// Index of the first prompt whose answer has not ended.
+    first_open: usize,
+}
+
+/// Answers `prompts` in as many sequences at once as `decoder` has slots. Prompts begin in their order; answers end in any
+/// order. `decoding` has the rules of all; its own limit of new tokens has no effect.
+///
+/// # Errors
+/// A device that fails, or an error of `listener`.
+pub fn answer_batch<D: SlotDecoder, L: BatchListener>(
+    decoder: &mut D,
+    decoding: &Decoding,
+    prompts: &[BatchPrompt],
+    listener: &mut L,
+) -> Result<(), DeviceFailure> {
+    let slots = (0..decoder.slots()).map(|_| Slot::default()).collect();
+    let ended = vec![false; prompts.len()];
+    let mut batch = Batch { decoder, decoding, prompts, listener, slots, next: 0, ended, first_open: 0 };
+    loop {
+        for slot in 0..batch.slots.len() {
+            batch.fill(slot)?;
+        }
+        if batch.slots.iter().all(|slot| slot.sequence.is_none()) {
+            return Ok(());
+        }
+        batch.step()?;
+    }
+}
+
+impl<D: SlotDecoder, L: BatchListener> Batch<'_, D, L> {
+    /// Begins answers in a free slot until one needs more than its first token.
+    fn fill(&mut self, slot: usize) -> Result<(), DeviceFailure> {
+        let waiting_max = WAITING_PER_SLOT * self.slots.len();
+        while self.slots[slot].sequence.is_none()
+            && self.next < self.prompts.len()
+            && self.next - self.first_open < waiting_max
+        {
+            let (prompt, BatchPrompt { tokens, max_new_tokens }) = (self.next, self.prompts[self.next]);
+            self.next += 1;
+            let cached = std::mem::take(&mut self.slots[slot].cached);
+            // The last token of the prompt gives the logits of the next one.
+            let equal = cached.iter().zip(tokens).take_while(|(cached, token)| cached == token).count();
+            let kept = equal.min(tokens.len() - 1);
+            let logits = self.decoder.prefill(slot, &tokens[kept..], kept)?;
+            self.slots[slot].cached = tokens.to_vec();
+            let context = tokens.to_vec();
+            self.advance(slot, Sequence { prompt, given: tokens.len(), max_new_tokens, context }, logits)?;
+        }
+        Ok(())
+    }
+
+    /// Generates the next token of all sequences.
+    fn step(&mut self) -> Result<(), DeviceFailure> {
+        let last_place = self.decoder.capacity() - 1;
+        let (mut tokens, mut lengths) = (Vec::new(), Vec::new());
+        for slot in &mut self.slots {
+            match &slot.sequence {
+                Some(sequence) => {
+                    tokens.push(sequence.context[sequence.context.len() - 1]);
+                    lengths.push(sequence.context.len() - 1);
+                }
+                // A free slot computes a token behind those that it keeps.
+                None => {
+                    slot.cached.truncate(last_place);
+                    tokens.push(0);
+                    lengths.push(slot.cached.len());
+                }
+            }
+        }
+        self.decoder.decode(&tokens, &lengths)?;
+        for slot in 0..self.slots.len() {
+            if let Some(sequence) = self.slots[slot].sequence.take() {
+                let logits = self.decoder.logits(slot)?;
+                self.advance(slot, sequence, logits)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Appends the next token to a sequence. Leaves the sequence in its slot unless it has ended.
+    fn advance(&mut self, slot: usize, mut sequence: Sequence, mut logits: Vec<f64>) -> Result<(), DeviceFailure> {
+        let Sequence { prompt, given, max_new_tokens, .. } = sequence;
+        let limits = (given + max_new_tokens, self.decoder.capacity());
+        let listener = &mut *self.listener;
+        let mut failed = None;
+        let end = self.decoding.append_token(&mut sequence.context, &mut logits, limits, |token| {
+            listener.on_token(prompt, token).unwrap_or_else(|failure| {
+                failed = Some(failure);
+                ControlFlow::Break(EndReason::Stopped)
+            })
+        });
+        if let Some(failure) = failed {
+            return Err(failure.into());
+        }
+        let Some(end) = end else {
+            self.slots[slot].sequence = Some(sequence);
+            return Ok(());
+        };
+        self.ended[prompt] = true;
+        self.first_open += self.ended[self.first_open..].iter().take_while(|ended| **ended).count();
+        Ok(self.listener.on_end(prompt, &sequence.context[given..], end)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::sampling::Sampling;
+    use super::*;
+    use std::collections::HashMap;
+
+    /// A model that prefers the sum of the last two tokens of a slot and its length, modulo 10. It fails if a slot does not
+    /// hold the tokens that the caller counts on.
+    struct SumModel {
+        slots: Vec<Vec<i32>>,
+        prefilled: usize,
+        decodes: usize,
+    }
+
+    impl SumModel {
+        fn new(slots: usize) -> SumModel {
+            SumModel { slots: vec![Vec::new(); slots], prefilled: 0, decodes: 0 }
+        }
+
+        fn next(&self, slot: usize) -> Vec<f64> {
+            let cache = &self.slots[slot];
+            let sum = cache.iter().rev().take(2).sum::<i32>() + cache.len() as i32;
+            (0..10).map(|id| f64::from(u8::from(id == sum % 10)) + f64::from(id) / 100.0).collect()
+        }
+
+        fn append(&mut self, slot: usize, tokens: &[i32], length: usize) {
+            assert!(length <= self.slots[slot].len() && length + tokens.len() <= 20);
+            self.slots[slot].truncate(length);
+            self.slots[slot].extend(tokens);
+        }
+    }
+
+    impl SlotDecoder for SumModel {
+        fn slots(&self) -> usize {
+            self.slots.len()
+        }
+
+        fn capacity(&self) -> usize {
+            20
+        }
+
+        fn prefill(&mut self, slot: usize, tokens: &[i32], length: usize) -> Result<Vec<f64>, DeviceFailure> {
+            self.prefilled += tokens.len();
+            self.append(slot, tokens, length);
+            Ok(self.next(slot))
+        }
+
+        fn decode(&mut self, tokens: &[i32], lengths: &[usize]) -> Result<(), DeviceFailure> {
+            self.decodes += 1;
+            assert!(tokens.len() == self.slots.len() && lengths.len() == tokens.len());
+            for (slot, (token, length)) in tokens.iter().zip(lengths).enumerate() {
+                self.append(slot, &[*token], *length);
+            }
+            Ok(())
+        }
+
+        fn logits(&mut self, slot: usize) -> Result<Vec<f64>, DeviceFailure> {
+            Ok(self.next(slot))
+        }
+    }
+
+    #[derive(Default)]
+    struct Answers {
+        tokens: HashMap<usize, Vec<i32>>,
+        ended: Vec<(usize, Vec<i32>, EndReason)>,
+        /// Largest number of prompts by which a token was ahead of the first open answer.
+        ahead: usize,
+    }
+
+    impl BatchListener for Answers {
+        fn on_token(&mut self, prompt: usize, token: i32) -> Result<ControlFlow<EndReason>, Failure> {
+            let open = (0..).find(|number| self.ended.iter().all(|(ended, ..)| ended != number)).unwrap();
+            self.ahead = self.ahead.max(prompt - open);
+            let tokens = self.tokens.entry(prompt).or_default();
+            tokens.push(token);
+            let is_stopped = tokens.ends_with(&[7]);
+            Ok(if is_stopped { ControlFlow::Break(EndReason::StopText) } else { ControlFlow::Continue(()) })
+        }
+
+        fn on_end(&mut self, prompt: usize, tokens: &[i32], end: EndReason) -> Result<(), Failure> {
+            self.ended.push((prompt, tokens.to_vec(), end));
+            Ok(())
+        }
+    }
+
+    fn answer(model: &mut SumModel, sampling: &Sampling, prompts: &[(Vec<i32>, usize)]) -> Answers {
+        let decoding = Decoding { sampling, end_tokens: &[8], max_new_tokens: 0 };
+        let batch = prompts.iter().map(|(tokens, limit)| BatchPrompt { tokens, max_new_tokens: *limit });
+        let mut answers = Answers::default();
+        answer_batch(model, &decoding, &batch.collect::<Vec<_>>(), &mut answers).unwrap();
+        answers
+    }
+
+    /// Returns 40 prompts of 1 to 7 tokens, with 1 to 12 new tokens.
+    fn prompts() -> Vec<(Vec<i32>, usize)> {
+        let tokens = |number: i32| (0..1 + number % 7).map(move |at| (number + at * at) % 6).collect();
+        (0..40).map(|number| (tokens(number), 1 + number as usize * 5 % 12)).collect()
+    }
+
+    #[test]
+    fn answers_do_not_depend_on_slots() {
+        let drawn = Sampling { temperature: 0.4, seed: 3, ..Sampling::GREEDY };
+        for sampling in [Sampling::GREEDY, drawn] {
+            let mut alone = answer(&mut SumModel::new(1), &sampling, &prompts()).ended;
+            assert!(alone.iter().enumerate().all(|(number, (prompt, ..))| number == *prompt));
+            let ends: std::collections::HashSet<_> = alone.iter().map(|(.., end)| format!("{end:?}")).collect();
+            assert_eq!(ends.len(), 3, "{ends:?}");
+            for slots in [2, 3, 8, 40, 64] {
+                let mut together = answer(&mut SumModel::new(slots), &sampling, &prompts()).ended;
+                together.sort_by_key(|(prompt, ..)| *prompt);
+                alone.sort_by_key(|(prompt, ..)| *prompt);
+                assert_eq!(together, alone, "{slots}");
+            }
+        }
+    }
+
+    #[test]
+    fn free_slots_are_filled_at_once() {
+        let mut model = SumModel::new(2);
+        // The answers to these have neither an end token nor the stop token.
+        let prompts: Vec<_> = [4, 1, 1, 2].map(|limit| (vec![1], limit)).to_vec();
+        let ended = answer(&mut model, &Sampling::GREEDY, &prompts).ended;
+        assert_eq!(ended.iter().map(|(prompt, ..)| *prompt).collect::<Vec<_>>(), [1, 2, 3, 0]);
+        assert_eq!(model.decodes, 3, "the longest answer takes four tokens, the first from its prompt");
+    }
+
+    #[test]
+    fn common_beginnings_of_prompts_are_kept() {
+        let mut model = SumModel::new(1);
+        let prompts = [(vec![1, 2, 3, 4], 2), (vec![1, 2, 3, 5], 2), (vec![1, 2, 3, 5], 2)];
+        answer(&mut model, &Sampling::GREEDY, &prompts);
+        assert_eq!(model.prefilled, 4 + 1 + 1);
+    }
+
+    #[test]
+    fn answers_wait_for_few_earlier_ones() {
+        let mut prompts = vec![(vec![1], 19)];
+        prompts.extend(vec![(vec![1, 1], 1); 60]);
+        let answers = answer(&mut SumModel::new(2), &Sampling::GREEDY, &prompts);
+        assert!(answers.tokens[&0].len() > 5);
+        assert_eq!(answers.ended.len(), 61);
+        assert!(answers.ahead < 2 * WAITING_PER_SLOT, "{}", answers.ahead);
+    }
+}
