@@ -1,7 +1,8 @@
 //! A conversation with the user. Its earlier messages stay as far as the planned cache has room for them.
 
 use super::decoding::EndReason;
-use super::generation::{Continuation, TextGenerator};
+use super::generation::TextGenerator;
+use super::text_stream::Continuation;
 use crate::data::{Conversation, Message, Prompt};
 use plimsoll_core::{Failure, format_count};
 use std::ops::ControlFlow;

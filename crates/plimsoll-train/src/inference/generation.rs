@@ -4,7 +4,7 @@ use super::batch::{BatchPrompt, answer_batch};
 use super::decoding::{Decoding, EndReason};
 use super::ordered_answers::OrderedAnswers;
 use super::sampling::{Sampling, SamplingChoice};
-use super::text_stream::TextStream;
+use super::text_stream::{Continuation, TextStream};
 use super::{open_engine, plan_work};
 use crate::data::{DataError, Prompt, PromptEncoder, PromptRecord, read_conversation, read_prompts};
 use crate::engine::Engine;
@@ -78,22 +78,11 @@ pub struct GeneratedText {
     pub end: EndReason,
 }
 
-/// The tokens and the text that follow a prompt.
-#[derive(Clone, Debug, PartialEq)]
-pub(super) struct Continuation {
-    /// Its text.
-    pub text: String,
-    /// Its tokens, including an end token and those of a stop text.
-    pub tokens: Vec<i32>,
-    /// The reason for which it ends.
-    pub end: EndReason,
-}
-
 /// A prompt with its tokens.
 #[derive(Clone, Debug)]
 pub struct PreparedPrompt {
     prompt: Prompt,
-    pub(super) tokens: Vec<i32>,
+    tokens: Vec<i32>,
     max_new_tokens: usize,
     /// All keys of the record in a file of prompts.
     pub keys: Map<String, Value>,
@@ -113,7 +102,7 @@ impl PreparedPrompt {
     }
 
     /// Returns the prompt with its answer.
-    pub(super) fn answered(&self, continuation: Continuation) -> GeneratedText {
+    fn answered(&self, continuation: Continuation) -> GeneratedText {
         let Continuation { text, tokens, end } = continuation;
         let (prompt, messages) = match &self.prompt {
             Prompt::Text(text) => (Some(text.clone()), None),
@@ -313,7 +302,8 @@ impl TextGenerator {
     ) -> Result<(), Failure> {
         let decoding = Decoding { sampling: &self.sampling, end_tokens: &self.end_tokens, max_new_tokens: 0 };
         let batch: Vec<BatchPrompt> = prompts.iter().map(PreparedPrompt::for_batch).collect();
-        let mut answers = OrderedAnswers::new(self.encoder.tokenizer(), &self.stops, prompts, on_answer);
+        let mut on_end = |prompt: usize, answer| on_answer(&prompts[prompt], prompts[prompt].answered(answer));
+        let mut answers = OrderedAnswers::new(self.encoder.tokenizer(), &self.stops, &batch, &mut on_end);
         Ok(answer_batch(&mut self.engine, &decoding, &batch, &mut answers)?)
     }
 

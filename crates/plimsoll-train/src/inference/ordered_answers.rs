@@ -1,9 +1,8 @@
 //! The answers of a batch, in the order of their prompts.
 
-use super::batch::BatchListener;
+use super::batch::{BatchListener, BatchPrompt};
 use super::decoding::EndReason;
-use super::generation::{Continuation, GeneratedText, PreparedPrompt};
-use super::text_stream::TextStream;
+use super::text_stream::{Continuation, TextStream};
 use crate::data::Tokenizer;
 use plimsoll_core::Failure;
 use std::collections::BTreeMap;
@@ -13,24 +12,24 @@ use std::ops::ControlFlow;
 pub(super) struct OrderedAnswers<'a> {
     tokenizer: &'a Tokenizer,
     stops: &'a [String],
-    prompts: &'a [PreparedPrompt],
+    prompts: &'a [BatchPrompt<'a>],
     /// Texts under way, by the index of their prompt.
     streams: BTreeMap<usize, TextStream<'a>>,
     /// Answers that have ended before an earlier one, by the index of their prompt.
     waiting: BTreeMap<usize, Continuation>,
     /// Index of the prompt whose answer is given out next.
     next: usize,
-    on_answer: &'a mut dyn FnMut(&PreparedPrompt, GeneratedText) -> Result<(), Failure>,
+    on_answer: &'a mut dyn FnMut(usize, Continuation) -> Result<(), Failure>,
 }
 
 impl<'a> OrderedAnswers<'a> {
     /// Returns the receiver of the answers to `prompts`, which end before the first of `stops`. `on_answer` is called with
-    /// each prompt and its answer.
+    /// the index of each prompt and its answer.
     pub fn new(
         tokenizer: &'a Tokenizer,
         stops: &'a [String],
-        prompts: &'a [PreparedPrompt],
-        on_answer: &'a mut dyn FnMut(&PreparedPrompt, GeneratedText) -> Result<(), Failure>,
+        prompts: &'a [BatchPrompt<'a>],
+        on_answer: &'a mut dyn FnMut(usize, Continuation) -> Result<(), Failure>,
     ) -> OrderedAnswers<'a> {
         let (streams, waiting) = (BTreeMap::new(), BTreeMap::new());
         OrderedAnswers { tokenizer, stops, prompts, streams, waiting, next: 0, on_answer }
@@ -39,7 +38,7 @@ impl<'a> OrderedAnswers<'a> {
     /// Removes the text of a prompt, or begins it.
     fn take_stream(&mut self, prompt: usize) -> TextStream<'a> {
         let OrderedAnswers { tokenizer, stops, prompts, .. } = *self;
-        let begin = || TextStream::new(tokenizer, stops, &prompts[prompt].tokens);
+        let begin = || TextStream::new(tokenizer, stops, prompts[prompt].tokens);
         self.streams.remove(&prompt).unwrap_or_else(begin)
     }
 }
@@ -59,9 +58,8 @@ impl BatchListener for OrderedAnswers<'_> {
         let end = if stream.is_stopped() { EndReason::StopText } else { end };
         self.waiting.insert(prompt, Continuation { text: stream.text().to_owned(), tokens: tokens.to_vec(), end });
         while let Some(continuation) = self.waiting.remove(&self.next) {
-            let prompt = &self.prompts[self.next];
             self.next += 1;
-            (self.on_answer)(prompt, prompt.answered(continuation))?;
+            (self.on_answer)(self.next - 1, continuation)?;
         }
         Ok(())
     }

@@ -1,10 +1,22 @@
 //! The text of generated tokens, piece by piece, up to a stop text.
 
+use super::decoding::EndReason;
 use crate::data::{DataError, Tokenizer};
 
 /// Number of tokens before the generated ones that are decoded with them, because the text of a token depends on those
 /// before it, for example in a leading space.
 const CONTEXT_TOKENS: usize = 16;
+
+/// The tokens and the text that follow a prompt.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Continuation {
+    /// Its text.
+    pub text: String,
+    /// Its tokens, including an end token and those of a stop text.
+    pub tokens: Vec<i32>,
+    /// The reason for which it ends.
+    pub end: EndReason,
+}
 
 /// Decodes tokens as they are generated. Pieces of text are given out as soon as no later token can change them.
 pub struct TextStream<'a> {
