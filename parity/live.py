@@ -66,7 +66,7 @@ MODELS = [
          keys={"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1}),
     Case("phi3", "", "phi3", 0, hidden=64, heads=4, kv_heads=2, ffn=130, vocab=205, spelling="new",
          keys={"sliding_window": 13}),
-    Case("smollm3", "", "smollm3", 0, hidden=60, layers=5, heads=6, kv_heads=3, ffn=110, vocab=260, tied=True, biases=True,
+    Case("smollm3", "", "smollm3", 0, hidden=60, layers=5, heads=6, kv_heads=3, ffn=110, vocab=260, tied=True,
          keys={"no_rope_layer_interval": 2}),
     Case("granite", "", "granite", 0, hidden=48, heads=4, kv_heads=1, ffn=111, vocab=218, tied=True, spelling="new",
          keys={"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.4,
