@@ -471,7 +471,7 @@ fn trained_and_saved_adapters_match_peft() {
         let out = cache.path().join(format!("{}-written", case.name));
         let lora = adapters.dir.lora(0.0, 1);
         let base = BaseModel { name: &case.path, revision: None };
-        write_adapter_dir(&out, &lora, Some(base), None, &tensors, |writer| {
+        write_adapter_dir(&out, &lora, Some(base), None, None, &tensors, |writer| {
             engine.move_files(ProgramKind::Save, &mut TensorWriter(writer)).expect("runs");
             Ok::<(), plimsoll_train::files::FilesError>(())
         })

@@ -68,12 +68,17 @@ pub fn summary(result: &RunResult, samples: &[Sample], folder: &str, model: Opti
     }
     text += "\n";
     if let Some(model) = model {
-        text += &format!("model: {model}\n");
+        text += &format!("{}: {model}\n", output_kind(model));
     }
     if result.status == RunStatus::Stopped {
         text += &format!("to resume: {}\n", resume_command(folder));
     }
     text
+}
+
+/// Names the content of a run's output folder: a model, or adapters.
+fn output_kind(folder: &str) -> &'static str {
+    if folder.ends_with("/adapter") { "adapters" } else { "model" }
 }
 
 /// Formats the message for `--resume` of a run that is already done. `folder` is the run folder, and `model` the folder
@@ -84,7 +89,7 @@ pub fn already_done(result: &RunResult, folder: &str, model: Option<&str>, more:
         format!("already done: {}, {}; nothing was changed\n", format_count(result.steps, "step"), losses(result));
     text += &format!("result: {folder}/result.json\n");
     if let Some(model) = model {
-        text += &format!("model: {model}\n");
+        text += &format!("{}: {model}\n", output_kind(model));
     }
     text + &format!("for more steps: {more}\n")
 }

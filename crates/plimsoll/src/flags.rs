@@ -9,10 +9,11 @@ use clap::CommandFactory;
 use plimsoll_core::Failure;
 
 /// Keys of the run file with the flag that sets them in commands without a run file.
-const FLAGS: [(&str, &str); 13] = [
+const FLAGS: [(&str, &str); 14] = [
     ("data.sequence", "sequence"),
     ("data.eval", "data"),
     ("data.format", "format"),
+    ("data.template", "template"),
     ("data.train", "data"),
     ("memory.allow", "allow"),
     ("memory.budget", "budget"),

@@ -68,6 +68,68 @@ fn conversation_is_rendered_by_template() {
 }
 
 #[test]
+fn trained_models_and_adapters_keep_the_template_of_their_data() {
+    let workspace = workspace();
+    let record = json!({ "messages": [{ "role": "user", "content": "ab" }, { "role": "assistant", "content": "cd" }] });
+    workspace.write("chat.jsonl", format!("{record}\n").repeat(8));
+    workspace.write("ask.json", json!([{ "role": "user", "content": "ab" }]).to_string());
+    let train = |more: &[&str]| {
+        let data =
+            ["data.train=chat.jsonl", "data.eval=[]", "data.format=auto", "data.template=chatml", "train.steps=2"];
+        let all: Vec<&str> = data.iter().chain(more).flat_map(|setting| ["--set", *setting]).collect();
+        workspace.succeed(&[&["train", "run.toml", "--quiet"], &all[..]].concat());
+    };
+    train(&["run.dir=full"]);
+    train(&["run.dir=tuned", "model.path=run/model", "model.init=pretrained", "train.method=lora"]);
+    for model in [&["full/model"][..], &["run/model", "--adapter", "tuned/adapter"]] {
+        let ask = [&["generate"], model, &["--messages", "ask.json", "--max-tokens", "4", "--json"]].concat();
+        let found = workspace.succeed(&ask).json();
+        assert_eq!(found, workspace.succeed(&[&ask[..], &["--template", "chatml"]].concat()).json(), "{model:?}");
+        assert_ne!(
+            found["tokens"],
+            workspace.succeed(&[&ask[..], &["--template", "llama3"]].concat()).json()["tokens"]
+        );
+        let eval = [&["eval"], model, &["--data", "chat.jsonl", "--json"]].concat();
+        assert!(workspace.succeed(&eval).json()["loss"].is_number());
+    }
+    // Merged models take the template of the adapters.
+    workspace.succeed(&["export", "tuned", "--merged", "merged"]);
+    for folder in ["full/model", "tuned/adapter", "merged"] {
+        assert!(workspace.read(&format!("{folder}/chat_template.jinja")).contains("<|im_start|>"), "{folder}");
+    }
+}
+
+#[test]
+fn flags_without_effect_are_refused() {
+    let workspace = Workspace::new(&SMALL);
+    for (line, flag) in [
+        (&["generate", "m", "--prompt", "a", "--system", "b"][..], "--system"),
+        (&["generate", "m", "--prompt", "a", "--out", "o.jsonl"], "--out"),
+        (&["generate", "m", "--messages", "a.json", "--context", "64"], "--context"),
+        (&["export", "m", "--gguf", "a.gguf", "--type", "f16", "--shard-size", "1GiB"], "--shard-size"),
+        (&["export", "m", "--merged", "a", "--modelfile", "b"], "--modelfile"),
+    ] {
+        let done = workspace.run(line);
+        assert!(done.code == Some(2) && done.stderr.contains("cannot be used with"), "{line:?}: {}", done.stderr);
+        assert!(done.stderr.contains(flag), "{line:?}: {}", done.stderr);
+    }
+}
+
+#[test]
+fn missing_models_are_named_with_their_other_sources() {
+    let workspace = Workspace::new(&SMALL);
+    for (model, hint) in [
+        ("Qwen/Qwen2.5-0.5B", "for a model of the Hugging Face Hub: hub:Qwen/Qwen2.5-0.5B"),
+        ("smollm2-135m", "smollm2-135m is a preset, which has no weights"),
+    ] {
+        for line in [&["generate", model, "--prompt", "a"][..], &["export", model, "--merged", "out"]] {
+            let refusal = workspace.expect_refusal(2, line);
+            assert!(refusal.contains("no such directory") && refusal.contains(hint), "{line:?}: {refusal}");
+        }
+    }
+}
+
+#[test]
 fn chat_continues_the_conversation() {
     let workspace = workspace();
     let first = answer(&workspace, &[("user", "ab")]);

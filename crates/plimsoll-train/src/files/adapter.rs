@@ -5,7 +5,9 @@
 
 use super::atomic;
 use super::error::FilesError;
-use super::model_dir::{ModelWeights, check_tensor, read_generation_end_tokens, write_generation_config};
+use super::model_dir::{
+    CHAT_TEMPLATE, ModelWeights, check_tensor, read_generation_end_tokens, write_generation_config,
+};
 use super::read::{WeightFiles, read_small};
 use super::write::{StoredTensor, WeightWriter, pretty_json};
 use plimsoll_core::Bytes;
@@ -214,6 +216,7 @@ pub struct BaseModel<'a> {
 /// Writes adapters as a PEFT directory and replaces an existing one. `base` is their base model, or `None` if its weights
 /// are random. `write_weights` writes `tensors`. If `trained` is given, a
 /// `generation_config.json` keeps its end tokens, because they differ from those of the base model.
+/// `template` is the text of a chat template that replaces that of the base model.
 ///
 /// # Errors
 /// A failure of `write_weights` or of a file operation. An existing directory is then kept.
@@ -222,6 +225,7 @@ pub fn write_adapter_dir<E: From<FilesError>>(
     lora: &Lora,
     base: Option<BaseModel>,
     trained: Option<&ModelConfig>,
+    template: Option<&str>,
     tensors: &[StoredTensor],
     write_weights: impl FnOnce(&mut WeightWriter) -> Result<(), E>,
 ) -> Result<(), E> {
@@ -231,6 +235,9 @@ pub fn write_adapter_dir<E: From<FilesError>>(
         write_weights(&mut writer)?;
         writer.finish()?;
         atomic::write_file(&dir.join("adapter_config.json"), &pretty_json(&config_json(lora, base)))?;
+        if let Some(template) = template {
+            atomic::write_file(&dir.join(CHAT_TEMPLATE), template.as_bytes())?;
+        }
         trained.map_or(Ok(()), |trained| Ok(write_generation_config(dir, trained)?))
     })
 }
@@ -284,9 +291,17 @@ mod tests {
             .into_iter()
             .map(|p| StoredTensor { name: p.hf_name, dtype: DType::F32, shape: p.shape })
             .collect();
-        write_adapter_dir::<FilesError>(&dir.path().join("adapter"), &lora, None, Some(&config), &tensors, |writer| {
-            tensors.iter().try_for_each(|tensor| writer.write(&tensor.name, &vec![0; tensor.bytes() as usize]))
-        })
+        write_adapter_dir::<FilesError>(
+            &dir.path().join("adapter"),
+            &lora,
+            None,
+            Some(&config),
+            None,
+            &tensors,
+            |writer| {
+                tensors.iter().try_for_each(|tensor| writer.write(&tensor.name, &vec![0; tensor.bytes() as usize]))
+            },
+        )
         .unwrap();
         dir
     }

@@ -1,7 +1,7 @@
 //! Errors of model files, with messages and hints.
 
 use plimsoll_core::{Bytes, Failure};
-use plimsoll_program::models::ConfigError;
+use plimsoll_program::models::{ConfigError, preset};
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -179,6 +179,20 @@ fn describe_adapter_mismatch(missing: &[String], extra: &[String]) -> String {
     }
 }
 
+/// The problem of a path that names no directory.
+pub(super) const NO_DIRECTORY: &str = "no such directory";
+
+/// Suggests another source of a model whose directory does not exist: a preset or a repository of the hub.
+fn suggest_source(path: &Path) -> Option<String> {
+    let given = std::env::current_dir().ok().and_then(|here| Some(path.strip_prefix(here).ok()?.to_owned()));
+    let name = given.as_deref().unwrap_or(path).to_str()?.to_owned();
+    if preset(&name).is_some() {
+        return Some(format!("{name} is a preset, which has no weights: name a directory or a model of the hub"));
+    }
+    let is_repository = name.split('/').count() == 2 && !name.starts_with(['.', '/']);
+    is_repository.then(|| format!("for a model of the Hugging Face Hub: hub:{name}"))
+}
+
 /// Returns a hint for a directory that is not a model: the model or the adapters in it to use instead. Returns `None`
 /// if it has neither.
 fn suggest_model(dir: &Path) -> Option<String> {
@@ -214,6 +228,7 @@ impl FilesError {
             FilesError::BadPath { path, .. } if path.ends_with("config.json") => {
                 path.parent().and_then(suggest_model).into_iter().collect()
             }
+            FilesError::BadPath { path, problem: NO_DIRECTORY } => suggest_source(path).into_iter().collect(),
             FilesError::Header { .. } | FilesError::Index { .. } => {
                 vec!["the file may be damaged or incomplete: download it again".into()]
             }

@@ -18,7 +18,7 @@ pub use adapter::{AdapterDir, BaseModel, write_adapter_dir};
 pub use error::{FilesError, HeaderError};
 pub use generation_config::GenerationDefaults;
 pub(crate) use model_dir::SIDE_FILES;
-pub use model_dir::{ModelDir, ModelWeights, read_config, write_model_dir};
+pub use model_dir::{ModelDir, ModelWeights, SideFiles, read_config, write_model_dir};
 pub use read::{TensorEntry, WeightFiles};
 pub use values::{FileSummary, has_non_finite};
 pub(crate) use values::{convert_floats, decode_floats};

@@ -1,7 +1,7 @@
 //! A Hugging Face model directory: `config.json`, weights that match it, and side files (tokenizer, generation, chat).
 
 use super::atomic;
-use super::error::FilesError;
+use super::error::{FilesError, NO_DIRECTORY};
 use super::read::{TensorEntry, WeightFiles, is_rotary_frequency, read_small};
 use super::write::{StoredTensor, WeightWriter, pretty_json};
 use plimsoll_core::{Bytes, DType};
@@ -35,10 +35,14 @@ pub(crate) const SIDE_FILES: [&str; 11] = [
     "vocab.json",
     "merges.txt",
     GENERATION_CONFIG,
-    "chat_template.json",
-    "chat_template.jinja",
-    "additional_chat_templates",
+    CHAT_TEMPLATES[0],
+    CHAT_TEMPLATES[1],
+    CHAT_TEMPLATES[2],
 ];
+/// The file of a chat template. It has precedence over the entry in `tokenizer_config.json`.
+pub(super) const CHAT_TEMPLATE: &str = "chat_template.jinja";
+/// Names of the files and folders of chat templates.
+const CHAT_TEMPLATES: [&str; 3] = ["chat_template.json", CHAT_TEMPLATE, "additional_chat_templates"];
 
 /// An opened Hugging Face model directory, whose configuration and weights match.
 #[derive(Debug)]
@@ -121,7 +125,7 @@ impl ModelDir {
     pub fn open(path: &Path, ignore_keys: &[String]) -> Result<ModelDir, FilesError> {
         if !path.is_dir() {
             let is_file_name = path.extension().is_some_and(|extension| extension == "json");
-            let problem = if is_file_name { "no such file" } else { "no such directory" };
+            let problem = if is_file_name { "no such file" } else { NO_DIRECTORY };
             return Err(FilesError::BadPath { path: path.to_owned(), problem });
         }
         let (mut config, raw_config) = read_config(&path.join("config.json"), ignore_keys)?;
@@ -225,8 +229,17 @@ fn tensors_equal(files: &WeightFiles, a: &TensorEntry, b: &TensorEntry) -> Resul
     Ok(true)
 }
 
+/// Files that a saved model gets beside its weights and its `config.json`.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct SideFiles<'a> {
+    /// The directory whose tokenizer, generation settings and chat templates are copied; `None` copies nothing.
+    pub from: Option<&'a Path>,
+    /// The text of a chat template that replaces those of `from`.
+    pub template: Option<&'a str>,
+}
+
 /// Writes a model directory and replaces an existing one. `config` becomes `config.json`, and `write_weights` writes
-/// `tensors` in files of at most `max_shard` bytes. Tokenizer, generation settings and chat templates are copied from `side_files_from`, if it is given.
+/// `tensors` in files of at most `max_shard` bytes. Tokenizer, generation settings and chat templates are those of `side_files`.
 /// Generation settings get the end tokens of `model`.
 ///
 /// # Errors
@@ -237,7 +250,7 @@ pub fn write_model_dir<E: From<FilesError>>(
     config: &Value,
     tensors: &[StoredTensor],
     max_shard: Bytes,
-    side_files_from: Option<&Path>,
+    side_files: SideFiles,
     write_weights: impl FnOnce(&mut WeightWriter) -> Result<(), E>,
 ) -> Result<(), E> {
     atomic::write_dir(path, |dir| {
@@ -245,10 +258,14 @@ pub fn write_model_dir<E: From<FilesError>>(
         write_weights(&mut writer)?;
         writer.finish()?;
         atomic::write_file(&dir.join("config.json"), &pretty_json(config))?;
-        if let Some(from) = side_files_from {
-            for name in SIDE_FILES {
+        for name in SIDE_FILES {
+            let is_replaced = side_files.template.is_some() && CHAT_TEMPLATES.contains(&name);
+            if let Some(from) = side_files.from.filter(|_| !is_replaced) {
                 copy_if_present(&from.join(name), &dir.join(name))?;
             }
+        }
+        if let Some(template) = side_files.template {
+            atomic::write_file(&dir.join(CHAT_TEMPLATE), template.as_bytes())?;
         }
         match read_generation_end_tokens(dir)? {
             Some(found) if found != model.eos => Ok(write_generation_config(dir, model)?),

@@ -244,7 +244,7 @@ fn generation_config_decides_end_tokens() {
         &trained.to_json(None, DType::F32),
         &tensors,
         MAX_SHARD_BYTES,
-        Some(dir.path()),
+        SideFiles { from: Some(dir.path()), template: None },
         |writer| tensors.iter().try_for_each(|tensor| writer.write(&tensor.name, &vec![0; tensor.bytes() as usize])),
     )
     .unwrap();
@@ -348,7 +348,7 @@ fn written_model_keeps_side_files_and_extra_keys() {
             &config_json,
             &tensors,
             MAX_SHARD_BYTES,
-            Some(old.path()),
+            SideFiles { from: Some(old.path()), template: None },
             |writer| {
                 for parameter in config.hf_parameters() {
                     let bytes = content(&parameter.hf_name, 2 * parameter.elements());

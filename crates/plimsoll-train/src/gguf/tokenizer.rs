@@ -129,11 +129,13 @@ pub struct TokenizerRequest<'a> {
     pub end_tokens: &'a [i64],
     /// Name of the pre-tokenizer in llama.cpp; `None` if it is to be recognized.
     pub pre: Option<&'a str>,
+    /// A chat template that replaces those of the model's folder.
+    pub template: Option<&'a str>,
 }
 
 /// A tokenizer in the terms of GGUF.
 pub struct ExpressedTokenizer {
-    /// The keys of the tokenizer.
+    /// Metadata keys that describe the tokenizer.
     pub metadata: Metadata,
     /// Value of `tokenizer.ggml.model`.
     pub kind: &'static str,
@@ -210,7 +212,7 @@ impl TokenizerFolder {
         metadata.push("tokenizer.ggml.tokens", MetadataValue::Texts(table.texts));
         metadata.push("tokenizer.ggml.token_type", MetadataValue::Numbers(table.kinds));
         self.push_special_tokens(request, &mut metadata, &mut notes)?;
-        self.push_templates(&mut metadata)?;
+        self.push_templates(&mut metadata, request.template)?;
         Ok(ExpressedTokenizer { metadata, kind, pre, notes })
     }
 
@@ -394,8 +396,12 @@ impl TokenizerFolder {
         Ok(())
     }
 
-    /// Adds the chat templates of the model's folder.
-    fn push_templates(&self, metadata: &mut Metadata) -> Result<(), GgufError> {
+    /// Adds the chat template `given`, or else those of the model's folder.
+    fn push_templates(&self, metadata: &mut Metadata, given: Option<&str>) -> Result<(), GgufError> {
+        if let Some(text) = given {
+            metadata.push("tokenizer.chat_template", text);
+            return Ok(());
+        }
         let mut names = Vec::new();
         for (name, text) in read_own_templates(&self.folder)? {
             if name == "default" {

@@ -1,6 +1,7 @@
 //! A model directory whose adapters are merged while its tensors are read: the source of
 //! `plimsoll export`. The model's weights are streamed; only the adapters stay in memory.
 
+use crate::data::template::{TemplateError, read_own_templates};
 use crate::engine::failure::DeviceFailure;
 use crate::engine::tensor_files::{MergeFiles, ModelSource};
 use crate::files::{AdapterDir, FilesError, ModelDir, ModelWeights, StoredTensor};
@@ -48,6 +49,15 @@ impl MergedModel {
     /// Returns a note if the adapters name no base model, else `None`.
     pub fn note(&self) -> Option<String> {
         self.adapter.as_ref().and_then(AdapterDir::unknown_base_note)
+    }
+
+    /// Returns the chat template that comes with the adapters; `None` if that of the model applies.
+    ///
+    /// # Errors
+    /// A template that cannot be read or has another form.
+    pub fn template(&self) -> Result<Option<String>, TemplateError> {
+        let Some(adapter) = &self.adapter else { return Ok(None) };
+        Ok(read_own_templates(&adapter.path)?.remove("default"))
     }
 
     /// Returns the weights of the model.

@@ -2,10 +2,11 @@
 //! their formats are in `checkpoint` and `files`.
 
 use crate::config::{Method, RunConfig};
+use crate::data::template::read_template;
 use crate::engine::failure::DeviceFailure;
 use crate::engine::tensor_files::TensorWriter;
 use crate::events::EventLog;
-use crate::files::{BaseModel, MAX_SHARD_BYTES, WeightWriter, atomic, write_adapter_dir, write_model_dir};
+use crate::files::{BaseModel, MAX_SHARD_BYTES, SideFiles, WeightWriter, atomic, write_adapter_dir, write_model_dir};
 use crate::inference::samples::decode_samples;
 use crate::planning::request::adapter_config;
 use crate::session::checkpoint;
@@ -127,6 +128,8 @@ impl Session {
     pub(crate) fn write_model(&mut self) -> Result<PathBuf, DeviceFailure> {
         let (model, team) = (&self.context.resolved.model, &mut self.team);
         let tensors = team.file_tensors(ProgramKind::Save);
+        // A file that was removed during the run does not cost the model.
+        let template = self.context.run.data.template.as_deref().and_then(|setting| read_template(setting).ok());
         let write = |writer: &mut WeightWriter| team.write_files(ProgramKind::Save, &mut TensorWriter(writer));
         let path = model_folder(&self.context.folder, &self.context.run);
         if self.context.run.train.method == Method::Lora {
@@ -139,11 +142,12 @@ impl Session {
             let lora = adapter_config(&self.context.run, model);
             let has_base_end_tokens = model.dir.as_ref().is_none_or(|dir| dir.config.eos == model.config.eos);
             let trained = (!has_base_end_tokens).then_some(&model.config);
-            write_adapter_dir(&path, &lora, base, trained, &tensors, write)?;
+            write_adapter_dir(&path, &lora, base, trained, template.as_deref(), &tensors, write)?;
             return Ok(path);
         }
         let config = model.config.to_json(model.dir.as_ref().map(|dir| &dir.raw_config), self.info.precision);
-        write_model_dir(&path, &model.config, &config, &tensors, MAX_SHARD_BYTES, model.folder(), write)?;
+        let side_files = SideFiles { from: model.folder(), template: template.as_deref() };
+        write_model_dir(&path, &model.config, &config, &tensors, MAX_SHARD_BYTES, side_files, write)?;
         Ok(path)
     }
 

@@ -36,10 +36,10 @@ pub struct GenerateArgs {
     #[arg(long, value_name = "FILE", requires = "out", conflicts_with = "json", help_heading = "Prompts")]
     prompts: Option<PathBuf>,
     /// JSON lines file of the answers to --prompts; an existing one is continued
-    #[arg(long, value_name = "FILE", requires = "prompts", help_heading = "Prompts")]
+    #[arg(long, value_name = "FILE", requires = "prompts", conflicts_with_all = ["prompt", "chat", "messages"], help_heading = "Prompts")]
     pub out: Option<PathBuf>,
     /// First message of a conversation with --chat, from the system
-    #[arg(long, value_name = "TEXT", requires = "chat", help_heading = "Prompts")]
+    #[arg(long, value_name = "TEXT", requires = "chat", conflicts_with_all = ["prompt", "messages", "prompts"], help_heading = "Prompts")]
     pub system: Option<String>,
     /// Chat template: a file, or the name of a built-in one [default: that of the model]
     #[arg(long, value_name = "NAME|FILE", conflicts_with = "prompt", help_heading = "Prompts")]
@@ -50,13 +50,13 @@ pub struct GenerateArgs {
     max_tokens: Option<u32>,
     /// Tokens of the conversation with --chat that the cache holds; older messages are dropped [default: 4096, or the
     /// context of the model]
-    #[arg(long, value_name = "TOKENS", requires = "chat", value_parser = clap::value_parser!(u32).range(16..))]
+    #[arg(long, value_name = "TOKENS", requires = "chat", conflicts_with_all = ["prompt", "messages", "prompts"], value_parser = clap::value_parser!(u32).range(16..))]
     context: Option<u32>,
     /// End an answer before this text (repeatable)
     #[arg(long, value_name = "TEXT", value_parser = non_empty)]
     stop: Vec<String>,
     /// Sampling temperature; 0 always takes the most likely token [default: that of the model]
-    #[arg(long, value_parser = temperature, help_heading = "Sampling")]
+    #[arg(long, value_parser = temperature, allow_negative_numbers = true, help_heading = "Sampling")]
     temperature: Option<f32>,
     /// Sample only from the K most likely tokens
     #[arg(long, value_name = "K", value_parser = positive(), help_heading = "Sampling")]
@@ -87,7 +87,7 @@ impl GenerateArgs {
     /// An invalid setting, or a rung in `--allow` that only applies to training.
     pub fn build_request(&self) -> Result<RunRequest, Failure> {
         let mut settings = self.inference.settings(&self.dir);
-        settings.extend(self.template.as_ref().map(|template| setting("data.template", template)));
+        settings.extend(self.inference.template(self.template.as_ref()).map(|file| setting("data.template", &file)));
         reject_training_rungs(RunConfig::from_settings(&settings)?)
     }
 

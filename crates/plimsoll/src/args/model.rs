@@ -1,4 +1,4 @@
-//! Arguments of `eval`, `merge` and `export`, and those that `eval` shares with `generate`.
+//! Arguments of `eval` and `export`, and those that `eval` shares with `generate`.
 
 use super::values::{file_type, positive, pre_tokenizer};
 use clap::{ArgGroup, Args};
@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 #[derive(Debug, Args)]
 #[command(after_help = "Example:\n  plimsoll eval runs/sums/model --data runs/sums/example/eval.jsonl --format tokens")]
 pub struct EvalArgs {
-    /// Model: a Hugging Face directory
+    /// Model: a Hugging Face directory, or a hub id such as hub:OWNER/NAME
     #[arg(value_name = "DIR")]
     dir: PathBuf,
     /// Data: a file, or a glob pattern
@@ -22,6 +22,9 @@ pub struct EvalArgs {
     /// Format of the records: auto (the default), text, tokens or another value of data.format
     #[arg(long)]
     format: Option<String>,
+    /// Chat template of conversations: a file, or the name of a built-in one [default: that of the model]
+    #[arg(long, value_name = "NAME|FILE")]
+    template: Option<String>,
     /// Tokens per sequence; longer samples are split [default: the length of the longest sample]
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..1 << 24))]
     pub sequence: Option<u32>,
@@ -41,6 +44,7 @@ impl EvalArgs {
         let mut settings = self.inference.settings(&self.dir);
         settings.push(setting("data.eval", &self.data));
         settings.extend(self.format.as_ref().map(|format| setting("data.format", format)));
+        settings.extend(self.inference.template(self.template.as_ref()).map(|file| setting("data.template", &file)));
         reject_training_rungs(RunConfig::from_settings(&settings)?)
     }
 }
@@ -53,7 +57,7 @@ impl EvalArgs {
   plimsoll export runs/chat --merged chat-model --type bf16")]
 #[command(group(ArgGroup::new("output").required(true).args(["gguf", "merged"])))]
 pub struct ExportArgs {
-    /// Model: a run folder, a Hugging Face directory, or a PEFT directory that names its base model
+    /// Model: a run folder, a Hugging Face directory, a hub id, or a PEFT directory that names its base model
     #[arg(value_name = "MODEL")]
     pub model: PathBuf,
     /// Write a GGUF file for llama.cpp and Ollama, which must not exist yet
@@ -70,13 +74,13 @@ pub struct ExportArgs {
     #[arg(long, value_name = "DIR")]
     pub adapter: Option<PathBuf>,
     /// Largest size of a file of weights in the directory [default: 5 GB]
-    #[arg(long, value_name = "SIZE", requires = "merged")]
+    #[arg(long, value_name = "SIZE", requires = "merged", conflicts_with = "gguf")]
     pub shard_size: Option<Bytes>,
     /// Also write a Modelfile for `ollama create`, which must not exist yet
-    #[arg(long, value_name = "FILE", requires = "gguf")]
+    #[arg(long, value_name = "FILE", requires = "gguf", conflicts_with = "merged")]
     pub modelfile: Option<PathBuf>,
     /// Name of the pre-tokenizer in llama.cpp, if it is not recognized
-    #[arg(long, value_name = "NAME", value_parser = pre_tokenizer, requires = "gguf")]
+    #[arg(long, value_name = "NAME", value_parser = pre_tokenizer, requires = "gguf", conflicts_with = "merged")]
     pub pre: Option<String>,
     /// Ignore a key of the model's config.json that Plimsoll does not know (repeatable)
     #[arg(long, value_name = "KEY")]
@@ -113,6 +117,13 @@ pub(super) struct InferenceArgs {
 }
 
 impl InferenceArgs {
+    /// Returns the chat template `given`, or else the one beside the adapters.
+    pub fn template(&self, given: Option<&String>) -> Option<String> {
+        let beside = self.adapter.as_ref().map(|adapter| adapter.join("chat_template.jinja"));
+        let beside = beside.filter(|file| file.is_file()).map(|file| file.to_string_lossy().into_owned());
+        given.cloned().or(beside)
+    }
+
     /// Returns the model and the flags as `KEY=VALUE` settings of the run file.
     pub fn settings(&self, model: &Path) -> Vec<String> {
         let mut settings = vec![setting("model.path", &model.to_string_lossy())];

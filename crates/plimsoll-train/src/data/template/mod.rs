@@ -32,7 +32,7 @@ mod tests;
 mod turns;
 
 pub use super::template_error::{TemplateError, TemplateWarning};
-pub(crate) use source::{ChatTemplate, read_own_templates};
+pub(crate) use source::{ChatTemplate, read_own_templates, read_template};
 
 use super::conversation::Conversation;
 use super::guard;

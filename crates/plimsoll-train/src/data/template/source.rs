@@ -48,14 +48,7 @@ impl ChatTemplate {
             Ok(ChatTemplate { named, origin, variables: variables.clone() })
         };
         let Some(setting) = setting else { return ChatTemplate::find_own(model_folder, variables) };
-        if let Some(text) = builtin::text(setting) {
-            return single(setting.into(), setting.to_owned(), text);
-        }
-        let file = Path::new(setting);
-        if !regular_file::is_present(file) {
-            return Err(TemplateError::UnknownTemplate { name: setting.to_owned() });
-        }
-        single(file.to_owned(), setting.to_owned(), &read_text(file)?)
+        single(setting.into(), setting.to_owned(), &read_template(setting)?)
     }
 
     /// Finds the template in the model's folder: its files, else the entry of `tokenizer_config.json`.
@@ -171,6 +164,21 @@ impl OwnTemplates {
         }
         Ok(OwnTemplates { origin: file, texts })
     }
+}
+
+/// Returns the text of the template that `setting` (`data.template`) names: a built-in one, or a file.
+///
+/// # Errors
+/// It names neither, or the file cannot be read.
+pub(crate) fn read_template(setting: &str) -> Result<String, TemplateError> {
+    if let Some(text) = builtin::text(setting) {
+        return Ok(text.to_owned());
+    }
+    let file = Path::new(setting);
+    if !regular_file::is_present(file) {
+        return Err(TemplateError::UnknownTemplate { name: setting.to_owned() });
+    }
+    read_text(file)
 }
 
 /// Returns the texts of the templates in a model's folder by their names, unchanged. A single one is `default`; a folder

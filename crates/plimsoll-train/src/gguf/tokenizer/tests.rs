@@ -58,7 +58,7 @@ fn express(tokenizer: &Value, config: &Value, vocab: u64, end_tokens: &[i64]) ->
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
     fs::write(folder.path().join("tokenizer_config.json"), config.to_string()).unwrap();
-    let request = TokenizerRequest { vocab, end_tokens, pre: None };
+    let request = TokenizerRequest { vocab, end_tokens, pre: None, template: None };
     let expressed = TokenizerFolder::open(folder.path()).and_then(|folder| folder.express(&request));
     expressed.map_err(|error| Failure::from(error).to_string().replace(&*folder.path().display().to_string(), "DIR"))
 }

@@ -3,7 +3,7 @@
 
 use super::{ExportProgress, ExportSource, Observer, check_unused};
 use crate::engine::tensor_files::{as_io, strip_group};
-use crate::files::{MAX_SHARD_BYTES, StoredTensor, WeightWriter, convert_floats, write_model_dir};
+use crate::files::{MAX_SHARD_BYTES, SideFiles, StoredTensor, WeightWriter, convert_floats, write_model_dir};
 use crate::inference::merged_model::MergedModel;
 use plimsoll_core::{Bytes, DType, Failure};
 use plimsoll_device::device::FileSpace;
@@ -58,8 +58,10 @@ pub fn export_directory(request: &DirectoryRequest, observe: Observer) -> Result
     if let Some(dtype) = request.dtype {
         set_dtype(&mut config, dtype);
     }
+    let template = merged.template()?;
+    let side_files = SideFiles { from: Some(&model.path), template: template.as_deref() };
     let shard = request.max_shard.unwrap_or(MAX_SHARD_BYTES);
-    write_model_dir(&request.out, &model.config, &config, &tensors, shard, Some(&model.path), |writer| {
+    write_model_dir(&request.out, &model.config, &config, &tensors, shard, side_files, |writer| {
         let dtypes = stored.iter().zip(&tensors).map(|(from, to)| (&*from.name, (from.dtype, to.dtype))).collect();
         let mut failure = None;
         let sink = ConvertingWriter { writer, dtypes, observe, done_bytes: 0, total_bytes, failure: &mut failure };

@@ -94,9 +94,14 @@ pub fn export_gguf(request: &GgufRequest, observe: Observer) -> Result<ExportedF
     let config = &merged.model.config;
     let Expression { architecture, metadata: settings, tensors, rope_divisors } =
         express(&merged.model, weights, request.file_type)?;
+    let template = merged.template()?;
     let folder = TokenizerFolder::open(&merged.model.path)?;
-    let tokenizer_request =
-        TokenizerRequest { vocab: config.vocab, end_tokens: &config.eos, pre: request.pre.as_deref() };
+    let tokenizer_request = TokenizerRequest {
+        vocab: config.vocab,
+        end_tokens: &config.eos,
+        pre: request.pre.as_deref(),
+        template: template.as_deref(),
+    };
     let ExpressedTokenizer { metadata: tokens, kind, pre, mut notes } = folder.express(&tokenizer_request)?;
     notes.splice(..0, merged.note());
     let stops = folder.token_texts(&config.eos);

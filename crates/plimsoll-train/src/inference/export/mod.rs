@@ -25,7 +25,7 @@ pub struct ExportProgress<'a> {
     pub tensor: &'a str,
     /// Bytes written.
     pub done_bytes: u64,
-    /// Size of the file.
+    /// Bytes that the export writes in all.
     pub total_bytes: u64,
 }
 
