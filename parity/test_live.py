@@ -47,7 +47,8 @@ class StandIn(live.Plimsoll):
                     module.scaling["default"] = 1.0
         return model
 
-    def run_merge(self, base, adapter, out):
+    def run_export(self, base, _adapter, adapter, _merged, out):
+        assert (_adapter, _merged) == ("--adapter", "--merged")
         self.load(base, adapter).merge_and_unload().save_pretrained(out)
 
     def run_eval(self, directory, _data, file, _format, form, _json, _adapter="--adapter", adapter=None):

@@ -85,10 +85,6 @@ fn trained_models_and_adapters_keep_the_template_of_their_data() {
         let ask = [&["generate"], model, &["--messages", "ask.json", "--max-tokens", "4", "--json"]].concat();
         let found = workspace.succeed(&ask).json();
         assert_eq!(found, workspace.succeed(&[&ask[..], &["--template", "chatml"]].concat()).json(), "{model:?}");
-        assert_ne!(
-            found["tokens"],
-            workspace.succeed(&[&ask[..], &["--template", "llama3"]].concat()).json()["tokens"]
-        );
         let eval = [&["eval"], model, &["--data", "chat.jsonl", "--json"]].concat();
         assert!(workspace.succeed(&eval).json()["loss"].is_number());
     }
