@@ -228,32 +228,44 @@ fn tensor_core_attention_and_gradient_match_reference() {
 #[ignore = "needs g++: cargo xtask cuda-check"]
 fn tensor_core_cached_attention_matches_reference() {
     for (before, rows, heads, kv_heads, head_dim) in [(0, 9, 2, 1, 16), (70, 40, 4, 2, 64), (3, 140, 2, 1, 128)] {
-        let (mut gpu, mut draw) = (Gpu::new(0), Draw(before));
         let shape = Heads { heads, kv_heads, head_dim };
-        let (length, width) = ((before + rows) as usize, (kv_heads * head_dim) as usize);
-        let qkv = draw.many(length * shape.columns() as usize, 2.0);
-        let starts = vec![0; length];
-        let (want, _) = ReferenceAttention { shape, sequence: length, qkv: &qkv, starts: &starts }.forward();
-        let row = |at: usize| &qkv[at * shape.columns() as usize..][..shape.columns() as usize];
-        let cache = |from: usize| -> Vec<f64> {
-            let held = (0..length).flat_map(|at| row(at)[from..from + width].to_vec());
-            held.chain(vec![f64::NAN; 7 * width]).collect()
-        };
-        let query_columns = shape.query_columns() as usize;
-        let (keys, values) = (cache(query_columns), cache(query_columns + width));
-        let places: Vec<i32> = (before..before + rows).map(|at| at as i32).collect();
-        let new = &qkv[before as usize * shape.columns() as usize..];
-        let inputs = [gpu.put(Kind::Bf16, new), gpu.put(Kind::Bf16, &keys), gpu.put(Kind::Bf16, &values)];
-        let places = gpu.put_integers(&places);
-        let out = gpu.allocate(Kind::Bf16, rows as usize * query_columns);
-        let [qkv, keys, values] = inputs;
-        let inputs = [qkv, keys, values, places, 0];
-        let tokens = NewTokens { sequences: 1, rows, capacity: before + rows + 7 };
-        let launches = cached_attention(Real::Bf16, LARGE, inputs, out, 0, tokens, shape);
-        assert_eq!(launches[0].unit.family(), Family::TensorAttention);
-        gpu.run(&launches);
-        close(&gpu.get(out), &want[before as usize * query_columns..], "out");
+        check_cached_attention(shape, before, rows, None, LARGE);
+        // Windows that hide whole tiles of keys, and all keys but the newest.
+        for (window, target) in [(40, LARGE), (1, LARGE), (40, NARROW)] {
+            check_cached_attention(shape, before, rows, Some(window), target);
+        }
     }
+}
+
+/// Compares attention of `rows` new tokens over a cache of `before` tokens with the reference. The cache is the second of
+/// two; the first one must not be read.
+fn check_cached_attention(shape: Heads, before: u64, rows: u64, window: Option<usize>, target: Target) {
+    let (mut gpu, mut draw) = (Gpu::new(0), Draw(before));
+    let (length, width) = ((before + rows) as usize, (shape.kv_heads * shape.head_dim) as usize);
+    let (capacity, columns) = (length + 7, shape.columns() as usize);
+    let qkv = draw.many(length * columns, 2.0);
+    let starts: Vec<i32> =
+        (0..length).map(|at| window.map_or(0, |window| (at + 1).saturating_sub(window) as i32)).collect();
+    let (want, _) = ReferenceAttention { shape, sequence: length, qkv: &qkv, starts: &starts }.forward();
+    let row = |at: usize| &qkv[at * columns..][..columns];
+    let cache = |from: usize| -> Vec<f64> {
+        let held = (0..length).flat_map(|at| row(at)[from..from + width].to_vec());
+        vec![f64::NAN; capacity * width].into_iter().chain(held).chain(vec![f64::NAN; 7 * width]).collect()
+    };
+    let query_columns = shape.query_columns() as usize;
+    let (keys, values) = (cache(query_columns), cache(query_columns + width));
+    let places: Vec<i32> = (before as usize..length).map(|at| (capacity + at) as i32).collect();
+    let new = &qkv[before as usize * columns..];
+    let [qkv, keys, values] = [new, &keys, &values].map(|data| gpu.put(Kind::Bf16, data));
+    let places = gpu.put_integers(&places);
+    let first_keys = window.map_or(0, |_| gpu.put_integers(&starts[before as usize..]));
+    let out = gpu.allocate(Kind::Bf16, rows as usize * query_columns);
+    let inputs = [qkv, keys, values, places, first_keys];
+    let tokens = NewTokens { sequences: 1, rows, capacity: capacity as u64 };
+    let launches = cached_attention(Real::Bf16, target, inputs, out, 0, tokens, shape);
+    assert_eq!(launches[0].unit.family(), Family::TensorAttention);
+    gpu.run(&launches);
+    close(&gpu.get(out), &want[before as usize * query_columns..], "out");
 }
 
 /// Runs `body` in a kernel of one warp, after the types and instructions.

@@ -30,7 +30,7 @@ pub(super) fn visit_accesses(op: &OpKind, visitor: &mut AccessVisitor) {
             if let Some(residual) = residual {
                 visitor.read(*residual, m * n);
             }
-            let whole = !accumulate && out_stride == n;
+            let whole = !accumulate && (out_stride == n || *m == 1);
             visitor.touch(*out, (m - 1) * out_stride + n, if whole { Mode::Write } else { Mode::Update });
             visitor.write_all(*workspace);
         }

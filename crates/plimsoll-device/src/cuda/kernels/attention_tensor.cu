@@ -189,11 +189,14 @@ constexpr int QUERIES = 16 * 2 * WARPS;
 // Keys per tile (`Tiles` in tiles.rs).
 constexpr int KEYS = TILE_KEYS;
 constexpr int CACHED_KEYS = TILE_CACHED_KEYS;
+// Start of a query without keys, behind every row of a cache.
+constexpr int NO_KEY = 0x3fffffff;
 
-// `count` queries of a head, the first at key position `first`, over keys starts[i] ..= first + i (from 0 where
-// `starts` is null). The values are copied while scores are computed, and the next keys while the values are used.
-template <int KEYS>
-__device__ inline void attend(const bf16* queries, u64 query_row, int first, int count, const int* starts,
+// `count` queries of a head, the first with the key in row `first`, over keys origin + starts[i] ..= first + i (from
+// `origin` where `starts` is null). The values are copied while scores are computed, and the next keys while the values
+// are used. CACHED takes fewer registers, and needs starts that ascend.
+template <int KEYS, bool CACHED>
+__device__ inline void attend(const bf16* queries, u64 query_row, int first, int count, int origin, const int* starts,
                               const bf16* keys, const bf16* values, u64 key_row, bf16* out, u64 out_row,
                               float* stats) {
     constexpr int M = 2;
@@ -209,10 +212,12 @@ __device__ inline void attend(const bf16* queries, u64 query_row, int first, int
             int query = own_row(M) + m * 16 + half * 8 + group();
             largest[m][half] = LOWEST;
             sum[m][half] = 0;
-            start[m][half] = starts && query < count ? starts[query] : 0;
+            // Rows behind the last query see no key, and are not written.
+            start[m][half] = query < count ? origin + (starts ? starts[query] : 0) : NO_KEY;
         }
     int from = 0, latest = 0, end = first + count, own = first + own_row(M);
     if (starts) span_of(starts, count, from, latest);
+    from += origin, latest += origin;
     float scale = root_scale() * LOG2_E;
     fetch<QUERIES>(q, queries, query_row, count);
     fetch<KEYS>(k, keys + from * key_row, key_row, end - from);
@@ -227,7 +232,9 @@ __device__ inline void attend(const bf16* queries, u64 query_row, int first, int
         __syncthreads();  // the values have arrived, the keys have been read
         if (from + KEYS < end) fetch<KEYS>(k, keys + (from + KEYS) * key_row, key_row, end - from - KEYS);
         if (!seen) continue;
-        bool whole = from >= latest && from + KEYS <= own + 1;
+        // Of the queries of a thread, the last one has the latest start.
+        bool whole = from >= (CACHED ? start[M - 1][1] : latest) && from + KEYS <= own + 1;
+        if (CACHED) whole = __ballot_sync(ALL_LANES, whole) == ALL_LANES;
         if (!whole) hide(s, start, from, own);
         u32 p[M][KEYS / 16][4];
 #pragma unroll
@@ -284,9 +291,9 @@ tensor_attention(const bf16* qkv, const int* document_start, bf16* out, float* s
     u64 row = (u64)(heads + 2 * kv_heads) * E, out_row = (u64)heads * E;
     u64 sequence_start = (u64)blockIdx.z * sequence, query = sequence_start + first;
     const bf16* keys = qkv + sequence_start * row + (heads + kv) * E;
-    attend<KEYS>(qkv + query * row + head * E, row, first, count, document_start + query, keys, keys + kv_heads * E,
-                 row, out + query * out_row + head * E, out_row,
-                 stats + (u64)(blockIdx.z * heads + head) * sequence + first);
+    attend<KEYS, false>(qkv + query * row + head * E, row, first, count, 0, document_start + query, keys,
+                        keys + kv_heads * E, row, out + query * out_row + head * E, out_row,
+                        stats + (u64)(blockIdx.z * heads + head) * sequence + first);
 }
 
 // Minimum blocks per multiprocessor for the register limit; 0 leaves it to the compiler, which before CUDA 13 spills for
@@ -303,14 +310,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, CACHED_BLOCKS)
 tensor_cached_attention(const bf16* qkv, const bf16* keys, const bf16* values, const int* places,
                         const int* first_keys, bf16* out, u32 rows, u32 capacity, u32 heads, u32 kv_heads) {
     int block = blockIdx.x * QUERIES;
-    u32 place = places[blockIdx.z * rows], start = place % capacity;
-    u64 first = (u64)blockIdx.z * rows + block, cache = (u64)(place - start) * kv_heads * E;
+    int place = places[blockIdx.z * rows];
+    u64 first = (u64)blockIdx.z * rows + block;
     int count = min(QUERIES, (int)rows - block);
     u32 head = blockIdx.y, kv = head / (heads / kv_heads);
     u64 row = (u64)(heads + 2 * kv_heads) * E, out_row = (u64)heads * E;
-    attend<CACHED_KEYS>(qkv + first * row + head * E, row, (int)start + block, count,
-                        first_keys ? first_keys + first : nullptr, keys + cache + kv * E, values + cache + kv * E,
-                        (u64)kv_heads * E, out + first * out_row + head * E, out_row, nullptr);
+    attend<CACHED_KEYS, true>(qkv + first * row + head * E, row, place + block, count, place - place % (int)capacity,
+                              first_keys ? first_keys + first : nullptr, keys + kv * E, values + kv * E,
+                              (u64)kv_heads * E, out + first * out_row + head * E, out_row, nullptr);
 }
 
 // ---- backward ----

@@ -88,7 +88,13 @@ impl Decoder<'_> {
             (normed, rows)
         };
         let logits = self.builder.activation(&format!("{kind}.logits"), &[rows, v], 1);
-        for block in head_blocks(v, self.options.kernels) {
+        let head_blocks = head_blocks(v, self.options.kernels);
+        if rows > 1 && head_blocks.len() > 1 {
+            // Each block writes some columns, and thereby keeps the others.
+            let fill = OpKind::Fill { into: Operand::whole(logits), value: 0.0, elements: rows * v };
+            blocks.push(Block::once("clear logits", vec![fill.into()]));
+        }
+        for block in head_blocks {
             let (columns, first) = (block.end - block.start, block.start as i64);
             let head = Operand::whole(head).starting_at(Index::fixed(first * d as i64));
             let out = Operand::whole(logits).starting_at(Index::fixed(first));
