@@ -136,8 +136,14 @@ impl WordTokenizer {
 
     /// Returns a token at byte `start` of `text`. A token inside a character has the place of this character.
     fn place(&self, text: &str, start: usize, id: u32, shape: TokenShape, begins_word: bool) -> PlacedToken {
-        let mut end = text.ceil_char_boundary(start + usize::from(shape.bytes));
-        let mut start = text.floor_char_boundary(start);
+        // The ends of a text are boundaries of characters, so both searches end.
+        let (mut start, mut end) = (start.min(text.len()), (start + usize::from(shape.bytes)).min(text.len()));
+        while !text.is_char_boundary(end) {
+            end += 1;
+        }
+        while !text.is_char_boundary(start) {
+            start -= 1;
+        }
         if let Some(Trim { keeps_first_space }) = self.trim {
             let keeps = keeps_first_space && start == 0 && shape.leading == 1;
             start = if keeps { start } else { end.min(start + usize::from(shape.leading)) };
@@ -239,7 +245,7 @@ impl AddedTokens {
         &self,
         text: &str,
         start: usize,
-        visit: &mut dyn FnMut(Range<usize>, Option<(u32, TokenShape)>) -> Result<(), Refusal>,
+        visit: &mut dyn FnMut(Range<usize>, Option<AddedToken>) -> Result<(), Refusal>,
     ) -> Result<(), Refusal> {
         let mut at = 0;
         if !self.tokens.is_empty() {
@@ -342,13 +348,16 @@ fn read_shapes(model: &ModelWrapper, letters: &[char; 256]) -> Option<Vec<TokenS
     (found == count).then_some(shapes)
 }
 
+/// The number of an added token, and its shape.
+type AddedToken = (u32, TokenShape);
+
 /// The character that stands for a space in the vocabulary.
 const SPACE_LETTER: char = 'Ġ';
 
 /// Returns the character that stands for each byte in the vocabulary: itself where it is visible in Latin-1, otherwise
 /// the next of the characters from U+0100 on.
 fn byte_letters() -> [char; 256] {
-    let mut next = ('\u{100}'..).into_iter();
+    let mut next = '\u{100}'..;
     std::array::from_fn(|byte| match byte as u8 {
         byte @ (b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff) => char::from(byte),
         _ => next.next().expect("there are more characters"),
