@@ -44,7 +44,7 @@ pub struct MixtureOrder {
 
 impl MixtureOrder {
     /// Returns the order of sources with `source_rows` rows. `order` has the seed, and the number of rows of all sources.
-    /// `ticks` are weights of the sources ([`ticks_of`]); `None` for an order in which each row comes once per epoch.
+    /// `ticks` are weights of the sources (`ticks_of`); `None` for an order in which each row comes once per epoch.
     pub fn new(order: RowOrder, source_rows: &[u64], ticks: Option<&[u64]>) -> MixtureOrder {
         assert_eq!(order.rows, source_rows.iter().sum::<u64>(), "the order belongs to other sources");
         let tree = ticks.filter(|_| source_rows.len() > 1).map(ShareTree::new);

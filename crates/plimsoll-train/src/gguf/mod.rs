@@ -8,8 +8,8 @@
 //! | `metadata` | key-value pairs, and the header of a file |
 //! | `architecture` | names and settings of a model, as llama.cpp knows them |
 //! | `tokenizer`, `pre_tokenizer` | a `tokenizer.json` as metadata |
-//! | `planned_tensor` | [`PlannedTensor`]: name, shape and type of a tensor that is to be written |
-//! | `writer` | [`GgufWriter`]: tensors that arrive in pieces, converted and written |
+//! | `planned_tensor` | `PlannedTensor`: name, shape and type of a tensor that is to be written |
+//! | `writer` | `GgufWriter`: tensors that arrive in pieces, converted and written |
 //! | `modelfile` | the Modelfile of Ollama |
 //!
 //! A file begins with a header: key-value pairs, then name, shape, type and offset of each tensor. The data of the tensors
