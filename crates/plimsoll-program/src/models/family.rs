@@ -22,7 +22,7 @@ pub enum ModelType {
     Granite,
 }
 
-/// What all models of a family have in common, and the defaults of keys that `config.json` leaves out.
+/// The facts that all models of a family share, and the defaults of keys that `config.json` leaves out.
 pub(super) struct Family {
     pub model_type: ModelType,
     /// Value of `model_type` in `config.json`.
