@@ -94,7 +94,8 @@ impl BlockType {
     /// Returns the largest magnitude of a value that the type stores: that of an f16, in which scales are stored, too.
     pub fn largest(self) -> f32 {
         match self {
-            BlockType::F32 | BlockType::Bf16 => f32::MAX,
+            BlockType::F32 => f32::MAX,
+            BlockType::Bf16 => bf16::MAX.to_f32(),
             _ => f16::MAX.to_f32(),
         }
     }
@@ -201,6 +202,18 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn largest_values_stay_finite() {
+        for block_type in ALL_TYPES {
+            let largest = block_type.largest();
+            for values in [[largest; 256], [-largest; 256]] {
+                let back = round_trip(block_type, &values);
+                assert!(back.iter().all(|value| value.is_finite()), "{block_type}");
+            }
+        }
+        assert!(round_trip(BlockType::Bf16, &[f32::MAX]).iter().all(|value| value.is_infinite()));
     }
 
     proptest! {
