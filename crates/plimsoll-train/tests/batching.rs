@@ -8,13 +8,13 @@ use common::Watchdog;
 use plimsoll_core::{Bytes, DType, DeviceKind, Offload, Recipe, RecomputeLevel};
 use plimsoll_plan::search::{LossyOptions, PlanOutcome, PlanRequest, plan_recipe};
 use plimsoll_program::ProgramKind;
-use plimsoll_program::models::decoder::{Base, Generation};
+use plimsoll_program::models::decoder::{Base, Generation, PART_TOKENS};
 use plimsoll_program::passes::check::check;
-use plimsoll_train::engine::Engine;
+use plimsoll_train::engine::{Engine, SlotTokens};
 use team_support::*;
 
-/// Tokens of a chunk, enough for the kernels of prompts.
-const CHUNK: u64 = 8;
+/// Tokens of a chunk: two parts.
+const CHUNK: u64 = 2 * PART_TOKENS;
 
 /// Opens an engine that generates `slots` sequences of at most 24 tokens, with random weights.
 fn open(case: &Case, slots: u64) -> (Engine, PlanOutcome) {
@@ -35,50 +35,66 @@ fn open(case: &Case, slots: u64) -> (Engine, PlanOutcome) {
 /// Returns the prompt of a sequence.
 fn prompt(case: &Case, sequence: usize) -> Vec<i32> {
     let vocab = case.config.vocab as i32;
-    (0..[5, 1, 9, 8, 3][sequence]).map(|at| (sequence as i32 * 5 + at * 7 + 3) % vocab).collect()
+    (0..[5, 1, 14, 9, 3][sequence]).map(|at| (sequence as i32 * 5 + at * 7 + 3) % vocab).collect()
+}
+
+/// New tokens of each sequence.
+const NEW: [i32; 4] = [3, 1, 4, 1];
+
+/// Returns the logits of the next token of a slot.
+fn logits(engine: &mut Engine, slot: usize) -> Vec<f64> {
+    let mut logits = Vec::new();
+    engine.read_logits(slot, &mut logits).unwrap();
+    logits
 }
 
 /// Returns the logits after the prompt and after each of four more tokens of a sequence alone.
 fn alone(case: &Case, sequence: usize) -> Vec<Vec<f64>> {
     let (mut engine, _) = open(case, 1);
     let prompt = prompt(case, sequence);
-    let mut all = vec![engine.prefill(0, &prompt, 0).unwrap()];
-    for (length, token) in (prompt.len()..).zip([3, 1, 4, 1]) {
+    let mut all = vec![engine.prefill(&prompt, 0).unwrap()];
+    for (length, token) in (prompt.len()..).zip(NEW) {
         engine.decode(&[token], &[length]).unwrap();
-        all.push(engine.logits(0).unwrap());
+        all.push(logits(&mut engine, 0));
     }
     all
 }
 
-/// Returns the logits of five sequences that are generated at once, in the given of `count` slots. Each begins two tokens
-/// after the one before it. Asserts that the arena is used as planned.
+/// Returns the logits of five sequences that are generated at once, in the given of `count` slots. Asserts that the arena
+/// is used as planned.
 fn together(name: &str, case: &Case, count: usize, slots: [usize; 5]) -> Vec<Vec<Vec<f64>>> {
     let (mut engine, outcome) = open(case, count as u64);
-    let (mut lengths, mut logits) = (vec![0; count], vec![Vec::new(); 5]);
-    for turn in 0..14 {
-        if turn % 2 == 0 && turn / 2 < 5 {
-            let (sequence, prompt) = (turn / 2, prompt(case, turn / 2));
+    let prompts: Vec<_> = (0..5).map(|sequence| prompt(case, sequence)).collect();
+    let (mut lengths, mut found) = (vec![0; count], vec![Vec::new(); 5]);
+    for (turn, begins) in [&[0][..], &[], &[1, 2], &[3, 4], &[], &[], &[], &[]].into_iter().enumerate() {
+        let before = |sequence: usize| &prompts[sequence][..prompts[sequence].len() - 1];
+        let slot_tokens = |&sequence: &usize| {
             // Keys and values of a common beginning are kept.
             let kept = if sequence == 2 { 4 } else { 0 };
-            engine.prefill(slots[sequence], &prompt[..kept.max(1)], 0).unwrap();
-            logits[sequence].push(engine.prefill(slots[sequence], &prompt[kept..], kept).unwrap());
-            lengths[slots[sequence]] = prompt.len();
+            SlotTokens { slot: slots[sequence], tokens: &before(sequence)[kept..], length: kept }
+        };
+        if turn == 2 {
+            engine.append(&[SlotTokens { slot: slots[2], tokens: &prompts[2][..4], length: 0 }]).unwrap();
         }
-        let active: Vec<usize> = (0..5).filter(|&sequence| (1..5).contains(&logits[sequence].len())).collect();
+        engine.append(&begins.iter().map(slot_tokens).collect::<Vec<_>>()).unwrap();
+        begins.iter().for_each(|&sequence| lengths[slots[sequence]] = before(sequence).len());
+        let has_begun = |sequence: usize| lengths[slots[sequence]] > 0 || begins.contains(&sequence);
+        let active: Vec<usize> = (0..5).filter(|&at| has_begun(at) && found[at].len() <= NEW.len()).collect();
         let mut tokens = vec![0; count];
         for &sequence in &active {
-            tokens[slots[sequence]] = [3, 1, 4, 1][logits[sequence].len() - 1];
+            let last = prompts[sequence].last();
+            tokens[slots[sequence]] = *last.into_iter().chain(&NEW).nth(found[sequence].len()).unwrap();
         }
         engine.decode(&tokens, &lengths).unwrap();
         for sequence in active {
-            logits[sequence].push(engine.logits(slots[sequence]).unwrap());
+            found[sequence].push(logits(&mut engine, slots[sequence]));
             lengths[slots[sequence]] += 1;
         }
     }
     let planned = &outcome.plan.devices[0];
     assert_eq!(engine.take_new_arena_use().as_ref(), Some(&planned.by_category), "{name}, {count} slots");
     assert_eq!(planned.by_category.values().copied().sum::<Bytes>(), planned.arena_bytes);
-    logits
+    found
 }
 
 /// Returns the largest difference of logits, relative to the largest logit.

@@ -173,13 +173,24 @@ pub fn real_bytes(dtype: DType, values: &[f64]) -> Vec<u8> {
 /// # Panics
 /// For a type that the CPU does not compute in.
 pub fn real_values(dtype: DType, bytes: &[u8]) -> Vec<f64> {
-    fn values<T: Real>(bytes: &[u8]) -> Vec<f64> {
-        bytes.chunks_exact(size_of::<T>()).map(|b| bytemuck::pod_read_unaligned::<T>(b).to_f64()).collect()
+    let mut values = Vec::new();
+    read_real_values(dtype, bytes, &mut values);
+    values
+}
+
+/// Replaces `into` by the values of a tensor, as [`real_values`] returns them. Its memory is used again.
+///
+/// # Panics
+/// If `dtype` is no type of activations.
+pub fn read_real_values(dtype: DType, bytes: &[u8], into: &mut Vec<f64>) {
+    fn extend<T: Real>(bytes: &[u8], into: &mut Vec<f64>) {
+        into.extend(bytes.chunks_exact(size_of::<T>()).map(|b| bytemuck::pod_read_unaligned::<T>(b).to_f64()));
     }
+    into.clear();
     match dtype {
-        DType::F64 => values::<f64>(bytes),
-        DType::F32 => values::<f32>(bytes),
-        DType::Bf16 => values::<bf16>(bytes),
+        DType::F64 => extend::<f64>(bytes, into),
+        DType::F32 => extend::<f32>(bytes, into),
+        DType::Bf16 => extend::<bf16>(bytes, into),
         other => panic!("the CPU does not compute in {other}"),
     }
 }

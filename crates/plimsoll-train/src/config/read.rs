@@ -106,12 +106,23 @@ impl From<RunConfigError> for Failure {
             }
             RunConfigError::Invalid { hints, .. } => hints.into_iter().fold(failure, Failure::hint),
             RunConfigError::Missing { hint, .. } => failure.hint(hint),
+            RunConfigError::Syntax { place, .. } => match place.split(", line ").next().and_then(data_file_hint) {
+                Some(hint) => failure.hint(hint),
+                None => failure,
+            },
             RunConfigError::Experiment { .. } => {
                 failure.hint("leave it out, or start a run of its own with another run.dir")
             }
             _ => failure,
         }
     }
+}
+
+/// Returns a hint if the name of a run file is that of a data file.
+fn data_file_hint(name: &str) -> Option<String> {
+    let extension = Path::new(name).extension()?.to_str()?;
+    let is_data = ["jsonl", "ndjson", "json", "csv", "tsv", "txt", "parquet", "gz", "zst"].contains(&extension);
+    is_data.then(|| format!("a run file is TOML and names its data; write one: plimsoll init --data {name}"))
 }
 
 /// Returns a hint for a run file that cannot be read.

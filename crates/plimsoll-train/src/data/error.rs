@@ -144,6 +144,14 @@ pub enum DataError {
         /// The format that the record should follow; `None` if its container is malformed.
         format: Option<RecordFormat>,
     },
+    /// A record of a file of prompts has no prompt.
+    #[error("{location}: {reason}")]
+    MalformedPrompt {
+        /// Place of the record.
+        location: SourceLocation,
+        /// Description of the problem.
+        reason: String,
+    },
     /// A record fits no format.
     #[error("{location}: the record fits no format; {}", describe_keys(keys))]
     NoReading {
@@ -408,10 +416,7 @@ fn hint(error: &DataError) -> Option<String> {
         DataError::NulByte { .. } => "the file is damaged or no text; write it again",
         DataError::DamagedFile { .. } => "download or write the file again",
         DataError::NoReading { .. } => {
-            return Some(format!(
-                "a record of the text format has {}; docs/data.md lists the keys of each format",
-                RecordFormat::Text.expected_keys()
-            ));
+            r#"rename the keys: {"prompt": "...", "completion": "..."} for a question and its answer, {"text": "..."} for a text; docs/data.md lists the keys of each format"#
         }
         DataError::TwoReadings { first, second, .. } => {
             return Some(format!(r#"name one of them: data.format = "{first}" or "{second}""#));
@@ -421,6 +426,12 @@ fn hint(error: &DataError) -> Option<String> {
         DataError::PairTooLong { .. } => "split the record, or write it as text",
         DataError::MalformedRecord { format: Some(format), .. } => {
             return Some(format!(r#"data.format = "{format}" expects {}"#, format.expected_keys()));
+        }
+        DataError::MalformedRecord { format: None, .. } => {
+            "correct the record or leave it out, or write the file again"
+        }
+        DataError::MalformedPrompt { .. } => {
+            r#"a prompt is {"prompt": "..."} or {"messages": [..]} with a last message of the user; docs/generate.md has examples"#
         }
         DataError::RecordTooLong { .. } => {
             "split the document over several records, or put it into a .txt file of its own"

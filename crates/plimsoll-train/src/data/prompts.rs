@@ -87,7 +87,7 @@ impl PromptEncoder {
 /// A file of another form, and a conversation whose last message is from the assistant.
 pub(crate) fn read_conversation(file: &Path) -> Result<Conversation, DataError> {
     let bytes = regular_file::read(file).map_err(DataError::io("read", file))?;
-    let malformed = |reason| DataError::MalformedRecord { location: SourceLocation::whole(file), reason, format: None };
+    let malformed = |reason| DataError::MalformedPrompt { location: SourceLocation::whole(file), reason };
     let value: Value = serde_json::from_slice(&bytes).map_err(|error| malformed(error.to_string()))?;
     let keys = match value {
         Value::Array(messages) => Map::from_iter([("messages".to_owned(), Value::Array(messages))]),
@@ -112,12 +112,12 @@ pub(crate) fn read_prompts(file: &Path) -> Result<Vec<PromptRecord>, DataError> 
         let parsed = record.parse().and_then(|keys: Map<String, Value>| Ok((parse_prompt(&keys)?, keys)));
         match parsed {
             Ok((prompt, keys)) => prompts.push(PromptRecord { location, prompt, keys }),
-            Err(reason) => return Err(DataError::MalformedRecord { location, reason, format: None }),
+            Err(reason) => return Err(DataError::MalformedPrompt { location, reason }),
         }
     }
     if prompts.is_empty() {
         let location = SourceLocation::whole(file);
-        return Err(DataError::MalformedRecord { location, reason: "it has no prompt".to_owned(), format: None });
+        return Err(DataError::MalformedPrompt { location, reason: "it has no prompt".to_owned() });
     }
     Ok(prompts)
 }

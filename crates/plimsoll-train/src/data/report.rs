@@ -36,6 +36,8 @@ pub struct ReportSettings<'a> {
     pub end_tokens: &'a [i64],
     /// Handling of documents longer than a row, as the run file says. The dataset itself is opened with `split`.
     pub long: LongSamples,
+    /// Largest number of positions that the model takes in a row.
+    pub max_positions: u64,
 }
 
 /// Figures of the documents of all sources, with samples and warnings.
@@ -216,7 +218,7 @@ impl DataFigures {
         for sample in &mut figures.samples {
             sample.decode(settings.tokenizer);
         }
-        figures.warnings = warnings(&figures, &scan, data, settings.long);
+        figures.warnings = warnings(&figures, &scan, data, settings);
         Ok(figures)
     }
 
@@ -395,7 +397,7 @@ fn buckets(counts: &[u64; 64]) -> Vec<LengthBucket> {
 }
 
 /// Returns the warnings about data of which at least one document is used.
-fn warnings(figures: &DataFigures, scan: &Scan, data: &TrainingData, long: LongSamples) -> Vec<DataWarning> {
+fn warnings(figures: &DataFigures, scan: &Scan, data: &TrainingData, settings: &ReportSettings) -> Vec<DataWarning> {
     let mut warnings = Vec::new();
     let share = |part: u64, whole: u64| part as f64 / whole.max(1) as f64;
     let percent = |share: f64| format!("{:.0} %", share * 100.0);
@@ -423,16 +425,20 @@ fn warnings(figures: &DataFigures, scan: &Scan, data: &TrainingData, long: LongS
         warnings.push(DataWarning::new("duplicates", text));
     }
     let long_share = share(figures.long_documents, figures.documents);
-    if long == LongSamples::Split && long_share >= MANY_LONG {
+    if settings.long == LongSamples::Split && long_share >= MANY_LONG {
+        let (needed, most) = (data.longest_document().0 - 1, settings.max_positions);
+        let remedy = if needed <= most {
+            format!("raise data.sequence to {needed} to keep all whole")
+        } else {
+            format!("the longest needs data.sequence = {needed}, and the model takes no more than {most}")
+        };
         let text = format!(
-            "{} of the documents are longer than a row and are split; their later rows do not attend to the earlier ones: raise \
-             data.sequence to {} to keep all whole",
-            percent(long_share),
-            data.longest_document().0 - 1
+            "{} of the documents are longer than a row and are split; their later rows do not attend to the earlier ones: {remedy}",
+            percent(long_share)
         );
         warnings.push(DataWarning::new("split-documents", text));
     }
-    if long == LongSamples::Refuse && figures.long_documents > 0 {
+    if settings.long == LongSamples::Refuse && figures.long_documents > 0 {
         let documents = format_count(figures.long_documents, "document");
         let text = format!("a run refuses {documents} longer than a row, because data.long is \"refuse\"");
         warnings.push(DataWarning::new("refused-documents", text));
@@ -462,6 +468,7 @@ mod tests {
             begin_token: Some(14),
             end_tokens: &[i64::from(END)],
             long,
+            max_positions: 1000,
         };
         DataFigures::read(&TrainingData::new(vec![sample.open().unwrap()], None), &settings).unwrap()
     }
@@ -545,6 +552,10 @@ mod tests {
         assert_eq!(warnings(&[&[14, 1, END]], 2, false), "");
         assert_eq!(warnings(&[&[1, END]], 10, false), "mostly-padding");
         assert_eq!(warnings(&[&[1, 2, 3, END]], 2, false), "split-documents");
+        let too_long = figures(&documents(&[&[1; 1002]], 2, false)).warnings;
+        assert!(
+            too_long[0].text.ends_with("the longest needs data.sequence = 1001, and the model takes no more than 1000")
+        );
         let long = documents(&[&[1, 2, 3, END]], 2, false);
         let refused = figures_with(&long, LongSamples::Refuse);
         assert_eq!(ids_of(&refused), ["refused-documents"]);
@@ -562,6 +573,7 @@ mod tests {
             begin_token: None,
             end_tokens: &[i64::from(END)],
             long: LongSamples::Split,
+            max_positions: 1000,
         };
         let found = DataFigures::read(&data, &settings).unwrap();
         // Rows of a source begin at its first document.

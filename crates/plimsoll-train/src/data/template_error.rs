@@ -15,7 +15,7 @@ pub enum TemplateError {
         folder: PathBuf,
     },
     /// `data.template` names neither a file nor a built-in template.
-    #[error("`{name}` is neither a file nor a built-in chat template")]
+    #[error("data.template: `{name}` is neither a file nor a built-in chat template")]
     UnknownTemplate {
         /// The value of `data.template`.
         name: String,
@@ -124,8 +124,11 @@ impl TemplateError {
             TemplateError::MasksDiffer { .. } => {
                 "correct the generation blocks in a copy of the template, and name it in data.template".to_owned()
             }
-            TemplateError::Syntax { .. } | TemplateError::Render { .. } | TemplateError::TooLong { .. } => {
-                "correct the conversation, or name another template in data.template".to_owned()
+            TemplateError::Syntax { .. } | TemplateError::TooLong { .. } => {
+                "correct the template, or name another one in data.template".to_owned()
+            }
+            TemplateError::Render { .. } => {
+                "correct the conversation or the template, or name another template in data.template".to_owned()
             }
             _ => return None,
         };

@@ -3,11 +3,31 @@
 use super::Engine;
 use super::tensors::GenerationTensors;
 use bytemuck::cast_slice;
-use plimsoll_device::cpu::executor::real_values;
+use plimsoll_device::cpu::executor::read_real_values;
 use plimsoll_device::error::DeviceError;
 use plimsoll_program::ProgramKind;
+use plimsoll_program::models::decoder::PART_TOKENS;
 use plimsoll_program::scalars::Scalar;
-use std::ops::Range;
+use std::iter::repeat;
+
+/// Tokens of a prompt, to be appended to a slot of the key-value cache.
+#[derive(Clone, Copy, Debug)]
+pub struct SlotTokens<'a> {
+    /// The slot.
+    pub slot: usize,
+    /// The tokens.
+    pub tokens: &'a [i32],
+    /// Number of tokens that the slot holds before.
+    pub length: usize,
+}
+
+impl<'a> SlotTokens<'a> {
+    /// Returns parts of at most `size` tokens.
+    fn parts(self, size: usize) -> impl Iterator<Item = SlotTokens<'a>> {
+        let lengths = (self.length..).step_by(size);
+        lengths.zip(self.tokens.chunks(size)).map(move |(length, tokens)| SlotTokens { tokens, length, ..self })
+    }
+}
 
 impl Engine {
     /// Returns the number of sequences that are generated at once; 0 if the plan generates no text.
@@ -31,23 +51,35 @@ impl Engine {
         let chunk = self.tensors.prefill.expect("the plan generates").chunk;
         // A single token after whole chunks needs no chunk of its own.
         if tokens.is_empty() || !(tokens.len() - 1).is_multiple_of(chunk) {
-            return self.prefill(0, tokens, length);
+            return self.prefill(tokens, length);
         }
         let (chunks, last) = tokens.split_at(tokens.len() - 1);
-        self.run_chunks(0, chunks, length)?;
+        self.append(&[SlotTokens { slot: 0, tokens: chunks, length }])?;
         self.decode(last, &[length + chunks.len()])?;
-        self.logits(0)
+        self.new_logits(ProgramKind::Decode)
     }
 
-    /// Appends `tokens` of a prompt to a slot of the key-value cache, which already holds `length` tokens. Returns the
-    /// logits for the next token, as [`Engine::extend`] does.
+    /// Appends `tokens` of a prompt to the first slot, as [`Engine::extend`] does, in chunks only.
     ///
     /// # Panics
-    /// If the plan generates no text, or if there are neither `tokens` nor cached ones.
-    pub fn prefill(&mut self, slot: usize, tokens: &[i32], length: usize) -> Result<Vec<f64>, DeviceError> {
+    /// If the plan generates no text or several sequences, or if there are neither `tokens` nor cached ones.
+    pub fn prefill(&mut self, tokens: &[i32], length: usize) -> Result<Vec<f64>, DeviceError> {
+        assert!(self.slots() == 1, "the plan is for {} sequences", self.slots());
         assert!(length + tokens.len() > 0, "generation needs at least one token");
-        self.run_chunks(slot, tokens, length)?;
-        self.read_logits(ProgramKind::Prefill, 0)
+        self.append(&[SlotTokens { slot: 0, tokens, length }])?;
+        self.new_logits(ProgramKind::Prefill)
+    }
+
+    /// Appends tokens of prompts to slots of the key-value cache, each slot at most once. With several slots, a chunk has
+    /// tokens of several prompts.
+    ///
+    /// # Panics
+    /// If the plan generates no text, or a slot has no room for the tokens and the padding of their last part.
+    pub fn append(&mut self, prompts: &[SlotTokens]) -> Result<(), DeviceError> {
+        let chunk = self.tensors.prefill.expect("the plan generates").chunk;
+        let part = if self.slots() == 1 { chunk } else { PART_TOKENS as usize };
+        let parts: Vec<SlotTokens> = prompts.iter().flat_map(|prompt| prompt.parts(part)).collect();
+        parts.chunks(chunk / part).try_for_each(|parts| self.run_chunk(parts, part))
     }
 
     /// Appends one token to each slot of the key-value cache. `lengths` are the tokens that the slots hold before.
@@ -64,27 +96,29 @@ impl Engine {
         self.run(ProgramKind::Decode)
     }
 
-    /// Returns the logits of the next token of a slot, after [`Engine::decode`].
-    pub fn logits(&mut self, slot: usize) -> Result<Vec<f64>, DeviceError> {
-        self.read_logits(ProgramKind::Decode, slot)
+    /// Replaces `into` by the logits of the next token of a slot, after [`Engine::decode`].
+    pub fn read_logits(&mut self, slot: usize, into: &mut Vec<f64>) -> Result<(), DeviceError> {
+        self.read_row(ProgramKind::Decode, slot, into)
     }
 
-    /// Runs the prefill Program over `tokens`, chunk by chunk.
-    fn run_chunks(&mut self, slot: usize, tokens: &[i32], mut length: usize) -> Result<(), DeviceError> {
-        let chunk = self.tensors.prefill.expect("the plan generates").chunk;
-        let capacity = self.capacity();
-        let numbers = |from: usize| -> Vec<i32> { Range { start: from as i32, end: (from + chunk) as i32 }.collect() };
-        for given in tokens.chunks(chunk) {
-            // The padding of a chunk must not reach the next slot.
-            assert!(length + chunk <= capacity, "{length} and {chunk} tokens exceed a cache of {capacity}");
-            let mut padded = given.to_vec();
-            padded.resize(chunk, 0);
-            self.set_scalars(&[(Scalar::LastRow, (given.len() - 1) as f64)]);
-            self.write_tokens(ProgramKind::Prefill, &padded, &numbers(length), &numbers(slot * capacity + length));
-            self.run(ProgramKind::Prefill)?;
-            length += given.len();
+    /// Runs the prefill Program over parts of at most `size` tokens, which fit into one chunk.
+    fn run_chunk(&mut self, parts: &[SlotTokens], size: usize) -> Result<(), DeviceError> {
+        let (capacity, chunk) = (self.capacity(), self.tensors.prefill.expect("the plan generates").chunk);
+        let last = parts[parts.len() - 1];
+        let (mut tokens, mut positions, mut places) = (Vec::new(), Vec::new(), Vec::new());
+        // The last part fills the chunk: its keys and values are written again.
+        for part in parts.iter().chain(repeat(&last)).take(chunk / size) {
+            let (first, end) = (part.length, part.length + size);
+            // The padding of a part must not reach the next slot.
+            assert!(end <= capacity, "{first} and {size} tokens exceed a cache of {capacity}");
+            tokens.extend(part.tokens);
+            tokens.resize(positions.len() + size, 0);
+            positions.extend((first..end).map(|position| position as i32));
+            places.extend((first..end).map(|position| (part.slot * capacity + position) as i32));
         }
-        Ok(())
+        self.set_scalars(&[(Scalar::LastRow, (last.tokens.len() - 1) as f64)]);
+        self.write_tokens(ProgramKind::Prefill, &tokens, &positions, &places);
+        self.run(ProgramKind::Prefill)
     }
 
     /// Writes the inputs of a Program that generates.
@@ -97,14 +131,23 @@ impl Engine {
         }
     }
 
-    /// Returns a row of the logits that a Program computed; none on a device without logits.
-    fn read_logits(&mut self, program: ProgramKind, row: usize) -> Result<Vec<f64>, DeviceError> {
+    fn new_logits(&mut self, program: ProgramKind) -> Result<Vec<f64>, DeviceError> {
+        let mut logits = Vec::new();
+        self.read_row(program, 0, &mut logits)?;
+        Ok(logits)
+    }
+
+    /// Replaces `into` by a row of the logits that a Program computed; none on a device without logits.
+    fn read_row(&mut self, program: ProgramKind, row: usize, into: &mut Vec<f64>) -> Result<(), DeviceError> {
+        into.clear();
         self.device.synchronize()?;
-        let Some(logits) = self.generation_tensors(program).logits else { return Ok(Vec::new()) };
-        let mut bytes = vec![0; self.vocab * self.precision.bytes() as usize];
-        self.device.read_from(logits, 0, (row * bytes.len()) as u64, &mut bytes);
+        let Some(logits) = self.generation_tensors(program).logits else { return Ok(()) };
+        self.logit_bytes.resize(self.vocab * self.precision.bytes() as usize, 0);
+        let offset = (row * self.logit_bytes.len()) as u64;
+        self.device.read_from(logits, 0, offset, &mut self.logit_bytes);
         self.device.synchronize()?;
-        Ok(real_values(self.precision, &bytes))
+        read_real_values(self.precision, &self.logit_bytes, into);
+        Ok(())
     }
 
     fn generation_tensors(&self, program: ProgramKind) -> GenerationTensors {

@@ -22,6 +22,7 @@ pub mod tensor_files;
 mod tensors;
 
 pub use evaluation::EvaluationSums;
+pub use generation::SlotTokens;
 
 use crate::data::Rows;
 use crate::fault_injection::FaultInjection;
@@ -102,6 +103,8 @@ pub struct Engine {
     /// cannot slow down its own ops.
     injected_delay_seconds: f64,
     last_compute: Option<ComputeTime>,
+    /// Bytes of the logits that were read last. Their memory is used again.
+    logit_bytes: Vec<u8>,
 }
 
 /// Value of `Engine::next_update_op` once all ops of the update are done.
@@ -256,6 +259,7 @@ impl Engine {
             in_group: false,
             injected_delay_seconds: 0.0,
             last_compute: None,
+            logit_bytes: Vec::new(),
         }
     }
 

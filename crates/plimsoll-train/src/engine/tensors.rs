@@ -32,7 +32,7 @@ pub(super) struct GenerationTensors {
     /// The rows of the tokens in the key-value caches.
     pub(super) places: Option<TensorId>,
     pub(super) logits: Option<TensorId>,
-    /// Largest number of tokens in one pass.
+    /// Number of tokens in one pass.
     pub(super) chunk: usize,
 }
 

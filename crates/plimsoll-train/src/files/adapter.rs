@@ -68,8 +68,16 @@ impl AdapterDir {
         if !path.is_dir() {
             return Err(FilesError::BadPath { path: path.to_owned(), problem: "no such directory" });
         }
-        let AdapterConfig { rank, alpha, rank_stabilized, names_base_model } =
-            read_config(&path.join("adapter_config.json"))?;
+        let (config_file, of_run) = (path.join("adapter_config.json"), path.join("adapter"));
+        if !config_file.exists() {
+            let hint = if of_run.join("adapter_config.json").exists() {
+                format!("the adapters of this run are in {}", of_run.display())
+            } else {
+                "name the directory that peft or plimsoll wrote: it has adapter_config.json".to_owned()
+            };
+            return Err(invalid(&config_file, "no such file", &hint));
+        }
+        let AdapterConfig { rank, alpha, rank_stabilized, names_base_model } = read_config(&config_file)?;
         let file = path.join("adapter_model.safetensors");
         if !file.exists() && path.join("adapter_model.bin").exists() {
             return Err(invalid(

@@ -1,12 +1,13 @@
 //! Continuous batching: several prompts are answered at once, and a prompt takes the place of an answer that ends.
 //!
-//! Each sequence has a slot of the key-value cache. A call of the decode Program computes one token of each slot. An
-//! answer depends on neither the slot nor the other sequences: prompts are processed one after another by the prefill
-//! Program, and each sequence has random draws of its own.
+//! Each sequence has a slot of the key-value cache. The prefill Program processes all but the last token of new prompts,
+//! several of them at once. A call of the decode Program computes one token of each slot. An answer depends on neither
+//! the slot nor the other sequences: no row of a product depends on other rows, and each sequence has random draws of its
+//! own.
 
 use super::decoding::{Decoding, EndReason};
-use crate::engine::Engine;
 use crate::engine::failure::DeviceFailure;
+use crate::engine::{Engine, SlotTokens};
 use plimsoll_core::Failure;
 use std::ops::ControlFlow;
 
@@ -21,12 +22,11 @@ pub trait SlotDecoder {
     /// Returns the number of tokens that a slot can hold.
     fn capacity(&self) -> usize;
 
-    /// Appends `tokens` of a prompt to a slot that holds `length` tokens before. Returns the logits of the next token, of
-    /// shape `[V]`.
+    /// Appends tokens of prompts to slots, each slot at most once.
     ///
     /// # Errors
     /// A device that fails.
-    fn prefill(&mut self, slot: usize, tokens: &[i32], length: usize) -> Result<Vec<f64>, DeviceFailure>;
+    fn append(&mut self, prompts: &[SlotTokens]) -> Result<(), DeviceFailure>;
 
     /// Appends one of `tokens` to each slot. `lengths` are the numbers of tokens that the slots hold before.
     ///
@@ -34,11 +34,11 @@ pub trait SlotDecoder {
     /// A device that fails.
     fn decode(&mut self, tokens: &[i32], lengths: &[usize]) -> Result<(), DeviceFailure>;
 
-    /// Returns the logits of the next token of a slot, of shape `[V]`, after [`SlotDecoder::decode`].
+    /// Replaces `into` by the logits of the next token of a slot, of shape `[V]`, after [`SlotDecoder::decode`].
     ///
     /// # Errors
     /// A device that fails.
-    fn logits(&mut self, slot: usize) -> Result<Vec<f64>, DeviceFailure>;
+    fn read_logits(&mut self, slot: usize, into: &mut Vec<f64>) -> Result<(), DeviceFailure>;
 }
 
 impl SlotDecoder for Engine {
@@ -50,16 +50,16 @@ impl SlotDecoder for Engine {
         Engine::capacity(self)
     }
 
-    fn prefill(&mut self, slot: usize, tokens: &[i32], length: usize) -> Result<Vec<f64>, DeviceFailure> {
-        Ok(Engine::prefill(self, slot, tokens, length)?)
+    fn append(&mut self, prompts: &[SlotTokens]) -> Result<(), DeviceFailure> {
+        Ok(Engine::append(self, prompts)?)
     }
 
     fn decode(&mut self, tokens: &[i32], lengths: &[usize]) -> Result<(), DeviceFailure> {
         Ok(Engine::decode(self, tokens, lengths)?)
     }
 
-    fn logits(&mut self, slot: usize) -> Result<Vec<f64>, DeviceFailure> {
-        Ok(Engine::logits(self, slot)?)
+    fn read_logits(&mut self, slot: usize, into: &mut Vec<f64>) -> Result<(), DeviceFailure> {
+        Ok(Engine::read_logits(self, slot, into)?)
     }
 }
 
@@ -113,6 +113,8 @@ struct Batch<'a, D, L> {
     prompts: &'a [BatchPrompt<'a>],
     listener: &'a mut L,
     slots: Vec<Slot>,
+    /// Memory for the logits of one slot.
+    logits: Vec<f64>,
     /// Index of the next prompt.
     next: usize,
     /// Whether the answer to each prompt has ended.
@@ -134,11 +136,10 @@ pub fn answer_batch<D: SlotDecoder, L: BatchListener>(
 ) -> Result<(), DeviceFailure> {
     let slots = (0..decoder.slots()).map(|_| Slot::default()).collect();
     let ended = vec![false; prompts.len()];
-    let mut batch = Batch { decoder, decoding, prompts, listener, slots, next: 0, ended, first_open: 0 };
+    let mut batch =
+        Batch { decoder, decoding, prompts, listener, slots, logits: Vec::new(), next: 0, ended, first_open: 0 };
     loop {
-        for slot in 0..batch.slots.len() {
-            batch.fill(slot)?;
-        }
+        batch.fill()?;
         if batch.slots.iter().all(|slot| slot.sequence.is_none()) {
             return Ok(());
         }
@@ -147,25 +148,24 @@ pub fn answer_batch<D: SlotDecoder, L: BatchListener>(
 }
 
 impl<D: SlotDecoder, L: BatchListener> Batch<'_, D, L> {
-    /// Begins answers in a free slot until one needs more than its first token.
-    fn fill(&mut self, slot: usize) -> Result<(), DeviceFailure> {
-        let waiting_max = WAITING_PER_SLOT * self.slots.len();
-        while self.slots[slot].sequence.is_none()
-            && self.next < self.prompts.len()
-            && self.next - self.first_open < waiting_max
-        {
+    /// Begins answers in the free slots.
+    fn fill(&mut self) -> Result<(), DeviceFailure> {
+        let last_waiting = self.first_open + WAITING_PER_SLOT * self.slots.len();
+        let mut new = Vec::new();
+        for (number, slot) in self.slots.iter_mut().enumerate().filter(|(_, slot)| slot.sequence.is_none()) {
+            if self.next == self.prompts.len().min(last_waiting) {
+                break;
+            }
             let (prompt, BatchPrompt { tokens, max_new_tokens }) = (self.next, self.prompts[self.next]);
             self.next += 1;
-            let cached = std::mem::take(&mut self.slots[slot].cached);
-            // The last token of the prompt gives the logits of the next one.
-            let equal = cached.iter().zip(tokens).take_while(|(cached, token)| cached == token).count();
-            let kept = equal.min(tokens.len() - 1);
-            let logits = self.decoder.prefill(slot, &tokens[kept..], kept)?;
-            self.slots[slot].cached = tokens.to_vec();
-            let context = tokens.to_vec();
-            self.advance(slot, Sequence { prompt, given: tokens.len(), max_new_tokens, context }, logits)?;
+            // The decode Program processes the last token, which gives the logits of the next one.
+            let (_, before) = tokens.split_last().expect("prompts have tokens");
+            let kept = slot.cached.iter().zip(before).take_while(|(cached, token)| cached == token).count();
+            new.push(SlotTokens { slot: number, tokens: &before[kept..], length: kept });
+            slot.cached = before.to_vec();
+            slot.sequence = Some(Sequence { prompt, given: tokens.len(), max_new_tokens, context: tokens.to_vec() });
         }
-        Ok(())
+        self.decoder.append(&new)
     }
 
     /// Generates the next token of all sequences.
@@ -187,22 +187,24 @@ impl<D: SlotDecoder, L: BatchListener> Batch<'_, D, L> {
             }
         }
         self.decoder.decode(&tokens, &lengths)?;
+        let mut logits = std::mem::take(&mut self.logits);
         for slot in 0..self.slots.len() {
             if let Some(sequence) = self.slots[slot].sequence.take() {
-                let logits = self.decoder.logits(slot)?;
-                self.advance(slot, sequence, logits)?;
+                self.decoder.read_logits(slot, &mut logits)?;
+                self.advance(slot, sequence, &mut logits)?;
             }
         }
+        self.logits = logits;
         Ok(())
     }
 
     /// Appends the next token to a sequence. Leaves the sequence in its slot unless it has ended.
-    fn advance(&mut self, slot: usize, mut sequence: Sequence, mut logits: Vec<f64>) -> Result<(), DeviceFailure> {
+    fn advance(&mut self, slot: usize, mut sequence: Sequence, logits: &mut [f64]) -> Result<(), DeviceFailure> {
         let Sequence { prompt, given, max_new_tokens, .. } = sequence;
         let limits = (given + max_new_tokens, self.decoder.capacity());
         let listener = &mut *self.listener;
         let mut failed = None;
-        let end = self.decoding.append_token(&mut sequence.context, &mut logits, limits, |token| {
+        let end = self.decoding.append_token(&mut sequence.context, logits, limits, |token| {
             listener.on_token(prompt, token).unwrap_or_else(|failure| {
                 failed = Some(failure);
                 ControlFlow::Break(EndReason::Stopped)
@@ -246,7 +248,7 @@ mod tests {
             (0..10).map(|id| f64::from(u8::from(id == sum % 10)) + f64::from(id) / 100.0).collect()
         }
 
-        fn append(&mut self, slot: usize, tokens: &[i32], length: usize) {
+        fn put(&mut self, slot: usize, tokens: &[i32], length: usize) {
             assert!(length <= self.slots[slot].len() && length + tokens.len() <= 20);
             self.slots[slot].truncate(length);
             self.slots[slot].extend(tokens);
@@ -262,23 +264,26 @@ mod tests {
             20
         }
 
-        fn prefill(&mut self, slot: usize, tokens: &[i32], length: usize) -> Result<Vec<f64>, DeviceFailure> {
-            self.prefilled += tokens.len();
-            self.append(slot, tokens, length);
-            Ok(self.next(slot))
+        fn append(&mut self, prompts: &[SlotTokens]) -> Result<(), DeviceFailure> {
+            for prompt in prompts {
+                self.prefilled += prompt.tokens.len();
+                self.put(prompt.slot, prompt.tokens, prompt.length);
+            }
+            Ok(())
         }
 
         fn decode(&mut self, tokens: &[i32], lengths: &[usize]) -> Result<(), DeviceFailure> {
             self.decodes += 1;
             assert!(tokens.len() == self.slots.len() && lengths.len() == tokens.len());
             for (slot, (token, length)) in tokens.iter().zip(lengths).enumerate() {
-                self.append(slot, &[*token], *length);
+                self.put(slot, &[*token], *length);
             }
             Ok(())
         }
 
-        fn logits(&mut self, slot: usize) -> Result<Vec<f64>, DeviceFailure> {
-            Ok(self.next(slot))
+        fn read_logits(&mut self, slot: usize, into: &mut Vec<f64>) -> Result<(), DeviceFailure> {
+            *into = self.next(slot);
+            Ok(())
         }
     }
 
@@ -343,8 +348,8 @@ mod tests {
         // The answers to these have neither an end token nor the stop token.
         let prompts: Vec<_> = [4, 1, 1, 2].map(|limit| (vec![1], limit)).to_vec();
         let ended = answer(&mut model, &Sampling::GREEDY, &prompts).ended;
-        assert_eq!(ended.iter().map(|(prompt, ..)| *prompt).collect::<Vec<_>>(), [1, 2, 3, 0]);
-        assert_eq!(model.decodes, 3, "the longest answer takes four tokens, the first from its prompt");
+        assert_eq!(ended.iter().map(|(prompt, ..)| *prompt).collect::<Vec<_>>(), [1, 2, 0, 3]);
+        assert_eq!(model.decodes, 4, "the longest answer takes four tokens");
     }
 
     #[test]
@@ -352,7 +357,7 @@ mod tests {
         let mut model = SumModel::new(1);
         let prompts = [(vec![1, 2, 3, 4], 2), (vec![1, 2, 3, 5], 2), (vec![1, 2, 3, 5], 2)];
         answer(&mut model, &Sampling::GREEDY, &prompts);
-        assert_eq!(model.prefilled, 4 + 1 + 1);
+        assert_eq!(model.prefilled, 3, "the prompts after the first have nothing new before their last token");
     }
 
     #[test]

@@ -30,7 +30,7 @@ pub trait CachedDecoder {
 
 impl CachedDecoder for Engine {
     fn prefill(&mut self, tokens: &[i32], length: usize) -> Result<Vec<f64>, DeviceFailure> {
-        Ok(Engine::prefill(self, 0, tokens, length)?)
+        Ok(Engine::prefill(self, tokens, length)?)
     }
 
     fn extend(&mut self, tokens: &[i32], length: usize) -> Result<Vec<f64>, DeviceFailure> {

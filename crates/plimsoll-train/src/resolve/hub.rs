@@ -92,17 +92,20 @@ struct Fetcher<'a> {
 impl Fetcher<'_> {
     fn model(&mut self, key: &str, path: &mut String, part: ModelPart) -> Result<String, Failure> {
         let Fetcher { settings, observe } = self;
-        let id: HubId = path.parse().map_err(|error: InvalidHubId| of_key(key, error.into()))?;
+        let text = path.clone();
+        let failed = |error| of_key(key, &text, error);
+        let id: HubId = path.parse().map_err(|error: InvalidHubId| failed(error.into()))?;
         let repository = Repository::open(settings, RepositoryKind::Model, &id, observe);
-        let repository = repository.map_err(|error| of_key(key, error))?;
-        let folder = repository.fetch_model(part, observe).map_err(|error| of_key(key, error))?;
+        let repository = repository.map_err(failed)?;
+        let folder = repository.fetch_model(part, observe).map_err(failed)?;
         *path = local_path(folder);
         Ok(repository.exact_id().to_string())
     }
 
     fn adapter(&mut self, path: &mut String) -> Result<String, Failure> {
         let Fetcher { settings, observe } = self;
-        let failed = |error| of_key("model.adapter", error);
+        let text = path.clone();
+        let failed = |error| of_key("model.adapter", &text, error);
         let id: HubId = path.parse().map_err(|error: InvalidHubId| failed(error.into()))?;
         let repository = Repository::open(settings, RepositoryKind::Model, &id, observe).map_err(failed)?;
         *path = local_path(repository.fetch_adapter(observe).map_err(failed)?);
@@ -129,7 +132,6 @@ impl Fetcher<'_> {
     /// Returns `None` if no source is an id.
     fn data(&mut self, key: &str, sources: &mut Vec<String>, usage: DataUse) -> Result<Option<Vec<String>>, Failure> {
         let Fetcher { settings, observe } = self;
-        let failed = |error| of_key(key, error);
         let (mut named, mut local) = (Vec::new(), Vec::new());
         for source in sources.iter() {
             if !is_hub_id(source) {
@@ -137,6 +139,7 @@ impl Fetcher<'_> {
                 local.push(source.clone());
                 continue;
             }
+            let failed = |error| of_key(key, source, error);
             let id: HubId = source.parse().map_err(|error: InvalidHubId| failed(error.into()))?;
             let repository = Repository::open(settings, RepositoryKind::Dataset, &id, observe).map_err(failed)?;
             let files = repository.fetch_data(usage, observe).map_err(failed)?;
@@ -153,10 +156,12 @@ fn local_path(path: PathBuf) -> String {
     path.to_string_lossy().into_owned()
 }
 
-/// Returns the failure of the key that names an id.
-fn of_key(key: &str, error: HubError) -> Failure {
+/// Returns the failure of the key that names an id. Its message has the id.
+fn of_key(key: &str, id: &str, error: HubError) -> Failure {
     let failure = Failure::from(error);
-    Failure { message: format!("{key}: {}", failure.message), ..failure }
+    let id =
+        if failure.message.contains(id.trim_start_matches(HUB_PREFIX)) { String::new() } else { format!("{id}: ") };
+    Failure { message: format!("{key}: {id}{}", failure.message), ..failure }
 }
 
 #[cfg(test)]

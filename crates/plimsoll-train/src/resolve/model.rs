@@ -72,7 +72,7 @@ impl Model {
     ///
     /// # Errors
     /// Sequences that are too long for the model.
-    pub(crate) fn check_sequence_length(&self, config: &RunConfig) -> Result<(), Failure> {
+    pub fn check_sequence_length(&self, config: &RunConfig) -> Result<(), Failure> {
         let (sequence, limit) = (u64::from(config.data.sequence), self.config.max_positions);
         if sequence > limit {
             let name = config.model_name();

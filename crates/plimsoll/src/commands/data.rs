@@ -75,6 +75,7 @@ fn build_report(mut request: RunRequest, samples: usize) -> Result<(DataReport, 
                 begin_token: model.folder().map(read_begin_token).transpose()?.flatten(),
                 end_tokens: &model.config.eos,
                 long,
+                max_positions: model.config.max_positions,
             };
             DataFigures::read(&data, &settings)?
         }
@@ -84,6 +85,7 @@ fn build_report(mut request: RunRequest, samples: usize) -> Result<(DataReport, 
         Err(error) => return Err(error.into()),
     };
     let mut refusal = figures.refusal.take().map(Failure::from);
+    refusal = refusal.or_else(|| model.check_sequence_length(&request).err());
     let mut eval = None;
     if !request.data.eval.is_empty() {
         let data = read_dataset(&request, &model, &request.data.eval, threads)??;

@@ -30,7 +30,7 @@ impl Decoder<'_> {
     pub(super) fn generate(&mut self, generation: Generation) {
         let layers = self.options.depth();
         let shape = self.shape;
-        let Generation { slots, capacity, chunk } = generation;
+        let Generation { slots, capacity, .. } = generation;
         let (columns, precision) = (shape.kv_heads * shape.head_dim, self.options.precision);
         let mut cache = |name: &str| {
             let dims = [slots * capacity, columns];
@@ -39,8 +39,9 @@ impl Decoder<'_> {
         let (keys, values) = (Operand::layer(cache("cache_keys"), 0), Operand::layer(cache("cache_values"), 0));
         let options = self.options;
         let mut programs = Vec::new();
-        // A prompt in chunks, or one token of each sequence.
-        for (kind, sequences, rows) in [(ProgramKind::Prefill, 1, chunk), (ProgramKind::Decode, slots, 1)] {
+        let (parts, part) = generation.parts();
+        // Prompts in chunks, or one token of each sequence.
+        for (kind, sequences, rows) in [(ProgramKind::Prefill, parts, part), (ProgramKind::Decode, slots, 1)] {
             let prefix = format!("{kind}.");
             let inputs = self.inputs(&prefix, sequences * rows, false);
             let name = format!("{prefix}places");
@@ -62,7 +63,9 @@ impl Decoder<'_> {
                 |b: &mut Builder, qkv, out, first_keys: Option<Operand>| attention.ops(b, qkv, out, first_keys);
             let forward = self.forward(&prefix, rows, &inputs, false, &mut ops);
             let mut blocks = self.forward_blocks(&forward);
-            let logits = forward.top.map(|top| self.logits(kind, rows, top, &mut blocks));
+            // With several slots, the decode Program processes the last token of each prompt.
+            let top = forward.top.filter(|_| kind == ProgramKind::Decode || slots == 1);
+            let logits = top.map(|top| self.logits(kind, rows, top, &mut blocks));
             let inputs = inputs.all().into_iter().chain([places]).collect();
             programs.push(self.push_program(WorkKind::Generate, kind, inputs, Vec::from_iter(logits), blocks));
         }

@@ -146,8 +146,27 @@ pub struct Generation {
     pub slots: u64,
     /// Tokens that the key-value cache of a sequence can hold.
     pub capacity: u64,
-    /// Prompt tokens that one call of the prefill Program processes.
+    /// Prompt tokens that one call of the prefill Program processes: consecutive ones of the prompt with one slot, and with
+    /// several slots parts of [`PART_TOKENS`] consecutive tokens of any prompts.
     pub chunk: u64,
+}
+
+/// Number of consecutive tokens of one prompt in a chunk that has tokens of several prompts. The last part of a prompt is
+/// padded.
+pub const PART_TOKENS: u64 = 8;
+
+impl Generation {
+    /// Returns the number of parts of a chunk, and the tokens of a part.
+    ///
+    /// # Panics
+    /// If the chunk of several slots is no whole number of parts.
+    pub fn parts(&self) -> (u64, u64) {
+        if self.slots == 1 {
+            return (1, self.chunk);
+        }
+        assert!(self.chunk.is_multiple_of(PART_TOKENS), "chunks have whole parts, not {} tokens", self.chunk);
+        (self.chunk / PART_TOKENS, PART_TOKENS)
+    }
 }
 
 /// Options of [`build`], which makes the Programs of one device from a model configuration.
