@@ -552,10 +552,9 @@ mod tests {
         assert_eq!(warnings(&[&[14, 1, END]], 2, false), "");
         assert_eq!(warnings(&[&[1, END]], 10, false), "mostly-padding");
         assert_eq!(warnings(&[&[1, 2, 3, END]], 2, false), "split-documents");
-        let too_long = figures(&documents(&[&[1; 1002]], 2, false)).warnings;
-        assert!(
-            too_long[0].text.ends_with("the longest needs data.sequence = 1001, and the model takes no more than 1000")
-        );
+        let too_long = figures(&documents(&[&[[1; 1001].as_slice(), &[END]].concat()], 2, false)).warnings;
+        assert_eq!(too_long[0].id, "split-documents");
+        assert!(too_long[0].text.ends_with("needs data.sequence = 1001, and the model takes no more than 1000"));
         let long = documents(&[&[1, 2, 3, END]], 2, false);
         let refused = figures_with(&long, LongSamples::Refuse);
         assert_eq!(ids_of(&refused), ["refused-documents"]);

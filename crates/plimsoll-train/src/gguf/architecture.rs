@@ -1,13 +1,17 @@
 //! Names and settings of a model as llama.cpp knows them. Mistral models are of the architecture `llama` there.
 //!
 //! # Rotation of queries and keys
-//! Hugging Face files rotate element i of a head together with element i + E/2. The architecture `llama` of llama.cpp
-//! rotates neighbours, so the rows of its query and key projections are interleaved ([`PlannedTensor::head_rows`]). The
-//! other architectures keep the order.
+//! Hugging Face files rotate element i of a head together with element i + E/2. The architectures `llama`, `smollm3` and
+//! `granite` of llama.cpp rotate neighbours, so the rows of their query and key projections are interleaved
+//! ([`PlannedTensor::head_rows`]). The other architectures keep the order.
 //!
 //! # Scaling of rotary frequencies
 //! Linear scaling has keys. Scaling as in Llama 3.1 becomes a tensor of divisors, `rope_freqs.weight`, which only the
 //! architecture `llama` reads.
+//!
+//! # Sliding windows
+//! These architectures of llama.cpp attend to all earlier tokens. The context of the file is therefore at most the
+//! window: up to that length, both give the same results.
 
 use super::BlockType;
 use super::error::GgufError;
@@ -19,18 +23,20 @@ use plimsoll_program::models::{ModelConfig, ModelType, Parameter, RopeScaling, T
 use std::f64::consts::TAU;
 
 /// Names of the modules in Hugging Face files, and their names in GGUF.
-const MODULES: [(&str, &str); 14] = [
+const MODULES: [(&str, &str); 16] = [
     ("model.embed_tokens", "token_embd"),
     ("model.norm", "output_norm"),
     ("lm_head", "output"),
     ("self_attn.q_proj", "attn_q"),
     ("self_attn.k_proj", "attn_k"),
     ("self_attn.v_proj", "attn_v"),
+    ("self_attn.qkv_proj", "attn_qkv"),
     ("self_attn.o_proj", "attn_output"),
     ("self_attn.q_norm", "attn_q_norm"),
     ("self_attn.k_norm", "attn_k_norm"),
     ("mlp.gate_proj", "ffn_gate"),
     ("mlp.up_proj", "ffn_up"),
+    ("mlp.gate_up_proj", "ffn_up"),
     ("mlp.down_proj", "ffn_down"),
     ("input_layernorm", "attn_norm"),
     ("post_attention_layernorm", "ffn_norm"),
@@ -46,6 +52,8 @@ pub struct Expression {
     pub tensors: Vec<PlannedTensor>,
     /// Values of `rope_freqs.weight`; empty if the model has none.
     pub rope_divisors: Vec<f32>,
+    /// A note about a context that is shorter than that of the model.
+    pub note: Option<String>,
 }
 
 /// Returns the name of a model's architecture in llama.cpp.
@@ -54,7 +62,6 @@ const fn name_architecture(model_type: ModelType) -> &'static str {
         ModelType::Llama | ModelType::Mistral => "llama",
         ModelType::Qwen2 => "qwen2",
         ModelType::Qwen3 => "qwen3",
-        // Refused by `settings`.
         ModelType::Phi3 => "phi3",
         ModelType::SmolLm3 => "smollm3",
         ModelType::Granite => "granite",
@@ -80,7 +87,7 @@ pub fn express(model: &ModelDir, weights: &ModelWeights, file_type: FileType) ->
             dtype: entry.dtype().expect("opened weights are floats"),
             block_type,
             replaced,
-            head_rows: (architecture == "llama" && is_rotated(parameter)).then_some(config.head_dim),
+            head_rows: (rotates_neighbours(architecture) && is_rotated(parameter)).then_some(config.head_dim),
         });
     }
     let rope_divisors = rope_divisors(config);
@@ -91,7 +98,10 @@ pub fn express(model: &ModelDir, weights: &ModelWeights, file_type: FileType) ->
         tensors.push(PlannedTensor::computed("rope_freqs.weight", rope_divisors.len() as u64));
     }
     debug_assert!(tensors.iter().all(|tensor| tensor.shape.len() == 2 || tensor.block_type == BlockType::F32));
-    Ok(Expression { architecture, metadata, tensors, rope_divisors })
+    let note = hiding_window(config).map(|window| {
+        format!("the context of the file is {window} tokens, the sliding window of the model, which llama.cpp does not apply")
+    });
+    Ok(Expression { architecture, metadata, tensors, rope_divisors, note })
 }
 
 /// Returns the keys with a model's settings, or the setting that does not fit its key.
@@ -99,7 +109,7 @@ fn settings(config: &ModelConfig, architecture: &str) -> Result<Metadata, String
     let mut metadata = Metadata::default();
     for (key, name, value) in [
         ("vocab_size", "vocab_size", config.vocab),
-        ("context_length", "max_position_embeddings", config.max_positions),
+        ("context_length", "max_position_embeddings", hiding_window(config).unwrap_or(config.max_positions)),
         ("embedding_length", "hidden_size", config.hidden),
         ("block_count", "num_hidden_layers", config.layers),
         ("feed_forward_length", "intermediate_size", config.ffn),
@@ -121,22 +131,50 @@ fn settings(config: &ModelConfig, architecture: &str) -> Result<Metadata, String
         metadata.push(format!("{architecture}.rope.scaling.type"), "linear");
         metadata.push(format!("{architecture}.rope.scaling.factor"), factor as f32);
     }
+    if config.model_type == ModelType::Phi3 {
+        // Files of this type name their window, which llama.cpp does not apply; 0 stands for none.
+        let window = config.extras.window.unwrap_or(0);
+        let number = u32::try_from(window).map_err(|_| format!("`sliding_window` is {window}"))?;
+        metadata.push(format!("{architecture}.attention.sliding_window"), number);
+    }
+    if config.model_type == ModelType::Granite {
+        let extras = &config.extras;
+        let scale = extras.attention_multiplier.unwrap_or_else(|| (config.head_dim as f64).sqrt().recip());
+        for (key, value) in [
+            ("attention.scale", scale),
+            ("embedding_scale", extras.embedding_multiplier),
+            ("residual_scale", extras.residual_multiplier),
+            ("logit_scale", extras.logits_scaling),
+        ] {
+            metadata.push(format!("{architecture}.{key}"), value as f32);
+        }
+    }
     Ok(metadata)
+}
+
+/// Returns whether an architecture rotates neighbouring elements of a head together.
+fn rotates_neighbours(architecture: &str) -> bool {
+    ["llama", "smollm3", "granite"].contains(&architecture)
+}
+
+/// Returns the sliding window of a model if it hides keys within the longest context.
+fn hiding_window(config: &ModelConfig) -> Option<u64> {
+    config.extras.window.filter(|window| *window < config.max_positions)
 }
 
 /// Returns the part of a model that has no form in GGUF, or none that is known here; `None` if all have one.
 fn part_without_form(config: &ModelConfig) -> Option<String> {
-    let is_known =
-        matches!(config.model_type, ModelType::Llama | ModelType::Mistral | ModelType::Qwen2 | ModelType::Qwen3);
     let scaling = match config.rope_scaling {
         RopeScaling::Dynamic { .. } => Some("dynamic"),
         RopeScaling::Yarn { .. } => Some("yarn"),
         RopeScaling::None | RopeScaling::Linear { .. } | RopeScaling::Llama3 { .. } => None,
     };
-    let model_type = (!is_known).then(|| format!("`model_type` is {}", config.model_type));
     let scaling = scaling.map(|kind| format!("`rope_scaling` is of type {kind}"));
-    let window = config.extras.window.map(|window| format!("`sliding_window` is {window}"));
-    model_type.or(scaling).or(window)
+    // llama.cpp rotates all but every fourth layer of `smollm3`, and all layers of other architectures.
+    let is_smollm3 = config.model_type == ModelType::SmolLm3;
+    let unrotated: Vec<u64> = (0..config.layers).filter(|layer| is_smollm3 && layer % 4 == 3).collect();
+    let differs = config.extras.unrotated_layers != unrotated;
+    scaling.or_else(|| differs.then(|| "`no_rope_layers` are not every fourth layer".to_owned()))
 }
 
 /// Returns the name of a tensor in GGUF from its name in Hugging Face files.
@@ -177,8 +215,10 @@ mod tests {
 
     #[test]
     fn every_parameter_has_a_name() {
-        for name in ["llama-3.2-1b", "mistral-7b-v0.3", "qwen2.5-0.5b", "qwen3-8b"] {
-            let config = preset(name).unwrap();
+        let mut configs: Vec<ModelConfig> =
+            ["llama-3.2-1b", "mistral-7b-v0.3", "qwen2.5-0.5b", "qwen3-8b"].map(|name| preset(name).unwrap()).into();
+        configs.push(ModelConfig { model_type: ModelType::Phi3, ..configs[0].clone() });
+        for config in configs {
             let names: std::collections::BTreeSet<String> =
                 config.hf_parameters().iter().map(|parameter| name_tensor(&parameter.hf_name)).collect();
             assert_eq!(names.len(), config.hf_parameters().len());
@@ -188,15 +228,24 @@ mod tests {
     }
 
     #[test]
+    fn context_ends_at_the_window() {
+        let mut config = preset("mistral-7b-v0.3").unwrap();
+        assert_eq!((config.max_positions, hiding_window(&config)), (32768, None));
+        config.extras.window = Some(4096);
+        assert_eq!(hiding_window(&config), Some(4096));
+        config.extras.window = Some(32768);
+        assert_eq!(hiding_window(&config), None);
+    }
+
+    #[test]
     fn models_without_form_are_refused_by_name() {
         let config = preset("mistral-7b-v0.3").unwrap();
-        let mut windowed = config.clone();
-        windowed.extras.window = Some(4096);
-        assert_eq!(settings(&windowed, "llama").unwrap_err(), "`sliding_window` is 4096");
         let dynamic = ModelConfig { rope_scaling: RopeScaling::Dynamic { factor: 2.0 }, ..config.clone() };
         assert_eq!(settings(&dynamic, "llama").unwrap_err(), "`rope_scaling` is of type dynamic");
-        let phi3 = ModelConfig { model_type: ModelType::Phi3, ..config };
-        assert_eq!(settings(&phi3, "phi3").unwrap_err(), "`model_type` is phi3");
+        let mut smollm3 = ModelConfig { model_type: ModelType::SmolLm3, ..config };
+        assert_eq!(settings(&smollm3, "smollm3").unwrap_err(), "`no_rope_layers` are not every fourth layer");
+        smollm3.extras.unrotated_layers = (0..smollm3.layers).filter(|layer| layer % 4 == 3).collect();
+        settings(&smollm3, "smollm3").unwrap();
     }
 
     #[test]

@@ -126,6 +126,9 @@ impl FileType {
             _ if parameter.target == Some(Target::V) && block_type == BlockType::Q4K && is_70b(config) => {
                 BlockType::Q5K
             }
+            // The value projection is a part of the fused one.
+            _ if parameter.target == Some(Target::Qkv) && self == FileType::Q4KM => BlockType::Q5K,
+            _ if parameter.target == Some(Target::Qkv) && self == FileType::Q5KM => BlockType::Q6K,
             _ => block_type,
         }
     }
@@ -190,6 +193,14 @@ mod tests {
                 assert_eq!(layers, [0, 1, 2, 3, 6, 9, 12, 15, 18, 21, 24, 27, 28, 29, 30, 31]);
             }
         }
+    }
+
+    #[test]
+    fn fused_projections_have_more_bits_in_mixes() {
+        let config = ModelConfig { model_type: ModelType::Phi3, ..preset("llama-3.1-8b").unwrap() };
+        let fused = |file_type| chosen(&config, file_type)["model.layers.3.self_attn.qkv_proj.weight"].block_type;
+        let types = [FileType::Q4KM, FileType::Q5KM, FileType::Q6K, FileType::Q4_0].map(fused);
+        assert_eq!(types, [BlockType::Q5K, BlockType::Q6K, BlockType::Q6K, BlockType::Q4_0]);
     }
 
     #[test]

@@ -76,7 +76,10 @@ const COMMANDS: &[Command] = &[
             ("--json", None),
         ],
     },
-    Command { words: "merge llama adapter merged", flags: &[("--ignore-config-key", Some(Sort::Word))] },
+    Command {
+        words: "export llama --adapter adapter --merged merged --type f32",
+        flags: &[("--ignore-config-key", Some(Sort::Word))],
+    },
     Command {
         words: "sweep run.toml --dir swept --quiet --devices cpu=128MiB",
         flags: &[

@@ -108,7 +108,7 @@ pub const SCENARIOS: &[Scenario] = &[
     ),
     copy("checkpoint", 30, RESUME, &["run/run.toml"], Oracle::Any, "run"),
     copy("checkpoint", 15, "train --resume run --json", &["run/*", "run/checkpoints/step-*"], Oracle::Any, "run"),
-    input("adapter", 30, "merge llama adapter merged", ADAPTER, ""),
+    input("adapter", 30, "export llama --adapter adapter --merged merged --type f32", ADAPTER, ""),
     input(
         "adapter",
         30,

@@ -117,7 +117,7 @@ impl Site {
     }
 }
 
-/// Builds the Programs that add LoRA adapters to the matrices of a model directory (`plimsoll merge`), piece by piece.
+/// Builds the Programs that add LoRA adapters to the matrices of a model directory (`plimsoll export --merged`), piece by piece.
 ///
 /// Program `load` reads the adapters. Program `merge` reads each parameter of the model from the file tensor
 /// `model:NAME`, and writes it to `merged:NAME` in the same dtype. `dtypes` has the dtype of each parameter in the

@@ -92,7 +92,7 @@ pub fn export_gguf(request: &GgufRequest, observe: Observer) -> Result<ExportedF
     let merged = request.source.open()?;
     let weights = merged.weights()?;
     let config = &merged.model.config;
-    let Expression { architecture, metadata: settings, tensors, rope_divisors } =
+    let Expression { architecture, metadata: settings, tensors, rope_divisors, note } =
         express(&merged.model, weights, request.file_type)?;
     let template = merged.template()?;
     let folder = TokenizerFolder::open(&merged.model.path)?;
@@ -103,7 +103,7 @@ pub fn export_gguf(request: &GgufRequest, observe: Observer) -> Result<ExportedF
         template: template.as_deref(),
     };
     let ExpressedTokenizer { metadata: tokens, kind, pre, mut notes } = folder.express(&tokenizer_request)?;
-    notes.splice(..0, merged.note());
+    notes.splice(..0, merged.note().into_iter().chain(note));
     let stops = folder.token_texts(&config.eos);
     let defaults = GenerationDefaults::read(&merged.model.path)?;
     drop(folder);
