@@ -191,7 +191,7 @@ fn embedding_and_norms<T: Real<Wide = f32>>(bench: &mut Bench) {
         embed_grad(pool, &tokens, &dout, HIDDEN, &mut dtable)
     });
     bench.time("rms_norm", 2 * LAYERS + 1, Work::Bytes(2 * row_bytes), |pool| {
-        rms_norm(pool, &x, &weight, 1e-5, &mut out, &mut rstd)
+        rms_norm(pool, &x, &weight, None, 1e-5, &mut out, &mut rstd)
     });
     let mut dweight = vec![0.0; HIDDEN];
     let mut scratch = vec![0.0; workspace::cpu::sum_rows(ROWS as u64, HIDDEN as u64) as usize];

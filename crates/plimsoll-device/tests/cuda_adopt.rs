@@ -30,7 +30,7 @@ fn programs(micro_batch: u64) -> ProgramSet {
         qkv_bias: false,
         attention_out_bias: false,
         ffn_bias: false,
-        qk_norm: false,
+        qk_norm: None,
         max_positions: 64,
         bos: None,
         eos: vec![],

@@ -23,7 +23,7 @@ use plimsoll_device::error::{CudaError, DeviceError};
 use plimsoll_device::transport::in_process::InProcessTransport;
 use plimsoll_device::transport::{GroupHandle, Transport};
 use plimsoll_program::models::Target;
-use plimsoll_program::models::config::{Extras, ModelConfig, ModelType, RopeScaling};
+use plimsoll_program::models::config::{Extras, ModelConfig, ModelType, QkNorm, RopeScaling};
 use plimsoll_program::models::decoder::{
     AdamState, Base, BuildOptions, Generation, Lora, Method, Optimizer, Training, WeightSource, build,
 };
@@ -65,7 +65,7 @@ fn model() -> ModelConfig {
         qkv_bias: true,
         attention_out_bias: true,
         ffn_bias: true,
-        qk_norm: true,
+        qk_norm: Some(QkNorm::PerHead),
         max_positions: 64,
         bos: None,
         eos: vec![],

@@ -5,6 +5,8 @@
 mod cuda_shim;
 #[path = "cuda_kernels/faults.rs"]
 mod faults;
+#[path = "cuda_kernels/norms.rs"]
+mod norms;
 #[path = "cuda_kernels/optimizer.rs"]
 mod optimizer;
 #[path = "cuda_kernels/programs.rs"]
@@ -18,7 +20,7 @@ use plimsoll_device::cpu::pool::Pool;
 use plimsoll_device::cuda::architecture::Architecture;
 use plimsoll_device::cuda::kernels::launch::*;
 use plimsoll_device::cuda::kernels::{Family, Real, Target};
-use plimsoll_program::op::RopeScaling;
+use plimsoll_program::op::{QkNorm, RopeScaling};
 use plimsoll_program::scalars::{METRIC_COUNT, Metric, SCALAR_COUNT, Scalar};
 use plimsoll_program::workspace::cuda::NORM_PARTIALS;
 use plimsoll_program::workspace::{self, Kernels};
@@ -82,98 +84,6 @@ fn for_types_and_alignments(check: impl Fn(Gpu, Real, Kind, &mut Draw)) {
             check(Gpu::new(shift), real, Kind::of(real), &mut Draw(7 + shift as u64));
         }
     }
-}
-
-#[test]
-#[ignore = "needs g++: cargo xtask cuda-check"]
-fn rms_norm_and_gradient_match_cpu() {
-    for_types_and_alignments(|mut gpu, real, kind, draw| {
-        for (rows, dim) in [(1, 3), (3, 7), (5, 1024), (70, 36), (1100, 33)] {
-            let (n, eps) = (rows * dim, 1e-5);
-            let (x, weight) = (draw.many(kind, n), draw.many(kind, dim));
-            let (mut want, mut want_rstd) = (vec![0.0; n], vec![0.0; rows]);
-            cpu::rms_norm(&pool(), &x, &weight, eps, &mut want, &mut want_rstd);
-            let (gx, gweight) = (gpu.put(kind, &x), gpu.put(kind, &weight));
-            let (out, rstd) = (gpu.allocate(kind, n), gpu.allocate(Kind::F32, rows));
-            gpu.run(&rms_norm(real, gx, gweight, out, rstd, rows as u64, dim as u64, eps));
-            close(&gpu.get(out), &want, kind, "normed");
-            close(&gpu.get(rstd), &want_rstd, Kind::F32, "rstd");
-
-            let rstd_values = gpu.get(rstd);
-            let dout = draw.many(kind, n);
-            let (before, dweight_before) = (draw.many(kind, n), draw.many(Kind::F32, dim));
-            for accumulate in [false, true] {
-                let (mut want, mut want_dweight) = (before.clone(), dweight_before.clone());
-                let scratch = &mut scratch(workspace::cpu::sum_rows(rows as u64, dim as u64));
-                let dweight = &mut want_dweight;
-                cpu::rms_norm_grad(
-                    &pool(),
-                    &x,
-                    &weight,
-                    &rstd_values,
-                    &dout,
-                    &mut want,
-                    Some(dweight),
-                    accumulate,
-                    scratch,
-                );
-                let (gdout, gdx) = (gpu.put(kind, &dout), gpu.put(kind, &before));
-                let gdweight = gpu.put(Kind::F32, &dweight_before);
-                let room = gpu.allocate(Kind::F32, workspace::cuda::sum_rows(rows as u64, dim as u64) as usize);
-                let inputs = [gx, gweight, rstd, gdout];
-                gpu.run(&rms_norm_grad(real, inputs, gdx, gdweight, room, rows as u64, dim as u64, accumulate));
-                close(&gpu.get(gdx), &want, kind, "dx");
-                close(&gpu.get(gdweight), &want_dweight, Kind::F32, "dweight");
-            }
-        }
-    });
-}
-
-#[test]
-#[ignore = "needs g++: cargo xtask cuda-check"]
-fn head_norm_and_gradient_match_cpu() {
-    for_types_and_alignments(|mut gpu, real, kind, draw| {
-        for (rows, heads, kv_heads, head_dim) in
-            [(1, 1, 1, 6), (3, 4, 2, 64), (41, 3, 1, 33), (1030, 1, 1, 8), (2, 2, 1, 256)]
-        {
-            let shape = Heads { heads, kv_heads, head_dim };
-            let (n, e) = (rows * shape.columns() as usize, head_dim as usize);
-            let normed = rows * shape.rotated_heads() as usize;
-            let x = draw.many(kind, n);
-            let (q, k) = (draw.many(kind, e), draw.many(kind, e));
-            let (mut want, mut want_rstd) = (vec![0.0; n], vec![0.0; normed]);
-            cpu::head_norm(&pool(), shape, &x, &q, &k, 1e-6, &mut want, &mut want_rstd);
-            let inputs = [gpu.put(kind, &x), gpu.put(kind, &q), gpu.put(kind, &k)];
-            let (out, rstd) = (gpu.allocate(kind, n), gpu.allocate(Kind::F32, normed));
-            gpu.run(&head_norm(real, inputs, out, rstd, rows as u64, shape, 1e-6));
-            close(&gpu.get(out), &want, kind, "normed");
-            close(&gpu.get(rstd), &want_rstd, Kind::F32, "rstd");
-
-            let rstd_values = gpu.get(rstd);
-            let (dout, dq, dk) = (draw.many(kind, n), draw.many(Kind::F32, e), draw.many(Kind::F32, e));
-            let (mut want, mut want_dq, mut want_dk) = (dout.clone(), dq.clone(), dk.clone());
-            let elements = workspace::cpu::sum_rows(rows as u64, 2 * head_dim);
-            let room = &mut scratch(elements);
-            cpu::head_norm_grad(
-                &pool(),
-                shape,
-                &x,
-                &q,
-                &k,
-                &rstd_values,
-                &mut want,
-                Some([&mut want_dq, &mut want_dk]),
-                room,
-            );
-            let (gdx, gdq, gdk) = (gpu.put(kind, &dout), gpu.put(Kind::F32, &dq), gpu.put(Kind::F32, &dk));
-            let room = gpu.allocate(Kind::F32, workspace::cuda::sum_rows(rows as u64, 2 * head_dim) as usize);
-            let [x, q, k] = inputs;
-            gpu.run(&head_norm_grad(real, [x, q, k, rstd], gdx, [gdq, gdk], room, rows as u64, shape));
-            close(&gpu.get(gdx), &want, kind, "dx");
-            close(&gpu.get(gdq), &want_dq, Kind::F32, "dq_weight");
-            close(&gpu.get(gdk), &want_dk, Kind::F32, "dk_weight");
-        }
-    });
 }
 
 #[test]

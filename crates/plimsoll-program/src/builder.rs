@@ -105,10 +105,17 @@ impl Builder {
 
     /// Returns the op of a matrix product, and adds the workspace that its kernel needs.
     pub fn product(&mut self, product: Product) -> Op {
+        self.product_for(product, product.out, "product")
+    }
+
+    /// Returns the op of a matrix product, whose workspace is that of `like` and `role` ([`Builder::workspace_for`]).
+    /// Products that add to one tensor, with other ops between them, need workspaces of their own: a shared one would
+    /// stay reserved from the first to the last.
+    pub fn product_for(&mut self, product: Product, like: Operand, role: &str) -> Op {
         let Product { a, b, out, bias, residual, m, n, k, a_transposed, b_transposed, accumulate, scale, .. } = product;
         let a_stride = product.a_stride.unwrap_or(if a_transposed { m } else { k });
         let out_stride = product.out_stride.unwrap_or(n);
-        let workspace = self.workspace_for(out, "product", self.kernels.product_workspace(self.precision, m, n, k));
+        let workspace = self.workspace_for(like, role, self.kernels.product_workspace(self.precision, m, n, k));
         OpKind::Product {
             a,
             b,

@@ -211,18 +211,25 @@ impl<'a> Tape<'a> {
         let weight = self.dequantized_weight(*b);
         let da = self.contribute(*a);
         let product = Product::plain(g, weight, da.gradient, [*m, *k, *n]);
-        self.product(Product { a_stride: g_stride, scale: *scale, accumulate: da.accumulate, ..product });
+        let product = Product { a_stride: g_stride, scale: *scale, accumulate: da.accumulate, ..product };
+        let product = self.builder.product_for(product, *a, "gradient_product");
+        self.ops.push(product);
         if let Some(residual) = residual {
-            // The residual has the gradient of the sum. No later op reads `g` itself, so both may share the buffer.
-            match self.gradient(*residual) {
-                None => self.set_gradient(*residual, g),
-                Some(into) => self.push(OpKind::Add { x: g, into, elements: m * n }),
-            }
+            self.pass_on(g, *residual, m * n);
+        }
+    }
+
+    /// Passes the gradient `g` of a sum of `elements` elements on to one of its terms, a residual.
+    fn pass_on(&mut self, g: Operand, residual: Operand, elements: u64) {
+        // The residual has the gradient of the sum. No later op reads `g` itself, so both may share the buffer.
+        match self.gradient(residual) {
+            None => self.set_gradient(residual, g),
+            Some(into) => self.push(OpKind::Add { x: g, into, elements }),
         }
     }
 
     fn derive_rms_norm(&mut self, op: &OpKind) {
-        let OpKind::RmsNorm { x, weight, out, rstd, rows, dim, .. } = *op else {
+        let OpKind::RmsNorm { x, weight, residual, out, rstd, rows, dim, .. } = *op else {
             unreachable!("the caller passes an RMS norm")
         };
         let dout = self.output_gradient(out);
@@ -231,17 +238,20 @@ impl<'a> Tape<'a> {
         let workspace = self.builder.workspace_for(out, "norm_sums", elements);
         let Contribution { gradient: dx, accumulate } = self.contribute(x);
         self.push(OpKind::RmsNormGrad { x, weight, rstd, dout, dx, dweight, workspace, rows, dim, accumulate });
+        if let Some(residual) = residual {
+            self.pass_on(dout, residual, rows * dim);
+        }
     }
 
     fn derive_head_norm(&mut self, op: &OpKind) {
-        let OpKind::HeadNorm { x, q_weight, k_weight, out, rstd, rows, shape, .. } = *op else {
+        let OpKind::HeadNorm { x, q_weight, k_weight, out, rstd, rows, shape, norm, .. } = *op else {
             unreachable!("the caller passes a head norm")
         };
         let dx = self.output_gradient(out);
         let dweights = self.weight_gradient(q_weight).zip(self.weight_gradient(k_weight)).map(|(q, k)| [q, k]);
-        let elements = self.builder.kernels.head_norm_grad_workspace(rows, shape.head_dim);
+        let elements = self.builder.kernels.head_norm_grad_workspace(rows, shape.norm_widths(norm));
         let workspace = self.builder.workspace_for(out, "norm_sums", elements);
-        self.push(OpKind::HeadNormGrad { x, q_weight, k_weight, rstd, dx, dweights, workspace, rows, shape });
+        self.push(OpKind::HeadNormGrad { x, q_weight, k_weight, rstd, dx, dweights, workspace, rows, shape, norm });
         self.set_gradient(x, dx);
     }
 

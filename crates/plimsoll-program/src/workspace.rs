@@ -63,11 +63,11 @@ impl Kernels {
         self.sum_rows_workspace(rows, dim)
     }
 
-    /// Returns the workspace size of the gradient of the RMS norms of query and key heads (Qwen 3), of `rows` tokens
-    /// and heads of `head_dim` elements. The unit is an f32 element (f64 in an f64 run). The number of heads does not
-    /// matter.
-    pub fn head_norm_grad_workspace(self, rows: u64, head_dim: u64) -> u64 {
-        self.sum_rows_workspace(rows, 2 * head_dim)
+    /// Returns the workspace size of the gradient of the RMS norms of queries and keys, of `rows` tokens. `widths` are
+    /// the elements that a norm of queries and one of keys cover. The unit is an f32 element (f64 in an f64 run). The
+    /// number of norms does not matter.
+    pub fn head_norm_grad_workspace(self, rows: u64, widths: [u64; 2]) -> u64 {
+        self.sum_rows_workspace(rows, widths.iter().sum())
     }
 
     /// Returns the workspace size of attention over sequences of `sequence` tokens. The unit is an f32 element (f64 in

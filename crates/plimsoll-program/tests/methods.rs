@@ -18,9 +18,9 @@ fn adamw(state: AdamState) -> Optimizer {
     Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state }
 }
 
-/// Returns models that differ in tied heads, biases and head norms.
+/// Returns models that differ in tied heads, biases, head norms and the place of norms.
 fn models() -> Vec<ModelConfig> {
-    ["smollm2-135m", "qwen2.5-7b", "qwen3-0.6b", "llama-3.1-8b"]
+    ["smollm2-135m", "qwen2.5-7b", "qwen3-0.6b", "llama-3.1-8b", "olmo2-7b"]
         .map(|name| ModelConfig { layers: 3, ..preset(name).expect("listed") })
         .to_vec()
 }

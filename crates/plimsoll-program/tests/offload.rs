@@ -97,6 +97,11 @@ fn offload_keeps_all_bytes_with_head_norms() {
 }
 
 #[test]
+fn offload_keeps_all_bytes_with_norms_of_outputs() {
+    check_every_choice(&model("olmo2-1b"));
+}
+
+#[test]
 fn offload_keeps_all_bytes_with_separate_head() {
     check_every_choice(&model("llama-3.1-8b"));
 }

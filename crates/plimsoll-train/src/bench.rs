@@ -232,7 +232,7 @@ fn model_config(shape: &StepShape) -> Result<ModelConfig, Failure> {
         qkv_bias: false,
         attention_out_bias: false,
         ffn_bias: false,
-        qk_norm: false,
+        qk_norm: None,
         max_positions: shape.sequence,
         bos: None,
         eos: vec![],

@@ -186,7 +186,8 @@ fn config(rng: &mut Rng) -> ModelConfig {
 
 /// Returns parts that only some families have: in some cases a sliding window, and what the family always has.
 fn extras(rng: &mut Rng, model_type: ModelType) -> Extras {
-    let has_windows = !matches!(model_type, ModelType::Llama | ModelType::Granite) && rng.chance(0.5);
+    let has_windows =
+        !matches!(model_type, ModelType::Llama | ModelType::Granite | ModelType::Olmo2) && rng.chance(0.5);
     let in_all_layers = matches!(model_type, ModelType::Mistral | ModelType::Phi3);
     let mut extras = Extras { window: has_windows.then(|| rng.log_range(1, 32)), ..Extras::default() };
     if has_windows && !in_all_layers {

@@ -10,7 +10,7 @@ use plimsoll_program::builder::Builder;
 use plimsoll_program::models::decoder::{
     AdamState, Base, BuildOptions, Lora, Method, Optimizer, Training, WeightSource, build,
 };
-use plimsoll_program::models::{Extras, ModelConfig, ModelType, RopeScaling, Target};
+use plimsoll_program::models::{Extras, ModelConfig, ModelType, QkNorm, RopeScaling, Target};
 use plimsoll_program::workspace::Kernels;
 use plimsoll_program::{Op, OpKind, Operand, ProgramKind, ProgramSet, TensorId};
 use std::collections::BTreeMap;
@@ -284,7 +284,7 @@ fn reference_step_rates(subject: &OpRateSubject, form: ReferenceForm) -> Result<
         qkv_bias: false,
         attention_out_bias: false,
         ffn_bias: false,
-        qk_norm: true,
+        qk_norm: Some(QkNorm::PerHead),
         max_positions: scale.sequence,
         bos: None,
         eos: vec![],

@@ -7,7 +7,7 @@ use plimsoll_core::{RecomputeLevel, Space};
 use plimsoll_device::cpu::executor;
 use plimsoll_device::cuda::kernels::ops::{self, OperandLookup};
 use plimsoll_device::device::Device;
-use plimsoll_program::models::config::{Extras, ModelConfig, ModelType};
+use plimsoll_program::models::config::{Extras, ModelConfig, ModelType, QkNorm};
 use plimsoll_program::models::decoder::{
     AdamState, Base, BuildOptions, Generation, Method, Optimizer, Training, WeightSource, build,
 };
@@ -38,7 +38,7 @@ fn model() -> ModelConfig {
         qkv_bias: true,
         attention_out_bias: true,
         ffn_bias: true,
-        qk_norm: true,
+        qk_norm: Some(QkNorm::PerHead),
         max_positions: 64,
         bos: None,
         eos: vec![],
@@ -55,10 +55,17 @@ fn model() -> ModelConfig {
     }
 }
 
-fn programs(precision: DType) -> ProgramSet {
+/// Returns both kinds of layers: [`model`], and the same model with norms of the outputs of attention and feed-forward
+/// part, and of all heads together.
+fn models() -> [ModelConfig; 2] {
+    let norms_outputs = ModelConfig { model_type: ModelType::Olmo2, qk_norm: Some(QkNorm::AllHeads), ..model() };
+    [model(), norms_outputs]
+}
+
+fn programs(config: &ModelConfig, precision: DType) -> ProgramSet {
     build(&BuildOptions {
-        config: &model(),
-        layers: 0..model().layers,
+        config,
+        layers: 0..config.layers,
         precision,
         kernels: Kernels::Cpu { threads: 1 },
         sequence: SEQUENCE,
@@ -220,11 +227,11 @@ struct DevicePair {
 }
 
 impl DevicePair {
-    fn new() -> DevicePair {
-        let set = programs(DType::F64);
+    fn new(config: &ModelConfig) -> DevicePair {
+        let set = programs(config, DType::F64);
         let placement = disjoint_placement(&set);
         let cpu = executor::open(set, placement, DType::F64, 1, None).unwrap();
-        let mut both = DevicePair { shim: ShimDevice::new(programs(DType::F32)), cpu };
+        let mut both = DevicePair { shim: ShimDevice::new(programs(config, DType::F32)), cpu };
         both.shim.run(ProgramKind::Load);
         for id in both.tensors(|tensor| tensor.category == plimsoll_core::Category::Weight) {
             for slot in 0..both.shim.set.tensor(id).slots {
@@ -303,56 +310,62 @@ use plimsoll_program::Tensor;
 #[test]
 #[ignore = "needs g++: cargo xtask cuda-check"]
 fn training_step_matches_cpu() {
-    let mut both = DevicePair::new();
-    both.batch("train.");
-    for program in [
-        ProgramKind::InitOptimizer,
-        ProgramKind::BeginStep,
-        ProgramKind::Forward,
-        ProgramKind::Backward,
-        ProgramKind::GradientNorm,
-    ] {
-        both.run(program);
-    }
-    for id in both.tensors(|tensor| tensor.category == plimsoll_core::Category::Gradient) {
-        both.compare(id, 2e-5);
-    }
-    for name in ["metrics", "scalars"] {
-        both.compare(both.shim.set.find(name).unwrap(), 1e-5);
-    }
-    both.run(ProgramKind::Update);
-    for id in both.tensors(|tensor| tensor.category == plimsoll_core::Category::Optimizer) {
-        both.compare(id, 1e-4);
-    }
-    for id in both.tensors(|tensor| tensor.category == plimsoll_core::Category::Weight) {
-        both.compare(id, 1e-4);
+    for config in models() {
+        let mut both = DevicePair::new(&config);
+        both.batch("train.");
+        for program in [
+            ProgramKind::InitOptimizer,
+            ProgramKind::BeginStep,
+            ProgramKind::Forward,
+            ProgramKind::Backward,
+            ProgramKind::GradientNorm,
+        ] {
+            both.run(program);
+        }
+        for id in both.tensors(|tensor| tensor.category == plimsoll_core::Category::Gradient) {
+            both.compare(id, 2e-5);
+        }
+        for name in ["metrics", "scalars"] {
+            both.compare(both.shim.set.find(name).unwrap(), 1e-5);
+        }
+        both.run(ProgramKind::Update);
+        for id in both.tensors(|tensor| tensor.category == plimsoll_core::Category::Optimizer) {
+            both.compare(id, 1e-4);
+        }
+        for id in both.tensors(|tensor| tensor.category == plimsoll_core::Category::Weight) {
+            both.compare(id, 1e-4);
+        }
     }
 }
 
 #[test]
 #[ignore = "needs g++: cargo xtask cuda-check"]
 fn evaluation_matches_cpu() {
-    let mut both = DevicePair::new();
-    both.batch("evaluate.");
-    both.put_named("metrics", &vec![0.0; METRIC_COUNT as usize]);
-    both.run(ProgramKind::Evaluate);
-    both.compare(both.shim.set.find("metrics").unwrap(), 1e-5);
-    both.compare(both.shim.set.find("evaluate.correct").unwrap(), 0.0);
+    for config in models() {
+        let mut both = DevicePair::new(&config);
+        both.batch("evaluate.");
+        both.put_named("metrics", &vec![0.0; METRIC_COUNT as usize]);
+        both.run(ProgramKind::Evaluate);
+        both.compare(both.shim.set.find("metrics").unwrap(), 1e-5);
+        both.compare(both.shim.set.find("evaluate.correct").unwrap(), 0.0);
+    }
 }
 
 #[test]
 #[ignore = "needs g++: cargo xtask cuda-check"]
 fn prefill_and_decode_match_cpu() {
-    let mut both = DevicePair::new();
-    for (program, first, rows) in [(ProgramKind::Prefill, 0, CHUNK), (ProgramKind::Decode, CHUNK, 1)] {
-        let mut scalars = update_scalars();
-        scalars[Scalar::LastRow as usize] = (rows - 1) as f64;
-        both.put_named("scalars", &scalars);
-        let positions: Vec<f64> = (first..first + rows).map(|at| at as f64).collect();
-        both.put_named(&format!("{program}.positions"), &positions);
-        both.put_named(&format!("{program}.places"), &positions);
-        both.put_named(&format!("{program}.tokens"), &positions.iter().map(|at| 7.0 * at).collect::<Vec<_>>());
-        both.run(program);
-        both.compare(both.shim.set.find(&format!("{program}.logits")).unwrap(), 2e-5);
+    for config in models() {
+        let mut both = DevicePair::new(&config);
+        for (program, first, rows) in [(ProgramKind::Prefill, 0, CHUNK), (ProgramKind::Decode, CHUNK, 1)] {
+            let mut scalars = update_scalars();
+            scalars[Scalar::LastRow as usize] = (rows - 1) as f64;
+            both.put_named("scalars", &scalars);
+            let positions: Vec<f64> = (first..first + rows).map(|at| at as f64).collect();
+            both.put_named(&format!("{program}.positions"), &positions);
+            both.put_named(&format!("{program}.places"), &positions);
+            both.put_named(&format!("{program}.tokens"), &positions.iter().map(|at| 7.0 * at).collect::<Vec<_>>());
+            both.run(program);
+            both.compare(both.shim.set.find(&format!("{program}.logits")).unwrap(), 2e-5);
+        }
     }
 }

@@ -5,7 +5,7 @@
 //!
 //! Legend: V vocabulary, D hidden, F feed-forward, H heads, K key/value heads, E head size.
 
-pub use super::family::ModelType;
+pub use super::family::{ModelType, QkNorm};
 pub use super::rope::RopeScaling;
 use plimsoll_core::Failure;
 use std::fmt;
@@ -44,8 +44,8 @@ pub struct ModelConfig {
     pub attention_out_bias: bool,
     /// Whether gate, up and down have biases.
     pub ffn_bias: bool,
-    /// Whether every query and key head has an RMS norm before the rotation.
-    pub qk_norm: bool,
+    /// RMS norms of queries and keys before the rotation; `None` if there are none.
+    pub qk_norm: Option<QkNorm>,
     /// Longest sequence that the model accepts, in tokens.
     pub max_positions: u64,
     /// Id of the token that starts a document; `None` if the model has none.
@@ -245,7 +245,7 @@ impl ModelConfig {
     /// Returns the value that norms of the residual stream add to the mean square.
     ///
     /// The stream is computed without `embedding_multiplier`, so it is smaller by that factor m. All that reads it are
-    /// norms, and norm(m·x) with ε equals norm(x) with ε / m².
+    /// norms, and norm(m·x) with ε equals norm(x) with ε / m². A family whose layers norm outputs has no multiplier.
     pub fn stream_norm_eps(&self) -> f64 {
         self.norm_eps / self.extras.embedding_multiplier.powi(2)
     }
@@ -264,9 +264,15 @@ impl ModelConfig {
             (self.ffn_bias, 2 * self.ffn + self.hidden),
         ];
         let biases: u64 = biases.into_iter().filter(|(is_present, _)| *is_present).map(|(_, elements)| elements).sum();
-        let head_norms = if self.qk_norm { 2 * self.head_dim } else { 0 };
+        let qk_norms: u64 = self.qk_norm_widths().into_iter().flatten().sum();
         let feed_forward = 3 * self.ffn * self.hidden;
-        attention + biases + head_norms + feed_forward + 2 * self.hidden
+        attention + biases + qk_norms + feed_forward + 2 * self.hidden
+    }
+
+    /// Returns the numbers of elements that a norm of queries and one of keys cover; `None` without such norms.
+    pub fn qk_norm_widths(&self) -> Option<[u64; 2]> {
+        let norm = self.qk_norm?;
+        Some([self.heads, self.kv_heads].map(|heads| norm.width(heads, self.head_dim)))
     }
 
     /// Returns the number of parameters of the whole model. A head that shares the embedding's weights does not count.
@@ -339,11 +345,15 @@ impl ModelConfig {
             ("qkv_bias", self.qkv_bias, self.model_type.qkv_bias() || has_switch && self.qkv_bias),
             ("attention_out_bias", self.attention_out_bias, has_switch && self.qkv_bias),
             ("ffn_bias", self.ffn_bias, has_switch && self.ffn_bias),
-            ("qk_norm", self.qk_norm, self.model_type.qk_norm()),
         ] {
             if found != by_type {
                 return Err(wrong(key, found, format!("{by_type}, as in every such {}", self.model_type)));
             }
+        }
+        let qk_norm = self.model_type.qk_norm();
+        if self.qk_norm != qk_norm {
+            let expected = format!("{qk_norm:?}, as in every {}", self.model_type);
+            return Err(wrong("qk_norm", format!("{:?}", self.qk_norm), expected));
         }
         Ok(())
     }
@@ -363,6 +373,11 @@ impl ModelConfig {
         }
         if self.rope_scaling != RopeScaling::None && !self.model_type.scales_frequencies() {
             return Err(wrong("rope_scaling", format!("{:?}", self.rope_scaling), "null in this model family"));
+        }
+        // A norm of an output hides a factor before it.
+        let factors = [self.extras.embedding_multiplier, self.extras.residual_multiplier];
+        if self.model_type.norms_outputs() && factors != [1.0; 2] {
+            return Err(wrong("residual_multiplier", format!("{factors:?}"), "1 in this model family"));
         }
         let sorted = |layers: &[u64]| layers.is_sorted() && layers.last().is_none_or(|last| *last < limit::LAYERS);
         for (key, layers) in

@@ -1,6 +1,7 @@
 //! Model families as data: one entry of [`FAMILIES`] for each, with what its `config.json` leaves out and what all its
 //! models have in common.
 
+use serde::{Deserialize, Serialize};
 use std::fmt;
 
 /// The model family: `model_type` in `config.json`.
@@ -20,6 +21,27 @@ pub enum ModelType {
     SmolLm3,
     /// Granite 3: multipliers of embedding, residuals, attention scores and logits.
     Granite,
+    /// OLMo 2: norms of the outputs of attention and feed-forward part, and of all query and key heads together.
+    Olmo2,
+}
+
+/// The extent of the RMS norms of queries and keys, which come before the rotation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum QkNorm {
+    /// One norm for each head. All query heads share their weights, and so do all key heads.
+    PerHead,
+    /// One norm for all query heads together, and one for all key heads.
+    AllHeads,
+}
+
+impl QkNorm {
+    /// Returns the number of elements that a norm covers, of `heads` heads with `head_dim` elements each.
+    pub const fn width(self, heads: u64, head_dim: u64) -> u64 {
+        match self {
+            QkNorm::PerHead => head_dim,
+            QkNorm::AllHeads => heads * head_dim,
+        }
+    }
 }
 
 /// The facts that all models of a family share, and the defaults of keys that `config.json` leaves out.
@@ -33,8 +55,10 @@ pub(super) struct Family {
     pub qkv_bias: bool,
     /// Whether `attention_bias` and `mlp_bias` switch biases on.
     pub has_bias_switches: bool,
-    /// Whether each query and key head has an RMS norm.
-    pub qk_norm: bool,
+    /// RMS norms of queries and keys, if the family has them.
+    pub qk_norm: Option<QkNorm>,
+    /// Whether a layer norms the outputs of attention and of the feed-forward part, and not their inputs.
+    pub norms_outputs: bool,
     /// Whether files hold queries, keys and values as one projection, and gate and up as another.
     pub fuses_projections: bool,
     /// Sliding windows: which keys switch them on, and in which layers.
@@ -76,14 +100,15 @@ pub(super) enum Windows {
 }
 
 /// The table of all families.
-pub(super) static FAMILIES: [Family; 7] = [
+pub(super) static FAMILIES: [Family; 8] = [
     Family {
         model_type: ModelType::Llama,
         name: "llama",
         architecture: "LlamaForCausalLM",
         qkv_bias: false,
         has_bias_switches: true,
-        qk_norm: false,
+        qk_norm: None,
+        norms_outputs: false,
         fuses_projections: false,
         windows: Windows::Refused,
         scales_frequencies: true,
@@ -102,7 +127,8 @@ pub(super) static FAMILIES: [Family; 7] = [
         architecture: "MistralForCausalLM",
         qkv_bias: false,
         has_bias_switches: false,
-        qk_norm: false,
+        qk_norm: None,
+        norms_outputs: false,
         fuses_projections: false,
         windows: Windows::Always { default: Some(4096) },
         scales_frequencies: true,
@@ -121,7 +147,8 @@ pub(super) static FAMILIES: [Family; 7] = [
         architecture: "Qwen2ForCausalLM",
         qkv_bias: true,
         has_bias_switches: false,
-        qk_norm: false,
+        qk_norm: None,
+        norms_outputs: false,
         fuses_projections: false,
         windows: Windows::Switched,
         scales_frequencies: true,
@@ -140,7 +167,8 @@ pub(super) static FAMILIES: [Family; 7] = [
         architecture: "Qwen3ForCausalLM",
         qkv_bias: false,
         has_bias_switches: false,
-        qk_norm: true,
+        qk_norm: Some(QkNorm::PerHead),
+        norms_outputs: false,
         fuses_projections: false,
         windows: Windows::Switched,
         scales_frequencies: true,
@@ -159,7 +187,8 @@ pub(super) static FAMILIES: [Family; 7] = [
         architecture: "Phi3ForCausalLM",
         qkv_bias: false,
         has_bias_switches: false,
-        qk_norm: false,
+        qk_norm: None,
+        norms_outputs: false,
         fuses_projections: true,
         windows: Windows::Always { default: None },
         scales_frequencies: false,
@@ -178,7 +207,8 @@ pub(super) static FAMILIES: [Family; 7] = [
         architecture: "SmolLM3ForCausalLM",
         qkv_bias: false,
         has_bias_switches: true,
-        qk_norm: false,
+        qk_norm: None,
+        norms_outputs: false,
         fuses_projections: false,
         windows: Windows::SwitchedUnrotated,
         scales_frequencies: true,
@@ -197,7 +227,8 @@ pub(super) static FAMILIES: [Family; 7] = [
         architecture: "GraniteForCausalLM",
         qkv_bias: false,
         has_bias_switches: false,
-        qk_norm: false,
+        qk_norm: None,
+        norms_outputs: false,
         fuses_projections: false,
         windows: Windows::Refused,
         scales_frequencies: true,
@@ -209,6 +240,26 @@ pub(super) static FAMILIES: [Family; 7] = [
         head_dim: None,
         bos: Some(1),
         eos: &[2],
+    },
+    Family {
+        model_type: ModelType::Olmo2,
+        name: "olmo2",
+        architecture: "Olmo2ForCausalLM",
+        qkv_bias: false,
+        has_bias_switches: false,
+        qk_norm: Some(QkNorm::AllHeads),
+        norms_outputs: true,
+        fuses_projections: false,
+        windows: Windows::Refused,
+        scales_frequencies: true,
+        tied: false,
+        norm_eps: 1e-5,
+        rope_theta: 1e4,
+        max_positions: 2048,
+        kv_heads: None,
+        head_dim: None,
+        bos: None,
+        eos: &[50_279],
     },
 ];
 
@@ -260,9 +311,15 @@ impl ModelType {
         self.family().scales_frequencies
     }
 
-    /// Returns whether queries and keys have an RMS norm in this family.
-    pub const fn qk_norm(self) -> bool {
+    /// Returns the RMS norms of queries and keys in this family, and `None` if there are none.
+    pub const fn qk_norm(self) -> Option<QkNorm> {
         self.family().qk_norm
+    }
+
+    /// Returns whether a layer norms the outputs of attention and of the feed-forward part before they are added to the
+    /// residual stream. In all other families it norms their inputs.
+    pub const fn norms_outputs(self) -> bool {
+        self.family().norms_outputs
     }
 }
 

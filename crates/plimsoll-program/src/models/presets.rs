@@ -21,12 +21,12 @@ struct Row {
     rope_scaling: RopeScaling,
     norm_eps: f64,
     max_positions: u64,
-    bos: i64,
+    bos: Option<i64>,
     eos: i64,
     init_std: f64,
 }
 
-use ModelType::{Llama, Mistral, Qwen2, Qwen3};
+use ModelType::{Llama, Mistral, Olmo2, Qwen2, Qwen3};
 
 const fn llama3(factor: f64) -> RopeScaling {
     RopeScaling::Llama3 { factor, low_freq_factor: 1.0, high_freq_factor: 4.0, original_max_position_embeddings: 8192 }
@@ -56,7 +56,7 @@ const fn row(
         rope_scaling,
         norm_eps,
         max_positions,
-        bos,
+        bos: Some(bos),
         eos,
         init_std: 0.02,
     }
@@ -64,10 +64,15 @@ const fn row(
 
 const PLAIN: RopeScaling = RopeScaling::None;
 
+/// Returns the row of an OLMo 2 model. These models have no token that starts a document.
+const fn olmo2(name: &'static str, sizes: [u64; 7]) -> Row {
+    Row { bos: None, ..row(name, Olmo2, sizes, false, (5e5, PLAIN, 1e-6), 4096, [0, 100_257]) }
+}
+
 /// The presets, ordered by family and size. Columns: name, type, [hidden, layers, heads, kv heads, head size,
 /// feed-forward, vocabulary], tied, (theta, scaling, eps), longest sequence, [bos, eos].
 #[rustfmt::skip]
-static ROWS: [Row; 17] = [
+static ROWS: [Row; 20] = [
     Row {
         init_std: 0.041_666_666_666_666_664,
         ..row("smollm2-135m", Llama, [576, 30, 9, 3, 64, 1536, 49152], true, (1e5, PLAIN, 1e-5), 8192, [0, 0])
@@ -88,6 +93,9 @@ static ROWS: [Row; 17] = [
     row("qwen2.5-32b", Qwen2, [5120, 64, 40, 8, 128, 27648, 152_064], false, (1e6, PLAIN, 1e-5), 131_072, [151_643, 151_643]),
     row("qwen3-0.6b", Qwen3, [1024, 28, 16, 8, 128, 3072, 151_936], true, (1e6, PLAIN, 1e-6), 40960, [151_643, 151_645]),
     row("qwen3-8b", Qwen3, [4096, 36, 32, 8, 128, 12288, 151_936], false, (1e6, PLAIN, 1e-6), 40960, [151_643, 151_645]),
+    olmo2("olmo2-1b", [2048, 16, 16, 16, 128, 8192, 100_352]),
+    olmo2("olmo2-7b", [4096, 32, 32, 32, 128, 11008, 100_352]),
+    olmo2("olmo2-13b", [5120, 40, 40, 40, 128, 13824, 100_352]),
 ];
 
 /// Returns the configuration of the preset (published model shape) with this name, such as `llama-3.2-1b`, and `None`
@@ -112,7 +120,7 @@ pub fn preset(name: &str) -> Option<ModelConfig> {
         ffn_bias: false,
         qk_norm: row.model_type.qk_norm(),
         max_positions: row.max_positions,
-        bos: Some(row.bos),
+        bos: row.bos,
         eos: vec![row.eos],
         init_std: row.init_std,
         extras: Extras::default(),
@@ -183,6 +191,10 @@ mod tests {
             ("qwen2.5-32b", "32.76 B"),
             ("qwen3-0.6b", "596 M"),
             ("qwen3-8b", "8.191 B"),
+            // Our own counts: the publisher rounds to billions.
+            ("olmo2-1b", "1.485 B"),
+            ("olmo2-7b", "7.299 B"),
+            ("olmo2-13b", "13.716 B"),
         ];
         assert_eq!(preset_names().collect::<Vec<_>>(), published.map(|(name, _)| name));
         for (name, printed) in published {

@@ -10,7 +10,7 @@
 //! | `qkv_bias` | `[(H + 2K)·E]` | queries, keys, values |
 //! | `attention_out` | `[D, H·E]` | |
 //! | `attention_out_bias`, `down_bias` | `[D]` | |
-//! | `q_norm`, `k_norm` | `[E]` | |
+//! | `q_norm`, `k_norm` | `[E]`, or `[H·E]` and `[K·E]` | |
 //! | `gate_up` | `[2F, D]` | gate, up |
 //! | `gate_up_bias` | `[2F]` | gate, up |
 //! | `down` | `[D, F]` | |
@@ -229,7 +229,7 @@ impl ModelConfig {
     }
 
     fn push_layer(&self, layer: u64, all: &mut Vec<Parameter>) {
-        let (d, e) = (self.hidden, self.head_dim);
+        let d = self.hidden;
         let mut push = |name: &str, tensor, offset, shape: Vec<u64>, target| {
             let decay = shape.len() == 2;
             let hf_name = format!("model.layers.{layer}.{name}");
@@ -242,13 +242,18 @@ impl ModelConfig {
             if target.has_bias(self) {
                 push(&format!("{module}.bias"), target.bias(), first, vec![rows], None);
             }
-            if self.qk_norm && target == Target::O {
-                push("self_attn.q_norm.weight", "q_norm", 0, vec![e], None);
-                push("self_attn.k_norm.weight", "k_norm", 0, vec![e], None);
+            if let Some([queries, keys]) = self.qk_norm_widths().filter(|_| target == Target::O) {
+                push("self_attn.q_norm.weight", "q_norm", 0, vec![queries], None);
+                push("self_attn.k_norm.weight", "k_norm", 0, vec![keys], None);
             }
         }
-        push("input_layernorm.weight", "attention_norm", 0, vec![d], None);
-        push("post_attention_layernorm.weight", "ffn_norm", 0, vec![d], None);
+        let [attention_norm, ffn_norm] = if self.model_type.norms_outputs() {
+            ["post_attention_layernorm.weight", "post_feedforward_layernorm.weight"]
+        } else {
+            ["input_layernorm.weight", "post_attention_layernorm.weight"]
+        };
+        push(attention_norm, "attention_norm", 0, vec![d], None);
+        push(ffn_norm, "ffn_norm", 0, vec![d], None);
     }
 }
 
@@ -286,7 +291,7 @@ mod tests {
     }
 
     /// The expected names come from `[name for name, _ in AutoModelForCausalLM.from_config(config).named_parameters()]`
-    /// of a one-layer qwen2 and qwen3 in transformers 5.23.
+    /// of a one-layer qwen2, qwen3 and olmo2 in transformers 5.23.
     #[test]
     fn weight_order_matches_transformers() {
         let names = |preset_name: &str| {
@@ -315,5 +320,8 @@ mod tests {
         let qwen3 = names("qwen3-8b");
         assert_eq!(qwen3[4..7], ["self_attn.o_proj.weight", "self_attn.q_norm.weight", "self_attn.k_norm.weight"]);
         assert_eq!(qwen3.last().unwrap(), "lm_head.weight");
+        let olmo2 = names("olmo2-1b");
+        assert_eq!(olmo2[4..7], qwen3[4..7]);
+        assert_eq!(olmo2[10..12], ["post_attention_layernorm.weight", "post_feedforward_layernorm.weight"]);
     }
 }

@@ -1,6 +1,6 @@
 //! Rotary positions, attention over a micro-batch, and attention over the key-value cache of generation.
 
-use super::{AccessVisitor, Cost, OpKind, OperandTypes, not_in_family};
+use super::{AccessVisitor, Cost, OpKind, OperandTypes, QkNorm, not_in_family};
 use plimsoll_core::DType;
 use serde::{Deserialize, Serialize};
 
@@ -30,6 +30,19 @@ impl Heads {
     /// apply.
     pub fn rotated_heads(self) -> u64 {
         self.heads + self.kv_heads
+    }
+
+    /// Returns the numbers of elements that a norm of queries and one of keys cover.
+    pub fn norm_widths(self, norm: QkNorm) -> [u64; 2] {
+        [self.heads, self.kv_heads].map(|heads| norm.width(heads, self.head_dim))
+    }
+
+    /// Returns the number of norms of a token's queries and keys.
+    pub fn norm_count(self, norm: QkNorm) -> u64 {
+        match norm {
+            QkNorm::PerHead => self.rotated_heads(),
+            QkNorm::AllHeads => 2,
+        }
     }
 }
 

@@ -2,7 +2,7 @@
 //! that describes it).
 
 use super::{Exchange, Heads, Quantized};
-use crate::models::RopeScaling;
+use crate::models::{QkNorm, RopeScaling};
 use crate::tensor::{Index, Operand};
 use serde::{Deserialize, Serialize};
 
@@ -49,10 +49,19 @@ pub enum OpKind {
         hidden: u64,
         vocab: u64,
     },
-    /// RMS norm of each row: out = x / rms(x) · weight. `rstd[rows]` = 1 / rms(x).
-    RmsNorm { x: Operand, weight: Operand, out: Operand, rstd: Operand, rows: u64, dim: u64, eps: f64 },
+    /// RMS norm of each row: out = x / rms(x) · weight (+ residual). `rstd[rows]` = 1 / rms(x).
+    RmsNorm {
+        x: Operand,
+        weight: Operand,
+        residual: Option<Operand>,
+        out: Operand,
+        rstd: Operand,
+        rows: u64,
+        dim: u64,
+        eps: f64,
+    },
     /// Gradient of [`OpKind::RmsNorm`]: writes `dx` or, with `accumulate`, adds to it. Adds the weight's gradient to
-    /// `dweight`, which is `None` for a frozen weight.
+    /// `dweight`, which is `None` for a frozen weight. The gradient of a residual is `dout` itself.
     RmsNormGrad {
         x: Operand,
         weight: Operand,
@@ -65,8 +74,9 @@ pub enum OpKind {
         dim: u64,
         accumulate: bool,
     },
-    /// RMS norm of each query and key head (Qwen 3). A row of `x[N,C]` has queries, keys and values side by side; the
-    /// values are copied. `rstd[N, H+K]` = 1 / rms of each head.
+    /// RMS norms of queries and keys: of each head (Qwen 3), or of all query heads and of all key heads (OLMo 2). A row
+    /// of `x[N,C]` has queries, keys and values side by side; the values are copied. `rstd[N, H+K]`, or `[N, 2]`, has
+    /// 1 / rms of each norm.
     HeadNorm {
         x: Operand,
         q_weight: Operand,
@@ -75,6 +85,7 @@ pub enum OpKind {
         rstd: Operand,
         rows: u64,
         shape: Heads,
+        norm: QkNorm,
         eps: f64,
     },
     /// Gradient of [`OpKind::HeadNorm`]: replaces the gradient of the output in `dx` by that of the input. Adds the
@@ -89,6 +100,7 @@ pub enum OpKind {
         workspace: Operand,
         rows: u64,
         shape: Heads,
+        norm: QkNorm,
     },
     /// Rotary positions: rotates query and key heads of `qkv[N,C]` in place, each row by its entry in `positions[N]`.
     /// Row p of `table[P,E]` has the cosines, then the sines of position p. `inverse` rotates back, which is the

@@ -5,9 +5,12 @@ use super::{AccessVisitor, Cost, Mode, OpKind, OperandTypes, not_in_family};
 /// Reports to `visitor` each range of tensor elements that an op of this module reads or writes.
 pub(super) fn visit_accesses(op: &OpKind, visitor: &mut AccessVisitor) {
     match op {
-        OpKind::RmsNorm { x, weight, out, rstd, rows, dim, .. } => {
+        OpKind::RmsNorm { x, weight, residual, out, rstd, rows, dim, .. } => {
             visitor.read(*x, rows * dim);
             visitor.read(*weight, *dim);
+            if let Some(residual) = residual {
+                visitor.read(*residual, rows * dim);
+            }
             visitor.write(*out, rows * dim);
             visitor.write(*rstd, *rows);
         }
@@ -22,21 +25,23 @@ pub(super) fn visit_accesses(op: &OpKind, visitor: &mut AccessVisitor) {
             }
             visitor.write_all(*workspace);
         }
-        OpKind::HeadNorm { x, q_weight, k_weight, out, rstd, rows, shape, .. } => {
+        OpKind::HeadNorm { x, q_weight, k_weight, out, rstd, rows, shape, norm, .. } => {
+            let [queries, keys] = shape.norm_widths(*norm);
             visitor.read(*x, rows * shape.columns());
-            visitor.read(*q_weight, shape.head_dim);
-            visitor.read(*k_weight, shape.head_dim);
+            visitor.read(*q_weight, queries);
+            visitor.read(*k_weight, keys);
             visitor.write(*out, rows * shape.columns());
-            visitor.write(*rstd, rows * shape.rotated_heads());
+            visitor.write(*rstd, rows * shape.norm_count(*norm));
         }
-        OpKind::HeadNormGrad { x, q_weight, k_weight, rstd, dx, dweights, workspace, rows, shape } => {
+        OpKind::HeadNormGrad { x, q_weight, k_weight, rstd, dx, dweights, workspace, rows, shape, norm } => {
+            let widths = shape.norm_widths(*norm);
             visitor.read(*x, rows * shape.columns());
-            visitor.read(*q_weight, shape.head_dim);
-            visitor.read(*k_weight, shape.head_dim);
-            visitor.read(*rstd, rows * shape.rotated_heads());
+            visitor.read(*q_weight, widths[0]);
+            visitor.read(*k_weight, widths[1]);
+            visitor.read(*rstd, rows * shape.norm_count(*norm));
             visitor.update(*dx, rows * shape.columns());
-            for dweight in dweights.iter().flatten() {
-                visitor.update(*dweight, shape.head_dim);
+            for (dweight, width) in dweights.iter().flatten().zip(widths) {
+                visitor.update(*dweight, width);
             }
             visitor.write_all(*workspace);
         }
@@ -58,9 +63,10 @@ pub(super) fn cost(op: &OpKind) -> Cost {
 /// Adds to `types` the dtype that each operand of an op of this module must have.
 pub(super) fn expect_types<'k>(op: &'k OpKind, types: &mut OperandTypes<'k>) {
     match op {
-        OpKind::RmsNorm { x, weight, out, rstd, .. } => {
+        OpKind::RmsNorm { x, weight, residual, out, rstd, .. } => {
             let real = types.activation(x);
             types.expect(real, [x, weight, out]).expect(real.wide(), [rstd]);
+            types.expect_all(real, residual.iter());
         }
         OpKind::RmsNormGrad { x, weight, rstd, dout, dx, dweight, workspace, .. } => {
             let real = types.activation(x);

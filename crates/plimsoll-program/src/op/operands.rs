@@ -69,7 +69,11 @@ macro_rules! operand_list {
             }
             OpKind::Embed { tokens, table, out, .. } => smallvec![tokens, table, out],
             OpKind::EmbedGrad { tokens, dout, dtable, workspace, .. } => smallvec![tokens, dout, dtable, workspace],
-            OpKind::RmsNorm { x, weight, out, rstd, .. } => smallvec![x, weight, out, rstd],
+            OpKind::RmsNorm { x, weight, residual, out, rstd, .. } => {
+                let mut list = smallvec![x, weight, out, rstd];
+                list.extend(residual);
+                list
+            }
             OpKind::RmsNormGrad { x, weight, rstd, dout, dx, dweight, workspace, .. } => {
                 let mut list = smallvec![x, weight, rstd, dout, dx, workspace];
                 list.extend(dweight);

@@ -65,6 +65,7 @@ const fn name_architecture(model_type: ModelType) -> &'static str {
         ModelType::Phi3 => "phi3",
         ModelType::SmolLm3 => "smollm3",
         ModelType::Granite => "granite",
+        ModelType::Olmo2 => "olmo2",
     }
 }
 

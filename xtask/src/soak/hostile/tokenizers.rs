@@ -15,7 +15,7 @@ pub fn tokenizer(family: ModelType) -> Value {
     match family {
         ModelType::Llama | ModelType::Phi3 => byte_fallback(),
         ModelType::Mistral => unigram(),
-        ModelType::Qwen2 | ModelType::SmolLm3 | ModelType::Granite => byte_level(),
+        ModelType::Qwen2 | ModelType::SmolLm3 | ModelType::Granite | ModelType::Olmo2 => byte_level(),
         ModelType::Qwen3 => word_pieces(),
     }
 }

@@ -1,4 +1,4 @@
-//! Root-mean-square norms of rows, and of each query and key head, with their gradients.
+//! Root-mean-square norms of rows, and of queries and keys, with their gradients.
 //!
 //! y = x · r · w with r = 1 / sqrt(mean(x²) + eps). For the gradient, with g = dy · w:
 //! dx = r · (g − x · r² · mean(g · x)), dw = Σ over rows of dy · x · r.
@@ -8,13 +8,14 @@ use super::embed::add_to;
 use super::simd::{Float, Real, get, put, strips, vectorized};
 use super::{Heads, attention::Columns};
 use crate::cpu::pool::{Pool, Shared};
+use std::ops::Range;
 
 /// Smallest number of elements that one task of the thread pool processes.
 const MIN_TASK_ELEMENTS: usize = 8192;
 
 vectorized! {
-    /// Normalizes a row: computes out = x · r · weight with r = 1 / sqrt(mean(x²) + eps), and returns r.
-    fn norm_row<T, V>(x: &[T], weight: &[T], eps: T::Wide, out: &mut [T]) -> T::Wide {
+    /// Normalizes a row: computes out = x · r · weight (+ residual) with r = 1 / sqrt(mean(x²) + eps), and returns r.
+    fn norm_row<T, V>(x: &[T], weight: &[T], residual: Option<&[T]>, eps: T::Wide, out: &mut [T]) -> T::Wide {
         let mut squares = V::splat(T::Wide::ZERO);
         strips::<T, V>(x.len(), #[inline(always)] |at, count| {
             let value: V = get(x, at, count);
@@ -22,7 +23,11 @@ vectorized! {
         });
         let r = T::Wide::ONE / (squares.sum() / T::Wide::from_f64(x.len() as f64) + eps).sqrt();
         strips::<T, V>(x.len(), #[inline(always)] |at, count| {
-            put(out, at, count, get::<T, V>(x, at, count) * V::splat(r) * get::<T, V>(weight, at, count));
+            let mut normed = get::<T, V>(x, at, count) * V::splat(r) * get::<T, V>(weight, at, count);
+            if let Some(residual) = residual {
+                normed = normed + get::<T, V>(residual, at, count);
+            }
+            put(out, at, count, normed);
         });
         r
     }
@@ -70,18 +75,28 @@ vectorized! {
     }
 }
 
-/// Normalizes the R rows of x: computes `out[R, D]` = x / rms · weight, and `rstd[R]` = 1 / rms, where rms =
-/// sqrt(mean(x²) + eps) of the row.
-pub fn rms_norm<T: Real>(pool: &Pool, x: &[T], weight: &[T], eps: f64, out: &mut [T], rstd: &mut [T::Wide]) {
+/// Normalizes the R rows of x: computes `out[R, D]` = x / rms · weight (+ `residual[R, D]`), and `rstd[R]` = 1 / rms,
+/// where rms = sqrt(mean(x²) + eps) of the row.
+pub fn rms_norm<T: Real>(
+    pool: &Pool,
+    x: &[T],
+    weight: &[T],
+    residual: Option<&[T]>,
+    eps: f64,
+    out: &mut [T],
+    rstd: &mut [T::Wide],
+) {
     let (rows, dim) = (rstd.len(), weight.len());
     assert!(x.len() == rows * dim && out.len() == rows * dim);
+    assert!(residual.is_none_or(|residual| residual.len() == rows * dim));
     let (out, rstd) = (Shared::new(out), Shared::new(rstd));
     pool.split(rows, MIN_TASK_ELEMENTS.div_ceil(dim.max(1)), |range, _| {
         for row in range {
             let part = row * dim..(row + 1) * dim;
             // SAFETY: rows of one split are disjoint.
             let (out, rstd) = unsafe { (out.part(part.clone()), rstd.part(row..row + 1)) };
-            rstd[0] = norm_row(&x[part], weight, T::Wide::from_f64(eps), out);
+            let residual = residual.map(|residual| &residual[part.clone()]);
+            rstd[0] = norm_row(&x[part], weight, residual, T::Wide::from_f64(eps), out);
         }
     });
 }
@@ -118,8 +133,39 @@ pub fn rms_norm_grad<T: Real>(
     }
 }
 
-/// Normalizes each query head of `x[N, C]` with `q_weight[E]` and each key head with `k_weight[E]`, copies the values,
-/// and writes the result to `out[N, C]`. `rstd[N, H + K]` gets 1 / rms of each head.
+/// The norms of a row of queries, keys and values: of each head, or of all heads together.
+struct Norms {
+    columns: Columns,
+    /// Elements that a norm of queries covers, and a norm of keys.
+    widths: [usize; 2],
+    /// Number of norms of queries.
+    of_queries: usize,
+    /// Number of all norms.
+    count: usize,
+}
+
+impl Norms {
+    /// Returns the norms whose weights have `widths` elements, of queries and of keys.
+    fn new(shape: Heads, widths: [usize; 2]) -> Norms {
+        let columns = Columns::from_heads(shape);
+        let [queries, keys] = [columns.keys, columns.values - columns.keys];
+        assert!(queries.is_multiple_of(widths[0]) && keys.is_multiple_of(widths[1]), "weights have the sizes of norms");
+        let of_queries = queries / widths[0];
+        Norms { columns, widths, of_queries, count: of_queries + keys / widths[1] }
+    }
+
+    /// Returns the columns of a row that a norm covers, and 0 for queries or 1 for keys.
+    fn part(&self, norm: usize) -> (Range<usize>, usize) {
+        let (kind, number, first) =
+            if norm < self.of_queries { (0, norm, 0) } else { (1, norm - self.of_queries, self.columns.keys) };
+        let start = first + number * self.widths[kind];
+        (start..start + self.widths[kind], kind)
+    }
+}
+
+/// Normalizes the queries of `x[N, C]` with `q_weight` and the keys with `k_weight`, copies the values, and writes the
+/// result to `out[N, C]`. Each norm covers as many elements as its weight has: one head, or all heads. `rstd` gets 1 /
+/// rms of each norm, `[N, H + K]` for norms of single heads and `[N, 2]` for norms of all heads.
 pub fn head_norm<T: Real>(
     pool: &Pool,
     shape: Heads,
@@ -130,30 +176,30 @@ pub fn head_norm<T: Real>(
     out: &mut [T],
     rstd: &mut [T::Wide],
 ) {
-    let c = Columns::from_heads(shape);
-    let normed = c.heads + c.kv_heads;
-    let rows = rstd.len() / normed;
+    let norms = Norms::new(shape, [q_weight.len(), k_weight.len()]);
+    let (c, count) = (norms.columns, norms.count);
+    let rows = rstd.len() / count;
     assert!(x.len() == rows * c.all && out.len() == rows * c.all);
-    assert!(q_weight.len() == c.head && k_weight.len() == c.head);
     let (out, rstd) = (Shared::new(out), Shared::new(rstd));
     pool.split(rows, MIN_TASK_ELEMENTS.div_ceil(c.all), |range, _| {
         for row in range {
             // SAFETY: rows of one split are disjoint.
             let (out, rstd) =
-                unsafe { (out.part(row * c.all..(row + 1) * c.all), rstd.part(row * normed..(row + 1) * normed)) };
+                unsafe { (out.part(row * c.all..(row + 1) * c.all), rstd.part(row * count..(row + 1) * count)) };
             let x = &x[row * c.all..(row + 1) * c.all];
-            for (head, r) in rstd.iter_mut().enumerate() {
-                let weight = if head < c.heads { q_weight } else { k_weight };
-                let part = head * c.head..(head + 1) * c.head;
-                *r = norm_row(&x[part.clone()], weight, T::Wide::from_f64(eps), &mut out[part]);
+            for (norm, r) in rstd.iter_mut().enumerate() {
+                let (part, kind) = norms.part(norm);
+                let weight = [q_weight, k_weight][kind];
+                *r = norm_row(&x[part.clone()], weight, None, T::Wide::from_f64(eps), &mut out[part]);
             }
             out[c.values..].copy_from_slice(&x[c.values..]);
         }
     });
 }
 
-/// Replaces `dx[N, C]`, the gradient of the output of `head_norm`, by that of its input. Adds to `dweights` (`[E]` of
-/// queries and `[E]` of keys; `None` for frozen weights). `scratch` has `workspace::cpu::sum_rows(rows, 2 E)` elements.
+/// Replaces `dx[N, C]`, the gradient of the output of `head_norm`, by that of its input. Adds to `dweights` (of queries
+/// and of keys; `None` for frozen weights). `scratch` has `workspace::cpu::sum_rows(rows, elements)` elements for
+/// weights with `elements` elements together.
 pub fn head_norm_grad<T: Real>(
     pool: &Pool,
     shape: Heads,
@@ -165,30 +211,29 @@ pub fn head_norm_grad<T: Real>(
     dweights: Option<[&mut [T::Wide]; 2]>,
     scratch: &mut [T::Wide],
 ) {
-    let c = Columns::from_heads(shape);
-    let normed = c.heads + c.kv_heads;
-    let rows = rstd.len() / normed;
+    let norms = Norms::new(shape, [q_weight.len(), k_weight.len()]);
+    let (c, count, queries) = (norms.columns, norms.count, q_weight.len());
+    let rows = rstd.len() / count;
     assert!(x.len() == rows * c.all && dx.len() == rows * c.all);
-    assert!(q_weight.len() == c.head && k_weight.len() == c.head);
     let dx = Shared::new(dx);
-    let each = 2 * c.head;
+    let each = queries + k_weight.len();
     let sums = partial_sums(pool, rows, each, scratch, |range, sum| {
-        let (dq, dk) = sum.split_at_mut(c.head);
+        let (dq, dk) = sum.split_at_mut(queries);
         for row in range {
             // SAFETY: portions have disjoint rows.
             let dx = unsafe { dx.part(row * c.all..(row + 1) * c.all) };
-            for head in 0..normed {
-                let part = head * c.head..(head + 1) * c.head;
-                let (weight, dweight) = if head < c.heads { (q_weight, &mut *dq) } else { (k_weight, &mut *dk) };
+            for norm in 0..count {
+                let (part, kind) = norms.part(norm);
+                let (weight, dweight) = if kind == 0 { (q_weight, &mut *dq) } else { (k_weight, &mut *dk) };
                 let x = &x[row * c.all..][part.clone()];
-                norm_row_grad_in_place(x, weight, rstd[row * normed + head], &mut dx[part], dweight);
+                norm_row_grad_in_place(x, weight, rstd[row * count + norm], &mut dx[part], dweight);
             }
         }
     });
     if let Some([dq_weight, dk_weight]) = dweights {
         for sum in scratch[..sums * each].chunks_exact(each) {
-            add_to(dq_weight, &sum[..c.head]);
-            add_to(dk_weight, &sum[c.head..]);
+            add_to(dq_weight, &sum[..queries]);
+            add_to(dk_weight, &sum[queries..]);
         }
     }
 }

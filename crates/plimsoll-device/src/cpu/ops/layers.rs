@@ -84,9 +84,11 @@ impl<T: Multiply> OpContext<'_, T> {
     pub fn run_norm(&self, kind: &OpKind) {
         let pool = self.site.pool;
         match kind {
-            OpKind::RmsNorm { x, weight, out, rstd, rows, dim, eps } => {
+            OpKind::RmsNorm { x, weight, residual, out, rstd, rows, dim, eps } => {
                 let (x, weight) = (self.read(x, rows * dim), self.read(weight, *dim));
-                kernels::rms_norm(pool, x, weight, *eps, self.write(out, rows * dim), self.write_wide(rstd, *rows));
+                let residual = residual.as_ref().map(|residual| self.read(residual, rows * dim));
+                let (out, rstd) = (self.write(out, rows * dim), self.write_wide(rstd, *rows));
+                kernels::rms_norm(pool, x, weight, residual, *eps, out, rstd);
             }
             OpKind::RmsNormGrad { x, weight, rstd, dout, dx, dweight, workspace, rows, dim, accumulate } => {
                 kernels::rms_norm_grad(
@@ -101,30 +103,32 @@ impl<T: Multiply> OpContext<'_, T> {
                     self.workspace_of(workspace),
                 );
             }
-            OpKind::HeadNorm { x, q_weight, k_weight, out, rstd, rows, shape, eps } => {
+            OpKind::HeadNorm { x, q_weight, k_weight, out, rstd, rows, shape, norm, eps } => {
                 let columns = rows * shape.columns();
+                let [queries, keys] = shape.norm_widths(*norm);
                 kernels::head_norm(
                     pool,
                     *shape,
                     self.read(x, columns),
-                    self.read(q_weight, shape.head_dim),
-                    self.read(k_weight, shape.head_dim),
+                    self.read(q_weight, queries),
+                    self.read(k_weight, keys),
                     *eps,
                     self.write(out, columns),
-                    self.write_wide(rstd, rows * shape.rotated_heads()),
+                    self.write_wide(rstd, rows * shape.norm_count(*norm)),
                 );
             }
-            OpKind::HeadNormGrad { x, q_weight, k_weight, rstd, dx, dweights, workspace, rows, shape } => {
+            OpKind::HeadNormGrad { x, q_weight, k_weight, rstd, dx, dweights, workspace, rows, shape, norm } => {
                 let columns = rows * shape.columns();
+                let [queries, keys] = shape.norm_widths(*norm);
                 kernels::head_norm_grad(
                     pool,
                     *shape,
                     self.read(x, columns),
-                    self.read(q_weight, shape.head_dim),
-                    self.read(k_weight, shape.head_dim),
-                    self.read_wide(rstd, rows * shape.rotated_heads()),
+                    self.read(q_weight, queries),
+                    self.read(k_weight, keys),
+                    self.read_wide(rstd, rows * shape.norm_count(*norm)),
                     self.write(dx, columns),
-                    dweights.map(|both| both.map(|dweight| self.write_wide(&dweight, shape.head_dim))),
+                    dweights.map(|[q, k]| [self.write_wide(&q, queries), self.write_wide(&k, keys)]),
                     self.workspace_of(workspace),
                 );
             }

@@ -10,7 +10,7 @@ pub use optimizer::*;
 use super::{Family, HEAD_DIM_MAX, Real, Target, Tiles, Unit};
 use plimsoll_core::DType;
 use plimsoll_program::formats::NF4_PIECE;
-use plimsoll_program::op::{Heads, RopeScaling};
+use plimsoll_program::op::{Heads, QkNorm, RopeScaling};
 use plimsoll_program::workspace;
 use plimsoll_program::workspace::cuda::{NORM_PARTIALS, portions, rows_per_portion};
 use std::ffi::c_void;
@@ -114,19 +114,18 @@ fn elementwise_blocks(elements: u64) -> u64 {
 
 // ---- norms ----
 
-/// Returns the launch of an RMS norm over the `dim` elements of each of `rows` rows: `out` = x · rstd · weight. It also
-/// writes `rstd`, one f32 (1 / rms) per row.
+/// Returns the launch of an RMS norm over the `dim` elements of each of `rows` rows: `out` = x · rstd · weight (+
+/// `residual`, unless its address is 0). It also writes `rstd`, one f32 (1 / rms) per row.
 pub fn rms_norm(
     real: Real,
-    x: Address,
-    weight: Address,
+    [x, weight, residual]: [Address; 3],
     out: Address,
     rstd: Address,
     rows: u64,
     dim: u64,
     eps: f64,
 ) -> [Launch; 1] {
-    let arguments = vec![at(x), at(weight), at(out), at(rstd), n(dim), float(eps)];
+    let arguments = vec![at(x), at(weight), at(residual), at(out), at(rstd), n(dim), float(eps)];
     [launch(unit(Family::Norm, real), "rms_norm", rows, 256, arguments)]
 }
 
@@ -160,8 +159,8 @@ pub fn rms_norm_grad(
     ]
 }
 
-/// Returns the launch of an RMS norm of each query and key head of `x`, whose rows hold queries, keys and values. It
-/// copies values to `out`, and writes `rstd`, one f32 (1 / rms) for each query and key head of each row.
+/// Returns the launch of the RMS norms `norm` of the queries and keys of `x`, whose rows hold queries, keys and values.
+/// It copies values to `out`, and writes `rstd`, one f32 (1 / rms) for each norm of each row.
 pub fn head_norm(
     real: Real,
     [x, q_weight, k_weight]: [Address; 3],
@@ -169,11 +168,17 @@ pub fn head_norm(
     rstd: Address,
     rows: u64,
     shape: Heads,
+    norm: QkNorm,
     eps: f64,
 ) -> [Launch; 1] {
+    let mut arguments = vec![at(x), at(q_weight), at(k_weight), at(out), at(rstd)];
+    if norm == QkNorm::AllHeads {
+        let [queries, keys] = shape.norm_widths(norm);
+        arguments.extend([n(queries), n(keys), float(eps)]);
+        return [launch(unit(Family::Norm, real), "all_heads_norm", 3 * rows, 256, arguments)];
+    }
     let all = rows * (shape.heads + 2 * shape.kv_heads);
-    let mut arguments = vec![at(x), at(q_weight), at(k_weight), at(out), at(rstd), n(rows)];
-    arguments.extend([n(shape.heads), n(shape.kv_heads), n(shape.head_dim), float(eps)]);
+    arguments.extend([n(rows), n(shape.heads), n(shape.kv_heads), n(shape.head_dim), float(eps)]);
     [launch(unit(Family::HeadNorm, real), "head_norm", all.div_ceil(8), 256, arguments)]
 }
 
@@ -187,15 +192,24 @@ pub fn head_norm_grad(
     scratch: Address,
     rows: u64,
     shape: Heads,
+    norm: QkNorm,
 ) -> [Launch; 3] {
-    let head = shape.head_dim;
+    let [queries, keys] = shape.norm_widths(norm);
+    let (count, both) = (portions(rows), queries + keys);
     let mut arguments = vec![at(x), at(q_weight), at(k_weight), at(rstd), at(dx), at(scratch), n(rows)];
-    arguments.extend([n(shape.heads), n(shape.kv_heads), n(head), n(rows_per_portion(rows))]);
-    let count = portions(rows);
+    let first = if norm == QkNorm::AllHeads {
+        arguments.extend([n(queries), n(keys), n(rows_per_portion(rows))]);
+        let launch = launch(unit(Family::Norm, real), "all_heads_norm_grad", 2 * count, 256, arguments);
+        launch.with_shared_floats(queries.max(keys))
+    } else {
+        arguments.extend([n(shape.heads), n(shape.kv_heads), n(shape.head_dim), n(rows_per_portion(rows))]);
+        let launch = launch(unit(Family::HeadNorm, real), "head_norm_grad", count, 256, arguments);
+        launch.with_shared_floats(8 * both)
+    };
     [
-        launch(unit(Family::HeadNorm, real), "head_norm_grad", count, 256, arguments).with_shared_floats(8 * 2 * head),
-        add_partials(real, scratch, dq_weight, count, head, 2 * head),
-        add_partials(real, scratch + 4 * head, dk_weight, count, head, 2 * head),
+        first,
+        add_partials(real, scratch, dq_weight, count, queries, both),
+        add_partials(real, scratch + 4 * queries, dk_weight, count, keys, both),
     ]
 }
 

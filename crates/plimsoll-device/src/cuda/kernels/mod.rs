@@ -133,7 +133,11 @@ impl Family {
             }
             Family::HeadNorm => ("head_norm", include_str!("head_norm.cu"), &["head_norm", "head_norm_grad"]),
             Family::Init => ("init", include_str!("init.cu"), &["init_normal", "init_uniform"]),
-            Family::Norm => ("norm", include_str!("norm.cu"), &["rms_norm", "rms_norm_grad"]),
+            Family::Norm => (
+                "norm",
+                include_str!("norm.cu"),
+                &["rms_norm", "rms_norm_grad", "all_heads_norm", "all_heads_norm_grad"],
+            ),
             Family::Optimizer => (
                 "optimizer",
                 include_str!("optimizer.cu"),

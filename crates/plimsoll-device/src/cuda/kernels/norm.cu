@@ -1,10 +1,11 @@
-// Root-mean-square norms of rows, and their gradient.
+// Root-mean-square norms of rows, and of all queries and all keys of a row, with their gradients.
 //
-// y = x · r · w with r = 1 / sqrt(mean(x²) + eps). For the gradient, with g = dy · w:
+// y = x · r · w (+ residual) with r = 1 / sqrt(mean(x²) + eps). For the gradient, with g = dy · w:
 // dx = r · (g − x · r² · mean(g · x)), dw = Σ over rows of dy · x · r   (as cpu/kernels/norm.rs).
 
 template <int W>
-__device__ void norm_row(const REAL* x, const REAL* weight, REAL* out, float* rstd, u32 dim, float eps) {
+__device__ void norm_row(const REAL* x, const REAL* weight, const REAL* residual, REAL* out, float* rstd, u32 dim,
+                         float eps) {
     float squares = 0;
     for (u32 at = threadIdx.x * W; at < dim; at += blockDim.x * W) {
         float v[W];
@@ -19,29 +20,57 @@ __device__ void norm_row(const REAL* x, const REAL* weight, REAL* out, float* rs
         load(weight + at, w);
 #pragma unroll
         for (int i = 0; i < W; i++) v[i] *= r * w[i];
+        if (residual) {
+            load(residual + at, w);
+#pragma unroll
+            for (int i = 0; i < W; i++) v[i] += w[i];
+        }
         store(v, out + at);
     }
     if (threadIdx.x == 0) *rstd = r;
 }
 
-// out[N,D] = x[N,D] / rms · weight[D]; rstd[N] = 1 / rms.
+// out[N,D] = x[N,D] / rms · weight[D] (+ residual[N,D], if not null); rstd[N] = 1 / rms.
 // Grid: N. Block: 256. Shared memory: static only.
 extern "C" __global__ void __launch_bounds__(256)
-rms_norm(const REAL* x, const REAL* weight, REAL* out, float* rstd, u32 dim, float eps) {
+rms_norm(const REAL* x, const REAL* weight, const REAL* residual, REAL* out, float* rstd, u32 dim, float eps) {
     x += (u64)blockIdx.x * dim;
     out += (u64)blockIdx.x * dim;
-    if (dim % PACK<REAL> == 0 && aligned(x) && aligned(weight) && aligned(out))
-        norm_row<PACK<REAL>>(x, weight, out, rstd + blockIdx.x, dim, eps);
+    if (residual) residual += (u64)blockIdx.x * dim;
+    if (dim % PACK<REAL> == 0 && aligned(x) && aligned(weight) && aligned(residual) && aligned(out))
+        norm_row<PACK<REAL>>(x, weight, residual, out, rstd + blockIdx.x, dim, eps);
     else
-        norm_row<1>(x, weight, out, rstd + blockIdx.x, dim, eps);
+        norm_row<1>(x, weight, residual, out, rstd + blockIdx.x, dim, eps);
+}
+
+// out[N, Q+2K]: the Q queries of a row normalized with q_weight[Q], its K keys with k_weight[K], its values copied;
+// rstd[N, 2]. Q, K: numbers of elements.
+// Grid: 3N. Block: 256. Shared memory: static only.
+extern "C" __global__ void __launch_bounds__(256)
+all_heads_norm(const REAL* x, const REAL* q_weight, const REAL* k_weight, REAL* out, float* rstd, u32 queries, u32 keys,
+               float eps) {
+    u32 row = blockIdx.x / 3, part = blockIdx.x % 3, dim = part == 0 ? queries : keys;
+    u64 at = (u64)row * (queries + 2 * keys) + (part == 0 ? 0 : queries) + (part == 2 ? keys : 0);
+    x += at;
+    out += at;
+    if (part == 2) {
+        for (u32 e = threadIdx.x; e < dim; e += 256) out[e] = x[e];
+        return;
+    }
+    const REAL* weight = part == 0 ? q_weight : k_weight;
+    if (dim % PACK<REAL> == 0 && aligned(x) && aligned(weight) && aligned(out))
+        norm_row<PACK<REAL>>(x, weight, nullptr, out, rstd + 2 * (u64)row + part, dim, eps);
+    else
+        norm_row<1>(x, weight, nullptr, out, rstd + 2 * (u64)row + part, dim, eps);
 }
 
 // Rows per iteration of a block: a warp reduces each row, then the threads go over all rows, each with its own columns.
 constexpr u32 ROWS = 8;
 
+// Rows of x, dout and dx are `stride` elements apart, those of rstd `rstd_stride`. dx may be dout.
 template <int W>
 __device__ void norm_rows_grad(const REAL* x, const REAL* weight, const float* rstd, const REAL* dout, REAL* dx,
-                               float* dweight, u32 rows, u32 dim, bool accumulate) {
+                               float* dweight, u32 rows, u32 dim, u32 stride, u32 rstd_stride, bool accumulate) {
     __shared__ float roots[ROWS], rates[ROWS];
     u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     if (warp < rows) {
@@ -50,13 +79,13 @@ __device__ void norm_rows_grad(const REAL* x, const REAL* weight, const float* r
 #pragma unroll 4
         for (u32 at = lane * W; at < dim; at += 32 * W) {
             float v[W], w[W], d[W];
-            load(x + (u64)warp * dim + at, v);
+            load(x + (u64)warp * stride + at, v);
             load(weight + at, w);
-            load(dout + (u64)warp * dim + at, d);
+            load(dout + (u64)warp * stride + at, d);
 #pragma unroll
             for (int i = 0; i < W; i++) products = fmaf(d[i] * w[i], v[i], products);
         }
-        float r = rstd[warp];
+        float r = rstd[warp * rstd_stride];
         products = warp_sum(products);
         if (lane == 0) {
             roots[warp] = r;
@@ -70,7 +99,7 @@ __device__ void norm_rows_grad(const REAL* x, const REAL* weight, const float* r
         load(dweight + at, sum);
 #pragma unroll 4
         for (u32 row = 0; row < rows; row++) {
-            u64 place = (u64)row * dim + at;
+            u64 place = (u64)row * stride + at;
             float r = roots[row], rate = rates[row], v[W], d[W], before[W];
             load(x + place, v);
             load(dout + place, d);
@@ -102,9 +131,40 @@ rms_norm_grad(const REAL* x, const REAL* weight, const float* rstd, const REAL* 
         u64 at = (u64)row * dim;
         u32 count = min(ROWS, end - row);
         if (wide)
-            norm_rows_grad<PACK<REAL>>(x + at, weight, rstd + row, dout + at, dx + at, shared, count, dim, accumulate);
+            norm_rows_grad<PACK<REAL>>(x + at, weight, rstd + row, dout + at, dx + at, shared, count, dim, dim, 1,
+                                        accumulate);
         else
-            norm_rows_grad<1>(x + at, weight, rstd + row, dout + at, dx + at, shared, count, dim, accumulate);
+            norm_rows_grad<1>(x + at, weight, rstd + row, dout + at, dx + at, shared, count, dim, dim, 1, accumulate);
     }
     for (u32 at = threadIdx.x; at < dim; at += 256) partials[(u64)blockIdx.x * dim + at] = shared[at];
+}
+
+// Converts the gradient of the output of all_heads_norm in dx[N, Q+2K] to that of the input; partials[portions, Q+K] =
+// each portion's contribution to dq_weight | dk_weight, for add_partials.
+// Grid: 2 · portions. Block: 256. Shared memory: max(Q, K) floats, the sums of a portion's queries or keys.
+extern "C" __global__ void __launch_bounds__(256, 1)
+all_heads_norm_grad(const REAL* x, const REAL* q_weight, const REAL* k_weight, const float* rstd, REAL* dx,
+                    float* partials, u32 rows, u32 queries, u32 keys, u32 rows_per_portion) {
+    u32 portion = blockIdx.x / 2, part = blockIdx.x % 2;
+    u32 dim = part == 0 ? queries : keys, offset = part == 0 ? 0 : queries, stride = queries + 2 * keys;
+    const REAL* weight = part == 0 ? q_weight : k_weight;
+    u32 first = portion * rows_per_portion;
+    u32 end = min(rows, first + rows_per_portion);
+    x += offset;
+    dx += offset;
+    rstd += part;
+    partials += (u64)portion * (queries + keys) + offset;
+    bool wide = dim % PACK<REAL> == 0 && stride % PACK<REAL> == 0 && aligned(x) && aligned(weight) && aligned(dx);
+    // The barrier after the first rows' reductions separates these zeros from their use.
+    for (u32 at = threadIdx.x; at < dim; at += 256) shared[at] = 0;
+    for (u32 row = first; row < end; row += ROWS) {
+        u64 at = (u64)row * stride;
+        const float* roots = rstd + 2 * (u64)row;
+        u32 count = min(ROWS, end - row);
+        if (wide)
+            norm_rows_grad<PACK<REAL>>(x + at, weight, roots, dx + at, dx + at, shared, count, dim, stride, 2, false);
+        else
+            norm_rows_grad<1>(x + at, weight, roots, dx + at, dx + at, shared, count, dim, stride, 2, false);
+    }
+    for (u32 at = threadIdx.x; at < dim; at += 256) partials[at] = shared[at];
 }

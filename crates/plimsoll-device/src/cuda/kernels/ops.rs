@@ -58,8 +58,9 @@ fn embedding_launches(kind: &OpKind, operands: &impl OperandLookup) -> Vec<Launc
 fn norm_launches(kind: &OpKind, operands: &impl OperandLookup) -> Vec<Launch> {
     let (real, at) = (operands.real(), |operand: &Operand| operands.address_of(operand));
     match kind {
-        OpKind::RmsNorm { x, weight, out, rstd, rows, dim, eps } => {
-            launch::rms_norm(real, at(x), at(weight), at(out), at(rstd), *rows, *dim, *eps).to_vec()
+        OpKind::RmsNorm { x, weight, residual, out, rstd, rows, dim, eps } => {
+            let inputs = [at(x), at(weight), residual.as_ref().map_or(0, at)];
+            launch::rms_norm(real, inputs, at(out), at(rstd), *rows, *dim, *eps).to_vec()
         }
         OpKind::RmsNormGrad { x, weight, rstd, dout, dx, dweight, workspace, rows, dim, accumulate } => {
             let inputs = [x, weight, rstd, dout].map(at);
@@ -68,13 +69,14 @@ fn norm_launches(kind: &OpKind, operands: &impl OperandLookup) -> Vec<Launch> {
             let all = launch::rms_norm_grad(real, inputs, at(dx), dweight, at(workspace), *rows, *dim, *accumulate);
             all[..count].to_vec()
         }
-        OpKind::HeadNorm { x, q_weight, k_weight, out, rstd, rows, shape, eps } => {
-            launch::head_norm(real, [x, q_weight, k_weight].map(at), at(out), at(rstd), *rows, *shape, *eps).to_vec()
+        OpKind::HeadNorm { x, q_weight, k_weight, out, rstd, rows, shape, norm, eps } => {
+            let inputs = [x, q_weight, k_weight].map(at);
+            launch::head_norm(real, inputs, at(out), at(rstd), *rows, *shape, *norm, *eps).to_vec()
         }
-        OpKind::HeadNormGrad { x, q_weight, k_weight, rstd, dx, dweights, workspace, rows, shape } => {
+        OpKind::HeadNormGrad { x, q_weight, k_weight, rstd, dx, dweights, workspace, rows, shape, norm } => {
             let inputs = [x, q_weight, k_weight, rstd].map(at);
             let (into, count) = dweights.as_ref().map_or(([0; 2], 1), |dweights| (dweights.each_ref().map(at), 3));
-            let all = launch::head_norm_grad(real, inputs, at(dx), into, at(workspace), *rows, *shape);
+            let all = launch::head_norm_grad(real, inputs, at(dx), into, at(workspace), *rows, *shape, *norm);
             all[..count].to_vec()
         }
         other => not_in_family(other),

@@ -4,7 +4,7 @@ use super::launch::{self, *};
 use super::*;
 use crate::cuda::architecture::Architecture;
 use plimsoll_core::DType;
-use plimsoll_program::op::{Heads, RopeScaling};
+use plimsoll_program::op::{Heads, QkNorm, RopeScaling};
 use plimsoll_program::scalars::{Metric, Scalar};
 use plimsoll_program::workspace::cuda::NORM_PARTIALS;
 use std::collections::BTreeSet;
@@ -26,10 +26,12 @@ fn launches(real: Real, rows: u64, shape: Heads) -> Vec<Launch> {
 /// Returns launches of every kernel that fits heads of `shape`. Sizes are like those of models, with `rows` rows.
 fn launches_for(target: Target, real: Real, rows: u64, shape: Heads) -> Vec<Launch> {
     let mut all = Vec::new();
-    all.extend(rms_norm(real, 0, 0, 0, 0, rows, 8192, 1e-5));
+    all.extend(rms_norm(real, [0; 3], 0, 0, rows, 8192, 1e-5));
     all.extend(rms_norm_grad(real, [0; 4], 0, 0, 0, rows, 8192, true));
-    all.extend(head_norm(real, [0; 3], 0, 0, rows, shape, 1e-6));
-    all.extend(head_norm_grad(real, [0; 4], 0, [0; 2], 0, rows, shape));
+    for norm in [QkNorm::PerHead, QkNorm::AllHeads] {
+        all.extend(head_norm(real, [0; 3], 0, 0, rows, shape, norm, 1e-6));
+        all.extend(head_norm_grad(real, [0; 4], 0, [0; 2], 0, rows, shape, norm));
+    }
     all.extend(rope(real, 0, 0, 0, rows, shape, true));
     all.extend(rope_table(real, 0, 131_072, shape.head_dim, 1e6, RopeScaling::None, 1.0));
     all.extend(launch::window_start(real, 0, 0, 0, rows, 4096));

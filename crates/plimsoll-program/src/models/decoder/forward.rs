@@ -46,6 +46,24 @@ pub(super) struct Forward {
     pub dropped_from: HashMap<TensorId, RecomputeLevel>,
 }
 
+/// The operands with which a sublayer, attention or feed-forward part, adds to the residual stream.
+struct Addition {
+    /// Name of the sublayer, for its activations.
+    name: &'static str,
+    /// Residual stream before the addition.
+    stream: Operand,
+    /// Residual stream after the addition.
+    out: Operand,
+    /// Bias of the sublayer's last product, if it has one.
+    bias: Option<Operand>,
+    /// Weight of the norm of the sublayer's output; `None` if the sublayer norms its input.
+    norm: Option<TensorId>,
+    /// Recompute level from which the forward pass drops the output before that norm.
+    level: RecomputeLevel,
+    /// Recompute level from which the forward pass drops the statistics of that norm; `None` if it keeps them.
+    statistics: Option<RecomputeLevel>,
+}
+
 /// The forward pass of a layer under construction.
 struct Layer<'a, 'b> {
     decoder: &'a mut Decoder<'b>,
@@ -71,7 +89,10 @@ impl Layer<'_, '_> {
             [qkv_bias, attention_out_bias, gate_up_bias, down_bias].map(|bias| Some(Operand::layer(bias?, 0)));
         let (x, next) = (Operand::layer(hidden, 0), Operand::layer(hidden, 1));
 
-        let normed = self.norm("attention", x, attention_norm);
+        let norms_outputs = self.decoder.options.config.model_type.norms_outputs();
+        let of_output = |norm: TensorId| norms_outputs.then_some(norm);
+
+        let normed = if norms_outputs { x } else { self.norm_input("attention", x, attention_norm) };
         let name = if qk_norms.is_some() { "qkv_raw" } else { "qkv" };
         let product = self.add_activation(name, &[rows, shape.columns()], Attention);
         self.linear(|w| &w.qkv, (normed, Site::AttentionIn), product, [qkv_bias, None], Attention);
@@ -96,50 +117,92 @@ impl Layer<'_, '_> {
         self.ops.extend(ops);
         self.dropped_from.extend(beside.into_iter().map(|id| (id, Attention)));
         let middle = self.add_activation("middle", &[rows, d], WholeBlock);
-        let added = [attention_out_bias, Some(x)];
-        self.linear(|w| &w.attention_out, (mixed, Site::AttentionOut), middle, added, Attention);
+        let addition = Addition {
+            name: "attention",
+            stream: x,
+            out: middle,
+            bias: attention_out_bias,
+            norm: of_output(attention_norm),
+            level: Attention,
+            statistics: Some(WholeBlock),
+        };
+        self.add_to_stream(|w| &w.attention_out, (mixed, Site::AttentionOut), &addition);
 
-        let normed = self.norm("ffn", middle, ffn_norm);
+        let normed = if norms_outputs { middle } else { self.norm_input("ffn", middle, ffn_norm) };
         let gate_up = self.add_activation("gate_up_product", &[rows, 2 * f], FeedForward);
         self.linear(|w| &w.gate_up, (normed, Site::FfnIn), gate_up, [gate_up_bias, None], FeedForward);
         let gated = self.add_activation("gated", &[rows, f], Norms);
         self.ops.push(OpKind::SwiGlu { gate_up, out: gated, rows, ffn: f }.into());
-        self.linear(|w| &w.down, (gated, Site::FfnMiddle), next, [down_bias, Some(middle)], FeedForward);
+        // A repeated norm would write the next layer's input again, so the statistics stay: one number per token.
+        let addition = Addition {
+            name: "ffn",
+            stream: middle,
+            out: next,
+            bias: down_bias,
+            norm: of_output(ffn_norm),
+            level: FeedForward,
+            statistics: None,
+        };
+        self.add_to_stream(|w| &w.down, (gated, Site::FfnMiddle), &addition);
     }
 
-    /// Appends the RMS norms of query and key heads (Qwen 3) and returns their output.
+    /// Appends the RMS norms of queries and keys (Qwen 3, OLMo 2) and returns their output.
     fn head_norm(&mut self, x: Operand, (q_norm, k_norm): (TensorId, TensorId), shape: Heads) -> Operand {
-        let (rows, eps, wide) =
-            (self.rows, self.decoder.options.config.norm_eps, self.decoder.options.precision.wide());
+        let config = self.decoder.options.config;
+        let norm = config.qk_norm.expect("weights of these norms exist only with them");
+        let (rows, eps, wide) = (self.rows, config.norm_eps, self.decoder.options.precision.wide());
         let out = self.add_activation("qkv", &[rows, shape.columns()], RecomputeLevel::Norms);
-        let rstd = self.add_tensor("qk_rstd", &[rows, shape.rotated_heads()], wide, RecomputeLevel::Norms);
+        let rstd = self.add_tensor("qk_rstd", &[rows, shape.norm_count(norm)], wide, Some(RecomputeLevel::Norms));
         let (q_weight, k_weight) = (Operand::layer(q_norm, 0), Operand::layer(k_norm, 0));
-        self.ops.push(OpKind::HeadNorm { x, q_weight, k_weight, out, rstd, rows, shape, eps }.into());
+        self.ops.push(OpKind::HeadNorm { x, q_weight, k_weight, out, rstd, rows, shape, norm, eps }.into());
         out
     }
 
-    fn add_tensor(&mut self, name: &str, dims: &[u64], dtype: DType, level: RecomputeLevel) -> Operand {
+    /// Adds a tensor of the layer that the forward pass drops from recompute level `level` on, or never.
+    fn add_tensor(&mut self, name: &str, dims: &[u64], dtype: DType, level: Option<RecomputeLevel>) -> Operand {
         let layers = self.decoder.options.depth();
         let name = format!("{}{name}", self.prefix);
         let id = self.decoder.builder.transient(&name, dims, dtype, Category::Activation, layers);
-        self.dropped_from.insert(id, level);
+        self.dropped_from.extend(level.map(|level| (id, level)));
         Operand::layer(id, 0)
     }
 
     /// Adds an activation of the layer that the forward pass drops from recompute level `level` on.
     fn add_activation(&mut self, name: &str, dims: &[u64], level: RecomputeLevel) -> Operand {
-        self.add_tensor(name, dims, self.decoder.options.precision, level)
+        self.add_tensor(name, dims, self.decoder.options.precision, Some(level))
     }
 
-    /// Appends an RMS norm, out = x / rms(x) · weight, and returns out.
-    fn norm(&mut self, name: &str, x: Operand, weight: TensorId) -> Operand {
+    /// Appends the RMS norm of a sublayer's input, out = x / rms(x) · weight, and returns out.
+    fn norm_input(&mut self, name: &str, x: Operand, weight: TensorId) -> Operand {
         let config = self.decoder.options.config;
         let (rows, dim, eps) = (self.rows, config.hidden, config.stream_norm_eps());
         let wide = self.decoder.options.precision.wide();
         let out = self.add_activation(&format!("{name}_normed"), &[rows, dim], RecomputeLevel::Norms);
-        let rstd = self.add_tensor(&format!("{name}_rstd"), &[rows], wide, RecomputeLevel::Norms);
-        self.ops.push(OpKind::RmsNorm { x, weight: Operand::layer(weight, 0), out, rstd, rows, dim, eps }.into());
+        let rstd = self.add_tensor(&format!("{name}_rstd"), &[rows], wide, Some(RecomputeLevel::Norms));
+        let weight = Operand::layer(weight, 0);
+        self.ops.push(OpKind::RmsNorm { x, weight, residual: None, out, rstd, rows, dim, eps }.into());
         out
+    }
+
+    /// Appends the last product of a sublayer, out = stream + x · matrixᵀ (+ bias), with a norm of what is added if the
+    /// sublayer norms its output. `select` picks the matrix, and `site` names the input x.
+    fn add_to_stream(
+        &mut self,
+        select: fn(&Weights) -> &Matrix,
+        (x, site): (Operand, Site),
+        &Addition { name, stream, out, bias, norm, level, statistics }: &Addition,
+    ) {
+        let Some(weight) = norm else {
+            return self.linear(select, (x, site), out, [bias, Some(stream)], level);
+        };
+        let config = self.decoder.options.config;
+        let (rows, dim, eps) = (self.rows, config.hidden, config.norm_eps);
+        let product = self.add_activation(&format!("{name}_output"), &[rows, dim], level);
+        self.linear(select, (x, site), product, [bias, None], level);
+        let wide = self.decoder.options.precision.wide();
+        let rstd = self.add_tensor(&format!("{name}_rstd"), &[rows], wide, statistics);
+        let (x, weight, residual) = (product, Operand::layer(weight, 0), Some(stream));
+        self.ops.push(OpKind::RmsNorm { x, weight, residual, out, rstd, rows, dim, eps }.into());
     }
 
     /// Appends out = x · matrixᵀ (+ bias) (+ residual), and the adapters of the matrix.
@@ -302,6 +365,7 @@ impl Decoder<'_> {
             let norm = OpKind::RmsNorm {
                 x: Operand::slot(hidden, i64::from(layers)),
                 weight: Operand::whole(final_norm),
+                residual: None,
                 out: Operand::whole(normed),
                 rstd: Operand::whole(rstd),
                 rows,

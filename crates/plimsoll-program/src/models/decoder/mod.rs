@@ -8,6 +8,13 @@
 //! loss    = cross entropy(norm(hidden_L) · headᵀ), in blocks: full logits never exist
 //! ```
 //!
+//! Some families norm the outputs of attention and of the feed-forward part instead of their inputs:
+//!
+//! ```text
+//! for each layer:   h = hidden + norm(attention(hidden) · W_o)
+//!                   hidden' = h + norm(swiglu(h · W_gate_up) · W_down)
+//! ```
+//!
 //! This module has the options and the resident weights. `forward`, `loss`, `backward`, `generate` and `files` write
 //! the Programs. Storage of matrices is in `matrices`, adapters are in `lora`.
 //!
@@ -338,8 +345,8 @@ impl<'a> Decoder<'a> {
         let qkv = matrix(b, "qkv");
         let qkv_bias = bias(b, &qkv);
         let qk_norms = config
-            .qk_norm
-            .then(|| (weight(b, "q_norm", &[shape.head_dim], layers), weight(b, "k_norm", &[shape.head_dim], layers)));
+            .qk_norm_widths()
+            .map(|[queries, keys]| (weight(b, "q_norm", &[queries], layers), weight(b, "k_norm", &[keys], layers)));
         let attention_out = matrix(b, "attention_out");
         let attention_out_bias = bias(b, &attention_out);
         let ffn_norm = weight(b, "ffn_norm", &[d], layers);

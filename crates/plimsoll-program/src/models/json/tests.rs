@@ -111,6 +111,7 @@ fn absent_keys_have_transformers_defaults() {
     assert_eq!(shape(&read("phi3", &absent)), (32, 2, 4096, Some(1), vec![32_000]));
     assert_eq!(shape(&read("smollm3", &absent)), (4, 2, 32_768, Some(128_000), vec![128_001]));
     assert_eq!(shape(&read("granite", &absent)), (32, 2, 2048, Some(1), vec![2]));
+    assert_eq!(shape(&read("olmo2", &absent)), (32, 2, 2048, None, vec![50_279]));
     let rest = |model_type: &str| {
         let config = read(model_type, &[]);
         (config.tied, config.norm_eps, config.rope_theta)
@@ -118,6 +119,7 @@ fn absent_keys_have_transformers_defaults() {
     assert_eq!(rest("phi3"), (false, 1e-5, 1e4));
     assert_eq!(rest("smollm3"), (true, 1e-6, 2e6));
     assert_eq!(rest("granite"), (false, 1e-6, 1e4));
+    assert_eq!(rest("olmo2"), (false, 1e-5, 1e4));
 }
 
 #[test]
@@ -212,6 +214,7 @@ fn unsupported_arithmetic_is_refused_by_key() {
         ("llama", "layer_types", json!(["full_attention", "sliding_attention"])),
         ("llama", "sliding_window", json!(1024)),
         ("granite", "attention_bias", json!(true)),
+        ("olmo2", "attention_bias", json!(true)),
         ("phi3", "resid_pdrop", json!(0.1)),
         ("phi3", "rope_scaling", json!({"type": "linear", "factor": 4.0})),
         ("phi3", "rope_scaling", json!({"type": "longrope", "short_factor": [1.0]})),

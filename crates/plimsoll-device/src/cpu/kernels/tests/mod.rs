@@ -9,7 +9,7 @@ use half::bf16;
 use super::*;
 use crate::cpu::pool::Pool;
 use plimsoll_program::formats::{self, dynamic_map, int8_row, int8_value, nf4_block, nf4_group, nf4_scale, nf4_value};
-use plimsoll_program::op::RopeScaling;
+use plimsoll_program::op::{QkNorm, RopeScaling};
 use plimsoll_program::workspace::{self, Kernels};
 use proptest::prelude::*;
 
@@ -24,7 +24,7 @@ mod rounding;
 
 use attention::{SEQUENCES, attention_grad_of, documents, run_attention, run_attention_grad};
 use loss::loss_in_blocks;
-use norms::SHAPES;
+use norms::{NORMS, SHAPES};
 use products::case_from_flags;
 
 /// A small random generator (upper half of a 64-bit LCG), independent of the kernels.
@@ -142,7 +142,7 @@ fn keep_row_ops(pool: &Pool, draw: &mut Draw, bits: &mut ResultBits) {
     embed_grad(pool, &tokens, &x, 130, &mut dtable);
     bits.keep("embed_grad", &dtable);
     let (mut out, mut rstd) = (vec![0.0; 500 * 130], vec![0.0; 500]);
-    rms_norm(pool, &x, &weight, 1e-5, &mut out, &mut rstd);
+    rms_norm(pool, &x, &weight, None, 1e-5, &mut out, &mut rstd);
     bits.keep("rms_norm", &out);
     let (mut dx, mut dweight) = (vec![0.0; 500 * 130], vec![0.0; 130]);
     let mut space = scratch(workspace::cpu::sum_rows(500, 130));

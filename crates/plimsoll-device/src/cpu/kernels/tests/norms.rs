@@ -40,12 +40,19 @@ fn rms_norm_matches_reference() {
         let mut draw = Draw(3);
         for (rows, dim) in [(1, 1), (3, 16), (70, 37), (5, 384)] {
             let (x, weight): (Vec<T>, Vec<T>) = (draw.many(rows * dim), draw.many(dim));
-            let (mut out, mut rstd) = (vec![T::ZERO; rows * dim], vec![T::Wide::ZERO; rows]);
-            rms_norm(&pool(2), &x, &weight, 1e-5, &mut out, &mut rstd);
-            for row in 0..rows {
-                let (want, r) = naive_norm(&to_f64s(&x[row * dim..(row + 1) * dim]), &to_f64s(&weight), 1e-5);
-                assert_close(&out[row * dim..(row + 1) * dim], &want, tolerance::<T>(8), "norm");
-                assert_close(&[rstd[row]], &[r], tolerance::<T>(8), "rstd");
+            let added: Vec<T> = draw.many(rows * dim);
+            for residual in [None, Some(&added[..])] {
+                let (mut out, mut rstd) = (vec![T::ZERO; rows * dim], vec![T::Wide::ZERO; rows]);
+                rms_norm(&pool(2), &x, &weight, residual, 1e-5, &mut out, &mut rstd);
+                for row in 0..rows {
+                    let part = row * dim..(row + 1) * dim;
+                    let (mut want, r) = naive_norm(&to_f64s(&x[part.clone()]), &to_f64s(&weight), 1e-5);
+                    for (want, residual) in want.iter_mut().zip(residual.iter().flat_map(|all| &all[part.clone()])) {
+                        *want += residual.to_f64();
+                    }
+                    assert_close(&out[part], &want, tolerance::<T>(8), "norm");
+                    assert_close(&[rstd[row]], &[r], tolerance::<T>(8), "rstd");
+                }
             }
         }
     }
@@ -62,7 +69,7 @@ fn rms_norm_grad_matches_differences() {
         let dout: Vec<f64> = draw.many(rows * dim);
         let loss = |x: &[f64], weight: &[f64]| {
             let (mut out, mut rstd) = (vec![0.0; rows * dim], vec![0.0; rows]);
-            rms_norm(&pool(1), x, weight, 1e-3, &mut out, &mut rstd);
+            rms_norm(&pool(1), x, weight, None, 1e-3, &mut out, &mut rstd);
             (dot(&out, &dout), rstd)
         };
         let rstd = loss(&x, &weight).1;
@@ -90,64 +97,59 @@ pub(super) const SHAPES: [Heads; 4] = [
     Heads { heads: 2, kv_heads: 2, head_dim: 70 },
 ];
 
+pub(super) const NORMS: [QkNorm; 2] = [QkNorm::PerHead, QkNorm::AllHeads];
+
 #[test]
 fn head_norm_normalizes_queries_and_keys_only() {
-    fn check<T: Real>() {
-        let mut draw = Draw(5);
-        for shape in SHAPES {
-            let (rows, all, e) = (5, shape.columns() as usize, shape.head_dim as usize);
-            let x: Vec<T> = draw.many(rows * all);
-            let (wq, wk): (Vec<T>, Vec<T>) = (draw.many(e), draw.many(e));
-            let normed = shape.rotated_heads() as usize;
-            let (mut out, mut rstd) = (vec![T::from_f64(f64::NAN); rows * all], vec![T::Wide::ZERO; rows * normed]);
-            head_norm(&pool(2), shape, &x, &wq, &wk, 1e-6, &mut out, &mut rstd);
-            for row in 0..rows {
-                for head in 0..all / e {
-                    let part = row * all + head * e..row * all + (head + 1) * e;
-                    if head < normed {
-                        let weight = if head < shape.heads as usize { &wq } else { &wk };
-                        let (want, r) = naive_norm(&to_f64s(&x[part.clone()]), &to_f64s(weight), 1e-6);
-                        assert_close(&out[part], &want, tolerance::<T>(8), "head norm");
-                        assert_close(&[rstd[row * normed + head]], &[r], tolerance::<T>(8), "rstd");
-                    } else {
-                        assert_eq!(out[part.clone()], x[part]);
-                    }
-                }
+    fn check<T: Real>(shape: Heads, norm: QkNorm, draw: &mut Draw) {
+        let (rows, all, e) = (5, shape.columns() as usize, shape.head_dim as usize);
+        let x: Vec<T> = draw.many(rows * all);
+        let widths = shape.norm_widths(norm).map(|width| width as usize);
+        let (wq, wk): (Vec<T>, Vec<T>) = (draw.many(widths[0]), draw.many(widths[1]));
+        let count = shape.norm_count(norm) as usize;
+        let (mut out, mut rstd) = (vec![T::from_f64(f64::NAN); rows * all], vec![T::Wide::ZERO; rows * count]);
+        head_norm(&pool(2), shape, &x, &wq, &wk, 1e-6, &mut out, &mut rstd);
+        let (keys, values) = (shape.query_columns() as usize, shape.rotated_heads() as usize * e);
+        for row in 0..rows {
+            let (x, out) = (&x[row * all..][..all], &out[row * all..][..all]);
+            let queries = x[..keys].chunks(widths[0]).zip(out[..keys].chunks(widths[0])).map(|pair| (pair, &wq));
+            let keys = x[keys..values].chunks(widths[1]).zip(out[keys..values].chunks(widths[1]));
+            let normed: Vec<_> = queries.chain(keys.map(|pair| (pair, &wk))).collect();
+            assert_eq!(normed.len(), count);
+            for (((x, out), weight), r) in normed.into_iter().zip(&rstd[row * count..]) {
+                let (want, want_r) = naive_norm(&to_f64s(x), &to_f64s(weight), 1e-6);
+                assert_close(out, &want, tolerance::<T>(8), "head norm");
+                assert_close(&[*r], &[want_r], tolerance::<T>(8), "rstd");
             }
+            assert_eq!(out[values..], x[values..]);
         }
     }
-    check::<f32>();
-    check::<f64>();
-    check::<bf16>();
+    let mut draw = Draw(5);
+    for (shape, norm) in SHAPES.into_iter().flat_map(|shape| NORMS.map(|norm| (shape, norm))) {
+        check::<f32>(shape, norm, &mut draw);
+        check::<f64>(shape, norm, &mut draw);
+        check::<bf16>(shape, norm, &mut draw);
+    }
 }
 
 #[test]
 fn head_norm_grad_matches_differences() {
     let mut draw = Draw(6);
-    for shape in SHAPES {
-        let (rows, all, e) = (35, shape.columns() as usize, shape.head_dim as usize);
+    for (shape, norm) in SHAPES.into_iter().flat_map(|shape| NORMS.map(|norm| (shape, norm))) {
+        let (rows, all) = (35, shape.columns() as usize);
+        let [q_width, k_width] = shape.norm_widths(norm).map(|width| width as usize);
         let mut x: Vec<f64> = draw.many(rows * all);
-        let (mut wq, mut wk): (Vec<f64>, Vec<f64>) = (draw.many(e), draw.many(e));
+        let (mut wq, mut wk): (Vec<f64>, Vec<f64>) = (draw.many(q_width), draw.many(k_width));
         let dout: Vec<f64> = draw.many(rows * all);
         let loss = |x: &[f64], wq: &[f64], wk: &[f64]| {
-            let (mut out, mut rstd) = (vec![0.0; x.len()], vec![0.0; rows * shape.rotated_heads() as usize]);
+            let (mut out, mut rstd) = (vec![0.0; x.len()], vec![0.0; rows * shape.norm_count(norm) as usize]);
             head_norm(&pool(1), shape, x, wq, wk, 1e-3, &mut out, &mut rstd);
             (dot(&out, &dout), rstd)
         };
         let rstd = loss(&x, &wq, &wk).1;
-        let (mut dx, mut dwq, mut dwk) = (dout.clone(), vec![0.0; e], vec![0.0; e]);
-        let elements = workspace::cpu::sum_rows(rows as u64, 2 * shape.head_dim);
-        head_norm_grad(
-            &pool(2),
-            shape,
-            &x,
-            &wq,
-            &wk,
-            &rstd,
-            &mut dx,
-            Some([&mut dwq, &mut dwk]),
-            &mut scratch(elements),
-        );
+        let (mut dx, mut dwq, mut dwk) = (dout.clone(), vec![0.0; q_width], vec![0.0; k_width]);
+        let space = &mut scratch(workspace::cpu::sum_rows(rows as u64, (q_width + k_width) as u64));
+        head_norm_grad(&pool(2), shape, &x, &wq, &wk, &rstd, &mut dx, Some([&mut dwq, &mut dwk]), space);
         let (q, k, y) = (wq.clone(), wk.clone(), x.clone());
         check_differences(&mut x, &dx, "dx", |x| loss(x, &q, &k).0);
         check_differences(&mut wq, &dwq, "dwq", |wq| loss(&y, wq, &k).0);

@@ -27,7 +27,7 @@ fn bf16_norm_gradients_are_rounded_once() {
         let (x, dout): (Vec<bf16>, Vec<bf16>) = (draw.many(rows * dim), draw.many(rows * dim));
         let (weight, before): (Vec<bf16>, Vec<bf16>) = (draw.many(dim), draw.many(rows * dim));
         let (mut out, mut rstd) = (vec![bf16::ZERO; rows * dim], vec![0.0f32; rows]);
-        rms_norm(&pool(2), &x, &weight, 1e-3, &mut out, &mut rstd);
+        rms_norm(&pool(2), &x, &weight, None, 1e-3, &mut out, &mut rstd);
         for accumulate in [false, true] {
             let size = workspace::cpu::sum_rows(rows as u64, dim as u64);
             let (mut dx, mut dweight) = (before.clone(), vec![1.0f32; dim]);
@@ -49,17 +49,17 @@ fn bf16_norm_gradients_are_rounded_once() {
             assert_close(&dweight, &want_weight, tolerance::<f32>(rows), "dweight");
         }
     }
-    for shape in SHAPES {
-        let (rows, e) = (35, shape.head_dim as usize);
+    for (shape, norm) in SHAPES.into_iter().flat_map(|shape| NORMS.map(|norm| (shape, norm))) {
+        let (rows, [q, k]) = (35, shape.norm_widths(norm).map(|width| width as usize));
         let x: Vec<bf16> = draw.many(rows * shape.columns() as usize);
         let dout: Vec<bf16> = draw.many(x.len());
-        let (wq, wk): (Vec<bf16>, Vec<bf16>) = (draw.many(e), draw.many(e));
-        let (mut out, mut rstd) = (vec![bf16::ZERO; x.len()], vec![0.0f32; rows * shape.rotated_heads() as usize]);
+        let (wq, wk): (Vec<bf16>, Vec<bf16>) = (draw.many(q), draw.many(k));
+        let (mut out, mut rstd) = (vec![bf16::ZERO; x.len()], vec![0.0f32; rows * shape.norm_count(norm) as usize]);
         head_norm(&pool(2), shape, &x, &wq, &wk, 1e-3, &mut out, &mut rstd);
-        let size = workspace::cpu::sum_rows(rows as u64, 2 * shape.head_dim);
-        let (mut dx, mut dq, mut dk) = (dout.clone(), vec![0.0f32; e], vec![0.0f32; e]);
+        let size = workspace::cpu::sum_rows(rows as u64, (q + k) as u64);
+        let (mut dx, mut dq, mut dk) = (dout.clone(), vec![0.0f32; q], vec![0.0f32; k]);
         head_norm_grad(&pool(2), shape, &x, &wq, &wk, &rstd, &mut dx, Some([&mut dq, &mut dk]), &mut scratch(size));
-        let (mut want, mut want_q, mut want_k) = (to_f64s(&dout), vec![0.0; e], vec![0.0; e]);
+        let (mut want, mut want_q, mut want_k) = (to_f64s(&dout), vec![0.0; q], vec![0.0; k]);
         let [x, wq, wk] = [&x, &wq, &wk].map(|x| to_f64s(x));
         let space = &mut scratch(size);
         head_norm_grad(
