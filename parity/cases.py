@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from reference import IGNORED, Sample
 
 ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "phi3": "Phi3",
-                 "smollm3": "SmolLM3", "granite": "Granite"}
+                 "smollm3": "SmolLM3", "granite": "Granite", "olmo2": "Olmo2"}
 
 END = 2  # the end token; samples hold tokens from 3 on
 
@@ -91,6 +91,8 @@ CASES = [
     Case("granite", "multipliers of embedding, residuals, attention scores and logits", "granite", 117,
          hidden=20, heads=5, kv_heads=1, ffn=29, vocab=57,
          keys={"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3, "logits_scaling": 1.5}),
+    Case("olmo2", "norms of outputs, and of all query heads and all key heads together; grouped heads", "olmo2", 118,
+         hidden=20, heads=6, kv_heads=3, head_dim=6, ffn=27, vocab=57, theta=1e3, eps=1e-3),
 ]
 
 
@@ -138,6 +140,7 @@ def config_of(case):
         "smollm3": {"attention_bias": case.biases, "mlp_bias": case.biases, "no_rope_layer_interval": 4,
                     "pad_token_id": None, "use_sliding_window": False},
         "granite": {"attention_bias": False, "mlp_bias": False},
+        "olmo2": {"attention_bias": False, "pad_token_id": None},
     }[case.model_type]
     return config | case.keys
 

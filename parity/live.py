@@ -71,6 +71,9 @@ MODELS = [
     Case("granite", "", "granite", 0, hidden=48, heads=4, kv_heads=1, ffn=111, vocab=218, tied=True, spelling="new",
          keys={"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.4,
                "logits_scaling": 8.0}),
+    Case("olmo2", "", "olmo2", 0, hidden=60, layers=3, heads=6, kv_heads=2, ffn=110, vocab=229, theta=5e5, eps=1e-6),
+    Case("olmo2-tied", "", "olmo2", 0, hidden=48, heads=4, kv_heads=4, head_dim=10, ffn=99, vocab=214, tied=True,
+         spelling="new", shards=2),
 ]
 SEQUENCE = 64
 READ_ONLY = [("llama-bf16", 0, "bfloat16"), ("qwen2-f16", 4, "float16")]  # name, model, dtype of the files
@@ -83,6 +86,7 @@ ADAPTED = [
     (8, ["q_proj", "o_proj", "gate_proj", "down_proj"]),
     (12, ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]),
     (14, ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]),
+    (15, ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]),
 ]
 
 
