@@ -16,7 +16,7 @@ use serde_json::Value;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
-const CASES: [&str; 18] = [
+const CASES: [&str; 19] = [
     "granite",
     "llama",
     "llama-bf16",
@@ -28,6 +28,7 @@ const CASES: [&str; 18] = [
     "llama-rope-yarn",
     "mistral",
     "mistral-window",
+    "olmo2",
     "phi3",
     "qwen2",
     "qwen2-tied-f16",

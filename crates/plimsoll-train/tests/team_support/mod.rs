@@ -35,14 +35,17 @@ pub const LINK: Link = Link { bytes_per_second: 1e12, latency_seconds: 0.0 };
 pub const SEQUENCE: u64 = 12;
 pub const STEPS: u64 = 4;
 
-/// Small models that each have a feature of their own: tied heads, biases, head norms, a separate head.
+/// Small models that each have a feature of their own: tied heads, biases, head norms, a separate head, norms of
+/// outputs.
 pub fn models() -> Vec<ModelConfig> {
     let small = |name: &str, layers: u64| {
         let known = preset(name).expect("listed");
         let (heads, kv_heads, head_dim) = (4, 2, 8);
         ModelConfig { hidden: 32, layers, heads, kv_heads, head_dim, ffn: 48, vocab: 67, ..known }
     };
-    vec![small("smollm2-135m", 3), small("qwen2.5-7b", 2), small("qwen3-0.6b", 1), small("llama-3.1-8b", 2)]
+    let of_inputs =
+        [small("smollm2-135m", 3), small("qwen2.5-7b", 2), small("qwen3-0.6b", 1), small("llama-3.1-8b", 2)];
+    of_inputs.into_iter().chain([small("olmo2-7b", 3)]).collect()
 }
 
 pub fn lora() -> LossyOptions {
