@@ -158,7 +158,7 @@ NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-    "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up",
+    "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up", "post_feedforward_layernorm": "post_ffw_norm",
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
 }
 
@@ -176,7 +176,8 @@ def in_gguf(config, weights):
         if config["model_type"] in ("llama", "mistral", "smollm3", "granite") and module in ("self_attn.q_proj", "self_attn.k_proj"):
             halves = values.reshape(-1, 2, head // 2, *values.shape[1:])
             values = halves.swapaxes(1, 2).reshape(values.shape)
-        expected[f"{prefix}{NAMES[module]}.{kind}"] = values
+        norms_outputs = config["model_type"] == "olmo2" and module == "post_attention_layernorm"
+        expected[f"{prefix}{'post_attention_norm' if norms_outputs else NAMES[module]}.{kind}"] = values
     return expected
 
 
@@ -271,8 +272,14 @@ def write_model(directory, tokenizer, model_type, hidden, ffn, seed, vocab=None)
             for fused, parts in {"self_attn.qkv": ("q", "k", "v"), "mlp.gate_up": ("gate", "up")}.items():
                 part, name = fused.split(".")[0], f"model.layers.{at}.{fused}_proj.weight"
                 weights[name] = numpy.concatenate([weights.pop(f"model.layers.{at}.{part}.{of}_proj.weight") for of in parts])
-    norms = ["model.norm"] + [f"model.layers.{at}.{name}" for at in range(8) for name in ("input_layernorm", "post_attention_layernorm")]
+    first = "post_feedforward_layernorm" if model_type == "olmo2" else "input_layernorm"
+    norms = ["model.norm"] + [f"model.layers.{at}.{name}" for at in range(8) for name in (first, "post_attention_layernorm")]
     weights |= {f"{name}.weight": generator.uniform(0.5, 1.5, hidden).astype("f4") for name in norms}
+    if model_type == "olmo2":
+        weights |= {
+            f"model.layers.{at}.self_attn.{name}_norm.weight": generator.uniform(0.5, 1.5, heads * head).astype("f4")
+            for at in range(8) for name, heads in (("q", 4), ("k", 2))
+        }
     if model_type == "qwen2":
         sizes = {"q": 4 * head, "k": 2 * head, "v": 2 * head}
         weights |= {
@@ -447,7 +454,9 @@ def is_exported(fixture):
     slides = config.get("use_sliding_window", True) and config.get("sliding_window")
     # llama.cpp does not rotate every fourth layer, and these fixtures have two layers.
     rotated = config["model_type"] != "smollm3"
-    return rotated and not slides and scaling.get("rope_type", scaling.get("type")) not in ("dynamic", "yarn")
+    # Heads that are as wide as the model in all, as llama.cpp expects them of olmo2.
+    plain = config["model_type"] != "olmo2"
+    return rotated and plain and not slides and scaling.get("rope_type", scaling.get("type")) not in ("dynamic", "yarn")
 
 
 def main():
@@ -463,7 +472,7 @@ def main():
             check_fixture(checks, plimsoll, FIXTURES / ADAPTED, temp, adapter)
         for kind in ("gpt-2", "llama-bpe", "smaug-bpe", "qwen2", "smollm", "llama"):
             check_tokenizer(checks, plimsoll, kind, temp)
-        for model_type in ("phi3", "smollm3"):
+        for model_type in ("phi3", "smollm3", "olmo2"):
             check_family(checks, plimsoll, model_type, temp)
         check_blocks(checks, plimsoll, temp)
     print(f"{checks.failed} checks failed")

@@ -23,7 +23,7 @@ use plimsoll_program::models::{ModelConfig, ModelType, Parameter, RopeScaling, T
 use std::f64::consts::TAU;
 
 /// Names of the modules in Hugging Face files, and their names in GGUF.
-const MODULES: [(&str, &str); 16] = [
+const MODULES: [(&str, &str); 17] = [
     ("model.embed_tokens", "token_embd"),
     ("model.norm", "output_norm"),
     ("lm_head", "output"),
@@ -40,7 +40,11 @@ const MODULES: [(&str, &str); 16] = [
     ("mlp.down_proj", "ffn_down"),
     ("input_layernorm", "attn_norm"),
     ("post_attention_layernorm", "ffn_norm"),
+    ("post_feedforward_layernorm", "post_ffw_norm"),
 ];
+
+/// Name in GGUF of `post_attention_layernorm` in architectures that norm the output of attention with it.
+const OUTPUT_NORM: (&str, &str) = ("post_attention_layernorm", "post_attention_norm");
 
 /// A model in the terms of GGUF.
 pub struct Expression {
@@ -83,7 +87,7 @@ pub fn express(model: &ModelDir, weights: &ModelWeights, file_type: FileType) ->
         let ChosenType { block_type, replaced } = file_type.choose(config, parameter);
         tensors.push(PlannedTensor {
             source: parameter.hf_name.clone(),
-            name: name_tensor(&parameter.hf_name),
+            name: name_tensor(architecture, &parameter.hf_name),
             shape: parameter.shape.clone(),
             dtype: entry.dtype().expect("opened weights are floats"),
             block_type,
@@ -175,15 +179,21 @@ fn part_without_form(config: &ModelConfig) -> Option<String> {
     let is_smollm3 = config.model_type == ModelType::SmolLm3;
     let unrotated: Vec<u64> = (0..config.layers).filter(|layer| is_smollm3 && layer % 4 == 3).collect();
     let differs = config.extras.unrotated_layers != unrotated;
-    scaling.or_else(|| differs.then(|| "`no_rope_layers` are not every fourth layer".to_owned()))
+    // The norm of all query heads of `olmo2` is as wide as the model there.
+    let is_wide = config.model_type == ModelType::Olmo2 && config.heads * config.head_dim != config.hidden;
+    scaling
+        .or_else(|| differs.then(|| "`no_rope_layers` are not every fourth layer".to_owned()))
+        .or_else(|| is_wide.then(|| format!("`head_dim` is {}", config.head_dim)))
 }
 
 /// Returns the name of a tensor in GGUF from its name in Hugging Face files.
-fn name_tensor(hf_name: &str) -> String {
+fn name_tensor(architecture: &str, hf_name: &str) -> String {
     let (module, kind) = hf_name.rsplit_once('.').expect("names end with .weight or .bias");
     let in_layer = module.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.'));
     let (prefix, module) = in_layer.map_or((String::new(), module), |(layer, rest)| (format!("blk.{layer}."), rest));
-    let (_, name) = MODULES.iter().find(|(hf, _)| *hf == module).expect("every parameter has a name in GGUF");
+    let own = (architecture == "olmo2").then_some(&OUTPUT_NORM);
+    let known = own.into_iter().chain(&MODULES).find(|(hf, _)| *hf == module);
+    let (_, name) = known.expect("every parameter has a name in GGUF");
     format!("{prefix}{name}.{kind}")
 }
 
@@ -216,16 +226,20 @@ mod tests {
 
     #[test]
     fn every_parameter_has_a_name() {
-        let mut configs: Vec<ModelConfig> =
-            ["llama-3.2-1b", "mistral-7b-v0.3", "qwen2.5-0.5b", "qwen3-8b"].map(|name| preset(name).unwrap()).into();
+        let mut configs: Vec<ModelConfig> = ["llama-3.2-1b", "mistral-7b-v0.3", "qwen2.5-0.5b", "qwen3-8b", "olmo2-1b"]
+            .map(|name| preset(name).unwrap())
+            .into();
         configs.push(ModelConfig { model_type: ModelType::Phi3, ..configs[0].clone() });
         for config in configs {
-            let names: std::collections::BTreeSet<String> =
-                config.hf_parameters().iter().map(|parameter| name_tensor(&parameter.hf_name)).collect();
+            let names: std::collections::BTreeSet<String> = config
+                .hf_parameters()
+                .iter()
+                .map(|parameter| name_tensor(name_architecture(config.model_type), &parameter.hf_name))
+                .collect();
             assert_eq!(names.len(), config.hf_parameters().len());
         }
-        assert_eq!(name_tensor("model.layers.12.self_attn.k_proj.bias"), "blk.12.attn_k.bias");
-        assert_eq!(name_tensor("model.norm.weight"), "output_norm.weight");
+        assert_eq!(name_tensor("llama", "model.layers.12.self_attn.k_proj.bias"), "blk.12.attn_k.bias");
+        assert_eq!(name_tensor("llama", "model.norm.weight"), "output_norm.weight");
     }
 
     #[test]
@@ -247,6 +261,10 @@ mod tests {
         assert_eq!(settings(&smollm3, "smollm3").unwrap_err(), "`no_rope_layers` are not every fourth layer");
         smollm3.extras.unrotated_layers = (0..smollm3.layers).filter(|layer| layer % 4 == 3).collect();
         settings(&smollm3, "smollm3").unwrap();
+        let olmo2 = preset("olmo2-1b").unwrap();
+        settings(&olmo2, "olmo2").unwrap();
+        let wide = ModelConfig { head_dim: 2 * olmo2.head_dim, ..olmo2 };
+        assert_eq!(settings(&wide, "olmo2").unwrap_err(), "`head_dim` is 256");
     }
 
     #[test]

@@ -11,7 +11,7 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 pub enum GgufError {
     /// A part of the model has no form in GGUF.
-    #[error("{}: {part}, which a GGUF file of a {architecture} model cannot express", path.display())]
+    #[error("{}: {part}, which a GGUF file of architecture {architecture} cannot express", path.display())]
     Inexpressible {
         /// The file with the part.
         path: PathBuf,
