@@ -486,7 +486,7 @@ fn sharding_supports_master_weights_quantized_bases_offload() {
         let parallelism = Parallelism::Sharded;
         let case = Case { parallelism, parts: vec![300, 724], ..Case::new(&config, &[(5, 3), (2, 1)]) };
         check_partitioned(&Case { precision: DType::Bf16, ..case.clone() });
-        check_partitioned(&Case { precision: DType::F32, lossy: nf4.clone(), ..case.clone() });
+        check_partitioned(&Case { precision: DType::F64, lossy: nf4.clone(), ..case.clone() });
         let storage_only = Case { ranks: vec![(0, 0), (7, 3)], ..case.clone() };
         check_partitioned(&Case { precision: DType::Bf16, lossy: nf4.clone(), ..storage_only.clone() });
         let kind = DeviceKind::Virtual;
