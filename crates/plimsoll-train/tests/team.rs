@@ -126,6 +126,15 @@ fn check_partitioned(case: &Case) {
     check_partitioned_against(&SingleDeviceResult::of(case), case);
 }
 
+/// Checks a partitioned team with a quantized base in f64, and in f32 unless layers norm their outputs, which makes
+/// differences of f32 exceed the tolerance.
+fn check_quantized(case: &Case) {
+    check_partitioned(&Case { precision: DType::F64, ..case.clone() });
+    if !case.config.model_type.norms_outputs() {
+        check_partitioned(&Case { precision: DType::F32, ..case.clone() });
+    }
+}
+
 /// Checks that a partitioned team, with any offload, has these results of one device.
 fn check_partitioned_against(alone: &SingleDeviceResult, case: &Case) {
     let Case { config, precision, lossy, ranks, parts, offload, .. } = case;
@@ -372,7 +381,7 @@ fn pipeline_supports_master_weights_and_quantized_bases() {
     for config in models() {
         let case = Case::pipeline(&config, &[0, 1, 4], 5, 1);
         check_partitioned(&Case { precision: DType::Bf16, ..case.clone() });
-        check_partitioned(&Case { precision: DType::F64, lossy: nf4.clone(), ..case });
+        check_quantized(&Case { lossy: nf4.clone(), ..case });
     }
 }
 
@@ -486,7 +495,7 @@ fn sharding_supports_master_weights_quantized_bases_offload() {
         let parallelism = Parallelism::Sharded;
         let case = Case { parallelism, parts: vec![300, 724], ..Case::new(&config, &[(5, 3), (2, 1)]) };
         check_partitioned(&Case { precision: DType::Bf16, ..case.clone() });
-        check_partitioned(&Case { precision: DType::F64, lossy: nf4.clone(), ..case.clone() });
+        check_quantized(&Case { lossy: nf4.clone(), ..case.clone() });
         let storage_only = Case { ranks: vec![(0, 0), (7, 3)], ..case.clone() };
         check_partitioned(&Case { precision: DType::Bf16, lossy: nf4.clone(), ..storage_only.clone() });
         let kind = DeviceKind::Virtual;
