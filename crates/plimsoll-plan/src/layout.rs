@@ -27,8 +27,9 @@ pub struct ArenaLayout {
     /// Most bytes of the arena in use during each kind of work, as `PhaseMemory` counts them. Empty for an unused
     /// space.
     pub by_program: BTreeMap<WorkKind, Bytes>,
-    /// Bytes of each category of tensors at the moment when the arena is fullest. Unused bytes count as workspace, so
-    /// that the sum is `bytes`. Empty for an unused space.
+    /// Bytes of each category at the moment with the most bytes of tensors: of equally full moments, the first one of
+    /// the last such phase, as the measurement of the arena has it. Unused bytes count as workspace, so that the sum is
+    /// `bytes`. Empty for an unused space.
     pub by_category: BTreeMap<Category, Bytes>,
 }
 
@@ -172,11 +173,12 @@ fn lay_out_space(set: &ProgramSet, space: Space, offsets: &mut [Vec<Option<u64>>
         // between steps moves nothing, and needs the persistent tensors only.
         by_program.insert(WorkKind::Replan, Bytes(end));
     }
-    let no_buffers = Lifetimes::default();
-    let fullest = phases.iter().max_by_key(|(_, packing)| packing.bytes);
-    let (lifetimes, top) =
-        fullest.map_or((&no_buffers, end), |(lifetimes, packing)| (lifetimes, phase_top(end, aligned_end, packing)));
-    let memory = PhaseMemory::new(lifetimes, top);
+    let no_buffers = [Lifetimes::default()];
+    let candidates = no_buffers.iter().chain(phases.iter().map(|(lifetimes, _)| lifetimes));
+    let (memory, lifetimes) = candidates
+        .map(|lifetimes| (PhaseMemory::new(lifetimes, bytes), lifetimes))
+        .max_by_key(|(memory, _)| memory.most_live())
+        .expect("there is at least the candidate without buffers");
     let by_category = memory.by_category(set, space, lifetimes, memory.fullest_tick());
     ArenaLayout { bytes, persistent_bytes: end, lower_bound_bytes, by_program, by_category }
 }

@@ -37,6 +37,11 @@ impl PhaseMemory {
         PhaseMemory { live, base: top.saturating_sub(most) }
     }
 
+    /// Returns the most bytes of buffers that are live at one tick. Persistent tensors and gaps are not counted.
+    pub fn most_live(&self) -> u64 {
+        self.live.iter().copied().max().unwrap_or(0)
+    }
+
     /// Returns the bytes in use at a tick.
     pub fn at(&self, tick: u32) -> u64 {
         self.base + self.live.get(tick as usize).copied().unwrap_or(0)
@@ -100,6 +105,7 @@ mod tests {
         assert_eq!([0, 1, 2, 3, 4, 5, 99].map(|tick| memory.at(tick)), [70, 100, 70, 65, 65, 60, 60]);
         assert_eq!((memory.fullest_tick(), memory.fullest_tick_between(2, 4)), (1, 2));
         assert_eq!((memory.most_between(3, 4), memory.most_between(4, 3)), (65, 60));
+        assert_eq!(memory.most_live(), 40);
     }
 
     #[test]
