@@ -1,6 +1,7 @@
 //! Recipes: the planner's choices of micro-batch, recompute levels, offload and lossy rungs. Their predicted bytes and
 //! seconds are in `plan`.
 
+use crate::words::format_count;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -46,8 +47,12 @@ impl fmt::Display for RecomputeLevel {
     }
 }
 
-/// Formats the levels of all layers for messages: `4 × nothing, 2 × block`. Returns an empty text for no layers.
+/// Formats the levels of all layers for messages: `4 × nothing, 2 × block`, or `nothing` if no layer recomputes
+/// anything.
 pub fn describe_levels(levels: &[RecomputeLevel]) -> String {
+    if levels.iter().all(|level| *level == RecomputeLevel::Nothing) {
+        return RecomputeLevel::Nothing.to_string();
+    }
     let runs = levels.chunk_by(|a, b| a == b).map(|equal| format!("{} × {}", equal.len(), equal[0]));
     runs.collect::<Vec<_>>().join(", ")
 }
@@ -120,11 +125,14 @@ impl fmt::Display for ScratchOffload {
     }
 }
 
-/// Formats the layer counts above zero with their names: `optimizer of 4, weights of 2`. Returns an empty text if all
-/// are zero.
+/// Formats the layer counts above zero with their names: `optimizer of 4 layers, weights of 2`. Returns an empty text if
+/// all are zero.
 fn describe_layer_counts(layers: &[(u32, &str)]) -> String {
-    let offloaded = layers.iter().filter(|(layers, _)| *layers > 0);
-    offloaded.map(|(layers, name)| format!("{name} of {layers}")).collect::<Vec<_>>().join(", ")
+    let mut offloaded = layers.iter().filter(|(layers, _)| *layers > 0);
+    let first =
+        offloaded.next().map(|(layers, name)| format!("{name} of {}", format_count(u64::from(*layers), "layer")));
+    let others = offloaded.map(|(layers, name)| format!("{name} of {layers}"));
+    first.into_iter().chain(others).collect::<Vec<_>>().join(", ")
 }
 
 impl Offload {
@@ -209,10 +217,10 @@ impl fmt::Display for Recipe {
             size => write!(f, "micro-batch {size}, recompute {}", describe_levels(&self.recompute))?,
         }
         if !self.offload.is_nothing() {
-            write!(f, ", on the host {}", self.offload)?;
+            write!(f, ", on the host: {}", self.offload)?;
         }
         if !self.offload.file.is_nothing() {
-            write!(f, ", of that in the scratch file {}", self.offload.file)?;
+            write!(f, "; of these in the scratch file: {}", self.offload.file)?;
         }
         let names: Vec<String> = self.rungs.iter().map(Rung::to_string).collect();
         if names.is_empty() { Ok(()) } else { write!(f, ", with {}", names.join(" and ")) }

@@ -539,7 +539,7 @@ plan for sums: 0.33 M parameters, 4096 tokens a step
 recipe: micro-batch 64, recompute 2 × nothing, 1 × block (reordered: equal up to
   the order of sums)
 why: 1 recipe would be faster by prediction, but does not fit: the fastest
-  (micro-batch 256, recompute 3 × nothing) would hold 130.00 MiB
+  (micro-batch 256, recompute nothing) would hold 130.00 MiB
 
 when the arena is fullest        cpu
   weight                    4.00 MiB
@@ -565,9 +565,9 @@ allowed but not needed: bf16, nf4
             "\
 3 recipes tried; bytes and seconds are predicted
 recipe                            peak     step         verdict
-256: 3 × nothing            130.00 MiB  80.0 ms  82.00 MiB over
+256: nothing                130.00 MiB  80.0 ms  82.00 MiB over
 64: 2 × nothing, 1 × block   40.00 MiB  84.1 ms           taken
-32: 3 × nothing              36.00 MiB  86.0 ms    fits, slower
+32: nothing                  36.00 MiB  86.0 ms    fits, slower
 "
         );
     }
@@ -587,13 +587,13 @@ recipe                            peak     step         verdict
             "\
 3 recipes tried; bytes and seconds are predicted
 recipe                            peak     step         verdict
-256: 3 × nothing            130.00 MiB  80.0 ms  82.00 MiB over
+256: nothing                130.00 MiB  80.0 ms  82.00 MiB over
 64: 2 × nothing, 1 × block   40.00 MiB  84.1 ms            fits
-  on the host: optimizer of 3, the update
+  on the host: optimizer of 3 layers, the update
 64: 2 × nothing, 1 × block   36.00 MiB  86.0 ms            fits
-  on the host: optimizer of 3, gradients of 3, weights of 3, inputs of 3,
-    embedding, head, the update; of these in the scratch file: optimizer of 2,
-    gradients of 1, weights of 1
+  on the host: optimizer of 3 layers, gradients of 3, weights of 3, inputs of 3,
+    embedding, head, the update; of these in the scratch file: optimizer of 2
+    layers, gradients of 1, weights of 1
 "
         );
     }

@@ -388,7 +388,7 @@ model: runs/sums/model
         assert!(text.contains("\n48.7 k tokens/s (measured, simulated devices)\n"), "{text}");
         assert!(
             text.contains(
-                "\nrecovery at step 7: cpu: the device ran out; now micro-batch 32, recompute 3 × nothing: \
+                "\nrecovery at step 7: cpu: the device ran out; now micro-batch 32, recompute nothing: \
                  arena 36.00 MiB -> 20.00 MiB, step 84.1 ms -> 90.0 ms (predicted); measured memory \
                  40.00 MiB -> 25.00 MiB, step 86.2 ms -> 100.0 ms (took 20.0 ms)\n\
                  injected fault not triggered: --inject-oom 12:evaluate\n"
