@@ -223,6 +223,36 @@ fn files_of_prompts_are_answered_like_single_prompts() {
     assert_eq!(workspace.read("answers.jsonl"), other);
 }
 
+#[test]
+fn answers_of_other_settings_are_not_mixed() {
+    let workspace = workspace();
+    workspace.write("prompts.jsonl", "{\"prompt\": \"abc\"}\n{\"prompt\": \"abd\"}\n");
+    let run = |more: &[&'static str]| {
+        let batch =
+            ["generate", "run/model", "--prompts", "prompts.jsonl", "--out", "answers.jsonl", "--max-tokens", "3"];
+        [&batch[..], more].concat()
+    };
+    workspace.succeed(&run(&["--temperature", "2"]));
+    let whole = workspace.read("answers.jsonl");
+    let first = &whole[..=whole.find('\n').unwrap()];
+    workspace.write("answers.jsonl", first);
+    let refusal = workspace.expect_refusal(2, &run(&["--temperature", "0.5"]));
+    assert!(
+        refusal.starts_with(
+            "error: answers.jsonl: its 1 answers have temperature 2.0, but this command has 0.5\n  hint: name another file"
+        ),
+        "{refusal}"
+    );
+    assert_eq!(workspace.read("answers.jsonl"), first);
+    // Threads change no answer.
+    workspace.succeed(&run(&["--temperature", "2", "--threads", "1"]));
+    assert_eq!(workspace.read("answers.jsonl"), whole);
+    workspace.write("answers.jsonl", first);
+    fs::remove_file(workspace.path("answers.jsonl.settings.json")).unwrap();
+    let refusal = workspace.expect_refusal(2, &run(&["--temperature", "2"]));
+    assert!(refusal.contains("answers.jsonl.settings.json: cannot read the settings of its answers"), "{refusal}");
+}
+
 /// Runs a file of prompts. Returns the answers and the note about the prompts that are answered at once.
 fn answer_file(workspace: &Workspace, more: &[&str]) -> (String, String) {
     let run = ["generate", "run/model", "--prompts", "prompts.jsonl", "--out", "answers.jsonl"];

@@ -3,12 +3,13 @@
 use super::model::{InferenceArgs, reject_training_rungs};
 use super::values::{non_empty, positive, positive_number, share, share_or_none, temperature};
 use clap::{ArgGroup, Args};
-use plimsoll_core::Failure;
+use plimsoll_core::{Failure, Rung};
 use plimsoll_train::config::{RunConfig, setting};
 use plimsoll_train::inference::generation::{GenerationRequest, PromptSource};
 use plimsoll_train::inference::sampling::SamplingChoice;
 use plimsoll_train::resolve::RunRequest;
-use std::path::PathBuf;
+use serde::Serialize;
+use std::path::{Path, PathBuf};
 
 /// Arguments of `plimsoll generate`, which answers prompts.
 #[derive(Debug, Args)]
@@ -20,7 +21,7 @@ use std::path::PathBuf;
   plimsoll generate models/my-llama --prompts questions.jsonl --out answers.jsonl"
 )]
 pub struct GenerateArgs {
-    /// Model: a Hugging Face directory
+    /// Model: a Hugging Face directory, or a GGUF file
     #[arg(value_name = "DIR")]
     dir: PathBuf,
     /// Text to continue
@@ -80,7 +81,42 @@ pub struct GenerateArgs {
     pub json: bool,
 }
 
+/// The settings that answers depend on, as the user gives them, and the rungs of the plan.
+#[derive(Debug, Serialize)]
+pub struct AnswerSettings {
+    model: PathBuf,
+    adapter: Option<PathBuf>,
+    template: Option<String>,
+    rungs: Vec<Rung>,
+    max_tokens: Option<u32>,
+    stop: Vec<String>,
+    temperature: Option<f32>,
+    top_k: Option<u32>,
+    top_p: Option<f32>,
+    min_p: Option<f32>,
+    repetition_penalty: Option<f32>,
+    seed: u64,
+}
+
 impl GenerateArgs {
+    /// Returns the settings of answers under a plan with these rungs.
+    pub fn answer_settings(&self, rungs: &[Rung]) -> AnswerSettings {
+        AnswerSettings {
+            model: absolute(&self.dir),
+            adapter: self.inference.adapter.as_deref().map(absolute),
+            template: self.template.clone(),
+            rungs: rungs.to_vec(),
+            max_tokens: self.max_tokens,
+            stop: self.stop.clone(),
+            temperature: self.temperature,
+            top_k: self.top_k,
+            top_p: self.top_p,
+            min_p: self.min_p,
+            repetition_penalty: self.repetition_penalty,
+            seed: self.seed,
+        }
+    }
+
     /// Builds the request of the model.
     ///
     /// # Errors
@@ -115,4 +151,9 @@ impl GenerateArgs {
             sampling,
         }
     }
+}
+
+/// Returns the path from the root, with links resolved; a hub id as it is.
+fn absolute(path: &Path) -> PathBuf {
+    path.canonicalize().unwrap_or_else(|_| path.to_owned())
 }

@@ -1,20 +1,19 @@
 //! `plimsoll generate`: answers to prompts, and conversations with the user.
 
+use super::answer_file::AnswerFile;
 use super::hub::with_hub_files;
 use super::model::{print_notes, to_json};
 use super::plan::refuse_or_prompt;
 use super::rates::measure_in_child;
-use crate::args::GenerateArgs;
+use crate::args::{AnswerSettings, GenerateArgs};
 use crate::output;
 use plimsoll_core::{Exit, Failure, format_count};
 use plimsoll_train::inference::EndReason;
 use plimsoll_train::inference::chat::Chat;
-use plimsoll_train::inference::generation::{GeneratedText, PlannedGeneration, PreparedPrompt, TextGenerator};
+use plimsoll_train::inference::generation::{PlannedGeneration, PreparedPrompt, TextGenerator};
 use plimsoll_train::resolve::HubNeed;
-use serde_json::{Map, Value, json};
 use signal_hook::consts::SIGINT;
-use std::fs::{File, OpenOptions};
-use std::io::{self, BufRead, BufReader, IsTerminal, Seek, SeekFrom, Write};
+use std::io::{self, BufRead, IsTerminal};
 use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::Arc;
@@ -23,8 +22,6 @@ use std::time::{Duration, Instant};
 
 /// Time between two lines about the progress through a file of prompts.
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(10);
-/// The longest line of a file of answers.
-const ANSWER_BYTES_MAX: u64 = 64 << 20;
 
 /// Answers prompts, or talks with the user.
 ///
@@ -41,7 +38,8 @@ pub fn generate(args: &GenerateArgs) -> Result<Exit, Failure> {
     print_notes(resolved);
     generation.notes().iter().for_each(|note| output::print_note(note));
     if let Some(out) = &args.out {
-        return answer_file(generation, out);
+        let settings = args.answer_settings(&answer.plan.recipe.rungs);
+        return answer_file(generation, out, &settings);
     }
     let (mut generator, prompts) = generation.open()?;
     let [prompt] = &prompts[..] else { return talk(Chat::new(generator, args.system.as_deref())) };
@@ -150,11 +148,13 @@ impl Interrupts {
     }
 }
 
-/// Writes the answers to the prompts of a file. If `out` has answers to the first of them, it is continued.
-fn answer_file(generation: PlannedGeneration, out: &Path) -> Result<Exit, Failure> {
+/// Writes the answers to the prompts of a file. If `out` has answers to the first of them, it is continued. `settings`
+/// are those that change answers.
+fn answer_file(generation: PlannedGeneration, out: &Path, settings: &AnswerSettings) -> Result<Exit, Failure> {
     let count = generation.prompts();
     let mut answers = AnswerFile::open(out)?;
     let written = answers.read_written(generation.records())?;
+    answers.check_settings(settings, written)?;
     if written > 0 {
         output::print_note(&format!("{} has {written} of {count} answers already", out.display()));
     }
@@ -176,79 +176,4 @@ fn answer_file(generation: PlannedGeneration, out: &Path) -> Result<Exit, Failur
     })?;
     output::print(&format!("answers: {}\n", out.display()));
     Ok(Exit::Done)
-}
-
-/// A JSON lines file of answers: the keys of each record with `text`, `tokens` and `end`.
-struct AnswerFile<'a> {
-    path: &'a Path,
-    file: File,
-}
-
-impl AnswerFile<'_> {
-    fn open(path: &Path) -> Result<AnswerFile<'_>, Failure> {
-        let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path);
-        let file = file.map_err(|error| Failure::input(format!("{}: cannot write it: {error}", path.display())))?;
-        if !file.metadata().is_ok_and(|metadata| metadata.is_file()) {
-            return Err(Failure::input(format!("{}: not a regular file", path.display())));
-        }
-        Ok(AnswerFile { path, file })
-    }
-
-    /// Returns the number of answers that the file has, and removes a last line that is incomplete.
-    ///
-    /// # Errors
-    /// An answer that does not belong to the record in its place.
-    fn read_written<'r>(&mut self, records: impl Iterator<Item = &'r Map<String, Value>>) -> Result<usize, Failure> {
-        let path = self.path;
-        let foreign = |line: usize| {
-            Failure::input(format!("{}:{line}: it is no answer to prompt {line}", path.display()))
-                .hint("name another file, or delete this one")
-        };
-        let (mut records, mut count, mut bytes) = (records, 0, 0);
-        let mut reader = BufReader::new(&self.file);
-        loop {
-            let mut line = Vec::new();
-            let read = io::Read::take(&mut reader, ANSWER_BYTES_MAX).read_until(b'\n', &mut line);
-            read.map_err(|error| self.failed("read", &error))?;
-            if line.is_empty() || !line.ends_with(b"\n") {
-                break;
-            }
-            let answer: Option<Map<String, Value>> = serde_json::from_slice(&line).ok();
-            let record = records.next();
-            let (Some(answer), Some(record)) = (answer, record) else { return Err(foreign(count + 1)) };
-            if !belongs(&answer, record) {
-                return Err(foreign(count + 1));
-            }
-            (count, bytes) = (count + 1, bytes + line.len() as u64);
-        }
-        let kept = self.file.set_len(bytes).and_then(|()| self.file.seek(SeekFrom::Start(bytes)));
-        kept.map_err(|error| self.failed("write", &error))?;
-        Ok(count)
-    }
-
-    /// Writes an answer.
-    fn append(&mut self, record: &Map<String, Value>, answer: GeneratedText) -> Result<(), Failure> {
-        let mut line = record.clone();
-        for (key, value) in answer_keys(answer) {
-            line.insert(key.to_owned(), value);
-        }
-        let line = format!("{}\n", Value::Object(line));
-        self.file.write_all(line.as_bytes()).map_err(|error| self.failed("write", &error))
-    }
-
-    fn failed(&self, action: &str, error: &io::Error) -> Failure {
-        Failure::input(format!("{}: cannot {action} it: {error}", self.path.display()))
-    }
-}
-
-/// The keys that an answer adds to its record.
-fn answer_keys(answer: GeneratedText) -> [(&'static str, Value); 3] {
-    [("text", answer.text.into()), ("tokens", answer.tokens.into()), ("end", json!(answer.end))]
-}
-
-/// Returns whether an answer has all keys of a record, apart from those that are answered.
-fn belongs(answer: &Map<String, Value>, record: &Map<String, Value>) -> bool {
-    let is_added = |key: &str| matches!(key, "text" | "tokens" | "end");
-    let is_complete = ["text", "tokens", "end"].iter().all(|key| answer.contains_key(*key));
-    is_complete && record.iter().all(|(key, value)| is_added(key) || answer.get(key) == Some(value))
 }

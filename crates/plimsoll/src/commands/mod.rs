@@ -1,6 +1,7 @@
 //! One module per command: builds the configuration, calls the libraries and prints the result.
 
 pub mod advice;
+mod answer_file;
 pub mod budget;
 mod cluster;
 pub mod data;
