@@ -13,7 +13,7 @@
 //! |---|---|
 //! | [`program`], [`tensor`], [`op`] | the representation; [`OpKind`] is the closed set of ops |
 //! | [`schedule`] | the order of Programs in a step: gradient accumulation, 1F1B |
-//! | [`models`] | model configurations, and the decoder of the Llama, Mistral and Qwen families |
+//! | [`models`] | model configurations, and the decoder that all model families share |
 //! | [`derivative`] | the gradient ops of each op |
 //! | [`passes`] | recompute, parallelism, offload, and checks |
 //! | [`formats`] | int8, nf4 and 8-bit optimizer state |

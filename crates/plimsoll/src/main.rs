@@ -39,8 +39,9 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(usage) => {
             // Clap also reports --help and --version this way, with exit code 0 and on stdout.
-            output::print_usage(&usage);
-            return ExitCode::from(usage.exit_code() as u8);
+            let exit = usage.exit_code();
+            output::print_usage(usage);
+            return ExitCode::from(exit as u8);
         }
     };
     let (json, path) = (cli.command.prints_json(), cli.command.path());

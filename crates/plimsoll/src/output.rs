@@ -4,6 +4,7 @@
 //! Text for people is made [printable](plimsoll_core::printable) here, because it contains names from files and of other
 //! machines. JSON and the text that a model generates for another program are printed as they are.
 
+use clap::error::{ContextKind, ContextValue};
 use plimsoll_core::printable::{printable_message, printable_text};
 use plimsoll_core::{Exit, Failure};
 use plimsoll_watch::data_report::TextStyle;
@@ -86,7 +87,12 @@ pub fn unwritten() -> Option<Failure> {
 }
 
 /// Prints the help to stdout, or an error about arguments to stderr.
-pub fn print_usage(usage: &clap::Error) {
+pub fn print_usage(mut usage: clap::Error) {
+    // Clap also suggests hidden commands.
+    let suggested = usage.get(ContextKind::SuggestedSubcommand).map(ContextValue::to_string);
+    if suggested.is_some_and(|names| names.contains("measure-rates")) {
+        usage.remove(ContextKind::SuggestedSubcommand);
+    }
     let text = usage.render().to_string();
     let printable: String = text.lines().map(|line| printable_message(line) + "\n").collect();
     // Clap prints in color, and prints arguments as they were typed.

@@ -1,4 +1,4 @@
-//! Models of the Llama, Mistral and Qwen families: configuration, published shapes, weight names, and their Programs in
+//! Models of all families: configuration, published shapes, weight names, and their Programs in
 //! [`decoder`].
 
 pub mod config;

@@ -154,7 +154,7 @@ pub enum DataError {
     },
     /// A record fits no format.
     #[error("{location}: the record fits no format; {}", describe_keys(keys))]
-    NoReading {
+    NoMatchingFormat {
         /// Place of the record.
         location: SourceLocation,
         /// The first keys of the record.
@@ -162,7 +162,7 @@ pub enum DataError {
     },
     /// A record fits several formats.
     #[error("{location}: the record fits two formats, {first} and {second}")]
-    TwoReadings {
+    SeveralFormats {
         /// Place of the record.
         location: SourceLocation,
         /// One of the formats.
@@ -415,10 +415,10 @@ fn hint(error: &DataError) -> Option<String> {
         DataError::NotUtf8 { .. } => "convert the file to UTF-8, for example with `iconv -t utf-8`",
         DataError::NulByte { .. } => "the file is damaged or no text; write it again",
         DataError::DamagedFile { .. } => "download or write the file again",
-        DataError::NoReading { .. } => {
+        DataError::NoMatchingFormat { .. } => {
             r#"rename the keys: {"prompt": "...", "completion": "..."} for a question and its answer, {"text": "..."} for a text; docs/data.md lists the keys of each format"#
         }
-        DataError::TwoReadings { first, second, .. } => {
+        DataError::SeveralFormats { first, second, .. } => {
             return Some(format!(r#"name one of them: data.format = "{first}" or "{second}""#));
         }
         DataError::MixedRecords { .. } => "write the records of each format into a file of their own",
@@ -459,8 +459,11 @@ fn hint(error: &DataError) -> Option<String> {
 /// Returns what to do about data that do not fit the model.
 fn model_hint(error: &DataError) -> Option<&'static str> {
     Some(match error {
+        DataError::Empty { skipped: 0, .. } => {
+            "the files have no records: check their paths, or write a record per line"
+        }
         DataError::Empty { .. } => {
-            "give documents of two tokens or more; in text, a tokenizer.json that keeps the text; in token ids, a label other than -100 after the first token"
+            "give documents of two tokens or more; in conversations, a message of the assistant; in text, a tokenizer.json that keeps the text; in token ids, a label other than -100 after the first token"
         }
         DataError::IdOutOfRange { .. } => {
             "tokenize the data with the model's own tokenizer, or correct vocab_size in config.json"

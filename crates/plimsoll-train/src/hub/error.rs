@@ -1,6 +1,6 @@
 //! Errors of the hub, with messages and hints.
 
-use super::id::{HubId, InvalidHubId, RepositoryKind};
+use super::id::{HubId, MalformedHubId, RepositoryKind};
 use crate::files::FilesError;
 use plimsoll_core::{Bytes, Failure};
 
@@ -12,7 +12,7 @@ const NAMES_MAX: usize = 8;
 pub enum HubError {
     /// The text is no id.
     #[error(transparent)]
-    InvalidId(#[from] InvalidHubId),
+    InvalidId(#[from] MalformedHubId),
     /// A variable of the environment has a value that cannot be used.
     #[error("{variable}: {problem}")]
     Setting {

@@ -48,7 +48,7 @@ impl fmt::Display for RepositoryKind {
 /// A text that is no id.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("`{id}`: {problem}")]
-pub struct InvalidHubId {
+pub struct MalformedHubId {
     /// The text.
     pub id: String,
     /// The expected form of the part that is wrong.
@@ -87,14 +87,14 @@ impl fmt::Display for HubId {
 }
 
 impl FromStr for HubId {
-    type Err = InvalidHubId;
+    type Err = MalformedHubId;
 
     /// Parses an id.
     ///
     /// # Errors
     /// A text without a valid name, revision or glob.
-    fn from_str(text: &str) -> Result<HubId, InvalidHubId> {
-        let invalid = |problem: &'static str| InvalidHubId { id: text.to_owned(), problem };
+    fn from_str(text: &str) -> Result<HubId, MalformedHubId> {
+        let invalid = |problem: &'static str| MalformedHubId { id: text.to_owned(), problem };
         let rest = text.strip_prefix(HUB_PREFIX).ok_or_else(|| invalid("it does not begin with `hub:`"))?;
         let (place, files) = split(rest, ':');
         let (repository, revision) = split(place, '@');

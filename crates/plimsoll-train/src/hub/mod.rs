@@ -34,7 +34,7 @@ mod selection;
 mod settings;
 
 pub use error::HubError;
-pub use id::{HubId, InvalidHubId, RepositoryKind};
+pub use id::{HubId, MalformedHubId, RepositoryKind};
 pub use repository::{HubEvent, Repository};
 pub use selection::{DataUse, ModelPart};
 pub use settings::{HubSettings, cache_folder};

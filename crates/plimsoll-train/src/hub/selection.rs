@@ -1,7 +1,7 @@
 //! The files of a repository that a model or data need.
 
 use super::error::HubError;
-use super::id::InvalidHubId;
+use super::id::MalformedHubId;
 use super::listing::RemoteFile;
 use super::repository::{HubEvent, Repository};
 use crate::config::Split;
@@ -124,7 +124,7 @@ impl Repository<'_> {
         };
         if folder.contains(['*', '?', '[']) {
             let problem = "a model lies in one folder, so only the name of a file may have `*`, `?` and `[`";
-            return Err(InvalidHubId { id: self.id.to_string(), problem }.into());
+            return Err(MalformedHubId { id: self.id.to_string(), problem }.into());
         }
         Ok(format!("{folder}/"))
     }

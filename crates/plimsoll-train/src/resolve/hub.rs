@@ -3,7 +3,7 @@
 
 use crate::config::{DataSection, DataSource, HUB_PREFIX, HubSources, Init, RunConfig};
 use crate::hub::{
-    DataUse, HubError, HubEvent, HubId, HubSettings, InvalidHubId, ModelPart, Repository, RepositoryKind,
+    DataUse, HubError, HubEvent, HubId, HubSettings, MalformedHubId, ModelPart, Repository, RepositoryKind,
 };
 use plimsoll_core::Failure;
 use std::path::{Path, PathBuf};
@@ -94,7 +94,7 @@ impl Fetcher<'_> {
         let Fetcher { settings, observe } = self;
         let text = path.clone();
         let failed = |error| of_key(key, &text, error);
-        let id: HubId = path.parse().map_err(|error: InvalidHubId| failed(error.into()))?;
+        let id: HubId = path.parse().map_err(|error: MalformedHubId| failed(error.into()))?;
         let repository = Repository::open(settings, RepositoryKind::Model, &id, observe);
         let repository = repository.map_err(failed)?;
         let folder = repository.fetch_model(part, observe).map_err(failed)?;
@@ -106,7 +106,7 @@ impl Fetcher<'_> {
         let Fetcher { settings, observe } = self;
         let text = path.clone();
         let failed = |error| of_key("model.adapter", &text, error);
-        let id: HubId = path.parse().map_err(|error: InvalidHubId| failed(error.into()))?;
+        let id: HubId = path.parse().map_err(|error: MalformedHubId| failed(error.into()))?;
         let repository = Repository::open(settings, RepositoryKind::Model, &id, observe).map_err(failed)?;
         *path = local_path(repository.fetch_adapter(observe).map_err(failed)?);
         Ok(repository.exact_id().to_string())
@@ -140,7 +140,7 @@ impl Fetcher<'_> {
                 continue;
             }
             let failed = |error| of_key(key, source, error);
-            let id: HubId = source.parse().map_err(|error: InvalidHubId| failed(error.into()))?;
+            let id: HubId = source.parse().map_err(|error: MalformedHubId| failed(error.into()))?;
             let repository = Repository::open(settings, RepositoryKind::Dataset, &id, observe).map_err(failed)?;
             let files = repository.fetch_data(usage, observe).map_err(failed)?;
             local.extend(files.into_iter().map(local_path));

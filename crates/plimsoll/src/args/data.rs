@@ -1,6 +1,6 @@
 //! Arguments of `data`, which shows the training data of a run.
 
-use super::SettingArgs;
+use super::KeyArgs;
 use clap::Args;
 use plimsoll_core::Failure;
 use plimsoll_train::config::{RunConfig, model_setting};
@@ -25,11 +25,11 @@ pub struct DataArgs {
     /// Run file [default: the built-in example]
     #[arg(value_name = "RUN.toml")]
     run_file: Option<PathBuf>,
-    /// Model, for its tokenizer: a Hugging Face directory, or a hub id such as hub:OWNER/NAME
-    #[arg(long, value_name = "DIR|HUB_ID")]
+    /// Model, for its tokenizer: a Hugging Face directory, a GGUF file, or a hub id such as hub:OWNER/NAME
+    #[arg(long, value_name = "DIR|FILE|HUB_ID")]
     model: Option<String>,
     #[command(flatten)]
-    settings: SettingArgs,
+    keys: KeyArgs,
     /// Tokens per sequence
     #[arg(long, value_name = "TOKENS")]
     sequence: Option<u32>,
@@ -55,7 +55,7 @@ impl DataArgs {
     pub fn build_request(&self) -> Result<RunRequest, Failure> {
         let mut settings: Vec<String> = self.model.as_deref().map(model_setting).into_iter().collect();
         settings.extend(self.sequence.map(|sequence| format!("data.sequence={sequence}")));
-        settings.extend(self.settings.settings());
+        settings.extend(self.keys.settings());
         let config = match (&self.run_file, &self.model) {
             (None, Some(_)) => RunConfig::from_settings(&settings)?,
             (run_file, _) => RunConfig::load(run_file.as_deref(), &settings)?,

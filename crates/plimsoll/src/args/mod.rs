@@ -21,7 +21,7 @@ mod values;
 pub use bench::{BenchDevicesArgs, BenchModelsArgs, BenchStepArgs};
 pub use data::DataArgs;
 pub use doctor::DoctorArgs;
-pub use generate::GenerateArgs;
+pub use generate::{AnswerSettings, GenerateArgs};
 pub use model::{EvalArgs, ExportArgs};
 pub use models::{InitArgs, ModelsArgs};
 pub use report::{ReportArgs, RunsArgs};
@@ -202,12 +202,32 @@ impl Command {
     }
 }
 
-/// Flags for keys of the run file that `train`, `plan` and `bench models` share.
+/// Flags for any key of the run file.
 #[derive(Debug, Args)]
-pub struct SettingArgs {
+pub struct KeyArgs {
     /// Set any key of the run file, for example train.steps=20 (repeatable)
     #[arg(long = "set", value_name = "KEY=VALUE")]
     set: Vec<String>,
+    /// Ignore a key of the model's config.json that Plimsoll does not know (repeatable)
+    #[arg(long, value_name = "KEY")]
+    ignore_config_key: Vec<String>,
+}
+
+impl KeyArgs {
+    /// Returns the flags as `KEY=VALUE` settings of the run file. Settings of `--set` come last and override the
+    /// others.
+    fn settings(&self) -> Vec<String> {
+        let ignored = &self.ignore_config_key;
+        let ignored = (!ignored.is_empty()).then(|| list_setting("model.ignore_config_keys", ignored));
+        ignored.into_iter().chain(self.set.iter().cloned()).collect()
+    }
+}
+
+/// Flags for keys of the run file that `train`, `plan` and `bench models` share.
+#[derive(Debug, Args)]
+pub struct SettingArgs {
+    #[command(flatten)]
+    keys: KeyArgs,
     /// Devices to use, separated by commas, for example cuda:0,cuda:1 or cpu=6GiB
     ///
     /// cpu, cuda:0: a device of this machine. DEVICE=SIZE limits the memory of one device, for example cuda:0=6GiB.
@@ -238,9 +258,6 @@ pub struct SettingArgs {
     /// model. int8, nf4: store the frozen base model in 8 or 4 bit (includes lora). Separate several by commas.
     #[arg(long, value_name = "RUNGS", help_heading = "Devices and memory")]
     allow: Option<String>,
-    /// Ignore a key of the model's config.json that Plimsoll does not know (repeatable)
-    #[arg(long, value_name = "KEY")]
-    ignore_config_key: Vec<String>,
 }
 
 impl SettingArgs {
@@ -252,10 +269,7 @@ impl SettingArgs {
                 .into_iter()
                 .filter_map(|(key, value)| value.as_ref().map(|value| setting(key, value)))
                 .collect();
-        if !self.ignore_config_key.is_empty() {
-            settings.push(list_setting("model.ignore_config_keys", &self.ignore_config_key));
-        }
-        settings.extend(self.set.iter().cloned());
+        settings.extend(self.keys.settings());
         settings
     }
 }

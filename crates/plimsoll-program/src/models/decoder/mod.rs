@@ -1,4 +1,4 @@
-//! The decoder of the Llama, Mistral and Qwen families as Programs: training, evaluation, generation, loading and
+//! The decoder of all model families as Programs: training, evaluation, generation, loading and
 //! saving.
 //!
 //! ```text

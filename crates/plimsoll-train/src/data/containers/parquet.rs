@@ -86,7 +86,7 @@ impl ParquetReader {
         if used.is_empty() {
             let keys = schema.get_fields().iter().map(|field| field.name().to_owned()).collect();
             let location = SourceLocation { file: file.to_owned(), place: Place::File };
-            return Err(DataError::NoReading { location, keys });
+            return Err(DataError::NoMatchingFormat { location, keys });
         }
         for (index, group) in metadata.row_groups().iter().enumerate() {
             let columns = group

@@ -51,9 +51,9 @@ pub(in super::super) fn check_reading(
 ) -> Result<RecordFormat, DataError> {
     let malformed = |reason| DataError::MalformedRecord { location: location(), reason, format: expected };
     let keys: KeyScan = record.peek().map_err(malformed)?;
-    match keys.readings(expected)[..] {
-        [] => Err(DataError::NoReading { location: location(), keys: keys.names }),
-        [first, second, ..] => Err(DataError::TwoReadings { location: location(), first, second }),
+    match keys.matching_formats(expected)[..] {
+        [] => Err(DataError::NoMatchingFormat { location: location(), keys: keys.names }),
+        [first, second, ..] => Err(DataError::SeveralFormats { location: location(), first, second }),
         [found] => match expected.filter(|&expected| expected != found) {
             Some(expected) => Err(DataError::MixedRecords { location: location(), found, expected }),
             None => Ok(found),
@@ -81,12 +81,12 @@ struct KeyScan {
 
 impl KeyScan {
     /// Returns the formats that the record fits. A list without messages is of the format `expected`.
-    fn readings(&self, expected: Option<RecordFormat>) -> Vec<RecordFormat> {
+    fn matching_formats(&self, expected: Option<RecordFormat>) -> Vec<RecordFormat> {
         let of_empty = expected.filter(|&format| format == RecordFormat::Sharegpt).unwrap_or(RecordFormat::Messages);
         let has_messages = |format| self.messages.iter().any(|found| found.unwrap_or(of_empty) == format);
         let has_verdict = self.prompt && self.completion && self.label;
-        let mut readings = Vec::new();
-        let mut add = |fits: bool, format| readings.extend(fits.then_some(format));
+        let mut formats = Vec::new();
+        let mut add = |fits: bool, format| formats.extend(fits.then_some(format));
         add(self.text, RecordFormat::Text);
         add(self.input_ids, RecordFormat::Tokens);
         add(has_messages(RecordFormat::Messages), RecordFormat::Messages);
@@ -94,7 +94,7 @@ impl KeyScan {
         add(self.instruction && self.output, RecordFormat::Alpaca);
         add(self.prompt && self.completion && !self.label, RecordFormat::PromptCompletion);
         add(has_verdict || (self.chosen && self.rejected), RecordFormat::Preference);
-        readings
+        formats
     }
 }
 

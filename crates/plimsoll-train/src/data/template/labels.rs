@@ -1,7 +1,7 @@
 //! Tokens of a rendered conversation, and their labels.
 //!
 //! The whole text is tokenized at once, so its tokens are those that the model sees in use. A token is labelled if it
-//! lies in a trained turn as a whole. A token across the border of a turn is not.
+//! lies in a trained turn as a whole. A token that is partly in two turns is not.
 //!
 //! A turn of the assistant ends with its end-of-turn token: the last special token, if only white space follows it.
 //! This white space is not labelled, because generation stops before it. If white space separates that token from
