@@ -340,8 +340,27 @@ def check_fixture(checks, plimsoll, fixture, temp, adapter=None):
     # llama.cpp leaves out the end token, or keeps it, depending on its version.
     strip = lambda tokens: tokens[:-1] if tokens and tokens[-1] == 2 else tokens
     checks.equal(f"{name}: {len(ours)} greedy tokens", strip(theirs), strip(ours))
+    for file_type in ("f32", "bf16", "f16", "q8_0"):
+        check_read_back(checks, plimsoll, name, temp / f"{model.name}-{file_type}.gguf", prompt, ours)
     if not adapter:
         check_logits(checks, name, fixture, llama, config["vocab_size"])
+
+
+def check_read_back(checks, plimsoll, name, file, prompt, ours):
+    """Checks that a file is read as a model: the same greedy tokens in f32, and the values of gguf in each type."""
+    if file.stem.endswith("f32") and ours:
+        checks.equal(f"{name}: greedy tokens of the file", plimsoll.generate(file, prompt, GREEDY_TOKENS), ours)
+    back = file.with_suffix(".read")
+    shutil.rmtree(back, ignore_errors=True)
+    plimsoll.run("export", file, "--merged", back, "--type", "f32", "--quiet")
+    config = json.loads((back / "config.json").read_text())
+    expected = in_gguf(config, read_weights(back))
+    wrong = []
+    for tensor in gguf.GGUFReader(file).tensors:
+        stored = gguf.quants.dequantize(numpy.asarray(tensor.data), tensor.tensor_type)
+        if tensor.name != "rope_freqs.weight" and not numpy.array_equal(stored, expected[tensor.name]):
+            wrong.append(f"{tensor.name} ({tensor.tensor_type.name})")
+    checks.equal(f"{file.stem}: read values are those of gguf", wrong, [])
 
 
 def check_logits(checks, name, fixture, llama, vocab):
@@ -371,6 +390,14 @@ def check_tokenizer(checks, plimsoll, kind, temp):
     ours = plimsoll.generate(model, text, GREEDY_TOKENS)
     theirs = llama.complete(text, GREEDY_TOKENS)["tokens"]
     checks.equal(f"{kind}: greedy tokens", theirs, ours)
+    back = temp / f"tokenizer-{kind}-read"
+    plimsoll.run("export", file, "--merged", back, "--quiet")
+    read = tokenizers.Tokenizer.from_file(str(back / "tokenizer.json"))
+    differing = [text for text in TEXTS if read.encode(text).ids != tokenizer.encode(text).ids]
+    checks.equal(f"{kind}: ids of {len(TEXTS)} texts, read from the file", differing, [])
+    texts = [tokenizer.decode(tokenizer.encode(text).ids) for text in TEXTS]
+    differing = [text for text in texts if read.decode(read.encode(text).ids) != tokenizer.decode(tokenizer.encode(text).ids)]
+    checks.equal(f"{kind}: texts of ids, read from the file", differing, [])
 
 
 def check_family(checks, plimsoll, model_type, temp):
@@ -389,6 +416,7 @@ def check_family(checks, plimsoll, model_type, temp):
         ours = plimsoll.generate(model, text, GREEDY_TOKENS)
         theirs = llama.complete(text, GREEDY_TOKENS)["tokens"]
         checks.equal(f"{model_type}: {len(ours)} greedy tokens", theirs, ours)
+        check_read_back(checks, plimsoll, model_type, temp / f"{model.name}-f32.gguf", text, ours)
 
 
 def ggml_quantize(values, tensor_type):
@@ -422,6 +450,7 @@ def check_blocks(checks, plimsoll, temp):
             name, file = f"{hidden} columns, {file_type}", temp / f"wide-{hidden}-{file_type}.gguf"
             plimsoll.export(model, file, file_type)
             check_tensors(checks, name, file, config, weights, True)
+            check_read_back(checks, plimsoll, name, file, "", [])
             tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
             if hidden == 256:
                 checks.equal(f"{name}: type of the head", tensors["output.weight"].tensor_type.name, head)

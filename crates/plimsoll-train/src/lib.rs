@@ -16,7 +16,7 @@
 //!
 //! | layer | modules |
 //! |---|---|
-//! | data and files | [`config`], [`data`], [`files`], [`gguf`] (files for llama.cpp), [`hub`] (models and data of the Hugging Face Hub), `events` (`events.jsonl`), `step_times` |
+//! | data and files | [`config`], [`data`], [`block_types`], [`files`], [`gguf`] (files of llama.cpp), [`hub`] (models and data of the Hugging Face Hub), `events` (`events.jsonl`), `step_times` |
 //! | signs of life and faults | `heartbeat`, [`fault_injection`] |
 //! | other processes | [`remote`]: connections to devices of other processes, as the run sees them |
 //! | this machine | [`resolve`] |
@@ -57,6 +57,7 @@
 #![forbid(unsafe_code)]
 
 pub mod bench;
+pub mod block_types;
 pub mod config;
 pub mod data;
 pub mod device_server;

@@ -184,3 +184,84 @@ fn unusable_models_are_refused_before_writing() {
     assert!(usage.code == Some(2) && usage.stderr.contains("expected one of f32, bf16, f16, q8_0"), "{}", usage.stderr);
     assert!(!workspace.path("y.gguf").exists());
 }
+
+/// Returns a workspace with a trained model in `run`, and `model.gguf` of a type.
+fn exported(file_type: &str) -> Workspace {
+    let workspace = trained();
+    workspace.succeed(&["export", "run", "--gguf", "model.gguf", "--type", file_type, "--quiet"]);
+    workspace
+}
+
+#[test]
+fn exported_model_is_read_back() {
+    let workspace = exported("f32");
+    workspace.succeed(&["export", "run", "--gguf", "blocks.gguf", "--type", "q8_0", "--quiet"]);
+    let eval = |model: &str| {
+        let line = ["eval", model, "--data", "eval.jsonl", "--format", "tokens", "--json"];
+        workspace.succeed(&line).json()["loss"].as_f64().unwrap()
+    };
+    assert_eq!(eval("model.gguf"), eval("run/model"));
+    let difference = (eval("blocks.gguf") / eval("run/model") - 1.0).abs();
+    assert!(difference > 0.0 && difference < 1e-2, "{difference}");
+    let generate = |model: &str| {
+        let line = ["generate", model, "--prompt", "abcab", "--max-tokens", "12", "--temperature", "0", "--json"];
+        workspace.succeed(&line).json()
+    };
+    assert_eq!(generate("model.gguf"), generate("run/model"));
+    // A file that is read and written again is the same, apart from its name.
+    workspace.succeed(&["export", "model.gguf", "--gguf", "again.gguf", "--type", "f32", "--quiet"]);
+    let keys = |name: &str| fs::read(workspace.path(name)).unwrap();
+    let at = |file: &[u8]| file.windows(5).position(|word| word == b"llama").unwrap();
+    let (first, again) = (keys("model.gguf"), keys("again.gguf"));
+    assert!(first.len().abs_diff(again.len()) < 64 && at(&first) > 0);
+    // The weights are the base of adapters.
+    let lora = ["--set", "model.path=blocks.gguf", "--set", "model.init=pretrained", "--set", "train.method=lora"];
+    workspace.succeed(&[&["train", "run.toml", "--quiet", "--set", "run.dir=tuned"][..], &lora].concat());
+    workspace.succeed(&["train", "--resume", "tuned", "--quiet"]);
+    let tuned = workspace.json("tuned/adapter/adapter_config.json");
+    assert!(tuned["base_model_name_or_path"].as_str().unwrap().ends_with("blocks.gguf"), "{tuned}");
+}
+
+#[test]
+fn damaged_gguf_files_are_refused() {
+    let workspace = exported("q8_0");
+    let whole = fs::read(workspace.path("model.gguf")).unwrap();
+    let eval = ["eval", "damaged.gguf", "--data", "eval.jsonl", "--format", "tokens"];
+    let refusal = |bytes: &[u8]| {
+        workspace.write("damaged.gguf", bytes);
+        workspace.expect_refusal(2, &eval)
+    };
+    assert!(refusal(b"GGML").contains("damaged.gguf: no GGUF file: it does not begin with `GGUF`"));
+    for length in [2, 23, 40, whole.len() / 2, whole.len() - 1] {
+        let refusal = refusal(&whole[..length]);
+        assert!(refusal.contains(": it is cut off or damaged\n  hint: download or write the file again"), "{refusal}");
+    }
+    // A number of keys, and a length of a text, that are beyond the file.
+    for at in [16, 24] {
+        let mut lying = whole.clone();
+        lying[at..at + 8].copy_from_slice(&u64::MAX.to_le_bytes());
+        let refusal = refusal(&lying);
+        assert!(refusal.contains("more than the file has: it is cut off or damaged"), "{refusal}");
+    }
+    let place = |text: &[u8]| whole.windows(text.len()).position(|part| part == text).unwrap();
+    // The type of a tensor comes after its name, the number of sizes and the sizes.
+    let mut other = whole.clone();
+    let tensor = place(b"token_embd.weight") + 17 + 4 + 16;
+    other[tensor] = 11;
+    let refusal_of_type = refusal(&other);
+    assert!(
+        refusal_of_type.contains("tensor `token_embd.weight` is of type q3_k, which cannot be read"),
+        "{refusal_of_type}"
+    );
+    for (text, instead, says) in [
+        (&b"llama.block_count"[..], &b"llama.block_COUNT"[..], "`llama.block_count` is missing"),
+        (b"output_norm.weight", b"output_NORM.weight", "tensor `output_norm.weight` is missing"),
+        (b"tokenizer.ggml.tokens", b"tokenizer.ggml.TOKENS", "`tokenizer.ggml.tokens` is missing"),
+    ] {
+        let mut renamed = whole.clone();
+        let at = place(text);
+        renamed[at..at + text.len()].copy_from_slice(instead);
+        let refusal = refusal(&renamed);
+        assert!(refusal.contains(says), "{refusal}");
+    }
+}

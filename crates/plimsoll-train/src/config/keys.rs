@@ -6,7 +6,7 @@ use plimsoll_core::rung_names;
 /// Each `section.key` with a description of its valid values, for messages. Tests compare this list with the structs
 /// and with `docs/run-file.md`.
 pub(super) const KEYS: &[(&str, &str)] = &[
-    ("model.path", "a Hugging Face directory, a config.json, or a hub id such as \"hub:OWNER/NAME\""),
+    ("model.path", "a Hugging Face directory, a config.json, a GGUF file, or a hub id such as \"hub:OWNER/NAME\""),
     ("model.preset", "the name of a known shape, such as \"llama-3.2-1b\""),
     ("model.init", "\"pretrained\" or \"random\""),
     ("model.adapter", "a PEFT directory, or a hub id"),

@@ -503,7 +503,7 @@ fn no_run_file(run_dir: &Path) -> Failure {
 pub fn model_setting(model: &str) -> String {
     let is_path = model.contains(path::MAIN_SEPARATOR)
         || model.starts_with(HUB_PREFIX)
-        || model.ends_with(".json")
+        || [".json", ".gguf"].iter().any(|ending| model.ends_with(ending))
         || Path::new(model).exists();
     match is_path {
         true => setting("model.path", model),

@@ -11,6 +11,7 @@ mod generation_config;
 mod header;
 mod model_dir;
 mod read;
+mod stored_blocks;
 mod values;
 mod write;
 
@@ -20,6 +21,7 @@ pub use generation_config::GenerationDefaults;
 pub(crate) use model_dir::SIDE_FILES;
 pub use model_dir::{ModelDir, ModelWeights, SideFiles, read_config, write_model_dir};
 pub use read::{TensorEntry, WeightFiles};
+pub use stored_blocks::StoredBlocks;
 pub use values::{FileSummary, has_non_finite};
 pub(crate) use values::{convert_floats, decode_floats};
 pub(crate) use write::reserve_space;

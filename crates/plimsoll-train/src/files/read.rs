@@ -2,6 +2,7 @@
 
 use super::error::{FilesError, HeaderError};
 use super::header::{self, LENGTH_BYTES};
+use super::stored_blocks::StoredBlocks;
 use plimsoll_core::{Bytes, DType};
 use plimsoll_device::regular_file;
 use safetensors::Dtype;
@@ -14,7 +15,7 @@ use std::path::{Path, PathBuf};
 /// The type and shape of a stored tensor, and its place in the files.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorEntry {
-    /// The type of the tensor's elements in the file.
+    /// The type of the tensor's elements, as they are read.
     pub dtype: Dtype,
     /// The shape of the tensor.
     pub shape: Vec<u64>,
@@ -22,8 +23,10 @@ pub struct TensorEntry {
     pub file: usize,
     /// Offset of the tensor's first byte in the file.
     pub begin: u64,
-    /// Size of the tensor in bytes.
+    /// Size of the tensor in bytes, as it is read.
     pub bytes: u64,
+    /// The form of the tensor in the file if it is not read as it is stored.
+    pub blocks: Option<StoredBlocks>,
 }
 
 impl TensorEntry {
@@ -41,7 +44,7 @@ impl TensorEntry {
     }
 }
 
-/// One or more `*.safetensors` files, open for reading. Their headers are checked: every tensor lies inside its file,
+/// One or more files of weights, open for reading: `*.safetensors`, or a GGUF file. Their headers are checked: every tensor lies inside its file,
 /// and no two overlap.
 #[derive(Debug)]
 pub struct WeightFiles {
@@ -92,6 +95,11 @@ impl WeightFiles {
             }
         }
         Ok(weights)
+    }
+
+    /// Returns the tensors of an open file of another format. `entries` have their places, by name.
+    pub(crate) fn of_file(path: PathBuf, file: File, entries: BTreeMap<String, TensorEntry>) -> WeightFiles {
+        WeightFiles { paths: vec![path], files: vec![file], entries }
     }
 
     /// Opens the files that the index (`*.safetensors.index.json`) lists. The index decides the file from which each
@@ -147,7 +155,7 @@ impl WeightFiles {
         self.files.push(file);
         let entry = |tensor: header::HeaderEntry| {
             let header::HeaderEntry { name, dtype, shape, begin, bytes } = tensor;
-            (name, TensorEntry { dtype, shape, file: file_index, begin: data + begin, bytes })
+            (name, TensorEntry { dtype, shape, file: file_index, begin: data + begin, bytes, blocks: None })
         };
         Ok(tensors.into_iter().map(entry).collect())
     }
@@ -188,9 +196,12 @@ impl WeightFiles {
     pub fn read_at(&self, entry: &TensorEntry, offset: u64, into: &mut [u8]) -> Result<(), FilesError> {
         let end = offset.checked_add(into.len() as u64);
         assert!(end.is_some_and(|end| end <= entry.bytes), "read past the end of a tensor");
-        self.files[entry.file]
-            .read_exact_at(into, entry.begin + offset)
-            .map_err(|e| FilesError::io(&self.paths[entry.file], "read", e))
+        let file = &self.files[entry.file];
+        match &entry.blocks {
+            Some(blocks) => blocks.read_at(file, entry.begin, offset, into),
+            None => file.read_exact_at(into, entry.begin + offset),
+        }
+        .map_err(|e| FilesError::io(&self.paths[entry.file], "read", e))
     }
 }
 

@@ -13,11 +13,11 @@
 //! These architectures of llama.cpp attend to all earlier tokens. The context of the file is therefore at most the
 //! window: up to that length, both give the same results.
 
-use super::BlockType;
 use super::error::GgufError;
 use super::metadata::Metadata;
 use super::mix::{ChosenType, FileType};
 use super::planned_tensor::PlannedTensor;
+use crate::block_types::BlockType;
 use crate::files::{ModelDir, ModelWeights};
 use plimsoll_program::models::{ModelConfig, ModelType, Parameter, RopeScaling, Target};
 use std::f64::consts::TAU;
@@ -61,7 +61,7 @@ pub struct Expression {
 }
 
 /// Returns the name of a model's architecture in llama.cpp.
-const fn name_architecture(model_type: ModelType) -> &'static str {
+pub const fn name_architecture(model_type: ModelType) -> &'static str {
     match model_type {
         ModelType::Llama | ModelType::Mistral => "llama",
         ModelType::Qwen2 => "qwen2",
@@ -95,7 +95,7 @@ pub fn express(model: &ModelDir, weights: &ModelWeights, file_type: FileType) ->
             head_rows: (rotates_neighbours(architecture) && is_rotated(parameter)).then_some(config.head_dim),
         });
     }
-    let rope_divisors = rope_divisors(config);
+    let rope_divisors = rope_divisors(config.rope_scaling, config.rope_theta, config.head_dim);
     if !rope_divisors.is_empty() {
         if architecture != "llama" {
             return Err(refuse("`rope_scaling` is of type llama3".to_owned()));
@@ -158,7 +158,7 @@ fn settings(config: &ModelConfig, architecture: &str) -> Result<Metadata, String
 }
 
 /// Returns whether an architecture rotates neighbouring elements of a head together.
-fn rotates_neighbours(architecture: &str) -> bool {
+pub fn rotates_neighbours(architecture: &str) -> bool {
     ["llama", "smollm3", "granite"].contains(&architecture)
 }
 
@@ -187,7 +187,7 @@ fn part_without_form(config: &ModelConfig) -> Option<String> {
 }
 
 /// Returns the name of a tensor in GGUF from its name in Hugging Face files.
-fn name_tensor(architecture: &str, hf_name: &str) -> String {
+pub fn name_tensor(architecture: &str, hf_name: &str) -> String {
     let (module, kind) = hf_name.rsplit_once('.').expect("names end with .weight or .bias");
     let in_layer = module.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.'));
     let (prefix, module) = in_layer.map_or((String::new(), module), |(layer, rest)| (format!("blk.{layer}."), rest));
@@ -198,25 +198,39 @@ fn name_tensor(architecture: &str, hf_name: &str) -> String {
 }
 
 /// Returns whether a parameter has rows that belong to rotated elements: the projection to queries or keys, or its bias.
-fn is_rotated(parameter: &Parameter) -> bool {
+pub fn is_rotated(parameter: &Parameter) -> bool {
     let of = |target: Target| parameter.hf_name.contains(&format!(".{}.", target.name()));
     of(Target::Q) || of(Target::K)
 }
 
 /// Returns the divisor of each rotary frequency for scaling as in Llama 3.1, highest frequency first. Returns nothing for
 /// other scalings.
-fn rope_divisors(config: &ModelConfig) -> Vec<f32> {
-    let RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } =
-        config.rope_scaling
+fn rope_divisors(scaling: RopeScaling, theta: f64, head_dim: u64) -> Vec<f32> {
+    let RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } = scaling
     else {
         return Vec::new();
     };
     let (original, range) = (original_max_position_embeddings as f64, high_freq_factor - low_freq_factor);
     // Divides a frequency by `factor`, except for the share that the turns within the original context keep.
-    let wavelength = |pair: u64| TAU * config.rope_theta.powf(2.0 * pair as f64 / config.head_dim as f64);
+    let wavelength = |pair: u64| TAU * theta.powf(2.0 * pair as f64 / head_dim as f64);
     let kept = |pair: u64| ((original / wavelength(pair) - low_freq_factor) / range).clamp(0.0, 1.0);
     let divisor = |pair: u64| 1.0 / ((1.0 - kept(pair)) / factor + kept(pair));
-    (0..config.head_dim / 2).map(|pair| divisor(pair) as f32).collect()
+    (0..head_dim / 2).map(|pair| divisor(pair) as f32).collect()
+}
+
+/// Returns the scaling as in Llama 3.1 with these divisors; `None` if there is none. A file does not have its settings, so
+/// those that all published models share are taken. `theta` is the base of the frequencies, `head_dim` the elements of a
+/// head.
+pub fn find_llama3_scaling(divisors: &[f32], theta: f64, head_dim: u64) -> Option<RopeScaling> {
+    let scaling = RopeScaling::Llama3 {
+        factor: f64::from(*divisors.last()?),
+        low_freq_factor: 1.0,
+        high_freq_factor: 4.0,
+        original_max_position_embeddings: 8192,
+    };
+    let expected = rope_divisors(scaling, theta, head_dim);
+    let is_near = |(a, b): (&f32, &f32)| (a - b).abs() <= 1e-4 * b.abs();
+    (expected.len() == divisors.len() && expected.iter().zip(divisors).all(is_near)).then_some(scaling)
 }
 
 #[cfg(test)]
@@ -269,12 +283,17 @@ mod tests {
 
     #[test]
     fn rope_divisors_run_from_one_to_the_factor() {
+        let divisors_of = |config: &ModelConfig| rope_divisors(config.rope_scaling, config.rope_theta, config.head_dim);
         let config = preset("llama-3.2-1b").unwrap();
         let RopeScaling::Llama3 { factor, .. } = config.rope_scaling else { panic!() };
-        let divisors = rope_divisors(&config);
+        let mut divisors = divisors_of(&config);
         assert_eq!(divisors.len(), 32);
         assert_eq!((divisors[0], divisors[31]), (1.0, factor as f32));
         assert!(divisors.windows(2).all(|pair| pair[0] <= pair[1]));
-        assert!(rope_divisors(&preset("llama-2-7b").unwrap()).is_empty());
+        let found = |divisors: &[f32]| find_llama3_scaling(divisors, config.rope_theta, config.head_dim);
+        assert_eq!(found(&divisors), Some(config.rope_scaling));
+        divisors[20] *= 1.01;
+        assert_eq!(found(&divisors), None);
+        assert!(divisors_of(&preset("llama-2-7b").unwrap()).is_empty() && found(&[]).is_none());
     }
 }

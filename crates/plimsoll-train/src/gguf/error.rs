@@ -1,13 +1,13 @@
-//! Errors of an export to GGUF, with messages and hints.
+//! Errors of GGUF files, with messages and hints.
 
-use super::BlockType;
+use crate::block_types::BlockType;
 use crate::data::DataError;
 use crate::data::template::TemplateError;
 use crate::files::FilesError;
 use plimsoll_core::Failure;
 use std::path::PathBuf;
 
-/// The reason why a model cannot be exported to GGUF.
+/// The reason why a model cannot be exported to GGUF, or read from it.
 #[derive(Debug, thiserror::Error)]
 pub enum GgufError {
     /// A part of the model has no form in GGUF.
@@ -58,6 +58,38 @@ pub enum GgufError {
         /// Steps of the pre-tokenizer with their patterns.
         steps: String,
     },
+    /// A file is damaged, or no GGUF file.
+    #[error("{}: {reason}", path.display())]
+    Malformed {
+        /// The file.
+        path: PathBuf,
+        /// Description of the damage.
+        reason: String,
+    },
+    /// A tensor of a file has a type that cannot be read.
+    #[error("{}: tensor `{tensor}` is of type {type_name}, which cannot be read", path.display())]
+    UnsupportedType {
+        /// The file.
+        path: PathBuf,
+        /// Name of the tensor in the file.
+        tensor: String,
+        /// Name of the type, or its number.
+        type_name: String,
+    },
+    /// A file holds a model, or a part of one, that Plimsoll does not support.
+    #[error("{}: {part}", path.display())]
+    UnsupportedModel {
+        /// The file.
+        path: PathBuf,
+        /// Description of the part.
+        part: String,
+    },
+    /// There is no folder for the small files of a model that is read.
+    #[error("{}: its tokenizer needs a folder in the cache, and there is none", path.display())]
+    NoCache {
+        /// The file.
+        path: PathBuf,
+    },
     /// A file cannot be read or written.
     #[error(transparent)]
     Files(#[from] FilesError),
@@ -85,6 +117,15 @@ impl From<GgufError> for Failure {
             GgufError::Tokenizer { hint, .. } if !hint.is_empty() => Failure::input(message).hint(hint),
             GgufError::UnknownPreTokenizer { .. } => Failure::input(message)
                 .hint("if llama.cpp knows it, name it as there: --pre llama-bpe, --pre qwen2, --pre gpt-2, …"),
+            GgufError::Malformed { .. } => Failure::input(message).hint("download or write the file again"),
+            GgufError::UnsupportedType { .. } => {
+                let names = BlockType::ALL.map(BlockType::name).join(", ");
+                Failure::input(message).hint(format!("name a file of other types: {names}"))
+            }
+            GgufError::UnsupportedModel { .. } => {
+                Failure::input(message).hint("name the model's Hugging Face directory or hub id, if there is one")
+            }
+            GgufError::NoCache { .. } => Failure::input(message).hint("set one: PLIMSOLL_CACHE=/path plimsoll ..."),
             GgufError::Inexpressible { .. } | GgufError::Tokenizer { .. } => Failure::input(message),
         }
     }

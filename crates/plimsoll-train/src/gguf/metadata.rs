@@ -3,7 +3,7 @@
 use super::planned_tensor::PlannedTensor;
 
 /// The first bytes of a file.
-const MAGIC: &[u8; 4] = b"GGUF";
+pub const MAGIC: &[u8; 4] = b"GGUF";
 /// Version of the format.
 const VERSION: u32 = 3;
 /// Alignment of the data and of each tensor, in bytes.
@@ -13,52 +13,59 @@ pub const ALIGNMENT: u64 = 32;
 #[derive(Clone, Debug, PartialEq)]
 pub enum MetadataValue {
     /// A whole number of 32 bits.
-    Number(u32),
+    U32(u32),
     /// A floating-point number of 32 bits.
-    Real(f32),
-    /// A truth value.
-    Truth(bool),
-    /// A text.
-    Text(String),
-    /// A list of texts.
-    Texts(Vec<String>),
+    F32(f32),
+    /// A boolean.
+    Bool(bool),
+    /// A string.
+    String(String),
+    /// A list of strings.
+    Strings(Vec<String>),
     /// A list of signed whole numbers of 32 bits.
-    Numbers(Vec<i32>),
+    I32s(Vec<i32>),
     /// A list of floating-point numbers of 32 bits.
-    Reals(Vec<f32>),
+    F32s(Vec<f32>),
 }
 
 /// Numbers of the types of values in a file.
-mod value_type {
+pub mod value_type {
+    pub const U8: u32 = 0;
+    pub const I8: u32 = 1;
+    pub const U16: u32 = 2;
+    pub const I16: u32 = 3;
     pub const U32: u32 = 4;
     pub const I32: u32 = 5;
     pub const F32: u32 = 6;
     pub const BOOL: u32 = 7;
     pub const STRING: u32 = 8;
     pub const ARRAY: u32 = 9;
+    pub const U64: u32 = 10;
+    pub const I64: u32 = 11;
+    pub const F64: u32 = 12;
 }
 
 impl From<u32> for MetadataValue {
     fn from(number: u32) -> MetadataValue {
-        MetadataValue::Number(number)
+        MetadataValue::U32(number)
     }
 }
 
 impl From<f32> for MetadataValue {
     fn from(number: f32) -> MetadataValue {
-        MetadataValue::Real(number)
+        MetadataValue::F32(number)
     }
 }
 
 impl From<bool> for MetadataValue {
     fn from(truth: bool) -> MetadataValue {
-        MetadataValue::Truth(truth)
+        MetadataValue::Bool(truth)
     }
 }
 
 impl From<&str> for MetadataValue {
     fn from(text: &str) -> MetadataValue {
-        MetadataValue::Text(text.to_owned())
+        MetadataValue::String(text.to_owned())
     }
 }
 
@@ -66,22 +73,22 @@ impl MetadataValue {
     /// Appends the type and the value.
     fn encode(&self, into: &mut Vec<u8>) {
         match self {
-            MetadataValue::Number(number) => extend(into, value_type::U32, &number.to_le_bytes()),
-            MetadataValue::Real(number) => extend(into, value_type::F32, &number.to_le_bytes()),
-            MetadataValue::Truth(truth) => extend(into, value_type::BOOL, &[u8::from(*truth)]),
-            MetadataValue::Text(text) => {
+            MetadataValue::U32(number) => extend(into, value_type::U32, &number.to_le_bytes()),
+            MetadataValue::F32(number) => extend(into, value_type::F32, &number.to_le_bytes()),
+            MetadataValue::Bool(truth) => extend(into, value_type::BOOL, &[u8::from(*truth)]),
+            MetadataValue::String(text) => {
                 extend(into, value_type::STRING, &[]);
                 push_text(into, text);
             }
-            MetadataValue::Texts(texts) => {
+            MetadataValue::Strings(texts) => {
                 begin_list(into, value_type::STRING, texts.len());
                 texts.iter().for_each(|text| push_text(into, text));
             }
-            MetadataValue::Numbers(numbers) => {
+            MetadataValue::I32s(numbers) => {
                 begin_list(into, value_type::I32, numbers.len());
                 numbers.iter().for_each(|number| into.extend(number.to_le_bytes()));
             }
-            MetadataValue::Reals(numbers) => {
+            MetadataValue::F32s(numbers) => {
                 begin_list(into, value_type::F32, numbers.len());
                 numbers.iter().for_each(|number| into.extend(number.to_le_bytes()));
             }

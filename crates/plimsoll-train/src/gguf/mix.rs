@@ -4,7 +4,7 @@
 //! `q4_k_m` and `q5_k_m` give 6 bits to the value and down projections of half of the layers: the first eighth, the last
 //! eighth, and every third layer between.
 
-use super::BlockType;
+use crate::block_types::BlockType;
 use plimsoll_program::models::{ModelConfig, ModelType, Parameter, Target};
 use std::fmt;
 

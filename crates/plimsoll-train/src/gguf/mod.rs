@@ -2,8 +2,6 @@
 //!
 //! | module | content |
 //! |---|---|
-//! | `blocks` | [`BlockType`]: the element types, each with its block size |
-//! | `quants` | one module for each quantized type: rows of f32 to blocks |
 //! | `mix` | [`FileType`]: the type of each tensor in a file |
 //! | `metadata` | key-value pairs, and the header of a file |
 //! | `architecture` | names and settings of a model, as llama.cpp knows them |
@@ -11,6 +9,10 @@
 //! | `planned_tensor` | `PlannedTensor`: name, shape and type of a tensor that is to be written |
 //! | `writer` | `GgufWriter`: tensors that arrive in pieces, converted and written |
 //! | `modelfile` | the Modelfile of Ollama |
+//! | `file` | the header of a file that is read |
+//! | `import` | a file as a model |
+//!
+//! The types of elements are in [`crate::block_types`].
 //!
 //! A file begins with a header: key-value pairs, then name, shape, type and offset of each tensor. The data of the tensors
 //! follow, each aligned to 32 bytes. All numbers are little-endian. Shapes are written with the columns first.
@@ -18,22 +20,22 @@
 //! This module reads no weights. [`crate::inference::export`] streams them to the writer.
 
 mod architecture;
-mod blocks;
 mod error;
+mod file;
+mod import;
 mod metadata;
 mod mix;
 mod modelfile;
 mod planned_tensor;
 mod pre_tokenizer;
-mod quants;
 #[cfg(test)]
 mod testing;
 mod tokenizer;
 mod writer;
 
 pub(crate) use architecture::{Expression, express};
-pub use blocks::BlockType;
 pub use error::GgufError;
+pub(crate) use import::open_directory_or_file;
 pub(crate) use metadata::Metadata;
 pub use mix::FileType;
 pub(crate) use modelfile::modelfile;

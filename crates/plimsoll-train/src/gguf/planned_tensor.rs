@@ -1,6 +1,6 @@
 //! Name, shape and type of each tensor of a file, before its values arrive.
 
-use super::BlockType;
+use crate::block_types::BlockType;
 use plimsoll_core::DType;
 
 /// A tensor of the file that is to be written.

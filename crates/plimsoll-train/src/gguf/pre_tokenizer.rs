@@ -3,7 +3,7 @@
 //!
 //! Pre-tokenizers with the same steps may have several names. The one given here has the same pattern in llama.cpp.
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
 /// Contractions, as in English.
 const CONTRACTIONS: &str = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|";
@@ -113,6 +113,53 @@ fn known(ignores_merges: bool) -> Vec<(&'static str, Vec<Step>)> {
     ]
 }
 
+/// Names of llama.cpp with the same steps as a name in [`known`].
+const ALIASES: [(&str, &str); 9] = [
+    ("llama3", "llama-bpe"),
+    ("llama-v3", "llama-bpe"),
+    ("falcon3", "llama-bpe"),
+    ("dbrx", "smaug-bpe"),
+    ("deepseek-r1-qwen", "qwen2"),
+    ("refact", "smollm"),
+    ("starcoder", "smollm"),
+    ("command-r", "smollm"),
+    ("gpt2", "gpt-2"),
+];
+
+/// Returns the key `pre_tokenizer` of a `tokenizer.json` for a name in llama.cpp, and whether a word that is a token stays
+/// whole (`ignore_merges`); `None` if the name is not known.
+pub fn named(name: &str) -> Option<(Value, bool)> {
+    let name = ALIASES.iter().find(|(alias, _)| *alias == name).map_or(name, |(_, name)| name);
+    [true, false].into_iter().find_map(|ignores_merges| {
+        let (_, steps) = known(ignores_merges).into_iter().find(|(known, _)| *known == name)?;
+        let steps: Vec<Value> = steps.iter().map(to_json).collect();
+        Some((json!({ "type": "Sequence", "pretokenizers": steps }), ignores_merges))
+    })
+}
+
+/// Returns the names that [`named`] knows.
+pub fn names() -> Vec<&'static str> {
+    let mut names: Vec<&str> = [true, false].into_iter().flat_map(known).map(|(name, _)| name).collect();
+    names.extend(ALIASES.iter().map(|(alias, _)| alias));
+    names.sort_unstable();
+    names.dedup();
+    names
+}
+
+/// Returns a step as an element of `pretokenizers`.
+fn to_json(step: &Step) -> Value {
+    let bytes = |use_regex: bool| json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": use_regex });
+    match step {
+        Step::Split(pattern) => {
+            json!({ "type": "Split", "pattern": { "Regex": pattern }, "behavior": "Isolated", "invert": false })
+        }
+        Step::Digits => json!({ "type": "Digits", "individual_digits": true }),
+        Step::Bytes => bytes(false),
+        Step::Gpt2Bytes => bytes(true),
+        Step::Other(_) => unreachable!("known steps have a form"),
+    }
+}
+
 /// Returns whether the steps are those of DeepSeek LLM. Its pattern for letters, a list of several hundred ranges, is
 /// compared by its beginning.
 fn is_deepseek_llm(steps: &[Step]) -> bool {
@@ -167,7 +214,6 @@ pub fn is_byte_level(part: &Value) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
 
     fn split(pattern: &str) -> Value {
         json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false})
@@ -196,6 +242,19 @@ mod tests {
         ] {
             assert_eq!(recognize(&part, ignores_merges), Ok(name));
         }
+    }
+
+    #[test]
+    fn names_lead_to_their_steps() {
+        for (name, steps) in [true, false].into_iter().flat_map(known) {
+            let (part, ignores_merges) = named(name).unwrap();
+            assert!(super::steps(&part) == steps || name == "gpt-2", "{name}");
+            assert_eq!(recognize(&part, ignores_merges), Ok(name));
+        }
+        for (alias, name) in ALIASES {
+            assert_eq!(named(alias).unwrap(), named(name).unwrap());
+        }
+        assert!(named("default").is_none() && names().contains(&"qwen2"));
     }
 
     #[test]

@@ -1,75 +1,15 @@
-//! Reading of GGUF files and blocks, for tests: independent of the code that writes them.
+//! Reading of GGUF files for tests of the writer, independent of `file`.
 
-use super::BlockType;
-use half::{bf16, f16};
+use crate::block_types::BlockType;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// All element types.
-pub const ALL_TYPES: [BlockType; 10] = [
-    BlockType::F32,
-    BlockType::F16,
-    BlockType::Bf16,
-    BlockType::Q4_0,
-    BlockType::Q5_0,
-    BlockType::Q5_1,
-    BlockType::Q8_0,
-    BlockType::Q4K,
-    BlockType::Q5K,
-    BlockType::Q6K,
-];
-
 /// Returns the values of blocks.
 pub fn decode(block_type: BlockType, bytes: &[u8]) -> Vec<f32> {
-    bytes.chunks(block_type.block_bytes() as usize).flat_map(|block| decode_block(block_type, block)).collect()
-}
-
-fn half_at(block: &[u8], at: usize) -> f32 {
-    f16::from_le_bytes([block[at], block[at + 1]]).to_f32()
-}
-
-fn decode_block(block_type: BlockType, block: &[u8]) -> Vec<f32> {
-    let d = || half_at(block, 0);
-    let fifth = |from: usize, i: usize| block[from + i / 8] >> (i % 8) & 1;
-    let nibble = |from: usize, i: usize| block[from + i % 16] >> (i / 16 * 4) & 15;
-    match block_type {
-        BlockType::F32 => vec![f32::from_le_bytes(block.try_into().unwrap())],
-        BlockType::F16 => vec![d()],
-        BlockType::Bf16 => vec![bf16::from_le_bytes(block.try_into().unwrap()).to_f32()],
-        BlockType::Q8_0 => block[2..].iter().map(|byte| f32::from(*byte as i8) * d()).collect(),
-        BlockType::Q4_0 => (0..32).map(|i| (f32::from(nibble(2, i)) - 8.0) * d()).collect(),
-        BlockType::Q5_0 => (0..32).map(|i| (f32::from(nibble(6, i) | fifth(2, i) << 4) - 16.0) * d()).collect(),
-        BlockType::Q5_1 => {
-            (0..32).map(|i| f32::from(nibble(8, i) | fifth(4, i) << 4) * d() + half_at(block, 2)).collect()
-        }
-        BlockType::Q4K => affine(block, &|i| block[16 + i / 64 * 32 + i % 32] >> (i / 32 % 2 * 4) & 15),
-        BlockType::Q5K => affine(block, &|i| {
-            let low = block[48 + i / 64 * 32 + i % 32] >> (i / 32 % 2 * 4) & 15;
-            low | (block[16 + i % 32] >> (i / 32) & 1) << 4
-        }),
-        BlockType::Q6K => (0..256).map(|i| six_bits(block, i)).collect(),
-    }
-}
-
-fn affine(block: &[u8], code: &dyn Fn(usize) -> u8) -> Vec<f32> {
-    let packed = &block[4..16];
-    let scale = |group: usize| match group {
-        0..4 => (packed[group] & 63, packed[group + 4] & 63),
-        _ => (packed[group + 4] & 15 | packed[group - 4] >> 6 << 4, packed[group + 4] >> 4 | packed[group] >> 6 << 4),
-    };
-    let element = |i: usize| {
-        let (scale, offset) = scale(i / 32);
-        half_at(block, 0) * f32::from(scale) * f32::from(code(i)) - half_at(block, 2) * f32::from(offset)
-    };
-    (0..256).map(element).collect()
-}
-
-fn six_bits(block: &[u8], i: usize) -> f32 {
-    let (half, within) = (i / 128, i % 128);
-    let low = block[64 * half + within % 64] >> (within / 64 * 4) & 15;
-    let high = block[128 + 32 * half + within % 32] >> (within / 32 * 2) & 3;
-    half_at(block, 208) * f32::from(block[192 + i / 16] as i8) * (f32::from(low | high << 4) - 32.0)
+    let mut values = vec![0.0; bytes.len() / block_type.block_bytes() as usize * block_type.elements() as usize];
+    block_type.decode(bytes, &mut values);
+    values
 }
 
 /// A tensor of a file.
@@ -106,7 +46,7 @@ impl GgufFile {
             .collect();
         let data = reader.at.next_multiple_of(32);
         let tensors = infos.into_iter().map(|(name, shape, id, offset)| {
-            let block_type = ALL_TYPES.into_iter().find(|block_type| u64::from(block_type.id()) == id).unwrap();
+            let block_type = BlockType::ALL.into_iter().find(|block_type| u64::from(block_type.id()) == id).unwrap();
             assert_eq!(offset % 32, 0);
             let (start, length) = (data + offset as usize, block_type.bytes(shape.iter().product()) as usize);
             (name, ReadTensor { shape, block_type, data: bytes[start..start + length].to_vec() })

@@ -20,10 +20,10 @@ use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 
 /// The character that stands for a space.
-const SPACE: &str = "▁";
+pub const SPACE: &str = "▁";
 
 /// The kinds of tokens, with their numbers in a file.
-mod token_kind {
+pub mod token_kind {
     pub const NORMAL: i32 = 1;
     pub const UNKNOWN: i32 = 2;
     pub const CONTROL: i32 = 3;
@@ -200,17 +200,17 @@ impl TokenizerFolder {
         metadata.push("tokenizer.ggml.pre", &*pre);
         if is_byte_level {
             let merges = self.parts.model.merges.iter().map(Merge::line).collect();
-            metadata.push("tokenizer.ggml.merges", MetadataValue::Texts(merges));
+            metadata.push("tokenizer.ggml.merges", MetadataValue::Strings(merges));
         } else {
             self.score(&mut table);
-            metadata.push("tokenizer.ggml.scores", MetadataValue::Reals(table.scores));
+            metadata.push("tokenizer.ggml.scores", MetadataValue::F32s(table.scores));
             metadata.push("tokenizer.ggml.add_space_prefix", self.adds_space_prefix()?);
             if let Some(id) = self.parts.model.unk_token.as_ref().and_then(|token| self.tokenizer.token_id(token)) {
                 metadata.push("tokenizer.ggml.unknown_token_id", id);
             }
         }
-        metadata.push("tokenizer.ggml.tokens", MetadataValue::Texts(table.texts));
-        metadata.push("tokenizer.ggml.token_type", MetadataValue::Numbers(table.kinds));
+        metadata.push("tokenizer.ggml.tokens", MetadataValue::Strings(table.texts));
+        metadata.push("tokenizer.ggml.token_type", MetadataValue::I32s(table.kinds));
         self.push_special_tokens(request, &mut metadata, &mut notes)?;
         self.push_templates(&mut metadata, request.template)?;
         Ok(ExpressedTokenizer { metadata, kind, pre, notes })
@@ -412,7 +412,7 @@ impl TokenizerFolder {
             }
         }
         if !names.is_empty() {
-            metadata.push("tokenizer.chat_templates", MetadataValue::Texts(names));
+            metadata.push("tokenizer.chat_templates", MetadataValue::Strings(names));
         }
         Ok(())
     }
@@ -443,7 +443,7 @@ fn sequence<'a>(part: &'a Value, key: &str) -> Vec<&'a Value> {
 }
 
 /// Returns the text of the token that stands for a byte.
-fn byte_token(byte: u32) -> String {
+pub fn byte_token(byte: u32) -> String {
     format!("<0x{byte:02X}>")
 }
 

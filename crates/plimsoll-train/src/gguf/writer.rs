@@ -1,10 +1,10 @@
 //! Writing of a GGUF file. Tensors arrive in pieces and in order; each is converted and written as soon as whole rows
 //! are there, so memory holds a few rows only.
 
-use super::BlockType;
 use super::error::GgufError;
 use super::metadata::{ALIGNMENT, Metadata};
 use super::planned_tensor::PlannedTensor;
+use crate::block_types::BlockType;
 use crate::files::{FilesError, decode_floats, has_non_finite, reserve_space};
 use rayon::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};

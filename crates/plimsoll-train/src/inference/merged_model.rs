@@ -5,6 +5,7 @@ use crate::data::template::{TemplateError, read_own_templates};
 use crate::engine::failure::DeviceFailure;
 use crate::engine::tensor_files::{MergeFiles, ModelSource};
 use crate::files::{AdapterDir, FilesError, ModelDir, ModelWeights, StoredTensor};
+use crate::gguf::open_directory_or_file;
 use plimsoll_core::{DType, Failure};
 use plimsoll_device::cpu::executor;
 use plimsoll_device::device::{FileSpace, NoObserver, ProgramCall};
@@ -30,7 +31,7 @@ impl MergedModel {
     /// # Errors
     /// Directories that cannot be read or do not match.
     pub fn open(base: &Path, adapter: Option<&Path>, ignore_keys: &[String]) -> Result<MergedModel, Failure> {
-        let mut model = ModelDir::open(base, ignore_keys)?;
+        let mut model = open_directory_or_file(base, ignore_keys)?;
         let adapter = adapter.map(|adapter| AdapterDir::open(adapter, &model.config));
         let opened = adapter.as_ref().and_then(|adapter| adapter.as_ref().ok());
         let note = opened.and_then(AdapterDir::unknown_base_note);

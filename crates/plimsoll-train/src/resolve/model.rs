@@ -4,6 +4,7 @@ use super::example::model_is_example;
 use crate::config::{HUB_PREFIX, Init, RunConfig};
 use crate::data::{addition_example, read_end_token};
 use crate::files::{AdapterDir, ModelDir, ModelWeights, read_config};
+use crate::gguf::open_directory_or_file;
 use plimsoll_core::Failure;
 use plimsoll_program::models::decoder::WeightSource;
 use plimsoll_program::models::{ModelConfig, Target, closest_preset, preset, preset_names};
@@ -119,11 +120,11 @@ impl Model {
             return Err(Failure::input(format!("{}: this command takes no hub id", path.display()))
                 .hint("download it with plimsoll plan --model, and name its folder in the cache"));
         }
-        if path.is_file() {
+        if path.is_file() && path.extension().is_none_or(|extension| extension != "gguf") {
             let (shape, _) = read_config(path, &config.model.ignore_config_keys)?;
             return Ok(model(shape, None));
         }
-        let dir = ModelDir::open(path, &config.model.ignore_config_keys)?;
+        let dir = open_directory_or_file(path, &config.model.ignore_config_keys)?;
         Ok(model(dir.config.clone(), Some(dir)))
     }
 

@@ -135,9 +135,11 @@ impl Session {
         if self.context.run.train.method == Method::Lora {
             let (hub, folder) = (&self.context.run.hub, model.weights(&self.context.run).and_then(|_| model.folder()));
             // PEFT knows models of the hub by their names.
+            let named = self.context.run.model.path.as_deref();
             let base = folder.map(|folder| match hub.base_model() {
                 Some(name) => BaseModel { name: Path::new(name), revision: hub.base_commit() },
-                None => BaseModel { name: folder, revision: None },
+                // The folder of a GGUF file is in the cache.
+                None => BaseModel { name: named.map_or(folder, Path::new), revision: None },
             });
             let lora = adapter_config(&self.context.run, model);
             let has_base_end_tokens = model.dir.as_ref().is_none_or(|dir| dir.config.eos == model.config.eos);

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 #[derive(Debug, Args)]
 #[command(after_help = "Example:\n  plimsoll eval runs/sums/model --data runs/sums/example/eval.jsonl --format tokens")]
 pub struct EvalArgs {
-    /// Model: a Hugging Face directory, or a hub id such as hub:OWNER/NAME
+    /// Model: a Hugging Face directory, a GGUF file, or a hub id such as hub:OWNER/NAME
     #[arg(value_name = "DIR")]
     dir: PathBuf,
     /// Data: a file, or a glob pattern
@@ -57,7 +57,7 @@ impl EvalArgs {
   plimsoll export runs/chat --merged chat-model --type bf16")]
 #[command(group(ArgGroup::new("output").required(true).args(["gguf", "merged"])))]
 pub struct ExportArgs {
-    /// Model: a run folder, a Hugging Face directory, a hub id, or a PEFT directory that names its base model
+    /// Model: a run folder, a Hugging Face directory, a GGUF file, a hub id, or a PEFT directory that names its base model
     #[arg(value_name = "MODEL")]
     pub model: PathBuf,
     /// Write a GGUF file for llama.cpp and Ollama, which must not exist yet
@@ -98,7 +98,7 @@ pub struct ExportArgs {
 pub(super) struct InferenceArgs {
     /// Apply these LoRA adapters to the model: a PEFT directory
     #[arg(long, value_name = "DIR")]
-    adapter: Option<PathBuf>,
+    pub(super) adapter: Option<PathBuf>,
     /// Device, for example cpu or cuda:0
     #[arg(long, help_heading = "Devices and memory")]
     devices: Option<String>,

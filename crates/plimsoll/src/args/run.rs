@@ -214,9 +214,9 @@ pub struct PlanArgs {
     /// Run file [default: the built-in example, or random weights of --model]
     #[arg(value_name = "RUN.toml")]
     run_file: Option<PathBuf>,
-    /// Model: a Hugging Face directory, a config.json, a preset such as qwen2.5-7b, a size such as 7b, or a hub id such as
-    /// hub:OWNER/NAME
-    #[arg(long, value_name = "DIR|config.json|PRESET|HUB_ID")]
+    /// Model: a Hugging Face directory, a config.json, a GGUF file, a preset such as qwen2.5-7b, a size such as 7b, or a hub
+    /// id such as hub:OWNER/NAME
+    #[arg(long, value_name = "DIR|FILE|PRESET|HUB_ID")]
     model: Option<String>,
     #[command(flatten)]
     settings: SettingArgs,

@@ -64,7 +64,7 @@ fn express(tokenizer: &Value, config: &Value, vocab: u64, end_tokens: &[i64]) ->
 }
 
 fn text(texts: &[&str]) -> MetadataValue {
-    MetadataValue::Texts(texts.iter().map(|text| (*text).to_owned()).collect())
+    MetadataValue::Strings(texts.iter().map(|text| (*text).to_owned()).collect())
 }
 
 #[test]
@@ -74,14 +74,14 @@ fn byte_level_tokenizer_has_all_keys() {
     assert_eq!((expressed.kind, &*expressed.pre), ("gpt2", "gpt-2"));
     let get = |key: &str| expressed.metadata.get(&format!("tokenizer.ggml.{key}")).cloned();
     assert_eq!(get("tokens").unwrap(), text(&["a", "b", "ab", "<s>", "<end>", "[PAD5]", "<tool>", "[PAD7]"]));
-    assert_eq!(get("token_type").unwrap(), MetadataValue::Numbers(vec![1, 1, 1, 3, 3, 5, 4, 5]));
+    assert_eq!(get("token_type").unwrap(), MetadataValue::I32s(vec![1, 1, 1, 3, 3, 5, 4, 5]));
     assert_eq!(get("merges").unwrap(), text(&["a b"]));
     let number = |key: &str| match get(key) {
-        Some(MetadataValue::Number(number)) => Some(number),
+        Some(MetadataValue::U32(number)) => Some(number),
         _ => None,
     };
     assert_eq!((number("bos_token_id"), number("eos_token_id"), number("eot_token_id")), (Some(3), Some(4), Some(3)));
-    assert_eq!(get("add_bos_token"), Some(MetadataValue::Truth(false)));
+    assert_eq!(get("add_bos_token"), Some(MetadataValue::Bool(false)));
     assert_eq!(expressed.metadata.get("tokenizer.chat_template"), Some(&"{{ messages }}".into()));
     assert_eq!(expressed.notes.len(), 1, "{:?}", expressed.notes);
     assert!(expressed.notes[0].contains("`<tool>`"), "{:?}", expressed.notes);
@@ -92,13 +92,13 @@ fn byte_fallback_tokenizer_has_scores_of_merges() {
     let expressed = express(&sentencepiece(), &json!({"eos_token": "</s>"}), 264, &[2]).unwrap();
     assert_eq!((expressed.kind, &*expressed.pre), ("llama", "default"));
     let get = |key: &str| expressed.metadata.get(&format!("tokenizer.ggml.{key}")).cloned();
-    let Some(MetadataValue::Reals(scores)) = get("scores") else { panic!() };
+    let Some(MetadataValue::F32s(scores)) = get("scores") else { panic!() };
     assert_eq!(scores[259..], [-3.0, -3.0, -3.0, 0.0, -1.0]);
-    let Some(MetadataValue::Numbers(kinds)) = get("token_type") else { panic!() };
+    let Some(MetadataValue::I32s(kinds)) = get("token_type") else { panic!() };
     assert_eq!((&kinds[..4], kinds[258], kinds[262]), (&[2, 3, 3, 6][..], 6, 1));
-    assert_eq!(get("add_space_prefix"), Some(MetadataValue::Truth(true)));
-    assert_eq!(get("add_bos_token"), Some(MetadataValue::Truth(true)));
-    assert_eq!(get("unknown_token_id"), Some(MetadataValue::Number(0)));
+    assert_eq!(get("add_space_prefix"), Some(MetadataValue::Bool(true)));
+    assert_eq!(get("add_bos_token"), Some(MetadataValue::Bool(true)));
+    assert_eq!(get("unknown_token_id"), Some(MetadataValue::U32(0)));
     assert_eq!(get("merges"), None);
 }
 

@@ -2,12 +2,13 @@
 //! adapters and a few rows of a tensor.
 
 use super::{ExportProgress, ExportSource, Observer, check_unused};
+use crate::block_types::BlockType;
 use crate::engine::failure::DeviceFailure;
 use crate::engine::tensor_files::strip_group;
 use crate::files::{FilesError, GenerationDefaults, atomic};
 use crate::gguf::{
-    BlockType, ExpressedTokenizer, Expression, FileType, GgufError, GgufWriter, Metadata, PlannedTensor,
-    TokenizerFolder, TokenizerRequest, express, modelfile,
+    ExpressedTokenizer, Expression, FileType, GgufError, GgufWriter, Metadata, PlannedTensor, TokenizerFolder,
+    TokenizerRequest, express, modelfile,
 };
 use crate::inference::merged_model::MergedModel;
 use plimsoll_core::{Bytes, Failure, format_count};

@@ -109,7 +109,7 @@ fn base_of(adapter: &Path) -> Result<PathBuf, Failure> {
     let hint = format!("name it: plimsoll export BASE --adapter {}", adapter.display());
     match config["base_model_name_or_path"].as_str() {
         None => Err(Failure::input(format!("{} names no base model", file.display())).hint(hint)),
-        Some(base) if Path::new(base).is_dir() => Ok(base.into()),
+        Some(base) if Path::new(base).exists() => Ok(base.into()),
         Some(base) => {
             let revision = config["revision"].as_str().map(|revision| format!("@{revision}")).unwrap_or_default();
             let id = format!("{HUB_PREFIX}{base}{revision}");

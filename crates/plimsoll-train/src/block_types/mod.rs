@@ -1,7 +1,15 @@
 //! Element types of GGUF tensors. A quantized row is a sequence of blocks, each with its own scale.
+//!
+//! | module | content |
+//! |---|---|
+//! | `quants` | one module for each quantized type: rows of f32 to blocks |
+//! | `decode` | blocks to rows of f32 |
 
-use super::quants::{q4_0, q4_k, q5_0, q5_1, q5_k, q6_k, q8_0};
+mod decode;
+mod quants;
+
 use half::{bf16, f16};
+use quants::{q4_0, q4_k, q5_0, q5_1, q5_k, q6_k, q8_0};
 use std::fmt;
 
 /// The element type of a GGUF tensor.
@@ -30,6 +38,20 @@ pub enum BlockType {
 }
 
 impl BlockType {
+    /// All types.
+    pub const ALL: [BlockType; 10] = [
+        BlockType::F32,
+        BlockType::F16,
+        BlockType::Bf16,
+        BlockType::Q4_0,
+        BlockType::Q5_0,
+        BlockType::Q5_1,
+        BlockType::Q8_0,
+        BlockType::Q4K,
+        BlockType::Q5K,
+        BlockType::Q6K,
+    ];
+
     /// Returns the number of the type in the header of a file.
     pub const fn id(self) -> u32 {
         match self {
@@ -146,14 +168,15 @@ fn encode_blocks<const ELEMENTS: usize, const BYTES: usize>(
 
 #[cfg(test)]
 mod tests {
-    use super::super::testing::{ALL_TYPES, decode};
     use super::*;
     use proptest::prelude::*;
 
     fn round_trip(block_type: BlockType, values: &[f32]) -> Vec<f32> {
         let mut bytes = vec![0xa5; block_type.bytes(values.len() as u64) as usize];
         block_type.encode(values, &mut bytes);
-        decode(block_type, &bytes)
+        let mut back = vec![0.0; values.len()];
+        block_type.decode(&bytes, &mut back);
+        back
     }
 
     /// Returns values with a bell-shaped distribution, as weights have it.
@@ -194,7 +217,7 @@ mod tests {
 
     #[test]
     fn zeros_and_constants_survive_quantization() {
-        for block_type in ALL_TYPES {
+        for block_type in BlockType::ALL {
             for value in [0.0f32, -0.0, 1.0, -1.0, 1e-30, -1e-30, 60000.0, -60000.0] {
                 for back in round_trip(block_type, &[value; 256]) {
                     let bound = (value.abs() * 0.08).max(1e-6);
@@ -206,7 +229,7 @@ mod tests {
 
     #[test]
     fn largest_values_stay_finite() {
-        for block_type in ALL_TYPES {
+        for block_type in BlockType::ALL {
             let largest = block_type.largest();
             for values in [[largest; 256], [-largest; 256]] {
                 let back = round_trip(block_type, &values);
@@ -220,7 +243,7 @@ mod tests {
         /// Finite values of any size never panic, and stay finite within the range of the type.
         #[test]
         fn any_finite_block_is_encoded(values in prop::collection::vec(any::<f32>(), 512), shift in 0u32..60) {
-            for block_type in ALL_TYPES {
+            for block_type in BlockType::ALL {
                 let values: Vec<f32> = values
                     .iter()
                     .map(|value| if value.is_finite() { value / 2f32.powi(shift as i32) } else { 0.5 })
@@ -237,7 +260,7 @@ mod tests {
         #[test]
         fn values_that_are_not_finite_do_not_panic(bits in prop::collection::vec(any::<u32>(), 256)) {
             let values: Vec<f32> = bits.iter().map(|bits| f32::from_bits(bits | 0x7f80_0000)).collect();
-            for block_type in ALL_TYPES {
+            for block_type in BlockType::ALL {
                 let mut bytes = vec![0; block_type.bytes(256) as usize];
                 block_type.encode(&values, &mut bytes);
             }
