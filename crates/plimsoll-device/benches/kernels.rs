@@ -106,7 +106,7 @@ fn run_all<T: Multiply<Wide = f32>>(bench: &mut Bench, lanes: u64) {
     embedding_and_norms::<T>(bench);
     attention_ops::<T>(bench, lanes);
     long_attention::<T>(bench, lanes);
-    swiglu_and_loss::<T>(bench);
+    glu_and_loss::<T>(bench);
     update::<T>(bench);
     quantized::<T>(bench);
 }
@@ -185,18 +185,19 @@ fn embedding_and_norms<T: Real<Wide = f32>>(bench: &mut Bench) {
     let (mut out, mut rstd) = (zeros::<T>(ROWS * HIDDEN), vec![0.0; ROWS]);
     let row_bytes = ROWS * HIDDEN * size_of::<T>();
     let table = numbers::<T>(VOCAB * HIDDEN);
-    bench.time("embed", 1, Work::Bytes(2 * row_bytes), |pool| embed(pool, &tokens, &table, HIDDEN, &mut out));
+    bench.time("embed", 1, Work::Bytes(2 * row_bytes), |pool| embed(pool, &tokens, &table, HIDDEN, 1.0, &mut out));
     let mut dtable = zeros::<f32>(VOCAB * HIDDEN);
     bench.time("embed_grad", 1, Work::Bytes(row_bytes + 8 * ROWS * HIDDEN), |pool| {
-        embed_grad(pool, &tokens, &dout, HIDDEN, &mut dtable)
+        embed_grad(pool, &tokens, &dout, HIDDEN, 1.0, &mut dtable)
     });
+    let factor = NormWeight { values: &weight[..], offset: 0.0 };
     bench.time("rms_norm", 2 * LAYERS + 1, Work::Bytes(2 * row_bytes), |pool| {
-        rms_norm(pool, &x, &weight, None, 1e-5, &mut out, &mut rstd)
+        rms_norm(pool, &x, factor, None, 1e-5, &mut out, &mut rstd)
     });
     let mut dweight = vec![0.0; HIDDEN];
     let mut scratch = vec![0.0; workspace::cpu::sum_rows(ROWS as u64, HIDDEN as u64) as usize];
     bench.time("rms_norm_grad", 2 * LAYERS + 1, Work::Bytes(4 * row_bytes), |pool| {
-        rms_norm_grad(pool, &x, &weight, &rstd, &dout, &mut out, Some(&mut dweight), true, &mut scratch)
+        rms_norm_grad(pool, &x, factor, &rstd, &dout, &mut out, Some(&mut dweight), true, &mut scratch)
     });
     bench.time("add", 0, Work::Bytes(3 * row_bytes), |pool| add(pool, &x, &mut out));
 }
@@ -211,13 +212,14 @@ fn attention_ops<T: Multiply<Wide = f32>>(bench: &mut Bench, lanes: u64) {
     let mut dqkv = zeros::<T>(ROWS * QKV);
     let (wq, wk) = (numbers::<T>(64), numbers::<T>(64));
     let mut heads = vec![0.0; ROWS * 12];
+    let weights = [&wq, &wk].map(|values| NormWeight { values: &values[..], offset: 0.0 });
     bench.time("head_norm", 0, Work::Bytes(6 * row_bytes), |pool| {
-        head_norm(pool, SHAPE, &qkv, &wq, &wk, 1e-5, &mut dqkv, &mut heads)
+        head_norm(pool, SHAPE, &qkv, weights, 1e-5, &mut dqkv, &mut heads)
     });
     let (mut dwq, mut dwk) = (vec![0.0; 64], vec![0.0; 64]);
     let mut scratch = vec![0.0; workspace::cpu::sum_rows(ROWS as u64, 2 * 64) as usize];
     bench.time("head_norm_grad", 0, Work::Bytes(6 * row_bytes), |pool| {
-        head_norm_grad(pool, SHAPE, &qkv, &wq, &wk, &heads, &mut dqkv, Some([&mut dwq, &mut dwk]), &mut scratch)
+        head_norm_grad(pool, SHAPE, &qkv, weights, &heads, &mut dqkv, Some([&mut dwq, &mut dwk]), &mut scratch)
     });
     let mut table = vec![0.0; SEQUENCE * 64];
     rope_table(&bench.pool, 64, 1e4, &RopeScaling::None, 1.0, &mut table);
@@ -228,10 +230,10 @@ fn attention_ops<T: Multiply<Wide = f32>>(bench: &mut Bench, lanes: u64) {
     let mut scratch = vec![0.0; kernels.attention_grad_workspace(T::DTYPE, 1, SEQUENCE as u64, SHAPE) as usize];
     let scores = BATCH * 6 * SEQUENCE * (SEQUENCE + 1) / 2;
     bench.time("attention", LAYERS, Work::Flops(4 * 64 * scores), |pool| {
-        attention(pool, SHAPE, SEQUENCE, &qkv, &starts, &mut out, &mut stats, &mut scratch)
+        attention(pool, SHAPE, None, SEQUENCE, &qkv, &starts, &mut out, &mut stats, &mut scratch)
     });
     bench.time("attention_grad", LAYERS, Work::Flops(10 * 64 * scores), |pool| {
-        attention_grad(pool, SHAPE, SEQUENCE, &qkv, &out, &dout, &stats, &starts, &mut dqkv, &mut scratch)
+        attention_grad(pool, SHAPE, None, SEQUENCE, &qkv, &out, &dout, &stats, &starts, &mut dqkv, &mut scratch)
     });
 }
 
@@ -246,17 +248,18 @@ fn long_attention<T: Multiply<Wide = f32>>(bench: &mut Bench, lanes: u64) {
     let starts = vec![0; long];
     let scores = 8 * long * (long + 1) / 2;
     bench.time("long attention 2048 of 128, 8 on 2", 0, Work::Flops(4 * 128 * scores), |pool| {
-        attention(pool, shape, long, &qkv, &starts, &mut out, &mut stats, &mut scratch)
+        attention(pool, shape, None, long, &qkv, &starts, &mut out, &mut stats, &mut scratch)
     });
     let dout = numbers::<T>(out.len());
     bench.time("long attention_grad", 0, Work::Flops(10 * 128 * scores), |pool| {
-        attention_grad(pool, shape, long, &qkv, &out, &dout, &stats, &starts, &mut dqkv, &mut scratch)
+        attention_grad(pool, shape, None, long, &qkv, &out, &dout, &stats, &starts, &mut dqkv, &mut scratch)
     });
     let (keys, values) = (numbers::<T>(long * 256), numbers::<T>(long * 256));
     bench.time("long cached_attention 1 on 2047", 0, Work::Bytes(2 * size_of::<T>() * long * 256), |pool| {
         cached_attention(
             pool,
             shape,
+            None,
             &qkv[..1536],
             [&keys, &values],
             &[2047],
@@ -268,15 +271,17 @@ fn long_attention<T: Multiply<Wide = f32>>(bench: &mut Bench, lanes: u64) {
     });
 }
 
-fn swiglu_and_loss<T: Real<Wide = f32>>(bench: &mut Bench) {
+fn glu_and_loss<T: Real<Wide = f32>>(bench: &mut Bench) {
     let (tokens, ones) = (row_tokens(), vec![1.0; ROWS]);
     let size = size_of::<T>();
     let (gate_up, dffn) = (numbers::<T>(ROWS * 2 * FFN), numbers::<T>(ROWS * FFN));
     let mut gated = zeros::<T>(ROWS * FFN);
-    bench.time("swiglu", LAYERS, Work::Bytes(3 * size * ROWS * FFN), |pool| swiglu(pool, FFN, &gate_up, &mut gated));
+    bench.time("glu", LAYERS, Work::Bytes(3 * size * ROWS * FFN), |pool| {
+        glu(pool, Activation::Silu, FFN, &gate_up, &mut gated)
+    });
     let mut dgate_up = gate_up.clone();
-    bench.time("swiglu_grad", LAYERS, Work::Bytes(5 * size * ROWS * FFN), |pool| {
-        swiglu_grad(pool, FFN, &gate_up, &dffn, &mut dgate_up)
+    bench.time("glu_grad", LAYERS, Work::Bytes(5 * size * ROWS * FFN), |pool| {
+        glu_grad(pool, Activation::Silu, FFN, &gate_up, &dffn, &mut dgate_up)
     });
 
     let original = numbers::<T>(ROWS * VOCAB);
@@ -287,7 +292,7 @@ fn swiglu_and_loss<T: Real<Wide = f32>>(bench: &mut Bench) {
         softmax_stats(pool, labelled, &logits, &mut stats, true);
     });
     bench.time("softmax_grad", 1, Work::Bytes(2 * size * ROWS * VOCAB), |pool| {
-        softmax_grad(pool, labelled, &mut logits, &stats, 1.0);
+        softmax_grad(pool, labelled, &mut logits, &stats, 1.0, None);
     });
 }
 

@@ -78,6 +78,7 @@ fn model() -> ModelConfig {
             residual_multiplier: 0.5,
             attention_multiplier: Some(0.3),
             logits_scaling: 1.5,
+            ..Extras::default()
         },
     }
 }

@@ -20,7 +20,7 @@ use plimsoll_device::cpu::pool::Pool;
 use plimsoll_device::cuda::architecture::Architecture;
 use plimsoll_device::cuda::kernels::launch::*;
 use plimsoll_device::cuda::kernels::{Family, Real, Target};
-use plimsoll_program::op::{QkNorm, RopeScaling};
+use plimsoll_program::op::{Activation, QkNorm, RopeScaling};
 use plimsoll_program::scalars::{METRIC_COUNT, Metric, SCALAR_COUNT, Scalar};
 use plimsoll_program::workspace::cuda::NORM_PARTIALS;
 use plimsoll_program::workspace::{self, Kernels};
@@ -172,7 +172,9 @@ fn attention_and_gradient_match_cpu() {
             [(1, 1, 1, 1, 6), (2, 33, 2, 1, 36), (1, 70, 4, 2, 64), (1, 150, 2, 1, 64), (1, 130, 1, 1, 128)]
         {
             let shape = Heads { heads, kv_heads, head_dim };
-            if on_tensor_cores(&attention(real, TARGET, 0, 0, 0, 0, 1, 1, shape), &gpu) {
+            // One of the shapes also with a cap that many scores exceed.
+            let softcap = (sequence == 70).then_some(1.5);
+            if on_tensor_cores(&attention(real, TARGET, [0; 4], 1, 1, shape, softcap), &gpu) {
                 continue;
             }
             let rows = batch * sequence;
@@ -181,11 +183,11 @@ fn attention_and_gradient_match_cpu() {
             let starts = if sequence == 150 { vec![0; rows] } else { documents(draw, batch, sequence) };
             let (mut want, mut want_stats) = (vec![0.0; wide], vec![0.0; rows * heads as usize]);
             let room = &mut scratch(workspace::cpu::attention(1, sequence as u64, head_dim));
-            cpu::attention(&pool(), shape, sequence, &qkv, &starts, &mut want, &mut want_stats, room);
+            cpu::attention(&pool(), shape, softcap, sequence, &qkv, &starts, &mut want, &mut want_stats, room);
             let (gqkv, gstarts) = (gpu.put(kind, &qkv), gpu.put_integers(&starts));
             let (out, stats) = (gpu.allocate(kind, wide), gpu.allocate(Kind::F32, rows * heads as usize));
             let (b, t) = (batch as u64, sequence as u64);
-            gpu.run(&attention(real, TARGET, gqkv, gstarts, out, stats, b, t, shape));
+            gpu.run(&attention(real, TARGET, [gqkv, gstarts, out, stats], b, t, shape, softcap));
             close(&gpu.get(out), &want, kind, "out");
             close(&gpu.get(stats), &want_stats, Kind::F32, "stats");
 
@@ -195,6 +197,7 @@ fn attention_and_gradient_match_cpu() {
             cpu::attention_grad(
                 &pool(),
                 shape,
+                softcap,
                 sequence,
                 &qkv,
                 &out_values,
@@ -207,7 +210,7 @@ fn attention_and_gradient_match_cpu() {
             let (gdout, dqkv) = (gpu.put(kind, &dout), gpu.allocate(kind, n));
             let room = gpu.allocate(Kind::F32, workspace::cuda::attention_grad(b, t, heads) as usize);
             let inputs = [gqkv, out, gdout, stats, gstarts];
-            gpu.run(&attention_grad(real, TARGET, inputs, dqkv, room, b, t, shape));
+            gpu.run(&attention_grad(real, TARGET, inputs, [dqkv, room], b, t, shape, softcap));
             close(&gpu.get(dqkv), &want, kind, "dqkv");
         }
     });
@@ -232,7 +235,9 @@ fn cached_attention_matches_cpu() {
             (&[1, 0], 3, 70, 90, 2, 1, 64),
         ] {
             let shape = Heads { heads, kv_heads, head_dim };
-            if rows > 4 && on_tensor_cores(&attention(real, TARGET, 0, 0, 0, 0, 1, 1, shape), &gpu) {
+            // Heads of 64 with one and with many new tokens also with a cap.
+            let softcap = (before == 3 || before == 126).then_some(0.5);
+            if rows > 4 && on_tensor_cores(&attention(real, TARGET, [0; 4], 1, 1, shape, softcap), &gpu) {
                 continue;
             }
             let (sequences, width) = (slots.len(), (kv_heads * head_dim) as usize);
@@ -257,14 +262,25 @@ fn cached_attention_matches_cpu() {
                 let mut want = vec![0.0; places.len() * shape.query_columns() as usize];
                 let room = &mut scratch(workspace::cpu::cached_attention(1, capacity as u64, head_dim));
                 let (caches, sizes) = ([&keys[..], &values[..]], (sequences, capacity));
-                cpu::cached_attention(&pool(), shape, &qkv, caches, &places, sizes, &first_keys, &mut want, room);
+                cpu::cached_attention(
+                    &pool(),
+                    shape,
+                    softcap,
+                    &qkv,
+                    caches,
+                    &places,
+                    sizes,
+                    &first_keys,
+                    &mut want,
+                    room,
+                );
                 let out = gpu.allocate(kind, want.len());
                 let tokens = NewTokens { sequences: sequences as u64, rows: rows as u64, capacity: capacity as u64 };
                 let room = workspace::cuda::cached_attention(tokens.sequences, tokens.rows, tokens.capacity, shape);
                 let room = gpu.allocate(Kind::F32, room as usize);
                 let first_keys = window.map_or(0, |_| gpu.put_integers(&first_keys));
                 let inputs = [gqkv, gkeys, gvalues, gplaces, first_keys];
-                gpu.run(&cached_attention(real, TARGET, inputs, out, room, tokens, shape));
+                gpu.run(&cached_attention(real, TARGET, inputs, out, room, tokens, shape, softcap));
                 close(&gpu.get(out), &want, kind, "out");
             }
         }
@@ -289,23 +305,28 @@ fn window_starts_match_cpu() {
 
 #[test]
 #[ignore = "needs g++: cargo xtask cuda-check"]
-fn swiglu_and_gradient_match_cpu() {
+fn glu_and_gradient_match_cpu() {
     for_types_and_alignments(|mut gpu, real, kind, draw| {
-        for (rows, ffn) in [(1, 1), (3, 29), (2, 1028), (5, 2056)] {
+        for (rows, ffn, activation) in [
+            (1, 1, Activation::Silu),
+            (3, 29, Activation::GeluTanh),
+            (2, 1028, Activation::GeluTanh),
+            (5, 2056, Activation::Silu),
+        ] {
             let gate_up: Vec<f64> = draw.many(kind, 2 * rows * ffn).iter().map(|x| kind.rounded(8.0 * x)).collect();
             let dout = draw.many(kind, rows * ffn);
             let mut want = vec![0.0; rows * ffn];
-            cpu::swiglu(&pool(), ffn, &gate_up, &mut want);
+            cpu::glu(&pool(), activation, ffn, &gate_up, &mut want);
             let (ggate_up, gdout, out) =
                 (gpu.put(kind, &gate_up), gpu.put(kind, &dout), gpu.allocate(kind, rows * ffn));
-            gpu.run(&swiglu(real, ggate_up, out, rows as u64, ffn as u64));
+            gpu.run(&glu(real, activation, ggate_up, out, rows as u64, ffn as u64));
             close(&gpu.get(out), &want, kind, "out");
 
             let mut want = vec![0.0; 2 * rows * ffn];
-            cpu::swiglu_grad(&pool(), ffn, &gate_up, &dout, &mut want);
+            cpu::glu_grad(&pool(), activation, ffn, &gate_up, &dout, &mut want);
             let apart = gpu.allocate(kind, 2 * rows * ffn);
             for into in [apart, ggate_up] {
-                gpu.run(&swiglu_grad(real, ggate_up, gdout, into, rows as u64, ffn as u64));
+                gpu.run(&glu_grad(real, activation, [ggate_up, gdout, into], rows as u64, ffn as u64));
                 close(&gpu.get(into), &want, kind, "dgate_up");
             }
         }
@@ -364,9 +385,11 @@ fn blockwise_loss_gradient_and_hits_match_cpu() {
                     let mut want = part(first, columns);
                     let glogits = gpu.put(kind, &want);
                     let of_cpu = cpu::LabelledRows { labels: &labels, weights: &weights, first, columns };
-                    cpu::softmax_grad(&pool(), of_cpu, &mut want, &stats, 0.125);
+                    // The largest logits reach this cap.
+                    let softcap = (vocab == 1000).then_some(8.0);
+                    cpu::softmax_grad(&pool(), of_cpu, &mut want, &stats, 0.125, softcap);
                     let places = [glogits, glabels, gweights, gstats, gscalars];
-                    gpu.run(&softmax_grad(real, places, rows as u64, first as u64, columns as u64));
+                    gpu.run(&softmax_grad(real, places, rows as u64, first as u64, columns as u64, softcap));
                     close(&gpu.get(glogits), &want, kind, "gradient");
                 }
             }
@@ -396,18 +419,20 @@ fn embedding_and_gradient_match_cpu() {
             }
             let (table, dout) = (draw.many(kind, vocab * hidden), draw.many(kind, rows * hidden));
             let mut want = vec![0.0; rows * hidden];
-            cpu::embed(&pool(), &tokens, &table, hidden, &mut want);
+            // A factor as of Gemma, and none.
+            let scale = if rows > 100 { 1.0 } else { 1.5 };
+            cpu::embed(&pool(), &tokens, &table, hidden, scale, &mut want);
             let (gtokens, gtable) = (gpu.put_integers(&tokens), gpu.put(kind, &table));
             let out = gpu.allocate(kind, rows * hidden);
             let (n, d, v) = (rows as u64, hidden as u64, vocab as u64);
-            gpu.run(&embed(real, gtokens, gtable, out, n, d, v));
+            gpu.run(&embed(real, [gtokens, gtable, out], n, d, v, scale));
             close(&gpu.get(out), &want, kind, "out");
 
             let (gdout, gdtable) = (gpu.put(kind, &dout), gpu.put(Kind::F32, &table));
             let mut want = table;
-            cpu::embed_grad(&pool(), &tokens, &dout, hidden, &mut want);
+            cpu::embed_grad(&pool(), &tokens, &dout, hidden, scale, &mut want);
             let room = gpu.allocate(Kind::F32, workspace::cuda::embed_grad(n, d) as usize);
-            gpu.run(&embed_grad(real, gtokens, gdout, gdtable, room, n, d, v));
+            gpu.run(&embed_grad(real, [gtokens, gdout, gdtable, room], n, d, v, scale));
             close(&gpu.get(gdtable), &want, Kind::F32, "dtable");
         }
     });
@@ -421,7 +446,7 @@ fn tokens_outside_vocabulary_get_no_gradient() {
     let (gtokens, dout) = (gpu.put_integers(&tokens), gpu.put(Kind::F32, &[1.0; 40]));
     let (dtable, room) =
         (gpu.put(Kind::F32, &[0.0; 16]), gpu.allocate(Kind::F32, workspace::cuda::embed_grad(40, 1) as usize));
-    gpu.run(&embed_grad(Real::F32, gtokens, dout, dtable, room, 40, 1, 16));
+    gpu.run(&embed_grad(Real::F32, [gtokens, dout, dtable, room], 40, 1, 16, 1.0));
     let want: Vec<f64> = (0..16).map(|token| if token == 0 || token == 2 { 10.0 } else { 0.0 }).collect();
     assert_eq!(gpu.get(dtable), want);
 }
@@ -436,6 +461,11 @@ fn elementwise_and_row_sums_match_cpu() {
             let (gx, gy, gbias) = (gpu.put(kind, &x), gpu.put(kind, &y), gpu.put(kind, &bias));
             gpu.run(&add(real, gx, gy, n as u64));
             close(&gpu.get(gy), &sum(&x, &y), kind, "sum");
+
+            let (gcapped, mut want) = (gpu.put(kind, &x), x.clone());
+            gpu.run(&soft_cap(real, gcapped, n as u64, 0.7));
+            cpu::soft_cap(&pool(), 0.7, &mut want);
+            close(&gpu.get(gcapped), &want, kind, "capped");
 
             let (gy, r, c) = (gpu.put(kind, &y), rows as u64, columns as u64);
             gpu.run(&add_rows(real, gbias, 0, gy, c, r, c));

@@ -198,7 +198,7 @@ fn tensor_core_attention_and_gradient_match_reference() {
         let (want, want_stats) = plain.forward();
         let (gqkv, gstarts) = (gpu.put(Kind::Bf16, &qkv), gpu.put_integers(&starts));
         let (out, stats) = (gpu.allocate(Kind::Bf16, wide), gpu.allocate(Kind::F32, rows * heads as usize));
-        let launches = attention(Real::Bf16, target, gqkv, gstarts, out, stats, batch, sequence, shape);
+        let launches = attention(Real::Bf16, target, [gqkv, gstarts, out, stats], batch, sequence, shape, None);
         assert_eq!(launches[0].unit.family(), Family::TensorAttention);
         gpu.run(&launches);
         equal(&gpu.get(stats), &want_stats, &format!("stats of {what}"));
@@ -209,7 +209,7 @@ fn tensor_core_attention_and_gradient_match_reference() {
         let (gdout, dqkv) = (gpu.put(Kind::Bf16, &dout), gpu.allocate(Kind::Bf16, qkv.len()));
         let scratch = gpu.allocate(Kind::F32, rows * heads as usize);
         let inputs = [gqkv, out, gdout, stats, gstarts];
-        gpu.run(&attention_grad(Real::Bf16, target, inputs, dqkv, scratch, batch, sequence, shape));
+        gpu.run(&attention_grad(Real::Bf16, target, inputs, [dqkv, scratch], batch, sequence, shape, None));
         let got = gpu.get(dqkv);
         // Gradients of keys and values sum more rows than those of queries, so each has its own scale.
         let ends = [0, shape.heads, shape.heads + shape.kv_heads, shape.heads + 2 * shape.kv_heads];
@@ -262,7 +262,7 @@ fn check_cached_attention(shape: Heads, before: u64, rows: u64, window: Option<u
     let out = gpu.allocate(Kind::Bf16, rows as usize * query_columns);
     let inputs = [qkv, keys, values, places, first_keys];
     let tokens = NewTokens { sequences: 1, rows, capacity: capacity as u64 };
-    let launches = cached_attention(Real::Bf16, target, inputs, out, 0, tokens, shape);
+    let launches = cached_attention(Real::Bf16, target, inputs, out, 0, tokens, shape, None);
     assert_eq!(launches[0].unit.family(), Family::TensorAttention);
     gpu.run(&launches);
     close(&gpu.get(out), &want[before as usize * query_columns..], "out");

@@ -160,13 +160,13 @@ impl<'a> Tape<'a> {
                 }
                 self.push(gradient);
             }
-            OpKind::Embed { tokens, table, out, rows, hidden, vocab } => {
+            OpKind::Embed { tokens, table, out, rows, hidden, vocab, scale } => {
                 let dout = self.output_gradient(*out);
                 let Some(dtable) = self.weight_gradient(*table) else { return };
                 let elements = self.builder.kernels.embed_grad_workspace(*rows, *hidden);
                 let workspace = self.builder.workspace_for(*out, "embed_sums", elements);
-                let (tokens, rows, hidden, vocab) = (*tokens, *rows, *hidden, *vocab);
-                self.push(OpKind::EmbedGrad { tokens, dout, dtable, workspace, rows, hidden, vocab });
+                let (tokens, rows, hidden, vocab, scale) = (*tokens, *rows, *hidden, *vocab, *scale);
+                self.push(OpKind::EmbedGrad { tokens, dout, dtable, workspace, rows, hidden, vocab, scale });
             }
             OpKind::RmsNorm { .. } => self.derive_rms_norm(op),
             OpKind::HeadNorm { .. } => self.derive_head_norm(op),
@@ -179,10 +179,11 @@ impl<'a> Tape<'a> {
                 self.push(gradient);
             }
             OpKind::Attention { .. } => self.derive_attention(op),
-            OpKind::SwiGlu { gate_up, out, rows, ffn } => {
+            OpKind::Glu { gate_up, out, rows, ffn, activation } => {
+                let (gate_up, rows, ffn, activation) = (*gate_up, *rows, *ffn, *activation);
                 let dout = self.output_gradient(*out);
-                let dgate_up = self.contribute_alone(*gate_up);
-                self.push(OpKind::SwiGluGrad { gate_up: *gate_up, dout, dgate_up, rows: *rows, ffn: *ffn });
+                let dgate_up = self.contribute_alone(gate_up);
+                self.push(OpKind::GluGrad { gate_up, dout, dgate_up, rows, ffn, activation });
             }
             other => panic!("{other:?} has no derivative: it occurs in no forward pass"),
         }
@@ -229,7 +230,7 @@ impl<'a> Tape<'a> {
     }
 
     fn derive_rms_norm(&mut self, op: &OpKind) {
-        let OpKind::RmsNorm { x, weight, residual, out, rstd, rows, dim, .. } = *op else {
+        let OpKind::RmsNorm { x, weight, residual, out, rstd, rows, dim, offset, .. } = *op else {
             unreachable!("the caller passes an RMS norm")
         };
         let dout = self.output_gradient(out);
@@ -237,26 +238,38 @@ impl<'a> Tape<'a> {
         let elements = self.builder.kernels.rms_norm_grad_workspace(rows, dim);
         let workspace = self.builder.workspace_for(out, "norm_sums", elements);
         let Contribution { gradient: dx, accumulate } = self.contribute(x);
-        self.push(OpKind::RmsNormGrad { x, weight, rstd, dout, dx, dweight, workspace, rows, dim, accumulate });
+        self.push(OpKind::RmsNormGrad { x, weight, rstd, dout, dx, dweight, workspace, rows, dim, offset, accumulate });
         if let Some(residual) = residual {
             self.pass_on(dout, residual, rows * dim);
         }
     }
 
     fn derive_head_norm(&mut self, op: &OpKind) {
-        let OpKind::HeadNorm { x, q_weight, k_weight, out, rstd, rows, shape, norm, .. } = *op else {
+        let OpKind::HeadNorm { x, q_weight, k_weight, out, rstd, rows, shape, norm, offset, .. } = *op else {
             unreachable!("the caller passes a head norm")
         };
         let dx = self.output_gradient(out);
         let dweights = self.weight_gradient(q_weight).zip(self.weight_gradient(k_weight)).map(|(q, k)| [q, k]);
         let elements = self.builder.kernels.head_norm_grad_workspace(rows, shape.norm_widths(norm));
         let workspace = self.builder.workspace_for(out, "norm_sums", elements);
-        self.push(OpKind::HeadNormGrad { x, q_weight, k_weight, rstd, dx, dweights, workspace, rows, shape, norm });
+        self.push(OpKind::HeadNormGrad {
+            x,
+            q_weight,
+            k_weight,
+            rstd,
+            dx,
+            dweights,
+            workspace,
+            rows,
+            shape,
+            norm,
+            offset,
+        });
         self.set_gradient(x, dx);
     }
 
     fn derive_attention(&mut self, op: &OpKind) {
-        let OpKind::Attention { qkv, document_start, out, stats, batch, sequence, shape, .. } = *op else {
+        let OpKind::Attention { qkv, document_start, out, stats, batch, sequence, shape, softcap, .. } = *op else {
             unreachable!("the caller passes an attention")
         };
         let dout = self.output_gradient(out);
@@ -274,6 +287,7 @@ impl<'a> Tape<'a> {
             batch,
             sequence,
             shape,
+            softcap,
         });
     }
 }

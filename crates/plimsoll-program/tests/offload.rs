@@ -102,6 +102,11 @@ fn offload_keeps_all_bytes_with_norms_of_outputs() {
 }
 
 #[test]
+fn offload_keeps_all_bytes_with_norms_of_inputs_and_outputs() {
+    check_every_choice(&model("gemma2-2b"));
+}
+
+#[test]
 fn offload_keeps_all_bytes_with_separate_head() {
     check_every_choice(&model("llama-3.1-8b"));
 }

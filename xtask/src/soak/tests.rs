@@ -85,7 +85,7 @@ fn nothing(_: &Op, _: &mut dyn Memory) {}
 #[test]
 fn undeclared_write_is_found() {
     fn fault(op: &Op, memory: &mut dyn Memory) {
-        if matches!(op.kind, OpKind::SwiGlu { .. }) {
+        if matches!(op.kind, OpKind::Glu { .. }) {
             // Scalars and metrics are at the start of the arena; no layer writes them.
             let byte = memory.view(Space::Device, 70..71)[0];
             memory.fill(Space::Device, 70, &[byte ^ 1]);

@@ -398,7 +398,7 @@ mod tests {
         let nvrtc = &libraries.choose(Library::Nvrtc, None).unwrap().path;
         let folder = tempfile::tempdir().unwrap();
         let ampere = Architecture { major: 8, minor: 6 };
-        let units = [Family::Norm, Family::SwiGlu, Family::Optimizer].map(|family| Unit::new(family, Real::Bf16, 64));
+        let units = [Family::Norm, Family::Glu, Family::Optimizer].map(|family| Unit::new(family, Real::Bf16, 64));
         let compiler = Compiler::open(nvrtc, "580.1", Some(folder.path())).unwrap();
         let made = compiler.cubins(&units, ampere).unwrap();
         assert!(made.iter().all(|cubin| cubin.starts_with(b"\x7fELF")));

@@ -51,15 +51,18 @@ fn model() -> ModelConfig {
             residual_multiplier: 0.5,
             attention_multiplier: Some(0.3),
             logits_scaling: 1.5,
+            ..Extras::default()
         },
     }
 }
 
-/// Returns both kinds of layers: [`model`], and the same model with norms of the outputs of attention and feed-forward
-/// part, and of all heads together.
-fn models() -> [ModelConfig; 2] {
+/// Returns all kinds of layers: [`model`], the same model with norms of the outputs of attention and feed-forward part,
+/// and of all heads together, and one with norms of inputs and outputs, and with caps of scores and logits.
+fn models() -> [ModelConfig; 3] {
     let norms_outputs = ModelConfig { model_type: ModelType::Olmo2, qk_norm: Some(QkNorm::AllHeads), ..model() };
-    [model(), norms_outputs]
+    let extras = Extras { score_softcap: Some(2.0), logit_softcap: Some(3.0), ..model().extras };
+    let norms_both = ModelConfig { model_type: ModelType::Gemma2, extras, ..model() };
+    [model(), norms_outputs, norms_both]
 }
 
 fn programs(config: &ModelConfig, precision: DType) -> ProgramSet {

@@ -5,9 +5,10 @@
 //!
 //! Legend: V vocabulary, D hidden, F feed-forward, H heads, K key/value heads, E head size.
 
-pub use super::family::{ModelType, QkNorm};
+pub use super::family::{Activation, ModelType, QkNorm};
 pub use super::rope::RopeScaling;
-use plimsoll_core::Failure;
+use half::bf16;
+use plimsoll_core::{DType, Failure};
 use std::fmt;
 
 /// The configuration of a decoder of the Llama, Mistral or Qwen family: the content of its `config.json` as far as it
@@ -76,6 +77,10 @@ pub struct Extras {
     pub attention_multiplier: Option<f64>,
     /// Divisor of logits.
     pub logits_scaling: f64,
+    /// Limit c of attention scores s, which become c · tanh(s / c); `None` for no limit.
+    pub score_softcap: Option<f64>,
+    /// Limit of logits in the same form; `None` for no limit.
+    pub logit_softcap: Option<f64>,
 }
 
 impl Default for Extras {
@@ -88,6 +93,8 @@ impl Default for Extras {
             residual_multiplier: 1.0,
             attention_multiplier: None,
             logits_scaling: 1.0,
+            score_softcap: None,
+            logit_softcap: None,
         }
     }
 }
@@ -242,17 +249,14 @@ impl ModelConfig {
         self.rope_scaling.attention_factor() * scores.sqrt()
     }
 
-    /// Returns the value that norms of the residual stream add to the mean square.
-    ///
-    /// The stream is computed without `embedding_multiplier`, so it is smaller by that factor m. All that reads it are
-    /// norms, and norm(m·x) with ε equals norm(x) with ε / m². A family whose layers norm outputs has no multiplier.
-    pub fn stream_norm_eps(&self) -> f64 {
-        self.norm_eps / self.extras.embedding_multiplier.powi(2)
-    }
-
-    /// Returns the factor of what a layer adds to the residual stream ([`ModelConfig::stream_norm_eps`]).
-    pub fn residual_scale(&self) -> f64 {
-        self.extras.residual_multiplier / self.extras.embedding_multiplier
+    /// Returns the factor of the embedding's output in a run of this precision. A factor √hidden is rounded to the
+    /// precision first, as in transformers.
+    pub fn embedding_scale(&self, precision: DType) -> f64 {
+        if !self.model_type.family().scales_embedding {
+            return self.extras.embedding_multiplier;
+        }
+        let scale = (self.hidden as f64).sqrt();
+        if precision == DType::Bf16 { bf16::from_f64(scale).to_f64() } else { scale }
     }
 
     /// Returns the number of parameters of one layer.
@@ -266,7 +270,8 @@ impl ModelConfig {
         let biases: u64 = biases.into_iter().filter(|(is_present, _)| *is_present).map(|(_, elements)| elements).sum();
         let qk_norms: u64 = self.qk_norm_widths().into_iter().flatten().sum();
         let feed_forward = 3 * self.ffn * self.hidden;
-        attention + biases + qk_norms + feed_forward + 2 * self.hidden
+        let norms = 2 * (u64::from(self.model_type.norms_inputs()) + u64::from(self.model_type.norms_outputs()));
+        attention + biases + qk_norms + feed_forward + norms * self.hidden
     }
 
     /// Returns the numbers of elements that a norm of queries and one of keys cover; `None` without such norms.
@@ -310,8 +315,9 @@ impl ModelConfig {
         if !self.head_dim.is_multiple_of(2) {
             return Err(wrong("head_dim", self.head_dim, "an even number (its halves are rotated)"));
         }
-        // transformers refuses such a llama, even with an explicit head_dim.
-        if self.model_type == ModelType::Llama && !self.hidden.is_multiple_of(self.heads) {
+        // transformers refuses such a model, even with an explicit head_dim.
+        let is_refused = matches!(self.model_type, ModelType::Llama | ModelType::Gemma2);
+        if is_refused && !self.hidden.is_multiple_of(self.heads) {
             return Err(wrong(
                 "hidden_size",
                 self.hidden,
@@ -366,6 +372,8 @@ impl ModelConfig {
             ("residual_multiplier", self.extras.residual_multiplier),
             ("attention_multiplier", self.extras.attention_multiplier.unwrap_or(1.0)),
             ("logits_scaling", self.extras.logits_scaling),
+            ("attn_logit_softcapping", self.extras.score_softcap.unwrap_or(1.0)),
+            ("final_logit_softcapping", self.extras.logit_softcap.unwrap_or(1.0)),
         ] {
             if !(1e-6..=1e6).contains(&value) {
                 return Err(wrong(key, value, "a number from 1e-6 to 1e6"));
@@ -375,9 +383,13 @@ impl ModelConfig {
             return Err(wrong("rope_scaling", format!("{:?}", self.rope_scaling), "null in this model family"));
         }
         // A norm of an output hides a factor before it.
-        let factors = [self.extras.embedding_multiplier, self.extras.residual_multiplier];
-        if self.model_type.norms_outputs() && factors != [1.0; 2] {
-            return Err(wrong("residual_multiplier", format!("{factors:?}"), "1 in this model family"));
+        let factor = self.extras.residual_multiplier;
+        if self.model_type.norms_outputs() && factor != 1.0 {
+            return Err(wrong("residual_multiplier", factor, "1 in this model family"));
+        }
+        let caps = [self.extras.score_softcap, self.extras.logit_softcap];
+        if !self.model_type.has_softcaps() && caps != [None; 2] {
+            return Err(wrong("final_logit_softcapping", format!("{caps:?}"), "null in this model family"));
         }
         let sorted = |layers: &[u64]| layers.is_sorted() && layers.last().is_none_or(|last| *last < limit::LAYERS);
         for (key, layers) in

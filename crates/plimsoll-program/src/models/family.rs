@@ -23,6 +23,8 @@ pub enum ModelType {
     Granite,
     /// OLMo 2: norms of the outputs of attention and feed-forward part, and of all query and key heads together.
     Olmo2,
+    /// Gemma 2: norms of inputs and outputs with weights around zero, GeGLU, caps of scores and logits.
+    Gemma2,
 }
 
 /// The extent of the RMS norms of queries and keys, which come before the rotation.
@@ -44,6 +46,46 @@ impl QkNorm {
     }
 }
 
+/// What a layer norms besides queries and keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum LayerNorms {
+    /// The inputs of attention and of the feed-forward part.
+    Inputs,
+    /// The outputs of attention and of the feed-forward part, before they are added to the residual stream.
+    Outputs,
+    /// Inputs and outputs.
+    Both,
+}
+
+/// The function of the gate in the feed-forward part.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Activation {
+    /// silu(x) = x · sigmoid(x), as in SwiGLU.
+    Silu,
+    /// gelu(x) in the approximation with tanh, which is x · sigmoid(√(8/π) · (x + 0.044715 · x³)), as in GeGLU.
+    GeluTanh,
+}
+
+impl Activation {
+    /// Returns the coefficients a and b of the function: x · sigmoid(a · x + b · x³).
+    pub const fn coefficients(self) -> [f64; 2] {
+        // √(8/π)
+        const SLOPE: f64 = 1.595_769_121_605_730_7;
+        match self {
+            Activation::Silu => [1.0, 0.0],
+            Activation::GeluTanh => [SLOPE, SLOPE * 0.044715],
+        }
+    }
+
+    /// Returns the name of the function in transformers.
+    pub(super) const fn name(self) -> &'static str {
+        match self {
+            Activation::Silu => "silu",
+            Activation::GeluTanh => "gelu_pytorch_tanh",
+        }
+    }
+}
+
 /// The facts that all models of a family share, and the defaults of keys that `config.json` leaves out.
 pub(super) struct Family {
     pub model_type: ModelType,
@@ -57,8 +99,14 @@ pub(super) struct Family {
     pub has_bias_switches: bool,
     /// RMS norms of queries and keys, if the family has them.
     pub qk_norm: Option<QkNorm>,
-    /// Whether a layer norms the outputs of attention and of the feed-forward part, and not their inputs.
-    pub norms_outputs: bool,
+    /// What a layer norms.
+    pub norms: LayerNorms,
+    /// Number that RMS norms add to their weights: 0, or 1 if weights are stored around zero.
+    pub norm_offset: f64,
+    /// Whether the embedding's output has the factor √hidden.
+    pub scales_embedding: bool,
+    /// Function of the gate.
+    pub activation: Activation,
     /// Whether files hold queries, keys and values as one projection, and gate and up as another.
     pub fuses_projections: bool,
     /// Sliding windows: which keys switch them on, and in which layers.
@@ -97,10 +145,17 @@ pub(super) enum Windows {
     Switched,
     /// In layers without rotary positions, if `use_sliding_window` is true; `layer_types` overrides the layers.
     SwitchedUnrotated,
+    /// In all layers but each nth one, if `sliding_window` is a number; `layer_types` overrides the layers.
+    Periodic {
+        /// Window if the key is absent.
+        default: u64,
+        /// Distance between layers without a window.
+        period: u64,
+    },
 }
 
 /// The table of all families.
-pub(super) static FAMILIES: [Family; 8] = [
+pub(super) static FAMILIES: [Family; 9] = [
     Family {
         model_type: ModelType::Llama,
         name: "llama",
@@ -108,7 +163,10 @@ pub(super) static FAMILIES: [Family; 8] = [
         qkv_bias: false,
         has_bias_switches: true,
         qk_norm: None,
-        norms_outputs: false,
+        norms: LayerNorms::Inputs,
+        norm_offset: 0.0,
+        scales_embedding: false,
+        activation: Activation::Silu,
         fuses_projections: false,
         windows: Windows::Refused,
         scales_frequencies: true,
@@ -128,7 +186,10 @@ pub(super) static FAMILIES: [Family; 8] = [
         qkv_bias: false,
         has_bias_switches: false,
         qk_norm: None,
-        norms_outputs: false,
+        norms: LayerNorms::Inputs,
+        norm_offset: 0.0,
+        scales_embedding: false,
+        activation: Activation::Silu,
         fuses_projections: false,
         windows: Windows::Always { default: Some(4096) },
         scales_frequencies: true,
@@ -148,7 +209,10 @@ pub(super) static FAMILIES: [Family; 8] = [
         qkv_bias: true,
         has_bias_switches: false,
         qk_norm: None,
-        norms_outputs: false,
+        norms: LayerNorms::Inputs,
+        norm_offset: 0.0,
+        scales_embedding: false,
+        activation: Activation::Silu,
         fuses_projections: false,
         windows: Windows::Switched,
         scales_frequencies: true,
@@ -168,7 +232,10 @@ pub(super) static FAMILIES: [Family; 8] = [
         qkv_bias: false,
         has_bias_switches: false,
         qk_norm: Some(QkNorm::PerHead),
-        norms_outputs: false,
+        norms: LayerNorms::Inputs,
+        norm_offset: 0.0,
+        scales_embedding: false,
+        activation: Activation::Silu,
         fuses_projections: false,
         windows: Windows::Switched,
         scales_frequencies: true,
@@ -188,7 +255,10 @@ pub(super) static FAMILIES: [Family; 8] = [
         qkv_bias: false,
         has_bias_switches: false,
         qk_norm: None,
-        norms_outputs: false,
+        norms: LayerNorms::Inputs,
+        norm_offset: 0.0,
+        scales_embedding: false,
+        activation: Activation::Silu,
         fuses_projections: true,
         windows: Windows::Always { default: None },
         scales_frequencies: false,
@@ -208,7 +278,10 @@ pub(super) static FAMILIES: [Family; 8] = [
         qkv_bias: false,
         has_bias_switches: true,
         qk_norm: None,
-        norms_outputs: false,
+        norms: LayerNorms::Inputs,
+        norm_offset: 0.0,
+        scales_embedding: false,
+        activation: Activation::Silu,
         fuses_projections: false,
         windows: Windows::SwitchedUnrotated,
         scales_frequencies: true,
@@ -228,7 +301,10 @@ pub(super) static FAMILIES: [Family; 8] = [
         qkv_bias: false,
         has_bias_switches: false,
         qk_norm: None,
-        norms_outputs: false,
+        norms: LayerNorms::Inputs,
+        norm_offset: 0.0,
+        scales_embedding: false,
+        activation: Activation::Silu,
         fuses_projections: false,
         windows: Windows::Refused,
         scales_frequencies: true,
@@ -248,7 +324,10 @@ pub(super) static FAMILIES: [Family; 8] = [
         qkv_bias: false,
         has_bias_switches: false,
         qk_norm: Some(QkNorm::AllHeads),
-        norms_outputs: true,
+        norms: LayerNorms::Outputs,
+        norm_offset: 0.0,
+        scales_embedding: false,
+        activation: Activation::Silu,
         fuses_projections: false,
         windows: Windows::Refused,
         scales_frequencies: true,
@@ -260,6 +339,29 @@ pub(super) static FAMILIES: [Family; 8] = [
         head_dim: None,
         bos: None,
         eos: &[50_279],
+    },
+    Family {
+        model_type: ModelType::Gemma2,
+        name: "gemma2",
+        architecture: "Gemma2ForCausalLM",
+        qkv_bias: false,
+        has_bias_switches: false,
+        qk_norm: None,
+        norms: LayerNorms::Both,
+        norm_offset: 1.0,
+        scales_embedding: true,
+        activation: Activation::GeluTanh,
+        fuses_projections: false,
+        windows: Windows::Periodic { default: 4096, period: 2 },
+        scales_frequencies: true,
+        tied: true,
+        norm_eps: 1e-6,
+        rope_theta: 1e4,
+        max_positions: 8192,
+        kv_heads: Some(4),
+        head_dim: Some(256),
+        bos: Some(2),
+        eos: &[1],
     },
 ];
 
@@ -316,10 +418,30 @@ impl ModelType {
         self.family().qk_norm
     }
 
+    /// Returns whether a layer norms the inputs of attention and of the feed-forward part.
+    pub const fn norms_inputs(self) -> bool {
+        !matches!(self.family().norms, LayerNorms::Outputs)
+    }
+
     /// Returns whether a layer norms the outputs of attention and of the feed-forward part before they are added to the
-    /// residual stream. In all other families it norms their inputs.
+    /// residual stream.
     pub const fn norms_outputs(self) -> bool {
-        self.family().norms_outputs
+        !matches!(self.family().norms, LayerNorms::Inputs)
+    }
+
+    /// Returns the number that RMS norms add to their weights: 0, or 1 if weights are stored around zero.
+    pub const fn norm_offset(self) -> f64 {
+        self.family().norm_offset
+    }
+
+    /// Returns the function of the gate in the feed-forward part.
+    pub const fn activation(self) -> Activation {
+        self.family().activation
+    }
+
+    /// Returns whether models of this family may cap attention scores and logits.
+    pub const fn has_softcaps(self) -> bool {
+        matches!(self, ModelType::Gemma2)
     }
 }
 

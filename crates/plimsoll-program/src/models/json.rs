@@ -7,7 +7,7 @@
 //! Defaults of absent keys are those of the configuration class in transformers 5 (`configuration_llama.py` and so on).
 //! Sizes that determine the shapes of weights have no default.
 
-use super::config::{ConfigError, Extras, ModelConfig, ModelType, RopeScaling, limit};
+use super::config::{Activation, ConfigError, Extras, ModelConfig, ModelType, RopeScaling, limit};
 use super::family::{Family, Windows};
 use plimsoll_core::DType;
 use serde_json::{Map, Value, json};
@@ -36,6 +36,7 @@ const INERT: &[&str] = &[
     "torchscript",
     "_attn_implementation",
     "_attn_implementation_autoset",
+    "cache_implementation",
     "attn_implementation",
     "pretraining_tp",
     "keys_to_ignore_at_inference",
@@ -89,12 +90,15 @@ const INERT: &[&str] = &[
     "typical_p",
 ];
 
-/// Returns the keys of `config.json` that Plimsoll does not support, each with the values at which it changes nothing.
-fn neutral_switches() -> [(&'static str, Vec<Value>); 13] {
+/// Returns the keys of `config.json` that Plimsoll does not support in a family, each with the values at which it changes
+/// nothing.
+fn neutral_switches(family: &Family) -> [(&'static str, Vec<Value>); 13] {
     let off = || vec![json!(false)];
     let none = || vec![json!([]), json!({})];
+    let mut activations = vec![json!(family.activation.name())];
+    activations.extend((family.activation == Activation::Silu).then(|| json!("swish")));
     [
-        ("hidden_act", vec![json!("silu"), json!("swish")]),
+        ("hidden_act", activations),
         ("attention_dropout", vec![json!(0), json!(0.0)]),
         ("partial_rotary_factor", vec![json!(1), json!(1.0)]),
         ("rope_interleaved", off()),
@@ -109,6 +113,9 @@ fn neutral_switches() -> [(&'static str, Vec<Value>); 13] {
         ("tie_last_hidden_states", Vec::new()),
     ]
 }
+
+/// Largest accepted `query_pre_attn_scalar`.
+const QUERY_SCALAR_MAX: u64 = 1 << 20;
 
 /// Largest number of end tokens of a model.
 const END_TOKENS_MAX: usize = 64;
@@ -194,8 +201,8 @@ impl ModelConfig {
             map.insert("eos_token_id".to_owned(), self.end_tokens_to_json());
         }
         // Switches with a default that differs from this model's value, or between readers.
-        let mut switches = vec![("hidden_act", json!("silu")), ("attention_dropout", json!(0.0))];
         let family = self.model_type.family();
+        let mut switches = vec![("hidden_act", json!(family.activation.name())), ("attention_dropout", json!(0.0))];
         if family.has_bias_switches {
             let biases = [("attention_bias", self.attention_out_bias), ("mlp_bias", self.ffn_bias)];
             switches.extend(biases.map(|(key, has_bias)| (key, json!(has_bias))));
@@ -218,6 +225,18 @@ impl ModelConfig {
                 ("residual_multiplier", json!(residual_multiplier)),
                 ("attention_multiplier", json!(attention_multiplier.unwrap_or(1.0 / (self.head_dim as f64).sqrt()))),
                 ("logits_scaling", json!(self.extras.logits_scaling)),
+            ]);
+        }
+        if matches!(family.windows, Windows::Periodic { .. }) {
+            switches.push(("layer_types", self.layer_types()));
+        }
+        if self.model_type == ModelType::Gemma2 {
+            let query_scalar = self.extras.attention_multiplier.map_or(self.head_dim as f64, |scale| scale.powi(-2));
+            switches.extend([
+                ("hidden_activation", json!(family.activation.name())),
+                ("query_pre_attn_scalar", json!(query_scalar.round() as u64)),
+                ("attn_logit_softcapping", json!(self.extras.score_softcap)),
+                ("final_logit_softcapping", json!(self.extras.logit_softcap)),
             ]);
         }
         for (key, value) in switches {
@@ -280,7 +299,8 @@ fn scaling_to_json(scaling: RopeScaling) -> Value {
 
 fn read(keys: &Keys) -> Result<ModelConfig, ConfigError> {
     let model_type = read_type(keys)?;
-    for (key, neutral) in neutral_switches() {
+    let family = model_type.family();
+    for (key, neutral) in neutral_switches(family) {
         keys.must_be_neutral(key, &neutral)?;
     }
     let [attention_bias, ffn_bias] = read_biases(keys, model_type)?;
@@ -288,7 +308,6 @@ fn read(keys: &Keys) -> Result<ModelConfig, ConfigError> {
     let hidden = keys.size("hidden_size", limit::HIDDEN)?;
     let heads = keys.size("num_attention_heads", limit::HEADS)?;
     let layers = keys.size("num_hidden_layers", limit::LAYERS)?;
-    let family = model_type.family();
     let max_positions = keys.whole("max_position_embeddings", limit::POSITIONS)?.unwrap_or(family.max_positions);
     let extras = read_extras(keys, family, layers, max_positions)?;
     let (rope_theta, rope_scaling) = read_rope(keys, family, max_positions)?;
@@ -386,8 +405,26 @@ fn read_extras(keys: &Keys, family: &Family, layers: u64, max_positions: u64) ->
                 ..extras
             })
         }
+        ModelType::Gemma2 => read_gemma2(keys, extras),
         _ => Ok(extras),
     }
+}
+
+/// Adds to `extras` what models of the family gemma2 have: the factor of attention scores, and caps of scores and logits.
+fn read_gemma2(keys: &Keys, extras: Extras) -> Result<Extras, ConfigError> {
+    keys.must_be_neutral("hidden_activation", &[json!(Activation::GeluTanh.name())])?;
+    keys.must_be_neutral("use_bidirectional_attention", &[json!(false)])?;
+    let query_scalar = keys.whole("query_pre_attn_scalar", QUERY_SCALAR_MAX)?.unwrap_or(256);
+    let cap = |key: &str, default: f64| {
+        let by_default = Some(default).filter(|_| keys.raw(key).is_none());
+        Ok::<_, ConfigError>(keys.number(key)?.or(by_default))
+    };
+    Ok(Extras {
+        attention_multiplier: Some((query_scalar as f64).sqrt().recip()),
+        score_softcap: cap("attn_logit_softcapping", 50.0)?,
+        logit_softcap: cap("final_logit_softcapping", 30.0)?,
+        ..extras
+    })
 }
 
 /// Reads the layers without rotary positions: those with a zero in `no_rope_layers`, or else each nth one.
@@ -437,6 +474,10 @@ fn read_windows(
         Windows::SwitchedUnrotated => {
             let rotated = (0..layers).filter(|layer| !unrotated_layers.contains(layer));
             (window.filter(|_| switched_on == Some(true)), rotated.collect())
+        }
+        Windows::Periodic { default, period } => {
+            let full = (0..layers).filter(|layer| (layer + 1).is_multiple_of(period));
+            (window.or(by_default(Some(default))), full.collect())
         }
     };
     if let Some(listed) = read_full_layers(keys, layers)? {

@@ -11,7 +11,7 @@ mod supported;
 pub mod weights;
 
 pub use config::{ConfigError, Extras, ModelConfig};
-pub use family::{ModelType, QkNorm};
+pub use family::{Activation, ModelType, QkNorm};
 pub use presets::{closest_preset, preset, preset_name, preset_names};
 pub use rope::RopeScaling;
 pub use supported::{CUDA_HEAD_DIM_MAX, Unsupported, check_supported};

@@ -24,9 +24,11 @@ struct Row {
     bos: Option<i64>,
     eos: i64,
     init_std: f64,
+    /// `query_pre_attn_scalar`, the square of the divisor of attention scores; 0 in families without it.
+    query_scalar: u64,
 }
 
-use ModelType::{Llama, Mistral, Olmo2, Qwen2, Qwen3};
+use ModelType::{Gemma2, Llama, Mistral, Olmo2, Qwen2, Qwen3};
 
 const fn llama3(factor: f64) -> RopeScaling {
     RopeScaling::Llama3 { factor, low_freq_factor: 1.0, high_freq_factor: 4.0, original_max_position_embeddings: 8192 }
@@ -59,6 +61,7 @@ const fn row(
         bos: Some(bos),
         eos,
         init_std: 0.02,
+        query_scalar: 0,
     }
 }
 
@@ -69,10 +72,32 @@ const fn olmo2(name: &'static str, sizes: [u64; 7]) -> Row {
     Row { bos: None, ..row(name, Olmo2, sizes, false, (5e5, PLAIN, 1e-6), 4096, [0, 100_257]) }
 }
 
+/// Returns the row of a Gemma 2 model.
+const fn gemma2(name: &'static str, sizes: [u64; 7], query_scalar: u64) -> Row {
+    Row { query_scalar, ..row(name, Gemma2, sizes, true, (1e4, PLAIN, 1e-6), 8192, [2, 1]) }
+}
+
+impl Row {
+    /// Returns the parts that most models do not have.
+    fn extras(&self) -> Extras {
+        match self.model_type {
+            Gemma2 => Extras {
+                window: Some(4096),
+                full_layers: (1..self.layers).step_by(2).collect(),
+                attention_multiplier: Some((self.query_scalar as f64).sqrt().recip()),
+                score_softcap: Some(50.0),
+                logit_softcap: Some(30.0),
+                ..Extras::default()
+            },
+            _ => Extras::default(),
+        }
+    }
+}
+
 /// The presets, ordered by family and size. Columns: name, type, [hidden, layers, heads, kv heads, head size,
 /// feed-forward, vocabulary], tied, (theta, scaling, eps), longest sequence, [bos, eos].
 #[rustfmt::skip]
-static ROWS: [Row; 20] = [
+static ROWS: [Row; 23] = [
     Row {
         init_std: 0.041_666_666_666_666_664,
         ..row("smollm2-135m", Llama, [576, 30, 9, 3, 64, 1536, 49152], true, (1e5, PLAIN, 1e-5), 8192, [0, 0])
@@ -96,6 +121,9 @@ static ROWS: [Row; 20] = [
     olmo2("olmo2-1b", [2048, 16, 16, 16, 128, 8192, 100_352]),
     olmo2("olmo2-7b", [4096, 32, 32, 32, 128, 11008, 100_352]),
     olmo2("olmo2-13b", [5120, 40, 40, 40, 128, 13824, 100_352]),
+    gemma2("gemma2-2b", [2304, 26, 8, 4, 256, 9216, 256_000], 256),
+    gemma2("gemma2-9b", [3584, 42, 16, 8, 256, 14336, 256_000], 256),
+    gemma2("gemma2-27b", [4608, 46, 32, 16, 128, 36864, 256_000], 144),
 ];
 
 /// Returns the configuration of the preset (published model shape) with this name, such as `llama-3.2-1b`, and `None`
@@ -123,7 +151,7 @@ pub fn preset(name: &str) -> Option<ModelConfig> {
         bos: row.bos,
         eos: vec![row.eos],
         init_std: row.init_std,
-        extras: Extras::default(),
+        extras: row.extras(),
     })
 }
 
@@ -195,6 +223,9 @@ mod tests {
             ("olmo2-1b", "1.485 B"),
             ("olmo2-7b", "7.299 B"),
             ("olmo2-13b", "13.716 B"),
+            ("gemma2-2b", "2.614 B"),
+            ("gemma2-9b", "9.242 B"),
+            ("gemma2-27b", "27.227 B"),
         ];
         assert_eq!(preset_names().collect::<Vec<_>>(), published.map(|(name, _)| name));
         for (name, printed) in published {

@@ -14,7 +14,8 @@
 //! | `gate_up` | `[2F, D]` | gate, up |
 //! | `gate_up_bias` | `[2F]` | gate, up |
 //! | `down` | `[D, F]` | |
-//! | `attention_norm`, `ffn_norm`, `final_norm` | `[D]` | |
+//! | `attention_norm`, `ffn_norm` (of inputs), `final_norm` | `[D]` | |
+//! | `attention_output_norm`, `ffn_output_norm` | `[D]` | |
 
 use super::config::ModelConfig;
 
@@ -247,13 +248,28 @@ impl ModelConfig {
                 push("self_attn.k_norm.weight", "k_norm", 0, vec![keys], None);
             }
         }
-        let [attention_norm, ffn_norm] = if self.model_type.norms_outputs() {
-            ["post_attention_layernorm.weight", "post_feedforward_layernorm.weight"]
-        } else {
-            ["input_layernorm.weight", "post_attention_layernorm.weight"]
-        };
-        push(attention_norm, "attention_norm", 0, vec![d], None);
-        push(ffn_norm, "ffn_norm", 0, vec![d], None);
+        for (name, tensor) in self.layer_norms() {
+            push(name, tensor, 0, vec![d], None);
+        }
+    }
+
+    /// Returns the norms of a layer besides those of queries and keys: name in the file and tensor, in the file's order.
+    fn layer_norms(&self) -> &'static [(&'static str, &'static str)] {
+        match (self.model_type.norms_inputs(), self.model_type.norms_outputs()) {
+            (true, false) => {
+                &[("input_layernorm.weight", "attention_norm"), ("post_attention_layernorm.weight", "ffn_norm")]
+            }
+            (false, _) => &[
+                ("post_attention_layernorm.weight", "attention_output_norm"),
+                ("post_feedforward_layernorm.weight", "ffn_output_norm"),
+            ],
+            (true, true) => &[
+                ("input_layernorm.weight", "attention_norm"),
+                ("post_attention_layernorm.weight", "attention_output_norm"),
+                ("pre_feedforward_layernorm.weight", "ffn_norm"),
+                ("post_feedforward_layernorm.weight", "ffn_output_norm"),
+            ],
+        }
     }
 }
 
@@ -291,7 +307,7 @@ mod tests {
     }
 
     /// The expected names come from `[name for name, _ in AutoModelForCausalLM.from_config(config).named_parameters()]`
-    /// of a one-layer qwen2, qwen3 and olmo2 in transformers 5.23.
+    /// of a one-layer qwen2, qwen3, olmo2 and gemma2 in transformers 5.23.
     #[test]
     fn weight_order_matches_transformers() {
         let names = |preset_name: &str| {
@@ -320,6 +336,10 @@ mod tests {
         let qwen3 = names("qwen3-8b");
         assert_eq!(qwen3[4..7], ["self_attn.o_proj.weight", "self_attn.q_norm.weight", "self_attn.k_norm.weight"]);
         assert_eq!(qwen3.last().unwrap(), "lm_head.weight");
+        let gemma2 = names("gemma2-2b");
+        let norms = ["input", "post_attention", "pre_feedforward", "post_feedforward"];
+        assert_eq!(gemma2[8..12], norms.map(|name| format!("{name}_layernorm.weight")));
+        assert_eq!(gemma2.last().unwrap(), "model.norm.weight");
         let olmo2 = names("olmo2-1b");
         assert_eq!(olmo2[4..7], qwen3[4..7]);
         assert_eq!(olmo2[10..12], ["post_attention_layernorm.weight", "post_feedforward_layernorm.weight"]);

@@ -55,7 +55,7 @@ pub(super) fn visit_accesses(op: &OpKind, visitor: &mut AccessVisitor) {
             visitor.update(*qkv, rows * shape.columns());
         }
         OpKind::RopeTable { table, table_rows, head_dim, .. } => visitor.write(*table, table_rows * head_dim),
-        OpKind::Attention { qkv, document_start, out, stats, workspace, batch, sequence, shape } => {
+        OpKind::Attention { qkv, document_start, out, stats, workspace, batch, sequence, shape, .. } => {
             let rows = batch * sequence;
             visitor.read(*qkv, rows * shape.columns());
             visitor.read(*document_start, rows);
@@ -63,7 +63,19 @@ pub(super) fn visit_accesses(op: &OpKind, visitor: &mut AccessVisitor) {
             visitor.write(*stats, rows * shape.heads);
             visitor.write_all(*workspace);
         }
-        OpKind::AttentionGrad { qkv, out, dout, stats, document_start, dqkv, workspace, batch, sequence, shape } => {
+        OpKind::AttentionGrad {
+            qkv,
+            out,
+            dout,
+            stats,
+            document_start,
+            dqkv,
+            workspace,
+            batch,
+            sequence,
+            shape,
+            ..
+        } => {
             let rows = batch * sequence;
             visitor.read(*qkv, rows * shape.columns());
             visitor.read(*out, rows * shape.query_columns());
@@ -91,6 +103,7 @@ pub(super) fn visit_accesses(op: &OpKind, visitor: &mut AccessVisitor) {
             rows,
             capacity,
             shape,
+            ..
         } => {
             let (rows, cache) = (sequences * rows, slots * capacity * shape.kv_heads * shape.head_dim);
             first_keys.iter().for_each(|first_keys| visitor.read(*first_keys, rows));

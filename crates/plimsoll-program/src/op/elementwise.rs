@@ -1,19 +1,20 @@
-//! SwiGLU, dropout, casts, and sums and selections of rows.
+//! Gated units, caps, dropout, casts, and sums and selections of rows.
 
 use super::{AccessVisitor, Cost, Mode, OpKind, OperandTypes, not_in_family};
 
 /// Reports to `visitor` each range of tensor elements that an op of this module reads or writes.
 pub(super) fn visit_accesses(op: &OpKind, visitor: &mut AccessVisitor) {
     match op {
-        OpKind::SwiGlu { gate_up, out, rows, ffn } => {
+        OpKind::Glu { gate_up, out, rows, ffn, .. } => {
             visitor.read(*gate_up, rows * 2 * ffn);
             visitor.write(*out, rows * ffn);
         }
-        OpKind::SwiGluGrad { gate_up, dout, dgate_up, rows, ffn } => {
+        OpKind::GluGrad { gate_up, dout, dgate_up, rows, ffn, .. } => {
             visitor.read(*gate_up, rows * 2 * ffn);
             visitor.read(*dout, rows * ffn);
             visitor.write(*dgate_up, rows * 2 * ffn);
         }
+        OpKind::SoftCap { x, elements, .. } => visitor.update(*x, *elements),
         OpKind::SumRows { x, into, workspace, rows, columns } => {
             visitor.read(*x, rows * columns);
             visitor.update(*into, *columns);
@@ -44,8 +45,9 @@ pub(super) fn visit_accesses(op: &OpKind, visitor: &mut AccessVisitor) {
 /// Returns the number of floating-point operations of an op of this module.
 pub(super) fn cost(op: &OpKind) -> Cost {
     match op {
-        OpKind::SwiGlu { rows, ffn, .. } => Cost::other(14.0, [*rows, *ffn]),
-        OpKind::SwiGluGrad { rows, ffn, .. } => Cost::other(20.0, [*rows, *ffn]),
+        OpKind::Glu { rows, ffn, .. } => Cost::other(14.0, [*rows, *ffn]),
+        OpKind::GluGrad { rows, ffn, .. } => Cost::other(20.0, [*rows, *ffn]),
+        OpKind::SoftCap { elements, .. } => Cost::other(14.0, [*elements]),
         OpKind::SumRows { rows, columns, .. } => Cost::other(1.0, [*rows, *columns]),
         OpKind::Add { elements, .. } => Cost::other(1.0, [*elements]),
         OpKind::Dropout { rows, columns, .. } => Cost::other(20.0, [*rows, *columns]),
@@ -56,11 +58,14 @@ pub(super) fn cost(op: &OpKind) -> Cost {
 /// Adds to `types` the dtype that each operand of an op of this module must have.
 pub(super) fn expect_types<'k>(op: &'k OpKind, types: &mut OperandTypes<'k>) {
     match op {
-        OpKind::SwiGlu { gate_up, out, .. } => {
+        OpKind::Glu { gate_up, out, .. } => {
             types.expect(types.activation(gate_up), [gate_up, out]);
         }
-        OpKind::SwiGluGrad { gate_up, dout, dgate_up, .. } => {
+        OpKind::GluGrad { gate_up, dout, dgate_up, .. } => {
             types.expect(types.activation(gate_up), [gate_up, dout, dgate_up]);
+        }
+        OpKind::SoftCap { x, .. } => {
+            types.expect(types.activation(x), [x]);
         }
         OpKind::SumRows { x, into, workspace, .. } => {
             let real = types.activation(x);

@@ -6,12 +6,12 @@ use plimsoll_core::DType;
 /// Reports to `visitor` each range of tensor elements that an op of this module reads or writes.
 pub(super) fn visit_accesses(op: &OpKind, visitor: &mut AccessVisitor) {
     match op {
-        OpKind::Embed { tokens, table, out, rows, hidden, vocab } => {
+        OpKind::Embed { tokens, table, out, rows, hidden, vocab, .. } => {
             visitor.read(*tokens, *rows);
             visitor.read(*table, vocab * hidden);
             visitor.write(*out, rows * hidden);
         }
-        OpKind::EmbedGrad { tokens, dout, dtable, workspace, rows, hidden, vocab } => {
+        OpKind::EmbedGrad { tokens, dout, dtable, workspace, rows, hidden, vocab, .. } => {
             visitor.read(*tokens, *rows);
             visitor.read(*dout, rows * hidden);
             visitor.update(*dtable, vocab * hidden);

@@ -2,7 +2,7 @@
 //! that describes it).
 
 use super::{Exchange, Heads, Quantized};
-use crate::models::{QkNorm, RopeScaling};
+use crate::models::{Activation, QkNorm, RopeScaling};
 use crate::tensor::{Index, Operand};
 use serde::{Deserialize, Serialize};
 
@@ -37,9 +37,10 @@ pub enum OpKind {
         scale: f64,
         accumulate: bool,
     },
-    /// Embedding lookup: `out[N,D]` = the rows of `table[V,D]` that `tokens[N]` select.
-    Embed { tokens: Operand, table: Operand, out: Operand, rows: u64, hidden: u64, vocab: u64 },
-    /// Gradient of [`OpKind::Embed`]: adds each row of `dout[N,D]` to the row of `dtable[V,D]` that its token selects.
+    /// Embedding lookup: `out[N,D]` = `scale` · the rows of `table[V,D]` that `tokens[N]` select.
+    Embed { tokens: Operand, table: Operand, out: Operand, rows: u64, hidden: u64, vocab: u64, scale: f64 },
+    /// Gradient of [`OpKind::Embed`]: adds `scale` · each row of `dout[N,D]` to the row of `dtable[V,D]` that its token
+    /// selects.
     EmbedGrad {
         tokens: Operand,
         dout: Operand,
@@ -48,8 +49,10 @@ pub enum OpKind {
         rows: u64,
         hidden: u64,
         vocab: u64,
+        scale: f64,
     },
-    /// RMS norm of each row: out = x / rms(x) · weight (+ residual). `rstd[rows]` = 1 / rms(x).
+    /// RMS norm of each row: out = x / rms(x) · (weight + offset) (+ residual). `rstd[rows]` = 1 / rms(x). `offset` is 0,
+    /// or 1 in Gemma.
     RmsNorm {
         x: Operand,
         weight: Operand,
@@ -59,6 +62,7 @@ pub enum OpKind {
         rows: u64,
         dim: u64,
         eps: f64,
+        offset: f64,
     },
     /// Gradient of [`OpKind::RmsNorm`]: writes `dx` or, with `accumulate`, adds to it. Adds the weight's gradient to
     /// `dweight`, which is `None` for a frozen weight. The gradient of a residual is `dout` itself.
@@ -72,11 +76,12 @@ pub enum OpKind {
         workspace: Operand,
         rows: u64,
         dim: u64,
+        offset: f64,
         accumulate: bool,
     },
     /// RMS norms of queries and keys: of each head (Qwen 3), or of all query heads and of all key heads (OLMo 2). A row
     /// of `x[N,C]` has queries, keys and values side by side; the values are copied. `rstd[N, H+K]`, or `[N, 2]`, has
-    /// 1 / rms of each norm.
+    /// 1 / rms of each norm, and `offset` is added to the weights.
     HeadNorm {
         x: Operand,
         q_weight: Operand,
@@ -87,6 +92,7 @@ pub enum OpKind {
         shape: Heads,
         norm: QkNorm,
         eps: f64,
+        offset: f64,
     },
     /// Gradient of [`OpKind::HeadNorm`]: replaces the gradient of the output in `dx` by that of the input. Adds the
     /// gradients of the two weights to `dweights` (queries, keys), which is `None` for frozen weights.
@@ -101,6 +107,7 @@ pub enum OpKind {
         rows: u64,
         shape: Heads,
         norm: QkNorm,
+        offset: f64,
     },
     /// Rotary positions: rotates query and key heads of `qkv[N,C]` in place, each row by its entry in `positions[N]`.
     /// Row p of `table[P,E]` has the cosines, then the sines of position p. `inverse` rotates back, which is the
@@ -110,7 +117,7 @@ pub enum OpKind {
     RopeTable { table: Operand, table_rows: u64, head_dim: u64, theta: f64, scaling: RopeScaling, amplitude: f64 },
     /// Causal attention within documents, of which a sequence may hold several (packing): query i attends to keys
     /// `document_start[i] ..= i`. Reads `qkv[N,C]`, writes `out[N, H·E]` and `stats[B,H,T]`, the log-sum-exp of the
-    /// scores.
+    /// scores. A score s is q · k / √E, or softcap · tanh(s / softcap) with a `softcap`.
     Attention {
         qkv: Operand,
         document_start: Operand,
@@ -120,6 +127,7 @@ pub enum OpKind {
         batch: u64,
         sequence: u64,
         shape: Heads,
+        softcap: Option<f64>,
     },
     /// Gradient of [`OpKind::Attention`]: writes the gradients of queries, keys and values to `dqkv[N,C]`.
     AttentionGrad {
@@ -133,6 +141,7 @@ pub enum OpKind {
         batch: u64,
         sequence: u64,
         shape: Heads,
+        softcap: Option<f64>,
     },
     /// First key that each token sees through a sliding window: `out[N]` = document_start + max(0, positions + 1 −
     /// window), of integers. Without `document_start`, documents start at 0, as in generation. A window that exceeds
@@ -157,6 +166,7 @@ pub enum OpKind {
         rows: u64,
         capacity: u64,
         shape: Heads,
+        softcap: Option<f64>,
     },
     /// Writes keys and values of `rows` tokens of each of `sequences` sequences to their key-value caches, at `places`.
     /// Operands are those of [`OpKind::CachedAttention`].
@@ -171,10 +181,13 @@ pub enum OpKind {
         capacity: u64,
         shape: Heads,
     },
-    /// SwiGLU: `out[N,F]` = silu(gate) · up, elementwise. Each row of `gate_up[N,2F]` has gate, then up.
-    SwiGlu { gate_up: Operand, out: Operand, rows: u64, ffn: u64 },
-    /// Gradient of [`OpKind::SwiGlu`]: writes `dgate_up[N,2F]`, which may be the same memory as `gate_up`.
-    SwiGluGrad { gate_up: Operand, dout: Operand, dgate_up: Operand, rows: u64, ffn: u64 },
+    /// Gated unit (SwiGLU, GeGLU): `out[N,F]` = activation(gate) · up, elementwise. Each row of `gate_up[N,2F]` has gate,
+    /// then up.
+    Glu { gate_up: Operand, out: Operand, rows: u64, ffn: u64, activation: Activation },
+    /// Gradient of [`OpKind::Glu`]: writes `dgate_up[N,2F]`, which may be the same memory as `gate_up`.
+    GluGrad { gate_up: Operand, dout: Operand, dgate_up: Operand, rows: u64, ffn: u64, activation: Activation },
+    /// Limits elements to ±`cap` smoothly, in place: x = cap · tanh(x / cap).
+    SoftCap { x: Operand, elements: u64, cap: f64 },
     /// Updates the running softmax of R rows (tokens) with one block of the vocabulary: `logits[R, columns]`, of which
     /// the first column is vocabulary entry `first`. All blocks together give the cross entropy without full logits.
     ///
@@ -204,7 +217,8 @@ pub enum OpKind {
         rows: u64,
     },
     /// Replaces `logits[R, columns]`, of which the first column is vocabulary entry `first`, by the gradient of the
-    /// loss. The gradient is scaled by the loss weight of each token and by 1 / labelled tokens of the step.
+    /// loss. The gradient is scaled by the loss weight of each token and by 1 / labelled tokens of the step. Logits that
+    /// [`OpKind::SoftCap`] limited to ±`softcap` are replaced by the gradient of what it read.
     SoftmaxGrad {
         logits: Operand,
         labels: Operand,
@@ -214,6 +228,7 @@ pub enum OpKind {
         rows: u64,
         first: u64,
         columns: u64,
+        softcap: Option<f64>,
     },
     /// Sum over rows: `into[n]` += Σ rows of `x[m,n]`; the gradient of a bias.
     SumRows { x: Operand, into: Operand, workspace: Operand, rows: u64, columns: u64 },
@@ -371,8 +386,9 @@ impl OpKind {
             OpKind::WindowStart { .. } => ("window_start", Family::Attention),
             OpKind::CachedAttention { .. } => ("cached_attention", Family::Attention),
             OpKind::AppendCache { .. } => ("append_cache", Family::Attention),
-            OpKind::SwiGlu { .. } => ("swi_glu", Family::Elementwise),
-            OpKind::SwiGluGrad { .. } => ("swi_glu_grad", Family::Elementwise),
+            OpKind::Glu { .. } => ("glu", Family::Elementwise),
+            OpKind::GluGrad { .. } => ("glu_grad", Family::Elementwise),
+            OpKind::SoftCap { .. } => ("soft_cap", Family::Elementwise),
             OpKind::SoftmaxStats { .. } => ("softmax_stats", Family::Loss),
             OpKind::CrossEntropy { .. } => ("cross_entropy", Family::Loss),
             OpKind::SoftmaxGrad { .. } => ("softmax_grad", Family::Loss),

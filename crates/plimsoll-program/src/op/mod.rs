@@ -39,7 +39,7 @@ pub use self::kind::{Family, OpKind, not_in_family};
 pub use self::loss::SOFTMAX_STATS;
 pub use self::quantization::{Quantized, QuantizedPart};
 pub(crate) use self::types::mistyped_operand;
-pub use crate::models::{QkNorm, RopeScaling};
+pub use crate::models::{Activation, QkNorm, RopeScaling};
 
 /// The queue, like a CUDA stream, that an op runs on. Ops of one queue run in order. Ops of different queues may
 /// overlap, unless they touch the same bytes and one of them writes ([`crate::order`]).
@@ -220,7 +220,7 @@ impl Op {
     /// The planner places both at the same bytes if no later op needs the read tensor and both have the same size.
     pub fn in_place(&self) -> Option<(Operand, Operand)> {
         match &self.kind {
-            OpKind::SwiGluGrad { gate_up, dgate_up, .. } => Some((*gate_up, *dgate_up)),
+            OpKind::GluGrad { gate_up, dgate_up, .. } => Some((*gate_up, *dgate_up)),
             OpKind::Product { residual: Some(residual), out, .. } => Some((*residual, *out)),
             _ => None,
         }

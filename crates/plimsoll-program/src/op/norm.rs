@@ -14,7 +14,7 @@ pub(super) fn visit_accesses(op: &OpKind, visitor: &mut AccessVisitor) {
             visitor.write(*out, rows * dim);
             visitor.write(*rstd, *rows);
         }
-        OpKind::RmsNormGrad { x, weight, rstd, dout, dx, dweight, workspace, rows, dim, accumulate } => {
+        OpKind::RmsNormGrad { x, weight, rstd, dout, dx, dweight, workspace, rows, dim, accumulate, .. } => {
             visitor.read(*x, rows * dim);
             visitor.read(*weight, *dim);
             visitor.read(*rstd, *rows);
@@ -33,7 +33,7 @@ pub(super) fn visit_accesses(op: &OpKind, visitor: &mut AccessVisitor) {
             visitor.write(*out, rows * shape.columns());
             visitor.write(*rstd, rows * shape.norm_count(*norm));
         }
-        OpKind::HeadNormGrad { x, q_weight, k_weight, rstd, dx, dweights, workspace, rows, shape, norm } => {
+        OpKind::HeadNormGrad { x, q_weight, k_weight, rstd, dx, dweights, workspace, rows, shape, norm, .. } => {
             let widths = shape.norm_widths(*norm);
             visitor.read(*x, rows * shape.columns());
             visitor.read(*q_weight, widths[0]);

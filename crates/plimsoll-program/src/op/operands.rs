@@ -104,8 +104,9 @@ macro_rules! operand_list {
                 list
             }
             OpKind::AppendCache { qkv, keys, values, places, .. } => smallvec![qkv, keys, values, places],
-            OpKind::SwiGlu { gate_up, out, .. } => smallvec![gate_up, out],
-            OpKind::SwiGluGrad { gate_up, dout, dgate_up, .. } => smallvec![gate_up, dout, dgate_up],
+            OpKind::Glu { gate_up, out, .. } => smallvec![gate_up, out],
+            OpKind::GluGrad { gate_up, dout, dgate_up, .. } => smallvec![gate_up, dout, dgate_up],
+            OpKind::SoftCap { x, .. } => smallvec![x],
             OpKind::SoftmaxStats { logits, labels, weights, stats, .. } => smallvec![logits, labels, weights, stats],
             OpKind::CrossEntropy { stats, labels, weights, metrics, correct, .. } => {
                 let mut list = smallvec![stats, labels, weights, metrics];

@@ -446,6 +446,7 @@ mod tests {
     use plimsoll_core::{DType, WorkKind};
     use plimsoll_device::device::{NoMemory, NoObserver};
     use plimsoll_program::builder::Builder;
+    use plimsoll_program::op::Activation;
     use plimsoll_program::workspace::Kernels;
     use plimsoll_program::{Block, OpKind, Phase};
 
@@ -555,7 +556,8 @@ mod tests {
                 let [gate_up, dgate_up] = ["gate_up", "dgate_up"].map(|name| builder.activation(name, &[20], 1));
                 let dout = builder.activation("dout", &[10], 1);
                 let [gate, result, above] = [gate_up, dgate_up, dout].map(Operand::whole);
-                let grad = OpKind::SwiGluGrad { gate_up: gate, dout: above, dgate_up: result, rows: 1, ffn: 10 };
+                let (rows, ffn, activation) = (1, 10, Activation::Silu);
+                let grad = OpKind::GluGrad { gate_up: gate, dout: above, dgate_up: result, rows, ffn, activation };
                 let mut ops = vec![fill(gate_up), fill(dout), grad.into(), fill(dgate_up)];
                 ops.extend(reads_input_again.then(|| fill(gate_up)));
                 let blocks = vec![Block::once("grad", ops)];

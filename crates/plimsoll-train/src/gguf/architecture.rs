@@ -70,6 +70,7 @@ pub const fn name_architecture(model_type: ModelType) -> &'static str {
         ModelType::SmolLm3 => "smollm3",
         ModelType::Granite => "granite",
         ModelType::Olmo2 => "olmo2",
+        ModelType::Gemma2 => "gemma2",
     }
 }
 
@@ -181,7 +182,11 @@ fn part_without_form(config: &ModelConfig) -> Option<String> {
     let differs = config.extras.unrotated_layers != unrotated;
     // The norm of all query heads of `olmo2` is as wide as the model there.
     let is_wide = config.model_type == ModelType::Olmo2 && config.heads * config.head_dim != config.hidden;
-    scaling
+    // llama.cpp stores 1 + weight; names and numbers of these families are not known here.
+    let adds_one = config.model_type.norm_offset() != 0.0;
+    adds_one
+        .then(|| format!("`model_type` is {}", config.model_type))
+        .or(scaling)
         .or_else(|| differs.then(|| "`no_rope_layers` are not every fourth layer".to_owned()))
         .or_else(|| is_wide.then(|| format!("`head_dim` is {}", config.head_dim)))
 }
@@ -275,6 +280,7 @@ mod tests {
         assert_eq!(settings(&smollm3, "smollm3").unwrap_err(), "`no_rope_layers` are not every fourth layer");
         smollm3.extras.unrotated_layers = (0..smollm3.layers).filter(|layer| layer % 4 == 3).collect();
         settings(&smollm3, "smollm3").unwrap();
+        assert_eq!(settings(&preset("gemma2-2b").unwrap(), "gemma2").unwrap_err(), "`model_type` is gemma2");
         let olmo2 = preset("olmo2-1b").unwrap();
         settings(&olmo2, "olmo2").unwrap();
         let wide = ModelConfig { head_dim: 2 * olmo2.head_dim, ..olmo2 };

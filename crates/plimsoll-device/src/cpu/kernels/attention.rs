@@ -8,6 +8,7 @@
 //! "FlashAttention"): S = K·Qᵀ, P = e^(S − max so far), out = rescaled out + Pᵀ·V.
 //! Backward, from stats = ln Σ e^S: P = e^(S − stats), dV += P·dO, dP = V·dOᵀ,
 //! dS = P · (dP − δ) / √E with δ = Σ out · dO, dK += dS·Q, dQ += dSᵀ·K.
+//! With a soft cap c, scores S become c · tanh(S / c), and dS has the factor 1 − (S / c)².
 //!
 //! In bf16, S and dP are pair products of the stored operands. P, dS and sums over blocks of keys or queries stay in f32 in the
 //! workspace, and are rounded once.
@@ -16,6 +17,7 @@ use super::Heads;
 use super::elementwise::round_to;
 use super::product::{Depth, FEW_ROWS, Left, Multiply, QUERIES, Target, dots_1, small_product};
 use super::simd::{Float, Real, get, get_or, put, strips, vectorized};
+use super::softcap::{cap_scaled, cap_slope};
 use crate::cpu::pool::{Pool, Shared};
 use plimsoll_program::workspace::Kernels;
 use plimsoll_program::workspace::cpu::ATTENTION_KEYS;
@@ -199,11 +201,12 @@ impl Block<'_> {
 }
 
 /// Computes `out[N, H·E]` and `stats[B, H, T]` (log-sum-exp of the scaled scores) of `qkv[N, C]` in sequences of
-/// `sequence` tokens: query i of a sequence sees its keys `document_start[i]..=i`. `scratch` has
-/// `workspace::cpu::attention` elements.
+/// `sequence` tokens: query i of a sequence sees its keys `document_start[i]..=i`. Scores are limited to ±`softcap`.
+/// `scratch` has `workspace::cpu::attention` elements.
 pub fn attention<T: Multiply>(
     pool: &Pool,
     shape: Heads,
+    softcap: Option<f64>,
     sequence: usize,
     qkv: &[T],
     document_start: &[i32],
@@ -245,7 +248,7 @@ pub fn attention<T: Multiply>(
                 values: &sequence_qkv[c.values + kv * c.head..],
                 row: c.all,
             },
-            c.head,
+            (c.head, softcap),
             (to, c.keys),
             Some(stats),
             Scratch::split(lane, c.head, keys, None, !T::IS_WIDE),
@@ -261,7 +264,7 @@ fn forward<T: Multiply>(
     queries: &[T],
     query_row: usize,
     cache: Cache<T>,
-    head: usize,
+    (head, softcap): (usize, Option<f64>),
     (out, out_row): (*mut T, usize),
     stats: Option<&mut [T::Wide]>,
     s: Scratch<T::Wide>,
@@ -269,7 +272,7 @@ fn forward<T: Multiply>(
     let count = block.count;
     let (sums, sums_row) = if T::IS_WIDE { (out.cast(), out_row) } else { (s.sums.as_mut_ptr(), head) };
     T::pack_right_operand(queries, query_row, count, head, inverse_sqrt(head), s.queries);
-    let scale = T::remaining_scale(inverse_sqrt(head));
+    let rest = T::remaining_scale(inverse_sqrt(head));
     block.first_visible_keys(s.start);
     s.largest.fill(T::Wide::LOWEST);
     s.sum.fill(T::Wide::ZERO);
@@ -281,8 +284,9 @@ fn forward<T: Multiply>(
         let v = &cache.values[from * cache.row..(from + keys - 1) * cache.row + head];
         block.scores(from, keys, head, k.as_ptr(), cache.row, s.queries, s.scores);
         let scores = &mut s.scores[..keys * QUERIES];
+        let rest = cap_scores(scores, rest, softcap);
         block.hide_keys(scores, from, s.start);
-        online_softmax(scores, scale, s.largest, s.sum, s.factor);
+        online_softmax(scores, rest, s.largest, s.sum, s.factor);
         if from > first_visible_key {
             scale_rows(sums, sums_row, count, head, s.factor);
         }
@@ -310,6 +314,7 @@ fn forward<T: Multiply>(
 pub fn attention_grad<T: Multiply>(
     pool: &Pool,
     shape: Heads,
+    softcap: Option<f64>,
     sequence: usize,
     qkv: &[T],
     out: &[T],
@@ -360,7 +365,7 @@ pub fn attention_grad<T: Multiply>(
                 };
                 backward(
                     Block { first, count, starts: &document_start[row..row + count] },
-                    &c,
+                    (&c, softcap),
                     &qkv[q..],
                     Cache { keys: &qkv[at(0, k_column)..], values: &qkv[at(0, v_column)..], row: c.all },
                     &out[o..],
@@ -385,7 +390,7 @@ pub fn attention_grad<T: Multiply>(
 /// keys and values. If activations do not have the wide type, adds to the sums in `s` instead.
 fn backward<T: Multiply>(
     block: Block,
-    c: &Columns,
+    (c, softcap): (&Columns, Option<f64>),
     queries: &[T],
     cache: Cache<T>,
     out: &[T],
@@ -420,8 +425,10 @@ fn backward<T: Multiply>(
         block.scores(from, keys, head, k, cache.row, s.queries, s.scores);
         block.scores(from, keys, head, v, cache.row, s.douts, s.dscores);
         let (p, ds) = (&mut s.scores[..keys * QUERIES], &mut s.dscores[..keys * QUERIES]);
+        let rest = cap_scores(p, rest, softcap);
         block.hide_keys(p, from, s.start);
-        score_gradients(p, rest, ds, s.largest, s.sum, inverse_sqrt(head));
+        let inverse_cap = softcap.map(|cap| T::Wide::from_f64(cap.recip()));
+        score_gradients(p, rest, inverse_cap, ds, s.largest, s.sum, inverse_sqrt(head));
         // SAFETY: rows from.. of the sums are inside them.
         let (dk, dv) = unsafe { (k_sums.add(from * k_row), v_sums.add(from * v_row)) };
         let (depth, rows) = (block.visible_queries(from), |x: &[T::Wide]| Left::rows(x.as_ptr(), QUERIES));
@@ -476,6 +483,7 @@ pub fn window_start(positions: &[i32], document_start: Option<&[i32]>, window: u
 pub fn cached_attention<T: Multiply>(
     pool: &Pool,
     shape: Heads,
+    softcap: Option<f64>,
     qkv: &[T],
     [keys, values]: [&[T]; 2],
     places: &[i32],
@@ -513,20 +521,27 @@ pub fn cached_attention<T: Multiply>(
             let to = unsafe { out.part(at..at + c.head) };
             let s = Scratch::split(lane, c.head, capacity.min(KEYS), None, !T::IS_WIDE);
             let from = first_keys.get(row).map_or(0, |&key| key as usize);
-            one_query(&queries[..c.head], cache, from..start + first + 1, to, s);
+            one_query(&queries[..c.head], softcap, cache, from..start + first + 1, to, s);
         } else {
             // SAFETY: inside the output; tasks write disjoint rows and columns.
             let to = unsafe { out.start().add(at) };
             let starts = first_keys.get(row..row + count).unwrap_or(&[]);
             let block = Block { first: start + first, count, starts };
             let s = Scratch::split(lane, c.head, capacity.min(KEYS), None, !T::IS_WIDE);
-            forward(block, queries, c.all, cache, c.head, (to, c.keys), None, s);
+            forward(block, queries, c.all, cache, (c.head, softcap), (to, c.keys), None, s);
         }
     });
 }
 
 /// Computes attention of one query over the keys `seen` of `cache`, and writes it to `out[E]`.
-fn one_query<T: Real>(query: &[T], cache: Cache<T>, seen: Range<usize>, out: &mut [T], s: Scratch<T::Wide>) {
+fn one_query<T: Real>(
+    query: &[T],
+    softcap: Option<f64>,
+    cache: Cache<T>,
+    seen: Range<usize>,
+    out: &mut [T],
+    s: Scratch<T::Wide>,
+) {
     let head = query.len();
     let scale = inverse_sqrt::<T::Wide>(head);
     let (mut largest, mut sum) = (T::Wide::LOWEST, T::Wide::ZERO);
@@ -536,15 +551,15 @@ fn one_query<T: Real>(query: &[T], cache: Cache<T>, seen: Range<usize>, out: &mu
     while from < seen.end {
         let keys = (seen.end - from).min(s.scores.len());
         let scores = &mut s.scores[..keys];
-        let mut new = largest;
         for (i, four) in scores.chunks_mut(4).enumerate() {
             let mut sums = [[T::Wide::ZERO; 4]; FEW_ROWS];
             dots_1(head, query, head, &cache.keys[(from + 4 * i) * cache.row..], cache.row, four.len(), &mut sums);
             for (score, sum) in four.iter_mut().zip(sums[0]) {
                 *score = sum * scale;
-                new = if *score > new { *score } else { new };
             }
         }
+        cap_scores(scores, T::Wide::ONE, softcap);
+        let new = scores.iter().fold(largest, |most, &score| if score > most { score } else { most });
         let factor = (largest - new).exp();
         multiply(sums, factor);
         sum = sum * factor + exponentiate(scores, new);
@@ -559,6 +574,14 @@ fn one_query<T: Real>(query: &[T], cache: Cache<T>, seen: Range<usize>, out: &mu
     if !T::IS_WIDE {
         round_rows(s.sums, 1, head, out.as_mut_ptr(), head);
     }
+}
+
+/// Limits scores that still need the factor `rest` to ±`softcap`, and returns the factor that they need then. Without a
+/// cap they stay as they are.
+fn cap_scores<T: Float>(scores: &mut [T], rest: T, softcap: Option<f64>) -> T {
+    let Some(cap) = softcap else { return rest };
+    cap_scaled(scores, rest, T::from_f64(cap));
+    T::ONE
 }
 
 /// Returns 1 / √`head`, the scale of the scores of a head with `head` columns.
@@ -649,16 +672,29 @@ vectorized! {
 
 vectorized! {
     /// Replaces `p[keys, Q]`, scores that still need the factor `rest`, by probabilities P = e^(S − stats). Replaces
-    /// `ds[keys, Q]`, the gradients dP of the probabilities, by those of the scores: dS = P · (dP − delta) · scale.
-    fn score_gradients<T: Float, V>(p: &mut [T], rest: T, ds: &mut [T], stats: &[T], delta: &[T], scale: T) {
+    /// `ds[keys, Q]`, the gradients dP of the probabilities, by those of the scores: dS = P · (dP − delta) · scale, times
+    /// the derivative of the cap if there is one.
+    fn score_gradients<T: Float, V>(
+        p: &mut [T],
+        rest: T,
+        inverse_cap: Option<T>,
+        ds: &mut [T],
+        stats: &[T],
+        delta: &[T],
+        scale: T
+    ) {
         let (rest, scale) = (V::splat(rest), V::splat(scale));
         for (p, ds) in p.chunks_exact_mut(QUERIES).zip(ds.chunks_exact_mut(QUERIES)) {
             strips::<T, V>(QUERIES, #[inline(always)] |at, count| {
                 let minus = V::splat(T::ZERO) - get(stats, at, count);
-                let probability = get::<T, V>(p, at, count).mul_add(rest, minus).exp();
+                let score = get::<T, V>(p, at, count);
+                let probability = score.mul_add(rest, minus).exp();
                 put(p, at, count, probability);
-                let d = get::<T, V>(ds, at, count) - get(delta, at, count);
-                put(ds, at, count, probability * d * scale);
+                let mut d = probability * (get::<T, V>(ds, at, count) - get(delta, at, count)) * scale;
+                if let Some(inverse_cap) = inverse_cap {
+                    d = d * cap_slope::<T, V>(score, V::splat(inverse_cap));
+                }
+                put(ds, at, count, d);
             });
         }
     }

@@ -6,6 +6,7 @@
 //! computed twice, for the sum and for the gradient, so nothing is rounded in between.
 
 use super::simd::{Float, Real, get, get_or, put, strips, vectorized};
+use super::softcap::cap_slope;
 use crate::cpu::pool::{Pool, Shared};
 use plimsoll_program::op::SOFTMAX_STATS;
 
@@ -114,15 +115,18 @@ pub fn cross_entropy<T: Float>(stats: &[T], labels: &[i32], weights: &[T], mut c
 }
 
 /// Replaces `logits[R, columns]` by the gradient of `scale` times the loss sum. `stats[R, 4]` are those of the whole
-/// vocabulary. Rows with label −100 or weight 0 become exact zeros.
+/// vocabulary. Rows with label −100 or weight 0 become exact zeros. Logits that `soft_cap` limited to ±`softcap` are
+/// replaced by the gradient of its input.
 pub fn softmax_grad<T: Real>(
     pool: &Pool,
     of: LabelledRows<T::Wide>,
     logits: &mut [T],
     stats: &[T::Wide],
     scale: T::Wide,
+    softcap: Option<f64>,
 ) {
     let columns = of.columns;
+    let inverse_cap = T::Wide::from_f64(softcap.map_or(0.0, f64::recip));
     assert_eq!((logits.len(), stats.len()), (of.labels.len() * columns, of.labels.len() * STATS));
     let shared = Shared::new(logits);
     of.split(pool, |row| {
@@ -136,12 +140,12 @@ pub fn softmax_grad<T: Real>(
         let scale = of.weights[row] * scale;
         let (largest, factor) = (stats[0], scale / stats[1]);
         let own = of.column(row).map(|label| (label, logits[label].widen()));
-        probabilities(logits, largest, factor);
+        gradients(logits, largest, factor, T::Wide::ZERO, inverse_cap);
         if let Some((label, own)) = own {
             // Computed separately, so that it is rounded once.
             let mut label_alone = [own];
-            probabilities(&mut label_alone, largest, factor);
-            logits[label] = T::narrow(label_alone[0] - scale);
+            gradients(&mut label_alone, largest, factor, scale, inverse_cap);
+            logits[label] = T::narrow(label_alone[0]);
         }
     });
 }
@@ -177,11 +181,13 @@ vectorized! {
 }
 
 vectorized! {
-    /// Replaces each x by e^(x − shift) · factor.
-    fn probabilities<T, V>(x: &mut [T], shift: T::Wide, factor: T::Wide) {
-        let (shift, factor) = (V::splat(shift), V::splat(factor));
+    /// Replaces each x by (e^(x − shift) · factor − less) · (1 − (x · inverse_cap)²).
+    fn gradients<T, V>(x: &mut [T], shift: T::Wide, factor: T::Wide, less: T::Wide, inverse_cap: T::Wide) {
+        let [shift, factor, less, inverse_cap] = [shift, factor, less, inverse_cap].map(V::splat);
         strips::<T, V>(x.len(), #[inline(always)] |at, count| {
-            put(x, at, count, (get::<T, V>(x, at, count) - shift).exp() * factor);
+            let logit = get::<T, V>(x, at, count);
+            let gradient = (logit - shift).exp() * factor - less;
+            put(x, at, count, gradient * cap_slope::<T::Wide, V>(logit, inverse_cap));
         });
     }
 }

@@ -1,6 +1,6 @@
 //! Root-mean-square norms of rows, and of queries and keys, with their gradients.
 //!
-//! y = x · r · w with r = 1 / sqrt(mean(x²) + eps). For the gradient, with g = dy · w:
+//! y = x · r · w with r = 1 / sqrt(mean(x²) + eps), where w = weight + offset. For the gradient, with g = dy · w:
 //! dx = r · (g − x · r² · mean(g · x)), dw = Σ over rows of dy · x · r.
 
 use super::elementwise::partial_sums;
@@ -13,9 +13,19 @@ use std::ops::Range;
 /// Smallest number of elements that one task of the thread pool processes.
 const MIN_TASK_ELEMENTS: usize = 8192;
 
+/// The weight of a norm: `values` + `offset`.
+#[derive(Clone, Copy)]
+pub struct NormWeight<'a, T> {
+    /// The stored weight, as many elements as the norm covers.
+    pub values: &'a [T],
+    /// Number that is added to each element.
+    pub offset: f64,
+}
+
 vectorized! {
-    /// Normalizes a row: computes out = x · r · weight (+ residual) with r = 1 / sqrt(mean(x²) + eps), and returns r.
-    fn norm_row<T, V>(x: &[T], weight: &[T], residual: Option<&[T]>, eps: T::Wide, out: &mut [T]) -> T::Wide {
+    /// Normalizes a row: computes out = x · r · w (+ residual) with r = 1 / sqrt(mean(x²) + eps), and returns r.
+    fn norm_row<T, V>(x: &[T], w: NormWeight<T>, residual: Option<&[T]>, eps: T::Wide, out: &mut [T]) -> T::Wide {
+        let offset = V::splat(T::Wide::from_f64(w.offset));
         let mut squares = V::splat(T::Wide::ZERO);
         strips::<T, V>(x.len(), #[inline(always)] |at, count| {
             let value: V = get(x, at, count);
@@ -23,7 +33,8 @@ vectorized! {
         });
         let r = T::Wide::ONE / (squares.sum() / T::Wide::from_f64(x.len() as f64) + eps).sqrt();
         strips::<T, V>(x.len(), #[inline(always)] |at, count| {
-            let mut normed = get::<T, V>(x, at, count) * V::splat(r) * get::<T, V>(weight, at, count);
+            let w = get::<T, V>(w.values, at, count) + offset;
+            let mut normed = get::<T, V>(x, at, count) * V::splat(r) * w;
             if let Some(residual) = residual {
                 normed = normed + get::<T, V>(residual, at, count);
             }
@@ -36,10 +47,11 @@ vectorized! {
 vectorized! {
     /// Computes the gradient of one normalized row: `dx` (= or, with `accumulate`, +=), and `dweight` +=. `r` is the
     /// number that [`norm_row`] returned.
-    fn norm_row_grad<T, V>(x: &[T], weight: &[T], r: T::Wide, dout: &[T], dx: &mut [T], dweight: &mut [T::Wide], accumulate: bool) {
+    fn norm_row_grad<T, V>(x: &[T], w: NormWeight<T>, r: T::Wide, dout: &[T], dx: &mut [T], dweight: &mut [T::Wide], accumulate: bool) {
+        let offset = V::splat(T::Wide::from_f64(w.offset));
         let mut products = V::splat(T::Wide::ZERO);
         strips::<T, V>(x.len(), #[inline(always)] |at, count| {
-            let g = get::<T, V>(dout, at, count) * get::<T, V>(weight, at, count);
+            let g = get::<T, V>(dout, at, count) * (get::<T, V>(w.values, at, count) + offset);
             products = g.mul_add(get::<T, V>(x, at, count), products);
         });
         let rate = V::splat(-(r * r * r * (products.sum() / T::Wide::from_f64(x.len() as f64))));
@@ -47,7 +59,7 @@ vectorized! {
         strips::<T, V>(x.len(), #[inline(always)] |at, count| {
             let (x, dy): (V, V) = (get::<T, V>(x, at, count), get::<T, V>(dout, at, count));
             put(dweight, at, count, (dy * x).mul_add(r, get::<T::Wide, V>(dweight, at, count)));
-            let mut d = x.mul_add(rate, dy * get::<T, V>(weight, at, count) * r);
+            let mut d = x.mul_add(rate, dy * (get::<T, V>(w.values, at, count) + offset) * r);
             if accumulate {
                 d = d + get::<T, V>(dx, at, count);
             }
@@ -59,10 +71,11 @@ vectorized! {
 vectorized! {
     /// Replaces `d`, the gradient of the output of one normalized row, by that of the input, and adds to `dweight`. `r`
     /// is the number that [`norm_row`] returned.
-    fn norm_row_grad_in_place<T, V>(x: &[T], weight: &[T], r: T::Wide, d: &mut [T], dweight: &mut [T::Wide]) {
+    fn norm_row_grad_in_place<T, V>(x: &[T], w: NormWeight<T>, r: T::Wide, d: &mut [T], dweight: &mut [T::Wide]) {
+        let offset = V::splat(T::Wide::from_f64(w.offset));
         let mut products = V::splat(T::Wide::ZERO);
         strips::<T, V>(x.len(), #[inline(always)] |at, count| {
-            let g = get::<T, V>(d, at, count) * get::<T, V>(weight, at, count);
+            let g = get::<T, V>(d, at, count) * (get::<T, V>(w.values, at, count) + offset);
             products = g.mul_add(get::<T, V>(x, at, count), products);
         });
         let rate = V::splat(-(r * r * r * (products.sum() / T::Wide::from_f64(x.len() as f64))));
@@ -70,7 +83,7 @@ vectorized! {
         strips::<T, V>(x.len(), #[inline(always)] |at, count| {
             let (x, dy): (V, V) = (get::<T, V>(x, at, count), get::<T, V>(d, at, count));
             put(dweight, at, count, (dy * x).mul_add(r, get::<T::Wide, V>(dweight, at, count)));
-            put(d, at, count, x.mul_add(rate, dy * get::<T, V>(weight, at, count) * r));
+            put(d, at, count, x.mul_add(rate, dy * (get::<T, V>(w.values, at, count) + offset) * r));
         });
     }
 }
@@ -80,13 +93,13 @@ vectorized! {
 pub fn rms_norm<T: Real>(
     pool: &Pool,
     x: &[T],
-    weight: &[T],
+    weight: NormWeight<T>,
     residual: Option<&[T]>,
     eps: f64,
     out: &mut [T],
     rstd: &mut [T::Wide],
 ) {
-    let (rows, dim) = (rstd.len(), weight.len());
+    let (rows, dim) = (rstd.len(), weight.values.len());
     assert!(x.len() == rows * dim && out.len() == rows * dim);
     assert!(residual.is_none_or(|residual| residual.len() == rows * dim));
     let (out, rstd) = (Shared::new(out), Shared::new(rstd));
@@ -106,7 +119,7 @@ pub fn rms_norm<T: Real>(
 pub fn rms_norm_grad<T: Real>(
     pool: &Pool,
     x: &[T],
-    weight: &[T],
+    weight: NormWeight<T>,
     rstd: &[T::Wide],
     dout: &[T],
     dx: &mut [T],
@@ -114,7 +127,7 @@ pub fn rms_norm_grad<T: Real>(
     accumulate: bool,
     scratch: &mut [T::Wide],
 ) {
-    let (rows, dim) = (rstd.len(), weight.len());
+    let (rows, dim) = (rstd.len(), weight.values.len());
     assert!(x.len() == rows * dim && dout.len() == rows * dim && dx.len() == rows * dim);
     let dx = Shared::new(dx);
     let sums = partial_sums(pool, rows, dim, scratch, |range, sum| {
@@ -163,20 +176,19 @@ impl Norms {
     }
 }
 
-/// Normalizes the queries of `x[N, C]` with `q_weight` and the keys with `k_weight`, copies the values, and writes the
-/// result to `out[N, C]`. Each norm covers as many elements as its weight has: one head, or all heads. `rstd` gets 1 /
-/// rms of each norm, `[N, H + K]` for norms of single heads and `[N, 2]` for norms of all heads.
+/// Normalizes the queries of `x[N, C]` with the first of `weights` and the keys with the second, copies the values, and
+/// writes the result to `out[N, C]`. Each norm covers as many elements as its weight has: one head, or all heads. `rstd`
+/// gets 1 / rms of each norm, `[N, H + K]` for norms of single heads and `[N, 2]` for norms of all heads.
 pub fn head_norm<T: Real>(
     pool: &Pool,
     shape: Heads,
     x: &[T],
-    q_weight: &[T],
-    k_weight: &[T],
+    weights: [NormWeight<T>; 2],
     eps: f64,
     out: &mut [T],
     rstd: &mut [T::Wide],
 ) {
-    let norms = Norms::new(shape, [q_weight.len(), k_weight.len()]);
+    let norms = Norms::new(shape, weights.map(|weight| weight.values.len()));
     let (c, count) = (norms.columns, norms.count);
     let rows = rstd.len() / count;
     assert!(x.len() == rows * c.all && out.len() == rows * c.all);
@@ -189,8 +201,7 @@ pub fn head_norm<T: Real>(
             let x = &x[row * c.all..(row + 1) * c.all];
             for (norm, r) in rstd.iter_mut().enumerate() {
                 let (part, kind) = norms.part(norm);
-                let weight = [q_weight, k_weight][kind];
-                *r = norm_row(&x[part.clone()], weight, None, T::Wide::from_f64(eps), &mut out[part]);
+                *r = norm_row(&x[part.clone()], weights[kind], None, T::Wide::from_f64(eps), &mut out[part]);
             }
             out[c.values..].copy_from_slice(&x[c.values..]);
         }
@@ -204,19 +215,18 @@ pub fn head_norm_grad<T: Real>(
     pool: &Pool,
     shape: Heads,
     x: &[T],
-    q_weight: &[T],
-    k_weight: &[T],
+    weights: [NormWeight<T>; 2],
     rstd: &[T::Wide],
     dx: &mut [T],
     dweights: Option<[&mut [T::Wide]; 2]>,
     scratch: &mut [T::Wide],
 ) {
-    let norms = Norms::new(shape, [q_weight.len(), k_weight.len()]);
-    let (c, count, queries) = (norms.columns, norms.count, q_weight.len());
+    let norms = Norms::new(shape, weights.map(|weight| weight.values.len()));
+    let (c, count, [queries, keys]) = (norms.columns, norms.count, norms.widths);
     let rows = rstd.len() / count;
     assert!(x.len() == rows * c.all && dx.len() == rows * c.all);
     let dx = Shared::new(dx);
-    let each = queries + k_weight.len();
+    let each = queries + keys;
     let sums = partial_sums(pool, rows, each, scratch, |range, sum| {
         let (dq, dk) = sum.split_at_mut(queries);
         for row in range {
@@ -224,9 +234,9 @@ pub fn head_norm_grad<T: Real>(
             let dx = unsafe { dx.part(row * c.all..(row + 1) * c.all) };
             for norm in 0..count {
                 let (part, kind) = norms.part(norm);
-                let (weight, dweight) = if kind == 0 { (q_weight, &mut *dq) } else { (k_weight, &mut *dk) };
+                let dweight = if kind == 0 { &mut *dq } else { &mut *dk };
                 let x = &x[row * c.all..][part.clone()];
-                norm_row_grad_in_place(x, weight, rstd[row * count + norm], &mut dx[part], dweight);
+                norm_row_grad_in_place(x, weights[kind], rstd[row * count + norm], &mut dx[part], dweight);
             }
         }
     });

@@ -1,7 +1,7 @@
 //! Ops of the forward and backward pass: products, embeddings, norms, attention, elementwise ops and the loss.
 
 use super::operands::OpContext;
-use crate::cpu::kernels::{self, Multiply, Real};
+use crate::cpu::kernels::{self, Multiply, NormWeight, Real};
 use plimsoll_program::op::{SOFTMAX_STATS, not_in_family};
 use plimsoll_program::scalars::{Metric, Scalar};
 use plimsoll_program::{OpKind, Operand};
@@ -60,41 +60,48 @@ impl<T: Multiply> OpContext<'_, T> {
     pub fn run_embedding(&self, kind: &OpKind) {
         let pool = self.site.pool;
         match kind {
-            OpKind::Embed { tokens, table, out, rows, hidden, vocab } => {
+            OpKind::Embed { tokens, table, out, rows, hidden, vocab, scale } => {
                 let table = self.read(table, vocab * hidden);
                 kernels::embed(
                     pool,
                     self.read_integers(tokens, *rows),
                     table,
                     *hidden as usize,
+                    *scale,
                     self.write(out, rows * hidden),
                 );
             }
-            OpKind::EmbedGrad { tokens, dout, dtable, workspace, rows, hidden, vocab } => {
+            OpKind::EmbedGrad { tokens, dout, dtable, workspace, rows, hidden, vocab, scale } => {
                 self.workspace_of(workspace);
                 let dout = self.read(dout, rows * hidden);
                 let dtable = self.write_wide(dtable, vocab * hidden);
-                kernels::embed_grad(pool, self.read_integers(tokens, *rows), dout, *hidden as usize, dtable);
+                let tokens = self.read_integers(tokens, *rows);
+                kernels::embed_grad(pool, tokens, dout, *hidden as usize, *scale, dtable);
             }
             other => not_in_family(other),
         }
+    }
+
+    /// Returns the weight of a norm over `elements` elements, to which `offset` is added.
+    fn norm_weight(&self, weight: &Operand, elements: u64, offset: f64) -> NormWeight<'_, T> {
+        NormWeight { values: self.read(weight, elements), offset }
     }
 
     /// Normalizes rows or heads by their root mean square, or computes the gradient.
     pub fn run_norm(&self, kind: &OpKind) {
         let pool = self.site.pool;
         match kind {
-            OpKind::RmsNorm { x, weight, residual, out, rstd, rows, dim, eps } => {
-                let (x, weight) = (self.read(x, rows * dim), self.read(weight, *dim));
+            OpKind::RmsNorm { x, weight, residual, out, rstd, rows, dim, eps, offset } => {
+                let (x, weight) = (self.read(x, rows * dim), self.norm_weight(weight, *dim, *offset));
                 let residual = residual.as_ref().map(|residual| self.read(residual, rows * dim));
                 let (out, rstd) = (self.write(out, rows * dim), self.write_wide(rstd, *rows));
                 kernels::rms_norm(pool, x, weight, residual, *eps, out, rstd);
             }
-            OpKind::RmsNormGrad { x, weight, rstd, dout, dx, dweight, workspace, rows, dim, accumulate } => {
+            OpKind::RmsNormGrad { x, weight, rstd, dout, dx, dweight, workspace, rows, dim, offset, accumulate } => {
                 kernels::rms_norm_grad(
                     pool,
                     self.read(x, rows * dim),
-                    self.read(weight, *dim),
+                    self.norm_weight(weight, *dim, *offset),
                     self.read_wide(rstd, *rows),
                     self.read(dout, rows * dim),
                     self.write(dx, rows * dim),
@@ -103,29 +110,39 @@ impl<T: Multiply> OpContext<'_, T> {
                     self.workspace_of(workspace),
                 );
             }
-            OpKind::HeadNorm { x, q_weight, k_weight, out, rstd, rows, shape, norm, eps } => {
+            OpKind::HeadNorm { x, q_weight, k_weight, out, rstd, rows, shape, norm, eps, offset } => {
                 let columns = rows * shape.columns();
                 let [queries, keys] = shape.norm_widths(*norm);
                 kernels::head_norm(
                     pool,
                     *shape,
                     self.read(x, columns),
-                    self.read(q_weight, queries),
-                    self.read(k_weight, keys),
+                    [(q_weight, queries), (k_weight, keys)].map(|(weight, n)| self.norm_weight(weight, n, *offset)),
                     *eps,
                     self.write(out, columns),
                     self.write_wide(rstd, rows * shape.norm_count(*norm)),
                 );
             }
-            OpKind::HeadNormGrad { x, q_weight, k_weight, rstd, dx, dweights, workspace, rows, shape, norm } => {
+            OpKind::HeadNormGrad {
+                x,
+                q_weight,
+                k_weight,
+                rstd,
+                dx,
+                dweights,
+                workspace,
+                rows,
+                shape,
+                norm,
+                offset,
+            } => {
                 let columns = rows * shape.columns();
                 let [queries, keys] = shape.norm_widths(*norm);
                 kernels::head_norm_grad(
                     pool,
                     *shape,
                     self.read(x, columns),
-                    self.read(q_weight, queries),
-                    self.read(k_weight, keys),
+                    [(q_weight, queries), (k_weight, keys)].map(|(weight, n)| self.norm_weight(weight, n, *offset)),
                     self.read_wide(rstd, rows * shape.norm_count(*norm)),
                     self.write(dx, columns),
                     dweights.map(|[q, k]| [self.write_wide(&q, queries), self.write_wide(&k, keys)]),
@@ -154,11 +171,12 @@ impl<T: Multiply> OpContext<'_, T> {
                 let positions = self.read_integers(positions, *rows);
                 kernels::window_start(positions, starts, *window, self.write_integers(out, *rows));
             }
-            OpKind::Attention { qkv, document_start, out, stats, workspace, batch, sequence, shape } => {
+            OpKind::Attention { qkv, document_start, out, stats, workspace, batch, sequence, shape, softcap } => {
                 let rows = batch * sequence;
                 kernels::attention(
                     pool,
                     *shape,
+                    *softcap,
                     *sequence as usize,
                     self.read(qkv, rows * shape.columns()),
                     self.read_integers(document_start, rows),
@@ -178,11 +196,13 @@ impl<T: Multiply> OpContext<'_, T> {
                 batch,
                 sequence,
                 shape,
+                softcap,
             } => {
                 let rows = batch * sequence;
                 kernels::attention_grad(
                     pool,
                     *shape,
+                    *softcap,
                     *sequence as usize,
                     self.read(qkv, rows * shape.columns()),
                     self.read(out, rows * shape.query_columns()),
@@ -206,11 +226,13 @@ impl<T: Multiply> OpContext<'_, T> {
                 rows,
                 capacity,
                 shape,
+                softcap,
             } => {
                 let (rows, caches) = (sequences * rows, slots * capacity * shape.kv_heads * shape.head_dim);
                 kernels::cached_attention(
                     pool,
                     *shape,
+                    *softcap,
                     self.read(qkv, rows * shape.columns()),
                     [keys, values].map(|cache| self.read(cache, caches)),
                     self.read_integers(places, rows),
@@ -238,17 +260,20 @@ impl<T: Multiply> OpContext<'_, T> {
     pub fn run_elementwise(&self, kind: &OpKind) {
         let pool = self.site.pool;
         match kind {
-            OpKind::SwiGlu { gate_up, out, rows, ffn } => {
-                kernels::swiglu(pool, *ffn as usize, self.read(gate_up, rows * 2 * ffn), self.write(out, rows * ffn));
+            OpKind::Glu { gate_up, out, rows, ffn, activation } => {
+                let (gate_up, out) = (self.read(gate_up, rows * 2 * ffn), self.write(out, rows * ffn));
+                kernels::glu(pool, *activation, *ffn as usize, gate_up, out);
             }
-            OpKind::SwiGluGrad { gate_up, dout, dgate_up, rows, ffn } => {
+            OpKind::GluGrad { gate_up, dout, dgate_up, rows, ffn, activation } => {
                 let (ffn, wide, dout) = (*ffn as usize, rows * 2 * ffn, self.read(dout, rows * ffn));
                 if self.offset(gate_up) == self.offset(dgate_up) {
-                    kernels::swiglu_grad_in_place(pool, ffn, self.write(gate_up, wide), dout);
+                    kernels::glu_grad_in_place(pool, *activation, ffn, self.write(gate_up, wide), dout);
                 } else {
-                    kernels::swiglu_grad(pool, ffn, self.read(gate_up, wide), dout, self.write(dgate_up, wide));
+                    let (gate_up, dgate_up) = (self.read(gate_up, wide), self.write(dgate_up, wide));
+                    kernels::glu_grad(pool, *activation, ffn, gate_up, dout, dgate_up);
                 }
             }
+            OpKind::SoftCap { x, elements, cap } => kernels::soft_cap(pool, *cap, self.write(x, *elements)),
             OpKind::Dropout {
                 x,
                 out,
@@ -314,11 +339,11 @@ impl<T: Multiply> OpContext<'_, T> {
                     kernels::cross_entropy(self.read_wide(stats, rows * SOFTMAX_STATS), labels, weights, correct);
                 self.metrics(metrics)[Metric::LossSum as usize] += loss;
             }
-            OpKind::SoftmaxGrad { logits, labels, weights, stats, scalars, rows, first, columns } => {
+            OpKind::SoftmaxGrad { logits, labels, weights, stats, scalars, rows, first, columns, softcap } => {
                 let labelled = self.labelled_rows(labels, weights, *rows, *first, *columns);
                 let (stats, scale) =
                     (self.read_wide(stats, rows * SOFTMAX_STATS), self.scalar(scalars, Scalar::InverseTokens));
-                kernels::softmax_grad(pool, labelled, self.write(logits, rows * columns), stats, scale);
+                kernels::softmax_grad(pool, labelled, self.write(logits, rows * columns), stats, scale, *softcap);
             }
             other => not_in_family(other),
         }

@@ -9,6 +9,8 @@
 // dS = P · (dP − δ) / √E with δ = Σ out · dO, dK = dSᵀ·Q, dQ = dS·K. One kernel computes dQ, another dK and dV with all
 // query heads of the group in order. Every sum therefore has a fixed order.
 //
+// With a soft cap c, a score s becomes c · tanh(s / c), and dS has the factor 1 − (s / c)². SOFTCAP is c, if it is defined.
+//
 // HEAD_DIM is E, at most 128. Threads form a grid of 16 columns (x) and some rows (y); each owns every 16th column and
 // every y-th row of a tile.
 
@@ -120,6 +122,18 @@ __device__ inline int least_of(const int* starts, int count) {
 
 __device__ inline float root_scale() { return 1.0f / sqrtf((float)E); }
 
+// A scaled score, limited by the cap; the derivative of a limited score; and the score of a product of query and key,
+// times log2 e.
+#ifdef SOFTCAP
+__device__ inline float capped(float score) { return SOFTCAP * tanhf(score / SOFTCAP); }
+__device__ inline float cap_slope(float score) { return 1.0f - score / SOFTCAP * (score / SOFTCAP); }
+__device__ inline float scaled(float product) { return capped(product * root_scale()) * LOG2_E; }
+#else
+__device__ inline float capped(float score) { return score; }
+__device__ inline float cap_slope(float) { return 1.0f; }
+__device__ inline float scaled(float product) { return product * (root_scale() * LOG2_E); }
+#endif
+
 // ---- forward ----
 
 // 256 threads: 16 × 16.
@@ -157,6 +171,7 @@ __device__ inline void attend(const REAL* queries, u64 query_row, int first, int
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 int key = from + x() + j * 16;
+                scores[i][j] = capped(scores[i][j]);
                 if (key < start[i] || key > first + y() + i * 16) scores[i][j] = -infinity();
                 most = fmaxf(most, scores[i][j]);
             }
@@ -249,7 +264,7 @@ __device__ inline void score(const REAL* q, const REAL* keys, u64 key_row, int f
         }
 #pragma unroll
         for (int step = HOLDERS / 2; step > 0; step /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, step);
-        if (first == 0 && key < end) weights[key - from] = sum * (root_scale() * LOG2_E);
+        if (first == 0 && key < end) weights[key - from] = scaled(sum);
     }
 }
 
@@ -438,8 +453,9 @@ attention_grad_queries(const REAL* qkv, const REAL* dout, const float* stats, co
             for (int j = 0; j < 4; j++) {
                 int key = from + x() + j * 16;
                 bool seen = key >= start[i] && key <= first + y() + i * 8;
-                float weight = seen ? expf(scores[i][j] * root_scale() - stat[i]) : 0.0f;
-                p[(y() + i * 8) * (MET + 4) + x() + j * 16] = weight * (dscores[i][j] - less[i]) * root_scale();
+                float score = capped(scores[i][j] * root_scale()), weight = seen ? expf(score - stat[i]) : 0.0f;
+                p[(y() + i * 8) * (MET + 4) + x() + j * 16] =
+                    weight * (dscores[i][j] - less[i]) * root_scale() * cap_slope(score);
             }
         __syncthreads();
         mix<4, MET, 8>(p, kv, sums);
@@ -477,7 +493,8 @@ attention_grad_keys(const REAL* qkv, const REAL* dout, const float* stats, const
             if (!__syncthreads_or(threadIdx.x < MET && mine < (int)sequence && starts[mine] < first + count)) continue;
             lay_out<MET, 128>(met, queries + from * row, row, valid, 1.0f);
             __syncthreads();
-            float weights[4][4], dweights[4][4], less[4];
+            // The derivatives of caps are constants without a cap, and take no registers then.
+            float weights[4][4], dweights[4][4], slopes[4][4], less[4];
             products<4, 4, 8>(k, met, weights);
 #pragma unroll
             for (int j = 0; j < 4; j++) {
@@ -490,7 +507,9 @@ attention_grad_keys(const REAL* qkv, const REAL* dout, const float* stats, const
                 for (int i = 0; i < 4; i++) {
                     int key = first + y() + i * 8;
                     bool seen = key >= start && key <= query && key < first + count;
-                    weights[i][j] = seen ? expf(weights[i][j] * root_scale() - stat) : 0.0f;
+                    float score = capped(weights[i][j] * root_scale());
+                    slopes[i][j] = cap_slope(score);
+                    weights[i][j] = seen ? expf(score - stat) : 0.0f;
                     p[(y() + i * 8) * (MET + 4) + x() + j * 16] = weights[i][j];
                 }
             }
@@ -505,7 +524,7 @@ attention_grad_keys(const REAL* qkv, const REAL* dout, const float* stats, const
 #pragma unroll
                 for (int j = 0; j < 4; j++)
                     p[(y() + i * 8) * (MET + 4) + x() + j * 16] =
-                        weights[i][j] * (dweights[i][j] - less[j]) * root_scale();
+                        weights[i][j] * (dweights[i][j] - less[j]) * root_scale() * slopes[i][j];
             lay_out<MET, 128>(met, queries + from * row, row, valid, 1.0f);
             __syncthreads();
             mix<4, MET, 8>(p, met, dk);

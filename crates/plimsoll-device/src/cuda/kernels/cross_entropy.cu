@@ -70,21 +70,27 @@ __device__ inline Peak block_peak(Peak peak) {
 
 // Starts at the end of the row, which was read last and may still be cached.
 template <int W>
-__device__ void to_gradient(REAL* logits, u32 columns, Peak peak, u32 label, float scale) {
+__device__ void to_gradient(REAL* logits, u32 columns, Peak peak, u32 label, float scale, float inverse_cap) {
     float factor = scale / peak.sum;
     u32 step = blockDim.x * W, first = threadIdx.x * W;
     for (u32 rounds = (columns + step - 1) / step; rounds > 0; rounds--) {
         u32 at = (rounds - 1) * step + first;
         if (at >= columns) continue;
-        float x[W];
+        float x[W], slope[W];
         load(logits + at, x);
 #pragma unroll
-        for (int i = 0; i < W; i++) x[i] = below(x[i], peak.largest) * factor;
+        for (int i = 0; i < W; i++) {
+            float ratio = x[i] * inverse_cap;
+            slope[i] = fmaxf(1.0f - ratio * ratio, 0.0f);
+            x[i] = below(x[i], peak.largest) * factor;
+        }
         if (label - at < W) {
 #pragma unroll
             for (int i = 0; i < W; i++)
                 if (label - at == i) x[i] -= scale;
         }
+#pragma unroll
+        for (int i = 0; i < W; i++) x[i] *= slope[i];
         store(x, logits + at);
     }
 }
@@ -145,11 +151,12 @@ cross_entropy(const float* stats, const int* labels, const float* weights, doubl
 }
 
 // Replaces logits[R,columns], from column `first` of the vocabulary on, by weight · 1 / labelled tokens · (softmax −
-// onehot); exact zeros in ignored rows.
+// onehot); exact zeros in ignored rows. Logits that a cap c limits get the factor 1 − (logit · inverse_cap)² with
+// inverse_cap = 1 / c; without a cap, inverse_cap is 0.
 // Grid: R. Block: 512. Shared memory: static only.
 extern "C" __global__ void __launch_bounds__(512)
 softmax_grad(REAL* logits, const int* labels, const float* weights, const float* stats, const float* scalars,
-             u32 first, u32 columns) {
+             u32 first, u32 columns, float inverse_cap) {
     u32 row = blockIdx.x;
     logits += (u64)row * columns;
     float weight = weights[row];
@@ -161,7 +168,7 @@ softmax_grad(REAL* logits, const int* labels, const float* weights, const float*
     float scale = weight * scalars[INVERSE_TOKENS];
     u32 label = (u32)labels[row] - first;
     if (columns % PACK<REAL> == 0 && aligned(logits))
-        to_gradient<PACK<REAL>>(logits, columns, peak, label, scale);
+        to_gradient<PACK<REAL>>(logits, columns, peak, label, scale, inverse_cap);
     else
-        to_gradient<1>(logits, columns, peak, label, scale);
+        to_gradient<1>(logits, columns, peak, label, scale, inverse_cap);
 }

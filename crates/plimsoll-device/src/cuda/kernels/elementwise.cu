@@ -24,6 +24,26 @@ extern "C" __global__ void __launch_bounds__(256) add(const REAL* x, REAL* into,
         add_all<1>(x, into, elements);
 }
 
+template <int W> __device__ void cap_all(REAL* x, u64 elements, float cap) {
+    u64 step = (u64)gridDim.x * 256 * W;
+    for (u64 at = ((u64)blockIdx.x * 256 + threadIdx.x) * W; at < elements; at += step) {
+        float v[W];
+        load(x + at, v);
+#pragma unroll
+        for (int i = 0; i < W; i++) v[i] = cap * tanhf(v[i] / cap);
+        store(v, x + at);
+    }
+}
+
+// x = cap · tanh(x / cap)
+// Grid: over elements. Block: 256. Shared memory: none.
+extern "C" __global__ void __launch_bounds__(256) soft_cap(REAL* x, u64 elements, float cap) {
+    if (elements % PACK<REAL> == 0 && aligned(x))
+        cap_all<PACK<REAL>>(x, elements, cap);
+    else
+        cap_all<1>(x, elements, cap);
+}
+
 template <int W> __device__ void add_strip(const REAL* x, REAL* into, u32 from, u32 end) {
     for (u32 at = from + threadIdx.x * W; at < end; at += 256 * W) {
         float a[W], b[W];

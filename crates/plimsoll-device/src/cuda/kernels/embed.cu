@@ -1,26 +1,28 @@
 // Rows of the embedding table, and their gradient.
 
-template <int W> __device__ void copy_row(const REAL* from, REAL* to, u32 hidden) {
+template <int W> __device__ void copy_row(const REAL* from, REAL* to, u32 hidden, float scale) {
     for (u32 at = threadIdx.x * W; at < hidden; at += 256 * W) {
         float v[W];
         load(from + at, v);
+#pragma unroll
+        for (int i = 0; i < W; i++) v[i] *= scale;
         store(v, to + at);
     }
 }
 
-// out[N,D] = the rows of table[V,D] selected by tokens[N]; NaN for a token outside the table.
+// out[N,D] = scale · the rows of table[V,D] selected by tokens[N]; NaN for a token outside the table.
 // Grid: N. Block: 256. Shared memory: none.
 extern "C" __global__ void __launch_bounds__(256)
-embed(const int* tokens, const REAL* table, REAL* out, u32 hidden, u32 vocab) {
+embed(const int* tokens, const REAL* table, REAL* out, u32 hidden, u32 vocab, float scale) {
     u32 token = tokens[blockIdx.x];
     const REAL* from = table + (u64)token * hidden;
     out += (u64)blockIdx.x * hidden;
     if (token >= vocab)
         for (u32 at = threadIdx.x; at < hidden; at += 256) narrow(not_a_number(), out[at]);
     else if (hidden % PACK<REAL> == 0 && aligned(from) && aligned(out))
-        copy_row<PACK<REAL>>(from, out, hidden);
+        copy_row<PACK<REAL>>(from, out, hidden, scale);
     else
-        copy_row<1>(from, out, hidden);
+        copy_row<1>(from, out, hidden, scale);
 }
 
 // ---- gradient: rows are sorted by token, and summed in portions ----
@@ -89,18 +91,18 @@ embed_order(const int* tokens, u32* sorted, u32 rows, u32 vocab, u32 passes) {
 // Whether the sum of sorted row `at` began before it.
 __device__ inline bool goes_on(const u32* sorted, u32 at) { return at > 0 && sorted[at - 1] == sorted[at]; }
 
-template <int W> __device__ inline void add_into(float* into, const float (&sum)[W]) {
+template <int W> __device__ inline void add_into(float* into, const float (&sum)[W], float scale) {
     float v[W];
     load(into, v);
 #pragma unroll
-    for (int i = 0; i < W; i++) v[i] += sum[i];
+    for (int i = 0; i < W; i++) v[i] = fmaf(sum[i], scale, v[i]);
     store(v, into);
 }
 
 // Sums of a few columns over a portion of the sorted rows.
 template <int W>
 __device__ inline void sum_portion(const u32* sorted, const REAL* dout, float* dtable, float* head, u32 first, u32 end,
-                                   u32 rows, u32 hidden, u32 vocab) {
+                                   u32 rows, u32 hidden, u32 vocab, float scale) {
     u32 token = sorted[first];
     bool begun = goes_on(sorted, first);
     float sum[W] = {};
@@ -108,7 +110,7 @@ __device__ inline void sum_portion(const u32* sorted, const REAL* dout, float* d
         if (begun)
             store(sum, head);
         else if (token < vocab)
-            add_into(dtable + (u64)token * hidden, sum);
+            add_into(dtable + (u64)token * hidden, sum, scale);
     };
     for (u32 at = first; at < end; at += 4) {
         u32 tokens[4];
@@ -135,30 +137,30 @@ __device__ inline void sum_portion(const u32* sorted, const REAL* dout, float* d
     give();
 }
 
-// dtable[V,D] += the sums over dout[N,D] that begin in a portion of the sorted rows; heads[portions, D] = the portion's
+// dtable[V,D] += scale · the sums over dout[N,D] that begin in a portion of the sorted rows; heads[portions, D] = the portion's
 // share of a sum that began in an earlier portion.
 // Grid: (portions, ceil(D / 1024)). Block: 256. Shared memory: none.
 extern "C" __global__ void __launch_bounds__(256)
 embed_grad(const u32* sorted, const REAL* dout, float* dtable, float* heads, u32 rows, u32 hidden, u32 vocab,
-           u32 rows_per_portion) {
+           u32 rows_per_portion, float scale) {
     u32 first = blockIdx.x * rows_per_portion, end = min(rows, first + rows_per_portion);
     u32 from = blockIdx.y * 1024, to = min(hidden, from + 1024);
     heads += (u64)blockIdx.x * hidden;
     if (hidden % 4 == 0 && (u64)dout % (4 * sizeof(REAL)) == 0 && aligned(dtable) && aligned(heads)) {
         u32 at = from + threadIdx.x * 4;
-        if (at < to) sum_portion<4>(sorted, dout + at, dtable + at, heads + at, first, end, rows, hidden, vocab);
+        if (at < to) sum_portion<4>(sorted, dout + at, dtable + at, heads + at, first, end, rows, hidden, vocab, scale);
     } else {
         for (u32 at = from + threadIdx.x; at < to; at += 256)
-            sum_portion<1>(sorted, dout + at, dtable + at, heads + at, first, end, rows, hidden, vocab);
+            sum_portion<1>(sorted, dout + at, dtable + at, heads + at, first, end, rows, hidden, vocab, scale);
     }
 }
 
-// dtable[V,D] += the heads of each sum that extends beyond its portion, in order. The block of the portion after the
+// dtable[V,D] += scale · the heads of each sum that extends beyond its portion, in order. The block of the portion after the
 // sum's first portion adds them; other blocks do nothing.
 // Grid: (portions, ceil(D / 256)). Block: 256. Shared memory: none.
 extern "C" __global__ void __launch_bounds__(256)
 embed_grad_join(const u32* sorted, const float* heads, float* dtable, u32 rows, u32 hidden, u32 vocab,
-                u32 rows_per_portion) {
+                u32 rows_per_portion, float scale) {
     u32 portion = blockIdx.x, first = portion * rows_per_portion, column = blockIdx.y * 256 + threadIdx.x;
     if (!goes_on(sorted, first)) return;
     u32 token = sorted[first], before = first - rows_per_portion;
@@ -166,5 +168,6 @@ embed_grad_join(const u32* sorted, const float* heads, float* dtable, u32 rows, 
     float sum = 0;
     for (u32 at = first; at < rows && sorted[at] == token; at += rows_per_portion, portion++)
         sum += heads[(u64)portion * hidden + column];
-    dtable[(u64)token * hidden + column] += sum;
+    float* into = dtable + (u64)token * hidden + column;
+    *into = fmaf(sum, scale, *into);
 }

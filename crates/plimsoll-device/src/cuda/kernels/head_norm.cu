@@ -8,7 +8,7 @@ constexpr int HELD = 8;
 // Grid: ceil(N·(H+2K) / 8). Block: 256. Shared memory: none.
 extern "C" __global__ void __launch_bounds__(256)
 head_norm(const REAL* x, const REAL* q_weight, const REAL* k_weight, REAL* out, float* rstd, u32 rows, u32 heads,
-          u32 kv_heads, u32 head_dim, float eps) {
+          u32 kv_heads, u32 head_dim, float eps, float offset) {
     u32 lane = threadIdx.x % 32, all = heads + 2 * kv_heads, normed = heads + kv_heads;
     u64 unit = (u64)blockIdx.x * 8 + threadIdx.x / 32;
     if (unit >= (u64)rows * all) return;
@@ -32,7 +32,7 @@ head_norm(const REAL* x, const REAL* q_weight, const REAL* k_weight, REAL* out, 
 #pragma unroll
     for (int i = 0; i < HELD; i++) {
         u32 e = lane + 32 * i;
-        if (e < head_dim) narrow(v[i] * r * widen(weight[e]), out[e]);
+        if (e < head_dim) narrow(v[i] * r * (widen(weight[e]) + offset), out[e]);
     }
     if (lane == 0) rstd[row * normed + head] = r;
 }
@@ -42,7 +42,8 @@ head_norm(const REAL* x, const REAL* q_weight, const REAL* k_weight, REAL* out, 
 // Grid: portions. Block: 256. Shared memory: 8 · 2E floats, the sums of each warp.
 extern "C" __global__ void __launch_bounds__(256)
 head_norm_grad(const REAL* x, const REAL* q_weight, const REAL* k_weight, const float* rstd, REAL* dx,
-               float* partials, u32 rows, u32 heads, u32 kv_heads, u32 head_dim, u32 rows_per_portion) {
+               float* partials, u32 rows, u32 heads, u32 kv_heads, u32 head_dim, u32 rows_per_portion,
+               float offset) {
     u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, all = heads + 2 * kv_heads, normed = heads + kv_heads;
     u64 first = (u64)blockIdx.x * rows_per_portion;
     u64 end = min((u64)rows, first + rows_per_portion);
@@ -60,14 +61,14 @@ head_norm_grad(const REAL* x, const REAL* q_weight, const REAL* k_weight, const 
             bool inside = e < head_dim;
             v[i] = inside ? widen(x[at + e]) : 0.0f;
             d[i] = inside ? widen(dx[at + e]) : 0.0f;
-            products = fmaf(inside ? d[i] * widen(weight[e]) : 0.0f, v[i], products);
+            products = fmaf(inside ? d[i] * (widen(weight[e]) + offset) : 0.0f, v[i], products);
         }
         float r = rstd[unit];
         float rate = -(r * r * r * (warp_sum(products) / head_dim));
 #pragma unroll
         for (int i = 0; i < HELD; i++) {
             u32 e = lane + 32 * i;
-            if (e < head_dim) narrow(fmaf(v[i], rate, d[i] * widen(weight[e]) * r), dx[at + e]);
+            if (e < head_dim) narrow(fmaf(v[i], rate, d[i] * (widen(weight[e]) + offset) * r), dx[at + e]);
             float dweight = d[i] * v[i] * r;
             dq[i] += query ? dweight : 0.0f;
             dk[i] += query ? 0.0f : dweight;

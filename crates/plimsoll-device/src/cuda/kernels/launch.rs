@@ -3,15 +3,16 @@
 //!
 //! Shapes are written as in `plimsoll_program::op`. Sizes are in elements unless a name states otherwise.
 
+mod attention;
 mod optimizer;
 
+pub use attention::*;
 pub use optimizer::*;
 
-use super::{Family, HEAD_DIM_MAX, Real, Target, Tiles, Unit};
+use super::{Family, Real, Unit};
 use plimsoll_core::DType;
 use plimsoll_program::formats::NF4_PIECE;
-use plimsoll_program::op::{Heads, QkNorm, RopeScaling};
-use plimsoll_program::workspace;
+use plimsoll_program::op::{Activation, Heads, QkNorm, RopeScaling};
 use plimsoll_program::workspace::cuda::{NORM_PARTIALS, portions, rows_per_portion};
 use std::ffi::c_void;
 use std::ptr;
@@ -114,8 +115,8 @@ fn elementwise_blocks(elements: u64) -> u64 {
 
 // ---- norms ----
 
-/// Returns the launch of an RMS norm over the `dim` elements of each of `rows` rows: `out` = x · rstd · weight (+
-/// `residual`, unless its address is 0). It also writes `rstd`, one f32 (1 / rms) per row.
+/// Returns the launch of an RMS norm over the `dim` elements of each of `rows` rows: `out` = x · rstd · (weight + offset)
+/// (+ `residual`, unless its address is 0). It also writes `rstd`, one f32 (1 / rms) per row.
 pub fn rms_norm(
     real: Real,
     [x, weight, residual]: [Address; 3],
@@ -123,9 +124,9 @@ pub fn rms_norm(
     rstd: Address,
     rows: u64,
     dim: u64,
-    eps: f64,
+    [eps, offset]: [f64; 2],
 ) -> [Launch; 1] {
-    let arguments = vec![at(x), at(weight), at(residual), at(out), at(rstd), n(dim), float(eps)];
+    let arguments = vec![at(x), at(weight), at(residual), at(out), at(rstd), n(dim), float(eps), float(offset)];
     [launch(unit(Family::Norm, real), "rms_norm", rows, 256, arguments)]
 }
 
@@ -134,11 +135,10 @@ pub fn rms_norm(
 pub fn rms_norm_grad(
     real: Real,
     [x, weight, rstd, dout]: [Address; 4],
-    dx: Address,
-    dweight: Address,
-    scratch: Address,
+    [dx, dweight, scratch]: [Address; 3],
     rows: u64,
     dim: u64,
+    offset: f64,
     accumulate: bool,
 ) -> [Launch; 2] {
     let arguments = vec![
@@ -151,6 +151,7 @@ pub fn rms_norm_grad(
         n(rows),
         n(dim),
         n(rows_per_portion(rows)),
+        float(offset),
         n(u64::from(accumulate)),
     ];
     [
@@ -169,16 +170,16 @@ pub fn head_norm(
     rows: u64,
     shape: Heads,
     norm: QkNorm,
-    eps: f64,
+    [eps, offset]: [f64; 2],
 ) -> [Launch; 1] {
     let mut arguments = vec![at(x), at(q_weight), at(k_weight), at(out), at(rstd)];
     if norm == QkNorm::AllHeads {
         let [queries, keys] = shape.norm_widths(norm);
-        arguments.extend([n(queries), n(keys), float(eps)]);
+        arguments.extend([n(queries), n(keys), float(eps), float(offset)]);
         return [launch(unit(Family::Norm, real), "all_heads_norm", 3 * rows, 256, arguments)];
     }
     let all = rows * (shape.heads + 2 * shape.kv_heads);
-    arguments.extend([n(rows), n(shape.heads), n(shape.kv_heads), n(shape.head_dim), float(eps)]);
+    arguments.extend([n(rows), n(shape.heads), n(shape.kv_heads), n(shape.head_dim), float(eps), float(offset)]);
     [launch(unit(Family::HeadNorm, real), "head_norm", all.div_ceil(8), 256, arguments)]
 }
 
@@ -187,22 +188,23 @@ pub fn head_norm(
 pub fn head_norm_grad(
     real: Real,
     [x, q_weight, k_weight, rstd]: [Address; 4],
-    dx: Address,
+    [dx, scratch]: [Address; 2],
     [dq_weight, dk_weight]: [Address; 2],
-    scratch: Address,
     rows: u64,
     shape: Heads,
     norm: QkNorm,
+    offset: f64,
 ) -> [Launch; 3] {
     let [queries, keys] = shape.norm_widths(norm);
     let (count, both) = (portions(rows), queries + keys);
     let mut arguments = vec![at(x), at(q_weight), at(k_weight), at(rstd), at(dx), at(scratch), n(rows)];
     let first = if norm == QkNorm::AllHeads {
-        arguments.extend([n(queries), n(keys), n(rows_per_portion(rows))]);
+        arguments.extend([n(queries), n(keys), n(rows_per_portion(rows)), float(offset)]);
         let launch = launch(unit(Family::Norm, real), "all_heads_norm_grad", 2 * count, 256, arguments);
         launch.with_shared_floats(queries.max(keys))
     } else {
-        arguments.extend([n(shape.heads), n(shape.kv_heads), n(shape.head_dim), n(rows_per_portion(rows))]);
+        arguments.extend([n(shape.heads), n(shape.kv_heads), n(shape.head_dim)]);
+        arguments.extend([n(rows_per_portion(rows)), float(offset)]);
         let launch = launch(unit(Family::HeadNorm, real), "head_norm_grad", count, 256, arguments);
         launch.with_shared_floats(8 * both)
     };
@@ -276,202 +278,28 @@ pub fn rope_table(
     [launch(unit(Family::Rope, real), "rope_table", blocks, 256, arguments)]
 }
 
-// ---- attention ----
-
-/// Returns the number of floats between the starts of two rows of an attention tile in shared memory.
-fn tile_row(head_dim: u64) -> u64 {
-    assert!(head_dim <= HEAD_DIM_MAX, "heads of {head_dim} elements: at most {HEAD_DIM_MAX}");
-    head_dim.next_multiple_of(16) + 4
-}
-
-/// Returns the shared memory, in floats, of a block of the attention kernel: 64 queries, and tiles of 64 keys.
-fn forward_tiles(head_dim: u64) -> u64 {
-    (64 + 64) * tile_row(head_dim) + 64 * 68
-}
-
-/// Returns the shared memory, in floats, of a block of attention gradient kernels without tensor cores. Such a block
-/// keeps two tiles of 32 rows, loads a tile of 64 rows, and stores a 32 × 64 tile of intermediate results.
-fn backward_tiles(head_dim: u64) -> u64 {
-    (32 + 32 + 64) * tile_row(head_dim) + 32 * 68
-}
-
-/// Returns whether attention runs on tensor cores. It does for bf16, a head dimension that those kernels support, and
-/// `addresses` that are all aligned to 16 bytes.
-fn on_tensor_cores(real: Real, shape: Heads, addresses: &[Address]) -> bool {
-    let packs = addresses.iter().all(|address| address.is_multiple_of(16));
-    real == Real::Bf16 && Family::TensorAttention.supports_head_dim(shape.head_dim) && packs
-}
-
-/// Threads per block of the attention kernels for tensor cores.
-const TENSOR_THREADS: u32 = 128;
-
-/// Queries per block of the forward attention kernels for tensor cores.
-const TENSOR_QUERIES: u64 = 128;
-
-/// Returns the number of queries (or of keys) that a block of the attention gradient kernels for tensor cores handles.
-fn tensor_owned(head_dim: u64) -> u64 {
-    if head_dim <= 64 { 128 } else { 64 }
-}
-
-/// Returns the shared memory, in floats, for `rows` bf16 rows of tiles in the attention kernels for tensor cores.
-fn tensor_tiles(rows: u64, head_dim: u64) -> u64 {
-    rows * (head_dim + 8) / 2
-}
-
-/// Returns the launch of causal attention of each row of `qkv` over keys of its own document, which starts at the row's
-/// entry in `document_start`. It writes `out`, and the log-sum-exp of the scores for each sequence, head and query to
-/// `stats`. On tensor cores, tile sizes depend on `target`.
-pub fn attention(
-    real: Real,
-    target: Target,
-    qkv: Address,
-    document_start: Address,
-    out: Address,
-    stats: Address,
-    batch: u64,
-    sequence: u64,
-    shape: Heads,
-) -> [Launch; 1] {
-    let mut arguments = vec![at(qkv), at(document_start), at(out), at(stats)];
-    arguments.extend([n(sequence), n(shape.heads), n(shape.kv_heads)]);
-    if on_tensor_cores(real, shape, &[qkv, out]) {
-        let tiles = Tiles::new(shape.head_dim, target);
-        let unit = Unit::tensor_attention(shape.head_dim, tiles);
-        let blocks = sequence.div_ceil(TENSOR_QUERIES);
-        let grid = launch(unit, "tensor_attention", blocks, TENSOR_THREADS, arguments).with_grid_yz(shape.heads, batch);
-        return [grid.with_shared_floats(tensor_tiles(TENSOR_QUERIES + 2 * tiles.keys, shape.head_dim))];
-    }
-    let unit = Unit::new(Family::Attention, real, shape.head_dim);
-    let grid = launch(unit, "attention", sequence.div_ceil(64), 256, arguments).with_grid_yz(shape.heads, batch);
-    [grid.with_shared_floats(forward_tiles(shape.head_dim))]
-}
-
-/// Returns the launches of the gradient of [`attention`], which overwrite all of `dqkv`. `scratch` is the address of a
-/// workspace, and tile sizes depend on `target`.
-pub fn attention_grad(
-    real: Real,
-    target: Target,
-    [qkv, out, dout, stats, document_start]: [Address; 5],
-    dqkv: Address,
-    scratch: Address,
-    batch: u64,
-    sequence: u64,
-    shape: Heads,
-) -> Vec<Launch> {
-    let rows = batch * sequence;
-    let sizes = [n(sequence), n(shape.heads), n(shape.kv_heads)];
-    let gradient =
-        |inputs: &[Address]| -> Vec<Argument> { inputs.iter().copied().map(at).chain(sizes.clone()).collect() };
-    let keys = gradient(&[qkv, dout, stats, scratch, document_start, dqkv]);
-    if on_tensor_cores(real, shape, &[qkv, out, dout, dqkv]) {
-        let tiles = Tiles::new(shape.head_dim, target);
-        let unit = Unit::tensor_attention(shape.head_dim, tiles);
-        let owned = tensor_owned(shape.head_dim);
-        let (blocks, held) = (sequence.div_ceil(owned), tensor_tiles(2 * owned, shape.head_dim));
-        let met = tensor_tiles(4 * tiles.met_queries, shape.head_dim) + 6 * tiles.met_queries;
-        let queries = gradient(&[qkv, out, dout, stats, scratch, document_start, dqkv]);
-        let queries = launch(unit, "tensor_attention_grad_queries", blocks, TENSOR_THREADS, queries);
-        let keys = launch(unit, "tensor_attention_grad_keys", shape.kv_heads, TENSOR_THREADS, keys);
-        return vec![
-            queries.with_grid_yz(shape.heads, batch).with_shared_floats(held),
-            keys.with_grid_yz(batch, blocks).with_shared_floats(held + met),
-        ];
-    }
-    let unit = Unit::new(Family::Attention, real, shape.head_dim);
-    let delta = vec![at(out), at(dout), at(scratch), n(rows), n(sequence), n(shape.heads)];
-    let tiled = |kernel, heads: u64| {
-        let grid = launch(unit, kernel, sequence.div_ceil(32), 128, keys.clone()).with_grid_yz(heads, batch);
-        grid.with_shared_floats(backward_tiles(shape.head_dim))
-    };
-    vec![
-        launch(unit, "attention_delta", (rows * shape.heads).div_ceil(8), 256, delta),
-        tiled("attention_grad_queries", shape.heads),
-        tiled("attention_grad_keys", shape.kv_heads),
-    ]
-}
-
-/// The new tokens of an attention over key-value caches.
-#[derive(Clone, Copy, Debug)]
-pub struct NewTokens {
-    /// Number of sequences.
-    pub sequences: u64,
-    /// New tokens of each sequence.
-    pub rows: u64,
-    /// Tokens that the cache of a sequence can hold.
-    pub capacity: u64,
-}
-
-/// Returns the launches of attention of new tokens over caches, which already contain the new keys and values at
-/// `places`. `first_keys` has the position of the first key that each row sees; the address 0 stands for zeros. Uses the
-/// workspace `scratch` if a sequence has at most [`workspace::cuda::FEW_ROWS`] new tokens. On tensor cores, tile sizes
-/// depend on `target`.
-pub fn cached_attention(
-    real: Real,
-    target: Target,
-    [qkv, keys, values, places, first_keys]: [Address; 5],
-    out: Address,
-    scratch: Address,
-    NewTokens { sequences, rows, capacity }: NewTokens,
-    shape: Heads,
-) -> Vec<Launch> {
-    let unit = Unit::new(Family::Attention, real, shape.head_dim);
-    let sizes = [n(capacity), n(shape.heads), n(shape.kv_heads)];
-    if rows <= workspace::cuda::FEW_ROWS {
-        let (part, parts) = workspace::cuda::key_parts(capacity);
-        let mut arguments = vec![at(qkv), at(keys), at(values), at(places), at(first_keys), at(scratch), n(part)];
-        arguments.extend(sizes);
-        let join = vec![at(scratch), at(out), n(parts), n(shape.heads)];
-        return vec![
-            launch(unit, "cached_attention_part", parts, 128, arguments)
-                .with_grid_yz(shape.heads, sequences * rows)
-                .with_shared_floats(part + 1024),
-            launch(unit, "cached_attention_join", shape.heads, 128, join).with_grid_yz(sequences * rows, 1),
-        ];
-    }
-    let mut arguments = vec![at(qkv), at(keys), at(values), at(places), at(first_keys), at(out), n(rows)];
-    arguments.extend(sizes);
-    if on_tensor_cores(real, shape, &[qkv, keys, values, out]) {
-        let tiles = Tiles::new(shape.head_dim, target);
-        let unit = Unit::tensor_attention(shape.head_dim, tiles);
-        let blocks = rows.div_ceil(TENSOR_QUERIES);
-        let grid = launch(unit, "tensor_cached_attention", blocks, TENSOR_THREADS, arguments);
-        let grid = grid.with_grid_yz(shape.heads, sequences);
-        return vec![grid.with_shared_floats(tensor_tiles(TENSOR_QUERIES + 2 * tiles.cached_keys, shape.head_dim))];
-    }
-    let grid = launch(unit, "cached_attention", rows.div_ceil(64), 256, arguments).with_grid_yz(shape.heads, sequences);
-    vec![grid.with_shared_floats(forward_tiles(shape.head_dim))]
-}
-
-/// Returns the launch that copies the keys and values of `rows` tokens from `qkv` to the rows `places` of the caches `keys`
-/// and `values`.
-pub fn append_cache(
-    real: Real,
-    qkv: Address,
-    places: Address,
-    keys: Address,
-    values: Address,
-    rows: u64,
-    shape: Heads,
-) -> [Launch; 1] {
-    let unit = Unit::new(Family::Attention, real, shape.head_dim);
-    let arguments = vec![at(qkv), at(places), at(keys), at(values), n(shape.heads), n(shape.kv_heads)];
-    let columns = shape.kv_heads * shape.head_dim;
-    [launch(unit, "append_cache", rows, 256, arguments).with_grid_yz(columns.div_ceil(256), 1)]
-}
-
 // ---- feed-forward ----
 
-/// Returns the launch of SwiGLU: `out` = silu(gate) · up. A row of `gate_up` holds `ffn` values of gate, then of up.
-pub fn swiglu(real: Real, gate_up: Address, out: Address, rows: u64, ffn: u64) -> [Launch; 1] {
-    let arguments = vec![at(gate_up), at(out), n(ffn)];
-    [launch(unit(Family::SwiGlu, real), "swiglu", rows, 256, arguments).with_grid_yz(ffn.div_ceil(2048), 1)]
+/// Returns the launch of a gated unit: `out` = activation(gate) · up. A row of `gate_up` holds `ffn` values of gate, then
+/// of up.
+pub fn glu(real: Real, activation: Activation, gate_up: Address, out: Address, rows: u64, ffn: u64) -> [Launch; 1] {
+    let [a, b] = activation.coefficients().map(float);
+    let arguments = vec![at(gate_up), at(out), n(ffn), a, b];
+    [launch(unit(Family::Glu, real), "glu", rows, 256, arguments).with_grid_yz(ffn.div_ceil(2048), 1)]
 }
 
-/// Returns the launch that computes `dgate_up`, the gradient of the input of [`swiglu`]. The addresses `dgate_up` and
+/// Returns the launch that computes `dgate_up`, the gradient of the input of [`glu`]. The addresses `dgate_up` and
 /// `gate_up` may be equal.
-pub fn swiglu_grad(real: Real, gate_up: Address, dout: Address, dgate_up: Address, rows: u64, ffn: u64) -> [Launch; 1] {
-    let arguments = vec![at(gate_up), at(dout), at(dgate_up), n(ffn)];
-    [launch(unit(Family::SwiGlu, real), "swiglu_grad", rows, 256, arguments).with_grid_yz(ffn.div_ceil(2048), 1)]
+pub fn glu_grad(
+    real: Real,
+    activation: Activation,
+    [gate_up, dout, dgate_up]: [Address; 3],
+    rows: u64,
+    ffn: u64,
+) -> [Launch; 1] {
+    let [a, b] = activation.coefficients().map(float);
+    let arguments = vec![at(gate_up), at(dout), at(dgate_up), n(ffn), a, b];
+    [launch(unit(Family::Glu, real), "glu_grad", rows, 256, arguments).with_grid_yz(ffn.div_ceil(2048), 1)]
 }
 
 // ---- loss ----
@@ -505,46 +333,45 @@ pub fn cross_entropy(
 }
 
 /// Returns the launch that replaces the block `logits` by its gradient. The block is that of `columns` tokens of the
-/// vocabulary, from token `first` on.
+/// vocabulary, from token `first` on. Logits that [`soft_cap`] limited to ±`softcap` are replaced by the gradient of what
+/// it read.
 pub fn softmax_grad(
     real: Real,
     [logits, labels, weights, stats, scalars]: [Address; 5],
     rows: u64,
     first: u64,
     columns: u64,
+    softcap: Option<f64>,
 ) -> [Launch; 1] {
     let mut arguments = vec![at(logits), at(labels), at(weights), at(stats), at(scalars)];
-    arguments.extend([n(first), n(columns)]);
+    arguments.extend([n(first), n(columns), float(softcap.map_or(0.0, f64::recip))]);
     [launch(unit(Family::CrossEntropy, real), "softmax_grad", rows, 512, arguments)]
 }
 
 // ---- embedding ----
 
-/// Returns the launch of an embedding lookup, which copies the row of `table` that each token selects to `out`.
+/// Returns the launch of an embedding lookup, which writes `scale` · the row of `table` that each token selects to `out`.
 pub fn embed(
     real: Real,
-    tokens: Address,
-    table: Address,
-    out: Address,
+    [tokens, table, out]: [Address; 3],
     rows: u64,
     hidden: u64,
     vocab: u64,
+    scale: f64,
 ) -> [Launch; 1] {
-    let arguments = vec![at(tokens), at(table), at(out), n(hidden), n(vocab)];
+    let arguments = vec![at(tokens), at(table), at(out), n(hidden), n(vocab), float(scale)];
     [launch(unit(Family::Embed, real), "embed", rows, 256, arguments)]
 }
 
-/// Returns the launches of the gradient of [`embed`], which add each row of `dout` to the row of `dtable` that its
+/// Returns the launches of the gradient of [`embed`], which add `scale` · each row of `dout` to the row of `dtable` that its
 /// token selects. They first sort the tokens in `scratch`, so that the order of sums is fixed.
 pub fn embed_grad(
     real: Real,
-    tokens: Address,
-    dout: Address,
-    dtable: Address,
-    scratch: Address,
+    [tokens, dout, dtable, scratch]: [Address; 4],
     rows: u64,
     hidden: u64,
     vocab: u64,
+    scale: f64,
 ) -> [Launch; 3] {
     const SORT_THREADS: u32 = 1024;
     const DIGIT_BITS: u32 = 4;
@@ -553,7 +380,7 @@ pub fn embed_grad(
     let (sorted, heads) = (at(scratch), at(scratch + 16 * rows));
     let passes = (u64::BITS - vocab.leading_zeros()).div_ceil(DIGIT_BITS);
     let order = vec![at(tokens), sorted.clone(), n(rows), n(vocab), n(passes.into())];
-    let sizes = [n(rows), n(hidden), n(vocab), n(rows_per_portion(rows))];
+    let sizes = [n(rows), n(hidden), n(vocab), n(rows_per_portion(rows)), float(scale)];
     let launch_portions = |kernel, first: Vec<Argument>, columns: u64| {
         let arguments = first.into_iter().chain(sizes.clone()).collect();
         launch(unit, kernel, portions(rows), 256, arguments).with_grid_yz(hidden.div_ceil(columns), 1)
@@ -603,6 +430,12 @@ pub fn sum_ranks(dtype: DType, parts: RankParts, into: Address, elements: u64, a
 pub fn add(real: Real, x: Address, into: Address, elements: u64) -> [Launch; 1] {
     let arguments = vec![at(x), at(into), Argument::U64(elements)];
     [launch(unit(Family::Elementwise, real), "add", elementwise_blocks(elements), 256, arguments)]
+}
+
+/// Returns the launch that limits elements of `x` to ±`cap`: x = cap · tanh(x / cap).
+pub fn soft_cap(real: Real, x: Address, elements: u64, cap: f64) -> [Launch; 1] {
+    let arguments = vec![at(x), Argument::U64(elements), float(cap)];
+    [launch(unit(Family::Elementwise, real), "soft_cap", elementwise_blocks(elements), 256, arguments)]
 }
 
 /// Returns the launch that adds a matrix `x` of `rows` × `columns` elements to `into`. Rows of `x` are `x_stride`

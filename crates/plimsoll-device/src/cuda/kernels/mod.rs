@@ -23,6 +23,8 @@ const RANDOM_SOURCE: &str = include_str!("random.cuh");
 const FORMATS_SOURCE: &str = include_str!("formats.cuh");
 /// NVRTC options besides the architecture. Fast math is off, so that divisions and roots round as on the CPU.
 pub const OPTIONS: [&str; 1] = ["--std=c++17"];
+/// The cap of attention scores in published models (Gemma 2).
+const PUBLISHED_SOFTCAP: f64 = 50.0;
 /// The largest head dimension that the attention kernels support.
 pub const HEAD_DIM_MAX: u64 = plimsoll_program::models::CUDA_HEAD_DIM_MAX;
 
@@ -52,7 +54,7 @@ pub enum Family {
     Norm,
     Optimizer,
     Rope,
-    SwiGlu,
+    Glu,
     TensorAttention,
 }
 
@@ -72,7 +74,7 @@ impl Family {
         Family::Norm,
         Family::Optimizer,
         Family::Rope,
-        Family::SwiGlu,
+        Family::Glu,
         Family::TensorAttention,
     ];
 
@@ -126,7 +128,7 @@ impl Family {
             Family::Elementwise => (
                 "elementwise",
                 include_str!("elementwise.cu"),
-                &["add", "add_rows", "sum_rows", "add_partials", "pick_row"],
+                &["add", "soft_cap", "add_rows", "sum_rows", "add_partials", "pick_row"],
             ),
             Family::Embed => {
                 ("embed", include_str!("embed.cu"), &["embed", "embed_order", "embed_grad", "embed_grad_join"])
@@ -144,7 +146,7 @@ impl Family {
                 &["adamw", "adamw8", "sgd", "squared_norm", "squared_norm_sum", "clip_factor"],
             ),
             Family::Rope => ("rope", include_str!("rope.cu"), &["rope", "rope_table", "window_start"]),
-            Family::SwiGlu => ("swiglu", include_str!("swiglu.cu"), &["swiglu", "swiglu_grad"]),
+            Family::Glu => ("glu", include_str!("glu.cu"), &["glu", "glu_grad"]),
             Family::TensorAttention => (
                 "attention_tensor",
                 include_str!("attention_tensor.cu"),
@@ -204,6 +206,8 @@ pub struct Unit {
     head_dim: Option<u64>,
     /// Tile sizes of attention on tensor cores.
     tiles: Option<Tiles>,
+    /// Bits of the soft cap of attention scores, an f32 number.
+    softcap: Option<u32>,
 }
 
 impl Unit {
@@ -212,20 +216,32 @@ impl Unit {
     pub fn new(family: Family, real: Real, head_dim: u64) -> Unit {
         debug_assert_ne!(family, Family::TensorAttention);
         let (real, head_dim) = (family.has_real().then_some(real), family.has_head_dim().then_some(head_dim));
-        Unit { family, real, head_dim, tiles: None }
+        Unit { family, real, head_dim, tiles: None, softcap: None }
     }
 
     /// Creates the unit of the attention kernels for tensor cores, for heads of `head_dim` elements and these tiles.
     pub fn tensor_attention(head_dim: u64, tiles: Tiles) -> Unit {
-        Unit { family: Family::TensorAttention, real: None, head_dim: Some(head_dim), tiles: Some(tiles) }
+        let (head_dim, tiles) = (Some(head_dim), Some(tiles));
+        Unit { family: Family::TensorAttention, real: None, head_dim, tiles, softcap: None }
     }
 
-    /// Returns every unit of all families for f32, bf16 and these head dimensions on `target`, each unit once.
+    /// Creates the unit of the attention kernels without tensor cores. They limit scores to ±`softcap`, if it is given.
+    pub fn attention(real: Real, head_dim: u64, softcap: Option<f64>) -> Unit {
+        let softcap = softcap.map(|cap| (cap as f32).to_bits());
+        Unit { softcap, ..Unit::new(Family::Attention, real, head_dim) }
+    }
+
+    /// Returns every unit of all families for f32, bf16 and these head dimensions on `target`, each unit once. Attention
+    /// also comes with the cap of published models.
     pub fn all(head_dims: &[u64], target: Target) -> Vec<Unit> {
         let mut units = Vec::new();
         for family in Family::ALL {
             for real in [Real::F32, Real::Bf16] {
                 let taken = head_dims.iter().copied().filter(|head_dim| family.supports_head_dim(*head_dim));
+                if family == Family::Attention {
+                    units
+                        .extend(taken.clone().map(|head_dim| Unit::attention(real, head_dim, Some(PUBLISHED_SOFTCAP))));
+                }
                 units.extend(taken.map(|head_dim| match family {
                     Family::TensorAttention => Unit::tensor_attention(head_dim, Tiles::new(head_dim, target)),
                     _ => Unit::new(family, real, head_dim),
@@ -246,7 +262,8 @@ impl Unit {
     pub fn name(self) -> String {
         let real = self.real.map_or("", |real| if real == Real::F32 { "-f32" } else { "-bf16" });
         let head_dim = self.head_dim.map_or(String::new(), |head_dim| format!("-{head_dim}"));
-        format!("{}{real}{head_dim}", self.family.source_entry().0)
+        let softcap = self.softcap.map_or(String::new(), |bits| format!("-softcap-{}", f32::from_bits(bits)));
+        format!("{}{real}{head_dim}{softcap}", self.family.source_entry().0)
     }
 
     /// Returns the complete CUDA source of the unit, which includes no header. Compiler messages about it name the
@@ -259,10 +276,12 @@ impl Unit {
         });
         let head_dim = self.head_dim.map_or(String::new(), |head_dim| format!("#define HEAD_DIM {head_dim}\n"));
         let tiles = self.tiles.map_or(String::new(), Tiles::defines);
+        let cap = |bits: u32| format!("#define SOFTCAP {:?}f\n", f32::from_bits(bits));
+        let softcap = self.softcap.map_or(String::new(), cap);
         let file = |name: &str, text: &str| format!("#line 1 \"{name}\"\n{text}");
         let shared: String = self.family.shared_sources().iter().map(|(name, text)| file(name, text)).collect();
         format!(
-            "{real}{head_dim}{tiles}{}{shared}{}",
+            "{real}{head_dim}{tiles}{softcap}{}{shared}{}",
             file("common.cuh", COMMON_SOURCE),
             file(&format!("{name}.cu"), source)
         )

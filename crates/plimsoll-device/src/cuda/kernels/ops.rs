@@ -43,12 +43,12 @@ pub fn launches(kind: &OpKind, operands: &impl OperandLookup) -> Option<Vec<Laun
 fn embedding_launches(kind: &OpKind, operands: &impl OperandLookup) -> Vec<Launch> {
     let (real, at) = (operands.real(), |operand: &Operand| operands.address_of(operand));
     match kind {
-        OpKind::Embed { tokens, table, out, rows, hidden, vocab } => {
-            launch::embed(real, at(tokens), at(table), at(out), *rows, *hidden, *vocab).to_vec()
+        OpKind::Embed { tokens, table, out, rows, hidden, vocab, scale } => {
+            launch::embed(real, [tokens, table, out].map(at), *rows, *hidden, *vocab, *scale).to_vec()
         }
-        OpKind::EmbedGrad { tokens, dout, dtable, workspace, rows, hidden, vocab } => {
-            let (dtable, scratch) = (at(dtable), at(workspace));
-            launch::embed_grad(real, at(tokens), at(dout), dtable, scratch, *rows, *hidden, *vocab).to_vec()
+        OpKind::EmbedGrad { tokens, dout, dtable, workspace, rows, hidden, vocab, scale } => {
+            let tensors = [tokens, dout, dtable, workspace].map(at);
+            launch::embed_grad(real, tensors, *rows, *hidden, *vocab, *scale).to_vec()
         }
         other => not_in_family(other),
     }
@@ -58,25 +58,27 @@ fn embedding_launches(kind: &OpKind, operands: &impl OperandLookup) -> Vec<Launc
 fn norm_launches(kind: &OpKind, operands: &impl OperandLookup) -> Vec<Launch> {
     let (real, at) = (operands.real(), |operand: &Operand| operands.address_of(operand));
     match kind {
-        OpKind::RmsNorm { x, weight, residual, out, rstd, rows, dim, eps } => {
+        OpKind::RmsNorm { x, weight, residual, out, rstd, rows, dim, eps, offset } => {
             let inputs = [at(x), at(weight), residual.as_ref().map_or(0, at)];
-            launch::rms_norm(real, inputs, at(out), at(rstd), *rows, *dim, *eps).to_vec()
+            launch::rms_norm(real, inputs, at(out), at(rstd), *rows, *dim, [*eps, *offset]).to_vec()
         }
-        OpKind::RmsNormGrad { x, weight, rstd, dout, dx, dweight, workspace, rows, dim, accumulate } => {
+        OpKind::RmsNormGrad { x, weight, rstd, dout, dx, dweight, workspace, rows, dim, offset, accumulate } => {
             let inputs = [x, weight, rstd, dout].map(at);
             // The last launch accumulates the weight's gradient; a frozen weight has none.
             let (dweight, count) = dweight.as_ref().map_or((0, 1), |dweight| (at(dweight), 2));
-            let all = launch::rms_norm_grad(real, inputs, at(dx), dweight, at(workspace), *rows, *dim, *accumulate);
+            let outputs = [at(dx), dweight, at(workspace)];
+            let all = launch::rms_norm_grad(real, inputs, outputs, *rows, *dim, *offset, *accumulate);
             all[..count].to_vec()
         }
-        OpKind::HeadNorm { x, q_weight, k_weight, out, rstd, rows, shape, norm, eps } => {
+        OpKind::HeadNorm { x, q_weight, k_weight, out, rstd, rows, shape, norm, eps, offset } => {
             let inputs = [x, q_weight, k_weight].map(at);
-            launch::head_norm(real, inputs, at(out), at(rstd), *rows, *shape, *norm, *eps).to_vec()
+            launch::head_norm(real, inputs, at(out), at(rstd), *rows, *shape, *norm, [*eps, *offset]).to_vec()
         }
-        OpKind::HeadNormGrad { x, q_weight, k_weight, rstd, dx, dweights, workspace, rows, shape, norm } => {
+        OpKind::HeadNormGrad { x, q_weight, k_weight, rstd, dx, dweights, workspace, rows, shape, norm, offset } => {
             let inputs = [x, q_weight, k_weight, rstd].map(at);
             let (into, count) = dweights.as_ref().map_or(([0; 2], 1), |dweights| (dweights.each_ref().map(at), 3));
-            let all = launch::head_norm_grad(real, inputs, at(dx), into, at(workspace), *rows, *shape, *norm);
+            let outputs = [at(dx), at(workspace)];
+            let all = launch::head_norm_grad(real, inputs, outputs, into, *rows, *shape, *norm, *offset);
             all[..count].to_vec()
         }
         other => not_in_family(other),
@@ -98,13 +100,26 @@ fn attention_launches(kind: &OpKind, operands: &impl OperandLookup) -> Vec<Launc
             let starts = document_start.as_ref().map_or(0, at);
             launch::window_start(real, at(positions), starts, at(out), *rows, *window).to_vec()
         }
-        OpKind::Attention { qkv, document_start, out, stats, workspace: _, batch, sequence, shape } => {
+        OpKind::Attention { qkv, document_start, out, stats, workspace: _, batch, sequence, shape, softcap } => {
             let [qkv, starts, out, stats] = [qkv, document_start, out, stats].map(at);
-            launch::attention(real, target, qkv, starts, out, stats, *batch, *sequence, *shape).to_vec()
+            launch::attention(real, target, [qkv, starts, out, stats], *batch, *sequence, *shape, *softcap).to_vec()
         }
-        OpKind::AttentionGrad { qkv, out, dout, stats, document_start, dqkv, workspace, batch, sequence, shape } => {
+        OpKind::AttentionGrad {
+            qkv,
+            out,
+            dout,
+            stats,
+            document_start,
+            dqkv,
+            workspace,
+            batch,
+            sequence,
+            shape,
+            softcap,
+        } => {
             let inputs = [qkv, out, dout, stats, document_start].map(at);
-            launch::attention_grad(real, target, inputs, at(dqkv), at(workspace), *batch, *sequence, *shape)
+            let outputs = [at(dqkv), at(workspace)];
+            launch::attention_grad(real, target, inputs, outputs, *batch, *sequence, *shape, *softcap)
         }
         OpKind::CachedAttention {
             qkv,
@@ -119,11 +134,12 @@ fn attention_launches(kind: &OpKind, operands: &impl OperandLookup) -> Vec<Launc
             rows,
             capacity,
             shape,
+            softcap,
         } => {
             let [qkv, keys, values, places] = [qkv, keys, values, places].map(at);
             let inputs = [qkv, keys, values, places, first_keys.as_ref().map_or(0, at)];
             let tokens = NewTokens { sequences: *sequences, rows: *rows, capacity: *capacity };
-            launch::cached_attention(real, target, inputs, at(out), at(workspace), tokens, *shape)
+            launch::cached_attention(real, target, inputs, at(out), at(workspace), tokens, *shape, *softcap)
         }
         OpKind::AppendCache { qkv, keys, values, places, slots: _, sequences, rows, capacity: _, shape } => {
             let rows = sequences * rows;
@@ -138,10 +154,13 @@ fn attention_launches(kind: &OpKind, operands: &impl OperandLookup) -> Vec<Launc
 fn elementwise_launches(kind: &OpKind, operands: &impl OperandLookup) -> Option<Vec<Launch>> {
     let (real, at) = (operands.real(), |operand: &Operand| operands.address_of(operand));
     Some(match kind {
-        OpKind::SwiGlu { gate_up, out, rows, ffn } => launch::swiglu(real, at(gate_up), at(out), *rows, *ffn).to_vec(),
-        OpKind::SwiGluGrad { gate_up, dout, dgate_up, rows, ffn } => {
-            launch::swiglu_grad(real, at(gate_up), at(dout), at(dgate_up), *rows, *ffn).to_vec()
+        OpKind::Glu { gate_up, out, rows, ffn, activation } => {
+            launch::glu(real, *activation, at(gate_up), at(out), *rows, *ffn).to_vec()
         }
+        OpKind::GluGrad { gate_up, dout, dgate_up, rows, ffn, activation } => {
+            launch::glu_grad(real, *activation, [gate_up, dout, dgate_up].map(at), *rows, *ffn).to_vec()
+        }
+        OpKind::SoftCap { x, elements, cap } => launch::soft_cap(real, at(x), *elements, *cap).to_vec(),
         OpKind::SumRows { x, into, workspace, rows, columns } => {
             launch::sum_rows(real, at(x), at(into), at(workspace), *rows, *columns).to_vec()
         }
@@ -192,9 +211,9 @@ fn loss_launches(kind: &OpKind, operands: &impl OperandLookup) -> Vec<Launch> {
             let correct = correct.as_ref().map(at);
             launch::cross_entropy(real, [stats, labels, weights].map(at), at(metrics), correct, *rows).to_vec()
         }
-        OpKind::SoftmaxGrad { logits, labels, weights, stats, scalars, rows, first, columns } => {
+        OpKind::SoftmaxGrad { logits, labels, weights, stats, scalars, rows, first, columns, softcap } => {
             let tensors = [logits, labels, weights, stats, scalars].map(at);
-            launch::softmax_grad(real, tensors, *rows, *first, *columns).to_vec()
+            launch::softmax_grad(real, tensors, *rows, *first, *columns, *softcap).to_vec()
         }
         other => not_in_family(other),
     }

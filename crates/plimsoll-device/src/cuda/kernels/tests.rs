@@ -4,7 +4,7 @@ use super::launch::{self, *};
 use super::*;
 use crate::cuda::architecture::Architecture;
 use plimsoll_core::DType;
-use plimsoll_program::op::{Heads, QkNorm, RopeScaling};
+use plimsoll_program::op::{Activation, Heads, QkNorm, RopeScaling};
 use plimsoll_program::scalars::{Metric, Scalar};
 use plimsoll_program::workspace::cuda::NORM_PARTIALS;
 use std::collections::BTreeSet;
@@ -26,30 +26,33 @@ fn launches(real: Real, rows: u64, shape: Heads) -> Vec<Launch> {
 /// Returns launches of every kernel that fits heads of `shape`. Sizes are like those of models, with `rows` rows.
 fn launches_for(target: Target, real: Real, rows: u64, shape: Heads) -> Vec<Launch> {
     let mut all = Vec::new();
-    all.extend(rms_norm(real, [0; 3], 0, 0, rows, 8192, 1e-5));
-    all.extend(rms_norm_grad(real, [0; 4], 0, 0, 0, rows, 8192, true));
+    all.extend(rms_norm(real, [0; 3], 0, 0, rows, 8192, [1e-5, 0.0]));
+    all.extend(rms_norm_grad(real, [0; 4], [0; 3], rows, 8192, 0.0, true));
     for norm in [QkNorm::PerHead, QkNorm::AllHeads] {
-        all.extend(head_norm(real, [0; 3], 0, 0, rows, shape, norm, 1e-6));
-        all.extend(head_norm_grad(real, [0; 4], 0, [0; 2], 0, rows, shape, norm));
+        all.extend(head_norm(real, [0; 3], 0, 0, rows, shape, norm, [1e-6, 0.0]));
+        all.extend(head_norm_grad(real, [0; 4], [0; 2], [0; 2], rows, shape, norm, 0.0));
     }
     all.extend(rope(real, 0, 0, 0, rows, shape, true));
     all.extend(rope_table(real, 0, 131_072, shape.head_dim, 1e6, RopeScaling::None, 1.0));
     all.extend(launch::window_start(real, 0, 0, 0, rows, 4096));
-    all.extend(launch::attention(real, target, 0, 0, 0, 0, 1, rows, shape));
-    all.extend(attention_grad(real, target, [0; 5], 0, 0, 1, rows, shape));
+    for softcap in [None, Some(50.0)] {
+        all.extend(launch::attention(real, target, [0; 4], 1, rows, shape, softcap));
+        all.extend(attention_grad(real, target, [0; 5], [0; 2], 1, rows, shape, softcap));
+    }
     for (sequences, rows) in [(1, rows), (1, 1), (64, 1)] {
         let tokens = NewTokens { sequences, rows, capacity: 131_072 };
-        all.extend(cached_attention(real, target, [0; 5], 0, 0, tokens, shape));
+        all.extend(cached_attention(real, target, [0; 5], 0, 0, tokens, shape, None));
     }
     all.extend(append_cache(real, 0, 0, 0, 0, rows, shape));
-    all.extend(swiglu(real, 0, 0, rows, 28_672));
-    all.extend(swiglu_grad(real, 0, 0, 0, rows, 28_672));
+    all.extend(glu(real, Activation::Silu, 0, 0, rows, 28_672));
+    all.extend(glu_grad(real, Activation::Silu, [0; 3], rows, 28_672));
     all.extend(softmax_stats(real, [0; 4], rows, 0, 152_064, true));
     all.extend(cross_entropy(real, [0; 3], 0, None, rows));
-    all.extend(softmax_grad(real, [0; 5], rows, 0, 152_064));
-    all.extend(embed(real, 0, 0, 0, rows, 8192, 152_064));
-    all.extend(embed_grad(real, 0, 0, 0, 0, rows, 8192, 152_064));
+    all.extend(softmax_grad(real, [0; 5], rows, 0, 152_064, None));
+    all.extend(embed(real, [0; 3], rows, 8192, 152_064, 1.0));
+    all.extend(embed_grad(real, [0; 4], rows, 8192, 152_064, 1.0));
     all.extend(add(real, 0, 0, rows * 8192));
+    all.extend(soft_cap(real, 0, rows * 8192, 30.0));
     all.extend(add_rows(real, 0, 0, 0, 12_288, rows, 12_288));
     all.extend(sum_rows(real, 0, 0, 0, rows, 12_288));
     all.extend(pick_row(real, 0, 0, 0, 8192));
@@ -184,7 +187,7 @@ fn two_gradient_blocks_fit_small_multiprocessors() {
 #[test]
 fn forward_requests_only_its_tiles() {
     let shared = |target, head_dim| {
-        launch::attention(Real::Bf16, target, 0, 0, 0, 0, 1, 700, Heads { head_dim, ..SHAPE })[0].shared_bytes
+        launch::attention(Real::Bf16, target, [0; 4], 1, 700, Heads { head_dim, ..SHAPE }, None)[0].shared_bytes
     };
     // 128 queries and two tiles of keys, in rows of a head and 16 bytes.
     assert_eq!(shared(TARGET, 80), (128 + 2 * 32) * 176);

@@ -258,6 +258,8 @@ impl Decoder<'_> {
             WeightSource::LiveRun => return vec![],
         };
         let elements_max = parameters.iter().map(Parameter::elements).max().unwrap_or(1);
+        // A new norm multiplies by one.
+        let norm_weight = 1.0 - self.options.config.model_type.norm_offset();
         let mut blocks = Vec::new();
         for (number, parameter) in
             parameters.iter().enumerate().filter(|(_, parameter)| self.has_parameter(parameter)).collect::<Vec<_>>()
@@ -266,7 +268,7 @@ impl Decoder<'_> {
                 let origin = PieceSource::Normal { seed, number: number as u64, std: self.options.config.init_std };
                 blocks.extend(self.load_parameter(parameter, &origin, self.options.precision.wide(), elements_max));
             } else {
-                let value = if parameter.hf_name.ends_with(".bias") { 0.0 } else { 1.0 };
+                let value = if parameter.hf_name.ends_with(".bias") { 0.0 } else { norm_weight };
                 blocks.push(self.set_constant(parameter, value));
             }
         }

@@ -56,7 +56,7 @@ struct Addition {
     out: Operand,
     /// Bias of the sublayer's last product, if it has one.
     bias: Option<Operand>,
-    /// Weight of the norm of the sublayer's output; `None` if the sublayer norms its input.
+    /// Weight of the norm of the sublayer's output; `None` if there is none.
     norm: Option<TensorId>,
     /// Recompute level from which the forward pass drops the output before that norm.
     level: RecomputeLevel,
@@ -83,16 +83,14 @@ impl Layer<'_, '_> {
         use RecomputeLevel::{Attention, Block as WholeBlock, FeedForward, Norms};
         let (rows, shape, table_rows) = (self.rows, self.decoder.shape, self.decoder.table_rows);
         let (d, f) = (self.decoder.options.config.hidden, self.decoder.options.config.ffn);
-        let Weights { attention_norm, qk_norms, ffn_norm, rope_table, .. } = self.decoder.weights;
+        let Weights { attention_norm, attention_output_norm, ffn_norm, ffn_output_norm, .. } = self.decoder.weights;
+        let Weights { qk_norms, rope_table, .. } = self.decoder.weights;
         let Weights { qkv_bias, attention_out_bias, gate_up_bias, down_bias, .. } = self.decoder.weights;
         let [qkv_bias, attention_out_bias, gate_up_bias, down_bias] =
             [qkv_bias, attention_out_bias, gate_up_bias, down_bias].map(|bias| Some(Operand::layer(bias?, 0)));
         let (x, next) = (Operand::layer(hidden, 0), Operand::layer(hidden, 1));
 
-        let norms_outputs = self.decoder.options.config.model_type.norms_outputs();
-        let of_output = |norm: TensorId| norms_outputs.then_some(norm);
-
-        let normed = if norms_outputs { x } else { self.norm_input("attention", x, attention_norm) };
+        let normed = self.norm_input("attention", x, attention_norm);
         let name = if qk_norms.is_some() { "qkv_raw" } else { "qkv" };
         let product = self.add_activation(name, &[rows, shape.columns()], Attention);
         self.linear(|w| &w.qkv, (normed, Site::AttentionIn), product, [qkv_bias, None], Attention);
@@ -122,24 +120,25 @@ impl Layer<'_, '_> {
             stream: x,
             out: middle,
             bias: attention_out_bias,
-            norm: of_output(attention_norm),
+            norm: attention_output_norm,
             level: Attention,
             statistics: Some(WholeBlock),
         };
         self.add_to_stream(|w| &w.attention_out, (mixed, Site::AttentionOut), &addition);
 
-        let normed = if norms_outputs { middle } else { self.norm_input("ffn", middle, ffn_norm) };
+        let normed = self.norm_input("ffn", middle, ffn_norm);
         let gate_up = self.add_activation("gate_up_product", &[rows, 2 * f], FeedForward);
         self.linear(|w| &w.gate_up, (normed, Site::FfnIn), gate_up, [gate_up_bias, None], FeedForward);
         let gated = self.add_activation("gated", &[rows, f], Norms);
-        self.ops.push(OpKind::SwiGlu { gate_up, out: gated, rows, ffn: f }.into());
+        let activation = self.decoder.options.config.model_type.activation();
+        self.ops.push(OpKind::Glu { gate_up, out: gated, rows, ffn: f, activation }.into());
         // A repeated norm would write the next layer's input again, so the statistics stay: one number per token.
         let addition = Addition {
             name: "ffn",
             stream: middle,
             out: next,
             bias: down_bias,
-            norm: of_output(ffn_norm),
+            norm: ffn_output_norm,
             level: FeedForward,
             statistics: None,
         };
@@ -154,7 +153,8 @@ impl Layer<'_, '_> {
         let out = self.add_activation("qkv", &[rows, shape.columns()], RecomputeLevel::Norms);
         let rstd = self.add_tensor("qk_rstd", &[rows, shape.norm_count(norm)], wide, Some(RecomputeLevel::Norms));
         let (q_weight, k_weight) = (Operand::layer(q_norm, 0), Operand::layer(k_norm, 0));
-        self.ops.push(OpKind::HeadNorm { x, q_weight, k_weight, out, rstd, rows, shape, norm, eps }.into());
+        let offset = config.model_type.norm_offset();
+        self.ops.push(OpKind::HeadNorm { x, q_weight, k_weight, out, rstd, rows, shape, norm, eps, offset }.into());
         out
     }
 
@@ -172,15 +172,17 @@ impl Layer<'_, '_> {
         self.add_tensor(name, dims, self.decoder.options.precision, Some(level))
     }
 
-    /// Appends the RMS norm of a sublayer's input, out = x / rms(x) · weight, and returns out.
-    fn norm_input(&mut self, name: &str, x: Operand, weight: TensorId) -> Operand {
+    /// Appends the RMS norm of a sublayer's input, out = x / rms(x) · weight, and returns out. Returns x itself if the
+    /// family has no such norm.
+    fn norm_input(&mut self, name: &str, x: Operand, weight: Option<TensorId>) -> Operand {
+        let Some(weight) = weight else { return x };
         let config = self.decoder.options.config;
-        let (rows, dim, eps) = (self.rows, config.hidden, config.stream_norm_eps());
+        let (rows, dim, eps, offset) = (self.rows, config.hidden, config.norm_eps, config.model_type.norm_offset());
         let wide = self.decoder.options.precision.wide();
         let out = self.add_activation(&format!("{name}_normed"), &[rows, dim], RecomputeLevel::Norms);
         let rstd = self.add_tensor(&format!("{name}_rstd"), &[rows], wide, Some(RecomputeLevel::Norms));
         let weight = Operand::layer(weight, 0);
-        self.ops.push(OpKind::RmsNorm { x, weight, residual: None, out, rstd, rows, dim, eps }.into());
+        self.ops.push(OpKind::RmsNorm { x, weight, residual: None, out, rstd, rows, dim, eps, offset }.into());
         out
     }
 
@@ -196,13 +198,13 @@ impl Layer<'_, '_> {
             return self.linear(select, (x, site), out, [bias, Some(stream)], level);
         };
         let config = self.decoder.options.config;
-        let (rows, dim, eps) = (self.rows, config.hidden, config.norm_eps);
+        let (rows, dim, eps, offset) = (self.rows, config.hidden, config.norm_eps, config.model_type.norm_offset());
         let product = self.add_activation(&format!("{name}_output"), &[rows, dim], level);
         self.linear(select, (x, site), product, [bias, None], level);
         let wide = self.decoder.options.precision.wide();
-        let rstd = self.add_tensor(&format!("{name}_rstd"), &[rows], wide, statistics);
+        let rstd = self.add_tensor(&format!("{name}_output_rstd"), &[rows], wide, statistics);
         let (x, weight, residual) = (product, Operand::layer(weight, 0), Some(stream));
-        self.ops.push(OpKind::RmsNorm { x, weight, residual, out, rstd, rows, dim, eps }.into());
+        self.ops.push(OpKind::RmsNorm { x, weight, residual, out, rstd, rows, dim, eps, offset }.into());
     }
 
     /// Appends out = x · matrixᵀ (+ bias) (+ residual), and the adapters of the matrix.
@@ -219,7 +221,7 @@ impl Layer<'_, '_> {
     ) {
         let (rows, layers) = (self.rows, self.decoder.options.depth());
         // What is added to the residual stream may have a factor.
-        let scale = residual.map_or(1.0, |_| self.decoder.options.config.residual_scale());
+        let scale = residual.map_or(1.0, |_| self.decoder.options.config.extras.residual_multiplier);
         let Decoder { builder, weights, .. } = &mut *self.decoder;
         let matrix = select(weights);
         let (name, n, k) = (matrix.name, matrix.rows, matrix.columns);
@@ -320,6 +322,7 @@ impl BatchAttention<'_> {
             batch,
             sequence,
             shape,
+            softcap: options.config.extras.score_softcap,
         };
         (vec![op.into()], vec![stats])
     }
@@ -351,7 +354,8 @@ impl Decoder<'_> {
         let hidden = self.builder.activation(&format!("{prefix}hidden"), &[rows, d], layers + 1);
         let embedding = inputs.tokens.zip(self.weights.embedding).map(|(tokens, table)| {
             let (tokens, table, out) = (Operand::whole(tokens), Operand::whole(table), Operand::slot(hidden, 0));
-            OpKind::Embed { tokens, table, out, rows, hidden: d, vocab: config.vocab }.into()
+            let scale = config.embedding_scale(self.options.precision);
+            OpKind::Embed { tokens, table, out, rows, hidden: d, vocab: config.vocab, scale }.into()
         });
         let layer_inputs = self.layer_inputs(prefix, rows, inputs);
         let (ops, dropped_from, adapter_inputs) = (Vec::new(), HashMap::new(), HashMap::new());
@@ -370,7 +374,8 @@ impl Decoder<'_> {
                 rstd: Operand::whole(rstd),
                 rows,
                 dim: d,
-                eps: config.stream_norm_eps(),
+                eps: config.norm_eps,
+                offset: config.model_type.norm_offset(),
             };
             ((normed, head), norm.into())
         });

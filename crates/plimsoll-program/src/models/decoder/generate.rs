@@ -106,6 +106,10 @@ impl Decoder<'_> {
             let product = self.builder.product(Product { scale, out_stride: Some(v), ..product });
             blocks.push(Block::once("logits", vec![product]));
         }
+        if let Some(cap) = self.options.config.extras.logit_softcap {
+            let op = OpKind::SoftCap { x: Operand::whole(logits), elements: rows * v, cap };
+            blocks.push(Block::once("cap logits", vec![op.into()]));
+        }
         logits
     }
 }
@@ -150,6 +154,7 @@ impl CachedAttention<'_> {
             rows,
             capacity,
             shape,
+            softcap: options.config.extras.score_softcap,
         };
         (vec![append.into(), attend.into()], vec![])
     }

@@ -153,7 +153,8 @@ impl LossWriter<'_, '_, '_> {
         for_row_blocks("loss", all, block_rows, |rows| {
             let mut ops = Vec::new();
             for block in blocks {
-                ops.extend([self.make_logits(rows, block, self.logits), self.update_stats(rows, block)]);
+                ops.extend(self.make_logits(rows, block, self.logits));
+                ops.push(self.update_stats(rows, block));
             }
             ops.push(self.cross_entropy(rows));
             if self.loss.gradients.is_some() {
@@ -172,7 +173,9 @@ impl LossWriter<'_, '_, '_> {
         let mut list = Vec::new();
         for block in blocks {
             list.extend(for_row_blocks("loss", all, block_rows, |rows| {
-                vec![self.make_logits(rows, block, self.logits), self.update_stats(rows, block)]
+                let mut ops = self.make_logits(rows, block, self.logits);
+                ops.push(self.update_stats(rows, block));
+                ops
             }));
         }
         list.extend(for_row_blocks("loss", all, block_rows, |rows| vec![self.cross_entropy(rows)]));
@@ -181,7 +184,7 @@ impl LossWriter<'_, '_, '_> {
             let recomputed = self.decoder.builder.copy_of(self.logits, name);
             for block in blocks.iter().rev() {
                 list.extend(for_row_blocks("loss", all, block_rows, |rows| {
-                    let mut ops = vec![self.make_logits(rows, block, recomputed)];
+                    let mut ops = self.make_logits(rows, block, recomputed);
                     ops.extend(self.derive(rows, block, block.end == self.vocab(), recomputed));
                     ops
                 }));
@@ -195,6 +198,11 @@ impl LossWriter<'_, '_, '_> {
     /// Returns the factor of the product that gives logits, and of those that derive it.
     fn logits_scale(&self) -> f64 {
         1.0 / self.decoder.options.config.extras.logits_scaling
+    }
+
+    /// Returns the cap of logits, if the model has one.
+    fn softcap(&self) -> Option<f64> {
+        self.decoder.options.config.extras.logit_softcap
     }
 
     fn vocab(&self) -> u64 {
@@ -222,14 +230,16 @@ impl LossWriter<'_, '_, '_> {
         Operand::whole(tensor).starting_at(Index::fixed((block.start * self.hidden()) as i64))
     }
 
-    /// Returns the op that computes the logits of these rows and a block of the vocabulary: `logits[R, columns]` =
-    /// `x[R, D]` · headᵀ.
-    fn make_logits(&mut self, rows: Rows, block: &Range<u64>, logits: TensorId) -> Op {
+    /// Returns the ops that compute the logits of these rows and a block of the vocabulary: `logits[R, columns]` =
+    /// `x[R, D]` · headᵀ, with a cap if the model has one.
+    fn make_logits(&mut self, rows: Rows, block: &Range<u64>, logits: TensorId) -> Vec<Op> {
         let (d, columns) = (self.hidden(), block.end - block.start);
         let (x, head) = (rows.slice(self.loss.normed, d), self.head_rows(self.loss.head, block));
         let logits = self.place(rows, block, logits);
         let scale = self.logits_scale();
-        self.decoder.builder.product(Product { scale, ..Product::linear(x, head, logits, rows.count, d, columns) })
+        let product = Product { scale, ..Product::linear(x, head, logits, rows.count, d, columns) };
+        let cap = self.softcap().map(|cap| OpKind::SoftCap { x: logits, elements: rows.count * columns, cap }.into());
+        [self.decoder.builder.product(product)].into_iter().chain(cap).collect()
     }
 
     fn update_stats(&self, rows: Rows, block: &Range<u64>) -> Op {
@@ -273,6 +283,7 @@ impl LossWriter<'_, '_, '_> {
             rows: rows.count,
             first: block.start,
             columns,
+            softcap: self.softcap(),
         };
         let mut ops = vec![gradient.into()];
         if let Some(dhead) = dhead {

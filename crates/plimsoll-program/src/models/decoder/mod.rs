@@ -4,15 +4,15 @@
 //! ```text
 //! hidden₀ = embedding[tokens]
 //! for each layer:   h = hidden + attention(norm(hidden)) · W_o
-//!                   hidden' = h + swiglu(norm(h) · W_gate_up) · W_down
+//!                   hidden' = h + glu(norm(h) · W_gate_up) · W_down
 //! loss    = cross entropy(norm(hidden_L) · headᵀ), in blocks: full logits never exist
 //! ```
 //!
-//! Some families norm the outputs of attention and of the feed-forward part instead of their inputs:
+//! Some families norm the outputs of attention and of the feed-forward part, instead of their inputs or beside them:
 //!
 //! ```text
 //! for each layer:   h = hidden + norm(attention(hidden) · W_o)
-//!                   hidden' = h + norm(swiglu(h · W_gate_up) · W_down)
+//!                   hidden' = h + norm(glu(h · W_gate_up) · W_down)
 //! ```
 //!
 //! This module has the options and the resident weights. `forward`, `loss`, `backward`, `generate` and `files` write
@@ -120,7 +120,7 @@ pub enum Base {
 #[derive(Clone, Debug, PartialEq)]
 pub enum WeightSource {
     /// Random initialization. In a model, matrices are drawn from a normal distribution with standard deviation
-    /// [`ModelConfig::init_std`], norm weights are one and biases zero. [`Lora::source`] describes that of adapters.
+    /// [`ModelConfig::init_std`], norms multiply by one and biases are zero. [`Lora::source`] describes that of adapters.
     Random {
         /// Seed of the random numbers.
         seed: u64,
@@ -256,17 +256,23 @@ impl BuildOptions<'_> {
 /// The weight tensors of this device.
 struct Weights {
     embedding: Option<TensorId>,
-    attention_norm: TensorId,
+    /// Norm of the input of attention, if the family has one.
+    attention_norm: Option<TensorId>,
     qkv: Matrix,
     qkv_bias: Option<TensorId>,
     qk_norms: Option<(TensorId, TensorId)>,
     attention_out: Matrix,
     attention_out_bias: Option<TensorId>,
-    ffn_norm: TensorId,
+    /// Norm of the output of attention, if the family has one.
+    attention_output_norm: Option<TensorId>,
+    /// Norm of the input of the feed-forward part, if the family has one.
+    ffn_norm: Option<TensorId>,
     gate_up: Matrix,
     gate_up_bias: Option<TensorId>,
     down: Matrix,
     down_bias: Option<TensorId>,
+    /// Norm of the output of the feed-forward part, if the family has one.
+    ffn_output_norm: Option<TensorId>,
     /// Final norm and output head; the head is the embedding tensor if both are tied. `None` on all pipeline stages but
     /// the last.
     top: Option<(TensorId, TensorId)>,
@@ -278,17 +284,19 @@ impl Weights {
     /// not listed twice.
     fn plain(&self) -> Vec<TensorId> {
         let mut list = Vec::from_iter(self.embedding);
-        list.push(self.attention_norm);
+        list.extend(self.attention_norm);
         list.extend(self.qkv.plain());
         list.extend(self.qkv_bias);
         list.extend(self.qk_norms.iter().flat_map(|(q, k)| [*q, *k]));
         list.extend(self.attention_out.plain());
         list.extend(self.attention_out_bias);
-        list.push(self.ffn_norm);
+        list.extend(self.attention_output_norm);
+        list.extend(self.ffn_norm);
         list.extend(self.gate_up.plain());
         list.extend(self.gate_up_bias);
         list.extend(self.down.plain());
         list.extend(self.down_bias);
+        list.extend(self.ffn_output_norm);
         if let Some((final_norm, head)) = self.top {
             list.push(final_norm);
             list.extend((self.embedding != Some(head)).then_some(head));
@@ -341,7 +349,9 @@ impl<'a> Decoder<'a> {
         let b = &mut builder;
         let embeds = options.is_first() || options.is_last() && config.tied;
         let embedding = embeds.then(|| weight(b, "embedding", &[v, d], 1));
-        let attention_norm = weight(b, "attention_norm", &[d], layers);
+        let norm = |b: &mut Builder, name, is_present: bool| is_present.then(|| weight(b, name, &[d], layers));
+        let (of_inputs, of_outputs) = (config.model_type.norms_inputs(), config.model_type.norms_outputs());
+        let attention_norm = norm(b, "attention_norm", of_inputs);
         let qkv = matrix(b, "qkv");
         let qkv_bias = bias(b, &qkv);
         let qk_norms = config
@@ -349,11 +359,13 @@ impl<'a> Decoder<'a> {
             .map(|[queries, keys]| (weight(b, "q_norm", &[queries], layers), weight(b, "k_norm", &[keys], layers)));
         let attention_out = matrix(b, "attention_out");
         let attention_out_bias = bias(b, &attention_out);
-        let ffn_norm = weight(b, "ffn_norm", &[d], layers);
+        let attention_output_norm = norm(b, "attention_output_norm", of_outputs);
+        let ffn_norm = norm(b, "ffn_norm", of_inputs);
         let gate_up = matrix(b, "gate_up");
         let gate_up_bias = bias(b, &gate_up);
         let down = matrix(b, "down");
         let down_bias = bias(b, &down);
+        let ffn_output_norm = norm(b, "ffn_output_norm", of_outputs);
         let top = options.is_last().then(|| {
             let final_norm = weight(b, "final_norm", &[d], 1);
             let tied = embedding.filter(|_| config.tied);
@@ -370,11 +382,13 @@ impl<'a> Decoder<'a> {
             qk_norms,
             attention_out,
             attention_out_bias,
+            attention_output_norm,
             ffn_norm,
             gate_up,
             gate_up_bias,
             down,
             down_bias,
+            ffn_output_norm,
             top,
             rope_table,
         };

@@ -174,6 +174,30 @@ fn multipliers_are_read_and_written() {
     assert!(matches!(with("granite", json!({"logits_scaling": 0})), Err(ConfigError::Wrong { .. })));
 }
 
+#[test]
+fn gemma2_settings_are_read_and_written() {
+    // Absent keys have the defaults of `Gemma2Config`.
+    let mut map = small("gemma2");
+    map.insert("num_hidden_layers".to_owned(), json!(5));
+    map.shift_remove("sliding_window");
+    let extras = ModelConfig::from_json(&Value::Object(map).to_string(), &[]).unwrap().extras;
+    assert_eq!((extras.window, &extras.full_layers[..]), (Some(4096), &[1, 3][..]));
+    assert_eq!((extras.score_softcap, extras.logit_softcap), (Some(50.0), Some(30.0)));
+    assert_eq!(extras.attention_multiplier, Some(1.0 / 16.0));
+    let keys = json!({
+        "num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 7,
+        "query_pre_attn_scalar": 144, "attn_logit_softcapping": null, "final_logit_softcapping": 12.5,
+        "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "cache_implementation": "hybrid",
+    });
+    let config = with("gemma2", keys).unwrap();
+    assert_eq!((config.extras.window, &config.extras.full_layers[..]), (Some(7), &[0][..]));
+    assert_eq!((config.extras.score_softcap, config.extras.logit_softcap), (None, Some(12.5)));
+    let written = config.to_json(None, DType::F32).to_string();
+    assert_eq!(ModelConfig::from_json(&written, &[]), Ok(config));
+    assert!(matches!(with("llama", json!({"attn_logit_softcapping": 50.0})), Err(ConfigError::Unknown { .. })));
+    assert!(matches!(with("gemma2", json!({"final_logit_softcapping": 0})), Err(ConfigError::Wrong { .. })));
+}
+
 /// The expected factors are those of `_compute_yarn_parameters` in transformers 5.23.
 #[test]
 fn yarn_settings_have_transformers_defaults() {
@@ -214,6 +238,9 @@ fn unsupported_arithmetic_is_refused_by_key() {
         ("llama", "layer_types", json!(["full_attention", "sliding_attention"])),
         ("llama", "sliding_window", json!(1024)),
         ("granite", "attention_bias", json!(true)),
+        ("gemma2", "hidden_activation", json!("silu")),
+        ("gemma2", "hidden_act", json!("silu")),
+        ("gemma2", "use_bidirectional_attention", json!(true)),
         ("olmo2", "attention_bias", json!(true)),
         ("phi3", "resid_pdrop", json!(0.1)),
         ("phi3", "rope_scaling", json!({"type": "linear", "factor": 4.0})),

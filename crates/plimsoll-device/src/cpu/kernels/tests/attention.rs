@@ -17,7 +17,14 @@ pub(super) fn documents(draw: &mut Draw, batch: usize, sequence: usize, longest:
     starts
 }
 
-fn naive_attention(shape: Heads, sequence: usize, qkv: &[f64], starts: &[i32]) -> (Vec<f64>, Vec<f64>) {
+fn naive_attention(
+    shape: Heads,
+    softcap: Option<f64>,
+    sequence: usize,
+    qkv: &[f64],
+    starts: &[i32],
+) -> (Vec<f64>, Vec<f64>) {
+    let capped = |score: f64| softcap.map_or(score, |cap| cap * (score / cap).tanh());
     let (h, kv, e) = (shape.heads as usize, shape.kv_heads as usize, shape.head_dim as usize);
     let (all, rows) = (shape.columns() as usize, starts.len());
     let (mut out, mut stats) = (vec![0.0; rows * h * e], vec![0.0; rows * h]);
@@ -30,7 +37,7 @@ fn naive_attention(shape: Heads, sequence: usize, qkv: &[f64], starts: &[i32]) -
             };
             let query = &qkv[row * all + head * e..][..e];
             let seen = starts[row] as usize..=i;
-            let scores: Vec<f64> = seen.clone().map(|j| dot(query, key(j, 0)) / (e as f64).sqrt()).collect();
+            let scores: Vec<f64> = seen.clone().map(|j| capped(dot(query, key(j, 0)) / (e as f64).sqrt())).collect();
             let sum: f64 = scores.iter().map(|s| s.exp()).sum();
             stats[(b * h + head) * sequence + i] = sum.ln();
             for (j, score) in seen.zip(&scores) {
@@ -46,6 +53,7 @@ fn naive_attention(shape: Heads, sequence: usize, qkv: &[f64], starts: &[i32]) -
 pub(super) fn run_attention<T: Multiply>(
     threads: usize,
     shape: Heads,
+    softcap: Option<f64>,
     sequence: usize,
     qkv: &[T],
     starts: &[i32],
@@ -55,25 +63,27 @@ pub(super) fn run_attention<T: Multiply>(
     let mut stats = vec![T::Wide::from_f64(f64::NAN); rows * shape.heads as usize];
     let kernels = Kernels::Cpu { threads: threads as u64 };
     let mut scratch = scratch(kernels.attention_workspace(T::DTYPE, sequence as u64, shape));
-    attention(&pool(threads), shape, sequence, qkv, starts, &mut out, &mut stats, &mut scratch);
+    attention(&pool(threads), shape, softcap, sequence, qkv, starts, &mut out, &mut stats, &mut scratch);
     (out, stats)
 }
 
 pub(super) fn run_attention_grad<T: Multiply>(
     threads: usize,
     shape: Heads,
+    softcap: Option<f64>,
     sequence: usize,
     qkv: &[T],
     dout: &[T],
     starts: &[i32],
 ) -> Vec<T> {
-    let (out, stats) = run_attention(threads, shape, sequence, qkv, starts);
-    attention_grad_of(threads, shape, sequence, qkv, &out, dout, &stats, starts)
+    let (out, stats) = run_attention(threads, shape, softcap, sequence, qkv, starts);
+    attention_grad_of(threads, shape, softcap, sequence, qkv, &out, dout, &stats, starts)
 }
 
 pub(super) fn attention_grad_of<T: Multiply>(
     threads: usize,
     shape: Heads,
+    softcap: Option<f64>,
     sequence: usize,
     qkv: &[T],
     out: &[T],
@@ -84,8 +94,13 @@ pub(super) fn attention_grad_of<T: Multiply>(
     let mut dqkv = vec![T::from_f64(f64::NAN); qkv.len()];
     let kernels = Kernels::Cpu { threads: threads as u64 };
     let mut scratch = scratch(kernels.attention_grad_workspace(T::DTYPE, 1, sequence as u64, shape));
-    attention_grad(&pool(threads), shape, sequence, qkv, out, dout, stats, starts, &mut dqkv, &mut scratch);
+    attention_grad(&pool(threads), shape, softcap, sequence, qkv, out, dout, stats, starts, &mut dqkv, &mut scratch);
     dqkv
+}
+
+/// Returns the cap of scores with which a shape is tested: none, or one that many scores exceed.
+pub(super) fn softcap_of(shape: Heads) -> Option<f64> {
+    (shape.heads > shape.kv_heads).then_some(0.4)
 }
 
 /// Test cases (batch, sequence, longest document): one token, less than a block, and several blocks of queries and
@@ -98,11 +113,12 @@ fn attention_sees_only_its_document() {
     fn check<T: Multiply>() {
         let mut draw = Draw(8);
         for shape in SHAPES {
+            let softcap = softcap_of(shape);
             for (batch, sequence, longest) in SEQUENCES {
                 let starts = documents(&mut draw, batch, sequence, longest);
                 let qkv: Vec<T> = draw.many(batch * sequence * shape.columns() as usize);
-                let (out, stats) = run_attention(2, shape, sequence, &qkv, &starts);
-                let (want, want_stats) = naive_attention(shape, sequence, &to_f64s(&qkv), &starts);
+                let (out, stats) = run_attention(2, shape, softcap, sequence, &qkv, &starts);
+                let (want, want_stats) = naive_attention(shape, softcap, sequence, &to_f64s(&qkv), &starts);
                 assert_close(&out, &want, tolerance::<T>(40), &format!("{shape:?} {sequence}"));
                 assert_close(&stats, &want_stats, tolerance::<T>(40), &format!("stats {shape:?} {sequence}"));
             }
@@ -117,13 +133,14 @@ fn attention_sees_only_its_document() {
 fn attention_grad_matches_differences() {
     let mut draw = Draw(9);
     for shape in SHAPES {
+        let softcap = softcap_of(shape);
         for (batch, sequence, longest) in [(3, 1, 1), (2, 23, 9), (1, 130, 1000), (1, 150, 60)] {
             let starts = documents(&mut draw, batch, sequence, longest);
             let mut qkv: Vec<f64> = draw.many(batch * sequence * shape.columns() as usize);
             let dout: Vec<f64> = draw.many(batch * sequence * shape.query_columns() as usize);
-            let dqkv = run_attention_grad(2, shape, sequence, &qkv, &dout, &starts);
+            let dqkv = run_attention_grad(2, shape, softcap, sequence, &qkv, &dout, &starts);
             check_differences(&mut qkv, &dqkv, "dqkv", |qkv| {
-                dot(&run_attention(1, shape, sequence, qkv, &starts).0, &dout)
+                dot(&run_attention(1, shape, softcap, sequence, qkv, &starts).0, &dout)
             });
         }
     }
@@ -133,12 +150,13 @@ fn attention_grad_matches_differences() {
 fn attention_grad_in_f32_matches_f64() {
     let mut draw = Draw(10);
     for shape in SHAPES {
+        let softcap = softcap_of(shape);
         for (batch, sequence, longest) in SEQUENCES {
             let starts = documents(&mut draw, batch, sequence, longest);
             let qkv: Vec<f32> = draw.many(batch * sequence * shape.columns() as usize);
             let dout: Vec<f32> = draw.many(batch * sequence * shape.query_columns() as usize);
-            let got = run_attention_grad(2, shape, sequence, &qkv, &dout, &starts);
-            let want = run_attention_grad(1, shape, sequence, &to_f64s(&qkv), &to_f64s(&dout), &starts);
+            let got = run_attention_grad(2, shape, softcap, sequence, &qkv, &dout, &starts);
+            let want = run_attention_grad(1, shape, softcap, sequence, &to_f64s(&qkv), &to_f64s(&dout), &starts);
             assert_close(&got, &want, 1e-4, &format!("{shape:?} {sequence}"));
         }
     }
@@ -148,7 +166,7 @@ fn attention_grad_in_f32_matches_f64() {
 fn huge_scores_do_not_overflow() {
     let shape = Heads { heads: 1, kv_heads: 1, head_dim: 2 };
     let qkv: Vec<f32> = (0..100 * 6).map(|i| if i % 6 < 4 { 1e4 + i as f32 } else { i as f32 }).collect();
-    let (out, stats) = run_attention(1, shape, 100, &qkv, &[0; 100]);
+    let (out, stats) = run_attention(1, shape, None, 100, &qkv, &[0; 100]);
     assert!(out.iter().chain(&stats).all(|x| x.is_finite()));
 }
 
@@ -174,9 +192,9 @@ fn cached_attention_matches_full_attention() {
 
 /// Compares attention over a cache, to which the tokens in `qkv` are added in parts, with attention over a sequence.
 fn compare_with_full_attention<T: Multiply>(shape: Heads, qkv: &[T], first_keys: &[i32]) {
-    let (total, all) = (first_keys.len(), shape.columns() as usize);
+    let (total, all, softcap) = (first_keys.len(), shape.columns() as usize, softcap_of(shape));
     let width = (shape.kv_heads * shape.head_dim) as usize;
-    let (want, _) = naive_attention(shape, total, &to_f64s(qkv), first_keys);
+    let (want, _) = naive_attention(shape, softcap, total, &to_f64s(qkv), first_keys);
     let capacity = total + 7;
     // The third of three caches; the others must not be read.
     let (slot, size) = (2, 3 * capacity * width);
@@ -193,7 +211,7 @@ fn compare_with_full_attention<T: Multiply>(shape: Heads, qkv: &[T], first_keys:
         let mut scratch = scratch(size);
         let seen = &first_keys[start..start + rows];
         let caches = [&keys[..], &values[..]];
-        cached_attention(&pool(2), shape, new, caches, &places, (1, capacity), seen, &mut out, &mut scratch);
+        cached_attention(&pool(2), shape, softcap, new, caches, &places, (1, capacity), seen, &mut out, &mut scratch);
         let columns = shape.query_columns() as usize;
         assert_close(
             &out,

@@ -1,44 +1,64 @@
-//! SwiGLU, the loss, and elementwise ops.
+//! Gated units, the loss, caps, and elementwise ops.
 
 use super::*;
 
+/// Returns the activation of x, by the formulas of its definition.
+fn activate(activation: Activation, x: f64) -> f64 {
+    match activation {
+        Activation::Silu => x / (1.0 + (-x).exp()),
+        Activation::GeluTanh => {
+            0.5 * x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x.powi(3))).tanh())
+        }
+    }
+}
+
 #[test]
-fn swiglu_and_its_gradient_match_references() {
+fn glu_and_its_gradient_match_references() {
     let mut draw = Draw(12);
-    for (rows, ffn) in [(1, 1), (3, 37), (40, 130)] {
+    for (rows, ffn, activation) in [
+        (1, 1, Activation::Silu),
+        (3, 37, Activation::Silu),
+        (40, 130, Activation::Silu),
+        (1, 1, Activation::GeluTanh),
+        (40, 130, Activation::GeluTanh),
+    ] {
         let mut gate_up: Vec<f64> = draw.many::<f64>(rows * 2 * ffn).iter().map(|x| x * 6.0).collect();
         let dout: Vec<f64> = draw.many(rows * ffn);
         let forward = |gate_up: &[f64]| {
             let mut out = vec![f64::NAN; rows * ffn];
-            swiglu(&pool(2), ffn, gate_up, &mut out);
+            glu(&pool(2), activation, ffn, gate_up, &mut out);
             out
         };
         let want: Vec<f64> = (0..rows * ffn)
             .map(|i| {
                 let at = i / ffn * 2 * ffn + i % ffn;
-                gate_up[at] / (1.0 + (-gate_up[at]).exp()) * gate_up[at + ffn]
+                activate(activation, gate_up[at]) * gate_up[at + ffn]
             })
             .collect();
-        assert_close(&forward(&gate_up), &want, 1e-14, "swiglu");
+        assert_close(&forward(&gate_up), &want, 1e-14, "glu");
         let narrow: Vec<f32> = gate_up.iter().map(|&x| x as f32).collect();
         let mut out = vec![0.0f32; rows * ffn];
-        swiglu(&pool(2), ffn, &narrow, &mut out);
-        assert_close(&out, &want, 2e-6, "swiglu f32");
+        glu(&pool(2), activation, ffn, &narrow, &mut out);
+        assert_close(&out, &want, 2e-6, "glu f32");
 
         let mut dgate_up = vec![f64::NAN; rows * 2 * ffn];
-        swiglu_grad(&pool(2), ffn, &gate_up, &dout, &mut dgate_up);
+        glu_grad(&pool(2), activation, ffn, &gate_up, &dout, &mut dgate_up);
         let mut in_place = gate_up.clone();
-        swiglu_grad_in_place(&pool(2), ffn, &mut in_place, &dout);
+        glu_grad_in_place(&pool(2), activation, ffn, &mut in_place, &dout);
         assert_eq!(in_place, dgate_up);
         check_differences(&mut gate_up, &dgate_up, "dgate_up", |x| dot(&forward(x), &dout));
         let (dout, mut got) = (dout.iter().map(|&x| x as f32).collect::<Vec<f32>>(), vec![f32::NAN; rows * 2 * ffn]);
-        swiglu_grad(&pool(2), ffn, &narrow, &dout, &mut got);
+        glu_grad(&pool(2), activation, ffn, &narrow, &dout, &mut got);
         assert_close(&got, &dgate_up, 2e-6, "dgate_up f32");
     }
     // Extreme inputs open or close the gate without NaN.
-    let mut out = [f32::NAN; 2];
-    swiglu(&pool(1), 2, &[200.0, -200.0, 3.0, 3.0], &mut out);
-    assert_eq!(out, [600.0, 0.0]);
+    for activation in [Activation::Silu, Activation::GeluTanh] {
+        let (gate_up, mut out, mut dgate_up) = ([200.0, -200.0, 3.0, 3.0], [f32::NAN; 2], [f32::NAN; 4]);
+        glu(&pool(1), activation, 2, &gate_up, &mut out);
+        assert_eq!(out, [600.0, 0.0]);
+        glu_grad(&pool(1), activation, 2, &gate_up, &[1.0; 2], &mut dgate_up);
+        assert_eq!(dgate_up, [3.0, 0.0, 200.0, 0.0]);
+    }
 }
 
 fn naive_loss(vocab: usize, logits: &[f64], labels: &[i32], weights: &[f64]) -> f64 {
@@ -52,16 +72,22 @@ fn naive_loss(vocab: usize, logits: &[f64], labels: &[i32], weights: &[f64]) -> 
     total
 }
 
-/// Returns the loss of rows of logits, processed in blocks of columns, and their gradient times `scale`.
+/// Returns the loss of rows of logits, which are limited to ±`softcap` and processed in blocks of columns, and their
+/// gradient times `scale`.
 pub(super) fn loss_in_blocks<T: Real>(
     threads: usize,
     (vocab, block): (usize, usize),
+    softcap: Option<f64>,
     logits: &[T],
     labels: &[i32],
     weights: &[T::Wide],
     scale: T::Wide,
 ) -> (f64, Vec<i32>, Vec<T>) {
     let (pool, rows) = (pool(threads), labels.len());
+    let mut logits = logits.to_vec();
+    if let Some(cap) = softcap {
+        soft_cap(&pool, cap, &mut logits);
+    }
     let mut stats = scratch::<T::Wide>(4 * rows as u64);
     let blocks: Vec<(usize, usize)> =
         (0..vocab).step_by(block).map(|first| (first, block.min(vocab - first))).collect();
@@ -75,10 +101,10 @@ pub(super) fn loss_in_blocks<T: Real>(
     let mut correct = vec![-1; rows];
     let loss = cross_entropy(&stats, labels, weights, Some(&mut correct));
     assert_eq!(loss.to_bits(), cross_entropy(&stats, labels, weights, None).to_bits());
-    let mut gradient = logits.to_vec();
+    let mut gradient = logits.clone();
     for &(first, columns) in &blocks {
         let mut block = part(first, columns);
-        softmax_grad(&pool, LabelledRows { labels, weights, first, columns }, &mut block, &stats, scale);
+        softmax_grad(&pool, LabelledRows { labels, weights, first, columns }, &mut block, &stats, scale, softcap);
         for (row, block) in block.chunks(columns).enumerate() {
             gradient[row * vocab + first..][..columns].copy_from_slice(block);
         }
@@ -96,7 +122,7 @@ fn loss_and_its_gradient_match_references() {
         let weights: Vec<f64> = (0..rows).map(|row| if row % 7 == 3 { 0.0 } else { draw.next() + 1.5 }).collect();
         let want = naive_loss(vocab, &logits, &labels, &weights);
         for block in [1, 3, vocab.div_ceil(3), vocab] {
-            let (got, correct, gradient) = loss_in_blocks(2, (vocab, block), &logits, &labels, &weights, 0.25);
+            let (got, correct, gradient) = loss_in_blocks(2, (vocab, block), None, &logits, &labels, &weights, 0.25);
             assert!((got - want).abs() <= 1e-12 * (1.0 + want.abs()));
             for row in 0..rows {
                 let x = &logits[row * vocab..(row + 1) * vocab];
@@ -109,11 +135,11 @@ fn loss_and_its_gradient_match_references() {
             }
             let narrow: Vec<f32> = logits.iter().map(|&x| x as f32).collect();
             let narrow_weights: Vec<f32> = weights.iter().map(|&x| x as f32).collect();
-            let (got, _, narrow) = loss_in_blocks(2, (vocab, block), &narrow, &labels, &narrow_weights, 0.25);
+            let (got, _, narrow) = loss_in_blocks(2, (vocab, block), None, &narrow, &labels, &narrow_weights, 0.25);
             assert!((got - want).abs() <= 1e-5 * (1.0 + want.abs()));
             assert_close(&narrow, &gradient, 2e-6, "dlogits f32");
             if block > 3 || block == vocab {
-                let loss = |x: &[f64]| 0.25 * loss_in_blocks(2, (vocab, block), x, &labels, &weights, 0.25).0;
+                let loss = |x: &[f64]| 0.25 * loss_in_blocks(2, (vocab, block), None, x, &labels, &weights, 0.25).0;
                 check_differences(&mut logits, &gradient, "dlogits", loss);
             }
         }
@@ -121,10 +147,37 @@ fn loss_and_its_gradient_match_references() {
 }
 
 #[test]
+fn capped_loss_gradient_matches_differences() {
+    let mut draw = Draw(15);
+    // Around ½ · cap the two formulas of the hyperbolic tangent meet.
+    for cap in [0.7, 8.0, 100.0] {
+        let (rows, vocab) = (3, 41);
+        let mut logits: Vec<f64> = draw.many::<f64>(rows * vocab).iter().map(|x| x * 6.0).collect();
+        let mut capped = logits.clone();
+        soft_cap(&pool(2), cap, &mut capped);
+        let want: Vec<f64> = logits.iter().map(|x| cap * (x / cap).tanh()).collect();
+        assert_close(&capped, &want, 1e-14, "capped");
+        let mut narrow: Vec<f32> = logits.iter().map(|&x| x as f32).collect();
+        soft_cap(&pool(1), cap, &mut narrow);
+        assert_close(&narrow, &want, 1e-6, "capped f32");
+        let (labels, weights) = ([4, IGNORED, 40], [1.0, 1.0, 0.3]);
+        for block in [vocab, 15] {
+            let run = |x: &[f64]| loss_in_blocks(2, (vocab, block), Some(cap), x, &labels, &weights, 0.25);
+            let (loss, _, gradient) = run(&logits);
+            assert!((loss - naive_loss(vocab, &want, &labels, &weights)).abs() <= 1e-12 * (1.0 + loss.abs()));
+            check_differences(&mut logits, &gradient, "dlogits", |x| 0.25 * run(x).0);
+        }
+    }
+    let mut extreme = [f32::INFINITY, f32::NEG_INFINITY, 1e30, -1e30, 0.0];
+    soft_cap(&pool(1), 30.0, &mut extreme);
+    assert_eq!(extreme, [30.0, -30.0, 30.0, -30.0, 0.0]);
+}
+
+#[test]
 fn first_of_equal_logits_wins() {
     let logits = [1.0f32, 3.0, 3.0, 2.0, 1.0, 3.0, 3.0, 2.0, 3.0, 3.0, 3.0, 3.0];
     for block in 1..=4 {
-        let (_, correct, _) = loss_in_blocks(1, (4, block), &logits, &[1, 2, 0], &[1.0; 3], 1.0);
+        let (_, correct, _) = loss_in_blocks(1, (4, block), None, &logits, &[1, 2, 0], &[1.0; 3], 1.0);
         assert_eq!(correct, [1, 0, 1], "{block}");
     }
 }
@@ -132,11 +185,11 @@ fn first_of_equal_logits_wins() {
 #[test]
 fn huge_logits_do_not_overflow_and_nan_propagates() {
     for block in 1..=3 {
-        let (loss, _, logits) = loss_in_blocks(1, (3, block), &[1e30f32, -1e30, 0.0], &[0], &[1.0], 1.0);
+        let (loss, _, logits) = loss_in_blocks(1, (3, block), None, &[1e30f32, -1e30, 0.0], &[0], &[1.0], 1.0);
         assert_eq!((loss, &logits[..]), (0.0, &[0.0, 0.0, 0.0][..]));
-        assert!(loss_in_blocks(1, (3, block), &[0.0, f32::NAN, 1.0], &[0], &[1.0], 1.0).0.is_nan());
+        assert!(loss_in_blocks(1, (3, block), None, &[0.0, f32::NAN, 1.0], &[0], &[1.0], 1.0).0.is_nan());
         // A label outside all columns.
-        assert!(loss_in_blocks(1, (3, block), &[0.0f32, 2.0, 1.0], &[3], &[1.0], 1.0).0.is_nan());
+        assert!(loss_in_blocks(1, (3, block), None, &[0.0f32, 2.0, 1.0], &[3], &[1.0], 1.0).0.is_nan());
     }
 }
 

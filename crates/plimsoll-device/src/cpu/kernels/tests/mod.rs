@@ -22,7 +22,7 @@ mod quantized;
 mod random;
 mod rounding;
 
-use attention::{SEQUENCES, attention_grad_of, documents, run_attention, run_attention_grad};
+use attention::{SEQUENCES, attention_grad_of, documents, run_attention, run_attention_grad, softcap_of};
 use loss::loss_in_blocks;
 use norms::{NORMS, SHAPES};
 use products::case_from_flags;
@@ -118,7 +118,7 @@ fn bits_of_all_ops(threads: usize) -> ResultBits {
     keep_products(threads, &mut draw, &mut bits);
     keep_row_ops(pool, &mut draw, &mut bits);
     keep_attention(pool, threads, &mut draw, &mut bits);
-    keep_swiglu_and_loss(pool, threads, &mut draw, &mut bits);
+    keep_glu_and_loss(pool, threads, &mut draw, &mut bits);
     keep_bf16_ops(threads, &mut draw, &mut bits);
     bits
 }
@@ -139,14 +139,15 @@ fn keep_row_ops(pool: &Pool, draw: &mut Draw, bits: &mut ResultBits) {
     let (x, weight, dout): (Vec<f32>, Vec<f32>, Vec<f32>) =
         (draw.many(500 * 130), draw.many(130), draw.many(500 * 130));
     let mut dtable = vec![0.0; 90 * 130];
-    embed_grad(pool, &tokens, &x, 130, &mut dtable);
+    embed_grad(pool, &tokens, &x, 130, 1.0, &mut dtable);
     bits.keep("embed_grad", &dtable);
     let (mut out, mut rstd) = (vec![0.0; 500 * 130], vec![0.0; 500]);
-    rms_norm(pool, &x, &weight, None, 1e-5, &mut out, &mut rstd);
+    let factor = NormWeight { values: &weight[..], offset: 0.0 };
+    rms_norm(pool, &x, factor, None, 1e-5, &mut out, &mut rstd);
     bits.keep("rms_norm", &out);
     let (mut dx, mut dweight) = (vec![0.0; 500 * 130], vec![0.0; 130]);
     let mut space = scratch(workspace::cpu::sum_rows(500, 130));
-    rms_norm_grad(pool, &x, &weight, &rstd, &dout, &mut dx, Some(&mut dweight), false, &mut space);
+    rms_norm_grad(pool, &x, factor, &rstd, &dout, &mut dx, Some(&mut dweight), false, &mut space);
     bits.keep("rms_norm_grad", &dx);
     bits.keep("rms_norm_grad weight", &dweight);
     let mut sums = vec![0.0; 130];
@@ -158,17 +159,18 @@ fn keep_row_ops(pool: &Pool, draw: &mut Draw, bits: &mut ResultBits) {
 fn keep_attention(pool: &Pool, threads: usize, draw: &mut Draw, bits: &mut ResultBits) {
     let starts = documents(draw, 2, 300, 150);
     let qkv: Vec<f32> = draw.many(600 * HEADS.columns() as usize);
-    let (out, stats) = run_attention(threads, HEADS, 300, &qkv, &starts);
-    let dqkv = run_attention_grad(threads, HEADS, 300, &qkv, &out, &starts);
+    let (out, stats) = run_attention(threads, HEADS, None, 300, &qkv, &starts);
+    let dqkv = run_attention_grad(threads, HEADS, None, 300, &qkv, &out, &starts);
     bits.keep("attention", &out);
     bits.keep("attention stats", &stats);
     bits.keep("attention_grad", &dqkv);
     let (wq, wk): (Vec<f32>, Vec<f32>) = (draw.many(20), draw.many(20));
     let (mut normed, mut rstd) = (vec![0.0; qkv.len()], vec![0.0; 600 * 8]);
-    head_norm(pool, HEADS, &qkv, &wq, &wk, 1e-5, &mut normed, &mut rstd);
+    let weights = [&wq, &wk].map(|values| NormWeight { values: &values[..], offset: 0.0 });
+    head_norm(pool, HEADS, &qkv, weights, 1e-5, &mut normed, &mut rstd);
     let (mut dx, mut dq, mut dk) = (dqkv.clone(), vec![0.0; 20], vec![0.0; 20]);
     let mut space = scratch(workspace::cpu::sum_rows(600, 2 * 20));
-    head_norm_grad(pool, HEADS, &qkv, &wq, &wk, &rstd, &mut dx, Some([&mut dq, &mut dk]), &mut space);
+    head_norm_grad(pool, HEADS, &qkv, weights, &rstd, &mut dx, Some([&mut dq, &mut dk]), &mut space);
     for x in [&normed, &dx, &dq, &dk] {
         bits.keep("head_norm", x);
     }
@@ -178,24 +180,24 @@ fn keep_attention(pool: &Pool, threads: usize, draw: &mut Draw, bits: &mut Resul
         let mut space = scratch(workspace::cpu::cached_attention(threads as u64, 400, 20));
         let places: Vec<i32> = (300..300 + rows as i32).collect();
         let caches = [&keys[..], &values[..]];
-        cached_attention(pool, HEADS, &qkv[..rows * 200], caches, &places, (1, 400), &[], &mut out, &mut space);
+        cached_attention(pool, HEADS, None, &qkv[..rows * 200], caches, &places, (1, 400), &[], &mut out, &mut space);
         bits.keep("cached_attention", &out);
     }
 }
 
 /// Computes SwiGLU, the loss and the norm of a tensor, and adds their bits to `bits`.
-fn keep_swiglu_and_loss(pool: &Pool, threads: usize, draw: &mut Draw, bits: &mut ResultBits) {
+fn keep_glu_and_loss(pool: &Pool, threads: usize, draw: &mut Draw, bits: &mut ResultBits) {
     let (gate_up, dout): (Vec<f32>, Vec<f32>) = (draw.many(600 * 200), draw.many(600 * 100));
     let (mut out, mut dgate_up) = (vec![0.0; 600 * 100], vec![0.0; 600 * 200]);
-    swiglu(pool, 100, &gate_up, &mut out);
-    swiglu_grad(pool, 100, &gate_up, &dout, &mut dgate_up);
-    bits.keep("swiglu", &out);
-    bits.keep("swiglu_grad", &dgate_up);
+    glu(pool, Activation::Silu, 100, &gate_up, &mut out);
+    glu_grad(pool, Activation::Silu, 100, &gate_up, &dout, &mut dgate_up);
+    bits.keep("glu", &out);
+    bits.keep("glu_grad", &dgate_up);
 
     let logits: Vec<f32> = draw.many(200 * 501);
     let labels: Vec<i32> = (0..200).map(|_| draw.below(501) as i32).collect();
     let weights: Vec<f32> = draw.many(200);
-    let (loss, _, gradient) = loss_in_blocks(threads, (501, 200), &logits, &labels, &weights, 0.1);
+    let (loss, _, gradient) = loss_in_blocks(threads, (501, 200), None, &logits, &labels, &weights, 0.1);
     bits.keep("softmax_grad", &gradient);
     bits.keep("loss", &[loss as f32, (loss - f64::from(loss as f32)) as f32]);
     let norm = squared_norm(pool, &gate_up);
@@ -213,11 +215,11 @@ fn keep_bf16_ops(threads: usize, draw: &mut Draw, bits: &mut ResultBits) {
     }
     let starts = documents(draw, 2, 300, 150);
     let qkv: Vec<bf16> = draw.many(600 * HEADS.columns() as usize);
-    let (out, stats) = run_attention(threads, HEADS, 300, &qkv, &starts);
+    let (out, stats) = run_attention(threads, HEADS, None, 300, &qkv, &starts);
     bits.keep("attention in bf16", &widened(&out));
     bits.keep(
         "attention_grad in bf16",
-        &widened(&attention_grad_of(threads, HEADS, 300, &qkv, &out, &out, &stats, &starts)),
+        &widened(&attention_grad_of(threads, HEADS, None, 300, &qkv, &out, &out, &stats, &starts)),
     );
 }
 

@@ -4,30 +4,39 @@ use super::*;
 
 #[test]
 fn embedding_and_its_gradient_match_references() {
-    fn check<T: Real>() {
+    /// Checks a factor that changes no bit of the rows, or one that needs rounding.
+    fn check<T: Real>(scale: f64) {
         let mut draw = Draw(2);
         let (vocab, hidden) = (11, 70);
         let tokens: Vec<i32> = (0..37).map(|_| draw.below(vocab) as i32).collect();
         let table: Vec<T> = draw.many(vocab * hidden);
         let mut out = vec![T::from_f64(f64::NAN); tokens.len() * hidden];
-        embed(&pool(2), &tokens, &table, hidden, &mut out);
-        let rows: Vec<T> =
-            tokens.iter().flat_map(|&t| table[t as usize * hidden..][..hidden].iter().copied()).collect();
+        embed(&pool(2), &tokens, &table, hidden, scale, &mut out);
+        let rows: Vec<T> = tokens
+            .iter()
+            .flat_map(|&t| &table[t as usize * hidden..][..hidden])
+            .map(|x| T::from_f64(x.to_f64() * scale))
+            .collect();
         assert_eq!(out, rows);
         let mut dtable: Vec<T::Wide> = draw.many(vocab * hidden);
         let mut want = to_f64s(&dtable);
         for (row, &token) in tokens.iter().enumerate() {
             for d in 0..hidden {
-                want[token as usize * hidden + d] += out[row * hidden + d].to_f64();
+                want[token as usize * hidden + d] += scale * out[row * hidden + d].to_f64();
             }
         }
-        embed_grad(&pool(2), &tokens, &out, hidden, &mut dtable);
+        embed_grad(&pool(2), &tokens, &out, hidden, scale, &mut dtable);
         assert_close(&dtable, &want, tolerance::<T>(tokens.len()), "dtable");
     }
-    check::<f32>();
-    check::<f64>();
-    check::<bf16>();
+    for scale in [1.0, 48.0] {
+        check::<f32>(scale);
+        check::<f64>(scale);
+        check::<bf16>(scale);
+    }
 }
+
+/// Numbers that norms add to their weights.
+const OFFSETS: [f64; 2] = [0.0, 1.0];
 
 fn naive_norm(x: &[f64], weight: &[f64], eps: f64) -> (Vec<f64>, f64) {
     let r = 1.0 / (dot(x, x) / x.len() as f64 + eps).sqrt();
@@ -41,12 +50,13 @@ fn rms_norm_matches_reference() {
         for (rows, dim) in [(1, 1), (3, 16), (70, 37), (5, 384)] {
             let (x, weight): (Vec<T>, Vec<T>) = (draw.many(rows * dim), draw.many(dim));
             let added: Vec<T> = draw.many(rows * dim);
-            for residual in [None, Some(&added[..])] {
+            for (residual, offset) in [(None, 1.0), (Some(&added[..]), 0.0), (Some(&added[..]), 1.0)] {
                 let (mut out, mut rstd) = (vec![T::ZERO; rows * dim], vec![T::Wide::ZERO; rows]);
-                rms_norm(&pool(2), &x, &weight, residual, 1e-5, &mut out, &mut rstd);
+                let factors: Vec<f64> = weight.iter().map(|weight| weight.to_f64() + offset).collect();
+                rms_norm(&pool(2), &x, NormWeight { values: &weight, offset }, residual, 1e-5, &mut out, &mut rstd);
                 for row in 0..rows {
                     let part = row * dim..(row + 1) * dim;
-                    let (mut want, r) = naive_norm(&to_f64s(&x[part.clone()]), &to_f64s(&weight), 1e-5);
+                    let (mut want, r) = naive_norm(&to_f64s(&x[part.clone()]), &factors, 1e-5);
                     for (want, residual) in want.iter_mut().zip(residual.iter().flat_map(|all| &all[part.clone()])) {
                         *want += residual.to_f64();
                     }
@@ -64,12 +74,14 @@ fn rms_norm_matches_reference() {
 #[test]
 fn rms_norm_grad_matches_differences() {
     let mut draw = Draw(4);
-    for (rows, dim) in [(1, 1), (70, 5), (3, 37)] {
+    for ((rows, dim), offset) in
+        [(1, 1), (70, 5), (3, 37)].into_iter().flat_map(|size| OFFSETS.map(|offset| (size, offset)))
+    {
         let (mut x, mut weight): (Vec<f64>, Vec<f64>) = (draw.many(rows * dim), draw.many(dim));
         let dout: Vec<f64> = draw.many(rows * dim);
         let loss = |x: &[f64], weight: &[f64]| {
             let (mut out, mut rstd) = (vec![0.0; rows * dim], vec![0.0; rows]);
-            rms_norm(&pool(1), x, weight, None, 1e-3, &mut out, &mut rstd);
+            rms_norm(&pool(1), x, NormWeight { values: weight, offset }, None, 1e-3, &mut out, &mut rstd);
             (dot(&out, &dout), rstd)
         };
         let rstd = loss(&x, &weight).1;
@@ -77,7 +89,8 @@ fn rms_norm_grad_matches_differences() {
         for accumulate in [false, true] {
             let (mut dx, mut dweight) = (before.clone(), vec![1.0; dim]);
             let mut scratch = scratch(workspace::cpu::sum_rows(rows as u64, dim as u64));
-            rms_norm_grad(&pool(2), &x, &weight, &rstd, &dout, &mut dx, Some(&mut dweight), accumulate, &mut scratch);
+            let factor = NormWeight { values: &weight, offset };
+            rms_norm_grad(&pool(2), &x, factor, &rstd, &dout, &mut dx, Some(&mut dweight), accumulate, &mut scratch);
             if accumulate {
                 dx.iter_mut().zip(&before).for_each(|(dx, before)| *dx -= before);
             }
@@ -108,7 +121,8 @@ fn head_norm_normalizes_queries_and_keys_only() {
         let (wq, wk): (Vec<T>, Vec<T>) = (draw.many(widths[0]), draw.many(widths[1]));
         let count = shape.norm_count(norm) as usize;
         let (mut out, mut rstd) = (vec![T::from_f64(f64::NAN); rows * all], vec![T::Wide::ZERO; rows * count]);
-        head_norm(&pool(2), shape, &x, &wq, &wk, 1e-6, &mut out, &mut rstd);
+        let weights = [&wq, &wk].map(|values| NormWeight { values, offset: 1.0 });
+        head_norm(&pool(2), shape, &x, weights, 1e-6, &mut out, &mut rstd);
         let (keys, values) = (shape.query_columns() as usize, shape.rotated_heads() as usize * e);
         for row in 0..rows {
             let (x, out) = (&x[row * all..][..all], &out[row * all..][..all]);
@@ -117,7 +131,8 @@ fn head_norm_normalizes_queries_and_keys_only() {
             let normed: Vec<_> = queries.chain(keys.map(|pair| (pair, &wk))).collect();
             assert_eq!(normed.len(), count);
             for (((x, out), weight), r) in normed.into_iter().zip(&rstd[row * count..]) {
-                let (want, want_r) = naive_norm(&to_f64s(x), &to_f64s(weight), 1e-6);
+                let factors: Vec<f64> = weight.iter().map(|weight| weight.to_f64() + 1.0).collect();
+                let (want, want_r) = naive_norm(&to_f64s(x), &factors, 1e-6);
                 assert_close(out, &want, tolerance::<T>(8), "head norm");
                 assert_close(&[*r], &[want_r], tolerance::<T>(8), "rstd");
             }
@@ -136,20 +151,22 @@ fn head_norm_normalizes_queries_and_keys_only() {
 fn head_norm_grad_matches_differences() {
     let mut draw = Draw(6);
     for (shape, norm) in SHAPES.into_iter().flat_map(|shape| NORMS.map(|norm| (shape, norm))) {
-        let (rows, all) = (35, shape.columns() as usize);
+        let (rows, all, offset) = (35, shape.columns() as usize, OFFSETS[usize::from(shape.heads == 3)]);
         let [q_width, k_width] = shape.norm_widths(norm).map(|width| width as usize);
         let mut x: Vec<f64> = draw.many(rows * all);
         let (mut wq, mut wk): (Vec<f64>, Vec<f64>) = (draw.many(q_width), draw.many(k_width));
         let dout: Vec<f64> = draw.many(rows * all);
         let loss = |x: &[f64], wq: &[f64], wk: &[f64]| {
             let (mut out, mut rstd) = (vec![0.0; x.len()], vec![0.0; rows * shape.norm_count(norm) as usize]);
-            head_norm(&pool(1), shape, x, wq, wk, 1e-3, &mut out, &mut rstd);
+            let weights = [wq, wk].map(|values| NormWeight { values, offset });
+            head_norm(&pool(1), shape, x, weights, 1e-3, &mut out, &mut rstd);
             (dot(&out, &dout), rstd)
         };
         let rstd = loss(&x, &wq, &wk).1;
         let (mut dx, mut dwq, mut dwk) = (dout.clone(), vec![0.0; q_width], vec![0.0; k_width]);
         let space = &mut scratch(workspace::cpu::sum_rows(rows as u64, (q_width + k_width) as u64));
-        head_norm_grad(&pool(2), shape, &x, &wq, &wk, &rstd, &mut dx, Some([&mut dwq, &mut dwk]), space);
+        let weights = [&wq, &wk].map(|values| NormWeight { values: &values[..], offset });
+        head_norm_grad(&pool(2), shape, &x, weights, &rstd, &mut dx, Some([&mut dwq, &mut dwk]), space);
         let (q, k, y) = (wq.clone(), wk.clone(), x.clone());
         check_differences(&mut x, &dx, "dx", |x| loss(x, &q, &k).0);
         check_differences(&mut wq, &dwq, "dwq", |wq| loss(&y, wq, &k).0);

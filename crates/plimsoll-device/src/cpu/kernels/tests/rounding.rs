@@ -6,15 +6,25 @@ use super::*;
 fn bf16_attention_gradients_are_rounded_once() {
     let mut draw = Draw(20);
     for shape in SHAPES {
+        let softcap = softcap_of(shape);
         for (batch, sequence, longest) in SEQUENCES {
             let starts = documents(&mut draw, batch, sequence, longest);
             let qkv: Vec<bf16> = draw.many(batch * sequence * shape.columns() as usize);
             let dout: Vec<bf16> = draw.many(batch * sequence * shape.query_columns() as usize);
-            let (out, stats) = run_attention(2, shape, sequence, &qkv, &starts);
-            let got = attention_grad_of(2, shape, sequence, &qkv, &out, &dout, &stats, &starts);
+            let (out, stats) = run_attention(2, shape, softcap, sequence, &qkv, &starts);
+            let got = attention_grad_of(2, shape, softcap, sequence, &qkv, &out, &dout, &stats, &starts);
             let [wide_qkv, wide_out, wide_dout] = [&qkv, &out, &dout].map(|x| to_f64s(x));
-            let want =
-                attention_grad_of(1, shape, sequence, &wide_qkv, &wide_out, &wide_dout, &to_f64s(&stats), &starts);
+            let want = attention_grad_of(
+                1,
+                shape,
+                softcap,
+                sequence,
+                &wide_qkv,
+                &wide_out,
+                &wide_dout,
+                &to_f64s(&stats),
+                &starts,
+            );
             assert_close(&got, &want, 2e-5, &format!("{shape:?} {sequence}"));
         }
     }
@@ -27,17 +37,18 @@ fn bf16_norm_gradients_are_rounded_once() {
         let (x, dout): (Vec<bf16>, Vec<bf16>) = (draw.many(rows * dim), draw.many(rows * dim));
         let (weight, before): (Vec<bf16>, Vec<bf16>) = (draw.many(dim), draw.many(rows * dim));
         let (mut out, mut rstd) = (vec![bf16::ZERO; rows * dim], vec![0.0f32; rows]);
-        rms_norm(&pool(2), &x, &weight, None, 1e-3, &mut out, &mut rstd);
+        rms_norm(&pool(2), &x, NormWeight { values: &weight, offset: 1.0 }, None, 1e-3, &mut out, &mut rstd);
         for accumulate in [false, true] {
             let size = workspace::cpu::sum_rows(rows as u64, dim as u64);
             let (mut dx, mut dweight) = (before.clone(), vec![1.0f32; dim]);
             let space = &mut scratch(size);
-            rms_norm_grad(&pool(2), &x, &weight, &rstd, &dout, &mut dx, Some(&mut dweight), accumulate, space);
+            let factor = NormWeight { values: &weight[..], offset: 1.0 };
+            rms_norm_grad(&pool(2), &x, factor, &rstd, &dout, &mut dx, Some(&mut dweight), accumulate, space);
             let (mut want, mut want_weight) = (to_f64s(&before), vec![1.0; dim]);
             rms_norm_grad(
                 &pool(1),
                 &to_f64s(&x),
-                &to_f64s(&weight),
+                NormWeight { values: &to_f64s(&weight), offset: 1.0 },
                 &to_f64s(&rstd),
                 &to_f64s(&dout),
                 &mut want,
@@ -55,10 +66,11 @@ fn bf16_norm_gradients_are_rounded_once() {
         let dout: Vec<bf16> = draw.many(x.len());
         let (wq, wk): (Vec<bf16>, Vec<bf16>) = (draw.many(q), draw.many(k));
         let (mut out, mut rstd) = (vec![bf16::ZERO; x.len()], vec![0.0f32; rows * shape.norm_count(norm) as usize]);
-        head_norm(&pool(2), shape, &x, &wq, &wk, 1e-3, &mut out, &mut rstd);
+        let weights = [&wq, &wk].map(|values| NormWeight { values: &values[..], offset: 1.0 });
+        head_norm(&pool(2), shape, &x, weights, 1e-3, &mut out, &mut rstd);
         let size = workspace::cpu::sum_rows(rows as u64, (q + k) as u64);
         let (mut dx, mut dq, mut dk) = (dout.clone(), vec![0.0f32; q], vec![0.0f32; k]);
-        head_norm_grad(&pool(2), shape, &x, &wq, &wk, &rstd, &mut dx, Some([&mut dq, &mut dk]), &mut scratch(size));
+        head_norm_grad(&pool(2), shape, &x, weights, &rstd, &mut dx, Some([&mut dq, &mut dk]), &mut scratch(size));
         let (mut want, mut want_q, mut want_k) = (to_f64s(&dout), vec![0.0; q], vec![0.0; k]);
         let [x, wq, wk] = [&x, &wq, &wk].map(|x| to_f64s(x));
         let space = &mut scratch(size);
@@ -66,8 +78,7 @@ fn bf16_norm_gradients_are_rounded_once() {
             &pool(1),
             shape,
             &x,
-            &wq,
-            &wk,
+            [&wq, &wk].map(|values| NormWeight { values: &values[..], offset: 1.0 }),
             &to_f64s(&rstd),
             &mut want,
             Some([&mut want_q, &mut want_k]),
@@ -80,21 +91,23 @@ fn bf16_norm_gradients_are_rounded_once() {
 }
 
 #[test]
-fn bf16_swiglu_is_rounded_once() {
+fn bf16_glu_is_rounded_once() {
     let mut draw = Draw(22);
-    for (rows, ffn) in [(1, 1), (3, 37), (40, 130)] {
+    for (rows, ffn, activation) in
+        [(1, 1, Activation::Silu), (3, 37, Activation::Silu), (40, 130, Activation::GeluTanh)]
+    {
         let gate_up: Vec<bf16> = draw.many::<f64>(rows * 2 * ffn).iter().map(|x| bf16::from_f64(x * 6.0)).collect();
         let dout: Vec<bf16> = draw.many(rows * ffn);
         let (mut out, mut want) = (vec![bf16::NAN; rows * ffn], vec![f64::NAN; rows * ffn]);
-        swiglu(&pool(2), ffn, &gate_up, &mut out);
-        swiglu(&pool(1), ffn, &to_f64s(&gate_up), &mut want);
-        assert_close(&out, &want, 2e-6, "swiglu");
+        glu(&pool(2), activation, ffn, &gate_up, &mut out);
+        glu(&pool(1), activation, ffn, &to_f64s(&gate_up), &mut want);
+        assert_close(&out, &want, 2e-6, "glu");
         let (mut got, mut want) = (vec![bf16::NAN; gate_up.len()], vec![f64::NAN; gate_up.len()]);
-        swiglu_grad(&pool(2), ffn, &gate_up, &dout, &mut got);
-        swiglu_grad(&pool(1), ffn, &to_f64s(&gate_up), &to_f64s(&dout), &mut want);
+        glu_grad(&pool(2), activation, ffn, &gate_up, &dout, &mut got);
+        glu_grad(&pool(1), activation, ffn, &to_f64s(&gate_up), &to_f64s(&dout), &mut want);
         assert_close(&got, &want, 2e-6, "dgate_up");
         let mut in_place = gate_up.clone();
-        swiglu_grad_in_place(&pool(2), ffn, &mut in_place, &dout);
+        glu_grad_in_place(&pool(2), activation, ffn, &mut in_place, &dout);
         assert_eq!(in_place, got);
     }
 }
@@ -108,9 +121,9 @@ fn bf16_loss_is_rounded_once() {
             (0..rows).map(|row| if row % 5 == 2 { IGNORED } else { draw.below(vocab) as i32 }).collect();
         let weights: Vec<f32> = draw.many(rows);
         for block in [vocab.div_ceil(3), vocab] {
-            let (loss, hit, got) = loss_in_blocks(2, (vocab, block), &logits, &labels, &weights, 0.25);
+            let (loss, hit, got) = loss_in_blocks(2, (vocab, block), None, &logits, &labels, &weights, 0.25);
             let (want_loss, want_hit, want) =
-                loss_in_blocks(1, (vocab, block), &to_f64s(&logits), &labels, &to_f64s(&weights), 0.25);
+                loss_in_blocks(1, (vocab, block), None, &to_f64s(&logits), &labels, &to_f64s(&weights), 0.25);
             assert!((loss - want_loss).abs() <= 1e-5 * (1.0 + want_loss.abs()));
             assert_eq!(hit, want_hit);
             assert_close(&got, &want, 2e-6, "dlogits");
