@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from reference import IGNORED, Sample
 
 ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "phi3": "Phi3",
-                 "smollm3": "SmolLM3", "granite": "Granite", "olmo2": "Olmo2"}
+                 "smollm3": "SmolLM3", "granite": "Granite", "olmo2": "Olmo2", "gemma2": "Gemma2"}
 
 END = 2  # the end token; samples hold tokens from 3 on
 
@@ -93,6 +93,10 @@ CASES = [
          keys={"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3, "logits_scaling": 1.5}),
     Case("olmo2", "norms of outputs, and of all query heads and all key heads together; grouped heads", "olmo2", 118,
          hidden=20, heads=6, kv_heads=3, head_dim=6, ffn=27, vocab=57, theta=1e3, eps=1e-3),
+    Case("gemma2", "norms of inputs and outputs around zero, GeGLU, caps of scores and logits, a window in the first layer",
+         "gemma2", 219, hidden=20, heads=4, kv_heads=2, head_dim=6, ffn=27, vocab=57, tied=True,
+         keys={"sliding_window": 6, "query_pre_attn_scalar": 3, "attn_logit_softcapping": 2.0,
+               "final_logit_softcapping": 4.0}),
 ]
 
 
@@ -141,6 +145,8 @@ def config_of(case):
                     "pad_token_id": None, "use_sliding_window": False},
         "granite": {"attention_bias": False, "mlp_bias": False},
         "olmo2": {"attention_bias": False, "pad_token_id": None},
+        "gemma2": {"attention_bias": False, "cache_implementation": "hybrid", "hidden_act": "gelu_pytorch_tanh",
+                   "hidden_activation": "gelu_pytorch_tanh", "pad_token_id": None},
     }[case.model_type]
     return config | case.keys
 
@@ -164,7 +170,8 @@ def random_weights(model, seed, tied):
     for name, parameter in sorted(model.named_parameters()):
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         if name.endswith("norm.weight"):
-            noise = 1.0 + 0.3 * noise
+            # Norms of gemma2 add 1 to their weights.
+            noise = (0.0 if model.config.model_type == "gemma2" else 1.0) + 0.3 * noise
         elif name.endswith("bias"):
             noise = 0.5 * noise
         elif name.endswith("embed_tokens.weight"):

@@ -74,6 +74,11 @@ MODELS = [
     Case("olmo2", "", "olmo2", 0, hidden=60, layers=3, heads=6, kv_heads=2, ffn=110, vocab=229, theta=5e5, eps=1e-6),
     Case("olmo2-tied", "", "olmo2", 0, hidden=48, heads=4, kv_heads=4, head_dim=10, ffn=99, vocab=214, tied=True,
          spelling="new", shards=2),
+    Case("gemma2", "", "gemma2", 0, hidden=60, layers=3, heads=6, kv_heads=2, head_dim=16, ffn=110, vocab=229, tied=True,
+         eps=1e-6, keys={"sliding_window": 9, "query_pre_attn_scalar": 10, "attn_logit_softcapping": 3.0,
+                         "final_logit_softcapping": 5.0}),
+    Case("gemma2-new-keys", "", "gemma2", 0, hidden=48, heads=4, kv_heads=4, head_dim=10, ffn=99, vocab=214, tied=True,
+         spelling="new", shards=2, keys={"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 11}),
 ]
 SEQUENCE = 64
 READ_ONLY = [("llama-bf16", 0, "bfloat16"), ("qwen2-f16", 4, "float16")]  # name, model, dtype of the files
@@ -87,6 +92,7 @@ ADAPTED = [
     (12, ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]),
     (14, ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]),
     (15, ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]),
+    (17, ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]),
 ]
 
 

@@ -49,12 +49,15 @@ MARGIN_OF_MISTAKES = 5.0  # every mistake must be above the tolerance by this fa
 NOISE_DRAWS = 6
 # Keys of `cases.Case.keys` with the values at which they change nothing.
 WITHOUT = {
-    "sliding_window": None,
+    "sliding_window": 256,  # longer than any sample
     "no_rope_layers": [1] * 8,
     "embedding_multiplier": 1.0,
     "residual_multiplier": 1.0,
     "attention_multiplier": 1.0,
     "logits_scaling": 1.0,
+    "query_pre_attn_scalar": 256,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
 }
 CLEAR_LEAD = 2e-2  # smallest lead of a greedy token over the second best, which float32 cannot change
 

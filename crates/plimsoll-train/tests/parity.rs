@@ -16,7 +16,8 @@ use serde_json::Value;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
-const CASES: [&str; 19] = [
+const CASES: [&str; 20] = [
+    "gemma2",
     "granite",
     "llama",
     "llama-bf16",
