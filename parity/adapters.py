@@ -26,28 +26,40 @@ from reference import largest, normwise, relative
 ADAPTERS = FIXTURES / "adapters"
 BASE = "llama-gqa-tied"  # two heads share a key head: K and V are narrower than Q
 RANK, ALPHA = 4, 8
-TARGETS = {
-    "all": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-    "q-v": ["q_proj", "v_proj"],
-    "k-o-up-down": ["k_proj", "o_proj", "up_proj", "down_proj"],
+CONFIGS = {
+    "all": {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]},
+    "q-v": {"target_modules": ["q_proj", "v_proj"]},
+    "k-o-up-down": {"target_modules": ["k_proj", "o_proj", "up_proj", "down_proj"]},
+    # A regular expression with a look-ahead, which chooses other modules in each layer.
+    "pattern": {"target_modules": r"model\.layers\.\d+\.(?!mlp\.gate)(self_attn|mlp)\..*_proj(?<!1\.mlp\.up_proj)"},
+    "excluded": {"target_modules": ["self_attn.q_proj", "v_proj", "up_proj"], "exclude_modules": ["0.self_attn.v_proj"]},
+    "layer": {"target_modules": ["k_proj", "down_proj"], "layers_to_transform": [1], "layers_pattern": "layers"},
+    "ranks": {
+        "target_modules": ["q_proj", "v_proj", "gate_proj", "down_proj"],
+        "rank_pattern": {r"0\.self_attn\..*": 2, "v_proj": 6, "1.mlp.gate_proj": 1},
+        "alpha_pattern": {"q_proj": 3, r"layers\.1\.mlp\..*": 5},
+    },
 }
 
 
-def write_adapter(directory, base, targets, seed, **config):
+def write_adapter(directory, base, config, seed):
     """Saves adapters with peft. B is not zero; otherwise half of the gradients would be zero."""
     model = reference.load(base, torch.float32)
-    config = LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, target_modules=targets, task_type="CAUSAL_LM", **config)
+    config = LoraConfig(**{"r": RANK, "lora_alpha": ALPHA, "lora_dropout": 0.0, "task_type": "CAUSAL_LM"} | config)
     model = get_peft_model(model, config)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
         if parameter.requires_grad:
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.data = (0.5 * noise / parameter.shape[1] ** 0.5).float()
-    model.peft_config["default"].base_model_name_or_path = None  # no path of the machine that made it
     model.save_pretrained(directory)
     for file in directory.iterdir():
         if not file.name.startswith("adapter_"):
             file.unlink()
+    saved = directory / "adapter_config.json"
+    keys = json.loads(saved.read_text())
+    keys["base_model_name_or_path"] = Path(base).name  # no path of the machine that made it
+    saved.write_text(json.dumps(keys, indent=2, sort_keys=True))
 
 
 def compute(base, adapter, dtype):
@@ -62,11 +74,11 @@ def compute(base, adapter, dtype):
     return {"grad": gradient, "after": reference.adapter_weights(model)}, numbers
 
 
-def make(name, targets):
+def make(name, config):
     base, directory = FIXTURES / BASE, ADAPTERS / name
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
-    write_adapter(directory, base, targets, 500 + len(targets))
+    write_adapter(directory, base, config, 500 + len(config["target_modules"]))
     tensors, numbers = compute(base, directory, torch.float64)
     tensors32, numbers32 = compute(base, directory, torch.float32)
     float32 = {
@@ -99,19 +111,23 @@ def check(name):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare the committed files with peft, write nothing")
+    parser.add_argument("--only", action="append", metavar="NAME", help="only these adapters")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    failed = 0
-    for name, targets in TARGETS.items():
+    count = failed = 0
+    for name, config in CONFIGS.items():
+        if arguments.only and name not in arguments.only:
+            continue
+        count += 1
         if not arguments.check:
-            make(name, targets)
+            make(name, config)
             continue
         distance = check(name)
         good = distance < 1e-6
         failed += not good
         print(f"{'ok' if good else 'FAIL'} fixture adapters/{name} {distance:.1e}", flush=True)
     if arguments.check:
-        print(f"{len(TARGETS) - failed} passed, {failed} failed")
+        print(f"{count - failed} passed, {failed} failed")
     return 1 if failed else 0
 
 

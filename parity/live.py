@@ -84,15 +84,21 @@ SEQUENCE = 64
 READ_ONLY = [("llama-bf16", 0, "bfloat16"), ("qwen2-f16", 4, "float16")]  # name, model, dtype of the files
 
 
-# Models (by index in MODELS) that get adapters, with the adapted matrices.
+ALL_PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+# Models (by index in MODELS) that get adapters, with the settings of the adapters.
 ADAPTED = [
-    (1, ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]),
-    (4, ["q_proj", "v_proj", "down_proj"]),
-    (8, ["q_proj", "o_proj", "gate_proj", "down_proj"]),
-    (12, ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]),
-    (14, ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]),
-    (15, ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]),
-    (17, ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]),
+    (1, {"target_modules": ALL_PROJECTIONS}),
+    (4, {"target_modules": ["q_proj", "v_proj", "down_proj"]}),
+    (8, {"target_modules": ["q_proj", "o_proj", "gate_proj", "down_proj"]}),
+    (12, {"target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]}),
+    (14, {"target_modules": ALL_PROJECTIONS}),
+    (15, {"target_modules": ALL_PROJECTIONS}),
+    (17, {"target_modules": ALL_PROJECTIONS}),
+    # Adapters that differ between layers.
+    (0, {"target_modules": r".*\.(0\.self_attn\.[qv]|2\.mlp\..*)_proj", "rank_pattern": {"q_proj": 3, ".*up_proj": 7}}),
+    (12, {"target_modules": ["qkv_proj", "down_proj"], "layers_to_transform": [1], "alpha_pattern": {"down_proj": 2.5}}),
+    (14, {"target_modules": "all-linear", "exclude_modules": ["v_proj", "0.self_attn.q_proj"], "use_rslora": True,
+          "rank_pattern": {r"1\..*": 2}}),
 ]
 
 
@@ -344,10 +350,10 @@ def check_steps(report, name, run, expected):
     report.within(f"{name} step norm", max(relative(a["norm"], b["norm"]) for a, b in zip(steps, expected)), NORM_LIMIT)
 
 
-def check_adapter(report, name, plimsoll, directory, training, targets):
-    """Checks adapters written by peft: evaluation, training, writing for peft, and merging."""
+def check_adapter(report, name, plimsoll, directory, training, config):
+    """Checks adapters written by peft with these settings: evaluation, training, writing for peft, and merging."""
     adapter, merged, run = directory / "adapter", directory / "merged", directory / "run-adapter"
-    adapters.write_adapter(adapter, directory, targets, 7)
+    adapters.write_adapter(adapter, directory, config, 7)
     path, data = directory / "uneven.jsonl", directory / "train.jsonl"
     before = reference.evaluate(reference.load_adapter(directory, adapter), reference.read_samples(path))
     check_loss(report, f"{name} eval", plimsoll.evaluate(directory, path, adapter), before)
@@ -366,11 +372,11 @@ def check_adapter(report, name, plimsoll, directory, training, targets):
 
 
 def check_adapters(report, plimsoll, directory, seed, models=None):
-    for index, (model, targets) in enumerate(ADAPTED if models is None else models):
+    for index, (model, config) in enumerate(ADAPTED if models is None else models):
         case = replace(MODELS[model], name=f"{MODELS[model].name}-adapter", seed=1000 * seed + 700 + index)
         here = directory / case.name
         write_inputs(here, case, random.Random(case.seed))
-        report.guarded(case.name, check_adapter, plimsoll, here, Training(eps=1e-6), targets)
+        report.guarded(case.name, check_adapter, plimsoll, here, Training(eps=1e-6), config)
 
 
 def write_inputs(directory, case, rng):

@@ -90,6 +90,9 @@ class LoraSection(TypedDict, total=False):
     rslora: bool
     dropout: float
     targets: str | Sequence[str]
+    layers: Sequence[int]
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
 
 
 class MemorySection(TypedDict, total=False):

@@ -104,6 +104,7 @@ impl TrainingForm {
             rank_stabilized: false,
             dropout: 0.1,
             targets,
+            modules: None,
             seed: 9,
             source: WeightSource::Random { seed: 9 },
         };

@@ -2,14 +2,15 @@
 
 use plimsoll_core::{Category, DType, RecomputeLevel, Space};
 use plimsoll_program::models::decoder::{
-    AdamState, Base, BuildOptions, Generation, Lora, Method, Optimizer, Training, WeightSource, build, merge,
+    AdamState, AdaptedModule, Base, BuildOptions, Generation, Lora, Method, Optimizer, Training, WeightSource, build,
+    merge,
 };
 use plimsoll_program::models::{ModelConfig, Target, preset};
 use plimsoll_program::op::Quantized;
 use plimsoll_program::passes::check::check;
 use plimsoll_program::scalars::{METRIC_COUNT, SCALAR_COUNT};
 use plimsoll_program::workspace::Kernels;
-use plimsoll_program::{Lifetime, OpKind, Program, ProgramKind, ProgramSet, Tensor};
+use plimsoll_program::{Block, Lifetime, OpKind, Program, ProgramKind, ProgramSet, Tensor};
 use std::collections::{HashMap, HashSet};
 
 const LEVELS: [RecomputeLevel; 3] = [RecomputeLevel::Nothing, RecomputeLevel::FeedForward, RecomputeLevel::Block];
@@ -32,6 +33,7 @@ fn lora(targets: &[Target], dropout: f64) -> Lora {
         rank_stabilized: false,
         dropout,
         targets: targets.to_vec(),
+        modules: None,
         seed: 5,
         source: WeightSource::Random { seed: 5 },
     }
@@ -70,6 +72,7 @@ fn program(set: &ProgramSet, kind: ProgramKind) -> &Program {
 fn programs_are_well_formed_for_every_method() {
     let some = lora(&[Target::Q, Target::V], 0.0);
     let all = lora(&Target::ALL, 0.1);
+    let partial = partial_lora();
     let from_files = |lora: &Lora, config: &ModelConfig| Lora {
         source: WeightSource::Files { dtypes: vec![DType::F32; lora.parameters(config).len()] },
         ..lora.clone()
@@ -77,7 +80,7 @@ fn programs_are_well_formed_for_every_method() {
     for config in models() {
         for precision in [DType::F32, DType::F64, DType::Bf16] {
             for base in [Base::Plain, Base::Int8, Base::Nf4] {
-                for adapters in [&some, &all, &from_files(&all, &config)] {
+                for adapters in [&some, &all, &partial, &from_files(&all, &config)] {
                     let method = Method::Lora(adapters.clone());
                     for state in [AdamState::Full, AdamState::Blockwise8] {
                         let training = Some(Training { optimizer: adamw(state), recompute: LEVELS.to_vec() });
@@ -142,6 +145,41 @@ fn only_targets_have_adapters() {
         .map(|t| t.name.as_str())
         .collect();
     assert_eq!(trained, ["q.lora_a", "q.lora_b", "v.lora_a", "v.lora_b"]);
+}
+
+/// Returns adapters on the queries of two of three layers, with different ranks and scales.
+fn partial_lora() -> Lora {
+    let module = |layer, rank, alpha| AdaptedModule { layer, target: Target::Q, rank, alpha };
+    Lora { rank: 6, modules: Some(vec![module(0, 6, 3.0), module(2, 4, 8.0)]), ..lora(&[Target::Q], 0.1) }
+}
+
+#[test]
+fn layers_have_only_their_own_adapters() {
+    let config = &models()[1];
+    let set = build(&options(config, DType::F32, Method::Lora(partial_lora()), Base::Plain));
+    check(&set).expect("well-formed");
+    let scales = |kind| {
+        let blocks = program(&set, kind).blocks.iter().filter(|block| block.name == "layer");
+        let of_block = |block: &Block| {
+            let products = block.ops.iter().filter_map(|op| match op.kind {
+                OpKind::Product { b, k, scale, .. } if set.tensor(b.tensor).name == "q.lora_b" => Some((k, scale)),
+                _ => None,
+            });
+            (block.first, products.collect::<Vec<_>>())
+        };
+        blocks.map(of_block).collect::<Vec<_>>()
+    };
+    assert_eq!(scales(ProgramKind::Forward), [(0, vec![(6, 0.5)]), (1, vec![]), (2, vec![(4, 2.0)])]);
+    let drops_inputs = |block: &&Block| block.ops.iter().any(|op| matches!(op.kind, OpKind::Dropout { .. }));
+    let forward = program(&set, ProgramKind::Forward).blocks.iter().filter(drops_inputs);
+    assert_eq!(forward.map(|block| block.first).collect::<Vec<_>>(), [0, 2]);
+    let tensor = set.tensor(set.find("q.lora_b").expect("the adapter"));
+    assert_eq!((&tensor.shape[..], tensor.slots), (&[Target::Q.shape(config)[0], 6][..], 3));
+    let saved = set.tensors.iter().filter(|t| t.name.starts_with("saved:")).map(|t| &t.shape[..]);
+    assert_eq!(
+        saved.map(|shape| shape.iter().min().copied()).collect::<Vec<_>>(),
+        [Some(6), Some(6), Some(4), Some(4)]
+    );
 }
 
 #[test]

@@ -375,6 +375,22 @@ fn pipeline_matches_one_device() {
 }
 
 #[test]
+fn partial_adapters_match_one_device() {
+    let _watchdog = Watchdog::new();
+    let lossy = partial_lora();
+    for (config, state) in [(&models()[0], AdamState::Full), (&models()[4], AdamState::Blockwise8)] {
+        for kind in [DeviceKind::Cpu, DeviceKind::Virtual] {
+            let base = Case { kind, state, lossy: lossy.clone(), ..Case::new(config, &[(5, 3), (2, 1)]) };
+            check_partitioned(&Case { parallelism: Parallelism::Sharded, parts: vec![700, 324], ..base });
+            let stages = Case::pipeline(config, &[0, 1, 4, 5], 5, 2);
+            check_partitioned(&Case { kind, state, lossy: lossy.clone(), ..stages });
+        }
+        let batch = Case { lossy: lossy.clone(), ..Case::new(config, &[(5, 2), (3, 3)]) };
+        check_evaluator(&batch);
+    }
+}
+
+#[test]
 fn pipeline_supports_master_weights_and_quantized_bases() {
     let _watchdog = Watchdog::new();
     let nf4 = LossyOptions { base: Base::Nf4, ..lora() };

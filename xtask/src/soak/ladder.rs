@@ -50,6 +50,7 @@ impl LadderCase {
             rank_stabilized: false,
             dropout: rng.pick(&[0.0, 0.1]),
             targets,
+            modules: None,
             seed: number,
             source: WeightSource::Random { seed: number },
         };

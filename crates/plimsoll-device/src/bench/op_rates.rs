@@ -233,6 +233,7 @@ fn reference_forms() -> [ReferenceForm; 3] {
         rank_stabilized: false,
         dropout: 0.05,
         targets,
+        modules: None,
         seed: 1,
         source: WeightSource::Random { seed: 1 },
     };

@@ -69,7 +69,16 @@ pub struct LossyOptions {
 impl Default for LossyOptions {
     fn default() -> LossyOptions {
         let (targets, source) = (Target::ALL.to_vec(), WeightSource::Random { seed: 1 });
-        let lora = Lora { rank: 16, alpha: 32.0, rank_stabilized: false, dropout: 0.0, targets, seed: 1, source };
+        let lora = Lora {
+            rank: 16,
+            alpha: 32.0,
+            rank_stabilized: false,
+            dropout: 0.0,
+            targets,
+            modules: None,
+            seed: 1,
+            source,
+        };
         LossyOptions { method: Method::Full, base: Base::Plain, allow: vec![], offer: vec![], lora }
     }
 }
@@ -140,6 +149,16 @@ pub(crate) struct ModelEnds {
 }
 
 impl<'a> PlanRequest<'a> {
+    /// Replaces adapters that differ between layers by the largest ones in every layer. For Programs of fewer layers
+    /// than the model has.
+    #[must_use]
+    pub(super) fn with_uniform_adapters(mut self) -> PlanRequest<'a> {
+        if let Method::Lora(lora) = &mut self.lossy.method {
+            *lora = lora.uniform();
+        }
+        self
+    }
+
     /// Restricts the request to a device's share of a step, with `sequences` sequences. Teams use no scratch file, so
     /// the request of a rank gets none. In a pipeline, recompute levels in `pins` are cut to the layers of the stage.
     #[must_use]

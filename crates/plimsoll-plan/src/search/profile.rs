@@ -160,7 +160,7 @@ pub(super) fn measure_profile(request: &PlanRequest, micro_batch: u32) -> Profil
     let share =
         if is_stage { three_layer_stage(&request.share, layers_before, small.layers) } else { Share::SINGLE_DEVICE };
     let sequences = if is_stage { u64::from(micro_batch) } else { request.sequences };
-    let request = &PlanRequest { share, sequences, ..request.clone() };
+    let request = &PlanRequest { share, sequences, ..request.clone().with_uniform_adapters() };
     let mut profile = Profile { levels: Vec::new(), base: 0, top: 0 };
     for level in RecomputeLevel::ALL {
         profile.add_level(request, &small, micro_batch, level);

@@ -133,7 +133,7 @@ impl RankCosts {
     /// Predicts seconds and bytes of the rank with a model of `layers` layers, from its Programs.
     fn measure_layers(request: &PlanRequest, micro_batch: u32, layers: u64) -> RankCosts {
         let config = ModelConfig { layers, ..request.config.clone() };
-        let request = &PlanRequest { config: &config, ..request.clone() };
+        let request = &PlanRequest { config: &config, ..request.clone().with_uniform_adapters() };
         let measurer = Measurer::new(request);
         let resident = measurer.resident(Offload::NOTHING).spaces.device;
         let with_level = |level| {

@@ -81,6 +81,11 @@ impl Target {
         }
     }
 
+    /// Returns the path of the projection's module in a layer, in transformers: `model.layers.0.self_attn.q_proj`.
+    pub fn module(self, layer: u64) -> String {
+        format!("model.layers.{layer}.{}.{}", self.group(), self.name())
+    }
+
     /// Returns the name of the tensor that contains the projection's matrix. Queries, keys and values are rows of the
     /// fused tensor `qkv`, gate and up of `gate_up`. Each other projection has a tensor of its own.
     pub const fn tensor(self) -> &'static str {
@@ -210,17 +215,17 @@ impl ModelConfig {
         all
     }
 
-    /// Returns the matrices A and B of LoRA adapters of rank `rank` on the projections `targets`, for all layers, with
-    /// their names in PEFT.
-    pub fn adapter_parameters(&self, targets: &[Target], rank: u64) -> Vec<Parameter> {
+    /// Returns the matrices A and B of LoRA adapters with their names in PEFT, layer by layer. `rank` returns the rank of
+    /// the adapter on a projection of a layer, and `None` for a projection without one.
+    pub fn adapter_parameters(&self, rank: impl Fn(u64, Target) -> Option<u64>) -> Vec<Parameter> {
         let mut all = Vec::new();
         for layer in 0..self.layers {
-            for &target in targets {
+            for &target in self.targets() {
+                let Some(rank) = rank(layer, target) else { continue };
                 let [rows, columns] = target.shape(self);
                 let shapes = [vec![rank, columns], vec![rows, rank]];
                 for ((tensor, shape), matrix) in target.adapter().into_iter().zip(shapes).zip(["A", "B"]) {
-                    let (group, name) = (target.group(), target.name());
-                    let hf_name = format!("base_model.model.model.layers.{layer}.{group}.{name}.lora_{matrix}.weight");
+                    let hf_name = format!("base_model.model.{}.lora_{matrix}.weight", target.module(layer));
                     let (layer, target) = (Some(layer), Some(target));
                     all.push(Parameter { hf_name, tensor, layer, offset: 0, shape, decay: true, target });
                 }

@@ -2,6 +2,7 @@
 
 use super::keys::source_key;
 use super::{DataSection, DataSource, HUB_PREFIX, Init, Method, Optimizer, RunConfig};
+use crate::files::ModuleNames;
 use plimsoll_core::{Failure, Rung, format_count};
 use plimsoll_plan::device_request::DevicesRequest;
 use plimsoll_program::models::Target;
@@ -62,7 +63,9 @@ fn check_ranges(config: &RunConfig) -> Result<(), RuleViolation> {
         ("lora.rank", (1..=MAX_LORA_RANK).contains(&lora.rank)),
         ("lora.alpha", positive(lora.alpha)),
         ("lora.dropout", share(lora.dropout)),
-        ("lora.targets", !lora.targets.is_empty() && lora.targets.iter().all(|name| Target::named(name).is_some())),
+        ("lora.targets", names_projections(&lora.targets)),
+        ("lora.rank_pattern", lora.rank_pattern.values().all(|rank| (1..=MAX_LORA_RANK).contains(rank))),
+        ("lora.alpha_pattern", lora.alpha_pattern.values().all(|alpha| positive(*alpha))),
         ("recipe.micro_batch", recipe.micro_batch != Some(0)),
         ("run.dir", !run.dir.trim().is_empty()),
         ("run.max_temperature", run.max_temperature.is_none_or(|celsius| (30.0..=120.0).contains(&celsius))),
@@ -144,7 +147,11 @@ fn check_combinations(config: &RunConfig) -> Result<(), RuleViolation> {
 
 /// Checks that training method, lossy rungs and optimizer are compatible: only frozen matrices are quantized, say.
 fn check_method(config: &RunConfig) -> Result<(), RuleViolation> {
-    let RunConfig { model, data, train, .. } = config;
+    let RunConfig { model, data, train, lora, .. } = config;
+    if matches!(lora.targets, ModuleNames::Pattern(_)) && !lora.layers.is_empty() {
+        let message = "lora.targets is a regular expression, which names layers itself, as in PEFT";
+        return Err(invalid("lora.layers", message, "name the layers in the expression, or list the matrices"));
+    }
     let rungs = train.rungs.as_deref().unwrap_or_default();
     let takes = |rung: Rung| rungs.contains(&rung);
     let adapters = train.method == Method::Lora || takes(Rung::Lora);
@@ -168,6 +175,16 @@ fn check_method(config: &RunConfig) -> Result<(), RuleViolation> {
         return Err(RuleViolation::Invalid("model.adapter".into(), message.to_owned(), hints));
     }
     Ok(())
+}
+
+/// Returns whether the targets of adapters are a regular expression, or a list of paths that end with matrices.
+fn names_projections(targets: &ModuleNames) -> bool {
+    let is_projection = |path: &String| path.rsplit('.').next().is_some_and(|name| Target::named(name).is_some());
+    let has_names = match targets {
+        ModuleNames::Pattern(_) => true,
+        ModuleNames::List(names) => names.iter().all(is_projection),
+    };
+    has_names && !targets.is_empty()
 }
 
 /// Checks the URL of the webhook: the program speaks HTTP without TLS.

@@ -19,9 +19,12 @@ pub(crate) use check::MAX_BATCH_TOKENS;
 pub use read::{RunConfigError, list_setting, model_setting, setting};
 pub use sources::{DataSource, Split};
 
+use crate::files::ModuleNames;
 use plimsoll_core::{Budget, DType, DeviceKind, Parallelism, RecomputeLevel, Rung};
 use plimsoll_plan::device_request::DevicesRequest;
+use plimsoll_program::models::Target;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::path::Path;
 
 /// Prefix of names of built-in models and data (`example:sums`) in a run file; such values are not paths.
@@ -395,16 +398,38 @@ pub struct LoraSection {
     pub rslora: bool,
     /// Dropout probability of an adapter's input.
     pub dropout: f64,
-    /// Names of the matrices that get an adapter in every layer: `q_proj`, `down_proj` and so on.
+    /// Matrices that get an adapter: names such as `q_proj`, or a regular expression of their paths.
     #[serde(deserialize_with = "read::lora_targets")]
-    pub targets: Vec<String>,
+    pub targets: ModuleNames,
+    /// Layers that get adapters, counted from 0; all layers if empty.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub layers: Vec<u64>,
+    /// Ranks of matrices that differ from `rank`, by regular expressions for the ends of their paths.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub rank_pattern: BTreeMap<String, u32>,
+    /// Alphas of matrices that differ from `alpha`, by regular expressions for the ends of their paths.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub alpha_pattern: BTreeMap<String, f64>,
 }
 
 impl Default for LoraSection {
     fn default() -> LoraSection {
-        let targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
-        LoraSection { rank: 16, alpha: 32.0, rslora: false, dropout: 0.0, targets: targets.map(str::to_owned).to_vec() }
+        LoraSection {
+            rank: 16,
+            alpha: 32.0,
+            rslora: false,
+            dropout: 0.0,
+            targets: all_targets(),
+            layers: vec![],
+            rank_pattern: BTreeMap::new(),
+            alpha_pattern: BTreeMap::new(),
+        }
     }
+}
+
+/// Returns the names of all matrices that can have an adapter.
+fn all_targets() -> ModuleNames {
+    ModuleNames::List(Target::ALL.iter().map(|target| target.name().to_owned()).collect())
 }
 
 /// The section `[memory]` of a run file: limits (load lines) and permitted lossy savings.

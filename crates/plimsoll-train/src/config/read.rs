@@ -4,7 +4,8 @@
 //! key is kept for error messages.
 
 use super::check::{RuleViolation, check};
-use super::{EXAMPLE_PREFIX, HUB_PREFIX, HubSources, Init, RunConfig, Threads, keys};
+use super::{EXAMPLE_PREFIX, HUB_PREFIX, HubSources, Init, RunConfig, Threads, all_targets, keys};
+use crate::files::{ALL_LINEAR, ModuleNames};
 use plimsoll_core::{Failure, Rung};
 use plimsoll_device::regular_file;
 use plimsoll_program::models::{Target, preset_name};
@@ -627,11 +628,15 @@ pub(super) fn one_or_many<'de, D: Deserializer<'de>, T: Deserialize<'de>>(deseri
     })
 }
 
-/// Deserializes the names of matrices with adapters. As in PEFT, `all-linear` names all of them.
-pub(super) fn lora_targets<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<String>, D::Error> {
-    let names: Vec<String> = one_or_many(deserializer)?;
-    let is_all = matches!(&names[..], [name] if name == "all-linear");
-    Ok(if is_all { Target::ALL.iter().map(|target| target.name().to_owned()).collect() } else { names })
+/// Deserializes the matrices with adapters. As in PEFT, a text is a regular expression, and `all-linear` names all
+/// matrices. A text may also be the name of a matrix.
+pub(super) fn lora_targets<'de, D: Deserializer<'de>>(deserializer: D) -> Result<ModuleNames, D::Error> {
+    Ok(match ModuleNames::deserialize(deserializer)? {
+        ModuleNames::Pattern(word) if word == ALL_LINEAR => all_targets(),
+        ModuleNames::Pattern(name) if Target::named(&name).is_some() => ModuleNames::List(vec![name]),
+        ModuleNames::List(names) if names == [ALL_LINEAR] => all_targets(),
+        targets => targets,
+    })
 }
 
 /// Deserializes lossy memory savings (rungs) from their names, in a list or in one text with commas. The numbers in

@@ -3,7 +3,7 @@
 use super::*;
 use plimsoll_core::{Bytes, Failure};
 use proptest::prelude::*;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// The smallest file that loads.
 const MODEL: &str = "[model]\npath = \"m\"\n";
@@ -29,6 +29,9 @@ fn key_list_matches_structs() {
     file.data.template = Some("chatml".into());
     file.recipe.micro_batch = Some(1);
     (file.model.adapter, file.train.rungs) = (Some("a".into()), Some(vec![]));
+    file.lora.layers = vec![0];
+    file.lora.rank_pattern = BTreeMap::from([("q_proj".into(), 2)]);
+    file.lora.alpha_pattern = BTreeMap::from([("q_proj".into(), 2.0)]);
     file.run.max_temperature = Some(80.0);
     file.run.deterministic = Some(true);
     file.watch.webhook = Some("http://localhost".into());
@@ -392,8 +395,16 @@ fn trained_parameters_match_quantization() {
     );
     let message = refusal(MODEL, &[train, "model.adapter=runs/a/adapter"]);
     assert!(message.starts_with("command line: model.adapter: adapters are given, but all parameters are trained"));
-    let message = refusal(MODEL, &["lora.targets=lm_head"]);
-    assert!(message.contains("expected \"all-linear\", or a list of q_proj, k_proj"), "{message}");
+    let message = refusal(MODEL, &["lora.targets=[\"lm_head\"]"]);
+    assert!(message.contains("expected \"all-linear\", a list of q_proj, k_proj"), "{message}");
+    let message = refusal(MODEL, &["lora.targets=.*q_proj", "lora.layers=[1]"]);
+    assert!(message.contains("lora.layers: lora.targets is a regular expression"), "{message}");
+    let patterns = ["lora.targets=.*q_proj", "lora.rank_pattern={q_proj = 2}", "lora.alpha_pattern={q_proj = 4.5}"];
+    let patterns = parse(MODEL, &patterns).unwrap();
+    assert_eq!(parse(&patterns.to_toml(), &[]).unwrap().lora, patterns.lora);
+    assert_eq!(patterns.lora.rank_pattern["q_proj"], 2);
+    let message = refusal(MODEL, &["lora.rank_pattern={q_proj = 0}"]);
+    assert!(message.contains("expected regular expressions with ranks"), "{message}");
     let all = parse(MODEL, &[train, "lora.targets=all-linear"]).unwrap().lora.targets;
     assert_eq!(all, LoraSection::default().targets);
     let mut file = parse(MODEL, &[train, "train.method=lora", &rungs("nf4")]).unwrap();

@@ -247,7 +247,7 @@ impl FilesError {
             }
             FilesError::Adapter { hint, .. } => vec![hint.clone()],
             FilesError::AdapterNames { .. } => {
-                vec!["supported are adapters on q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj, in every layer".into()]
+                vec!["supported are adapters on q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj, as adapter_config.json names them".into()]
             }
             FilesError::HeadNotTied { .. } => {
                 vec!["if the head has its own weights, set tie_word_embeddings to false in config.json".into()]

@@ -5,6 +5,7 @@
 //! old version. Tensors with NaN or infinite values are not written. The meaning of names and numbers lives in `plimsoll_program::models`.
 
 mod adapter;
+mod adapter_config;
 pub mod atomic;
 mod error;
 mod generation_config;
@@ -16,6 +17,8 @@ mod values;
 mod write;
 
 pub use adapter::{AdapterDir, BaseModel, write_adapter_dir};
+pub(crate) use adapter_config::ALL_LINEAR;
+pub use adapter_config::{AdapterConfig, AdapterConfigError, ModuleNames};
 pub use error::{FilesError, HeaderError};
 pub use generation_config::GenerationDefaults;
 pub(crate) use model_dir::SIDE_FILES;

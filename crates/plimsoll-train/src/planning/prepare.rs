@@ -9,7 +9,7 @@ use super::request::{host_spec, staging_bytes};
 use super::team_plan::TeamPlan;
 use crate::config::{DataSource, LoraSection};
 use crate::data::{self, ChatSpec, DataError, DataSpec, Dataset, RecordFormat, TrainingData};
-use crate::files::AdapterDir;
+use crate::files::{AdapterConfig, AdapterDir};
 use crate::resolve::charges::process_charges;
 use crate::resolve::{Model, Resolved, RunRequest, Workload, write_example};
 use plimsoll_core::{Bytes, DeviceSpec, Failure, LogRequest};
@@ -204,15 +204,22 @@ fn shared_host_budget(run: &RunRequest, resolved: &Resolved) -> Result<Bytes, Fa
 }
 
 /// Returns the `[lora]` section of the run file that describes existing adapters, with a dropout of 0. A run that
-/// trains the adapters further cannot change their rank, scale and targets.
+/// trains the adapters further cannot change their ranks, scales and targets.
 fn adapter_section(adapter: &AdapterDir) -> LoraSection {
-    let targets = adapter.targets.iter().map(|target| target.name().to_owned()).collect();
+    let AdapterConfig { rank, alpha, rank_stabilized, targets, layers, rank_pattern, alpha_pattern, .. } =
+        adapter.config.clone();
+    // The section has no key for exceptions, so it lists the modules that remain.
+    let has_exceptions = !adapter.config.excluded.is_empty() || !adapter.config.layers_pattern.is_empty();
+    let (targets, layers) = if has_exceptions { (adapter.modules(), vec![]) } else { (targets, layers) };
     LoraSection {
-        rank: adapter.rank as u32,
-        alpha: adapter.alpha,
-        rslora: adapter.rank_stabilized,
+        rank: rank as u32,
+        alpha,
+        rslora: rank_stabilized,
         dropout: 0.0,
         targets,
+        layers,
+        rank_pattern: rank_pattern.into_iter().map(|(pattern, rank)| (pattern, rank as u32)).collect(),
+        alpha_pattern: alpha_pattern.into_iter().collect(),
     }
 }
 

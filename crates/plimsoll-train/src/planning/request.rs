@@ -16,7 +16,7 @@ use plimsoll_plan::search::{LossyOptions, PinnedChoices, PlanRequest, with_lossy
 use plimsoll_plan::team::{EvaluationSchedule, TeamConstraint, TeamRequest};
 use plimsoll_program::Share;
 use plimsoll_program::models::decoder::{self, Base, Generation, Lora, WeightSource};
-use plimsoll_program::models::{ModelConfig, Target, check_supported};
+use plimsoll_program::models::{ModelConfig, check_supported};
 use plimsoll_program::workspace::Kernels;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -162,7 +162,7 @@ pub(crate) fn evaluation_schedule(run: &RunConfig, rows: Option<u64>) -> Option<
 /// Returns the training method and the adapters of a run, and the lossy rungs (steps of the memory ladder that change
 /// results) that the planner may take or propose. If the run file fixes the rungs (`train.rungs`), it may do neither.
 fn lossy_options(run: &RunConfig, model: &Model, work: Workload) -> LossyOptions {
-    let lora = adapter_config(run, model);
+    let lora = adapters(run, model);
     let adapters = match work {
         Workload::Train => run.train.method == Method::Lora,
         Workload::Evaluate | Workload::Generate(_) => model.adapter.is_some(),
@@ -174,23 +174,15 @@ fn lossy_options(run: &RunConfig, model: &Model, work: Workload) -> LossyOptions
     LossyOptions { method, base: Base::Plain, allow, offer, lora }
 }
 
-/// Returns the configuration of the adapters that the run trains, or would train if the planner chose LoRA. Existing
-/// adapters of the model determine it, else the run file.
-pub(crate) fn adapter_config(run: &RunConfig, model: &Model) -> Lora {
+/// Returns the adapters that the run trains, or would train if the planner chose LoRA.
+fn adapters(run: &RunConfig, model: &Model) -> Lora {
     let RunConfig { lora, train, .. } = run;
     if let Some(adapter) = &model.adapter {
         return adapter.lora(lora.dropout, train.seed);
     }
-    let named: Vec<Target> = lora.targets.iter().filter_map(|name| Target::named(name)).collect();
-    Lora {
-        rank: u64::from(lora.rank),
-        alpha: lora.alpha,
-        rank_stabilized: lora.rslora,
-        dropout: lora.dropout,
-        targets: model.config.own_targets(&named),
-        seed: train.seed,
-        source: WeightSource::Random { seed: train.seed },
-    }
+    let source = WeightSource::Random { seed: train.seed };
+    let adapters = model.adapter_config(run).lora(&model.config, train.seed, source);
+    adapters.expect("the settings of new adapters are checked when the model is opened")
 }
 
 /// Returns the sizes for the text samples of a training run: the capacity of the key-value cache, and the length of one

@@ -74,7 +74,7 @@ impl Resolved {
     /// Sequences that the model does not support, or devices that cannot be used.
     pub fn new(run: &RunRequest, model: Model) -> Result<Resolved, Failure> {
         model.check_sequence_length(run)?;
-        model.check_adapter_targets(run)?;
+        model.check_new_adapters(run)?;
         let mut devices = resolve_devices(run)?;
         choose_nccl(run, &mut devices);
         let others = devices.split_off(1);

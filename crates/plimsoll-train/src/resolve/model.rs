@@ -3,12 +3,20 @@
 use super::example::model_is_example;
 use crate::config::{HUB_PREFIX, Init, RunConfig};
 use crate::data::{addition_example, read_end_token};
-use crate::files::{AdapterDir, ModelDir, ModelWeights, read_config};
+use crate::files::{AdapterConfig, AdapterConfigError, AdapterDir, ModelDir, ModelWeights, ModuleNames, read_config};
 use crate::gguf::open_directory_or_file;
 use plimsoll_core::Failure;
 use plimsoll_program::models::decoder::WeightSource;
 use plimsoll_program::models::{ModelConfig, Target, closest_preset, preset, preset_names};
 use std::path::{Path, PathBuf};
+
+/// Returns the projections of a list without paths; `None` for a regular expression and for lists with paths.
+fn named_targets(targets: &ModuleNames) -> Option<Vec<Target>> {
+    match targets {
+        ModuleNames::List(names) => names.iter().map(|name| Target::named(name)).collect(),
+        ModuleNames::Pattern(_) => None,
+    }
+}
 
 /// The model that a run file names.
 #[derive(Debug)]
@@ -83,14 +91,58 @@ impl Model {
         Ok(())
     }
 
-    /// Checks that the model has each projection that `lora.targets` names. A fused projection counts as named if all
-    /// its parts are.
+    /// Returns the settings of the adapters that the run trains, or would train if the planner chose LoRA. Existing
+    /// adapters of the model determine them, else the run file.
+    pub(crate) fn adapter_config(&self, run: &RunConfig) -> AdapterConfig {
+        let lora = &run.lora;
+        if let Some(adapter) = &self.adapter {
+            return AdapterConfig { dropout: lora.dropout, ..adapter.config.clone() };
+        }
+        // A list of projections without paths may name the parts of fused ones.
+        let targets = match named_targets(&lora.targets) {
+            Some(named) => self.config.own_targets(&named).iter().map(|target| target.name().to_owned()).collect(),
+            None => vec![],
+        };
+        let ranks = lora.rank_pattern.iter().map(|(pattern, rank)| (pattern.clone(), u64::from(*rank)));
+        AdapterConfig {
+            rank: u64::from(lora.rank),
+            alpha: lora.alpha,
+            rank_stabilized: lora.rslora,
+            dropout: lora.dropout,
+            targets: if targets.is_empty() { lora.targets.clone() } else { ModuleNames::List(targets) },
+            excluded: ModuleNames::NONE,
+            layers: lora.layers.clone(),
+            layers_pattern: vec![],
+            rank_pattern: ranks.collect(),
+            alpha_pattern: lora.alpha_pattern.clone().into_iter().collect(),
+        }
+    }
+
+    /// Checks that the settings of new adapters match the model.
     ///
     /// # Errors
-    /// A projection that the model does not have, or a part of a fused one.
-    pub(crate) fn check_adapter_targets(&self, config: &RunConfig) -> Result<(), Failure> {
-        let named: Vec<Target> = config.lora.targets.iter().filter_map(|name| Target::named(name)).collect();
-        let own = self.config.own_targets(&named);
+    /// A projection or a layer that the model does not have, or a pattern without effect.
+    pub(crate) fn check_new_adapters(&self, run: &RunConfig) -> Result<(), Failure> {
+        if self.adapter.is_some() {
+            return Ok(());
+        }
+        if let Some(named) = named_targets(&run.lora.targets) {
+            self.check_named_targets(&named)?;
+        }
+        self.adapter_config(run).check_effects(&self.config).map_err(|AdapterConfigError { key, problem }| {
+            let key = match key {
+                "target_modules" => "targets",
+                "layers_to_transform" => "layers",
+                key => key,
+            };
+            let hint = "docs/run-file.md describes the keys of [lora]; they are those of PEFT's LoraConfig";
+            Failure::input(format!("lora.{key} {problem}")).hint(hint)
+        })
+    }
+
+    /// Checks that the model has each projection of a list. A fused projection counts as named if all its parts are.
+    fn check_named_targets(&self, named: &[Target]) -> Result<(), Failure> {
+        let own = self.config.own_targets(named);
         let is_unused = |target: &&Target| {
             let others: Vec<Target> = named.iter().copied().filter(|other| other != *target).collect();
             !own.contains(target) && self.config.own_targets(&others) == own

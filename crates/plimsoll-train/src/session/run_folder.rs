@@ -8,7 +8,6 @@ use crate::engine::tensor_files::TensorWriter;
 use crate::events::EventLog;
 use crate::files::{BaseModel, MAX_SHARD_BYTES, SideFiles, WeightWriter, atomic, write_adapter_dir, write_model_dir};
 use crate::inference::samples::decode_samples;
-use crate::planning::request::adapter_config;
 use crate::session::checkpoint;
 use crate::session::interrupt::StepInterrupt;
 use crate::session::outcome::Outcome;
@@ -141,10 +140,10 @@ impl Session {
                 // The folder of a GGUF file is in the cache.
                 None => BaseModel { name: named.map_or(folder, Path::new), revision: None },
             });
-            let lora = adapter_config(&self.context.run, model);
+            let config = model.adapter_config(&self.context.run);
             let has_base_end_tokens = model.dir.as_ref().is_none_or(|dir| dir.config.eos == model.config.eos);
             let trained = (!has_base_end_tokens).then_some(&model.config);
-            write_adapter_dir(&path, &lora, base, trained, template.as_deref(), &tensors, write)?;
+            write_adapter_dir(&path, &config, base, trained, template.as_deref(), &tensors, write)?;
             return Ok(path);
         }
         let config = model.config.to_json(model.dir.as_ref().map(|dir| &dir.raw_config), self.info.precision);

@@ -12,8 +12,8 @@ use plimsoll_device::transport::wire::{Wire, WireTransport};
 use plimsoll_device::transport::{GroupHandle, Transport};
 use plimsoll_device::virtual_device::{self, VirtualDeviceSpec};
 use plimsoll_plan::search::{LossyOptions, PinnedChoices, PlanOutcome, PlanRequest, plan_recipe};
-use plimsoll_program::models::decoder::{AdamState, Generation, Lora, Method, Optimizer, WeightSource};
-use plimsoll_program::models::{ModelConfig, preset};
+use plimsoll_program::models::decoder::{AdamState, AdaptedModule, Generation, Lora, Method, Optimizer, WeightSource};
+use plimsoll_program::models::{ModelConfig, Target, preset};
 use plimsoll_program::passes::check::check;
 use plimsoll_program::passes::collective_agreement::check_agreement;
 use plimsoll_program::{Call, Lifetime, ProgramKind, ProgramSet, Schedule, Share, TensorId};
@@ -51,6 +51,20 @@ pub fn models() -> Vec<ModelConfig> {
 pub fn lora() -> LossyOptions {
     let lossy = LossyOptions::default();
     LossyOptions { method: Method::Lora(Lora { dropout: 0.25, rank: 4, ..lossy.lora.clone() }), ..lossy }
+}
+
+/// Adapters that differ between layers in rank and scale, and that some layers do not have.
+pub fn partial_lora() -> LossyOptions {
+    let module = |layer, target, rank, alpha| AdaptedModule { layer, target, rank, alpha };
+    let of_layer = |layer: u64| {
+        let queries = (layer % 2 == 1).then_some(module(layer, Target::Q, 2, 4.0));
+        let down = (layer == 2).then_some(module(layer, Target::Down, 4, 8.0));
+        queries.into_iter().chain([module(layer, Target::V, 1 + layer % 3, 3.0)]).chain(down)
+    };
+    let (targets, modules) = (vec![Target::Q, Target::V, Target::Down], (0..5).flat_map(of_layer).collect());
+    let lossy = lora();
+    let uniform = lossy.method.lora().expect("adapters").clone();
+    LossyOptions { method: Method::Lora(Lora { targets, modules: Some(modules), ..uniform }), ..lossy }
 }
 
 pub fn device(kind: DeviceKind) -> DeviceSpec {

@@ -1,5 +1,6 @@
 //! The backward pass, the norm of all gradients, and the update.
 
+use super::forward::{Forward, LayerRun};
 use super::loss::Loss;
 use super::{AdamState, Decoder, Optimizer, Training, for_each_slot};
 use crate::derivative::Tape;
@@ -9,7 +10,7 @@ use crate::passes::recompute::recompute;
 use crate::program::{Block, ProgramKind};
 use crate::scalars::METRIC_COUNT;
 use crate::tensor::{Operand, Tensor, TensorId};
-use plimsoll_core::{Category, DType, WorkKind};
+use plimsoll_core::{Category, DType, RecomputeLevel, WorkKind};
 use std::collections::{HashMap, HashSet};
 
 /// Name of the tensor with the gradient of the residual stream in a backward pass; all layers share it.
@@ -80,24 +81,9 @@ impl Decoder<'_> {
             blocks.push(Block::once("final_norm", tape.into_ops()));
         }
 
-        let mut tape = Tape::new(&mut self.builder, &gradients, &forward.layer);
-        tape.set_gradient(Operand::layer(forward.hidden, 1), stream);
-        for op in forward.layer.iter().rev() {
-            tape.derive(&op.kind);
-        }
-        assert_eq!(
-            tape.gradient(Operand::layer(forward.hidden, 0)),
-            Some(stream),
-            "the residual gradient is summed in place"
-        );
-        let backward = tape.into_ops();
-        let mut last = layers;
-        for levels in training.recompute.chunk_by(|a, b| a == b).collect::<Vec<_>>().iter().rev() {
-            let dropped: HashSet<TensorId> =
-                forward.dropped_from.iter().filter(|(_, from)| **from <= levels[0]).map(|(id, _)| *id).collect();
-            let ops = recompute(&mut self.builder, &forward.layer, &backward, &dropped);
-            blocks.push(Block { name: "layer".into(), first: last - 1, step: -1, repeat: levels.len() as u32, ops });
-            last -= levels.len() as i64;
+        for run in forward.layers.iter().rev() {
+            let levels = &training.recompute[run.layers.clone()];
+            blocks.extend(self.backward_layers(run, levels, &forward, stream, &gradients));
         }
 
         let mut tape = Tape::new(&mut self.builder, &gradients, &forward.embedding);
@@ -109,7 +95,7 @@ impl Decoder<'_> {
         let embedding = tape.into_ops();
         blocks.extend((!embedding.is_empty()).then(|| Block::once("embedding", embedding)));
 
-        let blocks_forward = self.forward_blocks(&forward);
+        let blocks_forward = Self::forward_blocks(&forward);
         let all = inputs.all().into_iter().chain(labels.into_iter().flat_map(<[TensorId; 2]>::from)).collect();
         let forward = self.push_program(WorkKind::Forward, ProgramKind::Forward, all, vec![], blocks_forward);
         let backward = self.push_program(WorkKind::Backward, ProgramKind::Backward, vec![], vec![], blocks);
@@ -118,6 +104,39 @@ impl Decoder<'_> {
         if self.options.files {
             self.save(&training.optimizer);
         }
+    }
+
+    /// Returns the blocks of the backward pass of layers with equal ops, last layer first: a block for each stretch of
+    /// layers with the same recompute level. `stream` holds the gradient of the residual stream.
+    fn backward_layers(
+        &mut self,
+        run: &LayerRun,
+        levels: &[RecomputeLevel],
+        forward: &Forward,
+        stream: Operand,
+        gradients: &HashMap<TensorId, TensorId>,
+    ) -> Vec<Block> {
+        let mut tape = Tape::new(&mut self.builder, gradients, &run.ops);
+        tape.set_gradient(Operand::layer(forward.hidden, 1), stream);
+        for op in run.ops.iter().rev() {
+            tape.derive(&op.kind);
+        }
+        assert_eq!(
+            tape.gradient(Operand::layer(forward.hidden, 0)),
+            Some(stream),
+            "the residual gradient is summed in place"
+        );
+        let backward = tape.into_ops();
+        let mut end = run.layers.end as i64;
+        let mut blocks = Vec::new();
+        for levels in levels.chunk_by(|a, b| a == b).collect::<Vec<_>>().iter().rev() {
+            let dropped: HashSet<TensorId> =
+                forward.dropped_from.iter().filter(|(_, from)| **from <= levels[0]).map(|(id, _)| *id).collect();
+            let ops = recompute(&mut self.builder, &run.ops, &backward, &dropped);
+            blocks.push(Block { name: "layer".into(), first: end - 1, step: -1, repeat: levels.len() as u32, ops });
+            end -= levels.len() as i64;
+        }
+        blocks
     }
 
     /// Adds the tensors of optimizer state of a weight and returns them.

@@ -12,7 +12,7 @@
 
 use super::backward::OptimizerTensor;
 use super::matrices::Projection;
-use super::{Decoder, Method, Optimizer, WeightSource};
+use super::{Decoder, Method, Optimizer, WeightSource, for_each_slot};
 use crate::builder::Builder;
 use crate::models::weights::Parameter;
 use crate::op::{Op, OpKind, Queue};
@@ -280,15 +280,22 @@ impl Decoder<'_> {
     fn load_adapters(&mut self) -> Vec<Block> {
         let Method::Lora(lora) = &self.options.method else { return vec![] };
         let parameters = lora.parameters(self.options.config);
+        if lora.source == WeightSource::LiveRun {
+            return vec![];
+        }
+        let adapters = self.partial_adapters().into_iter().map(|id| self.master_or_weight(id));
+        let mut blocks: Vec<Block> = adapters.map(|id| self.clear(id)).collect();
         let seed = match &lora.source {
-            WeightSource::Files { dtypes } => return self.load_from_files("adapter", &parameters, dtypes),
             WeightSource::Random { seed } => *seed,
-            WeightSource::LiveRun => return vec![],
+            WeightSource::Files { dtypes } => {
+                blocks.extend(self.load_from_files("adapter", &parameters, dtypes));
+                return blocks;
+            }
+            WeightSource::LiveRun => unreachable!("returned above"),
         };
         // Parameter numbers continue after those of the model.
         let before = self.options.config.hf_parameters().len();
         let elements_max = parameters.iter().map(Parameter::elements).max().unwrap_or(1);
-        let mut blocks = Vec::new();
         for (number, parameter) in
             parameters.iter().enumerate().filter(|(_, parameter)| self.has_parameter(parameter)).collect::<Vec<_>>()
         {
@@ -301,6 +308,20 @@ impl Decoder<'_> {
             }
         }
         blocks
+    }
+
+    /// Returns the tensors of trained adapters that differ between layers. They do not fill all elements of their
+    /// slots, but the update computes with all, so what is unused must be zero.
+    fn partial_adapters(&self) -> Vec<TensorId> {
+        let differ = self.options.method.lora().is_some_and(|lora| lora.modules.is_some());
+        if differ && self.options.training.is_some() { self.trained_weights() } else { vec![] }
+    }
+
+    /// Returns the block that sets all slots of a tensor to zero.
+    fn clear(&self, id: TensorId) -> Block {
+        let tensor = self.builder.set.tensor(id);
+        let into = Operand::layer(id, 0);
+        for_each_slot(tensor, OpKind::Fill { into, value: 0.0, elements: tensor.elements() })
     }
 
     fn rope_table_block(&self) -> Block {
@@ -377,6 +398,9 @@ impl Decoder<'_> {
         for (program, work) in [(ProgramKind::Checkpoint, WorkKind::Save), (ProgramKind::Restore, WorkKind::Load)] {
             let restores = program == ProgramKind::Restore;
             let mut blocks = if restores { vec![self.rope_table_block()] } else { vec![] };
+            if restores {
+                blocks.extend(self.clear_partial_state(optimizer));
+            }
             let moved = |parameter: &&Parameter| restores || self.writes_parameter(parameter);
             for parameter in parameters.iter().filter(moved).collect::<Vec<_>>() {
                 let tensor = self.master_or_weight(self.weight_tensor(parameter));
@@ -396,6 +420,19 @@ impl Decoder<'_> {
             }
             self.push_program_as_phase(work, program, blocks);
         }
+    }
+
+    /// Returns the blocks that set the optimizer state of [`Decoder::partial_adapters`] to zero.
+    fn clear_partial_state(&self, optimizer: &Optimizer) -> Vec<Block> {
+        let mut blocks = Vec::new();
+        for weight in self.partial_adapters() {
+            let Tensor { name, .. } = self.builder.set.tensor(weight);
+            for OptimizerTensor { role, .. } in optimizer.state(self.elements_of(weight)) {
+                let state = self.builder.find(&format!("{name}.{role}")).expect("the optimizer state exists");
+                blocks.push(self.clear(state));
+            }
+        }
+        blocks
     }
 
     /// Returns the blocks (loops of ops) that copy a parameter, a part of `tensor`, to the file tensor `name` with

@@ -1,7 +1,7 @@
 //! The forward pass of a micro-batch, without the loss.
 
 use super::layer_inputs::LayerInputs;
-use super::lora::Site;
+use super::lora::{Adapter, Site};
 use super::matrices::Matrix;
 use super::{BuildOptions, Decoder, Weights};
 use crate::builder::{Builder, Product};
@@ -10,6 +10,8 @@ use crate::program::Block;
 use crate::tensor::{Index, Operand, TensorId};
 use plimsoll_core::{Category, DType, RecomputeLevel};
 use std::collections::HashMap;
+use std::mem;
+use std::ops::Range;
 
 /// A function that returns the ops of attention (over a micro-batch, or over a key-value cache), and the tensors that
 /// they write besides their output. Its operands, for N tokens, are the input (queries | keys | values side by side),
@@ -34,8 +36,8 @@ pub(super) struct Forward {
     pub layer_inputs: Vec<Op>,
     /// Ops of the embedding; empty if the input comes from the previous pipeline stage.
     pub embedding: Vec<Op>,
-    /// Ops of a layer, with the layer as the block's variable.
-    pub layer: Vec<Op>,
+    /// Ops of the layers: one run of all layers, or several if layers differ in their adapters.
+    pub layers: Vec<LayerRun>,
     /// Ops of the final norm; empty if the output goes to the next pipeline stage.
     pub last: Vec<Op>,
     /// Residual stream `[N, D]`: one slot before each layer and one after the last.
@@ -44,6 +46,22 @@ pub(super) struct Forward {
     pub top: Option<(TensorId, TensorId)>,
     /// Lowest recompute level at which the forward pass drops an activation instead of keeping it, by activation.
     pub dropped_from: HashMap<TensorId, RecomputeLevel>,
+}
+
+/// Consecutive layers with the same ops.
+pub(super) struct LayerRun {
+    /// The layers, counted from the first one of the device.
+    pub layers: Range<usize>,
+    /// Ops of each layer, with the layer as the block's variable.
+    pub ops: Vec<Op>,
+}
+
+/// Ops of a layer that some layers do not have.
+struct PartialOps {
+    /// Positions among the ops of a layer.
+    ops: Range<usize>,
+    /// For each layer of the device, whether it has the ops.
+    layers: Vec<bool>,
 }
 
 /// The operands with which a sublayer, attention or feed-forward part, adds to the residual stream.
@@ -69,7 +87,10 @@ struct Layer<'a, 'b> {
     decoder: &'a mut Decoder<'b>,
     prefix: &'a str,
     rows: u64,
+    /// Ops of all layers, with those that only some layers have.
     ops: Vec<Op>,
+    /// The ops that only some layers have, in the order of `ops`.
+    partial: Vec<PartialOps>,
     dropped_from: HashMap<TensorId, RecomputeLevel>,
     /// Whether dropout applies to the inputs of adapters, as in training.
     dropout: bool,
@@ -228,26 +249,58 @@ impl Layer<'_, '_> {
         let weight = matrix.dequantized(builder, self.prefix, layers, &mut self.ops, &mut self.dropped_from);
         let product = Product { bias, residual, scale, ..Product::linear(x, weight, out, rows, k, n) };
         self.ops.push(builder.product(product));
-        let Some(lora) = self.decoder.options.method.lora() else { return };
-        for number in 0..self.decoder.adapters.len() {
-            let adapter = self.decoder.adapters[number];
-            if adapter.target.tensor() != name {
-                continue;
-            }
-            let x = self.adapter_input(x, site, k);
-            let low_rank =
-                self.add_activation(&format!("{}.low_rank", adapter.target.name()), &[rows, lora.rank], level);
-            let columns = out.starting_at(Index::fixed(adapter.first_column as i64));
-            let (a, b) = (Operand::layer(adapter.a, 0), Operand::layer(adapter.b, 0));
-            let builder = &mut self.decoder.builder;
-            self.ops.push(builder.product(Product::linear(x, a, low_rank, rows, k, lora.rank)));
-            self.ops.push(builder.product(Product {
-                out_stride: Some(n),
-                scale: scale * lora.scale(),
-                accumulate: true,
-                ..Product::linear(low_rank, b, columns, rows, lora.rank, adapter.columns)
-            }));
+        let adapters = self.decoder.adapters.iter().filter(|adapter| adapter.target.tensor() == name);
+        let adapters: Vec<Adapter> = adapters.cloned().collect();
+        if adapters.is_empty() {
+            return;
         }
+        let begin = self.ops.len();
+        let x = self.adapter_input(x, site, k);
+        let has_any = |layer| adapters.iter().any(|adapter| adapter.layers[layer]);
+        self.limit_to(begin, (0..layers as usize).map(has_any).collect());
+        for of_target in adapters.chunk_by(|one, next| one.a == next.a) {
+            let name = format!("{}.low_rank", of_target[0].target.name());
+            let rank = of_target.iter().map(|adapter| adapter.rank).max().unwrap_or(0);
+            let low_rank = self.add_activation(&name, &[rows, rank], level);
+            for adapter in of_target {
+                let begin = self.ops.len();
+                let columns = out.starting_at(Index::fixed(adapter.first_column as i64));
+                let (a, b) = (Operand::layer(adapter.a, 0), Operand::layer(adapter.b, 0));
+                let builder = &mut self.decoder.builder;
+                self.ops.push(builder.product(Product::linear(x, a, low_rank, rows, k, adapter.rank)));
+                self.ops.push(builder.product(Product {
+                    out_stride: Some(n),
+                    scale: scale * adapter.scale,
+                    accumulate: true,
+                    ..Product::linear(low_rank, b, columns, rows, adapter.rank, adapter.columns)
+                }));
+                self.limit_to(begin, adapter.layers.clone());
+            }
+        }
+    }
+
+    /// Notes that only these `layers` have the ops from number `begin` on. The entries stand for the layers of the
+    /// device.
+    fn limit_to(&mut self, begin: usize, layers: Vec<bool>) {
+        let ops = begin..self.ops.len();
+        if !ops.is_empty() && layers.contains(&false) {
+            self.partial.push(PartialOps { ops, layers });
+        }
+    }
+
+    /// Returns the ops of the `layers` layers of the device, in runs of layers with the same ops.
+    fn into_runs(self, layers: usize) -> Vec<LayerRun> {
+        let Layer { ops, partial, .. } = self;
+        let parts_of = |layer: usize| partial.iter().map(|part| part.layers[layer]).collect::<Vec<bool>>();
+        let all: Vec<usize> = (0..layers).collect();
+        let runs = all.chunk_by(|one, next| parts_of(*one) == parts_of(*next));
+        runs.map(|run| {
+            let first = run[0];
+            let is_absent = |op: usize| partial.iter().any(|part| part.ops.contains(&op) && !part.layers[first]);
+            let own = ops.iter().enumerate().filter(|(number, _)| !is_absent(*number));
+            LayerRun { layers: first..first + run.len(), ops: own.map(|(_, op)| op.clone()).collect() }
+        })
+        .collect()
     }
 
     /// Returns the input `[N, columns]` of adapters: x after dropout, or x itself without dropout. All projections of
@@ -358,10 +411,12 @@ impl Decoder<'_> {
             OpKind::Embed { tokens, table, out, rows, hidden: d, vocab: config.vocab, scale }.into()
         });
         let layer_inputs = self.layer_inputs(prefix, rows, inputs);
-        let (ops, dropped_from, adapter_inputs) = (Vec::new(), HashMap::new(), HashMap::new());
-        let mut layer = Layer { decoder: &mut *self, prefix, rows, ops, dropped_from, dropout, adapter_inputs };
+        let (ops, partial, dropped_from, adapter_inputs) = (vec![], vec![], HashMap::new(), HashMap::new());
+        let mut layer =
+            Layer { decoder: &mut *self, prefix, rows, ops, partial, dropped_from, dropout, adapter_inputs };
         layer.write(hidden, &layer_inputs, attention);
-        let Layer { ops, dropped_from, .. } = layer;
+        let dropped_from = mem::take(&mut layer.dropped_from);
+        let runs = layer.into_runs(layers as usize);
 
         let top = self.weights.top.map(|(final_norm, head)| {
             let normed = self.builder.activation(&format!("{prefix}normed"), &[rows, d], 1);
@@ -381,7 +436,7 @@ impl Decoder<'_> {
         });
         let (top, last): (Option<(TensorId, TensorId)>, Option<Op>) = top.unzip();
         let (embedding, last) = (Vec::from_iter(embedding), Vec::from_iter(last));
-        Forward { layer_inputs: layer_inputs.ops, embedding, layer: ops, last, hidden, top, dropped_from }
+        Forward { layer_inputs: layer_inputs.ops, embedding, layers: runs, last, hidden, top, dropped_from }
     }
 
     /// Builds the forward pass of a micro-batch, with attention within its sequences. Names of activations start with
@@ -394,14 +449,17 @@ impl Decoder<'_> {
         self.forward(prefix, rows, inputs, dropout, &mut ops)
     }
 
-    pub(super) fn forward_blocks(&self, forward: &Forward) -> Vec<Block> {
-        let (first, step, repeat) = (0, 1, self.options.depth());
+    /// Returns the blocks of a forward pass, from the inputs of the layers to the final norm.
+    pub(super) fn forward_blocks(forward: &Forward) -> Vec<Block> {
         let mut blocks = vec![
             Block::once("layer_inputs", forward.layer_inputs.clone()),
             Block::once("embedding", forward.embedding.clone()),
-            Block { name: "layer".into(), first, step, repeat, ops: forward.layer.clone() },
-            Block::once("final_norm", forward.last.clone()),
         ];
+        for LayerRun { layers, ops } in &forward.layers {
+            let (first, repeat) = (layers.start as i64, layers.len() as u32);
+            blocks.push(Block { name: "layer".into(), first, step: 1, repeat, ops: ops.clone() });
+        }
+        blocks.push(Block::once("final_norm", forward.last.clone()));
         blocks.retain(|block| !block.ops.is_empty());
         blocks
     }

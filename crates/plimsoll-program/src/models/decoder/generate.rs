@@ -14,7 +14,7 @@ impl Decoder<'_> {
         let inputs = self.inputs("evaluate.", rows, true);
         let labels = self.labels("evaluate.", rows);
         let forward = self.forward_over_batch("evaluate.", &inputs, false);
-        let (mut all, mut outputs, mut blocks) = (inputs.all(), vec![], self.forward_blocks(&forward));
+        let (mut all, mut outputs, mut blocks) = (inputs.all(), vec![], Self::forward_blocks(&forward));
         if let Some(((normed, head), (labels, token_weights))) = forward.top.zip(labels) {
             let correct = self.builder.transient("evaluate.correct", &[rows], DType::I32, Category::Activation, 1);
             let (prefix, gradients) = ("evaluate.", None);
@@ -62,7 +62,7 @@ impl Decoder<'_> {
             let mut ops =
                 |b: &mut Builder, qkv, out, first_keys: Option<Operand>| attention.ops(b, qkv, out, first_keys);
             let forward = self.forward(&prefix, rows, &inputs, false, &mut ops);
-            let mut blocks = self.forward_blocks(&forward);
+            let mut blocks = Self::forward_blocks(&forward);
             // With several slots, the decode Program processes the last token of each prompt.
             let top = forward.top.filter(|_| kind == ProgramKind::Decode || slots == 1);
             let logits = top.map(|top| self.logits(kind, rows, top, &mut blocks));

@@ -1,5 +1,9 @@
 //! Low-rank adapters (Hu et al., "LoRA", 2021): `out += alpha / r · dropout(x) · Aᵀ · Bᵀ`, added to the product of a
 //! frozen matrix. Arithmetic, initialization and names are those of PEFT.
+//!
+//! Adapters may differ between layers in rank and scale, and some layers may have none. The tensors of a projection
+//! have a slot of the largest rank for each layer. A smaller adapter fills the first elements of its slot, and no op of
+//! a forward or backward pass reads the others: they are zero, and so are their gradients.
 
 use super::WeightSource;
 use super::files;
@@ -11,11 +15,12 @@ use crate::program::{Phase, Program, ProgramKind, ProgramSet};
 use crate::tensor::{Index, Operand, TensorId};
 use crate::workspace::Kernels;
 use plimsoll_core::{Category, DType, WorkKind};
+use std::ops::Range;
 
 /// Settings of low-rank adapters (LoRA) on a frozen model, as in PEFT's `LoraConfig`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Lora {
-    /// r: rank of A and B.
+    /// r: rank of A and B; with [`Lora::modules`] the largest one.
     pub rank: u64,
     /// Numerator of alpha / r, the factor of an adapter's output.
     pub alpha: f64,
@@ -25,8 +30,11 @@ pub struct Lora {
     /// Dropout probability of the adapters' inputs in training. Projections with the same input share the dropped
     /// elements; in PEFT each projection draws its own.
     pub dropout: f64,
-    /// Projections with an adapter, in every layer.
+    /// Projections with an adapter, in every layer or in some.
     pub targets: Vec<Target>,
+    /// All adapters with their rank and alpha, if they differ or if some layers have none. `None` for adapters of
+    /// `rank` and `alpha` on all `targets` in every layer.
+    pub modules: Option<Vec<AdaptedModule>>,
     /// Seed of the initial values of A and of dropout.
     pub seed: u64,
     /// Origin of the initial A and B. A random start draws A uniformly within ± 1 / √columns, as in PEFT (Kaiming
@@ -35,60 +43,118 @@ pub struct Lora {
     pub source: WeightSource,
 }
 
+/// A projection of one layer with its own adapter.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AdaptedModule {
+    /// Layer of the model, counted from 0.
+    pub layer: u64,
+    /// Projection of the layer.
+    pub target: Target,
+    /// r: rank of A and B.
+    pub rank: u64,
+    /// Numerator of alpha / r.
+    pub alpha: f64,
+}
+
+/// The rank of an adapter, and the factor of its output.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct AdapterShape {
+    rank: u64,
+    scale: f64,
+}
+
 impl Lora {
-    /// Returns the factor of an adapter's output: alpha / r, or alpha / √r.
-    pub fn scale(&self) -> f64 {
-        let rank = self.rank as f64;
-        self.alpha / if self.rank_stabilized { rank.sqrt() } else { rank }
+    /// Returns the largest adapters, on all targets in every layer. They stand for a layer of any adapters in plans.
+    #[must_use]
+    pub fn uniform(&self) -> Lora {
+        Lora { modules: None, ..self.clone() }
     }
 
     /// Returns the matrices A and B of all adapters as files in PEFT's format store them.
     pub fn parameters(&self, config: &ModelConfig) -> Vec<Parameter> {
-        config.adapter_parameters(&config.own_targets(&self.targets), self.rank)
+        config.adapter_parameters(self.ranks(config))
     }
 
-    /// Adds the tensors of all adapters, with a slot for each of `layers` layers. Returns the adapters in the order of
-    /// [`Target::ALL`].
+    /// Returns a function from a layer and a projection to the rank of its adapter.
+    fn ranks(&self, config: &ModelConfig) -> impl Fn(u64, Target) -> Option<u64> {
+        let targets = config.own_targets(&self.targets);
+        move |layer, target| self.shape(&targets, layer, target).map(|shape| shape.rank)
+    }
+
+    /// Returns rank and factor of the adapter on a projection of a layer; `None` without one. `targets` are the
+    /// projections of the model with adapters.
+    fn shape(&self, targets: &[Target], layer: u64, target: Target) -> Option<AdapterShape> {
+        let (rank, alpha) = match &self.modules {
+            None => targets.contains(&target).then_some((self.rank, self.alpha))?,
+            Some(modules) => {
+                let module = modules.iter().find(|module| (module.layer, module.target) == (layer, target))?;
+                (module.rank, module.alpha)
+            }
+        };
+        let divisor = if self.rank_stabilized { (rank as f64).sqrt() } else { rank as f64 };
+        Some(AdapterShape { rank, scale: alpha / divisor })
+    }
+
+    /// Adds the tensors of all adapters, with a slot for each of `layers`. Returns the adapters in the order of
+    /// [`Target::ALL`], one for each rank and scale of a projection.
     pub(super) fn adapters(
         &self,
         builder: &mut Builder,
         config: &ModelConfig,
-        layers: u32,
+        layers: Range<u64>,
         dtype: DType,
     ) -> Vec<Adapter> {
         let mut targets = config.own_targets(&self.targets);
         targets.sort();
-        targets.into_iter().map(|target| self.adapter(builder, config, layers, dtype, target)).collect()
+        let mut adapters = Vec::new();
+        for &target in &targets {
+            let ([rows, columns], [a, b]) = (target.shape(config), target.adapter());
+            let shapes: Vec<_> = layers.clone().map(|layer| self.shape(&targets, layer, target)).collect();
+            let rank = if self.modules.is_some() { self.largest_rank(target) } else { self.rank };
+            let slots = shapes.len() as u32;
+            let a = builder.persistent(a, &[rank, columns], dtype, Category::Weight, slots);
+            let b = builder.persistent(b, &[rows, rank], dtype, Category::Weight, slots);
+            let mut distinct: Vec<AdapterShape> = Vec::new();
+            for shape in shapes.iter().flatten() {
+                if !distinct.contains(shape) {
+                    distinct.push(*shape);
+                }
+            }
+            if distinct.is_empty() {
+                // The tensors exist on each device of a team, so that checkpoints have the same tensors.
+                distinct.push(AdapterShape { rank, scale: 0.0 });
+            }
+            for shape in distinct {
+                let layers = shapes.iter().map(|other| *other == Some(shape)).collect();
+                let (first_column, AdapterShape { rank, scale }) = (target.first_row(config), shape);
+                adapters.push(Adapter { target, a, b, first_column, columns: rows, rank, scale, layers });
+            }
+        }
+        adapters
     }
 
-    /// Adds the tensors of the adapter of one projection, and returns the adapter.
-    fn adapter(
-        &self,
-        builder: &mut Builder,
-        config: &ModelConfig,
-        layers: u32,
-        dtype: DType,
-        target: Target,
-    ) -> Adapter {
-        let ([rows, columns], [a, b]) = (target.shape(config), target.adapter());
-        Adapter {
-            target,
-            a: builder.persistent(a, &[self.rank, columns], dtype, Category::Weight, layers),
-            b: builder.persistent(b, &[rows, self.rank], dtype, Category::Weight, layers),
-            first_column: target.first_row(config),
-            columns: rows,
-        }
+    /// Returns the largest rank of the adapters on a projection.
+    fn largest_rank(&self, target: Target) -> u64 {
+        let modules = self.modules.iter().flatten().filter(|module| module.target == target);
+        modules.map(|module| module.rank).max().unwrap_or(self.rank)
     }
 }
 
-/// The tensors of the LoRA adapter of one projection, with a slot for each layer.
-#[derive(Clone, Copy)]
+/// The LoRA adapters of one projection that have the same rank and scale. Their tensors have a slot for each layer of the
+/// device, and may be shared with adapters of other ranks and scales.
+#[derive(Clone)]
 pub(super) struct Adapter {
     pub target: Target,
     /// Matrix A, `[r, columns of the adapted matrix]`.
     pub a: TensorId,
     /// Matrix B, `[rows of the adapted matrix, r]`.
     pub b: TensorId,
+    /// r: rank of A and B.
+    pub rank: u64,
+    /// Factor of the adapter's output.
+    pub scale: f64,
+    /// For each layer of the device, whether it has this adapter.
+    pub layers: Vec<bool>,
     /// First column of the adapter's results in the output of the fused matrix (such as queries | keys | values).
     pub first_column: u64,
     /// Number of columns of the adapter's results.
@@ -131,7 +197,7 @@ pub fn merge(config: &ModelConfig, lora: &Lora, kernels: Kernels, dtypes: &[DTyp
     };
     let wide = DType::F32;
     let mut builder = Builder::new(wide, kernels);
-    let adapters = lora.adapters(&mut builder, config, config.layers as u32, wide);
+    let adapters = lora.adapters(&mut builder, config, 0..config.layers, wide);
 
     let parameters = lora.parameters(config);
     let mut load = Vec::new();
@@ -163,7 +229,9 @@ pub fn merge(config: &ModelConfig, lora: &Lora, kernels: Kernels, dtypes: &[DTyp
         let found = builder.find(&staging_name);
         let staging =
             found.unwrap_or_else(|| builder.transient(&staging_name, &[elements_max], dtype, Category::Staging, 1));
-        let adapter = parameter.target.and_then(|target| adapters.iter().find(|adapter| adapter.target == target));
+        let adapter = parameter.target.zip(parameter.layer).and_then(|(target, layer)| {
+            adapters.iter().find(|adapter| adapter.target == target && adapter.layers[layer as usize])
+        });
         let (staged, sum) = (Operand::whole(staging), Operand::whole(sum));
         let columns = parameter.shape[parameter.shape.len() - 1];
         // Pieces of adapted matrices are whole rows, each with its row of B.
@@ -172,14 +240,14 @@ pub fn merge(config: &ModelConfig, lora: &Lora, kernels: Kernels, dtypes: &[DTyp
             let mut ops = files::read_piece(from, staged, elements, offset);
             if let Some(adapter) = adapter {
                 let layer = parameter.layer.unwrap_or(0) as i64;
-                let by_rank = |elements: i64| elements / columns as i64 * lora.rank as i64;
+                let by_rank = |elements: i64| elements / columns as i64 * adapter.rank as i64;
                 let rows = Index { base: by_rank(offset.base), scale: by_rank(offset.scale), micro_batch: 0 };
                 let (a, b) = (Operand::slot(adapter.a, layer), Operand::slot(adapter.b, layer).starting_at(rows));
                 ops.push(OpKind::Cast { from: staged, to: sum, elements }.into());
                 ops.push(builder.product(Product {
-                    scale: lora.scale(),
+                    scale: adapter.scale,
                     accumulate: true,
-                    ..Product::plain(b, a, sum, [elements / columns, columns, lora.rank])
+                    ..Product::plain(b, a, sum, [elements / columns, columns, adapter.rank])
                 }));
                 ops.push(OpKind::Cast { from: sum, to: staged, elements }.into());
             }

@@ -45,7 +45,7 @@ use std::ops::Range;
 
 pub(crate) use self::backward::RESIDUAL_GRADIENT;
 pub use self::files::STAGING_BYTES;
-pub use self::lora::{Lora, merge};
+pub use self::lora::{AdaptedModule, Lora, merge};
 pub use self::loss::{head_blocks, loss_rows, streams_head};
 
 /// The storage format of AdamW's two moments.
@@ -319,7 +319,7 @@ struct Decoder<'a> {
     options: &'a BuildOptions<'a>,
     builder: Builder,
     weights: Weights,
-    /// LoRA adapters in the order of their targets; empty if all weights are trained.
+    /// LoRA adapters in the order of their targets, one for each rank and scale; empty if all weights are trained.
     adapters: Vec<Adapter>,
     /// Master weight of each trained bf16 weight: an f32 copy, because bf16 loses small updates. Empty in other
     /// precisions and without training.
@@ -392,7 +392,9 @@ impl<'a> Decoder<'a> {
             top,
             rope_table,
         };
-        let adapters = options.method.lora().map_or(vec![], |lora| lora.adapters(b, config, layers, options.precision));
+        let own_layers = options.layers.clone();
+        let adapters =
+            options.method.lora().map_or(vec![], |lora| lora.adapters(b, config, own_layers, options.precision));
         let scalars = b.persistent(SCALARS, &[SCALAR_COUNT], wide, Category::Staging, 1);
         let metrics = b.persistent(METRICS, &[METRIC_COUNT], DType::F64, Category::Staging, 1);
         let masters = HashMap::new();
@@ -410,7 +412,11 @@ impl<'a> Decoder<'a> {
     fn trained_weights(&self) -> Vec<TensorId> {
         match self.options.method {
             Method::Full => self.weights.plain(),
-            Method::Lora(_) => self.adapters.iter().flat_map(|adapter| [adapter.a, adapter.b]).collect(),
+            Method::Lora(_) => {
+                // Adjacent adapters of different ranks or scales may share tensors.
+                let of_targets = self.adapters.chunk_by(|one, next| one.a == next.a);
+                of_targets.flat_map(|adapters| [adapters[0].a, adapters[0].b]).collect()
+            }
         }
     }
 
