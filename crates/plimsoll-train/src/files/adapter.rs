@@ -20,6 +20,9 @@ use std::path::{Path, PathBuf};
 /// Size limit of an `adapter_config.json`. A larger file is not an adapter configuration.
 const MAX_CONFIG_BYTES: u64 = 1 << 20;
 
+/// Name of the file with the settings of adapters.
+const CONFIG_FILE: &str = "adapter_config.json";
+
 /// Keys of an `adapter_config.json` that do not change the computation.
 const IGNORED_KEYS: [&str; 12] = [
     "auto_mapping",
@@ -63,14 +66,9 @@ impl AdapterDir {
         if !path.is_dir() {
             return Err(FilesError::BadPath { path: path.to_owned(), problem: "no such directory" });
         }
-        let (config_file, of_run) = (path.join("adapter_config.json"), path.join("adapter"));
+        let config_file = path.join(CONFIG_FILE);
         if !config_file.exists() {
-            let hint = if of_run.join("adapter_config.json").exists() {
-                format!("the adapters of this run are in {}", of_run.display())
-            } else {
-                "name the directory that peft or plimsoll wrote: it has adapter_config.json".to_owned()
-            };
-            return Err(invalid(&config_file, "no such file", &hint));
+            return Err(invalid(&config_file, "no such file", &suggest_adapter(path)));
         }
         let (keys, adapters) = read_config(&config_file)?;
         let file = path.join("adapter_model.safetensors");
@@ -141,6 +139,19 @@ impl AdapterDir {
 /// Returns an error about the adapter file `path`, with a description of the problem and a hint for the user.
 fn invalid(path: &Path, problem: &str, hint: &str) -> FilesError {
     FilesError::Adapter { path: path.to_owned(), problem: problem.to_owned(), hint: hint.to_owned() }
+}
+
+/// Returns a hint for a directory that is no adapter directory: the adapters in it. A run folder has them in `adapter`, and
+/// PEFT writes several adapters of one model to subdirectories with their names.
+fn suggest_adapter(path: &Path) -> String {
+    let entries = path.read_dir().into_iter().flatten().flatten();
+    let within = entries.map(|entry| entry.path()).filter(|path| path.join(CONFIG_FILE).is_file());
+    let mut within: Vec<String> = within.map(|path| path.display().to_string()).collect();
+    within.sort();
+    if within.is_empty() {
+        return "name the directory that peft or plimsoll wrote: it has adapter_config.json".to_owned();
+    }
+    format!("this directory has adapters in {}", within.join(", "))
 }
 
 /// The hint for adapters of an unsupported kind.
@@ -288,7 +299,7 @@ pub fn write_adapter_dir<E: From<FilesError>>(
         let mut writer = WeightWriter::create(dir, "adapter_model", tensors, Bytes(u64::MAX))?;
         write_weights(&mut writer)?;
         writer.finish()?;
-        atomic::write_file(&dir.join("adapter_config.json"), &pretty_json(&config_json(config, base)))?;
+        atomic::write_file(&dir.join(CONFIG_FILE), &pretty_json(&config_json(config, base)))?;
         if let Some(template) = template {
             atomic::write_file(&dir.join(CHAT_TEMPLATE), template.as_bytes())?;
         }
@@ -378,6 +389,15 @@ mod tests {
         assert_eq!(adapter.lora(0.0, 1).modules, Some(modules));
         let paths = ["q_proj", "v_proj"].map(|name| format!("model.layers.1.self_attn.{name}")).to_vec();
         assert_eq!(adapter.modules(), ModuleNames::List(paths));
+    }
+
+    #[test]
+    fn named_adapters_are_suggested() {
+        let dir = write(&adapters());
+        let other = dir.path().join("other");
+        fs::rename(dir.path().join("adapter"), &other).unwrap();
+        let failure = Failure::from(AdapterDir::open(dir.path(), &tiny()).unwrap_err());
+        assert_eq!(failure.hints, [format!("this directory has adapters in {}", other.display())]);
     }
 
     #[test]
