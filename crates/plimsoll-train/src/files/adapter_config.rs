@@ -110,11 +110,12 @@ struct Expression {
 impl Expression {
     /// Compiles the regular expression `before` + `pattern`, which must match a whole path.
     fn new(key: &'static str, pattern: &str, before: &str) -> Result<Expression, AdapterConfigError> {
-        // An error names its position in the pattern alone.
-        let regex = Regex::new(pattern).and_then(|_| Regex::new(&format!(r"\A{before}(?:{pattern})\z")));
         let invalid =
             |error| AdapterConfigError { key, problem: format!("has `{pattern}`, which is no pattern: {error}") };
-        Ok(Expression { key, regex: regex.map_err(invalid)? })
+        // An error names its position in the pattern alone.
+        Regex::new(pattern).map_err(invalid)?;
+        let regex = Regex::new(&format!(r"\A{before}(?:{pattern})\z")).map_err(invalid)?;
+        Ok(Expression { key, regex })
     }
 
     /// Compiles the regular expression `pattern` for the end of a path.
