@@ -112,17 +112,17 @@ impl<'a> Tokens<'a> {
 
     /// Returns the tokens that are found in text before it is split.
     fn added(&self) -> Vec<Value> {
-        let added = self.used().filter(|(id, _)| {
-            [token_kind::CONTROL, token_kind::USER_DEFINED, token_kind::UNKNOWN].iter().any(|kind| self.is(*id, *kind))
-        });
-        let to_json = |(id, text): (usize, &str)| {
-            let special = !self.is(id, token_kind::USER_DEFINED);
-            json!({
-                "id": id, "content": text, "special": special,
-                "single_word": false, "lstrip": false, "rstrip": false, "normalized": false,
-            })
-        };
-        added.map(to_json).collect()
+        let kinds = [token_kind::CONTROL, token_kind::USER_DEFINED, token_kind::UNKNOWN];
+        let is_added = |id: usize| kinds.iter().any(|kind| self.is(id, *kind));
+        self.used().filter(|(id, _)| is_added(*id)).map(|(id, text)| self.added_token(id, text)).collect()
+    }
+
+    /// Returns a token as an element of `added_tokens`.
+    fn added_token(&self, id: usize, text: &str) -> Value {
+        json!({
+            "id": id, "content": text, "special": !self.is(id, token_kind::USER_DEFINED),
+            "single_word": false, "lstrip": false, "rstrip": false, "normalized": false,
+        })
     }
 }
 
