@@ -150,14 +150,14 @@ all_heads_norm_grad(const REAL* x, const REAL* q_weight, const REAL* k_weight, c
                     float* partials, u32 rows, u32 queries, u32 keys, u32 rows_per_portion,
                     float offset) {
     u32 portion = blockIdx.x / 2, part = blockIdx.x % 2;
-    u32 dim = part == 0 ? queries : keys, offset = part == 0 ? 0 : queries, stride = queries + 2 * keys;
+    u32 dim = part == 0 ? queries : keys, column = part == 0 ? 0 : queries, stride = queries + 2 * keys;
     const REAL* weight = part == 0 ? q_weight : k_weight;
     u32 first = portion * rows_per_portion;
     u32 end = min(rows, first + rows_per_portion);
-    x += offset;
-    dx += offset;
+    x += column;
+    dx += column;
     rstd += part;
-    partials += (u64)portion * (queries + keys) + offset;
+    partials += (u64)portion * (queries + keys) + column;
     bool wide = dim % PACK<REAL> == 0 && stride % PACK<REAL> == 0 && aligned(x) && aligned(weight) && aligned(dx);
     // The barrier after the first rows' reductions separates these zeros from their use.
     for (u32 at = threadIdx.x; at < dim; at += 256) shared[at] = 0;
