@@ -125,8 +125,9 @@ __device__ inline float root_scale() { return 1.0f / sqrtf((float)E); }
 // A scaled score, limited by the cap; the derivative of a limited score; and the score of a product of query and key,
 // times log2 e.
 #ifdef SOFTCAP
-__device__ inline float capped(float score) { return SOFTCAP * tanhf(score / SOFTCAP); }
-__device__ inline float cap_slope(float score) { return 1.0f - score / SOFTCAP * (score / SOFTCAP); }
+constexpr float INVERSE_CAP = 1.0f / SOFTCAP;
+__device__ inline float capped(float score) { return SOFTCAP * tanhf(score * INVERSE_CAP); }
+__device__ inline float cap_slope(float score) { return 1.0f - score * INVERSE_CAP * (score * INVERSE_CAP); }
 __device__ inline float scaled(float product) { return capped(product * root_scale()) * LOG2_E; }
 #else
 __device__ inline float capped(float score) { return score; }
