@@ -227,6 +227,9 @@ fn rope_divisors(scaling: RopeScaling, theta: f64, head_dim: u64) -> Vec<f32> {
 /// those that all published models share are taken. `theta` is the base of the frequencies, `head_dim` the elements of a
 /// head.
 pub fn find_llama3_scaling(divisors: &[f32], theta: f64, head_dim: u64) -> Option<RopeScaling> {
+    if divisors.len() as u64 != head_dim / 2 {
+        return None;
+    }
     let scaling = RopeScaling::Llama3 {
         factor: f64::from(*divisors.last()?),
         low_freq_factor: 1.0,
@@ -235,7 +238,7 @@ pub fn find_llama3_scaling(divisors: &[f32], theta: f64, head_dim: u64) -> Optio
     };
     let expected = rope_divisors(scaling, theta, head_dim);
     let is_near = |(a, b): (&f32, &f32)| (a - b).abs() <= 1e-4 * b.abs();
-    (expected.len() == divisors.len() && expected.iter().zip(divisors).all(is_near)).then_some(scaling)
+    expected.iter().zip(divisors).all(is_near).then_some(scaling)
 }
 
 #[cfg(test)]

@@ -270,3 +270,81 @@ fn ends_early() -> HeaderError {
 fn decimal(value: f32) -> f64 {
     value.to_string().parse().unwrap_or_else(|_| f64::from(value))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::import::{ImportError, read_parts};
+    use super::super::metadata::{Metadata, MetadataValue};
+    use super::super::planned_tensor::PlannedTensor;
+    use super::*;
+    use proptest::prelude::*;
+
+    /// Returns the bytes of a file with a model of one layer, whose tensors are zeros.
+    fn small_file() -> Vec<u8> {
+        let mut metadata = Metadata::default();
+        metadata.push("general.architecture", "llama");
+        for (key, value) in [
+            ("embedding_length", 32u32),
+            ("block_count", 1),
+            ("feed_forward_length", 32),
+            ("attention.head_count", 2),
+            ("context_length", 64),
+        ] {
+            metadata.push(format!("llama.{key}"), value);
+        }
+        metadata.push("llama.attention.layer_norm_rms_epsilon", 1e-5f32);
+        metadata.push("tokenizer.ggml.model", "llama");
+        let bytes = (0..256).map(|byte| format!("<0x{byte:02X}>"));
+        let texts: Vec<String> = ["<unk>", "a", "b", "ab"].map(str::to_owned).into_iter().chain(bytes).collect();
+        let scores = (0..texts.len()).map(|id| -(id as f32)).collect();
+        let kinds = texts.iter().map(|text| if text.starts_with("<0x") { 6 } else { 1 }).collect();
+        metadata.push("tokenizer.ggml.tokens", MetadataValue::Strings(texts));
+        metadata.push("tokenizer.ggml.scores", MetadataValue::F32s(scores));
+        metadata.push("tokenizer.ggml.token_type", MetadataValue::I32s(kinds));
+        let mut embedding = PlannedTensor::computed("token_embd.weight", 260);
+        embedding.shape = vec![260, 32];
+        let tensors = [embedding, PlannedTensor::computed("rope_freqs.weight", 8)];
+        let data: u64 = tensors.iter().map(PlannedTensor::bytes).sum();
+        let mut file = metadata.encode(&tensors);
+        file.resize(file.len() + data as usize, 0);
+        file
+    }
+
+    fn open(bytes: &[u8]) -> Result<GgufFile, GgufError> {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), bytes).unwrap();
+        GgufFile::open(file.path())
+    }
+
+    #[test]
+    fn header_has_keys_and_tensors() {
+        let file = open(&small_file()).unwrap();
+        assert_eq!(file.keys["llama.block_count"], 1);
+        assert_eq!(file.keys["llama.attention.layer_norm_rms_epsilon"], 1e-5);
+        assert_eq!(file.keys["tokenizer.ggml.tokens"][3], "ab");
+        let embedding = &file.tensors["token_embd.weight"];
+        assert_eq!((&embedding.shape[..], embedding.block_type), (&[260, 32][..], BlockType::F32));
+        assert_eq!(embedding.begin + 4 * 260 * 32, file.tensors["rope_freqs.weight"].begin);
+        let Err(ImportError::Unsupported(part)) = read_parts(&file) else { panic!("zeros are no divisors") };
+        assert_eq!(part, "the divisors in `rope_freqs.weight` are not those of Llama 3");
+    }
+
+    proptest! {
+        /// Damaged files are read or refused, and nothing panics.
+        #[test]
+        fn damaged_files_do_not_panic(changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6), cut in any::<Option<prop::sample::Index>>()) {
+            let mut bytes = small_file();
+            // Most bytes are data, which nothing checks here.
+            let header = bytes.len() - 4 * 260 * 32;
+            for (at, byte) in changes {
+                bytes[at.index(header)] = byte;
+            }
+            if let Some(cut) = cut {
+                bytes.truncate(cut.index(header));
+            }
+            if let Ok(file) = open(&bytes) {
+                let _ = read_parts(&file);
+            }
+        }
+    }
+}

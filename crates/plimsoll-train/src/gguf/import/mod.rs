@@ -26,6 +26,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use tokenizer::TokenizerFiles;
 
 /// Changes with the content of the files that are written to the cache.
 const CACHE_VERSION: u32 = 1;
@@ -87,34 +88,40 @@ fn cache_folder(file: &GgufFile) -> Result<PathBuf, GgufError> {
     Ok(cache.join("gguf").join(name))
 }
 
-/// The reason why the small files cannot be written.
-enum WriteError {
+/// The reason why the small files of a model cannot be made.
+pub(super) enum ImportError {
     Files(FilesError),
     Unsupported(String),
 }
 
-impl WriteError {
+impl ImportError {
     fn at(self, path: &Path) -> GgufError {
         match self {
-            WriteError::Files(error) => error.into(),
-            WriteError::Unsupported(part) => GgufError::UnsupportedModel { path: path.to_owned(), part },
+            ImportError::Files(error) => error.into(),
+            ImportError::Unsupported(part) => GgufError::UnsupportedModel { path: path.to_owned(), part },
         }
     }
 }
 
+/// Reads the `config.json` of a model, and its tokenizer if it has one.
+pub(super) fn read_parts(file: &GgufFile) -> Result<(Value, Option<TokenizerFiles>), ImportError> {
+    let divisors = rope_divisors(file).map_err(ImportError::Files)?;
+    let tokenizer = tokenizer::read_tokenizer(file).map_err(ImportError::Unsupported)?;
+    let config = settings::read_settings(file, &divisors).map_err(ImportError::Unsupported)?;
+    Ok((config, tokenizer))
+}
+
 /// Writes the small files of a model; `config.json` is the last one.
-fn write_folder(file: &GgufFile, folder: &Path) -> Result<(), WriteError> {
-    let divisors = rope_divisors(file).map_err(WriteError::Files)?;
-    let config = settings::read_settings(file, &divisors).map_err(WriteError::Unsupported)?;
-    let tokenizer = tokenizer::read_tokenizer(file).map_err(WriteError::Unsupported)?;
+fn write_folder(file: &GgufFile, folder: &Path) -> Result<(), ImportError> {
+    let (config, tokenizer) = read_parts(file)?;
     let write =
-        |name: &str, text: String| atomic::write_file(&folder.join(name), text.as_bytes()).map_err(WriteError::Files);
-    fs::create_dir_all(folder).map_err(|error| WriteError::Files(FilesError::io(folder, "create", error)))?;
+        |name: &str, text: String| atomic::write_file(&folder.join(name), text.as_bytes()).map_err(ImportError::Files);
+    fs::create_dir_all(folder).map_err(|error| ImportError::Files(FilesError::io(folder, "create", error)))?;
     if let Some(files) = tokenizer {
         write("tokenizer.json", files.tokenizer.to_string())?;
         write("tokenizer_config.json", files.config.to_string())?;
         for (name, text) in files.templates {
-            write_template(folder, &name, &text).map_err(WriteError::Files)?;
+            write_template(folder, &name, &text).map_err(ImportError::Files)?;
         }
     }
     write("generation_config.json", json!({ "eos_token_id": settings::end_tokens(file) }).to_string())?;

@@ -170,9 +170,10 @@ impl<'a> Settings<'a> {
                 "heads have {head_dim} elements, {rotated} of them rotated, and values {value_dim}: {reason}"
             ));
         }
-        if let Some(key) =
-            ["expert_count", "rope.scaling.attn_factor"].into_iter().find(|key| self.value(key).is_some())
-        {
+        let neutral = [("expert_count", 0.0), ("rope.scaling.attn_factor", 1.0)];
+        let changes =
+            |&(key, neutral): &(&str, f64)| self.value(key).is_some_and(|value| value.as_f64() != Some(neutral));
+        if let Some((key, _)) = neutral.into_iter().find(changes) {
             return Err(format!("`{}.{key}` is not supported", self.architecture));
         }
         Ok(())

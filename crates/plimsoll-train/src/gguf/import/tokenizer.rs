@@ -6,6 +6,9 @@ use crate::gguf::tokenizer::{SPACE, byte_token, token_kind};
 use serde_json::{Map, Value, json};
 use std::collections::HashMap;
 
+/// Longest token of a BPE with scores, in bytes: all its splits are looked up.
+const PIECE_BYTES_MAX: usize = 512;
+
 /// The files of a tokenizer, by name, with their content.
 pub struct TokenizerFiles {
     /// The `tokenizer.json`.
@@ -156,6 +159,9 @@ fn sentencepiece(file: &GgufFile, tokens: &Tokens) -> Result<(Value, Splitting),
     }
     if let Some(missing) = (0..256).map(byte_token).find(|token| !tokens.texts.contains(&&**token)) {
         return Err(format!("the token `{missing}` of a byte is missing"));
+    }
+    if let Some((id, text)) = tokens.used().find(|(_, text)| text.len() > PIECE_BYTES_MAX) {
+        return Err(format!("token {id} has {} bytes; {PIECE_BYTES_MAX} are the most", text.len()));
     }
     let ids: HashMap<&str, usize> = tokens.used().map(|(id, text)| (text, id)).collect();
     let mut merges: Vec<(f64, usize, &str, &str)> = Vec::new();
