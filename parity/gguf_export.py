@@ -340,10 +340,25 @@ def check_fixture(checks, plimsoll, fixture, temp, adapter=None):
     # llama.cpp leaves out the end token, or keeps it, depending on its version.
     strip = lambda tokens: tokens[:-1] if tokens and tokens[-1] == 2 else tokens
     checks.equal(f"{name}: {len(ours)} greedy tokens", strip(theirs), strip(ours))
-    for file_type in ("f32", "bf16", "f16", "q8_0"):
-        check_read_back(checks, plimsoll, name, temp / f"{model.name}-{file_type}.gguf", prompt, ours)
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if scaling.get("rope_type", scaling.get("type")) == "llama3":
+        # The fixture scales a shorter context than published models do.
+        check_refusal(checks, plimsoll, name, temp / f"{model.name}-f32.gguf", "the divisors in `rope_freqs.weight` are not those")
+    else:
+        for file_type in ("f32", "bf16", "f16", "q8_0"):
+            check_read_back(checks, plimsoll, name, temp / f"{model.name}-{file_type}.gguf", prompt, ours)
     if not adapter:
         check_logits(checks, name, fixture, llama, config["vocab_size"])
+
+
+def check_refusal(checks, plimsoll, name, file, reason):
+    """Checks that a file is not read as a model, and that the reason is named."""
+    try:
+        plimsoll.generate(file, "A", 1)
+        found = "no refusal"
+    except RuntimeError as error:
+        found = reason if reason in str(error) else str(error)
+    checks.equal(f"{name}: refused as a model", found, reason)
 
 
 def check_read_back(checks, plimsoll, name, file, prompt, ours):

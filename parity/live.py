@@ -373,7 +373,7 @@ def check_adapter(report, name, plimsoll, directory, training, config):
 
 def check_adapters(report, plimsoll, directory, seed, models=None):
     for index, (model, config) in enumerate(ADAPTED if models is None else models):
-        case = replace(MODELS[model], name=f"{MODELS[model].name}-adapter", seed=1000 * seed + 700 + index)
+        case = replace(MODELS[model], name=f"{MODELS[model].name}-adapter-{index}", seed=1000 * seed + 700 + index)
         here = directory / case.name
         write_inputs(here, case, random.Random(case.seed))
         report.guarded(case.name, check_adapter, plimsoll, here, Training(eps=1e-6), config)
