@@ -410,8 +410,9 @@ def check_tokenizer(checks, plimsoll, kind, temp):
     read = tokenizers.Tokenizer.from_file(str(back / "tokenizer.json"))
     differing = [text for text in TEXTS if read.encode(text).ids != tokenizer.encode(text).ids]
     checks.equal(f"{kind}: ids of {len(TEXTS)} texts, read from the file", differing, [])
-    texts = [tokenizer.decode(tokenizer.encode(text).ids) for text in TEXTS]
-    differing = [text for text in texts if read.decode(read.encode(text).ids) != tokenizer.decode(tokenizer.encode(text).ids)]
+    # Published tokenizers of the kind llama leave out the space that they put before a text.
+    decoded = lambda text: tokenizer.decode(tokenizer.encode(text).ids).removeprefix(" " if kind == "llama" else "")
+    differing = [text for text in TEXTS if read.decode(read.encode(text).ids) != decoded(text)]
     checks.equal(f"{kind}: texts of ids, read from the file", differing, [])
 
 
