@@ -11,7 +11,7 @@ use half::bf16;
 use plimsoll_core::{DType, Failure};
 use std::fmt;
 
-/// The configuration of a decoder of the Llama, Mistral or Qwen family: the content of its `config.json` as far as it
+/// The configuration of a decoder of any family: the content of its `config.json` as far as it
 /// determines the arithmetic. Sizes are in elements.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {

@@ -46,7 +46,7 @@ impl QkNorm {
     }
 }
 
-/// What a layer norms besides queries and keys.
+/// The places of the RMS norms in a layer, apart from those of queries and keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LayerNorms {
     /// The inputs of attention and of the feed-forward part.
@@ -99,7 +99,7 @@ pub(super) struct Family {
     pub has_bias_switches: bool,
     /// RMS norms of queries and keys, if the family has them.
     pub qk_norm: Option<QkNorm>,
-    /// What a layer norms.
+    /// The places of the RMS norms in a layer.
     pub norms: LayerNorms,
     /// Number that RMS norms add to their weights: 0, or 1 if weights are stored around zero.
     pub norm_offset: f64,

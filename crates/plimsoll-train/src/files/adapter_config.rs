@@ -53,7 +53,7 @@ pub struct AdapterConfig {
 pub struct AdapterConfigError {
     /// Key of PEFT's `LoraConfig`.
     pub key: &'static str,
-    /// What is wrong with its value.
+    /// Description of the problem with its value.
     pub problem: String,
 }
 
