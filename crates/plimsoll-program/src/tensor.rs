@@ -160,7 +160,10 @@ impl Operand {
     /// a pipeline one for each micro-batch in flight. `slots` is the tensor's number of slots.
     pub fn possible_slots(self, variable: i64, slots: u32) -> impl Iterator<Item = u32> {
         let slots = i64::from(slots.max(1));
-        let (first, step) = (self.slot.at(variable, 0).rem_euclid(slots), self.slot.micro_batch.rem_euclid(slots));
+        let (first, step) = match slots {
+            1 => (0, 0),
+            _ => (self.slot.at(variable, 0).rem_euclid(slots), self.slot.micro_batch.rem_euclid(slots)),
+        };
         let next = move |slot: &i64| Some((slot + step) % slots).filter(|next| *next != first);
         std::iter::successors(Some(first), next).map(|slot| slot as u32)
     }

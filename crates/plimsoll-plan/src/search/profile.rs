@@ -104,15 +104,19 @@ impl Profile {
             |p: &LevelProfile| self.base + layers as u64 * p.saved + p.forward.max(p.backward).max(self.top);
         // Enough for the smallest uniform level.
         let enough = self.levels.iter().map(uniform_peak).min()?;
-        let mut smallest = choose_levels(self, layers, enough)?;
-        bisection::smallest(0..enough, 0, |budget| match choose_levels(self, layers, budget) {
-            Some(levels) => {
-                smallest = levels;
-                true
-            }
-            None => false,
-        });
-        Some(smallest)
+        let least = bisection::smallest(0..enough, 0, |budget| self.has_levels(layers, budget));
+        choose_levels(self, layers, least)
+    }
+
+    /// Returns whether some levels of the layers have a peak of at most `budget` bytes above the resident bytes. Each
+    /// layer takes the level that keeps least of those that fit: keeping more in one layer helps no other.
+    fn has_levels(&self, layers: usize, budget: u64) -> bool {
+        let keep_least = |live: u64| {
+            let fitting = self.levels.iter().filter(|p| live + p.forward.max(p.backward) <= budget);
+            fitting.map(|p| live + p.saved).min()
+        };
+        let live = (0..layers).try_fold(self.base, |live, _| keep_least(live));
+        live.is_some_and(|live| live + self.top <= budget)
     }
 }
 
@@ -241,15 +245,21 @@ pub(super) fn choose_levels(profile: &Profile, layers: usize, budget: u64) -> Op
     for _ in 0..layers {
         let below = frontiers.last().expect("starts with one");
         let mut next: Vec<State> = Vec::new();
-        for (from, state) in below.iter().enumerate() {
-            for (level, p) in profile.levels.iter().enumerate() {
-                if state.live + p.forward.max(p.backward) <= budget {
-                    next.push(State { live: state.live + p.saved, seconds: state.seconds + p.seconds, level, from });
-                }
-            }
+        // The states below ascend by live bytes, so those of one level do, too: the sort merges a few sorted runs.
+        for (level, p) in profile.levels.iter().enumerate() {
+            let fitting = below.iter().enumerate().filter(|(_, s)| s.live + p.forward.max(p.backward) <= budget);
+            next.extend(fitting.map(|(from, s)| State {
+                live: s.live + p.saved,
+                seconds: s.seconds + p.seconds,
+                level,
+                from,
+            }));
         }
         // Keep the Pareto front of bytes and seconds.
-        next.sort_by(|a, b| a.live.cmp(&b.live).then(a.seconds.total_cmp(&b.seconds)));
+        next.sort_by(|a, b| {
+            let order = a.live.cmp(&b.live).then(a.seconds.total_cmp(&b.seconds));
+            order.then((a.from, a.level).cmp(&(b.from, b.level)))
+        });
         let mut best = f64::INFINITY;
         next.retain(|s| {
             let keep = s.seconds < best;

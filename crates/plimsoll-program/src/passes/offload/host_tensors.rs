@@ -4,7 +4,7 @@
 use super::work_units::{Region, RegionUse};
 use super::{HOST_SUFFIX, PIECE_ELEMENTS, PIECES_PER_MATRIX, SMALL_TENSOR_FACTOR};
 use crate::op::operands::{operands, operands_mut};
-use crate::op::{Accesses, Mode, Op, OpKind};
+use crate::op::{Access, Accesses, Mode, Op, OpKind};
 use crate::program::{ProgramKind, ProgramSet};
 use crate::tensor::{Index, Lifetime, Operand, Tensor, TensorId, TensorRole};
 use plimsoll_core::{Category, Offload, Space};
@@ -254,22 +254,30 @@ impl Offloader {
     /// that includes them all.
     pub(super) fn uses_in(&self, ops: &[Op], space: Space) -> Vec<RegionUse> {
         let mut uses: Vec<RegionUse> = Vec::new();
-        let accesses = ops.iter().flat_map(|op| self.accesses(op));
-        for access in accesses.filter(|access| self.space(access.operand) == space) {
-            let (region, written) = (Region::of(access.operand, access.elements), access.mode != Mode::Read);
-            let known = uses.iter_mut().find(|u| (u.region.tensor, u.region.slot) == (region.tensor, region.slot));
-            match known {
-                None => uses.push(RegionUse { region, read: access.mode != Mode::Write, written }),
-                Some(known) => {
-                    // Ranges of one slot are copied as one region, which must include the elements between them.
-                    let (first, end) = (known.region.first.min(region.first), known.region.end().max(region.end()));
-                    let hull = Region { first, elements: (end - first) as u64, ..region };
-                    known.read |= hull != known.region;
-                    known.written |= written;
-                    known.region = hull;
+        let elements_of = |id| self.set.tensor(id).elements();
+        for op in ops.iter().filter(|op| operands(op).any(|operand| self.space(operand) == space)) {
+            op.for_each_access(&elements_of, &mut |access| {
+                if self.space(access.operand) == space {
+                    add_use(&mut uses, access);
                 }
-            }
+            });
         }
         uses
     }
+}
+
+/// Adds an access to the ranges that are used. Ranges of one slot are copied as one region, which must include the elements
+/// between them.
+fn add_use(uses: &mut Vec<RegionUse>, access: Access) {
+    let (region, written) = (Region::of(access.operand, access.elements), access.mode != Mode::Read);
+    let known = uses.iter_mut().find(|u| (u.region.tensor, u.region.slot) == (region.tensor, region.slot));
+    let Some(known) = known else {
+        uses.push(RegionUse { region, read: access.mode != Mode::Write, written });
+        return;
+    };
+    let (first, end) = (known.region.first.min(region.first), known.region.end().max(region.end()));
+    let hull = Region { first, elements: (end - first) as u64, ..region };
+    known.read |= hull != known.region;
+    known.written |= written;
+    known.region = hull;
 }
