@@ -5,7 +5,9 @@ mod common;
 use common::plan_request;
 use plimsoll_core::{Bytes, DeviceKind, DeviceSpec, HostSpec, Link, Offload, Parallelism};
 use plimsoll_plan::search::{PlanRequest, search};
-use plimsoll_plan::team::{TeamConstraint, TeamOutcome, TeamRequest, alternatives, plan_fixed_team, plan_team};
+use plimsoll_plan::team::{
+    Measurements, TeamConstraint, TeamOutcome, TeamRequest, alternatives, plan_fixed_team, plan_team,
+};
 use plimsoll_program::Schedule;
 use plimsoll_program::models::{ModelConfig, preset};
 use plimsoll_program::passes::check::check;
@@ -129,7 +131,7 @@ fn model_too_large_for_each_device_becomes_pipeline() {
         let busiest = outcome.plan.team.iter().map(|worker| worker.busy_seconds).fold(0.0, f64::max);
         let step = outcome.plan.predicted.step_seconds;
         assert!(step >= busiest && step < 2.0 * busiest, "{step} s, {busiest} s busy");
-        let list = alternatives(&team(&config, &devices, 16), &outcome.plan);
+        let list = alternatives(&team(&config, &devices, 16), &outcome.plan, &Measurements::default());
         assert!(list.iter().any(|other| other.parallelism == Some(Parallelism::Pipeline) && other.fits));
         assert!(list.iter().filter(|other| other.parallelism.is_none()).all(|other| !other.fits));
     }
@@ -191,7 +193,7 @@ fn slow_links_prefer_an_offloading_pipeline() {
     let outcome = plan_and_print(&team);
     assert_pipeline(&team, &outcome);
     assert!(outcome.plan.team.iter().all(|worker| !worker.recipe.offload.is_nothing()));
-    let list = alternatives(&team, &outcome.plan);
+    let list = alternatives(&team, &outcome.plan, &Measurements::default());
     assert!(list.iter().any(|other| other.parallelism == Some(Parallelism::Pipeline) && other.fits));
 }
 

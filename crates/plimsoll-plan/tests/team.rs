@@ -11,8 +11,8 @@ use plimsoll_plan::device_request::DevicesRequest;
 use plimsoll_plan::paper;
 use plimsoll_plan::search::{PlanRequest, search};
 use plimsoll_plan::team::{
-    EvaluationSchedule, TeamConstraint, TeamOutcome, TeamRequest, add_device_remedies, alternatives, plan_fixed_team,
-    plan_team, plan_team_if_fits, replan_team,
+    EvaluationSchedule, Measurements, TeamConstraint, TeamOutcome, TeamRequest, add_device_remedies, alternatives,
+    plan_fixed_team, plan_team, plan_team_if_fits, replan_team,
 };
 use plimsoll_program::ProgramKind;
 use plimsoll_program::Schedule;
@@ -71,7 +71,7 @@ fn data_parallel_team_reaches_sum_of_single_devices() {
         let (sum, upper) = (bound.single_device_tokens_per_second, bound.upper_bound_tokens_per_second);
         assert!((sum / alone - 1.0).abs() < 0.005 && upper < sum, "{bound:?}");
         assert!(outcome.plan.predicted.tokens_per_second <= upper, "{bound:?}");
-        let fastest = &alternatives(&team(&config, &devices, 64), &outcome.plan)[0];
+        let fastest = &alternatives(&team(&config, &devices, 64), &outcome.plan, &Measurements::default())[0];
         assert!(fastest.devices.len() == devices.len(), "{fastest:?}");
     }
 }
@@ -170,7 +170,7 @@ fn slow_or_small_device_is_excluded_with_reason() {
         let [out] = &outcome.plan.excluded[..] else { panic!("{:?}", outcome.plan.excluded) };
         assert!(out.device == excluded && out.reason.starts_with(reason) && out.remedy.is_none(), "{out:?}");
         let (team_request, mut plan) = (team(&config, &devices, 64), outcome.plan.clone());
-        add_device_remedies(&team_request, &DevicesRequest::default(), &mut plan);
+        add_device_remedies(&team_request, &DevicesRequest::default(), &mut plan, &Measurements::default());
         assert_eq!(plan.excluded[0].remedy.as_deref(), Some("--set run.parallelism=all"));
         let all = TeamRequest { require_all: true, ..team(&config, &devices, 64) };
         let all = plan_team(&all).plan;
@@ -191,7 +191,7 @@ fn remedy_raises_the_excluded_one_of_equal_names() {
     let team_request = team(&config, &devices, 64);
     let mut plan = plan_team(&team_request).plan;
     assert_eq!(plan.excluded.iter().map(|out| out.device_index).collect::<Vec<_>>(), [1, 2]);
-    add_device_remedies(&team_request, &request, &mut plan);
+    add_device_remedies(&team_request, &request, &mut plan, &Measurements::default());
     for (out, [before, after]) in
         plan.excluded.iter().zip([["rtx3070", "rtx3070=600MiB"], ["rtx3070", "rtx3070=700MiB"]])
     {
@@ -350,7 +350,7 @@ fn model_too_large_for_each_device_is_sharded() {
         assert_eq!(shards[0].cmp(&shards[1]), mib[0].cmp(&mib[1]), "by free memory: {shards:?}");
         let computed: Vec<u64> = outcome.plan.team.iter().map(|worker| worker.sequences).collect();
         assert!((computed[0] > computed[1]) == (paces[0] > paces[1]), "by speed: {computed:?}");
-        let list = alternatives(&team, &outcome.plan);
+        let list = alternatives(&team, &outcome.plan, &Measurements::default());
         assert!(
             list[0].parallelism == Some(Parallelism::Sharded) && list.iter().filter(|other| !other.fits).count() > 0,
             "{list:?}"
@@ -381,7 +381,7 @@ fn very_slow_device_becomes_storage_only() {
         let others: Vec<DeviceSpec> = devices.iter().filter(|device| device.name != "slow").cloned().collect();
         assert!(!plan_team(&team(&config, &others, 64)).plan.fits);
         let tokens = outcome.plan.predicted.tokens_per_second;
-        let list = alternatives(&named, &outcome.plan);
+        let list = alternatives(&named, &outcome.plan, &Measurements::default());
         let all_compute = list.iter().filter(|other| other.shares.iter().all(|share| !share.starts_with("0 ")));
         assert!(all_compute.clone().any(|other| other.parallelism == Some(Parallelism::Sharded)), "{list:?}");
         let fits = all_compute.filter(|other| other.fits).map(|other| other.predicted.tokens_per_second);

@@ -5,15 +5,14 @@
 //! matrices; then follow adapters, the optimizer state and the precision. The first combination under which anything
 //! fits is taken, with its fastest recipe. If nothing fits, this module computes the remedies of the refusal.
 
-use super::measure::{Candidate, MeasurementCache, Measurer};
+use super::measure::{Candidate, Measurer};
 use super::memo::Memo;
 use super::parallel::parallel_map;
 use super::plan_request::with_lossy;
-use super::{LossyOptions, PackedCandidate, PlanRequest, TriedRecipe, fastest, offload};
+use super::{LossyOptions, PackedCandidate, PlanRequest, RecipeMeasurements, TriedRecipe, fastest, offload};
 use plimsoll_core::{Bytes, DType, DevicePlan, FileSpec, HostSpec, Plan, Remedy, Rung, Space};
 use plimsoll_program::models::decoder::{AdamState, Base, Method, Optimizer};
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 
 /// Returns the combinations of allowed rungs that change anything, least loss first; the first one is empty. Trained
 /// matrices are never quantized, so in a full fine-tuning `int8` and `nf4` come with `lora`. Allowing `int8` or `nf4`
@@ -69,8 +68,8 @@ enum SmallestRecipe {
 pub(crate) struct LossySearch<'q> {
     /// The request, before the search takes any lossy rungs.
     pub request: &'q PlanRequest<'q>,
-    /// Bytes and predicted seconds of recipes, by combination of rungs; they do not depend on load lines.
-    caches: Arc<Mutex<HashMap<Vec<Rung>, Arc<MeasurementCache>>>>,
+    /// Bytes and predicted seconds of recipes.
+    measurements: Arc<RecipeMeasurements>,
     smallest: Memo<Vec<Rung>, SmallestRecipe>,
     /// Peak of the device (including charges) under the fastest recipe, by combination of rungs; `None` if no recipe
     /// fits.
@@ -78,19 +77,15 @@ pub(crate) struct LossySearch<'q> {
 }
 
 impl<'q> LossySearch<'q> {
-    /// Creates a search with empty caches.
-    pub fn new(request: &'q PlanRequest<'q>) -> LossySearch<'q> {
-        LossySearch { request, caches: Arc::default(), smallest: Memo::default(), peaks: Memo::default() }
+    /// Creates a search with the measurements of earlier ones.
+    pub fn with_measurements(request: &'q PlanRequest<'q>, measurements: &Arc<RecipeMeasurements>) -> LossySearch<'q> {
+        let measurements = Arc::clone(measurements);
+        LossySearch { request, measurements, smallest: Memo::default(), peaks: Memo::default() }
     }
 
-    /// Creates a search that shares the measurements, for a request that differs only in load lines.
-    fn with_load_lines<'a>(&self, request: &'a PlanRequest<'a>) -> LossySearch<'a> {
-        LossySearch { caches: Arc::clone(&self.caches), ..LossySearch::new(request) }
-    }
-
-    /// Returns the measurements of a combination of rungs.
-    fn cache(&self, rungs: &[Rung]) -> Arc<MeasurementCache> {
-        Arc::clone(lock(&self.caches).entry(rungs.to_vec()).or_default())
+    /// Returns a measurer for a request of this search with some rungs taken.
+    fn measurer<'a>(&self, request: &'a PlanRequest<'a>) -> Measurer<'a> {
+        Measurer::with_cache(request, self.measurements.of_request(request))
     }
 
     /// Finds the fastest recipe that fits with these rungs; `None` if none fits. Adds the considered recipes to
@@ -108,11 +103,11 @@ impl<'q> LossySearch<'q> {
         });
         let packed = in_memory
             .and_then(|request| {
-                let measurer = Measurer::with_cache(&request, self.cache(rungs));
+                let measurer = self.measurer(&request);
                 fastest(&measurer, || offload::smallest(&measurer, bound), tried)
             })
             .or_else(|| {
-                let measurer = Measurer::with_cache(&request, self.cache(rungs));
+                let measurer = self.measurer(&request);
                 fastest(&measurer, || self.smallest_with(rungs, bound), tried)
             });
         let peak = packed.as_ref().map(|packed| Bytes(packed.layout.device.bytes) + request.device.charges);
@@ -145,7 +140,7 @@ impl<'q> LossySearch<'q> {
             _ => {}
         }
         let request = with_lossy(self.request, &rungs);
-        let found = offload::smallest(&Measurer::with_cache(&request, self.cache(&rungs)), bound);
+        let found = offload::smallest(&self.measurer(&request), bound);
         if let Some(known) = found.clone().map(SmallestRecipe::Found).or(bound.map(SmallestRecipe::AtLeast)) {
             self.smallest.insert(rungs, known);
         }
@@ -165,8 +160,12 @@ impl<'q> LossySearch<'q> {
 }
 
 /// Returns the recipe with the fewest device bytes with any combination of allowed rungs.
-pub(crate) fn smallest_recipe(request: &PlanRequest, allow: &[Rung]) -> Candidate {
-    LossySearch::new(request).smallest(allow)
+pub(crate) fn smallest_recipe(
+    request: &PlanRequest,
+    allow: &[Rung],
+    measurements: &Arc<RecipeMeasurements>,
+) -> Candidate {
+    LossySearch::with_measurements(request, measurements).smallest(allow)
 }
 
 /// A search for one remedy.
@@ -274,7 +273,7 @@ impl LossySearch<'_> {
         // Most loss first: it usually needs the least.
         for rungs in lossy_option_sets(self.request, &self.request.lossy.allow).into_iter().rev() {
             let request = with_lossy(&unlimited, &rungs);
-            let measurer = Measurer::with_cache(&request, self.cache(&rungs));
+            let measurer = self.measurer(&request);
             let bound = least.as_ref().map_or(u64::MAX, |(bytes, _)| bytes.0);
             let found = offload::least_in_space(&measurer, space, bound);
             let bytes = found.map(|found| found.known_bytes().get(space));
@@ -283,7 +282,7 @@ impl LossySearch<'_> {
         let (enough, rungs) = least?;
         let request = PlanRequest { host: with_budget(enough), ..self.request.clone() };
         // With exactly this budget the search may choose another recipe.
-        let peak = self.with_load_lines(&request).peak(&rungs)?;
+        let peak = LossySearch::with_measurements(&request, &self.measurements).peak(&rungs)?;
         let remedy = Remedy { peak_bytes: Some(peak), ..Remedy::new(rungs, line) };
         Some(match in_file {
             true => Remedy { file_bytes: Some(enough), ..remedy },
@@ -295,8 +294,4 @@ impl LossySearch<'_> {
 /// Returns whether `larger` includes all rungs of `smaller`.
 fn includes(larger: &[Rung], smaller: &[Rung]) -> bool {
     smaller.iter().all(|rung| larger.contains(rung))
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().expect("no panic occurs while the lock is held")
 }

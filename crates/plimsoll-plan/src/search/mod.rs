@@ -27,6 +27,7 @@ mod profile;
 mod recipe_table;
 mod residency;
 mod sharded_costs;
+mod shared;
 
 use crate::layout::lay_out;
 use measure::Measurer;
@@ -46,6 +47,8 @@ pub use plan_request::{LossyOptions, PinnedChoices, PlanOutcome, PlanRequest, Tr
 pub(crate) use recipe_table::{RecipeTable, WaitSeconds};
 pub(crate) use residency::resident_tensors;
 pub(crate) use sharded_costs::{RankCosts, RecipeGoal, ShardedBytes, recipe_of_share, single_device_compute_seconds};
+pub use shared::RecipeMeasurements;
+pub(crate) use shared::kind_of;
 
 /// Fraction by which the next candidate may be slower than one that did not fit after packing, without a new search for
 /// offload choices.
@@ -84,7 +87,12 @@ fn candidates_with_offload(measurer: &Measurer, micro_batch: u32, offload: Offlo
 /// Finds the fastest plan of one device that fits, with the least loss of accuracy. If nothing fits, the outcome is a
 /// refusal: the plan of the smallest recipe, with its remedies.
 pub fn search(request: &PlanRequest) -> PlanOutcome {
-    search_with(&LossySearch::new(request), |search, refused| {
+    search_measured(request, &Arc::default())
+}
+
+/// Finds the fastest plan like [`search`], with the measurements of earlier searches.
+pub fn search_measured(request: &PlanRequest, measurements: &Arc<RecipeMeasurements>) -> PlanOutcome {
+    search_with(&LossySearch::with_measurements(request, measurements), |search, refused| {
         let mut remedies = lossy::remedies(search, refused);
         lossy::predict_peaks(search, refused, &mut remedies);
         remedies
@@ -92,9 +100,9 @@ pub fn search(request: &PlanRequest) -> PlanOutcome {
 }
 
 /// Finds the fastest plan of one device like [`search`], but returns `None` if nothing fits. The remedies, which take most
-/// of the time of a refusal, are left out.
-pub fn search_if_fits(request: &PlanRequest) -> Option<PlanOutcome> {
-    let search = LossySearch::new(request);
+/// of the time of a refusal, are left out. `measurements` has those of earlier searches.
+pub fn search_if_fits(request: &PlanRequest, measurements: &Arc<RecipeMeasurements>) -> Option<PlanOutcome> {
+    let search = LossySearch::with_measurements(request, measurements);
     lossy_option_sets(request, &request.lossy.allow).iter().find_map(|rungs| {
         // The smallest recipe is found, or ruled out, before all others are measured.
         let packed = if search.has_fitting_recipe(rungs) { search.fastest(rungs, &mut vec![]) } else { None };

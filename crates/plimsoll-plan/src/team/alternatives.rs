@@ -8,11 +8,12 @@ use super::packed::pack_candidate;
 use super::pipeline::Pipeline;
 use super::sharded::Sharded;
 use super::{PlannedWorker, TeamOutcome, TeamRequest, slowest_link, team_plan};
-use crate::search::{PlanRequest, ladder, smallest_recipe, with_lossy};
+use crate::search::{PlanRequest, RecipeMeasurements, ladder, smallest_recipe, with_lossy};
 use plimsoll_core::{
     Alternative, Bytes, DeviceSpec, FasterAlone, Parallelism, Plan, Predicted, Recipe, Rung, format_count,
 };
 use plimsoll_program::Share;
+use std::sync::Arc;
 
 /// Factor on the estimated largest throughput of some devices. They are compared with the team only if the product
 /// exceeds the team's throughput.
@@ -20,13 +21,12 @@ const BOUND_MARGIN: f64 = 1.1;
 
 /// Finds the device, or the host with its devices, that would be fastest without the others. Returns `None` if it is
 /// not faster than the plan, or if not all devices have to take part.
-pub(super) fn faster_alone(team: &TeamRequest, plan: &Plan) -> Option<FasterAlone> {
+pub(super) fn faster_alone(team: &TeamRequest, plan: &Plan, measurements: &Measurements) -> Option<FasterAlone> {
     if !team.require_all || plan.team.is_empty() {
         return None;
     }
     let all: Vec<usize> = (0..team.devices.len()).collect();
-    let measurements = Measurements::default();
-    let sharded = Sharded::new(team, &plan.rungs, &measurements);
+    let sharded = Sharded::new(team, &plan.rungs, measurements);
     let mut subsets = independent_subsets(team, &all);
     subsets.retain(|(_, devices)| {
         BOUND_MARGIN * sharded.approximate_max_tokens_per_second(devices) > plan.predicted.tokens_per_second
@@ -78,9 +78,8 @@ fn independent_subsets(team: &TeamRequest, devices: &[usize]) -> Vec<(String, Ve
 /// - a pipeline.
 ///
 /// Bytes of other teams are lower bounds, without packing. A data parallel team that seems faster than the plan is
-/// packed, because the exact time of its all-reduce is only known then.
-pub fn alternatives(team: &TeamRequest, plan: &Plan) -> Vec<Alternative> {
-    let measurements = Measurements::default();
+/// packed, because the exact time of its all-reduce is only known then. `measurements` has those of the plan.
+pub fn alternatives(team: &TeamRequest, plan: &Plan, measurements: &Measurements) -> Vec<Alternative> {
     let requests = team.requests_by_speed(&plan.rungs, &vec![team.host; team.devices.len()]);
     let mut splitter = BatchSplitter::new(
         &requests,
@@ -94,11 +93,11 @@ pub fn alternatives(team: &TeamRequest, plan: &Plan) -> Vec<Alternative> {
         splitter.refine(&split);
     }
     let splits = splits_to_compare(&splitter, &able);
-    let sharded = Sharded::new(team, &plan.rungs, &measurements);
+    let sharded = Sharded::new(team, &plan.rungs, measurements);
     let fastest = sharded.fastest();
     let other_roles = fastest.as_ref().and_then(|candidate| sharded.with_other_roles(candidate));
     let sharded = fastest.filter(|_| plan.parallelism != Some(Parallelism::Sharded)).into_iter().chain(other_roles);
-    let pipeline = Pipeline::new(team, &plan.rungs, &measurements)
+    let pipeline = Pipeline::new(team, &plan.rungs, measurements)
         .fastest()
         .filter(|_| plan.parallelism != Some(Parallelism::Pipeline));
     let candidates = splits.iter().map(|split| splitter.candidate(split, team.host)).chain(sharded).chain(pipeline);
@@ -111,7 +110,7 @@ pub fn alternatives(team: &TeamRequest, plan: &Plan) -> Vec<Alternative> {
     };
     let mut list: Vec<Alternative> = candidates.map(describe).collect();
     let unable = team.distinct_devices().into_iter().filter(|device| !able.contains(device));
-    list.extend(unable.map(|device| describe_too_small(team, &plan.rungs, device)));
+    list.extend(unable.map(|device| describe_too_small(team, &plan.rungs, device, &measurements.recipes)));
     let planned = describe_plan(plan);
     let sequences =
         |alternative: &Alternative| alternative.shares.iter().map(|share| first_word(share)).collect::<Vec<_>>();
@@ -237,10 +236,15 @@ fn describe_share(parallelism: Option<Parallelism>, sequences: u64, shard: Optio
 }
 
 /// Describes a device that cannot hold the model, with its smallest recipe.
-fn describe_too_small(team: &TeamRequest, rungs: &[Rung], device: usize) -> Alternative {
+fn describe_too_small(
+    team: &TeamRequest,
+    rungs: &[Rung],
+    device: usize,
+    measurements: &Arc<RecipeMeasurements>,
+) -> Alternative {
     let request =
         with_lossy(&team.request_for(device, &Share::SINGLE_DEVICE, team.sequences_per_step(), team.host), rungs);
-    let smallest = smallest_recipe(&request, &[]);
+    let smallest = smallest_recipe(&request, &[], measurements);
     Alternative {
         parallelism: None,
         devices: vec![request.device.name.clone()],

@@ -12,10 +12,11 @@ use super::hosts::Machine;
 use super::measurements::{Measurements, RungMeasurements};
 use super::{TeamRequest, bandwidth_tiers};
 use crate::bisection;
-use crate::search::{Candidate, PlanRequest, RecipeTable, WaitSeconds};
+use crate::search::{Candidate, PlanRequest, RecipeMeasurements, RecipeTable, WaitSeconds};
 use plimsoll_core::{Bytes, DeviceSpec, ExcludedDevice, Parallelism, Recipe, Rung, ScalingEfficiency};
 use plimsoll_program::Share;
 use std::collections::HashSet;
+use std::sync::Arc;
 
 /// Most times that the search adds recipes near the fastest split and then chooses the split anew.
 const MAX_REFINEMENTS: usize = 4;
@@ -424,6 +425,7 @@ fn toggle(devices: &[usize], device: usize) -> Vec<usize> {
 pub(super) struct DataParallel<'t, 'q> {
     team: &'t TeamRequest<'t>,
     rungs: &'t [Rung],
+    recipes: Arc<RecipeMeasurements>,
     splitter: BatchSplitter<'q>,
 }
 
@@ -438,7 +440,7 @@ pub(super) fn with_host_shares<T>(
     let requests = team.requests_by_speed(rungs, &team.hosts());
     let measured = measurements.with_rungs(rungs);
     let splitter = BatchSplitter::new(&requests, team.machines(), team.sequences_per_step(), &measured);
-    let mut search = DataParallel { team, rungs, splitter };
+    let mut search = DataParallel { team, rungs, recipes: Arc::clone(&measurements.recipes), splitter };
     if team.devices.len() > 1 {
         search.splitter.refine_ideal_split();
         search.splitter.refine_baselines();
@@ -492,14 +494,14 @@ impl TeamSearch for DataParallel<'_, '_> {
     }
 
     fn excluded(&self, candidate: &TeamCandidate) -> Vec<ExcludedDevice> {
-        let DataParallel { team, rungs, splitter } = self;
+        let DataParallel { team, rungs, recipes, splitter } = self;
         let (able, taken) = (splitter.able_devices(), candidate.devices());
         let others = (0..team.devices.len()).filter(|device| !taken.contains(device));
         let (slow, unable): (Vec<usize>, Vec<usize>) = others.partition(|device| able.contains(device));
         let seconds_with = |devices: &[usize]| splitter.split(devices).map(|with| with.seconds);
         let reason = "no sequence of a step is left for it";
         let slow = slow.into_iter().map(|device| exclude_from(team, candidate, device, reason, seconds_with));
-        slow.chain(exclude_too_small(team, &unable, rungs, &[])).collect()
+        slow.chain(exclude_too_small(team, &unable, rungs, &[], recipes)).collect()
     }
 
     fn scaling_efficiency(&self, candidate: &TeamCandidate) -> Option<ScalingEfficiency> {

@@ -2,9 +2,10 @@
 
 use super::TeamRequest;
 use super::candidate::TeamCandidate;
-use crate::search::{parallel_map, smallest_recipe, with_lossy};
+use crate::search::{PlanRequest, RecipeMeasurements, parallel_map, smallest_recipe, with_lossy};
 use plimsoll_core::{Bytes, ExcludedDevice, Rung};
 use plimsoll_program::Share;
+use std::sync::Arc;
 
 /// Returns an excluded device with a reason.
 pub(super) fn exclude(team: &TeamRequest, device_index: usize, reason: String) -> ExcludedDevice {
@@ -64,11 +65,15 @@ pub(super) fn exclude_too_small(
     devices: &[usize],
     rungs: &[Rung],
     allow: &[Rung],
+    measurements: &Arc<RecipeMeasurements>,
 ) -> Vec<ExcludedDevice> {
     let mut kinds: Vec<usize> = devices.iter().map(|&device| team.first_alike(device)).collect();
     kinds.sort_unstable();
     kinds.dedup();
-    let reasons = parallel_map(&kinds, |&kind| too_small_reason(team, kind, rungs, allow));
+    let reasons = parallel_map(&kinds, |&kind| {
+        let request = with_lossy(&team.request_for(kind, &Share::SINGLE_DEVICE, 1, team.host), rungs);
+        too_small_reason(&request, allow, measurements)
+    });
     let exclude_one = |&device: &usize| {
         let kind = kinds.binary_search(&team.first_alike(device)).expect("every device is of a kind");
         exclude(team, device, reasons[kind].clone())
@@ -77,9 +82,8 @@ pub(super) fn exclude_too_small(
 }
 
 /// Returns a reason in words: the smallest peak of a device that does the whole step, and the device's load line.
-fn too_small_reason(team: &TeamRequest, device: usize, rungs: &[Rung], allow: &[Rung]) -> String {
-    let request = team.request_for(device, &Share::SINGLE_DEVICE, 1, team.host);
-    let smallest = smallest_recipe(&with_lossy(&request, rungs), allow);
+fn too_small_reason(request: &PlanRequest, allow: &[Rung], measurements: &Arc<RecipeMeasurements>) -> String {
+    let smallest = smallest_recipe(request, allow, measurements);
     let peak = Bytes(smallest.bytes.device) + request.device.charges;
     format!("its smallest recipe holds {peak}, above its load line of {}", request.device.budget)
 }

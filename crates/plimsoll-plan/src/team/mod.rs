@@ -34,8 +34,8 @@ mod team_plan;
 mod testing;
 
 use crate::search::{
-    LossySearch, PlanOutcome, PlanRequest, has_fitting_recipe_with, join, lossy_option_sets, parallel_map, search,
-    search_for_team, with_lossy,
+    LossySearch, PlanOutcome, PlanRequest, has_fitting_recipe_with, join, kind_of, lossy_option_sets, parallel_map,
+    search_for_team, search_measured, with_lossy,
 };
 pub use alternatives::{alternatives, fill_ladders};
 use candidate::TeamSearch;
@@ -54,6 +54,10 @@ use sharded::Sharded;
 /// time of that team. On a tie, data parallel wins, because it loses no state with a device: a shard or a stage exists on
 /// one device alone. More memory must not make a step slower, so a larger difference decides by time.
 const MAX_TIME_RATIO: f64 = 0.995;
+
+/// Factor on the step time of the fastest data parallel team, above which sharded teams and pipelines are not searched for
+/// recipes. Their estimated times may be too long by this factor, and so may the first that are found.
+const OTHER_KIND_ERROR: f64 = 1.05;
 
 /// A request to plan a step for several devices.
 #[derive(Clone, Debug)]
@@ -132,9 +136,12 @@ impl<'a> TeamRequest<'a> {
     }
 
     /// Plans the whole step on one device.
-    fn plan_alone(&self, device: usize) -> PlanOutcome {
-        let request = &self.devices[device];
-        if self.devices.len() == 1 { search(request) } else { search_for_team(&LossySearch::new(request)) }
+    fn plan_alone(&self, device: usize, measurements: &Measurements) -> PlanOutcome {
+        let (request, recipes) = (&self.devices[device], &measurements.recipes);
+        match self.devices.len() {
+            1 => search_measured(request, recipes),
+            _ => search_for_team(&LossySearch::with_measurements(request, recipes)),
+        }
     }
 
     /// Returns whether only one device can take part: there is just one, or nothing is trained.
@@ -161,7 +168,7 @@ impl<'a> TeamRequest<'a> {
 
     /// Returns, for each device, the first that differs from it at most in name, load line and charges.
     fn first_of_kinds(&self) -> Vec<usize> {
-        let kinds: Vec<DeviceSpec> = self.devices.iter().map(|request| measurements::kind_of(request.device)).collect();
+        let kinds: Vec<DeviceSpec> = self.devices.iter().map(|request| kind_of(request.device)).collect();
         let first = |kind: &DeviceSpec| kinds.iter().position(|other| other == kind).expect("it is like itself");
         kinds.iter().map(first).collect()
     }
@@ -211,7 +218,16 @@ fn limit_host(host: HostSpec, budget: Bytes) -> HostSpec {
 /// # Panics
 /// If the request has no device.
 pub fn plan_team(team: &TeamRequest) -> TeamOutcome {
-    add_evaluator_and_faster_device(team, plan_or_refuse(team))
+    plan_measured_team(team, &Measurements::default())
+}
+
+/// Plans like [`plan_team`], with the measurements of earlier plans of requests that differ from `team` only in load lines
+/// and allowed rungs.
+///
+/// # Panics
+/// If the request has no device.
+pub fn plan_measured_team(team: &TeamRequest, measurements: &Measurements) -> TeamOutcome {
+    add_evaluator_and_faster_device(team, plan_or_refuse(team, measurements), measurements)
 }
 
 /// Plans like [`plan_team`], but returns `None` if nothing fits. The search for remedies is left out, because it would
@@ -230,47 +246,54 @@ pub fn plan_team_if_fits(team: &TeamRequest) -> Option<TeamOutcome> {
 /// If the request has no device.
 pub fn plan_measured_team_if_fits(team: &TeamRequest, measurements: &Measurements) -> Option<TeamOutcome> {
     let outcome = match team.is_for_one_device() {
-        true => Some(single_device(team, best_single_device(team, false), vec![])).filter(|outcome| outcome.plan.fits),
+        true => Some(single_device(team, best_single_device(team, false, measurements), vec![]))
+            .filter(|outcome| outcome.plan.fits),
         false => find_fitting(team, measurements),
     };
-    outcome.map(|outcome| add_evaluator_and_faster_device(team, outcome))
+    outcome.map(|outcome| add_evaluator_and_faster_device(team, outcome, measurements))
 }
 
 /// Completes a plan with the evaluator, and with a device or host that would be faster alone.
-fn add_evaluator_and_faster_device(team: &TeamRequest, outcome: TeamOutcome) -> TeamOutcome {
+fn add_evaluator_and_faster_device(
+    team: &TeamRequest,
+    outcome: TeamOutcome,
+    measurements: &Measurements,
+) -> TeamOutcome {
     let mut outcome = evaluator::add_evaluator(team, outcome);
-    outcome.plan.faster_alone = alternatives::faster_alone(team, &outcome.plan);
+    outcome.plan.faster_alone = alternatives::faster_alone(team, &outcome.plan, measurements);
     outcome
 }
 
 /// Plans the fastest team that fits, or refuses with the remedies of the device that lacks the least memory.
-fn plan_or_refuse(team: &TeamRequest) -> TeamOutcome {
+fn plan_or_refuse(team: &TeamRequest, measurements: &Measurements) -> TeamOutcome {
     if team.is_for_one_device() {
-        return single_device(team, best_single_device(team, false), vec![]);
+        return single_device(team, best_single_device(team, false, measurements), vec![]);
     }
-    let measurements = Measurements::default();
-    if let Some(outcome) = find_fitting(team, &measurements) {
+    if let Some(outcome) = find_fitting(team, measurements) {
         return outcome;
     }
     // If all devices have to take part, the refusal is about one that does not fit; else about the one nearest to fitting.
     let (device, mut outcome) = match team.require_all {
-        true => best_single_device(team, true),
-        false => device_nearest_to_fitting(team),
+        true => best_single_device(team, true, measurements),
+        false => device_nearest_to_fitting(team, measurements),
     };
     if team.require_all && !outcome.plan.fits {
-        outcome.plan.needs = remedies::needs_for_all(team, &outcome.plan, &measurements);
+        outcome.plan.needs = remedies::needs_for_all(team, &outcome.plan, measurements);
     }
     // Under a need the whole team is planned anew, so the peak of this one device is not known.
     outcome.plan.needs.iter_mut().for_each(|need| need.peak_bytes = None);
     let others: Vec<usize> = (0..team.devices.len()).filter(|&other| other != device && !team.require_all).collect();
     let refused = !outcome.plan.fits;
     let lowered = || match refused && !team.require_all {
-        true => needs::lower_load_lines(team, device, &outcome.plan, &measurements),
+        true => needs::lower_load_lines(team, device, &outcome.plan, measurements),
         false => outcome.plan.needs.clone(),
     };
     let (host_need, (mut lowered, excluded)) = join(
-        || refused.then(|| needs::host_memory_need(team, &outcome.plan, &measurements)).flatten(),
-        || (lowered(), exclude_too_small(team, &others, &[], &team.devices[0].lossy.allow)),
+        || refused.then(|| needs::host_memory_need(team, &outcome.plan, measurements)).flatten(),
+        || {
+            let allow = &team.devices[0].lossy.allow;
+            (lowered(), exclude_too_small(team, &others, &[], allow, &measurements.recipes))
+        },
     );
     if let Some(host_need) = host_need {
         lowered.retain(|need| need.host_bytes.is_none());
@@ -281,9 +304,10 @@ fn plan_or_refuse(team: &TeamRequest) -> TeamOutcome {
 }
 
 /// Plans the whole step on the device that lacks the least memory for it, with the budgets that would be enough.
-fn device_nearest_to_fitting(team: &TeamRequest) -> (usize, PlanOutcome) {
+fn device_nearest_to_fitting(team: &TeamRequest, measurements: &Measurements) -> (usize, PlanOutcome) {
     let devices = team.distinct_devices();
-    let known: Vec<LossySearch> = devices.iter().map(|&device| LossySearch::new(&team.devices[device])).collect();
+    let search = |&device: &usize| LossySearch::with_measurements(&team.devices[device], &measurements.recipes);
+    let known: Vec<LossySearch> = devices.iter().map(search).collect();
     let missing_bytes = parallel_map(&known, |known| {
         let PlanRequest { lossy, device, .. } = known.request;
         known.smallest(&lossy.allow).bytes.device.saturating_sub(device.arena_budget().0)
@@ -313,14 +337,19 @@ fn fastest_device_with_whole_host(
 ) -> Option<TeamOutcome> {
     let candidates = devices_that_fit_alone(team, rungs, measurements);
     let fits = |device: &usize| candidates.contains(device);
-    let best = best_device_among(team, candidates.iter().copied(), false).filter(|(_, outcome)| outcome.plan.fits)?;
+    let best = best_device_among(team, candidates.iter().copied(), false, measurements)
+        .filter(|(_, outcome)| outcome.plan.fits)?;
     let others = (0..team.devices.len()).filter(|&device| device != best.0);
     let (able, unable): (Vec<usize>, Vec<usize>) = others.partition(|&device| fits(&team.first_alike(device)));
     let lacks_host = |&device: &usize| {
         let reason = "the host has no memory for it beside the faster device";
         exclude(team, device, reason.to_owned())
     };
-    let excluded = able.iter().map(lacks_host).chain(exclude_too_small(team, &unable, rungs, &[])).collect();
+    let excluded = able
+        .iter()
+        .map(lacks_host)
+        .chain(exclude_too_small(team, &unable, rungs, &[], &measurements.recipes))
+        .collect();
     Some(single_device(team, best, excluded))
 }
 
@@ -340,8 +369,9 @@ fn devices_that_fit_alone(team: &TeamRequest, rungs: &[Rung], measurements: &Mea
 
 /// Plans the whole step on each device alone and returns the best: the fastest that fits, else the one that lacks the
 /// least memory. With `refused_first`, devices that do not fit rank before those that do.
-fn best_single_device(team: &TeamRequest, refused_first: bool) -> (usize, PlanOutcome) {
-    best_device_among(team, team.distinct_devices().into_iter(), refused_first).expect("a team has a device")
+fn best_single_device(team: &TeamRequest, refused_first: bool, measurements: &Measurements) -> (usize, PlanOutcome) {
+    best_device_among(team, team.distinct_devices().into_iter(), refused_first, measurements)
+        .expect("a team has a device")
 }
 
 /// Plans the whole step on each of `devices` and returns the best: the fastest that fits, else the one that lacks the
@@ -351,13 +381,14 @@ fn best_device_among(
     team: &TeamRequest,
     devices: impl Iterator<Item = usize>,
     refused_first: bool,
+    measurements: &Measurements,
 ) -> Option<(usize, PlanOutcome)> {
     let cost = |plan: &Plan| match plan.fits {
         true => -1.0 / plan.predicted.step_seconds,
         false => plan.devices[0].peak_bytes.saturating_sub(plan.devices[0].budget_bytes).0 as f64,
     };
     let rank = |outcome: &PlanOutcome| (refused_first && outcome.plan.fits, cost(&outcome.plan));
-    let outcomes = devices.map(|device| (device, team.plan_alone(device)));
+    let outcomes = devices.map(|device| (device, team.plan_alone(device, measurements)));
     let ranked = outcomes.map(|(device, outcome)| (rank(&outcome), (device, outcome)));
     let best = ranked.min_by(|(a, _), (b, _)| a.0.cmp(&b.0).then(a.1.total_cmp(&b.1)));
     best.map(|(_, best)| best)
@@ -396,7 +427,7 @@ fn or_single_device(
     let rate = packed.plan.predicted.tokens_per_second;
     let may_be_faster = |device: &usize| bounds.approximate_max_tokens_per_second(&[*device]) > rate;
     let candidates = devices_that_fit_alone(team, rungs, measurements).into_iter().filter(may_be_faster);
-    let best = best_device_among(team, candidates, false).filter(|(_, outcome)| outcome.plan.fits);
+    let best = best_device_among(team, candidates, false, measurements).filter(|(_, outcome)| outcome.plan.fits);
     let Some((device, outcome)) = best.filter(|(_, outcome)| outcome.plan.predicted.tokens_per_second > rate) else {
         return packed;
     };
@@ -419,8 +450,7 @@ fn best_team_or_last_resort(team: &TeamRequest, rungs: &[Rung], measurements: &M
     if !team.allows(Parallelism::Sharded) && !team.allows(Parallelism::Pipeline) {
         return data_parallel;
     }
-    let (mut sharded, mut pipeline) =
-        (Sharded::new(team, rungs, measurements), Pipeline::new(team, rungs, measurements));
+    let sharded = Sharded::new(team, rungs, measurements);
     let tokens_per_second = |outcome: &TeamOutcome| outcome.plan.predicted.tokens_per_second;
     if data_parallel
         .as_ref()
@@ -428,6 +458,9 @@ fn best_team_or_last_resort(team: &TeamRequest, rungs: &[Rung], measurements: &M
     {
         return data_parallel;
     }
+    let bound = data_parallel.as_ref().map_or(f64::INFINITY, |outcome| outcome.plan.predicted.step_seconds);
+    let mut sharded = sharded.with_bound(OTHER_KIND_ERROR * bound);
+    let mut pipeline = Pipeline::new(team, rungs, measurements).with_bound(OTHER_KIND_ERROR * bound);
     // Candidates with a predicted rate of at most `least` are not packed.
     let mut least = data_parallel.as_ref().map_or(0.0, |outcome| tokens_per_second(outcome) / MAX_TIME_RATIO);
     let mut best = data_parallel;

@@ -59,6 +59,8 @@ pub(super) struct Pipeline<'t, 'q> {
     kinds: Vec<usize>,
     /// The recipes that the stages get.
     goal: RecipeGoal,
+    /// The search ends where no pipeline with fewer seconds a step is in sight.
+    bound: f64,
     /// The fastest candidate, until one is rejected.
     fastest: OnceCell<Option<TeamCandidate>>,
 }
@@ -88,6 +90,7 @@ impl<'t, 'q> Pipeline<'t, 'q> {
             measured: measurements.with_rungs(rungs),
             kinds: team.first_of_kinds(),
             goal: RecipeGoal::Fastest,
+            bound: f64::INFINITY,
             fastest: OnceCell::new(),
         }
     }
@@ -95,6 +98,11 @@ impl<'t, 'q> Pipeline<'t, 'q> {
     /// Gives the stages recipes for this goal.
     pub fn with_goal(self, goal: RecipeGoal) -> Pipeline<'t, 'q> {
         Pipeline { goal, ..self }
+    }
+
+    /// Lets the search for the fastest pipeline pass over those that take `bound` seconds a step or more.
+    pub fn with_bound(self, bound: f64) -> Pipeline<'t, 'q> {
+        Pipeline { bound, ..self }
     }
 
     /// Returns the number of layers of the model.
@@ -263,6 +271,11 @@ impl<'t, 'q> Pipeline<'t, 'q> {
 
     /// Returns the fastest candidate in which exactly these devices take part; `None` if none fits.
     fn fastest_over(&self, devices: &[usize]) -> Option<TeamCandidate> {
+        self.faster_over(devices, f64::INFINITY)
+    }
+
+    /// Returns the fastest candidate like [`Pipeline::fastest_over`], of those that take less than `bound` seconds a step.
+    fn faster_over(&self, devices: &[usize], bound: f64) -> Option<TeamCandidate> {
         let total = self.team.sequences_per_step();
         let sizes: Vec<u32> = match self.team.devices[0].pins.micro_batch {
             Some(pinned) => vec![pinned],
@@ -287,7 +300,7 @@ impl<'t, 'q> Pipeline<'t, 'q> {
         let smallest = sketches.iter().skip(MAX_SEARCHED).filter(|(_, sketch)| Some(sketch.micro_batch) == smallest);
         let mut best: Option<(&[usize], Sketch, TeamCandidate)> = None;
         for (number, (order, sketch)) in sketches.iter().take(MAX_SEARCHED).chain(smallest).enumerate() {
-            let seconds = best.as_ref().map_or(f64::INFINITY, |(_, _, best)| best.seconds);
+            let seconds = best.as_ref().map_or(bound, |(_, _, best)| best.seconds);
             if sketch.seconds > SKETCH_ERROR * seconds || best.is_some() && number >= MAX_SEARCHED {
                 break;
             }
@@ -480,7 +493,7 @@ impl<'t, 'q> Pipeline<'t, 'q> {
     fn find_fastest(&self) -> Option<TeamCandidate> {
         let devices = self.all_devices();
         if self.team.require_all {
-            return self.fastest_over(&self.limit_to_depth(devices)?);
+            return self.faster_over(&self.limit_to_depth(devices)?, self.bound);
         }
         let tiers = bandwidth_tiers(&devices, |device| self.team.devices[device].device.team_link);
         let candidates = tiers.into_iter().filter_map(|tier| self.fastest_among(self.limit_to_depth(tier)?));
@@ -490,7 +503,7 @@ impl<'t, 'q> Pipeline<'t, 'q> {
     /// Finds the fastest candidate over some of `devices`; `None` if none fits. Single devices are dropped as long as
     /// the candidate gets faster.
     fn fastest_among(&self, mut devices: Vec<usize>) -> Option<TeamCandidate> {
-        let mut best = self.fastest_over(&devices);
+        let mut best = self.faster_over(&devices, self.bound);
         while devices.len() > 2 {
             let mut droppable = match devices.len() {
                 ..=MAX_PERMUTED_DEVICES => devices.clone(),
@@ -499,7 +512,7 @@ impl<'t, 'q> Pipeline<'t, 'q> {
             droppable.dedup_by_key(|device| self.team.first_alike(*device));
             let with_one_dropped = droppable.into_iter().filter_map(|dropped| {
                 let devices: Vec<usize> = devices.iter().copied().filter(|&device| device != dropped).collect();
-                self.fastest_over(&devices).map(|candidate| (devices, candidate))
+                self.faster_over(&devices, self.bound).map(|candidate| (devices, candidate))
             });
             match with_one_dropped.min_by(|a, b| a.1.seconds.total_cmp(&b.1.seconds)) {
                 Some((fewer, candidate)) if best.as_ref().is_none_or(|best| candidate.seconds < best.seconds) => {

@@ -106,16 +106,16 @@ impl Change {
 }
 
 /// Adds to each excluded device of a plan its remedy: the settings with which it would take part, if there are any.
-/// `devices` is the device list of the command, which the settings change. A refusal is left as it is.
-pub fn add_device_remedies(team: &TeamRequest, devices: &DevicesRequest, plan: &mut Plan) {
-    let (without, measurements) = (plan.predicted.tokens_per_second, Measurements::default());
+/// `devices` is the device list of the command, which the settings change. A refusal is left as it is. `measurements` has those of the plan.
+pub fn add_device_remedies(team: &TeamRequest, devices: &DevicesRequest, plan: &mut Plan, measurements: &Measurements) {
+    let without = plan.predicted.tokens_per_second;
     let mut known: Vec<(usize, Option<RatedChange>)> = Vec::new();
     let excluded: Vec<usize> = plan.excluded.iter().map(|device| device.device_index).collect();
     for (at, &device) in excluded.iter().enumerate().filter(|_| plan.fits) {
         let is_alike = |other: usize| team.are_alike(other, device);
         // A change is a remedy if more of the identical devices take part, whichever they are.
         let before = (0..team.devices.len()).filter(|number| is_alike(*number) && !excluded.contains(number)).count();
-        let rate = |change: Change| change.rate(team, device, before, &measurements);
+        let rate = |change: Change| change.rate(team, device, before, measurements);
         // Identical devices have the same remedy, unless it names a device.
         let found = match known.iter().find(|(other, _)| is_alike(*other)) {
             Some((_, Some(rated))) if rated.change.budgets.is_empty() => Some(rated.clone()),
@@ -209,7 +209,9 @@ fn need_for_all(team: &TeamRequest, first: &DevicePlan, need: &Remedy, measureme
     for (device, share) in shares.iter().enumerate() {
         let request = team.request_for(device, share, sequences[device], Bytes(team.host.0 / ranks));
         let request = with_lossy(&request, &need.allow);
-        let smallest = plan_recipe(&request, &smallest_recipe(&request, &[]).recipe).plan.devices[0].peak_bytes;
+        let smallest =
+            plan_recipe(&request, &smallest_recipe(&request, &[], &measurements.recipes).recipe).plan.devices[0]
+                .peak_bytes;
         if smallest > request.device.budget {
             let budget = budgets.entry(request.device.name.clone()).or_default();
             *budget = (*budget).max(Bytes::mib(smallest.0.div_ceil(1 << 20)) + PROCESS_VARIATION);

@@ -54,6 +54,8 @@ pub(super) struct Sharded<'t, 'q> {
     kinds: Vec<usize>,
     /// The recipes that the ranks get.
     goal: RecipeGoal,
+    /// The search ends where no team with fewer seconds a step is in sight.
+    bound: f64,
 }
 
 /// A sharded team with estimated times, before recipes are searched.
@@ -107,12 +109,18 @@ impl<'t, 'q> Sharded<'t, 'q> {
             measured: measurements.with_rungs(rungs),
             kinds: team.first_of_kinds(),
             goal: RecipeGoal::Fastest,
+            bound: f64::INFINITY,
         }
     }
 
     /// Gives the ranks recipes for this goal.
     pub fn with_goal(self, goal: RecipeGoal) -> Sharded<'t, 'q> {
         Sharded { goal, ..self }
+    }
+
+    /// Lets the search for the fastest team pass over those that take `bound` seconds a step or more.
+    pub fn with_bound(self, bound: f64) -> Sharded<'t, 'q> {
+        Sharded { bound, ..self }
     }
 
     /// Returns an upper bound on the tokens per second of a sharded team: all devices compute all the time, without
@@ -506,7 +514,7 @@ impl<'t, 'q> Sharded<'t, 'q> {
             let splits_equals = slow
                 .last()
                 .is_some_and(|&last| self.micro_batch_seconds(last, 1) <= self.micro_batch_seconds(computing[0], 1));
-            let bound = best.as_ref().filter(|_| splits_equals).map_or(f64::INFINITY, |best| best.seconds);
+            let bound = best.as_ref().filter(|_| splits_equals).map_or(self.bound, |best| best.seconds);
             // Fewer computing devices cannot be faster, even at their upper bound.
             let least_seconds = self.team.tokens_per_step() / self.max_tokens_per_second_of(computing.iter().copied());
             if best.as_ref().is_some_and(|best| best.seconds <= least_seconds) {

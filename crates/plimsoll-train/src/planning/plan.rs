@@ -10,7 +10,7 @@ use crate::resolve::devices::{contention_note, shortfall_note};
 use crate::resolve::{Model, Resolved, RunRequest, Workload};
 use plimsoll_core::{DeviceSpec, Failure, Plan, PlannedWorkload, format_count};
 use plimsoll_plan::search::{PlanOutcome, ladder};
-use plimsoll_plan::team::{TeamOutcome, alternatives, fill_ladders};
+use plimsoll_plan::team::{Measurements, TeamOutcome, alternatives, fill_ladders};
 use plimsoll_program::models::ModelConfig;
 use std::sync::Arc;
 
@@ -71,10 +71,11 @@ pub fn plan(run: &RunRequest, explain: bool) -> Result<PlannedRun, Failure> {
     let planner = Planner::new(run, &model, Charges::Stated).with_previous(known);
     let mut devices = vec![resolved.device.clone()];
     devices.append(&mut resolved.others);
-    let mut team = planner.plan_run(&mut devices, None)?;
+    let measurements = Measurements::default();
+    let mut team = planner.plan_measured_run(&mut devices, None, &measurements)?;
     nominal.iter().for_each(|nominal| nominal.explain_excluded(&mut team.plan));
     if explain && devices.len() > 1 {
-        explain_team(&planner, &devices, &mut team)?;
+        explain_team(&planner, &devices, &mut team, &measurements)?;
     }
     if run.run.parallelism == ParallelismChoice::All && team.plan.fits && team.workers.len() < devices.len() {
         return Err(cannot_use_all(run, devices.len()));
@@ -113,9 +114,15 @@ pub fn plan_if_fits(run: &RunRequest) -> Result<Option<Plan>, Failure> {
 }
 
 /// Adds other parallelisms and teams to the plan of a team as alternatives, and the memory ladder of each worker.
-fn explain_team(planner: &Planner, devices: &[DeviceSpec], team: &mut TeamOutcome) -> Result<(), Failure> {
+/// `measurements` has those of the plan.
+fn explain_team(
+    planner: &Planner,
+    devices: &[DeviceSpec],
+    team: &mut TeamOutcome,
+    measurements: &Measurements,
+) -> Result<(), Failure> {
     let request = planner.team_request(devices, None)?;
-    team.plan.alternatives = alternatives(&request, &team.plan);
+    team.plan.alternatives = alternatives(&request, &team.plan, measurements);
     fill_ladders(&request, team);
     Ok(())
 }

@@ -15,10 +15,11 @@ use crate::resolve::charges::set_process_charges;
 use crate::resolve::{Model, RunRequest, Workload};
 use plimsoll_core::{Bytes, Class, DeviceSpec, Failure, Parallelism, Plan, Recipe, Remedy};
 use plimsoll_device::process;
-use plimsoll_plan::search::{PlanOutcome, PlanRequest, plan_recipe, search, search_if_fits};
+use plimsoll_plan::search::{PlanOutcome, PlanRequest, plan_recipe, search, search_if_fits, search_measured};
 use plimsoll_plan::team::{
-    EvaluationSchedule, PlannedWorker, TeamConstraint, TeamOutcome, TeamRequest, add_device_remedies,
-    evaluation_request, keep_micro_batch, plan_fixed_team, plan_team, plan_team_if_fits,
+    EvaluationSchedule, Measurements, PlannedWorker, TeamConstraint, TeamOutcome, TeamRequest, add_device_remedies,
+    evaluation_request, keep_micro_batch, plan_fixed_team, plan_measured_team, plan_measured_team_if_fits,
+    plan_team_if_fits,
 };
 use plimsoll_program::Share;
 use std::collections::HashSet;
@@ -107,9 +108,22 @@ impl<'a> Planner<'a> {
     /// The run file fixes choices that do not match the model. It asks for a scratch file with several devices. A GPU
     /// cannot be opened.
     pub fn plan_run(&self, devices: &mut [DeviceSpec], evaluation_rows: Option<u64>) -> Result<TeamOutcome, Failure> {
+        self.plan_measured_run(devices, evaluation_rows, &Measurements::default())
+    }
+
+    /// Plans the training run like [`Planner::plan_run`], and leaves its measurements in `measurements`.
+    ///
+    /// # Errors
+    /// Those of [`Planner::plan_run`].
+    pub fn plan_measured_run(
+        &self,
+        devices: &mut [DeviceSpec],
+        evaluation_rows: Option<u64>,
+        measurements: &Measurements,
+    ) -> Result<TeamOutcome, Failure> {
         match devices {
-            [device] => self.plan_alone(device, Workload::Train),
-            _ => self.plan_together(devices, evaluation_rows),
+            [device] => self.plan_alone(device, Workload::Train, measurements),
+            _ => self.plan_together(devices, evaluation_rows, measurements),
         }
     }
 
@@ -121,12 +135,13 @@ impl<'a> Planner<'a> {
     /// The run file fixes choices that do not match the model, or a scratch file for several devices.
     pub fn plan_run_if_fits(&self, devices: &mut [DeviceSpec]) -> Result<Option<TeamOutcome>, Failure> {
         let evaluations = evaluation_schedule(self.run, None);
+        let measurements = Measurements::default();
         if devices.len() == 1 {
-            return self.settle_if_fits(devices, ProgramCharging::All, evaluations);
+            return self.settle_if_fits(devices, ProgramCharging::All, evaluations, &measurements);
         }
         let charges_alone: Vec<Bytes> = devices.iter().map(|device| device.charges).collect();
         add_team_charges(devices, self.run);
-        self.settle_together_or_alone(devices, &charges_alone, evaluations)
+        self.settle_together_or_alone(devices, &charges_alone, evaluations, &measurements)
     }
 
     /// Plans the run on several devices together or, if that does not fit, on one of them; `None` if nothing fits.
@@ -136,14 +151,15 @@ impl<'a> Planner<'a> {
         devices: &mut [DeviceSpec],
         charges_alone: &[Bytes],
         evaluations: Option<EvaluationSchedule>,
+        measurements: &Measurements,
     ) -> Result<Option<TeamOutcome>, Failure> {
         let mut alone = devices.to_vec();
-        let outcome = self.settle_if_fits(devices, ProgramCharging::All, evaluations)?;
+        let outcome = self.settle_if_fits(devices, ProgramCharging::All, evaluations, measurements)?;
         // Further plans would take memory of this process under its load lines.
         if outcome.is_some() {
             return Ok(outcome);
         }
-        let found = self.best_alone(&mut alone, charges_alone)?;
+        let found = self.best_alone(&mut alone, charges_alone, measurements)?;
         if found.is_some() {
             devices.clone_from_slice(&alone);
         }
@@ -157,10 +173,13 @@ impl<'a> Planner<'a> {
         devices: &mut [DeviceSpec],
         charging: ProgramCharging,
         evaluations: Option<EvaluationSchedule>,
+        measurements: &Measurements,
     ) -> Result<Option<TeamOutcome>, Failure> {
         let mut programs = ProgramCharges::new(devices, charging);
         loop {
-            let Some(outcome) = self.outcome_if_fits(devices, charging, evaluations)? else { return Ok(None) };
+            let Some(outcome) = self.outcome_if_fits(devices, charging, evaluations, measurements)? else {
+                return Ok(None);
+            };
             let has_measured = self.measure_gpus(devices, &outcome)?;
             let has_raised = programs.raise(devices, &outcome);
             if !has_measured && !has_raised {
@@ -174,7 +193,7 @@ impl<'a> Planner<'a> {
     /// # Errors
     /// The run file fixes choices that do not match the model, or a GPU cannot be opened.
     pub fn plan_work(&self, device: &mut DeviceSpec, work: Workload) -> Result<PlanOutcome, Failure> {
-        self.plan_alone(device, work).map(first_outcome)
+        self.plan_alone(device, work, &Measurements::default()).map(first_outcome)
     }
 
     /// Plans the run for a team of `devices` with the charges that they have. `constraint` restricts the parallelism;
@@ -190,7 +209,8 @@ impl<'a> Planner<'a> {
         constraint: Option<TeamConstraint>,
         evaluations: Option<EvaluationSchedule>,
     ) -> Result<TeamPlan, Failure> {
-        Ok(self.assign(devices, self.team_outcome(devices, constraint, evaluations)?))
+        let outcome = self.team_outcome(devices, constraint, evaluations, &Measurements::default())?;
+        Ok(self.assign(devices, outcome))
     }
 
     /// Plans an active run for a team of `devices` with the charges that they have. `constraint` restricts the
@@ -287,7 +307,12 @@ impl<'a> Planner<'a> {
     /// With measured charges, a training run on a CPU or virtual device that does not fit is tried once more with
     /// slightly lower charges. An earlier refusal may have named the budget as sufficient, and charges differ slightly
     /// between two starts.
-    fn plan_alone(&self, device: &mut DeviceSpec, work: Workload) -> Result<TeamOutcome, Failure> {
+    fn plan_alone(
+        &self,
+        device: &mut DeviceSpec,
+        work: Workload,
+        measurements: &Measurements,
+    ) -> Result<TeamOutcome, Failure> {
         let devices = slice::from_mut(device);
         self.measure_process(devices);
         let measured = devices[0].charges;
@@ -299,7 +324,7 @@ impl<'a> Planner<'a> {
             // The Programs of an evaluation or a generation are few.
             Workload::Evaluate | Workload::Generate(_) => ProgramCharging::Covered,
         };
-        let plan = |planner: &Planner, devices: &[DeviceSpec]| planner.outcome_alone(&devices[0], work);
+        let plan = |planner: &Planner, devices: &[DeviceSpec]| planner.outcome_alone(&devices[0], work, measurements);
         let outcome = self.settle(devices, charging, plan)?;
         let Some(near_fit) = near_fit.filter(|_| !outcome.plan.fits && charging == ProgramCharging::All) else {
             return Ok(outcome);
@@ -316,7 +341,12 @@ impl<'a> Planner<'a> {
     /// Plans the run on several devices together, or on one of them, as [`Planner::plan_run`] documents. Stores the
     /// charges of the plan in `devices`. `evaluation_rows` is the number of rows of the evaluation data; `None` if the
     /// data are absent or not read yet. The result may not fit.
-    fn plan_together(&self, devices: &mut [DeviceSpec], evaluation_rows: Option<u64>) -> Result<TeamOutcome, Failure> {
+    fn plan_together(
+        &self,
+        devices: &mut [DeviceSpec],
+        evaluation_rows: Option<u64>,
+        measurements: &Measurements,
+    ) -> Result<TeamOutcome, Failure> {
         self.measure_process(devices);
         let charges_alone: Vec<Bytes> = devices.iter().map(|device| device.charges).collect();
         add_team_charges(devices, self.run);
@@ -327,7 +357,7 @@ impl<'a> Planner<'a> {
         // A resumed run keeps its team. All others are refused only if nothing fits, because remedies take long to find.
         let fresh = match self.previous {
             Some(_) => None,
-            None => self.settle_together_or_alone(devices, &charges_alone, evaluations)?,
+            None => self.settle_together_or_alone(devices, &charges_alone, evaluations, measurements)?,
         };
         let mut outcome = match fresh {
             Some(outcome) => {
@@ -337,16 +367,19 @@ impl<'a> Planner<'a> {
             }
             None => {
                 devices.clone_from_slice(&as_team);
-                let team = |planner: &Planner, devices: &[DeviceSpec]| planner.team_outcome(devices, None, evaluations);
+                let team = |planner: &Planner, devices: &[DeviceSpec]| {
+                    planner.team_outcome(devices, None, evaluations, measurements)
+                };
                 let kept = self.settle(devices, charging, team)?;
                 as_team = devices.to_vec();
                 let refused = self.previous.is_some() && !kept.plan.fits;
-                let alone = if refused { self.best_alone(devices, &charges_alone)? } else { None };
+                let alone = if refused { self.best_alone(devices, &charges_alone, measurements)? } else { None };
                 alone.unwrap_or(kept)
             }
         };
         if self.previous.is_none() {
-            add_device_remedies(&self.team_request(&as_team, None)?, &self.run.devices(), &mut outcome.plan);
+            let team = self.team_request(&as_team, None)?;
+            add_device_remedies(&team, &self.run.devices(), &mut outcome.plan, measurements);
         }
         Ok(outcome)
     }
@@ -357,7 +390,12 @@ impl<'a> Planner<'a> {
     /// `charges_alone` holds the charges of each device without a team. Only CPU and virtual devices in this process
     /// are tried, if these charges are lower than the present ones and the run file allows one device. On success,
     /// stores the charges of the plan in `devices`.
-    fn best_alone(&self, devices: &mut [DeviceSpec], charges_alone: &[Bytes]) -> Result<Option<TeamOutcome>, Failure> {
+    fn best_alone(
+        &self,
+        devices: &mut [DeviceSpec],
+        charges_alone: &[Bytes],
+        measurements: &Measurements,
+    ) -> Result<Option<TeamOutcome>, Failure> {
         let mut best: Option<(TeamOutcome, Vec<DeviceSpec>)> = None;
         for number in 0..devices.len() {
             let can_gain = devices[number].in_process() && charges_alone[number] < devices[number].charges;
@@ -367,7 +405,7 @@ impl<'a> Planner<'a> {
             let mut candidates = devices.to_vec();
             candidates[number].charges = charges_alone[number];
             let charging = ProgramCharging::Alone(number);
-            let Some(outcome) = self.settle_if_fits(&mut candidates, charging, None)? else { continue };
+            let Some(outcome) = self.settle_if_fits(&mut candidates, charging, None, measurements)? else { continue };
             let is_best = best.as_ref().is_none_or(|(other, _)| is_better(&outcome.plan, &other.plan));
             if charging.applies_to(&outcome) && is_best {
                 best = Some((outcome, candidates));
@@ -483,11 +521,16 @@ impl<'a> Planner<'a> {
 
     /// Plans `work` on one device with the charges that it has. Uses the recipe of the previous plan again if it
     /// complies with the run file and still fits.
-    fn outcome_alone(&self, device: &DeviceSpec, work: Workload) -> Result<TeamOutcome, Failure> {
+    fn outcome_alone(
+        &self,
+        device: &DeviceSpec,
+        work: Workload,
+        measurements: &Measurements,
+    ) -> Result<TeamOutcome, Failure> {
         let request = plan_request(self.run, self.model, device, work)?;
         let recipe = self.previous.and_then(|previous| previous.recipe_for(self.run, self.model));
         let again = recipe.map(|recipe| plan_recipe(&request, recipe)).filter(|outcome| outcome.plan.fits);
-        let outcome = again.unwrap_or_else(|| search(&request));
+        let outcome = again.unwrap_or_else(|| search_measured(&request, &measurements.recipes));
         Ok(team_of_one(outcome, Share::SINGLE_DEVICE, self.run.batch_sequences()))
     }
 
@@ -498,16 +541,17 @@ impl<'a> Planner<'a> {
         devices: &[DeviceSpec],
         charging: ProgramCharging,
         evaluations: Option<EvaluationSchedule>,
+        measurements: &Measurements,
     ) -> Result<Option<TeamOutcome>, Failure> {
         let [device] = devices else {
             let alone = matches!(charging, ProgramCharging::Alone(_));
             let constraint = alone.then_some(TeamConstraint::Parallelism(Parallelism::Data));
             let request = TeamRequest { evaluations, ..self.team_request(devices, constraint)? };
-            return Ok(plan_team_if_fits(&request));
+            return Ok(plan_measured_team_if_fits(&request, measurements));
         };
         let request = plan_request(self.run, self.model, device, Workload::Train)?;
         let alone = |outcome| team_of_one(outcome, Share::SINGLE_DEVICE, self.run.batch_sequences());
-        Ok(search_if_fits(&request).map(alone))
+        Ok(search_if_fits(&request, &measurements.recipes).map(alone))
     }
 
     /// Plans the run for a team of `devices`, with the parameters of [`Planner::plan_team`]. Uses the previous plan
@@ -517,11 +561,12 @@ impl<'a> Planner<'a> {
         devices: &[DeviceSpec],
         constraint: Option<TeamConstraint>,
         evaluations: Option<EvaluationSchedule>,
+        measurements: &Measurements,
     ) -> Result<TeamOutcome, Failure> {
         let request = TeamRequest { evaluations, ..self.team_request(devices, constraint)? };
         let workers = self.previous.and_then(|previous| previous.team_for(devices, self.run, self.model));
         let again = workers.map(|workers| plan_fixed_team(&request, workers)).filter(|outcome| outcome.plan.fits);
-        Ok(again.unwrap_or_else(|| plan_team(&request)))
+        Ok(again.unwrap_or_else(|| plan_measured_team(&request, measurements)))
     }
 
     /// Returns the request to plan the share of an active worker on `device`, under the planner's host load line. In a

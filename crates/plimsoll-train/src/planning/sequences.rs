@@ -6,6 +6,7 @@ use crate::resolve::{Resolved, Workload};
 use plimsoll_core::{DType, Failure, Plan};
 use plimsoll_plan::search::{PlanOutcome, PlanRequest, plan_recipe, search_if_fits};
 use plimsoll_program::models::decoder::Generation;
+use std::sync::Arc;
 
 /// A plan for several sequences at once.
 pub(crate) struct PlannedSequences {
@@ -58,7 +59,7 @@ impl Planner<'_> {
         let outcome = if single.plan.recipe.offload.is_nothing() {
             Some(plan_recipe(&request, &single.plan.recipe))
         } else {
-            search_if_fits(&request)
+            search_if_fits(&request, &Arc::default())
         };
         let same_results =
             |outcome: &PlanOutcome| outcome.plan.fits && outcome.plan.recipe.rungs == single.plan.recipe.rungs;
