@@ -237,7 +237,7 @@ pub fn rope(
 
 /// Returns the launch that moves positions by `shift`, but not below 0, and adds the starts of documents. The address
 /// `document_start` is 0 if all documents start at 0.
-pub fn window_start(
+pub fn shift_positions(
     real: Real,
     positions: Address,
     document_start: Address,
@@ -247,7 +247,7 @@ pub fn window_start(
 ) -> [Launch; 1] {
     let shift = Argument::U32(shift.cast_unsigned());
     let arguments = vec![at(positions), at(document_start), at(out), n(rows), shift];
-    [launch(unit(Family::Rope, real), "window_start", rows.div_ceil(256), 256, arguments)]
+    [launch(unit(Family::Rope, real), "shift_positions", rows.div_ceil(256), 256, arguments)]
 }
 
 /// Returns the launch that fills the f32 table of rotary positions. Row p holds the cosines of the `head_dim` / 2

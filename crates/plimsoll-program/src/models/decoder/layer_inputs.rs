@@ -78,7 +78,7 @@ impl Decoder<'_> {
         let id = self.builder.transient(name, &[rows], DType::I32, Category::Activation, slots as u32);
         for (slot, &shift) in shifts[..slots].iter().enumerate() {
             let (positions, out) = (Operand::whole(positions), Operand::slot(id, slot as i64));
-            ops.push(OpKind::WindowStart { positions, document_start, out, rows, shift }.into());
+            ops.push(OpKind::ShiftPositions { positions, document_start, out, rows, shift }.into());
         }
         if all_equal { Operand::whole(id) } else { Operand::layer(id, 0) }
     }
