@@ -9,9 +9,8 @@ use crate::bisection;
 use crate::layout::ALIGNMENT;
 use crate::lifetimes::{Lifetimes, lifetimes};
 use plimsoll_core::{Recipe, RecomputeLevel, Space};
-use plimsoll_program::ProgramKind;
-use plimsoll_program::Share;
 use plimsoll_program::models::ModelConfig;
+use plimsoll_program::{Block, Program, ProgramKind, Share};
 
 /// Most states per layer that [`choose_levels`] keeps. A state is a choice of levels for the layers so far.
 const MAX_FRONTIER: usize = 512;
@@ -194,16 +193,14 @@ impl Profile {
         let lifetimes = lifetimes(&set, phase, Space::Device);
         let live = live_bytes(&lifetimes);
         let (forward, backward) = (&set.programs[phase.programs[0]], &set.programs[phase.programs[1]]);
-        let layer_ops = forward.blocks[1].ops.len() as u32;
-        let embedding_ops = forward.blocks[0].ops.len() as u32;
-        let position = backward.blocks.iter().position(|b| b.name == "layer").expect("layers have a backward pass");
-        let ops_before_layers: u32 = backward.blocks[..position].iter().map(|b| b.repeat * b.ops.len() as u32).sum();
-        let backward_layer = &backward.blocks[position];
+        let (ops_before_forward, forward_layer) = find_layers(forward);
+        let (ops_before_layers, backward_layer) = find_layers(backward);
+        let layer_ops = forward_layer.ops.len() as u32;
         let backward_ops = backward_layer.ops.len() as u32;
         let start = forward.op_count() as u32;
         let peak = |from: u32, to: u32| live[from as usize..=to as usize].iter().copied().max().unwrap_or(0);
         // Ticks count from 1: layer n of the forward pass covers (edge(n), edge(n + 1)].
-        let edge = |n: u32| embedding_ops + n * layer_ops;
+        let edge = |n: u32| ops_before_forward + n * layer_ops;
         let kept =
             [bytes_across(&lifetimes, edge(1)), bytes_across(&lifetimes, edge(2)), bytes_across(&lifetimes, edge(3))];
         let saved = kept[1] - kept[0];
@@ -218,6 +215,13 @@ impl Profile {
         self.base = kept[0] - saved;
         self.top = self.top.max(peak(edge(3) + 1, start + ops_before_layers) - kept[2]);
     }
+}
+
+/// Returns the block of the layers of a pass, and the number of ops before it.
+fn find_layers(pass: &Program) -> (u32, &Block) {
+    let position = pass.blocks.iter().position(|block| block.name == "layer").expect("a pass has layers");
+    let ops_before = pass.blocks[..position].iter().map(|block| block.repeat * block.ops.len() as u32).sum();
+    (ops_before, &pass.blocks[position])
 }
 
 /// Returns the share `like` of a pipeline stage, changed so that the stage has three layers. The earlier stages then
@@ -285,4 +289,51 @@ pub(super) fn choose_levels(profile: &Profile, layers: usize, budget: u64) -> Op
     }
     levels.reverse();
     Some(levels)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::paper::paper;
+    use crate::search::{LossyOptions, PinnedChoices};
+    use plimsoll_core::{Budget, DType, HostSpec};
+    use plimsoll_program::models::decoder::{AdamState, Optimizer, WeightSource};
+    use plimsoll_program::models::{Extras, preset};
+
+    #[test]
+    fn windows_hardly_change_profile() {
+        let plain = preset("smollm2-135m").expect("listed");
+        // The first layer sees all keys, others a window: first keys are computed before the layers.
+        let extras = Extras { window: Some(256), full_layers: vec![0], ..Extras::default() };
+        let windowed = ModelConfig { extras, ..plain.clone() };
+        let device = paper("rtx3090", Budget::Share(0.9)).expect("listed");
+        let [plain, windowed] = [&plain, &windowed].map(|config| {
+            let request = PlanRequest {
+                config,
+                precision: DType::F32,
+                sequence: 1024,
+                sequences: 8,
+                source: WeightSource::Random { seed: 1 },
+                optimizer: Some(Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state: AdamState::Full }),
+                evaluate: false,
+                generation: None,
+                device: &device,
+                host: HostSpec::NONE,
+                lossy: LossyOptions::default(),
+                pins: PinnedChoices::default(),
+                rungs: vec![],
+                share: Share::SINGLE_DEVICE,
+            };
+            measure_profile(&request, 8)
+        });
+        assert_eq!(plain.levels.len(), RecomputeLevel::ALL.len());
+        let first_keys = 3 * 8 * 1024 * 4;
+        for (plain, windowed) in plain.levels.iter().zip(&windowed.levels) {
+            assert_eq!((plain.saved, plain.seconds), (windowed.saved, windowed.seconds), "{plain:?} {windowed:?}");
+            for (without, with) in [(plain.forward, windowed.forward), (plain.backward, windowed.backward)] {
+                assert!(with.abs_diff(without) <= first_keys, "{plain:?} {windowed:?}");
+            }
+        }
+        assert!(windowed.base.abs_diff(plain.base) <= first_keys && windowed.top.abs_diff(plain.top) <= first_keys);
+    }
 }
