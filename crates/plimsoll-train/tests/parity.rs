@@ -16,9 +16,8 @@ use serde_json::Value;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
-const CASES: [&str; 22] = [
+const CASES: [&str; 20] = [
     "gemma2",
-    "gemma3",
     "granite",
     "llama",
     "llama-bf16",
@@ -31,7 +30,6 @@ const CASES: [&str; 22] = [
     "mistral",
     "mistral-window",
     "olmo2",
-    "olmo3-new-keys",
     "phi3",
     "qwen2",
     "qwen2-tied-f16",
