@@ -360,7 +360,7 @@ fn pipeline_matches_one_device() {
     for (layers, sequences, micro_batch) in
         [(&[0, 3, 5][..], 5, 2), (&[0, 1, 2, 5], 7, 1), (&[0, 2, 4, 5], 4, 2), (&[0, 1, 2], 1, 1)]
     {
-        for config in models() {
+        for config in models().into_iter().chain([unrotated_model()]) {
             for (lossy, state) in [
                 (LossyOptions::default(), AdamState::Full),
                 (lora(), AdamState::Full),

@@ -2,6 +2,7 @@
 
 use super::tensor_files::stored_tensors;
 use crate::files::StoredTensor;
+use plimsoll_core::Category;
 use plimsoll_program::scalars::{METRICS, SCALARS};
 use plimsoll_program::{Program, ProgramKind, ProgramSet, TensorId};
 use std::collections::HashMap;
@@ -90,8 +91,7 @@ impl TensorTable {
         TensorTable {
             scalars: find_tensor(set, SCALARS),
             metrics: find_tensor(set, METRICS),
-            // Every backward pass reads the positions, so their slots are the micro-batches in flight.
-            in_flight: train.as_ref().and_then(|train| train.positions).map_or(1, |input| input.slots),
+            in_flight: count_in_flight(set),
             train,
             evaluate,
             prefill: GenerationTensors::of(set, ProgramKind::Prefill),
@@ -102,6 +102,19 @@ impl TensorTable {
             files: set.programs.iter().map(|program| (program.kind, stored_tensors(set, program.kind))).collect(),
         }
     }
+}
+
+/// Returns the largest number of micro-batches that keep their activations at the same time. Activations that a backward
+/// pass reads have slots for each of them, which are as far apart as the micro-batch's own slots are many.
+fn count_in_flight(set: &ProgramSet) -> u32 {
+    let ops = set.program(ProgramKind::Backward).into_iter().flat_map(|backward| &backward.blocks);
+    let accesses = ops.flat_map(|block| &block.ops).flat_map(|op| op.accesses(&|id| set.tensor(id).elements()));
+    let counts = accesses.filter_map(|access| {
+        let tensor = set.tensor(access.operand.tensor);
+        let own_slots = u32::try_from(access.operand.slot.micro_batch).ok().filter(|slots| *slots > 0)?;
+        (tensor.category == Category::Activation).then_some(tensor.slots / own_slots)
+    });
+    counts.max().unwrap_or(1)
 }
 
 impl BatchInputs {

@@ -13,7 +13,7 @@ use plimsoll_device::transport::{GroupHandle, Transport};
 use plimsoll_device::virtual_device::{self, VirtualDeviceSpec};
 use plimsoll_plan::search::{LossyOptions, PinnedChoices, PlanOutcome, PlanRequest, plan_recipe};
 use plimsoll_program::models::decoder::{AdamState, AdaptedModule, Generation, Lora, Method, Optimizer, WeightSource};
-use plimsoll_program::models::{ModelConfig, Target, preset};
+use plimsoll_program::models::{Extras, ModelConfig, ModelType, Target, preset};
 use plimsoll_program::passes::check::check;
 use plimsoll_program::passes::collective_agreement::check_agreement;
 use plimsoll_program::{Call, Lifetime, ProgramKind, ProgramSet, Schedule, Share, TensorId};
@@ -46,6 +46,13 @@ pub fn models() -> Vec<ModelConfig> {
     let of_inputs =
         [small("smollm2-135m", 3), small("qwen2.5-7b", 2), small("qwen3-0.6b", 1), small("llama-3.1-8b", 2)];
     of_inputs.into_iter().chain([small("olmo2-7b", 3), small("gemma2-2b", 2)]).collect()
+}
+
+/// Returns a small model whose first layer does not rotate queries and keys. A backward pass of its first stage reads
+/// shifted positions in place of the positions.
+pub fn unrotated_model() -> ModelConfig {
+    let extras = Extras { unrotated_layers: vec![0], ..Extras::default() };
+    ModelConfig { model_type: ModelType::SmolLm3, extras, ..models().swap_remove(0) }
 }
 
 pub fn lora() -> LossyOptions {
