@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from reference import IGNORED, Sample
 
 ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "phi3": "Phi3",
-                 "smollm3": "SmolLM3", "granite": "Granite", "olmo2": "Olmo2", "gemma2": "Gemma2"}
+                 "smollm3": "SmolLM3", "granite": "Granite", "olmo2": "Olmo2", "olmo3": "Olmo3", "gemma2": "Gemma2",
+                 "gemma3_text": "Gemma3"}
 
 END = 2  # the end token; samples hold tokens from 3 on
 
@@ -40,6 +41,7 @@ class Case:
     tied: bool = False
     theta: float = 10000.0
     scaling: dict | None = None  # in the old spelling, "type" or "rope_type"
+    local_theta: float | None = None  # of layers with a window, whose frequencies are not scaled; None: the default
     eps: float = 1e-5
     max_positions: int = 256
     sequence: int = 24  # longest sample
@@ -97,6 +99,15 @@ CASES = [
          "gemma2", 219, hidden=20, heads=4, kv_heads=2, head_dim=6, ffn=27, vocab=57, tied=True,
          keys={"sliding_window": 6, "query_pre_attn_scalar": 3, "attn_logit_softcapping": 2.0,
                "final_logit_softcapping": 4.0}),
+    Case("gemma3", "norms of heads around zero, another rotary base in the first layer, which has a window; linear scaling",
+         "gemma3_text", 520, hidden=20, heads=4, kv_heads=2, head_dim=6, ffn=27, vocab=57, theta=500.0,
+         scaling={"rope_type": "linear", "factor": 4.0}, local_theta=50.0,
+         keys={"sliding_window": 6, "sliding_window_pattern": 2, "query_pre_attn_scalar": 3}),
+    Case("olmo3-new-keys", "scaling yarn in the first layer only, another rotary base in the second, which has a window; "
+         "config.json as transformers 5 writes it", "olmo3", 321, hidden=20, heads=4, kv_heads=2, head_dim=6, ffn=27, vocab=57,
+         theta=100.0, scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 4.0},
+         local_theta=40.0, eps=1e-3, spelling="new",
+         keys={"sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"]}),
 ]
 
 
@@ -147,8 +158,23 @@ def config_of(case):
         "olmo2": {"attention_bias": False, "pad_token_id": None},
         "gemma2": {"attention_bias": False, "cache_implementation": "hybrid", "hidden_act": "gelu_pytorch_tanh",
                    "hidden_activation": "gelu_pytorch_tanh", "pad_token_id": None},
+        "gemma3_text": {"attention_bias": False, "attn_logit_softcapping": None, "final_logit_softcapping": None,
+                        "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "pad_token_id": None,
+                        "use_bidirectional_attention": False},
+        "olmo3": {"attention_bias": False, "pad_token_id": None},
     }[case.model_type]
+    if case.local_theta is not None:
+        config |= (
+            {"rope_local_base_freq": case.local_theta}
+            if case.model_type == "gemma3_text"
+            else local_rotation(rope_type="default", rope_theta=case.local_theta)
+        )
     return config | case.keys
+
+
+def local_rotation(**settings):
+    """Returns the key of config.json with the rotary settings of layers with a window. The flat keys are those of others."""
+    return {"rope_parameters": {"full_attention": {"rope_type": "default"}, "sliding_attention": settings}}
 
 
 def write_config(directory, case, **changed):
@@ -170,8 +196,8 @@ def random_weights(model, seed, tied):
     for name, parameter in sorted(model.named_parameters()):
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         if name.endswith("norm.weight"):
-            # Norms of gemma2 add 1 to their weights.
-            noise = (0.0 if model.config.model_type == "gemma2" else 1.0) + 0.3 * noise
+            # Norms of Gemma models add 1 to their weights.
+            noise = (0.0 if model.config.model_type.startswith("gemma") else 1.0) + 0.3 * noise
         elif name.endswith("bias"):
             noise = 0.5 * noise
         elif name.endswith("embed_tokens.weight"):

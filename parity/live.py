@@ -79,6 +79,17 @@ MODELS = [
                          "final_logit_softcapping": 5.0}),
     Case("gemma2-new-keys", "", "gemma2", 0, hidden=48, heads=4, kv_heads=4, head_dim=10, ffn=99, vocab=214, tied=True,
          spelling="new", shards=2, keys={"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 11}),
+    Case("gemma3", "", "gemma3_text", 0, hidden=60, layers=3, heads=6, kv_heads=2, head_dim=16, ffn=110, vocab=229, tied=True,
+         eps=1e-6, scaling={"rope_type": "linear", "factor": 2.0}, local_theta=100.0,
+         keys={"sliding_window": 9, "sliding_window_pattern": 2, "query_pre_attn_scalar": 10}),
+    Case("gemma3-new-keys", "", "gemma3_text", 0, hidden=48, heads=4, kv_heads=4, head_dim=10, ffn=99, vocab=214,
+         spelling="new", shards=2, local_theta=200.0,
+         keys={"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 11, "final_logit_softcapping": 5.0}),
+    Case("olmo3", "", "olmo3", 0, hidden=60, layers=5, heads=6, kv_heads=2, ffn=110, vocab=229, theta=5e5, eps=1e-6,
+         scaling={"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}, keys={"sliding_window": 9}),
+    Case("olmo3-new-keys", "", "olmo3", 0, hidden=48, heads=4, kv_heads=4, head_dim=10, ffn=99, vocab=214, theta=500.0,
+         scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, local_theta=100.0, spelling="new",
+         shards=2, keys={"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 11}),
 ]
 SEQUENCE = 64
 READ_ONLY = [("llama-bf16", 0, "bfloat16"), ("qwen2-f16", 4, "float16")]  # name, model, dtype of the files
@@ -94,6 +105,8 @@ ADAPTED = [
     (14, {"target_modules": ALL_PROJECTIONS}),
     (15, {"target_modules": ALL_PROJECTIONS}),
     (17, {"target_modules": ALL_PROJECTIONS}),
+    (19, {"target_modules": ALL_PROJECTIONS}),
+    (22, {"target_modules": ALL_PROJECTIONS}),
     # Adapters that differ between layers.
     (0, {"target_modules": r".*\.(0\.self_attn\.[qv]|2\.mlp\..*)_proj", "rank_pattern": {"q_proj": 3, ".*up_proj": 7}}),
     (12, {"target_modules": ["qkv_proj", "down_proj"], "layers_to_transform": [1], "alpha_pattern": {"down_proj": 2.5}}),

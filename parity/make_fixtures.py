@@ -135,6 +135,9 @@ def mistakes(directory, case, tensors, numbers):
         changes["rope scaling left out"] = {"rope_scaling": None}
     if case.eps >= 1e-3:
         changes["norm epsilon 1e-5"] = {"rms_norm_eps": 1e-5}
+    if case.local_theta is not None:
+        changes["one rotary base"] = cases.local_rotation(rope_type="default", rope_theta=case.theta)
+        changes["rope scaling in all layers"] = cases.local_rotation(**case.scaling, rope_theta=case.local_theta)
     for key, value in WITHOUT.items():
         if case.keys.get(key) is not None:
             changes[f"{key} left out"] = {key: value}

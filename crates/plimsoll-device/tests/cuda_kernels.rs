@@ -258,7 +258,7 @@ fn cached_attention_matches_cpu() {
             for window in [None, Some(40), Some(1)] {
                 let positions: Vec<i32> = places.iter().map(|place| place % capacity as i32).collect();
                 let mut first_keys = vec![0; places.len()];
-                cpu::window_start(&positions, None, window.unwrap_or(u64::MAX), &mut first_keys);
+                cpu::shift_positions(&positions, None, window.map_or(-i32::MAX, |window| 1 - window), &mut first_keys);
                 let mut want = vec![0.0; places.len() * shape.query_columns() as usize];
                 let room = &mut scratch(workspace::cpu::cached_attention(1, capacity as u64, head_dim));
                 let (caches, sizes) = ([&keys[..], &values[..]], (sequences, capacity));
@@ -289,17 +289,17 @@ fn cached_attention_matches_cpu() {
 
 #[test]
 #[ignore = "needs g++: cargo xtask cuda-check"]
-fn window_starts_match_cpu() {
+fn shifted_positions_match_cpu() {
     let positions: Vec<i32> = (0..700).map(|row| row % 300).collect();
     let starts: Vec<i32> = (0..700).map(|row| row / 300 * 300).collect();
-    for (documents, window) in [(Some(&starts), 64), (None, 1), (Some(&starts), u64::MAX)] {
+    for (documents, shift) in [(Some(&starts), -63), (None, 0), (Some(&starts), -i32::MAX), (None, 300)] {
         let mut want = vec![0; positions.len()];
-        cpu::window_start(&positions, documents.map(Vec::as_slice), window, &mut want);
+        cpu::shift_positions(&positions, documents.map(Vec::as_slice), shift, &mut want);
         let mut gpu = Gpu::new(0);
         let (gpositions, out) = (gpu.put_integers(&positions), gpu.put_integers(&vec![-1; positions.len()]));
         let documents = documents.map_or(0, |starts| gpu.put_integers(starts));
-        gpu.run(&window_start(Real::F32, gpositions, documents, out, positions.len() as u64, window));
-        assert_eq!(gpu.get_integers(out), want, "{window}");
+        gpu.run(&shift_positions(Real::F32, gpositions, documents, out, positions.len() as u64, shift));
+        assert_eq!(gpu.get_integers(out), want, "{shift}");
     }
 }
 

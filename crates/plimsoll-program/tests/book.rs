@@ -18,7 +18,7 @@ fn documentation_lists_every_preset() {
 
 fn size(parameters: u64) -> String {
     match parameters as f64 {
-        count if count < 1e9 => format!("{:.0} M", count / 1e6),
+        count if count < 999.5e6 => format!("{:.0} M", count / 1e6),
         count => format!("{:.2} B", count / 1e9),
     }
 }

@@ -21,7 +21,7 @@ fn adamw(state: AdamState) -> Optimizer {
 
 /// Returns models that differ in tied heads, biases, head norms and the place of norms.
 fn models() -> Vec<ModelConfig> {
-    ["smollm2-135m", "qwen2.5-7b", "qwen3-0.6b", "llama-3.1-8b", "olmo2-7b", "gemma2-9b"]
+    ["smollm2-135m", "qwen2.5-7b", "qwen3-0.6b", "llama-3.1-8b", "olmo2-7b", "gemma2-9b", "gemma3-1b"]
         .map(|name| ModelConfig { layers: 3, ..preset(name).expect("listed") })
         .to_vec()
 }

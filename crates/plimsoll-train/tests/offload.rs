@@ -26,8 +26,8 @@ const SEQUENCE: u64 = 20;
 const SEQUENCES: u64 = 4;
 
 /// Returns small models that differ in their features: tied heads, biases, norms of heads, an untied head, norms of
-/// outputs, caps of scores and logits. The
-/// embedding and the widest matrix have at least 4096 elements, the minimum for quantized state.
+/// outputs, caps of scores and logits, two rotary bases. The embedding and the widest matrix have at least 4096
+/// elements, the minimum for quantized state.
 fn models() -> Vec<ModelConfig> {
     let small = |name: &str, layers: u64| {
         let known = preset(name).expect("listed");
@@ -36,7 +36,9 @@ fn models() -> Vec<ModelConfig> {
     };
     let of_inputs =
         [small("smollm2-135m", 3), small("qwen2.5-7b", 4), small("qwen3-0.6b", 1), small("llama-3.1-8b", 2)];
-    of_inputs.into_iter().chain([small("olmo2-7b", 3), small("gemma2-2b", 2)]).collect()
+    let mut two_bases = small("gemma3-1b", 3);
+    two_bases.extras.full_layers = vec![1];
+    of_inputs.into_iter().chain([small("olmo2-7b", 3), small("gemma2-2b", 2), two_bases]).collect()
 }
 
 fn device() -> DeviceSpec {
@@ -348,7 +350,7 @@ fn quantized_scratch_tensors_keep_every_bit() {
 /// The CPU is its own host, so it offloads only to the scratch file.
 #[test]
 fn scratch_file_on_cpu_is_bit_exact() {
-    let precisions = [DType::F32, DType::Bf16, DType::F32, DType::Bf16, DType::F32, DType::Bf16];
+    let precisions = [DType::F32, DType::Bf16, DType::F32, DType::Bf16, DType::F32, DType::Bf16, DType::F32];
     for (config, precision) in models().into_iter().zip(precisions) {
         let plain = run_on(DeviceKind::Cpu, &config, precision, Training::Full, 2, Offload::NOTHING);
         let all = config.layers as u32;
@@ -362,7 +364,7 @@ fn scratch_file_on_cpu_is_bit_exact() {
 
 #[test]
 fn offload_with_lossy_rungs_is_bit_exact() {
-    for config in [1, 3, 4, 5].map(|number| models().swap_remove(number)) {
+    for config in [1, 3, 4, 5, 6].map(|number| models().swap_remove(number)) {
         for training in [Training::FullAdam8, Training::LoraNf4, Training::LoraInt8] {
             let plain = run(&config, DType::F32, training, 2, Offload::NOTHING);
             for choice in offload_choices(config.layers as u32).into_iter().skip(5) {

@@ -16,8 +16,9 @@ use serde_json::Value;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
-const CASES: [&str; 20] = [
+const CASES: [&str; 22] = [
     "gemma2",
+    "gemma3",
     "granite",
     "llama",
     "llama-bf16",
@@ -30,6 +31,7 @@ const CASES: [&str; 20] = [
     "mistral",
     "mistral-window",
     "olmo2",
+    "olmo3-new-keys",
     "phi3",
     "qwen2",
     "qwen2-tied-f16",

@@ -144,7 +144,7 @@ fn config(rng: &mut Rng) -> ModelConfig {
     let heads = kv_heads * rng.pick(&[1, 1, 2, 4]);
     let hidden = rng.log_range(8, 128);
     // The `transformers` library refuses such models with a hidden size that is not a multiple of the number of heads.
-    let is_multiple = matches!(model_type, ModelType::Llama | ModelType::Gemma2);
+    let is_multiple = matches!(model_type, ModelType::Llama | ModelType::Gemma2 | ModelType::Gemma3Text);
     let hidden = if is_multiple { hidden.next_multiple_of(heads) } else { hidden };
     let original = 1 << rng.range(2, 6);
     let scaling = rng.pick(&[
@@ -197,10 +197,13 @@ fn extras(rng: &mut Rng, model_type: ModelType) -> Extras {
     if model_type == ModelType::SmolLm3 {
         extras.unrotated_layers = vec![rng.range(0, 2)];
     }
-    if model_type.has_softcaps() {
+    if model_type.caps_logits() {
         extras.attention_multiplier = Some(rng.pick(&[0.25, 1.0]));
-        extras.score_softcap = rng.chance(0.7).then_some(2.0);
+        extras.score_softcap = (model_type.caps_scores() && rng.chance(0.7)).then_some(2.0);
         extras.logit_softcap = rng.chance(0.7).then_some(5.0);
+    }
+    if matches!(model_type, ModelType::Gemma3Text | ModelType::Olmo3) {
+        extras.local_rope_theta = Some(rng.pick(&[1e3, 5e5]));
     }
     if model_type == ModelType::Granite {
         extras.embedding_multiplier = rng.pick(&[1.0, 12.0]);

@@ -57,12 +57,16 @@ fn model() -> ModelConfig {
 }
 
 /// Returns all kinds of layers: [`model`], the same model with norms of the outputs of attention and feed-forward part,
-/// and of all heads together, and one with norms of inputs and outputs, and with caps of scores and logits.
-fn models() -> [ModelConfig; 3] {
+/// and of all heads together, one with norms of inputs and outputs, and with caps of scores and logits, and one with two
+/// rotary bases.
+fn models() -> [ModelConfig; 4] {
     let norms_outputs = ModelConfig { model_type: ModelType::Olmo2, qk_norm: Some(QkNorm::AllHeads), ..model() };
     let extras = Extras { score_softcap: Some(2.0), logit_softcap: Some(3.0), ..model().extras };
     let norms_both = ModelConfig { model_type: ModelType::Gemma2, extras, ..model() };
-    [model(), norms_outputs, norms_both]
+    let unrotated_layers = vec![];
+    let extras = Extras { logit_softcap: Some(3.0), local_rope_theta: Some(50.0), unrotated_layers, ..model().extras };
+    let two_bases = ModelConfig { model_type: ModelType::Gemma3Text, extras, ..model() };
+    [model(), norms_outputs, norms_both, two_bases]
 }
 
 fn programs(config: &ModelConfig, precision: DType) -> ProgramSet {

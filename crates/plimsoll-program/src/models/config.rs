@@ -9,7 +9,7 @@ pub use super::family::{Activation, ModelType, QkNorm};
 pub use super::rope::RopeScaling;
 use half::bf16;
 use plimsoll_core::{DType, Failure};
-use std::fmt;
+use std::{fmt, iter};
 
 /// The configuration of a decoder of any family: the content of its `config.json` as far as it
 /// determines the arithmetic. Sizes are in elements.
@@ -35,9 +35,9 @@ pub struct ModelConfig {
     pub tied: bool,
     /// Value added to the mean square in every RMS norm.
     pub norm_eps: f64,
-    /// Base of the rotary frequencies.
+    /// Base of the rotary frequencies. `extras` may have another one for layers with a window.
     pub rope_theta: f64,
-    /// Scaling of the rotary frequencies.
+    /// Scaling of the rotary frequencies with this base.
     pub rope_scaling: RopeScaling,
     /// Whether queries, keys and values have biases.
     pub qkv_bias: bool,
@@ -81,6 +81,21 @@ pub struct Extras {
     pub score_softcap: Option<f64>,
     /// Limit of logits in the same form; `None` for no limit.
     pub logit_softcap: Option<f64>,
+    /// Base of the rotary frequencies in layers with a window, which are not scaled then; `None` if all layers rotate
+    /// alike.
+    pub local_rope_theta: Option<f64>,
+}
+
+/// The rotation of queries and keys by their positions in a layer.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Rotation {
+    /// Base of the frequencies.
+    pub theta: f64,
+    /// Scaling of the frequencies.
+    pub scaling: RopeScaling,
+    /// Factor of rotated queries and of rotated keys. It has the effect of `attention_multiplier`: attention itself
+    /// multiplies their products by 1 / √head size.
+    pub amplitude: f64,
 }
 
 impl Default for Extras {
@@ -95,6 +110,7 @@ impl Default for Extras {
             logits_scaling: 1.0,
             score_softcap: None,
             logit_softcap: None,
+            local_rope_theta: None,
         }
     }
 }
@@ -237,16 +253,23 @@ impl ModelConfig {
         self.extras.window.filter(|_| !self.extras.full_layers.contains(&layer))
     }
 
-    /// Returns whether a layer rotates queries and keys by their positions.
-    pub fn rotates(&self, layer: u64) -> bool {
-        !self.extras.unrotated_layers.contains(&layer)
+    /// Returns the rotations of queries and keys: that of layers without a window, then that of layers with one if it differs.
+    pub fn rotations(&self) -> Vec<Rotation> {
+        let scores = self.extras.attention_multiplier.map_or(1.0, |factor| factor * (self.head_dim as f64).sqrt());
+        let rotation = |theta, scaling: RopeScaling| {
+            let amplitude = scaling.attention_factor() * scores.sqrt();
+            Rotation { theta, scaling, amplitude }
+        };
+        let first = rotation(self.rope_theta, self.rope_scaling);
+        let local = self.extras.local_rope_theta.filter(|_| self.extras.window.is_some());
+        let local = local.map(|theta| rotation(theta, RopeScaling::None)).filter(|local| *local != first);
+        iter::once(first).chain(local).collect()
     }
 
-    /// Returns the factor of rotated queries and of rotated keys. It has the effect of `attention_multiplier`: attention
-    /// itself multiplies their products by 1 / √head size.
-    pub fn rope_amplitude(&self) -> f64 {
-        let scores = self.extras.attention_multiplier.map_or(1.0, |factor| factor * (self.head_dim as f64).sqrt());
-        self.rope_scaling.attention_factor() * scores.sqrt()
+    /// Returns the index of a layer's rotation in [`ModelConfig::rotations`]; `None` if it does not rotate.
+    pub fn rotation_of(&self, layer: u64) -> Option<usize> {
+        let last = self.rotations().len() - 1;
+        (!self.extras.unrotated_layers.contains(&layer)).then(|| if self.window_of(layer).is_some() { last } else { 0 })
     }
 
     /// Returns the factor of the embedding's output in a run of this precision. A factor √hidden is rounded to the
@@ -316,7 +339,7 @@ impl ModelConfig {
             return Err(wrong("head_dim", self.head_dim, "an even number (its halves are rotated)"));
         }
         // transformers refuses such a model, even with an explicit head_dim.
-        let is_refused = matches!(self.model_type, ModelType::Llama | ModelType::Gemma2);
+        let is_refused = matches!(self.model_type, ModelType::Llama | ModelType::Gemma2 | ModelType::Gemma3Text);
         if is_refused && !self.hidden.is_multiple_of(self.heads) {
             return Err(wrong(
                 "hidden_size",
@@ -382,14 +405,22 @@ impl ModelConfig {
         if self.rope_scaling != RopeScaling::None && !self.model_type.scales_frequencies() {
             return Err(wrong("rope_scaling", format!("{:?}", self.rope_scaling), "null in this model family"));
         }
+        let (local, family_local) = (self.extras.local_rope_theta, self.model_type.family().local_rope_theta);
+        if local.is_some() != family_local.is_some() || !local.is_none_or(|theta| (1.0..=1e30).contains(&theta)) {
+            let expected = family_local.map_or("null in this model family", |_| "a number from 1 to 1e30");
+            return Err(wrong("rope_local_base_freq", format!("{local:?}"), expected));
+        }
         // A norm of an output hides a factor before it.
         let factor = self.extras.residual_multiplier;
         if self.model_type.norms_outputs() && factor != 1.0 {
             return Err(wrong("residual_multiplier", factor, "1 in this model family"));
         }
         let caps = [self.extras.score_softcap, self.extras.logit_softcap];
-        if !self.model_type.has_softcaps() && caps != [None; 2] {
-            return Err(wrong("final_logit_softcapping", format!("{caps:?}"), "null in this model family"));
+        if !self.model_type.caps_scores() && caps[0].is_some() {
+            return Err(wrong("attn_logit_softcapping", format!("{:?}", caps[0]), "null in this model family"));
+        }
+        if !self.model_type.caps_logits() && caps[1].is_some() {
+            return Err(wrong("final_logit_softcapping", format!("{:?}", caps[1]), "null in this model family"));
         }
         let sorted = |layers: &[u64]| layers.is_sorted() && layers.last().is_none_or(|last| *last < limit::LAYERS);
         for (key, layers) in

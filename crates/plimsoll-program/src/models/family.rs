@@ -23,8 +23,12 @@ pub enum ModelType {
     Granite,
     /// OLMo 2: norms of the outputs of attention and feed-forward part, and of all query and key heads together.
     Olmo2,
+    /// OLMo 3: as OLMo 2, with windows in most layers, where rotary frequencies are not scaled.
+    Olmo3,
     /// Gemma 2: norms of inputs and outputs with weights around zero, GeGLU, caps of scores and logits.
     Gemma2,
+    /// Gemma 3 without vision: as Gemma 2, with norms of query and key heads instead of caps, and two rotary bases.
+    Gemma3Text,
 }
 
 /// The extent of the RMS norms of queries and keys, which come before the rotation.
@@ -119,6 +123,8 @@ pub(super) struct Family {
     pub norm_eps: f64,
     /// Default of `rope_theta`.
     pub rope_theta: f64,
+    /// Default of the rotary base of layers with a window, which are never scaled; `None` if all layers rotate alike.
+    pub local_rope_theta: Option<f64>,
     /// Default of `max_position_embeddings`.
     pub max_positions: u64,
     /// Default of `num_key_value_heads`; `None` for as many as heads.
@@ -155,7 +161,7 @@ pub(super) enum Windows {
 }
 
 /// The table of all families.
-pub(super) static FAMILIES: [Family; 9] = [
+pub(super) static FAMILIES: [Family; 11] = [
     Family {
         model_type: ModelType::Llama,
         name: "llama",
@@ -173,6 +179,7 @@ pub(super) static FAMILIES: [Family; 9] = [
         tied: false,
         norm_eps: 1e-6,
         rope_theta: 1e4,
+        local_rope_theta: None,
         max_positions: 2048,
         kv_heads: None,
         head_dim: None,
@@ -196,6 +203,7 @@ pub(super) static FAMILIES: [Family; 9] = [
         tied: false,
         norm_eps: 1e-6,
         rope_theta: 1e4,
+        local_rope_theta: None,
         max_positions: 131_072,
         kv_heads: Some(8),
         head_dim: None,
@@ -219,6 +227,7 @@ pub(super) static FAMILIES: [Family; 9] = [
         tied: false,
         norm_eps: 1e-6,
         rope_theta: 1e4,
+        local_rope_theta: None,
         max_positions: 32_768,
         kv_heads: Some(32),
         head_dim: None,
@@ -242,6 +251,7 @@ pub(super) static FAMILIES: [Family; 9] = [
         tied: false,
         norm_eps: 1e-6,
         rope_theta: 1e4,
+        local_rope_theta: None,
         max_positions: 32_768,
         kv_heads: Some(32),
         head_dim: Some(128),
@@ -265,6 +275,7 @@ pub(super) static FAMILIES: [Family; 9] = [
         tied: false,
         norm_eps: 1e-5,
         rope_theta: 1e4,
+        local_rope_theta: None,
         max_positions: 4096,
         kv_heads: None,
         head_dim: None,
@@ -288,6 +299,7 @@ pub(super) static FAMILIES: [Family; 9] = [
         tied: true,
         norm_eps: 1e-6,
         rope_theta: 2e6,
+        local_rope_theta: None,
         max_positions: 32_768,
         kv_heads: Some(4),
         head_dim: None,
@@ -311,6 +323,7 @@ pub(super) static FAMILIES: [Family; 9] = [
         tied: false,
         norm_eps: 1e-6,
         rope_theta: 1e4,
+        local_rope_theta: None,
         max_positions: 2048,
         kv_heads: None,
         head_dim: None,
@@ -334,6 +347,31 @@ pub(super) static FAMILIES: [Family; 9] = [
         tied: false,
         norm_eps: 1e-5,
         rope_theta: 1e4,
+        local_rope_theta: None,
+        max_positions: 2048,
+        kv_heads: None,
+        head_dim: None,
+        bos: None,
+        eos: &[50_279],
+    },
+    Family {
+        model_type: ModelType::Olmo3,
+        name: "olmo3",
+        architecture: "Olmo3ForCausalLM",
+        qkv_bias: false,
+        has_bias_switches: false,
+        qk_norm: Some(QkNorm::AllHeads),
+        norms: LayerNorms::Outputs,
+        norm_offset: 0.0,
+        scales_embedding: false,
+        activation: Activation::Silu,
+        fuses_projections: false,
+        windows: Windows::Periodic { default: 4096, period: 4 },
+        scales_frequencies: true,
+        tied: false,
+        norm_eps: 1e-5,
+        rope_theta: 5e5,
+        local_rope_theta: Some(5e5),
         max_positions: 2048,
         kv_heads: None,
         head_dim: None,
@@ -357,7 +395,32 @@ pub(super) static FAMILIES: [Family; 9] = [
         tied: true,
         norm_eps: 1e-6,
         rope_theta: 1e4,
+        local_rope_theta: None,
         max_positions: 8192,
+        kv_heads: Some(4),
+        head_dim: Some(256),
+        bos: Some(2),
+        eos: &[1],
+    },
+    Family {
+        model_type: ModelType::Gemma3Text,
+        name: "gemma3_text",
+        architecture: "Gemma3ForCausalLM",
+        qkv_bias: false,
+        has_bias_switches: false,
+        qk_norm: Some(QkNorm::PerHead),
+        norms: LayerNorms::Both,
+        norm_offset: 1.0,
+        scales_embedding: true,
+        activation: Activation::GeluTanh,
+        fuses_projections: false,
+        windows: Windows::Periodic { default: 4096, period: 6 },
+        scales_frequencies: true,
+        tied: true,
+        norm_eps: 1e-6,
+        rope_theta: 1e6,
+        local_rope_theta: Some(1e4),
+        max_positions: 131_072,
         kv_heads: Some(4),
         head_dim: Some(256),
         bos: Some(2),
@@ -439,9 +502,14 @@ impl ModelType {
         self.family().activation
     }
 
-    /// Returns whether models of this family may cap attention scores and logits.
-    pub const fn has_softcaps(self) -> bool {
+    /// Returns whether models of this family may cap attention scores.
+    pub const fn caps_scores(self) -> bool {
         matches!(self, ModelType::Gemma2)
+    }
+
+    /// Returns whether models of this family may cap logits.
+    pub const fn caps_logits(self) -> bool {
+        matches!(self, ModelType::Gemma2 | ModelType::Gemma3Text)
     }
 }
 

@@ -7,12 +7,14 @@
 //! Defaults of absent keys are those of the configuration class in transformers 5 (`configuration_llama.py` and so on).
 //! Sizes that determine the shapes of weights have no default.
 
-use super::config::{Activation, ConfigError, Extras, ModelConfig, ModelType, RopeScaling, limit};
+use super::config::{Activation, ConfigError, Extras, ModelConfig, ModelType, limit};
 use super::family::{Family, Windows};
 use plimsoll_core::DType;
 use serde_json::{Map, Value, json};
 use std::cell::RefCell;
 use std::collections::BTreeSet;
+
+mod rope;
 
 /// Keys of `config.json` that do not change the arithmetic of training: names and versions, defaults of generation and
 /// of classifiers, and switches of what transformers returns or caches.
@@ -37,6 +39,7 @@ const INERT: &[&str] = &[
     "_attn_implementation",
     "_attn_implementation_autoset",
     "cache_implementation",
+    "_sliding_window_pattern",
     "attn_implementation",
     "pretraining_tp",
     "keys_to_ignore_at_inference",
@@ -188,7 +191,7 @@ impl ModelConfig {
             ("tie_word_embeddings", json!(self.tied)),
             ("rms_norm_eps", json!(self.norm_eps)),
             ("rope_theta", json!(self.rope_theta)),
-            ("rope_scaling", scaling_to_json(self.rope_scaling)),
+            ("rope_scaling", rope::scaling_to_json(self.rope_scaling)),
             ("max_position_embeddings", json!(self.max_positions)),
             ("initializer_range", json!(self.init_std)),
             ("bos_token_id", json!(self.bos)),
@@ -215,8 +218,8 @@ impl ModelConfig {
             switches.extend(self.extras.window.map(|_| ("layer_types", self.layer_types())));
         }
         if self.model_type == ModelType::SmolLm3 {
-            let switches_of_layers: Vec<u64> = (0..self.layers).map(|layer| u64::from(self.rotates(layer))).collect();
-            switches.push(("no_rope_layers", json!(switches_of_layers)));
+            let rotates = |layer| u64::from(self.rotation_of(layer).is_some());
+            switches.push(("no_rope_layers", (0..self.layers).map(rotates).collect()));
         }
         if self.model_type == ModelType::Granite {
             let Extras { embedding_multiplier, residual_multiplier, attention_multiplier, .. } = self.extras;
@@ -230,7 +233,8 @@ impl ModelConfig {
         if matches!(family.windows, Windows::Periodic { .. }) {
             switches.push(("layer_types", self.layer_types()));
         }
-        if self.model_type == ModelType::Gemma2 {
+        switches.extend(rope::local_to_json(self));
+        if self.model_type.caps_logits() {
             let query_scalar = self.extras.attention_multiplier.map_or(self.head_dim as f64, |scale| scale.powi(-2));
             switches.extend([
                 ("hidden_activation", json!(family.activation.name())),
@@ -266,37 +270,6 @@ fn dtype_name(dtype: DType) -> &'static str {
     }
 }
 
-fn scaling_to_json(scaling: RopeScaling) -> Value {
-    match scaling {
-        RopeScaling::None => Value::Null,
-        RopeScaling::Linear { factor } => json!({"rope_type": "linear", "factor": factor}),
-        RopeScaling::Dynamic { factor } => json!({"rope_type": "dynamic", "factor": factor}),
-        RopeScaling::Yarn {
-            factor,
-            beta_fast,
-            beta_slow,
-            original_max_position_embeddings,
-            truncate,
-            attention_factor,
-        } => json!({
-            "rope_type": "yarn",
-            "factor": factor,
-            "beta_fast": beta_fast,
-            "beta_slow": beta_slow,
-            "original_max_position_embeddings": original_max_position_embeddings,
-            "truncate": truncate,
-            "attention_factor": attention_factor,
-        }),
-        RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } => json!({
-            "rope_type": "llama3",
-            "factor": factor,
-            "low_freq_factor": low_freq_factor,
-            "high_freq_factor": high_freq_factor,
-            "original_max_position_embeddings": original_max_position_embeddings,
-        }),
-    }
-}
-
 fn read(keys: &Keys) -> Result<ModelConfig, ConfigError> {
     let model_type = read_type(keys)?;
     let family = model_type.family();
@@ -310,7 +283,8 @@ fn read(keys: &Keys) -> Result<ModelConfig, ConfigError> {
     let layers = keys.size("num_hidden_layers", limit::LAYERS)?;
     let max_positions = keys.whole("max_position_embeddings", limit::POSITIONS)?.unwrap_or(family.max_positions);
     let extras = read_extras(keys, family, layers, max_positions)?;
-    let (rope_theta, rope_scaling) = read_rope(keys, family, max_positions)?;
+    let frequencies = rope::read(keys, family, max_positions)?;
+    let extras = Extras { local_rope_theta: frequencies.local_theta, ..extras };
     Ok(ModelConfig {
         model_type,
         hidden,
@@ -322,8 +296,8 @@ fn read(keys: &Keys) -> Result<ModelConfig, ConfigError> {
         vocab: keys.size("vocab_size", limit::VOCAB)?,
         tied: keys.flag("tie_word_embeddings")?.unwrap_or(family.tied),
         norm_eps: keys.number("rms_norm_eps")?.unwrap_or(family.norm_eps),
-        rope_theta,
-        rope_scaling,
+        rope_theta: frequencies.theta,
+        rope_scaling: frequencies.scaling,
         qkv_bias: model_type.qkv_bias() || attention_bias,
         attention_out_bias: attention_bias,
         ffn_bias,
@@ -405,24 +379,30 @@ fn read_extras(keys: &Keys, family: &Family, layers: u64, max_positions: u64) ->
                 ..extras
             })
         }
-        ModelType::Gemma2 => read_gemma2(keys, extras),
+        ModelType::Gemma2 => read_gemma(keys, extras, [Some(50.0), Some(30.0)]),
+        ModelType::Gemma3Text => {
+            // transformers ignores this key.
+            keys.must_be_neutral("attn_logit_softcapping", &[])?;
+            read_gemma(keys, extras, [None; 2])
+        }
         _ => Ok(extras),
     }
 }
 
-/// Adds to `extras` what models of the family gemma2 have: the factor of attention scores, and caps of scores and logits.
-fn read_gemma2(keys: &Keys, extras: Extras) -> Result<Extras, ConfigError> {
+/// Adds to `extras` what Gemma models have: the factor of attention scores, and caps of scores and logits. `defaults` are
+/// the caps of absent keys.
+fn read_gemma(keys: &Keys, extras: Extras, defaults: [Option<f64>; 2]) -> Result<Extras, ConfigError> {
     keys.must_be_neutral("hidden_activation", &[json!(Activation::GeluTanh.name())])?;
     keys.must_be_neutral("use_bidirectional_attention", &[json!(false)])?;
     let query_scalar = keys.whole("query_pre_attn_scalar", QUERY_SCALAR_MAX)?.unwrap_or(256);
-    let cap = |key: &str, default: f64| {
-        let by_default = Some(default).filter(|_| keys.raw(key).is_none());
+    let cap = |key: &str, default: Option<f64>| {
+        let by_default = default.filter(|_| keys.raw(key).is_none());
         Ok::<_, ConfigError>(keys.number(key)?.or(by_default))
     };
     Ok(Extras {
         attention_multiplier: Some((query_scalar as f64).sqrt().recip()),
-        score_softcap: cap("attn_logit_softcapping", 50.0)?,
-        logit_softcap: cap("final_logit_softcapping", 30.0)?,
+        score_softcap: cap("attn_logit_softcapping", defaults[0])?,
+        logit_softcap: cap("final_logit_softcapping", defaults[1])?,
         ..extras
     })
 }
@@ -476,6 +456,9 @@ fn read_windows(
             (window.filter(|_| switched_on == Some(true)), rotated.collect())
         }
         Windows::Periodic { default, period } => {
+            let has_key = family.model_type == ModelType::Gemma3Text;
+            let listed = if has_key { keys.whole("sliding_window_pattern", limit::LAYERS)? } else { None };
+            let period = listed.unwrap_or(period);
             let full = (0..layers).filter(|layer| (layer + 1).is_multiple_of(period));
             (window.or(by_default(Some(default))), full.collect())
         }
@@ -511,98 +494,6 @@ fn read_full_layers(keys: &Keys, layers: u64) -> Result<Option<Vec<u64>>, Config
         return Err(keys.unsupported("layer_types", found, supported));
     };
     Ok(Some((0..layers).zip(list).filter(|(_, kind)| *kind == full).map(|(layer, _)| layer).collect()))
-}
-
-/// Reads base and scaling of the rotary frequencies from `rope_theta` and `rope_scaling` (transformers 4) or
-/// `rope_parameters` (5). Repeated values must agree. `max_positions` replaces a missing
-/// `original_max_position_embeddings`.
-fn read_rope(keys: &Keys, family: &Family, max_positions: u64) -> Result<(f64, RopeScaling), ConfigError> {
-    let mut thetas: Vec<(String, f64)> = Vec::new();
-    thetas.extend(keys.number("rope_theta")?.map(|theta| ("rope_theta".to_owned(), theta)));
-    let original = keys.whole("original_max_position_embeddings", limit::POSITIONS)?;
-    let mut scalings: Vec<(&str, RopeScaling)> = Vec::new();
-    for section in ["rope_scaling", "rope_parameters"] {
-        let Some(inner) = keys.section(section)? else { continue };
-        thetas.extend(inner.number("rope_theta")?.map(|theta| (format!("{section}.rope_theta"), theta)));
-        let scaling = read_scaling(&inner, original, max_positions)?;
-        if scaling != RopeScaling::None && !family.scales_frequencies {
-            return Err(keys.unsupported(section, &scaling_to_json(scaling), "null".to_owned()));
-        }
-        scalings.push((section, scaling));
-        keys.adopt(inner);
-    }
-    if let Some(pair) = thetas.windows(2).find(|pair| pair[0].1 != pair[1].1) {
-        return Err(contradiction(&pair[0].0, &json!(pair[0].1), &pair[1].0, &json!(pair[1].1)));
-    }
-    if let [(one, a), (other, b)] = scalings[..]
-        && a != b
-    {
-        return Err(contradiction(one, &scaling_to_json(a), other, &scaling_to_json(b)));
-    }
-    let theta = thetas.first().map_or(family.rope_theta, |(_, theta)| *theta);
-    let scaling = scalings.first().map_or(RopeScaling::None, |(_, scaling)| *scaling);
-    Ok((theta, scaling))
-}
-
-fn read_scaling(keys: &Keys, outer_original: Option<u64>, max_positions: u64) -> Result<RopeScaling, ConfigError> {
-    let (new, old) = (keys.text("rope_type")?, keys.text("type")?);
-    if let (Some(new), Some(old)) = (new, old)
-        && new != old
-    {
-        return Err(contradiction(&keys.path("rope_type"), &json!(new), &keys.path("type"), &json!(old)));
-    }
-    let key = if new.is_some() { "rope_type" } else { "type" };
-    let kind = new.or(old).unwrap_or("default");
-    keys.must_be_neutral("partial_rotary_factor", &[json!(1), json!(1.0)])?;
-    let original = keys.whole("original_max_position_embeddings", limit::POSITIONS)?;
-    let need = |key: &str| keys.number(key)?.ok_or_else(|| keys.missing(key, format!("a number (for {kind})")));
-    match kind {
-        "default" => {
-            keys.must_be_neutral("factor", &[json!(1), json!(1.0)])?;
-            Ok(RopeScaling::None)
-        }
-        "linear" => Ok(RopeScaling::Linear { factor: need("factor")? }),
-        "dynamic" => Ok(RopeScaling::Dynamic { factor: need("factor")? }),
-        "llama3" | "yarn" => {
-            if let (Some(inner), Some(outer)) = (original, outer_original)
-                && inner != outer
-            {
-                let key = "original_max_position_embeddings";
-                return Err(contradiction(&keys.path(key), &json!(inner), key, &json!(outer)));
-            }
-            let original_max_position_embeddings = original.or(outer_original).unwrap_or(max_positions);
-            if kind == "yarn" {
-                return read_yarn(keys, need("factor")?, original_max_position_embeddings);
-            }
-            Ok(RopeScaling::Llama3 {
-                factor: need("factor")?,
-                low_freq_factor: need("low_freq_factor")?,
-                high_freq_factor: need("high_freq_factor")?,
-                original_max_position_embeddings,
-            })
-        }
-        other => Err(keys.unsupported(key, &json!(other), "default, linear, dynamic, llama3, yarn".to_owned())),
-    }
-}
-
-/// Reads the settings of YaRN besides its factor and its original context. As in transformers, a factor of attention
-/// that is not given follows from `factor` and two optional coefficients.
-fn read_yarn(keys: &Keys, factor: f64, original_max_position_embeddings: u64) -> Result<RopeScaling, ConfigError> {
-    let non_zero = |key: &str| Ok::<_, ConfigError>(keys.number(key)?.filter(|number| *number != 0.0));
-    let grown = |coefficient: f64| if factor <= 1.0 { 1.0 } else { 0.1 * coefficient * factor.ln() + 1.0 };
-    let coefficients = (non_zero("mscale")?, non_zero("mscale_all_dim")?);
-    let by_factor = match coefficients {
-        (Some(part), Some(all)) => grown(part) / grown(all),
-        _ => grown(1.0),
-    };
-    Ok(RopeScaling::Yarn {
-        factor,
-        beta_fast: non_zero("beta_fast")?.unwrap_or(32.0),
-        beta_slow: non_zero("beta_slow")?.unwrap_or(1.0),
-        original_max_position_embeddings,
-        truncate: keys.flag("truncate")?.unwrap_or(true),
-        attention_factor: keys.number("attention_factor")?.unwrap_or(by_factor),
-    })
 }
 
 fn contradiction(key: &str, found: &Value, other: &str, other_found: &Value) -> ConfigError {

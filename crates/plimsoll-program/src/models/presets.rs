@@ -28,7 +28,7 @@ struct Row {
     query_scalar: u64,
 }
 
-use ModelType::{Gemma2, Llama, Mistral, Olmo2, Qwen2, Qwen3};
+use ModelType::{Gemma2, Gemma3Text, Llama, Mistral, Olmo2, Olmo3, Qwen2, Qwen3};
 
 const fn llama3(factor: f64) -> RopeScaling {
     RopeScaling::Llama3 { factor, low_freq_factor: 1.0, high_freq_factor: 4.0, original_max_position_embeddings: 8192 }
@@ -67,14 +67,34 @@ const fn row(
 
 const PLAIN: RopeScaling = RopeScaling::None;
 
+/// Scaling of the rotary frequencies of OLMo 3, in layers without a window.
+const OLMO3_SCALING: RopeScaling = RopeScaling::Yarn {
+    factor: 8.0,
+    beta_fast: 32.0,
+    beta_slow: 1.0,
+    original_max_position_embeddings: 8192,
+    truncate: true,
+    attention_factor: 1.207_944_154_167_983_6,
+};
+
 /// Returns the row of an OLMo 2 model. These models have no token that starts a document.
 const fn olmo2(name: &'static str, sizes: [u64; 7]) -> Row {
     Row { bos: None, ..row(name, Olmo2, sizes, false, (5e5, PLAIN, 1e-6), 4096, [0, 100_257]) }
 }
 
+/// Returns the row of an OLMo 3 model. These models have no token that starts a document.
+const fn olmo3(name: &'static str, sizes: [u64; 7]) -> Row {
+    Row { bos: None, ..row(name, Olmo3, sizes, false, (5e5, OLMO3_SCALING, 1e-6), 65_536, [0, 100_257]) }
+}
+
 /// Returns the row of a Gemma 2 model.
 const fn gemma2(name: &'static str, sizes: [u64; 7], query_scalar: u64) -> Row {
     Row { query_scalar, ..row(name, Gemma2, sizes, true, (1e4, PLAIN, 1e-6), 8192, [2, 1]) }
+}
+
+/// Returns the row of a Gemma 3 model without vision.
+const fn gemma3(name: &'static str, sizes: [u64; 7]) -> Row {
+    Row { query_scalar: 256, ..row(name, Gemma3Text, sizes, true, (1e6, PLAIN, 1e-6), 32_768, [2, 1]) }
 }
 
 impl Row {
@@ -89,6 +109,19 @@ impl Row {
                 logit_softcap: Some(30.0),
                 ..Extras::default()
             },
+            Olmo3 => Extras {
+                window: Some(4096),
+                full_layers: (3..self.layers).step_by(4).collect(),
+                local_rope_theta: Some(self.rope_theta),
+                ..Extras::default()
+            },
+            Gemma3Text => Extras {
+                window: Some(512),
+                full_layers: (5..self.layers).step_by(6).collect(),
+                attention_multiplier: Some((self.query_scalar as f64).sqrt().recip()),
+                local_rope_theta: Some(1e4),
+                ..Extras::default()
+            },
             _ => Extras::default(),
         }
     }
@@ -97,7 +130,7 @@ impl Row {
 /// The presets, ordered by family and size. Columns: name, type, [hidden, layers, heads, kv heads, head size,
 /// feed-forward, vocabulary], tied, (theta, scaling, eps), longest sequence, [bos, eos].
 #[rustfmt::skip]
-static ROWS: [Row; 23] = [
+static ROWS: [Row; 26] = [
     Row {
         init_std: 0.041_666_666_666_666_664,
         ..row("smollm2-135m", Llama, [576, 30, 9, 3, 64, 1536, 49152], true, (1e5, PLAIN, 1e-5), 8192, [0, 0])
@@ -121,9 +154,12 @@ static ROWS: [Row; 23] = [
     olmo2("olmo2-1b", [2048, 16, 16, 16, 128, 8192, 100_352]),
     olmo2("olmo2-7b", [4096, 32, 32, 32, 128, 11008, 100_352]),
     olmo2("olmo2-13b", [5120, 40, 40, 40, 128, 13824, 100_352]),
+    olmo3("olmo3-7b", [4096, 32, 32, 32, 128, 11008, 100_278]),
     gemma2("gemma2-2b", [2304, 26, 8, 4, 256, 9216, 256_000], 256),
     gemma2("gemma2-9b", [3584, 42, 16, 8, 256, 14336, 256_000], 256),
     gemma2("gemma2-27b", [4608, 46, 32, 16, 128, 36864, 256_000], 144),
+    gemma3("gemma3-270m", [640, 18, 4, 1, 256, 2048, 262_144]),
+    gemma3("gemma3-1b", [1152, 26, 4, 1, 256, 6912, 262_144]),
 ];
 
 /// Returns the configuration of the preset (published model shape) with this name, such as `llama-3.2-1b`, and `None`
@@ -223,9 +259,12 @@ mod tests {
             ("olmo2-1b", "1.485 B"),
             ("olmo2-7b", "7.299 B"),
             ("olmo2-13b", "13.716 B"),
+            ("olmo3-7b", "7.298 B"),
             ("gemma2-2b", "2.614 B"),
             ("gemma2-9b", "9.242 B"),
             ("gemma2-27b", "27.227 B"),
+            ("gemma3-270m", "268.1 M"),
+            ("gemma3-1b", "1.000 B"),
         ];
         assert_eq!(preset_names().collect::<Vec<_>>(), published.map(|(name, _)| name));
         for (name, printed) in published {

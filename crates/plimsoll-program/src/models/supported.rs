@@ -75,6 +75,6 @@ mod tests {
             }
         }
         refused.dedup();
-        assert_eq!(refused, [("gemma2-2b", 256), ("gemma2-9b", 256)]);
+        assert_eq!(refused, [("gemma2-2b", 256), ("gemma2-9b", 256), ("gemma3-270m", 256), ("gemma3-1b", 256)]);
     }
 }

@@ -312,7 +312,7 @@ mod tests {
     }
 
     /// The expected names come from `[name for name, _ in AutoModelForCausalLM.from_config(config).named_parameters()]`
-    /// of a one-layer qwen2, qwen3, olmo2 and gemma2 in transformers 5.23.
+    /// of a one-layer qwen2, qwen3, olmo2, gemma2 and gemma3_text in transformers 5.23.
     #[test]
     fn weight_order_matches_transformers() {
         let names = |preset_name: &str| {
@@ -345,6 +345,8 @@ mod tests {
         let norms = ["input", "post_attention", "pre_feedforward", "post_feedforward"];
         assert_eq!(gemma2[8..12], norms.map(|name| format!("{name}_layernorm.weight")));
         assert_eq!(gemma2.last().unwrap(), "model.norm.weight");
+        let gemma3 = names("gemma3-270m");
+        assert_eq!((&gemma3[4..7], &gemma3[10..14]), (&qwen3[4..7], &gemma2[8..12]));
         let olmo2 = names("olmo2-1b");
         assert_eq!(olmo2[4..7], qwen3[4..7]);
         assert_eq!(olmo2[10..12], ["post_attention_layernorm.weight", "post_feedforward_layernorm.weight"]);

@@ -85,7 +85,7 @@ pub(super) fn visit_accesses(op: &OpKind, visitor: &mut AccessVisitor) {
             visitor.write(*dqkv, rows * shape.columns());
             visitor.write_all(*workspace);
         }
-        OpKind::WindowStart { positions, document_start, out, rows, .. } => {
+        OpKind::ShiftPositions { positions, document_start, out, rows, .. } => {
             visitor.read(*positions, *rows);
             document_start.iter().for_each(|starts| visitor.read(*starts, *rows));
             visitor.write(*out, *rows);
@@ -182,7 +182,7 @@ pub(super) fn expect_types<'k>(op: &'k OpKind, types: &mut OperandTypes<'k>) {
                 .expect(real.wide(), [stats, workspace])
                 .expect(DType::I32, [document_start]);
         }
-        OpKind::WindowStart { positions, document_start, out, .. } => {
+        OpKind::ShiftPositions { positions, document_start, out, .. } => {
             types.expect(DType::I32, [positions, out]);
             if let Some(starts) = document_start {
                 types.expect(DType::I32, [starts]);

@@ -143,10 +143,10 @@ pub enum OpKind {
         shape: Heads,
         softcap: Option<f64>,
     },
-    /// First key that each token sees through a sliding window: `out[N]` = document_start + max(0, positions + 1 −
-    /// window), of integers. Without `document_start`, documents start at 0, as in generation. A window that exceeds
-    /// all positions then gives zeros.
-    WindowStart { positions: Operand, document_start: Option<Operand>, out: Operand, rows: u64, window: u64 },
+    /// Moves positions: `out[N]` = document_start + max(0, positions + shift), of integers. A shift of 1 − window gives
+    /// the first key that each token sees through a sliding window; one below all negated positions gives
+    /// `document_start`. Without `document_start`, documents start at 0, as in generation.
+    ShiftPositions { positions: Operand, document_start: Option<Operand>, out: Operand, rows: u64, shift: i32 },
     /// Attention of `rows` new tokens of each of `sequences` sequences over their key-value caches, to which the keys and
     /// values of the new tokens have been written. `keys` and `values` hold `slots` caches of `capacity` tokens one after
     /// another. `places[sequences · rows]` are the rows of the new tokens in them: slot · `capacity` + position. Those of
@@ -383,7 +383,7 @@ impl OpKind {
             OpKind::RopeTable { .. } => ("rope_table", Family::Attention),
             OpKind::Attention { .. } => ("attention", Family::Attention),
             OpKind::AttentionGrad { .. } => ("attention_grad", Family::Attention),
-            OpKind::WindowStart { .. } => ("window_start", Family::Attention),
+            OpKind::ShiftPositions { .. } => ("shift_positions", Family::Attention),
             OpKind::CachedAttention { .. } => ("cached_attention", Family::Attention),
             OpKind::AppendCache { .. } => ("append_cache", Family::Attention),
             OpKind::Glu { .. } => ("glu", Family::Elementwise),

@@ -93,7 +93,7 @@ macro_rules! operand_list {
             OpKind::AttentionGrad { qkv, out, dout, stats, document_start, dqkv, workspace, .. } => {
                 smallvec![qkv, out, dout, stats, document_start, dqkv, workspace]
             }
-            OpKind::WindowStart { positions, document_start, out, .. } => {
+            OpKind::ShiftPositions { positions, document_start, out, .. } => {
                 let mut list = smallvec![positions, out];
                 list.extend(document_start);
                 list

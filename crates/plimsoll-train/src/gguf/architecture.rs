@@ -69,9 +69,16 @@ pub const fn name_architecture(model_type: ModelType) -> &'static str {
         ModelType::Phi3 => "phi3",
         ModelType::SmolLm3 => "smollm3",
         ModelType::Granite => "granite",
-        ModelType::Olmo2 => "olmo2",
+        ModelType::Olmo2 | ModelType::Olmo3 => "olmo2",
         ModelType::Gemma2 => "gemma2",
+        ModelType::Gemma3Text => "gemma3",
     }
+}
+
+/// Returns whether files of this family are read and written. Names and numbers of the others are not known here: the files
+/// of Gemma models store 1 + weight of norms, those of OLMo 3 have windows.
+pub const fn has_form(model_type: ModelType) -> bool {
+    !matches!(model_type, ModelType::Olmo3 | ModelType::Gemma2 | ModelType::Gemma3Text)
 }
 
 /// Expresses a model with these weights as a file of type `file_type`.
@@ -182,9 +189,7 @@ fn part_without_form(config: &ModelConfig) -> Option<String> {
     let differs = config.extras.unrotated_layers != unrotated;
     // The norm of all query heads of `olmo2` is as wide as the model there.
     let is_wide = config.model_type == ModelType::Olmo2 && config.heads * config.head_dim != config.hidden;
-    // llama.cpp stores 1 + weight; names and numbers of these families are not known here.
-    let adds_one = config.model_type.norm_offset() != 0.0;
-    adds_one
+    (!has_form(config.model_type))
         .then(|| format!("`model_type` is {}", config.model_type))
         .or(scaling)
         .or_else(|| differs.then(|| "`no_rope_layers` are not every fourth layer".to_owned()))
@@ -283,7 +288,10 @@ mod tests {
         assert_eq!(settings(&smollm3, "smollm3").unwrap_err(), "`no_rope_layers` are not every fourth layer");
         smollm3.extras.unrotated_layers = (0..smollm3.layers).filter(|layer| layer % 4 == 3).collect();
         settings(&smollm3, "smollm3").unwrap();
-        assert_eq!(settings(&preset("gemma2-2b").unwrap(), "gemma2").unwrap_err(), "`model_type` is gemma2");
+        for (name, model_type) in [("gemma2-2b", "gemma2"), ("gemma3-1b", "gemma3_text"), ("olmo3-7b", "olmo3")] {
+            let refused = settings(&preset(name).unwrap(), "").unwrap_err();
+            assert_eq!(refused, format!("`model_type` is {model_type}"));
+        }
         let olmo2 = preset("olmo2-1b").unwrap();
         settings(&olmo2, "olmo2").unwrap();
         let wide = ModelConfig { head_dim: 2 * olmo2.head_dim, ..olmo2 };

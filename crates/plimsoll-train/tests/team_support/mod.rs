@@ -36,7 +36,7 @@ pub const SEQUENCE: u64 = 12;
 pub const STEPS: u64 = 4;
 
 /// Small models that each have a feature of their own: tied heads, biases, head norms, a separate head, norms of
-/// outputs, caps of scores and logits.
+/// outputs, caps of scores and logits, two rotary bases.
 pub fn models() -> Vec<ModelConfig> {
     let small = |name: &str, layers: u64| {
         let known = preset(name).expect("listed");
@@ -45,7 +45,9 @@ pub fn models() -> Vec<ModelConfig> {
     };
     let of_inputs =
         [small("smollm2-135m", 3), small("qwen2.5-7b", 2), small("qwen3-0.6b", 1), small("llama-3.1-8b", 2)];
-    of_inputs.into_iter().chain([small("olmo2-7b", 3), small("gemma2-2b", 2)]).collect()
+    let mut two_bases = small("gemma3-1b", 3);
+    two_bases.extras.full_layers = vec![1];
+    of_inputs.into_iter().chain([small("olmo2-7b", 3), small("gemma2-2b", 2), two_bases]).collect()
 }
 
 /// Returns a small model whose first layer does not rotate queries and keys. A backward pass of its first stage reads

@@ -13,9 +13,11 @@ pub const WORDS: [&str; 10] = ["sea", "ship", "sails", "hull", "the", "over", "w
 /// Returns `tokenizer.json` for a model of this family: each family has another kind of tokenizer.
 pub fn tokenizer(family: ModelType) -> Value {
     match family {
-        ModelType::Llama | ModelType::Phi3 | ModelType::Gemma2 => byte_fallback(),
+        ModelType::Llama | ModelType::Phi3 | ModelType::Gemma2 | ModelType::Gemma3Text => byte_fallback(),
         ModelType::Mistral => unigram(),
-        ModelType::Qwen2 | ModelType::SmolLm3 | ModelType::Granite | ModelType::Olmo2 => byte_level(),
+        ModelType::Qwen2 | ModelType::SmolLm3 | ModelType::Granite | ModelType::Olmo2 | ModelType::Olmo3 => {
+            byte_level()
+        }
         ModelType::Qwen3 => word_pieces(),
     }
 }

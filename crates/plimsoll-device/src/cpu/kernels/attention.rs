@@ -465,13 +465,12 @@ pub fn append_cache<T: Real>(shape: Heads, qkv: &[T], places: &[i32], keys: &mut
     }
 }
 
-/// Computes the first key that each token sees through a sliding window: `out[N]` = document_start + max(0, positions +
-/// 1 − window). Without `document_start`, all documents start at 0.
-pub fn window_start(positions: &[i32], document_start: Option<&[i32]>, window: u64, out: &mut [i32]) {
-    let window = i32::try_from(window).unwrap_or(i32::MAX);
-    for (row, (first, &position)) in out.iter_mut().zip(positions).enumerate() {
+/// Moves positions: `out[N]` = document_start + max(0, positions + shift). With a shift of 1 − window, this is the first
+/// key that each token sees through a sliding window. Without `document_start`, all documents start at 0.
+pub fn shift_positions(positions: &[i32], document_start: Option<&[i32]>, shift: i32, out: &mut [i32]) {
+    for (row, (moved, &position)) in out.iter_mut().zip(positions).enumerate() {
         let start = document_start.map_or(0, |starts| starts[row]);
-        *first = start + (position - window + 1).max(0);
+        *moved = start + (position + shift).max(0);
     }
 }
 

@@ -166,10 +166,10 @@ impl<T: Multiply> OpContext<'_, T> {
                 let table = self.write_wide(table, table_rows * head_dim);
                 kernels::rope_table(pool, *head_dim as usize, *theta, scaling, *amplitude, table);
             }
-            OpKind::WindowStart { positions, document_start, out, rows, window } => {
+            OpKind::ShiftPositions { positions, document_start, out, rows, shift } => {
                 let starts = document_start.as_ref().map(|starts| self.read_integers(starts, *rows));
                 let positions = self.read_integers(positions, *rows);
-                kernels::window_start(positions, starts, *window, self.write_integers(out, *rows));
+                kernels::shift_positions(positions, starts, *shift, self.write_integers(out, *rows));
             }
             OpKind::Attention { qkv, document_start, out, stats, workspace, batch, sequence, shape, softcap } => {
                 let rows = batch * sequence;

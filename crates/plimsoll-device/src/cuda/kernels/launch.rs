@@ -235,19 +235,19 @@ pub fn rope(
     [launch(unit(Family::Rope, real), "rope", rows, 256, arguments).with_grid_yz(pairs.div_ceil(2048), 1)]
 }
 
-/// Returns the launch that computes, for each row, the first key in a sliding window of `window` keys. The address
+/// Returns the launch that moves positions by `shift`, but not below 0, and adds the starts of documents. The address
 /// `document_start` is 0 if all documents start at 0.
-pub fn window_start(
+pub fn shift_positions(
     real: Real,
     positions: Address,
     document_start: Address,
     out: Address,
     rows: u64,
-    window: u64,
+    shift: i32,
 ) -> [Launch; 1] {
-    let window = window.min(i32::MAX as u64);
-    let arguments = vec![at(positions), at(document_start), at(out), n(rows), n(window)];
-    [launch(unit(Family::Rope, real), "window_start", rows.div_ceil(256), 256, arguments)]
+    let shift = Argument::U32(shift.cast_unsigned());
+    let arguments = vec![at(positions), at(document_start), at(out), n(rows), shift];
+    [launch(unit(Family::Rope, real), "shift_positions", rows.div_ceil(256), 256, arguments)]
 }
 
 /// Returns the launch that fills the f32 table of rotary positions. Row p holds the cosines of the `head_dim` / 2

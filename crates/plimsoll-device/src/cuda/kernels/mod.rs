@@ -145,7 +145,7 @@ impl Family {
                 include_str!("optimizer.cu"),
                 &["adamw", "adamw8", "sgd", "squared_norm", "squared_norm_sum", "clip_factor"],
             ),
-            Family::Rope => ("rope", include_str!("rope.cu"), &["rope", "rope_table", "window_start"]),
+            Family::Rope => ("rope", include_str!("rope.cu"), &["rope", "rope_table", "shift_positions"]),
             Family::Glu => ("glu", include_str!("glu.cu"), &["glu", "glu_grad"]),
             Family::TensorAttention => (
                 "attention_tensor",

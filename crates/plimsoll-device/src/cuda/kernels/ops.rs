@@ -96,9 +96,9 @@ fn attention_launches(kind: &OpKind, operands: &impl OperandLookup) -> Vec<Launc
         OpKind::RopeTable { table, table_rows, head_dim, theta, scaling, amplitude } => {
             launch::rope_table(real, at(table), *table_rows, *head_dim, *theta, *scaling, *amplitude).to_vec()
         }
-        OpKind::WindowStart { positions, document_start, out, rows, window } => {
+        OpKind::ShiftPositions { positions, document_start, out, rows, shift } => {
             let starts = document_start.as_ref().map_or(0, at);
-            launch::window_start(real, at(positions), starts, at(out), *rows, *window).to_vec()
+            launch::shift_positions(real, at(positions), starts, at(out), *rows, *shift).to_vec()
         }
         OpKind::Attention { qkv, document_start, out, stats, workspace: _, batch, sequence, shape, softcap } => {
             let [qkv, starts, out, stats] = [qkv, document_start, out, stats].map(at);

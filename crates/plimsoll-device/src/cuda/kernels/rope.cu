@@ -76,12 +76,12 @@ rope_table(float* table, u32 table_rows, u32 head_dim, float theta, u32 scaling,
     table[position * head_dim + half + i] = (float)sin((double)angle) * amplitude;
 }
 
-// out[N] = starts + max(0, positions + 1 − window): the first key that each token sees through a sliding window. Where
-// `starts` is null, all documents start at 0.
+// out[N] = starts + max(0, positions + shift). With a shift of 1 − window, this is the first key that each token sees through
+// a sliding window. Where `starts` is null, all documents start at 0.
 // Grid: ceil(N / 256). Block: 256. Shared memory: none.
 extern "C" __global__ void __launch_bounds__(256)
-window_start(const int* positions, const int* starts, int* out, u32 rows, u32 window) {
+shift_positions(const int* positions, const int* starts, int* out, u32 rows, u32 shift) {
     u32 row = blockIdx.x * 256 + threadIdx.x;
     if (row >= rows) return;
-    out[row] = (starts ? starts[row] : 0) + max(0, positions[row] - (int)window + 1);
+    out[row] = (starts ? starts[row] : 0) + max(0, positions[row] + (int)shift);
 }

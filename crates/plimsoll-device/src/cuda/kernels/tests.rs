@@ -34,7 +34,7 @@ fn launches_for(target: Target, real: Real, rows: u64, shape: Heads) -> Vec<Laun
     }
     all.extend(rope(real, 0, 0, 0, rows, shape, true));
     all.extend(rope_table(real, 0, 131_072, shape.head_dim, 1e6, RopeScaling::None, 1.0));
-    all.extend(launch::window_start(real, 0, 0, 0, rows, 4096));
+    all.extend(launch::shift_positions(real, 0, 0, 0, rows, 1 - 4096));
     for softcap in [None, Some(50.0)] {
         all.extend(launch::attention(real, target, [0; 4], 1, rows, shape, softcap));
         all.extend(attention_grad(real, target, [0; 5], [0; 2], 1, rows, shape, softcap));

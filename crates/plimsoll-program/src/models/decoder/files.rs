@@ -14,6 +14,7 @@ use super::backward::OptimizerTensor;
 use super::matrices::Projection;
 use super::{Decoder, Method, Optimizer, WeightSource, for_each_slot};
 use crate::builder::Builder;
+use crate::models::config::Rotation;
 use crate::models::weights::Parameter;
 use crate::op::{Op, OpKind, Queue};
 use crate::program::{Block, ProgramKind};
@@ -324,17 +325,16 @@ impl Decoder<'_> {
         for_each_slot(tensor, OpKind::Fill { into, value: 0.0, elements: tensor.elements() })
     }
 
+    /// Returns the block that fills the rotary table, for each rotation of the model one after another.
     fn rope_table_block(&self) -> Block {
-        let config = self.options.config;
-        let kind = OpKind::RopeTable {
-            table: Operand::whole(self.weights.rope_table),
-            table_rows: self.table_rows,
-            head_dim: config.head_dim,
-            theta: config.rope_theta,
-            scaling: config.rope_scaling,
-            amplitude: config.rope_amplitude(),
+        let (config, table_rows) = (self.options.config, self.table_rows);
+        let table = Operand::whole(self.weights.rope_table);
+        let fill = |(number, rotation): (i64, Rotation)| {
+            let Rotation { theta, scaling, amplitude } = rotation;
+            let table = table.starting_at(Index::fixed(number * (table_rows * config.head_dim) as i64));
+            OpKind::RopeTable { table, table_rows, head_dim: config.head_dim, theta, scaling, amplitude }.into()
         };
-        Block::once("rope_table", vec![kind.into()])
+        Block::once("rope_table", (0..).zip(config.rotations()).map(fill).collect())
     }
 
     pub(super) fn load(&mut self) {

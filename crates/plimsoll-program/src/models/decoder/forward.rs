@@ -102,7 +102,7 @@ impl Layer<'_, '_> {
     /// Appends all ops of a layer. Layer l reads slot l of the residual stream `hidden` and writes slot l + 1.
     fn write(&mut self, hidden: TensorId, inputs: &LayerInputs, attention: &mut AttentionOps) {
         use RecomputeLevel::{Attention, Block as WholeBlock, FeedForward, Norms};
-        let (rows, shape, table_rows) = (self.rows, self.decoder.shape, self.decoder.table_rows);
+        let (rows, shape) = (self.rows, self.decoder.shape);
         let (d, f) = (self.decoder.options.config.hidden, self.decoder.options.config.ffn);
         let Weights { attention_norm, attention_output_norm, ffn_norm, ffn_output_norm, .. } = self.decoder.weights;
         let Weights { qk_norms, rope_table, .. } = self.decoder.weights;
@@ -119,6 +119,7 @@ impl Layer<'_, '_> {
             Some(weights) => self.head_norm(product, weights, shape),
             None => product,
         };
+        let table_rows = self.decoder.builder.set.tensor(rope_table).shape[0];
         self.ops.push(
             OpKind::Rope {
                 qkv,

@@ -5,6 +5,7 @@
 //!
 //! - A sliding window moves the first key of a token up, as the start of its document does.
 //! - In layers without rotation, all tokens have position 0, whose rotation is none.
+//! - In layers with a rotation of their own, positions lie behind those of the other layers in the rotary table.
 
 use super::Decoder;
 use super::forward::Inputs;
@@ -12,8 +13,8 @@ use crate::op::{Op, OpKind};
 use crate::tensor::{Operand, TensorId};
 use plimsoll_core::{Category, DType};
 
-/// A window that no position exceeds.
-const UNBOUNDED: u64 = i32::MAX as u64;
+/// A shift that moves every position to 0.
+const TO_START: i32 = -i32::MAX;
 
 /// Operands of integers that a layer reads; the block's variable is the layer.
 pub(super) struct LayerInputs {
@@ -29,44 +30,55 @@ impl Decoder<'_> {
     /// Returns what the layers of a forward pass over `rows` tokens read, from the inputs of the host.
     pub(super) fn layer_inputs(&mut self, prefix: &str, rows: u64, inputs: &Inputs) -> LayerInputs {
         let (config, mut ops) = (self.options.config, Vec::new());
+        let layers = self.options.layers.clone();
         // A window that covers the longest sequence changes nothing.
-        let windows: Vec<u64> =
-            self.options.layers.clone().map(|layer| config.window_of(layer).unwrap_or(UNBOUNDED)).collect();
-        let hides_keys = windows.iter().any(|&window| window < self.table_rows);
+        let hides_keys =
+            layers.clone().any(|layer| config.window_of(layer).is_some_and(|window| window < self.table_rows));
         let starts = inputs.document_start.map(Operand::whole);
         let first_keys = if hides_keys {
-            Some(self.window_starts(&format!("{prefix}first_keys"), rows, inputs.positions, starts, &windows, &mut ops))
+            let to_window = |window: u64| i32::try_from(window).map_or(TO_START, |window| 1 - window);
+            let shifts: Vec<i32> =
+                layers.clone().map(|layer| config.window_of(layer).map_or(TO_START, to_window)).collect();
+            Some(self.shift_positions(
+                &format!("{prefix}first_keys"),
+                rows,
+                inputs.positions,
+                starts,
+                &shifts,
+                &mut ops,
+            ))
         } else {
             starts
         };
-        // A window of one token starts at the position itself.
-        let turns: Vec<u64> =
-            self.options.layers.clone().map(|layer| if config.rotates(layer) { 1 } else { UNBOUNDED }).collect();
-        let positions = if turns.iter().all(|&window| window == 1) {
+        let into_table = |number: usize| {
+            i32::try_from(number as u64 * self.table_rows).expect("rows of the rotary table are 32-bit numbers")
+        };
+        let shifts: Vec<i32> = layers.map(|layer| config.rotation_of(layer).map_or(TO_START, into_table)).collect();
+        let positions = if shifts.iter().all(|&shift| shift == 0) {
             Operand::whole(inputs.positions)
         } else {
-            self.window_starts(&format!("{prefix}layer_positions"), rows, inputs.positions, None, &turns, &mut ops)
+            self.shift_positions(&format!("{prefix}layer_positions"), rows, inputs.positions, None, &shifts, &mut ops)
         };
         LayerInputs { positions, first_keys, ops }
     }
 
-    /// Appends ops that compute the window starts for the window of each layer. Returns their operand, which has a slot
-    /// per layer if the windows differ.
-    fn window_starts(
+    /// Appends ops that move positions by the shift of each layer. Returns their operand, which has a slot per layer if
+    /// the shifts differ.
+    fn shift_positions(
         &mut self,
         name: &str,
         rows: u64,
         positions: TensorId,
         document_start: Option<Operand>,
-        windows: &[u64],
+        shifts: &[i32],
         ops: &mut Vec<Op>,
     ) -> Operand {
-        let all_equal = windows.iter().all(|window| *window == windows[0]);
-        let slots = if all_equal { 1 } else { windows.len() };
+        let all_equal = shifts.iter().all(|shift| *shift == shifts[0]);
+        let slots = if all_equal { 1 } else { shifts.len() };
         let id = self.builder.transient(name, &[rows], DType::I32, Category::Activation, slots as u32);
-        for (slot, &window) in windows[..slots].iter().enumerate() {
+        for (slot, &shift) in shifts[..slots].iter().enumerate() {
             let (positions, out) = (Operand::whole(positions), Operand::slot(id, slot as i64));
-            ops.push(OpKind::WindowStart { positions, document_start, out, rows, window }.into());
+            ops.push(OpKind::ShiftPositions { positions, document_start, out, rows, shift }.into());
         }
         if all_equal { Operand::whole(id) } else { Operand::layer(id, 0) }
     }

@@ -327,6 +327,7 @@ struct Decoder<'a> {
     scalars: TensorId,
     metrics: TensorId,
     shape: Heads,
+    /// Rows of the rotary table for each rotation of the model.
     table_rows: u64,
 }
 
@@ -373,7 +374,8 @@ impl<'a> Decoder<'a> {
         });
         let table_rows = options.sequence.max(options.generation.map_or(0, |g| g.capacity));
         let wide = options.precision.wide();
-        let rope_table = b.persistent("rope_table", &[table_rows, shape.head_dim], wide, Category::Weight, 1);
+        let all_rows = table_rows * config.rotations().len() as u64;
+        let rope_table = b.persistent("rope_table", &[all_rows, shape.head_dim], wide, Category::Weight, 1);
         let weights = Weights {
             embedding,
             attention_norm,

@@ -1,7 +1,7 @@
 //! Tests of `config.json` against the values that transformers reads from the same file.
 
 use super::*;
-use crate::models::{preset, preset_names};
+use crate::models::{RopeScaling, preset, preset_names};
 use proptest::prelude::*;
 
 /// The public configuration of Llama 3.2 1B, as transformers 4.45 wrote it.
@@ -198,6 +198,83 @@ fn gemma2_settings_are_read_and_written() {
     assert!(matches!(with("gemma2", json!({"final_logit_softcapping": 0})), Err(ConfigError::Wrong { .. })));
 }
 
+#[test]
+fn gemma3_settings_are_read_and_written() {
+    // Absent keys have the defaults of `Gemma3TextConfig`.
+    let mut map = small("gemma3_text");
+    map.insert("num_hidden_layers".to_owned(), json!(7));
+    map.shift_remove("sliding_window");
+    let config = ModelConfig::from_json(&Value::Object(map).to_string(), &[]).unwrap();
+    let extras = &config.extras;
+    assert_eq!((extras.window, &extras.full_layers[..]), (Some(4096), &[5][..]));
+    assert_eq!((extras.score_softcap, extras.logit_softcap), (None, None));
+    assert_eq!((config.rope_theta, extras.local_rope_theta), (1e6, Some(1e4)));
+    let linear = json!({"rope_type": "linear", "factor": 8.0});
+    let old = json!({
+        "num_hidden_layers": 3, "sliding_window_pattern": 2, "sliding_window": 7, "rope_theta": 5e5,
+        "rope_local_base_freq": 2e3, "rope_scaling": linear,
+    });
+    let new = json!({
+        "num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 7, "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 2e3},
+        },
+    });
+    let config = with("gemma3_text", old).unwrap();
+    assert_eq!(config.rope_scaling, RopeScaling::Linear { factor: 8.0 });
+    assert_eq!((config.rope_theta, config.extras.local_rope_theta), (5e5, Some(2e3)));
+    assert_eq!(with("gemma3_text", new).as_ref(), Ok(&config));
+    let written = config.to_json(None, DType::F32).to_string();
+    assert_eq!(ModelConfig::from_json(&written, &[]), Ok(config));
+    let scaled = json!({"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}});
+    let error = with("gemma3_text", scaled).unwrap_err().to_string();
+    assert!(error.starts_with("`rope_parameters.sliding_attention.rope_type`"), "{error}");
+    let contradictory = json!({
+        "rope_local_base_freq": 2e3, "rope_parameters": {"sliding_attention": {"rope_theta": 1e3}},
+    });
+    assert!(matches!(with("gemma3_text", contradictory), Err(ConfigError::Contradiction { .. })));
+    let unknown = json!({"rope_parameters": {"other": {}}});
+    assert_eq!(with("gemma3_text", unknown), Err(ConfigError::Unknown { keys: vec!["rope_parameters.other".into()] }));
+}
+
+/// The expected bases are those of `Olmo3Config` in transformers 5.23, which takes its default for layers with a window.
+#[test]
+fn olmo3_settings_are_read_and_written() {
+    let mut map = small("olmo3");
+    map.insert("num_hidden_layers".to_owned(), json!(9));
+    map.shift_remove("sliding_window");
+    let config = ModelConfig::from_json(&Value::Object(map.clone()).to_string(), &[]).unwrap();
+    assert_eq!((config.extras.window, &config.extras.full_layers[..]), (Some(4096), &[3, 7][..]));
+    assert_eq!((config.rope_theta, config.extras.local_rope_theta), (5e5, Some(5e5)));
+    // Without scaling, all layers rotate alike.
+    assert_eq!((config.rotations().len(), config.rotation_of(2), config.rotation_of(3)), (1, Some(0), Some(0)));
+
+    let yarn = json!({"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64});
+    map.insert("rope_scaling".to_owned(), yarn);
+    let config = ModelConfig::from_json(&Value::Object(map).to_string(), &[]).unwrap();
+    assert_eq!((config.rotation_of(2), config.rotation_of(3)), (Some(1), Some(0)));
+    let [full, local] = config.rotations()[..] else { panic!("{config:?}") };
+    assert_eq!((local.theta, local.scaling, local.amplitude), (5e5, RopeScaling::None, 1.0));
+    assert_eq!((full.theta, full.scaling), (5e5, config.rope_scaling));
+    assert!((full.amplitude - (1.0 + 0.1 * 8.0f64.ln())).abs() < 1e-12, "{full:?}");
+    assert_eq!(config.to_json(None, DType::F32).get("rope_parameters"), None);
+
+    let sections = |local: Value| {
+        let full = json!({"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4});
+        json!({"sliding_window": 7, "layer_types": ["full_attention", "sliding_attention"],
+            "rope_parameters": {"full_attention": full, "sliding_attention": local}})
+    };
+    let config = with("olmo3", sections(json!({"rope_type": "default", "rope_theta": 2e4}))).unwrap();
+    assert_eq!((config.rope_theta, config.extras.local_rope_theta), (1e4, Some(2e4)));
+    assert_eq!(config.rope_scaling, RopeScaling::Linear { factor: 2.0 });
+    let written = config.to_json(None, DType::F32).to_string();
+    assert_eq!(ModelConfig::from_json(&written, &[]), Ok(config));
+    assert_eq!(with("olmo3", sections(Value::Null)).unwrap().extras.local_rope_theta, Some(5e5));
+    let error = with("olmo3", json!({"rope_theta": 1e4})).unwrap_err().to_string();
+    assert!(error.starts_with("`rope_theta` is 10000.0"), "{error}");
+}
+
 /// The expected factors are those of `_compute_yarn_parameters` in transformers 5.23.
 #[test]
 fn yarn_settings_have_transformers_defaults() {
@@ -240,6 +317,7 @@ fn unsupported_arithmetic_is_refused_by_key() {
         ("granite", "attention_bias", json!(true)),
         ("gemma2", "hidden_activation", json!("silu")),
         ("gemma2", "hidden_act", json!("silu")),
+        ("gemma3_text", "attn_logit_softcapping", json!(50.0)),
         ("gemma2", "use_bidirectional_attention", json!(true)),
         ("olmo2", "attention_bias", json!(true)),
         ("phi3", "resid_pdrop", json!(0.1)),

@@ -28,8 +28,8 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use tokenizer::TokenizerFiles;
 
-/// Changes with the content of the files that are written to the cache.
-const CACHE_VERSION: u32 = 1;
+/// Changes with the content of the files that are written to the cache, and with the models that are refused.
+const CACHE_VERSION: u32 = 2;
 /// Name of the tensor with divisors of rotary frequencies.
 const ROPE_DIVISORS: &str = "rope_freqs.weight";
 

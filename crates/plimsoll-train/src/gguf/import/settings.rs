@@ -1,6 +1,6 @@
 //! The keys of a GGUF file as a `config.json`.
 
-use crate::gguf::architecture::{find_llama3_scaling, name_architecture};
+use crate::gguf::architecture::{find_llama3_scaling, has_form, name_architecture};
 use crate::gguf::file::GgufFile;
 use plimsoll_program::models::{ModelType, RopeScaling};
 use serde_json::{Map, Value, json};
@@ -63,9 +63,10 @@ impl<'a> Settings<'a> {
     fn of(file: &'a GgufFile) -> Result<Settings<'a>, String> {
         let architecture = file.keys.get("general.architecture").and_then(Value::as_str);
         let architecture = architecture.ok_or("`general.architecture` is missing")?;
-        let known = ModelType::ALL.iter().find(|model_type| name_architecture(**model_type) == architecture);
-        let model_type = *known.ok_or_else(|| {
-            let names: Vec<&str> = ModelType::ALL.iter().map(|model_type| name_architecture(*model_type)).collect();
+        let known: Vec<ModelType> = ModelType::ALL.into_iter().filter(|model_type| has_form(*model_type)).collect();
+        let found = known.iter().find(|model_type| name_architecture(**model_type) == architecture);
+        let model_type = *found.ok_or_else(|| {
+            let names: Vec<&str> = known.iter().map(|model_type| name_architecture(*model_type)).collect();
             format!("the architecture `{architecture}` is not supported; supported: {}", names.join(", "))
         })?;
         Ok(Settings { file, architecture, model_type })
@@ -176,6 +177,40 @@ impl<'a> Settings<'a> {
         if let Some((key, _)) = neutral.into_iter().find(changes) {
             return Err(format!("`{}.{key}` is not supported", self.architecture));
         }
+        // OLMo 3 has the architecture of OLMo 2, with windows.
+        let window = self.optional_whole("attention.sliding_window")?.filter(|window| *window > 0);
+        if window.is_some() && self.model_type != ModelType::Phi3 {
+            return Err(format!("`{}.attention.sliding_window` is not supported", self.architecture));
+        }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn families_without_form_are_refused_by_name() {
+        let file = |architecture: &str| GgufFile {
+            path: "x.gguf".into(),
+            file: std::fs::File::open("/dev/null").unwrap(),
+            keys: [
+                ("general.architecture".to_owned(), json!(architecture)),
+                (format!("{architecture}.attention.sliding_window"), json!(4096)),
+            ]
+            .into(),
+            tensors: [].into(),
+        };
+        for architecture in ["gemma2", "gemma3"] {
+            let error = read_settings(&file(architecture), &[]).unwrap_err();
+            assert!(error.starts_with(&format!("the architecture `{architecture}` is not supported")), "{error}");
+            assert!(error.ends_with("granite, olmo2"), "{error}");
+        }
+        let olmo3 = file("olmo2");
+        let refused = Settings::of(&olmo3).unwrap().refuse_parts(64).unwrap_err();
+        assert_eq!(refused, "`olmo2.attention.sliding_window` is not supported");
+        let phi3 = file("phi3");
+        assert_eq!(Settings::of(&phi3).unwrap().refuse_parts(64), Ok(()));
     }
 }

@@ -180,7 +180,7 @@ fn cached_attention_matches_full_attention() {
             for window in [total as u64, 1, 90] {
                 let positions: Vec<i32> = (0..total as i32).collect();
                 let mut first_keys = vec![0; total];
-                window_start(&positions, None, window, &mut first_keys);
+                shift_positions(&positions, None, 1 - window as i32, &mut first_keys);
                 compare_with_full_attention(shape, &qkv, &first_keys);
             }
         }
