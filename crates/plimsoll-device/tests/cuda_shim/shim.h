@@ -53,6 +53,7 @@ struct Fibre {
     unsigned long long what;  // the kind of exchange, which all lanes must agree on
     int vote;                 // at a barrier
     int at_work;              // inside shim functions; their own accesses are not recorded
+    bool parked;              // at the end of a body, from where it can begin another one
 };
 
 // An asynchronous copy in progress; zeros if there is no `from`.
@@ -87,17 +88,22 @@ struct Block {
     void (*body)(void*);
     void* closure;
     const char* error;
+    struct Touches* touches;  // in touches.h
 };
 static thread_local Block* block = nullptr;
 
-// Code without instrumentation of memory accesses.
+// Code without instrumentation of memory accesses: the shim's own, which runs between those of kernels.
+#define UNWATCHED_CODE __attribute__((no_sanitize("thread", "alignment")))
 #define UNWATCHED __attribute__((no_sanitize("thread", "alignment"), noinline))
+// The same, compiled into its callers, which must be such code, too.
+#define UNWATCHED_INLINE __attribute__((no_sanitize("thread", "alignment"), always_inline)) inline
 
 // Accesses inside shim functions are not recorded.
 struct AtWork {
     Fibre& fibre;
-    UNWATCHED AtWork() : fibre(block->fibres[block->current]) { fibre.at_work++; }
-    UNWATCHED ~AtWork() { fibre.at_work--; }
+    UNWATCHED_INLINE AtWork() : AtWork(block) {}
+    UNWATCHED_INLINE AtWork(Block* here) : fibre(here->fibres[here->current]) { fibre.at_work++; }
+    UNWATCHED_INLINE ~AtWork() { fibre.at_work--; }
 };
 
 enum Touch { READ, WRITE };
@@ -113,22 +119,27 @@ inline void coming(const void*, unsigned) {}
 inline void there(const void*, unsigned) {}
 #endif
 
-inline void wait(State state) {
+UNWATCHED_CODE inline void wait(State state) {
     Fibre& fibre = block->fibres[block->current];
     fibre.state = state;
     if (!_setjmp(fibre.place)) _longjmp(block->scheduler, 1);
 }
 
-inline void enter() {
-    block->body(block->closure);
-    if (!block->copies[block->current].empty()) block->error = "a thread ends before its copies";
-    block->fibres[block->current].state = DONE;
-    _longjmp(block->scheduler, 1);
+UNWATCHED_CODE inline void enter() {
+    for (;;) {
+        Fibre& fibre = block->fibres[block->current];
+        fibre.parked = false;
+        block->body(block->closure);
+        if (!block->copies[block->current].empty()) block->error = "a thread ends before its copies";
+        fibre.state = DONE;
+        fibre.parked = true;
+        if (!_setjmp(fibre.place)) _longjmp(block->scheduler, 1);
+    }
 }
 
-// Runs a fibre until it waits or ends. Starting on a new stack needs a context; continuing does not, which is much
+// Runs a fibre until it waits or ends. Starting on a new stack needs a context; going on there does not, which is much
 // faster.
-__attribute__((noinline)) inline void resume(unsigned index) {
+UNWATCHED inline void resume(unsigned index) {
     block->current = index;
     threadIdx = {index, 0, 0};
     if (_setjmp(block->scheduler)) {
@@ -137,7 +148,7 @@ __attribute__((noinline)) inline void resume(unsigned index) {
     }
     block->running = true;
     Fibre& fibre = block->fibres[index];
-    if (fibre.state != FRESH) _longjmp(fibre.place, 1);
+    if (fibre.state != FRESH || fibre.parked) _longjmp(fibre.place, 1);
     ucontext_t& context = block->contexts[index];
     getcontext(&context);
     context.uc_stack = {block->stacks + (size_t)index * STACK_BYTES, 0, STACK_BYTES};
@@ -146,7 +157,7 @@ __attribute__((noinline)) inline void resume(unsigned index) {
     setcontext(&context);
 }
 
-inline bool all_are(unsigned first, unsigned end, State state) {
+UNWATCHED_CODE inline bool all_are(unsigned first, unsigned end, State state) {
     for (unsigned i = first; i < end; i++)
         if (block->fibres[i].state != state) return false;
     return true;
@@ -156,7 +167,7 @@ inline bool all_are(unsigned first, unsigned end, State state) {
 constexpr unsigned long long SYNC_WARP = 5;
 
 // Resumes a warp once all its lanes wait in the same exchange.
-inline void release_warp(unsigned first) {
+UNWATCHED_CODE inline void release_warp(unsigned first) {
     if (!all_are(first, first + WARP, AT_WARP)) return;
     block->meetings++;
     if (block->fibres[first].what == SYNC_WARP) block->warp_barriers[first / WARP]++;
@@ -168,7 +179,7 @@ inline void release_warp(unsigned first) {
 }
 
 // Resumes a block once all its threads have reached the barrier.
-inline void release_block(unsigned threads) {
+UNWATCHED_CODE inline void release_block(unsigned threads) {
     if (!all_are(0, threads, AT_BARRIER)) return;
     block->barriers++;
     block->any = 0;
@@ -179,7 +190,7 @@ inline void release_block(unsigned threads) {
 }
 
 // Runs a warp as far as possible without the others. Returns whether it advanced.
-inline bool run_warp(unsigned first, bool reverse) {
+UNWATCHED_CODE inline bool run_warp(unsigned first, bool reverse) {
     bool progress = false;
     for (bool more = true; more && !block->error;) {
         more = false;
@@ -197,7 +208,7 @@ inline bool run_warp(unsigned first, bool reverse) {
 
 // Warps run one after the other, in order or in reverse, each as far ahead of the others as possible. A barrier or
 // exchange that not all threads reach leaves no runnable thread, which is an error even if hardware would tolerate it.
-inline void run_block(unsigned threads, bool reverse) {
+UNWATCHED_CODE inline void run_block(unsigned threads, bool reverse) {
     for (unsigned i = 0; i < threads; i++) {
         block->fibres[i].state = FRESH;
         block->fibres[i].at_work = 0;
@@ -218,11 +229,11 @@ static thread_local __align__(16) float shared[shim::SHARED_FLOATS + shim::CANAR
 
 namespace shim {
 
-inline void set_words(float* at, unsigned count, unsigned word) {
+UNWATCHED_CODE inline void set_words(float* at, unsigned count, unsigned word) {
     for (unsigned i = 0; i < count; i++) memcpy(at + i, &word, 4);
 }
 
-inline bool words_are(const float* at, unsigned count, unsigned word) {
+UNWATCHED_CODE inline bool words_are(const float* at, unsigned count, unsigned word) {
     for (unsigned i = 0; i < count; i++)
         if (memcmp(at + i, &word, 4) != 0) return false;
     return true;
@@ -230,7 +241,7 @@ inline bool words_are(const float* at, unsigned count, unsigned word) {
 
 static thread_local char said[300];
 
-template <class Call> int run_grid(const unsigned* grid, unsigned threads, unsigned shared_bytes, bool reverse, Call call) {
+template <class Call> UNWATCHED_CODE int run_grid(const unsigned* grid, unsigned threads, unsigned shared_bytes, bool reverse, Call call) {
     if (!block) {
         block = new Block();
         block->stacks = (char*)mmap(nullptr, (size_t)THREADS_MAX * STACK_BYTES, PROT_READ | PROT_WRITE,
@@ -246,7 +257,7 @@ template <class Call> int run_grid(const unsigned* grid, unsigned threads, unsig
     block->launches++;
     block->number = 0;
     block->copies_are_late = !reverse;
-    block->body = [](void* closure) { (*(Call*)closure)(); };
+    block->body = [](void* closure) UNWATCHED_CODE { (*(Call*)closure)(); };
     block->closure = &call;
     blockDim = {threads, 1, 1};
     gridDim = {grid[0], grid[1], grid[2]};
@@ -273,7 +284,7 @@ template <class Call> int run_grid(const unsigned* grid, unsigned threads, unsig
 template <class... A, size_t... I>
 int launch_with(void (*kernel)(A...), const unsigned* grid, unsigned threads, unsigned shared_bytes,
                 void* const* arguments, int reverse, std::index_sequence<I...>) {
-    return run_grid(grid, threads, shared_bytes, reverse != 0, [=] { kernel(*(A*)arguments[I]...); });
+    return run_grid(grid, threads, shared_bytes, reverse != 0, [=]() UNWATCHED_CODE { kernel(*(A*)arguments[I]...); });
 }
 
 template <class... A>
@@ -283,7 +294,7 @@ int launch(void (*kernel)(A...), const unsigned* grid, unsigned threads, unsigne
 }
 
 // Contributes `value` to the warp's exchange. Returns all lanes' values, valid until the next exchange.
-template <class T> const Gift* exchange(unsigned mask, T value, unsigned long long what) {
+template <class T> UNWATCHED_CODE const Gift* exchange(unsigned mask, T value, unsigned long long what) {
     static_assert(sizeof(T) <= sizeof(Gift), "more than a lane can give");
     AtWork at_work;
     if (mask != 0xffffffffu) block->error = "an exchange between some lanes only";
@@ -295,13 +306,13 @@ template <class T> const Gift* exchange(unsigned mask, T value, unsigned long lo
     return block->exchanged + threadIdx.x / WARP * WARP;
 }
 
-template <class T> T given(const Gift* all, unsigned lane) {
+template <class T> UNWATCHED_CODE T given(const Gift* all, unsigned lane) {
     T value;
     memcpy(&value, all + lane, sizeof(T));
     return value;
 }
 
-inline int barrier(int vote) {
+UNWATCHED_CODE inline int barrier(int vote) {
     AtWork at_work;
     block->fibres[block->current].vote = vote;
     wait(AT_BARRIER);

@@ -10,8 +10,12 @@
 
 #include <link.h>
 
+#include <iterator>
 #include <map>
 #include <unordered_map>
+
+// For closures, as UNWATCHED_INLINE.
+#define UNWATCHED_CALL __attribute__((no_sanitize("thread", "alignment"), always_inline))
 
 namespace shim {
 
@@ -23,17 +27,21 @@ struct Last {
     unsigned who, block, barriers, warp_barriers;
 };
 
-struct Byte {
+struct Record {
     Last write, read;
     unsigned comes_by;
 };
 
-inline unsigned warp_of(unsigned who) { return who == SEVERAL ? SEVERAL : who >= SEVERAL_OF ? who - SEVERAL_OF : (who - 1) / WARP; }
+UNWATCHED_INLINE unsigned warp_of(unsigned who) { return who == SEVERAL ? SEVERAL : who >= SEVERAL_OF ? who - SEVERAL_OF : (who - 1) / WARP; }
 
+// A page has a record for each 2^shift bytes, which all accesses of the launch so far touched together. At first these
+// are words.
 struct Page {
-    unsigned launches;
-    Byte bytes[PAGE_BYTES];
+    unsigned launches, shift;
+    Record records[PAGE_BYTES];
 };
+
+constexpr unsigned WORD_SHIFT = 2;
 
 struct Touches {
     std::unordered_map<unsigned long long, Page*> pages;
@@ -42,9 +50,10 @@ struct Touches {
     // Thread-local variables of the system thread, which hold shared memory.
     const char* local;
     size_t local_bytes;
+    // Bytes between guards, which were looked up last.
+    const char *open_begin, *open_end;
     char words[200];
 };
-static thread_local Touches* touches = nullptr;
 
 UNWATCHED static int find_local(dl_phdr_info* info, size_t, void* of) {
     Touches* touches = (Touches*)of;
@@ -59,19 +68,45 @@ UNWATCHED static int find_local(dl_phdr_info* info, size_t, void* of) {
     return 0;
 }
 
-UNWATCHED static Byte& byte_at(unsigned long long at) {
+// Returns a page, with the accesses of the present launch only.
+UNWATCHED static Page* find_page(Block* here, unsigned long long number) {
+    Page*& page = here->touches->pages[number];
+    if (!page) page = (Page*)calloc(1, sizeof(Page));
+    if (page->launches != here->launches) {
+        page->launches = here->launches;
+        page->shift = WORD_SHIFT;
+        memset(page->records, 0, sizeof(Record) * (PAGE_BYTES >> WORD_SHIFT));
+    }
+    here->touches->newest = page;
+    here->touches->newest_number = number;
+    return page;
+}
+
+// Makes the records of a page finer.
+UNWATCHED static void split(Page* page, unsigned shift) {
+    for (unsigned i = PAGE_BYTES >> shift; i-- > 0;) page->records[i] = page->records[i >> (page->shift - shift)];
+    page->shift = shift;
+}
+
+// Returns the page of an access. Its records are so fine that each lies inside or outside of the access.
+UNWATCHED_INLINE Page* page_of(Block* here, unsigned long long at, unsigned bytes) {
     unsigned long long number = at / PAGE_BYTES;
-    if (!touches->newest || touches->newest_number != number) {
-        Page*& page = touches->pages[number];
-        if (!page) page = (Page*)calloc(1, sizeof(Page));
-        touches->newest = page;
-        touches->newest_number = number;
+    Page* page = here->touches->newest;
+    bool is_newest = page && here->touches->newest_number == number && page->launches == here->launches;
+    if (!is_newest) page = find_page(here, number);
+    unsigned odd = (unsigned)at | bytes;
+    if (odd & ((1u << page->shift) - 1)) split(page, __builtin_ctz(odd));
+    return page;
+}
+
+// Calls a function with the address and the record of each part of an access.
+template <class Call> UNWATCHED_INLINE void for_records(Block* here, const char* first, unsigned bytes, Call call) {
+    for (unsigned i = 0; i < bytes;) {
+        unsigned long long at = (unsigned long long)first + i;
+        Page* page = page_of(here, at, bytes - i);
+        call(first + i, page->records[at % PAGE_BYTES >> page->shift]);
+        i += 1u << page->shift;
     }
-    if (touches->newest->launches != block->launches) {
-        memset(touches->newest, 0, sizeof(Page));
-        touches->newest->launches = block->launches;
-    }
-    return touches->newest->bytes[at % PAGE_BYTES];
 }
 
 UNWATCHED static void wrong(const char* what, const char* at, unsigned other) {
@@ -83,25 +118,29 @@ UNWATCHED static void wrong(const char* what, const char* at, unsigned other) {
     if (other >= SEVERAL_OF && other != SEVERAL) snprintf(whose, sizeof(whose), "several threads of warp %u", other - SEVERAL_OF);
     char where[40] = "not in the dynamic shared memory";
     if (is_shared) snprintf(where, sizeof(where), "shared memory, byte %ld", offset);
-    snprintf(touches->words, sizeof(touches->words), "thread %u %s of %s (%s)", block->current, what, whose, where);
-    block->error = touches->words;
+    char(&words)[200] = block->touches->words;
+    snprintf(words, sizeof(words), "thread %u %s of %s (%s)", block->current, what, whose, where);
+    block->error = words;
+}
+
+UNWATCHED static void find_touches(Block* here) {
+    here->touches = new Touches();
+    dl_iterate_phdr(find_local, here->touches);
+    if (!here->touches->local) abort();
 }
 
 // Whether threads can share this memory.
-UNWATCHED static bool is_watched(const char* at, bool& local) {
-    if (!touches) {
-        touches = new Touches();
-        dl_iterate_phdr(find_local, touches);
-        if (!touches->local) abort();
-    }
-    local = at >= touches->local && at < touches->local + touches->local_bytes;
-    bool on_stack = at >= block->stacks && at < block->stacks + (size_t)THREADS_MAX * STACK_BYTES;
-    bool is_ours = at >= (const char*)block && at < (const char*)(block + 1);
+UNWATCHED_INLINE bool is_watched(Block* here, const char* at, bool& local) {
+    if (!here->touches) find_touches(here);
+    const Touches& touches = *here->touches;
+    local = at >= touches.local && at < touches.local + touches.local_bytes;
+    bool on_stack = at >= here->stacks && at < here->stacks + (size_t)THREADS_MAX * STACK_BYTES;
+    bool is_ours = at >= (const char*)here && at < (const char*)(here + 1);
     return !on_stack && !is_ours;
 }
 
 // Whether the last access may be concurrent with the access `now`.
-UNWATCHED static bool is_unordered(const Last& last, const Last& now) {
+UNWATCHED_INLINE bool is_unordered(const Last& last, const Last& now) {
     if (last.who == NOBODY || last.who == now.who) return last.who != NOBODY && last.block != now.block;
     if (last.block != now.block) return true;
     bool same_warp = warp_of(last.who) == warp_of(now.who);
@@ -111,64 +150,91 @@ UNWATCHED static bool is_unordered(const Last& last, const Last& now) {
 // Guards by their end, with their beginning.
 static thread_local std::map<const char*, const char*>* guards = nullptr;
 
-// Whether any of these bytes is in a guard.
-UNWATCHED static bool is_guarded(const char* at, unsigned bytes) {
+UNWATCHED static bool find_guard(Touches& touches, const char* at, unsigned bytes) {
     if (!guards) return false;
     auto guard = guards->upper_bound(at);
-    return guard != guards->end() && at + bytes > guard->second;
+    if (guard != guards->end() && at + bytes > guard->second) return true;
+    touches.open_begin = guard == guards->begin() ? nullptr : std::prev(guard)->first;
+    touches.open_end = guard == guards->end() ? (const char*)-1 : guard->second;
+    return false;
 }
 
-UNWATCHED static void touch_byte(const char* at, bool local, Touch touch) {
-    Byte& byte = byte_at((unsigned long long)at);
-    unsigned warp = block->current / WARP;
-    Last now = {block->current + 1, block->number, block->barriers, block->warp_barriers[warp]};
+UNWATCHED static void forget_open() {
+    if (block && block->touches) block->touches->open_begin = block->touches->open_end = nullptr;
+}
+
+// Whether any of these bytes is in a guard.
+UNWATCHED_INLINE bool is_guarded(Touches& touches, const char* at, unsigned bytes) {
+    bool is_open = at >= touches.open_begin && at + bytes <= touches.open_end;
+    return !is_open && find_guard(touches, at, bytes);
+}
+
+// Records the access `now` to bytes with a common record.
+UNWATCHED_INLINE void touch_record(const char* at, Record& record, Last now, bool local, Touch touch) {
     // Every block has its own shared memory.
-    if (local && byte.write.block != now.block) byte.write.who = byte.comes_by = NOBODY;
-    if (local && byte.read.block != now.block) byte.read.who = NOBODY;
-    if (byte.comes_by) wrong("touches what still comes by a copy", at, byte.comes_by);
+    if (local && record.write.block != now.block) record.write.who = record.comes_by = NOBODY;
+    if (local && record.read.block != now.block) record.read.who = NOBODY;
+    if (record.comes_by) wrong("touches what still comes by a copy", at, record.comes_by);
     if (touch == READ) {
-        if (is_unordered(byte.write, now)) wrong("reads, with no barrier between, a byte", at, byte.write.who);
-        if (byte.read.who && byte.read.block != now.block) {
+        if (is_unordered(record.write, now)) wrong("reads, with no barrier between, a byte", at, record.write.who);
+        if (record.read.who && record.read.block != now.block) {
             // Reads by several blocks are never ordered.
-            byte.read.block = SEVERAL;
+            record.read.block = SEVERAL;
             return;
         }
-        if (is_unordered(byte.read, now)) now.who = warp_of(byte.read.who) == warp ? SEVERAL_OF + warp : SEVERAL;
-        byte.read = now;
+        if (is_unordered(record.read, now)) {
+            unsigned warp = warp_of(now.who);
+            now.who = warp_of(record.read.who) == warp ? SEVERAL_OF + warp : SEVERAL;
+        }
+        record.read = now;
         return;
     }
-    if (is_unordered(byte.write, now)) wrong("writes, with no barrier between, a byte", at, byte.write.who);
-    if (is_unordered(byte.read, now)) wrong("writes what was just read, a byte", at, byte.read.who);
-    byte.write = now;
+    if (is_unordered(record.write, now)) wrong("writes, with no barrier between, a byte", at, record.write.who);
+    if (is_unordered(record.read, now)) wrong("writes what was just read, a byte", at, record.read.who);
+    record.write = now;
+}
+
+UNWATCHED_INLINE void touch_bytes(Block* here, const char* first, unsigned bytes, Touch touch) {
+    // The containers of the standard library are instrumented.
+    AtWork at_work(here);
+    bool local = false;
+    if (!is_watched(here, first, local)) return;
+    if (!local && is_guarded(*here->touches, first, bytes) && !here->error) {
+        char(&words)[200] = here->touches->words;
+        snprintf(words, sizeof(words), "thread %u touches bytes outside a tensor", here->current);
+        here->error = words;
+    }
+    unsigned who = here->current + 1;
+    Last now = {who, here->number, here->barriers, here->warp_barriers[warp_of(who)]};
+    for_records(here, first, bytes, [&](const char* at, Record& record) UNWATCHED_CALL {
+        touch_record(at, record, now, local, touch);
+    });
 }
 
 UNWATCHED void touch(const void* at, unsigned bytes, Touch touch) {
-    if (!block || !block->running) return;
-    AtWork at_work;
-    bool local = false;
-    const char* first = (const char*)at;
-    if (!is_watched(first, local)) return;
-    if (!local && is_guarded(first, bytes) && !block->error) {
-        snprintf(touches->words, sizeof(touches->words), "thread %u touches bytes outside a tensor", block->current);
-        block->error = touches->words;
-    }
-    for (unsigned i = 0; i < bytes; i++) touch_byte(first + i, local, touch);
+    if (block && block->running) touch_bytes(block, (const char*)at, bytes, touch);
+}
+
+// Notes by which thread's copy bytes are still to come.
+UNWATCHED static void set_coming(const void* to, unsigned bytes, unsigned who) {
+    for_records(block, (const char*)to, bytes, [&](const char*, Record& record) UNWATCHED_CALL { record.comes_by = who; });
 }
 
 UNWATCHED void coming(const void* to, unsigned bytes) {
     touch(to, bytes, WRITE);
-    for (unsigned i = 0; i < bytes; i++) byte_at((unsigned long long)to + i).comes_by = block->current + 1;
+    set_coming(to, bytes, block->current + 1);
 }
 
 UNWATCHED void there(const void* to, unsigned bytes) {
-    for (unsigned i = 0; i < bytes; i++) byte_at((unsigned long long)to + i).comes_by = NOBODY;
+    set_coming(to, bytes, NOBODY);
     touch(to, bytes, WRITE);
 }
 
 // An access by the kernel itself.
-UNWATCHED static void access(const void* at, unsigned long bytes, Touch how) {
-    if (!block || !block->running || block->fibres[block->current].at_work) return;
-    touch(at, (unsigned)bytes, how);
+UNWATCHED_INLINE void access(const void* at, unsigned long bytes, Touch how) {
+    Block* here = block;
+    if (!here || !here->running || here->fibres[here->current].at_work) return;
+    touch_bytes(here, (const char*)at, (unsigned)bytes, how);
 }
 
 }  // namespace shim
@@ -194,9 +260,13 @@ UNWATCHED void __tsan_init() {}
 UNWATCHED void shim_no_guards() {
     if (!shim::guards) shim::guards = new std::map<const char*, const char*>();
     shim::guards->clear();
+    shim::forget_open();
 }
 
-UNWATCHED void shim_guard(const char* begin, const char* end) { (*shim::guards)[end] = begin; }
+UNWATCHED void shim_guard(const char* begin, const char* end) {
+    (*shim::guards)[end] = begin;
+    shim::forget_open();
+}
 
 // Called by -fsanitize=alignment: a pack at an address that a GPU would refuse.
 struct Where {
