@@ -190,7 +190,8 @@ fn extras(rng: &mut Rng, model_type: ModelType) -> Extras {
     let has_windows =
         !matches!(model_type, ModelType::Llama | ModelType::Granite | ModelType::Olmo2) && rng.chance(0.5);
     let in_all_layers = matches!(model_type, ModelType::Mistral | ModelType::Phi3);
-    let mut extras = Extras { window: has_windows.then(|| rng.log_range(1, 32)), ..Extras::default() };
+    let window = has_windows.then(|| rng.log_range(1, 32));
+    let mut extras = Extras { window, ..Extras::of_family(model_type) };
     if has_windows && !in_all_layers {
         extras.full_layers = vec![0];
     }
@@ -202,7 +203,7 @@ fn extras(rng: &mut Rng, model_type: ModelType) -> Extras {
         extras.score_softcap = (model_type.caps_scores() && rng.chance(0.7)).then_some(2.0);
         extras.logit_softcap = rng.chance(0.7).then_some(5.0);
     }
-    if matches!(model_type, ModelType::Gemma3Text | ModelType::Olmo3) {
+    if extras.local_rope_theta.is_some() {
         extras.local_rope_theta = Some(rng.pick(&[1e3, 5e5]));
     }
     if model_type == ModelType::Granite {

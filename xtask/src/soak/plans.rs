@@ -61,7 +61,7 @@ impl Size {
         config.kv_heads = rng.pick(&[1, 2, 4, 8]);
         config.heads = config.kv_heads * rng.pick(&[1, 2, 4]);
         config.rope_scaling = RopeScaling::None;
-        config.extras = Extras::default();
+        config.extras = Extras::of_family(config.model_type);
         config.init_std = 0.02;
         let (layers, sequence, sequences);
         match self {

@@ -271,7 +271,7 @@ pub fn config(model_type: ModelType, sizes: ModelSizes) -> ModelConfig {
         bos: None,
         eos: vec![0],
         init_std: 0.02,
-        extras: Extras::default(),
+        extras: Extras::of_family(model_type),
     }
 }
 

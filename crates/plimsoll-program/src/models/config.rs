@@ -98,6 +98,13 @@ pub struct Rotation {
     pub amplitude: f64,
 }
 
+impl Extras {
+    /// Returns the parts that every model of a family has, and none that only some of its models have.
+    pub fn of_family(model_type: ModelType) -> Extras {
+        Extras { local_rope_theta: model_type.family().local_rope_theta, ..Extras::default() }
+    }
+}
+
 impl Default for Extras {
     fn default() -> Extras {
         Extras {
