@@ -47,6 +47,18 @@ impl RepositoryCache {
         self.folder.join("blobs").join(checksum.digits())
     }
 
+    /// Returns the place of a file's bytes while they arrive. `huggingface_hub` uses the same name, so each program
+    /// continues what the other began.
+    pub(super) fn partial(&self, checksum: &Checksum) -> PathBuf {
+        self.folder.join("blobs").join(format!("{}.incomplete", checksum.digits()))
+    }
+
+    /// Returns the number of a file's bytes that are in the cache, if they are the first ones.
+    pub(super) fn present_bytes(&self, file: &RemoteFile) -> u64 {
+        let places = [self.blob(&file.checksum), self.partial(&file.checksum)];
+        places.iter().filter_map(|place| fs::metadata(place).ok()).map(|found| found.len()).max().unwrap_or(0)
+    }
+
     /// Returns whether a file of a commit is in the cache with its size.
     pub(super) fn has(&self, commit: &str, file: &RemoteFile) -> bool {
         let found = fs::metadata(self.snapshot(commit).join(&file.name));

@@ -11,7 +11,7 @@ use sha1::Sha1;
 use sha2::{Digest, Sha256};
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom, Write};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::thread;
 
 /// Bytes that are read at once.
@@ -80,8 +80,7 @@ impl Download<'_> {
             return Ok(Ending::Complete);
         }
         make_parent(&blob)?;
-        // The name that `huggingface_hub` uses: each continues what the other began.
-        let partial = PathBuf::from(format!("{}.incomplete", blob.display()));
+        let partial = self.cache.partial(&self.file.checksum);
         let resumes = fs::metadata(&partial).is_ok_and(|found| found.len() > 0);
         let found = match self.receive(&partial, observe)? {
             Ok(found) => found,

@@ -149,6 +149,18 @@ pub enum HubError {
         /// The reason.
         problem: String,
     },
+    /// The disk of the cache has too little space for the files.
+    #[error("{id}: {needed} are to be downloaded, and the disk of {cache} has {free} free")]
+    NoSpace {
+        /// The id.
+        id: Box<HubId>,
+        /// Folder of the cache.
+        cache: String,
+        /// Bytes of the files that are still to arrive.
+        needed: Bytes,
+        /// Free bytes of the disk.
+        free: Bytes,
+    },
     /// A download broke off repeatedly. The bytes that arrived stay in the cache.
     #[error("{id}: the download of {file} from {host} broke off after {received} of {size}: {reason}")]
     CutOff {
@@ -248,6 +260,9 @@ impl From<HubError> for Failure {
             HubError::TooManyRequests { .. } => failure.hint("wait and give the command again"),
             HubError::Status { status: 500.., .. } => failure.hint("the hub has a fault: give the command again later"),
             HubError::Status { .. } | HubError::BadReply { .. } => failure.hint("check HF_ENDPOINT"),
+            HubError::NoSpace { .. } => failure
+                .hint("free disk space; hf cache scan lists what the cache holds")
+                .hint("or keep the cache on another disk: HF_HOME=/path"),
             HubError::CutOff { .. } => failure.hint("give the command again: the download resumes where it broke off"),
             HubError::WrongChecksum { .. } => failure
                 .hint("the file was deleted: give the command again to download it anew")

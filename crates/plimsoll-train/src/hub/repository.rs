@@ -8,7 +8,8 @@ use super::id::{HubId, RepositoryKind, is_commit};
 use super::listing::{Checksum, Listing, RemoteFile};
 use super::settings::HubSettings;
 use crate::files::FilesError;
-use plimsoll_device::regular_file;
+use plimsoll_core::Bytes;
+use plimsoll_device::{disk, regular_file};
 use std::path::PathBuf;
 
 /// Something that the user should see while files are fetched.
@@ -157,8 +158,9 @@ impl<'a> Repository<'a> {
         if let (Some(reason), Some(file)) = (&self.offline_reason, files.first()) {
             return Err(self.not_cached(&file.name, reason));
         }
-        let total_bytes = files.iter().map(|file| file.bytes).sum();
-        let mut before = 0;
+        let total_bytes = files.iter().map(|file| file.bytes).fold(0, u64::saturating_add);
+        self.check_space(files)?;
+        let mut before: u64 = 0;
         for file in files {
             let prefix = self.kind.address_prefix();
             let name = percent_encoded(&file.name, true);
@@ -166,13 +168,26 @@ impl<'a> Repository<'a> {
             let host = host(&self.settings.endpoint);
             let download = Download { client: &self.client, cache: &self.cache, id: &self.id, file, path, host };
             let mut observe_file =
-                |bytes| observe(HubEvent::Progress { file: &file.name, done_bytes: before + bytes, total_bytes });
+                |bytes| observe(HubEvent::Progress { file: &file.name, done_bytes: before.saturating_add(bytes), total_bytes });
             if let Ending::Refused(refusal) = download.run(&mut observe_file)? {
                 return Err(self.refused(refusal, Some(&file.name)));
             }
-            before += file.bytes;
+            before = before.saturating_add(file.bytes);
         }
         Ok(())
+    }
+
+    /// Checks that the disk of the cache has space for what files still lack.
+    fn check_space(&self, files: &[&RemoteFile]) -> Result<(), HubError> {
+        let lacking = |file: &&RemoteFile| file.bytes.saturating_sub(self.cache.present_bytes(file));
+        let needed = Bytes(files.iter().map(lacking).fold(0, u64::saturating_add));
+        match disk::free(&self.cache.folder) {
+            Some(free) if free < needed => {
+                let cache = self.cache.folder.display().to_string();
+                Err(HubError::NoSpace { id: self.id.clone(), cache, needed, free })
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Returns the meaning of a refusal. `file` was requested; `None` for the description of the repository.

@@ -253,6 +253,18 @@ fn wrong_checksum_is_refused_and_deleted() {
 }
 
 #[test]
+fn files_larger_than_the_disk_are_not_begun() {
+    let hub = Hub::new();
+    hub.put_trained_model();
+    hub.server.state_bytes(MODEL, 1 << 60);
+    let refusal = hub.run(&[], &train(&[])).refusal(2);
+    let says = ["error: model.path: hub:acme/tiny: ", " GiB are to be downloaded, and the disk of ", "HF_HOME=/path"];
+    assert!(says.iter().all(|says| refusal.contains(says)), "{refusal}");
+    let requested = hub.requested_files();
+    assert!(!requested.iter().any(|file| file.ends_with(".safetensors")), "{requested:?}");
+}
+
+#[test]
 fn refused_access_is_explained() {
     let hub = Hub::new();
     let gated = "X-Error-Code: GatedRepo\r\nX-Error-Message: Access is restricted\r\n";
@@ -395,6 +407,22 @@ fn names_tell_the_use_of_data() {
         let refusal = report(train).stderr;
         assert!(refusal.starts_with("error: data.train: ") && refusal.contains(says), "{train}: {refusal}");
     }
+}
+
+#[test]
+fn init_takes_model_and_data_of_the_hub() {
+    let hub = Hub::new();
+    hub.put_trained_model();
+    let words = "init --yes --model hub:acme/tiny --data hub:acme/sums --devices virtual:a=300MiB@0.5 --sequence 32 \
+                 --batch-tokens 256 --steps 2 --run-dir first-run --out new.toml";
+    hub.succeed(&[], &words.split_whitespace().collect::<Vec<_>>());
+    let text = hub.workspace.read("new.toml");
+    let says = ["path = \"hub:acme/tiny\"", "\"hub:acme/sums\"", "tokens, 200 documents, 1 file"];
+    assert!(says.iter().all(|says| text.contains(says)), "{text}");
+    hub.succeed(&[], &["train", "new.toml", "--quiet"]);
+    assert_eq!(hub.workspace.json("first-run/result.json")["steps"], 2);
+    let refusal = hub.run(&[], &["init", "--yes", "--model", "hub:acme/tiny", "--data", "hub:acme/none"]).refusal(2);
+    assert!(refusal.contains("has no dataset `acme/none`"), "{refusal}");
 }
 
 #[test]

@@ -47,6 +47,8 @@ pub enum Fault {
 struct Repository {
     commit: String,
     files: BTreeMap<String, Vec<u8>>,
+    /// Size that the description states for large files, instead of their own.
+    stated_bytes: Option<u64>,
 }
 
 #[derive(Default)]
@@ -83,8 +85,13 @@ impl Server {
     /// Adds or replaces a repository, such as `models/acme/tiny`. The commit has this digit 40 times.
     pub fn put(&self, name: &str, digit: char, files: impl IntoIterator<Item = (String, Vec<u8>)>) {
         let commit = digit.to_string().repeat(40);
-        let repository = Repository { commit, files: files.into_iter().collect() };
+        let repository = Repository { commit, files: files.into_iter().collect(), stated_bytes: None };
         self.state.lock().unwrap().repositories.insert(name.to_owned(), repository);
+    }
+
+    /// Makes the description of a repository state another size for its large files.
+    pub fn state_bytes(&self, name: &str, bytes: u64) {
+        self.state.lock().unwrap().repositories.get_mut(name).unwrap().stated_bytes = Some(bytes);
     }
 
     /// Makes the next `count` requests whose path contains `part` fail.
@@ -153,10 +160,13 @@ fn description(repository: &Repository) -> Value {
         0..1024 => {
             json!({"rfilename": name, "size": bytes.len(), "blobId": checksum("git hash-object --stdin", bytes)})
         }
-        size => json!({
-            "rfilename": name, "size": size, "blobId": "0".repeat(40),
-            "lfs": {"sha256": checksum("sha256sum", bytes), "size": size, "pointerSize": 134},
-        }),
+        size => {
+            let size = repository.stated_bytes.unwrap_or(size as u64);
+            json!({
+                "rfilename": name, "size": size, "blobId": "0".repeat(40),
+                "lfs": {"sha256": checksum("sha256sum", bytes), "size": size, "pointerSize": 134},
+            })
+        }
     };
     let siblings: Vec<Value> = repository.files.iter().map(sibling).collect();
     json!({"id": "any", "sha": repository.commit, "gated": false, "siblings": siblings})

@@ -142,12 +142,14 @@ fn init_of(model: &str) -> Result<Init, Failure> {
     Ok(if has_weights { Init::Pretrained } else { Init::Random })
 }
 
-/// Recognizes the format of data files and counts their documents.
+/// Recognizes the format of data files and counts their documents. Fetches the files of hub ids.
 ///
 /// # Errors
-/// Data that cannot be read or have nothing to predict.
+/// Data that cannot be fetched or read, or have nothing to predict.
 pub fn inspect_data(data: &[String], vocab: Option<u64>) -> Result<DataSummary, Failure> {
-    let summary = inspect(data, vocab)?;
+    let settings = ["model.preset=1b".to_owned(), list_setting("data.train", data)];
+    let request = with_hub_files(RunConfig::from_settings(&settings)?.into(), HubNeed::Data, false)?;
+    let summary = inspect(&request.config.data.train, vocab)?;
     if summary.documents == 0 && summary.is_complete {
         return Err(Failure::input("the data have no document with something to predict")
             .hint("a document has two tokens or more"));

@@ -301,7 +301,7 @@ fn ask_data(model: &str) -> Result<String, Failure> {
     let model = model.to_owned();
     let check = move |text: &str| validation(check_data(&model, text));
     let question = Text::new("Training data?").with_validator(check);
-    question.with_help_message("a file, or a glob such as data/*.jsonl").prompt().map_err(failure)
+    question.with_help_message("a file, a glob such as data/*.jsonl, or hub:OWNER/NAME").prompt().map_err(failure)
 }
 
 /// Checks that data can be read, and that a model can be trained on them.
