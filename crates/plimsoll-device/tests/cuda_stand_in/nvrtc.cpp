@@ -54,12 +54,16 @@ std::string launchers(const std::string& source) {
     return text;
 }
 
-// Returns the folder of compiled units, next to this library.
+// Returns the folder of compiled units: PLIMSOLL_STAND_IN_UNITS, which several stand-ins may share, or one next to this
+// library.
 std::string folder() {
-    Dl_info info;
-    if (!dladdr((void*)&folder, &info)) stand_in::die("where is this library?");
-    std::string path = info.dli_fname;
-    std::string folder = path.substr(0, path.rfind('/')) + "/units";
+    std::string folder = stand_in::setting("UNITS", "");
+    if (folder.empty()) {
+        Dl_info info;
+        if (!dladdr((void*)&launchers, &info)) stand_in::die("where is this library?");
+        std::string path = info.dli_fname;
+        folder = path.substr(0, path.rfind('/')) + "/units";
+    }
     mkdir(folder.c_str(), 0777);
     return folder;
 }
