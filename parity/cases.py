@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from reference import IGNORED, Sample
 
@@ -259,6 +259,37 @@ def write_model(directory, case):
     size = sum(w.numel() * w.element_size() for w in weights.values())
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def vision_config_of(model_type):
+    """Returns the smallest image encoder that a model of this type takes."""
+    sizes = {"hidden_size": 16, "image_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1,
+             "patch_size": 4}
+    kinds = {"gemma3": "siglip_vision_model", "llava": "clip_vision_model", "mistral3": "pixtral"}
+    return {"model_type": kinds[model_type], **sizes}
+
+
+def write_whole_model(directory, case, text, model_type, prefix):
+    """Writes a model that takes images, with the text part in directory `text`. Names of its tensors get `prefix`, and
+    config.json leaves out defaults, as transformers 4 wrote both. Without a prefix, transformers 5 writes the directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = {"model_type": model_type, "text_config": json.loads((text / "config.json").read_text()),
+              "vision_config": vision_config_of(model_type), "tie_word_embeddings": case.tied}
+    if model_type == "gemma3":
+        config["mm_tokens_per_image"] = 4
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    weights = dict(AutoModelForCausalLM.from_pretrained(text).state_dict())
+    whole = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(directory))
+    in_whole = {name.replace("model.", "model.language_model.", 1): w for name, w in weights.items()}
+    _, unexpected = whole.load_state_dict(in_whole, strict=False)
+    assert not unexpected, unexpected
+    if prefix is None:
+        whole.save_pretrained(directory)
+        return
+    others = {name.removeprefix("model."): w for name, w in whole.state_dict().items() if name not in in_whole}
+    kept = {name: w for name, w in weights.items() if not (case.tied and name.startswith("lm_head"))}
+    save_file({prefix + name: w.contiguous() for name, w in kept.items()} | others, directory / "model.safetensors",
+              metadata={"format": "pt"})
 
 
 def write_case(directory, case, batch=4, training=20):

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForImageTextToText
 
 import adapters
 import cases
@@ -90,6 +91,15 @@ MODELS = [
     Case("olmo3-new-keys", "", "olmo3", 0, hidden=48, heads=4, kv_heads=4, head_dim=10, ffn=99, vocab=214, theta=500.0,
          scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, local_theta=100.0, spelling="new",
          shards=2, keys={"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 11}),
+]
+# Models that take images, too: `model_type`, the text part (by its name in MODELS), and the prefix of its tensors. Without a
+# prefix, transformers writes the directory.
+WHOLE_MODELS = [
+    ("gemma3", "gemma3", "language_model."),
+    ("gemma3", "gemma3-new-keys", None),
+    ("llava", "llama-tied-llama3", None),
+    ("llava", "qwen2", "language_model."),
+    ("mistral3", "mistral-window", None),
 ]
 SEQUENCE = 64
 READ_ONLY = [("llama-bf16", 0, "bfloat16"), ("qwen2-f16", 4, "float16")]  # name, model, dtype of the files
@@ -392,6 +402,39 @@ def check_adapters(report, plimsoll, directory, seed, models=None):
         report.guarded(case.name, check_adapter, plimsoll, here, Training(eps=1e-6), config)
 
 
+def check_text_part(report, name, plimsoll, whole, text):
+    """Checks a model with images: evaluation of its text part, and training, which writes a model of text alone."""
+    path = text / "uneven.jsonl"
+    samples = reference.read_samples(path)
+    with reference.arithmetic(torch.float64):
+        in_whole = AutoModelForImageTextToText.from_pretrained(whole, dtype=torch.float64, attn_implementation="eager")
+    expected = reference.evaluate(in_whole.eval(), samples)
+    report.within(f"{name} parts agree", relative(reference.evaluate(reference.load(text), samples)["loss"], expected["loss"]), 1e-9)
+    check_loss(report, name, plimsoll.evaluate(whole, path), expected)
+
+    training = Training(eps=1e-6)
+    data, run, run_file = text / "train.jsonl", whole / "run", whole / "run.toml"
+    run_file.write_text(run_file_of(training, WHOLE, whole, data, run))
+    plimsoll.train(run_file)
+    model = reference.load(text)
+    check_steps(report, name, run, reference.train(model, WHOLE.rows(reference.read_samples(data)), training))
+    written = reference.load(run / "model")  # as a model of text alone; refuses tensors too few or too many
+    report.equal(f"{name} written type", written.config.model_type, model.config.model_type)
+    check_loss(report, f"{name} written", reference.evaluate(written, samples), reference.evaluate(model, samples))
+
+
+def check_text_parts(report, plimsoll, directory, seed, models=None):
+    by_name = {case.name: case for case in MODELS}
+    for index, (model_type, name, prefix) in enumerate(WHOLE_MODELS if models is None else models):
+        # The whole model has no cap of logits.
+        keys = {key: value for key, value in by_name[name].keys.items() if key != "final_logit_softcapping"}
+        case = replace(by_name[name], seed=1000 * seed + 800 + index, keys=keys)
+        text, whole = (directory / f"{model_type}-{name}-{kind}" for kind in ("text", "whole"))
+        write_inputs(text, case, random.Random(case.seed))
+        cases.write_whole_model(whole, case, text, model_type, prefix)
+        report.guarded(f"{model_type}-{name}", check_text_part, plimsoll, whole, text)
+
+
 def write_inputs(directory, case, rng):
     cases.write_model(directory, case)
     write_tokenizer(directory, case.vocab)
@@ -442,6 +485,7 @@ def main():
         check_all(report, Plimsoll(binary), directory, arguments.seed)
         check_dtypes(report, Plimsoll(binary), directory, arguments.seed)
         check_adapters(report, Plimsoll(binary), directory, arguments.seed)
+        check_text_parts(report, Plimsoll(binary), directory, arguments.seed)
     print(f"{report.passed} passed, {report.failed} failed")
     return 1 if report.failed else 0
 

@@ -38,6 +38,8 @@ class StandIn(live.Plimsoll):
         return getattr(self, f"run_{command}")(*map(str, arguments))
 
     def load(self, directory, adapter=None):
+        if directory.endswith("-whole"):  # a model with images; its text part is beside it
+            directory = directory.removesuffix("-whole") + "-text"
         if adapter is None:
             return reference.load(directory, torch.float32)
         model = reference.load_adapter(directory, adapter, torch.float32)
@@ -145,6 +147,13 @@ class Live(unittest.TestCase):
         _, failed = outcome(StandIn("adapters not scaled"), live.ADAPTED[:1], live.check_adapters)
         for check in ("eval loss", "merged loss", "step loss"):
             self.assertTrue(any(check in line for line in failed), (check, failed))
+
+    def test_text_parts_pass_and_mistakes_fail(self):
+        report, failed = outcome(StandIn(), live.WHOLE_MODELS, live.check_text_parts)
+        self.assertEqual((failed, report.passed), ([], 11 * len(live.WHOLE_MODELS)))
+        for mistake, check in {"mean of means": "gemma3 loss", "tensor forgotten": "ValueError"}.items():
+            _, failed = outcome(StandIn(mistake), live.WHOLE_MODELS[:1], live.check_text_parts)
+            self.assertTrue(any(check in line for line in failed), (mistake, failed))
 
     def test_failing_binary_is_a_failed_check(self):
         with tempfile.TemporaryDirectory() as directory:

@@ -15,6 +15,9 @@ use std::cell::RefCell;
 use std::collections::BTreeSet;
 
 mod rope;
+mod text_part;
+
+pub use text_part::TextPart;
 
 /// Keys of `config.json` that do not change the arithmetic of training: names and versions, defaults of generation and
 /// of classifiers, and switches of what transformers returns or caches.
@@ -124,7 +127,7 @@ const QUERY_SCALAR_MAX: u64 = 1 << 20;
 const END_TOKENS_MAX: usize = 64;
 
 impl ModelConfig {
-    /// Reads the text of a `config.json`.
+    /// Reads the text of a `config.json`. Of a model with other parts, such as `gemma3`, reads the [`TextPart`].
     ///
     /// `ignore_keys` are keys that the user declares inert (`--ignore-config-key`); a key inside `rope_scaling` is
     /// `rope_scaling.KEY`.
@@ -137,11 +140,8 @@ impl ModelConfig {
         let Value::Object(map) = &root else {
             return Err(ConfigError::Json { message: format!("expected an object, found {}", shown(&root)) });
         };
-        let keys = Keys::new(map, "");
-        let config = read(&keys)?;
-        config.validate()?;
-        keys.finish(ignore_keys)?;
-        Ok(config)
+        let Some(text) = TextPart::find(map)? else { return read_whole(map, ignore_keys) };
+        read_whole(&text.config, ignore_keys).map_err(|error| text.locate(map, error))
     }
 
     /// Reads the end tokens from the text of a `generation_config.json`. If a model has this file, generation stops at
@@ -270,6 +270,15 @@ fn dtype_name(dtype: DType) -> &'static str {
     }
 }
 
+/// Reads all keys of a `config.json`, except those that `ignore_keys` names.
+fn read_whole(map: &Map<String, Value>, ignore_keys: &[String]) -> Result<ModelConfig, ConfigError> {
+    let keys = Keys::new(map, "");
+    let config = read(&keys)?;
+    config.validate()?;
+    keys.finish(ignore_keys)?;
+    Ok(config)
+}
+
 fn read(keys: &Keys) -> Result<ModelConfig, ConfigError> {
     let model_type = read_type(keys)?;
     let family = model_type.family();
@@ -326,7 +335,7 @@ fn read_biases(keys: &Keys, model_type: ModelType) -> Result<[bool; 2], ConfigEr
 }
 
 fn read_type(keys: &Keys) -> Result<ModelType, ConfigError> {
-    let supported = || ModelType::ALL.map(ModelType::name).join(", ");
+    let supported = || [&ModelType::ALL.map(ModelType::name)[..], &text_part::whole_names()].concat().join(", ");
     let name = keys.text("model_type")?.ok_or_else(|| keys.missing("model_type", supported()))?;
     ModelType::ALL
         .into_iter()

@@ -12,6 +12,7 @@ pub mod weights;
 
 pub use config::{ConfigError, Extras, ModelConfig};
 pub use family::{Activation, ModelType, QkNorm};
+pub use json::TextPart;
 pub use presets::{closest_preset, preset, preset_name, preset_names};
 pub use rope::RopeScaling;
 pub use supported::{CUDA_HEAD_DIM_MAX, Unsupported, check_supported};

@@ -22,7 +22,7 @@ pub use adapter_config::{AdapterConfig, AdapterConfigError, ModuleNames};
 pub use error::{FilesError, HeaderError};
 pub use generation_config::GenerationDefaults;
 pub(crate) use model_dir::SIDE_FILES;
-pub use model_dir::{ModelDir, ModelWeights, SideFiles, read_config, write_model_dir};
+pub use model_dir::{ModelDir, ModelWeights, OtherParts, ReadConfig, SideFiles, read_config, write_model_dir};
 pub use read::{TensorEntry, WeightFiles};
 pub use stored_blocks::StoredBlocks;
 pub use values::{FileSummary, has_non_finite};

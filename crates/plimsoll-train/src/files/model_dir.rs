@@ -4,11 +4,11 @@ use super::atomic;
 use super::error::{FilesError, NO_DIRECTORY};
 use super::read::{TensorEntry, WeightFiles, is_rotary_frequency, read_small};
 use super::write::{StoredTensor, WeightWriter, pretty_json};
-use plimsoll_core::{Bytes, DType};
+use plimsoll_core::{Bytes, DType, format_count};
 use plimsoll_device::regular_file;
 use plimsoll_program::models::decoder::WeightSource;
-use plimsoll_program::models::{ConfigError, ModelConfig, Parameter};
-use serde_json::{Value, json};
+use plimsoll_program::models::{ConfigError, ModelConfig, Parameter, TextPart};
+use serde_json::{Map, Value, json};
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -51,12 +51,35 @@ pub struct ModelDir {
     pub path: PathBuf,
     /// The model's configuration.
     pub config: ModelConfig,
-    /// The parsed `config.json`, with the keys that Plimsoll does not use. A saved model keeps them.
+    /// The parsed `config.json`, with the keys that Plimsoll does not use. A saved model keeps them. Of a model with other
+    /// parts, the text part's.
     pub raw_config: Value,
+    /// The parts of the model that are left out; `None` if the model is of text alone.
+    pub other_parts: Option<OtherParts>,
     /// The weights; `None` if the directory holds only a configuration.
     pub weights: Option<ModelWeights>,
     /// Path of `tokenizer.json`; `None` if there is none.
     pub tokenizer_path: Option<PathBuf>,
+}
+
+/// The parts of a model besides that of text, such as an image encoder.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OtherParts {
+    /// `model_type` of the whole model, such as `gemma3`.
+    pub whole: String,
+    /// Number of tensors of these parts in the weight files.
+    pub tensors: usize,
+}
+
+/// A parsed `config.json`.
+#[derive(Debug)]
+pub struct ReadConfig {
+    /// The model's configuration.
+    pub config: ModelConfig,
+    /// The JSON itself. Of a model with other parts, the text part's.
+    pub raw: Value,
+    /// `model_type` of the whole model if it has other parts.
+    pub whole: Option<String>,
 }
 
 /// The open weight files of a model, with the place of each parameter. They match a configuration: every parameter
@@ -88,18 +111,21 @@ impl ModelWeights {
     }
 }
 
-/// Reads a `config.json` without weights. Returns the model's configuration and the parsed JSON. Keys that Plimsoll
-/// does not know are errors, unless `ignore_keys` names them.
+/// Reads a `config.json` without weights. Keys that Plimsoll does not know are errors, unless `ignore_keys` names them.
 ///
 /// # Errors
 /// A file that cannot be read, or that does not configure a model that Plimsoll supports.
-pub fn read_config(path: &Path, ignore_keys: &[String]) -> Result<(ModelConfig, Value), FilesError> {
+pub fn read_config(path: &Path, ignore_keys: &[String]) -> Result<ReadConfig, FilesError> {
     let invalid = |source| FilesError::Config { path: path.to_owned(), source: Box::new(source) };
     let text = String::from_utf8(read_small(path, MAX_CONFIG_BYTES)?)
         .map_err(|_| invalid(ConfigError::Json { message: "it is not UTF-8".into() }))?;
     let config = ModelConfig::from_json(&text, ignore_keys).map_err(invalid)?;
-    let raw = serde_json::from_str(&text).map_err(|e| invalid(ConfigError::Json { message: e.to_string() }))?;
-    Ok((config, raw))
+    let raw: Map<String, Value> =
+        serde_json::from_str(&text).map_err(|e| invalid(ConfigError::Json { message: e.to_string() }))?;
+    Ok(match TextPart::find(&raw).map_err(invalid)? {
+        Some(TextPart { whole, config: raw }) => ReadConfig { config, raw: Value::Object(raw), whole: Some(whole) },
+        None => ReadConfig { config, raw: Value::Object(raw), whole: None },
+    })
 }
 
 /// Returns the end tokens in the `generation_config.json` of a directory, and `None` if it has no such file.
@@ -128,16 +154,28 @@ impl ModelDir {
             let problem = if is_file_name { "no such file" } else { NO_DIRECTORY };
             return Err(FilesError::BadPath { path: path.to_owned(), problem });
         }
-        let (mut config, raw_config) = read_config(&path.join("config.json"), ignore_keys)?;
+        let ReadConfig { mut config, raw: raw_config, whole } = read_config(&path.join("config.json"), ignore_keys)?;
         if let Some(end_tokens) = read_generation_end_tokens(path)? {
             config.eos = end_tokens;
         }
-        let weights = match WeightFiles::open(path)? {
-            Some(files) => Some(match_weights(path, &config, files)?),
-            None => None,
+        let mut files = WeightFiles::open(path)?;
+        let other_parts = match (whole, &mut files) {
+            (Some(whole), Some(files)) => Some(OtherParts { whole, tensors: files.rename(name_in_text_part)? }),
+            (whole, _) => whole.map(|whole| OtherParts { whole, tensors: 0 }),
         };
+        let weights = files.map(|files| match_weights(path, &config, files)).transpose()?;
         let tokenizer_path = Some(path.join("tokenizer.json")).filter(|file| file.is_file());
-        Ok(ModelDir { path: path.to_owned(), config, raw_config, weights, tokenizer_path })
+        Ok(ModelDir { path: path.to_owned(), config, raw_config, other_parts, weights, tokenizer_path })
+    }
+
+    /// Returns a note if tensors of other parts of the model are left out, else `None`.
+    pub fn other_parts_note(&self) -> Option<String> {
+        let OtherParts { whole, tensors } = self.other_parts.as_ref().filter(|parts| parts.tensors > 0)?;
+        let (path, model_type) = (self.path.display(), self.config.model_type);
+        let tensors = format_count(*tensors as u64, "tensor");
+        Some(format!(
+            "{path}: the text part of a {whole} model is a {model_type} model; {tensors} of other parts are left out"
+        ))
     }
 
     /// Returns the weights; their absence is an error.
@@ -151,6 +189,16 @@ impl ModelDir {
             FilesError::NoWeights { dir: self.path.clone(), other }
         })
     }
+}
+
+/// Returns the name that a tensor of the text part of a larger model has in a model of text alone. Returns `None` for tensors
+/// of other parts. transformers has used both prefixes.
+fn name_in_text_part(name: &str) -> Option<String> {
+    if name == HEAD {
+        return Some(name.to_owned());
+    }
+    let newer = name.strip_prefix("model.language_model.").map(|rest| format!("model.{rest}"));
+    newer.or_else(|| name.strip_prefix("language_model.").map(str::to_owned))
 }
 
 /// Finds every parameter of `config` in `files`, and refuses missing or unexpected tensors.

@@ -9,6 +9,7 @@ use safetensors::Dtype;
 use serde::{Deserialize, Deserializer};
 use std::collections::BTreeMap;
 use std::fs::{self, File};
+use std::mem;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
@@ -158,6 +159,27 @@ impl WeightFiles {
             (name, TensorEntry { dtype, shape, file: file_index, begin: data + begin, bytes, blocks: None })
         };
         Ok(tensors.into_iter().map(entry).collect())
+    }
+
+    /// Renames all tensors, and leaves out those for which `rename` returns `None`. Returns the number left out.
+    ///
+    /// # Errors
+    /// Two tensors get the same name.
+    pub(super) fn rename(&mut self, rename: impl Fn(&str) -> Option<String>) -> Result<usize, FilesError> {
+        let (mut excluded, mut renamed) = (0, BTreeMap::new());
+        for (name, entry) in mem::take(&mut self.entries) {
+            let Some(name) = rename(&name) else {
+                excluded += 1;
+                continue;
+            };
+            let second = entry.file;
+            if let Some(first) = renamed.insert(name.clone(), entry) {
+                let [first, second] = [first.file, second].map(|file| self.paths[file].clone());
+                return Err(FilesError::Duplicate { name, first, second });
+            }
+        }
+        self.entries = renamed;
+        Ok(excluded)
     }
 
     /// Returns the paths of the files. [`TensorEntry::file`] is an index into them.

@@ -223,6 +223,53 @@ fn alternative_names_of_transformers_are_accepted() {
     assert_eq!((&*weights.parameters[0].0.hf_name, weights.parameters.len()), ("model.embed_tokens.weight", 20));
 }
 
+/// Writes a model with images whose text part is `config`, and whose tensors are renamed by `rename`.
+fn whole_model(config: &ModelConfig, rename: impl Fn(&str) -> String) -> tempfile::TempDir {
+    let dir = model_with(config, |tensors| {
+        tensors.iter_mut().for_each(|tensor| tensor.name = rename(&tensor.name));
+        tensors.push(stored("vision_tower.patch_embedding.weight", DType::F32, &[3, 2]));
+        tensors.push(stored("multi_modal_projector.linear_1.weight", DType::I32, &[8, 3]));
+    });
+    let root = json!({"model_type": "llava", "text_config": config.to_json(None, DType::F32), "vision_config": {}});
+    fs::write(dir.path().join("config.json"), root.to_string()).unwrap();
+    dir
+}
+
+#[test]
+fn text_part_opens_without_other_tensors() {
+    let config = tiny(false);
+    let older = |name: &str| format!("language_model.{name}");
+    let newer = |name: &str| name.replace("model.", "model.language_model.");
+    for rename in [&older as &dyn Fn(&str) -> String, &newer] {
+        let dir = whole_model(&config, rename);
+        let model = ModelDir::open(dir.path(), &[]).unwrap();
+        assert_eq!(model.config, config);
+        let weights = model.require_weights().unwrap();
+        for (parameter, entry) in &weights.parameters {
+            let mut found = vec![0; entry.bytes as usize];
+            weights.files.read_at(entry, 0, &mut found).unwrap();
+            assert_eq!(found, content(&rename(&parameter.hf_name), entry.bytes), "{}", parameter.hf_name);
+        }
+        let note = model.other_parts_note().unwrap();
+        let expected = ": the text part of a llava model is a llama model; 2 tensors of other parts are left out";
+        assert!(note.ends_with(expected), "{note}");
+        assert_eq!(model.raw_config["model_type"], "llama");
+    }
+    let text_alone = model_with(&config, |_| ());
+    assert_eq!(ModelDir::open(text_alone.path(), &[]).unwrap().other_parts_note(), None);
+    let superfluous = whole_model(&config, |name| older(name).replace("layers.1.mlp.up_proj", "layers.2.mlp.up_proj"));
+    assert_eq!(
+        refusal(superfluous.path()),
+        "DIR: the weights do not match config.json: missing `model.layers.1.mlp.up_proj.weight`; unexpected \
+         `model.layers.2.mlp.up_proj.weight`"
+    );
+    let twice = whole_model(&config, |name| match name {
+        "model.norm.weight" => "model.language_model.embed_tokens.weight".to_owned(),
+        name => older(name),
+    });
+    assert!(refusal(twice.path()).starts_with("tensor `model.embed_tokens.weight` is in both "));
+}
+
 #[test]
 fn generation_config_decides_end_tokens() {
     let config = tiny(false);

@@ -47,9 +47,10 @@ impl MergedModel {
         Ok(MergedModel { model, adapter, threads: Cpu::read().threads_for(None)? })
     }
 
-    /// Returns a note if the adapters name no base model, else `None`.
-    pub fn note(&self) -> Option<String> {
-        self.adapter.as_ref().and_then(AdapterDir::unknown_base_note)
+    /// Returns notes: other parts of the model that are left out, and adapters that name no base model.
+    pub fn notes(&self) -> Vec<String> {
+        let unknown_base = self.adapter.as_ref().and_then(AdapterDir::unknown_base_note);
+        self.model.other_parts_note().into_iter().chain(unknown_base).collect()
     }
 
     /// Returns the chat template that comes with the adapters; `None` if that of the model applies.

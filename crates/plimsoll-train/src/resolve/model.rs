@@ -173,7 +173,7 @@ impl Model {
                 .hint("download it with plimsoll plan --model, and name its folder in the cache"));
         }
         if path.is_file() && path.extension().is_none_or(|extension| extension != "gguf") {
-            let (shape, _) = read_config(path, &config.model.ignore_config_keys)?;
+            let shape = read_config(path, &config.model.ignore_config_keys)?.config;
             return Ok(model(shape, None));
         }
         let dir = open_directory_or_file(path, &config.model.ignore_config_keys)?;
@@ -183,6 +183,11 @@ impl Model {
     /// Returns the model's directory; `None` for a preset or a single `config.json`.
     pub fn folder(&self) -> Option<&Path> {
         self.dir.as_ref().map(|dir| &*dir.path)
+    }
+
+    /// Returns a note if the run reads the text part of a larger model, and leaves out its other tensors.
+    pub fn other_parts_note(&self) -> Option<String> {
+        self.dir.as_ref().and_then(ModelDir::other_parts_note)
     }
 
     /// Returns the path of `tokenizer.json`; `None` if the model has none.

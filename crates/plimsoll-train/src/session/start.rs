@@ -193,6 +193,7 @@ impl Run {
         warnings.extend(self.prepared.run.unsaved_base_warning().filter(|_| self.saves));
         warnings.extend(self.prepared.run.unused_budget_note());
         warnings.extend(self.prepared.run.remote.missing_notes());
+        warnings.extend(self.prepared.resolved.model.other_parts_note());
         warnings.extend(self.prepared.resolved.fallback.as_ref().map(ToString::to_string));
         let control = ControlSocket::listen(&folder)
             .map_err(|error| {

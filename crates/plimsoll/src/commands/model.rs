@@ -38,9 +38,12 @@ pub fn eval(args: &EvalArgs) -> Result<Exit, Failure> {
     Ok(Exit::Done)
 }
 
-/// Prints a note if the adapters name no base model, and another if the CPU replaces an accelerator on which the model
-/// does not fit.
+/// Prints a note if other parts of the model are left out, one if the adapters name no base model, and one if the CPU
+/// replaces an accelerator on which the model does not fit.
 pub fn print_notes(resolved: &Resolved) {
+    if let Some(note) = resolved.model.other_parts_note() {
+        output::print_note(&note);
+    }
     if let Some(note) = resolved.model.adapter.as_ref().and_then(AdapterDir::unknown_base_note) {
         output::print_note(&note);
     }

@@ -13,7 +13,9 @@ mod settings;
 mod tokenizer;
 
 use crate::block_types::BlockType;
-use crate::files::{FilesError, ModelDir, ModelWeights, StoredBlocks, TensorEntry, WeightFiles, atomic, read_config};
+use crate::files::{
+    FilesError, ModelDir, ModelWeights, ReadConfig, StoredBlocks, TensorEntry, WeightFiles, atomic, read_config,
+};
 use crate::gguf::architecture::{is_rotated, name_architecture, name_tensor, rotates_neighbours};
 use crate::gguf::error::GgufError;
 use crate::gguf::file::{GgufFile, StoredTensor};
@@ -60,14 +62,14 @@ fn open_model(path: &Path, ignore_keys: &[String]) -> Result<ModelDir, GgufError
     if !config_path.is_file() {
         write_folder(&file, &folder).map_err(|error| error.at(path))?;
     }
-    let (mut config, raw_config) = read_config(&config_path, ignore_keys)?;
+    let ReadConfig { mut config, raw: raw_config, .. } = read_config(&config_path, ignore_keys)?;
     config.eos = settings::end_tokens(&file);
     let entries = match_tensors(&file, &config).map_err(refuse)?;
     let tokenizer_path = Some(folder.join("tokenizer.json")).filter(|file| file.is_file());
     let by_name = entries.iter().map(|(parameter, entry)| (parameter.hf_name.clone(), entry.clone())).collect();
     let files = WeightFiles::of_file(file.path, file.file, by_name);
     let weights = Some(ModelWeights { files, parameters: entries });
-    Ok(ModelDir { path: folder, config, raw_config, weights, tokenizer_path })
+    Ok(ModelDir { path: folder, config, raw_config, other_parts: None, weights, tokenizer_path })
 }
 
 /// Returns the folder in the cache for the small files of a model. Its name changes with the file.

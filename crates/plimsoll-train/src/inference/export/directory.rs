@@ -72,7 +72,7 @@ pub fn export_directory(request: &DirectoryRequest, observe: Observer) -> Result
         directory: request.out.clone(),
         bytes: Bytes(total_bytes),
         predicted_peak_bytes: Bytes(merged.stream_bytes()? + 2 * STAGING_BYTES),
-        notes: merged.note().into_iter().collect(),
+        notes: merged.notes(),
     })
 }
 

@@ -104,7 +104,7 @@ pub fn export_gguf(request: &GgufRequest, observe: Observer) -> Result<ExportedF
         template: template.as_deref(),
     };
     let ExpressedTokenizer { metadata: tokens, kind, pre, mut notes } = folder.express(&tokenizer_request)?;
-    notes.splice(..0, merged.note().into_iter().chain(note));
+    notes.splice(..0, merged.notes().into_iter().chain(note));
     let stops = folder.token_texts(&config.eos);
     let defaults = GenerationDefaults::read(&merged.model.path)?;
     drop(folder);
