@@ -16,7 +16,7 @@ from reference import IGNORED, Sample
 
 ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "phi3": "Phi3",
                  "smollm3": "SmolLM3", "granite": "Granite", "olmo2": "Olmo2", "olmo3": "Olmo3", "gemma2": "Gemma2",
-                 "gemma3_text": "Gemma3"}
+                 "gemma3_text": "Gemma3", "ministral3": "Ministral3"}
 
 END = 2  # the end token; samples hold tokens from 3 on
 
@@ -108,6 +108,10 @@ CASES = [
          theta=100.0, scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 4.0},
          local_theta=40.0, eps=1e-3, spelling="new",
          keys={"sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"]}),
+    Case("ministral3", "scaling yarn, and queries that grow at positions 8 and 16", "ministral3", 222,
+         hidden=20, heads=4, kv_heads=2, head_dim=6, ffn=27, vocab=57, theta=100.0,
+         scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 4.0, "mscale": 1.0,
+                  "mscale_all_dim": 1.0}, keys={"llama_4_scaling_beta": 0.5}),
 ]
 
 
@@ -162,6 +166,7 @@ def config_of(case):
                         "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "pad_token_id": None,
                         "use_bidirectional_attention": False},
         "olmo3": {"attention_bias": False, "pad_token_id": None},
+        "ministral3": {"pad_token_id": None, "sliding_window": None},
     }[case.model_type]
     if case.local_theta is not None:
         config |= (
@@ -177,9 +182,19 @@ def local_rotation(**settings):
     return {"rope_parameters": {"full_attention": {"rope_type": "default"}, "sliding_attention": settings}}
 
 
+def in_rope_parameters(config, original):
+    """Returns the config.json of a ministral3 from one with flat keys, which transformers does not read in this type."""
+    scaling = config.pop("rope_scaling") or {"rope_type": "default", "original_max_position_embeddings": original}
+    flat = {key: config.pop(key) for key in ("rope_theta", "llama_4_scaling_beta")}
+    return config | {"rope_parameters": scaling | flat}
+
+
 def write_config(directory, case, **changed):
     """Writes config.json in the case's spelling, with some keys changed (old spelling)."""
-    (directory / "config.json").write_text(json.dumps(config_of(case) | changed, indent=2, sort_keys=True) + "\n")
+    config = config_of(case) | changed
+    if case.model_type == "ministral3":
+        config = in_rope_parameters(config, case.scaling["original_max_position_embeddings"])
+    (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     if case.spelling == "new":
         AutoConfig.from_pretrained(directory).save_pretrained(directory)
 

@@ -91,6 +91,12 @@ MODELS = [
     Case("olmo3-new-keys", "", "olmo3", 0, hidden=48, heads=4, kv_heads=4, head_dim=10, ffn=99, vocab=214, theta=500.0,
          scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, local_theta=100.0, spelling="new",
          shards=2, keys={"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 11}),
+    Case("ministral3", "", "ministral3", 0, hidden=60, layers=3, heads=6, kv_heads=2, head_dim=16, ffn=110, vocab=229,
+         theta=500.0, scaling={"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8, "mscale": 1.0,
+                               "mscale_all_dim": 1.0}, keys={"llama_4_scaling_beta": 0.4}),
+    Case("ministral3-window", "", "ministral3", 0, hidden=48, heads=4, kv_heads=4, head_dim=10, ffn=99, vocab=214, tied=True,
+         theta=500.0, scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}, spelling="new",
+         shards=2, keys={"llama_4_scaling_beta": 0.8, "sliding_window": 11}),
 ]
 # Models that take images, too: `model_type`, the text part (by its name in MODELS), and the prefix of its tensors. Without a
 # prefix, transformers writes the directory.
@@ -100,6 +106,7 @@ WHOLE_MODELS = [
     ("llava", "llama-tied-llama3", None),
     ("llava", "qwen2", "language_model."),
     ("mistral3", "mistral-window", None),
+    ("mistral3", "ministral3", None),
 ]
 SEQUENCE = 64
 READ_ONLY = [("llama-bf16", 0, "bfloat16"), ("qwen2-f16", 4, "float16")]  # name, model, dtype of the files
@@ -117,6 +124,7 @@ ADAPTED = [
     (17, {"target_modules": ALL_PROJECTIONS}),
     (19, {"target_modules": ALL_PROJECTIONS}),
     (22, {"target_modules": ALL_PROJECTIONS}),
+    (23, {"target_modules": ALL_PROJECTIONS}),
     # Adapters that differ between layers.
     (0, {"target_modules": r".*\.(0\.self_attn\.[qv]|2\.mlp\..*)_proj", "rank_pattern": {"q_proj": 3, ".*up_proj": 7}}),
     (12, {"target_modules": ["qkv_proj", "down_proj"], "layers_to_transform": [1], "alpha_pattern": {"down_proj": 2.5}}),

@@ -58,6 +58,7 @@ WITHOUT = {
     "query_pre_attn_scalar": 256,
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
+    "llama_4_scaling_beta": 0.0,
 }
 CLEAR_LEAD = 2e-2  # smallest lead of a greedy token over the second best, which float32 cannot change
 

@@ -222,9 +222,9 @@ fn attention_ops<T: Multiply<Wide = f32>>(bench: &mut Bench, lanes: u64) {
         head_norm_grad(pool, SHAPE, &qkv, weights, &heads, &mut dqkv, Some([&mut dwq, &mut dwk]), &mut scratch)
     });
     let mut table = vec![0.0; SEQUENCE * 64];
-    rope_table(&bench.pool, 64, 1e4, &RopeScaling::None, 1.0, &mut table);
+    rope_table(&bench.pool, 64, 1e4, &RopeScaling::None, 1.0, None, &mut table);
     bench.time("rope", 2 * LAYERS, Work::Bytes(4 * row_bytes), |pool| {
-        rope(pool, SHAPE, &table, &positions, false, &mut qkv)
+        rope(pool, SHAPE, &table, &positions, 0, false, &mut qkv)
     });
     let mut stats = vec![0.0; ROWS * 6];
     let mut scratch = vec![0.0; kernels.attention_grad_workspace(T::DTYPE, 1, SEQUENCE as u64, SHAPE) as usize];

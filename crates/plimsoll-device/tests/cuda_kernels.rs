@@ -20,7 +20,7 @@ use plimsoll_device::cpu::pool::Pool;
 use plimsoll_device::cuda::architecture::Architecture;
 use plimsoll_device::cuda::kernels::launch::*;
 use plimsoll_device::cuda::kernels::{Family, Real, Target};
-use plimsoll_program::op::{Activation, QkNorm, RopeScaling};
+use plimsoll_program::op::{Activation, QkNorm, QueryGrowth, RopeScaling};
 use plimsoll_program::scalars::{METRIC_COUNT, Metric, SCALAR_COUNT, Scalar};
 use plimsoll_program::workspace::cuda::NORM_PARTIALS;
 use plimsoll_program::workspace::{self, Kernels};
@@ -94,13 +94,14 @@ fn rope_and_inverse_match_cpu() {
             let shape = Heads { heads, kv_heads, head_dim };
             let n = rows * shape.columns() as usize;
             let table = draw.many(Kind::F32, 50 * head_dim as usize);
-            let (qkv, positions) = (draw.many(kind, n), draw.integers(rows, 50));
+            let (qkv, positions) = (draw.many(kind, n), draw.integers(rows, 40));
             let (gtable, gpositions) = (gpu.put(Kind::F32, &table), gpu.put_integers(&positions));
-            for inverse in [false, true] {
+            for (inverse, key_shift) in [(false, 0), (true, 0), (false, 10), (true, 10)] {
                 let mut want = qkv.clone();
-                cpu::rope(&pool(), shape, &table, &positions, inverse, &mut want);
+                cpu::rope(&pool(), shape, &table, &positions, key_shift, inverse, &mut want);
                 let gqkv = gpu.put(kind, &qkv);
-                gpu.run(&rope(real, gqkv, gtable, gpositions, rows as u64, shape, inverse));
+                let operands = [gqkv, gtable, gpositions];
+                gpu.run(&rope(real, operands, rows as u64, key_shift, shape, inverse));
                 close(&gpu.get(gqkv), &want, kind, "turned");
             }
         }
@@ -125,18 +126,22 @@ fn rope_tables_match_cpu_in_f32() {
         truncate: true,
         attention_factor: 1.5,
     };
-    for scaling in [RopeScaling::None, RopeScaling::Linear { factor: 4.0 }, llama3, yarn] {
+    let growth = Some(QueryGrowth { beta: 0.5, period: 700 });
+    let linear = RopeScaling::Linear { factor: 4.0 };
+    for (scaling, growth) in [(RopeScaling::None, None), (linear, growth), (llama3, None), (yarn, growth)] {
         let amplitude = scaling.attention_factor();
+        let largest = amplitude * growth.map_or(1.0, |growth| growth.factor(2999));
         for (head_dim, theta) in [(6, 1e4), (64, 5e5), (128, 1e6)] {
             let rows = 3000;
             let mut want = vec![0.0f32; rows * head_dim];
-            cpu::rope_table(&pool(), head_dim, theta, &scaling, amplitude, &mut want);
+            cpu::rope_table(&pool(), head_dim, theta, &scaling, amplitude, growth, &mut want);
             let mut gpu = Gpu::new(0);
             let table = gpu.allocate(Kind::F32, rows * head_dim);
-            gpu.run(&rope_table(Real::F32, table, rows as u64, head_dim as u64, theta, scaling, amplitude));
+            let size = [rows as u64, head_dim as u64];
+            gpu.run(&rope_table(Real::F32, table, size, theta, scaling, amplitude, growth));
             for (i, (got, want)) in gpu.get(table).iter().zip(&want).enumerate() {
                 assert!(
-                    (got - f64::from(*want)).abs() <= 1.3e-7 * amplitude,
+                    (got - f64::from(*want)).abs() <= 1.3e-7 * largest,
                     "{scaling:?} {head_dim} [{i}]: {got} for {want}"
                 );
             }

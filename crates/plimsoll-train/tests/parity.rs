@@ -16,7 +16,7 @@ use serde_json::Value;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
-const CASES: [&str; 22] = [
+const CASES: [&str; 23] = [
     "gemma2",
     "gemma3",
     "granite",
@@ -28,6 +28,7 @@ const CASES: [&str; 22] = [
     "llama-rope-llama3",
     "llama-rope-llama3-new-keys",
     "llama-rope-yarn",
+    "ministral3",
     "mistral",
     "mistral-window",
     "olmo2",

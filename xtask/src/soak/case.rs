@@ -6,7 +6,7 @@ use plimsoll_core::{Bytes, DType, DeviceSpec, Link, Rates, Recipe, RecomputeLeve
 use plimsoll_plan::search::{LossyOptions, PinnedChoices, PlanRequest};
 use plimsoll_program::Share;
 use plimsoll_program::models::decoder::{AdamState, Generation, Optimizer, WeightSource};
-use plimsoll_program::models::{Extras, ModelConfig, ModelType, RopeScaling};
+use plimsoll_program::models::{Extras, ModelConfig, ModelType, QueryGrowth, RopeScaling};
 use plimsoll_train::data::Rows;
 use std::fmt;
 
@@ -158,6 +158,10 @@ fn config(rng: &mut Rng) -> ModelConfig {
             original_max_position_embeddings: original,
         },
     ]);
+    let mut extras = extras(rng, model_type);
+    if model_type == ModelType::Ministral3 {
+        extras.query_growth = Some(QueryGrowth { beta: 0.5, period: original });
+    }
     let [attention_bias, ffn_bias] = [(); 2].map(|()| model_type.has_bias_switches() && rng.chance(0.3));
     ModelConfig {
         model_type,
@@ -181,7 +185,7 @@ fn config(rng: &mut Rng) -> ModelConfig {
         eos: vec![0],
         // Larger than in real models, so that small differences become visible.
         init_std: rng.pick(&[0.02, 0.1]),
-        extras: extras(rng, model_type),
+        extras,
     }
 }
 
@@ -189,7 +193,7 @@ fn config(rng: &mut Rng) -> ModelConfig {
 fn extras(rng: &mut Rng, model_type: ModelType) -> Extras {
     let has_windows =
         !matches!(model_type, ModelType::Llama | ModelType::Granite | ModelType::Olmo2) && rng.chance(0.5);
-    let in_all_layers = matches!(model_type, ModelType::Mistral | ModelType::Phi3);
+    let in_all_layers = matches!(model_type, ModelType::Mistral | ModelType::Ministral3 | ModelType::Phi3);
     let window = has_windows.then(|| rng.log_range(1, 32));
     let mut extras = Extras { window, ..Extras::of_family(model_type) };
     if has_windows && !in_all_layers {

@@ -7,7 +7,7 @@ use plimsoll_core::{RecomputeLevel, Space};
 use plimsoll_device::cpu::executor;
 use plimsoll_device::cuda::kernels::ops::{self, OperandLookup};
 use plimsoll_device::device::Device;
-use plimsoll_program::models::config::{Extras, ModelConfig, ModelType, QkNorm};
+use plimsoll_program::models::config::{Extras, ModelConfig, ModelType, QkNorm, QueryGrowth};
 use plimsoll_program::models::decoder::{
     AdamState, Base, BuildOptions, Generation, Method, Optimizer, Training, WeightSource, build,
 };
@@ -58,13 +58,20 @@ fn model() -> ModelConfig {
 
 /// Returns all kinds of layers: [`model`], the same model with norms of the outputs of attention and feed-forward part,
 /// and of all heads together, one with norms of inputs and outputs, and with caps of scores and logits, and one with two
-/// rotary bases.
+/// rotary bases and queries that grow with their position.
 fn models() -> [ModelConfig; 4] {
     let norms_outputs = ModelConfig { model_type: ModelType::Olmo2, qk_norm: Some(QkNorm::AllHeads), ..model() };
     let extras = Extras { score_softcap: Some(2.0), logit_softcap: Some(3.0), ..model().extras };
     let norms_both = ModelConfig { model_type: ModelType::Gemma2, extras, ..model() };
     let unrotated_layers = vec![];
-    let extras = Extras { logit_softcap: Some(3.0), local_rope_theta: Some(50.0), unrotated_layers, ..model().extras };
+    let query_growth = Some(QueryGrowth { beta: 0.5, period: 3 });
+    let extras = Extras {
+        logit_softcap: Some(3.0),
+        local_rope_theta: Some(50.0),
+        unrotated_layers,
+        query_growth,
+        ..model().extras
+    };
     let two_bases = ModelConfig { model_type: ModelType::Gemma3Text, extras, ..model() };
     [model(), norms_outputs, norms_both, two_bases]
 }

@@ -6,7 +6,7 @@
 //! Legend: V vocabulary, D hidden, F feed-forward, H heads, K key/value heads, E head size.
 
 pub use super::family::{Activation, ModelType, QkNorm};
-pub use super::rope::RopeScaling;
+pub use super::rope::{QueryGrowth, RopeScaling};
 use half::bf16;
 use plimsoll_core::{DType, Failure};
 use std::{fmt, iter};
@@ -84,6 +84,8 @@ pub struct Extras {
     /// Base of the rotary frequencies in layers with a window, which are not scaled then; `None` if all layers rotate
     /// alike.
     pub local_rope_theta: Option<f64>,
+    /// Growth of rotated queries with their position; `None` for no growth.
+    pub query_growth: Option<QueryGrowth>,
 }
 
 /// The rotation of queries and keys by their positions in a layer.
@@ -118,6 +120,7 @@ impl Default for Extras {
             score_softcap: None,
             logit_softcap: None,
             local_rope_theta: None,
+            query_growth: None,
         }
     }
 }
@@ -273,6 +276,11 @@ impl ModelConfig {
         iter::once(first).chain(local).collect()
     }
 
+    /// Returns the growth of queries in sequences of up to `tokens`; `None` if all their queries have the factor 1.
+    pub fn query_growth_within(&self, tokens: u64) -> Option<QueryGrowth> {
+        self.extras.query_growth.filter(|growth| growth.period < tokens && growth.beta > 0.0)
+    }
+
     /// Returns the index of a layer's rotation in [`ModelConfig::rotations`]; `None` if it does not rotate.
     pub fn rotation_of(&self, layer: u64) -> Option<usize> {
         let last = self.rotations().len() - 1;
@@ -417,6 +425,13 @@ impl ModelConfig {
             let expected = family_local.map_or("null in this model family", |_| "a number from 1 to 1e30");
             return Err(wrong("rope_local_base_freq", format!("{local:?}"), expected));
         }
+        let grows = self.model_type == ModelType::Ministral3;
+        if self.extras.query_growth.is_some() != grows {
+            let expected = if grows { "a number" } else { "null in this model family" };
+            let found = format!("{:?}", self.extras.query_growth);
+            return Err(wrong("rope_parameters.llama_4_scaling_beta", found, expected));
+        }
+        self.extras.query_growth.map_or(Ok(()), |growth| growth.validate(&self.rope_scaling))?;
         // A norm of an output hides a factor before it.
         let factor = self.extras.residual_multiplier;
         if self.model_type.norms_outputs() && factor != 1.0 {

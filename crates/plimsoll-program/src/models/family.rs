@@ -11,6 +11,8 @@ pub enum ModelType {
     Llama,
     /// Mistral, with or without a sliding window.
     Mistral,
+    /// Ministral 3: as Mistral, with queries that grow with their position.
+    Ministral3,
     /// Qwen 2 and 2.5: biases on queries, keys and values.
     Qwen2,
     /// Qwen 3: a norm on every query and key head.
@@ -161,7 +163,7 @@ pub(super) enum Windows {
 }
 
 /// The table of all families.
-pub(super) static FAMILIES: [Family; 11] = [
+pub(super) static FAMILIES: [Family; 12] = [
     Family {
         model_type: ModelType::Llama,
         name: "llama",
@@ -207,6 +209,30 @@ pub(super) static FAMILIES: [Family; 11] = [
         max_positions: 131_072,
         kv_heads: Some(8),
         head_dim: None,
+        bos: Some(1),
+        eos: &[2],
+    },
+    Family {
+        model_type: ModelType::Ministral3,
+        name: "ministral3",
+        architecture: "Ministral3ForCausalLM",
+        qkv_bias: false,
+        has_bias_switches: false,
+        qk_norm: None,
+        norms: LayerNorms::Inputs,
+        norm_offset: 0.0,
+        scales_embedding: false,
+        activation: Activation::Silu,
+        fuses_projections: false,
+        windows: Windows::Always { default: None },
+        scales_frequencies: true,
+        tied: false,
+        norm_eps: 1e-5,
+        rope_theta: 1e4,
+        local_rope_theta: None,
+        max_positions: 262_144,
+        kv_heads: Some(8),
+        head_dim: Some(128),
         bos: Some(1),
         eos: &[2],
     },

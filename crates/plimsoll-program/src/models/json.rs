@@ -169,16 +169,17 @@ impl ModelConfig {
     /// `base` is the `config.json` that the model was read from; its keys are kept unless this model determines them.
     /// A model without end tokens keeps those of `base`: its `generation_config.json` says that there are none.
     /// `None` stands for a model without a file, such as a preset. The key names are those that both transformers 4 and
-    /// 5 read: version 4 ignores `rope_parameters` and would compute other frequencies.
+    /// 5 read: version 4 ignores `rope_parameters` and would compute other frequencies. It does not know `ministral3`, which
+    /// has that key.
     pub fn to_json(&self, base: Option<&Value>, dtype: DType) -> Value {
         let mut map = match base {
             Some(Value::Object(map)) => map.clone(),
             _ => Map::new(),
         };
-        for other_spelling in ["rope_parameters", "torch_dtype"] {
+        for other_spelling in ["rope_parameters", "rope_theta", "rope_scaling", "torch_dtype"] {
             map.shift_remove(other_spelling);
         }
-        let facts = [
+        let mut facts = vec![
             ("architectures", json!([self.model_type.architecture()])),
             ("model_type", json!(self.model_type.name())),
             ("hidden_size", json!(self.hidden)),
@@ -190,13 +191,12 @@ impl ModelConfig {
             ("vocab_size", json!(self.vocab)),
             ("tie_word_embeddings", json!(self.tied)),
             ("rms_norm_eps", json!(self.norm_eps)),
-            ("rope_theta", json!(self.rope_theta)),
-            ("rope_scaling", rope::scaling_to_json(self.rope_scaling)),
             ("max_position_embeddings", json!(self.max_positions)),
             ("initializer_range", json!(self.init_std)),
             ("bos_token_id", json!(self.bos)),
             ("dtype", json!(dtype_name(dtype))),
         ];
+        facts.extend(rope::to_json(self));
         for (key, value) in facts {
             map.insert(key.to_owned(), value);
         }
@@ -293,7 +293,7 @@ fn read(keys: &Keys) -> Result<ModelConfig, ConfigError> {
     let max_positions = keys.whole("max_position_embeddings", limit::POSITIONS)?.unwrap_or(family.max_positions);
     let extras = read_extras(keys, family, layers, max_positions)?;
     let frequencies = rope::read(keys, family, max_positions)?;
-    let extras = Extras { local_rope_theta: frequencies.local_theta, ..extras };
+    let extras = Extras { local_rope_theta: frequencies.local_theta, query_growth: frequencies.query_growth, ..extras };
     Ok(ModelConfig {
         model_type,
         hidden,

@@ -14,6 +14,6 @@ pub use config::{ConfigError, Extras, ModelConfig};
 pub use family::{Activation, ModelType, QkNorm};
 pub use json::TextPart;
 pub use presets::{closest_preset, preset, preset_name, preset_names};
-pub use rope::RopeScaling;
+pub use rope::{QueryGrowth, RopeScaling};
 pub use supported::{CUDA_HEAD_DIM_MAX, Unsupported, check_supported};
 pub use weights::{Parameter, Target};

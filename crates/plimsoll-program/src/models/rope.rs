@@ -1,4 +1,4 @@
-//! Scaling of rotary frequencies: kinds, settings and their validation. The frequencies themselves are computed by the
+//! Scaling of rotary frequencies, and growth of queries: kinds, settings and their validation. The frequencies themselves are computed by the
 //! kernels of `RopeTable`.
 
 use super::config::{ConfigError, limit, wrong};
@@ -49,7 +49,48 @@ pub enum RopeScaling {
     },
 }
 
+/// The growth of rotated queries with their position: `llama_4_scaling_beta` in `config.json`. The query at position p has
+/// the factor 1 + `beta` · ln(1 + ⌊p / `period`⌋), as in Llama 4.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct QueryGrowth {
+    /// Factor of the logarithm.
+    pub beta: f64,
+    /// Number of positions after which the factor grows (`original_max_position_embeddings`).
+    pub period: u64,
+}
+
+impl QueryGrowth {
+    /// Returns the factor of the query at `position`.
+    pub fn factor(&self, position: u64) -> f64 {
+        1.0 + self.beta * ((position / self.period) as f64).ln_1p()
+    }
+
+    /// Checks that both settings are in range, and that the period is the context length of `scaling`, if it has one.
+    pub(super) fn validate(&self, scaling: &RopeScaling) -> Result<(), ConfigError> {
+        if !(0.0..=1e6).contains(&self.beta) {
+            return Err(wrong("rope_parameters.llama_4_scaling_beta", self.beta, "a number from 0 to 1e6"));
+        }
+        check_original(self.period)?;
+        match scaling.original_positions() {
+            Some(original) if original != self.period => {
+                let key = "rope_parameters.original_max_position_embeddings";
+                Err(wrong(key, self.period, format!("{original}, as for the scaling of frequencies")))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
 impl RopeScaling {
+    /// Returns the context length before scaling, in tokens; `None` for scalings that do not depend on it.
+    pub(super) fn original_positions(&self) -> Option<u64> {
+        match *self {
+            RopeScaling::Llama3 { original_max_position_embeddings: original, .. }
+            | RopeScaling::Yarn { original_max_position_embeddings: original, .. } => Some(original),
+            RopeScaling::None | RopeScaling::Linear { .. } | RopeScaling::Dynamic { .. } => None,
+        }
+    }
+
     /// Returns the factor of rotated queries and of rotated keys: 1 except for YaRN.
     pub fn attention_factor(&self) -> f64 {
         match self {

@@ -2,7 +2,7 @@
 //! that describes it).
 
 use super::{Exchange, Heads, Quantized};
-use crate::models::{Activation, QkNorm, RopeScaling};
+use crate::models::{Activation, QkNorm, QueryGrowth, RopeScaling};
 use crate::tensor::{Index, Operand};
 use serde::{Deserialize, Serialize};
 
@@ -110,11 +110,29 @@ pub enum OpKind {
         offset: f64,
     },
     /// Rotary positions: rotates query and key heads of `qkv[N,C]` in place, each row by its entry in `positions[N]`.
-    /// Row p of `table[P,E]` has the cosines, then the sines of position p. `inverse` rotates back, which is the
-    /// gradient.
-    Rope { qkv: Operand, table: Operand, positions: Operand, rows: u64, table_rows: u64, shape: Heads, inverse: bool },
-    /// Computes the `table[P,E]` of cosines and sines, times `amplitude`, that [`OpKind::Rope`] reads.
-    RopeTable { table: Operand, table_rows: u64, head_dim: u64, theta: f64, scaling: RopeScaling, amplitude: f64 },
+    /// Row p of `table[P,E]` has the cosines, then the sines of position p. The rows of keys lie `key_shift` rows behind
+    /// those of queries. `inverse` rotates back, which is the gradient.
+    Rope {
+        qkv: Operand,
+        table: Operand,
+        positions: Operand,
+        rows: u64,
+        table_rows: u64,
+        key_shift: u64,
+        shape: Heads,
+        inverse: bool,
+    },
+    /// Computes the `table[P,E]` of cosines and sines, times `amplitude` and the factor of `growth`, that [`OpKind::Rope`]
+    /// reads.
+    RopeTable {
+        table: Operand,
+        table_rows: u64,
+        head_dim: u64,
+        theta: f64,
+        scaling: RopeScaling,
+        amplitude: f64,
+        growth: Option<QueryGrowth>,
+    },
     /// Causal attention within documents, of which a sequence may hold several (packing): query i attends to keys
     /// `document_start[i] ..= i`. Reads `qkv[N,C]`, writes `out[N, H·E]` and `stats[B,H,T]`, the log-sum-exp of the
     /// scores. A score s is q · k / √E, or softcap · tanh(s / softcap) with a `softcap`.

@@ -39,7 +39,7 @@ pub use self::kind::{Family, OpKind, not_in_family};
 pub use self::loss::SOFTMAX_STATS;
 pub use self::quantization::{Quantized, QuantizedPart};
 pub(crate) use self::types::mistyped_operand;
-pub use crate::models::{Activation, QkNorm, RopeScaling};
+pub use crate::models::{Activation, QkNorm, QueryGrowth, RopeScaling};
 
 /// The queue, like a CUDA stream, that an op runs on. Ops of one queue run in order. Ops of different queues may
 /// overlap, unless they touch the same bytes and one of them writes ([`crate::order`]).

@@ -64,6 +64,7 @@ pub struct Expression {
 pub const fn name_architecture(model_type: ModelType) -> &'static str {
     match model_type {
         ModelType::Llama | ModelType::Mistral => "llama",
+        ModelType::Ministral3 => "mistral3",
         ModelType::Qwen2 => "qwen2",
         ModelType::Qwen3 => "qwen3",
         ModelType::Phi3 => "phi3",
@@ -76,9 +77,10 @@ pub const fn name_architecture(model_type: ModelType) -> &'static str {
 }
 
 /// Returns whether files of this family are read and written. Names and numbers of the others are not known here: the files
-/// of Gemma models store 1 + weight of norms, those of OLMo 3 have windows.
+/// of Gemma models store 1 + weight of norms, those of OLMo 3 have windows, and those of Ministral 3 queries that grow.
 pub const fn has_form(model_type: ModelType) -> bool {
-    !matches!(model_type, ModelType::Olmo3 | ModelType::Gemma2 | ModelType::Gemma3Text)
+    use ModelType::{Gemma2, Gemma3Text, Ministral3, Olmo3};
+    !matches!(model_type, Olmo3 | Gemma2 | Gemma3Text | Ministral3)
 }
 
 /// Expresses a model with these weights as a file of type `file_type`.

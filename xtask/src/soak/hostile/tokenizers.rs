@@ -14,7 +14,7 @@ pub const WORDS: [&str; 10] = ["sea", "ship", "sails", "hull", "the", "over", "w
 pub fn tokenizer(family: ModelType) -> Value {
     match family {
         ModelType::Llama | ModelType::Phi3 | ModelType::Gemma2 | ModelType::Gemma3Text => byte_fallback(),
-        ModelType::Mistral => unigram(),
+        ModelType::Mistral | ModelType::Ministral3 => unigram(),
         ModelType::Qwen2 | ModelType::SmolLm3 | ModelType::Granite | ModelType::Olmo2 | ModelType::Olmo3 => {
             byte_level()
         }

@@ -4,13 +4,13 @@
 use super::simd::{Float, Real, get, put, strips, vectorized};
 use super::{Heads, attention::Columns};
 use crate::cpu::pool::{Pool, Shared};
-use plimsoll_program::op::RopeScaling;
+use plimsoll_program::op::{QueryGrowth, RopeScaling};
 
 /// Smallest number of elements that one task of the thread pool processes.
 const MIN_TASK_ELEMENTS: usize = 8192;
 
 /// Fills `table[P, E]`, with E = `head_dim`: row p holds the cosines of the E/2 angles of position p, then their sines,
-/// all times `amplitude`.
+/// all times `amplitude` and the factor of `growth` for that position.
 ///
 /// Computes frequencies and angles in `T`; the Python library transformers computes them in f32.
 pub fn rope_table<T: Float>(
@@ -19,15 +19,17 @@ pub fn rope_table<T: Float>(
     theta: f64,
     scaling: &RopeScaling,
     amplitude: f64,
+    growth: Option<QueryGrowth>,
     table: &mut [T],
 ) {
-    let (half, amplitude) = (head_dim / 2, T::from_f64(amplitude));
+    let half = head_dim / 2;
     let rows = table.len() / head_dim;
     let table = Shared::new(table);
     pool.split(rows, 64, |range, _| {
         for position in range {
             // SAFETY: rows of one split are disjoint.
             let row = unsafe { table.part(position * head_dim..(position + 1) * head_dim) };
+            let amplitude = T::from_f64(amplitude * growth.map_or(1.0, |growth| growth.factor(position as u64)));
             for i in 0..half {
                 let angle = T::from_f64(position as f64) * frequency(i, head_dim, T::from_f64(theta), scaling);
                 row[i] = angle.cos() * amplitude;
@@ -72,8 +74,17 @@ fn frequency<T: Float>(i: usize, head_dim: usize, theta: T, scaling: &RopeScalin
 }
 
 /// Rotates the query and key heads of `qkv[N, C]` in place, by the angles in `table` for the row's position in
-/// `positions[N]`. With `inverse`, rotates back, by which a gradient of the output becomes that of the input.
-pub fn rope<T: Real>(pool: &Pool, shape: Heads, table: &[T::Wide], positions: &[i32], inverse: bool, qkv: &mut [T]) {
+/// `positions[N]`. The row of keys lies `key_shift` rows behind that of queries. With `inverse`, rotates back, by which a
+/// gradient of the output becomes that of the input.
+pub fn rope<T: Real>(
+    pool: &Pool,
+    shape: Heads,
+    table: &[T::Wide],
+    positions: &[i32],
+    key_shift: u64,
+    inverse: bool,
+    qkv: &mut [T],
+) {
     let c = Columns::from_heads(shape);
     assert!(qkv.len() == positions.len() * c.all);
     let qkv = Shared::new(qkv);
@@ -81,8 +92,12 @@ pub fn rope<T: Real>(pool: &Pool, shape: Heads, table: &[T::Wide], positions: &[
         for row in range {
             // SAFETY: rows of one split are disjoint.
             let row_of = unsafe { qkv.part(row * c.all..row * c.all + c.values) };
-            let turn = &table[positions[row] as usize * c.head..][..c.head];
-            rotate(row_of, turn, if inverse { -T::Wide::ONE } else { T::Wide::ONE });
+            let sign = if inverse { -T::Wide::ONE } else { T::Wide::ONE };
+            let turn_at = |position: usize| &table[position * c.head..][..c.head];
+            let position = positions[row] as usize;
+            let (queries, keys) = row_of.split_at_mut(c.keys);
+            rotate(queries, turn_at(position), sign);
+            rotate(keys, turn_at(position + key_shift as usize), sign);
         }
     });
 }

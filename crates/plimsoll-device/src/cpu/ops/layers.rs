@@ -157,14 +157,15 @@ impl<T: Multiply> OpContext<'_, T> {
     pub fn run_attention(&self, kind: &OpKind) {
         let pool = self.site.pool;
         match kind {
-            OpKind::Rope { qkv, table, positions, rows, table_rows, shape, inverse } => {
+            OpKind::Rope { qkv, table, positions, rows, table_rows, key_shift, shape, inverse } => {
                 let table = self.read_wide(table, table_rows * shape.head_dim);
                 let qkv = self.write(qkv, rows * shape.columns());
-                kernels::rope(pool, *shape, table, self.read_integers(positions, *rows), *inverse, qkv);
+                let positions = self.read_integers(positions, *rows);
+                kernels::rope(pool, *shape, table, positions, *key_shift, *inverse, qkv);
             }
-            OpKind::RopeTable { table, table_rows, head_dim, theta, scaling, amplitude } => {
+            OpKind::RopeTable { table, table_rows, head_dim, theta, scaling, amplitude, growth } => {
                 let table = self.write_wide(table, table_rows * head_dim);
-                kernels::rope_table(pool, *head_dim as usize, *theta, scaling, *amplitude, table);
+                kernels::rope_table(pool, *head_dim as usize, *theta, scaling, *amplitude, *growth, table);
             }
             OpKind::ShiftPositions { positions, document_start, out, rows, shift } => {
                 let starts = document_start.as_ref().map(|starts| self.read_integers(starts, *rows));

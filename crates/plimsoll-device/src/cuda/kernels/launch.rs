@@ -12,7 +12,7 @@ pub use optimizer::*;
 use super::{Family, Real, Unit};
 use plimsoll_core::DType;
 use plimsoll_program::formats::NF4_PIECE;
-use plimsoll_program::op::{Activation, Heads, QkNorm, RopeScaling};
+use plimsoll_program::op::{Activation, Heads, QkNorm, QueryGrowth, RopeScaling};
 use plimsoll_program::workspace::cuda::{NORM_PARTIALS, portions, rows_per_portion};
 use std::ffi::c_void;
 use std::ptr;
@@ -221,16 +221,15 @@ pub fn head_norm_grad(
 /// With `inverse` it rotates back, by which a gradient of the output becomes that of the input.
 pub fn rope(
     real: Real,
-    qkv: Address,
-    table: Address,
-    positions: Address,
+    [qkv, table, positions]: [Address; 3],
     rows: u64,
+    key_shift: u64,
     shape: Heads,
     inverse: bool,
 ) -> [Launch; 1] {
     let sign = if inverse { -1.0 } else { 1.0 };
-    let mut arguments = vec![at(qkv), at(table), at(positions), n(shape.rotated_heads())];
-    arguments.extend([n(shape.columns()), n(shape.head_dim), float(sign)]);
+    let mut arguments = vec![at(qkv), at(table), at(positions), n(shape.heads), n(shape.kv_heads)];
+    arguments.extend([n(shape.columns()), n(shape.head_dim), n(key_shift), float(sign)]);
     let pairs = shape.rotated_heads() * (shape.head_dim / 2);
     [launch(unit(Family::Rope, real), "rope", rows, 256, arguments).with_grid_yz(pairs.div_ceil(2048), 1)]
 }
@@ -251,15 +250,15 @@ pub fn shift_positions(
 }
 
 /// Returns the launch that fills the f32 table of rotary positions. Row p holds the cosines of the `head_dim` / 2
-/// angles of position p, then their sines, all times `amplitude`.
+/// angles of position p, then their sines, all times `amplitude` and the factor of `growth`.
 pub fn rope_table(
     real: Real,
     table: Address,
-    table_rows: u64,
-    head_dim: u64,
+    [table_rows, head_dim]: [u64; 2],
     theta: f64,
     scaling: RopeScaling,
     amplitude: f64,
+    growth: Option<QueryGrowth>,
 ) -> [Launch; 1] {
     let (kind, [factor, low, high, context]) = match scaling {
         RopeScaling::None | RopeScaling::Dynamic { .. } => (0, [1.0; 4]),
@@ -274,6 +273,9 @@ pub fn rope_table(
     };
     let mut arguments = vec![at(table), n(table_rows), n(head_dim), float(theta), n(kind)];
     arguments.extend([float(factor), float(low), float(high), float(context), float(amplitude)]);
+    let QueryGrowth { beta, period } = growth.unwrap_or(QueryGrowth { beta: 0.0, period: 1 });
+    // A period beyond the table has no effect.
+    arguments.extend([float(beta), n(period.min(table_rows))]);
     let blocks = (table_rows * (head_dim / 2)).div_ceil(256);
     [launch(unit(Family::Rope, real), "rope_table", blocks, 256, arguments)]
 }

@@ -90,11 +90,13 @@ fn attention_launches(kind: &OpKind, operands: &impl OperandLookup) -> Vec<Launc
     let (real, at) = (operands.real(), |operand: &Operand| operands.address_of(operand));
     let target = operands.target();
     match kind {
-        OpKind::Rope { qkv, table, positions, rows, table_rows: _, shape, inverse } => {
-            launch::rope(real, at(qkv), at(table), at(positions), *rows, *shape, *inverse).to_vec()
+        OpKind::Rope { qkv, table, positions, rows, table_rows: _, key_shift, shape, inverse } => {
+            let operands = [qkv, table, positions].map(at);
+            launch::rope(real, operands, *rows, *key_shift, *shape, *inverse).to_vec()
         }
-        OpKind::RopeTable { table, table_rows, head_dim, theta, scaling, amplitude } => {
-            launch::rope_table(real, at(table), *table_rows, *head_dim, *theta, *scaling, *amplitude).to_vec()
+        OpKind::RopeTable { table, table_rows, head_dim, theta, scaling, amplitude, growth } => {
+            let size = [*table_rows, *head_dim];
+            launch::rope_table(real, at(table), size, *theta, *scaling, *amplitude, *growth).to_vec()
         }
         OpKind::ShiftPositions { positions, document_start, out, rows, shift } => {
             let starts = document_start.as_ref().map_or(0, at);

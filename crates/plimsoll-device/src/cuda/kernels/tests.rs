@@ -32,8 +32,8 @@ fn launches_for(target: Target, real: Real, rows: u64, shape: Heads) -> Vec<Laun
         all.extend(head_norm(real, [0; 3], 0, 0, rows, shape, norm, [1e-6, 0.0]));
         all.extend(head_norm_grad(real, [0; 4], [0; 2], [0; 2], rows, shape, norm, 0.0));
     }
-    all.extend(rope(real, 0, 0, 0, rows, shape, true));
-    all.extend(rope_table(real, 0, 131_072, shape.head_dim, 1e6, RopeScaling::None, 1.0));
+    all.extend(rope(real, [0; 3], rows, 0, shape, true));
+    all.extend(rope_table(real, 0, [131_072, shape.head_dim], 1e6, RopeScaling::None, 1.0, None));
     all.extend(launch::shift_positions(real, 0, 0, 0, rows, 1 - 4096));
     for softcap in [None, Some(50.0)] {
         all.extend(launch::attention(real, target, [0; 4], 1, rows, shape, softcap));

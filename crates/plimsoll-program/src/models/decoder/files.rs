@@ -14,7 +14,7 @@ use super::backward::OptimizerTensor;
 use super::matrices::Projection;
 use super::{Decoder, Method, Optimizer, WeightSource, for_each_slot};
 use crate::builder::Builder;
-use crate::models::config::Rotation;
+use crate::models::config::{QueryGrowth, Rotation};
 use crate::models::weights::Parameter;
 use crate::op::{Op, OpKind, Queue};
 use crate::program::{Block, ProgramKind};
@@ -325,16 +325,25 @@ impl Decoder<'_> {
         for_each_slot(tensor, OpKind::Fill { into, value: 0.0, elements: tensor.elements() })
     }
 
-    /// Returns the block that fills the rotary table, for each rotation of the model one after another.
+    /// Returns the block that fills the rotary table, for each rotation of the model one after another. If queries grow,
+    /// the rows of keys follow.
     fn rope_table_block(&self) -> Block {
-        let (config, table_rows) = (self.options.config, self.table_rows);
-        let table = Operand::whole(self.weights.rope_table);
-        let fill = |(number, rotation): (i64, Rotation)| {
-            let Rotation { theta, scaling, amplitude } = rotation;
-            let table = table.starting_at(Index::fixed(number * (table_rows * config.head_dim) as i64));
-            OpKind::RopeTable { table, table_rows, head_dim: config.head_dim, theta, scaling, amplitude }.into()
-        };
-        Block::once("rope_table", (0..).zip(config.rotations()).map(fill).collect())
+        let config = self.options.config;
+        let growth = config.query_growth_within(self.table_rows);
+        let of_queries = config.rotations().into_iter().map(|rotation| (rotation, growth));
+        let of_keys = config.rotations().into_iter().filter(|_| growth.is_some()).map(|rotation| (rotation, None));
+        let all = (0..).zip(of_queries.chain(of_keys));
+        let ops = all.map(|(number, (rotation, growth))| self.rope_table_op(number, rotation, growth).into()).collect();
+        Block::once("rope_table", ops)
+    }
+
+    /// Returns the op that fills part `number` of the rotary table, which has rows for every position.
+    fn rope_table_op(&self, number: u64, rotation: Rotation, growth: Option<QueryGrowth>) -> OpKind {
+        let Rotation { theta, scaling, amplitude } = rotation;
+        let (table_rows, head_dim) = (self.table_rows, self.options.config.head_dim);
+        let first = Index::fixed((number * table_rows * head_dim) as i64);
+        let table = Operand::whole(self.weights.rope_table).starting_at(first);
+        OpKind::RopeTable { table, table_rows, head_dim, theta, scaling, amplitude, growth }
     }
 
     pub(super) fn load(&mut self) {

@@ -127,6 +127,7 @@ impl Layer<'_, '_> {
                 positions: inputs.positions,
                 rows,
                 table_rows,
+                key_shift: self.decoder.key_shift,
                 shape,
                 inverse: false,
             }

@@ -329,6 +329,8 @@ struct Decoder<'a> {
     shape: Heads,
     /// Rows of the rotary table for each rotation of the model.
     table_rows: u64,
+    /// Number of rows of the rotary table by which the row of a key lies behind that of a query at the same position.
+    key_shift: u64,
 }
 
 impl<'a> Decoder<'a> {
@@ -374,8 +376,10 @@ impl<'a> Decoder<'a> {
         });
         let table_rows = options.sequence.max(options.generation.map_or(0, |g| g.capacity));
         let wide = options.precision.wide();
-        let all_rows = table_rows * config.rotations().len() as u64;
-        let rope_table = b.persistent("rope_table", &[all_rows, shape.head_dim], wide, Category::Weight, 1);
+        let query_rows = table_rows * config.rotations().len() as u64;
+        let key_shift = config.query_growth_within(table_rows).map_or(0, |_| query_rows);
+        let table_shape = [query_rows + key_shift, shape.head_dim];
+        let rope_table = b.persistent("rope_table", &table_shape, wide, Category::Weight, 1);
         let weights = Weights {
             embedding,
             attention_norm,
@@ -400,7 +404,8 @@ impl<'a> Decoder<'a> {
         let scalars = b.persistent(SCALARS, &[SCALAR_COUNT], wide, Category::Staging, 1);
         let metrics = b.persistent(METRICS, &[METRIC_COUNT], DType::F64, Category::Staging, 1);
         let masters = HashMap::new();
-        let mut decoder = Decoder { options, builder, weights, adapters, masters, scalars, metrics, shape, table_rows };
+        let mut decoder =
+            Decoder { options, builder, weights, adapters, masters, scalars, metrics, shape, table_rows, key_shift };
         if options.training.is_some() && options.precision != wide {
             for id in decoder.trained_weights() {
                 let master = decoder.add_companion(id, "master", Category::Optimizer);

@@ -5,12 +5,16 @@
 //! layer.
 
 use super::{Keys, contradiction};
-use crate::models::config::{ConfigError, ModelConfig, RopeScaling, limit};
+use crate::models::config::{ConfigError, ModelConfig, QueryGrowth, RopeScaling, limit};
 use crate::models::family::{Family, ModelType};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 /// Key of the rotary base of layers with a window in gemma3_text.
 const LOCAL_KEY: &str = "rope_local_base_freq";
+
+/// Keys inside `rope_parameters` of ministral3: factor of the growth of queries, and its period.
+const BETA: &str = "llama_4_scaling_beta";
+const ORIGINAL: &str = "original_max_position_embeddings";
 
 /// Objects in `rope_parameters` of families with two rotations.
 const FULL: &str = "full_attention";
@@ -48,6 +52,28 @@ pub(super) fn scaling_to_json(scaling: RopeScaling) -> Value {
     }
 }
 
+/// Returns the keys of the rotary frequencies with their values, without those of [`local_to_json`].
+pub(super) fn to_json(config: &ModelConfig) -> Vec<(&'static str, Value)> {
+    let (theta, scaling) = (json!(config.rope_theta), scaling_to_json(config.rope_scaling));
+    let Some(growth) = config.extras.query_growth else {
+        return vec![("rope_theta", theta), ("rope_scaling", scaling)];
+    };
+    let mut parameters = to_parameters(scaling, theta);
+    parameters.insert(BETA.to_owned(), json!(growth.beta));
+    parameters.insert(ORIGINAL.to_owned(), json!(growth.period));
+    vec![("rope_parameters", Value::Object(parameters))]
+}
+
+/// Returns the settings of a rotation as transformers 5 writes them. `scaling` is a value of `rope_scaling`.
+fn to_parameters(scaling: Value, theta: Value) -> Map<String, Value> {
+    let mut parameters = match scaling {
+        Value::Object(scaling) => scaling,
+        _ => [("rope_type".to_owned(), json!("default"))].into_iter().collect(),
+    };
+    parameters.insert("rope_theta".to_owned(), theta);
+    parameters
+}
+
 /// Returns the key of the rotary base of layers with a window, with its value. `None` in families whose layers all rotate
 /// alike, and where the base is the one that transformers assumes.
 pub(super) fn local_to_json(config: &ModelConfig) -> Option<(&'static str, Value)> {
@@ -59,11 +85,7 @@ pub(super) fn local_to_json(config: &ModelConfig) -> Option<(&'static str, Value
     if theta == default && config.rope_theta == default {
         return None;
     }
-    let mut full = match scaling_to_json(config.rope_scaling) {
-        Value::Object(scaling) => scaling,
-        _ => [("rope_type".to_owned(), json!("default"))].into_iter().collect(),
-    };
-    full.insert("rope_theta".to_owned(), json!(config.rope_theta));
+    let full = to_parameters(scaling_to_json(config.rope_scaling), json!(config.rope_theta));
     Some(("rope_parameters", json!({ FULL: full, SLIDING: { "rope_type": "default", "rope_theta": theta } })))
 }
 
@@ -75,11 +97,16 @@ pub(super) struct Frequencies {
     pub scaling: RopeScaling,
     /// Base in layers with a window; `None` in families whose layers all rotate alike.
     pub local_theta: Option<f64>,
+    /// Growth of queries with their position; `None` in families without.
+    pub query_growth: Option<QueryGrowth>,
 }
 
 /// Reads the rotary frequencies from flat keys and from `rope_parameters`. Repeated values must agree. `max_positions`
 /// replaces a missing `original_max_position_embeddings`.
 pub(super) fn read(keys: &Keys, family: &Family, max_positions: u64) -> Result<Frequencies, ConfigError> {
+    if family.model_type == ModelType::Ministral3 {
+        return read_ministral3(keys, max_positions);
+    }
     let flat_theta = keys.number("rope_theta")?;
     let mut thetas: Vec<(String, f64)> = flat_theta.map(|theta| ("rope_theta".to_owned(), theta)).into_iter().collect();
     let original = keys.whole("original_max_position_embeddings", limit::POSITIONS)?;
@@ -110,7 +137,43 @@ pub(super) fn read(keys: &Keys, family: &Family, max_positions: u64) -> Result<F
         theta: thetas.first().map_or(family.rope_theta, |(_, theta)| *theta),
         scaling: scalings.first().map_or(RopeScaling::None, |(_, scaling)| *scaling),
         local_theta: read_local_theta(keys, family, local, flat_theta)?,
+        query_growth: None,
     })
+}
+
+/// Reads the rotary frequencies of ministral3 from `rope_parameters`. transformers 4 does not know this family, so the keys
+/// of that version are refused.
+fn read_ministral3(keys: &Keys, max_positions: u64) -> Result<Frequencies, ConfigError> {
+    for key in ["rope_theta", "rope_scaling"] {
+        if let Some(found) = keys.value(key) {
+            return Err(keys.unsupported(key, found, "the key in `rope_parameters`".to_owned()));
+        }
+    }
+    let Some(inner) = keys.section("rope_parameters")? else {
+        // The defaults of transformers.
+        return Ok(Frequencies {
+            theta: 1e6,
+            scaling: RopeScaling::Yarn {
+                factor: 16.0,
+                beta_fast: 32.0,
+                beta_slow: 1.0,
+                original_max_position_embeddings: 16_384,
+                truncate: true,
+                attention_factor: 1.0,
+            },
+            local_theta: None,
+            query_growth: Some(QueryGrowth { beta: 0.1, period: 16_384 }),
+        });
+    };
+    let need = |key: &str| inner.number(key)?.ok_or_else(|| inner.missing(key, "a number".to_owned()));
+    let scaling = read_scaling(&inner, None, max_positions)?;
+    let (theta, beta) = (need("rope_theta")?, need(BETA)?);
+    let given = scaling.original_positions().or(inner.whole(ORIGINAL, limit::POSITIONS)?);
+    let period = given.ok_or_else(|| inner.missing(ORIGINAL, "a whole number".to_owned()))?;
+    // Without effect in transformers.
+    inner.whole("max_position_embeddings", limit::POSITIONS)?;
+    keys.adopt(inner);
+    Ok(Frequencies { theta, scaling, local_theta: None, query_growth: Some(QueryGrowth { beta, period }) })
 }
 
 /// Returns the objects in `rope_parameters` for layers without a window, and for those with one.

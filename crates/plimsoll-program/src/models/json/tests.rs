@@ -1,7 +1,7 @@
 //! Tests of `config.json` against the values that transformers reads from the same file.
 
 use super::*;
-use crate::models::{RopeScaling, preset, preset_names};
+use crate::models::{QueryGrowth, RopeScaling, preset, preset_names};
 use proptest::prelude::*;
 
 /// The public configuration of Llama 3.2 1B, as transformers 4.45 wrote it.
@@ -276,6 +276,55 @@ fn olmo3_settings_are_read_and_written() {
 }
 
 /// The expected factors are those of `_compute_yarn_parameters` in transformers 5.23.
+#[test]
+fn ministral3_settings_are_read_and_written() {
+    let mut map = small("ministral3");
+    let read = |map: &Map<String, Value>| ModelConfig::from_json(&Value::Object(map.clone()).to_string(), &[]);
+    let yarn = |factor, original| RopeScaling::Yarn {
+        factor,
+        beta_fast: 32.0,
+        beta_slow: 1.0,
+        original_max_position_embeddings: original,
+        truncate: true,
+        attention_factor: 1.0,
+    };
+    // Absent keys have the defaults of `Ministral3Config`.
+    let config = read(&map).unwrap();
+    assert_eq!((config.head_dim, config.max_positions, config.norm_eps), (128, 262_144, 1e-5));
+    assert_eq!((config.rope_theta, config.rope_scaling), (1e6, yarn(16.0, 16_384)));
+    assert_eq!(config.extras.query_growth, Some(QueryGrowth { beta: 0.1, period: 16_384 }));
+    assert_eq!(config.query_growth_within(16_384), None);
+    assert_eq!(config.query_growth_within(16_385), config.extras.query_growth);
+    let parameters = json!({
+        "type": "yarn", "rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 64,
+        "max_position_embeddings": 256, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.25,
+    });
+    map.insert("rope_parameters".to_owned(), parameters);
+    let config = read(&map).unwrap();
+    assert_eq!((config.rope_theta, config.rope_scaling), (5e5, yarn(4.0, 64)));
+    let growth = config.extras.query_growth.unwrap();
+    assert_eq!(growth, QueryGrowth { beta: 0.25, period: 64 });
+    assert_eq!((growth.factor(63), growth.factor(64)), (1.0, 1.0 + 0.25 * 2f64.ln()));
+    let written = config.to_json(Some(&Value::Object(map.clone())), DType::F32);
+    assert!(["rope_theta", "rope_scaling"].iter().all(|key| written.get(key).is_none()));
+    assert_eq!(ModelConfig::from_json(&written.to_string(), &[]), Ok(config));
+    for (key, value, expected) in [
+        ("llama_4_scaling_beta", Value::Null, "`rope_parameters.llama_4_scaling_beta` is missing"),
+        ("llama_4_scaling_beta", json!(-1), "`rope_parameters.llama_4_scaling_beta` is -1, expected a number from 0"),
+        ("rope_theta", Value::Null, "`rope_parameters.rope_theta` is missing"),
+        ("twist", json!(1), "unknown key: `rope_parameters.twist`"),
+    ] {
+        let mut map = map.clone();
+        map["rope_parameters"][key] = value;
+        let error = read(&map).unwrap_err().to_string();
+        assert!(error.starts_with(expected), "{error}");
+    }
+    let error = with("ministral3", json!({"rope_theta": 1e6})).unwrap_err().to_string();
+    assert!(error.starts_with("`rope_theta` is 1000000.0, which is not supported"), "{error}");
+    let error = with("mistral", json!({"rope_parameters": {"llama_4_scaling_beta": 0.1}})).unwrap_err();
+    assert_eq!(error, ConfigError::Unknown { keys: vec!["rope_parameters.llama_4_scaling_beta".into()] });
+}
+
 #[test]
 fn yarn_settings_have_transformers_defaults() {
     let scaling = |inner: Value| {

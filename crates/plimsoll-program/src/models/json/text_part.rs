@@ -123,6 +123,7 @@ fn default_sizes(family: ModelType) -> Vec<(&'static str, u64)> {
     let sizes = match family {
         ModelType::Llama => [32_000, 4096, 11_008, 32, 32],
         ModelType::Mistral => [32_000, 4096, 14_336, 32, 32],
+        ModelType::Ministral3 => [131_072, 4096, 14_336, 34, 32],
         ModelType::Qwen2 | ModelType::Qwen3 => [151_936, 4096, 22_016, 32, 32],
         ModelType::Gemma3Text => [262_208, 2304, 9216, 26, 8],
         _ => return Vec::new(),

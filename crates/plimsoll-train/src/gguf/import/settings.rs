@@ -202,7 +202,7 @@ mod tests {
             .into(),
             tensors: [].into(),
         };
-        for architecture in ["gemma2", "gemma3"] {
+        for architecture in ["gemma2", "gemma3", "mistral3"] {
             let error = read_settings(&file(architecture), &[]).unwrap_err();
             assert!(error.starts_with(&format!("the architecture `{architecture}` is not supported")), "{error}");
             assert!(error.ends_with("granite, olmo2"), "{error}");

@@ -182,7 +182,7 @@ fn inverse_rope_restores_the_input() {
             let (rows, all, e) = (9, shape.columns() as usize, shape.head_dim as usize);
             let positions: Vec<i32> = (0..rows).map(|_| draw.below(20) as i32).collect();
             let mut table = vec![T::Wide::from_f64(f64::NAN); 20 * e];
-            rope_table(&pool(2), e, 10_000.0, &RopeScaling::None, 1.0, &mut table);
+            rope_table(&pool(2), e, 10_000.0, &RopeScaling::None, 1.0, None, &mut table);
             let x: Vec<T> = draw.many(rows * all);
             let mut want = to_f64s(&x);
             for (row, &position) in positions.iter().enumerate() {
@@ -197,10 +197,10 @@ fn inverse_rope_restores_the_input() {
                 }
             }
             let mut qkv = x.clone();
-            rope(&pool(2), shape, &table, &positions, false, &mut qkv);
+            rope(&pool(2), shape, &table, &positions, 0, false, &mut qkv);
             assert_close(&qkv, &want, tolerance::<T>(40), "rope");
             if T::IS_WIDE {
-                rope(&pool(2), shape, &table, &positions, true, &mut qkv);
+                rope(&pool(2), shape, &table, &positions, 0, true, &mut qkv);
                 assert_close(&qkv, &to_f64s(&x), tolerance::<T>(40), "there and back");
             }
         }
@@ -215,7 +215,7 @@ fn rope_scaling_stretches_long_wavelengths() {
     let e = 64;
     let table = |scaling: RopeScaling| {
         let mut table = vec![0.0f64; 8 * e];
-        rope_table(&pool(1), e, 500_000.0, &scaling, 1.0, &mut table);
+        rope_table(&pool(1), e, 500_000.0, &scaling, 1.0, None, &mut table);
         // Angles of position 1; the first is 1 and all are below π/2.
         table[e + e / 2..2 * e].iter().map(|sin| sin.asin()).collect::<Vec<f64>>()
     };
