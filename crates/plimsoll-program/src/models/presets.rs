@@ -3,7 +3,7 @@
 //! Each row is the public `config.json` of the named model. The exception is `llama-11b`, which has no publisher and
 //! represents models of its size.
 
-use super::config::{Extras, ModelConfig, ModelType, RopeScaling};
+use super::config::{Extras, ModelConfig, ModelType, QueryGrowth, RopeScaling};
 
 /// The published shape of a model: one row of the table of presets.
 struct Row {
@@ -28,7 +28,7 @@ struct Row {
     query_scalar: u64,
 }
 
-use ModelType::{Gemma2, Gemma3Text, Llama, Mistral, Olmo2, Olmo3, Qwen2, Qwen3};
+use ModelType::{Gemma2, Gemma3Text, Granite, Llama, Ministral3, Mistral, Olmo2, Olmo3, Phi3, Qwen2, Qwen3, SmolLm3};
 
 const fn llama3(factor: f64) -> RopeScaling {
     RopeScaling::Llama3 { factor, low_freq_factor: 1.0, high_freq_factor: 4.0, original_max_position_embeddings: 8192 }
@@ -87,6 +87,21 @@ const fn olmo3(name: &'static str, sizes: [u64; 7]) -> Row {
     Row { bos: None, ..row(name, Olmo3, sizes, false, (5e5, OLMO3_SCALING, 1e-6), 65_536, [0, 100_257]) }
 }
 
+/// Scaling of the rotary frequencies of Ministral 3.
+const MINISTRAL3_SCALING: RopeScaling = RopeScaling::Yarn {
+    factor: 16.0,
+    beta_fast: 32.0,
+    beta_slow: 1.0,
+    original_max_position_embeddings: 16_384,
+    truncate: true,
+    attention_factor: 1.0,
+};
+
+/// Returns the row of a Granite 3.3 model.
+const fn granite(name: &'static str, sizes: [u64; 7]) -> Row {
+    row(name, Granite, sizes, true, (1e7, PLAIN, 1e-5), 131_072, [0, 0])
+}
+
 /// Returns the row of a Gemma 2 model.
 const fn gemma2(name: &'static str, sizes: [u64; 7], query_scalar: u64) -> Row {
     Row { query_scalar, ..row(name, Gemma2, sizes, true, (1e4, PLAIN, 1e-6), 8192, [2, 1]) }
@@ -107,6 +122,17 @@ impl Row {
                 attention_multiplier: Some((self.query_scalar as f64).sqrt().recip()),
                 score_softcap: Some(50.0),
                 logit_softcap: Some(30.0),
+                ..Extras::default()
+            },
+            Ministral3 => Extras { query_growth: Some(QueryGrowth { beta: 0.1, period: 16_384 }), ..Extras::default() },
+            // Phi 4 has no window.
+            Phi3 => Extras { window: (self.name == "phi-3-mini-4k").then_some(2047), ..Extras::default() },
+            SmolLm3 => Extras { unrotated_layers: (3..self.layers).step_by(4).collect(), ..Extras::default() },
+            Granite => Extras {
+                embedding_multiplier: 12.0,
+                residual_multiplier: 0.22,
+                attention_multiplier: Some((self.head_dim as f64).recip()),
+                logits_scaling: self.hidden as f64 / 256.0,
                 ..Extras::default()
             },
             Olmo3 => Extras {
@@ -130,7 +156,7 @@ impl Row {
 /// The presets, ordered by family and size. Columns: name, type, [hidden, layers, heads, kv heads, head size,
 /// feed-forward, vocabulary], tied, (theta, scaling, eps), longest sequence, [bos, eos].
 #[rustfmt::skip]
-static ROWS: [Row; 26] = [
+static ROWS: [Row; 32] = [
     Row {
         init_std: 0.041_666_666_666_666_664,
         ..row("smollm2-135m", Llama, [576, 30, 9, 3, 64, 1536, 49152], true, (1e5, PLAIN, 1e-5), 8192, [0, 0])
@@ -144,6 +170,7 @@ static ROWS: [Row; 26] = [
     row("llama-2-7b", Llama, [4096, 32, 32, 32, 128, 11008, 32000], false, (1e4, PLAIN, 1e-5), 4096, [1, 2]),
     row("llama-2-13b", Llama, [5120, 40, 40, 40, 128, 13824, 32000], false, (1e4, PLAIN, 1e-5), 4096, [1, 2]),
     row("mistral-7b-v0.3", Mistral, [4096, 32, 32, 8, 128, 14336, 32768], false, (1e6, PLAIN, 1e-5), 32768, [1, 2]),
+    row("ministral-3-8b", Ministral3, [4096, 34, 32, 8, 128, 14336, 131_072], false, (1e6, MINISTRAL3_SCALING, 1e-5), 262_144, [1, 2]),
     row("qwen2.5-0.5b", Qwen2, [896, 24, 14, 2, 64, 4864, 151_936], true, (1e6, PLAIN, 1e-6), 32768, [151_643, 151_643]),
     row("qwen2.5-1.5b", Qwen2, [1536, 28, 12, 2, 128, 8960, 151_936], true, (1e6, PLAIN, 1e-6), 131_072, [151_643, 151_643]),
     row("qwen2.5-7b", Qwen2, [3584, 28, 28, 4, 128, 18944, 152_064], false, (1e6, PLAIN, 1e-6), 131_072, [151_643, 151_643]),
@@ -151,6 +178,11 @@ static ROWS: [Row; 26] = [
     row("qwen2.5-32b", Qwen2, [5120, 64, 40, 8, 128, 27648, 152_064], false, (1e6, PLAIN, 1e-5), 131_072, [151_643, 151_643]),
     row("qwen3-0.6b", Qwen3, [1024, 28, 16, 8, 128, 3072, 151_936], true, (1e6, PLAIN, 1e-6), 40960, [151_643, 151_645]),
     row("qwen3-8b", Qwen3, [4096, 36, 32, 8, 128, 12288, 151_936], false, (1e6, PLAIN, 1e-6), 40960, [151_643, 151_645]),
+    row("phi-3-mini-4k", Phi3, [3072, 32, 32, 32, 96, 8192, 32064], false, (1e4, PLAIN, 1e-5), 4096, [1, 32_000]),
+    row("phi-4", Phi3, [5120, 40, 40, 10, 128, 17920, 100_352], false, (250_000.0, PLAIN, 1e-5), 16384, [100_257, 100_257]),
+    row("smollm3-3b", SmolLm3, [2048, 36, 16, 4, 128, 11008, 128_256], true, (5e6, PLAIN, 1e-6), 65_536, [128_000, 128_001]),
+    granite("granite-3.3-2b", [2048, 40, 32, 8, 64, 8192, 49159]),
+    granite("granite-3.3-8b", [4096, 40, 32, 8, 128, 12800, 49159]),
     olmo2("olmo2-1b", [2048, 16, 16, 16, 128, 8192, 100_352]),
     olmo2("olmo2-7b", [4096, 32, 32, 32, 128, 11008, 100_352]),
     olmo2("olmo2-13b", [5120, 40, 40, 40, 128, 13824, 100_352]),
@@ -248,6 +280,8 @@ mod tests {
             ("llama-2-7b", "6.738 B"),
             ("llama-2-13b", "13.016 B"),
             ("mistral-7b-v0.3", "7.248 B"),
+            // Our own count: the publisher adds the image encoder.
+            ("ministral-3-8b", "8.490 B"),
             ("qwen2.5-0.5b", "494.0 M"),
             ("qwen2.5-1.5b", "1.544 B"),
             ("qwen2.5-7b", "7.616 B"),
@@ -255,6 +289,11 @@ mod tests {
             ("qwen2.5-32b", "32.76 B"),
             ("qwen3-0.6b", "596 M"),
             ("qwen3-8b", "8.191 B"),
+            ("phi-3-mini-4k", "3.821 B"),
+            ("phi-4", "14.66 B"),
+            ("smollm3-3b", "3.075 B"),
+            ("granite-3.3-2b", "2.534 B"),
+            ("granite-3.3-8b", "8.171 B"),
             // Our own counts: the publisher rounds to billions.
             ("olmo2-1b", "1.485 B"),
             ("olmo2-7b", "7.299 B"),

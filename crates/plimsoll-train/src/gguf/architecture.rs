@@ -290,7 +290,12 @@ mod tests {
         assert_eq!(settings(&smollm3, "smollm3").unwrap_err(), "`no_rope_layers` are not every fourth layer");
         smollm3.extras.unrotated_layers = (0..smollm3.layers).filter(|layer| layer % 4 == 3).collect();
         settings(&smollm3, "smollm3").unwrap();
-        for (name, model_type) in [("gemma2-2b", "gemma2"), ("gemma3-1b", "gemma3_text"), ("olmo3-7b", "olmo3")] {
+        for (name, model_type) in [
+            ("gemma2-2b", "gemma2"),
+            ("gemma3-1b", "gemma3_text"),
+            ("olmo3-7b", "olmo3"),
+            ("ministral-3-8b", "ministral3"),
+        ] {
             let refused = settings(&preset(name).unwrap(), "").unwrap_err();
             assert_eq!(refused, format!("`model_type` is {model_type}"));
         }
