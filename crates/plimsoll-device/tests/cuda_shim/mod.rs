@@ -163,8 +163,18 @@ fn compile(cpp: &PathBuf, text: &str, library: &PathBuf) {
     };
     // Calls before each memory access, to functions in `touches.h`.
     let instrumented = ["-fsanitize=thread", "-fsanitize=alignment", "-fno-gnu-unique"];
-    let plain =
-        ["-std=c++17", "-ftls-model=local-dynamic", "-mtls-dialect=gnu2", "-O1", "-march=native", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-w", "-fPIC", "-c"];
+    let plain = [
+        "-std=c++17",
+        "-ftls-model=local-dynamic",
+        "-mtls-dialect=gnu2",
+        "-O1",
+        "-march=native",
+        "-fno-strict-aliasing",
+        "-U_FORTIFY_SOURCE",
+        "-w",
+        "-fPIC",
+        "-c",
+    ];
     run(&[&plain[..], &instrumented[..]].concat(), &object, cpp);
     run(&["-shared", "-Wl,-Bsymbolic"], &linked, &object);
     std::fs::rename(linked, library).unwrap();

@@ -167,8 +167,9 @@ impl<'a> Repository<'a> {
             let path = format!("{prefix}{}/resolve/{}/{name}", self.id.repository, self.listing.commit);
             let host = host(&self.settings.endpoint);
             let download = Download { client: &self.client, cache: &self.cache, id: &self.id, file, path, host };
-            let mut observe_file =
-                |bytes| observe(HubEvent::Progress { file: &file.name, done_bytes: before.saturating_add(bytes), total_bytes });
+            let mut observe_file = |bytes| {
+                observe(HubEvent::Progress { file: &file.name, done_bytes: before.saturating_add(bytes), total_bytes })
+            };
             if let Ending::Refused(refusal) = download.run(&mut observe_file)? {
                 return Err(self.refused(refusal, Some(&file.name)));
             }
